@@ -1,0 +1,87 @@
+#include <stdlib.h>
+
+#include "base/backend.h"
+#include "base/status.h"
+
+/* Backends of this build, by device. */
+static const skl_backend *const backends[] = {&skl_cpu_backend};
+
+static const skl_backend *backend_for(skl_device device)
+{
+    for (size_t i = 0; i < sizeof backends / sizeof backends[0]; i++)
+        if (backends[i]->device == device)
+            return backends[i];
+    return NULL;
+}
+
+static const char *forced_kernel(const skl_options *options)
+{
+    if (options->kernel != NULL)
+        return options->kernel;
+    const char *const from_environment = getenv("STREAMKL_KERNEL");
+    return from_environment != NULL && from_environment[0] != '\0' ? from_environment : NULL;
+}
+
+skl_status skl_plan_create(skl_plan **plan, const skl_problem *problem, const skl_options *given_options)
+{
+    if (plan == NULL)
+        return skl_fail(SKL_ERROR_ARGUMENT, "plan=NULL: must point to a skl_plan *");
+    *plan = NULL;
+    const skl_options options = given_options != NULL ? *given_options : skl_options_default();
+    if (options.struct_size != sizeof(skl_options))
+        return skl_fail(SKL_ERROR_ARGUMENT, "options.struct_size=%zu: must be %zu; start from skl_options_default()",
+                        options.struct_size, sizeof(skl_options));
+    skl_plan made = {.progress = options.progress, .progress_user = options.progress_user};
+    skl_status status = skl_problem_check(&made.problem, problem);
+    if (status != SKL_OK)
+        return status;
+    made.backend = backend_for(options.device);
+    if (made.backend == NULL)
+        return skl_fail(SKL_ERROR_UNSUPPORTED, "device=%d: this build has only the CPU backend (SKL_CPU=0)",
+                        (int)options.device);
+    status = made.backend->plan(&made, &options, forced_kernel(&options));
+    if (status != SKL_OK)
+        return status;
+    skl_plan *const kept = malloc(sizeof *kept);
+    if (kept == NULL)
+        return skl_fail(SKL_ERROR_MEMORY, "plan: %zu bytes could not be allocated", sizeof *kept);
+    *kept = made;
+    *plan = kept;
+    return SKL_OK;
+}
+
+void skl_plan_destroy(skl_plan *plan)
+{
+    free(plan);
+}
+
+size_t skl_plan_workspace_size(const skl_plan *plan, skl_op op)
+{
+    return plan != NULL && (unsigned)op < SKL_OP_COUNT ? plan->workspace_size[op] : 0;
+}
+
+const char *skl_plan_kernel(const skl_plan *plan)
+{
+    return plan != NULL ? plan->kernel_name : "";
+}
+
+int32_t skl_plan_threads(const skl_plan *plan)
+{
+    return plan != NULL ? plan->threads : 0;
+}
+
+int skl_kernel_at(int32_t index, skl_kernel_info *info)
+{
+    if (info == NULL || index < 0)
+        return 0;
+    for (size_t i = 0; i < sizeof backends / sizeof backends[0]; i++) {
+        int32_t count = 0;
+        while (backends[i]->kernel_at(count, info)) {
+            if (count == index)
+                return 1;
+            count++;
+        }
+        index -= count;
+    }
+    return 0;
+}

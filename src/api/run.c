@@ -1,0 +1,111 @@
+#include "base/backend.h"
+#include "base/status.h"
+#include "base/tensors.h"
+
+static const skl_inputs no_inputs = {.struct_size = sizeof(skl_inputs)};
+static const skl_rows no_rows = {.struct_size = sizeof(skl_rows)};
+static const skl_gradients no_gradients = {.struct_size = sizeof(skl_gradients)};
+
+static const skl_range all_keys = {0, INT64_MAX};
+
+static skl_status check_given(const void *argument, const char *name)
+{
+    return argument != NULL ? SKL_OK : skl_fail(SKL_ERROR_ARGUMENT, "%s=NULL: must be given", name);
+}
+
+static skl_status check_and_run(const skl_plan *plan, const skl_call *call, size_t workspace_size)
+{
+    const skl_status status = skl_call_check(plan, call, workspace_size);
+    return status == SKL_OK ? plan->backend->run(plan, call) : status;
+}
+
+skl_status skl_forward(const skl_plan *plan, const skl_inputs *inputs, const skl_rows *rows, void *workspace,
+                       size_t workspace_size, skl_stream stream)
+{
+    if (check_given(plan, "plan") || check_given(inputs, "inputs") || check_given(rows, "rows"))
+        return SKL_ERROR_ARGUMENT;
+    const skl_call call = {.op = SKL_OP_FORWARD,
+                           .inputs = *inputs,
+                           .rows = *rows,
+                           .gradients = no_gradients,
+                           .keys = all_keys,
+                           .workspace = workspace,
+                           .stream = stream};
+    return check_and_run(plan, &call, workspace_size);
+}
+
+skl_status skl_backward(const skl_plan *plan, const skl_inputs *inputs, const skl_gradients *gradients,
+                        void *workspace, size_t workspace_size, skl_stream stream)
+{
+    if (check_given(plan, "plan") || check_given(inputs, "inputs") || check_given(gradients, "gradients"))
+        return SKL_ERROR_ARGUMENT;
+    const skl_call call = {.op = SKL_OP_BACKWARD,
+                           .inputs = *inputs,
+                           .rows = no_rows,
+                           .gradients = *gradients,
+                           .keys = all_keys,
+                           .workspace = workspace,
+                           .stream = stream};
+    return check_and_run(plan, &call, workspace_size);
+}
+
+skl_status skl_forward_backward(const skl_plan *plan, const skl_inputs *inputs, const skl_rows *rows,
+                                const skl_gradients *gradients, void *workspace, size_t workspace_size,
+                                skl_stream stream)
+{
+    if (check_given(plan, "plan") || check_given(inputs, "inputs") || check_given(rows, "rows") ||
+        check_given(gradients, "gradients"))
+        return SKL_ERROR_ARGUMENT;
+    const skl_call call = {.op = SKL_OP_FORWARD_BACKWARD,
+                           .inputs = *inputs,
+                           .rows = *rows,
+                           .gradients = *gradients,
+                           .keys = all_keys,
+                           .workspace = workspace,
+                           .stream = stream};
+    return check_and_run(plan, &call, workspace_size);
+}
+
+skl_status skl_partial(const skl_plan *plan, const skl_inputs *inputs, int64_t key_begin, int64_t key_end,
+                       skl_row_state *states, void *workspace, size_t workspace_size, skl_stream stream)
+{
+    if (check_given(plan, "plan") || check_given(inputs, "inputs"))
+        return SKL_ERROR_ARGUMENT;
+    const skl_call call = {.op = SKL_OP_PARTIAL,
+                           .inputs = *inputs,
+                           .rows = no_rows,
+                           .gradients = no_gradients,
+                           .keys = {key_begin, key_end},
+                           .states = states,
+                           .workspace = workspace,
+                           .stream = stream};
+    return check_and_run(plan, &call, workspace_size);
+}
+
+skl_status skl_states_merge(const skl_plan *plan, skl_row_state *into, const skl_row_state *from, skl_stream stream)
+{
+    if (check_given(plan, "plan"))
+        return SKL_ERROR_ARGUMENT;
+    if (skl_state_count(&plan->problem) == 0)
+        return SKL_OK;
+    if (check_given(into, "into") || check_given(from, "from"))
+        return SKL_ERROR_ARGUMENT;
+    return plan->backend->states_merge(plan, into, from, stream);
+}
+
+skl_status skl_states_finish(const skl_plan *plan, const skl_inputs *inputs, const skl_row_state *states,
+                             const skl_rows *rows, skl_stream stream)
+{
+    if (check_given(plan, "plan") || check_given(rows, "rows"))
+        return SKL_ERROR_ARGUMENT;
+    if (states == NULL && skl_state_count(&plan->problem) > 0)
+        return check_given(states, "states");
+    const skl_call call = {.op = SKL_OP_PARTIAL,
+                           .inputs = inputs != NULL ? *inputs : no_inputs,
+                           .rows = *rows,
+                           .gradients = no_gradients,
+                           .states = (skl_row_state *)(uintptr_t)states, /* read only: finish writes no state */
+                           .stream = stream};
+    const skl_status status = skl_finish_check(&plan->problem, &call);
+    return status == SKL_OK ? plan->backend->states_finish(plan, &call) : status;
+}

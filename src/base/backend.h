@@ -1,0 +1,53 @@
+/* What flows down: a checked call, and the vtable of the backend that runs it. */
+#ifndef SKL_BASE_BACKEND_H
+#define SKL_BASE_BACKEND_H
+
+#include "base/visible.h"
+
+enum { SKL_OP_COUNT = 4 };
+
+/* One run call with its tensors, all of it checked. Members that a call does not have are empty. */
+typedef struct skl_call {
+    skl_op op;
+    skl_inputs inputs;
+    skl_rows rows;
+    skl_gradients gradients;
+    skl_range keys; /* every key, or the range of skl_partial */
+    skl_row_state *states;
+    void *workspace;
+    skl_stream stream;
+} skl_call;
+
+typedef struct skl_backend skl_backend;
+
+struct skl_plan {
+    skl_problem problem; /* checked, defaults filled in */
+    const skl_backend *backend;
+    const void *kernel; /* the backend's own table entry */
+    const char *kernel_name;
+    size_t workspace_size[SKL_OP_COUNT];
+    int32_t threads;
+    skl_progress progress;
+    void *progress_user;
+};
+
+struct skl_backend {
+    skl_device device;
+    /* Chooses a kernel and sets workspace sizes and threads. `kernel` is a forced name or NULL. */
+    skl_status (*plan)(skl_plan *plan, const skl_options *options, const char *kernel);
+    skl_status (*run)(const skl_plan *plan, const skl_call *call);
+    skl_status (*states_merge)(const skl_plan *plan, skl_row_state *into, const skl_row_state *from,
+                               skl_stream stream);
+    skl_status (*states_finish)(const skl_plan *plan, const skl_call *call);
+    int (*kernel_at)(int32_t index, skl_kernel_info *info);
+};
+
+extern const skl_backend skl_cpu_backend;
+
+/* Rows of a contiguous state array: what skl_states_* walk over. */
+static inline int64_t skl_state_count(const skl_problem *p)
+{
+    return p->heads_s * (p->packed ? p->total_q : p->batch * p->len_q);
+}
+
+#endif

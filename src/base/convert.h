@@ -1,0 +1,82 @@
+/* 16-bit floats to and from f32, by bits: the same on every machine, and loops over these vectorise. */
+#ifndef SKL_BASE_CONVERT_H
+#define SKL_BASE_CONVERT_H
+
+#include <stdint.h>
+#include <string.h>
+
+#include "streamkl.h"
+
+static inline float skl_float_of_bits(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline uint32_t skl_bits_of_float(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static inline float skl_from_bf16(uint16_t half)
+{
+    return skl_float_of_bits((uint32_t)half << 16);
+}
+
+/* Exponent and mantissa move 13 bits up; 2^112 corrects the exponent's bias, also for subnormals. Infinities and NaNs
+ * keep all exponent bits set. */
+static inline float skl_from_f16(uint16_t half)
+{
+    const uint32_t magnitude = half & 0x7FFFU;
+    const uint32_t sign = (uint32_t)(half & 0x8000U) << 16;
+    const float finite = skl_float_of_bits(magnitude << 13) * 0x1p112F;
+    const uint32_t special = 0x7F800000U | (magnitude << 13);
+    return skl_float_of_bits(sign | (magnitude >= 0x7C00U ? special : skl_bits_of_float(finite)));
+}
+
+/* Round to nearest even; a NaN stays a (quiet) NaN. */
+static inline uint16_t skl_to_bf16(float value)
+{
+    const uint32_t bits = skl_bits_of_float(value);
+    if ((bits & 0x7FFFFFFFU) > 0x7F800000U)
+        return (uint16_t)((bits >> 16) | 0x0040U);
+    return (uint16_t)((bits + 0x7FFFU + ((bits >> 16) & 1U)) >> 16);
+}
+
+static inline uint16_t skl_to_f16(float value)
+{
+    const uint32_t bits = skl_bits_of_float(value);
+    const uint32_t sign = (bits >> 16) & 0x8000U;
+    const uint32_t magnitude = bits & 0x7FFFFFFFU;
+    if (magnitude > 0x7F800000U)
+        return (uint16_t)(sign | 0x7E00U);
+    if (magnitude >= 0x477FF000U) /* 65520 and above round to infinity */
+        return (uint16_t)(sign | 0x7C00U);
+    if (magnitude < 0x38800000U) { /* below 2^-14: let the adder of f32 round to a multiple of 2^-24 */
+        const float shifted = skl_float_of_bits(magnitude) + 0.5F;
+        return (uint16_t)(sign | (skl_bits_of_float(shifted) - 0x3F000000U));
+    }
+    const uint32_t rounded = magnitude + 0xFFFU + ((magnitude >> 13) & 1U);
+    return (uint16_t)(sign | ((rounded - 0x38000000U) >> 13));
+}
+
+static inline float skl_load(const void *data, skl_dtype dtype, int64_t index)
+{
+    if (dtype == SKL_F32)
+        return ((const float *)data)[index];
+    const uint16_t half = ((const uint16_t *)data)[index];
+    return dtype == SKL_F16 ? skl_from_f16(half) : skl_from_bf16(half);
+}
+
+static inline void skl_store(void *data, skl_dtype dtype, int64_t index, float value)
+{
+    if (dtype == SKL_F32)
+        ((float *)data)[index] = value;
+    else
+        ((uint16_t *)data)[index] = dtype == SKL_F16 ? skl_to_f16(value) : skl_to_bf16(value);
+}
+
+#endif

@@ -1,0 +1,136 @@
+#include "base/problem.h"
+
+#include <inttypes.h>
+#include <math.h>
+
+#include "base/status.h"
+
+#define WINDOW_UNLIMITED (SKL_LENGTH_MAX * 4)
+
+typedef struct int_rule {
+    const char *name;
+    int64_t value, lowest, highest;
+} int_rule;
+
+static skl_status check_ranges(const skl_problem *p)
+{
+    const int_rule rules[] = {
+        {"dtype_t", p->dtype_t, SKL_F32, SKL_BF16},
+        {"dtype_s", p->dtype_s, SKL_F32, SKL_BF16},
+        {"grad_f32", p->grad_f32, 0, 1},
+        {"gradients", p->gradients, 0, SKL_DQ_T | SKL_DK_T | SKL_DQ_S | SKL_DK_S},
+        {"direction", p->direction, SKL_KL_FORWARD, SKL_KL_REVERSE},
+        {"batch", p->batch, 0, INT32_MAX},
+        {"len_q", p->len_q, 0, SKL_LENGTH_MAX},
+        {"len_k", p->len_k, 0, SKL_LENGTH_MAX},
+        {"heads_t", p->heads_t, 1, INT32_MAX},
+        {"heads_s", p->heads_s, 1, INT32_MAX},
+        {"key_heads_t", p->key_heads_t, 0, INT32_MAX},
+        {"key_heads_s", p->key_heads_s, 0, INT32_MAX},
+        {"dim_t", p->dim_t, 1, SKL_DIM_MAX},
+        {"dim_s", p->dim_s, 1, SKL_DIM_MAX},
+        {"causal", p->causal, 0, 1},
+        {"window_left", p->window_left, -1, SKL_LENGTH_MAX},
+        {"window_right", p->window_right, -1, SKL_LENGTH_MAX},
+        {"positions", p->positions, SKL_POSITIONS_BOTTOM_RIGHT, SKL_POSITIONS_OFFSET},
+        {"offset_q", p->offset_q, -SKL_LENGTH_MAX, SKL_LENGTH_MAX},
+        {"offset_k", p->offset_k, -SKL_LENGTH_MAX, SKL_LENGTH_MAX},
+        {"packed", p->packed, 0, 1},
+        {"total_q", p->total_q, 0, INT32_MAX},
+        {"total_k", p->total_k, 0, INT32_MAX},
+    };
+    for (size_t i = 0; i < sizeof rules / sizeof rules[0]; i++) {
+        const int_rule *const rule = &rules[i];
+        if (rule->value < rule->lowest || rule->value > rule->highest)
+            return skl_fail(SKL_ERROR_ARGUMENT, "%s=%" PRId64 ": must be %" PRId64 "..%" PRId64, rule->name,
+                            rule->value, rule->lowest, rule->highest);
+    }
+    return SKL_OK;
+}
+
+static skl_status check_multiple(const char *name, int64_t value, const char *of_name, int64_t of)
+{
+    if (value % of == 0)
+        return SKL_OK;
+    return skl_fail(SKL_ERROR_ARGUMENT, "%s=%" PRId64 ": must be a multiple of %s=%" PRId64, name, value, of_name,
+                    of);
+}
+
+static skl_status check_float(const char *name, float value, float lowest, const char *accepted)
+{
+    if (isfinite(value) && value >= lowest)
+        return SKL_OK;
+    return skl_fail(SKL_ERROR_ARGUMENT, "%s=%g: must be %s", name, (double)value, accepted);
+}
+
+static skl_status check_layout(const skl_problem *p)
+{
+    if (!p->packed && (p->total_q != 0 || p->total_k != 0))
+        return skl_fail(SKL_ERROR_ARGUMENT, "total_q=%" PRId64 ", total_k=%" PRId64 ": must be 0 unless packed=1",
+                        p->total_q, p->total_k);
+    if (p->packed && p->len_q > p->total_q)
+        return skl_fail(SKL_ERROR_ARGUMENT, "len_q=%" PRId64 ": must be at most total_q=%" PRId64, p->len_q,
+                        p->total_q);
+    if (p->packed && p->len_k > p->total_k)
+        return skl_fail(SKL_ERROR_ARGUMENT, "len_k=%" PRId64 ": must be at most total_k=%" PRId64, p->len_k,
+                        p->total_k);
+    if (p->positions != SKL_POSITIONS_OFFSET && (p->offset_q != 0 || p->offset_k != 0))
+        return skl_fail(SKL_ERROR_ARGUMENT,
+                        "offset_q=%" PRId64 ", offset_k=%" PRId64 ": must be 0 unless positions=SKL_POSITIONS_OFFSET",
+                        p->offset_q, p->offset_k);
+
+    /* Rows of one head kind are counted in 64 bits everywhere. */
+    int64_t rows = 0;
+    if (__builtin_mul_overflow(p->batch * p->heads_t, p->len_q, &rows) || rows > INT64_MAX / 64)
+        return skl_fail(SKL_ERROR_ARGUMENT,
+                        "batch=%" PRId64 " x heads_t=%" PRId64 " x len_q=%" PRId64 ": too many rows for 64-bit sizes",
+                        p->batch, p->heads_t, p->len_q);
+    return SKL_OK;
+}
+
+static void fill_defaults(skl_problem *p)
+{
+    if (p->key_heads_t == 0)
+        p->key_heads_t = p->heads_t;
+    if (p->key_heads_s == 0)
+        p->key_heads_s = p->heads_s;
+    if (p->scale_t == 0.0F)
+        p->scale_t = 1.0F / sqrtf((float)p->dim_t);
+    if (p->scale_s == 0.0F)
+        p->scale_s = 1.0F / sqrtf((float)p->dim_s);
+    if (p->window_left < 0)
+        p->window_left = WINDOW_UNLIMITED;
+    if (p->window_right < 0)
+        p->window_right = WINDOW_UNLIMITED;
+    if (p->causal)
+        p->window_right = 0;
+}
+
+#define TRY(call)                                                                                                    \
+    do {                                                                                                             \
+        const skl_status status_ = (call);                                                                           \
+        if (status_ != SKL_OK)                                                                                       \
+            return status_;                                                                                          \
+    } while (0)
+
+skl_status skl_problem_check(skl_problem *problem, const skl_problem *given)
+{
+    if (given == NULL)
+        return skl_fail(SKL_ERROR_ARGUMENT, "problem=NULL: must point to a skl_problem");
+    if (given->struct_size != sizeof(skl_problem))
+        return skl_fail(SKL_ERROR_ARGUMENT, "problem.struct_size=%zu: must be %zu; start from skl_problem_default()",
+                        given->struct_size, sizeof(skl_problem));
+    skl_problem p = *given;
+    TRY(check_ranges(&p));
+    TRY(check_float("scale_t", p.scale_t, -INFINITY, "finite; 0 stands for 1/sqrt(dim_t)"));
+    TRY(check_float("scale_s", p.scale_s, -INFINITY, "finite; 0 stands for 1/sqrt(dim_s)"));
+    TRY(check_float("softcap_t", p.softcap_t, 0.0F, "finite and at least 0; 0 stands for none"));
+    TRY(check_float("softcap_s", p.softcap_s, 0.0F, "finite and at least 0; 0 stands for none"));
+    TRY(check_layout(&p));
+    fill_defaults(&p);
+    TRY(check_multiple("heads_t", p.heads_t, "heads_s", p.heads_s));
+    TRY(check_multiple("heads_t", p.heads_t, "key_heads_t", p.key_heads_t));
+    TRY(check_multiple("heads_s", p.heads_s, "key_heads_s", p.key_heads_s));
+    *problem = p;
+    return SKL_OK;
+}

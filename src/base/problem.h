@@ -1,0 +1,33 @@
+/* Every rule about a problem lives here, once. Below this nothing is validated again. */
+#ifndef SKL_BASE_PROBLEM_H
+#define SKL_BASE_PROBLEM_H
+
+#include "streamkl.h"
+
+enum { SKL_DIM_MAX = 512 };
+
+/* Lengths, windows and offsets stay below this, so that sums of a few of them cannot overflow. */
+#define SKL_LENGTH_MAX ((int64_t)1 << 40)
+
+/* Checks `given` and writes it to `problem` with the defaults filled in: key heads, scales, causal folded into
+ * window_right, windows without limit as SKL_LENGTH_MAX * 4. */
+skl_status skl_problem_check(skl_problem *problem, const skl_problem *given);
+
+/* Teacher heads averaged for each student head. */
+static inline int64_t skl_group(const skl_problem *problem)
+{
+    return problem->heads_t / problem->heads_s;
+}
+
+static inline size_t skl_dtype_size(skl_dtype dtype)
+{
+    return dtype == SKL_F32 ? 4 : 2;
+}
+
+/* Type of a gradient whose tensor has type `dtype`. */
+static inline skl_dtype skl_grad_dtype(const skl_problem *problem, skl_dtype dtype)
+{
+    return problem->grad_f32 ? SKL_F32 : dtype;
+}
+
+#endif

@@ -1,0 +1,292 @@
+#include "base/tensors.h"
+
+#include <inttypes.h>
+#include <stdbool.h>
+
+#include "base/status.h"
+
+typedef enum kind { MATRIX, ROW, OUTPUT } kind; /* queries and keys; row vectors that are read; what is written */
+typedef enum need { OPTIONAL, REQUIRED, REFUSED } need;
+
+/* One tensor of a call: what it is called, where it lies and what shape the problem gives it. */
+typedef struct tensor_rule {
+    const char *name;
+    const void *data;
+    int64_t stride_batch, stride_head, stride_row;
+    int64_t heads, rows, dim;
+    skl_dtype dtype;
+    kind kind;
+    need need;
+    const char *why; /* completes "NULL: must be given ..." or "must be NULL ..." */
+} tensor_rule;
+
+static int64_t span_of(int64_t extent, int64_t stride, int64_t inner_span)
+{
+    int64_t span = 0;
+    if (__builtin_mul_overflow(extent - 1, stride, &span) || __builtin_add_overflow(span, inner_span, &span))
+        return INT64_MAX;
+    return span;
+}
+
+/* Walks the dimensions from the smallest stride outwards. Inputs only need to fit into the address space; in an
+ * output each step must clear everything inside it, so that no two elements share an address. */
+static skl_status check_strides(const skl_problem *p, const tensor_rule *t)
+{
+    int64_t extents[3] = {t->rows, t->heads, p->packed ? 1 : p->batch};
+    int64_t strides[3] = {t->stride_row, t->stride_head, p->packed ? 0 : t->stride_batch};
+    static const char *const names[3] = {"stride_row", "stride_head", "stride_batch"};
+    int order[3] = {0, 1, 2};
+    for (int i = 0; i < 3; i++) {
+        if (strides[i] < 0)
+            return skl_fail(SKL_ERROR_ARGUMENT, "%s.%s=%" PRId64 ": must be at least 0", t->name, names[i],
+                            strides[i]);
+        if (extents[i] == 0)
+            return SKL_OK; /* no element, no address */
+    }
+    for (int i = 1; i < 3; i++)
+        for (int k = i; k > 0 && strides[order[k]] < strides[order[k - 1]]; k--) {
+            const int swapped = order[k];
+            order[k] = order[k - 1];
+            order[k - 1] = swapped;
+        }
+    int64_t span = t->dim;
+    for (int i = 0; i < 3; i++) {
+        const int d = order[i];
+        if (extents[d] == 1)
+            continue;
+        if (t->kind == OUTPUT && strides[d] < span)
+            return skl_fail(SKL_ERROR_ARGUMENT,
+                            "%s.%s=%" PRId64 ": elements of an output overlap; must be at least %" PRId64, t->name,
+                            names[d], strides[d], span);
+        span = span_of(extents[d], strides[d], span);
+    }
+    if (span > INT64_MAX / 8)
+        return skl_fail(SKL_ERROR_ARGUMENT,
+                        "%s strides (batch %" PRId64 ", head %" PRId64 ", row %" PRId64 "): span overflows 64 bits",
+                        t->name, t->stride_batch, t->stride_head, t->stride_row);
+    return SKL_OK;
+}
+
+static bool has_elements(const skl_problem *p, const tensor_rule *t)
+{
+    return t->rows > 0 && (p->packed || p->batch > 0);
+}
+
+static skl_status check_tensor(const skl_problem *p, const tensor_rule *t)
+{
+    if (t->data == NULL && t->need == REQUIRED && has_elements(p, t))
+        return skl_fail(SKL_ERROR_ARGUMENT, "%s=NULL: must be given%s", t->name, t->why);
+    if (t->data != NULL && t->need == REFUSED)
+        return skl_fail(SKL_ERROR_ARGUMENT, "%s given: must be NULL%s", t->name, t->why);
+    if (t->data == NULL)
+        return SKL_OK;
+    if ((uintptr_t)t->data % skl_dtype_size(t->dtype) != 0)
+        return skl_fail(SKL_ERROR_ARGUMENT, "%s=%p: must be aligned to its element size, %zu bytes", t->name, t->data,
+                        skl_dtype_size(t->dtype));
+    return check_strides(p, t);
+}
+
+/* Two views of one buffer may interleave, but an output at the address of another, or of a query or key, would
+ * destroy it. Row vectors may be updated in place. */
+static skl_status check_aliases(const tensor_rule *tensors, size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        for (size_t k = 0; k < i; k++) {
+            const bool shared = tensors[i].data != NULL && tensors[i].data == tensors[k].data;
+            if (shared && tensors[i].kind == OUTPUT && tensors[k].kind != ROW)
+                return skl_fail(SKL_ERROR_ARGUMENT, "%s and %s share the address %p: an output must have its own",
+                                tensors[k].name, tensors[i].name, tensors[i].data);
+        }
+    return SKL_OK;
+}
+
+#define TENSOR(t, label, heads, rows, dim, dtype, kind, need, why)                                                   \
+    {                                                                                                                \
+        label, (t).data, (t).stride_batch, (t).stride_head, (t).stride_row, heads, rows, dim, dtype, kind, need, why \
+    }
+
+static skl_status check_tensors(const skl_problem *p, const skl_call *call)
+{
+    const skl_inputs *const in = &call->inputs;
+    const skl_rows *const rows = &call->rows;
+    const skl_gradients *const grads = &call->gradients;
+    const bool forward = call->op == SKL_OP_FORWARD || call->op == SKL_OP_PARTIAL;
+    const bool backward = call->op == SKL_OP_BACKWARD;
+    const bool grouped = p->heads_t != p->heads_s;
+    const bool teacher_grads = grads->dq_t.data != NULL || grads->dk_t.data != NULL;
+    const bool student_grads = grads->dq_s.data != NULL || grads->dk_s.data != NULL;
+    const bool first_grads = p->direction == SKL_KL_FORWARD ? teacher_grads && !grouped : student_grads;
+    const bool dots = teacher_grads && grouped;
+
+    const char *const for_backward = ": a backward needs the LSEs of the forward";
+    const char *const for_first = ": gradients of the first argument of the KL need it";
+    const char *const for_dots = ": teacher gradients with heads_t > heads_s need it";
+    const char *const grouped_only = " unless heads_t > heads_s";
+    const char *const known = " in skl_forward_backward: the LSEs are inputs";
+    const need lse_need = forward ? OPTIONAL : REQUIRED;
+    const need lse_t_need = call->op == SKL_OP_PARTIAL && grouped ? REQUIRED : lse_need;
+    const char *const lse_t_why = call->op == SKL_OP_PARTIAL
+                                      ? ": partial states with heads_t > heads_s need the LSE of all keys"
+                                      : for_backward;
+    const need lse_out_need = call->op == SKL_OP_FORWARD_BACKWARD ? REFUSED : OPTIONAL;
+    const bool fused = call->op == SKL_OP_FORWARD_BACKWARD;
+    const need dot_out_need = !grouped ? REFUSED : fused && dots ? REQUIRED : OPTIONAL;
+    const need grad_need[4] = {
+        p->gradients & SKL_DQ_T ? OPTIONAL : REFUSED, p->gradients & SKL_DK_T ? OPTIONAL : REFUSED,
+        p->gradients & SKL_DQ_S ? OPTIONAL : REFUSED, p->gradients & SKL_DK_S ? OPTIONAL : REFUSED};
+    const char *const unplanned = ": the plan's problem.gradients does not name it";
+
+    const int64_t rows_q = p->packed ? p->total_q : p->len_q;
+    const int64_t rows_k = p->packed ? p->total_k : p->len_k;
+    const skl_dtype grad_t = skl_grad_dtype(p, p->dtype_t);
+    const skl_dtype grad_s = skl_grad_dtype(p, p->dtype_s);
+    const tensor_rule tensors[] = {
+        TENSOR(in->q_t, "q_t", p->heads_t, rows_q, p->dim_t, p->dtype_t, MATRIX, REQUIRED, ""),
+        TENSOR(in->k_t, "k_t", p->key_heads_t, rows_k, p->dim_t, p->dtype_t, MATRIX, REQUIRED, ""),
+        TENSOR(in->q_s, "q_s", p->heads_s, rows_q, p->dim_s, p->dtype_s, MATRIX, REQUIRED, ""),
+        TENSOR(in->k_s, "k_s", p->key_heads_s, rows_k, p->dim_s, p->dtype_s, MATRIX, REQUIRED, ""),
+        TENSOR(in->lse_t, "lse_t", p->heads_t, rows_q, 1, SKL_F32, ROW, lse_t_need, lse_t_why),
+        TENSOR(in->lse_s, "lse_s", p->heads_s, rows_q, 1, SKL_F32, ROW, lse_need, for_backward),
+        TENSOR(in->kl, "kl", p->heads_s, rows_q, 1, SKL_F32, ROW, backward && first_grads ? REQUIRED : OPTIONAL,
+               for_first),
+        TENSOR(in->dot_t, "dot_t", p->heads_t, rows_q, 1, SKL_F32, ROW, backward && dots ? REQUIRED : OPTIONAL,
+               for_dots),
+        TENSOR(in->grad_kl, "grad_kl", p->heads_s, rows_q, 1, SKL_F32, ROW, OPTIONAL, ""),
+        TENSOR(rows->kl, "rows.kl", p->heads_s, rows_q, 1, SKL_F32, OUTPUT,
+               fused && first_grads ? REQUIRED : OPTIONAL, for_first),
+        TENSOR(rows->lse_t, "rows.lse_t", p->heads_t, rows_q, 1, SKL_F32, OUTPUT, lse_out_need, known),
+        TENSOR(rows->lse_s, "rows.lse_s", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, lse_out_need, known),
+        TENSOR(rows->dot_t, "rows.dot_t", p->heads_t, rows_q, 1, SKL_F32, OUTPUT, dot_out_need,
+               grouped ? for_dots : grouped_only),
+        TENSOR(grads->dq_t, "dq_t", p->heads_t, rows_q, p->dim_t, grad_t, OUTPUT, grad_need[0], unplanned),
+        TENSOR(grads->dk_t, "dk_t", p->key_heads_t, rows_k, p->dim_t, grad_t, OUTPUT, grad_need[1], unplanned),
+        TENSOR(grads->dq_s, "dq_s", p->heads_s, rows_q, p->dim_s, grad_s, OUTPUT, grad_need[2], unplanned),
+        TENSOR(grads->dk_s, "dk_s", p->key_heads_s, rows_k, p->dim_s, grad_s, OUTPUT, grad_need[3], unplanned),
+    };
+    const size_t count = sizeof tensors / sizeof tensors[0];
+    for (size_t i = 0; i < count; i++) {
+        const skl_status status = check_tensor(p, &tensors[i]);
+        if (status != SKL_OK)
+            return status;
+    }
+    return check_aliases(tensors, count);
+}
+
+static skl_status check_length_pointers(const skl_problem *p, const skl_inputs *in)
+{
+    const bool packed = p->packed != 0;
+    if (packed != (in->cu_seqlens_q != NULL))
+        return skl_fail(SKL_ERROR_ARGUMENT, "cu_seqlens_q %s: must be given exactly when packed=1",
+                        packed ? "= NULL" : "given");
+    if (packed != (in->cu_seqlens_k != NULL))
+        return skl_fail(SKL_ERROR_ARGUMENT, "cu_seqlens_k %s: must be given exactly when packed=1",
+                        packed ? "= NULL" : "given");
+    if (packed && in->key_lengths != NULL)
+        return skl_fail(SKL_ERROR_ARGUMENT, "key_lengths given: must be NULL when packed=1");
+    return SKL_OK;
+}
+
+static skl_status check_structs(const skl_call *call)
+{
+    if (call->inputs.struct_size != sizeof(skl_inputs))
+        return skl_fail(SKL_ERROR_ARGUMENT, "inputs.struct_size=%zu: must be %zu", call->inputs.struct_size,
+                        sizeof(skl_inputs));
+    if (call->rows.struct_size != sizeof(skl_rows))
+        return skl_fail(SKL_ERROR_ARGUMENT, "rows.struct_size=%zu: must be %zu", call->rows.struct_size,
+                        sizeof(skl_rows));
+    if (call->gradients.struct_size != sizeof(skl_gradients))
+        return skl_fail(SKL_ERROR_ARGUMENT, "gradients.struct_size=%zu: must be %zu", call->gradients.struct_size,
+                        sizeof(skl_gradients));
+    return SKL_OK;
+}
+
+static skl_status check_workspace(const skl_plan *plan, const skl_call *call, size_t workspace_size)
+{
+    const size_t needed = plan->workspace_size[call->op];
+    if (needed == 0)
+        return SKL_OK;
+    if (call->workspace == NULL)
+        return skl_fail(SKL_ERROR_WORKSPACE, "workspace=NULL: must point to %zu bytes", needed);
+    if (workspace_size < needed)
+        return skl_fail(SKL_ERROR_WORKSPACE, "workspace_size=%zu: must be at least %zu", workspace_size, needed);
+    if ((uintptr_t)call->workspace % SKL_WORKSPACE_ALIGNMENT != 0)
+        return skl_fail(SKL_ERROR_WORKSPACE, "workspace=%p: must be aligned to %d bytes", call->workspace,
+                        SKL_WORKSPACE_ALIGNMENT);
+    return SKL_OK;
+}
+
+skl_status skl_call_check(const skl_plan *plan, const skl_call *call, size_t workspace_size)
+{
+    skl_status status = check_structs(call);
+    if (status == SKL_OK)
+        status = check_length_pointers(&plan->problem, &call->inputs);
+    if (status == SKL_OK)
+        status = check_tensors(&plan->problem, call);
+    if (status == SKL_OK && call->op == SKL_OP_PARTIAL && call->keys.begin > call->keys.end)
+        status = skl_fail(SKL_ERROR_ARGUMENT, "key_begin=%" PRId64 ": must be at most key_end=%" PRId64,
+                          call->keys.begin, call->keys.end);
+    if (status == SKL_OK && call->op == SKL_OP_PARTIAL && call->states == NULL)
+        status = skl_fail(SKL_ERROR_ARGUMENT, "states=NULL: must be given");
+    return status == SKL_OK ? check_workspace(plan, call, workspace_size) : status;
+}
+
+static skl_status check_seqlens(const char *name, const int32_t *offsets, int64_t batch, int64_t longest,
+                                int64_t total)
+{
+    if (offsets[0] != 0)
+        return skl_fail(SKL_ERROR_ARGUMENT, "%s[0]=%" PRId32 ": must be 0", name, offsets[0]);
+    for (int64_t b = 0; b < batch; b++) {
+        const int64_t length = (int64_t)offsets[b + 1] - offsets[b];
+        if (length < 0)
+            return skl_fail(SKL_ERROR_ARGUMENT,
+                            "%s[%" PRId64 "]=%" PRId32 ": must not be below %s[%" PRId64 "]=%" PRId32, name, b + 1,
+                            offsets[b + 1], name, b, offsets[b]);
+        if (offsets[b + 1] > total)
+            return skl_fail(SKL_ERROR_ARGUMENT,
+                            "%s[%" PRId64 "]=%" PRId32 ": must be at most %" PRId64 ", the rows of the buffer", name,
+                            b + 1, offsets[b + 1], total);
+        if (length > longest)
+            return skl_fail(SKL_ERROR_ARGUMENT,
+                            "%s[%" PRId64 "]=%" PRId32 ": sequence %" PRId64 " has %" PRId64
+                            " rows; must be at most %" PRId64 ", the longest the problem names",
+                            name, b + 1, offsets[b + 1], b, length, longest);
+    }
+    return SKL_OK;
+}
+
+skl_status skl_lengths_check(const skl_problem *p, const skl_inputs *inputs)
+{
+    if (p->packed) {
+        const skl_status status = check_seqlens("cu_seqlens_q", inputs->cu_seqlens_q, p->batch, p->len_q, p->total_q);
+        return status != SKL_OK ? status
+                                : check_seqlens("cu_seqlens_k", inputs->cu_seqlens_k, p->batch, p->len_k, p->total_k);
+    }
+    for (int64_t b = 0; inputs->key_lengths != NULL && b < p->batch; b++)
+        if (inputs->key_lengths[b] < 0 || inputs->key_lengths[b] > p->len_k)
+            return skl_fail(SKL_ERROR_ARGUMENT, "key_lengths[%" PRId64 "]=%" PRId32 ": must be 0..len_k=%" PRId64, b,
+                            inputs->key_lengths[b], p->len_k);
+    return SKL_OK;
+}
+
+skl_status skl_finish_check(const skl_problem *p, const skl_call *call)
+{
+    skl_status status = check_structs(call);
+    if (status != SKL_OK)
+        return status;
+    const skl_rows *const rows = &call->rows;
+    const bool grouped = p->heads_t != p->heads_s;
+    const int64_t rows_q = p->packed ? p->total_q : p->len_q;
+    const need lse_need = grouped && rows->lse_t.data != NULL ? REQUIRED : OPTIONAL;
+    const tensor_rule tensors[] = {
+        TENSOR(call->inputs.lse_t, "lse_t", p->heads_t, rows_q, 1, SKL_F32, ROW, lse_need,
+               ": rows.lse_t with heads_t > heads_s needs it"),
+        TENSOR(rows->kl, "rows.kl", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, OPTIONAL, ""),
+        TENSOR(rows->lse_t, "rows.lse_t", p->heads_t, rows_q, 1, SKL_F32, OUTPUT, OPTIONAL, ""),
+        TENSOR(rows->lse_s, "rows.lse_s", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, OPTIONAL, ""),
+        TENSOR(rows->dot_t, "rows.dot_t", p->heads_t, rows_q, 1, SKL_F32, OUTPUT, REFUSED, " in skl_states_finish"),
+    };
+    const size_t count = sizeof tensors / sizeof tensors[0];
+    for (size_t i = 0; i < count && status == SKL_OK; i++)
+        status = check_tensor(p, &tensors[i]);
+    return status == SKL_OK ? check_aliases(tensors, count) : status;
+}

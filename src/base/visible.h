@@ -1,0 +1,65 @@
+/* Which keys a query sees. All masks (causal, window, key lengths, packing, offsets, key ranges) come down to one
+ * range of keys a row, so this is the only place that knows about them. */
+#ifndef SKL_BASE_VISIBLE_H
+#define SKL_BASE_VISIBLE_H
+
+#include "base/problem.h"
+
+/* One sequence of the batch inside its buffers. */
+typedef struct skl_sequence {
+    int64_t batch;                    /* index for stride_batch: 0 when packed */
+    int64_t query_begin, query_count; /* rows of the query buffers */
+    int64_t key_begin;                /* row of key 0 in the key buffers */
+    int64_t key_first, key_count;     /* keys that take part: [key_first, key_count) */
+    int64_t diagonal;                 /* position of query 0 less that of key 0 */
+} skl_sequence;
+
+typedef struct skl_range {
+    int64_t begin, end;
+} skl_range;
+
+static inline int64_t skl_min(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+static inline int64_t skl_max(int64_t a, int64_t b)
+{
+    return a > b ? a : b;
+}
+
+static inline int64_t skl_ceil_div(int64_t a, int64_t b)
+{
+    return (a + b - 1) / b;
+}
+
+/* Sequence `b`, its keys limited to [keys.begin, keys.end). */
+static inline skl_sequence skl_sequence_at(const skl_problem *p, const skl_inputs *inputs, skl_range keys, int64_t b)
+{
+    skl_sequence s = {b, 0, p->len_q, 0, 0, p->len_k, 0};
+    if (p->packed) {
+        s.batch = 0;
+        s.query_begin = inputs->cu_seqlens_q[b];
+        s.query_count = inputs->cu_seqlens_q[b + 1] - s.query_begin;
+        s.key_begin = inputs->cu_seqlens_k[b];
+        s.key_count = inputs->cu_seqlens_k[b + 1] - s.key_begin;
+    }
+    s.diagonal = p->positions == SKL_POSITIONS_OFFSET ? p->offset_q - p->offset_k : s.key_count - s.query_count;
+    if (inputs->key_lengths != NULL)
+        s.key_count = skl_min(s.key_count, inputs->key_lengths[b]);
+    s.key_first = skl_max(0, keys.begin);
+    s.key_count = skl_min(s.key_count, keys.end);
+    return s;
+}
+
+/* Keys that query i sees; empty ranges have begin == end. */
+static inline skl_range skl_visible(const skl_problem *p, const skl_sequence *s, int64_t i)
+{
+    const int64_t position = i + s->diagonal;
+    const int64_t begin = skl_max(s->key_first, position - p->window_left);
+    const int64_t end = skl_min(s->key_count, position + p->window_right + 1);
+    const skl_range visible = {begin, skl_max(begin, end)};
+    return visible;
+}
+
+#endif

@@ -1,0 +1,19 @@
+/* AVX2 and FMA: 16 registers of 8 floats hold 6 x 2 vectors of C. */
+#define SKL_LANES      8
+#define SKL_MICRO_ROWS 6
+#define SKL_MICRO_VECS 2
+
+#include "cpu/body/backward.h"
+#include "cpu/features.h"
+
+const skl_cpu_kernel skl_cpu_avx2 = {
+    .name = "cpu_avx2",
+    .detail = "AVX2 and FMA, 192 x 96 tiles, 6 x 16 micro-kernel",
+    .fuses = true,
+    .usable = skl_cpu_has_avx2,
+    .tiles = tiles,
+    .scratch_size = scratch_size,
+    .forward = forward,
+    .backward_queries = backward_queries,
+    .backward_keys = backward_keys,
+};

@@ -1,0 +1,30 @@
+/* AVX-512: 32 registers of 16 floats hold 12 x 2 vectors of C; scalef finishes an exponential in one instruction. */
+#include <immintrin.h>
+
+#define SKL_LANES      16
+#define SKL_MICRO_ROWS 12
+#define SKL_MICRO_VECS 2
+#define SKL_OWN_EXP2
+
+#include "cpu/body/vector.h"
+
+SKL_INLINE vec exp2_vec(vec x)
+{
+    const __m512 whole = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return (vec)_mm512_scalef_ps((__m512)exp2_fraction(x - (vec)whole), whole);
+}
+
+#include "cpu/body/backward.h"
+#include "cpu/features.h"
+
+const skl_cpu_kernel skl_cpu_avx512 = {
+    .name = "cpu_avx512",
+    .detail = "AVX-512, 192 x 96 tiles, 12 x 32 micro-kernel",
+    .fuses = true,
+    .usable = skl_cpu_has_avx512,
+    .tiles = tiles,
+    .scratch_size = scratch_size,
+    .forward = forward,
+    .backward_queries = backward_queries,
+    .backward_keys = backward_keys,
+};

@@ -1,0 +1,321 @@
+/* The CPU backend: chooses a kernel, cuts a call into stages and a stage into tiles, shares the tiles out. */
+#include "cpu/kernel.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/kl_math.h"
+#include "base/status.h"
+#include "base/tensors.h"
+#include "cpu/features.h"
+#include "cpu/pool.h"
+
+/* Best first; the reference is last. */
+static const skl_cpu_kernel *const kernels[] = {
+#if defined(__x86_64__)
+    &skl_cpu_avx512, &skl_cpu_avx2,
+#endif
+    &skl_cpu_portable, &skl_cpu_reference};
+
+enum { KERNEL_COUNT = sizeof kernels / sizeof kernels[0] };
+
+static int kernel_at(int32_t index, skl_kernel_info *info)
+{
+    if (index >= KERNEL_COUNT)
+        return 0;
+    const skl_cpu_kernel *const kernel = kernels[index];
+    const bool usable = kernel->usable();
+    *info = (skl_kernel_info){kernel->name, SKL_CPU, usable,
+                              usable ? kernel->detail : "this CPU lacks the instruction set"};
+    return 1;
+}
+
+/* ---- Plan --------------------------------------------------------------------------------------------------- */
+
+static skl_status choose_kernel(const skl_cpu_kernel **chosen, const char *forced)
+{
+    for (int i = 0; i < KERNEL_COUNT; i++) {
+        const bool wanted = forced == NULL || strcmp(forced, kernels[i]->name) == 0;
+        if (!wanted || (forced == NULL && !kernels[i]->usable()))
+            continue;
+        if (!kernels[i]->usable())
+            return skl_fail(SKL_ERROR_UNSUPPORTED, "kernel=%s: this CPU lacks the instruction set (it has %s)",
+                            forced, skl_cpu_features());
+        *chosen = kernels[i];
+        return SKL_OK;
+    }
+    return skl_fail(SKL_ERROR_ARGUMENT, "kernel=%s: no CPU kernel has this name; streamkl info lists them", forced);
+}
+
+static skl_status choose_threads(int32_t *threads, int32_t asked)
+{
+    if (asked < 0 || asked > SKL_THREADS_MAX)
+        return skl_fail(SKL_ERROR_ARGUMENT, "threads=%d: must be 0..%d", asked, SKL_THREADS_MAX);
+    *threads = asked;
+    const char *const text = getenv("STREAMKL_THREADS");
+    if (asked == 0 && text != NULL && text[0] != '\0') {
+        char *end = NULL;
+        errno = 0;
+        const long value = strtol(text, &end, 10);
+        if (errno != 0 || *end != '\0' || value < 1 || value > SKL_THREADS_MAX)
+            return skl_fail(SKL_ERROR_ARGUMENT, "STREAMKL_THREADS=%s: must be 1..%d", text, SKL_THREADS_MAX);
+        *threads = (int32_t)value;
+    }
+    if (*threads == 0)
+        *threads = (int32_t)skl_min(skl_cpu_count(), SKL_THREADS_MAX);
+    return SKL_OK;
+}
+
+static size_t turns_size(int threads)
+{
+    return (size_t)threads * sizeof(skl_turn);
+}
+
+static skl_status plan_cpu(skl_plan *plan, const skl_options *options, const char *forced)
+{
+    const skl_cpu_kernel *kernel = NULL;
+    skl_status status = choose_kernel(&kernel, forced);
+    if (status == SKL_OK)
+        status = choose_threads(&plan->threads, options->threads);
+    if (status != SKL_OK)
+        return status;
+    plan->kernel = kernel;
+    plan->kernel_name = kernel->name;
+    const size_t a_worker = kernel->scratch_size(&plan->problem);
+    for (int op = 0; op < SKL_OP_COUNT; op++)
+        plan->workspace_size[op] = turns_size(plan->threads) + (size_t)plan->threads * a_worker;
+    skl_pool_reserve(plan->threads);
+    return SKL_OK;
+}
+
+/* ---- Stages ------------------------------------------------------------------------------------------------- */
+
+/* A stage: one kernel function over all tiles of a [batch, heads, tiles] grid. */
+typedef struct stage {
+    void (*function)(const skl_task *task);
+    skl_task task; /* what all its tasks have in common */
+    const skl_plan *plan;
+    char *scratch;
+    size_t scratch_size;
+    int64_t heads, tiles, item_count;
+    _Atomic int64_t next, done;
+    int64_t work_before, work_total; /* for progress, over all stages of a call */
+} stage;
+
+static void work_on_stage(void *context, int worker)
+{
+    stage *const s = context;
+    skl_task task = s->task;
+    task.scratch = (float *)(void *)(s->scratch + (size_t)worker * s->scratch_size);
+    for (;;) {
+        const int64_t item = atomic_fetch_add_explicit(&s->next, 1, memory_order_relaxed);
+        if (item >= s->item_count)
+            return;
+        task.item = item;
+        task.batch = item / (s->heads * s->tiles);
+        task.head = item / s->tiles % s->heads;
+        task.tile = s->tiles - 1 - item % s->tiles; /* causal: longest first */
+        s->function(&task);
+        const int64_t done = 1 + atomic_fetch_add_explicit(&s->done, 1, memory_order_relaxed);
+        if (worker == 0 && s->plan->progress != NULL)
+            s->plan->progress(s->plan->progress_user, s->work_before + done, s->work_total);
+    }
+}
+
+static void run_stage(stage *s)
+{
+    if (s->item_count == 0)
+        return;
+    atomic_init(&s->next, 0);
+    atomic_init(&s->done, 0);
+    skl_turns_init(s->task.turns, s->task.turn_count);
+    skl_pool_run(s->plan->threads, work_on_stage, s);
+    s->work_before += s->item_count;
+    if (s->plan->progress != NULL)
+        s->plan->progress(s->plan->progress_user, s->work_before, s->work_total);
+}
+
+static void over_queries(stage *s, void (*function)(const skl_task *))
+{
+    const skl_problem *const p = &s->plan->problem;
+    s->function = function;
+    s->heads = p->heads_s;
+    s->tiles = skl_ceil_div(p->len_q, s->task.tiles.queries);
+    s->item_count = p->batch * s->heads * s->tiles;
+}
+
+static void over_keys(stage *s, void (*function)(const skl_task *), bool teacher_side)
+{
+    const skl_problem *const p = &s->plan->problem;
+    s->function = function;
+    s->heads = teacher_side ? p->key_heads_t : p->key_heads_s;
+    s->tiles = skl_ceil_div(p->len_k, s->task.tiles.keys);
+    s->item_count = p->batch * s->heads * s->tiles;
+    s->task.fused = false;
+    s->task.teacher_side = teacher_side;
+}
+
+/* ---- Rows that belong to no sequence ------------------------------------------------------------------------ */
+
+static void clear_gradient(const skl_output *grad, skl_dtype dtype, int64_t batch, int64_t heads, int64_t row_begin,
+                           int64_t row_end, int64_t dim)
+{
+    const int64_t size = (int64_t)skl_dtype_size(dtype);
+    for (int64_t b = 0; grad->data != NULL && b < batch; b++)
+        for (int64_t h = 0; h < heads; h++)
+            for (int64_t i = row_begin; i < row_end; i++)
+                memset((char *)grad->data + SKL_ROW(*grad, b, h, i) * size, 0, (size_t)(dim * size));
+}
+
+/* Key gradients start at 0 where tiles are added to them, and stay 0 behind the last packed sequence. */
+static void clear_key_gradients(const skl_problem *p, const skl_call *call, bool fused)
+{
+    const skl_gradients *const grads = &call->gradients;
+    const int64_t rows = p->packed ? p->total_k : p->len_k;
+    const int64_t used = p->packed ? call->inputs.cu_seqlens_k[p->batch] : p->len_k;
+    const int64_t begin = fused ? 0 : used;
+    const int64_t batch = p->packed ? 1 : p->batch;
+    clear_gradient(&grads->dk_t, skl_grad_dtype(p, p->dtype_t), batch, p->key_heads_t, begin, rows, p->dim_t);
+    clear_gradient(&grads->dk_s, skl_grad_dtype(p, p->dtype_s), batch, p->key_heads_s, begin, rows, p->dim_s);
+}
+
+static void clear_query_tail(const skl_problem *p, const skl_call *call)
+{
+    if (!p->packed)
+        return;
+    const int64_t used = call->inputs.cu_seqlens_q[p->batch];
+    const skl_sequence tail = {0, used, p->total_q - used, 0, 0, 0, 0};
+    for (int64_t i = 0; i < tail.query_count; i++)
+        for (int64_t h = 0; h < p->heads_t; h++) {
+            skl_row_set(&call->rows.lse_t, &tail, h, i, -INFINITY);
+            skl_row_set(&call->rows.dot_t, &tail, h, i, 0.0F);
+            if (h >= p->heads_s)
+                continue;
+            skl_row_set(&call->rows.kl, &tail, h, i, 0.0F);
+            skl_row_set(&call->rows.lse_s, &tail, h, i, -INFINITY);
+            if (call->states != NULL)
+                call->states[skl_state_index(p, &tail, h, i)] = skl_state_empty();
+        }
+    const skl_gradients *const grads = &call->gradients;
+    clear_gradient(&grads->dq_t, skl_grad_dtype(p, p->dtype_t), 1, p->heads_t, used, p->total_q, p->dim_t);
+    clear_gradient(&grads->dq_s, skl_grad_dtype(p, p->dtype_s), 1, p->heads_s, used, p->total_q, p->dim_s);
+}
+
+/* ---- Run ---------------------------------------------------------------------------------------------------- */
+
+/* f32 key gradients are summed in the caller's buffer while the queries are swept: 4 matrix products a tile.
+ * 16-bit ones would round at every tile, so the keys are swept again with f32 sums: 6 products. */
+static bool can_fuse(const skl_problem *p, const skl_gradients *grads)
+{
+    const bool wanted = grads->dk_t.data != NULL || grads->dk_s.data != NULL;
+    const bool f32_t = grads->dk_t.data == NULL || skl_grad_dtype(p, p->dtype_t) == SKL_F32;
+    const bool f32_s = grads->dk_s.data == NULL || skl_grad_dtype(p, p->dtype_s) == SKL_F32;
+    return wanted && f32_t && f32_s;
+}
+
+static skl_status run(const skl_plan *plan, const skl_call *call)
+{
+    const skl_problem *const p = &plan->problem;
+    const skl_status status = skl_lengths_check(p, &call->inputs);
+    if (status != SKL_OK)
+        return status;
+    const skl_cpu_kernel *const kernel = plan->kernel;
+    const skl_gradients *const grads = &call->gradients;
+    const bool gradients = call->op == SKL_OP_BACKWARD || call->op == SKL_OP_FORWARD_BACKWARD;
+    const bool fused = gradients && kernel->fuses && can_fuse(p, grads);
+    const bool queries = fused || grads->dq_t.data != NULL || grads->dq_s.data != NULL;
+    const bool teacher = grads->dq_t.data != NULL || grads->dk_t.data != NULL;
+    const bool student = grads->dq_s.data != NULL || grads->dk_s.data != NULL;
+    const bool grouped = p->heads_t != p->heads_s;
+    const bool first = p->direction == SKL_KL_FORWARD ? teacher : student;
+    /* One sweep gives KL and second-argument gradients together; whatever the gradients read of the KL comes first.
+     */
+    const bool rows_wanted = call->rows.kl.data != NULL || call->rows.dot_t.data != NULL;
+    const bool rows_apart =
+        !kernel->fuses || first || (teacher && grouped) || !queries || call->rows.dot_t.data != NULL;
+    const bool rows_first = !gradients || (call->op == SKL_OP_FORWARD_BACKWARD && rows_wanted && rows_apart);
+
+    stage s = {.plan = plan,
+               .scratch = (char *)call->workspace + turns_size(plan->threads),
+               .scratch_size = kernel->scratch_size(p),
+               .task = {.problem = p,
+                        .call = call,
+                        .tiles = kernel->tiles(p),
+                        .turns = call->workspace,
+                        .turn_count = plan->threads,
+                        .fused = fused,
+                        .rows_known = rows_first}};
+    const struct {
+        bool wanted;
+        void (*function)(const skl_task *);
+        bool keys, teacher_side;
+    } stages[] = {
+        {rows_first, kernel->forward, false, false},
+        {gradients && queries, kernel->backward_queries, false, false},
+        {gradients && !fused && grads->dk_s.data != NULL, kernel->backward_keys, true, false},
+        {gradients && !fused && grads->dk_t.data != NULL, kernel->backward_keys, true, true},
+    };
+    enum { STAGE_COUNT = sizeof stages / sizeof stages[0] };
+
+    clear_query_tail(p, call);
+    clear_key_gradients(p, call, fused);
+    for (int pass = 0; pass < 2; pass++) /* count the work for progress, then do it */
+        for (int i = 0; i < STAGE_COUNT; i++) {
+            if (!stages[i].wanted)
+                continue;
+            s.task.fused = fused;
+            if (stages[i].keys)
+                over_keys(&s, stages[i].function, stages[i].teacher_side);
+            else
+                over_queries(&s, stages[i].function);
+            if (pass == 0)
+                s.work_total += s.item_count;
+            else
+                run_stage(&s);
+        }
+    return SKL_OK;
+}
+
+/* ---- States ------------------------------------------------------------------------------------------------- */
+
+static skl_status states_merge(const skl_plan *plan, skl_row_state *into, const skl_row_state *from,
+                               skl_stream stream)
+{
+    (void)stream;
+    const int64_t count = skl_state_count(&plan->problem);
+    for (int64_t i = 0; i < count; i++)
+        into[i] = skl_state_merge(into[i], from[i]);
+    return SKL_OK;
+}
+
+static void finish_row(const skl_problem *p, const skl_call *call, const skl_sequence *s, int64_t head, int64_t i)
+{
+    const skl_row_state *const state = &call->states[skl_state_index(p, s, head, i)];
+    const bool reverse = p->direction == SKL_KL_REVERSE;
+    const float lse_1 = skl_lse(state->m_1, state->l_1);
+    const float lse_2 = skl_lse(state->m_2, state->l_2);
+    skl_row_set(&call->rows.kl, s, head, i, skl_kl_report(skl_state_kl(state)));
+    skl_row_set(&call->rows.lse_s, s, head, i, reverse ? lse_1 : lse_2);
+    const int64_t group = skl_group(p);
+    for (int64_t h = head * group; call->rows.lse_t.data != NULL && h < (head + 1) * group; h++) {
+        const float outside = group > 1 ? skl_row_value(&call->inputs.lse_t, s, h, i) : 0.0F;
+        const float own = reverse ? lse_2 : lse_1;
+        skl_row_set(&call->rows.lse_t, s, h, i, own == -INFINITY ? own : outside + own);
+    }
+}
+
+static skl_status states_finish(const skl_plan *plan, const skl_call *call)
+{
+    const skl_problem *const p = &plan->problem;
+    const int64_t batch = p->packed ? 1 : p->batch;
+    for (int64_t b = 0; b < batch; b++) {
+        const skl_sequence all_rows = {b, 0, p->packed ? p->total_q : p->len_q, 0, 0, 0, 0};
+        for (int64_t h = 0; h < p->heads_s; h++)
+            for (int64_t i = 0; i < all_rows.query_count; i++)
+                finish_row(p, call, &all_rows, h, i);
+    }
+    return SKL_OK;
+}
+
+const skl_backend skl_cpu_backend = {SKL_CPU, plan_cpu, run, states_merge, states_finish, kernel_at};

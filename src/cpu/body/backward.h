@@ -1,0 +1,259 @@
+/* Backward: recompute a tile's probabilities from the LSEs, multiply its logit gradients into dq and dk. */
+#ifndef SKL_CPU_BODY_BACKWARD_H
+#define SKL_CPU_BODY_BACKWARD_H
+
+#include "cpu/body/gradient.h"
+
+static void fill_rows(const tile *t, float *to, const skl_input *rows, int64_t head, float scale, float absent)
+{
+    for (int64_t i = 0; i < t->height; i++) {
+        const bool known = rows->data != NULL && i < t->count;
+        to[i] = known ? skl_row_value(rows, &t->sequence, head, t->first + i) * scale : absent;
+    }
+}
+
+/* LSEs, upstream gradient, and where they are known KL and dot_t. */
+static void load_known_rows(const tile *t)
+{
+    const skl_call *const call = t->task->call;
+    const skl_input kl = skl_known_rows(t->task, &call->inputs.kl, &call->rows.kl);
+    const skl_input dot_t = skl_known_rows(t->task, &call->inputs.dot_t, &call->rows.dot_t);
+    for (int64_t h = 0; h < t->group; h++) {
+        const int64_t head = t->head * t->group + h;
+        fill_rows(t, t->lse_t + h * t->height, &call->inputs.lse_t, head, SKL_LOG2E, 0.0F);
+        fill_rows(t, t->dot_t + h * t->height, &dot_t, head, 1.0F, 0.0F);
+    }
+    fill_rows(t, t->lse_s, &call->inputs.lse_s, t->head, SKL_LOG2E, 0.0F);
+    fill_rows(t, t->grad, &call->inputs.grad_kl, t->head, 1.0F, 1.0F);
+    fill_rows(t, t->kl, &kl, t->head, 1.0F, 0.0F);
+}
+
+/* ---- Products with the logit gradients ---------------------------------------------------------------------- */
+
+/* In a tile with masked pairs a gradient of 0 may meet a key or query that is not finite, and 0 * inf is NaN: such a
+ * tile takes the slow road and skips the pairs that do not see each other. */
+static bool must_skip_pairs(const tile *t, const key_tile *keys, const float *rows, int64_t count, int64_t dim)
+{
+    for (int64_t panel = 0; panel < panel_count(t); panel++)
+        if (panel_sight(t, panel, keys) != SEES_ALL)
+            return any_nonfinite(rows, count, dim);
+    return false;
+}
+
+/* dq += g^T k */
+static void add_to_dq(const tile *t, const key_tile *keys, float *dq, const float *g, const float *k, int64_t dim)
+{
+    const int64_t width = padded(dim);
+    if (!must_skip_pairs(t, keys, k, keys->count, dim)) {
+        gemm_transposed_add(dq, width, g, t->height, k, width, t->count, dim, keys->count);
+        return;
+    }
+    for (int64_t i = 0; i < t->count; i++)
+        for (int64_t j = skl_max(0, t->visible[i].begin - keys->first);
+             j < skl_min(keys->count, t->visible[i].end - keys->first); j++)
+            for (int64_t c = 0; c < dim; c++)
+                dq[i * width + c] += g[j * t->height + i] * k[j * width + c];
+}
+
+/* dk += g q */
+static void add_to_dk(const tile *t, const key_tile *keys, float *dk, const float *g, const float *q, int64_t dim)
+{
+    const int64_t width = padded(dim);
+    if (!must_skip_pairs(t, keys, q, t->count, dim)) {
+        gemm_add(dk, width, g, t->height, q, width, keys->count, dim, t->count);
+        return;
+    }
+    for (int64_t i = 0; i < t->count; i++)
+        for (int64_t j = skl_max(0, t->visible[i].begin - keys->first);
+             j < skl_min(keys->count, t->visible[i].end - keys->first); j++)
+            for (int64_t c = 0; c < dim; c++)
+                dk[j * width + c] += g[j * t->height + i] * q[i * width + c];
+}
+
+static void clear_rows(float *rows, int64_t count, int64_t dim)
+{
+    memset(rows, 0, (size_t)(count * padded(dim)) * sizeof *rows);
+}
+
+/* ---- Queries: dq, and with `fused` the tile's share of dk --------------------------------------------------- */
+
+static void add_to_caller(const tile *t, const skl_side *side, int64_t head, const key_tile *keys, const float *dk)
+{
+    const int64_t offset =
+        SKL_ROW(*side->dk, t->sequence.batch, skl_key_head(side, head), t->sequence.key_begin + keys->first);
+    add_rows((float *)side->dk->data + offset, side->dk->stride_row, dk, keys->count, side->dim);
+}
+
+static void enter_turn(const tile *t, const key_tile *keys)
+{
+    skl_turn_enter(t->task->turns, t->task->turn_count, t->task->item, keys->index);
+}
+
+/* dq_t and dk_t of a grouped teacher, head by head. */
+static void grouped_teacher_step(const tile *t, const key_tile *keys, bool dq, bool dk)
+{
+    const int64_t rows = t->height * padded(t->teacher.dim);
+    for (int64_t h = 0; h < t->group; h++) {
+        load_group_keys(t, h, keys);
+        head_gradient(t, h, keys);
+        if (dq)
+            add_to_dq(t, keys, t->dq_t + h * rows, t->g_t, t->k_t, t->teacher.dim);
+        if (!dk)
+            continue;
+        clear_rows(t->dk_t, TILE_K, t->teacher.dim);
+        add_to_dk(t, keys, t->dk_t, t->g_t, t->q_t + h * rows, t->teacher.dim);
+        enter_turn(t, keys);
+        add_to_caller(t, &t->teacher, t->head * t->group + h, keys, t->dk_t);
+    }
+}
+
+/* Gradients of one key tile, added to dq in the tile's buffers and to dk in the caller's. */
+static void query_step(const tile *t, const key_tile *keys, bool dk_t, bool dk_s)
+{
+    const skl_call *const call = t->task->call;
+    const bool grouped = t->group > 1;
+    const bool dq_t = call->gradients.dq_t.data != NULL;
+    const bool dq_s = call->gradients.dq_s.data != NULL;
+    const bool kl = call->op == SKL_OP_FORWARD_BACKWARD && !t->task->rows_known && call->rows.kl.data != NULL;
+    const wanted want = {dq_s || dk_s, dq_t || dk_t, kl, grouped && (dq_t || dk_t)};
+    load_keys(t, &t->student, skl_key_head(&t->student, t->head), keys->first, keys->count, t->k_s);
+    if (!grouped)
+        load_keys(t, &t->teacher, skl_key_head(&t->teacher, t->head), keys->first, keys->count, t->k_t);
+    tile_gradients(t, keys, &want);
+    if (dq_s)
+        add_to_dq(t, keys, t->dq_s, t->g_s, t->k_s, t->student.dim);
+    if (dk_s) {
+        clear_rows(t->dk_s, TILE_K, t->student.dim);
+        add_to_dk(t, keys, t->dk_s, t->g_s, t->q_s, t->student.dim);
+    }
+    if (dq_t && !grouped)
+        add_to_dq(t, keys, t->dq_t, t->g_t, t->k_t, t->teacher.dim);
+    if (dk_t && !grouped) {
+        clear_rows(t->dk_t, TILE_K, t->teacher.dim);
+        add_to_dk(t, keys, t->dk_t, t->g_t, t->q_t, t->teacher.dim);
+    }
+    if (dk_t || dk_s)
+        enter_turn(t, keys);
+    if (dk_s)
+        add_to_caller(t, &t->student, t->head, keys, t->dk_s);
+    if (dk_t && !grouped)
+        add_to_caller(t, &t->teacher, t->head, keys, t->dk_t);
+    if (grouped && (dq_t || dk_t))
+        grouped_teacher_step(t, keys, dq_t, dk_t);
+    if (dk_t || dk_s)
+        skl_turn_leave(t->task->turns, t->task->turn_count, t->task->item, keys->index);
+}
+
+static void store_dq(const tile *t, const skl_side *side, int64_t head, const float *dq)
+{
+    const int64_t offset = SKL_ROW(*side->dq, t->sequence.batch, head, t->sequence.query_begin + t->first);
+    store_rows(side->dq->data, side->grad_dtype, offset, side->dq->stride_row, dq, t->count, side->dim);
+}
+
+static void sweep_queries(const tile *t)
+{
+    const skl_call *const call = t->task->call;
+    const int64_t rows = t->height * padded(t->teacher.dim);
+    const bool dq_t = call->gradients.dq_t.data != NULL;
+    const bool dq_s = call->gradients.dq_s.data != NULL;
+    tile_load_queries(t);
+    load_known_rows(t);
+    state_reset(t);
+    if (dq_t)
+        clear_rows(t->dq_t, t->group * t->height, t->teacher.dim);
+    if (dq_s)
+        clear_rows(t->dq_s, t->height, t->student.dim);
+    FOR_KEY_TILES(t, keys)
+    query_step(t, &keys, t->task->fused && call->gradients.dk_t.data != NULL,
+               t->task->fused && call->gradients.dk_s.data != NULL);
+    if (dq_s)
+        store_dq(t, &t->student, t->head, t->dq_s);
+    for (int64_t h = 0; dq_t && h < t->group; h++)
+        store_dq(t, &t->teacher, t->head * t->group + h, t->dq_t + h * rows);
+    for (int64_t i = 0; call->op == SKL_OP_FORWARD_BACKWARD && !t->task->rows_known && i < t->count; i++) {
+        const skl_row_state state = state_of(t, i);
+        skl_row_set(&call->rows.kl, &t->sequence, t->head, t->first + i, skl_kl_report(skl_state_kl(&state)));
+    }
+}
+
+static void backward_queries(const skl_task *task)
+{
+    tile t;
+    tile_begin(&t, task, task->head, task->tile * task->tiles.queries);
+    if (t.count > 0)
+        sweep_queries(&t);
+    if (task->fused)
+        skl_turn_finish(task->turns, task->turn_count, task->item);
+}
+
+/* ---- Keys: dk of a block of keys, summed over all queries --------------------------------------------------- */
+
+/* Adds what one query tile gives to the block's dk. */
+static void key_block_step(const tile *t, int64_t block_first, int64_t block_end)
+{
+    const bool teacher_side = t->task->teacher_side;
+    const bool grouped = t->group > 1;
+    const skl_side *const side = teacher_side ? &t->teacher : &t->student;
+    const int64_t rows = t->height * padded(t->teacher.dim);
+    const wanted want = {!teacher_side, teacher_side, false, grouped && teacher_side};
+    float *const dk = teacher_side ? t->dk_t : t->dk_s;
+    for (int64_t first = block_first; first < skl_min(block_end, tile_keys(t).end); first += TILE_K) {
+        const int64_t key = first - block_first;
+        tile step = *t;
+        const key_tile keys = {first / TILE_K, first, skl_min(TILE_K, skl_min(block_end, tile_keys(t).end) - first)};
+        step.k_s += key * padded(t->student.dim);
+        if (!grouped)
+            step.k_t += key * padded(t->teacher.dim);
+        tile_gradients(&step, &keys, &want);
+        float *const step_dk = dk + key * padded(side->dim);
+        if (!teacher_side)
+            add_to_dk(&step, &keys, step_dk, step.g_s, step.q_s, side->dim);
+        else if (!grouped)
+            add_to_dk(&step, &keys, step_dk, step.g_t, step.q_t, side->dim);
+        for (int64_t h = 0; teacher_side && grouped && h < t->group; h++) {
+            load_group_keys(&step, h, &keys);
+            if (skl_key_head(side, t->head * t->group + h) != t->task->head)
+                continue;
+            head_gradient(&step, h, &keys);
+            add_to_dk(&step, &keys, step_dk, step.g_t, step.q_t + h * rows, side->dim);
+        }
+    }
+}
+
+static void backward_keys(const skl_task *task)
+{
+    tile t;
+    tile_begin(&t, task, 0, 0);
+    const skl_side *const side = task->teacher_side ? &t.teacher : &t.student;
+    const int64_t key_rows = task->problem->packed ? t.sequence.key_count : task->problem->len_k;
+    const int64_t block_first = task->tile * KEY_BLOCK;
+    const int64_t row_end = skl_min(block_first + KEY_BLOCK, key_rows);
+    const int64_t block_end = skl_min(row_end, t.sequence.key_count);
+    if (row_end <= block_first)
+        return;
+    float *const dk = task->teacher_side ? t.dk_t : t.dk_s;
+    clear_rows(dk, KEY_BLOCK, side->dim);
+
+    const int64_t sharing = side->heads / side->key_heads;
+    const int64_t per_student = task->teacher_side ? t.group : 1;
+    const int64_t head_first = task->head * sharing / per_student;
+    const int64_t head_last = ((task->head + 1) * sharing - 1) / per_student;
+    for (int64_t head = head_first; block_end > block_first && head <= head_last; head++) {
+        load_keys(&t, &t.student, skl_key_head(&t.student, head), block_first, block_end - block_first, t.k_s);
+        if (t.group == 1)
+            load_keys(&t, &t.teacher, skl_key_head(&t.teacher, head), block_first, block_end - block_first, t.k_t);
+        for (int64_t first = 0; first < t.sequence.query_count; first += t.height) {
+            tile_begin(&t, task, head, first);
+            const skl_range seen = tile_keys(&t);
+            if (seen.begin >= block_end || seen.end <= block_first)
+                continue;
+            tile_load_queries(&t);
+            load_known_rows(&t);
+            key_block_step(&t, block_first, block_end);
+        }
+    }
+    const int64_t offset = SKL_ROW(*side->dk, t.sequence.batch, task->head, t.sequence.key_begin + block_first);
+    store_rows(side->dk->data, side->grad_dtype, offset, side->dk->stride_row, dk, row_end - block_first, side->dim);
+}
+
+#endif

@@ -1,0 +1,216 @@
+/* Forward: sweep a query tile over its keys, then write its rows. */
+#ifndef SKL_CPU_BODY_FORWARD_H
+#define SKL_CPU_BODY_FORWARD_H
+
+#include "cpu/body/group.h"
+#include "cpu/body/reduce.h"
+
+/* The tiles of keys that a query tile sees. */
+#define FOR_KEY_TILES(t, keys)                                                                                       \
+    for (key_tile keys = key_tile_at(t, tile_keys(t).begin / TILE_K); keys.first < tile_keys(t).end;                 \
+         keys = key_tile_at(t, keys.index + 1))
+
+/* log2-sum-exp2 of one head into lse[height]. */
+static void head_lse(const tile *t, const skl_side *side, int64_t head, const float *qT, float *lse)
+{
+    const float scale = logit_scale(side);
+    float *const k = side->q == t->teacher.q ? t->k_t : t->k_s;
+    state_reset(t);
+    FOR_KEY_TILES(t, keys)
+    {
+        load_keys(t, side, skl_key_head(side, head), keys.first, keys.count, k);
+        for (int64_t panel = 0; panel < panel_count(t); panel++) {
+            if (panel_sight(t, panel, &keys) == SEES_NONE)
+                continue;
+            panel_logits(t->x, side, k, panel_queries(qT, side, panel), panel_columns(t, panel), keys.count);
+            for (int64_t column = 0; column < panel_columns(t, panel); column += SKL_LANES) {
+                const lane_state s = lane_state_at(t, panel * PANEL + column);
+                const lane_range lanes = lanes_visible(t, panel * PANEL + column, &keys);
+                const float *const x = t->x + column;
+                const vec old = vec_load(s.m_1);
+                const vec m = highest(old, x, scale, (int32_t)keys.count, &lanes);
+                vec l = exp2_vec(move_of(old, m)) * vec_load(s.l_1);
+                for (int32_t key = 0; key < keys.count; key++) {
+                    const vec p = exp2_vec(vec_load(x + key * PANEL) * scale - subtractable(m));
+                    l += (vec)((ivec)p & lane_mask(&lanes, key));
+                }
+                vec_store(s.m_1, m);
+                vec_store(s.l_1, l);
+            }
+        }
+    }
+    for (int64_t i = 0; i < t->count; i++) {
+        const lane_state s = lane_state_at(t, i);
+        lse[i] = *s.l_1 == 0.0F ? -INFINITY : *s.m_1 + log2f(*s.l_1);
+    }
+}
+
+/* LSEs of a group's heads: the caller's, or computed here. */
+static void group_lse(const tile *t)
+{
+    const skl_input *const given = &t->task->call->inputs.lse_t;
+    for (int64_t h = 0; h < t->group; h++) {
+        const int64_t head = t->head * t->group + h;
+        float *const lse = t->lse_t + h * t->height;
+        if (given->data == NULL)
+            head_lse(t, &t->teacher, head, t->qT_t + h * t->height * t->teacher.dim, lse);
+        for (int64_t i = 0; i < t->height; i++)
+            if (given->data != NULL)
+                lse[i] = i < t->count ? skl_row_value(given, &t->sequence, head, t->first + i) * SKL_LOG2E : 0.0F;
+            else if (i >= t->count)
+                lse[i] = 0.0F;
+    }
+}
+
+/* Row states over all keys of the tile. */
+static void sweep_states(const tile *t)
+{
+    const bool grouped = t->group > 1;
+    const float scale_t = grouped ? 1.0F : logit_scale(&t->teacher);
+    const float scale_s = logit_scale(&t->student);
+    state_reset(t);
+    FOR_KEY_TILES(t, keys)
+    {
+        load_keys(t, &t->student, skl_key_head(&t->student, t->head), keys.first, keys.count, t->k_s);
+        if (grouped)
+            group_logits(t, &keys);
+        else
+            load_keys(t, &t->teacher, skl_key_head(&t->teacher, t->head), keys.first, keys.count, t->k_t);
+        for (int64_t panel = 0; panel < panel_count(t); panel++) {
+            const sight seen = panel_sight(t, panel, &keys);
+            if (seen == SEES_NONE)
+                continue;
+            const int64_t columns = panel_columns(t, panel);
+            float *const x = grouped ? t->x + panel * TILE_K * PANEL : t->x;
+            if (!grouped)
+                panel_logits(x, &t->teacher, t->k_t, panel_queries(t->qT_t, &t->teacher, panel), columns, keys.count);
+            panel_logits(t->y, &t->student, t->k_s, panel_queries(t->qT_s, &t->student, panel), columns, keys.count);
+            const logits teacher = {x, scale_t};
+            const logits student = {t->y, scale_s};
+            reduce_panel(t, panel, t->reverse ? student : teacher, t->reverse ? teacher : student, &keys, seen);
+        }
+    }
+}
+
+static skl_row_state state_of(const tile *t, int64_t i)
+{
+    const lane_state s = lane_state_at(t, i);
+    const skl_row_state state = {*s.m_1, *s.l_1, *s.m_2, *s.l_2, *s.w};
+    return state;
+}
+
+/* Writes KL and LSEs, and leaves the normalising LSEs in t->lse_t and t->lse_s. */
+static void finish_rows(const tile *t)
+{
+    const skl_rows *const rows = &t->task->call->rows;
+    for (int64_t i = 0; i < t->count; i++) {
+        const skl_row_state state = state_of(t, i);
+        const float lse_1 = skl_lse(state.m_1, state.l_1);
+        const float lse_2 = skl_lse(state.m_2, state.l_2);
+        const float own_t = t->reverse ? lse_2 : lse_1;
+        const float own_s = t->reverse ? lse_1 : lse_2;
+        skl_row_set(&rows->kl, &t->sequence, t->head, t->first + i, skl_kl_report(skl_state_kl(&state)));
+        skl_row_set(&rows->lse_s, &t->sequence, t->head, t->first + i, own_s);
+        t->lse_s[i] = own_s * SKL_LOG2E;
+        for (int64_t h = 0; h < t->group; h++) {
+            float *const lse = &t->lse_t[h * t->height + i];
+            if (t->group == 1)
+                *lse = own_t * SKL_LOG2E;
+            else /* the group's own sum renormalises given LSEs that cover more keys */
+                *lse = own_t == -INFINITY ? own_t : *lse + own_t * SKL_LOG2E;
+            const float natural = t->group == 1 ? own_t : *lse * SKL_LN2;
+            skl_row_set(&rows->lse_t, &t->sequence, t->head * t->group + h, t->first + i, natural);
+        }
+    }
+}
+
+/* dot_t[h] = sum_j P_hj phi_j, phi = dKL/dP: log P - log S, or -S/P in reverse. */
+static void sweep_dots(const tile *t)
+{
+    for (int64_t i = 0; i < t->group * t->height; i++)
+        t->dot_t[i] = 0.0F;
+    const float scale_s = logit_scale(&t->student);
+    float *const z = t->g_s; /* not in use in a forward */
+    FOR_KEY_TILES(t, keys)
+    {
+        group_logits(t, &keys);
+        load_keys(t, &t->student, skl_key_head(&t->student, t->head), keys.first, keys.count, t->k_s);
+        for (int64_t h = 0; h < t->group; h++) {
+            load_group_keys(t, h, &keys);
+            for (int64_t panel = 0; panel < panel_count(t); panel++) {
+                if (panel_sight(t, panel, &keys) == SEES_NONE)
+                    continue;
+                const int64_t columns = panel_columns(t, panel);
+                head_log_probabilities(t, h, panel, &keys, z);
+                panel_logits(t->y, &t->student, t->k_s, panel_queries(t->qT_s, &t->student, panel), columns,
+                             keys.count);
+                for (int64_t column = 0; column < columns; column += SKL_LANES) {
+                    const int64_t row = panel * PANEL + column;
+                    const lane_range lanes = lanes_visible(t, row, &keys);
+                    const vec lse_s = vec_load(t->lse_s + row);
+                    vec dot = {0};
+                    for (int32_t key = 0; key < keys.count; key++) {
+                        const int64_t at = key * PANEL + column;
+                        const vec u = vec_load(t->x + panel * TILE_K * PANEL + at);
+                        const vec v = vec_load(t->y + at) * scale_s - lse_s;
+                        const vec log_p = vec_load(z + at);
+                        const vec term =
+                            t->reverse ? -exp2_vec(log_p - u + v) : exp2_vec(log_p) * ((u - v) * SKL_LN2);
+                        dot += (vec)((ivec)term & lane_mask(&lanes, key));
+                    }
+                    float *const total = t->dot_t + h * t->height + row;
+                    vec_store(total, vec_load(total) + dot);
+                }
+            }
+        }
+    }
+    for (int64_t h = 0; h < t->group; h++)
+        for (int64_t i = 0; i < t->count; i++)
+            skl_row_set(&t->task->call->rows.dot_t, &t->sequence, t->head * t->group + h, t->first + i,
+                        t->dot_t[h * t->height + i]);
+}
+
+/* Only LSEs are wanted: one side does not need the other. */
+static void lse_only(const tile *t)
+{
+    const skl_rows *const rows = &t->task->call->rows;
+    for (int64_t h = -1; h < t->group; h++) { /* -1: the student; then the teacher heads of its group */
+        const skl_side *const side = h < 0 ? &t->student : &t->teacher;
+        const skl_output *const out = h < 0 ? &rows->lse_s : &rows->lse_t;
+        const int64_t head = h < 0 ? t->head : t->head * t->group + h;
+        if (out->data == NULL)
+            continue;
+        float *const lse = h < 0 ? t->lse_s : t->lse_t + h * t->height;
+        head_lse(t, side, head, h < 0 ? t->qT_s : t->qT_t + h * t->height * side->dim, lse);
+        for (int64_t i = 0; i < t->count; i++)
+            skl_row_set(out, &t->sequence, head, t->first + i, lse[i] * SKL_LN2);
+    }
+}
+
+static void forward(const skl_task *task)
+{
+    tile t;
+    tile_begin(&t, task, task->head, task->tile * task->tiles.queries);
+    if (t.count == 0)
+        return;
+    tile_load_queries(&t);
+    const skl_call *const call = task->call;
+    const bool wider_lse = t.group > 1 && call->inputs.lse_t.data != NULL;
+    if (call->op == SKL_OP_FORWARD && call->rows.kl.data == NULL && call->rows.dot_t.data == NULL && !wider_lse) {
+        lse_only(&t);
+        return;
+    }
+    if (t.group > 1)
+        group_lse(&t);
+    sweep_states(&t);
+    if (call->op == SKL_OP_PARTIAL) {
+        for (int64_t i = 0; i < t.count; i++)
+            call->states[skl_state_index(task->problem, &t.sequence, t.head, t.first + i)] = state_of(&t, i);
+        return;
+    }
+    finish_rows(&t);
+    if (call->rows.dot_t.data != NULL)
+        sweep_dots(&t);
+}
+
+#endif

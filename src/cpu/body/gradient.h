@@ -1,0 +1,174 @@
+/* Logit gradients of a tile, from the known LSEs. With u = log2 of the first argument, v = of the second:
+ *
+ *     first   g_1 = c_1 2^u (ln2 (u - v) - KL)        second   g_2 = c_2 (2^v - 2^u)
+ *
+ * c is the upstream gradient times the side's scale, and with a softcap times 1 - (logit / cap)^2. */
+#ifndef SKL_CPU_BODY_GRADIENT_H
+#define SKL_CPU_BODY_GRADIENT_H
+
+#include "cpu/body/forward.h"
+
+/* One argument of the KL in a panel. */
+typedef struct argument {
+    logits x;
+    const float *lse;  /* [height], base 2 */
+    float scale;       /* of the side: the chain rule to q and k */
+    float inverse_cap; /* 1 / softcap in base 2; 0: none */
+    float *gradient;   /* [key][height] of the tile, or NULL */
+} argument;
+
+SKL_INLINE vec slope_of(vec logit, float inverse_cap)
+{
+    const vec ratio = logit * inverse_cap;
+    return 1.0F - ratio * ratio;
+}
+
+/* One vector of rows. The const flags are what the compiler specialises on. */
+SKL_INLINE void gradient_lanes(const tile *t, int64_t row, int64_t column, const argument *one, const argument *two,
+                               int32_t key_count, const lane_range *lanes, const bool first, const bool second,
+                               const bool with_kl, const bool general)
+{
+    const vec lse_1 = vec_load(one->lse + row);
+    const vec lse_2 = vec_load(two->lse + row);
+    const vec grad = vec_load(t->grad + row);
+    const vec c_1 = grad * one->scale;
+    const vec c_2 = grad * two->scale;
+    const vec kl = first ? vec_load(t->kl + row) : vec_of(0.0F);
+    key_sums sums = {{0}, {0}, {0}};
+    for (int32_t key = 0; key < key_count; key++) {
+        const vec a = vec_load(one->x.data + key * PANEL + column) * one->x.scale;
+        const vec b = vec_load(two->x.data + key * PANEL + column) * two->x.scale;
+        const vec u = a - lse_1;
+        const vec v = b - lse_2;
+        const vec p = exp2_vec(u);
+        const vec s = exp2_vec(v);
+        const ivec seen = general ? lane_mask(lanes, key) : ivec_of(-1);
+        if (first) {
+            const vec g = c_1 * p * ((u - v) * SKL_LN2 - kl) * slope_of(a, one->inverse_cap);
+            vec_store(one->gradient + key * t->height + row, (vec)((ivec)g & seen));
+        }
+        if (second) {
+            const vec g = general ? c_2 * (s - p) * slope_of(b, two->inverse_cap) : c_2 * (s - p);
+            vec_store(two->gradient + key * t->height + row, (vec)((ivec)g & seen));
+        }
+        if (with_kl) {
+            sums.l_1 += (vec)((ivec)p & seen);
+            sums.l_2 += (vec)((ivec)s & seen);
+            sums.w += (vec)((ivec)(p * (u - v)) & seen);
+        }
+    }
+    if (!with_kl)
+        return;
+    const lane_state state = lane_state_at(t, row);
+    vec_store(state.l_1, vec_load(state.l_1) + sums.l_1);
+    vec_store(state.l_2, vec_load(state.l_2) + sums.l_2);
+    vec_store(state.w, vec_load(state.w) + sums.w);
+}
+
+static void gradient_panel(const tile *t, int64_t panel, const argument *one, const argument *two,
+                           const key_tile *keys, sight seen, bool with_kl)
+{
+    const bool first = one->gradient != NULL;
+    const bool second = two->gradient != NULL;
+    const bool plain = seen == SEES_ALL && second && !first && two->inverse_cap == 0.0F;
+    const int32_t count = (int32_t)keys->count;
+    for (int64_t column = 0; column < panel_columns(t, panel); column += SKL_LANES) {
+        const int64_t row = panel * PANEL + column;
+        if (plain && with_kl) {
+            gradient_lanes(t, row, column, one, two, count, NULL, false, true, true, false);
+        } else if (plain) {
+            gradient_lanes(t, row, column, one, two, count, NULL, false, true, false, false);
+        } else {
+            const lane_range lanes = lanes_visible(t, row, keys);
+            gradient_lanes(t, row, column, one, two, count, &lanes, first, second, with_kl, true);
+        }
+    }
+}
+
+static void clear_panel(float *gradient, const tile *t, int64_t panel, const key_tile *keys)
+{
+    for (int64_t key = 0; gradient != NULL && key < keys->count; key++)
+        memset(gradient + key * t->height + panel * PANEL, 0, PANEL * sizeof *gradient);
+}
+
+static float inverse_cap(const skl_side *side)
+{
+    return side->softcap > 0.0F ? 1.0F / (side->softcap * SKL_LOG2E) : 0.0F;
+}
+
+/* What a sweep wants of each key tile. */
+typedef struct wanted {
+    bool student, teacher; /* logit gradients of a side; a grouped teacher's come head by head: see head_gradient */
+    bool kl;
+    bool keep_logits; /* t->x and t->y of every panel, for head_gradient */
+} wanted;
+
+/* Logit gradients of all queries of the tile for one key tile, whose rows are in t->k_t and t->k_s. */
+static void tile_gradients(const tile *t, const key_tile *keys, const wanted *want)
+{
+    const bool grouped = t->group > 1;
+    if (grouped)
+        group_logits(t, keys);
+    float *const g_t = want->teacher && !grouped ? t->g_t : NULL;
+    float *const g_s = want->student ? t->g_s : NULL;
+    for (int64_t panel = 0; panel < panel_count(t); panel++) {
+        const sight seen = panel_sight(t, panel, keys);
+        if (seen == SEES_NONE) {
+            clear_panel(g_t, t, panel, keys);
+            clear_panel(g_s, t, panel, keys);
+            continue;
+        }
+        const int64_t columns = panel_columns(t, panel);
+        float *const x = grouped || want->keep_logits ? t->x + panel * TILE_K * PANEL : t->x;
+        float *const y = want->keep_logits ? t->y + panel * TILE_K * PANEL : t->y;
+        if (!grouped)
+            panel_logits(x, &t->teacher, t->k_t, panel_queries(t->qT_t, &t->teacher, panel), columns, keys->count);
+        panel_logits(y, &t->student, t->k_s, panel_queries(t->qT_s, &t->student, panel), columns, keys->count);
+        const argument teacher = {{x, grouped ? 1.0F : logit_scale(&t->teacher)},
+                                  grouped ? t->zero : t->lse_t,
+                                  t->teacher.scale,
+                                  grouped ? 0.0F : inverse_cap(&t->teacher),
+                                  g_t};
+        const argument student = {
+            {y, logit_scale(&t->student)}, t->lse_s, t->student.scale, inverse_cap(&t->student), g_s};
+        if (g_t != NULL || g_s != NULL || want->kl)
+            gradient_panel(t, panel, t->reverse ? &student : &teacher, t->reverse ? &teacher : &student, keys, seen,
+                           want->kl);
+    }
+}
+
+/* Logit gradient of one head of a grouped teacher into t->g_t, from the kept logits:
+ *     c P_h (phi - dot_t[h]) / r,   phi = log P - log S, or -S/P in reverse (P_h S/P is one exponential). */
+static void head_gradient(const tile *t, int64_t h, const key_tile *keys)
+{
+    const float scale_s = logit_scale(&t->student);
+    const float cap = inverse_cap(&t->teacher);
+    float *const z = t->sum; /* consumed by group_logits before */
+    for (int64_t panel = 0; panel < panel_count(t); panel++) {
+        if (panel_sight(t, panel, keys) == SEES_NONE) {
+            clear_panel(t->g_t, t, panel, keys);
+            continue;
+        }
+        head_log_probabilities(t, h, panel, keys, z);
+        for (int64_t column = 0; column < panel_columns(t, panel); column += SKL_LANES) {
+            const int64_t row = panel * PANEL + column;
+            const lane_range lanes = lanes_visible(t, row, keys);
+            const vec c = vec_load(t->grad + row) * (t->teacher.scale / (float)t->group);
+            const vec dot = vec_load(t->dot_t + h * t->height + row);
+            const vec lse_t = vec_load(t->lse_t + h * t->height + row);
+            const vec lse_s = vec_load(t->lse_s + row);
+            for (int32_t key = 0; key < keys->count; key++) {
+                const int64_t at = panel * TILE_K * PANEL + key * PANEL + column;
+                const vec log_p = vec_load(z + key * PANEL + column);
+                const vec u = vec_load(t->x + at);
+                const vec v = vec_load(t->y + at) * scale_s - lse_s;
+                const vec p = exp2_vec(log_p);
+                const vec d = t->reverse ? -exp2_vec(log_p - u + v) - p * dot : p * ((u - v) * SKL_LN2 - dot);
+                const vec g = c * d * slope_of(log_p + lse_t, cap);
+                vec_store(t->g_t + key * t->height + row, (vec)((ivec)g & lane_mask(&lanes, key)));
+            }
+        }
+    }
+}
+
+#endif

@@ -1,0 +1,75 @@
+/* A group of teacher heads as one teacher: log2 of the mean of their probabilities is a logit like any other. */
+#ifndef SKL_CPU_BODY_GROUP_H
+#define SKL_CPU_BODY_GROUP_H
+
+#include "cpu/body/tile.h"
+
+/* Keys of teacher head h of the group into t->k_t. Heads come in order, and those that share keys load them once. */
+static void load_group_keys(const tile *t, int64_t h, const key_tile *keys)
+{
+    const int64_t head = t->head * t->group + h;
+    const int64_t key_head = skl_key_head(&t->teacher, head);
+    if (h == 0 || skl_key_head(&t->teacher, head - 1) != key_head)
+        load_keys(t, &t->teacher, key_head, keys->first, keys->count, t->k_t);
+}
+
+/* z = log2 of the probabilities of teacher head h, for one panel. */
+static void head_log_probabilities(const tile *t, int64_t h, int64_t panel, const key_tile *keys, float *z)
+{
+    const float *const qT = t->qT_t + h * t->height * t->teacher.dim;
+    const int64_t columns = panel_columns(t, panel);
+    const float scale = logit_scale(&t->teacher);
+    const float *const lse = t->lse_t + h * t->height + panel * PANEL;
+    panel_logits(z, &t->teacher, t->k_t, panel_queries(qT, &t->teacher, panel), columns, keys->count);
+    for (int64_t key = 0; key < keys->count; key++)
+        for (int64_t column = 0; column < columns; column += SKL_LANES) {
+            float *const at = z + key * PANEL + column;
+            vec_store(at, vec_load(at) * scale - vec_load(lse + column));
+        }
+}
+
+/* (x, sum) stand for x + log2 sum; adds 2^z with one exponential. */
+SKL_INLINE void add_in_log_space(float *x, float *sum, vec z)
+{
+    const vec old = vec_load(x);
+    const vec difference = z - old;
+    const ivec larger = difference > 0.0F;
+    const vec ratio = exp2_vec(vec_select(larger, -difference, difference));
+    const vec s = vec_load(sum);
+    vec_store(x, vec_select(larger, z, old));
+    vec_store(sum, vec_select(larger, s * ratio + 1.0F, s + ratio));
+}
+
+/* t->x = log2 mean_h P_h for every panel that sees keys of the tile. t->lse_t normalises the heads. */
+static void group_logits(const tile *t, const key_tile *keys)
+{
+    float *const z = t->g_t; /* not in use yet */
+    const int64_t panel_size = TILE_K * PANEL;
+    for (int64_t h = 0; h < t->group; h++) {
+        load_group_keys(t, h, keys);
+        for (int64_t panel = 0; panel < panel_count(t); panel++) {
+            if (panel_sight(t, panel, keys) == SEES_NONE)
+                continue;
+            float *const x = t->x + panel * panel_size;
+            float *const sum = t->sum + panel * panel_size;
+            head_log_probabilities(t, h, panel, keys, h == 0 ? x : z);
+            for (int64_t at = 0; at < keys->count * PANEL; at += SKL_LANES) {
+                if (h == 0)
+                    vec_store(sum + at, vec_of(1.0F));
+                else
+                    add_in_log_space(x + at, sum + at, vec_load(z + at));
+            }
+        }
+    }
+    const float mean = 1.0F / (float)t->group;
+    for (int64_t panel = 0; panel < panel_count(t); panel++) {
+        if (panel_sight(t, panel, keys) == SEES_NONE)
+            continue;
+        float *const x = t->x + panel * panel_size;
+        const float *const sum = t->sum + panel * panel_size;
+        for (int64_t at = 0; at < keys->count * PANEL; at += SKL_LANES)
+            vec_store(x + at, vec_load(x + at) + log2_vec(vec_load(sum + at) * mean));
+    }
+}
+
+#endif

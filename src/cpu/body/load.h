@@ -1,0 +1,89 @@
+/* Rows of tensors into tile buffers and back. */
+#ifndef SKL_CPU_BODY_LOAD_H
+#define SKL_CPU_BODY_LOAD_H
+
+#include "base/convert.h"
+#include "cpu/body/vector.h"
+
+/* Row stride of a tile buffer: room for whole vectors, and one cache line more so that rows do not pile up in the
+ * same cache sets when the dimension is a power of two. */
+static inline int64_t padded(int64_t dim)
+{
+    return (dim + 15) / 16 * 16 + 16;
+}
+
+/* `count` rows from element `offset` on, converted to f32, contiguous, zeros behind column `dim`. */
+static void load_rows(float *to, const void *from, skl_dtype dtype, int64_t offset, int64_t stride, int64_t count,
+                      int64_t dim)
+{
+    const int64_t width = padded(dim);
+    for (int64_t i = 0; i < count; i++, offset += stride, to += width) {
+        const float *const f32 = (const float *)from + offset;
+        const uint16_t *const f16 = (const uint16_t *)from + offset;
+        if (dtype == SKL_F32)
+            for (int64_t c = 0; c < dim; c++)
+                to[c] = f32[c];
+        else if (dtype == SKL_BF16)
+            for (int64_t c = 0; c < dim; c++)
+                to[c] = skl_from_bf16(f16[c]);
+        else
+            for (int64_t c = 0; c < dim; c++)
+                to[c] = skl_from_f16(f16[c]);
+        for (int64_t c = dim; c < width; c++)
+            to[c] = 0.0F;
+    }
+}
+
+/* Loaded rows to panels of PANEL columns: to[panel][c][lane] = from[panel * PANEL + lane][c]; zeros behind the last
+ * row. Done once a query tile, it spares every key tile the packing. */
+static void transpose_to_panels(float *to, const float *from, int64_t count, int64_t dim, int64_t panel_width)
+{
+    const int64_t width = padded(dim);
+    for (int64_t first = 0; first < count; first += panel_width, to += dim * panel_width)
+        for (int64_t lane = 0; lane < panel_width; lane++) {
+            const float *const row = from + (first + lane) * width;
+            const bool present = first + lane < count;
+            for (int64_t c = 0; c < dim; c++)
+                to[c * panel_width + lane] = present ? row[c] : 0.0F;
+        }
+}
+
+static void store_rows(void *to, skl_dtype dtype, int64_t offset, int64_t stride, const float *from, int64_t count,
+                       int64_t dim)
+{
+    for (int64_t i = 0; i < count; i++, offset += stride, from += padded(dim)) {
+        float *const f32 = (float *)to + offset;
+        uint16_t *const f16 = (uint16_t *)to + offset;
+        if (dtype == SKL_F32)
+            for (int64_t c = 0; c < dim; c++)
+                f32[c] = from[c];
+        else if (dtype == SKL_BF16)
+            for (int64_t c = 0; c < dim; c++)
+                f16[c] = skl_to_bf16(from[c]);
+        else
+            for (int64_t c = 0; c < dim; c++)
+                f16[c] = skl_to_f16(from[c]);
+    }
+}
+
+/* Adds rows to an f32 gradient. */
+static void add_rows(float *to, int64_t stride, const float *from, int64_t count, int64_t dim)
+{
+    for (int64_t i = 0; i < count; i++, to += stride, from += padded(dim))
+        for (int64_t c = 0; c < dim; c++)
+            to[c] += from[c];
+}
+
+/* Whether a row holds an infinity or a NaN: all exponent bits set. */
+static bool any_nonfinite(const float *rows, int64_t count, int64_t dim)
+{
+    uint32_t highest = 0;
+    for (int64_t i = 0; i < count; i++, rows += padded(dim))
+        for (int64_t c = 0; c < dim; c++) {
+            const uint32_t magnitude = skl_bits_of_float(rows[c]) & 0x7FFFFFFFU;
+            highest = magnitude > highest ? magnitude : highest;
+        }
+    return highest >= 0x7F800000U;
+}
+
+#endif

@@ -1,0 +1,138 @@
+/* The forward reduction of a panel: five numbers a row, one row a lane. */
+#ifndef SKL_CPU_BODY_REDUCE_H
+#define SKL_CPU_BODY_REDUCE_H
+
+#include "cpu/body/tile.h"
+
+/* Logits of one argument of the KL. */
+typedef struct logits {
+    const float *data; /* [key][PANEL] */
+    float scale;
+} logits;
+
+typedef struct key_sums {
+    vec l_1, l_2, w;
+} key_sums;
+
+/* sums over keys of 2^u, 2^v and 2^u (u - v), u = a - m_1, v = b - m_2. Two interleaved chains: shorter to wait for,
+ * and rounding grows half as fast. */
+SKL_INLINE key_sums sum_keys(const float *a, float scale_a, vec m_1, const float *b, float scale_b, vec m_2,
+                             int32_t key_count, const lane_range *lanes, const bool masked)
+{
+    key_sums chain[2] = {{{0}, {0}, {0}}, {{0}, {0}, {0}}};
+    for (int32_t key = 0; key < key_count; key++) {
+        key_sums *const sums = &chain[key & 1];
+        const vec u = vec_load(a + key * PANEL) * scale_a - m_1;
+        const vec v = vec_load(b + key * PANEL) * scale_b - m_2;
+        const vec p = exp2_vec(u);
+        const vec s = exp2_vec(v);
+        if (!masked) {
+            sums->l_1 += p;
+            sums->l_2 += s;
+            sums->w += p * (u - v);
+        } else {
+            const ivec seen = lane_mask(lanes, key);
+            sums->l_1 += (vec)((ivec)p & seen);
+            sums->l_2 += (vec)((ivec)s & seen);
+            sums->w += (vec)((ivec)(p * (u - v)) & seen);
+        }
+    }
+    const key_sums total = {chain[0].l_1 + chain[1].l_1, chain[0].l_2 + chain[1].l_2, chain[0].w + chain[1].w};
+    return total;
+}
+
+/* max(m, the lane's visible logits) */
+static vec highest(vec m, const float *a, float scale, int32_t key_count, const lane_range *lanes)
+{
+    for (int32_t key = 0; key < key_count; key++) {
+        const vec x = vec_load(a + key * PANEL) * scale;
+        m = vec_select(lane_mask(lanes, key) & (ivec)(x > m), x, m);
+    }
+    return m;
+}
+
+/* How far a stabiliser moves; an empty side has nothing to move. */
+SKL_INLINE vec move_of(vec m, vec next)
+{
+    return vec_select(m == -INFINITY, vec_of(0.0F), m - next);
+}
+
+/* A stabiliser that can be subtracted: a lane that saw nothing yet has -inf. */
+SKL_INLINE vec subtractable(vec m)
+{
+    return vec_select(m == -INFINITY, vec_of(0.0F), m);
+}
+
+/* Row state of SKL_LANES rows. */
+typedef struct lane_state {
+    float *m_1, *l_1, *m_2, *l_2, *w;
+} lane_state;
+
+static lane_state lane_state_at(const tile *t, int64_t row)
+{
+    float *const base = t->row_state + row;
+    const lane_state state = {base, base + t->height, base + 2 * t->height, base + 3 * t->height,
+                              base + 4 * t->height};
+    return state;
+}
+
+static void state_reset(const tile *t)
+{
+    for (int64_t i = 0; i < t->height; i++) {
+        const lane_state s = lane_state_at(t, i);
+        *s.m_1 = *s.m_2 = -INFINITY;
+        *s.l_1 = *s.l_2 = *s.w = 0.0F;
+    }
+}
+
+/* With the true maximum: for masked tiles, a row's first tile, and tiles whose sums outgrew the lazy stabiliser. */
+static void reduce_exactly(const lane_state *s, logits a, logits b, int32_t key_count, const lane_range *lanes)
+{
+    const vec old_1 = vec_load(s->m_1);
+    const vec old_2 = vec_load(s->m_2);
+    const vec m_1 = highest(old_1, a.data, a.scale, key_count, lanes);
+    const vec m_2 = highest(old_2, b.data, b.scale, key_count, lanes);
+    const vec d_1 = move_of(old_1, m_1);
+    const vec d_2 = move_of(old_2, m_2);
+    const vec factor_1 = exp2_vec(d_1);
+    const vec l_1 = vec_load(s->l_1);
+    const key_sums sums =
+        sum_keys(a.data, a.scale, subtractable(m_1), b.data, b.scale, subtractable(m_2), key_count, lanes, true);
+    vec_store(s->w, factor_1 * (vec_load(s->w) + l_1 * (d_1 - d_2)) + sums.w);
+    vec_store(s->l_1, factor_1 * l_1 + sums.l_1);
+    vec_store(s->l_2, exp2_vec(d_2) * vec_load(s->l_2) + sums.l_2);
+    vec_store(s->m_1, m_1);
+    vec_store(s->m_2, m_2);
+}
+
+/* Blind to the maximum; false, with nothing changed, if a lane's sum is out of bounds (or NaN). */
+static bool reduce_lazily(const lane_state *s, logits a, logits b, int32_t key_count)
+{
+    const key_sums sums =
+        sum_keys(a.data, a.scale, vec_load(s->m_1), b.data, b.scale, vec_load(s->m_2), key_count, NULL, false);
+    const ivec fine = (ivec)(sums.l_1 < SKL_LAZY_BOUND) & (ivec)(sums.l_2 < SKL_LAZY_BOUND);
+    if (ivec_any(~fine))
+        return false;
+    vec_store(s->l_1, vec_load(s->l_1) + sums.l_1);
+    vec_store(s->l_2, vec_load(s->l_2) + sums.l_2);
+    vec_store(s->w, vec_load(s->w) + sums.w);
+    return true;
+}
+
+/* Adds a panel's keys to its row states; a and b are the logits of the first and second argument. */
+static void reduce_panel(const tile *t, int64_t panel, logits a, logits b, const key_tile *keys, sight seen)
+{
+    const int32_t key_count = (int32_t)keys->count;
+    for (int64_t column = 0; column < panel_columns(t, panel); column += SKL_LANES) {
+        const int64_t row = panel * PANEL + column;
+        const lane_state state = lane_state_at(t, row);
+        const logits own_a = {a.data + column, a.scale};
+        const logits own_b = {b.data + column, b.scale};
+        if (seen == SEES_ALL && *state.m_1 != -INFINITY && reduce_lazily(&state, own_a, own_b, key_count))
+            continue;
+        const lane_range lanes = lanes_visible(t, row, keys);
+        reduce_exactly(&state, own_a, own_b, key_count, &lanes);
+    }
+}
+
+#endif

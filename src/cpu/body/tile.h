@@ -1,0 +1,253 @@
+/* A tile of queries while it is swept over its keys: buffers, masks, and the logits.
+ *
+ * One lane of a vector is one query row, so the row states are vectors too and nothing is ever summed across lanes.
+ * A panel is PANEL queries; logits of a panel are stored [key][lane]. */
+#ifndef SKL_CPU_BODY_TILE_H
+#define SKL_CPU_BODY_TILE_H
+
+#include "cpu/body/gemm.h"
+#include "cpu/body/load.h"
+#include "cpu/kernel.h"
+
+enum {
+    PANEL = SKL_LANES * MICRO_VECS,
+    TILE_K = 96,           /* keys of a tile: whole micro-kernels of any instruction set */
+    TILE_Q = 192,          /* queries of a tile; half as many when the teacher's heads would fill the cache */
+    KEY_BLOCK = 4 * TILE_K /* keys that backward_keys keeps while it walks over the queries */
+};
+
+_Static_assert(TILE_K % MICRO_ROWS == 0 && TILE_Q / 2 % MICRO_ROWS == 0, "tiles hold whole micro-kernels");
+_Static_assert(TILE_Q / 2 % PANEL == 0, "tiles hold whole panels");
+
+/* Keys of one step of a sweep. */
+typedef struct key_tile {
+    int64_t index; /* first key / TILE_K */
+    int64_t first;
+    int64_t count;
+} key_tile;
+
+typedef struct tile {
+    const skl_task *task;
+    skl_side teacher, student;
+    skl_sequence sequence;
+    int64_t group;  /* teacher heads a student head */
+    int64_t head;   /* student head */
+    int64_t first;  /* query */
+    int64_t count;  /* queries */
+    int64_t height; /* queries a full tile holds */
+    bool reverse;
+
+    skl_range *visible; /* [height], the last row repeated behind `count` */
+    float *row_state;   /* m_1, l_1, m_2, l_2, w: [5][height] */
+    float *lse_t;       /* [group][height], base 2 */
+    float *lse_s, *grad, *kl;
+    float *dot_t; /* [group][height] */
+    float *zero;  /* [height] of 0: the LSE of logits that are normalised already */
+
+    float *qT_t, *qT_s; /* transposed queries: [group][panel][dim][PANEL], [panel][dim][PANEL] */
+    float *q_t, *q_s;   /* queries as rows: [group][height][padded] (teacher gradients), [height][padded] */
+    float *k_t, *k_s;   /* keys as rows: [TILE_K][padded] or [KEY_BLOCK][padded] */
+    float *x, *y;       /* logits: [panel][TILE_K][PANEL] */
+    float *sum;         /* of a group's probabilities, shaped like x */
+    float *g_t, *g_s;   /* logit gradients: [TILE_K][height] */
+    float *dq_t, *dq_s; /* sums: [group][height][padded], [height][padded] */
+    float *dk_t, *dk_s; /* of one key tile, or the sum over a key block */
+} tile;
+
+/* ---- Buffers ------------------------------------------------------------------------------------------------ */
+
+static int64_t tile_height(const skl_problem *p)
+{
+    const int64_t teacher_floats = skl_group(p) * p->dim_t * TILE_Q;
+    return teacher_floats > (int64_t)1 << 17 ? TILE_Q / 2 : TILE_Q;
+}
+
+/* Cuts a buffer off the scratch memory, in whole cache lines. */
+static float *cut(float **scratch, int64_t floats)
+{
+    float *const buffer = *scratch;
+    *scratch += (floats + 15) / 16 * 16;
+    return buffer;
+}
+
+/* Lays all buffers out from `scratch` on and returns the end: with scratch = NULL that is the size needed. */
+static float *lay_out(tile *t, const skl_problem *p, float *scratch)
+{
+    const int64_t group = skl_group(p);
+    const int64_t height = tile_height(p);
+    const int64_t width_t = padded(p->dim_t);
+    const int64_t width_s = padded(p->dim_s);
+    t->height = height;
+    t->visible = (skl_range *)(void *)cut(&scratch, height * (int64_t)(sizeof(skl_range) / sizeof(float)));
+    t->row_state = cut(&scratch, 5 * height);
+    t->lse_t = cut(&scratch, group * height);
+    t->dot_t = cut(&scratch, group * height);
+    t->lse_s = cut(&scratch, height);
+    t->grad = cut(&scratch, height);
+    t->kl = cut(&scratch, height);
+    t->zero = cut(&scratch, height);
+    t->qT_t = cut(&scratch, group * height * p->dim_t);
+    t->qT_s = cut(&scratch, height * p->dim_s);
+    t->q_t = cut(&scratch, (p->gradients & SKL_DK_T ? group : 1) * height * width_t);
+    t->q_s = cut(&scratch, height * width_s);
+    t->k_t = cut(&scratch, KEY_BLOCK * width_t);
+    t->k_s = cut(&scratch, KEY_BLOCK * width_s);
+    t->x = cut(&scratch, height * TILE_K);
+    t->y = cut(&scratch, height * TILE_K);
+    t->sum = cut(&scratch, group > 1 ? height * TILE_K : 0);
+    t->g_t = cut(&scratch, height * TILE_K);
+    t->g_s = cut(&scratch, height * TILE_K);
+    t->dq_t = cut(&scratch, p->gradients & SKL_DQ_T ? group * height * width_t : 0);
+    t->dq_s = cut(&scratch, p->gradients & SKL_DQ_S ? height * width_s : 0);
+    t->dk_t = cut(&scratch, p->gradients & SKL_DK_T ? KEY_BLOCK * width_t : 0);
+    t->dk_s = cut(&scratch, p->gradients & SKL_DK_S ? KEY_BLOCK * width_s : 0);
+    return scratch;
+}
+
+static size_t scratch_size(const skl_problem *p)
+{
+    tile t;
+    float *const base = (float *)(uintptr_t)64; /* any aligned address: nothing is touched */
+    return (size_t)((const char *)lay_out(&t, p, base) - (const char *)base);
+}
+
+static skl_tiles tiles(const skl_problem *p)
+{
+    const skl_tiles shape = {tile_height(p), KEY_BLOCK};
+    return shape;
+}
+
+/* ---- Queries and masks -------------------------------------------------------------------------------------- */
+
+static void load_queries(const tile *t, const skl_side *side, int64_t head, float *rows, float *transposed)
+{
+    const int64_t offset = SKL_ROW(*side->q, t->sequence.batch, head, t->sequence.query_begin + t->first);
+    load_rows(rows, side->q->data, side->dtype, offset, side->q->stride_row, t->count, side->dim);
+    transpose_to_panels(transposed, rows, t->count, side->dim, PANEL);
+}
+
+/* Prepares queries [first, first + height) of a student head. */
+static void tile_begin(tile *t, const skl_task *task, int64_t head, int64_t first)
+{
+    const skl_problem *const p = task->problem;
+    (void)lay_out(t, p, task->scratch);
+    t->task = task;
+    t->teacher = skl_teacher_of(task);
+    t->student = skl_student_of(task);
+    t->sequence = skl_sequence_at(p, &task->call->inputs, task->call->keys, task->batch);
+    t->group = skl_group(p);
+    t->head = head;
+    t->first = first;
+    t->count = skl_max(0, skl_min(t->height, t->sequence.query_count - first));
+    t->reverse = p->direction == SKL_KL_REVERSE;
+    for (int64_t i = 0; i < t->height; i++) {
+        t->visible[i] = i < t->count || i == 0 ? skl_visible(p, &t->sequence, first + i) : t->visible[i - 1];
+        t->zero[i] = 0.0F;
+    }
+}
+
+static void tile_load_queries(const tile *t)
+{
+    const int64_t transposed = t->height * t->teacher.dim;
+    const int64_t rows = t->task->problem->gradients & SKL_DK_T ? t->height * padded(t->teacher.dim) : 0;
+    for (int64_t h = 0; h < t->group; h++)
+        load_queries(t, &t->teacher, t->head * t->group + h, t->q_t + h * rows, t->qT_t + h * transposed);
+    load_queries(t, &t->student, t->head, t->q_s, t->qT_s);
+}
+
+/* Keys that some query of the tile sees. */
+static skl_range tile_keys(const tile *t)
+{
+    const skl_range keys = {t->visible[0].begin, t->visible[t->height - 1].end};
+    return keys;
+}
+
+/* The part of keys [first, ...) that lies in one tile and is seen. */
+static key_tile key_tile_at(const tile *t, int64_t index)
+{
+    const int64_t first = index * TILE_K;
+    const key_tile keys = {index, first, skl_min(TILE_K, tile_keys(t).end - first)};
+    return keys;
+}
+
+static int64_t panel_count(const tile *t)
+{
+    return skl_ceil_div(t->count, PANEL);
+}
+
+/* Columns of a panel that hold queries, in whole vectors. */
+static int64_t panel_columns(const tile *t, int64_t panel)
+{
+    const int64_t queries = skl_min(PANEL, t->count - panel * PANEL);
+    return (queries + SKL_LANES - 1) / SKL_LANES * SKL_LANES;
+}
+
+typedef enum sight { SEES_NONE, SEES_SOME, SEES_ALL } sight;
+
+/* How much of a key tile a panel sees. Ranges never move backwards from row to row. */
+static sight panel_sight(const tile *t, int64_t panel, const key_tile *keys)
+{
+    const skl_range first = t->visible[panel * PANEL];
+    const skl_range last = t->visible[panel * PANEL + PANEL - 1];
+    const int64_t end = keys->first + keys->count;
+    if (last.begin <= keys->first && first.end >= end)
+        return SEES_ALL;
+    return first.begin < end && last.end > keys->first ? SEES_SOME : SEES_NONE;
+}
+
+/* First and last key of a tile that a lane sees, counted from the tile's first. */
+typedef struct lane_range {
+    ivec begin, end;
+} lane_range;
+
+static lane_range lanes_visible(const tile *t, int64_t row, const key_tile *keys)
+{
+    lane_range lanes;
+    for (int lane = 0; lane < SKL_LANES; lane++) {
+        const skl_range visible = t->visible[row + lane];
+        lanes.begin[lane] = (int32_t)skl_max(0, skl_min(TILE_K, visible.begin - keys->first));
+        lanes.end[lane] = (int32_t)skl_max(0, skl_min(TILE_K, visible.end - keys->first));
+    }
+    return lanes;
+}
+
+SKL_INLINE ivec lane_mask(const lane_range *lanes, int32_t key)
+{
+    return (ivec)(lanes->begin <= key) & (ivec)(lanes->end > key);
+}
+
+/* ---- Logits ------------------------------------------------------------------------------------------------- */
+
+static void load_keys(const tile *t, const skl_side *side, int64_t key_head, int64_t first, int64_t count,
+                      float *rows)
+{
+    const int64_t offset = SKL_ROW(*side->k, t->sequence.batch, key_head, t->sequence.key_begin + first);
+    load_rows(rows, side->k->data, side->dtype, offset, side->k->stride_row, count, side->dim);
+}
+
+/* What turns a stored logit into base 2: softcapped ones are in base 2 already. */
+static float logit_scale(const skl_side *side)
+{
+    return side->softcap > 0.0F ? 1.0F : side->scale * SKL_LOG2E;
+}
+
+/* x[key][lane] = <k, q> of one panel; with a softcap, the capped logit in base 2. */
+static void panel_logits(float *x, const skl_side *side, const float *k, const float *qT, int64_t columns,
+                         int64_t key_count)
+{
+    gemm(x, PANEL, k, padded(side->dim), qT, PANEL, key_count, columns, side->dim);
+    if (side->softcap == 0.0F)
+        return;
+    const float inner = side->scale / side->softcap;
+    const float outer = side->softcap * SKL_LOG2E;
+    for (int64_t at = 0; at < key_count * PANEL; at += SKL_LANES)
+        if (at % PANEL < columns)
+            vec_store(x + at, outer * tanh_vec(vec_load(x + at) * inner));
+}
+
+static const float *panel_queries(const float *qT, const skl_side *side, int64_t panel)
+{
+    return qT + panel * PANEL * side->dim;
+}
+
+#endif

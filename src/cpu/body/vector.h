@@ -1,0 +1,117 @@
+/* Vectors by the compiler's own extension, and the few functions of them that the kernels need.
+ *
+ * The file that includes this sets SKL_LANES (floats a vector) and may set SKL_OWN_EXP2 to bring its own exp2_vec. */
+#ifndef SKL_CPU_BODY_VECTOR_H
+#define SKL_CPU_BODY_VECTOR_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "base/kl_math.h"
+
+typedef float vec __attribute__((vector_size(SKL_LANES * 4)));
+typedef int32_t ivec __attribute__((vector_size(SKL_LANES * 4)));
+
+#define SKL_INLINE static inline __attribute__((always_inline))
+
+SKL_INLINE vec vec_load(const float *from)
+{
+    return *(const vec *)(const void *)from;
+}
+
+SKL_INLINE void vec_store(float *to, vec value)
+{
+    *(vec *)(void *)to = value;
+}
+
+SKL_INLINE vec vec_of(float value)
+{
+    const vec zero = {0};
+    return zero + value;
+}
+
+SKL_INLINE ivec ivec_of(int32_t value)
+{
+    const ivec zero = {0};
+    return zero + value;
+}
+
+/* mask ? a : b, lane by lane; masks are 0 or -1. Bits are chosen, never multiplied, so no NaN leaks. */
+SKL_INLINE vec vec_select(ivec mask, vec a, vec b)
+{
+    return (vec)((mask & (ivec)a) | (~mask & (ivec)b));
+}
+
+SKL_INLINE vec vec_max(vec a, vec b)
+{
+    return vec_select(a > b, a, b);
+}
+
+SKL_INLINE bool ivec_any(ivec mask)
+{
+    int32_t any = 0;
+    for (int lane = 0; lane < SKL_LANES; lane++)
+        any |= mask[lane];
+    return any != 0;
+}
+
+/* 2^f for |f| <= 1/2: minimax with 2^0 = 1 exact; 7.9e-8 in f32 arithmetic. */
+SKL_INLINE vec exp2_fraction(vec f)
+{
+    vec p = vec_of(1.53533618e-4F);
+    p = p * f + 1.33988744e-3F;
+    p = p * f + 9.61843736e-3F;
+    p = p * f + 5.55033247e-2F;
+    p = p * f + 2.40226479e-1F;
+    p = p * f + 6.93147203e-1F;
+    return p * f + 1.0F;
+}
+
+SKL_INLINE vec exp2_vec(vec x);
+
+#ifndef SKL_OWN_EXP2
+/* 2^x; 0 below 2^-126, at most 2^127, NaN for NaN. Adding 1.5 * 2^23 rounds x to an integer n and leaves n in the low
+ * bits, from where it moves into the exponent. */
+SKL_INLINE vec exp2_vec(vec x)
+{
+    const float round_magic = 12582912.0F;
+    const vec bounded = vec_select(x > 127.0F, vec_of(127.0F), x);
+    const vec shifted = bounded + round_magic;
+    const vec power = (vec)(((ivec)shifted << 23) + 0x3F800000);
+    const vec value = exp2_fraction(bounded - (shifted - round_magic)) * power;
+    return (vec)((ivec)value & ~(ivec)(x < -126.0F));
+}
+#endif
+
+/* log2 of a normal positive number: exponent, plus the odd series of (m - 1) / (m + 1) on [1/sqrt 2, sqrt 2]. */
+SKL_INLINE vec log2_vec(vec x)
+{
+    const ivec offset = (ivec)x - 0x3F3504F3; /* bits of 1/sqrt 2 */
+    const ivec exponent = offset >> 23;
+    const vec m = (vec)((ivec)x - (exponent << 23));
+    const vec t = (m - 1.0F) / (m + 1.0F);
+    const vec s = t * t;
+    vec p = vec_of(0.43173588F);
+    p = p * s + 0.57671438F;
+    p = p * s + 0.96179885F;
+    p = p * s + 2.88539008F;
+    return p * t + __builtin_convertvector(exponent, vec);
+}
+
+/* A polynomial near 0, where 1 - 2 / (e^2z + 1) would cancel. */
+SKL_INLINE vec tanh_vec(vec z)
+{
+    const ivec sign = (ivec)z & INT32_MIN;
+    const vec magnitude = (vec)((ivec)z ^ sign);
+    const vec s = z * z;
+    vec p = vec_of(-0.00628247F);
+    p = p * s + 0.02107776F;
+    p = p * s - 0.05385386F;
+    p = p * s + 0.13332602F;
+    p = p * s - 0.33333318F;
+    const vec near = magnitude + magnitude * s * p;
+    const vec far = 1.0F - 2.0F / (exp2_vec(magnitude * (2.0F * SKL_LOG2E)) + 1.0F);
+    return (vec)((ivec)vec_select(magnitude < 0.55F, near, far) | sign);
+}
+
+#endif

@@ -1,0 +1,11 @@
+/* What this CPU can do, asked once. */
+#ifndef SKL_CPU_FEATURES_H
+#define SKL_CPU_FEATURES_H
+
+#include <stdbool.h>
+
+bool skl_cpu_has_avx2(void);   /* AVX2 and FMA */
+bool skl_cpu_has_avx512(void); /* AVX-512 F, BW, DQ and VL */
+int skl_cpu_count(void);       /* cores this process may run on */
+
+#endif

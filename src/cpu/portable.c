@@ -1,0 +1,32 @@
+/* Vectors of 4 floats, which every architecture has or the compiler makes: NEON on aarch64, where 32 registers hold
+ * 6 x 4 vectors of C, and SSE2 on x86_64, where 16 hold 3 x 4. */
+#define SKL_LANES      4
+#define SKL_MICRO_VECS 4
+#if defined(__aarch64__)
+#define SKL_MICRO_ROWS 6
+#define KERNEL_NAME    "cpu_neon"
+#define KERNEL_DETAIL  "NEON, 192 x 96 tiles, 6 x 16 micro-kernel"
+#else
+#define SKL_MICRO_ROWS 3
+#define KERNEL_NAME    "cpu_portable"
+#define KERNEL_DETAIL  "4-float vectors, 192 x 96 tiles, 3 x 16 micro-kernel"
+#endif
+
+#include "cpu/body/backward.h"
+
+static bool usable(void)
+{
+    return true;
+}
+
+const skl_cpu_kernel skl_cpu_portable = {
+    .name = KERNEL_NAME,
+    .detail = KERNEL_DETAIL,
+    .fuses = true,
+    .usable = usable,
+    .tiles = tiles,
+    .scratch_size = scratch_size,
+    .forward = forward,
+    .backward_queries = backward_queries,
+    .backward_keys = backward_keys,
+};
