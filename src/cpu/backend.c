@@ -1,5 +1,5 @@
-/* The CPU backend: chooses a kernel, cuts a call into stages and a stage into tiles, shares the tiles out. */
-#include "cpu/kernel.h"
+/* The CPU backend: chooses a kernel and cuts a call into stages. */
+#include "cpu/stage.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -69,7 +69,7 @@ static skl_status choose_threads(int32_t *threads, int32_t asked)
 
 static size_t turns_size(int threads)
 {
-    return (size_t)threads * sizeof(skl_turn);
+    return (size_t)skl_turn_count(threads) * sizeof(skl_turn);
 }
 
 static skl_status plan_cpu(skl_plan *plan, const skl_options *options, const char *forced)
@@ -87,73 +87,6 @@ static skl_status plan_cpu(skl_plan *plan, const skl_options *options, const cha
         plan->workspace_size[op] = turns_size(plan->threads) + (size_t)plan->threads * a_worker;
     skl_pool_reserve(plan->threads);
     return SKL_OK;
-}
-
-/* ---- Stages ------------------------------------------------------------------------------------------------- */
-
-/* A stage: one kernel function over all tiles of a [batch, heads, tiles] grid. */
-typedef struct stage {
-    void (*function)(const skl_task *task);
-    skl_task task; /* what all its tasks have in common */
-    const skl_plan *plan;
-    char *scratch;
-    size_t scratch_size;
-    int64_t heads, tiles, item_count;
-    _Atomic int64_t next, done;
-    int64_t work_before, work_total; /* for progress, over all stages of a call */
-} stage;
-
-static void work_on_stage(void *context, int worker)
-{
-    stage *const s = context;
-    skl_task task = s->task;
-    task.scratch = (float *)(void *)(s->scratch + (size_t)worker * s->scratch_size);
-    for (;;) {
-        const int64_t item = atomic_fetch_add_explicit(&s->next, 1, memory_order_relaxed);
-        if (item >= s->item_count)
-            return;
-        task.item = item;
-        task.batch = item / (s->heads * s->tiles);
-        task.head = item / s->tiles % s->heads;
-        task.tile = s->tiles - 1 - item % s->tiles; /* causal: longest first */
-        s->function(&task);
-        const int64_t done = 1 + atomic_fetch_add_explicit(&s->done, 1, memory_order_relaxed);
-        if (worker == 0 && s->plan->progress != NULL)
-            s->plan->progress(s->plan->progress_user, s->work_before + done, s->work_total);
-    }
-}
-
-static void run_stage(stage *s)
-{
-    if (s->item_count == 0)
-        return;
-    atomic_init(&s->next, 0);
-    atomic_init(&s->done, 0);
-    skl_turns_init(s->task.turns, s->task.turn_count);
-    skl_pool_run(s->plan->threads, work_on_stage, s);
-    s->work_before += s->item_count;
-    if (s->plan->progress != NULL)
-        s->plan->progress(s->plan->progress_user, s->work_before, s->work_total);
-}
-
-static void over_queries(stage *s, void (*function)(const skl_task *))
-{
-    const skl_problem *const p = &s->plan->problem;
-    s->function = function;
-    s->heads = p->heads_s;
-    s->tiles = skl_ceil_div(p->len_q, s->task.tiles.queries);
-    s->item_count = p->batch * s->heads * s->tiles;
-}
-
-static void over_keys(stage *s, void (*function)(const skl_task *), bool teacher_side)
-{
-    const skl_problem *const p = &s->plan->problem;
-    s->function = function;
-    s->heads = teacher_side ? p->key_heads_t : p->key_heads_s;
-    s->tiles = skl_ceil_div(p->len_k, s->task.tiles.keys);
-    s->item_count = p->batch * s->heads * s->tiles;
-    s->task.fused = false;
-    s->task.teacher_side = teacher_side;
 }
 
 /* ---- Rows that belong to no sequence ------------------------------------------------------------------------ */
@@ -236,16 +169,15 @@ static skl_status run(const skl_plan *plan, const skl_call *call)
         !kernel->fuses || first || (teacher && grouped) || !queries || call->rows.dot_t.data != NULL;
     const bool rows_first = !gradients || (call->op == SKL_OP_FORWARD_BACKWARD && rows_wanted && rows_apart);
 
-    stage s = {.plan = plan,
-               .scratch = (char *)call->workspace + turns_size(plan->threads),
-               .scratch_size = kernel->scratch_size(p),
-               .task = {.problem = p,
-                        .call = call,
-                        .tiles = kernel->tiles(p),
-                        .turns = call->workspace,
-                        .turn_count = plan->threads,
-                        .fused = fused,
-                        .rows_known = rows_first}};
+    skl_stage s = {.plan = plan,
+                   .scratch = (char *)call->workspace + turns_size(plan->threads),
+                   .scratch_size = kernel->scratch_size(p),
+                   .task = {.problem = p,
+                            .call = call,
+                            .tiles = kernel->tiles(p),
+                            .turns = {call->workspace, skl_turn_count(plan->threads)},
+                            .fused = fused,
+                            .rows_known = rows_first}};
     const struct {
         bool wanted;
         void (*function)(const skl_task *);
@@ -266,13 +198,13 @@ static skl_status run(const skl_plan *plan, const skl_call *call)
                 continue;
             s.task.fused = fused;
             if (stages[i].keys)
-                over_keys(&s, stages[i].function, stages[i].teacher_side);
+                skl_stage_over_keys(&s, stages[i].function, stages[i].teacher_side);
             else
-                over_queries(&s, stages[i].function);
+                skl_stage_over_queries(&s, stages[i].function);
             if (pass == 0)
                 s.work_total += s.item_count;
             else
-                run_stage(&s);
+                skl_stage_run(&s);
         }
     return SKL_OK;
 }

@@ -18,12 +18,12 @@ typedef struct skl_task {
     const skl_problem *problem;
     const skl_call *call;
     skl_tiles tiles;
-    int64_t item; /* position in the order of all items */
+    int64_t item;   /* position in the order of all items */
+    int64_t before; /* the item before it in its chain, or -1 */
     int64_t batch, head, tile;
     float *scratch; /* this worker's own, 64-byte aligned */
-    skl_turn *turns;
-    int turn_count;
-    bool fused;        /* backward_queries also adds to the f32 key gradients, in item order */
+    skl_turns turns;
+    bool fused;        /* backward_queries also adds to the f32 key gradients, in chain order */
     bool rows_known;   /* SKL_OP_FORWARD_BACKWARD: kl and dot_t were stored by an earlier stage */
     bool teacher_side; /* backward_keys: dk_t, not dk_s */
 } skl_task;

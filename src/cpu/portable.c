@@ -1,15 +1,15 @@
 /* Vectors of 4 floats, which every architecture has or the compiler makes: NEON on aarch64, where 32 registers hold
- * 6 x 4 vectors of C, and SSE2 on x86_64, where 16 hold 3 x 4. */
+ * 6 x 4 vectors of C, and SSE2 on x86_64, where 16 hold 6 x 2. */
 #define SKL_LANES      4
-#define SKL_MICRO_VECS 4
-#if defined(__aarch64__)
 #define SKL_MICRO_ROWS 6
+#if defined(__aarch64__)
+#define SKL_MICRO_VECS 4
 #define KERNEL_NAME    "cpu_neon"
 #define KERNEL_DETAIL  "NEON, 192 x 96 tiles, 6 x 16 micro-kernel"
 #else
-#define SKL_MICRO_ROWS 3
+#define SKL_MICRO_VECS 2
 #define KERNEL_NAME    "cpu_portable"
-#define KERNEL_DETAIL  "4-float vectors, 192 x 96 tiles, 3 x 16 micro-kernel"
+#define KERNEL_DETAIL  "4-float vectors, 192 x 96 tiles, 6 x 8 micro-kernel"
 #endif
 
 #include "cpu/body/backward.h"

@@ -86,7 +86,7 @@ static void add_to_caller(const tile *t, const skl_side *side, int64_t head, con
 
 static void enter_turn(const tile *t, const key_tile *keys)
 {
-    skl_turn_enter(t->task->turns, t->task->turn_count, t->task->item, keys->index);
+    skl_turn_wait(&t->task->turns, t->task->before, keys->index + 1);
 }
 
 /* dq_t and dk_t of a grouped teacher, head by head. */
@@ -141,7 +141,7 @@ static void query_step(const tile *t, const key_tile *keys, bool dk_t, bool dk_s
     if (grouped && (dq_t || dk_t))
         grouped_teacher_step(t, keys, dq_t, dk_t);
     if (dk_t || dk_s)
-        skl_turn_leave(t->task->turns, t->task->turn_count, t->task->item, keys->index);
+        skl_turn_pass(&t->task->turns, t->task->item, keys->index + 1);
 }
 
 static void store_dq(const tile *t, const skl_side *side, int64_t head, const float *dq)
@@ -182,8 +182,6 @@ static void backward_queries(const skl_task *task)
     tile_begin(&t, task, task->head, task->tile * task->tiles.queries);
     if (t.count > 0)
         sweep_queries(&t);
-    if (task->fused)
-        skl_turn_finish(task->turns, task->turn_count, task->item);
 }
 
 /* ---- Keys: dk of a block of keys, summed over all queries --------------------------------------------------- */
