@@ -14,30 +14,37 @@ typedef struct key_sums {
     vec l_1, l_2, w;
 } key_sums;
 
-/* sums over keys of 2^u, 2^v and 2^u (u - v), u = a - m_1, v = b - m_2. Two interleaved chains: shorter to wait for,
- * and rounding grows half as fast. */
-SKL_INLINE key_sums sum_keys(const float *a, float scale_a, vec m_1, const float *b, float scale_b, vec m_2,
-                             int32_t key_count, const lane_range *lanes, const bool masked)
+/* Adds one key: 2^u, 2^v and 2^u (u - v), for u = a - m_1 and v = b - m_2. */
+SKL_INLINE void add_key(key_sums *sums, vec u, vec v, ivec seen, const bool masked)
 {
-    key_sums chain[2] = {{{0}, {0}, {0}}, {{0}, {0}, {0}}};
-    for (int32_t key = 0; key < key_count; key++) {
-        key_sums *const sums = &chain[key & 1];
-        const vec u = vec_load(a + key * PANEL) * scale_a - m_1;
-        const vec v = vec_load(b + key * PANEL) * scale_b - m_2;
-        const vec p = exp2_vec(u);
-        const vec s = exp2_vec(v);
-        if (!masked) {
-            sums->l_1 += p;
-            sums->l_2 += s;
-            sums->w += p * (u - v);
-        } else {
-            const ivec seen = lane_mask(lanes, key);
-            sums->l_1 += (vec)((ivec)p & seen);
-            sums->l_2 += (vec)((ivec)s & seen);
-            sums->w += (vec)((ivec)(p * (u - v)) & seen);
-        }
+    const vec p = exp2_vec(u);
+    const vec s = exp2_vec(v);
+    const vec weighted = p * (u - v);
+    sums->l_1 += masked ? (vec)((ivec)p & seen) : p;
+    sums->l_2 += masked ? (vec)((ivec)s & seen) : s;
+    sums->w += masked ? (vec)((ivec)weighted & seen) : weighted;
+}
+
+/* Sums over keys. Two interleaved chains: shorter to wait for, and rounding grows half as fast. */
+SKL_INLINE key_sums sum_keys(logits a, vec m_1, logits b, vec m_2, int32_t key_count, const lane_range *lanes,
+                             const bool masked)
+{
+    key_sums even = {{0}, {0}, {0}};
+    key_sums odd = even;
+    const ivec all = ivec_of(-1);
+    int32_t key = 0;
+    for (; key + 1 < key_count; key += 2) {
+        const float *const at_a = a.data + key * PANEL;
+        const float *const at_b = b.data + key * PANEL;
+        add_key(&even, vec_load(at_a) * a.scale - m_1, vec_load(at_b) * b.scale - m_2,
+                masked ? lane_mask(lanes, key) : all, masked);
+        add_key(&odd, vec_load(at_a + PANEL) * a.scale - m_1, vec_load(at_b + PANEL) * b.scale - m_2,
+                masked ? lane_mask(lanes, key + 1) : all, masked);
     }
-    const key_sums total = {chain[0].l_1 + chain[1].l_1, chain[0].l_2 + chain[1].l_2, chain[0].w + chain[1].w};
+    if (key < key_count)
+        add_key(&even, vec_load(a.data + key * PANEL) * a.scale - m_1, vec_load(b.data + key * PANEL) * b.scale - m_2,
+                masked ? lane_mask(lanes, key) : all, masked);
+    const key_sums total = {even.l_1 + odd.l_1, even.l_2 + odd.l_2, even.w + odd.w};
     return total;
 }
 
@@ -96,8 +103,7 @@ static void reduce_exactly(const lane_state *s, logits a, logits b, int32_t key_
     const vec d_2 = move_of(old_2, m_2);
     const vec factor_1 = exp2_vec(d_1);
     const vec l_1 = vec_load(s->l_1);
-    const key_sums sums =
-        sum_keys(a.data, a.scale, subtractable(m_1), b.data, b.scale, subtractable(m_2), key_count, lanes, true);
+    const key_sums sums = sum_keys(a, subtractable(m_1), b, subtractable(m_2), key_count, lanes, true);
     vec_store(s->w, factor_1 * (vec_load(s->w) + l_1 * (d_1 - d_2)) + sums.w);
     vec_store(s->l_1, factor_1 * l_1 + sums.l_1);
     vec_store(s->l_2, exp2_vec(d_2) * vec_load(s->l_2) + sums.l_2);
@@ -108,8 +114,7 @@ static void reduce_exactly(const lane_state *s, logits a, logits b, int32_t key_
 /* Blind to the maximum; false, with nothing changed, if a lane's sum is out of bounds (or NaN). */
 static bool reduce_lazily(const lane_state *s, logits a, logits b, int32_t key_count)
 {
-    const key_sums sums =
-        sum_keys(a.data, a.scale, vec_load(s->m_1), b.data, b.scale, vec_load(s->m_2), key_count, NULL, false);
+    const key_sums sums = sum_keys(a, vec_load(s->m_1), b, vec_load(s->m_2), key_count, NULL, false);
     const ivec fine = (ivec)(sums.l_1 < SKL_LAZY_BOUND) & (ivec)(sums.l_2 < SKL_LAZY_BOUND);
     if (ivec_any(~fine))
         return false;
