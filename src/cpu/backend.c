@@ -139,12 +139,13 @@ static void clear_query_tail(const skl_problem *p, const skl_call *call)
 
 /* f32 key gradients are summed in the caller's buffer while the queries are swept: 4 matrix products a tile.
  * 16-bit ones would round at every tile, so the keys are swept again with f32 sums: 6 products. */
-static bool can_fuse(const skl_problem *p, const skl_gradients *grads)
+static bool can_fuse(const skl_problem *p, const skl_gradients *grads, int64_t tile_queries)
 {
     const bool wanted = grads->dk_t.data != NULL || grads->dk_s.data != NULL;
     const bool f32_t = grads->dk_t.data == NULL || skl_grad_dtype(p, p->dtype_t) == SKL_F32;
     const bool f32_s = grads->dk_s.data == NULL || skl_grad_dtype(p, p->dtype_s) == SKL_F32;
-    return wanted && f32_t && f32_s;
+    const int64_t items = p->batch * p->heads_s * skl_ceil_div(p->len_q, tile_queries);
+    return wanted && f32_t && f32_s && items < SKL_ITEMS_MAX;
 }
 
 static skl_status run(const skl_plan *plan, const skl_call *call)
@@ -156,7 +157,7 @@ static skl_status run(const skl_plan *plan, const skl_call *call)
     const skl_cpu_kernel *const kernel = plan->kernel;
     const skl_gradients *const grads = &call->gradients;
     const bool gradients = call->op == SKL_OP_BACKWARD || call->op == SKL_OP_FORWARD_BACKWARD;
-    const bool fused = gradients && kernel->fuses && can_fuse(p, grads);
+    const bool fused = gradients && kernel->fuses && can_fuse(p, grads, kernel->tiles(p).queries);
     const bool queries = fused || grads->dq_t.data != NULL || grads->dq_s.data != NULL;
     const bool teacher = grads->dq_t.data != NULL || grads->dk_t.data != NULL;
     const bool student = grads->dq_s.data != NULL || grads->dk_s.data != NULL;

@@ -24,7 +24,9 @@ typedef struct skl_turns {
     int64_t count; /* at least 3 for each thread: threads of items in flight, as many chains, and slack */
 } skl_turns;
 
-#define SKL_ITEM_SPAN ((int64_t)1 << 40)
+/* A counter holds the item in its high bits and key tiles, of which there are fewer than 2^34, in the low ones. */
+#define SKL_ITEM_SPAN ((int64_t)1 << 34)
+#define SKL_ITEMS_MAX ((int64_t)1 << 29)
 #define SKL_ALL_TILES (SKL_ITEM_SPAN - 1)
 
 static inline void skl_turns_init(const skl_turns *turns)

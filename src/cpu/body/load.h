@@ -12,23 +12,30 @@ static inline int64_t padded(int64_t dim)
     return (dim + 15) / 16 * 16 + 16;
 }
 
+static void load_row(float *to, const void *from, skl_dtype dtype, int64_t offset, int64_t dim)
+{
+    if (dtype == SKL_F32) {
+        const float *const row = (const float *)from + offset;
+        for (int64_t c = 0; c < dim; c++)
+            to[c] = row[c];
+        return;
+    }
+    const uint16_t *const row = (const uint16_t *)from + offset;
+    if (dtype == SKL_BF16)
+        for (int64_t c = 0; c < dim; c++)
+            to[c] = skl_from_bf16(row[c]);
+    else
+        for (int64_t c = 0; c < dim; c++)
+            to[c] = skl_from_f16(row[c]);
+}
+
 /* `count` rows from element `offset` on, converted to f32, contiguous, zeros behind column `dim`. */
 static void load_rows(float *to, const void *from, skl_dtype dtype, int64_t offset, int64_t stride, int64_t count,
                       int64_t dim)
 {
     const int64_t width = padded(dim);
     for (int64_t i = 0; i < count; i++, offset += stride, to += width) {
-        const float *const f32 = (const float *)from + offset;
-        const uint16_t *const f16 = (const uint16_t *)from + offset;
-        if (dtype == SKL_F32)
-            for (int64_t c = 0; c < dim; c++)
-                to[c] = f32[c];
-        else if (dtype == SKL_BF16)
-            for (int64_t c = 0; c < dim; c++)
-                to[c] = skl_from_bf16(f16[c]);
-        else
-            for (int64_t c = 0; c < dim; c++)
-                to[c] = skl_from_f16(f16[c]);
+        load_row(to, from, dtype, offset, dim);
         for (int64_t c = dim; c < width; c++)
             to[c] = 0.0F;
     }
@@ -51,19 +58,9 @@ static void transpose_to_panels(float *to, const float *from, int64_t count, int
 static void store_rows(void *to, skl_dtype dtype, int64_t offset, int64_t stride, const float *from, int64_t count,
                        int64_t dim)
 {
-    for (int64_t i = 0; i < count; i++, offset += stride, from += padded(dim)) {
-        float *const f32 = (float *)to + offset;
-        uint16_t *const f16 = (uint16_t *)to + offset;
-        if (dtype == SKL_F32)
-            for (int64_t c = 0; c < dim; c++)
-                f32[c] = from[c];
-        else if (dtype == SKL_BF16)
-            for (int64_t c = 0; c < dim; c++)
-                f16[c] = skl_to_bf16(from[c]);
-        else
-            for (int64_t c = 0; c < dim; c++)
-                f16[c] = skl_to_f16(from[c]);
-    }
+    for (int64_t i = 0; i < count; i++, offset += stride, from += padded(dim))
+        for (int64_t c = 0; c < dim; c++)
+            skl_store(to, dtype, offset + c, from[c]);
 }
 
 /* Adds rows to an f32 gradient. */

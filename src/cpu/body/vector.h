@@ -11,17 +11,18 @@
 
 typedef float vec __attribute__((vector_size(SKL_LANES * 4)));
 typedef int32_t ivec __attribute__((vector_size(SKL_LANES * 4)));
+typedef vec vec_in_memory __attribute__((may_alias)); /* floats of a buffer, seen as a vector */
 
 #define SKL_INLINE static inline __attribute__((always_inline))
 
 SKL_INLINE vec vec_load(const float *from)
 {
-    return *(const vec *)(const void *)from;
+    return *(const vec_in_memory *)(const void *)from;
 }
 
 SKL_INLINE void vec_store(float *to, vec value)
 {
-    *(vec *)(void *)to = value;
+    *(vec_in_memory *)(void *)to = value;
 }
 
 SKL_INLINE vec vec_of(float value)
