@@ -1,0 +1,72 @@
+/* What does not depend on the precision of the oracle: element types, sequences and masks. */
+#include "oracle.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+static double read_f16(uint16_t bits)
+{
+    const double sign = bits & 0x8000 ? -1 : 1;
+    const int exponent = bits >> 10 & 31;
+    const int fraction = bits & 1023;
+
+    if (exponent == 31)
+        return fraction ? (double)NAN : sign * (double)INFINITY;
+    if (exponent == 0)
+        return sign * ldexp(fraction, -24);
+    return sign * ldexp(1024 + fraction, exponent - 25);
+}
+
+static double read_bf16(uint16_t bits)
+{
+    const uint32_t wide = (uint32_t)bits << 16;
+    float value;
+    memcpy(&value, &wide, sizeof value);
+    return (double)value;
+}
+
+double oracle_read(skl_dtype dtype, const void *data, int64_t index)
+{
+    if (dtype == SKL_F32)
+        return (double)((const float *)data)[index];
+    const uint16_t bits = ((const uint16_t *)data)[index];
+    return dtype == SKL_F16 ? read_f16(bits) : read_bf16(bits);
+}
+
+oracle_sequence oracle_sequence_at(const skl_problem *problem, const skl_inputs *inputs, int64_t b)
+{
+    if (!problem->packed)
+        return (oracle_sequence){b, 0, 0, problem->len_q, problem->len_k};
+    const int32_t *const cu_q = inputs->cu_seqlens_q;
+    const int32_t *const cu_k = inputs->cu_seqlens_k;
+    return (oracle_sequence){0, cu_q[b], cu_k[b], cu_q[b + 1] - cu_q[b], cu_k[b + 1] - cu_k[b]};
+}
+
+oracle_keys oracle_visible_keys(const skl_problem *problem, const skl_inputs *inputs, int64_t b, int64_t i)
+{
+    const oracle_sequence sequence = oracle_sequence_at(problem, inputs, b);
+    const int64_t diagonal = problem->positions == SKL_POSITIONS_OFFSET ? problem->offset_q - problem->offset_k
+                                                                        : sequence.len_k - sequence.len_q;
+    const int64_t position = i + diagonal; /* of the query, counted in keys of the sequence */
+    const int64_t right = problem->causal ? 0 : problem->window_right;
+    oracle_keys keys = {0, sequence.len_k};
+
+    if (!problem->packed && inputs->key_lengths)
+        keys.end = inputs->key_lengths[b];
+    if (right >= 0 && position + right + 1 < keys.end)
+        keys.end = position + right + 1;
+    if (problem->window_left >= 0 && position - problem->window_left > keys.begin)
+        keys.begin = position - problem->window_left;
+    if (keys.end <= keys.begin)
+        return (oracle_keys){0, 0};
+    return keys;
+}
+
+void oracle_free(oracle_result *result)
+{
+    double *const arrays[] = {result->kl,   result->lse_t, result->lse_s, result->dot_t,
+                              result->dq_t, result->dk_t,  result->dq_s,  result->dk_s};
+    for (size_t a = 0; a < sizeof arrays / sizeof *arrays; a++)
+        free(arrays[a]);
+    *result = (oracle_result){0};
+}
