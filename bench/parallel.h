@@ -1,0 +1,13 @@
+/* A loop over rows on several threads, for the elementwise half of the baseline. */
+#ifndef STREAMKL_BENCH_PARALLEL_H
+#define STREAMKL_BENCH_PARALLEL_H
+
+#include <stdint.h>
+
+typedef void rows_task(void *context, int64_t row_begin, int64_t row_end);
+
+/* Runs `task` on blocks of rows that together are [0, row_count), on the calling thread and threads - 1 others.
+ * The threads live for one call: some 50 us, nothing beside the matrices of a length worth two threads. */
+void parallel_rows(int threads, int64_t row_count, rows_task *task, void *context);
+
+#endif

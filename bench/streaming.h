@@ -1,0 +1,26 @@
+/* Streaming as a contender: a plan, its workspace and the calls on a benchmark's tensors. */
+#ifndef STREAMKL_BENCH_STREAMING_H
+#define STREAMKL_BENCH_STREAMING_H
+
+#include "report.h"
+#include "tensors.h"
+
+typedef struct streaming {
+    skl_plan *plan;
+    void *workspace;
+    size_t workspace_size;
+    skl_inputs inputs;
+    skl_rows rows;    /* of a forward */
+    skl_rows kl_only; /* of the one pass, which is given the LSEs */
+    skl_gradients gradients;
+} streaming;
+
+/* The tensors must outlive it. streaming_close() is right even after a failure. */
+skl_status streaming_open(streaming *run, const skl_problem *problem, const skl_options *options,
+                          const bench_tensors *tensors);
+void streaming_close(streaming *run);
+
+/* Backward and one pass use the LSEs of the last forward. */
+skl_status streaming_run(const streaming *run, bench_pass pass);
+
+#endif
