@@ -1,0 +1,305 @@
+#include "check_kernel.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+/* ---- Results ------------------------------------------------------------------------------------------------ */
+
+enum { KL, LSE_T, LSE_S, DOT_T, ROW_ARRAYS, DQ_T = ROW_ARRAYS, DK_T, DQ_S, DK_S, ARRAY_COUNT };
+
+static const char *const array_names[ARRAY_COUNT] = {"kl", "lse_t", "lse_s", "dot_t", "dq_t", "dk_t", "dq_s", "dk_s"};
+
+typedef struct result_array {
+    void *data;
+    int64_t count;
+    skl_dtype dtype;
+    const double *exact, *naive;
+} result_array;
+
+typedef struct check_run {
+    const check_case *of;
+    skl_plan *plan;
+    void *workspace;
+    size_t workspace_size;
+    skl_row_state *states[2]; /* of two halves of the keys */
+    result_array arrays[ARRAY_COUNT];
+    check_verdict *verdict;
+} check_run;
+
+/* All ones is NaN in every type: whatever is not written shows. */
+static void *poisoned(size_t size)
+{
+    const size_t whole = (size / SKL_WORKSPACE_ALIGNMENT + 1) * SKL_WORKSPACE_ALIGNMENT;
+    void *const data = aligned_alloc(SKL_WORKSPACE_ALIGNMENT, whole);
+    return data ? memset(data, 0xff, whole) : NULL;
+}
+
+static void poison(check_run *run, int array)
+{
+    if (run->arrays[array].data)
+        memset(run->arrays[array].data, 0xff, (size_t)run->arrays[array].count * sizeof(float));
+}
+
+static bool is_grouped(const check_case *of)
+{
+    return of->problem.heads_t != of->problem.heads_s;
+}
+
+static bool make_arrays(check_run *run)
+{
+    const check_case *const of = run->of;
+    const int64_t *const rows = of->row_counts, *const elements = of->tensor_counts;
+    const oracle_result *const exact = &of->exact, *const naive = &of->naive;
+    const skl_dtype grad_t = of->problem.grad_f32 ? SKL_F32 : of->problem.dtype_t;
+    const skl_dtype grad_s = of->problem.grad_f32 ? SKL_F32 : of->problem.dtype_s;
+    const result_array arrays[ARRAY_COUNT] = {
+        [KL] = {NULL, rows[1], SKL_F32, exact->kl, naive->kl},
+        [LSE_T] = {NULL, rows[0], SKL_F32, exact->lse_t, naive->lse_t},
+        [LSE_S] = {NULL, rows[1], SKL_F32, exact->lse_s, naive->lse_s},
+        [DOT_T] = {NULL, rows[0], SKL_F32, exact->dot_t, naive->dot_t},
+        [DQ_T] = {NULL, elements[0], grad_t, exact->dq_t, naive->dq_t},
+        [DK_T] = {NULL, elements[1], grad_t, exact->dk_t, naive->dk_t},
+        [DQ_S] = {NULL, elements[2], grad_s, exact->dq_s, naive->dq_s},
+        [DK_S] = {NULL, elements[3], grad_s, exact->dk_s, naive->dk_s},
+    };
+    memcpy(run->arrays, arrays, sizeof arrays);
+    bool complete = true;
+    for (int a = 0; a < ARRAY_COUNT; a++) {
+        if (a == DOT_T && !is_grouped(of))
+            continue; /* it exists for grouped teachers only */
+        run->arrays[a].data = poisoned((size_t)run->arrays[a].count * sizeof(float));
+        complete = complete && run->arrays[a].data;
+    }
+    for (int half = 0; half < 2; half++) {
+        run->states[half] = poisoned((size_t)rows[1] * sizeof(skl_row_state));
+        complete = complete && run->states[half];
+    }
+    return complete;
+}
+
+/* ---- Comparison --------------------------------------------------------------------------------------------- */
+
+static double largest_finite(const double *values, int64_t count)
+{
+    double largest = 0;
+    for (int64_t i = 0; i < count; i++)
+        largest = isfinite(values[i]) ? fmax(largest, fabs(values[i])) : largest;
+    return largest;
+}
+
+/* How well a backward can know P = exp(x - lse) when the LSE comes to it as f32: it was rounded when it was stored
+ * and again when it was changed to base 2, 2^-24 |lse| each. Without weight until logits are in the hundreds. */
+static double lse_rounding(const check_case *of)
+{
+    const double lse_t = largest_finite(of->exact.lse_t, of->row_counts[0]);
+    const double lse_s = largest_finite(of->exact.lse_s, of->row_counts[1]);
+    return 0x1p-23 * fmax(lse_t, lse_s);
+}
+
+/* What is allowed, besides twice what a plain f32 implementation gets wrong:
+ *     rows       2e-6 + 2e-6 |exact|
+ *     gradients  (1e-5 + lse_rounding) of the largest element + 1e-6
+ * Rounding to a 16-bit type is taken off the error first: it would hide all others. */
+typedef struct tolerance {
+    double absolute, relative, type_rounding;
+} tolerance;
+
+static tolerance tolerance_of(const check_run *run, const result_array *array, bool is_gradient)
+{
+    static const double type_rounding[] = {[SKL_F32] = 0, [SKL_F16] = 0x1p-11, [SKL_BF16] = 0x1p-8};
+    double naive_error = 0;
+    for (int64_t i = 0; i < array->count; i++)
+        naive_error =
+            isfinite(array->exact[i]) ? fmax(naive_error, fabs(array->naive[i] - array->exact[i])) : naive_error;
+    if (!is_gradient)
+        return (tolerance){2e-6 + 2 * naive_error, 2e-6, 0};
+    const double of_largest = (1e-5 + lse_rounding(run->of)) * largest_finite(array->exact, array->count);
+    return (tolerance){of_largest + 1e-6 + 2 * naive_error, 0, type_rounding[array->dtype]};
+}
+
+/* Largest error as a multiple of what is allowed; infinite where a NaN or an infinity has no business. */
+static double worst_error(const result_array *array, tolerance allowed)
+{
+    double worst = 0;
+    for (int64_t i = 0; i < array->count; i++) {
+        const double computed = oracle_read(array->dtype, array->data, i);
+        if (computed == array->exact[i])
+            continue; /* infinities among them */
+        const double size = fabs(array->exact[i]);
+        const double error = fabs(computed - array->exact[i]) - allowed.type_rounding * size;
+        const double ratio = error / (allowed.absolute + allowed.relative * size);
+        worst = isfinite(ratio) ? fmax(worst, ratio) : INFINITY;
+    }
+    return worst;
+}
+
+static void compare(check_run *run, int array, const char *pass)
+{
+    const result_array *const computed = &run->arrays[array];
+    if (computed->data == NULL)
+        return;
+    const double worst = worst_error(computed, tolerance_of(run, computed, array >= ROW_ARRAYS));
+    check_verdict *const verdict = run->verdict;
+    if (worst <= verdict->worst)
+        return;
+    verdict->worst = worst;
+    snprintf(verdict->where, sizeof verdict->where, "%s of %s, %s", array_names[array], pass, run->of->name);
+}
+
+/* ---- The calls ---------------------------------------------------------------------------------------------- */
+
+static skl_output row_output(const check_run *run, int array)
+{
+    const skl_problem *const problem = &run->of->problem;
+    const int64_t heads = array == LSE_T || array == DOT_T ? problem->heads_t : problem->heads_s;
+    const int64_t length = problem->packed ? problem->total_q : problem->len_q;
+    return skl_output_contiguous(run->arrays[array].data, heads, length, 1);
+}
+
+static skl_input row_input(const check_run *run, int array)
+{
+    const skl_output output = row_output(run, array);
+    return (skl_input){output.data, output.stride_batch, output.stride_head, output.stride_row};
+}
+
+/* A gradient lies as its tensor does. */
+static skl_output like_input(const check_run *run, int array, const skl_input *like)
+{
+    return (skl_output){run->arrays[array].data, like->stride_batch, like->stride_head, like->stride_row};
+}
+
+static skl_gradients gradient_outputs(const check_run *run)
+{
+    const skl_inputs *const inputs = &run->of->inputs;
+    return (skl_gradients){
+        .struct_size = sizeof(skl_gradients),
+        .dq_t = like_input(run, DQ_T, &inputs->q_t),
+        .dk_t = like_input(run, DK_T, &inputs->k_t),
+        .dq_s = like_input(run, DQ_S, &inputs->q_s),
+        .dk_s = like_input(run, DK_S, &inputs->k_s),
+    };
+}
+
+static skl_inputs with_saved_rows(const check_run *run)
+{
+    skl_inputs inputs = run->of->inputs;
+    inputs.lse_t = row_input(run, LSE_T);
+    inputs.lse_s = row_input(run, LSE_S);
+    return inputs;
+}
+
+static skl_status run_forward(check_run *run)
+{
+    const skl_rows rows = {
+        .struct_size = sizeof rows,
+        .kl = row_output(run, KL),
+        .lse_t = row_output(run, LSE_T),
+        .lse_s = row_output(run, LSE_S),
+        .dot_t = row_output(run, DOT_T),
+    };
+    return skl_forward(run->plan, &run->of->inputs, &rows, run->workspace, run->workspace_size, NULL);
+}
+
+static skl_status run_backward(check_run *run)
+{
+    skl_inputs inputs = with_saved_rows(run);
+    inputs.kl = row_input(run, KL);
+    inputs.dot_t = row_input(run, DOT_T);
+    const skl_gradients gradients = gradient_outputs(run);
+    return skl_backward(run->plan, &inputs, &gradients, run->workspace, run->workspace_size, NULL);
+}
+
+static skl_status run_one_sweep(check_run *run)
+{
+    const skl_inputs inputs = with_saved_rows(run);
+    const skl_rows rows = {.struct_size = sizeof rows, .kl = row_output(run, KL), .dot_t = row_output(run, DOT_T)};
+    const skl_gradients gradients = gradient_outputs(run);
+    return skl_forward_backward(run->plan, &inputs, &rows, &gradients, run->workspace, run->workspace_size, NULL);
+}
+
+static skl_status run_halves(check_run *run)
+{
+    const skl_inputs inputs = with_saved_rows(run);
+    const int64_t middle = run->of->problem.len_k / 2;
+    const skl_rows rows = {.struct_size = sizeof rows, .kl = row_output(run, KL), .lse_s = row_output(run, LSE_S)};
+    skl_status status =
+        skl_partial(run->plan, &inputs, 0, middle, run->states[0], run->workspace, run->workspace_size, NULL);
+    if (status == SKL_OK)
+        status = skl_partial(run->plan, &inputs, middle, run->of->problem.len_k, run->states[1], run->workspace,
+                             run->workspace_size, NULL);
+    if (status == SKL_OK)
+        status = skl_states_merge(run->plan, run->states[0], run->states[1], NULL);
+    if (status == SKL_OK)
+        status = skl_states_finish(run->plan, NULL, run->states[0], &rows, NULL);
+    return status;
+}
+
+/* In this order: what a pass does not write, the passes after it may read. */
+typedef struct check_pass {
+    const char *name;
+    skl_status (*run)(check_run *run);
+    uint32_t writes; /* bits of arrays */
+} check_pass;
+
+enum { GRADIENTS = 1 << DQ_T | 1 << DK_T | 1 << DQ_S | 1 << DK_S };
+
+static const check_pass passes[] = {
+    {"forward", run_forward, 1 << KL | 1 << LSE_T | 1 << LSE_S | 1 << DOT_T},
+    {"backward", run_backward, GRADIENTS},
+    {"forward_backward", run_one_sweep, 1 << KL | 1 << DOT_T | GRADIENTS},
+    {"merged halves", run_halves, 1 << KL | 1 << LSE_S},
+};
+
+static void run_pass(check_run *run, const check_pass *pass)
+{
+    for (int a = 0; a < ARRAY_COUNT; a++) {
+        if (pass->writes >> a & 1)
+            poison(run, a);
+    }
+    if (pass->run(run) != SKL_OK) {
+        snprintf(run->verdict->failure, sizeof run->verdict->failure, "%s, %s: %s", pass->name, run->of->name,
+                 skl_last_error());
+        return;
+    }
+    for (int a = 0; a < ARRAY_COUNT; a++) {
+        if (pass->writes >> a & 1)
+            compare(run, a, pass->name);
+    }
+}
+
+/* ---- All of it ---------------------------------------------------------------------------------------------- */
+
+static bool make_workspace(check_run *run)
+{
+    for (int op = SKL_OP_FORWARD; op <= SKL_OP_PARTIAL; op++) {
+        const size_t size = skl_plan_workspace_size(run->plan, (skl_op)op);
+        run->workspace_size = size > run->workspace_size ? size : run->workspace_size;
+    }
+    run->workspace = poisoned(run->workspace_size);
+    return run->workspace != NULL;
+}
+
+static void free_run(check_run *run)
+{
+    skl_plan_destroy(run->plan);
+    free(run->workspace);
+    free(run->states[0]);
+    free(run->states[1]);
+    for (int a = 0; a < ARRAY_COUNT; a++)
+        free(run->arrays[a].data);
+}
+
+bool check_kernel(check_verdict *verdict, const check_case *of, const skl_options *options)
+{
+    check_run run = {.of = of, .verdict = verdict};
+    if (skl_plan_create(&run.plan, &of->problem, options) != SKL_OK) {
+        snprintf(verdict->failure, sizeof verdict->failure, "plan, %s: %s", of->name, skl_last_error());
+        return true;
+    }
+    const bool ready = make_arrays(&run) && make_workspace(&run);
+    for (size_t p = 0; ready && p < sizeof passes / sizeof passes[0]; p++)
+        run_pass(&run, &passes[p]);
+    free_run(&run);
+    return ready;
+}

@@ -1,0 +1,177 @@
+/* streamkl kl: the command line, and the order of the work. */
+#include "cli.h"
+#include "kl.h"
+#include "options.h"
+
+#include <errno.h>
+
+static const char doc[] =
+    "KL divergence between the attention of a teacher (q_t, k_t) and a student (q_s, k_s), read from safetensors "
+    "or .npy files; [B, H, N, D], axes on the left may be missing. Numbers of heads may differ: key heads may be "
+    "shared by several query heads, and a student head may learn the mean of several teacher heads."
+    "\vTensors are looked for by the names q_t, k_t, q_s, k_s in all files. ROLE=FILE says what a file holds: an "
+    ".npy file always needs it. Optional tensors are used when they are there: lse_t [B, H, N], the log-sum-exp of "
+    "every teacher row; key_lengths [B]; cu_seqlens_q and cu_seqlens_k [sequences + 1], which divide packed tensors "
+    "[H, total, D].\n"
+    "\n"
+    "A mean is over the rows that see at least one key, of all batches and student heads. --grad writes the "
+    "gradients of what --reduction names; with none, those of the sum.\n"
+    "\n"
+    "Examples:\n"
+    "  streamkl kl pair.safetensors --causal\n"
+    "  streamkl kl q_t=a.npy k_t=b.npy q_s=c.npy k_s=d.npy --json\n"
+    "  streamkl kl teacher.safetensors student.safetensors --q-t q --k-t k\n"
+    "  streamkl kl pair.safetensors --causal --window 1024,0 --softcap-t 50\n"
+    "  streamkl kl packed.safetensors --causal --cu-seqlens-q 0,512,2048\n"
+    "  streamkl kl pair.safetensors --out rows.safetensors --grad grad.safetensors";
+
+enum {
+    KEY_NAME = OPTIONS_COMMAND_KEYS, /* + role: what its tensor is called */
+    KEY_LAYOUT = KEY_NAME + ROLE_COUNT,
+    KEY_REDUCTION,
+    KEY_OUT,
+    KEY_GRAD,
+    KEY_GRAD_TEACHER,
+    KEY_GRAD_F32,
+    KEY_JSON,
+};
+
+enum { GROUP_INPUT = 1, GROUP_LENGTHS, GROUP_RESULT, GROUP_PROBLEM, GROUP_ENGINE };
+
+static const struct argp_option options[] = {
+    {NULL, 0, NULL, 0, "Input:", GROUP_INPUT},
+    {"q-t", KEY_NAME + ROLE_Q_T, "NAME", 0, "Name of the teacher's queries in the files; default q_t", 0},
+    {"k-t", KEY_NAME + ROLE_K_T, "NAME", 0, "Name of the teacher's keys; default k_t", 0},
+    {"q-s", KEY_NAME + ROLE_Q_S, "NAME", 0, "Name of the student's queries; default q_s", 0},
+    {"k-s", KEY_NAME + ROLE_K_S, "NAME", 0, "Name of the student's keys; default k_s", 0},
+    {"lse-t", KEY_NAME + ROLE_LSE_T, "NAME", 0, "Name of the teacher's log-sum-exp; default lse_t, if it is there",
+     0},
+    {"layout", KEY_LAYOUT, "bhnd|bnhd", 0, "Order of the axes; default bhnd", 0},
+    {"key-lengths", KEY_NAME + ROLE_KEY_LENGTHS, "LIST|NAME", 0,
+     "Keys of every batch that are not padding: integers separated by commas, or a tensor", 0},
+    {"cu-seqlens-q", KEY_NAME + ROLE_CU_SEQLENS_Q, "LIST|NAME", 0,
+     "Packed queries: where each sequence begins, and where the last one ends", 0},
+    {"cu-seqlens-k", KEY_NAME + ROLE_CU_SEQLENS_K, "LIST|NAME", 0, "Packed keys; default as for the queries", 0},
+    {NULL, 0, NULL, 0, "Result:", GROUP_RESULT},
+    {"reduction", KEY_REDUCTION, "mean|sum|none", 0, "One number, or one for every row; default mean", 0},
+    {"out", KEY_OUT, "FILE", 0, "Write kl, lse_t, lse_s of every row as safetensors", 0},
+    {"grad", KEY_GRAD, "FILE", 0, "Write the gradients dq_s, dk_s as safetensors", 0},
+    {"grad-teacher", KEY_GRAD_TEACHER, NULL, 0, "Write dq_t, dk_t into it, too", 0},
+    {"grad-f32", KEY_GRAD_F32, NULL, 0, "Gradients in f32, not in the type of their tensors", 0},
+    {"json", KEY_JSON, NULL, 0, "One JSON object in place of the table", 0},
+    {0},
+};
+
+static const char *parse_layout(const char *text, void *value)
+{
+    const bool bnhd = strcmp(text, "bnhd") == 0;
+    if (!bnhd && strcmp(text, "bhnd") != 0)
+        return "bhnd or bnhd";
+    *(kl_layout *)value = bnhd ? LAYOUT_BNHD : LAYOUT_BHND;
+    return NULL;
+}
+
+static const char *const reduction_names[] = {
+    [REDUCTION_MEAN] = "mean",
+    [REDUCTION_SUM] = "sum",
+    [REDUCTION_NONE] = "none",
+};
+
+const char *kl_reduction_name(kl_reduction reduction)
+{
+    return reduction_names[reduction];
+}
+
+static const char *parse_reduction(const char *text, void *value)
+{
+    for (kl_reduction reduction = REDUCTION_MEAN; reduction <= REDUCTION_NONE; reduction++) {
+        if (strcmp(text, reduction_names[reduction]) == 0) {
+            *(kl_reduction *)value = reduction;
+            return NULL;
+        }
+    }
+    return "mean, sum or none";
+}
+
+#define NAME_FIELD(role)                                                                                             \
+    {                                                                                                                \
+        KEY_NAME + (role), parse_string, offsetof(kl_request, names) + (role) * sizeof(const char *)                 \
+    }
+
+static const option_field fields[] = {
+    NAME_FIELD(ROLE_Q_T),
+    NAME_FIELD(ROLE_K_T),
+    NAME_FIELD(ROLE_Q_S),
+    NAME_FIELD(ROLE_K_S),
+    NAME_FIELD(ROLE_LSE_T),
+    NAME_FIELD(ROLE_KEY_LENGTHS),
+    NAME_FIELD(ROLE_CU_SEQLENS_Q),
+    NAME_FIELD(ROLE_CU_SEQLENS_K),
+    {KEY_LAYOUT, parse_layout, offsetof(kl_request, layout)},
+    {KEY_REDUCTION, parse_reduction, offsetof(kl_request, reduction)},
+    {KEY_OUT, parse_string, offsetof(kl_request, out_path)},
+    {KEY_GRAD, parse_string, offsetof(kl_request, grad_path)},
+    {KEY_GRAD_TEACHER, parse_flag, offsetof(kl_request, grad_teacher)},
+    {KEY_GRAD_F32, parse_flag, offsetof(kl_request, problem.grad_f32)},
+    {KEY_JSON, parse_flag, offsetof(kl_request, json)},
+    {0, NULL, 0},
+};
+
+static error_t parse_option(int key, char *text, struct argp_state *state)
+{
+    kl_request *const request = state->input;
+    if (key == ARGP_KEY_INIT) {
+        state->child_inputs[0] = &request->problem;
+        state->child_inputs[1] = &request->options;
+        return 0;
+    }
+    if (key == ARGP_KEY_ARGS) {
+        request->files = state->argv + state->next;
+        request->file_count = (size_t)(state->argc - state->next);
+        return 0;
+    }
+    if (key == ARGP_KEY_NO_ARGS) {
+        cli_fail(CLI_BAD_INPUT, "FILE: at least one must be given; see streamkl kl --help");
+        return EINVAL;
+    }
+    return options_store(fields, options, key, text, request);
+}
+
+static int parse_command_line(kl_request *request, int argc, char **argv)
+{
+    static const struct argp_child children[] = {
+        {&problem_argp, 0, "Masks, scales and direction:", GROUP_PROBLEM},
+        {&engine_argp, 0, "Engine:", GROUP_ENGINE},
+        {0},
+    };
+    static const struct argp argp = {
+        .options = options, .parser = parse_option, .args_doc = "FILE...", .doc = doc, .children = children};
+    request->problem = skl_problem_default();
+    request->options = skl_options_default();
+    if (argp_parse(&argp, argc, argv, 0, NULL, request))
+        return CLI_BAD_INPUT;
+    const uint32_t student = request->grad_path ? SKL_DQ_S | SKL_DK_S : 0;
+    const uint32_t teacher = request->grad_teacher ? SKL_DQ_T | SKL_DK_T : 0;
+    request->problem.gradients = student | teacher;
+    return kl_outputs_check(request);
+}
+
+int cmd_kl(int argc, char **argv)
+{
+    kl_request request = {.files = NULL};
+    int exit_code = parse_command_line(&request, argc, argv);
+    if (exit_code != CLI_OK)
+        return exit_code;
+    kl_inputs inputs = {.files = {NULL, 0}};
+    kl_results results = {.kl = NULL};
+    exit_code = kl_inputs_load(&inputs, &request);
+    if (exit_code == CLI_OK)
+        exit_code = kl_compute(&results, &inputs, &request);
+    if (exit_code == CLI_OK)
+        exit_code = kl_outputs_write(&results, &inputs, &request);
+    if (exit_code == CLI_OK)
+        exit_code = kl_report(&results, &inputs, &request);
+    kl_results_free(&results);
+    kl_inputs_free(&inputs);
+    return exit_code;
+}

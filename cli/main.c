@@ -1,0 +1,202 @@
+/* streamkl: finds the command and hands the rest of the line to it. */
+#include "cli.h"
+
+#include <argp.h>
+#include <errno.h>
+#include <locale.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+typedef struct command {
+    const char *name;
+    int (*run)(int argc, char **argv);
+    const char *summary;
+} command;
+
+static const command commands[] = {
+    {"kl", cmd_kl, "KL and gradients of the tensors in safetensors or .npy files"},
+    {"demo", cmd_demo, "a 16K context on this machine, beside what materialising would need"},
+    {"info", cmd_info, "version, CPU, devices and kernels"},
+    {"check", cmd_check, "compare this machine's kernels with the float64 oracle"},
+    {"bench", cmd_bench, "time streaming beside the materialised baseline"},
+};
+enum { COMMAND_COUNT = sizeof commands / sizeof commands[0] };
+
+/* ---- Which command ------------------------------------------------------------------------------------------ */
+
+static const command *find_command(const char *name)
+{
+    for (int c = 0; c < COMMAND_COUNT; c++) {
+        if (strcmp(commands[c].name, name) == 0)
+            return &commands[c];
+    }
+    return NULL;
+}
+
+/* Letters to insert, drop or replace to turn one word into the other; swapped neighbours count once. */
+static int edit_distance(const char *from, const char *to)
+{
+    if (!*from || !*to)
+        return (int)(strlen(from) + strlen(to));
+    if (*from == *to)
+        return edit_distance(from + 1, to + 1);
+    int least = edit_distance(from + 1, to + 1);
+    const int dropped = edit_distance(from + 1, to), inserted = edit_distance(from, to + 1);
+    least = dropped < least ? dropped : least;
+    least = inserted < least ? inserted : least;
+    if (from[0] == to[1] && from[1] == to[0]) {
+        const int swapped = edit_distance(from + 2, to + 2);
+        least = swapped < least ? swapped : least;
+    }
+    return 1 + least;
+}
+
+static const command *nearest_command(const char *name)
+{
+    enum { LONGEST_NAME = 8, CLOSE_ENOUGH = 2 }; /* the recursion above is for short words */
+    if (strlen(name) > LONGEST_NAME)
+        return NULL;
+    const command *nearest = NULL;
+    int least = CLOSE_ENOUGH + 1;
+    for (int c = 0; c < COMMAND_COUNT; c++) {
+        const int distance = edit_distance(name, commands[c].name);
+        if (distance < least) {
+            least = distance;
+            nearest = &commands[c];
+        }
+    }
+    return nearest;
+}
+
+static int fail_unknown_command(const char *name)
+{
+    const command *nearest = nearest_command(name);
+    if (nearest)
+        return cli_fail(CLI_BAD_INPUT, "unknown command '%s': did you mean '%s'?", name, nearest->name);
+    return cli_fail(CLI_BAD_INPUT, "unknown command '%s': see streamkl --help", name);
+}
+
+/* ---- The command line --------------------------------------------------------------------------------------- */
+
+static const char doc[] =
+    "The KL divergence between the attention of a teacher and a student, streamed: without the N x N matrices, "
+    "at any context length."
+    "\vExamples:\n"
+    "  streamkl demo                          what it does, in a few seconds\n"
+    "  streamkl kl pair.safetensors --causal  the KL of q_t, k_t and q_s, k_s\n"
+    "  streamkl kl --help                     the options of a command\n"
+    "\n"
+    "Exit status:\n"
+    "  0  success\n"
+    "  1  check: a kernel disagrees with the oracle\n"
+    "  2  an argument or an input file is wrong\n"
+    "  3  out of memory\n"
+    "  4  the device is absent, failed, or cannot do what was asked\n"
+    "  5  an output could not be written\n"
+    "\n"
+    "Environment:\n"
+    "  STREAMKL_THREADS  CPU threads when --threads is not given\n"
+    "  STREAMKL_KERNEL   kernel when --kernel is not given\n"
+    "  NO_COLOR          no colour in tables";
+
+/* The list of commands comes from their table, ahead of the options. Returns what argp will free. */
+static char *insert_command_list(int key, const char *text, void *input)
+{
+    (void)input;
+    if (key != ARGP_KEY_HELP_PRE_DOC)
+        return (char *)text;
+    char *list = NULL;
+    size_t size = 0;
+    FILE *stream = open_memstream(&list, &size);
+    if (stream == NULL)
+        return (char *)text;
+    fprintf(stream, "%s\n\nCommands:\n", text);
+    for (int c = 0; c < COMMAND_COUNT; c++)
+        fprintf(stream, "  %-8s %s\n", commands[c].name, commands[c].summary);
+    fprintf(stream, "\nOptions:");
+    fclose(stream);
+    return list;
+}
+
+static void print_version(FILE *stream, struct argp_state *state)
+{
+    (void)state;
+    fprintf(stream, "streamkl %s\n", skl_version());
+}
+
+typedef struct command_line {
+    int argc;
+    char **argv; /* argv[0] is the command; NULL: none was given */
+} command_line;
+
+static error_t take_command(int key, char *text, struct argp_state *state)
+{
+    (void)text;
+    command_line *rest = state->input;
+    if (key == ARGP_KEY_NO_ARGS) {
+        argp_state_help(state, stderr, ARGP_HELP_USAGE | ARGP_HELP_LONG | ARGP_HELP_DOC);
+        return 0;
+    }
+    if (key != ARGP_KEY_ARG)
+        return ARGP_ERR_UNKNOWN;
+    rest->argv = state->argv + state->next - 1;
+    rest->argc = state->argc - state->next + 1;
+    state->next = state->argc; /* what follows belongs to the command */
+    return 0;
+}
+
+static const struct argp top_argp = {
+    .parser = take_command,
+    .args_doc = "COMMAND [ARGUMENT...]",
+    .doc = doc,
+    .help_filter = insert_command_list,
+};
+
+static int run_command(command_line line)
+{
+    static char title[64];
+    static char help_option[] = "--help";
+    char *help_argv[] = {title, help_option, NULL};
+    if (strcmp(line.argv[0], "help") == 0 && line.argc > 1) {
+        help_argv[0] = line.argv[1];
+        line = (command_line){2, help_argv};
+    }
+    const command *found = find_command(line.argv[0]);
+    if (found == NULL)
+        return fail_unknown_command(line.argv[0]);
+    snprintf(title, sizeof title, "streamkl %s", found->name);
+    program_invocation_name = title; /* what errors begin with, ours and argp's */
+    line.argv[0] = title;
+    return found->run(line.argc, line.argv);
+}
+
+/* A full disk behind stdout is found only when the last bytes are written. */
+static void close_stdout(void)
+{
+    const int failed_before = ferror(stdout);
+    if (fflush(stdout) == 0 && !failed_before)
+        return;
+    cli_fail(CLI_WRITE_FAILED, "standard output: %s", strerror(errno));
+    _exit(CLI_WRITE_FAILED);
+}
+
+int main(int argc, char **argv)
+{
+    static char title[] = "streamkl";
+    atexit(close_stdout);
+    signal(SIGXFSZ, SIG_IGN); /* a file that may not grow is an error to report, not a death */
+    setlocale(LC_CTYPE, "");  /* only to know whether the terminal shows UTF-8: numbers keep their point */
+    if (argc > 0)
+        argv[0] = title;
+    program_invocation_name = title;
+    setenv("ARGP_HELP_FMT", "opt-doc-col=34", 0); /* room for --direction=forward|reverse; the user's own wins */
+    argp_program_version_hook = print_version;
+    argp_err_exit_status = CLI_BAD_INPUT;
+    command_line line = {0, NULL};
+    const error_t refused = argp_parse(&top_argp, argc, argv, ARGP_IN_ORDER, NULL, &line);
+    if (refused || line.argv == NULL)
+        return CLI_BAD_INPUT;
+    return run_command(line);
+}
