@@ -1,0 +1,263 @@
+#include "cases.h"
+
+#include "case_words.h"
+
+/* The plainest case there is, for what has nothing to do with its shape. */
+#define PLAIN SHAPE(2, 33, 41), HEADS(2, 2), DIMS(16, 16)
+
+/* The formatter would spread the braces of a macro over lines of their own. */
+/* clang-format off */
+
+/* A case for every subset of the gradients. */
+#define WITHOUT(label, gradients, ...) {"gradients_" label, .without = gradients, __VA_ARGS__}
+#define SUBSETS(label, ...)                                                                    \
+    WITHOUT(label "_none",      15, __VA_ARGS__), WITHOUT(label "_dk_s",      7, __VA_ARGS__), \
+    WITHOUT(label "_dq_s",      11, __VA_ARGS__), WITHOUT(label "_student",   3, __VA_ARGS__), \
+    WITHOUT(label "_dk_t",      13, __VA_ARGS__), WITHOUT(label "_keys",      5, __VA_ARGS__), \
+    WITHOUT(label "_dk_t_dq_s",  9, __VA_ARGS__), WITHOUT(label "_not_dq_t",  1, __VA_ARGS__), \
+    WITHOUT(label "_dq_t",      14, __VA_ARGS__), WITHOUT(label "_dq_t_dk_s", 6, __VA_ARGS__), \
+    WITHOUT(label "_queries",   10, __VA_ARGS__), WITHOUT(label "_not_dk_t",  2, __VA_ARGS__), \
+    WITHOUT(label "_teacher",   12, __VA_ARGS__), WITHOUT(label "_not_dq_s",  4, __VA_ARGS__), \
+    WITHOUT(label "_not_dk_s",   8, __VA_ARGS__), WITHOUT(label "_all",       0, __VA_ARGS__)
+
+#define LAID_OUT(label, name, ...) {"layout_" label, LAYOUT(name), __VA_ARGS__}
+#define LAYOUTS(label, ...)                                       \
+    LAID_OUT(label "_length_first", LENGTH_FIRST, __VA_ARGS__),     \
+    LAID_OUT(label "_sequence_first", SEQUENCE_FIRST, __VA_ARGS__), \
+    LAID_OUT(label "_heads_first", HEADS_FIRST, __VA_ARGS__),       \
+    LAID_OUT(label "_gaps", GAPS, __VA_ARGS__),                     \
+    LAID_OUT(label "_misaligned", MISALIGNED, __VA_ARGS__),         \
+    LAID_OUT(label "_expanded", EXPANDED, __VA_ARGS__),             \
+    LAID_OUT(label "_repeated", REPEATED, __VA_ARGS__)
+/* clang-format on */
+
+const test_case test_cases[] = {
+    /* Lengths around and between the tiles of the kernels. */
+    {"shape_1x1", SHAPE(1, 1, 1), HEADS(1, 1), DIMS(64, 64)},
+    {"shape_1x127", SHAPE(2, 1, 127), HEADS(2, 2), DIMS(64, 64)},
+    {"shape_127x1", SHAPE(2, 127, 1), HEADS(2, 2), DIMS(64, 64)},
+    {"shape_2x3", SHAPE(3, 2, 3), HEADS(5, 5), DIMS(4, 4)},
+    {"shape_63x65", SHAPE(1, 63, 65), HEADS(2, 2), DIMS(64, 64)},
+    {"shape_65x63", SHAPE(2, 65, 63), HEADS(1, 1), DIMS(64, 64)},
+    {"shape_64x64", SHAPE(1, 64, 64), HEADS(2, 2), DIMS(64, 64)},
+    {"shape_95x97", SHAPE(1, 95, 97), HEADS(1, 1), DIMS(32, 32)},
+    {"shape_97x193", SHAPE(1, 97, 193), HEADS(1, 1), DIMS(64, 64)},
+    {"shape_127x127", SHAPE(1, 127, 127), HEADS(2, 2), DIMS(32, 32)},
+    {"shape_193x95", SHAPE(1, 193, 95), HEADS(1, 1), DIMS(64, 64)},
+    {"shape_128x256", SHAPE(1, 128, 256), HEADS(1, 1), DIMS(64, 64)},
+    {"shape_129x257", SHAPE(1, 129, 257), HEADS(1, 1), DIMS(48, 48)},
+    {"shape_3x1021", SHAPE(1, 3, 1021), HEADS(2, 2), DIMS(32, 32)},
+    {"shape_509x7", SHAPE(1, 509, 7), HEADS(2, 2), DIMS(32, 32)},
+    {"shape_17x31_many_heads", SHAPE(3, 17, 31), HEADS(13, 13), DIMS(8, 8)},
+    {"no_queries", SHAPE(2, 0, 5), HEADS(2, 2), DIMS(8, 8)},
+    {"no_keys", SHAPE(2, 5, 0), HEADS(2, 2), DIMS(8, 8)},
+    {"nothing_at_all", SHAPE(1, 0, 0), HEADS(1, 1), DIMS(8, 8)},
+    {"no_batch", SHAPE(0, 5, 5), HEADS(1, 1), DIMS(8, 8)},
+
+    /* Head sizes. */
+    {"dim_1", SHAPE(1, 37, 41), HEADS(2, 2), DIMS(1, 1)},
+    {"dim_8", SHAPE(1, 37, 67), HEADS(2, 2), DIMS(8, 8)},
+    {"dim_33", SHAPE(1, 65, 97), HEADS(1, 1), DIMS(33, 33)},
+    {"dim_128", SHAPE(1, 65, 97), HEADS(1, 1), DIMS(128, 128)},
+    {"dim_192", SHAPE(1, 33, 67), HEADS(1, 1), DIMS(192, 192)},
+    {"dim_256", SHAPE(1, 33, 67), HEADS(1, 1), DIMS(256, 256)},
+    {"dim_511", SHAPE(1, 17, 67), HEADS(1, 1), DIMS(511, 511)},
+    {"dim_512", SHAPE(1, 33, 67), HEADS(1, 1), DIMS(512, 512)},
+    {"dim_128_and_33", SHAPE(1, 37, 67), HEADS(2, 2), DIMS(128, 33)},
+    {"dim_8_and_512", SHAPE(1, 37, 41), HEADS(1, 1), DIMS(8, 512)},
+    {"dim_1_and_64", SHAPE(1, 37, 67), HEADS(1, 1), DIMS(1, 64)},
+    {"dim_31_and_17_bf16", SHAPE(1, 37, 67), HEADS(2, 2), DIMS(31, 17), TYPES(BF16, BF16)},
+
+    /* Types of the inputs and of the gradients. */
+    {"f16", SHAPE(1, 65, 97), HEADS(2, 2), DIMS(64, 64), TYPES(F16, F16)},
+    {"f16_grad_f32", SHAPE(1, 65, 97), HEADS(2, 2), DIMS(64, 64), TYPES(F16, F16), .grad_f32 = 1},
+    {"bf16", SHAPE(1, 65, 97), HEADS(2, 2), DIMS(64, 64), TYPES(BF16, BF16)},
+    {"bf16_grad_f32", SHAPE(1, 65, 97), HEADS(2, 2), DIMS(64, 64), TYPES(BF16, BF16), .grad_f32 = 1},
+    {"f32_grad_f32", PLAIN, .grad_f32 = 1},
+    {"f32_and_bf16", PLAIN, TYPES(F32, BF16)},
+    {"bf16_and_f32", PLAIN, TYPES(BF16, F32)},
+    {"bf16_and_f32_grad_f32", PLAIN, TYPES(BF16, F32), .grad_f32 = 1},
+    {"f16_and_f32", PLAIN, TYPES(F16, F32)},
+    {"f16_and_bf16", PLAIN, TYPES(F16, BF16)},
+    {"bf16_and_f16_grad_f32", PLAIN, TYPES(BF16, F16), .grad_f32 = 1},
+    {"f16_dim_512", SHAPE(1, 17, 67), HEADS(1, 1), DIMS(512, 512), TYPES(F16, F16)},
+
+    /* Masks. */
+    {"causal", SHAPE(1, 97, 97), HEADS(2, 2), DIMS(32, 32), CAUSAL},
+    {"causal_tall", SHAPE(1, 97, 33), HEADS(2, 2), DIMS(32, 32), CAUSAL},
+    {"causal_wide", SHAPE(1, 33, 193), HEADS(2, 2), DIMS(32, 32), CAUSAL},
+    {"causal_one_query", SHAPE(2, 1, 65), HEADS(2, 2), DIMS(32, 32), CAUSAL},
+    {"causal_long", SHAPE(1, 257, 257), HEADS(1, 1), DIMS(16, 16), CAUSAL},
+    {"window_both", SHAPE(1, 127, 127), HEADS(1, 1), DIMS(32, 32), WINDOW(5, 3)},
+    {"window_left", SHAPE(1, 97, 130), HEADS(1, 1), DIMS(32, 32), WINDOW(16, -1)},
+    {"window_right", SHAPE(1, 97, 130), HEADS(1, 1), DIMS(32, 32), WINDOW(-1, 4)},
+    {"window_diagonal", SHAPE(1, 67, 67), HEADS(2, 2), DIMS(16, 16), WINDOW(0, 0)},
+    {"window_tall", SHAPE(1, 131, 31), HEADS(1, 1), DIMS(16, 16), WINDOW(7, 9)},
+    {"window_wider_than_keys", SHAPE(1, 31, 37), HEADS(1, 1), DIMS(16, 16), WINDOW(1000, 1000)},
+    {"causal_window", SHAPE(1, 193, 193), HEADS(1, 1), DIMS(32, 32), CAUSAL, WINDOW(31, -1)},
+    {"causal_window_right", SHAPE(1, 61, 61), HEADS(1, 1), DIMS(16, 16), CAUSAL, WINDOW(13, 7)},
+    {"causal_window_far", SHAPE(1, 300, 300), HEADS(1, 1), DIMS(8, 8), CAUSAL, WINDOW(100, -1)},
+    {"key_lengths", SHAPE(4, 37, 97), HEADS(2, 2), DIMS(16, 16), KEYS(0, 1, 64, 97)},
+    {"key_lengths_all_0", SHAPE(2, 37, 41), HEADS(2, 2), DIMS(16, 16), KEYS(0, 0)},
+    {"key_lengths_causal", SHAPE(3, 97, 97), HEADS(1, 1), DIMS(16, 16), KEYS(5, 63, 96), CAUSAL},
+    {"key_lengths_window", SHAPE(3, 97, 97), HEADS(1, 1), DIMS(16, 16), KEYS(5, 63, 96), WINDOW(9, 9)},
+    {"key_lengths_bf16", SHAPE(3, 65, 97), HEADS(2, 2), DIMS(64, 64), TYPES(BF16, BF16), KEYS(33, 0, 95)},
+    {"offsets_inside", SHAPE(1, 37, 97), HEADS(2, 2), DIMS(16, 16), CAUSAL, OFFSETS(32, 0)},
+    {"offsets_late_keys", SHAPE(1, 97, 41), HEADS(2, 2), DIMS(16, 16), CAUSAL, OFFSETS(0, 32)},
+    {"offsets_all_keys_later", SHAPE(1, 37, 41), HEADS(2, 2), DIMS(16, 16), CAUSAL, OFFSETS(0, 1000)},
+    {"offsets_window", SHAPE(1, 65, 97), HEADS(1, 1), DIMS(16, 16), WINDOW(20, 4), OFFSETS(1000000, 999990)},
+    {"offsets_negative", SHAPE(1, 65, 97), HEADS(1, 1), DIMS(16, 16), CAUSAL, OFFSETS(-20, -50)},
+    {"offsets_unmasked", PLAIN, OFFSETS(3, 70)},
+
+    /* Several tiles of queries and several blocks of keys, whose edges no mask respects. */
+    {"long_causal", SHAPE(1, 410, 421), HEADS(1, 1), DIMS(8, 8), CAUSAL},
+    {"long_causal_bf16", SHAPE(1, 410, 421), HEADS(1, 1), DIMS(8, 8), TYPES(BF16, BF16), CAUSAL},
+    {"long_causal_bf16_grad_f32", SHAPE(1, 410, 421), HEADS(1, 1), DIMS(8, 8), TYPES(BF16, BF16), .grad_f32 = 1,
+     CAUSAL},
+    {"long_window_f16", SHAPE(1, 500, 450), HEADS(1, 1), DIMS(8, 16), TYPES(F16, F16), WINDOW(33, 70)},
+    {"long_gqa_bf16", SHAPE(1, 410, 421), HEADS(2, 2), KEY_HEADS(1, 2), DIMS(8, 8), TYPES(BF16, BF16), CAUSAL,
+     REVERSE},
+    {"long_grouped_bf16", SHAPE(1, 300, 421), HEADS(3, 1), DIMS(8, 8), TYPES(BF16, BF16), CAUSAL},
+    {"long_grouped", SHAPE(1, 300, 421), HEADS(4, 2), KEY_HEADS(2, 1), DIMS(8, 8), WINDOW(150, 33)},
+    {"long_key_lengths_bf16", SHAPE(3, 200, 800), HEADS(1, 1), DIMS(8, 8), TYPES(BF16, BF16), KEYS(390, 0, 777)},
+    {"long_packed_bf16", PACKED(3, LENGTHS(0, 1, 250, 700), LENGTHS(0, 200, 431, 900)), HEADS(1, 1), DIMS(8, 8),
+     TYPES(BF16, BF16), CAUSAL, TAILS(7, 3)},
+
+    /* Packed sequences. */
+    {"packed", PACKED(3, LENGTHS(0, 5, 38, 135), LENGTHS(0, 9, 20, 117)), HEADS(2, 2), DIMS(32, 32)},
+    {"packed_one", PACKED(1, LENGTHS(0, 67), LENGTHS(0, 71)), HEADS(2, 2), DIMS(16, 16), CAUSAL},
+    {"packed_empty_sequences", PACKED(6, LENGTHS(0, 0, 13, 13, 50, 57, 57), LENGTHS(0, 0, 17, 30, 30, 66, 66)),
+     HEADS(2, 2), DIMS(16, 16)},
+    {"packed_all_empty", PACKED(2, LENGTHS(0, 0, 0), LENGTHS(0, 0, 0)), HEADS(2, 2), DIMS(16, 16), TAILS(3, 4)},
+    {"packed_no_sequence", PACKED(0, LENGTHS(0), LENGTHS(0)), HEADS(2, 2), DIMS(16, 16), TAILS(3, 4)},
+    {"packed_tails", PACKED(2, LENGTHS(0, 33, 70), LENGTHS(0, 41, 74)), HEADS(2, 2), DIMS(16, 16), TAILS(11, 23)},
+    {"packed_causal", PACKED(4, LENGTHS(0, 1, 65, 98, 105), LENGTHS(0, 1, 65, 100, 101)), HEADS(2, 2), DIMS(32, 32),
+     CAUSAL, TAILS(2, 0)},
+    {"packed_window", PACKED(3, LENGTHS(0, 40, 77, 110), LENGTHS(0, 40, 60, 130)), HEADS(1, 1), DIMS(16, 16),
+     WINDOW(6, 2)},
+    {"packed_offsets", PACKED(2, LENGTHS(0, 20, 60), LENGTHS(0, 50, 90)), HEADS(1, 1), DIMS(16, 16), CAUSAL,
+     OFFSETS(10, 0)},
+    {"packed_bf16_length_first", PACKED(3, LENGTHS(0, 5, 38, 100), LENGTHS(0, 9, 20, 117)), HEADS(4, 4),
+     KEY_HEADS(2, 4), DIMS(32, 32), TYPES(BF16, BF16), CAUSAL, TAILS(4, 7), LAYOUT(LENGTH_FIRST)},
+    {"packed_grouped", PACKED(3, LENGTHS(0, 5, 38, 60), LENGTHS(0, 9, 9, 57)), HEADS(6, 2), DIMS(16, 16),
+     TAILS(1, 1)},
+    {"packed_reverse", PACKED(3, LENGTHS(0, 5, 38, 60), LENGTHS(0, 9, 9, 57)), HEADS(2, 2), DIMS(16, 16), REVERSE,
+     TAILS(1, 1), LAYOUT(GAPS)},
+
+    /* Shared key heads. */
+    {"gqa_student", SHAPE(2, 37, 67), HEADS(8, 8), KEY_HEADS(8, 2), DIMS(16, 16)},
+    {"gqa_teacher", SHAPE(2, 37, 67), HEADS(8, 8), KEY_HEADS(2, 8), DIMS(16, 16)},
+    {"gqa_both", SHAPE(1, 67, 97), HEADS(6, 6), KEY_HEADS(2, 3), DIMS(32, 32), CAUSAL},
+    {"mqa_both", SHAPE(2, 67, 67), HEADS(5, 5), KEY_HEADS(1, 1), DIMS(32, 32), WINDOW(10, 10)},
+    {"gqa_bf16", SHAPE(1, 65, 97), HEADS(8, 8), KEY_HEADS(2, 2), DIMS(64, 32), TYPES(BF16, BF16), CAUSAL},
+    {"gqa_f16_grad_f32", SHAPE(1, 65, 97), HEADS(8, 8), KEY_HEADS(2, 4), DIMS(32, 32), TYPES(F16, F16),
+     .grad_f32 = 1},
+
+    /* A teacher of several heads for each of the student's. */
+    {"group_2", SHAPE(2, 37, 67), HEADS(4, 2), DIMS(16, 16)},
+    {"group_3", SHAPE(1, 65, 97), HEADS(6, 2), DIMS(32, 16)},
+    {"group_8", SHAPE(1, 37, 67), HEADS(8, 1), DIMS(16, 16), CAUSAL},
+    {"group_2_given", SHAPE(2, 37, 67), HEADS(4, 2), DIMS(16, 16), .lse = LSE_GIVEN},
+    {"group_3_given", SHAPE(1, 65, 97), HEADS(6, 2), DIMS(32, 16), .lse = LSE_GIVEN, CAUSAL},
+    {"group_8_given", SHAPE(1, 37, 67), HEADS(8, 1), DIMS(16, 16), .lse = LSE_GIVEN, TYPES(BF16, BF16)},
+    {"group_2_wider", SHAPE(2, 37, 67), HEADS(4, 2), DIMS(16, 16), .lse = LSE_WIDER},
+    {"group_3_wider", SHAPE(1, 65, 97), HEADS(6, 2), DIMS(32, 16), .lse = LSE_WIDER, WINDOW(9, 0)},
+    {"group_8_wider", SHAPE(1, 37, 67), HEADS(8, 1), DIMS(16, 16), .lse = LSE_WIDER, KEY_HEADS(1, 1)},
+    {"group_2_reverse", SHAPE(2, 37, 67), HEADS(4, 2), DIMS(16, 16), REVERSE},
+    {"group_3_reverse_given", SHAPE(1, 37, 67), HEADS(6, 2), DIMS(16, 16), REVERSE, .lse = LSE_GIVEN},
+    {"group_8_reverse_wider", SHAPE(1, 37, 67), HEADS(8, 1), DIMS(16, 16), REVERSE, .lse = LSE_WIDER, CAUSAL},
+    {"group_misaligned", SHAPE(1, 37, 67), HEADS(6, 3), KEY_HEADS(2, 1), DIMS(16, 16)},
+    {"group_misaligned_bf16", SHAPE(1, 65, 67), HEADS(6, 3), KEY_HEADS(2, 3), DIMS(64, 33), TYPES(BF16, BF16),
+     CAUSAL},
+    {"group_misaligned_given", SHAPE(1, 37, 67), HEADS(6, 3), KEY_HEADS(2, 1), DIMS(16, 16), .lse = LSE_GIVEN,
+     REVERSE},
+    {"group_masked", SHAPE(3, 37, 67), HEADS(4, 2), DIMS(16, 16), KEYS(0, 20, 67), CAUSAL},
+    {"group_masked_wider", SHAPE(3, 37, 67), HEADS(4, 2), DIMS(16, 16), KEYS(0, 20, 67), .lse = LSE_WIDER},
+    {"group_softcap", SHAPE(1, 37, 67), HEADS(4, 2), DIMS(16, 16), SOFTCAPS(3, 2), .lse = LSE_GIVEN},
+    {"group_gaps", SHAPE(2, 37, 67), HEADS(4, 2), DIMS(16, 16), LAYOUT(GAPS), .lse = LSE_WIDER},
+    {"lse_given_but_not_grouped", PLAIN, .lse = LSE_GIVEN},
+
+    /* Scales, softcaps, directions. */
+    {"scales", PLAIN, SCALES(0.7F, 0.125F)},
+    {"scale_negative", PLAIN, SCALES(-0.3F, 0.2F)},
+    {"softcap_teacher", PLAIN, SOFTCAPS(2.5F, 0)},
+    {"softcap_student", PLAIN, SOFTCAPS(0, 2.5F)},
+    {"softcap_both", SHAPE(1, 65, 97), HEADS(1, 1), DIMS(64, 64), SOFTCAPS(30, 1.5F), CAUSAL},
+    {"softcap_reverse", PLAIN, SOFTCAPS(1.5F, 3), REVERSE},
+    {"softcap_bf16", SHAPE(1, 65, 97), HEADS(1, 1), DIMS(64, 64), SOFTCAPS(3, 3), TYPES(BF16, BF16)},
+    {"reverse", SHAPE(1, 97, 127), HEADS(2, 2), DIMS(32, 32), REVERSE},
+    {"reverse_causal", SHAPE(1, 97, 127), HEADS(2, 2), DIMS(64, 32), REVERSE, CAUSAL},
+    {"reverse_bf16", SHAPE(1, 65, 97), HEADS(4, 4), KEY_HEADS(2, 1), DIMS(64, 64), REVERSE, TYPES(BF16, BF16)},
+    {"reverse_f16_window", SHAPE(1, 65, 97), HEADS(2, 2), DIMS(64, 64), REVERSE, TYPES(F16, F16), WINDOW(12, 5)},
+    {"unit_upstream", PLAIN, .unit_upstream = 1},
+    {"unit_upstream_reverse", PLAIN, .unit_upstream = 1, REVERSE},
+
+    /* Logits whose size changes along the keys: what a lazy stabiliser has to notice. */
+    {"growing", SHAPE(1, 37, 513), HEADS(2, 2), DIMS(16, 16), .growth = 30},
+    {"growing_reverse", SHAPE(1, 37, 513), HEADS(1, 1), DIMS(16, 16), .growth = 30, REVERSE},
+    {"growing_causal", SHAPE(1, 257, 257), HEADS(1, 1), DIMS(16, 16), .growth = 30, CAUSAL},
+    {"growing_grouped", SHAPE(1, 37, 257), HEADS(4, 2), DIMS(16, 16), .growth = 20},
+    {"growing_fast", SHAPE(1, 37, 193), HEADS(1, 1), DIMS(16, 16), .growth = 300},
+    {"shrinking", SHAPE(1, 37, 513), HEADS(2, 2), DIMS(16, 16), .growth = -30},
+    {"shrinking_bf16", SHAPE(1, 37, 257), HEADS(2, 2), DIMS(64, 64), .growth = -30, TYPES(BF16, BF16)},
+
+    /* Layouts of inputs, gradients and row vectors. */
+    LAYOUTS("f32", SHAPE(3, 37, 41), HEADS(4, 4), KEY_HEADS(2, 4), DIMS(33, 16)),
+    LAYOUTS("bf16", SHAPE(2, 37, 67), HEADS(2, 2), DIMS(64, 24), TYPES(BF16, F16), CAUSAL),
+
+    /* Gradients that are not asked for need no buffer and disturb no other. */
+    SUBSETS("forward", SHAPE(1, 17, 37), HEADS(2, 2), DIMS(8, 8)),
+    SUBSETS("reverse", SHAPE(1, 17, 37), HEADS(2, 2), DIMS(8, 8), REVERSE),
+    SUBSETS("group", SHAPE(1, 17, 37), HEADS(4, 2), KEY_HEADS(2, 1), DIMS(8, 8)),
+    SUBSETS("group_reverse", SHAPE(1, 17, 37), HEADS(4, 2), DIMS(8, 8), REVERSE),
+    SUBSETS("bf16", SHAPE(1, 17, 37), HEADS(2, 2), DIMS(8, 8), TYPES(BF16, BF16)),
+    SUBSETS("bf16_and_f32", SHAPE(1, 17, 37), HEADS(2, 2), DIMS(8, 8), TYPES(BF16, F32), REVERSE),
+
+    /* Everything together. */
+    {"together_1", PACKED(4, LENGTHS(0, 1, 34, 34, 95), LENGTHS(0, 40, 73, 80, 113)), HEADS(6, 3), KEY_HEADS(2, 1),
+     DIMS(33, 64), TYPES(BF16, F16), .grad_f32 = 1, CAUSAL, WINDOW(17, 3), SOFTCAPS(4, 2), TAILS(3, 5),
+     LAYOUT(LENGTH_FIRST), .lse = LSE_WIDER},
+    {"together_2", SHAPE(3, 65, 97), HEADS(8, 4), KEY_HEADS(4, 2), DIMS(24, 40), TYPES(F16, F32), REVERSE, CAUSAL,
+     WINDOW(40, -1), KEYS(97, 0, 50), SOFTCAPS(0, 5), SCALES(0.2F, 0), LAYOUT(GAPS), .lse = LSE_GIVEN},
+    {"together_3", SHAPE(2, 67, 131), HEADS(4, 4), KEY_HEADS(1, 2), DIMS(128, 8), TYPES(F32, BF16), WINDOW(50, 20),
+     OFFSETS(100, 60), KEYS(131, 90), REVERSE, LAYOUT(MISALIGNED), .unit_upstream = 1, .growth = 10},
+};
+
+const size_t test_case_count = COUNT_OF(test_cases);
+
+static int64_t longest(const int32_t *offsets, int64_t sequences)
+{
+    int64_t length = 0;
+    for (int64_t b = 0; b < sequences; b++)
+        length = offsets[b + 1] - offsets[b] > length ? offsets[b + 1] - offsets[b] : length;
+    return length;
+}
+
+skl_problem case_problem(const test_case *c)
+{
+    skl_problem p = skl_problem_default();
+    p.dtype_t = c->dtype_t, p.dtype_s = c->dtype_s;
+    p.grad_f32 = c->grad_f32;
+    p.gradients = ALL_GRADIENTS & ~c->without;
+    p.direction = c->direction;
+    p.batch = c->batch;
+    p.len_q = c->len_q, p.len_k = c->len_k;
+    p.heads_t = c->heads_t, p.heads_s = c->heads_s;
+    p.key_heads_t = c->key_heads_t, p.key_heads_s = c->key_heads_s;
+    p.dim_t = c->dim_t, p.dim_s = c->dim_s;
+    p.scale_t = c->scale_t, p.scale_s = c->scale_s;
+    p.softcap_t = c->softcap_t, p.softcap_s = c->softcap_s;
+    p.causal = c->causal;
+    if (c->window)
+        p.window_left = c->window[0], p.window_right = c->window[1];
+    if (c->offsets) {
+        p.positions = SKL_POSITIONS_OFFSET;
+        p.offset_q = c->offsets[0], p.offset_k = c->offsets[1];
+    }
+    if (c->cu_seqlens_q) {
+        p.packed = 1;
+        p.len_q = longest(c->cu_seqlens_q, c->batch), p.len_k = longest(c->cu_seqlens_k, c->batch);
+        p.total_q = c->cu_seqlens_q[c->batch] + c->tail_q, p.total_k = c->cu_seqlens_k[c->batch] + c->tail_k;
+    }
+    return p;
+}

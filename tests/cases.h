@@ -1,0 +1,54 @@
+/* The case table: every shape, mask, type and layout that each kernel is tested with. */
+#ifndef SKL_TESTS_CASES_H
+#define SKL_TESTS_CASES_H
+
+#include "tensor.h"
+
+/* The inputs->lse_t of a forward. */
+typedef enum test_lse {
+    LSE_COMPUTED, /* not given */
+    LSE_GIVEN,    /* of the visible keys */
+    LSE_WIDER     /* of more than the visible keys */
+} test_lse;
+
+/* What a case leaves out is 0, and that stands for the plain choice. */
+typedef struct test_case {
+    const char *name;
+    int64_t batch, len_q, len_k; /* packed cases have none: cu_seqlens tell */
+    int64_t heads_t, heads_s, key_heads_t, key_heads_s;
+    int64_t dim_t, dim_s;
+    skl_dtype dtype_t, dtype_s;
+    int32_t grad_f32;
+    uint32_t without; /* gradients that are not asked for */
+    skl_direction direction;
+    float scale_t, scale_s, softcap_t, softcap_s;
+    int32_t causal;
+    const int64_t *window;      /* left, right */
+    const int64_t *offsets;     /* of query 0 and of key 0 */
+    const int32_t *key_lengths; /* [batch] */
+    const int32_t *cu_seqlens_q, *cu_seqlens_k;
+    int64_t tail_q, tail_k; /* rows of packed buffers behind the last sequence */
+    test_lse lse;
+    test_layout layout;
+    int32_t unit_upstream; /* 1: no grad_kl */
+    double growth;         /* key logits grow this much from the first to the last key; below 0: shrink */
+} test_case;
+
+enum { ALL_GRADIENTS = SKL_DQ_T | SKL_DK_T | SKL_DQ_S | SKL_DK_S };
+
+extern const test_case test_cases[];
+extern const size_t test_case_count;
+
+skl_problem case_problem(const test_case *test_case);
+
+/* A small case drawn at random; its arrays live in `storage`. */
+typedef struct random_case {
+    test_case test_case;
+    char name[32];
+    int64_t window[2], offsets[2];
+    int32_t key_lengths[8], cu_seqlens_q[9], cu_seqlens_k[9];
+} random_case;
+
+void case_draw(random_case *storage, int64_t number);
+
+#endif

@@ -1,0 +1,155 @@
+"""Attention KL and its gradients in float64, written down for tests: whole matrices, one head at a time.
+
+It shares nothing with the library or with its C oracle.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass
+class Problem:
+    causal: bool = False
+    window: tuple = (-1, -1)
+    offsets: tuple | None = None  # positions of query 0 and key 0; None: the last query stands at the last key
+    key_lengths: list | None = None
+    scale_t: float | None = None
+    scale_s: float | None = None
+    softcap_t: float = 0
+    softcap_s: float = 0
+    reverse: bool = False
+    lse_t: np.ndarray | None = None
+
+
+def visible(problem, len_q, len_k, batch):
+    """[len_q, len_k]: does query i see key j?"""
+    offset_q, offset_k = problem.offsets or (len_k - len_q, 0)
+    ahead = (offset_k + np.arange(len_k))[None, :] - (offset_q + np.arange(len_q))[:, None]
+    mask = np.ones((len_q, len_k), bool)
+    left, right = problem.window
+    if problem.causal:
+        mask &= ahead <= 0
+    if left >= 0:
+        mask &= ahead >= -left
+    if right >= 0:
+        mask &= ahead <= right
+    if problem.key_lengths is not None:
+        mask &= np.arange(len_k)[None, :] < problem.key_lengths[batch]
+    return mask
+
+
+def logits(q, k, scale, softcap):
+    """The logits, and their derivative with respect to scale * <q, k>."""
+    x = q @ k.T * (scale if scale is not None else 1 / np.sqrt(q.shape[-1]))
+    if not softcap:
+        return x, np.ones_like(x)
+    capped = np.tanh(x / softcap)
+    return softcap * capped, 1 - capped**2
+
+
+def log_softmax(x, mask):
+    """Log of the softmax over the visible keys, and the LSE; -inf where nothing is seen."""
+    x = np.where(mask, x, -np.inf)
+    top = np.max(x, axis=-1, keepdims=True, initial=-np.inf)
+    top = np.where(np.isfinite(top), top, 0)
+    with np.errstate(divide="ignore"):
+        lse = top + np.log(np.sum(np.exp(x - top), axis=-1, keepdims=True))
+    return np.where(mask, x - np.where(np.isfinite(lse), lse, 0), -np.inf), lse[..., 0]
+
+
+@dataclass
+class Result:
+    kl: np.ndarray
+    lse_t: np.ndarray
+    lse_s: np.ndarray
+    gradients: dict
+
+    @property
+    def valid(self):
+        return np.isfinite(self.lse_s)
+
+    def mean(self):
+        return self.kl[self.valid].mean() if self.valid.any() else 0.0
+
+
+def attention_kl(tensors, problem=None, upstream=1.0):
+    """Rows [B, H_s, N] and the gradients of upstream * sum(KL). Tensors are [B, H, N, D]."""
+    problem = problem or Problem()
+    q_t, k_t, q_s, k_s = (np.asarray(tensors[name], np.float64) for name in ("q_t", "k_t", "q_s", "k_s"))
+    batch, heads_t, len_q, dim_t = q_t.shape
+    heads_s, len_k, dim_s = q_s.shape[1], k_t.shape[2], q_s.shape[3]
+    group = heads_t // heads_s
+    scale_t = problem.scale_t if problem.scale_t is not None else 1 / np.sqrt(dim_t)
+    scale_s = problem.scale_s if problem.scale_s is not None else 1 / np.sqrt(dim_s)
+    result = Result(
+        np.zeros((batch, heads_s, len_q)),
+        np.zeros((batch, heads_t, len_q)),
+        np.zeros((batch, heads_s, len_q)),
+        {"dq_t": np.zeros_like(q_t), "dk_t": np.zeros_like(k_t), "dq_s": np.zeros_like(q_s), "dk_s": np.zeros_like(k_s)},
+    )
+    grads = result.gradients
+    for b in range(batch):
+        mask = visible(problem, len_q, len_k, b)
+        for h in range(heads_s):
+            key_s = h // (heads_s // k_s.shape[1])
+            y, slope_s = logits(q_s[b, h], k_s[b, key_s], scale_s, problem.softcap_s)
+            log_s, result.lse_s[b, h] = log_softmax(y, mask)
+            s = np.exp(log_s)
+
+            members = range(h * group, (h + 1) * group)
+            p_heads, slopes_t = [], []
+            for t in members:
+                key_t = t // (heads_t // k_t.shape[1])
+                x, slope = logits(q_t[b, t], k_t[b, key_t], scale_t, problem.softcap_t)
+                log_p, result.lse_t[b, t] = log_softmax(x, mask)
+                p_heads.append(np.exp(log_p))
+                slopes_t.append(slope)
+            p = sum(p_heads) / group
+
+            # KL = sum first (log first - log second), over what is visible
+            with np.errstate(divide="ignore", invalid="ignore"):
+                log_p_mean = np.where(mask, np.log(p), 0) if group > 1 else np.where(mask, log_p, 0)
+                log_s_seen = np.where(mask, log_s, 0)
+                first, log_ratio = (s, log_s_seen - log_p_mean) if problem.reverse else (p, log_p_mean - log_s_seen)
+                terms = np.where(first > 0, first * log_ratio, 0)
+            kl = result.kl[b, h] = terms.sum(-1)
+
+            # dKL/ds and dKL/dp up to a constant a row, which the softmax takes away again
+            if problem.reverse:
+                d_s = np.where(mask, log_ratio, 0)
+                d_p = np.where(mask & (p > 0), -s / np.where(p > 0, p, 1), 0)
+            else:
+                d_s = np.where(mask & (s > 0), -p / np.where(s > 0, s, 1), 0)
+                d_p = np.where(mask, log_ratio, 0)
+            dy = upstream * s * (d_s - (s * d_s).sum(-1, keepdims=True)) * slope_s * scale_s
+            grads["dq_s"][b, h] += dy @ k_s[b, key_s]
+            grads["dk_s"][b, key_s] += dy.T @ q_s[b, h]
+            for t, p_head, slope in zip(members, p_heads, slopes_t):
+                key_t = t // (heads_t // k_t.shape[1])
+                dx = upstream / group * p_head * (d_p - (p_head * d_p).sum(-1, keepdims=True)) * slope * scale_t
+                grads["dq_t"][b, t] += dx @ k_t[b, key_t]
+                grads["dk_t"][b, key_t] += dx.T @ q_t[b, t]
+    return result
+
+
+def packed_attention_kl(tensors, cu_q, cu_k, problem=None, upstream=1.0):
+    """The same for [H, total, D] with sequences end to end; what is behind the last one has KL 0 and no gradient."""
+    total_q = tensors["q_t"].shape[1]
+    heads_t, heads_s = tensors["q_t"].shape[0], tensors["q_s"].shape[0]
+    whole = Result(
+        np.zeros((heads_s, total_q)),
+        np.full((heads_t, total_q), -np.inf),
+        np.full((heads_s, total_q), -np.inf),
+        {"d" + name: np.zeros(tensors[name].shape) for name in ("q_t", "k_t", "q_s", "k_s")},
+    )
+    for begin_q, end_q, begin_k, end_k in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:]):
+        rows = {"q": slice(begin_q, end_q), "k": slice(begin_k, end_k)}
+        part = {name: array[None, :, rows[name[0]]] for name, array in tensors.items()}
+        one = attention_kl(part, problem, upstream)
+        whole.kl[:, rows["q"]] = one.kl[0]
+        whole.lse_t[:, rows["q"]] = one.lse_t[0]
+        whole.lse_s[:, rows["q"]] = one.lse_s[0]
+        for name, gradient in one.gradients.items():
+            whole.gradients[name][:, rows[name[1]]] += gradient[0]
+    return whole

@@ -1,0 +1,311 @@
+"""Whatever is wrong with a command line or a file: exit code 2, one line that names it, and no output file."""
+
+import json
+
+import numpy as np
+import pytest
+from tool import make_tensors, raw_safetensors, run, save
+
+
+def assert_refused(done, *fragments, code=2):
+    """One line on stderr, "streamkl kl: ...", with all fragments; nothing on stdout."""
+    assert done.returncode == code, (done.returncode, done.stderr)
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert lines[0].startswith("streamkl")
+    assert len(lines) == 1 or lines[1].startswith("Try "), done.stderr  # argp's own errors say where help is
+    for fragment in fragments:
+        assert fragment in done.stderr
+
+
+# ---- Arguments -----------------------------------------------------------------------------------------------------
+
+BAD_ARGUMENTS = {
+    "unknown_option": (["--no-such"], "--no-such"),
+    "missing_value": (["--window"], "--window"),
+    "window_one_number": (["--window", "5"], "--window=5"),
+    "window_text": (["--window", "a,b"], "--window=a,b"),
+    "window_negative": (["--window", "-2,0"], "--window=-2,0"),
+    "window_three": (["--window", "1,2,3"], "--window=1,2,3"),
+    "window_huge": (["--window", "99999999999999999999,0"], "--window="),
+    "scale_text": (["--scale-t", "fast"], "--scale-t=fast"),
+    "scale_nan": (["--scale-s", "nan"], "--scale-s=nan"),
+    "scale_inf": (["--scale-s", "1e60"], "--scale-s=1e60"),
+    "scale_tail": (["--scale-t", "1.5x"], "--scale-t=1.5x"),
+    "softcap_negative": (["--softcap-t", "-1"], "softcap_t=-1"),
+    "softcap_text": (["--softcap-s", ""], "--softcap-s="),
+    "direction": (["--direction", "sideways"], "--direction=sideways", "forward or reverse"),
+    "reduction": (["--reduction", "max"], "--reduction=max", "mean, sum or none"),
+    "layout": (["--layout", "hbnd"], "--layout=hbnd", "bhnd or bnhd"),
+    "threads_text": (["--threads", "two"], "--threads=two"),
+    "threads_negative": (["--threads", "-1"], "--threads=-1"),
+    "threads_many": (["--threads", "1000000"], "threads=1000000"),
+    "device": (["--device", "tpu"], "--device=tpu", "cpu, cuda"),
+    "device_index": (["--device", "cuda:x"], "--device=cuda:x"),
+    "kernel": (["--kernel", "no_such"], "kernel=no_such"),
+    "offset": (["--offset-q", "1.5"], "--offset-q=1.5"),
+    "offset_huge": (["--offset-k", "99999999999999999999"], "--offset-k="),
+    "key_lengths_text": (["--key-lengths", "1,x"], "key_lengths=1,x"),
+    "key_lengths_count": (["--key-lengths", "1,2,3"], "key_lengths has 3 entries", "2 batches"),
+    "key_lengths_negative": (["--key-lengths", "-1,5"], "key_lengths[0]=-1"),
+    "key_lengths_long": (["--key-lengths", "5,54"], "key_lengths[1]=54"),
+    "key_lengths_tensor": (["--key-lengths", "no_such"], "no_such", "--key-lengths"),
+    "grad_teacher_alone": (["--grad-teacher"], "--grad-teacher", "--grad FILE"),
+    "name_missing": (["--q-t", "other"], '"other"', "--q-t"),
+    "name_empty": (["--q-t", ""], "--q-t="),
+    "lse_missing": (["--lse-t", "other"], '"other"', "--lse-t"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ARGUMENTS)
+def test_bad_argument(name, pair, tmp_path):
+    options, *fragments = BAD_ARGUMENTS[name]
+    outputs = [] if name == "grad_teacher_alone" else ["--out", tmp_path / "out", "--grad", tmp_path / "grad"]
+    assert_refused(run("kl", pair, *outputs, *options), *fragments)
+    assert list(tmp_path.iterdir()) == [pair]
+
+
+def test_no_file_and_no_command():
+    assert_refused(run("kl"), "FILE")
+    done = run()
+    assert done.returncode == 2
+    assert "Commands:" in done.stderr
+
+
+@pytest.mark.parametrize("typed, meant", [("cehck", "check"), ("inf", "info"), ("benhc", "bench"), ("k", "kl")])
+def test_unknown_command_suggests(typed, meant):
+    assert_refused(run(typed), f"'{typed}'", f"'{meant}'")
+
+
+def test_unknown_command_without_a_neighbour():
+    assert_refused(run("distillation"), "'distillation'", "--help")
+
+
+@pytest.mark.parametrize("command", ["info", "check", "demo"])
+def test_unexpected_argument(command):
+    assert_refused(run(command, "extra"), "extra")
+
+
+@pytest.mark.parametrize("variable, value", [("STREAMKL_THREADS", "many"), ("STREAMKL_KERNEL", "no_such")])
+def test_bad_environment(variable, value, pair):
+    assert_refused(run("kl", pair, env={variable: value}), value)
+
+
+def test_device_that_is_not_there(pair, tmp_path):
+    assert_refused(run("kl", pair, "--device", "cuda", "--out", tmp_path / "out"), "device", code=4)
+    assert list(tmp_path.iterdir()) == [pair]
+
+
+@pytest.mark.parametrize("option, value", [("--context", "0"), ("--heads", "x"), ("--dim", "513"), ("--seed", "1.5")])
+def test_demo_arguments(option, value):
+    assert_refused(run("demo", option, value), value)
+
+
+# ---- Files ---------------------------------------------------------------------------------------------------------
+
+
+def entry(dtype="F32", shape=(1, 1, 2, 4), offsets=(0, 32)):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+BAD_FILES = {
+    "empty": b"",
+    "not_a_tensor_file": b"hello, world: this is no tensor file at all",
+    "short_length": b"\x10\0\0",
+    "length_past_the_end": (1 << 40).to_bytes(8, "little") + b"{}",
+    "length_near_2_64": b"\xff" * 8 + b"{}",
+    "no_json": raw_safetensors(b"{not json", b""),
+    "array_header": raw_safetensors(b"[1, 2]", b""),
+    "duplicate_name": raw_safetensors(b'{"q_t":{},"q_t":{}}', b""),
+    "end_before_begin": raw_safetensors({"q_t": entry(offsets=(32, 0))}, bytes(32)),
+    "past_the_data": raw_safetensors({"q_t": entry(offsets=(0, 64), shape=(1, 1, 4, 4))}, bytes(32)),
+    "size_disagrees": raw_safetensors({"q_t": entry(shape=(1, 1, 3, 4))}, bytes(32)),
+    "shape_overflows": raw_safetensors({"q_t": entry(shape=(1 << 32, 1 << 32))}, bytes(32)),
+    "negative_shape": raw_safetensors({"q_t": entry(shape=(-1, -32))}, bytes(32)),
+    "unknown_dtype": raw_safetensors({"q_t": entry(dtype="F99")}, bytes(32)),
+    "overlap": raw_safetensors({"q_t": entry(), "k_t": entry()}, bytes(32)),
+    "escape_in_a_name": raw_safetensors({"\x1b[31mred\n": entry()}, bytes(32)),
+    "npy_truncated": b"\x93NUMPY\x01\x00\xff\xff{'descr'",
+    "npy_fortran": b"\x93NUMPY\x01\x00v\x00" + b"{'descr': '<f4', 'fortran_order': True, 'shape': (2, 2)}".ljust(117) + b"\n" + bytes(16),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_malformed_file(name, tmp_path):
+    path = tmp_path / "bad.file"
+    path.write_bytes(BAD_FILES[name])
+    done = run("kl", f"q_t={path}", path, "--out", tmp_path / "out", "--grad", tmp_path / "grad")
+    assert_refused(done, "bad.file")
+    assert "\x1b" not in done.stderr
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_file_that_cannot_be_read(tmp_path):
+    assert_refused(run("kl", tmp_path / "absent"), "absent", "No such file")
+    assert_refused(run("kl", tmp_path), "directory")
+
+
+def test_every_truncation_of_a_good_file(tmp_path):
+    """At no length does half a file pass for a whole one."""
+    whole = save(tmp_path / "in", make_tensors(batch=1, heads_t=1, heads_s=1, len_q=2, len_k=2, dim_t=2, dim_s=2)).read_bytes()
+    path = tmp_path / "cut"
+    for size in range(0, len(whole), 7):
+        path.write_bytes(whole[:size])
+        assert_refused(run("kl", path), "cut")
+
+
+# ---- Tensors that do not fit together --------------------------------------------------------------------------------
+
+ZEROS = np.zeros
+
+
+BAD_TENSORS = {
+    "batch": ({"k_t": ZEROS((3, 2, 53, 16))}, "q_t [2, 2, 37, 16]", "k_t [3, 2, 53, 16]", "batch"),
+    "batch_of_student": ({"q_s": ZEROS((1, 2, 37, 24))}, "q_t", "q_s [1, 2, 37, 24]", "batch"),
+    "len_q": ({"q_s": ZEROS((2, 2, 36, 24))}, "q_t [2, 2, 37, 16]", "q_s [2, 2, 36, 24]", "length"),
+    "len_k": ({"k_s": ZEROS((2, 2, 52, 24))}, "k_t [2, 2, 53, 16]", "k_s [2, 2, 52, 24]", "length"),
+    "dim_t": ({"k_t": ZEROS((2, 2, 53, 17))}, "q_t [2, 2, 37, 16]", "k_t [2, 2, 53, 17]", "head size"),
+    "dim_s": ({"q_s": ZEROS((2, 2, 37, 23))}, "q_s [2, 2, 37, 23]", "k_s", "head size"),
+    "heads": ({"q_t": ZEROS((2, 3, 37, 16))}, "heads_t=3", "heads_s=2"),
+    "key_heads": ({"k_s": ZEROS((2, 3, 53, 24))}, "heads_s=2", "key_heads_s=3"),
+    "no_key_heads": ({"k_s": ZEROS((2, 0, 53, 24))}, "k_s [2, 0, 53, 24]", "at least one head"),
+    "no_dim": ({"q_s": ZEROS((2, 2, 37, 0)), "k_s": ZEROS((2, 2, 53, 0))}, "dim_s=0", "1..512"),
+    "large_dim": ({"q_s": ZEROS((2, 2, 37, 513)), "k_s": ZEROS((2, 2, 53, 513))}, "dim_s=513", "1..512"),
+    "rank_1": ({"q_t": ZEROS(5)}, "q_t [5]", "[B, H, N, D]"),
+    "rank_5": ({"q_t": ZEROS((1, 1, 1, 1, 1))}, "q_t [1, 1, 1, 1, 1]", "[B, H, N, D]"),
+    "lse_shape": ({"lse_t": ZEROS((2, 2, 36))}, "lse_t F32 [2, 2, 36]", "[2, 2, 37]"),
+    "lse_rank": ({"lse_t": ZEROS((2, 2, 37, 1))}, "lse_t F32 [2, 2, 37, 1]"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TENSORS)
+def test_tensors_that_disagree(name, tmp_path):
+    changes, *fragments = BAD_TENSORS[name]
+    path = save(tmp_path / "in.safetensors", {**make_tensors(), **changes})
+    done = run("kl", path, "--out", tmp_path / "out", "--grad", tmp_path / "grad")
+    assert_refused(done, *fragments)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("missing", ["q_t", "k_t", "q_s", "k_s"])
+def test_missing_tensor(missing, tmp_path):
+    tensors = make_tensors()
+    del tensors[missing]
+    assert_refused(run("kl", save(tmp_path / "in", tensors)), f'"{missing}"', "not found", f"--{missing.replace('_', '-')}")
+
+
+def test_dtypes(tmp_path):
+    assert_refused(run("kl", save(tmp_path / "a", make_tensors(), k_t="f16")), "q_t is F32", "k_t is F16")
+    assert_refused(run("kl", save(tmp_path / "b", make_tensors(), q_s="f64")), "q_s", "F64")
+    cuts = {**make_tensors(batch=1), "cu_seqlens_q": np.array([0, 37])}
+    assert_refused(run("kl", save(tmp_path / "c", cuts)), "cu_seqlens_q", "F32", "I32 or I64")
+
+
+def test_tensor_in_two_files(pair, tmp_path):
+    other = save(tmp_path / "other", {"q_t": np.zeros((2, 2, 37, 16))})
+    assert_refused(run("kl", pair, other), "q_t", "pair.safetensors", "other")
+
+
+def test_npy_without_a_role(tmp_path):
+    np.save(tmp_path / "a.npy", np.zeros((4, 4), np.float32))
+    assert_refused(run("kl", tmp_path / "a.npy"), "a.npy", "q_t=")
+    assert_refused(run("kl", f"qt={tmp_path / 'a.npy'}"), "'qt'", "q_t")
+
+
+BAD_PACKING = {
+    "decreasing": (["--cu-seqlens-q", "0,20,10,37", "--cu-seqlens-k", "0,1,2,3"], "cu_seqlens_q[2]=10"),
+    "first": (["--cu-seqlens-q", "1,37"], "cu_seqlens_q[0]=1"),
+    "past_the_end": (["--cu-seqlens-q", "0,38", "--cu-seqlens-k", "0,53"], "cu_seqlens_q[1]=38"),
+    "keys_past_the_end": (["--cu-seqlens-q", "0,37", "--cu-seqlens-k", "0,54"], "cu_seqlens_k[1]=54"),
+    "negative": (["--cu-seqlens-q", "0,-5,37", "--cu-seqlens-k", "0,1,2"], "cu_seqlens_q[1]=-5"),
+    "counts": (["--cu-seqlens-q", "0,37", "--cu-seqlens-k", "0,20,53"], "cu_seqlens_q has 2", "cu_seqlens_k 3"),
+    "keys_only": (["--cu-seqlens-k", "0,53"], "cu_seqlens_k", "cu_seqlens_q must be given"),
+    "text": (["--cu-seqlens-q", "0,,37"], "cu_seqlens_q=0,,37"),
+    "huge": (["--cu-seqlens-q", "0,4294967296"], "cu_seqlens_q=0,4294967296"),
+    "with_key_lengths": (["--cu-seqlens-q", "0,37", "--cu-seqlens-k", "0,53", "--key-lengths", "5"], "key_lengths"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PACKING)
+def test_bad_packing(name, tmp_path):
+    options, *fragments = BAD_PACKING[name]
+    path = save(tmp_path / "in", make_tensors(batch=1))
+    assert_refused(run("kl", path, *options, "--out", tmp_path / "out"), *fragments)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_packing_needs_one_batch(pair):
+    assert_refused(run("kl", pair, "--cu-seqlens-q", "0,37"), "q_t [2, 2, 37, 16]", "cu_seqlens_q")
+
+
+# ---- Outputs -------------------------------------------------------------------------------------------------------
+
+
+def test_output_must_not_be_an_input_or_another_output(pair, tmp_path):
+    before = pair.read_bytes()
+    link = tmp_path / "link"
+    link.hardlink_to(pair)
+    assert_refused(run("kl", pair, "--out", pair), "--out", "input")
+    assert_refused(run("kl", pair, "--grad", link), "--grad", "input")
+    assert_refused(run("kl", f"q_t={pair}", pair, "--out", pair), "--out", "input")
+    assert_refused(run("kl", pair, "--out", tmp_path / "x", "--grad", tmp_path / "x"), "--out", "--grad")
+    assert pair.read_bytes() == before
+    assert sorted(tmp_path.iterdir()) == sorted([pair, link])
+
+
+def test_output_in_a_folder_that_is_not_there(pair, tmp_path):
+    target = tmp_path / "absent" / "out"
+    assert_refused(run("kl", pair, "--out", target), "--out", "No such file", code=5)
+    assert_refused(run("kl", pair, "--out", tmp_path / "out", "--grad", target), "--grad", code=5)
+    assert list(tmp_path.iterdir()) == [pair]
+
+
+def test_output_that_is_a_folder(pair, tmp_path):
+    (tmp_path / "folder").mkdir()
+    assert_refused(run("kl", pair, "--out", tmp_path / "folder"), "--out", "regular file")
+
+
+def limit_file_size(size):
+    import resource
+
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def test_full_disk_leaves_neither_file(pair, tmp_path):
+    """--out fits, --grad does not: both are gone."""
+    done = run("kl", pair, "--out", tmp_path / "out", "--grad", tmp_path / "grad", preexec_fn=limit_file_size(4096))
+    assert_refused(done, "--grad", "grad", "File too large", code=5)
+    assert list(tmp_path.iterdir()) == [pair]
+
+
+def test_full_disk_behind_stdout(pair):
+    with open("/dev/full", "w") as full:
+        import subprocess
+
+        from tool import TOOL
+
+        for arguments in (["kl", str(pair), "--json"], ["info"], ["kl", "--help"]):
+            done = subprocess.run([TOOL, *arguments], stdout=full, stderr=subprocess.PIPE, text=True)
+            assert done.returncode == 5
+            assert "No space left" in done.stderr
+
+
+def test_failure_keeps_an_older_output(pair, tmp_path):
+    older = tmp_path / "out"
+    older.write_text("older")
+    assert_refused(run("kl", pair, "--out", older, "--kernel", "no_such"), "kernel=no_such")
+    assert older.read_text() == "older"
+
+
+def test_success_replaces_an_older_output(pair, tmp_path):
+    older = tmp_path / "out"
+    older.write_text("older")
+    assert run("kl", pair, "--out", older).returncode == 0
+    header_size = int.from_bytes(older.read_bytes()[:8], "little")
+    assert set(json.loads(older.read_bytes()[8 : 8 + header_size])) >= {"kl", "lse_t", "lse_s"}
+
+
+def test_out_of_memory_is_an_exit_code_of_its_own(pair):
+    """Room to start and to map the file, but not for a million heads."""
+    done = run("demo", "--context", "1000000000", "--heads", "1000")
+    assert_refused(done, "out of memory", code=3)

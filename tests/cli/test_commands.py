@@ -1,0 +1,153 @@
+"""Help, version, colour, man pages, and the commands other than kl."""
+
+import json
+import os
+import pty
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from tool import TOOL, kl_json, run
+
+COMMANDS = ["kl", "demo", "info", "check", "bench"]
+
+
+def run_on_terminal(*arguments, **env):
+    """Runs the tool with a terminal for stdout and stderr, and returns what it showed."""
+    screen, terminal = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "LC_ALL": "C.UTF-8", **env}
+    process = subprocess.Popen([TOOL, *map(str, arguments)], stdout=terminal, stderr=terminal, env=environment)
+    os.close(terminal)
+    shown = b""
+    while True:
+        try:
+            block = os.read(screen, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not block:
+            break
+        shown += block
+    os.close(screen)
+    assert process.wait() == 0, shown
+    return shown.decode()
+
+
+# ---- Help ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *[[command, "--help"] for command in COMMANDS]])
+def test_help_at_every_level(arguments):
+    done = run(*arguments)
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert "Usage: " + " ".join(["streamkl", *arguments[:-1]]) in done.stdout
+    assert "Examples:" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_help_command():
+    assert run("help", "kl").stdout == run("kl", "--help").stdout
+
+
+def test_top_level_help_lists_every_command_and_exit_status():
+    text = run("--help").stdout
+    for command in COMMANDS:
+        assert re.search(rf"^  {command} ", text, re.MULTILINE)
+    for status in range(6):
+        assert re.search(rf"^  {status}  ", text, re.MULTILINE)
+
+
+def test_version_is_that_of_the_header():
+    header = (Path(__file__).parents[2] / "include/streamkl.h").read_text()
+    version = ".".join(re.search(rf"SKL_VERSION_{part} (\d+)", header)[1] for part in ("MAJOR", "MINOR", "PATCH"))
+    for arguments in (["--version"], ["kl", "--version"]):
+        assert run(*arguments).stdout == f"streamkl {version}\n"
+
+
+@pytest.mark.skipif(not shutil.which("help2man"), reason="help2man is not installed")
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_man_page(command):
+    made = subprocess.run(["help2man", "--no-info", f"{TOOL} {command}"], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    for section in ("NAME", "SYNOPSIS", "EXAMPLES" if command else "EXIT STATUS"):
+        assert re.search(rf'^\.S[HS] "?{section}', made.stdout, re.MULTILINE | re.IGNORECASE), section
+
+
+# ---- Tables --------------------------------------------------------------------------------------------------------
+
+
+def test_table_of_kl(pair):
+    text = run("kl", pair, "--causal").stdout
+    number = kl_json(pair, "--causal")["kl"]
+    shown = re.search(r"KL\(teacher \|\| student\)\s+(\S+)\s+mean of 148 rows", text)
+    assert float(shown[1]) == pytest.approx(number, rel=1e-8)
+    for word in ("forward", "memory", "kernel", "head", "GFLOP/s"):
+        assert word in text
+    assert "KL(student || teacher)" in run("kl", pair, "--direction", "reverse").stdout
+
+
+def test_colour_only_on_a_terminal_that_wants_it(pair):
+    escape = "\x1b["
+    assert escape in run_on_terminal("kl", pair)
+    assert escape not in run_on_terminal("kl", pair, NO_COLOR="1")
+    assert escape not in run_on_terminal("kl", pair, TERM="dumb")
+    assert escape in run_on_terminal("kl", pair, NO_COLOR="")
+    assert escape not in run("kl", pair).stdout
+
+
+def test_blocks_only_where_the_terminal_shows_them(pair):
+    assert "█" in run_on_terminal("kl", pair)
+    assert run_on_terminal("kl", pair, LC_ALL="C").isascii()
+    assert run("kl", pair).stdout.isascii()
+
+
+def test_progress_only_on_a_terminal_and_cleared():
+    arguments = ["demo", "--context", "3000", "--kernel", "cpu_reference", "--threads", "1"]
+    shown = run_on_terminal(*arguments)
+    assert re.search(r"\rforward +\[#*\.*\] +\d+ %", shown)
+    assert "\r\x1b[K" in shown
+    assert "\r" not in run(*arguments).stderr
+
+
+# ---- info, check, demo -----------------------------------------------------------------------------------------------
+
+
+def test_info():
+    about = json.loads(run("info", "--json").stdout)
+    names = [kernel["name"] for kernel in about["kernels"]]
+    assert "cpu_reference" in names
+    assert [kernel["chosen"] for kernel in about["kernels"] if kernel["device"] == "cpu"].count(True) == 1
+    assert about["cores"] >= 1
+    assert {device["device"] for device in about["devices"]} == {"cpu", "cuda"}
+    text = run("info").stdout
+    for name in names:
+        assert name in text
+    forced = json.loads(run("info", "--json", env={"STREAMKL_KERNEL": "cpu_reference"}).stdout)
+    assert [kernel["name"] for kernel in forced["kernels"] if kernel["chosen"]] == ["cpu_reference"]
+
+
+def test_check_passes_on_every_usable_kernel():
+    done = run("check", "--json")
+    verdict = json.loads(done.stdout)
+    assert done.returncode == 0 and verdict["pass"], done.stdout
+    usable = [kernel["name"] for kernel in json.loads(run("info", "--json").stdout)["kernels"] if kernel["usable"]]
+    assert [kernel["name"] for kernel in verdict["kernels"]] == usable
+    assert all(0 < kernel["worst"] <= 1 for kernel in verdict["kernels"])
+
+
+def test_check_of_one_kernel():
+    text = run("check", "--kernel", "cpu_reference").stdout
+    assert re.search(r"cpu_reference +pass", text)
+    assert run("check", "--kernel", "no_such").returncode == 2
+    assert run("check", "--device", "cuda").returncode == 4
+
+
+def test_demo():
+    text = run("demo", "--context", "2048", "--heads", "2", "--dim", "32").stdout
+    assert "context of 2048" in text and "2 heads of 32" in text
+    for word in ("forward", "backward", "streamed", "materialised", "Try next"):
+        assert word in text
+    assert float(re.search(r"differs by at most (\S+)", text)[1]) < 4e-6
+    assert run("demo", "--context", "1").returncode == 0

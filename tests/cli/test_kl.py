@@ -1,0 +1,256 @@
+"""`streamkl kl` against an independent float64 computation: every mask, type, direction and head layout."""
+
+import numpy as np
+import pytest
+from reference import Problem, attention_kl, packed_attention_kl
+from tool import kl_json, load, make_tensors, rounded, save
+
+# name: (options of the tool, the same for the reference)
+PROBLEMS = {
+    "plain": ([], Problem()),
+    "causal": (["--causal"], Problem(causal=True)),
+    "window": (["--window", "9,4"], Problem(window=(9, 4))),
+    "window_left_only": (["--window", "5,-1"], Problem(window=(5, -1))),
+    "causal_window": (["--causal", "--window", "7,-1"], Problem(causal=True, window=(7, -1))),
+    "key_lengths": (["--key-lengths", "53,20"], Problem(key_lengths=[53, 20])),
+    "key_length_0": (["--key-lengths", "0,31", "--causal"], Problem(key_lengths=[0, 31], causal=True)),
+    "offsets": (["--causal", "--offset-q", "100", "--offset-k", "90"], Problem(causal=True, offsets=(100, 90))),
+    "offsets_window": (["--window", "6,2", "--offset-q", "3"], Problem(window=(6, 2), offsets=(3, 0))),
+    "scales": (["--scale-t", "0.7", "--scale-s", "0.3"], Problem(scale_t=0.7, scale_s=0.3)),
+    "softcap": (["--softcap-t", "2.5", "--softcap-s", "1.5"], Problem(softcap_t=2.5, softcap_s=1.5)),
+}
+DIRECTIONS = {"forward": False, "reverse": True}
+
+
+def assert_rows_agree(actual, exact):
+    """2e-6 + 2e-6 KL, the accuracy that the tool promises for f32."""
+    np.testing.assert_array_less(np.abs(np.asarray(actual) - exact), 2e-6 + 2e-6 * np.abs(exact))
+
+
+def assert_gradients_agree(path, exact, names=("dq_s", "dk_s"), tolerance=1e-5):
+    found = load(path)
+    assert set(found) == set(names)
+    for name in names:
+        error = np.linalg.norm(found[name][1] - exact[name]) / max(np.linalg.norm(exact[name]), 1e-30)
+        assert error <= tolerance, f"{name}: relative error {error}"
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_mean_rows_and_gradients(name, direction, tmp_path):
+    options, problem = PROBLEMS[name]
+    problem = Problem(**{**problem.__dict__, "reverse": DIRECTIONS[direction]})
+    tensors = make_tensors()
+    path = save(tmp_path / "in.safetensors", tensors)
+    rows = attention_kl(tensors, problem)
+    out, grad = tmp_path / "out.safetensors", tmp_path / "grad.safetensors"
+
+    answer = kl_json(path, *options, "--direction", direction, "--out", out, "--grad", grad, "--grad-teacher")
+
+    assert abs(answer["kl"] - rows.mean()) <= 2e-6 + 2e-6 * rows.mean()
+    assert answer["rows"] == rows.valid.sum()
+    assert answer["masked_rows"] == (~rows.valid).sum()
+    assert answer["direction"] == direction
+    stored = {key: value for key, (_, value) in load(out).items()}
+    assert set(stored) == {"kl", "lse_t", "lse_s"}
+    assert_rows_agree(stored["kl"], rows.kl)
+    for key, exact in (("lse_t", rows.lse_t), ("lse_s", rows.lse_s)):
+        np.testing.assert_array_equal(np.isfinite(stored[key]), np.isfinite(exact))
+        assert_rows_agree(stored[key][np.isfinite(exact)], exact[np.isfinite(exact)])
+    exact = attention_kl(tensors, problem, upstream=1 / rows.valid.sum())
+    assert_gradients_agree(grad, exact.gradients, ("dq_s", "dk_s", "dq_t", "dk_t"))
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_packed(direction, tmp_path):
+    """Sequences of any length, one without queries, one without keys, and a tail behind the last, full of NaN."""
+    cu_q, cu_k = [0, 11, 11, 40, 44], [0, 20, 29, 60, 60]
+    tensors = {name: array[0] for name, array in make_tensors(batch=1, len_q=50, len_k=64).items()}
+    exact = packed_attention_kl(tensors, cu_q, cu_k, Problem(causal=True, reverse=DIRECTIONS[direction]))
+    for name, used in (("q_t", 44), ("q_s", 44), ("k_t", 60), ("k_s", 60)):
+        tensors[name][:, used:] = np.nan
+    path = save(tmp_path / "in.safetensors", tensors)
+    lists = ["--cu-seqlens-q", ",".join(map(str, cu_q)), "--cu-seqlens-k", ",".join(map(str, cu_k))]
+    grad = tmp_path / "grad.safetensors"
+
+    options = ["--causal", "--direction", direction, "--reduction", "none"]
+    answer = kl_json(path, *lists, *options, "--grad", grad, "--grad-teacher")
+
+    assert_rows_agree(answer["kl"], exact.kl)
+    assert answer["rows"] == exact.valid.sum()
+    assert answer["nonfinite_rows"] == 0
+    assert_gradients_agree(grad, exact.gradients, ("dq_s", "dk_s", "dq_t", "dk_t"))
+
+
+@pytest.mark.parametrize("stored", ["i32", "i64"])
+def test_lengths_may_be_tensors_of_the_file(stored, tmp_path):
+    tensors = {name: array[0] for name, array in make_tensors(batch=1, len_q=48, len_k=48).items()}
+    cu = [0, 13, 48]
+    exact = packed_attention_kl(tensors, cu, cu)
+    lengths = {"cu_seqlens_q": np.array(cu)}
+    path = save(tmp_path / "in.safetensors", {**tensors, **lengths}, cu_seqlens_q=stored)
+    assert abs(kl_json(path)["kl"] - exact.mean()) <= 4e-6
+
+    renamed = save(tmp_path / "named.safetensors", {**tensors, "cuts": np.array(cu)}, cuts=stored)
+    assert abs(kl_json(renamed, "--cu-seqlens-q", "cuts")["kl"] - exact.mean()) <= 4e-6
+
+
+HEADS = {
+    "grouped_teacher": {"heads_t": 6, "heads_s": 2},
+    "one_student_head": {"heads_t": 4, "heads_s": 1},
+    "gqa": {"heads_t": 4, "heads_s": 4, "key_heads_t": 2, "key_heads_s": 1},
+    "gqa_and_grouped": {"heads_t": 8, "heads_s": 4, "key_heads_t": 2, "key_heads_s": 2},
+}
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("name", HEADS)
+def test_heads(name, direction, tmp_path):
+    tensors = make_tensors(seed=3, **HEADS[name])
+    problem = Problem(causal=True, reverse=DIRECTIONS[direction])
+    exact = attention_kl(tensors, problem)
+    path, grad = save(tmp_path / "in.safetensors", tensors), tmp_path / "grad.safetensors"
+    options = ["--causal", "--direction", direction, "--reduction", "sum"]
+
+    answer = kl_json(path, *options, "--grad", grad, "--grad-teacher")
+
+    rows = kl_json(path, *options[:3], "--reduction", "none")["kl"]
+    assert_rows_agree(rows, exact.kl)
+    assert answer["kl"] == pytest.approx(exact.kl.sum(), rel=2e-6, abs=2e-6)
+    assert_gradients_agree(grad, exact.gradients, ("dq_s", "dk_s", "dq_t", "dk_t"))
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_16_bit_types(dtype, tmp_path):
+    """The values in the file are exact: only the gradients, stored in the same type, are rounded."""
+    tensors = make_tensors(seed=5)
+    exact = attention_kl({name: rounded(array, dtype) for name, array in tensors.items()})
+    path, grad = save(tmp_path / "in.safetensors", tensors, dtype), tmp_path / "grad.safetensors"
+
+    assert_rows_agree(kl_json(path, "--reduction", "none", "--grad", grad)["kl"], exact.kl)
+    assert {stored for stored, _ in load(grad).values()} == {dtype.upper()}
+    assert_gradients_agree(grad, exact.gradients, tolerance={"f16": 2**-11, "bf16": 2**-8}[dtype])
+
+    kl_json(path, "--reduction", "none", "--grad", grad, "--grad-f32")
+    assert {stored for stored, _ in load(grad).values()} == {"F32"}
+    assert_gradients_agree(grad, exact.gradients)
+
+
+def test_types_may_differ_between_teacher_and_student(tmp_path):
+    tensors = make_tensors(seed=6)
+    dtypes = {"q_t": "bf16", "k_t": "bf16", "q_s": "f32", "k_s": "f32"}
+    exact = attention_kl({name: rounded(array, dtypes[name]) for name, array in tensors.items()})
+    path = save(tmp_path / "in.safetensors", tensors, **dtypes)
+    assert_rows_agree(kl_json(path, "--reduction", "none")["kl"], exact.kl)
+
+
+def test_reductions_are_related(pair):
+    rows = np.array(kl_json(pair, "--reduction", "none")["kl"])
+    assert rows.shape == (2, 2, 37)
+    assert kl_json(pair, "--reduction", "sum")["kl"] == pytest.approx(rows.sum(), rel=1e-6)
+    assert kl_json(pair)["kl"] == pytest.approx(rows.mean(), rel=1e-6)
+
+
+def test_layout_bnhd_is_the_transpose(tmp_path):
+    tensors = make_tensors(seed=7)
+    turned = {name: np.ascontiguousarray(array.transpose(0, 2, 1, 3)) for name, array in tensors.items()}
+    grads = tmp_path / "grad.safetensors"
+    bhnd = kl_json(save(tmp_path / "a.safetensors", tensors), "--causal", "--reduction", "none")
+    path = save(tmp_path / "b.safetensors", turned)
+    bnhd = kl_json(path, "--causal", "--layout", "bnhd", "--reduction", "none", "--grad", grads)
+    assert bhnd["kl"] == bnhd["kl"]
+    exact = attention_kl(tensors, Problem(causal=True)).gradients
+    assert_gradients_agree(grads, {name: array.transpose(0, 2, 1, 3) for name, array in exact.items()})
+
+
+def test_axes_on_the_left_may_be_missing(tmp_path):
+    tensors = make_tensors(batch=1, heads_t=1, heads_s=1)
+    whole = kl_json(save(tmp_path / "a.safetensors", tensors))["kl"]
+    flat = {name: array[0, 0] for name, array in tensors.items()}
+    assert kl_json(save(tmp_path / "b.safetensors", flat))["kl"] == whole
+
+
+def test_npy_files(tmp_path):
+    tensors = make_tensors(seed=8)
+    whole = kl_json(save(tmp_path / "in.safetensors", tensors))["kl"]
+    arguments = []
+    for name, array in tensors.items():
+        np.save(tmp_path / f"{name}.npy", array)
+        arguments.append(f"{name}={tmp_path / name}.npy")
+    assert kl_json(*arguments)["kl"] == whole
+
+
+def test_several_files_and_other_names(tmp_path):
+    tensors = make_tensors(seed=9)
+    whole = kl_json(save(tmp_path / "in.safetensors", tensors))["kl"]
+    teacher = save(tmp_path / "teacher.safetensors", {"q": tensors["q_t"], "k": tensors["k_t"]})
+    student = save(tmp_path / "student.safetensors", {"q_s": tensors["q_s"], "k_s": tensors["k_s"]})
+    assert kl_json(teacher, student, "--q-t", "q", "--k-t", "k")["kl"] == whole
+
+
+def test_given_teacher_lse_is_used(tmp_path):
+    """An LSE over more than the visible keys weighs the heads of a group; the KL is that of what is visible."""
+    tensors = make_tensors(seed=10, heads_t=4, heads_s=2)
+    lse = attention_kl(tensors).lse_t.astype(np.float32)
+    path = save(tmp_path / "in.safetensors", tensors)
+    with_lse = save(tmp_path / "with.safetensors", {**tensors, "lse_t": lse})
+    assert kl_json(with_lse)["kl"] == pytest.approx(kl_json(path)["kl"], rel=1e-5)
+
+
+def test_nan_in_a_padded_key_changes_nothing(tmp_path):
+    tensors = make_tensors(seed=11)
+    clean = kl_json(save(tmp_path / "a.safetensors", tensors), "--key-lengths", "53,20", "--reduction", "none")
+    tensors["k_t"][1, :, 20:] = np.nan
+    tensors["k_s"][1, :, 20:] = np.inf
+    dirty = kl_json(save(tmp_path / "b.safetensors", tensors), "--key-lengths", "53,20", "--reduction", "none")
+    assert clean["kl"] == dirty["kl"]
+
+
+def test_nan_in_a_query_is_null_in_valid_json(tmp_path):
+    tensors = make_tensors(seed=12)
+    tensors["q_s"][0, 1, 5] = np.nan
+    path = save(tmp_path / "in.safetensors", tensors)
+    mean = kl_json(path)
+    assert mean["kl"] is None
+    assert mean["nonfinite_rows"] == 1
+    rows = kl_json(path, "--reduction", "none")["kl"]
+    assert rows[0][1][5] is None
+    assert sum(value is None for heads in rows for row in heads for value in row) == 1
+
+
+def test_no_row_sees_a_key(pair, tmp_path):
+    grad = tmp_path / "grad.safetensors"
+    answer = kl_json(pair, "--key-lengths", "0,0", "--grad", grad)
+    assert (answer["kl"], answer["rows"], answer["masked_rows"]) == (0, 0, 2 * 2 * 37)
+    assert all((array == 0).all() for _, array in load(grad).values())
+
+
+@pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (1, 1)])
+def test_lengths_of_0_and_1(lengths, tmp_path):
+    tensors = make_tensors(len_q=lengths[0], len_k=lengths[1])
+    answer = kl_json(save(tmp_path / "in.safetensors", tensors), "--grad", tmp_path / "grad.safetensors")
+    assert answer["kl"] == pytest.approx(0, abs=2e-6)
+
+
+def test_threads_do_not_change_a_bit(pair, tmp_path):
+    files = []
+    for threads in (1, 2, 5):
+        grad, out = tmp_path / f"g{threads}", tmp_path / f"o{threads}"
+        assert kl_json(pair, "--threads", threads, "--grad", grad, "--out", out)["threads"] == threads
+        files.append((grad.read_bytes(), out.read_bytes()))
+    assert files[0] == files[1] == files[2]
+
+
+def test_kernel_by_option_and_by_environment(pair):
+    assert kl_json(pair, "--kernel", "cpu_reference")["kernel"] == "cpu_reference"
+    assert kl_json(pair, env={"STREAMKL_KERNEL": "cpu_reference"})["kernel"] == "cpu_reference"
+    assert kl_json(pair, env={"STREAMKL_THREADS": "1"})["threads"] == 1
+
+
+def test_json_has_what_programs_rely_on(pair):
+    answer = kl_json(pair)
+    assert {"kl", "rows", "device", "kernel", "seconds", "extra_bytes", "threads", "direction", "reduction", "shapes"} <= set(answer)
+    assert answer["device"] == "cpu"
+    assert answer["shapes"]["k_s"] == [2, 2, 53, 24]
+    assert answer["seconds"] > 0
+    assert answer["extra_bytes"] > 0

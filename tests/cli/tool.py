@@ -1,0 +1,106 @@
+"""Running the streamkl tool, and the tensor files it reads and writes."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import safetensors.numpy
+
+TOOL = os.environ.get("STREAMKL_CLI", str(Path(__file__).parents[2] / "build/release/cli/streamkl"))
+
+
+def run(*arguments, env=None, timeout=80, **options):
+    """Runs the tool; a pipe is never a terminal, so what comes back is plain text."""
+    environment = {**os.environ, **(env or {})}
+    command = [TOOL, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout, **options)
+
+
+def kl_json(*arguments, **options):
+    done = run("kl", *arguments, "--json", **options)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    return json.loads(done.stdout, parse_constant=refuse)
+
+
+# ---- bf16, which numpy does not have: the upper half of an f32 ----------------------------------------------------
+
+
+def bf16_bits(array):
+    """Rounds to nearest even."""
+    bits = np.ascontiguousarray(array, np.float32).view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def bf16_values(bits):
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def rounded(array, dtype):
+    """What an array holds after it was stored as f32, f16 or bf16; in float64."""
+    if dtype == "bf16":
+        return bf16_values(bf16_bits(array)).astype(np.float64)
+    return array.astype({"f32": np.float32, "f16": np.float16}[dtype]).astype(np.float64)
+
+
+# ---- Files ---------------------------------------------------------------------------------------------------------
+
+NUMPY_TYPES = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "i32": np.int32, "i64": np.int64, "f64": np.float64}
+
+
+def raw_safetensors(header, data):
+    """A file of exactly these bytes, right or wrong."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def save(path, tensors, dtype="f32", **dtypes):
+    """Writes a safetensors file; `dtypes` are for single tensors. The reference package writes what it can."""
+    dtypes = {name: dtypes.get(name, dtype) for name in tensors}
+    arrays = {
+        name: bf16_bits(array) if dtypes[name] == "bf16" else np.ascontiguousarray(array, NUMPY_TYPES[dtypes[name]])
+        for name, array in tensors.items()
+    }
+    if "bf16" not in dtypes.values():
+        safetensors.numpy.save_file(arrays, path)
+        return path
+    header, end = {}, 0
+    for name, array in arrays.items():
+        begin, end = end, end + array.nbytes
+        header[name] = {"dtype": dtypes[name].upper(), "shape": list(array.shape), "data_offsets": [begin, end]}
+    path.write_bytes(raw_safetensors(header, b"".join(array.tobytes() for array in arrays.values())))
+    return path
+
+
+def load(path):
+    """Reads a safetensors file: {name: (dtype, float64 array)}. The reference package reads what it can."""
+    content = Path(path).read_bytes()
+    header_size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + header_size])
+    dtypes = {name: entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
+    if "BF16" not in dtypes.values():
+        arrays = safetensors.numpy.load_file(path)
+        return {name: (dtypes[name], array.astype(np.float64)) for name, array in arrays.items()}
+    found = {}
+    for name, dtype in dtypes.items():
+        begin, end = header[name]["data_offsets"]
+        stored = np.frombuffer(content[8 + header_size :][begin:end], NUMPY_TYPES[dtype.lower()])
+        values = bf16_values(stored) if dtype == "BF16" else stored
+        found[name] = (dtype, values.astype(np.float64).reshape(header[name]["shape"]))
+    return found
+
+
+def make_tensors(seed=0, batch=2, heads_t=2, heads_s=2, key_heads_t=None, key_heads_s=None, len_q=37, len_k=53, dim_t=16, dim_s=24):
+    random = np.random.default_rng(seed)
+    return {
+        "q_t": random.standard_normal((batch, heads_t, len_q, dim_t)).astype(np.float32),
+        "k_t": random.standard_normal((batch, key_heads_t or heads_t, len_k, dim_t)).astype(np.float32),
+        "q_s": random.standard_normal((batch, heads_s, len_q, dim_s)).astype(np.float32),
+        "k_s": random.standard_normal((batch, key_heads_s or heads_s, len_k, dim_s)).astype(np.float32),
+    }

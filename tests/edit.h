@@ -1,0 +1,55 @@
+/* Edits of a struct as data, so that tables of bad arguments can say what they change. */
+#ifndef SKL_TESTS_EDIT_H
+#define SKL_TESTS_EDIT_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+typedef enum edit_kind { EDIT_NONE, EDIT_SET, EDIT_SET_FLOAT, EDIT_ADD, EDIT_COPY } edit_kind;
+
+typedef struct edit {
+    edit_kind kind;
+    size_t offset, size; /* of the member */
+    int64_t value;       /* EDIT_COPY: the offset of the member it is copied from */
+    float number;        /* EDIT_SET_FLOAT */
+} edit;
+
+/* One edit of a member of `type`; integers, enums and pointers are all set as integers. The formatter would spread
+ * the braces of a macro over lines of their own. */
+/* clang-format off */
+#define MEMBER_OF(type, member)        offsetof(type, member), sizeof(((type *)0)->member)
+#define SET_IN(type, member, to)       {EDIT_SET, MEMBER_OF(type, member), to, 0}
+#define SET_FLOAT_IN(type, member, to) {EDIT_SET_FLOAT, MEMBER_OF(type, member), 0, to}
+#define ADD_IN(type, member, amount)   {EDIT_ADD, MEMBER_OF(type, member), amount, 0}
+#define COPY_IN(type, member, from)    {EDIT_COPY, MEMBER_OF(type, member), offsetof(type, from), 0}
+/* clang-format on */
+
+static inline void edit_apply(void *object, const edit *edits, size_t count)
+{
+    for (size_t n = 0; n < count; n++) {
+        unsigned char *const member = (unsigned char *)object + edits[n].offset;
+        const unsigned char *const from = (const unsigned char *)object + edits[n].value;
+        int64_t value = edits[n].value;
+        switch (edits[n].kind) {
+        case EDIT_NONE:
+            break;
+        case EDIT_SET_FLOAT:
+            memcpy(member, &edits[n].number, sizeof edits[n].number);
+            break;
+        case EDIT_COPY:
+            memcpy(member, from, edits[n].size);
+            break;
+        case EDIT_ADD: /* of a pointer: in bytes */
+            memcpy(&value, member, edits[n].size);
+            value += edits[n].value;
+            memcpy(member, &value, edits[n].size);
+            break;
+        case EDIT_SET: /* little-endian: the low bytes come first */
+            memcpy(member, &value, edits[n].size);
+            break;
+        }
+    }
+}
+
+#endif

@@ -1,0 +1,287 @@
+#include "fixture.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+/* ---- Inputs ------------------------------------------------------------------------------------------------ */
+
+/* Logits of a few units: distributions neither flat nor a single peak. */
+#define QUERY_SIZE 3.0
+#define KEY_SIZE   1.7
+
+static void mark_live(fixture *f)
+{
+    f->live_q = calloc((size_t)(f->batch * f->length_q) + 1, 1);
+    f->live_k = calloc((size_t)(f->batch * f->length_k) + 1, 1);
+    assert_true(f->live_q && f->live_k);
+    for (int64_t b = 0; b < f->problem.batch; b++) {
+        const oracle_sequence sequence = oracle_sequence_at(&f->problem, &f->inputs, b);
+        uint8_t *const live_q = f->live_q + sequence.batch * f->length_q + sequence.first_q;
+        uint8_t *const live_k = f->live_k + sequence.batch * f->length_k + sequence.first_k;
+        for (int64_t i = 0; i < sequence.len_q; i++) {
+            const oracle_keys keys = oracle_visible_keys(&f->problem, &f->inputs, b, i);
+            live_q[i] = keys.begin < keys.end;
+            memset(live_k + keys.begin, 1, (size_t)(keys.end - keys.begin));
+        }
+    }
+}
+
+static int is_live(const test_tensor *tensor, const uint8_t *live, int64_t n)
+{
+    const int64_t row = n / tensor->dim, batch = row / tensor->length / tensor->heads;
+    return live[batch * tensor->length + row % tensor->length];
+}
+
+/* NaN, inf and -inf in turn wherever nothing may look. */
+static void poison_dead(const test_tensor *tensor, const uint8_t *live)
+{
+    static const double poisons[] = {NAN, INFINITY, -INFINITY};
+    for (int64_t n = 0; n < tensor_count(tensor); n++)
+        if (!is_live(tensor, live, n))
+            tensor_set(tensor, n, poisons[n % 3]);
+}
+
+static void scale_keys(const test_tensor *k, double growth)
+{
+    for (int64_t n = 0; n < tensor_count(k); n++) {
+        const double progress = (double)(n / k->dim % k->length) / (double)k->length;
+        tensor_set(k, n, tensor_get(k, n) * (1 + fabs(growth) * (growth > 0 ? progress : 1 - progress)));
+    }
+}
+
+static test_tensor create_input(const fixture *f, skl_dtype dtype, int64_t heads, int64_t length, int64_t dim,
+                                double size, test_random *random)
+{
+    const test_tensor tensor = tensor_create(dtype, f->batch, heads, length, dim, f->test_case->layout);
+    tensor_fill(&tensor, random, -size, size);
+    return tensor;
+}
+
+/* No two of its elements may share an address, whatever the layout of the inputs. */
+static test_tensor create_output(const fixture *f, skl_dtype dtype, int64_t heads, int64_t length, int64_t dim)
+{
+    const test_layout layout = f->test_case->layout;
+    return tensor_create(dtype, f->batch, heads, length, dim, layout_shares(layout) ? LAYOUT_GAPS : layout);
+}
+
+/* The teacher's own LSE, or that of more keys than are visible. With r = 1 nothing may read it. */
+static void give_lse(fixture *f, test_random *random)
+{
+    const skl_problem *const p = &f->problem;
+    skl_problem forward_only = *p;
+    forward_only.gradients = 0;
+    oracle_result own = oracle_run(&forward_only, &f->inputs);
+    f->lse_t = create_output(f, SKL_F32, p->heads_t, f->length_q, 1); /* every row has its own */
+    for (int64_t n = 0; n < tensor_count(&f->lse_t); n++) {
+        const double extra = f->test_case->lse == LSE_WIDER ? random_uniform(random, 0, 2) : 0;
+        tensor_set(&f->lse_t, n, p->heads_t > p->heads_s ? own.lse_t[n] + extra : (double)NAN);
+    }
+    oracle_free(&own);
+    poison_dead(&f->lse_t, f->live_q);
+    f->inputs.lse_t = tensor_input(&f->lse_t);
+}
+
+void fixture_create(fixture *f, const test_case *c)
+{
+    *f = (fixture){.test_case = c, .problem = case_problem(c), .inputs = {.struct_size = sizeof(skl_inputs)}};
+    const skl_problem *const p = &f->problem;
+    f->batch = p->packed ? 1 : p->batch;
+    f->length_q = p->packed ? p->total_q : p->len_q;
+    f->length_k = p->packed ? p->total_k : p->len_k;
+
+    const int64_t key_heads_t = p->key_heads_t ? p->key_heads_t : p->heads_t;
+    const int64_t key_heads_s = p->key_heads_s ? p->key_heads_s : p->heads_s;
+    test_random random = random_for(c->name);
+    f->q_t = create_input(f, p->dtype_t, p->heads_t, f->length_q, p->dim_t, QUERY_SIZE, &random);
+    f->k_t = create_input(f, p->dtype_t, key_heads_t, f->length_k, p->dim_t, KEY_SIZE, &random);
+    f->q_s = create_input(f, p->dtype_s, p->heads_s, f->length_q, p->dim_s, QUERY_SIZE, &random);
+    f->k_s = create_input(f, p->dtype_s, key_heads_s, f->length_k, p->dim_s, KEY_SIZE, &random);
+    if (!c->unit_upstream)
+        f->grad_kl = create_input(f, SKL_F32, p->heads_s, f->length_q, 1, 2, &random);
+    if (c->growth != 0 && !layout_shares(c->layout)) {
+        scale_keys(&f->k_t, c->growth);
+        scale_keys(&f->k_s, c->growth);
+    }
+
+    f->inputs.q_t = tensor_input(&f->q_t), f->inputs.k_t = tensor_input(&f->k_t);
+    f->inputs.q_s = tensor_input(&f->q_s), f->inputs.k_s = tensor_input(&f->k_s);
+    f->inputs.grad_kl = tensor_input(&f->grad_kl);
+    f->inputs.key_lengths = c->key_lengths;
+    f->inputs.cu_seqlens_q = c->cu_seqlens_q, f->inputs.cu_seqlens_k = c->cu_seqlens_k;
+
+    mark_live(f);
+    if (!layout_shares(c->layout)) { /* else a dead element may be a live one too */
+        poison_dead(&f->q_t, f->live_q), poison_dead(&f->k_t, f->live_k);
+        poison_dead(&f->q_s, f->live_q), poison_dead(&f->k_s, f->live_k);
+        poison_dead(&f->grad_kl, f->live_q);
+    }
+    if (c->lse != LSE_COMPUTED)
+        give_lse(f, &random);
+}
+
+void fixture_solve(fixture *f)
+{
+    f->exact = oracle_run(&f->problem, &f->inputs);
+    f->naive = yardstick_run(&f->problem, &f->inputs);
+}
+
+void fixture_destroy(fixture *f)
+{
+    test_tensor *const tensors[] = {&f->q_t, &f->k_t, &f->q_s, &f->k_s, &f->lse_t, &f->grad_kl};
+    for (size_t t = 0; t < COUNT_OF(tensors); t++)
+        tensor_destroy(tensors[t]);
+    oracle_free(&f->exact);
+    oracle_free(&f->naive);
+    free(f->live_q);
+    free(f->live_k);
+    *f = (fixture){0};
+}
+
+/* ---- Results ----------------------------------------------------------------------------------------------- */
+
+fixture_results results_create(const fixture *f)
+{
+    const skl_problem *const p = &f->problem;
+    const skl_dtype dtype_t = p->grad_f32 ? SKL_F32 : p->dtype_t;
+    const skl_dtype dtype_s = p->grad_f32 ? SKL_F32 : p->dtype_s;
+    fixture_results results = {0};
+    results.kl = create_output(f, SKL_F32, p->heads_s, f->length_q, 1);
+    results.lse_t = create_output(f, SKL_F32, p->heads_t, f->length_q, 1);
+    results.lse_s = create_output(f, SKL_F32, p->heads_s, f->length_q, 1);
+    if (p->heads_t > p->heads_s)
+        results.dot_t = create_output(f, SKL_F32, p->heads_t, f->length_q, 1);
+    if (p->gradients & SKL_DQ_T)
+        results.dq_t = create_output(f, dtype_t, p->heads_t, f->length_q, p->dim_t);
+    if (p->gradients & SKL_DK_T)
+        results.dk_t = create_output(f, dtype_t, f->k_t.heads, f->length_k, p->dim_t);
+    if (p->gradients & SKL_DQ_S)
+        results.dq_s = create_output(f, dtype_s, p->heads_s, f->length_q, p->dim_s);
+    if (p->gradients & SKL_DK_S)
+        results.dk_s = create_output(f, dtype_s, f->k_s.heads, f->length_k, p->dim_s);
+    return results;
+}
+
+enum { RESULT_COUNT = 8 };
+
+static const char *const result_names[RESULT_COUNT] = {"kl",   "lse_t", "lse_s", "dot_t",
+                                                       "dq_t", "dk_t",  "dq_s",  "dk_s"};
+
+static test_tensor *result_at(fixture_results *r, int index)
+{
+    test_tensor *const tensors[RESULT_COUNT] = {&r->kl,   &r->lse_t, &r->lse_s, &r->dot_t,
+                                                &r->dq_t, &r->dk_t,  &r->dq_s,  &r->dk_s};
+    return tensors[index];
+}
+
+void results_destroy(fixture_results *results)
+{
+    for (int t = 0; t < RESULT_COUNT; t++)
+        tensor_destroy(result_at(results, t));
+}
+
+void results_poison(const fixture_results *results)
+{
+    fixture_results copy = *results;
+    for (int t = 0; t < RESULT_COUNT; t++)
+        if (result_at(&copy, t)->data)
+            memory_poison(&result_at(&copy, t)->memory);
+}
+
+const char *results_difference(const fixture_results *a, const fixture_results *b)
+{
+    fixture_results copy_a = *a, copy_b = *b;
+    for (int t = 0; t < RESULT_COUNT; t++)
+        if (!tensor_equal(result_at(&copy_a, t), result_at(&copy_b, t)))
+            return result_names[t];
+    return NULL;
+}
+
+skl_rows results_rows(const fixture_results *r)
+{
+    return (skl_rows){sizeof(skl_rows), tensor_output(&r->kl), tensor_output(&r->lse_t), tensor_output(&r->lse_s),
+                      tensor_output(&r->dot_t)};
+}
+
+skl_gradients results_gradients(const fixture_results *r)
+{
+    return (skl_gradients){sizeof(skl_gradients), tensor_output(&r->dq_t), tensor_output(&r->dk_t),
+                           tensor_output(&r->dq_s), tensor_output(&r->dk_s)};
+}
+
+skl_inputs results_backward_inputs(const fixture *f, const fixture_results *r)
+{
+    skl_inputs inputs = f->inputs;
+    inputs.kl = tensor_input(&r->kl);
+    inputs.lse_t = tensor_input(&r->lse_t);
+    inputs.lse_s = tensor_input(&r->lse_s);
+    inputs.dot_t = tensor_input(&r->dot_t);
+    return inputs;
+}
+
+/* ---- Comparison -------------------------------------------------------------------------------------------- */
+
+/* What float32 results may be off by whatever the naive ones are: a few roundings. */
+#define FLOOR 1e-6
+
+static double largest_error(const double *exact, const double *naive, int64_t count)
+{
+    double largest = 0;
+    for (int64_t n = 0; n < count; n++)
+        if (isfinite(exact[n]) && fabs(naive[n] - exact[n]) > largest)
+            largest = fabs(naive[n] - exact[n]);
+    return largest;
+}
+
+int tensor_mismatch(const test_tensor *actual, const double *exact, const double *naive, const uint8_t *live,
+                    const char *label, const char *name)
+{
+    if (!actual->data)
+        return 0;
+    const int64_t count = tensor_count(actual);
+    const double naive_error = largest_error(exact, naive, count);
+    double worst = 1; /* error over what is allowed */
+    int64_t worst_at = -1;
+    for (int64_t n = 0; n < count; n++) {
+        const double value = tensor_get(actual, n);
+        double allowed = 2 * naive_error + FLOOR * (1 + fabs(exact[n]));
+        if (actual->dtype != SKL_F32)
+            allowed += dtype_half_ulp(actual->dtype, exact[n]);
+        const int same = value == exact[n] || (isnan(value) && isnan(exact[n]));
+        const int must_be_same = !isfinite(exact[n]) || !isfinite(value) || (live && !is_live(actual, live, n));
+        const double excess = same ? 0 : must_be_same ? (double)INFINITY : fabs(value - exact[n]) / allowed;
+        if (excess > worst) {
+            worst = excess;
+            worst_at = n;
+        }
+    }
+    if (worst_at >= 0) {
+        const int64_t row = worst_at / actual->dim, head = row / actual->length;
+        print_error("%s: %s[%lld, %lld, %lld, %lld] is %.9g, not %.9g: %.2f times the allowed error (naive: %.3g)\n",
+                    label, name, (long long)(head / actual->heads), (long long)(head % actual->heads),
+                    (long long)(row % actual->length), (long long)(worst_at % actual->dim),
+                    tensor_get(actual, worst_at), exact[worst_at], worst, naive_error);
+        return 1;
+    }
+    const int64_t strays = tensor_stray_writes(actual);
+    if (strays)
+        print_error("%s: %s: %lld bytes written between its elements\n", label, name, (long long)strays);
+    return strays != 0;
+}
+
+int rows_mismatch(const fixture *f, const fixture_results *r, const char *label)
+{
+    const oracle_result *const e = &f->exact, *const n = &f->naive;
+    return tensor_mismatch(&r->kl, e->kl, n->kl, f->live_q, label, "kl") +
+           tensor_mismatch(&r->lse_t, e->lse_t, n->lse_t, f->live_q, label, "lse_t") +
+           tensor_mismatch(&r->lse_s, e->lse_s, n->lse_s, f->live_q, label, "lse_s") +
+           tensor_mismatch(&r->dot_t, e->dot_t, n->dot_t, f->live_q, label, "dot_t");
+}
+
+int gradients_mismatch(const fixture *f, const fixture_results *r, const char *label)
+{
+    const oracle_result *const e = &f->exact, *const n = &f->naive;
+    return tensor_mismatch(&r->dq_t, e->dq_t, n->dq_t, f->live_q, label, "dq_t") +
+           tensor_mismatch(&r->dk_t, e->dk_t, n->dk_t, f->live_k, label, "dk_t") +
+           tensor_mismatch(&r->dq_s, e->dq_s, n->dq_s, f->live_q, label, "dq_s") +
+           tensor_mismatch(&r->dk_s, e->dk_s, n->dk_s, f->live_k, label, "dk_s");
+}

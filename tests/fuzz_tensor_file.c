@@ -1,0 +1,70 @@
+/* A libFuzzer target: whatever a file holds, the parsers accept only tensors that lie inside it.
+ *
+ * An input is tried as it is, and once more behind a correct prefix of each format, so that mutations reach the
+ * header instead of dying at its length. */
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "tensor_file.h"
+
+static volatile unsigned char sink;
+
+static void read_bytes(const unsigned char *bytes, size_t size)
+{
+    for (size_t i = 0; i < size; i++)
+        sink = bytes[i];
+}
+
+static void parse_and_read(const unsigned char *bytes, size_t size)
+{
+    tensor_error error;
+    tensor_file *const file = tensor_file_parse(bytes, size, "fuzz", &error);
+    if (!file)
+        return;
+    const stored_tensor *tensor;
+    for (size_t i = 0; (tensor = tensor_file_at(file, i)); i++) {
+        read_bytes(tensor->bytes, tensor->size);
+        const unsigned char *const data = tensor_file_data(file, tensor, &error);
+        if (!data)
+            continue;
+        if ((uintptr_t)data % tensor_dtype_size(tensor->dtype) != 0)
+            abort();
+        read_bytes(data, tensor->size);
+    }
+    tensor_file_find(file, "q_t", &error);
+    tensor_file_close(file);
+}
+
+static void parse_behind(const void *prefix, size_t prefix_size, const uint8_t *input, size_t input_size)
+{
+    unsigned char *const bytes = malloc(prefix_size + input_size);
+    if (!bytes)
+        return;
+    memcpy(bytes, prefix, prefix_size);
+    if (input_size > 0)
+        memcpy(bytes + prefix_size, input, input_size);
+    parse_and_read(bytes, prefix_size + input_size);
+    free(bytes);
+}
+
+/* The header ends behind the last '}'; the rest is data. */
+static size_t header_length(const uint8_t *input, size_t size)
+{
+    while (size > 0 && input[size - 1] != '}')
+        size--;
+    return size;
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *input, size_t size);
+int LLVMFuzzerTestOneInput(const uint8_t *input, size_t size)
+{
+    const uint64_t length = header_length(input, size);
+    unsigned char npy_prefix[12] = "\x93NUMPY\2";
+    memcpy(npy_prefix + 8, &length, 4);
+
+    parse_behind("", 0, input, size);
+    parse_behind(&length, sizeof length, input, size);
+    parse_behind(npy_prefix, sizeof npy_prefix, input, size);
+    return 0;
+}

@@ -1,0 +1,114 @@
+/* Cases drawn at random: they find the combination that nobody thought of. */
+#include "cases.h"
+
+#include <stdio.h>
+
+static int one_in(test_random *random, int64_t n)
+{
+    return random_between(random, 1, n) == 1;
+}
+
+/* Small, with a liking for the neighbourhood of tile sizes. */
+static int64_t draw_length(test_random *random)
+{
+    static const int64_t edges[] = {1,  2,  7,  8,  15, 16, 17, 31, 32,  33,  47,
+                                    48, 49, 63, 64, 65, 95, 96, 97, 127, 128, 129};
+    if (one_in(random, 2))
+        return edges[random_between(random, 0, COUNT_OF(edges) - 1)];
+    return random_between(random, 0, 90);
+}
+
+static int64_t draw_dim(test_random *random)
+{
+    static const int64_t usual[] = {1, 8, 16, 32, 64, 80, 96, 128};
+    if (one_in(random, 2))
+        return usual[random_between(random, 0, COUNT_OF(usual) - 1)];
+    return random_between(random, 1, 70);
+}
+
+static int64_t draw_divisor(test_random *random, int64_t of)
+{
+    int64_t divisor;
+    do
+        divisor = random_between(random, 1, of);
+    while (of % divisor != 0);
+    return divisor;
+}
+
+static void draw_heads(test_case *c, test_random *random)
+{
+    c->heads_s = random_between(random, 1, 4);
+    c->heads_t = c->heads_s * (one_in(random, 3) ? random_between(random, 2, 4) : 1);
+    if (one_in(random, 2))
+        c->key_heads_t = draw_divisor(random, c->heads_t);
+    if (one_in(random, 2))
+        c->key_heads_s = draw_divisor(random, c->heads_s);
+}
+
+static void draw_sequences(random_case *storage, test_random *random)
+{
+    test_case *const c = &storage->test_case;
+    for (int64_t b = 0; b < c->batch; b++) {
+        const int64_t len_q = one_in(random, 5) ? 0 : draw_length(random) / 2;
+        const int64_t len_k = one_in(random, 5) ? 0 : draw_length(random) / 2;
+        storage->cu_seqlens_q[b + 1] = storage->cu_seqlens_q[b] + (int32_t)len_q;
+        storage->cu_seqlens_k[b + 1] = storage->cu_seqlens_k[b] + (int32_t)len_k;
+    }
+    c->cu_seqlens_q = storage->cu_seqlens_q;
+    c->cu_seqlens_k = storage->cu_seqlens_k;
+    c->tail_q = one_in(random, 2) ? random_between(random, 1, 40) : 0;
+    c->tail_k = one_in(random, 2) ? random_between(random, 1, 40) : 0;
+}
+
+static void draw_masks(random_case *storage, test_random *random)
+{
+    test_case *const c = &storage->test_case;
+    c->causal = one_in(random, 3);
+    if (one_in(random, 3)) {
+        storage->window[0] = random_between(random, -1, 70);
+        storage->window[1] = random_between(random, -1, 70);
+        c->window = storage->window;
+    }
+    if (one_in(random, 5)) {
+        storage->offsets[0] = random_between(random, -60, 60);
+        storage->offsets[1] = random_between(random, -60, 60);
+        c->offsets = storage->offsets;
+    }
+    if (one_in(random, 3) && !c->cu_seqlens_q) {
+        for (int64_t b = 0; b < c->batch; b++)
+            storage->key_lengths[b] = (int32_t)random_between(random, 0, c->len_k);
+        c->key_lengths = storage->key_lengths;
+    }
+}
+
+void case_draw(random_case *storage, int64_t number)
+{
+    *storage = (random_case){0};
+    snprintf(storage->name, sizeof storage->name, "random_%lld", (long long)number);
+    test_random random = random_for(storage->name);
+    test_case *const c = &storage->test_case;
+    c->name = storage->name;
+    c->batch = random_between(&random, 1, 3);
+    c->len_q = draw_length(&random), c->len_k = draw_length(&random);
+    if (one_in(&random, 4)) {
+        c->batch = random_between(&random, 0, 5);
+        draw_sequences(storage, &random);
+    }
+    draw_heads(c, &random);
+    draw_masks(storage, &random);
+    c->dim_t = draw_dim(&random);
+    c->dim_s = one_in(&random, 2) ? c->dim_t : draw_dim(&random);
+    c->dtype_t = (skl_dtype)random_between(&random, SKL_F32, SKL_BF16);
+    c->dtype_s = one_in(&random, 2) ? c->dtype_t : (skl_dtype)random_between(&random, SKL_F32, SKL_BF16);
+    c->grad_f32 = one_in(&random, 2);
+    c->without = one_in(&random, 2) ? 0 : (uint32_t)random_between(&random, 0, ALL_GRADIENTS);
+    c->direction = one_in(&random, 2) ? SKL_KL_FORWARD : SKL_KL_REVERSE;
+    c->scale_t = one_in(&random, 4) ? (float)random_uniform(&random, 0.05, 0.5) : 0;
+    c->scale_s = one_in(&random, 4) ? (float)random_uniform(&random, 0.05, 0.5) : 0;
+    c->softcap_t = one_in(&random, 4) ? (float)random_uniform(&random, 1, 20) : 0;
+    c->softcap_s = one_in(&random, 4) ? (float)random_uniform(&random, 1, 20) : 0;
+    c->lse = (test_lse)random_between(&random, LSE_COMPUTED, LSE_WIDER);
+    c->layout = one_in(&random, 2) ? LAYOUT_CONTIGUOUS : (test_layout)random_between(&random, 0, LAYOUT_COUNT - 1);
+    c->unit_upstream = one_in(&random, 4);
+    c->growth = one_in(&random, 4) ? random_uniform(&random, -30, 30) : 0;
+}

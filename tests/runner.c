@@ -1,0 +1,63 @@
+#include "runner.h"
+
+#include <stdlib.h>
+
+static test_memory create_workspace(const skl_plan *plan, skl_op op)
+{
+    return memory_create(skl_plan_workspace_size(plan, op), SKL_WORKSPACE_ALIGNMENT);
+}
+
+void run_forward(const skl_plan *plan, const skl_inputs *inputs, const skl_rows *rows)
+{
+    test_memory workspace = create_workspace(plan, SKL_OP_FORWARD);
+    assert_ok(skl_forward(plan, inputs, rows, workspace.data, workspace.size, NULL));
+    memory_destroy(&workspace);
+}
+
+void run_backward(const skl_plan *plan, const skl_inputs *inputs, const skl_gradients *gradients)
+{
+    test_memory workspace = create_workspace(plan, SKL_OP_BACKWARD);
+    assert_ok(skl_backward(plan, inputs, gradients, workspace.data, workspace.size, NULL));
+    memory_destroy(&workspace);
+}
+
+void run_forward_backward(const skl_plan *plan, const skl_inputs *inputs, const skl_rows *rows,
+                          const skl_gradients *gradients)
+{
+    test_memory workspace = create_workspace(plan, SKL_OP_FORWARD_BACKWARD);
+    assert_ok(skl_forward_backward(plan, inputs, rows, gradients, workspace.data, workspace.size, NULL));
+    memory_destroy(&workspace);
+}
+
+void run_partial(const skl_plan *plan, const skl_inputs *inputs, int64_t key_begin, int64_t key_end,
+                 skl_row_state *states)
+{
+    test_memory workspace = create_workspace(plan, SKL_OP_PARTIAL);
+    assert_ok(skl_partial(plan, inputs, key_begin, key_end, states, workspace.data, workspace.size, NULL));
+    memory_destroy(&workspace);
+}
+
+void run_both(const skl_plan *plan, const fixture *f, const fixture_results *results)
+{
+    const skl_rows rows = results_rows(results);
+    const skl_gradients gradients = results_gradients(results);
+    run_forward(plan, &f->inputs, &rows);
+    const skl_inputs inputs = results_backward_inputs(f, results);
+    run_backward(plan, &inputs, &gradients);
+}
+
+void run_kernel(const fixture *f, const char *kernel, int32_t threads, const fixture_results *results)
+{
+    skl_plan *const plan = test_plan(&f->problem, kernel, threads);
+    run_both(plan, f, results);
+    skl_plan_destroy(plan);
+}
+
+skl_row_state *states_create(const fixture *f)
+{
+    const size_t size = (size_t)(f->batch * f->problem.heads_s * f->length_q) * sizeof(skl_row_state);
+    skl_row_state *const states = malloc(size + 1);
+    assert_non_null(states);
+    memset(states, POISON, size);
+    return states;
+}

@@ -1,0 +1,136 @@
+#define _DEFAULT_SOURCE /* mmap and getpagesize */
+#include "support.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+int64_t test_environment(const char *name, int64_t fallback)
+{
+    const char *const text = getenv(name);
+    if (!text || !*text)
+        return fallback;
+    char *end;
+    const long long value = strtoll(text, &end, 10);
+    if (*end) {
+        fprintf(stderr, "%s=%s: must be a number\n", name, text);
+        exit(2);
+    }
+    return value;
+}
+
+uint64_t test_seed(void)
+{
+    static uint64_t seed;
+    if (!seed)
+        seed = (uint64_t)test_environment("SKL_TEST_SEED", (int64_t)time(NULL) * 1000 + getpid() % 1000);
+    return seed;
+}
+
+int test_run(const char *group, const struct CMUnitTest *tests, size_t count)
+{
+    printf("%s: SKL_TEST_SEED=%llu\n", group, (unsigned long long)test_seed());
+    const char *const filter = getenv("SKL_TEST_FILTER");
+    if (filter && *filter)
+        cmocka_set_test_filter(filter);
+    return _cmocka_run_group_tests(group, tests, count, NULL, NULL) != 0;
+}
+
+/* ---- Random numbers ---------------------------------------------------------------------------------------- */
+
+test_random random_for(const char *purpose)
+{
+    uint64_t hash = 14695981039346656037U ^ test_seed(); /* FNV-1a */
+    for (const char *c = purpose; *c; c++)
+        hash = (hash ^ (unsigned char)*c) * 1099511628211U;
+    return (test_random){hash};
+}
+
+/* SplitMix64 */
+uint64_t random_bits(test_random *random)
+{
+    uint64_t z = random->state += 0x9E3779B97F4A7C15U;
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9U;
+    z = (z ^ z >> 27) * 0x94D049BB133111EBU;
+    return z ^ z >> 31;
+}
+
+double random_uniform(test_random *random, double low, double high)
+{
+    return low + (high - low) * (double)(random_bits(random) >> 11) * 0x1p-53;
+}
+
+int64_t random_between(test_random *random, int64_t low, int64_t high)
+{
+    return low + (int64_t)(random_bits(random) % (uint64_t)(high - low + 1));
+}
+
+/* ---- Memory ------------------------------------------------------------------------------------------------ */
+
+test_memory memory_create(size_t size, size_t alignment)
+{
+    const size_t page = (size_t)getpagesize();
+    const size_t usable = (size / page + 2) * page; /* at least a page of poison before the data */
+    unsigned char *const mapping =
+        mmap(NULL, usable + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapping == MAP_FAILED || mprotect(mapping + usable, page, PROT_NONE) != 0)
+        fail_msg("%zu bytes of test memory could not be mapped", size);
+
+    const size_t overhang = (size_t)((uintptr_t)mapping + usable - size) % alignment;
+    const test_memory memory = {mapping + usable - size - overhang, size, mapping, usable};
+    memory_poison(&memory);
+    return memory;
+}
+
+void memory_destroy(test_memory *memory)
+{
+    if (memory->mapping)
+        munmap(memory->mapping, memory->mapping_size + (size_t)getpagesize());
+    *memory = (test_memory){0};
+}
+
+void memory_poison(const test_memory *memory)
+{
+    memset(memory->mapping, POISON, memory->mapping_size);
+}
+
+/* ---- The library ------------------------------------------------------------------------------------------- */
+
+const char *test_kernel(int32_t index)
+{
+    skl_kernel_info info;
+    for (int32_t k = 0; skl_kernel_at(k, &info); k++)
+        if (info.device == SKL_CPU && info.usable && index-- == 0)
+            return info.name;
+    return NULL;
+}
+
+skl_plan *test_plan(const skl_problem *problem, const char *kernel, int32_t threads)
+{
+    skl_options options = skl_options_default();
+    options.kernel = kernel;
+    options.threads = threads;
+    skl_plan *plan = NULL;
+    assert_ok(skl_plan_create(&plan, problem, &options));
+    return plan;
+}
+
+void test_assert_ok(skl_status status, const char *call, const char *file, int line)
+{
+    if (status == SKL_OK)
+        return;
+    print_error("%s: %s: %s\n", call, skl_status_name(status), skl_last_error());
+    _fail(file, line);
+}
+
+void test_assert_refused(skl_status status, skl_status expected, const char *text, const char *call, const char *file,
+                         int line)
+{
+    if (status == expected && strstr(skl_last_error(), text))
+        return;
+    print_error("%s\n  expected %s with \"%s\"\n  but got  %s with \"%s\"\n", call, skl_status_name(expected), text,
+                skl_status_name(status), status == SKL_OK ? "" : skl_last_error());
+    _fail(file, line);
+}

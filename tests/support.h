@@ -1,0 +1,69 @@
+/* What every test executable shares: its seed, random numbers, guarded memory, the kernels of this machine.
+ *
+ * The environment steers a run:
+ *     SKL_TEST_SEED=n     the random numbers of an earlier run; every run prints its own
+ *     SKL_TEST_SAMPLE=n   only every n-th case of the case table: for sanitizers and emulators
+ *     SKL_TEST_RANDOM=n   how many random cases follow the table
+ *     SKL_TEST_FILTER=x   only tests whose name matches the pattern x, which may hold * and ?
+ */
+#ifndef SKL_TESTS_SUPPORT_H
+#define SKL_TESTS_SUPPORT_H
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <cmocka.h>
+
+#include "streamkl.h"
+
+#define COUNT_OF(array) (sizeof(array) / sizeof *(array))
+
+int64_t test_environment(const char *name, int64_t fallback);
+uint64_t test_seed(void);
+
+/* Runs a group with the seed printed and the filter set; the exit status of main. */
+int test_run(const char *group, const struct CMUnitTest *tests, size_t count);
+
+typedef struct test_random {
+    uint64_t state;
+} test_random;
+
+/* A stream of its own for each purpose, so that a test draws the same numbers whichever tests ran before it. */
+test_random random_for(const char *purpose);
+uint64_t random_bits(test_random *random);
+double random_uniform(test_random *random, double low, double high);
+int64_t random_between(test_random *random, int64_t low, int64_t high); /* both included */
+
+/* Memory behind which an unmapped page lies: one step too far and the test dies on the spot. It starts out poisoned:
+ * bytes 0xFF are NaN in every type, and a finite number in none. */
+typedef struct test_memory {
+    unsigned char *data;
+    size_t size;
+    unsigned char *mapping; /* poisoned on both sides of the data */
+    size_t mapping_size;    /* without the unmapped page */
+} test_memory;
+
+enum { POISON = 0xFF };
+
+/* Aligned to `alignment`, at most `alignment` - 1 bytes before the unmapped page. */
+test_memory memory_create(size_t size, size_t alignment);
+void memory_destroy(test_memory *memory);
+void memory_poison(const test_memory *memory);
+
+/* Names of the CPU kernels that run here, best first; NULL past the end. */
+const char *test_kernel(int32_t index);
+
+/* A plan for `kernel` (NULL: the best); fails the test if there is none. */
+skl_plan *test_plan(const skl_problem *problem, const char *kernel, int32_t threads);
+
+/* The call must succeed, or fail with this status and a message that holds this text. */
+#define assert_ok(call) test_assert_ok((call), #call, __FILE__, __LINE__)
+#define assert_refused(call, expected, text)                                                                         \
+    test_assert_refused((call), (expected), (text), #call, __FILE__, __LINE__)
+
+void test_assert_ok(skl_status status, const char *call, const char *file, int line);
+void test_assert_refused(skl_status status, skl_status expected, const char *text, const char *call, const char *file,
+                         int line);
+
+#endif

@@ -1,0 +1,354 @@
+/* Every rule about the arguments of run calls. A call that is refused writes nothing, nowhere. */
+#include "runner.h"
+
+#include <stdlib.h>
+
+#include "case_words.h"
+#include "edit.h"
+
+/* The problems that the rules are about. */
+#define SMALL SHAPE(2, 5, 6), HEADS(2, 2), DIMS(4, 4)
+static const test_case plain = {"plain", SMALL};
+static const test_case reverse = {"reverse", SMALL, REVERSE};
+static const test_case bf16 = {"bf16", SMALL, TYPES(BF16, BF16)};
+static const test_case no_gradients = {"no gradients", SMALL, .without = ALL_GRADIENTS};
+static const test_case grouped = {"grouped", SHAPE(2, 5, 6), HEADS(4, 2), DIMS(4, 4)};
+static const test_case padded = {"padded", SHAPE(3, 5, 6), HEADS(2, 2), DIMS(4, 4), KEYS(6, 0, 3)};
+static const test_case packed = {"packed", PACKED(3, LENGTHS(0, 3, 3, 7), LENGTHS(0, 2, 7, 8)), HEADS(2, 2),
+                                 DIMS(4, 4), TAILS(1, 2)};
+
+typedef enum call_kind { FORWARD, BACKWARD, BOTH, PARTIAL, MERGE, FINISH } call_kind;
+
+/* A call that succeeds, for the rules to spoil. */
+typedef struct call {
+    const skl_plan *plan;
+    skl_inputs inputs;
+    skl_rows rows;
+    skl_gradients gradients;
+    int64_t key_begin, key_end;
+    skl_row_state *states, *from;
+    void *workspace;
+    size_t workspace_size;
+    int32_t cu_seqlens_q[4], cu_seqlens_k[4], key_lengths[3];
+    const skl_inputs *inputs_address;
+    const skl_rows *rows_address;
+    const skl_gradients *gradients_address;
+} call;
+
+#define SET(member, to)     SET_IN(call, member, to)
+#define NO(member)          SET_IN(call, member, 0)
+#define ADD(member, amount) ADD_IN(call, member, amount)
+#define COPY(member, from)  COPY_IN(call, member, from)
+
+typedef struct call_rule {
+    call_kind kind;
+    const test_case *test_case;
+    const char *message; /* NULL: accepted */
+    edit edits[4];
+} call_rule;
+
+static const call_rule call_rules[] = {
+    /* Pointers to structs. */
+    {FORWARD, &plain, "plan=NULL: must be given", {NO(plan)}},
+    {FORWARD, &plain, "inputs=NULL: must be given", {NO(inputs_address)}},
+    {FORWARD, &plain, "rows=NULL: must be given", {NO(rows_address)}},
+    {BACKWARD, &plain, "plan=NULL: must be given", {NO(plan)}},
+    {BACKWARD, &plain, "inputs=NULL: must be given", {NO(inputs_address)}},
+    {BACKWARD, &plain, "gradients=NULL: must be given", {NO(gradients_address)}},
+    {BOTH, &plain, "plan=NULL: must be given", {NO(plan)}},
+    {BOTH, &plain, "inputs=NULL: must be given", {NO(inputs_address)}},
+    {BOTH, &plain, "rows=NULL: must be given", {NO(rows_address)}},
+    {BOTH, &plain, "gradients=NULL: must be given", {NO(gradients_address)}},
+    {PARTIAL, &plain, "plan=NULL: must be given", {NO(plan)}},
+    {PARTIAL, &plain, "inputs=NULL: must be given", {NO(inputs_address)}},
+    {PARTIAL, &plain, "states=NULL: must be given", {NO(states)}},
+    {MERGE, &plain, "plan=NULL: must be given", {NO(plan)}},
+    {MERGE, &plain, "into=NULL: must be given", {NO(states)}},
+    {MERGE, &plain, "from=NULL: must be given", {NO(from)}},
+    {FINISH, &plain, "plan=NULL: must be given", {NO(plan)}},
+    {FINISH, &plain, "rows=NULL: must be given", {NO(rows_address)}},
+    {FINISH, &plain, "states=NULL: must be given", {NO(states)}},
+    {FINISH, &plain, NULL, {NO(inputs_address)}},
+
+    /* Sizes of structs. */
+    {FORWARD, &plain, "inputs.struct_size=0: must be ", {SET(inputs.struct_size, 0)}},
+    {FORWARD, &plain, "rows.struct_size=8: must be ", {SET(rows.struct_size, 8)}},
+    {BACKWARD, &plain, "gradients.struct_size=9: must be ", {SET(gradients.struct_size, 9)}},
+    {PARTIAL, &plain, "inputs.struct_size=0: must be ", {SET(inputs.struct_size, 0)}},
+    {FINISH, &plain, "rows.struct_size=0: must be ", {SET(rows.struct_size, 0)}},
+
+    /* Tensors that are missing. */
+    {FORWARD, &plain, "q_t=NULL: must be given", {NO(inputs.q_t.data)}},
+    {FORWARD, &plain, "k_t=NULL: must be given", {NO(inputs.k_t.data)}},
+    {FORWARD, &plain, "q_s=NULL: must be given", {NO(inputs.q_s.data)}},
+    {FORWARD, &plain, "k_s=NULL: must be given", {NO(inputs.k_s.data)}},
+    {FORWARD, &plain, NULL, {NO(rows.kl.data), NO(rows.lse_t.data), NO(rows.lse_s.data)}},
+    {FORWARD,
+     &plain,
+     NULL,
+     {NO(inputs.lse_t.data), NO(inputs.lse_s.data), NO(inputs.kl.data), NO(inputs.grad_kl.data)}},
+    {BACKWARD,
+     &plain,
+     "lse_t=NULL: must be given: a backward needs the LSEs of the forward",
+     {NO(inputs.lse_t.data)}},
+    {BACKWARD,
+     &plain,
+     "lse_s=NULL: must be given: a backward needs the LSEs of the forward",
+     {NO(inputs.lse_s.data)}},
+    {BACKWARD,
+     &plain,
+     "kl=NULL: must be given: gradients of the first argument of the KL need it",
+     {NO(inputs.kl.data)}},
+    {BACKWARD, &plain, NULL, {NO(inputs.kl.data), NO(gradients.dq_t.data), NO(gradients.dk_t.data)}},
+    {BACKWARD, &reverse, "kl=NULL: must be given: gradients of the first argument", {NO(inputs.kl.data)}},
+    {BACKWARD, &reverse, NULL, {NO(inputs.kl.data), NO(gradients.dq_s.data), NO(gradients.dk_s.data)}},
+    {BACKWARD,
+     &grouped,
+     "dot_t=NULL: must be given: teacher gradients with heads_t > heads_s need it",
+     {NO(inputs.dot_t.data)}},
+    {BACKWARD, &grouped, NULL, {NO(inputs.dot_t.data), NO(gradients.dq_t.data), NO(gradients.dk_t.data)}},
+    {BOTH, &plain, "lse_t=NULL: must be given", {NO(inputs.lse_t.data)}},
+    {BOTH, &plain, "lse_s=NULL: must be given", {NO(inputs.lse_s.data)}},
+    {BOTH, &plain, "rows.kl=NULL: must be given: gradients of the first argument", {NO(rows.kl.data)}},
+    {BOTH, &plain, NULL, {NO(rows.kl.data), NO(gradients.dq_t.data), NO(gradients.dk_t.data)}},
+    {BOTH,
+     &grouped,
+     "rows.dot_t=NULL: must be given: teacher gradients with heads_t > heads_s",
+     {NO(rows.dot_t.data)}},
+    {PARTIAL,
+     &grouped,
+     "lse_t=NULL: must be given: partial states with heads_t > heads_s need the LSE of all keys",
+     {NO(inputs.lse_t.data)}},
+    {PARTIAL, &plain, NULL, {NO(inputs.lse_t.data)}},
+    {FINISH,
+     &grouped,
+     "lse_t=NULL: must be given: rows.lse_t with heads_t > heads_s needs it",
+     {NO(inputs.lse_t.data)}},
+    {FINISH, &grouped, "lse_t=NULL: must be given", {NO(inputs_address)}},
+    {FINISH, &grouped, NULL, {NO(inputs_address), NO(rows.lse_t.data)}},
+
+    /* Tensors that must not be there. */
+    {FORWARD, &plain, "rows.dot_t given: must be NULL unless heads_t > heads_s", {COPY(rows.dot_t, rows.kl)}},
+    {BOTH, &plain, "rows.lse_t given: must be NULL in skl_forward_backward", {COPY(rows.lse_t, gradients.dq_t)}},
+    {BOTH, &plain, "rows.lse_s given: must be NULL in skl_forward_backward", {COPY(rows.lse_s, gradients.dq_t)}},
+    {FINISH, &grouped, "rows.dot_t given: must be NULL in skl_states_finish", {COPY(rows.dot_t, inputs.lse_t)}},
+    {BACKWARD,
+     &no_gradients,
+     "dq_t given: must be NULL: the plan's problem.gradients does not name it",
+     {COPY(gradients.dq_t, inputs.q_t)}},
+    {BACKWARD, &no_gradients, "dk_t given: must be NULL", {COPY(gradients.dk_t, inputs.k_t)}},
+    {BACKWARD, &no_gradients, "dq_s given: must be NULL", {COPY(gradients.dq_s, inputs.q_s)}},
+    {BACKWARD, &no_gradients, "dk_s given: must be NULL", {COPY(gradients.dk_s, inputs.k_s)}},
+
+    /* Addresses. */
+    {FORWARD, &plain, "must be aligned to its element size, 4 bytes", {ADD(inputs.q_t.data, 1)}},
+    {FORWARD, &plain, "must be aligned to its element size, 4 bytes", {ADD(inputs.k_s.data, 2)}},
+    {FORWARD, &bf16, "must be aligned to its element size, 2 bytes", {ADD(inputs.k_t.data, 1)}},
+    {FORWARD, &plain, "must be aligned to its element size", {ADD(rows.kl.data, 2)}},
+    {BACKWARD, &bf16, "must be aligned to its element size, 2 bytes", {ADD(gradients.dk_s.data, 1)}},
+    {FORWARD, &plain, NULL, {COPY(inputs.k_s, inputs.k_t), COPY(inputs.q_s, inputs.q_t)}},
+    {FORWARD, &plain, "rows.kl and rows.lse_s share the address", {COPY(rows.lse_s, rows.kl)}},
+    {BACKWARD, &plain, "dq_t and dq_s share the address", {COPY(gradients.dq_s, gradients.dq_t)}},
+    {BACKWARD, &plain, "q_s and dq_s share the address", {COPY(gradients.dq_s, inputs.q_s)}},
+    {FINISH, &plain, "rows.kl and rows.lse_t share the address", {COPY(rows.lse_t, rows.kl)}},
+
+    /* Strides. */
+    {FORWARD, &plain, "q_t.stride_row=-4: must be at least 0", {SET(inputs.q_t.stride_row, -4)}},
+    {FORWARD, &plain, "k_t.stride_head=-1: must be at least 0", {SET(inputs.k_t.stride_head, -1)}},
+    {FORWARD, &plain, "k_s.stride_batch=-1: must be at least 0", {SET(inputs.k_s.stride_batch, -1)}},
+    {FORWARD, &packed, NULL, {SET(inputs.k_s.stride_batch, -1)}},
+    {FORWARD, &plain, "k_s strides (batch ", {SET(inputs.k_s.stride_batch, INT64_MAX)}},
+    {FORWARD, &plain, "span overflows 64 bits", {SET(inputs.q_s.stride_row, INT64_MAX / 2)}},
+    {BACKWARD, &plain, "span overflows 64 bits", {SET(gradients.dq_s.stride_batch, INT64_MAX / 4)}},
+    {FORWARD,
+     &plain,
+     "rows.kl.stride_row=0: elements of an output overlap; must be at least 1",
+     {SET(rows.kl.stride_row, 0)}},
+    {FORWARD,
+     &plain,
+     "rows.lse_s.stride_head=4: elements of an output overlap; must be at least 5",
+     {SET(rows.lse_s.stride_head, 4)}},
+    {BACKWARD,
+     &plain,
+     "dk_s.stride_row=3: elements of an output overlap; must be at least 4",
+     {SET(gradients.dk_s.stride_row, 3)}},
+    {BACKWARD, &plain, "dq_t.stride_batch=0: elements of an output overlap", {SET(gradients.dq_t.stride_batch, 0)}},
+
+    /* Lengths. */
+    {FORWARD, &packed, "cu_seqlens_q = NULL: must be given exactly when packed=1", {NO(inputs.cu_seqlens_q)}},
+    {FORWARD, &packed, "cu_seqlens_k = NULL: must be given exactly when packed=1", {NO(inputs.cu_seqlens_k)}},
+    {FORWARD,
+     &packed,
+     "key_lengths given: must be NULL when packed=1",
+     {COPY(inputs.key_lengths, inputs.cu_seqlens_q)}},
+    {FORWARD,
+     &plain,
+     "cu_seqlens_q given: must be given exactly when packed=1",
+     {COPY(inputs.cu_seqlens_q, inputs.q_t.data)}},
+    {FORWARD,
+     &plain,
+     "cu_seqlens_k given: must be given exactly when packed=1",
+     {COPY(inputs.cu_seqlens_k, inputs.q_t.data)}},
+    {FORWARD, &packed, "cu_seqlens_q[0]=1: must be 0", {SET(cu_seqlens_q[0], 1)}},
+    {BACKWARD, &packed, "cu_seqlens_k[0]=-1: must be 0", {SET(cu_seqlens_k[0], -1)}},
+    {FORWARD, &packed, "cu_seqlens_q[2]=2: must not be below cu_seqlens_q[1]=3", {SET(cu_seqlens_q[2], 2)}},
+    {BOTH, &packed, "cu_seqlens_k[1]=-5: must not be below cu_seqlens_k[0]=0", {SET(cu_seqlens_k[1], -5)}},
+    {PARTIAL, &packed, "cu_seqlens_k[3]=11: must be at most 10, the rows of the buffer", {SET(cu_seqlens_k[3], 11)}},
+    {FORWARD, &packed, "cu_seqlens_q[3]=2147483647: must be at most 8", {SET(cu_seqlens_q[3], INT32_MAX)}},
+    {FORWARD,
+     &packed,
+     "cu_seqlens_q[3]=8: sequence 2 has 5 rows; must be at most 4, the longest the problem names",
+     {SET(cu_seqlens_q[3], 8)}},
+    {FORWARD, &padded, "key_lengths[1]=-1: must be 0..len_k=6", {SET(key_lengths[1], -1)}},
+    {BACKWARD, &padded, "key_lengths[2]=7: must be 0..len_k=6", {SET(key_lengths[2], 7)}},
+    {PARTIAL, &plain, "key_begin=3: must be at most key_end=2", {SET(key_begin, 3), SET(key_end, 2)}},
+};
+
+static const call_rule workspace_rules[] = {
+    {FORWARD, &plain, "workspace=NULL: must point to ", {NO(workspace)}},
+    {FORWARD, &plain, "must be at least ", {ADD(workspace_size, -1)}},
+    {FORWARD, &plain, "workspace_size=0: must be at least ", {SET(workspace_size, 0)}},
+    {FORWARD, &plain, "must be aligned to 64 bytes", {ADD(workspace, 32)}},
+    {BACKWARD, &plain, "workspace=NULL: must point to ", {NO(workspace)}},
+    {BACKWARD, &plain, "must be at least ", {ADD(workspace_size, -1)}},
+    {BOTH, &plain, "must be at least ", {ADD(workspace_size, -1)}},
+    {PARTIAL, &plain, "must be aligned to 64 bytes", {ADD(workspace, 1)}},
+};
+
+static skl_status make_call(call_kind kind, const call *c)
+{
+    switch (kind) {
+    case FORWARD:
+        return skl_forward(c->plan, c->inputs_address, c->rows_address, c->workspace, c->workspace_size, NULL);
+    case BACKWARD:
+        return skl_backward(c->plan, c->inputs_address, c->gradients_address, c->workspace, c->workspace_size, NULL);
+    case BOTH:
+        return skl_forward_backward(c->plan, c->inputs_address, c->rows_address, c->gradients_address, c->workspace,
+                                    c->workspace_size, NULL);
+    case PARTIAL:
+        return skl_partial(c->plan, c->inputs_address, c->key_begin, c->key_end, c->states, c->workspace,
+                           c->workspace_size, NULL);
+    case MERGE:
+        return skl_states_merge(c->plan, c->states, c->from, NULL);
+    case FINISH:
+        return skl_states_finish(c->plan, c->inputs_address, c->states, c->rows_address, NULL);
+    }
+    return SKL_OK;
+}
+
+static void assert_untouched(const test_tensor *tensor)
+{
+    for (int64_t n = 0; tensor->data && n < tensor_count(tensor); n++)
+        assert_true(tensor_get(tensor, n) != tensor_get(tensor, n)); /* the poison is NaN */
+    assert_true(!tensor->data || tensor_stray_writes(tensor) == 0);
+}
+
+static void assert_nothing_written(const fixture_results *r, const test_memory *workspace)
+{
+    assert_untouched(&r->kl), assert_untouched(&r->lse_t), assert_untouched(&r->lse_s), assert_untouched(&r->dot_t);
+    assert_untouched(&r->dq_t), assert_untouched(&r->dk_t), assert_untouched(&r->dq_s), assert_untouched(&r->dk_s);
+    for (size_t n = 0; n < workspace->mapping_size; n++)
+        assert_int_equal(workspace->mapping[n], POISON);
+}
+
+/* Arguments that are accepted. */
+static void call_init(call *c, call_kind kind, const fixture *f, const fixture_results *saved,
+                      const fixture_results *results)
+{
+    *c = (call){.key_end = f->problem.len_k};
+    c->inputs = results_backward_inputs(f, saved);
+    c->rows = results_rows(results);
+    c->gradients = results_gradients(results);
+    c->inputs_address = &c->inputs, c->rows_address = &c->rows, c->gradients_address = &c->gradients;
+    if (kind == BOTH)
+        c->rows.lse_t.data = c->rows.lse_s.data = NULL;
+    if (kind == FINISH)
+        c->rows.dot_t.data = NULL;
+    if (f->problem.packed) {
+        memcpy(c->cu_seqlens_q, f->inputs.cu_seqlens_q, sizeof c->cu_seqlens_q);
+        memcpy(c->cu_seqlens_k, f->inputs.cu_seqlens_k, sizeof c->cu_seqlens_k);
+        c->inputs.cu_seqlens_q = c->cu_seqlens_q, c->inputs.cu_seqlens_k = c->cu_seqlens_k;
+    }
+    if (f->inputs.key_lengths) {
+        memcpy(c->key_lengths, f->inputs.key_lengths, sizeof c->key_lengths);
+        c->inputs.key_lengths = c->key_lengths;
+    }
+}
+
+static void check_rule(const call_rule *rule, skl_status expected)
+{
+    static const skl_op ops[] = {
+        [FORWARD] = SKL_OP_FORWARD, [BACKWARD] = SKL_OP_BACKWARD, [BOTH] = SKL_OP_FORWARD_BACKWARD,
+        [PARTIAL] = SKL_OP_PARTIAL, [MERGE] = SKL_OP_PARTIAL,     [FINISH] = SKL_OP_PARTIAL};
+    fixture f;
+    fixture_create(&f, rule->test_case);
+    skl_plan *const plan = test_plan(&f.problem, NULL, 2);
+    fixture_results saved = results_create(&f), results = results_create(&f);
+    const skl_rows saved_rows = results_rows(&saved);
+    run_forward(plan, &f.inputs, &saved_rows);
+    test_memory workspace = memory_create(skl_plan_workspace_size(plan, ops[rule->kind]), SKL_WORKSPACE_ALIGNMENT);
+    skl_row_state *const states = states_create(&f), *const from = states_create(&f);
+
+    call c;
+    call_init(&c, rule->kind, &f, &saved, &results);
+    c.plan = plan;
+    c.states = states, c.from = from;
+    c.workspace = workspace.data, c.workspace_size = workspace.size;
+    edit_apply(&c, rule->edits, COUNT_OF(rule->edits));
+    const skl_status status = make_call(rule->kind, &c);
+    if (rule->message) {
+        assert_refused(status, expected, rule->message);
+        assert_nothing_written(&results, &workspace);
+    } else {
+        assert_ok(status);
+    }
+    free(states);
+    free(from);
+    memory_destroy(&workspace);
+    results_destroy(&saved);
+    results_destroy(&results);
+    skl_plan_destroy(plan);
+    fixture_destroy(&f);
+}
+
+static void test_rules_of_arguments(void **state)
+{
+    (void)state;
+    for (size_t n = 0; n < COUNT_OF(call_rules); n++)
+        check_rule(&call_rules[n], SKL_ERROR_ARGUMENT);
+}
+
+static void test_rules_of_workspaces(void **state)
+{
+    (void)state;
+    for (size_t n = 0; n < COUNT_OF(workspace_rules); n++)
+        check_rule(&workspace_rules[n], SKL_ERROR_WORKSPACE);
+}
+
+/* Nothing has an address in an empty problem. */
+static void test_empty_problems_need_no_tensors(void **state)
+{
+    (void)state;
+    skl_problem problem = skl_problem_default();
+    problem.dim_t = problem.dim_s = 4;
+    skl_plan *const plan = test_plan(&problem, NULL, 1);
+    const skl_inputs inputs = {.struct_size = sizeof inputs};
+    const skl_rows rows = {.struct_size = sizeof rows};
+    const skl_gradients gradients = {.struct_size = sizeof gradients};
+    run_forward(plan, &inputs, &rows);
+    run_backward(plan, &inputs, &gradients);
+    run_forward_backward(plan, &inputs, &rows, &gradients);
+    assert_ok(skl_states_merge(plan, NULL, NULL, NULL));
+    assert_ok(skl_states_finish(plan, NULL, NULL, &rows, NULL));
+    skl_plan_destroy(plan);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_rules_of_arguments),
+        cmocka_unit_test(test_rules_of_workspaces),
+        cmocka_unit_test(test_empty_problems_need_no_tensors),
+    };
+    return test_run("calls", tests, COUNT_OF(tests));
+}

@@ -1,0 +1,332 @@
+/* The faults that users of attention kernels meet, one test each. Those of single arguments are in test_calls.c. */
+#define _DEFAULT_SOURCE /* mmap */
+#include "runner.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+
+#include "case_words.h"
+
+#define SMALL HEADS(2, 2), DIMS(16, 16)
+
+/* Every usable kernel on one case, against the oracle. */
+static void check_case(const test_case *c)
+{
+    fixture f;
+    fixture_create(&f, c);
+    fixture_solve(&f);
+    for (int32_t k = 0; test_kernel(k); k++) {
+        fixture_results results = results_create(&f);
+        run_kernel(&f, test_kernel(k), 2, &results);
+        const int mismatches =
+            rows_mismatch(&f, &results, test_kernel(k)) + gradients_mismatch(&f, &results, test_kernel(k));
+        assert_int_equal(mismatches, 0);
+        results_destroy(&results);
+    }
+    fixture_destroy(&f);
+}
+
+/* ---- Nothing to see ---------------------------------------------------------------------------------------- */
+
+static void test_every_row_is_padding(void **state)
+{
+    (void)state;
+    const test_case c = {"padding", SHAPE(2, 37, 41), SMALL, KEYS(0, 0)};
+    check_case(&c);
+}
+
+static void test_a_rank_that_holds_only_padding(void **state)
+{
+    (void)state;
+    const test_case c = {"empty rank", PACKED(3, LENGTHS(0, 0, 0, 0), LENGTHS(0, 0, 0, 0)), SMALL, TAILS(300, 500)};
+    check_case(&c);
+}
+
+/* ---- NaN and infinity -------------------------------------------------------------------------------------- */
+
+/* Poison in keys that nobody sees changes no bit of anything. */
+static void test_poison_in_hidden_keys(void **state)
+{
+    (void)state;
+    const test_case cases[] = {
+        {"padded", SHAPE(2, 67, 131), SMALL, KEYS(100, 7)},
+        {"causal", SHAPE(1, 67, 131), SMALL, CAUSAL, OFFSETS(3, 0)},
+        {"bf16", SHAPE(2, 67, 131), SMALL, KEYS(100, 7), TYPES(BF16, BF16)},
+    };
+    for (size_t c = 0; c < COUNT_OF(cases); c++)
+        for (int32_t k = 0; test_kernel(k); k++) {
+            fixture f; /* starts out poisoned */
+            fixture_create(&f, &cases[c]);
+            fixture_results poisoned = results_create(&f), clean = results_create(&f);
+            run_kernel(&f, test_kernel(k), 2, &poisoned);
+            const test_tensor *const tensors[] = {&f.q_t, &f.k_t, &f.q_s, &f.k_s, &f.grad_kl};
+            for (size_t t = 0; t < COUNT_OF(tensors); t++)
+                for (int64_t n = 0; n < tensor_count(tensors[t]); n++)
+                    if (!isfinite(tensor_get(tensors[t], n)))
+                        tensor_set(tensors[t], n, 1);
+            run_kernel(&f, test_kernel(k), 2, &clean);
+            const char *const different = results_difference(&poisoned, &clean);
+            if (different)
+                fail_msg("%s: %s: poison changes %s", cases[c].name, test_kernel(k), different);
+            results_destroy(&poisoned);
+            results_destroy(&clean);
+            fixture_destroy(&f);
+        }
+}
+
+/* Rows i < first of each head: of all results, with the same bits. */
+static int rows_equal_before(const test_tensor *a, const test_tensor *b, int64_t first)
+{
+    for (int64_t n = 0; n < tensor_count(a); n++) {
+        const double value_a = tensor_get(a, n), value_b = tensor_get(b, n);
+        if (n / a->dim % a->length < first && memcmp(&value_a, &value_b, sizeof value_a) != 0)
+            return 0;
+    }
+    return 1;
+}
+
+/* In a causal problem key j is seen by rows i >= j: NaN or infinity there leaves the rows before alone, in both
+ * passes, and no row that sees it gets away with a finite KL of the models without it. */
+static void test_poison_in_a_visible_key(void **state)
+{
+    (void)state;
+    enum { LENGTH = 230, POISONED = 101 };
+    static const double poisons[] = {NAN, INFINITY};
+    static const test_case cases[] = {
+        {"f32", SHAPE(1, LENGTH, LENGTH), SMALL, CAUSAL},
+        {"bf16", SHAPE(1, LENGTH, LENGTH), SMALL, CAUSAL, TYPES(BF16, BF16)},
+        {"grouped", SHAPE(1, LENGTH, LENGTH), HEADS(4, 2), DIMS(16, 16), CAUSAL},
+    };
+    for (size_t c = 0; c < COUNT_OF(cases); c++)
+        for (size_t p = 0; p < COUNT_OF(poisons); p++)
+            for (int side = 0; side < 2; side++)
+                for (int32_t k = 0; test_kernel(k); k++) {
+                    fixture f;
+                    fixture_create(&f, &cases[c]);
+                    fixture_results clean = results_create(&f), poisoned = results_create(&f);
+                    run_kernel(&f, test_kernel(k), 2, &clean);
+                    const test_tensor *const keys = side ? &f.k_s : &f.k_t;
+                    for (int64_t h = 0; h < keys->heads; h++)
+                        for (int64_t d = 0; d < keys->dim; d++)
+                            tensor_set(keys, tensor_index(keys, 0, h, POISONED) + d, poisons[p]);
+                    run_kernel(&f, test_kernel(k), 2, &poisoned);
+                    assert_true(rows_equal_before(&clean.kl, &poisoned.kl, POISONED));
+                    assert_true(rows_equal_before(&clean.lse_t, &poisoned.lse_t, POISONED));
+                    assert_true(rows_equal_before(&clean.lse_s, &poisoned.lse_s, POISONED));
+                    assert_true(rows_equal_before(&clean.dq_t, &poisoned.dq_t, POISONED));
+                    assert_true(rows_equal_before(&clean.dq_s, &poisoned.dq_s, POISONED));
+                    for (int64_t n = 0; n < tensor_count(&poisoned.kl); n++)
+                        assert_true(n % LENGTH < POISONED || !isfinite(tensor_get(&poisoned.kl, n)));
+                    results_destroy(&clean);
+                    results_destroy(&poisoned);
+                    fixture_destroy(&f);
+                }
+}
+
+/* A NaN query spoils its own row and the keys it sees, and no other query. */
+static void test_poison_in_a_query(void **state)
+{
+    (void)state;
+    enum { LENGTH = 230, POISONED = 101 };
+    const test_case c = {"query", SHAPE(1, LENGTH, LENGTH), SMALL, WINDOW(5, 0)};
+    for (int32_t k = 0; test_kernel(k); k++) {
+        fixture f;
+        fixture_create(&f, &c);
+        fixture_results clean = results_create(&f), poisoned = results_create(&f);
+        run_kernel(&f, test_kernel(k), 2, &clean);
+        tensor_set(&f.q_s, tensor_index(&f.q_s, 0, 0, POISONED), NAN);
+        run_kernel(&f, test_kernel(k), 2, &poisoned);
+        for (int64_t n = 0; n < tensor_count(&poisoned.kl); n++)
+            assert_true(n == POISONED ? isnan(tensor_get(&poisoned.kl, n))
+                                      : tensor_get(&poisoned.kl, n) == tensor_get(&clean.kl, n));
+        for (int64_t n = 0; n < tensor_count(&poisoned.dk_s); n++) {
+            const int64_t row = n / poisoned.dk_s.dim; /* head 0 comes first */
+            const int seen = row >= POISONED - 5 && row <= POISONED;
+            assert_true(seen || tensor_get(&poisoned.dk_s, n) == tensor_get(&clean.dk_s, n));
+        }
+        results_destroy(&clean);
+        results_destroy(&poisoned);
+        fixture_destroy(&f);
+    }
+}
+
+/* ---- Large numbers of things ------------------------------------------------------------------------------- */
+
+static void test_more_than_65535_batches_and_heads(void **state)
+{
+    (void)state;
+    static const test_case cases[] = {
+        {"batches", SHAPE(66000, 1, 2), HEADS(1, 1), DIMS(1, 2)},
+        {"heads", SHAPE(1, 1, 2), HEADS(66000, 66000), DIMS(1, 2)},
+        {"both", SHAPE(300, 1, 2), HEADS(220, 220), .key_heads_s = 1, DIMS(1, 2)},
+        {"teachers", SHAPE(1, 2, 3), HEADS(66000, 22000), DIMS(1, 2)},
+    };
+    const size_t sample = test_environment("SKL_TEST_SAMPLE", 1) > 1 ? 3 : 1;
+    for (size_t c = 0; c < COUNT_OF(cases); c += sample)
+        check_case(&cases[c]);
+}
+
+static void test_more_than_32768_rows(void **state)
+{
+    (void)state;
+    const test_case cases[] = {
+        {"keys", SHAPE(1, 3, 40001), HEADS(1, 1), DIMS(2, 2)},
+        {"queries", SHAPE(1, 40001, 3), HEADS(1, 1), DIMS(2, 2)},
+        {"window", SHAPE(1, 40001, 40001), HEADS(1, 1), DIMS(2, 2), WINDOW(2, 0)},
+    };
+    for (size_t c = 0; c < COUNT_OF(cases); c++)
+        check_case(&cases[c]);
+}
+
+/* ---- Far apart --------------------------------------------------------------------------------------------- */
+
+/* Address space that costs nothing until it is touched. */
+static void *reserve(int64_t element_count, size_t element_size)
+{
+    void *const memory = mmap(NULL, (size_t)element_count * element_size, PROT_READ | PROT_WRITE,
+                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED)
+        fail_msg("address space for %lld elements could not be reserved", (long long)element_count);
+    return memory;
+}
+
+static void spread_out(test_tensor *t, int64_t stride_batch, int64_t stride_head, int64_t stride_row)
+{
+    const test_tensor dense = *t;
+    t->stride_batch = stride_batch, t->stride_head = stride_head, t->stride_row = stride_row;
+    const int64_t count =
+        1 + (t->batch - 1) * stride_batch + (t->heads - 1) * stride_head + (t->length - 1) * stride_row + t->dim;
+    t->data = reserve(count, dtype_size(t->dtype));
+    tensor_copy(t, &dense);
+}
+
+static void fold_up(test_tensor *t)
+{
+    const int64_t count = 1 + (t->batch - 1) * t->stride_batch + (t->heads - 1) * t->stride_head +
+                          (t->length - 1) * t->stride_row + t->dim;
+    munmap(t->data, (size_t)count * dtype_size(t->dtype));
+}
+
+/* Every product of an index and a stride passes 2^31 elements, and some pass 2^32; the results are those of dense
+ * tensors, bit for bit. */
+static void check_spread(int64_t stride_batch, int64_t stride_head, int64_t stride_row)
+{
+    static const test_case c = {"far apart", SHAPE(2, 3, 4), SMALL, .dtype_t = SKL_BF16};
+    for (int32_t k = 0; test_kernel(k); k++) {
+        fixture f;
+        fixture_create(&f, &c);
+        fixture_results dense = results_create(&f), results = results_create(&f);
+        run_kernel(&f, test_kernel(k), 2, &dense);
+
+        fixture far = f;
+        fixture_results far_results = results;
+        test_tensor *const tensors[] = {&far.q_t,          &far.k_t,          &far.q_s,           &far.k_s,
+                                        &far.grad_kl,      &far_results.kl,   &far_results.lse_t, &far_results.lse_s,
+                                        &far_results.dq_t, &far_results.dk_t, &far_results.dq_s,  &far_results.dk_s};
+        for (size_t t = 0; t < COUNT_OF(tensors); t++)
+            spread_out(tensors[t], stride_batch, stride_head, stride_row);
+        far.inputs.q_t = tensor_input(&far.q_t), far.inputs.k_t = tensor_input(&far.k_t);
+        far.inputs.q_s = tensor_input(&far.q_s), far.inputs.k_s = tensor_input(&far.k_s);
+        far.inputs.grad_kl = tensor_input(&far.grad_kl);
+        run_kernel(&far, test_kernel(k), 2, &far_results);
+        const char *const different = results_difference(&dense, &far_results);
+        if (different)
+            fail_msg("%s: %s differs when strides are large", test_kernel(k), different);
+        for (size_t t = 0; t < COUNT_OF(tensors); t++)
+            fold_up(tensors[t]);
+        results_destroy(&dense);
+        results_destroy(&results);
+        fixture_destroy(&f);
+    }
+}
+
+static void test_strides_beyond_32_bits(void **state)
+{
+    (void)state;
+    const int64_t far = ((int64_t)1 << 31) + 77;
+    check_spread(far, 100, 20);
+    check_spread(200, far, 20);
+    check_spread(200, 100, far);
+}
+
+/* ---- Equal by meaning -------------------------------------------------------------------------------------- */
+
+/* One head that stands for all, and the same head copied: no bit of difference. */
+static void test_expanded_inputs_equal_their_copies(void **state)
+{
+    (void)state;
+    static const test_case cases[] = {
+        {"expanded", SHAPE(2, 37, 67), SMALL, LAYOUT(EXPANDED)},
+        {"repeated", SHAPE(2, 37, 67), SMALL, LAYOUT(REPEATED)},
+    };
+    for (size_t c = 0; c < COUNT_OF(cases); c++)
+        for (int32_t k = 0; test_kernel(k); k++) {
+            test_case copied = cases[c];
+            copied.layout = LAYOUT_CONTIGUOUS;
+            fixture expanded, copy;
+            fixture_create(&expanded, &cases[c]);
+            fixture_create(&copy, &copied);
+            tensor_copy(&copy.q_t, &expanded.q_t), tensor_copy(&copy.k_t, &expanded.k_t);
+            tensor_copy(&copy.q_s, &expanded.q_s), tensor_copy(&copy.k_s, &expanded.k_s);
+            tensor_copy(&copy.grad_kl, &expanded.grad_kl);
+            fixture_results a = results_create(&expanded), b = results_create(&copy);
+            run_kernel(&expanded, test_kernel(k), 2, &a);
+            run_kernel(&copy, test_kernel(k), 2, &b);
+            assert_null(results_difference(&a, &b));
+            results_destroy(&a);
+            results_destroy(&b);
+            fixture_destroy(&expanded);
+            fixture_destroy(&copy);
+        }
+}
+
+/* A key head that query heads share gives what its copies would. */
+static void test_shared_key_heads_equal_their_copies(void **state)
+{
+    (void)state;
+    static const test_case shared_case = {"shared", SHAPE(1, 37, 67), HEADS(6, 6), KEY_HEADS(2, 3), DIMS(16, 16)};
+    test_case copied_case = shared_case;
+    copied_case.key_heads_t = copied_case.key_heads_s = 0;
+    for (int32_t k = 0; test_kernel(k); k++) {
+        fixture shared, copied;
+        fixture_create(&shared, &shared_case);
+        fixture_create(&copied, &copied_case); /* the same name, so the same queries but other keys */
+        const int64_t elements = 67 * 16;      /* of a key head */
+        for (int64_t n = 0; n < 6 * elements; n++) {
+            const int64_t head = n / elements, rest = n % elements;
+            tensor_set(&copied.k_t, n, tensor_get(&shared.k_t, head / 3 * elements + rest));
+            tensor_set(&copied.k_s, n, tensor_get(&shared.k_s, head / 2 * elements + rest));
+        }
+        tensor_copy(&copied.q_t, &shared.q_t), tensor_copy(&copied.q_s, &shared.q_s);
+        tensor_copy(&copied.grad_kl, &shared.grad_kl);
+        fixture_results a = results_create(&shared), b = results_create(&copied);
+        run_kernel(&shared, test_kernel(k), 2, &a);
+        run_kernel(&copied, test_kernel(k), 2, &b);
+        assert_true(tensor_equal(&a.kl, &b.kl));
+        assert_true(tensor_equal(&a.dq_t, &b.dq_t));
+        assert_true(tensor_equal(&a.dq_s, &b.dq_s));
+        results_destroy(&a);
+        results_destroy(&b);
+        fixture_destroy(&shared);
+        fixture_destroy(&copied);
+    }
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_every_row_is_padding),
+        cmocka_unit_test(test_a_rank_that_holds_only_padding),
+        cmocka_unit_test(test_poison_in_hidden_keys),
+        cmocka_unit_test(test_poison_in_a_visible_key),
+        cmocka_unit_test(test_poison_in_a_query),
+        cmocka_unit_test(test_more_than_65535_batches_and_heads),
+        cmocka_unit_test(test_more_than_32768_rows),
+        cmocka_unit_test(test_strides_beyond_32_bits),
+        cmocka_unit_test(test_expanded_inputs_equal_their_copies),
+        cmocka_unit_test(test_shared_key_heads_equal_their_copies),
+    };
+    return test_run("faults", tests, COUNT_OF(tests));
+}

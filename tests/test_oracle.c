@@ -1,0 +1,302 @@
+/* The oracle against closed forms, drawn masks and its own central differences. */
+#include "fixture.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+/* ---- Element types ----------------------------------------------------------------------------------------- */
+
+static void test_reads_every_type(void **state)
+{
+    (void)state;
+    const float f32[] = {1.5F, -0.0F};
+    const uint16_t f16[] = {0x3C00, 0xC000, 0x0001, 0x03FF, 0x0400, 0x7BFF, 0x7C00, 0xFC00, 0x7E00};
+    const double f16_values[] = {1, -2, 0x1p-24, 0x3FFp-24, 0x1p-14, 65504, INFINITY, -INFINITY};
+    const uint16_t bf16[] = {0x3F80, 0xC000, 0x0001, 0x7F80, 0x7FC0};
+    const double bf16_values[] = {1, -2, 0x1p-133, INFINITY};
+
+    assert_true(oracle_read(SKL_F32, f32, 0) == 1.5);
+    assert_true(signbit(oracle_read(SKL_F32, f32, 1)));
+    for (int64_t n = 0; n < (int64_t)COUNT_OF(f16_values); n++)
+        assert_true(oracle_read(SKL_F16, f16, n) == f16_values[n]);
+    for (int64_t n = 0; n < (int64_t)COUNT_OF(bf16_values); n++)
+        assert_true(oracle_read(SKL_BF16, bf16, n) == bf16_values[n]);
+    assert_true(isnan(oracle_read(SKL_F16, f16, COUNT_OF(f16_values))));
+    assert_true(isnan(oracle_read(SKL_BF16, bf16, COUNT_OF(bf16_values))));
+}
+
+/* The tests' own rounding: every 16-bit value survives a round trip, and ties go to even. */
+static void test_rounds_to_16_bits(void **state)
+{
+    (void)state;
+    static const skl_dtype dtypes[] = {SKL_F16, SKL_BF16};
+    test_tensor one = {.batch = 1, .heads = 1, .length = 1, .dim = 1};
+    uint16_t stored;
+    one.data = &stored;
+    for (size_t t = 0; t < COUNT_OF(dtypes); t++) {
+        one.dtype = dtypes[t];
+        for (uint32_t bits = 0; bits < 0x10000; bits++) {
+            const uint16_t given = (uint16_t)bits;
+            const double value = oracle_read(one.dtype, &given, 0);
+            tensor_set(&one, 0, value);
+            assert_true(isnan(value) ? isnan(tensor_get(&one, 0)) : stored == given);
+        }
+        const double ulp = 2 * dtype_half_ulp(one.dtype, 1);
+        tensor_set(&one, 0, 1 + 0.5 * ulp);
+        assert_true(tensor_get(&one, 0) == 1);
+        tensor_set(&one, 0, 1 + 1.5 * ulp);
+        assert_true(tensor_get(&one, 0) == 1 + 2 * ulp);
+    }
+    one.dtype = SKL_F16;
+    tensor_set(&one, 0, 65519);
+    assert_true(tensor_get(&one, 0) == 65504);
+    tensor_set(&one, 0, 65520);
+    assert_true(isinf(tensor_get(&one, 0)));
+}
+
+/* ---- Masks ------------------------------------------------------------------------------------------------- */
+
+/* One string a query row, '#' for the keys it sees. */
+typedef struct drawn_mask {
+    const char *name;
+    int64_t len_q, len_k;
+    int32_t causal;
+    int64_t window_left, window_right;
+    int64_t offset_q, offset_k; /* not both 0: SKL_POSITIONS_OFFSET */
+    int32_t key_length;         /* below 0: not given */
+    const char *rows[5];
+} drawn_mask;
+
+static const drawn_mask drawn_masks[] = {
+    {"none", 2, 3, 0, -1, -1, 0, 0, -1, {"###", "###"}},
+    {"causal", 3, 3, 1, -1, -1, 0, 0, -1, {"#..", "##.", "###"}},
+    {"causal, more keys", 3, 5, 1, -1, -1, 0, 0, -1, {"###..", "####.", "#####"}},
+    {"causal, more queries", 5, 3, 1, -1, -1, 0, 0, -1, {"...", "...", "#..", "##.", "###"}},
+    {"window", 5, 5, 0, 1, 2, 0, 0, -1, {"###..", "####.", ".####", "..###", "...##"}},
+    {"window without right limit", 4, 4, 0, 1, -1, 0, 0, -1, {"####", "####", ".###", "..##"}},
+    {"window without left limit", 4, 4, 0, -1, 1, 0, 0, -1, {"##..", "###.", "####", "####"}},
+    {"diagonal", 3, 4, 0, 0, 0, 0, 0, -1, {".#..", "..#.", "...#"}},
+    {"causal window", 4, 4, 1, 1, 3, 0, 0, -1, {"#...", "##..", ".##.", "..##"}},
+    {"key length", 3, 4, 0, -1, -1, 0, 0, 2, {"##..", "##..", "##.."}},
+    {"key length 0", 2, 4, 0, -1, -1, 0, 0, 0, {"....", "...."}},
+    {"a key length moves no position", 3, 4, 1, -1, -1, 0, 0, 3, {"##..", "###.", "###."}},
+    {"later queries", 3, 4, 1, -1, -1, 1, 0, -1, {"##..", "###.", "####"}},
+    {"later keys", 4, 3, 1, -1, -1, 0, 2, -1, {"...", "...", "#..", "##."}},
+    {"a window that has passed", 3, 3, 0, 1, 0, 2, 0, -1, {".##", "..#", "..."}},
+};
+
+static void test_masks_as_drawn(void **state)
+{
+    (void)state;
+    for (size_t m = 0; m < COUNT_OF(drawn_masks); m++) {
+        const drawn_mask *const mask = &drawn_masks[m];
+        skl_problem p = skl_problem_default();
+        p.len_q = mask->len_q, p.len_k = mask->len_k;
+        p.causal = mask->causal;
+        p.window_left = mask->window_left, p.window_right = mask->window_right;
+        p.positions = mask->offset_q || mask->offset_k ? SKL_POSITIONS_OFFSET : SKL_POSITIONS_BOTTOM_RIGHT;
+        p.offset_q = mask->offset_q, p.offset_k = mask->offset_k;
+        const skl_inputs inputs = {.key_lengths = mask->key_length < 0 ? NULL : &mask->key_length};
+        for (int64_t i = 0; i < p.len_q; i++) {
+            const oracle_keys keys = oracle_visible_keys(&p, &inputs, 0, i);
+            for (int64_t j = 0; j < p.len_k; j++)
+                if ((keys.begin <= j && j < keys.end) != (mask->rows[i][j] == '#'))
+                    fail_msg("%s: row %lld is wrong at key %lld", mask->name, (long long)i, (long long)j);
+        }
+    }
+}
+
+/* ---- Closed forms ------------------------------------------------------------------------------------------ */
+
+/* One row over two keys. With dim 1, scale 1 and keys {logit, 0} the distributions are what one wants them to be. */
+typedef struct two_keys {
+    skl_problem problem;
+    skl_inputs inputs;
+    float query, teacher_keys[4], student_keys[2], given_lse[2];
+} two_keys;
+
+static void two_keys_init(two_keys *t, int64_t heads_t, double first_logit, double second_logit, double student_logit)
+{
+    *t = (two_keys){.problem = skl_problem_default(), .inputs = {.struct_size = sizeof(skl_inputs)}};
+    t->problem.len_q = 1, t->problem.len_k = 2;
+    t->problem.heads_t = heads_t;
+    t->problem.dim_t = t->problem.dim_s = 1;
+    t->problem.scale_t = t->problem.scale_s = 1;
+    t->problem.gradients = ALL_GRADIENTS;
+    t->query = 1;
+    t->teacher_keys[0] = (float)first_logit;
+    t->teacher_keys[2] = (float)second_logit;
+    t->student_keys[0] = (float)student_logit;
+    t->inputs.q_t = t->inputs.q_s = (skl_input){&t->query, 0, 0, 0};
+    t->inputs.k_t = skl_input_contiguous(t->teacher_keys, heads_t, 2, 1);
+    t->inputs.k_s = skl_input_contiguous(t->student_keys, 1, 2, 1);
+}
+
+#define assert_near(a, b) assert_true(fabs((a) - (b)) < 1e-6)
+
+/* P = (3/4, 1/4), S = (1/2, 1/2) */
+static void test_two_keys(void **state)
+{
+    (void)state;
+    two_keys t;
+    two_keys_init(&t, 1, log(3), 0, 0);
+    oracle_result r = oracle_run(&t.problem, &t.inputs);
+    const double kl = 0.75 * log(1.5) + 0.25 * log(0.5);
+    assert_near(r.kl[0], kl);
+    assert_near(r.lse_t[0], log(4));
+    assert_near(r.lse_s[0], log(2));
+    assert_near(r.dk_s[0], 0.5 - 0.75);
+    assert_near(r.dk_s[1], 0.5 - 0.25);
+    assert_near(r.dk_t[0], 0.75 * (log(1.5) - kl));
+    assert_near(r.dk_t[1], 0.25 * (log(0.5) - kl));
+    assert_near(r.dq_s[0], 0);
+    assert_near(r.dq_t[0], r.dk_t[0] * log(3));
+    oracle_free(&r);
+
+    t.problem.direction = SKL_KL_REVERSE;
+    r = oracle_run(&t.problem, &t.inputs);
+    assert_near(r.kl[0], 0.5 * log(0.5 / 0.75) + 0.5 * log(0.5 / 0.25));
+    assert_near(r.dk_t[0], 0.75 - 0.5);
+    oracle_free(&r);
+}
+
+/* P = mean of (3/4, 1/4) and (1/4, 3/4), or of (3/4, 1/4) and (1/2, 1/2) */
+static void test_two_keys_two_teachers(void **state)
+{
+    (void)state;
+    two_keys t;
+    two_keys_init(&t, 2, log(3), -log(3), 0);
+    oracle_result r = oracle_run(&t.problem, &t.inputs);
+    assert_near(r.kl[0], 0);
+    oracle_free(&r);
+
+    two_keys_init(&t, 2, log(3), 0, 0);
+    r = oracle_run(&t.problem, &t.inputs);
+    const double phi[] = {log(0.625 / 0.5), log(0.375 / 0.5)};
+    assert_near(r.kl[0], 0.625 * phi[0] + 0.375 * phi[1]);
+    assert_near(r.lse_t[0], log(4));
+    assert_near(r.lse_t[1], log(2));
+    assert_near(r.dot_t[0], 0.75 * phi[0] + 0.25 * phi[1]);
+    assert_near(r.dot_t[1], 0.5 * phi[0] + 0.5 * phi[1]);
+    assert_near(r.dk_t[0], 0.5 * 0.75 * (phi[0] - r.dot_t[0]));
+    oracle_free(&r);
+}
+
+/* LSEs over four keys of which two are hidden: u_1 = (3/8, 1/8), u_2 = (1/4, 1/4); P is their sum, normalised. */
+static void test_two_keys_wider_lse(void **state)
+{
+    (void)state;
+    two_keys t;
+    two_keys_init(&t, 2, log(3), 0, 0);
+    t.given_lse[0] = (float)log(8);
+    t.given_lse[1] = (float)log(4);
+    t.inputs.lse_t = skl_input_contiguous(t.given_lse, 2, 1, 1);
+    oracle_result r = oracle_run(&t.problem, &t.inputs);
+    assert_near(r.kl[0], 0.625 * log(0.625 / 0.5) + 0.375 * log(0.375 / 0.5));
+    assert_near(r.lse_t[0], log(8) + log(0.5));
+    assert_near(r.lse_t[1], log(4) + log(0.5));
+    oracle_free(&r);
+}
+
+static void test_two_keys_softcap(void **state)
+{
+    (void)state;
+    two_keys t;
+    two_keys_init(&t, 1, 5, 0, 0);
+    t.problem.softcap_t = 2;
+    oracle_result r = oracle_run(&t.problem, &t.inputs);
+    assert_near(r.lse_t[0], log(exp(2 * tanh(2.5)) + 1));
+    oracle_free(&r);
+}
+
+/* ---- Central differences ----------------------------------------------------------------------------------- */
+
+/* sum_i grad_kl_i KL_i */
+static double loss_of(const fixture *f)
+{
+    skl_problem forward_only = f->problem;
+    forward_only.gradients = 0;
+    oracle_result result = oracle_run(&forward_only, &f->inputs);
+    double loss = 0;
+    for (int64_t n = 0; n < f->batch * f->problem.heads_s * f->length_q; n++)
+        if (result.kl[n] != 0)
+            loss += result.kl[n] * (f->grad_kl.data ? tensor_get(&f->grad_kl, n) : 1);
+    oracle_free(&result);
+    return loss;
+}
+
+/* Steps along a random direction: loss(x + e v) - loss(x - e v) = <gradient, 2 e v> up to the third order in e. */
+static void check_direction(const fixture *f, const test_tensor *x, const double *gradient, double step,
+                            const char *name)
+{
+    const double tolerance = 1e-5;
+    const int64_t count = tensor_count(x);
+    double *const start = malloc(sizeof(double) * (size_t)(count + 1));
+    assert_non_null(start);
+    for (int64_t n = 0; n < count; n++)
+        start[n] = tensor_get(x, n);
+
+    double losses[2], expected = 0, size = 0;
+    for (int side = 0; side < 2; side++) {
+        test_random direction = random_for(name);
+        for (int64_t n = 0; n < count; n++) {
+            tensor_set(x, n, start[n] + (side ? 1 : -1) * random_uniform(&direction, -step, step));
+            const double taken = (side ? 1 : -1) * (tensor_get(x, n) - start[n]); /* float rounds the step */
+            if (gradient[n] == 0)
+                continue; /* poisoned */
+            expected += gradient[n] * taken;
+            size += fabs(gradient[n] * taken);
+        }
+        losses[side] = loss_of(f);
+    }
+    for (int64_t n = 0; n < count; n++)
+        tensor_set(x, n, start[n]);
+    free(start);
+    const double actual = losses[1] - losses[0];
+    if (fabs(actual - expected) > tolerance * size + 1e-12 * fabs(losses[0]))
+        fail_msg("%s: %s: the loss changes by %.9g, its gradient says %.9g", f->test_case->name, name, actual,
+                 expected);
+}
+
+static void test_gradients_are_differences(void **state)
+{
+    (void)state;
+    const int64_t sample = test_environment("SKL_TEST_SAMPLE", 1);
+    for (size_t n = 0; n < test_case_count; n += (size_t)sample) {
+        test_case c = test_cases[n];
+        if (c.without)
+            continue; /* another case has the same shape and all gradients */
+        c.dtype_t = c.dtype_s = SKL_F32;
+        c.layout = LAYOUT_CONTIGUOUS;
+        c.lse = LSE_COMPUTED; /* a given LSE would not follow the step */
+        fixture f;
+        fixture_create(&f, &c);
+        fixture_solve(&f);
+        const double step = 1e-4, step_q = step / (1 + fabs(c.growth) / 10); /* large keys: a step counts for more */
+        check_direction(&f, &f.q_t, f.exact.dq_t, step_q, "dq_t");
+        check_direction(&f, &f.k_t, f.exact.dk_t, step, "dk_t");
+        check_direction(&f, &f.q_s, f.exact.dq_s, step_q, "dq_s");
+        check_direction(&f, &f.k_s, f.exact.dk_s, step, "dk_s");
+        fixture_destroy(&f);
+    }
+}
+
+static void test_case_names_are_unique(void **state)
+{
+    (void)state;
+    for (size_t a = 0; a < test_case_count; a++)
+        for (size_t b = 0; b < a; b++)
+            assert_string_not_equal(test_cases[a].name, test_cases[b].name);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_reads_every_type),      cmocka_unit_test(test_rounds_to_16_bits),
+        cmocka_unit_test(test_masks_as_drawn),        cmocka_unit_test(test_two_keys),
+        cmocka_unit_test(test_two_keys_two_teachers), cmocka_unit_test(test_two_keys_wider_lse),
+        cmocka_unit_test(test_two_keys_softcap),      cmocka_unit_test(test_gradients_are_differences),
+        cmocka_unit_test(test_case_names_are_unique),
+    };
+    return test_run("oracle", tests, COUNT_OF(tests));
+}

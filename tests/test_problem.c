@@ -1,0 +1,284 @@
+/* Every rule about problems and options: what it refuses, with which words, and what stands just inside it. */
+#define _DEFAULT_SOURCE /* setenv */
+#include "support.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "edit.h"
+
+#define SET(member, to)       SET_IN(skl_problem, member, to)
+#define SET_FLOAT(member, to) SET_FLOAT_IN(skl_problem, member, to)
+#define LENGTH_MAX            ((int64_t)1 << 40)
+
+/* Takes part in nothing special, so that one edit is enough to spoil it. */
+static skl_problem good_problem(void)
+{
+    skl_problem problem = skl_problem_default();
+    problem.batch = 2;
+    problem.len_q = problem.len_k = 8;
+    problem.heads_t = problem.heads_s = 4;
+    problem.dim_t = problem.dim_s = 16;
+    return problem;
+}
+
+typedef struct problem_rule {
+    const char *message; /* NULL: accepted */
+    edit edits[4];
+} problem_rule;
+
+static const problem_rule problem_rules[] = {
+    {NULL, {{0}}},
+    {"problem.struct_size=0: must be ", {SET(struct_size, 0)}},
+    {"; start from skl_problem_default()", {SET(struct_size, 8)}},
+
+    {"dtype_t=3: must be 0..2", {SET(dtype_t, 3)}},
+    {"dtype_s=9: must be 0..2", {SET(dtype_s, 9)}},
+    {"grad_f32=2: must be 0..1", {SET(grad_f32, 2)}},
+    {"gradients=16: must be 0..15", {SET(gradients, 16)}},
+    {NULL, {SET(gradients, 15)}},
+    {NULL, {SET(gradients, 0)}},
+    {"direction=2: must be 0..1", {SET(direction, 2)}},
+
+    {"batch=-1: must be 0..2147483647", {SET(batch, -1)}},
+    {"batch=2147483648: must be 0..2147483647", {SET(batch, 2147483648)}},
+    {NULL, {SET(batch, 0)}},
+    {"len_q=-1: must be 0..1099511627776", {SET(len_q, -1)}},
+    {"len_q=1099511627777: must be 0..1099511627776", {SET(len_q, LENGTH_MAX + 1)}},
+    {NULL, {SET(len_q, LENGTH_MAX)}},
+    {"len_k=-1: must be 0..1099511627776", {SET(len_k, -1)}},
+    {"len_k=1099511627777: must be", {SET(len_k, LENGTH_MAX + 1)}},
+    {NULL, {SET(len_k, LENGTH_MAX)}},
+    {NULL, {SET(len_q, 0), SET(len_k, 0)}},
+
+    {"heads_t=0: must be 1..2147483647", {SET(heads_t, 0)}},
+    {"heads_s=0: must be 1..2147483647", {SET(heads_s, 0)}},
+    {"heads_s=-4: must be 1..", {SET(heads_s, -4)}},
+    {"heads_t=3: must be a multiple of heads_s=2", {SET(heads_t, 3), SET(heads_s, 2)}},
+    {"heads_t=4: must be a multiple of heads_s=8", {SET(heads_s, 8)}},
+    {NULL, {SET(heads_t, 12)}},
+    {"key_heads_t=-1: must be 0..", {SET(key_heads_t, -1)}},
+    {"key_heads_s=-1: must be 0..", {SET(key_heads_s, -1)}},
+    {"heads_t=4: must be a multiple of key_heads_t=3", {SET(key_heads_t, 3)}},
+    {"heads_s=4: must be a multiple of key_heads_s=8", {SET(key_heads_s, 8)}},
+    {NULL, {SET(key_heads_t, 1), SET(key_heads_s, 2)}},
+
+    {"dim_t=0: must be 1..512", {SET(dim_t, 0)}},
+    {"dim_t=513: must be 1..512", {SET(dim_t, 513)}},
+    {NULL, {SET(dim_t, 512), SET(dim_s, 1)}},
+    {"dim_s=0: must be 1..512", {SET(dim_s, 0)}},
+    {"dim_s=513: must be 1..512", {SET(dim_s, 513)}},
+
+    {"scale_t=nan: must be finite; 0 stands for 1/sqrt(dim_t)", {SET_FLOAT(scale_t, NAN)}},
+    {"scale_t=inf: must be finite", {SET_FLOAT(scale_t, INFINITY)}},
+    {"scale_s=-inf: must be finite; 0 stands for 1/sqrt(dim_s)", {SET_FLOAT(scale_s, -INFINITY)}},
+    {NULL, {SET_FLOAT(scale_t, -1)}},
+    {"softcap_t=-1: must be finite and at least 0; 0 stands for none", {SET_FLOAT(softcap_t, -1)}},
+    {"softcap_t=nan: must be finite", {SET_FLOAT(softcap_t, NAN)}},
+    {"softcap_s=inf: must be finite and at least 0", {SET_FLOAT(softcap_s, INFINITY)}},
+
+    {"causal=2: must be 0..1", {SET(causal, 2)}},
+    {"window_left=-2: must be -1..1099511627776", {SET(window_left, -2)}},
+    {"window_right=-2: must be -1..1099511627776", {SET(window_right, -2)}},
+    {NULL, {SET(window_left, LENGTH_MAX), SET(window_right, 0)}},
+    {"positions=2: must be 0..1", {SET(positions, 2)}},
+    {"offset_q=5, offset_k=0: must be 0 unless positions=SKL_POSITIONS_OFFSET", {SET(offset_q, 5)}},
+    {"offset_q=0, offset_k=-3: must be 0 unless", {SET(offset_k, -3)}},
+    {"offset_q=1099511627777: must be -1099511627776..1099511627776",
+     {SET(positions, SKL_POSITIONS_OFFSET), SET(offset_q, LENGTH_MAX + 1)}},
+    {"offset_k=-1099511627777: must be", {SET(positions, SKL_POSITIONS_OFFSET), SET(offset_k, -LENGTH_MAX - 1)}},
+    {NULL,
+     {SET(positions, SKL_POSITIONS_OFFSET), SET(offset_q, LENGTH_MAX), SET(offset_k, -LENGTH_MAX), SET(causal, 1)}},
+
+    {"packed=2: must be 0..1", {SET(packed, 2)}},
+    {"total_q=-1: must be 0..2147483647", {SET(total_q, -1)}},
+    {"total_k=2147483648: must be 0..2147483647", {SET(total_k, 2147483648)}},
+    {"total_q=8, total_k=0: must be 0 unless packed=1", {SET(total_q, 8)}},
+    {"total_q=0, total_k=8: must be 0 unless packed=1", {SET(total_k, 8)}},
+    {"len_q=8: must be at most total_q=7", {SET(packed, 1), SET(total_q, 7), SET(total_k, 8)}},
+    {"len_k=8: must be at most total_k=7", {SET(packed, 1), SET(total_q, 8), SET(total_k, 7)}},
+    {NULL, {SET(packed, 1), SET(total_q, 8), SET(total_k, 8)}},
+
+    {"batch=2147483647 x heads_t=2147483644 x len_q=1099511627776: too many rows",
+     {SET(batch, 2147483647), SET(heads_t, 2147483644), SET(len_q, LENGTH_MAX)}},
+    {"batch=2147483647 x heads_t=4 x len_q=1099511627776: too many rows",
+     {SET(batch, 2147483647), SET(len_q, LENGTH_MAX)}},
+};
+
+static void test_rules_of_problems(void **state)
+{
+    (void)state;
+    for (size_t n = 0; n < COUNT_OF(problem_rules); n++) {
+        const problem_rule *const rule = &problem_rules[n];
+        skl_problem problem = good_problem();
+        edit_apply(&problem, rule->edits, COUNT_OF(rule->edits));
+        skl_plan *plan = (skl_plan *)&problem; /* anything but NULL */
+        const skl_status status = skl_plan_create(&plan, &problem, NULL);
+        if (rule->message) {
+            assert_refused(status, SKL_ERROR_ARGUMENT, rule->message);
+            assert_null(plan);
+        } else {
+            assert_ok(status);
+            skl_plan_destroy(plan);
+        }
+    }
+}
+
+static void test_rules_of_pointers(void **state)
+{
+    (void)state;
+    const skl_problem problem = good_problem();
+    skl_plan *plan;
+    assert_refused(skl_plan_create(NULL, &problem, NULL), SKL_ERROR_ARGUMENT, "plan=NULL: must point to");
+    assert_refused(skl_plan_create(&plan, NULL, NULL), SKL_ERROR_ARGUMENT, "problem=NULL: must point to");
+    skl_plan_destroy(NULL);
+    assert_int_equal(skl_plan_workspace_size(NULL, SKL_OP_FORWARD), 0);
+    assert_string_equal(skl_plan_kernel(NULL), "");
+    assert_int_equal(skl_plan_threads(NULL), 0);
+}
+
+static skl_status create(const skl_options *options)
+{
+    const skl_problem problem = good_problem();
+    skl_plan *plan = NULL;
+    const skl_status status = skl_plan_create(&plan, &problem, options);
+    skl_plan_destroy(plan);
+    return status;
+}
+
+static void test_rules_of_options(void **state)
+{
+    (void)state;
+    skl_options options = skl_options_default();
+    options.struct_size = 1;
+    assert_refused(create(&options), SKL_ERROR_ARGUMENT, "options.struct_size=1: must be ");
+
+    options = skl_options_default();
+    options.threads = -1;
+    assert_refused(create(&options), SKL_ERROR_ARGUMENT, "threads=-1: must be 0..1024");
+    options.threads = 1025;
+    assert_refused(create(&options), SKL_ERROR_ARGUMENT, "threads=1025: must be 0..1024");
+
+    options = skl_options_default();
+    options.kernel = "no_such_kernel";
+    assert_refused(create(&options), SKL_ERROR_ARGUMENT, "kernel=no_such_kernel: no CPU kernel has this name");
+
+    options = skl_options_default();
+    options.device = (skl_device)7;
+    assert_refused(create(&options), SKL_ERROR_UNSUPPORTED, "device=7: ");
+}
+
+/* A kernel of this build that this CPU cannot run is refused by name, not tried. */
+static void test_unusable_kernels_are_refused(void **state)
+{
+    (void)state;
+    skl_kernel_info info;
+    for (int32_t k = 0; skl_kernel_at(k, &info); k++) {
+        skl_options options = skl_options_default();
+        options.device = info.device;
+        options.kernel = info.name;
+        if (!info.usable)
+            assert_refused(create(&options), SKL_ERROR_UNSUPPORTED, info.name);
+        else
+            assert_ok(create(&options));
+    }
+}
+
+static void test_environment_steers_the_plan(void **state)
+{
+    (void)state;
+    const skl_problem problem = good_problem();
+    skl_plan *plan;
+    setenv("STREAMKL_THREADS", "3", 1);
+    setenv("STREAMKL_KERNEL", test_kernel(1), 1);
+    assert_ok(skl_plan_create(&plan, &problem, NULL));
+    assert_int_equal(skl_plan_threads(plan), 3);
+    assert_string_equal(skl_plan_kernel(plan), test_kernel(1));
+    skl_plan_destroy(plan);
+
+    skl_options options = skl_options_default(); /* options outrank the environment */
+    options.threads = 2;
+    options.kernel = test_kernel(0);
+    assert_ok(skl_plan_create(&plan, &problem, &options));
+    assert_int_equal(skl_plan_threads(plan), 2);
+    assert_string_equal(skl_plan_kernel(plan), test_kernel(0));
+    skl_plan_destroy(plan);
+
+    static const char *const bad_counts[] = {"0", "-1", "many", "3x", "1025", "99999999999999999999"};
+    for (size_t n = 0; n < COUNT_OF(bad_counts); n++) {
+        char message[64];
+        snprintf(message, sizeof message, "STREAMKL_THREADS=%s: must be 1..1024", bad_counts[n]);
+        setenv("STREAMKL_THREADS", bad_counts[n], 1);
+        assert_refused(create(NULL), SKL_ERROR_ARGUMENT, message);
+    }
+    setenv("STREAMKL_THREADS", "", 1); /* as if it were not set */
+    setenv("STREAMKL_KERNEL", "", 1);
+    assert_ok(create(NULL));
+    setenv("STREAMKL_KERNEL", "nonsense", 1);
+    assert_refused(create(NULL), SKL_ERROR_ARGUMENT, "kernel=nonsense: ");
+    unsetenv("STREAMKL_KERNEL");
+    unsetenv("STREAMKL_THREADS");
+}
+
+/* What it needs depends on neither length. */
+static void test_workspace_does_not_grow_with_the_lengths(void **state)
+{
+    (void)state;
+    for (int32_t k = 0; test_kernel(k); k++) {
+        skl_problem problem = good_problem();
+        skl_plan *const small = test_plan(&problem, test_kernel(k), 2);
+        problem.len_q = problem.len_k = LENGTH_MAX;
+        skl_plan *const large = test_plan(&problem, test_kernel(k), 2);
+        for (skl_op op = SKL_OP_FORWARD; op <= SKL_OP_PARTIAL; op++)
+            assert_int_equal(skl_plan_workspace_size(small, op), skl_plan_workspace_size(large, op));
+        assert_int_equal(skl_plan_workspace_size(small, (skl_op)99), 0);
+        skl_plan_destroy(small);
+        skl_plan_destroy(large);
+    }
+}
+
+static void test_what_is_here(void **state)
+{
+    (void)state;
+    char version[32];
+    snprintf(version, sizeof version, "%d.%d.%d", SKL_VERSION_MAJOR, SKL_VERSION_MINOR, SKL_VERSION_PATCH);
+    assert_string_equal(skl_version(), version);
+    assert_true(strlen(skl_build_info()) > 0);
+    assert_null(strchr(skl_build_info(), '\n'));
+    assert_non_null(skl_cpu_features());
+    assert_string_equal(skl_status_name(SKL_OK), "SKL_OK");
+    assert_string_equal(skl_status_name(SKL_ERROR_ARGUMENT), "SKL_ERROR_ARGUMENT");
+    assert_string_equal(skl_status_name(SKL_ERROR_UNSUPPORTED), "SKL_ERROR_UNSUPPORTED");
+    assert_string_equal(skl_status_name(SKL_ERROR_MEMORY), "SKL_ERROR_MEMORY");
+    assert_string_equal(skl_status_name(SKL_ERROR_WORKSPACE), "SKL_ERROR_WORKSPACE");
+    assert_string_equal(skl_status_name(SKL_ERROR_DEVICE), "SKL_ERROR_DEVICE");
+    assert_non_null(skl_status_name((skl_status)-1));
+    assert_non_null(skl_status_name((skl_status)6));
+
+    skl_kernel_info info;
+    int32_t count = 0;
+    while (skl_kernel_at(count, &info)) {
+        assert_true(strlen(info.name) > 0);
+        assert_true(strlen(info.detail) > 0);
+        count++;
+    }
+    assert_true(count > 0);
+    assert_false(skl_kernel_at(count + 100, &info));
+    assert_false(skl_kernel_at(-1, &info));
+    assert_false(skl_kernel_at(0, NULL));
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_rules_of_problems),
+        cmocka_unit_test(test_rules_of_pointers),
+        cmocka_unit_test(test_rules_of_options),
+        cmocka_unit_test(test_unusable_kernels_are_refused),
+        cmocka_unit_test(test_environment_steers_the_plan),
+        cmocka_unit_test(test_workspace_does_not_grow_with_the_lengths),
+        cmocka_unit_test(test_what_is_here),
+    };
+    return test_run("problem", tests, COUNT_OF(tests));
+}

@@ -1,0 +1,314 @@
+/* Partial states: keys or queries split over calls and put together again, in both passes. */
+#include "runner.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+#include "case_words.h"
+
+#define SMALL HEADS(2, 2), DIMS(16, 16)
+
+/* ---- Merging ----------------------------------------------------------------------------------------------- */
+
+static void finish_and_compare(const fixture *f, const skl_plan *plan, const skl_inputs *inputs,
+                               const skl_row_state *states, const char *label)
+{
+    fixture_results all = results_create(f), wanted = all;
+    wanted.dot_t.data = NULL;
+    const skl_rows rows = results_rows(&wanted);
+    assert_ok(skl_states_finish(plan, inputs, states, &rows, NULL));
+    assert_int_equal(rows_mismatch(f, &wanted, label), 0);
+    results_destroy(&all);
+}
+
+static void merge_and_free(const skl_plan *plan, skl_row_state *into, skl_row_state *from)
+{
+    assert_ok(skl_states_merge(plan, into, from, NULL));
+    free(from);
+}
+
+static skl_row_state *states_over(const fixture *f, const skl_plan *plan, int64_t key_begin, int64_t key_end)
+{
+    skl_row_state *const states = states_create(f);
+    run_partial(plan, &f->inputs, key_begin, key_end, states);
+    return states;
+}
+
+/* Left to right, right to left, and as a tree, over ranges of one key and more. */
+static void test_any_order_and_any_tree(void **state)
+{
+    (void)state;
+    static const test_case c = {"order", SHAPE(2, 37, 133), SMALL, CAUSAL, .growth = 10};
+    static const int64_t cuts[] = {0, 1, 50, 96, 133};
+    fixture f;
+    fixture_create(&f, &c);
+    fixture_solve(&f);
+    for (int32_t k = 0; test_kernel(k); k++) {
+        skl_plan *const plan = test_plan(&f.problem, test_kernel(k), 2);
+        skl_row_state *parts[4];
+        for (int n = 0; n < 4; n++)
+            parts[n] = states_over(&f, plan, cuts[n], cuts[n + 1]);
+        for (int n = 1; n < 4; n++)
+            merge_and_free(plan, parts[0], parts[n]);
+        finish_and_compare(&f, plan, NULL, parts[0], "left to right");
+        free(parts[0]);
+
+        for (int n = 0; n < 4; n++)
+            parts[n] = states_over(&f, plan, cuts[n], cuts[n + 1]);
+        for (int n = 2; n >= 0; n--)
+            merge_and_free(plan, parts[3], parts[n]);
+        finish_and_compare(&f, plan, NULL, parts[3], "right to left");
+        free(parts[3]);
+
+        for (int n = 0; n < 4; n++)
+            parts[n] = states_over(&f, plan, cuts[n], cuts[n + 1]);
+        merge_and_free(plan, parts[0], parts[1]);
+        merge_and_free(plan, parts[2], parts[3]);
+        merge_and_free(plan, parts[0], parts[2]);
+        finish_and_compare(&f, plan, NULL, parts[0], "tree");
+        free(parts[0]);
+        skl_plan_destroy(plan);
+    }
+    fixture_destroy(&f);
+}
+
+/* An empty state changes no bit, on either side. */
+static void test_empty_states_change_nothing(void **state)
+{
+    (void)state;
+    static const test_case c = {"empty", SHAPE(1, 37, 67), SMALL, CAUSAL};
+    fixture f;
+    fixture_create(&f, &c);
+    const size_t size = (size_t)(f.problem.heads_s * f.length_q) * sizeof(skl_row_state);
+    for (int32_t k = 0; test_kernel(k); k++) {
+        skl_plan *const plan = test_plan(&f.problem, test_kernel(k), 2);
+        skl_row_state *const whole = states_over(&f, plan, 0, 67), *const merged = states_over(&f, plan, 0, 67);
+        skl_row_state *const empty = states_over(&f, plan, 40, 40);
+        assert_ok(skl_states_merge(plan, merged, empty, NULL));
+        assert_memory_equal(merged, whole, size);
+        assert_ok(skl_states_merge(plan, empty, whole, NULL));
+        assert_memory_equal(empty, whole, size);
+        free(whole);
+        free(merged);
+        free(empty);
+        skl_plan_destroy(plan);
+    }
+    fixture_destroy(&f);
+}
+
+static void test_nothing_seen_at_all(void **state)
+{
+    (void)state;
+    static const test_case c = {"nothing", SHAPE(1, 5, 67), SMALL};
+    fixture f;
+    fixture_create(&f, &c);
+    for (int32_t k = 0; test_kernel(k); k++) {
+        skl_plan *const plan = test_plan(&f.problem, test_kernel(k), 2);
+        skl_row_state *const empty = states_over(&f, plan, 0, 0);
+        skl_row_state *const behind = states_over(&f, plan, 67, 1000);
+        merge_and_free(plan, empty, behind);
+        fixture_results results = results_create(&f);
+        const skl_rows rows = results_rows(&results);
+        assert_ok(skl_states_finish(plan, NULL, empty, &rows, NULL));
+        for (int64_t n = 0; n < tensor_count(&results.kl); n++) {
+            assert_true(tensor_get(&results.kl, n) == 0);
+            assert_true(tensor_get(&results.lse_t, n) == -(double)INFINITY);
+            assert_true(tensor_get(&results.lse_s, n) == -(double)INFINITY);
+        }
+        free(empty);
+        results_destroy(&results);
+        skl_plan_destroy(plan);
+    }
+    fixture_destroy(&f);
+}
+
+/* Ranges are cut to the keys that there are, as if they had been given so. */
+static void test_ranges_beyond_the_keys(void **state)
+{
+    (void)state;
+    static const test_case c = {"beyond", SHAPE(1, 37, 67), SMALL};
+    fixture f;
+    fixture_create(&f, &c);
+    fixture_solve(&f);
+    for (int32_t k = 0; test_kernel(k); k++) {
+        skl_plan *const plan = test_plan(&f.problem, test_kernel(k), 2);
+        skl_row_state *const states = states_over(&f, plan, -5, INT64_MAX);
+        finish_and_compare(&f, plan, NULL, states, "beyond");
+        free(states);
+        skl_plan_destroy(plan);
+    }
+    fixture_destroy(&f);
+}
+
+/* ---- Shards: each rank has its own keys, or its own queries, and a plan of its own -------------------------- */
+
+/* Part [begin, end) of the rows of an input. */
+static skl_input rows_from(const skl_input *tensor, skl_dtype dtype, int64_t begin)
+{
+    skl_input part = *tensor;
+    part.data = (const char *)tensor->data + begin * tensor->stride_row * (int64_t)dtype_size(dtype);
+    return part;
+}
+
+static skl_output output_rows_from(const skl_output *tensor, skl_dtype dtype, int64_t begin)
+{
+    skl_output part = *tensor;
+    part.data = (char *)tensor->data + begin * tensor->stride_row * (int64_t)dtype_size(dtype);
+    return part;
+}
+
+static const test_case shard_cases[] = {
+    {"causal", SHAPE(2, 61, 97), SMALL, CAUSAL},
+    {"window", SHAPE(1, 97, 97), SMALL, WINDOW(20, 9)},
+    {"reverse", SHAPE(1, 61, 97), SMALL, REVERSE, CAUSAL},
+    {"grouped", SHAPE(1, 61, 97), HEADS(4, 2), DIMS(16, 16), CAUSAL, .lse = LSE_GIVEN},
+    {"bf16", SHAPE(1, 61, 97), SMALL, TYPES(BF16, BF16), .grad_f32 = 1},
+};
+
+static const int64_t shard_cuts[] = {0, 31, 31, 80, 97};
+enum { SHARDS = COUNT_OF(shard_cuts) - 1 };
+
+/* The problem of a rank that holds keys [begin, end): positions are those of the whole sequence. */
+static skl_problem key_shard(const fixture *f, int64_t begin, int64_t end)
+{
+    skl_problem shard = f->problem;
+    shard.len_k = end - begin;
+    shard.positions = SKL_POSITIONS_OFFSET;
+    shard.offset_q = f->problem.len_k - f->problem.len_q;
+    shard.offset_k = begin;
+    return shard;
+}
+
+static skl_inputs key_shard_inputs(const fixture *f, skl_inputs inputs, int64_t begin)
+{
+    inputs.k_t = rows_from(&f->inputs.k_t, f->problem.dtype_t, begin);
+    inputs.k_s = rows_from(&f->inputs.k_s, f->problem.dtype_s, begin);
+    return inputs;
+}
+
+/* Every rank sums over its own keys; the merged states hold all of them. */
+static void shard_forward(const fixture *f, const char *kernel, const fixture_results *results)
+{
+    skl_plan *const whole = test_plan(&f->problem, kernel, 2);
+    skl_row_state *merged = NULL;
+    for (int s = 0; s < SHARDS; s++) {
+        const skl_problem shard = key_shard(f, shard_cuts[s], shard_cuts[s + 1]);
+        const skl_inputs inputs = key_shard_inputs(f, f->inputs, shard_cuts[s]);
+        skl_plan *const plan = test_plan(&shard, kernel, 2);
+        skl_row_state *const states = states_create(f);
+        run_partial(plan, &inputs, 0, shard.len_k, states);
+        if (merged)
+            merge_and_free(whole, merged, states);
+        else
+            merged = states;
+        skl_plan_destroy(plan);
+    }
+    skl_rows rows = results_rows(results);
+    rows.dot_t.data = NULL;
+    assert_ok(skl_states_finish(whole, &f->inputs, merged, &rows, NULL));
+    free(merged);
+    skl_plan_destroy(whole);
+}
+
+/* With the rows of the whole, each rank gives the gradients of its own keys and a share of those of the queries. */
+static void shard_backward(const fixture *f, const char *kernel, const skl_inputs *known, fixture_results *sum)
+{
+    fixture_results share = results_create(f);
+    for (int64_t n = 0; n < tensor_count(&sum->dq_t); n++)
+        tensor_set(&sum->dq_t, n, 0);
+    for (int64_t n = 0; n < tensor_count(&sum->dq_s); n++)
+        tensor_set(&sum->dq_s, n, 0);
+    for (int s = 0; s < SHARDS; s++) {
+        const skl_problem shard = key_shard(f, shard_cuts[s], shard_cuts[s + 1]);
+        const skl_inputs inputs = key_shard_inputs(f, *known, shard_cuts[s]);
+        skl_plan *const plan = test_plan(&shard, kernel, 2);
+        skl_gradients gradients = results_gradients(&share);
+        const skl_gradients whole = results_gradients(sum);
+        gradients.dk_t = output_rows_from(&whole.dk_t, sum->dk_t.dtype, shard_cuts[s]);
+        gradients.dk_s = output_rows_from(&whole.dk_s, sum->dk_s.dtype, shard_cuts[s]);
+        run_backward(plan, &inputs, &gradients);
+        for (int64_t n = 0; n < tensor_count(&sum->dq_t); n++)
+            tensor_set(&sum->dq_t, n, tensor_get(&sum->dq_t, n) + tensor_get(&share.dq_t, n));
+        for (int64_t n = 0; n < tensor_count(&sum->dq_s); n++)
+            tensor_set(&sum->dq_s, n, tensor_get(&sum->dq_s, n) + tensor_get(&share.dq_s, n));
+        skl_plan_destroy(plan);
+    }
+    results_destroy(&share);
+}
+
+static void test_key_shards(void **state)
+{
+    (void)state;
+    for (size_t c = 0; c < COUNT_OF(shard_cases); c++)
+        for (int32_t k = 0; test_kernel(k); k++) {
+            fixture f;
+            fixture_create(&f, &shard_cases[c]);
+            fixture_solve(&f);
+            fixture_results results = results_create(&f);
+            shard_forward(&f, test_kernel(k), &results);
+
+            skl_plan *const whole = test_plan(&f.problem, test_kernel(k), 2);
+            skl_rows only_dot = {.struct_size = sizeof only_dot, .dot_t = tensor_output(&results.dot_t)};
+            run_forward(whole, &f.inputs, &only_dot);
+            skl_plan_destroy(whole);
+            assert_int_equal(rows_mismatch(&f, &results, test_kernel(k)), 0);
+
+            const skl_inputs known = results_backward_inputs(&f, &results);
+            shard_backward(&f, test_kernel(k), &known, &results);
+            assert_int_equal(gradients_mismatch(&f, &results, test_kernel(k)), 0);
+            results_destroy(&results);
+            fixture_destroy(&f);
+        }
+}
+
+/* Each rank has its own queries and all keys: nothing to merge, but the positions have to be right. */
+static void test_query_shards(void **state)
+{
+    (void)state;
+    static const int64_t cuts[] = {0, 20, 61};
+    for (size_t c = 0; c < COUNT_OF(shard_cases); c++)
+        for (int32_t k = 0; test_kernel(k); k++) {
+            fixture f;
+            fixture_create(&f, &shard_cases[c]);
+            fixture_solve(&f);
+            fixture_results all = results_create(&f), results = all;
+            results.dot_t.data = NULL;
+            const skl_rows whole_rows = results_rows(&results);
+            const int64_t len_q = f.problem.len_q;
+            for (int s = 0; s < 2; s++) {
+                const int64_t begin = cuts[s], end = s == 1 ? len_q : cuts[s + 1];
+                skl_problem shard = f.problem;
+                shard.len_q = end - begin;
+                shard.positions = SKL_POSITIONS_OFFSET;
+                shard.offset_q = f.problem.len_k - len_q + begin;
+                skl_inputs inputs = f.inputs;
+                inputs.q_t = rows_from(&f.inputs.q_t, f.problem.dtype_t, begin);
+                inputs.q_s = rows_from(&f.inputs.q_s, f.problem.dtype_s, begin);
+                if (inputs.lse_t.data)
+                    inputs.lse_t = rows_from(&f.inputs.lse_t, SKL_F32, begin);
+                skl_rows rows = whole_rows;
+                rows.kl = output_rows_from(&whole_rows.kl, SKL_F32, begin);
+                rows.lse_t = output_rows_from(&whole_rows.lse_t, SKL_F32, begin);
+                rows.lse_s = output_rows_from(&whole_rows.lse_s, SKL_F32, begin);
+                skl_plan *const plan = test_plan(&shard, test_kernel(k), 2);
+                run_forward(plan, &inputs, &rows);
+                skl_plan_destroy(plan);
+            }
+            assert_int_equal(rows_mismatch(&f, &results, test_kernel(k)), 0);
+            results_destroy(&all);
+            fixture_destroy(&f);
+        }
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_any_order_and_any_tree),
+        cmocka_unit_test(test_empty_states_change_nothing),
+        cmocka_unit_test(test_nothing_seen_at_all),
+        cmocka_unit_test(test_ranges_beyond_the_keys),
+        cmocka_unit_test(test_key_shards),
+        cmocka_unit_test(test_query_shards),
+    };
+    return test_run("states", tests, COUNT_OF(tests));
+}

@@ -1,0 +1,358 @@
+/* Tensor files on disk: opening whatever a path may lead to, and writing files that are whole or not there. */
+#define _POSIX_C_SOURCE 200809L
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <cmocka.h>
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include "tensor_file.h"
+#include "tensor_write.h"
+
+/* Every test runs in an empty directory of its own, so paths are short and leftovers show. */
+typedef struct playground {
+    char directory[32];
+    int origin; /* the directory to go back to */
+} playground;
+
+static int enter_playground(void **state)
+{
+    playground *const place = malloc(sizeof *place);
+    strcpy(place->directory, "/tmp/tensor_disk_XXXXXX");
+    place->origin = open(".", O_RDONLY);
+    *state = place;
+    return mkdtemp(place->directory) && chdir(place->directory) == 0 ? 0 : -1;
+}
+
+static int entry_count(const char *path)
+{
+    DIR *const directory = opendir(path);
+    assert_non_null(directory);
+    int count = -2; /* "." and ".." */
+    while (readdir(directory))
+        count++;
+    closedir(directory);
+    return count;
+}
+
+static int leave_playground(void **state)
+{
+    playground *const place = *state;
+    DIR *const directory = opendir(".");
+    for (const struct dirent *entry; (entry = readdir(directory));)
+        (void)remove(entry->d_name);
+    closedir(directory);
+    const int left = fchdir(place->origin);
+    close(place->origin);
+    const int removed = rmdir(place->directory);
+    free(place);
+    return left == 0 && removed == 0 ? 0 : -1;
+}
+
+static void put_text(const char *path, const char *text)
+{
+    FILE *const stream = fopen(path, "w");
+    assert_non_null(stream);
+    assert_true(fputs(text, stream) >= 0 && fclose(stream) == 0);
+}
+
+static void expect_text(const char *path, const char *text)
+{
+    char found[64] = "";
+    FILE *const stream = fopen(path, "r");
+    assert_non_null(stream);
+    found[fread(found, 1, sizeof found - 1, stream)] = '\0';
+    fclose(stream);
+    assert_string_equal(found, text);
+}
+
+/* ---- Opening ----------------------------------------------------------------------------------------------- */
+
+static void expect_unopened(const char *path, const char *message)
+{
+    tensor_error error = {""};
+    assert_null(tensor_file_open(path, &error));
+    assert_string_equal(error.text, message);
+}
+
+static void opens_no_surprises(void **state)
+{
+    (void)state;
+    expect_unopened("absent", "absent: cannot open: No such file or directory");
+    expect_unopened(".", ".: Is a directory");
+    expect_unopened("/dev/zero", "/dev/zero: not a regular file");
+    assert_int_equal(mkfifo("pipe", 0600), 0);
+    expect_unopened("pipe", "pipe: not a regular file");
+    put_text("empty", "");
+    expect_unopened("empty", "empty: empty file: must be safetensors or .npy");
+    put_text("words", "once upon a time");
+    expect_unopened("words",
+                    "words: neither safetensors, byte 8 is 0x6e and not '{', nor .npy, byte 0 is 0x6f and not 0x93");
+}
+
+static void opens_no_unreadable_file(void **state)
+{
+    (void)state;
+    put_text("secret", "{}");
+    assert_int_equal(chmod("secret", 0), 0);
+    assert_int_equal(chmod(".", 0755), 0);
+    const uid_t user = geteuid();
+    const uid_t nobody = 65534;
+    if (user == 0)
+        assert_int_equal(seteuid(nobody), 0); /* root reads everything */
+    tensor_error error;
+    tensor_file *const file = tensor_file_open("secret", &error);
+    assert_int_equal(seteuid(user), 0);
+    assert_null(file);
+    assert_string_equal(error.text, "secret: cannot open: Permission denied");
+}
+
+static void long_paths_show_their_end(void **state)
+{
+    (void)state;
+    char path[2000];
+    memset(path, 'p', sizeof path);
+    strcpy(path + sizeof path - 10, "/q.npy");
+    tensor_error error;
+    assert_null(tensor_file_open(path, &error));
+    assert_memory_equal(error.text, "...ppp", 6);
+    assert_non_null(strstr(error.text, "p/q.npy: cannot open: File name too long"));
+}
+
+/* ---- Writing ----------------------------------------------------------------------------------------------- */
+
+static const float loss[] = {1, 2, 3, 4, 5, 6};
+static const uint16_t halves[] = {1, 2, 3};
+
+static const output_tensor outputs[] = {
+    {"h", SKL_F16, 1, {3}, halves},         {"kl", SKL_F32, 2, {2, 3}, loss},    {"b", SKL_BF16, 1, {1}, halves},
+    {"empty", SKL_F32, 3, {4, 0, 2}, NULL}, {"\"\u00e9", SKL_F32, 0, {0}, loss},
+};
+enum { OUTPUT_COUNT = sizeof outputs / sizeof outputs[0] };
+
+static bool write_outputs(const char *path, tensor_error *error)
+{
+    const output_metadata metadata[] = {{"made by", "streamkl"}, {"scale", "0.125"}};
+    return tensor_write(path, outputs, OUTPUT_COUNT, metadata, 2, error);
+}
+
+static void round_trip(void **state)
+{
+    (void)state;
+    tensor_error error = {""};
+    put_text("out", "old");
+    assert_true(write_outputs("out", &error));
+    assert_int_equal(entry_count("."), 1);
+
+    tensor_file *const file = tensor_file_open("out", &error);
+    assert_non_null(file);
+    const char *const wide_then_by_name[] = {"\"\u00e9", "empty", "kl", "b", "h"};
+    for (size_t i = 0; i < OUTPUT_COUNT; i++)
+        assert_string_equal(tensor_file_at(file, i)->name, wide_then_by_name[i]);
+    assert_null(tensor_file_at(file, OUTPUT_COUNT));
+    for (size_t i = 0; i < OUTPUT_COUNT; i++) {
+        const output_tensor *const put = &outputs[i];
+        const stored_tensor *const got = tensor_file_find(file, put->name, &error);
+        assert_true(got->supported && got->dtype == put->dtype && got->rank == put->rank);
+        assert_memory_equal(got->shape, put->shape, sizeof got->shape);
+        const unsigned char *const data = tensor_file_data(file, got, &error);
+        assert_ptr_equal(data, got->bytes); /* aligned as written */
+        if (got->size > 0)
+            assert_memory_equal(data, put->data, got->size);
+    }
+    tensor_file_close(file);
+}
+
+static void writes_these_bytes(void **state)
+{
+    (void)state;
+    static const char expected[] =
+        "\x50\0\0\0\0\0\0\0"
+        "{\"__metadata__\":{\"k\":\"v\"},\"h\":{\"dtype\":\"F16\",\"shape\":[2],\"data_offsets\":[0,4]}} "
+        "\1\0\2\0";
+    const size_t expected_size = sizeof expected - 1;
+    const output_tensor tensor = {"h", SKL_F16, 1, {2}, halves};
+    const output_metadata metadata = {"k", "v"};
+    tensor_error error;
+    assert_true(tensor_write("out", &tensor, 1, &metadata, 1, &error));
+    char found[200];
+    FILE *const stream = fopen("out", "r");
+    assert_non_null(stream);
+    const size_t found_size = fread(found, 1, sizeof found, stream);
+    fclose(stream);
+    assert_int_equal(found_size, expected_size);
+    assert_memory_equal(found, expected, expected_size);
+}
+
+static void writes_nothing_at_all(void **state)
+{
+    (void)state;
+    tensor_error error;
+    assert_true(tensor_write("out", NULL, 0, NULL, 0, &error));
+    tensor_file *const file = tensor_file_open("out", &error);
+    assert_non_null(file);
+    assert_null(tensor_file_at(file, 0));
+    tensor_file_close(file);
+}
+
+static void respects_umask(void **state)
+{
+    (void)state;
+    const mode_t old_mask = umask(027);
+    tensor_error error;
+    assert_true(write_outputs("out", &error));
+    umask(old_mask);
+    struct stat status;
+    assert_int_equal(stat("out", &status), 0);
+    assert_int_equal(status.st_mode & 0777, 0640);
+}
+
+static void passes_over_stale_temporaries(void **state)
+{
+    (void)state;
+    char stale[64];
+    for (int i = 0; i < 100; i++) {
+        tensor_error error;
+        assert_true(write_outputs("out", &error));
+        snprintf(stale, sizeof stale, ".streamkl-%ld-%d.tmp", (long)getpid(), i);
+        put_text(stale, "stale");
+    }
+    tensor_error error;
+    assert_false(write_outputs("out", &error));
+    assert_string_equal(error.text, "out: cannot create a temporary file beside it: File exists");
+    expect_text(stale, "stale");
+    assert_int_equal(entry_count("."), 101);
+}
+
+static void refuses_targets(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *path;
+        const char *message;
+    } cases[] = {
+        {".", ".: cannot write: Is a directory"},
+        {"absent/out", "absent/out: cannot create a temporary file beside it: No such file or directory"},
+        {"file/out", "file/out: cannot write: Not a directory"},
+        {"link", "link: cannot write: exists and is not a regular file"},
+        {"/dev/null", "/dev/null: cannot write: exists and is not a regular file"},
+        {"/proc/out", "/proc/out: cannot create a temporary file beside it: No such file or directory"},
+        {"", ": cannot rename the temporary file: No such file or directory"},
+    };
+    put_text("file", "old");
+    assert_int_equal(symlink("file", "link"), 0);
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        tensor_error error = {""};
+        assert_false(write_outputs(cases[i].path, &error));
+        assert_string_equal(error.text, cases[i].message);
+    }
+    expect_text("file", "old");
+    assert_int_equal(entry_count("."), 2);
+}
+
+static void refuses_read_only_directory(void **state)
+{
+    (void)state;
+    put_text("out", "old");
+    const uid_t user = geteuid();
+    const uid_t nobody = 65534;
+    assert_int_equal(chmod(".", 0555), 0);
+    if (user == 0)
+        assert_int_equal(seteuid(nobody), 0);
+    tensor_error error;
+    const bool written = write_outputs("out", &error);
+    assert_int_equal(seteuid(user), 0);
+    assert_int_equal(chmod(".", 0755), 0);
+    assert_false(written);
+    assert_string_equal(error.text, "out: cannot create a temporary file beside it: Permission denied");
+    expect_text("out", "old");
+}
+
+static void refuses_names(void **state)
+{
+    (void)state;
+    const output_tensor twice[] = {{"a", SKL_F32, 0, {0}, loss}, {"a", SKL_F16, 0, {0}, loss}};
+    const output_tensor reserved = {"__metadata__", SKL_F32, 0, {0}, loss};
+    const output_tensor latin1 = {"\xe9", SKL_F32, 0, {0}, loss};
+    const output_metadata key = {"\xe9", "v"}, value = {"k", "\xe9"};
+    tensor_error error;
+    assert_false(tensor_write("out", twice, 2, NULL, 0, &error));
+    assert_string_equal(error.text, "out: tensor \"a\": the name is taken");
+    assert_false(tensor_write("out", &reserved, 1, NULL, 0, &error));
+    assert_string_equal(error.text, "out: tensor \"__metadata__\": the name is taken");
+    assert_false(tensor_write("out", &latin1, 1, NULL, 0, &error));
+    assert_string_equal(error.text, "out: tensor \"\xe9\": not valid UTF-8");
+    assert_false(tensor_write("out", NULL, 0, &key, 1, &error));
+    assert_string_equal(error.text, "out: __metadata__ \"\xe9\": not valid UTF-8");
+    assert_false(tensor_write("out", NULL, 0, &value, 1, &error));
+    assert_string_equal(error.text, "out: __metadata__ \"k\": not valid UTF-8");
+    assert_int_equal(entry_count("."), 0);
+}
+
+static void refuses_a_header_that_readers_would_refuse(void **state)
+{
+    (void)state;
+    const size_t length = 100000000;
+    char *const value = malloc(length + 1);
+    assert_non_null(value);
+    memset(value, 'v', length);
+    value[length] = '\0';
+    const output_metadata metadata = {"k", value};
+    tensor_error error;
+    assert_false(tensor_write("out", NULL, 0, &metadata, 1, &error));
+    assert_string_equal(error.text, "out: header of 100000025 bytes: must be at most 100000000");
+    free(value);
+}
+
+/* A size limit stops the file in the middle of its header: a short write first, then a failed one. */
+static void survives_a_size_limit(void **state)
+{
+    (void)state;
+    struct rlimit unlimited;
+    assert_int_equal(getrlimit(RLIMIT_FSIZE, &unlimited), 0);
+    const struct rlimit tiny = {.rlim_cur = 50, .rlim_max = unlimited.rlim_max};
+    put_text("out", "old");
+    signal(SIGXFSZ, SIG_IGN);
+    assert_int_equal(setrlimit(RLIMIT_FSIZE, &tiny), 0);
+    tensor_error error;
+    const bool written = write_outputs("out", &error);
+    assert_int_equal(setrlimit(RLIMIT_FSIZE, &unlimited), 0);
+    signal(SIGXFSZ, SIG_DFL);
+    assert_false(written);
+    assert_string_equal(error.text, "out: cannot write: File too large");
+    expect_text("out", "old");
+    assert_int_equal(entry_count("."), 1);
+}
+
+#define IN_PLAYGROUND(test) cmocka_unit_test_setup_teardown(test, enter_playground, leave_playground)
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        IN_PLAYGROUND(opens_no_surprises),
+        IN_PLAYGROUND(opens_no_unreadable_file),
+        IN_PLAYGROUND(long_paths_show_their_end),
+        IN_PLAYGROUND(round_trip),
+        IN_PLAYGROUND(writes_these_bytes),
+        IN_PLAYGROUND(writes_nothing_at_all),
+        IN_PLAYGROUND(respects_umask),
+        IN_PLAYGROUND(passes_over_stale_temporaries),
+        IN_PLAYGROUND(refuses_targets),
+        IN_PLAYGROUND(refuses_read_only_directory),
+        IN_PLAYGROUND(refuses_names),
+        IN_PLAYGROUND(refuses_a_header_that_readers_would_refuse),
+        IN_PLAYGROUND(survives_a_size_limit),
+    };
+    return cmocka_run_group_tests_name("tensor_disk", tests, NULL, NULL);
+}
