@@ -9,6 +9,7 @@
 
 #include <math.h>
 
+#include "base/host_device.h"
 #include "streamkl.h"
 
 #define SKL_LOG2E 1.44269504088896340736F
@@ -17,14 +18,14 @@
 /* fp32 sums are scale-free, so a stabiliser only has to keep a tile's sum in range: past this bound it is renewed. */
 #define SKL_LAZY_BOUND 4096.0F
 
-static inline skl_row_state skl_state_empty(void)
+SKL_SHARED skl_row_state skl_state_empty(void)
 {
     const skl_row_state state = {-INFINITY, 0.0F, -INFINITY, 0.0F, 0.0F};
     return state;
 }
 
 /* Moves the stabilisers to m_1, m_2: w = 2^d_1 (w + l_1 (d_1 - d_2)). An empty side has nothing to move. */
-static inline skl_row_state skl_state_move(skl_row_state state, float m_1, float m_2)
+SKL_SHARED skl_row_state skl_state_move(skl_row_state state, float m_1, float m_2)
 {
     const float d_1 = state.l_1 == 0.0F ? 0.0F : state.m_1 - m_1;
     const float d_2 = state.l_2 == 0.0F ? 0.0F : state.m_2 - m_2;
@@ -34,7 +35,7 @@ static inline skl_row_state skl_state_move(skl_row_state state, float m_1, float
     return moved;
 }
 
-static inline skl_row_state skl_state_merge(skl_row_state a, skl_row_state b)
+SKL_SHARED skl_row_state skl_state_merge(skl_row_state a, skl_row_state b)
 {
     const float m_1 = fmaxf(a.m_1, b.m_1);
     const float m_2 = fmaxf(a.m_2, b.m_2);
@@ -45,34 +46,34 @@ static inline skl_row_state skl_state_merge(skl_row_state a, skl_row_state b)
 }
 
 /* Adds one pair of logits. */
-static inline skl_row_state skl_state_add(skl_row_state state, float a, float b)
+SKL_SHARED skl_row_state skl_state_add(skl_row_state state, float a, float b)
 {
     const skl_row_state pair = {a, 1.0F, b, 1.0F, 0.0F};
     return skl_state_merge(state, pair);
 }
 
 /* No key was seen. */
-static inline int skl_state_is_empty(const skl_row_state *state)
+SKL_SHARED int skl_state_is_empty(const skl_row_state *state)
 {
     return state->l_1 == 0.0F || state->l_2 == 0.0F;
 }
 
 /* KL in nats, not clamped: rounding can leave it a little below 0. One logarithm of the ratio, not the difference of
  * two, keeps small KLs accurate, and equal sides cancel exactly. */
-static inline float skl_state_kl(const skl_row_state *state)
+SKL_SHARED float skl_state_kl(const skl_row_state *state)
 {
     if (skl_state_is_empty(state))
         return 0.0F;
     return (state->w / state->l_1 + log2f(state->l_2 / state->l_1)) * SKL_LN2;
 }
 
-static inline float skl_lse(float m, float l)
+SKL_SHARED float skl_lse(float m, float l)
 {
     return l == 0.0F ? -INFINITY : (m + log2f(l)) * SKL_LN2;
 }
 
 /* max(kl, 0) that lets NaN through. */
-static inline float skl_kl_report(float kl)
+SKL_SHARED float skl_kl_report(float kl)
 {
     return kl < 0.0F ? 0.0F : kl;
 }

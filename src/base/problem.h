@@ -2,6 +2,7 @@
 #ifndef SKL_BASE_PROBLEM_H
 #define SKL_BASE_PROBLEM_H
 
+#include "base/host_device.h"
 #include "streamkl.h"
 
 enum { SKL_DIM_MAX = 512 };
@@ -14,18 +15,18 @@ enum { SKL_DIM_MAX = 512 };
 skl_status skl_problem_check(skl_problem *problem, const skl_problem *given);
 
 /* Teacher heads averaged for each student head. */
-static inline int64_t skl_group(const skl_problem *problem)
+SKL_SHARED int64_t skl_group(const skl_problem *problem)
 {
     return problem->heads_t / problem->heads_s;
 }
 
-static inline size_t skl_dtype_size(skl_dtype dtype)
+SKL_SHARED size_t skl_dtype_size(skl_dtype dtype)
 {
     return dtype == SKL_F32 ? 4 : 2;
 }
 
 /* Type of a gradient whose tensor has type `dtype`. */
-static inline skl_dtype skl_grad_dtype(const skl_problem *problem, skl_dtype dtype)
+SKL_SHARED skl_dtype skl_grad_dtype(const skl_problem *problem, skl_dtype dtype)
 {
     return problem->grad_f32 ? SKL_F32 : dtype;
 }

@@ -18,23 +18,23 @@ typedef struct skl_range {
     int64_t begin, end;
 } skl_range;
 
-static inline int64_t skl_min(int64_t a, int64_t b)
+SKL_SHARED int64_t skl_min(int64_t a, int64_t b)
 {
     return a < b ? a : b;
 }
 
-static inline int64_t skl_max(int64_t a, int64_t b)
+SKL_SHARED int64_t skl_max(int64_t a, int64_t b)
 {
     return a > b ? a : b;
 }
 
-static inline int64_t skl_ceil_div(int64_t a, int64_t b)
+SKL_SHARED int64_t skl_ceil_div(int64_t a, int64_t b)
 {
     return (a + b - 1) / b;
 }
 
 /* Sequence `b`, its keys limited to [keys.begin, keys.end). */
-static inline skl_sequence skl_sequence_at(const skl_problem *p, const skl_inputs *inputs, skl_range keys, int64_t b)
+SKL_SHARED skl_sequence skl_sequence_at(const skl_problem *p, const skl_inputs *inputs, skl_range keys, int64_t b)
 {
     skl_sequence s = {b, 0, p->len_q, 0, 0, p->len_k, 0};
     if (p->packed) {
@@ -53,7 +53,7 @@ static inline skl_sequence skl_sequence_at(const skl_problem *p, const skl_input
 }
 
 /* Keys that query i sees; empty ranges have begin == end. */
-static inline skl_range skl_visible(const skl_problem *p, const skl_sequence *s, int64_t i)
+SKL_SHARED skl_range skl_visible(const skl_problem *p, const skl_sequence *s, int64_t i)
 {
     const int64_t position = i + s->diagonal;
     const int64_t begin = skl_max(s->key_first, position - p->window_left);

@@ -1,0 +1,11 @@
+/* Small functions that the CPU and the GPU share are compiled for both. */
+#ifndef SKL_BASE_HOST_DEVICE_H
+#define SKL_BASE_HOST_DEVICE_H
+
+#if defined(__CUDACC__)
+#define SKL_SHARED static __host__ __device__ inline
+#else
+#define SKL_SHARED static inline
+#endif
+
+#endif
