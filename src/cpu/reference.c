@@ -56,8 +56,8 @@ typedef struct known_row {
 static known_row row_at(const skl_task *t, const skl_sequence *sequence, int64_t head, int64_t i)
 {
     const known_row r = {.task = t,
-                         .teacher = skl_teacher_of(t),
-                         .student = skl_student_of(t),
+                         .teacher = skl_teacher_of(t->problem, t->call),
+                         .student = skl_student_of(t->problem, t->call),
                          .sequence = *sequence,
                          .visible = skl_visible(t->problem, sequence, i),
                          .head = head,
@@ -172,14 +172,14 @@ static void load_known(known_row *r, float *lse)
         lse[h] = lse2_of(r, &in->lse_t, r->head * group + h);
     r->lse_s = lse2_of(r, &in->lse_s, r->head);
     r->grad = in->grad_kl.data != NULL ? skl_row_value(&in->grad_kl, &r->sequence, r->head, r->i) : 1.0F;
-    const skl_input kl = skl_known_rows(t, &in->kl, &t->call->rows.kl);
+    const skl_input kl = skl_known_rows(t->rows_known, &in->kl, &t->call->rows.kl);
     r->kl = kl.data != NULL ? skl_row_value(&kl, &r->sequence, r->head, r->i) : 0.0F;
 }
 
 static float stored_dot(const known_row *r, int64_t head)
 {
     const skl_call *const call = r->task->call;
-    const skl_input dots = skl_known_rows(r->task, &call->inputs.dot_t, &call->rows.dot_t);
+    const skl_input dots = skl_known_rows(r->task->rows_known, &call->inputs.dot_t, &call->rows.dot_t);
     return skl_row_value(&dots, &r->sequence, head, r->i);
 }
 
@@ -255,7 +255,7 @@ static void backward_keys(const skl_task *t)
 {
     const skl_sequence sequence = skl_sequence_at(t->problem, &t->call->inputs, t->call->keys, t->batch);
     const int64_t group = skl_group(t->problem);
-    const skl_side side = t->teacher_side ? skl_teacher_of(t) : skl_student_of(t);
+    const skl_side side = t->teacher_side ? skl_teacher_of(t->problem, t->call) : skl_student_of(t->problem, t->call);
     const int64_t sharing = side.heads / side.key_heads;
     const int64_t key_rows = t->problem->packed ? sequence.key_count : t->problem->len_k;
     float *const lse = t->scratch;

@@ -16,8 +16,8 @@ static void fill_rows(const tile *t, float *to, const skl_input *rows, int64_t h
 static void load_known_rows(const tile *t)
 {
     const skl_call *const call = t->task->call;
-    const skl_input kl = skl_known_rows(t->task, &call->inputs.kl, &call->rows.kl);
-    const skl_input dot_t = skl_known_rows(t->task, &call->inputs.dot_t, &call->rows.dot_t);
+    const skl_input kl = skl_known_rows(t->task->rows_known, &call->inputs.kl, &call->rows.kl);
+    const skl_input dot_t = skl_known_rows(t->task->rows_known, &call->inputs.dot_t, &call->rows.dot_t);
     for (int64_t h = 0; h < t->group; h++) {
         const int64_t head = t->head * t->group + h;
         fill_rows(t, t->lse_t + h * t->height, &call->inputs.lse_t, head, SKL_LOG2E, 0.0F);

@@ -132,8 +132,8 @@ static void tile_begin(tile *t, const skl_task *task, int64_t head, int64_t firs
     const skl_problem *const p = task->problem;
     (void)lay_out(t, p, task->scratch);
     t->task = task;
-    t->teacher = skl_teacher_of(task);
-    t->student = skl_student_of(task);
+    t->teacher = skl_teacher_of(task->problem, task->call);
+    t->student = skl_student_of(task->problem, task->call);
     t->sequence = skl_sequence_at(p, &task->call->inputs, task->call->keys, task->batch);
     t->group = skl_group(p);
     t->head = head;

@@ -1,0 +1,81 @@
+/* One side of a call, so that teacher and student share their code, and rows of its tensors. */
+#ifndef SKL_BASE_SIDE_H
+#define SKL_BASE_SIDE_H
+
+#include "base/backend.h"
+
+/* Offset of a row in a tensor, in elements. */
+#define SKL_ROW(tensor, batch, head, row)                                                                            \
+    ((batch) * (tensor).stride_batch + (head) * (tensor).stride_head + (row) * (tensor).stride_row)
+
+typedef struct skl_side {
+    const skl_input *q, *k;
+    const skl_output *dq, *dk;
+    skl_dtype dtype, grad_dtype;
+    int64_t heads, key_heads, dim;
+    float scale, softcap;
+} skl_side;
+
+SKL_SHARED skl_side skl_teacher_of(const skl_problem *p, const skl_call *call)
+{
+    const skl_side teacher = {&call->inputs.q_t,
+                              &call->inputs.k_t,
+                              &call->gradients.dq_t,
+                              &call->gradients.dk_t,
+                              p->dtype_t,
+                              skl_grad_dtype(p, p->dtype_t),
+                              p->heads_t,
+                              p->key_heads_t,
+                              p->dim_t,
+                              p->scale_t,
+                              p->softcap_t};
+    return teacher;
+}
+
+SKL_SHARED skl_side skl_student_of(const skl_problem *p, const skl_call *call)
+{
+    const skl_side student = {&call->inputs.q_s,
+                              &call->inputs.k_s,
+                              &call->gradients.dq_s,
+                              &call->gradients.dk_s,
+                              p->dtype_s,
+                              skl_grad_dtype(p, p->dtype_s),
+                              p->heads_s,
+                              p->key_heads_s,
+                              p->dim_s,
+                              p->scale_s,
+                              p->softcap_s};
+    return student;
+}
+
+SKL_SHARED int64_t skl_key_head(const skl_side *side, int64_t head)
+{
+    return head / (side->heads / side->key_heads);
+}
+
+SKL_SHARED float skl_row_value(const skl_input *rows, const skl_sequence *s, int64_t head, int64_t i)
+{
+    return ((const float *)rows->data)[SKL_ROW(*rows, s->batch, head, s->query_begin + i)];
+}
+
+SKL_SHARED void skl_row_set(const skl_output *rows, const skl_sequence *s, int64_t head, int64_t i, float value)
+{
+    if (rows->data != NULL)
+        ((float *)rows->data)[SKL_ROW(*rows, s->batch, head, s->query_begin + i)] = value;
+}
+
+/* Index of a row in a contiguous state array. */
+SKL_SHARED int64_t skl_state_index(const skl_problem *p, const skl_sequence *s, int64_t head, int64_t i)
+{
+    const int64_t rows = p->packed ? p->total_q : p->len_q;
+    return (s->batch * p->heads_s + head) * rows + s->query_begin + i;
+}
+
+/* kl or dot_t for a backward: the caller's, or what an earlier step of the same call stored. */
+SKL_SHARED skl_input skl_known_rows(int rows_known, const skl_input *given, const skl_output *stored)
+{
+    const skl_input own = {stored->data, stored->stride_batch, stored->stride_head, stored->stride_row};
+    return rows_known ? own : *given;
+}
+
+#endif
