@@ -64,6 +64,12 @@ static void shard_of_a_window(skl_problem *problem, skl_inputs *inputs)
     problem->offset_k = 920;
 }
 
+static void shard_out_of_sight(skl_problem *problem, skl_inputs *inputs)
+{
+    shard_of_a_window(problem, inputs);
+    problem->offset_q = 1000000;
+}
+
 static void key_lengths(skl_problem *problem, skl_inputs *inputs)
 {
     (void)problem;
@@ -157,6 +163,7 @@ static const case_entry entries[] = {
     {"causal, rows without keys", SKL_F32, SKL_F32, 0, causal_with_blind_rows},
     {"window", SKL_F32, SKL_F32, 0, window},
     {"shard of a window", SKL_BF16, SKL_BF16, 1, shard_of_a_window},
+    {"shard that sees no key", SKL_F32, SKL_F32, 0, shard_out_of_sight},
     {"key lengths", SKL_F32, SKL_F32, 0, key_lengths},
     {"packed", SKL_F32, SKL_F32, 0, packed},
     {"packed, f16", SKL_F16, SKL_F16, 0, packed},

@@ -88,13 +88,13 @@ static double largest_finite(const double *values, int64_t count)
     return largest;
 }
 
-/* How well a backward can know P = exp(x - lse) when the LSE comes to it as f32: it was rounded when it was stored
- * and again when it was changed to base 2, 2^-24 |lse| each. Without weight until logits are in the hundreds. */
+/* How well a backward can know P = exp(x - lse) when the LSE comes to it as f32, rounded by up to 2^-24 |lse|. Without
+ * weight until logits are in the hundreds. */
 static double lse_rounding(const check_case *of)
 {
     const double lse_t = largest_finite(of->exact.lse_t, of->row_counts[0]);
     const double lse_s = largest_finite(of->exact.lse_s, of->row_counts[1]);
-    return 0x1p-23 * fmax(lse_t, lse_s);
+    return 0x1p-24 * fmax(lse_t, lse_s);
 }
 
 /* What is allowed, besides twice what a plain f32 implementation gets wrong:

@@ -11,7 +11,7 @@ static const char doc[] =
     "Compare the kernels of this machine with a float64 computation that shares no code with them: shapes, masks, "
     "types and both directions; row results and all gradients. Exit status 1 if one disagrees."
     "\vAn error is shown as a share of what is allowed: 2e-6 + 2e-6 |value| for rows; for gradients 1e-5 + "
-    "1.2e-7 |lse| of the largest element, because they are computed from f32 LSEs, and the rounding of their type; "
+    "6e-8 |lse| of the largest element, because they are computed from f32 LSEs, and the rounding of their type; "
     "for both twice the error that a plain f32 computation makes. NaN where none belongs is infinite.\n"
     "\n"
     "Examples:\n"

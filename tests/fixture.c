@@ -123,6 +123,7 @@ void fixture_solve(fixture *f)
 {
     f->exact = oracle_run(&f->problem, &f->inputs);
     f->naive = yardstick_run(&f->problem, &f->inputs);
+    f->saved = saved_lse_run(&f->problem, &f->inputs);
 }
 
 void fixture_destroy(fixture *f)
@@ -132,6 +133,7 @@ void fixture_destroy(fixture *f)
         tensor_destroy(tensors[t]);
     oracle_free(&f->exact);
     oracle_free(&f->naive);
+    oracle_free(&f->saved);
     free(f->live_q);
     free(f->live_k);
     *f = (fixture){0};
@@ -232,13 +234,20 @@ static double largest_error(const double *exact, const double *naive, int64_t co
     return largest;
 }
 
-int tensor_mismatch(const test_tensor *actual, const double *exact, const double *naive, const uint8_t *live,
-                    const char *label, const char *name)
+/* What a result is compared with. */
+typedef struct expectation {
+    const double *exact, *naive, *saved;
+    const uint8_t *live;
+} expectation;
+
+static int tensor_mismatch(const test_tensor *actual, expectation expected, const char *label, const char *name)
 {
     if (!actual->data)
         return 0;
     const int64_t count = tensor_count(actual);
-    const double naive_error = largest_error(exact, naive, count);
+    const double *const exact = expected.exact;
+    const double naive_error =
+        fmax(largest_error(exact, expected.naive, count), largest_error(exact, expected.saved, count));
     double worst = 1; /* error over what is allowed */
     int64_t worst_at = -1;
     for (int64_t n = 0; n < count; n++) {
@@ -247,7 +256,7 @@ int tensor_mismatch(const test_tensor *actual, const double *exact, const double
         if (actual->dtype != SKL_F32)
             allowed += dtype_half_ulp(actual->dtype, exact[n]);
         const int same = value == exact[n] || (isnan(value) && isnan(exact[n]));
-        const int must_be_same = !isfinite(exact[n]) || !isfinite(value) || (live && !is_live(actual, live, n));
+        const int must_be_same = !isfinite(exact[n]) || !isfinite(value) || !is_live(actual, expected.live, n);
         const double excess = same ? 0 : must_be_same ? (double)INFINITY : fabs(value - exact[n]) / allowed;
         if (excess > worst) {
             worst = excess;
@@ -268,20 +277,21 @@ int tensor_mismatch(const test_tensor *actual, const double *exact, const double
     return strays != 0;
 }
 
+#define EXPECTED(f, member, live)       ((expectation){(f)->exact.member, (f)->naive.member, (f)->exact.member, live})
+#define EXPECTED_SAVED(f, member, live) ((expectation){(f)->exact.member, (f)->naive.member, (f)->saved.member, live})
+
 int rows_mismatch(const fixture *f, const fixture_results *r, const char *label)
 {
-    const oracle_result *const e = &f->exact, *const n = &f->naive;
-    return tensor_mismatch(&r->kl, e->kl, n->kl, f->live_q, label, "kl") +
-           tensor_mismatch(&r->lse_t, e->lse_t, n->lse_t, f->live_q, label, "lse_t") +
-           tensor_mismatch(&r->lse_s, e->lse_s, n->lse_s, f->live_q, label, "lse_s") +
-           tensor_mismatch(&r->dot_t, e->dot_t, n->dot_t, f->live_q, label, "dot_t");
+    return tensor_mismatch(&r->kl, EXPECTED(f, kl, f->live_q), label, "kl") +
+           tensor_mismatch(&r->lse_t, EXPECTED(f, lse_t, f->live_q), label, "lse_t") +
+           tensor_mismatch(&r->lse_s, EXPECTED(f, lse_s, f->live_q), label, "lse_s") +
+           tensor_mismatch(&r->dot_t, EXPECTED(f, dot_t, f->live_q), label, "dot_t");
 }
 
 int gradients_mismatch(const fixture *f, const fixture_results *r, const char *label)
 {
-    const oracle_result *const e = &f->exact, *const n = &f->naive;
-    return tensor_mismatch(&r->dq_t, e->dq_t, n->dq_t, f->live_q, label, "dq_t") +
-           tensor_mismatch(&r->dk_t, e->dk_t, n->dk_t, f->live_k, label, "dk_t") +
-           tensor_mismatch(&r->dq_s, e->dq_s, n->dq_s, f->live_q, label, "dq_s") +
-           tensor_mismatch(&r->dk_s, e->dk_s, n->dk_s, f->live_k, label, "dk_s");
+    return tensor_mismatch(&r->dq_t, EXPECTED_SAVED(f, dq_t, f->live_q), label, "dq_t") +
+           tensor_mismatch(&r->dk_t, EXPECTED_SAVED(f, dk_t, f->live_k), label, "dk_t") +
+           tensor_mismatch(&r->dq_s, EXPECTED_SAVED(f, dq_s, f->live_q), label, "dq_s") +
+           tensor_mismatch(&r->dk_s, EXPECTED_SAVED(f, dk_s, f->live_k), label, "dk_s");
 }

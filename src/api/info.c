@@ -17,6 +17,12 @@
 #define COMPILER "gcc " TEXT(__GNUC__) "." TEXT(__GNUC_MINOR__)
 #endif
 
+#if defined(SKL_WITH_CUDA)
+#define BACKENDS "cpu cuda"
+#else
+#define BACKENDS "cpu"
+#endif
+
 const char *skl_version(void)
 {
     return TEXT(SKL_VERSION_MAJOR) "." TEXT(SKL_VERSION_MINOR) "." TEXT(SKL_VERSION_PATCH);
@@ -24,5 +30,5 @@ const char *skl_version(void)
 
 const char *skl_build_info(void)
 {
-    return COMPILER ", " TARGET ", backends: cpu";
+    return COMPILER ", " TARGET ", backends: " BACKENDS;
 }

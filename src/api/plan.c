@@ -4,7 +4,12 @@
 #include "base/status.h"
 
 /* Backends of this build, by device. */
-static const skl_backend *const backends[] = {&skl_cpu_backend};
+static const skl_backend *const backends[] = {
+    &skl_cpu_backend,
+#if defined(SKL_WITH_CUDA)
+    &skl_cuda_backend,
+#endif
+};
 
 static const skl_backend *backend_for(skl_device device)
 {
@@ -37,8 +42,8 @@ skl_status skl_plan_create(skl_plan **plan, const skl_problem *problem, const sk
         return status;
     made.backend = backend_for(options.device);
     if (made.backend == NULL)
-        return skl_fail(SKL_ERROR_UNSUPPORTED, "device=%d: this build has only the CPU backend (SKL_CPU=0)",
-                        (int)options.device);
+        return skl_fail(SKL_ERROR_UNSUPPORTED, "device=%d: this build has no backend for it; it has %s",
+                        (int)options.device, skl_build_info());
     status = made.backend->plan(&made, &options, forced_kernel(&options));
     if (status != SKL_OK)
         return status;

@@ -26,7 +26,9 @@ struct skl_plan {
     const void *kernel; /* the backend's own table entry */
     const char *kernel_name;
     size_t workspace_size[SKL_OP_COUNT];
-    int32_t threads;
+    int32_t threads;      /* CPU */
+    int32_t device_index; /* GPU */
+    int32_t block_count;  /* GPU: blocks that run at once */
     skl_progress progress;
     void *progress_user;
 };
@@ -43,9 +45,10 @@ struct skl_backend {
 };
 
 extern const skl_backend skl_cpu_backend;
+extern const skl_backend skl_cuda_backend; /* in builds with SKL_WITH_CUDA */
 
 /* Rows of a contiguous state array: what skl_states_* walk over. */
-static inline int64_t skl_state_count(const skl_problem *p)
+SKL_SHARED int64_t skl_state_count(const skl_problem *p)
 {
     return p->heads_s * (p->packed ? p->total_q : p->batch * p->len_q);
 }

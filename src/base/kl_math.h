@@ -15,6 +15,9 @@
 #define SKL_LOG2E 1.44269504088896340736F
 #define SKL_LN2   0.69314718055994530942F
 
+#define SKL_LOG2E_DOUBLE 1.44269504088896340736
+#define SKL_LN2_DOUBLE   0.69314718055994530942
+
 /* fp32 sums are scale-free, so a stabiliser only has to keep a tile's sum in range: past this bound it is renewed. */
 #define SKL_LAZY_BOUND 4096.0F
 
@@ -67,9 +70,27 @@ SKL_SHARED float skl_state_kl(const skl_row_state *state)
     return (state->w / state->l_1 + log2f(state->l_2 / state->l_1)) * SKL_LN2;
 }
 
+/* In double: a backward feels every rounding of an LSE in all probabilities of its row. */
 SKL_SHARED float skl_lse(float m, float l)
 {
-    return l == 0.0F ? -INFINITY : (m + log2f(l)) * SKL_LN2;
+    return l == 0.0F ? -INFINITY : (float)(((double)m + log2((double)l)) * SKL_LN2_DOUBLE);
+}
+
+/* A natural LSE in base 2, with what f32 cannot hold of it beside it. */
+typedef struct skl_lse2 {
+    float value, low;
+} skl_lse2;
+
+SKL_SHARED skl_lse2 skl_lse2_split(double lse2)
+{
+    const float value = (float)lse2;
+    const skl_lse2 split = {value, isinf(value) ? 0.0F : (float)(lse2 - (double)value)};
+    return split;
+}
+
+SKL_SHARED skl_lse2 skl_lse2_of(float lse)
+{
+    return skl_lse2_split((double)lse * SKL_LOG2E_DOUBLE);
 }
 
 /* max(kl, 0) that lets NaN through. */

@@ -47,18 +47,19 @@ SKL_SHARED skl_sequence skl_sequence_at(const skl_problem *p, const skl_inputs *
     s.diagonal = p->positions == SKL_POSITIONS_OFFSET ? p->offset_q - p->offset_k : s.key_count - s.query_count;
     if (inputs->key_lengths != NULL)
         s.key_count = skl_min(s.key_count, inputs->key_lengths[b]);
-    s.key_first = skl_max(0, keys.begin);
-    s.key_count = skl_min(s.key_count, keys.end);
+    s.key_count = skl_max(0, skl_min(s.key_count, keys.end));
+    s.key_first = skl_min(skl_max(0, keys.begin), s.key_count);
     return s;
 }
 
-/* Keys that query i sees; empty ranges have begin == end. */
+/* Keys that query i sees, always inside [key_first, key_count]; begin == end if none. Neither end ever moves
+ * backwards from one row to the next. */
 SKL_SHARED skl_range skl_visible(const skl_problem *p, const skl_sequence *s, int64_t i)
 {
     const int64_t position = i + s->diagonal;
-    const int64_t begin = skl_max(s->key_first, position - p->window_left);
-    const int64_t end = skl_min(s->key_count, position + p->window_right + 1);
-    const skl_range visible = {begin, skl_max(begin, end)};
+    const int64_t end = skl_max(s->key_first, skl_min(s->key_count, position + p->window_right + 1));
+    const int64_t begin = skl_max(s->key_first, skl_min(end, position - p->window_left));
+    const skl_range visible = {begin, end};
     return visible;
 }
 

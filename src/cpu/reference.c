@@ -21,25 +21,28 @@ static skl_tiles tiles(const skl_problem *problem)
 
 static size_t scratch_size(const skl_problem *problem)
 {
-    const size_t floats = (size_t)skl_group(problem) + SKL_DIM_MAX; /* the group's LSEs, one gradient row */
-    return (floats * sizeof(float) + 63) / 64 * 64;
+    const size_t lse_size = (size_t)skl_group(problem) * sizeof(double); /* of the teacher heads of a group */
+    const size_t row_size = SKL_DIM_MAX * sizeof(float);                 /* of a gradient */
+    return (lse_size + row_size + 63) / 64 * 64;
 }
 
-/* softcap(scale <q[i], k[j]>) in base 2. */
-static float logit(const skl_side *side, const skl_sequence *s, int64_t head, int64_t i, int64_t j)
+/* softcap(scale <q[i], k[j]>) in base 2. Logits and LSEs are doubles, so that their difference keeps its bits when
+ * both are large. */
+static double logit(const skl_side *side, const skl_sequence *s, int64_t head, int64_t i, int64_t j)
 {
     const int64_t q = SKL_ROW(*side->q, s->batch, head, s->query_begin + i);
     const int64_t k = SKL_ROW(*side->k, s->batch, skl_key_head(side, head), s->key_begin + j);
     float dot = 0.0F;
     for (int64_t c = 0; c < side->dim; c++)
         dot += skl_load(side->q->data, side->dtype, q + c) * skl_load(side->k->data, side->dtype, k + c);
-    const float scaled = dot * side->scale;
-    return SKL_LOG2E * (side->softcap > 0.0F ? side->softcap * tanhf(scaled / side->softcap) : scaled);
+    const double scaled = (double)dot * (double)side->scale;
+    const double cap = (double)side->softcap;
+    return SKL_LOG2E_DOUBLE * (cap > 0.0 ? cap * tanh(scaled / cap) : scaled);
 }
 
-static float softcap_slope(const skl_side *side, float logit2)
+static float softcap_slope(const skl_side *side, double logit2)
 {
-    const float ratio = side->softcap > 0.0F ? logit2 * SKL_LN2 / side->softcap : 0.0F;
+    const float ratio = side->softcap > 0.0F ? (float)logit2 * SKL_LN2 / side->softcap : 0.0F;
     return 1.0F - ratio * ratio;
 }
 
@@ -50,7 +53,8 @@ typedef struct known_row {
     skl_sequence sequence;
     skl_range visible;
     int64_t head, i; /* student head, query */
-    float lse_s, kl, grad;
+    double lse_s;
+    float kl, grad;
 } known_row;
 
 static known_row row_at(const skl_task *t, const skl_sequence *sequence, int64_t head, int64_t i)
@@ -65,23 +69,23 @@ static known_row row_at(const skl_task *t, const skl_sequence *sequence, int64_t
     return r;
 }
 
-static float lse2_of(const known_row *r, const skl_input *rows, int64_t head)
+static double lse2_of(const known_row *r, const skl_input *rows, int64_t head)
 {
-    return skl_row_value(rows, &r->sequence, head, r->i) * SKL_LOG2E;
+    return (double)skl_row_value(rows, &r->sequence, head, r->i) * SKL_LOG2E_DOUBLE;
 }
 
 /* log2 of the sum of 2^logit over the visible keys, for one head of one side. */
-static float lse2_computed(const known_row *r, const skl_side *side, int64_t head)
+static double lse2_computed(const known_row *r, const skl_side *side, int64_t head)
 {
     skl_row_state state = skl_state_empty();
     for (int64_t j = r->visible.begin; j < r->visible.end; j++) {
-        const float x = logit(side, &r->sequence, head, r->i, j);
+        const float x = (float)logit(side, &r->sequence, head, r->i, j);
         state = skl_state_add(state, x, x);
     }
-    return state.l_1 == 0.0F ? -INFINITY : state.m_1 + log2f(state.l_1);
+    return state.l_1 == 0.0F ? -INFINITY : (double)state.m_1 + log2((double)state.l_1);
 }
 
-static float teacher_lse2(const known_row *r, int64_t head)
+static double teacher_lse2(const known_row *r, int64_t head)
 {
     const skl_input *const given = &r->task->call->inputs.lse_t;
     return given->data != NULL ? lse2_of(r, given, head) : lse2_computed(r, &r->teacher, head);
@@ -89,29 +93,29 @@ static float teacher_lse2(const known_row *r, int64_t head)
 
 /* The teacher's logit of key j: of its one head, or log2 of the mean of its heads' probabilities. `lse` holds the
  * LSEs of the group's heads. */
-static float teacher_logit(const known_row *r, const float *lse, int64_t j)
+static double teacher_logit(const known_row *r, const double *lse, int64_t j)
 {
     const int64_t group = skl_group(r->task->problem);
     if (group == 1)
         return logit(&r->teacher, &r->sequence, r->head, r->i, j);
     skl_row_state sum = skl_state_empty();
     for (int64_t h = 0; h < group; h++) {
-        const float z = logit(&r->teacher, &r->sequence, r->head * group + h, r->i, j) - lse[h];
+        const float z = (float)(logit(&r->teacher, &r->sequence, r->head * group + h, r->i, j) - lse[h]);
         sum = skl_state_add(sum, z, z);
     }
-    return sum.m_1 + log2f(sum.l_1 / (float)group);
+    return (double)sum.m_1 + log2((double)sum.l_1 / (double)group);
 }
 
 /* sum_j P_hj dKL/dP_j of one teacher head of a group; lse_t and lse_s normalise both distributions. */
-static float head_dot(const known_row *r, const float *lse, int64_t h)
+static float head_dot(const known_row *r, const double *lse, int64_t h)
 {
     const bool reverse = r->task->problem->direction == SKL_KL_REVERSE;
     const int64_t group = skl_group(r->task->problem);
     float dot = 0.0F;
     for (int64_t j = r->visible.begin; j < r->visible.end; j++) {
-        const float u = teacher_logit(r, lse, j);
-        const float v = logit(&r->student, &r->sequence, r->head, r->i, j) - r->lse_s;
-        const float z = logit(&r->teacher, &r->sequence, r->head * group + h, r->i, j) - lse[h];
+        const float u = (float)teacher_logit(r, lse, j);
+        const float v = (float)(logit(&r->student, &r->sequence, r->head, r->i, j) - r->lse_s);
+        const float z = (float)(logit(&r->teacher, &r->sequence, r->head * group + h, r->i, j) - lse[h]);
         dot += reverse ? -exp2f(z - u + v) : exp2f(z) * SKL_LN2 * (u - v);
     }
     return dot;
@@ -124,14 +128,14 @@ static void forward_row(const skl_task *t, const skl_sequence *sequence, int64_t
     known_row r = row_at(t, sequence, head, i);
     const bool reverse = p->direction == SKL_KL_REVERSE;
     const int64_t group = skl_group(p);
-    float *const lse = t->scratch;
+    double *const lse = (double *)(void *)t->scratch;
     for (int64_t h = 0; group > 1 && h < group; h++)
         lse[h] = teacher_lse2(&r, head * group + h);
 
     skl_row_state state = skl_state_empty();
     for (int64_t j = r.visible.begin; j < r.visible.end; j++) {
-        const float x = teacher_logit(&r, lse, j);
-        const float y = logit(&r.student, sequence, head, i, j);
+        const float x = (float)teacher_logit(&r, lse, j);
+        const float y = (float)logit(&r.student, sequence, head, i, j);
         state = skl_state_add(state, reverse ? y : x, reverse ? x : y);
     }
     if (call->op == SKL_OP_PARTIAL) {
@@ -141,13 +145,14 @@ static void forward_row(const skl_task *t, const skl_sequence *sequence, int64_t
     const float lse_1 = skl_lse(state.m_1, state.l_1);
     const float lse_2 = skl_lse(state.m_2, state.l_2);
     const float own_t = reverse ? lse_2 : lse_1;
-    r.lse_s = (reverse ? lse_1 : lse_2) * SKL_LOG2E;
+    r.lse_s = (double)(reverse ? lse_1 : lse_2) * SKL_LOG2E_DOUBLE;
     skl_row_set(&call->rows.kl, sequence, head, i, skl_kl_report(skl_state_kl(&state)));
     skl_row_set(&call->rows.lse_s, sequence, head, i, reverse ? lse_1 : lse_2);
     for (int64_t h = 0; h < group; h++) {
         if (group > 1) /* the group's own sum renormalises a given LSE that covers more keys */
-            lse[h] = own_t == -INFINITY ? own_t : lse[h] + own_t * SKL_LOG2E;
-        skl_row_set(&call->rows.lse_t, sequence, head * group + h, i, group > 1 ? lse[h] * SKL_LN2 : own_t);
+            lse[h] = own_t == -INFINITY ? -INFINITY : lse[h] + (double)own_t * SKL_LOG2E_DOUBLE;
+        skl_row_set(&call->rows.lse_t, sequence, head * group + h, i,
+                    group > 1 ? (float)(lse[h] * SKL_LN2_DOUBLE) : own_t);
     }
     for (int64_t h = 0; call->rows.dot_t.data != NULL && h < group; h++)
         skl_row_set(&call->rows.dot_t, sequence, head * group + h, i, head_dot(&r, lse, h));
@@ -163,7 +168,7 @@ static void forward(const skl_task *t)
 }
 
 /* Fills in what a backward knows of a row: LSEs, KL, upstream gradient. */
-static void load_known(known_row *r, float *lse)
+static void load_known(known_row *r, double *lse)
 {
     const skl_task *const t = r->task;
     const skl_inputs *const in = &t->call->inputs;
@@ -184,29 +189,29 @@ static float stored_dot(const known_row *r, int64_t head)
 }
 
 /* Gradient of the loss in the student's logit (natural units) of key j. */
-static float student_gradient(const known_row *r, const float *lse, int64_t j)
+static float student_gradient(const known_row *r, const double *lse, int64_t j)
 {
-    const float y = logit(&r->student, &r->sequence, r->head, r->i, j);
-    const float x = teacher_logit(r, lse, j);
-    const float u = skl_group(r->task->problem) == 1 ? x - lse[0] : x;
-    const float v = y - r->lse_s;
+    const double y = logit(&r->student, &r->sequence, r->head, r->i, j);
+    const double x = teacher_logit(r, lse, j);
+    const float u = (float)(skl_group(r->task->problem) == 1 ? x - lse[0] : x);
+    const float v = (float)(y - r->lse_s);
     const float dy =
         r->task->problem->direction == SKL_KL_REVERSE ? exp2f(v) * (SKL_LN2 * (v - u) - r->kl) : exp2f(v) - exp2f(u);
     return r->grad * dy * softcap_slope(&r->student, y);
 }
 
 /* The same in the logit of teacher head h of the row's group. */
-static float teacher_gradient(const known_row *r, const float *lse, int64_t h, int64_t j)
+static float teacher_gradient(const known_row *r, const double *lse, int64_t h, int64_t j)
 {
     const int64_t group = skl_group(r->task->problem);
     const bool reverse = r->task->problem->direction == SKL_KL_REVERSE;
-    const float x_h = logit(&r->teacher, &r->sequence, r->head * group + h, r->i, j);
-    const float z = x_h - lse[h];
-    const float v = logit(&r->student, &r->sequence, r->head, r->i, j) - r->lse_s;
+    const double x_h = logit(&r->teacher, &r->sequence, r->head * group + h, r->i, j);
+    const float z = (float)(x_h - lse[h]);
+    const float v = (float)(logit(&r->student, &r->sequence, r->head, r->i, j) - r->lse_s);
     const float slope = r->grad * softcap_slope(&r->teacher, x_h) / (float)group;
     if (group == 1)
         return slope * (reverse ? exp2f(z) - exp2f(v) : exp2f(z) * (SKL_LN2 * (z - v) - r->kl));
-    const float u = teacher_logit(r, lse, j);
+    const float u = (float)teacher_logit(r, lse, j);
     const float dot = stored_dot(r, r->head * group + h);
     return slope * (reverse ? -exp2f(z - u + v) - exp2f(z) * dot : exp2f(z) * (SKL_LN2 * (u - v) - dot));
 }
@@ -228,8 +233,8 @@ static void backward_queries(const skl_task *t)
 {
     const skl_sequence sequence = skl_sequence_at(t->problem, &t->call->inputs, t->call->keys, t->batch);
     const int64_t group = skl_group(t->problem);
-    float *const lse = t->scratch;
-    float *const sum = t->scratch + group;
+    double *const lse = (double *)(void *)t->scratch;
+    float *const sum = (float *)(void *)(lse + group);
     const int64_t begin = t->tile * t->tiles.queries;
     const int64_t end = skl_min(begin + t->tiles.queries, sequence.query_count);
     for (int64_t i = begin; i < end; i++) {
@@ -258,8 +263,8 @@ static void backward_keys(const skl_task *t)
     const skl_side side = t->teacher_side ? skl_teacher_of(t->problem, t->call) : skl_student_of(t->problem, t->call);
     const int64_t sharing = side.heads / side.key_heads;
     const int64_t key_rows = t->problem->packed ? sequence.key_count : t->problem->len_k;
-    float *const lse = t->scratch;
-    float *const sum = t->scratch + group;
+    double *const lse = (double *)(void *)t->scratch;
+    float *const sum = (float *)(void *)(lse + group);
     const int64_t begin = t->tile * t->tiles.keys;
     const int64_t end = skl_min(begin + t->tiles.keys, key_rows);
     for (int64_t j = begin; j < end; j++) {

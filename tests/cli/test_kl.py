@@ -225,6 +225,15 @@ def test_no_row_sees_a_key(pair, tmp_path):
     assert all((array == 0).all() for _, array in load(grad).values())
 
 
+@pytest.mark.parametrize("offset", [1000, 10**6, 10**9, -(10**6)])
+def test_shard_that_lies_outside_of_every_window(offset, pair, tmp_path):
+    """Context parallel: a rank whose keys none of its queries sees has nothing to read, wherever it stands."""
+    grad = tmp_path / "grad.safetensors"
+    answer = kl_json(pair, "--window", "50,0", "--offset-q", offset, "--grad", grad, "--grad-teacher")
+    assert (answer["kl"], answer["rows"], answer["masked_rows"]) == (0, 0, 2 * 2 * 37)
+    assert all((array == 0).all() for _, array in load(grad).values())
+
+
 @pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (1, 1)])
 def test_lengths_of_0_and_1(lengths, tmp_path):
     tensors = make_tensors(len_q=lengths[0], len_k=lengths[1])

@@ -4,11 +4,11 @@
 
 #include "cpu/body/gradient.h"
 
-static void fill_rows(const tile *t, float *to, const skl_input *rows, int64_t head, float scale, float absent)
+static void fill_rows(const tile *t, float *to, const skl_input *rows, int64_t head, float absent)
 {
     for (int64_t i = 0; i < t->height; i++) {
         const bool known = rows->data != NULL && i < t->count;
-        to[i] = known ? skl_row_value(rows, &t->sequence, head, t->first + i) * scale : absent;
+        to[i] = known ? skl_row_value(rows, &t->sequence, head, t->first + i) : absent;
     }
 }
 
@@ -20,12 +20,12 @@ static void load_known_rows(const tile *t)
     const skl_input dot_t = skl_known_rows(t->task->rows_known, &call->inputs.dot_t, &call->rows.dot_t);
     for (int64_t h = 0; h < t->group; h++) {
         const int64_t head = t->head * t->group + h;
-        fill_rows(t, t->lse_t + h * t->height, &call->inputs.lse_t, head, SKL_LOG2E, 0.0F);
-        fill_rows(t, t->dot_t + h * t->height, &dot_t, head, 1.0F, 0.0F);
+        load_lse(t, t->lse_t + h * t->height, t->low_t + h * t->height, &call->inputs.lse_t, head);
+        fill_rows(t, t->dot_t + h * t->height, &dot_t, head, 0.0F);
     }
-    fill_rows(t, t->lse_s, &call->inputs.lse_s, t->head, SKL_LOG2E, 0.0F);
-    fill_rows(t, t->grad, &call->inputs.grad_kl, t->head, 1.0F, 1.0F);
-    fill_rows(t, t->kl, &kl, t->head, 1.0F, 0.0F);
+    load_lse(t, t->lse_s, t->low_s, &call->inputs.lse_s, t->head);
+    fill_rows(t, t->grad, &call->inputs.grad_kl, t->head, 1.0F);
+    fill_rows(t, t->kl, &kl, t->head, 0.0F);
 }
 
 /* ---- Products with the logit gradients ---------------------------------------------------------------------- */

@@ -5,13 +5,28 @@
 #include "cpu/body/group.h"
 #include "cpu/body/reduce.h"
 
+static void set_lse(float *lse, float *low, int64_t at, skl_lse2 split)
+{
+    lse[at] = split.value;
+    low[at] = split.low;
+}
+
+/* A head's LSEs as the caller gave them; 0 where there is none. */
+static void load_lse(const tile *t, float *lse, float *low, const skl_input *given, int64_t head)
+{
+    for (int64_t i = 0; i < t->height; i++) {
+        const bool known = given->data != NULL && i < t->count;
+        set_lse(lse, low, i, skl_lse2_of(known ? skl_row_value(given, &t->sequence, head, t->first + i) : 0.0F));
+    }
+}
+
 /* The tiles of keys that a query tile sees. */
 #define FOR_KEY_TILES(t, keys)                                                                                       \
     for (key_tile keys = key_tile_at(t, tile_keys(t).begin / TILE_K); keys.first < tile_keys(t).end;                 \
          keys = key_tile_at(t, keys.index + 1))
 
-/* log2-sum-exp2 of one head into lse[height]. */
-static void head_lse(const tile *t, const skl_side *side, int64_t head, const float *qT, float *lse)
+/* log2-sum-exp2 of one head into lse[height] and low[height]. */
+static void head_lse(const tile *t, const skl_side *side, int64_t head, const float *qT, float *lse, float *low)
 {
     const float scale = logit_scale(side);
     float *const k = side->q == t->teacher.q ? t->k_t : t->k_s;
@@ -41,7 +56,8 @@ static void head_lse(const tile *t, const skl_side *side, int64_t head, const fl
     }
     for (int64_t i = 0; i < t->count; i++) {
         const lane_state s = lane_state_at(t, i);
-        lse[i] = *s.l_1 == 0.0F ? -INFINITY : *s.m_1 + log2f(*s.l_1);
+        const double lse2 = *s.l_1 == 0.0F ? -INFINITY : (double)*s.m_1 + log2((double)*s.l_1);
+        set_lse(lse, low, i, skl_lse2_split(lse2));
     }
 }
 
@@ -52,13 +68,10 @@ static void group_lse(const tile *t)
     for (int64_t h = 0; h < t->group; h++) {
         const int64_t head = t->head * t->group + h;
         float *const lse = t->lse_t + h * t->height;
+        float *const low = t->low_t + h * t->height;
+        load_lse(t, lse, low, given, head);
         if (given->data == NULL)
-            head_lse(t, &t->teacher, head, t->qT_t + h * t->height * t->teacher.dim, lse);
-        for (int64_t i = 0; i < t->height; i++)
-            if (given->data != NULL)
-                lse[i] = i < t->count ? skl_row_value(given, &t->sequence, head, t->first + i) * SKL_LOG2E : 0.0F;
-            else if (i >= t->count)
-                lse[i] = 0.0F;
+            head_lse(t, &t->teacher, head, t->qT_t + h * t->height * t->teacher.dim, lse, low);
     }
 }
 
@@ -111,14 +124,15 @@ static void finish_rows(const tile *t)
         const float own_s = t->reverse ? lse_1 : lse_2;
         skl_row_set(&rows->kl, &t->sequence, t->head, t->first + i, skl_kl_report(skl_state_kl(&state)));
         skl_row_set(&rows->lse_s, &t->sequence, t->head, t->first + i, own_s);
-        t->lse_s[i] = own_s * SKL_LOG2E;
+        set_lse(t->lse_s, t->low_s, i, skl_lse2_of(own_s));
         for (int64_t h = 0; h < t->group; h++) {
-            float *const lse = &t->lse_t[h * t->height + i];
-            if (t->group == 1)
-                *lse = own_t * SKL_LOG2E;
-            else /* the group's own sum renormalises given LSEs that cover more keys */
-                *lse = own_t == -INFINITY ? own_t : *lse + own_t * SKL_LOG2E;
-            const float natural = t->group == 1 ? own_t : *lse * SKL_LN2;
+            float natural = own_t;
+            if (t->group > 1 && own_t != -INFINITY) { /* their own sum renormalises LSEs that cover more keys */
+                const int64_t at = h * t->height + i;
+                const double lse2 = (double)t->lse_t[at] + (double)t->low_t[at] + (double)own_t * SKL_LOG2E_DOUBLE;
+                set_lse(t->lse_t, t->low_t, at, skl_lse2_split(lse2));
+                natural = (float)(lse2 * SKL_LN2_DOUBLE);
+            }
             skl_row_set(&rows->lse_t, &t->sequence, t->head * t->group + h, t->first + i, natural);
         }
     }
@@ -148,11 +162,12 @@ static void sweep_dots(const tile *t)
                     const int64_t row = panel * PANEL + column;
                     const lane_range lanes = lanes_visible(t, row, &keys);
                     const vec lse_s = vec_load(t->lse_s + row);
+                    const vec low_s = vec_load(t->low_s + row);
                     vec dot = {0};
                     for (int32_t key = 0; key < keys.count; key++) {
                         const int64_t at = key * PANEL + column;
                         const vec u = vec_load(t->x + panel * TILE_K * PANEL + at);
-                        const vec v = vec_load(t->y + at) * scale_s - lse_s;
+                        const vec v = vec_load(t->y + at) * scale_s - lse_s - low_s;
                         const vec log_p = vec_load(z + at);
                         const vec term =
                             t->reverse ? -exp2_vec(log_p - u + v) : exp2_vec(log_p) * ((u - v) * SKL_LN2);
@@ -181,9 +196,11 @@ static void lse_only(const tile *t)
         if (out->data == NULL)
             continue;
         float *const lse = h < 0 ? t->lse_s : t->lse_t + h * t->height;
-        head_lse(t, side, head, h < 0 ? t->qT_s : t->qT_t + h * t->height * side->dim, lse);
+        float *const low = h < 0 ? t->low_s : t->low_t + h * t->height;
+        head_lse(t, side, head, h < 0 ? t->qT_s : t->qT_t + h * t->height * side->dim, lse, low);
         for (int64_t i = 0; i < t->count; i++)
-            skl_row_set(out, &t->sequence, head, t->first + i, lse[i] * SKL_LN2);
+            skl_row_set(out, &t->sequence, head, t->first + i,
+                        (float)(((double)lse[i] + (double)low[i]) * SKL_LN2_DOUBLE));
     }
 }
 

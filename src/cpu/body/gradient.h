@@ -11,10 +11,10 @@
 /* One argument of the KL in a panel. */
 typedef struct argument {
     logits x;
-    const float *lse;  /* [height], base 2 */
-    float scale;       /* of the side: the chain rule to q and k */
-    float inverse_cap; /* 1 / softcap in base 2; 0: none */
-    float *gradient;   /* [key][height] of the tile, or NULL */
+    const float *lse, *low; /* [height], base 2 */
+    float scale;            /* of the side: the chain rule to q and k */
+    float inverse_cap;      /* 1 / softcap in base 2; 0: none */
+    float *gradient;        /* [key][height] of the tile, or NULL */
 } argument;
 
 SKL_INLINE vec slope_of(vec logit, float inverse_cap)
@@ -31,9 +31,15 @@ SKL_INLINE void gradient_lanes(const tile *t, int64_t row, int64_t column, const
     const vec lse_1 = vec_load(one->lse + row);
     const vec lse_2 = vec_load(two->lse + row);
     const vec grad = vec_load(t->grad + row);
-    const vec c_1 = grad * one->scale;
-    const vec c_2 = grad * two->scale;
-    const vec kl = first ? vec_load(t->kl + row) : vec_of(0.0F);
+    /* What f32 could not hold of the LSEs is the same for all keys of a row: it goes into the row's factors. Equal
+     * sides have a ratio of exactly 1. */
+    const vec low_1 = vec_load(one->low + row);
+    const vec low_2 = vec_load(two->low + row);
+    const vec factor = exp2_vec(-low_1);
+    const vec ratio = exp2_vec(low_1 - low_2);
+    const vec c_1 = grad * one->scale * factor;
+    const vec c_2 = grad * two->scale * factor;
+    const vec kl = first ? vec_load(t->kl + row) + (low_1 - low_2) * SKL_LN2 : vec_of(0.0F);
     key_sums sums = {{0}, {0}, {0}};
     for (int32_t key = 0; key < key_count; key++) {
         const vec a = vec_load(one->x.data + key * PANEL + column) * one->x.scale;
@@ -48,8 +54,9 @@ SKL_INLINE void gradient_lanes(const tile *t, int64_t row, int64_t column, const
             vec_store(one->gradient + key * t->height + row, (vec)((ivec)g & seen));
         }
         if (second) {
-            const vec g = general ? c_2 * (s - p) * slope_of(b, two->inverse_cap) : c_2 * (s - p);
-            vec_store(two->gradient + key * t->height + row, (vec)((ivec)g & seen));
+            const vec g = c_2 * (s * ratio - p);
+            const vec sloped = general ? g * slope_of(b, two->inverse_cap) : g;
+            vec_store(two->gradient + key * t->height + row, (vec)((ivec)sloped & seen));
         }
         if (with_kl) {
             sums.l_1 += (vec)((ivec)p & seen);
@@ -126,11 +133,12 @@ static void tile_gradients(const tile *t, const key_tile *keys, const wanted *wa
         panel_logits(y, &t->student, t->k_s, panel_queries(t->qT_s, &t->student, panel), columns, keys->count);
         const argument teacher = {{x, grouped ? 1.0F : logit_scale(&t->teacher)},
                                   grouped ? t->zero : t->lse_t,
+                                  grouped ? t->zero : t->low_t,
                                   t->teacher.scale,
                                   grouped ? 0.0F : inverse_cap(&t->teacher),
                                   g_t};
-        const argument student = {
-            {y, logit_scale(&t->student)}, t->lse_s, t->student.scale, inverse_cap(&t->student), g_s};
+        const argument student = {{y, logit_scale(&t->student)}, t->lse_s, t->low_s, t->student.scale,
+                                  inverse_cap(&t->student),      g_s};
         if (g_t != NULL || g_s != NULL || want->kl)
             gradient_panel(t, panel, t->reverse ? &student : &teacher, t->reverse ? &teacher : &student, keys, seen,
                            want->kl);
@@ -157,11 +165,12 @@ static void head_gradient(const tile *t, int64_t h, const key_tile *keys)
             const vec dot = vec_load(t->dot_t + h * t->height + row);
             const vec lse_t = vec_load(t->lse_t + h * t->height + row);
             const vec lse_s = vec_load(t->lse_s + row);
+            const vec low_s = vec_load(t->low_s + row);
             for (int32_t key = 0; key < keys->count; key++) {
                 const int64_t at = panel * TILE_K * PANEL + key * PANEL + column;
                 const vec log_p = vec_load(z + key * PANEL + column);
                 const vec u = vec_load(t->x + at);
-                const vec v = vec_load(t->y + at) * scale_s - lse_s;
+                const vec v = vec_load(t->y + at) * scale_s - lse_s - low_s;
                 const vec p = exp2_vec(log_p);
                 const vec d = t->reverse ? -exp2_vec(log_p - u + v) - p * dot : p * ((u - v) * SKL_LN2 - dot);
                 const vec g = c * d * slope_of(log_p + lse_t, cap);

@@ -37,10 +37,11 @@ typedef struct tile {
     int64_t height; /* queries a full tile holds */
     bool reverse;
 
-    skl_range *visible; /* [height], the last row repeated behind `count` */
-    float *row_state;   /* m_1, l_1, m_2, l_2, w: [5][height] */
-    float *lse_t;       /* [group][height], base 2 */
-    float *lse_s, *grad, *kl;
+    skl_range *visible;   /* [height], the last row repeated behind `count` */
+    float *row_state;     /* m_1, l_1, m_2, l_2, w: [5][height] */
+    float *lse_t, *low_t; /* [group][height], base 2, and the rest that f32 cannot hold: see skl_lse2 */
+    float *lse_s, *low_s;
+    float *grad, *kl;
     float *dot_t; /* [group][height] */
     float *zero;  /* [height] of 0: the LSE of logits that are normalised already */
 
@@ -81,8 +82,10 @@ static float *lay_out(tile *t, const skl_problem *p, float *scratch)
     t->visible = (skl_range *)(void *)cut(&scratch, height * (int64_t)(sizeof(skl_range) / sizeof(float)));
     t->row_state = cut(&scratch, 5 * height);
     t->lse_t = cut(&scratch, group * height);
+    t->low_t = cut(&scratch, group * height);
     t->dot_t = cut(&scratch, group * height);
     t->lse_s = cut(&scratch, height);
+    t->low_s = cut(&scratch, height);
     t->grad = cut(&scratch, height);
     t->kl = cut(&scratch, height);
     t->zero = cut(&scratch, height);

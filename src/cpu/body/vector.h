@@ -11,7 +11,8 @@
 
 typedef float vec __attribute__((vector_size(SKL_LANES * 4)));
 typedef int32_t ivec __attribute__((vector_size(SKL_LANES * 4)));
-typedef vec vec_in_memory __attribute__((may_alias)); /* floats of a buffer, seen as a vector */
+typedef uint32_t uvec __attribute__((vector_size(SKL_LANES * 4))); /* bits: sums and shifts may wrap */
+typedef vec vec_in_memory __attribute__((may_alias));              /* floats of a buffer, seen as a vector */
 
 #define SKL_INLINE static inline __attribute__((always_inline))
 
@@ -78,7 +79,7 @@ SKL_INLINE vec exp2_vec(vec x)
     const float round_magic = 12582912.0F;
     const vec bounded = vec_select(x > 127.0F, vec_of(127.0F), x);
     const vec shifted = bounded + round_magic;
-    const vec power = (vec)(((ivec)shifted << 23) + 0x3F800000);
+    const vec power = (vec)(((uvec)shifted << 23) + 0x3F800000U);
     const vec value = exp2_fraction(bounded - (shifted - round_magic)) * power;
     return (vec)((ivec)value & ~(ivec)(x < -126.0F));
 }
@@ -87,9 +88,8 @@ SKL_INLINE vec exp2_vec(vec x)
 /* log2 of a normal positive number: exponent, plus the odd series of (m - 1) / (m + 1) on [1/sqrt 2, sqrt 2]. */
 SKL_INLINE vec log2_vec(vec x)
 {
-    const ivec offset = (ivec)x - 0x3F3504F3; /* bits of 1/sqrt 2 */
-    const ivec exponent = offset >> 23;
-    const vec m = (vec)((ivec)x - (exponent << 23));
+    const ivec exponent = (ivec)((uvec)x - 0x3F3504F3U) >> 23; /* counted from 1/sqrt 2 */
+    const vec m = (vec)((uvec)x - ((uvec)exponent << 23));
     const vec t = (m - 1.0F) / (m + 1.0F);
     const vec s = t * t;
     vec p = vec_of(0.43173588F);

@@ -1,0 +1,230 @@
+/* A libFuzzer target: whatever a problem says, skl_plan_create accepts or refuses it, and what is accepted and small
+ * runs without touching memory that is not its own.
+ *
+ * Bytes become the fields of a problem, then cu_seqlens, key_lengths and the elements of all tensors, which are as
+ * large as the problem says and no larger, so that a sanitizer sees every step too far. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "streamkl.h"
+
+typedef struct byte_source {
+    const uint8_t *data;
+    size_t size;
+} byte_source;
+
+/* Zeros, once the input has run out. */
+static int64_t take(byte_source *source, size_t size)
+{
+    uint8_t bytes[sizeof(int64_t)] = {0};
+    const size_t taken = source->size < size ? source->size : size;
+    memcpy(bytes, source->data, taken);
+    source->data += taken;
+    source->size -= taken;
+    int64_t value;
+    memcpy(&value, bytes, sizeof value);
+    return value;
+}
+
+/* Mostly small, so that something is accepted; sometimes anything. */
+static int64_t take_number(byte_source *source, int64_t usual_range)
+{
+    const int64_t kind = take(source, 1);
+    if (kind == 255)
+        return take(source, 8);
+    if (kind == 254)
+        return -take(source, 1);
+    return kind % usual_range;
+}
+
+/* Sums and products of anything wrap around, in the fuzzer at least. */
+static int64_t plus(int64_t a, int64_t b)
+{
+    return (int64_t)((uint64_t)a + (uint64_t)b);
+}
+
+static int64_t times(int64_t a, int64_t b)
+{
+    return (int64_t)((uint64_t)a * (uint64_t)b);
+}
+
+static float take_float(byte_source *source)
+{
+    const int64_t kind = take(source, 1);
+    if (kind < 192)
+        return (float)(kind % 16) / 4;
+    const uint32_t bits = (uint32_t)take(source, 4);
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static skl_problem take_problem(byte_source *source)
+{
+    skl_problem p = skl_problem_default();
+    p.dtype_t = (skl_dtype)take_number(source, 3);
+    p.dtype_s = (skl_dtype)take_number(source, 3);
+    p.grad_f32 = (int32_t)take_number(source, 2);
+    p.gradients = (uint32_t)take_number(source, 16);
+    p.direction = (skl_direction)take_number(source, 2);
+    p.batch = take_number(source, 4);
+    p.len_q = take_number(source, 40);
+    p.len_k = take_number(source, 40);
+    p.heads_s = take_number(source, 4);
+    p.heads_t = times(p.heads_s, take_number(source, 4));
+    p.key_heads_t = take_number(source, 3);
+    p.key_heads_s = take_number(source, 3);
+    p.dim_t = take_number(source, 40);
+    p.dim_s = take_number(source, 40);
+    p.scale_t = take_float(source);
+    p.scale_s = take_float(source);
+    p.softcap_t = take_float(source);
+    p.softcap_s = take_float(source);
+    p.causal = (int32_t)take_number(source, 2);
+    p.window_left = plus(take_number(source, 50), -1);
+    p.window_right = plus(take_number(source, 50), -1);
+    p.positions = (skl_positions)take_number(source, 2);
+    p.offset_q = p.positions == SKL_POSITIONS_OFFSET ? plus(take_number(source, 50), -25) : 0;
+    p.offset_k = p.positions == SKL_POSITIONS_OFFSET ? plus(take_number(source, 50), -25) : 0;
+    p.packed = (int32_t)take_number(source, 2);
+    p.total_q = p.packed ? take_number(source, 120) : 0;
+    p.total_k = p.packed ? take_number(source, 120) : 0;
+    return p;
+}
+
+static int is_small(const skl_problem *p)
+{
+    return p->batch <= 8 && p->len_q <= 200 && p->len_k <= 200 && p->heads_t <= 32 && p->total_q <= 400 &&
+           p->total_k <= 400;
+}
+
+/* ---- Memory that belongs to one call ------------------------------------------------------------------------ */
+
+enum { BLOCKS_MAX = 32 };
+
+typedef struct arena {
+    void *blocks[BLOCKS_MAX];
+    int count;
+} arena;
+
+static void *allocate(arena *arena, byte_source *source, size_t size)
+{
+    uint8_t *const block = malloc(size ? size : 1);
+    if (!block || arena->count == BLOCKS_MAX)
+        abort();
+    for (size_t n = 0; n < size; n++)
+        block[n] = n < 64 ? (uint8_t)take(source, 1) : block[n % 64];
+    return arena->blocks[arena->count++] = block;
+}
+
+static skl_output make_tensor(arena *arena, byte_source *source, const skl_problem *p, skl_dtype dtype, int64_t heads,
+                              int64_t length, int64_t dim)
+{
+    const int64_t batch = p->packed ? 1 : p->batch;
+    const size_t element = dtype == SKL_F32 ? 4 : 2;
+    void *const data = allocate(arena, source, (size_t)(batch * heads * length * dim) * element);
+    return skl_output_contiguous(data, heads, length, dim);
+}
+
+static skl_input as_input(skl_output tensor)
+{
+    return (skl_input){tensor.data, tensor.stride_batch, tensor.stride_head, tensor.stride_row};
+}
+
+static const int32_t *take_lengths(arena *arena, byte_source *source, int64_t count, int64_t range, int running)
+{
+    int32_t *const lengths = allocate(arena, source, (size_t)count * sizeof *lengths);
+    int64_t total = 0;
+    for (int64_t n = 0; n < count; n++) {
+        const int64_t length = take_number(source, range + 1);
+        lengths[n] = (int32_t)(running ? total : length);
+        total = plus(total, length);
+    }
+    return lengths;
+}
+
+/* ---- The calls --------------------------------------------------------------------------------------------- */
+
+/* A status other than OK is fine: lengths are checked when a call is made. A crash is not. */
+static void run(const skl_plan *plan, skl_problem p, byte_source *source)
+{
+    arena arena = {.count = 0};
+    const int64_t length_q = p.packed ? p.total_q : p.len_q, length_k = p.packed ? p.total_k : p.len_k;
+    const int64_t key_heads_t = p.key_heads_t ? p.key_heads_t : p.heads_t;
+    const int64_t key_heads_s = p.key_heads_s ? p.key_heads_s : p.heads_s;
+    const skl_dtype grad_t = p.grad_f32 ? SKL_F32 : p.dtype_t, grad_s = p.grad_f32 ? SKL_F32 : p.dtype_s;
+    const int grouped = p.heads_t > p.heads_s;
+    skl_inputs in = {.struct_size = sizeof in};
+    in.q_t = as_input(make_tensor(&arena, source, &p, p.dtype_t, p.heads_t, length_q, p.dim_t));
+    in.k_t = as_input(make_tensor(&arena, source, &p, p.dtype_t, key_heads_t, length_k, p.dim_t));
+    in.q_s = as_input(make_tensor(&arena, source, &p, p.dtype_s, p.heads_s, length_q, p.dim_s));
+    in.k_s = as_input(make_tensor(&arena, source, &p, p.dtype_s, key_heads_s, length_k, p.dim_s));
+    if (p.packed) {
+        in.cu_seqlens_q = take_lengths(&arena, source, p.batch + 1, p.len_q, 1);
+        in.cu_seqlens_k = take_lengths(&arena, source, p.batch + 1, p.len_k, 1);
+    } else if (take(source, 1) % 2) {
+        in.key_lengths = take_lengths(&arena, source, p.batch, p.len_k, 0);
+    }
+
+    skl_rows rows = {.struct_size = sizeof rows};
+    rows.kl = make_tensor(&arena, source, &p, SKL_F32, p.heads_s, length_q, 1);
+    rows.lse_t = make_tensor(&arena, source, &p, SKL_F32, p.heads_t, length_q, 1);
+    rows.lse_s = make_tensor(&arena, source, &p, SKL_F32, p.heads_s, length_q, 1);
+    if (grouped)
+        rows.dot_t = make_tensor(&arena, source, &p, SKL_F32, p.heads_t, length_q, 1);
+    skl_gradients gradients = {.struct_size = sizeof gradients};
+    if (p.gradients & SKL_DQ_T)
+        gradients.dq_t = make_tensor(&arena, source, &p, grad_t, p.heads_t, length_q, p.dim_t);
+    if (p.gradients & SKL_DK_T)
+        gradients.dk_t = make_tensor(&arena, source, &p, grad_t, key_heads_t, length_k, p.dim_t);
+    if (p.gradients & SKL_DQ_S)
+        gradients.dq_s = make_tensor(&arena, source, &p, grad_s, p.heads_s, length_q, p.dim_s);
+    if (p.gradients & SKL_DK_S)
+        gradients.dk_s = make_tensor(&arena, source, &p, grad_s, key_heads_s, length_k, p.dim_s);
+
+    size_t size = 0;
+    for (skl_op op = SKL_OP_FORWARD; op <= SKL_OP_PARTIAL; op++)
+        size = skl_plan_workspace_size(plan, op) > size ? skl_plan_workspace_size(plan, op) : size;
+    void *const workspace = aligned_alloc(SKL_WORKSPACE_ALIGNMENT, (size + 63) / 64 * 64);
+    if (!workspace)
+        abort();
+    if (skl_forward(plan, &in, &rows, workspace, size, NULL) == SKL_OK) {
+        in.lse_t = as_input(rows.lse_t), in.lse_s = as_input(rows.lse_s);
+        in.kl = as_input(rows.kl), in.dot_t = as_input(rows.dot_t);
+        if (skl_backward(plan, &in, &gradients, workspace, size, NULL) != SKL_OK)
+            abort(); /* the same lengths, with all that it needs */
+        skl_row_state *const states = allocate(
+            &arena, source, (size_t)((p.packed ? 1 : p.batch) * p.heads_s * length_q) * sizeof(skl_row_state));
+        if (skl_partial(plan, &in, take_number(source, 50), 1000, states, workspace, size, NULL) == SKL_OK) {
+            in.lse_t.data = grouped ? in.lse_t.data : NULL;
+            rows.dot_t.data = NULL;
+            rows.lse_t.data = grouped ? NULL : rows.lse_t.data; /* an output has an address of its own */
+            if (skl_states_finish(plan, &in, states, &rows, NULL) != SKL_OK)
+                abort();
+        }
+    }
+    free(workspace);
+    for (int n = 0; n < arena.count; n++)
+        free(arena.blocks[n]);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
+{
+    byte_source source = {data, size};
+    skl_kernel_info kernel;
+    skl_options options = skl_options_default();
+    options.threads = 1;
+    if (skl_kernel_at((int32_t)(take(&source, 1) % 8), &kernel) && kernel.device == SKL_CPU && kernel.usable)
+        options.kernel = kernel.name;
+    const skl_problem problem = take_problem(&source);
+    skl_plan *plan = NULL;
+    const skl_status status = skl_plan_create(&plan, &problem, &options);
+    if ((status == SKL_OK) != (plan != NULL))
+        abort();
+    if (status == SKL_OK && is_small(&problem))
+        run(plan, problem, &source);
+    skl_plan_destroy(plan);
+    return 0;
+}
