@@ -60,7 +60,13 @@ static void add_to_dk(const tile *t, const key_tile *keys, float *dk, const floa
 {
     const int64_t width = padded(dim);
     if (!must_skip_pairs(t, keys, q, t->count, dim)) {
-        gemm_add(dk, width, g, t->height, q, width, keys->count, dim, t->count);
+        /* The product rounds its rows up, but behind the last key stand sums of other keys: the rest goes beside. */
+        const int64_t whole = keys->count / MICRO_ROWS * MICRO_ROWS;
+        gemm_add(dk, width, g, t->height, q, width, whole, dim, t->count);
+        if (whole < keys->count) {
+            gemm(t->rest, width, g + whole * t->height, t->height, q, width, MICRO_ROWS, dim, t->count);
+            add_rows(dk + whole * width, width, t->rest, keys->count - whole, dim);
+        }
         return;
     }
     for (int64_t i = 0; i < t->count; i++)

@@ -53,6 +53,7 @@ typedef struct tile {
     float *g_t, *g_s;   /* logit gradients: [TILE_K][height] */
     float *dq_t, *dq_s; /* sums: [group][height][padded], [height][padded] */
     float *dk_t, *dk_s; /* of one key tile, or the sum over a key block */
+    float *rest;        /* rows of dk that do not fill a micro-kernel: [MICRO_ROWS][padded] */
 } tile;
 
 /* ---- Buffers ------------------------------------------------------------------------------------------------ */
@@ -104,6 +105,7 @@ static float *lay_out(tile *t, const skl_problem *p, float *scratch)
     t->dq_s = cut(&scratch, p->gradients & SKL_DQ_S ? height * width_s : 0);
     t->dk_t = cut(&scratch, p->gradients & SKL_DK_T ? KEY_BLOCK * width_t : 0);
     t->dk_s = cut(&scratch, p->gradients & SKL_DK_S ? KEY_BLOCK * width_s : 0);
+    t->rest = cut(&scratch, MICRO_ROWS * (width_t > width_s ? width_t : width_s));
     return scratch;
 }
 
