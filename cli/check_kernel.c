@@ -88,8 +88,8 @@ static double largest_finite(const double *values, int64_t count)
     return largest;
 }
 
-/* How well a backward can know P = exp(x - lse) when the LSE comes to it as f32, rounded by up to 2^-24 |lse|. Without
- * weight until logits are in the hundreds. */
+/* How well a backward can know P = exp(x - lse) when the LSE comes to it as f32, rounded by up to 2^-24 |lse|.
+ * Without weight until logits are in the hundreds. */
 static double lse_rounding(const check_case *of)
 {
     const double lse_t = largest_finite(of->exact.lse_t, of->row_counts[0]);
