@@ -6,9 +6,11 @@
 
 #ifndef REAL
 #define REAL       double
+#define SAVED      double
 #define ORACLE_RUN oracle_run
 #endif
 typedef REAL real;
+typedef SAVED saved; /* what row vectors are between the two passes */
 
 /* The teacher or the student; its tensors are contiguous [batch, heads, length, dim]. */
 struct model {
@@ -96,46 +98,42 @@ static real log_sum_exp(const real *values, int64_t count, int64_t stride)
     return largest + log(sum);
 }
 
-static void subtract(real *values, int64_t count, real amount)
-{
-    for (int64_t n = 0; n < count; n++)
-        values[n] -= amount;
-}
-
-/* log P of the mean of the teacher heads. With a given LSE, which may cover more than the visible keys, the mean is
- * divided by its sum z over the visible ones; lse_t and log_p_head become those of the divided P. */
-static void teacher_distribution(const struct run *run, const struct row *row)
+/* log S from lse_s; log P of each teacher head from lse_t, and of their mean. */
+static void distributions(const struct run *run, const struct row *row)
 {
     const int64_t r = run->group, count = row->key_count;
-    const int use_given = r > 1 && run->given_lse_t;
-
+    for (int64_t j = 0; j < count; j++)
+        run->log_s[j] = run->y[j] - run->lse_s[row->at_s];
     for (int64_t h = 0; h < r; h++) {
-        const int64_t line = h * run->length_k, at = row->at_t + h * run->length_q;
-        run->lse_t[at] = use_given ? run->given_lse_t[at] : log_sum_exp(run->x + line, count, 1);
+        const int64_t line = h * run->length_k;
         for (int64_t j = line; j < line + count; j++)
-            run->log_p_head[j] = run->x[j] - run->lse_t[at];
+            run->log_p_head[j] = run->x[j] - run->lse_t[row->at_t + h * run->length_q];
     }
     for (int64_t j = 0; j < count; j++) {
         const real *const heads = run->log_p_head + j;
         run->log_p[j] = r == 1 ? *heads : log_sum_exp(heads, r, run->length_k) - log((real)r);
     }
+}
+
+/* LSEs and the distributions they give. A given LSE may cover more than the visible keys: then the mean of the
+ * teacher's heads is divided by its sum z over the visible ones. */
+static void normalise(const struct run *run, const struct row *row)
+{
+    const int use_given = run->group > 1 && run->given_lse_t;
+    run->lse_s[row->at_s] = log_sum_exp(run->y, row->key_count, 1);
+    for (int64_t h = 0; h < run->group; h++) {
+        const int64_t at = row->at_t + h * run->length_q;
+        const real own = log_sum_exp(run->x + h * run->length_k, row->key_count, 1);
+        run->lse_t[at] = use_given ? run->given_lse_t[at] : own;
+    }
+    distributions(run, row);
     if (!use_given)
         return;
 
-    const real log_z = log_sum_exp(run->log_p, count, 1);
-    subtract(run->log_p, count, log_z);
-    for (int64_t h = 0; h < r; h++) {
-        subtract(run->log_p_head + h * run->length_k, count, log_z);
+    const real log_z = log_sum_exp(run->log_p, row->key_count, 1);
+    for (int64_t h = 0; h < run->group; h++)
         run->lse_t[row->at_t + h * run->length_q] += log_z;
-    }
-}
-
-static void student_distribution(const struct run *run, const struct row *row)
-{
-    const real lse = log_sum_exp(run->y, row->key_count, 1);
-    for (int64_t j = 0; j < row->key_count; j++)
-        run->log_s[j] = run->y[j] - lse;
-    run->lse_s[row->at_s] = lse;
+    distributions(run, row);
 }
 
 /* sum_j first_j (log first_j - log second_j) */
@@ -156,31 +154,41 @@ static real weighted_phi(const struct run *run, int64_t h, int64_t j)
     return -exp(log_p_head - run->log_p[j] + run->log_s[j]);
 }
 
-/* dx_j = g / r * (P_hj phi_j - P_hj dot_h), which with r = 1 is g P (log P - log S - KL) or g (P - S) */
-static void teacher_gradients(const struct run *run, const struct row *row, int64_t h, real g, real dot)
+/* The second argument: g (second - first). The first: g first (log first - log second - KL). A teacher of several
+ * heads: g / r (P_h phi - P_h dot_h). */
+static void teacher_gradients(const struct run *run, const struct row *row, int64_t h, real g)
 {
-    const int64_t line = h * run->length_k;
-    for (int64_t j = 0; j < row->key_count; j++) {
-        const real p_head = exp(run->log_p_head[line + j]);
-        run->gradient[j] = g / (real)run->group * (weighted_phi(run, h, j) - p_head * dot);
+    const int64_t line = h * run->length_k, count = row->key_count;
+    const real kl = run->kl[row->at_s], dot = run->dot_t[row->at_t + h * run->length_q];
+    for (int64_t j = 0; j < count; j++) {
+        const real log_p = run->log_p[j], log_s = run->log_s[j];
+        if (run->group > 1)
+            run->gradient[j] =
+                g / (real)run->group * (weighted_phi(run, h, j) - exp(run->log_p_head[line + j]) * dot);
+        else if (run->problem->direction == SKL_KL_FORWARD)
+            run->gradient[j] = g * exp(log_p) * (log_p - log_s - kl);
+        else
+            run->gradient[j] = g * (exp(log_p) - exp(log_s));
     }
     const struct place at = find_place(run, row, &run->teacher, row->h_s * run->group + h);
-    add_gradients(&run->teacher, at, row->key_count, run->x + line, run->gradient);
+    add_gradients(&run->teacher, at, count, run->x + line, run->gradient);
 }
 
-/* dy_j = g (S_j - P_j) or g S_j (log S_j - log P_j - KL) */
-static void student_gradients(const struct run *run, const struct row *row, real g, real kl)
+static void student_gradients(const struct run *run, const struct row *row, real g)
 {
-    for (int64_t j = 0; j < row->key_count; j++) {
+    const int64_t count = row->key_count;
+    for (int64_t j = 0; j < count; j++) {
         const real log_p = run->log_p[j], log_s = run->log_s[j];
-        run->gradient[j] = run->problem->direction == SKL_KL_FORWARD ? g * (exp(log_s) - exp(log_p))
-                                                                     : g * exp(log_s) * (log_s - log_p - kl);
+        if (run->problem->direction == SKL_KL_FORWARD)
+            run->gradient[j] = g * (exp(log_s) - exp(log_p));
+        else
+            run->gradient[j] = g * exp(log_s) * (log_s - log_p - run->kl[row->at_s]);
     }
-    add_gradients(&run->student, find_place(run, row, &run->student, row->h_s), row->key_count, run->y,
-                  run->gradient);
+    add_gradients(&run->student, find_place(run, row, &run->student, row->h_s), count, run->y, run->gradient);
 }
 
-static void compute_row(const struct run *run, const struct row *row)
+/* LSEs, KL and dots of one row. */
+static void forward_row(const struct run *run, const struct row *row)
 {
     const int64_t r = run->group, count = row->key_count;
     compute_logits(&run->student, find_place(run, row, &run->student, row->h_s), count, run->y);
@@ -188,24 +196,37 @@ static void compute_row(const struct run *run, const struct row *row)
         const struct place at = find_place(run, row, &run->teacher, row->h_s * r + h);
         compute_logits(&run->teacher, at, count, run->x + h * run->length_k);
     }
-    student_distribution(run, row);
-    teacher_distribution(run, row);
+    normalise(run, row);
 
     const int forward = run->problem->direction == SKL_KL_FORWARD;
     const real kl = divergence(forward ? run->log_p : run->log_s, forward ? run->log_s : run->log_p, count);
     run->kl[row->at_s] = kl < 0 ? 0 : kl; /* a NaN stays */
-
-    const real g = run->grad_kl ? run->grad_kl[row->at_s] : 1;
-    if (run->problem->gradients & (SKL_DQ_S | SKL_DK_S))
-        student_gradients(run, row, g, kl);
     for (int64_t h = 0; h < r; h++) {
         real dot = 0;
         for (int64_t j = 0; j < count; j++)
             dot += weighted_phi(run, h, j);
         run->dot_t[row->at_t + h * run->length_q] = dot;
-        if (run->problem->gradients & (SKL_DQ_T | SKL_DK_T))
-            teacher_gradients(run, row, h, g, dot);
     }
+}
+
+/* Gradients from the logits and the rows of the forward, as they were saved. */
+static void backward_row(const struct run *run, const struct row *row)
+{
+    run->kl[row->at_s] = (saved)run->kl[row->at_s];
+    run->lse_s[row->at_s] = (saved)run->lse_s[row->at_s];
+    for (int64_t h = 0; h < run->group; h++) {
+        const int64_t at = row->at_t + h * run->length_q;
+        run->lse_t[at] = (saved)run->lse_t[at];
+        run->dot_t[at] = (saved)run->dot_t[at];
+    }
+    distributions(run, row);
+
+    const real g = run->grad_kl ? run->grad_kl[row->at_s] : 1;
+    if (run->problem->gradients & (SKL_DQ_S | SKL_DK_S))
+        student_gradients(run, row, g);
+    if (run->problem->gradients & (SKL_DQ_T | SKL_DK_T))
+        for (int64_t h = 0; h < run->group; h++)
+            teacher_gradients(run, row, h, g);
 }
 
 static void compute_sequence(const struct run *run, const skl_inputs *inputs, int64_t b)
@@ -220,7 +241,9 @@ static void compute_sequence(const struct run *run, const skl_inputs *inputs, in
             row.key_count = keys.end - keys.begin;
             row.at_s = (row.batch * run->student.heads + h_s) * run->length_q + row.row_q;
             row.at_t = (row.batch * run->teacher.heads + h_s * run->group) * run->length_q + row.row_q;
-            compute_row(run, &row);
+            forward_row(run, &row);
+            if (run->problem->gradients)
+                backward_row(run, &row);
         }
     }
 }

@@ -1,4 +1,5 @@
 /* The yardstick is the oracle's own text with float for double. */
 #define REAL       float
+#define SAVED      float
 #define ORACLE_RUN yardstick_run
 #include "oracle.c"

@@ -15,7 +15,7 @@ typedef struct fixture {
     uint8_t *live_k;     /* [batch, length_k]: 1 if a row sees the key */
     oracle_result exact; /* in double */
     oracle_result naive; /* in float: how far one may be off */
-    oracle_result saved; /* in double, from LSEs in float: how far gradients may be off */
+    oracle_result saved; /* in double, from rows saved in float: how far gradients may be off */
 } fixture;
 
 /* Inputs only; fixture_solve computes exact, naive and saved. */
@@ -40,7 +40,7 @@ skl_inputs results_backward_inputs(const fixture *f, const fixture_results *resu
 
 /* Compare with the oracle: same non-finite places; exactly 0 where nothing is visible; elsewhere an error of at most
  * twice the naive one and a small floor; nothing written between the elements. Of gradients the naive error is at
- * least that of LSEs saved in float. Each tensor that fails is printed, with `label` in front. Returns how many did.
+ * least that of rows saved in float. Each tensor that fails is printed, with `label` in front. Returns how many did.
  */
 int rows_mismatch(const fixture *f, const fixture_results *results, const char *label);
 int gradients_mismatch(const fixture *f, const fixture_results *results, const char *label);
