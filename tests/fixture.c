@@ -81,6 +81,16 @@ static void give_lse(fixture *f, test_random *random)
     f->inputs.lse_t = tensor_input(&f->lse_t);
 }
 
+/* A copy where the device under test can read it. */
+static const int32_t *create_lengths(test_memory *memory, const int32_t *lengths, int64_t count)
+{
+    if (lengths == NULL)
+        return NULL;
+    *memory = memory_create((size_t)count * sizeof *lengths, sizeof *lengths);
+    memcpy(memory->data, lengths, memory->size);
+    return (const int32_t *)(const void *)memory->data;
+}
+
 void fixture_create(fixture *f, const test_case *c)
 {
     *f = (fixture){.test_case = c, .problem = case_problem(c), .inputs = {.struct_size = sizeof(skl_inputs)}};
@@ -106,8 +116,9 @@ void fixture_create(fixture *f, const test_case *c)
     f->inputs.q_t = tensor_input(&f->q_t), f->inputs.k_t = tensor_input(&f->k_t);
     f->inputs.q_s = tensor_input(&f->q_s), f->inputs.k_s = tensor_input(&f->k_s);
     f->inputs.grad_kl = tensor_input(&f->grad_kl);
-    f->inputs.key_lengths = c->key_lengths;
-    f->inputs.cu_seqlens_q = c->cu_seqlens_q, f->inputs.cu_seqlens_k = c->cu_seqlens_k;
+    f->inputs.key_lengths = create_lengths(&f->lengths[0], c->key_lengths, p->batch);
+    f->inputs.cu_seqlens_q = create_lengths(&f->lengths[1], c->cu_seqlens_q, p->batch + 1);
+    f->inputs.cu_seqlens_k = create_lengths(&f->lengths[2], c->cu_seqlens_k, p->batch + 1);
 
     mark_live(f);
     if (!layout_shares(c->layout)) { /* else a dead element may be a live one too */
@@ -131,6 +142,8 @@ void fixture_destroy(fixture *f)
     test_tensor *const tensors[] = {&f->q_t, &f->k_t, &f->q_s, &f->k_s, &f->lse_t, &f->grad_kl};
     for (size_t t = 0; t < COUNT_OF(tensors); t++)
         tensor_destroy(tensors[t]);
+    for (size_t n = 0; n < COUNT_OF(f->lengths); n++)
+        memory_destroy(&f->lengths[n]);
     oracle_free(&f->exact);
     oracle_free(&f->naive);
     oracle_free(&f->saved);

@@ -10,12 +10,13 @@ typedef struct fixture {
     skl_problem problem;
     int64_t batch, length_q, length_k; /* of the buffers: packed ones have batch 1 */
     test_tensor q_t, k_t, q_s, k_s, lse_t, grad_kl;
-    skl_inputs inputs;   /* what a forward takes, and grad_kl */
-    uint8_t *live_q;     /* [batch, length_q]: 1 if the row sees a key */
-    uint8_t *live_k;     /* [batch, length_k]: 1 if a row sees the key */
-    oracle_result exact; /* in double */
-    oracle_result naive; /* in float: how far one may be off */
-    oracle_result saved; /* in double, from rows saved in float: how far gradients may be off */
+    test_memory lengths[3]; /* key_lengths, cu_seqlens_q, cu_seqlens_k */
+    skl_inputs inputs;      /* what a forward takes, and grad_kl */
+    uint8_t *live_q;        /* [batch, length_q]: 1 if the row sees a key */
+    uint8_t *live_k;        /* [batch, length_k]: 1 if a row sees the key */
+    oracle_result exact;    /* in double */
+    oracle_result naive;    /* in float: how far one may be off */
+    oracle_result saved;    /* in double, from rows saved in float: how far gradients may be off */
 } fixture;
 
 /* Inputs only; fixture_solve computes exact, naive and saved. */

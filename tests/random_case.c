@@ -110,5 +110,5 @@ void case_draw(random_case *storage, int64_t number)
     c->lse = (test_lse)random_between(&random, LSE_COMPUTED, LSE_WIDER);
     c->layout = one_in(&random, 2) ? LAYOUT_CONTIGUOUS : (test_layout)random_between(&random, 0, LAYOUT_COUNT - 1);
     c->unit_upstream = one_in(&random, 4);
-    c->growth = one_in(&random, 4) ? random_uniform(&random, -10, 10) : 0;
+    c->growth = one_in(&random, 4) ? random_uniform(&random, -6, 6) : 0;
 }

@@ -2,6 +2,8 @@
 
 #include <stdlib.h>
 
+#include "device.h"
+
 static test_memory create_workspace(const skl_plan *plan, skl_op op)
 {
     return memory_create(skl_plan_workspace_size(plan, op), SKL_WORKSPACE_ALIGNMENT);
@@ -11,6 +13,7 @@ void run_forward(const skl_plan *plan, const skl_inputs *inputs, const skl_rows 
 {
     test_memory workspace = create_workspace(plan, SKL_OP_FORWARD);
     assert_ok(skl_forward(plan, inputs, rows, workspace.data, workspace.size, NULL));
+    device_wait();
     memory_destroy(&workspace);
 }
 
@@ -18,6 +21,7 @@ void run_backward(const skl_plan *plan, const skl_inputs *inputs, const skl_grad
 {
     test_memory workspace = create_workspace(plan, SKL_OP_BACKWARD);
     assert_ok(skl_backward(plan, inputs, gradients, workspace.data, workspace.size, NULL));
+    device_wait();
     memory_destroy(&workspace);
 }
 
@@ -26,6 +30,7 @@ void run_forward_backward(const skl_plan *plan, const skl_inputs *inputs, const 
 {
     test_memory workspace = create_workspace(plan, SKL_OP_FORWARD_BACKWARD);
     assert_ok(skl_forward_backward(plan, inputs, rows, gradients, workspace.data, workspace.size, NULL));
+    device_wait();
     memory_destroy(&workspace);
 }
 
@@ -34,6 +39,7 @@ void run_partial(const skl_plan *plan, const skl_inputs *inputs, int64_t key_beg
 {
     test_memory workspace = create_workspace(plan, SKL_OP_PARTIAL);
     assert_ok(skl_partial(plan, inputs, key_begin, key_end, states, workspace.data, workspace.size, NULL));
+    device_wait();
     memory_destroy(&workspace);
 }
 
@@ -55,9 +61,18 @@ void run_kernel(const fixture *f, const char *kernel, int32_t threads, const fix
 
 skl_row_state *states_create(const fixture *f)
 {
+    enum { PAGE = 4096 }; /* whole ones, so that the device can share them */
     const size_t size = (size_t)(f->batch * f->problem.heads_s * f->length_q) * sizeof(skl_row_state);
-    skl_row_state *const states = malloc(size + 1);
+    const size_t pages_size = (size / PAGE + 1) * PAGE;
+    skl_row_state *const states = aligned_alloc(PAGE, pages_size);
     assert_non_null(states);
-    memset(states, POISON, size);
+    memset(states, POISON, pages_size);
+    device_share(states, pages_size);
     return states;
+}
+
+void states_destroy(skl_row_state *states)
+{
+    device_unshare(states);
+    free(states);
 }

@@ -1,6 +1,8 @@
 #define _DEFAULT_SOURCE /* mmap and getpagesize */
 #include "support.h"
 
+#include "device.h"
+
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -81,13 +83,16 @@ test_memory memory_create(size_t size, size_t alignment)
     const size_t overhang = (size_t)((uintptr_t)mapping + usable - size) % alignment;
     const test_memory memory = {mapping + usable - size - overhang, size, mapping, usable};
     memory_poison(&memory);
+    device_share(mapping, usable);
     return memory;
 }
 
 void memory_destroy(test_memory *memory)
 {
-    if (memory->mapping)
+    if (memory->mapping) {
+        device_unshare(memory->mapping);
         munmap(memory->mapping, memory->mapping_size + (size_t)getpagesize());
+    }
     *memory = (test_memory){0};
 }
 
@@ -102,7 +107,7 @@ const char *test_kernel(int32_t index)
 {
     skl_kernel_info info;
     for (int32_t k = 0; skl_kernel_at(k, &info); k++)
-        if (info.device == SKL_CPU && info.usable && index-- == 0)
+        if (info.device == test_device() && info.usable && index-- == 0)
             return info.name;
     return NULL;
 }
@@ -110,6 +115,7 @@ const char *test_kernel(int32_t index)
 skl_plan *test_plan(const skl_problem *problem, const char *kernel, int32_t threads)
 {
     skl_options options = skl_options_default();
+    options.device = test_device();
     options.kernel = kernel;
     options.threads = threads;
     skl_plan *plan = NULL;

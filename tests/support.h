@@ -4,6 +4,7 @@
  *     SKL_TEST_SEED=n     the random numbers of an earlier run; every run prints its own
  *     SKL_TEST_SAMPLE=n   only every n-th case of the case table: for sanitizers and emulators
  *     SKL_TEST_RANDOM=n   how many random cases follow the table
+ *     SKL_TEST_DEVICE=cuda  on the GPU: see device.h
  *     SKL_TEST_FILTER=x   only tests whose name matches the pattern x, which may hold * and ?
  */
 #ifndef SKL_TESTS_SUPPORT_H
@@ -51,7 +52,7 @@ test_memory memory_create(size_t size, size_t alignment);
 void memory_destroy(test_memory *memory);
 void memory_poison(const test_memory *memory);
 
-/* Names of the CPU kernels that run here, best first; NULL past the end. */
+/* Names of the kernels that run here on the device under test, best first; NULL past the end. */
 const char *test_kernel(int32_t index);
 
 /* A plan for `kernel` (NULL: the best); fails the test if there is none. */

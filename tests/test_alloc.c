@@ -180,8 +180,8 @@ static void test_run_calls_allocate_nothing(void **state)
             reset_faults(0);
             assert_int_equal(allocations, 0);
 
-            free(states);
-            free(more_states);
+            states_destroy(states);
+            states_destroy(more_states);
             results_destroy(&saved);
             results_destroy(&results);
             skl_plan_destroy(plan);

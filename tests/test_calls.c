@@ -302,8 +302,8 @@ static void check_rule(const call_rule *rule, skl_status expected)
     } else {
         assert_ok(status);
     }
-    free(states);
-    free(from);
+    states_destroy(states);
+    states_destroy(from);
     memory_destroy(&workspace);
     results_destroy(&saved);
     results_destroy(&results);

@@ -24,7 +24,7 @@ static void finish_and_compare(const fixture *f, const skl_plan *plan, const skl
 static void merge_and_free(const skl_plan *plan, skl_row_state *into, skl_row_state *from)
 {
     assert_ok(skl_states_merge(plan, into, from, NULL));
-    free(from);
+    states_destroy(from);
 }
 
 static skl_row_state *states_over(const fixture *f, const skl_plan *plan, int64_t key_begin, int64_t key_end)
@@ -51,14 +51,14 @@ static void test_any_order_and_any_tree(void **state)
         for (int n = 1; n < 4; n++)
             merge_and_free(plan, parts[0], parts[n]);
         finish_and_compare(&f, plan, NULL, parts[0], "left to right");
-        free(parts[0]);
+        states_destroy(parts[0]);
 
         for (int n = 0; n < 4; n++)
             parts[n] = states_over(&f, plan, cuts[n], cuts[n + 1]);
         for (int n = 2; n >= 0; n--)
             merge_and_free(plan, parts[3], parts[n]);
         finish_and_compare(&f, plan, NULL, parts[3], "right to left");
-        free(parts[3]);
+        states_destroy(parts[3]);
 
         for (int n = 0; n < 4; n++)
             parts[n] = states_over(&f, plan, cuts[n], cuts[n + 1]);
@@ -66,7 +66,7 @@ static void test_any_order_and_any_tree(void **state)
         merge_and_free(plan, parts[2], parts[3]);
         merge_and_free(plan, parts[0], parts[2]);
         finish_and_compare(&f, plan, NULL, parts[0], "tree");
-        free(parts[0]);
+        states_destroy(parts[0]);
         skl_plan_destroy(plan);
     }
     fixture_destroy(&f);
@@ -88,8 +88,8 @@ static void test_empty_states_change_nothing(void **state)
         assert_memory_equal(merged, whole, size);
         assert_ok(skl_states_merge(plan, empty, whole, NULL));
         assert_memory_equal(empty, whole, size);
-        free(whole);
-        free(merged);
+        states_destroy(whole);
+        states_destroy(merged);
         free(empty);
         skl_plan_destroy(plan);
     }
@@ -134,7 +134,7 @@ static void test_ranges_beyond_the_keys(void **state)
         skl_plan *const plan = test_plan(&f.problem, test_kernel(k), 2);
         skl_row_state *const states = states_over(&f, plan, -5, INT64_MAX);
         finish_and_compare(&f, plan, NULL, states, "beyond");
-        free(states);
+        states_destroy(states);
         skl_plan_destroy(plan);
     }
     fixture_destroy(&f);
@@ -206,7 +206,7 @@ static void shard_forward(const fixture *f, const char *kernel, const fixture_re
     skl_rows rows = results_rows(results);
     rows.dot_t.data = NULL;
     assert_ok(skl_states_finish(whole, &f->inputs, merged, &rows, NULL));
-    free(merged);
+    states_destroy(merged);
     skl_plan_destroy(whole);
 }
 

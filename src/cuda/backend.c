@@ -1,0 +1,252 @@
+/* The CUDA backend: chooses kernels, launches them on the caller's stream. It never allocates nor synchronises. */
+#include "base/status.h"
+#include "cuda/launch.h"
+
+#include <stdbool.h>
+#include <stdio.h>
+#include <string.h>
+
+/* ---- Devices ------------------------------------------------------------------------------------------------ */
+
+enum { CAPABILITY_MIN = 80 };
+
+/* Compute capability of a device, 90 for 9.0; 0 and a reason if there is none. */
+static int capability_of(int device, char *reason, size_t reason_size)
+{
+    int count = 0;
+    cudaError_t error = cudaGetDeviceCount(&count);
+    if (error != cudaSuccess || count == 0) {
+        (void)cudaGetLastError(); /* not sticky: the CPU goes on */
+        snprintf(reason, reason_size, "no CUDA device: %s",
+                 error != cudaSuccess ? cudaGetErrorString(error) : "none");
+        return 0;
+    }
+    if (device < 0 || device >= count) {
+        snprintf(reason, reason_size, "device_index=%d: must be 0..%d", device, count - 1);
+        return 0;
+    }
+    int major = 0, minor = 0;
+    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    if (error == cudaSuccess)
+        error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    if (error != cudaSuccess) {
+        snprintf(reason, reason_size, "device %d: %s", device, cudaGetErrorString(error));
+        return 0;
+    }
+    return major * 10 + minor;
+}
+
+/* ---- Kernels ------------------------------------------------------------------------------------------------ */
+
+typedef struct cuda_kernel {
+    const char *name;
+    const char *detail;
+    int capability;  /* lowest compute capability */
+    int64_t dim_max; /* of a tensor-core kernel; 0: every type, size and stride */
+    skl_dtype dtype;
+    skl_cuda_launcher forward, queries, keys;
+} cuda_kernel;
+
+#define SM80(type, TYPE, dim)                                                                                        \
+    {                                                                                                                \
+        "cuda_sm80_" #type "_" #dim, #type ", dim <= " #dim ": mma.sync, 128 x 64 tiles; backward by cuda_general",  \
+            80, dim, TYPE, skl_cuda_forward_sm80_##type##_##dim, skl_cuda_general_queries, skl_cuda_general_keys     \
+    }
+
+/* Best first; the general one is last. */
+static const cuda_kernel kernels[] = {
+    SM80(bf16, SKL_BF16, 64),
+    SM80(bf16, SKL_BF16, 128),
+    SM80(f16, SKL_F16, 64),
+    SM80(f16, SKL_F16, 128),
+    {"cuda_general", "any type, size and stride; f32 arithmetic, 64 x 64 tiles", CAPABILITY_MIN, 0, SKL_F32,
+     skl_cuda_general_forward, skl_cuda_general_queries, skl_cuda_general_keys},
+};
+
+enum { KERNEL_COUNT = sizeof kernels / sizeof kernels[0] };
+
+static const cuda_kernel *const general = &kernels[KERNEL_COUNT - 1];
+
+enum { COPY_ELEMENTS = 8 }; /* 16-bit elements of a 16-byte copy */
+
+static bool fits_problem(const cuda_kernel *kernel, const skl_problem *p)
+{
+    if (kernel->dim_max == 0)
+        return true;
+    return p->dtype_t == kernel->dtype && p->dtype_s == kernel->dtype && skl_group(p) == 1 &&
+           p->dim_t <= kernel->dim_max && p->dim_s <= kernel->dim_max && p->dim_t % COPY_ELEMENTS == 0 &&
+           p->dim_s % COPY_ELEMENTS == 0 && p->len_k < INT32_MAX / 2;
+}
+
+static bool fits_copies(const skl_input *tensor)
+{
+    return (uintptr_t)tensor->data % 16 == 0 && tensor->stride_batch % COPY_ELEMENTS == 0 &&
+           tensor->stride_head % COPY_ELEMENTS == 0 && tensor->stride_row % COPY_ELEMENTS == 0;
+}
+
+/* The plan's kernel, or the general one where strides or addresses are odd. */
+static const cuda_kernel *kernel_for(const skl_plan *plan, const skl_inputs *in)
+{
+    const cuda_kernel *const kernel = plan->kernel;
+    const bool even =
+        fits_copies(&in->q_t) && fits_copies(&in->k_t) && fits_copies(&in->q_s) && fits_copies(&in->k_s);
+    return kernel->dim_max == 0 || even ? kernel : general;
+}
+
+static int kernel_at(int32_t index, skl_kernel_info *info)
+{
+    static _Thread_local char reason[256];
+    if (index >= KERNEL_COUNT)
+        return 0;
+    const cuda_kernel *const kernel = &kernels[index];
+    const int capability = capability_of(0, reason, sizeof reason);
+    const bool usable = capability >= kernel->capability;
+    if (capability != 0 && !usable)
+        snprintf(reason, sizeof reason, "device 0 has compute capability %d.%d, the kernel needs %d.%d",
+                 capability / 10, capability % 10, kernel->capability / 10, kernel->capability % 10);
+    *info = (skl_kernel_info){kernel->name, SKL_CUDA, usable, usable ? kernel->detail : reason};
+    return 1;
+}
+
+/* ---- Plan --------------------------------------------------------------------------------------------------- */
+
+static skl_status plan_cuda(skl_plan *plan, const skl_options *options, const char *forced)
+{
+    char reason[256];
+    const int capability = capability_of(options->device_index, reason, sizeof reason);
+    if (capability == 0)
+        return skl_fail(SKL_ERROR_DEVICE, "%s", reason);
+    const cuda_kernel *chosen = NULL;
+    for (int i = 0; i < KERNEL_COUNT && chosen == NULL; i++)
+        if (capability >= kernels[i].capability && fits_problem(&kernels[i], &plan->problem) &&
+            (forced == NULL || strcmp(forced, kernels[i].name) == 0))
+            chosen = &kernels[i];
+    if (chosen == NULL && forced != NULL)
+        return skl_fail(SKL_ERROR_ARGUMENT,
+                        "kernel=%s: no CUDA kernel of this name does this problem here; streamkl info lists them",
+                        forced);
+    if (chosen == NULL)
+        return skl_fail(
+            SKL_ERROR_UNSUPPORTED, "device %d has compute capability %d.%d: the kernels of this build need %d.%d",
+            options->device_index, capability / 10, capability % 10, CAPABILITY_MIN / 10, CAPABILITY_MIN % 10);
+    int multiprocessors = 0;
+    const cudaError_t error =
+        cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, options->device_index);
+    if (error != cudaSuccess)
+        return skl_fail(SKL_ERROR_DEVICE, "device %d: %s", options->device_index, cudaGetErrorString(error));
+    plan->kernel = chosen;
+    plan->kernel_name = chosen->name;
+    plan->device_index = options->device_index;
+    plan->block_count = multiprocessors * 2;
+    const size_t scratch =
+        (size_t)plan->block_count * (size_t)skl_group(&plan->problem) * SKL_GENERAL_TILE * sizeof(float);
+    for (int op = 0; op < SKL_OP_COUNT; op++)
+        plan->workspace_size[op] = scratch;
+    return SKL_OK;
+}
+
+/* ---- Run ---------------------------------------------------------------------------------------------------- */
+
+static skl_status launch(const skl_plan *plan, const char *step, skl_cuda_launcher launcher,
+                         const skl_cuda_params *params)
+{
+    const cudaError_t error = launcher(params);
+    if (error == cudaSuccess)
+        return SKL_OK;
+    return skl_fail(SKL_ERROR_DEVICE, "%s, %s: %s", plan->kernel_name, step, cudaGetErrorString(error));
+}
+
+/* Makes the plan's device current while a call launches, and the caller's again behind it. */
+static skl_status enter_device(int device, int *former)
+{
+    cudaError_t error = cudaGetDevice(former);
+    if (error == cudaSuccess && *former != device)
+        error = cudaSetDevice(device);
+    if (error == cudaSuccess)
+        return SKL_OK;
+    return skl_fail(SKL_ERROR_DEVICE, "device %d: %s", device, cudaGetErrorString(error));
+}
+
+static void leave_device(int device, int former)
+{
+    if (former != device)
+        (void)cudaSetDevice(former);
+}
+
+typedef struct step {
+    bool wanted;
+    const char *name;
+    skl_cuda_launcher launcher;
+    int32_t teacher_side;
+} step;
+
+static skl_status run_steps(const skl_plan *plan, const skl_call *call)
+{
+    const skl_problem *const p = &plan->problem;
+    const cuda_kernel *const kernel = kernel_for(plan, &call->inputs);
+    const skl_gradients *const grads = &call->gradients;
+    const bool gradients = call->op == SKL_OP_BACKWARD || call->op == SKL_OP_FORWARD_BACKWARD;
+    const bool rows_wanted = call->rows.kl.data != NULL || call->rows.dot_t.data != NULL;
+    const bool rows = !gradients || (call->op == SKL_OP_FORWARD_BACKWARD && rows_wanted);
+    const bool some_rows = p->batch > 0 && p->len_q > 0;
+    const bool some_keys = p->batch > 0 && p->len_k > 0;
+    const step steps[] = {
+        {p->packed != 0, "tails", skl_cuda_clear_tails, 0},
+        {rows && some_rows, "forward", kernel->forward, 0},
+        {some_rows && grads->dq_s.data != NULL, "dq_s", kernel->queries, 0},
+        {some_rows && grads->dq_t.data != NULL, "dq_t", kernel->queries, 1},
+        {some_keys && grads->dk_s.data != NULL, "dk_s", kernel->keys, 0},
+        {some_keys && grads->dk_t.data != NULL, "dk_t", kernel->keys, 1},
+    };
+    skl_cuda_params params = {.problem = *p,
+                              .call = *call,
+                              .rows_known = gradients && rows,
+                              .block_count = plan->block_count,
+                              .scratch = call->workspace};
+    skl_status status = SKL_OK;
+    for (size_t i = 0; i < sizeof steps / sizeof steps[0] && status == SKL_OK; i++) {
+        params.teacher_side = steps[i].teacher_side;
+        if (steps[i].wanted)
+            status = launch(plan, steps[i].name, steps[i].launcher, &params);
+    }
+    return status;
+}
+
+static skl_status run(const skl_plan *plan, const skl_call *call)
+{
+    int former = 0;
+    skl_status status = enter_device(plan->device_index, &former);
+    if (status != SKL_OK)
+        return status;
+    status = run_steps(plan, call);
+    leave_device(plan->device_index, former);
+    return status;
+}
+
+static skl_status states_merge(const skl_plan *plan, skl_row_state *into, const skl_row_state *from,
+                               skl_stream stream)
+{
+    int former = 0;
+    const skl_status status = enter_device(plan->device_index, &former);
+    if (status != SKL_OK)
+        return status;
+    const cudaError_t error = skl_cuda_states_merge(skl_state_count(&plan->problem), into, from, stream);
+    leave_device(plan->device_index, former);
+    return error == cudaSuccess ? SKL_OK : skl_fail(SKL_ERROR_DEVICE, "states, merge: %s", cudaGetErrorString(error));
+}
+
+static skl_status states_finish(const skl_plan *plan, const skl_call *call)
+{
+    if (skl_state_count(&plan->problem) == 0)
+        return SKL_OK;
+    int former = 0;
+    skl_status status = enter_device(plan->device_index, &former);
+    if (status != SKL_OK)
+        return status;
+    const skl_cuda_params params = {.problem = plan->problem, .call = *call};
+    status = launch(plan, "finish", skl_cuda_states_finish, &params);
+    leave_device(plan->device_index, former);
+    return status;
+}
+
+const skl_backend skl_cuda_backend = {SKL_CUDA, plan_cuda, run, states_merge, states_finish, kernel_at};
