@@ -15,5 +15,8 @@ install(FILES ${CMAKE_CURRENT_BINARY_DIR}/streamkl-config.cmake ${CMAKE_CURRENT_
 
 # Relative to the .pc file itself, so that an installed tree can be moved.
 file(RELATIVE_PATH pc_to_prefix ${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig ${CMAKE_INSTALL_PREFIX})
+if(STREAMKL_CUDA)
+  set(pc_cuda_libraries "-L${CUDAToolkit_LIBRARY_DIR} -lcudart_static -ldl -lrt")
+endif()
 configure_file(${CMAKE_CURRENT_LIST_DIR}/streamkl.pc.in streamkl.pc @ONLY)
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/streamkl.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
