@@ -72,7 +72,7 @@ static int collect_kernels(checked_kernel *kernels, const skl_options *wanted)
             continue;
         kernels[count++] = (checked_kernel){.info = info};
     }
-    return count;
+    return wanted->device == SKL_CPU ? count : 0;
 }
 
 /* A kernel or device that cannot be used: the library says why. */
@@ -85,7 +85,7 @@ static int fail_no_kernel(const skl_options *wanted)
     if (status != SKL_OK)
         return cli_fail_status(status);
     skl_plan_destroy(plan);
-    return cli_fail(CLI_NO_DEVICE, "--device=%s: has no kernel to check", device_name(wanted->device));
+    return refuse_device(wanted->device);
 }
 
 static int check_kernels(checked_kernel *kernels, int count, const skl_options *wanted)

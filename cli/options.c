@@ -226,6 +226,12 @@ static const char *parse_device(const char *text, void *value)
     return accepted;
 }
 
+int refuse_device(skl_device device)
+{
+    return cli_fail(CLI_NO_DEVICE, "--device=%s: must be cpu: the tool holds its tensors in host memory",
+                    device_name(device));
+}
+
 enum { KEY_DEVICE = OPTIONS_ENGINE_KEYS, KEY_THREADS, KEY_KERNEL };
 
 static const option_field engine_fields[] = {

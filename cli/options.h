@@ -38,6 +38,9 @@ extern const struct argp engine_argp;
 /* Names as the options spell them. */
 const char *direction_name(skl_direction direction);
 const char *device_name(skl_device device);
+
+/* The tool works on files in host memory, which only the CPU's kernels take: says so and returns an exit code. */
+int refuse_device(skl_device device);
 const char *dtype_name(skl_dtype dtype);
 
 /* Keys of options without a short form. Every module numbers its own from a base, so that argp can merge them. */

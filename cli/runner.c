@@ -1,5 +1,6 @@
 #include "runner.h"
 #include "cli.h"
+#include "options.h"
 #include "resident.h"
 
 #include <stdlib.h>
@@ -21,6 +22,8 @@ int runner_open(plan_runner *runner, const skl_problem *problem, const skl_optio
     const skl_status status = skl_plan_create(&runner->plan, problem, &watched);
     if (status != SKL_OK)
         return cli_fail_status(status);
+    if (options->device != SKL_CPU)
+        return refuse_device(options->device);
     runner->workspace_size = workspace_size_of(runner->plan, problem);
     const size_t pad = SKL_WORKSPACE_ALIGNMENT - runner->workspace_size % SKL_WORKSPACE_ALIGNMENT;
     runner->workspace = aligned_alloc(SKL_WORKSPACE_ALIGNMENT, runner->workspace_size + pad);
