@@ -74,14 +74,44 @@ static double lse2_of(const known_row *r, const skl_input *rows, int64_t head)
     return (double)skl_row_value(rows, &r->sequence, head, r->i) * SKL_LOG2E_DOUBLE;
 }
 
+/* A state that is summed up in parts: over ten thousands of keys, one long f32 sum would lose digits. */
+typedef struct long_state {
+    skl_row_state whole, part;
+    int part_count;
+} long_state;
+
+static long_state long_state_empty(void)
+{
+    const long_state state = {skl_state_empty(), skl_state_empty(), 0};
+    return state;
+}
+
+static skl_row_state long_state_total(const long_state *state)
+{
+    return skl_state_merge(state->whole, state->part);
+}
+
+static void long_state_add(long_state *state, float a, float b)
+{
+    enum { PART_MAX = 128 };
+    state->part = skl_state_add(state->part, a, b);
+    state->part_count++;
+    if (state->part_count < PART_MAX)
+        return;
+    state->whole = long_state_total(state);
+    state->part = skl_state_empty();
+    state->part_count = 0;
+}
+
 /* log2 of the sum of 2^logit over the visible keys, for one head of one side. */
 static double lse2_computed(const known_row *r, const skl_side *side, int64_t head)
 {
-    skl_row_state state = skl_state_empty();
+    long_state sum = long_state_empty();
     for (int64_t j = r->visible.begin; j < r->visible.end; j++) {
         const float x = (float)logit(side, &r->sequence, head, r->i, j);
-        state = skl_state_add(state, x, x);
+        long_state_add(&sum, x, x);
     }
+    const skl_row_state state = long_state_total(&sum);
     return state.l_1 == 0.0F ? -INFINITY : (double)state.m_1 + log2((double)state.l_1);
 }
 
@@ -132,12 +162,13 @@ static void forward_row(const skl_task *t, const skl_sequence *sequence, int64_t
     for (int64_t h = 0; group > 1 && h < group; h++)
         lse[h] = teacher_lse2(&r, head * group + h);
 
-    skl_row_state state = skl_state_empty();
+    long_state sum = long_state_empty();
     for (int64_t j = r.visible.begin; j < r.visible.end; j++) {
         const float x = (float)teacher_logit(&r, lse, j);
         const float y = (float)logit(&r.student, sequence, head, i, j);
-        state = skl_state_add(state, reverse ? y : x, reverse ? x : y);
+        long_state_add(&sum, reverse ? y : x, reverse ? x : y);
     }
+    const skl_row_state state = long_state_total(&sum);
     if (call->op == SKL_OP_PARTIAL) {
         call->states[skl_state_index(p, sequence, head, i)] = state;
         return;
