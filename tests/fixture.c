@@ -260,7 +260,7 @@ static int tensor_mismatch(const test_tensor *actual, expectation expected, cons
     const int64_t count = tensor_count(actual);
     const double *const exact = expected.exact;
     const double naive_error =
-        fmax(largest_error(exact, expected.naive, count), largest_error(exact, expected.saved, count));
+        largest_error(exact, expected.naive, count) + largest_error(exact, expected.saved, count);
     double worst = 1; /* error over what is allowed */
     int64_t worst_at = -1;
     for (int64_t n = 0; n < count; n++) {

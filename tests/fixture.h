@@ -40,8 +40,8 @@ skl_gradients results_gradients(const fixture_results *results);
 skl_inputs results_backward_inputs(const fixture *f, const fixture_results *results);
 
 /* Compare with the oracle: same non-finite places; exactly 0 where nothing is visible; elsewhere an error of at most
- * twice the naive one and a small floor; nothing written between the elements. Of gradients the naive error is at
- * least that of rows saved in float. Each tensor that fails is printed, with `label` in front. Returns how many did.
+ * twice the naive one and a small floor; nothing written between the elements. To the naive error of gradients
+ * comes that of rows saved in float. Each tensor that fails is printed, with `label` in front. Returns how many did.
  */
 int rows_mismatch(const fixture *f, const fixture_results *results, const char *label);
 int gradients_mismatch(const fixture *f, const fixture_results *results, const char *label);
