@@ -37,7 +37,8 @@ static void head_lse(const tile *t, const skl_side *side, int64_t head, const fl
         for (int64_t panel = 0; panel < panel_count(t); panel++) {
             if (panel_sight(t, panel, &keys) == SEES_NONE)
                 continue;
-            panel_logits(t->x, side, k, panel_queries(qT, side, panel), panel_columns(t, panel), keys.count);
+            panel_logits(t->x, side, loaded_keys(side, k), panel_queries(qT, side, panel), panel_columns(t, panel),
+                         keys.count);
             for (int64_t column = 0; column < panel_columns(t, panel); column += SKL_LANES) {
                 const lane_state s = lane_state_at(t, panel * PANEL + column);
                 const lane_range lanes = lanes_visible(t, panel * PANEL + column, &keys);
@@ -84,11 +85,12 @@ static void sweep_states(const tile *t)
     state_reset(t);
     FOR_KEY_TILES(t, keys)
     {
-        load_keys(t, &t->student, skl_key_head(&t->student, t->head), keys.first, keys.count, t->k_s);
+        const key_view k_s = keys_for_logits(t, &t->student, &keys, t->k_s);
+        key_view k_t = {NULL, 0};
         if (grouped)
             group_logits(t, &keys);
         else
-            load_keys(t, &t->teacher, skl_key_head(&t->teacher, t->head), keys.first, keys.count, t->k_t);
+            k_t = keys_for_logits(t, &t->teacher, &keys, t->k_t);
         for (int64_t panel = 0; panel < panel_count(t); panel++) {
             const sight seen = panel_sight(t, panel, &keys);
             if (seen == SEES_NONE)
@@ -96,8 +98,8 @@ static void sweep_states(const tile *t)
             const int64_t columns = panel_columns(t, panel);
             float *const x = grouped ? t->x + panel * TILE_K * PANEL : t->x;
             if (!grouped)
-                panel_logits(x, &t->teacher, t->k_t, panel_queries(t->qT_t, &t->teacher, panel), columns, keys.count);
-            panel_logits(t->y, &t->student, t->k_s, panel_queries(t->qT_s, &t->student, panel), columns, keys.count);
+                panel_logits(x, &t->teacher, k_t, panel_queries(t->qT_t, &t->teacher, panel), columns, keys.count);
+            panel_logits(t->y, &t->student, k_s, panel_queries(t->qT_s, &t->student, panel), columns, keys.count);
             const logits teacher = {x, scale_t};
             const logits student = {t->y, scale_s};
             reduce_panel(t, panel, t->reverse ? student : teacher, t->reverse ? teacher : student, &keys, seen);
@@ -156,8 +158,8 @@ static void sweep_dots(const tile *t)
                     continue;
                 const int64_t columns = panel_columns(t, panel);
                 head_log_probabilities(t, h, panel, &keys, z);
-                panel_logits(t->y, &t->student, t->k_s, panel_queries(t->qT_s, &t->student, panel), columns,
-                             keys.count);
+                panel_logits(t->y, &t->student, loaded_keys(&t->student, t->k_s),
+                             panel_queries(t->qT_s, &t->student, panel), columns, keys.count);
                 for (int64_t column = 0; column < columns; column += SKL_LANES) {
                     const int64_t row = panel * PANEL + column;
                     const lane_range lanes = lanes_visible(t, row, &keys);

@@ -129,8 +129,10 @@ static void tile_gradients(const tile *t, const key_tile *keys, const wanted *wa
         float *const x = grouped || want->keep_logits ? t->x + panel * TILE_K * PANEL : t->x;
         float *const y = want->keep_logits ? t->y + panel * TILE_K * PANEL : t->y;
         if (!grouped)
-            panel_logits(x, &t->teacher, t->k_t, panel_queries(t->qT_t, &t->teacher, panel), columns, keys->count);
-        panel_logits(y, &t->student, t->k_s, panel_queries(t->qT_s, &t->student, panel), columns, keys->count);
+            panel_logits(x, &t->teacher, loaded_keys(&t->teacher, t->k_t), panel_queries(t->qT_t, &t->teacher, panel),
+                         columns, keys->count);
+        panel_logits(y, &t->student, loaded_keys(&t->student, t->k_s), panel_queries(t->qT_s, &t->student, panel),
+                     columns, keys->count);
         const argument teacher = {{x, grouped ? 1.0F : logit_scale(&t->teacher)},
                                   grouped ? t->zero : t->lse_t,
                                   grouped ? t->zero : t->low_t,

@@ -21,7 +21,8 @@ static void head_log_probabilities(const tile *t, int64_t h, int64_t panel, cons
     const float scale = logit_scale(&t->teacher);
     const float *const lse = t->lse_t + h * t->height + panel * PANEL;
     const float *const low = t->low_t + h * t->height + panel * PANEL;
-    panel_logits(z, &t->teacher, t->k_t, panel_queries(qT, &t->teacher, panel), columns, keys->count);
+    panel_logits(z, &t->teacher, loaded_keys(&t->teacher, t->k_t), panel_queries(qT, &t->teacher, panel), columns,
+                 keys->count);
     for (int64_t key = 0; key < keys->count; key++)
         for (int64_t column = 0; column < columns; column += SKL_LANES) {
             float *const at = z + key * PANEL + column;

@@ -230,6 +230,33 @@ static void load_keys(const tile *t, const skl_side *side, int64_t key_head, int
     load_rows(rows, side->k->data, side->dtype, offset, side->k->stride_row, count, side->dim);
 }
 
+/* Rows of keys, in a tile buffer or where the caller has them. */
+typedef struct key_view {
+    const float *data;
+    int64_t stride;
+} key_view;
+
+static key_view loaded_keys(const skl_side *side, const float *buffer)
+{
+    const key_view rows = {buffer, padded(side->dim)};
+    return rows;
+}
+
+/* Keys for logits alone: f32 rows that lie close together are read in place, unless the product would round their
+ * number up. Rows far apart could pile up in the same cache sets, and are copied like all others. */
+static key_view keys_for_logits(const tile *t, const skl_side *side, const key_tile *keys, float *buffer)
+{
+    const int64_t key_head = skl_key_head(side, t->head);
+    const bool close = side->k->stride_row < 2 * side->dim;
+    if (side->dtype == SKL_F32 && close && keys->count % MICRO_ROWS == 0) {
+        const int64_t offset = SKL_ROW(*side->k, t->sequence.batch, key_head, t->sequence.key_begin + keys->first);
+        const key_view in_place = {(const float *)side->k->data + offset, side->k->stride_row};
+        return in_place;
+    }
+    load_keys(t, side, key_head, keys->first, keys->count, buffer);
+    return loaded_keys(side, buffer);
+}
+
 /* What turns a stored logit into base 2: softcapped ones are in base 2 already. */
 static float logit_scale(const skl_side *side)
 {
@@ -237,10 +264,10 @@ static float logit_scale(const skl_side *side)
 }
 
 /* x[key][lane] = <k, q> of one panel; with a softcap, the capped logit in base 2. */
-static void panel_logits(float *x, const skl_side *side, const float *k, const float *qT, int64_t columns,
+static void panel_logits(float *x, const skl_side *side, key_view k, const float *qT, int64_t columns,
                          int64_t key_count)
 {
-    gemm(x, PANEL, k, padded(side->dim), qT, PANEL, key_count, columns, side->dim);
+    gemm(x, PANEL, k.data, k.stride, qT, PANEL, key_count, columns, side->dim);
     if (side->softcap == 0.0F)
         return;
     const float inner = side->scale / side->softcap;
