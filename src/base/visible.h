@@ -52,15 +52,41 @@ SKL_SHARED skl_sequence skl_sequence_at(const skl_problem *p, const skl_inputs *
     return s;
 }
 
-/* Keys that query i sees, always inside [key_first, key_count]; begin == end if none. Neither end ever moves
- * backwards from one row to the next. */
+/* Row i of one tensor meets rows [i + begin, i + end) of the other, as far as they lie in [first, count). */
+typedef struct skl_band {
+    int64_t begin, end, first, count;
+} skl_band;
+
+/* Keys that a query sees. */
+SKL_SHARED skl_band skl_key_band(const skl_problem *p, const skl_sequence *s)
+{
+    const skl_band band = {s->diagonal - p->window_left, s->diagonal + p->window_right + 1, s->key_first,
+                           s->key_count};
+    return band;
+}
+
+/* Queries that see a key, if it takes part: the same band from the other side. */
+SKL_SHARED skl_band skl_query_band(const skl_problem *p, const skl_sequence *s)
+{
+    const skl_band band = {-s->diagonal - p->window_right, -s->diagonal + p->window_left + 1, 0, s->query_count};
+    return band;
+}
+
+/* Always inside [first, count]; begin == end if there is none. Neither end ever moves backwards from one row to the
+ * next. */
+SKL_SHARED skl_range skl_band_range(const skl_band *band, int64_t i)
+{
+    const int64_t end = skl_max(band->first, skl_min(band->count, i + band->end));
+    const int64_t begin = skl_max(band->first, skl_min(end, i + band->begin));
+    const skl_range range = {begin, end};
+    return range;
+}
+
+/* Keys that query i sees. */
 SKL_SHARED skl_range skl_visible(const skl_problem *p, const skl_sequence *s, int64_t i)
 {
-    const int64_t position = i + s->diagonal;
-    const int64_t end = skl_max(s->key_first, skl_min(s->key_count, position + p->window_right + 1));
-    const int64_t begin = skl_max(s->key_first, skl_min(end, position - p->window_left));
-    const skl_range visible = {begin, end};
-    return visible;
+    const skl_band band = skl_key_band(p, s);
+    return skl_band_range(&band, i);
 }
 
 #endif

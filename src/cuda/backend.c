@@ -1,4 +1,5 @@
 /* The CUDA backend: chooses kernels, launches them on the caller's stream. It never allocates nor synchronises. */
+#include "base/kl_math.h"
 #include "base/status.h"
 #include "cuda/launch.h"
 
@@ -49,16 +50,24 @@ typedef struct cuda_kernel {
 
 #define SM80(type, TYPE, dim)                                                                                        \
     {                                                                                                                \
-        "cuda_sm80_" #type "_" #dim, #type ", dim <= " #dim ": mma.sync, 128 x 64 tiles; backward by cuda_general",  \
-            80, dim, TYPE, skl_cuda_forward_sm80_##type##_##dim, skl_cuda_general_queries, skl_cuda_general_keys     \
+        "cuda_sm80_" #type "_" #dim, #type ", dim <= " #dim ": mma.sync", 80, dim, TYPE,                             \
+            skl_cuda_sm80_##type##_##dim##_forward, skl_cuda_sm80_##type##_##dim##_queries,                          \
+            skl_cuda_sm80_##type##_##dim##_keys                                                                      \
+    }
+#define SM80_FORWARD(type, TYPE, dim)                                                                                \
+    {                                                                                                                \
+        "cuda_sm80_" #type "_" #dim, #type ", dim <= " #dim ": mma.sync; backward by cuda_general", 80, dim, TYPE,   \
+            skl_cuda_sm80_##type##_##dim##_forward, skl_cuda_general_queries, skl_cuda_general_keys                  \
     }
 
 /* Best first; the general one is last. */
 static const cuda_kernel kernels[] = {
     SM80(bf16, SKL_BF16, 64),
     SM80(bf16, SKL_BF16, 128),
+    SM80_FORWARD(bf16, SKL_BF16, 256),
     SM80(f16, SKL_F16, 64),
     SM80(f16, SKL_F16, 128),
+    SM80_FORWARD(f16, SKL_F16, 256),
     {"cuda_general", "any type, size and stride; f32 arithmetic, 64 x 64 tiles", CAPABILITY_MIN, 0, SKL_F32,
      skl_cuda_general_forward, skl_cuda_general_queries, skl_cuda_general_keys},
 };
@@ -73,9 +82,11 @@ static bool fits_problem(const cuda_kernel *kernel, const skl_problem *p)
 {
     if (kernel->dim_max == 0)
         return true;
+    const int64_t length = skl_max(p->len_q, p->len_k);
     return p->dtype_t == kernel->dtype && p->dtype_s == kernel->dtype && skl_group(p) == 1 &&
            p->dim_t <= kernel->dim_max && p->dim_s <= kernel->dim_max && p->dim_t % COPY_ELEMENTS == 0 &&
-           p->dim_s % COPY_ELEMENTS == 0 && p->len_k < INT32_MAX / 2;
+           p->dim_s % COPY_ELEMENTS == 0 && length < SKL_SM80_ROWS_MAX &&
+           p->heads_s < INT32_MAX / skl_ceil_div(length + 1, SKL_SM80_TILE_MIN);
 }
 
 static bool fits_copies(const skl_input *tensor)
@@ -173,6 +184,20 @@ static void leave_device(int device, int former)
         (void)cudaSetDevice(former);
 }
 
+static skl_cuda_argument argument_of(const skl_side *side)
+{
+    const bool capped = side->softcap > 0.0F;
+    const skl_cuda_argument argument = {.q = *side->q,
+                                        .k = *side->k,
+                                        .heads_per_key = (int32_t)(side->heads / side->key_heads),
+                                        .dim = (int32_t)side->dim,
+                                        .capped = capped,
+                                        .scale = capped ? side->scale / side->softcap : side->scale * SKL_LOG2E,
+                                        .softcap_2 = side->softcap * SKL_LOG2E,
+                                        .inverse_softcap_2 = capped ? SKL_LN2 / side->softcap : 0.0F};
+    return argument;
+}
+
 typedef struct step {
     bool wanted;
     const char *name;
@@ -198,8 +223,12 @@ static skl_status run_steps(const skl_plan *plan, const skl_call *call)
         {some_keys && grads->dk_s.data != NULL, "dk_s", kernel->keys, 0},
         {some_keys && grads->dk_t.data != NULL, "dk_t", kernel->keys, 1},
     };
+    const skl_side teacher = skl_teacher_of(p, call), student = skl_student_of(p, call);
+    const bool reverse = p->direction == SKL_KL_REVERSE;
     skl_cuda_params params = {.problem = *p,
                               .call = *call,
+                              .one = argument_of(reverse ? &student : &teacher),
+                              .two = argument_of(reverse ? &teacher : &student),
                               .rows_known = gradients && rows,
                               .block_count = plan->block_count,
                               .scratch = call->workspace};

@@ -10,14 +10,26 @@
 extern "C" {
 #endif
 
+/* One argument of the KL, as it lies in the constant bank. */
+typedef struct skl_cuda_argument {
+    skl_input q, k;
+    int32_t heads_per_key; /* query heads that share a key head */
+    int32_t dim;
+    int32_t capped;
+    float scale;     /* what multiplies a product to make it a logit in base 2; for capped ones what tanh gets */
+    float softcap_2; /* cap in base 2, and its inverse */
+    float inverse_softcap_2;
+} skl_cuda_argument;
+
 typedef struct skl_cuda_params {
     skl_problem problem;
     skl_call call;
-    int32_t rows_known;   /* kl and dot_t were stored by an earlier kernel of the same call */
-    int32_t teacher_side; /* gradients of q_t or k_t, not of q_s or k_s */
-    int64_t dim_first;    /* first dimension of the gradient that a launch gives */
-    int32_t block_count;  /* blocks that run at once and have scratch memory each */
-    float *scratch;       /* [block][group][tile]: LSEs of a group of teacher heads */
+    skl_cuda_argument one, two; /* teacher and student, or student and teacher when the KL is reversed */
+    int32_t rows_known;         /* kl and dot_t were stored by an earlier kernel of the same call */
+    int32_t teacher_side;       /* gradients of q_t or k_t, not of q_s or k_s */
+    int64_t dim_first;          /* first dimension of the gradient that a launch gives */
+    int32_t block_count;        /* blocks that run at once and have scratch memory each */
+    float *scratch;             /* [block][group][tile]: LSEs of a group of teacher heads */
 } skl_cuda_params;
 
 typedef cudaError_t (*skl_cuda_launcher)(const skl_cuda_params *params);
@@ -28,11 +40,22 @@ cudaError_t skl_cuda_general_forward(const skl_cuda_params *params);
 cudaError_t skl_cuda_general_queries(const skl_cuda_params *params); /* dq of one side */
 cudaError_t skl_cuda_general_keys(const skl_cuda_params *params);    /* dk of one side */
 
+/* The mma.sync kernels count rows in 32 bits, and own at least so many rows a block. */
+#define SKL_SM80_ROWS_MAX ((int64_t)1 << 30)
+enum { SKL_SM80_TILE_MIN = 64 };
+
 /* Tensor cores by mma.sync: 16-bit types of one kind, r = 1, dimensions a multiple of 8, 16-byte aligned rows. */
-cudaError_t skl_cuda_forward_sm80_bf16_64(const skl_cuda_params *params);
-cudaError_t skl_cuda_forward_sm80_bf16_128(const skl_cuda_params *params);
-cudaError_t skl_cuda_forward_sm80_f16_64(const skl_cuda_params *params);
-cudaError_t skl_cuda_forward_sm80_f16_128(const skl_cuda_params *params);
+#define SKL_CUDA_SM80(type_dim)                                                                                      \
+    cudaError_t skl_cuda_sm80_##type_dim##_forward(const skl_cuda_params *params);                                   \
+    cudaError_t skl_cuda_sm80_##type_dim##_queries(const skl_cuda_params *params);                                   \
+    cudaError_t skl_cuda_sm80_##type_dim##_keys(const skl_cuda_params *params);
+SKL_CUDA_SM80(bf16_64)
+SKL_CUDA_SM80(bf16_128)
+SKL_CUDA_SM80(bf16_256) /* forward only */
+SKL_CUDA_SM80(f16_64)
+SKL_CUDA_SM80(f16_128)
+SKL_CUDA_SM80(f16_256) /* forward only */
+#undef SKL_CUDA_SM80
 
 /* Rows and gradients behind the last packed sequence. */
 cudaError_t skl_cuda_clear_tails(const skl_cuda_params *params);

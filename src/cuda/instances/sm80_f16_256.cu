@@ -1,0 +1,6 @@
+#include "cuda/sm80/forward.cuh"
+
+extern "C" cudaError_t skl_cuda_sm80_f16_256_forward(const skl_cuda_params *params)
+{
+    return sm80::launch_forward<__half, 256, 1>(params);
+}

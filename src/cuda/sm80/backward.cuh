@@ -1,0 +1,557 @@
+/* Gradients on tensor cores by mma.sync, sm_80 and up: 16-bit types, one teacher head a student head. Split: one
+ * kernel gives dq with queries as own rows, its mirror image dk with keys as own rows (KEYS). Nothing is summed in
+ * memory, so the bits are the same on every run, and no workspace is needed. sm80/tile.cuh says how a block works.
+ *
+ *   block   4 warps of 16 M own rows: 128 for M = 2, 64 for M = 1; 2 blocks a multiprocessor
+ *   regs    own rows of both arguments (M DIM / 2), their gradient (M DIM / 2), logits of a step (16 M)
+ *   shared  2 stages of 64 rows of both arguments, and what a backward knows of 64 queries (KEYS)
+ *
+ *   stage n + 1 is copied  |  for each of 4 steps of stage n: X, Y (mma); G, rounded to 16 bits; gradient += G rows
+ * (mma)
+ *
+ * G leaves one product in the layout in which the next one wants it: it never goes through memory. Under GQA the
+ * block of a key tile walks through all query heads that share the key head. */
+#ifndef SKL_CUDA_SM80_BACKWARD_CUH
+#define SKL_CUDA_SM80_BACKWARD_CUH
+
+#include "base/convert.h"
+#include "cuda/sm80/tile.cuh"
+
+namespace sm80
+{
+
+constexpr int ROWS = 64;      /* streamed rows of a stage */
+constexpr int STEP_ROWS = 16; /* streamed rows of a step: G is the 16 x 16 operand of the next product */
+
+/* What a backward knows of a query: LSEs of both arguments, KL, upstream gradient. */
+struct query_facts {
+    float lse_1, lse_2, kl, grad;
+};
+
+template <int DIM> struct backward_memory {
+    static_assert(STAGE_ROWS<DIM> == ROWS, "facts are copied by two threads a query");
+    stage_memory<DIM> stages[STAGES];
+    query_facts facts[STAGES][ROWS]; /* KEYS: as they lie in memory, LSEs natural */
+    int poisoned[ROWS];              /* streamed rows that hold a value that is not finite */
+};
+
+/* The row vectors behind query_facts, in its order; without data: all 0, and upstream gradients all 1. */
+__device__ inline skl_input fact_source(const skl_cuda_params &params, int which)
+{
+    const skl_inputs &in = params.call.inputs;
+    const bool reverse = params.problem.direction == SKL_KL_REVERSE;
+    switch (which) {
+    case 0:
+        return reverse ? in.lse_s : in.lse_t;
+    case 1:
+        return reverse ? in.lse_t : in.lse_s;
+    case 2:
+        return skl_known_rows(params.rows_known, &in.kl, &params.call.rows.kl);
+    default:
+        return in.grad_kl;
+    }
+}
+
+/* ---- Gradient of the logits --------------------------------------------------------------------------------- */
+
+/* d KL / d logit, less the query's upstream gradient; u, v: log2 of the two probabilities. */
+template <bool SECOND> __device__ inline float pair_gradient(float u, float v, const query_facts &query)
+{
+    return SECOND ? ex2(v) - ex2(u) : ex2(u) * fmaf(SKL_LN2, u - v, -query.kl);
+}
+
+/* 2^exponent for -127 (gives 0) .. 127. */
+__device__ inline float power_of_2(int exponent)
+{
+    return __uint_as_float((unsigned)(exponent + 127) << 23);
+}
+
+template <int DIM, int M> struct own_gradient {
+    float sum[M][DIM / 8][4];
+
+    __device__ void scale(float factor)
+    {
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int e = 0; e < DIM / 2; e++)
+                sum[m][e / 4][e % 4] *= factor;
+    }
+};
+
+/* f16 holds 2^-24 .. 2^16 only: a warp keeps its gradient in a unit of its own, a power of two that moves when values
+ * outgrow it. bf16 has the range of f32. */
+template <typename ELEMENT> struct gradient_unit {
+    static constexpr bool MOVES = false;
+
+    template <int DIM, int M> __device__ void fit(own_gradient<DIM, M> &, float)
+    {
+    }
+    __device__ float value() const
+    {
+        return 1.0F;
+    }
+    __device__ float inverse() const
+    {
+        return 1.0F;
+    }
+};
+
+template <> struct gradient_unit<__half> {
+    static constexpr bool MOVES = true;
+    int exponent = -127; /* the unit is 2^exponent; at first it is 0 */
+
+    /* Makes room for values up to `largest`, the same for all lanes of the warp. */
+    template <int DIM, int M> __device__ void fit(own_gradient<DIM, M> &gradient, float largest)
+    {
+        constexpr int LIMIT = 15, ROOM = 3; /* values stay below 2^LIMIT units; a new unit leaves some room */
+        const int size = (int)(__float_as_uint(largest) >> 23) - 126; /* largest < 2^size */
+        if (size <= exponent + LIMIT)
+            return;
+        const int next = max(size - LIMIT + ROOM, -126);
+        gradient.scale(power_of_2(max(exponent - next, -127)));
+        exponent = next;
+    }
+    __device__ float value() const
+    {
+        return power_of_2(exponent);
+    }
+    __device__ float inverse() const
+    {
+        return power_of_2(-exponent);
+    }
+};
+
+/* Largest finite magnitude that the warp holds. */
+template <int M> __device__ inline float largest_of(const logits<M, 2> &g)
+{
+    float largest = 0.0F;
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int e = 0; e < 8; e++) {
+            const float size = fabsf(g.at[m][e / 4][e % 4]);
+            largest = size < INFINITY ? fmaxf(largest, size) : largest;
+        }
+    return warp_max(largest);
+}
+
+/* ---- One tile of own rows ----------------------------------------------------------------------------------- */
+
+/* sum += g times the 16 streamed rows from `row` on. */
+template <typename ELEMENT, int DIM, int M>
+__device__ inline void add_product(own_gradient<DIM, M> &own, float inverse_unit, const logits<M, 2> &g,
+                                   uint32_t operand, int row)
+{
+    uint32_t a[M][4];
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int part = 0; part < 4; part++) {
+            const float(&pair)[4] = g.at[m][part / 2];
+            a[m][part] = pack(pair[part % 2 * 2] * inverse_unit, pair[part % 2 * 2 + 1] * inverse_unit, ELEMENT());
+        }
+#pragma unroll
+    for (int pair = 0; pair < DIM / 16; pair++) {
+        uint32_t b[4];
+        ldmatrix_x4_transposed(b, at_chunk<DIM>(operand, row, 2 * pair));
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+            mma_m16n8k16(own.sum[m][2 * pair], a[m], b[0], b[1], ELEMENT());
+            mma_m16n8k16(own.sum[m][2 * pair + 1], a[m], b[2], b[3], ELEMENT());
+        }
+    }
+}
+
+/* A query's facts belong to own rows, or to streamed ones (KEYS). Here LSEs are in base 2. */
+template <int M, bool KEYS> struct known_queries;
+
+template <int M> struct known_queries<M, false> {
+    query_facts own[M][2];
+
+    __device__ void load_own(const skl_cuda_params &params, const skl_sequence &s, int64_t head, int64_t first,
+                             int last_row)
+    {
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float fact[4];
+#pragma unroll
+                for (int which = 0; which < 4; which++) {
+                    const skl_input source = fact_source(params, which);
+                    fact[which] = which == 3 ? 1.0F : 0.0F;
+                    if (source.data != NULL)
+                        fact[which] = skl_row_value(&source, &s, head, first + min(own_row<M>(m, half), last_row));
+                }
+                own[m][half] = {fact[0] * SKL_LOG2E, fact[1] * SKL_LOG2E, fact[2], fact[3]};
+            }
+    }
+
+    __device__ void load_step(const query_facts *)
+    {
+    }
+
+    __device__ const query_facts &of(int m, int, int e) const
+    {
+        return own[m][e / 2];
+    }
+
+    /* Own rows are weighed once, at the end. */
+    __device__ static float weigh(float g, const query_facts &)
+    {
+        return g;
+    }
+
+    template <int DIM> __device__ void weigh(own_gradient<DIM, M> &gradient) const
+    {
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int e = 0; e < DIM / 2; e++)
+                gradient.sum[m][e / 4][e % 4] *= own[m][e % 4 / 2].grad;
+    }
+
+    __device__ static float largest_weight(const query_facts *)
+    {
+        return 1.0F;
+    }
+};
+
+template <int M> struct known_queries<M, true> {
+    query_facts streamed[2][2];
+
+    __device__ void load_own(const skl_cuda_params &, const skl_sequence &, int64_t, int64_t, int)
+    {
+    }
+
+    __device__ void load_step(const query_facts *first)
+    {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const float4 fact = *(const float4 *)(const void *)&first[column_of(e / 2, e % 2)];
+            streamed[e / 2][e % 2] = {fact.x * SKL_LOG2E, fact.y * SKL_LOG2E, fact.z, fact.w};
+        }
+    }
+
+    __device__ const query_facts &of(int, int block, int e) const
+    {
+        return streamed[block][e % 2];
+    }
+
+    __device__ static float weigh(float g, const query_facts &query)
+    {
+        return query.grad * g;
+    }
+
+    template <int DIM> __device__ void weigh(own_gradient<DIM, M> &) const
+    {
+    }
+
+    __device__ static float largest_weight(const query_facts *stage)
+    {
+        const int lane = (int)threadIdx.x % 32;
+        return warp_max(fmaxf(fabsf(stage[lane].grad), fabsf(stage[lane + 32].grad)));
+    }
+};
+
+/* Starts copying the facts of a stage's queries, `left` of which are there. */
+__device__ inline void copy_facts(query_facts (&to)[ROWS], const skl_cuda_params &params, const skl_sequence &s,
+                                  int64_t head, int64_t first, int left)
+{
+    const int row = (int)threadIdx.x % ROWS;
+#pragma unroll
+    for (int which = 0; which < 4; which++) {
+        const skl_input source = fact_source(params, which);
+        if (source.data != NULL && (int)threadIdx.x / ROWS % 2 == which % 2)
+            cp_async_4(shared_address(&to[row].lse_1 + which),
+                       (const float *)source.data + SKL_ROW(source, s.batch, head, s.query_begin + first + row),
+                       row < left);
+    }
+}
+
+/* What is not copied. */
+__device__ inline void clear_facts(query_facts (&facts)[STAGES][ROWS])
+{
+    for (int row = (int)threadIdx.x; row < STAGES * ROWS; row += THREADS)
+        facts[row / ROWS][row % ROWS] = {0.0F, 0.0F, 0.0F, 1.0F};
+}
+
+/* Operands of one stage. */
+struct stage_operands {
+    uint32_t one, two, gradient; /* rows of both arguments, and those of the gradient's side transposed */
+    const query_facts *facts;    /* KEYS */
+};
+
+/* A stage whose rows all of the warp's rows meet. */
+template <typename ELEMENT, int DIM, int M, bool KEYS, bool SECOND>
+__device__ inline void add_whole_stage(own_gradient<DIM, M> &gradient, gradient_unit<ELEMENT> &unit,
+                                       const own_rows<DIM, M> &own_1, float scale_1, const own_rows<DIM, M> &own_2,
+                                       float scale_2, const stage_operands &stage, known_queries<M, KEYS> &queries)
+{
+    if (SECOND && unit.MOVES) /* |S - P| <= 1 */
+        unit.fit(gradient, queries.largest_weight(stage.facts));
+#pragma unroll 1
+    for (int row = 0; row < ROWS; row += STEP_ROWS) {
+        logits<M, 2> x, y;
+        multiply<ELEMENT>(x, own_1, stage.one, row);
+        multiply<ELEMENT>(y, own_2, stage.two, row);
+        queries.load_step(stage.facts + row);
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int block = 0; block < 2; block++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const query_facts &query = queries.of(m, block, e);
+                    const float g = pair_gradient<SECOND>(fmaf(x.at[m][block][e], scale_1, -query.lse_1),
+                                                          fmaf(y.at[m][block][e], scale_2, -query.lse_2), query);
+                    x.at[m][block][e] = queries.weigh(g, query);
+                }
+        if (!SECOND && unit.MOVES)
+            unit.fit(gradient, largest_of(x));
+        add_product<ELEMENT>(gradient, unit.inverse(), x, stage.gradient, row);
+    }
+}
+
+/* Any other stage: masks, caps, poison. Pairs that are masked add exactly 0. */
+template <typename ELEMENT, int DIM, int M, bool KEYS>
+__device__ inline void
+add_edge_stage(own_gradient<DIM, M> &gradient, gradient_unit<ELEMENT> &unit, const own_rows<DIM, M> &own_1,
+               const own_rows<DIM, M> &own_2, const skl_cuda_params &params, bool second, const stage_operands &stage,
+               known_queries<M, KEYS> &queries, const int *poisoned, const band32 &band, int first)
+{
+    const skl_cuda_argument &own_side = second ? params.two : params.one;
+#pragma unroll 1
+    for (int row = 0; row < ROWS; row += STEP_ROWS) {
+        logits<M, 2> x, y;
+        multiply<ELEMENT>(x, own_1, stage.one, row);
+        multiply<ELEMENT>(y, own_2, stage.two, row);
+        queries.load_step(stage.facts + row);
+        const float scale_1 = cap_logits(x, params.one);
+        const float scale_2 = cap_logits(y, params.two);
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int block = 0; block < 2; block++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const query_facts &query = queries.of(m, block, e);
+                    const float u = fmaf(x.at[m][block][e], scale_1, -query.lse_1);
+                    const float v = fmaf(y.at[m][block][e], scale_2, -query.lse_2);
+                    float g = second ? pair_gradient<true>(u, v, query) : pair_gradient<false>(u, v, query);
+                    if (own_side.capped) { /* 1 - tanh^2 */
+                        const float logit = second ? y.at[m][block][e] : x.at[m][block][e];
+                        const float ratio = logit * own_side.inverse_softcap_2;
+                        g *= 1.0F - ratio * ratio;
+                    }
+                    const int column = row + column_of(block, e % 2);
+                    const range32 meets = band.of(own_row<M>(m, e / 2));
+                    const bool seen = first + column >= meets.begin && first + column < meets.end;
+                    g = poisoned[column] ? NAN : queries.weigh(g, query);
+                    x.at[m][block][e] = seen ? g : 0.0F;
+                }
+        if (unit.MOVES)
+            unit.fit(gradient, largest_of(x));
+        add_product<ELEMENT>(gradient, unit.inverse(), x, stage.gradient, row);
+    }
+}
+
+__device__ constexpr uint32_t exponent_of_infinity(__nv_bfloat16)
+{
+    return 0x7F80U;
+}
+
+__device__ constexpr uint32_t exponent_of_infinity(__half)
+{
+    return 0x7C00U;
+}
+
+template <typename ELEMENT> __device__ inline bool all_finite(const uint4 &chunk)
+{
+    const uint32_t exponent = exponent_of_infinity(ELEMENT());
+    const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+    bool finite = true;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        finite = finite && (words[i] & exponent) != exponent && (words[i] >> 16 & exponent) != exponent;
+    return finite;
+}
+
+/* A masked pair weighs 0, but 0 times a value that is not finite is NaN: such rows lose the value before the product,
+ * and give NaN to just those rows that meet them. */
+template <typename ELEMENT, int DIM> __device__ inline void find_poison(staged_rows<DIM> &rows, int (&poisoned)[ROWS])
+{
+    if (threadIdx.x < ROWS)
+        poisoned[threadIdx.x] = 0;
+    __syncthreads();
+    for (int at = (int)threadIdx.x; at < ROWS * DIM / 8; at += THREADS) {
+        uint4 &chunk = rows.chunks[at / (DIM / 8)][at % (DIM / 8)];
+        if (!all_finite<ELEMENT>(chunk)) {
+            chunk = make_uint4(0, 0, 0, 0);
+            poisoned[at / (DIM / 8)] = 1;
+        }
+    }
+    __syncthreads();
+}
+
+template <typename ELEMENT, int DIM, int M, bool KEYS>
+__device__ inline void sum_streamed(own_gradient<DIM, M> &gradient, gradient_unit<ELEMENT> &unit,
+                                    const skl_cuda_params &params, backward_memory<DIM> &memory,
+                                    const skl_sequence &s, int64_t head, int64_t own_first, int last_row)
+{
+    const skl_cuda_argument &one = params.one, &two = params.two;
+    const bool second = (params.problem.direction == SKL_KL_REVERSE) == (params.teacher_side != 0);
+    const bool capped = one.capped || two.capped;
+    own_rows<DIM, M> own_1, own_2;
+    load_own(own_1, memory.stages,
+             (KEYS ? keys_of<ELEMENT>(one, s, head) : queries_of<ELEMENT>(one, s, head)).from(own_first),
+             last_row + 1);
+    load_own(own_2, memory.stages,
+             (KEYS ? keys_of<ELEMENT>(two, s, head) : queries_of<ELEMENT>(two, s, head)).from(own_first),
+             last_row + 1);
+
+    const skl_band whole_band = KEYS ? skl_query_band(&params.problem, &s) : skl_key_band(&params.problem, &s);
+    const streamed_band streamed = stream_for(whole_band, own_first, own_first + last_row);
+    const reach warp = reach_of(streamed.band, (int)threadIdx.x / 32 * 16 * M, 16 * M);
+    const row_source<ELEMENT> from_1 =
+        (KEYS ? queries_of<ELEMENT>(one, s, head) : keys_of<ELEMENT>(one, s, head)).from(streamed.origin);
+    const row_source<ELEMENT> from_2 =
+        (KEYS ? queries_of<ELEMENT>(two, s, head) : keys_of<ELEMENT>(two, s, head)).from(streamed.origin);
+
+    known_queries<M, KEYS> queries;
+    queries.load_own(params, s, head, own_first, last_row);
+    if (KEYS)
+        copy_facts(memory.facts[0], params, s, head, streamed.origin, streamed.band.count);
+    copy_rows(memory.stages[0].one, from_1, 0, streamed.band.count);
+    copy_rows(memory.stages[0].two, from_2, 0, streamed.band.count);
+    cp_async_commit();
+    for (int first = 0, at = 0; first < streamed.needed; first += ROWS, at = 1 - at) {
+        cp_async_wait<0>();
+        const bool edge = capped || !covers(warp.all, first, ROWS);
+        const bool some_edge = __syncthreads_or(edge); /* also: this stage is complete, and the other one free */
+        if (first + ROWS < streamed.needed) {
+            copy_rows(memory.stages[1 - at].one, from_1, first + ROWS, streamed.band.count);
+            copy_rows(memory.stages[1 - at].two, from_2, first + ROWS, streamed.band.count);
+            if (KEYS)
+                copy_facts(memory.facts[1 - at], params, s, head, streamed.origin + first + ROWS,
+                           streamed.band.count - first - ROWS);
+        }
+        cp_async_commit();
+        stage_memory<DIM> &rows = memory.stages[at];
+        const stage_operands stage = {logit_operand<2>(rows.one), logit_operand<2>(rows.two),
+                                      gradient_operand(second ? rows.two : rows.one), memory.facts[at]};
+        if (some_edge)
+            find_poison<ELEMENT>(second ? rows.two : rows.one, memory.poisoned);
+        if (!meets(warp.any, first, ROWS))
+            continue;
+        if (edge)
+            add_edge_stage<ELEMENT, DIM, M, KEYS>(gradient, unit, own_1, own_2, params, second, stage, queries,
+                                                  memory.poisoned, streamed.band, first);
+        else if (second)
+            add_whole_stage<ELEMENT, DIM, M, KEYS, true>(gradient, unit, own_1, one.scale, own_2, two.scale, stage,
+                                                         queries);
+        else
+            add_whole_stage<ELEMENT, DIM, M, KEYS, false>(gradient, unit, own_1, one.scale, own_2, two.scale, stage,
+                                                          queries);
+    }
+    cp_async_wait<0>();
+    __syncthreads(); /* the stages are free */
+    queries.weigh(gradient);
+}
+
+/* ---- Kernels ------------------------------------------------------------------------------------------------ */
+
+template <int M, bool KEYS> struct own_place {
+    skl_sequence sequence;
+    int64_t head, first;  /* head of the gradient, first own row */
+    int64_t rows, stored; /* own rows of the sequence that take part, and that have a gradient: padding keys get 0 */
+
+    /* False: there is nothing at this block's place. */
+    __device__ bool find(const skl_cuda_params &params)
+    {
+        const skl_problem &p = params.problem;
+        const unsigned tiles = (unsigned)skl_ceil_div(KEYS ? p.len_k : p.len_q, WARPS * 16 * M);
+        const work at = work_of_block((unsigned)heads(params), tiles);
+        if (at.sequence >= p.batch)
+            return false;
+        sequence = device_sequence(params, at.sequence);
+        head = at.head;
+        first = (int64_t)(KEYS ? at.tile : tiles - 1 - at.tile) * WARPS * 16 * M; /* causal: longest first */
+        rows = KEYS ? sequence.key_count : sequence.query_count;
+        stored = KEYS && !p.packed ? p.len_k : rows;
+        return first < stored;
+    }
+
+    __host__ __device__ static int64_t heads(const skl_cuda_params &params)
+    {
+        const skl_problem &p = params.problem;
+        return !KEYS ? p.heads_s : params.teacher_side ? p.key_heads_t : p.key_heads_s;
+    }
+};
+
+template <int DIM, int M, bool KEYS>
+__device__ inline void store_gradient(const own_gradient<DIM, M> &gradient, const skl_cuda_params &params,
+                                      const own_place<M, KEYS> &place, float factor)
+{
+    const skl_problem &p = params.problem;
+    const skl_side side = params.teacher_side ? skl_teacher_of(&p, &params.call) : skl_student_of(&p, &params.call);
+    const skl_output out = KEYS ? *side.dk : *side.dq;
+    const int64_t base =
+        SKL_ROW(out, place.sequence.batch, place.head, KEYS ? place.sequence.key_begin : place.sequence.query_begin);
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int block = 0; block < DIM / 8; block++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int64_t row = place.first + own_row<M>(m, e / 2);
+                const int c = column_of(block, e % 2);
+                if (row < place.stored && c < side.dim)
+                    skl_store(out.data, side.grad_dtype, base + row * out.stride_row + c,
+                              row < place.rows ? gradient.sum[m][block][e] * factor : 0.0F);
+            }
+}
+
+template <typename ELEMENT, int DIM, int M, bool KEYS>
+__global__ void __launch_bounds__(THREADS, 2) gradient_kernel(const __grid_constant__ skl_cuda_params params)
+{
+    extern __shared__ __align__(128) unsigned char raw[];
+    backward_memory<DIM> &memory = *(backward_memory<DIM> *)(void *)raw;
+    own_place<M, KEYS> place;
+    if (!place.find(params))
+        return;
+    own_gradient<DIM, M> gradient = {};
+    gradient_unit<ELEMENT> unit;
+    const skl_cuda_argument &side =
+        (params.problem.direction == SKL_KL_REVERSE) == (params.teacher_side != 0) ? params.two : params.one;
+    const int sharing = KEYS ? side.heads_per_key : 1;
+    if (KEYS)
+        clear_facts(memory.facts); /* seen by all behind the first barrier */
+    const int last_row = (int)skl_min(WARPS * 16 * M, place.rows - place.first) - 1;
+    for (int n = 0; n < sharing && last_row >= 0; n++)
+        sum_streamed<ELEMENT, DIM, M, KEYS>(gradient, unit, params, memory, place.sequence, place.head * sharing + n,
+                                            place.first, last_row);
+    (void)place.find(params);
+    store_gradient(gradient, params, place,
+                   unit.value() * (params.teacher_side ? params.problem.scale_t : params.problem.scale_s));
+}
+
+template <typename ELEMENT, int DIM, int M, bool KEYS> cudaError_t launch_gradient(const skl_cuda_params *params)
+{
+    const cudaError_t error =
+        cudaFuncSetAttribute(gradient_kernel<ELEMENT, DIM, M, KEYS>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             (int)sizeof(backward_memory<DIM>));
+    if (error != cudaSuccess)
+        return error;
+    const skl_problem *const p = &params->problem;
+    const dim3 blocks = grid_of(p->batch, own_place<M, KEYS>::heads(*params),
+                                skl_ceil_div(KEYS ? p->len_k : p->len_q, WARPS * 16 * M));
+    gradient_kernel<ELEMENT, DIM, M, KEYS>
+        <<<blocks, THREADS, sizeof(backward_memory<DIM>), params->call.stream>>>(*params);
+    return cudaPeekAtLastError();
+}
+
+} // namespace sm80
+
+#endif
