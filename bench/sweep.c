@@ -270,7 +270,9 @@ skl_status bench_measure(bench_report *report, const blas *library, int64_t leng
     const double begin = contest_now(), waiting_begin = machine_waiting_seconds();
     if (status == SKL_OK)
         status = contest_hold(session->contenders, session->contender_count, config->rounds, progress);
-    const double waiting_share = (machine_waiting_seconds() - waiting_begin) / (contest_now() - begin);
+    const double waited = machine_waiting_seconds() - waiting_begin;
+    const bool waits_count = config->engine.device == SKL_CPU; /* a GPU's events do not see them */
+    const double waiting_share = waits_count ? waited / (contest_now() - begin) : 0;
     if (status == SKL_OK)
         status = append_points(report, session, length, dim, waiting_share);
     close_session(session);
