@@ -23,9 +23,12 @@ static void let_idle_threads_sleep(void)
 static skl_status run_once(contender *runner, bool counts)
 {
     for (int pass = 0; pass < runner->pass_count; pass++) {
-        const double begin = contest_now();
-        const skl_status status = runner->run(runner->context, pass);
-        const double seconds = contest_now() - begin;
+        double seconds = 0;
+        skl_status status = device_timer_start(&runner->timer);
+        if (status == SKL_OK)
+            status = runner->run(runner->context, pass);
+        if (status == SKL_OK)
+            status = device_timer_stop(&runner->timer, &seconds);
         if (status != SKL_OK)
             return status;
         if (counts)

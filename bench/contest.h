@@ -2,7 +2,7 @@
 #ifndef STREAMKL_BENCH_CONTEST_H
 #define STREAMKL_BENCH_CONTEST_H
 
-#include "streamkl.h"
+#include "device/device.h"
 
 enum { CONTEST_PASSES_MAX = 3, CONTEST_SAMPLES_MAX = 512 };
 
@@ -11,6 +11,7 @@ typedef skl_status contest_run(void *context, int pass);
 
 /* A contender's passes run in order, each timed by itself: a backward follows its forward. */
 typedef struct contender {
+    device_timer timer; /* zeroed: for the CPU */
     contest_run *run;
     void *context;
     int pass_count;

@@ -89,9 +89,11 @@ bool figure_write(FILE *stream, const bench_report *report)
     const int threads = most_threads(report);
     drawn->title = "Attention KL and its gradients: streaming beside materialising";
     drawn->note = "Higher is faster; lower needs less memory. Hollow: not run, would need that much.";
-    snprintf(drawn->subtitle, sizeof drawn->subtitle,
-             "%s, %d thread%s, %s, %" PRId64 " head%s, %s, kernel %s, streamkl %s, %s", report->machine, threads,
-             threads == 1 ? "" : "s", bench_type_name(config->dtype), config->heads, config->heads == 1 ? "" : "s",
+    char place[32] = "";
+    if (threads > 0) /* a GPU has none */
+        snprintf(place, sizeof place, ", %d thread%s", threads, threads == 1 ? "" : "s");
+    snprintf(drawn->subtitle, sizeof drawn->subtitle, "%s%s, %s, %" PRId64 " head%s, %s, kernel %s, streamkl %s, %s",
+             report->machine, place, bench_type_name(config->dtype), config->heads, config->heads == 1 ? "" : "s",
              config->causal ? "causal" : "no mask", report->point_count ? report->points[0].kernel : "none",
              skl_version(), report->date);
     for (int i = 0; i < config->dims.count; i++)

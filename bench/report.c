@@ -25,24 +25,27 @@ int bench_pass_count(bench_method method)
     return method == BENCH_STREAMING ? BENCH_PASS_COUNT : BENCH_ONE_PASS;
 }
 
+/* What the task needs without stored matrices: x and y, then dq and dk. */
+static int useful_matmuls(bench_pass pass)
+{
+    return pass == BENCH_FORWARD ? 2 : 4;
+}
+
 /* The one place that knows how many N x N x d matmuls a pass executes a head.
  *
  * Streaming: forward x and y. Backward x, y, dq, dk; with f32 gradients the tiles of dk are summed in the sweep that
  * makes dq, but 16-bit gradients cannot be summed in place, and a second sweep recomputes x and y for dk. The one
  * pass is a backward that reports the KL on its way. (The scalar reference kernel never fuses: its rate is
- * understated.)
+ * understated.) Kernels of a GPU differ in what they compute again: for them only what is useful counts.
  * Materialised: x and y, then dq and dk from the stored P and S. */
 static int executed_matmuls(const bench_config *config, bench_method method, bench_pass pass)
 {
+    if (config->engine.device != SKL_CPU)
+        return useful_matmuls(pass);
     if (method != BENCH_STREAMING || pass == BENCH_FORWARD)
         return 2;
     const bool gradients_f32 = config->dtype == SKL_F32 || config->grad_f32;
     return gradients_f32 ? 4 : 6;
-}
-
-static int useful_matmuls(bench_pass pass)
-{
-    return pass == BENCH_FORWARD ? 2 : 4;
 }
 
 double bench_visible_pairs(const bench_config *config, int64_t length)

@@ -19,7 +19,7 @@ typedef struct bench_config {
     int64_t heads;
     skl_dtype dtype;
     int32_t grad_f32, causal;
-    const char *kernel; /* NULL: the library chooses */
+    skl_options engine; /* device and kernel; the threads are those of the list */
     int32_t no_baseline;
     int32_t rounds;
     int64_t max_memory; /* bytes of matrices beyond which the baseline is skipped */
@@ -45,9 +45,10 @@ typedef struct bench_method_result {
 /* One length, head size and thread count. */
 typedef struct bench_point {
     int64_t length, dim;
-    int threads;
+    int threads; /* 0 on a GPU */
     char kernel[48];
     double sgemm_flops; /* a second, timed among the contenders; 0: no BLAS */
+    device_facts gpu;   /* while the tensors are there; empty on the CPU */
     bench_method_result methods[BENCH_METHOD_COUNT];
 
     double waiting_share; /* of the time, in which other processes held the core that this one needed */
@@ -59,8 +60,8 @@ typedef struct bench_point {
 
 typedef struct bench_report {
     bench_config config;
-    char machine[96], date[16];
-    int cores;
+    char machine[96], date[16]; /* the CPU or the GPU */
+    int cores;                  /* or multiprocessors */
     int point_count;
     bench_point points[BENCH_LIST_MAX * BENCH_LIST_MAX * BENCH_LIST_MAX];
 } bench_report;

@@ -1,7 +1,5 @@
 #include "streaming.h"
 
-#include <stdlib.h>
-
 static size_t workspace_size_of(const skl_plan *plan)
 {
     static const skl_op ops[] = {SKL_OP_FORWARD, SKL_OP_BACKWARD, SKL_OP_FORWARD_BACKWARD};
@@ -13,7 +11,7 @@ static size_t workspace_size_of(const skl_plan *plan)
     return largest;
 }
 
-static void attach(streaming *run, const skl_problem *problem, const bench_tensors *tensors)
+static skl_status attach(streaming *run, const skl_problem *problem, const bench_tensors *tensors)
 {
     const int64_t heads = problem->heads_s, length = problem->len_q, dim = problem->dim_s;
     run->inputs = (skl_inputs){
@@ -26,41 +24,39 @@ static void attach(streaming *run, const skl_problem *problem, const bench_tenso
         .lse_s = skl_input_contiguous(tensors->lse_s, heads, length, 1),
         .grad_kl = skl_input_contiguous(tensors->grad_kl, heads, length, 1),
     };
-    run->kl_only = (skl_rows){
-        .struct_size = sizeof run->kl_only,
+    run->rows = (skl_rows){
+        .struct_size = sizeof run->rows,
         .kl = skl_output_contiguous(tensors->kl, heads, length, 1),
+        .lse_t = skl_output_contiguous(tensors->lse_t, heads, length, 1),
+        .lse_s = skl_output_contiguous(tensors->lse_s, heads, length, 1),
     };
-    run->rows = run->kl_only;
-    run->rows.lse_t = skl_output_contiguous(tensors->lse_t, heads, length, 1);
-    run->rows.lse_s = skl_output_contiguous(tensors->lse_s, heads, length, 1);
     run->gradients = (skl_gradients){
         .struct_size = sizeof run->gradients,
         .dq_s = skl_output_contiguous(tensors->dq_s, heads, length, dim),
         .dk_s = skl_output_contiguous(tensors->dk_s, heads, length, dim),
     };
+    const skl_status status = mirror_call(&run->tensors, &run->inputs, &run->rows, &run->gradients);
+    run->kl_only = (skl_rows){.struct_size = sizeof run->kl_only, .kl = run->rows.kl};
+    return status;
 }
 
 skl_status streaming_open(streaming *run, const skl_problem *problem, const skl_options *options,
                           const bench_tensors *tensors)
 {
-    *run = (streaming){0};
-    const skl_status status = skl_plan_create(&run->plan, problem, options);
+    *run = (streaming){.tensors = mirror_of(problem, options->device)};
+    skl_status status = skl_plan_create(&run->plan, problem, options);
     if (status != SKL_OK)
         return status;
     run->workspace_size = workspace_size_of(run->plan);
-    const size_t padded_size =
-        run->workspace_size + SKL_WORKSPACE_ALIGNMENT - run->workspace_size % SKL_WORKSPACE_ALIGNMENT;
-    run->workspace = aligned_alloc(SKL_WORKSPACE_ALIGNMENT, padded_size);
-    if (run->workspace == NULL)
-        return SKL_ERROR_MEMORY;
-    attach(run, problem, tensors);
-    return SKL_OK;
+    status = device_allocate(options->device, run->workspace_size, "the workspace", &run->workspace);
+    return status == SKL_OK ? attach(run, problem, tensors) : status;
 }
 
 void streaming_close(streaming *run)
 {
     skl_plan_destroy(run->plan);
-    free(run->workspace);
+    mirror_destroy(&run->tensors);
+    device_free(run->tensors.device, run->workspace);
     *run = (streaming){0};
 }
 

@@ -2,20 +2,23 @@
 #ifndef STREAMKL_BENCH_STREAMING_H
 #define STREAMKL_BENCH_STREAMING_H
 
+#include "device/mirror.h"
 #include "report.h"
 #include "tensors.h"
 
 typedef struct streaming {
     skl_plan *plan;
+    mirror tensors;
     void *workspace;
     size_t workspace_size;
-    skl_inputs inputs;
-    skl_rows rows;    /* of a forward */
-    skl_rows kl_only; /* of the one pass, which is given the LSEs */
+    skl_inputs inputs; /* from here on where the device reaches them */
+    skl_rows rows;     /* of a forward */
+    skl_rows kl_only;  /* of the one pass, which is given the LSEs */
     skl_gradients gradients;
 } streaming;
 
-/* The tensors must outlive it. streaming_close() is right even after a failure. */
+/* The tensors must outlive it; a GPU gets copies, and its results stay there. streaming_close() is right even after a
+ * failure. */
 skl_status streaming_open(streaming *run, const skl_problem *problem, const skl_options *options,
                           const bench_tensors *tensors);
 void streaming_close(streaming *run);

@@ -96,9 +96,8 @@ static skl_problem problem_of(const bench_config *config, int64_t length, int64_
 
 static skl_options options_of(const bench_config *config, int thread_index)
 {
-    skl_options options = skl_options_default();
+    skl_options options = config->engine;
     options.threads = (int32_t)config->threads.values[thread_index];
-    options.kernel = config->kernel;
     return options;
 }
 
@@ -136,10 +135,13 @@ static skl_status open_baselines(contest_session *session, const bench_config *c
 static skl_status open_entry(contest_session *session, thread_entry *entry, const skl_problem *problem,
                              const skl_options *options)
 {
-    const skl_status status = streaming_open(&entry->streaming, problem, options, &session->tensors);
+    skl_status status = streaming_open(&entry->streaming, problem, options, &session->tensors);
     if (status != SKL_OK)
         return status;
     entry->methods[BENCH_STREAMING] = join(session, run_streaming, &entry->streaming, BENCH_PASS_COUNT);
+    status = device_timer_create(&entry->methods[BENCH_STREAMING]->timer, options->device);
+    if (status != SKL_OK)
+        return status;
     for (int method = BENCH_IN_PLACE; method < BENCH_METHOD_COUNT; method++) {
         if (session->baselines[method] == NULL)
             continue;
@@ -176,6 +178,8 @@ static skl_status open_session(contest_session *session, const bench_config *con
 
 static void close_session(contest_session *session)
 {
+    for (int i = 0; i < session->contender_count; i++)
+        device_timer_destroy(&session->contenders[i].timer);
     for (int i = 0; i < BENCH_LIST_MAX; i++)
         streaming_close(&session->entries[i].streaming);
     for (int method = 0; method < BENCH_METHOD_COUNT; method++)
@@ -205,9 +209,13 @@ static double sgemm_flops(const thread_entry *entry)
     return entry->yardstick ? sgemm_cube_flop() / contest_timing(entry->yardstick, 0).median : 0;
 }
 
-static void append_points(bench_report *report, const contest_session *session, int64_t length, int64_t dim,
-                          double waiting_share)
+static skl_status append_points(bench_report *report, const contest_session *session, int64_t length, int64_t dim,
+                                double waiting_share)
 {
+    device_facts gpu;
+    const skl_status status = device_describe(report->config.engine.device, &gpu);
+    if (status != SKL_OK)
+        return status;
     const bench_config *const config = &report->config;
     const bool compared = session->baselines[BENCH_IN_PLACE] || session->baselines[BENCH_FRAMEWORK];
     const double kl_difference = compared ? bench_tensors_kl_difference(&session->tensors) : NAN;
@@ -220,6 +228,7 @@ static void append_points(bench_report *report, const contest_session *session, 
             .dim = dim,
             .threads = skl_plan_threads(entry->streaming.plan),
             .sgemm_flops = sgemm_flops(entry),
+            .gpu = gpu,
             .waiting_share = waiting_share,
             .kl_difference = kl_difference,
             .gradient_difference = gradient_difference,
@@ -228,6 +237,7 @@ static void append_points(bench_report *report, const contest_session *session, 
         for (int method = 0; method < BENCH_METHOD_COUNT; method++)
             point->methods[method] = result_of(entry, config, (bench_method)method, length);
     }
+    return SKL_OK;
 }
 
 /* ---- Entry points ------------------------------------------------------------------------------------------- */
@@ -260,9 +270,11 @@ skl_status bench_measure(bench_report *report, const blas *library, int64_t leng
     const double begin = contest_now(), waiting_begin = machine_waiting_seconds();
     if (status == SKL_OK)
         status = contest_hold(session->contenders, session->contender_count, config->rounds, progress);
-    const double waiting_share = (machine_waiting_seconds() - waiting_begin) / (contest_now() - begin);
+    const double waited = machine_waiting_seconds() - waiting_begin;
+    const bool waits_count = config->engine.device == SKL_CPU; /* a GPU's events do not see them */
+    const double waiting_share = waits_count ? waited / (contest_now() - begin) : 0;
     if (status == SKL_OK)
-        append_points(report, session, length, dim, waiting_share);
+        status = append_points(report, session, length, dim, waiting_share);
     close_session(session);
     return status;
 }

@@ -13,8 +13,8 @@ skl_status bench_measure_sgemm(const bench_config *config, const blas *library, 
                                contest_progress progress);
 
 /* Appends a point for each thread count. All methods and thread counts take turns on the same inputs, sgemm among
- * them. `library` is NULL where there is no BLAS: then only streaming is timed. The baseline is skipped where its
- * matrices are larger than config.max_memory. */
+ * them. `library` is NULL where there is no BLAS, and for a GPU: then only streaming is timed. The baseline is
+ * skipped where its matrices are larger than config.max_memory. */
 skl_status bench_measure(bench_report *report, const blas *library, int64_t length, int64_t dim,
                          contest_progress progress);
 

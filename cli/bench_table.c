@@ -14,11 +14,14 @@ void bench_table_heading(const bench_report *report, const char *blas_descriptio
 {
     const bench_config *const config = &report->config;
     const term_style style = term_style_for(stdout);
-    printf("%sstreamkl %s%s on %s, %d core%s, %s\n", style.bold, skl_version(), style.plain, report->machine,
-           report->cores, plural(report->cores), report->date);
+    const bool on_gpu = config->engine.device != SKL_CPU;
+    printf("%sstreamkl %s%s on %s, %d %s%s, %s\n", style.bold, skl_version(), style.plain, report->machine,
+           report->cores, on_gpu ? "multiprocessor" : "core", plural(report->cores), report->date);
     printf("%s inputs, %s gradients, %" PRId64 " head%s, %s; median of %d runs or more, all methods taking turns\n",
            bench_type_name(config->dtype), bench_type_name(config->grad_f32 ? SKL_F32 : config->dtype), config->heads,
            plural(config->heads), config->causal ? "causal" : "no mask", config->rounds);
+    if (on_gpu)
+        return;
     if (blas_description == NULL) {
         printf("No BLAS on this machine (apt install libopenblas0): streaming is timed alone.\n");
         return;
@@ -145,8 +148,13 @@ void bench_table_points(const bench_report *report, int first)
     const term_style style = term_style_for(stdout);
     for (int i = first; i < report->point_count; i++) {
         const bench_point *const point = &report->points[i];
-        printf("\n%sN = %" PRId64 ", d = %" PRId64 ", %d thread%s%s, kernel %s", style.bold, point->length,
-               point->dim, point->threads, plural(point->threads), style.plain, point->kernel);
+        printf("\n%sN = %" PRId64 ", d = %" PRId64, style.bold, point->length, point->dim);
+        if (point->threads > 0)
+            printf(", %d thread%s", point->threads, plural(point->threads));
+        printf("%s, kernel %s", style.plain, point->kernel);
+        if (point->gpu.memory_total > 0)
+            printf(", %s of the GPU's %s in use", cli_bytes_text((double)point->gpu.memory_used).text,
+                   cli_bytes_text((double)point->gpu.memory_total).text);
         if (point->sgemm_flops > 0)
             printf(", sgemm among them %.1f GFLOP/s", point->sgemm_flops * 1e-9);
         printf("\n%s  %-10s %-9s %10s %10s %9s %9s %8s %10s %9s%s\n", style.dim, "method", "pass", "median",

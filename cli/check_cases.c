@@ -137,6 +137,47 @@ static void one_key(skl_problem *problem, skl_inputs *inputs)
     problem->len_q = problem->len_k = 1;
 }
 
+/* Sizes, masks and heads of which tensor cores do their part; everything above is too odd for some of them. */
+static void heads_of(skl_problem *problem, int64_t dim)
+{
+    problem->heads_t = problem->heads_s = 2;
+    problem->dim_t = problem->dim_s = dim;
+}
+
+static void heads_of_128(skl_problem *problem, skl_inputs *inputs)
+{
+    (void)inputs;
+    heads_of(problem, 128);
+}
+
+static void heads_of_256_reverse(skl_problem *problem, skl_inputs *inputs)
+{
+    reverse(problem, inputs);
+    heads_of(problem, 256);
+}
+
+static void heads_of_128_and_64_reverse(skl_problem *problem, skl_inputs *inputs)
+{
+    reverse(problem, inputs);
+    problem->dim_t = 128;
+    problem->dim_s = 64;
+}
+
+static void shared_keys_and_lengths(skl_problem *problem, skl_inputs *inputs)
+{
+    key_lengths(problem, inputs);
+    problem->heads_t = problem->heads_s = 4;
+    problem->key_heads_t = 2;
+    problem->key_heads_s = 1;
+    problem->dim_t = problem->dim_s = 64;
+}
+
+static void softcap_of_64(skl_problem *problem, skl_inputs *inputs)
+{
+    softcap(problem, inputs);
+    heads_of(problem, 64);
+}
+
 static void several_tiles(skl_problem *problem, skl_inputs *inputs)
 {
     causal(problem, inputs);
@@ -175,6 +216,19 @@ static const case_entry entries[] = {
     {"large logits", SKL_F32, SKL_F32, 0, large_logits},
     {"one key", SKL_F32, SKL_F32, 0, one_key},
     {"several tiles", SKL_F32, SKL_F32, 0, several_tiles},
+    {"several tiles, bf16", SKL_BF16, SKL_BF16, 0, several_tiles},
+    {"several tiles, f16", SKL_F16, SKL_F16, 1, several_tiles},
+    {"head size 128, bf16", SKL_BF16, SKL_BF16, 0, heads_of_128},
+    {"head size 128, f16", SKL_F16, SKL_F16, 0, heads_of_128},
+    {"head size 256, bf16, reverse", SKL_BF16, SKL_BF16, 1, heads_of_256_reverse},
+    {"head sizes 128 and 64, f16, reverse", SKL_F16, SKL_F16, 1, heads_of_128_and_64_reverse},
+    {"shared keys, key lengths, bf16", SKL_BF16, SKL_BF16, 0, shared_keys_and_lengths},
+    {"shared keys, key lengths, f16", SKL_F16, SKL_F16, 1, shared_keys_and_lengths},
+    {"window, bf16", SKL_BF16, SKL_BF16, 0, window},
+    {"causal, rows without keys, f16", SKL_F16, SKL_F16, 0, causal_with_blind_rows},
+    {"packed, bf16", SKL_BF16, SKL_BF16, 1, packed},
+    {"softcap, bf16", SKL_BF16, SKL_BF16, 1, softcap_of_64},
+    {"large logits, f16", SKL_F16, SKL_F16, 1, large_logits},
 };
 
 int check_case_count(void)

@@ -1,4 +1,6 @@
 #include "check_kernel.h"
+#include "cli.h"
+#include "device/mirror.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -20,7 +22,8 @@ typedef struct result_array {
 typedef struct check_run {
     const check_case *of;
     skl_plan *plan;
-    void *workspace;
+    mirror tensors;
+    void *workspace; /* where the device reaches it */
     size_t workspace_size;
     skl_row_state *states[2]; /* of two halves of the keys */
     result_array arrays[ARRAY_COUNT];
@@ -191,14 +194,18 @@ static skl_inputs with_saved_rows(const check_run *run)
 
 static skl_status run_forward(check_run *run)
 {
-    const skl_rows rows = {
+    skl_inputs inputs = run->of->inputs;
+    skl_rows rows = {
         .struct_size = sizeof rows,
         .kl = row_output(run, KL),
         .lse_t = row_output(run, LSE_T),
         .lse_s = row_output(run, LSE_S),
         .dot_t = row_output(run, DOT_T),
     };
-    return skl_forward(run->plan, &run->of->inputs, &rows, run->workspace, run->workspace_size, NULL);
+    const skl_status status = mirror_call(&run->tensors, &inputs, &rows, NULL);
+    if (status != SKL_OK)
+        return status;
+    return skl_forward(run->plan, &inputs, &rows, run->workspace, run->workspace_size, NULL);
 }
 
 static skl_status run_backward(check_run *run)
@@ -206,32 +213,44 @@ static skl_status run_backward(check_run *run)
     skl_inputs inputs = with_saved_rows(run);
     inputs.kl = row_input(run, KL);
     inputs.dot_t = row_input(run, DOT_T);
-    const skl_gradients gradients = gradient_outputs(run);
+    skl_gradients gradients = gradient_outputs(run);
+    const skl_status status = mirror_call(&run->tensors, &inputs, NULL, &gradients);
+    if (status != SKL_OK)
+        return status;
     return skl_backward(run->plan, &inputs, &gradients, run->workspace, run->workspace_size, NULL);
 }
 
 static skl_status run_one_sweep(check_run *run)
 {
-    const skl_inputs inputs = with_saved_rows(run);
-    const skl_rows rows = {.struct_size = sizeof rows, .kl = row_output(run, KL), .dot_t = row_output(run, DOT_T)};
-    const skl_gradients gradients = gradient_outputs(run);
+    skl_inputs inputs = with_saved_rows(run);
+    skl_rows rows = {.struct_size = sizeof rows, .kl = row_output(run, KL), .dot_t = row_output(run, DOT_T)};
+    skl_gradients gradients = gradient_outputs(run);
+    const skl_status status = mirror_call(&run->tensors, &inputs, &rows, &gradients);
+    if (status != SKL_OK)
+        return status;
     return skl_forward_backward(run->plan, &inputs, &rows, &gradients, run->workspace, run->workspace_size, NULL);
 }
 
 static skl_status run_halves(check_run *run)
 {
-    const skl_inputs inputs = with_saved_rows(run);
+    skl_inputs inputs = with_saved_rows(run);
     const int64_t middle = run->of->problem.len_k / 2;
-    const skl_rows rows = {.struct_size = sizeof rows, .kl = row_output(run, KL), .lse_s = row_output(run, LSE_S)};
-    skl_status status =
-        skl_partial(run->plan, &inputs, 0, middle, run->states[0], run->workspace, run->workspace_size, NULL);
+    skl_rows rows = {.struct_size = sizeof rows, .kl = row_output(run, KL), .lse_s = row_output(run, LSE_S)};
+    skl_row_state *left = run->states[0], *right = run->states[1];
+    skl_status status = mirror_call(&run->tensors, &inputs, &rows, NULL);
     if (status == SKL_OK)
-        status = skl_partial(run->plan, &inputs, middle, run->of->problem.len_k, run->states[1], run->workspace,
+        status = mirror_states(&run->tensors, &left);
+    if (status == SKL_OK)
+        status = mirror_states(&run->tensors, &right);
+    if (status == SKL_OK)
+        status = skl_partial(run->plan, &inputs, 0, middle, left, run->workspace, run->workspace_size, NULL);
+    if (status == SKL_OK)
+        status = skl_partial(run->plan, &inputs, middle, run->of->problem.len_k, right, run->workspace,
                              run->workspace_size, NULL);
     if (status == SKL_OK)
-        status = skl_states_merge(run->plan, run->states[0], run->states[1], NULL);
+        status = skl_states_merge(run->plan, left, right, NULL);
     if (status == SKL_OK)
-        status = skl_states_finish(run->plan, NULL, run->states[0], &rows, NULL);
+        status = skl_states_finish(run->plan, NULL, left, &rows, NULL);
     return status;
 }
 
@@ -257,9 +276,12 @@ static void run_pass(check_run *run, const check_pass *pass)
         if (pass->writes >> a & 1)
             poison(run, a);
     }
-    if (pass->run(run) != SKL_OK) {
+    skl_status status = pass->run(run);
+    if (status == SKL_OK)
+        status = mirror_fetch(&run->tensors);
+    if (status != SKL_OK) {
         snprintf(run->verdict->failure, sizeof run->verdict->failure, "%s, %s: %s", pass->name, run->of->name,
-                 skl_last_error());
+                 cli_status_text());
         return;
     }
     for (int a = 0; a < ARRAY_COUNT; a++) {
@@ -276,14 +298,21 @@ static bool make_workspace(check_run *run)
         const size_t size = skl_plan_workspace_size(run->plan, (skl_op)op);
         run->workspace_size = size > run->workspace_size ? size : run->workspace_size;
     }
-    run->workspace = poisoned(run->workspace_size);
-    return run->workspace != NULL;
+    void *const poison_bytes = poisoned(run->workspace_size);
+    skl_status status = poison_bytes ? SKL_OK : SKL_ERROR_MEMORY;
+    if (status == SKL_OK)
+        status = device_allocate(run->tensors.device, run->workspace_size, "the workspace", &run->workspace);
+    if (status == SKL_OK)
+        status = device_copy(run->tensors.device, run->workspace, poison_bytes, run->workspace_size);
+    free(poison_bytes);
+    return status == SKL_OK;
 }
 
 static void free_run(check_run *run)
 {
+    mirror_destroy(&run->tensors);
+    device_free(run->tensors.device, run->workspace);
     skl_plan_destroy(run->plan);
-    free(run->workspace);
     free(run->states[0]);
     free(run->states[1]);
     for (int a = 0; a < ARRAY_COUNT; a++)
@@ -292,8 +321,12 @@ static void free_run(check_run *run)
 
 bool check_kernel(check_verdict *verdict, const check_case *of, const skl_options *options)
 {
-    check_run run = {.of = of, .verdict = verdict};
-    if (skl_plan_create(&run.plan, &of->problem, options) != SKL_OK) {
+    check_run run = {.of = of, .verdict = verdict, .tensors = mirror_of(&of->problem, options->device)};
+    const skl_status status = skl_plan_create(&run.plan, &of->problem, options);
+    if (status == SKL_ERROR_ARGUMENT && options->device == SKL_CUDA)
+        return true; /* a kernel that is not for this type or size; those of the CPU are for all */
+    verdict->cases++;
+    if (status != SKL_OK) {
         snprintf(verdict->failure, sizeof verdict->failure, "plan, %s: %s", of->name, skl_last_error());
         return true;
     }

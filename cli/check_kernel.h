@@ -6,12 +6,13 @@
 
 /* The worst that a kernel has done so far. */
 typedef struct check_verdict {
+    int cases;         /* that it fits and ran */
     double worst;      /* largest error, as a multiple of what is allowed: above 1 it fails */
     char where[128];   /* "dq_s of backward, packed" */
     char failure[256]; /* why a call failed; "" if none did */
 } check_verdict;
 
-/* Updates the verdict. False: out of memory. */
+/* Updates the verdict, unless the kernel is not for the problem of the case. False: out of memory. */
 bool check_kernel(check_verdict *verdict, const check_case *of, const skl_options *options);
 
 #endif

@@ -1,4 +1,5 @@
 #include "cli.h"
+#include "device/device.h"
 
 #include <errno.h>
 #include <math.h>
@@ -44,7 +45,13 @@ static int exit_code_of(skl_status status)
 
 int cli_fail_status(skl_status status)
 {
-    return cli_fail(exit_code_of(status), "%s", skl_last_error());
+    return cli_fail(exit_code_of(status), "%s", cli_status_text());
+}
+
+/* Every success of the device layer clears its text: if there is one, the failure is its own. */
+const char *cli_status_text(void)
+{
+    return device_error()[0] ? device_error() : skl_last_error();
 }
 
 json_t *cli_json_number(double value)

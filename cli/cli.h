@@ -26,8 +26,10 @@ int cmd_demo(int argc, char **argv);
  * `return cli_fail(CLI_BAD_INPUT, "--window=%s: must be LEFT,RIGHT", text);` */
 int cli_fail(int exit_code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
-/* The same with skl_last_error(), and the exit code that belongs to the status. */
+/* The same with the text of the library, or of the device layer where that failed, and the exit code that belongs to
+ * the status. */
 int cli_fail_status(skl_status status);
+const char *cli_status_text(void);
 
 /* JSON cannot say NaN or infinity: those become null. */
 json_t *cli_json_number(double value);

@@ -1,6 +1,7 @@
 /* streamkl check: does every kernel of this machine agree with the float64 oracle? */
 #include "check_kernel.h"
 #include "cli.h"
+#include "device/device.h"
 #include "options.h"
 #include "term.h"
 
@@ -9,14 +10,17 @@
 
 static const char doc[] =
     "Compare the kernels of this machine with a float64 computation that shares no code with them: shapes, masks, "
-    "types and both directions; row results and all gradients. Exit status 1 if one disagrees."
+    "types and both directions; row results and all gradients. Exit status 1 if one disagrees. Kernels of a GPU can "
+    "be "
+    "for some types and sizes only: each runs the cases that it fits."
     "\vAn error is shown as a share of what is allowed: 2e-6 + 2e-6 |value| for rows; for gradients 1e-5 + "
     "6e-8 |lse| of the largest element, because they are computed from f32 LSEs, and the rounding of their type; "
     "for both twice the error that a plain f32 computation makes. NaN where none belongs is infinite.\n"
     "\n"
     "Examples:\n"
     "  streamkl check\n"
-    "  streamkl check --kernel cpu_reference --json";
+    "  streamkl check --kernel cpu_reference --json\n"
+    "  streamkl check --device cuda";
 
 /* ---- The command line --------------------------------------------------------------------------------------- */
 
@@ -58,7 +62,8 @@ typedef struct checked_kernel {
 
 static bool passed(const checked_kernel *kernel)
 {
-    return kernel->verdict.worst <= 1 && kernel->verdict.failure[0] == '\0';
+    const check_verdict *const verdict = &kernel->verdict;
+    return verdict->cases > 0 && verdict->worst <= 1 && verdict->failure[0] == '\0';
 }
 
 /* The usable kernels of the device, or the one that was asked for. */
@@ -72,7 +77,7 @@ static int collect_kernels(checked_kernel *kernels, const skl_options *wanted)
             continue;
         kernels[count++] = (checked_kernel){.info = info};
     }
-    return wanted->device == SKL_CPU ? count : 0;
+    return count;
 }
 
 /* A kernel or device that cannot be used: the library says why. */
@@ -83,9 +88,9 @@ static int fail_no_kernel(const skl_options *wanted)
     skl_plan *plan = NULL;
     const skl_status status = skl_plan_create(&plan, &problem, wanted);
     if (status != SKL_OK)
-        return cli_fail_status(status);
+        return fail_plan(status, wanted);
     skl_plan_destroy(plan);
-    return refuse_device(wanted->device);
+    return cli_fail(CLI_NO_DEVICE, "--device=%s: has no kernel", device_name(wanted->device));
 }
 
 static int check_kernels(checked_kernel *kernels, int count, const skl_options *wanted)
@@ -99,6 +104,8 @@ static int check_kernels(checked_kernel *kernels, int count, const skl_options *
             enough_memory = check_kernel(&kernels[k].verdict, &made, &forced);
         }
         check_case_free(&made);
+        if (!enough_memory && device_error()[0])
+            return cli_fail(CLI_NO_MEMORY, "%s", device_error());
         if (!enough_memory)
             return cli_fail(CLI_NO_MEMORY, "out of memory in case %d", c);
     }
@@ -112,9 +119,10 @@ static int print_json(const checked_kernel *kernels, int count, int failures, do
     json_t *const list = json_array();
     for (int k = 0; k < count; k++) {
         const check_verdict *const verdict = &kernels[k].verdict;
-        json_array_append_new(list, json_pack("{s:s, s:b, s:o, s:s, s:s}", "name", kernels[k].info.name, "pass",
-                                              passed(&kernels[k]), "worst", cli_json_number(verdict->worst), "where",
-                                              verdict->where, "failure", verdict->failure));
+        json_array_append_new(list, json_pack("{s:s, s:b, s:i, s:o, s:s, s:s}", "name", kernels[k].info.name, "pass",
+                                              passed(&kernels[k]), "cases", verdict->cases, "worst",
+                                              cli_json_number(verdict->worst), "where", verdict->where, "failure",
+                                              verdict->failure));
     }
     return cli_print_json(json_pack("{s:b, s:i, s:f, s:o}", "pass", failures == 0, "cases", check_case_count(),
                                     "seconds", seconds, "kernels", list));
@@ -123,12 +131,13 @@ static int print_json(const checked_kernel *kernels, int count, int failures, do
 static void print_table(const checked_kernel *kernels, int count, int failures, double seconds)
 {
     const term_style style = term_style_for(stdout);
-    printf("%s  %-20s %-6s %12s  %s%s\n", style.dim, "kernel", "result", "worst error", "where", style.plain);
+    printf("%s  %-20s %-6s %6s %12s  %s%s\n", style.dim, "kernel", "result", "cases", "worst error", "where",
+           style.plain);
     for (int k = 0; k < count; k++) {
         const check_verdict *const verdict = &kernels[k].verdict;
         const bool good = passed(&kernels[k]);
-        printf("  %-20s %s%-6s%s %10.1f %%  %s\n", kernels[k].info.name, good ? style.good : style.bad,
-               good ? "pass" : "FAIL", style.plain, 100 * verdict->worst,
+        printf("  %-20s %s%-6s%s %6d %10.1f %%  %s\n", kernels[k].info.name, good ? style.good : style.bad,
+               good ? "pass" : "FAIL", style.plain, verdict->cases, 100 * verdict->worst,
                verdict->failure[0] ? verdict->failure : verdict->where);
     }
     printf("\n%d kernel%s, %d cases, %s: ", count, count == 1 ? "" : "s", check_case_count(),
@@ -151,6 +160,9 @@ int cmd_check(int argc, char **argv)
     const int count = collect_kernels(kernels, &request.options);
     if (count == 0)
         return fail_no_kernel(&request.options);
+    const skl_status status = device_open(request.options.device, request.options.device_index);
+    if (status != SKL_OK)
+        return cli_fail_status(status);
     const int exit_code = check_kernels(kernels, count, &request.options);
     if (exit_code != CLI_OK)
         return exit_code;

@@ -19,7 +19,8 @@ static const char doc[] =
     "\vExamples:\n"
     "  streamkl demo\n"
     "  streamkl demo --context 65536           16 x the work, the same memory\n"
-    "  streamkl demo --heads 4 --dim 128 --threads 1";
+    "  streamkl demo --heads 4 --dim 128 --threads 1\n"
+    "  streamkl demo --device cuda             on a GPU";
 
 /* ---- The command line --------------------------------------------------------------------------------------- */
 
@@ -200,9 +201,8 @@ static void print_costs(const demo_state *demo)
     const term_style style = term_style_for(stdout);
     const plan_runner *const runner = &demo->runner;
     const workload work = workload_of(&demo->problem, &demo->inputs);
-    const int32_t threads = skl_plan_threads(runner->plan);
-    printf("%sTime%s, kernel %s on %" PRId32 " thread%s\n", style.bold, style.plain, skl_plan_kernel(runner->plan),
-           threads, threads == 1 ? "" : "s");
+    printf("%sTime%s, kernel %s %s\n", style.bold, style.plain, skl_plan_kernel(runner->plan),
+           runner_place_of(runner).text);
     print_timing("forward", "KL of every query", runner->forward_seconds, work.forward_flop);
     print_timing("backward", "gradients of the student's queries and keys", runner->backward_seconds,
                  work.backward_flop);

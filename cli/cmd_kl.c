@@ -17,13 +17,17 @@ static const char doc[] =
     "A mean is over the rows that see at least one key, of all batches and student heads. --grad writes the "
     "gradients of what --reduction names; with none, those of the sum.\n"
     "\n"
+    "Times are of the kernels alone: by the clock on the CPU, by events in the stream on a GPU. Reading files and "
+    "copying tensors to a GPU and back is not in them. Extra memory is the workspace, on the device that computes.\n"
+    "\n"
     "Examples:\n"
     "  streamkl kl pair.safetensors --causal\n"
     "  streamkl kl q_t=a.npy k_t=b.npy q_s=c.npy k_s=d.npy --json\n"
     "  streamkl kl teacher.safetensors student.safetensors --q-t q --k-t k\n"
     "  streamkl kl pair.safetensors --causal --window 1024,0 --softcap-t 50\n"
     "  streamkl kl packed.safetensors --causal --cu-seqlens-q 0,512,2048\n"
-    "  streamkl kl pair.safetensors --out rows.safetensors --grad grad.safetensors";
+    "  streamkl kl pair.safetensors --out rows.safetensors --grad grad.safetensors\n"
+    "  streamkl kl pair.safetensors --device cuda:1";
 
 enum {
     KEY_NAME = OPTIONS_COMMAND_KEYS, /* + role: what its tensor is called */

@@ -211,8 +211,7 @@ static void print_costs(const kl_results *results, const kl_inputs *inputs)
         print_timing("backward", runner->backward_seconds, work.backward_flop);
     printf("  %-8s %10s extra, materialised it would be %s\n", "memory",
            cli_bytes_text((double)runner->workspace_size).text, cli_bytes_text(work.materialised_size).text);
-    printf("  %-8s %10s on %" PRId32 " thread%s\n", "kernel", skl_plan_kernel(runner->plan),
-           skl_plan_threads(runner->plan), plural(skl_plan_threads(runner->plan)));
+    printf("  %-8s %10s %s\n", "kernel", skl_plan_kernel(runner->plan), runner_place_of(runner).text);
 }
 
 static void print_written(const char *path, const char *contents)

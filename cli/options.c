@@ -2,6 +2,7 @@
 #include "cli.h"
 
 #include <errno.h>
+#include <inttypes.h>
 #include <math.h>
 #include <stdbool.h>
 #include <stdlib.h>
@@ -204,7 +205,7 @@ const struct argp problem_argp = {.options = problem_options, .parser = parse_pr
 /* ---- The engine: device, threads, kernel -------------------------------------------------------------------- */
 
 /* "cpu", "cuda" or "cuda:INDEX" into an skl_options. */
-static const char *parse_device(const char *text, void *value)
+const char *parse_device(const char *text, void *value)
 {
     static const char accepted[] = "cpu, cuda or cuda:INDEX";
     skl_options *options = value;
@@ -226,10 +227,13 @@ static const char *parse_device(const char *text, void *value)
     return accepted;
 }
 
-int refuse_device(skl_device device)
+int fail_plan(skl_status status, const skl_options *options)
 {
-    return cli_fail(CLI_NO_DEVICE, "--device=%s: must be cpu: the tool holds its tensors in host memory",
-                    device_name(device));
+    const bool no_device = status == SKL_ERROR_DEVICE || status == SKL_ERROR_UNSUPPORTED;
+    if (!no_device || options->device == SKL_CPU)
+        return cli_fail_status(status);
+    return cli_fail(CLI_NO_DEVICE, "--device=%s:%" PRId32 ": %s", device_name(options->device), options->device_index,
+                    skl_last_error());
 }
 
 enum { KEY_DEVICE = OPTIONS_ENGINE_KEYS, KEY_THREADS, KEY_KERNEL };

@@ -22,6 +22,7 @@ option_parser parse_int32;  /* int32_t, 0 or more */
 option_parser parse_int64;  /* int64_t */
 option_parser parse_count;  /* int64_t, 1 or more */
 option_parser parse_direction;
+option_parser parse_device; /* skl_options: its device and device_index */
 
 /* The heart of an argp parser: finds `key` in the table (which ends with key 0) and stores its value.
  * Returns 0, ARGP_ERR_UNKNOWN for a key that is not there, or EINVAL after printing one line that names the option.
@@ -39,9 +40,10 @@ extern const struct argp engine_argp;
 const char *direction_name(skl_direction direction);
 const char *device_name(skl_device device);
 
-/* The tool works on files in host memory, which only the CPU's kernels take: says so and returns an exit code. */
-int refuse_device(skl_device device);
 const char *dtype_name(skl_dtype dtype);
+
+/* Says why no plan could be made, and names --device where that is to blame. Returns the exit code. */
+int fail_plan(skl_status status, const skl_options *options);
 
 /* Keys of options without a short form. Every module numbers its own from a base, so that argp can merge them. */
 enum { OPTIONS_PROBLEM_KEYS = 0x100, OPTIONS_ENGINE_KEYS = 0x200, OPTIONS_COMMAND_KEYS = 0x300 };

@@ -4,6 +4,42 @@
 
 #include "device.h"
 
+static int kernel_is_for(const char *kernel, const skl_problem *problem)
+{
+    if (test_device() == SKL_CPU)
+        return 1;
+    skl_options options = skl_options_default();
+    options.device = test_device();
+    options.kernel = kernel;
+    skl_plan *plan = NULL;
+    const skl_status status = skl_plan_create(&plan, problem, &options);
+    skl_plan_destroy(plan);
+    return status == SKL_OK;
+}
+
+const char *problem_kernel(const skl_problem *problem, int32_t index)
+{
+    for (int32_t k = 0; test_kernel(k); k++)
+        if (kernel_is_for(test_kernel(k), problem) && index-- == 0)
+            return test_kernel(k);
+    return NULL;
+}
+
+const char *case_kernel(const test_case *c, int32_t index)
+{
+    const skl_problem problem = case_problem(c);
+    return problem_kernel(&problem, index);
+}
+
+void case_in_every_type(const test_case *c, void (*check)(const test_case *))
+{
+    for (int dtype = SKL_F32; dtype <= SKL_BF16; dtype++) {
+        test_case typed = *c;
+        typed.dtype_t = typed.dtype_s = (skl_dtype)dtype;
+        check(&typed);
+    }
+}
+
 static test_memory create_workspace(const skl_plan *plan, skl_op op)
 {
     return memory_create(skl_plan_workspace_size(plan, op), SKL_WORKSPACE_ALIGNMENT);
@@ -41,6 +77,18 @@ void run_partial(const skl_plan *plan, const skl_inputs *inputs, int64_t key_beg
     assert_ok(skl_partial(plan, inputs, key_begin, key_end, states, workspace.data, workspace.size, NULL));
     device_wait();
     memory_destroy(&workspace);
+}
+
+void run_merge(const skl_plan *plan, skl_row_state *into, const skl_row_state *from)
+{
+    assert_ok(skl_states_merge(plan, into, from, NULL));
+    device_wait();
+}
+
+void run_finish(const skl_plan *plan, const skl_inputs *inputs, const skl_row_state *states, const skl_rows *rows)
+{
+    assert_ok(skl_states_finish(plan, inputs, states, rows, NULL));
+    device_wait();
 }
 
 void run_both(const skl_plan *plan, const fixture *f, const fixture_results *results)

@@ -4,6 +4,14 @@
 
 #include "fixture.h"
 
+/* Names of the kernels that run here and are for a problem, best first; NULL past the end. Those of a GPU can be for
+ * some types and sizes only, those of the CPU are for all. */
+const char *problem_kernel(const skl_problem *problem, int32_t index);
+const char *case_kernel(const test_case *test_case, int32_t index);
+
+/* The case in f32, f16 and bf16: kernels can be for one type. */
+void case_in_every_type(const test_case *c, void (*check)(const test_case *));
+
 /* Each fails the test unless the call succeeds. */
 void run_forward(const skl_plan *plan, const skl_inputs *inputs, const skl_rows *rows);
 void run_backward(const skl_plan *plan, const skl_inputs *inputs, const skl_gradients *gradients);
@@ -11,6 +19,9 @@ void run_forward_backward(const skl_plan *plan, const skl_inputs *inputs, const 
                           const skl_gradients *gradients);
 void run_partial(const skl_plan *plan, const skl_inputs *inputs, int64_t key_begin, int64_t key_end,
                  skl_row_state *states);
+
+void run_merge(const skl_plan *plan, skl_row_state *into, const skl_row_state *from);
+void run_finish(const skl_plan *plan, const skl_inputs *inputs, const skl_row_state *states, const skl_rows *rows);
 
 /* Forward, then backward from its rows, all results wanted. */
 void run_both(const skl_plan *plan, const fixture *f, const fixture_results *results);

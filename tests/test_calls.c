@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include "case_words.h"
+#include "device.h"
 #include "edit.h"
 
 /* The problems that the rules are about. */
@@ -189,6 +190,11 @@ static const call_rule call_rules[] = {
      &plain,
      "cu_seqlens_k given: must be given exactly when packed=1",
      {COPY(inputs.cu_seqlens_k, inputs.q_t.data)}},
+    {PARTIAL, &plain, "key_begin=3: must be at most key_end=2", {SET(key_begin, 3), SET(key_end, 2)}},
+};
+
+/* What lengths hold is checked where they lie in host memory. */
+static const call_rule length_rules[] = {
     {FORWARD, &packed, "cu_seqlens_q[0]=1: must be 0", {SET(cu_seqlens_q[0], 1)}},
     {BACKWARD, &packed, "cu_seqlens_k[0]=-1: must be 0", {SET(cu_seqlens_k[0], -1)}},
     {FORWARD, &packed, "cu_seqlens_q[2]=2: must not be below cu_seqlens_q[1]=3", {SET(cu_seqlens_q[2], 2)}},
@@ -201,7 +207,6 @@ static const call_rule call_rules[] = {
      {SET(cu_seqlens_q[3], 8)}},
     {FORWARD, &padded, "key_lengths[1]=-1: must be 0..len_k=6", {SET(key_lengths[1], -1)}},
     {BACKWARD, &padded, "key_lengths[2]=7: must be 0..len_k=6", {SET(key_lengths[2], 7)}},
-    {PARTIAL, &plain, "key_begin=3: must be at most key_end=2", {SET(key_begin, 3), SET(key_end, 2)}},
 };
 
 static const call_rule workspace_rules[] = {
@@ -289,13 +294,15 @@ static void check_rule(const call_rule *rule, skl_status expected)
     test_memory workspace = memory_create(skl_plan_workspace_size(plan, ops[rule->kind]), SKL_WORKSPACE_ALIGNMENT);
     skl_row_state *const states = states_create(&f), *const from = states_create(&f);
 
-    call c;
-    call_init(&c, rule->kind, &f, &saved, &results);
-    c.plan = plan;
-    c.states = states, c.from = from;
-    c.workspace = workspace.data, c.workspace_size = workspace.size;
-    edit_apply(&c, rule->edits, COUNT_OF(rule->edits));
-    const skl_status status = make_call(rule->kind, &c);
+    test_memory call_memory = memory_create(sizeof(call), 16); /* it holds lengths, which the device reads */
+    call *const c = (call *)(void *)call_memory.data;
+    call_init(c, rule->kind, &f, &saved, &results);
+    c->plan = plan;
+    c->states = states, c->from = from;
+    c->workspace = workspace.data, c->workspace_size = workspace.size;
+    edit_apply(c, rule->edits, COUNT_OF(rule->edits));
+    const skl_status status = make_call(rule->kind, c);
+    device_wait();
     if (rule->message) {
         assert_refused(status, expected, rule->message);
         assert_nothing_written(&results, &workspace);
@@ -304,6 +311,7 @@ static void check_rule(const call_rule *rule, skl_status expected)
     }
     states_destroy(states);
     states_destroy(from);
+    memory_destroy(&call_memory);
     memory_destroy(&workspace);
     results_destroy(&saved);
     results_destroy(&results);
@@ -316,6 +324,15 @@ static void test_rules_of_arguments(void **state)
     (void)state;
     for (size_t n = 0; n < COUNT_OF(call_rules); n++)
         check_rule(&call_rules[n], SKL_ERROR_ARGUMENT);
+}
+
+static void test_rules_of_lengths(void **state)
+{
+    (void)state;
+    if (test_device() != SKL_CPU)
+        skip();
+    for (size_t n = 0; n < COUNT_OF(length_rules); n++)
+        check_rule(&length_rules[n], SKL_ERROR_ARGUMENT);
 }
 
 static void test_rules_of_workspaces(void **state)
@@ -338,8 +355,8 @@ static void test_empty_problems_need_no_tensors(void **state)
     run_forward(plan, &inputs, &rows);
     run_backward(plan, &inputs, &gradients);
     run_forward_backward(plan, &inputs, &rows, &gradients);
-    assert_ok(skl_states_merge(plan, NULL, NULL, NULL));
-    assert_ok(skl_states_finish(plan, NULL, NULL, &rows, NULL));
+    run_merge(plan, NULL, NULL);
+    run_finish(plan, NULL, NULL, &rows);
     skl_plan_destroy(plan);
 }
 
@@ -347,6 +364,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_rules_of_arguments),
+        cmocka_unit_test(test_rules_of_lengths),
         cmocka_unit_test(test_rules_of_workspaces),
         cmocka_unit_test(test_empty_problems_need_no_tensors),
     };

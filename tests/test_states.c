@@ -2,7 +2,6 @@
 #include "runner.h"
 
 #include <math.h>
-#include <stdlib.h>
 
 #include "case_words.h"
 
@@ -16,14 +15,14 @@ static void finish_and_compare(const fixture *f, const skl_plan *plan, const skl
     fixture_results all = results_create(f), wanted = all;
     wanted.dot_t.data = NULL;
     const skl_rows rows = results_rows(&wanted);
-    assert_ok(skl_states_finish(plan, inputs, states, &rows, NULL));
+    run_finish(plan, inputs, states, &rows);
     assert_int_equal(rows_mismatch(f, &wanted, label), 0);
     results_destroy(&all);
 }
 
 static void merge_and_free(const skl_plan *plan, skl_row_state *into, skl_row_state *from)
 {
-    assert_ok(skl_states_merge(plan, into, from, NULL));
+    run_merge(plan, into, from);
     states_destroy(from);
 }
 
@@ -35,16 +34,14 @@ static skl_row_state *states_over(const fixture *f, const skl_plan *plan, int64_
 }
 
 /* Left to right, right to left, and as a tree, over ranges of one key and more. */
-static void test_any_order_and_any_tree(void **state)
+static void check_any_order_and_any_tree(const test_case *c)
 {
-    (void)state;
-    static const test_case c = {"order", SHAPE(2, 37, 133), SMALL, CAUSAL, .growth = 10};
     static const int64_t cuts[] = {0, 1, 50, 96, 133};
     fixture f;
-    fixture_create(&f, &c);
+    fixture_create(&f, c);
     fixture_solve(&f);
-    for (int32_t k = 0; test_kernel(k); k++) {
-        skl_plan *const plan = test_plan(&f.problem, test_kernel(k), 2);
+    for (int32_t k = 0; case_kernel(c, k); k++) {
+        skl_plan *const plan = test_plan(&f.problem, case_kernel(c, k), 2);
         skl_row_state *parts[4];
         for (int n = 0; n < 4; n++)
             parts[n] = states_over(&f, plan, cuts[n], cuts[n + 1]);
@@ -72,25 +69,61 @@ static void test_any_order_and_any_tree(void **state)
     fixture_destroy(&f);
 }
 
+static void test_any_order_and_any_tree(void **state)
+{
+    (void)state;
+    static const test_case c = {"order", SHAPE(2, 37, 133), SMALL, CAUSAL, .growth = 10};
+    case_in_every_type(&c, check_any_order_and_any_tree);
+}
+
 /* An empty state changes no bit, on either side. */
+static void check_empty_states(const test_case *c)
+{
+    fixture f;
+    fixture_create(&f, c);
+    const size_t size = (size_t)(f.problem.heads_s * f.length_q) * sizeof(skl_row_state);
+    for (int32_t k = 0; case_kernel(c, k); k++) {
+        skl_plan *const plan = test_plan(&f.problem, case_kernel(c, k), 2);
+        skl_row_state *const whole = states_over(&f, plan, 0, 67), *const merged = states_over(&f, plan, 0, 67);
+        skl_row_state *const empty = states_over(&f, plan, 40, 40);
+        run_merge(plan, merged, empty);
+        assert_memory_equal(merged, whole, size);
+        run_merge(plan, empty, whole);
+        assert_memory_equal(empty, whole, size);
+        states_destroy(whole);
+        states_destroy(merged);
+        states_destroy(empty);
+        skl_plan_destroy(plan);
+    }
+    fixture_destroy(&f);
+}
+
 static void test_empty_states_change_nothing(void **state)
 {
     (void)state;
     static const test_case c = {"empty", SHAPE(1, 37, 67), SMALL, CAUSAL};
+    case_in_every_type(&c, check_empty_states);
+}
+
+static void check_nothing_seen(const test_case *c)
+{
     fixture f;
-    fixture_create(&f, &c);
-    const size_t size = (size_t)(f.problem.heads_s * f.length_q) * sizeof(skl_row_state);
-    for (int32_t k = 0; test_kernel(k); k++) {
-        skl_plan *const plan = test_plan(&f.problem, test_kernel(k), 2);
-        skl_row_state *const whole = states_over(&f, plan, 0, 67), *const merged = states_over(&f, plan, 0, 67);
-        skl_row_state *const empty = states_over(&f, plan, 40, 40);
-        assert_ok(skl_states_merge(plan, merged, empty, NULL));
-        assert_memory_equal(merged, whole, size);
-        assert_ok(skl_states_merge(plan, empty, whole, NULL));
-        assert_memory_equal(empty, whole, size);
-        states_destroy(whole);
-        states_destroy(merged);
-        free(empty);
+    fixture_create(&f, c);
+    for (int32_t k = 0; case_kernel(c, k); k++) {
+        skl_plan *const plan = test_plan(&f.problem, case_kernel(c, k), 2);
+        skl_row_state *const empty = states_over(&f, plan, 0, 0);
+        skl_row_state *const behind = states_over(&f, plan, 67, 1000);
+        merge_and_free(plan, empty, behind);
+        fixture_results results = results_create(&f);
+        const skl_rows rows = results_rows(&results);
+        run_finish(plan, NULL, empty, &rows);
+        for (int64_t n = 0; n < tensor_count(&results.kl); n++) {
+            assert_true(tensor_get(&results.kl, n) == 0);
+            assert_true(tensor_get(&results.lse_t, n) == -(double)INFINITY);
+            assert_true(tensor_get(&results.lse_s, n) == -(double)INFINITY);
+        }
+        states_destroy(empty);
+        results_destroy(&results);
         skl_plan_destroy(plan);
     }
     fixture_destroy(&f);
@@ -100,44 +133,30 @@ static void test_nothing_seen_at_all(void **state)
 {
     (void)state;
     static const test_case c = {"nothing", SHAPE(1, 5, 67), SMALL};
-    fixture f;
-    fixture_create(&f, &c);
-    for (int32_t k = 0; test_kernel(k); k++) {
-        skl_plan *const plan = test_plan(&f.problem, test_kernel(k), 2);
-        skl_row_state *const empty = states_over(&f, plan, 0, 0);
-        skl_row_state *const behind = states_over(&f, plan, 67, 1000);
-        merge_and_free(plan, empty, behind);
-        fixture_results results = results_create(&f);
-        const skl_rows rows = results_rows(&results);
-        assert_ok(skl_states_finish(plan, NULL, empty, &rows, NULL));
-        for (int64_t n = 0; n < tensor_count(&results.kl); n++) {
-            assert_true(tensor_get(&results.kl, n) == 0);
-            assert_true(tensor_get(&results.lse_t, n) == -(double)INFINITY);
-            assert_true(tensor_get(&results.lse_s, n) == -(double)INFINITY);
-        }
-        free(empty);
-        results_destroy(&results);
-        skl_plan_destroy(plan);
-    }
-    fixture_destroy(&f);
+    case_in_every_type(&c, check_nothing_seen);
 }
 
 /* Ranges are cut to the keys that there are, as if they had been given so. */
-static void test_ranges_beyond_the_keys(void **state)
+static void check_ranges_beyond(const test_case *c)
 {
-    (void)state;
-    static const test_case c = {"beyond", SHAPE(1, 37, 67), SMALL};
     fixture f;
-    fixture_create(&f, &c);
+    fixture_create(&f, c);
     fixture_solve(&f);
-    for (int32_t k = 0; test_kernel(k); k++) {
-        skl_plan *const plan = test_plan(&f.problem, test_kernel(k), 2);
+    for (int32_t k = 0; case_kernel(c, k); k++) {
+        skl_plan *const plan = test_plan(&f.problem, case_kernel(c, k), 2);
         skl_row_state *const states = states_over(&f, plan, -5, INT64_MAX);
         finish_and_compare(&f, plan, NULL, states, "beyond");
         states_destroy(states);
         skl_plan_destroy(plan);
     }
     fixture_destroy(&f);
+}
+
+static void test_ranges_beyond_the_keys(void **state)
+{
+    (void)state;
+    static const test_case c = {"beyond", SHAPE(1, 37, 67), SMALL};
+    case_in_every_type(&c, check_ranges_beyond);
 }
 
 /* ---- Shards: each rank has its own keys, or its own queries, and a plan of its own -------------------------- */
@@ -205,7 +224,7 @@ static void shard_forward(const fixture *f, const char *kernel, const fixture_re
     }
     skl_rows rows = results_rows(results);
     rows.dot_t.data = NULL;
-    assert_ok(skl_states_finish(whole, &f->inputs, merged, &rows, NULL));
+    run_finish(whole, &f->inputs, merged, &rows);
     states_destroy(merged);
     skl_plan_destroy(whole);
 }
@@ -240,22 +259,22 @@ static void test_key_shards(void **state)
 {
     (void)state;
     for (size_t c = 0; c < COUNT_OF(shard_cases); c++)
-        for (int32_t k = 0; test_kernel(k); k++) {
+        for (int32_t k = 0; case_kernel(&shard_cases[c], k); k++) {
             fixture f;
             fixture_create(&f, &shard_cases[c]);
             fixture_solve(&f);
             fixture_results results = results_create(&f);
-            shard_forward(&f, test_kernel(k), &results);
+            shard_forward(&f, case_kernel(&shard_cases[c], k), &results);
 
-            skl_plan *const whole = test_plan(&f.problem, test_kernel(k), 2);
+            skl_plan *const whole = test_plan(&f.problem, case_kernel(&shard_cases[c], k), 2);
             skl_rows only_dot = {.struct_size = sizeof only_dot, .dot_t = tensor_output(&results.dot_t)};
             run_forward(whole, &f.inputs, &only_dot);
             skl_plan_destroy(whole);
-            assert_int_equal(rows_mismatch(&f, &results, test_kernel(k)), 0);
+            assert_int_equal(rows_mismatch(&f, &results, case_kernel(&shard_cases[c], k)), 0);
 
             const skl_inputs known = results_backward_inputs(&f, &results);
-            shard_backward(&f, test_kernel(k), &known, &results);
-            assert_int_equal(gradients_mismatch(&f, &results, test_kernel(k)), 0);
+            shard_backward(&f, case_kernel(&shard_cases[c], k), &known, &results);
+            assert_int_equal(gradients_mismatch(&f, &results, case_kernel(&shard_cases[c], k)), 0);
             results_destroy(&results);
             fixture_destroy(&f);
         }
@@ -267,7 +286,7 @@ static void test_query_shards(void **state)
     (void)state;
     static const int64_t cuts[] = {0, 20, 61};
     for (size_t c = 0; c < COUNT_OF(shard_cases); c++)
-        for (int32_t k = 0; test_kernel(k); k++) {
+        for (int32_t k = 0; case_kernel(&shard_cases[c], k); k++) {
             fixture f;
             fixture_create(&f, &shard_cases[c]);
             fixture_solve(&f);
@@ -290,11 +309,11 @@ static void test_query_shards(void **state)
                 rows.kl = output_rows_from(&whole_rows.kl, SKL_F32, begin);
                 rows.lse_t = output_rows_from(&whole_rows.lse_t, SKL_F32, begin);
                 rows.lse_s = output_rows_from(&whole_rows.lse_s, SKL_F32, begin);
-                skl_plan *const plan = test_plan(&shard, test_kernel(k), 2);
+                skl_plan *const plan = test_plan(&shard, case_kernel(&shard_cases[c], k), 2);
                 run_forward(plan, &inputs, &rows);
                 skl_plan_destroy(plan);
             }
-            assert_int_equal(rows_mismatch(&f, &results, test_kernel(k)), 0);
+            assert_int_equal(rows_mismatch(&f, &results, case_kernel(&shard_cases[c], k)), 0);
             results_destroy(&all);
             fixture_destroy(&f);
         }

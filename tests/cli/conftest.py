@@ -8,6 +8,22 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tool  # noqa: E402
 
 
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a GPU; skipped where the tool has none")
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and tool.why_no_gpu():
+        pytest.skip(tool.why_no_gpu())
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request, monkeypatch):
+    """What computes, for tests of which the answer is the same everywhere."""
+    monkeypatch.setattr(tool, "device", request.param)
+    return request.param
+
+
 @pytest.fixture
 def pair(tmp_path):
     """A small file with all four tensors, to be used by tests that do not care which."""

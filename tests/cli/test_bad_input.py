@@ -91,11 +91,6 @@ def test_bad_environment(variable, value, pair):
     assert_refused(run("kl", pair, env={variable: value}), value)
 
 
-def test_device_that_is_not_there(pair, tmp_path):
-    assert_refused(run("kl", pair, "--device", "cuda", "--out", tmp_path / "out"), "device", code=4)
-    assert list(tmp_path.iterdir()) == [pair]
-
-
 @pytest.mark.parametrize("option, value", [("--context", "0"), ("--heads", "x"), ("--dim", "513"), ("--seed", "1.5")])
 def test_demo_arguments(option, value):
     assert_refused(run("demo", option, value), value)

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,18 @@ def run(*arguments, env=None, timeout=80, **options):
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout, **options)
 
 
+device = "cpu"  # where kl_json() computes: the device fixture sets it
+
+
+@cache
+def why_no_gpu():
+    """None where the tool can use a GPU."""
+    devices = {device["device"]: device for device in json.loads(run("info", "--json").stdout)["devices"]}
+    return devices["cuda"].get("why_not")
+
+
 def kl_json(*arguments, **options):
-    done = run("kl", *arguments, "--json", **options)
+    done = run("kl", *arguments, "--device", device, "--json", **options)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
 

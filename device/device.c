@@ -1,0 +1,123 @@
+#include "device/gpu.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <time.h>
+
+/* ---- Errors ------------------------------------------------------------------------------------------------- */
+
+static char error_text[512];
+
+const char *device_error(void)
+{
+    return error_text;
+}
+
+skl_status device_fail(skl_status status, const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(error_text, sizeof error_text, format, arguments);
+    va_end(arguments);
+    return status;
+}
+
+static skl_status begin(void)
+{
+    error_text[0] = '\0';
+    return SKL_OK;
+}
+
+skl_status device_open(skl_device device, int32_t index)
+{
+    const skl_status nothing_to_do = begin();
+    return device == SKL_CPU ? nothing_to_do : gpu_open(index);
+}
+
+/* ---- Memory ------------------------------------------------------------------------------------------------- */
+
+static skl_status cpu_allocate(size_t size, const char *what, void **memory)
+{
+    const size_t whole = (size / SKL_WORKSPACE_ALIGNMENT + 1) * SKL_WORKSPACE_ALIGNMENT;
+    *memory = aligned_alloc(SKL_WORKSPACE_ALIGNMENT, whole);
+    return *memory ? SKL_OK : device_fail(SKL_ERROR_MEMORY, "out of memory: %s needs %zu bytes", what, size);
+}
+
+skl_status device_allocate(skl_device device, size_t size, const char *what, void **memory)
+{
+    begin();
+    *memory = NULL;
+    return device == SKL_CPU ? cpu_allocate(size, what, memory) : gpu_allocate(size ? size : 1, what, memory);
+}
+
+void device_free(skl_device device, void *memory)
+{
+    if (device == SKL_CPU)
+        free(memory);
+    else if (memory)
+        gpu_free(memory);
+}
+
+skl_status device_copy(skl_device device, void *to, const void *from, size_t size)
+{
+    begin();
+    if (device != SKL_CPU)
+        return gpu_copy(to, from, size);
+    memcpy(to, from, size);
+    return SKL_OK;
+}
+
+/* ---- Time --------------------------------------------------------------------------------------------------- */
+
+static double clock_seconds(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+skl_status device_timer_create(device_timer *timer, skl_device device)
+{
+    *timer = (device_timer){.device = device};
+    skl_status status = begin();
+    for (int e = 0; e < 2 && device != SKL_CPU && status == SKL_OK; e++)
+        status = gpu_event_create(&timer->events[e]);
+    return status;
+}
+
+void device_timer_destroy(device_timer *timer)
+{
+    for (int e = 0; e < 2; e++)
+        if (timer->events[e])
+            gpu_event_destroy(timer->events[e]);
+    *timer = (device_timer){.device = SKL_CPU};
+}
+
+skl_status device_timer_start(device_timer *timer)
+{
+    const skl_status status = begin();
+    timer->began = clock_seconds();
+    return timer->device == SKL_CPU ? status : gpu_event_record(timer->events[0]);
+}
+
+skl_status device_timer_stop(device_timer *timer, double *seconds)
+{
+    *seconds = clock_seconds() - timer->began;
+    skl_status status = begin();
+    if (timer->device == SKL_CPU)
+        return status;
+    status = gpu_event_record(timer->events[1]);
+    if (status == SKL_OK)
+        status = gpu_event_wait(timer->events[1]);
+    return status == SKL_OK ? gpu_event_seconds(timer->events[0], timer->events[1], seconds) : status;
+}
+
+/* ---- Facts -------------------------------------------------------------------------------------------------- */
+
+skl_status device_describe(skl_device device, device_facts *facts)
+{
+    *facts = (device_facts){.name = ""};
+    const skl_status nothing_to_say = begin();
+    return device == SKL_CPU ? nothing_to_say : gpu_describe(facts);
+}

@@ -1,0 +1,21 @@
+/* What device.c asks of a GPU; nobody else includes this. gpu_cuda.c has one, gpu_none.c has not. */
+#ifndef STREAMKL_DEVICE_GPU_H
+#define STREAMKL_DEVICE_GPU_H
+
+#include "device/device.h"
+
+skl_status gpu_open(int32_t index);
+skl_status gpu_allocate(size_t size, const char *what, void **memory);
+void gpu_free(void *memory);
+skl_status gpu_copy(void *to, const void *from, size_t size);
+skl_status gpu_event_create(void **event);
+void gpu_event_destroy(void *event);
+skl_status gpu_event_record(void *event);
+skl_status gpu_event_wait(void *event);
+skl_status gpu_event_seconds(void *begin, void *end, double *seconds);
+skl_status gpu_describe(device_facts *facts);
+
+/* Sets what device_error() returns, and returns the status, to be returned in turn. */
+skl_status device_fail(skl_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+#endif

@@ -1,0 +1,105 @@
+#include "device/gpu.h"
+
+#include <cuda_runtime_api.h>
+#include <stdio.h>
+
+static skl_status check(cudaError_t error, const char *doing)
+{
+    if (error == cudaSuccess)
+        return SKL_OK;
+    (void)cudaGetLastError(); /* reported here: the next call starts clean, if the error lets it */
+    return device_fail(SKL_ERROR_DEVICE, "%s: %s", doing, cudaGetErrorString(error));
+}
+
+/* The context is made now, so that no clock runs meanwhile. */
+skl_status gpu_open(int32_t index)
+{
+    cudaError_t error = cudaSetDevice(index);
+    if (error == cudaSuccess)
+        error = cudaFree(NULL);
+    return check(error, "opening the GPU");
+}
+
+/* ---- Memory ------------------------------------------------------------------------------------------------- */
+
+static double gib(size_t size)
+{
+    return (double)size / 0x1p30;
+}
+
+skl_status gpu_allocate(size_t size, const char *what, void **memory)
+{
+    const cudaError_t error = cudaMalloc(memory, size);
+    if (error != cudaErrorMemoryAllocation)
+        return check(error, what);
+    (void)cudaGetLastError();
+    *memory = NULL;
+    size_t free_size = 0, total_size = 0;
+    (void)cudaMemGetInfo(&free_size, &total_size);
+    return device_fail(SKL_ERROR_MEMORY,
+                       "out of memory on the GPU: %s needs %zu bytes (%.2f GiB), %.2f of its %.2f GiB are free", what,
+                       size, gib(size), gib(free_size), gib(total_size));
+}
+
+void gpu_free(void *memory)
+{
+    (void)cudaFree(memory); /* what it could report has been reported by the call that went wrong */
+}
+
+skl_status gpu_copy(void *to, const void *from, size_t size)
+{
+    return check(cudaMemcpy(to, from, size, cudaMemcpyDefault), "copying to or from the GPU");
+}
+
+/* ---- Time: events in the default stream, which is where the library is asked to work ------------------------- */
+
+skl_status gpu_event_create(void **event)
+{
+    cudaEvent_t made = NULL;
+    const skl_status status = check(cudaEventCreate(&made), "making an event");
+    *event = made;
+    return status;
+}
+
+void gpu_event_destroy(void *event)
+{
+    (void)cudaEventDestroy(event);
+}
+
+skl_status gpu_event_record(void *event)
+{
+    return check(cudaEventRecord(event, NULL), "recording an event");
+}
+
+skl_status gpu_event_wait(void *event)
+{
+    return check(cudaEventSynchronize(event), "waiting for the kernels");
+}
+
+skl_status gpu_event_seconds(void *begin, void *end, double *seconds)
+{
+    float milliseconds = 0;
+    const skl_status status = check(cudaEventElapsedTime(&milliseconds, begin, end), "reading the events");
+    *seconds = 1e-3 * (double)milliseconds;
+    return status;
+}
+
+/* ---- Facts -------------------------------------------------------------------------------------------------- */
+
+skl_status gpu_describe(device_facts *facts)
+{
+    int index = 0;
+    struct cudaDeviceProp properties;
+    size_t free_size = 0;
+    cudaError_t error = cudaGetDevice(&index);
+    if (error == cudaSuccess)
+        error = cudaGetDeviceProperties(&properties, index);
+    if (error == cudaSuccess)
+        error = cudaMemGetInfo(&free_size, &facts->memory_total);
+    if (error != cudaSuccess)
+        return check(error, "asking the GPU what it is");
+    snprintf(facts->name, sizeof facts->name, "%.*s", (int)sizeof facts->name - 1, properties.name);
+    facts->multiprocessors = properties.multiProcessorCount;
+    facts->memory_used = facts->memory_total - free_size;
+    return SKL_OK;
+}

@@ -1,0 +1,209 @@
+#include "device/mirror.h"
+
+#include <assert.h>
+
+mirror mirror_of(const skl_problem *problem, skl_device device)
+{
+    mirror tensors = {.problem = *problem, .device = device};
+    skl_problem *const p = &tensors.problem;
+    p->key_heads_t = p->key_heads_t ? p->key_heads_t : p->heads_t;
+    p->key_heads_s = p->key_heads_s ? p->key_heads_s : p->heads_s;
+    return tensors;
+}
+
+void mirror_destroy(mirror *tensors)
+{
+    for (int e = 0; e < tensors->count; e++)
+        device_free(tensors->device, tensors->entries[e].data);
+    tensors->count = 0;
+}
+
+/* ---- One tensor --------------------------------------------------------------------------------------------- */
+
+typedef struct tensor_shape {
+    const char *name;
+    int64_t heads, rows, dim;
+    size_t element_size;
+} tensor_shape;
+
+/* Bytes from the first element to the last. */
+static size_t span_of(const skl_problem *p, const tensor_shape *shape, const skl_input *tensor)
+{
+    const int64_t batch = p->packed ? 1 : p->batch;
+    if (batch == 0 || shape->rows == 0)
+        return 0;
+    const int64_t last = (batch - 1) * tensor->stride_batch + (shape->heads - 1) * tensor->stride_head +
+                         (shape->rows - 1) * tensor->stride_row + shape->dim - 1;
+    return (size_t)(last + 1) * shape->element_size;
+}
+
+static mirror_entry *find_entry(mirror *tensors, const void *host, size_t size)
+{
+    for (int e = 0; e < tensors->count; e++)
+        if (tensors->entries[e].host == host && tensors->entries[e].size >= size)
+            return &tensors->entries[e];
+    return NULL;
+}
+
+/* Replaces *address, which may be NULL. */
+static skl_status reach(mirror *tensors, const char *name, void **address, size_t size, bool written)
+{
+    if (tensors->device == SKL_CPU || *address == NULL)
+        return SKL_OK;
+    mirror_entry *entry = find_entry(tensors, *address, size);
+    const bool is_new = entry == NULL;
+    skl_status status = SKL_OK;
+    if (is_new) {
+        assert(tensors->count < MIRROR_TENSORS_MAX);
+        entry = &tensors->entries[tensors->count];
+        *entry = (mirror_entry){.host = *address, .size = size};
+        status = device_allocate(tensors->device, size, name, &entry->data);
+        tensors->count += status == SKL_OK;
+    }
+    if (status == SKL_OK && (is_new || written))
+        status = device_copy(tensors->device, entry->data, entry->host, size);
+    if (status != SKL_OK)
+        return status;
+    entry->to_fetch = entry->to_fetch || written;
+    *address = entry->data;
+    return SKL_OK;
+}
+
+static skl_status reach_input(mirror *tensors, skl_input *tensor, tensor_shape shape)
+{
+    void *address = (void *)(uintptr_t)tensor->data; /* read only: nothing is copied back into it */
+    const skl_status status = reach(tensors, shape.name, &address, span_of(&tensors->problem, &shape, tensor), false);
+    tensor->data = address;
+    return status;
+}
+
+static skl_status reach_output(mirror *tensors, skl_output *tensor, tensor_shape shape)
+{
+    const skl_input same = {tensor->data, tensor->stride_batch, tensor->stride_head, tensor->stride_row};
+    return reach(tensors, shape.name, &tensor->data, span_of(&tensors->problem, &shape, &same), true);
+}
+
+static skl_status reach_lengths(mirror *tensors, const char *name, const int32_t **lengths, int64_t count)
+{
+    void *address = (void *)(uintptr_t)*lengths;
+    const skl_status status = reach(tensors, name, &address, (size_t)count * sizeof **lengths, false);
+    *lengths = address;
+    return status;
+}
+
+/* ---- The tensors of a call ---------------------------------------------------------------------------------- */
+
+static size_t size_of(skl_dtype dtype)
+{
+    return dtype == SKL_F32 ? sizeof(float) : sizeof(uint16_t);
+}
+
+static int64_t rows_q(const skl_problem *p)
+{
+    return p->packed ? p->total_q : p->len_q;
+}
+
+static int64_t rows_k(const skl_problem *p)
+{
+    return p->packed ? p->total_k : p->len_k;
+}
+
+static tensor_shape row_vector(const mirror *tensors, const char *name, int64_t heads)
+{
+    return (tensor_shape){name, heads, rows_q(&tensors->problem), 1, sizeof(float)};
+}
+
+static skl_status reach_inputs(mirror *tensors, skl_inputs *inputs)
+{
+    const skl_problem *const p = &tensors->problem;
+    const size_t teacher_size = size_of(p->dtype_t), student_size = size_of(p->dtype_s);
+    const struct {
+        skl_input *tensor;
+        tensor_shape shape;
+    } all[] = {
+        {&inputs->q_t, {"q_t", p->heads_t, rows_q(p), p->dim_t, teacher_size}},
+        {&inputs->k_t, {"k_t", p->key_heads_t, rows_k(p), p->dim_t, teacher_size}},
+        {&inputs->q_s, {"q_s", p->heads_s, rows_q(p), p->dim_s, student_size}},
+        {&inputs->k_s, {"k_s", p->key_heads_s, rows_k(p), p->dim_s, student_size}},
+        {&inputs->lse_t, row_vector(tensors, "lse_t", p->heads_t)},
+        {&inputs->lse_s, row_vector(tensors, "lse_s", p->heads_s)},
+        {&inputs->kl, row_vector(tensors, "kl", p->heads_s)},
+        {&inputs->dot_t, row_vector(tensors, "dot_t", p->heads_t)},
+        {&inputs->grad_kl, row_vector(tensors, "grad_kl", p->heads_s)},
+    };
+    skl_status status = SKL_OK;
+    for (size_t t = 0; t < sizeof all / sizeof all[0] && status == SKL_OK; t++)
+        status = reach_input(tensors, all[t].tensor, all[t].shape);
+    if (status == SKL_OK)
+        status = reach_lengths(tensors, "cu_seqlens_q", &inputs->cu_seqlens_q, p->batch + 1);
+    if (status == SKL_OK)
+        status = reach_lengths(tensors, "cu_seqlens_k", &inputs->cu_seqlens_k, p->batch + 1);
+    if (status == SKL_OK)
+        status = reach_lengths(tensors, "key_lengths", &inputs->key_lengths, p->batch);
+    return status;
+}
+
+static skl_status reach_rows(mirror *tensors, skl_rows *rows)
+{
+    const skl_problem *const p = &tensors->problem;
+    skl_status status = reach_output(tensors, &rows->kl, row_vector(tensors, "kl", p->heads_s));
+    if (status == SKL_OK)
+        status = reach_output(tensors, &rows->lse_t, row_vector(tensors, "lse_t", p->heads_t));
+    if (status == SKL_OK)
+        status = reach_output(tensors, &rows->lse_s, row_vector(tensors, "lse_s", p->heads_s));
+    if (status == SKL_OK)
+        status = reach_output(tensors, &rows->dot_t, row_vector(tensors, "dot_t", p->heads_t));
+    return status;
+}
+
+static skl_status reach_gradients(mirror *tensors, skl_gradients *gradients)
+{
+    const skl_problem *const p = &tensors->problem;
+    const size_t teacher_size = p->grad_f32 ? sizeof(float) : size_of(p->dtype_t);
+    const size_t student_size = p->grad_f32 ? sizeof(float) : size_of(p->dtype_s);
+    const struct {
+        skl_output *tensor;
+        tensor_shape shape;
+    } all[] = {
+        {&gradients->dq_t, {"dq_t", p->heads_t, rows_q(p), p->dim_t, teacher_size}},
+        {&gradients->dk_t, {"dk_t", p->key_heads_t, rows_k(p), p->dim_t, teacher_size}},
+        {&gradients->dq_s, {"dq_s", p->heads_s, rows_q(p), p->dim_s, student_size}},
+        {&gradients->dk_s, {"dk_s", p->key_heads_s, rows_k(p), p->dim_s, student_size}},
+    };
+    skl_status status = SKL_OK;
+    for (size_t t = 0; t < sizeof all / sizeof all[0] && status == SKL_OK; t++)
+        status = reach_output(tensors, all[t].tensor, all[t].shape);
+    return status;
+}
+
+skl_status mirror_call(mirror *tensors, skl_inputs *inputs, skl_rows *rows, skl_gradients *gradients)
+{
+    skl_status status = inputs ? reach_inputs(tensors, inputs) : SKL_OK;
+    if (status == SKL_OK && rows)
+        status = reach_rows(tensors, rows);
+    if (status == SKL_OK && gradients)
+        status = reach_gradients(tensors, gradients);
+    return status;
+}
+
+skl_status mirror_states(mirror *tensors, skl_row_state **states)
+{
+    const skl_problem *const p = &tensors->problem;
+    const int64_t count = p->heads_s * (p->packed ? p->total_q : p->batch * p->len_q);
+    void *address = *states;
+    const skl_status status = reach(tensors, "states", &address, (size_t)count * sizeof **states, true);
+    *states = address;
+    return status;
+}
+
+skl_status mirror_fetch(mirror *tensors)
+{
+    skl_status status = SKL_OK;
+    for (int e = 0; e < tensors->count && status == SKL_OK; e++) {
+        mirror_entry *const entry = &tensors->entries[e];
+        if (entry->to_fetch)
+            status = device_copy(tensors->device, entry->host, entry->data, entry->size);
+        entry->to_fetch = false;
+    }
+    return status;
+}

@@ -1,0 +1,107 @@
+"""What computes: device, threads, kernel. Tests that need a GPU are skipped without one."""
+
+import csv
+import json
+
+import pytest
+from test_bad_input import assert_refused
+from tool import kl_json, make_tensors, run, save, why_no_gpu
+
+# ---- The CPU -------------------------------------------------------------------------------------------------------
+
+
+def test_threads_do_not_change_a_bit(pair, tmp_path):
+    files = []
+    for threads in (1, 2, 5):
+        grad, out = tmp_path / f"g{threads}", tmp_path / f"o{threads}"
+        assert kl_json(pair, "--threads", threads, "--grad", grad, "--out", out)["threads"] == threads
+        files.append((grad.read_bytes(), out.read_bytes()))
+    assert files[0] == files[1] == files[2]
+
+
+def test_kernel_by_option_and_by_environment(pair):
+    assert kl_json(pair, "--kernel", "cpu_reference")["kernel"] == "cpu_reference"
+    assert kl_json(pair, env={"STREAMKL_KERNEL": "cpu_reference"})["kernel"] == "cpu_reference"
+    assert kl_json(pair, env={"STREAMKL_THREADS": "1"})["threads"] == 1
+
+
+# ---- No GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(why_no_gpu() is None, reason="there is a GPU")
+@pytest.mark.parametrize("device, named", [("cuda", "--device=cuda:0: "), ("cuda:3", "--device=cuda:3: ")])
+@pytest.mark.parametrize("command", ["kl", "check", "bench", "demo"])
+def test_a_gpu_that_is_not_there(command, device, named, pair, tmp_path):
+    """One line that names the option and gives the library's reason; no file is written."""
+    outputs = {"kl": [pair, "--out", tmp_path / "out"], "bench": ["--csv", tmp_path / "out"]}.get(command, [])
+    assert_refused(run(command, *outputs, "--device", device), named, why_no_gpu(), code=4)
+    assert list(tmp_path.iterdir()) == [pair]
+
+
+@pytest.mark.parametrize("command", ["kl", "check", "bench", "demo"])
+@pytest.mark.parametrize("device", ["tpu", "cuda:", "cuda:x", "cuda:-1", "cpu:0", "CUDA", ""])
+def test_a_device_that_does_not_exist(command, device, pair):
+    files = [pair] if command == "kl" else []
+    assert_refused(run(command, *files, "--device", device), f"--device={device}: must be cpu, cuda or cuda:INDEX")
+
+
+# ---- A GPU ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", ["1,0,54", "0,60,20", "0,20,54", "0,-5,53"])
+def test_lengths_are_checked_before_they_go_to_the_gpu(lengths, tmp_path):
+    tensors = {name: array[0] for name, array in make_tensors(batch=1, len_q=53, len_k=53).items()}
+    path = save(tmp_path / "in.safetensors", tensors)
+    assert_refused(run("kl", path, "--device", "cuda", "--cu-seqlens-q", lengths), "cu_seqlens_q[")
+
+
+@pytest.mark.gpu
+def test_gpu_and_cpu_agree_and_say_who_they_are(pair):
+    text = run("kl", pair, "--device", "cuda:0").stdout
+    assert "cuda_" in text and "thread" not in text
+    on_gpu = json.loads(run("kl", pair, "--device", "cuda", "--json").stdout)
+    on_cpu = json.loads(run("kl", pair, "--json").stdout)
+    assert on_gpu["kl"] == pytest.approx(on_cpu["kl"], rel=2e-6)
+    assert (on_gpu["device"], on_gpu["threads"], on_gpu["peak_growth_bytes"]) == ("cuda", 0, None)
+    assert 0 < on_gpu["seconds"] < 1
+    assert on_gpu["extra_bytes"] > 0
+
+
+@pytest.mark.gpu
+def test_a_gpu_index_out_of_range(pair):
+    assert_refused(run("kl", pair, "--device", "cuda:99"), "--device=cuda:99: device_index=99: must be 0..", code=4)
+
+
+@pytest.mark.gpu
+def test_check_passes_on_every_kernel_of_the_gpu():
+    done = run("check", "--device", "cuda", "--json", timeout=300)
+    verdict = json.loads(done.stdout)
+    assert done.returncode == 0 and verdict["pass"], done.stdout
+    kernels = [kernel for kernel in json.loads(run("info", "--json").stdout)["kernels"] if kernel["usable"]]
+    expected = [kernel["name"] for kernel in kernels if kernel["device"] == "cuda"]
+    assert [kernel["name"] for kernel in verdict["kernels"]] == expected
+    assert all(kernel["cases"] >= 5 for kernel in verdict["kernels"])
+    general = next(kernel for kernel in verdict["kernels"] if kernel["name"] == "cuda_general")
+    assert general["cases"] == verdict["cases"]
+
+
+@pytest.mark.gpu
+def test_bench_writes_its_rows(tmp_path):
+    path = tmp_path / "bench.csv"
+    sizes = ["--lengths", "256,512", "--dims", "64,128", "--heads", "2", "--dtype", "bf16", "--repeat", "1"]
+    done = run("bench", "--device", "cuda", *sizes, "--csv", path, "--plot", tmp_path / "bench.svg")
+    assert done.returncode == 0, done.stderr
+    assert "of the GPU's" in done.stdout
+    rows = [row for row in csv.DictReader(path.open()) if row["method"] == "streaming"]
+    assert len(rows) == 2 * 2 * 3
+    assert {row["pass"] for row in rows} == {"forward", "backward", "one pass"}
+    for row in rows:
+        assert row["kernel"].startswith("cuda_") and row["threads"] == "0"
+        assert float(row["median_s"]) > 0 and float(row["useful_gflops"]) > 0 and int(row["memory_bytes"]) > 0
+
+
+@pytest.mark.gpu
+def test_demo_on_the_gpu():
+    text = run("demo", "--context", "2048", "--device", "cuda").stdout
+    assert "kernel cuda_" in text and "differs by at most" in text

@@ -1,0 +1,452 @@
+/* What only a GPU has: streams, graphs, memory of its own, errors that stay. For ./test gpu. */
+#define _POSIX_C_SOURCE 200809L /* nanosleep, fork */
+#include "gpu_case.h"
+
+#include <math.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "case_words.h"
+#include "device.h"
+#include "runner.h"
+
+/* ---- Problems ----------------------------------------------------------------------------------------------- */
+
+static skl_problem problem_of(skl_dtype dtype, int64_t batch, int64_t heads, int64_t length, int64_t dim)
+{
+    skl_problem problem = skl_problem_default();
+    problem.dtype_t = problem.dtype_s = dtype;
+    problem.batch = batch;
+    problem.heads_t = problem.heads_s = heads;
+    problem.len_q = problem.len_k = length;
+    problem.dim_t = problem.dim_s = dim;
+    problem.causal = 1;
+    return problem;
+}
+
+static skl_problem windowed(skl_problem problem, int64_t left)
+{
+    problem.window_left = left;
+    return problem;
+}
+
+/* Every kernel that is for the problem. */
+static void with_every_kernel(const skl_problem *problem, void (*check)(gpu_case *g))
+{
+    assert_non_null(problem_kernel(problem, 0));
+    for (int32_t k = 0; problem_kernel(problem, k); k++) {
+        gpu_case g;
+        gpu_case_create(&g, problem, problem_kernel(problem, k));
+        check(&g);
+        gpu_case_destroy(&g);
+    }
+}
+
+static void assert_same_results(const gpu_case *g, const unsigned char *expected, const char *what)
+{
+    unsigned char *const results = gpu_case_results(g);
+    if (memcmp(results, expected, gpu_case_result_size(g)) != 0)
+        fail_msg("%s: %s: results differ", skl_plan_kernel(g->plan), what);
+    free(results);
+}
+
+/* ---- Graphs ------------------------------------------------------------------------------------------------- */
+
+static void poison_results(const gpu_case *g)
+{
+    const skl_problem *const p = &g->problem;
+    assert_cuda(cudaMemset(g->kl, POISON, (size_t)(p->batch * p->heads_s * p->len_q) * sizeof(float)));
+    assert_cuda(cudaMemset(g->dk_s, POISON, (size_t)(p->batch * p->heads_s * p->len_k * p->dim_s) * 2));
+}
+
+static void check_graph(gpu_case *g)
+{
+    cudaStream_t stream;
+    cudaGraph_t graph;
+    cudaGraphExec_t replay;
+    assert_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    gpu_case_launch(g, stream);
+    assert_cuda(cudaStreamSynchronize(stream));
+    unsigned char *const direct = gpu_case_results(g);
+
+    assert_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    gpu_case_launch(g, stream);
+    assert_cuda(cudaStreamEndCapture(stream, &graph));
+    assert_cuda(cudaGraphInstantiateWithFlags(&replay, graph, 0));
+    poison_results(g);
+    for (int n = 0; n < 3; n++)
+        assert_cuda(cudaGraphLaunch(replay, stream));
+    assert_cuda(cudaStreamSynchronize(stream));
+    assert_same_results(g, direct, "a replayed graph");
+    free(direct);
+
+    /* Other inputs at the same addresses: the teacher's and the student's keys change places. */
+    const size_t keys_size =
+        (size_t)(g->problem.batch * g->problem.heads_s * g->problem.len_k * g->problem.dim_s) * 2;
+    void *former = NULL;
+    assert_cuda(cudaMalloc(&former, keys_size));
+    assert_cuda(cudaMemcpy(former, g->tensors[1], keys_size, cudaMemcpyDefault));
+    assert_cuda(cudaMemcpy(g->tensors[1], g->tensors[3], keys_size, cudaMemcpyDefault));
+    assert_cuda(cudaMemcpy(g->tensors[3], former, keys_size, cudaMemcpyDefault));
+    assert_cuda(cudaGraphLaunch(replay, stream));
+    assert_cuda(cudaStreamSynchronize(stream));
+    unsigned char *const replayed = gpu_case_results(g);
+    poison_results(g);
+    gpu_case_launch(g, stream);
+    assert_cuda(cudaStreamSynchronize(stream));
+    assert_same_results(g, replayed, "a graph on other inputs");
+    free(replayed);
+    assert_cuda(cudaFree(former));
+    assert_cuda(cudaGraphExecDestroy(replay));
+    assert_cuda(cudaGraphDestroy(graph));
+    assert_cuda(cudaStreamDestroy(stream));
+}
+
+static void test_a_graph_replays_the_same_bits(void **state)
+{
+    (void)state;
+    const skl_problem bf16 = problem_of(SKL_BF16, 2, 3, 257, 64), f16 = problem_of(SKL_F16, 1, 2, 300, 128);
+    with_every_kernel(&bf16, check_graph);
+    with_every_kernel(&f16, check_graph);
+}
+
+/* ---- Streams ------------------------------------------------------------------------------------------------ */
+
+/* Holds up a stream until it is told to go on; gives up after a while, so that a call that waits ends as a failure.
+ */
+typedef struct gate {
+    atomic_int open, gave_up;
+} gate;
+
+static void wait_at_gate(void *held)
+{
+    gate *const g = held;
+    const struct timespec millisecond = {.tv_sec = 0, .tv_nsec = 1000 * 1000};
+    for (int waited = 0; !atomic_load(&g->open); waited++) {
+        if (waited > 20000) {
+            atomic_store(&g->gave_up, 1);
+            return;
+        }
+        nanosleep(&millisecond, NULL);
+    }
+}
+
+static void check_stream(gpu_case *g)
+{
+    gpu_case_launch(g, NULL);
+    assert_cuda(cudaDeviceSynchronize());
+    unsigned char *const expected = gpu_case_results(g);
+    poison_results(g);
+    assert_cuda(cudaDeviceSynchronize());
+
+    cudaStream_t stream;
+    gate held = {0, 0};
+    assert_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    assert_cuda(cudaLaunchHostFunc(stream, wait_at_gate, &held));
+    gpu_case_launch(g, stream); /* returns although nothing can run yet */
+    const int gave_up = atomic_load(&held.gave_up);
+    const cudaError_t state = cudaStreamQuery(stream);
+    atomic_store(&held.open, 1);
+    assert_cuda(cudaStreamSynchronize(stream));
+    assert_int_equal(gave_up, 0);
+    assert_int_equal(state, cudaErrorNotReady);
+    assert_same_results(g, expected, "another stream");
+    free(expected);
+    assert_cuda(cudaStreamDestroy(stream));
+}
+
+static void test_calls_do_not_wait(void **state)
+{
+    (void)state;
+    const skl_problem problem = problem_of(SKL_BF16, 1, 4, 513, 64);
+    with_every_kernel(&problem, check_stream);
+}
+
+/* ---- Memory ------------------------------------------------------------------------------------------------- */
+
+static size_t free_memory(void)
+{
+    size_t free_size = 0, total_size = 0;
+    assert_cuda(cudaDeviceSynchronize());
+    assert_cuda(cudaMemGetInfo(&free_size, &total_size));
+    return free_size;
+}
+
+static void check_no_allocation(gpu_case *g)
+{
+    gpu_case_launch(g, NULL); /* loads what has to be loaded */
+    const size_t before = free_memory();
+    for (int n = 0; n < 200; n++)
+        gpu_case_launch(g, NULL);
+    assert_int_equal(free_memory(), before);
+}
+
+static void test_calls_allocate_nothing(void **state)
+{
+    (void)state;
+    const skl_problem problem = problem_of(SKL_F16, 2, 4, 257, 128);
+    with_every_kernel(&problem, check_no_allocation);
+}
+
+static void test_the_workspace_does_not_grow(void **state)
+{
+    (void)state;
+    static const int64_t lengths[] = {4096, 65536, 262144, 1048576};
+    static const skl_dtype dtypes[] = {SKL_F32, SKL_BF16};
+    for (size_t d = 0; d < COUNT_OF(dtypes); d++) {
+        const skl_problem shortest = problem_of(dtypes[d], 1, 1, lengths[0], 64);
+        assert_non_null(problem_kernel(&shortest, 0));
+        for (int32_t k = 0; problem_kernel(&shortest, k); k++)
+            for (int op = SKL_OP_FORWARD; op <= SKL_OP_PARTIAL; op++) {
+                size_t sizes[COUNT_OF(lengths)];
+                for (size_t n = 0; n < COUNT_OF(lengths); n++) {
+                    const skl_problem problem = problem_of(dtypes[d], 1, 1, lengths[n], 64);
+                    skl_plan *const plan = test_plan(&problem, problem_kernel(&shortest, k), 0);
+                    sizes[n] = skl_plan_workspace_size(plan, (skl_op)op);
+                    skl_plan_destroy(plan);
+                    assert_int_equal(sizes[n], sizes[0]);
+                }
+            }
+    }
+}
+
+/* ---- Repeats ------------------------------------------------------------------------------------------------ */
+
+static void check_repeats(gpu_case *g)
+{
+    const int64_t repeats = test_environment("SKL_TEST_REPEATS", 1000);
+    gpu_case_launch(g, NULL);
+    unsigned char *const first = gpu_case_results(g);
+    for (int64_t n = 1; n < repeats; n++) {
+        assert_ok(skl_backward(g->plan, &g->saved, &g->gradients, g->workspace, g->workspace_size, NULL));
+        assert_same_results(g, first, "a repeated backward");
+    }
+    free(first);
+}
+
+/* Many heads, so that blocks of different heads run at once and finish in any order. */
+static void test_a_thousand_backwards_give_the_same_bits(void **state)
+{
+    (void)state;
+    const skl_problem problems[] = {
+        problem_of(SKL_BF16, 8, 8, 129, 64),  problem_of(SKL_BF16, 16, 8, 65, 128),
+        problem_of(SKL_F16, 4, 16, 193, 64),  problem_of(SKL_F16, 64, 2, 67, 32),
+        problem_of(SKL_BF16, 1, 1, 1025, 64), windowed(problem_of(SKL_BF16, 2, 40, 257, 64), 33),
+        problem_of(SKL_F16, 1, 2, 511, 128),  windowed(problem_of(SKL_F16, 1, 3, 1500, 40), 100),
+    };
+    for (size_t p = 0; p < COUNT_OF(problems); p++) {
+        gpu_case g; /* the best kernel */
+        gpu_case_create(&g, &problems[p], NULL);
+        check_repeats(&g);
+        gpu_case_destroy(&g);
+    }
+}
+
+/* ---- Large -------------------------------------------------------------------------------------------------- */
+
+static void skip_without_memory(double gib)
+{
+    if ((double)free_memory() < gib * 0x1p30) {
+        print_message("needs %.0f GiB of memory on the GPU\n", gib);
+        skip();
+    }
+}
+
+/* Elements of q_s, k_s and their gradients beyond 2^31; the last of them matter. */
+static void test_more_than_2_to_the_31_elements(void **state)
+{
+    (void)state;
+    skip_without_memory(32);
+    skl_problem problem = windowed(problem_of(SKL_BF16, 2, 8, 1048640, 128), 63);
+    problem.dim_t = 64;
+    assert_true(problem.batch * problem.heads_s * problem.len_q * problem.dim_s > (int64_t)1 << 31);
+    gpu_case g;
+    gpu_case_create(&g, &problem, NULL);
+    gpu_case_launch(&g, NULL);
+    assert_cuda(cudaDeviceSynchronize());
+    gpu_case_check_around(&g, 0, 0, 0);
+    gpu_case_check_around(&g, 0, 5, 777777);
+    gpu_case_check_around(&g, 1, 0, 12);
+    gpu_case_check_around(&g, 1, 7, problem.len_k - 700);
+    gpu_case_check_around(&g, 1, 7, problem.len_k - 64);
+    gpu_case_check_around(&g, 1, 7, problem.len_k - 1);
+    gpu_case_destroy(&g);
+}
+
+static void check_a_million(gpu_case *g)
+{
+    gpu_case_launch(g, NULL);
+    assert_cuda(cudaDeviceSynchronize());
+    gpu_case_check_around(g, 0, 0, 100);
+    gpu_case_check_around(g, 0, 0, 524288);
+    gpu_case_check_around(g, 0, 0, g->problem.len_k - 1025);
+}
+
+static void test_a_million_queries_and_keys(void **state)
+{
+    (void)state;
+    skip_without_memory(4);
+    const skl_problem problem = windowed(problem_of(SKL_BF16, 1, 1, 1048576, 64), 1024);
+    with_every_kernel(&problem, check_a_million);
+}
+
+/* ---- Devices ------------------------------------------------------------------------------------------------ */
+
+static void test_a_device_that_is_not_there(void **state)
+{
+    (void)state;
+    static const int32_t indices[] = {-1, 99};
+    const skl_problem problem = problem_of(SKL_BF16, 1, 1, 64, 64);
+    for (size_t n = 0; n < COUNT_OF(indices); n++) {
+        skl_options options = skl_options_default();
+        options.device = SKL_CUDA;
+        options.device_index = indices[n];
+        char expected[64];
+        snprintf(expected, sizeof expected, "device_index=%d: must be 0..", indices[n]);
+        skl_plan *plan = NULL;
+        assert_refused(skl_plan_create(&plan, &problem, &options), SKL_ERROR_DEVICE, expected);
+        assert_null(plan);
+    }
+}
+
+/* The plan's device is device 0; the caller has another one current, and keeps it. */
+static void test_the_current_device_stays(void **state)
+{
+    (void)state;
+    int count = 0, current = -1;
+    assert_cuda(cudaGetDeviceCount(&count));
+    if (count < 2) {
+        print_message("needs two GPUs\n");
+        skip();
+    }
+    const skl_problem problem = problem_of(SKL_BF16, 1, 2, 257, 64);
+    gpu_case g;
+    gpu_case_create(&g, &problem, NULL);
+    gpu_case_launch(&g, NULL);
+    assert_cuda(cudaDeviceSynchronize());
+    unsigned char *const expected = gpu_case_results(&g);
+    poison_results(&g);
+    cudaStream_t stream;
+    assert_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    assert_cuda(cudaDeviceSynchronize());
+    assert_cuda(cudaSetDevice(1));
+    gpu_case_launch(&g, stream);
+    assert_cuda(cudaGetDevice(&current));
+    assert_int_equal(current, 1);
+    assert_cuda(cudaSetDevice(0));
+    assert_cuda(cudaStreamSynchronize(stream));
+    assert_same_results(&g, expected, "another current device");
+    free(expected);
+    assert_cuda(cudaStreamDestroy(stream));
+    gpu_case_destroy(&g);
+}
+
+/* ---- Errors that stay: in a process of their own, because nothing works on the GPU after them ----------------- */
+
+enum { AS_EXPECTED = 0, NOT_AS_EXPECTED = 1 };
+
+/* Queries at an address that is none: the kernel faults, and the call after it says so, with its kernel's name. */
+static int child_with_a_bad_address(void)
+{
+    const skl_problem problem = problem_of(SKL_BF16, 1, 1, 64, 64);
+    gpu_case g;
+    gpu_case_create(&g, &problem, NULL);
+    skl_inputs bad = g.inputs;
+    bad.q_s.data = (const void *)(uintptr_t)0x1000;
+    skl_status status = skl_forward(g.plan, &bad, &g.rows, g.workspace, g.workspace_size, NULL);
+    const cudaError_t fault = cudaDeviceSynchronize();
+    if (status == SKL_OK)
+        status = skl_forward(g.plan, &g.inputs, &g.rows, g.workspace, g.workspace_size, NULL);
+    printf("%s after %s: %s\n", skl_status_name(status), cudaGetErrorString(fault), skl_last_error());
+    const int named = strstr(skl_last_error(), skl_plan_kernel(g.plan)) != NULL;
+    return fault != cudaSuccess && status == SKL_ERROR_DEVICE && named ? AS_EXPECTED : NOT_AS_EXPECTED;
+}
+
+/* Lengths in GPU memory cannot be checked before the launch: whatever they hold, nothing outside is touched. */
+static int child_with_bad_lengths(void)
+{
+    static const int32_t hostile[][4] = {{0, 3, 2, 7},         {-5, 3, 3, 7}, {0, 3, INT32_MAX, 7},
+                                         {0, INT32_MIN, 3, 7}, {7, 3, 1, 0},  {100, 200, 300, 400}};
+    static const skl_dtype dtypes[] = {SKL_F32, SKL_BF16};
+    for (size_t d = 0; d < COUNT_OF(dtypes); d++)
+        for (size_t n = 0; n < COUNT_OF(hostile); n++) {
+            const test_case c = {"hostile",           PACKED(3, LENGTHS(0, 3, 3, 7), LENGTHS(0, 2, 7, 8)),
+                                 HEADS(2, 2),         DIMS(8, 8),
+                                 TAILS(1, 2),         .dtype_t = dtypes[d],
+                                 .dtype_s = dtypes[d]};
+            fixture f;
+            fixture_create(&f, &c);
+            memcpy(f.lengths[1].data, hostile[n], sizeof hostile[n]);
+            memcpy(f.lengths[2].data, hostile[COUNT_OF(hostile) - 1 - n], sizeof hostile[n]);
+            for (int32_t k = 0; case_kernel(&c, k); k++) {
+                fixture_results results = results_create(&f);
+                run_kernel(&f, case_kernel(&c, k), 0, &results);
+                if (tensor_stray_writes(&results.kl) + tensor_stray_writes(&results.dq_s) +
+                    tensor_stray_writes(&results.dk_s))
+                    return NOT_AS_EXPECTED;
+                results_destroy(&results);
+            }
+            fixture_destroy(&f);
+        }
+    return AS_EXPECTED;
+}
+
+typedef struct child_role {
+    const char *name;
+    int (*run)(void);
+} child_role;
+
+static const child_role children[] = {
+    {"bad-address", child_with_a_bad_address},
+    {"bad-lengths", child_with_bad_lengths},
+};
+
+/* CUDA does not survive a fork, so the child starts this program anew. */
+static int exit_status_of_child(const char *role)
+{
+    const pid_t child = fork();
+    if (child == 0) {
+        execl("/proc/self/exe", "test_cuda", role, (char *)NULL);
+        _exit(127);
+    }
+    int status = -1;
+    assert_true(child > 0 && waitpid(child, &status, 0) == child);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+static void test_a_fault_is_reported_with_the_name_of_the_kernel(void **state)
+{
+    (void)state;
+    assert_int_equal(exit_status_of_child("bad-address"), AS_EXPECTED);
+}
+
+static void test_hostile_lengths_stay_inside(void **state)
+{
+    (void)state;
+    assert_int_equal(exit_status_of_child("bad-lengths"), AS_EXPECTED);
+}
+
+int main(int argc, char **argv)
+{
+    for (size_t n = 0; argc > 1 && n < COUNT_OF(children); n++)
+        if (strcmp(argv[1], children[n].name) == 0)
+            return children[n].run();
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_a_graph_replays_the_same_bits),
+        cmocka_unit_test(test_calls_do_not_wait),
+        cmocka_unit_test(test_calls_allocate_nothing),
+        cmocka_unit_test(test_the_workspace_does_not_grow),
+        cmocka_unit_test(test_a_thousand_backwards_give_the_same_bits),
+        cmocka_unit_test(test_more_than_2_to_the_31_elements),
+        cmocka_unit_test(test_a_million_queries_and_keys),
+        cmocka_unit_test(test_a_device_that_is_not_there),
+        cmocka_unit_test(test_the_current_device_stays),
+        cmocka_unit_test(test_a_fault_is_reported_with_the_name_of_the_kernel),
+        cmocka_unit_test(test_hostile_lengths_stay_inside),
+    };
+    return test_run("cuda", tests, COUNT_OF(tests));
+}

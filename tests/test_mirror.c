@@ -1,0 +1,212 @@
+/* Copies of tensors for a device, tried with a device that is only another place in the host's memory: the CPU works
+ * on the copies, and what comes back is what it would have made in place. */
+#include "runner.h"
+
+#include "case_words.h"
+#include "device/gpu.h"
+#include "device/mirror.h"
+
+#include <stdlib.h>
+
+/* ---- A GPU without a GPU ------------------------------------------------------------------------------------ */
+
+static int allocations, allocations_allowed;
+
+skl_status gpu_open(int32_t index)
+{
+    (void)index;
+    return SKL_OK;
+}
+
+/* Exactly the size that was asked for, so that a sanitizer sees a byte too many. */
+skl_status gpu_allocate(size_t size, const char *what, void **memory)
+{
+    if (allocations == allocations_allowed)
+        return device_fail(SKL_ERROR_MEMORY, "%s needs %zu bytes", what, size);
+    allocations++;
+    *memory = malloc(size);
+    return SKL_OK;
+}
+
+void gpu_free(void *memory)
+{
+    allocations--;
+    free(memory);
+}
+
+skl_status gpu_copy(void *to, const void *from, size_t size)
+{
+    memcpy(to, from, size);
+    return SKL_OK;
+}
+
+skl_status gpu_event_create(void **event)
+{
+    (void)event;
+    return SKL_OK;
+}
+
+void gpu_event_destroy(void *event)
+{
+    (void)event;
+}
+
+skl_status gpu_event_record(void *event)
+{
+    (void)event;
+    return SKL_OK;
+}
+
+skl_status gpu_event_wait(void *event)
+{
+    (void)event;
+    return SKL_OK;
+}
+
+skl_status gpu_event_seconds(void *begin, void *end, double *seconds)
+{
+    (void)begin, (void)end, (void)seconds;
+    return SKL_OK;
+}
+
+skl_status gpu_describe(device_facts *facts)
+{
+    (void)facts;
+    return SKL_OK;
+}
+
+/* ---- Tests -------------------------------------------------------------------------------------------------- */
+
+#define MODELS HEADS(4, 4), KEY_HEADS(2, 4), DIMS(33, 16)
+
+static const test_case cases[] = {
+    {"contiguous", SHAPE(3, 37, 41), MODELS},
+    {"gaps", SHAPE(3, 37, 41), MODELS, LAYOUT(GAPS)},
+    {"length first", SHAPE(3, 37, 41), MODELS, LAYOUT(LENGTH_FIRST), TYPES(BF16, F32)},
+    {"sequence first", SHAPE(3, 37, 41), MODELS, LAYOUT(SEQUENCE_FIRST), TYPES(F16, F16), .grad_f32 = 1},
+    {"expanded", SHAPE(3, 37, 41), MODELS, LAYOUT(EXPANDED)},
+    {"repeated", SHAPE(3, 37, 41), MODELS, LAYOUT(REPEATED)},
+    {"key lengths", SHAPE(3, 37, 41), MODELS, KEYS(5, 0, 41)},
+    {"grouped", SHAPE(2, 37, 41), HEADS(6, 2), DIMS(16, 16), .lse = LSE_GIVEN},
+    {"packed", PACKED(3, LENGTHS(0, 5, 38, 60), LENGTHS(0, 9, 9, 57)), HEADS(2, 2), DIMS(16, 16), TAILS(3, 5)},
+    {"no queries", SHAPE(2, 0, 5), HEADS(2, 2), DIMS(8, 8)},
+    {"no batch", SHAPE(0, 5, 5), HEADS(2, 2), DIMS(8, 8)},
+};
+
+/* Forward and backward as run_both() does them, but on copies. */
+static void run_on_copies(const skl_plan *plan, const fixture *f, const fixture_results *results)
+{
+    mirror tensors = mirror_of(&f->problem, SKL_CUDA);
+    skl_inputs inputs = f->inputs;
+    skl_rows rows = results_rows(results);
+    assert_ok(mirror_call(&tensors, &inputs, &rows, NULL));
+    assert_true(inputs.q_t.data != f->inputs.q_t.data && rows.kl.data != results->kl.data);
+    run_forward(plan, &inputs, &rows);
+    assert_ok(mirror_fetch(&tensors));
+
+    const int before = tensors.count;
+    inputs = results_backward_inputs(f, results);
+    skl_gradients gradients = results_gradients(results);
+    assert_ok(mirror_call(&tensors, &inputs, NULL, &gradients));
+    assert_int_equal(tensors.count, before + 4); /* the gradients: all else was there */
+    run_backward(plan, &inputs, &gradients);
+    assert_ok(mirror_fetch(&tensors));
+    mirror_destroy(&tensors);
+    assert_int_equal(allocations, 0);
+}
+
+static void test_copies_give_the_same_bits(void **state)
+{
+    (void)state;
+    allocations_allowed = 1000;
+    for (size_t c = 0; c < COUNT_OF(cases); c++) {
+        fixture f;
+        fixture_create(&f, &cases[c]);
+        fixture_results expected = results_create(&f), results = results_create(&f);
+        skl_plan *const plan = test_plan(&f.problem, NULL, 2);
+        run_both(plan, &f, &expected);
+        run_on_copies(plan, &f, &results);
+        const char *const different = results_difference(&expected, &results);
+        if (different)
+            fail_msg("%s: %s differs", cases[c].name, different);
+        assert_int_equal(tensor_stray_writes(&results.kl), 0);
+        assert_int_equal(tensor_stray_writes(&results.dq_s), 0);
+        assert_int_equal(tensor_stray_writes(&results.dk_t), 0);
+        skl_plan_destroy(plan);
+        results_destroy(&expected);
+        results_destroy(&results);
+        fixture_destroy(&f);
+    }
+}
+
+static void test_states_are_copied_too(void **state)
+{
+    (void)state;
+    fixture f;
+    fixture_create(&f, &cases[0]);
+    skl_plan *const plan = test_plan(&f.problem, NULL, 2);
+    const size_t size = (size_t)(3 * 4 * 37) * sizeof(skl_row_state);
+    skl_row_state *const expected = states_create(&f), *const results = states_create(&f);
+    run_partial(plan, &f.inputs, 0, 20, expected);
+
+    mirror tensors = mirror_of(&f.problem, SKL_CUDA);
+    skl_inputs inputs = f.inputs;
+    skl_row_state *states = results;
+    assert_ok(mirror_call(&tensors, &inputs, NULL, NULL));
+    assert_ok(mirror_states(&tensors, &states));
+    assert_true(states != results);
+    run_partial(plan, &inputs, 0, 20, states);
+    assert_ok(mirror_fetch(&tensors));
+    assert_memory_equal(results, expected, size);
+    mirror_destroy(&tensors);
+    states_destroy(expected);
+    states_destroy(results);
+    skl_plan_destroy(plan);
+    fixture_destroy(&f);
+}
+
+/* Wherever memory runs out, the tensor is named, and nothing stays behind. */
+static void test_every_allocation_can_fail(void **state)
+{
+    (void)state;
+    fixture f;
+    fixture_create(&f, &cases[0]);
+    fixture_results results = results_create(&f);
+    static const char *const names[] = {"q_t", "k_t", "q_s", "k_s", "grad_kl", "kl", "lse_t", "lse_s"};
+    for (int allowed = 0; allowed < (int)COUNT_OF(names); allowed++) {
+        allocations_allowed = allowed;
+        mirror tensors = mirror_of(&f.problem, SKL_CUDA);
+        skl_inputs inputs = f.inputs;
+        skl_rows rows = results_rows(&results);
+        assert_int_equal(mirror_call(&tensors, &inputs, &rows, NULL), SKL_ERROR_MEMORY);
+        assert_memory_equal(device_error(), names[allowed], strlen(names[allowed]));
+        mirror_destroy(&tensors);
+        assert_int_equal(allocations, 0);
+    }
+    results_destroy(&results);
+    fixture_destroy(&f);
+}
+
+static void test_the_cpu_needs_no_copies(void **state)
+{
+    (void)state;
+    fixture f;
+    fixture_create(&f, &cases[0]);
+    mirror tensors = mirror_of(&f.problem, SKL_CPU);
+    skl_inputs inputs = f.inputs;
+    assert_ok(mirror_call(&tensors, &inputs, NULL, NULL));
+    assert_memory_equal(&inputs, &f.inputs, sizeof inputs);
+    assert_int_equal(tensors.count, 0);
+    fixture_destroy(&f);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_copies_give_the_same_bits),
+        cmocka_unit_test(test_states_are_copied_too),
+        cmocka_unit_test(test_every_allocation_can_fail),
+        cmocka_unit_test(test_the_cpu_needs_no_copies),
+    };
+    return test_run("mirror", tests, COUNT_OF(tests));
+}
