@@ -61,6 +61,7 @@ static void poison_results(const gpu_case *g)
     const skl_problem *const p = &g->problem;
     assert_cuda(cudaMemset(g->kl, POISON, (size_t)(p->batch * p->heads_s * p->len_q) * sizeof(float)));
     assert_cuda(cudaMemset(g->dk_s, POISON, (size_t)(p->batch * p->heads_s * p->len_k * p->dim_s) * 2));
+    assert_cuda(cudaDeviceSynchronize()); /* the streams of these tests do not wait for the default one */
 }
 
 static void check_graph(gpu_case *g)
@@ -92,6 +93,7 @@ static void check_graph(gpu_case *g)
     assert_cuda(cudaMemcpy(former, g->tensors[1], keys_size, cudaMemcpyDefault));
     assert_cuda(cudaMemcpy(g->tensors[1], g->tensors[3], keys_size, cudaMemcpyDefault));
     assert_cuda(cudaMemcpy(g->tensors[3], former, keys_size, cudaMemcpyDefault));
+    assert_cuda(cudaDeviceSynchronize());
     assert_cuda(cudaGraphLaunch(replay, stream));
     assert_cuda(cudaStreamSynchronize(stream));
     unsigned char *const replayed = gpu_case_results(g);
