@@ -11,6 +11,8 @@
 
 enum { CAPABILITY_MIN = 80 };
 
+enum { GENERAL_RESIDENT = 2 }; /* blocks of a general kernel a multiprocessor */
+
 /* Compute capability of a device, 90 for 9.0; 0 and a reason if there is none. */
 static int capability_of(int device, char *reason, size_t reason_size)
 {
@@ -148,11 +150,15 @@ static skl_status plan_cuda(skl_plan *plan, const skl_options *options, const ch
     plan->kernel = chosen;
     plan->kernel_name = chosen->name;
     plan->device_index = options->device_index;
-    plan->block_count = multiprocessors * 2;
-    const size_t scratch =
+    plan->block_count = multiprocessors * GENERAL_RESIDENT;
+    const size_t lse_size =
         (size_t)plan->block_count * (size_t)skl_group(&plan->problem) * SKL_GENERAL_TILE * sizeof(float);
-    for (int op = 0; op < SKL_OP_COUNT; op++)
-        plan->workspace_size[op] = scratch;
+    const size_t states_size = (size_t)multiprocessors * SKL_SM80_RESIDENT_MAX * SKL_SM80_WAVES_MAX *
+                               SKL_SM80_TILE_MAX * sizeof(skl_row_state);
+    for (int op = 0; op < SKL_OP_COUNT; op++) {
+        const bool parts = chosen->dim_max > 0 && op != SKL_OP_BACKWARD;
+        plan->workspace_size[op] = parts && states_size > lse_size ? states_size : lse_size;
+    }
     return SKL_OK;
 }
 
@@ -231,6 +237,7 @@ static skl_status run_steps(const skl_plan *plan, const skl_call *call)
                               .two = argument_of(reverse ? &teacher : &student),
                               .rows_known = gradients && rows,
                               .block_count = plan->block_count,
+                              .multiprocessors = plan->block_count / GENERAL_RESIDENT,
                               .scratch = call->workspace};
     skl_status status = SKL_OK;
     for (size_t i = 0; i < sizeof steps / sizeof steps[0] && status == SKL_OK; i++) {

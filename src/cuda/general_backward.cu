@@ -197,7 +197,7 @@ static __global__ void __launch_bounds__(THREADS, 1) general_queries(const __gri
     const skl_problem &p = params.problem;
     const int64_t heads = params.teacher_side ? p.heads_t : p.heads_s;
     const int64_t tiles = skl_ceil_div(p.len_q, TILE);
-    float *const lse = params.scratch + (int64_t)blockIdx.x * skl_group(&p) * TILE;
+    float *const lse = (float *)params.scratch + (int64_t)blockIdx.x * skl_group(&p) * TILE;
     for (int64_t item = blockIdx.x; item < p.batch * heads * tiles; item += gridDim.x) {
         place at;
         const int64_t own_head = item / tiles % heads;
@@ -215,7 +215,7 @@ static __global__ void __launch_bounds__(THREADS, 1) general_keys(const __grid_c
     const skl_problem &p = params.problem;
     const int64_t heads = params.teacher_side ? p.key_heads_t : p.key_heads_s;
     const int64_t tiles = skl_ceil_div(p.len_k, TILE);
-    float *const lse = params.scratch + (int64_t)blockIdx.x * skl_group(&p) * TILE;
+    float *const lse = (float *)params.scratch + (int64_t)blockIdx.x * skl_group(&p) * TILE;
     for (int64_t item = blockIdx.x; item < p.batch * heads * tiles; item += gridDim.x) {
         place at;
         at.sequence = device_sequence(params, item / (heads * tiles));

@@ -162,7 +162,7 @@ static __global__ void __launch_bounds__(THREADS, 1) general_forward(const __gri
     const skl_problem &p = params.problem;
     const int64_t tiles = skl_ceil_div(p.len_q, TILE);
     const int64_t items = p.batch * p.heads_s * tiles;
-    float *const lse = params.scratch + (int64_t)blockIdx.x * skl_group(&p) * TILE;
+    float *const lse = (float *)params.scratch + (int64_t)blockIdx.x * skl_group(&p) * TILE;
     for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
         place at;
         at.sequence = device_sequence(params, item / (p.heads_s * tiles));

@@ -29,7 +29,11 @@ typedef struct skl_cuda_params {
     int32_t teacher_side;       /* gradients of q_t or k_t, not of q_s or k_s */
     int64_t dim_first;          /* first dimension of the gradient that a launch gives */
     int32_t block_count;        /* blocks that run at once and have scratch memory each */
-    float *scratch;             /* [block][group][tile]: LSEs of a group of teacher heads */
+    int32_t multiprocessors;
+    int32_t splits; /* forward, sm80: parts that the keys of a query tile are cut into */
+    /* General kernels: float [block][group][tile], LSEs of a group of teacher heads. Forward, sm80, keys in parts:
+     * skl_row_state [tile][part][query]. */
+    void *scratch;
 } skl_cuda_params;
 
 typedef cudaError_t (*skl_cuda_launcher)(const skl_cuda_params *params);
@@ -42,7 +46,10 @@ cudaError_t skl_cuda_general_keys(const skl_cuda_params *params);    /* dk of on
 
 /* The mma.sync kernels count rows in 32 bits, and own at least so many rows a block. */
 #define SKL_SM80_ROWS_MAX ((int64_t)1 << 30)
-enum { SKL_SM80_TILE_MIN = 64 };
+enum { SKL_SM80_TILE_MIN = 64, SKL_SM80_TILE_MAX = 128 };
+
+/* Keys are cut into parts for at most so many waves of so many blocks a multiprocessor: it bounds the workspace. */
+enum { SKL_SM80_WAVES_MAX = 8, SKL_SM80_RESIDENT_MAX = 3 };
 
 /* Tensor cores by mma.sync: 16-bit types of one kind, r = 1, dimensions a multiple of 8, 16-byte aligned rows. */
 #define SKL_CUDA_SM80(type_dim)                                                                                      \

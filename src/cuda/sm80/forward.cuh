@@ -2,7 +2,7 @@
  * says how a block works.
  *
  *   block   4 warps of 16 M queries: 128 for M = 2, 64 for M = 1; 2 or 3 blocks a multiprocessor
- *   regs    Q of both arguments (M DIM / 2), logits of a step (8 or 16 M), states and sums of 2 M rows (16 M)
+ *   regs    Q of both arguments (M DIM / 2), logits of a step (8 M), states and sums of 2 M rows (16 M)
  *   shared  2 stages of 64 keys of both arguments: 64 KB at DIM = 128
  *
  *   stage n + 1 is copied (cp.async)  |  for each step of 8 or 16 keys of stage n: X, Y (mma), both exponentials,
@@ -10,7 +10,10 @@
  *
  * A thread keeps the state of its own columns of each of its rows; four lanes merge theirs at the end. Stages that a
  * warp sees whole are summed blindly, with the stabilisers as they are; where that does not hold (a row's first
- * stage, masks, logits that outgrew the stabiliser, softcap) the stage is done over, with a maximum for each step. */
+ * stage, masks, logits that outgrew the stabiliser, softcap) the stage is done over, with a maximum for each step.
+ *
+ * When there are too few query tiles to fill the GPU, or its last wave, a tile's keys are cut into parts, a block
+ * each. Their states go through the workspace, and a second kernel merges them. */
 #ifndef SKL_CUDA_SM80_FORWARD_CUH
 #define SKL_CUDA_SM80_FORWARD_CUH
 
@@ -44,9 +47,6 @@ __device__ inline void add_sums(skl_row_state &state, const row_sums &sums)
     state.l_2 += sums.l_2;
     state.w += sums.w;
 }
-
-/* Keys of a step, in eights. */
-template <int DIM> constexpr int FORWARD_BLOCKS = DIM == 64 ? 1 : 2;
 
 /* Adds a stage that every row of the warp sees whole; false, and nothing added, if a stabiliser has to move. */
 template <typename ELEMENT, int BLOCKS, int DIM, int M>
@@ -150,20 +150,25 @@ __device__ inline void write_row(const skl_cuda_params &params, const skl_sequen
 /* ---- One query tile ----------------------------------------------------------------------------------------- */
 
 template <int M> struct query_place {
+    static constexpr int ROWS = WARPS * 16 * M;
     skl_sequence sequence;
     int64_t head, first; /* query */
+    int64_t slot;        /* of the tile, or of the part, among all */
+    int part;            /* of the tile's keys */
 
-    /* False: there is nothing at this block's place. */
-    __device__ bool find(const skl_cuda_params &params)
+    /* `parts` blocks a tile. False: there is nothing at this block's place. */
+    __device__ bool find(const skl_cuda_params &params, int parts)
     {
         const skl_problem &p = params.problem;
-        const unsigned tiles = (unsigned)skl_ceil_div(p.len_q, WARPS * 16 * M);
-        const work at = work_of_block((unsigned)p.heads_s, tiles);
+        const unsigned tiles = (unsigned)skl_ceil_div(p.len_q, ROWS);
+        const work at = work_of_block((unsigned)p.heads_s, tiles * parts);
         if (at.sequence >= p.batch)
             return false;
         sequence = device_sequence(params, at.sequence);
         head = at.head;
-        first = (int64_t)(tiles - 1 - at.tile) * WARPS * 16 * M; /* causal: longest first */
+        part = at.tile % parts;
+        slot = (at.sequence * p.heads_s + head) * tiles * parts + at.tile;
+        first = (int64_t)(tiles - 1 - at.tile / parts) * ROWS; /* causal: longest first */
         return first < sequence.query_count;
     }
 };
@@ -171,19 +176,20 @@ template <int M> struct query_place {
 template <typename ELEMENT, int DIM, int M>
 __device__ inline void sum_keys(skl_row_state (&state)[M][2], const skl_cuda_params &params,
                                 forward_memory<DIM, M> &memory, const skl_sequence &s, int64_t head,
-                                int64_t query_first)
+                                int64_t query_first, int part)
 {
     const skl_cuda_argument &one = params.one, &two = params.two;
-    own_rows<DIM, M> q_1, q_2;
     const int last_row = (int)skl_min(WARPS * 16 * M, s.query_count - query_first) - 1;
-    load_own(q_1, memory.stages, queries_of<ELEMENT>(one, s, head).from(query_first), last_row + 1);
-    load_own(q_2, memory.stages, queries_of<ELEMENT>(two, s, head).from(query_first), last_row + 1);
-
-    const streamed_band keys = stream_for(skl_key_band(&params.problem, &s), query_first, query_first + last_row);
+    const streamed_band keys = cut(stream_for(skl_key_band(&params.problem, &s), query_first, query_first + last_row),
+                                   STAGE_ROWS<DIM>, part, params.splits);
     const reach warp = reach_of(keys.band, (int)threadIdx.x / 32 * 16 * M, 16 * M);
     const row_source<ELEMENT> from_1 = keys_of<ELEMENT>(one, s, head).from(keys.origin);
     const row_source<ELEMENT> from_2 = keys_of<ELEMENT>(two, s, head).from(keys.origin);
     const bool capped = one.capped || two.capped;
+
+    own_rows<DIM, M> q_1, q_2;
+    load_own(q_1, memory.stages, queries_of<ELEMENT>(one, s, head).from(query_first), last_row + 1);
+    load_own(q_2, memory.stages, queries_of<ELEMENT>(two, s, head).from(query_first), last_row + 1);
 
     copy_rows(memory.stages[0].one, from_1, 0, keys.band.count);
     copy_rows(memory.stages[0].two, from_2, 0, keys.band.count);
@@ -199,7 +205,7 @@ __device__ inline void sum_keys(skl_row_state (&state)[M][2], const skl_cuda_par
         if (!meets(warp.any, first, STAGE_ROWS<DIM>))
             continue;
 
-        constexpr int BLOCKS = FORWARD_BLOCKS<DIM>;
+        constexpr int BLOCKS = 1; /* in eights: steps of 16 keys were slower, their logits take registers */
         const uint32_t k_1 = logit_operand<BLOCKS>(memory.stages[stage].one);
         const uint32_t k_2 = logit_operand<BLOCKS>(memory.stages[stage].two);
         if (covers(warp.all, first, STAGE_ROWS<DIM>) && !capped &&
@@ -240,13 +246,13 @@ __global__ void __launch_bounds__(THREADS, FORWARD_RESIDENT<DIM>)
     extern __shared__ __align__(128) unsigned char raw[];
     forward_memory<DIM, M> &memory = *(forward_memory<DIM, M> *)(void *)raw;
     query_place<M> place;
-    if (!place.find(params))
+    if (!place.find(params, params.splits))
         return;
     skl_row_state state[M][2];
 #pragma unroll
     for (int m = 0; m < M; m++)
         state[m][0] = state[m][1] = skl_state_empty();
-    sum_keys<ELEMENT, DIM, M>(state, params, memory, place.sequence, place.head, place.first);
+    sum_keys<ELEMENT, DIM, M>(state, params, memory, place.sequence, place.head, place.first, place.part);
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
@@ -256,23 +262,70 @@ __global__ void __launch_bounds__(THREADS, FORWARD_RESIDENT<DIM>)
                 memory.rows[own_row<M>(m, half)] = merged;
         }
     __syncthreads();
-    (void)place.find(params);
-    const int64_t query = place.first + threadIdx.x;
-    if (threadIdx.x < WARPS * 16 * M && query < place.sequence.query_count)
-        write_row(params, place.sequence, place.head, query, memory.rows[threadIdx.x]);
+    (void)place.find(params, params.splits);
+    const int row = (int)threadIdx.x;
+    if (row >= place.ROWS || place.first + row >= place.sequence.query_count)
+        return;
+    if (params.splits > 1)
+        ((skl_row_state *)params.scratch)[place.slot * place.ROWS + row] = memory.rows[row];
+    else
+        write_row(params, place.sequence, place.head, place.first + row, memory.rows[row]);
+}
+
+/* The parts of a tile, in their order: a thread a query. */
+template <int M> __global__ void merge_parts(const __grid_constant__ skl_cuda_params params)
+{
+    query_place<M> place;
+    const int row = (int)threadIdx.x;
+    if (!place.find(params, 1) || place.first + row >= place.sequence.query_count)
+        return;
+    const skl_row_state *const parts =
+        (const skl_row_state *)params.scratch + place.slot * params.splits * place.ROWS;
+    skl_row_state state = parts[row];
+    for (int part = 1; part < params.splits; part++)
+        state = skl_state_merge(state, parts[part * place.ROWS + row]);
+    write_row(params, place.sequence, place.head, place.first + row, state);
+}
+
+/* Parts that finish `tiles` tiles soonest on a GPU that runs `resident` blocks at once: as many as fill it, or as
+ * fill its last wave. Tiles of uneven length (even = false) fill that by themselves, longest first. */
+inline int32_t splits_for(int64_t tiles, int64_t resident, int64_t keys, bool even)
+{
+    constexpr int64_t KEYS_MIN = 256, OVERHEAD = 128; /* keys: least of a part; what starting and merging one costs */
+    const int64_t room = even ? resident * SKL_SM80_WAVES_MAX : resident;
+    int64_t best = 1, best_cost = INT64_MAX;
+    for (int64_t splits = 1; splits == 1 || (splits <= keys / KEYS_MIN && splits * tiles <= room); splits++) {
+        const int64_t cost = skl_ceil_div(tiles * splits, resident) * (skl_ceil_div(keys, splits) + OVERHEAD);
+        if (cost < best_cost) {
+            best = splits;
+            best_cost = cost;
+        }
+    }
+    return (int32_t)best;
 }
 
 template <typename ELEMENT, int DIM, int M> cudaError_t launch_forward(const skl_cuda_params *params)
 {
-    const cudaError_t error =
-        cudaFuncSetAttribute(forward_kernel<ELEMENT, DIM, M>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             (int)sizeof(forward_memory<DIM, M>));
+    constexpr int MEMORY = sizeof(forward_memory<DIM, M>);
+    int resident = 0;
+    cudaError_t error =
+        cudaFuncSetAttribute(forward_kernel<ELEMENT, DIM, M>, cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
+    if (error == cudaSuccess)
+        error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, forward_kernel<ELEMENT, DIM, M>, THREADS,
+                                                              MEMORY);
     if (error != cudaSuccess)
         return error;
     const skl_problem *const p = &params->problem;
-    const dim3 blocks = grid_of(p->batch, p->heads_s, skl_ceil_div(p->len_q, WARPS * 16 * M));
+    const int64_t tiles = skl_ceil_div(p->len_q, query_place<M>::ROWS);
+    const bool even = p->window_left >= p->len_k && p->window_right >= p->len_k;
+    skl_cuda_params own = *params;
+    own.splits =
+        splits_for(p->batch * p->heads_s * tiles,
+                   (int64_t)params->multiprocessors * skl_min(resident, SKL_SM80_RESIDENT_MAX), p->len_k, even);
     forward_kernel<ELEMENT, DIM, M>
-        <<<blocks, THREADS, sizeof(forward_memory<DIM, M>), params->call.stream>>>(*params);
+        <<<grid_of(p->batch, p->heads_s, tiles * own.splits), THREADS, MEMORY, params->call.stream>>>(own);
+    if (own.splits > 1)
+        merge_parts<M><<<grid_of(p->batch, p->heads_s, tiles), query_place<M>::ROWS, 0, params->call.stream>>>(own);
     return cudaPeekAtLastError();
 }
 

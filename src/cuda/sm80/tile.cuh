@@ -243,6 +243,16 @@ __device__ inline streamed_band stream_for(const skl_band &band, int64_t first, 
         (int)(skl_band_range(&band, last).end - origin)};
 }
 
+/* Part `part` of `parts` of the streamed rows, cut between stages. */
+__device__ inline streamed_band cut(const streamed_band &whole, int stage_rows, int part, int parts)
+{
+    const unsigned stages = (unsigned)(whole.needed + stage_rows - 1) / (unsigned)stage_rows;
+    const int rows = (int)((stages + (unsigned)parts - 1) / (unsigned)parts) * stage_rows;
+    const int begin = min(part * rows, whole.needed), end = min(begin + rows, whole.needed);
+    const band32 &band = whole.band;
+    return {whole.origin + begin, {band.begin - begin, band.end - begin, band.count - begin}, end - begin};
+}
+
 /* What `count` own rows meet: some row sees a streamed row inside `any`, every row sees all inside `all`. Rows behind
  * the tensor's last count too: they are 0, and nobody asks for their results. */
 struct reach {
