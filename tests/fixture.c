@@ -284,6 +284,8 @@ static int tensor_mismatch(const test_tensor *actual, expectation expected, cons
             worst_at = n;
         }
     }
+    if (test_environment("SKL_TEST_REPORT", 0))
+        print_message("%s: %s: %.2f of the allowed error\n", label, name, worst);
     if (worst > 1) {
         const int64_t row = worst_at / actual->dim, head = row / actual->length;
         print_error("%s: %s[%lld, %lld, %lld, %lld] is %.9g, not %.9g: %.2f times the allowed error (naive: %.3g, "
