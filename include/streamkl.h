@@ -110,7 +110,9 @@ typedef struct skl_problem {
 
 /* [batch, heads, length, dim] with the last dimension contiguous; packed tensors have no batch dimension and
  * their stride_batch is ignored. A row vector (KL, LSE, upstream gradient) is f32 [batch, heads, length].
- * Inputs may be expanded (stride 0); outputs may not overlap. data == NULL: not given, not wanted. */
+ * Inputs may be expanded (stride 0). An output has memory of its own: views of one buffer may interleave, say dq and
+ * dk in [length, 2, dim], but share no byte with each other or with an input, save that rows->x may be inputs->x
+ * itself. A call that finds an overlap refuses it. data == NULL: not given, not wanted. */
 typedef struct skl_input {
     const void *data;
     int64_t stride_batch, stride_head, stride_row;
