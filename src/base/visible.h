@@ -63,4 +63,17 @@ SKL_SHARED skl_range skl_visible(const skl_problem *p, const skl_sequence *s, in
     return visible;
 }
 
+/* Queries that see key j: skl_visible the other way round. */
+SKL_SHARED skl_range skl_queries_of_key(const skl_problem *p, const skl_sequence *s, int64_t j)
+{
+    const skl_range none = {0, 0};
+    if (j < s->key_first || j >= s->key_count)
+        return none;
+    const int64_t position = j - s->diagonal;
+    const int64_t begin = skl_max(0, position - p->window_right);
+    const int64_t end = skl_min(s->query_count, position + p->window_left + 1);
+    const skl_range queries = {begin, end};
+    return begin < end ? queries : none;
+}
+
 #endif

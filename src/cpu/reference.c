@@ -2,6 +2,7 @@
  * kernel is checked against. */
 #include "cpu/kernel.h"
 
+#include <assert.h>
 #include <math.h>
 #include <string.h>
 
@@ -299,12 +300,12 @@ static void backward_keys(const skl_task *t)
     const int64_t begin = t->tile * t->tiles.keys;
     const int64_t end = skl_min(begin + t->tiles.keys, key_rows);
     for (int64_t j = begin; j < end; j++) {
+        const skl_range queries = skl_queries_of_key(t->problem, &sequence, j);
         memset(sum, 0, SKL_DIM_MAX * sizeof *sum);
         for (int64_t head = t->head * sharing; head < (t->head + 1) * sharing; head++)
-            for (int64_t i = 0; i < sequence.query_count; i++) {
+            for (int64_t i = queries.begin; i < queries.end; i++) {
                 known_row r = row_at(t, &sequence, t->teacher_side ? head / group : head, i);
-                if (j < r.visible.begin || j >= r.visible.end)
-                    continue;
+                assert(r.visible.begin <= j && j < r.visible.end);
                 load_known(&r, lse);
                 const float weight =
                     t->teacher_side ? teacher_gradient(&r, lse, head % group, j) : student_gradient(&r, lse, j);
