@@ -120,10 +120,10 @@ static void distributions(const struct run *run, const struct row *row)
     }
 }
 
-/* A sum of exponentials is off by what its terms are off by, and is rounded itself. */
+/* A sum of exponentials is off by what its exponents are off by; the exponentials are rounded, and so is the sum. */
 static real log_sum_rounding(const real *log_terms, const real *roundings, int64_t count)
 {
-    real rounding = 1;
+    real rounding = 2;
     for (int64_t j = 0; j < count; j++)
         rounding += exp(log_terms[j]) * roundings[j];
     return rounding;
@@ -177,11 +177,11 @@ static real divergence(const struct arguments *a, int64_t count)
     return kl;
 }
 
-/* Roundings of the logits act on the KL through its gradients; its terms are rounded too, and so are the two sums of
- * exponentials and their ratio, whose logarithm is a part of it. */
+/* Roundings of the logits act on the KL through its gradients. Its terms are rounded too, and it holds the logarithm
+ * of the ratio of two sums of exponentials: two exponentials, two sums, one ratio. */
 static real divergence_rounding(const struct arguments *a, real kl, int64_t count)
 {
-    real rounding = 3;
+    real rounding = 5;
     for (int64_t j = 0; j < count; j++) {
         const real first = exp(a->log_first[j]), second = exp(a->log_second[j]);
         const real log_ratio = a->log_first[j] - a->log_second[j];

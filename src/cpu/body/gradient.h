@@ -23,6 +23,10 @@ SKL_INLINE vec slope_of(vec logit, float inverse_cap)
     return vec_fma(-ratio, ratio, vec_of(1.0F));
 }
 
+/* Probabilities of like keys are equal, and a long sum of them rounds the same way again and again: sums of short
+ * sums do not. */
+enum { SUM_BLOCK = 8 };
+
 /* One vector of rows. The const flags are what the compiler specialises on. */
 SKL_INLINE void gradient_lanes(const tile *t, int64_t row, int64_t column, const argument *one, const argument *two,
                                int32_t key_count, const lane_range *lanes, const bool first, const bool second,
@@ -41,7 +45,9 @@ SKL_INLINE void gradient_lanes(const tile *t, int64_t row, int64_t column, const
     const vec c_2 = grad * two->scale * factor;
     const vec ln2 = vec_of(SKL_LN2);
     const vec kl = first ? vec_fma(low_1 - low_2, ln2, vec_load(t->kl + row)) : vec_of(0.0F);
-    key_sums sums = {{0}, {0}, {0}};
+    const key_sums none = {{0}, {0}, {0}};
+    key_sums sums = none;
+    key_sums block = none;
     for (int32_t key = 0; key < key_count; key++) {
         const float *const at_a = one->x.data + key * PANEL + column;
         const float *const at_b = two->x.data + key * PANEL + column;
@@ -61,11 +67,17 @@ SKL_INLINE void gradient_lanes(const tile *t, int64_t row, int64_t column, const
             const vec sloped = general ? g * slope : g;
             vec_store(two->gradient + key * t->height + row, (vec)((ivec)sloped & seen));
         }
-        if (with_kl)
-            add_terms(&sums, p, s, u - v, seen, general);
+        if (!with_kl)
+            continue;
+        add_terms(&block, p, s, u - v, seen, general);
+        if (key % SUM_BLOCK == SUM_BLOCK - 1) {
+            add_sums(&sums, &block);
+            block = none;
+        }
     }
     if (!with_kl)
         return;
+    add_sums(&sums, &block);
     const lane_state state = lane_state_at(t, row);
     vec_store(state.l_1, vec_load(state.l_1) + sums.l_1);
     vec_store(state.l_2, vec_load(state.l_2) + sums.l_2);

@@ -30,6 +30,13 @@ SKL_INLINE void add_terms(key_sums *sums, vec p, vec s, vec difference, ivec see
     sums->w = vec_fma(own_p, masked ? (vec)((ivec)difference & seen) : difference, sums->w);
 }
 
+SKL_INLINE void add_sums(key_sums *to, const key_sums *from)
+{
+    to->l_1 += from->l_1;
+    to->l_2 += from->l_2;
+    to->w += from->w;
+}
+
 /* Adds one key: 2^u, 2^v and 2^u (u - v), for u = a - m_1 and v = b - m_2. */
 SKL_INLINE void add_key(key_sums *sums, vec u, vec v, ivec seen, const bool masked)
 {
@@ -55,8 +62,8 @@ SKL_INLINE key_sums sum_keys(logits a, vec m_1, logits b, vec m_2, int32_t key_c
     if (key < key_count)
         add_key(&even, logit_less(a.data + key * PANEL, a.scale, m_1), logit_less(b.data + key * PANEL, b.scale, m_2),
                 masked ? lane_mask(lanes, key) : all, masked);
-    const key_sums total = {even.l_1 + odd.l_1, even.l_2 + odd.l_2, even.w + odd.w};
-    return total;
+    add_sums(&even, &odd);
+    return even;
 }
 
 /* max(m, the lane's visible logits) */
