@@ -273,12 +273,13 @@ static int tensor_mismatch(const test_tensor *actual, expectation expected, cons
     int64_t worst_at = 0;
     for (int64_t n = 0; n < count; n++) {
         const double value = tensor_get(actual, n);
-        double allowed = 2 * naive_error + ROUNDING * expected.rounding[n];
-        if (actual->dtype != SKL_F32)
-            allowed += dtype_half_ulp(actual->dtype, exact[n]);
+        const double allowed = 2 * naive_error + ROUNDING * expected.rounding[n];
+        const double to_type = actual->dtype != SKL_F32 ? dtype_half_ulp(actual->dtype, exact[n]) : 0;
         const int same = value == exact[n] || (isnan(value) && isnan(exact[n]));
         const int must_be_same = !isfinite(exact[n]) || !isfinite(value) || !is_live(actual, expected.live, n);
-        const double excess = same ? 0 : must_be_same ? (double)INFINITY : fabs(value - exact[n]) / allowed;
+        const double excess = same           ? 0
+                              : must_be_same ? (double)INFINITY
+                                             : (fabs(value - exact[n]) - to_type) / allowed;
         if (excess > worst) {
             worst = excess;
             worst_at = n;

@@ -90,6 +90,37 @@ static void test_kl_is_never_negative(void **state)
         }
 }
 
+/* Rows of one key whose logit is a whole number: the LSE is that number, which f32 holds, so nothing is lost between
+ * the passes and P is 1 up to the rounding of x log2 e. Whoever drops the bits that an LSE has beyond f32 in base 2
+ * is wrong by twice as much. So is x log2 e - lse without a fused multiply-add: the portable kernel cannot do better.
+ */
+static void test_an_lse_that_f32_holds_loses_nothing(void **state)
+{
+    (void)state;
+    enum { ROWS = 200 };
+    const test_case c = {"whole", SHAPE(1, ROWS, ROWS), HEADS(1, 1), DIMS(1, 1), SCALES(1, 1), WINDOW(0, 0)};
+    for (int32_t k = 0; test_kernel(k); k++) {
+        if (strcmp(test_kernel(k), "cpu_portable") == 0)
+            continue;
+        fixture f;
+        fixture_create(&f, &c);
+        for (int64_t i = 0; i < ROWS; i++) {
+            tensor_set(&f.q_t, i, 1), tensor_set(&f.k_t, i, 300 + (double)i);
+            tensor_set(&f.q_s, i, 1), tensor_set(&f.k_s, i, 0); /* S is exactly 1 */
+            tensor_set(&f.grad_kl, i, 1);
+        }
+        fixture_results results = results_create(&f);
+        run_kernel(&f, test_kernel(k), 2, &results);
+        for (int64_t i = 0; i < ROWS; i++) {
+            const double logit = tensor_get(&f.k_t, i);
+            assert_true(tensor_get(&results.lse_t, i) == logit);
+            assert_true(fabs(tensor_get(&results.dk_s, i)) <= 0x1p-24 * (logit / 2 + 4)); /* S - P */
+        }
+        results_destroy(&results);
+        fixture_destroy(&f);
+    }
+}
+
 static double largest_difference(const test_tensor *a, const test_tensor *b)
 {
     double largest = 0;
@@ -351,6 +382,7 @@ int main(void)
         cmocka_unit_test(test_no_upstream_gradient_no_gradient),
         cmocka_unit_test(test_runs_repeat_bit_for_bit),
         cmocka_unit_test(test_layouts_give_the_same_bits),
+        cmocka_unit_test(test_an_lse_that_f32_holds_loses_nothing),
         cmocka_unit_test(test_small_kl_stays_accurate),
         cmocka_unit_test(test_huge_logits_stay_finite),
         cmocka_unit_test(test_rows_can_be_asked_for_one_by_one),
