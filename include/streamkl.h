@@ -197,7 +197,8 @@ typedef struct CUstream_st *skl_stream;
 /* KL and LSEs, whichever of `rows` are wanted. Teacher LSEs:
  *   r = 1: computed; inputs->lse_t is not read.
  *   r > 1: inputs->lse_t if given, else computed in a pass of its own. A given LSE may cover more keys than are
- *          visible: P is then the conditional distribution on the visible keys.
+ *          visible: P is then the conditional distribution on the visible keys. KL and student gradients are exact,
+ *          but teacher gradients are a derivative only if the LSEs are those of the visible keys.
  * rows->lse_t is always the normaliser of P on the visible keys: what skl_backward wants. */
 SKL_API skl_status skl_forward(const skl_plan *plan, const skl_inputs *inputs, const skl_rows *rows, void *workspace,
                                size_t workspace_size, skl_stream stream);
