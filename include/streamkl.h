@@ -16,6 +16,7 @@
  *
  * Every call returns a status; skl_last_error() then says which argument, its value and what is accepted.
  * A plan is immutable and may be shared between threads. Run calls never allocate, print or exit.
+ * Structs begin with their size: a library of another release, whose structs differ, refuses them.
  */
 #ifndef STREAMKL_H
 #define STREAMKL_H
