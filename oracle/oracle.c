@@ -54,7 +54,7 @@ static void compute_logits(const struct model *model, struct place at, int64_t k
 }
 
 /* dq += scale * gradient[j] * k[j];  dk[j] += scale * gradient[j] * q;  both through the softcap, whose slope is
- * rounded and moves with the logit. */
+ * rounded and moves with the logit: where it is 0, it still counts as one rounding. */
 static void add_gradients(const struct run *run, const struct model *model, struct place at, int64_t key_count,
                           const real *logits, const real *logit_roundings)
 {
@@ -68,8 +68,9 @@ static void add_gradients(const struct run *run, const struct model *model, stru
         const real capped = model->softcap > 0 ? fabs(logits[j]) / model->softcap : 0;
         const real slope_rounding = model->softcap > 0 ? 1 + 2 * capped * logit_roundings[j] / model->softcap : 0;
         const real dot_gradient = model->scale * run->gradient[j] * slope;
-        const real rounding = fabs(dot_gradient) + fabs(model->scale) * (run->gradient_rounding[j] * slope +
-                                                                         fabs(run->gradient[j]) * slope_rounding);
+        const real own = run->gradient_rounding[j] * (slope + (real)ORACLE_ROUNDING * slope_rounding);
+        const real of_slope = fabs(run->gradient[j]) * slope_rounding;
+        const real rounding = fabs(dot_gradient) + fabs(model->scale) * (own + of_slope);
         for (int64_t d = 0; d < model->dim; d++) {
             dq[d] += dot_gradient * k[d];
             dk[d] += dot_gradient * q[d];

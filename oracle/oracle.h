@@ -8,6 +8,9 @@
 
 #include "streamkl.h"
 
+/* The largest relative error of one rounding to float. */
+#define ORACLE_ROUNDING 0x1p-24
+
 /* Contiguous arrays: tensors [batch, heads, length, dim], row vectors [batch, heads, length]. Packed problems have
  * no batch dimension: [heads, total, dim] and [heads, total]. What is beyond the sequences of a packed buffer is as
  * for a row without visible keys: KL 0, LSE -inf, dot 0, gradients 0. */

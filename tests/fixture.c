@@ -244,9 +244,6 @@ skl_inputs results_backward_inputs(const fixture *f, const fixture_results *r)
 
 /* ---- Comparison -------------------------------------------------------------------------------------------- */
 
-/* The largest relative error of one rounding to float. */
-#define ROUNDING 0x1p-24
-
 static double largest_error(const double *exact, const double *naive, int64_t count)
 {
     double largest = 0;
@@ -273,7 +270,7 @@ static int tensor_mismatch(const test_tensor *actual, expectation expected, cons
     int64_t worst_at = 0;
     for (int64_t n = 0; n < count; n++) {
         const double value = tensor_get(actual, n);
-        const double allowed = 2 * naive_error + ROUNDING * expected.rounding[n];
+        const double allowed = 2 * naive_error + ORACLE_ROUNDING * expected.rounding[n];
         const double to_type = actual->dtype != SKL_F32 ? dtype_half_ulp(actual->dtype, exact[n]) : 0;
         const int same = value == exact[n] || (isnan(value) && isnan(exact[n]));
         const int must_be_same = !isfinite(exact[n]) || !isfinite(value) || !is_live(actual, expected.live, n);
@@ -294,7 +291,7 @@ static int tensor_mismatch(const test_tensor *actual, expectation expected, cons
                     label, name, (long long)(head / actual->heads), (long long)(head % actual->heads),
                     (long long)(row % actual->length), (long long)(worst_at % actual->dim),
                     tensor_get(actual, worst_at), exact[worst_at], worst, naive_error,
-                    ROUNDING * expected.rounding[worst_at]);
+                    ORACLE_ROUNDING * expected.rounding[worst_at]);
         return 1;
     }
     const int64_t strays = tensor_stray_writes(actual);
