@@ -16,6 +16,7 @@
  *
  * Every call returns a status; skl_last_error() then says which argument, its value and what is accepted.
  * A plan is immutable and may be shared between threads. Run calls never allocate, print or exit.
+ * Structs begin with their size: a library of another release, whose structs differ, refuses them.
  */
 #ifndef STREAMKL_H
 #define STREAMKL_H
@@ -110,7 +111,9 @@ typedef struct skl_problem {
 
 /* [batch, heads, length, dim] with the last dimension contiguous; packed tensors have no batch dimension and
  * their stride_batch is ignored. A row vector (KL, LSE, upstream gradient) is f32 [batch, heads, length].
- * Inputs may be expanded (stride 0); outputs may not overlap. data == NULL: not given, not wanted. */
+ * Inputs may be expanded (stride 0). An output has memory of its own: views of one buffer may interleave, say dq and
+ * dk in [length, 2, dim], but share no byte with each other or with an input, save that rows->x may be inputs->x
+ * itself. A call that finds an overlap refuses it. data == NULL: not given, not wanted. */
 typedef struct skl_input {
     const void *data;
     int64_t stride_batch, stride_head, stride_row;
@@ -195,7 +198,8 @@ typedef struct CUstream_st *skl_stream;
 /* KL and LSEs, whichever of `rows` are wanted. Teacher LSEs:
  *   r = 1: computed; inputs->lse_t is not read.
  *   r > 1: inputs->lse_t if given, else computed in a pass of its own. A given LSE may cover more keys than are
- *          visible: P is then the conditional distribution on the visible keys.
+ *          visible: P is then the conditional distribution on the visible keys. KL and student gradients are exact,
+ *          but teacher gradients are a derivative only if the LSEs are those of the visible keys.
  * rows->lse_t is always the normaliser of P on the visible keys: what skl_backward wants. */
 SKL_API skl_status skl_forward(const skl_plan *plan, const skl_inputs *inputs, const skl_rows *rows, void *workspace,
                                size_t workspace_size, skl_stream stream);

@@ -64,8 +64,22 @@ oracle_keys oracle_visible_keys(const skl_problem *problem, const skl_inputs *in
 
 void oracle_free(oracle_result *result)
 {
-    double *const arrays[] = {result->kl,   result->lse_t, result->lse_s, result->dot_t,
-                              result->dq_t, result->dk_t,  result->dq_s,  result->dk_s};
+    double *const arrays[] = {result->kl,
+                              result->lse_t,
+                              result->lse_s,
+                              result->dot_t,
+                              result->dq_t,
+                              result->dk_t,
+                              result->dq_s,
+                              result->dk_s,
+                              result->rounding.kl,
+                              result->rounding.lse_t,
+                              result->rounding.lse_s,
+                              result->rounding.dot_t,
+                              result->rounding.dq_t,
+                              result->rounding.dk_t,
+                              result->rounding.dq_s,
+                              result->rounding.dk_s};
     for (size_t a = 0; a < sizeof arrays / sizeof *arrays; a++)
         free(arrays[a]);
     *result = (oracle_result){0};

@@ -8,12 +8,21 @@
 
 #include "streamkl.h"
 
+/* The largest relative error of one rounding to float. */
+#define ORACLE_ROUNDING 0x1p-24
+
 /* Contiguous arrays: tensors [batch, heads, length, dim], row vectors [batch, heads, length]. Packed problems have
  * no batch dimension: [heads, total, dim] and [heads, total]. What is beyond the sequences of a packed buffer is as
  * for a row without visible keys: KL 0, LSE -inf, dot 0, gradients 0. */
 typedef struct oracle_result {
     double *kl, *lse_t, *lse_s, *dot_t;
     double *dq_t, *dk_t, *dq_s, *dk_s; /* 0 unless problem->gradients asks for one of the same model */
+    /* How ill-conditioned each of them is: it moves by this much times e if every number that it is made of
+     * (products, logits, LSEs, exponentials, terms of sums) is off by a relative error of e, all in the worst
+     * direction. */
+    struct {
+        double *kl, *lse_t, *lse_s, *dot_t, *dq_t, *dk_t, *dq_s, *dk_s;
+    } rounding;
 } oracle_result;
 
 /* Inputs that it reads: q, k, grad_kl and, with r > 1, lse_t; cu_seqlens and key_lengths. Out of memory: aborts. */
@@ -21,11 +30,6 @@ oracle_result oracle_run(const skl_problem *problem, const skl_inputs *inputs);
 
 /* The same text compiled in float: the error that a naive implementation of the same precision makes. */
 oracle_result yardstick_run(const skl_problem *problem, const skl_inputs *inputs);
-
-/* The same in double again, but with LSEs, KL and dots rounded to float between the two passes: no backward that is
- * handed them as row vectors can do better. It shows where logits are large: the last bit of an LSE of 100 is 8e-6.
- */
-oracle_result saved_rows_run(const skl_problem *problem, const skl_inputs *inputs);
 
 void oracle_free(oracle_result *result);
 

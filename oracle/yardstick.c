@@ -1,5 +1,4 @@
 /* The yardstick is the oracle's own text with float for double. */
 #define REAL       float
-#define SAVED      float
 #define ORACLE_RUN yardstick_run
 #include "oracle.c"

@@ -193,13 +193,19 @@ const test_case test_cases[] = {
     {"unit_upstream_reverse", PLAIN, .unit_upstream = 1, REVERSE},
 
     /* Logits whose size changes along the keys: what a lazy stabiliser has to notice. */
-    {"growing", SHAPE(1, 37, 513), HEADS(2, 2), DIMS(16, 16), .growth = 8},
-    {"growing_reverse", SHAPE(1, 37, 513), HEADS(1, 1), DIMS(16, 16), .growth = 8, REVERSE},
-    {"growing_causal", SHAPE(1, 257, 257), HEADS(1, 1), DIMS(16, 16), .growth = 8, CAUSAL},
-    {"growing_grouped", SHAPE(1, 37, 257), HEADS(4, 2), DIMS(16, 16), .growth = 5},
-    {"growing_fast", SHAPE(1, 37, 193), HEADS(1, 1), DIMS(16, 16), .growth = 100, .without = ALL_GRADIENTS},
-    {"shrinking", SHAPE(1, 37, 513), HEADS(2, 2), DIMS(16, 16), .growth = -8},
-    {"shrinking_bf16", SHAPE(1, 37, 257), HEADS(2, 2), DIMS(64, 64), .growth = -8, TYPES(BF16, BF16)},
+    {"growing", SHAPE(1, 37, 513), HEADS(2, 2), DIMS(16, 16), .growth = 30},
+    {"growing_reverse", SHAPE(1, 37, 513), HEADS(1, 1), DIMS(16, 16), .growth = 30, REVERSE},
+    {"growing_causal", SHAPE(1, 257, 257), HEADS(1, 1), DIMS(16, 16), .growth = 30, CAUSAL},
+    {"growing_grouped", SHAPE(1, 37, 257), HEADS(4, 2), DIMS(16, 16), .growth = 20},
+    {"growing_fast", SHAPE(1, 37, 193), HEADS(1, 1), DIMS(16, 16), .growth = 300},
+    {"shrinking", SHAPE(1, 37, 513), HEADS(2, 2), DIMS(16, 16), .growth = -30},
+    {"shrinking_bf16", SHAPE(1, 37, 257), HEADS(2, 2), DIMS(64, 64), .growth = -30, TYPES(BF16, BF16)},
+
+    /* Late in a training: KLs of 1e-6 to 1e-3, over small logits and large ones. */
+    {"near", SHAPE(1, 65, 97), HEADS(2, 2), DIMS(64, 64), .apart = 1e-2},
+    {"near_reverse", SHAPE(1, 65, 97), HEADS(2, 2), DIMS(64, 64), .apart = 1e-3, REVERSE},
+    {"near_growing", SHAPE(1, 37, 513), HEADS(2, 2), DIMS(16, 16), .apart = 1e-3, .growth = 30},
+    {"near_bf16", SHAPE(1, 65, 97), HEADS(2, 2), DIMS(64, 64), .apart = 5e-2, TYPES(BF16, BF16), CAUSAL},
 
     /* Layouts of inputs, gradients and row vectors. */
     LAYOUTS("f32", SHAPE(3, 37, 41), HEADS(4, 4), KEY_HEADS(2, 4), DIMS(33, 16)),
@@ -220,7 +226,7 @@ const test_case test_cases[] = {
     {"together_2", SHAPE(3, 65, 97), HEADS(8, 4), KEY_HEADS(4, 2), DIMS(24, 40), TYPES(F16, F32), REVERSE, CAUSAL,
      WINDOW(40, -1), KEYS(97, 0, 50), SOFTCAPS(0, 5), SCALES(0.2F, 0), LAYOUT(GAPS), .lse = LSE_GIVEN},
     {"together_3", SHAPE(2, 67, 131), HEADS(4, 4), KEY_HEADS(1, 2), DIMS(128, 8), TYPES(F32, BF16), WINDOW(50, 20),
-     OFFSETS(100, 60), KEYS(131, 90), REVERSE, LAYOUT(MISALIGNED), .unit_upstream = 1, .growth = 6},
+     OFFSETS(100, 60), KEYS(131, 90), REVERSE, LAYOUT(MISALIGNED), .unit_upstream = 1, .growth = 10},
 };
 
 const size_t test_case_count = COUNT_OF(test_cases);

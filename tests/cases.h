@@ -32,6 +32,7 @@ typedef struct test_case {
     test_layout layout;
     int32_t unit_upstream; /* 1: no grad_kl */
     double growth;         /* key logits grow this much from the first to the last key; below 0: shrink */
+    double apart;          /* the student is the teacher with every number moved by up to this much; 0: a stranger */
 } test_case;
 
 enum { ALL_GRADIENTS = SKL_DQ_T | SKL_DK_T | SKL_DQ_S | SKL_DK_S };

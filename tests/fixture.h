@@ -16,10 +16,9 @@ typedef struct fixture {
     uint8_t *live_k;        /* [batch, length_k]: 1 if a row sees the key */
     oracle_result exact;    /* in double */
     oracle_result naive;    /* in float: how far one may be off */
-    oracle_result saved;    /* in double, from rows saved in float: how far gradients may be off */
 } fixture;
 
-/* Inputs only; fixture_solve computes exact, naive and saved. */
+/* Inputs only; fixture_solve computes exact and naive. */
 void fixture_create(fixture *f, const test_case *test_case);
 void fixture_solve(fixture *f);
 void fixture_destroy(fixture *f);
@@ -39,10 +38,14 @@ skl_gradients results_gradients(const fixture_results *results);
 /* The fixture's inputs with the rows of a forward: what a backward takes. */
 skl_inputs results_backward_inputs(const fixture *f, const fixture_results *results);
 
-/* Compare with the oracle: same non-finite places; exactly 0 where nothing is visible; elsewhere an error of at most
- * twice the naive one and a small floor; nothing written between the elements. To the naive error of gradients
- * comes that of rows saved in float. Each tensor that fails is printed, with `label` in front. Returns how many did.
- */
+/* Compare with the oracle: same non-finite places; exactly 0 where nothing is visible; nothing written between the
+ * elements; elsewhere an error of at most
+ *
+ *     2 x the largest naive error of the tensor + one rounding of every number that the element is made of
+ *
+ * and, in a 16-bit type, half a step of it. docs/maths.md, section 10, derives the second term, which says what one
+ * can know of a result when the naive one is right by luck. Each tensor that fails is printed, with `label` in front.
+ * Returns how many did. */
 int rows_mismatch(const fixture *f, const fixture_results *results, const char *label);
 int gradients_mismatch(const fixture *f, const fixture_results *results, const char *label);
 

@@ -5,6 +5,7 @@
  *     SKL_TEST_SAMPLE=n   only every n-th case of the case table: for sanitizers and emulators
  *     SKL_TEST_RANDOM=n   how many random cases follow the table
  *     SKL_TEST_DEVICE=cuda  on the GPU: see device.h
+ *     SKL_TEST_REPORT=1   how near every result comes to its allowed error
  *     SKL_TEST_FILTER=x   only tests whose name matches the pattern x, which may hold * and ?
  */
 #ifndef SKL_TESTS_SUPPORT_H

@@ -148,10 +148,24 @@ static const call_rule call_rules[] = {
     {FORWARD, &plain, "must be aligned to its element size", {ADD(rows.kl.data, 2)}},
     {BACKWARD, &bf16, "must be aligned to its element size, 2 bytes", {ADD(gradients.dk_s.data, 1)}},
     {FORWARD, &plain, NULL, {COPY(inputs.k_s, inputs.k_t), COPY(inputs.q_s, inputs.q_t)}},
-    {FORWARD, &plain, "rows.kl and rows.lse_s share the address", {COPY(rows.lse_s, rows.kl)}},
-    {BACKWARD, &plain, "dq_t and dq_s share the address", {COPY(gradients.dq_s, gradients.dq_t)}},
-    {BACKWARD, &plain, "q_s and dq_s share the address", {COPY(gradients.dq_s, inputs.q_s)}},
-    {FINISH, &plain, "rows.kl and rows.lse_t share the address", {COPY(rows.lse_t, rows.kl)}},
+
+    /* Outputs over other tensors. `plain` has contiguous tensors of [2, 2, 5, 4] and [2, 2, 6, 4] floats. */
+    {FORWARD, &plain, "and rows.lse_s=", {COPY(rows.lse_s, rows.kl)}},
+    {FORWARD, &plain, "overlap: an output must have memory of its own", {COPY(rows.lse_s, rows.kl)}},
+    {FORWARD, &plain, "q_s=", {COPY(rows.kl.data, inputs.q_s.data), ADD(rows.kl.data, 4 * 79)}},
+    {FORWARD, &plain, "grad_kl=", {COPY(rows.kl, inputs.grad_kl)}},
+    {FORWARD, &plain, NULL, {COPY(rows.kl, inputs.kl)}},
+    {FORWARD, &grouped, NULL, {COPY(rows.lse_t, inputs.lse_t)}},
+    {FORWARD, &grouped, "overlap", {COPY(rows.lse_t, inputs.lse_t), ADD(rows.lse_t.data, 4)}},
+    {BACKWARD, &plain, "dq_t=", {COPY(gradients.dq_s, gradients.dq_t)}},
+    {BACKWARD, &plain, "q_s=", {COPY(gradients.dq_s, inputs.q_s)}},
+    {BACKWARD, &plain, "overlap", {COPY(gradients.dq_s, gradients.dq_t), ADD(gradients.dq_s.data, 4 * 79)}},
+    {BACKWARD, &plain, "overlap", {COPY(gradients.dq_s, gradients.dq_t), ADD(gradients.dq_s.data, -4 * 79)}},
+    {BACKWARD, &plain, "lse_s=", {COPY(gradients.dq_t.data, inputs.lse_s.data), ADD(gradients.dq_t.data, -4 * 79)}},
+    {PARTIAL, &plain, "and states=", {COPY(states, inputs.k_t.data)}},
+    {FINISH, &plain, "rows.kl=", {COPY(rows.lse_t, rows.kl)}},
+    {FINISH, &plain, "states=", {COPY(rows.kl.data, states)}},
+    {FINISH, &grouped, NULL, {COPY(rows.lse_t, inputs.lse_t)}},
 
     /* Strides. */
     {FORWARD, &plain, "q_t.stride_row=-4: must be at least 0", {SET(inputs.q_t.stride_row, -4)}},
@@ -342,6 +356,43 @@ static void test_rules_of_workspaces(void **state)
         check_rule(&workspace_rules[n], SKL_ERROR_WORKSPACE);
 }
 
+/* dq and dk side by side in one [batch, length, 2, heads, dim], the layout of a fused projection. */
+static void test_views_of_one_buffer_may_interleave(void **state)
+{
+    (void)state;
+    enum { BATCH = 2, LENGTH = 300, HEAD_COUNT = 2, DIM = 4, ROW = HEAD_COUNT * DIM };
+    const test_case square = {"square", SHAPE(BATCH, LENGTH, LENGTH), HEADS(HEAD_COUNT, HEAD_COUNT), DIMS(DIM, DIM)};
+    fixture f;
+    fixture_create(&f, &square);
+    fixture_results apart = results_create(&f);
+    run_kernel(&f, NULL, 2, &apart);
+    skl_plan *const plan = test_plan(&f.problem, NULL, 2);
+    const skl_inputs inputs = results_backward_inputs(&f, &apart);
+
+    static float fused[BATCH][LENGTH][2][HEAD_COUNT][DIM];
+    skl_gradients gradients = {.struct_size = sizeof gradients};
+    gradients.dq_s = (skl_output){fused[0][0][0], LENGTH * 2 * ROW, DIM, 2 * ROW};
+    gradients.dk_s = (skl_output){fused[0][0][1], LENGTH * 2 * ROW, DIM, 2 * ROW};
+    run_backward(plan, &inputs, &gradients);
+    for (int64_t b = 0; b < BATCH; b++)
+        for (int64_t h = 0; h < HEAD_COUNT; h++)
+            for (int64_t i = 0; i < LENGTH; i++)
+                for (int64_t c = 0; c < DIM; c++) {
+                    const int64_t n = tensor_index(&apart.dq_s, b, h, i) + c;
+                    assert_true((double)fused[b][i][0][h][c] == tensor_get(&apart.dq_s, n));
+                    assert_true((double)fused[b][i][1][h][c] == tensor_get(&apart.dk_s, n));
+                }
+
+    test_memory workspace = memory_create(skl_plan_workspace_size(plan, SKL_OP_BACKWARD), SKL_WORKSPACE_ALIGNMENT);
+    gradients.dk_s.data = &fused[0][0][0][1][DIM - 1];
+    assert_refused(skl_backward(plan, &inputs, &gradients, workspace.data, workspace.size, NULL), SKL_ERROR_ARGUMENT,
+                   "overlap: an output must have memory of its own");
+    memory_destroy(&workspace);
+    skl_plan_destroy(plan);
+    results_destroy(&apart);
+    fixture_destroy(&f);
+}
+
 /* Nothing has an address in an empty problem. */
 static void test_empty_problems_need_no_tensors(void **state)
 {
@@ -366,6 +417,7 @@ int main(void)
         cmocka_unit_test(test_rules_of_arguments),
         cmocka_unit_test(test_rules_of_lengths),
         cmocka_unit_test(test_rules_of_workspaces),
+        cmocka_unit_test(test_views_of_one_buffer_may_interleave),
         cmocka_unit_test(test_empty_problems_need_no_tensors),
     };
     return test_run("calls", tests, COUNT_OF(tests));

@@ -93,6 +93,64 @@ static void test_kl_is_never_negative(void **state)
         }
 }
 
+/* Rows of one key whose logit is a whole number: the LSE is that number, which f32 holds, so nothing is lost between
+ * the passes and P is 1 up to the rounding of x log2 e. Whoever drops the bits that an LSE has beyond f32 in base 2
+ * is wrong by twice as much. So is x log2 e - lse without a fused multiply-add: the portable kernel cannot do better.
+ */
+static void test_an_lse_that_f32_holds_loses_nothing(void **state)
+{
+    (void)state;
+    enum { ROWS = 200 };
+    const test_case c = {"whole", SHAPE(1, ROWS, ROWS), HEADS(1, 1), DIMS(1, 1), SCALES(1, 1), WINDOW(0, 0)};
+    for (int32_t k = 0; case_kernel(&c, k); k++) {
+        if (strcmp(case_kernel(&c, k), "cpu_portable") == 0)
+            continue;
+        fixture f;
+        fixture_create(&f, &c);
+        for (int64_t i = 0; i < ROWS; i++) {
+            tensor_set(&f.q_t, i, 1), tensor_set(&f.k_t, i, 300 + (double)i);
+            tensor_set(&f.q_s, i, 1), tensor_set(&f.k_s, i, 0); /* S is exactly 1 */
+            tensor_set(&f.grad_kl, i, 1);
+        }
+        fixture_results results = results_create(&f);
+        run_kernel(&f, case_kernel(&c, k), 2, &results);
+        for (int64_t i = 0; i < ROWS; i++) {
+            const double logit = tensor_get(&f.k_t, i);
+            assert_true(tensor_get(&results.lse_t, i) == logit);
+            assert_true(fabs(tensor_get(&results.dk_s, i)) <= 0x1p-24 * (logit / 2 + 4)); /* S - P */
+            assert_true(fabs(tensor_get(&results.dk_t, i)) <= 0x1p-24 * (logit / 2 + 4)); /* P (log P - log S - KL) */
+        }
+        results_destroy(&results);
+        fixture_destroy(&f);
+    }
+}
+
+/* Two keys with logits x and 0, held exactly: the LSE is log(1 + e^x), and all that can be wrong with it is the
+ * exponential, its sum with 1 and the logarithm. In roundings of 1. */
+static void test_exponentials_are_rounded_once(void **state)
+{
+    (void)state;
+    enum { ROWS = 1024 };
+    const test_case c = {"two keys", SHAPE(1, ROWS, 2), HEADS(1, 1), DIMS(1, 1), SCALES(1, 1)};
+    const double allowed = 2;
+    for (int32_t k = 0; case_kernel(&c, k); k++) {
+        fixture f;
+        fixture_create(&f, &c);
+        tensor_set(&f.k_t, 0, 1), tensor_set(&f.k_t, 1, 0);
+        for (int64_t i = 0; i < ROWS; i++)
+            tensor_set(&f.q_t, i, -(double)i / 512);
+        fixture_results results = results_create(&f);
+        run_kernel(&f, case_kernel(&c, k), 2, &results);
+        double worst = 0;
+        for (int64_t i = 0; i < ROWS; i++)
+            worst = fmax(worst, fabs(tensor_get(&results.lse_t, i) - log1p(exp(tensor_get(&f.q_t, i)))) / 0x1p-24);
+        if (worst > allowed)
+            fail_msg("%s: an LSE is off by %.2f roundings", case_kernel(&c, k), worst);
+        results_destroy(&results);
+        fixture_destroy(&f);
+    }
+}
+
 /* Of gradients around 1, if the gradients of the logits were rounded to f16 on their way. */
 #define ROUNDED_GRADIENTS 1e-2
 
@@ -387,6 +445,8 @@ int main(void)
         cmocka_unit_test(test_no_upstream_gradient_no_gradient),
         cmocka_unit_test(test_runs_repeat_bit_for_bit),
         cmocka_unit_test(test_layouts_give_the_same_bits),
+        cmocka_unit_test(test_an_lse_that_f32_holds_loses_nothing),
+        cmocka_unit_test(test_exponentials_are_rounded_once),
         cmocka_unit_test(test_small_kl_stays_accurate),
         cmocka_unit_test(test_huge_logits_stay_finite),
         cmocka_unit_test(test_rows_can_be_asked_for_one_by_one),

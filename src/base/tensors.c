@@ -2,10 +2,12 @@
 
 #include <inttypes.h>
 #include <stdbool.h>
+#include <string.h>
 
+#include "base/overlap.h"
 #include "base/status.h"
 
-typedef enum kind { MATRIX, ROW, OUTPUT } kind; /* queries and keys; row vectors that are read; what is written */
+typedef enum kind { INPUT, OUTPUT } kind;
 typedef enum need { OPTIONAL, REQUIRED, REFUSED } need;
 
 /* One tensor of a call: what it is called, where it lies and what shape the problem gives it. */
@@ -28,37 +30,56 @@ static int64_t span_of(int64_t extent, int64_t stride, int64_t inner_span)
     return span;
 }
 
-/* Walks the dimensions from the smallest stride outwards. Inputs only need to fit into the address space; in an
- * output each step must clear everything inside it, so that no two elements share an address. */
+/* A dimension of a tensor besides its last. */
+typedef struct dimension {
+    const char *name; /* of its stride */
+    int64_t extent, stride;
+} dimension;
+
+enum { DIMENSIONS = 3 };
+
+static void dimensions_of(const skl_problem *p, const tensor_rule *t, dimension dimensions[DIMENSIONS])
+{
+    dimensions[0] = (dimension){"stride_row", t->rows, t->stride_row};
+    dimensions[1] = (dimension){"stride_head", t->heads, t->stride_head};
+    dimensions[2] = (dimension){"stride_batch", p->packed ? 1 : p->batch, p->packed ? 0 : t->stride_batch};
+}
+
+/* From the smallest stride outwards. */
+static void sort_by_stride(dimension dimensions[DIMENSIONS])
+{
+    for (int i = 1; i < DIMENSIONS; i++)
+        for (int k = i; k > 0 && dimensions[k].stride < dimensions[k - 1].stride; k--) {
+            const dimension swapped = dimensions[k];
+            dimensions[k] = dimensions[k - 1];
+            dimensions[k - 1] = swapped;
+        }
+}
+
+/* Inputs only need to fit into the address space; in an output each step must clear everything inside it, so that no
+ * two elements share an address. */
 static skl_status check_strides(const skl_problem *p, const tensor_rule *t)
 {
-    int64_t extents[3] = {t->rows, t->heads, p->packed ? 1 : p->batch};
-    int64_t strides[3] = {t->stride_row, t->stride_head, p->packed ? 0 : t->stride_batch};
-    static const char *const names[3] = {"stride_row", "stride_head", "stride_batch"};
-    int order[3] = {0, 1, 2};
-    for (int i = 0; i < 3; i++) {
-        if (strides[i] < 0)
-            return skl_fail(SKL_ERROR_ARGUMENT, "%s.%s=%" PRId64 ": must be at least 0", t->name, names[i],
-                            strides[i]);
-        if (extents[i] == 0)
+    dimension dimensions[DIMENSIONS];
+    dimensions_of(p, t, dimensions);
+    for (int i = 0; i < DIMENSIONS; i++) {
+        if (dimensions[i].stride < 0)
+            return skl_fail(SKL_ERROR_ARGUMENT, "%s.%s=%" PRId64 ": must be at least 0", t->name, dimensions[i].name,
+                            dimensions[i].stride);
+        if (dimensions[i].extent == 0)
             return SKL_OK; /* no element, no address */
     }
-    for (int i = 1; i < 3; i++)
-        for (int k = i; k > 0 && strides[order[k]] < strides[order[k - 1]]; k--) {
-            const int swapped = order[k];
-            order[k] = order[k - 1];
-            order[k - 1] = swapped;
-        }
+    sort_by_stride(dimensions);
     int64_t span = t->dim;
-    for (int i = 0; i < 3; i++) {
-        const int d = order[i];
-        if (extents[d] == 1)
+    for (int i = 0; i < DIMENSIONS; i++) {
+        const dimension *const d = &dimensions[i];
+        if (d->extent == 1)
             continue;
-        if (t->kind == OUTPUT && strides[d] < span)
+        if (t->kind == OUTPUT && d->stride < span)
             return skl_fail(SKL_ERROR_ARGUMENT,
                             "%s.%s=%" PRId64 ": elements of an output overlap; must be at least %" PRId64, t->name,
-                            names[d], strides[d], span);
-        span = span_of(extents[d], strides[d], span);
+                            d->name, d->stride, span);
+        span = span_of(d->extent, d->stride, span);
     }
     if (span > INT64_MAX / 8)
         return skl_fail(SKL_ERROR_ARGUMENT,
@@ -86,19 +107,46 @@ static skl_status check_tensor(const skl_problem *p, const tensor_rule *t)
     return check_strides(p, t);
 }
 
-/* Two views of one buffer may interleave, but an output at the address of another, or of a query or key, would
- * destroy it. Row vectors may be updated in place. */
-static skl_status check_aliases(const tensor_rule *tensors, size_t count)
+static skl_layout layout_of(const skl_problem *p, const tensor_rule *t)
 {
-    for (size_t i = 0; i < count; i++)
-        for (size_t k = 0; k < i; k++) {
-            const bool shared = tensors[i].data != NULL && tensors[i].data == tensors[k].data;
-            if (shared && tensors[i].kind == OUTPUT && tensors[k].kind != ROW)
-                return skl_fail(SKL_ERROR_ARGUMENT, "%s and %s share the address %p: an output must have its own",
-                                tensors[k].name, tensors[i].name, tensors[i].data);
+    const uint64_t element_size = skl_dtype_size(t->dtype);
+    dimension dimensions[DIMENSIONS];
+    dimensions_of(p, t, dimensions);
+    sort_by_stride(dimensions);
+    skl_layout layout = skl_layout_run(t->data, (uint64_t)t->dim * element_size);
+    for (int i = 0; i < DIMENSIONS; i++)
+        skl_layout_repeat(&layout, (uint64_t)dimensions[i].extent, (uint64_t)dimensions[i].stride * element_size);
+    return layout;
+}
+
+/* Row results may be written over the input that they replace: rows.lse_t over lse_t. */
+static bool is_in_place(const tensor_rule *output, const tensor_rule *input)
+{
+    return strncmp(output->name, "rows.", 5) == 0 && strcmp(output->name + 5, input->name) == 0 &&
+           output->data == input->data && output->stride_batch == input->stride_batch &&
+           output->stride_head == input->stride_head && output->stride_row == input->stride_row;
+}
+
+/* An output that shares bytes with another, or with an input, would destroy it. */
+static skl_status check_overlaps(const skl_problem *p, const tensor_rule *tensors, size_t count)
+{
+    for (size_t i = 0; i < count; i++) {
+        if (tensors[i].kind != OUTPUT || tensors[i].data == NULL || !has_elements(p, &tensors[i]))
+            continue;
+        const skl_layout output = layout_of(p, &tensors[i]);
+        for (size_t k = 0; k < i; k++) { /* inputs come first in the tables */
+            if (tensors[k].data == NULL || !has_elements(p, &tensors[k]) || is_in_place(&tensors[i], &tensors[k]))
+                continue;
+            const skl_layout other = layout_of(p, &tensors[k]);
+            if (skl_layouts_overlap(&output, &other))
+                return skl_fail(SKL_ERROR_ARGUMENT, "%s=%p and %s=%p overlap: an output must have memory of its own",
+                                tensors[k].name, tensors[k].data, tensors[i].name, tensors[i].data);
         }
+    }
     return SKL_OK;
 }
+
+enum { STATE_FLOATS = sizeof(skl_row_state) / sizeof(float) };
 
 #define TENSOR(t, label, heads, rows, dim, dtype, kind, need, why)                                                   \
     {                                                                                                                \
@@ -138,26 +186,28 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call)
 
     const int64_t rows_q = p->packed ? p->total_q : p->len_q;
     const int64_t rows_k = p->packed ? p->total_k : p->len_k;
+    const skl_output states = skl_output_contiguous(call->states, p->heads_s, rows_q, STATE_FLOATS);
     const skl_dtype grad_t = skl_grad_dtype(p, p->dtype_t);
     const skl_dtype grad_s = skl_grad_dtype(p, p->dtype_s);
     const tensor_rule tensors[] = {
-        TENSOR(in->q_t, "q_t", p->heads_t, rows_q, p->dim_t, p->dtype_t, MATRIX, REQUIRED, ""),
-        TENSOR(in->k_t, "k_t", p->key_heads_t, rows_k, p->dim_t, p->dtype_t, MATRIX, REQUIRED, ""),
-        TENSOR(in->q_s, "q_s", p->heads_s, rows_q, p->dim_s, p->dtype_s, MATRIX, REQUIRED, ""),
-        TENSOR(in->k_s, "k_s", p->key_heads_s, rows_k, p->dim_s, p->dtype_s, MATRIX, REQUIRED, ""),
-        TENSOR(in->lse_t, "lse_t", p->heads_t, rows_q, 1, SKL_F32, ROW, lse_t_need, lse_t_why),
-        TENSOR(in->lse_s, "lse_s", p->heads_s, rows_q, 1, SKL_F32, ROW, lse_need, for_backward),
-        TENSOR(in->kl, "kl", p->heads_s, rows_q, 1, SKL_F32, ROW, backward && first_grads ? REQUIRED : OPTIONAL,
+        TENSOR(in->q_t, "q_t", p->heads_t, rows_q, p->dim_t, p->dtype_t, INPUT, REQUIRED, ""),
+        TENSOR(in->k_t, "k_t", p->key_heads_t, rows_k, p->dim_t, p->dtype_t, INPUT, REQUIRED, ""),
+        TENSOR(in->q_s, "q_s", p->heads_s, rows_q, p->dim_s, p->dtype_s, INPUT, REQUIRED, ""),
+        TENSOR(in->k_s, "k_s", p->key_heads_s, rows_k, p->dim_s, p->dtype_s, INPUT, REQUIRED, ""),
+        TENSOR(in->lse_t, "lse_t", p->heads_t, rows_q, 1, SKL_F32, INPUT, lse_t_need, lse_t_why),
+        TENSOR(in->lse_s, "lse_s", p->heads_s, rows_q, 1, SKL_F32, INPUT, lse_need, for_backward),
+        TENSOR(in->kl, "kl", p->heads_s, rows_q, 1, SKL_F32, INPUT, backward && first_grads ? REQUIRED : OPTIONAL,
                for_first),
-        TENSOR(in->dot_t, "dot_t", p->heads_t, rows_q, 1, SKL_F32, ROW, backward && dots ? REQUIRED : OPTIONAL,
+        TENSOR(in->dot_t, "dot_t", p->heads_t, rows_q, 1, SKL_F32, INPUT, backward && dots ? REQUIRED : OPTIONAL,
                for_dots),
-        TENSOR(in->grad_kl, "grad_kl", p->heads_s, rows_q, 1, SKL_F32, ROW, OPTIONAL, ""),
+        TENSOR(in->grad_kl, "grad_kl", p->heads_s, rows_q, 1, SKL_F32, INPUT, OPTIONAL, ""),
         TENSOR(rows->kl, "rows.kl", p->heads_s, rows_q, 1, SKL_F32, OUTPUT,
                fused && first_grads ? REQUIRED : OPTIONAL, for_first),
         TENSOR(rows->lse_t, "rows.lse_t", p->heads_t, rows_q, 1, SKL_F32, OUTPUT, lse_out_need, known),
         TENSOR(rows->lse_s, "rows.lse_s", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, lse_out_need, known),
         TENSOR(rows->dot_t, "rows.dot_t", p->heads_t, rows_q, 1, SKL_F32, OUTPUT, dot_out_need,
                grouped ? for_dots : grouped_only),
+        TENSOR(states, "states", p->heads_s, rows_q, STATE_FLOATS, SKL_F32, OUTPUT, OPTIONAL, ""),
         TENSOR(grads->dq_t, "dq_t", p->heads_t, rows_q, p->dim_t, grad_t, OUTPUT, grad_need[0], unplanned),
         TENSOR(grads->dk_t, "dk_t", p->key_heads_t, rows_k, p->dim_t, grad_t, OUTPUT, grad_need[1], unplanned),
         TENSOR(grads->dq_s, "dq_s", p->heads_s, rows_q, p->dim_s, grad_s, OUTPUT, grad_need[2], unplanned),
@@ -169,7 +219,7 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call)
         if (status != SKL_OK)
             return status;
     }
-    return check_aliases(tensors, count);
+    return check_overlaps(p, tensors, count);
 }
 
 static skl_status check_length_pointers(const skl_problem *p, const skl_inputs *in)
@@ -277,8 +327,10 @@ skl_status skl_finish_check(const skl_problem *p, const skl_call *call)
     const bool grouped = p->heads_t != p->heads_s;
     const int64_t rows_q = p->packed ? p->total_q : p->len_q;
     const need lse_need = grouped && rows->lse_t.data != NULL ? REQUIRED : OPTIONAL;
+    const skl_output states = skl_output_contiguous(call->states, p->heads_s, rows_q, STATE_FLOATS);
     const tensor_rule tensors[] = {
-        TENSOR(call->inputs.lse_t, "lse_t", p->heads_t, rows_q, 1, SKL_F32, ROW, lse_need,
+        TENSOR(states, "states", p->heads_s, rows_q, STATE_FLOATS, SKL_F32, INPUT, OPTIONAL, ""),
+        TENSOR(call->inputs.lse_t, "lse_t", p->heads_t, rows_q, 1, SKL_F32, INPUT, lse_need,
                ": rows.lse_t with heads_t > heads_s needs it"),
         TENSOR(rows->kl, "rows.kl", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, OPTIONAL, ""),
         TENSOR(rows->lse_t, "rows.lse_t", p->heads_t, rows_q, 1, SKL_F32, OUTPUT, OPTIONAL, ""),
@@ -288,5 +340,5 @@ skl_status skl_finish_check(const skl_problem *p, const skl_call *call)
     const size_t count = sizeof tensors / sizeof tensors[0];
     for (size_t i = 0; i < count && status == SKL_OK; i++)
         status = check_tensor(p, &tensors[i]);
-    return status == SKL_OK ? check_aliases(tensors, count) : status;
+    return status == SKL_OK ? check_overlaps(p, tensors, count) : status;
 }

@@ -89,4 +89,12 @@ SKL_SHARED skl_range skl_visible(const skl_problem *p, const skl_sequence *s, in
     return skl_band_range(&band, i);
 }
 
+/* Queries that see key j. */
+SKL_SHARED skl_range skl_queries_of_key(const skl_problem *p, const skl_sequence *s, int64_t j)
+{
+    const skl_range none = {0, 0};
+    const skl_band band = skl_query_band(p, s);
+    return j < s->key_first || j >= s->key_count ? none : skl_band_range(&band, j);
+}
+
 #endif

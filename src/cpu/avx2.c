@@ -1,7 +1,17 @@
 /* AVX2 and FMA: 16 registers of 8 floats hold 6 x 2 vectors of C. */
+#include <immintrin.h>
+
 #define SKL_LANES      8
 #define SKL_MICRO_ROWS 6
 #define SKL_MICRO_VECS 2
+#define SKL_OWN_FMA
+
+#include "cpu/body/vector.h"
+
+SKL_INLINE vec vec_fma(vec a, vec b, vec c)
+{
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+}
 
 #include "cpu/body/backward.h"
 #include "cpu/features.h"

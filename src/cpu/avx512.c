@@ -4,9 +4,15 @@
 #define SKL_LANES      16
 #define SKL_MICRO_ROWS 12
 #define SKL_MICRO_VECS 2
+#define SKL_OWN_FMA
 #define SKL_OWN_EXP2
 
 #include "cpu/body/vector.h"
+
+SKL_INLINE vec vec_fma(vec a, vec b, vec c)
+{
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
 
 SKL_INLINE vec exp2_vec(vec x)
 {

@@ -12,6 +12,18 @@
 #define KERNEL_DETAIL  "4-float vectors, 192 x 96 tiles, 6 x 8 micro-kernel"
 #endif
 
+#if defined(__aarch64__)
+#include <arm_neon.h>
+
+#define SKL_OWN_FMA
+#include "cpu/body/vector.h"
+
+SKL_INLINE vec vec_fma(vec a, vec b, vec c)
+{
+    return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+}
+#endif
+
 #include "cpu/body/backward.h"
 
 static bool usable(void)

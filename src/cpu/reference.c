@@ -2,6 +2,7 @@
  * kernel is checked against. */
 #include "cpu/kernel.h"
 
+#include <assert.h>
 #include <math.h>
 #include <string.h>
 
@@ -91,10 +92,20 @@ static skl_row_state long_state_total(const long_state *state)
     return skl_state_merge(state->whole, state->part);
 }
 
-static void long_state_add(long_state *state, float a, float b)
+/* One pair of logits. A stabiliser is a float; what it lacks of its logit goes into the sums. */
+static skl_row_state state_of_pair(double a, double b)
+{
+    const float m_1 = (float)a, m_2 = (float)b;
+    const float u = (float)(a - (double)m_1), v = (float)(b - (double)m_2);
+    const float p = exp2f(u);
+    const skl_row_state state = {m_1, p, m_2, exp2f(v), p * (u - v)};
+    return state;
+}
+
+static void long_state_add(long_state *state, double a, double b)
 {
     enum { PART_MAX = 128 };
-    state->part = skl_state_add(state->part, a, b);
+    state->part = skl_state_merge(state->part, state_of_pair(a, b));
     state->part_count++;
     if (state->part_count < PART_MAX)
         return;
@@ -108,7 +119,7 @@ static double lse2_computed(const known_row *r, const skl_side *side, int64_t he
 {
     long_state sum = long_state_empty();
     for (int64_t j = r->visible.begin; j < r->visible.end; j++) {
-        const float x = (float)logit(side, &r->sequence, head, r->i, j);
+        const double x = logit(side, &r->sequence, head, r->i, j);
         long_state_add(&sum, x, x);
     }
     const skl_row_state state = long_state_total(&sum);
@@ -164,8 +175,8 @@ static void forward_row(const skl_task *t, const skl_sequence *sequence, int64_t
 
     long_state sum = long_state_empty();
     for (int64_t j = r.visible.begin; j < r.visible.end; j++) {
-        const float x = (float)teacher_logit(&r, lse, j);
-        const float y = (float)logit(&r.student, sequence, head, i, j);
+        const double x = teacher_logit(&r, lse, j);
+        const double y = logit(&r.student, sequence, head, i, j);
         long_state_add(&sum, reverse ? y : x, reverse ? x : y);
     }
     const skl_row_state state = long_state_total(&sum);
@@ -299,12 +310,12 @@ static void backward_keys(const skl_task *t)
     const int64_t begin = t->tile * t->tiles.keys;
     const int64_t end = skl_min(begin + t->tiles.keys, key_rows);
     for (int64_t j = begin; j < end; j++) {
+        const skl_range queries = skl_queries_of_key(t->problem, &sequence, j);
         memset(sum, 0, SKL_DIM_MAX * sizeof *sum);
         for (int64_t head = t->head * sharing; head < (t->head + 1) * sharing; head++)
-            for (int64_t i = 0; i < sequence.query_count; i++) {
+            for (int64_t i = queries.begin; i < queries.end; i++) {
                 known_row r = row_at(t, &sequence, t->teacher_side ? head / group : head, i);
-                if (j < r.visible.begin || j >= r.visible.end)
-                    continue;
+                assert(r.visible.begin <= j && j < r.visible.end);
                 load_known(&r, lse);
                 const float weight =
                     t->teacher_side ? teacher_gradient(&r, lse, head % group, j) : student_gradient(&r, lse, j);

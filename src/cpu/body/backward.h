@@ -40,6 +40,13 @@ static bool must_skip_pairs(const tile *t, const key_tile *keys, const float *ro
     return false;
 }
 
+/* to += weight * row, as a product would add it. */
+static void add_weighted(float *to, float weight, const float *row, int64_t dim)
+{
+    for (int64_t c = 0; c < dim; c += SKL_LANES)
+        vec_store(to + c, vec_fma(vec_of(weight), vec_load(row + c), vec_load(to + c)));
+}
+
 /* dq += g^T k */
 static void add_to_dq(const tile *t, const key_tile *keys, float *dq, const float *g, const float *k, int64_t dim)
 {
@@ -51,8 +58,7 @@ static void add_to_dq(const tile *t, const key_tile *keys, float *dq, const floa
     for (int64_t i = 0; i < t->count; i++)
         for (int64_t j = skl_max(0, t->visible[i].begin - keys->first);
              j < skl_min(keys->count, t->visible[i].end - keys->first); j++)
-            for (int64_t c = 0; c < dim; c++)
-                dq[i * width + c] += g[j * t->height + i] * k[j * width + c];
+            add_weighted(dq + i * width, g[j * t->height + i], k + j * width, dim);
 }
 
 /* dk += g q */
@@ -62,18 +68,19 @@ static void add_to_dk(const tile *t, const key_tile *keys, float *dk, const floa
     if (!must_skip_pairs(t, keys, q, t->count, dim)) {
         /* The product rounds its rows up, but behind the last key stand sums of other keys: the rest goes beside. */
         const int64_t whole = keys->count / MICRO_ROWS * MICRO_ROWS;
+        const size_t rest_size = (size_t)((keys->count - whole) * width) * sizeof *dk;
         gemm_add(dk, width, g, t->height, q, width, whole, dim, t->count);
-        if (whole < keys->count) {
-            gemm(t->rest, width, g + whole * t->height, t->height, q, width, MICRO_ROWS, dim, t->count);
-            add_rows(dk + whole * width, width, t->rest, keys->count - whole, dim);
+        if (rest_size > 0) {
+            memcpy(t->rest, dk + whole * width, rest_size);
+            gemm_add(t->rest, width, g + whole * t->height, t->height, q, width, MICRO_ROWS, dim, t->count);
+            memcpy(dk + whole * width, t->rest, rest_size);
         }
         return;
     }
     for (int64_t i = 0; i < t->count; i++)
         for (int64_t j = skl_max(0, t->visible[i].begin - keys->first);
              j < skl_min(keys->count, t->visible[i].end - keys->first); j++)
-            for (int64_t c = 0; c < dim; c++)
-                dk[j * width + c] += g[j * t->height + i] * q[i * width + c];
+            add_weighted(dk + j * width, g[j * t->height + i], q + i * width, dim);
 }
 
 static void clear_rows(float *rows, int64_t count, int64_t dim)

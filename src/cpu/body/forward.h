@@ -3,7 +3,6 @@
 #define SKL_CPU_BODY_FORWARD_H
 
 #include "cpu/body/group.h"
-#include "cpu/body/reduce.h"
 
 static void set_lse(float *lse, float *low, int64_t at, skl_lse2 split)
 {
@@ -47,7 +46,7 @@ static void head_lse(const tile *t, const skl_side *side, int64_t head, const fl
                 const vec m = highest(old, x, scale, (int32_t)keys.count, &lanes);
                 vec l = exp2_vec(move_of(old, m)) * vec_load(s.l_1);
                 for (int32_t key = 0; key < keys.count; key++) {
-                    const vec p = exp2_vec(vec_load(x + key * PANEL) * scale - subtractable(m));
+                    const vec p = exp2_vec(logit_less(x + key * PANEL, scale, subtractable(m)));
                     l += (vec)((ivec)p & lane_mask(&lanes, key));
                 }
                 vec_store(s.m_1, m);
@@ -169,7 +168,7 @@ static void sweep_dots(const tile *t)
                     for (int32_t key = 0; key < keys.count; key++) {
                         const int64_t at = key * PANEL + column;
                         const vec u = vec_load(t->x + panel * TILE_K * PANEL + at);
-                        const vec v = vec_load(t->y + at) * scale_s - lse_s - low_s;
+                        const vec v = logit_less(t->y + at, scale_s, lse_s) - low_s;
                         const vec log_p = vec_load(z + at);
                         const vec term =
                             t->reverse ? -exp2_vec(log_p - u + v) : exp2_vec(log_p) * ((u - v) * SKL_LN2);

@@ -50,7 +50,7 @@ SKL_INLINE void micro_kernel(float *c, int64_t c_stride, gemm_a a, const float *
             const float scalar = group[r / ROWS_A_POINTER][r % ROWS_A_POINTER * a.row_stride];
 #pragma GCC unroll 4
             for (int v = 0; v < vecs; v++)
-                sum[r][v] += scalar * row[v];
+                sum[r][v] = vec_fma(vec_of(scalar), row[v], sum[r][v]);
         }
 #pragma GCC unroll 16
         for (int g = 0; g < MICRO_ROWS / ROWS_A_POINTER; g++)

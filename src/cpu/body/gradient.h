@@ -20,8 +20,12 @@ typedef struct argument {
 SKL_INLINE vec slope_of(vec logit, float inverse_cap)
 {
     const vec ratio = logit * inverse_cap;
-    return 1.0F - ratio * ratio;
+    return vec_fma(-ratio, ratio, vec_of(1.0F));
 }
+
+/* Probabilities of like keys are equal, and a long sum of them rounds the same way again and again: sums of short
+ * sums do not. */
+enum { SUM_BLOCK = 8 };
 
 /* One vector of rows. The const flags are what the compiler specialises on. */
 SKL_INLINE void gradient_lanes(const tile *t, int64_t row, int64_t column, const argument *one, const argument *two,
@@ -39,33 +43,41 @@ SKL_INLINE void gradient_lanes(const tile *t, int64_t row, int64_t column, const
     const vec ratio = exp2_vec(low_1 - low_2);
     const vec c_1 = grad * one->scale * factor;
     const vec c_2 = grad * two->scale * factor;
-    const vec kl = first ? vec_load(t->kl + row) + (low_1 - low_2) * SKL_LN2 : vec_of(0.0F);
-    key_sums sums = {{0}, {0}, {0}};
+    const vec ln2 = vec_of(SKL_LN2);
+    const vec kl = first ? vec_fma(low_1 - low_2, ln2, vec_load(t->kl + row)) : vec_of(0.0F);
+    const key_sums none = {{0}, {0}, {0}};
+    key_sums sums = none;
+    key_sums block = none;
     for (int32_t key = 0; key < key_count; key++) {
-        const vec a = vec_load(one->x.data + key * PANEL + column) * one->x.scale;
-        const vec b = vec_load(two->x.data + key * PANEL + column) * two->x.scale;
-        const vec u = a - lse_1;
-        const vec v = b - lse_2;
+        const float *const at_a = one->x.data + key * PANEL + column;
+        const float *const at_b = two->x.data + key * PANEL + column;
+        const vec u = logit_less(at_a, one->x.scale, lse_1);
+        const vec v = logit_less(at_b, two->x.scale, lse_2);
         const vec p = exp2_vec(u);
         const vec s = exp2_vec(v);
         const ivec seen = general ? lane_mask(lanes, key) : ivec_of(-1);
         if (first) {
-            const vec g = c_1 * p * ((u - v) * SKL_LN2 - kl) * slope_of(a, one->inverse_cap);
+            const vec slope = slope_of(vec_load(at_a) * one->x.scale, one->inverse_cap);
+            const vec g = c_1 * p * vec_fma(u - v, ln2, -kl) * slope;
             vec_store(one->gradient + key * t->height + row, (vec)((ivec)g & seen));
         }
         if (second) {
-            const vec g = c_2 * (s * ratio - p);
-            const vec sloped = general ? g * slope_of(b, two->inverse_cap) : g;
+            const vec g = c_2 * vec_fma(s, ratio, -p);
+            const vec slope = slope_of(vec_load(at_b) * two->x.scale, two->inverse_cap);
+            const vec sloped = general ? g * slope : g;
             vec_store(two->gradient + key * t->height + row, (vec)((ivec)sloped & seen));
         }
-        if (with_kl) {
-            sums.l_1 += (vec)((ivec)p & seen);
-            sums.l_2 += (vec)((ivec)s & seen);
-            sums.w += (vec)((ivec)(p * (u - v)) & seen);
+        if (!with_kl)
+            continue;
+        add_terms(&block, p, s, u - v, seen, general);
+        if (key % SUM_BLOCK == SUM_BLOCK - 1) {
+            add_sums(&sums, &block);
+            block = none;
         }
     }
     if (!with_kl)
         return;
+    add_sums(&sums, &block);
     const lane_state state = lane_state_at(t, row);
     vec_store(state.l_1, vec_load(state.l_1) + sums.l_1);
     vec_store(state.l_2, vec_load(state.l_2) + sums.l_2);
@@ -172,9 +184,10 @@ static void head_gradient(const tile *t, int64_t h, const key_tile *keys)
                 const int64_t at = panel * TILE_K * PANEL + key * PANEL + column;
                 const vec log_p = vec_load(z + key * PANEL + column);
                 const vec u = vec_load(t->x + at);
-                const vec v = vec_load(t->y + at) * scale_s - lse_s - low_s;
+                const vec v = logit_less(t->y + at, scale_s, lse_s) - low_s;
                 const vec p = exp2_vec(log_p);
-                const vec d = t->reverse ? -exp2_vec(log_p - u + v) - p * dot : p * ((u - v) * SKL_LN2 - dot);
+                const vec d = t->reverse ? vec_fma(-p, dot, -exp2_vec(log_p - u + v))
+                                         : p * vec_fma(u - v, vec_of(SKL_LN2), -dot);
                 const vec g = c * d * slope_of(log_p + lse_t, cap);
                 vec_store(t->g_t + key * t->height + row, (vec)((ivec)g & lane_mask(&lanes, key)));
             }

@@ -2,7 +2,7 @@
 #ifndef SKL_CPU_BODY_GROUP_H
 #define SKL_CPU_BODY_GROUP_H
 
-#include "cpu/body/tile.h"
+#include "cpu/body/reduce.h"
 
 /* Keys of teacher head h of the group into t->k_t. Heads come in order, and those that share keys load them once. */
 static void load_group_keys(const tile *t, int64_t h, const key_tile *keys)
@@ -26,7 +26,7 @@ static void head_log_probabilities(const tile *t, int64_t h, int64_t panel, cons
     for (int64_t key = 0; key < keys->count; key++)
         for (int64_t column = 0; column < columns; column += SKL_LANES) {
             float *const at = z + key * PANEL + column;
-            vec_store(at, vec_load(at) * scale - vec_load(lse + column) - vec_load(low + column));
+            vec_store(at, logit_less(at, scale, vec_load(lse + column)) - vec_load(low + column));
         }
 }
 
@@ -39,7 +39,7 @@ SKL_INLINE void add_in_log_space(float *x, float *sum, vec z)
     const vec ratio = exp2_vec(vec_select(larger, -difference, difference));
     const vec s = vec_load(sum);
     vec_store(x, vec_select(larger, z, old));
-    vec_store(sum, vec_select(larger, s * ratio + 1.0F, s + ratio));
+    vec_store(sum, vec_select(larger, horner(s, ratio, 1.0F), s + ratio));
 }
 
 /* t->x = log2 mean_h P_h for every panel that sees keys of the tile. t->lse_t normalises the heads. */

@@ -14,15 +14,33 @@ typedef struct key_sums {
     vec l_1, l_2, w;
 } key_sums;
 
+/* The base-2 logit of a key, less `origin`. */
+SKL_INLINE vec logit_less(const float *x, float scale, vec origin)
+{
+    return vec_fma(vec_load(x), vec_of(scale), -origin);
+}
+
+/* Adds p, s and p times the difference of their exponents; a key that is not seen adds 0. */
+SKL_INLINE void add_terms(key_sums *sums, vec p, vec s, vec difference, ivec seen, const bool masked)
+{
+    const vec own_p = masked ? (vec)((ivec)p & seen) : p;
+    const vec own_s = masked ? (vec)((ivec)s & seen) : s;
+    sums->l_1 += own_p;
+    sums->l_2 += own_s;
+    sums->w = vec_fma(own_p, masked ? (vec)((ivec)difference & seen) : difference, sums->w);
+}
+
+SKL_INLINE void add_sums(key_sums *to, const key_sums *from)
+{
+    to->l_1 += from->l_1;
+    to->l_2 += from->l_2;
+    to->w += from->w;
+}
+
 /* Adds one key: 2^u, 2^v and 2^u (u - v), for u = a - m_1 and v = b - m_2. */
 SKL_INLINE void add_key(key_sums *sums, vec u, vec v, ivec seen, const bool masked)
 {
-    const vec p = exp2_vec(u);
-    const vec s = exp2_vec(v);
-    const vec weighted = p * (u - v);
-    sums->l_1 += masked ? (vec)((ivec)p & seen) : p;
-    sums->l_2 += masked ? (vec)((ivec)s & seen) : s;
-    sums->w += masked ? (vec)((ivec)weighted & seen) : weighted;
+    add_terms(sums, exp2_vec(u), exp2_vec(v), u - v, seen, masked);
 }
 
 /* Sums over keys. Two interleaved chains: shorter to wait for, and rounding grows half as fast. */
@@ -36,16 +54,16 @@ SKL_INLINE key_sums sum_keys(logits a, vec m_1, logits b, vec m_2, int32_t key_c
     for (; key + 1 < key_count; key += 2) {
         const float *const at_a = a.data + key * PANEL;
         const float *const at_b = b.data + key * PANEL;
-        add_key(&even, vec_load(at_a) * a.scale - m_1, vec_load(at_b) * b.scale - m_2,
+        add_key(&even, logit_less(at_a, a.scale, m_1), logit_less(at_b, b.scale, m_2),
                 masked ? lane_mask(lanes, key) : all, masked);
-        add_key(&odd, vec_load(at_a + PANEL) * a.scale - m_1, vec_load(at_b + PANEL) * b.scale - m_2,
+        add_key(&odd, logit_less(at_a + PANEL, a.scale, m_1), logit_less(at_b + PANEL, b.scale, m_2),
                 masked ? lane_mask(lanes, key + 1) : all, masked);
     }
     if (key < key_count)
-        add_key(&even, vec_load(a.data + key * PANEL) * a.scale - m_1, vec_load(b.data + key * PANEL) * b.scale - m_2,
+        add_key(&even, logit_less(a.data + key * PANEL, a.scale, m_1), logit_less(b.data + key * PANEL, b.scale, m_2),
                 masked ? lane_mask(lanes, key) : all, masked);
-    const key_sums total = {even.l_1 + odd.l_1, even.l_2 + odd.l_2, even.w + odd.w};
-    return total;
+    add_sums(&even, &odd);
+    return even;
 }
 
 /* max(m, the lane's visible logits) */
@@ -104,9 +122,9 @@ static void reduce_exactly(const lane_state *s, logits a, logits b, int32_t key_
     const vec factor_1 = exp2_vec(d_1);
     const vec l_1 = vec_load(s->l_1);
     const key_sums sums = sum_keys(a, subtractable(m_1), b, subtractable(m_2), key_count, lanes, true);
-    vec_store(s->w, factor_1 * (vec_load(s->w) + l_1 * (d_1 - d_2)) + sums.w);
-    vec_store(s->l_1, factor_1 * l_1 + sums.l_1);
-    vec_store(s->l_2, exp2_vec(d_2) * vec_load(s->l_2) + sums.l_2);
+    vec_store(s->w, vec_fma(factor_1, vec_fma(l_1, d_1 - d_2, vec_load(s->w)), sums.w));
+    vec_store(s->l_1, vec_fma(factor_1, l_1, sums.l_1));
+    vec_store(s->l_2, vec_fma(exp2_vec(d_2), vec_load(s->l_2), sums.l_2));
     vec_store(s->m_1, m_1);
     vec_store(s->m_2, m_2);
 }

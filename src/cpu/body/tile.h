@@ -260,7 +260,7 @@ static key_view keys_for_logits(const tile *t, const skl_side *side, const key_t
 /* What turns a stored logit into base 2: softcapped ones are in base 2 already. */
 static float logit_scale(const skl_side *side)
 {
-    return side->softcap > 0.0F ? 1.0F : side->scale * SKL_LOG2E;
+    return side->softcap > 0.0F ? 1.0F : (float)((double)side->scale * SKL_LOG2E_DOUBLE);
 }
 
 /* x[key][lane] = <k, q> of one panel; with a softcap, the capped logit in base 2. */

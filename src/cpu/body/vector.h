@@ -1,6 +1,7 @@
 /* Vectors by the compiler's own extension, and the few functions of them that the kernels need.
  *
- * The file that includes this sets SKL_LANES (floats a vector) and may set SKL_OWN_EXP2 to bring its own exp2_vec. */
+ * The file that includes this sets SKL_LANES (floats a vector). It may set SKL_OWN_FMA and SKL_OWN_EXP2 to bring its
+ * own vec_fma and exp2_vec. */
 #ifndef SKL_CPU_BODY_VECTOR_H
 #define SKL_CPU_BODY_VECTOR_H
 
@@ -26,10 +27,11 @@ SKL_INLINE void vec_store(float *to, vec value)
     *(vec_in_memory *)(void *)to = value;
 }
 
+/* value - 0 is value, -0 and all: the compiler leaves the subtraction out. */
 SKL_INLINE vec vec_of(float value)
 {
     const vec zero = {0};
-    return zero + value;
+    return value - zero;
 }
 
 SKL_INLINE ivec ivec_of(int32_t value)
@@ -57,16 +59,34 @@ SKL_INLINE bool ivec_any(ivec mask)
     return any != 0;
 }
 
+/* a * b + c. Said here, and never left to the compiler: where it fuses one of two equal expressions and not the
+ * other, equal models are no longer 0 apart. */
+SKL_INLINE vec vec_fma(vec a, vec b, vec c);
+
+#ifndef SKL_OWN_FMA
+/* Two roundings, for machines without the instruction. */
+SKL_INLINE vec vec_fma(vec a, vec b, vec c)
+{
+    return a * b + c;
+}
+#endif
+
+/* p * x + c: a step of Horner's rule. */
+SKL_INLINE vec horner(vec p, vec x, float c)
+{
+    return vec_fma(p, x, vec_of(c));
+}
+
 /* 2^f for |f| <= 1/2: minimax with 2^0 = 1 exact; 7.9e-8 in f32 arithmetic. */
 SKL_INLINE vec exp2_fraction(vec f)
 {
     vec p = vec_of(1.53533618e-4F);
-    p = p * f + 1.33988744e-3F;
-    p = p * f + 9.61843736e-3F;
-    p = p * f + 5.55033247e-2F;
-    p = p * f + 2.40226479e-1F;
-    p = p * f + 6.93147203e-1F;
-    return p * f + 1.0F;
+    p = horner(p, f, 1.33988744e-3F);
+    p = horner(p, f, 9.61843736e-3F);
+    p = horner(p, f, 5.55033247e-2F);
+    p = horner(p, f, 2.40226479e-1F);
+    p = horner(p, f, 6.93147203e-1F);
+    return horner(p, f, 1.0F);
 }
 
 SKL_INLINE vec exp2_vec(vec x);
@@ -93,10 +113,10 @@ SKL_INLINE vec log2_vec(vec x)
     const vec t = (m - 1.0F) / (m + 1.0F);
     const vec s = t * t;
     vec p = vec_of(0.43173588F);
-    p = p * s + 0.57671438F;
-    p = p * s + 0.96179885F;
-    p = p * s + 2.88539008F;
-    return p * t + __builtin_convertvector(exponent, vec);
+    p = horner(p, s, 0.57671438F);
+    p = horner(p, s, 0.96179885F);
+    p = horner(p, s, 2.88539008F);
+    return vec_fma(p, t, __builtin_convertvector(exponent, vec));
 }
 
 /* A polynomial near 0, where 1 - 2 / (e^2z + 1) would cancel. */
@@ -106,11 +126,11 @@ SKL_INLINE vec tanh_vec(vec z)
     const vec magnitude = (vec)((ivec)z ^ sign);
     const vec s = z * z;
     vec p = vec_of(-0.00628247F);
-    p = p * s + 0.02107776F;
-    p = p * s - 0.05385386F;
-    p = p * s + 0.13332602F;
-    p = p * s - 0.33333318F;
-    const vec near = magnitude + magnitude * s * p;
+    p = horner(p, s, 0.02107776F);
+    p = horner(p, s, -0.05385386F);
+    p = horner(p, s, 0.13332602F);
+    p = horner(p, s, -0.33333318F);
+    const vec near = vec_fma(magnitude * s, p, magnitude);
     const vec far = 1.0F - 2.0F / (exp2_vec(magnitude * (2.0F * SKL_LOG2E)) + 1.0F);
     return (vec)((ivec)vec_select(magnitude < 0.55F, near, far) | sign);
 }
