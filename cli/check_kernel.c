@@ -14,9 +14,7 @@ static const char *const array_names[ARRAY_COUNT] = {"kl", "lse_t", "lse_s", "do
 
 typedef struct result_array {
     void *data;
-    int64_t count;
-    skl_dtype dtype;
-    const double *exact, *naive;
+    oracle_expectation expected;
 } result_array;
 
 typedef struct check_run {
@@ -41,7 +39,7 @@ static void *poisoned(size_t size)
 static void poison(check_run *run, int array)
 {
     if (run->arrays[array].data)
-        memset(run->arrays[array].data, 0xff, (size_t)run->arrays[array].count * sizeof(float));
+        memset(run->arrays[array].data, 0xff, (size_t)run->arrays[array].expected.count * sizeof(float));
 }
 
 static bool is_grouped(const check_case *of)
@@ -49,29 +47,42 @@ static bool is_grouped(const check_case *of)
     return of->problem.heads_t != of->problem.heads_s;
 }
 
-static bool make_arrays(check_run *run)
+static bool make_arrays(check_run *run, bool rounds_gradients)
 {
     const check_case *const of = run->of;
+    const skl_problem *const p = &of->problem;
     const int64_t *const rows = of->row_counts, *const elements = of->tensor_counts;
     const oracle_result *const exact = &of->exact, *const naive = &of->naive;
-    const skl_dtype grad_t = of->problem.grad_f32 ? SKL_F32 : of->problem.dtype_t;
-    const skl_dtype grad_s = of->problem.grad_f32 ? SKL_F32 : of->problem.dtype_s;
+    const skl_dtype grad_t = p->grad_f32 ? SKL_F32 : p->dtype_t;
+    const skl_dtype grad_s = p->grad_f32 ? SKL_F32 : p->dtype_s;
+    const double product_t = rounds_gradients ? oracle_type_rounding(p->dtype_t) : 0;
+    const double product_s = rounds_gradients ? oracle_type_rounding(p->dtype_s) : 0;
+#define ROWS(x, count)                                                                                               \
+    {                                                                                                                \
+        .expected = { exact->x, naive->x, exact->rounding.x, NULL, 0, SKL_F32, count }                               \
+    }
+#define GRADIENT(x, product, dtype, count)                                                                           \
+    {                                                                                                                \
+        .expected = { exact->x, naive->x, exact->rounding.x, exact->terms.x, product, dtype, count }                 \
+    }
     const result_array arrays[ARRAY_COUNT] = {
-        [KL] = {NULL, rows[1], SKL_F32, exact->kl, naive->kl},
-        [LSE_T] = {NULL, rows[0], SKL_F32, exact->lse_t, naive->lse_t},
-        [LSE_S] = {NULL, rows[1], SKL_F32, exact->lse_s, naive->lse_s},
-        [DOT_T] = {NULL, rows[0], SKL_F32, exact->dot_t, naive->dot_t},
-        [DQ_T] = {NULL, elements[0], grad_t, exact->dq_t, naive->dq_t},
-        [DK_T] = {NULL, elements[1], grad_t, exact->dk_t, naive->dk_t},
-        [DQ_S] = {NULL, elements[2], grad_s, exact->dq_s, naive->dq_s},
-        [DK_S] = {NULL, elements[3], grad_s, exact->dk_s, naive->dk_s},
+        [KL] = ROWS(kl, rows[1]),
+        [LSE_T] = ROWS(lse_t, rows[0]),
+        [LSE_S] = ROWS(lse_s, rows[1]),
+        [DOT_T] = ROWS(dot_t, rows[0]),
+        [DQ_T] = GRADIENT(dq_t, product_t, grad_t, elements[0]),
+        [DK_T] = GRADIENT(dk_t, product_t, grad_t, elements[1]),
+        [DQ_S] = GRADIENT(dq_s, product_s, grad_s, elements[2]),
+        [DK_S] = GRADIENT(dk_s, product_s, grad_s, elements[3]),
     };
+#undef ROWS
+#undef GRADIENT
     memcpy(run->arrays, arrays, sizeof arrays);
     bool complete = true;
     for (int a = 0; a < ARRAY_COUNT; a++) {
         if (a == DOT_T && !is_grouped(of))
             continue; /* it exists for grouped teachers only */
-        run->arrays[a].data = poisoned((size_t)run->arrays[a].count * sizeof(float));
+        run->arrays[a].data = poisoned((size_t)run->arrays[a].expected.count * sizeof(float));
         complete = complete && run->arrays[a].data;
     }
     for (int half = 0; half < 2; half++) {
@@ -83,57 +94,14 @@ static bool make_arrays(check_run *run)
 
 /* ---- Comparison --------------------------------------------------------------------------------------------- */
 
-static double largest_finite(const double *values, int64_t count)
+/* Largest error as a multiple of what is allowed. */
+static double worst_error(const result_array *array)
 {
-    double largest = 0;
-    for (int64_t i = 0; i < count; i++)
-        largest = isfinite(values[i]) ? fmax(largest, fabs(values[i])) : largest;
-    return largest;
-}
-
-/* How well a backward can know P = exp(x - lse) when the LSE comes to it as f32, rounded by up to 2^-24 |lse|.
- * Without weight until logits are in the hundreds. */
-static double lse_rounding(const check_case *of)
-{
-    const double lse_t = largest_finite(of->exact.lse_t, of->row_counts[0]);
-    const double lse_s = largest_finite(of->exact.lse_s, of->row_counts[1]);
-    return 0x1p-24 * fmax(lse_t, lse_s);
-}
-
-/* What is allowed, besides twice what a plain f32 implementation gets wrong:
- *     rows       2e-6 + 2e-6 |exact|
- *     gradients  (1e-5 + lse_rounding) of the largest element + 1e-6
- * Rounding to a 16-bit type is taken off the error first: it would hide all others. */
-typedef struct tolerance {
-    double absolute, relative, type_rounding;
-} tolerance;
-
-static tolerance tolerance_of(const check_run *run, const result_array *array, bool is_gradient)
-{
-    static const double type_rounding[] = {[SKL_F32] = 0, [SKL_F16] = 0x1p-11, [SKL_BF16] = 0x1p-8};
-    double naive_error = 0;
-    for (int64_t i = 0; i < array->count; i++)
-        naive_error =
-            isfinite(array->exact[i]) ? fmax(naive_error, fabs(array->naive[i] - array->exact[i])) : naive_error;
-    if (!is_gradient)
-        return (tolerance){2e-6 + 2 * naive_error, 2e-6, 0};
-    const double of_largest = (1e-5 + lse_rounding(run->of)) * largest_finite(array->exact, array->count);
-    return (tolerance){of_largest + 1e-6 + 2 * naive_error, 0, type_rounding[array->dtype]};
-}
-
-/* Largest error as a multiple of what is allowed; infinite where a NaN or an infinity has no business. */
-static double worst_error(const result_array *array, tolerance allowed)
-{
+    const oracle_expectation *const expected = &array->expected;
+    const double naive_error = oracle_naive_error(expected);
     double worst = 0;
-    for (int64_t i = 0; i < array->count; i++) {
-        const double computed = oracle_read(array->dtype, array->data, i);
-        if (computed == array->exact[i])
-            continue; /* infinities among them */
-        const double size = fabs(array->exact[i]);
-        const double error = fabs(computed - array->exact[i]) - allowed.type_rounding * size;
-        const double ratio = error / (allowed.absolute + allowed.relative * size);
-        worst = isfinite(ratio) ? fmax(worst, ratio) : INFINITY;
-    }
+    for (int64_t i = 0; i < expected->count; i++)
+        worst = fmax(worst, oracle_excess(expected, naive_error, i, oracle_read(expected->dtype, array->data, i)));
     return worst;
 }
 
@@ -142,7 +110,7 @@ static void compare(check_run *run, int array, const char *pass)
     const result_array *const computed = &run->arrays[array];
     if (computed->data == NULL)
         return;
-    const double worst = worst_error(computed, tolerance_of(run, computed, array >= ROW_ARRAYS));
+    const double worst = worst_error(computed);
     check_verdict *const verdict = run->verdict;
     if (worst <= verdict->worst)
         return;
@@ -319,7 +287,7 @@ static void free_run(check_run *run)
         free(run->arrays[a].data);
 }
 
-bool check_kernel(check_verdict *verdict, const check_case *of, const skl_options *options)
+bool check_kernel(check_verdict *verdict, const check_case *of, const skl_options *options, bool rounds_gradients)
 {
     check_run run = {.of = of, .verdict = verdict, .tensors = mirror_of(&of->problem, options->device)};
     const skl_status status = skl_plan_create(&run.plan, &of->problem, options);
@@ -330,7 +298,7 @@ bool check_kernel(check_verdict *verdict, const check_case *of, const skl_option
         snprintf(verdict->failure, sizeof verdict->failure, "plan, %s: %s", of->name, skl_last_error());
         return true;
     }
-    const bool ready = make_arrays(&run) && make_workspace(&run);
+    const bool ready = make_arrays(&run, rounds_gradients) && make_workspace(&run);
     for (size_t p = 0; ready && p < sizeof passes / sizeof passes[0]; p++)
         run_pass(&run, &passes[p]);
     free_run(&run);

@@ -12,7 +12,8 @@ typedef struct check_verdict {
     char failure[256]; /* why a call failed; "" if none did */
 } check_verdict;
 
-/* Updates the verdict, unless the kernel is not for the problem of the case. False: out of memory. */
-bool check_kernel(check_verdict *verdict, const check_case *of, const skl_options *options);
+/* Updates the verdict, unless the kernel is not for the problem of the case. False: out of memory. `rounds_gradients`
+ * is the kernel's own word: skl_kernel_info. */
+bool check_kernel(check_verdict *verdict, const check_case *of, const skl_options *options, bool rounds_gradients);
 
 #endif

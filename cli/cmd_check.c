@@ -101,7 +101,7 @@ static int check_kernels(checked_kernel *kernels, int count, const skl_options *
         for (int k = 0; k < count && enough_memory; k++) {
             skl_options forced = *wanted;
             forced.kernel = kernels[k].info.name;
-            enough_memory = check_kernel(&kernels[k].verdict, &made, &forced);
+            enough_memory = check_kernel(&kernels[k].verdict, &made, &forced, kernels[k].info.rounds_gradients);
         }
         check_case_free(&made);
         if (!enough_memory && device_error()[0])

@@ -247,8 +247,10 @@ SKL_API const char *skl_cpu_features(void); /* instruction sets found on this CP
 typedef struct skl_kernel_info {
     const char *name; /* what STREAMKL_KERNEL takes */
     skl_device device;
-    int32_t usable;     /* 1 if it runs on this machine */
-    const char *detail; /* instruction set and tile shape; why not, if it is not usable */
+    int32_t usable;           /* 1 if it runs on this machine */
+    const char *detail;       /* instruction set and tile shape; why not, if it is not usable */
+    int32_t rounds_gradients; /* 1: rounds gradients of logits to the inputs' 16-bit type before it multiplies them
+                               * with q or k, as attention backwards on tensor cores do; 0: keeps them in f32 */
 } skl_kernel_info;
 
 /* Every kernel of this build, best first. Returns 0 past the end of the list. */

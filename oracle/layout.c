@@ -79,7 +79,11 @@ void oracle_free(oracle_result *result)
                               result->rounding.dq_t,
                               result->rounding.dk_t,
                               result->rounding.dq_s,
-                              result->rounding.dk_s};
+                              result->rounding.dk_s,
+                              result->terms.dq_t,
+                              result->terms.dk_t,
+                              result->terms.dq_s,
+                              result->terms.dk_s};
     for (size_t a = 0; a < sizeof arrays / sizeof *arrays; a++)
         free(arrays[a]);
     *result = (oracle_result){0};

@@ -14,7 +14,7 @@ struct model {
     int64_t heads, key_heads, dim;
     real scale, softcap;
     real *q, *k, *dq, *dk;
-    real *dq_rounding, *dk_rounding;
+    real *dq_rounding, *dk_rounding, *dq_terms, *dk_terms;
 };
 
 struct run {
@@ -72,8 +72,8 @@ static void load_model(const struct run *run, struct model *model, skl_dtype dty
     model->k = contiguous_copy(run, k, dtype, model->key_heads, run->length_k, model->dim);
     const int64_t count_q = run->batch * model->heads * run->length_q * model->dim;
     const int64_t count_k = run->batch * model->key_heads * run->length_k * model->dim;
-    model->dq = filled(count_q, 0), model->dq_rounding = filled(count_q, 0);
-    model->dk = filled(count_k, 0), model->dk_rounding = filled(count_k, 0);
+    model->dq = filled(count_q, 0), model->dq_rounding = filled(count_q, 0), model->dq_terms = filled(count_q, 0);
+    model->dk = filled(count_k, 0), model->dk_rounding = filled(count_k, 0), model->dk_terms = filled(count_k, 0);
 }
 
 /* The array as doubles; frees it. */
@@ -117,6 +117,13 @@ static oracle_result take_results(const struct run *run)
                 .dk_t = widened(t->dk_rounding, keys * t->key_heads * t->dim),
                 .dq_s = widened(s->dq_rounding, rows * s->heads * s->dim),
                 .dk_s = widened(s->dk_rounding, keys * s->key_heads * s->dim),
+            },
+        .terms =
+            {
+                .dq_t = widened(t->dq_terms, rows * t->heads * t->dim),
+                .dk_t = widened(t->dk_terms, keys * t->key_heads * t->dim),
+                .dq_s = widened(s->dq_terms, rows * s->heads * s->dim),
+                .dk_s = widened(s->dk_terms, keys * s->key_heads * s->dim),
             },
     };
 }

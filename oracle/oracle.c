@@ -60,10 +60,12 @@ static void add_gradients(const struct run *run, const struct model *model, stru
 {
     const real *const q = model->q + at.q;
     real *const dq = model->dq + at.q, *const dq_rounding = model->dq_rounding + at.q;
+    real *const dq_terms = model->dq_terms + at.q;
     for (int64_t j = 0; j < key_count; j++) {
         const real *const k = model->k + at.k + j * model->dim;
         real *const dk = model->dk + at.k + j * model->dim;
         real *const dk_rounding = model->dk_rounding + at.k + j * model->dim;
+        real *const dk_terms = model->dk_terms + at.k + j * model->dim;
         const real slope = slope_of(model, logits[j]);
         const real capped = model->softcap > 0 ? fabs(logits[j]) / model->softcap : 0;
         const real slope_rounding = model->softcap > 0 ? 1 + 2 * capped * logit_roundings[j] / model->softcap : 0;
@@ -76,6 +78,8 @@ static void add_gradients(const struct run *run, const struct model *model, stru
             dk[d] += dot_gradient * q[d];
             dq_rounding[d] += rounding * fabs(k[d]);
             dk_rounding[d] += rounding * fabs(q[d]);
+            dq_terms[d] += fabs(dot_gradient * k[d]);
+            dk_terms[d] += fabs(dot_gradient * q[d]);
         }
     }
 }

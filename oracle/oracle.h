@@ -23,6 +23,9 @@ typedef struct oracle_result {
     struct {
         double *kl, *lse_t, *lse_s, *dot_t, *dq_t, *dk_t, *dq_s, *dk_s;
     } rounding;
+    struct {
+        double *dq_t, *dk_t, *dq_s, *dk_s;
+    } terms; /* sums of the magnitudes of their terms */
 } oracle_result;
 
 /* Inputs that it reads: q, k, grad_kl and, with r > 1, lse_t; cu_seqlens and key_lengths. Out of memory: aborts. */
@@ -46,6 +49,29 @@ typedef struct oracle_keys {
 } oracle_keys;
 
 oracle_keys oracle_visible_keys(const skl_problem *problem, const skl_inputs *inputs, int64_t b, int64_t i);
+
+/* What a computed tensor is held to: an error of at most
+ *
+ *     2 x the largest naive error of the tensor + one rounding of every number that the element is made of
+ *
+ * and, in a 16-bit type, half a step of it. docs/maths.md, section 10, derives the second term, which says what one
+ * can know of a result when the naive one is right by luck. Kernels that round the gradient of the logits before its
+ * product with the rows add one rounding of every term of that product. */
+typedef struct oracle_expectation {
+    const double *exact, *naive, *rounding;
+    const double *terms;     /* of gradients; NULL for rows */
+    double product_rounding; /* largest relative error of the rounding before the product; 0: there is none */
+    skl_dtype dtype;         /* of the computed tensor */
+    int64_t count;
+} oracle_expectation;
+
+/* The largest relative error of one rounding to a type. */
+double oracle_type_rounding(skl_dtype dtype);
+
+double oracle_naive_error(const oracle_expectation *expected);
+
+/* The error of element n as a multiple of what is allowed; infinite where just one of the two is not finite. */
+double oracle_excess(const oracle_expectation *expected, double naive_error, int64_t n, double computed);
 
 /* Element `index` of an array. */
 double oracle_read(skl_dtype dtype, const void *data, int64_t index);

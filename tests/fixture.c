@@ -244,41 +244,20 @@ skl_inputs results_backward_inputs(const fixture *f, const fixture_results *r)
 
 /* ---- Comparison -------------------------------------------------------------------------------------------- */
 
-static double largest_error(const double *exact, const double *naive, int64_t count)
-{
-    double largest = 0;
-    for (int64_t n = 0; n < count; n++)
-        if (isfinite(exact[n]) && fabs(naive[n] - exact[n]) > largest)
-            largest = fabs(naive[n] - exact[n]);
-    return largest;
-}
-
-/* What a result is compared with. */
-typedef struct expectation {
-    const double *exact, *naive, *rounding;
-    const uint8_t *live;
-} expectation;
-
-static int tensor_mismatch(const test_tensor *actual, expectation expected, const char *label, const char *name)
+static int tensor_mismatch(const test_tensor *actual, const oracle_expectation *expected, const uint8_t *live,
+                           const char *label, const char *name)
 {
     if (!actual->data)
         return 0;
-    const int64_t count = tensor_count(actual);
-    const double *const exact = expected.exact;
-    const double naive_error = largest_error(exact, expected.naive, count);
+    const double naive_error = oracle_naive_error(expected);
     double worst = 0; /* error over what is allowed */
     int64_t worst_at = 0;
-    for (int64_t n = 0; n < count; n++) {
+    for (int64_t n = 0; n < expected->count; n++) {
         const double value = tensor_get(actual, n);
-        const double allowed = 2 * naive_error + ORACLE_ROUNDING * expected.rounding[n];
-        const double to_type = actual->dtype != SKL_F32 ? dtype_half_ulp(actual->dtype, exact[n]) : 0;
-        const int same = value == exact[n] || (isnan(value) && isnan(exact[n]));
-        const int must_be_same = !isfinite(exact[n]) || !isfinite(value) || !is_live(actual, expected.live, n);
-        const double excess = same           ? 0
-                              : must_be_same ? (double)INFINITY
-                                             : (fabs(value - exact[n]) - to_type) / allowed;
+        const int must_be_same = !is_live(actual, live, n);
+        const double excess = oracle_excess(expected, must_be_same ? 0 : naive_error, n, value);
         if (excess > worst) {
-            worst = excess;
+            worst = must_be_same ? (double)INFINITY : excess;
             worst_at = n;
         }
     }
@@ -290,8 +269,8 @@ static int tensor_mismatch(const test_tensor *actual, expectation expected, cons
                     "roundings: %.3g)\n",
                     label, name, (long long)(head / actual->heads), (long long)(head % actual->heads),
                     (long long)(row % actual->length), (long long)(worst_at % actual->dim),
-                    tensor_get(actual, worst_at), exact[worst_at], worst, naive_error,
-                    ORACLE_ROUNDING * expected.rounding[worst_at]);
+                    tensor_get(actual, worst_at), expected->exact[worst_at], worst, naive_error,
+                    ORACLE_ROUNDING * expected->rounding[worst_at]);
         return 1;
     }
     const int64_t strays = tensor_stray_writes(actual);
@@ -300,21 +279,36 @@ static int tensor_mismatch(const test_tensor *actual, expectation expected, cons
     return strays != 0;
 }
 
-#define EXPECTED(f, member, live)                                                                                    \
-    ((expectation){(f)->exact.member, (f)->naive.member, (f)->exact.rounding.member, live})
+/* What a kernel's rounding of logit gradients costs it. */
+static double product_rounding(const char *kernel, skl_dtype dtype)
+{
+    skl_kernel_info info;
+    for (int32_t index = 0; skl_kernel_at(index, &info); index++)
+        if (strcmp(info.name, kernel) == 0)
+            return info.rounds_gradients ? oracle_type_rounding(dtype) : 0;
+    return 0;
+}
+
+#define ROW_MISMATCH(member)                                                                                         \
+    tensor_mismatch(&r->member,                                                                                      \
+                    &(oracle_expectation){f->exact.member, f->naive.member, f->exact.rounding.member, NULL, 0,       \
+                                          r->member.dtype, tensor_count(&r->member)},                                \
+                    f->live_q, label, #member)
 
 int rows_mismatch(const fixture *f, const fixture_results *r, const char *label)
 {
-    return tensor_mismatch(&r->kl, EXPECTED(f, kl, f->live_q), label, "kl") +
-           tensor_mismatch(&r->lse_t, EXPECTED(f, lse_t, f->live_q), label, "lse_t") +
-           tensor_mismatch(&r->lse_s, EXPECTED(f, lse_s, f->live_q), label, "lse_s") +
-           tensor_mismatch(&r->dot_t, EXPECTED(f, dot_t, f->live_q), label, "dot_t");
+    return ROW_MISMATCH(kl) + ROW_MISMATCH(lse_t) + ROW_MISMATCH(lse_s) + ROW_MISMATCH(dot_t);
 }
 
-int gradients_mismatch(const fixture *f, const fixture_results *r, const char *label)
+#define GRADIENT_MISMATCH(member, type, live)                                                                        \
+    tensor_mismatch(&r->member,                                                                                      \
+                    &(oracle_expectation){f->exact.member, f->naive.member, f->exact.rounding.member,                \
+                                          f->exact.terms.member, product_rounding(kernel, f->problem.type),          \
+                                          r->member.dtype, tensor_count(&r->member)},                                \
+                    live, label, #member)
+
+int gradients_mismatch(const fixture *f, const fixture_results *r, const char *kernel, const char *label)
 {
-    return tensor_mismatch(&r->dq_t, EXPECTED(f, dq_t, f->live_q), label, "dq_t") +
-           tensor_mismatch(&r->dk_t, EXPECTED(f, dk_t, f->live_k), label, "dk_t") +
-           tensor_mismatch(&r->dq_s, EXPECTED(f, dq_s, f->live_q), label, "dq_s") +
-           tensor_mismatch(&r->dk_s, EXPECTED(f, dk_s, f->live_k), label, "dk_s");
+    return GRADIENT_MISMATCH(dq_t, dtype_t, f->live_q) + GRADIENT_MISMATCH(dk_t, dtype_t, f->live_k) +
+           GRADIENT_MISMATCH(dq_s, dtype_s, f->live_q) + GRADIENT_MISMATCH(dk_s, dtype_s, f->live_k);
 }

@@ -39,15 +39,10 @@ skl_gradients results_gradients(const fixture_results *results);
 skl_inputs results_backward_inputs(const fixture *f, const fixture_results *results);
 
 /* Compare with the oracle: same non-finite places; exactly 0 where nothing is visible; nothing written between the
- * elements; elsewhere an error of at most
- *
- *     2 x the largest naive error of the tensor + one rounding of every number that the element is made of
- *
- * and, in a 16-bit type, half a step of it. docs/maths.md, section 10, derives the second term, which says what one
- * can know of a result when the naive one is right by luck. Each tensor that fails is printed, with `label` in front.
- * Returns how many did. */
+ * elements; elsewhere no more error than oracle_excess() allows the kernel. Each tensor that fails is printed, with
+ * `label` in front. Returns how many did. */
 int rows_mismatch(const fixture *f, const fixture_results *results, const char *label);
-int gradients_mismatch(const fixture *f, const fixture_results *results, const char *label);
+int gradients_mismatch(const fixture *f, const fixture_results *results, const char *kernel, const char *label);
 
 /* The name of a tensor that differs in a bit between two results of one fixture; NULL if none does. */
 const char *results_difference(const fixture_results *a, const fixture_results *b);

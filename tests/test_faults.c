@@ -21,8 +21,8 @@ static void check_case_with(const test_case *c, int32_t kernel_count)
     for (int32_t k = 0; k < kernel_count && case_kernel(c, k); k++) {
         fixture_results results = results_create(&f);
         run_kernel(&f, case_kernel(c, k), 2, &results);
-        const int mismatches =
-            rows_mismatch(&f, &results, case_kernel(c, k)) + gradients_mismatch(&f, &results, case_kernel(c, k));
+        const int mismatches = rows_mismatch(&f, &results, case_kernel(c, k)) +
+                               gradients_mismatch(&f, &results, case_kernel(c, k), case_kernel(c, k));
         assert_int_equal(mismatches, 0);
         results_destroy(&results);
     }

@@ -37,7 +37,7 @@ static int check_backward(kernel_run *run)
     const skl_inputs inputs = results_backward_inputs(run->fixture, &run->saved);
     const skl_gradients gradients = results_gradients(&run->results);
     run_backward(run->plan, &inputs, &gradients);
-    return gradients_mismatch(run->fixture, &run->results, label);
+    return gradients_mismatch(run->fixture, &run->results, skl_plan_kernel(run->plan), label);
 }
 
 static int check_forward_backward(kernel_run *run)
@@ -51,7 +51,8 @@ static int check_forward_backward(kernel_run *run)
     const skl_rows rows = results_rows(&wanted);
     const skl_gradients gradients = results_gradients(&wanted);
     run_forward_backward(run->plan, &inputs, &rows, &gradients);
-    return rows_mismatch(run->fixture, &wanted, label) + gradients_mismatch(run->fixture, &wanted, label);
+    return rows_mismatch(run->fixture, &wanted, label) +
+           gradients_mismatch(run->fixture, &wanted, skl_plan_kernel(run->plan), label);
 }
 
 /* Three ranges of keys, some perhaps empty, merged in any order. */

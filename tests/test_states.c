@@ -274,7 +274,7 @@ static void test_key_shards(void **state)
 
             const skl_inputs known = results_backward_inputs(&f, &results);
             shard_backward(&f, case_kernel(&shard_cases[c], k), &known, &results);
-            assert_int_equal(gradients_mismatch(&f, &results, case_kernel(&shard_cases[c], k)), 0);
+            assert_int_equal(gradients_mismatch(&f, &results, case_kernel(&shard_cases[c], k), "shards"), 0);
             results_destroy(&results);
             fixture_destroy(&f);
         }

@@ -27,7 +27,7 @@ static int kernel_at(int32_t index, skl_kernel_info *info)
     const skl_cpu_kernel *const kernel = kernels[index];
     const bool usable = kernel->usable();
     *info = (skl_kernel_info){kernel->name, SKL_CPU, usable,
-                              usable ? kernel->detail : "this CPU lacks the instruction set"};
+                              usable ? kernel->detail : "this CPU lacks the instruction set", 0};
     return 1;
 }
 

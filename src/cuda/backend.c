@@ -117,7 +117,8 @@ static int kernel_at(int32_t index, skl_kernel_info *info)
     if (capability != 0 && !usable)
         snprintf(reason, sizeof reason, "device 0 has compute capability %d.%d, the kernel needs %d.%d",
                  capability / 10, capability % 10, kernel->capability / 10, kernel->capability % 10);
-    *info = (skl_kernel_info){kernel->name, SKL_CUDA, usable, usable ? kernel->detail : reason};
+    *info = (skl_kernel_info){kernel->name, SKL_CUDA, usable, usable ? kernel->detail : reason,
+                              kernel->queries != skl_cuda_general_queries};
     return 1;
 }
 

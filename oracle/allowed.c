@@ -1,0 +1,38 @@
+#include "oracle.h"
+
+#include <math.h>
+
+double oracle_type_rounding(skl_dtype dtype)
+{
+    return dtype == SKL_F32 ? ORACLE_ROUNDING : dtype == SKL_F16 ? 0x1p-11 : 0x1p-8;
+}
+
+/* Half a step of a 16-bit type at `value`; f16 has no steps below 2^-24. */
+static double half_step(skl_dtype dtype, double value)
+{
+    const int exponent = value == 0 ? -1000 : ilogb(value);
+    const int lowest = dtype == SKL_F16 ? -14 : -126;
+    return ldexp(oracle_type_rounding(dtype), exponent > lowest ? exponent : lowest);
+}
+
+double oracle_naive_error(const oracle_expectation *expected)
+{
+    double largest = 0;
+    for (int64_t n = 0; n < expected->count; n++)
+        if (isfinite(expected->exact[n]))
+            largest = fmax(largest, fabs(expected->naive[n] - expected->exact[n]));
+    return largest;
+}
+
+double oracle_excess(const oracle_expectation *expected, double naive_error, int64_t n, double computed)
+{
+    const double exact = expected->exact[n];
+    if (computed == exact || (isnan(computed) && isnan(exact)))
+        return 0;
+    if (!isfinite(computed) || !isfinite(exact))
+        return INFINITY;
+    const double stored = expected->dtype == SKL_F32 ? 0 : half_step(expected->dtype, exact);
+    const double product = expected->terms ? expected->product_rounding * expected->terms[n] : 0;
+    const double allowed = 2 * naive_error + ORACLE_ROUNDING * expected->rounding[n] + product;
+    return fmax(0, fabs(computed - exact) - stored) / allowed;
+}
