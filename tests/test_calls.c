@@ -369,7 +369,8 @@ static void test_views_of_one_buffer_may_interleave(void **state)
     skl_plan *const plan = test_plan(&f.problem, NULL, 2);
     const skl_inputs inputs = results_backward_inputs(&f, &apart);
 
-    static float fused[BATCH][LENGTH][2][HEAD_COUNT][DIM];
+    test_memory memory = memory_create(BATCH * LENGTH * 2 * ROW * sizeof(float), sizeof(float));
+    float(*const fused)[LENGTH][2][HEAD_COUNT][DIM] = memory.data;
     skl_gradients gradients = {.struct_size = sizeof gradients};
     gradients.dq_s = (skl_output){fused[0][0][0], LENGTH * 2 * ROW, DIM, 2 * ROW};
     gradients.dk_s = (skl_output){fused[0][0][1], LENGTH * 2 * ROW, DIM, 2 * ROW};
@@ -388,6 +389,7 @@ static void test_views_of_one_buffer_may_interleave(void **state)
     assert_refused(skl_backward(plan, &inputs, &gradients, workspace.data, workspace.size, NULL), SKL_ERROR_ARGUMENT,
                    "overlap: an output must have memory of its own");
     memory_destroy(&workspace);
+    memory_destroy(&memory);
     skl_plan_destroy(plan);
     results_destroy(&apart);
     fixture_destroy(&f);

@@ -154,8 +154,8 @@ static skl_status plan_cuda(skl_plan *plan, const skl_options *options, const ch
     plan->block_count = multiprocessors * GENERAL_RESIDENT;
     const size_t lse_size =
         (size_t)plan->block_count * (size_t)skl_group(&plan->problem) * SKL_GENERAL_TILE * sizeof(float);
-    const size_t states_size = (size_t)multiprocessors * SKL_SM80_RESIDENT_MAX * SKL_SM80_WAVES_MAX *
-                               SKL_SM80_TILE_MAX * sizeof(skl_row_state);
+    const size_t states_size =
+        (size_t)multiprocessors * SKL_SM80_RESIDENT_MAX * SKL_SM80_TILE_MAX * sizeof(skl_row_state);
     for (int op = 0; op < SKL_OP_COUNT; op++) {
         const bool parts = chosen->dim_max > 0 && op != SKL_OP_BACKWARD;
         plan->workspace_size[op] = parts && states_size > lse_size ? states_size : lse_size;

@@ -48,8 +48,8 @@ cudaError_t skl_cuda_general_keys(const skl_cuda_params *params);    /* dk of on
 #define SKL_SM80_ROWS_MAX ((int64_t)1 << 30)
 enum { SKL_SM80_TILE_MIN = 64, SKL_SM80_TILE_MAX = 128 };
 
-/* Keys are cut into parts for at most so many waves of so many blocks a multiprocessor: it bounds the workspace. */
-enum { SKL_SM80_WAVES_MAX = 8, SKL_SM80_RESIDENT_MAX = 3 };
+/* Keys are cut into parts for at most so many blocks a multiprocessor: it bounds the workspace. */
+enum { SKL_SM80_RESIDENT_MAX = 3 };
 
 /* Tensor cores by mma.sync: 16-bit types of one kind, r = 1, dimensions a multiple of 8, 16-byte aligned rows. */
 #define SKL_CUDA_SM80(type_dim)                                                                                      \

@@ -169,8 +169,9 @@ template <int M, bool KEYS> struct known_queries;
 template <int M> struct known_queries<M, false> {
     query_facts own[M][2];
 
+    /* A row that meets no key has a gradient of 0, whatever comes from upstream. */
     __device__ void load_own(const skl_cuda_params &params, const skl_sequence &s, int64_t head, int64_t first,
-                             int last_row)
+                             int last_row, const band32 &band)
     {
 #pragma unroll
         for (int m = 0; m < M; m++)
@@ -184,7 +185,9 @@ template <int M> struct known_queries<M, false> {
                     if (source.data != NULL)
                         fact[which] = skl_row_value(&source, &s, head, first + min(own_row<M>(m, half), last_row));
                 }
-                own[m][half] = {fact[0] * SKL_LOG2E, fact[1] * SKL_LOG2E, fact[2], fact[3]};
+                const range32 meets = band.of(own_row<M>(m, half));
+                own[m][half] = {fact[0] * SKL_LOG2E, fact[1] * SKL_LOG2E, fact[2],
+                                meets.begin < meets.end ? fact[3] : 0.0F};
             }
     }
 
@@ -221,7 +224,7 @@ template <int M> struct known_queries<M, false> {
 template <int M> struct known_queries<M, true> {
     query_facts streamed[2][2];
 
-    __device__ void load_own(const skl_cuda_params &, const skl_sequence &, int64_t, int64_t, int)
+    __device__ void load_own(const skl_cuda_params &, const skl_sequence &, int64_t, int64_t, int, const band32 &)
     {
     }
 
@@ -420,7 +423,7 @@ __device__ inline void sum_streamed(own_gradient<DIM, M> &gradient, gradient_uni
         (KEYS ? queries_of<ELEMENT>(two, s, head) : keys_of<ELEMENT>(two, s, head)).from(streamed.origin);
 
     known_queries<M, KEYS> queries;
-    queries.load_own(params, s, head, own_first, last_row);
+    queries.load_own(params, s, head, own_first, last_row, streamed.band);
     if (KEYS)
         copy_facts(memory.facts[0], params, s, head, streamed.origin, streamed.band.count);
     copy_rows(memory.stages[0].one, from_1, 0, streamed.band.count);

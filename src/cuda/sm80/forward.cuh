@@ -12,8 +12,8 @@
  * warp sees whole are summed blindly, with the stabilisers as they are; where that does not hold (a row's first
  * stage, masks, logits that outgrew the stabiliser, softcap) the stage is done over, with a maximum for each step.
  *
- * When there are too few query tiles to fill the GPU, or its last wave, a tile's keys are cut into parts, a block
- * each. Their states go through the workspace, and a second kernel merges them. */
+ * When there are too few query tiles to fill the GPU, a tile's keys are cut into parts, a block each. Their states go
+ * through the workspace, and a second kernel merges them. */
 #ifndef SKL_CUDA_SM80_FORWARD_CUH
 #define SKL_CUDA_SM80_FORWARD_CUH
 
@@ -287,21 +287,11 @@ template <int M> __global__ void merge_parts(const __grid_constant__ skl_cuda_pa
     write_row(params, place.sequence, place.head, place.first + row, state);
 }
 
-/* Parts that finish `tiles` tiles soonest on a GPU that runs `resident` blocks at once: as many as fill it, or as
- * fill its last wave. Tiles of uneven length (even = false) fill that by themselves, longest first. */
-inline int32_t splits_for(int64_t tiles, int64_t resident, int64_t keys, bool even)
+/* As many parts as fill a GPU that runs `resident` blocks at once, if there are keys enough for them. */
+inline int32_t splits_for(int64_t tiles, int64_t resident, int64_t keys)
 {
-    constexpr int64_t KEYS_MIN = 256, OVERHEAD = 128; /* keys: least of a part; what starting and merging one costs */
-    const int64_t room = even ? resident * SKL_SM80_WAVES_MAX : resident;
-    int64_t best = 1, best_cost = INT64_MAX;
-    for (int64_t splits = 1; splits == 1 || (splits <= keys / KEYS_MIN && splits * tiles <= room); splits++) {
-        const int64_t cost = skl_ceil_div(tiles * splits, resident) * (skl_ceil_div(keys, splits) + OVERHEAD);
-        if (cost < best_cost) {
-            best = splits;
-            best_cost = cost;
-        }
-    }
-    return (int32_t)best;
+    constexpr int64_t KEYS_MIN = 256;
+    return (int32_t)skl_max(1, skl_min(resident / tiles, keys / KEYS_MIN));
 }
 
 template <typename ELEMENT, int DIM, int M> cudaError_t launch_forward(const skl_cuda_params *params)
@@ -317,11 +307,9 @@ template <typename ELEMENT, int DIM, int M> cudaError_t launch_forward(const skl
         return error;
     const skl_problem *const p = &params->problem;
     const int64_t tiles = skl_ceil_div(p->len_q, query_place<M>::ROWS);
-    const bool even = p->window_left >= p->len_k && p->window_right >= p->len_k;
     skl_cuda_params own = *params;
-    own.splits =
-        splits_for(p->batch * p->heads_s * tiles,
-                   (int64_t)params->multiprocessors * skl_min(resident, SKL_SM80_RESIDENT_MAX), p->len_k, even);
+    own.splits = splits_for(p->batch * p->heads_s * tiles,
+                            (int64_t)params->multiprocessors * skl_min(resident, SKL_SM80_RESIDENT_MAX), p->len_k);
     forward_kernel<ELEMENT, DIM, M>
         <<<grid_of(p->batch, p->heads_s, tiles * own.splits), THREADS, MEMORY, params->call.stream>>>(own);
     if (own.splits > 1)
