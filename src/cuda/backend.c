@@ -9,7 +9,7 @@
 
 /* ---- Devices ------------------------------------------------------------------------------------------------ */
 
-enum { CAPABILITY_MIN = 80 };
+enum { CAPABILITY_MIN = 80, ANY = 1000 };
 
 enum { GENERAL_RESIDENT = 2 }; /* blocks of a general kernel a multiprocessor */
 
@@ -44,33 +44,45 @@ static int capability_of(int device, char *reason, size_t reason_size)
 typedef struct cuda_kernel {
     const char *name;
     const char *detail;
-    int capability;  /* lowest compute capability */
-    int64_t dim_max; /* of a tensor-core kernel; 0: every type, size and stride */
+    int capability;     /* lowest compute capability */
+    int capability_end; /* and the first one that it is not for */
+    int64_t dim_max;    /* of a tensor-core kernel; 0: every type, size and stride */
     skl_dtype dtype;
     skl_cuda_launcher forward, queries, keys;
 } cuda_kernel;
 
 #define SM80(type, TYPE, dim)                                                                                        \
     {                                                                                                                \
-        "cuda_sm80_" #type "_" #dim, #type ", dim <= " #dim ": mma.sync", 80, dim, TYPE,                             \
+        "cuda_sm80_" #type "_" #dim, #type ", dim <= " #dim ": mma.sync", 80, ANY, dim, TYPE,                        \
             skl_cuda_sm80_##type##_##dim##_forward, skl_cuda_sm80_##type##_##dim##_queries,                          \
             skl_cuda_sm80_##type##_##dim##_keys                                                                      \
     }
 #define SM80_FORWARD(type, TYPE, dim)                                                                                \
     {                                                                                                                \
-        "cuda_sm80_" #type "_" #dim, #type ", dim <= " #dim ": mma.sync; backward by cuda_general", 80, dim, TYPE,   \
-            skl_cuda_sm80_##type##_##dim##_forward, skl_cuda_general_queries, skl_cuda_general_keys                  \
+        "cuda_sm80_" #type "_" #dim, #type ", dim <= " #dim ": mma.sync; backward by cuda_general", 80, ANY, dim,    \
+            TYPE, skl_cuda_sm80_##type##_##dim##_forward, skl_cuda_general_queries, skl_cuda_general_keys            \
+    }
+
+#define SM90(type, TYPE, dim)                                                                                        \
+    {                                                                                                                \
+        "cuda_sm90_" #type "_" #dim, #type ", dim <= " #dim ": wgmma, backward by mma.sync", 90, 91, dim, TYPE,      \
+            skl_cuda_sm90_##type##_##dim##_forward, skl_cuda_sm80_##type##_##dim##_queries,                          \
+            skl_cuda_sm80_##type##_##dim##_keys                                                                      \
     }
 
 /* Best first; the general one is last. */
 static const cuda_kernel kernels[] = {
+    SM90(bf16, SKL_BF16, 64),
+    SM90(bf16, SKL_BF16, 128),
+    SM90(f16, SKL_F16, 64),
+    SM90(f16, SKL_F16, 128),
     SM80(bf16, SKL_BF16, 64),
     SM80(bf16, SKL_BF16, 128),
     SM80_FORWARD(bf16, SKL_BF16, 256),
     SM80(f16, SKL_F16, 64),
     SM80(f16, SKL_F16, 128),
     SM80_FORWARD(f16, SKL_F16, 256),
-    {"cuda_general", "any type, size and stride; f32 arithmetic, 64 x 64 tiles", CAPABILITY_MIN, 0, SKL_F32,
+    {"cuda_general", "any type, size and stride; f32 arithmetic, 64 x 64 tiles", CAPABILITY_MIN, ANY, 0, SKL_F32,
      skl_cuda_general_forward, skl_cuda_general_queries, skl_cuda_general_keys},
 };
 
@@ -79,6 +91,11 @@ enum { KERNEL_COUNT = sizeof kernels / sizeof kernels[0] };
 static const cuda_kernel *const general = &kernels[KERNEL_COUNT - 1];
 
 enum { COPY_ELEMENTS = 8 }; /* 16-bit elements of a 16-byte copy */
+
+static bool runs_on(const cuda_kernel *kernel, int capability)
+{
+    return capability >= kernel->capability && capability < kernel->capability_end;
+}
 
 static bool fits_problem(const cuda_kernel *kernel, const skl_problem *p)
 {
@@ -113,7 +130,7 @@ static int kernel_at(int32_t index, skl_kernel_info *info)
         return 0;
     const cuda_kernel *const kernel = &kernels[index];
     const int capability = capability_of(0, reason, sizeof reason);
-    const bool usable = capability >= kernel->capability;
+    const bool usable = runs_on(kernel, capability);
     if (capability != 0 && !usable)
         snprintf(reason, sizeof reason, "device 0 has compute capability %d.%d, the kernel needs %d.%d",
                  capability / 10, capability % 10, kernel->capability / 10, kernel->capability % 10);
@@ -132,7 +149,7 @@ static skl_status plan_cuda(skl_plan *plan, const skl_options *options, const ch
         return skl_fail(SKL_ERROR_DEVICE, "%s", reason);
     const cuda_kernel *chosen = NULL;
     for (int i = 0; i < KERNEL_COUNT && chosen == NULL; i++)
-        if (capability >= kernels[i].capability && fits_problem(&kernels[i], &plan->problem) &&
+        if (runs_on(&kernels[i], capability) && fits_problem(&kernels[i], &plan->problem) &&
             (forced == NULL || strcmp(forced, kernels[i].name) == 0))
             chosen = &kernels[i];
     if (chosen == NULL && forced != NULL)

@@ -64,6 +64,12 @@ SKL_CUDA_SM80(f16_128)
 SKL_CUDA_SM80(f16_256) /* forward only */
 #undef SKL_CUDA_SM80
 
+/* The same on Hopper: wgmma and the copy engine. What those do not fit goes to the kernels above. */
+cudaError_t skl_cuda_sm90_bf16_64_forward(const skl_cuda_params *params);
+cudaError_t skl_cuda_sm90_bf16_128_forward(const skl_cuda_params *params);
+cudaError_t skl_cuda_sm90_f16_64_forward(const skl_cuda_params *params);
+cudaError_t skl_cuda_sm90_f16_128_forward(const skl_cuda_params *params);
+
 /* Rows and gradients behind the last packed sequence. */
 cudaError_t skl_cuda_clear_tails(const skl_cuda_params *params);
 

@@ -535,8 +535,9 @@ __global__ void __launch_bounds__(THREADS, 2) gradient_kernel(const __grid_const
     for (int n = 0; n < sharing && last_row >= 0; n++)
         sum_streamed<ELEMENT, DIM, M, KEYS>(gradient, unit, params, memory, place.sequence, place.head * sharing + n,
                                             place.first, last_row);
-    (void)place.find(params);
-    store_gradient(gradient, params, place,
+    own_place<M, KEYS> again; /* the first one need not stay in registers all the way */
+    (void)again.find(params);
+    store_gradient(gradient, params, again,
                    unit.value() * (params.teacher_side ? params.problem.scale_t : params.problem.scale_s));
 }
 

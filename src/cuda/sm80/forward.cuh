@@ -17,7 +17,7 @@
 #ifndef SKL_CUDA_SM80_FORWARD_CUH
 #define SKL_CUDA_SM80_FORWARD_CUH
 
-#include "cuda/sm80/tile.cuh"
+#include "cuda/sm80/rows.cuh"
 
 namespace sm80
 {
@@ -26,27 +26,6 @@ template <int DIM, int M> union forward_memory {
     stage_memory<DIM> stages[STAGES];
     skl_row_state rows[WARPS * 16 * M];
 };
-
-/* ---- Row states --------------------------------------------------------------------------------------------- */
-
-struct row_sums {
-    float l_1, l_2, w;
-};
-
-__device__ inline void add_pair(row_sums &sums, float u, float v)
-{
-    const float p = ex2(u);
-    sums.l_1 += p;
-    sums.l_2 += ex2(v);
-    sums.w = fmaf(p, u - v, sums.w);
-}
-
-__device__ inline void add_sums(skl_row_state &state, const row_sums &sums)
-{
-    state.l_1 += sums.l_1;
-    state.l_2 += sums.l_2;
-    state.w += sums.w;
-}
 
 /* Adds a stage that every row of the warp sees whole; false, and nothing added, if a stabiliser has to move. */
 template <typename ELEMENT, int BLOCKS, int DIM, int M>
@@ -82,96 +61,7 @@ __device__ inline bool add_blindly(skl_row_state (&state)[M][2], const own_rows<
     return true;
 }
 
-/* Adds a row's columns of one step with their true maximum; `sees` counts from the step's first key. */
-template <int BLOCKS>
-__device__ inline void add_exactly(skl_row_state &state, const float (&a)[BLOCKS][4], float scale_1,
-                                   const float (&b)[BLOCKS][4], float scale_2, int half, const range32 &sees)
-{
-    float m_1 = state.m_1, m_2 = state.m_2;
-    bool any = false;
-#pragma unroll
-    for (int block = 0; block < BLOCKS; block++)
-#pragma unroll
-        for (int parity = 0; parity < 2; parity++) {
-            const int column = column_of(block, parity);
-            const bool seen = column >= sees.begin && column < sees.end;
-            m_1 = seen ? fmaxf(m_1, a[block][half * 2 + parity] * scale_1) : m_1;
-            m_2 = seen ? fmaxf(m_2, b[block][half * 2 + parity] * scale_2) : m_2;
-            any = any || seen;
-        }
-    if (!any)
-        return;
-    state = skl_state_move(state, m_1, m_2);
-    row_sums sums = {};
-#pragma unroll
-    for (int block = 0; block < BLOCKS; block++)
-#pragma unroll
-        for (int parity = 0; parity < 2; parity++) {
-            const int column = column_of(block, parity);
-            if (column >= sees.begin && column < sees.end)
-                add_pair(sums, fmaf(a[block][half * 2 + parity], scale_1, -m_1),
-                         fmaf(b[block][half * 2 + parity], scale_2, -m_2));
-        }
-    add_sums(state, sums);
-}
-
-/* Four lanes hold a row; the lower one goes first on both sides, so that all get the same bits. */
-__device__ inline skl_row_state merge_lanes(skl_row_state state)
-{
-#pragma unroll
-    for (int offset = 1; offset < 4; offset *= 2) {
-        skl_row_state other;
-        other.m_1 = __shfl_xor_sync(~0U, state.m_1, offset);
-        other.l_1 = __shfl_xor_sync(~0U, state.l_1, offset);
-        other.m_2 = __shfl_xor_sync(~0U, state.m_2, offset);
-        other.l_2 = __shfl_xor_sync(~0U, state.l_2, offset);
-        other.w = __shfl_xor_sync(~0U, state.w, offset);
-        const bool lower = (threadIdx.x & (unsigned)offset) == 0;
-        state = lower ? skl_state_merge(state, other) : skl_state_merge(other, state);
-    }
-    return state;
-}
-
-__device__ inline void write_row(const skl_cuda_params &params, const skl_sequence &s, int64_t head, int64_t query,
-                                 const skl_row_state &state)
-{
-    if (params.call.op == SKL_OP_PARTIAL) {
-        params.call.states[skl_state_index(&params.problem, &s, head, query)] = state;
-        return;
-    }
-    const bool reverse = params.problem.direction == SKL_KL_REVERSE;
-    const float lse_1 = skl_lse(state.m_1, state.l_1);
-    const float lse_2 = skl_lse(state.m_2, state.l_2);
-    skl_row_set(&params.call.rows.kl, &s, head, query, skl_kl_report(skl_state_kl(&state)));
-    skl_row_set(&params.call.rows.lse_t, &s, head, query, reverse ? lse_2 : lse_1);
-    skl_row_set(&params.call.rows.lse_s, &s, head, query, reverse ? lse_1 : lse_2);
-}
-
 /* ---- One query tile ----------------------------------------------------------------------------------------- */
-
-template <int M> struct query_place {
-    static constexpr int ROWS = WARPS * 16 * M;
-    skl_sequence sequence;
-    int64_t head, first; /* query */
-    int64_t slot;        /* of the tile, or of the part, among all */
-    int part;            /* of the tile's keys */
-
-    /* `parts` blocks a tile. False: there is nothing at this block's place. */
-    __device__ bool find(const skl_cuda_params &params, int parts)
-    {
-        const skl_problem &p = params.problem;
-        const unsigned tiles = (unsigned)skl_ceil_div(p.len_q, ROWS);
-        const work at = work_of_block((unsigned)p.heads_s, tiles * parts);
-        if (at.sequence >= p.batch)
-            return false;
-        sequence = device_sequence(params, at.sequence);
-        head = at.head;
-        part = at.tile % parts;
-        slot = (at.sequence * p.heads_s + head) * tiles * parts + at.tile;
-        first = (int64_t)(tiles - 1 - at.tile / parts) * ROWS; /* causal: longest first */
-        return first < sequence.query_count;
-    }
-};
 
 template <typename ELEMENT, int DIM, int M>
 __device__ inline void sum_keys(skl_row_state (&state)[M][2], const skl_cuda_params &params,
@@ -223,8 +113,8 @@ __device__ inline void sum_keys(skl_row_state (&state)[M][2], const skl_cuda_par
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     const range32 sees = keys.band.of(own_row<M>(m, half));
-                    add_exactly(state[m][half], x.at[m], rest_1, y.at[m], rest_2, half,
-                                {sees.begin - first - row, sees.end - first - row});
+                    add_exactly<true>(state[m][half], x.at[m], rest_1, y.at[m], rest_2, half,
+                                      {sees.begin - first - row, sees.end - first - row});
                 }
         }
     }
@@ -262,36 +152,11 @@ __global__ void __launch_bounds__(THREADS, FORWARD_RESIDENT<DIM>)
                 memory.rows[own_row<M>(m, half)] = merged;
         }
     __syncthreads();
-    (void)place.find(params, params.splits);
+    query_place<M> again; /* the first one need not stay in registers all the way */
+    (void)again.find(params, params.splits);
     const int row = (int)threadIdx.x;
-    if (row >= place.ROWS || place.first + row >= place.sequence.query_count)
-        return;
-    if (params.splits > 1)
-        ((skl_row_state *)params.scratch)[place.slot * place.ROWS + row] = memory.rows[row];
-    else
-        write_row(params, place.sequence, place.head, place.first + row, memory.rows[row]);
-}
-
-/* The parts of a tile, in their order: a thread a query. */
-template <int M> __global__ void merge_parts(const __grid_constant__ skl_cuda_params params)
-{
-    query_place<M> place;
-    const int row = (int)threadIdx.x;
-    if (!place.find(params, 1) || place.first + row >= place.sequence.query_count)
-        return;
-    const skl_row_state *const parts =
-        (const skl_row_state *)params.scratch + place.slot * params.splits * place.ROWS;
-    skl_row_state state = parts[row];
-    for (int part = 1; part < params.splits; part++)
-        state = skl_state_merge(state, parts[part * place.ROWS + row]);
-    write_row(params, place.sequence, place.head, place.first + row, state);
-}
-
-/* As many parts as fill a GPU that runs `resident` blocks at once, if there are keys enough for them. */
-inline int32_t splits_for(int64_t tiles, int64_t resident, int64_t keys)
-{
-    constexpr int64_t KEYS_MIN = 256;
-    return (int32_t)skl_max(1, skl_min(resident / tiles, keys / KEYS_MIN));
+    if (row < again.ROWS && again.first + row < again.sequence.query_count)
+        write_part(params, again, row, memory.rows[row]);
 }
 
 template <typename ELEMENT, int DIM, int M> cudaError_t launch_forward(const skl_cuda_params *params)

@@ -1,0 +1,319 @@
+/* Forward on Hopper's tensor cores (sm_90a): 16-bit types, one teacher head a student head.
+ *
+ *   block   2 consumer warpgroups of 64 queries, 1 producer warp; one block a multiprocessor
+ *   regs    240 a consumer thread: Q of both arguments (DIM / 2), logits of two stages of 64 keys (128), row states
+ *   shared  STAGES stages of 64 keys of both arguments, [half][64][64] with the copy engine's 128-byte swizzle
+ *
+ *   producer   copies stage after stage (TMA) as consumers leave them
+ *   consumer   products of stage n + 1 (wgmma, Q from registers)  ||  exponentials and sums of stage n
+ *
+ * Row states, the blind and the exact way of adding, and keys cut into parts are those of the sm80 forward. */
+#ifndef SKL_CUDA_SM90_FORWARD_CUH
+#define SKL_CUDA_SM90_FORWARD_CUH
+
+#include "cuda/sm80/rows.cuh"
+#include "cuda/sm90/ptx.cuh"
+#include "cuda/sm90/tensor_map.cuh"
+
+namespace sm90
+{
+
+using namespace sm80;
+
+constexpr int CONSUMERS = 2; /* warpgroups */
+constexpr int BLOCK_THREADS = 128 * (CONSUMERS + 1);
+constexpr int KEYS = 64;           /* of a stage */
+typedef query_place<2> tile_place; /* 128 queries, as the sm80 forward has them */
+static_assert(tile_place::ROWS == CONSUMERS * 64, "a tile is the block's");
+
+typedef float stage_logits[8][4]; /* 64 x 64 of a warpgroup: [8 keys][half * 2 + parity] of a thread */
+
+template <int DIM> struct key_stage {
+    unsigned char halves[DIM / 64][KEYS][128]; /* of 64 dimensions each */
+};
+
+template <int DIM> constexpr int DEPTH = DIM == 64 ? 8 : 6; /* stages */
+
+/* What a tile streams: its keys, or a part of them, in stages. Those that some query sees in part come first, so that
+ * the long loop over the others, an even number of them, has one simple body. */
+struct key_stream {
+    int row; /* of the tensor, where it begins */
+    int stages;
+    int edges;   /* stages that come first */
+    int left;    /* of them at the beginning of the keys; the others are at the end */
+    band32 band; /* what the tile's queries see of it */
+
+    /* Place among the keys of the stage that comes as number n. */
+    __device__ int place_of(int n) const
+    {
+        const int right = edges - left;
+        return n < left ? n : n < edges ? n + stages - edges : n - right;
+    }
+};
+
+template <int DIM> struct forward_block {
+    struct {
+        key_stage<DIM> one, two;
+    } stages[DEPTH<DIM>];
+    uint64_t full[DEPTH<DIM>], empty[DEPTH<DIM>];
+    key_stream keys; /* here, and not in the registers of every thread */
+    float scale_1, scale_2;
+};
+
+__device__ inline key_stream keys_of_tile(const skl_cuda_params &params, const tile_place &place)
+{
+    const int64_t last = skl_min(place.first + tile_place::ROWS, place.sequence.query_count) - 1;
+    const skl_band keys = skl_key_band(&params.problem, &place.sequence);
+    const streamed_band streamed = cut(stream_for(keys, place.first, last), KEYS, place.part, params.splits);
+    const range32 all = reach_of(streamed.band, 0, tile_place::ROWS).all;
+    const int stages = (streamed.needed + KEYS - 1) / KEYS;
+    const int left = min((all.begin + KEYS - 1) / KEYS, stages);
+    const int whole = max(0, min(all.end / KEYS, stages) - left) / 2 * 2;
+    return {(int)(place.sequence.key_begin + streamed.origin), stages, stages - whole, left, streamed.band};
+}
+
+/* ---- Producer ----------------------------------------------------------------------------------------------- */
+
+template <int DIM>
+__device__ inline void produce(const skl_cuda_params &params, const tensor_maps &maps, forward_block<DIM> &block,
+                               const tile_place &place)
+{
+    const int batch = (int)place.sequence.batch;
+    const int head_1 = (int)place.head / params.one.heads_per_key,
+              head_2 = (int)place.head / params.two.heads_per_key;
+    for (int n = 0; n < block.keys.stages; n++) {
+        const int at = n % DEPTH<DIM>;
+        const int row = block.keys.row + block.keys.place_of(n) * KEYS;
+        barrier_wait(block.empty[at], n / DEPTH<DIM> % 2 ^ 1);
+        barrier_expect(block.full[at], (int)sizeof block.stages[at]);
+#pragma unroll
+        for (int half = 0; half < DIM / 64; half++) {
+            copy_box(block.stages[at].one.halves[half], maps.one, half * 64, row, head_1, batch, block.full[at]);
+            copy_box(block.stages[at].two.halves[half], maps.two, half * 64, row, head_2, batch, block.full[at]);
+        }
+    }
+}
+
+/* ---- Consumers ---------------------------------------------------------------------------------------------- */
+
+/* The thread's rows as A operands; rows behind `count` become 0. */
+template <int DIM, typename ELEMENT>
+__device__ inline void load_queries(uint32_t (&q)[DIM / 16][4], const row_source<ELEMENT> &from, int count)
+{
+#pragma unroll
+    for (int part = 0; part < 4; part++) {
+        const int row = own_row<1>(0, part % 2);
+        const ELEMENT *const source = from.rows + row * from.stride + (int)threadIdx.x % 4 * 2 + part / 2 * 8;
+#pragma unroll
+        for (int k = 0; k < DIM / 16; k++) {
+            const bool inside = row < count && k * 16 + part / 2 * 8 < from.dim;
+            q[k][part] = inside ? *(const uint32_t *)(const void *)(source + k * 16) : 0U;
+        }
+    }
+}
+
+template <typename ELEMENT, int DIM>
+__device__ inline void start_products(stage_logits &x, const uint32_t (&q)[DIM / 16][4], uint32_t keys)
+{
+    constexpr int HALF = KEYS * 128; /* bytes; 16 dimensions are 32 bytes of a row */
+#pragma unroll
+    for (int k = 0; k < DIM / 16; k++)
+        wgmma_64_64(x, q[k], row_descriptor(keys + (k / 4 * HALF + k % 4 * 32) / 16), k > 0, ELEMENT());
+}
+
+/* Ties accumulators to this place: nothing that reads them moves in front of the wait. */
+__device__ inline void settle(stage_logits &x)
+{
+#pragma unroll
+    for (int n = 0; n < 8; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            asm volatile("" : "+f"(x[n][e]));
+}
+
+/* Adds a stage that every row of the warp sees whole; false, and nothing added, if a stabiliser has to move. */
+__device__ inline bool add_blindly(skl_row_state (&state)[2], const stage_logits &x, float scale_1,
+                                   const stage_logits &y, float scale_2)
+{
+    row_sums sums[2];
+    bool fine = true;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        row_sums even = {}, odd = {};
+#pragma unroll
+        for (int n = 0; n < 8; n++)
+#pragma unroll
+            for (int parity = 0; parity < 2; parity++)
+                add_pair(parity ? odd : even, fmaf(x[n][half * 2 + parity], scale_1, -state[half].m_1),
+                         fmaf(y[n][half * 2 + parity], scale_2, -state[half].m_2));
+        sums[half] = {even.l_1 + odd.l_1, even.l_2 + odd.l_2, even.w + odd.w};
+        fine = fine && sums[half].l_1 < SKL_LAZY_BOUND && sums[half].l_2 < SKL_LAZY_BOUND;
+    }
+    if (__any_sync(~0U, !fine))
+        return false;
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+        add_sums(state[half], sums[half]);
+    return true;
+}
+
+/* Logits of two stages: while one is added, the products of the other are under way. */
+template <typename ELEMENT, int DIM> struct consumer {
+    const skl_cuda_params &params;
+    forward_block<DIM> &block;
+    uint32_t q_1[DIM / 16][4], q_2[DIM / 16][4];
+    skl_row_state state[2];
+
+    __device__ void start(stage_logits &x, stage_logits &y, int n)
+    {
+        const int at = n % DEPTH<DIM>;
+        barrier_wait(block.full[at], n / DEPTH<DIM> % 2);
+        wgmma_fence();
+        const uint32_t keys = row_operand(&block.stages[at]);
+        start_products<ELEMENT, DIM>(x, q_1, keys);
+        start_products<ELEMENT, DIM>(y, q_2, keys + sizeof(key_stage<DIM>) / 16);
+        wgmma_commit();
+    }
+
+    __device__ void finish(stage_logits &x, stage_logits &y, int n)
+    {
+        wgmma_wait<0>();
+        settle(x);
+        settle(y);
+        if (threadIdx.x % 32 == 0)
+            barrier_arrive(block.empty[n % DEPTH<DIM>]);
+    }
+
+    __device__ void add_edge(const stage_logits &x, const stage_logits &y, int n)
+    {
+        const int first = block.keys.place_of(n) * KEYS;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const range32 sees = block.keys.band.of(own_row<1>(0, half));
+            add_exactly<true>(state[half], x, params.one.scale, y, params.two.scale, half,
+                              {sees.begin - first, sees.end - first});
+        }
+    }
+
+    /* The scales come from shared memory, so that no exponential is taken before the wait for the next stage's keys:
+     * its products have to start first. */
+    __device__ void add_whole(const stage_logits &x, const stage_logits &y)
+    {
+        const float scale_1 = load_shared(block.scale_1), scale_2 = load_shared(block.scale_2);
+        if (add_blindly(state, x, scale_1, y, scale_2))
+            return;
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            add_exactly<false>(state[half], x, scale_1, y, scale_2, half, {});
+    }
+
+    __device__ void run()
+    {
+        stage_logits x[2], y[2];
+        for (int n = 0; n < block.keys.edges; n++) {
+            start(x[0], y[0], n);
+            finish(x[0], y[0], n);
+            add_edge(x[0], y[0], n);
+        }
+        const int end = block.keys.stages;
+        if (block.keys.edges == end)
+            return;
+        /* Products are started unconditionally and with no branch before the sums: ptxas would wait for them at once,
+         * or not mix them with the exponentials. So the last ones are started twice, and not used. */
+        start(x[0], y[0], block.keys.edges);
+        for (int n = block.keys.edges; n < end; n += 2) {
+            finish(x[0], y[0], n);
+            start(x[1], y[1], n + 1);
+            add_whole(x[0], y[0]);
+            finish(x[1], y[1], n + 1);
+            start(x[0], y[0], min(n + 2, end - 1));
+            add_whole(x[1], y[1]);
+        }
+        wgmma_wait<0>();
+    }
+};
+
+template <typename ELEMENT, int DIM>
+__device__ inline void consume(skl_row_state (&state)[2], const skl_cuda_params &params, forward_block<DIM> &block)
+{
+    tile_place place;
+    (void)place.find(params, params.splits);
+    const skl_sequence &s = place.sequence;
+    const int rows = (int)skl_min(tile_place::ROWS, s.query_count - place.first);
+    consumer<ELEMENT, DIM> own = {params, block};
+    load_queries<DIM>(own.q_1, queries_of<ELEMENT>(params.one, s, place.head).from(place.first), rows);
+    load_queries<DIM>(own.q_2, queries_of<ELEMENT>(params.two, s, place.head).from(place.first), rows);
+    own.state[0] = own.state[1] = skl_state_empty();
+    own.run();
+    state[0] = merge_lanes(own.state[0]);
+    state[1] = merge_lanes(own.state[1]);
+}
+
+template <typename ELEMENT, int DIM>
+__global__ void __launch_bounds__(BLOCK_THREADS, 1)
+    forward_kernel(const __grid_constant__ skl_cuda_params params, const __grid_constant__ tensor_maps maps)
+{
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(1024) unsigned char raw[];
+    forward_block<DIM> &block = *(forward_block<DIM> *)(void *)raw;
+    tile_place here; /* found again where it is used: it holds no registers meanwhile */
+    if (!here.find(params, params.splits))
+        return;
+    if (threadIdx.x == 0) {
+        block.keys = keys_of_tile(params, here);
+        block.scale_1 = params.one.scale;
+        block.scale_2 = params.two.scale;
+        for (int at = 0; at < DEPTH<DIM>; at++) {
+            barrier_init(block.full[at], 1);
+            barrier_init(block.empty[at], CONSUMERS * 4);
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+    if (threadIdx.x / 128 == CONSUMERS) {
+        give_registers<24>();
+        tile_place place;
+        if (threadIdx.x % 128 == 0 && place.find(params, params.splits))
+            produce<DIM>(params, maps, block, place);
+    } else {
+        take_registers<240>();
+        skl_row_state state[2];
+        consume<ELEMENT, DIM>(state, params, block);
+        tile_place place;
+        (void)place.find(params, params.splits);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int row = own_row<1>(0, half);
+            if (threadIdx.x % 4 == 0 && place.first + row < place.sequence.query_count)
+                write_part(params, place, row, state[half]);
+        }
+    }
+#endif
+}
+
+template <typename ELEMENT, int DIM>
+cudaError_t launch_forward(const skl_cuda_params *params, skl_cuda_launcher otherwise)
+{
+    tensor_maps maps;
+    if (params->one.capped || params->two.capped || !make_tensor_maps(&maps, params, ELEMENT(), KEYS))
+        return otherwise(params);
+    constexpr int MEMORY = sizeof(forward_block<DIM>);
+    const cudaError_t error =
+        cudaFuncSetAttribute(forward_kernel<ELEMENT, DIM>, cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
+    if (error != cudaSuccess)
+        return error;
+    const skl_problem *const p = &params->problem;
+    const int64_t tiles = skl_ceil_div(p->len_q, tile_place::ROWS);
+    skl_cuda_params own = *params;
+    own.splits = splits_for(p->batch * p->heads_s * tiles, params->multiprocessors, p->len_k);
+    forward_kernel<ELEMENT, DIM>
+        <<<grid_of(p->batch, p->heads_s, tiles * own.splits), BLOCK_THREADS, MEMORY, params->call.stream>>>(own,
+                                                                                                            maps);
+    if (own.splits > 1)
+        merge_parts<2><<<grid_of(p->batch, p->heads_s, tiles), tile_place::ROWS, 0, params->call.stream>>>(own);
+    return cudaPeekAtLastError();
+}
+
+} // namespace sm90
+
+#endif
