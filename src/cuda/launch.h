@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "base/kl_math.h"
 #include "base/side.h"
 
 #ifdef __cplusplus
@@ -29,13 +30,13 @@ typedef struct skl_cuda_params {
     int32_t teacher_side;       /* gradients of q_t or k_t, not of q_s or k_s */
     int64_t dim_first;          /* first dimension of the gradient that a launch gives */
     int32_t block_count;        /* blocks that run at once and have scratch memory each */
-    float *scratch;             /* [block][group][tile]: LSEs of a group of teacher heads */
+    skl_lse2 *scratch;          /* [block][group][tile]: LSEs of a group of teacher heads */
 } skl_cuda_params;
 
 typedef cudaError_t (*skl_cuda_launcher)(const skl_cuda_params *params);
 
 /* The general kernels: every type, size, stride and option, f32 arithmetic on the ordinary pipes. */
-enum { SKL_GENERAL_TILE = 64 };
+enum { SKL_GENERAL_TILE = 128 }; /* rows that a block owns */
 cudaError_t skl_cuda_general_forward(const skl_cuda_params *params);
 cudaError_t skl_cuda_general_queries(const skl_cuda_params *params); /* dq of one side */
 cudaError_t skl_cuda_general_keys(const skl_cuda_params *params);    /* dk of one side */
