@@ -82,7 +82,7 @@ static const cuda_kernel kernels[] = {
     SM80(f16, SKL_F16, 64),
     SM80(f16, SKL_F16, 128),
     SM80_FORWARD(f16, SKL_F16, 256),
-    {"cuda_general", "any type, size and stride; f32 arithmetic, 64 x 64 tiles", CAPABILITY_MIN, ANY, 0, SKL_F32,
+    {"cuda_general", "any type, size and stride; f32 arithmetic, 128-row tiles", CAPABILITY_MIN, ANY, 0, SKL_F32,
      skl_cuda_general_forward, skl_cuda_general_queries, skl_cuda_general_keys},
 };
 
@@ -170,7 +170,7 @@ static skl_status plan_cuda(skl_plan *plan, const skl_options *options, const ch
     plan->device_index = options->device_index;
     plan->block_count = multiprocessors * GENERAL_RESIDENT;
     const size_t lse_size =
-        (size_t)plan->block_count * (size_t)skl_group(&plan->problem) * SKL_GENERAL_TILE * sizeof(float);
+        (size_t)plan->block_count * (size_t)skl_group(&plan->problem) * SKL_GENERAL_TILE * sizeof(skl_lse2);
     const size_t states_size =
         (size_t)multiprocessors * SKL_SM80_RESIDENT_MAX * SKL_SM80_TILE_MAX * sizeof(skl_row_state);
     for (int op = 0; op < SKL_OP_COUNT; op++) {

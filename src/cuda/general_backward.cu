@@ -1,247 +1,362 @@
-/* General backward, split: dq with a query tile held fixed, dk with a key tile held fixed. No atomics, so the bits
- * are the same on every run. Each launch gives the gradient of one side. */
+/* General backward, split: dq with a query tile held fixed, dk with a key tile held fixed (KEYS). No atomics, so the
+ * bits are the same on every run. Each launch gives up to 128 dimensions of the gradient of one side.
+ *
+ *   block   128 own rows, 64 streamed ones a step: 8 x 4 pairs and 8 x 8 sums of the gradient a thread
+ *   regs    the sums, both logits, with a grouped teacher a head's own; chunks on their way; 1 block a multiprocessor
+ *   shared  two chunks of both operands, the logit gradient of a tile and what is known of its queries: 72 KB */
 #include "cuda/general_tile.cuh"
 
-constexpr int SLICE = 64; /* dimensions of the gradient that a launch gives; a thread owns OWN x OWN of them */
+constexpr int SLICE = TILE;               /* dimensions of the gradient that a launch gives */
+constexpr int COLUMNS = 4;                /* streamed rows of a thread */
+constexpr int STREAMED = COLUMNS * LANES; /* and of a block */
+
+/* What a backward knows of a query. */
+struct query_facts {
+    skl_lse2 lse_t, lse_s; /* lse_t: of the head that the gradient is for, or the only one */
+    float factor;          /* upstream gradient, scale and share of the group */
+    float offset;          /* KL or dot_t: see pair_gradient */
+};
 
 struct backward_memory {
-    union {
-        operands staged;
-        float rows[TILE][SLICE + 1]; /* keys or queries of a product */
-    };
-    float gradient[TILE][TILE + 1]; /* logit gradient, [query][key] */
+    stage_memory stage;
+    __align__(16) float gradient[step_at(STREAMED)]; /* of the logits: [streamed row][own row] */
+    query_facts facts[TILE];
+    skl_lse2 lse_t[TILE]; /* of a head of a group */
+    key_span spans[TILE];
+    row_source streamed; /* rows that the logit gradient is multiplied with */
+    work at;
 };
 
-/* What a backward knows of a thread's rows. */
-struct known {
-    float lse_s, grad, kl, dot_t;
-};
+/* The gradient is that of the KL's second argument. */
+static __device__ bool is_second(const skl_cuda_params &params)
+{
+    return (params.teacher_side != 0) == (params.problem.direction == SKL_KL_REVERSE);
+}
 
-static __device__ known known_row(const skl_cuda_params &params, const place &at, int64_t teacher_head, int i)
+/* dKL/dlogit less the query's factor. `own`: log2 of the probability that the logit makes, which is an argument of
+ * the KL, or belongs to a head of a grouped teacher; `first`: log2 of the KL's first argument, for a head of a group
+ * its own share of it; difference: first less second argument.
+ *
+ *     gradient of the first    2^own (ln2 difference - offset)     offset = KL, grouped: dot_t
+ *     gradient of the second   -2^own offset - 2^first             offset = -1, grouped: dot_t */
+static __device__ float pair_gradient(bool of_second, float own, float first, float difference, float offset)
+{
+    const float p = ex2(own);
+    return of_second ? fmaf(p, -offset, -ex2(first)) : p * fmaf(SKL_LN2, difference, -offset);
+}
+
+/* 1 - (logit / cap)^2 */
+static __device__ float softcap_slope(float softcap, float logit2)
+{
+    const float ratio = logit2 * SKL_LN2 / softcap;
+    return fmaf(-ratio, ratio, 1.0F);
+}
+
+/* What is known of the queries of a tile; others may read it after the next barrier. */
+static __device__ void load_facts(backward_memory &memory, const skl_cuda_params &params, const place &at,
+                                  int64_t group)
 {
     const skl_inputs &in = params.call.inputs;
     const skl_input kl = skl_known_rows(params.rows_known, &in.kl, &params.call.rows.kl);
     const skl_input dot_t = skl_known_rows(params.rows_known, &in.dot_t, &params.call.rows.dot_t);
-    const int64_t query = at.query_first + row_of(i);
-    known row = {0.0F, 1.0F, 0.0F, 0.0F};
-    if (query >= at.sequence.query_count)
-        return row;
-    row.lse_s = skl_row_value(&in.lse_s, &at.sequence, at.head, query) * SKL_LOG2E;
-    if (in.grad_kl.data != NULL)
-        row.grad = skl_row_value(&in.grad_kl, &at.sequence, at.head, query);
-    if (kl.data != NULL)
-        row.kl = skl_row_value(&kl, &at.sequence, at.head, query);
-    if (dot_t.data != NULL && params.teacher_side)
-        row.dot_t = skl_row_value(&dot_t, &at.sequence, teacher_head, query);
-    return row;
+    const bool grouped = group > 1 && params.teacher_side;
+    const skl_sequence &s = at.in.sequence;
+    const int64_t query = at.query_first + threadIdx.x;
+    if (threadIdx.x >= TILE || query >= at.in.queries.end)
+        return;
+    const float scale = params.teacher_side ? params.problem.scale_t / (float)group : params.problem.scale_s;
+    const float grad = in.grad_kl.data != NULL ? skl_row_value(&in.grad_kl, &s, at.in.head, query) : 1.0F;
+    query_facts facts;
+    facts.lse_t = skl_lse2_of(skl_row_value(&in.lse_t, &s, grouped ? at.in.own_head : at.in.head * group, query));
+    facts.lse_s = skl_lse2_of(skl_row_value(&in.lse_s, &s, at.in.head, query));
+    facts.factor = grad * scale;
+    if (grouped)
+        facts.offset = skl_row_value(&dot_t, &s, at.in.own_head, query);
+    else
+        facts.offset = is_second(params) ? -1.0F : skl_row_value(&kl, &s, at.in.head, query);
+    memory.facts[threadIdx.x] = facts;
 }
 
-/* 1 - (logit / cap)^2 */
-static __device__ float softcap_slope(const skl_side &side, float logit2)
+/* x = difference of the arguments' logarithms, first less second, from both logits. */
+template <bool KEYS>
+static __device__ void subtract_arguments(fragment<COLUMNS> &x, const fragment<COLUMNS> &y,
+                                          const backward_memory &memory, bool reverse)
 {
-    const float ratio = side.softcap > 0.0F ? logit2 * SKL_LN2 / side.softcap : 0.0F;
-    return 1.0F - ratio * ratio;
+#pragma unroll
+    for (int i = 0; i < ROWS; i++)
+#pragma unroll
+        for (int j = 0; j < COLUMNS; j++) {
+            const float v = log_probability(y.at[i][j], memory.facts[KEYS ? column_of(j) : row_of(i)].lse_s);
+            x.at[i][j] = reverse ? v - x.at[i][j] : x.at[i][j] - v;
+        }
 }
 
-/* Gradient of one pair of logits in the logit of one side. u, v: log2 of P and S; z: log2 of the head's own P_h. */
-static __device__ float pair_gradient(const skl_problem &p, bool teacher_side, int64_t group, float u, float v,
-                                      float z, const known &row)
-{
-    const bool reverse = p.direction == SKL_KL_REVERSE;
-    if (!teacher_side)
-        return reverse ? exp2f(v) * (SKL_LN2 * (v - u) - row.kl) : exp2f(v) - exp2f(u);
-    if (group == 1)
-        return reverse ? exp2f(u) - exp2f(v) : exp2f(u) * (SKL_LN2 * (u - v) - row.kl);
-    const float head_p = exp2f(z);
-    return (reverse ? -exp2f(z - u + v) - head_p * row.dot_t : head_p * (SKL_LN2 * (u - v) - row.dot_t)) /
-           (float)group;
-}
-
-/* The logit gradient of a tile into shared memory; masked pairs are exactly 0. Returns whether there are any. */
-static __device__ bool gradient_tile(const skl_cuda_params &params, backward_memory &memory, const place &at,
-                                     int64_t teacher_head, const float *lse)
+/* x becomes the gradient of the logits; masked pairs are exactly 0. A head of a grouped teacher has its own logits in
+ * y, and the difference of the arguments in x. */
+template <bool KEYS>
+static __device__ void logit_gradients(fragment<COLUMNS> &x, const fragment<COLUMNS> &y,
+                                       const backward_memory &memory, const skl_cuda_params &params, int64_t group,
+                                       bool masked)
 {
     const skl_problem &p = params.problem;
-    const skl_side teacher = skl_teacher_of(&p, &params.call);
-    const skl_side student = skl_student_of(&p, &params.call);
-    const int64_t group = skl_group(&p);
-    fragment x, y, z;
-    teacher_tile(x, memory.staged, teacher, at, group, lse);
-    logit_tile(y, memory.staged, student, at, at.head);
-    if (params.teacher_side && group > 1)
-        logit_tile(z, memory.staged, teacher, at, teacher_head);
-    bool all_seen = true;
-    for (int i = 0; i < OWN; i++) {
-        const known row = known_row(params, at, teacher_head, i);
-        const skl_range visible = row_visible(p, at, i);
-        const float head_lse = lse[(teacher_head - at.head * group) * TILE + row_of(i)];
-        for (int j = 0; j < OWN; j++) {
-            const float u = group == 1 ? x[i][j] - lse[row_of(i)] : x[i][j];
-            const float v = y[i][j] - row.lse_s;
-            const float log_p = params.teacher_side && group > 1 ? z[i][j] - head_lse : u;
-            const float own_logit = !params.teacher_side ? y[i][j] : group > 1 ? z[i][j] : x[i][j];
-            const skl_side &side = params.teacher_side ? teacher : student;
-            const float g = row.grad * side.scale * softcap_slope(side, own_logit) *
-                            pair_gradient(p, params.teacher_side, group, u, v, log_p, row);
-            const bool seen = sees(visible, at, j);
-            memory.gradient[row_of(i)][column_of(j)] = seen ? g : 0.0F;
-            all_seen = all_seen && seen;
+    const bool teacher_side = params.teacher_side != 0;
+    const bool grouped = group > 1 && teacher_side;
+    const bool reverse = p.direction == SKL_KL_REVERSE;
+    const bool of_second = is_second(params);
+    const float softcap = teacher_side ? p.softcap_t : p.softcap_s;
+    const key_span all = {0, TILE};
+#pragma unroll
+    for (int a = 0; a < (KEYS ? COLUMNS : ROWS); a++) {
+        const int query = KEYS ? column_of(a) : row_of(a);
+        const query_facts facts = memory.facts[query];
+        const key_span span = masked ? memory.spans[query] : all;
+#pragma unroll
+        for (int b = 0; b < (KEYS ? ROWS : COLUMNS); b++) {
+            float &at = x.at[KEYS ? b : a][KEYS ? a : b];
+            const float other = y.at[KEYS ? b : a][KEYS ? a : b];
+            const float logit = teacher_side && !grouped ? at : other;
+            const float u = group > 1 ? at : log_probability(at, facts.lse_t);
+            const float v = log_probability(other, grouped ? facts.lse_t : facts.lse_s);
+            const float own = teacher_side && !grouped ? u : v;
+            const float difference = grouped ? at : reverse ? v - u : u - v;
+            const float first = grouped ? own + difference : reverse ? v : u;
+            float g = facts.factor * pair_gradient(of_second, own, first, difference, facts.offset);
+            if (softcap > 0.0F)
+                g *= softcap_slope(softcap, logit);
+            at = sees(span, KEYS ? row_of(b) : column_of(b)) ? g : 0.0F;
         }
     }
-    return __syncthreads_or(!all_seen) != 0; /* also: the gradient is complete, the operands are free */
 }
 
-/* sum += weight * value; where pairs are masked a weight of 0 may meet a value that is not finite, and must not. */
-static __device__ float add_product(float sum, float weight, float value, bool masked)
+static __device__ void store_gradients(float *to, const fragment<COLUMNS> &g)
 {
-    return masked && weight == 0.0F ? sum : sum + weight * value;
+#pragma unroll
+    for (int j = 0; j < COLUMNS; j++)
+#pragma unroll
+        for (int i = 0; i < ROWS; i += 4)
+            *(float4 *)&to[step_at(column_of(j)) + row_of(i)] =
+                make_float4(g.at[i][j], g.at[i + 1][j], g.at[i + 2][j], g.at[i + 3][j]);
 }
 
-/* One slice of a product: sum[i][j] += sum_step weight(step, own row i) rows[step][own column j]. */
-template <bool TRANSPOSED>
-static __device__ void multiply_slice(fragment sum, const backward_memory &memory, bool masked)
+/* sum += gradient . streamed rows. The first chunk of them has been loaded. */
+template <bool MASKED>
+static __device__ void multiply_gradient(fragment<8> &sum, pipeline<COLUMNS> &line, backward_memory &memory,
+                                         raw_quad (&rows)[OWN_QUADS], skl_dtype dtype, int dim_first)
 {
-#pragma unroll 4
-    for (int step = 0; step < TILE; step++) {
-        float weight[OWN], value[OWN];
-        for (int i = 0; i < OWN; i++) {
-            weight[i] = TRANSPOSED ? memory.gradient[step][row_of(i)] : memory.gradient[row_of(i)][step];
-            value[i] = memory.rows[step][column_of(i)];
-        }
-        for (int i = 0; i < OWN; i++)
-            for (int j = 0; j < OWN; j++)
-                sum[i][j] = add_product(sum[i][j], weight[i], value[j], masked);
+#pragma unroll 1
+    for (int step = 0; step < STREAMED; step += CHUNK, line.chunk ^= 1) {
+        float *const streamed = memory.stage.chunks.streamed[line.chunk];
+        store_steps(streamed, rows, dtype);
+        __syncthreads(); /* also: the gradient is complete */
+        if (step + CHUNK < STREAMED)
+            load_steps(rows, memory.streamed, step + CHUNK, dim_first);
+        multiply<MASKED>(sum, memory.gradient + step_at(step), streamed);
     }
 }
 
-static __device__ void store_sums(const fragment sum, const skl_output &grad, skl_dtype dtype, int64_t base,
+/* Adds one tile to the sums. `next` follows it. */
+template <bool KEYS>
+static __device__ void add_tile(fragment<8> &sum, pipeline<COLUMNS> &line, backward_memory &memory,
+                                const skl_cuda_params &params, const place &at, const place &next, int64_t group)
+{
+    const skl_problem &p = params.problem;
+    const int side = params.teacher_side ? TEACHER : STUDENT;
+    const skl_dtype dtype = params.teacher_side ? p.dtype_t : p.dtype_s;
+    const bool grouped = group > 1 && params.teacher_side;
+    if (threadIdx.x == 0)
+        memory.streamed = source_of<KEYS>(at, side, at.in.own_head).streamed;
+
+    const auto next_tile = [&] { return source_of<KEYS>(next, TEACHER, at.in.head * group); };
+    const auto lse_of = [&](int64_t h) {
+        return skl_lse2_of(skl_row_value(&params.call.inputs.lse_t, &at.in.sequence, at.in.head * group + h,
+                                         at.query_first + threadIdx.x));
+    };
+    fragment<COLUMNS> x, y;
+    logit_tiles<KEYS>(x, y, line, at, group, memory.lse_t, lse_of,
+                      [&] { return grouped ? source_of<KEYS>(at, TEACHER, at.in.own_head) : next_tile(); });
+    if (grouped) {
+        subtract_arguments<KEYS>(x, y, memory, p.direction == SKL_KL_REVERSE);
+        line.announce(next_tile);
+        line.multiply_tile(y);
+        scale_products(y, at.in.sides[TEACHER]);
+    }
+    raw_quad rows[OWN_QUADS];
+    load_steps(rows, memory.streamed, 0, (int)params.dim_first);
+    const bool masked = !all_visible(p, at, KEYS ? STREAMED : TILE, KEYS ? TILE : STREAMED);
+    if (masked)
+        find_spans(memory.spans, p, at);
+    logit_gradients<KEYS>(x, y, memory, params, group, masked);
+    store_gradients(memory.gradient, x);
+    if (masked)
+        multiply_gradient<true>(sum, line, memory, rows, dtype, (int)params.dim_first);
+    else
+        multiply_gradient<false>(sum, line, memory, rows, dtype, (int)params.dim_first);
+}
+
+/* Sums of the own rows from `first` on, dimensions from c_first on; the tensor's rows begin at element `base`. */
+static __device__ void store_sums(fragment<8> &sum, const skl_output &grad, skl_dtype dtype, int64_t base,
                                   int64_t first, int64_t row_end, int64_t c_first, int64_t dim)
 {
-    for (int i = 0; i < OWN; i++)
-        for (int j = 0; j < OWN; j++) {
-            const int64_t row = first + row_of(i);
+#pragma unroll 1
+    for (int turn = 0; turn < ROWS; turn++, rotate_rows(sum)) {
+        const int64_t row = first + row_of(turn);
+        const int64_t offset = base + row * grad.stride_row;
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
             const int64_t c = c_first + column_of(j);
             if (row < row_end && c < dim)
-                skl_store(grad.data, dtype, base + row * grad.stride_row + c, sum[i][j]);
-        }
-}
-
-static __device__ void clear_sums(fragment sum)
-{
-    for (int i = 0; i < OWN; i++)
-        for (int j = 0; j < OWN; j++)
-            sum[i][j] = 0.0F;
-}
-
-static __device__ void queries_tile(const skl_cuda_params &params, backward_memory &memory, place at,
-                                    int64_t own_head, float *lse)
-{
-    const skl_problem &p = params.problem;
-    const skl_side side = params.teacher_side ? skl_teacher_of(&p, &params.call) : skl_student_of(&p, &params.call);
-    const int64_t group = skl_group(&p);
-    const int64_t teacher_head = params.teacher_side ? own_head : at.head * group;
-    __syncthreads();
-    load_group_lse(lse, params.call.inputs.lse_t, at, group);
-    fragment sum;
-    clear_sums(sum);
-    const skl_range keys = tile_keys(p, at);
-    for (at.key_first = keys.begin; at.key_first < keys.end; at.key_first += TILE) {
-        const bool masked = gradient_tile(params, memory, at, teacher_head, lse);
-        __syncthreads();
-        stage_rows<SLICE>(&memory.rows[0][0], SLICE + 1, *side.k, side.dtype, key_base(side, at.sequence, own_head),
-                          at.key_first, at.sequence.key_count, params.dim_first, side.dim);
-        __syncthreads();
-        multiply_slice<false>(sum, memory, masked);
-        __syncthreads();
-    }
-    store_sums(sum, *side.dq, side.grad_dtype,
-               SKL_ROW(*side.dq, at.sequence.batch, own_head, at.sequence.query_begin), at.query_first,
-               at.sequence.query_count, params.dim_first, side.dim);
-}
-
-static __device__ void keys_tile(const skl_cuda_params &params, backward_memory &memory, place at, int64_t key_head,
-                                 int64_t key_rows, float *lse)
-{
-    const skl_problem &p = params.problem;
-    const skl_side side = params.teacher_side ? skl_teacher_of(&p, &params.call) : skl_student_of(&p, &params.call);
-    const int64_t group = skl_group(&p);
-    const int64_t sharing = side.heads / side.key_heads;
-    fragment sum;
-    clear_sums(sum);
-    for (int64_t own_head = key_head * sharing; own_head < (key_head + 1) * sharing; own_head++) {
-        at.head = params.teacher_side ? own_head / group : own_head;
-        const int64_t teacher_head = params.teacher_side ? own_head : at.head * group;
-        for (at.query_first = 0; at.query_first < at.sequence.query_count; at.query_first += TILE) {
-            const skl_range keys = tile_keys(p, at);
-            if (keys.end <= at.key_first || keys.begin >= at.key_first + TILE)
-                continue;
-            __syncthreads();
-            load_group_lse(lse, params.call.inputs.lse_t, at, group);
-            const bool masked = gradient_tile(params, memory, at, teacher_head, lse);
-            __syncthreads();
-            stage_rows<SLICE>(&memory.rows[0][0], SLICE + 1, *side.q, side.dtype,
-                              query_base(side, at.sequence, own_head), at.query_first, at.sequence.query_count,
-                              params.dim_first, side.dim);
-            __syncthreads();
-            multiply_slice<true>(sum, memory, masked);
-            __syncthreads();
+                skl_store(grad.data, dtype, offset + c, sum.at[0][j]);
         }
     }
-    store_sums(sum, *side.dk, side.grad_dtype, SKL_ROW(*side.dk, at.sequence.batch, key_head, at.sequence.key_begin),
-               at.key_first, key_rows, params.dim_first, side.dim);
 }
 
-static __global__ void __launch_bounds__(THREADS, 1) general_queries(const __grid_constant__ skl_cuda_params params)
+/* ---- dq ----------------------------------------------------------------------------------------------------- */
+
+static __device__ work query_work(const skl_cuda_params &params, int64_t item)
 {
-    __shared__ backward_memory memory;
     const skl_problem &p = params.problem;
     const int64_t heads = params.teacher_side ? p.heads_t : p.heads_s;
     const int64_t tiles = skl_ceil_div(p.len_q, TILE);
-    float *const lse = (float *)params.scratch + (int64_t)blockIdx.x * skl_group(&p) * TILE;
-    for (int64_t item = blockIdx.x; item < p.batch * heads * tiles; item += gridDim.x) {
-        place at;
-        const int64_t own_head = item / tiles % heads;
-        at.sequence = device_sequence(params, item / (heads * tiles));
-        at.head = params.teacher_side ? own_head / skl_group(&p) : own_head;
-        at.query_first = (tiles - 1 - item % tiles) * TILE;
-        if (at.query_first < at.sequence.query_count)
-            queries_tile(params, memory, at, own_head, lse);
-    }
+    work at = {};
+    at.item = item;
+    if (item >= p.batch * heads * tiles)
+        return at;
+    at.exists = true;
+    at.sides[TEACHER] = tile_side_of(skl_teacher_of(&p, &params.call));
+    at.sides[STUDENT] = tile_side_of(skl_student_of(&p, &params.call));
+    at.sequence = device_sequence(params, item / (heads * tiles));
+    at.own_head = item / tiles % heads;
+    at.head = params.teacher_side ? at.own_head / skl_group(&p) : at.own_head;
+    at.queries.begin = (tiles - 1 - item % tiles) * TILE; /* causal: longest first */
+    at.queries.end = at.sequence.query_count;
+    if (at.queries.begin < at.queries.end)
+        at.keys = keys_seen(p, at.sequence, at.queries.begin);
+    return at;
 }
 
-static __global__ void __launch_bounds__(THREADS, 1) general_keys(const __grid_constant__ skl_cuda_params params)
+static __device__ void queries_tile(const skl_cuda_params &params, backward_memory &memory)
 {
-    __shared__ backward_memory memory;
+    const skl_problem &p = params.problem;
+    const int64_t group = skl_group(&p);
+    place at = {memory.at, memory.at.queries.begin, memory.at.keys.begin};
+    pipeline<COLUMNS> line(memory.stage);
+    fragment<8> sum;
+    clear(sum);
+    load_facts(memory, params, at, group);
+    line.begin([&] { return source_of<false>(at, TEACHER, at.in.head * group); });
+#pragma unroll 1
+    for (; at.key_first < at.in.keys.end; at.key_first += STREAMED)
+        add_tile<false>(sum, line, memory, params, at, {at.in, at.query_first, at.key_first + STREAMED}, group);
+    const skl_side side = params.teacher_side ? skl_teacher_of(&p, &params.call) : skl_student_of(&p, &params.call);
+    store_sums(sum, *side.dq, side.grad_dtype,
+               SKL_ROW(*side.dq, at.in.sequence.batch, at.in.own_head, at.in.sequence.query_begin), at.query_first,
+               at.in.queries.end, params.dim_first, side.dim);
+}
+
+/* ---- dk ----------------------------------------------------------------------------------------------------- */
+
+static __device__ int64_t key_rows(const skl_problem &p, const skl_sequence &s)
+{
+    return p.packed ? s.key_count : p.len_k; /* padding keys get a gradient of 0 */
+}
+
+static __device__ work key_work(const skl_cuda_params &params, int64_t item)
+{
     const skl_problem &p = params.problem;
     const int64_t heads = params.teacher_side ? p.key_heads_t : p.key_heads_s;
     const int64_t tiles = skl_ceil_div(p.len_k, TILE);
-    float *const lse = (float *)params.scratch + (int64_t)blockIdx.x * skl_group(&p) * TILE;
-    for (int64_t item = blockIdx.x; item < p.batch * heads * tiles; item += gridDim.x) {
-        place at;
-        at.sequence = device_sequence(params, item / (heads * tiles));
-        at.key_first = item % tiles * TILE;
-        const int64_t key_rows = p.packed ? at.sequence.key_count : p.len_k; /* padding keys get a gradient of 0 */
-        if (at.key_first < key_rows)
-            keys_tile(params, memory, at, item / tiles % heads, key_rows, lse);
+    work at = {};
+    at.item = item;
+    if (item >= p.batch * heads * tiles)
+        return at;
+    at.exists = true;
+    at.sides[TEACHER] = tile_side_of(skl_teacher_of(&p, &params.call));
+    at.sides[STUDENT] = tile_side_of(skl_student_of(&p, &params.call));
+    at.sequence = device_sequence(params, item / (heads * tiles));
+    at.keys.begin = item % tiles * TILE;
+    at.keys.end = at.sequence.key_count;
+    at.queries = queries_seeing(p, at.sequence, at.keys.begin);
+    return at;
+}
+
+static __device__ void keys_tile(const skl_cuda_params &params, backward_memory &memory)
+{
+    const skl_problem &p = params.problem;
+    const int64_t group = skl_group(&p);
+    const skl_side side = params.teacher_side ? skl_teacher_of(&p, &params.call) : skl_student_of(&p, &params.call);
+    const int64_t sharing = side.heads / side.key_heads;
+    const int64_t key_head = memory.at.item / skl_ceil_div(p.len_k, TILE) % side.key_heads;
+    place at = {memory.at, memory.at.queries.begin, memory.at.keys.begin};
+    pipeline<COLUMNS> line(memory.stage);
+    fragment<8> sum;
+    clear(sum);
+#pragma unroll 1
+    for (int64_t shared = 0; shared < sharing; shared++) {
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            memory.at.own_head = key_head * sharing + shared;
+            memory.at.head = params.teacher_side ? memory.at.own_head / group : memory.at.own_head;
+        }
+        __syncthreads();
+        at.query_first = at.in.queries.begin;
+        line.begin([&] { return source_of<true>(at, TEACHER, at.in.head * group); });
+#pragma unroll 1
+        for (; at.query_first < at.in.queries.end; at.query_first += STREAMED) {
+            load_facts(memory, params, at, group);
+            add_tile<true>(sum, line, memory, params, at, {at.in, at.query_first + STREAMED, at.key_first}, group);
+        }
+    }
+    store_sums(sum, *side.dk, side.grad_dtype,
+               SKL_ROW(*side.dk, at.in.sequence.batch, key_head, at.in.sequence.key_begin), at.key_first,
+               key_rows(p, at.in.sequence), params.dim_first, side.dim);
+}
+
+/* ---- Kernels ------------------------------------------------------------------------------------------------ */
+
+template <bool KEYS>
+static __global__ void __launch_bounds__(THREADS, 1) general_gradient(const __grid_constant__ skl_cuda_params params)
+{
+    extern __shared__ __align__(16) unsigned char raw[];
+    backward_memory &memory = *(backward_memory *)(void *)raw;
+    if (threadIdx.x == 0)
+        memory.at = KEYS ? key_work(params, blockIdx.x) : query_work(params, blockIdx.x);
+    __syncthreads();
+#pragma unroll 1
+    while (memory.at.exists) {
+        if (KEYS && memory.at.keys.begin < key_rows(params.problem, memory.at.sequence))
+            keys_tile(params, memory);
+        if (!KEYS && memory.at.queries.begin < memory.at.queries.end)
+            queries_tile(params, memory);
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            const int64_t item = memory.at.item + gridDim.x;
+            memory.at = KEYS ? key_work(params, item) : query_work(params, item);
+        }
+        __syncthreads();
     }
 }
 
 /* One launch for every slice of the gradient. */
-static cudaError_t launch_slices(void (*kernel)(const skl_cuda_params), const skl_cuda_params *params)
+template <bool KEYS> static cudaError_t launch_slices(const skl_cuda_params *params)
 {
+    const cudaError_t error = cudaFuncSetAttribute(
+        general_gradient<KEYS>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(backward_memory));
+    if (error != cudaSuccess)
+        return error;
     skl_cuda_params slice = *params;
     const int64_t dim = slice.teacher_side ? slice.problem.dim_t : slice.problem.dim_s;
     for (slice.dim_first = 0; slice.dim_first < dim; slice.dim_first += SLICE)
-        kernel<<<(unsigned)slice.block_count, THREADS, 0, slice.call.stream>>>(slice);
+        general_gradient<KEYS>
+            <<<(unsigned)slice.block_count, THREADS, sizeof(backward_memory), slice.call.stream>>>(slice);
     return cudaPeekAtLastError();
 }
 
 extern "C" cudaError_t skl_cuda_general_queries(const skl_cuda_params *params)
 {
-    return launch_slices(general_queries, params);
+    return launch_slices<false>(params);
 }
 
 extern "C" cudaError_t skl_cuda_general_keys(const skl_cuda_params *params)
 {
-    return launch_slices(general_keys, params);
+    return launch_slices<true>(params);
 }

@@ -1,180 +1,362 @@
-/* General forward: one block a query tile, one pass over its keys, a row state in every thread. */
+/* General forward: one block a query tile, one pass over its keys, a row state in every thread.
+ *
+ *   block   128 queries; 128 keys a step (8 x 8 pairs a thread), 64 with a grouped teacher (8 x 4)
+ *   regs    both logits of a thread's pairs, its 8 row states, a chunk on its way; 1 block a multiprocessor
+ *   shared  two chunks of both operands: 33 KB */
 #include "cuda/general_tile.cuh"
 
-/* Adds a thread's columns of one row to its state. */
-static __device__ void add_columns(skl_row_state &state, const float *a, const float *b, const skl_range &visible,
-                                   const place &at)
-{
-    float m_1 = state.m_1, m_2 = state.m_2;
-    for (int j = 0; j < OWN; j++) {
-        if (!sees(visible, at, j))
-            continue;
-        m_1 = fmaxf(m_1, a[j]);
-        m_2 = fmaxf(m_2, b[j]);
+/* A thread's row states stay out of its registers while products are summed up in them. */
+struct own_states {
+    float m_1[ROWS][THREADS], l_1[ROWS][THREADS], m_2[ROWS][THREADS], l_2[ROWS][THREADS], w[ROWS][THREADS];
+
+    __device__ skl_row_state get(int i) const
+    {
+        const unsigned thread = threadIdx.x;
+        const skl_row_state state = {m_1[i][thread], l_1[i][thread], m_2[i][thread], l_2[i][thread], w[i][thread]};
+        return state;
     }
+
+    __device__ void set(int i, const skl_row_state &state)
+    {
+        m_1[i][threadIdx.x] = state.m_1;
+        l_1[i][threadIdx.x] = state.l_1;
+        m_2[i][threadIdx.x] = state.m_2;
+        l_2[i][threadIdx.x] = state.l_2;
+        w[i][threadIdx.x] = state.w;
+    }
+
+    __device__ void clear()
+    {
+        for (int i = 0; i < ROWS; i++)
+            set(i, skl_state_empty());
+    }
+};
+
+struct forward_memory {
+    stage_memory stage;
+    own_states states;
+    skl_lse2 lse_t[TILE]; /* of a head of a group */
+    skl_lse2 lse_s[TILE]; /* with dot_t */
+    key_span spans[TILE];
+    work at;
+};
+
+/* Adds a thread's columns of one row to its state. WHOLE: the row sees them all. */
+template <bool WHOLE, int COLUMNS>
+static __device__ void add_columns(own_states &states, int i, const float (&a)[COLUMNS], const float (&b)[COLUMNS],
+                                   const key_span &span)
+{
+    skl_row_state state = states.get(i);
+    float m_1 = state.m_1, m_2 = state.m_2;
+    bool any = WHOLE;
+#pragma unroll
+    for (int j = 0; j < COLUMNS; j++) {
+        const bool seen = WHOLE || sees(span, column_of(j));
+        m_1 = seen ? fmaxf(m_1, a[j]) : m_1;
+        m_2 = seen ? fmaxf(m_2, b[j]) : m_2;
+        any = any || seen;
+    }
+    if (!any)
+        return;
     state = skl_state_move(state, m_1, m_2);
-    for (int j = 0; j < OWN; j++) {
-        if (!sees(visible, at, j))
-            continue;
+#pragma unroll
+    for (int j = 0; j < COLUMNS; j++) {
+        const bool seen = WHOLE || sees(span, column_of(j));
         const float u = a[j] - m_1;
         const float v = b[j] - m_2;
-        const float p = exp2f(u);
+        const float p = seen ? ex2(u) : 0.0F;
         state.l_1 += p;
-        state.l_2 += exp2f(v);
-        state.w += p * (u - v);
+        state.l_2 += seen ? ex2(v) : 0.0F;
+        state.w = fmaf(p, seen ? u - v : 0.0F, state.w);
     }
+    states.set(i, state);
 }
 
-/* log2-sum-exp2 of every teacher head of the group into lse [group][TILE]. */
-static __device__ void compute_group_lse(float *lse, operands &staged, const skl_problem &p, const skl_side &teacher,
-                                         place at, int64_t group)
+/* Adds a tile of logits of both arguments. */
+template <int COLUMNS>
+static __device__ void add_tile(forward_memory &memory, const fragment<COLUMNS> &a, const fragment<COLUMNS> &b,
+                                const skl_problem &p, const place &at)
 {
-    const skl_range keys = tile_keys(p, at);
-    for (int64_t h = 0; h < group; h++) {
-        skl_row_state state[OWN];
-        for (int i = 0; i < OWN; i++)
-            state[i] = skl_state_empty();
-        for (at.key_first = keys.begin; at.key_first < keys.end; at.key_first += TILE) {
-            fragment x;
-            logit_tile(x, staged, teacher, at, at.head * group + h);
-            for (int i = 0; i < OWN; i++)
-                add_columns(state[i], x[i], x[i], row_visible(p, at, i), at);
-        }
-        for (int i = 0; i < OWN; i++) {
-            const skl_row_state row = row_merge(state[i]);
-            if (first_lane())
-                lse[h * TILE + row_of(i)] = row.l_1 == 0.0F ? -INFINITY : row.m_1 + log2f(row.l_1);
-        }
+    const key_span all = {0, TILE};
+    if (all_visible(p, at, TILE, COLUMNS * LANES)) {
+#pragma unroll
+        for (int i = 0; i < ROWS; i++)
+            add_columns<true>(memory.states, i, a.at[i], b.at[i], all);
+        return;
     }
-    __syncthreads();
+    find_spans(memory.spans, p, at);
+#pragma unroll
+    for (int i = 0; i < ROWS; i++)
+        add_columns<false>(memory.states, i, a.at[i], b.at[i], memory.spans[row_of(i)]);
 }
 
-/* Writes a row, and leaves the LSEs that normalise it in `lse` (group > 1). Returns the student's LSE, base 2. */
-static __device__ float finish_row(const skl_cuda_params &params, const place &at, int i, const skl_row_state &state,
-                                   int64_t group, float *lse)
+/* ---- Rows --------------------------------------------------------------------------------------------------- */
+
+static __device__ float row_sum(float value)
+{
+    for (int offset = LANES / 2; offset > 0; offset /= 2)
+        value += __shfl_xor_sync(~0U, value, offset);
+    return value;
+}
+
+static __device__ skl_row_state row_merge(skl_row_state state)
+{
+    for (int offset = LANES / 2; offset > 0; offset /= 2) {
+        skl_row_state other;
+        other.m_1 = __shfl_xor_sync(~0U, state.m_1, offset);
+        other.l_1 = __shfl_xor_sync(~0U, state.l_1, offset);
+        other.m_2 = __shfl_xor_sync(~0U, state.m_2, offset);
+        other.l_2 = __shfl_xor_sync(~0U, state.l_2, offset);
+        other.w = __shfl_xor_sync(~0U, state.w, offset);
+        /* The lower lane goes first on both sides, so that both get the same bits. */
+        const bool lower = (threadIdx.x & (unsigned)offset) == 0;
+        state = lower ? skl_state_merge(state, other) : skl_state_merge(other, state);
+    }
+    return state;
+}
+
+static __device__ bool first_lane(void)
+{
+    return threadIdx.x % LANES == 0;
+}
+
+/* Writes a row, and leaves the LSEs that normalise it in `lse` (group > 1). Returns the student's LSE. */
+static __device__ skl_lse2 finish_row(const skl_cuda_params &params, const place &at, int row,
+                                      const skl_row_state &state, int64_t group, skl_lse2 *lse)
 {
     const bool reverse = params.problem.direction == SKL_KL_REVERSE;
     const skl_rows &rows = params.call.rows;
-    const int64_t query = at.query_first + row_of(i);
+    const int64_t query = at.query_first + row;
     const float lse_1 = skl_lse(state.m_1, state.l_1);
     const float lse_2 = skl_lse(state.m_2, state.l_2);
     const float own_t = reverse ? lse_2 : lse_1;
     const float own_s = reverse ? lse_1 : lse_2;
-    if (first_lane() && query < at.sequence.query_count) {
-        skl_row_set(&rows.kl, &at.sequence, at.head, query, skl_kl_report(skl_state_kl(&state)));
-        skl_row_set(&rows.lse_s, &at.sequence, at.head, query, own_s);
-        for (int64_t h = 0; h < group; h++) {
-            float natural = own_t;
-            if (group > 1) { /* the group's own sum renormalises given LSEs that cover more keys */
-                float *const head_lse = &lse[h * TILE + row_of(i)];
-                *head_lse = own_t == -INFINITY ? own_t : *head_lse + own_t * SKL_LOG2E;
-                natural = *head_lse * SKL_LN2;
+    skl_row_set(&rows.kl, &at.in.sequence, at.in.head, query, skl_kl_report(skl_state_kl(&state)));
+    skl_row_set(&rows.lse_s, &at.in.sequence, at.in.head, query, own_s);
+    if (group == 1)
+        skl_row_set(&rows.lse_t, &at.in.sequence, at.in.head, query, own_t);
+    for (int64_t h = 0; group > 1 && h < group; h++) {
+        /* The group's own sum renormalises given LSEs that cover more keys. */
+        skl_lse2 &head_lse = lse[h * TILE + row];
+        const double given = (double)head_lse.value + (double)head_lse.low;
+        const double total = own_t == -INFINITY ? -INFINITY : given + (double)own_t * SKL_LOG2E_DOUBLE;
+        head_lse = skl_lse2_split(total);
+        skl_row_set(&rows.lse_t, &at.in.sequence, at.in.head * group + h, query, (float)(total * SKL_LN2_DOUBLE));
+    }
+    return skl_lse2_of(own_s);
+}
+
+/* ---- One query tile ----------------------------------------------------------------------------------------- */
+
+/* The tile's next keys; behind the last ones there are none. */
+template <int COLUMNS> static __device__ place next_keys(place at)
+{
+    at.key_first += COLUMNS * LANES;
+    return at;
+}
+
+/* States of the rows over all keys that they see. */
+template <int COLUMNS>
+static __device__ void sum_keys(forward_memory &memory, pipeline<COLUMNS> &line, const skl_cuda_params &params,
+                                place at, int64_t group, const skl_lse2 *lse)
+{
+    const skl_problem &p = params.problem;
+    const bool reverse = p.direction == SKL_KL_REVERSE;
+    memory.states.clear();
+    line.begin([&] { return source_of<false>(at, TEACHER, at.in.head * group); });
+#pragma unroll 1
+    while (at.key_first < at.in.keys.end) {
+        fragment<COLUMNS> x, y;
+        logit_tiles<false>(
+            x, y, line, at, group, memory.lse_t, [&](int64_t h) { return lse[h * TILE + threadIdx.x]; },
+            [&] { return source_of<false>(next_keys<COLUMNS>(at), TEACHER, at.in.head * group); });
+#pragma unroll
+        for (int i = 0; i < ROWS; i++)
+#pragma unroll
+            for (int j = 0; j < COLUMNS; j++) {
+                const float teachers = x.at[i][j];
+                x.at[i][j] = reverse ? y.at[i][j] : teachers;
+                y.at[i][j] = reverse ? teachers : y.at[i][j];
             }
-            skl_row_set(&rows.lse_t, &at.sequence, at.head * group + h, query, natural);
+        add_tile(memory, x, y, p, at);
+        at.key_first += COLUMNS * LANES;
+    }
+}
+
+/* LSEs of the group's heads as the caller gave them into lse [group][TILE]. */
+static __device__ void load_group_lse(skl_lse2 *lse, const skl_input &given, const place &at, int64_t group)
+{
+    for (int64_t index = threadIdx.x; index < group * TILE; index += THREADS) {
+        const int64_t row = at.query_first + index % TILE;
+        if (row < at.in.queries.end)
+            lse[index] = skl_lse2_of(skl_row_value(&given, &at.in.sequence, at.in.head * group + index / TILE, row));
+    }
+}
+
+/* log2-sum-exp2 of every teacher head of the group into lse [group][TILE]. */
+template <int COLUMNS>
+static __device__ void compute_group_lse(skl_lse2 *lse, forward_memory &memory, pipeline<COLUMNS> &line,
+                                         const skl_cuda_params &params, const place &tile, int64_t group)
+{
+    const skl_problem &p = params.problem;
+#pragma unroll 1
+    for (int64_t h = 0; h < group; h++) {
+        const int64_t head = tile.in.head * group + h;
+        memory.states.clear();
+        place at = tile;
+        line.begin([&] { return source_of<false>(at, TEACHER, head); });
+#pragma unroll 1
+        while (at.key_first < at.in.keys.end) {
+            fragment<COLUMNS> x;
+            line.announce([&] { return source_of<false>(next_keys<COLUMNS>(at), TEACHER, head); });
+            line.multiply_tile(x);
+            scale_products(x, at.in.sides[TEACHER]);
+            add_tile(memory, x, x, p, at);
+            at.key_first += COLUMNS * LANES;
+        }
+#pragma unroll 1
+        for (int i = 0; i < ROWS; i++) {
+            const skl_row_state row = row_merge(memory.states.get(i));
+            if (first_lane())
+                lse[h * TILE + row_of(i)] =
+                    skl_lse2_split(row.l_1 == 0.0F ? -INFINITY : (double)row.m_1 + log2((double)row.l_1));
         }
     }
-    return own_s * SKL_LOG2E;
 }
 
 /* dot_t[h] = sum_j P_hj phi_j, phi = dKL/dP: log P - log S, or -S/P in reverse. */
-static __device__ void group_dots(const skl_cuda_params &params, operands &staged, const skl_side &teacher,
-                                  const skl_side &student, place at, int64_t group, const float *lse,
-                                  const float *lse_s)
+template <int COLUMNS>
+static __device__ void group_dots(const skl_cuda_params &params, pipeline<COLUMNS> &line, const place &tile,
+                                  int64_t group, const skl_lse2 *lse, forward_memory &memory)
 {
     const skl_problem &p = params.problem;
     const bool reverse = p.direction == SKL_KL_REVERSE;
-    const skl_range keys = tile_keys(p, at);
+#pragma unroll 1
     for (int64_t h = 0; h < group; h++) {
-        float dot[OWN] = {0.0F, 0.0F, 0.0F, 0.0F};
-        for (at.key_first = keys.begin; at.key_first < keys.end; at.key_first += TILE) {
-            fragment x, y, z;
-            teacher_tile(x, staged, teacher, at, group, lse);
-            logit_tile(y, staged, student, at, at.head);
-            logit_tile(z, staged, teacher, at, at.head * group + h);
-            for (int i = 0; i < OWN; i++)
-                for (int j = 0; j < OWN; j++) {
-                    const float log_p = z[i][j] - lse[h * TILE + row_of(i)];
-                    const float v = y[i][j] - lse_s[i];
-                    const float term = reverse ? -exp2f(log_p - x[i][j] + v) : exp2f(log_p) * SKL_LN2 * (x[i][j] - v);
-                    if (sees(row_visible(p, at, i), at, j))
-                        dot[i] += term;
+        const int64_t head = tile.in.head * group + h;
+        float dot[ROWS] = {};
+        place at = tile;
+        line.begin([&] { return source_of<false>(at, TEACHER, at.in.head * group); });
+#pragma unroll 1
+        while (at.key_first < at.in.keys.end) {
+            fragment<COLUMNS> x, y;
+            logit_tiles<false>(
+                x, y, line, at, group, memory.lse_t, [&](int64_t g) { return lse[g * TILE + threadIdx.x]; },
+                [&] { return source_of<false>(at, TEACHER, head); });
+#pragma unroll
+            for (int i = 0; i < ROWS; i++)
+#pragma unroll
+                for (int j = 0; j < COLUMNS; j++)
+                    x.at[i][j] -= log_probability(y.at[i][j], memory.lse_s[row_of(i)]);
+            line.announce([&] { return source_of<false>(next_keys<COLUMNS>(at), TEACHER, at.in.head * group); });
+            line.multiply_tile(y);
+            scale_products(y, at.in.sides[TEACHER]);
+            find_spans(memory.spans, p, at);
+#pragma unroll
+            for (int i = 0; i < ROWS; i++)
+#pragma unroll
+                for (int j = 0; j < COLUMNS; j++) {
+                    const float difference = x.at[i][j];
+                    const float log_p = log_probability(y.at[i][j], lse[h * TILE + row_of(i)]);
+                    const float term = reverse ? -ex2(log_p - difference) : ex2(log_p) * SKL_LN2 * difference;
+                    dot[i] += sees(memory.spans[row_of(i)], column_of(j)) ? term : 0.0F;
                 }
+            at.key_first += COLUMNS * LANES;
         }
-        for (int i = 0; i < OWN; i++) {
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) {
             const float total = row_sum(dot[i]);
             const int64_t query = at.query_first + row_of(i);
-            if (first_lane() && query < at.sequence.query_count)
-                skl_row_set(&params.call.rows.dot_t, &at.sequence, at.head * group + h, query, total);
+            if (first_lane() && query < at.in.queries.end)
+                skl_row_set(&params.call.rows.dot_t, &at.in.sequence, head, query, total);
         }
     }
 }
 
-static __device__ void forward_tile(const skl_cuda_params &params, operands &staged, place at, float *lse)
+template <bool GROUPED>
+static __device__ void forward_tile(const skl_cuda_params &params, forward_memory &memory, const place &at,
+                                    skl_lse2 *lse)
 {
     const skl_problem &p = params.problem;
-    const skl_side teacher = skl_teacher_of(&p, &params.call);
-    const skl_side student = skl_student_of(&p, &params.call);
-    const int64_t group = skl_group(&p);
-    const bool reverse = p.direction == SKL_KL_REVERSE;
-    __syncthreads(); /* the block may still read lse of the tile before */
-    if (group > 1 && params.call.inputs.lse_t.data != NULL)
+    const int64_t group = GROUPED ? skl_group(&p) : 1;
+    pipeline<GROUPED ? 4 : 8> line(memory.stage);
+    if (GROUPED && params.call.inputs.lse_t.data != NULL)
         load_group_lse(lse, params.call.inputs.lse_t, at, group);
-    else if (group > 1)
-        compute_group_lse(lse, staged, p, teacher, at, group);
-
-    skl_row_state state[OWN];
-    for (int i = 0; i < OWN; i++)
-        state[i] = skl_state_empty();
-    const skl_range keys = tile_keys(p, at);
-    for (at.key_first = keys.begin; at.key_first < keys.end; at.key_first += TILE) {
-        fragment x, y;
-        teacher_tile(x, staged, teacher, at, group, lse);
-        logit_tile(y, staged, student, at, at.head);
-        for (int i = 0; i < OWN; i++) {
-            float a[OWN], b[OWN];
-            for (int j = 0; j < OWN; j++) {
-                a[j] = reverse ? y[i][j] : x[i][j];
-                b[j] = reverse ? x[i][j] : y[i][j];
-            }
-            add_columns(state[i], a, b, row_visible(p, at, i), at);
-        }
-    }
-    float lse_s[OWN];
-    for (int i = 0; i < OWN; i++) {
-        state[i] = row_merge(state[i]);
-        const int64_t query = at.query_first + row_of(i);
-        if (params.call.op == SKL_OP_PARTIAL) {
-            if (first_lane() && query < at.sequence.query_count)
-                params.call.states[skl_state_index(&p, &at.sequence, at.head, query)] = state[i];
-            continue;
-        }
-        lse_s[i] = finish_row(params, at, i, state[i], group, lse);
-    }
-    if (params.call.op != SKL_OP_PARTIAL && params.call.rows.dot_t.data != NULL) {
+    else if (GROUPED)
+        compute_group_lse(lse, memory, line, params, at, group);
+    if (GROUPED)
         __syncthreads();
-        group_dots(params, staged, teacher, student, at, group, lse, lse_s);
+
+    sum_keys(memory, line, params, at, group, lse);
+#pragma unroll 1
+    for (int i = 0; i < ROWS; i++) {
+        const skl_row_state state = row_merge(memory.states.get(i));
+        const int64_t query = at.query_first + row_of(i);
+        if (!first_lane() || query >= at.in.queries.end)
+            continue;
+        if (params.call.op == SKL_OP_PARTIAL)
+            params.call.states[skl_state_index(&p, &at.in.sequence, at.in.head, query)] = state;
+        else
+            memory.lse_s[row_of(i)] = finish_row(params, at, row_of(i), state, group, lse);
+    }
+    if (GROUPED && params.call.op != SKL_OP_PARTIAL && params.call.rows.dot_t.data != NULL) {
+        __syncthreads();
+        group_dots(params, line, at, group, lse, memory);
     }
 }
 
-static __global__ void __launch_bounds__(THREADS, 1) general_forward(const __grid_constant__ skl_cuda_params params)
+static __device__ work query_work(const skl_cuda_params &params, int64_t item)
 {
-    __shared__ operands staged;
     const skl_problem &p = params.problem;
     const int64_t tiles = skl_ceil_div(p.len_q, TILE);
-    const int64_t items = p.batch * p.heads_s * tiles;
-    float *const lse = (float *)params.scratch + (int64_t)blockIdx.x * skl_group(&p) * TILE;
-    for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
-        place at;
-        at.sequence = device_sequence(params, item / (p.heads_s * tiles));
-        at.head = item / tiles % p.heads_s;
-        at.query_first = (tiles - 1 - item % tiles) * TILE; /* causal: longest first */
-        if (at.query_first < at.sequence.query_count)
-            forward_tile(params, staged, at, lse);
+    work at = {};
+    at.item = item;
+    if (item >= p.batch * p.heads_s * tiles)
+        return at;
+    at.exists = true;
+    at.sides[TEACHER] = tile_side_of(skl_teacher_of(&p, &params.call));
+    at.sides[STUDENT] = tile_side_of(skl_student_of(&p, &params.call));
+    at.sequence = device_sequence(params, item / (p.heads_s * tiles));
+    at.head = item / tiles % p.heads_s;
+    at.queries.begin = (tiles - 1 - item % tiles) * TILE; /* causal: longest first */
+    at.queries.end = at.sequence.query_count;
+    if (at.queries.begin < at.queries.end)
+        at.keys = keys_seen(p, at.sequence, at.queries.begin);
+    return at;
+}
+
+template <bool GROUPED>
+static __global__ void __launch_bounds__(THREADS, 1) general_forward(const __grid_constant__ skl_cuda_params params)
+{
+    extern __shared__ __align__(16) unsigned char raw[];
+    forward_memory &memory = *(forward_memory *)(void *)raw;
+    skl_lse2 *const lse = (skl_lse2 *)params.scratch + (int64_t)blockIdx.x * skl_group(&params.problem) * TILE;
+    if (threadIdx.x == 0)
+        memory.at = query_work(params, blockIdx.x);
+    __syncthreads();
+#pragma unroll 1
+    while (memory.at.exists) {
+        if (memory.at.queries.begin < memory.at.queries.end)
+            forward_tile<GROUPED>(params, memory, {memory.at, memory.at.queries.begin, memory.at.keys.begin}, lse);
+        __syncthreads();
+        if (threadIdx.x == 0)
+            memory.at = query_work(params, memory.at.item + gridDim.x);
+        __syncthreads();
     }
+}
+
+template <bool GROUPED> static cudaError_t launch_forward(const skl_cuda_params *params)
+{
+    const cudaError_t error = cudaFuncSetAttribute(
+        general_forward<GROUPED>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(forward_memory));
+    if (error != cudaSuccess)
+        return error;
+    general_forward<GROUPED>
+        <<<(unsigned)params->block_count, THREADS, sizeof(forward_memory), params->call.stream>>>(*params);
+    return cudaPeekAtLastError();
 }
 
 extern "C" cudaError_t skl_cuda_general_forward(const skl_cuda_params *params)
 {
-    general_forward<<<(unsigned)params->block_count, THREADS, 0, params->call.stream>>>(*params);
-    return cudaPeekAtLastError();
+    return skl_group(&params->problem) > 1 ? launch_forward<true>(params) : launch_forward<false>(params);
 }

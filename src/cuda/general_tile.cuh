@@ -1,192 +1,207 @@
-/* A tile of 64 queries by 64 keys on 256 threads, in f32: logits, masks and the teacher's group.
- *
- * Thread (tx, ty) of 16 x 16 owns rows 4 ty + i and columns tx + 16 j, i, j < 4. The 16 threads of a row are half a
- * warp, so a row is reduced by shuffles. Operands pass through shared memory in chunks of 32 dimensions, converted to
- * f32 on the way: any type, stride, alignment and size will do. */
+/* Tiles of logits of the general kernels: masks, softcaps and the teacher's group. One tensor's rows are the block's
+ * own, TILE of them, the other's are streamed, 16 for each column of a thread. */
 #ifndef SKL_CUDA_GENERAL_TILE_CUH
 #define SKL_CUDA_GENERAL_TILE_CUH
 
-#include "base/convert.h"
 #include "base/kl_math.h"
+#include "cuda/general_stage.cuh"
+#include "cuda/ptx.cuh"
 #include "cuda/sequence.cuh"
 
-constexpr int TILE = SKL_GENERAL_TILE;
-constexpr int THREADS = 256;
-constexpr int OWN = 4;    /* rows and columns of a thread */
-constexpr int LANES = 16; /* threads of a row */
-constexpr int CHUNK = 32; /* dimensions staged at once */
-
-struct operands {
-    float q[TILE][CHUNK + 1]; /* + 1: no two lanes of a column share a bank */
-    float k[TILE][CHUNK + 1];
+/* One side of the call; the launch's constants are kept in shared memory, since registers are what is scarce. */
+struct tile_side {
+    skl_input q, k;
+    int64_t heads_per_key, dim;
+    skl_dtype dtype;
+    float scale;   /* what makes a product a logit in base 2; for capped ones what tanh gets */
+    float softcap; /* in base 2; 0: none */
 };
 
-typedef float fragment[OWN][OWN]; /* what a thread owns of a tile */
+enum { TEACHER = 0, STUDENT = 1 };
 
-/* Where a block works. */
-struct place {
+__device__ inline tile_side tile_side_of(const skl_side &side)
+{
+    const bool capped = side.softcap > 0.0F;
+    const tile_side of = {*side.q,
+                          *side.k,
+                          side.heads / side.key_heads,
+                          side.dim,
+                          side.dtype,
+                          capped ? side.scale / side.softcap : side.scale * SKL_LOG2E,
+                          side.softcap * SKL_LOG2E};
+    return of;
+}
+
+/* What a block works on: one item of the launch, in shared memory. */
+struct work {
+    int64_t item;
+    bool exists;
+    tile_side sides[2];
     skl_sequence sequence;
-    int64_t head;        /* student head */
-    int64_t query_first; /* of the tile */
-    int64_t key_first;
+    int64_t head;            /* student head */
+    int64_t own_head;        /* backward: head of the gradient's side */
+    skl_range queries, keys; /* that it looks at */
 };
 
-__device__ inline int row_of(int i)
+/* A tile of it. */
+struct place {
+    const work &in;
+    int64_t query_first, key_first;
+};
+
+/* KEYS: the keys are the block's own rows. */
+template <bool KEYS> __device__ inline tile_source source_of(const place &at, int side, int64_t head)
 {
-    return (int)threadIdx.x / LANES * OWN + i;
+    const tile_side &of = at.in.sides[side];
+    const skl_sequence &s = at.in.sequence;
+    const row_source q = source_rows(of.q, of.dtype, of.dim, SKL_ROW(of.q, s.batch, head, s.query_begin),
+                                     at.query_first, at.in.queries.end);
+    const row_source k =
+        source_rows(of.k, of.dtype, of.dim, SKL_ROW(of.k, s.batch, head / of.heads_per_key, s.key_begin),
+                    at.key_first, at.in.keys.end);
+    const tile_source source = {KEYS ? k : q, KEYS ? q : k};
+    return source;
 }
 
-__device__ inline int column_of(int j)
+/* Products become logits in base 2. These multiplications are never fused with what follows: teacher and student
+ * shall have the same bits. */
+template <int COLUMNS> __device__ inline void scale_products(fragment<COLUMNS> &x, const tile_side &side)
 {
-    return (int)threadIdx.x % LANES + LANES * j;
-}
-
-/* Rows [first, first + TILE) of a tensor, dimensions [c_first, c_first + width), zeros outside [0, row_end) and dim.
- */
-template <int WIDTH>
-__device__ inline void stage_rows(float *to, int to_stride, const skl_input &tensor, skl_dtype dtype, int64_t base,
-                                  int64_t first, int64_t row_end, int64_t c_first, int64_t dim)
-{
-    for (int at = (int)threadIdx.x; at < TILE * WIDTH; at += THREADS) {
-        const int row = at / WIDTH;
-        const int c = at % WIDTH;
-        const bool inside = first + row < row_end && c_first + c < dim;
-        const int64_t offset = base + (first + row) * tensor.stride_row + c_first + c;
-        to[row * to_stride + c] = inside ? skl_load(tensor.data, dtype, offset) : 0.0F;
-    }
-}
-
-__device__ inline int64_t query_base(const skl_side &side, const skl_sequence &s, int64_t head)
-{
-    return SKL_ROW(*side.q, s.batch, head, s.query_begin);
-}
-
-__device__ inline int64_t key_base(const skl_side &side, const skl_sequence &s, int64_t head)
-{
-    return SKL_ROW(*side.k, s.batch, skl_key_head(&side, head), s.key_begin);
-}
-
-/* x = softcap(scale <q, k>) in base 2, for one head. A call of its own: it is long, and used in many places. */
-static __device__ __noinline__ void logit_tile(fragment x, operands &staged, const skl_side &side, const place &at,
-                                               int64_t head)
-{
-    for (int i = 0; i < OWN; i++)
-        for (int j = 0; j < OWN; j++)
-            x[i][j] = 0.0F;
-    for (int64_t c = 0; c < side.dim; c += CHUNK) {
-        __syncthreads();
-        stage_rows<CHUNK>(&staged.q[0][0], CHUNK + 1, *side.q, side.dtype, query_base(side, at.sequence, head),
-                          at.query_first, at.sequence.query_count, c, side.dim);
-        stage_rows<CHUNK>(&staged.k[0][0], CHUNK + 1, *side.k, side.dtype, key_base(side, at.sequence, head),
-                          at.key_first, at.sequence.key_count, c, side.dim);
-        __syncthreads();
-#pragma unroll 8
-        for (int step = 0; step < CHUNK; step++) {
-            float q[OWN], k[OWN];
-            for (int i = 0; i < OWN; i++) {
-                q[i] = staged.q[row_of(i)][step];
-                k[i] = staged.k[column_of(i)][step];
-            }
-            for (int i = 0; i < OWN; i++)
-                for (int j = 0; j < OWN; j++)
-                    x[i][j] += q[i] * k[j];
-        }
-    }
-    for (int i = 0; i < OWN; i++)
-        for (int j = 0; j < OWN; j++) {
-            const float scaled = x[i][j] * side.scale;
-            x[i][j] = SKL_LOG2E * (side.softcap > 0.0F ? side.softcap * tanhf(scaled / side.softcap) : scaled);
-        }
-}
-
-/* x = log2 mean_h P_h of the heads of a group, which `lse` [group][TILE] (base 2) normalises; r = 1: plain logits. */
-__device__ inline void teacher_tile(fragment x, operands &staged, const skl_side &teacher, const place &at,
-                                    int64_t group, const float *lse)
-{
-    if (group == 1) {
-        logit_tile(x, staged, teacher, at, at.head);
+    const float scale = side.scale, softcap = side.softcap;
+#pragma unroll
+    for (int i = 0; i < ROWS; i++)
+#pragma unroll
+        for (int j = 0; j < COLUMNS; j++)
+            x.at[i][j] = __fmul_rn(x.at[i][j], scale);
+    if (softcap == 0.0F)
         return;
+#pragma unroll 1
+    for (int turn = 0; turn < ROWS; turn++, rotate_rows(x))
+#pragma unroll
+        for (int j = 0; j < COLUMNS; j++)
+            x.at[0][j] = __fmul_rn(tanhf(x.at[0][j]), softcap);
+}
+
+/* log2 of a probability; what f32 cannot hold of the LSE goes last. */
+__device__ inline float log_probability(float logit, const skl_lse2 &lse)
+{
+    return (logit - lse.value) - lse.low;
+}
+
+/* (x, sum) stand for x + log2 sum; adds 2^z with one exponential. */
+__device__ inline void add_in_log_space(float &x, float &sum, float z)
+{
+    const float difference = z - x;
+    const float ratio = ex2(-fabsf(difference));
+    sum = difference > 0.0F ? fmaf(sum, ratio, 1.0F) : sum + ratio;
+    x = difference > 0.0F ? z : x;
+}
+
+/* Logits of both sides for the tile at hand, which begins with the first teacher head; what after() gives follows.
+ * x = log2 mean_h P_h of the heads of a group, where lse_of(h) gives the LSE of the thread's query of the tile, and
+ * `lse` is shared memory for them; one head: plain logits. */
+template <bool KEYS, int COLUMNS, typename LSE, typename SOURCE>
+__device__ inline void logit_tiles(fragment<COLUMNS> &x, fragment<COLUMNS> &y, pipeline<COLUMNS> &line,
+                                   const place &at, int64_t group, skl_lse2 (&lse)[TILE], LSE lse_of, SOURCE after)
+{
+    const float lowest = -3e38F; /* finite: the difference of two infinities is none */
+    fragment<COLUMNS> sum;
+#pragma unroll
+    for (int i = 0; i < ROWS; i++)
+#pragma unroll
+        for (int j = 0; j < COLUMNS; j++) {
+            x.at[i][j] = lowest;
+            sum.at[i][j] = 0.0F;
+        }
+#pragma unroll 1
+    for (int64_t h = 0;; h++) {
+        const bool students = h == group;
+        line.announce([&] {
+            if (students)
+                return after();
+            return h + 1 < group ? source_of<KEYS>(at, TEACHER, at.in.head * group + h + 1)
+                                 : source_of<KEYS>(at, STUDENT, at.in.head);
+        });
+        skl_lse2 brought = {0.0F, 0.0F};
+        if (group > 1 && !students && threadIdx.x < TILE && at.query_first + threadIdx.x < at.in.queries.end)
+            brought = lse_of(h);
+        line.multiply_tile(y);
+        scale_products(y, at.in.sides[students ? STUDENT : TEACHER]);
+        if (students)
+            break;
+        if (group == 1) {
+            x = y;
+            continue;
+        }
+        if (threadIdx.x < TILE)
+            lse[threadIdx.x] = brought;
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < ROWS; i++)
+#pragma unroll
+            for (int j = 0; j < COLUMNS; j++)
+                add_in_log_space(x.at[i][j], sum.at[i][j],
+                                 log_probability(y.at[i][j], lse[KEYS ? column_of(j) : row_of(i)]));
     }
-    fragment sum, z;
-    for (int64_t h = 0; h < group; h++) {
-        logit_tile(z, staged, teacher, at, at.head * group + h);
-        for (int i = 0; i < OWN; i++)
-            for (int j = 0; j < OWN; j++) {
-                const float log_p = z[i][j] - lse[h * TILE + row_of(i)];
-                const float difference = h == 0 ? 0.0F : log_p - x[i][j];
-                const float ratio = exp2f(-fabsf(difference));
-                sum[i][j] = h == 0 ? 1.0F : difference > 0.0F ? sum[i][j] * ratio + 1.0F : sum[i][j] + ratio;
-                x[i][j] = h == 0 || difference > 0.0F ? log_p : x[i][j];
-            }
+    if (group == 1)
+        return;
+    const float mean = 1.0F / (float)group;
+#pragma unroll
+    for (int i = 0; i < ROWS; i++)
+#pragma unroll
+        for (int j = 0; j < COLUMNS; j++)
+            x.at[i][j] += log2f(sum.at[i][j] * mean);
+}
+
+/* ---- Masks -------------------------------------------------------------------------------------------------- */
+
+/* Keys of the tile that a query sees, counted from the tile's first one. */
+struct key_span {
+    int begin, end;
+};
+
+/* Spans of all queries of a tile into shared memory. */
+__device__ inline void find_spans(key_span (&spans)[TILE], const skl_problem &p, const place &at)
+{
+    const int64_t query = at.query_first + threadIdx.x;
+    if (threadIdx.x < TILE) {
+        const skl_range none = {0, 0};
+        const skl_range visible = query < at.in.queries.end ? skl_visible(&p, &at.in.sequence, query) : none;
+        spans[threadIdx.x].begin = (int)skl_min(skl_max(visible.begin - at.key_first, 0), TILE);
+        spans[threadIdx.x].end = (int)skl_min(skl_max(visible.end - at.key_first, 0), TILE);
     }
-    for (int i = 0; i < OWN; i++)
-        for (int j = 0; j < OWN; j++)
-            x[i][j] += log2f(sum[i][j] / (float)group);
+    __syncthreads();
 }
 
-/* ---- Rows --------------------------------------------------------------------------------------------------- */
-
-/* The visible keys of a thread's rows; rows behind the last query see none. */
-__device__ inline skl_range row_visible(const skl_problem &p, const place &at, int i)
+__device__ inline bool sees(const key_span &span, int key)
 {
-    const int64_t row = at.query_first + row_of(i);
-    const skl_range none = {0, 0};
-    return row < at.sequence.query_count ? skl_visible(&p, &at.sequence, row) : none;
+    return key >= span.begin && key < span.end;
 }
 
-__device__ inline bool sees(const skl_range &visible, const place &at, int j)
+/* Every pair of a tile is visible: neither end of what a query sees ever moves backwards. */
+__device__ inline bool all_visible(const skl_problem &p, const place &at, int queries, int keys)
 {
-    const int64_t key = at.key_first + column_of(j);
-    return key >= visible.begin && key < visible.end;
+    return at.query_first + queries <= at.in.queries.end &&
+           skl_visible(&p, &at.in.sequence, at.query_first).end >= at.key_first + keys &&
+           skl_visible(&p, &at.in.sequence, at.query_first + queries - 1).begin <= at.key_first;
 }
 
-/* Keys that some query of the tile sees, from a multiple of TILE on. */
-__device__ inline skl_range tile_keys(const skl_problem &p, const place &at)
+/* Keys that some query of a tile sees; it has at least one. */
+__device__ inline skl_range keys_seen(const skl_problem &p, const skl_sequence &s, int64_t query_first)
 {
-    const int64_t last = skl_min(at.query_first + TILE, at.sequence.query_count) - 1;
-    skl_range keys = {skl_visible(&p, &at.sequence, at.query_first).begin, skl_visible(&p, &at.sequence, last).end};
-    keys.begin = keys.begin / TILE * TILE;
+    const int64_t last = skl_min(query_first + TILE, s.query_count) - 1;
+    const skl_range keys = {skl_visible(&p, &s, query_first).begin, skl_visible(&p, &s, last).end};
     return keys;
 }
 
-__device__ inline float row_sum(float value)
+/* Queries that see some key of a tile. */
+__device__ inline skl_range queries_seeing(const skl_problem &p, const skl_sequence &s, int64_t key_first)
 {
-    for (int offset = LANES / 2; offset > 0; offset /= 2)
-        value += __shfl_xor_sync(~0U, value, offset);
-    return value;
-}
-
-__device__ inline skl_row_state row_merge(skl_row_state state)
-{
-    for (int offset = LANES / 2; offset > 0; offset /= 2) {
-        skl_row_state other;
-        other.m_1 = __shfl_xor_sync(~0U, state.m_1, offset);
-        other.l_1 = __shfl_xor_sync(~0U, state.l_1, offset);
-        other.m_2 = __shfl_xor_sync(~0U, state.m_2, offset);
-        other.l_2 = __shfl_xor_sync(~0U, state.l_2, offset);
-        other.w = __shfl_xor_sync(~0U, state.w, offset);
-        /* The lower lane goes first on both sides, so that both get the same bits. */
-        const bool lower = (threadIdx.x & (unsigned)offset) == 0;
-        state = lower ? skl_state_merge(state, other) : skl_state_merge(other, state);
-    }
-    return state;
-}
-
-__device__ inline bool first_lane(void)
-{
-    return threadIdx.x % LANES == 0;
-}
-
-/* LSEs of the group's heads for the tile's rows, base 2, as the caller gave them. */
-__device__ inline void load_group_lse(float *lse, const skl_input &given, const place &at, int64_t group)
-{
-    for (int64_t index = threadIdx.x; index < group * TILE; index += THREADS) {
-        const int64_t row = at.query_first + index % TILE;
-        const bool inside = row < at.sequence.query_count;
-        lse[index] =
-            inside ? skl_row_value(&given, &at.sequence, at.head * group + index / TILE, row) * SKL_LOG2E : 0.0F;
-    }
-    __syncthreads();
+    const skl_band band = skl_query_band(&p, &s);
+    const int64_t last = skl_min(key_first + TILE, s.key_count) - 1;
+    const skl_range none = {0, 0};
+    const skl_range queries = {skl_band_range(&band, key_first).begin, skl_band_range(&band, last).end};
+    return key_first > last ? none : queries;
 }
 
 #endif

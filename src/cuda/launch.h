@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "base/kl_math.h"
 #include "base/side.h"
 
 #ifdef __cplusplus
@@ -30,16 +31,16 @@ typedef struct skl_cuda_params {
     int64_t dim_first;          /* first dimension of the gradient that a launch gives */
     int32_t block_count;        /* blocks that run at once and have scratch memory each */
     int32_t multiprocessors;
-    int32_t splits; /* forward, sm80: parts that the keys of a query tile are cut into */
-    /* General kernels: float [block][group][tile], LSEs of a group of teacher heads. Forward, sm80, keys in parts:
-     * skl_row_state [tile][part][query]. */
+    int32_t splits; /* forward on tensor cores: parts that the keys of a query tile are cut into */
+    /* General forward: skl_lse2 [block][group][tile], LSEs of a group of teacher heads. Forward on tensor cores, keys
+     * in parts: skl_row_state [tile][part][query]. */
     void *scratch;
 } skl_cuda_params;
 
 typedef cudaError_t (*skl_cuda_launcher)(const skl_cuda_params *params);
 
 /* The general kernels: every type, size, stride and option, f32 arithmetic on the ordinary pipes. */
-enum { SKL_GENERAL_TILE = 64 };
+enum { SKL_GENERAL_TILE = 128 }; /* rows that a block owns */
 cudaError_t skl_cuda_general_forward(const skl_cuda_params *params);
 cudaError_t skl_cuda_general_queries(const skl_cuda_params *params); /* dq of one side */
 cudaError_t skl_cuda_general_keys(const skl_cuda_params *params);    /* dk of one side */
