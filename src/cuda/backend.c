@@ -57,12 +57,6 @@ typedef struct cuda_kernel {
             skl_cuda_sm80_##type##_##dim##_forward, skl_cuda_sm80_##type##_##dim##_queries,                          \
             skl_cuda_sm80_##type##_##dim##_keys                                                                      \
     }
-#define SM80_FORWARD(type, TYPE, dim)                                                                                \
-    {                                                                                                                \
-        "cuda_sm80_" #type "_" #dim, #type ", dim <= " #dim ": mma.sync; backward by cuda_general", 80, ANY, dim,    \
-            TYPE, skl_cuda_sm80_##type##_##dim##_forward, skl_cuda_general_queries, skl_cuda_general_keys            \
-    }
-
 #define SM90(type, TYPE, dim)                                                                                        \
     {                                                                                                                \
         "cuda_sm90_" #type "_" #dim, #type ", dim <= " #dim ": wgmma, backward by mma.sync", 90, 91, dim, TYPE,      \
@@ -78,10 +72,10 @@ static const cuda_kernel kernels[] = {
     SM90(f16, SKL_F16, 128),
     SM80(bf16, SKL_BF16, 64),
     SM80(bf16, SKL_BF16, 128),
-    SM80_FORWARD(bf16, SKL_BF16, 256),
+    SM80(bf16, SKL_BF16, 256),
     SM80(f16, SKL_F16, 64),
     SM80(f16, SKL_F16, 128),
-    SM80_FORWARD(f16, SKL_F16, 256),
+    SM80(f16, SKL_F16, 256),
     {"cuda_general", "any type, size and stride; f32 arithmetic, 128-row tiles", CAPABILITY_MIN, ANY, 0, SKL_F32,
      skl_cuda_general_forward, skl_cuda_general_queries, skl_cuda_general_keys},
 };

@@ -59,10 +59,10 @@ enum { SKL_SM80_RESIDENT_MAX = 3 };
     cudaError_t skl_cuda_sm80_##type_dim##_keys(const skl_cuda_params *params);
 SKL_CUDA_SM80(bf16_64)
 SKL_CUDA_SM80(bf16_128)
-SKL_CUDA_SM80(bf16_256) /* forward only */
+SKL_CUDA_SM80(bf16_256)
 SKL_CUDA_SM80(f16_64)
 SKL_CUDA_SM80(f16_128)
-SKL_CUDA_SM80(f16_256) /* forward only */
+SKL_CUDA_SM80(f16_256)
 #undef SKL_CUDA_SM80
 
 /* The same on Hopper: wgmma and the copy engine. What those do not fit goes to the kernels above. */

@@ -3,8 +3,9 @@
  * memory, so the bits are the same on every run, and no workspace is needed. sm80/tile.cuh says how a block works.
  *
  *   block   4 warps of 16 M own rows: 128 for M = 2, 64 for M = 1; 2 blocks a multiprocessor
- *   regs    own rows of both arguments (M DIM / 2), their gradient (M DIM / 2), logits of a step (16 M)
- *   shared  2 stages of 64 rows of both arguments, and what a backward knows of 64 queries (KEYS)
+ *   regs    own rows of both arguments (M DIM / 2), their gradient (M DIM / 2; of DIM = 256 a slice of 64 dimensions
+ * a launch), logits of a step (16 M) shared  2 stages of 64 or 32 rows of both arguments, and what a backward knows
+ * of as many queries (KEYS)
  *
  *   stage n + 1 is copied  |  for each of 4 steps of stage n: X, Y (mma); G, rounded to 16 bits; gradient += G rows
  * (mma)
@@ -20,7 +21,6 @@
 namespace sm80
 {
 
-constexpr int ROWS = 64;      /* streamed rows of a stage */
 constexpr int STEP_ROWS = 16; /* streamed rows of a step: G is the 16 x 16 operand of the next product */
 
 /* What a backward knows of a query: LSEs of both arguments, KL, upstream gradient. */
@@ -29,7 +29,7 @@ struct query_facts {
 };
 
 template <int DIM> struct backward_memory {
-    static_assert(STAGE_ROWS<DIM> == ROWS, "facts are copied by two threads a query");
+    static constexpr int ROWS = STAGE_ROWS<DIM>;
     stage_memory<DIM> stages[STAGES];
     query_facts facts[STAGES][ROWS]; /* KEYS: as they lie in memory, LSEs natural */
     int poisoned[ROWS];              /* streamed rows that hold a value that is not finite */
@@ -52,6 +52,13 @@ __device__ inline skl_input fact_source(const skl_cuda_params &params, int which
     }
 }
 
+__device__ inline float fact_of(const skl_cuda_params &params, int which, const skl_sequence &s, int64_t head,
+                                int64_t query)
+{
+    const skl_input source = fact_source(params, which);
+    return source.data != NULL ? skl_row_value(&source, &s, head, query) : which == 3 ? 1.0F : 0.0F;
+}
+
 /* ---- Gradient of the logits --------------------------------------------------------------------------------- */
 
 /* d KL / d logit, less the query's upstream gradient; u, v: log2 of the two probabilities. */
@@ -66,15 +73,18 @@ __device__ inline float power_of_2(int exponent)
     return __uint_as_float((unsigned)(exponent + 127) << 23);
 }
 
-template <int DIM, int M> struct own_gradient {
-    float sum[M][DIM / 8][4];
+/* WIDTH dimensions of it: all, or a slice of a head of more than 128; each launch gives one. */
+template <int DIM, bool KEYS> constexpr int SLICE = DIM > 128 ? (KEYS ? 32 : 64) : DIM;
+
+template <int WIDTH, int M> struct own_gradient {
+    float sum[M][WIDTH / 8][4];
 
     __device__ void scale(float factor)
     {
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
-            for (int e = 0; e < DIM / 2; e++)
+            for (int e = 0; e < WIDTH / 2; e++)
                 sum[m][e / 4][e % 4] *= factor;
     }
 };
@@ -84,7 +94,7 @@ template <int DIM, int M> struct own_gradient {
 template <typename ELEMENT> struct gradient_unit {
     static constexpr bool MOVES = false;
 
-    template <int DIM, int M> __device__ void fit(own_gradient<DIM, M> &, float)
+    template <int WIDTH, int M> __device__ void fit(own_gradient<WIDTH, M> &, float)
     {
     }
     __device__ float value() const
@@ -102,7 +112,7 @@ template <> struct gradient_unit<__half> {
     int exponent = -127; /* the unit is 2^exponent; at first it is 0 */
 
     /* Makes room for values up to `largest`, the same for all lanes of the warp. */
-    template <int DIM, int M> __device__ void fit(own_gradient<DIM, M> &gradient, float largest)
+    template <int WIDTH, int M> __device__ void fit(own_gradient<WIDTH, M> &gradient, float largest)
     {
         constexpr int LIMIT = 15, ROOM = 3; /* values stay below 2^LIMIT units; a new unit leaves some room */
         const int size = (int)(__float_as_uint(largest) >> 23) - 126; /* largest < 2^size */
@@ -139,8 +149,8 @@ template <int M> __device__ inline float largest_of(const logits<M, 2> &g)
 /* ---- One tile of own rows ----------------------------------------------------------------------------------- */
 
 /* sum += g times the 16 streamed rows from `row` on. */
-template <typename ELEMENT, int DIM, int M>
-__device__ inline void add_product(own_gradient<DIM, M> &own, float inverse_unit, const logits<M, 2> &g,
+template <typename ELEMENT, int DIM, int WIDTH, int M>
+__device__ inline void add_product(own_gradient<WIDTH, M> &own, float inverse_unit, const logits<M, 2> &g,
                                    uint32_t operand, int row)
 {
     uint32_t a[M][4];
@@ -152,7 +162,7 @@ __device__ inline void add_product(own_gradient<DIM, M> &own, float inverse_unit
             a[m][part] = pack(pair[part % 2 * 2] * inverse_unit, pair[part % 2 * 2 + 1] * inverse_unit, ELEMENT());
         }
 #pragma unroll
-    for (int pair = 0; pair < DIM / 16; pair++) {
+    for (int pair = 0; pair < WIDTH / 16; pair++) {
         uint32_t b[4];
         ldmatrix_x4_transposed(b, at_chunk<DIM>(operand, row, 2 * pair));
 #pragma unroll
@@ -169,25 +179,17 @@ template <int M, bool KEYS> struct known_queries;
 template <int M> struct known_queries<M, false> {
     query_facts own[M][2];
 
-    /* A row that meets no key has a gradient of 0, whatever comes from upstream. */
     __device__ void load_own(const skl_cuda_params &params, const skl_sequence &s, int64_t head, int64_t first,
-                             int last_row, const band32 &band)
+                             int last_row)
     {
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                float fact[4];
-#pragma unroll
-                for (int which = 0; which < 4; which++) {
-                    const skl_input source = fact_source(params, which);
-                    fact[which] = which == 3 ? 1.0F : 0.0F;
-                    if (source.data != NULL)
-                        fact[which] = skl_row_value(&source, &s, head, first + min(own_row<M>(m, half), last_row));
-                }
-                const range32 meets = band.of(own_row<M>(m, half));
-                own[m][half] = {fact[0] * SKL_LOG2E, fact[1] * SKL_LOG2E, fact[2],
-                                meets.begin < meets.end ? fact[3] : 0.0F};
+                const int64_t query = first + min(own_row<M>(m, half), last_row);
+                own[m][half] = {fact_of(params, 0, s, head, query) * SKL_LOG2E,
+                                fact_of(params, 1, s, head, query) * SKL_LOG2E, fact_of(params, 2, s, head, query),
+                                1.0F};
             }
     }
 
@@ -200,22 +202,13 @@ template <int M> struct known_queries<M, false> {
         return own[m][e / 2];
     }
 
-    /* Own rows are weighed once, at the end. */
+    /* Own rows are weighed when they are stored. */
     __device__ static float weigh(float g, const query_facts &)
     {
         return g;
     }
 
-    template <int DIM> __device__ void weigh(own_gradient<DIM, M> &gradient) const
-    {
-#pragma unroll
-        for (int m = 0; m < M; m++)
-#pragma unroll
-            for (int e = 0; e < DIM / 2; e++)
-                gradient.sum[m][e / 4][e % 4] *= own[m][e % 4 / 2].grad;
-    }
-
-    __device__ static float largest_weight(const query_facts *)
+    template <int ROWS> __device__ static float largest_weight(const query_facts *)
     {
         return 1.0F;
     }
@@ -224,7 +217,7 @@ template <int M> struct known_queries<M, false> {
 template <int M> struct known_queries<M, true> {
     query_facts streamed[2][2];
 
-    __device__ void load_own(const skl_cuda_params &, const skl_sequence &, int64_t, int64_t, int, const band32 &)
+    __device__ void load_own(const skl_cuda_params &, const skl_sequence &, int64_t, int64_t, int)
     {
     }
 
@@ -247,18 +240,15 @@ template <int M> struct known_queries<M, true> {
         return query.grad * g;
     }
 
-    template <int DIM> __device__ void weigh(own_gradient<DIM, M> &) const
-    {
-    }
-
-    __device__ static float largest_weight(const query_facts *stage)
+    template <int ROWS> __device__ static float largest_weight(const query_facts *stage)
     {
         const int lane = (int)threadIdx.x % 32;
-        return warp_max(fmaxf(fabsf(stage[lane].grad), fabsf(stage[lane + 32].grad)));
+        return warp_max(fmaxf(fabsf(stage[lane].grad), fabsf(stage[ROWS - 32 + lane].grad)));
     }
 };
 
 /* Starts copying the facts of a stage's queries, `left` of which are there. */
+template <int ROWS>
 __device__ inline void copy_facts(query_facts (&to)[ROWS], const skl_cuda_params &params, const skl_sequence &s,
                                   int64_t head, int64_t first, int left)
 {
@@ -274,7 +264,7 @@ __device__ inline void copy_facts(query_facts (&to)[ROWS], const skl_cuda_params
 }
 
 /* What is not copied. */
-__device__ inline void clear_facts(query_facts (&facts)[STAGES][ROWS])
+template <int ROWS> __device__ inline void clear_facts(query_facts (&facts)[STAGES][ROWS])
 {
     for (int row = (int)threadIdx.x; row < STAGES * ROWS; row += THREADS)
         facts[row / ROWS][row % ROWS] = {0.0F, 0.0F, 0.0F, 1.0F};
@@ -288,14 +278,14 @@ struct stage_operands {
 
 /* A stage whose rows all of the warp's rows meet. */
 template <typename ELEMENT, int DIM, int M, bool KEYS, bool SECOND>
-__device__ inline void add_whole_stage(own_gradient<DIM, M> &gradient, gradient_unit<ELEMENT> &unit,
+__device__ inline void add_whole_stage(own_gradient<SLICE<DIM, KEYS>, M> &gradient, gradient_unit<ELEMENT> &unit,
                                        const own_rows<DIM, M> &own_1, float scale_1, const own_rows<DIM, M> &own_2,
                                        float scale_2, const stage_operands &stage, known_queries<M, KEYS> &queries)
 {
     if (SECOND && unit.MOVES) /* |S - P| <= 1 */
-        unit.fit(gradient, queries.largest_weight(stage.facts));
+        unit.fit(gradient, queries.template largest_weight<STAGE_ROWS<DIM>>(stage.facts));
 #pragma unroll 1
-    for (int row = 0; row < ROWS; row += STEP_ROWS) {
+    for (int row = 0; row < STAGE_ROWS<DIM>; row += STEP_ROWS) {
         logits<M, 2> x, y;
         multiply<ELEMENT>(x, own_1, stage.one, row);
         multiply<ELEMENT>(y, own_2, stage.two, row);
@@ -313,20 +303,21 @@ __device__ inline void add_whole_stage(own_gradient<DIM, M> &gradient, gradient_
                 }
         if (!SECOND && unit.MOVES)
             unit.fit(gradient, largest_of(x));
-        add_product<ELEMENT>(gradient, unit.inverse(), x, stage.gradient, row);
+        add_product<ELEMENT, DIM>(gradient, unit.inverse(), x, stage.gradient, row);
     }
 }
 
 /* Any other stage: masks, caps, poison. Pairs that are masked add exactly 0. */
 template <typename ELEMENT, int DIM, int M, bool KEYS>
-__device__ inline void
-add_edge_stage(own_gradient<DIM, M> &gradient, gradient_unit<ELEMENT> &unit, const own_rows<DIM, M> &own_1,
-               const own_rows<DIM, M> &own_2, const skl_cuda_params &params, bool second, const stage_operands &stage,
-               known_queries<M, KEYS> &queries, const int *poisoned, const band32 &band, int first)
+__device__ inline void add_edge_stage(own_gradient<SLICE<DIM, KEYS>, M> &gradient, gradient_unit<ELEMENT> &unit,
+                                      const own_rows<DIM, M> &own_1, const own_rows<DIM, M> &own_2,
+                                      const skl_cuda_params &params, bool second, const stage_operands &stage,
+                                      known_queries<M, KEYS> &queries, const int *poisoned, const band32 &band,
+                                      int first)
 {
     const skl_cuda_argument &own_side = second ? params.two : params.one;
 #pragma unroll 1
-    for (int row = 0; row < ROWS; row += STEP_ROWS) {
+    for (int row = 0; row < STAGE_ROWS<DIM>; row += STEP_ROWS) {
         logits<M, 2> x, y;
         multiply<ELEMENT>(x, own_1, stage.one, row);
         multiply<ELEMENT>(y, own_2, stage.two, row);
@@ -356,7 +347,7 @@ add_edge_stage(own_gradient<DIM, M> &gradient, gradient_unit<ELEMENT> &unit, con
                 }
         if (unit.MOVES)
             unit.fit(gradient, largest_of(x));
-        add_product<ELEMENT>(gradient, unit.inverse(), x, stage.gradient, row);
+        add_product<ELEMENT, DIM>(gradient, unit.inverse(), x, stage.gradient, row);
     }
 }
 
@@ -383,8 +374,10 @@ template <typename ELEMENT> __device__ inline bool all_finite(const uint4 &chunk
 
 /* A masked pair weighs 0, but 0 times a value that is not finite is NaN: such rows lose the value before the product,
  * and give NaN to just those rows that meet them. */
-template <typename ELEMENT, int DIM> __device__ inline void find_poison(staged_rows<DIM> &rows, int (&poisoned)[ROWS])
+template <typename ELEMENT, int DIM>
+__device__ inline void find_poison(staged_rows<DIM> &rows, int (&poisoned)[STAGE_ROWS<DIM>])
 {
+    constexpr int ROWS = STAGE_ROWS<DIM>;
     if (threadIdx.x < ROWS)
         poisoned[threadIdx.x] = 0;
     __syncthreads();
@@ -399,10 +392,11 @@ template <typename ELEMENT, int DIM> __device__ inline void find_poison(staged_r
 }
 
 template <typename ELEMENT, int DIM, int M, bool KEYS>
-__device__ inline void sum_streamed(own_gradient<DIM, M> &gradient, gradient_unit<ELEMENT> &unit,
+__device__ inline void sum_streamed(own_gradient<SLICE<DIM, KEYS>, M> &gradient, gradient_unit<ELEMENT> &unit,
                                     const skl_cuda_params &params, backward_memory<DIM> &memory,
                                     const skl_sequence &s, int64_t head, int64_t own_first, int last_row)
 {
+    constexpr int ROWS = STAGE_ROWS<DIM>;
     const skl_cuda_argument &one = params.one, &two = params.two;
     const bool second = (params.problem.direction == SKL_KL_REVERSE) == (params.teacher_side != 0);
     const bool capped = one.capped || two.capped;
@@ -423,7 +417,7 @@ __device__ inline void sum_streamed(own_gradient<DIM, M> &gradient, gradient_uni
         (KEYS ? queries_of<ELEMENT>(two, s, head) : keys_of<ELEMENT>(two, s, head)).from(streamed.origin);
 
     known_queries<M, KEYS> queries;
-    queries.load_own(params, s, head, own_first, last_row, streamed.band);
+    queries.load_own(params, s, head, own_first, last_row);
     if (KEYS)
         copy_facts(memory.facts[0], params, s, head, streamed.origin, streamed.band.count);
     copy_rows(memory.stages[0].one, from_1, 0, streamed.band.count);
@@ -443,7 +437,8 @@ __device__ inline void sum_streamed(own_gradient<DIM, M> &gradient, gradient_uni
         cp_async_commit();
         stage_memory<DIM> &rows = memory.stages[at];
         const stage_operands stage = {logit_operand<2>(rows.one), logit_operand<2>(rows.two),
-                                      gradient_operand(second ? rows.two : rows.one), memory.facts[at]};
+                                      gradient_operand(second ? rows.two : rows.one) + (uint32_t)params.dim_first * 2,
+                                      memory.facts[at]};
         if (some_edge)
             find_poison<ELEMENT>(second ? rows.two : rows.one, memory.poisoned);
         if (!meets(warp.any, first, ROWS))
@@ -460,7 +455,6 @@ __device__ inline void sum_streamed(own_gradient<DIM, M> &gradient, gradient_uni
     }
     cp_async_wait<0>();
     __syncthreads(); /* the stages are free */
-    queries.weigh(gradient);
 }
 
 /* ---- Kernels ------------------------------------------------------------------------------------------------ */
@@ -493,8 +487,16 @@ template <int M, bool KEYS> struct own_place {
     }
 };
 
-template <int DIM, int M, bool KEYS>
-__device__ inline void store_gradient(const own_gradient<DIM, M> &gradient, const skl_cuda_params &params,
+/* Whether the row met anything: if not its gradient is 0, whatever comes from upstream. */
+template <int M, bool KEYS>
+__device__ inline bool is_live(const skl_cuda_params &params, const own_place<M, KEYS> &place, int64_t row)
+{
+    const skl_range sees = skl_visible(&params.problem, &place.sequence, row);
+    return row < place.rows && (KEYS || sees.begin < sees.end);
+}
+
+template <int WIDTH, int M, bool KEYS>
+__device__ inline void store_gradient(const own_gradient<WIDTH, M> &gradient, const skl_cuda_params &params,
                                       const own_place<M, KEYS> &place, float factor)
 {
     const skl_problem &p = params.problem;
@@ -505,15 +507,21 @@ __device__ inline void store_gradient(const own_gradient<DIM, M> &gradient, cons
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
-        for (int block = 0; block < DIM / 8; block++)
+        for (int half = 0; half < 2; half++) {
+            const int64_t row = place.first + own_row<M>(m, half);
+            if (row >= place.stored)
+                continue;
+            const bool live = is_live(params, place, row);
+            const float weight = live && !KEYS ? fact_of(params, 3, place.sequence, place.head, row) : 1.0F;
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const int64_t row = place.first + own_row<M>(m, e / 2);
-                const int c = column_of(block, e % 2);
-                if (row < place.stored && c < side.dim)
+            for (int n = 0; n < WIDTH / 4; n++) {
+                const float sum = gradient.sum[m][n / 2][half * 2 + n % 2];
+                const int c = (int)params.dim_first + column_of(n / 2, n % 2);
+                if (c < side.dim)
                     skl_store(out.data, side.grad_dtype, base + row * out.stride_row + c,
-                              row < place.rows ? gradient.sum[m][block][e] * factor : 0.0F);
+                              live ? sum * factor * weight : 0.0F);
             }
+        }
 }
 
 template <typename ELEMENT, int DIM, int M, bool KEYS>
@@ -524,7 +532,7 @@ __global__ void __launch_bounds__(THREADS, 2) gradient_kernel(const __grid_const
     own_place<M, KEYS> place;
     if (!place.find(params))
         return;
-    own_gradient<DIM, M> gradient = {};
+    own_gradient<SLICE<DIM, KEYS>, M> gradient = {};
     gradient_unit<ELEMENT> unit;
     const skl_cuda_argument &side =
         (params.problem.direction == SKL_KL_REVERSE) == (params.teacher_side != 0) ? params.two : params.one;
@@ -551,8 +559,11 @@ template <typename ELEMENT, int DIM, int M, bool KEYS> cudaError_t launch_gradie
     const skl_problem *const p = &params->problem;
     const dim3 blocks = grid_of(p->batch, own_place<M, KEYS>::heads(*params),
                                 skl_ceil_div(KEYS ? p->len_k : p->len_q, WARPS * 16 * M));
-    gradient_kernel<ELEMENT, DIM, M, KEYS>
-        <<<blocks, THREADS, sizeof(backward_memory<DIM>), params->call.stream>>>(*params);
+    skl_cuda_params slice = *params;
+    const int64_t dim = params->teacher_side ? p->dim_t : p->dim_s;
+    for (slice.dim_first = 0; slice.dim_first < dim; slice.dim_first += SLICE<DIM, KEYS>)
+        gradient_kernel<ELEMENT, DIM, M, KEYS>
+            <<<blocks, THREADS, sizeof(backward_memory<DIM>), params->call.stream>>>(slice);
     return cudaPeekAtLastError();
 }
 
