@@ -117,38 +117,56 @@ __device__ inline raw_quad load_elements(const char *at, bool wide, int count)
     return make_uint4(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16, 0, 0);
 }
 
-/* Quads at dimension c of rows `row`, row + row_step, ... */
+/* Quads at dimension c of rows `row`, row + row_step, ... The way to load them is chosen once, not quad by quad. */
 template <int QUADS>
 __device__ inline void load_quads(raw_quad (&to)[QUADS], const row_source &source, int row, int row_step, int c)
 {
     const row_source from = source;
     const bool wide = from.dtype == SKL_F32;
-    const char *at = from.data + row * from.row_size + c * (wide ? 4 : 2);
+    const char *const first = from.data + row * from.row_size + c * (wide ? 4 : 2);
+    const int row_count = c < from.dim ? from.row_count : 0;
 #pragma unroll
-    for (int quad = 0; quad < QUADS; quad++, row += row_step, at += row_step * from.row_size) {
-        const bool inside = row < from.row_count && c < from.dim;
+    for (int quad = 0; quad < QUADS; quad++)
         to[quad] = make_uint4(0, 0, 0, 0);
-        if (inside && !from.vectors) {
-            to[quad] = load_elements(at, wide, from.dim - c);
-        } else if (inside && wide) {
-            to[quad] = __ldg((const uint4 *)(const void *)at);
-        } else if (inside) {
-            const uint2 halves = __ldg((const uint2 *)(const void *)at);
-            to[quad] = make_uint4(halves.x, halves.y, 0, 0);
-        }
+    if (from.vectors && wide) {
+#pragma unroll
+        for (int quad = 0; quad < QUADS; quad++)
+            if (row + quad * row_step < row_count)
+                to[quad] = __ldg((const uint4 *)(const void *)(first + quad * row_step * from.row_size));
+    } else if (from.vectors) {
+#pragma unroll
+        for (int quad = 0; quad < QUADS; quad++)
+            if (row + quad * row_step < row_count) {
+                const uint2 halves = __ldg((const uint2 *)(const void *)(first + quad * row_step * from.row_size));
+                to[quad] = make_uint4(halves.x, halves.y, 0, 0);
+            }
+    } else {
+#pragma unroll
+        for (int quad = 0; quad < QUADS; quad++)
+            if (row + quad * row_step < row_count)
+                to[quad] = load_elements(first + quad * row_step * from.row_size, wide, from.dim - c);
     }
 }
 
-__device__ inline float4 quad_values(const raw_quad &raw, skl_dtype dtype)
+template <int QUADS>
+__device__ inline void convert_quads(float4 (&to)[QUADS], const raw_quad (&from)[QUADS], skl_dtype dtype)
 {
-    if (dtype == SKL_F32)
-        return make_float4(__uint_as_float(raw.x), __uint_as_float(raw.y), __uint_as_float(raw.z),
-                           __uint_as_float(raw.w));
-    if (dtype == SKL_BF16)
-        return make_float4(skl_from_bf16((uint16_t)raw.x), skl_from_bf16((uint16_t)(raw.x >> 16)),
-                           skl_from_bf16((uint16_t)raw.y), skl_from_bf16((uint16_t)(raw.y >> 16)));
-    return make_float4(skl_from_f16((uint16_t)raw.x), skl_from_f16((uint16_t)(raw.x >> 16)),
-                       skl_from_f16((uint16_t)raw.y), skl_from_f16((uint16_t)(raw.y >> 16)));
+    if (dtype == SKL_F32) {
+#pragma unroll
+        for (int quad = 0; quad < QUADS; quad++)
+            to[quad] = make_float4(__uint_as_float(from[quad].x), __uint_as_float(from[quad].y),
+                                   __uint_as_float(from[quad].z), __uint_as_float(from[quad].w));
+        return;
+    }
+#pragma unroll
+    for (int quad = 0; quad < QUADS; quad++) {
+        const uint16_t halves[QUAD] = {(uint16_t)from[quad].x, (uint16_t)(from[quad].x >> 16), (uint16_t)from[quad].y,
+                                       (uint16_t)(from[quad].y >> 16)};
+        to[quad] = dtype == SKL_F16 ? make_float4(skl_from_f16(halves[0]), skl_from_f16(halves[1]),
+                                                  skl_from_f16(halves[2]), skl_from_f16(halves[3]))
+                                    : make_float4(skl_from_bf16(halves[0]), skl_from_bf16(halves[1]),
+                                                  skl_from_bf16(halves[2]), skl_from_bf16(halves[3]));
+    }
 }
 
 /* ---- To shared memory --------------------------------------------------------------------------------------- */
@@ -161,14 +179,15 @@ template <int QUADS> __device__ inline void load_dims(raw_quad (&to)[QUADS], con
 
 template <int QUADS> __device__ inline void store_dims(float *to, const raw_quad (&from)[QUADS], skl_dtype dtype)
 {
+    float4 values[QUADS];
+    convert_quads(values, from, dtype);
     to += step_at((int)threadIdx.x % 4 * QUAD) + (int)threadIdx.x / 4;
 #pragma unroll
     for (int quad = 0; quad < QUADS; quad++, to += HALF) {
-        const float4 values = quad_values(from[quad], dtype);
-        to[step_at(0)] = values.x;
-        to[step_at(1)] = values.y;
-        to[step_at(2)] = values.z;
-        to[step_at(3)] = values.w;
+        to[step_at(0)] = values[quad].x;
+        to[step_at(1)] = values[quad].y;
+        to[step_at(2)] = values[quad].z;
+        to[step_at(3)] = values[quad].w;
     }
 }
 
@@ -180,10 +199,12 @@ __device__ inline void load_steps(raw_quad (&to)[OWN_QUADS], const row_source &f
 
 __device__ inline void store_steps(float *to, const raw_quad (&from)[OWN_QUADS], skl_dtype dtype)
 {
+    float4 values[OWN_QUADS];
+    convert_quads(values, from, dtype);
 #pragma unroll
     for (int quad = 0; quad < OWN_QUADS; quad++)
         *(float4 *)&to[step_at((int)threadIdx.x / 32 + quad * THREADS / 32) + (int)threadIdx.x % 32 * QUAD] =
-            quad_values(from[quad], dtype);
+            values[quad];
 }
 
 /* ---- Multiply ----------------------------------------------------------------------------------------------- */
