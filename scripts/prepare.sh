@@ -52,11 +52,11 @@ may_install() {
 }
 
 # The given packages without those that this release has not: their content is then elsewhere, and the probes will
-# tell. Without apt's lists every name stands.
+# tell. Without apt's lists every name stands. `apt-cache show` knows any name that an installed package mentions.
 available() {
     local package known=()
     for package in "$@"; do
-        if apt-cache show "$package" >/dev/null 2>&1; then known+=("$package"); fi
+        if [ -n "$(apt-cache madison "$package" 2>/dev/null)" ]; then known+=("$package"); fi
     done
     if [ ${#known[@]} = 0 ]; then known=("$@"); fi
     echo "${known[*]}"
