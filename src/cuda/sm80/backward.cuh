@@ -253,10 +253,11 @@ __device__ inline void copy_facts(query_facts (&to)[ROWS], const skl_cuda_params
                                   int64_t head, int64_t first, int left)
 {
     const int row = (int)threadIdx.x % ROWS;
+    constexpr int SHARE = THREADS / ROWS; /* threads of a query */
 #pragma unroll
     for (int which = 0; which < 4; which++) {
         const skl_input source = fact_source(params, which);
-        if (source.data != NULL && (int)threadIdx.x / ROWS % 2 == which % 2)
+        if (source.data != NULL && (int)threadIdx.x / ROWS % SHARE == which % SHARE)
             cp_async_4(shared_address(&to[row].lse_1 + which),
                        (const float *)source.data + SKL_ROW(source, s.batch, head, s.query_begin + first + row),
                        row < left);
@@ -437,7 +438,8 @@ __device__ inline void sum_streamed(own_gradient<SLICE<DIM, KEYS>, M> &gradient,
         cp_async_commit();
         stage_memory<DIM> &rows = memory.stages[at];
         const stage_operands stage = {logit_operand<2>(rows.one), logit_operand<2>(rows.two),
-                                      gradient_operand(second ? rows.two : rows.one) + (uint32_t)params.dim_first * 2,
+                                      at_chunk<DIM>(gradient_operand(second ? rows.two : rows.one), 0,
+                                                    SLICE<DIM, KEYS> < DIM ? (int)params.dim_first / 8 : 0),
                                       memory.facts[at]};
         if (some_edge)
             find_poison<ELEMENT>(second ? rows.two : rows.one, memory.poisoned);
