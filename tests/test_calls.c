@@ -370,7 +370,7 @@ static void test_views_of_one_buffer_may_interleave(void **state)
     const skl_inputs inputs = results_backward_inputs(&f, &apart);
 
     test_memory memory = memory_create(BATCH * LENGTH * 2 * ROW * sizeof(float), sizeof(float));
-    float(*const fused)[LENGTH][2][HEAD_COUNT][DIM] = memory.data;
+    float(*const fused)[LENGTH][2][HEAD_COUNT][DIM] = (void *)memory.data;
     skl_gradients gradients = {.struct_size = sizeof gradients};
     gradients.dq_s = (skl_output){fused[0][0][0], LENGTH * 2 * ROW, DIM, 2 * ROW};
     gradients.dk_s = (skl_output){fused[0][0][1], LENGTH * 2 * ROW, DIM, 2 * ROW};
