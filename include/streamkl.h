@@ -144,7 +144,8 @@ typedef struct skl_rows {
     skl_output kl;      /* [batch, heads_s, len_q], never below 0 */
     skl_output lse_t;   /* [batch, heads_t, len_q] */
     skl_output lse_s;   /* [batch, heads_s, len_q] */
-    skl_output dot_t;   /* [batch, heads_t, len_q]: sum_j P_hj dKL/dP_j; only with r > 1, for teacher gradients */
+    skl_output dot_t;   /* [batch, heads_t, len_q]: sum_j P_hj dKL/dP_j, or what takes its place with a wider LSE;
+                         * only with r > 1, for teacher gradients */
 } skl_rows;
 
 /* Gradients of sum_i grad_kl[i] * KL_i; each has the shape of its tensor. */
@@ -198,8 +199,8 @@ typedef struct CUstream_st *skl_stream;
 /* KL and LSEs, whichever of `rows` are wanted. Teacher LSEs:
  *   r = 1: computed; inputs->lse_t is not read.
  *   r > 1: inputs->lse_t if given, else computed in a pass of its own. A given LSE may cover more keys than are
- *          visible: P is then the conditional distribution on the visible keys. KL and student gradients are exact,
- *          but teacher gradients are a derivative only if the LSEs are those of the visible keys.
+ *          visible: P is then the conditional distribution on the visible keys, and teacher gradients take what the
+ *          hidden keys add to an LSE as fixed.
  * rows->lse_t is always the normaliser of P on the visible keys: what skl_backward wants. */
 SKL_API skl_status skl_forward(const skl_plan *plan, const skl_inputs *inputs, const skl_rows *rows, void *workspace,
                                size_t workspace_size, skl_stream stream);
@@ -211,7 +212,7 @@ SKL_API skl_status skl_backward(const skl_plan *plan, const skl_inputs *inputs, 
 
 /* Loss and gradients in one sweep, when both LSEs (of the visible keys) are already known: every flash attention
  * returns them. rows->lse_* must be empty; whatever skl_backward would read as kl or dot_t must be wanted in rows,
- * and costs a second sweep. */
+ * and costs a second sweep. Teacher gradients under LSEs of more keys: skl_forward, then skl_backward. */
 SKL_API skl_status skl_forward_backward(const skl_plan *plan, const skl_inputs *inputs, const skl_rows *rows,
                                         const skl_gradients *gradients, void *workspace, size_t workspace_size,
                                         skl_stream stream);

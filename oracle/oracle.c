@@ -134,11 +134,17 @@ static real log_sum_rounding(const real *log_terms, const real *roundings, int64
     return rounding;
 }
 
-/* LSEs and the distributions they give. A given LSE may cover more than the visible keys: then the mean of the
- * teacher's heads is divided by its sum z over the visible ones. */
-static void normalise(const struct run *run, const struct row *row)
+static int uses_given_lse(const struct run *run)
 {
-    const int use_given = run->group > 1 && run->given_lse_t;
+    return run->group > 1 && run->given_lse_t;
+}
+
+/* LSEs and the distributions they give. A given LSE may cover more than the visible keys: then the mean of the
+ * teacher's heads is divided by its sum z over the visible ones. Returns log z. */
+static real normalise(const struct run *run, const struct row *row)
+{
+    const int use_given = uses_given_lse(run);
+    real log_z = 0;
     run->lse_s[row->at_s] = log_sum_exp(run->y, row->key_count, 1);
     for (int64_t h = 0; h < run->group; h++) {
         const int64_t at = row->at_t + h * run->length_q;
@@ -147,7 +153,7 @@ static void normalise(const struct run *run, const struct row *row)
     }
     distributions(run, row);
     if (use_given) {
-        const real log_z = log_sum_exp(run->log_p, row->key_count, 1);
+        log_z = log_sum_exp(run->log_p, row->key_count, 1);
         for (int64_t h = 0; h < run->group; h++)
             run->lse_t[row->at_t + h * run->length_q] += log_z;
         distributions(run, row);
@@ -159,6 +165,7 @@ static void normalise(const struct run *run, const struct row *row)
         run->lse_t_rounding[row->at_t + h * run->length_q] =
             of_mean + log_sum_rounding(run->log_p_head + h * run->length_k,
                                        run->log_p_head_rounding + h * run->length_k, row->key_count);
+    return log_z;
 }
 
 /* The two arguments of the KL. */
@@ -214,6 +221,19 @@ static real weighted_phi_rounding(const struct run *run, int64_t h, int64_t j)
     return fabs(weighted_phi(run, h, j)) * (1 + head) + exp(run->log_p_head[h * run->length_k + j]) * both;
 }
 
+/* P_hj (phi_j - origin) */
+static real weighted_excess(const struct run *run, int64_t h, int64_t j, real origin)
+{
+    return weighted_phi(run, h, j) - exp(run->log_p_head[h * run->length_k + j]) * origin;
+}
+
+static real weighted_excess_rounding(const struct run *run, int64_t h, int64_t j, real origin, real origin_rounding)
+{
+    const int64_t at = h * run->length_k + j;
+    return weighted_phi_rounding(run, h, j) +
+           exp(run->log_p_head[at]) * (fabs(origin) * (1 + run->log_p_head_rounding[at]) + origin_rounding);
+}
+
 /* g first (log first - log second - KL) */
 static void first_argument_gradient(const struct run *run, const struct row *row, real g)
 {
@@ -240,18 +260,15 @@ static void second_argument_gradient(const struct run *run, const struct row *ro
     }
 }
 
-/* A teacher of several heads: g / r (P_h phi - P_h dot_h) */
+/* A teacher of several heads: g / r P_h (phi - dot_h) */
 static void head_gradient(const struct run *run, const struct row *row, int64_t h, real g)
 {
-    const int64_t line = h * run->length_k, at = row->at_t + h * run->length_q;
-    const real share = g / (real)run->group;
+    const int64_t at = row->at_t + h * run->length_q;
+    const real of_mean = g / (real)run->group;
     for (int64_t j = 0; j < row->key_count; j++) {
-        const real p_head = exp(run->log_p_head[line + j]);
-        run->gradient[j] = share * (weighted_phi(run, h, j) - p_head * run->dot_t[at]);
+        run->gradient[j] = of_mean * weighted_excess(run, h, j, run->dot_t[at]);
         run->gradient_rounding[j] =
-            fabs(share) *
-            (weighted_phi_rounding(run, h, j) +
-             p_head * (fabs(run->dot_t[at]) * (1 + run->log_p_head_rounding[line + j]) + run->dot_t_rounding[at]));
+            fabs(of_mean) * weighted_excess_rounding(run, h, j, run->dot_t[at], run->dot_t_rounding[at]);
     }
 }
 
@@ -278,6 +295,40 @@ static void student_gradients(const struct run *run, const struct row *row, real
     add_gradients(run, &run->student, at, row->key_count, run->y, run->y_rounding);
 }
 
+/* What makes a dot of the P_hj phi_j of a head. */
+struct share {
+    real mean, mean_rounding; /* of phi under P */
+    real z, log_z_rounding;   /* of what the LSEs cover, the visible keys have this share */
+};
+
+/* dot_h = mean + z sum_j P_hj (phi_j - mean) */
+static void head_dot(const struct run *run, const struct row *row, int64_t h, struct share share)
+{
+    real sum = 0, rounding = 0;
+    for (int64_t j = 0; j < row->key_count; j++) {
+        sum += weighted_excess(run, h, j, share.mean);
+        rounding += weighted_excess_rounding(run, h, j, share.mean, share.mean_rounding);
+    }
+    run->dot_t[row->at_t + h * run->length_q] = share.mean + share.z * sum;
+    run->dot_t_rounding[row->at_t + h * run->length_q] =
+        share.mean_rounding + share.z * (rounding + fabs(sum) * share.log_z_rounding);
+}
+
+/* The mean of phi is the KL, or -sum_j S_j = -1; log z is an LSE of the mean of heads. LSEs that were not given have
+ * z = 1 and sum_j P_hj = 1, so that any mean will do: 0, for the least roundings. */
+static struct share share_of(const struct run *run, const struct row *row, real kl, real log_z)
+{
+    if (!uses_given_lse(run))
+        return (struct share){.mean = 0, .z = 1};
+    const int forward = run->problem->direction == SKL_KL_FORWARD;
+    return (struct share){
+        .mean = forward ? kl : -1,
+        .mean_rounding = forward ? run->kl_rounding[row->at_s] : 0,
+        .z = exp(log_z),
+        .log_z_rounding = log_sum_rounding(run->log_p, run->log_p_rounding, row->key_count) + fabs(log_z),
+    };
+}
+
 /* LSEs, KL and dots of one row. */
 static void forward_row(const struct run *run, const struct row *row)
 {
@@ -287,21 +338,15 @@ static void forward_row(const struct run *run, const struct row *row)
         const struct place at = find_place(run, row, &run->teacher, row->h_s * r + h);
         compute_logits(&run->teacher, at, count, run->x + h * run->length_k, run->x_rounding + h * run->length_k);
     }
-    normalise(run, row);
+    const real log_z = normalise(run, row);
 
     const struct arguments arguments = arguments_of(run);
     const real kl = divergence(&arguments, count);
     run->kl[row->at_s] = kl < 0 ? 0 : kl; /* a NaN stays */
     run->kl_rounding[row->at_s] = divergence_rounding(&arguments, kl, count);
-    for (int64_t h = 0; h < r; h++) {
-        real dot = 0, rounding = 0;
-        for (int64_t j = 0; j < count; j++) {
-            dot += weighted_phi(run, h, j);
-            rounding += weighted_phi_rounding(run, h, j);
-        }
-        run->dot_t[row->at_t + h * run->length_q] = dot;
-        run->dot_t_rounding[row->at_t + h * run->length_q] = rounding;
-    }
+    const struct share share = share_of(run, row, kl, log_z);
+    for (int64_t h = 0; h < r; h++)
+        head_dot(run, row, h, share);
 }
 
 /* Gradients from the logits, the distributions and the rows of the forward. */

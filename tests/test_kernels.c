@@ -48,6 +48,8 @@ static int check_forward_backward(kernel_run *run)
     inputs.lse_s = tensor_input(&run->saved.lse_s);
     fixture_results wanted = run->results;
     wanted.lse_t.data = wanted.lse_s.data = NULL;
+    if (run->fixture->test_case->lse == LSE_WIDER) /* of the hidden keys it is told nothing */
+        wanted.dot_t.data = wanted.dq_t.data = wanted.dk_t.data = NULL;
     const skl_rows rows = results_rows(&wanted);
     const skl_gradients gradients = results_gradients(&wanted);
     run_forward_backward(run->plan, &inputs, &rows, &gradients);

@@ -70,6 +70,26 @@ SKL_SHARED float skl_state_kl(const skl_row_state *state)
     return (state->w / state->l_1 + log2f(state->l_2 / state->l_1)) * SKL_LN2;
 }
 
+/* What makes the dot of a teacher head in a group of its P_hj and phi_j = dKL / dP_j:
+ *
+ *     dot_h = mean + share * sum_j P_hj (phi_j - mean)
+ *
+ * with the mean of phi under P, and the share that the visible keys have of what the given LSEs cover. LSEs that were
+ * computed have a share of 1 and P_h sums to 1: any mean will do, and 0 costs no rounding. */
+typedef struct skl_dot_rule {
+    float mean, share;
+} skl_dot_rule;
+
+SKL_SHARED skl_dot_rule skl_dot_rule_of(const skl_row_state *state, int reverse, int lse_given)
+{
+    const skl_dot_rule plain = {0.0F, 1.0F};
+    if (!lse_given || skl_state_is_empty(state))
+        return plain;
+    const skl_dot_rule forward_rule = {skl_state_kl(state), exp2f(state->m_1) * state->l_1};
+    const skl_dot_rule reverse_rule = {-1.0F, exp2f(state->m_2) * state->l_2};
+    return reverse ? reverse_rule : forward_rule;
+}
+
 /* In double: a backward feels every rounding of an LSE in all probabilities of its row. */
 SKL_SHARED float skl_lse(float m, float l)
 {

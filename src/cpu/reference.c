@@ -147,19 +147,24 @@ static double teacher_logit(const known_row *r, const double *lse, int64_t j)
     return (double)sum.m_1 + log2((double)sum.l_1 / (double)group);
 }
 
-/* sum_j P_hj dKL/dP_j of one teacher head of a group; lse_t and lse_s normalise both distributions. */
-static float head_dot(const known_row *r, const double *lse, int64_t h)
+/* P_hj (phi_j - origin) of one teacher head of a group, phi = dKL/dP: log P - log S, or -S/P in reverse, where P_h
+ * S/P is one exponential. lse and lse_s normalise both distributions. */
+static float head_excess(const known_row *r, const double *lse, int64_t h, int64_t j, float origin)
 {
     const bool reverse = r->task->problem->direction == SKL_KL_REVERSE;
-    const int64_t group = skl_group(r->task->problem);
-    float dot = 0.0F;
-    for (int64_t j = r->visible.begin; j < r->visible.end; j++) {
-        const float u = (float)teacher_logit(r, lse, j);
-        const float v = (float)(logit(&r->student, &r->sequence, r->head, r->i, j) - r->lse_s);
-        const float z = (float)(logit(&r->teacher, &r->sequence, r->head * group + h, r->i, j) - lse[h]);
-        dot += reverse ? -exp2f(z - u + v) : exp2f(z) * SKL_LN2 * (u - v);
-    }
-    return dot;
+    const int64_t head = r->head * skl_group(r->task->problem) + h;
+    const float u = (float)teacher_logit(r, lse, j);
+    const float v = (float)(logit(&r->student, &r->sequence, r->head, r->i, j) - r->lse_s);
+    const float z = (float)(logit(&r->teacher, &r->sequence, head, r->i, j) - lse[h]);
+    return reverse ? -exp2f(z - u + v) - exp2f(z) * origin : exp2f(z) * (SKL_LN2 * (u - v) - origin);
+}
+
+static float head_dot(const known_row *r, const double *lse, int64_t h, skl_dot_rule rule)
+{
+    float sum = 0.0F;
+    for (int64_t j = r->visible.begin; j < r->visible.end; j++)
+        sum += head_excess(r, lse, h, j, rule.mean);
+    return rule.mean + rule.share * sum;
 }
 
 static void forward_row(const skl_task *t, const skl_sequence *sequence, int64_t head, int64_t i)
@@ -196,8 +201,9 @@ static void forward_row(const skl_task *t, const skl_sequence *sequence, int64_t
         skl_row_set(&call->rows.lse_t, sequence, head * group + h, i,
                     group > 1 ? (float)(lse[h] * SKL_LN2_DOUBLE) : own_t);
     }
+    const skl_dot_rule rule = skl_dot_rule_of(&state, reverse, call->inputs.lse_t.data != NULL);
     for (int64_t h = 0; call->rows.dot_t.data != NULL && h < group; h++)
-        skl_row_set(&call->rows.dot_t, sequence, head * group + h, i, head_dot(&r, lse, h));
+        skl_row_set(&call->rows.dot_t, sequence, head * group + h, i, head_dot(&r, lse, h, rule));
 }
 
 static void forward(const skl_task *t)
@@ -248,14 +254,12 @@ static float teacher_gradient(const known_row *r, const double *lse, int64_t h, 
     const int64_t group = skl_group(r->task->problem);
     const bool reverse = r->task->problem->direction == SKL_KL_REVERSE;
     const double x_h = logit(&r->teacher, &r->sequence, r->head * group + h, r->i, j);
-    const float z = (float)(x_h - lse[h]);
-    const float v = (float)(logit(&r->student, &r->sequence, r->head, r->i, j) - r->lse_s);
     const float slope = r->grad * softcap_slope(&r->teacher, x_h) / (float)group;
-    if (group == 1)
-        return slope * (reverse ? exp2f(z) - exp2f(v) : exp2f(z) * (SKL_LN2 * (z - v) - r->kl));
-    const float u = (float)teacher_logit(r, lse, j);
-    const float dot = stored_dot(r, r->head * group + h);
-    return slope * (reverse ? -exp2f(z - u + v) - exp2f(z) * dot : exp2f(z) * (SKL_LN2 * (u - v) - dot));
+    if (group > 1)
+        return slope * head_excess(r, lse, h, j, stored_dot(r, r->head * group + h));
+    const float z = (float)(x_h - lse[0]);
+    const float v = (float)(logit(&r->student, &r->sequence, r->head, r->i, j) - r->lse_s);
+    return slope * (reverse ? exp2f(z) - exp2f(v) : exp2f(z) * (SKL_LN2 * (z - v) - r->kl));
 }
 
 /* sum += weight * row of `tensor` */

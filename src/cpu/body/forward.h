@@ -139,11 +139,20 @@ static void finish_rows(const tile *t)
     }
 }
 
-/* dot_t[h] = sum_j P_hj phi_j, phi = dKL/dP: log P - log S, or -S/P in reverse. */
+static skl_dot_rule dot_rule_of(const tile *t, int64_t i)
+{
+    const skl_row_state state = state_of(t, i);
+    return skl_dot_rule_of(&state, t->reverse, t->task->call->inputs.lse_t.data != NULL);
+}
+
+/* dot_t of every head by the rules of its rows; finish_rows went before. */
 static void sweep_dots(const tile *t)
 {
     for (int64_t i = 0; i < t->group * t->height; i++)
         t->dot_t[i] = 0.0F;
+    float *const mean = t->kl; /* not in use in a forward */
+    for (int64_t i = 0; i < t->height; i++)
+        mean[i] = i < t->count ? dot_rule_of(t, i).mean : 0.0F;
     const float scale_s = logit_scale(&t->student);
     float *const z = t->g_s; /* not in use in a forward */
     FOR_KEY_TILES(t, keys)
@@ -164,14 +173,13 @@ static void sweep_dots(const tile *t)
                     const lane_range lanes = lanes_visible(t, row, &keys);
                     const vec lse_s = vec_load(t->lse_s + row);
                     const vec low_s = vec_load(t->low_s + row);
+                    const vec origin = vec_load(mean + row);
                     vec dot = {0};
                     for (int32_t key = 0; key < keys.count; key++) {
                         const int64_t at = key * PANEL + column;
                         const vec u = vec_load(t->x + panel * TILE_K * PANEL + at);
                         const vec v = logit_less(t->y + at, scale_s, lse_s) - low_s;
-                        const vec log_p = vec_load(z + at);
-                        const vec term =
-                            t->reverse ? -exp2_vec(log_p - u + v) : exp2_vec(log_p) * ((u - v) * SKL_LN2);
+                        const vec term = head_excess(vec_load(z + at), u, v, origin, t->reverse);
                         dot += (vec)((ivec)term & lane_mask(&lanes, key));
                     }
                     float *const total = t->dot_t + h * t->height + row;
@@ -180,10 +188,12 @@ static void sweep_dots(const tile *t)
             }
         }
     }
-    for (int64_t h = 0; h < t->group; h++)
-        for (int64_t i = 0; i < t->count; i++)
+    for (int64_t i = 0; i < t->count; i++) {
+        const skl_dot_rule rule = dot_rule_of(t, i);
+        for (int64_t h = 0; h < t->group; h++)
             skl_row_set(&t->task->call->rows.dot_t, &t->sequence, t->head * t->group + h, t->first + i,
-                        t->dot_t[h * t->height + i]);
+                        rule.mean + rule.share * t->dot_t[h * t->height + i]);
+    }
 }
 
 /* Only LSEs are wanted: one side does not need the other. */

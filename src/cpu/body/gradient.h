@@ -159,8 +159,7 @@ static void tile_gradients(const tile *t, const key_tile *keys, const wanted *wa
     }
 }
 
-/* Logit gradient of one head of a grouped teacher into t->g_t, from the kept logits:
- *     c P_h (phi - dot_t[h]) / r,   phi = log P - log S, or -S/P in reverse (P_h S/P is one exponential). */
+/* Logit gradient of one head of a grouped teacher into t->g_t, from the kept logits: c P_h (phi - dot_t[h]) / r */
 static void head_gradient(const tile *t, int64_t h, const key_tile *keys)
 {
     const float scale_s = logit_scale(&t->student);
@@ -185,10 +184,7 @@ static void head_gradient(const tile *t, int64_t h, const key_tile *keys)
                 const vec log_p = vec_load(z + key * PANEL + column);
                 const vec u = vec_load(t->x + at);
                 const vec v = logit_less(t->y + at, scale_s, lse_s) - low_s;
-                const vec p = exp2_vec(log_p);
-                const vec d = t->reverse ? vec_fma(-p, dot, -exp2_vec(log_p - u + v))
-                                         : p * vec_fma(u - v, vec_of(SKL_LN2), -dot);
-                const vec g = c * d * slope_of(log_p + lse_t, cap);
+                const vec g = c * head_excess(log_p, u, v, dot, t->reverse) * slope_of(log_p + lse_t, cap);
                 vec_store(t->g_t + key * t->height + row, (vec)((ivec)g & lane_mask(&lanes, key)));
             }
         }

@@ -74,4 +74,13 @@ static void group_logits(const tile *t, const key_tile *keys)
     }
 }
 
+/* P_h (phi - origin) of a head, phi = dKL/dP: log P - log S, or -S/P in reverse, where P_h S/P is one exponential.
+ * From log2 of P_h, P and S. */
+SKL_INLINE vec head_excess(vec log_p_head, vec log_p, vec log_s, vec origin, bool reverse)
+{
+    const vec p_head = exp2_vec(log_p_head);
+    return reverse ? vec_fma(-p_head, origin, -exp2_vec(log_p_head - log_p + log_s))
+                   : p_head * vec_fma(log_p - log_s, vec_of(SKL_LN2), -origin);
+}
+
 #endif
