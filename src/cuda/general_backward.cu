@@ -212,28 +212,6 @@ static __device__ void store_sums(fragment<8> &sum, const skl_output &grad, skl_
 
 /* ---- dq ----------------------------------------------------------------------------------------------------- */
 
-static __device__ work query_work(const skl_cuda_params &params, int64_t item)
-{
-    const skl_problem &p = params.problem;
-    const int64_t heads = params.teacher_side ? p.heads_t : p.heads_s;
-    const int64_t tiles = skl_ceil_div(p.len_q, TILE);
-    work at = {};
-    at.item = item;
-    if (item >= p.batch * heads * tiles)
-        return at;
-    at.exists = true;
-    at.sides[TEACHER] = tile_side_of(skl_teacher_of(&p, &params.call));
-    at.sides[STUDENT] = tile_side_of(skl_student_of(&p, &params.call));
-    at.sequence = device_sequence(params, item / (heads * tiles));
-    at.own_head = item / tiles % heads;
-    at.head = params.teacher_side ? at.own_head / skl_group(&p) : at.own_head;
-    at.queries.begin = (tiles - 1 - item % tiles) * TILE; /* causal: longest first */
-    at.queries.end = at.sequence.query_count;
-    if (at.queries.begin < at.queries.end)
-        at.keys = keys_seen(p, at.sequence, at.queries.begin);
-    return at;
-}
-
 static __device__ void queries_tile(const skl_cuda_params &params, backward_memory &memory)
 {
     const skl_problem &p = params.problem;
@@ -265,14 +243,9 @@ static __device__ work key_work(const skl_cuda_params &params, int64_t item)
     const skl_problem &p = params.problem;
     const int64_t heads = params.teacher_side ? p.key_heads_t : p.key_heads_s;
     const int64_t tiles = skl_ceil_div(p.len_k, TILE);
-    work at = {};
-    at.item = item;
-    if (item >= p.batch * heads * tiles)
+    work at = work_at(params, item, heads * tiles);
+    if (!at.exists)
         return at;
-    at.exists = true;
-    at.sides[TEACHER] = tile_side_of(skl_teacher_of(&p, &params.call));
-    at.sides[STUDENT] = tile_side_of(skl_student_of(&p, &params.call));
-    at.sequence = device_sequence(params, item / (heads * tiles));
     at.keys.begin = item % tiles * TILE;
     at.keys.end = at.sequence.key_count;
     at.queries = queries_seeing(p, at.sequence, at.keys.begin);

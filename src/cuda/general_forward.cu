@@ -1,8 +1,9 @@
-/* General forward: one block a query tile, one pass over its keys, a row state in every thread.
+/* General forward: one block a query tile, one pass over its keys, a row state for every thread and row.
  *
  *   block   128 queries; 128 keys a step (8 x 8 pairs a thread), 64 with a grouped teacher (8 x 4)
- *   regs    both logits of a thread's pairs, its 8 row states, a chunk on its way; 1 block a multiprocessor
- *   shared  two chunks of both operands: 33 KB */
+ *   regs    both logits of a thread's pairs, with a grouped teacher also their sum; a chunk on its way: 250, so
+ *           1 block a multiprocessor
+ *   shared  two chunks of both operands, 33 KB; the threads' row states, 40 KB; LSEs and masks of the rows: 77 KB */
 #include "cuda/general_tile.cuh"
 
 /* A thread's row states stay out of its registers while products are summed up in them. */
@@ -303,26 +304,6 @@ static __device__ void forward_tile(const skl_cuda_params &params, forward_memor
         __syncthreads();
         group_dots(params, line, at, group, lse, memory);
     }
-}
-
-static __device__ work query_work(const skl_cuda_params &params, int64_t item)
-{
-    const skl_problem &p = params.problem;
-    const int64_t tiles = skl_ceil_div(p.len_q, TILE);
-    work at = {};
-    at.item = item;
-    if (item >= p.batch * p.heads_s * tiles)
-        return at;
-    at.exists = true;
-    at.sides[TEACHER] = tile_side_of(skl_teacher_of(&p, &params.call));
-    at.sides[STUDENT] = tile_side_of(skl_student_of(&p, &params.call));
-    at.sequence = device_sequence(params, item / (p.heads_s * tiles));
-    at.head = item / tiles % p.heads_s;
-    at.queries.begin = (tiles - 1 - item % tiles) * TILE; /* causal: longest first */
-    at.queries.end = at.sequence.query_count;
-    if (at.queries.begin < at.queries.end)
-        at.keys = keys_seen(p, at.sequence, at.queries.begin);
-    return at;
 }
 
 template <bool GROUPED>

@@ -35,7 +35,7 @@ __device__ inline tile_side tile_side_of(const skl_side &side)
 /* What a block works on: one item of the launch, in shared memory. */
 struct work {
     int64_t item;
-    bool exists;
+    bool exists; /* there is such an item */
     tile_side sides[2];
     skl_sequence sequence;
     int64_t head;            /* student head */
@@ -202,6 +202,41 @@ __device__ inline skl_range queries_seeing(const skl_problem &p, const skl_seque
     const skl_range none = {0, 0};
     const skl_range queries = {skl_band_range(&band, key_first).begin, skl_band_range(&band, last).end};
     return key_first > last ? none : queries;
+}
+
+/* ---- Work --------------------------------------------------------------------------------------------------- */
+
+/* What all items of a launch share, and the sequence of this one; every sequence has as many items. */
+__device__ inline work work_at(const skl_cuda_params &params, int64_t item, int64_t items_per_sequence)
+{
+    const skl_problem &p = params.problem;
+    work at = {};
+    at.item = item;
+    at.exists = item < p.batch * items_per_sequence;
+    if (!at.exists)
+        return at;
+    at.sides[TEACHER] = tile_side_of(skl_teacher_of(&p, &params.call));
+    at.sides[STUDENT] = tile_side_of(skl_student_of(&p, &params.call));
+    at.sequence = device_sequence(params, item / items_per_sequence);
+    return at;
+}
+
+/* A tile of queries of one head, and the keys that they see: forward and dq. */
+__device__ inline work query_work(const skl_cuda_params &params, int64_t item)
+{
+    const skl_problem &p = params.problem;
+    const int64_t heads = params.teacher_side ? p.heads_t : p.heads_s;
+    const int64_t tiles = skl_ceil_div(p.len_q, TILE);
+    work at = work_at(params, item, heads * tiles);
+    if (!at.exists)
+        return at;
+    at.own_head = item / tiles % heads;
+    at.head = params.teacher_side ? at.own_head / skl_group(&p) : at.own_head;
+    at.queries.begin = (tiles - 1 - item % tiles) * TILE; /* causal: longest first */
+    at.queries.end = at.sequence.query_count;
+    if (at.queries.begin < at.queries.end)
+        at.keys = keys_seen(p, at.sequence, at.queries.begin);
+    return at;
 }
 
 #endif
