@@ -38,6 +38,7 @@ struct forward_memory {
     own_states states;
     skl_lse2 lse_t[TILE]; /* of a head of a group */
     skl_lse2 lse_s[TILE]; /* with dot_t */
+    skl_dot_rule rules[TILE];
     key_span spans[TILE];
     work at;
 };
@@ -225,7 +226,7 @@ static __device__ void compute_group_lse(skl_lse2 *lse, forward_memory &memory, 
     }
 }
 
-/* dot_t[h] = sum_j P_hj phi_j, phi = dKL/dP: log P - log S, or -S/P in reverse. */
+/* dot_t[h] by the rules of the rows; phi = dKL/dP: log P - log S, or -S/P in reverse. */
 template <int COLUMNS>
 static __device__ void group_dots(const skl_cuda_params &params, pipeline<COLUMNS> &line, const place &tile,
                                   int64_t group, const skl_lse2 *lse, forward_memory &memory)
@@ -259,14 +260,17 @@ static __device__ void group_dots(const skl_cuda_params &params, pipeline<COLUMN
                 for (int j = 0; j < COLUMNS; j++) {
                     const float difference = x.at[i][j];
                     const float log_p = log_probability(y.at[i][j], lse[h * TILE + row_of(i)]);
-                    const float term = reverse ? -ex2(log_p - difference) : ex2(log_p) * SKL_LN2 * difference;
+                    const float p_head = ex2(log_p), mean = memory.rules[row_of(i)].mean;
+                    const float term =
+                        reverse ? -ex2(log_p - difference) - p_head * mean : p_head * (SKL_LN2 * difference - mean);
                     dot[i] += sees(memory.spans[row_of(i)], column_of(j)) ? term : 0.0F;
                 }
             at.key_first += COLUMNS * LANES;
         }
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
-            const float total = row_sum(dot[i]);
+            const skl_dot_rule rule = memory.rules[row_of(i)];
+            const float total = rule.mean + rule.share * row_sum(dot[i]);
             const int64_t query = at.query_first + row_of(i);
             if (first_lane() && query < at.in.queries.end)
                 skl_row_set(&params.call.rows.dot_t, &at.in.sequence, head, query, total);
@@ -295,10 +299,13 @@ static __device__ void forward_tile(const skl_cuda_params &params, forward_memor
         const int64_t query = at.query_first + row_of(i);
         if (!first_lane() || query >= at.in.queries.end)
             continue;
-        if (params.call.op == SKL_OP_PARTIAL)
+        if (params.call.op == SKL_OP_PARTIAL) {
             params.call.states[skl_state_index(&p, &at.in.sequence, at.in.head, query)] = state;
-        else
-            memory.lse_s[row_of(i)] = finish_row(params, at, row_of(i), state, group, lse);
+            continue;
+        }
+        memory.lse_s[row_of(i)] = finish_row(params, at, row_of(i), state, group, lse);
+        memory.rules[row_of(i)] =
+            skl_dot_rule_of(&state, p.direction == SKL_KL_REVERSE, params.call.inputs.lse_t.data != NULL);
     }
     if (GROUPED && params.call.op != SKL_OP_PARTIAL && params.call.rows.dot_t.data != NULL) {
         __syncthreads();
