@@ -74,7 +74,7 @@ __device__ inline float power_of_2(int exponent)
 }
 
 /* WIDTH dimensions of it: all, or a slice of a head of more than 128; each launch gives one. */
-template <int DIM, bool KEYS> constexpr int SLICE = DIM > 128 ? (KEYS ? 32 : 64) : DIM;
+template <int DIM, bool KEYS> constexpr int SLICE = DIM > 128 ? 32 : DIM;
 
 template <int WIDTH, int M> struct own_gradient {
     float sum[M][WIDTH / 8][4];
@@ -314,7 +314,7 @@ __device__ inline void add_edge_stage(own_gradient<SLICE<DIM, KEYS>, M> &gradien
                                       const own_rows<DIM, M> &own_1, const own_rows<DIM, M> &own_2,
                                       const skl_cuda_params &params, bool second, const stage_operands &stage,
                                       known_queries<M, KEYS> &queries, const int *poisoned, const band32 &band,
-                                      int first)
+                                      int last_row, int first)
 {
     const skl_cuda_argument &own_side = second ? params.two : params.one;
 #pragma unroll 1
@@ -342,7 +342,8 @@ __device__ inline void add_edge_stage(own_gradient<SLICE<DIM, KEYS>, M> &gradien
                     }
                     const int column = row + column_of(block, e % 2);
                     const range32 meets = band.of(own_row<M>(m, e / 2));
-                    const bool seen = first + column >= meets.begin && first + column < meets.end;
+                    const bool seen = first + column >= meets.begin && first + column < meets.end &&
+                                      (!unit.MOVES || own_row<M>(m, e / 2) <= last_row);
                     g = poisoned[column] ? NAN : queries.weigh(g, query);
                     x.at[m][block][e] = seen ? g : 0.0F;
                 }
@@ -426,7 +427,9 @@ __device__ inline void sum_streamed(own_gradient<SLICE<DIM, KEYS>, M> &gradient,
     cp_async_commit();
     for (int first = 0, at = 0; first < streamed.needed; first += ROWS, at = 1 - at) {
         cp_async_wait<0>();
-        const bool edge = capped || !covers(warp.all, first, ROWS);
+        /* Rows behind the last one hold anything, and must not move the unit: that is for the edge stages, too. */
+        const bool ragged = unit.MOVES && last_row < WARPS * 16 * M - 1;
+        const bool edge = capped || ragged || !covers(warp.all, first, ROWS);
         const bool some_edge = __syncthreads_or(edge); /* also: this stage is complete, and the other one free */
         if (first + ROWS < streamed.needed) {
             copy_rows(memory.stages[1 - at].one, from_1, first + ROWS, streamed.band.count);
@@ -447,7 +450,7 @@ __device__ inline void sum_streamed(own_gradient<SLICE<DIM, KEYS>, M> &gradient,
             continue;
         if (edge)
             add_edge_stage<ELEMENT, DIM, M, KEYS>(gradient, unit, own_1, own_2, params, second, stage, queries,
-                                                  memory.poisoned, streamed.band, first);
+                                                  memory.poisoned, streamed.band, last_row, first);
         else if (second)
             add_whole_stage<ELEMENT, DIM, M, KEYS, true>(gradient, unit, own_1, one.scale, own_2, two.scale, stage,
                                                          queries);
