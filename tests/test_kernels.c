@@ -105,29 +105,14 @@ static int check_kernel(const fixture *f, const char *kernel)
     return mismatches;
 }
 
-/* Kernels of a GPU can be for one type or size; every CPU kernel is for all. */
-static int kernel_fits(const fixture *f, const char *kernel)
-{
-    if (test_device() == SKL_CPU)
-        return 1;
-    skl_options options = skl_options_default();
-    options.device = test_device();
-    options.kernel = kernel;
-    skl_plan *plan = NULL;
-    const skl_status status = skl_plan_create(&plan, &f->problem, &options);
-    skl_plan_destroy(plan);
-    return status == SKL_OK;
-}
-
 static void test_one_case(void **state)
 {
     fixture f;
     fixture_create(&f, *state);
     fixture_solve(&f);
     int mismatches = 0;
-    for (int32_t k = 0; test_kernel(k); k++)
-        if (kernel_fits(&f, test_kernel(k)))
-            mismatches += check_kernel(&f, test_kernel(k));
+    for (int32_t k = 0; problem_kernel(&f.problem, k); k++)
+        mismatches += check_kernel(&f, problem_kernel(&f.problem, k));
     fixture_destroy(&f);
     assert_int_equal(mismatches, 0);
 }
