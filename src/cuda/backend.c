@@ -64,13 +64,24 @@ typedef struct cuda_kernel {
             skl_cuda_sm90_##type##_##dim##_forward, skl_cuda_sm90_##type##_##dim##_gradients,                        \
             skl_cuda_sm80_##type##_##dim##_keys, skl_cuda_sm90_##type##_##dim##_gradients                            \
     }
+/* Forward by wgmma, gradients by mma.sync. */
+#define SM90_FORWARD(type, TYPE, dim)                                                                                \
+    {                                                                                                                \
+        "cuda_sm90_" #type "_" #dim, #type ", dim <= " #dim ": wgmma, backward by mma.sync", 90, 91, dim, TYPE,      \
+            skl_cuda_sm90_##type##_##dim##_forward, skl_cuda_sm80_##type##_256_queries,                              \
+            skl_cuda_sm80_##type##_256_keys, NULL                                                                    \
+    }
 
 /* Best first; the general one is last. */
 static const cuda_kernel kernels[] = {
     SM90(bf16, SKL_BF16, 64),
     SM90(bf16, SKL_BF16, 128),
+    SM90_FORWARD(bf16, SKL_BF16, 192),
+    SM90_FORWARD(bf16, SKL_BF16, 256),
     SM90(f16, SKL_F16, 64),
     SM90(f16, SKL_F16, 128),
+    SM90_FORWARD(f16, SKL_F16, 192),
+    SM90_FORWARD(f16, SKL_F16, 256),
     SM80(bf16, SKL_BF16, 64),
     SM80(bf16, SKL_BF16, 128),
     SM80(bf16, SKL_BF16, 256),

@@ -75,13 +75,15 @@ SKL_CUDA_SM80(f16_256)
 #undef SKL_CUDA_SM80
 
 /* The same on Hopper: wgmma and the copy engine. What those do not fit goes to the kernels above. */
-#define SKL_CUDA_SM90(type_dim)                                                                                      \
-    cudaError_t skl_cuda_sm90_##type_dim##_forward(const skl_cuda_params *params);                                   \
-    cudaError_t skl_cuda_sm90_##type_dim##_gradients(const skl_cuda_params *params); /* dq and dk of one side */
-SKL_CUDA_SM90(bf16_64)
-SKL_CUDA_SM90(bf16_128)
-SKL_CUDA_SM90(f16_64)
-SKL_CUDA_SM90(f16_128)
+#define SKL_CUDA_SM90(type)                                                                                          \
+    cudaError_t skl_cuda_sm90_##type##_64_forward(const skl_cuda_params *params);                                    \
+    cudaError_t skl_cuda_sm90_##type##_128_forward(const skl_cuda_params *params);                                   \
+    cudaError_t skl_cuda_sm90_##type##_192_forward(const skl_cuda_params *params);                                   \
+    cudaError_t skl_cuda_sm90_##type##_256_forward(const skl_cuda_params *params);                                   \
+    cudaError_t skl_cuda_sm90_##type##_64_gradients(const skl_cuda_params *params); /* dq and dk of one side */      \
+    cudaError_t skl_cuda_sm90_##type##_128_gradients(const skl_cuda_params *params);
+SKL_CUDA_SM90(bf16)
+SKL_CUDA_SM90(f16)
 #undef SKL_CUDA_SM90
 
 /* Before and behind a sweep that adds to sums: they become 0, and are stored as the gradient if they are not itself.

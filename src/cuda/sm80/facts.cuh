@@ -8,8 +8,8 @@
 namespace sm80
 {
 
-/* LSEs of both arguments, KL, upstream gradient. */
-struct query_facts {
+/* LSEs of both arguments, KL, upstream gradient; loaded at once. */
+struct alignas(16) query_facts {
     float lse_1, lse_2, kl, grad;
 };
 

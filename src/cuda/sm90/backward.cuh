@@ -38,13 +38,13 @@ template <int DIM> constexpr int HELD = DIM == 64 ? 64 : 96;
 
 template <int DIM> struct gradient_block {
     static constexpr int DEPTH = GRADIENT_DEPTH<DIM>;
-    unsigned char queries[DIM / 64][QUERIES][128]; /* own; 64 dimensions each */
+    lying_queries<DIM / 64> own_queries;
     struct {
         key_stage<DIM> own, other;
     } stages[DEPTH];
-    unsigned char g[2][QUERIES][128];                                /* [query][key] */
-    unsigned char sums[DIM / 32][KEYS][128];                         /* f32, 32 dimensions each */
-    unsigned char other_queries[HELD<DIM> < DIM ? QUERIES : 1][128]; /* their last 64 dimensions */
+    unsigned char g[2][QUERIES][128];        /* [query][key] */
+    unsigned char sums[DIM / 32][KEYS][128]; /* f32, 32 dimensions each */
+    lying_queries<DIM / 64 - HELD<DIM> / 64> other_queries;
     uint64_t queries_full, full[DEPTH], clean[DEPTH], g_full[2], g_empty[2];
     tile_place place; /* here, and not in the registers of every thread */
     key_stream keys;
@@ -78,13 +78,13 @@ template <int DIM> struct stage_copies {
 
     __device__ void copy_queries(int row) const
     {
-        constexpr bool SOME = HELD<DIM> < DIM;
-        barrier_expect(block.queries_full, (int)(sizeof block.queries + (SOME ? sizeof block.other_queries : 0)));
+        barrier_expect(block.queries_full, block.own_queries.SIZE + block.other_queries.SIZE);
 #pragma unroll
         for (int half = 0; half < DIM / 64; half++)
-            copy_box(block.queries[half], maps.own_queries, half * 64, row, head, batch, block.queries_full);
-        if (SOME)
-            copy_box(block.other_queries, maps.other_queries, DIM - 64, row, head, batch, block.queries_full);
+            copy_box(block.own_queries.parts[half], maps.own_queries, half * 64, row, head, batch,
+                     block.queries_full);
+        if constexpr (HELD<DIM> < DIM)
+            copy_box(block.other_queries.parts, maps.other_queries, DIM - 64, row, head, batch, block.queries_full);
     }
 
     __device__ int row_of(int n) const
@@ -166,10 +166,10 @@ __device__ inline void know_queries(const skl_cuda_params &params, gradient_bloc
                                     const tile_place &place, int count)
 {
     const int row = (int)threadIdx.x / 2;
-    const bool finite = clean_row<ELEMENT, DIM>(block.queries, row, row < count);
-    if (HELD<DIM> < DIM && row >= count)
-        for (int c = (int)threadIdx.x % 2; c < 8; c += 2)
-            *(uint4 *)(void *)&block.other_queries[row][c * 16] = make_uint4(0, 0, 0, 0);
+    const bool finite = clean_row<ELEMENT, DIM>(block.own_queries.parts, row, row < count);
+    if constexpr (HELD<DIM> < DIM)
+        for (int c = (int)threadIdx.x % 2; c < 8 && row >= count; c += 2)
+            *(uint4 *)(void *)&block.other_queries.parts[0][row][c * 16] = make_uint4(0, 0, 0, 0);
     if (threadIdx.x % 2 == 0) {
         constexpr float NOWHERE = 1e30F;
         query_facts facts = {NOWHERE, NOWHERE, 0.0F, 0.0F};
@@ -204,28 +204,14 @@ template <typename ELEMENT, int DIM, bool SECOND> struct query_group {
     float dq[DIM / 8][4];
     float kl[2]; /* in base 2 */
 
-    /* Descriptor of 16 dimensions of `rows` rows, [half][rows][64]. */
-    __device__ static uint64_t step_of(uint32_t operand, int step, int rows)
-    {
-        return descriptor_of(operand + (step / 4 * rows * 128 + step % 4 * 32) / 16);
-    }
-
     __device__ void start_logits(stage_logits &own, stage_logits &other, int at)
     {
         const uint32_t queries = group * (64 * 128 / 16); /* of the warpgroup */
-        const uint32_t own_q = row_operand(block.queries) + queries, own_k = row_operand(&block.stages[at].own);
-        const uint32_t tail = row_operand(block.other_queries) + queries;
-        const uint32_t other_k = row_operand(&block.stages[at].other);
         wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < HELD<DIM> / 16; step++)
-            wgmma<false>(other, other_q[step], step_of(other_k, step, KEYS), step > 0, ELEMENT());
-#pragma unroll
-        for (int step = HELD<DIM> / 16; step < DIM / 16; step++)
-            wgmma<false>(other, step_of(tail, step % 4, QUERIES), step_of(other_k, step, KEYS), 1, ELEMENT());
-#pragma unroll
-        for (int step = 0; step < DIM / 16; step++)
-            wgmma<false>(own, step_of(own_q, step, QUERIES), step_of(own_k, step, KEYS), step > 0, ELEMENT());
+        start_products<ELEMENT, DIM, HELD<DIM>>(other, other_q, row_operand(&block.other_queries) + queries,
+                                                row_operand(&block.stages[at].other));
+        start_products<ELEMENT, DIM, 0>(own, NULL, row_operand(&block.own_queries) + queries,
+                                        row_operand(&block.stages[at].own));
         wgmma_commit();
     }
 
@@ -391,7 +377,7 @@ __device__ inline void add_key_gradients(gradient_block<DIM> &block, const stage
                                          float scale)
 {
     const bool leader = threadIdx.x % 128 == 0;
-    const uint32_t q = column_operand(block.queries, QUERIES * 128);
+    const uint32_t q = column_operand(block.own_queries.parts, QUERIES * 128);
     float dk[DIM / 8][4];
     if (block.keys.edges > 0)
         clean_stage<ELEMENT>(block, 0);

@@ -1,11 +1,13 @@
 /* Forward on Hopper's tensor cores (sm_90a): 16-bit types, one teacher head a student head.
  *
  *   block   2 consumer warpgroups of 64 queries, 1 producer warp; one block a multiprocessor
- *   regs    240 a consumer thread: Q of both arguments (DIM / 2), logits of two stages of 64 keys (128), row states
- *   shared  STAGES stages of 64 keys of both arguments, [half][64][64] with the copy engine's 128-byte swizzle
+ *   regs    240 a consumer thread: Q of both arguments (DIM / 2; 64 where DIM is more than 128), logits of two stages
+ *           of 64 keys (128), row states
+ *   shared  DEPTH stages of 64 keys of both arguments, [64 dimensions][64 keys] with the copy engine's 128-byte
+ *           swizzle; dimensions of Q behind the first 128
  *
  *   producer   copies stage after stage (TMA) as consumers leave them
- *   consumer   products of stage n + 1 (wgmma, Q from registers)  ||  exponentials and sums of stage n
+ *   consumer   products of stage n + 1 (wgmma)  ||  exponentials and sums of stage n
  *
  * Row states, the blind and the exact way of adding, and keys cut into parts are those of the sm80 forward. */
 #ifndef SKL_CUDA_SM90_FORWARD_CUH
@@ -19,31 +21,43 @@ namespace sm90
 
 constexpr int BLOCK_THREADS = 128 * (CONSUMERS + 1);
 
-template <int DIM> constexpr int DEPTH = DIM == 64 ? 8 : 6; /* stages */
+template <int DIM> constexpr int DEPTH = DIM == 64 ? 8 : DIM == 128 ? 6 : DIM == 192 ? 4 : 2; /* stages */
+
+template <int DIM> constexpr int FORWARD_HELD = DIM < 128 ? DIM : 128; /* dimensions of the queries in registers */
 
 template <int DIM> struct forward_block {
     struct {
         key_stage<DIM> one, two;
     } stages[DEPTH<DIM>];
-    uint64_t full[DEPTH<DIM>], empty[DEPTH<DIM>];
+    lying_queries<(DIM - FORWARD_HELD<DIM>) / 64> lying_1, lying_2;
+    uint64_t queries_full, full[DEPTH<DIM>], empty[DEPTH<DIM>];
     key_stream keys; /* here, and not in the registers of every thread */
     float scale_1, scale_2;
 };
 
-/* Keys of both arguments. */
-struct key_maps {
-    CUtensorMap one, two;
+/* Keys and queries of both arguments. */
+struct forward_maps {
+    CUtensorMap keys_1, keys_2, queries_1, queries_2;
 };
 
 /* ---- Producer ----------------------------------------------------------------------------------------------- */
 
 template <int DIM>
-__device__ inline void produce(const skl_cuda_params &params, const key_maps &maps, forward_block<DIM> &block,
+__device__ inline void produce(const skl_cuda_params &params, const forward_maps &maps, forward_block<DIM> &block,
                                const tile_place &place)
 {
     const int batch = (int)place.sequence.batch;
     const int head_1 = (int)place.head / params.one.heads_per_key,
               head_2 = (int)place.head / params.two.heads_per_key;
+    if constexpr (FORWARD_HELD<DIM> < DIM) {
+        const int first = (int)(place.sequence.query_begin + place.first), head = (int)place.head;
+        barrier_expect(block.queries_full, block.lying_1.SIZE + block.lying_2.SIZE);
+        for (int c = FORWARD_HELD<DIM>; c < DIM; c += 64) {
+            const int part = (c - FORWARD_HELD<DIM>) / 64;
+            copy_box(block.lying_1.parts[part], maps.queries_1, c, first, head, batch, block.queries_full);
+            copy_box(block.lying_2.parts[part], maps.queries_2, c, first, head, batch, block.queries_full);
+        }
+    }
     for (int n = 0; n < block.keys.stages; n++) {
         const int at = n % DEPTH<DIM>;
         const int row = block.keys.row + block.keys.place_of(n) * KEYS;
@@ -51,8 +65,8 @@ __device__ inline void produce(const skl_cuda_params &params, const key_maps &ma
         barrier_expect(block.full[at], (int)sizeof block.stages[at]);
 #pragma unroll
         for (int half = 0; half < DIM / 64; half++) {
-            copy_box(block.stages[at].one.halves[half], maps.one, half * 64, row, head_1, batch, block.full[at]);
-            copy_box(block.stages[at].two.halves[half], maps.two, half * 64, row, head_2, batch, block.full[at]);
+            copy_box(block.stages[at].one.halves[half], maps.keys_1, half * 64, row, head_1, batch, block.full[at]);
+            copy_box(block.stages[at].two.halves[half], maps.keys_2, half * 64, row, head_2, batch, block.full[at]);
         }
     }
 }
@@ -89,7 +103,8 @@ __device__ inline bool add_blindly(skl_row_state (&state)[2], const stage_logits
 template <typename ELEMENT, int DIM> struct consumer {
     const skl_cuda_params &params;
     forward_block<DIM> &block;
-    uint32_t q_1[DIM / 16][4], q_2[DIM / 16][4];
+    uint32_t group; /* of the warp, the same for all lanes */
+    uint32_t q_1[FORWARD_HELD<DIM> / 16][4], q_2[FORWARD_HELD<DIM> / 16][4];
     skl_row_state state[2];
 
     __device__ void start(stage_logits &x, stage_logits &y, int n)
@@ -98,8 +113,10 @@ template <typename ELEMENT, int DIM> struct consumer {
         barrier_wait(block.full[at], n / DEPTH<DIM> % 2);
         wgmma_fence();
         const uint32_t keys = row_operand(&block.stages[at]);
-        start_products<ELEMENT, DIM>(x, q_1, keys);
-        start_products<ELEMENT, DIM>(y, q_2, keys + sizeof(key_stage<DIM>) / 16);
+        const uint32_t queries = group * (64 * 128 / 16);
+        start_products<ELEMENT, DIM, FORWARD_HELD<DIM>>(x, q_1, row_operand(&block.lying_1) + queries, keys);
+        start_products<ELEMENT, DIM, FORWARD_HELD<DIM>>(y, q_2, row_operand(&block.lying_2) + queries,
+                                                        keys + sizeof(key_stage<DIM>) / 16);
         wgmma_commit();
     }
 
@@ -168,10 +185,12 @@ __device__ inline void consume(skl_row_state (&state)[2], const skl_cuda_params 
     (void)place.find(params, params.splits);
     const skl_sequence &s = place.sequence;
     const int rows = (int)skl_min(tile_place::ROWS, s.query_count - place.first);
-    consumer<ELEMENT, DIM> own = {params, block};
-    load_queries<DIM>(own.q_1, queries_of<ELEMENT>(params.one, s, place.head).from(place.first), rows);
-    load_queries<DIM>(own.q_2, queries_of<ELEMENT>(params.two, s, place.head).from(place.first), rows);
+    consumer<ELEMENT, DIM> own = {params, block, __shfl_sync(~0U, threadIdx.x / 128, 0)};
+    load_queries<FORWARD_HELD<DIM>>(own.q_1, queries_of<ELEMENT>(params.one, s, place.head).from(place.first), rows);
+    load_queries<FORWARD_HELD<DIM>>(own.q_2, queries_of<ELEMENT>(params.two, s, place.head).from(place.first), rows);
     own.state[0] = own.state[1] = skl_state_empty();
+    if (FORWARD_HELD<DIM> < DIM)
+        barrier_wait(block.queries_full, 0);
     own.run();
     state[0] = merge_lanes(own.state[0]);
     state[1] = merge_lanes(own.state[1]);
@@ -179,7 +198,7 @@ __device__ inline void consume(skl_row_state (&state)[2], const skl_cuda_params 
 
 template <typename ELEMENT, int DIM>
 __global__ void __launch_bounds__(BLOCK_THREADS, 1)
-    forward_kernel(const __grid_constant__ skl_cuda_params params, const __grid_constant__ key_maps maps)
+    forward_kernel(const __grid_constant__ skl_cuda_params params, const __grid_constant__ forward_maps maps)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char raw[];
@@ -191,6 +210,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS, 1)
         block.keys = keys_of_tile(params, here);
         block.scale_1 = params.one.scale;
         block.scale_2 = params.two.scale;
+        barrier_init(block.queries_full, 1);
         for (int at = 0; at < DEPTH<DIM>; at++) {
             barrier_init(block.full[at], 1);
             barrier_init(block.empty[at], CONSUMERS * 4);
@@ -223,9 +243,11 @@ template <typename ELEMENT, int DIM>
 cudaError_t launch_forward(const skl_cuda_params *params, skl_cuda_launcher otherwise)
 {
     const skl_problem *const p = &params->problem;
-    key_maps maps;
-    if (params->one.capped || params->two.capped || !encode_keys(&maps.one, p, &params->one, KEYS, ELEMENT()) ||
-        !encode_keys(&maps.two, p, &params->two, KEYS, ELEMENT()))
+    forward_maps maps;
+    if (params->one.capped || params->two.capped || !encode_keys(&maps.keys_1, p, &params->one, KEYS, ELEMENT()) ||
+        !encode_keys(&maps.keys_2, p, &params->two, KEYS, ELEMENT()) ||
+        !encode_queries(&maps.queries_1, p, &params->one, tile_place::ROWS, ELEMENT()) ||
+        !encode_queries(&maps.queries_2, p, &params->two, tile_place::ROWS, ELEMENT()))
         return otherwise(params);
     constexpr int MEMORY = sizeof(forward_block<DIM>);
     const cudaError_t error =

@@ -22,6 +22,16 @@ template <int DIM> struct key_stage {
     unsigned char halves[DIM / 64][KEYS][128]; /* of 64 dimensions each */
 };
 
+/* Queries of the block in shared memory: as many times 64 dimensions. */
+template <int PARTS> struct lying_queries {
+    unsigned char parts[PARTS][tile_place::ROWS][128];
+    static constexpr int SIZE = PARTS * tile_place::ROWS * 128;
+};
+
+template <> struct lying_queries<0> {
+    static constexpr int SIZE = 0;
+};
+
 /* ---- Keys --------------------------------------------------------------------------------------------------- */
 
 /* What a tile streams: its keys, or a part of them, in stages. Those that some query sees in part come first, so that
@@ -71,13 +81,24 @@ __device__ inline void load_queries(uint32_t (&q)[DIM / 16][4], const row_source
     }
 }
 
-template <typename ELEMENT, int DIM>
-__device__ inline void start_products(stage_logits &x, const uint32_t (&q)[DIM / 16][4], uint32_t keys)
+/* Descriptor of 16 dimensions of a tensor in shared memory, [64 dimensions][rows]. */
+__device__ inline uint64_t step_of(uint32_t operand, int step, int rows)
 {
-    constexpr int HALF = KEYS * 128; /* bytes; 16 dimensions are 32 bytes of a row */
+    return descriptor_of(operand + (step / 4 * rows * 128 + step % 4 * 32) / 16);
+}
+
+/* x = queries times the keys of a stage. HELD dimensions of the warpgroup's queries are held in registers, the others
+ * lie in shared memory, with whole 64s of those in front of them left out. */
+template <typename ELEMENT, int DIM, int HELD>
+__device__ inline void start_products(stage_logits &x, const uint32_t (*held)[4], uint32_t lying, uint32_t keys)
+{
 #pragma unroll
-    for (int k = 0; k < DIM / 16; k++)
-        wgmma<false>(x, q[k], descriptor_of(keys + (k / 4 * HALF + k % 4 * 32) / 16), k > 0, ELEMENT());
+    for (int step = 0; step < HELD / 16; step++)
+        wgmma<false>(x, held[step], step_of(keys, step, KEYS), step > 0, ELEMENT());
+#pragma unroll
+    for (int step = HELD / 16; step < DIM / 16; step++)
+        wgmma<false>(x, step_of(lying, step - HELD / 64 * 4, tile_place::ROWS), step_of(keys, step, KEYS), step > 0,
+                     ELEMENT());
 }
 
 /* Ties accumulators to this place: nothing that reads them moves in front of the wait. */
