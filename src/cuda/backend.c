@@ -300,6 +300,7 @@ static skl_status run_steps(const skl_plan *plan, const skl_call *call)
                               .rows_known = gradients && rows,
                               .block_count = plan->block_count,
                               .multiprocessors = plan->block_count / GENERAL_RESIDENT,
+                              .section = SKL_SECTION_MAX,
                               .scratch = call->workspace};
     const skl_output none = {NULL, 0, 0, 0};
     skl_status status = SKL_OK;

@@ -22,6 +22,8 @@ typedef struct skl_cuda_argument {
     float inverse_softcap_2;
 } skl_cuda_argument;
 
+enum { SKL_SECTION_MAX = 16 };
+
 typedef struct skl_cuda_params {
     skl_problem problem;
     skl_call call;
@@ -32,7 +34,8 @@ typedef struct skl_cuda_params {
     int64_t dim_first;          /* first dimension of the gradient that a launch gives */
     int32_t block_count;        /* blocks that run at once and have scratch memory each */
     int32_t multiprocessors;
-    int32_t splits; /* forward on tensor cores: parts that the keys of a query tile are cut into */
+    int32_t section; /* heads whose tiles are done together, so that their keys stay in the L2 cache */
+    int32_t splits;  /* forward on tensor cores: parts that the keys of a query tile are cut into */
     /* General forward: skl_lse2 [block][group][tile], LSEs of a group of teacher heads. Forward on tensor cores, keys
      * in parts: skl_row_state [tile][part][query]. */
     void *scratch;

@@ -413,7 +413,7 @@ template <int M, bool KEYS> struct own_place {
     {
         const skl_problem &p = params.problem;
         const unsigned tiles = (unsigned)skl_ceil_div(KEYS ? p.len_k : p.len_q, WARPS * 16 * M);
-        const work at = work_of_block((unsigned)heads(params), tiles);
+        const work at = work_of_block((unsigned)heads(params), tiles, SKL_SECTION_MAX);
         if (at.sequence >= p.batch)
             return false;
         sequence = device_sequence(params, at.sequence);

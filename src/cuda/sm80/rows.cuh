@@ -107,7 +107,7 @@ template <int M> struct query_place {
     {
         const skl_problem &p = params.problem;
         const unsigned tiles = (unsigned)skl_ceil_div(p.len_q, ROWS);
-        const work at = work_of_block((unsigned)p.heads_s, tiles * parts);
+        const work at = work_of_block((unsigned)p.heads_s, tiles * parts, (unsigned)params.section);
         if (at.sequence >= p.batch)
             return false;
         sequence = device_sequence(params, at.sequence);

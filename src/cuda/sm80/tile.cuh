@@ -292,13 +292,12 @@ inline dim3 grid_of(int64_t sequences, int64_t heads, int64_t tiles)
 
 /* Tiles of a section of heads come longest first (causal), and the section's streamed rows stay in the L2 cache.
  * Volatile: what follows from it is computed anew where it is used again, and holds no registers meanwhile. */
-__device__ inline work work_of_block(unsigned heads, unsigned tiles)
+__device__ inline work work_of_block(unsigned heads, unsigned tiles, unsigned section)
 {
-    constexpr unsigned SECTION = 16;
     unsigned x, y, z;
     asm volatile("mov.u32 %0, %%ctaid.x; mov.u32 %1, %%ctaid.y; mov.u32 %2, %%ctaid.z;" : "=r"(x), "=r"(y), "=r"(z));
-    const unsigned first_head = x / (SECTION * tiles) * SECTION;
-    const unsigned width = min(SECTION, heads - first_head);
+    const unsigned first_head = x / (section * tiles) * section;
+    const unsigned width = min(section, heads - first_head);
     const unsigned rest = x - first_head * tiles;
     return {z * GRID_Y_MAX + y, (int)(first_head + rest % width), (int)(rest / width)};
 }

@@ -47,6 +47,7 @@ template <int DIM> struct gradient_block {
     lying_queries<DIM / 64 - HELD<DIM> / 64> other_queries;
     uint64_t queries_full, full[DEPTH], clean[DEPTH], g_full[2], g_empty[2];
     tile_place place; /* here, and not in the registers of every thread */
+    int count;        /* queries that there are */
     key_stream keys;
     float unit;                 /* of G */
     int poisoned[DEPTH][KEYS];  /* own keys that are not finite */
@@ -163,9 +164,9 @@ __device__ inline float unit_of(const skl_cuda_params &params, const tile_place 
  * too, and have no probability anywhere. */
 template <typename ELEMENT, int DIM, bool SECOND>
 __device__ inline void know_queries(const skl_cuda_params &params, gradient_block<DIM> &block,
-                                    const tile_place &place, int count)
+                                    const tile_place &place)
 {
-    const int row = (int)threadIdx.x / 2;
+    const int row = (int)threadIdx.x / 2, count = block.count;
     const bool finite = clean_row<ELEMENT, DIM>(block.own_queries.parts, row, row < count);
     if constexpr (HELD<DIM> < DIM)
         for (int c = (int)threadIdx.x % 2; c < 8 && row >= count; c += 2)
@@ -202,7 +203,7 @@ template <typename ELEMENT, int DIM, bool SECOND> struct query_group {
                        registers */
     uint32_t other_q[HELD<DIM> / 16][4];
     float dq[DIM / 8][4];
-    float kl[2]; /* in base 2 */
+    row_sums sums[2]; /* of the second argument's sweep: what a KL is made of */
 
     __device__ void start_logits(stage_logits &own, stage_logits &other, int at)
     {
@@ -225,7 +226,8 @@ template <typename ELEMENT, int DIM, bool SECOND> struct query_group {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const query_facts query = load_facts(block.facts[own_row<1>(0, half)]);
-            const range32 sees = EDGE ? block.keys.band.of(own_row<1>(0, half)) : range32{};
+            const int row = own_row<1>(0, half);
+            const range32 sees = EDGE && row < block.count ? block.keys.band.of(row) : range32{};
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 float pair[2];
@@ -236,12 +238,12 @@ template <typename ELEMENT, int DIM, bool SECOND> struct query_group {
                     const float other_u =
                         fmaf(other[i][half * 2 + parity], other_scale, -(SECOND ? query.lse_1 : query.lse_2));
                     const float u = SECOND ? other_u : own_u, v = SECOND ? own_u : other_u;
-                    const float p = ex2(u);
+                    const float p = ex2(u), q = SECOND ? ex2(v) : 0.0F;
                     const int column = column_of(i, parity);
                     const bool seen = !EDGE || (first + column >= sees.begin && first + column < sees.end);
-                    if (SECOND)
-                        kl[half] = seen ? fmaf(p, u - v, kl[half]) : kl[half];
-                    const float gradient = SECOND ? ex2(v) - p : p * fmaf(SKL_LN2, u - v, -query.kl);
+                    if (SECOND && seen)
+                        sums[half] = {sums[half].l_1 + p, sums[half].l_2 + q, fmaf(p, u - v, sums[half].w)};
+                    const float gradient = SECOND ? q - p : p * fmaf(SKL_LN2, u - v, -query.kl);
                     pair[parity] = !seen                                             ? 0.0F
                                    : EDGE && block.poisoned[n % block.DEPTH][column] ? NAN
                                                                                      : gradient * query.grad;
@@ -286,7 +288,7 @@ template <typename ELEMENT, int DIM, bool SECOND> struct query_group {
 #pragma unroll
         for (int e = 0; e < DIM / 2; e++)
             dq[e / 4][e % 4] = 0.0F;
-        kl[0] = kl[1] = 0.0F;
+        sums[0] = sums[1] = {};
         for (int n = 0; n < block.keys.edges; n++)
             add_stage<true>(n);
         wgmma_wait<0>(); /* so that both loops have G in the same registers */
@@ -307,7 +309,7 @@ template <typename ELEMENT, int DIM, bool SECOND> struct query_group {
                     row[column_of(n, parity)] = (OUT)(dq[n][half * 2 + parity] * factor);
     }
 
-    __device__ void store(const tile_place &place, int count) const
+    __device__ void store(const tile_place &place) const
     {
         const skl_problem &p = params.problem;
         const skl_side side =
@@ -317,13 +319,13 @@ template <typename ELEMENT, int DIM, bool SECOND> struct query_group {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = own_row<1>(0, half);
-            float sum = kl[half] + __shfl_xor_sync(~0U, kl[half], 1);
-            sum += __shfl_xor_sync(~0U, sum, 2);
-            if (row >= count)
+            const skl_row_state state =
+                merge_lanes({0.0F, sums[half].l_1, 0.0F, sums[half].l_2, sums[half].w}); /* less both LSEs */
+            if (row >= block.count)
                 continue;
             if (params.kl_in_sweep && threadIdx.x % 4 == 0)
                 skl_row_set(&params.call.rows.kl, &place.sequence, place.head, place.first + row,
-                            skl_kl_report(sum * SKL_LN2));
+                            skl_kl_report(skl_state_kl(&state)));
             const float factor = block.unit * side.scale;
             if (out.data != NULL && side.grad_dtype == SKL_F32)
                 store_row((float *)out.data + base + row * out.stride_row, half, (int)side.dim, factor);
@@ -432,6 +434,7 @@ __global__ void __launch_bounds__(GRADIENT_THREADS, 1)
         block.unit = unit_of(params, here, ELEMENT());
     if (threadIdx.x == 0) {
         block.place = here;
+        block.count = (int)skl_min(QUERIES, here.sequence.query_count - here.first);
         block.keys = keys_of_tile(params, here);
         barrier_init(block.queries_full, 1);
         for (int at = 0; at < block.DEPTH; at++) {
@@ -466,14 +469,13 @@ __global__ void __launch_bounds__(GRADIENT_THREADS, 1)
     } else {
         take_registers<200>();
         query_group<ELEMENT, DIM, SECOND> own = {params, block, group};
-        const int count = (int)skl_min(QUERIES, place.sequence.query_count - place.first);
         load_queries<HELD<DIM>>(
             own.other_q, queries_of<ELEMENT>(other_of<SECOND>(params), place.sequence, place.head).from(place.first),
-            count);
+            block.count);
         barrier_wait(block.queries_full, 0);
-        know_queries<ELEMENT, DIM, SECOND>(params, block, place, count);
+        know_queries<ELEMENT, DIM, SECOND>(params, block, place);
         own.run();
-        own.store(place, (int)skl_min(QUERIES, place.sequence.query_count - place.first));
+        own.store(place);
     }
 #endif
 }
@@ -530,6 +532,16 @@ struct split_launchers {
     }
 };
 
+/* Heads whose keys and sums fill half of the L2 cache. With more of them at once, adding to sums would go through
+ * memory, with a read and a write for every add. */
+inline int32_t section_for(const skl_problem *p, const skl_cuda_argument *own, const skl_cuda_argument *other)
+{
+    constexpr int64_t L2_SHARE = (int64_t)25 << 20;
+    const int64_t own_size = p->len_k * own->dim * (2 + 4), other_size = p->len_k * other->dim * 2;
+    const int64_t a_head = own_size / own->heads_per_key + other_size / other->heads_per_key;
+    return (int32_t)skl_max(1, skl_min(SKL_SECTION_MAX, L2_SHARE / skl_max(1, a_head)));
+}
+
 template <typename ELEMENT, int DIM>
 cudaError_t launch_gradients(const skl_cuda_params *params, const split_launchers &otherwise)
 {
@@ -540,6 +552,8 @@ cudaError_t launch_gradients(const skl_cuda_params *params, const split_launcher
         return otherwise.run(params);
     skl_cuda_params own = *params;
     own.splits = 1;
+    own.section =
+        section_for(&params->problem, second ? &params->two : &params->one, second ? &params->one : &params->two);
     cudaError_t error = skl_cuda_clear_sums(&own);
     if (error == cudaSuccess && second)
         error = launch_sweep<ELEMENT, DIM, true>(&own, &maps);
