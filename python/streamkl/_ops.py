@@ -238,7 +238,21 @@ class Forward(torch.autograd.Function):
         problem = (cu_seqlens_q, cu_seqlens_k, key_lengths, *ctx.problem)
         with torch.no_grad():
             made = torch.ops.streamkl.backward(*tensors, grad_kl, *problem)
-        return (*_for_each_tensor(_once_differentiable(made), problem[-1], None), None, None, None)
+        if torch.is_grad_enabled():  # create_graph=True
+            made = _OnceDifferentiable.apply(len(made), *made, *tensors[:4])
+        return (*_for_each_tensor(made, problem[-1], None), None, None, None)
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    """Gradients as they are, but depending on the tensors that they were computed from: a second derivative is refused."""
+
+    @staticmethod
+    def forward(ctx, count, *gradients_and_tensors):
+        return tuple(gradient.view_as(gradient) for gradient in gradients_and_tensors[:count])
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError("streamkl: attention_kl cannot be differentiated twice; streamkl.reference.attention_kl can")
 
 
 class OnePass(torch.autograd.Function):
@@ -253,25 +267,7 @@ class OnePass(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_loss):
-        with torch.no_grad():
-            made = [gradient * grad_loss for gradient in ctx.saved_tensors]
-        return (*_for_each_tensor(_once_differentiable(made), ctx.gradients, None), None, None, None, None)
-
-
-class _Once(torch.autograd.Function):
-    """Identity whose own derivative is refused; `anchor` makes its results require one."""
-
-    @staticmethod
-    def forward(ctx, anchor, *gradients):
-        return tuple(gradient.view_as(gradient) for gradient in gradients)
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise RuntimeError("streamkl: attention_kl cannot be differentiated twice; streamkl.reference.attention_kl can")
-
-
-def _once_differentiable(gradients):
-    """Under create_graph=True, which is when a backward runs with grad mode on, a second derivative is an error."""
-    if not torch.is_grad_enabled():
-        return gradients
-    return _Once.apply(torch.zeros((), requires_grad=True), *gradients)
+        if torch.is_grad_enabled():  # create_graph=True; nothing is left of what a second derivative would depend on
+            raise RuntimeError("streamkl: attention_kl with both LSEs cannot be differentiated twice, nor take create_graph=True")
+        made = [gradient * grad_loss for gradient in ctx.saved_tensors]
+        return (*_for_each_tensor(made, ctx.gradients, None), None, None, None, None)

@@ -113,7 +113,7 @@ def attention_kl(
     problem = (
         cu_seqlens_q, cu_seqlens_k, key_lengths, -1 if max_seqlen_q is None else max_seqlen_q,
         -1 if max_seqlen_k is None else max_seqlen_k, causal, window_left, window_right,
-        softmax_scale_t or 0.0, softmax_scale_s or 0.0, softcap_t, softcap_s, direction == "reverse", heads_first,
+        softmax_scale_t or 0.0, softmax_scale_s or 0.0, softcap_t or 0.0, softcap_s or 0.0, direction == "reverse", heads_first,
         _wanted_gradients(q_t, k_t, q_s, k_s),
     )  # fmt: skip
     wants_gradients, scalar = problem[-1] != 0, reduction != "none"
@@ -157,11 +157,12 @@ def _as_int32(lengths: torch.Tensor | None) -> torch.Tensor | None:
 
 def _expand_weight(row_weight: torch.Tensor, q_s: torch.Tensor, packed: bool, heads_first: bool) -> torch.Tensor:
     """f32, with a heads dimension: [batch, heads_s, len_q], packed [heads_s, total_q]."""
+    batch, heads, length = sizes(q_s.shape, packed, heads_first)
+    per_row, per_head = ((length,), (heads, length)) if packed else ((batch, length), (batch, heads, length))
+    if tuple(row_weight.shape) not in (per_row, per_head):
+        raise ValueError(f"row_weight: shape {list(row_weight.shape)} must be {list(per_row)} or {list(per_head)}")
     weight = row_weight.float()
-    if q_s.dim() == (3 if packed else 4) and weight.dim() == (1 if packed else 2):
-        heads = q_s.shape[-3 if heads_first else -2]
-        weight = weight.unsqueeze(-2).expand(*weight.shape[:-1], heads, weight.shape[-1])
-    return weight
+    return weight if weight.dim() == len(per_head) else weight.unsqueeze(-2).expand(per_head)
 
 
 # ---- The mean over rows that see a key -------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ Takes float64, too, and can be differentiated as often as one likes. Arguments a
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 
@@ -32,11 +34,11 @@ def sequence_kl(q_t, k_t, q_s, k_s, visible, scale_t, scale_s, softcap_t, softca
     x, y = (torch.where(visible, z, -torch.inf) for z in (x, y))
     x_safe, y_safe = (torch.where(seen[:, None], z, 0.0) for z in (x, y))
     # A student head learns the mean of its r teacher heads.
-    p = torch.softmax(x_safe, -1).unflatten(0, (q_s.shape[0], -1)).mean(1)
-    log_p = torch.log_softmax(x_safe, -1).unflatten(0, (q_s.shape[0], -1)).logsumexp(1)
-    log_p = log_p - torch.log(torch.tensor(float(q_t.shape[0] // q_s.shape[0])))
-    s, log_s = torch.softmax(y_safe, -1), torch.log_softmax(y_safe, -1)
-    difference = torch.where(visible, log_p, 0.0) - torch.where(visible, log_s, 0.0)
+    groups = (q_s.shape[0], q_t.shape[0] // q_s.shape[0])
+    p, s = torch.softmax(x_safe, -1).unflatten(0, groups).mean(1), torch.softmax(y_safe, -1)
+    log_p, log_s = (torch.where(visible, torch.log_softmax(z, -1), 0.0) for z in (x_safe, y_safe))
+    log_p = log_p.unflatten(0, groups).logsumexp(1) - math.log(groups[1])
+    difference = log_p - log_s
     terms = -s * difference if reverse else p * difference
     kl = torch.where(seen, torch.where(visible, terms, 0.0).sum(-1), 0.0)
     return kl, torch.logsumexp(x, -1), torch.logsumexp(y, -1)
