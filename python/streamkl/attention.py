@@ -177,42 +177,41 @@ def _divide_by_rows(loss, q_s, k_s, row_weight, problem):
     cu_seqlens_q, cu_seqlens_k, key_lengths, _, _, causal, left, right, *_, heads_first, _ = problem
     right = 0 if causal else right
     batch, heads, len_q = sizes(q_s.shape, cu_seqlens_q is not None, heads_first)
+    len_k = k_s.shape[-2 if heads_first else -3]
     if cu_seqlens_q is None and key_lengths is None:
-        len_k = k_s.shape[-2 if heads_first else -3]
         first, end = _rows_that_see(len_q, len_k, len_k, left, right)
         if row_weight is None:
             return loss * (1.0 / max(batch * heads * (end - first), 1))
         return _divide_by_weight(loss, row_weight[..., first:end].sum())
     if cu_seqlens_q is None:
-        begin, length, len_k, keys = 0, len_q, k_s.shape[-2 if heads_first else -3], key_lengths
+        first, end = _rows_that_see(len_q, len_k, key_lengths, left, right)
     else:
-        begin, length = cu_seqlens_q[:-1], cu_seqlens_q.diff()
-        keys = len_k = cu_seqlens_k.diff()
-    first, end = _rows_that_see(length, len_k, keys, left, right)
+        first, end = _rows_that_see(cu_seqlens_q.diff(), cu_seqlens_k.diff(), cu_seqlens_k.diff(), left, right)
     if row_weight is None:
         return loss / ((end - first).sum() * heads).clamp(min=1)
-    # +1 where a run of seeing rows begins, -1 where it ends: the running sum is 1 inside.
-    marks = torch.zeros(*(() if cu_seqlens_q is not None else (batch,)), len_q + 1, dtype=torch.int32, device=loss.device)
-    for bound, sign in (first, 1), (end, -1):
-        index = (begin + bound).long()
-        index = index if cu_seqlens_q is not None else index.unsqueeze(-1)
-        marks.scatter_add_(-1, index, torch.full_like(index, sign, dtype=torch.int32))
-    seeing = marks[..., :-1].cumsum(-1).unsqueeze(-2)
-    return _divide_by_weight(loss, (row_weight * seeing).sum())
+    row = torch.arange(len_q, device=loss.device)
+    if cu_seqlens_q is None:
+        seeing = (row >= first) & (row < end.unsqueeze(-1))
+    else:  # a row behind the last sequence is compared with that, and is not in it
+        sequence = torch.searchsorted(cu_seqlens_q[1:], row, right=True).clamp(max=cu_seqlens_q.shape[0] - 2)
+        row = row - cu_seqlens_q[sequence]
+        seeing = (row >= (first if isinstance(first, int) else first[sequence])) & (row < end[sequence])
+    return _divide_by_weight(loss, (row_weight * seeing.unsqueeze(-2)).sum())
 
 
 def _rows_that_see(len_q, len_k, keys, left, right):
-    """(first, end) of the rows of each sequence that see a key, as numbers or as tensors; end >= first."""
-    if not any(isinstance(value, torch.Tensor) for value in (len_q, len_k, keys)):
-        if keys == 0:
-            return 0, 0
-        first = min(max(len_q - len_k - right, 0), len_q) if right >= 0 else 0
-        end = min(max(len_q - len_k + keys + left, first), len_q) if left >= 0 else len_q
-        return first, end
-    len_q = torch.as_tensor(len_q, dtype=torch.int32, device=keys.device)
-    first = (len_q - len_k - right).clamp(min=0).minimum(len_q) if right >= 0 else torch.zeros_like(len_q)
-    end = (len_q - len_k + keys + left).maximum(first).minimum(len_q) if left >= 0 else len_q.maximum(first)
-    return torch.broadcast_tensors(first, torch.where(keys > 0, end, first))
+    """(first, end) of the rows of a sequence that see a key; numbers, or tensors where lengths are."""
+    first = _clip(len_q - len_k - right, 0, len_q) if right >= 0 else 0
+    end = _clip(len_q - len_k + keys + left, first, len_q) if left >= 0 else len_q
+    if isinstance(keys, torch.Tensor):
+        return first, torch.where(keys > 0, end, first)
+    return first, end if keys > 0 else first
+
+
+def _clip(value, lowest, highest):
+    if isinstance(value, torch.Tensor):
+        return value.clamp(min=lowest).clamp(max=highest)
+    return min(max(value, lowest), highest)
 
 
 def _divide_by_weight(loss, total):
