@@ -88,9 +88,10 @@ static void attach(gpu_case *g)
     };
 }
 
-void gpu_case_create(gpu_case *g, const skl_problem *problem, const char *kernel)
+void gpu_case_create(gpu_case *g, const skl_problem *problem, const char *kernel, int deterministic)
 {
-    *g = (gpu_case){.problem = *problem, .plan = test_plan(problem, kernel, 0)};
+    *g = (gpu_case){.problem = *problem,
+                    .plan = deterministic ? test_deterministic_plan(problem, kernel) : test_plan(problem, kernel, 0)};
     const skl_problem *const p = &g->problem;
     const size_t forward = skl_plan_workspace_size(g->plan, SKL_OP_FORWARD);
     const size_t backward = skl_plan_workspace_size(g->plan, SKL_OP_BACKWARD);

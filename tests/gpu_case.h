@@ -29,7 +29,7 @@ typedef struct gpu_case {
 } gpu_case;
 
 /* One 16-bit type. `kernel` NULL: the best. */
-void gpu_case_create(gpu_case *g, const skl_problem *problem, const char *kernel);
+void gpu_case_create(gpu_case *g, const skl_problem *problem, const char *kernel, int deterministic);
 void gpu_case_destroy(gpu_case *g);
 
 /* Forward, then backward, on a stream. Does not wait. */

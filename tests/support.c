@@ -112,15 +112,26 @@ const char *test_kernel(int32_t index)
     return NULL;
 }
 
-skl_plan *test_plan(const skl_problem *problem, const char *kernel, int32_t threads)
+static skl_plan *plan_with(const skl_problem *problem, const char *kernel, int32_t threads, int32_t deterministic)
 {
     skl_options options = skl_options_default();
     options.device = test_device();
     options.kernel = kernel;
     options.threads = threads;
+    options.deterministic = deterministic;
     skl_plan *plan = NULL;
     assert_ok(skl_plan_create(&plan, problem, &options));
     return plan;
+}
+
+skl_plan *test_plan(const skl_problem *problem, const char *kernel, int32_t threads)
+{
+    return plan_with(problem, kernel, threads, 0);
+}
+
+skl_plan *test_deterministic_plan(const skl_problem *problem, const char *kernel)
+{
+    return plan_with(problem, kernel, 0, 1);
 }
 
 void test_assert_ok(skl_status status, const char *call, const char *file, int line)

@@ -58,6 +58,7 @@ const char *test_kernel(int32_t index);
 
 /* A plan for `kernel` (NULL: the best); fails the test if there is none. */
 skl_plan *test_plan(const skl_problem *problem, const char *kernel, int32_t threads);
+skl_plan *test_deterministic_plan(const skl_problem *problem, const char *kernel);
 
 /* The call must succeed, or fail with this status and a message that holds this text. */
 #define assert_ok(call) test_assert_ok((call), #call, __FILE__, __LINE__)

@@ -34,16 +34,20 @@ static skl_problem windowed(skl_problem problem, int64_t left)
     return problem;
 }
 
+static void with_kernel(const skl_problem *problem, const char *kernel, int deterministic, void (*check)(gpu_case *g))
+{
+    gpu_case g;
+    gpu_case_create(&g, problem, kernel, deterministic);
+    check(&g);
+    gpu_case_destroy(&g);
+}
+
 /* Every kernel that is for the problem. */
-static void with_every_kernel(const skl_problem *problem, void (*check)(gpu_case *g))
+static void with_every_kernel(const skl_problem *problem, int deterministic, void (*check)(gpu_case *g))
 {
     assert_non_null(problem_kernel(problem, 0));
-    for (int32_t k = 0; problem_kernel(problem, k); k++) {
-        gpu_case g;
-        gpu_case_create(&g, problem, problem_kernel(problem, k));
-        check(&g);
-        gpu_case_destroy(&g);
-    }
+    for (int32_t k = 0; problem_kernel(problem, k); k++)
+        with_kernel(problem, problem_kernel(problem, k), deterministic, check);
 }
 
 static void assert_same_results(const gpu_case *g, const unsigned char *expected, const char *what)
@@ -112,8 +116,8 @@ static void test_a_graph_replays_the_same_bits(void **state)
 {
     (void)state;
     const skl_problem bf16 = problem_of(SKL_BF16, 2, 3, 257, 64), f16 = problem_of(SKL_F16, 1, 2, 300, 128);
-    with_every_kernel(&bf16, check_graph);
-    with_every_kernel(&f16, check_graph);
+    with_every_kernel(&bf16, 1, check_graph);
+    with_every_kernel(&f16, 1, check_graph);
 }
 
 /* ---- Streams ------------------------------------------------------------------------------------------------ */
@@ -165,7 +169,7 @@ static void test_calls_do_not_wait(void **state)
 {
     (void)state;
     const skl_problem problem = problem_of(SKL_BF16, 1, 4, 513, 64);
-    with_every_kernel(&problem, check_stream);
+    with_every_kernel(&problem, 1, check_stream);
 }
 
 /* ---- Memory ------------------------------------------------------------------------------------------------- */
@@ -191,7 +195,7 @@ static void test_calls_allocate_nothing(void **state)
 {
     (void)state;
     const skl_problem problem = problem_of(SKL_F16, 2, 4, 257, 128);
-    with_every_kernel(&problem, check_no_allocation);
+    with_every_kernel(&problem, 0, check_no_allocation);
 }
 
 static void test_the_workspace_does_not_grow(void **state)
@@ -207,7 +211,7 @@ static void test_the_workspace_does_not_grow(void **state)
                 size_t sizes[COUNT_OF(lengths)];
                 for (size_t n = 0; n < COUNT_OF(lengths); n++) {
                     const skl_problem problem = problem_of(dtypes[d], 1, 1, lengths[n], 64);
-                    skl_plan *const plan = test_plan(&problem, problem_kernel(&shortest, k), 0);
+                    skl_plan *const plan = test_deterministic_plan(&problem, problem_kernel(&shortest, k));
                     sizes[n] = skl_plan_workspace_size(plan, (skl_op)op);
                     skl_plan_destroy(plan);
                     assert_int_equal(sizes[n], sizes[0]);
@@ -240,12 +244,8 @@ static void test_a_thousand_backwards_give_the_same_bits(void **state)
         problem_of(SKL_BF16, 1, 1, 1025, 64), windowed(problem_of(SKL_BF16, 2, 40, 257, 64), 33),
         problem_of(SKL_F16, 1, 2, 511, 128),  windowed(problem_of(SKL_F16, 1, 3, 1500, 40), 100),
     };
-    for (size_t p = 0; p < COUNT_OF(problems); p++) {
-        gpu_case g; /* the best kernel */
-        gpu_case_create(&g, &problems[p], NULL);
-        check_repeats(&g);
-        gpu_case_destroy(&g);
-    }
+    for (size_t p = 0; p < COUNT_OF(problems); p++)
+        with_kernel(&problems[p], NULL, 1, check_repeats); /* the best kernel */
 }
 
 /* ---- Large -------------------------------------------------------------------------------------------------- */
@@ -267,7 +267,7 @@ static void test_more_than_2_to_the_31_elements(void **state)
     problem.dim_t = 64;
     assert_true(problem.batch * problem.heads_s * problem.len_q * problem.dim_s > (int64_t)1 << 31);
     gpu_case g;
-    gpu_case_create(&g, &problem, NULL);
+    gpu_case_create(&g, &problem, NULL, 0);
     gpu_case_launch(&g, NULL);
     assert_cuda(cudaDeviceSynchronize());
     gpu_case_check_around(&g, 0, 0, 0);
@@ -293,7 +293,7 @@ static void test_a_million_queries_and_keys(void **state)
     (void)state;
     skip_without_memory(4);
     const skl_problem problem = windowed(problem_of(SKL_BF16, 1, 1, 1048576, 64), 1024);
-    with_every_kernel(&problem, check_a_million);
+    with_every_kernel(&problem, 0, check_a_million);
 }
 
 /* ---- Devices ------------------------------------------------------------------------------------------------ */
@@ -327,7 +327,7 @@ static void test_the_current_device_stays(void **state)
     }
     const skl_problem problem = problem_of(SKL_BF16, 1, 2, 257, 64);
     gpu_case g;
-    gpu_case_create(&g, &problem, NULL);
+    gpu_case_create(&g, &problem, NULL, 0);
     gpu_case_launch(&g, NULL);
     assert_cuda(cudaDeviceSynchronize());
     unsigned char *const expected = gpu_case_results(&g);
@@ -356,7 +356,7 @@ static int child_with_a_bad_address(void)
 {
     const skl_problem problem = problem_of(SKL_BF16, 1, 1, 64, 64);
     gpu_case g;
-    gpu_case_create(&g, &problem, NULL);
+    gpu_case_create(&g, &problem, NULL, 0);
     skl_inputs bad = g.inputs;
     bad.q_s.data = (const void *)(uintptr_t)0x1000;
     skl_status status = skl_forward(g.plan, &bad, &g.rows, g.workspace, g.workspace_size, NULL);

@@ -161,6 +161,10 @@ static void test_rules_of_options(void **state)
     assert_refused(create(&options), SKL_ERROR_ARGUMENT, "threads=1025: must be 0..1024");
 
     options = skl_options_default();
+    options.deterministic = 2;
+    assert_refused(create(&options), SKL_ERROR_ARGUMENT, "options.deterministic=2: must be 0 or 1");
+
+    options = skl_options_default();
     options.kernel = "no_such_kernel";
     assert_refused(create(&options), SKL_ERROR_ARGUMENT, "kernel=no_such_kernel: no CPU kernel has this name");
 

@@ -36,6 +36,8 @@ skl_status skl_plan_create(skl_plan **plan, const skl_problem *problem, const sk
     if (options.struct_size != sizeof(skl_options))
         return skl_fail(SKL_ERROR_ARGUMENT, "options.struct_size=%zu: must be %zu; start from skl_options_default()",
                         options.struct_size, sizeof(skl_options));
+    if (options.deterministic != 0 && options.deterministic != 1)
+        return skl_fail(SKL_ERROR_ARGUMENT, "options.deterministic=%d: must be 0 or 1", (int)options.deterministic);
     skl_plan made = {.progress = options.progress, .progress_user = options.progress_user};
     skl_status status = skl_problem_check(&made.problem, problem);
     if (status != SKL_OK)

@@ -29,6 +29,7 @@ struct skl_plan {
     int32_t threads;      /* CPU */
     int32_t device_index; /* GPU */
     int32_t block_count;  /* GPU: blocks that run at once */
+    int32_t deterministic;
     skl_progress progress;
     void *progress_user;
 };

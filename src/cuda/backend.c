@@ -49,19 +49,20 @@ typedef struct cuda_kernel {
     int64_t dim_max;    /* of a tensor-core kernel; 0: every type, size and stride */
     skl_dtype dtype;
     skl_cuda_launcher forward, queries, keys;
+    skl_cuda_launcher gradients; /* dq and dk in one sweep, in any order; may be NULL */
 } cuda_kernel;
 
 #define SM80(type, TYPE, dim)                                                                                        \
     {                                                                                                                \
         "cuda_sm80_" #type "_" #dim, #type ", dim <= " #dim ": mma.sync", 80, ANY, dim, TYPE,                        \
             skl_cuda_sm80_##type##_##dim##_forward, skl_cuda_sm80_##type##_##dim##_queries,                          \
-            skl_cuda_sm80_##type##_##dim##_keys                                                                      \
+            skl_cuda_sm80_##type##_##dim##_keys, NULL                                                                \
     }
 #define SM90(type, TYPE, dim)                                                                                        \
     {                                                                                                                \
-        "cuda_sm90_" #type "_" #dim, #type ", dim <= " #dim ": wgmma, backward by mma.sync", 90, 91, dim, TYPE,      \
-            skl_cuda_sm90_##type##_##dim##_forward, skl_cuda_sm80_##type##_##dim##_queries,                          \
-            skl_cuda_sm80_##type##_##dim##_keys                                                                      \
+        "cuda_sm90_" #type "_" #dim, #type ", dim <= " #dim ": wgmma", 90, 91, dim, TYPE,                            \
+            skl_cuda_sm90_##type##_##dim##_forward, skl_cuda_sm90_##type##_##dim##_gradients,                        \
+            skl_cuda_sm80_##type##_##dim##_keys, skl_cuda_sm90_##type##_##dim##_gradients                            \
     }
 
 /* Best first; the general one is last. */
@@ -77,7 +78,7 @@ static const cuda_kernel kernels[] = {
     SM80(f16, SKL_F16, 128),
     SM80(f16, SKL_F16, 256),
     {"cuda_general", "any type, size and stride; f32 arithmetic, 128-row tiles", CAPABILITY_MIN, ANY, 0, SKL_F32,
-     skl_cuda_general_forward, skl_cuda_general_queries, skl_cuda_general_keys},
+     skl_cuda_general_forward, skl_cuda_general_queries, skl_cuda_general_keys, NULL},
 };
 
 enum { KERNEL_COUNT = sizeof kernels / sizeof kernels[0] };
@@ -135,6 +136,22 @@ static int kernel_at(int32_t index, skl_kernel_info *info)
 
 /* ---- Plan --------------------------------------------------------------------------------------------------- */
 
+/* Bytes of the sums that a sweep adds up apart from the gradient: those of the larger side. */
+static size_t sums_size(const cuda_kernel *kernel, const skl_problem *p)
+{
+    if (kernel->gradients == NULL || p->grad_f32)
+        return 0;
+    const int64_t rows = p->packed ? p->total_k : p->batch * p->len_k;
+    const int64_t of_teacher = p->gradients & SKL_DK_T ? p->key_heads_t * p->dim_t : 0;
+    const int64_t of_student = p->gradients & SKL_DK_S ? p->key_heads_s * p->dim_s : 0;
+    return (size_t)rows * (size_t)skl_max(of_teacher, of_student) * sizeof(float);
+}
+
+static size_t larger(size_t a, size_t b)
+{
+    return a > b ? a : b;
+}
+
 static skl_status plan_cuda(skl_plan *plan, const skl_options *options, const char *forced)
 {
     char reason[256];
@@ -167,9 +184,12 @@ static skl_status plan_cuda(skl_plan *plan, const skl_options *options, const ch
         (size_t)plan->block_count * (size_t)skl_group(&plan->problem) * SKL_GENERAL_TILE * sizeof(skl_lse2);
     const size_t states_size =
         (size_t)multiprocessors * SKL_SM80_RESIDENT_MAX * SKL_SM80_TILE_MAX * sizeof(skl_row_state);
+    plan->deterministic = options->deterministic;
     for (int op = 0; op < SKL_OP_COUNT; op++) {
         const bool parts = chosen->dim_max > 0 && op != SKL_OP_BACKWARD;
-        plan->workspace_size[op] = parts && states_size > lse_size ? states_size : lse_size;
+        const bool sums = (op == SKL_OP_BACKWARD || op == SKL_OP_FORWARD_BACKWARD) && !plan->deterministic;
+        plan->workspace_size[op] =
+            larger(larger(lse_size, parts ? states_size : 0), sums ? sums_size(chosen, &plan->problem) : 0);
     }
     return SKL_OK;
 }
@@ -221,41 +241,65 @@ typedef struct step {
     const char *name;
     skl_cuda_launcher launcher;
     int32_t teacher_side;
+    const skl_output *sums; /* of a sweep: the key gradient */
 } step;
+
+/* Where a sweep adds up a key gradient. */
+static skl_output sums_for(const skl_problem *p, const skl_output *dk, const skl_side *side, void *workspace)
+{
+    if (dk->data == NULL || side->grad_dtype == SKL_F32)
+        return *dk;
+    const int64_t rows = p->packed ? p->total_k : p->len_k;
+    return skl_output_contiguous(workspace, side->key_heads, rows, side->dim);
+}
 
 static skl_status run_steps(const skl_plan *plan, const skl_call *call)
 {
     const skl_problem *const p = &plan->problem;
     const cuda_kernel *const kernel = kernel_for(plan, &call->inputs);
     const skl_gradients *const grads = &call->gradients;
+    const bool reverse = p->direction == SKL_KL_REVERSE;
+    const bool some_rows = p->batch > 0 && p->len_q > 0;
+    const bool some_keys = p->batch > 0 && p->len_k > 0;
+    const bool sweeps = kernel->gradients != NULL && !plan->deterministic && some_rows && some_keys;
+    const bool of_t = grads->dq_t.data != NULL || grads->dk_t.data != NULL;
+    const bool of_s = grads->dq_s.data != NULL || grads->dk_s.data != NULL;
+
     const bool gradients = call->op == SKL_OP_BACKWARD || call->op == SKL_OP_FORWARD_BACKWARD;
     const bool rows_wanted = call->rows.kl.data != NULL || call->rows.dot_t.data != NULL;
     const bool rows = !gradients || (call->op == SKL_OP_FORWARD_BACKWARD && rows_wanted);
-    const bool some_rows = p->batch > 0 && p->len_q > 0;
-    const bool some_keys = p->batch > 0 && p->len_k > 0;
+    /* A sweep for the second argument's gradients meets all that a KL is made of; one for the first's needs it. */
+    const bool kl_in_sweep = sweeps && gradients && rows && (reverse ? of_t && !of_s : of_s && !of_t);
     const step steps[] = {
-        {p->packed != 0, "tails", skl_cuda_clear_tails, 0},
-        {rows && some_rows, "forward", kernel->forward, 0},
-        {some_rows && grads->dq_s.data != NULL, "dq_s", kernel->queries, 0},
-        {some_rows && grads->dq_t.data != NULL, "dq_t", kernel->queries, 1},
-        {some_keys && grads->dk_s.data != NULL, "dk_s", kernel->keys, 0},
-        {some_keys && grads->dk_t.data != NULL, "dk_t", kernel->keys, 1},
+        {p->packed != 0, "tails", skl_cuda_clear_tails, 0, NULL},
+        {rows && !kl_in_sweep && some_rows, "forward", kernel->forward, 0, NULL},
+        {sweeps && of_s, "dq_s and dk_s", kernel->gradients, 0, &grads->dk_s},
+        {sweeps && of_t, "dq_t and dk_t", kernel->gradients, 1, &grads->dk_t},
+        {!sweeps && some_rows && grads->dq_s.data != NULL, "dq_s", kernel->queries, 0, NULL},
+        {!sweeps && some_rows && grads->dq_t.data != NULL, "dq_t", kernel->queries, 1, NULL},
+        {!sweeps && some_keys && grads->dk_s.data != NULL, "dk_s", kernel->keys, 0, NULL},
+        {!sweeps && some_keys && grads->dk_t.data != NULL, "dk_t", kernel->keys, 1, NULL},
     };
     const skl_side teacher = skl_teacher_of(p, call), student = skl_student_of(p, call);
-    const bool reverse = p->direction == SKL_KL_REVERSE;
     skl_cuda_params params = {.problem = *p,
                               .call = *call,
                               .one = argument_of(reverse ? &student : &teacher),
                               .two = argument_of(reverse ? &teacher : &student),
+                              .kl_in_sweep = kl_in_sweep,
                               .rows_known = gradients && rows,
                               .block_count = plan->block_count,
                               .multiprocessors = plan->block_count / GENERAL_RESIDENT,
                               .scratch = call->workspace};
+    const skl_output none = {NULL, 0, 0, 0};
     skl_status status = SKL_OK;
     for (size_t i = 0; i < sizeof steps / sizeof steps[0] && status == SKL_OK; i++) {
-        params.teacher_side = steps[i].teacher_side;
-        if (steps[i].wanted)
-            status = launch(plan, steps[i].name, steps[i].launcher, &params);
+        const step *const now = &steps[i];
+        params.teacher_side = now->teacher_side;
+        params.sums = now->sums == NULL
+                          ? none
+                          : sums_for(p, now->sums, now->teacher_side ? &teacher : &student, call->workspace);
+        if (now->wanted)
+            status = launch(plan, now->name, now->launcher, &params);
     }
     return status;
 }

@@ -26,6 +26,7 @@ typedef struct skl_cuda_params {
     skl_problem problem;
     skl_call call;
     skl_cuda_argument one, two; /* teacher and student, or student and teacher when the KL is reversed */
+    int32_t kl_in_sweep;        /* rows.kl comes from the sweep that gives gradients */
     int32_t rows_known;         /* kl and dot_t were stored by an earlier kernel of the same call */
     int32_t teacher_side;       /* gradients of q_t or k_t, not of q_s or k_s */
     int64_t dim_first;          /* first dimension of the gradient that a launch gives */
@@ -35,7 +36,15 @@ typedef struct skl_cuda_params {
     /* General forward: skl_lse2 [block][group][tile], LSEs of a group of teacher heads. Forward on tensor cores, keys
      * in parts: skl_row_state [tile][part][query]. */
     void *scratch;
+    /* Where a sweep adds up a key gradient, f32: the gradient itself, or workspace. No data: no such gradient. */
+    skl_output sums;
 } skl_cuda_params;
+
+/* Whether the side whose gradients are wanted is the second argument of the KL. */
+SKL_SHARED int skl_cuda_of_second(const skl_cuda_params *params)
+{
+    return (params->problem.direction == SKL_KL_REVERSE) == (params->teacher_side != 0);
+}
 
 typedef cudaError_t (*skl_cuda_launcher)(const skl_cuda_params *params);
 
@@ -66,10 +75,19 @@ SKL_CUDA_SM80(f16_256)
 #undef SKL_CUDA_SM80
 
 /* The same on Hopper: wgmma and the copy engine. What those do not fit goes to the kernels above. */
-cudaError_t skl_cuda_sm90_bf16_64_forward(const skl_cuda_params *params);
-cudaError_t skl_cuda_sm90_bf16_128_forward(const skl_cuda_params *params);
-cudaError_t skl_cuda_sm90_f16_64_forward(const skl_cuda_params *params);
-cudaError_t skl_cuda_sm90_f16_128_forward(const skl_cuda_params *params);
+#define SKL_CUDA_SM90(type_dim)                                                                                      \
+    cudaError_t skl_cuda_sm90_##type_dim##_forward(const skl_cuda_params *params);                                   \
+    cudaError_t skl_cuda_sm90_##type_dim##_gradients(const skl_cuda_params *params); /* dq and dk of one side */
+SKL_CUDA_SM90(bf16_64)
+SKL_CUDA_SM90(bf16_128)
+SKL_CUDA_SM90(f16_64)
+SKL_CUDA_SM90(f16_128)
+#undef SKL_CUDA_SM90
+
+/* Before and behind a sweep that adds to sums: they become 0, and are stored as the gradient if they are not itself.
+ */
+cudaError_t skl_cuda_clear_sums(const skl_cuda_params *params);
+cudaError_t skl_cuda_store_sums(const skl_cuda_params *params);
 
 /* Rows and gradients behind the last packed sequence. */
 cudaError_t skl_cuda_clear_tails(const skl_cuda_params *params);

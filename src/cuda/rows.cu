@@ -1,4 +1,5 @@
-/* Kernels that walk over rows: what lies behind the last packed sequence, and partial states. */
+/* Kernels that walk over rows: what lies behind the last packed sequence, partial states, sums of key gradients. */
+#include "base/convert.h"
 #include "base/kl_math.h"
 #include "cuda/launch.h"
 
@@ -118,5 +119,67 @@ static __global__ void __launch_bounds__(THREADS) finish_states(const __grid_con
 extern "C" cudaError_t skl_cuda_states_finish(const skl_cuda_params *params)
 {
     finish_states<<<blocks_for(skl_state_count(&params->problem)), THREADS, 0, params->call.stream>>>(*params);
+    return cudaPeekAtLastError();
+}
+
+/* ---- Sums of key gradients ---------------------------------------------------------------------------------- */
+
+/* Four elements each: dimensions are a multiple of 8, and sums are aligned for the copy engine. */
+struct sums_shape {
+    int64_t heads, rows, quads, count;
+};
+
+static sums_shape shape_of(const skl_cuda_params *params)
+{
+    const skl_problem *const p = &params->problem;
+    const skl_side side = params->teacher_side ? skl_teacher_of(p, &params->call) : skl_student_of(p, &params->call);
+    const int64_t rows = p->packed ? p->total_k : p->len_k, quads = side.dim / 4;
+    return {side.key_heads, rows, quads, (p->packed ? 1 : p->batch) * side.key_heads * rows * quads};
+}
+
+/* Offset of a quad in a tensor. */
+static __device__ int64_t quad_offset(const skl_output &tensor, const sums_shape &shape, int64_t at)
+{
+    const int64_t row = at / shape.quads, head = row / shape.rows;
+    return SKL_ROW(tensor, head / shape.heads, head % shape.heads, row % shape.rows) + at % shape.quads * 4;
+}
+
+static __global__ void __launch_bounds__(THREADS) clear_sums(skl_output sums, sums_shape shape)
+{
+    for (int64_t at = first_index(); at < shape.count; at += index_step())
+        *(float4 *)(void *)((float *)sums.data + quad_offset(sums, shape, at)) = make_float4(0.0F, 0.0F, 0.0F, 0.0F);
+}
+
+static __global__ void __launch_bounds__(THREADS)
+    store_sums(skl_output sums, sums_shape shape, skl_output to, skl_dtype dtype)
+{
+    for (int64_t at = first_index(); at < shape.count; at += index_step()) {
+        const float4 sum = *(const float4 *)(const void *)((const float *)sums.data + quad_offset(sums, shape, at));
+        const int64_t first = quad_offset(to, shape, at);
+        skl_store(to.data, dtype, first, sum.x);
+        skl_store(to.data, dtype, first + 1, sum.y);
+        skl_store(to.data, dtype, first + 2, sum.z);
+        skl_store(to.data, dtype, first + 3, sum.w);
+    }
+}
+
+extern "C" cudaError_t skl_cuda_clear_sums(const skl_cuda_params *params)
+{
+    const sums_shape shape = shape_of(params);
+    if (params->sums.data == NULL || shape.count == 0)
+        return cudaSuccess;
+    clear_sums<<<blocks_for(shape.count), THREADS, 0, params->call.stream>>>(params->sums, shape);
+    return cudaPeekAtLastError();
+}
+
+extern "C" cudaError_t skl_cuda_store_sums(const skl_cuda_params *params)
+{
+    const sums_shape shape = shape_of(params);
+    const skl_problem *const p = &params->problem;
+    const skl_side side = params->teacher_side ? skl_teacher_of(p, &params->call) : skl_student_of(p, &params->call);
+    if (params->sums.data == NULL || params->sums.data == side.dk->data || shape.count == 0)
+        return cudaSuccess;
+    store_sums<<<blocks_for(shape.count), THREADS, 0, params->call.stream>>>(params->sums, shape, *side.dk,
+                                                                             side.grad_dtype);
     return cudaPeekAtLastError();
 }

@@ -1,6 +1,13 @@
+#include "cuda/sm90/backward.cuh"
 #include "cuda/sm90/forward.cuh"
 
 extern "C" cudaError_t skl_cuda_sm90_f16_64_forward(const skl_cuda_params *params)
 {
     return sm90::launch_forward<__half, 64>(params, skl_cuda_sm80_f16_64_forward);
+}
+
+extern "C" cudaError_t skl_cuda_sm90_f16_64_gradients(const skl_cuda_params *params)
+{
+    return sm90::launch_gradients<__half, 64>(
+        params, {skl_cuda_sm90_f16_64_forward, skl_cuda_sm80_f16_64_queries, skl_cuda_sm80_f16_64_keys});
 }

@@ -16,17 +16,13 @@
 #define SKL_CUDA_SM80_BACKWARD_CUH
 
 #include "base/convert.h"
+#include "cuda/sm80/facts.cuh"
 #include "cuda/sm80/tile.cuh"
 
 namespace sm80
 {
 
 constexpr int STEP_ROWS = 16; /* streamed rows of a step: G is the 16 x 16 operand of the next product */
-
-/* What a backward knows of a query: LSEs of both arguments, KL, upstream gradient. */
-struct query_facts {
-    float lse_1, lse_2, kl, grad;
-};
 
 template <int DIM> struct backward_memory {
     static constexpr int ROWS = STAGE_ROWS<DIM>;
@@ -35,43 +31,7 @@ template <int DIM> struct backward_memory {
     int poisoned[ROWS];              /* streamed rows that hold a value that is not finite */
 };
 
-/* The row vectors behind query_facts, in its order; without data: all 0, and upstream gradients all 1. */
-__device__ inline skl_input fact_source(const skl_cuda_params &params, int which)
-{
-    const skl_inputs &in = params.call.inputs;
-    const bool reverse = params.problem.direction == SKL_KL_REVERSE;
-    switch (which) {
-    case 0:
-        return reverse ? in.lse_s : in.lse_t;
-    case 1:
-        return reverse ? in.lse_t : in.lse_s;
-    case 2:
-        return skl_known_rows(params.rows_known, &in.kl, &params.call.rows.kl);
-    default:
-        return in.grad_kl;
-    }
-}
-
-__device__ inline float fact_of(const skl_cuda_params &params, int which, const skl_sequence &s, int64_t head,
-                                int64_t query)
-{
-    const skl_input source = fact_source(params, which);
-    return source.data != NULL ? skl_row_value(&source, &s, head, query) : which == 3 ? 1.0F : 0.0F;
-}
-
 /* ---- Gradient of the logits --------------------------------------------------------------------------------- */
-
-/* d KL / d logit, less the query's upstream gradient; u, v: log2 of the two probabilities. */
-template <bool SECOND> __device__ inline float pair_gradient(float u, float v, const query_facts &query)
-{
-    return SECOND ? ex2(v) - ex2(u) : ex2(u) * fmaf(SKL_LN2, u - v, -query.kl);
-}
-
-/* 2^exponent for -127 (gives 0) .. 127. */
-__device__ inline float power_of_2(int exponent)
-{
-    return __uint_as_float((unsigned)(exponent + 127) << 23);
-}
 
 /* WIDTH dimensions of it: all, or a slice of a head of more than 128; each launch gives one. */
 template <int DIM, bool KEYS> constexpr int SLICE = DIM > 128 ? 32 : DIM;
@@ -351,27 +311,6 @@ __device__ inline void add_edge_stage(own_gradient<SLICE<DIM, KEYS>, M> &gradien
             unit.fit(gradient, largest_of(x));
         add_product<ELEMENT, DIM>(gradient, unit.inverse(), x, stage.gradient, row);
     }
-}
-
-__device__ constexpr uint32_t exponent_of_infinity(__nv_bfloat16)
-{
-    return 0x7F80U;
-}
-
-__device__ constexpr uint32_t exponent_of_infinity(__half)
-{
-    return 0x7C00U;
-}
-
-template <typename ELEMENT> __device__ inline bool all_finite(const uint4 &chunk)
-{
-    const uint32_t exponent = exponent_of_infinity(ELEMENT());
-    const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-    bool finite = true;
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-        finite = finite && (words[i] & exponent) != exponent && (words[i] >> 16 & exponent) != exponent;
-    return finite;
 }
 
 /* A masked pair weighs 0, but 0 times a value that is not finite is NaN: such rows lose the value before the product,

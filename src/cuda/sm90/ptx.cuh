@@ -34,6 +34,12 @@ __device__ inline void barrier_expect(uint64_t &barrier, int bytes)
                  : "memory");
 }
 
+/* A barrier of some warps of the block; number 0 is __syncthreads. */
+__device__ inline void barrier_of(int number, int threads)
+{
+    asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
 /* Waits until the phase of this parity has ended. */
 __device__ inline void barrier_wait(uint64_t &barrier, int parity)
 {
@@ -43,6 +49,14 @@ __device__ inline void barrier_wait(uint64_t &barrier, int parity)
                  "@!done bra again;\n"
                  "}" ::"r"(shared_address(&barrier)),
                  "r"(parity)
+                 : "memory");
+}
+
+/* Four 8 x 8 matrices of 16-bit elements; lanes 8 i .. 8 i + 7 give the row addresses of matrix i. */
+__device__ inline void stmatrix_x4(uint32_t row, const uint32_t (&from)[4])
+{
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(from[0]),
+                 "r"(from[1]), "r"(from[2]), "r"(from[3])
                  : "memory");
 }
 
@@ -58,11 +72,48 @@ __device__ inline void copy_box(void *to, const CUtensorMap &tensor, int column,
                  : "memory");
 }
 
+/* Adds a box of f32 in shared memory to the same tensor; what lies outside of the tensor is left out. */
+__device__ inline void add_box(const CUtensorMap &tensor, int column, int row, int head, int batch, const void *from)
+{
+    asm volatile(
+        "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(
+            &tensor),
+        "r"(column), "r"(row), "r"(head), "r"(batch), "r"(shared_address(from))
+        : "memory");
+}
+
+__device__ inline void boxes_commit()
+{
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+/* Waits until the boxes that this thread added have been read. */
+__device__ inline void boxes_wait()
+{
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+/* What this thread wrote into shared memory is seen by the copy engine and by wgmma, behind the next barrier. */
+__device__ inline void async_fence()
+{
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 /* A load that stays behind the waits that come before it. */
 __device__ inline float load_shared(const float &from)
 {
     float value;
     asm volatile("ld.volatile.shared.f32 %0, [%1];" : "=f"(value) : "r"(shared_address(&from)) : "memory");
+    return value;
+}
+
+__device__ inline float4 load_shared(const float4 &from)
+{
+    float4 value;
+    asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+                 : "r"(shared_address(&from))
+                 : "memory");
     return value;
 }
 
@@ -94,14 +145,20 @@ template <int PENDING> __device__ inline void wgmma_wait()
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-/* Low word of a descriptor: rows of 128 bytes, swizzled as the copy engine leaves them, the contracted dimension
- * along the row. Bytes further on are 1 / 16 each on top. */
+/* A descriptor's low word. Operands lie in rows of 128 bytes, swizzled as the copy engine leaves them. Along the row
+ * runs the contracted dimension (row_operand), or the other one (column_operand: `next` bytes on lies what does not
+ * fit into the rows). Bytes further on are 1 / 16 each on top. */
 __device__ inline uint32_t row_operand(const void *rows)
 {
     return 1U << 16 | (shared_address(rows) & 0x3FFFF) >> 4;
 }
 
-__device__ inline uint64_t row_descriptor(uint32_t operand)
+__device__ inline uint32_t column_operand(const void *rows, int next)
+{
+    return (uint32_t)next >> 4 << 16 | (shared_address(rows) & 0x3FFFF) >> 4;
+}
+
+__device__ inline uint64_t descriptor_of(uint32_t operand)
 {
     constexpr uint32_t SWIZZLE_128 = 1U << 30, EIGHT_ROWS = 1024 >> 4;
     uint64_t descriptor;
@@ -109,35 +166,61 @@ __device__ inline uint64_t row_descriptor(uint32_t operand)
     return descriptor;
 }
 
-#define SKL_ACCUMULATOR_8(c, n)                                                                                      \
+/* c = a b or c += a b, 64 x N += 64 x 16 . 16 x N: a in registers or, like b, in shared memory. COLUMNS: the operand
+ * is a column_operand. */
+#define SKL_OUT_8(c, n)                                                                                              \
     "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3]), "+f"(c[n + 1][0]), "+f"(c[n + 1][1]),                \
         "+f"(c[n + 1][2]), "+f"(c[n + 1][3])
-#define SKL_WGMMA_64_64(type)                                                                                        \
-    asm volatile("{\n"                                                                                               \
-                 ".reg .pred add;\n"                                                                                 \
-                 "setp.ne.b32 add, %37, 0;\n"                                                                        \
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " "                                     \
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "  \
-                 "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, add, 1, 1, "    \
-                 "0;\n"                                                                                              \
-                 "}"                                                                                                 \
-                 : SKL_ACCUMULATOR_8(c, 0), SKL_ACCUMULATOR_8(c, 2), SKL_ACCUMULATOR_8(c, 4),                        \
-                   SKL_ACCUMULATOR_8(c, 6)                                                                           \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
+#define SKL_OUT_32(c, n) SKL_OUT_8(c, n), SKL_OUT_8(c, n + 2), SKL_OUT_8(c, n + 4), SKL_OUT_8(c, n + 6)
+#define SKL_NAMES_32                                                                                                 \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, "      \
+    "%23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define SKL_NAMES_64                                                                                                 \
+    SKL_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "      \
+                 "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define SKL_WGMMA(n, type, names, rest, add)                                                                         \
+    "{\n"                                                                                                            \
+    ".reg .pred add;\n"                                                                                              \
+    "setp.ne.b32 add, " add ", 0;\n"                                                                                 \
+    "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" names "}, " rest ";\n"                       \
+    "}"
 
-/* c = a b or c += a b: 64 x 64 += 64 x 16 . 16 x 64, a in registers. */
-__device__ inline void wgmma_64_64(float (&c)[8][4], const uint32_t (&a)[4], uint64_t b, int add, __nv_bfloat16)
-{
-    SKL_WGMMA_64_64("bf16");
-}
+#define SKL_DEFINE_WGMMA(element, type)                                                                              \
+    template <bool COLUMNS>                                                                                          \
+    __device__ inline void wgmma(float(&c)[8][4], const uint32_t(&a)[4], uint64_t b, int add, element)               \
+    {                                                                                                                \
+        asm volatile(SKL_WGMMA("64", type, SKL_NAMES_32, "{%32, %33, %34, %35}, %36, add, 1, 1, %38", "%37")         \
+                     : SKL_OUT_32(c, 0)                                                                              \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(COLUMNS));                  \
+    }                                                                                                                \
+    template <bool COLUMNS>                                                                                          \
+    __device__ inline void wgmma(float(&c)[16][4], const uint32_t(&a)[4], uint64_t b, int add, element)              \
+    {                                                                                                                \
+        asm volatile(SKL_WGMMA("128", type, SKL_NAMES_64, "{%64, %65, %66, %67}, %68, add, 1, 1, %70", "%69")        \
+                     : SKL_OUT_32(c, 0), SKL_OUT_32(c, 8)                                                            \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(COLUMNS));                  \
+    }                                                                                                                \
+    template <bool COLUMNS> __device__ inline void wgmma(float(&c)[8][4], uint64_t a, uint64_t b, int add, element)  \
+    {                                                                                                                \
+        asm volatile(SKL_WGMMA("64", type, SKL_NAMES_32, "%32, %33, add, 1, 1, %35, %35", "%34")                     \
+                     : SKL_OUT_32(c, 0)                                                                              \
+                     : "l"(a), "l"(b), "r"(add), "n"(COLUMNS));                                                      \
+    }                                                                                                                \
+    template <bool COLUMNS> __device__ inline void wgmma(float(&c)[16][4], uint64_t a, uint64_t b, int add, element) \
+    {                                                                                                                \
+        asm volatile(SKL_WGMMA("128", type, SKL_NAMES_64, "%64, %65, add, 1, 1, %67, %67", "%66")                    \
+                     : SKL_OUT_32(c, 0), SKL_OUT_32(c, 8)                                                            \
+                     : "l"(a), "l"(b), "r"(add), "n"(COLUMNS));                                                      \
+    }
+SKL_DEFINE_WGMMA(__nv_bfloat16, "bf16")
+SKL_DEFINE_WGMMA(__half, "f16")
 
-__device__ inline void wgmma_64_64(float (&c)[8][4], const uint32_t (&a)[4], uint64_t b, int add, __half)
-{
-    SKL_WGMMA_64_64("f16");
-}
-
-#undef SKL_WGMMA_64_64
-#undef SKL_ACCUMULATOR_8
+#undef SKL_DEFINE_WGMMA
+#undef SKL_WGMMA
+#undef SKL_NAMES_64
+#undef SKL_NAMES_32
+#undef SKL_OUT_32
+#undef SKL_OUT_8
 
 } // namespace sm90
 

@@ -1,4 +1,4 @@
-/* Descriptions of the key tensors for the copy engine. */
+/* Descriptions of tensors for the copy engine. */
 #ifndef SKL_CUDA_SM90_TENSOR_MAP_CUH
 #define SKL_CUDA_SM90_TENSOR_MAP_CUH
 
@@ -10,11 +10,6 @@
 
 namespace sm90
 {
-
-/* Keys of both arguments. */
-struct tensor_maps {
-    CUtensorMap one, two;
-};
 
 inline CUtensorMapDataType map_type(__nv_bfloat16)
 {
@@ -37,33 +32,51 @@ inline PFN_cuTensorMapEncodeTiled_v12000 find_encoder()
                                                                         : NULL;
 }
 
-/* [batch, heads, rows, dim] in boxes of `box_rows` rows of one head, 64 dimensions each. */
-inline bool encode(CUtensorMap *map, CUtensorMapDataType type, const skl_input *tensor, int64_t dim, int64_t rows,
-                   int64_t heads, int64_t batch, int box_rows)
+/* What all heads of a tensor have: packed tensors are one long sequence. */
+struct tensor_rows {
+    int64_t rows, batch;
+};
+
+inline tensor_rows query_rows(const skl_problem *p)
+{
+    return {p->packed ? p->total_q : p->len_q, p->packed ? 1 : p->batch};
+}
+
+inline tensor_rows key_rows(const skl_problem *p)
+{
+    return {p->packed ? p->total_k : p->len_k, p->packed ? 1 : p->batch};
+}
+
+/* [batch, heads, rows, dim] in boxes of `box_rows` rows of one head, 128 bytes each. False where the engine cannot
+ * copy such a tensor. */
+inline bool encode(CUtensorMap *map, CUtensorMapDataType type, const skl_input *tensor, int64_t dim, int64_t heads,
+                   tensor_rows shape, int box_rows)
 {
     static const PFN_cuTensorMapEncodeTiled_v12000 encoder = find_encoder();
-    if (encoder == NULL)
+    if (encoder == NULL || shape.rows == 0)
         return false;
-    const cuuint64_t sizes[4] = {(cuuint64_t)dim, (cuuint64_t)rows, (cuuint64_t)heads, (cuuint64_t)batch};
-    const cuuint64_t strides[3] = {(cuuint64_t)tensor->stride_row * 2, (cuuint64_t)tensor->stride_head * 2,
-                                   (cuuint64_t)(batch > 1 ? tensor->stride_batch : tensor->stride_head) * 2};
-    const cuuint32_t box[4] = {64, (cuuint32_t)box_rows, 1, 1}, steps[4] = {1, 1, 1, 1};
+    const cuuint64_t size = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 2;
+    const cuuint64_t sizes[4] = {(cuuint64_t)dim, (cuuint64_t)shape.rows, (cuuint64_t)heads, (cuuint64_t)shape.batch};
+    const cuuint64_t strides[3] = {(cuuint64_t)tensor->stride_row * size, (cuuint64_t)tensor->stride_head * size,
+                                   (cuuint64_t)(shape.batch > 1 ? tensor->stride_batch : tensor->stride_head) * size};
+    const cuuint32_t box[4] = {(cuuint32_t)(128 / size), (cuuint32_t)box_rows, 1, 1}, steps[4] = {1, 1, 1, 1};
     return encoder(map, type, 4, (void *)tensor->data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                    CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-/* False where the engine cannot copy such tensors. */
 template <typename ELEMENT>
-inline bool make_tensor_maps(tensor_maps *maps, const skl_cuda_params *params, ELEMENT element, int box_rows)
+inline bool encode_queries(CUtensorMap *map, const skl_problem *p, const skl_cuda_argument *side, int box_rows,
+                           ELEMENT element)
 {
-    const skl_problem *const p = &params->problem;
-    const int64_t rows = p->packed ? p->total_k : p->len_k, batch = p->packed ? 1 : p->batch;
-    const skl_cuda_argument *const one = &params->one, *const two = &params->two;
-    return rows > 0 &&
-           encode(&maps->one, map_type(element), &one->k, one->dim, rows, p->heads_s / one->heads_per_key, batch,
-                  box_rows) &&
-           encode(&maps->two, map_type(element), &two->k, two->dim, rows, p->heads_s / two->heads_per_key, batch,
+    return encode(map, map_type(element), &side->q, side->dim, p->heads_s, query_rows(p), box_rows);
+}
+
+template <typename ELEMENT>
+inline bool encode_keys(CUtensorMap *map, const skl_problem *p, const skl_cuda_argument *side, int box_rows,
+                        ELEMENT element)
+{
+    return encode(map, map_type(element), &side->k, side->dim, p->heads_s / side->heads_per_key, key_rows(p),
                   box_rows);
 }
 

@@ -1,0 +1,77 @@
+/* What a backward on tensor cores knows of a query, and what follows from it for the gradient of a logit. */
+#ifndef SKL_CUDA_SM80_FACTS_CUH
+#define SKL_CUDA_SM80_FACTS_CUH
+
+#include "cuda/ptx.cuh"
+#include "cuda/sequence.cuh"
+
+namespace sm80
+{
+
+/* LSEs of both arguments, KL, upstream gradient. */
+struct query_facts {
+    float lse_1, lse_2, kl, grad;
+};
+
+/* The row vectors behind query_facts, in its order; without data: all 0, and upstream gradients all 1. */
+__device__ inline skl_input fact_source(const skl_cuda_params &params, int which)
+{
+    const skl_inputs &in = params.call.inputs;
+    const bool reverse = params.problem.direction == SKL_KL_REVERSE;
+    switch (which) {
+    case 0:
+        return reverse ? in.lse_s : in.lse_t;
+    case 1:
+        return reverse ? in.lse_t : in.lse_s;
+    case 2:
+        return skl_known_rows(params.rows_known, &in.kl, &params.call.rows.kl);
+    default:
+        return in.grad_kl;
+    }
+}
+
+__device__ inline float fact_of(const skl_cuda_params &params, int which, const skl_sequence &s, int64_t head,
+                                int64_t query)
+{
+    const skl_input source = fact_source(params, which);
+    return source.data != NULL ? skl_row_value(&source, &s, head, query) : which == 3 ? 1.0F : 0.0F;
+}
+
+/* d KL / d logit, less the query's upstream gradient; u, v: log2 of the two probabilities. */
+template <bool SECOND> __device__ inline float pair_gradient(float u, float v, const query_facts &query)
+{
+    return SECOND ? ex2(v) - ex2(u) : ex2(u) * fmaf(SKL_LN2, u - v, -query.kl);
+}
+
+/* 2^exponent for -127 (gives 0) .. 127. */
+__device__ inline float power_of_2(int exponent)
+{
+    return __uint_as_float((unsigned)(exponent + 127) << 23);
+}
+
+/* ---- Values that are not finite ----------------------------------------------------------------------------- */
+
+__device__ constexpr uint32_t exponent_of_infinity(__nv_bfloat16)
+{
+    return 0x7F80U;
+}
+
+__device__ constexpr uint32_t exponent_of_infinity(__half)
+{
+    return 0x7C00U;
+}
+
+template <typename ELEMENT> __device__ inline bool all_finite(const uint4 &chunk)
+{
+    const uint32_t exponent = exponent_of_infinity(ELEMENT());
+    const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+    bool finite = true;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        finite = finite && (words[i] & exponent) != exponent && (words[i] >> 16 & exponent) != exponent;
+    return finite;
+}
+
+} // namespace sm80
+
+#endif
