@@ -102,7 +102,7 @@ def show_overhead(arguments):
     for length in arguments.overhead_lengths:
         shape = (1, arguments.heads, length, arguments.dim)
         tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
-        problem = (None, None, None, -1, -1, True, -1, -1, 0.0, 0.0, 0.0, 0.0, False, True, 12)
+        problem = (None, None, None, -1, -1, True, -1, -1, 0.0, 0.0, 0.0, 0.0, False, False, True, 12)
         kl, lse_t, lse_s = torch.ops.streamkl.forward(*tensors, None, True, *problem)
         weight = torch.full_like(kl, 1 / kl.numel())
         leaves = [tensors[0], tensors[1], tensors[2].clone().requires_grad_(), tensors[3].clone().requires_grad_()]

@@ -61,7 +61,7 @@ def _same(what: str, name_a: str, a: Facts, size_a: int, name_b: str, b: Facts, 
 def check_call(
     q_t, k_t, q_s, k_s, lse_t, lse_s, row_weight, cu_seqlens_q, cu_seqlens_k, key_lengths,
     max_seqlen_q, max_seqlen_k, causal, window_left, window_right, scale_t, scale_s, softcap_t, softcap_s,
-    reverse, heads_first, gradients,
+    reverse, deterministic, heads_first, gradients,
 ):  # fmt: skip
     """The library's description of a call whose tensors are given as facts_of(tensor); ValueError if it has none."""
     packed = cu_seqlens_q is not None
@@ -122,9 +122,9 @@ def check_call(
         _require(given is None or given[2] == device, f"q_t is on {device} and {name} on {given and given[2]}: must be one device")
     _require(device.type in ("cpu", "cuda"), f"q_t is on {device}: must be on a CPU or a CUDA device")
 
-    return lib.ProblemKey(
-        lib.CUDA if device.type == "cuda" else lib.CPU, device.index or 0, DTYPES[q_t[1]], DTYPES[q_s[1]],
-        gradients, int(reverse), sequences,
+    return lib.PlanKey(
+        lib.CUDA if device.type == "cuda" else lib.CPU, device.index or 0, deterministic, DTYPES[q_t[1]],
+        DTYPES[q_s[1]], gradients, int(reverse), sequences,
         len_q if max_seqlen_q < 0 or not packed else max_seqlen_q,
         len_k if max_seqlen_k < 0 or not packed else max_seqlen_k,
         heads_t, heads_s, key_heads_t, key_heads_s, q_t[0][-1], q_s[0][-1], scale_t, scale_s, softcap_t, softcap_s,

@@ -63,6 +63,7 @@ class Options(ctypes.Structure):
         ("device", ctypes.c_int),
         ("device_index", ctypes.c_int32),
         ("threads", ctypes.c_int32),
+        ("deterministic", ctypes.c_int32),
         ("kernel", ctypes.c_char_p),
         ("progress", ctypes.c_void_p),
         ("progress_user", ctypes.c_void_p),
@@ -158,11 +159,12 @@ def check(status: int) -> None:
 # ---- Plans -----------------------------------------------------------------------------------------------------------
 
 
-class ProblemKey(NamedTuple):
-    """What tells one problem from another, in this order: names and meanings are those of skl_problem."""
+class PlanKey(NamedTuple):
+    """What tells one plan from another: names and meanings are those of skl_options and skl_problem."""
 
     device: int
     device_index: int
+    deterministic: bool
     dtype_t: int
     dtype_s: int
     gradients: int
@@ -191,10 +193,11 @@ class ProblemKey(NamedTuple):
 class Plan:
     """A skl_plan and what its calls need; destroyed together with this object."""
 
-    def __init__(self, key: ProblemKey) -> None:
+    def __init__(self, key: PlanKey) -> None:
         calls = library()
         fields = key._asdict()
-        options = Options(ctypes.sizeof(Options), fields.pop("device"), fields.pop("device_index"))
+        chosen = {name: fields.pop(name) for name in ("device", "device_index", "deterministic")}
+        options = Options(struct_size=ctypes.sizeof(Options), **chosen)
         problem = Problem(struct_size=ctypes.sizeof(Problem), **fields)
         handle = ctypes.c_void_p()
         check(calls.skl_plan_create(ctypes.byref(handle), ctypes.byref(problem), ctypes.byref(options)))

@@ -22,7 +22,7 @@ _TENSORS = "Tensor q_t, Tensor k_t, Tensor q_s, Tensor k_s"
 _PROBLEM = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? key_lengths, SymInt max_seqlen_q, SymInt max_seqlen_k, "
     "bool causal, SymInt window_left, SymInt window_right, float scale_t, float scale_s, float softcap_t, float softcap_s, "
-    "bool reverse, bool heads_first, int gradients"
+    "bool reverse, bool deterministic, bool heads_first, int gradients"
 )
 _TAGS = (
     torch.Tag.pt2_compliant_tag,
@@ -117,7 +117,7 @@ _GRADIENTS = (lib.DQ_T, lib.DK_T, lib.DQ_S, lib.DK_S)  # in the order of the ten
 
 def _rows_read_by_backward(q_t, q_s, problem) -> tuple[bool, bool]:
     """(kl, dot_t): whether skl_backward reads them besides the LSEs; the rule is in include/streamkl.h."""
-    *_, reverse, _, gradients = problem
+    *_, reverse, _, _, gradients = problem
     grouped = _Layout(problem).is_grouped(q_t, q_s)
     teacher, student = gradients & (lib.DQ_T | lib.DK_T), gradients & (lib.DQ_S | lib.DK_S)
     first = student if reverse else teacher and not grouped

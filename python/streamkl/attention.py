@@ -80,7 +80,8 @@ def attention_kl(
             the visible keys. Alone, it saves a pass where ``heads_t > heads_s``, and may cover more keys: the teacher is
             then its conditional distribution on the visible ones.
         lse_s: the student's, ``[batch, heads_s, len_q]``.
-        deterministic: every kernel gives the same bits for the same input, so this asks for what is so already.
+        deterministic: gradients have the same bits at every run. Only Hopper GPUs are faster without; so does
+            ``torch.use_deterministic_algorithms(True)``.
         return_lse: also return both LSEs.
         layout: ``"bnhd"``, as above, or ``"bhnd"``: ``[batch, heads, length, dim]``, packed ``[heads, total, dim]``.
 
@@ -113,8 +114,8 @@ def attention_kl(
     problem = (
         cu_seqlens_q, cu_seqlens_k, key_lengths, -1 if max_seqlen_q is None else max_seqlen_q,
         -1 if max_seqlen_k is None else max_seqlen_k, causal, window_left, window_right,
-        softmax_scale_t or 0.0, softmax_scale_s or 0.0, softcap_t or 0.0, softcap_s or 0.0, direction == "reverse", heads_first,
-        _wanted_gradients(q_t, k_t, q_s, k_s),
+        softmax_scale_t or 0.0, softmax_scale_s or 0.0, softcap_t or 0.0, softcap_s or 0.0, direction == "reverse",
+        deterministic or torch.are_deterministic_algorithms_enabled(), heads_first, _wanted_gradients(q_t, k_t, q_s, k_s),
     )  # fmt: skip
     wants_gradients, scalar = problem[-1] != 0, reduction != "none"
     fixed_weight = row_weight is None or not row_weight.requires_grad

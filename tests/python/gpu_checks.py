@@ -47,7 +47,7 @@ def check_views():
 
 
 def check_opcheck():
-    problem = (None, None, None, -1, -1, True, 5, -1, 0.0, 0.3, 0.0, 4.0, False, False, 12)
+    problem = (None, None, None, -1, -1, True, 5, -1, 0.0, 0.3, 0.0, 4.0, False, False, False, 12)
     tensors = [t.detach() for t in make_tensors(**BF16)]
     kl, lse_t, lse_s = torch.ops.streamkl.forward(*tensors, None, True, *problem)
     torch.library.opcheck(torch.ops.streamkl.forward, (*tensors, None, True, *problem))
@@ -105,8 +105,8 @@ def check_cuda_graph():
     tensors[3].requires_grad_()
 
     def step():
-        loss, lse_t, lse_s = streamkl.attention_kl(*tensors, causal=True, return_lse=True)
-        one_pass = streamkl.attention_kl(*tensors, causal=True, lse_t=lse_t, lse_s=lse_s)
+        loss, lse_t, lse_s = streamkl.attention_kl(*tensors, causal=True, deterministic=True, return_lse=True)
+        one_pass = streamkl.attention_kl(*tensors, causal=True, deterministic=True, lse_t=lse_t, lse_s=lse_s)
         return loss, *torch.autograd.grad(loss, tensors[2:]), *torch.autograd.grad(one_pass, tensors[2:])
 
     side = torch.cuda.Stream()
@@ -128,12 +128,12 @@ def check_cuda_graph():
 
 def check_threads():
     problems = [make_tensors(**BF16, len_q=100 + n, len_k=100 + n, seed=n) for n in range(8)]
-    expected = [gradients_of(streamkl.attention_kl(*tensors, causal=True), tensors) for tensors in problems]
+    expected = [gradients_of(streamkl.attention_kl(*tensors, causal=True, deterministic=True), tensors) for tensors in problems]
     wrong = []
 
     def work(n):
         for _ in range(10):
-            found = gradients_of(streamkl.attention_kl(*problems[n], causal=True), problems[n])
+            found = gradients_of(streamkl.attention_kl(*problems[n], causal=True, deterministic=True), problems[n])
             if not all(torch.equal(one, other) for one, other in zip(found, expected[n])):
                 wrong.append(n)
 

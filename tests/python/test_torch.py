@@ -16,7 +16,7 @@ STUDENT = lib.DQ_S | lib.DK_S
 
 
 def problem(gradients, reverse=False, cu_seqlens=None, key_lengths=None, heads_first=False):
-    return (cu_seqlens, cu_seqlens, key_lengths, -1, -1, True, 5, -1, 0.0, 0.3, 0.0, 4.0, reverse, heads_first, gradients)
+    return (cu_seqlens, cu_seqlens, key_lengths, -1, -1, True, 5, -1, 0.0, 0.3, 0.0, 4.0, reverse, False, heads_first, gradients)
 
 
 @pytest.mark.parametrize("gradients", [0, STUDENT, 15])
