@@ -13,11 +13,8 @@ from . import _library as lib
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # skl_dtype
 
+# What is checked of a tensor that may be absent.
 Facts = Optional[tuple[torch.Size, torch.dtype, torch.device]]
-
-
-def facts_of(tensor: torch.Tensor | None) -> Facts:
-    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
 
 
 def _require(condition: bool, message: str) -> None:
@@ -63,7 +60,7 @@ def check_call(
     max_seqlen_q, max_seqlen_k, causal, window_left, window_right, scale_t, scale_s, softcap_t, softcap_s,
     reverse, deterministic, heads_first, gradients,
 ):  # fmt: skip
-    """The library's description of a call whose tensors are given as facts_of(tensor); ValueError if it has none."""
+    """The library's description of a call whose tensors are given as (shape, dtype, device); ValueError if it has none."""
     packed = cu_seqlens_q is not None
     _require(
         packed == (cu_seqlens_k is not None),

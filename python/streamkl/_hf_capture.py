@@ -57,12 +57,14 @@ class Capture:
     _hooks: list = field(default_factory=list)
 
     def attach(self) -> None:
+        if not hasattr(self.model, "set_attn_implementation"):
+            raise TypeError(f"{self.role}: {type(self.model).__name__} must be a model of transformers")
         implementation = self.model.config._attn_implementation.removeprefix(PREFIX)
         _register(implementation)
         self._own_implementation = implementation
         self.model.set_attn_implementation(PREFIX + implementation)
         if self.model.config._attn_implementation != PREFIX + implementation:
-            raise TypeError(f"{self.role}: {type(self.model).__name__} does not take its attention from AttentionInterface")
+            raise TypeError(f"{self.role}: {type(self.model).__name__} must take its attention from AttentionInterface")
         self._hooks = [
             self.model.register_forward_pre_hook(self._begin, with_kwargs=True),
             self.model.register_forward_hook(self._end, always_call=True),

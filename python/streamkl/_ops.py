@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 
 from . import _library as lib
-from ._checks import check_call, facts_of, sizes
+from ._checks import check_call, sizes
 
 _TENSORS = "Tensor q_t, Tensor k_t, Tensor q_s, Tensor k_s"
 _PROBLEM = (
@@ -55,9 +55,10 @@ def _plan_for(*call) -> lib.Plan:
 def _facts(tensors, lse_t, lse_s, row_weight, cu_seqlens_q, cu_seqlens_k, key_lengths, *rest):
     """The arguments of check_call."""
     q_t, k_t, q_s, k_s = tensors
+    optional = (lse_t, lse_s, row_weight, cu_seqlens_q, cu_seqlens_k, key_lengths)
     return (
-        facts_of(q_t), facts_of(k_t), facts_of(q_s), facts_of(k_s), facts_of(lse_t), facts_of(lse_s), facts_of(row_weight),
-        facts_of(cu_seqlens_q), facts_of(cu_seqlens_k), facts_of(key_lengths), *rest,
+        (q_t.shape, q_t.dtype, q_t.device), (k_t.shape, k_t.dtype, k_t.device), (q_s.shape, q_s.dtype, q_s.device),
+        (k_s.shape, k_s.dtype, k_s.device), *[None if t is None else (t.shape, t.dtype, t.device) for t in optional], *rest,
     )  # fmt: skip
 
 
@@ -83,7 +84,7 @@ class _Layout:
 
 
 def _row_address(rows: torch.Tensor | None) -> tuple[int, int, int, int]:
-    if rows is None or rows.dim() == 1:
+    if rows is None:
         return lib.ABSENT
     return (rows.data_ptr(), *rows.stride()) if rows.dim() == 3 else (rows.data_ptr(), 0, *rows.stride())
 

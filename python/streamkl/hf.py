@@ -58,9 +58,13 @@ class AttentionDistiller:
     def attach(self) -> AttentionDistiller:
         """Begin to keep queries and keys."""
         if not self.attached:
-            self.teacher.model.eval()
             self.teacher.attach()
-            self.student.attach()
+            try:
+                self.student.attach()
+            except TypeError:
+                self.teacher.detach()
+                raise
+            self.teacher.model.eval()
             self.attached = True
         return self
 

@@ -16,6 +16,10 @@ import streamkl
 BF16 = dict(dtype=torch.bfloat16, device="cuda", dim_t=64, dim_s=64, heads_t=4, heads_s=4, key_heads_t=2, key_heads_s=4)
 
 
+def assert_close_in_norm(one, other, share=2e-2):
+    assert (one.float() - other.float()).norm() <= share * other.float().norm()
+
+
 def check_masks_against_the_reference():
     for shape in dict(device="cuda"), dict(device="cuda", dtype=torch.float16), dict(BF16, len_q=130, len_k=150):
         for direction in "forward", "reverse":
@@ -41,9 +45,8 @@ def check_views():
     for view in base[..., :64], base[..., 1:65], base[..., ::2], base[:, :, :1, :64].expand(2, 130, 4, 64):
         loss = streamkl.attention_kl(others[0], others[1], view, others[2], causal=True)
         copied = streamkl.attention_kl(others[0], others[1], view.contiguous(), others[2], causal=True)
-        torch.testing.assert_close(loss, copied)
-        gradients = [torch.autograd.grad(each, base)[0] for each in (loss, copied)]
-        torch.testing.assert_close(*gradients, rtol=2e-2, atol=1e-5)
+        torch.testing.assert_close(loss, copied, rtol=1e-4, atol=1e-5)
+        assert_close_in_norm(*(torch.autograd.grad(each, base)[0] for each in (loss, copied)))
 
 
 def check_opcheck():
@@ -65,7 +68,7 @@ def check_compile():
     compiled = torch.compile(step, fullgraph=True)
     torch.testing.assert_close(compiled(*tensors), step(*tensors), rtol=1e-3, atol=1e-3)
     for one, other in zip(gradients_of(compiled(*tensors), tensors), gradients_of(step(*tensors), tensors)):
-        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+        assert_close_in_norm(one, other)
 
 
 def check_another_stream():
@@ -182,16 +185,18 @@ def check_lses_of_torch():
     expected, exact_t, exact_s = streamkl.attention_kl(q_t, k_t, q_s, k_s, causal=True, layout="bhnd", return_lse=True)
     for backend in SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION:
         with sdpa_kernel(backend):
-            (output, _), lse_t = _sdpa_with_lse(q_t, k_t, k_t, None, True)
+            answer, lse_t = _sdpa_with_lse(q_t, k_t, k_t, None, True)
             _, lse_s = _sdpa_with_lse(q_s, k_s, k_s, None, True)
+            if answer is None:
+                print(f"skipped - {backend} is not for this GPU")
+                continue
             plain = torch.nn.functional.scaled_dot_product_attention(q_t, k_t, k_t, is_causal=True)
-        torch.testing.assert_close(output, plain.transpose(1, 2))
+        torch.testing.assert_close(answer[0], plain.transpose(1, 2))
         torch.testing.assert_close(lse_t, exact_t, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(lse_s, exact_s, rtol=1e-3, atol=1e-3)
         loss = streamkl.attention_kl(q_t, k_t, q_s, k_s, causal=True, layout="bhnd", lse_t=lse_t, lse_s=lse_s)
         torch.testing.assert_close(loss, expected, rtol=1e-3, atol=1e-4)
-        gradient, other = (torch.autograd.grad(each, q_s, retain_graph=True)[0].float() for each in (loss, expected))
-        assert (gradient - other).norm() < 1e-2 * other.norm(), backend
+        assert_close_in_norm(*(torch.autograd.grad(each, q_s, retain_graph=True)[0] for each in (loss, expected)))
 
 
 def check_distiller():

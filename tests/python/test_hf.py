@@ -207,6 +207,13 @@ def test_what_it_cannot_do_is_an_error():
             distiller.loss()
 
 
+def test_models_of_other_kinds_are_refused():
+    teacher = llama()
+    with pytest.raises(TypeError, match="student: Linear must be a model of transformers"):
+        AttentionDistiller(teacher, torch.nn.Linear(1, 1)).attach()
+    assert teacher.config._attn_implementation == "sdpa" and not teacher._forward_hooks
+
+
 def test_an_exception_in_forward_ends_the_capture():
     student = llama()
     with AttentionDistiller(llama(), student):

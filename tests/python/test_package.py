@@ -1,5 +1,6 @@
 """The package around the operators: import, overhead, report, examples."""
 
+import os
 import re
 import subprocess
 import sys
@@ -60,7 +61,7 @@ def test_a_library_that_is_not_there():
 
 @pytest.mark.parametrize("example", ["distil_loop.py", "packed_sequences.py"])
 def test_examples(example):
-    answer = run(ROOT / "examples" / example)
+    answer = run(ROOT / "examples" / example, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert answer.returncode == 0, answer.stderr
     if example == "distil_loop.py":
         values = [float(value) for value in re.findall(r"attention KL ([\d.]+)", answer.stdout)]
