@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What a call of streamkl.attention_kl costs besides the kernels: on tensors of size 1, on the CPU; and its import.
 
-    PYTHONPATH=python STREAMKL_LIBRARY=build/release/src/libstreamkl.so python3 bench/python_overhead.py
+PYTHONPATH=python STREAMKL_LIBRARY=build/release/src/libstreamkl.so python3 bench/python_overhead.py
 """
 
 import time
@@ -31,11 +31,17 @@ def main():
     student = [*plain[:2], *(tensor.clone().requires_grad_() for tensor in plain[2:])]
     lse = torch.zeros(1, 1, 1)
     print(f"import streamkl, torch imported before      {import_seconds:6.3f} s")
-    print(f"forward                                     {microseconds(lambda: streamkl.attention_kl(*plain)):6.1f} us")
-    print(f"forward that keeps a graph                  {microseconds(lambda: streamkl.attention_kl(*student)):6.1f} us")
+    print(
+        f"forward                                     {microseconds(lambda: streamkl.attention_kl(*plain)):6.1f} us"
+    )
+    print(
+        f"forward that keeps a graph                  {microseconds(lambda: streamkl.attention_kl(*student)):6.1f} us"
+    )
     one_pass = microseconds(lambda: streamkl.attention_kl(*student, lse_t=lse, lse_s=lse))
     print(f"forward with gradients in one pass          {one_pass:6.1f} us")
-    print(f"forward and backward                        {microseconds(lambda: streamkl.attention_kl(*student).backward()):6.1f} us")
+    print(
+        f"forward and backward                        {microseconds(lambda: streamkl.attention_kl(*student).backward()):6.1f} us"
+    )
 
 
 if __name__ == "__main__":

@@ -26,13 +26,22 @@ class Layer(torch.nn.Module):
         super().__init__()
         width = heads * dim
         self.heads, self.dim = heads, dim
-        self.norm, self.qkv, self.out = torch.nn.RMSNorm(width), torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
+        self.norm, self.qkv, self.out = (
+            torch.nn.RMSNorm(width),
+            torch.nn.Linear(width, 3 * width),
+            torch.nn.Linear(width, width),
+        )
         self.mlp = torch.nn.Sequential(
-            torch.nn.RMSNorm(width), torch.nn.Linear(width, 4 * width), torch.nn.SiLU(), torch.nn.Linear(4 * width, width)
+            torch.nn.RMSNorm(width),
+            torch.nn.Linear(width, 4 * width),
+            torch.nn.SiLU(),
+            torch.nn.Linear(4 * width, width),
         )
 
     def forward(self, x):
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, self.dim)).permute(2, 0, 3, 1, 4)  # [B, H, N, D]
+        q, k, v = (
+            self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, self.dim)).permute(2, 0, 3, 1, 4)
+        )  # [B, H, N, D]
         attended, lse, *_ = ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.mlp(x), (q, k, lse)
@@ -123,7 +132,9 @@ def show_overhead(arguments):
             ("one pass", one_kernel, lambda: loss(lse_t=lse_t, lse_s=lse_s)),
         ):
             own, whole = milliseconds(kernels, arguments.rounds), milliseconds(run, arguments.rounds)
-            print(f"  N={length:6} {name:10} kernels {own:8.3f} ms   attention_kl {whole:8.3f} ms   {whole / own:.2f} times")
+            print(
+                f"  N={length:6} {name:10} kernels {own:8.3f} ms   attention_kl {whole:8.3f} ms   {whole / own:.2f} times"
+            )
 
 
 def main():

@@ -15,7 +15,11 @@ class Attention(torch.nn.Module):
     def __init__(self, width, heads):
         super().__init__()
         self.heads = heads
-        self.norm, self.qkv, self.out = torch.nn.LayerNorm(width), torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
+        self.norm, self.qkv, self.out = (
+            torch.nn.LayerNorm(width),
+            torch.nn.Linear(width, 3 * width),
+            torch.nn.Linear(width, width),
+        )
 
     def forward(self, x):
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)  # [batch, length, heads, dim]

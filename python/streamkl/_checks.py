@@ -66,7 +66,9 @@ def check_call(
         packed == (cu_seqlens_k is not None),
         f"cu_seqlens_{'k' if packed else 'q'} is missing: cu_seqlens_q and cu_seqlens_k must be given together",
     )
-    _require(not (packed and key_lengths is not None), "key_lengths: must be None with cu_seqlens, which hold the lengths")
+    _require(
+        not (packed and key_lengths is not None), "key_lengths: must be None with cu_seqlens, which hold the lengths"
+    )
     _check_side("q_t", q_t, "k_t", k_t, packed, heads_first)
     _check_side("q_s", q_s, "k_s", k_s, packed, heads_first)
 
@@ -87,7 +89,10 @@ def check_call(
         f"{heads_s} student heads",
     )
     for side, heads, key_heads in ("t", heads_t, key_heads_t), ("s", heads_s, key_heads_s):
-        _require(heads % key_heads == 0, f"q_{side} has {heads} heads: must be a multiple of the {key_heads} heads of k_{side}")
+        _require(
+            heads % key_heads == 0,
+            f"q_{side} has {heads} heads: must be a multiple of the {key_heads} heads of k_{side}",
+        )
 
     def rows(heads):
         return (heads, len_q) if packed else (batch, heads, len_q)
@@ -110,13 +115,18 @@ def check_call(
                 f"{name}: {given[1]} of shape {_shape_text(given[0])} must be torch.int32 of shape [sequences + 1]",
             )
         sequences = cu_seqlens_q[0][0] - 1
-        _same("sequences", "cu_seqlens_q", cu_seqlens_q, sequences, "cu_seqlens_k", cu_seqlens_k, cu_seqlens_k[0][0] - 1)
+        _same(
+            "sequences", "cu_seqlens_q", cu_seqlens_q, sequences, "cu_seqlens_k", cu_seqlens_k, cu_seqlens_k[0][0] - 1
+        )
 
     device = q_t[2]
     others = {"k_t": k_t, "q_s": q_s, "k_s": k_s, "lse_t": lse_t, "lse_s": lse_s, "row_weight": row_weight,
               "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "key_lengths": key_lengths}  # fmt: skip
     for name, given in others.items():
-        _require(given is None or given[2] == device, f"q_t is on {device} and {name} on {given and given[2]}: must be one device")
+        _require(
+            given is None or given[2] == device,
+            f"q_t is on {device} and {name} on {given and given[2]}: must be one device",
+        )
     _require(device.type in ("cpu", "cuda"), f"q_t is on {device}: must be on a CPU or a CUDA device")
 
     return lib.PlanKey(

@@ -64,7 +64,9 @@ class Capture:
         self._own_implementation = implementation
         self.model.set_attn_implementation(PREFIX + implementation)
         if self.model.config._attn_implementation != PREFIX + implementation:
-            raise TypeError(f"{self.role}: {type(self.model).__name__} must take its attention from AttentionInterface")
+            raise TypeError(
+                f"{self.role}: {type(self.model).__name__} must take its attention from AttentionInterface"
+            )
         self._hooks = [
             self.model.register_forward_pre_hook(self._begin, with_kwargs=True),
             self.model.register_forward_hook(self._end, always_call=True),
@@ -102,7 +104,7 @@ class Capture:
         )
 
 
-# ---- The functions that a model calls --------------------------------------------------------------------------------
+# ---- The functions that a model calls ------------------------------------------------------------------------------
 
 
 def _register(implementation: str) -> None:
@@ -159,14 +161,18 @@ def _sdpa_with_lse(query, key, value, attention_mask, causal, *, dropout=0.0, sc
     aten, flash, efficient, cudnn = torch.ops.aten, 1, 2, 3  # torch.nn.attention.SDPBackend
     if query.device.type == "cpu" and backend == flash:
         if attention_mask is not None and attention_mask.dtype == torch.bool:
-            attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, -torch.inf)
+            attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(
+                ~attention_mask, -torch.inf
+            )
         output, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, dropout, causal, attn_mask=attention_mask, scale=scaling
         )
     elif query.device.type != "cuda" or attention_mask is not None or query.shape[-1] % 8 != 0:
         return None, None
     elif backend == flash:
-        output, lse, *_ = aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, False, scale=scaling)
+        output, lse, *_ = aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout, causal, False, scale=scaling
+        )
     elif backend == efficient:
         output, lse, *_ = aten._scaled_dot_product_efficient_attention(
             query, key, value, None, True, dropout, causal, scale=scaling

@@ -88,10 +88,24 @@ _INPUTS = struct.Struct("@N" + 9 * _TENSOR + "3P")
 _ROWS = _GRADIENTS = struct.Struct("@N" + 4 * _TENSOR)
 
 
-def pack_inputs(q_t, k_t, q_s, k_s, lse_t, lse_s, kl, dot_t, grad_kl, cu_seqlens_q, cu_seqlens_k, key_lengths) -> bytes:
+def pack_inputs(
+    q_t, k_t, q_s, k_s, lse_t, lse_s, kl, dot_t, grad_kl, cu_seqlens_q, cu_seqlens_k, key_lengths
+) -> bytes:
     """skl_inputs. A tensor is (address, stride_batch, stride_head, stride_row) or ABSENT; a length array an address."""
     return _INPUTS.pack(
-        _INPUTS.size, *q_t, *k_t, *q_s, *k_s, *lse_t, *lse_s, *kl, *dot_t, *grad_kl, cu_seqlens_q, cu_seqlens_k, key_lengths
+        _INPUTS.size,
+        *q_t,
+        *k_t,
+        *q_s,
+        *k_s,
+        *lse_t,
+        *lse_s,
+        *kl,
+        *dot_t,
+        *grad_kl,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        key_lengths,
     )
 
 
@@ -105,7 +119,7 @@ def pack_gradients(dq_t, dk_t, dq_s, dk_s) -> bytes:
     return _GRADIENTS.pack(_GRADIENTS.size, *dq_t, *dk_t, *dq_s, *dk_s)
 
 
-# ---- Loading ---------------------------------------------------------------------------------------------------------
+# ---- Loading -------------------------------------------------------------------------------------------------------
 
 
 def library_path() -> Path:
@@ -148,6 +162,11 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
+def run_function(op: int):
+    """skl_forward, skl_backward or skl_forward_backward."""
+    return (library().skl_forward, library().skl_backward, library().skl_forward_backward)[op]
+
+
 def check(status: int) -> None:
     """Raises what a status other than SKL_OK stands for, with the library's own message."""
     if status == 0:
@@ -156,7 +175,7 @@ def check(status: int) -> None:
     raise {_ARGUMENT: ValueError, _MEMORY: MemoryError}.get(status, RuntimeError)(message)
 
 
-# ---- Plans -----------------------------------------------------------------------------------------------------------
+# ---- Plans ---------------------------------------------------------------------------------------------------------
 
 
 class PlanKey(NamedTuple):

@@ -6,7 +6,7 @@
                when both LSEs are known; its backward only scales
 
 Tensors come in the caller's layout and gradients go back in it; rows (KL, LSE, weights) are f32 [batch, heads, length],
-packed [heads, total]. An output that is not wanted is an empty tensor.
+packed [heads, total]. Only the outputs that are wanted are made and returned.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ torch.library.define(
     tags=_TAGS,
 )
 
-# ---- A call of the library -------------------------------------------------------------------------------------------
+# ---- A call of the library -----------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=4096)  # packed batches have new lengths at every step; a plan is less than a kilobyte
@@ -94,10 +94,9 @@ def _with_contiguous_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
-def _run(function, op, tensors, lse_t, lse_s, grad_kl, problem, outputs, kl=None, dot_t=None) -> None:
-    """Calls skl_forward, skl_backward or skl_forward_backward; `outputs` are its packed structs."""
+def _run(plan, op, tensors, lse_t, lse_s, grad_kl, problem, outputs, kl=None, dot_t=None) -> None:
+    """Calls what `op` stands for; `outputs` are its packed structs."""
     device, layout = tensors[2].device, _Layout(problem)
-    plan = _plan_for(*_facts(tensors, lse_t, lse_s, grad_kl, *problem))
     q_t, k_t, q_s, k_s = tensors = [_with_contiguous_rows(tensor) for tensor in tensors]
     inputs = lib.pack_inputs(
         layout.address(q_t), layout.address(k_t), layout.address(q_s), layout.address(k_s),
@@ -108,10 +107,10 @@ def _run(function, op, tensors, lse_t, lse_s, grad_kl, problem, outputs, kl=None
     size = plan.workspace_sizes[op]
     workspace = torch.empty(size, dtype=torch.uint8, device=device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
-    lib.check(function(plan.handle, inputs, *outputs, workspace.data_ptr(), size, stream))
+    lib.check(lib.run_function(op)(plan.handle, inputs, *outputs, workspace.data_ptr(), size, stream))
 
 
-# ---- Outputs ---------------------------------------------------------------------------------------------------------
+# ---- Outputs -------------------------------------------------------------------------------------------------------
 
 _GRADIENTS = (lib.DQ_T, lib.DK_T, lib.DQ_S, lib.DK_S)  # in the order of the tensors
 
@@ -163,14 +162,15 @@ def weighted(kl: torch.Tensor, row_weight: torch.Tensor | None) -> torch.Tensor:
     return kl if row_weight is None else torch.where(row_weight == 0, 0.0, kl * row_weight)
 
 
-# ---- The operators; `problem` is the tail of their schemas -----------------------------------------------------------
+# ---- The operators; `problem` is the tail of their schemas ---------------------------------------------------------
 
 
 def _forward(q_t, k_t, q_s, k_s, lse_t, return_lse, *problem):
+    tensors = (q_t, k_t, q_s, k_s)
+    plan = _plan_for(*_facts(tensors, lse_t, None, None, *problem))
     rows = _new_rows(q_t, q_s, return_lse, problem)
     addresses = [_row_address(row) for row in rows] + [lib.ABSENT] * (4 - len(rows))
-    structs = (lib.pack_rows(*addresses),)
-    _run(lib.library().skl_forward, lib.FORWARD, (q_t, k_t, q_s, k_s), lse_t, None, None, problem, structs)
+    _run(plan, lib.FORWARD, tensors, lse_t, None, None, problem, (lib.pack_rows(*addresses),))
     return rows
 
 
@@ -181,9 +181,10 @@ def _forward_fake(q_t, k_t, q_s, k_s, lse_t, return_lse, *problem):
 
 def _backward(q_t, k_t, q_s, k_s, lse_t, lse_s, kl, dot_t, grad_kl, *problem):
     tensors = (q_t, k_t, q_s, k_s)
+    plan = _plan_for(*_facts(tensors, lse_t, lse_s, grad_kl, *problem))
     made = _new_gradients(tensors, problem)
     structs = (_gradients_struct(made, problem),)
-    _run(lib.library().skl_backward, lib.BACKWARD, tensors, lse_t, lse_s, grad_kl, problem, structs, kl, dot_t)
+    _run(plan, lib.BACKWARD, tensors, lse_t, lse_s, grad_kl, problem, structs, kl, dot_t)
     return made
 
 
@@ -193,13 +194,13 @@ def _backward_fake(q_t, k_t, q_s, k_s, lse_t, lse_s, kl, dot_t, grad_kl, *proble
 
 def _one_pass(q_t, k_t, q_s, k_s, lse_t, lse_s, row_weight, *problem):
     tensors, layout = (q_t, k_t, q_s, k_s), _Layout(problem)
+    plan = _plan_for(*_facts(tensors, lse_t, lse_s, row_weight, *problem))
     made = _new_gradients(tensors, problem)
     kl = layout.rows_like(q_s)
     dot_t = layout.rows_like(q_t) if _rows_read_by_backward(q_t, q_s, problem)[1] else None
     rows = lib.pack_rows(_row_address(kl), lib.ABSENT, lib.ABSENT, _row_address(dot_t))
     structs = (rows, _gradients_struct(made, problem))
-    function = lib.library().skl_forward_backward
-    _run(function, lib.FORWARD_BACKWARD, tensors, lse_t, lse_s, row_weight, problem, structs)
+    _run(plan, lib.FORWARD_BACKWARD, tensors, lse_t, lse_s, row_weight, problem, structs)
     return [weighted(kl, row_weight).sum(), *made]
 
 
@@ -217,7 +218,7 @@ for _name, _kernel, _fake in (
     torch.library.impl(_name, ("cpu", "cuda"), _kernel)
     torch.library.register_fake(_name, _fake)
 
-# ---- Autograd: around the operators, because torch.library.register_autograd takes 200 us a call ---------------------
+# ---- Autograd: around the operators, because torch.library.register_autograd takes 200 us a call -------------------
 
 
 class Forward(torch.autograd.Function):
@@ -253,7 +254,9 @@ class _OnceDifferentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        raise RuntimeError("streamkl: attention_kl cannot be differentiated twice; streamkl.reference.attention_kl can")
+        raise RuntimeError(
+            "streamkl: attention_kl cannot be differentiated twice; streamkl.reference.attention_kl can"
+        )
 
 
 class OnePass(torch.autograd.Function):
@@ -269,6 +272,8 @@ class OnePass(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss):
         if torch.is_grad_enabled():  # create_graph=True; nothing is left of what a second derivative would depend on
-            raise RuntimeError("streamkl: attention_kl with both LSEs cannot be differentiated twice, nor take create_graph=True")
+            raise RuntimeError(
+                "streamkl: attention_kl with both LSEs cannot be differentiated twice, nor take create_graph=True"
+            )
         made = [gradient * grad_loss for gradient in ctx.saved_tensors]
         return (*_for_each_tensor(made, ctx.gradients, None), None, None, None, None)

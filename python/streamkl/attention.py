@@ -158,6 +158,8 @@ def _as_int32(lengths: torch.Tensor | None) -> torch.Tensor | None:
 
 def _expand_weight(row_weight: torch.Tensor, q_s: torch.Tensor, packed: bool, heads_first: bool) -> torch.Tensor:
     """f32, with a heads dimension: [batch, heads_s, len_q], packed [heads_s, total_q]."""
+    if q_s.dim() != (3 if packed else 4):
+        return row_weight  # the operator refuses q_s
     batch, heads, length = sizes(q_s.shape, packed, heads_first)
     per_row, per_head = ((length,), (heads, length)) if packed else ((batch, length), (batch, heads, length))
     if tuple(row_weight.shape) not in (per_row, per_head):
@@ -166,7 +168,7 @@ def _expand_weight(row_weight: torch.Tensor, q_s: torch.Tensor, packed: bool, he
     return weight if weight.dim() == len(per_head) else weight.unsqueeze(-2).expand(per_head)
 
 
-# ---- The mean over rows that see a key -------------------------------------------------------------------------------
+# ---- The mean over rows that see a key -----------------------------------------------------------------------------
 #
 # Query i of a sequence stands at p = i + len_k - len_q and sees the keys j < keys with p - left <= j <= p + right. There
 # is one if p + right >= 0 and p - left <= keys - 1: rows `first` up to `end` see a key, where

@@ -1,9 +1,9 @@
 """Attention distillation of Hugging Face models, without touching their code.
 
-    with streamkl.hf.AttentionDistiller(teacher, student) as distiller:
-        for batch in loader:
-            loss = student(**batch).loss + distiller.loss()
-            loss.backward()
+with streamkl.hf.AttentionDistiller(teacher, student) as distiller:
+    for batch in loader:
+        loss = student(**batch).loss + distiller.loss()
+        loss.backward()
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ class AttentionDistiller:
         Of the student's last forward. If the teacher has not run since the last loss(), it runs now, on the same input.
         """
         if not self.attached:
-            raise RuntimeError("AttentionDistiller: attach() it, or use it as a context manager, before the models run")
+            raise RuntimeError(
+                "AttentionDistiller: attach() it, or use it as a context manager, before the models run"
+            )
         if not self.student.layers:
             raise RuntimeError("AttentionDistiller: the student has not run since the last loss()")
         self._check_checkpointing()
@@ -119,15 +121,21 @@ class AttentionDistiller:
         anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
         unwanted = {"labels", "past_key_values", "num_items_in_batch", "return_dict"}
         with torch.no_grad():
-            self.teacher.model(**{k: v for k, v in given.items() if k not in unwanted and (anything or k in accepted)})
+            self.teacher.model(
+                **{k: v for k, v in given.items() if k not in unwanted and (anything or k in accepted)}
+            )
 
     def _layer_pairs(self) -> dict[int, int]:
         """{student layer: teacher layer}."""
         count_t, count_s = len(self.teacher.layers), len(self.student.layers)
-        pairs = self.layer_map if self.layer_map is not None else {i: self._teacher_layer_for(i) for i in range(count_s)}
+        pairs = (
+            self.layer_map if self.layer_map is not None else {i: self._teacher_layer_for(i) for i in range(count_s)}
+        )
         for i, j in pairs.items():
             if not (0 <= i < count_s and 0 <= j < count_t):
-                raise ValueError(f"layer_map[{i}]={j}: the student has layers 0..{count_s - 1}, the teacher 0..{count_t - 1}")
+                raise ValueError(
+                    f"layer_map[{i}]={j}: the student has layers 0..{count_s - 1}, the teacher 0..{count_t - 1}"
+                )
         return pairs
 
     def _teacher_layer_for(self, i: int) -> int:
@@ -141,7 +149,9 @@ class AttentionDistiller:
         where = f"student layer {i} and teacher layer {j}"
         shape_t, shape_s = (t.q.shape[0], t.q.shape[2], t.k.shape[2]), (s.q.shape[0], s.q.shape[2], s.k.shape[2])
         if shape_t != shape_s:
-            raise ValueError(f"{where}: [batch, queries, keys] {list(shape_t)} and {list(shape_s)} must be equal: other tokens?")
+            raise ValueError(
+                f"{where}: [batch, queries, keys] {list(shape_t)} and {list(shape_s)} must be equal: other tokens?"
+            )
         if t.causal != s.causal:
             raise ValueError(f"{where}: one is causal and the other is not")
         q_t, k_t, q_s, k_s, lse_t, lse_s = t.q, t.k, s.q, s.k, t.lse, s.lse

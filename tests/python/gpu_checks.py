@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The Python package on a GPU. Needs torch with CUDA and no test runner: prints "ok - NAME" or "not ok - NAME" a check.
 
-    STREAMKL_LIBRARY=build/gpu/src/libstreamkl.so PYTHONPATH=python python3 tests/python/gpu_checks.py [NAME...]
+STREAMKL_LIBRARY=build/gpu/src/libstreamkl.so PYTHONPATH=python python3 tests/python/gpu_checks.py [NAME...]
 """
 
 import sys
@@ -13,7 +13,9 @@ from cases import compare, gradients_of, make_tensors
 
 import streamkl
 
-BF16 = dict(dtype=torch.bfloat16, device="cuda", dim_t=64, dim_s=64, heads_t=4, heads_s=4, key_heads_t=2, key_heads_s=4)
+BF16 = dict(
+    dtype=torch.bfloat16, device="cuda", dim_t=64, dim_s=64, heads_t=4, heads_s=4, key_heads_t=2, key_heads_s=4
+)
 
 
 def assert_close_in_norm(one, other, share=2e-2):
@@ -34,9 +36,13 @@ def check_masks_against_the_reference():
 def check_packed_against_the_reference():
     for layout in "bnhd", "bhnd":
         tensors = make_tensors(len_q=19, len_k=23, packed=True, layout=layout, device="cuda")
-        bounds = dict(cu_seqlens_q=torch.tensor([0, 3, 3, 12, 17]).cuda(), cu_seqlens_k=torch.tensor([0, 6, 6, 10, 21]).cuda())
+        bounds = dict(
+            cu_seqlens_q=torch.tensor([0, 3, 3, 12, 17]).cuda(), cu_seqlens_k=torch.tensor([0, 6, 6, 10, 21]).cuda()
+        )
         for reduction in "mean", "sum", "none":
-            compare(tensors, causal=True, layout=layout, reduction=reduction, row_weight=torch.rand(19).cuda(), **bounds)
+            compare(
+                tensors, causal=True, layout=layout, reduction=reduction, row_weight=torch.rand(19).cuda(), **bounds
+            )
 
 
 def check_views():
@@ -54,7 +60,9 @@ def check_opcheck():
     tensors = [t.detach() for t in make_tensors(**BF16)]
     kl, lse_t, lse_s = torch.ops.streamkl.forward(*tensors, None, True, *problem)
     torch.library.opcheck(torch.ops.streamkl.forward, (*tensors, None, True, *problem))
-    torch.library.opcheck(torch.ops.streamkl.backward, (*tensors, lse_t, lse_s, None, None, torch.ones_like(kl), *problem))
+    torch.library.opcheck(
+        torch.ops.streamkl.backward, (*tensors, lse_t, lse_s, None, None, torch.ones_like(kl), *problem)
+    )
     torch.library.opcheck(torch.ops.streamkl.one_pass, (*tensors, lse_t, lse_s, None, *problem))
 
 
@@ -131,7 +139,10 @@ def check_cuda_graph():
 
 def check_threads():
     problems = [make_tensors(**BF16, len_q=100 + n, len_k=100 + n, seed=n) for n in range(8)]
-    expected = [gradients_of(streamkl.attention_kl(*tensors, causal=True, deterministic=True), tensors) for tensors in problems]
+    expected = [
+        gradients_of(streamkl.attention_kl(*tensors, causal=True, deterministic=True), tensors)
+        for tensors in problems
+    ]
     wrong = []
 
     def work(n):
@@ -182,7 +193,9 @@ def check_lses_of_torch():
 
     shape = dict(BF16, key_heads_t=4, len_q=200, len_k=200, layout="bhnd")
     q_t, k_t, q_s, k_s = make_tensors(**shape)
-    expected, exact_t, exact_s = streamkl.attention_kl(q_t, k_t, q_s, k_s, causal=True, layout="bhnd", return_lse=True)
+    expected, exact_t, exact_s = streamkl.attention_kl(
+        q_t, k_t, q_s, k_s, causal=True, layout="bhnd", return_lse=True
+    )
     for backend in SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION:
         with sdpa_kernel(backend):
             answer, lse_t = _sdpa_with_lse(q_t, k_t, k_t, None, True)

@@ -46,7 +46,10 @@ def batch(padding="none", size=3, length=17, seed=0):
     if padding != "none":
         mask[0, :4], mask[-1, :9] = 0, 0
     mask = mask.flip(1) if padding == "right" else mask
-    return dict(input_ids=torch.randint(0, 100, (size, length), generator=torch.Generator().manual_seed(seed)), attention_mask=mask)
+    return dict(
+        input_ids=torch.randint(0, 100, (size, length), generator=torch.Generator().manual_seed(seed)),
+        attention_mask=mask,
+    )
 
 
 def kl_from_attentions(teacher, student, inputs, pairs):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import compare, make_tensors
+from cases import LONG, compare, make_tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,7 +44,12 @@ def test_row_weight(mask, per_head):
     weight = torch.rand((2, 2, 19) if per_head else (2, 19), generator=torch.Generator().manual_seed(1))
     weight[0, ..., 3:9] = 0
     for reduction in ("mean", "sum", "none"):
-        compare(make_tensors(len_k=15 if mask in ("full", "causal") else 23), row_weight=weight, reduction=reduction, **MASKS[mask])
+        compare(
+            make_tensors(len_k=15 if mask in ("full", "causal") else 23),
+            row_weight=weight,
+            reduction=reduction,
+            **MASKS[mask],
+        )
 
 
 def test_scales_and_softcaps():
@@ -66,7 +71,12 @@ def test_16_bit(dtype):
 
 def test_teacher_and_student_of_different_types():
     tensors = make_tensors()
-    compare([t.detach().to(dtype).requires_grad_() for t, dtype in zip(tensors, [torch.bfloat16] * 2 + [torch.float32] * 2)])
+    compare(
+        [
+            t.detach().to(dtype).requires_grad_()
+            for t, dtype in zip(tensors, [torch.bfloat16] * 2 + [torch.float32] * 2)
+        ]
+    )
 
 
 @pytest.mark.parametrize("wanted", range(16))
@@ -85,26 +95,39 @@ lengths = st.integers(0, 40)
 heads = st.sampled_from([(1, 1), (2, 1), (3, 3), (4, 2)])
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=4000 if LONG else 300, deadline=None, derandomize=not LONG)
 @given(
     batch=st.integers(0, 3), len_q=lengths, len_k=lengths, student=heads, group=st.integers(1, 3),
     dims=st.tuples(st.integers(1, 20), st.integers(1, 20)), causal=st.booleans(),
     window=st.tuples(st.integers(-1, 9), st.integers(-1, 9)), layout=st.sampled_from(["bnhd", "bhnd"]),
     direction=st.sampled_from(["forward", "reverse"]), reduction=st.sampled_from(["mean", "sum", "none"]), data=st.data(),
 )  # fmt: skip
-def test_any_shape_and_mask(batch, len_q, len_k, student, group, dims, causal, window, layout, direction, reduction, data):
+def test_any_shape_and_mask(
+    batch, len_q, len_k, student, group, dims, causal, window, layout, direction, reduction, data
+):
     heads_s, key_heads_s = student
     options = dict(causal=causal, window_size=window, layout=layout, direction=direction, reduction=reduction)
     packed = data.draw(st.booleans(), "packed") and batch > 0
     tensors = make_tensors(
-        batch, len_q, len_k, heads_s * group, heads_s, heads_s * group if group == 2 else key_heads_s, key_heads_s, *dims, layout, packed
+        batch,
+        len_q,
+        len_k,
+        heads_s * group,
+        heads_s,
+        heads_s * group if group == 2 else key_heads_s,
+        key_heads_s,
+        *dims,
+        layout,
+        packed,
     )
     if packed:
         for name, total in ("q", len_q), ("k", len_k):
             cuts = sorted(data.draw(st.lists(st.integers(0, total), min_size=batch, max_size=batch), f"cuts {name}"))
             options[f"cu_seqlens_{name}"] = torch.tensor([0, *cuts])
     elif batch and data.draw(st.booleans(), "padded"):
-        options["key_lengths"] = torch.tensor(data.draw(st.lists(st.integers(0, len_k), min_size=batch, max_size=batch), "keys"))
+        options["key_lengths"] = torch.tensor(
+            data.draw(st.lists(st.integers(0, len_k), min_size=batch, max_size=batch), "keys")
+        )
     if batch:
         compare(tensors, **options)
     else:
@@ -112,7 +135,7 @@ def test_any_shape_and_mask(batch, len_q, len_k, student, group, dims, causal, w
         assert loss.sum() == 0 and all(g.numel() == 0 for g in torch.autograd.grad(loss.sum(), tensors))
 
 
-# ---- Views -----------------------------------------------------------------------------------------------------------
+# ---- Views ---------------------------------------------------------------------------------------------------------
 
 
 def test_views_equal_their_copies():
@@ -148,7 +171,7 @@ def test_misaligned_storage():
     assert torch.equal(streamkl.attention_kl(*tensors), streamkl.attention_kl(tensors[0].clone(), *tensors[1:]))
 
 
-# ---- Hard values -----------------------------------------------------------------------------------------------------
+# ---- Hard values ---------------------------------------------------------------------------------------------------
 
 
 def test_padding_may_hold_nan():

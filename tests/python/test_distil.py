@@ -5,7 +5,6 @@ nothing is downloaded. STREAMKL_TEST_LONG=1 trains longer and asks for more.
 """
 
 import importlib.util
-import os
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,10 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from cases import LONG  # noqa: E402
 from hf_models import bert, gemma2, kl_from_attentions, llama  # noqa: E402
 
 from streamkl.hf import AttentionDistiller  # noqa: E402
-
-LONG = os.environ.get("STREAMKL_TEST_LONG", "") not in ("", "0")
 
 
 def minilm_folder():
@@ -81,7 +79,9 @@ def test_minilm():
 
     steps, factor = (600, 4.0) if LONG else (80, 1.5)
     before, after = distil(teacher, student, training, held_out, steps, rate=1e-3)
-    print(f"attention KL on held-out text after {steps} steps: {before:.4f} -> {after:.4f}, {before / after:.1f} times less")
+    print(
+        f"attention KL on held-out text after {steps} steps: {before:.4f} -> {after:.4f}, {before / after:.1f} times less"
+    )
     assert after * factor < before
 
 
@@ -94,5 +94,7 @@ def test_random_teacher(make):
     tokens = torch.randint(0, 20, (steps + 8, 8, 24))
     batches = [dict(input_ids=ids, attention_mask=torch.ones_like(ids)) for ids in tokens]
     before, after = distil(teacher, student, batches[8:], batches[:8], steps, rate=3e-3)
-    print(f"attention KL on held-out tokens after {steps} steps: {before:.4f} -> {after:.4f}, {before / after:.1f} times less")
+    print(
+        f"attention KL on held-out tokens after {steps} steps: {before:.4f} -> {after:.4f}, {before / after:.1f} times less"
+    )
     assert after * factor < before

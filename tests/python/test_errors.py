@@ -15,7 +15,11 @@ def replaced(index, tensor):
 
 BAD_TENSORS = {
     "rank": (0, lambda t: t[0], r"q_t: shape \[19, 4, 8\] must be \[batch, length, heads, dim\]"),
-    "dtype": (3, lambda t: t.double(), r"k_s: dtype torch.float64 must be torch.float32, torch.float16 or torch.bfloat16"),
+    "dtype": (
+        3,
+        lambda t: t.double(),
+        r"k_s: dtype torch.float64 must be torch.float32, torch.float16 or torch.bfloat16",
+    ),
     "types of a side": (1, lambda t: t.half(), r"q_t is torch.float32 and k_t is torch.float16: must be of one type"),
     "head size": (1, lambda t: t[..., :7], r"q_t \[2, 19, 4, 8\] and k_t \[2, 23, 2, 7\]: head sizes 8 and 7"),
     "batch": (2, lambda t: t[:1], r"q_t \[2, 19, 4, 8\] and q_s \[1, 19, 2, 5\]: batches 2 and 1"),
@@ -46,8 +50,14 @@ BAD_OPTIONS = {
     "infinite scale": (dict(softmax_scale_t=float("inf")), r"scale_t=inf: must be finite"),
     "softcap": (dict(softcap_t=-1.0), r"softcap_t=-1: must be finite and at least 0"),
     "cu_seqlens alone": (dict(cu_seqlens_q=CU), r"cu_seqlens_k is missing"),
-    "lengths twice": (dict(cu_seqlens_q=CU, cu_seqlens_k=CU, key_lengths=CU), r"key_lengths: must be None with cu_seqlens"),
-    "packed rank": (dict(cu_seqlens_q=CU, cu_seqlens_k=CU), r"q_t: shape \[2, 19, 4, 8\] must be \[total, heads, dim\]"),
+    "lengths twice": (
+        dict(cu_seqlens_q=CU, cu_seqlens_k=CU, key_lengths=CU),
+        r"key_lengths: must be None with cu_seqlens",
+    ),
+    "packed rank": (
+        dict(cu_seqlens_q=CU, cu_seqlens_k=CU),
+        r"q_t: shape \[2, 19, 4, 8\] must be \[total, heads, dim\]",
+    ),
     "key_lengths shape": (dict(key_lengths=CU), r"key_lengths: shape \[3\] must be \[2\]"),
     "key_lengths value": (dict(key_lengths=torch.tensor([0, 24])), r"key_lengths\[1\]=24: must be 0..len_k=23"),
     "lse shape": (dict(lse_t=torch.zeros(2, 19, 4)), r"lse_t: shape \[2, 19, 4\] must be \[2, 4, 19\]"),

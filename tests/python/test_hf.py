@@ -12,7 +12,11 @@ from streamkl.hf import AttentionDistiller  # noqa: E402
 
 PAIRS = {
     "llama sdpa": (lambda: llama(4, 8, 4, 64), lambda: llama(2, 4, 2), {0: 1, 1: 3}),
-    "llama eager": (lambda: llama(4, 8, 4, 64, "eager"), lambda: llama(2, 4, 2, implementation="eager"), {0: 1, 1: 3}),
+    "llama eager": (
+        lambda: llama(4, 8, 4, 64, "eager"),
+        lambda: llama(2, 4, 2, implementation="eager"),
+        {0: 1, 1: 3},
+    ),
     "llama, deeper student": (lambda: llama(1, 4, 4), lambda: llama(2, 4, 1), {0: 0, 1: 0}),
     "gemma2": (lambda: gemma2(4, 8, 4, 64), lambda: gemma2(2, 4, 2, head_dim=8), {0: 0, 1: 3}),
     "bert sdpa": (lambda: bert(4, 8, 64), lambda: bert(2, 4), {0: 1, 1: 3}),
@@ -45,7 +49,9 @@ def test_equals_kl_from_attentions(pair, padding):
     assert set(found) == set(expected_gradients)
     for name, gradient in found.items():
         largest = max(g.abs().max() for g in expected_gradients.values())
-        torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-3, atol=1e-4 * largest.item(), msg=name)
+        torch.testing.assert_close(
+            gradient, expected_gradients[name], rtol=1e-3, atol=1e-4 * largest.item(), msg=name
+        )
 
 
 def test_lses_make_it_one_pass(monkeypatch):
@@ -105,7 +111,11 @@ def test_windows_of_different_width_meet():
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_checkpointing_counts_once(implementation):
     torch.manual_seed(0)
-    teacher, student, inputs = llama(implementation=implementation), llama(implementation=implementation), batch("right")
+    teacher, student, inputs = (
+        llama(implementation=implementation),
+        llama(implementation=implementation),
+        batch("right"),
+    )
     student.train()
     with AttentionDistiller(teacher, student) as distiller:
         student(**inputs)
@@ -203,7 +213,9 @@ def test_what_it_cannot_do_is_an_error():
             student(input_ids=inputs["input_ids"][:1], position_ids=packed, use_cache=False)
     with AttentionDistiller(bert(), student) as distiller:
         student(**inputs)
-        with pytest.raises(ValueError, match="student layer 0 and teacher layer 0: one is causal and the other is not"):
+        with pytest.raises(
+            ValueError, match="student layer 0 and teacher layer 0: one is causal and the other is not"
+        ):
             distiller.loss()
 
 

@@ -54,7 +54,11 @@ def test_env_report():
 
 
 def test_a_library_that_is_not_there():
-    answer = run("-c", "import streamkl", env={"STREAMKL_LIBRARY": "/nowhere/libstreamkl.so", "PYTHONPATH": str(ROOT / "python")})
+    answer = run(
+        "-c",
+        "import streamkl",
+        env={"STREAMKL_LIBRARY": "/nowhere/libstreamkl.so", "PYTHONPATH": str(ROOT / "python")},
+    )
     assert answer.returncode != 0
     assert "ImportError: streamkl: /nowhere/libstreamkl.so cannot be loaded" in answer.stderr
 

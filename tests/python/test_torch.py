@@ -16,7 +16,24 @@ STUDENT = lib.DQ_S | lib.DK_S
 
 
 def problem(gradients, reverse=False, cu_seqlens=None, key_lengths=None, heads_first=False):
-    return (cu_seqlens, cu_seqlens, key_lengths, -1, -1, True, 5, -1, 0.0, 0.3, 0.0, 4.0, reverse, False, heads_first, gradients)
+    return (
+        cu_seqlens,
+        cu_seqlens,
+        key_lengths,
+        -1,
+        -1,
+        True,
+        5,
+        -1,
+        0.0,
+        0.3,
+        0.0,
+        4.0,
+        reverse,
+        False,
+        heads_first,
+        gradients,
+    )
 
 
 @pytest.mark.parametrize("gradients", [0, STUDENT, 15])
@@ -32,7 +49,9 @@ def test_opcheck(form, gradients):
     if gradients:
         kl, lse_t, lse_s, *dot_t = torch.ops.streamkl.forward(*tensors, None, True, *arguments)
         dot_t = dot_t[0] if dot_t else None
-        torch.library.opcheck(torch.ops.streamkl.backward, (*tensors, lse_t, lse_s, kl, dot_t, torch.ones_like(kl), *arguments))
+        torch.library.opcheck(
+            torch.ops.streamkl.backward, (*tensors, lse_t, lse_s, kl, dot_t, torch.ones_like(kl), *arguments)
+        )
         torch.library.opcheck(torch.ops.streamkl.one_pass, (*tensors, lse_t, lse_s, torch.ones_like(kl), *arguments))
 
 
@@ -44,7 +63,14 @@ def test_compile(dynamic):
         q_s = (q_s * 2).transpose(1, 2)
         k_s = k_s.transpose(1, 2)
         rows, lse_t, lse_s = streamkl.attention_kl(
-            q_t.transpose(1, 2), k_t.transpose(1, 2), q_s, k_s, causal=True, layout="bhnd", reduction="none", return_lse=True
+            q_t.transpose(1, 2),
+            k_t.transpose(1, 2),
+            q_s,
+            k_s,
+            causal=True,
+            layout="bhnd",
+            reduction="none",
+            return_lse=True,
         )
         one_pass = streamkl.attention_kl(
             q_t.transpose(1, 2), k_t.transpose(1, 2), q_s, k_s, causal=True, layout="bhnd", lse_t=lse_t, lse_s=lse_s
@@ -133,9 +159,14 @@ def test_nothing_is_saved_that_is_not_needed():
     rows = 2 * 2 * 19
     inputs = sum(tensor.numel() for tensor in tensors)
     assert saved_count(lambda: streamkl.attention_kl(*tensors, reduction="none")) == inputs + 2 * rows  # the LSEs
-    assert saved_count(lambda: streamkl.attention_kl(*tensors, direction="reverse", reduction="none")) == inputs + 3 * rows
+    assert (
+        saved_count(lambda: streamkl.attention_kl(*tensors, direction="reverse", reduction="none"))
+        == inputs + 3 * rows
+    )
     _, lse_t, lse_s = streamkl.attention_kl(*tensors, return_lse=True)
-    assert saved_count(lambda: streamkl.attention_kl(*tensors, lse_t=lse_t, lse_s=lse_s, reduction="sum")) == q_s.numel()
+    assert (
+        saved_count(lambda: streamkl.attention_kl(*tensors, lse_t=lse_t, lse_s=lse_s, reduction="sum")) == q_s.numel()
+    )
     with torch.no_grad():
         assert saved_count(lambda: streamkl.attention_kl(*tensors)) == 0
 
