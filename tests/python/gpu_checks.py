@@ -229,7 +229,9 @@ def check_distiller():
         torch.testing.assert_close(loss, expected, rtol=1e-3, atol=1e-5)
 
 
-CHECKS = {name.removeprefix("check_"): function for name, function in globals().items() if name.startswith("check_")}
+CHECKS = {
+    name.removeprefix("check_"): function for name, function in list(globals().items()) if name.startswith("check_")
+}
 NEEDS_TRANSFORMERS = {"lses_of_torch", "distiller"}
 
 
