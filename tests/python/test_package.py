@@ -34,14 +34,16 @@ def test_import_is_light():
 
 
 def test_call_overhead():
-    """A forward on tensors of size 1; bench/python_overhead.py measures it. Four times the goal: the machine is shared."""
+    """A forward on tensors of size 1, in time of this thread: others may want the core. The goal is 60 us on a core of
+    one's own, which bench/python_overhead.py measures; this allows for a core that is shared.
+    """
     tensors = [torch.randn(1, 1, 1, 1) for _ in range(4)]
     laps = []
     for _ in range(50):
-        begin = time.perf_counter()
+        begin = time.thread_time()
         for _ in range(20):
             streamkl.attention_kl(*tensors)
-        laps.append((time.perf_counter() - begin) / 20)
+        laps.append((time.thread_time() - begin) / 20)
     assert min(laps) < 240e-6
 
 
