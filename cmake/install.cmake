@@ -20,3 +20,8 @@ if(STREAMKL_CUDA)
 endif()
 configure_file(${CMAKE_CURRENT_LIST_DIR}/streamkl.pc.in streamkl.pc @ONLY)
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/streamkl.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
+
+# The library inside the Python package: one file of a plain name, for pyproject.toml.
+if(SKBUILD)
+  install(FILES $<TARGET_FILE:streamkl> DESTINATION streamkl/lib RENAME libstreamkl.so COMPONENT python)
+endif()

@@ -88,12 +88,11 @@ prepare_packages() {
     if [ ${#optional[@]} != 0 ]; then echo "Going on without ${optional[*]}" >&2; fi
 }
 
-# A Python with what requirements.txt pins, in .venv; made again only when that file changes.
-prepare_python() {
-    local pins=scripts/requirements.txt made_from=.venv/requirements.txt
-    if cmp -s $pins $made_from && .venv/bin/python -c ''; then return; fi
-    echo "Making .venv, the Python of the tests" >&2
-    python3 -m venv --clear .venv
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check -r $pins
-    cp $pins $made_from
+# prepare_venv FOLDER PINS: a Python with what PINS names, in FOLDER; made again only when that file changes.
+prepare_venv() {
+    if cmp -s "$2" "$1/requirements.txt" && "$1/bin/python" -c ''; then return; fi
+    echo "Making $1, a Python for the tests" >&2
+    python3 -m venv --clear "$1"
+    "$1/bin/python" -m pip install --quiet --disable-pip-version-check -r "$2"
+    cp "$2" "$1/requirements.txt"
 }

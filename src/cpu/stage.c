@@ -72,7 +72,8 @@ void skl_stage_run(skl_stage *s)
     atomic_init(&s->next, 0);
     atomic_init(&s->done, 0);
     skl_turns_init(&s->task.turns);
-    skl_pool_run(s->plan->threads, work_on_stage, s);
+    const int64_t threads = skl_min(s->plan->threads, s->item_count); /* wakes nobody for nothing */
+    skl_pool_run((int)threads, work_on_stage, s);
     s->work_before += s->item_count;
     if (s->plan->progress != NULL)
         s->plan->progress(s->plan->progress_user, s->work_before, s->work_total);

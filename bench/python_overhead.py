@@ -1,0 +1,48 @@
+#!/usr/bin/env python3
+"""What a call of streamkl.attention_kl costs besides the kernels: on tensors of size 1, on the CPU; and its import.
+
+PYTHONPATH=python STREAMKL_LIBRARY=build/release/src/libstreamkl.so python3 bench/python_overhead.py
+"""
+
+import time
+
+import torch
+
+begin = time.perf_counter()
+import streamkl  # noqa: E402
+
+import_seconds = time.perf_counter() - begin
+
+
+def microseconds(run, calls=200, laps=50):
+    """The fastest lap, in time of this thread: what the call takes when nobody else wants the core."""
+    times = []
+    for _ in range(laps):
+        begin = time.thread_time()
+        for _ in range(calls):
+            run()
+        times.append((time.thread_time() - begin) / calls)
+    return min(times) * 1e6
+
+
+def main():
+    torch.set_num_threads(1)
+    plain = [torch.randn(1, 1, 1, 1) for _ in range(4)]
+    student = [*plain[:2], *(tensor.clone().requires_grad_() for tensor in plain[2:])]
+    lse = torch.zeros(1, 1, 1)
+    print(f"import streamkl, torch imported before      {import_seconds:6.3f} s")
+    print(
+        f"forward                                     {microseconds(lambda: streamkl.attention_kl(*plain)):6.1f} us"
+    )
+    print(
+        f"forward that keeps a graph                  {microseconds(lambda: streamkl.attention_kl(*student)):6.1f} us"
+    )
+    one_pass = microseconds(lambda: streamkl.attention_kl(*student, lse_t=lse, lse_s=lse))
+    print(f"forward with gradients in one pass          {one_pass:6.1f} us")
+    print(
+        f"forward and backward                        {microseconds(lambda: streamkl.attention_kl(*student).backward()):6.1f} us"
+    )
+
+
+if __name__ == "__main__":
+    main()

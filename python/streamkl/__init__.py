@@ -1,0 +1,23 @@
+"""StreamKL: the KL divergence between two attention distributions, without the N x N matrices.
+
+    loss = streamkl.attention_kl(q_t, k_t, q_s, k_s, causal=True)
+
+`streamkl.AttentionKLLoss` is the same as a module, `streamkl.hf.AttentionDistiller` distils Hugging Face models without
+touching their code, `streamkl.reference.attention_kl` is the plain implementation that stores the matrices.
+"""
+
+from ._library import library as _load_library
+from .attention import attention_kl
+from .loss import AttentionKLLoss
+
+__all__ = ["AttentionKLLoss", "attention_kl", "hf", "reference"]
+__version__: str = _load_library().skl_version().decode()
+
+
+def __getattr__(name: str):
+    """hf and reference are imported when they are first used: transformers takes seconds."""
+    if name in ("hf", "reference"):
+        import importlib
+
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,116 @@
+"""Calls of attention_kl, and their comparison with the reference in float64."""
+
+import os
+
+import torch
+
+import streamkl
+from streamkl import reference
+
+LONG = os.environ.get("STREAMKL_TEST_LONG", "") not in ("", "0")  # ./test long
+
+NAMES = ("q_t", "k_t", "q_s", "k_s")
+
+# A gradient or KL may be off by this share of the largest one; a gradient in a 16-bit type is rounded to it besides.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def make_tensors(
+    batch=2, len_q=19, len_k=23, heads_t=4, heads_s=2, key_heads_t=2, key_heads_s=1, dim_t=8, dim_s=5,
+    layout="bnhd", packed=False, dtype=torch.float32, device="cpu", seed=0,
+):  # fmt: skip
+    """q_t, k_t, q_s, k_s: random, leaves, requiring gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [
+        (len_q, heads_t, dim_t),
+        (len_k, key_heads_t, dim_t),
+        (len_q, heads_s, dim_s),
+        (len_k, key_heads_s, dim_s),
+    ]
+    if layout == "bhnd":
+        shapes = [(heads, length, dim) for length, heads, dim in shapes]
+    shapes = [shape if packed else (batch, *shape) for shape in shapes]
+    return [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
+
+
+def gradients_of(loss, tensors):
+    """Of a loss, or of rows with an upstream gradient that differs from row to row."""
+    upstream = (
+        torch.linspace(-1, 2, loss.numel(), dtype=loss.dtype, device=loss.device).view_as(loss)
+        if loss.dim()
+        else None
+    )
+    wanted = [tensor for tensor in tensors if tensor.requires_grad]
+    return torch.autograd.grad(loss, wanted, upstream, allow_unused=False)
+
+
+def assert_near(name, actual, expected, dtype=torch.float32, floor=1e-6):
+    assert torch.equal(actual.isfinite(), expected.isfinite()), f"{name}: other positions are not finite"
+    kept = expected.isfinite()
+    largest = expected[kept].abs().max().item() if kept.any() else 0.0
+    error = (actual.double() - expected.double())[kept].abs().max().item() if kept.any() else 0.0
+    assert error <= TOLERANCE[dtype] * largest + floor, f"{name}: off by {error} where the largest is {largest}"
+
+
+def compare(tensors, **options):
+    """attention_kl, in two passes and in one, against the reference in float64: loss, LSEs, gradients."""
+    exact_tensors = [tensor.detach().double().requires_grad_(tensor.requires_grad) for tensor in tensors]
+    exact, exact_t, exact_s = reference.attention_kl(*exact_tensors, return_lse=True, **options)
+    exact_gradients = gradients_of(exact, exact_tensors)
+
+    loss, lse_t, lse_s = streamkl.attention_kl(*tensors, return_lse=True, **options)
+    assert loss.dtype == torch.float32 and loss.shape == exact.shape
+    assert_near("loss", loss, exact, floor=loss_floor(tensors, options))
+    assert_near("lse_t", lse_t, exact_t)
+    assert_near("lse_s", lse_s, exact_s)
+    check_gradients("two passes", tensors, loss, exact_gradients, options)
+
+    if options.get("reduction") != "none":
+        one_pass = streamkl.attention_kl(*tensors, lse_t=lse_t, lse_s=lse_s, **options)
+        assert_near("loss in one pass", one_pass, exact, floor=loss_floor(tensors, options))
+        check_gradients("one pass", tensors, one_pass, exact_gradients, options)
+
+
+def rounding_of(tensors, options):
+    """P and S come from 2^(logit - LSE) in f32: each is off by a few units of rounding of the largest logit."""
+    if any(tensor.numel() == 0 for tensor in tensors):
+        return 0.0
+    norms = [tensor.detach().float().norm(dim=-1).max().item() for tensor in tensors]
+    logits = [scale_of(side, tensors, options) * norms[2 * side] * norms[2 * side + 1] for side in (0, 1)]
+    return 8 * 2.0**-24 * (1 + max(logits))
+
+
+def scale_of(side, tensors, options):
+    given = options.get(("softmax_scale_t", "softmax_scale_s")[side])
+    return tensors[2 * side].shape[-1] ** -0.5 if given is None else abs(given)
+
+
+def row_count(tensors):
+    return tensors[2].shape.numel() // tensors[2].shape[-1]
+
+
+def loss_floor(tensors, options):
+    """What rounding makes of a KL that is 0, as where rows see one key: a sum gathers it from all of them."""
+    rows = row_count(tensors) if options.get("reduction") == "sum" else 1
+    return 1e-6 + rows * rounding_of(tensors, options)
+
+
+def gradient_floor(index, tensors, options):
+    """The same of a gradient: a query takes it times a key, a key gathers it from all rows, with a random sign."""
+    if any(tensor.numel() == 0 for tensor in tensors):
+        return 0.0
+    largest = (
+        tensors[index ^ 1].detach().abs().max().item()
+    )  # of the keys for the queries, of the queries for the keys
+    gathered = row_count(tensors) ** 0.5 if index % 2 else 1.0
+    upstream = 2.0 if options.get("reduction") == "none" else 1.0  # see gradients_of; a mean has less
+    return rounding_of(tensors, options) * scale_of(index // 2, tensors, options) * largest * gathered * upstream
+
+
+def check_gradients(passes, tensors, loss, exact_gradients, options):
+    wanted = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
+    for index, gradient, exact in zip(wanted, gradients_of(loss, tensors), exact_gradients):
+        tensor = tensors[index]
+        assert gradient.dtype == tensor.dtype and gradient.shape == tensor.shape
+        floor = gradient_floor(index, tensors, options)
+        assert_near(f"gradient of {NAMES[index]} in {passes}", gradient, exact, tensor.dtype, floor)

@@ -1,0 +1,262 @@
+#!/usr/bin/env python3
+"""The Python package on a GPU. Needs torch with CUDA and no test runner: prints "ok - NAME" or "not ok - NAME" a check.
+
+STREAMKL_LIBRARY=build/gpu/src/libstreamkl.so PYTHONPATH=python python3 tests/python/gpu_checks.py [NAME...]
+"""
+
+import sys
+import threading
+import traceback
+
+import torch
+from cases import compare, gradients_of, make_tensors
+
+import streamkl
+
+BF16 = dict(
+    dtype=torch.bfloat16, device="cuda", dim_t=64, dim_s=64, heads_t=4, heads_s=4, key_heads_t=2, key_heads_s=4
+)
+
+
+def assert_close_in_norm(one, other, share=2e-2):
+    assert (one.float() - other.float()).norm() <= share * other.float().norm()
+
+
+def check_masks_against_the_reference():
+    for shape in dict(device="cuda"), dict(device="cuda", dtype=torch.float16), dict(BF16, len_q=130, len_k=150):
+        for direction in "forward", "reverse":
+            for reduction in "mean", "sum", "none":
+                options = dict(direction=direction, reduction=reduction)
+                compare(make_tensors(**shape), **options)
+                compare(make_tensors(**shape), causal=True, window_size=(7, 0), softcap_s=5.0, **options)
+                lengths = torch.tensor([0, 17], device="cuda")
+                compare(make_tensors(**shape), causal=True, key_lengths=lengths, **options)
+
+
+def check_packed_against_the_reference():
+    for layout in "bnhd", "bhnd":
+        tensors = make_tensors(len_q=19, len_k=23, packed=True, layout=layout, device="cuda")
+        bounds = dict(
+            cu_seqlens_q=torch.tensor([0, 3, 3, 12, 17]).cuda(), cu_seqlens_k=torch.tensor([0, 6, 6, 10, 21]).cuda()
+        )
+        for reduction in "mean", "sum", "none":
+            compare(
+                tensors, causal=True, layout=layout, reduction=reduction, row_weight=torch.rand(19).cuda(), **bounds
+            )
+
+
+def check_views():
+    base = torch.randn(2, 130, 4, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    others = [torch.randn(2, 130, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    for view in base[..., :64], base[..., 1:65], base[..., ::2], base[:, :, :1, :64].expand(2, 130, 4, 64):
+        loss = streamkl.attention_kl(others[0], others[1], view, others[2], causal=True)
+        copied = streamkl.attention_kl(others[0], others[1], view.contiguous(), others[2], causal=True)
+        torch.testing.assert_close(loss, copied, rtol=1e-4, atol=1e-5)
+        assert_close_in_norm(*(torch.autograd.grad(each, base)[0] for each in (loss, copied)))
+
+
+def check_opcheck():
+    problem = (None, None, None, -1, -1, True, 5, -1, 0.0, 0.3, 0.0, 4.0, False, False, False, 12)
+    tensors = [t.detach() for t in make_tensors(**BF16)]
+    kl, lse_t, lse_s = torch.ops.streamkl.forward(*tensors, None, True, *problem)
+    torch.library.opcheck(torch.ops.streamkl.forward, (*tensors, None, True, *problem))
+    torch.library.opcheck(
+        torch.ops.streamkl.backward, (*tensors, lse_t, lse_s, None, None, torch.ones_like(kl), *problem)
+    )
+    torch.library.opcheck(torch.ops.streamkl.one_pass, (*tensors, lse_t, lse_s, None, *problem))
+
+
+def check_compile():
+    def step(q_t, k_t, q_s, k_s):
+        q_s = q_s * 2
+        rows, lse_t, lse_s = streamkl.attention_kl(q_t, k_t, q_s, k_s, causal=True, reduction="none", return_lse=True)
+        return rows.sum() + streamkl.attention_kl(q_t, k_t, q_s, k_s, causal=True, lse_t=lse_t, lse_s=lse_s)
+
+    tensors = make_tensors(**BF16, len_q=128, len_k=128)
+    compiled = torch.compile(step, fullgraph=True)
+    torch.testing.assert_close(compiled(*tensors), step(*tensors), rtol=1e-3, atol=1e-3)
+    for one, other in zip(gradients_of(compiled(*tensors), tensors), gradients_of(step(*tensors), tensors)):
+        assert_close_in_norm(one, other)
+
+
+def check_another_stream():
+    """Work waits for what is queued before it on its own stream, not on the default one."""
+    tensors = make_tensors(**BF16, len_q=512, len_k=512)
+    expected = streamkl.attention_kl(*tensors, causal=True)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        late = torch.empty_like(tensors[2])
+        torch.cuda._sleep(50_000_000)
+        late.copy_(tensors[2])
+        loss = streamkl.attention_kl(tensors[0], tensors[1], late, tensors[3], causal=True)
+    stream.synchronize()
+    assert torch.equal(loss, expected)
+
+
+def check_nothing_synchronises():
+    tensors = make_tensors(**BF16, len_q=512, len_k=512)
+    packed = make_tensors(packed=True, device="cuda")
+    cu_q, cu_k = (torch.tensor(bounds, dtype=torch.int32).cuda() for bounds in ([0, 5, 19], [0, 9, 23]))
+    streamkl.attention_kl(*tensors, causal=True).backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss, lse_t, lse_s = streamkl.attention_kl(*tensors, causal=True, return_lse=True)
+        loss.backward()
+        streamkl.attention_kl(*tensors, causal=True, lse_t=lse_t, lse_s=lse_s).backward()
+        streamkl.attention_kl(*packed, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def check_cuda_graph():
+    """Captured once, replayed on other inputs: bit-equal to a call."""
+    tensors = [t.detach() for t in make_tensors(**BF16, len_q=256, len_k=256)]
+    tensors[2].requires_grad_()
+    tensors[3].requires_grad_()
+
+    def step():
+        loss, lse_t, lse_s = streamkl.attention_kl(*tensors, causal=True, deterministic=True, return_lse=True)
+        one_pass = streamkl.attention_kl(*tensors, causal=True, deterministic=True, lse_t=lse_t, lse_s=lse_s)
+        return loss, *torch.autograd.grad(loss, tensors[2:]), *torch.autograd.grad(one_pass, tensors[2:])
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for seed in 1, 2:
+        with torch.no_grad():
+            for tensor, new in zip(tensors, make_tensors(**BF16, len_q=256, len_k=256, seed=seed)):
+                tensor.copy_(new)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(one, other) for one, other in zip(captured, step()))
+
+
+def check_threads():
+    problems = [make_tensors(**BF16, len_q=100 + n, len_k=100 + n, seed=n) for n in range(8)]
+    expected = [
+        gradients_of(streamkl.attention_kl(*tensors, causal=True, deterministic=True), tensors)
+        for tensors in problems
+    ]
+    wrong = []
+
+    def work(n):
+        for _ in range(10):
+            found = gradients_of(streamkl.attention_kl(*problems[n], causal=True, deterministic=True), problems[n])
+            if not all(torch.equal(one, other) for one, other in zip(found, expected[n])):
+                wrong.append(n)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong
+
+
+def check_autocast():
+    q_t, k_t, q_s, k_s = make_tensors(**dict(BF16, dtype=torch.float32))
+    projection = torch.nn.Linear(64, 64, device="cuda")
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = streamkl.attention_kl(q_t, k_t, projection(q_s), k_s)
+    loss.backward()
+    assert loss.dtype == torch.float32 and projection.weight.grad is not None
+
+
+def check_device_guard():
+    """A tensor that is not on the current device; and, with one GPU, one that is on no GPU at all."""
+    if torch.cuda.device_count() > 1:
+        tensors = make_tensors(**dict(BF16, device="cuda:1"))
+        assert torch.cuda.current_device() == 0
+        streamkl.attention_kl(*tensors).backward()
+        assert torch.cuda.current_device() == 0
+        compare(make_tensors(device="cuda:1"))
+    q_t, k_t, q_s, k_s = make_tensors(device="cuda")
+    try:
+        streamkl.attention_kl(q_t, k_t, q_s, k_s.cpu())
+    except ValueError as error:
+        assert "q_t is on cuda:0 and k_s on cpu: must be one device" in str(error)
+    else:
+        raise AssertionError("tensors on two devices were accepted")
+
+
+def check_lses_of_torch():
+    """What torch's fused attention returns as LSE is what attention_kl takes: one pass equals two."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from streamkl._hf_capture import _sdpa_with_lse
+
+    shape = dict(BF16, key_heads_t=4, len_q=200, len_k=200, layout="bhnd")
+    q_t, k_t, q_s, k_s = make_tensors(**shape)
+    expected, exact_t, exact_s = streamkl.attention_kl(
+        q_t, k_t, q_s, k_s, causal=True, layout="bhnd", return_lse=True
+    )
+    for backend in SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION:
+        with sdpa_kernel(backend):
+            answer, lse_t = _sdpa_with_lse(q_t, k_t, k_t, None, True)
+            _, lse_s = _sdpa_with_lse(q_s, k_s, k_s, None, True)
+            if answer is None:
+                print(f"skipped - {backend} is not for this GPU")
+                continue
+            plain = torch.nn.functional.scaled_dot_product_attention(q_t, k_t, k_t, is_causal=True)
+        torch.testing.assert_close(answer[0], plain.transpose(1, 2))
+        torch.testing.assert_close(lse_t, exact_t, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(lse_s, exact_s, rtol=1e-3, atol=1e-3)
+        loss = streamkl.attention_kl(q_t, k_t, q_s, k_s, causal=True, layout="bhnd", lse_t=lse_t, lse_s=lse_s)
+        torch.testing.assert_close(loss, expected, rtol=1e-3, atol=1e-4)
+        assert_close_in_norm(*(torch.autograd.grad(each, q_s, retain_graph=True)[0] for each in (loss, expected)))
+
+
+def check_distiller():
+    from hf_models import batch, kl_from_attentions, llama
+
+    from streamkl.hf import AttentionDistiller
+
+    torch.manual_seed(0)
+    teacher, student = llama(4, 8, 4, 64).cuda().eval(), llama(2, 4, 2).cuda().eval()
+    for padding in "none", "left", "right":
+        inputs = {name: tensor.cuda() for name, tensor in batch(padding).items()}
+        expected = kl_from_attentions(teacher, student, inputs, {0: 1, 1: 3})
+        with AttentionDistiller(teacher, student) as distiller:
+            student(**inputs)
+            loss = distiller.loss()
+        loss.backward()
+        torch.testing.assert_close(loss, expected, rtol=1e-3, atol=1e-5)
+
+
+CHECKS = {
+    name.removeprefix("check_"): function for name, function in list(globals().items()) if name.startswith("check_")
+}
+NEEDS_TRANSFORMERS = {"lses_of_torch", "distiller"}
+
+
+def main(names):
+    if not torch.cuda.is_available():
+        sys.exit("gpu_checks.py: torch sees no GPU")
+    try:
+        import transformers  # noqa: F401
+
+        skipped = set()
+    except ImportError:
+        skipped = NEEDS_TRANSFORMERS
+    failed = 0
+    for name in names or CHECKS:
+        if name in skipped:
+            print(f"skipped - {name}: needs transformers")
+            continue
+        try:
+            CHECKS[name]()
+            print(f"ok - {name}", flush=True)
+        except Exception:
+            failed += 1
+            print(f"not ok - {name}\n{traceback.format_exc()}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,72 @@
+"""Small models for the tests, and the attention KL as one computes it today: from output_attentions."""
+
+import torch
+from transformers import (
+    BertConfig, BertModel, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM,
+)  # fmt: skip
+
+
+def _sharpen(model, factor):
+    """Random models of this size attend almost evenly; larger weights give the KL something to measure."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(factor)
+    return model
+
+
+def llama(layers=2, heads=4, key_heads=2, hidden=32, implementation="sdpa", factor=12.0):
+    config = LlamaConfig(
+        vocab_size=100, hidden_size=hidden, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+    )  # fmt: skip
+    return _sharpen(LlamaForCausalLM._from_config(config, attn_implementation=implementation), factor)
+
+
+def gemma2(layers=2, heads=4, key_heads=2, hidden=32, head_dim=16, window=5, implementation="eager", factor=12.0):
+    """Every other layer has a sliding window, all logits are capped."""
+    config = Gemma2Config(
+        vocab_size=100, hidden_size=hidden, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=key_heads, head_dim=head_dim, sliding_window=window, attn_logit_softcapping=3.0,
+        query_pre_attn_scalar=head_dim,
+    )  # fmt: skip
+    return _sharpen(Gemma2ForCausalLM._from_config(config, attn_implementation=implementation), factor)
+
+
+def bert(layers=2, heads=4, hidden=32, implementation="sdpa", vocabulary=100):
+    config = BertConfig(
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
+        num_attention_heads=heads,
+    )  # fmt: skip
+    return BertModel._from_config(config, attn_implementation=implementation, add_pooling_layer=False)
+
+
+def batch(padding="none", size=3, length=17, seed=0):
+    mask = torch.ones(size, length, dtype=torch.long)
+    if padding != "none":
+        mask[0, :4], mask[-1, :9] = 0, 0
+    mask = mask.flip(1) if padding == "right" else mask
+    return dict(
+        input_ids=torch.randint(0, 100, (size, length), generator=torch.Generator().manual_seed(seed)),
+        attention_mask=mask,
+    )
+
+
+def kl_from_attentions(teacher, student, inputs, pairs):
+    """Mean over pairs {student layer: teacher layer} of the mean KL over heads and rows that are not padding."""
+    before = [model.config._attn_implementation for model in (teacher, student)]
+    for model in teacher, student:
+        model.set_attn_implementation("eager")
+    with torch.no_grad():
+        teachers = teacher(**inputs, output_attentions=True).attentions
+    students = student(**inputs, output_attentions=True).attentions
+    for model, implementation in zip((teacher, student), before):
+        model.set_attn_implementation(implementation)
+    losses = []
+    for i, j in pairs.items():
+        s = students[i]
+        p = teachers[j].unflatten(1, (s.shape[1], -1)).mean(2)
+        terms = torch.where(p > 0, p * (torch.log(p.clamp_min(1e-38)) - torch.log(s.clamp_min(1e-38))), 0.0)
+        kept = inputs["attention_mask"].bool()[:, None].expand(s.shape[:3])
+        losses.append(terms.sum(-1)[kept].mean())
+    return torch.stack(losses).mean()

@@ -1,0 +1,103 @@
+"""Every error names the argument, what it is and what is accepted."""
+
+import pytest
+import torch
+from cases import make_tensors
+
+import streamkl
+
+
+def replaced(index, tensor):
+    tensors = [t.detach() for t in make_tensors()]
+    tensors[index] = tensor(tensors[index])
+    return tensors
+
+
+BAD_TENSORS = {
+    "rank": (0, lambda t: t[0], r"q_t: shape \[19, 4, 8\] must be \[batch, length, heads, dim\]"),
+    "dtype": (
+        3,
+        lambda t: t.double(),
+        r"k_s: dtype torch.float64 must be torch.float32, torch.float16 or torch.bfloat16",
+    ),
+    "types of a side": (1, lambda t: t.half(), r"q_t is torch.float32 and k_t is torch.float16: must be of one type"),
+    "head size": (1, lambda t: t[..., :7], r"q_t \[2, 19, 4, 8\] and k_t \[2, 23, 2, 7\]: head sizes 8 and 7"),
+    "batch": (2, lambda t: t[:1], r"q_t \[2, 19, 4, 8\] and q_s \[1, 19, 2, 5\]: batches 2 and 1"),
+    "queries": (2, lambda t: t[:, :18], r"q_t \[2, 19, 4, 8\] and q_s \[2, 18, 2, 5\]: query lengths 19 and 18"),
+    "keys": (3, lambda t: t[:, :22], r"k_t \[2, 23, 2, 8\] and k_s \[2, 22, 1, 5\]: key lengths 23 and 22"),
+    "teacher heads": (0, lambda t: t[:, :, :3], r"3 teacher heads must be a multiple of 2 student heads"),
+    "no heads": (2, lambda t: t[:, :, :0], r"q_s: must have at least one head"),
+    "key heads": (1, lambda t: t[:, :, [0, 1, 1]], r"q_t has 4 heads: must be a multiple of the 3 heads of k_t"),
+    "device": (3, lambda t: t.to("meta"), r"q_t is on cpu and k_s on meta: must be one device"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_TENSORS)
+def test_tensors(fault):
+    index, change, message = BAD_TENSORS[fault]
+    with pytest.raises(ValueError, match=message):
+        streamkl.attention_kl(*replaced(index, change))
+
+
+CU = torch.tensor([0, 5, 19], dtype=torch.int32)
+BAD_OPTIONS = {
+    "direction": (dict(direction="both"), r"direction='both': must be 'forward' or 'reverse'"),
+    "reduction": (dict(reduction="batchmean"), r"reduction='batchmean': must be 'mean', 'sum' or 'none'"),
+    "layout": (dict(layout="thd"), r"layout='thd': must be 'bnhd' or 'bhnd'"),
+    "window": (dict(window_size=4), r"window_size=4: must be a pair"),
+    "window value": (dict(window_size=(-2, 0)), r"window_left=-2: must be -1"),
+    "scale": (dict(softmax_scale_s=0.0), r"softmax_scale_s=0.0: must not be 0"),
+    "infinite scale": (dict(softmax_scale_t=float("inf")), r"scale_t=inf: must be finite"),
+    "softcap": (dict(softcap_t=-1.0), r"softcap_t=-1: must be finite and at least 0"),
+    "cu_seqlens alone": (dict(cu_seqlens_q=CU), r"cu_seqlens_k is missing"),
+    "lengths twice": (
+        dict(cu_seqlens_q=CU, cu_seqlens_k=CU, key_lengths=CU),
+        r"key_lengths: must be None with cu_seqlens",
+    ),
+    "packed rank": (
+        dict(cu_seqlens_q=CU, cu_seqlens_k=CU),
+        r"q_t: shape \[2, 19, 4, 8\] must be \[total, heads, dim\]",
+    ),
+    "key_lengths shape": (dict(key_lengths=CU), r"key_lengths: shape \[3\] must be \[2\]"),
+    "key_lengths value": (dict(key_lengths=torch.tensor([0, 24])), r"key_lengths\[1\]=24: must be 0..len_k=23"),
+    "lse shape": (dict(lse_t=torch.zeros(2, 19, 4)), r"lse_t: shape \[2, 19, 4\] must be \[2, 4, 19\]"),
+    "lse type": (dict(lse_t=torch.zeros(2, 4, 19).half()), r"lse_t: dtype torch.float16 must be torch.float32"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_OPTIONS)
+def test_options(fault):
+    options, message = BAD_OPTIONS[fault]
+    with pytest.raises(ValueError, match=message):
+        streamkl.attention_kl(*make_tensors(), **options)
+
+
+def test_row_weight_shape():
+    _, lse_t, lse_s = streamkl.attention_kl(*make_tensors(), return_lse=True)
+    for options in (dict(lse_t=lse_t, lse_s=lse_s), {}):
+        for reduction in ("mean", "sum", "none"):
+            with pytest.raises(ValueError, match=r"row_weight: shape \[2, 18\] must be \[2, 19\] or \[2, 2, 19\]"):
+                streamkl.attention_kl(*make_tensors(), row_weight=torch.ones(2, 18), reduction=reduction, **options)
+
+
+@pytest.mark.parametrize("bounds, message", [
+    ([0, 9, 5], r"cu_seqlens_q\[2\]=5: must not be below cu_seqlens_q\[1\]=9"),
+    ([1, 5, 9], r"cu_seqlens_q\[0\]=1: must be 0"),
+    ([0, 5, 20], r"cu_seqlens_q\[2\]=20: must be at most 19"),
+])  # fmt: skip
+def test_cu_seqlens(bounds, message):
+    tensors = make_tensors(packed=True)
+    with pytest.raises(ValueError, match=message):
+        streamkl.attention_kl(*tensors, cu_seqlens_q=torch.tensor(bounds), cu_seqlens_k=torch.tensor([0, 9, 23]))
+
+
+def test_sequence_counts():
+    tensors = make_tensors(packed=True)
+    with pytest.raises(ValueError, match=r"cu_seqlens_q \[3\] and cu_seqlens_k \[2\]: sequences 2 and 1"):
+        streamkl.attention_kl(*tensors, cu_seqlens_q=CU, cu_seqlens_k=torch.tensor([0, 23]))
+
+
+def test_compiled_code_raises_the_same():
+    compiled = torch.compile(streamkl.attention_kl, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=r"key lengths 23 and 22"):
+        compiled(*replaced(3, lambda t: t[:, :22]))

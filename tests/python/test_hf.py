@@ -1,0 +1,255 @@
+"""AttentionDistiller against KL from output_attentions, on models of several kinds."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from hf_models import batch, bert, gemma2, kl_from_attentions, llama  # noqa: E402
+
+from streamkl import _hf_capture  # noqa: E402
+from streamkl.hf import AttentionDistiller  # noqa: E402
+
+PAIRS = {
+    "llama sdpa": (lambda: llama(4, 8, 4, 64), lambda: llama(2, 4, 2), {0: 1, 1: 3}),
+    "llama eager": (
+        lambda: llama(4, 8, 4, 64, "eager"),
+        lambda: llama(2, 4, 2, implementation="eager"),
+        {0: 1, 1: 3},
+    ),
+    "llama, deeper student": (lambda: llama(1, 4, 4), lambda: llama(2, 4, 1), {0: 0, 1: 0}),
+    "gemma2": (lambda: gemma2(4, 8, 4, 64), lambda: gemma2(2, 4, 2, head_dim=8), {0: 0, 1: 3}),
+    "bert sdpa": (lambda: bert(4, 8, 64), lambda: bert(2, 4), {0: 1, 1: 3}),
+    "bert eager": (lambda: bert(4, 8, 64, "eager"), lambda: bert(2, 4, implementation="eager"), {0: 1, 1: 3}),
+}
+
+
+def gradients_of(loss, model):
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_equals_kl_from_attentions(pair, padding):
+    make_teacher, make_student, layers = PAIRS[pair]
+    torch.manual_seed(0)
+    teacher, student, inputs = make_teacher().eval(), make_student().eval(), batch(padding)
+    expected = kl_from_attentions(teacher, student, inputs, layers)
+    expected_gradients = gradients_of(expected, student)
+    with AttentionDistiller(teacher, student) as distiller:
+        student(**inputs)
+        captured = distiller.student.layers
+        assert all((layer.lse is not None) == pair.endswith("sdpa") for layer in captured if "deeper" not in pair)
+        loss = distiller.loss()
+        assert list(distiller.last_losses) == [0, 1]
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-6)
+    found = gradients_of(loss, student)
+    assert set(found) == set(expected_gradients)
+    for name, gradient in found.items():
+        largest = max(g.abs().max() for g in expected_gradients.values())
+        torch.testing.assert_close(
+            gradient, expected_gradients[name], rtol=1e-3, atol=1e-4 * largest.item(), msg=name
+        )
+
+
+def test_lses_make_it_one_pass(monkeypatch):
+    from streamkl import attention
+
+    torch.manual_seed(0)
+    calls = []
+    monkeypatch.setattr(attention.OnePass, "apply", lambda *a: calls.append(a) or torch.zeros((), requires_grad=True))
+    student = llama()
+    with AttentionDistiller(llama(), student) as distiller:
+        student(**batch())
+        distiller.loss()
+    assert len(calls) == 2
+
+
+def test_head_map():
+    torch.manual_seed(0)
+    teacher, student, inputs = llama(2, 6, 3, 48).eval(), llama(2, 4, 2).eval(), batch("left")
+    with AttentionDistiller(teacher, student) as distiller:
+        student(**inputs)
+        with pytest.raises(ValueError, match="6 heads cannot be shared by 4: give a head_map"):
+            distiller.loss()
+    for head_map in ([5, 0, 2, 2], {3: 1, 0: 4}):
+        chosen = dict(enumerate(head_map)) if isinstance(head_map, list) else head_map
+        with AttentionDistiller(teacher, student, layer_map=[1, 0], head_map=head_map) as distiller:
+            student(**inputs)
+            loss = distiller.loss()
+        expected = []
+        for model in teacher, student:
+            model.set_attn_implementation("eager")
+        p, s = (model(**inputs, output_attentions=True).attentions for model in (teacher, student))
+        for model in teacher, student:
+            model.set_attn_implementation("sdpa")
+        kept = inputs["attention_mask"].bool()
+        for i, j in enumerate([1, 0]):
+            for head_s, head_t in chosen.items():
+                one, two = p[j][:, head_t], s[i][:, head_s]
+                terms = torch.where(one > 0, one * (one.clamp_min(1e-38).log() - two.clamp_min(1e-38).log()), 0.0)
+                expected.append(terms.sum(-1)[kept].mean())
+        torch.testing.assert_close(loss, torch.stack(expected).mean(), rtol=1e-4, atol=1e-6)
+
+
+def test_windows_of_different_width_meet():
+    """Over the keys that both see: the same as a teacher of the narrower window."""
+    torch.manual_seed(0)
+    wide, student, inputs = gemma2(2, window=9), gemma2(2, window=4), batch()
+    narrow = gemma2(2, window=4)
+    narrow.load_state_dict(wide.state_dict())
+    losses = []
+    for teacher in wide, narrow:
+        with AttentionDistiller(teacher, student, layer_map={0: 0}) as distiller:
+            student(**inputs)
+            losses.append(distiller.loss())
+    torch.testing.assert_close(*losses)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_checkpointing_counts_once(implementation):
+    torch.manual_seed(0)
+    teacher, student, inputs = (
+        llama(implementation=implementation),
+        llama(implementation=implementation),
+        batch("right"),
+    )
+    student.train()
+    with AttentionDistiller(teacher, student) as distiller:
+        student(**inputs)
+        plain = gradients_of(distiller.loss(), student)
+        student.gradient_checkpointing_enable()
+        student(**inputs, use_cache=False)
+        assert len(distiller.student.layers) == 2
+        again = gradients_of(distiller.loss(), student)
+        assert distiller.student.layers == [], "the second run of a checkpointed layer was kept"
+        for name in plain:
+            torch.testing.assert_close(again[name], plain[name])
+        student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+        student(**inputs, use_cache=False)
+        with pytest.raises(RuntimeError, match="'use_reentrant': False"):
+            distiller.loss()
+
+
+def test_eval_mode_and_no_grad():
+    torch.manual_seed(0)
+    teacher, student, inputs = llama(), llama().eval(), batch()
+    with AttentionDistiller(teacher, student) as distiller, torch.no_grad():
+        student(**inputs)
+        loss = distiller.loss()
+        assert not loss.requires_grad and loss > 0
+        assert not teacher.training
+
+
+def test_captures_nothing_when_off():
+    torch.manual_seed(0)
+    teacher, student, inputs = llama(), llama(implementation="eager"), batch()
+    before = student(**inputs).logits
+    distiller = AttentionDistiller(teacher, student)
+    student(**inputs)
+    assert distiller.student.layers == []
+    with pytest.raises(RuntimeError, match="attach"):
+        distiller.loss()
+    with distiller:
+        torch.testing.assert_close(student(**inputs).logits, before)
+        assert len(distiller.student.layers) == 2
+    assert (teacher.config._attn_implementation, student.config._attn_implementation) == ("sdpa", "eager")
+    student(**inputs)
+    assert distiller.student.layers == [] and distiller.student.arguments is None
+    assert not student._forward_hooks and not student._forward_pre_hooks
+
+
+def test_a_teacher_that_has_run_is_not_run_again():
+    torch.manual_seed(0)
+    teacher, student, inputs = llama(), llama(), batch()
+    runs = []
+    teacher.register_forward_hook(lambda *_: runs.append(1))
+    with AttentionDistiller(teacher, student) as distiller:
+        with torch.no_grad():
+            teacher(**inputs)
+        student(**inputs, labels=inputs["input_ids"])
+        distiller.loss()
+        assert len(runs) == 1
+        student(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], labels=inputs["input_ids"])
+        distiller.loss()
+        assert len(runs) == 2
+        with pytest.raises(RuntimeError, match="the student has not run since the last loss"):
+            distiller.loss()
+
+
+def test_the_latest_forward_counts():
+    torch.manual_seed(0)
+    teacher, student = llama(), llama()
+    with AttentionDistiller(teacher, student) as distiller:
+        student(**batch(seed=1))
+        student(**batch(seed=2))
+        twice = distiller.loss()
+        student(**batch(seed=2))
+        assert torch.equal(twice, distiller.loss())
+
+
+def test_models_that_share_a_config():
+    torch.manual_seed(0)
+    teacher = llama()
+    student = transformers.LlamaForCausalLM(teacher.config)
+    assert student.config is teacher.config
+    with AttentionDistiller(teacher, student) as distiller:
+        student(**batch())
+        assert distiller.loss() > 0
+    assert teacher.config._attn_implementation == "sdpa"
+
+
+def test_what_it_cannot_do_is_an_error():
+    torch.manual_seed(0)
+    teacher, student, inputs = llama(), llama(), batch()
+    with AttentionDistiller(teacher, student, layer_map={0: 2}) as distiller:
+        student(**inputs)
+        with pytest.raises(ValueError, match=r"layer_map\[0\]=2: the student has layers 0..1, the teacher 0..1"):
+            distiller.loss()
+        packed = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]])
+        with pytest.raises(ValueError, match="student: layer 0 has an attention mask of its own kind"):
+            student(input_ids=inputs["input_ids"][:1], position_ids=packed, use_cache=False)
+    with AttentionDistiller(bert(), student) as distiller:
+        student(**inputs)
+        with pytest.raises(
+            ValueError, match="student layer 0 and teacher layer 0: one is causal and the other is not"
+        ):
+            distiller.loss()
+
+
+def test_models_of_other_kinds_are_refused():
+    teacher = llama()
+    with pytest.raises(TypeError, match="student: Linear must be a model of transformers"):
+        AttentionDistiller(teacher, torch.nn.Linear(1, 1)).attach()
+    assert teacher.config._attn_implementation == "sdpa" and not teacher._forward_hooks
+
+
+def test_an_exception_in_forward_ends_the_capture():
+    student = llama()
+    with AttentionDistiller(llama(), student):
+        with pytest.raises(IndexError):
+            student(input_ids=torch.tensor([[1000]]))
+        assert _hf_capture._running.capture is None
+
+
+def test_trainer_subclass(tmp_path):
+    """The one of examples/distil_trainer.py, for two steps."""
+    pytest.importorskip("accelerate")
+    import importlib.util
+    from pathlib import Path
+
+    path = Path(__file__).parents[2] / "examples" / "distil_trainer.py"
+    spec = importlib.util.spec_from_file_location("distil_trainer", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    torch.manual_seed(0)
+    data = [dict(input_ids=ids, labels=ids) for ids in batch(size=8)["input_ids"]]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=4, report_to=[], use_cpu=True, logging_steps=1,
+        save_strategy="no", gradient_checkpointing=True,
+    )  # fmt: skip
+    trainer = example.DistillingTrainer(model=llama(), args=arguments, train_dataset=data, teacher=llama())
+    trainer.train()
+    assert any("attention_kl" in entry for entry in trainer.state.log_history)

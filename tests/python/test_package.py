@@ -1,0 +1,74 @@
+"""The package around the operators: import, overhead, report, examples."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import streamkl
+from streamkl import _library, env_report
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments, **options):
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=600, **options)
+
+
+def test_version_is_that_of_the_header():
+    numbers = re.findall(r"define SKL_VERSION_\w+ (\d+)", (ROOT / "include/streamkl.h").read_text())
+    assert streamkl.__version__ == ".".join(numbers)
+
+
+def test_import_is_light():
+    """What streamkl adds to torch: no transformers, and a fraction of a second even on a busy machine."""
+    code = "import torch, sys, time; t = time.perf_counter(); import streamkl; print(time.perf_counter() - t)"
+    answers = [run("-c", f"{code}; assert 'transformers' not in sys.modules") for _ in range(3)]
+    assert all(answer.returncode == 0 for answer in answers), answers[0].stderr
+    assert min(float(answer.stdout) for answer in answers) < 0.3
+
+
+def test_call_overhead():
+    """A forward on tensors of size 1, in time of this thread: others may want the core. The goal is 60 us on a core of
+    one's own, which bench/python_overhead.py measures; this allows for a core that is shared.
+    """
+    tensors = [torch.randn(1, 1, 1, 1) for _ in range(4)]
+    laps = []
+    for _ in range(50):
+        begin = time.thread_time()
+        for _ in range(20):
+            streamkl.attention_kl(*tensors)
+        laps.append((time.thread_time() - begin) / 20)
+    assert min(laps) < 240e-6
+
+
+def test_env_report():
+    answer = run("-m", "streamkl.env_report")
+    assert answer.returncode == 0, answer.stderr
+    for word in (streamkl.__version__, "cpu_reference", torch.__version__, str(_library.library_path())):
+        assert word in answer.stdout
+    assert answer.stdout.strip() == env_report.report()
+
+
+def test_a_library_that_is_not_there():
+    answer = run(
+        "-c",
+        "import streamkl",
+        env={"STREAMKL_LIBRARY": "/nowhere/libstreamkl.so", "PYTHONPATH": str(ROOT / "python")},
+    )
+    assert answer.returncode != 0
+    assert "ImportError: streamkl: /nowhere/libstreamkl.so cannot be loaded" in answer.stderr
+
+
+@pytest.mark.parametrize("example", ["distil_loop.py", "packed_sequences.py"])
+def test_examples(example):
+    answer = run(ROOT / "examples" / example, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert answer.returncode == 0, answer.stderr
+    if example == "distil_loop.py":
+        values = [float(value) for value in re.findall(r"attention KL ([\d.]+)", answer.stdout)]
+        assert values[-1] < values[0] / 2

@@ -1,0 +1,219 @@
+"""How the operators live with the rest of torch: compile, autocast, checkpointing, threads, double backward."""
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from cases import make_tensors
+from torch.utils.checkpoint import checkpoint
+
+import streamkl
+from streamkl import _library as lib
+
+STUDENT = lib.DQ_S | lib.DK_S
+
+
+def problem(gradients, reverse=False, cu_seqlens=None, key_lengths=None, heads_first=False):
+    return (
+        cu_seqlens,
+        cu_seqlens,
+        key_lengths,
+        -1,
+        -1,
+        True,
+        5,
+        -1,
+        0.0,
+        0.3,
+        0.0,
+        4.0,
+        reverse,
+        False,
+        heads_first,
+        gradients,
+    )
+
+
+@pytest.mark.parametrize("gradients", [0, STUDENT, 15])
+@pytest.mark.parametrize("form", ["dense", "packed", "key lengths"])
+def test_opcheck(form, gradients):
+    tensors = [t.detach() for t in make_tensors(len_q=11, len_k=11, packed=form == "packed")]
+    lengths = dict(
+        cu_seqlens=torch.tensor([0, 4, 10], dtype=torch.int32) if form == "packed" else None,
+        key_lengths=torch.tensor([3, 11], dtype=torch.int32) if form == "key lengths" else None,
+    )
+    arguments = problem(gradients, **lengths)
+    torch.library.opcheck(torch.ops.streamkl.forward, (*tensors, None, True, *arguments))
+    if gradients:
+        kl, lse_t, lse_s, *dot_t = torch.ops.streamkl.forward(*tensors, None, True, *arguments)
+        dot_t = dot_t[0] if dot_t else None
+        torch.library.opcheck(
+            torch.ops.streamkl.backward, (*tensors, lse_t, lse_s, kl, dot_t, torch.ones_like(kl), *arguments)
+        )
+        torch.library.opcheck(torch.ops.streamkl.one_pass, (*tensors, lse_t, lse_s, torch.ones_like(kl), *arguments))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile(dynamic):
+    """Every path of attention_kl in one graph, with views in front of it."""
+
+    def step(q_t, k_t, q_s, k_s, cu_seqlens):
+        q_s = (q_s * 2).transpose(1, 2)
+        k_s = k_s.transpose(1, 2)
+        rows, lse_t, lse_s = streamkl.attention_kl(
+            q_t.transpose(1, 2),
+            k_t.transpose(1, 2),
+            q_s,
+            k_s,
+            causal=True,
+            layout="bhnd",
+            reduction="none",
+            return_lse=True,
+        )
+        one_pass = streamkl.attention_kl(
+            q_t.transpose(1, 2), k_t.transpose(1, 2), q_s, k_s, causal=True, layout="bhnd", lse_t=lse_t, lse_s=lse_s
+        )
+        packed = streamkl.attention_kl(
+            q_t[0], k_t[0], q_s[0].transpose(0, 1), k_s[0].transpose(0, 1), cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
+            row_weight=torch.ones(q_t.shape[1]),
+        )  # fmt: skip
+        return rows.sum() + one_pass + packed
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic)
+    for length in (16, 24) if dynamic else (16,):
+        tensors = make_tensors(len_q=length, len_k=length)
+        cu_seqlens = torch.tensor([0, 7, 15], dtype=torch.int32)
+        expected, actual = step(*tensors, cu_seqlens), compiled(*tensors, cu_seqlens)
+        torch.testing.assert_close(actual, expected)
+        for one, other in zip(torch.autograd.grad(actual, tensors), torch.autograd.grad(expected, tensors)):
+            torch.testing.assert_close(one, other)
+
+
+def test_compile_without_gradients():
+    tensors = [t.detach() for t in make_tensors()]
+    compiled = torch.compile(streamkl.attention_kl, fullgraph=True)
+    torch.testing.assert_close(compiled(*tensors), streamkl.attention_kl(*tensors))
+
+
+def test_autocast():
+    """Queries in bf16 beside keys in f32, as layers under autocast leave them: both in f32."""
+    q_t, k_t, q_s, k_s = make_tensors()
+    projection = torch.nn.Linear(5, 5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = streamkl.attention_kl(q_t, k_t, projection(q_s), k_s)
+    assert loss.dtype == torch.float32
+    loss.backward()
+    assert q_s.grad is not None and projection.weight.grad is not None
+    with pytest.raises(ValueError, match="q_s is torch.bfloat16 and k_s is torch.float32"):
+        streamkl.attention_kl(q_t, k_t, q_s.bfloat16(), k_s)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant):
+    q_t, k_t, q_s, k_s = make_tensors()
+
+    def block(q):
+        return streamkl.attention_kl(q_t, k_t, q * 2, k_s, causal=True)
+
+    plain = torch.autograd.grad(block(q_s), (q_s, k_s))
+    if reentrant:
+        checkpoint(block, q_s, use_reentrant=True).backward()
+        again = (q_s.grad, k_s.grad)
+    else:
+        again = torch.autograd.grad(checkpoint(block, q_s, use_reentrant=False), (q_s, k_s))
+    assert all(torch.equal(one, other) for one, other in zip(plain, again))
+
+
+def test_double_backward_is_an_error():
+    tensors = make_tensors()
+    loss, lse_t, lse_s = streamkl.attention_kl(*tensors, return_lse=True)
+    first = torch.autograd.grad(loss, tensors, create_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice; streamkl.reference"):
+        torch.autograd.grad(first[2].square().sum(), tensors)
+    with pytest.raises(RuntimeError, match="with both LSEs cannot be differentiated twice"):
+        torch.autograd.grad(streamkl.attention_kl(*tensors, lse_t=lse_t, lse_s=lse_s), tensors, create_graph=True)
+
+
+@pytest.mark.parametrize("one_pass", [False, True])
+def test_backward_twice_with_retain_graph(one_pass):
+    tensors = make_tensors()
+    _, lse_t, lse_s = streamkl.attention_kl(*tensors, return_lse=True)
+    loss = streamkl.attention_kl(*tensors, **(dict(lse_t=lse_t, lse_s=lse_s) if one_pass else {}))
+    first = torch.autograd.grad(loss, tensors, retain_graph=True)
+    second = torch.autograd.grad(loss, tensors)
+    assert all(torch.equal(one, other) for one, other in zip(first, second))
+
+
+def saved_count(loss_of):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        loss_of()
+    return sum(tensor.numel() for tensor in saved if tensor.dtype != torch.int32)
+
+
+def test_nothing_is_saved_that_is_not_needed():
+    q_t, k_t, q_s, k_s = tensors = [t.detach() for t in make_tensors(heads_t=2, key_heads_t=2, key_heads_s=2)]
+    q_s.requires_grad_()
+    rows = 2 * 2 * 19
+    inputs = sum(tensor.numel() for tensor in tensors)
+    assert saved_count(lambda: streamkl.attention_kl(*tensors, reduction="none")) == inputs + 2 * rows  # the LSEs
+    assert (
+        saved_count(lambda: streamkl.attention_kl(*tensors, direction="reverse", reduction="none"))
+        == inputs + 3 * rows
+    )
+    _, lse_t, lse_s = streamkl.attention_kl(*tensors, return_lse=True)
+    assert (
+        saved_count(lambda: streamkl.attention_kl(*tensors, lse_t=lse_t, lse_s=lse_s, reduction="sum")) == q_s.numel()
+    )
+    with torch.no_grad():
+        assert saved_count(lambda: streamkl.attention_kl(*tensors)) == 0
+
+
+def test_gradient_of_the_weights():
+    tensors = make_tensors()
+    weight = torch.rand(2, 19, requires_grad=True)
+    kl, lse_t, lse_s = streamkl.attention_kl(*tensors, reduction="none", return_lse=True)
+    loss = streamkl.attention_kl(*tensors, row_weight=weight, reduction="sum", lse_t=lse_t, lse_s=lse_s)
+    torch.testing.assert_close(torch.autograd.grad(loss, weight)[0], kl.sum(1))
+
+
+def test_threads():
+    """Eight threads, problems of their own: each gets what one thread alone gets."""
+    problems = [make_tensors(len_q=17 + n, len_k=17 + n, seed=n) for n in range(8)]
+    expected = [torch.autograd.grad(streamkl.attention_kl(*tensors, causal=True), tensors) for tensors in problems]
+    wrong = []
+
+    def work(n):
+        for _ in range(20):
+            found = torch.autograd.grad(streamkl.attention_kl(*problems[n], causal=True), problems[n])
+            if not all(torch.equal(one, other) for one, other in zip(found, expected[n])):
+                wrong.append(n)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_repeatable():
+    tensors = make_tensors(len_q=300, len_k=300)
+    runs = [torch.autograd.grad(streamkl.attention_kl(*tensors, deterministic=True), tensors) for _ in range(3)]
+    assert all(torch.equal(one, other) for run in runs[1:] for one, other in zip(run, runs[0]))
+
+
+def test_loss_module():
+    criterion = streamkl.AttentionKLLoss(causal=True, window_size=(5, 0), softcap_s=3.0, direction="reverse")
+    tensors = make_tensors()
+    expected = streamkl.attention_kl(*tensors, causal=True, window_size=(5, 0), softcap_s=3.0, direction="reverse")
+    for same in criterion, copy.deepcopy(criterion), pickle.loads(pickle.dumps(criterion)):
+        assert torch.equal(same(*tensors), expected)
+    assert criterion.state_dict() == {} and list(criterion.parameters()) == []
+    assert "window_size=(5, 0)" in repr(criterion) and "direction='reverse'" in repr(criterion)
+    weight = torch.rand(2, 19)
+    assert torch.equal(
+        streamkl.AttentionKLLoss()(*tensors, row_weight=weight), streamkl.attention_kl(*tensors, row_weight=weight)
+    )
