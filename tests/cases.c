@@ -109,7 +109,7 @@ const test_case test_cases[] = {
     {"offsets_negative", SHAPE(1, 65, 97), HEADS(1, 1), DIMS(16, 16), CAUSAL, OFFSETS(-20, -50)},
     {"offsets_unmasked", PLAIN, OFFSETS(3, 70)},
     /* The last keys are seen by no query, but would be by those that a tile of queries has room for. */
-    {"offsets_keys_behind_the_queries", SHAPE(2, 24, 8), HEADS(1, 1), DIMS(16, 16), BF16, WINDOW(56, 19),
+    {"offsets_keys_behind_the_queries", SHAPE(2, 24, 8), HEADS(1, 1), DIMS(16, 16), TYPES(BF16, BF16), WINDOW(56, 19),
      OFFSETS(-25, 13)},
 
     /* Several tiles of queries and several blocks of keys, whose edges no mask respects. */
