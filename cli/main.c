@@ -17,6 +17,7 @@ typedef struct command {
 
 static const command commands[] = {
     {"kl", cmd_kl, "KL and gradients of the tensors in safetensors or .npy files"},
+    {"map", cmd_map, "where two attentions look, and where their KL comes from"},
     {"demo", cmd_demo, "a 16K context on this machine, beside what materialising would need"},
     {"info", cmd_info, "version, CPU, devices and kernels"},
     {"check", cmd_check, "compare this machine's kernels with the float64 oracle"},
