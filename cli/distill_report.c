@@ -185,9 +185,8 @@ static skl_status map_student(attention_map *map, distill_run *run, const layer 
 static void add_head_maps(bytes *page, const attention_map *before, const attention_map *after, int64_t head)
 {
     const int64_t cells = after->rows * after->columns, at = head * cells;
-    const double top = fmax(fmax(picture_top(after->p + at, cells), picture_top(after->s + at, cells)),
-                            picture_top(before->s + at, cells));
-    const double kl_top = picture_top(before->kl + at, cells);
+    const double top = picture_bright(after->p + at, cells);
+    const double kl_top = picture_bright(before->kl + at, cells);
     bytes_print(page, "<h3>Head %" PRId64 "</h3><div class=\"maps\">", head);
     page_map(page, PALETTE_SHARE, after->p + at, after->rows, after->columns, top, "teacher");
     page_map(page, PALETTE_SHARE, before->s + at, after->rows, after->columns, top, "student before");
@@ -216,7 +215,8 @@ static void add_maps(bytes *page, const report_maps *maps)
     page_section_begin(
         page, "Where they look",
         "Attention on one held-out sequence, pooled by streaming: queries from top to bottom, keys from left "
-        "to right, 64 buckets each. Brighter is more attention, on one scale a head. In the KL, orange is what "
+        "to right, 64 buckets each. Brighter is more attention, on one scale a head, its square root, cut off where "
+        "one cell of the teacher in a hundred is brighter. In the KL, orange is what "
         "the student misses and blue what it gives too much.");
     for (int64_t head = 0; head < maps->after.heads && head < MAP_HEADS_MAX; head++)
         add_head_maps(page, &maps->before, &maps->after, head);

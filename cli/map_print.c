@@ -40,7 +40,7 @@ static void print_characters(FILE *stream, palette_kind kind, const double *valu
             double value = values[row * columns + column];
             if (row_step == 2 && row + 1 < rows)
                 value = (value + values[(row + 1) * columns + column]) / 2;
-            const double share = fmin(sqrt(fabs(value) / top), 1);
+            const double share = isnan(value) ? 0 : fmin(sqrt(fabs(value) / top), 1);
             const int dark = kind == PALETTE_SIGNED && value < 0;
             const int steps = dark ? (int)sizeof negative - 2 : (int)sizeof shares - 2;
             const int step = share > 0 ? (int)lround(share * steps) : 0;

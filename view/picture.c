@@ -42,9 +42,9 @@ const rgb *palette_of(palette_kind kind)
 
 uint8_t palette_index(palette_kind kind, double value, double top)
 {
-    const double share = fmin(sqrt(fabs(value) / top), 1);
-    if (!(share > 0)) /* 0, or NaN */
+    if (!(fabs(value) > 0)) /* 0, or NaN */
         return kind == PALETTE_SIGNED ? 128 : 0;
+    const double share = fmin(sqrt(fabs(value) / top), 1);
     if (kind == PALETTE_SIGNED)
         return (uint8_t)lround(128 + (value < 0 ? -128 : 127) * share);
     return value < 0 ? 0 : (uint8_t)lround(255 * share);
@@ -56,6 +56,25 @@ double picture_top(const double *values, int64_t count)
     for (int64_t i = 0; i < count; i++)
         top = isfinite(values[i]) ? fmax(top, fabs(values[i])) : top;
     return top > 0 ? top : 1;
+}
+
+static int by_size(const void *a, const void *b)
+{
+    const double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+double picture_bright(const double *values, int64_t count)
+{
+    double *const sorted = malloc(((size_t)count + 1) * sizeof *sorted);
+    if (sorted == NULL)
+        return picture_top(values, count);
+    for (int64_t i = 0; i < count; i++)
+        sorted[i] = isfinite(values[i]) ? fabs(values[i]) : 0;
+    qsort(sorted, (size_t)count, sizeof *sorted, by_size);
+    const double bright = count ? sorted[count - 1 - count / 100] : 0;
+    free(sorted);
+    return bright > 0 ? bright : picture_top(values, count);
 }
 
 void picture_png(bytes *file, palette_kind kind, const double *values, int64_t rows, int64_t columns, double top,

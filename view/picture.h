@@ -18,6 +18,9 @@ uint8_t palette_index(palette_kind kind, double value, double top);
 /* The largest finite magnitude; 1 if there is none above 0. */
 double picture_top(const double *values, int64_t count);
 
+/* What one value in a hundred is above: a scale on which a few bright cells do not hide all others. */
+double picture_bright(const double *values, int64_t count);
+
 /* One PNG of rows x columns values, `zoom` pixels a side each. */
 void picture_png(bytes *file, palette_kind kind, const double *values, int64_t rows, int64_t columns, double top,
                  int zoom);
