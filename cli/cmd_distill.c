@@ -40,8 +40,7 @@ static const char doc[] =
     "  streamkl distill --out run7 --seed 7 --heads-t 8 --heads-s 2 --resume\n"
     "  streamkl distill --teacher big.safetensors --student small.safetensors --rate 0.001";
 
-/* ---- The command line
- * ---------------------------------------------------------------------------------------------- */
+/* ---- The command line --------------------------------------------------------------------------------------- */
 
 enum {
     KEY_CONTEXT = OPTIONS_COMMAND_KEYS,
@@ -57,6 +56,7 @@ enum {
     KEY_DIRECTION,
     KEY_SEED,
     KEY_HELD_OUT,
+    KEY_UNGUIDED,
     KEY_TEACHER,
     KEY_STUDENT,
     KEY_OUT,
@@ -81,13 +81,18 @@ static const struct argp_option options[] = {
     {"teacher", KEY_TEACHER, "FILE", 0, "Safetensors with hidden, w_q and w_k of the teacher", 0},
     {"student", KEY_STUDENT, "FILE", 0, "Safetensors with w_q and w_k of the student", 0},
     {NULL, 0, NULL, 0, "Training:", GROUP_TRAINING},
-    {"steps", KEY_STEPS, "N", 0, "Steps of Adam; default 180", 0},
+    {"steps", KEY_STEPS, "N", 0, "Steps of Adam; default 160", 0},
     {"batch", KEY_BATCH, "N", 0, "Sequences in a step; default 1", 0},
     {"rate", KEY_RATE, "X", 0, "Highest learning rate; it warms up and falls along a cosine; default 0.05", 0},
     {"direction", KEY_DIRECTION, "forward|reverse", 0,
      "KL(teacher || student), the default, or KL(student || teacher)", 0},
     {"seed", KEY_SEED, "N", 0, "Other data and other first weights; default 1", 0},
     {"held-out", KEY_HELD_OUT, "N", 0, "Sequences that are only looked at, never learnt from; default 4", 0},
+    {"unguided", KEY_UNGUIDED, "N", 0,
+     "Queries of a sequence from which a second student learns, to compare with, by the outputs of attention alone; "
+     "0: "
+     "no such student; default an eighth of the context, with your own files 0",
+     0},
     {NULL, 0, NULL, 0, "Result:", GROUP_RESULT},
     {"out", KEY_OUT, "DIR", 0, "Folder for checkpoint, weights and report; default streamkl-distill", 0},
     {"resume", KEY_RESUME, NULL, 0, "Go on from the checkpoint in DIR, if there is one", 0},
@@ -104,6 +109,11 @@ static const char *parse_rate(const char *text, void *value)
     return parse_float(text, value) || *(float *)value <= 0 ? "a number above 0" : NULL;
 }
 
+static const char *parse_unguided(const char *text, void *value)
+{
+    return parse_int64(text, value) || *(int64_t *)value < 0 ? "an integer, 0 or more" : NULL;
+}
+
 static const option_field fields[] = {
     {KEY_CONTEXT, parse_count, SETTING(context)},
     {KEY_NEEDLES, parse_count, SETTING(needles)},
@@ -118,6 +128,7 @@ static const option_field fields[] = {
     {KEY_DIRECTION, parse_direction, SETTING(direction)},
     {KEY_SEED, parse_int64, SETTING(seed)},
     {KEY_HELD_OUT, parse_count, SETTING(held_out)},
+    {KEY_UNGUIDED, parse_unguided, SETTING(unguided)},
     {KEY_TEACHER, parse_string, SETTING(teacher_path)},
     {KEY_STUDENT, parse_string, SETTING(student_path)},
     {KEY_OUT, parse_string, offsetof(distill_request, folder)},
@@ -138,8 +149,7 @@ static error_t parse_option(int key, char *text, struct argp_state *state)
     return options_store(fields, options, key, text, request);
 }
 
-/* ---- Preparation
- * --------------------------------------------------------------------------------------------------- */
+/* ---- Preparation -------------------------------------------------------------------------------------------- */
 
 /* The first Ctrl-C ends the run in order, the second one at once. */
 static void stop_on_signal(int number)
@@ -168,12 +178,13 @@ static int open_run(distill_run *run)
     skl_status status = lesson_open(&run->work, &source->shape, &request->options, run->work.threads);
     if (status != SKL_OK)
         return run->work.plan ? cli_fail_status(status) : fail_plan(status, &request->options);
-    status = learner_allocate(&run->student, source->shape.student);
-    if (status == SKL_OK)
-        status = layer_allocate(&run->gradient, source->shape.student);
+    status = trainee_allocate(&run->guided, &source->first_student);
+    if (status == SKL_OK && request->settings.unguided)
+        status = trainee_allocate(&run->alone, &source->first_student);
+    if (status == SKL_OK && request->settings.unguided)
+        status = unguided_open(&run->outputs, &run->work, request->settings.unguided, source->shape.teacher.width);
     if (status != SKL_OK)
         return cli_fail_status(status);
-    layer_copy(&run->student.weights, &source->first_student);
     distill_history *const history = &run->history;
     const int64_t room = request->settings.steps + 1;
     history->loss = allocate_history(room);
@@ -188,8 +199,9 @@ static int open_run(distill_run *run)
 static void close_run(distill_run *run)
 {
     lesson_close(&run->work);
-    learner_free(&run->student);
-    layer_free(&run->gradient);
+    trainee_free(&run->guided);
+    trainee_free(&run->alone);
+    unguided_close(&run->outputs);
     free(run->history.loss);
     free(run->history.evaluation_step);
     free(run->history.evaluation_kl);
@@ -203,14 +215,13 @@ static int resume(distill_run *run)
     if (exit_code != CLI_OK || run->request->json)
         return exit_code;
     if (found)
-        printf("Resuming at step %" PRId64 "\n", run->student.step);
+        printf("Resuming at step %" PRId64 "\n", run->guided.student.step);
     else
         printf("No checkpoint in %s yet: starting from the beginning\n", run->request->folder);
     return CLI_OK;
 }
 
-/* ---- The order of the work
- * ------------------------------------------------------------------------------------------ */
+/* ---- The order of the work ---------------------------------------------------------------------------------- */
 
 static void print_title(const distill_run *run)
 {
@@ -235,8 +246,11 @@ static int evaluate_both(distill_run *run)
     skl_status status = evaluate(&run->before, &run->work, source->teacher, &source->first_student,
                                  &source->sequences, count, &never);
     if (status == SKL_OK)
-        status = evaluate(&run->after, &run->work, source->teacher, &run->student.weights, &source->sequences, count,
-                          &never);
+        status = evaluate(&run->after, &run->work, source->teacher, &run->guided.student.weights, &source->sequences,
+                          count, &never);
+    if (status == SKL_OK && run->request->settings.unguided)
+        status = evaluate(&run->without, &run->work, source->teacher, &run->alone.student.weights, &source->sequences,
+                          count, &never);
     return status == SKL_OK ? CLI_OK : cli_fail_status(status);
 }
 
@@ -272,7 +286,7 @@ static int run_all(distill_run *run)
         exit_code = distill_train(run);
     const bool stopped = distill_stop;
     if (exit_code == CLI_OK && stopped && !request->json)
-        printf("Stopped at step %" PRId64 "; --resume goes on from there\n", run->student.step);
+        printf("Stopped at step %" PRId64 "; --resume goes on from there\n", run->guided.student.step);
     if (exit_code == CLI_OK)
         exit_code = finish(run);
     return exit_code == CLI_OK && stopped ? STOPPED : exit_code;
@@ -288,10 +302,11 @@ int cmd_distill(int argc, char **argv)
                      .hidden = 64,
                      .dim_t = 64,
                      .dim_s = 32,
-                     .steps = 180,
+                     .steps = 160,
                      .batch = 1,
                      .held_out = 4,
                      .seed = 1,
+                     .unguided = UNGUIDED_DEFAULT,
                      .rate = 0.05F},
         .options = skl_options_default(),
         .folder = "streamkl-distill",

@@ -15,10 +15,13 @@ typedef struct distill_settings {
     int64_t context, needles, hidden;
     int64_t heads_t, dim_t, heads_s, dim_s;
     int64_t steps, batch, held_out, seed;
+    int64_t unguided; /* queries of a sequence for the student without guidance; 0: there is none */
     float rate;
     skl_direction direction;
     const char *teacher_path, *student_path; /* NULL: the made-up task */
 } distill_settings;
+
+enum { UNGUIDED_DEFAULT = -1 }; /* becomes an eighth of the context, or 0 */
 
 typedef struct distill_request {
     distill_settings settings;
@@ -42,7 +45,7 @@ char *distill_settings_text(const distill_settings *settings);
 /* Prints which setting of a checkpoint differs and returns CLI_BAD_INPUT; CLI_OK if none does. */
 int distill_settings_compare(const distill_settings *settings, const char *text, const char *path);
 
-/* ---- Where sequences and layers come from -------------------------------------------------------------------- */
+/* ---- Where sequences and layers come from ------------------------------------------------------------------- */
 
 /* The user's files. Sequences are converted to f32 one at a time. */
 typedef struct distill_files {
@@ -70,7 +73,7 @@ int distill_source_open(distill_source *source, distill_settings *settings, int 
 int distill_files_open(distill_source *source, distill_settings *settings);
 void distill_source_close(distill_source *source);
 
-/* ---- The run ------------------------------------------------------------------------------------------------- */
+/* ---- The run ------------------------------------------------------------------------------------------------ */
 
 /* What was seen on the way: the loss of every step, and held-out figures now and then. */
 typedef struct distill_history {
@@ -86,10 +89,10 @@ typedef struct distill_run {
     const distill_request *request;
     distill_source *source;
     lesson work;
-    learner student;
-    layer gradient;
+    trainee guided, alone; /* `alone` is empty where settings.unguided is 0 */
+    unguided outputs;
     distill_history history;
-    evaluation before, after;
+    evaluation before, after, without;
     int64_t peak; /* resident bytes, of everything but the baseline of the report */
 } distill_run;
 

@@ -3,14 +3,14 @@
 #include "distill.h"
 #include "tensor_write.h"
 
-#include <errno.h>
+#include <assert.h>
 #include <inttypes.h>
 #include <stdlib.h>
 #include <unistd.h>
 
 static const char format_name[] = "streamkl-distill-1";
 
-/* ---- The tensors ----------------------------------------------------------------------------------------------- */
+/* ---- The tensors -------------------------------------------------------------------------------------------- */
 
 typedef struct checkpoint_tensor {
     const char *name;
@@ -18,15 +18,15 @@ typedef struct checkpoint_tensor {
     int64_t count;
 } checkpoint_tensor;
 
-enum { WEIGHT_TENSORS = 6, HISTORY_TENSORS = 4, TENSOR_COUNT = WEIGHT_TENSORS + HISTORY_TENSORS };
+enum { TENSORS_MAX = 16 };
 
-/* In a fixed order: the weights first, whose sizes are known before a file is read. */
-static void list_tensors(checkpoint_tensor tensors[TENSOR_COUNT], const distill_run *run)
+/* Returns how many there are: a run without a second student has fewer. */
+static int list_tensors(checkpoint_tensor tensors[TENSORS_MAX], const distill_run *run)
 {
-    const learner *const student = &run->student;
+    const learner *const student = &run->guided.student, *const alone = &run->alone.student;
     const distill_history *const history = &run->history;
     const int64_t q_count = layer_q_count(&student->weights.shape), k_count = layer_k_count(&student->weights.shape);
-    const checkpoint_tensor all[TENSOR_COUNT] = {
+    const checkpoint_tensor all[] = {
         {"w_q", student->weights.w_q, q_count},
         {"w_k", student->weights.w_k, k_count},
         {"adam_mean_q", student->mean.w_q, q_count},
@@ -37,22 +37,30 @@ static void list_tensors(checkpoint_tensor tensors[TENSOR_COUNT], const distill_
         {"evaluation_step", history->evaluation_step, history->evaluation_count},
         {"evaluation_kl", history->evaluation_kl, history->evaluation_count},
         {"evaluation_hits", history->evaluation_hits, history->evaluation_count},
+        {"unguided_w_q", alone->weights.w_q, q_count},
+        {"unguided_w_k", alone->weights.w_k, k_count},
+        {"unguided_adam_mean_q", alone->mean.w_q, q_count},
+        {"unguided_adam_mean_k", alone->mean.w_k, k_count},
+        {"unguided_adam_square_q", alone->square.w_q, q_count},
+        {"unguided_adam_square_k", alone->square.w_k, k_count},
     };
+    enum { ALL = sizeof all / sizeof all[0], OF_THE_SECOND = 6 };
+    static_assert((int)ALL <= (int)TENSORS_MAX, "a list has room for all tensors");
     memcpy(tensors, all, sizeof all);
+    return run->request->settings.unguided ? ALL : ALL - OF_THE_SECOND;
 }
 
-/* ---- Writing ----------------------------------------------------------------------------------------------------
- */
+/* ---- Writing ------------------------------------------------------------------------------------------------ */
 
 int distill_checkpoint_save(const distill_run *run)
 {
-    checkpoint_tensor tensors[TENSOR_COUNT];
-    list_tensors(tensors, run);
-    output_tensor output[TENSOR_COUNT];
-    for (int t = 0; t < TENSOR_COUNT; t++)
+    checkpoint_tensor tensors[TENSORS_MAX];
+    const int count = list_tensors(tensors, run);
+    output_tensor output[TENSORS_MAX];
+    for (int t = 0; t < count; t++)
         output[t] = (output_tensor){tensors[t].name, SKL_F32, 1, {tensors[t].count}, tensors[t].data};
     char step[32], seconds[32];
-    snprintf(step, sizeof step, "%" PRId64, run->student.step);
+    snprintf(step, sizeof step, "%" PRId64, run->guided.student.step);
     snprintf(seconds, sizeof seconds, "%.3f", run->history.seconds);
     char *const settings = distill_settings_text(&run->request->settings);
     if (settings == NULL)
@@ -61,7 +69,7 @@ int distill_checkpoint_save(const distill_run *run)
         {"format", format_name}, {"step", step}, {"seconds", seconds}, {"settings", settings}};
     tensor_error error;
     const bool written = tensor_write(distill_path_of(run->request, "checkpoint.safetensors").text, output,
-                                      TENSOR_COUNT, metadata, sizeof metadata / sizeof metadata[0], &error);
+                                      (size_t)count, metadata, sizeof metadata / sizeof metadata[0], &error);
     free(settings);
     return written ? CLI_OK : cli_fail(CLI_WRITE_FAILED, "%s", error.text);
 }
@@ -78,7 +86,7 @@ static float *transposed(const float *weights, int64_t width, int64_t columns)
 
 int distill_student_save(const distill_run *run)
 {
-    const layer *const weights = &run->student.weights;
+    const layer *const weights = &run->guided.student.weights;
     const layer_shape *const shape = &weights->shape;
     float *const w_q = transposed(weights->w_q, shape->width, shape->heads * shape->dim);
     float *const w_k = transposed(weights->w_k, shape->width, shape->key_heads * shape->dim);
@@ -95,8 +103,7 @@ int distill_student_save(const distill_run *run)
     return written ? CLI_OK : cli_fail(CLI_WRITE_FAILED, "%s", error.text);
 }
 
-/* ---- Reading ----------------------------------------------------------------------------------------------------
- */
+/* ---- Reading ------------------------------------------------------------------------------------------------ */
 
 static int read_tensor(tensor_file *file, const checkpoint_tensor *tensor, const char *path)
 {
@@ -118,10 +125,10 @@ static int read_counts(distill_run *run, const tensor_file *file, const char *pa
     const char *const step = tensor_file_metadata(file, "step"), *const seconds =
                                                                      tensor_file_metadata(file, "seconds");
     const stored_tensor *const evaluations = tensor_file_find(file, "evaluation_step", NULL);
-    run->student.step = step ? strtoll(step, NULL, 10) : -1;
+    run->guided.student.step = step ? strtoll(step, NULL, 10) : -1;
     run->history.seconds = seconds ? strtod(seconds, NULL) : 0;
     run->history.evaluation_count = evaluations && evaluations->rank == 1 ? evaluations->shape[0] : -1;
-    if (run->student.step < 0 || run->student.step > steps)
+    if (run->guided.student.step < 0 || run->guided.student.step > steps)
         return cli_fail(CLI_BAD_INPUT, "%s: step %s: must be 0..%" PRId64, path, step ? step : "(none)", steps);
     if (run->history.evaluation_count < 0 || run->history.evaluation_count > steps + 1)
         return cli_fail(CLI_BAD_INPUT, "%s: evaluation_step: must have 0..%" PRId64 " numbers", path, steps + 1);
@@ -138,10 +145,11 @@ static int read_checkpoint(distill_run *run, tensor_file *file, const char *path
     int exit_code = distill_settings_compare(&run->request->settings, settings, path);
     if (exit_code == CLI_OK)
         exit_code = read_counts(run, file, path);
-    checkpoint_tensor tensors[TENSOR_COUNT];
-    list_tensors(tensors, run);
-    for (int t = 0; t < TENSOR_COUNT && exit_code == CLI_OK; t++)
+    checkpoint_tensor tensors[TENSORS_MAX];
+    const int count = list_tensors(tensors, run);
+    for (int t = 0; t < count && exit_code == CLI_OK; t++)
         exit_code = read_tensor(file, &tensors[t], path);
+    run->alone.student.step = run->guided.student.step;
     return exit_code;
 }
 

@@ -6,8 +6,7 @@
 
 #include <inttypes.h>
 
-/* ---- Numbers -----------------------------------------------------------------------------------------------------
- */
+/* ---- Numbers ------------------------------------------------------------------------------------------------ */
 
 static float float_of_f16(uint16_t half)
 {
@@ -39,8 +38,7 @@ static float number_at(const void *data, skl_dtype dtype, int64_t index)
     return dtype == SKL_F16 ? float_of_f16(bits) : float_of_bf16(bits);
 }
 
-/* ---- Weights ------------------------------------------------------------------------------------------------------
- */
+/* ---- Weights ------------------------------------------------------------------------------------------------ */
 
 static const void *find_tensor(tensor_file *file, const char *name, const stored_tensor **tensor)
 {
@@ -110,8 +108,7 @@ static int read_layer(layer *weights, tensor_file *file, const char *path, int64
     return CLI_OK;
 }
 
-/* ---- Hidden states
- * ------------------------------------------------------------------------------------------------- */
+/* ---- Hidden states ------------------------------------------------------------------------------------------ */
 
 static void load_sequence(float *to, const stored_tensor *hidden, const void *data, int64_t index)
 {
@@ -179,8 +176,7 @@ static int open_hidden(distill_source *source, const distill_settings *settings)
     return status == SKL_OK ? CLI_OK : cli_fail_status(status);
 }
 
-/* ---- All of it
- * ------------------------------------------------------------------------------------------------------ */
+/* ---- All of it ---------------------------------------------------------------------------------------------- */
 
 static tensor_file *open_file(const char *path)
 {

@@ -17,8 +17,7 @@
 
 enum { MAP_BUCKETS = 64, MAP_HEADS_MAX = 8 };
 
-/* ---- The figures on top ------------------------------------------------------------------------------------------
- */
+/* ---- The figures on top ------------------------------------------------------------------------------------- */
 
 static void add_figures(bytes *page, const distill_run *run)
 {
@@ -39,21 +38,20 @@ static void add_figures(bytes *page, const distill_run *run)
              cli_bytes_text(materialised).text);
     page_figure(page, cli_bytes_text((double)run->peak).text, "peak memory of the process", detail);
     snprintf(value, sizeof value, "%.0f s", run->history.seconds);
-    snprintf(detail, sizeof detail, "%" PRId64 " steps of %" PRId64 " tokens", run->student.step,
+    snprintf(detail, sizeof detail, "%" PRId64 " steps of %" PRId64 " tokens", run->guided.student.step,
              run->request->settings.batch * run->request->settings.context);
     page_figure(page, value, "of training", detail);
     bytes_print(page, "</div>\n");
 }
 
-/* ---- Curves
- * -------------------------------------------------------------------------------------------------------- */
+/* ---- Curves ------------------------------------------------------------------------------------------------- */
 
 enum { CURVE_POINTS = 300 };
 
 static void add_loss(bytes *page, const distill_run *run)
 {
     const distill_history *const history = &run->history;
-    const int64_t steps = run->student.step, points = steps < CURVE_POINTS ? steps : CURVE_POINTS;
+    const int64_t steps = run->guided.student.step, points = steps < CURVE_POINTS ? steps : CURVE_POINTS;
     double x[CURVE_POINTS], y[CURVE_POINTS];
     for (int64_t p = 0; p < points; p++) {
         const int64_t begin = steps * p / points, end = steps * (p + 1) / points;
@@ -125,25 +123,26 @@ static void add_positions(bytes *page, const distill_run *run)
     page_section_end(page);
 }
 
-/* ---- Depths
- * -------------------------------------------------------------------------------------------------------- */
+/* ---- Depths ------------------------------------------------------------------------------------------------- */
 
 static void add_depths(bytes *page, const distill_run *run)
 {
     static const char *const names[EVALUATE_DEPTHS] = {"0", "12", "25", "37", "50", "62", "75", "87"};
-    double teacher[EVALUATE_DEPTHS], before[EVALUATE_DEPTHS], after[EVALUATE_DEPTHS];
+    double teacher[EVALUATE_DEPTHS], before[EVALUATE_DEPTHS], after[EVALUATE_DEPTHS], without[EVALUATE_DEPTHS];
     for (int d = 0; d < EVALUATE_DEPTHS; d++) {
         teacher[d] = evaluate_hit_rate_t(&run->after.depths[d]);
         before[d] = evaluate_hit_rate_s(&run->before.depths[d]);
         after[d] = evaluate_hit_rate_s(&run->after.depths[d]);
+        without[d] = evaluate_hit_rate_s(&run->without.depths[d]);
     }
     const chart bars = {
         .description = "Share of references that find their definition, by depth of the definition in the context",
         .x_label = "depth of the definition, % of the context from",
-        .series_count = 3,
+        .series_count = run->request->settings.unguided ? 4 : 3,
         .series = {{"teacher", "teacher", NULL, teacher, 0, false},
                    {"before", "before", NULL, before, 0, false},
-                   {"after", "after", NULL, after, 0, false}},
+                   {"after", "after", NULL, after, 0, false},
+                   {"without guidance", "without", NULL, without, 0, false}},
     };
     page_section_begin(
         page, "Does it use the far end of its context?",
@@ -166,8 +165,11 @@ static void add_depths(bytes *page, const distill_run *run)
     page_section_end(page);
 }
 
-/* ---- Maps
- * ----------------------------------------------------------------------------------------------------------- */
+/* ---- Maps --------------------------------------------------------------------------------------------------- */
+
+typedef struct report_maps {
+    attention_map before, after, without; /* `without` is empty where there was no such student */
+} report_maps;
 
 /* The map of a student on the first held-out sequence. */
 static skl_status map_student(attention_map *map, distill_run *run, const layer *student)
@@ -182,8 +184,9 @@ static skl_status map_student(attention_map *map, distill_run *run, const layer 
     return attention_map_compute(map, MAP_BUCKETS, MAP_BUCKETS, &problem, &inputs, &run->request->options);
 }
 
-static void add_head_maps(bytes *page, const attention_map *before, const attention_map *after, int64_t head)
+static void add_head_maps(bytes *page, const report_maps *maps, int64_t head)
 {
+    const attention_map *const before = &maps->before, *const after = &maps->after;
     const int64_t cells = after->rows * after->columns, at = head * cells;
     const double top = picture_bright(after->p + at, cells);
     const double kl_top = picture_bright(before->kl + at, cells);
@@ -193,20 +196,21 @@ static void add_head_maps(bytes *page, const attention_map *before, const attent
     page_map(page, PALETTE_SHARE, after->s + at, after->rows, after->columns, top, "student after");
     page_map(page, PALETTE_SIGNED, before->kl + at, after->rows, after->columns, kl_top,
              "where the KL came from, before");
-    page_map(page, PALETTE_SIGNED, after->kl + at, after->rows, after->columns, kl_top,
-             "and after, on the same scale");
+    if (maps->without.s)
+        page_map(page, PALETTE_SHARE, maps->without.s + at, after->rows, after->columns, top, "without guidance");
+    else
+        page_map(page, PALETTE_SIGNED, after->kl + at, after->rows, after->columns, kl_top,
+                 "and after, on the same scale");
     bytes_print(page, "</div>\n");
 }
-
-typedef struct report_maps {
-    attention_map before, after;
-} report_maps;
 
 static int compute_maps(report_maps *maps, distill_run *run)
 {
     skl_status status = map_student(&maps->before, run, &run->source->first_student);
     if (status == SKL_OK)
-        status = map_student(&maps->after, run, &run->student.weights);
+        status = map_student(&maps->after, run, &run->guided.student.weights);
+    if (status == SKL_OK && run->request->settings.unguided)
+        status = map_student(&maps->without, run, &run->alone.student.weights);
     return status == SKL_OK ? CLI_OK : cli_fail_status(status);
 }
 
@@ -219,12 +223,11 @@ static void add_maps(bytes *page, const report_maps *maps)
         "one cell of the teacher in a hundred is brighter. In the KL, orange is what "
         "the student misses and blue what it gives too much.");
     for (int64_t head = 0; head < maps->after.heads && head < MAP_HEADS_MAX; head++)
-        add_head_maps(page, &maps->before, &maps->after, head);
+        add_head_maps(page, maps, head);
     page_section_end(page);
 }
 
-/* ---- Costs
- * ----------------------------------------------------------------------------------------------------------- */
+/* ---- Costs -------------------------------------------------------------------------------------------------- */
 
 static void add_costs(bytes *page, const distill_run *run)
 {
@@ -258,8 +261,7 @@ static void add_costs(bytes *page, const distill_run *run)
     page_section_end(page);
 }
 
-/* ---- Settings
- * -------------------------------------------------------------------------------------------------------- */
+/* ---- Settings ----------------------------------------------------------------------------------------------- */
 
 static void add_setting(bytes *page, const char *name, const char *value)
 {
@@ -305,7 +307,7 @@ static void add_settings(bytes *page, const distill_run *run)
         add_setting(page, "teacher", settings->teacher_path);
         add_setting(page, "student", settings->student_path);
     }
-    snprintf(text, sizeof text, "%" PRId64 " of %" PRId64, run->student.step, settings->steps);
+    snprintf(text, sizeof text, "%" PRId64 " of %" PRId64, run->guided.student.step, settings->steps);
     add_setting(page, "steps done", text);
     add_setting(page, "kernel", skl_plan_kernel(run->work.plan));
     machine_cpu_model(text, sizeof text);
@@ -319,8 +321,7 @@ static void add_settings(bytes *page, const distill_run *run)
     page_section_end(page);
 }
 
-/* ---- The page
- * --------------------------------------------------------------------------------------------------------- */
+/* ---- The page ----------------------------------------------------------------------------------------------- */
 
 static void add_title(bytes *page, const distill_run *run)
 {
@@ -333,8 +334,8 @@ static void add_title(bytes *page, const distill_run *run)
                 "matrix was ever stored.",
                 s->heads_s, s->dim_s, s->heads_t, s->dim_t, s->context,
                 s->direction == SKL_KL_FORWARD ? "teacher&nbsp;||&nbsp;student" : "student&nbsp;||&nbsp;teacher");
-    if (run->student.step < s->steps)
-        bytes_print(page, " <b>The run was stopped at step %" PRId64 " of %" PRId64 ".</b>", run->student.step,
+    if (run->guided.student.step < s->steps)
+        bytes_print(page, " <b>The run was stopped at step %" PRId64 " of %" PRId64 ".</b>", run->guided.student.step,
                     s->steps);
     bytes_print(page, "</p>");
 }
@@ -373,6 +374,7 @@ int distill_report_write(distill_run *run)
     }
     attention_map_free(&maps.before);
     attention_map_free(&maps.after);
+    attention_map_free(&maps.without);
     bytes_free(&page);
     return exit_code;
 }

@@ -18,8 +18,7 @@ static double mean_kl(const depth_score *score)
     return score->references ? score->kl / (double)score->references : NAN;
 }
 
-/* ---- Text --------------------------------------------------------------------------------------------------------
- */
+/* ---- Text --------------------------------------------------------------------------------------------------- */
 
 static void print_depths(const distill_run *run)
 {
@@ -41,6 +40,16 @@ static void print_depths(const distill_run *run)
     }
 }
 
+static void print_unguided(const distill_run *run)
+{
+    const term_style style = term_style_for(stdout);
+    printf("%sWithout guidance%s, taught by the outputs of attention for as many steps: KL %.4g", style.bold,
+           style.plain, run->without.kl);
+    if (run->source->retrieves)
+        printf(", hits %.1f %%", 100 * evaluate_hit_rate_s(&run->without.all));
+    printf("\n");
+}
+
 void distill_print_result(const distill_run *run)
 {
     const term_style style = term_style_for(stdout);
@@ -54,12 +63,13 @@ void distill_print_result(const distill_run *run)
            settings->held_out, settings->context);
     printf("%sPeak memory%s %s of the whole process; the matrices of a step, materialised, take %s\n", style.bold,
            style.plain, cli_bytes_text((double)run->peak).text, cli_bytes_text(work.materialised_size).text);
+    if (settings->unguided)
+        print_unguided(run);
     printf("%sTraining%s %s, kernel %s\n", style.bold, style.plain, cli_seconds_text(run->history.seconds).text,
            skl_plan_kernel(run->work.plan));
 }
 
-/* ---- JSON --------------------------------------------------------------------------------------------------------
- */
+/* ---- JSON --------------------------------------------------------------------------------------------------- */
 
 static json_t *depths_json(const distill_run *run)
 {
@@ -87,12 +97,14 @@ static json_t *heads_json(const distill_run *run, const evaluation *result)
 int distill_print_json(const distill_run *run)
 {
     const skl_inputs inputs = lesson_inputs(&run->work);
-    return cli_print_json(
-        json_pack("{sI sI so so so so so sI so ss ss}", "step", (json_int_t)run->student.step, "steps",
-                  (json_int_t)run->request->settings.steps, "kl_before", cli_json_number(run->before.kl), "kl_after",
-                  cli_json_number(run->after.kl), "kl_head_before", heads_json(run, &run->before), "kl_head_after",
-                  heads_json(run, &run->after), "depths", depths_json(run), "peak_bytes", (json_int_t)run->peak,
-                  "materialised_bytes", cli_json_number(workload_of(&run->work.problem, &inputs).materialised_size),
-                  "report", distill_path_of(run->request, "report.html").text, "student",
-                  distill_path_of(run->request, "student.safetensors").text));
+    return cli_print_json(json_pack(
+        "{so so sI sI so so so so so sI so ss ss}", "kl_unguided",
+        run->request->settings.unguided ? cli_json_number(run->without.kl) : json_null(), "hits_unguided",
+        cli_json_number(evaluate_hit_rate_s(&run->without.all)), "step", (json_int_t)run->guided.student.step,
+        "steps", (json_int_t)run->request->settings.steps, "kl_before", cli_json_number(run->before.kl), "kl_after",
+        cli_json_number(run->after.kl), "kl_head_before", heads_json(run, &run->before), "kl_head_after",
+        heads_json(run, &run->after), "depths", depths_json(run), "peak_bytes", (json_int_t)run->peak,
+        "materialised_bytes", cli_json_number(workload_of(&run->work.problem, &inputs).materialised_size), "report",
+        distill_path_of(run->request, "report.html").text, "student",
+        distill_path_of(run->request, "student.safetensors").text));
 }

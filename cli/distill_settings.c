@@ -11,7 +11,7 @@ const setting_name distill_counts[] = {
     {"dim-t", offsetof(distill_settings, dim_t)},     {"heads-s", offsetof(distill_settings, heads_s)},
     {"dim-s", offsetof(distill_settings, dim_s)},     {"steps", offsetof(distill_settings, steps)},
     {"batch", offsetof(distill_settings, batch)},     {"held-out", offsetof(distill_settings, held_out)},
-    {"seed", offsetof(distill_settings, seed)},
+    {"seed", offsetof(distill_settings, seed)},       {"unguided", offsetof(distill_settings, unguided)},
 };
 const size_t distill_count_of_counts = sizeof distill_counts / sizeof distill_counts[0];
 

@@ -66,15 +66,26 @@ static int open_made_up(distill_source *source, distill_settings *settings, int 
     return CLI_OK;
 }
 
+/* Counts that are known only when the context is. */
+static int check_unguided(distill_settings *settings)
+{
+    if (settings->unguided == UNGUIDED_DEFAULT)
+        settings->unguided = settings->teacher_path ? 0 : settings->context / 8;
+    if (settings->unguided <= settings->context)
+        return CLI_OK;
+    return cli_fail(CLI_BAD_INPUT, "--unguided=%" PRId64 ": must be at most the context, %" PRId64,
+                    settings->unguided, settings->context);
+}
+
 int distill_source_open(distill_source *source, distill_settings *settings, int threads)
 {
-    if (settings->teacher_path && settings->student_path)
-        return distill_files_open(source, settings);
-    if (settings->teacher_path || settings->student_path)
+    if (!settings->teacher_path != !settings->student_path)
         return cli_fail(CLI_BAD_INPUT, "--%s: --%s must be given, too",
                         settings->teacher_path ? "teacher" : "student",
                         settings->teacher_path ? "student" : "teacher");
-    return open_made_up(source, settings, threads);
+    const int exit_code =
+        settings->teacher_path ? distill_files_open(source, settings) : open_made_up(source, settings, threads);
+    return exit_code == CLI_OK ? check_unguided(settings) : exit_code;
 }
 
 void distill_source_close(distill_source *source)

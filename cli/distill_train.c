@@ -10,9 +10,9 @@
 
 volatile int distill_stop;
 
-enum { EVALUATIONS = 10 }; /* on the way, besides the first and the last */
+enum { EVALUATIONS = 8 }; /* on the way, besides the first and the last */
 
-/* ---- What is printed on the way ------------------------------------------------------------------------------- */
+/* ---- What is printed on the way ----------------------------------------------------------------------------- */
 
 static double tokens_a_second(const distill_history *history)
 {
@@ -37,7 +37,7 @@ static void print_row(const distill_run *run, double loss, double kl, double hit
         snprintf(loss_text, sizeof loss_text, "%.4g", loss);
     if (run->history.tokens_seconds > 0)
         snprintf(speed_text, sizeof speed_text, "%.0f", tokens_a_second(&run->history));
-    printf("  %4" PRId64 "/%-4" PRId64 " %10s %12.4g %9s %11s %12s\n", run->student.step,
+    printf("  %4" PRId64 "/%-4" PRId64 " %10s %12.4g %9s %11s %12s\n", run->guided.student.step,
            run->request->settings.steps, loss_text, kl, hit_text, speed_text,
            cli_bytes_text((double)resident_peak()).text);
     fflush(stdout);
@@ -46,7 +46,7 @@ static void print_row(const distill_run *run, double loss, double kl, double hit
 /* Between the rows, on a terminal only: cleared before the next row. */
 static void print_live(const distill_run *run, double loss)
 {
-    const int64_t steps = run->request->settings.steps, done = run->student.step;
+    const int64_t steps = run->request->settings.steps, done = run->guided.student.step;
     const distill_history *const history = &run->history;
     if (run->request->json || !isatty(STDERR_FILENO))
         return;
@@ -62,8 +62,7 @@ static void clear_live(const distill_run *run)
         fputs("\r\033[K", stderr);
 }
 
-/* ---- Held-out figures -------------------------------------------------------------------------------------------
- */
+/* ---- Held-out figures --------------------------------------------------------------------------------------- */
 
 static int64_t evaluation_interval(int64_t steps)
 {
@@ -72,7 +71,7 @@ static int64_t evaluation_interval(int64_t steps)
 
 static bool evaluation_is_due(const distill_run *run)
 {
-    const int64_t step = run->student.step, count = run->history.evaluation_count;
+    const int64_t step = run->guided.student.step, count = run->history.evaluation_count;
     const bool known = count > 0 && (int64_t)run->history.evaluation_step[count - 1] == step;
     return !known && step % evaluation_interval(run->request->settings.steps) == 0;
 }
@@ -88,10 +87,10 @@ static int evaluate_on_the_way(distill_run *run)
 {
     distill_history *const history = &run->history;
     evaluation now;
-    const int exit_code = evaluate_now(run, &run->student.weights, &now);
+    const int exit_code = evaluate_now(run, &run->guided.student.weights, &now);
     if (exit_code != CLI_OK || distill_stop)
         return exit_code;
-    const int64_t step = run->student.step;
+    const int64_t step = run->guided.student.step;
     const double hits = evaluate_hit_rate_s(&now.all);
     history->evaluation_step[history->evaluation_count] = (float)step;
     history->evaluation_kl[history->evaluation_count] = (float)now.kl;
@@ -102,18 +101,18 @@ static int evaluate_on_the_way(distill_run *run)
     return CLI_OK;
 }
 
-/* ---- The loop ----------------------------------------------------------------------------------------------------
- */
+/* ---- The loop ----------------------------------------------------------------------------------------------- */
 
 static int take_step(distill_run *run, const training *plan)
 {
-    const int64_t step = run->student.step;
+    const int64_t step = run->guided.student.step;
     double loss;
     const double began = cli_seconds();
-    const skl_status status = train_step(&run->student, plan, &run->work, &run->gradient, &loss, &distill_stop);
+    const skl_status status = train_step(&run->guided, run->request->settings.unguided > 0 ? &run->alone : NULL, plan,
+                                         &run->work, &run->outputs, &loss, &distill_stop);
     if (status != SKL_OK)
         return cli_fail_status(status);
-    if (run->student.step == step)
+    if (run->guided.student.step == step)
         return CLI_OK; /* stopped in the middle */
     const double seconds = cli_seconds() - began;
     run->history.seconds += seconds;
@@ -130,20 +129,20 @@ static int take_step(distill_run *run, const training *plan)
 int distill_train(distill_run *run)
 {
     const distill_settings *const settings = &run->request->settings;
-    const training plan = {run->source->teacher, &run->source->sequences, settings->steps, settings->batch,
-                           settings->rate};
-    int64_t saved = run->student.step;
+    const training plan = {run->source->teacher, &run->source->sequences, settings->steps,
+                           settings->batch,      settings->rate,          (uint64_t)settings->seed};
+    int64_t saved = run->guided.student.step;
     int exit_code = CLI_OK;
     print_heading(run);
     while (exit_code == CLI_OK && !distill_stop) {
         if (evaluation_is_due(run))
             exit_code = evaluate_on_the_way(run);
-        if (exit_code != CLI_OK || distill_stop || run->student.step == settings->steps)
+        if (exit_code != CLI_OK || distill_stop || run->guided.student.step == settings->steps)
             break;
         exit_code = take_step(run, &plan);
-        if (exit_code == CLI_OK && run->student.step - saved >= run->request->checkpoint_every) {
+        if (exit_code == CLI_OK && run->guided.student.step - saved >= run->request->checkpoint_every) {
             exit_code = distill_checkpoint_save(run);
-            saved = run->student.step;
+            saved = run->guided.student.step;
         }
     }
     clear_live(run);

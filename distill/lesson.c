@@ -84,8 +84,7 @@ void lesson_project_student(lesson *work, const layer *student, const sequence *
     layer_project(student, text->hidden_s, work->problem.len_q, work->q_s, work->k_s, work->threads);
 }
 
-/* ---- Calls ------------------------------------------------------------------------------------------------------
- */
+/* ---- Calls -------------------------------------------------------------------------------------------------- */
 
 /* [context, heads, dim] */
 static skl_input heads_input(const float *data, int64_t heads, int64_t dim)
@@ -159,8 +158,7 @@ skl_status lesson_backward(lesson *work, float grad_kl, const sequence *text, la
     return status;
 }
 
-/* ---- One pair of a query and a key -------------------------------------------------------------------------------
- */
+/* ---- One pair of a query and a key -------------------------------------------------------------------------- */
 
 static double share(const float *q, const float *k, int64_t dim, double lse)
 {

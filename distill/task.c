@@ -6,7 +6,7 @@
 #include <assert.h>
 #include <math.h>
 
-/* ---- The parts of a hidden state ------------------------------------------------------------------------------ */
+/* ---- The parts of a hidden state ---------------------------------------------------------------------------- */
 
 enum {
     CODE = 16, /* numbers in the code of a needle */
@@ -47,7 +47,7 @@ int task_head_retrieves(int64_t head_s)
     return head_s % 2 == 0;
 }
 
-/* ---- Directions ------------------------------------------------------------------------------------------------ */
+/* ---- Directions --------------------------------------------------------------------------------------------- */
 
 static double dot(const float *a, const float *b, int64_t count)
 {
@@ -81,8 +81,7 @@ static void random_rotation(float *vectors, int64_t rows, int64_t columns, uint6
     }
 }
 
-/* ---- The teacher ------------------------------------------------------------------------------------------------
- */
+/* ---- The teacher -------------------------------------------------------------------------------------------- */
 
 /* Adds to a head: part `q_part` of a query times part `k_part` of a key, through one direction of the head. `weight`
  * is what their product is worth in the logit, before the logit scale 1 / sqrt(dim). */
@@ -178,8 +177,7 @@ void task_free(task *work)
     layer_free(&work->teacher);
 }
 
-/* ---- A sequence -------------------------------------------------------------------------------------------------
- */
+/* ---- A sequence --------------------------------------------------------------------------------------------- */
 
 static void random_code(float *code, int64_t count, uint64_t *state)
 {

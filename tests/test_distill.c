@@ -23,7 +23,7 @@ static float *random_matrix(int64_t count, uint64_t seed)
     return values;
 }
 
-/* ---- Matrix products ------------------------------------------------------------------------------------------------ */
+/* ---- Matrix products ---------------------------------------------------------------------------------------- */
 
 static void check_product(int64_t rows, int64_t columns, int64_t inner, int transposed)
 {
@@ -38,7 +38,8 @@ static void check_product(int64_t rows, int64_t columns, int64_t inner, int tran
         for (int64_t j = 0; j < columns; j++) {
             double exact = (double)before[i * columns + j], size = fabs(exact);
             for (int64_t k = 0; k < inner; k++) {
-                const double term = (double)a[i * left.row_stride + k * left.column_stride] * (double)b[k * columns + j];
+                const double term =
+                    (double)a[i * left.row_stride + k * left.column_stride] * (double)b[k * columns + j];
                 exact += term;
                 size += fabs(term);
             }
@@ -65,7 +66,7 @@ static void products_of_any_shape(void **state)
     check_product(70, 40, 700, 1);
 }
 
-/* ---- Adam --------------------------------------------------------------------------------------------------------------- */
+/* ---- Adam --------------------------------------------------------------------------------------------------- */
 
 static void the_rate_warms_up_and_falls(void **state)
 {
@@ -102,7 +103,7 @@ static void adam_walks_at_its_rate(void **state)
     layer_free(&gradient);
 }
 
-/* ---- Data and teacher ------------------------------------------------------------------------------------------------------ */
+/* ---- Data and teacher --------------------------------------------------------------------------------------- */
 
 static const task_shape small_task = {512, 8, {64, 4, 4, 32}, 2};
 
@@ -125,7 +126,8 @@ static void sequences_are_a_function_of_seed_and_index(void **state)
     assert_memory_equal(again.hidden_t, other.hidden_t, size);
     assert_int_equal(again.reference_count, other.reference_count);
     assert_memory_equal(again.references, other.references, (size_t)again.reference_count * sizeof(reference));
-    assert_memory_equal(first.teacher.w_q, second.teacher.w_q, (size_t)layer_q_count(&small_task.teacher) * sizeof(float));
+    assert_memory_equal(first.teacher.w_q, second.teacher.w_q,
+                        (size_t)layer_q_count(&small_task.teacher) * sizeof(float));
     task_sequence(&first, SPLIT_HELD_OUT, 3);
     assert_memory_not_equal(first.hidden, other.hidden_t, size);
     task_free(&first);
@@ -154,8 +156,8 @@ static void references_look_back_at_every_depth(void **state)
 typedef struct classroom {
     task made_up;
     lesson work;
-    learner student;
-    layer gradient;
+    trainee guided, alone;
+    unguided outputs;
     sequence_source source;
 } classroom;
 
@@ -166,9 +168,13 @@ static void open_classroom(classroom *room, skl_direction direction)
     const skl_options options = skl_options_default();
     assert_int_equal(task_create(&room->made_up, &small_task, 1, 1), SKL_OK);
     assert_int_equal(lesson_open(&room->work, &shape, &options, 1), SKL_OK);
-    assert_int_equal(learner_allocate(&room->student, student_shape), SKL_OK);
-    assert_int_equal(layer_allocate(&room->gradient, student_shape), SKL_OK);
-    layer_randomise(&room->student.weights, 5);
+    layer first;
+    assert_int_equal(layer_allocate(&first, student_shape), SKL_OK);
+    layer_randomise(&first, 5);
+    assert_int_equal(trainee_allocate(&room->guided, &first), SKL_OK);
+    assert_int_equal(trainee_allocate(&room->alone, &first), SKL_OK);
+    assert_int_equal(unguided_open(&room->outputs, &room->work, 200, small_task.teacher.width), SKL_OK);
+    layer_free(&first);
     room->source = (sequence_source){&room->made_up, from_task};
 }
 
@@ -176,8 +182,9 @@ static void close_classroom(classroom *room)
 {
     task_free(&room->made_up);
     lesson_close(&room->work);
-    learner_free(&room->student);
-    layer_free(&room->gradient);
+    trainee_free(&room->guided);
+    trainee_free(&room->alone);
+    unguided_close(&room->outputs);
 }
 
 static const volatile int go_on = 0, stop_now = 1;
@@ -188,8 +195,9 @@ static void the_teacher_finds_and_an_untrained_student_does_not(void **state)
     classroom room;
     open_classroom(&room, SKL_KL_FORWARD);
     evaluation result;
-    assert_int_equal(evaluate(&result, &room.work, &room.made_up.teacher, &room.student.weights, &room.source, 3, &go_on),
-                     SKL_OK);
+    assert_int_equal(
+        evaluate(&result, &room.work, &room.made_up.teacher, &room.guided.student.weights, &room.source, 3, &go_on),
+        SKL_OK);
     assert_true(result.all.references > 100);
     assert_true(evaluate_hit_rate_t(&result.all) > 0.95);
     assert_true(evaluate_hit_rate_s(&result.all) < 0.05);
@@ -201,7 +209,7 @@ static void the_teacher_finds_and_an_untrained_student_does_not(void **state)
     close_classroom(&room);
 }
 
-/* ---- Gradients of the weights ------------------------------------------------------------------------------------------------ */
+/* ---- Gradients of the weights ------------------------------------------------------------------------------- */
 
 static double total_kl(classroom *room, const sequence *text, const layer *weights)
 {
@@ -214,13 +222,12 @@ static double total_kl(classroom *room, const sequence *text, const layer *weigh
     return sum;
 }
 
-/* Along a random direction: (KL(w + h d) - KL(w - h d)) / 2h against <gradient, d>. */
-static void check_gradient(skl_direction kl_direction)
+typedef double loss_of_weights(classroom *room, const sequence *text, const layer *weights);
+
+/* Along a random direction: (loss(w + h d) - loss(w - h d)) / 2h against <gradient, d>. */
+static void check_slope(classroom *room, const sequence *text, loss_of_weights *loss, const trainee *pupil)
 {
-    classroom room;
-    open_classroom(&room, kl_direction);
-    const layer_shape shape = room.student.weights.shape;
-    const sequence text = task_sequence(&room.made_up, SPLIT_TRAINING, 0);
+    const layer_shape shape = pupil->student.weights.shape;
     const double step = 1e-3;
     layer along, moved;
     assert_int_equal(layer_allocate(&along, shape), SKL_OK);
@@ -230,47 +237,96 @@ static void check_gradient(skl_direction kl_direction)
     for (int end = 0; end < 2; end++) {
         const float h = (float)(end ? step : -step);
         for (int64_t i = 0; i < layer_q_count(&shape); i++) {
-            moved.w_q[i] = room.student.weights.w_q[i] + h * along.w_q[i];
-            moved.w_k[i] = room.student.weights.w_k[i] + h * along.w_k[i];
+            moved.w_q[i] = pupil->student.weights.w_q[i] + h * along.w_q[i];
+            moved.w_k[i] = pupil->student.weights.w_k[i] + h * along.w_k[i];
         }
-        ends[end] = total_kl(&room, &text, &moved);
+        ends[end] = loss(room, text, &moved);
     }
-    total_kl(&room, &text, &room.student.weights);
-    assert_int_equal(lesson_backward(&room.work, 1, &text, &room.gradient), SKL_OK);
     for (int64_t i = 0; i < layer_q_count(&shape); i++)
-        slope += (double)room.gradient.w_q[i] * (double)along.w_q[i] + (double)room.gradient.w_k[i] * (double)along.w_k[i];
+        slope += (double)pupil->gradient.w_q[i] * (double)along.w_q[i] +
+                 (double)pupil->gradient.w_k[i] * (double)along.w_k[i];
     assert_true(fabs((ends[1] - ends[0]) / (2 * step) - slope) < 0.01 * fabs(slope));
     layer_free(&along);
     layer_free(&moved);
-    close_classroom(&room);
 }
 
 static void gradients_of_the_weights(void **state)
 {
     (void)state;
-    check_gradient(SKL_KL_FORWARD);
-    check_gradient(SKL_KL_REVERSE);
+    for (int direction = SKL_KL_FORWARD; direction <= SKL_KL_REVERSE; direction++) {
+        classroom room;
+        open_classroom(&room, (skl_direction)direction);
+        const sequence text = task_sequence(&room.made_up, SPLIT_TRAINING, 0);
+        total_kl(&room, &text, &room.guided.student.weights);
+        assert_int_equal(lesson_backward(&room.work, 1, &text, &room.guided.gradient), SKL_OK);
+        check_slope(&room, &text, total_kl, &room.guided);
+        close_classroom(&room);
+    }
 }
 
-/* ---- Training ---------------------------------------------------------------------------------------------------------------- */
+/* |o_s - o_t|^2 of every query and head, written down in double. */
+static double output_loss(classroom *room, const sequence *text, const layer *weights)
+{
+    const skl_problem *const p = &room->work.problem;
+    const int64_t width = small_task.teacher.width;
+    total_kl(room, text, weights);
+    double loss = 0;
+    for (int64_t head = 0; head < p->heads_s; head++)
+        for (int64_t i = 0; i < p->len_q; i++) {
+            double difference[64] = {0};
+            for (int64_t j = 0; j <= i; j++) {
+                const double more =
+                    lesson_student_share(&room->work, head, i, j) - lesson_teacher_share(&room->work, head, i, j);
+                for (int64_t c = 0; c < width; c++)
+                    difference[c] += more * (double)text->hidden_t[j * width + c];
+            }
+            for (int64_t c = 0; c < width; c++)
+                loss += difference[c] * difference[c];
+        }
+    return loss;
+}
+
+/* With as many rows as queries every one is drawn, once. */
+static void gradients_without_guidance(void **state)
+{
+    (void)state;
+    classroom room;
+    open_classroom(&room, SKL_KL_FORWARD);
+    unguided every;
+    assert_int_equal(unguided_open(&every, &room.work, small_task.context, small_task.teacher.width), SKL_OK);
+    const sequence text = task_sequence(&room.made_up, SPLIT_TRAINING, 0);
+    lesson_project_teacher(&room.work, &room.made_up.teacher, &text);
+    lesson_project_student(&room.work, &room.alone.student.weights, &text);
+    unguided_gradient(&every, &room.work, &text, 1, 1, &room.alone.gradient);
+    check_slope(&room, &text, output_loss, &room.alone);
+    unguided_close(&every);
+    close_classroom(&room);
+}
+
+/* ---- Training ----------------------------------------------------------------------------------------------- */
 
 static void training_lowers_the_loss_and_stops_cleanly(void **state)
 {
     (void)state;
     classroom room;
     open_classroom(&room, SKL_KL_FORWARD);
-    const training plan = {&room.made_up.teacher, &room.source, 40, 2, 0.05F};
+    const training plan = {&room.made_up.teacher, &room.source, 40, 2, 0.05F, 1};
     double first = 0, loss = 0;
     for (int step = 0; step < 40; step++) {
-        assert_int_equal(train_step(&room.student, &plan, &room.work, &room.gradient, &loss, &go_on), SKL_OK);
+        assert_int_equal(train_step(&room.guided, &room.alone, &plan, &room.work, &room.outputs, &loss, &go_on),
+                         SKL_OK);
         first = step == 0 ? loss : first;
     }
-    assert_int_equal(room.student.step, 40);
+    assert_int_equal(room.guided.student.step, 40);
     assert_true(loss < first / 8);
-    const float weight = room.student.weights.w_q[0];
-    assert_int_equal(train_step(&room.student, &plan, &room.work, &room.gradient, &loss, &stop_now), SKL_OK);
-    assert_int_equal(room.student.step, 40);
-    assert_true(room.student.weights.w_q[0] == weight);
+    assert_int_equal(room.alone.student.step, 40);
+    const float weight = room.guided.student.weights.w_q[0], other = room.alone.student.weights.w_q[0];
+    assert_true(weight != other);
+    assert_int_equal(train_step(&room.guided, &room.alone, &plan, &room.work, &room.outputs, &loss, &stop_now),
+                     SKL_OK);
+    assert_int_equal(room.guided.student.step, 40);
+    assert_int_equal(room.alone.student.step, 40);
+    assert_true(room.guided.student.weights.w_q[0] == weight && room.alone.student.weights.w_q[0] == other);
     close_classroom(&room);
 }
 
@@ -284,6 +340,7 @@ int main(void)
         cmocka_unit_test(references_look_back_at_every_depth),
         cmocka_unit_test(the_teacher_finds_and_an_untrained_student_does_not),
         cmocka_unit_test(gradients_of_the_weights),
+        cmocka_unit_test(gradients_without_guidance),
         cmocka_unit_test(training_lowers_the_loss_and_stops_cleanly),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -39,8 +39,13 @@ static void check_sums(void **state)
 
 static void base64_of_rfc_4648(void **state)
 {
-    static const char *const vectors[][2] = {{"", ""},         {"f", "Zg=="},         {"fo", "Zm8="},        {"foo", "Zm9v"},
-                                             {"foob", "Zm9vYg=="}, {"fooba", "Zm9vYmE="}, {"foobar", "Zm9vYmFy"}};
+    static const char *const vectors[][2] = {{"", ""},
+                                             {"f", "Zg=="},
+                                             {"fo", "Zm8="},
+                                             {"foo", "Zm9v"},
+                                             {"foob", "Zm9vYg=="},
+                                             {"fooba", "Zm9vYmE="},
+                                             {"foobar", "Zm9vYmFy"}};
     (void)state;
     for (size_t v = 0; v < sizeof vectors / sizeof vectors[0]; v++) {
         bytes text = {0};
@@ -62,8 +67,8 @@ static void escaping(void **state)
 static void png_begins_and_ends_as_it_must(void **state)
 {
     static const uint8_t pixels[] = {0, 1, 2, 3, 4, 5};
-    static const uint8_t head[] = {0x89, 'P', 'N', 'G', '\r', '\n', 0x1a, '\n', 0, 0, 0, 13, 'I', 'H', 'D', 'R',
-                                   0,    0,   0,   3,   0,    0,    0,    2,    8, 3, 0, 0,  0};
+    static const uint8_t head[] = {0x89, 'P', 'N', 'G', '\r', '\n', 0x1a, '\n', 0, 0, 0, 13, 'I', 'H', 'D',
+                                   'R',  0,   0,   0,   3,    0,    0,    0,    2, 8, 3, 0,  0,   0};
     static const uint8_t tail[] = {0, 0, 0, 0, 'I', 'E', 'N', 'D', 0xae, 0x42, 0x60, 0x82};
     (void)state;
     bytes file = {0};
@@ -120,7 +125,11 @@ static void charts_of_awkward_numbers(void **state)
     (void)state;
     const double x[] = {0, 1, 2, 3}, y[] = {1, 0, (double)NAN, (double)INFINITY}, none[] = {(double)NAN};
     const char *const names[] = {"a"};
-    chart lines = {.description = "d", .x_label = "x", .log_y = true, .x_max = 3, .series_count = 1,
+    chart lines = {.description = "d",
+                   .x_label = "x",
+                   .log_y = true,
+                   .x_max = 3,
+                   .series_count = 1,
                    .series = {{"s", "after", x, y, 4, true}}};
     bytes page = {0};
     chart_lines(&page, &lines);

@@ -36,8 +36,7 @@ static void grid_line(bytes *page, double y, const char *format, double value)
     bytes_print(page, "</text>");
 }
 
-/* ---- Lines --------------------------------------------------------------------------------------------------------
- */
+/* ---- Lines -------------------------------------------------------------------------------------------------- */
 
 typedef struct value_axis {
     bool logarithmic;
@@ -132,8 +131,7 @@ void chart_lines(bytes *page, const chart *lines)
     bytes_print(page, "</svg>");
 }
 
-/* ---- Bars ---------------------------------------------------------------------------------------------------------
- */
+/* ---- Bars --------------------------------------------------------------------------------------------------- */
 
 void chart_bars(bytes *page, const chart *bars, const char *const *group_names, int group_count)
 {

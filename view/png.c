@@ -29,7 +29,7 @@ uint32_t png_adler32(const void *data, size_t size)
     return b << 16 | a;
 }
 
-/* ---- Deflate (RFC 1951): one block of fixed codes ------------------------------------------------------------- */
+/* ---- Deflate (RFC 1951): one block of fixed codes ----------------------------------------------------------- */
 
 typedef struct bit_writer {
     bytes *out;
