@@ -21,7 +21,7 @@ typedef struct distill_settings {
     const char *teacher_path, *student_path; /* NULL: the made-up task */
 } distill_settings;
 
-enum { UNGUIDED_DEFAULT = -1 }; /* becomes an eighth of the context, or 0 */
+enum { UNGUIDED_DEFAULT = -1 }; /* becomes a sixteenth of the context, or 0 */
 
 typedef struct distill_request {
     distill_settings settings;

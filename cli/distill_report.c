@@ -30,8 +30,12 @@ static void add_figures(bytes *page, const distill_run *run)
     page_figure(page, value, "held-out attention KL", detail);
     if (run->source->retrieves) {
         snprintf(value, sizeof value, "%.1f %%", 100 * evaluate_hit_rate_s(&run->after.all));
-        snprintf(detail, sizeof detail, "teacher %.1f %%, before training %.1f %%",
-                 100 * evaluate_hit_rate_t(&run->after.all), 100 * evaluate_hit_rate_s(&run->before.all));
+        const int length =
+            snprintf(detail, sizeof detail, "teacher %.0f %%, before training %.0f %%",
+                     100 * evaluate_hit_rate_t(&run->after.all), 100 * evaluate_hit_rate_s(&run->before.all));
+        if (run->request->settings.unguided)
+            snprintf(detail + length, sizeof detail - (size_t)length, ", without guidance %.0f %%",
+                     100 * evaluate_hit_rate_s(&run->without.all));
         page_figure(page, value, "definitions found", detail);
     }
     snprintf(detail, sizeof detail, "materialised, the matrices of a step take %s",
@@ -148,6 +152,14 @@ static void add_depths(bytes *page, const distill_run *run)
         page, "Does it use the far end of its context?",
         "A reference asks for a definition somewhere before it. It is found when the definition gets more "
         "than half of the attention of a retrieval head, among look-alikes all over the context.");
+    if (run->request->settings.unguided)
+        bytes_print(page,
+                    "<p class=\"lead\">The student without guidance began with the same weights and took the same "
+                    "steps on the "
+                    "same sequences, with %" PRId64
+                    " queries of each. It was taught by what attention returns, not by where it "
+                    "looks.</p>",
+                    run->request->settings.unguided);
     bytes_print(page, "<div class=\"pair\"><div class=\"card\"><h3>Definitions found, by depth</h3>");
     chart_bars(page, &bars, names, EVALUATE_DEPTHS);
     bytes_print(
@@ -231,7 +243,8 @@ static void add_maps(bytes *page, const report_maps *maps)
 
 static void add_costs(bytes *page, const distill_run *run)
 {
-    const skl_problem *const problem = &run->work.problem;
+    const skl_inputs inputs = lesson_inputs(&run->work);
+    const double matrices = workload_of(&run->work.problem, &inputs).materialised_size;
     page_section_begin(
         page, "Beside materialising",
         "Attention KL is usually computed from whole matrices. Their memory follows from the shapes: P of "
@@ -241,12 +254,9 @@ static void add_costs(bytes *page, const distill_run *run)
         "<div class=\"pair\"><div class=\"card scroll\"><h3>Memory</h3><table><tr><th>context</th><th>matrices</th>"
         "<th>this library</th></tr>");
     for (int64_t factor = 1; factor <= 64; factor *= 4) {
-        skl_problem longer = *problem;
-        longer.len_q = longer.len_k = problem->len_q * factor;
-        const double n = (double)longer.len_q;
-        const double matrices = n * n * (double)(problem->heads_t + 2 * problem->heads_s) * sizeof(float);
-        bytes_print(page, "<tr><td>%" PRId64 "</td><td>%s</td><td>%s</td></tr>", longer.len_q,
-                    cli_bytes_text(matrices).text, cli_bytes_text((double)run->work.workspace_size).text);
+        bytes_print(page, "<tr><td>%" PRId64 "</td><td>%s</td><td>%s</td></tr>", run->work.problem.len_q * factor,
+                    cli_bytes_text((double)(factor * factor) * matrices).text,
+                    cli_bytes_text((double)run->work.workspace_size).text);
     }
     bytes_print(
         page,

@@ -70,7 +70,7 @@ static int open_made_up(distill_source *source, distill_settings *settings, int 
 static int check_unguided(distill_settings *settings)
 {
     if (settings->unguided == UNGUIDED_DEFAULT)
-        settings->unguided = settings->teacher_path ? 0 : settings->context / 8;
+        settings->unguided = settings->teacher_path ? 0 : settings->context / 16;
     if (settings->unguided <= settings->context)
         return CLI_OK;
     return cli_fail(CLI_BAD_INPUT, "--unguided=%" PRId64 ": must be at most the context, %" PRId64,

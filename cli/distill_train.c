@@ -10,7 +10,7 @@
 
 volatile int distill_stop;
 
-enum { EVALUATIONS = 8 }; /* on the way, besides the first and the last */
+enum { EVALUATIONS = 6 }; /* on the way, besides the first and the last */
 
 /* ---- What is printed on the way ----------------------------------------------------------------------------- */
 

@@ -47,12 +47,22 @@ def test_it_learns(learnt):
     assert answer["peak_bytes"] < 64 << 20
 
 
+def test_beside_a_student_without_guidance(learnt, tmp_path):
+    """It has not found out where to look in as many steps; and it is no part of the other's training."""
+    _, answer = learnt
+    assert answer["kl_unguided"] > 20 * answer["kl_after"]
+    assert answer["hits_unguided"] < 0.5
+    assert distill(tmp_path / "both", "--steps", "6")["kl_unguided"] is not None
+    assert distill(tmp_path / "one", "--steps", "6", "--unguided", "0")["kl_unguided"] is None
+    assert student(tmp_path / "both") == student(tmp_path / "one")
+
+
 def test_the_weights_are_those_of_the_shapes(learnt):
     folder, _ = learnt
     weights = load(folder / "student.safetensors")
     assert {name: (dtype, array.shape) for name, (dtype, array) in weights.items()} == {
-        "w_q": ("F32", (2, 32, 64)),
-        "w_k": ("F32", (2, 32, 64)),
+        "w_q": ("F32", (2, 24, 64)),
+        "w_k": ("F32", (2, 24, 64)),
     }
 
 
@@ -109,6 +119,10 @@ def test_killed_at_any_moment(tmp_path, uninterrupted, attempt):
     answer = distill(tmp_path, *LONGER, "--resume")
     assert answer["step"] == 60
     assert student(tmp_path) == student(reference)
+    whole, resumed = (load(folder / "checkpoint.safetensors") for folder in (reference, tmp_path))
+    assert whole.keys() == resumed.keys()
+    for name in whole:  # both students, their moments and the history
+        assert np.array_equal(whole[name][1], resumed[name][1]), name
 
 
 def test_ctrl_c_ends_with_checkpoint_and_report(tmp_path, uninterrupted):
@@ -217,6 +231,8 @@ BAD = {
     "dim_s": (["--dim-s", "513"], "--dim-s=513"),
     "heads": (["--heads-t", "3"], "--heads-t=3: must be a multiple of --heads-s=2"),
     "steps": (["--steps", "0"], "--steps=0"),
+    "unguided": (["--unguided", "-2"], "--unguided=-2"),
+    "unguided_many": (["--context", "512", "--unguided", "513"], "--unguided=513: must be at most the context, 512"),
     "rate": (["--rate", "-1"], "--rate=-1: must be a number above 0"),
     "direction": (["--direction", "both"], "--direction=both"),
     "teacher_alone": (["--teacher", "x.safetensors"], "--teacher: --student must be given"),
