@@ -247,7 +247,8 @@ static skl_status allocate_map(attention_map *map)
     return status;
 }
 
-/* A plan of the largest block says how much workspace the others need, too. */
+/* A plan of the largest block says how much workspace the others need, too, and whether the device is there at all.
+ */
 static skl_status allocate_work(map_work *work, const skl_problem *problem)
 {
     const skl_device device = work->options.device;
@@ -267,6 +268,8 @@ static skl_status allocate_work(map_work *work, const skl_problem *problem)
         work->workspace_size = partial > forward ? partial : forward;
     }
     skl_plan_destroy(plan);
+    if (status == SKL_OK)
+        status = device_open(device, work->options.device_index);
     if (status == SKL_OK)
         status = allocate_zeros(work->map->rows, sizeof *work->seen, "the map", (void **)&work->seen);
     if (status == SKL_OK)
@@ -342,9 +345,7 @@ skl_status attention_map_compute(attention_map *map, int64_t rows, int64_t colum
     work.options.progress = NULL;
     mirror tensors = mirror_of(problem, options->device);
     skl_inputs reached = *inputs;
-    skl_status status = device_open(options->device, options->device_index);
-    if (status == SKL_OK)
-        status = allocate_map(map);
+    skl_status status = allocate_map(map);
     if (status == SKL_OK && map->rows && map->columns)
         status = allocate_work(&work, problem);
     if (status == SKL_OK && map->rows && map->columns)

@@ -61,8 +61,8 @@ def test_the_weights_are_those_of_the_shapes(learnt):
     folder, _ = learnt
     weights = load(folder / "student.safetensors")
     assert {name: (dtype, array.shape) for name, (dtype, array) in weights.items()} == {
-        "w_q": ("F32", (2, 24, 64)),
-        "w_k": ("F32", (2, 24, 64)),
+        "w_q": ("F32", (2, 32, 64)),
+        "w_k": ("F32", (2, 32, 64)),
     }
 
 

@@ -197,6 +197,12 @@ def test_bad_input_names_the_argument(tmp_path, name):
     assert words in done.stderr and len(done.stderr.splitlines()) <= 2
 
 
+def test_no_gpu(pair):
+    if tool.why_no_gpu():
+        done = run("map", pair, "--device", "cuda")
+        assert done.returncode == 4 and "--device=cuda" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
 def test_no_file():
     done = run("map")
     assert done.returncode == 2 and "FILE" in done.stderr and "streamkl map --help" in done.stderr
