@@ -7,6 +7,8 @@
 
 enum { TIMED_CONTEXT = 2048, TIMED_ROUNDS = 3, TIMED_MEMORY = 128 << 20 };
 
+static const double waiting_to_mention = 0.02;
+
 static skl_status measure(bench_report *report, const distill_run *run, const blas *library, int64_t length)
 {
     const int64_t dim = run->work.problem.dim_s;
@@ -65,7 +67,11 @@ void distill_timing_add(bytes *page, const distill_run *run)
             " at a context of %" PRId64 ", where the matrices still fit. ",
             run->work.problem.dim_s, length);
         bytes_add_escaped(page, blas_description(library));
-        bytes_print(page, ".</small></p>");
+        bytes_print(page, ".");
+        if (report->points[0].waiting_share > waiting_to_mention)
+            bytes_print(page, " Other processes held the cores for %.0f %% of the time: take the times with care.",
+                        100 * report->points[0].waiting_share);
+        bytes_print(page, "</small></p>");
     }
     free(report);
     blas_close(library);

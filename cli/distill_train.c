@@ -73,7 +73,8 @@ static bool evaluation_is_due(const distill_run *run)
 {
     const int64_t step = run->guided.student.step, count = run->history.evaluation_count;
     const bool known = count > 0 && (int64_t)run->history.evaluation_step[count - 1] == step;
-    return !known && step % evaluation_interval(run->request->settings.steps) == 0;
+    const int64_t steps = run->request->settings.steps;
+    return !known && (step % evaluation_interval(steps) == 0 || step == steps);
 }
 
 static int evaluate_now(distill_run *run, const layer *student, evaluation *result)
