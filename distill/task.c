@@ -27,12 +27,11 @@ enum {
     TOPICS = 8,               /* different ones in a sequence */
     TOKENS_A_LOOK_ALIKE = 128 /* one in so many tokens */
 };
-static const float asked_early =
-    0.15F; /* share of references among tokens, and near the end, where the questions are: */
-static const float asked_late = 0.5F;
-static const double questions_begin = 0.875, definitions_end = 0.97;
-static const float noise = 0.5F;
-static const float sink_length = 4; /* how far the first token stands out */
+/* Shares of references among tokens, before the questions begin and from there on. */
+static const float asked_early = 0.15F, asked_late = 0.5F;
+static const double questions_begin = 0.875, definitions_end = 0.97; /* shares of the context */
+static const float noise = 0.5F;                                     /* in every part that means nothing */
+static const float sink_length = 4;                                  /* how far the first token stands out */
 static const float likeness = 0.6F; /* cosine between the codes of a needle and of its look-alike */
 
 /* How sharply the teacher looks: logits at a perfect match. */
