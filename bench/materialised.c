@@ -1,5 +1,5 @@
 #include "materialised.h"
-#include "parallel.h"
+#include "device/parallel.h"
 #include "row_kernels.h"
 
 #include <stdlib.h>

@@ -1,5 +1,5 @@
 #include "check_cases.h"
-#include "random.h"
+#include "distill/random.h"
 
 #include <stdlib.h>
 

@@ -3,7 +3,7 @@
 #include "options.h"
 #include "oracle.h"
 #include "position_chart.h"
-#include "random.h"
+#include "distill/random.h"
 #include "resident.h"
 #include "runner.h"
 #include "workload.h"

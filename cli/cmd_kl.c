@@ -3,8 +3,6 @@
 #include "kl.h"
 #include "options.h"
 
-#include <errno.h>
-
 static const char doc[] =
     "KL divergence between the attention of a teacher (q_t, k_t) and a student (q_s, k_s), read from safetensors "
     "or .npy files; [B, H, N, D], axes on the left may be missing. Numbers of heads may differ: key heads may be "
@@ -30,9 +28,7 @@ static const char doc[] =
     "  streamkl kl pair.safetensors --device cuda:1";
 
 enum {
-    KEY_NAME = OPTIONS_COMMAND_KEYS, /* + role: what its tensor is called */
-    KEY_LAYOUT = KEY_NAME + ROLE_COUNT,
-    KEY_REDUCTION,
+    KEY_REDUCTION = OPTIONS_COMMAND_KEYS,
     KEY_OUT,
     KEY_GRAD,
     KEY_GRAD_TEACHER,
@@ -40,22 +36,9 @@ enum {
     KEY_JSON,
 };
 
-enum { GROUP_INPUT = 1, GROUP_LENGTHS, GROUP_RESULT, GROUP_PROBLEM, GROUP_ENGINE };
+enum { GROUP_INPUT = 1, GROUP_RESULT, GROUP_PROBLEM, GROUP_ENGINE };
 
 static const struct argp_option options[] = {
-    {NULL, 0, NULL, 0, "Input:", GROUP_INPUT},
-    {"q-t", KEY_NAME + ROLE_Q_T, "NAME", 0, "Name of the teacher's queries in the files; default q_t", 0},
-    {"k-t", KEY_NAME + ROLE_K_T, "NAME", 0, "Name of the teacher's keys; default k_t", 0},
-    {"q-s", KEY_NAME + ROLE_Q_S, "NAME", 0, "Name of the student's queries; default q_s", 0},
-    {"k-s", KEY_NAME + ROLE_K_S, "NAME", 0, "Name of the student's keys; default k_s", 0},
-    {"lse-t", KEY_NAME + ROLE_LSE_T, "NAME", 0, "Name of the teacher's log-sum-exp; default lse_t, if it is there",
-     0},
-    {"layout", KEY_LAYOUT, "bhnd|bnhd", 0, "Order of the axes; default bhnd", 0},
-    {"key-lengths", KEY_NAME + ROLE_KEY_LENGTHS, "LIST|NAME", 0,
-     "Keys of every batch that are not padding: integers separated by commas, or a tensor", 0},
-    {"cu-seqlens-q", KEY_NAME + ROLE_CU_SEQLENS_Q, "LIST|NAME", 0,
-     "Packed queries: where each sequence begins, and where the last one ends", 0},
-    {"cu-seqlens-k", KEY_NAME + ROLE_CU_SEQLENS_K, "LIST|NAME", 0, "Packed keys; default as for the queries", 0},
     {NULL, 0, NULL, 0, "Result:", GROUP_RESULT},
     {"reduction", KEY_REDUCTION, "mean|sum|none", 0, "One number, or one for every row; default mean", 0},
     {"out", KEY_OUT, "FILE", 0, "Write kl, lse_t, lse_s of every row as safetensors", 0},
@@ -65,15 +48,6 @@ static const struct argp_option options[] = {
     {"json", KEY_JSON, NULL, 0, "One JSON object in place of the table", 0},
     {0},
 };
-
-static const char *parse_layout(const char *text, void *value)
-{
-    const bool bnhd = strcmp(text, "bnhd") == 0;
-    if (!bnhd && strcmp(text, "bhnd") != 0)
-        return "bhnd or bnhd";
-    *(kl_layout *)value = bnhd ? LAYOUT_BNHD : LAYOUT_BHND;
-    return NULL;
-}
 
 static const char *const reduction_names[] = {
     [REDUCTION_MEAN] = "mean",
@@ -97,21 +71,7 @@ static const char *parse_reduction(const char *text, void *value)
     return "mean, sum or none";
 }
 
-#define NAME_FIELD(role)                                                                                             \
-    {                                                                                                                \
-        KEY_NAME + (role), parse_string, offsetof(kl_request, names) + (role) * sizeof(const char *)                 \
-    }
-
 static const option_field fields[] = {
-    NAME_FIELD(ROLE_Q_T),
-    NAME_FIELD(ROLE_K_T),
-    NAME_FIELD(ROLE_Q_S),
-    NAME_FIELD(ROLE_K_S),
-    NAME_FIELD(ROLE_LSE_T),
-    NAME_FIELD(ROLE_KEY_LENGTHS),
-    NAME_FIELD(ROLE_CU_SEQLENS_Q),
-    NAME_FIELD(ROLE_CU_SEQLENS_K),
-    {KEY_LAYOUT, parse_layout, offsetof(kl_request, layout)},
     {KEY_REDUCTION, parse_reduction, offsetof(kl_request, reduction)},
     {KEY_OUT, parse_string, offsetof(kl_request, out_path)},
     {KEY_GRAD, parse_string, offsetof(kl_request, grad_path)},
@@ -125,18 +85,10 @@ static error_t parse_option(int key, char *text, struct argp_state *state)
 {
     kl_request *const request = state->input;
     if (key == ARGP_KEY_INIT) {
-        state->child_inputs[0] = &request->problem;
-        state->child_inputs[1] = &request->options;
+        state->child_inputs[0] = request;
+        state->child_inputs[1] = &request->problem;
+        state->child_inputs[2] = &request->options;
         return 0;
-    }
-    if (key == ARGP_KEY_ARGS) {
-        request->files = state->argv + state->next;
-        request->file_count = (size_t)(state->argc - state->next);
-        return 0;
-    }
-    if (key == ARGP_KEY_NO_ARGS) {
-        cli_fail(CLI_BAD_INPUT, "FILE: at least one must be given; see streamkl kl --help");
-        return EINVAL;
     }
     return options_store(fields, options, key, text, request);
 }
@@ -144,6 +96,7 @@ static error_t parse_option(int key, char *text, struct argp_state *state)
 static int parse_command_line(kl_request *request, int argc, char **argv)
 {
     static const struct argp_child children[] = {
+        {&kl_input_argp, 0, "Input:", GROUP_INPUT},
         {&problem_argp, 0, "Masks, scales and direction:", GROUP_PROBLEM},
         {&engine_argp, 0, "Engine:", GROUP_ENGINE},
         {0},

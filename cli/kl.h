@@ -5,6 +5,7 @@
 #include "runner.h"
 #include "kl_files.h"
 #include "streamkl.h"
+#include <argp.h>
 
 typedef enum kl_reduction { REDUCTION_MEAN = 0, REDUCTION_SUM = 1, REDUCTION_NONE = 2 } kl_reduction;
 typedef enum kl_layout { LAYOUT_BHND = 0, LAYOUT_BNHD = 1 } kl_layout;
@@ -20,6 +21,9 @@ typedef struct kl_request {
     const char *out_path, *grad_path; /* NULL: not wanted */
     int32_t grad_teacher, json;
 } kl_request;
+
+/* A child for a command's argp: the files and what is in them. Input: the kl_request. */
+extern const struct argp kl_input_argp;
 
 /* A stored tensor seen as [batch, heads, length, dim]. */
 enum { AXIS_BATCH, AXIS_HEADS, AXIS_LENGTH, AXIS_DIM, AXIS_COUNT };
@@ -50,6 +54,10 @@ typedef struct kl_results {
 /* Each prints why and returns an exit code; the matching free is right after any of them, and on zeroed structs. */
 int kl_inputs_load(kl_inputs *inputs, const kl_request *request);
 void kl_inputs_free(kl_inputs *inputs);
+
+/* Has the CPU's backend look at lengths that a call can no longer check: because they will lie in the memory of a
+ * GPU, or because they are used before it. */
+int kl_inputs_check_lengths(const kl_inputs *inputs);
 
 int kl_compute(kl_results *results, const kl_inputs *inputs, const kl_request *request);
 void kl_results_free(kl_results *results);

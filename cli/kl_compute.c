@@ -70,34 +70,6 @@ static int allocate_gradients(kl_results *results, const kl_inputs *inputs)
     return CLI_OK;
 }
 
-/* ---- Lengths ------------------------------------------------------------------------------------------------ */
-
-/* Lengths that lie in the memory of a GPU can no longer be checked by a call, so the CPU's backend has a look at them
- * first: its backward of no gradient does nothing else. */
-static int check_lengths(const kl_results *results, const kl_inputs *inputs)
-{
-    skl_problem problem = inputs->problem;
-    problem.gradients = 0;
-    skl_inputs given = inputs->tensors;
-    given.lse_t = row_input(&problem, results->lse_t, problem.heads_t);
-    given.lse_s = row_input(&problem, results->lse_s, problem.heads_s);
-    const skl_gradients none = {.struct_size = sizeof none};
-    skl_options on_cpu = skl_options_default();
-    on_cpu.kernel = "cpu_reference";
-    on_cpu.threads = 1;
-    skl_plan *plan = NULL;
-    void *workspace = NULL;
-    skl_status status = skl_plan_create(&plan, &problem, &on_cpu);
-    const size_t size = skl_plan_workspace_size(plan, SKL_OP_BACKWARD);
-    if (status == SKL_OK)
-        status = device_allocate(SKL_CPU, size, "the check of lengths", &workspace);
-    if (status == SKL_OK)
-        status = skl_backward(plan, &given, &none, workspace, size, NULL);
-    device_free(SKL_CPU, workspace);
-    skl_plan_destroy(plan);
-    return status == SKL_OK ? CLI_OK : cli_fail_status(status);
-}
-
 /* ---- Forward and reduction ---------------------------------------------------------------------------------- */
 
 static skl_output row_output(const skl_problem *problem, float *data, int64_t heads)
@@ -172,7 +144,7 @@ int kl_compute(kl_results *results, const kl_inputs *inputs, const kl_request *r
     if (exit_code == CLI_OK)
         exit_code = allocate_gradients(results, inputs);
     if (exit_code == CLI_OK && request->options.device != SKL_CPU)
-        exit_code = check_lengths(results, inputs);
+        exit_code = kl_inputs_check_lengths(inputs);
     if (exit_code != CLI_OK)
         return exit_code;
     for (kl_role role = 0; role < ROLE_REQUIRED_COUNT; role++)

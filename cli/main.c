@@ -16,7 +16,9 @@ typedef struct command {
 } command;
 
 static const command commands[] = {
+    {"distill", cmd_distill, "teach a student where to look at a long context, and see that it does"},
     {"kl", cmd_kl, "KL and gradients of the tensors in safetensors or .npy files"},
+    {"map", cmd_map, "where two attentions look, and where their KL comes from"},
     {"demo", cmd_demo, "a 16K context on this machine, beside what materialising would need"},
     {"info", cmd_info, "version, CPU, devices and kernels"},
     {"check", cmd_check, "compare this machine's kernels with the float64 oracle"},
@@ -84,7 +86,7 @@ static const char doc[] =
     "The KL divergence between the attention of a teacher and a student, streamed: without the N x N matrices, "
     "at any context length."
     "\vExamples:\n"
-    "  streamkl demo                          what it does, in a few seconds\n"
+    "  streamkl distill                       a student learns a long context, in minutes\n"
     "  streamkl kl pair.safetensors --causal  the KL of q_t, k_t and q_s, k_s\n"
     "  streamkl kl --help                     the options of a command\n"
     "\n"

@@ -46,6 +46,11 @@ const char *dtype_name(skl_dtype dtype);
 int fail_plan(skl_status status, const skl_options *options);
 
 /* Keys of options without a short form. Every module numbers its own from a base, so that argp can merge them. */
-enum { OPTIONS_PROBLEM_KEYS = 0x100, OPTIONS_ENGINE_KEYS = 0x200, OPTIONS_COMMAND_KEYS = 0x300 };
+enum {
+    OPTIONS_PROBLEM_KEYS = 0x100,
+    OPTIONS_ENGINE_KEYS = 0x200,
+    OPTIONS_INPUT_KEYS = 0x300,
+    OPTIONS_COMMAND_KEYS = 0x400
+};
 
 #endif

@@ -48,6 +48,11 @@ int64_t resident_peak_growth(int64_t begin)
     return peak > begin ? peak - begin : 0;
 }
 
+int64_t resident_peak(void)
+{
+    return status_bytes("VmHWM");
+}
+
 static size_t page_size(void)
 {
     return (size_t)sysconf(_SC_PAGESIZE);

@@ -11,6 +11,9 @@ int64_t resident_begin(void);
 /* How far the peak has risen above that since; -1 if unknown. */
 int64_t resident_peak_growth(int64_t begin);
 
+/* The most that was ever resident, in bytes, mapped files included; -1 if unknown. */
+int64_t resident_peak(void);
+
 /* Inputs and outputs are made resident before a measurement begins, so that it sees only what is beyond them. */
 
 /* Reads a byte of every page of a mapped file. */

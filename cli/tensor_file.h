@@ -55,6 +55,9 @@ const stored_tensor *tensor_file_find(const tensor_file *file, const char *name,
  * dtype that is not supported. Valid until the file is closed. */
 const void *tensor_file_data(tensor_file *file, const stored_tensor *tensor, tensor_error *error);
 
+/* What a safetensors file says of itself under that name; NULL: nothing. */
+const char *tensor_file_metadata(const tensor_file *file, const char *key);
+
 const char *tensor_dtype_name(skl_dtype dtype); /* "F32", "F16", "BF16" */
 size_t tensor_dtype_size(skl_dtype dtype);      /* bytes of an element */
 

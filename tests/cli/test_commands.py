@@ -103,6 +103,13 @@ def test_blocks_only_where_the_terminal_shows_them(pair):
     assert run("kl", pair).stdout.isascii()
 
 
+def test_maps_in_colour_only_where_the_terminal_shows_it(pair):
+    assert "▀" in run_on_terminal("map", pair, "--buckets", "8")
+    assert "\x1b[38;2;" in run_on_terminal("map", pair, "--buckets", "7")  # an odd number of rows, too
+    assert "\x1b" not in run_on_terminal("map", pair, "--buckets", "8", NO_COLOR="1")
+    assert run_on_terminal("map", pair, "--buckets", "8", LC_ALL="C").isascii()
+
+
 def test_progress_only_on_a_terminal_and_cleared():
     arguments = ["demo", "--context", "2000", "--kernel", "cpu_reference", "--threads", "1"]
     shown = run_on_terminal(*arguments)

@@ -1,6 +1,6 @@
-/* Numbers for demonstrations and checks: equal on every machine for an equal seed. */
-#ifndef STREAMKL_CLI_RANDOM_H
-#define STREAMKL_CLI_RANDOM_H
+/* Numbers for data, first weights and checks: equal on every machine for an equal seed. */
+#ifndef STREAMKL_DISTILL_RANDOM_H
+#define STREAMKL_DISTILL_RANDOM_H
 
 #include <stdint.h>
 
@@ -20,6 +20,21 @@ static inline float random_normal(uint64_t *state)
     const uint64_t sum = (bits & 0xffff) + (bits >> 16 & 0xffff) + (bits >> 32 & 0xffff) + (bits >> 48);
     const float sqrt_3 = 1.7320508F; /* a sum of four uniforms has variance 1/3 */
     return sqrt_3 * ((float)sum / 65536 - 2);
+}
+
+/* 0 or more, below count; the bias of the remainder is below count / 2^64. */
+static inline int64_t random_below(uint64_t *state, int64_t count)
+{
+    return (int64_t)(random_bits(state) % (uint64_t)count);
+}
+
+/* A stream of its own for every (seed, stream, index): any of them can be made without those before it. */
+static inline uint64_t random_stream(uint64_t seed, uint64_t stream, uint64_t index)
+{
+    uint64_t state = seed;
+    state = random_bits(&state) ^ stream;
+    state = random_bits(&state) ^ index;
+    return random_bits(&state);
 }
 
 #endif

@@ -1,6 +1,6 @@
-/* A loop over rows on several threads, for the elementwise half of the baseline. */
-#ifndef STREAMKL_BENCH_PARALLEL_H
-#define STREAMKL_BENCH_PARALLEL_H
+/* A loop over rows on several CPU threads, for what is not the library's own work: projections, the baseline. */
+#ifndef STREAMKL_DEVICE_PARALLEL_H
+#define STREAMKL_DEVICE_PARALLEL_H
 
 #include <stdint.h>
 

@@ -1,0 +1,82 @@
+#include "distill/evaluate.h"
+#include "distill/task.h"
+
+#include <math.h>
+
+double evaluate_hit_rate_s(const depth_score *score)
+{
+    return score->references ? (double)score->hits_s / (double)score->references : NAN;
+}
+
+double evaluate_hit_rate_t(const depth_score *score)
+{
+    return score->references ? (double)score->hits_t / (double)score->references : NAN;
+}
+
+static void add_score(depth_score *score, int hit_t, int hit_s, double kl)
+{
+    score->references++;
+    score->hits_t += hit_t;
+    score->hits_s += hit_s;
+    score->kl += kl;
+}
+
+static void score_references(evaluation *result, const lesson *work, const sequence *text)
+{
+    const skl_problem *const p = &work->problem;
+    for (int64_t r = 0; r < text->reference_count; r++) {
+        const reference asked = text->references[r];
+        const int64_t depth = asked.key * EVALUATE_DEPTHS / p->len_q;
+        for (int64_t head = 0; head < p->heads_s; head++) {
+            if (!task_head_retrieves(head))
+                continue;
+            const int hit_t = lesson_teacher_share(work, head, asked.query, asked.key) > 0.5;
+            const int hit_s = lesson_student_share(work, head, asked.query, asked.key) > 0.5;
+            const double kl = (double)work->kl[head * p->len_q + asked.query];
+            add_score(&result->depths[depth], hit_t, hit_s, kl);
+            add_score(&result->all, hit_t, hit_s, kl);
+        }
+    }
+}
+
+static void add_rows(evaluation *result, const lesson *work, double weight)
+{
+    const skl_problem *const p = &work->problem;
+    for (int64_t head = 0; head < p->heads_s; head++)
+        for (int64_t i = 0; i < p->len_q; i++) {
+            const double kl = weight * (double)work->kl[head * p->len_q + i];
+            result->kl += kl / (double)(p->heads_s * p->len_q);
+            if (head < EVALUATE_HEADS_MAX)
+                result->kl_head[head] += kl / (double)p->len_q;
+            result->kl_position[i * EVALUATE_POSITIONS / p->len_q] += kl;
+        }
+}
+
+/* Sums over the rows of a bucket become means. */
+static void divide_positions(evaluation *result, const skl_problem *p)
+{
+    int64_t rows[EVALUATE_POSITIONS] = {0};
+    for (int64_t i = 0; i < p->len_q; i++)
+        rows[i * EVALUATE_POSITIONS / p->len_q]++;
+    for (int b = 0; b < EVALUATE_POSITIONS; b++)
+        result->kl_position[b] /= rows[b] ? (double)(p->heads_s * rows[b]) : 1;
+}
+
+skl_status evaluate(evaluation *result, lesson *work, const layer *teacher, const layer *student,
+                    const sequence_source *source, int64_t count, const volatile int *stop)
+{
+    *result = (evaluation){.kl = 0};
+    skl_status status = SKL_OK;
+    for (int64_t index = 0; index < count && status == SKL_OK && !*stop; index++) {
+        const sequence text = source->at(source->state, SPLIT_HELD_OUT, (uint64_t)index);
+        lesson_project_teacher(work, teacher, &text);
+        lesson_project_student(work, student, &text);
+        status = lesson_forward(work);
+        if (status != SKL_OK)
+            break;
+        add_rows(result, work, 1 / (double)count);
+        score_references(result, work, &text);
+    }
+    divide_positions(result, &work->problem);
+    return status;
+}

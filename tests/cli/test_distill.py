@@ -1,0 +1,351 @@
+"""streamkl distill: it learns, it can be stopped, killed and resumed to the bit, and its report can be read anywhere."""
+
+import html
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import time
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from tool import TOOL, load, raw_safetensors, run, save
+
+SMALL = ["--context", "512", "--needles", "16", "--no-baseline"]
+
+
+def distill(folder, *options, **more):
+    done = run("distill", "--out", folder, *SMALL, *options, "--json", **more)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def student(folder):
+    return (folder / "student.safetensors").read_bytes()
+
+
+# ---- Learning --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def learnt(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("learnt")
+    return folder, distill(folder, "--context", "1024", "--needles", "32", "--steps", "150")
+
+
+def test_it_learns(learnt):
+    _, answer = learnt
+    assert answer["step"] == 150
+    assert answer["kl_after"] < answer["kl_before"] / 20
+    for depth in answer["depths"]:
+        assert depth["references"] > 0 and depth["before"] < 0.05
+        assert depth["after"] >= 0.95 * depth["teacher"] and depth["teacher"] > 0.95
+    assert answer["peak_bytes"] < 64 << 20
+
+
+def test_beside_a_student_without_guidance(learnt, tmp_path):
+    """It has not found out where to look in as many steps; and it is no part of the other's training."""
+    _, answer = learnt
+    assert answer["kl_unguided"] > 20 * answer["kl_after"]
+    assert answer["hits_unguided"] < 0.5
+    assert distill(tmp_path / "both", "--steps", "6")["kl_unguided"] is not None
+    assert distill(tmp_path / "one", "--steps", "6", "--unguided", "0")["kl_unguided"] is None
+    assert student(tmp_path / "both") == student(tmp_path / "one")
+
+
+def test_the_weights_are_those_of_the_shapes(learnt):
+    folder, _ = learnt
+    weights = load(folder / "student.safetensors")
+    assert {name: (dtype, array.shape) for name, (dtype, array) in weights.items()} == {
+        "w_q": ("F32", (2, 32, 64)),
+        "w_k": ("F32", (2, 32, 64)),
+    }
+
+
+def test_text(tmp_path):
+    done = run("distill", "--out", tmp_path / "run", *SMALL, "--steps", "12")
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout.isascii()
+    for words in ("held-out KL", "hits", "tokens/s", "peak memory", "12/12", "Does it use the far end", "report.html"):
+        assert words in done.stdout
+    assert "\r" not in done.stdout
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path):
+    assert distill(tmp_path, "--steps", "40", "--device", "cuda")["kl_after"] < 1
+
+
+# ---- The same bits -----------------------------------------------------------------------------------------------------
+
+
+def test_seed_and_threads(tmp_path):
+    one, two, other = (tmp_path / name for name in ("one", "two", "other"))
+    distill(one, "--steps", "8", "--threads", "1")
+    distill(two, "--steps", "8", "--threads", "2")
+    distill(other, "--steps", "8", "--seed", "2")
+    assert student(one) == student(two)
+    assert student(one) != student(other)
+
+
+LONGER = ["--context", "1024", "--steps", "60", "--checkpoint-every", "1"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    began = time.monotonic()
+    distill(folder, *LONGER)
+    return folder, time.monotonic() - began
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_killed_at_any_moment(tmp_path, uninterrupted, attempt):
+    """Killed again and again, at random moments, until it comes through; a file is whole or not there."""
+    reference, seconds = uninterrupted
+    chance = random.Random(attempt)
+    command = [TOOL, "distill", "--out", str(tmp_path), *SMALL, *LONGER, "--resume", "--json"]
+    for _ in range(6):
+        child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        time.sleep(chance.uniform(0, 0.6 * seconds))
+        child.kill()
+        assert child.communicate()[1] == b""
+        if (tmp_path / "checkpoint.safetensors").exists():
+            safetensors.numpy.load_file(tmp_path / "checkpoint.safetensors")
+    answer = distill(tmp_path, *LONGER, "--resume")
+    assert answer["step"] == 60
+    assert student(tmp_path) == student(reference)
+    whole, resumed = (load(folder / "checkpoint.safetensors") for folder in (reference, tmp_path))
+    assert whole.keys() == resumed.keys()
+    for name in whole:  # both students, their moments and the history
+        assert np.array_equal(whole[name][1], resumed[name][1]), name
+
+
+def test_ctrl_c_ends_with_checkpoint_and_report(tmp_path, uninterrupted):
+    reference, seconds = uninterrupted
+    command = [TOOL, "distill", "--out", str(tmp_path), *SMALL, *LONGER[:4], "--checkpoint-every", "1000"]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    while "/60" not in child.stdout.readline():
+        pass
+    time.sleep(0.1 * seconds)
+    child.send_signal(signal.SIGINT)
+    text = child.stdout.read()
+    assert child.wait(60) == 130
+    step = int(re.search(r"Stopped at step (\d+); --resume", text)[1])
+    assert 0 < step < 60 and "report.html" in text
+    assert f"stopped at step {step} of 60" in (tmp_path / "report.html").read_text()
+    assert distill(tmp_path, *LONGER[:4], "--resume")["step"] == 60
+    assert student(tmp_path) == student(reference)
+
+
+def test_a_finished_run_is_resumed_to_itself(tmp_path, learnt):
+    folder, answer = learnt
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    again = distill(copy, "--context", "1024", "--needles", "32", "--steps", "150", "--resume")
+    assert again["kl_after"] == answer["kl_after"]
+    assert student(copy) == student(folder)
+
+
+# ---- Your own ------------------------------------------------------------------------------------------------------------
+
+
+def make_files(folder, dtype="f32", sequences=6, context=96, width_t=24, width_s=32, own_hidden=True, heads_t=4, **weights):
+    """A teacher in f32, f16 or bf16; a student of other sizes, with hidden states of its own that say the same."""
+    numbers = np.random.default_rng(0)
+    hidden = numbers.standard_normal((sequences, context, width_t)).astype(np.float32)
+    teacher = {
+        "hidden": hidden,
+        "w_q": numbers.standard_normal((heads_t, 16, width_t)).astype(np.float32) / 3,
+        "w_k": numbers.standard_normal((heads_t // 2, 16, width_t)).astype(np.float32) / 3,
+    }
+    width = width_s if own_hidden else width_t
+    pupil = {
+        "w_q": numbers.standard_normal((2, 12, width)).astype(np.float32) / 5,
+        "w_k": numbers.standard_normal((1, 12, width)).astype(np.float32) / 5,
+    }
+    if own_hidden:
+        pupil["hidden"] = hidden @ numbers.standard_normal((width_t, width_s)).astype(np.float32) / 5
+    teacher.update(weights.get("teacher", {}))
+    pupil.update(weights.get("student", {}))
+    return save(folder / "teacher.safetensors", teacher, dtype), save(folder / "student.safetensors", pupil)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("own_hidden", [True, False])
+def test_files(tmp_path, dtype, own_hidden):
+    teacher, pupil = make_files(tmp_path, dtype, own_hidden=own_hidden)
+    files = ["--teacher", teacher, "--student", pupil, "--held-out", "2", "--no-baseline"]
+    done = run("distill", *files, "--out", tmp_path / "out", "--steps", "60", "--rate", "0.02", "--json")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["kl_after"] < answer["kl_before"] / 1.5
+    weights = load(tmp_path / "out/student.safetensors")
+    first = load(pupil)
+    for name in ("w_q", "w_k"):
+        assert weights[name][1].shape == first[name][1].shape
+        assert not np.array_equal(weights[name][1], first[name][1])
+
+
+def test_kl_before_is_that_of_the_files(tmp_path):
+    """Projected by numpy and given to streamkl kl, the held-out sequences have the same KL."""
+    teacher, pupil = make_files(tmp_path, own_hidden=True)
+    answer = run("distill", "--teacher", teacher, "--student", pupil, "--held-out", "2", "--steps", "1", "--out", tmp_path / "out", "--json", "--no-baseline")
+    big, small = ({name: array for name, (_, array) in load(path).items()} for path in (teacher, pupil))
+
+    def project(weights, hidden):
+        return np.einsum("hde,bne->bhnd", weights, hidden[-2:])
+
+    tensors = {
+        "q_t": project(big["w_q"], big["hidden"]),
+        "k_t": project(big["w_k"], big["hidden"]),
+        "q_s": project(small["w_q"], small["hidden"]),
+        "k_s": project(small["w_k"], small["hidden"]),
+    }
+    pair = save(tmp_path / "pair.safetensors", tensors)
+    exact = json.loads(run("kl", pair, "--causal", "--json").stdout)["kl"]
+    assert json.loads(answer.stdout)["kl_before"] == pytest.approx(exact, rel=1e-5)
+
+
+def test_flat_weights_need_heads(tmp_path):
+    flat = np.random.default_rng(1).standard_normal((64, 24)).astype(np.float32)
+    teacher, pupil = make_files(tmp_path, own_hidden=False, teacher={"w_q": flat, "w_k": flat[:32]})
+    options = ["distill", "--teacher", teacher, "--student", pupil, "--out", tmp_path / "out", "--steps", "2", "--no-baseline"]
+    refused = run(*options)
+    assert refused.returncode == 2 and "w_q" in refused.stderr and "--heads-t" in refused.stderr
+    assert run(*options, "--heads-t", "4").returncode == 0
+
+
+# ---- What is wrong -----------------------------------------------------------------------------------------------------------
+
+BAD = {
+    "context": (["--context", "63"], "--context=63: must be 64.."),
+    "context_text": (["--context", "long"], "--context=long"),
+    "needles": (["--needles", "257"], "--needles=257"),
+    "needles_many": (["--context", "64", "--needles", "17"], "--needles=17"),
+    "hidden": (["--hidden", "47"], "--hidden=47"),
+    "dim_t": (["--dim-t", "16"], "--dim-t=16"),
+    "dim_s": (["--dim-s", "513"], "--dim-s=513"),
+    "heads": (["--heads-t", "3"], "--heads-t=3: must be a multiple of --heads-s=2"),
+    "steps": (["--steps", "0"], "--steps=0"),
+    "unguided": (["--unguided", "-2"], "--unguided=-2"),
+    "unguided_many": (["--context", "512", "--unguided", "513"], "--unguided=513: must be at most the context, 512"),
+    "rate": (["--rate", "-1"], "--rate=-1: must be a number above 0"),
+    "direction": (["--direction", "both"], "--direction=both"),
+    "teacher_alone": (["--teacher", "x.safetensors"], "--teacher: --student must be given"),
+    "student_alone": (["--student", "x.safetensors"], "--student: --teacher must be given"),
+    "no_such_file": (["--teacher", "/no/such", "--student", "/no/such"], "/no/such"),
+    "out": (["--out", "/no/such/folder/run"], "--out=/no/such/folder/run"),
+    "argument": (["now"], "unexpected argument 'now'"),
+    "kernel": (["--kernel", "no_such"], "kernel=no_such"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_names_the_argument(tmp_path, name):
+    options, words = BAD[name]
+    done = run("distill", "--out", tmp_path / "run", *options)
+    assert done.returncode in (2, 5), done.stderr
+    first, *rest = done.stderr.splitlines()
+    assert words in first and (not rest or rest[0].startswith("Try "))
+    assert not (tmp_path / "run").exists() or not os.listdir(tmp_path / "run")
+
+
+BAD_FILES = {
+    "no_hidden": ({"teacher": {"hidden": np.zeros((2, 2), np.float32)}}, "hidden: must be [sequences, context, 24]"),
+    "width": ({"teacher": {"hidden": np.zeros((6, 96, 23), np.float32)}}, "hidden: must be [sequences, context, 24]"),
+    "student_width": ({"student": {"hidden": np.zeros((6, 96, 31), np.float32)}}, "hidden: must be [sequences, context, 32]"),
+    "lengths": ({"student": {"hidden": np.zeros((6, 95, 32), np.float32)}}, "6 sequences of 96"),
+    "w_k": ({"teacher": {"w_k": np.zeros((3, 16, 24), np.float32)}}, "w_k 3"),
+    "rank": ({"teacher": {"w_q": np.zeros(24, np.float32)}}, "w_q"),
+    "heads": ({"heads_t": 2, "student": {"w_q": np.zeros((3, 12, 32), np.float32)}}, "heads_t=2"),
+    "held_out": ({"sequences": 3}, "--held-out=4"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_files(tmp_path, name):
+    changes, words = BAD_FILES[name]
+    teacher, pupil = make_files(tmp_path, **changes)
+    done = run("distill", "--teacher", teacher, "--student", pupil, "--out", tmp_path / "run")
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_other_settings_cannot_resume(tmp_path):
+    distill(tmp_path, "--steps", "4")
+    done = run("distill", "--out", tmp_path, *SMALL, "--steps", "5", "--resume")
+    assert done.returncode == 2 and "--steps=5" in done.stderr and "made with 4" in done.stderr
+    done = run("distill", "--out", tmp_path, *SMALL, "--steps", "4", "--rate", "0.1", "--resume")
+    assert done.returncode == 2 and "--rate=0.1" in done.stderr
+
+
+def test_damaged_checkpoints(tmp_path):
+    distill(tmp_path, "--steps", "4")
+    path = tmp_path / "checkpoint.safetensors"
+    whole = path.read_bytes()
+
+    def refused(content, words):
+        path.write_bytes(content)
+        done = run("distill", "--out", tmp_path, *SMALL, "--steps", "4", "--resume")
+        assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+    refused(whole[: len(whole) // 2], "checkpoint.safetensors")
+    refused(b"", "checkpoint.safetensors")
+    refused(raw_safetensors({}, b""), "is no checkpoint")
+    refused(whole.replace(b'"step":"4"', b'"step":"9"'), "step 9: must be 0..4")
+    refused(whole.replace(b'"adam_mean_q"', b'"adam_xean_q"'), "adam_mean_q")
+
+
+# ---- The report -------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_stands_alone(learnt):
+    folder, answer = learnt
+    page = (folder / "report.html").read_text()
+    assert not re.search(r"""(src|href)=["'](?!data:)""", page)
+    assert "<script" not in page and "http" not in page and "url(" not in page
+    assert page.count("data:image/png;base64,") == 10  # five maps for each of two heads
+    for words in ("Does it use the far end", "Where they look", "KL by head", "KL by position", "Beside materialising", "streamkl distill --context 1024"):
+        assert words in page
+    assert "nan" not in re.sub(r"base64,[^\"]*", "", page).lower()
+
+
+def test_hostile_names_are_escaped(tmp_path):
+    folder = tmp_path / "<b>&'"
+    folder.mkdir()
+    teacher, pupil = make_files(folder)
+    done = run("distill", "--teacher", teacher, "--student", pupil, "--steps", "1", "--no-baseline", "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "out/report.html").read_text()
+    assert "&#60;b&#62;&#38;&#39;" in page and "<b>&'" not in page
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+MEASURE = """<script>onload = () => {
+    const pictures = [...document.images];
+    parent.document.documentElement.dataset.size =
+        [innerWidth, document.documentElement.scrollWidth, pictures.length, pictures.every(picture => picture.naturalWidth > 0)];
+}</script>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_report_in_a_browser(learnt, tmp_path, width, dark):
+    """No error in the console, nothing to scroll sideways, every picture drawn. In a frame: windows are never narrow."""
+    page = (learnt[0] / "report.html").read_text().replace("</body>", MEASURE + "</body>")
+    frame = tmp_path / "frame.html"
+    frame.write_text(f'<!doctype html><iframe style="width:{width}px;height:900px;border:0" srcdoc="{html.escape(page)}"></iframe>')
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--user-data-dir={tmp_path}/profile"]
+    if dark:
+        options.append("--blink-settings=preferredColorScheme=0")
+    done = subprocess.run([CHROMIUM, *options, "--dump-dom", frame.as_uri()], capture_output=True, text=True, timeout=80)
+    inner, content, pictures, drawn = re.search(r'data-size="(\d+),(\d+),(\d+),(\w+)"', done.stdout).groups()
+    assert int(inner) == width
+    assert int(content) <= width
+    assert int(pictures) == 10 and drawn == "true"
+    assert "CONSOLE" not in done.stderr

@@ -1,0 +1,217 @@
+"""streamkl map: equal to the pooled full matrix, at any length in little memory, and pictures that can be read."""
+
+import json
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import tool
+from reference import Problem, log_softmax, logits, visible
+from tool import load, make_tensors, run, save
+
+MIB = 1 << 20
+TOLERANCE = 1e-5
+
+
+def edges(count, length):
+    return [length // count * b + length % count * b // count for b in range(count + 1)]
+
+
+def probabilities(tensors, problem):
+    """P and S [B, H_s, N, N_k] as their logarithms, and the mask [B, N, N_k]; float64, whole matrices."""
+    q_t, k_t, q_s, k_s = (np.asarray(tensors[name], np.float64) for name in ("q_t", "k_t", "q_s", "k_s"))
+    group, masks, log_p, log_s = q_t.shape[1] // q_s.shape[1], [], [], []
+    for b in range(q_t.shape[0]):
+        mask = visible(problem, q_t.shape[2], k_t.shape[2], b)
+
+        def heads(q, k, scale, softcap, mask=mask, b=b):
+            shared = q.shape[1] // k.shape[1]
+            return np.stack([log_softmax(logits(q[b, h], k[b, h // shared], scale, softcap)[0], mask)[0] for h in range(q.shape[1])])
+
+        every = heads(q_t, k_t, problem.scale_t, problem.softcap_t)
+        with np.errstate(divide="ignore"):
+            log_p.append(np.log(np.exp(every).reshape(-1, group, *mask.shape).mean(1)))
+        log_s.append(heads(q_s, k_s, problem.scale_s, problem.softcap_s))
+        masks.append(mask)
+    return np.stack(log_p), np.stack(log_s), np.stack(masks)
+
+
+def pooled(tensors, buckets, problem):
+    """{"p", "s", "kl"}: [H_s, rows, columns], pooled from the full matrices."""
+    log_p, log_s, mask = probabilities(tensors, problem)
+    with np.errstate(invalid="ignore"):
+        kl = np.exp(log_p) * (log_p - log_s)
+        if problem.reverse:
+            kl = np.exp(log_s) * (log_s - log_p)
+    kl = np.where(mask[:, None], kl, 0)
+    rows, columns = min(buckets, mask.shape[1]), min(buckets, mask.shape[2])
+    row_edges, column_edges = edges(rows, mask.shape[1]), edges(columns, mask.shape[2])
+    answer = {name: np.zeros((log_p.shape[1], rows, columns)) for name in ("p", "s", "kl")}
+    for row in range(rows):
+        begin, end = row_edges[row : row + 2]
+        seen = mask[:, begin:end].any(-1).sum()
+        for column in range(columns):
+            left, right = column_edges[column : column + 2]
+            for name, matrix in ("p", np.exp(log_p)), ("s", np.exp(log_s)), ("kl", kl):
+                cell = matrix[:, :, begin:end, left:right].sum((0, 2, 3))
+                answer[name][:, row, column] = cell / seen if seen else 0
+    return answer
+
+
+def assert_equal_maps(path, tensors, problem, *options, buckets=16):
+    done = run("map", path, "--json", "--head", "all", "--buckets", buckets, "--device", tool.device, *options)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    for name, exact in pooled(tensors, buckets, problem).items():
+        assert np.shape(answer[name]) == exact.shape
+        assert np.abs(np.array(answer[name]) - exact).max() < TOLERANCE, name
+
+
+CASES = {
+    "plain": ({}, Problem(), []),
+    "causal": ({"len_q": 200, "len_k": 200}, Problem(causal=True), ["--causal"]),
+    "bottom_right": ({"len_q": 61, "len_k": 97}, Problem(causal=True), ["--causal"]),
+    "rows_without_keys": ({"len_q": 97, "len_k": 61}, Problem(causal=True), ["--causal"]),
+    "window": ({"len_q": 150, "len_k": 150}, Problem(causal=True, window=(30, 0)), ["--causal", "--window", "30,0"]),
+    "key_lengths": ({}, Problem(key_lengths=[53, 11]), ["--key-lengths", "53,11"]),
+    "group": ({"heads_t": 6, "len_q": 90, "len_k": 90}, Problem(causal=True), ["--causal"]),
+    "shared_keys": ({"heads_t": 4, "key_heads_t": 2, "key_heads_s": 1}, Problem(), []),
+    "reverse": ({}, Problem(reverse=True), ["--direction", "reverse"]),
+    "group_reverse": ({"heads_t": 4}, Problem(reverse=True), ["--direction", "reverse"]),
+    "offsets": ({}, Problem(causal=True, offsets=(30, 4)), ["--causal", "--offset-q", "30", "--offset-k", "4"]),
+    "softcap": ({}, Problem(softcap_t=2, softcap_s=3), ["--softcap-t", "2", "--softcap-s", "3"]),
+    "many_blocks": ({"batch": 1, "heads_t": 1, "heads_s": 1, "len_q": 2500, "len_k": 2500}, Problem(causal=True), ["--causal"]),
+    "few_queries": ({"len_q": 3, "len_k": 5}, Problem(), []),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_pooled_full_matrix(tmp_path, name, device):
+    shape, problem, options = CASES[name]
+    tensors = make_tensors(**shape)
+    assert_equal_maps(save(tmp_path / "pair.safetensors", tensors), tensors, problem, *options)
+
+
+def test_packed_sequences_are_averaged(tmp_path, device):
+    """Sequences of 40, 0 and 60: buckets count from the beginning of each."""
+    tensors = {name: array[0] for name, array in make_tensors(batch=1, len_q=100, len_k=100).items()}
+    path = save(tmp_path / "packed.safetensors", tensors)
+    done = run("map", path, "--json", "--head", "all", "--buckets", 8, "--causal", "--cu-seqlens-q", "0,40,40,100", "--device", device)
+    answer = json.loads(done.stdout)
+    whole = {name: 0 for name in ("p", "s", "kl")}
+    rows = np.zeros(8)
+    for begin, end in (0, 40), (40, 100):
+        part = pooled({name: array[None, :, begin:end] for name, array in tensors.items()}, 8, Problem(causal=True))
+        counts = np.diff(edges(8, end - begin))
+        rows += counts
+        for name in whole:
+            whole[name] = whole[name] + part[name] * counts[None, :, None]
+    for name in whole:
+        assert np.abs(np.array(answer[name]) - whole[name] / rows[None, :, None]).max() < TOLERANCE
+
+
+def test_heads(tmp_path):
+    tensors = make_tensors(heads_t=3, heads_s=3)
+    path = save(tmp_path / "pair.safetensors", tensors)
+
+    def maps(head):
+        return {name: np.array(json.loads(run("map", path, "--json", "--head", head).stdout)[name]) for name in ("p", "s", "kl")}
+
+    every = maps("all")
+    for name in every:
+        assert np.allclose(maps("1")[name][0], every[name][1], atol=1e-8)
+        assert np.allclose(maps("mean")[name][0], every[name].mean(0), atol=1e-8)
+    assert np.allclose(every["p"].sum(-1), 1, atol=1e-6)
+    refused = run("map", path, "--head", "3")
+    assert refused.returncode == 2 and "--head=3: must be 0..2" in refused.stderr
+
+
+def test_equal_to_kl(tmp_path, pair):
+    """The cells of a row of the KL map add up to its mean KL."""
+    rows = tmp_path / "rows.safetensors"
+    run("kl", pair, "--causal", "--out", rows)
+    kl = load(rows)["kl"][1]
+    answer = json.loads(run("map", pair, "--causal", "--buckets", "1", "--head", "all", "--json").stdout)
+    assert np.allclose(np.array(answer["kl"])[:, 0, 0], kl.mean((0, 2)), atol=1e-6)
+
+
+def test_files(tmp_path, pair):
+    done = run("map", pair, "--buckets", 8, "--out", tmp_path / "maps.safetensors", "--png", tmp_path / "map", "--json")
+    assert done.returncode == 0, done.stderr
+    maps = load(tmp_path / "maps.safetensors")
+    assert {name: array.shape for name, (_, array) in maps.items()} == {name: (2, 8, 8) for name in ("p", "s", "kl")}
+    brightest = decode_png((tmp_path / "map-p.png").read_bytes())
+    mean = maps["p"][1].mean(0)
+    row, column = np.unravel_index(brightest.sum(-1).argmax(), brightest.shape[:2])
+    top = max(mean.max(), maps["s"][1].mean(0).max())
+    assert brightest.shape == (512, 512, 3) and mean[row // 64, column // 64] == pytest.approx(mean.max())
+    assert mean.max() <= top
+    assert decode_png((tmp_path / "map-kl.png").read_bytes()).shape == (512, 512, 3)
+    assert run("map", pair, "--head", "all", "--png", tmp_path / "each").returncode == 0
+    assert (tmp_path / "each-h1-s.png").exists()
+
+
+def decode_png(content):
+    """Checks every CRC and returns the pixels [height, width, 3] of an indexed PNG without filters."""
+    assert content[:8] == b"\x89PNG\r\n\x1a\n"
+    chunks, at = {}, 8
+    while at < len(content):
+        size, kind = struct.unpack(">I4s", content[at : at + 8])
+        body = content[at + 8 : at + 8 + size]
+        assert struct.unpack(">I", content[at + 8 + size : at + 12 + size])[0] == zlib.crc32(kind + body)
+        chunks[kind] = body
+        at += 12 + size
+    assert kind == b"IEND"
+    width, height, depth, colour = struct.unpack(">IIBB", chunks[b"IHDR"][:10])
+    assert (depth, colour) == (8, 3)
+    lines = np.frombuffer(zlib.decompress(chunks[b"IDAT"]), np.uint8).reshape(height, width + 1)
+    assert not lines[:, 0].any()
+    return np.frombuffer(chunks[b"PLTE"], np.uint8).reshape(256, 3)[lines[:, 1:]]
+
+
+def test_text_is_plain(pair):
+    text = run("map", pair, "--buckets", 16).stdout
+    assert text.isascii() and "\x1b" not in text
+    for words in ("P, the teacher", "S, the student", "where the KL comes from"):
+        assert words in text
+
+
+BAD = {
+    "buckets_zero": (["--buckets", "0"], "--buckets=0: must be an integer, 1 to 4096"),
+    "buckets_many": (["--buckets", "4097"], "--buckets=4097"),
+    "head": (["--head", "first"], "--head=first: must be mean, all or a head"),
+    "out": (["--out", "/no/such/folder/map.safetensors"], "/no/such/folder/map.safetensors"),
+    "png": (["--png", "/no/such/folder/map"], "/no/such/folder/map-p.png"),
+    "device": (["--device", "tpu"], "--device=tpu"),
+    "lengths": (["--cu-seqlens-q", "0,50,40"], "cu_seqlens_q"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_names_the_argument(tmp_path, name):
+    options, words = BAD[name]
+    one = save(tmp_path / "pair.safetensors", {name: array[0] for name, array in make_tensors(batch=1, len_q=53).items()})
+    done = run("map", one, *options)
+    assert done.returncode in (2, 5) and done.stdout == ""
+    assert words in done.stderr and len(done.stderr.splitlines()) <= 2
+
+
+def test_no_gpu(pair):
+    if tool.why_no_gpu():
+        done = run("map", pair, "--device", "cuda")
+        assert done.returncode == 4 and "--device=cuda" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_no_file():
+    done = run("map")
+    assert done.returncode == 2 and "FILE" in done.stderr and "streamkl map --help" in done.stderr
+
+
+def test_memory_at_131072(tmp_path):
+    """Inputs of 32 MiB, where one matrix takes 64 GiB. A window keeps it short: the buffers are those of a whole map."""
+    random = np.random.default_rng(0)
+    path = save(tmp_path / "long.safetensors", {name: random.standard_normal((131072, 16), np.float32) for name in ("q_t", "k_t", "q_s", "k_s")})
+    answer = json.loads(run("map", path, "--causal", "--window", "4096,0", "--json").stdout)
+    assert answer["peak_bytes"] < 300 * MIB
+    assert np.shape(answer["p"]) == (1, 64, 64) and np.allclose(np.sum(answer["p"], -1), 1, atol=1e-5)

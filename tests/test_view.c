@@ -1,0 +1,161 @@
+/* Pictures and pages: check sums and encodings against published values, palettes, charts of awkward numbers. The
+ * compressed pixels are read back by zlib in tests/cli/test_map.py. */
+#include "view/chart.h"
+#include "view/page.h"
+
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#include <cmocka.h>
+
+static void assert_bytes(const bytes *found, const char *expected)
+{
+    assert_false(found->failed);
+    assert_int_equal(found->size, strlen(expected));
+    assert_memory_equal(found->data, expected, found->size);
+}
+
+static bool contains(const bytes *page, const char *words)
+{
+    const size_t length = strlen(words);
+    for (size_t at = 0; at + length <= page->size; at++)
+        if (memcmp(page->data + at, words, length) == 0)
+            return true;
+    return false;
+}
+
+static void check_sums(void **state)
+{
+    (void)state;
+    assert_int_equal(png_crc32("123456789", 9), 0xcbf43926); /* the check value of CRC-32 */
+    assert_int_equal(png_crc32("IEND", 4), 0xae426082);      /* the last bytes of every PNG */
+    assert_int_equal(png_crc32("", 0), 0);
+    assert_int_equal(png_adler32("Wikipedia", 9), 0x11e60398);
+    assert_int_equal(png_adler32("", 0), 1);
+}
+
+static void base64_of_rfc_4648(void **state)
+{
+    static const char *const vectors[][2] = {{"", ""},
+                                             {"f", "Zg=="},
+                                             {"fo", "Zm8="},
+                                             {"foo", "Zm9v"},
+                                             {"foob", "Zm9vYg=="},
+                                             {"fooba", "Zm9vYmE="},
+                                             {"foobar", "Zm9vYmFy"}};
+    (void)state;
+    for (size_t v = 0; v < sizeof vectors / sizeof vectors[0]; v++) {
+        bytes text = {0};
+        bytes_add_base64(&text, vectors[v][0], strlen(vectors[v][0]));
+        assert_bytes(&text, vectors[v][1]);
+        bytes_free(&text);
+    }
+}
+
+static void escaping(void **state)
+{
+    (void)state;
+    bytes text = {0};
+    bytes_add_escaped(&text, "a<b> & \"c\" 'd'");
+    assert_bytes(&text, "a&#60;b&#62; &#38; &#34;c&#34; &#39;d&#39;");
+    bytes_free(&text);
+}
+
+static void png_begins_and_ends_as_it_must(void **state)
+{
+    static const uint8_t pixels[] = {0, 1, 2, 3, 4, 5};
+    static const uint8_t head[] = {0x89, 'P', 'N', 'G', '\r', '\n', 0x1a, '\n', 0, 0, 0, 13, 'I', 'H', 'D',
+                                   'R',  0,   0,   0,   3,    0,    0,    0,    2, 8, 3, 0,  0,   0};
+    static const uint8_t tail[] = {0, 0, 0, 0, 'I', 'E', 'N', 'D', 0xae, 0x42, 0x60, 0x82};
+    (void)state;
+    bytes file = {0};
+    png_encode(&file, pixels, 3, 2, palette_of(PALETTE_SHARE));
+    assert_false(file.failed);
+    assert_memory_equal(file.data, head, sizeof head);
+    assert_memory_equal(file.data + file.size - sizeof tail, tail, sizeof tail);
+    bytes_free(&file);
+}
+
+static void a_flat_picture_is_small(void **state)
+{
+    (void)state;
+    static const double values[64 * 64] = {0};
+    bytes file = {0};
+    picture_png(&file, PALETTE_SHARE, values, 64, 64, 1, 8);
+    assert_true(file.size < 4096); /* 262,144 pixels */
+    bytes_free(&file);
+}
+
+static void palettes(void **state)
+{
+    (void)state;
+    assert_int_equal(palette_index(PALETTE_SHARE, 0, 1), 0);
+    assert_int_equal(palette_index(PALETTE_SHARE, 1, 1), 255);
+    assert_int_equal(palette_index(PALETTE_SHARE, 5, 1), 255);
+    assert_int_equal(palette_index(PALETTE_SHARE, -1, 1), 0);
+    assert_int_equal(palette_index(PALETTE_SHARE, 0.25, 1), 128);
+    assert_int_equal(palette_index(PALETTE_SHARE, (double)NAN, 1), 0);
+    assert_int_equal(palette_index(PALETTE_SIGNED, 0, 1), 128);
+    assert_int_equal(palette_index(PALETTE_SIGNED, 1, 1), 255);
+    assert_int_equal(palette_index(PALETTE_SIGNED, -1, 1), 0);
+    assert_int_equal(palette_index(PALETTE_SIGNED, (double)NAN, 1), 128);
+    const rgb *const share = palette_of(PALETTE_SHARE);
+    for (int c = 1; c < 256; c++) { /* even in grey its steps go one way */
+        const int before = 299 * share[c - 1].red + 587 * share[c - 1].green + 114 * share[c - 1].blue;
+        assert_true(299 * share[c].red + 587 * share[c].green + 114 * share[c].blue >= before);
+    }
+}
+
+static void scales(void **state)
+{
+    (void)state;
+    double values[200] = {[0] = -8, [1] = (double)NAN, [2] = (double)INFINITY, [3] = 2};
+    assert_true(picture_top(values, 200) == 8);
+    assert_true(picture_bright(values, 200) == values[3] || picture_bright(values, 200) == 8);
+    const double nothing[3] = {0, 0, (double)NAN};
+    assert_true(picture_top(nothing, 3) == 1);
+    assert_true(picture_bright(nothing, 3) == 1);
+}
+
+static void charts_of_awkward_numbers(void **state)
+{
+    (void)state;
+    const double x[] = {0, 1, 2, 3}, y[] = {1, 0, (double)NAN, (double)INFINITY}, none[] = {(double)NAN};
+    const char *const names[] = {"a"};
+    chart lines = {.description = "d",
+                   .x_label = "x",
+                   .log_y = true,
+                   .x_max = 3,
+                   .series_count = 1,
+                   .series = {{"s", "after", x, y, 4, true}}};
+    bytes page = {0};
+    chart_lines(&page, &lines);
+    lines.log_y = false;
+    chart_lines(&page, &lines);
+    lines.series[0].count = 0;
+    chart_lines(&page, &lines);
+    lines.series[0].y = none;
+    chart_bars(&page, &lines, names, 1);
+    assert_false(page.failed);
+    assert_false(contains(&page, "nan"));
+    assert_false(contains(&page, "inf"));
+    bytes_free(&page);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(check_sums),
+        cmocka_unit_test(base64_of_rfc_4648),
+        cmocka_unit_test(escaping),
+        cmocka_unit_test(png_begins_and_ends_as_it_must),
+        cmocka_unit_test(a_flat_picture_is_small),
+        cmocka_unit_test(palettes),
+        cmocka_unit_test(scales),
+        cmocka_unit_test(charts_of_awkward_numbers),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,381 @@
+#include "view/attention_map.h"
+#include "device/mirror.h"
+
+#include <assert.h>
+#include <math.h>
+
+/* Queries that are looked at together: enough to keep every core or multiprocessor busy. */
+enum { BLOCK_ROWS = 1024 };
+
+int64_t attention_map_edge(int64_t bucket, int64_t count, int64_t length)
+{
+    /* length * bucket / count without the overflow of the product */
+    return length / count * bucket + length % count * bucket / count;
+}
+
+static int64_t bucket_of(int64_t at, int64_t count, int64_t length)
+{
+    int64_t bucket = (int64_t)((double)at / (double)length * (double)count);
+    bucket = bucket < count ? bucket : count - 1;
+    while (attention_map_edge(bucket, count, length) > at)
+        bucket--;
+    while (attention_map_edge(bucket + 1, count, length) <= at)
+        bucket++;
+    return bucket;
+}
+
+/* ---- One sequence of the problem as a problem of its own ---------------------------------------------------- */
+
+typedef struct sequence_view {
+    skl_problem problem; /* one sequence, not packed */
+    skl_inputs inputs;
+    int64_t offset_q; /* position of its first query */
+} sequence_view;
+
+static size_t element_size(skl_dtype dtype)
+{
+    return dtype == SKL_F32 ? sizeof(float) : sizeof(uint16_t);
+}
+
+static void advance(skl_input *tensor, int64_t elements, size_t size)
+{
+    if (tensor->data)
+        tensor->data = (const char *)tensor->data + elements * (int64_t)size;
+}
+
+static void advance_queries(skl_inputs *inputs, const skl_problem *problem, int64_t rows)
+{
+    advance(&inputs->q_t, rows * inputs->q_t.stride_row, element_size(problem->dtype_t));
+    advance(&inputs->q_s, rows * inputs->q_s.stride_row, element_size(problem->dtype_s));
+    advance(&inputs->lse_t, rows * inputs->lse_t.stride_row, sizeof(float));
+}
+
+static void advance_keys(skl_inputs *inputs, const skl_problem *problem, int64_t rows)
+{
+    advance(&inputs->k_t, rows * inputs->k_t.stride_row, element_size(problem->dtype_t));
+    advance(&inputs->k_s, rows * inputs->k_s.stride_row, element_size(problem->dtype_s));
+}
+
+static void advance_batch(skl_inputs *inputs, const skl_problem *problem, int64_t b)
+{
+    advance(&inputs->q_t, b * inputs->q_t.stride_batch, element_size(problem->dtype_t));
+    advance(&inputs->k_t, b * inputs->k_t.stride_batch, element_size(problem->dtype_t));
+    advance(&inputs->q_s, b * inputs->q_s.stride_batch, element_size(problem->dtype_s));
+    advance(&inputs->k_s, b * inputs->k_s.stride_batch, element_size(problem->dtype_s));
+    advance(&inputs->lse_t, b * inputs->lse_t.stride_batch, sizeof(float));
+    if (inputs->key_lengths)
+        inputs->key_lengths += b;
+}
+
+/* `host` has the lengths of packed sequences where they can be read. */
+static sequence_view view_sequence(const skl_problem *problem, const skl_inputs *reached, const skl_inputs *host,
+                                   int64_t b)
+{
+    sequence_view view = {.problem = *problem, .inputs = *reached};
+    if (problem->packed) {
+        view.problem.len_q = host->cu_seqlens_q[b + 1] - host->cu_seqlens_q[b];
+        view.problem.len_k = host->cu_seqlens_k[b + 1] - host->cu_seqlens_k[b];
+        advance_queries(&view.inputs, problem, host->cu_seqlens_q[b]);
+        advance_keys(&view.inputs, problem, host->cu_seqlens_k[b]);
+        view.inputs.cu_seqlens_q = view.inputs.cu_seqlens_k = NULL;
+        view.problem.packed = 0;
+        view.problem.total_q = view.problem.total_k = 0;
+    } else {
+        advance_batch(&view.inputs, problem, b);
+    }
+    const int bottom_right = problem->positions == SKL_POSITIONS_BOTTOM_RIGHT;
+    view.offset_q = bottom_right ? view.problem.len_k - view.problem.len_q : problem->offset_q;
+    view.problem.offset_k = bottom_right ? 0 : problem->offset_k;
+    view.problem.positions = SKL_POSITIONS_OFFSET;
+    view.problem.batch = 1;
+    view.problem.gradients = 0;
+    return view;
+}
+
+/* ---- One block of queries ----------------------------------------------------------------------------------- */
+
+typedef struct map_work {
+    attention_map *map;
+    int64_t *seen;       /* [rows]: queries of a bucket that see a key, over all sequences */
+    skl_options options; /* without progress */
+    int64_t block_rows;
+    skl_row_state *states;        /* [columns, heads, block_rows], on the host */
+    skl_row_state *device_states; /* and where the device reaches them: on the CPU the same */
+    float *device_lse_t;          /* [heads_t, block_rows]; NULL where no call needs it */
+    void *workspace;
+    size_t workspace_size;
+} map_work;
+
+/* A group of teacher heads has its LSEs first. */
+static skl_status teacher_lse(const map_work *work, const skl_plan *plan, const skl_problem *problem,
+                              skl_inputs *inputs)
+{
+    const int64_t heads = problem->heads_t, rows = problem->len_q;
+    if (work->device_lse_t == NULL || inputs->lse_t.data)
+        return SKL_OK;
+    const skl_rows wanted = {.struct_size = sizeof wanted,
+                             .lse_t = skl_output_contiguous(work->device_lse_t, heads, rows, 1)};
+    const skl_status status = skl_forward(plan, inputs, &wanted, work->workspace, work->workspace_size, NULL);
+    inputs->lse_t = skl_input_contiguous(work->device_lse_t, heads, rows, 1);
+    return status;
+}
+
+/* A state in the units of its row, whose log-sum-exps are lse_1 and lse_2 in base 2. Moved to them it reads
+ *
+ *     l_1 = sum_j A_j     l_2 = sum_j B_j     w = sum_j A_j (log2 A_j - log2 B_j)
+ *
+ * over its own keys: the masses of a bucket and its part of the KL. */
+typedef struct bucket_share {
+    double first, second, kl;
+} bucket_share;
+
+static bucket_share share_of(const skl_row_state *state, double lse_1, double lse_2)
+{
+    static const double ln_2 = 0.69314718055994530942;
+    if (state->l_1 == 0.0F || state->l_2 == 0.0F)
+        return (bucket_share){0, 0, 0};
+    const double d_1 = (double)state->m_1 - lse_1, d_2 = (double)state->m_2 - lse_2;
+    const double first = exp2(d_1) * (double)state->l_1;
+    return (bucket_share){first, exp2(d_2) * (double)state->l_2,
+                          ln_2 * (exp2(d_1) * (double)state->w + first * (d_1 - d_2))};
+}
+
+/* log2 sum 2^m l over `count` states, `stride` apart; of the first argument, or of the second. */
+static double log2_sum(const skl_row_state *states, int64_t count, int64_t stride, int second)
+{
+    double top = -INFINITY, sum = 0;
+    for (int64_t c = 0; c < count; c++) {
+        const skl_row_state *const state = &states[c * stride];
+        const double m = (double)(second ? state->m_2 : state->m_1), l = (double)(second ? state->l_2 : state->l_1);
+        if (l == 0)
+            continue;
+        if (m > top) {
+            sum *= exp2(top - m);
+            top = m;
+        }
+        sum += l * exp2(m - top);
+    }
+    return top + log2(sum);
+}
+
+/* Adds one query of one head to its row of buckets. Returns whether it sees a key. */
+static int add_query(const map_work *work, const skl_row_state *states, int64_t stride, int reverse, int64_t cell)
+{
+    const attention_map *const map = work->map;
+    const double lse_1 = log2_sum(states, map->columns, stride, 0), lse_2 = log2_sum(states, map->columns, stride, 1);
+    if (isinf(lse_1) && lse_1 < 0)
+        return 0;
+    for (int64_t column = 0; column < map->columns; column++) {
+        const bucket_share share = share_of(&states[column * stride], lse_1, lse_2);
+        map->p[cell + column] += reverse ? share.second : share.first;
+        map->s[cell + column] += reverse ? share.first : share.second;
+        map->kl[cell + column] += share.kl;
+    }
+    return 1;
+}
+
+static void add_block(const map_work *work, const sequence_view *view, int64_t first_query, int64_t rows)
+{
+    const attention_map *const map = work->map;
+    const int64_t stride = map->heads * rows;
+    const int reverse = view->problem.direction == SKL_KL_REVERSE;
+    for (int64_t i = 0; i < rows; i++) {
+        const int64_t row = bucket_of(first_query + i, map->rows, view->problem.len_q);
+        int seen = 0;
+        for (int64_t head = 0; head < map->heads; head++)
+            seen = add_query(work, &work->states[head * rows + i], stride, reverse,
+                             (head * map->rows + row) * map->columns);
+        work->seen[row] += seen; /* every head of a query sees the same keys */
+    }
+}
+
+static skl_status map_block(const map_work *work, const sequence_view *view, int64_t first_query, int64_t rows)
+{
+    const int64_t columns = work->map->columns, stride = work->map->heads * rows;
+    skl_problem problem = view->problem;
+    problem.len_q = rows;
+    problem.offset_q = view->offset_q + first_query;
+    skl_inputs inputs = view->inputs;
+    advance_queries(&inputs, &problem, first_query);
+    skl_plan *plan = NULL;
+    skl_status status = skl_plan_create(&plan, &problem, &work->options);
+    if (status == SKL_OK)
+        status = teacher_lse(work, plan, &problem, &inputs);
+    for (int64_t column = 0; column < columns && status == SKL_OK; column++)
+        status = skl_partial(plan, &inputs, attention_map_edge(column, columns, problem.len_k),
+                             attention_map_edge(column + 1, columns, problem.len_k),
+                             work->device_states + column * stride, work->workspace, work->workspace_size, NULL);
+    if (status == SKL_OK && work->device_states != work->states)
+        status = device_copy(work->options.device, work->states, work->device_states,
+                             (size_t)(columns * stride) * sizeof *work->states);
+    if (status == SKL_OK)
+        add_block(work, view, first_query, rows);
+    skl_plan_destroy(plan);
+    return status;
+}
+
+/* ---- All of it ---------------------------------------------------------------------------------------------- */
+
+static int64_t longest(const int32_t *offsets, int64_t batch)
+{
+    int64_t most = 0;
+    for (int64_t b = 0; b < batch; b++)
+        most = offsets[b + 1] - offsets[b] > most ? offsets[b + 1] - offsets[b] : most;
+    return most;
+}
+
+static int64_t smaller(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+static skl_status allocate_zeros(int64_t count, size_t size, const char *what, void **memory)
+{
+    const skl_status status = device_allocate(SKL_CPU, (size_t)count * size, what, memory);
+    if (status == SKL_OK)
+        memset(*memory, 0, (size_t)count * size);
+    return status;
+}
+
+static skl_status allocate_map(attention_map *map)
+{
+    const int64_t cells = map->heads * map->rows * map->columns;
+    double **const pictures[] = {&map->p, &map->s, &map->kl};
+    skl_status status = SKL_OK;
+    for (int picture = 0; picture < 3 && status == SKL_OK; picture++)
+        status = allocate_zeros(cells, sizeof **pictures[picture], "the map", (void **)pictures[picture]);
+    return status;
+}
+
+/* A plan of the largest block says how much workspace the others need, too, and whether the device is there at all.
+ */
+static skl_status allocate_work(map_work *work, const skl_problem *problem)
+{
+    const skl_device device = work->options.device;
+    const int64_t state_count = work->map->columns * problem->heads_s * work->block_rows;
+    skl_problem block = *problem;
+    block.len_q = work->block_rows;
+    block.batch = 1;
+    block.packed = 0;
+    block.total_q = block.total_k = 0;
+    block.gradients = 0;
+    block.positions = SKL_POSITIONS_OFFSET;
+    skl_plan *plan = NULL;
+    skl_status status = skl_plan_create(&plan, &block, &work->options);
+    if (status == SKL_OK) {
+        const size_t partial = skl_plan_workspace_size(plan, SKL_OP_PARTIAL);
+        const size_t forward = skl_plan_workspace_size(plan, SKL_OP_FORWARD);
+        work->workspace_size = partial > forward ? partial : forward;
+    }
+    skl_plan_destroy(plan);
+    if (status == SKL_OK)
+        status = device_open(device, work->options.device_index);
+    if (status == SKL_OK)
+        status = allocate_zeros(work->map->rows, sizeof *work->seen, "the map", (void **)&work->seen);
+    if (status == SKL_OK)
+        status = allocate_zeros(state_count, sizeof *work->states, "the states", (void **)&work->states);
+    work->device_states = work->states;
+    if (status == SKL_OK)
+        status = device_allocate(device, work->workspace_size, "the workspace", &work->workspace);
+    if (status == SKL_OK && device != SKL_CPU)
+        status = device_allocate(device, (size_t)state_count * sizeof *work->states, "the states",
+                                 (void **)&work->device_states);
+    if (status == SKL_OK && problem->heads_t != problem->heads_s)
+        status = device_allocate(device, (size_t)(problem->heads_t * work->block_rows) * sizeof(float), "lse_t",
+                                 (void **)&work->device_lse_t);
+    return status;
+}
+
+static void free_work(map_work *work)
+{
+    device_free(work->options.device, work->workspace);
+    device_free(work->options.device, work->device_lse_t);
+    if (work->device_states != work->states)
+        device_free(work->options.device, work->device_states);
+    device_free(SKL_CPU, work->states);
+    device_free(SKL_CPU, work->seen);
+}
+
+static int64_t blocks_of(int64_t queries, int64_t block_rows)
+{
+    return (queries + block_rows - 1) / block_rows;
+}
+
+static skl_status map_sequences(map_work *work, const skl_problem *problem, const skl_inputs *reached,
+                                const skl_inputs *host, const skl_options *watched)
+{
+    int64_t done = 0;
+    const int64_t total = problem->batch * blocks_of(problem->len_q, work->block_rows);
+    for (int64_t b = 0; b < problem->batch; b++) {
+        const sequence_view view = view_sequence(problem, reached, host, b);
+        for (int64_t query = 0; query < view.problem.len_q; query += work->block_rows) {
+            const skl_status status =
+                map_block(work, &view, query, smaller(work->block_rows, view.problem.len_q - query));
+            if (status != SKL_OK)
+                return status;
+            if (watched->progress)
+                watched->progress(watched->progress_user, ++done, total);
+        }
+    }
+    return SKL_OK;
+}
+
+static void divide_by_seen(const map_work *work)
+{
+    const attention_map *const map = work->map;
+    for (int64_t cell = 0; cell < map->heads * map->rows * map->columns; cell++) {
+        const int64_t seen = work->seen[cell / map->columns % map->rows];
+        const double share = seen ? 1 / (double)seen : 0;
+        map->p[cell] *= share;
+        map->s[cell] *= share;
+        map->kl[cell] *= share;
+    }
+}
+
+skl_status attention_map_compute(attention_map *map, int64_t rows, int64_t columns, const skl_problem *problem,
+                                 const skl_inputs *inputs, const skl_options *options)
+{
+    assert(rows > 0 && columns > 0);
+    const int packed = problem->packed && inputs->cu_seqlens_q && inputs->cu_seqlens_k;
+    const int64_t len_q = packed ? longest(inputs->cu_seqlens_q, problem->batch) : problem->len_q;
+    const int64_t len_k = packed ? longest(inputs->cu_seqlens_k, problem->batch) : problem->len_k;
+    *map =
+        (attention_map){.heads = problem->heads_s, .rows = smaller(rows, len_q), .columns = smaller(columns, len_k)};
+    map_work work = {.map = map, .options = *options, .block_rows = smaller(BLOCK_ROWS, len_q)};
+    work.options.progress = NULL;
+    mirror tensors = mirror_of(problem, options->device);
+    skl_inputs reached = *inputs;
+    skl_status status = allocate_map(map);
+    if (status == SKL_OK && map->rows && map->columns)
+        status = allocate_work(&work, problem);
+    if (status == SKL_OK && map->rows && map->columns)
+        status = mirror_call(&tensors, &reached, NULL, NULL);
+    if (status == SKL_OK && map->rows && map->columns)
+        status = map_sequences(&work, problem, &reached, inputs, options);
+    if (status == SKL_OK && map->rows && map->columns)
+        divide_by_seen(&work);
+    mirror_destroy(&tensors);
+    free_work(&work);
+    if (status != SKL_OK)
+        attention_map_free(map);
+    return status;
+}
+
+void attention_map_free(attention_map *map)
+{
+    device_free(SKL_CPU, map->p);
+    device_free(SKL_CPU, map->s);
+    device_free(SKL_CPU, map->kl);
+    *map = (attention_map){0};
+}
+
+void attention_map_mean(const attention_map *map, const double *picture, double *mean)
+{
+    const int64_t cells = map->rows * map->columns;
+    for (int64_t cell = 0; cell < cells; cell++) {
+        double sum = 0;
+        for (int64_t head = 0; head < map->heads; head++)
+            sum += picture[head * cells + cell];
+        mean[cell] = sum / (double)map->heads;
+    }
+}
