@@ -216,11 +216,12 @@ static skl_status launch(const skl_plan *plan, const char *step, skl_cuda_launch
     return skl_fail(SKL_ERROR_DEVICE, "%s, %s: %s", plan->kernel_name, step, cudaGetErrorString(error));
 }
 
-/* Makes the plan's device current while a call launches, and the caller's again behind it. */
+/* Makes the plan's device current while a call launches, and the caller's again behind it. Also where it is current
+ * already: a thread's first cudaSetDevice gives it a context, without which the driver describes no tensor. */
 static skl_status enter_device(int device, int *former)
 {
     cudaError_t error = cudaGetDevice(former);
-    if (error == cudaSuccess && *former != device)
+    if (error == cudaSuccess)
         error = cudaSetDevice(device);
     if (error == cudaSuccess)
         return SKL_OK;
