@@ -30,7 +30,7 @@ class Method:
 # ---- Ours ----------------------------------------------------------------------------------------------------------------
 
 
-def ours(library, tensors, case, wanted, kernel=None, name="streamkl"):
+def ours(library, tensors, case, wanted, kernel, name):
     """Two methods, each with results of its own to be checked: forward and backward, and the one pass."""
     plan = Plan(library, tensors, case, kernel)
     plan.run(FORWARD)  # the LSEs that the other passes read
