@@ -142,7 +142,6 @@ def draw_lines(axes, lines, selection):
         axes.plot(*zip(*points.items()), line, color=colour, linewidth=width, marker="o", markersize=width + 2)
         if selection.ends_for_memory(method, last):
             axes.plot(last, points[last], "x", color=colour, markersize=11, markeredgewidth=2.2)
-            name += " ×"
         ends.setdefault(last, {})[method, name, colour] = math.log(points[last])
     gap = (math.log(max(values) * 1.6) - math.log(min(values) / 1.5)) * 0.055
     for last, heights in ends.items():
@@ -154,9 +153,8 @@ def draw_lines(axes, lines, selection):
 
 
 def decorate(figure, title, selection):
-    has_cross = any(name for name, _ in selection.out_of_memory)
     figure.text(0.012, 0.975, title, fontsize=13, fontweight="bold", va="top")
-    note = f"{selection}{'.  ×: out of memory at the next length' if has_cross else ''}"
+    note = f"{selection}{'.  ×: out of memory at the next length' if selection.out_of_memory else ''}"
     figure.text(0.012, 0.975 - 0.26 / figure.get_figheight(), note, fontsize=9, va="top")
 
 

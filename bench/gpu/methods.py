@@ -107,17 +107,26 @@ def attention(name, backend):
     return make
 
 
-def attention_kl(name, wrap, function_of):
-    """A peer whose KL is function_of(case)(q_t, k_t, q_s, k_s), wrapped."""
+def attention_kl(name, function_of):
+    """A peer whose KL is function_of(case, device)(q_t, k_t, q_s, k_s)."""
 
     def make(tensors, case, wanted):
         q_t, k_t, q_s, k_s = tensors
-        leaves, function = leaves_of(q_s, k_s), wrap(function_of(case, q_s.device))
+        leaves, function = leaves_of(q_s, k_s), function_of(case, q_s.device)
         return with_autograd(
             name, case, wanted, lambda: function(q_t, k_t, *leaves), leaves, {FORWARD: 2, BACKWARD: 4}
         )
 
     return make
+
+
+def compiled(function):
+    """Under torch.compile. Its backward may not reuse saved buffers: a turn goes through one graph several times."""
+    import torch._functorch.config as config
+
+    if hasattr(config, "donated_buffer"):
+        config.donated_buffer = False
+    return torch.compile(function, dynamic=False)
 
 
 def materialised(case, device):
@@ -148,10 +157,11 @@ def flex_composition(case, device):
     """
     from torch.nn.attention import flex_attention as flex
 
-    has_aux, mask = hasattr(flex, "AuxRequest"), None
+    has_aux, scale, mask = hasattr(flex, "AuxRequest"), case.dim**-0.5, None
     if case.causal:
         mask = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, case.length, case.length, device=device)
 
+    @compiled
     def attend(q, k, v):
         """The attention and its LSE: by return_aux from PyTorch 2.9 on, which deprecates return_lse."""
         if has_aux:
@@ -159,25 +169,17 @@ def flex_composition(case, device):
             return output, aux.lse
         return flex.flex_attention(q, k, v, block_mask=mask, return_lse=True)
 
+    @compiled
+    def mean_logit(q, mean_k):
+        return scale * (q.float() * mean_k.float()).sum(-1)
+
     def kl(q_t, k_t, q_s, k_s):
-        scale = q_s.shape[-1] ** -0.5
         mean_k_t, lse_x = attend(q_t, k_t, k_t)
         mean_k_s, _ = attend(q_t, k_t, k_s)
         _, lse_y = attend(q_s, k_s, k_t)
-        mean_x = scale * (q_t.float() * mean_k_t.float()).sum(-1)
-        mean_y = scale * (q_s.float() * mean_k_s.float()).sum(-1)
-        return mean_x - mean_y - lse_x + lse_y
+        return mean_logit(q_t, mean_k_t) - mean_logit(q_s, mean_k_s) - lse_x + lse_y
 
     return kl
-
-
-def compiled(function):
-    """Under torch.compile. Its backward may not reuse saved buffers: every turn goes through one graph several times."""
-    import torch._functorch.config as config
-
-    if hasattr(config, "donated_buffer"):
-        config.donated_buffer = False
-    return torch.compile(function, dynamic=False)
 
 
 # ---- Triton --------------------------------------------------------------------------------------------------------------
@@ -206,8 +208,8 @@ PEERS = {  # in the order of the table; each takes tensors, case and the passes 
     "cudnn": attention("cudnn", "CUDNN_ATTENTION"),
     "fa2": attention("fa2", "FLASH_ATTENTION"),
     "triton": plain_triton,
-    "flex": attention_kl("flex", compiled, flex_composition),
-    "compile": attention_kl("compile", compiled, materialised),
-    "eager": attention_kl("eager", lambda function: function, materialised),
+    "flex": attention_kl("flex", flex_composition),
+    "compile": attention_kl("compile", lambda case, device: compiled(materialised(case, device))),
+    "eager": attention_kl("eager", materialised),
 }
 assert list(PEERS) == PEER_NAMES
