@@ -37,8 +37,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def measure(arguments):
-    from gpu.run import Bench, NotPossible  # torch: not needed to draw
-
+    try:
+        from gpu.run import Bench, NotPossible
+    except ImportError as error:
+        sys.exit(f"peers.py: measuring needs PyTorch: {error}")
     try:
         bench = Bench(arguments)
     except NotPossible as error:
@@ -87,6 +89,10 @@ def peer_names(text):
     return names
 
 
+PLOT_HELP = """measure nothing; draw what --csv holds as PREFIX-speed.svg and PREFIX-memory.svg: the last of --dims and,
+unless --masks says full, the causal mask"""
+
+
 def parser():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--library", type=Path, default=find_library(), help="libstreamkl.so; default that of build/release")
@@ -102,8 +108,7 @@ def parser():
     parser.add_argument("--rounds", type=int, default=9, metavar="N", help="turns of every method; default 9")
     parser.add_argument("--turn-ms", type=float, default=20, metavar="X", help="least time of a turn; default 20")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="append every figure")
-    parser.add_argument("--plot", metavar="PREFIX", help="measure nothing; draw --csv as PREFIX-speed.svg and PREFIX-memory.svg:"
-                        " the last of --dims and, unless --masks says full, the causal mask")  # fmt: skip
+    parser.add_argument("--plot", metavar="PREFIX", help=PLOT_HELP)
     parser.add_argument("--commit", default=current_commit(), help="what the CSV says was measured; default that of git")
     return parser
 
@@ -118,7 +123,7 @@ def main():
     try:
         if arguments.csv:
             check_csv(arguments.csv)  # before minutes of measuring
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         asked.error(f"--csv={arguments.csv}: {error}")
     (draw if arguments.plot else measure)(arguments)
 

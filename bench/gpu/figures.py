@@ -152,6 +152,12 @@ def draw_lines(axes, lines, selection):
             )  # fmt: skip
 
 
+def label_heights(axes, heights, text_of):
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(FixedLocator([height for height in heights if low <= height <= high]))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda height, _: text_of(height)))
+
+
 def decorate(figure, title, selection):
     figure.text(0.012, 0.975, title, fontsize=13, fontweight="bold", va="top")
     note = f"{selection}{'.  ×: out of memory at the next length' if selection.out_of_memory else ''}"
@@ -168,15 +174,13 @@ def draw_speed(selection, path):
     panels = list(speed_panels(selection))
     if not panels:
         raise ValueError("it has no times of ours")
-    figure, all_axes = plt.subplots(1, len(panels), figsize=(4.3 * len(panels) + 0.3, 4.1), squeeze=False)
+    figure, all_axes = plt.subplots(1, len(panels), figsize=(max(4.3 * len(panels) + 0.3, 6.6), 4.1), squeeze=False)
     figure.subplots_adjust(left=0.19 / len(panels), right=1 - 0.3 / len(panels), top=0.78, bottom=0.12, wspace=0.62)
     for axes, (title, lines) in zip(all_axes[0], panels):
         draw_lines(axes, lines, selection)
         axes.set_title(title, fontsize=11, loc="left", color=TEXT)
         axes.set_xlabel("N")
-        low, high = axes.get_ylim()
-        axes.yaxis.set_major_locator(FixedLocator([n for n in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200) if low <= n <= high]))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda multiple, _: f"{multiple:g}×"))
+        label_heights(axes, [digit * 10.0**power for power in range(-2, 4) for digit in (1, 2, 5)], "{:g}×".format)
     decorate(figure, "Time, as a multiple of StreamKL's (lower is faster)", selection)
     return save(figure, path)
 
@@ -186,9 +190,7 @@ def draw_memory(selection, path):
     figure.subplots_adjust(left=0.11, right=0.82, top=0.82, bottom=0.12)
     draw_lines(axes, memory_lines(selection), selection)
     axes.set_xlabel("N")
-    low, high = axes.get_ylim()
-    axes.yaxis.set_major_locator(FixedLocator([4.0**n for n in range(10, 24) if low <= 4.0**n <= high]))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda size, _: bytes_text(size)))
+    label_heights(axes, [4.0**power for power in range(5, 24)], bytes_text)
     decorate(figure, "Memory that a step holds beside its inputs", selection)
     return save(figure, path)
 

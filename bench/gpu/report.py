@@ -128,7 +128,9 @@ def csv_rows(methods, notes=None):
 
 
 def check_csv(path):
-    """Raises ValueError if the file has other columns."""
+    """Raises ValueError if the file has other columns, or no folder to lie in."""
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent}")
     if path.exists() and path.stat().st_size:
         with path.open(newline="") as file:
             found = next(csv.reader(file), [])
