@@ -1,0 +1,59 @@
+"""What is measured: shapes and passes. Needs neither torch nor a GPU."""
+
+from dataclasses import dataclass
+
+FORWARD, BACKWARD, ONE_PASS = "forward", "backward", "one pass"
+STEP = "forward + backward"
+OPERATIONS = {FORWARD: 0, BACKWARD: 1, ONE_PASS: 2}  # skl_op
+PEER_NAMES = "cudnn fa2 triton flex compile eager".split()
+
+
+@dataclass(frozen=True)
+class Case:
+    heads: int
+    length: int  # of every sequence; packed: of the longest one
+    dim: int
+    causal: bool
+    key_heads: int = 0  # 0: as many as heads
+    batch: int = 1
+    packed: tuple = ()  # lengths of sequences that lie end to end
+
+    def __str__(self):
+        grouped = f"/{self.keys}" if self.keys != self.heads else ""
+        lengths = f"packed {'+'.join(map(str, self.packed))}" if self.packed else f"N={self.length}"
+        batched = f"B={self.batch} " if self.batch > 1 else ""
+        return f"{batched}H={self.heads}{grouped} {lengths} d={self.dim} {self.mask}"
+
+    @property
+    def keys(self):
+        return self.key_heads or self.heads
+
+    @property
+    def mask(self):
+        return "causal" if self.causal else "full"
+
+    @property
+    def sequences(self):
+        """[(batch index, first row, end)]"""
+        if not self.packed:
+            return [(index, 0, self.length) for index in range(self.batch)]
+        ends = [sum(self.packed[: index + 1]) for index in range(len(self.packed))]
+        return [(0, end - length, end) for length, end in zip(self.packed, ends)]
+
+    @property
+    def rows(self):
+        return sum(self.packed) or self.length
+
+    @property
+    def pairs(self):
+        """Query-key pairs that are visible: what useful work is counted by."""
+        lengths = [end - begin for _, begin, end in self.sequences]
+        return self.heads * sum(n * (n + 1) // 2 if self.causal else n * n for n in lengths)
+
+    def dense(self):
+        """The same work without groups and packing: as many sequences, of one length, with a key head a head."""
+        if not self.packed:
+            return Case(self.heads, self.length, self.dim, self.causal, batch=self.batch)
+        mean_square = sum(n * n for n in self.packed) / len(self.packed)
+        length = max(128, round(mean_square**0.5 / 128) * 128)
+        return Case(self.heads, length, self.dim, self.causal, batch=len(self.packed))

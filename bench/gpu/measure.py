@@ -1,0 +1,133 @@
+"""Errors, memory and time of methods."""
+
+import gc
+from contextlib import contextmanager
+
+import torch
+
+# Beyond these a result of ours is wrong, not merely rounded to bf16 on its way. A NaN is beyond anything.
+WRONG = {"kl": 1e-4, "dq": 2e-2, "dk": 2e-2}
+# A peer that sums in bf16 loses more; beyond this it computes something else, and is not compared.
+PEER_WRONG = 5e-2
+
+# ---- Errors --------------------------------------------------------------------------------------------------------------
+
+
+def random_tensors(case, device="cuda"):
+    """q_t, k_t, q_s, k_s"""
+    torch.manual_seed(0)
+    shapes = [(case.batch, heads, case.rows, case.dim) for heads in (case.heads, case.keys) * 2]
+    return [torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes]
+
+
+def exact(q_t, k_t, q_s, k_s, causal, block=1024):
+    """KL, dq and dk in float64, block by block of queries: [heads, length, dim] that share keys [length, dim]."""
+    q_t, k_t, q_s, k_s = (tensor.double() for tensor in (q_t, k_t, q_s, k_s))
+    length, dim = k_s.shape
+    scale, positions = dim**-0.5, torch.arange(length, device=q_s.device)
+    kl, dq, dk = torch.empty_like(q_s[..., 0]), torch.empty_like(q_s), torch.zeros_like(k_s)
+    for begin in range(0, length, block):
+        rows = slice(begin, min(begin + block, length))
+        x, y = scale * q_t[:, rows] @ k_t.T, scale * q_s[:, rows] @ k_s.T
+        if causal:
+            hidden = positions[None, :] > positions[rows, None]
+            x, y = x.masked_fill(hidden, float("-inf")), y.masked_fill(hidden, float("-inf"))
+        log_p, log_s = torch.log_softmax(x, -1), torch.log_softmax(y, -1)
+        p, s = log_p.exp(), log_s.exp()
+        difference = torch.where(p > 0, log_p - log_s, 0)  # hidden keys are inf - inf
+        kl[:, rows] = (p * difference).sum(-1)
+        dq[:, rows] = scale * (s - p) @ k_s
+        dk += scale * ((s - p).mT @ q_s[:, rows]).sum(0)
+    return {"kl": kl, "dq": dq, "dk": dk}
+
+
+class Oracle:
+    """The exact results of the first key head of the first sequence, and of the last of the last."""
+
+    def __init__(self, tensors, case):
+        self.group = case.heads // case.keys
+        places = {(*case.sequences[0], 0), (*case.sequences[-1], case.keys - 1)}
+        self.exact = {place: self.compute(place, tensors, case.causal) for place in places}
+
+    def part(self, place, tensor, of_keys):
+        batch, begin, end, key_head = place
+        heads = key_head if of_keys else slice(key_head * self.group, (key_head + 1) * self.group)
+        return tensor[batch, heads, begin:end]
+
+    def compute(self, place, tensors, causal):
+        parts = [self.part(place, tensor, of_keys) for tensor, of_keys in zip(tensors, (False, True, False, True))]
+        return exact(*parts, causal)
+
+    def errors(self, results):
+        """{result: its largest relative error}, as norms."""
+        found = {}
+        for name, result in results.items():
+            pairs = [(self.part(place, result, name == "dk"), true[name]) for place, true in self.exact.items()]
+            errors = [((part.double() - true).norm() / true.norm()).item() for part, true in pairs]
+            found[name] = float("nan") if any(error != error for error in errors) else max(errors)
+        return found
+
+
+# ---- Memory --------------------------------------------------------------------------------------------------------------
+
+
+def examine(method, oracle):
+    """One step to warm up, compile and tune; another, of which memory and errors are noted."""
+    method.step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = method.step()
+    torch.cuda.synchronize()
+    method.extra_memory = torch.cuda.max_memory_allocated() - before
+    method.errors = oracle.errors(results)
+
+
+# ---- Time ----------------------------------------------------------------------------------------------------------------
+
+
+def milliseconds(prepare, calls):
+    """Of one call, when `calls` of them follow each other and another one."""
+    run = prepare()
+    run()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(calls):
+        run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / calls
+
+
+def take_turns(methods, rounds, turn_ms):
+    """Fills in the times of all methods. One that fails is refused, and the others go on."""
+    calls = {}
+    for turn in range(-1, rounds):  # the first, untimed, says how many calls make a turn
+        for index, method in enumerate(methods):
+            for operation, prepare in method.passes.items():
+                if method.refusal:
+                    continue
+                with refusing(method):
+                    if turn < 0:
+                        calls[index, operation] = max(1, min(100, round(turn_ms / milliseconds(prepare, 1))))
+                    else:
+                        time = milliseconds(prepare, calls[index, operation])
+                        method.times.setdefault(operation, []).append(time)
+
+
+@contextmanager
+def refusing(method):
+    """An error becomes the method's refusal, and what it held is given back."""
+    try:
+        yield
+    except Exception as error:  # whatever a compiler or a driver may think of; out of memory is one
+        first_line = (str(error).strip() or "no reason given").split("\n")[0]
+        method.refusal = first_line if type(error) is RuntimeError else f"{type(error).__name__}: {first_line}"
+        method.passes, method.times, method.step = {}, {}, dict
+    if method.refusal:
+        release_memory()
+
+
+def release_memory():
+    gc.collect()
+    torch.cuda.empty_cache()
