@@ -532,11 +532,18 @@ struct split_launchers {
     }
 };
 
-/* Heads whose keys and sums fill half of the L2 cache. With more of them at once, adding to sums would go through
- * memory, with a read and a write for every add. */
-inline int32_t section_for(const skl_problem *p, const skl_cuda_argument *own, const skl_cuda_argument *other)
+/* Heads whose keys and sums fill half of the L2 cache: with more of them at once, adds to sums may go through memory,
+ * with a read and a write each. But where tiles differ in length, each section has its longest ones first: only where
+ * the longest tile is a small part of all that a multiprocessor does may there be more than one section. */
+inline int32_t section_for(const skl_cuda_params *params, const skl_cuda_argument *own,
+                           const skl_cuda_argument *other)
 {
-    constexpr int64_t L2_SHARE = (int64_t)25 << 20;
+    constexpr int64_t L2_SHARE = (int64_t)25 << 20, SMALL_PART = 32;
+    const skl_problem *const p = &params->problem;
+    const bool even = !p->causal && p->window_left < 0 && p->window_right < 0;
+    const int64_t tiles = p->batch * p->heads_s * skl_ceil_div(p->len_q, QUERIES);
+    if (!even && tiles < 2 * SMALL_PART * params->multiprocessors)
+        return SKL_SECTION_MAX;
     const int64_t own_size = p->len_k * own->dim * (2 + 4), other_size = p->len_k * other->dim * 2;
     const int64_t a_head = own_size / own->heads_per_key + other_size / other->heads_per_key;
     return (int32_t)skl_max(1, skl_min(SKL_SECTION_MAX, L2_SHARE / skl_max(1, a_head)));
@@ -552,8 +559,7 @@ cudaError_t launch_gradients(const skl_cuda_params *params, const split_launcher
         return otherwise.run(params);
     skl_cuda_params own = *params;
     own.splits = 1;
-    own.section =
-        section_for(&params->problem, second ? &params->two : &params->one, second ? &params->one : &params->two);
+    own.section = section_for(params, second ? &params->two : &params->one, second ? &params->one : &params->two);
     cudaError_t error = skl_cuda_clear_sums(&own);
     if (error == cudaSuccess && second)
         error = launch_sweep<ELEMENT, DIM, true>(&own, &maps);
