@@ -20,8 +20,20 @@ SKL_INLINE vec exp2_vec(vec x)
     return (vec)_mm512_scalef_ps((__m512)exp2_fraction(x - (vec)whole), whole);
 }
 
-#include "cpu/body/backward.h"
+#include "cpu/body/indexer.h"
 #include "cpu/features.h"
+
+static const skl_cpu_kernel indexer = {
+    .name = "cpu_avx512",
+    .detail = "AVX-512, 192 x 96 tiles, 12 x 32 micro-kernel",
+    .fuses = true,
+    .usable = skl_cpu_has_avx512,
+    .tiles = tiles,
+    .scratch_size = index_scratch_size,
+    .forward = index_forward,
+    .backward_queries = index_backward_queries,
+    .backward_keys = index_backward_keys,
+};
 
 const skl_cpu_kernel skl_cpu_avx512 = {
     .name = "cpu_avx512",
@@ -33,4 +45,5 @@ const skl_cpu_kernel skl_cpu_avx512 = {
     .forward = forward,
     .backward_queries = backward_queries,
     .backward_keys = backward_keys,
+    .indexer = &indexer,
 };

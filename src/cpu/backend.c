@@ -82,7 +82,7 @@ static skl_status plan_cpu(skl_plan *plan, const skl_options *options, const cha
     if (status != SKL_OK)
         return status;
     if (skl_is_indexer(&plan->problem))
-        kernel = kernel->indexer != NULL ? kernel->indexer : skl_cpu_reference.indexer;
+        kernel = plan->problem.top_k > 0 ? skl_cpu_reference.indexer : kernel->indexer;
     plan->kernel = kernel;
     plan->kernel_name = kernel->name;
     const size_t a_worker = kernel->scratch_size(&plan->problem);

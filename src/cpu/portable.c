@@ -24,12 +24,24 @@ SKL_INLINE vec vec_fma(vec a, vec b, vec c)
 }
 #endif
 
-#include "cpu/body/backward.h"
+#include "cpu/body/indexer.h"
 
 static bool usable(void)
 {
     return true;
 }
+
+static const skl_cpu_kernel indexer = {
+    .name = KERNEL_NAME,
+    .detail = KERNEL_DETAIL,
+    .fuses = true,
+    .usable = usable,
+    .tiles = tiles,
+    .scratch_size = index_scratch_size,
+    .forward = index_forward,
+    .backward_queries = index_backward_queries,
+    .backward_keys = index_backward_keys,
+};
 
 const skl_cpu_kernel skl_cpu_portable = {
     .name = KERNEL_NAME,
@@ -41,4 +53,5 @@ const skl_cpu_kernel skl_cpu_portable = {
     .forward = forward,
     .backward_queries = backward_queries,
     .backward_keys = backward_keys,
+    .indexer = &indexer,
 };
