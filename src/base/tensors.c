@@ -165,7 +165,7 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call)
     const bool teacher_grads = grads->dq_t.data != NULL || grads->dk_t.data != NULL;
     const bool student_grads = grads->dq_s.data != NULL || grads->dk_s.data != NULL || grads->dw_s.data != NULL;
     const bool first_grads = p->direction == SKL_KL_FORWARD ? teacher_grads && !grouped : student_grads;
-    const bool dots = teacher_grads && grouped;
+    const bool dots = teacher_grads && grouped && !indexer;
 
     const char *const for_backward = ": a backward needs the LSEs of the forward";
     const char *const for_first = ": gradients of the first argument of the KL need it";

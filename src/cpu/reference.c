@@ -83,7 +83,7 @@ static void forward_row(const skl_task *t, const skl_sequence *sequence, int64_t
     const float entropy = skl_state_entropy(&spread_state);
     skl_row_set(&call->rows.entropy, sequence, head, i, entropy);
     skl_row_set(&call->rows.cross_entropy, sequence, head, i, entropy + skl_state_kl(&state));
-    skl_row_set(&call->rows.mass, sequence, head, i, expf(own_t));
+    skl_row_set(&call->rows.mass, sequence, head, i, skl_mass(own_t, call->inputs.lse_t.data != NULL));
     for (int64_t h = 0; h < group; h++) {
         if (grouped) /* the group's own sum renormalises a given LSE that covers more keys */
             lse[h] = own_t == -INFINITY ? -INFINITY : lse[h] + (double)own_t * SKL_LOG2E_DOUBLE;

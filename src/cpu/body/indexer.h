@@ -178,6 +178,7 @@ static void finish_parts(const index_tile *x)
     const tile *const t = &x->base;
     const tile spread = spread_tile(x);
     const skl_rows *const rows = &t->task->call->rows;
+    const bool lse_given = t->task->call->inputs.lse_t.data != NULL;
     for (int64_t i = 0; i < t->count; i++) {
         const skl_row_state state = state_of(t, i);
         const skl_row_state spread_state = state_of(&spread, i);
@@ -185,7 +186,7 @@ static void finish_parts(const index_tile *x)
         const float lse_t = t->reverse ? skl_lse(state.m_2, state.l_2) : skl_lse(state.m_1, state.l_1);
         skl_row_set(&rows->entropy, &t->sequence, t->head, t->first + i, entropy);
         skl_row_set(&rows->cross_entropy, &t->sequence, t->head, t->first + i, entropy + skl_state_kl(&state));
-        skl_row_set(&rows->mass, &t->sequence, t->head, t->first + i, expf(lse_t));
+        skl_row_set(&rows->mass, &t->sequence, t->head, t->first + i, skl_mass(lse_t, lse_given));
     }
 }
 
