@@ -97,6 +97,14 @@ static void test_a_list_of_all_keys_is_the_dense_stage(void **state)
 
 /* ---- Weights ----------------------------------------------------------------------------------------------- */
 
+/* To rounding: rows that share a vector with a NaN may be summed up another way. */
+static void assert_other_rows_stay(const test_tensor *spoilt, const test_tensor *clean, int64_t row)
+{
+    for (int64_t n = 0; n < tensor_count(clean); n++)
+        if (n / clean->dim % clean->length != row)
+            assert_true(fabs(tensor_get(spoilt, n) - tensor_get(clean, n)) < 1e-5);
+}
+
 /* A weight that is NaN spoils the row it belongs to and, through dk, the keys; no other row. */
 static void test_a_nan_weight_stays_in_its_row(void **state)
 {
@@ -116,17 +124,10 @@ static void test_a_nan_weight_stays_in_its_row(void **state)
             run_kernel(&f, case_kernel(&cases[c], k), 2, &clean);
             tensor_set(&f.w_s, tensor_index(&f.w_s, 0, 0, POISONED) + 1, (double)NAN);
             run_kernel(&f, case_kernel(&cases[c], k), 2, &spoilt);
-            for (int64_t i = 0; i < f.length_q; i++)
-                if (i == POISONED)
-                    assert_true(isnan(tensor_get(&spoilt.kl, i)));
-                else
-                    assert_true(tensor_get(&spoilt.kl, i) == tensor_get(&clean.kl, i));
-            for (int64_t n = 0; n < tensor_count(&clean.dq_s); n++)
-                if (n / clean.dq_s.dim % clean.dq_s.length != POISONED)
-                    assert_true(tensor_get(&spoilt.dq_s, n) == tensor_get(&clean.dq_s, n));
-            for (int64_t n = 0; n < tensor_count(&clean.dw_s); n++)
-                if (n / clean.dw_s.dim != POISONED)
-                    assert_true(tensor_get(&spoilt.dw_s, n) == tensor_get(&clean.dw_s, n));
+            assert_true(isnan(tensor_get(&spoilt.kl, POISONED)));
+            assert_other_rows_stay(&spoilt.kl, &clean.kl, POISONED);
+            assert_other_rows_stay(&spoilt.dq_s, &clean.dq_s, POISONED);
+            assert_other_rows_stay(&spoilt.dw_s, &clean.dw_s, POISONED);
             results_destroy(&clean);
             results_destroy(&spoilt);
             fixture_destroy(&f);

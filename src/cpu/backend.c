@@ -82,7 +82,7 @@ static skl_status plan_cpu(skl_plan *plan, const skl_options *options, const cha
     if (status != SKL_OK)
         return status;
     if (skl_is_indexer(&plan->problem))
-        kernel = plan->problem.top_k > 0 ? skl_cpu_reference.indexer : kernel->indexer;
+        kernel = plan->problem.top_k > 0 ? kernel->sparse_indexer : kernel->indexer;
     plan->kernel = kernel;
     plan->kernel_name = kernel->name;
     const size_t a_worker = kernel->scratch_size(&plan->problem);
@@ -145,14 +145,15 @@ static void clear_query_tail(const skl_problem *p, const skl_call *call)
 /* ---- Run ---------------------------------------------------------------------------------------------------- */
 
 /* f32 key gradients are summed in the caller's buffer while the queries are swept: 4 matrix products a tile.
- * 16-bit ones would round at every tile, so the keys are swept again with f32 sums: 6 products. */
+ * 16-bit ones would round at every tile, so the keys are swept again with f32 sums: 6 products. Keys on lists come in
+ * no order that tiles of queries could take turns in: they are swept again, too. */
 static bool can_fuse(const skl_problem *p, const skl_gradients *grads, int64_t tile_queries)
 {
     const bool wanted = grads->dk_t.data != NULL || grads->dk_s.data != NULL;
     const bool f32_t = grads->dk_t.data == NULL || skl_grad_dtype(p, p->dtype_t) == SKL_F32;
     const bool f32_s = grads->dk_s.data == NULL || skl_grad_dtype(p, p->dtype_s) == SKL_F32;
     const int64_t items = p->batch * p->heads_s * skl_ceil_div(p->len_q, tile_queries);
-    return wanted && f32_t && f32_s && items < SKL_ITEMS_MAX;
+    return wanted && f32_t && f32_s && p->top_k == 0 && items < SKL_ITEMS_MAX;
 }
 
 static skl_status run(const skl_plan *plan, const skl_call *call)

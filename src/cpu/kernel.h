@@ -41,6 +41,7 @@ struct skl_cpu_kernel {
     void (*backward_queries)(const skl_task *task);     /* dq of a query tile; fused: its share of dk; one pass: KL */
     void (*backward_keys)(const skl_task *task);        /* dk of a key tile; `head` is a key head */
     const skl_cpu_kernel *indexer;                      /* what takes its place when the student is an indexer */
+    const skl_cpu_kernel *sparse_indexer;               /* and when its keys are listed */
 };
 
 extern const skl_cpu_kernel skl_cpu_reference;

@@ -24,7 +24,7 @@ SKL_INLINE vec vec_fma(vec a, vec b, vec c)
 }
 #endif
 
-#include "cpu/body/indexer.h"
+#include "cpu/body/selected.h"
 
 static bool usable(void)
 {
@@ -43,6 +43,18 @@ static const skl_cpu_kernel indexer = {
     .backward_keys = index_backward_keys,
 };
 
+static const skl_cpu_kernel sparse_indexer = {
+    .name = KERNEL_NAME,
+    .detail = KERNEL_DETAIL,
+    .fuses = true,
+    .usable = usable,
+    .tiles = list_tiles,
+    .scratch_size = list_scratch_size,
+    .forward = list_forward,
+    .backward_queries = list_backward_queries,
+    .backward_keys = list_backward_keys,
+};
+
 const skl_cpu_kernel skl_cpu_portable = {
     .name = KERNEL_NAME,
     .detail = KERNEL_DETAIL,
@@ -54,4 +66,5 @@ const skl_cpu_kernel skl_cpu_portable = {
     .backward_queries = backward_queries,
     .backward_keys = backward_keys,
     .indexer = &indexer,
+    .sparse_indexer = &sparse_indexer,
 };

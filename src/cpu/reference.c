@@ -214,4 +214,5 @@ const skl_cpu_kernel skl_cpu_reference = {
     .backward_queries = backward_queries,
     .backward_keys = backward_keys,
     .indexer = &indexer,
+    .sparse_indexer = &indexer,
 };
