@@ -1,8 +1,9 @@
 /* The student as an indexer, sparse: each row has a list of keys of its own.
  *
- * Rows have no keys in common, so here one lane is one key. The keys of a list are gathered in blocks, without gaps
- * and transposed; all heads that share them take part in one matrix product, and means and sums over heads run down
- * the lanes. A block's sums over keys are added up across its lanes, always in the same order. */
+ * Rows have no keys in common, so here one lane is one key. The keys of a list are gathered in blocks without gaps,
+ * and all heads that share them take part in one matrix product: one lane a head, turned around when it is done.
+ * Means and sums over heads then run down the lanes. A block's sums over keys are added up across its lanes, always
+ * in the same order. */
 #ifndef SKL_CPU_BODY_SELECTED_H
 #define SKL_CPU_BODY_SELECTED_H
 
@@ -34,7 +35,10 @@ typedef struct list_row {
     skl_row_state *head_state; /* [group] */
     float *q_t, *q_s;          /* queries as rows: [group][padded], [G][padded] */
     float *w, *dw;             /* [G] */
-    float *k, *kT;             /* gathered keys: [LIST_BLOCK][padded], [panel][dim][PANEL] */
+    float *k;                  /* gathered keys: [LIST_BLOCK][padded] */
+    float *qT_t, *qT_s;        /* transposed queries of heads that share keys: [panel][dim][PANEL] */
+    int64_t qT_first;          /* teacher head of the group that qT_t begins with; -1: none is there yet */
+    float *turned;             /* dots of a panel of heads: [LIST_BLOCK][PANEL] */
     float *z, *dots;           /* logits of the heads: [group][LIST_BLOCK], [G][LIST_BLOCK] */
     float *x, *y, *dy;         /* [LIST_BLOCK] */
     float *dq;                 /* [G][padded] */
@@ -56,7 +60,9 @@ static float *list_lay_out(list_row *r, const skl_problem *p, float *scratch)
     r->w = cut(&scratch, heads);
     r->dw = cut(&scratch, heads);
     r->k = cut(&scratch, LIST_BLOCK * width);
-    r->kT = cut(&scratch, LIST_BLOCK * width);
+    r->qT_t = cut(&scratch, (skl_group(p) + PANEL) * p->dim_t);
+    r->qT_s = cut(&scratch, (p->index_heads + PANEL) * p->dim_s);
+    r->turned = cut(&scratch, LIST_BLOCK * PANEL);
     r->z = cut(&scratch, group * LIST_BLOCK);
     r->dots = cut(&scratch, heads * LIST_BLOCK);
     r->x = cut(&scratch, LIST_BLOCK);
@@ -120,7 +126,7 @@ static bool next_block(list_row *r)
 }
 
 /* Queries and weights of the row. */
-static void list_load_row(const list_row *r)
+static void list_load_row(list_row *r)
 {
     const skl_side *const t = &r->teacher, *const s = &r->student;
     const skl_input *const w = &r->task->call->inputs.w_s;
@@ -130,30 +136,36 @@ static void list_load_row(const list_row *r)
               t->q->stride_head, r->group, t->dim);
     load_rows(r->q_s, s->q->data, s->dtype, SKL_ROW(*s->q, r->sequence.batch, r->head * r->heads, query),
               s->q->stride_head, r->heads, s->dim);
+    transpose_to_panels(r->qT_s, r->q_s, r->heads, s->dim, PANEL);
+    r->qT_first = -1;
     load_row(r->w, w->data, r->task->problem->dtype_w, weights, r->heads);
 }
 
 /* ---- Logits ------------------------------------------------------------------------------------------------- */
 
-/* r->k and r->kT: the block's keys of one key head. */
+/* r->k: the block's keys of one key head. */
 static void gather_keys(const list_row *r, const skl_side *side, int64_t key_head)
 {
     const int64_t first = SKL_ROW(*side->k, r->sequence.batch, key_head, r->sequence.key_begin);
     for (int64_t n = 0; n < r->count; n++)
         load_rows(r->k + n * padded(side->dim), side->k->data, side->dtype, first + r->keys[n] * side->k->stride_row,
                   0, 1, side->dim);
-    transpose_to_panels(r->kT, r->k, r->count, side->dim, PANEL);
 }
 
-/* c[h][key] = <q[h], k[key]> for `heads` rows of q */
-static void head_dots(const list_row *r, const skl_side *side, float *c, const float *q, int64_t heads)
+/* c[h][key] = <q[h], k[key]> for `heads` heads */
+static void head_dots(const list_row *r, const skl_side *side, float *c, const float *qT, int64_t heads)
 {
-    for (int64_t key = 0; key < r->count; key += PANEL)
-        gemm(c + key, LIST_BLOCK, q, padded(side->dim), r->kT + key * side->dim, PANEL, heads, PANEL, side->dim);
+    for (int64_t first = 0; first < heads; first += PANEL) {
+        const int64_t columns = skl_min(PANEL, heads - first);
+        gemm(r->turned, PANEL, r->k, padded(side->dim), qT + first * side->dim, PANEL, r->count, columns, side->dim);
+        for (int64_t h = 0; h < columns; h++)
+            for (int64_t key = 0; key < r->count; key++)
+                c[(first + h) * LIST_BLOCK + key] = r->turned[key * PANEL + h];
+    }
 }
 
 /* r->z = logits of all teacher heads in base 2, less their LSEs if those are known. */
-static void teacher_block(const list_row *r, bool less_lse)
+static void teacher_block(list_row *r, bool less_lse)
 {
     const skl_side *const t = &r->teacher;
     const float scale = logit_scale(t);
@@ -162,7 +174,10 @@ static void teacher_block(const list_row *r, bool less_lse)
         for (end = h + 1; end < r->group && skl_key_head(t, r->head * r->group + end) == key_head;)
             end++;
         gather_keys(r, t, key_head);
-        head_dots(r, t, r->z + h * LIST_BLOCK, r->q_t + h * padded(t->dim), end - h);
+        if (r->qT_first != h)
+            transpose_to_panels(r->qT_t, r->q_t + h * padded(t->dim), end - h, t->dim, PANEL);
+        r->qT_first = h;
+        head_dots(r, t, r->z + h * LIST_BLOCK, r->qT_t, end - h);
     }
     for (int64_t h = 0; h < r->group; h++) {
         const vec lse = vec_of(less_lse ? r->lse_t[h].value : 0.0F), low = vec_of(less_lse ? r->lse_t[h].low : 0.0F);
@@ -194,7 +209,7 @@ static void student_block(const list_row *r)
 {
     const skl_side *const s = &r->student;
     gather_keys(r, s, skl_key_head(s, r->head));
-    head_dots(r, s, r->dots, r->q_s, r->heads);
+    head_dots(r, s, r->dots, r->qT_s, r->heads);
     for (int64_t key = 0; key < r->count; key += SKL_LANES) {
         vec sum = {0};
         for (int64_t g = 0; g < r->heads; g++) {
@@ -350,7 +365,7 @@ static void list_load_known(list_row *r)
 }
 
 /* r->dy = scale dy, 0 behind the last key; then r->dots = dy w_g [a_g > 0], and dw_g += sum_j dy_j relu(a_gj). */
-static void list_gradients(const list_row *r)
+static void list_gradients(list_row *r)
 {
     const float c = r->grad * r->student.scale;
     teacher_block(r, true);
