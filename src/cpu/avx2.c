@@ -13,7 +13,7 @@ SKL_INLINE vec vec_fma(vec a, vec b, vec c)
     return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 }
 
-#include "cpu/body/selected.h"
+#include "cpu/body/selected_backward.h"
 #include "cpu/features.h"
 
 static const skl_cpu_kernel indexer = {

@@ -20,7 +20,7 @@ SKL_INLINE vec exp2_vec(vec x)
     return (vec)_mm512_scalef_ps((__m512)exp2_fraction(x - (vec)whole), whole);
 }
 
-#include "cpu/body/selected.h"
+#include "cpu/body/selected_backward.h"
 #include "cpu/features.h"
 
 static const skl_cpu_kernel indexer = {

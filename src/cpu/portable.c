@@ -24,7 +24,7 @@ SKL_INLINE vec vec_fma(vec a, vec b, vec c)
 }
 #endif
 
-#include "cpu/body/selected.h"
+#include "cpu/body/selected_backward.h"
 
 static bool usable(void)
 {
