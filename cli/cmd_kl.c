@@ -12,6 +12,12 @@ static const char doc[] =
     "every teacher row; key_lengths [B]; cu_seqlens_q and cu_seqlens_k [sequences + 1], which divide packed tensors "
     "[H, total, D].\n"
     "\n"
+    "With --student indexer the student is the indexer of a sparse attention, sum_g w_s[g] relu(<q_s[g], k_s>): w_s "
+    "[B, H, N, G] holds the weights of G index heads, q_s [B, H * G, N, D] their queries, and the student head "
+    "learns "
+    "the mean of its teacher heads. indices [B, H, N, k], if it is there, lists the keys that every query has "
+    "selected; -1 is none.\n"
+    "\n"
     "A mean is over the rows that see at least one key, of all batches and student heads. --grad writes the "
     "gradients of what --reduction names; with none, those of the sum.\n"
     "\n"
@@ -25,6 +31,7 @@ static const char doc[] =
     "  streamkl kl pair.safetensors --causal --window 1024,0 --softcap-t 50\n"
     "  streamkl kl packed.safetensors --causal --cu-seqlens-q 0,512,2048\n"
     "  streamkl kl pair.safetensors --out rows.safetensors --grad grad.safetensors\n"
+    "  streamkl kl layer.safetensors --student indexer --causal --lse-t lse --grad grad.safetensors\n"
     "  streamkl kl pair.safetensors --device cuda:1";
 
 enum {
@@ -34,20 +41,39 @@ enum {
     KEY_GRAD_TEACHER,
     KEY_GRAD_F32,
     KEY_JSON,
+    KEY_STUDENT,
+    KEY_W_S,
+    KEY_INDICES,
+    KEY_INDEX_LINEAR,
 };
 
-enum { GROUP_INPUT = 1, GROUP_RESULT, GROUP_PROBLEM, GROUP_ENGINE };
+enum { GROUP_INPUT = 1, GROUP_STUDENT, GROUP_RESULT, GROUP_PROBLEM, GROUP_ENGINE };
 
 static const struct argp_option options[] = {
+    {NULL, 0, NULL, 0, "Student:", GROUP_STUDENT},
+    {"student", KEY_STUDENT, "attention|indexer", 0, "What the student is; default attention", 0},
+    {"w-s", KEY_W_S, "NAME", 0, "Name of the indexer's weights; default w_s", 0},
+    {"indices", KEY_INDICES, "NAME", 0, "Name of the lists of selected keys; default indices, if it is there", 0},
+    {"index-linear", KEY_INDEX_LINEAR, NULL, 0, "An indexer without ReLU", 0},
     {NULL, 0, NULL, 0, "Result:", GROUP_RESULT},
     {"reduction", KEY_REDUCTION, "mean|sum|none", 0, "One number, or one for every row; default mean", 0},
-    {"out", KEY_OUT, "FILE", 0, "Write kl, lse_t, lse_s of every row as safetensors", 0},
-    {"grad", KEY_GRAD, "FILE", 0, "Write the gradients dq_s, dk_s as safetensors", 0},
+    {"out", KEY_OUT, "FILE", 0,
+     "Write kl, lse_t, lse_s of every row as safetensors; of an indexer cross_entropy, entropy, mass, too", 0},
+    {"grad", KEY_GRAD, "FILE", 0, "Write the gradients dq_s, dk_s, of an indexer dw_s, as safetensors", 0},
     {"grad-teacher", KEY_GRAD_TEACHER, NULL, 0, "Write dq_t, dk_t into it, too", 0},
     {"grad-f32", KEY_GRAD_F32, NULL, 0, "Gradients in f32, not in the type of their tensors", 0},
     {"json", KEY_JSON, NULL, 0, "One JSON object in place of the table", 0},
     {0},
 };
+
+static const char *parse_student(const char *text, void *value)
+{
+    const bool indexer = strcmp(text, "indexer") == 0;
+    if (!indexer && strcmp(text, "attention") != 0)
+        return "attention or indexer";
+    *(skl_student *)value = indexer ? SKL_STUDENT_INDEXER : SKL_STUDENT_ATTENTION;
+    return NULL;
+}
 
 static const char *const reduction_names[] = {
     [REDUCTION_MEAN] = "mean",
@@ -72,6 +98,10 @@ static const char *parse_reduction(const char *text, void *value)
 }
 
 static const option_field fields[] = {
+    {KEY_STUDENT, parse_student, offsetof(kl_request, problem.student)},
+    {KEY_W_S, parse_string, offsetof(kl_request, names[ROLE_W_S])},
+    {KEY_INDICES, parse_string, offsetof(kl_request, names[ROLE_INDICES])},
+    {KEY_INDEX_LINEAR, parse_flag, offsetof(kl_request, problem.index_linear)},
     {KEY_REDUCTION, parse_reduction, offsetof(kl_request, reduction)},
     {KEY_OUT, parse_string, offsetof(kl_request, out_path)},
     {KEY_GRAD, parse_string, offsetof(kl_request, grad_path)},
@@ -93,6 +123,20 @@ static error_t parse_option(int key, char *text, struct argp_state *state)
     return options_store(fields, options, key, text, request);
 }
 
+/* Options that mean nothing beside others. */
+static int check_student(const kl_request *request)
+{
+    if (kl_is_indexer(&request->problem))
+        return request->grad_teacher
+                   ? cli_fail(CLI_BAD_INPUT, "--grad-teacher: the teacher of an indexer is fixed; leave it out")
+                   : CLI_OK;
+    const char *const needless = request->names[ROLE_W_S]        ? "w-s"
+                                 : request->names[ROLE_INDICES]  ? "indices"
+                                 : request->problem.index_linear ? "index-linear"
+                                                                 : NULL;
+    return needless ? cli_fail(CLI_BAD_INPUT, "--%s: --student indexer must be given too", needless) : CLI_OK;
+}
+
 static int parse_command_line(kl_request *request, int argc, char **argv)
 {
     static const struct argp_child children[] = {
@@ -107,7 +151,11 @@ static int parse_command_line(kl_request *request, int argc, char **argv)
     request->options = skl_options_default();
     if (argp_parse(&argp, argc, argv, 0, NULL, request))
         return CLI_BAD_INPUT;
-    const uint32_t student = request->grad_path ? SKL_DQ_S | SKL_DK_S : 0;
+    const int exit_code = check_student(request);
+    if (exit_code != CLI_OK)
+        return exit_code;
+    const uint32_t weights = kl_is_indexer(&request->problem) ? SKL_DW_S : 0;
+    const uint32_t student = request->grad_path ? SKL_DQ_S | SKL_DK_S | weights : 0;
     const uint32_t teacher = request->grad_teacher ? SKL_DQ_T | SKL_DK_T : 0;
     request->problem.gradients = student | teacher;
     return kl_outputs_check(request);

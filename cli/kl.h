@@ -39,12 +39,16 @@ typedef struct kl_inputs {
     skl_problem problem; /* complete */
     skl_inputs tensors;
     int32_t *key_lengths, *cu_seqlens_q, *cu_seqlens_k; /* owned; NULL: not given */
+    kl_view w_s;                                        /* of an indexer */
+    int32_t *indices;                                   /* owned; NULL: not given */
 } kl_inputs;
 
 /* Row results and gradients, contiguous; a gradient lies as its tensor does. */
 typedef struct kl_results {
     plan_runner runner;
     float *kl, *lse_t, *lse_s, *dot_t;
+    float *cross_entropy, *entropy, *mass; /* of an indexer */
+    void *dw_s;
     void *gradients[ROLE_REQUIRED_COUNT]; /* by role: dq_t, dk_t, dq_s, dk_s; NULL: not asked for */
     int64_t valid_rows;                   /* rows that see a key: what a mean is over */
     int64_t nonfinite_rows;               /* of which the KL is NaN or infinite */
@@ -71,6 +75,9 @@ int kl_report(const kl_results *results, const kl_inputs *inputs, const kl_reque
 /* Integers for a role: from a list in `text` ("3,5,8"), or from a tensor. *count is 0 and *values NULL if neither. */
 int kl_lengths_load(const kl_files *files, kl_role role, const char *text, int32_t **values, int64_t *count);
 
+/* All integers of an I32 or I64 tensor of any shape, in row-major order. */
+int kl_integers_load(kl_role role, const kl_found *found, int32_t **values, int64_t *count);
+
 /* What follows from a problem: the extents of row vectors, [batch, heads, length] or packed [1, heads, total]. */
 static inline int64_t kl_row_batches(const skl_problem *problem)
 {
@@ -80,6 +87,11 @@ static inline int64_t kl_row_batches(const skl_problem *problem)
 static inline int64_t kl_row_length(const skl_problem *problem)
 {
     return problem->packed ? problem->total_q : problem->len_q;
+}
+
+static inline bool kl_is_indexer(const skl_problem *problem)
+{
+    return problem->student == SKL_STUDENT_INDEXER;
 }
 
 const char *kl_reduction_name(kl_reduction reduction);

@@ -44,8 +44,15 @@ static int allocate_row_results(kl_results *results, const skl_problem *problem)
     results->lse_s = allocate_rows(problem, problem->heads_s, -INFINITY, "lse_s");
     if (needs_dot_t(problem))
         results->dot_t = allocate_rows(problem, problem->heads_t, 0, "dot_t");
-    const bool complete =
-        results->kl && results->lse_t && results->lse_s && (results->dot_t || !needs_dot_t(problem));
+    const bool indexer = kl_is_indexer(problem);
+    if (indexer) {
+        results->cross_entropy = allocate_rows(problem, problem->heads_s, 0, "cross_entropy");
+        results->entropy = allocate_rows(problem, problem->heads_s, 0, "entropy");
+        results->mass = allocate_rows(problem, problem->heads_s, 0, "mass");
+    }
+    const bool complete = results->kl && results->lse_t && results->lse_s &&
+                          (results->dot_t || !needs_dot_t(problem)) &&
+                          (!indexer || (results->cross_entropy && results->entropy && results->mass));
     return complete ? CLI_OK : CLI_NO_MEMORY;
 }
 
@@ -56,18 +63,26 @@ static const uint32_t gradient_bits[ROLE_REQUIRED_COUNT] = {
     [ROLE_K_S] = SKL_DK_S,
 };
 
+static void *allocate_gradient(const kl_inputs *inputs, const kl_view *view, kl_role role)
+{
+    const stored_tensor *const tensor = view->stored;
+    const size_t widening = inputs->problem.grad_f32 ? sizeof(float) / tensor_dtype_size(tensor->dtype) : 1;
+    return allocate_output(tensor->size * widening, kl_role_names[role]);
+}
+
 static int allocate_gradients(kl_results *results, const kl_inputs *inputs)
 {
     for (kl_role role = 0; role < ROLE_REQUIRED_COUNT; role++) {
         if (!(inputs->problem.gradients & gradient_bits[role]))
             continue;
-        const stored_tensor *const tensor = inputs->views[role].stored;
-        const size_t widening = inputs->problem.grad_f32 ? sizeof(float) / tensor_dtype_size(tensor->dtype) : 1;
-        results->gradients[role] = allocate_output(tensor->size * widening, kl_role_names[role]);
+        results->gradients[role] = allocate_gradient(inputs, &inputs->views[role], role);
         if (results->gradients[role] == NULL)
             return CLI_NO_MEMORY;
     }
-    return CLI_OK;
+    if (!(inputs->problem.gradients & SKL_DW_S))
+        return CLI_OK;
+    results->dw_s = allocate_gradient(inputs, &inputs->w_s, ROLE_W_S);
+    return results->dw_s ? CLI_OK : CLI_NO_MEMORY;
 }
 
 /* ---- Forward and reduction ---------------------------------------------------------------------------------- */
@@ -86,6 +101,9 @@ static int forward(kl_results *results, const kl_inputs *inputs)
         .lse_t = row_output(problem, results->lse_t, problem->heads_t),
         .lse_s = row_output(problem, results->lse_s, problem->heads_s),
         .dot_t = row_output(problem, results->dot_t, problem->heads_t),
+        .cross_entropy = row_output(problem, results->cross_entropy, problem->heads_s),
+        .entropy = row_output(problem, results->entropy, problem->heads_s),
+        .mass = row_output(problem, results->mass, problem->heads_s),
     };
     return runner_forward(&results->runner, &inputs->tensors, &rows);
 }
@@ -104,10 +122,14 @@ static void reduce(kl_results *results, const skl_problem *problem)
 
 /* ---- Backward ----------------------------------------------------------------------------------------------- */
 
+static skl_output output_like(void *data, const skl_input *like)
+{
+    return (skl_output){data, like->stride_batch, like->stride_head, like->stride_row};
+}
+
 static skl_output gradient_output(const kl_results *results, const kl_inputs *inputs, kl_role role)
 {
-    const skl_input *const like = &inputs->views[role].input;
-    return (skl_output){results->gradients[role], like->stride_batch, like->stride_head, like->stride_row};
+    return output_like(results->gradients[role], &inputs->views[role].input);
 }
 
 /* dloss/dKL_i is the same for every row, so one number with strides of 0 stands for all of them. Rows without a key
@@ -129,6 +151,7 @@ static int backward(kl_results *results, const kl_inputs *inputs, kl_reduction r
         .dk_t = gradient_output(results, inputs, ROLE_K_T),
         .dq_s = gradient_output(results, inputs, ROLE_Q_S),
         .dk_s = gradient_output(results, inputs, ROLE_K_S),
+        .dw_s = output_like(results->dw_s, &inputs->w_s.input),
     };
     return runner_backward(&results->runner, &saved, &gradients);
 }
@@ -163,6 +186,10 @@ void kl_results_free(kl_results *results)
     free(results->lse_t);
     free(results->lse_s);
     free(results->dot_t);
+    free(results->cross_entropy);
+    free(results->entropy);
+    free(results->mass);
+    free(results->dw_s);
     for (kl_role role = 0; role < ROLE_REQUIRED_COUNT; role++)
         free(results->gradients[role]);
 }

@@ -14,6 +14,8 @@ const char *const kl_role_names[ROLE_COUNT] = {
     [ROLE_KEY_LENGTHS] = "key_lengths",
     [ROLE_CU_SEQLENS_Q] = "cu_seqlens_q",
     [ROLE_CU_SEQLENS_K] = "cu_seqlens_k",
+    [ROLE_W_S] = "w_s",
+    [ROLE_INDICES] = "indices",
 };
 
 enum { ROLE_ANY = -1 };
@@ -41,8 +43,8 @@ static int open_argument(kl_file *file, const char *argument)
     const char *const equals = strchr(argument, '=');
     if (file->role == ROLE_ANY && equals && access(argument, F_OK) != 0)
         return cli_fail(CLI_BAD_INPUT,
-                        "%s: '%.*s' is no tensor; must be q_t, k_t, q_s, k_s, lse_t, key_lengths, cu_seqlens_q or "
-                        "cu_seqlens_k",
+                        "%s: '%.*s' is no tensor; must be q_t, k_t, q_s, k_s, lse_t, key_lengths, cu_seqlens_q, "
+                        "cu_seqlens_k, w_s or indices",
                         argument, (int)(equals - argument), argument);
     tensor_error error;
     file->contents = tensor_file_open(file->path, &error);

@@ -14,6 +14,8 @@ typedef enum kl_role {
     ROLE_KEY_LENGTHS,
     ROLE_CU_SEQLENS_Q,
     ROLE_CU_SEQLENS_K,
+    ROLE_W_S,
+    ROLE_INDICES,
     ROLE_COUNT,
     ROLE_REQUIRED_COUNT = ROLE_LSE_T
 } kl_role;

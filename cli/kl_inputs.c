@@ -61,6 +61,17 @@ static int load_view(kl_view *view, const kl_found *found, kl_role role)
     return CLI_OK;
 }
 
+/* [B, H, N, last] in the order of the request. */
+static int name_head_axes(kl_view *view, const kl_request *request, kl_role role, const char *last)
+{
+    const int rank = view->stored->rank;
+    if (rank < 2 || rank > 4)
+        return cli_fail(CLI_BAD_INPUT, "%s %s: must be [B, H, N, %s] with 2 to 4 dimensions", kl_role_names[role],
+                        name_shape(view->stored).text, last);
+    name_axes(view, axis_order(request->layout, rank));
+    return CLI_OK;
+}
+
 static int load_heads(kl_view *view, const kl_files *files, const kl_request *request, kl_role role)
 {
     kl_found found;
@@ -68,13 +79,10 @@ static int load_heads(kl_view *view, const kl_files *files, const kl_request *re
     int exit_code = kl_files_find(files, role, name, true, &found);
     if (exit_code == CLI_OK)
         exit_code = load_view(view, &found, role);
+    if (exit_code == CLI_OK)
+        exit_code = name_head_axes(view, request, role, "D");
     if (exit_code != CLI_OK)
         return exit_code;
-    const int rank = found.tensor->rank;
-    if (rank < 2 || rank > 4)
-        return cli_fail(CLI_BAD_INPUT, "%s %s: must be [B, H, N, D] with 2 to 4 dimensions", kl_role_names[role],
-                        name_shape(found.tensor).text);
-    name_axes(view, axis_order(request->layout, rank));
     if (view->extent[AXIS_HEADS] < 1) /* the library would take 0 key heads for "as many as query heads" */
         return cli_fail(CLI_BAD_INPUT, "%s %s: must have at least one head", kl_role_names[role],
                         name_shape(found.tensor).text);
@@ -225,6 +233,67 @@ static int load_lse_t(kl_inputs *inputs, const kl_request *request)
     return CLI_OK;
 }
 
+/* ---- Indexers ----------------------------------------------------------------------------------------------- */
+
+/* Weights [B, H, N, G] tell how many of the heads of q_s are index heads of one student head. */
+static int load_weights(kl_inputs *inputs, const kl_request *request)
+{
+    kl_found found;
+    kl_view *const w_s = &inputs->w_s;
+    const kl_view *const q_s = &inputs->views[ROLE_Q_S];
+    const char *const given_name = request->names[ROLE_W_S];
+    int exit_code =
+        kl_files_find(&inputs->files, ROLE_W_S, given_name ? given_name : kl_role_names[ROLE_W_S], true, &found);
+    if (exit_code == CLI_OK)
+        exit_code = load_view(w_s, &found, ROLE_W_S);
+    if (exit_code == CLI_OK)
+        exit_code = name_head_axes(w_s, request, ROLE_W_S, "G");
+    if (exit_code != CLI_OK)
+        return exit_code;
+    const int64_t index_heads = w_s->extent[AXIS_DIM], heads = w_s->extent[AXIS_HEADS];
+    if (w_s->extent[AXIS_BATCH] != q_s->extent[AXIS_BATCH] || w_s->extent[AXIS_LENGTH] != q_s->extent[AXIS_LENGTH] ||
+        heads < 1 || index_heads < 1 || q_s->extent[AXIS_HEADS] % heads != 0 ||
+        q_s->extent[AXIS_HEADS] / heads != index_heads)
+        return cli_fail(CLI_BAD_INPUT, "w_s %s and q_s %s: must be [B, H, N, G] and [B, H * G, N, D]",
+                        name_shape(w_s->stored).text, name_shape(q_s->stored).text);
+    inputs->problem.heads_s = heads;
+    inputs->problem.index_heads = index_heads;
+    inputs->problem.dtype_w = w_s->stored->dtype;
+    inputs->tensors.w_s = w_s->input;
+    return CLI_OK;
+}
+
+/* Lists [B, H, N, k] of I32 or I64, if there are any. */
+static int load_indices(kl_inputs *inputs, const kl_request *request)
+{
+    kl_found found;
+    const char *const given_name = request->names[ROLE_INDICES];
+    int exit_code = kl_files_find(&inputs->files, ROLE_INDICES, given_name ? given_name : kl_role_names[ROLE_INDICES],
+                                  given_name != NULL, &found);
+    if (exit_code != CLI_OK || found.tensor == NULL)
+        return exit_code;
+    kl_view view = {.stored = found.tensor};
+    exit_code = name_head_axes(&view, request, ROLE_INDICES, "k");
+    if (exit_code != CLI_OK)
+        return exit_code;
+    for (int axis = AXIS_BATCH; axis <= AXIS_LENGTH; axis++)
+        if (view.extent[axis] != inputs->w_s.extent[axis] || view.extent[AXIS_DIM] < 1)
+            return cli_fail(CLI_BAD_INPUT, "indices %s and w_s %s: must be [B, H, N, k] and [B, H, N, G]",
+                            name_shape(view.stored).text, name_shape(inputs->w_s.stored).text);
+    int64_t count;
+    exit_code = kl_integers_load(ROLE_INDICES, &found, &inputs->indices, &count);
+    view.input.data = inputs->indices;
+    inputs->problem.top_k = view.extent[AXIS_DIM];
+    inputs->tensors.indices = view.input;
+    return exit_code;
+}
+
+static int load_indexer(kl_inputs *inputs, const kl_request *request)
+{
+    const int exit_code = load_weights(inputs, request);
+    return exit_code == CLI_OK ? load_indices(inputs, request) : exit_code;
+}
+
 /* ---- All of it ---------------------------------------------------------------------------------------------- */
 
 int kl_inputs_load(kl_inputs *inputs, const kl_request *request)
@@ -243,7 +312,10 @@ int kl_inputs_load(kl_inputs *inputs, const kl_request *request)
     inputs->tensors.k_t = inputs->views[ROLE_K_T].input;
     inputs->tensors.q_s = inputs->views[ROLE_Q_S].input;
     inputs->tensors.k_s = inputs->views[ROLE_K_S].input;
-    exit_code = load_lse_t(inputs, request);
+    if (kl_is_indexer(&inputs->problem))
+        exit_code = load_indexer(inputs, request);
+    if (exit_code == CLI_OK)
+        exit_code = load_lse_t(inputs, request);
     if (exit_code == CLI_OK)
         exit_code = load_packing(inputs, request);
     if (exit_code == CLI_OK)
@@ -257,4 +329,5 @@ void kl_inputs_free(kl_inputs *inputs)
     free(inputs->key_lengths);
     free(inputs->cu_seqlens_q);
     free(inputs->cu_seqlens_k);
+    free(inputs->indices);
 }

@@ -45,20 +45,18 @@ static int lengths_from_list(kl_role role, const char *text, int32_t **values, i
     return CLI_OK;
 }
 
-static int lengths_from_tensor(kl_role role, const kl_found *found, int32_t **values, int64_t *count)
+int kl_integers_load(kl_role role, const kl_found *found, int32_t **values, int64_t *count)
 {
     const stored_tensor *const tensor = found->tensor;
     const bool wide = strcmp(tensor->dtype_name, "I64") == 0;
     if (!wide && strcmp(tensor->dtype_name, "I32") != 0)
         return cli_fail(CLI_BAD_INPUT, "%s: %s has dtype %s; must be I32 or I64", found->file->path,
                         kl_role_names[role], tensor->dtype_name);
-    if (tensor->rank != 1)
-        return cli_fail(CLI_BAD_INPUT, "%s: %s has %d dimensions; must have 1", found->file->path,
-                        kl_role_names[role], tensor->rank);
-    *values = allocate_lengths(tensor->shape[0]);
+    const int64_t entries = (int64_t)(tensor->size / (wide ? 8 : 4));
+    *values = allocate_lengths(entries);
     if (*values == NULL)
         return CLI_NO_MEMORY;
-    for (int64_t i = 0; i < tensor->shape[0]; i++) {
+    for (int64_t i = 0; i < entries; i++) {
         int64_t value = 0; /* the bytes may lie at any address */
         if (wide) {
             memcpy(&value, tensor->bytes + i * 8, 8);
@@ -72,8 +70,16 @@ static int lengths_from_tensor(kl_role role, const kl_found *found, int32_t **va
                             kl_role_names[role], i, value);
         (*values)[i] = (int32_t)value;
     }
-    *count = tensor->shape[0];
+    *count = entries;
     return CLI_OK;
+}
+
+static int lengths_from_tensor(kl_role role, const kl_found *found, int32_t **values, int64_t *count)
+{
+    if (found->tensor->rank != 1)
+        return cli_fail(CLI_BAD_INPUT, "%s: %s has %d dimensions; must have 1", found->file->path,
+                        kl_role_names[role], found->tensor->rank);
+    return kl_integers_load(role, found, values, count);
 }
 
 int kl_lengths_load(const kl_files *files, kl_role role, const char *text, int32_t **values, int64_t *count)

@@ -82,28 +82,38 @@ static int write_rows(const kl_results *results, const skl_problem *problem, con
         row_tensor("kl", results->kl, problem->heads_s, problem),
         row_tensor("lse_t", results->lse_t, problem->heads_t, problem),
         row_tensor("lse_s", results->lse_s, problem->heads_s, problem),
+        row_tensor("cross_entropy", results->cross_entropy, problem->heads_s, problem),
+        row_tensor("entropy", results->entropy, problem->heads_s, problem),
+        row_tensor("mass", results->mass, problem->heads_s, problem),
     };
+    const size_t count =
+        kl_is_indexer(problem) ? sizeof tensors / sizeof tensors[0] : 3; /* the last are an indexer's */
     const output_metadata metadata[] = {{"direction", direction_name(problem->direction)}};
     tensor_error error;
-    if (tensor_write(request->out_path, tensors, 3, metadata, 1, &error))
+    if (tensor_write(request->out_path, tensors, count, metadata, 1, &error))
         return CLI_OK;
     return cli_fail(CLI_WRITE_FAILED, "--out=%s", error.text);
+}
+
+static output_tensor gradient_tensor(const char *name, const void *data, const kl_view *view, const kl_inputs *inputs)
+{
+    const stored_tensor *const like = view->stored;
+    output_tensor tensor = {.name = name, .rank = like->rank, .data = data};
+    tensor.dtype = inputs->problem.grad_f32 ? SKL_F32 : like->dtype;
+    memcpy(tensor.shape, like->shape, sizeof tensor.shape);
+    return tensor;
 }
 
 static int write_gradients(const kl_results *results, const kl_inputs *inputs, const kl_request *request)
 {
     static const char *const names[ROLE_REQUIRED_COUNT] = {"dq_t", "dk_t", "dq_s", "dk_s"};
-    output_tensor tensors[ROLE_REQUIRED_COUNT];
+    output_tensor tensors[ROLE_REQUIRED_COUNT + 1];
     size_t count = 0;
-    for (kl_role role = 0; role < ROLE_REQUIRED_COUNT; role++) {
-        if (results->gradients[role] == NULL)
-            continue;
-        const stored_tensor *const like = inputs->views[role].stored;
-        output_tensor *const tensor = &tensors[count++];
-        *tensor = (output_tensor){.name = names[role], .rank = like->rank, .data = results->gradients[role]};
-        tensor->dtype = inputs->problem.grad_f32 ? SKL_F32 : like->dtype;
-        memcpy(tensor->shape, like->shape, sizeof tensor->shape);
-    }
+    for (kl_role role = 0; role < ROLE_REQUIRED_COUNT; role++)
+        if (results->gradients[role])
+            tensors[count++] = gradient_tensor(names[role], results->gradients[role], &inputs->views[role], inputs);
+    if (results->dw_s)
+        tensors[count++] = gradient_tensor("dw_s", results->dw_s, &inputs->w_s, inputs);
     const output_metadata metadata[] = {{"direction", direction_name(inputs->problem.direction)},
                                         {"reduction", kl_reduction_name(request->reduction)}};
     tensor_error error;

@@ -15,6 +15,16 @@ static double reduced(const kl_results *results, kl_reduction reduction)
     return mean && results->valid_rows > 0 ? results->sum / (double)results->valid_rows : results->sum;
 }
 
+/* Over the rows that see a key. */
+static double mean_of(const float *rows, const kl_results *results, const skl_problem *problem)
+{
+    const int64_t count = kl_row_batches(problem) * problem->heads_s * kl_row_length(problem);
+    double sum = 0;
+    for (int64_t i = 0; i < count; i++)
+        sum += (double)rows[i]; /* 0 where none is seen */
+    return results->valid_rows > 0 ? sum / (double)results->valid_rows : 0;
+}
+
 static double total_seconds(const kl_results *results)
 {
     return results->runner.forward_seconds + results->runner.backward_seconds;
@@ -105,6 +115,14 @@ static int print_json(const kl_results *results, const kl_inputs *inputs, const 
     bool complete = object != NULL;
     for (size_t m = 0; m < sizeof members / sizeof members[0]; m++)
         complete = json_object_set_new(object, members[m].key, members[m].value) == 0 && complete;
+    const struct {
+        const char *key;
+        const float *rows;
+    } parts[] = {{"cross_entropy", results->cross_entropy}, {"entropy", results->entropy}, {"mass", results->mass}};
+    for (size_t m = 0; kl_is_indexer(problem) && m < sizeof parts / sizeof parts[0]; m++)
+        complete = json_object_set_new(object, parts[m].key,
+                                       cli_json_number(mean_of(parts[m].rows, results, problem))) == 0 &&
+                   complete;
     if (complete)
         return cli_print_json(object);
     json_decref(object);
@@ -147,6 +165,17 @@ static void print_shapes(const kl_inputs *inputs)
            problem->batch, problem->len_q, problem->len_k, packed ? " at most" : "");
     print_side("teacher", &inputs->views[ROLE_Q_T], &inputs->views[ROLE_K_T]);
     print_side("student", &inputs->views[ROLE_Q_S], &inputs->views[ROLE_K_S]);
+}
+
+static void print_indexer(const kl_results *results, const skl_problem *problem)
+{
+    printf("  %-8s %" PRId64 " student head%s of %" PRId64 " index head%s", "indexer", problem->heads_s,
+           plural(problem->heads_s), problem->index_heads, plural(problem->index_heads));
+    if (problem->top_k > 0)
+        printf(", %" PRId64 " selected keys", problem->top_k);
+    printf("\n  %-8s cross-entropy %.6g, entropy %.6g, mass %.6g\n", "mean",
+           mean_of(results->cross_entropy, results, problem), mean_of(results->entropy, results, problem),
+           mean_of(results->mass, results, problem));
 }
 
 typedef struct head_summary {
@@ -226,14 +255,19 @@ static void print_table(const kl_results *results, const kl_inputs *inputs, cons
     const skl_problem *const problem = &inputs->problem;
     print_headline(results, problem, request->reduction);
     print_shapes(inputs);
+    if (kl_is_indexer(problem))
+        print_indexer(results, problem);
     print_heads(results, problem);
     if (!problem->packed && problem->len_q >= SHORTEST_CHART && results->valid_rows > 0) {
         printf("\n");
         position_chart_print(stdout, results->kl, results->lse_s, problem->batch * problem->heads_s, problem->len_q);
     }
     print_costs(results, inputs);
-    print_written(request->out_path, "kl, lse_t, lse_s");
-    print_written(request->grad_path, request->grad_teacher ? "dq_s, dk_s, dq_t, dk_t" : "dq_s, dk_s");
+    const bool indexer = kl_is_indexer(problem);
+    print_written(request->out_path, indexer ? "kl, lse_t, lse_s, cross_entropy, entropy, mass" : "kl, lse_t, lse_s");
+    print_written(request->grad_path, request->grad_teacher ? "dq_s, dk_s, dq_t, dk_t"
+                                      : indexer             ? "dq_s, dk_s, dw_s"
+                                                            : "dq_s, dk_s");
 }
 
 int kl_report(const kl_results *results, const kl_inputs *inputs, const kl_request *request)

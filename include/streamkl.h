@@ -6,6 +6,8 @@
  *     student  y_ij = softcap_s(scale_s * <q_s[i], k_s[j]>)    S = softmax_j(y)
  *     KL_i = sum_j P_ij (log P_ij - log S_ij)                  (or KL(S || P): see skl_direction)
  *
+ * The student may also be the indexer of a sparse attention: see skl_student.
+ *
  * Describe a problem, make a plan, run it as often as you like:
  *
  *     skl_problem problem = skl_problem_default();   // set shapes, types, masks
@@ -72,8 +74,13 @@ typedef enum skl_positions {
     SKL_POSITIONS_OFFSET = 1 /* query i stands at offset_q + i, key j at offset_k + j: shards of a longer one */
 } skl_positions;
 
-/* Gradients a plan can be asked for. */
-enum { SKL_DQ_T = 1, SKL_DK_T = 2, SKL_DQ_S = 4, SKL_DK_S = 8 };
+typedef enum skl_student {
+    SKL_STUDENT_ATTENTION = 0, /* y_ij = softcap_s(scale_s * <q_s[i], k_s[j]>) */
+    SKL_STUDENT_INDEXER = 1 /* y_ij = scale_s * sum_g w_s[i,g] relu(<q_s[g,i], k_s[j]>), over index_heads heads g */
+} skl_student;
+
+/* Gradients a plan can be asked for; of an indexer only those of the student, and only it has weights. */
+enum { SKL_DQ_T = 1, SKL_DK_T = 2, SKL_DQ_S = 4, SKL_DK_S = 8, SKL_DW_S = 16 };
 
 /* Start from skl_problem_default(). Lengths may be 0; heads_t is a multiple of heads_s, heads_* of key_heads_*. */
 typedef struct skl_problem {
@@ -90,9 +97,9 @@ typedef struct skl_problem {
     int64_t heads_s;
     int64_t key_heads_t; /* key heads; 0: as many as query heads. GQA and MQA need no expanded keys */
     int64_t key_heads_s;
-    int64_t dim_t; /* head sizes, 1..512 each */
+    int64_t dim_t; /* head sizes, 1..512 each; of the teacher of an indexer 1..576 */
     int64_t dim_s;
-    float scale_t; /* logit scale; 0: 1 / sqrt(dim) */
+    float scale_t; /* logit scale; 0: 1 / sqrt(dim), of an indexer 1 / sqrt(dim_s * index_heads) */
     float scale_s;
     float softcap_t; /* logit -> cap * tanh(logit / cap); 0: none */
     float softcap_s;
@@ -105,6 +112,11 @@ typedef struct skl_problem {
     int32_t packed;  /* 1: sequences lie end to end, divided by cu_seqlens_q and cu_seqlens_k */
     int64_t total_q; /* packed: rows of the query buffers, and of the key buffers */
     int64_t total_k;
+    skl_student student;
+    int64_t index_heads;  /* indexer: heads g that share a student head's keys, 1..256 */
+    skl_dtype dtype_w;    /* indexer: type of the weights w_s */
+    int32_t index_linear; /* indexer: 1: no ReLU */
+    int64_t top_k;        /* indexer: k > 0: a row sees only the keys that inputs.indices lists for it; 0: all keys */
 } skl_problem;
 
 /* ---- Tensors: address and strides, in elements ------------------------------------------------------------- */
@@ -136,6 +148,11 @@ typedef struct skl_inputs {
     const int32_t *cu_seqlens_q; /* packed: batch + 1 row offsets, 0 first, never decreasing */
     const int32_t *cu_seqlens_k;
     const int32_t *key_lengths; /* optional, not packed: keys j >= key_lengths[b] are padding; moves no position */
+    /* Indexer. q_s is [batch, heads_s * index_heads, len_q, dim_s]: index head g of student head h is head
+     * h * index_heads + g. */
+    skl_input w_s;     /* [batch, heads_s, len_q, index_heads] weights */
+    skl_input indices; /* int32 [batch, heads_s, len_q, top_k]: keys of the row's own sequence, in any order. -1, or a
+                        * key that the masks hide from the row: none; a key that is listed twice counts twice */
 } skl_inputs;
 
 /* Row results, f32. A row that sees no key has KL 0 and LSE -inf. */
@@ -146,12 +163,19 @@ typedef struct skl_rows {
     skl_output lse_s;   /* [batch, heads_s, len_q] */
     skl_output dot_t;   /* [batch, heads_t, len_q]: sum_j P_hj dKL/dP_j, or what takes its place with a wider LSE;
                          * only with r > 1, for teacher gradients */
+    /* Indexer, [batch, heads_s, len_q]; 0 for a row that sees no key. A is the first argument of the KL, B the
+     * second: with KL(P || S) teacher and student. */
+    skl_output cross_entropy; /* -sum_j A_j log B_j: KL + entropy */
+    skl_output entropy;       /* -sum_j A_j log A_j */
+    skl_output mass;          /* what the visible keys hold of the attention that a given lse_t covers, mean of heads;
+                               * 1 when none was given */
 } skl_rows;
 
 /* Gradients of sum_i grad_kl[i] * KL_i; each has the shape of its tensor. */
 typedef struct skl_gradients {
     size_t struct_size; /* sizeof(skl_gradients) */
     skl_output dq_t, dk_t, dq_s, dk_s;
+    skl_output dw_s; /* indexer */
 } skl_gradients;
 
 /* ---- The plan ---------------------------------------------------------------------------------------------- */
@@ -201,9 +225,9 @@ typedef struct CUstream_st *skl_stream;
 
 /* KL and LSEs, whichever of `rows` are wanted. Teacher LSEs:
  *   r = 1: computed; inputs->lse_t is not read.
- *   r > 1: inputs->lse_t if given, else computed in a pass of its own. A given LSE may cover more keys than are
- *          visible: P is then the conditional distribution on the visible keys, and teacher gradients take what the
- *          hidden keys add to an LSE as fixed.
+ *   r > 1, and any indexer: inputs->lse_t if given, else computed in a pass of its own. A given LSE may cover more
+ *          keys than are visible: P is then the conditional distribution on the visible keys, and teacher gradients
+ *          take what the hidden keys add to an LSE as fixed.
  * rows->lse_t is always the normaliser of P on the visible keys: what skl_backward wants. */
 SKL_API skl_status skl_forward(const skl_plan *plan, const skl_inputs *inputs, const skl_rows *rows, void *workspace,
                                size_t workspace_size, skl_stream stream);
@@ -214,7 +238,8 @@ SKL_API skl_status skl_backward(const skl_plan *plan, const skl_inputs *inputs, 
                                 void *workspace, size_t workspace_size, skl_stream stream);
 
 /* Loss and gradients in one sweep, when both LSEs (of the visible keys) are already known: every flash attention
- * returns them. rows->lse_* must be empty; whatever skl_backward would read as kl or dot_t must be wanted in rows,
+ * returns them, and skl_forward with nothing but rows->lse_s gives an indexer's without a look at the teacher.
+ * rows->lse_* and rows->mass must be empty; whatever skl_backward would read as kl or dot_t must be wanted in rows,
  * and costs a second sweep. Teacher gradients under LSEs of more keys: skl_forward, then skl_backward. */
 SKL_API skl_status skl_forward_backward(const skl_plan *plan, const skl_inputs *inputs, const skl_rows *rows,
                                         const skl_gradients *gradients, void *workspace, size_t workspace_size,
@@ -229,7 +254,8 @@ typedef struct skl_row_state {
     float m_1, l_1, m_2, l_2, w;
 } skl_row_state;
 
-/* States over keys [key_begin, key_end) of every sequence. With r > 1 inputs->lse_t (of all keys) is required. */
+/* States over keys [key_begin, key_end) of every sequence. With r > 1, and for any indexer, inputs->lse_t (of all
+ * keys) is required. */
 SKL_API skl_status skl_partial(const skl_plan *plan, const skl_inputs *inputs, int64_t key_begin, int64_t key_end,
                                skl_row_state *states, void *workspace, size_t workspace_size, skl_stream stream);
 
@@ -237,8 +263,8 @@ SKL_API skl_status skl_partial(const skl_plan *plan, const skl_inputs *inputs, i
 SKL_API skl_status skl_states_merge(const skl_plan *plan, skl_row_state *into, const skl_row_state *from,
                                     skl_stream stream);
 
-/* KL and LSEs of merged states. With r > 1 inputs->lse_t is needed for rows->lse_t; otherwise inputs may be NULL.
- * rows->dot_t must be empty. */
+/* KL and LSEs of merged states. With r > 1, and for any indexer, inputs->lse_t is needed for rows->lse_t; otherwise
+ * inputs may be NULL. rows->dot_t and what only an indexer has must be empty. */
 SKL_API skl_status skl_states_finish(const skl_plan *plan, const skl_inputs *inputs, const skl_row_state *states,
                                      const skl_rows *rows, skl_stream stream);
 

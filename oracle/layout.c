@@ -62,28 +62,55 @@ oracle_keys oracle_visible_keys(const skl_problem *problem, const skl_inputs *in
     return keys;
 }
 
+int64_t oracle_row_keys(const skl_problem *problem, const skl_inputs *inputs, int64_t b, int64_t h, int64_t i,
+                        int64_t *keys)
+{
+    const oracle_keys visible = oracle_visible_keys(problem, inputs, b, i);
+    const oracle_sequence sequence = oracle_sequence_at(problem, inputs, b);
+    const skl_input *const lists = &inputs->indices;
+    const int64_t at =
+        sequence.batch * lists->stride_batch + h * lists->stride_head + (sequence.first_q + i) * lists->stride_row;
+    const int64_t candidates = problem->top_k > 0 ? problem->top_k : visible.end - visible.begin;
+    int64_t count = 0;
+    for (int64_t n = 0; n < candidates; n++) {
+        const int64_t key = problem->top_k > 0 ? ((const int32_t *)lists->data)[at + n] : visible.begin + n;
+        if (visible.begin <= key && key < visible.end)
+            keys[count++] = key;
+    }
+    return count;
+}
+
 void oracle_free(oracle_result *result)
 {
     double *const arrays[] = {result->kl,
                               result->lse_t,
                               result->lse_s,
                               result->dot_t,
+                              result->cross_entropy,
+                              result->entropy,
+                              result->mass,
                               result->dq_t,
                               result->dk_t,
                               result->dq_s,
                               result->dk_s,
+                              result->dw_s,
                               result->rounding.kl,
                               result->rounding.lse_t,
                               result->rounding.lse_s,
                               result->rounding.dot_t,
+                              result->rounding.cross_entropy,
+                              result->rounding.entropy,
+                              result->rounding.mass,
                               result->rounding.dq_t,
                               result->rounding.dk_t,
                               result->rounding.dq_s,
                               result->rounding.dk_s,
+                              result->rounding.dw_s,
                               result->terms.dq_t,
                               result->terms.dk_t,
                               result->terms.dq_s,
-                              result->terms.dk_s};
+                              result->terms.dk_s,
+                              result->terms.dw_s};
     for (size_t a = 0; a < sizeof arrays / sizeof *arrays; a++)
         free(arrays[a]);
     *result = (oracle_result){0};

@@ -13,8 +13,10 @@ typedef REAL real;
 struct model {
     int64_t heads, key_heads, dim;
     real scale, softcap;
+    int64_t index_heads; /* of an indexer: heads g that share the keys; else 1 */
     real *q, *k, *dq, *dk;
     real *dq_rounding, *dk_rounding, *dq_terms, *dk_terms;
+    real *w, *dw, *dw_rounding, *dw_terms; /* of an indexer: [batch, heads, length, index_heads] */
 };
 
 struct run {
@@ -25,9 +27,12 @@ struct run {
     real *given_lse_t, *grad_kl;      /* NULL: not given */
     real *kl, *lse_t, *lse_s, *dot_t; /* results */
     real *kl_rounding, *lse_t_rounding, *lse_s_rounding, *dot_t_rounding;
-    real *scratch;       /* for one row, cut into what follows. Those of the teacher's heads are [group, length_k]. */
-    real *x, *y;         /* logits */
-    real *log_p_head;    /* log P of each teacher head */
+    real *cross_entropy, *entropy, *mass, *cross_entropy_rounding, *entropy_rounding, *mass_rounding;
+    int64_t row_length; /* keys that a row can see: length_k, or more in a list */
+    int64_t *keys;      /* of one row, counted in rows of the key buffers */
+    real *scratch;    /* for one row, cut into what follows. Those of the teacher's heads are [group, row_length]. */
+    real *x, *y;      /* logits */
+    real *log_p_head; /* log P of each teacher head */
     real *log_p, *log_s; /* the two distributions that are compared */
     real *gradient;      /* with respect to the logits of one head */
     real *x_rounding, *y_rounding, *log_p_head_rounding, *log_p_rounding, *log_s_rounding, *gradient_rounding;
@@ -67,13 +72,31 @@ static void load_model(const struct run *run, struct model *model, skl_dtype dty
     if (model->key_heads == 0)
         model->key_heads = model->heads;
     if (model->scale == 0)
-        model->scale = 1 / sqrt((real)model->dim);
-    model->q = contiguous_copy(run, q, dtype, model->heads, run->length_q, model->dim);
+        model->scale = 1 / sqrt((real)(model->dim * model->index_heads));
+    const int64_t query_heads = model->heads * model->index_heads;
+    model->q = contiguous_copy(run, q, dtype, query_heads, run->length_q, model->dim);
     model->k = contiguous_copy(run, k, dtype, model->key_heads, run->length_k, model->dim);
-    const int64_t count_q = run->batch * model->heads * run->length_q * model->dim;
+    const int64_t count_q = run->batch * query_heads * run->length_q * model->dim;
     const int64_t count_k = run->batch * model->key_heads * run->length_k * model->dim;
     model->dq = filled(count_q, 0), model->dq_rounding = filled(count_q, 0), model->dq_terms = filled(count_q, 0);
     model->dk = filled(count_k, 0), model->dk_rounding = filled(count_k, 0), model->dk_terms = filled(count_k, 0);
+}
+
+static int is_indexer(const struct run *run)
+{
+    return run->problem->student == SKL_STUDENT_INDEXER;
+}
+
+static int64_t weight_count(const struct run *run)
+{
+    return is_indexer(run) ? run->batch * run->student.heads * run->length_q * run->student.index_heads : 0;
+}
+
+static void load_weights(const struct run *run, struct model *model, const skl_input *w)
+{
+    const int64_t count = weight_count(run);
+    model->w = contiguous_copy(run, w, run->problem->dtype_w, model->heads, run->length_q, model->index_heads);
+    model->dw = filled(count, 0), model->dw_rounding = filled(count, 0), model->dw_terms = filled(count, 0);
 }
 
 /* The array as doubles; frees it. */
@@ -92,38 +115,49 @@ static double *widened(real *array, int64_t count)
 static oracle_result take_results(const struct run *run)
 {
     real *const inputs_and_scratch[] = {run->teacher.q,   run->teacher.k, run->student.q, run->student.k,
-                                        run->given_lse_t, run->grad_kl,   run->scratch};
+                                        run->given_lse_t, run->grad_kl,   run->scratch,   run->student.w};
     for (size_t a = 0; a < sizeof inputs_and_scratch / sizeof *inputs_and_scratch; a++)
         free(inputs_and_scratch[a]);
+    free(run->keys);
 
     const struct model *const t = &run->teacher, *const s = &run->student;
     const int64_t rows = run->batch * run->length_q, keys = run->batch * run->length_k;
+    const int64_t weights = weight_count(run), query_heads = s->heads * s->index_heads;
     return (oracle_result){
         .kl = widened(run->kl, rows * s->heads),
         .lse_t = widened(run->lse_t, rows * t->heads),
         .lse_s = widened(run->lse_s, rows * s->heads),
         .dot_t = widened(run->dot_t, rows * t->heads),
+        .cross_entropy = widened(run->cross_entropy, rows * s->heads),
+        .entropy = widened(run->entropy, rows * s->heads),
+        .mass = widened(run->mass, rows * s->heads),
         .dq_t = widened(t->dq, rows * t->heads * t->dim),
         .dk_t = widened(t->dk, keys * t->key_heads * t->dim),
-        .dq_s = widened(s->dq, rows * s->heads * s->dim),
+        .dq_s = widened(s->dq, rows * query_heads * s->dim),
         .dk_s = widened(s->dk, keys * s->key_heads * s->dim),
+        .dw_s = widened(s->dw, weights),
         .rounding =
             {
                 .kl = widened(run->kl_rounding, rows * s->heads),
                 .lse_t = widened(run->lse_t_rounding, rows * t->heads),
                 .lse_s = widened(run->lse_s_rounding, rows * s->heads),
                 .dot_t = widened(run->dot_t_rounding, rows * t->heads),
+                .cross_entropy = widened(run->cross_entropy_rounding, rows * s->heads),
+                .entropy = widened(run->entropy_rounding, rows * s->heads),
+                .mass = widened(run->mass_rounding, rows * s->heads),
                 .dq_t = widened(t->dq_rounding, rows * t->heads * t->dim),
                 .dk_t = widened(t->dk_rounding, keys * t->key_heads * t->dim),
-                .dq_s = widened(s->dq_rounding, rows * s->heads * s->dim),
+                .dq_s = widened(s->dq_rounding, rows * query_heads * s->dim),
                 .dk_s = widened(s->dk_rounding, keys * s->key_heads * s->dim),
+                .dw_s = widened(s->dw_rounding, weights),
             },
         .terms =
             {
                 .dq_t = widened(t->dq_terms, rows * t->heads * t->dim),
                 .dk_t = widened(t->dk_terms, keys * t->key_heads * t->dim),
-                .dq_s = widened(s->dq_terms, rows * s->heads * s->dim),
+                .dq_s = widened(s->dq_terms, rows * query_heads * s->dim),
                 .dk_s = widened(s->dk_terms, keys * s->key_heads * s->dim),
+                .dw_s = widened(s->dw_terms, weights),
             },
     };
 }
@@ -138,8 +172,10 @@ static struct run prepare(const skl_problem *p, const skl_inputs *inputs)
     run.teacher = (struct model){p->heads_t, p->key_heads_t, p->dim_t, .scale = (real)p->scale_t};
     run.student = (struct model){p->heads_s, p->key_heads_s, p->dim_s, .scale = (real)p->scale_s};
     run.teacher.softcap = (real)p->softcap_t, run.student.softcap = (real)p->softcap_s;
+    run.teacher.index_heads = 1, run.student.index_heads = is_indexer(&run) ? p->index_heads : 1;
     load_model(&run, &run.teacher, p->dtype_t, &inputs->q_t, &inputs->k_t);
     load_model(&run, &run.student, p->dtype_s, &inputs->q_s, &inputs->k_s);
+    load_weights(&run, &run.student, &inputs->w_s);
     run.given_lse_t = contiguous_copy(&run, &inputs->lse_t, SKL_F32, p->heads_t, run.length_q, 1);
     run.grad_kl = contiguous_copy(&run, &inputs->grad_kl, SKL_F32, p->heads_s, run.length_q, 1);
 
@@ -151,14 +187,22 @@ static struct run prepare(const skl_problem *p, const skl_inputs *inputs)
     run.kl_rounding = filled(rows * p->heads_s, 0), run.lse_s_rounding = filled(rows * p->heads_s, 0);
     run.lse_t_rounding = filled(rows * p->heads_t, 0), run.dot_t_rounding = filled(rows * p->heads_t, 0);
 
-    run.scratch = filled((4 * run.group + 8) * run.length_k, 0);
+    run.cross_entropy = filled(rows * p->heads_s, 0), run.cross_entropy_rounding = filled(rows * p->heads_s, 0);
+    run.entropy = filled(rows * p->heads_s, 0), run.entropy_rounding = filled(rows * p->heads_s, 0);
+    run.mass = filled(rows * p->heads_s, 0), run.mass_rounding = filled(rows * p->heads_s, 0);
+
+    run.row_length = p->top_k > run.length_k ? p->top_k : run.length_k;
+    run.keys = malloc(((size_t)run.row_length + 1) * sizeof *run.keys);
+    if (!run.keys)
+        abort();
+    run.scratch = filled((4 * run.group + 8) * run.row_length, 0);
     real *next = run.scratch;
     real **const of_heads[] = {&run.x, &run.x_rounding, &run.log_p_head, &run.log_p_head_rounding};
     real **const of_row[] = {&run.y,     &run.y_rounding,     &run.log_p,    &run.log_p_rounding,
                              &run.log_s, &run.log_s_rounding, &run.gradient, &run.gradient_rounding};
-    for (size_t a = 0; a < sizeof of_heads / sizeof *of_heads; a++, next += run.group * run.length_k)
+    for (size_t a = 0; a < sizeof of_heads / sizeof *of_heads; a++, next += run.group * run.row_length)
         *of_heads[a] = next;
-    for (size_t a = 0; a < sizeof of_row / sizeof *of_row; a++, next += run.length_k)
+    for (size_t a = 0; a < sizeof of_row / sizeof *of_row; a++, next += run.row_length)
         *of_row[a] = next;
     return run;
 }

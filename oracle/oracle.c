@@ -8,13 +8,14 @@
 #endif
 #include "memory.h"
 
-/* The row at work: student head h_s, query row_q, and the keys from row_k on that it sees. */
+/* The row at work: student head h_s, query row_q, and the keys that it sees, as rows of the key buffers. */
 struct row {
-    int64_t batch, h_s, row_q, row_k, key_count;
+    int64_t batch, h_s, row_q, key_count;
+    const int64_t *keys;
     int64_t at_s, at_t; /* its place in row vectors; teacher head h of the group is at_t + h * length_q */
 };
 
-/* The query of a row and the first key it sees, in the tensors of a model. */
+/* The query of a row and the first key of the buffer, in the tensors of a model. */
 struct place {
     int64_t q, k;
 };
@@ -23,7 +24,7 @@ static struct place find_place(const struct run *run, const struct row *row, con
 {
     const int64_t key_head = head / (model->heads / model->key_heads);
     const int64_t line_q = (row->batch * model->heads + head) * run->length_q + row->row_q;
-    const int64_t line_k = (row->batch * model->key_heads + key_head) * run->length_k + row->row_k;
+    const int64_t line_k = (row->batch * model->key_heads + key_head) * run->length_k;
     return (struct place){line_q * model->dim, line_k * model->dim};
 }
 
@@ -35,12 +36,12 @@ static real slope_of(const struct model *model, real logit)
 }
 
 /* logits[j] = softcap(scale * <q, k[j]>): every product is rounded, and the logit. */
-static void compute_logits(const struct model *model, struct place at, int64_t key_count, real *logits,
+static void compute_logits(const struct model *model, struct place at, const struct row *row, real *logits,
                            real *roundings)
 {
     const real *const q = model->q + at.q;
-    for (int64_t j = 0; j < key_count; j++) {
-        const real *const k = model->k + at.k + j * model->dim;
+    for (int64_t j = 0; j < row->key_count; j++) {
+        const real *const k = model->k + at.k + row->keys[j] * model->dim;
         real dot = 0, products = 0;
         for (int64_t d = 0; d < model->dim; d++) {
             dot += q[d] * k[d];
@@ -55,17 +56,18 @@ static void compute_logits(const struct model *model, struct place at, int64_t k
 
 /* dq += scale * gradient[j] * k[j];  dk[j] += scale * gradient[j] * q;  both through the softcap, whose slope is
  * rounded and moves with the logit: where it is 0, it still counts as one rounding. */
-static void add_gradients(const struct run *run, const struct model *model, struct place at, int64_t key_count,
+static void add_gradients(const struct run *run, const struct model *model, struct place at, const struct row *row,
                           const real *logits, const real *logit_roundings)
 {
     const real *const q = model->q + at.q;
     real *const dq = model->dq + at.q, *const dq_rounding = model->dq_rounding + at.q;
     real *const dq_terms = model->dq_terms + at.q;
-    for (int64_t j = 0; j < key_count; j++) {
-        const real *const k = model->k + at.k + j * model->dim;
-        real *const dk = model->dk + at.k + j * model->dim;
-        real *const dk_rounding = model->dk_rounding + at.k + j * model->dim;
-        real *const dk_terms = model->dk_terms + at.k + j * model->dim;
+    for (int64_t j = 0; j < row->key_count; j++) {
+        const int64_t at_k = at.k + row->keys[j] * model->dim;
+        const real *const k = model->k + at_k;
+        real *const dk = model->dk + at_k;
+        real *const dk_rounding = model->dk_rounding + at_k;
+        real *const dk_terms = model->dk_terms + at_k;
         const real slope = slope_of(model, logits[j]);
         const real capped = model->softcap > 0 ? fabs(logits[j]) / model->softcap : 0;
         const real slope_rounding = model->softcap > 0 ? 1 + 2 * capped * logit_roundings[j] / model->softcap : 0;
@@ -83,6 +85,8 @@ static void add_gradients(const struct run *run, const struct model *model, stru
         }
     }
 }
+
+#include "indexer.h"
 
 /* log sum_n exp(values[n * stride]) */
 static real log_sum_exp(const real *values, int64_t count, int64_t stride)
@@ -107,7 +111,7 @@ static void distributions(const struct run *run, const struct row *row)
         run->log_s_rounding[j] = run->y_rounding[j] + fabs(run->lse_s[row->at_s]);
     }
     for (int64_t h = 0; h < r; h++) {
-        const int64_t line = h * run->length_k;
+        const int64_t line = h * run->row_length;
         const real lse = run->lse_t[row->at_t + h * run->length_q];
         for (int64_t j = line; j < line + count; j++) {
             run->log_p_head[j] = run->x[j] - lse;
@@ -116,11 +120,11 @@ static void distributions(const struct run *run, const struct row *row)
     }
     for (int64_t j = 0; j < count; j++) {
         const real *const heads = run->log_p_head + j;
-        run->log_p[j] = r == 1 ? *heads : log_sum_exp(heads, r, run->length_k) - log((real)r);
+        run->log_p[j] = r == 1 ? *heads : log_sum_exp(heads, r, run->row_length) - log((real)r);
         run->log_p_rounding[j] = 0;
         for (int64_t h = 0; h < r; h++) {
-            const real share = exp(heads[h * run->length_k] - run->log_p[j]) / (real)r;
-            run->log_p_rounding[j] += share * run->log_p_head_rounding[h * run->length_k + j];
+            const real share = exp(heads[h * run->row_length] - run->log_p[j]) / (real)r;
+            run->log_p_rounding[j] += share * run->log_p_head_rounding[h * run->row_length + j];
         }
     }
 }
@@ -134,9 +138,15 @@ static real log_sum_rounding(const real *log_terms, const real *roundings, int64
     return rounding;
 }
 
+/* The teacher is a mean of heads: of an indexer always, if only of one. */
+static int is_grouped(const struct run *run)
+{
+    return run->group > 1 || is_indexer(run);
+}
+
 static int uses_given_lse(const struct run *run)
 {
-    return run->group > 1 && run->given_lse_t;
+    return is_grouped(run) && run->given_lse_t;
 }
 
 /* LSEs and the distributions they give. A given LSE may cover more than the visible keys: then the mean of the
@@ -148,7 +158,7 @@ static real normalise(const struct run *run, const struct row *row)
     run->lse_s[row->at_s] = log_sum_exp(run->y, row->key_count, 1);
     for (int64_t h = 0; h < run->group; h++) {
         const int64_t at = row->at_t + h * run->length_q;
-        const real own = log_sum_exp(run->x + h * run->length_k, row->key_count, 1);
+        const real own = log_sum_exp(run->x + h * run->row_length, row->key_count, 1);
         run->lse_t[at] = use_given ? run->given_lse_t[at] : own;
     }
     distributions(run, row);
@@ -160,11 +170,11 @@ static real normalise(const struct run *run, const struct row *row)
     }
 
     run->lse_s_rounding[row->at_s] = log_sum_rounding(run->log_s, run->log_s_rounding, row->key_count);
-    const real of_mean = run->group > 1 ? log_sum_rounding(run->log_p, run->log_p_rounding, row->key_count) : 0;
+    const real of_mean = is_grouped(run) ? log_sum_rounding(run->log_p, run->log_p_rounding, row->key_count) : 0;
     for (int64_t h = 0; h < run->group; h++)
         run->lse_t_rounding[row->at_t + h * run->length_q] =
-            of_mean + log_sum_rounding(run->log_p_head + h * run->length_k,
-                                       run->log_p_head_rounding + h * run->length_k, row->key_count);
+            of_mean + log_sum_rounding(run->log_p_head + h * run->row_length,
+                                       run->log_p_head_rounding + h * run->row_length, row->key_count);
     return log_z;
 }
 
@@ -206,7 +216,7 @@ static real divergence_rounding(const struct arguments *a, real kl, int64_t coun
 /* P_hj phi_j with phi = dKL / dP: log P_j - log S_j or -S_j / P_j. One exponential, so that it cannot be 0 * inf. */
 static real weighted_phi(const struct run *run, int64_t h, int64_t j)
 {
-    const real log_p_head = run->log_p_head[h * run->length_k + j];
+    const real log_p_head = run->log_p_head[h * run->row_length + j];
     if (run->problem->direction == SKL_KL_FORWARD)
         return exp(log_p_head) * (run->log_p[j] - run->log_s[j]);
     return -exp(log_p_head - run->log_p[j] + run->log_s[j]);
@@ -214,22 +224,22 @@ static real weighted_phi(const struct run *run, int64_t h, int64_t j)
 
 static real weighted_phi_rounding(const struct run *run, int64_t h, int64_t j)
 {
-    const real head = run->log_p_head_rounding[h * run->length_k + j];
+    const real head = run->log_p_head_rounding[h * run->row_length + j];
     const real both = run->log_p_rounding[j] + run->log_s_rounding[j];
     if (run->problem->direction == SKL_KL_REVERSE)
         return fabs(weighted_phi(run, h, j)) * (1 + head + both);
-    return fabs(weighted_phi(run, h, j)) * (1 + head) + exp(run->log_p_head[h * run->length_k + j]) * both;
+    return fabs(weighted_phi(run, h, j)) * (1 + head) + exp(run->log_p_head[h * run->row_length + j]) * both;
 }
 
 /* P_hj (phi_j - origin) */
 static real weighted_excess(const struct run *run, int64_t h, int64_t j, real origin)
 {
-    return weighted_phi(run, h, j) - exp(run->log_p_head[h * run->length_k + j]) * origin;
+    return weighted_phi(run, h, j) - exp(run->log_p_head[h * run->row_length + j]) * origin;
 }
 
 static real weighted_excess_rounding(const struct run *run, int64_t h, int64_t j, real origin, real origin_rounding)
 {
-    const int64_t at = h * run->length_k + j;
+    const int64_t at = h * run->row_length + j;
     return weighted_phi_rounding(run, h, j) +
            exp(run->log_p_head[at]) * (fabs(origin) * (1 + run->log_p_head_rounding[at]) + origin_rounding);
 }
@@ -281,8 +291,8 @@ static void teacher_gradients(const struct run *run, const struct row *row, int6
     else
         second_argument_gradient(run, row, g);
     const struct place at = find_place(run, row, &run->teacher, row->h_s * run->group + h);
-    const int64_t line = h * run->length_k;
-    add_gradients(run, &run->teacher, at, row->key_count, run->x + line, run->x_rounding + line);
+    const int64_t line = h * run->row_length;
+    add_gradients(run, &run->teacher, at, row, run->x + line, run->x_rounding + line);
 }
 
 static void student_gradients(const struct run *run, const struct row *row, real g)
@@ -291,8 +301,12 @@ static void student_gradients(const struct run *run, const struct row *row, real
         second_argument_gradient(run, row, g);
     else
         first_argument_gradient(run, row, g);
+    if (is_indexer(run)) {
+        add_index_gradients(run, row);
+        return;
+    }
     const struct place at = find_place(run, row, &run->student, row->h_s);
-    add_gradients(run, &run->student, at, row->key_count, run->y, run->y_rounding);
+    add_gradients(run, &run->student, at, row, run->y, run->y_rounding);
 }
 
 /* What makes a dot of the P_hj phi_j of a head. */
@@ -329,14 +343,38 @@ static struct share share_of(const struct run *run, const struct row *row, real 
     };
 }
 
+/* Entropy of the first argument, cross-entropy of the two, and what the visible keys have of a given LSE. The entropy
+ * is the logarithm of a sum of exponentials less their mean exponent: one exponential, two sums, one ratio. */
+static void parts_of_kl(const struct run *run, const struct row *row, const struct arguments *a, real kl, real log_z)
+{
+    real entropy = 0;
+    for (int64_t j = 0; j < row->key_count; j++)
+        entropy -= exp(a->log_first[j]) * a->log_first[j];
+    real rounding = 4 + fabs(entropy);
+    for (int64_t j = 0; j < row->key_count; j++) {
+        const real first = exp(a->log_first[j]);
+        rounding += first * (fabs(a->log_first[j]) + fabs(a->log_first[j] + entropy) * a->first_rounding[j]);
+    }
+    run->entropy[row->at_s] = entropy;
+    run->entropy_rounding[row->at_s] = rounding;
+    run->cross_entropy[row->at_s] = kl + entropy;
+    run->cross_entropy_rounding[row->at_s] = run->kl_rounding[row->at_s] + rounding + fabs(kl + entropy);
+    run->mass[row->at_s] = exp(log_z);
+    run->mass_rounding[row->at_s] =
+        exp(log_z) * (1 + log_sum_rounding(run->log_p, run->log_p_rounding, row->key_count) + fabs(log_z));
+}
+
 /* LSEs, KL and dots of one row. */
 static void forward_row(const struct run *run, const struct row *row)
 {
     const int64_t r = run->group, count = row->key_count;
-    compute_logits(&run->student, find_place(run, row, &run->student, row->h_s), count, run->y, run->y_rounding);
+    if (is_indexer(run))
+        compute_index_logits(run, row);
+    else
+        compute_logits(&run->student, find_place(run, row, &run->student, row->h_s), row, run->y, run->y_rounding);
     for (int64_t h = 0; h < r; h++) {
         const struct place at = find_place(run, row, &run->teacher, row->h_s * r + h);
-        compute_logits(&run->teacher, at, count, run->x + h * run->length_k, run->x_rounding + h * run->length_k);
+        compute_logits(&run->teacher, at, row, run->x + h * run->row_length, run->x_rounding + h * run->row_length);
     }
     const real log_z = normalise(run, row);
 
@@ -344,6 +382,7 @@ static void forward_row(const struct run *run, const struct row *row)
     const real kl = divergence(&arguments, count);
     run->kl[row->at_s] = kl < 0 ? 0 : kl; /* a NaN stays */
     run->kl_rounding[row->at_s] = divergence_rounding(&arguments, kl, count);
+    parts_of_kl(run, row, &arguments, kl, log_z);
     const struct share share = share_of(run, row, kl, log_z);
     for (int64_t h = 0; h < r; h++)
         head_dot(run, row, h, share);
@@ -353,7 +392,7 @@ static void forward_row(const struct run *run, const struct row *row)
 static void backward_row(const struct run *run, const struct row *row)
 {
     const real g = run->grad_kl ? run->grad_kl[row->at_s] : 1;
-    if (run->problem->gradients & (SKL_DQ_S | SKL_DK_S))
+    if (run->problem->gradients & (SKL_DQ_S | SKL_DK_S | SKL_DW_S))
         student_gradients(run, row, g);
     if (run->problem->gradients & (SKL_DQ_T | SKL_DK_T))
         for (int64_t h = 0; h < run->group; h++)
@@ -363,20 +402,20 @@ static void backward_row(const struct run *run, const struct row *row)
 static void compute_sequence(const struct run *run, const skl_inputs *inputs, int64_t b)
 {
     const oracle_sequence sequence = oracle_sequence_at(run->problem, inputs, b);
-    for (int64_t i = 0; i < sequence.len_q; i++) {
-        const oracle_keys keys = oracle_visible_keys(run->problem, inputs, b, i);
-        if (keys.begin == keys.end)
-            continue; /* the results stand at their initial values */
+    for (int64_t i = 0; i < sequence.len_q; i++)
         for (int64_t h_s = 0; h_s < run->student.heads; h_s++) {
-            struct row row = {sequence.batch, h_s, sequence.first_q + i, sequence.first_k + keys.begin, 0, 0, 0};
-            row.key_count = keys.end - keys.begin;
+            struct row row = {sequence.batch, h_s, sequence.first_q + i, 0, run->keys, 0, 0};
+            row.key_count = oracle_row_keys(run->problem, inputs, b, h_s, i, run->keys);
+            if (row.key_count == 0)
+                continue; /* the results stand at their initial values */
+            for (int64_t j = 0; j < row.key_count; j++)
+                run->keys[j] += sequence.first_k;
             row.at_s = (row.batch * run->student.heads + h_s) * run->length_q + row.row_q;
             row.at_t = (row.batch * run->teacher.heads + h_s * run->group) * run->length_q + row.row_q;
             forward_row(run, &row);
             if (run->problem->gradients)
                 backward_row(run, &row);
         }
-    }
 }
 
 oracle_result ORACLE_RUN(const skl_problem *problem, const skl_inputs *inputs)

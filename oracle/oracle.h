@@ -16,19 +16,23 @@
  * for a row without visible keys: KL 0, LSE -inf, dot 0, gradients 0. */
 typedef struct oracle_result {
     double *kl, *lse_t, *lse_s, *dot_t;
-    double *dq_t, *dk_t, *dq_s, *dk_s; /* 0 unless problem->gradients asks for one of the same model */
+    double *cross_entropy, *entropy, *mass; /* 0 for a row that sees nothing */
+    double *dq_t, *dk_t, *dq_s, *dk_s;      /* 0 unless problem->gradients asks for one of the same model */
+    double *dw_s;                           /* of an indexer; of another student an empty array */
     /* How ill-conditioned each of them is: it moves by this much times e if every number that it is made of
      * (products, logits, LSEs, exponentials, terms of sums) is off by a relative error of e, all in the worst
      * direction. */
     struct {
-        double *kl, *lse_t, *lse_s, *dot_t, *dq_t, *dk_t, *dq_s, *dk_s;
+        double *kl, *lse_t, *lse_s, *dot_t, *cross_entropy, *entropy, *mass;
+        double *dq_t, *dk_t, *dq_s, *dk_s, *dw_s;
     } rounding;
     struct {
-        double *dq_t, *dk_t, *dq_s, *dk_s;
+        double *dq_t, *dk_t, *dq_s, *dk_s, *dw_s;
     } terms; /* sums of the magnitudes of their terms */
 } oracle_result;
 
-/* Inputs that it reads: q, k, grad_kl and, with r > 1, lse_t; cu_seqlens and key_lengths. Out of memory: aborts. */
+/* Inputs that it reads: q, k, grad_kl and, with r > 1 or for an indexer, lse_t; w_s and indices; cu_seqlens and
+ * key_lengths. Out of memory: aborts. */
 oracle_result oracle_run(const skl_problem *problem, const skl_inputs *inputs);
 
 /* The same text compiled in float: the error that a naive implementation of the same precision makes. */
@@ -49,6 +53,11 @@ typedef struct oracle_keys {
 } oracle_keys;
 
 oracle_keys oracle_visible_keys(const skl_problem *problem, const skl_inputs *inputs, int64_t b, int64_t i);
+
+/* The keys of sequence b that row i of student head h sees, of its visible ones all or those that its list selects:
+ * written to keys[], which has room for the longer of the two. Returns how many. */
+int64_t oracle_row_keys(const skl_problem *problem, const skl_inputs *inputs, int64_t b, int64_t h, int64_t i,
+                        int64_t *keys);
 
 /* What a computed tensor is held to: an error of at most
  *

@@ -20,6 +20,9 @@
 #define PACKED(n, q, k) .batch = n, .cu_seqlens_q = q, .cu_seqlens_k = k
 #define TAILS(q, k)     .tail_q = q, .tail_k = k
 #define LAYOUT(name)    .layout = LAYOUT_##name
+#define INDEXER(g)      .index_heads = g
+#define TOP_K(k)        .top_k = k
+#define WEIGHTS(type)   .dtype_w = SKL_##type
 /* clang-format on */
 
 #endif

@@ -235,6 +235,74 @@ const test_case test_cases[] = {
      WINDOW(40, -1), KEYS(97, 0, 50), SOFTCAPS(0, 5), SCALES(0.2F, 0), LAYOUT(GAPS), .lse = LSE_GIVEN},
     {"together_3", SHAPE(2, 67, 131), HEADS(4, 4), KEY_HEADS(1, 2), DIMS(128, 8), TYPES(F32, BF16), WINDOW(50, 20),
      OFFSETS(100, 60), KEYS(131, 90), REVERSE, LAYOUT(MISALIGNED), .unit_upstream = 1, .growth = 10},
+
+    /* Indexers, over all visible keys. */
+    {"indexer", SHAPE(2, 33, 41), HEADS(4, 1), DIMS(16, 16), INDEXER(4)},
+    {"indexer_1x1", SHAPE(1, 1, 1), HEADS(1, 1), DIMS(8, 8), INDEXER(1)},
+    {"indexer_one_teacher", SHAPE(1, 37, 67), HEADS(1, 1), DIMS(16, 32), INDEXER(3)},
+    {"indexer_one_teacher_wider", SHAPE(1, 37, 67), HEADS(2, 2), DIMS(16, 32), INDEXER(3), .lse = LSE_WIDER},
+    {"indexer_linear", SHAPE(1, 37, 67), HEADS(2, 1), DIMS(16, 16), INDEXER(4), .index_linear = 1},
+    {"indexer_tiles", SHAPE(1, 195, 197), HEADS(2, 1), DIMS(16, 32), INDEXER(4)},
+    {"indexer_tall", SHAPE(1, 389, 31), HEADS(2, 1), DIMS(16, 16), INDEXER(2), TYPES(BF16, BF16)},
+    {"indexer_long", SHAPE(1, 3, 1021), HEADS(2, 1), DIMS(16, 32), INDEXER(4)},
+    {"indexer_mqa", SHAPE(1, 65, 97), HEADS(16, 1), KEY_HEADS(1, 1), DIMS(64, 64), INDEXER(8)},
+    {"indexer_gqa", SHAPE(1, 65, 97), HEADS(12, 2), KEY_HEADS(6, 1), DIMS(16, 32), INDEXER(4), CAUSAL},
+    {"indexer_gqa_straddles", SHAPE(1, 65, 97), HEADS(12, 6), KEY_HEADS(4, 3), DIMS(16, 32), INDEXER(2), CAUSAL},
+    {"indexer_mla", SHAPE(1, 33, 67), HEADS(6, 1), KEY_HEADS(1, 1), DIMS(576, 128), INDEXER(4), TYPES(BF16, BF16),
+     CAUSAL, .lse = LSE_GIVEN},
+    {"indexer_128_heads", SHAPE(1, 9, 31), HEADS(128, 1), KEY_HEADS(1, 1), DIMS(32, 32), INDEXER(128), CAUSAL},
+    {"indexer_256", SHAPE(1, 17, 33), HEADS(2, 1), DIMS(64, 256), INDEXER(5), TYPES(F16, F16)},
+    {"indexer_odd", SHAPE(2, 37, 53), HEADS(3, 1), DIMS(33, 31), INDEXER(7), WINDOW(9, 4)},
+    {"indexer_f16", SHAPE(1, 65, 97), HEADS(4, 1), DIMS(64, 64), INDEXER(4), TYPES(F16, F16), WEIGHTS(F16)},
+    {"indexer_bf16", SHAPE(1, 65, 97), HEADS(4, 1), DIMS(64, 64), INDEXER(4), TYPES(BF16, BF16), WEIGHTS(BF16),
+     CAUSAL},
+    {"indexer_bf16_grad_f32", SHAPE(1, 65, 97), HEADS(4, 1), DIMS(64, 64), INDEXER(4), TYPES(BF16, BF16),
+     .grad_f32 = 1},
+    {"indexer_bf16_and_f32", SHAPE(1, 33, 41), HEADS(4, 1), DIMS(16, 16), INDEXER(4), TYPES(BF16, F32), WEIGHTS(F16)},
+    {"indexer_causal", SHAPE(1, 97, 97), HEADS(2, 1), DIMS(32, 32), INDEXER(4), CAUSAL},
+    {"indexer_causal_tall", SHAPE(1, 97, 33), HEADS(2, 1), DIMS(16, 16), INDEXER(4), CAUSAL},
+    {"indexer_causal_window", SHAPE(1, 193, 193), HEADS(2, 1), DIMS(16, 16), INDEXER(4), CAUSAL, WINDOW(31, -1)},
+    {"indexer_key_lengths", SHAPE(4, 37, 97), HEADS(2, 1), DIMS(16, 16), INDEXER(4), KEYS(0, 1, 64, 97)},
+    {"indexer_offsets", SHAPE(1, 97, 41), HEADS(2, 1), DIMS(16, 16), INDEXER(4), CAUSAL, OFFSETS(0, 32)},
+    {"indexer_packed", PACKED(4, LENGTHS(0, 5, 5, 70, 103), LENGTHS(0, 9, 40, 40, 141)), TAILS(7, 5), HEADS(2, 1),
+     DIMS(16, 16), INDEXER(4), CAUSAL, .lse = LSE_WIDER},
+    {"indexer_packed_f16", PACKED(3, LENGTHS(0, 5, 70, 103), LENGTHS(0, 9, 40, 141)), TAILS(7, 5), HEADS(4, 2),
+     DIMS(16, 16), INDEXER(3), TYPES(F16, F16), WEIGHTS(F16)},
+    {"indexer_given_lse", SHAPE(1, 37, 67), HEADS(4, 2), DIMS(16, 16), INDEXER(4), .lse = LSE_GIVEN},
+    {"indexer_wider_lse", SHAPE(1, 37, 67), HEADS(4, 1), DIMS(16, 16), INDEXER(4), CAUSAL, .lse = LSE_WIDER},
+    {"indexer_reverse", SHAPE(1, 37, 67), HEADS(4, 1), DIMS(16, 16), INDEXER(4), REVERSE, CAUSAL},
+    {"indexer_reverse_bf16", SHAPE(1, 37, 67), HEADS(4, 1), DIMS(16, 16), INDEXER(4), REVERSE, TYPES(BF16, BF16)},
+    {"indexer_softcap_scales", SHAPE(1, 37, 67), HEADS(4, 1), DIMS(16, 16), INDEXER(4), SOFTCAPS(3, 0),
+     SCALES(0.4F, -0.2F)},
+    {"indexer_growth", SHAPE(1, 67, 259), HEADS(2, 1), DIMS(16, 16), INDEXER(4), .growth = 20},
+    {"indexer_only_dw", SHAPE(1, 37, 67), HEADS(2, 1), DIMS(16, 16), INDEXER(4), .without = SKL_DQ_S | SKL_DK_S},
+    {"indexer_only_dk", SHAPE(1, 37, 67), HEADS(2, 1), DIMS(16, 16), INDEXER(4), .without = SKL_DQ_S | SKL_DW_S},
+    {"indexer_only_dq", SHAPE(1, 37, 67), HEADS(2, 1), DIMS(16, 16), INDEXER(4), .without = SKL_DK_S | SKL_DW_S},
+    {"indexer_no_gradients", SHAPE(1, 37, 67), HEADS(2, 1), DIMS(16, 16), INDEXER(4), .without = INDEXER_GRADIENTS},
+    LAYOUTS("indexer", SHAPE(2, 37, 41), HEADS(4, 2), DIMS(16, 16), INDEXER(3)),
+    {"indexer_no_keys", SHAPE(2, 5, 0), HEADS(2, 1), DIMS(8, 8), INDEXER(2)},
+    {"indexer_no_queries", SHAPE(2, 0, 5), HEADS(2, 1), DIMS(8, 8), INDEXER(2)},
+
+    /* Indexers, over selected keys. */
+    {"sparse", SHAPE(2, 33, 141), HEADS(4, 1), DIMS(16, 16), INDEXER(4), TOP_K(16)},
+    {"sparse_causal", SHAPE(1, 130, 130), HEADS(4, 1), KEY_HEADS(1, 1), DIMS(32, 32), INDEXER(4), TOP_K(40), CAUSAL},
+    {"sparse_one", SHAPE(1, 37, 67), HEADS(2, 1), DIMS(16, 16), INDEXER(2), TOP_K(1)},
+    {"sparse_more_than_keys", SHAPE(1, 37, 23), HEADS(2, 1), DIMS(16, 16), INDEXER(2), TOP_K(61)},
+    {"sparse_long_lists", SHAPE(1, 9, 611), HEADS(2, 1), DIMS(16, 16), INDEXER(2), TOP_K(301)},
+    {"sparse_heads", SHAPE(1, 37, 67), HEADS(12, 4), KEY_HEADS(6, 2), DIMS(16, 24), INDEXER(3), TOP_K(20), CAUSAL},
+    {"sparse_window", SHAPE(1, 65, 97), HEADS(2, 1), DIMS(16, 16), INDEXER(4), TOP_K(30), WINDOW(20, 8)},
+    {"sparse_key_lengths", SHAPE(3, 37, 97), HEADS(2, 1), DIMS(16, 16), INDEXER(4), TOP_K(20), KEYS(0, 33, 97)},
+    {"sparse_offsets", SHAPE(1, 97, 41), HEADS(2, 1), DIMS(16, 16), INDEXER(4), TOP_K(12), CAUSAL, OFFSETS(0, 32)},
+    {"sparse_packed", PACKED(4, LENGTHS(0, 5, 5, 70, 103), LENGTHS(0, 9, 40, 40, 141)), TAILS(7, 5), HEADS(2, 1),
+     DIMS(16, 16), INDEXER(4), TOP_K(14), CAUSAL, .lse = LSE_WIDER},
+    {"sparse_mla", SHAPE(1, 17, 67), HEADS(6, 1), KEY_HEADS(1, 1), DIMS(576, 64), INDEXER(4), TYPES(BF16, BF16),
+     CAUSAL, WEIGHTS(BF16), TOP_K(24), .lse = LSE_WIDER},
+    {"sparse_f16", SHAPE(1, 37, 67), HEADS(4, 1), DIMS(32, 32), INDEXER(4), TOP_K(20), TYPES(F16, F16),
+     .grad_f32 = 1},
+    {"sparse_reverse", SHAPE(1, 37, 67), HEADS(4, 1), DIMS(16, 16), INDEXER(4), TOP_K(20), REVERSE},
+    {"sparse_linear", SHAPE(1, 37, 67), HEADS(1, 1), DIMS(16, 16), INDEXER(4), TOP_K(20), .index_linear = 1},
+    {"sparse_growth", SHAPE(1, 37, 459), HEADS(2, 1), DIMS(16, 16), INDEXER(4), TOP_K(130), .growth = -20},
+    LAYOUTS("sparse", SHAPE(2, 37, 41), HEADS(4, 2), DIMS(16, 16), INDEXER(3), TOP_K(9)),
 };
 
 const size_t test_case_count = COUNT_OF(test_cases);
@@ -252,7 +320,7 @@ skl_problem case_problem(const test_case *c)
     skl_problem p = skl_problem_default();
     p.dtype_t = c->dtype_t, p.dtype_s = c->dtype_s;
     p.grad_f32 = c->grad_f32;
-    p.gradients = ALL_GRADIENTS & ~c->without;
+    p.gradients = (uint32_t)(c->index_heads ? INDEXER_GRADIENTS : ALL_GRADIENTS) & ~c->without;
     p.direction = c->direction;
     p.batch = c->batch;
     p.len_q = c->len_q, p.len_k = c->len_k;
@@ -261,6 +329,10 @@ skl_problem case_problem(const test_case *c)
     p.dim_t = c->dim_t, p.dim_s = c->dim_s;
     p.scale_t = c->scale_t, p.scale_s = c->scale_s;
     p.softcap_t = c->softcap_t, p.softcap_s = c->softcap_s;
+    p.student = c->index_heads ? SKL_STUDENT_INDEXER : SKL_STUDENT_ATTENTION;
+    p.index_heads = c->index_heads, p.index_linear = c->index_linear;
+    p.dtype_w = c->dtype_w;
+    p.top_k = c->top_k;
     p.causal = c->causal;
     if (c->window)
         p.window_left = c->window[0], p.window_right = c->window[1];

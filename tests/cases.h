@@ -31,11 +31,18 @@ typedef struct test_case {
     test_lse lse;
     test_layout layout;
     int32_t unit_upstream; /* 1: no grad_kl */
-    double growth;         /* key logits grow this much from the first to the last key; below 0: shrink */
-    double apart;          /* the student is the teacher with every number moved by up to this much; 0: a stranger */
+    int64_t index_heads;   /* not 0: the student is an indexer */
+    skl_dtype dtype_w;
+    int32_t index_linear;
+    int64_t top_k;
+    double growth; /* key logits grow this much from the first to the last key; below 0: shrink */
+    double apart;  /* the student is the teacher with every number moved by up to this much; 0: a stranger */
 } test_case;
 
-enum { ALL_GRADIENTS = SKL_DQ_T | SKL_DK_T | SKL_DQ_S | SKL_DK_S };
+enum {
+    ALL_GRADIENTS = SKL_DQ_T | SKL_DK_T | SKL_DQ_S | SKL_DK_S,
+    INDEXER_GRADIENTS = SKL_DQ_S | SKL_DK_S | SKL_DW_S
+};
 
 extern const test_case test_cases[];
 extern const size_t test_case_count;

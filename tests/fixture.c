@@ -9,21 +9,28 @@
 #define QUERY_SIZE 3.0
 #define KEY_SIZE   1.7
 
+/* So that an indexer's logits are, too. */
+#define WEIGHT_SIZE 4.0
+
 static void mark_live(fixture *f)
 {
     f->live_q = calloc((size_t)(f->batch * f->length_q) + 1, 1);
     f->live_k = calloc((size_t)(f->batch * f->length_k) + 1, 1);
-    assert_true(f->live_q && f->live_k);
+    int64_t *const keys = calloc((size_t)(f->length_k + f->problem.top_k) + 1, sizeof *keys);
+    assert_true(f->live_q && f->live_k && keys);
     for (int64_t b = 0; b < f->problem.batch; b++) {
         const oracle_sequence sequence = oracle_sequence_at(&f->problem, &f->inputs, b);
         uint8_t *const live_q = f->live_q + sequence.batch * f->length_q + sequence.first_q;
         uint8_t *const live_k = f->live_k + sequence.batch * f->length_k + sequence.first_k;
-        for (int64_t i = 0; i < sequence.len_q; i++) {
-            const oracle_keys keys = oracle_visible_keys(&f->problem, &f->inputs, b, i);
-            live_q[i] = keys.begin < keys.end;
-            memset(live_k + keys.begin, 1, (size_t)(keys.end - keys.begin));
-        }
+        for (int64_t i = 0; i < sequence.len_q; i++)
+            for (int64_t h = 0; h < f->problem.heads_s; h++) {
+                const int64_t count = oracle_row_keys(&f->problem, &f->inputs, b, h, i, keys);
+                live_q[i] |= count > 0;
+                for (int64_t n = 0; n < count; n++)
+                    live_k[keys[n]] = 1;
+            }
     }
+    free(keys);
 }
 
 static int is_live(const test_tensor *tensor, const uint8_t *live, int64_t n)
@@ -81,11 +88,33 @@ static void give_lse(fixture *f, test_random *random)
     f->lse_t = create_output(f, SKL_F32, p->heads_t, f->length_q, 1); /* every row has its own */
     for (int64_t n = 0; n < tensor_count(&f->lse_t); n++) {
         const double extra = f->test_case->lse == LSE_WIDER ? random_uniform(random, 0, 2) : 0;
-        tensor_set(&f->lse_t, n, p->heads_t > p->heads_s ? own.lse_t[n] + extra : (double)NAN);
+        tensor_set(&f->lse_t, n, p->heads_t > p->heads_s || p->index_heads ? own.lse_t[n] + extra : (double)NAN);
     }
     oracle_free(&own);
     poison_dead(&f->lse_t, f->live_q);
     f->inputs.lse_t = tensor_input(&f->lse_t);
+}
+
+/* Lists of keys, visible or not, with gaps; some keys twice, and one row in eight without any. */
+static void draw_lists(fixture *f, test_random *random)
+{
+    const skl_problem *const p = &f->problem;
+    f->indices = tensor_create(SKL_F32, f->batch, p->heads_s, f->length_q, p->top_k, f->test_case->layout);
+    f->inputs.indices = tensor_input(&f->indices);
+    for (int64_t b = 0; b < p->batch; b++) {
+        const oracle_sequence sequence = oracle_sequence_at(p, &f->inputs, b);
+        for (int64_t h = 0; h < p->heads_s; h++)
+            for (int64_t i = 0; i < sequence.len_q; i++) {
+                const skl_input *const lists = &f->inputs.indices;
+                int32_t *const list = (int32_t *)f->indices.data + sequence.batch * lists->stride_batch +
+                                      h * lists->stride_head + (sequence.first_q + i) * lists->stride_row;
+                const int empty = random_between(random, 1, 8) == 1;
+                for (int64_t n = 0; n < p->top_k; n++) {
+                    const int none = empty || sequence.len_k == 0 || random_between(random, 1, 6) == 1;
+                    list[n] = none ? -1 : (int32_t)random_between(random, 0, sequence.len_k - 1);
+                }
+            }
+    }
 }
 
 /* A copy where the device under test can read it. */
@@ -111,7 +140,8 @@ void fixture_create(fixture *f, const test_case *c)
     test_random random = random_for(c->name);
     f->q_t = create_input(f, p->dtype_t, p->heads_t, f->length_q, p->dim_t, QUERY_SIZE, &random);
     f->k_t = create_input(f, p->dtype_t, key_heads_t, f->length_k, p->dim_t, KEY_SIZE, &random);
-    f->q_s = create_input(f, p->dtype_s, p->heads_s, f->length_q, p->dim_s, QUERY_SIZE, &random);
+    const int64_t query_heads_s = p->heads_s * (p->index_heads ? p->index_heads : 1);
+    f->q_s = create_input(f, p->dtype_s, query_heads_s, f->length_q, p->dim_s, QUERY_SIZE, &random);
     f->k_s = create_input(f, p->dtype_s, key_heads_s, f->length_k, p->dim_s, KEY_SIZE, &random);
     if (c->apart != 0) {
         move_near(&f->q_s, &f->q_t, c->apart, &random);
@@ -131,11 +161,18 @@ void fixture_create(fixture *f, const test_case *c)
     f->inputs.cu_seqlens_q = create_lengths(&f->lengths[1], c->cu_seqlens_q, p->batch + 1);
     f->inputs.cu_seqlens_k = create_lengths(&f->lengths[2], c->cu_seqlens_k, p->batch + 1);
 
+    if (p->index_heads) {
+        f->w_s = create_input(f, p->dtype_w, p->heads_s, f->length_q, p->index_heads, WEIGHT_SIZE, &random);
+        f->inputs.w_s = tensor_input(&f->w_s);
+    }
+    if (p->top_k)
+        draw_lists(f, &random);
+
     mark_live(f);
     if (!layout_shares(c->layout)) { /* else a dead element may be a live one too */
         poison_dead(&f->q_t, f->live_q), poison_dead(&f->k_t, f->live_k);
         poison_dead(&f->q_s, f->live_q), poison_dead(&f->k_s, f->live_k);
-        poison_dead(&f->grad_kl, f->live_q);
+        poison_dead(&f->grad_kl, f->live_q), poison_dead(&f->w_s, f->live_q);
     }
     if (c->lse != LSE_COMPUTED)
         give_lse(f, &random);
@@ -149,7 +186,7 @@ void fixture_solve(fixture *f)
 
 void fixture_destroy(fixture *f)
 {
-    test_tensor *const tensors[] = {&f->q_t, &f->k_t, &f->q_s, &f->k_s, &f->lse_t, &f->grad_kl};
+    test_tensor *const tensors[] = {&f->q_t, &f->k_t, &f->q_s, &f->k_s, &f->lse_t, &f->grad_kl, &f->w_s, &f->indices};
     for (size_t t = 0; t < COUNT_OF(tensors); t++)
         tensor_destroy(tensors[t]);
     for (size_t n = 0; n < COUNT_OF(f->lengths); n++)
@@ -172,28 +209,36 @@ fixture_results results_create(const fixture *f)
     results.kl = create_output(f, SKL_F32, p->heads_s, f->length_q, 1);
     results.lse_t = create_output(f, SKL_F32, p->heads_t, f->length_q, 1);
     results.lse_s = create_output(f, SKL_F32, p->heads_s, f->length_q, 1);
-    if (p->heads_t > p->heads_s)
+    if (p->index_heads) {
+        results.cross_entropy = create_output(f, SKL_F32, p->heads_s, f->length_q, 1);
+        results.entropy = create_output(f, SKL_F32, p->heads_s, f->length_q, 1);
+        results.mass = create_output(f, SKL_F32, p->heads_s, f->length_q, 1);
+    }
+    if (p->gradients & SKL_DW_S)
+        results.dw_s = create_output(f, p->grad_f32 ? SKL_F32 : p->dtype_w, p->heads_s, f->length_q, p->index_heads);
+    if (p->heads_t > p->heads_s && !p->index_heads)
         results.dot_t = create_output(f, SKL_F32, p->heads_t, f->length_q, 1);
     if (p->gradients & SKL_DQ_T)
         results.dq_t = create_output(f, dtype_t, p->heads_t, f->length_q, p->dim_t);
     if (p->gradients & SKL_DK_T)
         results.dk_t = create_output(f, dtype_t, f->k_t.heads, f->length_k, p->dim_t);
     if (p->gradients & SKL_DQ_S)
-        results.dq_s = create_output(f, dtype_s, p->heads_s, f->length_q, p->dim_s);
+        results.dq_s = create_output(f, dtype_s, f->q_s.heads, f->length_q, p->dim_s);
     if (p->gradients & SKL_DK_S)
         results.dk_s = create_output(f, dtype_s, f->k_s.heads, f->length_k, p->dim_s);
     return results;
 }
 
-enum { RESULT_COUNT = 8 };
+enum { RESULT_COUNT = 12 };
 
-static const char *const result_names[RESULT_COUNT] = {"kl",   "lse_t", "lse_s", "dot_t",
-                                                       "dq_t", "dk_t",  "dq_s",  "dk_s"};
+static const char *const result_names[RESULT_COUNT] = {"kl",   "lse_t", "lse_s", "dot_t", "cross_entropy", "entropy",
+                                                       "mass", "dq_t",  "dk_t",  "dq_s",  "dk_s",          "dw_s"};
 
 static test_tensor *result_at(fixture_results *r, int index)
 {
-    test_tensor *const tensors[RESULT_COUNT] = {&r->kl,   &r->lse_t, &r->lse_s, &r->dot_t,
-                                                &r->dq_t, &r->dk_t,  &r->dq_s,  &r->dk_s};
+    test_tensor *const tensors[RESULT_COUNT] = {&r->kl,      &r->lse_t, &r->lse_s, &r->dot_t, &r->cross_entropy,
+                                                &r->entropy, &r->mass,  &r->dq_t,  &r->dk_t,  &r->dq_s,
+                                                &r->dk_s,    &r->dw_s};
     return tensors[index];
 }
 
@@ -222,14 +267,24 @@ const char *results_difference(const fixture_results *a, const fixture_results *
 
 skl_rows results_rows(const fixture_results *r)
 {
-    return (skl_rows){sizeof(skl_rows), tensor_output(&r->kl), tensor_output(&r->lse_t), tensor_output(&r->lse_s),
-                      tensor_output(&r->dot_t)};
+    return (skl_rows){.struct_size = sizeof(skl_rows),
+                      .kl = tensor_output(&r->kl),
+                      .lse_t = tensor_output(&r->lse_t),
+                      .lse_s = tensor_output(&r->lse_s),
+                      .dot_t = tensor_output(&r->dot_t),
+                      .cross_entropy = tensor_output(&r->cross_entropy),
+                      .entropy = tensor_output(&r->entropy),
+                      .mass = tensor_output(&r->mass)};
 }
 
 skl_gradients results_gradients(const fixture_results *r)
 {
-    return (skl_gradients){sizeof(skl_gradients), tensor_output(&r->dq_t), tensor_output(&r->dk_t),
-                           tensor_output(&r->dq_s), tensor_output(&r->dk_s)};
+    return (skl_gradients){.struct_size = sizeof(skl_gradients),
+                           .dq_t = tensor_output(&r->dq_t),
+                           .dk_t = tensor_output(&r->dk_t),
+                           .dq_s = tensor_output(&r->dq_s),
+                           .dk_s = tensor_output(&r->dk_s),
+                           .dw_s = tensor_output(&r->dw_s)};
 }
 
 skl_inputs results_backward_inputs(const fixture *f, const fixture_results *r)
@@ -297,7 +352,8 @@ static double product_rounding(const char *kernel, skl_dtype dtype)
 
 int rows_mismatch(const fixture *f, const fixture_results *r, const char *label)
 {
-    return ROW_MISMATCH(kl) + ROW_MISMATCH(lse_t) + ROW_MISMATCH(lse_s) + ROW_MISMATCH(dot_t);
+    return ROW_MISMATCH(kl) + ROW_MISMATCH(lse_t) + ROW_MISMATCH(lse_s) + ROW_MISMATCH(dot_t) +
+           ROW_MISMATCH(cross_entropy) + ROW_MISMATCH(entropy) + ROW_MISMATCH(mass);
 }
 
 #define GRADIENT_MISMATCH(member, type, live)                                                                        \
@@ -310,5 +366,6 @@ int rows_mismatch(const fixture *f, const fixture_results *r, const char *label)
 int gradients_mismatch(const fixture *f, const fixture_results *r, const char *kernel, const char *label)
 {
     return GRADIENT_MISMATCH(dq_t, dtype_t, f->live_q) + GRADIENT_MISMATCH(dk_t, dtype_t, f->live_k) +
-           GRADIENT_MISMATCH(dq_s, dtype_s, f->live_q) + GRADIENT_MISMATCH(dk_s, dtype_s, f->live_k);
+           GRADIENT_MISMATCH(dq_s, dtype_s, f->live_q) + GRADIENT_MISMATCH(dk_s, dtype_s, f->live_k) +
+           GRADIENT_MISMATCH(dw_s, dtype_w, f->live_q);
 }

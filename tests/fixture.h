@@ -10,6 +10,8 @@ typedef struct fixture {
     skl_problem problem;
     int64_t batch, length_q, length_k; /* of the buffers: packed ones have batch 1 */
     test_tensor q_t, k_t, q_s, k_s, lse_t, grad_kl;
+    test_tensor w_s;        /* of an indexer */
+    test_tensor indices;    /* int32, in the place of floats */
     test_memory lengths[3]; /* key_lengths, cu_seqlens_q, cu_seqlens_k */
     skl_inputs inputs;      /* what a forward takes, and grad_kl */
     uint8_t *live_q;        /* [batch, length_q]: 1 if the row sees a key */
@@ -25,8 +27,9 @@ void fixture_destroy(fixture *f);
 
 /* Poisoned buffers for everything a call can return. */
 typedef struct fixture_results {
-    test_tensor kl, lse_t, lse_s, dot_t; /* dot_t only with r > 1 */
-    test_tensor dq_t, dk_t, dq_s, dk_s;  /* those the case asks for */
+    test_tensor kl, lse_t, lse_s, dot_t;      /* dot_t only with r > 1 */
+    test_tensor cross_entropy, entropy, mass; /* of an indexer */
+    test_tensor dq_t, dk_t, dq_s, dk_s, dw_s; /* those the case asks for */
 } fixture_results;
 
 fixture_results results_create(const fixture *f);

@@ -89,13 +89,22 @@ static skl_problem take_problem(byte_source *source)
     p.packed = (int32_t)take_number(source, 2);
     p.total_q = p.packed ? take_number(source, 120) : 0;
     p.total_k = p.packed ? take_number(source, 120) : 0;
+    p.student = (skl_student)take_number(source, 2);
+    if (p.student == SKL_STUDENT_INDEXER) {
+        p.index_heads = take_number(source, 6);
+        p.dtype_w = (skl_dtype)take_number(source, 3);
+        p.index_linear = (int32_t)take_number(source, 2);
+        p.top_k = take_number(source, 20);
+        p.gradients = (uint32_t)take_number(source, 8) * SKL_DQ_S; /* the student's */
+        p.softcap_s = 0;
+    }
     return p;
 }
 
 static int is_small(const skl_problem *p)
 {
     return p->batch <= 8 && p->len_q <= 200 && p->len_k <= 200 && p->heads_t <= 32 && p->total_q <= 400 &&
-           p->total_k <= 400;
+           p->total_k <= 400 && p->top_k <= 200;
 }
 
 /* ---- Memory that belongs to one call ------------------------------------------------------------------------ */
@@ -143,6 +152,19 @@ static const int32_t *take_lengths(arena *arena, byte_source *source, int64_t co
     return lengths;
 }
 
+/* Lists of keys, of which a few may be none of the sequence. */
+static skl_input take_lists(arena *arena, byte_source *source, const skl_problem *p, int64_t length)
+{
+    int32_t values[16];
+    for (int n = 0; n < 16; n++)
+        values[n] = (int32_t)plus(take_number(source, p->len_k + 1 < 250 ? p->len_k + 1 : 250), -1);
+    const int64_t count = (p->packed ? 1 : p->batch) * p->heads_s * length * p->top_k;
+    int32_t *const lists = allocate(arena, source, (size_t)count * sizeof *lists);
+    for (int64_t n = 0; n < count; n++)
+        lists[n] = values[n * 7 % 16];
+    return skl_input_contiguous(lists, p->heads_s, length, p->top_k);
+}
+
 /* ---- The calls --------------------------------------------------------------------------------------------- */
 
 /* A status other than OK is fine: lengths are checked when a call is made. A crash is not. */
@@ -153,12 +175,18 @@ static void run(const skl_plan *plan, skl_problem p, byte_source *source)
     const int64_t key_heads_t = p.key_heads_t ? p.key_heads_t : p.heads_t;
     const int64_t key_heads_s = p.key_heads_s ? p.key_heads_s : p.heads_s;
     const skl_dtype grad_t = p.grad_f32 ? SKL_F32 : p.dtype_t, grad_s = p.grad_f32 ? SKL_F32 : p.dtype_s;
-    const int grouped = p.heads_t > p.heads_s;
+    const int indexer = p.student == SKL_STUDENT_INDEXER;
+    const int grouped = p.heads_t > p.heads_s || indexer;
+    const int64_t query_heads_s = indexer ? p.heads_s * p.index_heads : p.heads_s;
     skl_inputs in = {.struct_size = sizeof in};
     in.q_t = as_input(make_tensor(&arena, source, &p, p.dtype_t, p.heads_t, length_q, p.dim_t));
     in.k_t = as_input(make_tensor(&arena, source, &p, p.dtype_t, key_heads_t, length_k, p.dim_t));
-    in.q_s = as_input(make_tensor(&arena, source, &p, p.dtype_s, p.heads_s, length_q, p.dim_s));
+    in.q_s = as_input(make_tensor(&arena, source, &p, p.dtype_s, query_heads_s, length_q, p.dim_s));
     in.k_s = as_input(make_tensor(&arena, source, &p, p.dtype_s, key_heads_s, length_k, p.dim_s));
+    if (indexer)
+        in.w_s = as_input(make_tensor(&arena, source, &p, p.dtype_w, p.heads_s, length_q, p.index_heads));
+    if (p.top_k > 0)
+        in.indices = take_lists(&arena, source, &p, length_q);
     if (p.packed) {
         in.cu_seqlens_q = take_lengths(&arena, source, p.batch + 1, p.len_q, 1);
         in.cu_seqlens_k = take_lengths(&arena, source, p.batch + 1, p.len_k, 1);
@@ -170,7 +198,12 @@ static void run(const skl_plan *plan, skl_problem p, byte_source *source)
     rows.kl = make_tensor(&arena, source, &p, SKL_F32, p.heads_s, length_q, 1);
     rows.lse_t = make_tensor(&arena, source, &p, SKL_F32, p.heads_t, length_q, 1);
     rows.lse_s = make_tensor(&arena, source, &p, SKL_F32, p.heads_s, length_q, 1);
-    if (grouped)
+    if (indexer) {
+        rows.cross_entropy = make_tensor(&arena, source, &p, SKL_F32, p.heads_s, length_q, 1);
+        rows.entropy = make_tensor(&arena, source, &p, SKL_F32, p.heads_s, length_q, 1);
+        rows.mass = make_tensor(&arena, source, &p, SKL_F32, p.heads_s, length_q, 1);
+    }
+    if (grouped && !indexer)
         rows.dot_t = make_tensor(&arena, source, &p, SKL_F32, p.heads_t, length_q, 1);
     skl_gradients gradients = {.struct_size = sizeof gradients};
     if (p.gradients & SKL_DQ_T)
@@ -178,9 +211,12 @@ static void run(const skl_plan *plan, skl_problem p, byte_source *source)
     if (p.gradients & SKL_DK_T)
         gradients.dk_t = make_tensor(&arena, source, &p, grad_t, key_heads_t, length_k, p.dim_t);
     if (p.gradients & SKL_DQ_S)
-        gradients.dq_s = make_tensor(&arena, source, &p, grad_s, p.heads_s, length_q, p.dim_s);
+        gradients.dq_s = make_tensor(&arena, source, &p, grad_s, query_heads_s, length_q, p.dim_s);
     if (p.gradients & SKL_DK_S)
         gradients.dk_s = make_tensor(&arena, source, &p, grad_s, key_heads_s, length_k, p.dim_s);
+    if (p.gradients & SKL_DW_S)
+        gradients.dw_s =
+            make_tensor(&arena, source, &p, p.grad_f32 ? SKL_F32 : p.dtype_w, p.heads_s, length_q, p.index_heads);
 
     size_t size = 0;
     for (skl_op op = SKL_OP_FORWARD; op <= SKL_OP_PARTIAL; op++)
@@ -197,7 +233,7 @@ static void run(const skl_plan *plan, skl_problem p, byte_source *source)
             &arena, source, (size_t)((p.packed ? 1 : p.batch) * p.heads_s * length_q) * sizeof(skl_row_state));
         if (skl_partial(plan, &in, take_number(source, 50), 1000, states, workspace, size, NULL) == SKL_OK) {
             in.lse_t.data = grouped ? in.lse_t.data : NULL;
-            rows.dot_t.data = NULL;
+            rows.dot_t.data = rows.cross_entropy.data = rows.entropy.data = rows.mass.data = NULL;
             rows.lse_t.data = grouped ? NULL : rows.lse_t.data; /* an output has an address of its own */
             if (skl_states_finish(plan, &in, states, &rows, NULL) != SKL_OK)
                 abort();

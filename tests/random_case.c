@@ -81,6 +81,18 @@ static void draw_masks(random_case *storage, test_random *random)
     }
 }
 
+/* Turns the case into one. */
+static void draw_indexer(test_case *c, test_random *random)
+{
+    c->index_heads = random_between(random, 1, 6);
+    c->index_linear = one_in(random, 4);
+    c->dtype_w = (skl_dtype)random_between(random, SKL_F32, SKL_BF16);
+    c->top_k = one_in(random, 2) ? random_between(random, 1, 50) : 0;
+    c->softcap_s = 0;
+    if (c->top_k && c->cu_seqlens_q && layout_shares(c->layout))
+        c->layout = LAYOUT_GAPS; /* sequences of different lengths cannot share a list */
+}
+
 void case_draw(random_case *storage, int64_t number)
 {
     *storage = (random_case){0};
@@ -111,4 +123,6 @@ void case_draw(random_case *storage, int64_t number)
     c->layout = one_in(&random, 2) ? LAYOUT_CONTIGUOUS : (test_layout)random_between(&random, 0, LAYOUT_COUNT - 1);
     c->unit_upstream = one_in(&random, 4);
     c->growth = one_in(&random, 4) ? random_uniform(&random, -30, 30) : 0;
+    if (one_in(&random, 4))
+        draw_indexer(c, &random);
 }

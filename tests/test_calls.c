@@ -18,6 +18,9 @@ static const test_case padded = {"padded", SHAPE(3, 5, 6), HEADS(2, 2), DIMS(4, 
 static const test_case packed = {"packed", PACKED(3, LENGTHS(0, 3, 3, 7), LENGTHS(0, 2, 7, 8)), HEADS(2, 2),
                                  DIMS(4, 4), TAILS(1, 2)};
 
+static const test_case indexer = {"indexer", SHAPE(2, 5, 6), HEADS(2, 2), DIMS(4, 4), INDEXER(3)};
+static const test_case sparse = {"sparse", SHAPE(2, 5, 6), HEADS(4, 2), DIMS(4, 4), INDEXER(3), TOP_K(2)};
+
 typedef enum call_kind { FORWARD, BACKWARD, BOTH, PARTIAL, MERGE, FINISH } call_kind;
 
 /* A call that succeeds, for the rules to spoil. */
@@ -223,6 +226,44 @@ static const call_rule length_rules[] = {
     {BACKWARD, &padded, "key_lengths[2]=7: must be 0..len_k=6", {SET(key_lengths[2], 7)}},
 };
 
+/* Indexers have tensors that others have not. */
+static const call_rule indexer_rules[] = {
+    {FORWARD, &indexer, NULL, {{0}}},
+    {BACKWARD, &sparse, NULL, {{0}}},
+    {BOTH, &indexer, NULL, {{0}}},
+    {PARTIAL, &sparse, NULL, {{0}}},
+    {FINISH, &indexer, NULL, {{0}}},
+    {FORWARD, &indexer, "w_s=NULL: must be given: the weights of an indexer", {NO(inputs.w_s.data)}},
+    {FORWARD, &sparse, "indices=NULL: must be given: top_k > 0", {NO(inputs.indices.data)}},
+    {FORWARD, &indexer, "indices given: must be NULL unless top_k > 0", {COPY(inputs.indices, inputs.w_s)}},
+    {FORWARD, &sparse, "must be aligned to its element size, 4 bytes", {ADD(inputs.indices.data, 2)}},
+    {FORWARD, &sparse, "indices.stride_row=-1: must be at least 0", {SET(inputs.indices.stride_row, -1)}},
+    {FORWARD, &indexer, "w_s strides (batch ", {SET(inputs.w_s.stride_batch, INT64_MAX)}},
+    {FORWARD,
+     &sparse,
+     "rows.dot_t given: must be NULL for an indexer: its teacher is fixed",
+     {COPY(rows.dot_t, inputs.lse_t)}},
+    {FORWARD, &indexer, "rows.mass=", {COPY(rows.mass, rows.entropy)}},
+    {BACKWARD, &indexer, "w_s=", {COPY(gradients.dw_s, inputs.w_s)}},
+    {BACKWARD, &indexer, "dq_t given: must be NULL", {COPY(gradients.dq_t, inputs.q_t)}},
+    {BACKWARD, &indexer, "dw_s.stride_row=2: elements of an output overlap", {SET(gradients.dw_s.stride_row, 2)}},
+    {BOTH, &indexer, "rows.mass given: must be NULL in skl_forward_backward", {COPY(rows.mass, inputs.lse_s)}},
+    {PARTIAL,
+     &indexer,
+     "lse_t=NULL: must be given: partial states of an indexer need the LSE of all keys",
+     {NO(inputs.lse_t.data)}},
+    {FINISH, &indexer, "lse_t=NULL: must be given: rows.lse_t of an indexer needs it", {NO(inputs.lse_t.data)}},
+    {FINISH, &indexer, "rows.entropy given: must be NULL in skl_states_finish", {COPY(rows.entropy, inputs.kl)}},
+    {FINISH, &indexer, "rows.mass given: must be NULL in skl_states_finish", {COPY(rows.mass, inputs.kl)}},
+    {FINISH, &indexer, "rows.cross_entropy given: must be NULL in", {COPY(rows.cross_entropy, inputs.kl)}},
+    {FORWARD, &plain, "w_s given: must be NULL unless student=SKL_STUDENT_INDEXER", {COPY(inputs.w_s, inputs.q_s)}},
+    {FORWARD, &plain, "indices given: must be NULL unless top_k > 0", {COPY(inputs.indices, inputs.q_s)}},
+    {FORWARD, &plain, "rows.cross_entropy given: must be NULL unless", {COPY(rows.cross_entropy, inputs.kl)}},
+    {FORWARD, &plain, "rows.entropy given: must be NULL unless", {COPY(rows.entropy, inputs.kl)}},
+    {FORWARD, &plain, "rows.mass given: must be NULL unless", {COPY(rows.mass, inputs.kl)}},
+    {BACKWARD, &plain, "dw_s given: must be NULL: the plan's", {COPY(gradients.dw_s, inputs.q_s)}},
+};
+
 static const call_rule workspace_rules[] = {
     {FORWARD, &plain, "workspace=NULL: must point to ", {NO(workspace)}},
     {FORWARD, &plain, "must be at least ", {ADD(workspace_size, -1)}},
@@ -265,6 +306,8 @@ static void assert_untouched(const test_tensor *tensor)
 static void assert_nothing_written(const fixture_results *r, const test_memory *workspace)
 {
     assert_untouched(&r->kl), assert_untouched(&r->lse_t), assert_untouched(&r->lse_s), assert_untouched(&r->dot_t);
+    assert_untouched(&r->cross_entropy), assert_untouched(&r->entropy), assert_untouched(&r->mass);
+    assert_untouched(&r->dw_s);
     assert_untouched(&r->dq_t), assert_untouched(&r->dk_t), assert_untouched(&r->dq_s), assert_untouched(&r->dk_s);
     for (size_t n = 0; n < workspace->mapping_size; n++)
         assert_int_equal(workspace->mapping[n], POISON);
@@ -280,9 +323,9 @@ static void call_init(call *c, call_kind kind, const fixture *f, const fixture_r
     c->gradients = results_gradients(results);
     c->inputs_address = &c->inputs, c->rows_address = &c->rows, c->gradients_address = &c->gradients;
     if (kind == BOTH)
-        c->rows.lse_t.data = c->rows.lse_s.data = NULL;
+        c->rows.lse_t.data = c->rows.lse_s.data = c->rows.mass.data = NULL;
     if (kind == FINISH)
-        c->rows.dot_t.data = NULL;
+        c->rows.dot_t.data = c->rows.cross_entropy.data = c->rows.entropy.data = c->rows.mass.data = NULL;
     if (f->problem.packed) {
         memcpy(c->cu_seqlens_q, f->inputs.cu_seqlens_q, sizeof c->cu_seqlens_q);
         memcpy(c->cu_seqlens_k, f->inputs.cu_seqlens_k, sizeof c->cu_seqlens_k);
@@ -347,6 +390,15 @@ static void test_rules_of_lengths(void **state)
         skip();
     for (size_t n = 0; n < COUNT_OF(length_rules); n++)
         check_rule(&length_rules[n], SKL_ERROR_ARGUMENT);
+}
+
+static void test_rules_of_indexers(void **state)
+{
+    (void)state;
+    if (test_device() != SKL_CPU)
+        skip();
+    for (size_t n = 0; n < COUNT_OF(indexer_rules); n++)
+        check_rule(&indexer_rules[n], SKL_ERROR_ARGUMENT);
 }
 
 static void test_rules_of_workspaces(void **state)
@@ -418,6 +470,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_rules_of_arguments),
         cmocka_unit_test(test_rules_of_lengths),
+        cmocka_unit_test(test_rules_of_indexers),
         cmocka_unit_test(test_rules_of_workspaces),
         cmocka_unit_test(test_views_of_one_buffer_may_interleave),
         cmocka_unit_test(test_empty_problems_need_no_tensors),

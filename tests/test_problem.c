@@ -10,6 +10,7 @@
 
 #define SET(member, to)       SET_IN(skl_problem, member, to)
 #define SET_FLOAT(member, to) SET_FLOAT_IN(skl_problem, member, to)
+#define INDEXER               SET(student, SKL_STUDENT_INDEXER), SET(index_heads, 4)
 #define LENGTH_MAX            ((int64_t)1 << 40)
 
 /* Takes part in nothing special, so that one edit is enough to spoil it. */
@@ -36,7 +37,7 @@ static const problem_rule problem_rules[] = {
     {"dtype_t=3: must be 0..2", {SET(dtype_t, 3)}},
     {"dtype_s=9: must be 0..2", {SET(dtype_s, 9)}},
     {"grad_f32=2: must be 0..1", {SET(grad_f32, 2)}},
-    {"gradients=16: must be 0..15", {SET(gradients, 16)}},
+    {"gradients=32: must be 0..31", {SET(gradients, 32)}},
     {NULL, {SET(gradients, 15)}},
     {NULL, {SET(gradients, 0)}},
     {"direction=2: must be 0..1", {SET(direction, 2)}},
@@ -99,6 +100,28 @@ static const problem_rule problem_rules[] = {
     {"len_q=8: must be at most total_q=7", {SET(packed, 1), SET(total_q, 7), SET(total_k, 8)}},
     {"len_k=8: must be at most total_k=7", {SET(packed, 1), SET(total_q, 8), SET(total_k, 7)}},
     {NULL, {SET(packed, 1), SET(total_q, 8), SET(total_k, 8)}},
+
+    {"student=2: must be 0..1", {SET(student, 2)}},
+    {"index_heads=0: must be 1..256 for an indexer", {INDEXER, SET(index_heads, 0)}},
+    {"index_heads=257: must be 1..256 for an indexer", {INDEXER, SET(index_heads, 257)}},
+    {NULL, {INDEXER, SET(index_heads, 256)}},
+    {NULL, {INDEXER, SET(gradients, SKL_DQ_S | SKL_DK_S | SKL_DW_S)}},
+    {"gradients=5: an indexer's teacher is fixed; must be SKL_DQ_S | SKL_DK_S | SKL_DW_S or fewer",
+     {INDEXER, SET(gradients, SKL_DQ_T | SKL_DQ_S)}},
+    {"gradients=2: an indexer's teacher is fixed", {INDEXER, SET(gradients, SKL_DK_T)}},
+    {"softcap_s=3: must be 0 for an indexer", {INDEXER, SET_FLOAT(softcap_s, 3)}},
+    {"dim_t=577: must be 1..576", {INDEXER, SET(dim_t, 577)}},
+    {NULL, {INDEXER, SET(dim_t, 576)}},
+    {"dim_s=513: must be 1..512", {INDEXER, SET(dim_s, 513)}},
+    {"dtype_w=3: must be 0..2", {INDEXER, SET(dtype_w, 3)}},
+    {"index_linear=2: must be 0..1", {INDEXER, SET(index_linear, 2)}},
+    {"top_k=-1: must be 0..2147483647", {INDEXER, SET(top_k, -1)}},
+    {NULL, {INDEXER, SET(top_k, 100)}},
+    {"index_heads=4: must be 0 unless student=SKL_STUDENT_INDEXER", {SET(index_heads, 4)}},
+    {"dtype_w=2: must be 0 unless student=SKL_STUDENT_INDEXER", {SET(dtype_w, SKL_BF16)}},
+    {"index_linear=1: must be 0 unless", {SET(index_linear, 1)}},
+    {"top_k=7: must be 0 unless", {SET(top_k, 7)}},
+    {"gradients & SKL_DW_S=16: must be 0 unless", {SET(gradients, SKL_DW_S)}},
 
     {"batch=2147483647 x heads_t=2147483644 x len_q=1099511627776: too many rows",
      {SET(batch, 2147483647), SET(heads_t, 2147483644), SET(len_q, LENGTH_MAX)}},
@@ -171,6 +194,22 @@ static void test_rules_of_options(void **state)
     options = skl_options_default();
     options.device = (skl_device)7;
     assert_refused(create(&options), SKL_ERROR_UNSUPPORTED, "device=7: ");
+}
+
+/* No GPU is needed to say so. */
+static void test_indexers_are_for_the_cpu(void **state)
+{
+    (void)state;
+    skl_problem problem = good_problem();
+    problem.student = SKL_STUDENT_INDEXER;
+    problem.index_heads = 4;
+    skl_options options = skl_options_default();
+    options.device = SKL_CUDA;
+    skl_plan *plan = NULL;
+    assert_refused(skl_plan_create(&plan, &problem, &options), SKL_ERROR_UNSUPPORTED,
+                   strstr(skl_build_info(), "cuda")
+                       ? "student=SKL_STUDENT_INDEXER: no CUDA kernel does it; use the CPU"
+                       : "device=1: this build has no backend");
 }
 
 /* A kernel of this build that this machine cannot run is refused, not tried: by name, or because there is no GPU. */
@@ -281,6 +320,7 @@ int main(void)
         cmocka_unit_test(test_rules_of_problems),
         cmocka_unit_test(test_rules_of_pointers),
         cmocka_unit_test(test_rules_of_options),
+        cmocka_unit_test(test_indexers_are_for_the_cpu),
         cmocka_unit_test(test_unusable_kernels_are_refused),
         cmocka_unit_test(test_environment_steers_the_plan),
         cmocka_unit_test(test_workspace_does_not_grow_with_the_lengths),

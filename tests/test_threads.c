@@ -25,6 +25,9 @@ static const test_case cases[] = {
     {"grouped", LARGE, HEADS(6, 3), KEY_HEADS(2, 1), CAUSAL},
     {"packed", PACKED(4, LENGTHS(0, 1, 250, 250, 700), LENGTHS(0, 200, 430, 440, 650)), TAILS(7, 3), HEADS(2, 2),
      DIMS(16, 16), CAUSAL},
+    {"indexer", SHAPE(1, 410, 221), HEADS(2, 2), KEY_HEADS(1, 1), DIMS(16, 16), INDEXER(2), CAUSAL},
+    {"indexer bf16", SHAPE(1, 210, 421), HEADS(2, 1), DIMS(16, 16), INDEXER(2), TYPES(BF16, BF16)},
+    {"sparse indexer", SHAPE(1, 210, 221), HEADS(2, 2), KEY_HEADS(2, 1), DIMS(16, 16), INDEXER(2), TOP_K(30)},
 };
 
 /* What all calls give: forward and backward, and the call that does both at once. */
@@ -50,7 +53,7 @@ static void run_all(const skl_plan *plan, const fixture *f, const all_results *r
     inputs.lse_t = tensor_input(&results->two_calls.lse_t);
     inputs.lse_s = tensor_input(&results->two_calls.lse_s);
     skl_rows rows = results_rows(&results->one_call);
-    rows.lse_t.data = rows.lse_s.data = NULL;
+    rows.lse_t.data = rows.lse_s.data = rows.mass.data = NULL;
     const skl_gradients gradients = results_gradients(&results->one_call);
     run_forward_backward(plan, &inputs, &rows, &gradients);
 }

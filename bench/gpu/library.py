@@ -31,6 +31,11 @@ Problem = struct(
     (I64, "offset_q offset_k"),
     (I32, "packed"),
     (I64, "total_q total_k"),
+    (ENUM, "student"),
+    (I64, "index_heads"),
+    (ENUM, "dtype_w"),
+    (I32, "index_linear"),
+    (I64, "top_k"),
 )
 Tensor = struct("Tensor", (POINTER, "data"), (I64, "stride_batch stride_head stride_row"))  # skl_input and skl_output
 Inputs = struct(
@@ -38,9 +43,10 @@ Inputs = struct(
     (SIZE, "struct_size"),
     (Tensor, "q_t k_t q_s k_s lse_t lse_s kl dot_t grad_kl"),
     (POINTER, "cu_seqlens_q cu_seqlens_k key_lengths"),
+    (Tensor, "w_s indices"),
 )
-Rows = struct("Rows", (SIZE, "struct_size"), (Tensor, "kl lse_t lse_s dot_t"))
-Gradients = struct("Gradients", (SIZE, "struct_size"), (Tensor, "dq_t dk_t dq_s dk_s"))
+Rows = struct("Rows", (SIZE, "struct_size"), (Tensor, "kl lse_t lse_s dot_t cross_entropy entropy mass"))
+Gradients = struct("Gradients", (SIZE, "struct_size"), (Tensor, "dq_t dk_t dq_s dk_s dw_s"))
 Options = struct(
     "Options",
     (SIZE, "struct_size"),

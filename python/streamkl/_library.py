@@ -52,6 +52,11 @@ class Problem(ctypes.Structure):
         ("packed", ctypes.c_int32),
         ("total_q", ctypes.c_int64),
         ("total_k", ctypes.c_int64),
+        ("student", ctypes.c_int),  # from here on: indexers, which this package does not have yet
+        ("index_heads", ctypes.c_int64),
+        ("dtype_w", ctypes.c_int),
+        ("index_linear", ctypes.c_int32),
+        ("top_k", ctypes.c_int64),
     ]
 
 
@@ -84,8 +89,9 @@ class _KernelInfo(ctypes.Structure):
 
 _TENSOR = "Pqqq"  # skl_input, skl_output: address, stride_batch, stride_head, stride_row
 ABSENT = (0, 0, 0, 0)
-_INPUTS = struct.Struct("@N" + 9 * _TENSOR + "3P")
-_ROWS = _GRADIENTS = struct.Struct("@N" + 4 * _TENSOR)
+_INPUTS = struct.Struct("@N" + 9 * _TENSOR + "3P" + 2 * _TENSOR)
+_ROWS = struct.Struct("@N" + 7 * _TENSOR)
+_GRADIENTS = struct.Struct("@N" + 5 * _TENSOR)
 
 
 def pack_inputs(
@@ -106,17 +112,19 @@ def pack_inputs(
         cu_seqlens_q,
         cu_seqlens_k,
         key_lengths,
+        *ABSENT,
+        *ABSENT,
     )
 
 
 def pack_rows(kl, lse_t, lse_s, dot_t) -> bytes:
     """skl_rows."""
-    return _ROWS.pack(_ROWS.size, *kl, *lse_t, *lse_s, *dot_t)
+    return _ROWS.pack(_ROWS.size, *kl, *lse_t, *lse_s, *dot_t, *ABSENT, *ABSENT, *ABSENT)
 
 
 def pack_gradients(dq_t, dk_t, dq_s, dk_s) -> bytes:
     """skl_gradients."""
-    return _GRADIENTS.pack(_GRADIENTS.size, *dq_t, *dk_t, *dq_s, *dk_s)
+    return _GRADIENTS.pack(_GRADIENTS.size, *dq_t, *dk_t, *dq_s, *dk_s, *ABSENT)
 
 
 # ---- Loading -------------------------------------------------------------------------------------------------------

@@ -70,6 +70,19 @@ SKL_SHARED float skl_state_kl(const skl_row_state *state)
     return (state->w / state->l_1 + log2f(state->l_2 / state->l_1)) * SKL_LN2;
 }
 
+/* Entropy of the first argument in nats, from a state whose second logits were all 0: w is then sum 2^u u. */
+SKL_SHARED float skl_state_entropy(const skl_row_state *state)
+{
+    return state->l_1 == 0.0F ? 0.0F : (log2f(state->l_1) - state->w / state->l_1) * SKL_LN2;
+}
+
+/* What the visible keys hold of the attention that given LSEs cover, from the LSE of the mean of heads. LSEs that
+ * were computed cover what is visible, no more. */
+SKL_SHARED float skl_mass(float lse_of_mean, int lse_given)
+{
+    return lse_given || lse_of_mean == -INFINITY ? expf(lse_of_mean) : 1.0F;
+}
+
 /* What makes the dot of a teacher head in a group of its P_hj and phi_j = dKL / dP_j:
  *
  *     dot_h = mean + share * sum_j P_hj (phi_j - mean)

@@ -18,7 +18,8 @@ static skl_status check_ranges(const skl_problem *p)
         {"dtype_t", p->dtype_t, SKL_F32, SKL_BF16},
         {"dtype_s", p->dtype_s, SKL_F32, SKL_BF16},
         {"grad_f32", p->grad_f32, 0, 1},
-        {"gradients", p->gradients, 0, SKL_DQ_T | SKL_DK_T | SKL_DQ_S | SKL_DK_S},
+        {"gradients", p->gradients, 0, SKL_DQ_T | SKL_DK_T | SKL_DQ_S | SKL_DK_S | SKL_DW_S},
+        {"student", p->student, SKL_STUDENT_ATTENTION, SKL_STUDENT_INDEXER},
         {"direction", p->direction, SKL_KL_FORWARD, SKL_KL_REVERSE},
         {"batch", p->batch, 0, INT32_MAX},
         {"len_q", p->len_q, 0, SKL_LENGTH_MAX},
@@ -27,7 +28,7 @@ static skl_status check_ranges(const skl_problem *p)
         {"heads_s", p->heads_s, 1, INT32_MAX},
         {"key_heads_t", p->key_heads_t, 0, INT32_MAX},
         {"key_heads_s", p->key_heads_s, 0, INT32_MAX},
-        {"dim_t", p->dim_t, 1, SKL_DIM_MAX},
+        {"dim_t", p->dim_t, 1, skl_is_indexer(p) ? SKL_INDEXED_DIM_MAX : SKL_DIM_MAX},
         {"dim_s", p->dim_s, 1, SKL_DIM_MAX},
         {"causal", p->causal, 0, 1},
         {"window_left", p->window_left, -1, SKL_LENGTH_MAX},
@@ -38,6 +39,9 @@ static skl_status check_ranges(const skl_problem *p)
         {"packed", p->packed, 0, 1},
         {"total_q", p->total_q, 0, INT32_MAX},
         {"total_k", p->total_k, 0, INT32_MAX},
+        {"dtype_w", p->dtype_w, SKL_F32, SKL_BF16},
+        {"index_linear", p->index_linear, 0, 1},
+        {"top_k", p->top_k, 0, INT32_MAX},
     };
     for (size_t i = 0; i < sizeof rules / sizeof rules[0]; i++) {
         const int_rule *const rule = &rules[i];
@@ -88,6 +92,33 @@ static skl_status check_layout(const skl_problem *p)
     return SKL_OK;
 }
 
+static skl_status check_student(const skl_problem *p)
+{
+    if (!skl_is_indexer(p)) {
+        const int_rule rules[] = {{"index_heads", p->index_heads, 0, 0},
+                                  {"dtype_w", p->dtype_w, 0, 0},
+                                  {"index_linear", p->index_linear, 0, 0},
+                                  {"top_k", p->top_k, 0, 0},
+                                  {"gradients & SKL_DW_S", p->gradients & SKL_DW_S, 0, 0}};
+        for (size_t i = 0; i < sizeof rules / sizeof rules[0]; i++)
+            if (rules[i].value != 0)
+                return skl_fail(SKL_ERROR_ARGUMENT, "%s=%" PRId64 ": must be 0 unless student=SKL_STUDENT_INDEXER",
+                                rules[i].name, rules[i].value);
+        return SKL_OK;
+    }
+    if (p->index_heads < 1 || p->index_heads > SKL_INDEX_HEADS_MAX)
+        return skl_fail(SKL_ERROR_ARGUMENT, "index_heads=%" PRId64 ": must be 1..%d for an indexer", p->index_heads,
+                        SKL_INDEX_HEADS_MAX);
+    if (p->gradients & (SKL_DQ_T | SKL_DK_T))
+        return skl_fail(SKL_ERROR_ARGUMENT,
+                        "gradients=%" PRIu32 ": an indexer's teacher is fixed; must be SKL_DQ_S | SKL_DK_S | "
+                        "SKL_DW_S or fewer",
+                        p->gradients);
+    if (p->softcap_s != 0.0F)
+        return skl_fail(SKL_ERROR_ARGUMENT, "softcap_s=%g: must be 0 for an indexer", (double)p->softcap_s);
+    return SKL_OK;
+}
+
 static void fill_defaults(skl_problem *p)
 {
     if (p->key_heads_t == 0)
@@ -97,7 +128,7 @@ static void fill_defaults(skl_problem *p)
     if (p->scale_t == 0.0F)
         p->scale_t = 1.0F / sqrtf((float)p->dim_t);
     if (p->scale_s == 0.0F)
-        p->scale_s = 1.0F / sqrtf((float)p->dim_s);
+        p->scale_s = 1.0F / sqrtf((float)(skl_is_indexer(p) ? p->dim_s * p->index_heads : p->dim_s));
     if (p->window_left < 0)
         p->window_left = WINDOW_UNLIMITED;
     if (p->window_right < 0)
@@ -127,6 +158,7 @@ skl_status skl_problem_check(skl_problem *problem, const skl_problem *given)
     TRY(check_float("softcap_t", p.softcap_t, 0.0F, "finite and at least 0; 0 stands for none"));
     TRY(check_float("softcap_s", p.softcap_s, 0.0F, "finite and at least 0; 0 stands for none"));
     TRY(check_layout(&p));
+    TRY(check_student(&p));
     fill_defaults(&p);
     TRY(check_multiple("heads_t", p.heads_t, "heads_s", p.heads_s));
     TRY(check_multiple("heads_t", p.heads_t, "key_heads_t", p.key_heads_t));

@@ -5,7 +5,11 @@
 #include "base/host_device.h"
 #include "streamkl.h"
 
-enum { SKL_DIM_MAX = 512 };
+enum {
+    SKL_DIM_MAX = 512,
+    SKL_INDEXED_DIM_MAX = 576, /* of an indexer's teacher: the compressed keys of multi-head latent attention */
+    SKL_INDEX_HEADS_MAX = 256
+};
 
 /* Lengths, windows and offsets stay below this, so that sums of a few of them cannot overflow. */
 #define SKL_LENGTH_MAX ((int64_t)1 << 40)
@@ -18,6 +22,24 @@ skl_status skl_problem_check(skl_problem *problem, const skl_problem *given);
 SKL_SHARED int64_t skl_group(const skl_problem *problem)
 {
     return problem->heads_t / problem->heads_s;
+}
+
+SKL_SHARED int skl_is_indexer(const skl_problem *problem)
+{
+    return problem->student == SKL_STUDENT_INDEXER;
+}
+
+/* The teacher is a mean of heads, whose LSEs come before everything else. An indexer's teacher always is, if only of
+ * one head. */
+SKL_SHARED int skl_is_grouped(const skl_problem *problem)
+{
+    return problem->heads_t != problem->heads_s || skl_is_indexer(problem);
+}
+
+/* Heads of q_s. */
+SKL_SHARED int64_t skl_query_heads_s(const skl_problem *problem)
+{
+    return problem->heads_s * (skl_is_indexer(problem) ? problem->index_heads : 1);
 }
 
 SKL_SHARED size_t skl_dtype_size(skl_dtype dtype)

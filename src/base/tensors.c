@@ -160,11 +160,12 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call)
     const skl_gradients *const grads = &call->gradients;
     const bool forward = call->op == SKL_OP_FORWARD || call->op == SKL_OP_PARTIAL;
     const bool backward = call->op == SKL_OP_BACKWARD;
-    const bool grouped = p->heads_t != p->heads_s;
+    const bool indexer = skl_is_indexer(p);
+    const bool grouped = skl_is_grouped(p);
     const bool teacher_grads = grads->dq_t.data != NULL || grads->dk_t.data != NULL;
-    const bool student_grads = grads->dq_s.data != NULL || grads->dk_s.data != NULL;
+    const bool student_grads = grads->dq_s.data != NULL || grads->dk_s.data != NULL || grads->dw_s.data != NULL;
     const bool first_grads = p->direction == SKL_KL_FORWARD ? teacher_grads && !grouped : student_grads;
-    const bool dots = teacher_grads && grouped;
+    const bool dots = teacher_grads && grouped && !indexer;
 
     const char *const for_backward = ": a backward needs the LSEs of the forward";
     const char *const for_first = ": gradients of the first argument of the KL need it";
@@ -173,15 +174,21 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call)
     const char *const known = " in skl_forward_backward: the LSEs are inputs";
     const need lse_need = forward ? OPTIONAL : REQUIRED;
     const need lse_t_need = call->op == SKL_OP_PARTIAL && grouped ? REQUIRED : lse_need;
-    const char *const lse_t_why = call->op == SKL_OP_PARTIAL
-                                      ? ": partial states with heads_t > heads_s need the LSE of all keys"
-                                      : for_backward;
+    const char *const for_partial = indexer ? ": partial states of an indexer need the LSE of all keys"
+                                            : ": partial states with heads_t > heads_s need the LSE of all keys";
+    const char *const lse_t_why = call->op == SKL_OP_PARTIAL ? for_partial : for_backward;
     const need lse_out_need = call->op == SKL_OP_FORWARD_BACKWARD ? REFUSED : OPTIONAL;
     const bool fused = call->op == SKL_OP_FORWARD_BACKWARD;
-    const need dot_out_need = !grouped ? REFUSED : fused && dots ? REQUIRED : OPTIONAL;
-    const need grad_need[4] = {
+    const need dot_out_need = !grouped || indexer ? REFUSED : fused && dots ? REQUIRED : OPTIONAL;
+    const char *const dot_out_why = indexer   ? " for an indexer: its teacher is fixed"
+                                    : grouped ? for_dots
+                                              : grouped_only;
+    const char *const indexer_only = " unless student=SKL_STUDENT_INDEXER";
+    const need indexer_out_need = indexer ? OPTIONAL : REFUSED;
+    const need grad_need[5] = {
         p->gradients & SKL_DQ_T ? OPTIONAL : REFUSED, p->gradients & SKL_DK_T ? OPTIONAL : REFUSED,
-        p->gradients & SKL_DQ_S ? OPTIONAL : REFUSED, p->gradients & SKL_DK_S ? OPTIONAL : REFUSED};
+        p->gradients & SKL_DQ_S ? OPTIONAL : REFUSED, p->gradients & SKL_DK_S ? OPTIONAL : REFUSED,
+        p->gradients & SKL_DW_S ? OPTIONAL : REFUSED};
     const char *const unplanned = ": the plan's problem.gradients does not name it";
 
     const int64_t rows_q = p->packed ? p->total_q : p->len_q;
@@ -189,10 +196,12 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call)
     const skl_output states = skl_output_contiguous(call->states, p->heads_s, rows_q, STATE_FLOATS);
     const skl_dtype grad_t = skl_grad_dtype(p, p->dtype_t);
     const skl_dtype grad_s = skl_grad_dtype(p, p->dtype_s);
+    const skl_dtype grad_w = skl_grad_dtype(p, p->dtype_w);
+    const int64_t query_heads_s = skl_query_heads_s(p);
     const tensor_rule tensors[] = {
         TENSOR(in->q_t, "q_t", p->heads_t, rows_q, p->dim_t, p->dtype_t, INPUT, REQUIRED, ""),
         TENSOR(in->k_t, "k_t", p->key_heads_t, rows_k, p->dim_t, p->dtype_t, INPUT, REQUIRED, ""),
-        TENSOR(in->q_s, "q_s", p->heads_s, rows_q, p->dim_s, p->dtype_s, INPUT, REQUIRED, ""),
+        TENSOR(in->q_s, "q_s", query_heads_s, rows_q, p->dim_s, p->dtype_s, INPUT, REQUIRED, ""),
         TENSOR(in->k_s, "k_s", p->key_heads_s, rows_k, p->dim_s, p->dtype_s, INPUT, REQUIRED, ""),
         TENSOR(in->lse_t, "lse_t", p->heads_t, rows_q, 1, SKL_F32, INPUT, lse_t_need, lse_t_why),
         TENSOR(in->lse_s, "lse_s", p->heads_s, rows_q, 1, SKL_F32, INPUT, lse_need, for_backward),
@@ -201,17 +210,26 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call)
         TENSOR(in->dot_t, "dot_t", p->heads_t, rows_q, 1, SKL_F32, INPUT, backward && dots ? REQUIRED : OPTIONAL,
                for_dots),
         TENSOR(in->grad_kl, "grad_kl", p->heads_s, rows_q, 1, SKL_F32, INPUT, OPTIONAL, ""),
+        TENSOR(in->w_s, "w_s", p->heads_s, rows_q, p->index_heads, p->dtype_w, INPUT, indexer ? REQUIRED : REFUSED,
+               indexer ? ": the weights of an indexer" : indexer_only),
+        TENSOR(in->indices, "indices", p->heads_s, rows_q, p->top_k, SKL_F32, INPUT, /* int32: as large as f32 */
+               p->top_k > 0 ? REQUIRED : REFUSED, p->top_k > 0 ? ": top_k > 0" : " unless top_k > 0"),
         TENSOR(rows->kl, "rows.kl", p->heads_s, rows_q, 1, SKL_F32, OUTPUT,
                fused && first_grads ? REQUIRED : OPTIONAL, for_first),
         TENSOR(rows->lse_t, "rows.lse_t", p->heads_t, rows_q, 1, SKL_F32, OUTPUT, lse_out_need, known),
         TENSOR(rows->lse_s, "rows.lse_s", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, lse_out_need, known),
-        TENSOR(rows->dot_t, "rows.dot_t", p->heads_t, rows_q, 1, SKL_F32, OUTPUT, dot_out_need,
-               grouped ? for_dots : grouped_only),
+        TENSOR(rows->dot_t, "rows.dot_t", p->heads_t, rows_q, 1, SKL_F32, OUTPUT, dot_out_need, dot_out_why),
+        TENSOR(rows->cross_entropy, "rows.cross_entropy", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, indexer_out_need,
+               indexer_only),
+        TENSOR(rows->entropy, "rows.entropy", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, indexer_out_need, indexer_only),
+        TENSOR(rows->mass, "rows.mass", p->heads_s, rows_q, 1, SKL_F32, OUTPUT,
+               indexer && fused ? REFUSED : indexer_out_need, indexer ? known : indexer_only),
         TENSOR(states, "states", p->heads_s, rows_q, STATE_FLOATS, SKL_F32, OUTPUT, OPTIONAL, ""),
         TENSOR(grads->dq_t, "dq_t", p->heads_t, rows_q, p->dim_t, grad_t, OUTPUT, grad_need[0], unplanned),
         TENSOR(grads->dk_t, "dk_t", p->key_heads_t, rows_k, p->dim_t, grad_t, OUTPUT, grad_need[1], unplanned),
-        TENSOR(grads->dq_s, "dq_s", p->heads_s, rows_q, p->dim_s, grad_s, OUTPUT, grad_need[2], unplanned),
+        TENSOR(grads->dq_s, "dq_s", query_heads_s, rows_q, p->dim_s, grad_s, OUTPUT, grad_need[2], unplanned),
         TENSOR(grads->dk_s, "dk_s", p->key_heads_s, rows_k, p->dim_s, grad_s, OUTPUT, grad_need[3], unplanned),
+        TENSOR(grads->dw_s, "dw_s", p->heads_s, rows_q, p->index_heads, grad_w, OUTPUT, grad_need[4], unplanned),
     };
     const size_t count = sizeof tensors / sizeof tensors[0];
     for (size_t i = 0; i < count; i++) {
@@ -324,18 +342,23 @@ skl_status skl_finish_check(const skl_problem *p, const skl_call *call)
     if (status != SKL_OK)
         return status;
     const skl_rows *const rows = &call->rows;
-    const bool grouped = p->heads_t != p->heads_s;
+    const bool grouped = skl_is_grouped(p);
+    const char *const in_finish = " in skl_states_finish";
     const int64_t rows_q = p->packed ? p->total_q : p->len_q;
     const need lse_need = grouped && rows->lse_t.data != NULL ? REQUIRED : OPTIONAL;
     const skl_output states = skl_output_contiguous(call->states, p->heads_s, rows_q, STATE_FLOATS);
     const tensor_rule tensors[] = {
         TENSOR(states, "states", p->heads_s, rows_q, STATE_FLOATS, SKL_F32, INPUT, OPTIONAL, ""),
         TENSOR(call->inputs.lse_t, "lse_t", p->heads_t, rows_q, 1, SKL_F32, INPUT, lse_need,
-               ": rows.lse_t with heads_t > heads_s needs it"),
+               skl_is_indexer(p) ? ": rows.lse_t of an indexer needs it"
+                                 : ": rows.lse_t with heads_t > heads_s needs it"),
         TENSOR(rows->kl, "rows.kl", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, OPTIONAL, ""),
         TENSOR(rows->lse_t, "rows.lse_t", p->heads_t, rows_q, 1, SKL_F32, OUTPUT, OPTIONAL, ""),
         TENSOR(rows->lse_s, "rows.lse_s", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, OPTIONAL, ""),
-        TENSOR(rows->dot_t, "rows.dot_t", p->heads_t, rows_q, 1, SKL_F32, OUTPUT, REFUSED, " in skl_states_finish"),
+        TENSOR(rows->dot_t, "rows.dot_t", p->heads_t, rows_q, 1, SKL_F32, OUTPUT, REFUSED, in_finish),
+        TENSOR(rows->cross_entropy, "rows.cross_entropy", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, REFUSED, in_finish),
+        TENSOR(rows->entropy, "rows.entropy", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, REFUSED, in_finish),
+        TENSOR(rows->mass, "rows.mass", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, REFUSED, in_finish),
     };
     const size_t count = sizeof tensors / sizeof tensors[0];
     for (size_t i = 0; i < count && status == SKL_OK; i++)

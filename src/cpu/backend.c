@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "base/kl_math.h"
+#include "base/selection.h"
 #include "base/status.h"
 #include "base/tensors.h"
 #include "cpu/features.h"
@@ -80,6 +81,8 @@ static skl_status plan_cpu(skl_plan *plan, const skl_options *options, const cha
         status = choose_threads(&plan->threads, options->threads);
     if (status != SKL_OK)
         return status;
+    if (skl_is_indexer(&plan->problem))
+        kernel = plan->problem.top_k > 0 ? kernel->sparse_indexer : kernel->indexer;
     plan->kernel = kernel;
     plan->kernel_name = kernel->name;
     const size_t a_worker = kernel->scratch_size(&plan->problem);
@@ -127,45 +130,53 @@ static void clear_query_tail(const skl_problem *p, const skl_call *call)
                 continue;
             skl_row_set(&call->rows.kl, &tail, h, i, 0.0F);
             skl_row_set(&call->rows.lse_s, &tail, h, i, -INFINITY);
+            skl_row_set(&call->rows.cross_entropy, &tail, h, i, 0.0F);
+            skl_row_set(&call->rows.entropy, &tail, h, i, 0.0F);
+            skl_row_set(&call->rows.mass, &tail, h, i, 0.0F);
             if (call->states != NULL)
                 call->states[skl_state_index(p, &tail, h, i)] = skl_state_empty();
         }
     const skl_gradients *const grads = &call->gradients;
     clear_gradient(&grads->dq_t, skl_grad_dtype(p, p->dtype_t), 1, p->heads_t, used, p->total_q, p->dim_t);
-    clear_gradient(&grads->dq_s, skl_grad_dtype(p, p->dtype_s), 1, p->heads_s, used, p->total_q, p->dim_s);
+    clear_gradient(&grads->dq_s, skl_grad_dtype(p, p->dtype_s), 1, skl_query_heads_s(p), used, p->total_q, p->dim_s);
+    clear_gradient(&grads->dw_s, skl_grad_dtype(p, p->dtype_w), 1, p->heads_s, used, p->total_q, p->index_heads);
 }
 
 /* ---- Run ---------------------------------------------------------------------------------------------------- */
 
 /* f32 key gradients are summed in the caller's buffer while the queries are swept: 4 matrix products a tile.
- * 16-bit ones would round at every tile, so the keys are swept again with f32 sums: 6 products. */
+ * 16-bit ones would round at every tile, so the keys are swept again with f32 sums: 6 products. Keys on lists come in
+ * no order that tiles of queries could take turns in: they are swept again, too. */
 static bool can_fuse(const skl_problem *p, const skl_gradients *grads, int64_t tile_queries)
 {
     const bool wanted = grads->dk_t.data != NULL || grads->dk_s.data != NULL;
     const bool f32_t = grads->dk_t.data == NULL || skl_grad_dtype(p, p->dtype_t) == SKL_F32;
     const bool f32_s = grads->dk_s.data == NULL || skl_grad_dtype(p, p->dtype_s) == SKL_F32;
     const int64_t items = p->batch * p->heads_s * skl_ceil_div(p->len_q, tile_queries);
-    return wanted && f32_t && f32_s && items < SKL_ITEMS_MAX;
+    return wanted && f32_t && f32_s && p->top_k == 0 && items < SKL_ITEMS_MAX;
 }
 
 static skl_status run(const skl_plan *plan, const skl_call *call)
 {
     const skl_problem *const p = &plan->problem;
-    const skl_status status = skl_lengths_check(p, &call->inputs);
+    skl_status status = skl_lengths_check(p, &call->inputs);
+    if (status == SKL_OK)
+        status = skl_indices_check(p, &call->inputs);
     if (status != SKL_OK)
         return status;
     const skl_cpu_kernel *const kernel = plan->kernel;
     const skl_gradients *const grads = &call->gradients;
     const bool gradients = call->op == SKL_OP_BACKWARD || call->op == SKL_OP_FORWARD_BACKWARD;
     const bool fused = gradients && kernel->fuses && can_fuse(p, grads, kernel->tiles(p).queries);
-    const bool queries = fused || grads->dq_t.data != NULL || grads->dq_s.data != NULL;
+    const bool queries = fused || grads->dq_t.data != NULL || grads->dq_s.data != NULL || grads->dw_s.data != NULL;
     const bool teacher = grads->dq_t.data != NULL || grads->dk_t.data != NULL;
-    const bool student = grads->dq_s.data != NULL || grads->dk_s.data != NULL;
+    const bool student = grads->dq_s.data != NULL || grads->dk_s.data != NULL || grads->dw_s.data != NULL;
     const bool grouped = p->heads_t != p->heads_s;
     const bool first = p->direction == SKL_KL_FORWARD ? teacher : student;
     /* One sweep gives KL and second-argument gradients together; whatever the gradients read of the KL comes first.
      */
-    const bool rows_wanted = call->rows.kl.data != NULL || call->rows.dot_t.data != NULL;
+    const bool rows_wanted = call->rows.kl.data != NULL || call->rows.dot_t.data != NULL ||
+                             call->rows.cross_entropy.data != NULL || call->rows.entropy.data != NULL;
     const bool rows_apart =
         !kernel->fuses || first || (teacher && grouped) || !queries || call->rows.dot_t.data != NULL;
     const bool rows_first = !gradients || (call->op == SKL_OP_FORWARD_BACKWARD && rows_wanted && rows_apart);
@@ -232,7 +243,7 @@ static void finish_row(const skl_problem *p, const skl_call *call, const skl_seq
     skl_row_set(&call->rows.lse_s, s, head, i, reverse ? lse_1 : lse_2);
     const int64_t group = skl_group(p);
     for (int64_t h = head * group; call->rows.lse_t.data != NULL && h < (head + 1) * group; h++) {
-        const float outside = group > 1 ? skl_row_value(&call->inputs.lse_t, s, h, i) : 0.0F;
+        const float outside = skl_is_grouped(p) ? skl_row_value(&call->inputs.lse_t, s, h, i) : 0.0F;
         const float own = reverse ? lse_2 : lse_1;
         skl_row_set(&call->rows.lse_t, s, h, i, own == -INFINITY ? own : outside + own);
     }

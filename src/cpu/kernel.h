@@ -28,7 +28,9 @@ typedef struct skl_task {
     bool teacher_side; /* backward_keys: dk_t, not dk_s */
 } skl_task;
 
-typedef struct skl_cpu_kernel {
+typedef struct skl_cpu_kernel skl_cpu_kernel;
+
+struct skl_cpu_kernel {
     const char *name;
     const char *detail;
     bool fuses; /* backward_queries can add to dk, and give the KL of SKL_OP_FORWARD_BACKWARD, in its one sweep */
@@ -38,7 +40,9 @@ typedef struct skl_cpu_kernel {
     void (*forward)(const skl_task *task);              /* rows or states of a query tile */
     void (*backward_queries)(const skl_task *task);     /* dq of a query tile; fused: its share of dk; one pass: KL */
     void (*backward_keys)(const skl_task *task);        /* dk of a key tile; `head` is a key head */
-} skl_cpu_kernel;
+    const skl_cpu_kernel *indexer;                      /* what takes its place when the student is an indexer */
+    const skl_cpu_kernel *sparse_indexer;               /* and when its keys are listed */
+};
 
 extern const skl_cpu_kernel skl_cpu_reference;
 extern const skl_cpu_kernel skl_cpu_portable;

@@ -165,6 +165,8 @@ static size_t larger(size_t a, size_t b)
 
 static skl_status plan_cuda(skl_plan *plan, const skl_options *options, const char *forced)
 {
+    if (skl_is_indexer(&plan->problem))
+        return skl_fail(SKL_ERROR_UNSUPPORTED, "student=SKL_STUDENT_INDEXER: no CUDA kernel does it; use the CPU");
     char reason[256];
     const int capability = capability_of(options->device_index, reason, sizeof reason);
     if (capability == 0)

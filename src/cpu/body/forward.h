@@ -128,7 +128,8 @@ static void finish_rows(const tile *t)
         set_lse(t->lse_s, t->low_s, i, skl_lse2_of(own_s));
         for (int64_t h = 0; h < t->group; h++) {
             float natural = own_t;
-            if (t->group > 1 && own_t != -INFINITY) { /* their own sum renormalises LSEs that cover more keys */
+            if (skl_is_grouped(t->task->problem) &&
+                own_t != -INFINITY) { /* their own sum renormalises LSEs that cover more keys */
                 const int64_t at = h * t->height + i;
                 const double lse2 = (double)t->lse_t[at] + (double)t->low_t[at] + (double)own_t * SKL_LOG2E_DOUBLE;
                 set_lse(t->lse_t, t->low_t, at, skl_lse2_split(lse2));

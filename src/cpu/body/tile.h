@@ -12,7 +12,7 @@
 enum {
     PANEL = SKL_LANES * MICRO_VECS,
     TILE_K = 96,           /* keys of a tile: whole micro-kernels of any instruction set */
-    TILE_Q = 192,          /* queries of a tile; half as many when the teacher's heads would fill the cache */
+    TILE_Q = 192,          /* queries of a tile; half as many when a side's heads would fill the cache */
     KEY_BLOCK = 4 * TILE_K /* keys that backward_keys keeps while it walks over the queries */
 };
 
@@ -60,8 +60,8 @@ typedef struct tile {
 
 static int64_t tile_height(const skl_problem *p)
 {
-    const int64_t teacher_floats = skl_group(p) * p->dim_t * TILE_Q;
-    return teacher_floats > (int64_t)1 << 17 ? TILE_Q / 2 : TILE_Q;
+    const int64_t floats = skl_max(skl_group(p) * p->dim_t, p->index_heads * p->dim_s) * TILE_Q;
+    return floats > (int64_t)1 << 17 ? TILE_Q / 2 : TILE_Q;
 }
 
 /* Cuts a buffer off the scratch memory, in whole cache lines. */
@@ -98,7 +98,7 @@ static float *lay_out(tile *t, const skl_problem *p, float *scratch)
     t->k_s = cut(&scratch, KEY_BLOCK * width_s);
     t->x = cut(&scratch, height * TILE_K);
     t->y = cut(&scratch, height * TILE_K);
-    t->sum = cut(&scratch, group > 1 ? height * TILE_K : 0);
+    t->sum = cut(&scratch, skl_is_grouped(p) ? height * TILE_K : 0);
     t->g_t = cut(&scratch, height * TILE_K);
     t->g_s = cut(&scratch, height * TILE_K);
     t->dq_t = cut(&scratch, p->gradients & SKL_DQ_T ? group * height * width_t : 0);
@@ -151,12 +151,17 @@ static void tile_begin(tile *t, const skl_task *task, int64_t head, int64_t firs
     }
 }
 
-static void tile_load_queries(const tile *t)
+static void load_teacher_queries(const tile *t)
 {
     const int64_t transposed = t->height * t->teacher.dim;
     const int64_t rows = t->task->problem->gradients & SKL_DK_T ? t->height * padded(t->teacher.dim) : 0;
     for (int64_t h = 0; h < t->group; h++)
         load_queries(t, &t->teacher, t->head * t->group + h, t->q_t + h * rows, t->qT_t + h * transposed);
+}
+
+static void tile_load_queries(const tile *t)
+{
+    load_teacher_queries(t);
     load_queries(t, &t->student, t->head, t->q_s, t->qT_s);
 }
 

@@ -1,0 +1,398 @@
+/* The student as an indexer, dense: y_j = scale sum_g w_g relu(a_gj) with a_gj = <q_g, k_j>.
+ *
+ * Masks, teacher and row states are those of any tile. Index heads are swept one after the other: their dots are one
+ * matrix product a panel, and once dy is known,
+ *
+ *     G_g[j][i] = dy[j][i] w_g[i] [a_g[j][i] > 0]        dq_g += G_g^T k        dk += G_g q_g
+ *
+ * are the products of a backward. */
+#ifndef SKL_CPU_BODY_INDEXER_H
+#define SKL_CPU_BODY_INDEXER_H
+
+#include "cpu/body/backward.h"
+
+typedef struct index_tile {
+    tile base;
+    int64_t heads; /* index heads, G */
+    bool relu;
+    float *qT;     /* transposed queries: [G][panel][dim][PANEL] */
+    float *q;      /* queries as rows: [G][height][padded] */
+    float *w, *dw; /* [G][height] */
+    float *dq;     /* [G][height][padded] */
+    float *dots;   /* of one index head and panel: [TILE_K][PANEL] */
+    float *zeros;  /* shaped like dots */
+    float *spread; /* row states of the first argument beside zeros, for its entropy: [5][height] */
+} index_tile;
+
+/* ---- Buffers ------------------------------------------------------------------------------------------------ */
+
+static float *index_lay_out(index_tile *x, const skl_problem *p, float *scratch)
+{
+    float *next = lay_out(&x->base, p, scratch);
+    const int64_t height = x->base.height;
+    const int64_t width = padded(p->dim_s);
+    x->heads = p->index_heads;
+    x->relu = !p->index_linear;
+    x->qT = cut(&next, x->heads * height * p->dim_s);
+    x->q = cut(&next, x->heads * height * width);
+    x->w = cut(&next, x->heads * height);
+    x->dw = cut(&next, x->heads * height);
+    x->dq = cut(&next, p->gradients & SKL_DQ_S ? x->heads * height * width : 0);
+    x->dots = cut(&next, TILE_K * PANEL);
+    x->zeros = cut(&next, TILE_K * PANEL);
+    x->spread = cut(&next, 5 * height);
+    return next;
+}
+
+static size_t index_scratch_size(const skl_problem *p)
+{
+    index_tile x;
+    float *const base = (float *)(uintptr_t)64; /* any aligned address: nothing is touched */
+    return (size_t)((const char *)index_lay_out(&x, p, base) - (const char *)base);
+}
+
+static void index_begin(index_tile *x, const skl_task *task, int64_t head, int64_t first)
+{
+    tile_begin(&x->base, task, head, first);
+    (void)index_lay_out(x, task->problem, task->scratch);
+    memset(x->zeros, 0, TILE_K * PANEL * sizeof *x->zeros);
+    memset(x->dw, 0, (size_t)(x->heads * x->base.height) * sizeof *x->dw);
+}
+
+/* Queries and weights; rows behind the last one have weight 0. */
+static void index_load_student(const index_tile *x)
+{
+    const tile *const t = &x->base;
+    const skl_input *const w = &t->task->call->inputs.w_s;
+    const int64_t row = SKL_ROW(*w, t->sequence.batch, t->head, t->sequence.query_begin + t->first);
+    for (int64_t g = 0; g < x->heads; g++) {
+        load_queries(t, &t->student, t->head * x->heads + g, x->q + g * t->height * padded(t->student.dim),
+                     x->qT + g * t->height * t->student.dim);
+        for (int64_t i = 0; i < t->height; i++)
+            x->w[g * t->height + i] =
+                i < t->count ? skl_load(w->data, t->task->problem->dtype_w, row + i * w->stride_row + g) : 0.0F;
+    }
+}
+
+static void index_load_keys(const index_tile *x, const key_tile *keys)
+{
+    const tile *const t = &x->base;
+    load_keys(t, &t->student, skl_key_head(&t->student, t->head), keys->first, keys->count, t->k_s);
+}
+
+/* ---- Logits ------------------------------------------------------------------------------------------------- */
+
+/* x->dots = <k, q_g> of a panel */
+static void index_dots(const index_tile *x, int64_t g, int64_t panel, const key_tile *keys)
+{
+    const tile *const t = &x->base;
+    panel_logits(x->dots, &t->student, loaded_keys(&t->student, t->k_s),
+                 panel_queries(x->qT + g * t->height * t->student.dim, &t->student, panel), panel_columns(t, panel),
+                 keys->count);
+}
+
+/* Lanes whose dot passes the ReLU; NaN does, to be seen. */
+SKL_INLINE ivec dots_pass(const index_tile *x, vec dots)
+{
+    return x->relu ? ~(ivec)(dots <= 0.0F) : ivec_of(-1);
+}
+
+/* t->y = sum_g w_g relu(a_g) of a panel */
+static void index_logits(const index_tile *x, int64_t panel, const key_tile *keys)
+{
+    const tile *const t = &x->base;
+    for (int64_t g = 0; g < x->heads; g++) {
+        index_dots(x, g, panel, keys);
+        for (int64_t column = 0; column < panel_columns(t, panel); column += SKL_LANES) {
+            const vec w = vec_load(x->w + g * t->height + panel * PANEL + column);
+            for (int64_t key = 0; key < keys->count; key++) {
+                const int64_t at = key * PANEL + column;
+                const vec dots = vec_load(x->dots + at);
+                const vec passed = (vec)((ivec)dots & dots_pass(x, dots));
+                vec_store(t->y + at, g == 0 ? w * passed : vec_fma(w, passed, vec_load(t->y + at)));
+            }
+        }
+    }
+}
+
+/* ---- Forward ------------------------------------------------------------------------------------------------ */
+
+static bool entropy_wanted(const skl_call *call)
+{
+    return call->rows.entropy.data != NULL || call->rows.cross_entropy.data != NULL;
+}
+
+/* A tile whose row states are those of the first argument alone. */
+static tile spread_tile(const index_tile *x)
+{
+    tile spread = x->base;
+    spread.row_state = x->spread;
+    return spread;
+}
+
+static void spread_panel(const index_tile *x, int64_t panel, logits first, const key_tile *keys, sight seen)
+{
+    if (!entropy_wanted(x->base.task->call))
+        return;
+    const tile spread = spread_tile(x);
+    const logits zero = {x->zeros, 0.0F};
+    reduce_panel(&spread, panel, first, zero, keys, seen);
+}
+
+static void reset_states(const index_tile *x)
+{
+    const tile spread = spread_tile(x);
+    state_reset(&x->base);
+    state_reset(&spread);
+}
+
+/* Row states over all keys; without the teacher, those of the student beside itself. */
+static void index_sweep_states(const index_tile *x, bool with_teacher)
+{
+    const tile *const t = &x->base;
+    const float scale_s = logit_scale(&t->student);
+    reset_states(x);
+    FOR_KEY_TILES(t, keys)
+    {
+        index_load_keys(x, &keys);
+        if (with_teacher)
+            group_logits(t, &keys);
+        for (int64_t panel = 0; panel < panel_count(t); panel++) {
+            const sight seen = panel_sight(t, panel, &keys);
+            if (seen == SEES_NONE)
+                continue;
+            index_logits(x, panel, &keys);
+            const logits student = {t->y, scale_s};
+            const logits mean = {t->x + panel * TILE_K * PANEL, 1.0F};
+            const logits teacher = with_teacher ? mean : student;
+            const logits first = t->reverse ? student : teacher;
+            reduce_panel(t, panel, first, t->reverse ? teacher : student, &keys, seen);
+            spread_panel(x, panel, first, &keys, seen);
+        }
+    }
+}
+
+/* Entropy, cross-entropy and mass of every row. */
+static void finish_parts(const index_tile *x)
+{
+    const tile *const t = &x->base;
+    const tile spread = spread_tile(x);
+    const skl_rows *const rows = &t->task->call->rows;
+    const bool lse_given = t->task->call->inputs.lse_t.data != NULL;
+    for (int64_t i = 0; i < t->count; i++) {
+        const skl_row_state state = state_of(t, i);
+        const skl_row_state spread_state = state_of(&spread, i);
+        const float entropy = skl_state_entropy(&spread_state);
+        const float lse_t = t->reverse ? skl_lse(state.m_2, state.l_2) : skl_lse(state.m_1, state.l_1);
+        skl_row_set(&rows->entropy, &t->sequence, t->head, t->first + i, entropy);
+        skl_row_set(&rows->cross_entropy, &t->sequence, t->head, t->first + i, entropy + skl_state_kl(&state));
+        skl_row_set(&rows->mass, &t->sequence, t->head, t->first + i, skl_mass(lse_t, lse_given));
+    }
+}
+
+/* Nothing but the student's LSE: the teacher is not looked at. */
+static bool only_lse_s(const skl_call *call)
+{
+    const skl_rows *const rows = &call->rows;
+    return call->op == SKL_OP_FORWARD && rows->kl.data == NULL && rows->lse_t.data == NULL && !entropy_wanted(call) &&
+           rows->mass.data == NULL;
+}
+
+static void index_forward(const skl_task *task)
+{
+    index_tile x;
+    index_begin(&x, task, task->head, task->tile * task->tiles.queries);
+    const tile *const t = &x.base;
+    const skl_call *const call = task->call;
+    if (t->count == 0)
+        return;
+    index_load_student(&x);
+    const bool with_teacher = !only_lse_s(call);
+    if (with_teacher) {
+        load_teacher_queries(t);
+        group_lse(t);
+    }
+    index_sweep_states(&x, with_teacher);
+    for (int64_t i = 0; !with_teacher && i < t->count; i++) {
+        const skl_row_state state = state_of(t, i);
+        skl_row_set(&call->rows.lse_s, &t->sequence, t->head, t->first + i, skl_lse(state.m_1, state.l_1));
+    }
+    if (!with_teacher)
+        return;
+    if (call->op == SKL_OP_PARTIAL) {
+        for (int64_t i = 0; i < t->count; i++)
+            call->states[skl_state_index(task->problem, &t->sequence, t->head, t->first + i)] = state_of(t, i);
+        return;
+    }
+    finish_parts(&x);
+    finish_rows(t);
+}
+
+/* ---- Backward ----------------------------------------------------------------------------------------------- */
+
+/* t->g_s = scale dy of all queries for one key tile, and with `kl` its share of the row states. */
+static void index_gradients(const index_tile *x, const key_tile *keys, bool kl)
+{
+    const tile *const t = &x->base;
+    group_logits(t, keys);
+    for (int64_t panel = 0; panel < panel_count(t); panel++) {
+        const sight seen = panel_sight(t, panel, keys);
+        if (seen == SEES_NONE) {
+            clear_panel(t->g_s, t, panel, keys);
+            continue;
+        }
+        index_logits(x, panel, keys);
+        const argument teacher = {{t->x + panel * TILE_K * PANEL, 1.0F}, t->zero, t->zero, 0.0F, 0.0F, NULL};
+        const argument student = {
+            {t->y, logit_scale(&t->student)}, t->lse_s, t->low_s, t->student.scale, 0.0F, t->g_s};
+        const argument *const first = t->reverse ? &student : &teacher;
+        gradient_panel(t, panel, first, t->reverse ? &teacher : &student, keys, seen, kl);
+        if (kl)
+            spread_panel(x, panel, first->x, keys, seen);
+    }
+}
+
+/* t->g_t = G_g for one key tile, and dw_g += sum_j dy_j relu(a_gj). */
+static void index_head_gradient(const index_tile *x, int64_t g, const key_tile *keys)
+{
+    const tile *const t = &x->base;
+    for (int64_t panel = 0; panel < panel_count(t); panel++) {
+        if (panel_sight(t, panel, keys) == SEES_NONE) {
+            clear_panel(t->g_t, t, panel, keys);
+            continue;
+        }
+        index_dots(x, g, panel, keys);
+        for (int64_t column = 0; column < panel_columns(t, panel); column += SKL_LANES) {
+            const int64_t row = panel * PANEL + column;
+            const lane_range lanes = lanes_visible(t, row, keys);
+            const vec w = vec_load(x->w + g * t->height + row);
+            float *const total = x->dw + g * t->height + row;
+            vec sum = {0};
+            for (int32_t key = 0; key < keys->count; key++) {
+                const int64_t at = key * t->height + row;
+                const vec dots = vec_load(x->dots + key * PANEL + column);
+                const vec dy = vec_load(t->g_s + at);
+                const ivec pass = dots_pass(x, dots) & lane_mask(&lanes, key);
+                sum += (vec)((ivec)(dy * dots) & pass);
+                vec_store(t->g_t + at, (vec)((ivec)(dy * w) & pass));
+            }
+            vec_store(total, vec_load(total) + sum);
+        }
+    }
+}
+
+/* All index heads of one key tile, whose dy is in t->g_s: dw, dq, and dk if it is not NULL. */
+static void index_products(const index_tile *x, const key_tile *keys, bool dq, float *dk)
+{
+    const tile *const t = &x->base;
+    const int64_t dim = t->student.dim;
+    for (int64_t g = 0; g < x->heads; g++) {
+        index_head_gradient(x, g, keys);
+        if (dq)
+            add_to_dq(t, keys, x->dq + g * t->height * padded(dim), t->g_t, t->k_s, dim);
+        if (dk != NULL)
+            add_to_dk(t, keys, dk, t->g_t, x->q + g * t->height * padded(dim), dim);
+    }
+}
+
+static void index_query_step(const index_tile *x, const key_tile *keys, bool kl)
+{
+    const tile *const t = &x->base;
+    const skl_call *const call = t->task->call;
+    const bool fused_dk = t->task->fused && call->gradients.dk_s.data != NULL;
+    index_load_keys(x, keys);
+    index_gradients(x, keys, kl);
+    if (fused_dk)
+        clear_rows(t->dk_s, TILE_K, t->student.dim);
+    index_products(x, keys, call->gradients.dq_s.data != NULL, fused_dk ? t->dk_s : NULL);
+    if (!fused_dk)
+        return;
+    enter_turn(t, keys);
+    add_to_caller(t, &t->student, t->head, keys, t->dk_s);
+    skl_turn_pass(&t->task->turns, t->task->item, keys->index + 1);
+}
+
+static void store_index_gradients(const index_tile *x)
+{
+    const tile *const t = &x->base;
+    const skl_problem *const p = t->task->problem;
+    const skl_output *const dw = &t->task->call->gradients.dw_s;
+    const int64_t row = SKL_ROW(*dw, t->sequence.batch, t->head, t->sequence.query_begin + t->first);
+    for (int64_t g = 0; g < x->heads; g++) {
+        if (t->student.dq->data != NULL)
+            store_dq(t, &t->student, t->head * x->heads + g, x->dq + g * t->height * padded(t->student.dim));
+        for (int64_t i = 0; dw->data != NULL && i < t->count; i++)
+            skl_store(dw->data, skl_grad_dtype(p, p->dtype_w), row + i * dw->stride_row + g,
+                      x->dw[g * t->height + i]);
+    }
+}
+
+static void index_backward_queries(const skl_task *task)
+{
+    index_tile x;
+    index_begin(&x, task, task->head, task->tile * task->tiles.queries);
+    const tile *const t = &x.base;
+    const skl_call *const call = task->call;
+    const bool one_pass = call->op == SKL_OP_FORWARD_BACKWARD && !task->rows_known;
+    const bool kl = one_pass && (call->rows.kl.data != NULL || entropy_wanted(call));
+    if (t->count == 0)
+        return;
+    load_teacher_queries(t);
+    index_load_student(&x);
+    load_known_rows(t);
+    reset_states(&x);
+    if (call->gradients.dq_s.data != NULL)
+        clear_rows(x.dq, x.heads * t->height, t->student.dim);
+    FOR_KEY_TILES(t, keys)
+    index_query_step(&x, &keys, kl);
+    store_index_gradients(&x);
+    for (int64_t i = 0; kl && i < t->count; i++) {
+        const skl_row_state state = state_of(t, i);
+        skl_row_set(&call->rows.kl, &t->sequence, t->head, t->first + i, skl_kl_report(skl_state_kl(&state)));
+    }
+    if (kl)
+        finish_parts(&x);
+}
+
+/* Adds what one query tile gives to the dk of a block of keys. */
+static void index_block_step(const index_tile *x, int64_t block_first, int64_t block_end)
+{
+    const int64_t end = skl_min(block_end, tile_keys(&x->base).end);
+    for (int64_t first = block_first; first < end; first += TILE_K) {
+        const key_tile keys = {first / TILE_K, first, skl_min(TILE_K, end - first)};
+        index_load_keys(x, &keys);
+        index_gradients(x, &keys, false);
+        index_products(x, &keys, false, x->base.dk_s + (first - block_first) * padded(x->base.student.dim));
+    }
+}
+
+static void index_backward_keys(const skl_task *task)
+{
+    index_tile x;
+    index_begin(&x, task, 0, 0);
+    const tile *const t = &x.base;
+    const skl_side student = t->student;
+    const int64_t key_rows = task->problem->packed ? t->sequence.key_count : task->problem->len_k;
+    const int64_t block_first = task->tile * KEY_BLOCK;
+    const int64_t row_end = skl_min(block_first + KEY_BLOCK, key_rows);
+    const int64_t block_end = skl_min(row_end, t->sequence.key_count);
+    if (row_end <= block_first)
+        return;
+    clear_rows(t->dk_s, KEY_BLOCK, student.dim);
+    const int64_t sharing = student.heads / student.key_heads;
+    for (int64_t head = task->head * sharing; head < (task->head + 1) * sharing; head++)
+        for (int64_t first = 0; first < t->sequence.query_count; first += t->height) {
+            index_begin(&x, task, head, first);
+            if (tile_keys(t).begin >= block_end || tile_keys(t).end <= block_first)
+                continue;
+            load_teacher_queries(t);
+            index_load_student(&x);
+            load_known_rows(t);
+            index_block_step(&x, block_first, block_end);
+        }
+    const int64_t offset = SKL_ROW(*student.dk, t->sequence.batch, task->head, t->sequence.key_begin + block_first);
+    store_rows(student.dk->data, student.grad_dtype, offset, student.dk->stride_row, t->dk_s, row_end - block_first,
+               student.dim);
+}
+
+#endif

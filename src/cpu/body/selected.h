@@ -1,0 +1,352 @@
+/* The student as an indexer, sparse: each row has a list of keys of its own.
+ *
+ * Rows have no keys in common, so here one lane is one key. The keys of a list are gathered in blocks without gaps,
+ * and all heads that share them take part in one matrix product: one lane a head, turned around when it is done.
+ * Means and sums over heads then run down the lanes. A block's sums over keys are added up across its lanes, always
+ * in the same order. */
+#ifndef SKL_CPU_BODY_SELECTED_H
+#define SKL_CPU_BODY_SELECTED_H
+
+#include "base/selection.h"
+#include "cpu/body/indexer.h"
+
+enum { LIST_BLOCK = TILE_K }; /* keys: whole panels */
+
+_Static_assert(LIST_BLOCK % PANEL == 0, "blocks hold whole panels");
+
+/* One row at work. Matrices of heads have room for a whole micro-kernel behind the last one. */
+typedef struct list_row {
+    const skl_task *task;
+    skl_side teacher, student;
+    skl_sequence sequence;
+    int64_t group, heads; /* teacher heads, index heads */
+    int64_t head, i;      /* student head, query */
+    bool relu, reverse;
+    skl_range taken; /* keys that take part: the visible ones, or those of a block of keys */
+    const int32_t *list;
+    int64_t next;   /* entry of the list */
+    int64_t count;  /* keys of the block */
+    float grad, kl; /* of a backward */
+    skl_lse2 lse_s;
+    skl_row_state state, spread;
+
+    int32_t *keys;             /* [LIST_BLOCK] */
+    skl_lse2 *lse_t;           /* [group] */
+    skl_row_state *head_state; /* [group] */
+    float *q_t, *q_s;          /* queries as rows: [group][padded], [G][padded] */
+    float *w, *dw;             /* [G] */
+    float *k;                  /* gathered keys: [LIST_BLOCK][padded] */
+    float *qT_t, *qT_s;        /* transposed queries of heads that share keys: [panel][dim][PANEL] */
+    int64_t qT_first;          /* teacher head of the group that qT_t begins with; -1: none is there yet */
+    float *turned;             /* dots of a panel of heads: [LIST_BLOCK][PANEL] */
+    float *z, *dots;           /* logits of the heads: [group][LIST_BLOCK], [G][LIST_BLOCK] */
+    float *x, *y, *dy;         /* [LIST_BLOCK] */
+    float *dq;                 /* [G][padded] */
+    float *dk_part, *dk;       /* [LIST_BLOCK][padded], [KEY_BLOCK][padded] */
+} list_row;
+
+/* ---- Buffers ------------------------------------------------------------------------------------------------ */
+
+static float *list_lay_out(list_row *r, const skl_problem *p, float *scratch)
+{
+    const int64_t group = skl_group(p) + MICRO_ROWS, heads = p->index_heads + MICRO_ROWS;
+    const int64_t width_t = padded(p->dim_t), width_s = padded(p->dim_s);
+    const int64_t width = skl_max(width_t, width_s);
+    r->keys = (int32_t *)(void *)cut(&scratch, LIST_BLOCK);
+    r->lse_t = (skl_lse2 *)(void *)cut(&scratch, group * (int64_t)(sizeof(skl_lse2) / sizeof(float)));
+    r->head_state = (skl_row_state *)(void *)cut(&scratch, group * (int64_t)(sizeof(skl_row_state) / sizeof(float)));
+    r->q_t = cut(&scratch, group * width_t);
+    r->q_s = cut(&scratch, heads * width_s);
+    r->w = cut(&scratch, heads);
+    r->dw = cut(&scratch, heads);
+    r->k = cut(&scratch, LIST_BLOCK * width);
+    r->qT_t = cut(&scratch, (skl_group(p) + PANEL) * p->dim_t);
+    r->qT_s = cut(&scratch, (p->index_heads + PANEL) * p->dim_s);
+    r->turned = cut(&scratch, LIST_BLOCK * PANEL);
+    r->z = cut(&scratch, group * LIST_BLOCK);
+    r->dots = cut(&scratch, heads * LIST_BLOCK);
+    r->x = cut(&scratch, LIST_BLOCK);
+    r->y = cut(&scratch, LIST_BLOCK);
+    r->dy = cut(&scratch, LIST_BLOCK);
+    r->dq = cut(&scratch, heads * width_s);
+    r->dk_part = cut(&scratch, LIST_BLOCK * width_s);
+    r->dk = cut(&scratch, KEY_BLOCK * width_s);
+    return scratch;
+}
+
+static size_t list_scratch_size(const skl_problem *p)
+{
+    list_row r;
+    float *const base = (float *)(uintptr_t)64; /* any aligned address: nothing is touched */
+    return (size_t)((const char *)list_lay_out(&r, p, base) - (const char *)base);
+}
+
+static skl_tiles list_tiles(const skl_problem *p)
+{
+    (void)p;
+    const skl_tiles shape = {16, KEY_BLOCK};
+    return shape;
+}
+
+static void list_begin(list_row *r, const skl_task *task)
+{
+    const skl_problem *const p = task->problem;
+    (void)list_lay_out(r, p, task->scratch);
+    r->task = task;
+    r->teacher = skl_teacher_of(p, task->call);
+    r->student = skl_student_of(p, task->call);
+    r->sequence = skl_sequence_at(p, &task->call->inputs, task->call->keys, task->batch);
+    r->group = skl_group(p);
+    r->heads = p->index_heads;
+    r->relu = !p->index_linear;
+    r->reverse = p->direction == SKL_KL_REVERSE;
+}
+
+/* Finds the list of a row, of which keys outside [begin, end) do not take part. */
+static void list_row_begin(list_row *r, int64_t head, int64_t i, int64_t begin, int64_t end)
+{
+    const skl_range visible = skl_visible(r->task->problem, &r->sequence, i);
+    r->head = head;
+    r->i = i;
+    r->taken.begin = skl_max(visible.begin, begin);
+    r->taken.end = skl_min(visible.end, end);
+    r->list = skl_selection(&r->task->call->inputs, &r->sequence, head, i);
+    r->next = 0;
+    r->state = r->spread = skl_state_empty();
+}
+
+/* The next block of keys of the list; false: there is none. */
+static bool next_block(list_row *r)
+{
+    const int64_t top_k = r->task->problem->top_k;
+    for (r->count = 0; r->next < top_k && r->count < LIST_BLOCK; r->next++)
+        if (skl_is_selected(r->list[r->next], r->taken))
+            r->keys[r->count++] = r->list[r->next];
+    return r->count > 0;
+}
+
+/* Queries and weights of the row. */
+static void list_load_row(list_row *r)
+{
+    const skl_side *const t = &r->teacher, *const s = &r->student;
+    const skl_input *const w = &r->task->call->inputs.w_s;
+    const int64_t query = r->sequence.query_begin + r->i;
+    const int64_t weights = SKL_ROW(*w, r->sequence.batch, r->head, query);
+    load_rows(r->q_t, t->q->data, t->dtype, SKL_ROW(*t->q, r->sequence.batch, r->head * r->group, query),
+              t->q->stride_head, r->group, t->dim);
+    load_rows(r->q_s, s->q->data, s->dtype, SKL_ROW(*s->q, r->sequence.batch, r->head * r->heads, query),
+              s->q->stride_head, r->heads, s->dim);
+    transpose_to_panels(r->qT_s, r->q_s, r->heads, s->dim, PANEL);
+    r->qT_first = -1;
+    load_row(r->w, w->data, r->task->problem->dtype_w, weights, r->heads);
+}
+
+/* ---- Logits ------------------------------------------------------------------------------------------------- */
+
+/* r->k: the block's keys of one key head. */
+static void gather_keys(const list_row *r, const skl_side *side, int64_t key_head)
+{
+    const int64_t first = SKL_ROW(*side->k, r->sequence.batch, key_head, r->sequence.key_begin);
+    for (int64_t n = 0; n < r->count; n++)
+        load_rows(r->k + n * padded(side->dim), side->k->data, side->dtype, first + r->keys[n] * side->k->stride_row,
+                  0, 1, side->dim);
+}
+
+/* c[h][key] = <q[h], k[key]> for `heads` heads */
+static void head_dots(const list_row *r, const skl_side *side, float *c, const float *qT, int64_t heads)
+{
+    for (int64_t first = 0; first < heads; first += PANEL) {
+        const int64_t columns = skl_min(PANEL, heads - first);
+        gemm(r->turned, PANEL, r->k, padded(side->dim), qT + first * side->dim, PANEL, r->count, columns, side->dim);
+        for (int64_t h = 0; h < columns; h++)
+            for (int64_t key = 0; key < r->count; key++)
+                c[(first + h) * LIST_BLOCK + key] = r->turned[key * PANEL + h];
+    }
+}
+
+/* r->z = logits of all teacher heads in base 2, less their LSEs if those are known. */
+static void teacher_block(list_row *r, bool less_lse)
+{
+    const skl_side *const t = &r->teacher;
+    const float scale = logit_scale(t);
+    for (int64_t h = 0, end; h < r->group; h = end) {
+        const int64_t key_head = skl_key_head(t, r->head * r->group + h);
+        for (end = h + 1; end < r->group && skl_key_head(t, r->head * r->group + end) == key_head;)
+            end++;
+        gather_keys(r, t, key_head);
+        if (r->qT_first != h)
+            transpose_to_panels(r->qT_t, r->q_t + h * padded(t->dim), end - h, t->dim, PANEL);
+        r->qT_first = h;
+        head_dots(r, t, r->z + h * LIST_BLOCK, r->qT_t, end - h);
+    }
+    for (int64_t h = 0; h < r->group; h++) {
+        const vec lse = vec_of(less_lse ? r->lse_t[h].value : 0.0F), low = vec_of(less_lse ? r->lse_t[h].low : 0.0F);
+        for (int64_t key = 0; key < r->count; key += SKL_LANES) {
+            float *const z = r->z + h * LIST_BLOCK + key;
+            if (t->softcap > 0.0F)
+                vec_store(z, t->softcap * SKL_LOG2E * tanh_vec(vec_load(z) * (t->scale / t->softcap)));
+            vec_store(z, logit_less(z, scale, lse) - low);
+        }
+    }
+}
+
+/* r->x = log2 mean_h 2^z_h */
+static void mean_of_heads(const list_row *r)
+{
+    for (int64_t key = 0; key < r->count; key += SKL_LANES) {
+        vec m = vec_load(r->z + key);
+        for (int64_t h = 1; h < r->group; h++)
+            m = vec_max(vec_load(r->z + h * LIST_BLOCK + key), m);
+        vec sum = {0};
+        for (int64_t h = 0; h < r->group; h++)
+            sum += exp2_vec(vec_load(r->z + h * LIST_BLOCK + key) - m);
+        vec_store(r->x + key, m + log2_vec(sum * (1.0F / (float)r->group)));
+    }
+}
+
+/* r->y = the student's logits in base 2; r->dots stays, and so do its keys in r->k. */
+static void student_block(const list_row *r)
+{
+    const skl_side *const s = &r->student;
+    gather_keys(r, s, skl_key_head(s, r->head));
+    head_dots(r, s, r->dots, r->qT_s, r->heads);
+    for (int64_t key = 0; key < r->count; key += SKL_LANES) {
+        vec sum = {0};
+        for (int64_t g = 0; g < r->heads; g++) {
+            const vec dots = vec_load(r->dots + g * LIST_BLOCK + key);
+            const ivec pass = r->relu ? ~(ivec)(dots <= 0.0F) : ivec_of(-1);
+            sum = vec_fma(vec_of(r->w[g]), (vec)((ivec)dots & pass), sum);
+        }
+        vec_store(r->y + key, sum * logit_scale(s));
+    }
+}
+
+/* ---- Row states --------------------------------------------------------------------------------------------- */
+
+/* Lanes of a block from `key` on that hold a key. */
+SKL_INLINE ivec lanes_taken(const list_row *r, int64_t key)
+{
+    ivec lane;
+    for (int n = 0; n < SKL_LANES; n++)
+        lane[n] = n;
+    return (ivec)(lane < (int32_t)(r->count - key));
+}
+
+SKL_INLINE float lane_sum(vec v)
+{
+    float sum = 0.0F;
+    for (int n = 0; n < SKL_LANES; n++)
+        sum += v[n];
+    return sum;
+}
+
+static float highest_of(const list_row *r, const float *a)
+{
+    float m = -INFINITY;
+    for (int64_t key = 0; key < r->count; key++)
+        m = a[key] > m ? a[key] : m;
+    return m;
+}
+
+/* The state of a block's keys; without b, of a beside zeros. */
+static skl_row_state block_state(const list_row *r, const float *a, const float *b)
+{
+    const float m_1 = highest_of(r, a);
+    const float m_2 = b != NULL ? highest_of(r, b) : 0.0F;
+    const vec from_1 = subtractable(vec_of(m_1)), from_2 = subtractable(vec_of(m_2));
+    key_sums sums = {{0}, {0}, {0}};
+    for (int64_t key = 0; key < r->count; key += SKL_LANES)
+        add_key(&sums, vec_load(a + key) - from_1, (b != NULL ? vec_load(b + key) : vec_of(0.0F)) - from_2,
+                lanes_taken(r, key), true);
+    const skl_row_state state = {m_1, lane_sum(sums.l_1), m_2, lane_sum(sums.l_2), lane_sum(sums.w)};
+    return state;
+}
+
+/* Adds the block to the row's states. */
+static void reduce_block(list_row *r)
+{
+    const float *const first = r->reverse ? r->y : r->x;
+    r->state = skl_state_merge(r->state, block_state(r, first, r->reverse ? r->x : r->y));
+    if (entropy_wanted(r->task->call))
+        r->spread = skl_state_merge(r->spread, block_state(r, first, NULL));
+}
+
+/* LSEs of the teacher's heads: the caller's, or computed over the list. */
+static void list_lse(list_row *r)
+{
+    const skl_input *const given = &r->task->call->inputs.lse_t;
+    for (int64_t h = 0; h < r->group; h++) {
+        r->head_state[h] = skl_state_empty();
+        if (given->data != NULL)
+            r->lse_t[h] = skl_lse2_of(skl_row_value(given, &r->sequence, r->head * r->group + h, r->i));
+    }
+    if (given->data != NULL)
+        return;
+    while (next_block(r)) {
+        teacher_block(r, false);
+        for (int64_t h = 0; h < r->group; h++)
+            r->head_state[h] = skl_state_merge(r->head_state[h], block_state(r, r->z + h * LIST_BLOCK, NULL));
+    }
+    r->next = 0;
+    for (int64_t h = 0; h < r->group; h++)
+        r->lse_t[h] = skl_lse2_split((double)r->head_state[h].m_1 + log2((double)r->head_state[h].l_1));
+}
+
+/* ---- Forward ------------------------------------------------------------------------------------------------ */
+
+static void set_parts(const list_row *r)
+{
+    const skl_rows *const rows = &r->task->call->rows;
+    const float kl = skl_state_kl(&r->state);
+    const float entropy = skl_state_entropy(&r->spread);
+    skl_row_set(&rows->kl, &r->sequence, r->head, r->i, skl_kl_report(kl));
+    skl_row_set(&rows->entropy, &r->sequence, r->head, r->i, entropy);
+    skl_row_set(&rows->cross_entropy, &r->sequence, r->head, r->i, entropy + kl);
+}
+
+static void set_rows(const list_row *r)
+{
+    const skl_call *const call = r->task->call;
+    const float lse_1 = skl_lse(r->state.m_1, r->state.l_1);
+    const float lse_2 = skl_lse(r->state.m_2, r->state.l_2);
+    const float own_t = r->reverse ? lse_2 : lse_1;
+    set_parts(r);
+    skl_row_set(&call->rows.lse_s, &r->sequence, r->head, r->i, r->reverse ? lse_1 : lse_2);
+    skl_row_set(&call->rows.mass, &r->sequence, r->head, r->i, skl_mass(own_t, call->inputs.lse_t.data != NULL));
+    for (int64_t h = 0; h < r->group; h++) {
+        const double lse2 = (double)r->lse_t[h].value + (double)r->lse_t[h].low + (double)own_t * SKL_LOG2E_DOUBLE;
+        skl_row_set(&call->rows.lse_t, &r->sequence, r->head * r->group + h, r->i,
+                    own_t == -INFINITY ? own_t : (float)(lse2 * SKL_LN2_DOUBLE));
+    }
+}
+
+static void list_forward(const skl_task *task)
+{
+    list_row r;
+    list_begin(&r, task);
+    const int64_t begin = task->tile * task->tiles.queries;
+    const int64_t end = skl_min(begin + task->tiles.queries, r.sequence.query_count);
+    const bool with_teacher = !only_lse_s(task->call);
+    for (int64_t i = begin; i < end; i++) {
+        list_row_begin(&r, task->head, i, 0, INT64_MAX);
+        list_load_row(&r);
+        if (with_teacher)
+            list_lse(&r);
+        while (next_block(&r)) {
+            if (with_teacher) {
+                teacher_block(&r, true);
+                mean_of_heads(&r);
+            }
+            student_block(&r);
+            if (!with_teacher)
+                memcpy(r.x, r.y, LIST_BLOCK * sizeof *r.x); /* the student beside itself */
+            reduce_block(&r);
+        }
+        if (task->call->op == SKL_OP_PARTIAL)
+            task->call->states[skl_state_index(task->problem, &r.sequence, r.head, i)] = r.state;
+        else
+            set_rows(&r);
+    }
+}
+
+#endif

@@ -1,0 +1,293 @@
+/* What only indexers have: lists of keys, weights, teacher heads that are spread over ranks; and one that learns. */
+#include "runner.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+#include "case_words.h"
+
+/* ---- Lists of keys ----------------------------------------------------------------------------------------- */
+
+static int32_t *list_of(const fixture *f, int64_t b, int64_t h, int64_t i)
+{
+    return (int32_t *)f->indices.data + b * f->indices.stride_batch + h * f->indices.stride_head +
+           i * f->indices.stride_row;
+}
+
+/* A key that is none of the sequence is refused by name, before anything is written. */
+static void test_bad_indices(void **state)
+{
+    (void)state;
+    const test_case cases[] = {
+        {"sparse", SHAPE(2, 5, 7), HEADS(4, 2), DIMS(8, 8), INDEXER(2), TOP_K(3)},
+        {"packed", PACKED(2, LENGTHS(0, 4, 9), LENGTHS(0, 9, 16)), HEADS(4, 2), DIMS(8, 8), INDEXER(2), TOP_K(3)},
+    };
+    static const int32_t bad_keys[] = {-2, 7, INT32_MAX, INT32_MIN};
+    for (size_t c = 0; c < COUNT_OF(cases); c++)
+        for (size_t n = 0; n < COUNT_OF(bad_keys); n++) {
+            fixture f;
+            fixture_create(&f, &cases[c]);
+            fixture_results results = results_create(&f);
+            const skl_rows rows = results_rows(&results);
+            skl_plan *const plan = test_plan(&f.problem, NULL, 1);
+            test_memory workspace = memory_create(skl_plan_workspace_size(plan, SKL_OP_FORWARD), 64);
+            const oracle_sequence last = oracle_sequence_at(&f.problem, &f.inputs, 1);
+            list_of(&f, last.batch, 1, last.first_q + 4)[2] = bad_keys[n];
+            assert_refused(skl_forward(plan, &f.inputs, &rows, workspace.data, workspace.size, NULL),
+                           SKL_ERROR_ARGUMENT, "indices[1, 1, 4, 2]=");
+            assert_non_null(strstr(skl_last_error(), ": must be -1 (none) or a key of the sequence, 0..6"));
+            for (int64_t at = 0; at < tensor_count(&results.kl); at++)
+                assert_true(isnan(tensor_get(&results.kl, at)));
+            memory_destroy(&workspace);
+            skl_plan_destroy(plan);
+            results_destroy(&results);
+            fixture_destroy(&f);
+        }
+}
+
+static void test_empty_lists(void **state)
+{
+    (void)state;
+    const test_case c = {"empty", SHAPE(2, 37, 41), HEADS(4, 2), DIMS(8, 8), INDEXER(3), TOP_K(5)};
+    for (int32_t k = 0; case_kernel(&c, k); k++) {
+        fixture f;
+        fixture_create(&f, &c);
+        for (int64_t b = 0; b < f.batch; b++)
+            for (int64_t h = 0; h < f.problem.heads_s; h++)
+                for (int64_t i = 0; i < f.length_q; i++)
+                    for (int64_t n = 0; n < f.problem.top_k; n++)
+                        list_of(&f, b, h, i)[n] = -1;
+        tensor_set(&f.w_s, 7, (double)NAN);
+        fixture_results r = results_create(&f);
+        run_kernel(&f, case_kernel(&c, k), 2, &r);
+        const test_tensor *const zeros[] = {&r.kl, &r.cross_entropy, &r.entropy, &r.mass, &r.dq_s, &r.dk_s, &r.dw_s};
+        for (size_t t = 0; t < COUNT_OF(zeros); t++)
+            for (int64_t n = 0; n < tensor_count(zeros[t]); n++)
+                assert_true(tensor_get(zeros[t], n) == 0);
+        for (int64_t n = 0; n < tensor_count(&r.lse_s); n++)
+            assert_true(tensor_get(&r.lse_s, n) == -(double)INFINITY);
+        results_destroy(&r);
+        fixture_destroy(&f);
+    }
+}
+
+/* With every key on its list, hidden ones too and the last one first, a row gives what the dense stage gives. */
+static void test_a_list_of_all_keys_is_the_dense_stage(void **state)
+{
+    (void)state;
+    enum { KEY_COUNT = 53 };
+    const test_case c = {"all keys", SHAPE(2, 37, KEY_COUNT), HEADS(4, 2), DIMS(16, 16), INDEXER(3), CAUSAL};
+    for (int32_t k = 0; case_kernel(&c, k); k++) {
+        int32_t keys[KEY_COUNT];
+        for (int32_t n = 0; n < KEY_COUNT; n++)
+            keys[n] = KEY_COUNT - 1 - n;
+        fixture f;
+        fixture_create(&f, &c);
+        fixture_solve(&f);
+        f.problem.top_k = KEY_COUNT;
+        f.inputs.indices = (skl_input){keys, 0, 0, 0};
+        fixture_results sparse = results_create(&f);
+        run_kernel(&f, case_kernel(&c, k), 2, &sparse);
+        assert_int_equal(rows_mismatch(&f, &sparse, c.name), 0);
+        assert_int_equal(gradients_mismatch(&f, &sparse, case_kernel(&c, k), c.name), 0);
+        results_destroy(&sparse);
+        fixture_destroy(&f);
+    }
+}
+
+/* ---- Weights ----------------------------------------------------------------------------------------------- */
+
+/* To rounding: rows that share a vector with a NaN may be summed up another way. */
+static void assert_other_rows_stay(const test_tensor *spoilt, const test_tensor *clean, int64_t row)
+{
+    for (int64_t n = 0; n < tensor_count(clean); n++)
+        if (n / clean->dim % clean->length != row)
+            assert_true(fabs(tensor_get(spoilt, n) - tensor_get(clean, n)) < 1e-5);
+}
+
+/* A weight that is NaN spoils the row it belongs to and, through dk, the keys; no other row. */
+static void test_a_nan_weight_stays_in_its_row(void **state)
+{
+    (void)state;
+    static const test_case cases[] = {
+        {"dense", SHAPE(1, 230, 101), HEADS(2, 1), DIMS(16, 16), INDEXER(3)},
+        {"sparse", SHAPE(1, 23, 101), HEADS(2, 1), DIMS(16, 16), INDEXER(3), TOP_K(40)},
+    };
+    enum { POISONED = 13 };
+    for (size_t c = 0; c < COUNT_OF(cases); c++)
+        for (int32_t k = 0; case_kernel(&cases[c], k); k++) {
+            fixture f;
+            fixture_create(&f, &cases[c]);
+            if (f.problem.top_k)
+                list_of(&f, 0, 0, POISONED)[0] = 5; /* it sees something */
+            fixture_results clean = results_create(&f), spoilt = results_create(&f);
+            run_kernel(&f, case_kernel(&cases[c], k), 2, &clean);
+            tensor_set(&f.w_s, tensor_index(&f.w_s, 0, 0, POISONED) + 1, (double)NAN);
+            run_kernel(&f, case_kernel(&cases[c], k), 2, &spoilt);
+            assert_true(isnan(tensor_get(&spoilt.kl, POISONED)));
+            assert_other_rows_stay(&spoilt.kl, &clean.kl, POISONED);
+            assert_other_rows_stay(&spoilt.dq_s, &clean.dq_s, POISONED);
+            assert_other_rows_stay(&spoilt.dw_s, &clean.dw_s, POISONED);
+            results_destroy(&clean);
+            results_destroy(&spoilt);
+            fixture_destroy(&f);
+        }
+}
+
+/* The student's LSE alone is the one that a whole forward gives, and the teacher may be anything. */
+static void test_lse_of_the_student_alone(void **state)
+{
+    (void)state;
+    const test_case c = {"lse", SHAPE(1, 230, 101), HEADS(2, 1), DIMS(16, 16), INDEXER(3), CAUSAL};
+    fixture f;
+    fixture_create(&f, &c);
+    fixture_solve(&f);
+    for (int64_t n = 0; n < tensor_count(&f.k_t); n++)
+        tensor_set(&f.k_t, n, (double)NAN);
+    for (int32_t k = 0; case_kernel(&c, k); k++) {
+        skl_plan *const plan = test_plan(&f.problem, case_kernel(&c, k), 2);
+        fixture_results results = results_create(&f);
+        const skl_rows rows = {.struct_size = sizeof rows, .lse_s = tensor_output(&results.lse_s)};
+        run_forward(plan, &f.inputs, &rows);
+        fixture_results wanted = {.lse_s = results.lse_s};
+        assert_int_equal(rows_mismatch(&f, &wanted, case_kernel(&c, k)), 0);
+        results_destroy(&results);
+        skl_plan_destroy(plan);
+    }
+    fixture_destroy(&f);
+}
+
+/* ---- Ranks with teacher heads of their own ----------------------------------------------------------------- */
+
+enum { RANKS = 3 };
+static const int64_t rank_begin[RANKS + 1] = {0, 1, 3, 6}; /* of six teacher heads */
+
+static skl_input heads_from(skl_input tensor, skl_dtype dtype, int64_t head)
+{
+    tensor.data =
+        tensor.data ? (const char *)tensor.data + head * tensor.stride_head * (int64_t)dtype_size(dtype) : NULL;
+    return tensor;
+}
+
+/* What one rank computes: its problem and its inputs. */
+static skl_problem rank_problem(const fixture *f, int rank)
+{
+    skl_problem p = f->problem;
+    p.heads_t = p.key_heads_t = rank_begin[rank + 1] - rank_begin[rank];
+    return p;
+}
+
+static skl_inputs rank_inputs(const fixture *f, int rank)
+{
+    skl_inputs inputs = f->inputs;
+    inputs.q_t = heads_from(inputs.q_t, f->problem.dtype_t, rank_begin[rank]);
+    inputs.k_t = heads_from(inputs.k_t, f->problem.dtype_t, rank_begin[rank]);
+    inputs.lse_t = heads_from(inputs.lse_t, SKL_F32, rank_begin[rank]);
+    return inputs;
+}
+
+static void add_tensor(const test_tensor *to, const test_tensor *from)
+{
+    for (int64_t n = 0; n < tensor_count(to); n++)
+        tensor_set(to, n, tensor_get(to, n) + tensor_get(from, n));
+}
+
+static void clear_tensor(const test_tensor *tensor)
+{
+    for (int64_t n = 0; n < tensor_count(tensor); n++)
+        tensor_set(tensor, n, 0);
+}
+
+/* Near in the sense of a sum of f32 results. */
+static void assert_tensor_near(const test_tensor *actual, const double *exact, const char *name)
+{
+    double largest = 0;
+    for (int64_t n = 0; n < tensor_count(actual); n++)
+        largest = fmax(largest, fabs(exact[n]));
+    for (int64_t n = 0; n < tensor_count(actual); n++)
+        if (!(fabs(tensor_get(actual, n) - exact[n]) <= 1e-5 * largest))
+            fail_msg("%s[%lld] is %.9g, not %.9g", name, (long long)n, tensor_get(actual, n), exact[n]);
+}
+
+/* c_n = r_n Z_n / sum_m r_m Z_m weighs what each rank gives: docs/indexer.md. */
+static void check_ranks(const test_case *c)
+{
+    fixture f;
+    fixture_create(&f, c);
+    fixture_solve(&f);
+    skl_plan *plans[RANKS];
+    fixture_results rank_results[RANKS];
+    fixture_results sum = results_create(&f);
+    test_tensor shares = tensor_create(SKL_F32, f.batch, f.problem.heads_s, f.length_q, 1, LAYOUT_CONTIGUOUS);
+    clear_tensor(&shares);
+    test_tensor *const summed[] = {&sum.cross_entropy, &sum.dq_s, &sum.dk_s, &sum.dw_s};
+    for (size_t t = 0; t < COUNT_OF(summed); t++)
+        clear_tensor(summed[t]);
+
+    for (int n = 0; n < RANKS; n++) {
+        const skl_problem p = rank_problem(&f, n);
+        const skl_inputs inputs = rank_inputs(&f, n);
+        plans[n] = test_plan(&p, NULL, 2);
+        rank_results[n] = results_create(&f);
+        const skl_rows rows = results_rows(&rank_results[n]);
+        run_forward(plans[n], &inputs, &rows);
+        for (int64_t i = 0; i < tensor_count(&shares); i++)
+            tensor_set(&shares, i, tensor_get(&shares, i) + (double)p.heads_t * tensor_get(&rank_results[n].mass, i));
+    }
+    for (int n = 0; n < RANKS; n++) {
+        fixture_results *const own = &rank_results[n];
+        test_tensor upstream = tensor_create(SKL_F32, f.batch, f.problem.heads_s, f.length_q, 1, LAYOUT_CONTIGUOUS);
+        for (int64_t i = 0; i < tensor_count(&upstream); i++) {
+            const double held = (double)(rank_begin[n + 1] - rank_begin[n]) * tensor_get(&own->mass, i);
+            const double share = held == 0 ? 0 : held / tensor_get(&shares, i);
+            tensor_set(&upstream, i, share * tensor_get(&f.grad_kl, i));
+            tensor_set(&own->cross_entropy, i, share * tensor_get(&own->cross_entropy, i));
+        }
+        skl_inputs inputs = rank_inputs(&f, n);
+        inputs.grad_kl = tensor_input(&upstream);
+        inputs.lse_t = tensor_input(&own->lse_t), inputs.lse_s = tensor_input(&own->lse_s);
+        const skl_gradients gradients = results_gradients(own);
+        run_backward(plans[n], &inputs, &gradients);
+        const test_tensor *const parts[] = {&own->cross_entropy, &own->dq_s, &own->dk_s, &own->dw_s};
+        for (size_t t = 0; t < COUNT_OF(parts); t++)
+            add_tensor(summed[t], parts[t]);
+        tensor_destroy(&upstream);
+    }
+    assert_tensor_near(&sum.cross_entropy, f.exact.cross_entropy, "cross_entropy");
+    assert_tensor_near(&sum.dq_s, f.exact.dq_s, "dq_s");
+    assert_tensor_near(&sum.dk_s, f.exact.dk_s, "dk_s");
+    assert_tensor_near(&sum.dw_s, f.exact.dw_s, "dw_s");
+
+    for (int n = 0; n < RANKS; n++) {
+        results_destroy(&rank_results[n]);
+        skl_plan_destroy(plans[n]);
+    }
+    results_destroy(&sum);
+    tensor_destroy(&shares);
+    fixture_destroy(&f);
+}
+
+static void test_ranks_with_other_heads_add_up(void **state)
+{
+    (void)state;
+    const test_case cases[] = {
+        {"ranks", SHAPE(2, 37, 53), HEADS(6, 1), DIMS(16, 16), INDEXER(3), CAUSAL, OFFSETS(10, 0)},
+        {"wider", SHAPE(2, 37, 53), HEADS(6, 1), DIMS(16, 16), INDEXER(3), OFFSETS(10, 0), .lse = LSE_WIDER},
+        {"sparse", SHAPE(2, 37, 53), HEADS(6, 1), DIMS(16, 16), INDEXER(3), TOP_K(17), .lse = LSE_WIDER},
+    };
+    for (size_t c = 0; c < COUNT_OF(cases); c++)
+        check_ranks(&cases[c]);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_bad_indices),
+        cmocka_unit_test(test_empty_lists),
+        cmocka_unit_test(test_a_list_of_all_keys_is_the_dense_stage),
+        cmocka_unit_test(test_a_nan_weight_stays_in_its_row),
+        cmocka_unit_test(test_lse_of_the_student_alone),
+        cmocka_unit_test(test_ranks_with_other_heads_add_up),
+    };
+    return test_run("indexer", tests, COUNT_OF(tests));
+}
