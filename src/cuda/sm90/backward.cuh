@@ -347,9 +347,7 @@ template <typename ELEMENT, int DIM> __device__ inline void clean_stage(gradient
     const bool finite = clean_row<ELEMENT, DIM>(block.stages[at].own.halves, row, true);
     block.poisoned[at][row] = !finite;
     async_fence();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0)
-        barrier_arrive(block.clean[at]);
+    barrier_arrive(block.clean[at]); /* every thread: it wrote what others read */
 }
 
 /* The stage's dk, to where the copy engine takes it from. Lanes of odd rows exchange every two blocks of 8 dimensions
@@ -439,7 +437,7 @@ __global__ void __launch_bounds__(GRADIENT_THREADS, 1)
         barrier_init(block.queries_full, 1);
         for (int at = 0; at < block.DEPTH; at++) {
             barrier_init(block.full[at], 1);
-            barrier_init(block.clean[at], 4);
+            barrier_init(block.clean[at], 128);
         }
         for (int at = 0; at < 2; at++) {
             barrier_init(block.g_full[at], CONSUMERS * 4);
