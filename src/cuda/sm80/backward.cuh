@@ -3,12 +3,11 @@
  * memory, so the bits are the same on every run, and no workspace is needed. sm80/tile.cuh says how a block works.
  *
  *   block   4 warps of 16 M own rows: 128 for M = 2, 64 for M = 1; 2 blocks a multiprocessor
- *   regs    own rows of both arguments (M DIM / 2), their gradient (M DIM / 2; of DIM = 256 a slice of 64 dimensions
- * a launch), logits of a step (16 M) shared  2 stages of 64 or 32 rows of both arguments, and what a backward knows
- * of as many queries (KEYS)
+ *   regs    own rows of both arguments (M DIM / 2), their gradient (M DIM / 2; at DIM = 256 an eighth of it a
+ *           launch), logits of a step (16 M)
+ *   shared  2 stages of 64 or 32 rows of both arguments, and what a backward knows of as many queries (KEYS)
  *
- *   stage n + 1 is copied  |  for each of 4 steps of stage n: X, Y (mma); G, rounded to 16 bits; gradient += G rows
- * (mma)
+ *   stage n + 1 is copied  |  for each of 4 steps of stage n: X, Y (mma); G, in 16 bits; gradient += G rows (mma)
  *
  * G leaves one product in the layout in which the next one wants it: it never goes through memory. Under GQA the
  * block of a key tile walks through all query heads that share the key head. */
@@ -34,7 +33,7 @@ template <int DIM> struct backward_memory {
 /* ---- Gradient of the logits --------------------------------------------------------------------------------- */
 
 /* WIDTH dimensions of it: all, or a slice of a head of more than 128; each launch gives one. */
-template <int DIM, bool KEYS> constexpr int SLICE = DIM > 128 ? 32 : DIM;
+template <int DIM> constexpr int SLICE = DIM > 128 ? 32 : DIM;
 
 template <int WIDTH, int M> struct own_gradient {
     float sum[M][WIDTH / 8][4];
@@ -239,7 +238,7 @@ struct stage_operands {
 
 /* A stage whose rows all of the warp's rows meet. */
 template <typename ELEMENT, int DIM, int M, bool KEYS, bool SECOND>
-__device__ inline void add_whole_stage(own_gradient<SLICE<DIM, KEYS>, M> &gradient, gradient_unit<ELEMENT> &unit,
+__device__ inline void add_whole_stage(own_gradient<SLICE<DIM>, M> &gradient, gradient_unit<ELEMENT> &unit,
                                        const own_rows<DIM, M> &own_1, float scale_1, const own_rows<DIM, M> &own_2,
                                        float scale_2, const stage_operands &stage, known_queries<M, KEYS> &queries)
 {
@@ -270,11 +269,10 @@ __device__ inline void add_whole_stage(own_gradient<SLICE<DIM, KEYS>, M> &gradie
 
 /* Any other stage: masks, caps, poison. Pairs that are masked add exactly 0. */
 template <typename ELEMENT, int DIM, int M, bool KEYS>
-__device__ inline void add_edge_stage(own_gradient<SLICE<DIM, KEYS>, M> &gradient, gradient_unit<ELEMENT> &unit,
-                                      const own_rows<DIM, M> &own_1, const own_rows<DIM, M> &own_2,
-                                      const skl_cuda_params &params, bool second, const stage_operands &stage,
-                                      known_queries<M, KEYS> &queries, const int *poisoned, const band32 &band,
-                                      int last_row, int first)
+__device__ inline void
+add_edge_stage(own_gradient<SLICE<DIM>, M> &gradient, gradient_unit<ELEMENT> &unit, const own_rows<DIM, M> &own_1,
+               const own_rows<DIM, M> &own_2, const skl_cuda_params &params, bool second, const stage_operands &stage,
+               known_queries<M, KEYS> &queries, const int *poisoned, const band32 &band, int last_row, int first)
 {
     const skl_cuda_argument &own_side = second ? params.two : params.one;
 #pragma unroll 1
@@ -333,13 +331,13 @@ __device__ inline void find_poison(staged_rows<DIM> &rows, int (&poisoned)[STAGE
 }
 
 template <typename ELEMENT, int DIM, int M, bool KEYS>
-__device__ inline void sum_streamed(own_gradient<SLICE<DIM, KEYS>, M> &gradient, gradient_unit<ELEMENT> &unit,
+__device__ inline void sum_streamed(own_gradient<SLICE<DIM>, M> &gradient, gradient_unit<ELEMENT> &unit,
                                     const skl_cuda_params &params, backward_memory<DIM> &memory,
                                     const skl_sequence &s, int64_t head, int64_t own_first, int last_row)
 {
     constexpr int ROWS = STAGE_ROWS<DIM>;
     const skl_cuda_argument &one = params.one, &two = params.two;
-    const bool second = (params.problem.direction == SKL_KL_REVERSE) == (params.teacher_side != 0);
+    const bool second = skl_cuda_of_second(&params);
     const bool capped = one.capped || two.capped;
     own_rows<DIM, M> own_1, own_2;
     load_own(own_1, memory.stages,
@@ -381,7 +379,7 @@ __device__ inline void sum_streamed(own_gradient<SLICE<DIM, KEYS>, M> &gradient,
         stage_memory<DIM> &rows = memory.stages[at];
         const stage_operands stage = {logit_operand<2>(rows.one), logit_operand<2>(rows.two),
                                       at_chunk<DIM>(gradient_operand(second ? rows.two : rows.one), 0,
-                                                    SLICE<DIM, KEYS> < DIM ? (int)params.dim_first / 8 : 0),
+                                                    SLICE<DIM> < DIM ? (int)params.dim_first / 8 : 0),
                                       memory.facts[at]};
         if (some_edge)
             find_poison<ELEMENT>(second ? rows.two : rows.one, memory.poisoned);
@@ -476,10 +474,9 @@ __global__ void __launch_bounds__(THREADS, 2) gradient_kernel(const __grid_const
     own_place<M, KEYS> place;
     if (!place.find(params))
         return;
-    own_gradient<SLICE<DIM, KEYS>, M> gradient = {};
+    own_gradient<SLICE<DIM>, M> gradient = {};
     gradient_unit<ELEMENT> unit;
-    const skl_cuda_argument &side =
-        (params.problem.direction == SKL_KL_REVERSE) == (params.teacher_side != 0) ? params.two : params.one;
+    const skl_cuda_argument &side = skl_cuda_of_second(&params) ? params.two : params.one;
     const int sharing = KEYS ? side.heads_per_key : 1;
     if (KEYS)
         clear_facts(memory.facts); /* seen by all behind the first barrier */
@@ -505,7 +502,7 @@ template <typename ELEMENT, int DIM, int M, bool KEYS> cudaError_t launch_gradie
                                 skl_ceil_div(KEYS ? p->len_k : p->len_q, WARPS * 16 * M));
     skl_cuda_params slice = *params;
     const int64_t dim = params->teacher_side ? p->dim_t : p->dim_s;
-    for (slice.dim_first = 0; slice.dim_first < dim; slice.dim_first += SLICE<DIM, KEYS>)
+    for (slice.dim_first = 0; slice.dim_first < dim; slice.dim_first += SLICE<DIM>)
         gradient_kernel<ELEMENT, DIM, M, KEYS>
             <<<blocks, THREADS, sizeof(backward_memory<DIM>), params->call.stream>>>(slice);
     return cudaPeekAtLastError();
