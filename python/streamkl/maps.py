@@ -13,7 +13,7 @@ import torch
 
 from ._checks import sizes
 from ._ops import partial_states
-from .attention import Direction, Layout, _as_int32, _promote_under_autocast, attention_kl
+from .attention import Direction, Layout, as_int32, attention_kl, promote_under_autocast
 
 
 class AttentionMap(NamedTuple):
@@ -52,7 +52,12 @@ def attention_map(
     bucket get, or of their part of the KL. So a row of ``teacher`` or ``student`` sums to 1, and a row of ``kl`` to
     the mean KL of its queries; single cells of ``kl`` may be negative. Rows whose queries see no key are 0.
 
-    Takes the time of two forwards and memory for a few numbers a query; no gradient flows.
+    Takes the work of two forwards, and some 300 bytes a query and head; no gradient flows.
+
+    Example::
+
+        maps = streamkl.attention_map(q_t, k_t, q_s, k_s, causal=True, per_head=False)
+        pyplot.imshow(maps.student.sqrt().cpu())
 
     Args:
         q_t, k_t, q_s, k_s: tensors as of :func:`streamkl.attention_kl`, and so are all options that are not named here.
@@ -76,9 +81,9 @@ def attention_map(
         layout=layout,
     )  # fmt: skip
     reverse, heads_first = direction == "reverse", layout == "bhnd"
-    tensors = _promote_under_autocast(q_t, k_t, q_s, k_s)
+    tensors = promote_under_autocast(q_t, k_t, q_s, k_s)
     problem = (
-        None, None, _as_int32(key_lengths), -1, -1, causal, *window_size, softmax_scale_t or 0.0, softmax_scale_s or 0.0,
+        None, None, as_int32(key_lengths), -1, -1, causal, *window_size, softmax_scale_t or 0.0, softmax_scale_s or 0.0,
         softcap_t or 0.0, softcap_s or 0.0, reverse, False, heads_first, 0,
     )  # fmt: skip
 
@@ -126,23 +131,24 @@ def _add_sequence(sums, seen, tensors, lse_t, lse_s, len_q, len_k, problem, reve
 
     # LSEs in the base of the states; a mean of teacher heads is normalised already.
     in_base_2 = [torch.where(lse == -torch.inf, 0.0, lse.double()) / math.log(2) for lse in (lse_t, lse_s)]
-    lse_p, lse_q = in_base_2 if lse_t.shape == lse_s.shape else (torch.zeros_like(in_base_2[1]), in_base_2[1])
-    lses = (lse_q, lse_p) if reverse else (lse_p, lse_q)
+    if lse_t.shape != lse_s.shape:
+        in_base_2[0] = torch.zeros_like(in_base_2[1])
+    lse_1, lse_2 = reversed(in_base_2) if reverse else in_base_2
     edges_k = _edges(columns, len_k)
     for column, (begin, end) in enumerate(zip(edges_k, edges_k[1:])):
         if begin == end:
             continue
-        mass_1, mass_2, kl = _shares(partial_states(tensors, lse_t, begin, end, problem), *lses)
+        mass_1, mass_2, kl = _shares(partial_states(tensors, lse_t, begin, end, problem), lse_1, lse_2)
         shares = (mass_2, mass_1, kl) if reverse else (mass_1, mass_2, kl)
         for picture, share in zip(sums, shares):
-            picture[..., column].index_add_(1, row_of_query, share.sum(0))
+            picture[..., column].index_add_(-1, row_of_query, share.sum(0))
 
 
 def _shares(states, lse_1, lse_2):
     """Masses of both distributions and the part of the KL over the keys of the states: [batch, heads, len_q] each."""
-    m_1, l_1, m_2, l_2, w = states.double().unbind(-1)
-    sees_none = (l_1 == 0) | (l_2 == 0)
-    d_1, d_2 = torch.where(sees_none, 0.0, m_1 - lse_1), torch.where(sees_none, 0.0, m_2 - lse_2)
-    mass_1, mass_2 = d_1.exp2() * l_1, d_2.exp2() * l_2
-    kl = math.log(2) * (d_1.exp2() * w + mass_1 * (d_1 - d_2))
-    return tuple(torch.where(sees_none, 0.0, share) for share in (mass_1, mass_2, kl))
+    m_1, l_1, m_2, l_2, w = states.movedim(-1, 0).double()
+    d_1 = torch.where(l_1 == 0, 0.0, m_1 - lse_1)  # a state without keys has m = -inf, l = 0 and w = 0
+    d_2 = torch.where(l_2 == 0, 0.0, m_2 - lse_2)
+    factor = d_1.exp2()
+    mass_1, mass_2 = factor * l_1, d_2.exp2() * l_2
+    return mass_1, mass_2, math.log(2) * (factor * w + mass_1 * (d_1 - d_2))

@@ -137,7 +137,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 
 
 def test_memory():
-    """One of the matrices has 1 GiB at this length; a float64 of every row and bucket would have 2 MiB."""
+    """A matrix of this length would take 1 GiB."""
     answer = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=300)
     assert answer.returncode == 0, answer.stderr
     assert float(answer.stdout) < 32
