@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 CPU, CUDA = 0, 1  # skl_device
 DQ_T, DK_T, DQ_S, DK_S = 1, 2, 4, 8  # gradients
-FORWARD, BACKWARD, FORWARD_BACKWARD = 0, 1, 2  # skl_op
+FORWARD, BACKWARD, FORWARD_BACKWARD, PARTIAL = 0, 1, 2, 3  # skl_op
 
 _ARGUMENT, _MEMORY = 1, 3  # skl_status
 
@@ -152,6 +152,10 @@ _SIGNATURES = {
     "skl_forward": (ctypes.c_int, [_POINTER, _BYTES, _BYTES, _POINTER, _SIZE, _POINTER]),
     "skl_backward": (ctypes.c_int, [_POINTER, _BYTES, _BYTES, _POINTER, _SIZE, _POINTER]),
     "skl_forward_backward": (ctypes.c_int, [_POINTER, _BYTES, _BYTES, _BYTES, _POINTER, _SIZE, _POINTER]),
+    "skl_partial": (
+        ctypes.c_int,
+        [_POINTER, _BYTES, ctypes.c_int64, ctypes.c_int64, _POINTER, _POINTER, _SIZE, _POINTER],
+    ),
 }
 
 
@@ -171,8 +175,9 @@ def library() -> ctypes.CDLL:
 
 
 def run_function(op: int):
-    """skl_forward, skl_backward or skl_forward_backward."""
-    return (library().skl_forward, library().skl_backward, library().skl_forward_backward)[op]
+    """skl_forward, skl_backward, skl_forward_backward or skl_partial."""
+    calls = library()
+    return (calls.skl_forward, calls.skl_backward, calls.skl_forward_backward, calls.skl_partial)[op]
 
 
 def check(status: int) -> None:
@@ -229,7 +234,7 @@ class Plan:
         handle = ctypes.c_void_p()
         check(calls.skl_plan_create(ctypes.byref(handle), ctypes.byref(problem), ctypes.byref(options)))
         self.handle = handle
-        self.workspace_sizes = tuple(calls.skl_plan_workspace_size(handle, op) for op in range(3))
+        self.workspace_sizes = tuple(calls.skl_plan_workspace_size(handle, op) for op in range(4))
         self.kernel = calls.skl_plan_kernel(handle).decode()
         self._destroy = calls.skl_plan_destroy
 

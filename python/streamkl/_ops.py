@@ -95,7 +95,7 @@ def _with_contiguous_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _run(plan, op, tensors, lse_t, lse_s, grad_kl, problem, outputs, kl=None, dot_t=None) -> None:
-    """Calls what `op` stands for; `outputs` are its packed structs."""
+    """Calls what `op` stands for; `outputs` are what it takes between inputs and workspace."""
     device, layout = tensors[2].device, _Layout(problem)
     q_t, k_t, q_s, k_s = tensors = [_with_contiguous_rows(tensor) for tensor in tensors]
     inputs = lib.pack_inputs(
@@ -208,6 +208,16 @@ def _one_pass_fake(q_t, k_t, q_s, k_s, lse_t, lse_s, row_weight, *problem):
     tensors = (q_t, k_t, q_s, k_s)
     check_call(*_facts(tensors, lse_t, lse_s, row_weight, *problem))
     return [q_s.new_empty((), dtype=torch.float32), *_new_gradients(tensors, problem)]
+
+
+def partial_states(tensors, lse_t, key_begin, key_end, problem) -> torch.Tensor:
+    """skl_row_state of every row over some of the keys: f32 [batch, heads_s, len_q, 5]; not a torch operator."""
+    plan = _plan_for(*_facts(tensors, lse_t, None, None, *problem))
+    rows = _Layout(problem).rows_like(tensors[2])
+    states = rows.new_empty((*rows.shape, 5))
+    outputs = (key_begin, key_end, states.data_ptr())
+    _run(plan, lib.PARTIAL, tensors, lse_t, None, None, problem, outputs)
+    return states
 
 
 for _name, _kernel, _fake in (

@@ -104,9 +104,9 @@ def attention_kl(
         raise ValueError(f"softmax_scale_t={softmax_scale_t}, softmax_scale_s={softmax_scale_s}: must not be 0")
     packed, heads_first = cu_seqlens_q is not None, layout == "bhnd"
     if q_t.dtype != k_t.dtype or q_s.dtype != k_s.dtype:
-        q_t, k_t, q_s, k_s = _promote_under_autocast(q_t, k_t, q_s, k_s)
+        q_t, k_t, q_s, k_s = promote_under_autocast(q_t, k_t, q_s, k_s)
     if cu_seqlens_q is not None or cu_seqlens_k is not None or key_lengths is not None:
-        cu_seqlens_q, cu_seqlens_k, key_lengths = map(_as_int32, (cu_seqlens_q, cu_seqlens_k, key_lengths))
+        cu_seqlens_q, cu_seqlens_k, key_lengths = map(as_int32, (cu_seqlens_q, cu_seqlens_k, key_lengths))
     if row_weight is not None:
         row_weight = _expand_weight(row_weight, q_s, packed, heads_first)
 
@@ -144,7 +144,7 @@ def _wanted_gradients(q_t, k_t, q_s, k_s) -> int:
     )
 
 
-def _promote_under_autocast(q_t, k_t, q_s, k_s):
+def promote_under_autocast(q_t, k_t, q_s, k_s):
     """Autocast may leave queries and keys of one model in different types: the wider one holds both."""
     if not torch.is_autocast_enabled(q_s.device.type):
         return q_t, k_t, q_s, k_s  # the check names them
@@ -152,7 +152,7 @@ def _promote_under_autocast(q_t, k_t, q_s, k_s):
     return q_t.to(type_t), k_t.to(type_t), q_s.to(type_s), k_s.to(type_s)
 
 
-def _as_int32(lengths: torch.Tensor | None) -> torch.Tensor | None:
+def as_int32(lengths: torch.Tensor | None) -> torch.Tensor | None:
     return None if lengths is None else lengths.to(torch.int32).contiguous()
 
 

@@ -55,6 +55,26 @@ def check_views():
         assert_close_in_norm(*(torch.autograd.grad(each, base)[0] for each in (loss, copied)))
 
 
+def check_map():
+    """As on the CPU, which tests/python/test_map.py compares with the full matrices."""
+    options = dict(causal=True, window_size=(90, 0), buckets=(5, 7))
+    lengths = dict(cu_seqlens_q=torch.tensor([0, 30, 130]), cu_seqlens_k=torch.tensor([0, 50, 150]))
+    for heads_t in 4, 8:  # a teacher head for each student head, or a mean of two
+        for dtype in torch.float32, torch.bfloat16:
+            for direction in "forward", "reverse":
+                for given in {}, dict(key_lengths=torch.tensor([0, 120])), lengths:
+                    shape = dict(BF16, heads_t=heads_t, dtype=dtype, device="cpu", len_q=130, len_k=150)
+                    tensors = make_tensors(**shape, packed=given is lengths)
+                    expected = streamkl.attention_map(*tensors, direction=direction, **options, **given)
+                    given = {name: tensor.cuda() for name, tensor in given.items()}
+                    on_gpu = [tensor.cuda() for tensor in tensors]
+                    maps = streamkl.attention_map(*on_gpu, direction=direction, **options, **given)
+                    for name, picture, wanted in zip(maps._fields, maps, expected):
+                        assert picture.is_cuda
+                        error = (picture.cpu() - wanted).abs().max().item()
+                        assert error <= 1e-5, f"{name}: off by {error}, {dtype}, {direction}, {heads_t} teacher heads"
+
+
 def check_opcheck():
     problem = (None, None, None, -1, -1, True, 5, -1, 0.0, 0.3, 0.0, 4.0, False, False, False, 12)
     tensors = [t.detach() for t in make_tensors(**BF16)]

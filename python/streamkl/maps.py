@@ -1,0 +1,154 @@
+"""streamkl.attention_map: where two models look, and where their KL comes from, at any length.
+
+The recipe of docs/maths.md, section 11: the LSEs of every row from one forward, then the partial states of all rows over
+the keys of one bucket after the other. What a state says of its keys depends on the LSEs of its row alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Iterator, NamedTuple
+
+import torch
+
+from ._checks import sizes
+from ._ops import partial_states
+from .attention import Direction, Layout, as_int32, attention_kl, promote_under_autocast
+
+
+class AttentionMap(NamedTuple):
+    """Three pictures, f32 ``[heads_s, rows, columns]``, or ``[rows, columns]`` in a mean over heads."""
+
+    teacher: torch.Tensor
+    student: torch.Tensor
+    kl: torch.Tensor
+
+
+@torch.no_grad()
+def attention_map(
+    q_t: torch.Tensor,
+    k_t: torch.Tensor,
+    q_s: torch.Tensor,
+    k_s: torch.Tensor,
+    *,
+    buckets: tuple[int, int] = (64, 64),
+    per_head: bool = True,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale_t: float | None = None,
+    softmax_scale_s: float | None = None,
+    softcap_t: float = 0.0,
+    softcap_s: float = 0.0,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    key_lengths: torch.Tensor | None = None,
+    direction: Direction = "forward",
+    layout: Layout = "bnhd",
+) -> AttentionMap:
+    """Attention maps of a teacher and a student, and of the KL between them, without the N x N matrices.
+
+    Queries and keys are cut into buckets of even length, each sequence by its own length. A cell is a mean over the
+    queries of its bucket that see a key, and over the sequences of the batch: of the share of attention that the keys of its
+    bucket get, or of their part of the KL. So a row of ``teacher`` or ``student`` sums to 1, and a row of ``kl`` to
+    the mean KL of its queries; single cells of ``kl`` may be negative. Rows whose queries see no key are 0.
+
+    Takes the work of two forwards, and some 300 bytes a query and head; no gradient flows.
+
+    Example::
+
+        maps = streamkl.attention_map(q_t, k_t, q_s, k_s, causal=True, per_head=False)
+        pyplot.imshow(maps.student.sqrt().cpu())
+
+    Args:
+        q_t, k_t, q_s, k_s: tensors as of :func:`streamkl.attention_kl`, and so are all options that are not named here.
+        buckets: ``(rows, columns)``: buckets of queries and of keys; never more than the longest sequence has.
+        per_head: a map of every student head; ``False``: their mean. The teacher of a student head is the mean of its
+            ``heads_t / heads_s`` heads.
+
+    Returns:
+        ``AttentionMap(teacher, student, kl)`` on the device of the tensors: f32 ``[heads_s, rows, columns]``, or with
+        ``per_head=False`` ``[rows, columns]``.
+
+    Raises:
+        ValueError: an argument does not fit; the message names it, with its shape or value and what is accepted.
+    """
+    if not (isinstance(buckets, (tuple, list)) and len(buckets) == 2 and all(_is_count(count) for count in buckets)):
+        raise ValueError(f"buckets={buckets!r}: must be a pair (rows, columns) of whole numbers, at least 1")
+    _, lse_t, lse_s = attention_kl(
+        q_t, k_t, q_s, k_s, causal=causal, window_size=window_size, softmax_scale_t=softmax_scale_t,
+        softmax_scale_s=softmax_scale_s, softcap_t=softcap_t, softcap_s=softcap_s, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k, key_lengths=key_lengths, direction=direction, reduction="none", return_lse=True,
+        layout=layout,
+    )  # fmt: skip
+    reverse, heads_first = direction == "reverse", layout == "bhnd"
+    tensors = promote_under_autocast(q_t, k_t, q_s, k_s)
+    problem = (
+        None, None, as_int32(key_lengths), -1, -1, causal, *window_size, softmax_scale_t or 0.0, softmax_scale_s or 0.0,
+        softcap_t or 0.0, softcap_s or 0.0, reverse, False, heads_first, 0,
+    )  # fmt: skip
+
+    if cu_seqlens_q is None:
+        sequences = [(tensors, lse_t, lse_s)]
+    else:
+        sequences = list(_unpack(tensors, lse_t, lse_s, cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), heads_first))
+    lengths = [[sizes(t.shape, False, heads_first)[2] for t in parts[:2]] for parts, _, _ in sequences]
+    rows, columns = (min(count, max((pair[i] for pair in lengths), default=0)) for i, count in enumerate(buckets))
+    sums = torch.zeros(3, lse_s.shape[-2], rows, columns, dtype=torch.float64, device=q_s.device)
+    seen = torch.zeros(rows, dtype=torch.float64, device=q_s.device)
+    for sequence, (len_q, len_k) in zip(sequences, lengths):
+        if sequence[-1].numel() and len_k:
+            _add_sequence(sums, seen, *sequence, len_q, len_k, problem, reverse)
+    pictures = sums / seen.clamp(min=1)[:, None]
+    pictures = (pictures if per_head else pictures.mean(1)).float()
+    return AttentionMap(*pictures)
+
+
+def _is_count(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _unpack(tensors, lse_t, lse_s, bounds_q, bounds_k, heads_first) -> Iterator[tuple]:
+    """Each packed sequence as a batch of one: views."""
+    length = -2 if heads_first else -3
+    for q_0, q_1, k_0, k_1 in zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:]):
+        bounds = ((q_0, q_1 - q_0), (k_0, k_1 - k_0)) * 2
+        parts = [t.narrow(length, *bound).unsqueeze(0) for t, bound in zip(tensors, bounds)]
+        yield parts, lse_t[None, :, q_0:q_1], lse_s[None, :, q_0:q_1]
+
+
+def _edges(count: int, length: int) -> list[int]:
+    """Bucket b of `count` is edges[b] up to edges[b + 1]."""
+    return [length * bucket // count for bucket in range(count + 1)]
+
+
+def _add_sequence(sums, seen, tensors, lse_t, lse_s, len_q, len_k, problem, reverse) -> None:
+    """Adds the queries of a batch of sequences to their buckets in sums [3, heads, rows, columns] and seen [rows]."""
+    _, _, rows, columns = sums.shape
+    edges = torch.tensor(_edges(rows, len_q), device=sums.device)
+    row_of_query = torch.repeat_interleave(torch.arange(rows, device=sums.device), edges.diff(), output_size=len_q)
+    sees = lse_s != -torch.inf
+    seen.index_add_(0, row_of_query, sees[:, 0].sum(0).double())  # every head of a query sees the same keys
+
+    # LSEs in the base of the states; a mean of teacher heads is normalised already.
+    in_base_2 = [torch.where(lse == -torch.inf, 0.0, lse.double()) / math.log(2) for lse in (lse_t, lse_s)]
+    if lse_t.shape != lse_s.shape:
+        in_base_2[0] = torch.zeros_like(in_base_2[1])
+    lse_1, lse_2 = reversed(in_base_2) if reverse else in_base_2
+    edges_k = _edges(columns, len_k)
+    for column, (begin, end) in enumerate(zip(edges_k, edges_k[1:])):
+        if begin == end:
+            continue
+        mass_1, mass_2, kl = _shares(partial_states(tensors, lse_t, begin, end, problem), lse_1, lse_2)
+        shares = (mass_2, mass_1, kl) if reverse else (mass_1, mass_2, kl)
+        for picture, share in zip(sums, shares):
+            picture[..., column].index_add_(-1, row_of_query, share.sum(0))
+
+
+def _shares(states, lse_1, lse_2):
+    """Masses of both distributions and the part of the KL over the keys of the states: [batch, heads, len_q] each."""
+    m_1, l_1, m_2, l_2, w = states.movedim(-1, 0).double()
+    d_1 = torch.where(l_1 == 0, 0.0, m_1 - lse_1)  # a state without keys has m = -inf, l = 0 and w = 0
+    d_2 = torch.where(l_2 == 0, 0.0, m_2 - lse_2)
+    factor = d_1.exp2()
+    mass_1, mass_2 = factor * l_1, d_2.exp2() * l_2
+    return mass_1, mass_2, math.log(2) * (factor * w + mass_1 * (d_1 - d_2))
