@@ -50,7 +50,7 @@ template <int DIM> struct gradient_block {
     int count;        /* queries that there are */
     key_stream keys;
     float unit;                 /* of G */
-    int poisoned[DEPTH][KEYS];  /* own keys that are not finite */
+    float poison[DEPTH][KEYS];  /* NaN for own keys that are not finite, 0 for others */
     query_facts facts[QUERIES]; /* LSEs in base 2, upstream gradients in the unit */
 };
 
@@ -139,7 +139,8 @@ __device__ inline bool clean_row(unsigned char (&halves)[DIM / 64][ROWS][128], i
 /* ---- Queries ------------------------------------------------------------------------------------------------ */
 
 /* G of f16 needs a unit: f16 holds 2^-24 .. 2^16 only. One warp finds it, from the block's largest upstream gradient;
- * G of the second argument is at most that. bf16 has the range of f32. */
+ * G of the second argument is at most that. Rows whose upstream gradient is less than 2^-16 of it lose bits of dq.
+ * bf16 has the range of f32. */
 template <typename ELEMENT>
 __device__ inline float unit_of(const skl_cuda_params &params, const tile_place &place, ELEMENT)
 {
@@ -152,6 +153,9 @@ __device__ inline float unit_of(const skl_cuda_params &params, const tile_place 
     float largest = 0.0F;
     for (int row = (int)threadIdx.x % 32; row < QUERIES; row += 32) {
         const int64_t query = skl_min(place.first + row, place.sequence.query_count - 1);
+        const skl_range sees = skl_visible(&params.problem, &place.sequence, query);
+        if (sees.begin >= sees.end)
+            continue; /* whatever comes from upstream, its gradient is 0 */
         const float size = fabsf(fact_of(params, 3, place.sequence, place.head, query));
         largest = size < INFINITY ? fmaxf(largest, size) : largest;
     }
@@ -233,20 +237,19 @@ template <typename ELEMENT, int DIM, bool SECOND> struct query_group {
                 float pair[2];
 #pragma unroll
                 for (int parity = 0; parity < 2; parity++) {
-                    const float own_u =
-                        fmaf(own[i][half * 2 + parity], own_scale, -(SECOND ? query.lse_2 : query.lse_1));
+                    const int column = column_of(i, parity);
+                    const float lse = SECOND ? query.lse_2 : query.lse_1;
+                    const float own_u = fmaf(own[i][half * 2 + parity], own_scale,
+                                             EDGE ? block.poison[n % block.DEPTH][column] - lse : -lse);
                     const float other_u =
                         fmaf(other[i][half * 2 + parity], other_scale, -(SECOND ? query.lse_1 : query.lse_2));
                     const float u = SECOND ? other_u : own_u, v = SECOND ? own_u : other_u;
                     const float p = ex2(u), q = SECOND ? ex2(v) : 0.0F;
-                    const int column = column_of(i, parity);
                     const bool seen = !EDGE || (first + column >= sees.begin && first + column < sees.end);
                     if (SECOND && seen)
                         sums[half] = {sums[half].l_1 + p, sums[half].l_2 + q, fmaf(p, u - v, sums[half].w)};
                     const float gradient = SECOND ? q - p : p * fmaf(SKL_LN2, u - v, -query.kl);
-                    pair[parity] = !seen                                             ? 0.0F
-                                   : EDGE && block.poisoned[n % block.DEPTH][column] ? NAN
-                                                                                     : gradient * query.grad;
+                    pair[parity] = seen ? gradient * query.grad : 0.0F;
                 }
                 g[i / 2][i % 2 * 2 + half] = pack(pair[0], pair[1], ELEMENT());
             }
@@ -345,7 +348,7 @@ template <typename ELEMENT, int DIM> __device__ inline void clean_stage(gradient
     const int row = (int)threadIdx.x % 128 / 2;
     barrier_wait(block.full[at], n / block.DEPTH % 2);
     const bool finite = clean_row<ELEMENT, DIM>(block.stages[at].own.halves, row, true);
-    block.poisoned[at][row] = !finite;
+    block.poison[at][row] = finite ? 0.0F : NAN;
     async_fence();
     barrier_arrive(block.clean[at]); /* every thread: it wrote what others read */
 }
@@ -388,6 +391,7 @@ __device__ inline void add_key_gradients(gradient_block<DIM> &block, const stage
         if (leader && n > 0) /* where there is a G, the stage before it has been left */
             copies.copy_stage(n + block.DEPTH - 1);
         if (!wanted) {
+            __syncwarp(); /* no lane is still waiting for this G when the next one comes */
             if (threadIdx.x % 32 == 0)
                 barrier_arrive(block.g_empty[n % 2]);
             continue;
@@ -434,6 +438,8 @@ __global__ void __launch_bounds__(GRADIENT_THREADS, 1)
         block.place = here;
         block.count = (int)skl_min(QUERIES, here.sequence.query_count - here.first);
         block.keys = keys_of_tile(params, here);
+        if (block.count < QUERIES) /* 0 times a key that is not finite: rows that are not there must be masked */
+            block.keys.edges = block.keys.stages;
         barrier_init(block.queries_full, 1);
         for (int at = 0; at < block.DEPTH; at++) {
             barrier_init(block.full[at], 1);
@@ -538,7 +544,7 @@ inline int32_t section_for(const skl_cuda_params *params, const skl_cuda_argumen
 {
     constexpr int64_t L2_SHARE = (int64_t)25 << 20, SMALL_PART = 32;
     const skl_problem *const p = &params->problem;
-    const bool even = !p->causal && p->window_left < 0 && p->window_right < 0;
+    const bool even = p->window_left > SKL_LENGTH_MAX && p->window_right > SKL_LENGTH_MAX; /* no limit, not causal */
     const int64_t tiles = p->batch * p->heads_s * skl_ceil_div(p->len_q, QUERIES);
     if (!even && tiles < 2 * SMALL_PART * params->multiprocessors)
         return SKL_SECTION_MAX;
