@@ -134,6 +134,44 @@ static void test_poison_in_a_visible_key(void **state)
 }
 
 /* A NaN query spoils its own row and the keys it sees, and no other query. */
+/* The same in one sweep, which is told LSEs that know nothing of it. Student gradients alone: the KL then comes from
+ * the sweep that gives them. */
+static void check_poison_in_one_pass(const test_case *c)
+{
+    static const double poisons[] = {NAN, INFINITY, -INFINITY};
+    for (size_t p = 0; p < COUNT_OF(poisons); p++)
+        for (int32_t k = 0; case_kernel(c, k); k++) {
+            fixture f;
+            fixture_create(&f, c);
+            skl_plan *const plan = test_plan(&f.problem, case_kernel(c, k), 2);
+            fixture_results saved = results_create(&f), results = results_create(&f);
+            for (int64_t h = 0; h < f.k_s.heads; h++)
+                tensor_set(&f.k_s, tensor_index(&f.k_s, 0, h, POISONED), poisons[p]);
+            run_both(plan, &f, &saved);
+            skl_inputs inputs = f.inputs;
+            inputs.lse_t = tensor_input(&saved.lse_t);
+            inputs.lse_s = tensor_input(&saved.lse_s);
+            fixture_results wanted = results;
+            wanted.lse_t.data = wanted.lse_s.data = NULL;
+            const skl_rows rows = results_rows(&wanted);
+            const skl_gradients gradients = results_gradients(&wanted);
+            run_forward_backward(plan, &inputs, &rows, &gradients);
+            for (int64_t n = 0; n < tensor_count(&results.kl); n++)
+                assert_int_equal(n % LENGTH < POISONED, isfinite(tensor_get(&results.kl, n)) != 0);
+            results_destroy(&saved);
+            results_destroy(&results);
+            skl_plan_destroy(plan);
+            fixture_destroy(&f);
+        }
+}
+
+static void test_poison_in_one_pass(void **state)
+{
+    (void)state;
+    const test_case c = {"one pass", SHAPE(1, LENGTH, LENGTH), SMALL, CAUSAL, .without = SKL_DQ_T | SKL_DK_T};
+    case_in_every_type(&c, check_poison_in_one_pass);
+}
+
 static void check_poison_in_a_query(const test_case *c)
 {
     for (int32_t k = 0; case_kernel(c, k); k++) {
@@ -372,6 +410,7 @@ int main(void)
         cmocka_unit_test(test_a_rank_that_holds_only_padding),
         cmocka_unit_test(test_poison_in_hidden_keys),
         cmocka_unit_test(test_poison_in_a_visible_key),
+        cmocka_unit_test(test_poison_in_one_pass),
         cmocka_unit_test(test_poison_in_a_query),
         cmocka_unit_test(test_more_than_65535_batches_and_heads),
         cmocka_unit_test(test_more_than_32768_rows),
