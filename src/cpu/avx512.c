@@ -20,43 +20,14 @@ SKL_INLINE vec exp2_vec(vec x)
     return (vec)_mm512_scalef_ps((__m512)exp2_fraction(x - (vec)whole), whole);
 }
 
-#include "cpu/body/selected_backward.h"
+#include "cpu/body/work.h"
 #include "cpu/features.h"
-
-static const skl_cpu_kernel indexer = {
-    .name = "cpu_avx512",
-    .detail = "AVX-512, 192 x 96 tiles, 12 x 32 micro-kernel",
-    .fuses = true,
-    .usable = skl_cpu_has_avx512,
-    .tiles = tiles,
-    .scratch_size = index_scratch_size,
-    .forward = index_forward,
-    .backward_queries = index_backward_queries,
-    .backward_keys = index_backward_keys,
-};
-
-static const skl_cpu_kernel sparse_indexer = {
-    .name = "cpu_avx512",
-    .detail = "AVX-512, 192 x 96 tiles, 12 x 32 micro-kernel",
-    .fuses = true,
-    .usable = skl_cpu_has_avx512,
-    .tiles = list_tiles,
-    .scratch_size = list_scratch_size,
-    .forward = list_forward,
-    .backward_queries = list_backward_queries,
-    .backward_keys = list_backward_keys,
-};
 
 const skl_cpu_kernel skl_cpu_avx512 = {
     .name = "cpu_avx512",
     .detail = "AVX-512, 192 x 96 tiles, 12 x 32 micro-kernel",
-    .fuses = true,
     .usable = skl_cpu_has_avx512,
-    .tiles = tiles,
-    .scratch_size = scratch_size,
-    .forward = forward,
-    .backward_queries = backward_queries,
-    .backward_keys = backward_keys,
-    .indexer = &indexer,
-    .sparse_indexer = &sparse_indexer,
+    .attention = &attention_work,
+    .indexer = &indexer_work,
+    .sparse_indexer = &sparse_indexer_work,
 };

@@ -81,11 +81,13 @@ static skl_status plan_cpu(skl_plan *plan, const skl_options *options, const cha
         status = choose_threads(&plan->threads, options->threads);
     if (status != SKL_OK)
         return status;
-    if (skl_is_indexer(&plan->problem))
-        kernel = plan->problem.top_k > 0 ? kernel->sparse_indexer : kernel->indexer;
-    plan->kernel = kernel;
+    const skl_problem *const p = &plan->problem;
+    const skl_cpu_work *const work = !skl_is_indexer(p) ? kernel->attention
+                                     : p->top_k > 0     ? kernel->sparse_indexer
+                                                        : kernel->indexer;
+    plan->kernel = work;
     plan->kernel_name = kernel->name;
-    const size_t a_worker = kernel->scratch_size(&plan->problem);
+    const size_t a_worker = work->scratch_size(p);
     for (int op = 0; op < SKL_OP_COUNT; op++)
         plan->workspace_size[op] = turns_size(plan->threads) + (size_t)plan->threads * a_worker;
     skl_pool_reserve(plan->threads);
@@ -164,10 +166,10 @@ static skl_status run(const skl_plan *plan, const skl_call *call)
         status = skl_indices_check(p, &call->inputs);
     if (status != SKL_OK)
         return status;
-    const skl_cpu_kernel *const kernel = plan->kernel;
+    const skl_cpu_work *const work = plan->kernel;
     const skl_gradients *const grads = &call->gradients;
     const bool gradients = call->op == SKL_OP_BACKWARD || call->op == SKL_OP_FORWARD_BACKWARD;
-    const bool fused = gradients && kernel->fuses && can_fuse(p, grads, kernel->tiles(p).queries);
+    const bool fused = gradients && work->fuses && can_fuse(p, grads, work->tiles(p).queries);
     const bool queries = fused || grads->dq_t.data != NULL || grads->dq_s.data != NULL || grads->dw_s.data != NULL;
     const bool teacher = grads->dq_t.data != NULL || grads->dk_t.data != NULL;
     const bool student = grads->dq_s.data != NULL || grads->dk_s.data != NULL || grads->dw_s.data != NULL;
@@ -178,15 +180,15 @@ static skl_status run(const skl_plan *plan, const skl_call *call)
     const bool rows_wanted = call->rows.kl.data != NULL || call->rows.dot_t.data != NULL ||
                              call->rows.cross_entropy.data != NULL || call->rows.entropy.data != NULL;
     const bool rows_apart =
-        !kernel->fuses || first || (teacher && grouped) || !queries || call->rows.dot_t.data != NULL;
+        !work->fuses || first || (teacher && grouped) || !queries || call->rows.dot_t.data != NULL;
     const bool rows_first = !gradients || (call->op == SKL_OP_FORWARD_BACKWARD && rows_wanted && rows_apart);
 
     skl_stage s = {.plan = plan,
                    .scratch = (char *)call->workspace + turns_size(plan->threads),
-                   .scratch_size = kernel->scratch_size(p),
+                   .scratch_size = work->scratch_size(p),
                    .task = {.problem = p,
                             .call = call,
-                            .tiles = kernel->tiles(p),
+                            .tiles = work->tiles(p),
                             .turns = {call->workspace, skl_turn_count(plan->threads)},
                             .fused = fused,
                             .rows_known = rows_first}};
@@ -195,10 +197,10 @@ static skl_status run(const skl_plan *plan, const skl_call *call)
         void (*function)(const skl_task *);
         bool keys, teacher_side;
     } stages[] = {
-        {rows_first, kernel->forward, false, false},
-        {gradients && queries, kernel->backward_queries, false, false},
-        {gradients && !fused && grads->dk_s.data != NULL, kernel->backward_keys, true, false},
-        {gradients && !fused && grads->dk_t.data != NULL, kernel->backward_keys, true, true},
+        {rows_first, work->forward, false, false},
+        {gradients && queries, work->backward_queries, false, false},
+        {gradients && !fused && grads->dk_s.data != NULL, work->backward_keys, true, false},
+        {gradients && !fused && grads->dk_t.data != NULL, work->backward_keys, true, true},
     };
     enum { STAGE_COUNT = sizeof stages / sizeof stages[0] };
 

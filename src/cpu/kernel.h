@@ -28,21 +28,24 @@ typedef struct skl_task {
     bool teacher_side; /* backward_keys: dk_t, not dk_s */
 } skl_task;
 
-typedef struct skl_cpu_kernel skl_cpu_kernel;
-
-struct skl_cpu_kernel {
-    const char *name;
-    const char *detail;
+/* How a kernel works on one kind of student. */
+typedef struct skl_cpu_work {
     bool fuses; /* backward_queries can add to dk, and give the KL of SKL_OP_FORWARD_BACKWARD, in its one sweep */
-    bool (*usable)(void);
     skl_tiles (*tiles)(const skl_problem *problem);
     size_t (*scratch_size)(const skl_problem *problem); /* bytes a worker */
     void (*forward)(const skl_task *task);              /* rows or states of a query tile */
     void (*backward_queries)(const skl_task *task);     /* dq of a query tile; fused: its share of dk; one pass: KL */
     void (*backward_keys)(const skl_task *task);        /* dk of a key tile; `head` is a key head */
-    const skl_cpu_kernel *indexer;                      /* what takes its place when the student is an indexer */
-    const skl_cpu_kernel *sparse_indexer;               /* and when its keys are listed */
-};
+} skl_cpu_work;
+
+typedef struct skl_cpu_kernel {
+    const char *name;
+    const char *detail;
+    bool (*usable)(void);
+    const skl_cpu_work *attention;
+    const skl_cpu_work *indexer;
+    const skl_cpu_work *sparse_indexer; /* its keys are listed */
+} skl_cpu_kernel;
 
 extern const skl_cpu_kernel skl_cpu_reference;
 extern const skl_cpu_kernel skl_cpu_portable;

@@ -24,47 +24,18 @@ SKL_INLINE vec vec_fma(vec a, vec b, vec c)
 }
 #endif
 
-#include "cpu/body/selected_backward.h"
+#include "cpu/body/work.h"
 
 static bool usable(void)
 {
     return true;
 }
 
-static const skl_cpu_kernel indexer = {
-    .name = KERNEL_NAME,
-    .detail = KERNEL_DETAIL,
-    .fuses = true,
-    .usable = usable,
-    .tiles = tiles,
-    .scratch_size = index_scratch_size,
-    .forward = index_forward,
-    .backward_queries = index_backward_queries,
-    .backward_keys = index_backward_keys,
-};
-
-static const skl_cpu_kernel sparse_indexer = {
-    .name = KERNEL_NAME,
-    .detail = KERNEL_DETAIL,
-    .fuses = true,
-    .usable = usable,
-    .tiles = list_tiles,
-    .scratch_size = list_scratch_size,
-    .forward = list_forward,
-    .backward_queries = list_backward_queries,
-    .backward_keys = list_backward_keys,
-};
-
 const skl_cpu_kernel skl_cpu_portable = {
     .name = KERNEL_NAME,
     .detail = KERNEL_DETAIL,
-    .fuses = true,
     .usable = usable,
-    .tiles = tiles,
-    .scratch_size = scratch_size,
-    .forward = forward,
-    .backward_queries = backward_queries,
-    .backward_keys = backward_keys,
-    .indexer = &indexer,
-    .sparse_indexer = &sparse_indexer,
+    .attention = &attention_work,
+    .indexer = &indexer_work,
+    .sparse_indexer = &sparse_indexer_work,
 };

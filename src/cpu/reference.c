@@ -193,10 +193,15 @@ static void backward_keys(const skl_task *t)
     }
 }
 
-static const skl_cpu_kernel indexer = {
-    .name = "cpu_reference",
-    .detail = "scalar, one row at a time",
-    .usable = usable,
+static const skl_cpu_work attention_work = {
+    .tiles = tiles,
+    .scratch_size = scratch_size,
+    .forward = forward,
+    .backward_queries = backward_queries,
+    .backward_keys = backward_keys,
+};
+
+static const skl_cpu_work indexer_work = {
     .tiles = tiles,
     .scratch_size = scratch_size,
     .forward = forward,
@@ -208,11 +213,7 @@ const skl_cpu_kernel skl_cpu_reference = {
     .name = "cpu_reference",
     .detail = "scalar, one row at a time",
     .usable = usable,
-    .tiles = tiles,
-    .scratch_size = scratch_size,
-    .forward = forward,
-    .backward_queries = backward_queries,
-    .backward_keys = backward_keys,
-    .indexer = &indexer,
-    .sparse_indexer = &indexer,
+    .attention = &attention_work,
+    .indexer = &indexer_work,
+    .sparse_indexer = &indexer_work,
 };

@@ -1,0 +1,34 @@
+/* What the vector body does for each kind of student: the same for all instruction sets. */
+#ifndef SKL_CPU_BODY_WORK_H
+#define SKL_CPU_BODY_WORK_H
+
+#include "cpu/body/selected_backward.h"
+
+static const skl_cpu_work attention_work = {
+    .fuses = true,
+    .tiles = tiles,
+    .scratch_size = scratch_size,
+    .forward = forward,
+    .backward_queries = backward_queries,
+    .backward_keys = backward_keys,
+};
+
+static const skl_cpu_work indexer_work = {
+    .fuses = true,
+    .tiles = tiles,
+    .scratch_size = index_scratch_size,
+    .forward = index_forward,
+    .backward_queries = index_backward_queries,
+    .backward_keys = index_backward_keys,
+};
+
+static const skl_cpu_work sparse_indexer_work = {
+    .fuses = true,
+    .tiles = list_tiles,
+    .scratch_size = list_scratch_size,
+    .forward = list_forward,
+    .backward_queries = list_backward_queries,
+    .backward_keys = list_backward_keys,
+};
+
+#endif
