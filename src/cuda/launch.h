@@ -43,7 +43,14 @@ typedef struct skl_cuda_params {
     skl_output sums;
 } skl_cuda_params;
 
-/* Whether the side whose gradients are wanted is the second argument of the KL. */
+/* The side whose gradients are wanted. */
+SKL_SHARED skl_side skl_cuda_side(const skl_cuda_params *params)
+{
+    return params->teacher_side ? skl_teacher_of(&params->problem, &params->call)
+                                : skl_student_of(&params->problem, &params->call);
+}
+
+/* Whether it is the second argument of the KL. */
 SKL_SHARED int skl_cuda_of_second(const skl_cuda_params *params)
 {
     return (params->problem.direction == SKL_KL_REVERSE) == (params->teacher_side != 0);

@@ -132,7 +132,7 @@ struct sums_shape {
 static sums_shape shape_of(const skl_cuda_params *params)
 {
     const skl_problem *const p = &params->problem;
-    const skl_side side = params->teacher_side ? skl_teacher_of(p, &params->call) : skl_student_of(p, &params->call);
+    const skl_side side = skl_cuda_side(params);
     const int64_t rows = p->packed ? p->total_k : p->len_k, quads = side.dim / 4;
     return {side.key_heads, rows, quads, (p->packed ? 1 : p->batch) * side.key_heads * rows * quads};
 }
@@ -175,8 +175,7 @@ extern "C" cudaError_t skl_cuda_clear_sums(const skl_cuda_params *params)
 extern "C" cudaError_t skl_cuda_store_sums(const skl_cuda_params *params)
 {
     const sums_shape shape = shape_of(params);
-    const skl_problem *const p = &params->problem;
-    const skl_side side = params->teacher_side ? skl_teacher_of(p, &params->call) : skl_student_of(p, &params->call);
+    const skl_side side = skl_cuda_side(params);
     if (params->sums.data == NULL || params->sums.data == side.dk->data || shape.count == 0)
         return cudaSuccess;
     store_sums<<<blocks_for(shape.count), THREADS, 0, params->call.stream>>>(params->sums, shape, *side.dk,

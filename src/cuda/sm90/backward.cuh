@@ -229,8 +229,8 @@ template <typename ELEMENT, int DIM, bool SECOND> struct query_group {
         const int first = EDGE ? block.keys.place_of(n) * KEYS : 0;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const query_facts query = load_facts(block.facts[own_row<1>(0, half)]);
             const int row = own_row<1>(0, half);
+            const query_facts query = load_facts(block.facts[row]);
             const range32 sees = EDGE && row < block.count ? block.keys.band.of(row) : range32{};
 #pragma unroll
             for (int i = 0; i < 8; i++) {
@@ -525,10 +525,8 @@ struct split_launchers {
 
     cudaError_t run(const skl_cuda_params *params) const
     {
-        const skl_gradients *const gradients = &params->call.gradients;
-        const bool dq = (params->teacher_side ? gradients->dq_t : gradients->dq_s).data != NULL;
         cudaError_t error = params->kl_in_sweep ? forward(params) : cudaSuccess;
-        if (error == cudaSuccess && dq)
+        if (error == cudaSuccess && skl_cuda_side(params).dq->data != NULL)
             error = queries(params);
         if (error == cudaSuccess && params->sums.data != NULL)
             error = keys(params);
