@@ -48,49 +48,6 @@ template <int WIDTH, int M> struct own_gradient {
     }
 };
 
-/* f16 holds 2^-24 .. 2^16 only: a warp keeps its gradient in a unit of its own, a power of two that moves when values
- * outgrow it. bf16 has the range of f32. */
-template <typename ELEMENT> struct gradient_unit {
-    static constexpr bool MOVES = false;
-
-    template <int WIDTH, int M> __device__ void fit(own_gradient<WIDTH, M> &, float)
-    {
-    }
-    __device__ float value() const
-    {
-        return 1.0F;
-    }
-    __device__ float inverse() const
-    {
-        return 1.0F;
-    }
-};
-
-template <> struct gradient_unit<__half> {
-    static constexpr bool MOVES = true;
-    int exponent = -127; /* the unit is 2^exponent; at first it is 0 */
-
-    /* Makes room for values up to `largest`, the same for all lanes of the warp. */
-    template <int WIDTH, int M> __device__ void fit(own_gradient<WIDTH, M> &gradient, float largest)
-    {
-        constexpr int LIMIT = 15, ROOM = 3; /* values stay below 2^LIMIT units; a new unit leaves some room */
-        const int size = (int)(__float_as_uint(largest) >> 23) - 126; /* largest < 2^size */
-        if (size <= exponent + LIMIT)
-            return;
-        const int next = max(size - LIMIT + ROOM, -126);
-        gradient.scale(power_of_2(max(exponent - next, -127)));
-        exponent = next;
-    }
-    __device__ float value() const
-    {
-        return power_of_2(exponent);
-    }
-    __device__ float inverse() const
-    {
-        return power_of_2(-exponent);
-    }
-};
-
 /* Largest finite magnitude that the warp holds. */
 template <int M> __device__ inline float largest_of(const logits<M, 2> &g)
 {
@@ -400,34 +357,6 @@ __device__ inline void sum_streamed(own_gradient<SLICE<DIM>, M> &gradient, gradi
 }
 
 /* ---- Kernels ------------------------------------------------------------------------------------------------ */
-
-template <int M, bool KEYS> struct own_place {
-    skl_sequence sequence;
-    int64_t head, first;  /* head of the gradient, first own row */
-    int64_t rows, stored; /* own rows of the sequence that take part, and that have a gradient: padding keys get 0 */
-
-    /* False: there is nothing at this block's place. */
-    __device__ bool find(const skl_cuda_params &params)
-    {
-        const skl_problem &p = params.problem;
-        const unsigned tiles = (unsigned)skl_ceil_div(KEYS ? p.len_k : p.len_q, WARPS * 16 * M);
-        const work at = work_of_block((unsigned)heads(params), tiles, SKL_SECTION_MAX);
-        if (at.sequence >= p.batch)
-            return false;
-        sequence = device_sequence(params, at.sequence);
-        head = at.head;
-        first = (int64_t)(KEYS ? at.tile : tiles - 1 - at.tile) * WARPS * 16 * M; /* causal: longest first */
-        rows = KEYS ? sequence.key_count : sequence.query_count;
-        stored = KEYS && !p.packed ? p.len_k : rows;
-        return first < stored;
-    }
-
-    __host__ __device__ static int64_t heads(const skl_cuda_params &params)
-    {
-        const skl_problem &p = params.problem;
-        return !KEYS ? p.heads_s : params.teacher_side ? p.key_heads_t : p.key_heads_s;
-    }
-};
 
 /* Whether the row met anything: if not its gradient is 0, whatever comes from upstream. */
 template <int M, bool KEYS>

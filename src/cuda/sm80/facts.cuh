@@ -49,6 +49,51 @@ __device__ inline float power_of_2(int exponent)
     return __uint_as_float((unsigned)(exponent + 127) << 23);
 }
 
+/* ---- Units of f16 -------------------------------------------------------------------------------------------- */
+
+/* f16 holds 2^-24 .. 2^16 only: a warp keeps its gradient in a unit of its own, a power of two that moves when values
+ * outgrow it. bf16 has the range of f32. */
+template <typename ELEMENT> struct gradient_unit {
+    static constexpr bool MOVES = false;
+
+    template <typename GRADIENT> __device__ void fit(GRADIENT &, float)
+    {
+    }
+    __device__ float value() const
+    {
+        return 1.0F;
+    }
+    __device__ float inverse() const
+    {
+        return 1.0F;
+    }
+};
+
+template <> struct gradient_unit<__half> {
+    static constexpr bool MOVES = true;
+    int exponent = -127; /* the unit is 2^exponent; at first it is 0 */
+
+    /* Makes room for values up to `largest`, the same for all lanes of the warp. */
+    template <typename GRADIENT> __device__ void fit(GRADIENT &gradient, float largest)
+    {
+        constexpr int LIMIT = 15, ROOM = 3; /* values stay below 2^LIMIT units; a new unit leaves some room */
+        const int size = (int)(__float_as_uint(largest) >> 23) - 126; /* largest < 2^size */
+        if (size <= exponent + LIMIT)
+            return;
+        const int next = max(size - LIMIT + ROOM, -126);
+        gradient.scale(power_of_2(max(exponent - next, -127)));
+        exponent = next;
+    }
+    __device__ float value() const
+    {
+        return power_of_2(exponent);
+    }
+    __device__ float inverse() const
+    {
+        return power_of_2(-exponent);
+    }
+};
+
 /* ---- Values that are not finite ----------------------------------------------------------------------------- */
 
 __device__ constexpr uint32_t exponent_of_infinity(__nv_bfloat16)

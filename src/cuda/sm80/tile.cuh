@@ -302,6 +302,35 @@ __device__ inline work work_of_block(unsigned heads, unsigned tiles, unsigned se
     return {z * GRID_Y_MAX + y, (int)(first_head + rest % width), (int)(rest / width)};
 }
 
+/* A tile of 64 M rows of a gradient: queries, or keys (KEYS). */
+template <int M, bool KEYS> struct own_place {
+    skl_sequence sequence;
+    int64_t head, first;  /* head of the gradient, first own row */
+    int64_t rows, stored; /* own rows of the sequence that take part, and that have a gradient: padding keys get 0 */
+
+    /* False: there is nothing at this block's place. */
+    __device__ bool find(const skl_cuda_params &params)
+    {
+        const skl_problem &p = params.problem;
+        const unsigned tiles = (unsigned)skl_ceil_div(KEYS ? p.len_k : p.len_q, WARPS * 16 * M);
+        const work at = work_of_block((unsigned)heads(params), tiles, SKL_SECTION_MAX);
+        if (at.sequence >= p.batch)
+            return false;
+        sequence = device_sequence(params, at.sequence);
+        head = at.head;
+        first = (int64_t)(KEYS ? at.tile : tiles - 1 - at.tile) * WARPS * 16 * M; /* causal: longest first */
+        rows = KEYS ? sequence.key_count : sequence.query_count;
+        stored = KEYS && !p.packed ? p.len_k : rows;
+        return first < stored;
+    }
+
+    __host__ __device__ static int64_t heads(const skl_cuda_params &params)
+    {
+        const skl_problem &p = params.problem;
+        return !KEYS ? p.heads_s : params.teacher_side ? p.key_heads_t : p.key_heads_s;
+    }
+};
+
 } // namespace sm80
 
 #endif

@@ -19,10 +19,8 @@
 #ifndef SKL_CUDA_SM90_BACKWARD_CUH
 #define SKL_CUDA_SM90_BACKWARD_CUH
 
-#include "base/convert.h"
-#include "cuda/sm80/facts.cuh"
+#include "cuda/sm90/gradient.cuh"
 #include "cuda/sm90/tensor_map.cuh"
-#include "cuda/sm90/tile.cuh"
 
 namespace sm90
 {
@@ -38,17 +36,17 @@ template <int DIM> constexpr int HELD = DIM == 64 ? 64 : 96;
 
 template <int DIM> struct gradient_block {
     static constexpr int DEPTH = GRADIENT_DEPTH<DIM>;
-    lying_queries<DIM / 64> own_queries;
+    lying_rows<DIM / 64> own_queries;
     struct {
-        key_stage<DIM> own, other;
+        row_stage<DIM> own, other;
     } stages[DEPTH];
     unsigned char g[2][QUERIES][128];        /* [query][key] */
     unsigned char sums[DIM / 32][KEYS][128]; /* f32, 32 dimensions each */
-    lying_queries<DIM / 64 - HELD<DIM> / 64> other_queries;
+    lying_rows<DIM / 64 - HELD<DIM> / 64> other_queries;
     uint64_t queries_full, full[DEPTH], clean[DEPTH], g_full[2], g_empty[2];
     tile_place place; /* here, and not in the registers of every thread */
     int count;        /* queries that there are */
-    key_stream keys;
+    row_stream keys;
     float unit;                 /* of G */
     float poison[DEPTH][KEYS];  /* NaN for own keys that are not finite, 0 for others */
     query_facts facts[QUERIES]; /* LSEs in base 2, upstream gradients in the unit */
@@ -60,16 +58,6 @@ struct gradient_maps {
 };
 
 /* ---- Copies ------------------------------------------------------------------------------------------------- */
-
-template <bool SECOND> __device__ inline const skl_cuda_argument &own_of(const skl_cuda_params &params)
-{
-    return SECOND ? params.two : params.one;
-}
-
-template <bool SECOND> __device__ inline const skl_cuda_argument &other_of(const skl_cuda_params &params)
-{
-    return SECOND ? params.one : params.two;
-}
 
 /* What one thread of the key warpgroup copies, and where the block's dk goes. */
 template <int DIM> struct stage_copies {
@@ -117,24 +105,6 @@ template <int DIM> struct stage_copies {
         boxes_commit();
     }
 };
-
-/* Two threads look at a row as the copy engine leaves it: whether all of it is finite. If not, or if it is not
- * wanted, it becomes 0. */
-template <typename ELEMENT, int DIM, int ROWS>
-__device__ inline bool clean_row(unsigned char (&halves)[DIM / 64][ROWS][128], int row, bool wanted)
-{
-    const int first = (int)threadIdx.x % 2 * (DIM / 16); /* 16-byte chunk */
-    bool finite = true;
-#pragma unroll
-    for (int c = first; c < first + DIM / 16; c++)
-        finite = finite && all_finite<ELEMENT>(*(const uint4 *)(const void *)&halves[c / 8][row][c % 8 * 16]);
-    finite = __shfl_xor_sync(~0U, (int)finite, 1) && finite;
-    if (!finite || !wanted)
-#pragma unroll
-        for (int c = first; c < first + DIM / 16; c++)
-            *(uint4 *)(void *)&halves[c / 8][row][c % 8 * 16] = make_uint4(0, 0, 0, 0);
-    return finite;
-}
 
 /* ---- Queries ------------------------------------------------------------------------------------------------ */
 
@@ -301,22 +271,9 @@ template <typename ELEMENT, int DIM, bool SECOND> struct query_group {
         settle(dq);
     }
 
-    /* A row of dq; c: the thread's first column. */
-    template <typename OUT> __device__ void store_row(OUT *row, int half, int dim, float factor) const
-    {
-#pragma unroll
-        for (int n = 0; n < DIM / 8; n++)
-#pragma unroll
-            for (int parity = 0; parity < 2; parity++)
-                if (column_of(n, parity) < dim)
-                    row[column_of(n, parity)] = (OUT)(dq[n][half * 2 + parity] * factor);
-    }
-
     __device__ void store(const tile_place &place) const
     {
-        const skl_problem &p = params.problem;
-        const skl_side side =
-            params.teacher_side ? skl_teacher_of(&p, &params.call) : skl_student_of(&p, &params.call);
+        const skl_side side = skl_cuda_side(&params);
         const skl_output out = *side.dq;
         const int64_t base = SKL_ROW(out, place.sequence.batch, place.head, place.sequence.query_begin + place.first);
 #pragma unroll
@@ -329,11 +286,8 @@ template <typename ELEMENT, int DIM, bool SECOND> struct query_group {
             if (params.kl_in_sweep && threadIdx.x % 4 == 0)
                 skl_row_set(&params.call.rows.kl, &place.sequence, place.head, place.first + row,
                             skl_kl_report(skl_state_kl(&state)));
-            const float factor = block.unit * side.scale;
-            if (out.data != NULL && side.grad_dtype == SKL_F32)
-                store_row((float *)out.data + base + row * out.stride_row, half, (int)side.dim, factor);
-            else if (out.data != NULL)
-                store_row((ELEMENT *)out.data + base + row * out.stride_row, half, (int)side.dim, factor);
+            if (out.data != NULL)
+                store_row<ELEMENT>(out.data, base + row * out.stride_row, side, dq, half, block.unit * side.scale);
         }
     }
 };
@@ -473,7 +427,7 @@ __global__ void __launch_bounds__(GRADIENT_THREADS, 1)
     } else {
         take_registers<200>();
         query_group<ELEMENT, DIM, SECOND> own = {params, block, group};
-        load_queries<HELD<DIM>>(
+        load_rows<HELD<DIM>>(
             own.other_q, queries_of<ELEMENT>(other_of<SECOND>(params), place.sequence, place.head).from(place.first),
             block.count);
         barrier_wait(block.queries_full, 0);

@@ -27,11 +27,11 @@ template <int DIM> constexpr int FORWARD_HELD = DIM < 128 ? DIM : 128; /* dimens
 
 template <int DIM> struct forward_block {
     struct {
-        key_stage<DIM> one, two;
+        row_stage<DIM> one, two;
     } stages[DEPTH<DIM>];
-    lying_queries<(DIM - FORWARD_HELD<DIM>) / 64> lying_1, lying_2;
+    lying_rows<(DIM - FORWARD_HELD<DIM>) / 64> lying_1, lying_2;
     uint64_t queries_full, full[DEPTH<DIM>], empty[DEPTH<DIM>];
-    key_stream keys; /* here, and not in the registers of every thread */
+    row_stream keys; /* here, and not in the registers of every thread */
     float scale_1, scale_2;
 };
 
@@ -116,7 +116,7 @@ template <typename ELEMENT, int DIM> struct consumer {
         const uint32_t queries = group * (64 * 128 / 16);
         start_products<ELEMENT, DIM, FORWARD_HELD<DIM>>(x, q_1, row_operand(&block.lying_1) + queries, keys);
         start_products<ELEMENT, DIM, FORWARD_HELD<DIM>>(y, q_2, row_operand(&block.lying_2) + queries,
-                                                        keys + sizeof(key_stage<DIM>) / 16);
+                                                        keys + sizeof(row_stage<DIM>) / 16);
         wgmma_commit();
     }
 
@@ -186,8 +186,8 @@ __device__ inline void consume(skl_row_state (&state)[2], const skl_cuda_params 
     const skl_sequence &s = place.sequence;
     const int rows = (int)skl_min(tile_place::ROWS, s.query_count - place.first);
     consumer<ELEMENT, DIM> own = {params, block, __shfl_sync(~0U, threadIdx.x / 128, 0)};
-    load_queries<FORWARD_HELD<DIM>>(own.q_1, queries_of<ELEMENT>(params.one, s, place.head).from(place.first), rows);
-    load_queries<FORWARD_HELD<DIM>>(own.q_2, queries_of<ELEMENT>(params.two, s, place.head).from(place.first), rows);
+    load_rows<FORWARD_HELD<DIM>>(own.q_1, queries_of<ELEMENT>(params.one, s, place.head).from(place.first), rows);
+    load_rows<FORWARD_HELD<DIM>>(own.q_2, queries_of<ELEMENT>(params.two, s, place.head).from(place.first), rows);
     own.state[0] = own.state[1] = skl_state_empty();
     if (FORWARD_HELD<DIM> < DIM)
         barrier_wait(block.queries_full, 0);

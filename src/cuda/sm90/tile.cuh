@@ -1,5 +1,6 @@
 /* What the wgmma kernels share: a block owns 128 queries, 64 a warpgroup, and streams keys of both arguments through
- * shared memory, 64 a stage. Accumulators lie as those of mma m16n8, so rows and bands are the sm80 kernels' own. */
+ * shared memory, 64 a stage; for deterministic key gradients it owns keys and streams queries. Accumulators lie as
+ * those of mma m16n8, so rows and bands are the sm80 kernels' own. */
 #ifndef SKL_CUDA_SM90_TILE_CUH
 #define SKL_CUDA_SM90_TILE_CUH
 
@@ -11,39 +12,40 @@ namespace sm90
 
 using namespace sm80;
 
-constexpr int CONSUMERS = 2;       /* warpgroups that own 64 queries each */
-constexpr int KEYS = 64;           /* of a stage */
+constexpr int CONSUMERS = 2;       /* warpgroups that own 64 rows each */
+constexpr int STAGE = 64;          /* rows that are streamed together */
+constexpr int KEYS = STAGE;        /* ... where they are keys */
 typedef query_place<2> tile_place; /* 128 queries, as the sm80 forward has them */
 static_assert(tile_place::ROWS == CONSUMERS * 64, "a tile is the block's");
 
-typedef float stage_logits[8][4]; /* 64 x 64 of a warpgroup: [8 keys][half * 2 + parity] of a thread */
+typedef float stage_logits[8][4]; /* 64 x 64 of a warpgroup: [8 streamed rows][half * 2 + parity] of a thread */
 
-template <int DIM> struct key_stage {
-    unsigned char halves[DIM / 64][KEYS][128]; /* of 64 dimensions each */
+template <int DIM> struct row_stage {
+    unsigned char halves[DIM / 64][STAGE][128]; /* of 64 dimensions each */
 };
 
 /* Queries of the block in shared memory: as many times 64 dimensions. */
-template <int PARTS> struct lying_queries {
+template <int PARTS> struct lying_rows {
     unsigned char parts[PARTS][tile_place::ROWS][128];
     static constexpr int SIZE = PARTS * tile_place::ROWS * 128;
 };
 
-template <> struct lying_queries<0> {
+template <> struct lying_rows<0> {
     static constexpr int SIZE = 0;
 };
 
-/* ---- Keys --------------------------------------------------------------------------------------------------- */
+/* ---- Streamed rows ------------------------------------------------------------------------------------------ */
 
-/* What a tile streams: its keys, or a part of them, in stages. Those that some query sees in part come first, so that
- * the long loop over the others, an even number of them, has one simple body. */
-struct key_stream {
+/* What a tile of 128 own rows streams, in stages. Those that some own row meets in part come first, so that the long
+ * loop over the others, an even number of them, has one simple body. */
+struct row_stream {
     int row; /* of the tensor, where it begins */
     int stages;
     int edges;   /* stages that come first */
-    int left;    /* of them at the beginning of the keys; the others are at the end */
-    band32 band; /* what the tile's queries see of it */
+    int left;    /* of them at the beginning of the rows; the others are at the end */
+    band32 band; /* what the own rows meet of it */
 
-    /* Place among the keys of the stage that comes as number n. */
+    /* Place among the rows of the stage that comes as number n. */
     __device__ int place_of(int n) const
     {
         const int right = edges - left;
@@ -51,23 +53,30 @@ struct key_stream {
     }
 };
 
-__device__ inline key_stream keys_of_tile(const skl_cuda_params &params, const tile_place &place)
+/* `begin`: row of the tensor from which `streamed` counts. */
+__device__ inline row_stream in_stages(const streamed_band &streamed, int64_t begin)
+{
+    const range32 all = reach_of(streamed.band, 0, CONSUMERS * 64).all;
+    const int stages = (streamed.needed + STAGE - 1) / STAGE;
+    const int left = min((all.begin + STAGE - 1) / STAGE, stages);
+    const int whole = max(0, min(all.end / STAGE, stages) - left) / 2 * 2;
+    return {(int)(begin + streamed.origin), stages, stages - whole, left, streamed.band};
+}
+
+/* The keys of a query tile, or a part of them. */
+__device__ inline row_stream keys_of_tile(const skl_cuda_params &params, const tile_place &place)
 {
     const int64_t last = skl_min(place.first + tile_place::ROWS, place.sequence.query_count) - 1;
     const skl_band keys = skl_key_band(&params.problem, &place.sequence);
-    const streamed_band streamed = cut(stream_for(keys, place.first, last), KEYS, place.part, params.splits);
-    const range32 all = reach_of(streamed.band, 0, tile_place::ROWS).all;
-    const int stages = (streamed.needed + KEYS - 1) / KEYS;
-    const int left = min((all.begin + KEYS - 1) / KEYS, stages);
-    const int whole = max(0, min(all.end / KEYS, stages) - left) / 2 * 2;
-    return {(int)(place.sequence.key_begin + streamed.origin), stages, stages - whole, left, streamed.band};
+    return in_stages(cut(stream_for(keys, place.first, last), KEYS, place.part, params.splits),
+                     place.sequence.key_begin);
 }
 
 /* ---- Logits ------------------------------------------------------------------------------------------------- */
 
 /* The thread's rows as A operands; rows behind `count` become 0. */
 template <int DIM, typename ELEMENT>
-__device__ inline void load_queries(uint32_t (&q)[DIM / 16][4], const row_source<ELEMENT> &from, int count)
+__device__ inline void load_rows(uint32_t (&a)[DIM / 16][4], const row_source<ELEMENT> &from, int count)
 {
 #pragma unroll
     for (int part = 0; part < 4; part++) {
@@ -76,7 +85,7 @@ __device__ inline void load_queries(uint32_t (&q)[DIM / 16][4], const row_source
 #pragma unroll
         for (int k = 0; k < DIM / 16; k++) {
             const bool inside = row < count && k * 16 + part / 2 * 8 < from.dim;
-            q[k][part] = inside ? *(const uint32_t *)(const void *)(source + k * 16) : 0U;
+            a[k][part] = inside ? *(const uint32_t *)(const void *)(source + k * 16) : 0U;
         }
     }
 }
@@ -87,17 +96,17 @@ __device__ inline uint64_t step_of(uint32_t operand, int step, int rows)
     return descriptor_of(operand + (step / 4 * rows * 128 + step % 4 * 32) / 16);
 }
 
-/* x = queries times the keys of a stage. HELD dimensions of the warpgroup's queries are held in registers, the others
- * lie in shared memory, with whole 64s of those in front of them left out. */
+/* x = own rows times those of a stage. HELD dimensions of the warpgroup's rows are held in registers, the others lie
+ * in shared memory, with whole 64s of those in front of them left out. */
 template <typename ELEMENT, int DIM, int HELD>
-__device__ inline void start_products(stage_logits &x, const uint32_t (*held)[4], uint32_t lying, uint32_t keys)
+__device__ inline void start_products(stage_logits &x, const uint32_t (*held)[4], uint32_t lying, uint32_t stage)
 {
 #pragma unroll
     for (int step = 0; step < HELD / 16; step++)
-        wgmma<false>(x, held[step], step_of(keys, step, KEYS), step > 0, ELEMENT());
+        wgmma<false>(x, held[step], step_of(stage, step, STAGE), step > 0, ELEMENT());
 #pragma unroll
     for (int step = HELD / 16; step < DIM / 16; step++)
-        wgmma<false>(x, step_of(lying, step - HELD / 64 * 4, tile_place::ROWS), step_of(keys, step, KEYS), step > 0,
+        wgmma<false>(x, step_of(lying, step - HELD / 64 * 4, tile_place::ROWS), step_of(stage, step, STAGE), step > 0,
                      ELEMENT());
 }
 
