@@ -62,7 +62,7 @@ typedef struct cuda_kernel {
     {                                                                                                                \
         "cuda_sm90_" #type "_" #dim, #type ", dim <= " #dim ": wgmma", 90, 91, dim, TYPE,                            \
             skl_cuda_sm90_##type##_##dim##_forward, skl_cuda_sm90_##type##_##dim##_gradients,                        \
-            skl_cuda_sm80_##type##_##dim##_keys, skl_cuda_sm90_##type##_##dim##_gradients                            \
+            skl_cuda_sm90_##type##_##dim##_keys, skl_cuda_sm90_##type##_##dim##_gradients                            \
     }
 /* Forward by wgmma, gradients by mma.sync. */
 #define SM90_FORWARD(type, TYPE, dim)                                                                                \

@@ -107,6 +107,17 @@ __device__ inline float load_shared(const float &from)
     return value;
 }
 
+/* This one and the one behind it. */
+__device__ inline float2 load_shared_2(const float &from)
+{
+    float2 value;
+    asm volatile("ld.volatile.shared.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(value.x), "=f"(value.y)
+                 : "r"(shared_address(&from))
+                 : "memory");
+    return value;
+}
+
 __device__ inline float4 load_shared(const float4 &from)
 {
     float4 value;

@@ -1,0 +1,382 @@
+/* Key gradients with the same bits on every run, on Hopper's tensor cores (sm_90a): 16-bit types, one teacher head a
+ * student head. backward.cuh mirrored: a block owns keys and streams the queries that see them, so that dk stays in
+ * registers, is stored once, and needs no workspace. "Own" is the argument of the KL that gets its gradient, "other"
+ * the remaining one.
+ *
+ *   block    2 key warpgroups of 64 keys and 1 staging warpgroup; one block a multiprocessor
+ *   regs     232 a key thread: other K (DIM / 4), own K (DIM / 4, less 32 dimensions at DIM = 128), logits of a stage
+ *            (64), dk (DIM / 2), G (16), 24 for the rest; 40 a staging thread
+ *   shared   DEPTH stages of 64 queries of both arguments, and what is known of them; dimensions of own K that are
+ * not in registers: 214 KB at DIM = 128
+ *
+ *                stage n       stage n + 1
+ *              +-------------+-------------+--
+ *     64 keys  |  X^T, Y^T   |             |      X^T, Y^T = K Q^T (wgmma)  ->  G^T  ->  dk += G^T Q (wgmma)
+ *     64 keys  |             |             |
+ *              +-------------+-------------+--
+ *
+ *   staging  copies stage n + DEPTH (TMA), loads the facts of its queries, cleans it if it is an edge
+ *   key      logits of stage n, behind dk of stage n - 1  ->  exponentials  ->  dk of stage n is started
+ *
+ * G^T comes out of the exponentials in the registers in which the product for dk wants it, and both products read the
+ * same bytes of Q. While one warpgroup takes exponentials, the other one's products run. Under GQA the stages of all
+ * query heads that share the key head follow one another, in the order of the heads.
+ *
+ * A query's facts belong to columns here: every thread needs those of 16 queries a stage, and reads them from shared
+ * memory just in time. What registers there are is backward.cuh's rule: accumulators and operands of wgmma have to
+ * lie behind the first 24, so own K has to leave a few. */
+#ifndef SKL_CUDA_SM90_KEYS_CUH
+#define SKL_CUDA_SM90_KEYS_CUH
+
+#include "cuda/sm90/gradient.cuh"
+#include "cuda/sm90/tensor_map.cuh"
+
+namespace sm90
+{
+
+constexpr int KEY_THREADS = 128 * (CONSUMERS + 1);
+typedef own_place<2, true> key_place; /* 128 keys */
+
+/* What is known of a stage's queries, each fact in a row, so that a thread loads those of two columns at once. LSEs
+ * are in base 2. */
+struct alignas(16) stage_facts {
+    float lse_1[STAGE], lse_2[STAGE], kl[STAGE], grad[STAGE];
+    float largest; /* finite upstream gradient, of those queries that see a key of the block */
+};
+
+/* Own keys: dimensions that threads hold in registers. There is no room for the last ones. */
+template <int DIM> constexpr int OWN_HELD = DIM == 64 ? 64 : 96;
+
+template <int DIM> struct keys_block {
+    static constexpr int DEPTH = DIM == 64 ? 8 : 6;
+    struct {
+        row_stage<DIM> own, other;
+    } stages[DEPTH];
+    lying_rows<DIM / 64 - OWN_HELD<DIM> / 64> own_keys;
+    stage_facts facts[DEPTH];
+    /* Of a stage: its rows are there; its facts are, too, and an edge is clean; all warps have left it. */
+    uint64_t copied[DEPTH], known[DEPTH], empty[DEPTH], keys_copied;
+    key_place place; /* here, and not in the registers of every thread */
+    int count;       /* keys that there are */
+    int heads;       /* query heads that share the key head */
+    row_stream queries;
+};
+
+struct key_maps {
+    CUtensorMap own_queries, other_queries, own_keys;
+};
+
+/* ---- Staging ------------------------------------------------------------------------------------------------ */
+
+/* Facts of a stage's queries, two of them a lane. Queries behind the last that a key of the block sees have none:
+ * they are masked everywhere, and whatever comes from upstream for them must not move the unit. */
+template <int DIM>
+__device__ inline void load_facts(stage_facts &to, const skl_cuda_params &params, const keys_block<DIM> &block,
+                                  int64_t head, int first)
+{
+    const skl_sequence &s = block.place.sequence;
+    const int64_t origin = block.queries.row - s.query_begin;
+    const int end = block.queries.band.of(block.count - 1).end;
+    float largest = 0.0F;
+#pragma unroll
+    for (int row = (int)threadIdx.x % 32; row < STAGE; row += 32) {
+        float fact[4] = {};
+        if (first + row < end)
+#pragma unroll
+            for (int which = 0; which < 4; which++)
+                fact[which] = fact_of(params, which, s, head, origin + first + row);
+        to.lse_1[row] = fact[0] * SKL_LOG2E;
+        to.lse_2[row] = fact[1] * SKL_LOG2E;
+        to.kl[row] = fact[2];
+        to.grad[row] = fact[3];
+        const float size = fabsf(fact[3]);
+        largest = size < INFINITY ? fmaxf(largest, size) : largest;
+    }
+    to.largest = warp_max(largest);
+}
+
+/* A masked pair weighs 0, but 0 times a value that is not finite is NaN: such queries become 0 before the product
+ * with G, and give NaN to just those keys that see them. */
+template <typename ELEMENT, int DIM>
+__device__ inline void clean_queries(row_stage<DIM> &queries, float (&lse)[STAGE])
+{
+    for (int row = (int)threadIdx.x % 32 / 2; row < STAGE; row += 16)
+        if (!clean_row<ELEMENT, DIM>(queries.halves, row, true))
+            lse[row] = NAN;
+}
+
+/* Each of the four warps brings every fourth stage: while one waits for facts, the next one's are on their way. */
+template <typename ELEMENT, int DIM, bool SECOND>
+__device__ inline void stage_queries(const skl_cuda_params &params, const key_maps &maps, keys_block<DIM> &block)
+{
+    const row_stream &queries = block.queries;
+    const int batch = (int)block.place.sequence.batch;
+    if constexpr (OWN_HELD<DIM> < DIM)
+        if (threadIdx.x % 128 == 0) {
+            barrier_expect(block.keys_copied, block.own_keys.SIZE);
+            copy_box(block.own_keys.parts, maps.own_keys, DIM - 64,
+                     (int)(block.place.sequence.key_begin + block.place.first), (int)block.place.head, batch,
+                     block.keys_copied);
+        }
+    for (int n = (int)threadIdx.x % 128 / 32; n < queries.stages * block.heads; n += 4) {
+        const int at = n % block.DEPTH, turn = n / block.DEPTH % 2;
+        const int head = (int)block.place.head * block.heads + n / queries.stages;
+        const int first = queries.place_of(n % queries.stages) * STAGE;
+        barrier_wait(block.empty[at], turn ^ 1);
+        if (threadIdx.x % 32 == 0) {
+            barrier_expect(block.copied[at], (int)sizeof block.stages[at]);
+#pragma unroll
+            for (int half = 0; half < DIM / 64; half++) {
+                copy_box(block.stages[at].other.halves[half], maps.other_queries, half * 64, queries.row + first,
+                         head, batch, block.copied[at]);
+                copy_box(block.stages[at].own.halves[half], maps.own_queries, half * 64, queries.row + first, head,
+                         batch, block.copied[at]);
+            }
+        }
+        __syncwarp();
+        stage_facts &facts = block.facts[at];
+        load_facts(facts, params, block, head, first);
+        if (n % queries.stages < queries.edges) {
+            __syncwarp(); /* an LSE that becomes NaN has been written */
+            barrier_wait(block.copied[at], turn);
+            clean_queries<ELEMENT>(block.stages[at].own, SECOND ? facts.lse_2 : facts.lse_1);
+            async_fence();
+        }
+        barrier_arrive(block.known[at]); /* every lane: it wrote what others read */
+    }
+}
+
+/* ---- Keys --------------------------------------------------------------------------------------------------- */
+
+/* Transposed logits of a stage: 64 keys x 64 queries of a warpgroup. */
+struct logits_of_stage {
+    int at;    /* of the stages' memory */
+    int first; /* query of an edge, counted from the block's first */
+    stage_logits own, other;
+};
+
+template <typename ELEMENT, int DIM, bool SECOND> struct key_group {
+    const skl_cuda_params &params;
+    keys_block<DIM> &block;
+    uint32_t group; /* of the warp, the same for all lanes */
+    uint32_t own_k[OWN_HELD<DIM> / 16][4], other_k[DIM / 16][4];
+    float dk[DIM / 8][4];
+    gradient_unit<ELEMENT> unit;
+
+    /* The block's keys of one argument, as a query head sees them. */
+    __device__ row_source<ELEMENT> keys(const skl_cuda_argument &argument, int64_t head) const
+    {
+        return keys_of<ELEMENT>(argument, block.place.sequence, head).from(block.place.first);
+    }
+
+    __device__ void scale(float factor)
+    {
+#pragma unroll
+        for (int e = 0; e < DIM / 2; e++)
+            dk[e / 4][e % 4] *= factor;
+    }
+
+    /* Gives the thread's gradients of logits, times `factor`, to take(block of 8 queries, half, two neighbours).
+     * EDGE: those of masked pairs are 0. The logits are only read: ptxas wants accumulators for itself. */
+    template <bool EDGE, typename TAKE>
+    __device__ void weigh_pairs(const logits_of_stage &logits, float factor, TAKE take) const
+    {
+        const stage_facts &facts = block.facts[logits.at];
+        const stage_logits &x = SECOND ? logits.other : logits.own, &y = SECOND ? logits.own : logits.other;
+        const float scale_1 = params.one.scale, scale_2 = params.two.scale;
+        range32 seen_by[2];
+#pragma unroll
+        for (int half = 0; half < 2 && EDGE; half++)
+            seen_by[half] = block.queries.band.of(own_row<1>(0, half));
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const int column = column_of(i, 0);
+            const float2 lse_1 = load_shared_2(facts.lse_1[column]), lse_2 = load_shared_2(facts.lse_2[column]);
+            const float2 kl = SECOND ? make_float2(0.0F, 0.0F) : load_shared_2(facts.kl[column]);
+            const float2 grad = load_shared_2(facts.grad[column]);
+            const query_facts query[2] = {{lse_1.x, lse_2.x, kl.x, grad.x * factor},
+                                          {lse_1.y, lse_2.y, kl.y, grad.y * factor}};
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float pair[2];
+#pragma unroll
+                for (int parity = 0; parity < 2; parity++) {
+                    const int e = half * 2 + parity, at = logits.first + column + parity;
+                    const float u = fmaf(x[i][e], scale_1, -query[parity].lse_1);
+                    const float v = fmaf(y[i][e], scale_2, -query[parity].lse_2);
+                    const float gradient = pair_gradient<SECOND>(u, v, query[parity]) * query[parity].grad;
+                    const bool seen = !EDGE || (at >= seen_by[half].begin && at < seen_by[half].end);
+                    pair[parity] = seen ? gradient : 0.0F;
+                }
+                take(i, half, pair[0], pair[1]);
+            }
+        }
+    }
+
+    /* A bound of the stage's gradients, the same for all lanes: |S - P| <= 1; those of a first argument have none,
+     * and are looked at. Keys behind the last one hold anything, and do not count. */
+    template <bool EDGE> __device__ float bound_of(const logits_of_stage &logits) const
+    {
+        if (SECOND)
+            return load_shared(block.facts[logits.at].largest);
+        float largest[2] = {};
+        weigh_pairs<EDGE>(logits, 1.0F, [&](int, int half, float low, float high) {
+            const float size = fmaxf(fabsf(low), fabsf(high));
+            largest[half] = size < INFINITY ? fmaxf(largest[half], size) : largest[half];
+        });
+        const int count = block.count;
+        return warp_max(
+            fmaxf(own_row<1>(0, 0) < count ? largest[0] : 0.0F, own_row<1>(0, 1) < count ? largest[1] : 0.0F));
+    }
+
+    /* The 64 x 64 pairs of stage n, which is stage `s` of its query head. */
+    template <bool EDGE> __device__ void add_stage(int n, int s)
+    {
+        const int at = n % block.DEPTH, turn = n / block.DEPTH % 2;
+        barrier_wait(block.copied[at], turn);
+        barrier_wait(block.known[at], turn);
+        logits_of_stage logits = {at, EDGE ? block.queries.place_of(s) * STAGE : 0};
+        wgmma_fence();
+        start_products<ELEMENT, DIM, DIM>(logits.other, other_k, 0, row_operand(&block.stages[at].other));
+        start_products<ELEMENT, DIM, OWN_HELD<DIM>>(logits.own, own_k,
+                                                    row_operand(&block.own_keys) + group * (64 * 128 / 16),
+                                                    row_operand(&block.stages[at].own));
+        wgmma_commit();
+        wgmma_wait<0>();
+        settle(logits.own);
+        settle(logits.other);
+        if (threadIdx.x % 32 == 0 && n > 0) /* the product for its dk has ended, too */
+            barrier_arrive(block.empty[(n - 1) % block.DEPTH]);
+        if (unit.MOVES) {
+            settle(dk);
+            unit.fit(*this, bound_of<EDGE>(logits));
+        }
+        uint32_t g[4][4];
+        weigh_pairs<EDGE>(logits, unit.inverse(), [&](int i, int half, float low, float high) {
+            g[i / 2][i % 2 * 2 + half] = pack(low, high, ELEMENT());
+        });
+        wgmma_fence();
+        const uint32_t q = column_operand(&block.stages[at].own, STAGE * 128);
+#pragma unroll
+        for (int step = 0; step < STAGE / 16; step++)
+            wgmma<true>(dk, g[step], descriptor_of(q + step * 16 * 128 / 16), 1, ELEMENT());
+        wgmma_commit();
+    }
+
+    __device__ void run()
+    {
+#pragma unroll
+        for (int e = 0; e < DIM / 2; e++)
+            dk[e / 4][e % 4] = 0.0F;
+        const row_stream &queries = block.queries;
+        const int64_t head = block.place.head * block.heads;
+        load_rows<OWN_HELD<DIM>>(own_k, keys(own_of<SECOND>(params), head), block.count);
+        if (OWN_HELD<DIM> < DIM)
+            barrier_wait(block.keys_copied, 0);
+        for (int h = 0, n = 0; h < block.heads; h++) {
+            load_rows<DIM>(other_k, keys(other_of<SECOND>(params), head + h), block.count);
+            for (int s = 0; s < queries.edges; s++, n++)
+                add_stage<true>(n, s);
+            wgmma_wait<0>(); /* so that both loops have G in the same registers */
+            for (int s = queries.edges; s < queries.stages; s++, n++)
+                add_stage<false>(n, s);
+            wgmma_wait<0>();
+        }
+        settle(dk);
+    }
+
+    /* Padding keys have a gradient of 0, whatever was multiplied for them. */
+    __device__ void store()
+    {
+        const key_place &place = block.place;
+        const skl_side side = skl_cuda_side(&params);
+        const skl_output &out = *side.dk;
+        const int64_t base = SKL_ROW(out, place.sequence.batch, place.head, place.sequence.key_begin);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int64_t row = place.first + own_row<1>(0, half);
+#pragma unroll
+            for (int e = 0; e < DIM / 4 && row >= place.rows; e++)
+                dk[e / 2][half * 2 + e % 2] = 0.0F;
+            if (row < place.stored)
+                store_row<ELEMENT>(out.data, base + row * out.stride_row, side, dk, half, unit.value() * side.scale);
+        }
+    }
+};
+
+/* ---- Kernel ------------------------------------------------------------------------------------------------- */
+
+template <typename ELEMENT, int DIM, bool SECOND>
+__global__ void __launch_bounds__(KEY_THREADS, 1)
+    keys_kernel(const __grid_constant__ skl_cuda_params params, const __grid_constant__ key_maps maps)
+{
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(1024) unsigned char raw[];
+    keys_block<DIM> &block = *(keys_block<DIM> *)(void *)raw;
+    key_place here;
+    if (!here.find(params))
+        return;
+    if (threadIdx.x == 0) {
+        const skl_sequence &s = here.sequence;
+        const int64_t last = skl_min(here.first + CONSUMERS * 64, here.rows) - 1;
+        block.place = here;
+        block.count = (int)(last + 1 - here.first);
+        block.heads = own_of<SECOND>(params).heads_per_key;
+        block.queries = {};
+        if (block.count > 0)
+            block.queries =
+                in_stages(stream_for(skl_query_band(&params.problem, &s), here.first, last), s.query_begin);
+        barrier_init(block.keys_copied, 1);
+        for (int at = 0; at < block.DEPTH; at++) {
+            barrier_init(block.copied[at], 1);
+            barrier_init(block.known[at], 32);
+            barrier_init(block.empty[at], CONSUMERS * 4);
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+    if (threadIdx.x / 128 == CONSUMERS) {
+        give_registers<40>();
+        stage_queries<ELEMENT, DIM, SECOND>(params, maps, block);
+    } else {
+        take_registers<232>();
+        key_group<ELEMENT, DIM, SECOND> own = {params, block, __shfl_sync(~0U, threadIdx.x / 128, 0)};
+        own.run();
+        own.store();
+    }
+#endif
+}
+
+template <typename ELEMENT, int DIM, bool SECOND>
+cudaError_t launch_key_tiles(const skl_cuda_params *params, const key_maps *maps)
+{
+    constexpr int MEMORY = sizeof(keys_block<DIM>);
+    const cudaError_t error =
+        cudaFuncSetAttribute(keys_kernel<ELEMENT, DIM, SECOND>, cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
+    if (error != cudaSuccess)
+        return error;
+    const skl_problem *const p = &params->problem;
+    const dim3 blocks = grid_of(p->batch, key_place::heads(*params), skl_ceil_div(p->len_k, CONSUMERS * 64));
+    keys_kernel<ELEMENT, DIM, SECOND><<<blocks, KEY_THREADS, MEMORY, params->call.stream>>>(*params, *maps);
+    return cudaPeekAtLastError();
+}
+
+template <typename ELEMENT, int DIM>
+cudaError_t launch_keys(const skl_cuda_params *params, skl_cuda_launcher otherwise)
+{
+    const skl_problem *const p = &params->problem;
+    const bool second = skl_cuda_of_second(params);
+    const skl_cuda_argument *const own = second ? &params->two : &params->one;
+    const skl_cuda_argument *const other = second ? &params->one : &params->two;
+    key_maps maps;
+    if (own->capped || other->capped || !encode_queries(&maps.own_queries, p, own, STAGE, ELEMENT()) ||
+        !encode_queries(&maps.other_queries, p, other, STAGE, ELEMENT()) ||
+        !encode_keys(&maps.own_keys, p, own, CONSUMERS * 64, ELEMENT()))
+        return otherwise(params);
+    return second ? launch_key_tiles<ELEMENT, DIM, true>(params, &maps)
+                  : launch_key_tiles<ELEMENT, DIM, false>(params, &maps);
+}
+
+} // namespace sm90
+
+#endif
