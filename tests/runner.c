@@ -107,6 +107,13 @@ void run_kernel(const fixture *f, const char *kernel, int32_t threads, const fix
     skl_plan_destroy(plan);
 }
 
+void run_kind(const fixture *f, const char *kernel, int32_t kind, const fixture_results *results)
+{
+    skl_plan *const plan = test_plan_of_kind(&f->problem, kernel, kind);
+    run_both(plan, f, results);
+    skl_plan_destroy(plan);
+}
+
 skl_row_state *states_create(const fixture *f)
 {
     enum { PAGE = 4096 }; /* whole ones, so that the device can share them */

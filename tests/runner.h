@@ -28,6 +28,7 @@ void run_both(const skl_plan *plan, const fixture *f, const fixture_results *res
 
 /* The same with a plan of its own. */
 void run_kernel(const fixture *f, const char *kernel, int32_t threads, const fixture_results *results);
+void run_kind(const fixture *f, const char *kernel, int32_t kind, const fixture_results *results);
 
 /* Poisoned states for all rows. */
 skl_row_state *states_create(const fixture *f);

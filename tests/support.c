@@ -134,6 +134,16 @@ skl_plan *test_deterministic_plan(const skl_problem *problem, const char *kernel
     return plan_with(problem, kernel, 0, 1);
 }
 
+int32_t test_plan_kinds(void)
+{
+    return test_device() == SKL_CUDA ? 2 : 1;
+}
+
+skl_plan *test_plan_of_kind(const skl_problem *problem, const char *kernel, int32_t kind)
+{
+    return plan_with(problem, kernel, 2, kind);
+}
+
 void test_assert_ok(skl_status status, const char *call, const char *file, int line)
 {
     if (status == SKL_OK)

@@ -60,6 +60,10 @@ const char *test_kernel(int32_t index);
 skl_plan *test_plan(const skl_problem *problem, const char *kernel, int32_t threads);
 skl_plan *test_deterministic_plan(const skl_problem *problem, const char *kernel);
 
+/* A GPU has plans of two kinds, the second one deterministic; those of a CPU all are. */
+int32_t test_plan_kinds(void);
+skl_plan *test_plan_of_kind(const skl_problem *problem, const char *kernel, int32_t kind);
+
 /* The call must succeed, or fail with this status and a message that holds this text. */
 #define assert_ok(call) test_assert_ok((call), #call, __FILE__, __LINE__)
 #define assert_refused(call, expected, text)                                                                         \

@@ -34,6 +34,18 @@ static void check_case(const test_case *c)
     check_case_with(c, INT32_MAX);
 }
 
+/* Every kernel on a case, in every type, with every kind of plan. */
+static void with_every_kernel(const test_case *c, void (*check)(const test_case *, const char *kernel, int32_t kind))
+{
+    for (int dtype = SKL_F32; dtype <= SKL_BF16; dtype++) {
+        test_case typed = *c;
+        typed.dtype_t = typed.dtype_s = (skl_dtype)dtype;
+        for (int32_t k = 0; case_kernel(&typed, k); k++)
+            for (int32_t kind = 0; kind < test_plan_kinds(); kind++)
+                check(&typed, case_kernel(&typed, k), kind);
+    }
+}
+
 /* ---- Nothing to see ---------------------------------------------------------------------------------------- */
 
 static void test_every_row_is_padding(void **state)
@@ -53,33 +65,35 @@ static void test_a_rank_that_holds_only_padding(void **state)
 /* ---- NaN and infinity -------------------------------------------------------------------------------------- */
 
 /* Poison in keys that nobody sees changes no bit of anything. */
+static void check_poison_in_hidden_keys(const test_case *c, const char *kernel, int32_t kind)
+{
+    fixture f; /* starts out poisoned */
+    fixture_create(&f, c);
+    fixture_results poisoned = results_create(&f), clean = results_create(&f);
+    run_kind(&f, kernel, kind, &poisoned);
+    const test_tensor *const tensors[] = {&f.q_t, &f.k_t, &f.q_s, &f.k_s, &f.grad_kl};
+    for (size_t t = 0; t < COUNT_OF(tensors); t++)
+        for (int64_t n = 0; n < tensor_count(tensors[t]); n++)
+            if (!isfinite(tensor_get(tensors[t], n)))
+                tensor_set(tensors[t], n, 1);
+    run_kind(&f, kernel, kind, &clean);
+    const char *const different = results_difference(&poisoned, &clean);
+    if (different)
+        fail_msg("%s: %s: poison changes %s", c->name, kernel, different);
+    results_destroy(&poisoned);
+    results_destroy(&clean);
+    fixture_destroy(&f);
+}
+
 static void test_poison_in_hidden_keys(void **state)
 {
     (void)state;
     const test_case cases[] = {
         {"padded", SHAPE(2, 67, 131), SMALL, KEYS(100, 7)},
         {"causal", SHAPE(1, 67, 131), SMALL, CAUSAL, OFFSETS(3, 0)},
-        {"bf16", SHAPE(2, 67, 131), SMALL, KEYS(100, 7), TYPES(BF16, BF16)},
     };
     for (size_t c = 0; c < COUNT_OF(cases); c++)
-        for (int32_t k = 0; case_kernel(&cases[c], k); k++) {
-            fixture f; /* starts out poisoned */
-            fixture_create(&f, &cases[c]);
-            fixture_results poisoned = results_create(&f), clean = results_create(&f);
-            run_kernel(&f, case_kernel(&cases[c], k), 2, &poisoned);
-            const test_tensor *const tensors[] = {&f.q_t, &f.k_t, &f.q_s, &f.k_s, &f.grad_kl};
-            for (size_t t = 0; t < COUNT_OF(tensors); t++)
-                for (int64_t n = 0; n < tensor_count(tensors[t]); n++)
-                    if (!isfinite(tensor_get(tensors[t], n)))
-                        tensor_set(tensors[t], n, 1);
-            run_kernel(&f, case_kernel(&cases[c], k), 2, &clean);
-            const char *const different = results_difference(&poisoned, &clean);
-            if (different)
-                fail_msg("%s: %s: poison changes %s", cases[c].name, case_kernel(&cases[c], k), different);
-            results_destroy(&poisoned);
-            results_destroy(&clean);
-            fixture_destroy(&f);
-        }
+        with_every_kernel(&cases[c], check_poison_in_hidden_keys);
 }
 
 /* Rows i < first of each head: of all results, with the same bits. */
@@ -133,7 +147,6 @@ static void test_poison_in_a_visible_key(void **state)
                 }
 }
 
-/* A NaN query spoils its own row and the keys it sees, and no other query. */
 /* The same in one sweep, which is told LSEs that know nothing of it. Student gradients alone: the KL then comes from
  * the sweep that gives them. */
 static void check_poison_in_one_pass(const test_case *c)
@@ -172,34 +185,119 @@ static void test_poison_in_one_pass(void **state)
     case_in_every_type(&c, check_poison_in_one_pass);
 }
 
-static void check_poison_in_a_query(const test_case *c)
+/* A NaN query spoils its own row and the keys it sees, and no other query. */
+static void check_poison_in_a_query(const test_case *c, const char *kernel, int32_t kind)
 {
-    for (int32_t k = 0; case_kernel(c, k); k++) {
-        fixture f;
-        fixture_create(&f, c);
-        fixture_results clean = results_create(&f), poisoned = results_create(&f);
-        run_kernel(&f, case_kernel(c, k), 2, &clean);
-        tensor_set(&f.q_s, tensor_index(&f.q_s, 0, 0, POISONED), NAN);
-        run_kernel(&f, case_kernel(c, k), 2, &poisoned);
-        for (int64_t n = 0; n < tensor_count(&poisoned.kl); n++)
-            assert_true(n == POISONED ? isnan(tensor_get(&poisoned.kl, n))
-                                      : tensor_get(&poisoned.kl, n) == tensor_get(&clean.kl, n));
-        for (int64_t n = 0; n < tensor_count(&poisoned.dk_s); n++) {
-            const int64_t row = n / poisoned.dk_s.dim; /* head 0 comes first */
-            const int seen = row >= POISONED - 5 && row <= POISONED;
-            assert_true(seen || tensor_get(&poisoned.dk_s, n) == tensor_get(&clean.dk_s, n));
-        }
-        results_destroy(&clean);
-        results_destroy(&poisoned);
-        fixture_destroy(&f);
+    fixture f;
+    fixture_create(&f, c);
+    fixture_results clean = results_create(&f), poisoned = results_create(&f);
+    run_kind(&f, kernel, kind, &clean);
+    tensor_set(&f.q_s, tensor_index(&f.q_s, 0, 0, POISONED), NAN);
+    run_kind(&f, kernel, kind, &poisoned);
+    for (int64_t n = 0; n < tensor_count(&poisoned.kl); n++)
+        assert_true(n == POISONED ? isnan(tensor_get(&poisoned.kl, n))
+                                  : tensor_get(&poisoned.kl, n) == tensor_get(&clean.kl, n));
+    for (int64_t n = 0; n < tensor_count(&poisoned.dk_s); n++) {
+        const int64_t row = n / poisoned.dk_s.dim; /* head 0 comes first */
+        const int seen = row >= POISONED - 5 && row <= POISONED;
+        assert_true(seen ? isnan(tensor_get(&poisoned.dk_s, n))
+                         : tensor_get(&poisoned.dk_s, n) == tensor_get(&clean.dk_s, n));
     }
+    results_destroy(&clean);
+    results_destroy(&poisoned);
+    fixture_destroy(&f);
 }
 
 static void test_poison_in_a_query(void **state)
 {
     (void)state;
     const test_case c = {"query", SHAPE(1, LENGTH, LENGTH), SMALL, WINDOW(5, 0)};
-    case_in_every_type(&c, check_poison_in_a_query);
+    with_every_kernel(&c, check_poison_in_a_query);
+}
+
+/* What comes from upstream for a row that sees no key changes no bit of anything, however large it is: f16 gradients
+ * are kept in a unit that must not follow it. All rows are in one tile, so that no sum depends on an order. */
+static void check_garbage_upstream(const test_case *c, const char *kernel, int32_t kind)
+{
+    static const double garbage[] = {1e30, -1e38, INFINITY, NAN};
+    fixture f;
+    fixture_create(&f, c);
+    fixture_results quiet = results_create(&f), loud = results_create(&f);
+    int64_t dead = 0;
+    for (int64_t n = 0; n < tensor_count(&f.grad_kl); n++)
+        if (!f.live_q[n % f.length_q])
+            tensor_set(&f.grad_kl, n, 0), dead++;
+    assert_true(dead > 0 && dead < tensor_count(&f.grad_kl));
+    run_kind(&f, kernel, kind, &quiet);
+    for (size_t g = 0; g < COUNT_OF(garbage); g++) {
+        for (int64_t n = 0; n < tensor_count(&f.grad_kl); n++)
+            if (!f.live_q[n % f.length_q])
+                tensor_set(&f.grad_kl, n, garbage[g]);
+        run_kind(&f, kernel, kind, &loud);
+        const char *const different = results_difference(&quiet, &loud);
+        if (different)
+            fail_msg("%s: %s: %g from upstream changes %s", c->name, kernel, garbage[g], different);
+    }
+    results_destroy(&quiet);
+    results_destroy(&loud);
+    fixture_destroy(&f);
+}
+
+static void test_garbage_upstream_of_rows_without_keys(void **state)
+{
+    (void)state;
+    const test_case cases[] = {
+        {"blind rows in front", SHAPE(1, 97, 41), SMALL, CAUSAL, OFFSETS(0, 32)},
+        {"blind rows behind", SHAPE(1, 97, 41), SMALL, WINDOW(20, -1), OFFSETS(0, 0)},
+        {"blind rows in front, reverse", SHAPE(1, 97, 41), SMALL, CAUSAL, OFFSETS(0, 32), REVERSE},
+    };
+    for (size_t c = 0; c < COUNT_OF(cases); c++)
+        with_every_kernel(&cases[c], check_garbage_upstream);
+}
+
+static void set_first_dimension(const test_tensor *t, int64_t begin, int64_t end, double value)
+{
+    for (int64_t h = 0; h < t->heads; h++)
+        for (int64_t row = begin; row < end; row++)
+            tensor_set(t, tensor_index(t, 0, h, row), value);
+}
+
+/* To a backward a key that the teacher put at minus infinity has P = 0 in every row, as one that it put very low: no
+ * bit of the student's gradients differs. But rows that a tile has room for and the problem has not are 0, 0 times
+ * infinity is NaN, and such a NaN must not get into a sum. All queries are in one tile, so that no sum depends on an
+ * order. */
+static void check_key_at_minus_infinity(const test_case *c, const char *kernel, int32_t kind)
+{
+    fixture f;
+    fixture_create(&f, c);
+    skl_plan *const plan = test_plan_of_kind(&f.problem, kernel, kind);
+    fixture_results low = results_create(&f), lowest = results_create(&f);
+    set_first_dimension(&f.q_t, 0, f.q_t.length, 1);
+    set_first_dimension(&f.k_t, POISONED, POISONED + 1, -1e4);
+    run_both(plan, &f, &low);
+    set_first_dimension(&f.k_t, POISONED, POISONED + 1, -INFINITY);
+    const skl_inputs inputs = results_backward_inputs(&f, &low);
+    const skl_gradients gradients = results_gradients(&lowest);
+    run_backward(plan, &inputs, &gradients);
+    for (int64_t n = 0; n < tensor_count(&low.dk_s); n++)
+        assert_true(isfinite(tensor_get(&low.dk_s, n)));
+    assert_true(tensor_equal(&low.dq_s, &lowest.dq_s));
+    assert_true(tensor_equal(&low.dk_s, &lowest.dk_s));
+    results_destroy(&low);
+    results_destroy(&lowest);
+    skl_plan_destroy(plan);
+    fixture_destroy(&f);
+}
+
+static void test_missing_rows_of_a_tile_and_infinity(void **state)
+{
+    (void)state;
+    const test_case cases[] = {
+        {"few queries", SHAPE(1, 37, LENGTH), SMALL, .without = SKL_DQ_T | SKL_DK_T},
+        {"one tile, causal", SHAPE(1, 100, LENGTH), SMALL, CAUSAL, .without = SKL_DQ_T | SKL_DK_T},
+    };
+    for (size_t c = 0; c < COUNT_OF(cases); c++)
+        with_every_kernel(&cases[c], check_key_at_minus_infinity);
 }
 
 /* ---- Large numbers of things ------------------------------------------------------------------------------- */
@@ -412,6 +510,8 @@ int main(void)
         cmocka_unit_test(test_poison_in_a_visible_key),
         cmocka_unit_test(test_poison_in_one_pass),
         cmocka_unit_test(test_poison_in_a_query),
+        cmocka_unit_test(test_garbage_upstream_of_rows_without_keys),
+        cmocka_unit_test(test_missing_rows_of_a_tile_and_infinity),
         cmocka_unit_test(test_more_than_65535_batches_and_heads),
         cmocka_unit_test(test_more_than_32768_rows),
         cmocka_unit_test(test_strides_beyond_32_bits),

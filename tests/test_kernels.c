@@ -90,6 +90,21 @@ static int check_partial(kernel_run *run)
     return rows_mismatch(f, &wanted, label);
 }
 
+/* Gradients of a deterministic plan: right, and with the same bits on a second run. */
+static int check_deterministic(kernel_run *run)
+{
+    const char *const label = begin_call(run, "deterministic");
+    run_both(run->plan, run->fixture, &run->results);
+    run_both(run->plan, run->fixture, &run->saved);
+    int mismatches = gradients_mismatch(run->fixture, &run->results, skl_plan_kernel(run->plan), label);
+    const char *const different = results_difference(&run->results, &run->saved);
+    if (different) {
+        print_error("%s: %s differs between two runs\n", label, different);
+        mismatches++;
+    }
+    return mismatches + check_forward_backward(run);
+}
+
 static int check_kernel(const fixture *f, const char *kernel)
 {
     kernel_run run = {.fixture = f, .plan = test_plan(&f->problem, kernel, 2)};
@@ -99,6 +114,11 @@ static int check_kernel(const fixture *f, const char *kernel)
     mismatches += check_backward(&run);
     mismatches += check_forward_backward(&run);
     mismatches += check_partial(&run);
+    for (int32_t kind = 1; kind < test_plan_kinds(); kind++) {
+        skl_plan_destroy(run.plan);
+        run.plan = test_plan_of_kind(&f->problem, kernel, kind);
+        mismatches += check_deterministic(&run);
+    }
     results_destroy(&run.saved);
     results_destroy(&run.results);
     skl_plan_destroy(run.plan);

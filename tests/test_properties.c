@@ -67,6 +67,10 @@ static void test_equal_models_are_0_apart(void **state)
             run_forward_backward(plan, &inputs, &rows, &gradients);
             assert_nothing_to_learn(&results, case_kernel(&twins[c], k), twins[c].name);
             skl_plan_destroy(plan);
+            for (int32_t kind = 1; kind < test_plan_kinds(); kind++) {
+                run_kind(&f, case_kernel(&twins[c], k), kind, &results);
+                assert_nothing_to_learn(&results, case_kernel(&twins[c], k), twins[c].name);
+            }
             results_destroy(&results);
             fixture_destroy(&f);
         }
