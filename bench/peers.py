@@ -7,6 +7,7 @@
     bench/peers.py --csv bench/results/peers.csv --plot docs/gpu       # draws docs/gpu-speed.svg and docs/gpu-memory.svg
     bench/peers.py --heads 32 --key-heads 8          # grouped queries, beside our own dense rate
     bench/peers.py --packed 8192,4096,2048,1024,512  # sequences end to end, beside our own dense rate
+    bench/peers.py --deterministic --only backward   # gradients with the same bits on every run, beside our others
 
 The peers, on tensors of the same shape:
 
@@ -105,6 +106,7 @@ def parser():
     parser.add_argument("--masks", choices=["full", "causal", "both"], default="both")
     parser.add_argument("--only", action="append", choices=list(OPERATIONS), help="a pass, may be repeated; default all")
     parser.add_argument("--peers", type=peer_names, default=PEER_NAMES, metavar="LIST", help="default all; '' for none")
+    parser.add_argument("--deterministic", action="store_true", help="time our gradients of equal bits on every run, too")
     parser.add_argument("--rounds", type=int, default=9, metavar="N", help="turns of every method; default 9")
     parser.add_argument("--turn-ms", type=float, default=20, metavar="X", help="least time of a turn; default 20")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="append every figure")

@@ -97,11 +97,12 @@ def problem_of(case):
 class Plan:
     """The three calls on one set of tensors, and where their results are."""
 
-    def __init__(self, library, tensors, case, kernel=None):
+    def __init__(self, library, tensors, case, kernel=None, deterministic=False):
         self.library, self.handle = library, POINTER()
         q_t, k_t, q_s, k_s = tensors
         device = SKL_CUDA if q_s.is_cuda else SKL_CPU
-        options = sized(Options, device=device, kernel=kernel.encode() if kernel else None)
+        forced = kernel.encode() if kernel else None
+        options = sized(Options, device=device, deterministic=int(deterministic), kernel=forced)
         problem, address = problem_of(case), ctypes.byref
         library.check(library.calls.skl_plan_create(address(self.handle), address(problem), address(options)))
         self.kernel = library.calls.skl_plan_kernel(self.handle).decode()

@@ -67,17 +67,17 @@ def column(value, form):
 
 def print_table(methods):
     head = f"{'median':>10} {'fastest':>10} {'TFLOP/s':>8} {'ours/this':>9} {'one pass/this':>13} {'extra memory':>12}"
-    print(f"  {'method':9} {'pass':18} {head}")
+    print(f"  {'method':13} {'pass':18} {head}")
     for line in lines_of(methods):
         fastest = f"{line['fastest']:7.3f} ms" if "fastest" in line else ""
         print(
-            f"  {line['method'].name:9} {line['pass']:18} {line['ms']:7.3f} ms {fastest:>10} "
+            f"  {line['method'].name:13} {line['pass']:18} {line['ms']:7.3f} ms {fastest:>10} "
             f"{column(line.get('rate'), '8.1f')} {column(line['ours'], '9.2f')} {column(line['one_pass'], '13.2f')} "
             f"{bytes_text(line['extra']):>12}"
         )
     for method in methods:
         if method.refusal:
-            print(f"  {method.name:9} not measured: {method.refusal}")
+            print(f"  {method.name:13} not measured: {method.refusal}")
 
 
 def print_errors(methods):

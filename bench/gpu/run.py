@@ -9,7 +9,8 @@ from .methods import PEERS, Method, ours
 from .report import append_csv, beside_dense, csv_rows, print_errors, print_table
 
 
-OURS = ("streamkl", "dense")  # dense: ours without groups and packing, as a yardstick for them
+DETERMINISTIC = "deterministic"  # ours, with gradients that have the same bits on every run
+OURS = ("streamkl", "dense", DETERMINISTIC)  # dense: without groups and packing, as a yardstick for them
 
 
 class NotPossible(Exception):
@@ -81,6 +82,9 @@ class Bench:
         tensors = random_tensors(case)
         oracle = Oracle(tensors, case)
         methods = ours(self.library, tensors, case, self.wanted, self.arguments.kernel, name)
+        if self.arguments.deterministic and name == "streamkl":
+            gradients = [operation for operation in self.wanted if operation != FORWARD]
+            methods += ours(self.library, tensors, case, gradients, self.arguments.kernel, DETERMINISTIC, True)
         for method in methods:
             examine(method, oracle)
             self.is_right &= all(error <= WRONG[name] for name, error in method.errors.items())
