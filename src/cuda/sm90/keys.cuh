@@ -71,8 +71,8 @@ struct key_maps {
 /* Facts of a stage's queries, two of them a lane. Queries behind the last that a key of the block sees have none:
  * they are masked everywhere, and whatever comes from upstream for them must not move the unit. */
 template <int DIM>
-__device__ inline void load_facts(stage_facts &to, const skl_cuda_params &params, const keys_block<DIM> &block,
-                                  int64_t head, int first)
+__device__ inline void load_stage_facts(stage_facts &to, const skl_cuda_params &params, const keys_block<DIM> &block,
+                                        int64_t head, int first)
 {
     const skl_sequence &s = block.place.sequence;
     const int64_t origin = block.queries.row - s.query_begin;
@@ -135,7 +135,7 @@ __device__ inline void stage_queries(const skl_cuda_params &params, const key_ma
         }
         __syncwarp();
         stage_facts &facts = block.facts[at];
-        load_facts(facts, params, block, head, first);
+        load_stage_facts(facts, params, block, head, first);
         if (n % queries.stages < queries.edges) {
             __syncwarp(); /* an LSE that becomes NaN has been written */
             barrier_wait(block.copied[at], turn);
