@@ -18,6 +18,7 @@ static const test_case twins[] = {
     {"window", SHAPE(1, 300, 300), TWO_MODELS, WINDOW(40, 9)},
     {"growing", SHAPE(1, 67, 400), TWO_MODELS, .growth = 30},
     {"bf16 of 64", SHAPE(2, 67, 131), HEADS(3, 3), DIMS(64, 64), TYPES(BF16, BF16), CAUSAL},
+    {"bf16 of 64, softcap", SHAPE(1, 67, 331), HEADS(2, 2), DIMS(64, 64), TYPES(BF16, BF16), SOFTCAPS(3, 3)},
     {"f16 of 128", SHAPE(1, 131, 231), HEADS(2, 2), DIMS(128, 128), TYPES(F16, F16)},
     {"f16 of 64, reverse", SHAPE(1, 300, 300), HEADS(2, 2), DIMS(64, 64), TYPES(F16, F16), REVERSE, WINDOW(40, 9)},
 };

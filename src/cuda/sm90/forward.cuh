@@ -9,7 +9,10 @@
  *   producer   copies stage after stage (TMA) as consumers leave them
  *   consumer   products of stage n + 1 (wgmma)  ||  exponentials and sums of stage n
  *
- * Row states, the blind and the exact way of adding, and keys cut into parts are those of the sm80 forward. */
+ * Row states, the blind and the exact way of adding, and keys cut into parts are those of the sm80 forward.
+ *
+ * Softcap has instances of its own (CAPPED). Logits behind the cap need registers beside the accumulators, so they
+ * have those of the second stage: products are hidden behind the other warpgroup's arithmetic only. */
 #ifndef SKL_CUDA_SM90_FORWARD_CUH
 #define SKL_CUDA_SM90_FORWARD_CUH
 
@@ -99,6 +102,16 @@ __device__ inline bool add_blindly(skl_row_state (&state)[2], const stage_logits
     return true;
 }
 
+/* Logits of an argument in base 2, behind its cap if it has one. */
+__device__ inline void cap_stage(stage_logits &to, const stage_logits &x, const skl_cuda_argument &argument)
+{
+#pragma unroll
+    for (int e = 0; e < 32; e++) {
+        const float scaled = x[e / 4][e % 4] * argument.scale;
+        to[e / 4][e % 4] = argument.capped ? argument.softcap_2 * tanhf(scaled) : scaled;
+    }
+}
+
 /* Logits of two stages: while one is added, the products of the other are under way. */
 template <typename ELEMENT, int DIM> struct consumer {
     const skl_cuda_params &params;
@@ -129,15 +142,23 @@ template <typename ELEMENT, int DIM> struct consumer {
             barrier_arrive(block.empty[n % DEPTH<DIM>]);
     }
 
-    __device__ void add_edge(const stage_logits &x, const stage_logits &y, int n)
+    __device__ void add_edge(const stage_logits &x, float scale_1, const stage_logits &y, float scale_2, int n)
     {
         const int first = block.keys.place_of(n) * KEYS;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const range32 sees = block.keys.band.of(own_row<1>(0, half));
-            add_exactly<true>(state[half], x, params.one.scale, y, params.two.scale, half,
-                              {sees.begin - first, sees.end - first});
+            add_exactly<true>(state[half], x, scale_1, y, scale_2, half, {sees.begin - first, sees.end - first});
         }
+    }
+
+    __device__ void add_whole(const stage_logits &x, float scale_1, const stage_logits &y, float scale_2)
+    {
+        if (add_blindly(state, x, scale_1, y, scale_2))
+            return;
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            add_exactly<false>(state[half], x, scale_1, y, scale_2, half, {});
     }
 
     /* The scales come from shared memory, so that no exponential is taken before the wait for the next stage's keys:
@@ -145,11 +166,22 @@ template <typename ELEMENT, int DIM> struct consumer {
     __device__ void add_whole(const stage_logits &x, const stage_logits &y)
     {
         const float scale_1 = load_shared(block.scale_1), scale_2 = load_shared(block.scale_2);
-        if (add_blindly(state, x, scale_1, y, scale_2))
-            return;
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-            add_exactly<false>(state[half], x, scale_1, y, scale_2, half, {});
+        add_whole(x, scale_1, y, scale_2);
+    }
+
+    __device__ void run_capped()
+    {
+        for (int n = 0; n < block.keys.stages; n++) {
+            stage_logits x, y, capped_x, capped_y;
+            start(x, y, n);
+            finish(x, y, n);
+            cap_stage(capped_x, x, params.one);
+            cap_stage(capped_y, y, params.two);
+            if (n < block.keys.edges)
+                add_edge(capped_x, 1.0F, capped_y, 1.0F, n);
+            else
+                add_whole(capped_x, 1.0F, capped_y, 1.0F);
+        }
     }
 
     __device__ void run()
@@ -158,7 +190,7 @@ template <typename ELEMENT, int DIM> struct consumer {
         for (int n = 0; n < block.keys.edges; n++) {
             start(x[0], y[0], n);
             finish(x[0], y[0], n);
-            add_edge(x[0], y[0], n);
+            add_edge(x[0], params.one.scale, y[0], params.two.scale, n);
         }
         const int end = block.keys.stages;
         if (block.keys.edges == end)
@@ -178,7 +210,7 @@ template <typename ELEMENT, int DIM> struct consumer {
     }
 };
 
-template <typename ELEMENT, int DIM>
+template <typename ELEMENT, int DIM, bool CAPPED>
 __device__ inline void consume(skl_row_state (&state)[2], const skl_cuda_params &params, forward_block<DIM> &block)
 {
     tile_place place;
@@ -191,12 +223,15 @@ __device__ inline void consume(skl_row_state (&state)[2], const skl_cuda_params 
     own.state[0] = own.state[1] = skl_state_empty();
     if (FORWARD_HELD<DIM> < DIM)
         barrier_wait(block.queries_full, 0);
-    own.run();
+    if (CAPPED)
+        own.run_capped();
+    else
+        own.run();
     state[0] = merge_lanes(own.state[0]);
     state[1] = merge_lanes(own.state[1]);
 }
 
-template <typename ELEMENT, int DIM>
+template <typename ELEMENT, int DIM, bool CAPPED>
 __global__ void __launch_bounds__(BLOCK_THREADS, 1)
     forward_kernel(const __grid_constant__ skl_cuda_params params, const __grid_constant__ forward_maps maps)
 {
@@ -226,7 +261,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS, 1)
     } else {
         take_registers<240>();
         skl_row_state state[2];
-        consume<ELEMENT, DIM>(state, params, block);
+        consume<ELEMENT, DIM, CAPPED>(state, params, block);
         tile_place place;
         (void)place.find(params, params.splits);
 #pragma unroll
@@ -239,30 +274,38 @@ __global__ void __launch_bounds__(BLOCK_THREADS, 1)
 #endif
 }
 
+template <typename ELEMENT, int DIM, bool CAPPED>
+cudaError_t launch_query_tiles(const skl_cuda_params *params, const forward_maps *maps)
+{
+    constexpr int MEMORY = sizeof(forward_block<DIM>);
+    const cudaError_t error = cudaFuncSetAttribute(forward_kernel<ELEMENT, DIM, CAPPED>,
+                                                   cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
+    if (error != cudaSuccess)
+        return error;
+    const skl_problem *const p = &params->problem;
+    const int64_t tiles = skl_ceil_div(p->len_q, tile_place::ROWS);
+    skl_cuda_params own = *params;
+    own.splits = splits_for(p->batch * p->heads_s * tiles, params->multiprocessors, p->len_k);
+    forward_kernel<ELEMENT, DIM, CAPPED>
+        <<<grid_of(p->batch, p->heads_s, tiles * own.splits), BLOCK_THREADS, MEMORY, params->call.stream>>>(own,
+                                                                                                            *maps);
+    if (own.splits > 1)
+        merge_parts<2><<<grid_of(p->batch, p->heads_s, tiles), tile_place::ROWS, 0, params->call.stream>>>(own);
+    return cudaPeekAtLastError();
+}
+
 template <typename ELEMENT, int DIM>
 cudaError_t launch_forward(const skl_cuda_params *params, skl_cuda_launcher otherwise)
 {
     const skl_problem *const p = &params->problem;
     forward_maps maps;
-    if (params->one.capped || params->two.capped || !encode_keys(&maps.keys_1, p, &params->one, KEYS, ELEMENT()) ||
+    if (!encode_keys(&maps.keys_1, p, &params->one, KEYS, ELEMENT()) ||
         !encode_keys(&maps.keys_2, p, &params->two, KEYS, ELEMENT()) ||
         !encode_queries(&maps.queries_1, p, &params->one, tile_place::ROWS, ELEMENT()) ||
         !encode_queries(&maps.queries_2, p, &params->two, tile_place::ROWS, ELEMENT()))
         return otherwise(params);
-    constexpr int MEMORY = sizeof(forward_block<DIM>);
-    const cudaError_t error =
-        cudaFuncSetAttribute(forward_kernel<ELEMENT, DIM>, cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
-    if (error != cudaSuccess)
-        return error;
-    const int64_t tiles = skl_ceil_div(p->len_q, tile_place::ROWS);
-    skl_cuda_params own = *params;
-    own.splits = splits_for(p->batch * p->heads_s * tiles, params->multiprocessors, p->len_k);
-    forward_kernel<ELEMENT, DIM>
-        <<<grid_of(p->batch, p->heads_s, tiles * own.splits), BLOCK_THREADS, MEMORY, params->call.stream>>>(own,
-                                                                                                            maps);
-    if (own.splits > 1)
-        merge_parts<2><<<grid_of(p->batch, p->heads_s, tiles), tile_place::ROWS, 0, params->call.stream>>>(own);
-    return cudaPeekAtLastError();
+    return params->one.capped || params->two.capped ? launch_query_tiles<ELEMENT, DIM, true>(params, &maps)
+                                                    : launch_query_tiles<ELEMENT, DIM, false>(params, &maps);
 }
 
 } // namespace sm90
