@@ -15,7 +15,9 @@
  * products. Under GQA all query heads add to the one key head that they share.
  *
  * ptxas gives the first 24 registers to ordinary values and wants all accumulators and operands of wgmma behind them:
- * that is why no more than DIM - 32 dimensions of the other Q are held in registers. */
+ * that is why no more than DIM - 32 dimensions of the other Q are held in registers.
+ *
+ * CAPPED: instances for arguments of which one has a softcap, or both. */
 #ifndef SKL_CUDA_SM90_BACKWARD_CUH
 #define SKL_CUDA_SM90_BACKWARD_CUH
 
@@ -170,7 +172,7 @@ __device__ inline query_facts load_facts(const query_facts &from)
     return {facts.x, facts.y, facts.z, facts.w};
 }
 
-template <typename ELEMENT, int DIM, bool SECOND> struct query_group {
+template <typename ELEMENT, int DIM, bool SECOND, bool CAPPED> struct query_group {
     const skl_cuda_params &params;
     gradient_block<DIM> &block;
     uint32_t group; /* of the warp; the same for all lanes, so that ptxas keeps what follows from it in uniform
@@ -195,7 +197,6 @@ template <typename ELEMENT, int DIM, bool SECOND> struct query_group {
     template <bool EDGE>
     __device__ void weigh_pairs(uint32_t (&g)[4][4], const stage_logits &own, const stage_logits &other, int n)
     {
-        const float own_scale = own_of<SECOND>(params).scale, other_scale = other_of<SECOND>(params).scale;
         const int first = EDGE ? block.keys.place_of(n) * KEYS : 0;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -209,16 +210,19 @@ template <typename ELEMENT, int DIM, bool SECOND> struct query_group {
                 for (int parity = 0; parity < 2; parity++) {
                     const int column = column_of(i, parity);
                     const float lse = SECOND ? query.lse_2 : query.lse_1;
-                    const float own_u = fmaf(own[i][half * 2 + parity], own_scale,
-                                             EDGE ? block.poison[n % block.DEPTH][column] - lse : -lse);
-                    const float other_u =
-                        fmaf(other[i][half * 2 + parity], other_scale, -(SECOND ? query.lse_1 : query.lse_2));
-                    const float u = SECOND ? other_u : own_u, v = SECOND ? own_u : other_u;
+                    const log_probability of_own =
+                        log_of<CAPPED>(own[i][half * 2 + parity], own_of<SECOND>(params),
+                                       EDGE ? block.poison[n % block.DEPTH][column] - lse : -lse);
+                    const log_probability of_other = log_of<CAPPED>(
+                        other[i][half * 2 + parity], other_of<SECOND>(params), -(SECOND ? query.lse_1 : query.lse_2));
+                    const float u = (SECOND ? of_other : of_own).value, v = (SECOND ? of_own : of_other).value;
                     const float p = ex2(u), q = SECOND ? ex2(v) : 0.0F;
                     const bool seen = !EDGE || (first + column >= sees.begin && first + column < sees.end);
                     if (SECOND && seen)
                         sums[half] = {sums[half].l_1 + p, sums[half].l_2 + q, fmaf(p, u - v, sums[half].w)};
-                    const float gradient = SECOND ? q - p : p * fmaf(SKL_LN2, u - v, -query.kl);
+                    float gradient = SECOND ? q - p : p * fmaf(SKL_LN2, u - v, -query.kl);
+                    if (CAPPED)
+                        gradient *= of_own.slope;
                     pair[parity] = seen ? gradient * query.grad : 0.0F;
                 }
                 g[i / 2][i % 2 * 2 + half] = pack(pair[0], pair[1], ELEMENT());
@@ -376,7 +380,7 @@ __device__ inline void add_key_gradients(gradient_block<DIM> &block, const stage
 
 /* ---- Kernel ------------------------------------------------------------------------------------------------- */
 
-template <typename ELEMENT, int DIM, bool SECOND>
+template <typename ELEMENT, int DIM, bool SECOND, bool CAPPED>
 __global__ void __launch_bounds__(GRADIENT_THREADS, 1)
     gradient_kernel(const __grid_constant__ skl_cuda_params params, const __grid_constant__ gradient_maps maps)
 {
@@ -426,7 +430,7 @@ __global__ void __launch_bounds__(GRADIENT_THREADS, 1)
                                         params.teacher_side ? params.problem.scale_t : params.problem.scale_s);
     } else {
         take_registers<200>();
-        query_group<ELEMENT, DIM, SECOND> own = {params, block, group};
+        query_group<ELEMENT, DIM, SECOND, CAPPED> own = {params, block, group};
         load_rows<HELD<DIM>>(
             own.other_q, queries_of<ELEMENT>(other_of<SECOND>(params), place.sequence, place.head).from(place.first),
             block.count);
@@ -438,17 +442,17 @@ __global__ void __launch_bounds__(GRADIENT_THREADS, 1)
 #endif
 }
 
-template <typename ELEMENT, int DIM, bool SECOND>
+template <typename ELEMENT, int DIM, bool SECOND, bool CAPPED>
 cudaError_t launch_sweep(const skl_cuda_params *params, const gradient_maps *maps)
 {
     constexpr int MEMORY = sizeof(gradient_block<DIM>);
-    const cudaError_t error = cudaFuncSetAttribute(gradient_kernel<ELEMENT, DIM, SECOND>,
+    const cudaError_t error = cudaFuncSetAttribute(gradient_kernel<ELEMENT, DIM, SECOND, CAPPED>,
                                                    cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
     if (error != cudaSuccess)
         return error;
     const skl_problem *const p = &params->problem;
-    gradient_kernel<ELEMENT, DIM, SECOND><<<grid_of(p->batch, p->heads_s, skl_ceil_div(p->len_q, QUERIES)),
-                                            GRADIENT_THREADS, MEMORY, params->call.stream>>>(*params, *maps);
+    gradient_kernel<ELEMENT, DIM, SECOND, CAPPED><<<grid_of(p->batch, p->heads_s, skl_ceil_div(p->len_q, QUERIES)),
+                                                    GRADIENT_THREADS, MEMORY, params->call.stream>>>(*params, *maps);
     return cudaPeekAtLastError();
 }
 
@@ -510,18 +514,20 @@ cudaError_t launch_gradients(const skl_cuda_params *params, const split_launcher
 {
     const bool second = skl_cuda_of_second(params);
     gradient_maps maps;
-    if (params->one.capped || params->two.capped || !(second || ANY_G<ELEMENT>) ||
-        !encode_all(&maps, params, second, ELEMENT()))
+    const bool capped = params->one.capped || params->two.capped;
+    if (!(second || ANY_G<ELEMENT>) || !encode_all(&maps, params, second, ELEMENT()))
         return otherwise.run(params);
     skl_cuda_params own = *params;
     own.splits = 1;
     own.section = section_for(params, second ? &params->two : &params->one, second ? &params->one : &params->two);
     cudaError_t error = skl_cuda_clear_sums(&own);
     if (error == cudaSuccess && second)
-        error = launch_sweep<ELEMENT, DIM, true>(&own, &maps);
+        error = capped ? launch_sweep<ELEMENT, DIM, true, true>(&own, &maps)
+                       : launch_sweep<ELEMENT, DIM, true, false>(&own, &maps);
     else if constexpr (ANY_G<ELEMENT>)
         if (error == cudaSuccess)
-            error = launch_sweep<ELEMENT, DIM, false>(&own, &maps);
+            error = capped ? launch_sweep<ELEMENT, DIM, false, true>(&own, &maps)
+                           : launch_sweep<ELEMENT, DIM, false, false>(&own, &maps);
     return error == cudaSuccess ? skl_cuda_store_sums(&own) : error;
 }
 

@@ -19,6 +19,21 @@ template <bool SECOND> __device__ inline const skl_cuda_argument &other_of(const
     return SECOND ? params.one : params.two;
 }
 
+/* Log2 of a probability, and what its cap lets through of a gradient. */
+struct log_probability {
+    float value, slope;
+};
+
+/* From a product of a query and a key. CAPPED: the argument may have a softcap. */
+template <bool CAPPED>
+__device__ inline log_probability log_of(float product, const skl_cuda_argument &argument, float minus_lse)
+{
+    if (!CAPPED || !argument.capped)
+        return {fmaf(product, argument.scale, minus_lse), 1.0F};
+    const float ratio = tanhf(product * argument.scale);
+    return {fmaf(argument.softcap_2, ratio, minus_lse), 1.0F - ratio * ratio};
+}
+
 /* Two threads look at a row as the copy engine leaves it: whether all of it is finite. If not, or if it is not
  * wanted, it becomes 0. Threads of different rows begin at different chunks: so no bank is met twice. */
 template <typename ELEMENT, int DIM, int ROWS>

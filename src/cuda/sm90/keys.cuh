@@ -155,7 +155,7 @@ struct logits_of_stage {
     stage_logits own, other;
 };
 
-template <typename ELEMENT, int DIM, bool SECOND> struct key_group {
+template <typename ELEMENT, int DIM, bool SECOND, bool CAPPED> struct key_group {
     const skl_cuda_params &params;
     keys_block<DIM> &block;
     uint32_t group; /* of the warp, the same for all lanes */
@@ -183,7 +183,6 @@ template <typename ELEMENT, int DIM, bool SECOND> struct key_group {
     {
         const stage_facts &facts = block.facts[logits.at];
         const stage_logits &x = SECOND ? logits.other : logits.own, &y = SECOND ? logits.own : logits.other;
-        const float scale_1 = params.one.scale, scale_2 = params.two.scale;
         range32 seen_by[2];
 #pragma unroll
         for (int half = 0; half < 2 && EDGE; half++)
@@ -202,9 +201,11 @@ template <typename ELEMENT, int DIM, bool SECOND> struct key_group {
 #pragma unroll
                 for (int parity = 0; parity < 2; parity++) {
                     const int e = half * 2 + parity, at = logits.first + column + parity;
-                    const float u = fmaf(x[i][e], scale_1, -query[parity].lse_1);
-                    const float v = fmaf(y[i][e], scale_2, -query[parity].lse_2);
-                    const float gradient = pair_gradient<SECOND>(u, v, query[parity]) * query[parity].grad;
+                    const log_probability u = log_of<CAPPED>(x[i][e], params.one, -query[parity].lse_1);
+                    const log_probability v = log_of<CAPPED>(y[i][e], params.two, -query[parity].lse_2);
+                    float gradient = pair_gradient<SECOND>(u.value, v.value, query[parity]) * query[parity].grad;
+                    if (CAPPED)
+                        gradient *= (SECOND ? v : u).slope;
                     const bool seen = !EDGE || (at >= seen_by[half].begin && at < seen_by[half].end);
                     pair[parity] = seen ? gradient : 0.0F;
                 }
@@ -306,7 +307,7 @@ template <typename ELEMENT, int DIM, bool SECOND> struct key_group {
 
 /* ---- Kernel ------------------------------------------------------------------------------------------------- */
 
-template <typename ELEMENT, int DIM, bool SECOND>
+template <typename ELEMENT, int DIM, bool SECOND, bool CAPPED>
 __global__ void __launch_bounds__(KEY_THREADS, 1)
     keys_kernel(const __grid_constant__ skl_cuda_params params, const __grid_constant__ key_maps maps)
 {
@@ -340,24 +341,24 @@ __global__ void __launch_bounds__(KEY_THREADS, 1)
         stage_queries<ELEMENT, DIM, SECOND>(params, maps, block);
     } else {
         take_registers<232>();
-        key_group<ELEMENT, DIM, SECOND> own = {params, block, __shfl_sync(~0U, threadIdx.x / 128, 0)};
+        key_group<ELEMENT, DIM, SECOND, CAPPED> own = {params, block, __shfl_sync(~0U, threadIdx.x / 128, 0)};
         own.run();
         own.store();
     }
 #endif
 }
 
-template <typename ELEMENT, int DIM, bool SECOND>
+template <typename ELEMENT, int DIM, bool SECOND, bool CAPPED>
 cudaError_t launch_key_tiles(const skl_cuda_params *params, const key_maps *maps)
 {
     constexpr int MEMORY = sizeof(keys_block<DIM>);
-    const cudaError_t error =
-        cudaFuncSetAttribute(keys_kernel<ELEMENT, DIM, SECOND>, cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
+    const cudaError_t error = cudaFuncSetAttribute(keys_kernel<ELEMENT, DIM, SECOND, CAPPED>,
+                                                   cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
     if (error != cudaSuccess)
         return error;
     const skl_problem *const p = &params->problem;
     const dim3 blocks = grid_of(p->batch, key_place::heads(*params), skl_ceil_div(p->len_k, CONSUMERS * 64));
-    keys_kernel<ELEMENT, DIM, SECOND><<<blocks, KEY_THREADS, MEMORY, params->call.stream>>>(*params, *maps);
+    keys_kernel<ELEMENT, DIM, SECOND, CAPPED><<<blocks, KEY_THREADS, MEMORY, params->call.stream>>>(*params, *maps);
     return cudaPeekAtLastError();
 }
 
@@ -369,12 +370,15 @@ cudaError_t launch_keys(const skl_cuda_params *params, skl_cuda_launcher otherwi
     const skl_cuda_argument *const own = second ? &params->two : &params->one;
     const skl_cuda_argument *const other = second ? &params->one : &params->two;
     key_maps maps;
-    if (own->capped || other->capped || !encode_queries(&maps.own_queries, p, own, STAGE, ELEMENT()) ||
+    if (!encode_queries(&maps.own_queries, p, own, STAGE, ELEMENT()) ||
         !encode_queries(&maps.other_queries, p, other, STAGE, ELEMENT()) ||
         !encode_keys(&maps.own_keys, p, own, CONSUMERS * 64, ELEMENT()))
         return otherwise(params);
-    return second ? launch_key_tiles<ELEMENT, DIM, true>(params, &maps)
-                  : launch_key_tiles<ELEMENT, DIM, false>(params, &maps);
+    if (own->capped || other->capped)
+        return second ? launch_key_tiles<ELEMENT, DIM, true, true>(params, &maps)
+                      : launch_key_tiles<ELEMENT, DIM, false, true>(params, &maps);
+    return second ? launch_key_tiles<ELEMENT, DIM, true, false>(params, &maps)
+                  : launch_key_tiles<ELEMENT, DIM, false, false>(params, &maps);
 }
 
 } // namespace sm90
