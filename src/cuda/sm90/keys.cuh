@@ -4,10 +4,10 @@
  * the remaining one.
  *
  *   block    2 key warpgroups of 64 keys and 1 staging warpgroup; one block a multiprocessor
- *   regs     232 a key thread: other K (DIM / 4), own K (DIM / 4, less 32 dimensions at DIM = 128), logits of a stage
- *            (64), dk (DIM / 2), G (16), 24 for the rest; 40 a staging thread
- *   shared   DEPTH stages of 64 queries of both arguments, and what is known of them; dimensions of own K that are
- * not in registers: 214 KB at DIM = 128
+ *   regs     232 a key thread: other K (DIM / 4), own K (DIM / 4, less 8 at DIM = 128), logits of a stage (64),
+ *            dk (DIM / 2), G (16), 24 for the rest; 40 a staging thread
+ *   shared   DEPTH stages of 64 queries of both arguments, and what is known of them; half of own K at DIM = 128:
+ *            214 KB there, 137 KB at DIM = 64
  *
  *                stage n       stage n + 1
  *              +-------------+-------------+--
@@ -23,8 +23,8 @@
  * query heads that share the key head follow one another, in the order of the heads.
  *
  * A query's facts belong to columns here: every thread needs those of 16 queries a stage, and reads them from shared
- * memory just in time. What registers there are is backward.cuh's rule: accumulators and operands of wgmma have to
- * lie behind the first 24, so own K has to leave a few. */
+ * memory just in time. Registers are backward.cuh's wall: all 128 dimensions of both K would be 232, and it has to be
+ * less. CAPPED: as there. */
 #ifndef SKL_CUDA_SM90_KEYS_CUH
 #define SKL_CUDA_SM90_KEYS_CUH
 
