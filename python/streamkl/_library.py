@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 CPU, CUDA = 0, 1  # skl_device
-DQ_T, DK_T, DQ_S, DK_S = 1, 2, 4, 8  # gradients
+DQ_T, DK_T, DQ_S, DK_S, DW_S = 1, 2, 4, 8, 16  # gradients
 FORWARD, BACKWARD, FORWARD_BACKWARD, PARTIAL = 0, 1, 2, 3  # skl_op
+ATTENTION, INDEXER = 0, 1  # skl_student
 
 _ARGUMENT, _MEMORY = 1, 3  # skl_status
 
@@ -52,7 +53,7 @@ class Problem(ctypes.Structure):
         ("packed", ctypes.c_int32),
         ("total_q", ctypes.c_int64),
         ("total_k", ctypes.c_int64),
-        ("student", ctypes.c_int),  # from here on: indexers, which this package does not have yet
+        ("student", ctypes.c_int),
         ("index_heads", ctypes.c_int64),
         ("dtype_w", ctypes.c_int),
         ("index_linear", ctypes.c_int32),
@@ -95,36 +96,23 @@ _GRADIENTS = struct.Struct("@N" + 5 * _TENSOR)
 
 
 def pack_inputs(
-    q_t, k_t, q_s, k_s, lse_t, lse_s, kl, dot_t, grad_kl, cu_seqlens_q, cu_seqlens_k, key_lengths
-) -> bytes:
+    q_t, k_t, q_s, k_s, lse_t, lse_s, kl, dot_t, grad_kl, cu_seqlens_q, cu_seqlens_k, key_lengths, w_s=ABSENT, indices=ABSENT
+) -> bytes:  # fmt: skip
     """skl_inputs. A tensor is (address, stride_batch, stride_head, stride_row) or ABSENT; a length array an address."""
     return _INPUTS.pack(
-        _INPUTS.size,
-        *q_t,
-        *k_t,
-        *q_s,
-        *k_s,
-        *lse_t,
-        *lse_s,
-        *kl,
-        *dot_t,
-        *grad_kl,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        key_lengths,
-        *ABSENT,
-        *ABSENT,
-    )
+        _INPUTS.size, *q_t, *k_t, *q_s, *k_s, *lse_t, *lse_s, *kl, *dot_t, *grad_kl, cu_seqlens_q, cu_seqlens_k, key_lengths,
+        *w_s, *indices,
+    )  # fmt: skip
 
 
-def pack_rows(kl, lse_t, lse_s, dot_t) -> bytes:
+def pack_rows(kl=ABSENT, lse_t=ABSENT, lse_s=ABSENT, dot_t=ABSENT, cross_entropy=ABSENT, entropy=ABSENT, mass=ABSENT) -> bytes:
     """skl_rows."""
-    return _ROWS.pack(_ROWS.size, *kl, *lse_t, *lse_s, *dot_t, *ABSENT, *ABSENT, *ABSENT)
+    return _ROWS.pack(_ROWS.size, *kl, *lse_t, *lse_s, *dot_t, *cross_entropy, *entropy, *mass)
 
 
-def pack_gradients(dq_t, dk_t, dq_s, dk_s) -> bytes:
+def pack_gradients(dq_t=ABSENT, dk_t=ABSENT, dq_s=ABSENT, dk_s=ABSENT, dw_s=ABSENT) -> bytes:
     """skl_gradients."""
-    return _GRADIENTS.pack(_GRADIENTS.size, *dq_t, *dk_t, *dq_s, *dk_s, *ABSENT)
+    return _GRADIENTS.pack(_GRADIENTS.size, *dq_t, *dk_t, *dq_s, *dk_s, *dw_s)
 
 
 # ---- Loading -------------------------------------------------------------------------------------------------------
@@ -220,6 +208,11 @@ class PlanKey(NamedTuple):
     packed: bool
     total_q: int
     total_k: int
+    student: int = ATTENTION
+    index_heads: int = 0
+    dtype_w: int = 0
+    index_linear: bool = False
+    top_k: int = 0
 
 
 class Plan:

@@ -1,4 +1,4 @@
-"""The torch operators: streamkl::forward, streamkl::backward and streamkl::one_pass.
+"""The torch operators of attention_kl: streamkl::forward, streamkl::backward and streamkl::one_pass.
 
     forward    KL of every row, with the LSEs that a backward needs           differentiable in q and k
     backward   gradients from those LSEs
@@ -16,7 +16,8 @@ from functools import lru_cache
 import torch
 
 from . import _library as lib
-from ._checks import check_call, sizes
+from ._call import TAGS, Layout, OnceDifferentiable, facts_of, new_gradient, row_address, run, weighted
+from ._checks import check_call
 
 _TENSORS = "Tensor q_t, Tensor k_t, Tensor q_s, Tensor k_s"
 _PROBLEM = (
@@ -24,23 +25,18 @@ _PROBLEM = (
     "bool causal, SymInt window_left, SymInt window_right, float scale_t, float scale_s, float softcap_t, float softcap_s, "
     "bool reverse, bool deterministic, bool heads_first, int gradients"
 )
-_TAGS = (
-    torch.Tag.pt2_compliant_tag,
-    # The strides of a gradient are those of its tensor: a compiler must pass what the fake kernel saw.
-    getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),
-)
 torch.library.define(
-    "streamkl::forward", f"({_TENSORS}, Tensor? lse_t, bool return_lse, {_PROBLEM}) -> Tensor[]", tags=_TAGS
+    "streamkl::forward", f"({_TENSORS}, Tensor? lse_t, bool return_lse, {_PROBLEM}) -> Tensor[]", tags=TAGS
 )
 torch.library.define(
     "streamkl::backward",
     f"({_TENSORS}, Tensor lse_t, Tensor lse_s, Tensor? kl, Tensor? dot_t, Tensor grad_kl, {_PROBLEM}) -> Tensor[]",
-    tags=_TAGS,
+    tags=TAGS,
 )
 torch.library.define(
     "streamkl::one_pass",
     f"({_TENSORS}, Tensor lse_t, Tensor lse_s, Tensor? row_weight, {_PROBLEM}) -> Tensor[]",
-    tags=_TAGS,
+    tags=TAGS,
 )
 
 # ---- A call of the library -----------------------------------------------------------------------------------------
@@ -54,60 +50,8 @@ def _plan_for(*call) -> lib.Plan:
 
 def _facts(tensors, lse_t, lse_s, row_weight, cu_seqlens_q, cu_seqlens_k, key_lengths, *rest):
     """The arguments of check_call."""
-    q_t, k_t, q_s, k_s = tensors
-    optional = (lse_t, lse_s, row_weight, cu_seqlens_q, cu_seqlens_k, key_lengths)
-    return (
-        (q_t.shape, q_t.dtype, q_t.device), (k_t.shape, k_t.dtype, k_t.device), (q_s.shape, q_s.dtype, q_s.device),
-        (k_s.shape, k_s.dtype, k_s.device), *[None if t is None else (t.shape, t.dtype, t.device) for t in optional], *rest,
-    )  # fmt: skip
-
-
-class _Layout:
-    """How the caller lays out his tensors: where batch, heads and rows are among their dimensions."""
-
-    def __init__(self, problem) -> None:
-        self.packed, self.heads_first = problem[0] is not None, problem[-2]
-
-    def address(self, tensor: torch.Tensor) -> tuple[int, int, int, int]:
-        """skl_input and skl_output of a tensor."""
-        strides = tensor.stride()
-        batch, one, two = (0, strides[0], strides[1]) if self.packed else strides[:3]
-        return (tensor.data_ptr(), batch, one, two) if self.heads_first else (tensor.data_ptr(), batch, two, one)
-
-    def rows_like(self, q: torch.Tensor) -> torch.Tensor:
-        batch, heads, length = sizes(q.shape, self.packed, self.heads_first)
-        return q.new_empty((heads, length) if self.packed else (batch, heads, length), dtype=torch.float32)
-
-    def is_grouped(self, q_t: torch.Tensor, q_s: torch.Tensor) -> bool:
-        heads = -3 if self.heads_first else -2
-        return q_t.shape[heads] != q_s.shape[heads]
-
-
-def _row_address(rows: torch.Tensor | None) -> tuple[int, int, int, int]:
-    if rows is None:
-        return lib.ABSENT
-    return (rows.data_ptr(), *rows.stride()) if rows.dim() == 3 else (rows.data_ptr(), 0, *rows.stride())
-
-
-def _with_contiguous_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The library takes any strides, save that the last dimension is contiguous."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
-
-
-def _run(plan, op, tensors, lse_t, lse_s, grad_kl, problem, outputs, kl=None, dot_t=None) -> None:
-    """Calls what `op` stands for; `outputs` are what it takes between inputs and workspace."""
-    device, layout = tensors[2].device, _Layout(problem)
-    q_t, k_t, q_s, k_s = tensors = [_with_contiguous_rows(tensor) for tensor in tensors]
-    inputs = lib.pack_inputs(
-        layout.address(q_t), layout.address(k_t), layout.address(q_s), layout.address(k_s),
-        _row_address(lse_t), _row_address(lse_s), _row_address(kl), _row_address(dot_t), _row_address(grad_kl),
-        *(0 if lengths is None else lengths.data_ptr() for lengths in problem[:3]),
-    )  # fmt: skip
-    # From torch's allocator, whose blocks are aligned to 64 bytes: in stream order, and fit for CUDA graphs.
-    size = plan.workspace_sizes[op]
-    workspace = torch.empty(size, dtype=torch.uint8, device=device)
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
-    lib.check(lib.run_function(op)(plan.handle, inputs, *outputs, workspace.data_ptr(), size, stream))
+    given = (*tensors, lse_t, lse_s, row_weight, cu_seqlens_q, cu_seqlens_k, key_lengths)
+    return (*map(facts_of, given), *rest)
 
 
 # ---- Outputs -------------------------------------------------------------------------------------------------------
@@ -118,7 +62,7 @@ _GRADIENTS = (lib.DQ_T, lib.DK_T, lib.DQ_S, lib.DK_S)  # in the order of the ten
 def _rows_read_by_backward(q_t, q_s, problem) -> tuple[bool, bool]:
     """(kl, dot_t): whether skl_backward reads them besides the LSEs; the rule is in include/streamkl.h."""
     *_, reverse, _, _, gradients = problem
-    grouped = _Layout(problem).is_grouped(q_t, q_s)
+    grouped = Layout(problem).is_grouped(q_t, q_s)
     teacher, student = gradients & (lib.DQ_T | lib.DK_T), gradients & (lib.DQ_S | lib.DK_S)
     first = student if reverse else teacher and not grouped
     return bool(first), bool(teacher and grouped)
@@ -126,7 +70,7 @@ def _rows_read_by_backward(q_t, q_s, problem) -> tuple[bool, bool]:
 
 def _new_rows(q_t, q_s, return_lse, problem) -> list[torch.Tensor]:
     """kl; with gradients or return_lse: lse_t, lse_s; where a backward will read it: dot_t."""
-    layout = _Layout(problem)
+    layout = Layout(problem)
     rows = [layout.rows_like(q_s)]
     if return_lse or problem[-1]:
         rows += [layout.rows_like(q_t), torch.empty_like(rows[0])]
@@ -135,15 +79,9 @@ def _new_rows(q_t, q_s, return_lse, problem) -> list[torch.Tensor]:
     return rows
 
 
-def _new_gradient(tensor: torch.Tensor) -> torch.Tensor:
-    """In the order of the tensor's own memory, so that a gradient flows back through its views without a copy."""
-    gradient = torch.empty_like(tensor)
-    return gradient if gradient.stride(-1) == 1 else gradient.new_empty(gradient.shape)
-
-
 def _new_gradients(tensors, problem) -> list[torch.Tensor]:
     """Those that are wanted."""
-    return [_new_gradient(tensor) for tensor, bit in zip(tensors, _GRADIENTS) if problem[-1] & bit]
+    return [new_gradient(tensor) for tensor, bit in zip(tensors, _GRADIENTS) if problem[-1] & bit]
 
 
 def _for_each_tensor(made, gradients, absent):
@@ -153,13 +91,8 @@ def _for_each_tensor(made, gradients, absent):
 
 
 def _gradients_struct(made, problem) -> bytes:
-    layout = _Layout(problem)
+    layout = Layout(problem)
     return lib.pack_gradients(*_for_each_tensor(map(layout.address, made), problem[-1], lib.ABSENT))
-
-
-def weighted(kl: torch.Tensor, row_weight: torch.Tensor | None) -> torch.Tensor:
-    """Rows of weight 0 count as 0, whatever their KL is: padding may hold NaN."""
-    return kl if row_weight is None else torch.where(row_weight == 0, 0.0, kl * row_weight)
 
 
 # ---- The operators; `problem` is the tail of their schemas ---------------------------------------------------------
@@ -169,8 +102,7 @@ def _forward(q_t, k_t, q_s, k_s, lse_t, return_lse, *problem):
     tensors = (q_t, k_t, q_s, k_s)
     plan = _plan_for(*_facts(tensors, lse_t, None, None, *problem))
     rows = _new_rows(q_t, q_s, return_lse, problem)
-    addresses = [_row_address(row) for row in rows] + [lib.ABSENT] * (4 - len(rows))
-    _run(plan, lib.FORWARD, tensors, lse_t, None, None, problem, (lib.pack_rows(*addresses),))
+    run(plan, lib.FORWARD, tensors, lse_t, None, None, problem, (lib.pack_rows(*map(row_address, rows)),))
     return rows
 
 
@@ -184,7 +116,7 @@ def _backward(q_t, k_t, q_s, k_s, lse_t, lse_s, kl, dot_t, grad_kl, *problem):
     plan = _plan_for(*_facts(tensors, lse_t, lse_s, grad_kl, *problem))
     made = _new_gradients(tensors, problem)
     structs = (_gradients_struct(made, problem),)
-    _run(plan, lib.BACKWARD, tensors, lse_t, lse_s, grad_kl, problem, structs, kl, dot_t)
+    run(plan, lib.BACKWARD, tensors, lse_t, lse_s, grad_kl, problem, structs, kl, dot_t)
     return made
 
 
@@ -193,14 +125,14 @@ def _backward_fake(q_t, k_t, q_s, k_s, lse_t, lse_s, kl, dot_t, grad_kl, *proble
 
 
 def _one_pass(q_t, k_t, q_s, k_s, lse_t, lse_s, row_weight, *problem):
-    tensors, layout = (q_t, k_t, q_s, k_s), _Layout(problem)
+    tensors, layout = (q_t, k_t, q_s, k_s), Layout(problem)
     plan = _plan_for(*_facts(tensors, lse_t, lse_s, row_weight, *problem))
     made = _new_gradients(tensors, problem)
     kl = layout.rows_like(q_s)
     dot_t = layout.rows_like(q_t) if _rows_read_by_backward(q_t, q_s, problem)[1] else None
-    rows = lib.pack_rows(_row_address(kl), lib.ABSENT, lib.ABSENT, _row_address(dot_t))
+    rows = lib.pack_rows(row_address(kl), lib.ABSENT, lib.ABSENT, row_address(dot_t))
     structs = (rows, _gradients_struct(made, problem))
-    _run(plan, lib.FORWARD_BACKWARD, tensors, lse_t, lse_s, row_weight, problem, structs)
+    run(plan, lib.FORWARD_BACKWARD, tensors, lse_t, lse_s, row_weight, problem, structs)
     return [weighted(kl, row_weight).sum(), *made]
 
 
@@ -213,10 +145,10 @@ def _one_pass_fake(q_t, k_t, q_s, k_s, lse_t, lse_s, row_weight, *problem):
 def partial_states(tensors, lse_t, key_begin, key_end, problem) -> torch.Tensor:
     """skl_row_state of every row over some of the keys: f32 [batch, heads_s, len_q, 5]; not a torch operator."""
     plan = _plan_for(*_facts(tensors, lse_t, None, None, *problem))
-    rows = _Layout(problem).rows_like(tensors[2])
+    rows = Layout(problem).rows_like(tensors[2])
     states = rows.new_empty((*rows.shape, 5))
     outputs = (key_begin, key_end, states.data_ptr())
-    _run(plan, lib.PARTIAL, tensors, lse_t, None, None, problem, outputs)
+    run(plan, lib.PARTIAL, tensors, lse_t, None, None, problem, outputs)
     return states
 
 
@@ -251,22 +183,8 @@ class Forward(torch.autograd.Function):
         with torch.no_grad():
             made = torch.ops.streamkl.backward(*tensors, grad_kl, *problem)
         if torch.is_grad_enabled():  # create_graph=True
-            made = _OnceDifferentiable.apply(len(made), *made, *tensors[:4])
+            made = OnceDifferentiable.apply("attention_kl", len(made), *made, *tensors[:4])
         return (*_for_each_tensor(made, problem[-1], None), None, None, None)
-
-
-class _OnceDifferentiable(torch.autograd.Function):
-    """Gradients as they are, but depending on the tensors that they were computed from: a second derivative is refused."""
-
-    @staticmethod
-    def forward(ctx, count, *gradients_and_tensors):
-        return tuple(gradient.view_as(gradient) for gradient in gradients_and_tensors[:count])
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise RuntimeError(
-            "streamkl: attention_kl cannot be differentiated twice; streamkl.reference.attention_kl can"
-        )
 
 
 class OnePass(torch.autograd.Function):

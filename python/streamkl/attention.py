@@ -7,8 +7,9 @@ from typing import Literal
 import torch
 
 from . import _library as lib
-from ._checks import sizes
-from ._ops import Forward, OnePass, weighted
+from ._call import weighted
+from ._checks import check_options, sizes
+from ._ops import Forward, OnePass
 
 Direction = Literal["forward", "reverse"]
 Reduction = Literal["mean", "sum", "none"]
@@ -92,23 +93,14 @@ def attention_kl(
     Raises:
         ValueError: an argument does not fit; the message names it, with its shape or value and what is accepted.
     """
-    if direction not in ("forward", "reverse"):
-        raise ValueError(f"direction={direction!r}: must be 'forward' or 'reverse'")
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction={reduction!r}: must be 'mean', 'sum' or 'none'")
-    if layout not in ("bnhd", "bhnd"):
-        raise ValueError(f"layout={layout!r}: must be 'bnhd' or 'bhnd'")
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise ValueError(f"window_size={window_size!r}: must be a pair (left, right), -1 for no limit")
-    if softmax_scale_t == 0 or softmax_scale_s == 0:
-        raise ValueError(f"softmax_scale_t={softmax_scale_t}, softmax_scale_s={softmax_scale_s}: must not be 0")
+    check_options(direction, reduction, layout, window_size, softmax_scale_t, softmax_scale_s)
     packed, heads_first = cu_seqlens_q is not None, layout == "bhnd"
     if q_t.dtype != k_t.dtype or q_s.dtype != k_s.dtype:
         q_t, k_t, q_s, k_s = promote_under_autocast(q_t, k_t, q_s, k_s)
     if cu_seqlens_q is not None or cu_seqlens_k is not None or key_lengths is not None:
         cu_seqlens_q, cu_seqlens_k, key_lengths = map(as_int32, (cu_seqlens_q, cu_seqlens_k, key_lengths))
     if row_weight is not None:
-        row_weight = _expand_weight(row_weight, q_s, packed, heads_first)
+        row_weight = expand_weight(row_weight, q_s, packed, heads_first)
 
     window_left, window_right = window_size
     problem = (
@@ -156,11 +148,11 @@ def as_int32(lengths: torch.Tensor | None) -> torch.Tensor | None:
     return None if lengths is None else lengths.to(torch.int32).contiguous()
 
 
-def _expand_weight(row_weight: torch.Tensor, q_s: torch.Tensor, packed: bool, heads_first: bool) -> torch.Tensor:
-    """f32, with a heads dimension: [batch, heads_s, len_q], packed [heads_s, total_q]."""
-    if q_s.dim() != (3 if packed else 4):
-        return row_weight  # the operator refuses q_s
-    batch, heads, length = sizes(q_s.shape, packed, heads_first)
+def expand_weight(row_weight: torch.Tensor, student: torch.Tensor, packed: bool, heads_first: bool) -> torch.Tensor:
+    """f32, with a heads dimension: [batch, heads_s, len_q], packed [heads_s, total_q]; `student` has these sizes."""
+    if student.dim() != (3 if packed else 4):
+        return row_weight  # the operator refuses that tensor
+    batch, heads, length = sizes(student.shape, packed, heads_first)
     per_row, per_head = ((length,), (heads, length)) if packed else ((batch, length), (batch, heads, length))
     if tuple(row_weight.shape) not in (per_row, per_head):
         raise ValueError(f"row_weight: shape {list(row_weight.shape)} must be {list(per_row)} or {list(per_head)}")

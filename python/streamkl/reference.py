@@ -1,11 +1,13 @@
-"""The plain implementation, which stores the N x N matrices: for tests, and to read.
+"""The plain implementations, which store the N x N matrices: for tests, and to read.
 
-Takes float64, too, and can be differentiated as often as one likes. Arguments are those of streamkl.attention_kl.
+They take float64, too, and can be differentiated as often as one likes. Arguments are those of streamkl.attention_kl and
+streamkl.indexer_kl.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -30,18 +32,95 @@ def logits(q, k, scale, softcap) -> torch.Tensor:
 def sequence_kl(q_t, k_t, q_s, k_s, visible, scale_t, scale_s, softcap_t, softcap_s, reverse):
     """(KL, lse_t, lse_s) of one sequence: tensors [heads, length, dim], rows [heads, len_q]."""
     x, y = logits(q_t, k_t, scale_t, softcap_t), logits(q_s, k_s, scale_s, softcap_s)
+    rows = rows_of_logits(x, y, visible, None, reverse)
+    return rows.kl, rows.lse_t, rows.lse_s
+
+
+class Rows(NamedTuple):
+    """Of one sequence, [heads_s, len_q] each; lse_t [heads_t, len_q]."""
+
+    kl: torch.Tensor
+    cross_entropy: torch.Tensor
+    entropy: torch.Tensor
+    lse_t: torch.Tensor
+    lse_s: torch.Tensor
+    mass: torch.Tensor
+
+
+def rows_of_logits(x, y, visible, lse_t, reverse) -> Rows:
+    """x [heads_t, len_q, n], y [heads_s, len_q, n] and which of the n a row sees, [len_q, n] or [heads_s, len_q, n]."""
+    visible = visible.expand(y.shape)
     seen = visible.any(-1)  # where a row sees nothing, all of it is masked and it is 0 in the end
-    x, y = (torch.where(visible, z, -torch.inf) for z in (x, y))
-    x_safe, y_safe = (torch.where(seen[:, None], z, 0.0) for z in (x, y))
     # A student head learns the mean of its r teacher heads.
-    groups = (q_s.shape[0], q_t.shape[0] // q_s.shape[0])
-    p, s = torch.softmax(x_safe, -1).unflatten(0, groups).mean(1), torch.softmax(y_safe, -1)
-    log_p, log_s = (torch.where(visible, torch.log_softmax(z, -1), 0.0) for z in (x_safe, y_safe))
-    log_p = log_p.unflatten(0, groups).logsumexp(1) - math.log(groups[1])
-    difference = log_p - log_s
-    terms = -s * difference if reverse else p * difference
-    kl = torch.where(seen, torch.where(visible, terms, 0.0).sum(-1), 0.0)
-    return kl, torch.logsumexp(x, -1), torch.logsumexp(y, -1)
+    heads_s, group = y.shape[0], x.shape[0] // y.shape[0]
+    visible_t, seen_t = (mask.repeat_interleave(group, 0) for mask in (visible, seen))
+    x, y = torch.where(visible_t, x, -torch.inf), torch.where(visible, y, -torch.inf)
+    x_safe, y_safe = torch.where(seen_t[..., None], x, 0.0), torch.where(seen[..., None], y, 0.0)
+    own_lse = torch.logsumexp(x_safe, -1)
+    given = own_lse if lse_t is None else torch.where(seen_t, lse_t.to(x.dtype), own_lse)
+    log_p = torch.where(visible_t, x_safe - given[..., None], 0.0).unflatten(0, (heads_s, group))
+    log_p = log_p.logsumexp(1) - math.log(group)
+    # Under an LSE of more keys the teacher is conditional on the visible ones, which hold `mass` of its attention.
+    log_mass = torch.where(visible, log_p, -torch.inf).masked_fill(~seen[..., None], 0.0).logsumexp(-1)
+    log_p = log_p - log_mass[..., None]
+    log_s = torch.where(visible, torch.log_softmax(y_safe, -1), 0.0)
+    log_a, log_b = (log_s, log_p) if reverse else (log_p, log_s)
+
+    def row_sum(terms):
+        return torch.where(seen, torch.where(visible, terms, 0.0).sum(-1), 0.0)
+
+    kl, entropy = row_sum(log_a.exp() * (log_a - log_b)), row_sum(-log_a.exp() * log_a)
+    normaliser = given + log_mass.repeat_interleave(group, 0)
+    return Rows(
+        kl, kl + entropy, entropy, torch.where(seen_t, normaliser, -torch.inf), torch.logsumexp(y, -1),
+        torch.where(seen, log_mass.exp(), 0.0),
+    )  # fmt: skip
+
+
+def sequence_indexer_kl(q_t, k_t, q_s, k_s, w_s, indices, lse_t, visible, scale_t, scale_s, softcap_t, relu, reverse) -> Rows:
+    """Of one sequence: w_s [heads_s, len_q, G], indices [heads_s, len_q, top_k] or None, the others as above."""
+    x, dots = logits(q_t, k_t, scale_t, softcap_t), logits(q_s, k_s, 1.0, 0.0)
+    dots = (dots.relu() if relu else dots).unflatten(0, (w_s.shape[0], w_s.shape[-1]))
+    y = ((q_s.shape[-1] * w_s.shape[-1]) ** -0.5 if scale_s is None else scale_s) * torch.einsum("hgij,hig->hij", dots, w_s)
+    if indices is not None:
+        listed = indices.long().clamp(min=0)
+        visible = visible.expand(y.shape).gather(-1, listed) & (indices >= 0)
+        x, y = x.gather(-1, listed.repeat_interleave(x.shape[0] // y.shape[0], 0)), y.gather(-1, listed)
+    return rows_of_logits(x, y, visible, lse_t, reverse)
+
+
+def sequences(len_q, len_k, batch, cu_seqlens_q, cu_seqlens_k, key_lengths, causal, window_size, device):
+    """Of each sequence: its index in the batch, its queries and keys as slices, and which keys they see."""
+    mask = dict(causal=causal, window_size=window_size, device=device)
+    if cu_seqlens_q is None:
+        for b in range(batch):
+            keys = None if key_lengths is None else int(key_lengths[b])
+            yield b, slice(None), slice(None), visible_keys(len_q, len_k, keys=keys, **mask)
+        return
+    bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for q_0, q_1, k_0, k_1 in zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:]):
+        yield ..., slice(q_0, q_1), slice(k_0, k_1), visible_keys(q_1 - q_0, k_1 - k_0, **mask)
+
+
+def join(parts, packed, len_q, value=0.0) -> torch.Tensor:
+    """Rows of all sequences; packed ones with `value` in rows of no sequence."""
+    if not packed:
+        return torch.stack(parts)
+    joined = torch.cat(parts, -1)
+    return torch.nn.functional.pad(joined, (0, len_q - joined.shape[-1]), value=value)
+
+
+def reduced(kl, seen, row_weight, reduction) -> torch.Tensor:
+    if row_weight is None:
+        weight = seen.to(kl.dtype)
+    else:
+        per_head = row_weight if row_weight.dim() == kl.dim() else row_weight.unsqueeze(-2)
+        weight = torch.where(seen, per_head.to(kl.dtype), 0.0)
+    loss = torch.where(weight == 0, 0.0, kl * weight)
+    if reduction == "none":
+        return loss
+    total = weight.sum() if reduction == "mean" else loss.new_ones(())
+    return loss.sum() / torch.where(total == 0, 1.0, total)
 
 
 def attention_kl(
@@ -51,42 +130,45 @@ def attention_kl(
     deterministic=False, return_lse=False, layout="bnhd",
 ):  # fmt: skip
     """streamkl.attention_kl with matrices. LSEs that are given are not used: it computes its own."""
-    tensors = [q_t, k_t, q_s, k_s] if layout == "bhnd" else [t.transpose(-3, -2) for t in (q_t, k_t, q_s, k_s)]
-    batch, (len_q, len_k) = (1 if q_t.dim() == 3 else q_t.shape[0]), (tensors[0].shape[-2], tensors[1].shape[-2])
+    q_t, k_t, q_s, k_s = (t if layout == "bhnd" else t.transpose(-3, -2) for t in (q_t, k_t, q_s, k_s))
+    packed, len_q = cu_seqlens_q is not None, q_t.shape[-2]
+    cuts = sequences(
+        len_q, k_t.shape[-2], q_t.shape[0], cu_seqlens_q, cu_seqlens_k, key_lengths, causal, window_size, q_t.device
+    )
     options = (softmax_scale_t, softmax_scale_s, softcap_t, softcap_s, direction == "reverse")
-
-    rows, seen = [], []
-    if cu_seqlens_q is None:
-        for b in range(batch):
-            keys = None if key_lengths is None else int(key_lengths[b])
-            mask = visible_keys(len_q, len_k, causal=causal, window_size=window_size, keys=keys, device=q_t.device)
-            rows.append(sequence_kl(*(t[b] for t in tensors), mask, *options))
-            seen.append(mask.any(-1))
-        kl, out_t, out_s = (torch.stack(parts) for parts in zip(*rows))
-        seen = torch.stack(seen)
-    else:
-        bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-        for q_0, q_1, k_0, k_1 in zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:]):
-            mask = visible_keys(q_1 - q_0, k_1 - k_0, causal=causal, window_size=window_size, device=q_t.device)
-            parts = [t[:, a:b] for t, (a, b) in zip(tensors, [(q_0, q_1), (k_0, k_1)] * 2)]
-            rows.append(sequence_kl(*parts, mask, *options))
-            seen.append(mask.any(-1))
-        tail = len_q - bounds_q[-1]  # rows of no sequence
-        kl, out_t, out_s = (torch.cat(parts, -1) for parts in zip(*rows))
-        kl = torch.nn.functional.pad(kl, (0, tail))
-        out_t, out_s = (torch.nn.functional.pad(lse, (0, tail), value=-torch.inf) for lse in (out_t, out_s))
-        seen = torch.nn.functional.pad(torch.cat(seen), (0, tail))
-
-    seen = seen.unsqueeze(-2).expand_as(kl)
-    if row_weight is None:
-        weight = seen.to(kl.dtype)
-    else:
-        per_head = row_weight if row_weight.dim() == kl.dim() else row_weight.unsqueeze(-2)
-        weight = torch.where(seen, per_head.to(kl.dtype), 0.0)
-    loss = torch.where(weight == 0, 0.0, kl * weight)
-    if reduction != "none":
-        loss = loss.sum()
-    if reduction == "mean":
-        total = weight.sum()
-        loss = loss / torch.where(total == 0, 1.0, total)
+    rows = []
+    for b, q, k, visible in cuts:
+        parts = (q_t[b][:, q], k_t[b][:, k], q_s[b][:, q], k_s[b][:, k])
+        rows.append(sequence_kl(*parts, visible, *options))
+    kl, out_t, out_s = (join(parts, packed, len_q, value) for parts, value in zip(zip(*rows), (0.0, -torch.inf, -torch.inf)))
+    loss = reduced(kl, out_s != -torch.inf, row_weight, reduction)
     return (loss, out_t.detach(), out_s.detach()) if return_lse else loss
+
+
+def indexer_kl(
+    q_t, k_t, q_s, k_s, w_s, indices=None, *, causal=False, window_size=(-1, -1), softmax_scale_t=None, softmax_scale_s=None,
+    softcap_t=0.0, relu=True, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, key_lengths=None,
+    direction="forward", reduction="mean", row_weight=None, lse_t=None, lse_t_wider=False, deterministic=False,
+    return_rows=False, layout="bnhd",
+):  # fmt: skip
+    """streamkl.indexer_kl with matrices. Whatever a given lse_t covers, the teacher is normalised on the visible keys."""
+    packed, heads = cu_seqlens_q is not None, -3 if layout == "bhnd" else -2
+    k_s, w_s, indices = (t.unsqueeze(heads) if t is not None and t.dim() == 3 - packed else t for t in (k_s, w_s, indices))
+    q_t, k_t, q_s, k_s, w_s, indices = (
+        t if t is None or layout == "bhnd" else t.transpose(-3, -2) for t in (q_t, k_t, q_s, k_s, w_s, indices)
+    )
+    len_q = q_t.shape[-2]
+    cuts = sequences(
+        len_q, k_t.shape[-2], q_t.shape[0], cu_seqlens_q, cu_seqlens_k, key_lengths, causal, window_size, q_t.device
+    )
+    options = (softmax_scale_t, softmax_scale_s, softcap_t, relu, direction == "reverse")
+    rows = []
+    for b, q, k, visible in cuts:
+        of_rows = (None if t is None else t[b][:, q] for t in (w_s, indices, lse_t))
+        rows.append(
+            sequence_indexer_kl(q_t[b][:, q], k_t[b][:, k], q_s[b][:, q], k_s[b][:, k], *of_rows, visible, *options)
+        )
+    values = Rows(0.0, 0.0, 0.0, -torch.inf, -torch.inf, 0.0)
+    joined = Rows(*(join(parts, packed, len_q, value) for parts, value in zip(zip(*rows), values)))
+    loss = reduced(joined.kl, joined.lse_s != -torch.inf, row_weight, reduction)
+    return (loss, Rows(*(row.detach() for row in joined))) if return_rows else loss
