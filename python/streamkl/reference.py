@@ -82,7 +82,7 @@ def sequence_indexer_kl(q_t, k_t, q_s, k_s, w_s, indices, lse_t, visible, scale_
     x, dots = logits(q_t, k_t, scale_t, softcap_t), logits(q_s, k_s, 1.0, 0.0)
     dots = (dots.relu() if relu else dots).unflatten(0, (w_s.shape[0], w_s.shape[-1]))
     y = ((q_s.shape[-1] * w_s.shape[-1]) ** -0.5 if scale_s is None else scale_s) * torch.einsum("hgij,hig->hij", dots, w_s)
-    if indices is not None:
+    if indices is not None and y.shape[-1]:  # without keys there is nothing to look up
         listed = indices.long().clamp(min=0)
         visible = visible.expand(y.shape).gather(-1, listed) & (indices >= 0)
         x, y = x.gather(-1, listed.repeat_interleave(x.shape[0] // y.shape[0], 0)), y.gather(-1, listed)

@@ -1,0 +1,398 @@
+"""What indexer_kl computes: against the reference in float64."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from cases import LONG
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from indexer_cases import Indexer, compare, exact_of, gradients_of, make_indexer
+
+import streamkl
+from streamkl import _indexer_ops as ops
+from streamkl import _library as lib
+from streamkl import reference
+
+STAGES = {"dense": 0, "sparse": 9}  # top_k
+MASKS = {
+    "full": {},
+    "causal": dict(causal=True),
+    "window": dict(window_size=(3, 2)),
+    "causal key lengths": dict(causal=True, window_size=(5, 0), key_lengths=torch.tensor([0, 23])),
+}
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_masks(stage, mask, direction):
+    for reduction in ("mean", "sum", "none"):
+        compare(make_indexer(top_k=STAGES[stage]), direction=direction, reduction=reduction, **MASKS[mask])
+
+
+@pytest.mark.parametrize("layout", ["bnhd", "bhnd"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_packed(stage, layout):
+    """With an empty sequence, one of queries alone, one with more queries than keys, and a tail of no sequence."""
+    bounds_q, bounds_k = [0, 3, 3, 5, 12, 17], [0, 6, 6, 6, 10, 21]
+    indexer = make_indexer(packed=True, layout=layout, heads_s=2, top_k=STAGES[stage])
+    if indexer.indices is not None:  # keys of the row's own sequence
+        by_row = indexer.indices.transpose(0, 1) if layout == "bhnd" else indexer.indices
+        for q_0, q_1, k_0, k_1 in zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:]):
+            by_row[q_0:q_1].clamp_(max=k_1 - k_0 - 1)
+        by_row[bounds_q[-1] :] = 1000  # of no sequence: not looked at
+    lengths = dict(cu_seqlens_q=torch.tensor(bounds_q), cu_seqlens_k=torch.tensor(bounds_k))
+    for mask in ({}, dict(causal=True), dict(causal=True, window_size=(2, 0))):
+        for reduction in ("mean", "none"):
+            compare(indexer, reduction=reduction, row_weight=torch.linspace(0, 1, 19), layout=layout, **mask, **lengths)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_scales_softcap_and_no_relu(stage):
+    indexer = make_indexer(top_k=STAGES[stage])
+    compare(indexer, softmax_scale_t=0.7, softmax_scale_s=-0.2, softcap_t=2.0, causal=True)
+    compare(indexer, relu=False, causal=True)
+    compare(indexer, relu=False, direction="reverse", reduction="none")
+
+
+@pytest.mark.parametrize("heads", [
+    dict(heads_t=1, key_heads_t=1, index_heads=1), dict(heads_t=6, key_heads_t=6, index_heads=7),
+    dict(heads_t=5, key_heads_t=1, dim_t=576, dim_s=32),  # latent attention: one key head for all
+    dict(heads_t=6, key_heads_t=3, heads_s=3, key_heads_s=1), dict(heads_t=4, key_heads_t=2, heads_s=2, key_heads_s=2),
+])  # fmt: skip
+@pytest.mark.parametrize("stage", STAGES)
+def test_heads(stage, heads):
+    for direction in ("forward", "reverse"):
+        compare(make_indexer(top_k=STAGES[stage], **heads), causal=True, direction=direction)
+
+
+@pytest.mark.parametrize("types", [
+    (torch.bfloat16, torch.bfloat16, torch.float32), (torch.float16, torch.float16, torch.float16),
+    (torch.bfloat16, torch.float32, torch.bfloat16),
+])  # fmt: skip
+@pytest.mark.parametrize("stage", STAGES)
+def test_types(stage, types):
+    """Weights in f32 beside 16-bit queries, all of one type, and a teacher of another."""
+    compare(make_indexer(top_k=STAGES[stage], **dict(zip(("dtype_t", "dtype_s", "dtype_w"), types))), causal=True)
+
+
+@pytest.mark.parametrize("wanted", range(8))
+def test_every_subset_of_gradients(wanted):
+    indexer = make_indexer()
+    for bit, tensor in enumerate(indexer[2:5]):
+        tensor.requires_grad_(bool(wanted >> bit & 1))
+    if wanted:
+        compare(indexer, causal=True)
+        compare(indexer, direction="reverse", reduction="none")
+    else:
+        assert not streamkl.indexer_kl(*indexer).requires_grad
+
+
+def test_the_reference_by_central_differences():
+    indexer = exact_of(make_indexer(batch=1, len_q=4, len_k=5, top_k=3, heads_s=2))
+    for options in ({}, dict(direction="reverse", relu=False), dict(lse_t=torch.full((1, 4, 4), 3.0), lse_t_wider=True)):
+        def loss(*trained):
+            return reference.indexer_kl(*indexer[:2], *trained, indexer.indices, causal=True, **options)
+
+        assert torch.autograd.gradcheck(loss, indexer.trained)
+
+
+lengths = st.integers(0, 40)
+
+
+@settings(max_examples=2000 if LONG else 100, deadline=None, derandomize=not LONG)
+@given(
+    batch=st.integers(1, 3), len_q=lengths, len_k=lengths, heads_s=st.integers(1, 2), group=st.integers(1, 3),
+    index_heads=st.integers(1, 9), dims=st.tuples(st.integers(1, 40), st.integers(1, 40)), top_k=st.integers(0, 12),
+    causal=st.booleans(), window=st.tuples(st.integers(-1, 9), st.integers(-1, 9)),
+    layout=st.sampled_from(["bnhd", "bhnd"]), direction=st.sampled_from(["forward", "reverse"]),
+    reduction=st.sampled_from(["mean", "sum", "none"]), relu=st.booleans(),
+)  # fmt: skip
+def test_any_shape_and_mask(
+    batch, len_q, len_k, heads_s, group, index_heads, dims, top_k, causal, window, layout, direction, reduction, relu
+):
+    indexer = make_indexer(
+        batch, len_q, len_k, heads_s * group, heads_s, heads_s, 1, index_heads, *dims, top_k if len_k else 0, layout
+    )
+    compare(
+        indexer, causal=causal, window_size=window, layout=layout, direction=direction, reduction=reduction, relu=relu
+    )
+
+
+# ---- Forms of the same call ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["bnhd", "bhnd"])
+def test_one_student_head_needs_no_dimension(layout):
+    indexer, heads = make_indexer(top_k=4, layout=layout), 1 if layout == "bhnd" else 2
+    short = Indexer(*indexer[:3], *(tensor.squeeze(heads) for tensor in indexer[3:]))
+    assert torch.equal(streamkl.indexer_kl(*short, layout=layout), streamkl.indexer_kl(*indexer, layout=layout))
+    compare(short, layout=layout)
+
+
+def test_tensors_as_megatron_lays_them_out():
+    """[length, batch, heads, dim]: views, with gradients that lie as their tensors do."""
+    by_length = [t.detach().transpose(0, 1).contiguous().requires_grad_(t.requires_grad) for t in make_indexer()[:5]]
+    views = Indexer(*(t.transpose(0, 1) for t in by_length))
+    loss, copied = (streamkl.indexer_kl(*call, causal=True) for call in (views, [v.contiguous() for v in views[:5]]))
+    assert torch.equal(loss, copied)
+    for view, gradient in zip(views[2:5], torch.autograd.grad(loss, views[2:5], retain_graph=True)):
+        assert gradient.stride() == view.stride()
+    gradients, copies = (torch.autograd.grad(each, by_length[2:]) for each in (loss, copied))
+    assert all(torch.equal(one, other) for one, other in zip(gradients, copies))
+
+
+def test_views_equal_their_copies():
+    """Slices of one projection, and a last dimension that is not contiguous."""
+    indexer = make_indexer(dim_s=8, top_k=4)
+    wide = torch.randn(2, 19, 3, 16, requires_grad=True)
+    turned = torch.randn(2, 3, 19, requires_grad=True)
+    doubled = indexer.indices.repeat_interleave(2, -1)
+
+    def call(change):
+        w_s = turned.transpose(1, 2)
+        return Indexer(*indexer[:2], *map(change, (wide[..., 4:12], indexer.k_s, w_s)), change(doubled[..., ::2]))
+
+    loss, copied = (streamkl.indexer_kl(*call(change)) for change in (lambda t: t, torch.Tensor.contiguous))
+    assert torch.equal(loss, copied)
+    for one, other in zip(*(torch.autograd.grad(each, (wide, turned)) for each in (loss, copied))):
+        torch.testing.assert_close(one, other)
+
+
+def test_64_bit_indices():
+    indexer = make_indexer(top_k=4)
+    long = indexer._replace(indices=indexer.indices.long())
+    assert torch.equal(streamkl.indexer_kl(*long), streamkl.indexer_kl(*indexer))
+    far = long._replace(indices=long.indices + 2**32)  # not what is left of it in 32 bits
+    with pytest.raises(ValueError, match=r"indices\[0, 0, 0, 0\]=2147483647: must be -1 \(none\) or a key"):
+        streamkl.indexer_kl(*far)
+
+
+def test_the_teacher_is_looked_at_once_under_a_given_lse(monkeypatch):
+    """The indexer's LSE alone, then everything in one sweep; a teacher that is not finite shows that the first is alone."""
+    indexer = make_indexer()
+    lse_t = streamkl.indexer_kl(*indexer, causal=True, return_rows=True)[1].lse_t
+    calls, run = [], ops.run
+    monkeypatch.setattr(ops, "run", lambda plan, op, *rest, **more: calls.append(op) or run(plan, op, *rest, **more))
+    loss = streamkl.indexer_kl(*indexer, causal=True, lse_t=lse_t)
+    torch.autograd.grad(loss, indexer.trained)
+    assert calls == [lib.FORWARD, lib.FORWARD_BACKWARD]
+    poisoned = [torch.full_like(tensor, torch.nan) for tensor in indexer[:2]]
+    problem = (None, None, None, -1, -1, True, -1, -1, 0.0, 0.0, 0.0, False, False, False, False, 0)
+    (lse_s,) = torch.ops.streamkl.indexer_rows(*poisoned, *indexer[2:], lse_t, ops.LSE_S, *problem)
+    assert lse_s.isfinite().all()
+
+
+# ---- LSEs that cover more keys -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_wider_lse(direction, reduction):
+    """Of the whole sequence beside a list: the mass is the recall of the list."""
+    indexer = make_indexer(top_k=6)
+    dense = streamkl.indexer_kl(*indexer[:5], causal=True, return_rows=True)[1]
+    compare(indexer, lse_t=dense.lse_t, lse_t_wider=True, causal=True, direction=direction, reduction=reduction)
+    once = indexer._replace(indices=torch.arange(6, dtype=torch.int32).expand(indexer.indices.shape))
+    mass = streamkl.indexer_kl(*once, lse_t=dense.lse_t, lse_t_wider=True, causal=True, return_rows=True)[1].mass
+    x = reference.logits(*(t[0].transpose(0, 1).double() for t in indexer[:2]), None, 0.0)
+    p = torch.softmax(x.masked_fill(~reference.visible_keys(19, 23, causal=True), -torch.inf), -1).mean(0)
+    torch.testing.assert_close(mass[0, 0].double(), p[:, :6].sum(-1), rtol=1e-5, atol=1e-6)
+
+
+def test_wider_lse_of_the_dense_stage():
+    """A sink: the teacher's own distribution on the keys stays as it was."""
+    indexer = make_indexer()
+    loss, rows = streamkl.indexer_kl(*indexer, return_rows=True)
+    sunk, wider = streamkl.indexer_kl(*indexer, lse_t=rows.lse_t + 0.5, lse_t_wider=True, return_rows=True)
+    torch.testing.assert_close(sunk, loss)
+    torch.testing.assert_close(wider.mass, torch.full_like(wider.mass, torch.tensor(-0.5).exp().item()))
+    torch.testing.assert_close(wider.lse_t, rows.lse_t)
+
+
+# ---- Hard values ---------------------------------------------------------------------------------------------------
+
+
+def test_rows_without_a_key():
+    indexer = make_indexer(top_k=5)
+    indexer.indices[1, 4:9] = -1
+    loss, rows = streamkl.indexer_kl(*indexer, return_rows=True)
+    empty = rows.lse_s == -torch.inf
+    assert empty[1, 0, 4:9].all() and empty[0, 0, 0] and empty.sum() == 6
+    assert all((row[empty] == 0).all() for row in (rows.kl, rows.cross_entropy, rows.entropy))
+    torch.testing.assert_close(loss, rows.kl.sum() / 32)
+    dq, _, dw = torch.autograd.grad(loss, indexer.trained)
+    assert (dq[1, 4:9] == 0).all() and (dw[1, 4:9] == 0).all()
+
+
+def test_no_row_sees_a_key():
+    nothing = dict(indices=torch.full((2, 19, 1, 4), -1, dtype=torch.int32))
+    for indexer, options in (
+        (make_indexer(), dict(key_lengths=torch.zeros(2))), (make_indexer()._replace(**nothing), {}),
+        (make_indexer(), dict(row_weight=torch.zeros(2, 19))),
+    ):  # fmt: skip
+        for reduction in ("mean", "sum", "none"):
+            loss = streamkl.indexer_kl(*indexer, reduction=reduction, **options).sum()
+            assert loss == 0
+            assert all((gradient == 0).all() for gradient in torch.autograd.grad(loss, indexer.trained))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_masked_may_hold_nan(stage):
+    """Padded keys, and the weights and queries of rows that see none."""
+    indexer = make_indexer(len_q=8, len_k=8, top_k=STAGES[stage])
+    lengths = dict(key_lengths=torch.tensor([0, 5]), causal=True)
+    clean = streamkl.indexer_kl(*indexer, **lengths)
+    with torch.no_grad():
+        for tensor in indexer[:5]:
+            tensor[0] = torch.nan
+        for keys in (indexer.k_t, indexer.k_s):
+            keys[1, 5:] = torch.inf
+    loss = streamkl.indexer_kl(*indexer, **lengths)
+    assert torch.equal(loss, clean)
+    for gradient in torch.autograd.grad(loss, indexer.trained):
+        assert gradient.isfinite().all() and (gradient[0] == 0).all()
+
+
+def test_a_nan_weight_stays_in_its_row():
+    indexer = make_indexer()
+    clean = streamkl.indexer_kl(*indexer, reduction="none")
+    with torch.no_grad():
+        indexer.w_s[0, 7] = torch.nan
+    spoilt = streamkl.indexer_kl(*indexer, reduction="none")
+    others = torch.ones_like(clean, dtype=torch.bool)
+    others[0, 0, 7] = False
+    assert spoilt[0, 0, 7].isnan()
+    torch.testing.assert_close(spoilt[others], clean[others])
+    weight = torch.ones(2, 19)
+    weight[0, 7] = 0
+    for reduction in ("mean", "sum", "none"):
+        assert streamkl.indexer_kl(*indexer, row_weight=weight, reduction=reduction).isfinite().all()
+
+
+# ---- Beside the rest of torch --------------------------------------------------------------------------------------
+
+STUDENT = lib.DQ_S | lib.DK_S | lib.DW_S
+
+
+@pytest.mark.parametrize("form", ["dense", "sparse", "packed", "key lengths"])
+def test_opcheck(form):
+    indexer = [
+        None if tensor is None else tensor.detach()
+        for tensor in make_indexer(len_q=11, len_k=11, heads_s=2, packed=form == "packed", top_k=3 * (form == "sparse"))
+    ]
+    bounds = torch.tensor([0, 4, 10], dtype=torch.int32) if form == "packed" else None
+    keys = torch.tensor([3, 11], dtype=torch.int32) if form == "key lengths" else None
+    for gradients in (STUDENT, lib.DW_S):
+        problem = (bounds, bounds, keys, -1, -1, True, 5, -1, 0.0, 0.3, 2.0, False, False, False, False, gradients)
+        torch.library.opcheck(torch.ops.streamkl.indexer_rows, (*indexer, None, 63, *problem))
+        kl, lse_t, lse_s = torch.ops.streamkl.indexer_rows(*indexer, None, ops.KL | ops.LSE_T | ops.LSE_S, *problem)
+        ones = torch.ones_like(kl)
+        torch.library.opcheck(torch.ops.streamkl.indexer_backward, (*indexer, lse_t, lse_s, None, ones, *problem))
+        wanted = ops.KL | ops.CROSS_ENTROPY
+        torch.library.opcheck(torch.ops.streamkl.indexer_one_pass, (*indexer, lse_t, lse_s, ones, wanted, *problem))
+
+
+@pytest.mark.parametrize("dynamic", [False, True] if LONG else [True])  # compiling takes its time
+def test_compile(dynamic):
+    """Every path of indexer_kl in one graph, with views in front of it."""
+
+    def step(q_t, k_t, q_s, k_s, w_s, indices):
+        call = (q_t, k_t, q_s.transpose(1, 2).contiguous().transpose(1, 2) * 2, k_s, w_s)
+        mean, rows = streamkl.indexer_kl(*call, causal=True, return_rows=True)
+        one_pass = streamkl.indexer_kl(*call, causal=True, lse_t=rows.lse_t, reduction="sum")
+        wider = streamkl.indexer_kl(*call, indices.long(), causal=True, lse_t=rows.lse_t, lse_t_wider=True)
+        return mean + one_pass + wider + streamkl.indexer_kl(*call, indices, reduction="none").square().sum()
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic)
+    for length in (16, 24) if dynamic else (16,):
+        indexer = make_indexer(len_q=length, len_k=length, top_k=5)
+        expected, actual = step(*indexer), compiled(*indexer)
+        torch.testing.assert_close(actual, expected)
+        for one, other in zip(gradients_of(actual, indexer), gradients_of(expected, indexer)):
+            torch.testing.assert_close(one, other)
+
+
+def test_backward_once_twice_and_of_the_weights():
+    indexer = make_indexer()
+    loss = streamkl.indexer_kl(*indexer)
+    first, second = torch.autograd.grad(loss, indexer.trained, retain_graph=True), torch.autograd.grad(loss, indexer.trained)
+    assert all(torch.equal(one, other) for one, other in zip(first, second))
+    with pytest.raises(RuntimeError, match="mean of indexer_kl cannot be differentiated twice"):
+        torch.autograd.grad(streamkl.indexer_kl(*indexer), indexer.trained, create_graph=True)
+    rows = streamkl.indexer_kl(*indexer, reduction="none")
+    (dq,) = torch.autograd.grad(rows.sum(), indexer.q_s, create_graph=True)
+    with pytest.raises(RuntimeError, match="indexer_kl cannot be differentiated twice; streamkl.reference.indexer_kl can"):
+        torch.autograd.grad(dq.sum(), indexer.k_s)
+    weight = torch.rand(2, 19, requires_grad=True)
+    loss = streamkl.indexer_kl(*indexer, row_weight=weight, reduction="sum")
+    torch.testing.assert_close(torch.autograd.grad(loss, weight)[0], rows.detach().sum(1))
+
+
+def test_autocast():
+    indexer = make_indexer()
+    projection = torch.nn.Linear(5, 5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = streamkl.indexer_kl(*indexer._replace(q_s=projection(indexer.q_s)))
+    loss.backward()
+    assert loss.dtype == torch.float32 and projection.weight.grad is not None
+
+
+def test_loss_module():
+    criterion = streamkl.IndexerKLLoss(causal=True, window_size=(5, 0), softcap_t=3.0, relu=False, direction="reverse")
+    indexer = make_indexer(top_k=7)
+    expected = streamkl.indexer_kl(
+        *indexer, causal=True, window_size=(5, 0), softcap_t=3.0, relu=False, direction="reverse"
+    )
+    for same in criterion, copy.deepcopy(criterion), pickle.loads(pickle.dumps(criterion)):
+        assert torch.equal(same(*indexer), expected)
+    assert criterion.state_dict() == {} and list(criterion.parameters()) == []
+    assert "relu=False" in repr(criterion)
+
+
+# ---- Errors --------------------------------------------------------------------------------------------------------
+
+BAD_CALLS = {
+    "teacher": (lambda i: i._replace(q_t=i.q_t.requires_grad_()), {},
+                r"q_t requires a gradient: the teacher of an indexer is fixed; pass q_t.detach\(\)"),
+    "weights rank": (lambda i: i._replace(w_s=i.w_s[0, 0]), {},
+                     r"w_s: shape \[1, 3\] must be \[batch, length, index heads\] or \[batch, length, heads_s, index heads\]"),
+    "weights length": (lambda i: i._replace(w_s=i.w_s[:, :18]), {},
+                       r"w_s: shape \[2, 18, 1, 3\] must have batch 2 and length 19, as q_t has"),
+    "weights type": (lambda i: i._replace(w_s=i.w_s.double()), {}, r"w_s: dtype torch.float64 must be torch.float32"),
+    "weights heads": (lambda i: i._replace(w_s=i.w_s[..., :2]), {},
+                      r"q_s \[2, 19, 3, 5\] and w_s \[2, 19, 1, 2\]: 3 index query heads must be 1 student heads x 2 weights"),
+    "student heads": (lambda i: i._replace(w_s=i.w_s.transpose(2, 3)), {}, r"4 teacher heads must be a multiple of 3 student"),
+    "key heads": (lambda i: i._replace(k_s=i.k_s.expand(2, 23, 2, 5)), {}, r"w_s has 1 heads: must be a multiple of the 2 heads of k_s"),
+    "index range": (lambda i: i._replace(indices=i.indices.clone().fill_(23)), {},
+                    r"indices\[0, 0, 0, 0\]=23: must be -1 \(none\) or a key of the sequence, 0..22"),
+    "negative index": (lambda i: i._replace(indices=i.indices.clone().fill_(-2)), {}, r"indices\[0, 0, 0, 0\]=-2: must be -1"),
+    "index type": (lambda i: i._replace(indices=i.indices.float()), {}, r"indices: dtype torch.float32 must be torch.int32 or torch.int64"),
+    "index rank": (lambda i: i._replace(indices=i.indices[0, 0]), {}, r"indices: shape \[1, 4\] must be \[batch, length, top_k\]"),
+    "index heads": (lambda i: i._replace(indices=i.indices.expand(2, 19, 2, 4)), {}, r"student heads 1 and 2 must be equal"),
+    "no index": (lambda i: i._replace(indices=i.indices[..., :0]), {}, r"indices: shape \[2, 19, 1, 0\] must list at least one key"),
+    "device": (lambda i: i._replace(w_s=i.w_s.to("meta")), {}, r"q_t is on cpu and w_s on meta: must be one device"),
+    "lse shape": (lambda i: i, dict(lse_t=torch.zeros(2, 19, 4)), r"lse_t: shape \[2, 19, 4\] must be \[2, 4, 19\]"),
+    "wider than nothing": (lambda i: i, dict(lse_t_wider=True), r"lse_t_wider=True: needs lse_t"),
+    "scale": (lambda i: i, dict(softmax_scale_s=0.0), r"softmax_scale_s=0.0: must not be 0"),
+    "reduction": (lambda i: i, dict(reduction="batchmean"), r"reduction='batchmean': must be 'mean', 'sum' or 'none'"),
+    "row weight": (lambda i: i, dict(row_weight=torch.ones(2, 18)), r"row_weight: shape \[2, 18\] must be \[2, 19\] or \[2, 1, 19\]"),
+    "too many heads": (lambda i: i._replace(q_s=i.q_s[:, :, :1].expand(2, 19, 257, 5), w_s=i.w_s[..., :1].expand(2, 19, 1, 257)), {},
+                       r"index_heads=257: must be 1..256"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", BAD_CALLS)
+def test_errors(fault):
+    change, options, message = BAD_CALLS[fault]
+    with pytest.raises(ValueError, match=message):
+        streamkl.indexer_kl(*change(make_indexer(top_k=4)), **options)
+
+
+def test_a_fixed_teacher_need_not_be_detached_without_gradients():
+    indexer = make_indexer()
+    indexer.q_t.requires_grad_()
+    with torch.no_grad():
+        assert streamkl.indexer_kl(*indexer).isfinite()
