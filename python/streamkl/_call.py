@@ -22,6 +22,22 @@ def facts_of(tensor: torch.Tensor | None):
     return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
 
 
+def check_while_tracing(check, facts) -> None:
+    """A compiler's sizes may be symbols; the message of an error has numbers, whichever call was traced before."""
+    try:
+        check(*facts)
+    except ValueError:
+        check(*map(_in_numbers, facts))
+        raise
+
+
+def _in_numbers(fact):
+    if isinstance(fact, tuple):
+        shape, dtype, device = fact
+        return tuple(int(size) for size in shape), dtype, device
+    return fact
+
+
 class Layout:
     """How the caller lays out his tensors: where batch, heads and rows are among their dimensions."""
 

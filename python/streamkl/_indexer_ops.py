@@ -14,7 +14,9 @@ from functools import lru_cache
 import torch
 
 from . import _library as lib
-from ._call import TAGS, Layout, OnceDifferentiable, facts_of, new_gradient, row_address, run, weighted
+from ._call import (
+    TAGS, Layout, OnceDifferentiable, check_while_tracing, facts_of, new_gradient, row_address, run, weighted,
+)  # fmt: skip
 from ._checks import check_indexer_call
 
 # Rows that can be wanted, in the order in which they are returned.
@@ -92,7 +94,7 @@ def _rows(q_t, k_t, q_s, k_s, w_s, indices, lse_t, wanted, *problem):
 
 
 def _rows_fake(q_t, k_t, q_s, k_s, w_s, indices, lse_t, wanted, *problem):
-    check_indexer_call(*_facts((q_t, k_t, q_s, k_s, w_s, indices), lse_t, None, None, *problem))
+    check_while_tracing(check_indexer_call, _facts((q_t, k_t, q_s, k_s, w_s, indices), lse_t, None, None, *problem))
     return _new_rows(q_t, w_s, wanted, problem)
 
 
@@ -122,7 +124,7 @@ def _one_pass(q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, row_weight, wanted
 
 def _one_pass_fake(q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, row_weight, wanted, *problem):
     tensors = (q_t, k_t, q_s, k_s, w_s, indices)
-    check_indexer_call(*_facts(tensors, lse_t, lse_s, row_weight, *problem))
+    check_while_tracing(check_indexer_call, _facts(tensors, lse_t, lse_s, row_weight, *problem))
     return [*_new_rows(q_t, w_s, wanted, problem), *_new_gradients(tensors, problem)]
 
 

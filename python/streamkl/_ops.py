@@ -16,7 +16,9 @@ from functools import lru_cache
 import torch
 
 from . import _library as lib
-from ._call import TAGS, Layout, OnceDifferentiable, facts_of, new_gradient, row_address, run, weighted
+from ._call import (
+    TAGS, Layout, OnceDifferentiable, check_while_tracing, facts_of, new_gradient, row_address, run, weighted,
+)  # fmt: skip
 from ._checks import check_call
 
 _TENSORS = "Tensor q_t, Tensor k_t, Tensor q_s, Tensor k_s"
@@ -107,7 +109,7 @@ def _forward(q_t, k_t, q_s, k_s, lse_t, return_lse, *problem):
 
 
 def _forward_fake(q_t, k_t, q_s, k_s, lse_t, return_lse, *problem):
-    check_call(*_facts((q_t, k_t, q_s, k_s), lse_t, None, None, *problem))
+    check_while_tracing(check_call, _facts((q_t, k_t, q_s, k_s), lse_t, None, None, *problem))
     return _new_rows(q_t, q_s, return_lse, problem)
 
 
@@ -138,7 +140,7 @@ def _one_pass(q_t, k_t, q_s, k_s, lse_t, lse_s, row_weight, *problem):
 
 def _one_pass_fake(q_t, k_t, q_s, k_s, lse_t, lse_s, row_weight, *problem):
     tensors = (q_t, k_t, q_s, k_s)
-    check_call(*_facts(tensors, lse_t, lse_s, row_weight, *problem))
+    check_while_tracing(check_call, _facts(tensors, lse_t, lse_s, row_weight, *problem))
     return [q_s.new_empty((), dtype=torch.float32), *_new_gradients(tensors, problem)]
 
 
