@@ -1,6 +1,7 @@
 """Calls of attention_kl, and their comparison with the reference in float64."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -114,3 +115,22 @@ def check_gradients(passes, tensors, loss, exact_gradients, options):
         assert gradient.dtype == tensor.dtype and gradient.shape == tensor.shape
         floor = gradient_floor(index, tensors, options)
         assert_near(f"gradient of {NAMES[index]} in {passes}", gradient, exact, tensor.dtype, floor)
+
+
+def check_threads(**shape):
+    """Eight threads, problems of their own: each gets, to the bit, what one thread alone gets."""
+    lengths = [dict(shape, len_q=shape["len_q"] + n, len_k=shape["len_k"] + n, seed=n) for n in range(8)]
+    problems = [make_tensors(**each) for each in lengths]
+
+    def gradients(tensors):
+        return gradients_of(streamkl.attention_kl(*tensors, causal=True, deterministic=True), tensors)
+
+    expected = [gradients(tensors) for tensors in problems]
+
+    def is_right(n):
+        found = [gradients(problems[n]) for _ in range(20)]
+        return all(torch.equal(one, other) for each in found for one, other in zip(each, expected[n]))
+
+    with ThreadPoolExecutor(len(problems)) as pool:
+        right = list(pool.map(is_right, range(len(problems))))
+    assert all(right), right

@@ -5,9 +5,9 @@ STREAMKL_LIBRARY=build/gpu/src/libstreamkl.so PYTHONPATH=python python3 tests/py
 """
 
 import sys
-import threading
 import traceback
 
+import cases
 import torch
 from cases import compare, gradients_of, make_tensors
 
@@ -158,25 +158,7 @@ def check_cuda_graph():
 
 
 def check_threads():
-    problems = [make_tensors(**BF16, len_q=100 + n, len_k=100 + n, seed=n) for n in range(8)]
-    expected = [
-        gradients_of(streamkl.attention_kl(*tensors, causal=True, deterministic=True), tensors)
-        for tensors in problems
-    ]
-    wrong = []
-
-    def work(n):
-        for _ in range(10):
-            found = gradients_of(streamkl.attention_kl(*problems[n], causal=True, deterministic=True), problems[n])
-            if not all(torch.equal(one, other) for one, other in zip(found, expected[n])):
-                wrong.append(n)
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong, wrong
+    cases.check_threads(**BF16, len_q=100, len_k=100)
 
 
 def check_autocast():

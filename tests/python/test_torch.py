@@ -2,11 +2,10 @@
 
 import copy
 import pickle
-import threading
 
 import pytest
 import torch
-from cases import make_tensors
+from cases import check_threads, make_tensors
 from torch.utils.checkpoint import checkpoint
 
 import streamkl
@@ -180,23 +179,7 @@ def test_gradient_of_the_weights():
 
 
 def test_threads():
-    """Eight threads, problems of their own: each gets what one thread alone gets."""
-    problems = [make_tensors(len_q=17 + n, len_k=17 + n, seed=n) for n in range(8)]
-    expected = [torch.autograd.grad(streamkl.attention_kl(*tensors, causal=True), tensors) for tensors in problems]
-    wrong = []
-
-    def work(n):
-        for _ in range(20):
-            found = torch.autograd.grad(streamkl.attention_kl(*problems[n], causal=True), problems[n])
-            if not all(torch.equal(one, other) for one, other in zip(found, expected[n])):
-                wrong.append(n)
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    check_threads(len_q=17, len_k=17)
 
 
 def test_repeatable():
