@@ -30,14 +30,14 @@ class Method:
 # ---- Ours ----------------------------------------------------------------------------------------------------------------
 
 
-def ours(library, tensors, case, wanted, kernel, name, deterministic=False):
+def ours(tensors, case, wanted, name, deterministic=False):
     """Two methods, each with results of its own to be checked: forward and backward, and the one pass."""
-    plan = Plan(library, tensors, case, kernel, deterministic)
+    plan = Plan(tensors, case, deterministic)
     plan.run(FORWARD)  # the LSEs that the other passes read
 
     def step_of(operations):
         def step():
-            fresh = Plan(library, tensors, case, kernel, deterministic)
+            fresh = Plan(tensors, case, deterministic)
             for operation in operations:
                 fresh.run(operation)
             results = {"kl": fresh.kl, "dq": fresh.dq, "dk": fresh.dk}

@@ -3,7 +3,7 @@
 import torch
 
 from .cases import BACKWARD, FORWARD, OPERATIONS, Case
-from .library import Library
+from .library import open_library
 from .measure import PEER_WRONG, WRONG, Oracle, examine, random_tensors, refusing, release_memory, take_turns
 from .methods import PEERS, Method, ours
 from .report import append_csv, beside_dense, csv_rows, print_errors, print_table
@@ -47,13 +47,14 @@ class Bench:
             raise NotPossible("PyTorch sees no GPU")
         if not arguments.library.exists():
             raise NotPossible(f"--library={arguments.library}: not there; build it, or name another")
-        self.arguments, self.library, self.is_right = arguments, Library(arguments.library), True
+        self.arguments, self.is_right = arguments, True
+        self.version = open_library(arguments.library, arguments.kernel)
         self.wanted = arguments.only or list(OPERATIONS)
         self.about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": arguments.commit}
 
     def run(self):
-        version, commit = self.library.calls.skl_version().decode(), self.about["commit"] or "unknown"
-        print(f"streamkl {version}, commit {commit}, PyTorch {self.about['torch']}, {self.about['gpu']}, bf16")
+        commit = self.about["commit"] or "unknown"
+        print(f"streamkl {self.version}, commit {commit}, PyTorch {self.about['torch']}, {self.about['gpu']}, bf16")
         measure = self.beside_dense if self.arguments.packed or self.arguments.key_heads else self.beside_peers
         for case in cases_of(self.arguments):
             measure(case)
@@ -81,10 +82,10 @@ class Bench:
         """Our methods, examined, and what peers are made with."""
         tensors = random_tensors(case)
         oracle = Oracle(tensors, case)
-        methods = ours(self.library, tensors, case, self.wanted, self.arguments.kernel, name)
+        methods = ours(tensors, case, self.wanted, name)
         if self.arguments.deterministic and name == "streamkl":
             gradients = [operation for operation in self.wanted if operation != FORWARD]
-            methods += ours(self.library, tensors, case, gradients, self.arguments.kernel, DETERMINISTIC, True)
+            methods += ours(tensors, case, gradients, DETERMINISTIC, True)
         for method in methods:
             examine(method, oracle)
             self.is_right &= all(error <= WRONG[name] for name, error in method.errors.items())

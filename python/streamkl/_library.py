@@ -1,4 +1,4 @@
-"""libstreamkl through ctypes: include/streamkl.h, as far as this package calls it.
+"""libstreamkl through ctypes: include/streamkl.h, as far as this package and bench/ call it.
 
 Plans are made once for each problem and kept. The structs of a run call are packed with `struct`, which takes a
 fraction of the time that filling ctypes structures field by field does.
@@ -96,16 +96,19 @@ _GRADIENTS = struct.Struct("@N" + 5 * _TENSOR)
 
 
 def pack_inputs(
-    q_t, k_t, q_s, k_s, lse_t, lse_s, kl, dot_t, grad_kl, cu_seqlens_q, cu_seqlens_k, key_lengths, w_s=ABSENT, indices=ABSENT
+    q_t, k_t, q_s, k_s, lse_t=ABSENT, lse_s=ABSENT, kl=ABSENT, dot_t=ABSENT, grad_kl=ABSENT,
+    cu_seqlens_q=0, cu_seqlens_k=0, key_lengths=0, w_s=ABSENT, indices=ABSENT,
 ) -> bytes:  # fmt: skip
     """skl_inputs. A tensor is (address, stride_batch, stride_head, stride_row) or ABSENT; a length array an address."""
     return _INPUTS.pack(
-        _INPUTS.size, *q_t, *k_t, *q_s, *k_s, *lse_t, *lse_s, *kl, *dot_t, *grad_kl, cu_seqlens_q, cu_seqlens_k, key_lengths,
-        *w_s, *indices,
+        _INPUTS.size, *q_t, *k_t, *q_s, *k_s, *lse_t, *lse_s, *kl, *dot_t, *grad_kl,
+        cu_seqlens_q, cu_seqlens_k, key_lengths, *w_s, *indices,
     )  # fmt: skip
 
 
-def pack_rows(kl=ABSENT, lse_t=ABSENT, lse_s=ABSENT, dot_t=ABSENT, cross_entropy=ABSENT, entropy=ABSENT, mass=ABSENT) -> bytes:
+def pack_rows(
+    kl=ABSENT, lse_t=ABSENT, lse_s=ABSENT, dot_t=ABSENT, cross_entropy=ABSENT, entropy=ABSENT, mass=ABSENT
+) -> bytes:
     """skl_rows."""
     return _ROWS.pack(_ROWS.size, *kl, *lse_t, *lse_s, *dot_t, *cross_entropy, *entropy, *mass)
 
