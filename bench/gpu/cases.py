@@ -57,3 +57,38 @@ class Case:
         mean_square = sum(n * n for n in self.packed) / len(self.packed)
         length = max(128, round(mean_square**0.5 / 128) * 128)
         return Case(self.heads, length, self.dim, self.causal, batch=len(self.packed))
+
+
+@dataclass(frozen=True)
+class IndexerCase:
+    """One sequence, one student head that learns the mean of all teacher heads."""
+
+    length: int
+    heads: int
+    key_heads: int
+    dim: int
+    index_heads: int
+    index_dim: int
+    top_k: int  # 0: all keys that the mask leaves
+    causal: bool
+
+    def __str__(self):
+        grouped = f"/{self.key_heads}" if self.key_heads != self.heads else ""
+        listed = f", {self.top_k} keys a row" if self.top_k else ""
+        teacher, indexer = f"{self.heads}{grouped} x {self.dim}", f"{self.index_heads} x {self.index_dim}"
+        return f"N={self.length} {self.mask}, teacher {teacher}, indexer {indexer}{listed}"
+
+    @property
+    def mask(self):
+        return "causal" if self.causal else "full"
+
+    @property
+    def pairs(self):
+        """Query-key pairs that rows see."""
+        n, k = self.length, min(self.top_k or self.length, self.length)
+        return k * (k + 1) // 2 + (n - k) * k if self.causal else n * k
+
+    def flops(self, operation):
+        """What the loss must compute: logits once, and for the gradients dq and dk."""
+        products = 1 if operation == FORWARD else 3
+        return 2 * self.pairs * (self.heads * self.dim + products * self.index_heads * self.index_dim)

@@ -127,22 +127,22 @@ def csv_rows(methods, notes=None):
             yield shape_of(method.case) | {"method": method.name, "note": f"not measured: {method.refusal}"}
 
 
-def check_csv(path):
+def check_csv(path, columns=COLUMNS):
     """Raises ValueError if the file has other columns, or no folder to lie in."""
     if not path.parent.is_dir():
         raise ValueError(f"there is no folder {path.parent}")
     if path.exists() and path.stat().st_size:
         with path.open(newline="") as file:
             found = next(csv.reader(file), [])
-        if found != COLUMNS:
-            raise ValueError(f"its columns are not those of this program: {','.join(COLUMNS)}")
+        if found != columns:
+            raise ValueError(f"its columns are not those of this program: {','.join(columns)}")
 
 
-def append_csv(path, rows, run):
+def append_csv(path, rows, run, columns=COLUMNS):
     """run: the columns that all rows share."""
     is_new = not path.exists() or not path.stat().st_size
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
+        writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
         if is_new:
             writer.writeheader()
         writer.writerows({"date": date.today().isoformat(), **run, **row} for row in rows)

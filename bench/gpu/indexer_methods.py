@@ -1,0 +1,216 @@
+"""An indexer's loss by our library and as it is written without it; and what both are checked with."""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from .cases import FORWARD, STEP, Case
+from .library import SKL_BF16, SKL_F32, Workspace, all_described, described, lib, module_of_the_package, plan_of
+from .measure import random_tensors
+from .methods import Method
+
+reference = module_of_the_package("reference")
+
+@dataclass
+class IndexerMethod(Method):
+    flops: dict = field(default_factory=dict)  # {pass: what its rate is counted by}
+
+
+# ---- Tensors -------------------------------------------------------------------------------------------------------------
+
+
+def make_tensors(case, device):
+    """{name: tensor}: [1, heads, length, dim] in bf16; w_s [1, 1, length, index heads] in f32; indices [1, 1, length, top_k]."""
+    torch.manual_seed(0)
+
+    def normal(heads, dim, dtype=torch.bfloat16):
+        return torch.randn((1, heads, case.length, dim), device=device, dtype=dtype)
+
+    tensors = dict(
+        q_t=normal(case.heads, case.dim), k_t=normal(case.key_heads, case.dim),
+        q_s=normal(case.index_heads, case.index_dim), k_s=normal(1, case.index_dim),
+        w_s=normal(1, case.index_heads, torch.float32),
+    )  # fmt: skip
+    return tensors | ({"indices": random_lists(case, device)} if case.top_k else {})
+
+
+def random_lists(case, device, block=1024):
+    """top_k different keys that each row sees, in no order; -1 where there are fewer."""
+    lists, keys = [], torch.arange(case.length, device=device)
+    for begin in range(0, case.length, block):
+        rows = torch.arange(begin, min(begin + block, case.length), device=device)
+        scores = torch.rand((len(rows), case.length), device=device)
+        if case.causal:
+            scores.masked_fill_(keys > rows[:, None], -1.0)
+        found = scores.topk(min(case.top_k, case.length), sorted=False)
+        lists.append(found.indices.masked_fill(found.values < 0, -1).int())
+    return torch.cat(lists)[None, None].contiguous()
+
+
+# ---- Ours ----------------------------------------------------------------------------------------------------------------
+
+
+class IndexerPlan:
+    """The forward, and the cheapest step, with a teacher's LSE that is given or computed; and where their results are."""
+
+    def __init__(self, tensors, case, lse_t=None):
+        q_s, k_s, w_s, device = tensors["q_s"], tensors["k_s"], tensors["w_s"], tensors["q_s"].device
+        plan = plan_of(
+            device, dtype_t=SKL_BF16, dtype_s=SKL_BF16, dtype_w=SKL_F32, gradients=lib.DQ_S | lib.DK_S | lib.DW_S,
+            causal=case.causal, batch=1, len_q=case.length, len_k=case.length, heads_t=case.heads, heads_s=1,
+            key_heads_t=case.key_heads, key_heads_s=1, dim_t=case.dim, dim_s=case.index_dim, student=lib.INDEXER,
+            index_heads=case.index_heads, top_k=tensors["indices"].shape[-1] if case.top_k else 0,
+        )  # fmt: skip
+        self.kernel, self.workspace = plan.kernel, Workspace(plan, device)
+        self.keep = tensors  # the structs below know only their addresses
+
+        def rows(heads):
+            return q_s.new_empty((1, heads, case.length), dtype=torch.float32)
+
+        self.kl, self.lse_s = rows(1), rows(1)
+        self.lse_t = rows(case.heads) if lse_t is None else lse_t
+        self.dq, self.dk, self.dw = torch.empty_like(q_s), torch.empty_like(k_s), torch.empty_like(w_s)
+        given, lses = all_described(tensors), all_described(dict(lse_t=self.lse_t, lse_s=self.lse_s))
+        known = {} if lse_t is None else {"lse_t": lses["lse_t"]}
+        inputs, kl = lib.pack_inputs(**given, **known), lib.pack_rows(kl=described(self.kl))
+        unknown = lib.pack_rows(**{name: row for name, row in lses.items() if name not in known})
+        gradients = lib.pack_gradients(dq_s=described(self.dq), dk_s=described(self.dk), dw_s=described(self.dw))
+        self.calls = {
+            FORWARD: [(lib.FORWARD, inputs, kl)],
+            STEP: [(lib.FORWARD, inputs, unknown), (lib.FORWARD_BACKWARD, lib.pack_inputs(**given, **lses), kl, gradients)],
+        }
+
+    def run(self, operation):
+        for call in self.calls[operation]:
+            self.workspace.run(*call)
+
+    @property
+    def results(self):
+        return {"kl": self.kl[0, 0], "dq": self.dq, "dk": self.dk, "dw": self.dw}
+
+
+def ours(tensors, case):
+    """Two methods: beside an attention that has returned its LSE, and alone."""
+    alone = IndexerPlan(tensors, case)
+    alone.run(STEP)
+    lse_t = alone.lse_t.clone()
+    methods = []
+    for name, plan, known in ("streamkl", IndexerPlan(tensors, case, lse_t), lse_t), ("no LSE given", alone, None):
+        passes = {operation: lambda plan=plan, operation=operation: lambda: plan.run(operation) for operation in plan.calls}
+
+        def step(known=known):
+            fresh = IndexerPlan(tensors, case, known)
+            fresh.run(STEP)
+            return fresh.results
+
+        flops = {operation: case.flops(operation) for operation in passes}
+        methods.append(IndexerMethod(name, case, passes, step=step, kernel=plan.kernel, flops=flops))
+    return methods
+
+
+# ---- As it is written without us -----------------------------------------------------------------------------------------
+
+
+def hidden_keys(case, indices, device):
+    """[1, length, length] bool, or None where every row sees every key."""
+    if indices is None and not case.causal:
+        return None
+    hidden = torch.ones((1, case.length, case.length), dtype=torch.bool, device=device)
+    if indices is None:
+        return hidden.triu(1)
+    # -1 stands only where a list holds all keys that its row sees, key 0 among them.
+    return hidden.scatter_(-1, indices[0].long().clamp(min=0), False)
+
+
+def naive_kl(case, q_t, k_t, q_s, k_s, w_s, indices=None):
+    """The KL of every row out of [batch, heads, length, length] scores: softmax, mean of heads, log_softmax, sum."""
+    hidden = hidden_keys(case, indices, q_t.device)
+
+    def masked(scores):
+        return scores if hidden is None else scores.masked_fill(hidden.unsqueeze(1) if scores.dim() == 4 else hidden, -torch.inf)
+
+    with torch.no_grad():
+        k_t = k_t.repeat_interleave(case.heads // case.key_heads, dim=1)
+        scores = torch.einsum("bhid,bhjd->bhij", q_t, k_t).float() * case.dim**-0.5
+        target = torch.softmax(masked(scores), dim=-1).mean(dim=1)
+        del scores
+    dots = torch.einsum("bgid,bjd->bgij", q_s, k_s[:, 0]).relu()
+    weights = w_s[:, 0].transpose(1, 2).unsqueeze(-1)  # [batch, index heads, length, 1]
+    logits = (dots.float() * weights).sum(dim=1) * (case.index_dim * case.index_heads) ** -0.5
+    log_s = torch.log_softmax(masked(logits), dim=-1)
+    if hidden is not None:
+        log_s = log_s.masked_fill(hidden, 0.0)  # where the target is 0
+    return (torch.xlogy(target, target) - target * log_s).sum(dim=-1)
+
+
+def naive(tensors, case):
+    tensors = dict(tensors)
+    trained = [tensors[name].detach().clone().requires_grad_() for name in ("q_s", "k_s", "w_s")]
+    tensors |= zip(("q_s", "k_s", "w_s"), trained)
+
+    def forward():
+        with torch.no_grad():
+            return naive_kl(case, **tensors)
+
+    def step():
+        kl = naive_kl(case, **tensors)
+        dq, dk, dw = torch.autograd.grad(kl.sum(), trained)
+        return {"kl": kl.detach()[0], "dq": dq, "dk": dk, "dw": dw}
+
+    passes = {FORWARD: lambda: forward, STEP: lambda: step}
+    return IndexerMethod("naive", case, passes, step=step, flops={each: case.flops(each) for each in passes})
+
+
+# ---- The yardstick -------------------------------------------------------------------------------------------------------
+
+
+def cudnn_attention(heads=16, length=8192, dim=128):
+    """scaled_dot_product_attention by cuDNN, forward, with either mask."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q, k, v, _ = random_tensors(Case(heads, length, dim, False))
+
+    def attend(causal):
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    cases = {f"forward, {Case(heads, length, dim, causal).mask}": Case(heads, length, dim, causal) for causal in (True, False)}
+    passes = {name: lambda causal=case.causal: lambda: attend(causal) for name, case in cases.items()}
+    flops = {name: 2 * 2 * case.pairs * dim for name, case in cases.items()}  # pairs of all heads
+    about = f"attention, {heads} heads of {dim}, N={length}"
+    return IndexerMethod("cudnn", None, passes, kernel=about, flops=flops)
+
+
+# ---- Exact results -------------------------------------------------------------------------------------------------------
+
+
+class ExactRows:
+    """KL, dq and dw of some rows in float64: they depend on no other row. With all rows, dk as well."""
+
+    def __init__(self, tensors, case, rows):
+        q_t, q_s, w_s = (tensors[name][0][:, rows].double() for name in ("q_t", "q_s", "w_s"))
+        k_t, k_s = (tensors[name][0].double() for name in ("k_t", "k_s"))
+        self.rows, is_whole = rows, len(rows) == case.length
+        trained = [tensor.requires_grad_() for tensor in (q_s, k_s, w_s)]
+        indices = tensors["indices"][0][:, rows] if case.top_k else None
+        keys = torch.arange(case.length, device=q_t.device)
+        visible = keys <= rows[:, None] if case.causal else torch.ones_like(keys, dtype=torch.bool).expand(len(rows), -1)
+        options = (None, None, 0.0, True, False)  # scales, softcap, relu, reverse
+        exact = reference.sequence_indexer_kl(q_t, k_t, *trained, indices, None, visible, *options)
+        dq, dk, dw = torch.autograd.grad(exact.kl.sum(), trained)
+        self.exact = {"kl": exact.kl.detach()[0], "dq": dq, "dw": dw} | ({"dk": dk} if is_whole else {})
+
+    def errors(self, results):
+        """{result: its relative error}, as norms."""
+        found = {}
+        for name, true in self.exact.items():
+            result = results[name] if name == "kl" else results[name][0]
+            if name != "dk":
+                result = result[..., self.rows] if name == "kl" else result[:, self.rows]
+            found[name] = ((result.double() - true).norm() / true.norm()).item()
+        return found
+
+
+def some_rows(case, device, count=16):
+    return torch.linspace(0, case.length - 1, min(count, case.length), device=device).round().long()

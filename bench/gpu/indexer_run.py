@@ -1,0 +1,104 @@
+"""A run of bench/indexer.py: a small problem is checked in whole, then the large one in part, timed in turns and reported."""
+
+from dataclasses import replace
+
+import torch
+
+from .cases import IndexerCase
+from .indexer_methods import ExactRows, IndexerMethod, cudnn_attention, make_tensors, naive, ours, some_rows
+from .indexer_report import COLUMNS, csv_rows, errors_text, print_table
+from .library import open_library
+from .measure import PEER_WRONG, WRONG, examine, refusing, release_memory, take_turns
+from .report import append_csv, bytes_text
+from .run import NotPossible
+
+DEVICE = "cuda"
+SMALL = 1000  # queries and keys of the problem that is checked in whole
+
+
+class IndexerBench:
+    def __init__(self, arguments):
+        if not torch.cuda.is_available():
+            raise NotPossible("PyTorch sees no GPU")
+        if not arguments.library.exists():
+            raise NotPossible(f"--library={arguments.library}: not there; build it, or name another")
+        self.arguments, self.is_right = arguments, True
+        self.version = open_library(arguments.library, arguments.kernel)
+        self.about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": arguments.commit}
+
+    def run(self):
+        given = self.arguments
+        commit = given.commit or "unknown"
+        print(f"streamkl {self.version}, commit {commit}, PyTorch {self.about['torch']}, {self.about['gpu']}, bf16, f32 weights")
+        case = IndexerCase(
+            given.length, given.heads, given.key_heads or given.heads, given.dim, given.index_heads, given.index_dim,
+            given.top_k, given.causal,
+        )  # fmt: skip
+        self.check_small(replace(case, length=min(case.length, SMALL)))
+        release_memory()
+        self.measure(case)
+
+    def check_small(self, case):
+        """Loss and all gradients, ours and naive, against float64."""
+        print(f"\nRelative errors beside float64, {case}")
+        tensors = make_tensors(case, DEVICE)
+        exact = ExactRows(tensors, case, torch.arange(case.length, device=DEVICE))
+        for method in [*ours(tensors, case), naive(tensors, case)]:
+            method.errors = exact.errors(method.step())
+            print(f"  {method.name:13} {errors_text(method.errors)}{'' if self.judge(method) else '   WRONG'}")
+
+    def judge(self, method):
+        """Ours must be right; the naive one must compute the same thing."""
+        limits = dict.fromkeys(method.errors, PEER_WRONG) if method.name == "naive" else WRONG
+        is_right = all(error <= limits[name] for name, error in method.errors.items())
+        self.is_right &= is_right
+        return is_right
+
+    def measure(self, case):
+        tensors = make_tensors(case, DEVICE)
+        exact = ExactRows(tensors, case, some_rows(case, DEVICE))
+        methods = ours(tensors, case)
+        for method in methods:
+            examine(method, exact)
+            self.judge(method)
+        methods += [self.make_naive(tensors, case, exact), self.make_cudnn()]
+        release_memory()
+        take_turns(methods, self.arguments.rounds, self.arguments.turn_ms)
+        print(f"\n{case}: {methods[0].kernel}")
+        print_table(methods)
+        for method in methods:
+            if method.errors:
+                print(f"  relative error of {method.name + ', some rows:':24} {errors_text(method.errors)}")
+        mine, other = methods[0], methods[2]
+        if other.extra_memory:
+            share = mine.extra_memory / other.extra_memory
+            print(f"  a step of ours holds {share:.2%} of the memory that a naive one holds beside the inputs")
+        self.is_right &= not any(method.refusal for method in methods[:2])
+        if self.arguments.csv:
+            append_csv(self.arguments.csv, csv_rows(methods, case), self.about, COLUMNS)
+
+    def make_naive(self, tensors, case, exact):
+        """Without it, or without the memory for it, the table says so."""
+        refused = IndexerMethod("naive", case)
+        scores = f"its teacher scores alone, [1, {case.heads}, N, N] in f32, are {bytes_text(4 * case.heads * case.length**2)}"
+        if self.arguments.no_naive:
+            refused.refusal = f"--no-naive; {scores}"
+            return refused
+        with refusing(refused):
+            method = naive(tensors, case)
+            examine(method, exact)
+            self.judge(method)
+            return method
+        if refused.refusal.startswith("OutOfMemoryError"):
+            refused.refusal = f"out of memory; {scores}. {refused.refusal}"
+        return refused
+
+    @staticmethod
+    def make_cudnn():
+        refused = IndexerMethod("cudnn", None)
+        with refusing(refused):
+            method = cudnn_attention()
+            for prepare in method.passes.values():
+                prepare()()
+            return method
+        return refused
