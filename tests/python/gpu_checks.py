@@ -8,14 +8,20 @@ import sys
 import traceback
 
 import cases
+import indexer_cases
 import torch
 from cases import compare, gradients_of, make_tensors
+from indexer_cases import make_indexer
 
 import streamkl
 
 BF16 = dict(
     dtype=torch.bfloat16, device="cuda", dim_t=64, dim_s=64, heads_t=4, heads_s=4, key_heads_t=2, key_heads_s=4
 )
+INDEXER_BF16 = dict(
+    dtype_t=torch.bfloat16, dtype_s=torch.bfloat16, device="cuda", heads_t=8, key_heads_t=2, index_heads=8, dim_t=128, dim_s=64,
+    len_q=130, len_k=150,
+)  # fmt: skip
 
 
 def assert_close_in_norm(one, other, share=2e-2):
@@ -229,6 +235,150 @@ def check_distiller():
             loss = distiller.loss()
         loss.backward()
         torch.testing.assert_close(loss, expected, rtol=1e-3, atol=1e-5)
+
+
+# ---- Indexers ------------------------------------------------------------------------------------------------------
+
+
+def check_indexer_against_the_reference():
+    """Both stages, types, directions, reductions and masks."""
+    lengths = torch.tensor([0, 17], device="cuda")
+    masks = {}, dict(causal=True), dict(causal=True, window_size=(7, 0)), dict(causal=True, key_lengths=lengths)
+    f16 = dict(device="cuda", dtype_t=torch.float16, dtype_s=torch.float16, dtype_w=torch.float16)
+    for shape in dict(device="cuda"), f16, INDEXER_BF16:
+        for top_k in 0, 9:
+            for direction in "forward", "reverse":
+                for reduction in "mean", "sum", "none":
+                    for mask in masks:
+                        options = dict(direction=direction, reduction=reduction, **mask)
+                        indexer_cases.compare(make_indexer(**shape, top_k=top_k), **options)
+
+
+def check_indexer_shapes():
+    """Student heads with keys of their own, one teacher head, latent attention, odd sizes, many index heads, no ReLU."""
+    shapes = (
+        dict(heads_t=4, key_heads_t=2, heads_s=2, key_heads_s=2), dict(heads_t=1, key_heads_t=1, index_heads=1),
+        dict(heads_t=16, key_heads_t=1, dim_t=576, dim_s=128, index_heads=64), dict(dim_t=33, dim_s=1, index_heads=5),
+        dict(heads_t=64, key_heads_t=8, dim_t=128, index_heads=32, dim_s=128, len_q=200, len_k=200),
+    )  # fmt: skip
+    for shape in shapes:
+        for top_k in 0, 33:
+            for dtype in torch.float32, torch.bfloat16:
+                indexer = make_indexer(**dict(shape, dtype_t=dtype, dtype_s=dtype, device="cuda", top_k=top_k))
+                indexer_cases.compare(indexer, causal=True)
+                indexer_cases.compare(indexer, causal=True, relu=False, softmax_scale_s=-0.1, softcap_t=3.0)
+
+
+def check_indexer_packed():
+    bounds = dict(
+        cu_seqlens_q=torch.tensor([0, 3, 3, 12, 17]).cuda(), cu_seqlens_k=torch.tensor([0, 6, 6, 10, 21]).cuda()
+    )
+    for layout in "bnhd", "bhnd":
+        for top_k in 0, 4:  # key 3 is in every sequence that has keys
+            indexer = make_indexer(packed=True, layout=layout, device="cuda", top_k=top_k)
+            if top_k:
+                indexer.indices.clamp_(max=3)
+            for reduction in "mean", "none":
+                indexer_cases.compare(indexer, causal=True, layout=layout, reduction=reduction, **bounds)
+
+
+def check_indexer_lse_of_more_keys():
+    for dtype in torch.float32, torch.bfloat16:
+        indexer = make_indexer(**dict(INDEXER_BF16, dtype_t=dtype, dtype_s=dtype), top_k=40)
+        dense = streamkl.indexer_kl(*indexer[:5], causal=True, return_rows=True)[1]
+        for reduction in "mean", "none":
+            indexer_cases.compare(indexer, lse_t=dense.lse_t, lse_t_wider=True, causal=True, reduction=reduction)
+
+
+def check_indexer_keys_out_of_range():
+    """Refused on a CPU; a GPU would have to wait to say so: they count as none, and nothing is read there."""
+    indexer = make_indexer(**INDEXER_BF16, top_k=9)
+    for wrong in -2, 150, 2**31 - 1, -(2**31):
+        spoilt, cut = indexer.indices.clone(), indexer.indices.clone()
+        spoilt[..., ::2], cut[..., ::2] = wrong, -1
+        loss, expected = (streamkl.indexer_kl(*indexer._replace(indices=each), causal=True) for each in (spoilt, cut))
+        assert torch.equal(loss, expected), f"{wrong}: {loss} and not {expected}"
+
+
+def check_indexer_nan_in_what_is_masked():
+    for top_k in 0, 9:
+        indexer = make_indexer(**INDEXER_BF16, top_k=top_k)
+        lengths = dict(key_lengths=torch.tensor([0, 75], device="cuda"), causal=True)
+        clean = streamkl.indexer_kl(*indexer, **lengths)
+        with torch.no_grad():
+            for tensor in indexer[:5]:
+                tensor[0] = torch.nan
+            for keys in (indexer.k_t, indexer.k_s):
+                keys[1, 75:] = torch.inf
+        loss = streamkl.indexer_kl(*indexer, **lengths)
+        assert torch.equal(loss, clean)
+        for gradient in torch.autograd.grad(loss, indexer.trained):
+            assert gradient.isfinite().all() and (gradient[0] == 0).all()
+
+
+def check_indexer_equals_the_cpu():
+    """At a length of several tiles."""
+    on_cpu = make_indexer(**dict(INDEXER_BF16, device="cpu", batch=1, len_q=700, len_k=700))
+    on_gpu = indexer_cases.Indexer(*(tensor.detach().cuda().requires_grad_(tensor.requires_grad) for tensor in on_cpu[:5]))
+    expected, loss = (streamkl.indexer_kl(*indexer, causal=True) for indexer in (on_cpu, on_gpu))
+    torch.testing.assert_close(loss.cpu(), expected, rtol=1e-4, atol=1e-6)
+    for one, other in zip(torch.autograd.grad(loss, on_gpu.trained), torch.autograd.grad(expected, on_cpu.trained)):
+        assert_close_in_norm(one.cpu(), other, 1e-2)
+
+
+def check_indexer_is_repeatable():
+    for top_k in 0, 9:
+        indexer = make_indexer(**INDEXER_BF16, top_k=top_k)
+        runs = [
+            torch.autograd.grad(streamkl.indexer_kl(*indexer, causal=True, deterministic=True), indexer.trained)
+            for _ in range(5)
+        ]
+        assert all(torch.equal(one, other) for run in runs[1:] for one, other in zip(run, runs[0]))
+
+
+def check_indexer_compile():
+    def step(*indexer):
+        mean, rows = streamkl.indexer_kl(*indexer, causal=True, return_rows=True)
+        given = streamkl.indexer_kl(*indexer, causal=True, lse_t=rows.lse_t, reduction="sum")
+        return mean + given + streamkl.indexer_kl(*indexer, causal=True, reduction="none").square().sum()
+
+    indexer = make_indexer(**INDEXER_BF16, top_k=9)
+    compiled = torch.compile(step, fullgraph=True)
+    actual, expected = compiled(*indexer), step(*indexer)
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
+    for one, other in zip(*(torch.autograd.grad(loss, indexer.trained) for loss in (actual, expected))):
+        assert_close_in_norm(one, other)
+
+
+def check_indexer_in_a_cuda_graph():
+    """Nothing waits for the GPU; captured once, replayed on other inputs: bit-equal to a call."""
+    indexer = make_indexer(**INDEXER_BF16, top_k=9)
+
+    def step():
+        loss, rows = streamkl.indexer_kl(*indexer, causal=True, deterministic=True, return_rows=True)
+        given = streamkl.indexer_kl(*indexer, causal=True, deterministic=True, lse_t=rows.lse_t)
+        return loss, *torch.autograd.grad(loss, indexer.trained), *torch.autograd.grad(given, indexer.trained)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for seed in 1, 2:
+        with torch.no_grad():
+            for tensor, new in zip(indexer, make_indexer(**INDEXER_BF16, top_k=9, seed=seed)):
+                tensor.copy_(new)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(one, other) for one, other in zip(captured, step()))
 
 
 CHECKS = {
