@@ -81,7 +81,8 @@ def indexer_kl(
             heads; or ``[batch, len_q, heads_s, G]``. Of any of the three types, whatever that of ``q_s`` is.
         indices: the keys that each row sees, ``[batch, len_q, top_k]`` or ``[batch, len_q, heads_s, top_k]``, int32 or
             int64, in any order, counted from the row's own sequence; -1, or a key that the masks hide: none. A key that is
-            listed twice counts twice. Default: all keys that the masks leave.
+            listed twice counts twice. One that is no key of the sequence is refused on a CPU and counts as none on a GPU,
+            which would have to wait to say so. Default: all keys that the masks leave.
         causal: a query sees no key behind its own position. The last query stands at the last key (bottom-right).
         window_size: ``(left, right)``: a query sees keys at most so far before and behind it; -1: no limit.
         softmax_scale_t: what the teacher's dot products are multiplied with; default ``1 / sqrt(dim_t)``.
