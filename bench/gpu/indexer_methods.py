@@ -21,7 +21,7 @@ class IndexerMethod(Method):
 
 
 def make_tensors(case, device):
-    """{name: tensor}: [1, heads, length, dim] in bf16; w_s [1, 1, length, index heads] in f32; indices [1, 1, length, top_k]."""
+    """{name: tensor}: [1, heads, length, dim] in bf16; w_s [1, 1, length, index heads] in f32; lists [1, 1, length, top_k]."""
     torch.manual_seed(0)
 
     def normal(heads, dim, dtype=torch.bfloat16):
@@ -113,14 +113,14 @@ def ours(tensors, case):
 
 
 def hidden_keys(case, indices, device):
-    """[1, length, length] bool, or None where every row sees every key."""
+    """[length, length] bool, or None where every row sees every key."""
     if indices is None and not case.causal:
         return None
-    hidden = torch.ones((1, case.length, case.length), dtype=torch.bool, device=device)
+    hidden = torch.ones((case.length, case.length), dtype=torch.bool, device=device)
     if indices is None:
         return hidden.triu(1)
     # -1 stands only where a list holds all keys that its row sees, key 0 among them.
-    return hidden.scatter_(-1, indices[0].long().clamp(min=0), False)
+    return hidden.scatter_(-1, indices[0, 0].long().clamp(min=0), False)
 
 
 def naive_kl(case, q_t, k_t, q_s, k_s, w_s, indices=None):
@@ -128,7 +128,7 @@ def naive_kl(case, q_t, k_t, q_s, k_s, w_s, indices=None):
     hidden = hidden_keys(case, indices, q_t.device)
 
     def masked(scores):
-        return scores if hidden is None else scores.masked_fill(hidden.unsqueeze(1) if scores.dim() == 4 else hidden, -torch.inf)
+        return scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
 
     with torch.no_grad():
         k_t = k_t.repeat_interleave(case.heads // case.key_heads, dim=1)
@@ -175,7 +175,7 @@ def cudnn_attention(heads=16, length=8192, dim=128):
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
-    cases = {f"forward, {Case(heads, length, dim, causal).mask}": Case(heads, length, dim, causal) for causal in (True, False)}
+    cases = {f"forward, {case.mask}": case for case in (Case(heads, length, dim, causal) for causal in (True, False))}
     passes = {name: lambda causal=case.causal: lambda: attend(causal) for name, case in cases.items()}
     flops = {name: 2 * 2 * case.pairs * dim for name, case in cases.items()}  # pairs of all heads
     about = f"attention, {heads} heads of {dim}, N={length}"

@@ -29,7 +29,8 @@ class IndexerBench:
     def run(self):
         given = self.arguments
         commit = given.commit or "unknown"
-        print(f"streamkl {self.version}, commit {commit}, PyTorch {self.about['torch']}, {self.about['gpu']}, bf16, f32 weights")
+        versions = f"streamkl {self.version}, commit {commit}, PyTorch {self.about['torch']}"
+        print(f"{versions}, {self.about['gpu']}, bf16, weights in f32")
         case = IndexerCase(
             given.length, given.heads, given.key_heads or given.heads, given.dim, given.index_heads, given.index_dim,
             given.top_k, given.causal,
@@ -80,7 +81,8 @@ class IndexerBench:
     def make_naive(self, tensors, case, exact):
         """Without it, or without the memory for it, the table says so."""
         refused = IndexerMethod("naive", case)
-        scores = f"its teacher scores alone, [1, {case.heads}, N, N] in f32, are {bytes_text(4 * case.heads * case.length**2)}"
+        size = bytes_text(4 * case.heads * case.length**2)
+        scores = f"its teacher scores alone, [{case.heads}, N, N] in f32, are {size}"
         if self.arguments.no_naive:
             refused.refusal = f"--no-naive; {scores}"
             return refused

@@ -55,7 +55,8 @@ class Workspace:
 
     def __init__(self, plan, device):
         self.plan, self.device = plan, device
-        self.memory = torch.empty(max(plan.workspace_sizes[op] for op in OPERATIONS.values()), dtype=torch.uint8, device=device)
+        size = max(plan.workspace_sizes[operation] for operation in OPERATIONS.values())
+        self.memory = torch.empty(size, dtype=torch.uint8, device=device)
 
     def run(self, operation, *structs):
         stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else None

@@ -2,10 +2,10 @@
 
     loss = streamkl.attention_kl(q_t, k_t, q_s, k_s, causal=True)
 
-`streamkl.indexer_kl` trains the indexer of a sparse attention. `streamkl.AttentionKLLoss` and `streamkl.IndexerKLLoss` are the
-same as modules, `streamkl.attention_map` shows where two models look and where their KL comes from,
-`streamkl.hf.AttentionDistiller` distils Hugging Face models without touching their code, and `streamkl.reference` has the
-plain implementations that store the matrices.
+`streamkl.indexer_kl` trains the indexer of a sparse attention. `streamkl.AttentionKLLoss` and `streamkl.IndexerKLLoss` are
+the same as modules, `streamkl.attention_map` shows where two models look and where their KL comes from,
+`streamkl.hf.AttentionDistiller` distils Hugging Face models without touching their code, and `streamkl.reference` has
+the plain implementations that store the matrices.
 """
 
 from ._library import library as _load_library
@@ -15,8 +15,8 @@ from .loss import AttentionKLLoss, IndexerKLLoss
 from .maps import AttentionMap, attention_map
 
 __all__ = [
-    "AttentionKLLoss", "AttentionMap", "IndexerKLLoss", "IndexerRows", "attention_kl", "attention_map", "hf", "indexer_kl",
-    "reference",
+    "AttentionKLLoss", "AttentionMap", "IndexerKLLoss", "IndexerRows", "attention_kl", "attention_map", "hf",
+    "indexer_kl", "reference",
 ]  # fmt: skip
 __version__: str = _load_library().skl_version().decode()
 

@@ -1,6 +1,7 @@
 """A call of the library on torch tensors: what the operators of attention_kl and of indexer_kl share.
 
-`problem` is the tail of an operator's arguments: the three length arrays come first, `heads_first` and the wanted gradients last.
+`problem` is the tail of an operator's arguments: the three length arrays come first, `heads_first` and the wanted
+gradients last.
 """
 
 from __future__ import annotations

@@ -124,7 +124,9 @@ def _check_heads(size: _Sizes, heads_s: int, q_t: Facts, student_name: str, stud
         )
 
 
-def _check_rows(size: _Sizes, heads_s: int, packed: bool, lse_t: Facts, lse_s: Facts, row_weight: Facts, key_lengths: Facts):
+def _check_rows(
+    size: _Sizes, heads_s: int, packed: bool, lse_t: Facts, lse_s: Facts, row_weight: Facts, key_lengths: Facts
+) -> None:
     """Rules about what has a number for every row, or for every sequence."""
 
     def rows(heads):

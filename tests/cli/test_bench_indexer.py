@@ -51,7 +51,8 @@ def test_the_work_is_that_of_visible_pairs():
 def test_ratios_and_refusals():
     case = IndexerCase(8192, 64, 64, 128, 32, 128, 0, True)
     cudnn = Timed("cudnn", {"forward, causal": 1e12, "forward, full": 1e12}, causal=2.0, full=1.0)
-    rows = list(report.csv_rows([Timed("streamkl", forward=4.0, step=10.0), Timed("naive", forward=60.0, step=150.0), cudnn], case))
+    methods = [Timed("streamkl", forward=4.0, step=10.0), Timed("naive", forward=60.0, step=150.0), cudnn]
+    rows = list(report.csv_rows(methods, case))
     ours = next(row for row in rows if row["method"] == "streamkl" and row["pass"] == STEP)
     assert (ours["ms"], ours["tflops"], ours["naive_ratio"]) == ("10.0000", "600.0", "15")
     assert (ours["of_cudnn_causal"], ours["of_cudnn_full"]) == ("1.200", "0.600")

@@ -19,8 +19,8 @@ BF16 = dict(
     dtype=torch.bfloat16, device="cuda", dim_t=64, dim_s=64, heads_t=4, heads_s=4, key_heads_t=2, key_heads_s=4
 )
 INDEXER_BF16 = dict(
-    dtype_t=torch.bfloat16, dtype_s=torch.bfloat16, device="cuda", heads_t=8, key_heads_t=2, index_heads=8, dim_t=128, dim_s=64,
-    len_q=130, len_k=150,
+    dtype_t=torch.bfloat16, dtype_s=torch.bfloat16, device="cuda", heads_t=8, key_heads_t=2, index_heads=8, dim_t=128,
+    dim_s=64, len_q=130, len_k=150,
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cases import make_tensors
+from indexer_cases import make_indexer
 
 import streamkl
 
@@ -99,7 +100,68 @@ def test_sequence_counts():
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_code_raises_the_same(dynamic):
-    """In numbers, where a compiler has symbols for sizes: it takes to them by itself when a function is called with others."""
+    """In numbers, where a compiler has symbols for sizes: it takes to them when a function is called with other sizes."""
     compiled = torch.compile(streamkl.attention_kl, fullgraph=True, backend="eager", dynamic=dynamic)
     with pytest.raises(Exception, match=r"key lengths 23 and 22"):
         compiled(*replaced(3, lambda t: t[:, :22]))
+
+
+# ---- Indexers ------------------------------------------------------------------------------------------------------
+
+BAD_INDEXERS = {
+    "teacher": ("q_t", lambda t: t.requires_grad_(), r"q_t requires a gradient: the teacher of an indexer is fixed; pass q_t.d"),
+    "weights rank": (
+        "w_s",
+        lambda t: t[0, 0],
+        r"w_s: shape \[1, 3\] must be \[batch, length, index heads\] or \[batch, length, heads_s, index heads\]",
+    ),
+    "weights length": ("w_s", lambda t: t[:, :18], r"w_s: shape \[2, 18, 1, 3\] must have batch 2 and length 19, as q_t has"),
+    "weights type": ("w_s", lambda t: t.double(), r"w_s: dtype torch.float64 must be torch.float32, torch.float16 or torch.b"),
+    "weights heads": (
+        "w_s",
+        lambda t: t[..., :2],
+        r"q_s \[2, 19, 3, 5\] and w_s \[2, 19, 1, 2\]: 3 index query heads must be 1 student heads x 2 weights",
+    ),
+    "student heads": ("w_s", lambda t: t.transpose(2, 3), r"4 teacher heads must be a multiple of 3 student heads"),
+    "key heads": ("k_s", lambda t: t.expand(2, 23, 2, 5), r"w_s has 1 heads: must be a multiple of the 2 heads of k_s"),
+    "large index": (
+        "indices",
+        lambda t: torch.full_like(t, 23),
+        r"indices\[0, 0, 0, 0\]=23: must be -1 \(none\) or a key of the sequence, 0..22",
+    ),
+    "negative index": ("indices", lambda t: torch.full_like(t, -2), r"indices\[0, 0, 0, 0\]=-2: must be -1 \(none\) or a key"),
+    "index type": ("indices", lambda t: t.float(), r"indices: dtype torch.float32 must be torch.int32 or torch.int64"),
+    "index rank": ("indices", lambda t: t[0, 0], r"indices: shape \[1, 4\] must be \[batch, length, top_k\] or \["),
+    "index heads": ("indices", lambda t: t.expand(2, 19, 2, 4), r"student heads 1 and 2 must be equal"),
+    "no index": ("indices", lambda t: t[..., :0], r"indices: shape \[2, 19, 1, 0\] must list at least one key a row"),
+    "device": ("w_s", lambda t: t.to("meta"), r"q_t is on cpu and w_s on meta: must be one device"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_INDEXERS)
+def test_indexers(fault):
+    name, change, message = BAD_INDEXERS[fault]
+    indexer = make_indexer(top_k=4)
+    with pytest.raises(ValueError, match=message):
+        streamkl.indexer_kl(*indexer._replace(**{name: change(getattr(indexer, name))}))
+
+
+BAD_INDEXER_OPTIONS = {
+    "lse shape": (dict(lse_t=torch.zeros(2, 19, 4)), r"lse_t: shape \[2, 19, 4\] must be \[2, 4, 19\]"),
+    "wider than nothing": (dict(lse_t_wider=True), r"lse_t_wider=True: needs lse_t"),
+    "scale": (dict(softmax_scale_s=0.0), r"softmax_scale_s=0.0: must not be 0"),
+    "reduction": (dict(reduction="batchmean"), r"reduction='batchmean': must be 'mean', 'sum' or 'none'"),
+    "row weight": (dict(row_weight=torch.ones(2, 18)), r"row_weight: shape \[2, 18\] must be \[2, 19\] or \[2, 1, 19\]"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_INDEXER_OPTIONS)
+def test_indexer_options(fault):
+    options, message = BAD_INDEXER_OPTIONS[fault]
+    with pytest.raises(ValueError, match=message):
+        streamkl.indexer_kl(*make_indexer(), **options)
+
+
+def test_index_heads():
+    with pytest.raises(ValueError, match=r"index_heads=257: must be 1..256"):
+        streamkl.indexer_kl(*make_indexer(index_heads=257))

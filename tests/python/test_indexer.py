@@ -372,45 +372,6 @@ def test_loss_module():
     assert "relu=False" in repr(criterion)
 
 
-# ---- Errors --------------------------------------------------------------------------------------------------------
-
-BAD_CALLS = {
-    "teacher": (lambda i: i._replace(q_t=i.q_t.requires_grad_()), {},
-                r"q_t requires a gradient: the teacher of an indexer is fixed; pass q_t.detach\(\)"),
-    "weights rank": (lambda i: i._replace(w_s=i.w_s[0, 0]), {},
-                     r"w_s: shape \[1, 3\] must be \[batch, length, index heads\] or \[batch, length, heads_s, index heads\]"),
-    "weights length": (lambda i: i._replace(w_s=i.w_s[:, :18]), {},
-                       r"w_s: shape \[2, 18, 1, 3\] must have batch 2 and length 19, as q_t has"),
-    "weights type": (lambda i: i._replace(w_s=i.w_s.double()), {}, r"w_s: dtype torch.float64 must be torch.float32"),
-    "weights heads": (lambda i: i._replace(w_s=i.w_s[..., :2]), {},
-                      r"q_s \[2, 19, 3, 5\] and w_s \[2, 19, 1, 2\]: 3 index query heads must be 1 student heads x 2 weights"),
-    "student heads": (lambda i: i._replace(w_s=i.w_s.transpose(2, 3)), {}, r"4 teacher heads must be a multiple of 3 student"),
-    "key heads": (lambda i: i._replace(k_s=i.k_s.expand(2, 23, 2, 5)), {}, r"w_s has 1 heads: must be a multiple of the 2 heads of k_s"),
-    "index range": (lambda i: i._replace(indices=i.indices.clone().fill_(23)), {},
-                    r"indices\[0, 0, 0, 0\]=23: must be -1 \(none\) or a key of the sequence, 0..22"),
-    "negative index": (lambda i: i._replace(indices=i.indices.clone().fill_(-2)), {}, r"indices\[0, 0, 0, 0\]=-2: must be -1"),
-    "index type": (lambda i: i._replace(indices=i.indices.float()), {}, r"indices: dtype torch.float32 must be torch.int32 or torch.int64"),
-    "index rank": (lambda i: i._replace(indices=i.indices[0, 0]), {}, r"indices: shape \[1, 4\] must be \[batch, length, top_k\]"),
-    "index heads": (lambda i: i._replace(indices=i.indices.expand(2, 19, 2, 4)), {}, r"student heads 1 and 2 must be equal"),
-    "no index": (lambda i: i._replace(indices=i.indices[..., :0]), {}, r"indices: shape \[2, 19, 1, 0\] must list at least one key"),
-    "device": (lambda i: i._replace(w_s=i.w_s.to("meta")), {}, r"q_t is on cpu and w_s on meta: must be one device"),
-    "lse shape": (lambda i: i, dict(lse_t=torch.zeros(2, 19, 4)), r"lse_t: shape \[2, 19, 4\] must be \[2, 4, 19\]"),
-    "wider than nothing": (lambda i: i, dict(lse_t_wider=True), r"lse_t_wider=True: needs lse_t"),
-    "scale": (lambda i: i, dict(softmax_scale_s=0.0), r"softmax_scale_s=0.0: must not be 0"),
-    "reduction": (lambda i: i, dict(reduction="batchmean"), r"reduction='batchmean': must be 'mean', 'sum' or 'none'"),
-    "row weight": (lambda i: i, dict(row_weight=torch.ones(2, 18)), r"row_weight: shape \[2, 18\] must be \[2, 19\] or \[2, 1, 19\]"),
-    "too many heads": (lambda i: i._replace(q_s=i.q_s[:, :, :1].expand(2, 19, 257, 5), w_s=i.w_s[..., :1].expand(2, 19, 1, 257)), {},
-                       r"index_heads=257: must be 1..256"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("fault", BAD_CALLS)
-def test_errors(fault):
-    change, options, message = BAD_CALLS[fault]
-    with pytest.raises(ValueError, match=message):
-        streamkl.indexer_kl(*change(make_indexer(top_k=4)), **options)
-
-
 def test_a_fixed_teacher_need_not_be_detached_without_gradients():
     indexer = make_indexer()
     indexer.q_t.requires_grad_()
