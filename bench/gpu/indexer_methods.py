@@ -123,6 +123,11 @@ def hidden_keys(case, indices, device):
     return hidden.scatter_(-1, indices[0, 0].long().clamp(min=0), False)
 
 
+def widened(scores):
+    """f32, or float64 where they are that already: what is then computed is exact, and says that the formula is the same."""
+    return scores.to(torch.promote_types(scores.dtype, torch.float32))
+
+
 def naive_kl(case, q_t, k_t, q_s, k_s, w_s, indices=None):
     """The KL of every row out of [batch, heads, length, length] scores: softmax, mean of heads, log_softmax, sum."""
     hidden = hidden_keys(case, indices, q_t.device)
@@ -132,19 +137,19 @@ def naive_kl(case, q_t, k_t, q_s, k_s, w_s, indices=None):
 
     with torch.no_grad():
         k_t = k_t.repeat_interleave(case.heads // case.key_heads, dim=1)
-        scores = torch.einsum("bhid,bhjd->bhij", q_t, k_t).float() * case.dim**-0.5
+        scores = widened(torch.einsum("bhid,bhjd->bhij", q_t, k_t)) * case.dim**-0.5
         target = torch.softmax(masked(scores), dim=-1).mean(dim=1)
         del scores
     dots = torch.einsum("bgid,bjd->bgij", q_s, k_s[:, 0]).relu()
     weights = w_s[:, 0].transpose(1, 2).unsqueeze(-1)  # [batch, index heads, length, 1]
-    logits = (dots.float() * weights).sum(dim=1) * (case.index_dim * case.index_heads) ** -0.5
+    logits = (widened(dots) * weights).sum(dim=1) * (case.index_dim * case.index_heads) ** -0.5
     log_s = torch.log_softmax(masked(logits), dim=-1)
     if hidden is not None:
         log_s = log_s.masked_fill(hidden, 0.0)  # where the target is 0
     return (torch.xlogy(target, target) - target * log_s).sum(dim=-1)
 
 
-def naive(tensors, case):
+def naive(tensors, case, name="naive"):
     tensors = dict(tensors)
     trained = [tensors[name].detach().clone().requires_grad_() for name in ("q_s", "k_s", "w_s")]
     tensors |= zip(("q_s", "k_s", "w_s"), trained)
@@ -159,7 +164,7 @@ def naive(tensors, case):
         return {"kl": kl.detach()[0], "dq": dq, "dk": dk, "dw": dw}
 
     passes = {FORWARD: lambda: forward, STEP: lambda: step}
-    return IndexerMethod("naive", case, passes, step=step, flops={each: case.flops(each) for each in passes})
+    return IndexerMethod(name, case, passes, step=step, flops={each: case.flops(each) for each in passes})
 
 
 # ---- The yardstick -------------------------------------------------------------------------------------------------------
