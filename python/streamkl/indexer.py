@@ -98,7 +98,7 @@ def indexer_kl(
         direction: ``"forward"``: KL(P || S); ``"reverse"``: KL(S || P).
         reduction: ``"mean"`` over rows that see a key, weighted if there are weights; ``"sum"``; ``"none"``.
         row_weight: weight of every row, ``[batch, len_q]`` or ``[batch, heads_s, len_q]``, packed ``[total_q]`` or
-            ``[heads_s, total_q]``. A row of weight 0 counts for nothing.
+            ``[heads_s, total_q]``. A row of weight 0 counts for nothing; only a NaN in it still reaches gradients.
         lse_t: the teacher's log-sum-exp (natural log, f32) of every row over exactly the keys that it sees,
             ``[batch, heads_t, len_q]``, packed ``[heads_t, total_q]``, as the attention that has just run returns it:
             the teacher's logits are then computed once. Default: computed.
@@ -181,7 +181,7 @@ def _one_pass(tensors, lse_t, row_weight, return_rows, problem):
             (lse_s,) = torch.ops.streamkl.indexer_rows(*tensors, lse_t, ops.LSE_S, *problem)
     wanted = ops.KL | (_ENTROPIES if return_rows else 0)
     loss, *made = ops.IndexerOnePass.apply(*tensors, lse_t, lse_s, row_weight, wanted, problem)
-    return loss, dict(zip(ops.row_names(wanted), made), lse_t=lse_t, lse_s=lse_s)
+    return loss, {**dict(zip(ops.row_names(wanted), made)), "lse_t": lse_t, "lse_s": lse_s}
 
 
 def _forward(tensors, lse_t, lse_t_wider, return_rows, problem):

@@ -351,6 +351,14 @@ def test_backward_once_twice_and_of_the_weights():
     torch.testing.assert_close(torch.autograd.grad(loss, weight)[0], rows.detach().sum(1))
 
 
+def test_nothing_is_saved_but_the_gradients():
+    indexer = make_indexer(top_k=5)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        streamkl.indexer_kl(*indexer, reduction="sum")
+    assert sorted(tensor.numel() for tensor in saved) == sorted(tensor.numel() for tensor in indexer.trained)
+
+
 def test_autocast():
     indexer = make_indexer()
     projection = torch.nn.Linear(5, 5)
