@@ -4,11 +4,7 @@
  *   block   128 own rows, 64 streamed ones a step: 8 x 4 pairs and 8 x 8 sums of the gradient a thread
  *   regs    the sums, both logits, with a grouped teacher a head's own; chunks on their way; 1 block a multiprocessor
  *   shared  two chunks of both operands, the logit gradient of a tile and what is known of its queries: 72 KB */
-#include "cuda/general_tile.cuh"
-
-constexpr int SLICE = TILE;               /* dimensions of the gradient that a launch gives */
-constexpr int COLUMNS = 4;                /* streamed rows of a thread */
-constexpr int STREAMED = COLUMNS * LANES; /* and of a block */
+#include "cuda/general_products.cuh"
 
 /* What a backward knows of a query. */
 struct query_facts {
@@ -19,7 +15,7 @@ struct query_facts {
 
 struct backward_memory {
     stage_memory stage;
-    __align__(16) float gradient[step_at(STREAMED)]; /* of the logits: [streamed row][own row] */
+    __align__(16) gradient_tile gradient; /* of the logits */
     query_facts facts[TILE];
     skl_lse2 lse_t[TILE]; /* of a head of a group */
     key_span spans[TILE];
@@ -128,32 +124,6 @@ static __device__ void logit_gradients(fragment<COLUMNS> &x, const fragment<COLU
     }
 }
 
-static __device__ void store_gradients(float *to, const fragment<COLUMNS> &g)
-{
-#pragma unroll
-    for (int j = 0; j < COLUMNS; j++)
-#pragma unroll
-        for (int i = 0; i < ROWS; i += 4)
-            *(float4 *)&to[step_at(column_of(j)) + row_of(i)] =
-                make_float4(g.at[i][j], g.at[i + 1][j], g.at[i + 2][j], g.at[i + 3][j]);
-}
-
-/* sum += gradient . streamed rows. The first chunk of them has been loaded. */
-template <bool MASKED>
-static __device__ void multiply_gradient(fragment<8> &sum, pipeline<COLUMNS> &line, backward_memory &memory,
-                                         raw_quad (&rows)[OWN_QUADS], skl_dtype dtype, int dim_first)
-{
-#pragma unroll 1
-    for (int step = 0; step < STREAMED; step += CHUNK, line.chunk ^= 1) {
-        float *const streamed = memory.stage.chunks.streamed[line.chunk];
-        store_steps(streamed, rows, dtype);
-        __syncthreads(); /* also: the gradient is complete */
-        if (step + CHUNK < STREAMED)
-            load_steps(rows, memory.streamed, step + CHUNK, dim_first);
-        multiply<MASKED>(sum, memory.gradient + step_at(step), streamed);
-    }
-}
-
 /* Adds one tile to the sums. `next` follows it. */
 template <bool KEYS>
 static __device__ void add_tile(fragment<8> &sum, pipeline<COLUMNS> &line, backward_memory &memory,
@@ -193,23 +163,6 @@ static __device__ void add_tile(fragment<8> &sum, pipeline<COLUMNS> &line, backw
         multiply_gradient<false>(sum, line, memory, rows, dtype, (int)params.dim_first);
 }
 
-/* Sums of the own rows from `first` on, dimensions from c_first on; the tensor's rows begin at element `base`. */
-static __device__ void store_sums(fragment<8> &sum, const skl_output &grad, skl_dtype dtype, int64_t base,
-                                  int64_t first, int64_t row_end, int64_t c_first, int64_t dim)
-{
-#pragma unroll 1
-    for (int turn = 0; turn < ROWS; turn++, rotate_rows(sum)) {
-        const int64_t row = first + row_of(turn);
-        const int64_t offset = base + row * grad.stride_row;
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            const int64_t c = c_first + column_of(j);
-            if (row < row_end && c < dim)
-                skl_store(grad.data, dtype, offset + c, sum.at[0][j]);
-        }
-    }
-}
-
 /* ---- dq ----------------------------------------------------------------------------------------------------- */
 
 static __device__ void queries_tile(const skl_cuda_params &params, backward_memory &memory)
@@ -232,11 +185,6 @@ static __device__ void queries_tile(const skl_cuda_params &params, backward_memo
 }
 
 /* ---- dk ----------------------------------------------------------------------------------------------------- */
-
-static __device__ int64_t key_rows(const skl_problem &p, const skl_sequence &s)
-{
-    return p.packed ? s.key_count : p.len_k; /* padding keys get a gradient of 0 */
-}
 
 static __device__ work key_work(const skl_cuda_params &params, int64_t item)
 {

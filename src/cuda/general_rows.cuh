@@ -1,0 +1,197 @@
+/* Rows of the general forward kernels: what a thread remembers of the keys it has seen, and LSEs of teacher heads. */
+#ifndef SKL_CUDA_GENERAL_ROWS_CUH
+#define SKL_CUDA_GENERAL_ROWS_CUH
+
+#include "cuda/general_tile.cuh"
+
+/* A thread's row states stay out of its registers while products are summed up in them. */
+struct own_states {
+    static constexpr bool SPREAD = false;
+    float m_1[ROWS][THREADS], l_1[ROWS][THREADS], m_2[ROWS][THREADS], l_2[ROWS][THREADS], w[ROWS][THREADS];
+
+    __device__ skl_row_state get(int i) const
+    {
+        const unsigned thread = threadIdx.x;
+        const skl_row_state state = {m_1[i][thread], l_1[i][thread], m_2[i][thread], l_2[i][thread], w[i][thread]};
+        return state;
+    }
+
+    __device__ void set(int i, const skl_row_state &state)
+    {
+        m_1[i][threadIdx.x] = state.m_1;
+        l_1[i][threadIdx.x] = state.l_1;
+        m_2[i][threadIdx.x] = state.m_2;
+        l_2[i][threadIdx.x] = state.l_2;
+        w[i][threadIdx.x] = state.w;
+    }
+
+    __device__ void clear()
+    {
+        for (int i = 0; i < ROWS; i++)
+            set(i, skl_state_empty());
+    }
+};
+
+/* With what the entropy of the first argument is made of: e = sum 2^(a - m_1) (a - m_1). */
+struct spread_states : own_states {
+    static constexpr bool SPREAD = true;
+    float e[ROWS][THREADS];
+
+    __device__ void clear()
+    {
+        own_states::clear();
+        for (int i = 0; i < ROWS; i++)
+            e[i][threadIdx.x] = 0.0F;
+    }
+
+    /* The first argument beside zeros, as skl_state_entropy takes it. */
+    __device__ skl_row_state spread(int i) const
+    {
+        const unsigned thread = threadIdx.x;
+        const skl_row_state state = {m_1[i][thread], l_1[i][thread], 0.0F, l_1[i][thread], e[i][thread]};
+        return state;
+    }
+};
+
+/* Adds a thread's columns of one row to its state. WHOLE: the row sees them all. */
+template <bool WHOLE, int COLUMNS, typename STATES>
+static __device__ void add_columns(STATES &states, int i, const float (&a)[COLUMNS], const float (&b)[COLUMNS],
+                                   const key_span &span)
+{
+    skl_row_state state = states.get(i);
+    float m_1 = state.m_1, m_2 = state.m_2;
+    bool any = WHOLE;
+#pragma unroll
+    for (int j = 0; j < COLUMNS; j++) {
+        const bool seen = WHOLE || sees(span, column_of(j));
+        m_1 = seen ? fmaxf(m_1, a[j]) : m_1;
+        m_2 = seen ? fmaxf(m_2, b[j]) : m_2;
+        any = any || seen;
+    }
+    if (!any)
+        return;
+    if constexpr (STATES::SPREAD) {
+        float &e = states.e[i][threadIdx.x];
+        const float d = state.l_1 == 0.0F ? 0.0F : state.m_1 - m_1;
+        float sum = exp2f(d) * fmaf(state.l_1, d, e);
+#pragma unroll
+        for (int j = 0; j < COLUMNS; j++) {
+            const bool seen = WHOLE || sees(span, column_of(j));
+            sum = seen ? fmaf(ex2(a[j] - m_1), a[j] - m_1, sum) : sum;
+        }
+        e = sum;
+    }
+    state = skl_state_move(state, m_1, m_2);
+#pragma unroll
+    for (int j = 0; j < COLUMNS; j++) {
+        const bool seen = WHOLE || sees(span, column_of(j));
+        const float u = a[j] - m_1;
+        const float v = b[j] - m_2;
+        const float p = seen ? ex2(u) : 0.0F;
+        state.l_1 += p;
+        state.l_2 += seen ? ex2(v) : 0.0F;
+        state.w = fmaf(p, seen ? u - v : 0.0F, state.w);
+    }
+    states.set(i, state);
+}
+
+/* Adds a tile of logits of both arguments to memory.states. */
+template <int COLUMNS, typename MEMORY>
+static __device__ void add_tile(MEMORY &memory, const fragment<COLUMNS> &a, const fragment<COLUMNS> &b,
+                                const skl_problem &p, const place &at)
+{
+    const key_span all = {0, TILE};
+    if (all_visible(p, at, TILE, COLUMNS * LANES)) {
+#pragma unroll
+        for (int i = 0; i < ROWS; i++)
+            add_columns<true>(memory.states, i, a.at[i], b.at[i], all);
+        return;
+    }
+    find_spans(memory.spans, p, at);
+#pragma unroll
+    for (int i = 0; i < ROWS; i++)
+        add_columns<false>(memory.states, i, a.at[i], b.at[i], memory.spans[row_of(i)]);
+}
+
+/* ---- Rows of a block ---------------------------------------------------------------------------------------- */
+
+/* Over the lanes of a row. */
+__device__ inline float row_sum(float value)
+{
+    for (int offset = LANES / 2; offset > 0; offset /= 2)
+        value += __shfl_xor_sync(~0U, value, offset);
+    return value;
+}
+
+__device__ inline skl_row_state row_merge(skl_row_state state)
+{
+    for (int offset = LANES / 2; offset > 0; offset /= 2) {
+        skl_row_state other;
+        other.m_1 = __shfl_xor_sync(~0U, state.m_1, offset);
+        other.l_1 = __shfl_xor_sync(~0U, state.l_1, offset);
+        other.m_2 = __shfl_xor_sync(~0U, state.m_2, offset);
+        other.l_2 = __shfl_xor_sync(~0U, state.l_2, offset);
+        other.w = __shfl_xor_sync(~0U, state.w, offset);
+        /* The lower lane goes first on both sides, so that both get the same bits. */
+        const bool lower = (threadIdx.x & (unsigned)offset) == 0;
+        state = lower ? skl_state_merge(state, other) : skl_state_merge(other, state);
+    }
+    return state;
+}
+
+__device__ inline bool first_lane(void)
+{
+    return threadIdx.x % LANES == 0;
+}
+
+/* ---- Teacher heads ------------------------------------------------------------------------------------------- */
+
+/* The tile's next keys; behind the last ones there are none. */
+template <int COLUMNS> __device__ inline place next_keys(place at)
+{
+    at.key_first += COLUMNS * LANES;
+    return at;
+}
+
+/* LSEs of the group's heads as the caller gave them into lse [group][TILE]. */
+__device__ inline void load_group_lse(skl_lse2 *lse, const skl_input &given, const place &at, int64_t group)
+{
+    for (int64_t index = threadIdx.x; index < group * TILE; index += THREADS) {
+        const int64_t row = at.query_first + index % TILE;
+        if (row < at.in.queries.end)
+            lse[index] = skl_lse2_of(skl_row_value(&given, &at.in.sequence, at.in.head * group + index / TILE, row));
+    }
+}
+
+/* log2-sum-exp2 of every teacher head of the group into lse [group][TILE]. */
+template <int COLUMNS, typename MEMORY>
+static __device__ void compute_group_lse(skl_lse2 *lse, MEMORY &memory, pipeline<COLUMNS> &line,
+                                         const skl_cuda_params &params, const place &tile, int64_t group)
+{
+    const skl_problem &p = params.problem;
+#pragma unroll 1
+    for (int64_t h = 0; h < group; h++) {
+        const int64_t head = tile.in.head * group + h;
+        memory.states.clear();
+        place at = tile;
+        line.begin([&] { return source_of<false>(at, TEACHER, head); });
+#pragma unroll 1
+        while (at.key_first < at.in.keys.end) {
+            fragment<COLUMNS> x;
+            line.announce([&] { return source_of<false>(next_keys<COLUMNS>(at), TEACHER, head); });
+            line.multiply_tile(x);
+            scale_products(x, at.in.sides[TEACHER]);
+            add_tile(memory, x, x, p, at);
+            at.key_first += COLUMNS * LANES;
+        }
+#pragma unroll 1
+        for (int i = 0; i < ROWS; i++) {
+            const skl_row_state row = row_merge(memory.states.get(i));
+            if (first_lane())
+                lse[h * TILE + row_of(i)] =
+                    skl_lse2_split(row.l_1 == 0.0F ? -INFINITY : (double)row.m_1 + log2((double)row.l_1));
+        }
+    }
+}
+
+#endif
