@@ -196,22 +196,6 @@ static void test_rules_of_options(void **state)
     assert_refused(create(&options), SKL_ERROR_UNSUPPORTED, "device=7: ");
 }
 
-/* No GPU is needed to say so. */
-static void test_indexers_are_for_the_cpu(void **state)
-{
-    (void)state;
-    skl_problem problem = good_problem();
-    problem.student = SKL_STUDENT_INDEXER;
-    problem.index_heads = 4;
-    skl_options options = skl_options_default();
-    options.device = SKL_CUDA;
-    skl_plan *plan = NULL;
-    assert_refused(skl_plan_create(&plan, &problem, &options), SKL_ERROR_UNSUPPORTED,
-                   strstr(skl_build_info(), "cuda")
-                       ? "student=SKL_STUDENT_INDEXER: no CUDA kernel does it; use the CPU"
-                       : "device=1: this build has no backend");
-}
-
 /* A kernel of this build that this machine cannot run is refused, not tried: by name, or because there is no GPU. */
 static void test_unusable_kernels_are_refused(void **state)
 {
@@ -320,7 +304,6 @@ int main(void)
         cmocka_unit_test(test_rules_of_problems),
         cmocka_unit_test(test_rules_of_pointers),
         cmocka_unit_test(test_rules_of_options),
-        cmocka_unit_test(test_indexers_are_for_the_cpu),
         cmocka_unit_test(test_unusable_kernels_are_refused),
         cmocka_unit_test(test_environment_steers_the_plan),
         cmocka_unit_test(test_workspace_does_not_grow_with_the_lengths),

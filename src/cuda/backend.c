@@ -1,6 +1,7 @@
 /* The CUDA backend: chooses kernels, launches them on the caller's stream. It never allocates nor synchronises. */
 #include "base/kl_math.h"
 #include "base/status.h"
+#include "cuda/indexer_plan.h"
 #include "cuda/launch.h"
 
 #include <stdbool.h>
@@ -41,6 +42,14 @@ static int capability_of(int device, char *reason, size_t reason_size)
 
 /* ---- Kernels ------------------------------------------------------------------------------------------------ */
 
+/* What does one stage of an indexer. */
+typedef struct indexer_kernel {
+    skl_cuda_launcher rows;
+    skl_cuda_launcher queries, keys;                           /* dq and dw; dk */
+    skl_cuda_launcher gradients;                               /* in the place of both: all of them */
+    size_t (*workspace_size)(const skl_plan *plan, skl_op op); /* also for the general one, if strides are odd */
+} indexer_kernel;
+
 typedef struct cuda_kernel {
     const char *name;
     const char *detail;
@@ -49,27 +58,62 @@ typedef struct cuda_kernel {
     int64_t dim_max;    /* of a tensor-core kernel; 0: every type, size and stride */
     skl_dtype dtype;
     skl_cuda_launcher forward, queries, keys;
-    skl_cuda_launcher gradients; /* dq and dk in one sweep, in any order; may be NULL */
+    skl_cuda_launcher gradients;          /* dq and dk in one sweep, in any order; may be NULL */
+    const indexer_kernel *dense, *sparse; /* NULL: not for indexers */
 } cuda_kernel;
+
+/* LSEs of a group of teacher heads for each block of a general forward. */
+static size_t lse_size(const skl_plan *plan)
+{
+    return (size_t)plan->block_count * (size_t)skl_group(&plan->problem) * SKL_GENERAL_TILE * sizeof(skl_lse2);
+}
+
+static bool has_gradients(skl_op op)
+{
+    return op == SKL_OP_BACKWARD || op == SKL_OP_FORWARD_BACKWARD;
+}
+
+static size_t larger(size_t a, size_t b)
+{
+    return a > b ? a : b;
+}
+
+static size_t general_dense_size(const skl_plan *plan, skl_op op)
+{
+    const skl_dense_band band = skl_dense_band_of(&plan->problem, plan->block_count / GENERAL_RESIDENT);
+    const bool queries = (plan->problem.gradients & (SKL_DQ_S | SKL_DW_S)) != 0;
+    const size_t dy_size = (size_t)band.count * (size_t)band.tile_size * sizeof(float);
+    return larger(lse_size(plan), has_gradients(op) && queries ? dy_size : 0);
+}
+
+static size_t general_sparse_size(const skl_plan *plan, skl_op op)
+{
+    return larger(lse_size(plan), has_gradients(op) ? skl_list_band_of(&plan->problem, plan->block_count).end : 0);
+}
+
+static const indexer_kernel general_dense = {skl_cuda_indexer_rows, skl_cuda_indexer_queries, skl_cuda_indexer_keys,
+                                             NULL, general_dense_size};
+static const indexer_kernel general_sparse = {skl_cuda_listed_rows, NULL, NULL, skl_cuda_listed_gradients,
+                                              general_sparse_size};
 
 #define SM80(type, TYPE, dim)                                                                                        \
     {                                                                                                                \
         "cuda_sm80_" #type "_" #dim, #type ", dim <= " #dim ": mma.sync", 80, ANY, dim, TYPE,                        \
             skl_cuda_sm80_##type##_##dim##_forward, skl_cuda_sm80_##type##_##dim##_queries,                          \
-            skl_cuda_sm80_##type##_##dim##_keys, NULL                                                                \
+            skl_cuda_sm80_##type##_##dim##_keys, NULL, NULL, NULL                                                    \
     }
 #define SM90(type, TYPE, dim)                                                                                        \
     {                                                                                                                \
         "cuda_sm90_" #type "_" #dim, #type ", dim <= " #dim ": wgmma", 90, 91, dim, TYPE,                            \
             skl_cuda_sm90_##type##_##dim##_forward, skl_cuda_sm90_##type##_##dim##_gradients,                        \
-            skl_cuda_sm90_##type##_##dim##_keys, skl_cuda_sm90_##type##_##dim##_gradients                            \
+            skl_cuda_sm90_##type##_##dim##_keys, skl_cuda_sm90_##type##_##dim##_gradients, NULL, NULL                \
     }
 /* Forward by wgmma, gradients by mma.sync. */
 #define SM90_FORWARD(type, TYPE, dim)                                                                                \
     {                                                                                                                \
         "cuda_sm90_" #type "_" #dim, #type ", dim <= " #dim ": wgmma, backward by mma.sync", 90, 91, dim, TYPE,      \
             skl_cuda_sm90_##type##_##dim##_forward, skl_cuda_sm80_##type##_256_queries,                              \
-            skl_cuda_sm80_##type##_256_keys, NULL                                                                    \
+            skl_cuda_sm80_##type##_256_keys, NULL, NULL, NULL                                                        \
     }
 
 /* Best first; the general one is last. */
@@ -89,7 +133,8 @@ static const cuda_kernel kernels[] = {
     SM80(f16, SKL_F16, 128),
     SM80(f16, SKL_F16, 256),
     {"cuda_general", "any type, size and stride; f32 arithmetic, 128-row tiles", CAPABILITY_MIN, ANY, 0, SKL_F32,
-     skl_cuda_general_forward, skl_cuda_general_queries, skl_cuda_general_keys, NULL},
+     skl_cuda_general_forward, skl_cuda_general_queries, skl_cuda_general_keys, NULL, &general_dense,
+     &general_sparse},
 };
 
 enum { KERNEL_COUNT = sizeof kernels / sizeof kernels[0] };
@@ -103,8 +148,16 @@ static bool runs_on(const cuda_kernel *kernel, int capability)
     return capability >= kernel->capability && capability < kernel->capability_end;
 }
 
+/* What a kernel has for the stage of an indexer; NULL: nothing. */
+static const indexer_kernel *indexer_of(const cuda_kernel *kernel, const skl_problem *p)
+{
+    return p->top_k > 0 ? kernel->sparse : kernel->dense;
+}
+
 static bool fits_problem(const cuda_kernel *kernel, const skl_problem *p)
 {
+    if (skl_is_indexer(p) && indexer_of(kernel, p) == NULL)
+        return false;
     if (kernel->dim_max == 0)
         return true;
     const int64_t length = skl_max(p->len_q, p->len_k);
@@ -158,15 +211,17 @@ static size_t sums_size(const cuda_kernel *kernel, const skl_problem *p)
     return (size_t)rows * (size_t)skl_max(of_teacher, of_student) * sizeof(float);
 }
 
-static size_t larger(size_t a, size_t b)
+static size_t attention_size(const skl_plan *plan, const cuda_kernel *kernel, skl_op op)
 {
-    return a > b ? a : b;
+    const size_t states_size = (size_t)plan->block_count / GENERAL_RESIDENT * SKL_SM80_RESIDENT_MAX *
+                               SKL_SM80_TILE_MAX * sizeof(skl_row_state);
+    const bool parts = kernel->dim_max > 0 && op != SKL_OP_BACKWARD;
+    const bool sums = has_gradients(op) && !plan->deterministic;
+    return larger(larger(lse_size(plan), parts ? states_size : 0), sums ? sums_size(kernel, &plan->problem) : 0);
 }
 
 static skl_status plan_cuda(skl_plan *plan, const skl_options *options, const char *forced)
 {
-    if (skl_is_indexer(&plan->problem))
-        return skl_fail(SKL_ERROR_UNSUPPORTED, "student=SKL_STUDENT_INDEXER: no CUDA kernel does it; use the CPU");
     char reason[256];
     const int capability = capability_of(options->device_index, reason, sizeof reason);
     if (capability == 0)
@@ -193,17 +248,11 @@ static skl_status plan_cuda(skl_plan *plan, const skl_options *options, const ch
     plan->kernel_name = chosen->name;
     plan->device_index = options->device_index;
     plan->block_count = multiprocessors * GENERAL_RESIDENT;
-    const size_t lse_size =
-        (size_t)plan->block_count * (size_t)skl_group(&plan->problem) * SKL_GENERAL_TILE * sizeof(skl_lse2);
-    const size_t states_size =
-        (size_t)multiprocessors * SKL_SM80_RESIDENT_MAX * SKL_SM80_TILE_MAX * sizeof(skl_row_state);
     plan->deterministic = options->deterministic;
-    for (int op = 0; op < SKL_OP_COUNT; op++) {
-        const bool parts = chosen->dim_max > 0 && op != SKL_OP_BACKWARD;
-        const bool sums = (op == SKL_OP_BACKWARD || op == SKL_OP_FORWARD_BACKWARD) && !plan->deterministic;
-        plan->workspace_size[op] =
-            larger(larger(lse_size, parts ? states_size : 0), sums ? sums_size(chosen, &plan->problem) : 0);
-    }
+    const bool indexer = skl_is_indexer(&plan->problem);
+    for (int op = 0; op < SKL_OP_COUNT; op++)
+        plan->workspace_size[op] = indexer ? indexer_of(chosen, &plan->problem)->workspace_size(plan, (skl_op)op)
+                                           : attention_size(plan, chosen, (skl_op)op);
     return SKL_OK;
 }
 
@@ -267,7 +316,42 @@ static skl_output sums_for(const skl_problem *p, const skl_output *dk, const skl
     return skl_output_contiguous(workspace, side->key_heads, rows, side->dim);
 }
 
-static skl_status run_steps(const skl_plan *plan, const skl_call *call)
+static skl_cuda_params params_of(const skl_plan *plan, const skl_call *call, bool rows_known)
+{
+    const skl_problem *const p = &plan->problem;
+    const bool reverse = p->direction == SKL_KL_REVERSE;
+    const skl_side teacher = skl_teacher_of(p, call), student = skl_student_of(p, call);
+    const skl_cuda_params params = {.problem = *p,
+                                    .call = *call,
+                                    .one = argument_of(reverse ? &student : &teacher),
+                                    .two = argument_of(reverse ? &teacher : &student),
+                                    .rows_known = rows_known,
+                                    .block_count = plan->block_count,
+                                    .multiprocessors = plan->block_count / GENERAL_RESIDENT,
+                                    .section = SKL_SECTION_MAX,
+                                    .scratch = call->workspace};
+    return params;
+}
+
+static skl_status run_steps(const skl_plan *plan, skl_cuda_params *params, const step *steps, size_t count)
+{
+    const skl_problem *const p = &plan->problem;
+    const skl_side teacher = skl_teacher_of(p, &params->call), student = skl_student_of(p, &params->call);
+    const skl_output none = {NULL, 0, 0, 0};
+    skl_status status = SKL_OK;
+    for (size_t i = 0; i < count && status == SKL_OK; i++) {
+        const step *const now = &steps[i];
+        params->teacher_side = now->teacher_side;
+        params->sums = now->sums == NULL
+                           ? none
+                           : sums_for(p, now->sums, now->teacher_side ? &teacher : &student, params->scratch);
+        if (now->wanted)
+            status = launch(plan, now->name, now->launcher, params);
+    }
+    return status;
+}
+
+static skl_status run_attention(const skl_plan *plan, const skl_call *call)
 {
     const skl_problem *const p = &plan->problem;
     const cuda_kernel *const kernel = kernel_for(plan, &call->inputs);
@@ -279,7 +363,7 @@ static skl_status run_steps(const skl_plan *plan, const skl_call *call)
     const bool of_t = grads->dq_t.data != NULL || grads->dk_t.data != NULL;
     const bool of_s = grads->dq_s.data != NULL || grads->dk_s.data != NULL;
 
-    const bool gradients = call->op == SKL_OP_BACKWARD || call->op == SKL_OP_FORWARD_BACKWARD;
+    const bool gradients = has_gradients(call->op);
     const bool rows_wanted = call->rows.kl.data != NULL || call->rows.dot_t.data != NULL;
     const bool rows = !gradients || (call->op == SKL_OP_FORWARD_BACKWARD && rows_wanted);
     /* A sweep for the second argument's gradients meets all that a KL is made of; one for the first's needs it. */
@@ -294,29 +378,33 @@ static skl_status run_steps(const skl_plan *plan, const skl_call *call)
         {!sweeps && some_keys && grads->dk_s.data != NULL, "dk_s", kernel->keys, 0, NULL},
         {!sweeps && some_keys && grads->dk_t.data != NULL, "dk_t", kernel->keys, 1, NULL},
     };
-    const skl_side teacher = skl_teacher_of(p, call), student = skl_student_of(p, call);
-    skl_cuda_params params = {.problem = *p,
-                              .call = *call,
-                              .one = argument_of(reverse ? &student : &teacher),
-                              .two = argument_of(reverse ? &teacher : &student),
-                              .kl_in_sweep = kl_in_sweep,
-                              .rows_known = gradients && rows,
-                              .block_count = plan->block_count,
-                              .multiprocessors = plan->block_count / GENERAL_RESIDENT,
-                              .section = SKL_SECTION_MAX,
-                              .scratch = call->workspace};
-    const skl_output none = {NULL, 0, 0, 0};
-    skl_status status = SKL_OK;
-    for (size_t i = 0; i < sizeof steps / sizeof steps[0] && status == SKL_OK; i++) {
-        const step *const now = &steps[i];
-        params.teacher_side = now->teacher_side;
-        params.sums = now->sums == NULL
-                          ? none
-                          : sums_for(p, now->sums, now->teacher_side ? &teacher : &student, call->workspace);
-        if (now->wanted)
-            status = launch(plan, now->name, now->launcher, &params);
-    }
-    return status;
+    skl_cuda_params params = params_of(plan, call, gradients && rows);
+    params.kl_in_sweep = kl_in_sweep;
+    return run_steps(plan, &params, steps, sizeof steps / sizeof steps[0]);
+}
+
+static skl_status run_indexer(const skl_plan *plan, const skl_call *call)
+{
+    const skl_problem *const p = &plan->problem;
+    const indexer_kernel *const kernel = indexer_of(kernel_for(plan, &call->inputs), p);
+    const bool some_rows = p->batch > 0 && p->len_q > 0;
+    const bool some_keys = p->batch > 0 && p->len_k > 0;
+    const bool gradients = has_gradients(call->op);
+    const bool queries = some_rows && (call->gradients.dq_s.data != NULL || call->gradients.dw_s.data != NULL);
+    const bool keys = some_keys && call->gradients.dk_s.data != NULL;
+    const bool rows_wanted =
+        call->rows.kl.data != NULL || call->rows.cross_entropy.data != NULL || call->rows.entropy.data != NULL;
+    const bool rows = !gradients || (call->op == SKL_OP_FORWARD_BACKWARD && rows_wanted);
+    const bool together = kernel->gradients != NULL;
+    const step steps[] = {
+        {p->packed != 0, "tails", skl_cuda_clear_tails, 0, NULL},
+        {rows && some_rows, "forward", kernel->rows, 0, NULL},
+        {together && (queries || keys), "dq_s, dw_s and dk_s", kernel->gradients, 0, NULL},
+        {!together && queries, "dq_s and dw_s", kernel->queries, 0, NULL},
+        {!together && keys, "dk_s", kernel->keys, 0, NULL},
+    };
+    skl_cuda_params params = params_of(plan, call, gradients && rows);
+    return run_steps(plan, &params, steps, sizeof steps / sizeof steps[0]);
 }
 
 static skl_status run(const skl_plan *plan, const skl_call *call)
@@ -325,7 +413,7 @@ static skl_status run(const skl_plan *plan, const skl_call *call)
     skl_status status = enter_device(plan->device_index, &former);
     if (status != SKL_OK)
         return status;
-    status = run_steps(plan, call);
+    status = skl_is_indexer(&plan->problem) ? run_indexer(plan, call) : run_attention(plan, call);
     leave_device(plan->device_index, former);
     return status;
 }

@@ -217,6 +217,7 @@ __device__ inline work work_at(const skl_cuda_params &params, int64_t item, int6
         return at;
     at.sides[TEACHER] = tile_side_of(skl_teacher_of(&p, &params.call));
     at.sides[STUDENT] = tile_side_of(skl_student_of(&p, &params.call));
+    at.sides[STUDENT].heads_per_key *= skl_query_heads_s(&p) / p.heads_s; /* index heads share keys */
     at.sequence = device_sequence(params, item / items_per_sequence);
     return at;
 }

@@ -37,7 +37,7 @@ typedef struct skl_cuda_params {
     int32_t section; /* heads whose tiles are done together, so that their keys stay in the L2 cache */
     int32_t splits;  /* forward on tensor cores: parts that the keys of a query tile are cut into */
     /* General forward: skl_lse2 [block][group][tile], LSEs of a group of teacher heads. Forward on tensor cores, keys
-     * in parts: skl_row_state [tile][part][query]. */
+     * in parts: skl_row_state [tile][part][query]. Backward of an indexer: see indexer_plan.h. */
     void *scratch;
     /* Where a sweep adds up a key gradient, f32: the gradient itself, or workspace. No data: no such gradient. */
     skl_output sums;
@@ -63,6 +63,14 @@ enum { SKL_GENERAL_TILE = 128 }; /* rows that a block owns */
 cudaError_t skl_cuda_general_forward(const skl_cuda_params *params);
 cudaError_t skl_cuda_general_queries(const skl_cuda_params *params); /* dq of one side */
 cudaError_t skl_cuda_general_keys(const skl_cuda_params *params);    /* dk of one side */
+
+/* The same for indexers. Dense: */
+cudaError_t skl_cuda_indexer_rows(const skl_cuda_params *params);
+cudaError_t skl_cuda_indexer_queries(const skl_cuda_params *params); /* dq and dw */
+cudaError_t skl_cuda_indexer_keys(const skl_cuda_params *params);    /* dk */
+/* Sparse: */
+cudaError_t skl_cuda_listed_rows(const skl_cuda_params *params);
+cudaError_t skl_cuda_listed_gradients(const skl_cuda_params *params); /* dq, dw and dk */
 
 /* The mma.sync kernels count rows in 32 bits, and own at least so many rows a block. */
 #define SKL_SM80_ROWS_MAX ((int64_t)1 << 30)

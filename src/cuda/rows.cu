@@ -55,10 +55,14 @@ static __global__ void __launch_bounds__(THREADS) clear_tails(const __grid_const
     clear_rows(call.rows.lse_s, p.heads_s, used_q, p.total_q, -INFINITY);
     clear_rows(call.rows.lse_t, p.heads_t, used_q, p.total_q, -INFINITY);
     clear_rows(call.rows.dot_t, p.heads_t, used_q, p.total_q, 0.0F);
+    clear_rows(call.rows.cross_entropy, p.heads_s, used_q, p.total_q, 0.0F);
+    clear_rows(call.rows.entropy, p.heads_s, used_q, p.total_q, 0.0F);
+    clear_rows(call.rows.mass, p.heads_s, used_q, p.total_q, 0.0F);
     const skl_dtype grad_t = skl_grad_dtype(&p, p.dtype_t);
     const skl_dtype grad_s = skl_grad_dtype(&p, p.dtype_s);
     clear_gradient(call.gradients.dq_t, grad_t, p.heads_t, used_q, p.total_q, p.dim_t);
-    clear_gradient(call.gradients.dq_s, grad_s, p.heads_s, used_q, p.total_q, p.dim_s);
+    clear_gradient(call.gradients.dq_s, grad_s, skl_query_heads_s(&p), used_q, p.total_q, p.dim_s);
+    clear_gradient(call.gradients.dw_s, skl_grad_dtype(&p, p.dtype_w), p.heads_s, used_q, p.total_q, p.index_heads);
     clear_gradient(call.gradients.dk_t, grad_t, p.key_heads_t, used_k, p.total_k, p.dim_t);
     clear_gradient(call.gradients.dk_s, grad_s, p.key_heads_s, used_k, p.total_k, p.dim_s);
     if (call.op != SKL_OP_PARTIAL)
@@ -110,7 +114,8 @@ static __global__ void __launch_bounds__(THREADS) finish_states(const __grid_con
         skl_row_set(&rows.kl, &all_rows, head, i, skl_kl_report(skl_state_kl(&state)));
         skl_row_set(&rows.lse_s, &all_rows, head, i, reverse ? lse_1 : lse_2);
         for (int64_t h = head * group; rows.lse_t.data != NULL && h < (head + 1) * group; h++) {
-            const float outside = group > 1 ? skl_row_value(&params.call.inputs.lse_t, &all_rows, h, i) : 0.0F;
+            const float outside =
+                skl_is_grouped(&p) ? skl_row_value(&params.call.inputs.lse_t, &all_rows, h, i) : 0.0F;
             skl_row_set(&rows.lse_t, &all_rows, h, i, own_t == -INFINITY ? own_t : outside + own_t);
         }
     }

@@ -1,0 +1,426 @@
+/* Backward of an indexer, sparse. No atomics, so the bits are the same on every run: indexer_plan.h says how.
+ *
+ * A block a row: first the gradients dy of the logits of its list, then for each product of index heads, with 128
+ * dimensions at a time,
+ *
+ *     s_g = sum_n dy_n [a_gn > 0] k_n        dq_g = w_g s_g        dw_g = <q_g, s_g>
+ *     what entry n adds to dk = dy_n sum_g w_g [a_gn > 0] q_g
+ *
+ * and behind every band of rows a block for 64 keys, which collects what their entries add. 71 KB of shared memory.
+ */
+#include "cuda/indexer_list.cuh"
+
+constexpr int SLICE = TILE; /* dimensions of a gradient that are summed up together */
+
+/* ---- The gradient of the logits ----------------------------------------------------------------------------- */
+
+static __device__ void list_gradients(float *dy, list_memory &memory, const skl_cuda_params &params)
+{
+    const skl_problem &p = params.problem;
+    const skl_inputs &in = params.call.inputs;
+    const list_row &at = memory.at;
+    const skl_input kl_rows = skl_known_rows(params.rows_known, &in.kl, &params.call.rows.kl);
+    const bool reverse = p.direction == SKL_KL_REVERSE;
+    const int64_t group = skl_group(&p);
+    const skl_lse2 lse_s = skl_lse2_of(skl_row_value(&in.lse_s, &at.sequence, at.head, at.query));
+    const float kl = reverse ? skl_row_value(&kl_rows, &at.sequence, at.head, at.query) : 0.0F;
+    const float grad = in.grad_kl.data != NULL ? skl_row_value(&in.grad_kl, &at.sequence, at.head, at.query) : 1.0F;
+#pragma unroll 1
+    for (int64_t first = 0; first < p.top_k; first += STEP) {
+        if (!load_list(memory, p.top_k, first))
+            continue;
+        teacher_block(memory, group, [&](int64_t h) {
+            return skl_lse2_of(skl_row_value(&in.lse_t, &at.sequence, at.head * group + h, at.query));
+        });
+        student_block(memory, params);
+        if (threadIdx.x >= STEP || memory.keys[threadIdx.x] < 0)
+            continue;
+        const float u = memory.x[threadIdx.x], v = log_probability(memory.y[threadIdx.x], lse_s);
+        const float s = ex2(v);
+        dy[first + threadIdx.x] = grad * p.scale_s * (reverse ? s * fmaf(SKL_LN2, v - u, -kl) : s - ex2(u));
+    }
+    __syncthreads();
+}
+
+/* memory.dots: from dots of the index heads to dy where they pass the ReLU. */
+static __device__ void pass_list_gradients(list_memory &memory, const float *dy, int64_t count, bool linear)
+{
+    const int key = key_of_thread();
+    const float gradient = memory.keys[key] >= 0 ? dy[key] : 0.0F;
+#pragma unroll 1
+    for (int row = part_of_thread(); row < count; row += PARTS) {
+        float &dot = memory.dots[row * DOT_STRIDE + key];
+        dot = index_active(linear, dot) ? gradient : 0.0F;
+    }
+    __syncthreads();
+}
+
+/* memory.dots times the weights. */
+static __device__ void weigh_gradients(list_memory &memory, int64_t count)
+{
+    __syncthreads(); /* nobody reads them without */
+#pragma unroll 1
+    for (int row = part_of_thread(); row < count; row += PARTS)
+        memory.dots[row * DOT_STRIDE + key_of_thread()] *= memory.weights[row];
+    __syncthreads();
+}
+
+/* ---- Products with the gradient ----------------------------------------------------------------------------- */
+
+/* Keys of entries [entry, entry + CHUNK) as steps, dimensions from c on as columns: a warp reads a key. */
+static __device__ void load_key_steps(raw_quad (&to)[OWN_QUADS], const list_memory &memory, int entry, int c)
+{
+#pragma unroll
+    for (int quad = 0; quad < OWN_QUADS; quad++)
+        load_gathered(to[quad], memory, entry + (int)threadIdx.x / 32 + quad * THREADS / 32,
+                      c + (int)threadIdx.x % 32 * QUAD);
+}
+
+/* sum += dots . keys, SLICE dimensions from c on. */
+template <int R> static __device__ void add_keys(float (&sum)[R][8], list_memory &memory, int c)
+{
+    const skl_dtype dtype = memory.gathered.dtype;
+    raw_quad rows[OWN_QUADS];
+    load_key_steps(rows, memory, 0, c);
+#pragma unroll 1
+    for (int first = 0, chunk = 0; first < STEP; first += CHUNK, chunk ^= 1) {
+        float *const streamed = memory.chunks.streamed[chunk];
+        store_steps(streamed, rows, dtype);
+        __syncthreads();
+        if (first + CHUNK < STEP)
+            load_key_steps(rows, memory, first + CHUNK, c);
+#pragma unroll
+        for (int step = 0; step < CHUNK; step++) {
+            float b[8];
+            read_fours(b, streamed + step_at(step) + (int)threadIdx.x % LANES * 4);
+#pragma unroll
+            for (int i = 0; i < R; i++) {
+                const float a = memory.dots[head_of<R>(i) * DOT_STRIDE + first + step];
+#pragma unroll
+                for (int j = 0; j < 8; j++)
+                    if (a != 0.0F) /* a key that is none may hold anything */
+                        sum[i][j] = fmaf(a, b[j], sum[i][j]);
+            }
+        }
+    }
+}
+
+/* parts[entry][dim] = sum of the weighed dots times the queries, over the heads of the product; added to what an
+ * earlier product gave, if there was one. */
+static __device__ void store_parts(float *parts, list_memory &memory, int64_t count, int c, bool add)
+{
+    const skl_dtype dtype = memory.heads.dtype;
+    const int64_t dim = memory.heads.dim;
+    fragment<KEY_COLUMNS> sum; /* own rows are dimensions */
+    clear(sum);
+    raw_quad rows[OWN_QUADS];
+    load_steps(rows, memory.heads, 0, c);
+#pragma unroll 1
+    for (int first = 0, chunk = 0; first < count; first += CHUNK, chunk ^= 1) {
+        float *const own = memory.chunks.own[chunk];
+        store_steps(own, rows, dtype);
+        __syncthreads();
+        if (first + CHUNK < count)
+            load_steps(rows, memory.heads, first + CHUNK, c);
+#pragma unroll
+        for (int step = 0; step < CHUNK; step++) {
+            float a[ROWS], b[KEY_COLUMNS];
+            read_fours(a, own + step_at(step) + (int)threadIdx.x / LANES * 4);
+            read_fours(b, &memory.dots[(first + step) * DOT_STRIDE + column_of(0)]);
+#pragma unroll
+            for (int j = 0; j < KEY_COLUMNS; j++)
+#pragma unroll
+                for (int i = 0; i < ROWS; i++)
+                    sum.at[i][j] = fmaf(a[i], b[j], sum.at[i][j]);
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < KEY_COLUMNS; j++)
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) {
+            const int entry = column_of(j), d = c + row_of(i);
+            if (memory.keys[entry] < 0 || d >= dim)
+                continue;
+            float &part = parts[entry * dim + d];
+            part = add ? part + sum.at[i][j] : sum.at[i][j];
+        }
+}
+
+/* <q_g, s_g> over the slice, and dq. */
+template <int R>
+static __device__ void finish_slice(float (&dots)[R], const float (&sum)[R][8], const list_memory &memory,
+                                    const skl_cuda_params &params, int64_t g, int64_t count, int64_t c_first)
+{
+    const skl_problem &p = params.problem;
+    const list_row &at = memory.at;
+    const skl_input &q = params.call.inputs.q_s;
+    const skl_output &dq = params.call.gradients.dq_s;
+    const int64_t query = at.sequence.query_begin + at.query;
+#pragma unroll
+    for (int i = 0; i < R; i++) {
+        const int64_t head = at.head * p.index_heads + g + head_of<R>(i);
+        float dot = 0.0F;
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const int64_t c = c_first + column_of(j);
+            if (head_of<R>(i) >= count || c >= p.dim_s)
+                continue;
+            /* A sum of 0 is that of a row that sees nothing, whose query and weights may hold anything. */
+            const bool some = sum[i][j] != 0.0F;
+            if (some)
+                dot =
+                    fmaf(skl_load(q.data, p.dtype_s, SKL_ROW(q, at.sequence.batch, head, query) + c), sum[i][j], dot);
+            if (dq.data != NULL)
+                skl_store(dq.data, skl_grad_dtype(&p, p.dtype_s), SKL_ROW(dq, at.sequence.batch, head, query) + c,
+                          some ? memory.weights[head_of<R>(i)] * sum[i][j] : 0.0F);
+        }
+        dots[i] += row_sum(dot);
+    }
+}
+
+/* dq, dw and parts of dk of up to 16 R index heads from g on. */
+template <int R>
+static __device__ void list_heads(list_memory &memory, const skl_cuda_params &params, int64_t g, int64_t count,
+                                  const float *dy, float *parts)
+{
+    const skl_problem &p = params.problem;
+    const skl_output &dw = params.call.gradients.dw_s;
+    float dots[R] = {};
+#pragma unroll 1
+    for (int c = 0; c < p.dim_s; c += SLICE) {
+        float sum[R][8] = {};
+#pragma unroll 1
+        for (int64_t first = 0; first < p.top_k; first += STEP) {
+            if (!load_list(memory, p.top_k, first))
+                continue;
+            set_index_product(memory, params, g, count);
+            multiply_heads<R>(memory);
+            pass_list_gradients(memory, dy + first, count, p.index_linear != 0);
+            add_keys<R>(sum, memory, c);
+            if (parts == NULL)
+                continue;
+            weigh_gradients(memory, count);
+            store_parts(parts + first * p.dim_s, memory, count, c, g > 0);
+        }
+        finish_slice<R>(dots, sum, memory, params, g, count, c);
+    }
+    const list_row &at = memory.at;
+#pragma unroll
+    for (int i = 0; i < R; i++)
+        if (dw.data != NULL && first_lane() && head_of<R>(i) < count)
+            skl_store(dw.data, skl_grad_dtype(&p, p.dtype_w),
+                      SKL_ROW(dw, at.sequence.batch, at.head, at.sequence.query_begin + at.query) + g + head_of<R>(i),
+                      dots[i]);
+}
+
+static __global__ void __launch_bounds__(THREADS, 1)
+    list_backward(const __grid_constant__ skl_cuda_params params, skl_list_band band, int64_t first, int64_t count)
+{
+    extern __shared__ __align__(16) unsigned char raw[];
+    list_memory &memory = *(list_memory *)(void *)raw;
+    const skl_problem &p = params.problem;
+    char *const workspace = (char *)params.scratch;
+    float *const dy = (float *)(void *)(workspace + band.dy) + blockIdx.x * p.top_k;
+    const bool keys = params.call.gradients.dk_s.data != NULL;
+#pragma unroll 1
+    for (int64_t n = blockIdx.x; n < count; n += gridDim.x) {
+        begin_row(memory, params, first + n);
+        if (!memory.at.exists)
+            continue;
+        list_gradients(dy, memory, params);
+        float *const parts = keys ? (float *)(void *)(workspace + band.parts) + n * p.top_k * p.dim_s : NULL;
+#pragma unroll 1
+        for (int64_t g = 0; g < p.index_heads; g += TILE) {
+            const int64_t heads = skl_min(p.index_heads - g, TILE);
+            if (heads > 64)
+                list_heads<8>(memory, params, g, heads, dy, parts);
+            else if (heads > 32)
+                list_heads<4>(memory, params, g, heads, dy, parts);
+            else if (heads > 16)
+                list_heads<2>(memory, params, g, heads, dy, parts);
+            else
+                list_heads<1>(memory, params, g, heads, dy, parts);
+        }
+    }
+}
+
+/* ---- dk ----------------------------------------------------------------------------------------------------- */
+
+constexpr int HITS_MAX = 1024; /* entries that are found before they are added */
+constexpr int WARPS = THREADS / 32;
+
+struct collect_memory {
+    float sums[STEP][SLICE];
+    int hit_entry[HITS_MAX], hit_key[HITS_MAX];
+    int warp_hits[WARPS];
+};
+
+/* What a block collects: keys [key_first, key_first + STEP) of a key head, dimensions from c_first on. Its sums
+ * belong to its threads: two for each dimension, one for even keys, one for odd ones. */
+struct collection {
+    skl_sequence sequence;
+    int64_t key_head, key_first, c_first;
+};
+
+static __device__ void add_hits(collect_memory &memory, int count, const float *parts, int64_t c, int64_t dim)
+{
+    constexpr int TOGETHER = 8; /* loads that are under way at once */
+    const int parity = (int)threadIdx.x / SLICE;
+    __syncthreads(); /* the hits are complete */
+#pragma unroll 1
+    for (int first = 0; first < count; first += TOGETHER) {
+        float value[TOGETHER];
+#pragma unroll
+        for (int n = 0; n < TOGETHER; n++) {
+            const int hit = first + n;
+            const bool own = hit < count && memory.hit_key[hit] % 2 == parity && c < dim;
+            value[n] = own ? parts[memory.hit_entry[hit] * dim + c] : 0.0F;
+        }
+#pragma unroll
+        for (int n = 0; n < TOGETHER; n++) {
+            const int hit = first + n;
+            if (hit < count && memory.hit_key[hit] % 2 == parity)
+                memory.sums[memory.hit_key[hit]][threadIdx.x % SLICE] += value[n];
+        }
+    }
+    __syncthreads(); /* they may be overwritten */
+}
+
+/* Finds the entries of a list that name a key of `wanted`, behind the `found` ones, in their order. Returns how many
+ * there are now; whatever does not fit is added at once. */
+static __device__ int find_hits(collect_memory &memory, int found, const int32_t *list, const skl_problem &p,
+                                skl_range wanted, int64_t key_first, int64_t first_entry, const float *parts,
+                                int64_t c)
+{
+#pragma unroll 1
+    for (int64_t first = 0; first < p.top_k; first += THREADS) {
+        const int64_t n = first + threadIdx.x;
+        const int32_t key = n < p.top_k ? list[n] : -1;
+        const bool hit = n < p.top_k && skl_is_selected(key, wanted);
+        if (!__syncthreads_or(hit))
+            continue;
+        const unsigned hits = __ballot_sync(~0U, hit), lane = threadIdx.x % 32;
+        if (lane == 0)
+            memory.warp_hits[threadIdx.x / 32] = __popc(hits);
+        __syncthreads();
+        int at = found + __popc(hits & ((1U << lane) - 1U));
+        for (int warp = 0; warp < WARPS; warp++) {
+            found += memory.warp_hits[warp];
+            at += warp < (int)threadIdx.x / 32 ? memory.warp_hits[warp] : 0;
+        }
+        if (hit) {
+            memory.hit_entry[at] = (int)(first_entry + n);
+            memory.hit_key[at] = (int)(key - key_first);
+        }
+        if (found > HITS_MAX - THREADS) {
+            add_hits(memory, found, parts, c, p.dim_s);
+            found = 0;
+        }
+    }
+    return found;
+}
+
+/* Adds what rows [begin, end) have for the keys; the band's first row is first_row. */
+static __device__ void collect_rows(collect_memory &memory, const skl_cuda_params &params, const collection &of,
+                                    int64_t begin, int64_t end, int64_t first_row, const float *parts)
+{
+    const skl_problem &p = params.problem;
+    const int64_t c = of.c_first + threadIdx.x % SLICE;
+    int found = 0;
+#pragma unroll 1
+    for (int64_t row = begin; row < end; row++) {
+        const int64_t head = row / p.len_q % p.heads_s, query = row % p.len_q;
+        if (query >= of.sequence.query_count)
+            continue;
+        const skl_range visible = skl_visible(&p, &of.sequence, query);
+        const skl_range wanted = {skl_max(visible.begin, of.key_first), skl_min(visible.end, of.key_first + STEP)};
+        if (wanted.begin < wanted.end)
+            found = find_hits(memory, found, skl_selection(&params.call.inputs, &of.sequence, head, query), p, wanted,
+                              of.key_first, (row - first_row) * p.top_k, parts, c);
+    }
+    add_hits(memory, found, parts, c, p.dim_s);
+}
+
+/* One block of keys over one band. Sums start at 0 with the first band that has rows of the key head, wait in `sums`
+ * for the next one, and are stored as the gradient behind the last. */
+static __device__ void collect(collect_memory &memory, const skl_cuda_params &params, const collection &of,
+                               skl_range rows, int64_t first, int64_t count, const float *parts)
+{
+    const skl_problem &p = params.problem;
+    const skl_output &dk = params.call.gradients.dk_s;
+    const skl_sequence &s = of.sequence;
+    const int64_t key_end = p.packed ? s.key_count : p.len_k; /* padding keys get a gradient of 0 */
+    const bool begins = rows.begin >= first, ends = rows.end <= first + count;
+    const int64_t c = of.c_first + threadIdx.x % SLICE;
+    for (int key = (int)threadIdx.x / SLICE; key < STEP; key += THREADS / SLICE) {
+        const int64_t row = of.key_first + key;
+        const bool stored = !begins && row < key_end && c < p.dim_s;
+        memory.sums[key][threadIdx.x % SLICE] =
+            stored
+                ? ((const float *)params.sums.data)[SKL_ROW(params.sums, s.batch, of.key_head, s.key_begin + row) + c]
+                : 0.0F;
+    }
+    collect_rows(memory, params, of, skl_max(rows.begin, first), skl_min(rows.end, first + count), first, parts);
+    const skl_output &to = ends ? dk : params.sums;
+    const skl_dtype dtype = ends ? skl_grad_dtype(&p, p.dtype_s) : SKL_F32;
+    for (int key = (int)threadIdx.x / SLICE; key < STEP; key += THREADS / SLICE) {
+        const int64_t row = of.key_first + key;
+        if (row < key_end && c < p.dim_s)
+            skl_store(to.data, dtype, SKL_ROW(to, s.batch, of.key_head, s.key_begin + row) + c,
+                      memory.sums[key][threadIdx.x % SLICE]);
+    }
+}
+
+static __global__ void __launch_bounds__(THREADS, 2)
+    list_keys(const __grid_constant__ skl_cuda_params params, skl_list_band band, int64_t first, int64_t count)
+{
+    extern __shared__ __align__(16) unsigned char raw[];
+    collect_memory &memory = *(collect_memory *)(void *)raw;
+    const skl_problem &p = params.problem;
+    const float *const parts = (const float *)(const void *)((const char *)params.scratch + band.parts);
+    const int64_t slices = skl_ceil_div(p.dim_s, SLICE), steps = skl_ceil_div(p.len_k, STEP);
+    const int64_t head_rows = p.heads_s / p.key_heads_s * p.len_q; /* of the heads that share a key head */
+#pragma unroll 1
+    for (int64_t item = blockIdx.x; item < p.batch * p.key_heads_s * steps * slices; item += gridDim.x) {
+        const int64_t heads = item / slices / steps; /* key heads of all sequences */
+        const skl_range rows = {heads * head_rows, (heads + 1) * head_rows};
+        const collection of = {device_sequence(params, heads / p.key_heads_s), heads % p.key_heads_s,
+                               item / slices % steps * STEP, item % slices * SLICE};
+        const bool none = rows.end > rows.begin && (rows.end <= first || rows.begin >= first + count);
+        if (!none)
+            collect(memory, params, of, rows, first, count, parts);
+        __syncthreads();
+    }
+}
+
+/* ---- Launcher ----------------------------------------------------------------------------------------------- */
+
+extern "C" cudaError_t skl_cuda_listed_gradients(const skl_cuda_params *params)
+{
+    cudaError_t error =
+        cudaFuncSetAttribute(list_backward, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(list_memory));
+    if (error == cudaSuccess)
+        error =
+            cudaFuncSetAttribute(list_keys, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(collect_memory));
+    if (error != cudaSuccess)
+        return error;
+    const skl_problem *const p = &params->problem;
+    const skl_list_band band = skl_list_band_of(p, params->block_count);
+    const unsigned blocks = (unsigned)params->block_count;
+    const unsigned key_blocks = (unsigned)(params->multiprocessors * 4);
+    skl_cuda_params own = *params;
+    own.sums = skl_grad_dtype(p, p->dtype_s) == SKL_F32
+                   ? own.call.gradients.dk_s
+                   : skl_output_contiguous((char *)params->scratch + band.sums, p->key_heads_s,
+                                           p->packed ? p->total_k : p->len_k, p->dim_s);
+    int64_t first = 0;
+    do { /* also without a row: keys that nobody lists have a gradient of 0 */
+        const int64_t count = skl_min(band.count, band.rows - first);
+        if (count > 0)
+            list_backward<<<blocks, THREADS, sizeof(list_memory), own.call.stream>>>(own, band, first, count);
+        if (own.call.gradients.dk_s.data != NULL)
+            list_keys<<<key_blocks, THREADS, sizeof(collect_memory), own.call.stream>>>(own, band, first, count);
+        first += band.count;
+    } while (first < band.rows);
+    return cudaPeekAtLastError();
+}

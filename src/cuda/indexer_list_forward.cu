@@ -1,0 +1,122 @@
+/* Forward of an indexer, sparse: a block a row. 71 KB of shared memory. */
+#include "cuda/indexer_list.cuh"
+#include "cuda/indexer_rows.cuh"
+
+struct list_forward_memory {
+    list_memory list;
+    skl_row_state states[2 * KEY_COLUMNS]; /* of 16 keys each: with the student, beside zeros */
+    float own_t;
+};
+
+/* log2-sum-exp2 of every teacher head over the list, two threads a head. */
+static __device__ void compute_list_lse(skl_lse2 *lse, list_memory &memory, const skl_problem &p)
+{
+    constexpr int HALF_STEP = STEP / 2;
+    const int64_t group = skl_group(&p);
+    const int row = (int)threadIdx.x / 2, first_key = (int)threadIdx.x % 2 * HALF_STEP;
+#pragma unroll 1
+    for (int64_t h = 0, count; h < group; h += count) {
+        count = teacher_run(memory, group, h);
+        skl_row_state state = skl_state_empty();
+#pragma unroll 1
+        for (int64_t first = 0; first < p.top_k; first += STEP) {
+            if (!load_list(memory, p.top_k, first))
+                continue;
+            teacher_dots(memory, group, h, count, [](int64_t) { return skl_lse2{0.0F, 0.0F}; });
+#pragma unroll 1
+            for (int key = first_key; key < first_key + HALF_STEP; key++)
+                if (row < count && memory.keys[key] >= 0) {
+                    const float x = teacher_logit(memory.sides[TEACHER], memory.dots[row * DOT_STRIDE + key]);
+                    state = skl_state_add(state, x, x);
+                }
+        }
+        skl_row_state other = state;
+        other.m_1 = __shfl_xor_sync(~0U, state.m_1, 1);
+        other.l_1 = __shfl_xor_sync(~0U, state.l_1, 1);
+        const skl_row_state both = skl_state_merge(state, other);
+        if (row < count && first_key == 0)
+            lse[h + row] = skl_lse2_split(both.l_1 == 0.0F ? -INFINITY : (double)both.m_1 + log2((double)both.l_1));
+    }
+}
+
+/* LSEs of the row's teacher heads into lse: the caller's, or computed over the list. */
+static __device__ void find_list_lse(skl_lse2 *lse, list_memory &memory, const skl_cuda_params &params)
+{
+    const skl_input &given = params.call.inputs.lse_t;
+    const int64_t group = skl_group(&params.problem);
+    if (given.data == NULL)
+        compute_list_lse(lse, memory, params.problem);
+    for (int64_t h = threadIdx.x; given.data != NULL && h < group; h += THREADS)
+        lse[h] = skl_lse2_of(skl_row_value(&given, &memory.at.sequence, memory.at.head * group + h, memory.at.query));
+    __syncthreads();
+}
+
+/* Merges the states of all keys in the first thread. */
+static __device__ skl_row_state merge_keys(skl_row_state *part, const skl_row_state &state)
+{
+    const skl_row_state sixteen = row_merge(state);
+    if (threadIdx.x < STEP && first_lane())
+        part[threadIdx.x / LANES] = sixteen;
+    __syncthreads();
+    skl_row_state all = part[0];
+    for (int n = 1; threadIdx.x == 0 && n < STEP / LANES; n++)
+        all = skl_state_merge(all, part[n]);
+    return all;
+}
+
+static __device__ void forward_row(const skl_cuda_params &params, list_forward_memory &shared, skl_lse2 *lse)
+{
+    const skl_problem &p = params.problem;
+    list_memory &memory = shared.list;
+    const int64_t group = skl_group(&p);
+    const bool with_teacher = wants_teacher(params.call), reverse = p.direction == SKL_KL_REVERSE;
+    skl_row_state state = skl_state_empty(), spread = skl_state_empty(); /* of the thread's key of each step */
+    if (with_teacher)
+        find_list_lse(lse, memory, params);
+#pragma unroll 1
+    for (int64_t first = 0; first < p.top_k; first += STEP) {
+        if (!load_list(memory, p.top_k, first))
+            continue;
+        if (with_teacher)
+            teacher_block(memory, group, [&](int64_t h) { return lse[h]; });
+        student_block(memory, params);
+        if (threadIdx.x >= STEP || memory.keys[threadIdx.x] < 0)
+            continue;
+        const float y = memory.y[threadIdx.x], x = with_teacher ? memory.x[threadIdx.x] : y;
+        state = skl_state_add(state, reverse ? y : x, reverse ? x : y);
+        spread = skl_state_add(spread, reverse ? y : x, 0.0F);
+    }
+    const skl_row_state all = merge_keys(shared.states, state);
+    const skl_row_state all_spread = merge_keys(shared.states + KEY_COLUMNS, spread);
+    const list_row &at = memory.at;
+    if (threadIdx.x == 0)
+        shared.own_t = write_row(params, at.sequence, at.head, at.query, all, all_spread);
+    __syncthreads();
+    for (int64_t h = threadIdx.x; params.call.rows.lse_t.data != NULL && h < group; h += THREADS)
+        write_lse_t(params, at.sequence, at.head * group + h, at.query, lse[h], shared.own_t);
+}
+
+static __global__ void __launch_bounds__(THREADS, 2) list_forward(const __grid_constant__ skl_cuda_params params)
+{
+    extern __shared__ __align__(16) unsigned char raw[];
+    list_forward_memory &memory = *(list_forward_memory *)(void *)raw;
+    const skl_problem &p = params.problem;
+    skl_lse2 *const lse = (skl_lse2 *)params.scratch + (int64_t)blockIdx.x * skl_group(&p);
+#pragma unroll 1
+    for (int64_t item = blockIdx.x; item < p.batch * p.heads_s * p.len_q; item += gridDim.x) {
+        begin_row(memory.list, params, item);
+        if (memory.list.at.exists)
+            forward_row(params, memory, lse);
+    }
+}
+
+extern "C" cudaError_t skl_cuda_listed_rows(const skl_cuda_params *params)
+{
+    const cudaError_t error = cudaFuncSetAttribute(list_forward, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                   (int)sizeof(list_forward_memory));
+    if (error != cudaSuccess)
+        return error;
+    list_forward<<<(unsigned)params->block_count, THREADS, sizeof(list_forward_memory), params->call.stream>>>(
+        *params);
+    return cudaPeekAtLastError();
+}

@@ -1,0 +1,79 @@
+/* How the general kernels for indexers cut a backward into bands, and what workspace that takes.
+ *
+ * Dense: the gradient of the logits, dy, is computed once for all index heads. Tiles of 128 queries take turns in the
+ * workspace, a band of them at a time: [tile][key][query].
+ *
+ * Sparse: the lists of many rows name a key, in no order that blocks could agree on, and adds to memory in any order
+ * would have other bits on every run. So each entry of a list leaves what it adds to dk in the workspace,
+ * [row][entry] [dim], for a band of rows at a time; then every block of keys collects what is its own, in the order
+ * of the lists. Nothing of that is looked for twice: the teacher's products, most of the work, are computed once a
+ * row. */
+#ifndef SKL_CUDA_INDEXER_PLAN_H
+#define SKL_CUDA_INDEXER_PLAN_H
+
+#include "cuda/launch.h"
+
+enum { SKL_BAND_BYTES = 1 << 28 }; /* of a band, unless one tile or row takes more */
+
+enum { SKL_INDEX_STEP = 64 }; /* keys that a block looks at together */
+
+SKL_SHARED size_t skl_aligned_size(size_t size)
+{
+    return (size + 255) / 256 * 256;
+}
+
+/* Units that fit into a band: at least one, no more than there are. */
+SKL_SHARED int64_t skl_band_units(int64_t unit_size, int64_t count)
+{
+    return skl_max(1, skl_min(count, SKL_BAND_BYTES / skl_max(unit_size, 1)));
+}
+
+/* ---- Dense -------------------------------------------------------------------------------------------------- */
+
+typedef struct skl_dense_band {
+    int64_t tiles;     /* of all queries of all heads */
+    int64_t key_steps; /* of a tile, at most */
+    int64_t count;     /* tiles of a band */
+    int64_t tile_size; /* floats of dy of a tile */
+} skl_dense_band;
+
+SKL_SHARED skl_dense_band skl_dense_band_of(const skl_problem *p, int32_t multiprocessors)
+{
+    skl_dense_band band;
+    band.tiles = p->batch * p->heads_s * skl_ceil_div(p->len_q, SKL_GENERAL_TILE);
+    band.key_steps = skl_ceil_div(p->len_k, SKL_INDEX_STEP);
+    band.tile_size = band.key_steps * SKL_INDEX_STEP * SKL_GENERAL_TILE;
+    /* Enough for a few blocks a multiprocessor, each of which does one index head of a tile. */
+    const int64_t enough = skl_ceil_div(4 * (int64_t)multiprocessors, p->index_heads);
+    band.count = skl_band_units(band.tile_size * (int64_t)sizeof(float), skl_min(band.tiles, enough));
+    return band;
+}
+
+/* ---- Sparse ------------------------------------------------------------------------------------------------- */
+
+typedef struct skl_list_band {
+    int64_t rows;  /* of all heads */
+    int64_t count; /* rows of a band */
+    size_t dy;     /* where in the workspace: dy of a list, for each block */
+    size_t parts;  /* what each entry adds to dk */
+    size_t sums;   /* of dk, f32, if the gradient is not and there are more bands than one */
+    size_t end;
+} skl_list_band;
+
+SKL_SHARED skl_list_band skl_list_band_of(const skl_problem *p, int32_t block_count)
+{
+    const int keys = (p->gradients & SKL_DK_S) != 0;
+    const int64_t row_size = p->top_k * p->dim_s * (int64_t)sizeof(float);
+    const int64_t keys_count = p->packed ? p->total_k : p->batch * p->len_k;
+    skl_list_band band;
+    band.rows = p->batch * p->heads_s * p->len_q;
+    band.count = keys ? skl_band_units(row_size, band.rows) : skl_max(1, band.rows);
+    const int sums = keys && band.count < band.rows && skl_grad_dtype(p, p->dtype_s) != SKL_F32;
+    band.dy = 0;
+    band.parts = skl_aligned_size((size_t)block_count * (size_t)p->top_k * sizeof(float));
+    band.sums = band.parts + (keys ? skl_aligned_size((size_t)band.count * (size_t)row_size) : 0);
+    band.end = band.sums + (sums ? (size_t)(keys_count * p->key_heads_s * p->dim_s) * sizeof(float) : 0);
+    return band;
+}
+
+#endif
