@@ -108,6 +108,11 @@ static int64_t rows_k(const skl_problem *p)
     return p->packed ? p->total_k : p->len_k;
 }
 
+static int64_t query_heads_s(const skl_problem *p)
+{
+    return p->heads_s * (p->student == SKL_STUDENT_INDEXER ? p->index_heads : 1);
+}
+
 static tensor_shape row_vector(const mirror *tensors, const char *name, int64_t heads)
 {
     return (tensor_shape){name, heads, rows_q(&tensors->problem), 1, sizeof(float)};
@@ -117,14 +122,17 @@ static skl_status reach_inputs(mirror *tensors, skl_inputs *inputs)
 {
     const skl_problem *const p = &tensors->problem;
     const size_t teacher_size = size_of(p->dtype_t), student_size = size_of(p->dtype_s);
+    const size_t weight_size = size_of(p->dtype_w);
     const struct {
         skl_input *tensor;
         tensor_shape shape;
     } all[] = {
         {&inputs->q_t, {"q_t", p->heads_t, rows_q(p), p->dim_t, teacher_size}},
         {&inputs->k_t, {"k_t", p->key_heads_t, rows_k(p), p->dim_t, teacher_size}},
-        {&inputs->q_s, {"q_s", p->heads_s, rows_q(p), p->dim_s, student_size}},
+        {&inputs->q_s, {"q_s", query_heads_s(p), rows_q(p), p->dim_s, student_size}},
         {&inputs->k_s, {"k_s", p->key_heads_s, rows_k(p), p->dim_s, student_size}},
+        {&inputs->w_s, {"w_s", p->heads_s, rows_q(p), p->index_heads, weight_size}},
+        {&inputs->indices, {"indices", p->heads_s, rows_q(p), p->top_k, sizeof(int32_t)}},
         {&inputs->lse_t, row_vector(tensors, "lse_t", p->heads_t)},
         {&inputs->lse_s, row_vector(tensors, "lse_s", p->heads_s)},
         {&inputs->kl, row_vector(tensors, "kl", p->heads_s)},
@@ -146,13 +154,21 @@ static skl_status reach_inputs(mirror *tensors, skl_inputs *inputs)
 static skl_status reach_rows(mirror *tensors, skl_rows *rows)
 {
     const skl_problem *const p = &tensors->problem;
-    skl_status status = reach_output(tensors, &rows->kl, row_vector(tensors, "kl", p->heads_s));
-    if (status == SKL_OK)
-        status = reach_output(tensors, &rows->lse_t, row_vector(tensors, "lse_t", p->heads_t));
-    if (status == SKL_OK)
-        status = reach_output(tensors, &rows->lse_s, row_vector(tensors, "lse_s", p->heads_s));
-    if (status == SKL_OK)
-        status = reach_output(tensors, &rows->dot_t, row_vector(tensors, "dot_t", p->heads_t));
+    const struct {
+        skl_output *tensor;
+        tensor_shape shape;
+    } all[] = {
+        {&rows->kl, row_vector(tensors, "kl", p->heads_s)},
+        {&rows->lse_t, row_vector(tensors, "lse_t", p->heads_t)},
+        {&rows->lse_s, row_vector(tensors, "lse_s", p->heads_s)},
+        {&rows->dot_t, row_vector(tensors, "dot_t", p->heads_t)},
+        {&rows->cross_entropy, row_vector(tensors, "cross_entropy", p->heads_s)},
+        {&rows->entropy, row_vector(tensors, "entropy", p->heads_s)},
+        {&rows->mass, row_vector(tensors, "mass", p->heads_s)},
+    };
+    skl_status status = SKL_OK;
+    for (size_t t = 0; t < sizeof all / sizeof all[0] && status == SKL_OK; t++)
+        status = reach_output(tensors, all[t].tensor, all[t].shape);
     return status;
 }
 
@@ -161,14 +177,16 @@ static skl_status reach_gradients(mirror *tensors, skl_gradients *gradients)
     const skl_problem *const p = &tensors->problem;
     const size_t teacher_size = p->grad_f32 ? sizeof(float) : size_of(p->dtype_t);
     const size_t student_size = p->grad_f32 ? sizeof(float) : size_of(p->dtype_s);
+    const size_t weight_size = p->grad_f32 ? sizeof(float) : size_of(p->dtype_w);
     const struct {
         skl_output *tensor;
         tensor_shape shape;
     } all[] = {
         {&gradients->dq_t, {"dq_t", p->heads_t, rows_q(p), p->dim_t, teacher_size}},
         {&gradients->dk_t, {"dk_t", p->key_heads_t, rows_k(p), p->dim_t, teacher_size}},
-        {&gradients->dq_s, {"dq_s", p->heads_s, rows_q(p), p->dim_s, student_size}},
+        {&gradients->dq_s, {"dq_s", query_heads_s(p), rows_q(p), p->dim_s, student_size}},
         {&gradients->dk_s, {"dk_s", p->key_heads_s, rows_k(p), p->dim_s, student_size}},
+        {&gradients->dw_s, {"dw_s", p->heads_s, rows_q(p), p->index_heads, weight_size}},
     };
     skl_status status = SKL_OK;
     for (size_t t = 0; t < sizeof all / sizeof all[0] && status == SKL_OK; t++)

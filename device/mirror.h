@@ -17,7 +17,7 @@
 
 #include <stdbool.h>
 
-/* Inputs, lengths, rows, gradients and two arrays of states are 22. */
+/* Inputs, lengths, rows, gradients and two arrays of states are 28. */
 enum { MIRROR_TENSORS_MAX = 32 };
 
 typedef struct mirror_entry {
