@@ -5,6 +5,7 @@
 #include <stdlib.h>
 
 #include "case_words.h"
+#include "device.h"
 
 /* ---- Lists of keys ----------------------------------------------------------------------------------------- */
 
@@ -14,35 +15,62 @@ static int32_t *list_of(const fixture *f, int64_t b, int64_t h, int64_t i)
            i * f->indices.stride_row;
 }
 
-/* A key that is none of the sequence is refused by name, before anything is written. */
+static const test_case listed[] = {
+    {"sparse", SHAPE(2, 5, 7), HEADS(4, 2), DIMS(8, 8), INDEXER(2), TOP_K(3)},
+    {"packed", PACKED(2, LENGTHS(0, 4, 9), LENGTHS(0, 9, 16)), HEADS(4, 2), DIMS(8, 8), INDEXER(2), TOP_K(3)},
+};
+static const int32_t bad_keys[] = {-2, 7, INT32_MAX, INT32_MIN};
+
+/* An entry of the last list of a fixture. */
+static int32_t *last_entry(const fixture *f)
+{
+    const oracle_sequence last = oracle_sequence_at(&f->problem, &f->inputs, 1);
+    return &list_of(f, last.batch, 1, last.first_q + 4)[2];
+}
+
+/* The CPU refuses a key that is none of the sequence by name, before anything is written. */
+static void check_refusal(const test_case *c, int32_t bad_key)
+{
+    fixture f;
+    fixture_create(&f, c);
+    fixture_results results = results_create(&f);
+    const skl_rows rows = results_rows(&results);
+    skl_plan *const plan = test_plan(&f.problem, NULL, 1);
+    test_memory workspace = memory_create(skl_plan_workspace_size(plan, SKL_OP_FORWARD), 64);
+    *last_entry(&f) = bad_key;
+    assert_refused(skl_forward(plan, &f.inputs, &rows, workspace.data, workspace.size, NULL), SKL_ERROR_ARGUMENT,
+                   "indices[1, 1, 4, 2]=");
+    assert_non_null(strstr(skl_last_error(), ": must be -1 (none) or a key of the sequence, 0..6"));
+    for (int64_t at = 0; at < tensor_count(&results.kl); at++)
+        assert_true(isnan(tensor_get(&results.kl, at)));
+    memory_destroy(&workspace);
+    skl_plan_destroy(plan);
+    results_destroy(&results);
+    fixture_destroy(&f);
+}
+
+/* A GPU cannot look before it launches: there it is no key, like -1. */
+static void check_no_key(const test_case *c, int32_t bad_key)
+{
+    fixture f;
+    fixture_create(&f, c);
+    fixture_results none = results_create(&f), bad = results_create(&f);
+    *last_entry(&f) = -1;
+    run_kernel(&f, NULL, 0, &none);
+    *last_entry(&f) = bad_key;
+    run_kernel(&f, NULL, 0, &bad);
+    assert_null(results_difference(&none, &bad));
+    results_destroy(&none);
+    results_destroy(&bad);
+    fixture_destroy(&f);
+}
+
 static void test_bad_indices(void **state)
 {
     (void)state;
-    const test_case cases[] = {
-        {"sparse", SHAPE(2, 5, 7), HEADS(4, 2), DIMS(8, 8), INDEXER(2), TOP_K(3)},
-        {"packed", PACKED(2, LENGTHS(0, 4, 9), LENGTHS(0, 9, 16)), HEADS(4, 2), DIMS(8, 8), INDEXER(2), TOP_K(3)},
-    };
-    static const int32_t bad_keys[] = {-2, 7, INT32_MAX, INT32_MIN};
-    for (size_t c = 0; c < COUNT_OF(cases); c++)
-        for (size_t n = 0; n < COUNT_OF(bad_keys); n++) {
-            fixture f;
-            fixture_create(&f, &cases[c]);
-            fixture_results results = results_create(&f);
-            const skl_rows rows = results_rows(&results);
-            skl_plan *const plan = test_plan(&f.problem, NULL, 1);
-            test_memory workspace = memory_create(skl_plan_workspace_size(plan, SKL_OP_FORWARD), 64);
-            const oracle_sequence last = oracle_sequence_at(&f.problem, &f.inputs, 1);
-            list_of(&f, last.batch, 1, last.first_q + 4)[2] = bad_keys[n];
-            assert_refused(skl_forward(plan, &f.inputs, &rows, workspace.data, workspace.size, NULL),
-                           SKL_ERROR_ARGUMENT, "indices[1, 1, 4, 2]=");
-            assert_non_null(strstr(skl_last_error(), ": must be -1 (none) or a key of the sequence, 0..6"));
-            for (int64_t at = 0; at < tensor_count(&results.kl); at++)
-                assert_true(isnan(tensor_get(&results.kl, at)));
-            memory_destroy(&workspace);
-            skl_plan_destroy(plan);
-            results_destroy(&results);
-            fixture_destroy(&f);
-        }
+    for (size_t c = 0; c < COUNT_OF(listed); c++)
+        for (size_t n = 0; n < COUNT_OF(bad_keys); n++)
+            (test_device() == SKL_CPU ? check_refusal : check_no_key)(&listed[c], bad_keys[n]);
 }
 
 static void test_empty_lists(void **state)
@@ -78,20 +106,21 @@ static void test_a_list_of_all_keys_is_the_dense_stage(void **state)
     enum { KEY_COUNT = 53 };
     const test_case c = {"all keys", SHAPE(2, 37, KEY_COUNT), HEADS(4, 2), DIMS(16, 16), INDEXER(3), CAUSAL};
     for (int32_t k = 0; case_kernel(&c, k); k++) {
-        int32_t keys[KEY_COUNT];
+        test_memory keys = memory_create(KEY_COUNT * sizeof(int32_t), sizeof(int32_t));
         for (int32_t n = 0; n < KEY_COUNT; n++)
-            keys[n] = KEY_COUNT - 1 - n;
+            ((int32_t *)keys.data)[n] = KEY_COUNT - 1 - n;
         fixture f;
         fixture_create(&f, &c);
         fixture_solve(&f);
         f.problem.top_k = KEY_COUNT;
-        f.inputs.indices = (skl_input){keys, 0, 0, 0};
+        f.inputs.indices = (skl_input){keys.data, 0, 0, 0};
         fixture_results sparse = results_create(&f);
         run_kernel(&f, case_kernel(&c, k), 2, &sparse);
         assert_int_equal(rows_mismatch(&f, &sparse, c.name), 0);
         assert_int_equal(gradients_mismatch(&f, &sparse, case_kernel(&c, k), c.name), 0);
         results_destroy(&sparse);
         fixture_destroy(&f);
+        memory_destroy(&keys);
     }
 }
 
@@ -155,6 +184,42 @@ static void test_lse_of_the_student_alone(void **state)
         skl_plan_destroy(plan);
     }
     fixture_destroy(&f);
+}
+
+/* ---- Determinism -------------------------------------------------------------------------------------------- */
+
+/* Bits do not depend on what the workspace held, nor on the order in which blocks or threads ran: many keys are on
+ * many lists, and all of them twice on some. */
+static void test_every_run_has_the_same_bits(void **state)
+{
+    (void)state;
+    enum { REPEATS = 5 };
+    static const test_case cases[] = {
+        {"dense", SHAPE(2, 300, 270), HEADS(4, 2), KEY_HEADS(2, 1), DIMS(40, 24), INDEXER(5), CAUSAL},
+        {"sparse", SHAPE(2, 300, 70), HEADS(4, 2), KEY_HEADS(2, 1), DIMS(40, 24), INDEXER(5), TOP_K(90)},
+        {"sparse bf16", SHAPE(1, 150, 270), HEADS(4, 1), DIMS(40, 136), INDEXER(20), TOP_K(70), TYPES(BF16, BF16)},
+    };
+    for (size_t c = 0; c < COUNT_OF(cases); c++)
+        for (int32_t k = 0; case_kernel(&cases[c], k); k++) {
+            fixture f;
+            fixture_create(&f, &cases[c]);
+            fixture_results first = results_create(&f), again = results_create(&f);
+            skl_plan *const plan = test_device() == SKL_CPU
+                                       ? test_plan(&f.problem, case_kernel(&cases[c], k), 2)
+                                       : test_deterministic_plan(&f.problem, case_kernel(&cases[c], k));
+            run_both(plan, &f, &first);
+            for (int n = 0; n < REPEATS; n++) {
+                results_poison(&again);
+                run_both(plan, &f, &again);
+                const char *const different = results_difference(&first, &again);
+                if (different)
+                    fail_msg("%s: %s: %s differs", cases[c].name, case_kernel(&cases[c], k), different);
+            }
+            skl_plan_destroy(plan);
+            results_destroy(&first);
+            results_destroy(&again);
+            fixture_destroy(&f);
+        }
 }
 
 /* ---- Ranks with teacher heads of their own ----------------------------------------------------------------- */
@@ -287,6 +352,7 @@ int main(void)
         cmocka_unit_test(test_a_list_of_all_keys_is_the_dense_stage),
         cmocka_unit_test(test_a_nan_weight_stays_in_its_row),
         cmocka_unit_test(test_lse_of_the_student_alone),
+        cmocka_unit_test(test_every_run_has_the_same_bits),
         cmocka_unit_test(test_ranks_with_other_heads_add_up),
     };
     return test_run("indexer", tests, COUNT_OF(tests));
