@@ -1,10 +1,11 @@
-/* Forward of an indexer, sparse: a block a row. 71 KB of shared memory. */
+/* Forward of an indexer, sparse: a block a row. 74 KB of shared memory. */
 #include "cuda/indexer_list.cuh"
 #include "cuda/indexer_rows.cuh"
 
+/* The n-th key of every step has a state, which stays out of registers while products are summed up in them. */
 struct list_forward_memory {
     list_memory list;
-    skl_row_state states[2 * KEY_COLUMNS]; /* of 16 keys each: with the student, beside zeros */
+    skl_row_state states[STEP], spreads[STEP]; /* of both arguments; of the first one beside zeros */
     float own_t;
 };
 
@@ -51,16 +52,16 @@ static __device__ void find_list_lse(skl_lse2 *lse, list_memory &memory, const s
     __syncthreads();
 }
 
-/* Merges the states of all keys in the first thread. */
-static __device__ skl_row_state merge_keys(skl_row_state *part, const skl_row_state &state)
+/* Merges the states of all keys in the first thread; each has been left there by its own. */
+static __device__ skl_row_state merge_keys(skl_row_state (&states)[STEP])
 {
-    const skl_row_state sixteen = row_merge(state);
+    const skl_row_state sixteen = row_merge(threadIdx.x < STEP ? states[threadIdx.x] : skl_state_empty());
     if (threadIdx.x < STEP && first_lane())
-        part[threadIdx.x / LANES] = sixteen;
+        states[threadIdx.x] = sixteen;
     __syncthreads();
-    skl_row_state all = part[0];
-    for (int n = 1; threadIdx.x == 0 && n < STEP / LANES; n++)
-        all = skl_state_merge(all, part[n]);
+    skl_row_state all = states[0];
+    for (int n = LANES; threadIdx.x == 0 && n < STEP; n += LANES)
+        all = skl_state_merge(all, states[n]);
     return all;
 }
 
@@ -70,7 +71,8 @@ static __device__ void forward_row(const skl_cuda_params &params, list_forward_m
     list_memory &memory = shared.list;
     const int64_t group = skl_group(&p);
     const bool with_teacher = wants_teacher(params.call), reverse = p.direction == SKL_KL_REVERSE;
-    skl_row_state state = skl_state_empty(), spread = skl_state_empty(); /* of the thread's key of each step */
+    if (threadIdx.x < STEP)
+        shared.states[threadIdx.x] = shared.spreads[threadIdx.x] = skl_state_empty();
     if (with_teacher)
         find_list_lse(lse, memory, params);
 #pragma unroll 1
@@ -83,11 +85,12 @@ static __device__ void forward_row(const skl_cuda_params &params, list_forward_m
         if (threadIdx.x >= STEP || memory.keys[threadIdx.x] < 0)
             continue;
         const float y = memory.y[threadIdx.x], x = with_teacher ? memory.x[threadIdx.x] : y;
+        skl_row_state &state = shared.states[threadIdx.x], &spread = shared.spreads[threadIdx.x];
         state = skl_state_add(state, reverse ? y : x, reverse ? x : y);
         spread = skl_state_add(spread, reverse ? y : x, 0.0F);
     }
-    const skl_row_state all = merge_keys(shared.states, state);
-    const skl_row_state all_spread = merge_keys(shared.states + KEY_COLUMNS, spread);
+    const skl_row_state all = merge_keys(shared.states);
+    const skl_row_state all_spread = merge_keys(shared.spreads);
     const list_row &at = memory.at;
     if (threadIdx.x == 0)
         shared.own_t = write_row(params, at.sequence, at.head, at.query, all, all_spread);
