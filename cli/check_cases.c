@@ -187,6 +187,66 @@ static void several_tiles(skl_problem *problem, skl_inputs *inputs)
     problem->dim_t = problem->dim_s = 96;
 }
 
+/* Indexers: a mean of three heads with two key heads, and weights of their own type. */
+static void indexer(skl_problem *problem, skl_inputs *inputs)
+{
+    causal(problem, inputs);
+    problem->student = SKL_STUDENT_INDEXER;
+    problem->gradients = SKL_DQ_S | SKL_DK_S | SKL_DW_S;
+    problem->heads_t = 6;
+    problem->key_heads_t = 2;
+    problem->key_heads_s = 1;
+    problem->index_heads = 5;
+}
+
+static void indexer_reverse_linear(skl_problem *problem, skl_inputs *inputs)
+{
+    indexer(problem, inputs);
+    problem->direction = SKL_KL_REVERSE;
+    problem->index_linear = 1;
+}
+
+static void indexer_packed(skl_problem *problem, skl_inputs *inputs)
+{
+    indexer(problem, inputs);
+    packed(problem, inputs);
+    problem->dtype_w = problem->dtype_s;
+}
+
+/* What sparse models have: one key head of compressed keys, one student head of 128 dimensions. */
+static void indexer_of_latents(skl_problem *problem, skl_inputs *inputs)
+{
+    indexer(problem, inputs);
+    problem->len_q = 35;
+    problem->heads_s = problem->key_heads_t = 1;
+    problem->dim_t = 576;
+    problem->dim_s = 128;
+}
+
+static void indexer_over_lists(skl_problem *problem, skl_inputs *inputs)
+{
+    indexer(problem, inputs);
+    problem->top_k = 70;
+}
+
+static void indexer_over_lists_reverse(skl_problem *problem, skl_inputs *inputs)
+{
+    indexer_over_lists(problem, inputs);
+    problem->direction = SKL_KL_REVERSE;
+}
+
+static void indexer_over_lists_packed(skl_problem *problem, skl_inputs *inputs)
+{
+    indexer_packed(problem, inputs);
+    problem->top_k = 70;
+}
+
+static void latents_over_lists(skl_problem *problem, skl_inputs *inputs)
+{
+    indexer_of_latents(problem, inputs);
+    problem->top_k = 70;
+}
+
 typedef struct case_entry {
     const char *name;
     skl_dtype dtype_t, dtype_s;
@@ -229,6 +289,14 @@ static const case_entry entries[] = {
     {"packed, bf16", SKL_BF16, SKL_BF16, 1, packed},
     {"softcap, bf16", SKL_BF16, SKL_BF16, 1, softcap_of_64},
     {"large logits, f16", SKL_F16, SKL_F16, 1, large_logits},
+    {"indexer", SKL_F32, SKL_F32, 0, indexer},
+    {"indexer, reverse, linear", SKL_F32, SKL_F32, 0, indexer_reverse_linear},
+    {"indexer, packed, f16", SKL_F16, SKL_F16, 0, indexer_packed},
+    {"indexer, latent keys, bf16", SKL_BF16, SKL_BF16, 0, indexer_of_latents},
+    {"indexer over lists", SKL_F32, SKL_F32, 0, indexer_over_lists},
+    {"indexer over lists, reverse", SKL_F32, SKL_F32, 0, indexer_over_lists_reverse},
+    {"indexer over lists, packed, f16", SKL_F16, SKL_F16, 1, indexer_over_lists_packed},
+    {"indexer over lists, latent keys, bf16", SKL_BF16, SKL_BF16, 0, latents_over_lists},
 };
 
 int check_case_count(void)
@@ -272,6 +340,31 @@ static void *random_tensor(skl_dtype dtype, int64_t count, uint64_t *state)
     return tensor;
 }
 
+/* Lists of keys of sequence b drawn at random, some of them twice or hidden; every fifth entry is none. */
+static void draw_lists(check_case *made, int64_t b, uint64_t *state)
+{
+    const oracle_sequence sequence = oracle_sequence_at(&made->problem, &made->inputs, b);
+    const skl_input *const lists = &made->inputs.indices;
+    for (int64_t h = 0; h < made->problem.heads_s; h++)
+        for (int64_t i = 0; i < sequence.len_q; i++) {
+            int32_t *const list = made->indices + sequence.batch * lists->stride_batch + h * lists->stride_head +
+                                  (sequence.first_q + i) * lists->stride_row;
+            for (int64_t n = 0; n < made->problem.top_k; n++)
+                list[n] = n % 5 == 4 || sequence.len_k == 0 ? -1 : (int32_t)random_below(state, sequence.len_k);
+        }
+}
+
+static bool make_lists(check_case *made, uint64_t *state)
+{
+    const skl_problem *const problem = &made->problem;
+    const int64_t rows_q = problem->packed ? problem->total_q : problem->len_q;
+    made->indices = calloc((size_t)(made->row_counts[1] * problem->top_k), sizeof *made->indices);
+    made->inputs.indices = skl_input_contiguous(made->indices, problem->heads_s, rows_q, problem->top_k);
+    for (int64_t b = 0; made->indices && b < problem->batch; b++)
+        draw_lists(made, b, state);
+    return made->indices != NULL;
+}
+
 static bool make_tensors(check_case *made, uint64_t seed)
 {
     const skl_problem *const problem = &made->problem;
@@ -280,6 +373,7 @@ static bool make_tensors(check_case *made, uint64_t seed)
     const int64_t rows_q = problem->packed ? problem->total_q : problem->len_q;
     const int64_t rows_k = problem->packed ? problem->total_k : problem->len_k;
     const int64_t batch = problem->packed ? 1 : problem->batch;
+    const int64_t query_heads_s = problem->heads_s * (problem->index_heads ? problem->index_heads : 1);
     const struct {
         skl_input *input;
         skl_dtype dtype;
@@ -287,12 +381,15 @@ static bool make_tensors(check_case *made, uint64_t seed)
     } shapes[CHECK_TENSORS] = {
         {&made->inputs.q_t, problem->dtype_t, problem->heads_t, rows_q, problem->dim_t},
         {&made->inputs.k_t, problem->dtype_t, key_heads_t, rows_k, problem->dim_t},
-        {&made->inputs.q_s, problem->dtype_s, problem->heads_s, rows_q, problem->dim_s},
+        {&made->inputs.q_s, problem->dtype_s, query_heads_s, rows_q, problem->dim_s},
         {&made->inputs.k_s, problem->dtype_s, key_heads_s, rows_k, problem->dim_s},
+        {&made->inputs.w_s, problem->dtype_w, problem->heads_s, rows_q, problem->index_heads},
     };
     uint64_t state = seed;
     for (int t = 0; t < CHECK_TENSORS; t++) {
         made->tensor_counts[t] = batch * shapes[t].heads * shapes[t].rows * shapes[t].dim;
+        if (shapes[t].dim == 0)
+            continue; /* weights of an attention */
         made->tensors[t] = random_tensor(shapes[t].dtype, made->tensor_counts[t], &state);
         if (made->tensors[t] == NULL)
             return false;
@@ -302,7 +399,7 @@ static bool make_tensors(check_case *made, uint64_t seed)
     made->row_counts[1] = batch * problem->heads_s * rows_q;
     made->grad_kl = random_tensor(SKL_F32, made->row_counts[1], &state);
     made->inputs.grad_kl = skl_input_contiguous(made->grad_kl, problem->heads_s, rows_q, 1);
-    return made->grad_kl != NULL;
+    return made->grad_kl != NULL && (problem->top_k == 0 || make_lists(made, &state));
 }
 
 bool check_case_make(check_case *made, int index)
@@ -326,6 +423,7 @@ void check_case_free(check_case *made)
     for (int t = 0; t < CHECK_TENSORS; t++)
         free(made->tensors[t]);
     free(made->grad_kl);
+    free(made->indices);
     oracle_free(&made->exact);
     oracle_free(&made->naive);
 }

@@ -6,7 +6,7 @@
 
 #include <stdbool.h>
 
-enum { CHECK_TENSORS = 4 }; /* q_t, k_t, q_s, k_s; their gradients have the same order */
+enum { CHECK_TENSORS = 5 }; /* q_t, k_t, q_s, k_s, w_s; their gradients have the same order */
 
 typedef struct check_case {
     const char *name;
@@ -15,6 +15,7 @@ typedef struct check_case {
     void *tensors[CHECK_TENSORS];
     int64_t tensor_counts[CHECK_TENSORS]; /* elements */
     int64_t row_counts[2];                /* of a teacher and of a student row vector */
+    int32_t *indices;                     /* lists of keys, or NULL */
     float *grad_kl;
     oracle_result exact; /* float64 */
     oracle_result naive; /* the same in float32: how well one can do without trying */

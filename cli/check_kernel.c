@@ -8,9 +8,10 @@
 
 /* ---- Results ------------------------------------------------------------------------------------------------ */
 
-enum { KL, LSE_T, LSE_S, DOT_T, ROW_ARRAYS, DQ_T = ROW_ARRAYS, DK_T, DQ_S, DK_S, ARRAY_COUNT };
+enum { KL, LSE_T, LSE_S, DOT_T, CROSS_ENTROPY, ENTROPY, MASS, DQ_T, DK_T, DQ_S, DK_S, DW_S, ARRAY_COUNT };
 
-static const char *const array_names[ARRAY_COUNT] = {"kl", "lse_t", "lse_s", "dot_t", "dq_t", "dk_t", "dq_s", "dk_s"};
+static const char *const array_names[ARRAY_COUNT] = {"kl",   "lse_t", "lse_s", "dot_t", "cross_entropy", "entropy",
+                                                     "mass", "dq_t",  "dk_t",  "dq_s",  "dk_s",          "dw_s"};
 
 typedef struct result_array {
     void *data;
@@ -42,9 +43,26 @@ static void poison(check_run *run, int array)
         memset(run->arrays[array].data, 0xff, (size_t)run->arrays[array].expected.count * sizeof(float));
 }
 
-static bool is_grouped(const check_case *of)
+/* Which arrays a case has: dot_t is for gradients of grouped teachers, an indexer's teacher has no gradients, and
+ * some rows are an indexer's alone. */
+static bool has_array(const check_case *of, int array)
 {
-    return of->problem.heads_t != of->problem.heads_s;
+    const skl_problem *const p = &of->problem;
+    const bool indexer = p->student == SKL_STUDENT_INDEXER;
+    switch (array) {
+    case DOT_T:
+        return p->heads_t != p->heads_s && !indexer;
+    case DQ_T:
+    case DK_T:
+        return !indexer;
+    case CROSS_ENTROPY:
+    case ENTROPY:
+    case MASS:
+    case DW_S:
+        return indexer;
+    default:
+        return true;
+    }
 }
 
 static bool make_arrays(check_run *run, bool rounds_gradients)
@@ -55,6 +73,7 @@ static bool make_arrays(check_run *run, bool rounds_gradients)
     const oracle_result *const exact = &of->exact, *const naive = &of->naive;
     const skl_dtype grad_t = p->grad_f32 ? SKL_F32 : p->dtype_t;
     const skl_dtype grad_s = p->grad_f32 ? SKL_F32 : p->dtype_s;
+    const skl_dtype grad_w = p->grad_f32 ? SKL_F32 : p->dtype_w;
     const double product_t = rounds_gradients ? oracle_type_rounding(p->dtype_t) : 0;
     const double product_s = rounds_gradients ? oracle_type_rounding(p->dtype_s) : 0;
 #define ROWS(x, count)                                                                                               \
@@ -70,18 +89,22 @@ static bool make_arrays(check_run *run, bool rounds_gradients)
         [LSE_T] = ROWS(lse_t, rows[0]),
         [LSE_S] = ROWS(lse_s, rows[1]),
         [DOT_T] = ROWS(dot_t, rows[0]),
+        [CROSS_ENTROPY] = ROWS(cross_entropy, rows[1]),
+        [ENTROPY] = ROWS(entropy, rows[1]),
+        [MASS] = ROWS(mass, rows[1]),
         [DQ_T] = GRADIENT(dq_t, product_t, grad_t, elements[0]),
         [DK_T] = GRADIENT(dk_t, product_t, grad_t, elements[1]),
         [DQ_S] = GRADIENT(dq_s, product_s, grad_s, elements[2]),
         [DK_S] = GRADIENT(dk_s, product_s, grad_s, elements[3]),
+        [DW_S] = GRADIENT(dw_s, product_s, grad_w, elements[4]),
     };
 #undef ROWS
 #undef GRADIENT
     memcpy(run->arrays, arrays, sizeof arrays);
     bool complete = true;
     for (int a = 0; a < ARRAY_COUNT; a++) {
-        if (a == DOT_T && !is_grouped(of))
-            continue; /* it exists for grouped teachers only */
+        if (!has_array(of, a))
+            continue;
         run->arrays[a].data = poisoned((size_t)run->arrays[a].expected.count * sizeof(float));
         complete = complete && run->arrays[a].data;
     }
@@ -149,6 +172,7 @@ static skl_gradients gradient_outputs(const check_run *run)
         .dk_t = like_input(run, DK_T, &inputs->k_t),
         .dq_s = like_input(run, DQ_S, &inputs->q_s),
         .dk_s = like_input(run, DK_S, &inputs->k_s),
+        .dw_s = like_input(run, DW_S, &inputs->w_s),
     };
 }
 
@@ -169,6 +193,9 @@ static skl_status run_forward(check_run *run)
         .lse_t = row_output(run, LSE_T),
         .lse_s = row_output(run, LSE_S),
         .dot_t = row_output(run, DOT_T),
+        .cross_entropy = row_output(run, CROSS_ENTROPY),
+        .entropy = row_output(run, ENTROPY),
+        .mass = row_output(run, MASS),
     };
     const skl_status status = mirror_call(&run->tensors, &inputs, &rows, NULL);
     if (status != SKL_OK)
@@ -191,7 +218,13 @@ static skl_status run_backward(check_run *run)
 static skl_status run_one_sweep(check_run *run)
 {
     skl_inputs inputs = with_saved_rows(run);
-    skl_rows rows = {.struct_size = sizeof rows, .kl = row_output(run, KL), .dot_t = row_output(run, DOT_T)};
+    skl_rows rows = {
+        .struct_size = sizeof rows,
+        .kl = row_output(run, KL),
+        .dot_t = row_output(run, DOT_T),
+        .cross_entropy = row_output(run, CROSS_ENTROPY),
+        .entropy = row_output(run, ENTROPY),
+    };
     skl_gradients gradients = gradient_outputs(run);
     const skl_status status = mirror_call(&run->tensors, &inputs, &rows, &gradients);
     if (status != SKL_OK)
@@ -229,12 +262,13 @@ typedef struct check_pass {
     uint32_t writes; /* bits of arrays */
 } check_pass;
 
-enum { GRADIENTS = 1 << DQ_T | 1 << DK_T | 1 << DQ_S | 1 << DK_S };
+enum { GRADIENTS = 1 << DQ_T | 1 << DK_T | 1 << DQ_S | 1 << DK_S | 1 << DW_S };
+enum { PARTS = 1 << CROSS_ENTROPY | 1 << ENTROPY };
 
 static const check_pass passes[] = {
-    {"forward", run_forward, 1 << KL | 1 << LSE_T | 1 << LSE_S | 1 << DOT_T},
+    {"forward", run_forward, 1 << KL | 1 << LSE_T | 1 << LSE_S | 1 << DOT_T | PARTS | 1 << MASS},
     {"backward", run_backward, GRADIENTS},
-    {"forward_backward", run_one_sweep, 1 << KL | 1 << DOT_T | GRADIENTS},
+    {"forward_backward", run_one_sweep, 1 << KL | 1 << DOT_T | PARTS | GRADIENTS},
     {"merged halves", run_halves, 1 << KL | 1 << LSE_S},
 };
 

@@ -70,7 +70,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_rows_and_gradients(name, tmp_path):
+def test_rows_and_gradients(name, tmp_path, device):
     options, problem, sparse, relu = CASES[name]
     tensors = make_indexer()
     lists = make_lists() if sparse else None
@@ -102,6 +102,15 @@ def test_table(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "1 student head of 3 index heads, 9 selected keys" in done.stdout
     assert "cross-entropy" in done.stdout
+
+
+@pytest.mark.gpu
+def test_a_gpu_gets_no_bad_lists(tmp_path):
+    """The library cannot look into the memory of a GPU: the tool does, before it copies."""
+    path = save(tmp_path / "in.safetensors", {**make_indexer(), "indices": np.full((BATCH, 1, LEN_Q, 2), 53)}, indices="i32")
+    done = run("kl", path, "--student", "indexer", "--device", "cuda")
+    assert done.returncode == 2
+    assert "indices[0, 0, 0, 0]=53" in done.stderr
 
 
 BAD = {
