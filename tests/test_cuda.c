@@ -440,6 +440,39 @@ static void test_hostile_lengths_stay_inside(void **state)
     assert_int_equal(exit_status_of_child("bad-lengths"), AS_EXPECTED);
 }
 
+/* ---- Indexers ----------------------------------------------------------------------------------------------- */
+
+/* A backward that is cut into bands gives what the oracle gives. whole_size: workspace that one band would take. */
+static void check_bands(const test_case *c, size_t whole_size)
+{
+    fixture f;
+    fixture_create(&f, c);
+    fixture_solve(&f);
+    fixture_results results = results_create(&f);
+    skl_plan *const plan = test_plan(&f.problem, "cuda_general", 0);
+    assert_true(skl_plan_workspace_size(plan, SKL_OP_BACKWARD) < whole_size);
+    run_both(plan, &f, &results);
+    assert_int_equal(rows_mismatch(&f, &results, c->name), 0);
+    assert_int_equal(gradients_mismatch(&f, &results, "cuda_general", c->name), 0);
+    skl_plan_destroy(plan);
+    results_destroy(&results);
+    fixture_destroy(&f);
+}
+
+static void test_indexers_in_several_bands(void **state)
+{
+    (void)state;
+    const test_case dense = {"dense bands", SHAPE(1, 1300, 700), HEADS(2, 1), DIMS(4, 2), INDEXER(128)};
+    check_bands(&dense, (size_t)1300 * 700 * sizeof(float));
+    const test_case sparse = {"sparse bands", SHAPE(1, 650, 300), HEADS(2, 2), KEY_HEADS(1, 1),
+                              DIMS(8, 128),   INDEXER(2),         TOP_K(500)};
+    test_case sparse_bf16 = sparse;
+    sparse_bf16.name = "sparse bands, bf16";
+    sparse_bf16.dtype_t = sparse_bf16.dtype_s = SKL_BF16;
+    check_bands(&sparse, (size_t)2 * 650 * 500 * 128 * sizeof(float));
+    check_bands(&sparse_bf16, (size_t)2 * 650 * 500 * 128 * sizeof(float));
+}
+
 int main(int argc, char **argv)
 {
     for (size_t n = 0; argc > 1 && n < COUNT_OF(children); n++)
@@ -457,6 +490,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_the_current_device_stays),
         cmocka_unit_test(test_a_fault_is_reported_with_the_name_of_the_kernel),
         cmocka_unit_test(test_hostile_lengths_stay_inside),
+        cmocka_unit_test(test_indexers_in_several_bands),
     };
     return test_run("cuda", tests, COUNT_OF(tests));
 }
