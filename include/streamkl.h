@@ -152,7 +152,8 @@ typedef struct skl_inputs {
      * h * index_heads + g. */
     skl_input w_s;     /* [batch, heads_s, len_q, index_heads] weights */
     skl_input indices; /* int32 [batch, heads_s, len_q, top_k]: keys of the row's own sequence, in any order. -1, or a
-                        * key that the masks hide from the row: none; a key that is listed twice counts twice */
+                        * key that the masks hide from the row: none; a key that is listed twice counts twice. What is
+                        * no key of the sequence the CPU refuses; a GPU, which cannot look first, takes it for none */
 } skl_inputs;
 
 /* Row results, f32. A row that sees no key has KL 0 and LSE -inf. */
@@ -211,8 +212,9 @@ SKL_API skl_status skl_plan_create(skl_plan **plan, const skl_problem *problem, 
 SKL_API void skl_plan_destroy(skl_plan *plan); /* NULL is fine */
 
 /* Bytes of workspace an operation needs, at an address that is a multiple of SKL_WORKSPACE_ALIGNMENT. It does not
- * grow with len_q or len_k, save that a backward on a Hopper GPU that is not asked to be deterministic sums 16-bit
- * key gradients there, in f32. Calls that run at the same time need a workspace each. */
+ * grow with len_q or len_k, with two exceptions on a GPU. A backward on Hopper that is not asked to be deterministic
+ * sums 16-bit key gradients there, in f32. A backward of an indexer takes up to 256 MiB, or 512 bytes a key where that
+ * is more, and over long lists the same f32 sums. Calls that run at the same time need a workspace each. */
 #define SKL_WORKSPACE_ALIGNMENT 64
 SKL_API size_t skl_plan_workspace_size(const skl_plan *plan, skl_op op);
 SKL_API const char *skl_plan_kernel(const skl_plan *plan); /* its name in the kernel list */
