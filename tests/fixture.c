@@ -367,5 +367,5 @@ int gradients_mismatch(const fixture *f, const fixture_results *r, const char *k
 {
     return GRADIENT_MISMATCH(dq_t, dtype_t, f->live_q) + GRADIENT_MISMATCH(dk_t, dtype_t, f->live_k) +
            GRADIENT_MISMATCH(dq_s, dtype_s, f->live_q) + GRADIENT_MISMATCH(dk_s, dtype_s, f->live_k) +
-           GRADIENT_MISMATCH(dw_s, dtype_w, f->live_q);
+           GRADIENT_MISMATCH(dw_s, dtype_s, f->live_q); /* the logits' type, not the weights' */
 }

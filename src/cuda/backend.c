@@ -2,6 +2,7 @@
 #include "base/kl_math.h"
 #include "base/status.h"
 #include "cuda/indexer_plan.h"
+#include "cuda/sm90/index_layout.h"
 #include "cuda/launch.h"
 
 #include <stdbool.h>
@@ -11,6 +12,8 @@
 /* ---- Devices ------------------------------------------------------------------------------------------------ */
 
 enum { CAPABILITY_MIN = 80, ANY = 1000 };
+
+enum { COPY_ELEMENTS = 8 }; /* 16-bit elements of a 16-byte copy */
 
 enum { GENERAL_RESIDENT = 2 }; /* blocks of a general kernel a multiprocessor */
 
@@ -45,8 +48,10 @@ static int capability_of(int device, char *reason, size_t reason_size)
 /* What does one stage of an indexer. */
 typedef struct indexer_kernel {
     skl_cuda_launcher rows;
-    skl_cuda_launcher queries, keys;                           /* dq and dw; dk */
-    skl_cuda_launcher gradients;                               /* in the place of both: all of them */
+    skl_cuda_launcher queries, keys; /* dq and dw; dk */
+    skl_cuda_launcher gradients;     /* in the place of both: all of them */
+    bool rows_in_gradients;          /* and the rows of one pass with them */
+    bool (*fits)(const skl_problem *problem);
     size_t (*workspace_size)(const skl_plan *plan, skl_op op); /* also for the general one, if strides are odd */
 } indexer_kernel;
 
@@ -91,10 +96,43 @@ static size_t general_sparse_size(const skl_plan *plan, skl_op op)
     return larger(lse_size(plan), has_gradients(op) ? skl_list_band_of(&plan->problem, plan->block_count).end : 0);
 }
 
-static const indexer_kernel general_dense = {skl_cuda_indexer_rows, skl_cuda_indexer_queries, skl_cuda_indexer_keys,
-                                             NULL, general_dense_size};
-static const indexer_kernel general_sparse = {skl_cuda_listed_rows, NULL, NULL, skl_cuda_listed_gradients,
-                                              general_sparse_size};
+static bool fits_any(const skl_problem *problem)
+{
+    (void)problem;
+    return true;
+}
+
+static const indexer_kernel general_dense = {
+    skl_cuda_indexer_rows, skl_cuda_indexer_queries, skl_cuda_indexer_keys, NULL, false, fits_any,
+    general_dense_size};
+static const indexer_kernel general_sparse = {
+    skl_cuda_listed_rows, NULL, NULL, skl_cuda_listed_gradients, false, fits_any, general_sparse_size};
+
+static bool fits_sm90_dense(const skl_problem *p)
+{
+    const int64_t heads = skl_max(p->heads_t, skl_query_heads_s(p));
+    const int64_t tiles = skl_ceil_div(skl_max(p->len_q, p->len_k) + 1, SKL_INDEX_TILE);
+    return p->dtype_t == SKL_BF16 && p->dtype_s == SKL_BF16 && p->direction == SKL_KL_FORWARD &&
+           p->softcap_t == 0.0F && p->dim_s <= SKL_INDEX_DIM_MAX && p->dim_t % COPY_ELEMENTS == 0 &&
+           p->dim_s % COPY_ELEMENTS == 0 && tiles < INT32_MAX / SKL_INDEX_TILE &&
+           p->batch < INT32_MAX / tiles / heads / SKL_INDEX_BLOCKS;
+}
+
+/* Also for the general kernel: it does what the copy engine cannot read. */
+static size_t sm90_dense_size(const skl_plan *plan, skl_op op)
+{
+    const int32_t multiprocessors = plan->block_count / GENERAL_RESIDENT;
+    return larger(general_dense_size(plan, op),
+                  skl_index_layout_of(&plan->problem, multiprocessors, has_gradients(op)).size);
+}
+
+static const indexer_kernel sm90_dense = {skl_cuda_sm90_bf16_indexer_rows,
+                                          NULL,
+                                          NULL,
+                                          skl_cuda_sm90_bf16_indexer_gradients,
+                                          true,
+                                          fits_sm90_dense,
+                                          sm90_dense_size};
 
 #define SM80(type, TYPE, dim)                                                                                        \
     {                                                                                                                \
@@ -132,6 +170,8 @@ static const cuda_kernel kernels[] = {
     SM80(f16, SKL_F16, 64),
     SM80(f16, SKL_F16, 128),
     SM80(f16, SKL_F16, 256),
+    {"cuda_sm90_bf16_indexer", "bf16 indexers over all keys: wgmma", 90, 91, SKL_INDEX_DIM_MAX, SKL_BF16, NULL, NULL,
+     NULL, NULL, &sm90_dense, NULL},
     {"cuda_general", "any type, size and stride; f32 arithmetic, 128-row tiles", CAPABILITY_MIN, ANY, 0, SKL_F32,
      skl_cuda_general_forward, skl_cuda_general_queries, skl_cuda_general_keys, NULL, &general_dense,
      &general_sparse},
@@ -140,8 +180,6 @@ static const cuda_kernel kernels[] = {
 enum { KERNEL_COUNT = sizeof kernels / sizeof kernels[0] };
 
 static const cuda_kernel *const general = &kernels[KERNEL_COUNT - 1];
-
-enum { COPY_ELEMENTS = 8 }; /* 16-bit elements of a 16-byte copy */
 
 static bool runs_on(const cuda_kernel *kernel, int capability)
 {
@@ -156,10 +194,13 @@ static const indexer_kernel *indexer_of(const cuda_kernel *kernel, const skl_pro
 
 static bool fits_problem(const cuda_kernel *kernel, const skl_problem *p)
 {
-    if (skl_is_indexer(p) && indexer_of(kernel, p) == NULL)
-        return false;
+    const indexer_kernel *const indexer = indexer_of(kernel, p);
+    if (skl_is_indexer(p))
+        return indexer != NULL && indexer->fits(p);
     if (kernel->dim_max == 0)
         return true;
+    if (kernel->forward == NULL)
+        return false; /* for indexers only */
     const int64_t length = skl_max(p->len_q, p->len_k);
     return p->dtype_t == kernel->dtype && p->dtype_s == kernel->dtype && skl_group(p) == 1 &&
            p->dim_t <= kernel->dim_max && p->dim_s <= kernel->dim_max && p->dim_t % COPY_ELEMENTS == 0 &&
@@ -193,8 +234,7 @@ static int kernel_at(int32_t index, skl_kernel_info *info)
     if (capability != 0 && !usable)
         snprintf(reason, sizeof reason, "device 0 has compute capability %d.%d, the kernel needs %d.%d",
                  capability / 10, capability % 10, kernel->capability / 10, kernel->capability % 10);
-    *info = (skl_kernel_info){kernel->name, SKL_CUDA, usable, usable ? kernel->detail : reason,
-                              kernel->queries != skl_cuda_general_queries};
+    *info = (skl_kernel_info){kernel->name, SKL_CUDA, usable, usable ? kernel->detail : reason, kernel != general};
     return 1;
 }
 
@@ -396,9 +436,10 @@ static skl_status run_indexer(const skl_plan *plan, const skl_call *call)
         call->rows.kl.data != NULL || call->rows.cross_entropy.data != NULL || call->rows.entropy.data != NULL;
     const bool rows = !gradients || (call->op == SKL_OP_FORWARD_BACKWARD && rows_wanted);
     const bool together = kernel->gradients != NULL;
+    const bool rows_later = gradients && kernel->rows_in_gradients && (queries || keys);
     const step steps[] = {
         {p->packed != 0, "tails", skl_cuda_clear_tails, 0, NULL},
-        {rows && some_rows, "forward", kernel->rows, 0, NULL},
+        {rows && some_rows && !rows_later, "forward", kernel->rows, 0, NULL},
         {together && (queries || keys), "dq_s, dw_s and dk_s", kernel->gradients, 0, NULL},
         {!together && queries, "dq_s and dw_s", kernel->queries, 0, NULL},
         {!together && keys, "dk_s", kernel->keys, 0, NULL},

@@ -106,6 +106,10 @@ SKL_CUDA_SM90(bf16)
 SKL_CUDA_SM90(f16)
 #undef SKL_CUDA_SM90
 
+/* An indexer's dense stage on Hopper: bf16, KL(P || S), no softcap. */
+cudaError_t skl_cuda_sm90_bf16_indexer_rows(const skl_cuda_params *params);
+cudaError_t skl_cuda_sm90_bf16_indexer_gradients(const skl_cuda_params *params); /* dq, dw and dk, and rows */
+
 /* Before and behind a sweep that adds to sums: they become 0, and are stored as the gradient if they are not itself.
  */
 cudaError_t skl_cuda_clear_sums(const skl_cuda_params *params);

@@ -27,6 +27,18 @@ __device__ inline void barrier_arrive(uint64_t &barrier)
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
 }
 
+/* Without a branch: it may stand where products are under way. */
+__device__ inline void barrier_arrive_if(uint64_t &barrier, bool condition)
+{
+    asm volatile("{\n"
+                 ".reg .pred arrives;\n"
+                 "setp.ne.b32 arrives, %1, 0;\n"
+                 "@arrives mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+                 "}" ::"r"(shared_address(&barrier)),
+                 "r"((int)condition)
+                 : "memory");
+}
+
 /* Arrives, and lets the phase wait for so many bytes of copies. */
 __device__ inline void barrier_expect(uint64_t &barrier, int bytes)
 {

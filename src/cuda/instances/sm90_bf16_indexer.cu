@@ -1,0 +1,12 @@
+#include "cuda/sm90/indexer.cuh"
+
+extern "C" cudaError_t skl_cuda_sm90_bf16_indexer_rows(const skl_cuda_params *params)
+{
+    return sm90::launch_index_rows(params, skl_cuda_indexer_rows);
+}
+
+extern "C" cudaError_t skl_cuda_sm90_bf16_indexer_gradients(const skl_cuda_params *params)
+{
+    return sm90::launch_index_gradients(params,
+                                        {skl_cuda_indexer_rows, skl_cuda_indexer_queries, skl_cuda_indexer_keys});
+}

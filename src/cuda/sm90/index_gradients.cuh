@@ -1,0 +1,542 @@
+/* Gradients of an indexer from its G (index_strip.cuh), on Hopper's tensor cores (sm_90a), bf16.
+ *
+ *   queries    dq_g = scale w_g D_g      D_g = (G [A_g > 0]) k       dw_g = scale <q_g, D_g>
+ *   keys       dk   = scale sum_g (w_g G [A_g > 0])^T q_g            A_g = q_g k^T, again
+ *
+ * Both are one loop: own rows stay in shared memory, the other side's are streamed, 64 a stage; A of a stage (wgmma)
+ * says which pairs of G count; those, as A operand from registers, times the same stage go into sums that stay in
+ * registers (wgmma). The keys' kernel takes every block of G transposed.
+ *
+ *   block     2 consumer warpgroups of 64 own rows; a producer warp, 2 warps that make stages clean
+ *   queries   own: 128 queries of an index head; streamed: the keys that they see
+ *   keys      own: 128 keys; streamed: every index head of each 64 queries, whose G stays meanwhile
+ *   regs      240 a consumer thread: sums (DIM / 2), A (32), G and what counts of it (16 each)
+ *   shared    own rows and STAGES stages: 160 KB at DIM = 128 */
+#ifndef SKL_CUDA_SM90_INDEX_GRADIENTS_CUH
+#define SKL_CUDA_SM90_INDEX_GRADIENTS_CUH
+
+#include "base/convert.h"
+#include "cuda/sm80/facts.cuh"
+#include "cuda/sm90/index_strip.cuh"
+#include "cuda/sm90/tensor_map.cuh"
+
+namespace sm90
+{
+
+constexpr int INDEX_THREADS = 128 * (CONSUMERS + 1);
+constexpr int CLEANERS = 64; /* threads: one a row of a stage */
+
+/* A block's keys, and the slots of its part. */
+struct key_work {
+    skl_sequence sequence;
+    int64_t item; /* of the batch, for slots */
+    int key_head, tile;
+    int tile_begin, tile_end; /* query tiles that see them */
+    int part;
+    int stages;
+};
+
+template <int DIM> constexpr int INDEX_STAGES = DIM == 256 ? 4 : 8;
+
+template <int DIM> struct index_block {
+    static constexpr int STAGES = INDEX_STAGES<DIM>;
+    lying_rows<DIM / 64> own; /* 128 rows */
+    row_stage<DIM> stages[STAGES];
+    float weights[STAGES][KEYS]; /* keys' kernel: of the queries of a stage */
+    uint64_t own_full, full[STAGES], clean[STAGES], empty[STAGES];
+    /* Here, and not in the registers of every thread. */
+    slot_place place; /* queries' kernel */
+    key_work work;    /* keys' kernel */
+};
+
+/* Own rows and streamed rows. */
+struct index_maps {
+    CUtensorMap own, streamed;
+};
+
+/* ---- The loop's body ---------------------------------------------------------------------------------------- */
+
+/* What counts of a pair of G, which is in f16, as bf16. By multiplication: NaN stays NaN, whether it counts or not.
+ */
+__device__ inline uint32_t weigh_pair(uint32_t pair, float low, float high, float2 weights, float least)
+{
+    const __half2 halves = *(const __half2 *)&pair;
+    return pack(__low2float(halves) * (low > least ? weights.x : 0.0F),
+                __high2float(halves) * (high > least ? weights.y : 0.0F), __nv_bfloat16());
+}
+
+/* 64 rows of a warpgroup, in parts that one wgmma fills. */
+template <int DIM> struct index_sums {
+    static constexpr int PART = DIM < 128 ? DIM : 128;
+    float parts[DIM / PART][PART / 8][4];
+
+    /* Of the thread's columns: n-th block of 8 dimensions. */
+    __device__ float at(int n, int half, int parity) const
+    {
+        return parts[n / (PART / 8)][n % (PART / 8)][half * 2 + parity];
+    }
+};
+
+template <int DIM> struct index_consumer {
+    index_block<DIM> &block;
+    uint32_t group; /* of the warp, the same for all lanes */
+    index_sums<DIM> sums;
+    stage_logits a;
+
+    __device__ void await(int n)
+    {
+        barrier_wait(block.clean[n % block.STAGES], n / block.STAGES % 2);
+    }
+
+    __device__ void start_a(int n)
+    {
+        start_products<__nv_bfloat16, DIM, 0>(a, NULL, row_operand(&block.own) + group * (64 * 128 / 16),
+                                              row_operand(&block.stages[n % block.STAGES]));
+    }
+
+    __device__ void clear()
+    {
+        constexpr int PART = sums.PART;
+#pragma unroll
+        for (int e = 0; e < DIM / 2; e++)
+            sums.parts[e / (PART / 2)][e / 4 % (PART / 8)][e % 4] = 0.0F;
+    }
+
+    /* A of the first stage. */
+    __device__ void begin()
+    {
+        barrier_wait(block.own_full, 0);
+        await(0);
+        wgmma_fence();
+        start_a(0);
+        wgmma_commit();
+        wgmma_wait<0>();
+        settle(a);
+    }
+
+    /* Adds what counts of G, which pick makes of it and of A, times stage n; with it A of the next stage is made, or
+     * behind the last one the same again. G lies as A operands do. */
+    template <typename PICK> __device__ void add_stage(int n, int next, const uint4 (&g)[KEYS / 16], PICK pick)
+    {
+        uint32_t h[KEYS / 16][4];
+#pragma unroll
+        for (int step = 0; step < KEYS / 16; step++) {
+            const uint32_t parts[4] = {g[step].x, g[step].y, g[step].z, g[step].w};
+#pragma unroll
+            for (int part = 0; part < 4; part++) {
+                const int i = step * 2 + part / 2, half = part % 2;
+                h[step][part] = pick(parts[part], a[i][half * 2], a[i][half * 2 + 1], n % block.STAGES, i);
+            }
+        }
+        await(next);
+        wgmma_fence();
+#pragma unroll
+        for (int part = 0; part < DIM / sums.PART; part++) {
+            const uint32_t rows =
+                column_operand(block.stages[n % block.STAGES].halves[part * sums.PART / 64], KEYS * 128);
+#pragma unroll
+            for (int step = 0; step < KEYS / 16; step++)
+                wgmma<true>(sums.parts[part], h[step], descriptor_of(rows + step * 16 * 128 / 16), 1,
+                            __nv_bfloat16());
+        }
+        start_a(next);
+        wgmma_commit();
+        wgmma_wait<0>();
+#pragma unroll
+        for (int part = 0; part < DIM / sums.PART; part++)
+            settle(sums.parts[part]);
+        settle(a);
+        barrier_arrive_if(block.empty[n % block.STAGES], threadIdx.x % 32 == 0);
+    }
+};
+
+/* ---- Copies ------------------------------------------------------------------------------------------------- */
+
+template <int DIM>
+__device__ inline void copy_own(index_block<DIM> &block, const CUtensorMap &map, int row, int head, int batch)
+{
+    barrier_expect(block.own_full, block.own.SIZE);
+#pragma unroll
+    for (int part = 0; part < DIM / 64; part++)
+        copy_box(block.own.parts[part], map, part * 64, row, head, batch, block.own_full);
+}
+
+template <int DIM>
+__device__ inline void copy_stage(index_block<DIM> &block, const CUtensorMap &map, int n, int row, int head,
+                                  int batch)
+{
+    const int at = n % block.STAGES;
+    barrier_wait(block.empty[at], n / block.STAGES % 2 ^ 1);
+    barrier_expect(block.full[at], (int)sizeof block.stages[at]);
+#pragma unroll
+    for (int part = 0; part < DIM / 64; part++)
+        copy_box(block.stages[at].halves[part], map, part * 64, row, head, batch, block.full[at]);
+}
+
+template <int DIM> __device__ inline void await_stage(index_block<DIM> &block, int n)
+{
+    barrier_wait(block.full[n % block.STAGES], n / block.STAGES % 2);
+}
+
+/* A pair that is not seen weighs 0, but 0 times a value that is not finite is NaN. Rows of a stage that hold one
+ * become 0: whoever sees such a row has NaN in its G. One thread a row. */
+template <int DIM> __device__ inline void clean_rows(row_stage<DIM> &stage, int row)
+{
+    bool finite = true;
+#pragma unroll 4
+    for (int c = 0; c < DIM / 8; c++)
+        finite =
+            finite && all_finite<__nv_bfloat16>(*(const uint4 *)(const void *)&stage.halves[c / 8][row][c % 8 * 16]);
+    for (int c = 0; !finite && c < DIM / 8; c++)
+        *(uint4 *)(void *)&stage.halves[c / 8][row][c % 8 * 16] = make_uint4(0, 0, 0, 0);
+}
+
+/* Gives stage n to the consumers; only where a pair of it is not seen do values that are not finite matter. */
+template <int DIM> __device__ inline void hand_over(index_block<DIM> &block, int n, bool whole)
+{
+    const int at = n % block.STAGES;
+    if (!whole)
+        clean_rows(block.stages[at], (int)threadIdx.x % CLEANERS);
+    async_fence();
+    barrier_arrive(block.clean[at]);
+}
+
+template <int DIM> __device__ inline void init_barriers(index_block<DIM> &block)
+{
+    barrier_init(block.own_full, 1);
+    for (int at = 0; at < block.STAGES; at++) {
+        barrier_init(block.full[at], 1);
+        barrier_init(block.clean[at], CLEANERS);
+        barrier_init(block.empty[at], CONSUMERS * 4);
+    }
+    barrier_init_fence();
+}
+
+/* Behind the consumers: warp 0 copies, warps 2 and 3 clean. */
+enum index_role { CONSUMES, COPIES, CLEANS, IDLES };
+
+__device__ inline index_role role_of_thread()
+{
+    const int warp = (int)threadIdx.x / 32 - CONSUMERS * 4;
+    if (warp < 0)
+        return CONSUMES;
+    return warp >= 2 ? CLEANS : threadIdx.x % 128 == 0 ? COPIES : IDLES;
+}
+
+/* ---- Queries ------------------------------------------------------------------------------------------------ */
+
+/* Rows of dq and dw. Dimensions are a multiple of 8 and rows of q_s aligned, those of dq_s need not be. */
+template <int DIM> struct query_gradients {
+    const index_params &params;
+    const slot_place &at;
+    int head; /* of q_s */
+    const index_sums<DIM> &sums;
+
+    __device__ static void store_pair(const skl_output &to, int64_t offset, skl_dtype dtype, float low, float high)
+    {
+        if (dtype == SKL_F32) {
+            ((float *)to.data)[offset] = low;
+            ((float *)to.data)[offset + 1] = high;
+            return;
+        }
+        const uint32_t both = pack(low, high, __nv_bfloat16());
+        uint16_t *const pair = (uint16_t *)to.data + offset;
+        if ((uintptr_t)pair % 4 == 0) {
+            *(uint32_t *)(void *)pair = both;
+            return;
+        }
+        pair[0] = (uint16_t)both;
+        pair[1] = (uint16_t)(both >> 16);
+    }
+
+    /* <q_g, D_g> of the thread's columns; a query that is not finite and sees nothing adds nothing. */
+    __device__ float dot_of(int half, const __nv_bfloat16 *query, int dim) const
+    {
+        float dot = 0.0F;
+#pragma unroll
+        for (int n = 0; n < DIM / 8; n++) {
+            const float low = sums.at(n, half, 0), high = sums.at(n, half, 1);
+            const uint32_t pair =
+                column_of(n, 0) < dim ? __ldg((const uint32_t *)(const void *)(query + column_of(n, 0))) : 0U;
+            dot = low != 0.0F ? fmaf(low, __uint_as_float(pair << 16), dot) : dot;
+            dot = high != 0.0F ? fmaf(high, __uint_as_float(pair & 0xFFFF0000U), dot) : dot;
+        }
+        dot += __shfl_xor_sync(~0U, dot, 1);
+        return dot + __shfl_xor_sync(~0U, dot, 2);
+    }
+
+    __device__ void store_row(int half) const
+    {
+        const skl_problem &p = params.problem;
+        const skl_output &dq = params.call.gradients.dq_s, &dw = params.call.gradients.dw_s;
+        const skl_input &w = params.call.inputs.w_s, &q = params.call.inputs.q_s;
+        const int row = own_row<1>(0, half), index_head = head % (int)p.index_heads, dim = (int)p.dim_s;
+        const int64_t batch = at.sequence.batch;
+        const int64_t query = at.sequence.query_begin + at.first + min(row, at.count - 1);
+        const float dot = dw.data != NULL
+                              ? dot_of(half, (const __nv_bfloat16 *)q.data + SKL_ROW(q, batch, head, query), dim)
+                              : 0.0F;
+        if (row >= at.count)
+            return;
+        const range32 sees = sight_of(params, at, row, 0);
+        const bool blind = sees.begin >= sees.end; /* whatever its weight and upstream gradient are */
+        const float scale = blind ? 0.0F : p.scale_s * G_UNIT * upstream_of(params, at, at.first + row);
+        if (dw.data != NULL && threadIdx.x % 4 == 0)
+            skl_store(dw.data, skl_grad_dtype(&p, p.dtype_w), SKL_ROW(dw, batch, at.head, query) + index_head,
+                      dot * scale);
+        if (dq.data == NULL)
+            return;
+        const float weight = skl_load(w.data, p.dtype_w, SKL_ROW(w, batch, at.head, query) + index_head);
+        const float factor = blind ? 0.0F : scale * weight;
+        const skl_dtype dtype = skl_grad_dtype(&p, SKL_BF16);
+        const int64_t base = SKL_ROW(dq, batch, head, query);
+#pragma unroll
+        for (int n = 0; n < DIM / 8; n++)
+            if (column_of(n, 0) < dim)
+                store_pair(dq, base + column_of(n, 0), dtype, sums.at(n, half, 0) * factor,
+                           sums.at(n, half, 1) * factor);
+    }
+};
+
+template <int DIM>
+__global__ void __launch_bounds__(INDEX_THREADS, 1)
+    index_query_kernel(const __grid_constant__ index_params params, const __grid_constant__ index_maps maps)
+{
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(1024) unsigned char raw[];
+    index_block<DIM> &block = *(index_block<DIM> *)(void *)raw;
+    const int index_heads = (int)params.problem.index_heads;
+    const unsigned slot = (unsigned)params.strip_first + blockIdx.x / index_heads;
+    if (threadIdx.x == 0) {
+        block.place = slot_at(params, slot, (unsigned)params.problem.heads_s);
+        init_barriers(block);
+    }
+    __syncthreads();
+    const slot_place &at = block.place;
+    if (at.count <= 0)
+        return;
+    const int head = at.head * index_heads + (int)(blockIdx.x % index_heads), batch = (int)at.sequence.batch;
+    const int first = at.tile_begin * SIDE, stages = (at.tile_end - at.tile_begin) * (SIDE / KEYS);
+    const uint32_t group = __shfl_sync(~0U, threadIdx.x / 128, 0);
+    if (group < CONSUMERS) {
+        take_registers<240>();
+        index_consumer<DIM> own = {block, group};
+        const float least = params.least;
+        own.clear();
+        uint4 g[2][KEYS / 16]; /* of a stage, and of the next one, which is on its way */
+        const auto load_g = [&](uint4(&to)[KEYS / 16], int n) {
+            const uint4 *const from =
+                g_block(params, slot, at.tile_begin + n / 2, (int)threadIdx.x / 32, n % 2 * (KEYS / 16));
+#pragma unroll
+            for (int step = 0; step < KEYS / 16; step++)
+                to[step] = __ldg(from + step * 32);
+        };
+        const auto count = [=](uint32_t pair, float low, float high, int, int) {
+            return weigh_pair(pair, low, high, make_float2(1.0F, 1.0F), least);
+        };
+        if (stages > 0) {
+            own.begin();
+            load_g(g[0], 0);
+        }
+        for (int n = 0; n < stages; n += 2) { /* there are two stages in a tile */
+            load_g(g[1], n + 1);
+            own.add_stage(n, n + 1, g[0], count);
+            const int next = min(n + 2, stages - 1);
+            load_g(g[0], next);
+            own.add_stage(n + 1, next, g[1], count);
+        }
+        const query_gradients<DIM> gradients = {params, at, head, own.sums};
+        gradients.store_row(0);
+        gradients.store_row(1);
+        return;
+    }
+    give_registers<24>();
+    switch (role_of_thread()) {
+    case COPIES:
+        copy_own(block, maps.own, (int)at.sequence.query_begin + at.first, head, batch);
+        for (int n = 0; n < stages; n++)
+            copy_stage(block, maps.streamed, n, (int)at.sequence.key_begin + first + n * KEYS,
+                       at.head / params.two.heads_per_key, batch);
+        break;
+    case CLEANS:
+        for (int n = 0; n < stages; n++) {
+            await_stage(block, n);
+            hand_over(block, n, is_whole(at, first + n * KEYS, KEYS));
+        }
+        break;
+    default:
+        break;
+    }
+#endif
+}
+
+/* ---- Keys --------------------------------------------------------------------------------------------------- */
+
+/* Slots of a student head that see the block's keys, as far as they belong to the strip. */
+__device__ inline range32 slots_of_head(const index_params &params, const key_work &work, int head)
+{
+    const int tiles = (int)skl_ceil_div(params.problem.len_q, SIDE);
+    const int begin = ((int)work.item * (int)params.problem.heads_s + head) * tiles; /* the last tile's */
+    const int strip_begin = (int)params.strip_first, strip_end = strip_begin + (int)params.strip_count;
+    const int end = min(begin + tiles - work.tile_begin, strip_end);
+    return {min(max(begin + tiles - work.tile_end, strip_begin), end), end};
+}
+
+/* Calls visit(slot) for every slot of the block's part, in order: those of all heads that share the keys are cut into
+ * parts of the same size. */
+template <typename VISIT>
+__device__ inline void for_slots(const index_params &params, const key_work &work, VISIT visit)
+{
+    const int first = work.key_head * params.two.heads_per_key, end = first + params.two.heads_per_key;
+    int count = 0;
+    for (int head = first; head < end; head++) {
+        const range32 slots = slots_of_head(params, work, head);
+        count += slots.end - slots.begin;
+    }
+    int skip = (int)((int64_t)count * work.part / params.splits);
+    int left = (int)((int64_t)count * (work.part + 1) / params.splits) - skip;
+    for (int head = first; head < end && left > 0; head++) {
+        const range32 slots = slots_of_head(params, work, head);
+        for (int slot = slots.begin + skip; slot < slots.end && left > 0; slot++, left--)
+            visit(slot);
+        skip = max(0, skip - (slots.end - slots.begin));
+    }
+}
+
+__device__ inline key_work key_work_of_block(const index_params &params)
+{
+    const skl_problem &p = params.problem;
+    const int64_t tiles = skl_ceil_div(p.len_k, SIDE);
+    const int64_t at = blockIdx.x / params.splits;
+    key_work work = {};
+    work.item = at / tiles / p.key_heads_s;
+    work.sequence = device_sequence(params, work.item);
+    work.key_head = (int)(at / tiles % p.key_heads_s);
+    work.tile = (int)(at % tiles); /* causal: those that most queries see first */
+    work.part = (int)(blockIdx.x % params.splits);
+    if (work.tile * SIDE >= work.sequence.key_count)
+        return work;
+    const skl_band band = skl_query_band(&p, &work.sequence);
+    const int64_t last = skl_min((int64_t)(work.tile + 1) * SIDE, work.sequence.key_count) - 1;
+    work.tile_begin = (int)(skl_band_range(&band, (int64_t)work.tile * SIDE).begin / SIDE);
+    work.tile_end = max(work.tile_begin, (int)skl_ceil_div(skl_band_range(&band, last).end, SIDE));
+    for_slots(params, work, [&](int) { work.stages += SIDE / KEYS * (int)p.index_heads; });
+    return work;
+}
+
+__device__ inline uint32_t transpose(uint32_t matrix)
+{
+    uint32_t result;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(matrix));
+    return result;
+}
+
+/* A 16 x 16 block of G as the other side's A operand. */
+__device__ inline uint4 transpose(const uint4 &block)
+{
+    return make_uint4(transpose(block.x), transpose(block.z), transpose(block.y), transpose(block.w));
+}
+
+/* With the upstream gradient. What is not finite becomes 0: where it counts, G is NaN. */
+__device__ inline float weight_of(const index_params &params, const slot_place &at, int row, int index_head)
+{
+    const skl_input &w = params.call.inputs.w_s;
+    const int64_t query = at.first + min(row, at.count - 1);
+    const int64_t offset = SKL_ROW(w, at.sequence.batch, at.head, at.sequence.query_begin + query) + index_head;
+    const float weight = skl_load(w.data, params.problem.dtype_w, offset) * upstream_of(params, at, query) * G_UNIT;
+    return fabsf(weight) < INFINITY ? weight : 0.0F;
+}
+
+template <int DIM>
+__global__ void __launch_bounds__(INDEX_THREADS, 1)
+    index_key_kernel(const __grid_constant__ index_params params, const __grid_constant__ index_maps maps)
+{
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(1024) unsigned char raw[];
+    index_block<DIM> &block = *(index_block<DIM> *)(void *)raw;
+    if (threadIdx.x == 0) {
+        block.work = key_work_of_block(params);
+        init_barriers(block);
+    }
+    __syncthreads();
+    const key_work &work = block.work;
+    const int batch = (int)work.sequence.batch, heads = (int)params.problem.index_heads;
+    if (work.stages == 0)
+        return;
+    const uint32_t group = __shfl_sync(~0U, threadIdx.x / 128, 0);
+    if (group < CONSUMERS) {
+        take_registers<224>();
+        index_consumer<DIM> own = {block, group};
+        own.clear();
+        own.begin();
+        const float least = params.least;
+        int n = 0;
+        for_slots(params, work, [&](int slot) {
+            for (int half = 0; half < SIDE / KEYS; half++) {
+                uint4 g[KEYS / 16];
+#pragma unroll
+                for (int step = 0; step < KEYS / 16; step++)
+                    g[step] = transpose(
+                        __ldg(g_block(params, slot, work.tile, half * (KEYS / 16) + step, (int)threadIdx.x / 32)));
+                for (int head = 0; head < heads; head++, n++)
+                    own.add_stage(n, min(n + 1, work.stages - 1), g,
+                                  [&](uint32_t pair, float low, float high, int at, int i) {
+                                      const float2 weights = *(const float2 *)&block.weights[at][column_of(i, 0)];
+                                      return weigh_pair(pair, low, high, weights, least);
+                                  });
+            }
+        });
+        float *const sums =
+            params.key_sums +
+            (((int64_t)work.part * params.sum_batches + batch) * params.problem.key_heads_s + work.key_head) *
+                params.sum_rows * params.problem.dim_s;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int key = work.tile * SIDE + own_row<1>(0, half), dim = (int)params.problem.dim_s;
+            float *const row = sums + (work.sequence.key_begin + key) * dim;
+#pragma unroll
+            for (int c = 0; c < DIM / 8; c++)
+                if (key < work.sequence.key_count && column_of(c, 0) < dim) {
+                    float2 *const to = (float2 *)(void *)(row + column_of(c, 0));
+                    const float2 before = *to;
+                    *to = make_float2(before.x + own.sums.at(c, half, 0), before.y + own.sums.at(c, half, 1));
+                }
+        }
+        return;
+    }
+    give_registers<56>();
+    int n = 0;
+    switch (role_of_thread()) {
+    case COPIES:
+        copy_own(block, maps.own, (int)work.sequence.key_begin + work.tile * SIDE, work.key_head, batch);
+        for_slots(params, work, [&](int slot) {
+            const slot_place at = slot_at(params, slot, (unsigned)params.problem.heads_s);
+            for (int half = 0; half < SIDE / KEYS; half++)
+                for (int head = 0; head < heads; head++, n++)
+                    copy_stage(block, maps.streamed, n, (int)at.sequence.query_begin + at.first + half * KEYS,
+                               at.head * heads + head, batch);
+        });
+        break;
+    case CLEANS:
+        for_slots(params, work, [&](int slot) {
+            const slot_place at = slot_at(params, slot, (unsigned)params.problem.heads_s);
+            const bool whole = is_whole(at, work.tile * SIDE, SIDE);
+            for (int half = 0; half < SIDE / KEYS; half++)
+                for (int head = 0; head < heads; head++, n++) {
+                    const int row = (int)threadIdx.x % CLEANERS;
+                    const float weight = weight_of(params, at, half * KEYS + row, head);
+                    await_stage(block, n);
+                    block.weights[n % block.STAGES][row] = weight;
+                    hand_over(block, n, whole);
+                }
+        });
+        break;
+    default:
+        break;
+    }
+#endif
+}
+
+} // namespace sm90
+
+#endif

@@ -1,0 +1,67 @@
+/* How an indexer on Hopper divides its work and its workspace: asked for at planning, and again at launch. */
+#ifndef SKL_CUDA_SM90_INDEX_LAYOUT_H
+#define SKL_CUDA_SM90_INDEX_LAYOUT_H
+
+#include "cuda/indexer_plan.h"
+
+/* Memory of G. At 8,192 keys it holds 128 slots, at 131,072 eight. */
+#define SKL_INDEX_STRIP_SIZE ((int64_t)256 << 20)
+
+#define SKL_INDEX_ROW_SIZE ((int64_t)sizeof(skl_row_state) + (int64_t)sizeof(float)) /* of a part of a row's sums */
+
+enum {
+    SKL_INDEX_TILE = 128,    /* queries of a slot, keys of a tile */
+    SKL_INDEX_DIM_MAX = 256, /* of index heads */
+    SKL_INDEX_BLOCKS = 8,    /* blocks of a scores launch, a multiprocessor */
+    SKL_INDEX_KEY_BLOCKS = 6 /* and of a launch for key gradients */
+};
+
+typedef struct skl_index_layout {
+    int64_t slots;       /* of the call */
+    int64_t strip_slots; /* of a strip */
+    int32_t splits;      /* parts that the keys of a slot are cut into: of a forward, and of a strip */
+    int32_t key_splits;  /* parts that the queries are cut into for key gradients */
+    int64_t key_items;   /* key tiles of all sequences and key heads */
+    int64_t sum_batches, sum_rows;
+    size_t lse_at, parts_at, g_at, sums_at, size; /* of the workspace, in bytes */
+} skl_index_layout;
+
+static inline int32_t skl_index_splits(int64_t items, int64_t blocks, int64_t parts_max)
+{
+    return (int32_t)skl_max(1, skl_min(skl_ceil_div(blocks, skl_max(1, items)), parts_max));
+}
+
+static inline size_t skl_index_take(size_t *next, int64_t size)
+{
+    const size_t at = *next;
+    *next += skl_aligned_size((size_t)size);
+    return at;
+}
+
+/* `gradients`: of a call that gives them; otherwise of a forward. */
+static inline skl_index_layout skl_index_layout_of(const skl_problem *p, int32_t multiprocessors, int gradients)
+{
+    skl_index_layout layout = {0};
+    const int64_t key_tiles = skl_ceil_div(p->len_k, SKL_INDEX_TILE);
+    const int64_t slot_size = key_tiles * SKL_INDEX_TILE * SKL_INDEX_TILE * 2;
+    layout.slots = p->batch * p->heads_s * skl_ceil_div(p->len_q, SKL_INDEX_TILE);
+    layout.strip_slots =
+        gradients ? skl_max(1, skl_min(SKL_INDEX_STRIP_SIZE / skl_max(1, slot_size), layout.slots)) : layout.slots;
+    layout.splits = skl_index_splits(layout.strip_slots, (int64_t)multiprocessors * SKL_INDEX_BLOCKS, key_tiles);
+    layout.key_items = p->batch * p->key_heads_s * key_tiles;
+    layout.key_splits = skl_index_splits(layout.key_items, (int64_t)multiprocessors * SKL_INDEX_KEY_BLOCKS,
+                                         skl_ceil_div(p->len_q, SKL_INDEX_TILE));
+    layout.sum_batches = p->packed ? 1 : p->batch;
+    layout.sum_rows = p->packed ? p->total_k : p->len_k;
+    const int64_t rows_t = p->heads_t * (p->packed ? p->total_q : p->batch * p->len_q);
+    const int64_t parts = layout.strip_slots * layout.splits * SKL_INDEX_TILE;
+    const int64_t sums = layout.key_splits * layout.sum_batches * p->key_heads_s * layout.sum_rows * p->dim_s;
+    layout.lse_at = skl_index_take(&layout.size, gradients ? 0 : rows_t * (int64_t)sizeof(float));
+    layout.parts_at = skl_index_take(&layout.size, parts * SKL_INDEX_ROW_SIZE);
+    layout.g_at = skl_index_take(&layout.size, gradients ? layout.strip_slots * slot_size : 0);
+    layout.sums_at =
+        skl_index_take(&layout.size, gradients && p->gradients & SKL_DK_S ? sums * (int64_t)sizeof(float) : 0);
+    return layout;
+}
+
+#endif

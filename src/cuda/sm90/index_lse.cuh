@@ -1,0 +1,113 @@
+/* LSEs of an indexer's teacher on Hopper's tensor cores (sm_90a), bf16, where the caller has none: as the scores
+ * (index_scores.cuh), but a block has one head, and all the keys that its 128 queries see. */
+#ifndef SKL_CUDA_SM90_INDEX_LSE_CUH
+#define SKL_CUDA_SM90_INDEX_LSE_CUH
+
+#include "cuda/sm90/index_scores.cuh"
+
+namespace sm90
+{
+
+/* Stabiliser and sum of the thread's columns of a row. */
+struct lse_row {
+    float m, l;
+
+    __device__ void move(float to)
+    {
+        l = l == 0.0F ? 0.0F : l * ex2(m - to);
+        m = to;
+    }
+};
+
+/* MASKED: keys that a row sees. */
+template <bool MASKED>
+__device__ inline void add_tile(lse_row (&rows)[2], const tile_logits &x, float scale, const range32 (&sees)[2])
+{
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float m = rows[half].m;
+#pragma unroll
+        for (int n = 0; n < SIDE / 8; n++)
+#pragma unroll
+            for (int parity = 0; parity < 2; parity++) {
+                const int column = column_of(n, parity);
+                const bool seen = !MASKED || (column >= sees[half].begin && column < sees[half].end);
+                m = seen ? fmaxf(m, x[n][half * 2 + parity] * scale) : m;
+            }
+        rows[half].move(m);
+        float sum = 0.0F;
+#pragma unroll
+        for (int n = 0; n < SIDE / 8; n++)
+#pragma unroll
+            for (int parity = 0; parity < 2; parity++) {
+                const int column = column_of(n, parity);
+                const bool seen = !MASKED || (column >= sees[half].begin && column < sees[half].end);
+                sum += seen ? ex2(fmaf(x[n][half * 2 + parity], scale, -m)) : 0.0F;
+            }
+        rows[half].l += sum;
+    }
+}
+
+/* Four lanes hold a row. */
+__device__ inline float lse_of_lanes(const lse_row &row)
+{
+    float m = row.m;
+    m = fmaxf(m, __shfl_xor_sync(~0U, m, 1));
+    m = fmaxf(m, __shfl_xor_sync(~0U, m, 2));
+    lse_row moved = row;
+    moved.move(m);
+    moved.l += __shfl_xor_sync(~0U, moved.l, 1);
+    moved.l += __shfl_xor_sync(~0U, moved.l, 2);
+    return skl_lse(moved.m, moved.l);
+}
+
+/* To rows.lse_t of the call. */
+__global__ void __launch_bounds__(SCORE_THREADS, 1)
+    lse_kernel(const __grid_constant__ index_params params, const __grid_constant__ score_maps maps)
+{
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(1024) unsigned char raw[];
+    score_block &block = *(score_block *)(void *)raw;
+    if (threadIdx.x == 0) {
+        block.place = slot_at(params, blockIdx.x, (unsigned)params.problem.heads_t);
+        init_rings(block);
+    }
+    __syncthreads();
+    const slot_place &at = block.place;
+    const head_list head = {at.head, 1, params.one.heads_per_key, (params.one.dim + SLAB - 1) / SLAB};
+    const uint32_t group = __shfl_sync(~0U, threadIdx.x / 128, 0);
+    if (group == CONSUMERS) {
+        give_registers<24>();
+        if (threadIdx.x % 128 == 0) {
+            slab_producer slabs = {block, {0, 0}, {0, 0}};
+            for (int tile = at.tile_begin; tile < at.tile_end; tile++)
+                slabs.copy_heads(head, maps.q_t, maps.k_t, tile);
+        }
+        return;
+    }
+    take_registers<240>();
+    slab_consumer slabs = begin_consumer(block, group);
+    lse_row rows[2] = {{-INFINITY, 0.0F}, {-INFINITY, 0.0F}};
+    for (int tile = at.tile_begin; tile < at.tile_end; tile++) {
+        tile_logits x;
+        slabs.multiply(x, head.slabs, false);
+        const range32 sees[2] = {sight_of(params, at, own_row<1>(0, 0), tile * SIDE),
+                                 sight_of(params, at, own_row<1>(0, 1), tile * SIDE)};
+        if (is_whole(at, tile * SIDE, SIDE))
+            add_tile<false>(rows, x, params.one.scale, sees);
+        else
+            add_tile<true>(rows, x, params.one.scale, sees);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int row = own_row<1>(0, half);
+        const float lse = lse_of_lanes(rows[half]);
+        if (threadIdx.x % 4 == 0 && row < at.count)
+            skl_row_set(&params.call.rows.lse_t, &at.sequence, at.head, at.first + row, lse);
+    }
+#endif
+}
+
+} // namespace sm90
+
+#endif

@@ -1,0 +1,459 @@
+/* Scores of an indexer and of its teacher on Hopper's tensor cores (sm_90a), bf16: row sums of a forward, or G.
+ *
+ *   block    2 consumer warpgroups of 64 queries, 1 producer warp; one block a multiprocessor
+ *   tile     128 queries x 128 keys, which stay while heads stream: all teacher heads, then all index heads
+ *   regs     240 a consumer thread: P, Y and the products of a head (64 each), 24 and more for the rest
+ *   shared   rings of steps, 128 rows x 128 dimensions: 4 of queries and 2 of keys, 192 KB
+ *
+ *   producer   copies step after step (TMA); keys that the next head shares stay where they are
+ *   consumer   X = Q_h K_h^T (wgmma)  ->  P += 2^(X - lse_h)          one warpgroup's exponentials run beside
+ *              X = q_g k^T  (wgmma)  ->  Y += w_g relu(X)             the other one's products
+ *              P, Y  ->  row sums, G
+ *
+ * Head sizes are a matter of how many slabs a head has, so one kernel does them all: 128 teacher heads of 576
+ * dimensions with one key head as well as 8 of 64. With as many slabs of keys as of queries a tile of 128 x 128 reads
+ * 1 byte from the L2 cache for 65 FLOP, with shared keys for 131. */
+#ifndef SKL_CUDA_SM90_INDEX_SCORES_CUH
+#define SKL_CUDA_SM90_INDEX_SCORES_CUH
+
+#include "base/convert.h"
+#include "cuda/sm90/index_strip.cuh"
+#include "cuda/sm90/tensor_map.cuh"
+
+namespace sm90
+{
+
+constexpr int SCORE_THREADS = 128 * (CONSUMERS + 1);
+constexpr int SLAB = 64; /* dimensions */
+constexpr int QUERY_STEPS = 4, KEY_STEPS = 2;
+
+typedef unsigned char slab[SIDE][SLAB * 2];
+typedef float tile_logits[SIDE / 8][4]; /* 64 x 128 of a warpgroup: [8 keys][half * 2 + parity] of a thread */
+typedef __nv_bfloat16 score_element;
+
+/* Up to two slabs of a head; the last step of an odd number has one. */
+typedef slab step_slabs[2];
+
+struct score_block {
+    step_slabs queries[QUERY_STEPS], keys[KEY_STEPS];
+    uint64_t queries_full[QUERY_STEPS], queries_empty[QUERY_STEPS];
+    uint64_t keys_full[KEY_STEPS], keys_empty[KEY_STEPS];
+    uint64_t turns[CONSUMERS];
+    slot_place place; /* here, and not in the registers of every thread */
+    unsigned slot;
+    int part, tile_begin, tile_end;
+};
+
+struct score_maps {
+    CUtensorMap q_t, k_t, q_s, k_s;
+};
+
+__device__ inline void init_rings(score_block &block)
+{
+    for (int at = 0; at < QUERY_STEPS; at++) {
+        barrier_init(block.queries_full[at], 1);
+        barrier_init(block.queries_empty[at], CONSUMERS * 4);
+    }
+    for (int at = 0; at < KEY_STEPS; at++) {
+        barrier_init(block.keys_full[at], 1);
+        barrier_init(block.keys_empty[at], CONSUMERS * 4);
+    }
+    for (int group = 0; group < CONSUMERS; group++)
+        barrier_init(block.turns[group], 4);
+    barrier_init_fence();
+}
+
+/* A place in a ring, and the parity of the phase in which it is filled. What depends on it stands before every
+ * product, so it is counted, not divided. */
+template <int STEPS> struct ring_place {
+    int at, parity;
+
+    __device__ void next()
+    {
+        at = at + 1 == STEPS ? 0 : at + 1;
+        parity ^= at == 0;
+    }
+};
+
+/* ---- Heads, as producer and consumers meet them ------------------------------------------------------------- */
+
+/* The heads of one side, from the first to the last. */
+struct head_list {
+    int first, count;
+    int heads_per_key;
+    int slabs; /* of a head */
+};
+
+struct head_walk {
+    const head_list &heads;
+    int head;
+    int left; /* heads that share the keys, this one among them */
+    bool keys_are_new;
+
+    __device__ explicit head_walk(const head_list &list)
+        : heads(list), head(list.first), left(list.heads_per_key - list.first % list.heads_per_key),
+          keys_are_new(true)
+    {
+    }
+
+    __device__ bool at_end() const
+    {
+        return head == heads.first + heads.count;
+    }
+
+    /* The next head finds its keys where they are: it shares them, and there is room for those that follow. */
+    __device__ bool keys_stay() const
+    {
+        return heads.slabs <= 2 && left > 1 && head + 1 < heads.first + heads.count;
+    }
+
+    __device__ void next()
+    {
+        keys_are_new = !keys_stay();
+        left = left == 1 ? heads.heads_per_key : left - 1;
+        head++;
+    }
+};
+
+__device__ inline head_list teacher_heads(const index_params &params, int head)
+{
+    const int group = params.with_teacher ? (int)skl_group(&params.problem) : 0;
+    return {head * group, group, params.one.heads_per_key, (params.one.dim + SLAB - 1) / SLAB};
+}
+
+/* All index heads of a student head share its keys. */
+__device__ inline head_list index_heads(const index_params &params, int head)
+{
+    const int heads = (int)params.problem.index_heads;
+    return {head * heads, heads, params.two.heads_per_key * heads, (params.two.dim + SLAB - 1) / SLAB};
+}
+
+/* ---- Producer ----------------------------------------------------------------------------------------------- */
+
+struct slab_producer {
+    score_block &block;
+    ring_place<QUERY_STEPS> query;
+    ring_place<KEY_STEPS> key;
+
+    template <int STEPS>
+    __device__ static void copy_step(step_slabs (&to)[STEPS], uint64_t (&full)[STEPS], uint64_t (&empty)[STEPS],
+                                     ring_place<STEPS> &place, const CUtensorMap &map, int c, int slabs, int row,
+                                     int head, int batch)
+    {
+        const int at = place.at, count = min(slabs - c, 2);
+        barrier_wait(empty[at], place.parity ^ 1);
+        barrier_expect(full[at], count * (int)sizeof(slab));
+        for (int n = 0; n < count; n++)
+            copy_box(to[at][n], map, (c + n) * SLAB, row, head, batch, full[at]);
+        place.next();
+    }
+
+    __device__ void copy_heads(const head_list &heads, const CUtensorMap &q, const CUtensorMap &k, int tile)
+    {
+        const skl_sequence &s = block.place.sequence;
+        const int query_row = (int)s.query_begin + block.place.first, key_row = (int)s.key_begin + tile * SIDE;
+        for (head_walk walk(heads); !walk.at_end(); walk.next())
+            for (int c = 0; c < heads.slabs; c += 2) {
+                if (walk.keys_are_new)
+                    copy_step(block.keys, block.keys_full, block.keys_empty, key, k, c, heads.slabs, key_row,
+                              walk.head / heads.heads_per_key, (int)s.batch);
+                copy_step(block.queries, block.queries_full, block.queries_empty, query, q, c, heads.slabs, query_row,
+                          walk.head, (int)s.batch);
+            }
+    }
+};
+
+/* ---- Consumers ---------------------------------------------------------------------------------------------- */
+
+/* max(x, least) that lets NaN through. */
+__device__ inline float at_least(float x, float least)
+{
+    float y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(least));
+    return y;
+}
+
+/* A row vector's value for one head after the other. */
+struct head_value {
+    const char *at;
+    int64_t step; /* bytes */
+    skl_dtype dtype;
+
+    __device__ float next()
+    {
+        const float value = skl_load(at, dtype, 0);
+        at += step;
+        return value;
+    }
+};
+
+struct slab_consumer {
+    score_block &block;
+    uint32_t group; /* of the warp, the same for all lanes */
+    ring_place<QUERY_STEPS> query;
+    ring_place<KEY_STEPS> key;
+    int turn; /* parity of the warpgroup's next one */
+
+    /* Products of the two warpgroups take turns: one's run beside the other one's exponentials. */
+    __device__ void take_turn()
+    {
+        barrier_wait(block.turns[group], turn);
+        turn ^= 1;
+    }
+
+    __device__ void pass_turn()
+    {
+        barrier_arrive_if(block.turns[1 - group], threadIdx.x % 32 == 0);
+    }
+
+    /* x = or += the product of a step, over so many slabs. */
+    template <int SLABS> __device__ void multiply_step(tile_logits &x, bool add)
+    {
+        const uint32_t a = row_operand(block.queries[query.at]) + group * (64 * 128 / 16);
+        const uint32_t b = row_operand(block.keys[key.at]);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < SLABS * SLAB / 16; step++)
+            wgmma<false>(x, step_of(a, step, SIDE), step_of(b, step, SIDE), add || step > 0, score_element());
+        wgmma_commit();
+        wgmma_wait<0>();
+        settle(x);
+    }
+
+    /* x = queries of a head times its keys. */
+    __device__ void multiply(tile_logits &x, int slabs, bool keys_stay)
+    {
+        const bool speaks = threadIdx.x % 32 == 0;
+        for (int c = 0; c < slabs; c += 2) {
+            barrier_wait(block.keys_full[key.at], key.parity);
+            barrier_wait(block.queries_full[query.at], query.parity);
+            take_turn();
+            if (c + 1 < slabs) /* products of a branch end inside it: ptxas wants to see their registers */
+                multiply_step<2>(x, c > 0);
+            else
+                multiply_step<1>(x, c > 0);
+            pass_turn();
+            barrier_arrive_if(block.queries_empty[query.at], speaks);
+            query.next();
+            if (!keys_stay) {
+                barrier_arrive_if(block.keys_empty[key.at], speaks);
+                key.next();
+            }
+        }
+    }
+
+    /* sum += what combine makes of a product and of its row's value, over all heads. */
+    template <typename COMBINE>
+    __device__ void add_heads(tile_logits &sum, const head_list &heads, head_value (&values)[2], COMBINE combine)
+    {
+        tile_logits x;
+        for (head_walk walk(heads); !walk.at_end(); walk.next()) {
+            const float value[2] = {values[0].next(), values[1].next()}; /* on their way while products are made */
+            multiply(x, heads.slabs, walk.keys_stay());
+#pragma unroll
+            for (int n = 0; n < SIDE / 8; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    sum[n][e] = combine(sum[n][e], x[n][e], value[e / 2]);
+        }
+    }
+};
+
+/* The first turn is warpgroup 0's. */
+__device__ inline slab_consumer begin_consumer(score_block &block, uint32_t group)
+{
+    barrier_arrive_if(block.turns[0], group == 1 && threadIdx.x % 32 == 0);
+    return {block, group, {0, 0}, {0, 0}, 0};
+}
+
+__device__ inline float log2_of(float p)
+{
+    return __log2f(fmaxf(p, 1e-37F)); /* 0 log 0 is 0 */
+}
+
+__device__ inline void add_pair(index_row &row, float p, float v, float s)
+{
+    const float u = log2_of(p);
+    row.state.l_1 += p;
+    row.state.l_2 += s;
+    row.state.w = fmaf(p, u - v, row.state.w);
+    row.spread = fmaf(p, u, row.spread);
+}
+
+/* The thread's pairs of a tile; without LSEs of the index logits, so their stabiliser moves. */
+__device__ inline void add_tile(index_row (&rows)[2], const tile_logits &p, float mean, const tile_logits &y,
+                                float scale, const range32 (&sees)[2])
+{
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float m = rows[half].state.m_2;
+        bool any = false;
+#pragma unroll
+        for (int n = 0; n < SIDE / 8; n++)
+#pragma unroll
+            for (int parity = 0; parity < 2; parity++) {
+                const int column = column_of(n, parity);
+                const bool seen = column >= sees[half].begin && column < sees[half].end;
+                m = seen ? fmaxf(m, y[n][half * 2 + parity] * scale) : m;
+                any = any || seen;
+            }
+        if (!any)
+            continue;
+        rows[half].state = skl_state_move(rows[half].state, 0.0F, m);
+#pragma unroll
+        for (int n = 0; n < SIDE / 8; n++)
+#pragma unroll
+            for (int parity = 0; parity < 2; parity++) {
+                const int column = column_of(n, parity), e = half * 2 + parity;
+                const float v = fmaf(y[n][e], scale, -m);
+                if (column >= sees[half].begin && column < sees[half].end)
+                    add_pair(rows[half], p[n][e] * mean, v, ex2(v));
+            }
+    }
+}
+
+/* The same where LSEs are known, which gives G: S - P, 0 where nothing is seen. `poison` is 0, or NaN where the
+ * upstream gradient is not finite. */
+__device__ inline void store_tile(index_row (&rows)[2], uint4 *g, const tile_logits &p, float mean,
+                                  const tile_logits &y, float scale, const float (&poison)[2],
+                                  const range32 (&sees)[2])
+{
+#pragma unroll
+    for (int block = 0; block < G_BLOCKS; block++, g += 32) {
+        uint32_t operand[4];
+#pragma unroll
+        for (int part = 0; part < 4; part++) {
+            const int n = block * 2 + part / 2, half = part % 2;
+            float pair[2];
+#pragma unroll
+            for (int parity = 0; parity < 2; parity++) {
+                const int column = column_of(n, parity), e = half * 2 + parity;
+                const bool seen = column >= sees[half].begin && column < sees[half].end;
+                const float v = fmaf(y[n][e], scale, -rows[half].state.m_2), s = ex2(v), one = p[n][e] * mean;
+                if (seen)
+                    add_pair(rows[half], one, v, s);
+                pair[parity] = seen ? fmaf(s - one, 1.0F / G_UNIT, poison[half]) : 0.0F;
+            }
+            operand[part] = pack(pair[0], pair[1], __half());
+        }
+        *g = make_uint4(operand[0], operand[1], operand[2], operand[3]);
+    }
+}
+
+/* Rows of the slot that the thread has; those behind the last do what the last one does, and see nothing. */
+__device__ inline int64_t query_of(const slot_place &at, int half)
+{
+    return at.first + min(own_row<1>(0, half), at.count - 1);
+}
+
+__device__ inline head_value lse_of(const index_params &params, const slot_place &at, int first_head, int64_t query)
+{
+    const skl_input &lse = params.call.inputs.lse_t;
+    const float *const first = (const float *)lse.data;
+    if (first == NULL)
+        return {NULL, 0, SKL_F32};
+    return {(const char *)(first + SKL_ROW(lse, at.sequence.batch, first_head, at.sequence.query_begin + query)),
+            lse.stride_head * (int64_t)sizeof(float), SKL_F32};
+}
+
+__device__ inline head_value weight_of(const index_params &params, const slot_place &at, int64_t query)
+{
+    const skl_input &w = params.call.inputs.w_s;
+    const skl_dtype dtype = params.problem.dtype_w;
+    const int64_t size = (int64_t)skl_dtype_size(dtype);
+    return {(const char *)w.data + SKL_ROW(w, at.sequence.batch, at.head, at.sequence.query_begin + query) * size,
+            size, dtype};
+}
+
+template <bool GRADIENTS>
+__device__ inline void consume_scores(const index_params &params, score_block &block, uint32_t group)
+{
+    const slot_place &at = block.place;
+    slab_consumer slabs = begin_consumer(block, group);
+    index_row rows[2];
+    float poison[2] = {0.0F, 0.0F};
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        rows[half] = {skl_state_empty(), 0.0F};
+        rows[half].state.m_1 = 0.0F;
+        if (GRADIENTS && at.count > 0) {
+            const skl_inputs &in = params.call.inputs;
+            rows[half].state.m_2 = skl_row_value(&in.lse_s, &at.sequence, at.head, query_of(at, half)) * SKL_LOG2E;
+            poison[half] = 0.0F * upstream_of(params, at, query_of(at, half));
+        }
+    }
+    const head_list teacher = teacher_heads(params, at.head), index = index_heads(params, at.head);
+    const float scale_t = params.one.scale, least = params.least;
+    const float mean = 1.0F / (float)skl_max(1, teacher.count);
+    for (int tile = block.tile_begin; tile < block.tile_end; tile++) {
+        tile_logits p, y;
+#pragma unroll
+        for (int e = 0; e < SIDE / 2; e++)
+            p[e / 4][e % 4] = y[e / 4][e % 4] = 0.0F;
+        head_value lse[2] = {lse_of(params, at, teacher.first, query_of(at, 0)),
+                             lse_of(params, at, teacher.first, query_of(at, 1))};
+        slabs.add_heads(p, teacher, lse, [=](float sum, float x, float value) {
+            return sum + ex2(fmaf(x, scale_t, -value * SKL_LOG2E));
+        });
+        head_value w[2] = {weight_of(params, at, query_of(at, 0)), weight_of(params, at, query_of(at, 1))};
+        slabs.add_heads(y, index, w,
+                        [=](float sum, float x, float value) { return fmaf(value, at_least(x, least), sum); });
+        const range32 sees[2] = {sight_of(params, at, own_row<1>(0, 0), tile * SIDE),
+                                 sight_of(params, at, own_row<1>(0, 1), tile * SIDE)};
+        if (GRADIENTS)
+            store_tile(rows, g_block(params, block.slot, tile, (int)threadIdx.x / 32, 0), p, mean, y,
+                       params.two.scale, poison, sees);
+        else
+            add_tile(rows, p, mean, y, params.two.scale, sees);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const skl_row_state state = merge_lanes(rows[half].state);
+        float spread = rows[half].spread;
+        spread += __shfl_xor_sync(~0U, spread, 1);
+        spread += __shfl_xor_sync(~0U, spread, 2);
+        if (threadIdx.x % 4 == 0) {
+            const int64_t part = (block.slot - params.strip_first) * params.splits + block.part;
+            params.parts[part * SIDE + own_row<1>(0, half)] = {state, spread};
+        }
+    }
+}
+
+template <bool GRADIENTS>
+__global__ void __launch_bounds__(SCORE_THREADS, 1)
+    score_kernel(const __grid_constant__ index_params params, const __grid_constant__ score_maps maps)
+{
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(1024) unsigned char raw[];
+    score_block &block = *(score_block *)(void *)raw;
+    if (threadIdx.x == 0) {
+        block.slot = (unsigned)params.strip_first + blockIdx.x / params.splits;
+        block.place = slot_at(params, block.slot, (unsigned)params.problem.heads_s);
+        block.part = (int)(blockIdx.x % params.splits);
+        const int tiles = block.place.tile_end - block.place.tile_begin;
+        const int share = (tiles + params.splits - 1) / params.splits;
+        block.tile_begin = block.place.tile_begin + min(block.part * share, tiles);
+        block.tile_end = min(block.tile_begin + share, block.place.tile_end);
+        init_rings(block);
+    }
+    __syncthreads();
+    const uint32_t group = __shfl_sync(~0U, threadIdx.x / 128, 0);
+    if (group == CONSUMERS) {
+        give_registers<24>();
+        if (threadIdx.x % 128 == 0) {
+            slab_producer slabs = {block, {0, 0}, {0, 0}};
+            for (int tile = block.tile_begin; tile < block.tile_end; tile++) {
+                slabs.copy_heads(teacher_heads(params, block.place.head), maps.q_t, maps.k_t, tile);
+                slabs.copy_heads(index_heads(params, block.place.head), maps.q_s, maps.k_s, tile);
+            }
+        }
+    } else {
+        take_registers<240>();
+        consume_scores<GRADIENTS>(params, block, group);
+    }
+#endif
+}
+
+} // namespace sm90
+
+#endif

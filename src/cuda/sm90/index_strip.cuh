@@ -1,0 +1,117 @@
+/* What the Hopper kernels for an indexer share.
+ *
+ * A gradient takes three kernels, one behind the other: scores (logits of all heads -> G, the gradient of every index
+ * logit), queries (G -> dq, dw) and keys (G -> dk). Between them G lies in memory: not for all pairs, but for a
+ * strip, as many tiles of 128 queries as a fixed budget holds. A strip is done before the next one begins, so nothing
+ * grows with len_q x len_k, every sum has one owner and one order, and the teacher, by far the most of the work, is
+ * looked at once.
+ *
+ *              keys, 128 a tile
+ *            +----+----+----+----+
+ *   slot 0   |    |    |    |####|   a slot: 128 queries of a sequence and student head; causal: longest first
+ *   slot 1   |    |    |####|        a tile of G: 8 x 8 blocks of 16 x 16, each as wgmma takes it from registers:
+ *   ...      +----+----+             16 bytes a lane
+ */
+#ifndef SKL_CUDA_SM90_INDEX_STRIP_CUH
+#define SKL_CUDA_SM90_INDEX_STRIP_CUH
+
+#include "cuda/sm90/index_layout.h"
+#include "cuda/sm90/tile.cuh"
+
+namespace sm90
+{
+
+constexpr int SIDE = SKL_INDEX_TILE; /* queries of a slot, keys of a tile */
+static_assert(SIDE == tile_place::ROWS, "two warpgroups own a slot");
+
+/* What a part of a row's keys adds to it. */
+struct index_row {
+    skl_row_state state; /* of log2 P and the index logits; m_1 = 0 */
+    float spread;        /* sum P log2 P */
+};
+
+struct index_params : skl_cuda_params {
+    bool with_teacher; /* false: only the LSEs of the indexer are wanted */
+    bool lse_given;    /* by the caller: they may cover more than is visible */
+    float least;       /* a product counts if it is above: 0, or -inf without a ReLU */
+    int64_t strip_first, strip_count;
+    uint4 *g;         /* of the strip */
+    index_row *parts; /* [slot of the strip][part of the keys][query] */
+    float *key_sums;  /* dk: [part of the queries][batch][key head][row][dim] */
+    int64_t sum_batches, sum_rows;
+};
+
+/* ---- Slots -------------------------------------------------------------------------------------------------- */
+
+/* 128 queries of one sequence and head. */
+struct slot_place {
+    skl_sequence sequence;
+    int head;
+    int first, count;           /* queries; count may be 0 or less */
+    int tile_begin, tile_end;   /* key tiles that some of them see */
+    int whole_begin, whole_end; /* keys that all of them see */
+};
+
+__device__ inline slot_place slot_at(const index_params &params, unsigned slot, unsigned heads)
+{
+    const skl_problem &p = params.problem;
+    const unsigned tiles = (unsigned)skl_ceil_div(p.len_q, SIDE);
+    slot_place at = {};
+    at.sequence = device_sequence(params, slot / tiles / heads);
+    at.head = (int)(slot / tiles % heads);
+    at.first = (int)(tiles - 1 - slot % tiles) * SIDE; /* causal: longest first */
+    at.count = (int)skl_min(SIDE, at.sequence.query_count - at.first);
+    if (at.count <= 0)
+        return at;
+    const skl_range top = skl_visible(&p, &at.sequence, at.first);
+    const skl_range bottom = skl_visible(&p, &at.sequence, at.first + at.count - 1);
+    if (top.begin < bottom.end) {
+        at.tile_begin = (int)(top.begin / SIDE);
+        at.tile_end = (int)skl_ceil_div(bottom.end, SIDE);
+    }
+    /* Neither end of what a query sees ever moves backwards. Rows that are not there see nothing. */
+    at.whole_begin = (int)bottom.begin;
+    at.whole_end = at.count == SIDE ? (int)top.end : 0;
+    return at;
+}
+
+/* What a query of the slot sees, counted from key `first`; nothing if there is no such query. */
+__device__ inline range32 sight_of(const index_params &params, const slot_place &at, int row, int first)
+{
+    if (row >= at.count)
+        return {0, 0};
+    const skl_range sees = skl_visible(&params.problem, &at.sequence, at.first + row);
+    return {(int)sees.begin - first, (int)sees.end - first};
+}
+
+/* Whether every query of the slot sees all keys [first, first + count). */
+__device__ inline bool is_whole(const slot_place &at, int first, int count)
+{
+    return first >= at.whole_begin && first + count <= at.whole_end;
+}
+
+__device__ inline float upstream_of(const index_params &params, const slot_place &at, int64_t query)
+{
+    const skl_input &rows = params.call.inputs.grad_kl;
+    return rows.data != NULL ? skl_row_value(&rows, &at.sequence, at.head, query) : 1.0F;
+}
+
+/* ---- G ------------------------------------------------------------------------------------------------------ */
+
+constexpr int G_BLOCKS = SIDE / 16;
+
+/* S - P is kept in f16, which has 3 bits more than bf16, so that what is made of it is rounded to bf16 once; in a
+ * unit that lets 1 become 2^15. Upstream gradients, which may have any size, come later. */
+constexpr float G_UNIT = 1.0F / 32768.0F;
+
+/* A lane's part of a 16 x 16 block, as an A operand. */
+__device__ inline uint4 *g_block(const index_params &params, unsigned slot, int tile, int query_block, int key_block)
+{
+    const int64_t tiles = skl_ceil_div(params.problem.len_k, SIDE);
+    const int64_t index = ((slot - params.strip_first) * tiles + tile) * G_BLOCKS * G_BLOCKS;
+    return params.g + (index + query_block * G_BLOCKS + key_block) * 32 + threadIdx.x % 32;
+}
+
+} // namespace sm90
+
+#endif
