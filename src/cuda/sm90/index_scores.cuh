@@ -173,17 +173,36 @@ __device__ inline float at_least(float x, float least)
     return y;
 }
 
-/* A row vector's value for one head after the other. */
-struct head_value {
+/* A row's weight for one head after the other. */
+struct head_weight {
     const char *at;
-    int64_t step; /* bytes */
+    int64_t size;
     skl_dtype dtype;
 
     __device__ float next()
     {
         const float value = skl_load(at, dtype, 0);
-        at += step;
+        at += size;
         return value;
+    }
+};
+
+/* A natural LSE in base 2; what f32 cannot hold of it is a factor, and with it that of the mean. */
+struct split_lse {
+    float high, factor;
+};
+
+struct head_lse {
+    const float *at;
+    int64_t step;
+    float mean; /* 1 / heads */
+
+    __device__ split_lse next()
+    {
+        const float lse = *at, high = __fmul_rn(lse, SKL_LOG2E);
+        const float low = fmaf(lse, (float)(SKL_LOG2E_DOUBLE - (double)SKL_LOG2E), fmaf(lse, SKL_LOG2E, -high));
+        at += step;
+        return {high, fabsf(lse) < INFINITY ? fmaf(-low * SKL_LN2, mean, mean) : mean};
     }
 };
 
@@ -243,21 +262,28 @@ struct slab_consumer {
     }
 
     /* sum += what combine makes of a product and of its row's value, over all heads. */
-    template <typename COMBINE>
-    __device__ void add_heads(tile_logits &sum, const head_list &heads, head_value (&values)[2], COMBINE combine)
+    template <typename VALUES, typename COMBINE>
+    __device__ void add_heads(tile_logits &sum, const head_list &heads, VALUES (&values)[2], COMBINE combine)
     {
         tile_logits x;
         for (head_walk walk(heads); !walk.at_end(); walk.next()) {
-            const float value[2] = {values[0].next(), values[1].next()}; /* on their way while products are made */
+            const auto first = values[0].next(), second = values[1].next(); /* on their way while products are made */
             multiply(x, heads.slabs, walk.keys_stay());
 #pragma unroll
             for (int n = 0; n < SIDE / 8; n++)
 #pragma unroll
                 for (int e = 0; e < 4; e++)
-                    sum[n][e] = combine(sum[n][e], x[n][e], value[e / 2]);
+                    sum[n][e] = combine(sum[n][e], x[n][e], e < 2 ? first : second);
         }
     }
 };
+
+__device__ inline void clear(tile_logits &x)
+{
+#pragma unroll
+    for (int e = 0; e < SIDE / 2; e++)
+        x[e / 4][e % 4] = 0.0F;
+}
 
 /* The first turn is warpgroup 0's. */
 __device__ inline slab_consumer begin_consumer(score_block &block, uint32_t group)
@@ -266,9 +292,13 @@ __device__ inline slab_consumer begin_consumer(score_block &block, uint32_t grou
     return {block, group, {0, 0}, {0, 0}, 0};
 }
 
+/* The special function unit is exact to 2^-22 near 1, and to so much of the result elsewhere: it gets the mantissa,
+ * and the exponent is added. 0 log 0 is 0. */
 __device__ inline float log2_of(float p)
 {
-    return __log2f(fmaxf(p, 1e-37F)); /* 0 log 0 is 0 */
+    const int bits = __float_as_int(fmaxf(p, 1e-37F));
+    const int exponent = (bits - __float_as_int(0.75F)) >> 23;
+    return (float)exponent + __log2f(__int_as_float(bits - exponent * (1 << 23)));
 }
 
 __device__ inline void add_pair(index_row &row, float p, float v, float s)
@@ -281,8 +311,9 @@ __device__ inline void add_pair(index_row &row, float p, float v, float s)
 }
 
 /* The thread's pairs of a tile; without LSEs of the index logits, so their stabiliser moves. */
-__device__ inline void add_tile(index_row (&rows)[2], const tile_logits &p, float mean, const tile_logits &y,
-                                float scale, const range32 (&sees)[2])
+template <bool TEACHER>
+__device__ inline void add_tile(index_row (&rows)[2], const tile_logits &p, const tile_logits &y, float scale,
+                                const range32 (&sees)[2])
 {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -306,17 +337,20 @@ __device__ inline void add_tile(index_row (&rows)[2], const tile_logits &p, floa
             for (int parity = 0; parity < 2; parity++) {
                 const int column = column_of(n, parity), e = half * 2 + parity;
                 const float v = fmaf(y[n][e], scale, -m);
-                if (column >= sees[half].begin && column < sees[half].end)
-                    add_pair(rows[half], p[n][e] * mean, v, ex2(v));
+                if (column < sees[half].begin || column >= sees[half].end)
+                    continue;
+                if (TEACHER)
+                    add_pair(rows[half], p[n][e], v, ex2(v));
+                else
+                    rows[half].state.l_2 += ex2(v);
             }
     }
 }
 
 /* The same where LSEs are known, which gives G: S - P, 0 where nothing is seen. `poison` is 0, or NaN where the
  * upstream gradient is not finite. */
-__device__ inline void store_tile(index_row (&rows)[2], uint4 *g, const tile_logits &p, float mean,
-                                  const tile_logits &y, float scale, const float (&poison)[2],
-                                  const range32 (&sees)[2])
+__device__ inline void store_tile(index_row (&rows)[2], uint4 *g, const tile_logits &p, const tile_logits &y,
+                                  float scale, const float (&poison)[2], const range32 (&sees)[2])
 {
 #pragma unroll
     for (int block = 0; block < G_BLOCKS; block++, g += 32) {
@@ -329,7 +363,7 @@ __device__ inline void store_tile(index_row (&rows)[2], uint4 *g, const tile_log
             for (int parity = 0; parity < 2; parity++) {
                 const int column = column_of(n, parity), e = half * 2 + parity;
                 const bool seen = column >= sees[half].begin && column < sees[half].end;
-                const float v = fmaf(y[n][e], scale, -rows[half].state.m_2), s = ex2(v), one = p[n][e] * mean;
+                const float v = fmaf(y[n][e], scale, -rows[half].state.m_2), s = ex2(v), one = p[n][e];
                 if (seen)
                     add_pair(rows[half], one, v, s);
                 pair[parity] = seen ? fmaf(s - one, 1.0F / G_UNIT, poison[half]) : 0.0F;
@@ -346,17 +380,16 @@ __device__ inline int64_t query_of(const slot_place &at, int half)
     return at.first + min(own_row<1>(0, half), at.count - 1);
 }
 
-__device__ inline head_value lse_of(const index_params &params, const slot_place &at, int first_head, int64_t query)
+__device__ inline head_lse lse_of(const index_params &params, const slot_place &at, int first_head, int64_t query)
 {
     const skl_input &lse = params.call.inputs.lse_t;
-    const float *const first = (const float *)lse.data;
-    if (first == NULL)
-        return {NULL, 0, SKL_F32};
-    return {(const char *)(first + SKL_ROW(lse, at.sequence.batch, first_head, at.sequence.query_begin + query)),
-            lse.stride_head * (int64_t)sizeof(float), SKL_F32};
+    if (lse.data == NULL)
+        return {NULL, 0, 0.0F};
+    return {(const float *)lse.data + SKL_ROW(lse, at.sequence.batch, first_head, at.sequence.query_begin + query),
+            lse.stride_head, 1.0F / (float)skl_group(&params.problem)};
 }
 
-__device__ inline head_value weight_of(const index_params &params, const slot_place &at, int64_t query)
+__device__ inline head_weight weight_of(const index_params &params, const slot_place &at, int64_t query)
 {
     const skl_input &w = params.call.inputs.w_s;
     const skl_dtype dtype = params.problem.dtype_w;
@@ -382,29 +415,29 @@ __device__ inline void consume_scores(const index_params &params, score_block &b
             poison[half] = 0.0F * upstream_of(params, at, query_of(at, half));
         }
     }
-    const head_list teacher = teacher_heads(params, at.head), index = index_heads(params, at.head);
     const float scale_t = params.one.scale, least = params.least;
-    const float mean = 1.0F / (float)skl_max(1, teacher.count);
     for (int tile = block.tile_begin; tile < block.tile_end; tile++) {
         tile_logits p, y;
-#pragma unroll
-        for (int e = 0; e < SIDE / 2; e++)
-            p[e / 4][e % 4] = y[e / 4][e % 4] = 0.0F;
-        head_value lse[2] = {lse_of(params, at, teacher.first, query_of(at, 0)),
-                             lse_of(params, at, teacher.first, query_of(at, 1))};
-        slabs.add_heads(p, teacher, lse, [=](float sum, float x, float value) {
-            return sum + ex2(fmaf(x, scale_t, -value * SKL_LOG2E));
+        clear(p);
+        const head_list teacher = teacher_heads(params, at.head);
+        head_lse lse[2] = {lse_of(params, at, teacher.first, query_of(at, 0)),
+                           lse_of(params, at, teacher.first, query_of(at, 1))};
+        slabs.add_heads(p, teacher, lse, [=](float sum, float x, const split_lse &value) {
+            return fmaf(ex2(fmaf(x, scale_t, -value.high)), value.factor, sum);
         });
-        head_value w[2] = {weight_of(params, at, query_of(at, 0)), weight_of(params, at, query_of(at, 1))};
-        slabs.add_heads(y, index, w,
+        clear(y);
+        head_weight w[2] = {weight_of(params, at, query_of(at, 0)), weight_of(params, at, query_of(at, 1))};
+        slabs.add_heads(y, index_heads(params, at.head), w,
                         [=](float sum, float x, float value) { return fmaf(value, at_least(x, least), sum); });
         const range32 sees[2] = {sight_of(params, at, own_row<1>(0, 0), tile * SIDE),
                                  sight_of(params, at, own_row<1>(0, 1), tile * SIDE)};
         if (GRADIENTS)
-            store_tile(rows, g_block(params, block.slot, tile, (int)threadIdx.x / 32, 0), p, mean, y,
-                       params.two.scale, poison, sees);
+            store_tile(rows, g_block(params, block.slot, tile, (int)threadIdx.x / 32, 0), p, y, params.two.scale,
+                       poison, sees);
+        else if (params.with_teacher)
+            add_tile<true>(rows, p, y, params.two.scale, sees);
         else
-            add_tile(rows, p, mean, y, params.two.scale, sees);
+            add_tile<false>(rows, p, y, params.two.scale, sees);
     }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
