@@ -1,8 +1,8 @@
 /* The CUDA backend: chooses kernels, launches them on the caller's stream. It never allocates nor synchronises. */
 #include "base/kl_math.h"
 #include "base/status.h"
+#include "cuda/index_layout.h"
 #include "cuda/indexer_plan.h"
-#include "cuda/sm90/index_layout.h"
 #include "cuda/launch.h"
 
 #include <stdbool.h>

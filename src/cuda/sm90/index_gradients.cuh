@@ -15,26 +15,16 @@
 #ifndef SKL_CUDA_SM90_INDEX_GRADIENTS_CUH
 #define SKL_CUDA_SM90_INDEX_GRADIENTS_CUH
 
-#include "base/convert.h"
 #include "cuda/sm80/facts.cuh"
-#include "cuda/sm90/index_strip.cuh"
+#include "cuda/sm80/index_work.cuh"
 #include "cuda/sm90/tensor_map.cuh"
+#include "cuda/sm90/tile.cuh"
 
 namespace sm90
 {
 
 constexpr int INDEX_THREADS = 128 * (CONSUMERS + 1);
 constexpr int CLEANERS = 64; /* threads: one a row of a stage */
-
-/* A block's keys, and the slots of its part. */
-struct key_work {
-    skl_sequence sequence;
-    int64_t item; /* of the batch, for slots */
-    int key_head, tile;
-    int tile_begin, tile_end; /* query tiles that see them */
-    int part;
-    int stages;
-};
 
 template <int DIM> constexpr int INDEX_STAGES = DIM == 256 ? 4 : 8;
 
@@ -55,15 +45,6 @@ struct index_maps {
 };
 
 /* ---- The loop's body ---------------------------------------------------------------------------------------- */
-
-/* What counts of a pair of G, which is in f16, as bf16. By multiplication: NaN stays NaN, whether it counts or not.
- */
-__device__ inline uint32_t weigh_pair(uint32_t pair, float low, float high, float2 weights, float least)
-{
-    const __half2 halves = *(const __half2 *)&pair;
-    return pack(__low2float(halves) * (low > least ? weights.x : 0.0F),
-                __high2float(halves) * (high > least ? weights.y : 0.0F), __nv_bfloat16());
-}
 
 /* 64 rows of a warpgroup, in parts that one wgmma fills. */
 template <int DIM> struct index_sums {
@@ -225,79 +206,6 @@ __device__ inline index_role role_of_thread()
 
 /* ---- Queries ------------------------------------------------------------------------------------------------ */
 
-/* Rows of dq and dw. Dimensions are a multiple of 8 and rows of q_s aligned, those of dq_s need not be. */
-template <int DIM> struct query_gradients {
-    const index_params &params;
-    const slot_place &at;
-    int head; /* of q_s */
-    const index_sums<DIM> &sums;
-
-    __device__ static void store_pair(const skl_output &to, int64_t offset, skl_dtype dtype, float low, float high)
-    {
-        if (dtype == SKL_F32) {
-            ((float *)to.data)[offset] = low;
-            ((float *)to.data)[offset + 1] = high;
-            return;
-        }
-        const uint32_t both = pack(low, high, __nv_bfloat16());
-        uint16_t *const pair = (uint16_t *)to.data + offset;
-        if ((uintptr_t)pair % 4 == 0) {
-            *(uint32_t *)(void *)pair = both;
-            return;
-        }
-        pair[0] = (uint16_t)both;
-        pair[1] = (uint16_t)(both >> 16);
-    }
-
-    /* <q_g, D_g> of the thread's columns; a query that is not finite and sees nothing adds nothing. */
-    __device__ float dot_of(int half, const __nv_bfloat16 *query, int dim) const
-    {
-        float dot = 0.0F;
-#pragma unroll
-        for (int n = 0; n < DIM / 8; n++) {
-            const float low = sums.at(n, half, 0), high = sums.at(n, half, 1);
-            const uint32_t pair =
-                column_of(n, 0) < dim ? __ldg((const uint32_t *)(const void *)(query + column_of(n, 0))) : 0U;
-            dot = low != 0.0F ? fmaf(low, __uint_as_float(pair << 16), dot) : dot;
-            dot = high != 0.0F ? fmaf(high, __uint_as_float(pair & 0xFFFF0000U), dot) : dot;
-        }
-        dot += __shfl_xor_sync(~0U, dot, 1);
-        return dot + __shfl_xor_sync(~0U, dot, 2);
-    }
-
-    __device__ void store_row(int half) const
-    {
-        const skl_problem &p = params.problem;
-        const skl_output &dq = params.call.gradients.dq_s, &dw = params.call.gradients.dw_s;
-        const skl_input &w = params.call.inputs.w_s, &q = params.call.inputs.q_s;
-        const int row = own_row<1>(0, half), index_head = head % (int)p.index_heads, dim = (int)p.dim_s;
-        const int64_t batch = at.sequence.batch;
-        const int64_t query = at.sequence.query_begin + at.first + min(row, at.count - 1);
-        const float dot = dw.data != NULL
-                              ? dot_of(half, (const __nv_bfloat16 *)q.data + SKL_ROW(q, batch, head, query), dim)
-                              : 0.0F;
-        if (row >= at.count)
-            return;
-        const range32 sees = sight_of(params, at, row, 0);
-        const bool blind = sees.begin >= sees.end; /* whatever its weight and upstream gradient are */
-        const float scale = blind ? 0.0F : p.scale_s * G_UNIT * upstream_of(params, at, at.first + row);
-        if (dw.data != NULL && threadIdx.x % 4 == 0)
-            skl_store(dw.data, skl_grad_dtype(&p, p.dtype_w), SKL_ROW(dw, batch, at.head, query) + index_head,
-                      dot * scale);
-        if (dq.data == NULL)
-            return;
-        const float weight = skl_load(w.data, p.dtype_w, SKL_ROW(w, batch, at.head, query) + index_head);
-        const float factor = blind ? 0.0F : scale * weight;
-        const skl_dtype dtype = skl_grad_dtype(&p, SKL_BF16);
-        const int64_t base = SKL_ROW(dq, batch, head, query);
-#pragma unroll
-        for (int n = 0; n < DIM / 8; n++)
-            if (column_of(n, 0) < dim)
-                store_pair(dq, base + column_of(n, 0), dtype, sums.at(n, half, 0) * factor,
-                           sums.at(n, half, 1) * factor);
-    }
-};
-
 template <int DIM>
 __global__ void __launch_bounds__(INDEX_THREADS, 1)
     index_query_kernel(const __grid_constant__ index_params params, const __grid_constant__ index_maps maps)
@@ -332,7 +240,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
                 to[step] = __ldg(from + step * 32);
         };
         const auto count = [=](uint32_t pair, float low, float high, int, int) {
-            return weigh_pair(pair, low, high, make_float2(1.0F, 1.0F), least);
+            return weigh_pair<__nv_bfloat16>(pair, low, high, make_float2(1.0F, 1.0F), least);
         };
         if (stages > 0) {
             own.begin();
@@ -345,9 +253,10 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
             load_g(g[0], next);
             own.add_stage(n + 1, next, g[1], count);
         }
-        const query_gradients<DIM> gradients = {params, at, head, own.sums};
-        gradients.store_row(0);
-        gradients.store_row(1);
+        const query_gradients<__nv_bfloat16, DIM> gradients = {params, at, head};
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            gradients.store_row(own_row<1>(0, half), [&](int n, int parity) { return own.sums.at(n, half, parity); });
         return;
     }
     give_registers<24>();
@@ -372,81 +281,6 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
 
 /* ---- Keys --------------------------------------------------------------------------------------------------- */
 
-/* Slots of a student head that see the block's keys, as far as they belong to the strip. */
-__device__ inline range32 slots_of_head(const index_params &params, const key_work &work, int head)
-{
-    const int tiles = (int)skl_ceil_div(params.problem.len_q, SIDE);
-    const int begin = ((int)work.item * (int)params.problem.heads_s + head) * tiles; /* the last tile's */
-    const int strip_begin = (int)params.strip_first, strip_end = strip_begin + (int)params.strip_count;
-    const int end = min(begin + tiles - work.tile_begin, strip_end);
-    return {min(max(begin + tiles - work.tile_end, strip_begin), end), end};
-}
-
-/* Calls visit(slot) for every slot of the block's part, in order: those of all heads that share the keys are cut into
- * parts of the same size. */
-template <typename VISIT>
-__device__ inline void for_slots(const index_params &params, const key_work &work, VISIT visit)
-{
-    const int first = work.key_head * params.two.heads_per_key, end = first + params.two.heads_per_key;
-    int count = 0;
-    for (int head = first; head < end; head++) {
-        const range32 slots = slots_of_head(params, work, head);
-        count += slots.end - slots.begin;
-    }
-    int skip = (int)((int64_t)count * work.part / params.splits);
-    int left = (int)((int64_t)count * (work.part + 1) / params.splits) - skip;
-    for (int head = first; head < end && left > 0; head++) {
-        const range32 slots = slots_of_head(params, work, head);
-        for (int slot = slots.begin + skip; slot < slots.end && left > 0; slot++, left--)
-            visit(slot);
-        skip = max(0, skip - (slots.end - slots.begin));
-    }
-}
-
-__device__ inline key_work key_work_of_block(const index_params &params)
-{
-    const skl_problem &p = params.problem;
-    const int64_t tiles = skl_ceil_div(p.len_k, SIDE);
-    const int64_t at = blockIdx.x / params.splits;
-    key_work work = {};
-    work.item = at / tiles / p.key_heads_s;
-    work.sequence = device_sequence(params, work.item);
-    work.key_head = (int)(at / tiles % p.key_heads_s);
-    work.tile = (int)(at % tiles); /* causal: those that most queries see first */
-    work.part = (int)(blockIdx.x % params.splits);
-    if (work.tile * SIDE >= work.sequence.key_count)
-        return work;
-    const skl_band band = skl_query_band(&p, &work.sequence);
-    const int64_t last = skl_min((int64_t)(work.tile + 1) * SIDE, work.sequence.key_count) - 1;
-    work.tile_begin = (int)(skl_band_range(&band, (int64_t)work.tile * SIDE).begin / SIDE);
-    work.tile_end = max(work.tile_begin, (int)skl_ceil_div(skl_band_range(&band, last).end, SIDE));
-    for_slots(params, work, [&](int) { work.stages += SIDE / KEYS * (int)p.index_heads; });
-    return work;
-}
-
-__device__ inline uint32_t transpose(uint32_t matrix)
-{
-    uint32_t result;
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(matrix));
-    return result;
-}
-
-/* A 16 x 16 block of G as the other side's A operand. */
-__device__ inline uint4 transpose(const uint4 &block)
-{
-    return make_uint4(transpose(block.x), transpose(block.z), transpose(block.y), transpose(block.w));
-}
-
-/* With the upstream gradient. What is not finite becomes 0: where it counts, G is NaN. */
-__device__ inline float weight_of(const index_params &params, const slot_place &at, int row, int index_head)
-{
-    const skl_input &w = params.call.inputs.w_s;
-    const int64_t query = at.first + min(row, at.count - 1);
-    const int64_t offset = SKL_ROW(w, at.sequence.batch, at.head, at.sequence.query_begin + query) + index_head;
-    const float weight = skl_load(w.data, params.problem.dtype_w, offset) * upstream_of(params, at, query) * G_UNIT;
-    return fabsf(weight) < INFINITY ? weight : 0.0F;
-}
-
 template <int DIM>
 __global__ void __launch_bounds__(INDEX_THREADS, 1)
     index_key_kernel(const __grid_constant__ index_params params, const __grid_constant__ index_maps maps)
@@ -455,7 +289,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
     extern __shared__ __align__(1024) unsigned char raw[];
     index_block<DIM> &block = *(index_block<DIM> *)(void *)raw;
     if (threadIdx.x == 0) {
-        block.work = key_work_of_block(params);
+        block.work = key_work_of_block<KEYS>(params);
         init_barriers(block);
     }
     __syncthreads();
@@ -482,7 +316,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
                     own.add_stage(n, min(n + 1, work.stages - 1), g,
                                   [&](uint32_t pair, float low, float high, int at, int i) {
                                       const float2 weights = *(const float2 *)&block.weights[at][column_of(i, 0)];
-                                      return weigh_pair(pair, low, high, weights, least);
+                                      return weigh_pair<__nv_bfloat16>(pair, low, high, weights, least);
                                   });
             }
         });

@@ -8,59 +8,6 @@
 namespace sm90
 {
 
-/* Stabiliser and sum of the thread's columns of a row. */
-struct lse_row {
-    float m, l;
-
-    __device__ void move(float to)
-    {
-        l = l == 0.0F ? 0.0F : l * ex2(m - to);
-        m = to;
-    }
-};
-
-/* MASKED: keys that a row sees. */
-template <bool MASKED>
-__device__ inline void add_tile(lse_row (&rows)[2], const tile_logits &x, float scale, const range32 (&sees)[2])
-{
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        float m = rows[half].m;
-#pragma unroll
-        for (int n = 0; n < SIDE / 8; n++)
-#pragma unroll
-            for (int parity = 0; parity < 2; parity++) {
-                const int column = column_of(n, parity);
-                const bool seen = !MASKED || (column >= sees[half].begin && column < sees[half].end);
-                m = seen ? fmaxf(m, x[n][half * 2 + parity] * scale) : m;
-            }
-        rows[half].move(m);
-        float sum = 0.0F;
-#pragma unroll
-        for (int n = 0; n < SIDE / 8; n++)
-#pragma unroll
-            for (int parity = 0; parity < 2; parity++) {
-                const int column = column_of(n, parity);
-                const bool seen = !MASKED || (column >= sees[half].begin && column < sees[half].end);
-                sum += seen ? ex2(fmaf(x[n][half * 2 + parity], scale, -m)) : 0.0F;
-            }
-        rows[half].l += sum;
-    }
-}
-
-/* Four lanes hold a row. */
-__device__ inline float lse_of_lanes(const lse_row &row)
-{
-    float m = row.m;
-    m = fmaxf(m, __shfl_xor_sync(~0U, m, 1));
-    m = fmaxf(m, __shfl_xor_sync(~0U, m, 2));
-    lse_row moved = row;
-    moved.move(m);
-    moved.l += __shfl_xor_sync(~0U, moved.l, 1);
-    moved.l += __shfl_xor_sync(~0U, moved.l, 2);
-    return skl_lse(moved.m, moved.l);
-}
-
 /* To rows.lse_t of the call. */
 __global__ void __launch_bounds__(SCORE_THREADS, 1)
     lse_kernel(const __grid_constant__ index_params params, const __grid_constant__ score_maps maps)

@@ -16,15 +16,16 @@
 #ifndef SKL_CUDA_SM90_INDEX_SCORES_CUH
 #define SKL_CUDA_SM90_INDEX_SCORES_CUH
 
-#include "base/convert.h"
-#include "cuda/sm90/index_strip.cuh"
+#include "cuda/sm80/index_pairs.cuh"
 #include "cuda/sm90/tensor_map.cuh"
+#include "cuda/sm90/tile.cuh"
 
 namespace sm90
 {
 
+static_assert(SIDE == tile_place::ROWS, "two warpgroups own a slot");
+
 constexpr int SCORE_THREADS = 128 * (CONSUMERS + 1);
-constexpr int SLAB = 64; /* dimensions */
 constexpr int QUERY_STEPS = 4, KEY_STEPS = 2;
 
 typedef unsigned char slab[SIDE][SLAB * 2];
@@ -77,13 +78,6 @@ template <int STEPS> struct ring_place {
 
 /* ---- Heads, as producer and consumers meet them ------------------------------------------------------------- */
 
-/* The heads of one side, from the first to the last. */
-struct head_list {
-    int first, count;
-    int heads_per_key;
-    int slabs; /* of a head */
-};
-
 struct head_walk {
     const head_list &heads;
     int head;
@@ -114,19 +108,6 @@ struct head_walk {
         head++;
     }
 };
-
-__device__ inline head_list teacher_heads(const index_params &params, int head)
-{
-    const int group = params.with_teacher ? (int)skl_group(&params.problem) : 0;
-    return {head * group, group, params.one.heads_per_key, (params.one.dim + SLAB - 1) / SLAB};
-}
-
-/* All index heads of a student head share its keys. */
-__device__ inline head_list index_heads(const index_params &params, int head)
-{
-    const int heads = (int)params.problem.index_heads;
-    return {head * heads, heads, params.two.heads_per_key * heads, (params.two.dim + SLAB - 1) / SLAB};
-}
 
 /* ---- Producer ----------------------------------------------------------------------------------------------- */
 
@@ -164,47 +145,6 @@ struct slab_producer {
 };
 
 /* ---- Consumers ---------------------------------------------------------------------------------------------- */
-
-/* max(x, least) that lets NaN through. */
-__device__ inline float at_least(float x, float least)
-{
-    float y;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(least));
-    return y;
-}
-
-/* A row's weight for one head after the other. */
-struct head_weight {
-    const char *at;
-    int64_t size;
-    skl_dtype dtype;
-
-    __device__ float next()
-    {
-        const float value = skl_load(at, dtype, 0);
-        at += size;
-        return value;
-    }
-};
-
-/* A natural LSE in base 2; what f32 cannot hold of it is a factor, and with it that of the mean. */
-struct split_lse {
-    float high, factor;
-};
-
-struct head_lse {
-    const float *at;
-    int64_t step;
-    float mean; /* 1 / heads */
-
-    __device__ split_lse next()
-    {
-        const float lse = *at, high = __fmul_rn(lse, SKL_LOG2E);
-        const float low = fmaf(lse, (float)(SKL_LOG2E_DOUBLE - (double)SKL_LOG2E), fmaf(lse, SKL_LOG2E, -high));
-        at += step;
-        return {high, fabsf(lse) < INFINITY ? fmaf(-low * SKL_LN2, mean, mean) : mean};
-    }
-};
 
 struct slab_consumer {
     score_block &block;
@@ -292,112 +232,6 @@ __device__ inline slab_consumer begin_consumer(score_block &block, uint32_t grou
     return {block, group, {0, 0}, {0, 0}, 0};
 }
 
-/* The special function unit is exact to 2^-22 near 1, and to so much of the result elsewhere: it gets the mantissa,
- * and the exponent is added. 0 log 0 is 0. */
-__device__ inline float log2_of(float p)
-{
-    const int bits = __float_as_int(fmaxf(p, 1e-37F));
-    const int exponent = (bits - __float_as_int(0.75F)) >> 23;
-    return (float)exponent + __log2f(__int_as_float(bits - exponent * (1 << 23)));
-}
-
-__device__ inline void add_pair(index_row &row, float p, float v, float s)
-{
-    const float u = log2_of(p);
-    row.state.l_1 += p;
-    row.state.l_2 += s;
-    row.state.w = fmaf(p, u - v, row.state.w);
-    row.spread = fmaf(p, u, row.spread);
-}
-
-/* The thread's pairs of a tile; without LSEs of the index logits, so their stabiliser moves. */
-template <bool TEACHER>
-__device__ inline void add_tile(index_row (&rows)[2], const tile_logits &p, const tile_logits &y, float scale,
-                                const range32 (&sees)[2])
-{
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        float m = rows[half].state.m_2;
-        bool any = false;
-#pragma unroll
-        for (int n = 0; n < SIDE / 8; n++)
-#pragma unroll
-            for (int parity = 0; parity < 2; parity++) {
-                const int column = column_of(n, parity);
-                const bool seen = column >= sees[half].begin && column < sees[half].end;
-                m = seen ? fmaxf(m, y[n][half * 2 + parity] * scale) : m;
-                any = any || seen;
-            }
-        if (!any)
-            continue;
-        rows[half].state = skl_state_move(rows[half].state, 0.0F, m);
-#pragma unroll
-        for (int n = 0; n < SIDE / 8; n++)
-#pragma unroll
-            for (int parity = 0; parity < 2; parity++) {
-                const int column = column_of(n, parity), e = half * 2 + parity;
-                const float v = fmaf(y[n][e], scale, -m);
-                if (column < sees[half].begin || column >= sees[half].end)
-                    continue;
-                if (TEACHER)
-                    add_pair(rows[half], p[n][e], v, ex2(v));
-                else
-                    rows[half].state.l_2 += ex2(v);
-            }
-    }
-}
-
-/* The same where LSEs are known, which gives G: S - P, 0 where nothing is seen. `poison` is 0, or NaN where the
- * upstream gradient is not finite. */
-__device__ inline void store_tile(index_row (&rows)[2], uint4 *g, const tile_logits &p, const tile_logits &y,
-                                  float scale, const float (&poison)[2], const range32 (&sees)[2])
-{
-#pragma unroll
-    for (int block = 0; block < G_BLOCKS; block++, g += 32) {
-        uint32_t operand[4];
-#pragma unroll
-        for (int part = 0; part < 4; part++) {
-            const int n = block * 2 + part / 2, half = part % 2;
-            float pair[2];
-#pragma unroll
-            for (int parity = 0; parity < 2; parity++) {
-                const int column = column_of(n, parity), e = half * 2 + parity;
-                const bool seen = column >= sees[half].begin && column < sees[half].end;
-                const float v = fmaf(y[n][e], scale, -rows[half].state.m_2), s = ex2(v), one = p[n][e];
-                if (seen)
-                    add_pair(rows[half], one, v, s);
-                pair[parity] = seen ? fmaf(s - one, 1.0F / G_UNIT, poison[half]) : 0.0F;
-            }
-            operand[part] = pack(pair[0], pair[1], __half());
-        }
-        *g = make_uint4(operand[0], operand[1], operand[2], operand[3]);
-    }
-}
-
-/* Rows of the slot that the thread has; those behind the last do what the last one does, and see nothing. */
-__device__ inline int64_t query_of(const slot_place &at, int half)
-{
-    return at.first + min(own_row<1>(0, half), at.count - 1);
-}
-
-__device__ inline head_lse lse_of(const index_params &params, const slot_place &at, int first_head, int64_t query)
-{
-    const skl_input &lse = params.call.inputs.lse_t;
-    if (lse.data == NULL)
-        return {NULL, 0, 0.0F};
-    return {(const float *)lse.data + SKL_ROW(lse, at.sequence.batch, first_head, at.sequence.query_begin + query),
-            lse.stride_head, 1.0F / (float)skl_group(&params.problem)};
-}
-
-__device__ inline head_weight weight_of(const index_params &params, const slot_place &at, int64_t query)
-{
-    const skl_input &w = params.call.inputs.w_s;
-    const skl_dtype dtype = params.problem.dtype_w;
-    const int64_t size = (int64_t)skl_dtype_size(dtype);
-    return {(const char *)w.data + SKL_ROW(w, at.sequence.batch, at.head, at.sequence.query_begin + query) * size,
-            size, dtype};
-}
-
 template <bool GRADIENTS>
 __device__ inline void consume_scores(const index_params &params, score_block &block, uint32_t group)
 {
@@ -411,8 +245,9 @@ __device__ inline void consume_scores(const index_params &params, score_block &b
         rows[half].state.m_1 = 0.0F;
         if (GRADIENTS && at.count > 0) {
             const skl_inputs &in = params.call.inputs;
-            rows[half].state.m_2 = skl_row_value(&in.lse_s, &at.sequence, at.head, query_of(at, half)) * SKL_LOG2E;
-            poison[half] = 0.0F * upstream_of(params, at, query_of(at, half));
+            rows[half].state.m_2 =
+                skl_row_value(&in.lse_s, &at.sequence, at.head, query_of(at, own_row<1>(0, half))) * SKL_LOG2E;
+            poison[half] = 0.0F * upstream_of(params, at, query_of(at, own_row<1>(0, half)));
         }
     }
     const float scale_t = params.one.scale, least = params.least;
@@ -420,13 +255,14 @@ __device__ inline void consume_scores(const index_params &params, score_block &b
         tile_logits p, y;
         clear(p);
         const head_list teacher = teacher_heads(params, at.head);
-        head_lse lse[2] = {lse_of(params, at, teacher.first, query_of(at, 0)),
-                           lse_of(params, at, teacher.first, query_of(at, 1))};
+        head_lse lse[2] = {lse_of(params, at, teacher.first, query_of(at, own_row<1>(0, 0))),
+                           lse_of(params, at, teacher.first, query_of(at, own_row<1>(0, 1)))};
         slabs.add_heads(p, teacher, lse, [=](float sum, float x, const split_lse &value) {
             return fmaf(ex2(fmaf(x, scale_t, -value.high)), value.factor, sum);
         });
         clear(y);
-        head_weight w[2] = {weight_of(params, at, query_of(at, 0)), weight_of(params, at, query_of(at, 1))};
+        head_weight w[2] = {weight_of(params, at, query_of(at, own_row<1>(0, 0))),
+                            weight_of(params, at, query_of(at, own_row<1>(0, 1)))};
         slabs.add_heads(y, index_heads(params, at.head), w,
                         [=](float sum, float x, float value) { return fmaf(value, at_least(x, least), sum); });
         const range32 sees[2] = {sight_of(params, at, own_row<1>(0, 0), tile * SIDE),

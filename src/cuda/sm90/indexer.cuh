@@ -2,43 +2,12 @@
 #ifndef SKL_CUDA_SM90_INDEXER_CUH
 #define SKL_CUDA_SM90_INDEXER_CUH
 
+#include "cuda/sm80/index_launch.cuh"
 #include "cuda/sm90/index_gradients.cuh"
 #include "cuda/sm90/index_lse.cuh"
-#include "cuda/sm90/index_rows.cuh"
 
 namespace sm90
 {
-
-static_assert(sizeof(index_row) == SKL_INDEX_ROW_SIZE, "the workspace has room for them");
-
-/* ---- Calls -------------------------------------------------------------------------------------------------- */
-
-inline bool only_lse_s(const skl_call *call)
-{
-    const skl_rows *const rows = &call->rows;
-    return call->op == SKL_OP_FORWARD && rows->kl.data == NULL && rows->lse_t.data == NULL &&
-           rows->cross_entropy.data == NULL && rows->entropy.data == NULL && rows->mass.data == NULL;
-}
-
-/* All slots at first. */
-inline index_params params_for(const skl_cuda_params *params, const skl_index_layout &layout)
-{
-    char *const workspace = (char *)params->scratch;
-    index_params own = {};
-    (skl_cuda_params &)own = *params;
-    own.with_teacher = !only_lse_s(&params->call);
-    own.lse_given = params->call.inputs.lse_t.data != NULL;
-    own.least = params->problem.index_linear ? -INFINITY : 0.0F;
-    own.splits = layout.splits;
-    own.strip_first = 0;
-    own.strip_count = layout.slots;
-    own.g = (uint4 *)(void *)(workspace + layout.g_at);
-    own.parts = (index_row *)(void *)(workspace + layout.parts_at);
-    own.key_sums = (float *)(void *)(workspace + layout.sums_at);
-    own.sum_batches = layout.sum_batches;
-    own.sum_rows = layout.sum_rows;
-    return own;
-}
 
 /* False where the copy engine cannot read such tensors. */
 inline bool encode_teacher(score_maps *maps, const index_params &params)
@@ -78,14 +47,10 @@ cudaError_t launch_index(KERNEL kernel, int64_t blocks, int threads, size_t memo
     return cudaPeekAtLastError();
 }
 
-/* The teacher's LSEs, where the caller looks for them, or in the workspace. */
 inline cudaError_t launch_teacher_lse(index_params *own, const skl_index_layout &layout, const score_maps &maps)
 {
     const skl_problem *const p = &own->problem;
-    skl_output *const lse = &own->call.rows.lse_t;
-    if (lse->data == NULL)
-        *lse = skl_output_contiguous((char *)own->scratch + layout.lse_at, p->heads_t, query_rows(p).rows, 1);
-    own->call.inputs.lse_t = {lse->data, lse->stride_batch, lse->stride_head, lse->stride_row};
+    place_teacher_lse(own, layout);
     return launch_index(lse_kernel, p->batch * p->heads_t * skl_ceil_div(p->len_q, SIDE), SCORE_THREADS,
                         sizeof(score_block), *own, maps);
 }
@@ -94,10 +59,7 @@ template <bool GRADIENTS> cudaError_t launch_scores(const index_params &own, con
 {
     const cudaError_t error = launch_index(score_kernel<GRADIENTS>, own.strip_count * own.splits, SCORE_THREADS,
                                            sizeof(score_block), own, maps);
-    if (error != cudaSuccess || own.call.op == SKL_OP_BACKWARD)
-        return error;
-    finish_rows<<<(unsigned)own.strip_count, SIDE, 0, own.call.stream>>>(own);
-    return cudaPeekAtLastError();
+    return error == cudaSuccess ? launch_rows(own) : error;
 }
 
 inline cudaError_t launch_index_rows(const skl_cuda_params *params, skl_cuda_launcher otherwise)
@@ -139,13 +101,6 @@ cudaError_t launch_index_sums(const index_params &own, const skl_index_layout &l
     return error;
 }
 
-inline cudaError_t clear_key_sums(const index_params &own, const skl_index_layout &layout)
-{
-    const skl_problem *const p = &own.problem;
-    const int64_t count = layout.key_splits * layout.sum_batches * p->key_heads_s * layout.sum_rows * p->dim_s;
-    return cudaMemsetAsync(own.key_sums, 0, (size_t)count * sizeof(float), own.call.stream);
-}
-
 /* The general kernels, for what the copy engine cannot read. */
 struct general_launchers {
     skl_cuda_launcher rows, queries, keys;
@@ -174,22 +129,13 @@ inline cudaError_t launch_index_gradients(const skl_cuda_params *params, const g
     gradient_index_maps maps;
     if (!encode_scores(&scores, own) || !encode_gradients(&maps, own))
         return otherwise.run(params);
-    const bool keys = own.call.gradients.dk_s.data != NULL;
-    cudaError_t error = keys ? clear_key_sums(own, layout) : cudaSuccess;
-    for (int64_t slot = 0; slot < layout.slots && error == cudaSuccess; slot += layout.strip_slots) {
-        own.strip_first = slot;
-        own.strip_count = skl_min(layout.strip_slots, layout.slots - slot);
-        error = launch_scores<true>(own, scores);
-        if (error == cudaSuccess)
-            error = p->dim_s <= 64    ? launch_index_sums<64>(own, layout, maps)
-                    : p->dim_s <= 128 ? launch_index_sums<128>(own, layout, maps)
-                                      : launch_index_sums<256>(own, layout, maps);
-    }
-    if (error != cudaSuccess || !keys)
-        return error;
-    own.splits = layout.key_splits;
-    store_key_sums<<<(unsigned)own.multiprocessors * 16, STORE_THREADS, 0, own.call.stream>>>(own);
-    return cudaPeekAtLastError();
+    return launch_strips(&own, layout, [&](const index_params &strip) {
+        const cudaError_t error = launch_scores<true>(strip, scores);
+        return error != cudaSuccess ? error
+               : p->dim_s <= 64     ? launch_index_sums<64>(strip, layout, maps)
+               : p->dim_s <= 128    ? launch_index_sums<128>(strip, layout, maps)
+                                    : launch_index_sums<256>(strip, layout, maps);
+    });
 }
 
 } // namespace sm90

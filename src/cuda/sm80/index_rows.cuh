@@ -1,11 +1,11 @@
 /* What parts of an indexer's keys and queries left is put together. */
-#ifndef SKL_CUDA_SM90_INDEX_ROWS_CUH
-#define SKL_CUDA_SM90_INDEX_ROWS_CUH
+#ifndef SKL_CUDA_SM80_INDEX_ROWS_CUH
+#define SKL_CUDA_SM80_INDEX_ROWS_CUH
 
 #include "base/convert.h"
-#include "cuda/sm90/index_strip.cuh"
+#include "cuda/sm80/index_strip.cuh"
 
-namespace sm90
+namespace sm80
 {
 
 /* ---- Rows --------------------------------------------------------------------------------------------------- */
@@ -40,7 +40,7 @@ __device__ inline void finish_row(const index_params &params, const skl_sequence
 }
 
 /* A block a slot, a thread a query. */
-__global__ void __launch_bounds__(SIDE) finish_rows(const __grid_constant__ index_params params)
+static __global__ void __launch_bounds__(SIDE) finish_rows(const __grid_constant__ index_params params)
 {
     const skl_problem &p = params.problem;
     const slot_place at = slot_at(params, (unsigned)params.strip_first + blockIdx.x, (unsigned)p.heads_s);
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(SIDE) finish_rows(const __grid_constant__ inde
 
 constexpr int STORE_THREADS = 256;
 
-__global__ void __launch_bounds__(STORE_THREADS) store_key_sums(const __grid_constant__ index_params params)
+static __global__ void __launch_bounds__(STORE_THREADS) store_key_sums(const __grid_constant__ index_params params)
 {
     const skl_problem &p = params.problem;
     const skl_output &dk = params.call.gradients.dk_s;
@@ -78,6 +78,6 @@ __global__ void __launch_bounds__(STORE_THREADS) store_key_sums(const __grid_con
     }
 }
 
-} // namespace sm90
+} // namespace sm80
 
 #endif

@@ -1,4 +1,4 @@
-/* What the Hopper kernels for an indexer share.
+/* What the tensor-core kernels for an indexer share, by mma.sync and on Hopper.
  *
  * A gradient takes three kernels, one behind the other: scores (logits of all heads -> G, the gradient of every index
  * logit), queries (G -> dq, dw) and keys (G -> dk). Between them G lies in memory: not for all pairs, but for a
@@ -9,20 +9,20 @@
  *              keys, 128 a tile
  *            +----+----+----+----+
  *   slot 0   |    |    |    |####|   a slot: 128 queries of a sequence and student head; causal: longest first
- *   slot 1   |    |    |####|        a tile of G: 8 x 8 blocks of 16 x 16, each as wgmma takes it from registers:
+ *   slot 1   |    |    |####|        a tile of G: 8 x 8 blocks of 16 x 16, each as an A operand lies in registers:
  *   ...      +----+----+             16 bytes a lane
  */
-#ifndef SKL_CUDA_SM90_INDEX_STRIP_CUH
-#define SKL_CUDA_SM90_INDEX_STRIP_CUH
+#ifndef SKL_CUDA_SM80_INDEX_STRIP_CUH
+#define SKL_CUDA_SM80_INDEX_STRIP_CUH
 
-#include "cuda/sm90/index_layout.h"
-#include "cuda/sm90/tile.cuh"
+#include "cuda/index_layout.h"
+#include "cuda/sm80/rows.cuh"
 
-namespace sm90
+namespace sm80
 {
 
 constexpr int SIDE = SKL_INDEX_TILE; /* queries of a slot, keys of a tile */
-static_assert(SIDE == tile_place::ROWS, "two warpgroups own a slot");
+constexpr int SLAB = 64;             /* dimensions of a head that are staged together */
 
 /* What a part of a row's keys adds to it. */
 struct index_row {
@@ -84,6 +84,12 @@ __device__ inline range32 sight_of(const index_params &params, const slot_place 
     return {(int)sees.begin - first, (int)sees.end - first};
 }
 
+/* Rows behind the last one do what the last one does, and see nothing. */
+__device__ inline int64_t query_of(const slot_place &at, int row)
+{
+    return at.first + min(row, at.count - 1);
+}
+
 /* Whether every query of the slot sees all keys [first, first + count). */
 __device__ inline bool is_whole(const slot_place &at, int first, int count)
 {
@@ -94,6 +100,28 @@ __device__ inline float upstream_of(const index_params &params, const slot_place
 {
     const skl_input &rows = params.call.inputs.grad_kl;
     return rows.data != NULL ? skl_row_value(&rows, &at.sequence, at.head, query) : 1.0F;
+}
+
+/* ---- Heads -------------------------------------------------------------------------------------------------- */
+
+/* The heads of one side, from the first to the last. */
+struct head_list {
+    int first, count;
+    int heads_per_key;
+    int slabs; /* of a head */
+};
+
+__device__ inline head_list teacher_heads(const index_params &params, int head)
+{
+    const int group = params.with_teacher ? (int)skl_group(&params.problem) : 0;
+    return {head * group, group, params.one.heads_per_key, (params.one.dim + SLAB - 1) / SLAB};
+}
+
+/* All index heads of a student head share its keys. */
+__device__ inline head_list index_heads(const index_params &params, int head)
+{
+    const int heads = (int)params.problem.index_heads;
+    return {head * heads, heads, params.two.heads_per_key * heads, (params.two.dim + SLAB - 1) / SLAB};
 }
 
 /* ---- G ------------------------------------------------------------------------------------------------------ */
@@ -112,6 +140,6 @@ __device__ inline uint4 *g_block(const index_params &params, unsigned slot, int 
     return params.g + (index + query_block * G_BLOCKS + key_block) * 32 + threadIdx.x % 32;
 }
 
-} // namespace sm90
+} // namespace sm80
 
 #endif

@@ -1,6 +1,6 @@
-/* How an indexer on Hopper divides its work and its workspace: asked for at planning, and again at launch. */
-#ifndef SKL_CUDA_SM90_INDEX_LAYOUT_H
-#define SKL_CUDA_SM90_INDEX_LAYOUT_H
+/* How an indexer on tensor cores divides its work and its workspace: asked for at planning, and again at launch. */
+#ifndef SKL_CUDA_INDEX_LAYOUT_H
+#define SKL_CUDA_INDEX_LAYOUT_H
 
 #include "cuda/indexer_plan.h"
 

@@ -1,0 +1,215 @@
+/* What becomes of a tile of an indexer's logits: accumulators lie as those of mma m16n8, a thread has two rows and
+ * two columns of every 8, N times 8 columns. */
+#ifndef SKL_CUDA_SM80_INDEX_PAIRS_CUH
+#define SKL_CUDA_SM80_INDEX_PAIRS_CUH
+
+#include "base/convert.h"
+#include "cuda/sm80/index_strip.cuh"
+
+namespace sm80
+{
+
+/* ---- Heads add up ------------------------------------------------------------------------------------------- */
+
+/* max(x, least) that lets NaN through. */
+__device__ inline float at_least(float x, float least)
+{
+    float y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(least));
+    return y;
+}
+
+/* A row's weight for one head after the other. */
+struct head_weight {
+    const char *at;
+    int64_t size;
+    skl_dtype dtype;
+
+    __device__ float next()
+    {
+        const float value = skl_load(at, dtype, 0);
+        at += size;
+        return value;
+    }
+};
+
+/* A natural LSE in base 2; what f32 cannot hold of it is a factor, and with it that of the mean. */
+struct split_lse {
+    float high, factor;
+};
+
+struct head_lse {
+    const float *at;
+    int64_t step;
+    float mean; /* 1 / heads */
+
+    __device__ split_lse next()
+    {
+        const float lse = *at, high = __fmul_rn(lse, SKL_LOG2E);
+        const float low = fmaf(lse, (float)(SKL_LOG2E_DOUBLE - (double)SKL_LOG2E), fmaf(lse, SKL_LOG2E, -high));
+        at += step;
+        return {high, fabsf(lse) < INFINITY ? fmaf(-low * SKL_LN2, mean, mean) : mean};
+    }
+};
+
+__device__ inline head_lse lse_of(const index_params &params, const slot_place &at, int first_head, int64_t query)
+{
+    const skl_input &lse = params.call.inputs.lse_t;
+    if (lse.data == NULL)
+        return {NULL, 0, 0.0F};
+    return {(const float *)lse.data + SKL_ROW(lse, at.sequence.batch, first_head, at.sequence.query_begin + query),
+            lse.stride_head, 1.0F / (float)skl_group(&params.problem)};
+}
+
+__device__ inline head_weight weight_of(const index_params &params, const slot_place &at, int64_t query)
+{
+    const skl_input &w = params.call.inputs.w_s;
+    const skl_dtype dtype = params.problem.dtype_w;
+    const int64_t size = (int64_t)skl_dtype_size(dtype);
+    return {(const char *)w.data + SKL_ROW(w, at.sequence.batch, at.head, at.sequence.query_begin + query) * size,
+            size, dtype};
+}
+
+/* ---- Rows and G --------------------------------------------------------------------------------------------- */
+
+/* The special function unit is exact to 2^-22 near 1, and to so much of the result elsewhere: it gets the mantissa,
+ * and the exponent is added. 0 log 0 is 0. */
+__device__ inline float log2_of(float p)
+{
+    const int bits = __float_as_int(fmaxf(p, 1e-37F));
+    const int exponent = (bits - __float_as_int(0.75F)) >> 23;
+    return (float)exponent + __log2f(__int_as_float(bits - exponent * (1 << 23)));
+}
+
+__device__ inline void add_pair(index_row &row, float p, float v, float s)
+{
+    const float u = log2_of(p);
+    row.state.l_1 += p;
+    row.state.l_2 += s;
+    row.state.w = fmaf(p, u - v, row.state.w);
+    row.spread = fmaf(p, u, row.spread);
+}
+
+/* The thread's pairs of a tile; without LSEs of the index logits, so their stabiliser moves. */
+template <bool TEACHER, int N>
+__device__ inline void add_tile(index_row (&rows)[2], const float (&p)[N][4], const float (&y)[N][4], float scale,
+                                const range32 (&sees)[2])
+{
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float m = rows[half].state.m_2;
+        bool any = false;
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int parity = 0; parity < 2; parity++) {
+                const int column = column_of(n, parity);
+                const bool seen = column >= sees[half].begin && column < sees[half].end;
+                m = seen ? fmaxf(m, y[n][half * 2 + parity] * scale) : m;
+                any = any || seen;
+            }
+        if (!any)
+            continue;
+        rows[half].state = skl_state_move(rows[half].state, 0.0F, m);
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int parity = 0; parity < 2; parity++) {
+                const int column = column_of(n, parity), e = half * 2 + parity;
+                const float v = fmaf(y[n][e], scale, -m);
+                if (column < sees[half].begin || column >= sees[half].end)
+                    continue;
+                if (TEACHER)
+                    add_pair(rows[half], p[n][e], v, ex2(v));
+                else
+                    rows[half].state.l_2 += ex2(v);
+            }
+    }
+}
+
+/* The same where LSEs are known, which gives G: S - P, 0 where nothing is seen. `poison` is 0, or NaN where the
+ * upstream gradient is not finite. */
+template <int N>
+__device__ inline void store_tile(index_row (&rows)[2], uint4 *g, const float (&p)[N][4], const float (&y)[N][4],
+                                  float scale, const float (&poison)[2], const range32 (&sees)[2])
+{
+#pragma unroll
+    for (int block = 0; block < N / 2; block++, g += 32) {
+        uint32_t operand[4];
+#pragma unroll
+        for (int part = 0; part < 4; part++) {
+            const int n = block * 2 + part / 2, half = part % 2;
+            float pair[2];
+#pragma unroll
+            for (int parity = 0; parity < 2; parity++) {
+                const int column = column_of(n, parity), e = half * 2 + parity;
+                const bool seen = column >= sees[half].begin && column < sees[half].end;
+                const float v = fmaf(y[n][e], scale, -rows[half].state.m_2), s = ex2(v), one = p[n][e];
+                if (seen)
+                    add_pair(rows[half], one, v, s);
+                pair[parity] = seen ? fmaf(s - one, 1.0F / G_UNIT, poison[half]) : 0.0F;
+            }
+            operand[part] = pack(pair[0], pair[1], __half());
+        }
+        *g = make_uint4(operand[0], operand[1], operand[2], operand[3]);
+    }
+}
+
+/* ---- LSEs of the teacher ------------------------------------------------------------------------------------ */
+
+/* Stabiliser and sum of the thread's columns of a row. */
+struct lse_row {
+    float m, l;
+
+    __device__ void move(float to)
+    {
+        l = l == 0.0F ? 0.0F : l * ex2(m - to);
+        m = to;
+    }
+};
+
+/* MASKED: keys that a row sees. */
+template <bool MASKED, int N>
+__device__ inline void add_tile(lse_row (&rows)[2], const float (&x)[N][4], float scale, const range32 (&sees)[2])
+{
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float m = rows[half].m;
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int parity = 0; parity < 2; parity++) {
+                const int column = column_of(n, parity);
+                const bool seen = !MASKED || (column >= sees[half].begin && column < sees[half].end);
+                m = seen ? fmaxf(m, x[n][half * 2 + parity] * scale) : m;
+            }
+        rows[half].move(m);
+        float sum = 0.0F;
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int parity = 0; parity < 2; parity++) {
+                const int column = column_of(n, parity);
+                const bool seen = !MASKED || (column >= sees[half].begin && column < sees[half].end);
+                sum += seen ? ex2(fmaf(x[n][half * 2 + parity], scale, -m)) : 0.0F;
+            }
+        rows[half].l += sum;
+    }
+}
+
+/* Four lanes hold a row. */
+__device__ inline float lse_of_lanes(const lse_row &row)
+{
+    float m = row.m;
+    m = fmaxf(m, __shfl_xor_sync(~0U, m, 1));
+    m = fmaxf(m, __shfl_xor_sync(~0U, m, 2));
+    lse_row moved = row;
+    moved.move(m);
+    moved.l += __shfl_xor_sync(~0U, moved.l, 1);
+    moved.l += __shfl_xor_sync(~0U, moved.l, 2);
+    return skl_lse(moved.m, moved.l);
+}
+
+} // namespace sm80
+
+#endif
