@@ -108,31 +108,41 @@ static const indexer_kernel general_dense = {
 static const indexer_kernel general_sparse = {
     skl_cuda_listed_rows, NULL, NULL, skl_cuda_listed_gradients, false, fits_any, general_sparse_size};
 
-static bool fits_sm90_dense(const skl_problem *p)
+static bool fits_dense(const skl_problem *p, skl_dtype dtype)
 {
     const int64_t heads = skl_max(p->heads_t, skl_query_heads_s(p));
     const int64_t tiles = skl_ceil_div(skl_max(p->len_q, p->len_k) + 1, SKL_INDEX_TILE);
-    return p->dtype_t == SKL_BF16 && p->dtype_s == SKL_BF16 && p->direction == SKL_KL_FORWARD &&
-           p->softcap_t == 0.0F && p->dim_s <= SKL_INDEX_DIM_MAX && p->dim_t % COPY_ELEMENTS == 0 &&
-           p->dim_s % COPY_ELEMENTS == 0 && tiles < INT32_MAX / SKL_INDEX_TILE &&
-           p->batch < INT32_MAX / tiles / heads / SKL_INDEX_BLOCKS;
+    return p->dtype_t == dtype && p->dtype_s == dtype && p->direction == SKL_KL_FORWARD && p->softcap_t == 0.0F &&
+           p->dim_s <= SKL_INDEX_DIM_MAX && p->dim_t % COPY_ELEMENTS == 0 && p->dim_s % COPY_ELEMENTS == 0 &&
+           tiles < INT32_MAX / SKL_INDEX_TILE && p->batch < INT32_MAX / tiles / heads / SKL_INDEX_BLOCKS;
 }
 
-/* Also for the general kernel: it does what the copy engine cannot read. */
-static size_t sm90_dense_size(const skl_plan *plan, skl_op op)
+static bool fits_dense_bf16(const skl_problem *p)
+{
+    return fits_dense(p, SKL_BF16);
+}
+
+static bool fits_dense_f16(const skl_problem *p)
+{
+    return fits_dense(p, SKL_F16);
+}
+
+/* Also for the general kernel: it does what copies cannot read. */
+static size_t dense_size(const skl_plan *plan, skl_op op)
 {
     const int32_t multiprocessors = plan->block_count / GENERAL_RESIDENT;
     return larger(general_dense_size(plan, op),
                   skl_index_layout_of(&plan->problem, multiprocessors, has_gradients(op)).size);
 }
 
-static const indexer_kernel sm90_dense = {skl_cuda_sm90_bf16_indexer_rows,
-                                          NULL,
-                                          NULL,
-                                          skl_cuda_sm90_bf16_indexer_gradients,
-                                          true,
-                                          fits_sm90_dense,
-                                          sm90_dense_size};
+#define DENSE(kernel, type)                                                                                          \
+    {                                                                                                                \
+        skl_cuda_##kernel##_##type##_indexer_rows, NULL, NULL, skl_cuda_##kernel##_##type##_indexer_gradients, true, \
+            fits_dense_##type, dense_size                                                                            \
+    }
+static const indexer_kernel sm90_dense_bf16 = DENSE(sm90, bf16);
+static const indexer_kernel sm80_dense_bf16 = DENSE(sm80, bf16);
+static const indexer_kernel sm80_dense_f16 = DENSE(sm80, f16);
 
 #define SM80(type, TYPE, dim)                                                                                        \
     {                                                                                                                \
@@ -171,7 +181,11 @@ static const cuda_kernel kernels[] = {
     SM80(f16, SKL_F16, 128),
     SM80(f16, SKL_F16, 256),
     {"cuda_sm90_bf16_indexer", "bf16 indexers over all keys: wgmma", 90, 91, SKL_INDEX_DIM_MAX, SKL_BF16, NULL, NULL,
-     NULL, NULL, &sm90_dense, NULL},
+     NULL, NULL, &sm90_dense_bf16, NULL},
+    {"cuda_sm80_bf16_indexer", "bf16 indexers over all keys: mma.sync", 80, ANY, SKL_INDEX_DIM_MAX, SKL_BF16, NULL,
+     NULL, NULL, NULL, &sm80_dense_bf16, NULL},
+    {"cuda_sm80_f16_indexer", "f16 indexers over all keys: mma.sync", 80, ANY, SKL_INDEX_DIM_MAX, SKL_F16, NULL, NULL,
+     NULL, NULL, &sm80_dense_f16, NULL},
     {"cuda_general", "any type, size and stride; f32 arithmetic, 128-row tiles", CAPABILITY_MIN, ANY, 0, SKL_F32,
      skl_cuda_general_forward, skl_cuda_general_queries, skl_cuda_general_keys, NULL, &general_dense,
      &general_sparse},

@@ -4,7 +4,7 @@
 
 #include "cuda/indexer_plan.h"
 
-/* Memory of G. At 8,192 keys it holds 128 slots, at 131,072 eight. */
+/* Memory of G. At 8,192 keys it holds 128 slots, at 131,072 eight; of f16 half as many. */
 #define SKL_INDEX_STRIP_SIZE ((int64_t)256 << 20)
 
 #define SKL_INDEX_ROW_SIZE ((int64_t)sizeof(skl_row_state) + (int64_t)sizeof(float)) /* of a part of a row's sums */
@@ -22,6 +22,7 @@ typedef struct skl_index_layout {
     int32_t splits;      /* parts that the keys of a slot are cut into: of a forward, and of a strip */
     int32_t key_splits;  /* parts that the queries are cut into for key gradients */
     int64_t key_items;   /* key tiles of all sequences and key heads */
+    int64_t rest_at;     /* from G to what f16 leaves of it, in units of 16 bytes; 0: that is not kept */
     int64_t sum_batches, sum_rows;
     size_t lse_at, parts_at, g_at, sums_at, size; /* of the workspace, in bytes */
 } skl_index_layout;
@@ -43,10 +44,13 @@ static inline skl_index_layout skl_index_layout_of(const skl_problem *p, int32_t
 {
     skl_index_layout layout = {0};
     const int64_t key_tiles = skl_ceil_div(p->len_k, SKL_INDEX_TILE);
-    const int64_t slot_size = key_tiles * SKL_INDEX_TILE * SKL_INDEX_TILE * 2;
+    /* bf16 rounds G anew when it has its weights; for f16 that would be the same rounding twice. */
+    const int64_t planes = p->dtype_s == SKL_F16 ? 2 : 1;
+    const int64_t plane_size = key_tiles * SKL_INDEX_TILE * SKL_INDEX_TILE * 2, slot_size = planes * plane_size;
     layout.slots = p->batch * p->heads_s * skl_ceil_div(p->len_q, SKL_INDEX_TILE);
     layout.strip_slots =
         gradients ? skl_max(1, skl_min(SKL_INDEX_STRIP_SIZE / skl_max(1, slot_size), layout.slots)) : layout.slots;
+    layout.rest_at = planes > 1 ? layout.strip_slots * plane_size / 16 : 0;
     layout.splits = skl_index_splits(layout.strip_slots, (int64_t)multiprocessors * SKL_INDEX_BLOCKS, key_tiles);
     layout.key_items = p->batch * p->key_heads_s * key_tiles;
     layout.key_splits = skl_index_splits(layout.key_items, (int64_t)multiprocessors * SKL_INDEX_KEY_BLOCKS,

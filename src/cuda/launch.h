@@ -106,9 +106,13 @@ SKL_CUDA_SM90(bf16)
 SKL_CUDA_SM90(f16)
 #undef SKL_CUDA_SM90
 
-/* An indexer's dense stage on Hopper: bf16, KL(P || S), no softcap. */
+/* An indexer's dense stage on tensor cores: 16-bit types of one kind, KL(P || S), no softcap; on Hopper bf16. */
+cudaError_t skl_cuda_sm80_bf16_indexer_rows(const skl_cuda_params *params);
+cudaError_t skl_cuda_sm80_bf16_indexer_gradients(const skl_cuda_params *params); /* dq, dw and dk, and rows */
+cudaError_t skl_cuda_sm80_f16_indexer_rows(const skl_cuda_params *params);
+cudaError_t skl_cuda_sm80_f16_indexer_gradients(const skl_cuda_params *params);
 cudaError_t skl_cuda_sm90_bf16_indexer_rows(const skl_cuda_params *params);
-cudaError_t skl_cuda_sm90_bf16_indexer_gradients(const skl_cuda_params *params); /* dq, dw and dk, and rows */
+cudaError_t skl_cuda_sm90_bf16_indexer_gradients(const skl_cuda_params *params);
 
 /* Before and behind a sweep that adds to sums: they become 0, and are stored as the gradient if they are not itself.
  */

@@ -82,6 +82,17 @@ __device__ inline uint32_t pack(float low, float high, __half)
     return both;
 }
 
+/* And the values of such a pair. */
+__device__ inline float2 unpack(uint32_t pair, __nv_bfloat16)
+{
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000U));
+}
+
+__device__ inline float2 unpack(uint32_t pair, __half)
+{
+    return __half22float2(*(const __half2 *)&pair);
+}
+
 /* Largest of the warp's values, none of which is negative. */
 __device__ inline float warp_max(float value)
 {

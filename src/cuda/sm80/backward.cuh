@@ -64,6 +64,22 @@ template <int M> __device__ inline float largest_of(const logits<M, 2> &g)
 
 /* ---- One tile of own rows ----------------------------------------------------------------------------------- */
 
+/* sum += a, in 16 bits, times the 16 streamed rows from `row` on. */
+template <typename ELEMENT, int DIM, int WIDTH, int M>
+__device__ inline void add_operand(own_gradient<WIDTH, M> &own, const uint32_t (&a)[M][4], uint32_t operand, int row)
+{
+#pragma unroll
+    for (int pair = 0; pair < WIDTH / 16; pair++) {
+        uint32_t b[4];
+        ldmatrix_x4_transposed(b, at_chunk<DIM>(operand, row, 2 * pair));
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+            mma_m16n8k16(own.sum[m][2 * pair], a[m], b[0], b[1], ELEMENT());
+            mma_m16n8k16(own.sum[m][2 * pair + 1], a[m], b[2], b[3], ELEMENT());
+        }
+    }
+}
+
 /* sum += g times the 16 streamed rows from `row` on. */
 template <typename ELEMENT, int DIM, int WIDTH, int M>
 __device__ inline void add_product(own_gradient<WIDTH, M> &own, float inverse_unit, const logits<M, 2> &g,
@@ -77,16 +93,7 @@ __device__ inline void add_product(own_gradient<WIDTH, M> &own, float inverse_un
             const float(&pair)[4] = g.at[m][part / 2];
             a[m][part] = pack(pair[part % 2 * 2] * inverse_unit, pair[part % 2 * 2 + 1] * inverse_unit, ELEMENT());
         }
-#pragma unroll
-    for (int pair = 0; pair < WIDTH / 16; pair++) {
-        uint32_t b[4];
-        ldmatrix_x4_transposed(b, at_chunk<DIM>(operand, row, 2 * pair));
-#pragma unroll
-        for (int m = 0; m < M; m++) {
-            mma_m16n8k16(own.sum[m][2 * pair], a[m], b[0], b[1], ELEMENT());
-            mma_m16n8k16(own.sum[m][2 * pair + 1], a[m], b[2], b[3], ELEMENT());
-        }
-    }
+    add_operand<ELEMENT, DIM>(own, a, operand, row);
 }
 
 /* A query's facts belong to own rows, or to streamed ones (KEYS). Here LSEs are in base 2. */

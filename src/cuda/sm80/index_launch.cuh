@@ -33,6 +33,7 @@ inline index_params params_for(const skl_cuda_params *params, const skl_index_la
     own.key_sums = (float *)(void *)(workspace + layout.sums_at);
     own.sum_batches = layout.sum_batches;
     own.sum_rows = layout.sum_rows;
+    own.rest_at = layout.rest_at;
     return own;
 }
 

@@ -128,14 +128,15 @@ __device__ inline void add_tile(index_row (&rows)[2], const float (&p)[N][4], co
 }
 
 /* The same where LSEs are known, which gives G: S - P, 0 where nothing is seen. `poison` is 0, or NaN where the
- * upstream gradient is not finite. */
-template <int N>
-__device__ inline void store_tile(index_row (&rows)[2], uint4 *g, const float (&p)[N][4], const float (&y)[N][4],
-                                  float scale, const float (&poison)[2], const range32 (&sees)[2])
+ * upstream gradient is not finite. PLANES: 2 with what f16 leaves of it, `rest_at` behind it. */
+template <int PLANES, int N>
+__device__ inline void store_tile(index_row (&rows)[2], uint4 *g, int64_t rest_at, const float (&p)[N][4],
+                                  const float (&y)[N][4], float scale, const float (&poison)[2],
+                                  const range32 (&sees)[2])
 {
 #pragma unroll
     for (int block = 0; block < N / 2; block++, g += 32) {
-        uint32_t operand[4];
+        uint32_t operand[4], rest[4];
 #pragma unroll
         for (int part = 0; part < 4; part++) {
             const int n = block * 2 + part / 2, half = part % 2;
@@ -150,8 +151,12 @@ __device__ inline void store_tile(index_row (&rows)[2], uint4 *g, const float (&
                 pair[parity] = seen ? fmaf(s - one, 1.0F / G_UNIT, poison[half]) : 0.0F;
             }
             operand[part] = pack(pair[0], pair[1], __half());
+            const float2 kept = unpack(operand[part], __half());
+            rest[part] = pack(pair[0] - kept.x, pair[1] - kept.y, __half());
         }
         *g = make_uint4(operand[0], operand[1], operand[2], operand[3]);
+        if (PLANES == 2)
+            g[rest_at] = make_uint4(rest[0], rest[1], rest[2], rest[3]);
     }
 }
 

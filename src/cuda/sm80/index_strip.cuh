@@ -39,6 +39,7 @@ struct index_params : skl_cuda_params {
     index_row *parts; /* [slot of the strip][part of the keys][query] */
     float *key_sums;  /* dk: [part of the queries][batch][key head][row][dim] */
     int64_t sum_batches, sum_rows;
+    int64_t rest_at; /* from a block of G to what f16 leaves of it */
 };
 
 /* ---- Slots -------------------------------------------------------------------------------------------------- */
@@ -131,6 +132,11 @@ constexpr int G_BLOCKS = SIDE / 16;
 /* S - P is kept in f16, which has 3 bits more than bf16, so that what is made of it is rounded to bf16 once; in a
  * unit that lets 1 become 2^15. Upstream gradients, which may have any size, come later. */
 constexpr float G_UNIT = 1.0F / 32768.0F;
+
+/* A key gradient's G has its weights in it, and is rounded with them. Where that is to f16, once more as coarsely,
+ * what the first rounding left is kept beside it. */
+template <typename ELEMENT> constexpr int G_PLANES = 1;
+template <> constexpr int G_PLANES<__half> = 2;
 
 /* A lane's part of a 16 x 16 block, as an A operand. */
 __device__ inline uint4 *g_block(const index_params &params, unsigned slot, int tile, int query_block, int key_block)

@@ -11,27 +11,14 @@
 namespace sm80
 {
 
-/* What counts of a pair of G, which is in f16. By multiplication: NaN stays NaN, whether it counts or not.
- */
+/* What counts of a pair of G. By multiplication: NaN stays NaN, whether it counts or not. */
 template <typename ELEMENT>
-__device__ inline uint32_t weigh_pair(uint32_t pair, float low, float high, float2 weights, float least)
+__device__ inline uint32_t weigh_pair(float2 pair, float low, float high, float2 weights, float least)
 {
-    const __half2 halves = *(const __half2 *)&pair;
-    return pack(__low2float(halves) * (low > least ? weights.x : 0.0F),
-                __high2float(halves) * (high > least ? weights.y : 0.0F), ELEMENT());
+    return pack(pair.x * (low > least ? weights.x : 0.0F), pair.y * (high > least ? weights.y : 0.0F), ELEMENT());
 }
 
 /* ---- Queries ------------------------------------------------------------------------------------------------ */
-
-__device__ inline float2 unpack(uint32_t pair, __nv_bfloat16)
-{
-    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000U));
-}
-
-__device__ inline float2 unpack(uint32_t pair, __half)
-{
-    return __half22float2(*(const __half2 *)&pair);
-}
 
 __device__ constexpr skl_dtype dtype_of(__nv_bfloat16)
 {
@@ -158,25 +145,25 @@ __device__ inline void for_slots(const index_params &params, const key_work &wor
     }
 }
 
-/* Its queries come in stages of so many rows. */
-template <int STAGE_ROWS> __device__ inline key_work key_work_of_block(const index_params &params)
+/* Of a block of so many; its queries come in stages of ROWS. */
+template <int ROWS> __device__ inline key_work key_work_of_block(const index_params &params, unsigned block)
 {
     const skl_problem &p = params.problem;
     const int64_t tiles = skl_ceil_div(p.len_k, SIDE);
-    const int64_t at = blockIdx.x / params.splits;
+    const int64_t at = block / params.splits;
     key_work work = {};
     work.item = at / tiles / p.key_heads_s;
     work.sequence = device_sequence(params, work.item);
     work.key_head = (int)(at / tiles % p.key_heads_s);
     work.tile = (int)(at % tiles); /* causal: those that most queries see first */
-    work.part = (int)(blockIdx.x % params.splits);
+    work.part = (int)(block % params.splits);
     if (work.tile * SIDE >= work.sequence.key_count)
         return work;
     const skl_band band = skl_query_band(&p, &work.sequence);
     const int64_t last = skl_min((int64_t)(work.tile + 1) * SIDE, work.sequence.key_count) - 1;
     work.tile_begin = (int)(skl_band_range(&band, (int64_t)work.tile * SIDE).begin / SIDE);
     work.tile_end = max(work.tile_begin, (int)skl_ceil_div(skl_band_range(&band, last).end, SIDE));
-    for_slots(params, work, [&](int) { work.stages += SIDE / STAGE_ROWS * (int)p.index_heads; });
+    for_slots(params, work, [&](int) { work.stages += SIDE / ROWS * (int)p.index_heads; });
     return work;
 }
 
@@ -193,14 +180,23 @@ __device__ inline uint4 transpose(const uint4 &block)
     return make_uint4(transpose(block.x), transpose(block.z), transpose(block.y), transpose(block.w));
 }
 
-/* With the upstream gradient. What is not finite becomes 0: where it counts, G is NaN. */
-__device__ inline float weight_of(const index_params &params, const slot_place &at, int row, int index_head)
+/* Adds to the sums of the block's part: WIDTH dimensions from `first` on of row `row` of its key tile; sum(n, parity)
+ * as [8 dimensions][parity]. */
+template <int WIDTH, typename SUM>
+__device__ inline void add_key_row(const index_params &params, const key_work &work, int row, int first, SUM sum)
 {
-    const skl_input &w = params.call.inputs.w_s;
-    const int64_t query = at.first + min(row, at.count - 1);
-    const int64_t offset = SKL_ROW(w, at.sequence.batch, at.head, at.sequence.query_begin + query) + index_head;
-    const float weight = skl_load(w.data, params.problem.dtype_w, offset) * upstream_of(params, at, query) * G_UNIT;
-    return fabsf(weight) < INFINITY ? weight : 0.0F;
+    const skl_problem &p = params.problem;
+    const int key = work.tile * SIDE + row, dim = (int)p.dim_s;
+    const int64_t part =
+        ((int64_t)work.part * params.sum_batches + work.sequence.batch) * p.key_heads_s + work.key_head;
+    float *const to = params.key_sums + (part * params.sum_rows + work.sequence.key_begin + key) * dim;
+#pragma unroll
+    for (int n = 0; n < WIDTH / 8; n++)
+        if (key < work.sequence.key_count && first + column_of(n, 0) < dim) {
+            float2 *const pair = (float2 *)(void *)(to + first + column_of(n, 0));
+            const float2 before = *pair;
+            *pair = make_float2(before.x + sum(n, 0), before.y + sum(n, 1));
+        }
 }
 
 } // namespace sm80

@@ -131,14 +131,12 @@ template <int DIM> __device__ inline uint32_t gradient_operand(const staged_rows
     return matrix_address(rows, lane / 8 % 2, lane / 16);
 }
 
-/* The block's own rows, through all of the stages' memory; rows behind `count` become 0. */
+/* The block's own rows, through memory for as many of them; rows behind `count` become 0. */
 template <int DIM, int M, typename ELEMENT>
-__device__ inline void load_own(own_rows<DIM, M> &own, stage_memory<DIM> (&stages)[STAGES],
-                                const row_source<ELEMENT> &from, int count)
+__device__ inline void load_own(own_rows<DIM, M> &own, staged_rows<DIM> *area, const row_source<ELEMENT> &from,
+                                int count)
 {
     constexpr int ROWS = WARPS * 16 * M;
-    static_assert(ROWS <= STAGES * 2 * STAGE_ROWS<DIM>, "own rows fit into the stages");
-    staged_rows<DIM> *const area = &stages[0].one;
 #pragma unroll
     for (int first = 0; first < ROWS; first += STAGE_ROWS<DIM>)
         copy_rows(area[first / STAGE_ROWS<DIM>], from, first, count);
@@ -153,6 +151,15 @@ __device__ inline void load_own(own_rows<DIM, M> &own, stage_memory<DIM> (&stage
         for (int k = 0; k < DIM / 16; k++)
             ldmatrix_x4(own.a[m][k], at_chunk<DIM>(operand, warp_row % STAGE_ROWS<DIM> + m * 16, 2 * k));
     __syncthreads();
+}
+
+/* Through all of the stages' memory. */
+template <int DIM, int M, typename ELEMENT>
+__device__ inline void load_own(own_rows<DIM, M> &own, stage_memory<DIM> (&stages)[STAGES],
+                                const row_source<ELEMENT> &from, int count)
+{
+    static_assert(WARPS * 16 * M <= STAGES * 2 * STAGE_ROWS<DIM>, "own rows fit into the stages");
+    load_own(own, &stages[0].one, from, count);
 }
 
 /* ---- Logits ------------------------------------------------------------------------------------------------- */

@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
                 to[step] = __ldg(from + step * 32);
         };
         const auto count = [=](uint32_t pair, float low, float high, int, int) {
-            return weigh_pair<__nv_bfloat16>(pair, low, high, make_float2(1.0F, 1.0F), least);
+            return weigh_pair<__nv_bfloat16>(unpack(pair, __half()), low, high, make_float2(1.0F, 1.0F), least);
         };
         if (stages > 0) {
             own.begin();
@@ -281,6 +281,16 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
 
 /* ---- Keys --------------------------------------------------------------------------------------------------- */
 
+/* With the upstream gradient. What is not finite becomes 0: where it counts, G is NaN. */
+__device__ inline float weight_of(const index_params &params, const slot_place &at, int row, int index_head)
+{
+    const skl_input &w = params.call.inputs.w_s;
+    const int64_t query = at.first + min(row, at.count - 1);
+    const int64_t offset = SKL_ROW(w, at.sequence.batch, at.head, at.sequence.query_begin + query) + index_head;
+    const float weight = skl_load(w.data, params.problem.dtype_w, offset) * upstream_of(params, at, query) * G_UNIT;
+    return fabsf(weight) < INFINITY ? weight : 0.0F;
+}
+
 template <int DIM>
 __global__ void __launch_bounds__(INDEX_THREADS, 1)
     index_key_kernel(const __grid_constant__ index_params params, const __grid_constant__ index_maps maps)
@@ -289,7 +299,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
     extern __shared__ __align__(1024) unsigned char raw[];
     index_block<DIM> &block = *(index_block<DIM> *)(void *)raw;
     if (threadIdx.x == 0) {
-        block.work = key_work_of_block<KEYS>(params);
+        block.work = key_work_of_block<KEYS>(params, blockIdx.x);
         init_barriers(block);
     }
     __syncthreads();
@@ -313,29 +323,17 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
                     g[step] = transpose(
                         __ldg(g_block(params, slot, work.tile, half * (KEYS / 16) + step, (int)threadIdx.x / 32)));
                 for (int head = 0; head < heads; head++, n++)
-                    own.add_stage(n, min(n + 1, work.stages - 1), g,
-                                  [&](uint32_t pair, float low, float high, int at, int i) {
-                                      const float2 weights = *(const float2 *)&block.weights[at][column_of(i, 0)];
-                                      return weigh_pair<__nv_bfloat16>(pair, low, high, weights, least);
-                                  });
+                    own.add_stage(
+                        n, min(n + 1, work.stages - 1), g, [&](uint32_t pair, float low, float high, int at, int i) {
+                            const float2 weights = *(const float2 *)&block.weights[at][column_of(i, 0)];
+                            return weigh_pair<__nv_bfloat16>(unpack(pair, __half()), low, high, weights, least);
+                        });
             }
         });
-        float *const sums =
-            params.key_sums +
-            (((int64_t)work.part * params.sum_batches + batch) * params.problem.key_heads_s + work.key_head) *
-                params.sum_rows * params.problem.dim_s;
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int key = work.tile * SIDE + own_row<1>(0, half), dim = (int)params.problem.dim_s;
-            float *const row = sums + (work.sequence.key_begin + key) * dim;
-#pragma unroll
-            for (int c = 0; c < DIM / 8; c++)
-                if (key < work.sequence.key_count && column_of(c, 0) < dim) {
-                    float2 *const to = (float2 *)(void *)(row + column_of(c, 0));
-                    const float2 before = *to;
-                    *to = make_float2(before.x + own.sums.at(c, half, 0), before.y + own.sums.at(c, half, 1));
-                }
-        }
+        for (int half = 0; half < 2; half++)
+            add_key_row<DIM>(params, work, own_row<1>(0, half), 0,
+                             [&](int c, int parity) { return own.sums.at(c, half, parity); });
         return;
     }
     give_registers<56>();

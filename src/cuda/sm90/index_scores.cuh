@@ -268,8 +268,8 @@ __device__ inline void consume_scores(const index_params &params, score_block &b
         const range32 sees[2] = {sight_of(params, at, own_row<1>(0, 0), tile * SIDE),
                                  sight_of(params, at, own_row<1>(0, 1), tile * SIDE)};
         if (GRADIENTS)
-            store_tile(rows, g_block(params, block.slot, tile, (int)threadIdx.x / 32, 0), p, y, params.two.scale,
-                       poison, sees);
+            store_tile<1>(rows, g_block(params, block.slot, tile, (int)threadIdx.x / 32, 0), 0, p, y,
+                          params.two.scale, poison, sees);
         else if (params.with_teacher)
             add_tile<true>(rows, p, y, params.two.scale, sees);
         else

@@ -1,0 +1,11 @@
+#include "cuda/sm80/indexer.cuh"
+
+extern "C" cudaError_t skl_cuda_sm80_f16_indexer_rows(const skl_cuda_params *params)
+{
+    return sm80::launch_index_rows<__half>(params);
+}
+
+extern "C" cudaError_t skl_cuda_sm80_f16_indexer_gradients(const skl_cuda_params *params)
+{
+    return sm80::launch_index_gradients<__half>(params);
+}
