@@ -193,7 +193,8 @@ typedef struct skl_options {
     int32_t device_index;
     int32_t threads;       /* CPU threads; 0: STREAMKL_THREADS, else every core. Results do not depend on it */
     int32_t deterministic; /* 1: gradients have the same bits on every run, and need no workspace that grows with
-                            * len_k; 0: Hopper GPUs may sum key gradients in any order, which is faster */
+                            * len_k, unless the student is an indexer; 0: Hopper GPUs may sum key gradients in any
+                            * order, which is faster */
     const char *kernel;    /* force a kernel by its name; NULL: STREAMKL_KERNEL, else the best that fits */
     skl_progress progress; /* CPU: progress of long calls; may be NULL */
     void *progress_user;
