@@ -172,17 +172,30 @@ __device__ inline float at_least(float x, float least)
     return y;
 }
 
-/* A row's weight for one head after the other. */
+/* A row's number for one head after the other. Loads are a head ahead of their use, and nothing is made of what they
+ * bring before products are under way: a warp that waits for it starts none. */
 struct head_weight {
     const char *at;
     int64_t size;
     skl_dtype dtype;
 
-    __device__ float next()
+    typedef uint32_t raw;
+
+    __device__ raw load() const
     {
-        const float value = skl_load(at, dtype, 0);
+        return dtype == SKL_F32 ? *(const uint32_t *)(const void *)at : *(const uint16_t *)(const void *)at;
+    }
+
+    __device__ void next()
+    {
         at += size;
-        return value;
+    }
+
+    __device__ float value(raw bits) const
+    {
+        return dtype == SKL_F32    ? __uint_as_float(bits)
+               : dtype == SKL_BF16 ? __uint_as_float(bits << 16)
+                                   : __half2float(__ushort_as_half((unsigned short)bits));
     }
 };
 
@@ -196,11 +209,22 @@ struct head_lse {
     int64_t step;
     float mean; /* 1 / heads */
 
-    __device__ split_lse next()
+    typedef float raw;
+
+    __device__ raw load() const
     {
-        const float lse = *at, high = __fmul_rn(lse, SKL_LOG2E);
-        const float low = fmaf(lse, (float)(SKL_LOG2E_DOUBLE - (double)SKL_LOG2E), fmaf(lse, SKL_LOG2E, -high));
+        return *at;
+    }
+
+    __device__ void next()
+    {
         at += step;
+    }
+
+    __device__ split_lse value(float lse) const
+    {
+        const float high = __fmul_rn(lse, SKL_LOG2E);
+        const float low = fmaf(lse, (float)(SKL_LOG2E_DOUBLE - (double)SKL_LOG2E), fmaf(lse, SKL_LOG2E, -high));
         return {high, fabsf(lse) < INFINITY ? fmaf(-low * SKL_LN2, mean, mean) : mean};
     }
 };
@@ -258,9 +282,20 @@ struct slab_consumer {
     __device__ void add_heads(tile_logits &sum, const head_list &heads, VALUES (&values)[2], COMBINE combine)
     {
         tile_logits x;
+        if (heads.count == 0)
+            return;
+        typename VALUES::raw next[2] = {values[0].load(), values[1].load()};
         for (head_walk walk(heads); !walk.at_end(); walk.next()) {
-            const auto first = values[0].next(), second = values[1].next(); /* on their way while products are made */
+            const typename VALUES::raw now[2] = {next[0], next[1]};
+            if (walk.head + 1 < heads.first + heads.count) {
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    values[half].next();
+                    next[half] = values[half].load();
+                }
+            }
             multiply(x, heads.slabs, walk.keys_stay());
+            const auto first = values[0].value(now[0]), second = values[1].value(now[1]);
 #pragma unroll
             for (int n = 0; n < SIDE / 8; n++)
 #pragma unroll
@@ -301,7 +336,7 @@ __device__ inline void add_pair(index_row &row, float p, float v, float s)
 }
 
 /* The thread's pairs of a tile; without LSEs of the index logits, so their stabiliser moves. */
-template <bool TEACHER>
+template <bool TEACHER, bool MASKED>
 __device__ inline void add_tile(index_row (&rows)[2], const tile_logits &p, const tile_logits &y, float scale,
                                 const range32 (&sees)[2])
 {
@@ -314,7 +349,7 @@ __device__ inline void add_tile(index_row (&rows)[2], const tile_logits &p, cons
 #pragma unroll
             for (int parity = 0; parity < 2; parity++) {
                 const int column = column_of(n, parity);
-                const bool seen = column >= sees[half].begin && column < sees[half].end;
+                const bool seen = !MASKED || (column >= sees[half].begin && column < sees[half].end);
                 m = seen ? fmaxf(m, y[n][half * 2 + parity] * scale) : m;
                 any = any || seen;
             }
@@ -327,7 +362,7 @@ __device__ inline void add_tile(index_row (&rows)[2], const tile_logits &p, cons
             for (int parity = 0; parity < 2; parity++) {
                 const int column = column_of(n, parity), e = half * 2 + parity;
                 const float v = fmaf(y[n][e], scale, -m);
-                if (column < sees[half].begin || column >= sees[half].end)
+                if (MASKED && (column < sees[half].begin || column >= sees[half].end))
                     continue;
                 if (TEACHER)
                     add_pair(rows[half], p[n][e], v, ex2(v));
@@ -425,9 +460,11 @@ __device__ inline void consume_scores(const index_params &params, score_block &b
             store_tile(rows, g_block(params, block.slot, tile, (int)threadIdx.x / 32, 0), p, y, params.two.scale,
                        poison, sees);
         else if (params.with_teacher)
-            add_tile<true>(rows, p, y, params.two.scale, sees);
+            add_tile<true, true>(rows, p, y, params.two.scale, sees);
+        else if (is_whole(at, tile * SIDE, SIDE)) /* with no teacher in between it matters */
+            add_tile<false, false>(rows, p, y, params.two.scale, sees);
         else
-            add_tile<false>(rows, p, y, params.two.scale, sees);
+            add_tile<false, true>(rows, p, y, params.two.scale, sees);
     }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
