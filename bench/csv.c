@@ -5,7 +5,7 @@
 static const char header[] =
     "date,version,machine,cores,kernel,dtype,gradients,mask,heads,length,dim,threads,method,pass,"
     "status,samples,median_s,min_s,max_s,executed_gflops,useful_gflops,sgemm_gflops,"
-    "percent_of_sgemm,memory_bytes,streaming_speedup,percent_waiting\n";
+    "percent_of_sgemm,memory_bytes,streaming_speedup,percent_waiting,index_heads,key_heads,top_k\n";
 
 static void write_quoted(FILE *stream, const char *text)
 {
@@ -37,6 +37,15 @@ static void write_circumstances(FILE *stream, const bench_report *report, const 
             config->causal ? "causal" : "none", config->heads, point->length, point->dim, point->threads);
 }
 
+/* What only an indexer has. */
+static void write_student(FILE *stream, const bench_config *config)
+{
+    write_number(stream, (double)config->index_heads);
+    write_number(stream, (double)(config->index_heads && !config->key_heads ? config->heads : config->key_heads));
+    write_number(stream, (double)config->top_k);
+    putc('\n', stream);
+}
+
 static void write_pass(FILE *stream, const bench_report *report, const bench_point *point, bench_method method,
                        bench_pass pass)
 {
@@ -56,13 +65,14 @@ static void write_pass(FILE *stream, const bench_report *report, const bench_poi
     fprintf(stream, ",%zu", result->memory_size);
     write_number(stream, streams ? 0 : bench_speedup(point, method, pass));
     write_number(stream, 100 * point->waiting_share);
-    putc('\n', stream);
+    write_student(stream, &report->config);
 }
 
 static void write_skipped(FILE *stream, const bench_report *report, const bench_point *point, bench_method method)
 {
     write_circumstances(stream, report, point);
-    fprintf(stream, ",%s,,skipped,,,,,,,,,%zu,,\n", bench_method_name(method), point->methods[method].memory_size);
+    fprintf(stream, ",%s,,skipped,,,,,,,,,%zu,,", bench_method_name(method), point->methods[method].memory_size);
+    write_student(stream, &report->config);
 }
 
 void csv_write(FILE *stream, const bench_report *report)
@@ -72,7 +82,8 @@ void csv_write(FILE *stream, const bench_report *report)
         const bench_point *const point = &report->points[i];
         for (int method = 0; method < BENCH_METHOD_COUNT; method++) {
             if (!point->methods[method].ran) {
-                write_skipped(stream, report, point, (bench_method)method);
+                if (report->config.index_heads == 0) /* there is no other method for an indexer */
+                    write_skipped(stream, report, point, (bench_method)method);
                 continue;
             }
             for (int pass = 0; pass < bench_pass_count((bench_method)method); pass++)

@@ -16,7 +16,10 @@ typedef struct bench_list {
 
 typedef struct bench_config {
     bench_list lengths, dims, threads;
-    int64_t heads;
+    int64_t heads;       /* of both models; with an indexer of the teacher, all of which one student head learns */
+    int64_t index_heads; /* not 0: the student is an indexer of so many heads */
+    int64_t key_heads;   /* of an indexer's teacher; 0: as many as heads */
+    int64_t top_k;       /* of an indexer: keys on every list; 0: dense */
     skl_dtype dtype;
     int32_t grad_f32, causal;
     skl_options engine; /* device and kernel; the threads are those of the list */
@@ -37,8 +40,9 @@ const char *bench_type_name(skl_dtype type);
 int bench_pass_count(bench_method method);
 
 typedef struct bench_method_result {
-    bool ran;           /* false: not asked for, no BLAS, or more memory than allowed */
-    size_t memory_size; /* at the peak, beside inputs and outputs; known even where it did not run */
+    bool ran; /* false: not asked for, no BLAS, or more memory than allowed */
+    size_t
+        memory_size; /* at the peak, beside inputs and outputs; known even where it did not run, save for indexers */
     timing passes[BENCH_PASS_COUNT];
 } bench_method_result;
 
@@ -66,15 +70,19 @@ typedef struct bench_report {
     bench_point points[BENCH_LIST_MAX * BENCH_LIST_MAX * BENCH_LIST_MAX];
 } bench_report;
 
+/* The problem that is timed. */
+skl_problem bench_problem(const bench_config *config, int64_t length, int64_t dim);
+
 /* FLOP a second of the matmuls a pass has executed. Of pairs that a causal mask hides, streaming skips whole tiles
  * and the baseline none; the hidden part of a tile on the diagonal is not counted. */
 double bench_executed_flops(const bench_config *config, const bench_point *point, bench_method method,
                             bench_pass pass);
 
-/* FLOP a second that the task itself needs without stored matrices: 4 d a visible pair forward, 8 d backward. */
+/* FLOP a second that the task itself needs without stored matrices: 4 d a visible pair forward, 8 d backward; with an
+ * indexer 2 d for each teacher and index head, and 4 d more for each index head backward. */
 double bench_useful_flops(const bench_config *config, const bench_point *point, bench_pass pass);
 
-/* Visible (query, key) pairs of all heads. */
+/* Visible (query, key) pairs of all student heads. */
 double bench_visible_pairs(const bench_config *config, int64_t length);
 
 /* How many times faster streaming was; 0 where that method did not run. */

@@ -13,27 +13,32 @@ static size_t workspace_size_of(const skl_plan *plan)
 
 static skl_status attach(streaming *run, const skl_problem *problem, const bench_tensors *tensors)
 {
-    const int64_t heads = problem->heads_s, length = problem->len_q, dim = problem->dim_s;
+    const int64_t heads = problem->heads_s, heads_t = problem->heads_t, length = problem->len_q, dim = problem->dim_s;
+    const int64_t query_heads = problem->student == SKL_STUDENT_INDEXER ? heads * problem->index_heads : heads;
+    const int64_t key_heads_t = problem->key_heads_t ? problem->key_heads_t : heads_t;
     run->inputs = (skl_inputs){
         .struct_size = sizeof run->inputs,
-        .q_t = skl_input_contiguous(tensors->q_t, heads, length, dim),
-        .k_t = skl_input_contiguous(tensors->k_t, heads, length, dim),
-        .q_s = skl_input_contiguous(tensors->q_s, heads, length, dim),
+        .q_t = skl_input_contiguous(tensors->q_t, heads_t, length, dim),
+        .k_t = skl_input_contiguous(tensors->k_t, key_heads_t, length, dim),
+        .q_s = skl_input_contiguous(tensors->q_s, query_heads, length, dim),
         .k_s = skl_input_contiguous(tensors->k_s, heads, length, dim),
-        .lse_t = skl_input_contiguous(tensors->lse_t, heads, length, 1),
+        .w_s = skl_input_contiguous(tensors->w_s, heads, length, problem->index_heads),
+        .indices = skl_input_contiguous(tensors->indices, heads, length, problem->top_k),
+        .lse_t = skl_input_contiguous(tensors->lse_t, heads_t, length, 1),
         .lse_s = skl_input_contiguous(tensors->lse_s, heads, length, 1),
         .grad_kl = skl_input_contiguous(tensors->grad_kl, heads, length, 1),
     };
     run->rows = (skl_rows){
         .struct_size = sizeof run->rows,
         .kl = skl_output_contiguous(tensors->kl, heads, length, 1),
-        .lse_t = skl_output_contiguous(tensors->lse_t, heads, length, 1),
+        .lse_t = skl_output_contiguous(tensors->lse_t, heads_t, length, 1),
         .lse_s = skl_output_contiguous(tensors->lse_s, heads, length, 1),
     };
     run->gradients = (skl_gradients){
         .struct_size = sizeof run->gradients,
-        .dq_s = skl_output_contiguous(tensors->dq_s, heads, length, dim),
+        .dq_s = skl_output_contiguous(tensors->dq_s, query_heads, length, dim),
         .dk_s = skl_output_contiguous(tensors->dk_s, heads, length, dim),
+        .dw_s = skl_output_contiguous(tensors->dw_s, heads, length, problem->index_heads),
     };
     const skl_status status = mirror_call(&run->tensors, &run->inputs, &run->rows, &run->gradients);
     run->kl_only = (skl_rows){.struct_size = sizeof run->kl_only, .kl = run->rows.kl};

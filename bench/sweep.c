@@ -82,18 +82,6 @@ static materialised_memory memory_of(bench_method method)
     return method == BENCH_FRAMEWORK ? MATERIALISED_FRAMEWORK : MATERIALISED_IN_PLACE;
 }
 
-static skl_problem problem_of(const bench_config *config, int64_t length, int64_t dim)
-{
-    skl_problem problem = skl_problem_default();
-    problem.dtype_t = problem.dtype_s = config->dtype;
-    problem.grad_f32 = config->grad_f32;
-    problem.causal = config->causal;
-    problem.len_q = problem.len_k = length;
-    problem.heads_t = problem.heads_s = config->heads;
-    problem.dim_t = problem.dim_s = dim;
-    return problem;
-}
-
 static skl_options options_of(const bench_config *config, int thread_index)
 {
     skl_options options = config->engine;
@@ -163,7 +151,7 @@ static skl_status open_cube(contest_session *session, const blas *library)
 static skl_status open_session(contest_session *session, const bench_config *config, const blas *library,
                                int64_t length, int64_t dim)
 {
-    const skl_problem problem = problem_of(config, length, dim);
+    const skl_problem problem = bench_problem(config, length, dim);
     if (!bench_tensors_create(&session->tensors, &problem))
         return SKL_ERROR_MEMORY;
     skl_status status = library ? open_cube(session, library) : SKL_OK;
@@ -194,11 +182,11 @@ static void close_session(contest_session *session)
 static bench_method_result result_of(const thread_entry *entry, const bench_config *config, bench_method method,
                                      int64_t length)
 {
-    bench_method_result result = {
-        .ran = entry->methods[method] != NULL,
-        .memory_size = method == BENCH_STREAMING ? entry->streaming.workspace_size
-                                                 : materialised_size(memory_of(method), config->heads, length),
-    };
+    bench_method_result result = {.ran = entry->methods[method] != NULL};
+    if (method == BENCH_STREAMING)
+        result.memory_size = entry->streaming.workspace_size;
+    else if (config->index_heads == 0)
+        result.memory_size = materialised_size(memory_of(method), config->heads, length);
     for (int pass = 0; result.ran && pass < bench_pass_count(method); pass++)
         result.passes[pass] = contest_timing(entry->methods[method], pass);
     return result;
@@ -247,7 +235,7 @@ skl_status bench_check(const bench_config *config)
     const bench_list *const lengths = &config->lengths, *const dims = &config->dims;
     for (int d = 0; d < dims->count; d++) {
         for (int t = 0; t < config->threads.count; t++) {
-            const skl_problem problem = problem_of(config, lengths->values[lengths->count - 1], dims->values[d]);
+            const skl_problem problem = bench_problem(config, lengths->values[lengths->count - 1], dims->values[d]);
             const skl_options options = options_of(config, t);
             skl_plan *plan = NULL;
             const skl_status status = skl_plan_create(&plan, &problem, &options);

@@ -20,7 +20,13 @@ void bench_table_heading(const bench_report *report, const char *blas_descriptio
     printf("%s inputs, %s gradients, %" PRId64 " head%s, %s; median of %d runs or more, all methods taking turns\n",
            bench_type_name(config->dtype), bench_type_name(config->grad_f32 ? SKL_F32 : config->dtype), config->heads,
            plural(config->heads), config->causal ? "causal" : "no mask", config->rounds);
-    if (on_gpu)
+    if (config->index_heads > 0) {
+        printf("The student is an indexer of %" PRId64 " head%s", config->index_heads, plural(config->index_heads));
+        if (config->top_k > 0)
+            printf(", over lists of %" PRId64 " key%s", config->top_k, plural(config->top_k));
+        printf(": streaming is timed alone.\n");
+    }
+    if (on_gpu || config->index_heads > 0)
         return;
     if (blas_description == NULL) {
         printf("No BLAS on this machine (apt install libopenblas0): streaming is timed alone.\n");

@@ -20,6 +20,10 @@ static const char doc[] =
     "\vThe baseline runs twice: \"framework\" makes a fresh buffer for every result and frees it after its last use, "
     "as autograd does; \"in place\" makes its buffers once and overwrites them, the best that materialising can do.\n"
     "\n"
+    "With --index-heads the student is the indexer of a sparse attention, which learns the mean of all heads; it is "
+    "timed "
+    "alone. A forward then computes the LSEs of the teacher too, which are not counted.\n"
+    "\n"
     "GFLOP/s count the matmuls that a pass executes, \"useful\" those that the task needs: 4 d FLOP a visible pair "
     "forward, 8 d backward; of a GPU's kernels only the latter is known. \"speed-up\" is how many times faster "
     "streaming was than that line.\n"
@@ -31,6 +35,7 @@ static const char doc[] =
     "  streamkl bench --dtype bf16 --causal --heads 8\n"
     "  streamkl bench --lengths 16384,65536 --max-memory 4G\n"
     "  streamkl bench --device cuda --dtype bf16 --heads 16 --lengths 8192\n"
+    "  streamkl bench --heads 64 --key-heads 1 --index-heads 32 --top-k 2048 --device cuda --dtype bf16\n"
     "  streamkl bench --csv bench.csv --plot bench.svg";
 
 /* ---- The command line --------------------------------------------------------------------------------------- */
@@ -44,6 +49,9 @@ enum {
     KEY_LENGTHS = OPTIONS_COMMAND_KEYS,
     KEY_DIMS,
     KEY_HEADS,
+    KEY_INDEX_HEADS,
+    KEY_KEY_HEADS,
+    KEY_TOP_K,
     KEY_DTYPE,
     KEY_GRAD_F32,
     KEY_CAUSAL,
@@ -62,6 +70,9 @@ static const struct argp_option options[] = {
     {"lengths", KEY_LENGTHS, "LIST", 0, "Context lengths N; default 1024,2048,4096,8192", 0},
     {"dims", KEY_DIMS, "LIST", 0, "Head sizes d; default 64,128", 0},
     {"heads", KEY_HEADS, "N", 0, "Heads; default 1", 0},
+    {"index-heads", KEY_INDEX_HEADS, "N", 0, "The student is an indexer of N heads", 0},
+    {"key-heads", KEY_KEY_HEADS, "N", 0, "Key heads of an indexer's teacher; default as many as heads", 0},
+    {"top-k", KEY_TOP_K, "N", 0, "An indexer over lists of N keys; default dense", 0},
     {"dtype", KEY_DTYPE, "f32|f16|bf16", 0, "Type of the inputs; default f32. The baseline is always f32", 0},
     {"grad-f32", KEY_GRAD_F32, NULL, 0, "Gradients in f32, not in the type of the inputs", 0},
     {"causal", KEY_CAUSAL, NULL, 0, "A query sees no key behind its own position", 0},
@@ -147,6 +158,9 @@ static const option_field fields[] = {
     {KEY_LENGTHS, parse_list, offsetof(bench_request, config.lengths)},
     {KEY_DIMS, parse_list, offsetof(bench_request, config.dims)},
     {KEY_HEADS, parse_count, offsetof(bench_request, config.heads)},
+    {KEY_INDEX_HEADS, parse_count, offsetof(bench_request, config.index_heads)},
+    {KEY_KEY_HEADS, parse_count, offsetof(bench_request, config.key_heads)},
+    {KEY_TOP_K, parse_count, offsetof(bench_request, config.top_k)},
     {KEY_DTYPE, parse_dtype, offsetof(bench_request, config.dtype)},
     {KEY_GRAD_F32, parse_flag, offsetof(bench_request, config.grad_f32)},
     {KEY_CAUSAL, parse_flag, offsetof(bench_request, config.causal)},
@@ -182,6 +196,13 @@ static int parse_command_line(bench_request *request, int argc, char **argv)
     };
     if (argp_parse(&argp, argc, argv, 0, NULL, request))
         return CLI_BAD_INPUT;
+    const bench_config *const config = &request->config;
+    const char *const needless = config->index_heads ? NULL
+                                 : config->key_heads ? "key-heads"
+                                 : config->top_k     ? "top-k"
+                                                     : NULL;
+    if (needless)
+        return cli_fail(CLI_BAD_INPUT, "--%s: --index-heads must be given too", needless);
     if (request->config.engine.device != SKL_CPU)
         request->config.threads = (bench_list){1, {1}}; /* threads are the CPU's */
     const int exit_code = request->csv_path ? text_file_check(request->csv_path) : CLI_OK;
@@ -305,7 +326,8 @@ int cmd_bench(int argc, char **argv)
         free(report);
         return exit_code;
     }
-    blas *const library = request.config.engine.device == SKL_CPU ? blas_open() : NULL;
+    const bool compared = request.config.engine.device == SKL_CPU && request.config.index_heads == 0;
+    blas *const library = compared ? blas_open() : NULL;
     exit_code = measure_all(report, library);
     if (exit_code == CLI_OK)
         exit_code = write_files(&request, report);

@@ -395,8 +395,6 @@ static void test_rules_of_lengths(void **state)
 static void test_rules_of_indexers(void **state)
 {
     (void)state;
-    if (test_device() != SKL_CPU)
-        skip();
     for (size_t n = 0; n < COUNT_OF(indexer_rules); n++)
         check_rule(&indexer_rules[n], SKL_ERROR_ARGUMENT);
 }

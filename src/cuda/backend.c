@@ -48,9 +48,8 @@ static int capability_of(int device, char *reason, size_t reason_size)
 /* What does one stage of an indexer. */
 typedef struct indexer_kernel {
     skl_cuda_launcher rows;
-    skl_cuda_launcher queries, keys; /* dq and dw; dk */
-    skl_cuda_launcher gradients;     /* in the place of both: all of them */
-    bool rows_in_gradients;          /* and the rows of one pass with them */
+    skl_cuda_launcher gradients; /* those of dq, dw and dk that are wanted */
+    bool rows_in_gradients;      /* and the rows of one pass with them */
     bool (*fits)(const skl_problem *problem);
     size_t (*workspace_size)(const skl_plan *plan, skl_op op); /* also for the general one, if strides are odd */
 } indexer_kernel;
@@ -86,9 +85,7 @@ static size_t larger(size_t a, size_t b)
 static size_t general_dense_size(const skl_plan *plan, skl_op op)
 {
     const skl_dense_band band = skl_dense_band_of(&plan->problem, plan->block_count / GENERAL_RESIDENT);
-    const bool queries = (plan->problem.gradients & (SKL_DQ_S | SKL_DW_S)) != 0;
-    const size_t dy_size = (size_t)band.count * (size_t)band.tile_size * sizeof(float);
-    return larger(lse_size(plan), has_gradients(op) && queries ? dy_size : 0);
+    return larger(lse_size(plan), has_gradients(op) ? band.end : 0);
 }
 
 static size_t general_sparse_size(const skl_plan *plan, skl_op op)
@@ -102,11 +99,10 @@ static bool fits_any(const skl_problem *problem)
     return true;
 }
 
-static const indexer_kernel general_dense = {
-    skl_cuda_indexer_rows, skl_cuda_indexer_queries, skl_cuda_indexer_keys, NULL, false, fits_any,
-    general_dense_size};
-static const indexer_kernel general_sparse = {
-    skl_cuda_listed_rows, NULL, NULL, skl_cuda_listed_gradients, false, fits_any, general_sparse_size};
+static const indexer_kernel general_dense = {skl_cuda_indexer_rows, skl_cuda_indexer_gradients, false, fits_any,
+                                             general_dense_size};
+static const indexer_kernel general_sparse = {skl_cuda_listed_rows, skl_cuda_listed_gradients, false, fits_any,
+                                              general_sparse_size};
 
 static bool fits_dense(const skl_problem *p, skl_dtype dtype)
 {
@@ -137,7 +133,7 @@ static size_t dense_size(const skl_plan *plan, skl_op op)
 
 #define DENSE(kernel, type)                                                                                          \
     {                                                                                                                \
-        skl_cuda_##kernel##_##type##_indexer_rows, NULL, NULL, skl_cuda_##kernel##_##type##_indexer_gradients, true, \
+        skl_cuda_##kernel##_##type##_indexer_rows, skl_cuda_##kernel##_##type##_indexer_gradients, true,             \
             fits_dense_##type, dense_size                                                                            \
     }
 static const indexer_kernel sm90_dense_bf16 = DENSE(sm90, bf16);
@@ -444,19 +440,16 @@ static skl_status run_indexer(const skl_plan *plan, const skl_call *call)
     const bool some_rows = p->batch > 0 && p->len_q > 0;
     const bool some_keys = p->batch > 0 && p->len_k > 0;
     const bool gradients = has_gradients(call->op);
-    const bool queries = some_rows && (call->gradients.dq_s.data != NULL || call->gradients.dw_s.data != NULL);
-    const bool keys = some_keys && call->gradients.dk_s.data != NULL;
+    const bool of_queries = some_rows && (call->gradients.dq_s.data != NULL || call->gradients.dw_s.data != NULL);
+    const bool of_keys = some_keys && call->gradients.dk_s.data != NULL;
     const bool rows_wanted =
         call->rows.kl.data != NULL || call->rows.cross_entropy.data != NULL || call->rows.entropy.data != NULL;
     const bool rows = !gradients || (call->op == SKL_OP_FORWARD_BACKWARD && rows_wanted);
-    const bool together = kernel->gradients != NULL;
-    const bool rows_later = gradients && kernel->rows_in_gradients && (queries || keys);
+    const bool rows_first = !(kernel->rows_in_gradients && (of_queries || of_keys));
     const step steps[] = {
         {p->packed != 0, "tails", skl_cuda_clear_tails, 0, NULL},
-        {rows && some_rows && !rows_later, "forward", kernel->rows, 0, NULL},
-        {together && (queries || keys), "dq_s, dw_s and dk_s", kernel->gradients, 0, NULL},
-        {!together && queries, "dq_s and dw_s", kernel->queries, 0, NULL},
-        {!together && keys, "dk_s", kernel->keys, 0, NULL},
+        {rows && some_rows && rows_first, "forward", kernel->rows, 0, NULL},
+        {of_queries || of_keys, "gradients", kernel->gradients, 0, NULL},
     };
     skl_cuda_params params = params_of(plan, call, gradients && rows);
     return run_steps(plan, &params, steps, sizeof steps / sizeof steps[0]);

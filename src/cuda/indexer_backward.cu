@@ -1,12 +1,11 @@
 /* Backward of an indexer, dense. No atomics, so the bits are the same on every run.
  *
- * dq and dw, for a band of query tiles at a time: one launch leaves the logits' gradients dy of the band in the
- * workspace, a block a tile of queries and keys; the next one multiplies them with the keys, a block an index head of
- * a query tile:
+ * For a band of query tiles at a time, one launch leaves the gradients dy of their logits in the workspace, a block a
+ * tile of queries and keys. The next ones multiply them, a block an index head of a query tile, then a block a key
+ * tile and some index heads:
  *
  *     s_g = sum_j dy_j [a_gj > 0] k_j        dq_g = w_g s_g        dw_g = <q_g, s_g>
- *
- * dk, with a key tile held fixed: all index heads add to the same sums. Each launch gives up to 128 dimensions.
+ *     dk_j = sum_i dy_ij sum_g w_ig [a_igj > 0] q_ig
  *
  *   block   128 own rows, 64 streamed ones a step: 8 x 4 pairs and 8 x 8 sums of the gradient a thread
  *   shared  two chunks of both operands, the logit gradient of a tile and what is known of its queries: 72 KB */
@@ -23,6 +22,15 @@ struct index_facts {
     float kl;     /* KL(S || P) */
 };
 
+/* What a block sums up for dk: one part of a key tile, some dimensions. */
+struct key_item {
+    int64_t heads; /* key head of its sequence, counted over all sequences */
+    int64_t key_first;
+    int64_t head_begin, head_end; /* index heads of the part */
+    int64_t c_first;
+    float *sums; /* of the part, all keys */
+};
+
 struct index_backward_memory {
     stage_memory stage;
     __align__(16) gradient_tile gradient;
@@ -32,6 +40,8 @@ struct index_backward_memory {
     key_span spans[TILE];
     row_source streamed; /* rows that the logit gradient is multiplied with */
     work at;
+    skl_range dy_keys; /* dk: of the query tile at hand */
+    key_item item;
 };
 
 /* ---- The gradient of the logits ------------------------------------------------------------------------------ */
@@ -55,7 +65,7 @@ static __device__ void load_facts(index_backward_memory &memory, const skl_cuda_
 
 /* g = the gradient of the logits of a tile, exactly 0 for pairs that are masked. The tile at hand is that of the
  * first teacher head, what after() gives follows the last index head. */
-template <bool KEYS, typename SOURCE>
+template <typename SOURCE>
 static __device__ void index_gradients(fragment<COLUMNS> &g, pipeline<COLUMNS> &line, index_backward_memory &memory,
                                        const skl_cuda_params &params, const place &at, SOURCE after)
 {
@@ -63,28 +73,26 @@ static __device__ void index_gradients(fragment<COLUMNS> &g, pipeline<COLUMNS> &
     const int64_t group = skl_group(&p);
     const bool reverse = p.direction == SKL_KL_REVERSE;
     fragment<COLUMNS> y;
-    teacher_mean<KEYS>(
+    teacher_mean(
         g, line, at, group, memory.lse_t,
         [&](int64_t h) {
             return skl_lse2_of(skl_row_value(&params.call.inputs.lse_t, &at.in.sequence, at.in.head * group + h,
                                              at.query_first + threadIdx.x));
         },
-        [&] { return index_source<KEYS>(at, p.index_heads, 0); });
-    index_logits<KEYS>(y, line, params, at, memory.weights, after);
+        [&] { return index_source<false>(at, p.index_heads, 0); });
+    index_logits(y, line, params, at, memory.weights, after);
     find_spans(memory.spans, p, at);
 #pragma unroll
-    for (int a = 0; a < (KEYS ? COLUMNS : ROWS); a++) {
-        const int query = KEYS ? column_of(a) : row_of(a);
-        const index_facts facts = memory.facts[query];
-        const key_span span = memory.spans[query];
+    for (int i = 0; i < ROWS; i++) {
+        const index_facts facts = memory.facts[row_of(i)];
+        const key_span span = memory.spans[row_of(i)];
 #pragma unroll
-        for (int b = 0; b < (KEYS ? ROWS : COLUMNS); b++) {
-            float &pair = g.at[KEYS ? b : a][KEYS ? a : b];
-            const float u = pair;
-            const float v = log_probability(y.at[KEYS ? b : a][KEYS ? a : b], facts.lse_s);
+        for (int j = 0; j < COLUMNS; j++) {
+            const float u = g.at[i][j];
+            const float v = log_probability(y.at[i][j], facts.lse_s);
             const float s = ex2(v);
             const float dy = reverse ? s * fmaf(SKL_LN2, v - u, -facts.kl) : s - ex2(u);
-            pair = sees(span, KEYS ? row_of(b) : column_of(b)) ? facts.factor * dy : 0.0F;
+            g.at[i][j] = sees(span, column_of(j)) ? facts.factor * dy : 0.0F;
         }
     }
 }
@@ -111,7 +119,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
         fragment<COLUMNS> g;
         load_facts(memory, params, at);
         line.begin(first_head);
-        index_gradients<false>(g, line, memory, params, at, first_head); /* any source: nothing follows */
+        index_gradients(g, line, memory, params, at, first_head); /* any source: nothing follows */
         float *const to = (float *)params.scratch + n / band.key_steps * band.tile_size + step * TILE;
 #pragma unroll
         for (int j = 0; j < COLUMNS; j++)
@@ -151,8 +159,8 @@ static __device__ void sum_slice(fragment<8> &sum, pipeline<COLUMNS> &line, inde
         if (threadIdx.x == 0)
             memory.streamed = index_source<false>(at, p.index_heads, g).streamed;
         fragment<COLUMNS> z;
-        index_dots<false>(z, line, params, at, g, memory.weights,
-                          [&] { return index_source<false>(next_keys<COLUMNS>(at), p.index_heads, g); });
+        index_dots(z, line, params, at, g, memory.weights,
+                   [&] { return index_source<false>(next_keys<COLUMNS>(at), p.index_heads, g); });
         raw_quad rows[OWN_QUADS];
         load_steps(rows, memory.streamed, 0, c_first);
         pass_gradients(z, dy, p.index_linear != 0);
@@ -247,42 +255,62 @@ static __global__ void __launch_bounds__(THREADS, 1)
 
 /* ---- dk ------------------------------------------------------------------------------------------------------ */
 
-static __device__ work key_work(const skl_cuda_params &params, int64_t item)
+static __device__ key_item key_item_at(const skl_cuda_params &params, const skl_dense_band &band, int64_t n)
 {
     const skl_problem &p = params.problem;
-    const int64_t tiles = skl_ceil_div(p.len_k, TILE);
-    work at = work_at(params, item, p.key_heads_s * tiles);
-    if (!at.exists)
-        return at;
-    at.own_head = item / tiles % p.key_heads_s;
-    at.head = at.own_head * (p.heads_s / p.key_heads_s);
-    at.keys.begin = item % tiles * TILE;
-    at.keys.end = at.sequence.key_count;
-    at.queries = queries_seeing(p, at.sequence, at.keys.begin);
-    return at;
+    const int64_t slices = skl_ceil_div(p.dim_s, SLICE), tiles = skl_ceil_div(p.len_k, TILE);
+    const int64_t part = n / slices % band.parts, tile = n / slices / band.parts;
+    const key_item item = {tile / tiles,
+                           tile % tiles * TILE,
+                           part * p.index_heads / band.parts,
+                           (part + 1) * p.index_heads / band.parts,
+                           n % slices * SLICE,
+                           (float *)(void *)((char *)params.scratch + band.sums) + part * band.part_size};
+    return item;
 }
 
-/* Adds what a tile of queries gives, all index heads of it. */
+/* Sums lie as contiguous keys do. */
+static __device__ skl_output sums_layout(const skl_problem &p, float *sums)
+{
+    const int64_t head_size = (p.packed ? p.total_k : p.len_k) * p.dim_s;
+    const skl_output layout = {sums, p.key_heads_s * head_size, head_size, p.dim_s};
+    return layout;
+}
+
+/* dy of keys by 64 queries from the band's tile, whose keys begin at dy_keys.begin; others are 0. */
+static __device__ void load_gradients(fragment<COLUMNS> &g, const float *dy, const skl_range &dy_keys,
+                                      int64_t key_first, int query_first)
+{
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+        const int64_t key = key_first + row_of(i);
+        float4 four = make_float4(0.0F, 0.0F, 0.0F, 0.0F);
+        if (key >= dy_keys.begin && key < dy_keys.end)
+            four = *(const float4 *)&dy[(key - dy_keys.begin) * TILE + query_first + column_of(0)];
+        g.at[i][0] = four.x;
+        g.at[i][1] = four.y;
+        g.at[i][2] = four.z;
+        g.at[i][3] = four.w;
+    }
+}
+
+/* Adds what 64 queries give, the index heads of the part. */
 static __device__ void add_queries(fragment<8> &sum, pipeline<COLUMNS> &line, index_backward_memory &memory,
-                                   const skl_cuda_params &params, const place &at)
+                                   const skl_cuda_params &params, const place &at, const fragment<COLUMNS> &dy)
 {
     const skl_problem &p = params.problem;
-    const int heads = (int)p.index_heads;
-    const place next = {at.in, at.query_first + STREAMED, at.key_first};
-    fragment<COLUMNS> dy;
-    load_facts(memory, params, at);
-    index_gradients<true>(dy, line, memory, params, at, [&] { return index_source<true>(at, heads, 0); });
+    const key_item &item = memory.item;
+    line.begin([&] { return index_source<true>(at, p.index_heads, item.head_begin); });
 #pragma unroll 1
-    for (int g = 0; g < heads; g++) {
+    for (int64_t g = item.head_begin; g < item.head_end; g++) {
         if (threadIdx.x == 0)
-            memory.streamed = index_source<true>(at, heads, g).streamed;
+            memory.streamed = index_source<true>(at, p.index_heads, g).streamed;
         fragment<COLUMNS> z;
-        index_dots<true>(z, line, params, at, g, memory.weights, [&] {
-            return g + 1 < heads ? index_source<true>(at, heads, g + 1)
-                                 : source_of<true>(next, TEACHER, at.in.head * skl_group(&p));
+        index_dots(z, line, params, at, g, memory.weights, [&] {
+            return index_source<true>(at, p.index_heads, g + 1 < item.head_end ? g + 1 : g); /* any: the last one */
         });
         raw_quad rows[OWN_QUADS];
-        load_steps(rows, memory.streamed, 0, (int)params.dim_first);
+        load_steps(rows, memory.streamed, 0, (int)item.c_first);
 #pragma unroll
         for (int j = 0; j < COLUMNS; j++) {
             const float w = memory.weights[column_of(j)];
@@ -293,50 +321,111 @@ static __device__ void add_queries(fragment<8> &sum, pipeline<COLUMNS> &line, in
             }
         }
         store_gradients(memory.gradient, z);
-        multiply_gradient<true>(sum, line, memory, rows, p.dtype_s, (int)params.dim_first);
+        multiply_gradient<true>(sum, line, memory, rows, p.dtype_s, (int)item.c_first);
     }
 }
 
-static __device__ void keys_tile(const skl_cuda_params &params, index_backward_memory &memory)
+/* Adds what a query tile of the band gives. */
+static __device__ void add_query_tile(fragment<8> &sum, pipeline<COLUMNS> &line, index_backward_memory &memory,
+                                      const skl_cuda_params &params, int64_t tile, const float *dy)
+{
+    const key_item &item = memory.item;
+    __syncthreads(); /* nobody looks at the last tile any more */
+    if (threadIdx.x == 0) {
+        memory.at = query_work(params, tile);
+        memory.dy_keys = memory.at.keys;
+        memory.at.keys.begin = item.key_first;
+        memory.at.keys.end = memory.at.sequence.key_count;
+    }
+    __syncthreads();
+    place at = {memory.at, memory.at.queries.begin, item.key_first};
+    const int64_t end = skl_min(at.query_first + TILE, at.in.queries.end);
+    if (item.key_first + TILE <= memory.dy_keys.begin || item.key_first >= memory.dy_keys.end)
+        return;
+#pragma unroll 1
+    for (int query = 0; at.query_first < end; query += STREAMED, at.query_first += STREAMED) {
+        fragment<COLUMNS> g;
+        load_gradients(g, dy, memory.dy_keys, item.key_first, query);
+        add_queries(sum, line, memory, params, at, g);
+    }
+}
+
+/* Sums start at 0 with the first band that has queries of the key head, and wait in the workspace for the next. */
+static __device__ void sum_keys(const skl_cuda_params &params, index_backward_memory &memory,
+                                const skl_dense_band &band, skl_range tiles, int64_t first, int64_t count)
 {
     const skl_problem &p = params.problem;
-    place at = {memory.at, memory.at.queries.begin, memory.at.keys.begin};
+    const key_item &item = memory.item;
+    const skl_sequence s = device_sequence(params, item.heads / p.key_heads_s);
+    const skl_output sums = sums_layout(p, item.sums);
+    const int64_t base = SKL_ROW(sums, s.batch, item.heads % p.key_heads_s, s.key_begin);
     pipeline<COLUMNS> line(memory.stage);
     fragment<8> sum;
     clear(sum);
+#pragma unroll
+    for (int i = 0; i < ROWS; i++)
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const int64_t key = item.key_first + row_of(i), c = item.c_first + column_of(j);
+            if (tiles.begin < first && key < key_rows(p, s) && c < p.dim_s)
+                sum.at[i][j] = item.sums[base + key * sums.stride_row + c];
+        }
 #pragma unroll 1
-    while (at.in.head * p.key_heads_s < (at.in.own_head + 1) * p.heads_s) { /* the heads that share the keys */
-        at.query_first = at.in.queries.begin;
-        line.begin([&] { return source_of<true>(at, TEACHER, at.in.head * skl_group(&p)); });
-#pragma unroll 1
-        for (; at.query_first < at.in.queries.end; at.query_first += STREAMED)
-            add_queries(sum, line, memory, params, at);
-        __syncthreads();
-        if (threadIdx.x == 0)
-            memory.at.head++;
-        __syncthreads();
-    }
-    const skl_output &dk = params.call.gradients.dk_s;
-    const skl_sequence &s = at.in.sequence;
-    store_sums(sum, dk, skl_grad_dtype(&p, p.dtype_s), SKL_ROW(dk, s.batch, at.in.own_head, s.key_begin),
-               at.key_first, key_rows(p, s), params.dim_first, p.dim_s);
+    for (int64_t tile = skl_max(tiles.begin, first); tile < skl_min(tiles.end, first + count); tile++)
+        add_query_tile(sum, line, memory, params, tile,
+                       (const float *)params.scratch + (tile - first) * band.tile_size);
+    store_sums(sum, sums, SKL_F32, base, item.key_first, key_rows(p, s), item.c_first, p.dim_s);
 }
 
-static __global__ void __launch_bounds__(THREADS, 1) indexer_keys(const __grid_constant__ skl_cuda_params params)
+/* Query tiles of the heads that share a key head. */
+static __device__ skl_range tiles_of(const skl_problem &p, int64_t heads)
+{
+    const int64_t tiles = p.heads_s / p.key_heads_s * skl_ceil_div(p.len_q, TILE);
+    const skl_range range = {heads * tiles, (heads + 1) * tiles};
+    return range;
+}
+
+static __global__ void __launch_bounds__(THREADS, 1)
+    band_keys(const __grid_constant__ skl_cuda_params params, skl_dense_band band, int64_t first, int64_t count)
 {
     extern __shared__ __align__(16) unsigned char raw[];
     index_backward_memory &memory = *(index_backward_memory *)(void *)raw;
-    if (threadIdx.x == 0)
-        memory.at = key_work(params, blockIdx.x);
-    __syncthreads();
+    const int64_t items = band.key_tiles * band.parts * skl_ceil_div(params.problem.dim_s, SLICE);
 #pragma unroll 1
-    while (memory.at.exists) {
-        if (memory.at.keys.begin < key_rows(params.problem, memory.at.sequence))
-            keys_tile(params, memory);
-        __syncthreads();
+    for (int64_t n = blockIdx.x; n < items; n += gridDim.x) {
+        __syncthreads(); /* nobody looks at the last item any more */
         if (threadIdx.x == 0)
-            memory.at = key_work(params, memory.at.item + gridDim.x);
+            memory.item = key_item_at(params, band, n);
         __syncthreads();
+        const skl_range tiles = tiles_of(params.problem, memory.item.heads);
+        const bool none = tiles.begin < tiles.end && (tiles.end <= first || tiles.begin >= first + count);
+        if (!none)
+            sum_keys(params, memory, band, tiles, first, count);
+    }
+}
+
+/* dk is the sum of its parts. */
+static __global__ void __launch_bounds__(THREADS)
+    add_parts(const __grid_constant__ skl_cuda_params params, skl_dense_band band)
+{
+    const skl_problem &p = params.problem;
+    const skl_output &dk = params.call.gradients.dk_s;
+    const int64_t tiles = skl_ceil_div(p.len_k, TILE);
+#pragma unroll 1
+    for (int64_t tile = blockIdx.x; tile < band.key_tiles; tile += gridDim.x) {
+        const int64_t heads = tile / tiles, key_head = heads % p.key_heads_s, key_first = tile % tiles * TILE;
+        const skl_sequence s = device_sequence(params, heads / p.key_heads_s);
+        const int64_t rows = skl_min(TILE, key_rows(p, s) - key_first);
+        float *const parts = (float *)(void *)((char *)params.scratch + band.sums);
+        const skl_output layout = sums_layout(p, parts);
+        for (int64_t n = threadIdx.x; n < rows * p.dim_s; n += THREADS) {
+            const int64_t key = s.key_begin + key_first + n / p.dim_s, c = n % p.dim_s;
+            const float *const from = parts + SKL_ROW(layout, s.batch, key_head, key) + c;
+            float sum = 0.0F;
+            for (int64_t part = 0; part < band.parts; part++)
+                sum += from[part * band.part_size];
+            skl_store(dk.data, skl_grad_dtype(&p, p.dtype_s), SKL_ROW(dk, s.batch, key_head, key) + c, sum);
+        }
     }
 }
 
@@ -344,32 +433,34 @@ static __global__ void __launch_bounds__(THREADS, 1) indexer_keys(const __grid_c
 
 constexpr int MEMORY_SIZE = (int)sizeof(index_backward_memory);
 
-extern "C" cudaError_t skl_cuda_indexer_queries(const skl_cuda_params *params)
+typedef void band_kernel(const skl_cuda_params, skl_dense_band, int64_t, int64_t);
+
+extern "C" cudaError_t skl_cuda_indexer_gradients(const skl_cuda_params *params)
 {
-    cudaError_t error =
-        cudaFuncSetAttribute(band_gradients, cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY_SIZE);
-    if (error == cudaSuccess)
-        error = cudaFuncSetAttribute(band_queries, cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY_SIZE);
-    if (error != cudaSuccess)
-        return error;
+    const skl_gradients *const grads = &params->call.gradients;
+    const bool queries = grads->dq_s.data != NULL || grads->dw_s.data != NULL, keys = grads->dk_s.data != NULL;
+    band_kernel *const kernels[] = {band_gradients, band_queries, band_keys};
+    for (band_kernel *const kernel : kernels) {
+        const cudaError_t error =
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY_SIZE);
+        if (error != cudaSuccess)
+            return error;
+    }
     const skl_dense_band band = skl_dense_band_of(&params->problem, params->multiprocessors);
     const unsigned blocks = (unsigned)params->block_count;
-    for (int64_t first = 0; first < band.tiles; first += band.count) {
+    const cudaStream_t stream = params->call.stream;
+    int64_t first = 0;
+    do { /* also without a query: keys that nobody sees have a gradient of 0 */
         const int64_t count = skl_min(band.count, band.tiles - first);
-        band_gradients<<<blocks, THREADS, MEMORY_SIZE, params->call.stream>>>(*params, band, first, count);
-        band_queries<<<blocks, THREADS, MEMORY_SIZE, params->call.stream>>>(*params, band, first, count);
-    }
-    return cudaPeekAtLastError();
-}
-
-extern "C" cudaError_t skl_cuda_indexer_keys(const skl_cuda_params *params)
-{
-    const cudaError_t error =
-        cudaFuncSetAttribute(indexer_keys, cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY_SIZE);
-    if (error != cudaSuccess)
-        return error;
-    skl_cuda_params slice = *params;
-    for (slice.dim_first = 0; slice.dim_first < slice.problem.dim_s; slice.dim_first += SLICE)
-        indexer_keys<<<(unsigned)slice.block_count, THREADS, MEMORY_SIZE, slice.call.stream>>>(slice);
+        if (count > 0)
+            band_gradients<<<blocks, THREADS, MEMORY_SIZE, stream>>>(*params, band, first, count);
+        if (count > 0 && queries)
+            band_queries<<<blocks, THREADS, MEMORY_SIZE, stream>>>(*params, band, first, count);
+        if (keys)
+            band_keys<<<blocks, THREADS, MEMORY_SIZE, stream>>>(*params, band, first, count);
+        first += band.count;
+    } while (first < band.tiles);
+    if (keys)
+        add_parts<<<blocks, THREADS, 0, stream>>>(*params, band);
     return cudaPeekAtLastError();
 }

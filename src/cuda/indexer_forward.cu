@@ -36,11 +36,11 @@ static __device__ void sum_keys(indexer_memory &memory, pipeline<COLUMNS> &line,
     while (at.key_first < at.in.keys.end) {
         fragment<COLUMNS> x, y;
         if (with_teacher)
-            teacher_mean<false>(
+            teacher_mean(
                 x, line, at, skl_group(&p), memory.lse_t, [&](int64_t h) { return lse[h * TILE + threadIdx.x]; },
                 [&] { return index_source<false>(at, p.index_heads, 0); });
-        index_logits<false>(y, line, params, at, memory.weights,
-                            [&] { return first_source(params, next_keys<COLUMNS>(at), with_teacher); });
+        index_logits(y, line, params, at, memory.weights,
+                     [&] { return first_source(params, next_keys<COLUMNS>(at), with_teacher); });
 #pragma unroll
         for (int i = 0; i < ROWS; i++)
 #pragma unroll

@@ -1,7 +1,8 @@
 /* How the general kernels for indexers cut a backward into bands, and what workspace that takes.
  *
- * Dense: the gradient of the logits, dy, is computed once for all index heads. Tiles of 128 queries take turns in the
- * workspace, a band of them at a time: [tile][key][query].
+ * Dense: the gradient of the logits, dy, is computed once for all index heads, for queries and keys. Tiles of 128
+ * queries take turns in the workspace, a band of them at a time: [tile][key][query]. Sums of dk stay there from band
+ * to band, in parts that each have some of the index heads: few keys make few tiles, and parts fill the GPU.
  *
  * Sparse: the lists of many rows name a key, in no order that blocks could agree on, and adds to memory in any order
  * would have other bits on every run. So each entry of a list leaves what it adds to dk in the workspace,
@@ -35,7 +36,13 @@ typedef struct skl_dense_band {
     int64_t key_steps; /* of a tile, at most */
     int64_t count;     /* tiles of a band */
     int64_t tile_size; /* floats of dy of a tile */
+    int64_t key_tiles; /* of all key heads */
+    int64_t parts;     /* of dk */
+    int64_t part_size; /* floats of dk */
+    size_t sums, end;  /* where in the workspace: parts of dk, behind dy */
 } skl_dense_band;
+
+enum { SKL_DK_PARTS_MAX = 8 };
 
 SKL_SHARED skl_dense_band skl_dense_band_of(const skl_problem *p, int32_t multiprocessors)
 {
@@ -46,6 +53,13 @@ SKL_SHARED skl_dense_band skl_dense_band_of(const skl_problem *p, int32_t multip
     /* Enough for a few blocks a multiprocessor, each of which does one index head of a tile. */
     const int64_t enough = skl_ceil_div(4 * (int64_t)multiprocessors, p->index_heads);
     band.count = skl_band_units(band.tile_size * (int64_t)sizeof(float), skl_min(band.tiles, enough));
+    band.key_tiles = p->batch * p->key_heads_s * skl_ceil_div(p->len_k, SKL_GENERAL_TILE);
+    band.parts = skl_min(skl_min(p->index_heads, SKL_DK_PARTS_MAX),
+                         skl_ceil_div(2 * (int64_t)multiprocessors, skl_max(band.key_tiles, 1)));
+    band.part_size = (p->packed ? p->total_k : p->batch * p->len_k) * p->key_heads_s * p->dim_s;
+    const int keys = (p->gradients & SKL_DK_S) != 0;
+    band.sums = skl_aligned_size((size_t)(band.count * band.tile_size) * sizeof(float));
+    band.end = band.sums + (keys ? (size_t)(band.parts * band.part_size) * sizeof(float) : 0);
     return band;
 }
 

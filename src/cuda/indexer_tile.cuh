@@ -26,7 +26,7 @@ template <bool KEYS> __device__ inline tile_source index_source(const place &at,
 
 /* x = log2 of the mean of the heads' probabilities. The tile at hand is that of the first head, what after() gives
  * follows the last one. lse_of(h): LSE of the thread's query of the tile; `lse` is shared memory for them. */
-template <bool KEYS, int COLUMNS, typename LSE, typename SOURCE>
+template <int COLUMNS, typename LSE, typename SOURCE>
 __device__ inline void teacher_mean(fragment<COLUMNS> &x, pipeline<COLUMNS> &line, const place &at, int64_t group,
                                     skl_lse2 (&lse)[TILE], LSE lse_of, SOURCE after)
 {
@@ -42,7 +42,7 @@ __device__ inline void teacher_mean(fragment<COLUMNS> &x, pipeline<COLUMNS> &lin
 #pragma unroll 1
     for (int h = 0; h < group; h++) {
         line.announce(
-            [&] { return h + 1 < group ? source_of<KEYS>(at, TEACHER, at.in.head * group + h + 1) : after(); });
+            [&] { return h + 1 < group ? source_of<false>(at, TEACHER, at.in.head * group + h + 1) : after(); });
         line.multiply_tile(z);
         scale_products(z, at.in.sides[TEACHER]);
         if (threadIdx.x < TILE && at.query_first + threadIdx.x < at.in.queries.end)
@@ -52,8 +52,7 @@ __device__ inline void teacher_mean(fragment<COLUMNS> &x, pipeline<COLUMNS> &lin
         for (int i = 0; i < ROWS; i++)
 #pragma unroll
             for (int j = 0; j < COLUMNS; j++)
-                add_in_log_space(x.at[i][j], sum.at[i][j],
-                                 log_probability(z.at[i][j], lse[KEYS ? column_of(j) : row_of(i)]));
+                add_in_log_space(x.at[i][j], sum.at[i][j], log_probability(z.at[i][j], lse[row_of(i)]));
     }
     const float mean = 1.0F / (float)group;
 #pragma unroll
@@ -64,7 +63,7 @@ __device__ inline void teacher_mean(fragment<COLUMNS> &x, pipeline<COLUMNS> &lin
 }
 
 /* z = dots of index head g, the tile at hand; what next() gives follows. Leaves the queries' weights in `weights`. */
-template <bool KEYS, int COLUMNS, typename SOURCE>
+template <int COLUMNS, typename SOURCE>
 __device__ inline void index_dots(fragment<COLUMNS> &z, pipeline<COLUMNS> &line, const skl_cuda_params &params,
                                   const place &at, int64_t g, float (&weights)[TILE], SOURCE next)
 {
@@ -78,7 +77,7 @@ __device__ inline void index_dots(fragment<COLUMNS> &z, pipeline<COLUMNS> &line,
 
 /* y = the indexer's logits in base 2. The tile at hand is that of its first head, what after() gives follows the last
  * one. */
-template <bool KEYS, int COLUMNS, typename SOURCE>
+template <int COLUMNS, typename SOURCE>
 __device__ inline void index_logits(fragment<COLUMNS> &y, pipeline<COLUMNS> &line, const skl_cuda_params &params,
                                     const place &at, float (&weights)[TILE], SOURCE after)
 {
@@ -88,14 +87,14 @@ __device__ inline void index_logits(fragment<COLUMNS> &y, pipeline<COLUMNS> &lin
 #pragma unroll 1
     for (int g = 0; g < heads; g++) {
         fragment<COLUMNS> z;
-        index_dots<KEYS>(z, line, params, at, g, weights,
-                         [&] { return g + 1 < heads ? index_source<KEYS>(at, heads, g + 1) : after(); });
+        index_dots(z, line, params, at, g, weights,
+                   [&] { return g + 1 < heads ? index_source<false>(at, heads, g + 1) : after(); });
 #pragma unroll
         for (int i = 0; i < ROWS; i++)
 #pragma unroll
             for (int j = 0; j < COLUMNS; j++)
                 if (index_active(linear, z.at[i][j]))
-                    y.at[i][j] = fmaf(weights[KEYS ? column_of(j) : row_of(i)], z.at[i][j], y.at[i][j]);
+                    y.at[i][j] = fmaf(weights[row_of(i)], z.at[i][j], y.at[i][j]);
     }
     const float scale = at.in.sides[STUDENT].scale;
 #pragma unroll

@@ -66,11 +66,10 @@ cudaError_t skl_cuda_general_keys(const skl_cuda_params *params);    /* dk of on
 
 /* The same for indexers. Dense: */
 cudaError_t skl_cuda_indexer_rows(const skl_cuda_params *params);
-cudaError_t skl_cuda_indexer_queries(const skl_cuda_params *params); /* dq and dw */
-cudaError_t skl_cuda_indexer_keys(const skl_cuda_params *params);    /* dk */
+cudaError_t skl_cuda_indexer_gradients(const skl_cuda_params *params); /* those of dq, dw and dk that are wanted */
 /* Sparse: */
 cudaError_t skl_cuda_listed_rows(const skl_cuda_params *params);
-cudaError_t skl_cuda_listed_gradients(const skl_cuda_params *params); /* dq, dw and dk */
+cudaError_t skl_cuda_listed_gradients(const skl_cuda_params *params);
 
 /* The mma.sync kernels count rows in 32 bits, and own at least so many rows a block. */
 #define SKL_SM80_ROWS_MAX ((int64_t)1 << 30)

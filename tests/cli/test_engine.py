@@ -101,6 +101,29 @@ def test_bench_writes_its_rows(tmp_path):
         assert float(row["median_s"]) > 0 and float(row["useful_gflops"]) > 0 and int(row["memory_bytes"]) > 0
 
 
+@pytest.mark.parametrize("lists", [[], ["--top-k", "40"]], ids=["dense", "sparse"])
+def test_bench_of_indexers(lists, tmp_path, device):
+    path = tmp_path / "bench.csv"
+    sizes = ["--lengths", "128", "--dims", "32", "--heads", "4", "--key-heads", "2", "--index-heads", "3", "--repeat", "1"]
+    done = run("bench", "--device", device, *sizes, *lists, "--causal", "--csv", path)
+    assert done.returncode == 0, done.stderr
+    assert "indexer of 3 heads" in done.stdout
+    rows = list(csv.DictReader(path.open()))
+    assert [row["pass"] for row in rows] == ["forward", "backward", "one pass"]
+    pairs = 128 * 129 / 2 if not lists else 40 * 41 / 2 + 88 * 40
+    for row, products in zip(rows, (4 + 3, 4 + 9, 4 + 9)):
+        assert (row["index_heads"], row["key_heads"], row["top_k"]) == ("3", "2", lists[1] if lists else "")
+        flop = float(row["useful_gflops"]) * 1e9 * float(row["median_s"])
+        assert abs(flop - products * 2 * 32 * pairs) <= 1e-4 * flop
+
+
+def test_bench_refuses_what_only_indexers_have():
+    for option in ("--top-k", "--key-heads"):
+        done = run("bench", option, "4")
+        assert done.returncode == 2
+        assert f"{option}: --index-heads must be given too" in done.stderr
+
+
 @pytest.mark.gpu
 def test_demo_on_the_gpu():
     text = run("demo", "--context", "2048", "--device", "cuda").stdout

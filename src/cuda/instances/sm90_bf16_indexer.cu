@@ -7,6 +7,5 @@ extern "C" cudaError_t skl_cuda_sm90_bf16_indexer_rows(const skl_cuda_params *pa
 
 extern "C" cudaError_t skl_cuda_sm90_bf16_indexer_gradients(const skl_cuda_params *params)
 {
-    return sm90::launch_index_gradients(params,
-                                        {skl_cuda_indexer_rows, skl_cuda_indexer_queries, skl_cuda_indexer_keys});
+    return sm90::launch_index_gradients(params, {skl_cuda_indexer_rows, skl_cuda_indexer_gradients});
 }

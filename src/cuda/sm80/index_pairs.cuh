@@ -19,17 +19,30 @@ __device__ inline float at_least(float x, float least)
     return y;
 }
 
-/* A row's weight for one head after the other. */
+/* A row's number for one head after the other. Loads are a head ahead of their use, and nothing is made of what they
+ * bring before products are under way: a warp that waits for it starts none. */
 struct head_weight {
     const char *at;
     int64_t size;
     skl_dtype dtype;
 
-    __device__ float next()
+    typedef uint32_t raw;
+
+    __device__ raw load() const
     {
-        const float value = skl_load(at, dtype, 0);
+        return dtype == SKL_F32 ? *(const uint32_t *)(const void *)at : *(const uint16_t *)(const void *)at;
+    }
+
+    __device__ void next()
+    {
         at += size;
-        return value;
+    }
+
+    __device__ float value(raw bits) const
+    {
+        return dtype == SKL_F32    ? __uint_as_float(bits)
+               : dtype == SKL_BF16 ? __uint_as_float(bits << 16)
+                                   : __half2float(__ushort_as_half((unsigned short)bits));
     }
 };
 
@@ -43,11 +56,22 @@ struct head_lse {
     int64_t step;
     float mean; /* 1 / heads */
 
-    __device__ split_lse next()
+    typedef float raw;
+
+    __device__ raw load() const
     {
-        const float lse = *at, high = __fmul_rn(lse, SKL_LOG2E);
-        const float low = fmaf(lse, (float)(SKL_LOG2E_DOUBLE - (double)SKL_LOG2E), fmaf(lse, SKL_LOG2E, -high));
+        return *at;
+    }
+
+    __device__ void next()
+    {
         at += step;
+    }
+
+    __device__ split_lse value(float lse) const
+    {
+        const float high = __fmul_rn(lse, SKL_LOG2E);
+        const float low = fmaf(lse, (float)(SKL_LOG2E_DOUBLE - (double)SKL_LOG2E), fmaf(lse, SKL_LOG2E, -high));
         return {high, fabsf(lse) < INFINITY ? fmaf(-low * SKL_LN2, mean, mean) : mean};
     }
 };
@@ -91,7 +115,7 @@ __device__ inline void add_pair(index_row &row, float p, float v, float s)
 }
 
 /* The thread's pairs of a tile; without LSEs of the index logits, so their stabiliser moves. */
-template <bool TEACHER, int N>
+template <bool TEACHER, bool MASKED, int N>
 __device__ inline void add_tile(index_row (&rows)[2], const float (&p)[N][4], const float (&y)[N][4], float scale,
                                 const range32 (&sees)[2])
 {
@@ -104,7 +128,7 @@ __device__ inline void add_tile(index_row (&rows)[2], const float (&p)[N][4], co
 #pragma unroll
             for (int parity = 0; parity < 2; parity++) {
                 const int column = column_of(n, parity);
-                const bool seen = column >= sees[half].begin && column < sees[half].end;
+                const bool seen = !MASKED || (column >= sees[half].begin && column < sees[half].end);
                 m = seen ? fmaxf(m, y[n][half * 2 + parity] * scale) : m;
                 any = any || seen;
             }
@@ -117,7 +141,7 @@ __device__ inline void add_tile(index_row (&rows)[2], const float (&p)[N][4], co
             for (int parity = 0; parity < 2; parity++) {
                 const int column = column_of(n, parity), e = half * 2 + parity;
                 const float v = fmaf(y[n][e], scale, -m);
-                if (column < sees[half].begin || column >= sees[half].end)
+                if (MASKED && (column < sees[half].begin || column >= sees[half].end))
                     continue;
                 if (TEACHER)
                     add_pair(rows[half], p[n][e], v, ex2(v));

@@ -9,7 +9,7 @@
  *   slab n + 1 is copied  |  X += slab n (mma);  behind a head's last one  P += 2^(X - lse_h)  or  Y += w_g relu(X)
  *
  * Head sizes are a matter of how many slabs a head has, so one kernel does them all. A lane loads what heads have for
- * one row of the warp's 32, LSE or weight, while the head's products are made. */
+ * one row of the warp's 32, LSE or weight. */
 #ifndef SKL_CUDA_SM80_INDEX_SCORES_CUH
 #define SKL_CUDA_SM80_INDEX_SCORES_CUH
 
@@ -145,11 +145,19 @@ template <typename ELEMENT> struct slab_stream {
     template <typename VALUES, typename COMBINE>
     __device__ void add_heads(tile_logits &sum, const head_list &heads, VALUES values, COMBINE combine)
     {
+        if (heads.count == 0)
+            return;
+        typename VALUES::raw next = values.load();
 #pragma unroll 1
         for (int head = 0; head < heads.count; head++) {
-            const auto own = values.next(); /* on its way while products are made */
+            const typename VALUES::raw now = next;
+            if (head + 1 < heads.count) {
+                values.next();
+                next = values.load();
+            }
             tile_logits x;
             multiply(x, heads.slabs);
+            const auto own = values.value(now);
 #pragma unroll
             for (int m = 0; m < OWN; m++)
 #pragma unroll
@@ -222,9 +230,11 @@ __device__ inline void finish_tile(const index_params &params, const score_block
                                    tile % TILES * (TILE_KEYS / 16)),
                            params.rest_at, p, y, params.two.scale, poison, sees);
     else if (params.with_teacher)
-        add_tile<true>(rows, p, y, params.two.scale, sees);
+        add_tile<true, true>(rows, p, y, params.two.scale, sees);
+    else if (is_whole(at, tile * TILE_KEYS, TILE_KEYS)) /* with no teacher in between it matters */
+        add_tile<false, false>(rows, p, y, params.two.scale, sees);
     else
-        add_tile<false>(rows, p, y, params.two.scale, sees);
+        add_tile<false, true>(rows, p, y, params.two.scale, sees);
 #pragma unroll
     for (int half = 0; half < 2; half++)
         add_to_row(to + own_row<OWN>(m, half), rows[half]);

@@ -18,7 +18,7 @@
 #include "cuda/sm80/facts.cuh"
 #include "cuda/sm80/index_work.cuh"
 #include "cuda/sm90/tensor_map.cuh"
-#include "cuda/sm90/tile.cuh"
+#include "cuda/sm90/turns.cuh"
 
 namespace sm90
 {
@@ -33,7 +33,7 @@ template <int DIM> struct index_block {
     lying_rows<DIM / 64> own; /* 128 rows */
     row_stage<DIM> stages[STAGES];
     float weights[STAGES][KEYS]; /* keys' kernel: of the queries of a stage */
-    uint64_t own_full, full[STAGES], clean[STAGES], empty[STAGES];
+    uint64_t own_full, full[STAGES], clean[STAGES], empty[STAGES], turns[CONSUMERS];
     /* Here, and not in the registers of every thread. */
     slot_place place; /* queries' kernel */
     key_work work;    /* keys' kernel */
@@ -61,6 +61,7 @@ template <int DIM> struct index_sums {
 template <int DIM> struct index_consumer {
     index_block<DIM> &block;
     uint32_t group; /* of the warp, the same for all lanes */
+    product_turns turns;
     index_sums<DIM> sums;
     stage_logits a;
 
@@ -110,6 +111,7 @@ template <int DIM> struct index_consumer {
             }
         }
         await(next);
+        turns.take();
         wgmma_fence();
 #pragma unroll
         for (int part = 0; part < DIM / sums.PART; part++) {
@@ -120,8 +122,11 @@ template <int DIM> struct index_consumer {
                 wgmma<true>(sums.parts[part], h[step], descriptor_of(rows + step * 16 * 128 / 16), 1,
                             __nv_bfloat16());
         }
+        wgmma_commit();
         start_a(next);
         wgmma_commit();
+        wgmma_wait<1>();
+        turns.pass();
         wgmma_wait<0>();
 #pragma unroll
         for (int part = 0; part < DIM / sums.PART; part++)
@@ -190,6 +195,7 @@ template <int DIM> __device__ inline void init_barriers(index_block<DIM> &block)
         barrier_init(block.clean[at], CLEANERS);
         barrier_init(block.empty[at], CONSUMERS * 4);
     }
+    product_turns::init(block.turns);
     barrier_init_fence();
 }
 
@@ -228,7 +234,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
     const uint32_t group = __shfl_sync(~0U, threadIdx.x / 128, 0);
     if (group < CONSUMERS) {
         take_registers<240>();
-        index_consumer<DIM> own = {block, group};
+        index_consumer<DIM> own = {block, group, product_turns(block.turns, group)};
         const float least = params.least;
         own.clear();
         uint4 g[2][KEYS / 16]; /* of a stage, and of the next one, which is on its way */
@@ -310,7 +316,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
     const uint32_t group = __shfl_sync(~0U, threadIdx.x / 128, 0);
     if (group < CONSUMERS) {
         take_registers<224>();
-        index_consumer<DIM> own = {block, group};
+        index_consumer<DIM> own = {block, group, product_turns(block.turns, group)};
         own.clear();
         own.begin();
         const float least = params.least;

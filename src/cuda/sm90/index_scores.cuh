@@ -18,7 +18,7 @@
 
 #include "cuda/sm80/index_pairs.cuh"
 #include "cuda/sm90/tensor_map.cuh"
-#include "cuda/sm90/tile.cuh"
+#include "cuda/sm90/turns.cuh"
 
 namespace sm90
 {
@@ -59,8 +59,7 @@ __device__ inline void init_rings(score_block &block)
         barrier_init(block.keys_full[at], 1);
         barrier_init(block.keys_empty[at], CONSUMERS * 4);
     }
-    for (int group = 0; group < CONSUMERS; group++)
-        barrier_init(block.turns[group], 4);
+    product_turns::init(block.turns);
     barrier_init_fence();
 }
 
@@ -151,30 +150,25 @@ struct slab_consumer {
     uint32_t group; /* of the warp, the same for all lanes */
     ring_place<QUERY_STEPS> query;
     ring_place<KEY_STEPS> key;
-    int turn; /* parity of the warpgroup's next one */
-
-    /* Products of the two warpgroups take turns: one's run beside the other one's exponentials. */
-    __device__ void take_turn()
-    {
-        barrier_wait(block.turns[group], turn);
-        turn ^= 1;
-    }
-
-    __device__ void pass_turn()
-    {
-        barrier_arrive_if(block.turns[1 - group], threadIdx.x % 32 == 0);
-    }
+    product_turns turns;
 
     /* x = or += the product of a step, over so many slabs. */
     template <int SLABS> __device__ void multiply_step(tile_logits &x, bool add)
     {
+        constexpr int STEPS = SLABS * SLAB / 16;
         const uint32_t a = row_operand(block.queries[query.at]) + group * (64 * 128 / 16);
         const uint32_t b = row_operand(block.keys[key.at]);
+        turns.take();
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < SLABS * SLAB / 16; step++)
+        for (int step = 0; step < STEPS; step++) {
             wgmma<false>(x, step_of(a, step, SIDE), step_of(b, step, SIDE), add || step > 0, score_element());
+            if (step == STEPS / 2 - 1)
+                wgmma_commit();
+        }
         wgmma_commit();
+        wgmma_wait<1>();
+        turns.pass();
         wgmma_wait<0>();
         settle(x);
     }
@@ -186,12 +180,10 @@ struct slab_consumer {
         for (int c = 0; c < slabs; c += 2) {
             barrier_wait(block.keys_full[key.at], key.parity);
             barrier_wait(block.queries_full[query.at], query.parity);
-            take_turn();
             if (c + 1 < slabs) /* products of a branch end inside it: ptxas wants to see their registers */
                 multiply_step<2>(x, c > 0);
             else
                 multiply_step<1>(x, c > 0);
-            pass_turn();
             barrier_arrive_if(block.queries_empty[query.at], speaks);
             query.next();
             if (!keys_stay) {
@@ -206,9 +198,20 @@ struct slab_consumer {
     __device__ void add_heads(tile_logits &sum, const head_list &heads, VALUES (&values)[2], COMBINE combine)
     {
         tile_logits x;
+        if (heads.count == 0)
+            return;
+        typename VALUES::raw next[2] = {values[0].load(), values[1].load()};
         for (head_walk walk(heads); !walk.at_end(); walk.next()) {
-            const auto first = values[0].next(), second = values[1].next(); /* on their way while products are made */
+            const typename VALUES::raw now[2] = {next[0], next[1]};
+            if (walk.head + 1 < heads.first + heads.count) {
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    values[half].next();
+                    next[half] = values[half].load();
+                }
+            }
             multiply(x, heads.slabs, walk.keys_stay());
+            const auto first = values[0].value(now[0]), second = values[1].value(now[1]);
 #pragma unroll
             for (int n = 0; n < SIDE / 8; n++)
 #pragma unroll
@@ -225,11 +228,9 @@ __device__ inline void clear(tile_logits &x)
         x[e / 4][e % 4] = 0.0F;
 }
 
-/* The first turn is warpgroup 0's. */
 __device__ inline slab_consumer begin_consumer(score_block &block, uint32_t group)
 {
-    barrier_arrive_if(block.turns[0], group == 1 && threadIdx.x % 32 == 0);
-    return {block, group, {0, 0}, {0, 0}, 0};
+    return {block, group, {0, 0}, {0, 0}, product_turns(block.turns, group)};
 }
 
 template <bool GRADIENTS>
@@ -271,9 +272,11 @@ __device__ inline void consume_scores(const index_params &params, score_block &b
             store_tile<1>(rows, g_block(params, block.slot, tile, (int)threadIdx.x / 32, 0), 0, p, y,
                           params.two.scale, poison, sees);
         else if (params.with_teacher)
-            add_tile<true>(rows, p, y, params.two.scale, sees);
+            add_tile<true, true>(rows, p, y, params.two.scale, sees);
+        else if (is_whole(at, tile * SIDE, SIDE)) /* with no teacher in between it matters */
+            add_tile<false, false>(rows, p, y, params.two.scale, sees);
         else
-            add_tile<false>(rows, p, y, params.two.scale, sees);
+            add_tile<false, true>(rows, p, y, params.two.scale, sees);
     }
 #pragma unroll
     for (int half = 0; half < 2; half++) {

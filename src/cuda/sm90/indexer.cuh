@@ -103,19 +103,15 @@ cudaError_t launch_index_sums(const index_params &own, const skl_index_layout &l
 
 /* The general kernels, for what the copy engine cannot read. */
 struct general_launchers {
-    skl_cuda_launcher rows, queries, keys;
+    skl_cuda_launcher rows, gradients;
 
     cudaError_t run(const skl_cuda_params *params) const
     {
-        const skl_gradients *const grads = &params->call.gradients;
+        const bool one_pass = params->call.op == SKL_OP_FORWARD_BACKWARD;
         skl_cuda_params own = *params;
-        cudaError_t error = params->call.op == SKL_OP_FORWARD_BACKWARD ? rows(params) : cudaSuccess;
-        own.rows_known = params->call.op == SKL_OP_FORWARD_BACKWARD;
-        if (error == cudaSuccess && (grads->dq_s.data != NULL || grads->dw_s.data != NULL))
-            error = queries(&own);
-        if (error == cudaSuccess && grads->dk_s.data != NULL)
-            error = keys(&own);
-        return error;
+        own.rows_known = one_pass;
+        const cudaError_t error = one_pass ? rows(params) : cudaSuccess;
+        return error == cudaSuccess ? gradients(&own) : error;
     }
 };
 
