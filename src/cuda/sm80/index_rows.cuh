@@ -48,11 +48,8 @@ static __global__ void __launch_bounds__(SIDE) finish_rows(const __grid_constant
         return;
     const index_row *const parts = params.parts + (int64_t)blockIdx.x * params.splits * SIDE + threadIdx.x;
     index_row row = parts[0];
-    for (int part = 1; part < params.splits; part++) {
-        const index_row other = parts[part * SIDE];
-        row.state = skl_state_merge(row.state, other.state);
-        row.spread += other.spread;
-    }
+    for (int part = 1; part < params.splits; part++)
+        row = merge_rows(row, parts[part * SIDE]);
     finish_row(params, at.sequence, at.head, at.first + (int)threadIdx.x, row);
 }
 

@@ -185,33 +185,64 @@ template <typename ELEMENT> struct slab_stream {
 
 /* ---- Rows and G --------------------------------------------------------------------------------------------- */
 
-/* Without a pair; the stabiliser of the index logits is their LSE, where that is known. */
+/* Without a pair. Where LSEs of the index logits are known, log2 P and log2 S are taken as they are; elsewhere both
+ * sides have a stabiliser that moves, so that equal ones cancel. */
 template <bool GRADIENTS>
 __device__ inline index_row empty_row(const index_params &params, const slot_place &at, int row)
 {
     index_row empty = {skl_state_empty(), 0.0F};
-    empty.state.m_1 = 0.0F;
-    if (GRADIENTS && at.count > 0)
+    if (GRADIENTS && at.count > 0) {
+        empty.state.m_1 = 0.0F;
         empty.state.m_2 =
             skl_row_value(&params.call.inputs.lse_s, &at.sequence, at.head, query_of(at, row)) * SKL_LOG2E;
+    }
     return empty;
+}
+
+/* The thread's pairs of a tile, without LSEs of the index logits. NaN stays NaN. */
+__device__ inline void add_both(index_row (&rows)[2], const float (&p)[TILE_KEYS / 8][4],
+                                const float (&y)[TILE_KEYS / 8][4], float scale, const range32 (&sees)[2])
+{
+    float u[TILE_KEYS / 8][4];
+#pragma unroll
+    for (int e = 0; e < TILE_KEYS / 2; e++)
+        u[e / 4][e % 4] = fmaf(0.0F, p[e / 4][e % 4], log2_of(p[e / 4][e % 4]));
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        add_exactly<true>(rows[half].state, u, 1.0F, y, scale, half, sees[half]);
+#pragma unroll
+        for (int n = 0; n < TILE_KEYS / 8; n++)
+#pragma unroll
+            for (int parity = 0; parity < 2; parity++) {
+                const int column = column_of(n, parity);
+                const float d = u[n][half * 2 + parity] - rows[half].state.m_1;
+                if (column >= sees[half].begin && column < sees[half].end)
+                    rows[half].spread = fmaf(ex2(d), d, rows[half].spread);
+            }
+    }
+}
+
+/* Sums of the block's part of the keys, a row a query. */
+__device__ inline index_row *part_rows(const index_params &params, const score_block &block)
+{
+    return params.parts + ((block.slot - params.strip_first) * params.splits + block.part) * SIDE;
 }
 
 /* Adds what the four lanes of a row have of a tile to its sums in memory: registers are for P and Y. */
 __device__ inline void add_to_row(index_row *to, const index_row &row)
 {
-    const skl_row_state state = merge_lanes(row.state);
-    float spread = row.spread;
-    spread += __shfl_xor_sync(~0U, spread, 1);
-    spread += __shfl_xor_sync(~0U, spread, 2);
+    index_row sum = {merge_lanes(row.state), 0.0F};
+    sum.spread = spread_at(row, sum.state.m_1);
+    sum.spread += __shfl_xor_sync(~0U, sum.spread, 1);
+    sum.spread += __shfl_xor_sync(~0U, sum.spread, 2);
     if (threadIdx.x % 4 == 0)
-        *to = {skl_state_merge(to->state, state), to->spread + spread};
+        *to = merge_rows(*to, sum);
 }
 
 /* 16 queries of a warp. */
 template <bool GRADIENTS, int PLANES>
-__device__ inline void finish_tile(const index_params &params, const score_block &block, index_row *to, int m,
-                                   int tile, const float (&p)[TILE_KEYS / 8][4], const float (&y)[TILE_KEYS / 8][4])
+__device__ inline void finish_tile(const index_params &params, const score_block &block, int m, int tile,
+                                   const float (&p)[TILE_KEYS / 8][4], const float (&y)[TILE_KEYS / 8][4])
 {
     const slot_place &at = block.place;
     index_row rows[2];
@@ -230,14 +261,14 @@ __device__ inline void finish_tile(const index_params &params, const score_block
                                    tile % TILES * (TILE_KEYS / 16)),
                            params.rest_at, p, y, params.two.scale, poison, sees);
     else if (params.with_teacher)
-        add_tile<true, true>(rows, p, y, params.two.scale, sees);
+        add_both(rows, p, y, params.two.scale, sees);
     else if (is_whole(at, tile * TILE_KEYS, TILE_KEYS)) /* with no teacher in between it matters */
         add_tile<false, false>(rows, p, y, params.two.scale, sees);
     else
         add_tile<false, true>(rows, p, y, params.two.scale, sees);
 #pragma unroll
     for (int half = 0; half < 2; half++)
-        add_to_row(to + own_row<OWN>(m, half), rows[half]);
+        add_to_row(part_rows(params, block) + own_row<OWN>(m, half), rows[half]);
 }
 
 /* ---- Kernels ------------------------------------------------------------------------------------------------ */
@@ -265,8 +296,7 @@ __global__ void __launch_bounds__(THREADS, 2) index_score_kernel(const __grid_co
         find_part(block, params);
     __syncthreads();
     const slot_place &at = block.place;
-    index_row *const rows = params.parts + ((block.slot - params.strip_first) * params.splits + block.part) * SIDE;
-    rows[threadIdx.x] = empty_row<GRADIENTS>(params, at, (int)threadIdx.x);
+    part_rows(params, block)[threadIdx.x] = empty_row<GRADIENTS>(params, at, (int)threadIdx.x);
     __syncwarp(); /* the same warp adds to them */
     slab_stream<ELEMENT> slabs = {params, block, {block.tile_begin, 0, 0}, 0};
     slabs.begin();
@@ -283,7 +313,7 @@ __global__ void __launch_bounds__(THREADS, 2) index_score_kernel(const __grid_co
                         [=](float sum, float x, float value) { return fmaf(value, at_least(x, least), sum); });
 #pragma unroll
         for (int m = 0; m < OWN; m++)
-            finish_tile<GRADIENTS, G_PLANES<ELEMENT>>(params, block, rows, m, tile, p[m], y[m]);
+            finish_tile<GRADIENTS, G_PLANES<ELEMENT>>(params, block, m, tile, p[m], y[m]);
     }
 }
 

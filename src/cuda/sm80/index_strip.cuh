@@ -26,9 +26,22 @@ constexpr int SLAB = 64;             /* dimensions of a head that are staged tog
 
 /* What a part of a row's keys adds to it. */
 struct index_row {
-    skl_row_state state; /* of log2 P and the index logits; m_1 = 0 */
-    float spread;        /* sum P log2 P */
+    skl_row_state state; /* of log2 P and the index logits */
+    float spread;        /* sum 2^u u over u = log2 P - m_1 */
 };
+
+/* The spread with another m_1, as skl_state_move does it. */
+__device__ inline float spread_at(const index_row &row, float m_1)
+{
+    const float d = row.state.l_1 == 0.0F ? 0.0F : row.state.m_1 - m_1;
+    return exp2f(d) * (row.spread + row.state.l_1 * d);
+}
+
+__device__ inline index_row merge_rows(const index_row &a, const index_row &b)
+{
+    const skl_row_state state = skl_state_merge(a.state, b.state);
+    return {state, spread_at(a, state.m_1) + spread_at(b, state.m_1)};
+}
 
 struct index_params : skl_cuda_params {
     bool with_teacher; /* false: only the LSEs of the indexer are wanted */
