@@ -12,7 +12,8 @@
 enum {
     SKL_INDEX_TILE = 128,    /* queries of a slot, keys of a tile */
     SKL_INDEX_DIM_MAX = 256, /* of index heads */
-    SKL_INDEX_BLOCKS = 8,    /* blocks of a scores launch, a multiprocessor */
+    SKL_INDEX_PARTS = 16,    /* parts of a slot's keys, if there are so many tiles: they share its queries */
+    SKL_INDEX_BLOCKS = 16,   /* blocks of a scores launch, a multiprocessor */
     SKL_INDEX_KEY_BLOCKS = 6 /* and of a launch for key gradients */
 };
 
@@ -51,7 +52,9 @@ static inline skl_index_layout skl_index_layout_of(const skl_problem *p, int32_t
     layout.strip_slots =
         gradients ? skl_max(1, skl_min(SKL_INDEX_STRIP_SIZE / skl_max(1, slot_size), layout.slots)) : layout.slots;
     layout.rest_at = planes > 1 ? layout.strip_slots * plane_size / 16 : 0;
-    layout.splits = skl_index_splits(layout.strip_slots, (int64_t)multiprocessors * SKL_INDEX_BLOCKS, key_tiles);
+    layout.splits = skl_index_splits(
+        layout.strip_slots,
+        skl_max((int64_t)multiprocessors * SKL_INDEX_BLOCKS, layout.strip_slots * SKL_INDEX_PARTS), key_tiles);
     layout.key_items = p->batch * p->key_heads_s * key_tiles;
     layout.key_splits = skl_index_splits(layout.key_items, (int64_t)multiprocessors * SKL_INDEX_KEY_BLOCKS,
                                          skl_ceil_div(p->len_q, SKL_INDEX_TILE));

@@ -114,44 +114,92 @@ __device__ inline void add_pair(index_row &row, float p, float v, float s)
     row.spread = fmaf(p, u, row.spread);
 }
 
-/* The thread's pairs of a tile; without LSEs of the index logits, so their stabiliser moves. */
-template <bool TEACHER, bool MASKED, int N>
-__device__ inline void add_tile(index_row (&rows)[2], const float (&p)[N][4], const float (&y)[N][4], float scale,
-                                const range32 (&sees)[2])
+/* The thread's pairs of a row and tile, without LSEs of the index logits: both sides have a stabiliser of their own,
+ * so that equal ones cancel. P becomes its logarithm; NaN stays NaN. */
+template <int N>
+__device__ inline index_row sum_pairs(float (&p)[N][4], const float (&y)[N][4], float scale, int half,
+                                      const range32 &sees)
 {
+    index_row row = {skl_state_empty(), 0.0F};
+    bool any = false;
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        float m = rows[half].state.m_2;
-        bool any = false;
+    for (int n = 0; n < N; n++)
 #pragma unroll
-        for (int n = 0; n < N; n++)
+        for (int parity = 0; parity < 2; parity++) {
+            float &u = p[n][half * 2 + parity];
+            const bool seen = column_of(n, parity) >= sees.begin && column_of(n, parity) < sees.end;
+            u = fmaf(0.0F, u, log2_of(u));
+            row.state.m_1 = seen ? fmaxf(row.state.m_1, u) : row.state.m_1;
+            row.state.m_2 = seen ? fmaxf(row.state.m_2, y[n][half * 2 + parity] * scale) : row.state.m_2;
+            any = any || seen;
+        }
+    if (!any)
+        return row;
 #pragma unroll
-            for (int parity = 0; parity < 2; parity++) {
-                const int column = column_of(n, parity);
-                const bool seen = !MASKED || (column >= sees[half].begin && column < sees[half].end);
-                m = seen ? fmaxf(m, y[n][half * 2 + parity] * scale) : m;
-                any = any || seen;
-            }
-        if (!any)
-            continue;
-        rows[half].state = skl_state_move(rows[half].state, 0.0F, m);
+    for (int n = 0; n < N; n++)
 #pragma unroll
-        for (int n = 0; n < N; n++)
-#pragma unroll
-            for (int parity = 0; parity < 2; parity++) {
-                const int column = column_of(n, parity), e = half * 2 + parity;
-                const float v = fmaf(y[n][e], scale, -m);
-                if (MASKED && (column < sees[half].begin || column >= sees[half].end))
-                    continue;
-                if (TEACHER)
-                    add_pair(rows[half], p[n][e], v, ex2(v));
-                else
-                    rows[half].state.l_2 += ex2(v);
-            }
-    }
+        for (int parity = 0; parity < 2; parity++) {
+            const float u = p[n][half * 2 + parity] - row.state.m_1, one = ex2(u);
+            const float v = fmaf(y[n][half * 2 + parity], scale, -row.state.m_2);
+            if (column_of(n, parity) < sees.begin || column_of(n, parity) >= sees.end)
+                continue;
+            row.state.l_1 += one;
+            row.state.l_2 += ex2(v);
+            row.state.w = fmaf(one, u - v, row.state.w);
+            row.spread = fmaf(one, u, row.spread);
+        }
+    return row;
 }
 
-/* The same where LSEs are known, which gives G: S - P, 0 where nothing is seen. `poison` is 0, or NaN where the
+/* The same for an indexer alone. */
+template <bool MASKED, int N>
+__device__ inline index_row sum_index(const float (&y)[N][4], float scale, int half, const range32 &sees)
+{
+    index_row row = {skl_state_empty(), 0.0F};
+    bool any = !MASKED;
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int parity = 0; parity < 2; parity++) {
+            const bool seen = !MASKED || (column_of(n, parity) >= sees.begin && column_of(n, parity) < sees.end);
+            row.state.m_2 = seen ? fmaxf(row.state.m_2, y[n][half * 2 + parity] * scale) : row.state.m_2;
+            any = any || seen;
+        }
+    if (!any)
+        return row;
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int parity = 0; parity < 2; parity++)
+            if (!MASKED || (column_of(n, parity) >= sees.begin && column_of(n, parity) < sees.end))
+                row.state.l_2 += ex2(fmaf(y[n][half * 2 + parity], scale, -row.state.m_2));
+    return row;
+}
+
+/* What a forward has of a row and tile. */
+template <int N>
+__device__ inline index_row sum_row(const index_params &params, const slot_place &at, float (&p)[N][4],
+                                    const float (&y)[N][4], int half, int row, int first)
+{
+    const float scale = params.two.scale;
+    if (params.with_teacher)
+        return sum_pairs(p, y, scale, half, sight_of(params, at, row, first));
+    if (is_whole(at, first, N * 8)) /* with no teacher in between it matters */
+        return sum_index<false>(y, scale, half, {0, 0});
+    return sum_index<true>(y, scale, half, sight_of(params, at, row, first));
+}
+
+/* Of the four lanes that hold a row; all get it. */
+__device__ inline index_row merge_lanes(const index_row &row)
+{
+    index_row sum = {merge_lanes(row.state), 0.0F};
+    sum.spread = spread_at(row, sum.state.m_1);
+    sum.spread += __shfl_xor_sync(~0U, sum.spread, 1);
+    sum.spread += __shfl_xor_sync(~0U, sum.spread, 2);
+    return sum;
+}
+
+/* Pairs where LSEs are known, which gives G: S - P, 0 where nothing is seen. `poison` is 0, or NaN where the
  * upstream gradient is not finite. PLANES: 2 with what f16 leaves of it, `rest_at` behind it. */
 template <int PLANES, int N>
 __device__ inline void store_tile(index_row (&rows)[2], uint4 *g, int64_t rest_at, const float (&p)[N][4],
@@ -182,6 +230,35 @@ __device__ inline void store_tile(index_row (&rows)[2], uint4 *g, int64_t rest_a
         if (PLANES == 2)
             g[rest_at] = make_uint4(rest[0], rest[1], rest[2], rest[3]);
     }
+}
+
+/* ---- Sums of a part of the keys ----------------------------------------------------------------------------- */
+
+/* Without a pair. Where LSEs of the index logits are known, log2 P and log2 S are taken as they are. */
+template <bool GRADIENTS>
+__device__ inline index_row empty_row(const index_params &params, const slot_place &at, int row)
+{
+    index_row empty = {skl_state_empty(), 0.0F};
+    if (GRADIENTS && at.count > 0) {
+        empty.state.m_1 = 0.0F;
+        empty.state.m_2 =
+            skl_row_value(&params.call.inputs.lse_s, &at.sequence, at.head, query_of(at, row)) * SKL_LOG2E;
+    }
+    return empty;
+}
+
+/* A row a query. */
+__device__ inline index_row *part_rows(const index_params &params, unsigned slot, int part)
+{
+    return params.parts + ((slot - params.strip_first) * params.splits + part) * SIDE;
+}
+
+/* Adds what the four lanes of a row have of a tile to its sums in memory: registers are for P and Y. */
+__device__ inline void add_to_row(index_row *to, const index_row &row)
+{
+    const index_row sum = merge_lanes(row);
+    if (threadIdx.x % 4 == 0)
+        *to = merge_rows(*to, sum);
 }
 
 /* ---- LSEs of the teacher ------------------------------------------------------------------------------------ */

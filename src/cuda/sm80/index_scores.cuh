@@ -185,98 +185,43 @@ template <typename ELEMENT> struct slab_stream {
 
 /* ---- Rows and G --------------------------------------------------------------------------------------------- */
 
-/* Without a pair. Where LSEs of the index logits are known, log2 P and log2 S are taken as they are; elsewhere both
- * sides have a stabiliser that moves, so that equal ones cancel. */
-template <bool GRADIENTS>
-__device__ inline index_row empty_row(const index_params &params, const slot_place &at, int row)
-{
-    index_row empty = {skl_state_empty(), 0.0F};
-    if (GRADIENTS && at.count > 0) {
-        empty.state.m_1 = 0.0F;
-        empty.state.m_2 =
-            skl_row_value(&params.call.inputs.lse_s, &at.sequence, at.head, query_of(at, row)) * SKL_LOG2E;
-    }
-    return empty;
-}
-
-/* The thread's pairs of a tile, without LSEs of the index logits. NaN stays NaN. */
-__device__ inline void add_both(index_row (&rows)[2], const float (&p)[TILE_KEYS / 8][4],
-                                const float (&y)[TILE_KEYS / 8][4], float scale, const range32 (&sees)[2])
-{
-    float u[TILE_KEYS / 8][4];
-#pragma unroll
-    for (int e = 0; e < TILE_KEYS / 2; e++)
-        u[e / 4][e % 4] = fmaf(0.0F, p[e / 4][e % 4], log2_of(p[e / 4][e % 4]));
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        add_exactly<true>(rows[half].state, u, 1.0F, y, scale, half, sees[half]);
-#pragma unroll
-        for (int n = 0; n < TILE_KEYS / 8; n++)
-#pragma unroll
-            for (int parity = 0; parity < 2; parity++) {
-                const int column = column_of(n, parity);
-                const float d = u[n][half * 2 + parity] - rows[half].state.m_1;
-                if (column >= sees[half].begin && column < sees[half].end)
-                    rows[half].spread = fmaf(ex2(d), d, rows[half].spread);
-            }
-    }
-}
-
-/* Sums of the block's part of the keys, a row a query. */
-__device__ inline index_row *part_rows(const index_params &params, const score_block &block)
-{
-    return params.parts + ((block.slot - params.strip_first) * params.splits + block.part) * SIDE;
-}
-
-/* Adds what the four lanes of a row have of a tile to its sums in memory: registers are for P and Y. */
-__device__ inline void add_to_row(index_row *to, const index_row &row)
-{
-    index_row sum = {merge_lanes(row.state), 0.0F};
-    sum.spread = spread_at(row, sum.state.m_1);
-    sum.spread += __shfl_xor_sync(~0U, sum.spread, 1);
-    sum.spread += __shfl_xor_sync(~0U, sum.spread, 2);
-    if (threadIdx.x % 4 == 0)
-        *to = merge_rows(*to, sum);
-}
-
 /* 16 queries of a warp. */
 template <bool GRADIENTS, int PLANES>
 __device__ inline void finish_tile(const index_params &params, const score_block &block, int m, int tile,
-                                   const float (&p)[TILE_KEYS / 8][4], const float (&y)[TILE_KEYS / 8][4])
+                                   float (&p)[TILE_KEYS / 8][4], const float (&y)[TILE_KEYS / 8][4])
 {
     const slot_place &at = block.place;
     index_row rows[2];
-    range32 sees[2];
-    float poison[2];
+    if (GRADIENTS) {
+        range32 sees[2];
+        float poison[2];
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int row = own_row<OWN>(m, half);
-        rows[half] = empty_row<GRADIENTS>(params, at, row);
-        sees[half] = sight_of(params, at, row, tile * TILE_KEYS);
-        poison[half] = GRADIENTS ? 0.0F * upstream_of(params, at, query_of(at, row)) : 0.0F;
-    }
-    if (GRADIENTS)
+        for (int half = 0; half < 2; half++) {
+            const int row = own_row<OWN>(m, half);
+            rows[half] = empty_row<GRADIENTS>(params, at, row);
+            sees[half] = sight_of(params, at, row, tile * TILE_KEYS);
+            poison[half] = 0.0F * upstream_of(params, at, query_of(at, row));
+        }
         store_tile<PLANES>(rows,
                            g_block(params, block.slot, tile / TILES, (int)threadIdx.x / 32 * OWN + m,
                                    tile % TILES * (TILE_KEYS / 16)),
                            params.rest_at, p, y, params.two.scale, poison, sees);
-    else if (params.with_teacher)
-        add_both(rows, p, y, params.two.scale, sees);
-    else if (is_whole(at, tile * TILE_KEYS, TILE_KEYS)) /* with no teacher in between it matters */
-        add_tile<false, false>(rows, p, y, params.two.scale, sees);
-    else
-        add_tile<false, true>(rows, p, y, params.two.scale, sees);
+    }
 #pragma unroll
-    for (int half = 0; half < 2; half++)
-        add_to_row(part_rows(params, block) + own_row<OWN>(m, half), rows[half]);
+    for (int half = 0; half < 2; half++) {
+        if (!GRADIENTS)
+            rows[half] = sum_row(params, at, p, y, half, own_row<OWN>(m, half), tile * TILE_KEYS);
+        add_to_row(part_rows(params, block.slot, block.part) + own_row<OWN>(m, half), rows[half]);
+    }
 }
 
 /* ---- Kernels ------------------------------------------------------------------------------------------------ */
 
 __device__ inline void find_part(score_block &block, const index_params &params)
 {
-    block.slot = (unsigned)params.strip_first + blockIdx.x / params.splits;
-    block.part = (int)(blockIdx.x % params.splits);
+    const slot_part own = slot_part_of_block(params);
+    block.slot = own.slot;
+    block.part = own.part;
     block.place = slot_at(params, block.slot, (unsigned)params.problem.heads_s);
     block.teacher = teacher_heads(params, block.place.head);
     block.index = index_heads(params, block.place.head);
@@ -296,7 +241,7 @@ __global__ void __launch_bounds__(THREADS, 2) index_score_kernel(const __grid_co
         find_part(block, params);
     __syncthreads();
     const slot_place &at = block.place;
-    part_rows(params, block)[threadIdx.x] = empty_row<GRADIENTS>(params, at, (int)threadIdx.x);
+    part_rows(params, block.slot, block.part)[threadIdx.x] = empty_row<GRADIENTS>(params, at, (int)threadIdx.x);
     __syncwarp(); /* the same warp adds to them */
     slab_stream<ELEMENT> slabs = {params, block, {block.tile_begin, 0, 0}, 0};
     slabs.begin();

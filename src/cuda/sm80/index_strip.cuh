@@ -89,6 +89,23 @@ __device__ inline slot_place slot_at(const index_params &params, unsigned slot, 
     return at;
 }
 
+/* What a block of a scores launch does: a part of a slot's keys. */
+struct slot_part {
+    unsigned slot;
+    int part;
+};
+
+/* Blocks that run at the same time share queries and keys of all heads, so that both stay in the L2 cache: the first
+ * part of a few slots, then their second part, and so on. */
+__device__ inline slot_part slot_part_of_block(const index_params &params)
+{
+    constexpr unsigned TOGETHER = 8; /* slots */
+    const unsigned splits = (unsigned)params.splits, slots = (unsigned)params.strip_count;
+    const unsigned first = blockIdx.x / (TOGETHER * splits) * TOGETHER, at = blockIdx.x % (TOGETHER * splits);
+    const unsigned count = min(TOGETHER, slots - first);
+    return {(unsigned)params.strip_first + first + at % count, (int)(at / count)};
+}
+
 /* What a query of the slot sees, counted from key `first`; nothing if there is no such query. */
 __device__ inline range32 sight_of(const index_params &params, const slot_place &at, int row, int first)
 {

@@ -238,19 +238,11 @@ __device__ inline void consume_scores(const index_params &params, score_block &b
 {
     const slot_place &at = block.place;
     slab_consumer slabs = begin_consumer(block, group);
-    index_row rows[2];
-    float poison[2] = {0.0F, 0.0F};
+    index_row *const sums = part_rows(params, block.slot, block.part);
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        rows[half] = {skl_state_empty(), 0.0F};
-        rows[half].state.m_1 = 0.0F;
-        if (GRADIENTS && at.count > 0) {
-            const skl_inputs &in = params.call.inputs;
-            rows[half].state.m_2 =
-                skl_row_value(&in.lse_s, &at.sequence, at.head, query_of(at, own_row<1>(0, half))) * SKL_LOG2E;
-            poison[half] = 0.0F * upstream_of(params, at, query_of(at, own_row<1>(0, half)));
-        }
-    }
+    for (int half = 0; half < 2; half++)
+        if (threadIdx.x % 4 == 0)
+            sums[own_row<1>(0, half)] = empty_row<GRADIENTS>(params, at, own_row<1>(0, half));
     const float scale_t = params.one.scale, least = params.least;
     for (int tile = block.tile_begin; tile < block.tile_end; tile++) {
         tile_logits p, y;
@@ -266,27 +258,25 @@ __device__ inline void consume_scores(const index_params &params, score_block &b
                             weight_of(params, at, query_of(at, own_row<1>(0, 1)))};
         slabs.add_heads(y, index_heads(params, at.head), w,
                         [=](float sum, float x, float value) { return fmaf(value, at_least(x, least), sum); });
-        const range32 sees[2] = {sight_of(params, at, own_row<1>(0, 0), tile * SIDE),
-                                 sight_of(params, at, own_row<1>(0, 1), tile * SIDE)};
-        if (GRADIENTS)
+        index_row rows[2];
+        if (GRADIENTS) {
+            range32 sees[2];
+            float poison[2];
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int row = own_row<1>(0, half);
+                rows[half] = empty_row<GRADIENTS>(params, at, row);
+                sees[half] = sight_of(params, at, row, tile * SIDE);
+                poison[half] = 0.0F * upstream_of(params, at, query_of(at, row));
+            }
             store_tile<1>(rows, g_block(params, block.slot, tile, (int)threadIdx.x / 32, 0), 0, p, y,
                           params.two.scale, poison, sees);
-        else if (params.with_teacher)
-            add_tile<true, true>(rows, p, y, params.two.scale, sees);
-        else if (is_whole(at, tile * SIDE, SIDE)) /* with no teacher in between it matters */
-            add_tile<false, false>(rows, p, y, params.two.scale, sees);
-        else
-            add_tile<false, true>(rows, p, y, params.two.scale, sees);
-    }
+        }
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const skl_row_state state = merge_lanes(rows[half].state);
-        float spread = rows[half].spread;
-        spread += __shfl_xor_sync(~0U, spread, 1);
-        spread += __shfl_xor_sync(~0U, spread, 2);
-        if (threadIdx.x % 4 == 0) {
-            const int64_t part = (block.slot - params.strip_first) * params.splits + block.part;
-            params.parts[part * SIDE + own_row<1>(0, half)] = {state, spread};
+        for (int half = 0; half < 2; half++) {
+            if (!GRADIENTS)
+                rows[half] = sum_row(params, at, p, y, half, own_row<1>(0, half), tile * SIDE);
+            add_to_row(sums + own_row<1>(0, half), rows[half]);
         }
     }
 }
@@ -299,9 +289,10 @@ __global__ void __launch_bounds__(SCORE_THREADS, 1)
     extern __shared__ __align__(1024) unsigned char raw[];
     score_block &block = *(score_block *)(void *)raw;
     if (threadIdx.x == 0) {
-        block.slot = (unsigned)params.strip_first + blockIdx.x / params.splits;
+        const slot_part own = slot_part_of_block(params);
+        block.slot = own.slot;
         block.place = slot_at(params, block.slot, (unsigned)params.problem.heads_s);
-        block.part = (int)(blockIdx.x % params.splits);
+        block.part = own.part;
         const int tiles = block.place.tile_end - block.place.tile_begin;
         const int share = (tiles + params.splits - 1) / params.splits;
         block.tile_begin = block.place.tile_begin + min(block.part * share, tiles);
