@@ -105,15 +105,6 @@ __device__ inline float log2_of(float p)
     return (float)exponent + __log2f(__int_as_float(bits - exponent * (1 << 23)));
 }
 
-__device__ inline void add_pair(index_row &row, float p, float v, float s)
-{
-    const float u = log2_of(p);
-    row.state.l_1 += p;
-    row.state.l_2 += s;
-    row.state.w = fmaf(p, u - v, row.state.w);
-    row.spread = fmaf(p, u, row.spread);
-}
-
 /* The thread's pairs of a row and tile, without LSEs of the index logits: both sides have a stabiliser of their own,
  * so that equal ones cancel. P becomes its logarithm; NaN stays NaN. */
 template <int N>
@@ -176,7 +167,7 @@ __device__ inline index_row sum_index(const float (&y)[N][4], float scale, int h
     return row;
 }
 
-/* What a forward has of a row and tile. */
+/* What a row has of a tile. */
 template <int N>
 __device__ inline index_row sum_row(const index_params &params, const slot_place &at, float (&p)[N][4],
                                     const float (&y)[N][4], int half, int row, int first)
@@ -199,12 +190,12 @@ __device__ inline index_row merge_lanes(const index_row &row)
     return sum;
 }
 
-/* Pairs where LSEs are known, which gives G: S - P, 0 where nothing is seen. `poison` is 0, or NaN where the
- * upstream gradient is not finite. PLANES: 2 with what f16 leaves of it, `rest_at` behind it. */
+/* Pairs where LSEs are known, which gives G: S - P, 0 where nothing is seen. `lse` is that of the index logits, in
+ * base 2; `poison` is 0, or NaN where the upstream gradient is not finite. PLANES: 2 with what f16 leaves of it,
+ * `rest_at` behind it. */
 template <int PLANES, int N>
-__device__ inline void store_tile(index_row (&rows)[2], uint4 *g, int64_t rest_at, const float (&p)[N][4],
-                                  const float (&y)[N][4], float scale, const float (&poison)[2],
-                                  const range32 (&sees)[2])
+__device__ inline void store_g(uint4 *g, int64_t rest_at, const float (&p)[N][4], const float (&y)[N][4], float scale,
+                               const float (&lse)[2], const float (&poison)[2], const range32 (&sees)[2])
 {
 #pragma unroll
     for (int block = 0; block < N / 2; block++, g += 32) {
@@ -217,10 +208,8 @@ __device__ inline void store_tile(index_row (&rows)[2], uint4 *g, int64_t rest_a
             for (int parity = 0; parity < 2; parity++) {
                 const int column = column_of(n, parity), e = half * 2 + parity;
                 const bool seen = column >= sees[half].begin && column < sees[half].end;
-                const float v = fmaf(y[n][e], scale, -rows[half].state.m_2), s = ex2(v), one = p[n][e];
-                if (seen)
-                    add_pair(rows[half], one, v, s);
-                pair[parity] = seen ? fmaf(s - one, 1.0F / G_UNIT, poison[half]) : 0.0F;
+                const float s = ex2(fmaf(y[n][e], scale, -lse[half]));
+                pair[parity] = seen ? fmaf(s - p[n][e], 1.0F / G_UNIT, poison[half]) : 0.0F;
             }
             operand[part] = pack(pair[0], pair[1], __half());
             const float2 kept = unpack(operand[part], __half());
@@ -232,19 +221,28 @@ __device__ inline void store_tile(index_row (&rows)[2], uint4 *g, int64_t rest_a
     }
 }
 
+/* G of a tile; `rows`: the thread's two of the slot, `first`: the tile's first key. */
+template <int PLANES, int N>
+__device__ inline void store_tile(const index_params &params, const slot_place &at, uint4 *g, const float (&p)[N][4],
+                                  const float (&y)[N][4], const int (&rows)[2], int first)
+{
+    range32 sees[2];
+    float lse[2], poison[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int64_t query = query_of(at, rows[half]);
+        sees[half] = sight_of(params, at, rows[half], first);
+        lse[half] = skl_row_value(&params.call.inputs.lse_s, &at.sequence, at.head, query) * SKL_LOG2E;
+        poison[half] = 0.0F * upstream_of(params, at, query);
+    }
+    store_g<PLANES>(g, params.rest_at, p, y, params.two.scale, lse, poison, sees);
+}
+
 /* ---- Sums of a part of the keys ----------------------------------------------------------------------------- */
 
-/* Without a pair. Where LSEs of the index logits are known, log2 P and log2 S are taken as they are. */
-template <bool GRADIENTS>
-__device__ inline index_row empty_row(const index_params &params, const slot_place &at, int row)
+__device__ inline index_row empty_row()
 {
-    index_row empty = {skl_state_empty(), 0.0F};
-    if (GRADIENTS && at.count > 0) {
-        empty.state.m_1 = 0.0F;
-        empty.state.m_2 =
-            skl_row_value(&params.call.inputs.lse_s, &at.sequence, at.head, query_of(at, row)) * SKL_LOG2E;
-    }
-    return empty;
+    return {skl_state_empty(), 0.0F};
 }
 
 /* A row a query. */

@@ -191,28 +191,18 @@ __device__ inline void finish_tile(const index_params &params, const score_block
                                    float (&p)[TILE_KEYS / 8][4], const float (&y)[TILE_KEYS / 8][4])
 {
     const slot_place &at = block.place;
-    index_row rows[2];
-    if (GRADIENTS) {
-        range32 sees[2];
-        float poison[2];
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int row = own_row<OWN>(m, half);
-            rows[half] = empty_row<GRADIENTS>(params, at, row);
-            sees[half] = sight_of(params, at, row, tile * TILE_KEYS);
-            poison[half] = 0.0F * upstream_of(params, at, query_of(at, row));
-        }
-        store_tile<PLANES>(rows,
+    const int rows[2] = {own_row<OWN>(m, 0), own_row<OWN>(m, 1)};
+    if (GRADIENTS)
+        store_tile<PLANES>(params, at,
                            g_block(params, block.slot, tile / TILES, (int)threadIdx.x / 32 * OWN + m,
                                    tile % TILES * (TILE_KEYS / 16)),
-                           params.rest_at, p, y, params.two.scale, poison, sees);
-    }
+                           p, y, rows, tile * TILE_KEYS);
+    if (params.call.op == SKL_OP_BACKWARD)
+        return;
+    index_row *const sums = part_rows(params, block.slot, block.part);
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        if (!GRADIENTS)
-            rows[half] = sum_row(params, at, p, y, half, own_row<OWN>(m, half), tile * TILE_KEYS);
-        add_to_row(part_rows(params, block.slot, block.part) + own_row<OWN>(m, half), rows[half]);
-    }
+    for (int half = 0; half < 2; half++)
+        add_to_row(sums + rows[half], sum_row(params, at, p, y, half, rows[half], tile * TILE_KEYS));
 }
 
 /* ---- Kernels ------------------------------------------------------------------------------------------------ */
@@ -241,7 +231,7 @@ __global__ void __launch_bounds__(THREADS, 2) index_score_kernel(const __grid_co
         find_part(block, params);
     __syncthreads();
     const slot_place &at = block.place;
-    part_rows(params, block.slot, block.part)[threadIdx.x] = empty_row<GRADIENTS>(params, at, (int)threadIdx.x);
+    part_rows(params, block.slot, block.part)[threadIdx.x] = empty_row();
     __syncwarp(); /* the same warp adds to them */
     slab_stream<ELEMENT> slabs = {params, block, {block.tile_begin, 0, 0}, 0};
     slabs.begin();

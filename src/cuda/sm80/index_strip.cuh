@@ -173,7 +173,7 @@ __device__ inline uint4 *g_block(const index_params &params, unsigned slot, int 
 {
     const int64_t tiles = skl_ceil_div(params.problem.len_k, SIDE);
     const int64_t index = ((slot - params.strip_first) * tiles + tile) * G_BLOCKS * G_BLOCKS;
-    return params.g + (index + query_block * G_BLOCKS + key_block) * 32 + threadIdx.x % 32;
+    return params.g + (index + (unsigned)(query_block * G_BLOCKS + key_block)) * 32 + threadIdx.x % 32;
 }
 
 } // namespace sm80

@@ -238,11 +238,10 @@ __device__ inline void consume_scores(const index_params &params, score_block &b
 {
     const slot_place &at = block.place;
     slab_consumer slabs = begin_consumer(block, group);
-    index_row *const sums = part_rows(params, block.slot, block.part);
 #pragma unroll
     for (int half = 0; half < 2; half++)
         if (threadIdx.x % 4 == 0)
-            sums[own_row<1>(0, half)] = empty_row<GRADIENTS>(params, at, own_row<1>(0, half));
+            part_rows(params, block.slot, block.part)[own_row<1>(0, half)] = empty_row();
     const float scale_t = params.one.scale, least = params.least;
     for (int tile = block.tile_begin; tile < block.tile_end; tile++) {
         tile_logits p, y;
@@ -258,26 +257,15 @@ __device__ inline void consume_scores(const index_params &params, score_block &b
                             weight_of(params, at, query_of(at, own_row<1>(0, 1)))};
         slabs.add_heads(y, index_heads(params, at.head), w,
                         [=](float sum, float x, float value) { return fmaf(value, at_least(x, least), sum); });
-        index_row rows[2];
-        if (GRADIENTS) {
-            range32 sees[2];
-            float poison[2];
+        const int rows[2] = {own_row<1>(0, 0), own_row<1>(0, 1)};
+        const bool sums_wanted = params.call.op != SKL_OP_BACKWARD;
+        if (GRADIENTS)
+            store_tile<1>(params, at, g_block(params, block.slot, tile, (int)threadIdx.x / 32, 0), p, y, rows,
+                          tile * SIDE);
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const int row = own_row<1>(0, half);
-                rows[half] = empty_row<GRADIENTS>(params, at, row);
-                sees[half] = sight_of(params, at, row, tile * SIDE);
-                poison[half] = 0.0F * upstream_of(params, at, query_of(at, row));
-            }
-            store_tile<1>(rows, g_block(params, block.slot, tile, (int)threadIdx.x / 32, 0), 0, p, y,
-                          params.two.scale, poison, sees);
-        }
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            if (!GRADIENTS)
-                rows[half] = sum_row(params, at, p, y, half, own_row<1>(0, half), tile * SIDE);
-            add_to_row(sums + own_row<1>(0, half), rows[half]);
-        }
+        for (int half = 0; sums_wanted && half < 2; half++)
+            add_to_row(part_rows(params, block.slot, block.part) + rows[half],
+                       sum_row(params, at, p, y, half, rows[half], tile * SIDE));
     }
 }
 
