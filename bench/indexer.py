@@ -32,7 +32,8 @@ from peers import current_commit, find_library
 
 def measure(arguments):
     try:
-        from gpu.indexer_run import IndexerBench, NotPossible
+        from gpu.indexer_run import IndexerBench
+        from gpu.run import NotPossible
     except ImportError as error:
         sys.exit(f"indexer.py: measuring needs PyTorch: {error}")
     try:

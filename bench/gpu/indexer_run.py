@@ -7,10 +7,9 @@ import torch
 from .cases import IndexerCase
 from .indexer_methods import ExactRows, IndexerMethod, cudnn_attention, make_tensors, naive, ours, some_rows
 from .indexer_report import COLUMNS, csv_rows, errors_text, print_table
-from .library import open_library
 from .measure import PEER_WRONG, WRONG, examine, refusing, release_memory, take_turns
 from .report import append_csv, bytes_text
-from .run import NotPossible
+from .run import LibraryBench
 
 DEVICE = "cuda"
 # The naive one must compute the same thing: roughly in bf16, and to the last digits in float64.
@@ -18,21 +17,10 @@ LIMITS = {"naive": dict.fromkeys(WRONG, PEER_WRONG), "naive, f64": dict.fromkeys
 SMALL = 1000  # queries and keys of the problem that is checked in whole
 
 
-class IndexerBench:
-    def __init__(self, arguments):
-        if not torch.cuda.is_available():
-            raise NotPossible("PyTorch sees no GPU")
-        if not arguments.library.exists():
-            raise NotPossible(f"--library={arguments.library}: not there; build it, or name another")
-        self.arguments, self.is_right = arguments, True
-        self.version = open_library(arguments.library, arguments.kernel)
-        self.about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": arguments.commit}
-
+class IndexerBench(LibraryBench):
     def run(self):
         given = self.arguments
-        commit = given.commit or "unknown"
-        versions = f"streamkl {self.version}, commit {commit}, PyTorch {self.about['torch']}"
-        print(f"{versions}, {self.about['gpu']}, bf16, weights in f32")
+        print(f"{self.introduction()}, weights in f32")
         case = IndexerCase(
             given.length, given.heads, given.key_heads or given.heads, given.dim, given.index_heads, given.index_dim,
             given.top_k, given.causal,

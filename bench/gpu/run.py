@@ -39,7 +39,7 @@ def make_peer(name, tensors, case, wanted, oracle):
     return refused
 
 
-class Bench:
+class LibraryBench:
     """The library, the arguments, and whether all that we computed was right."""
 
     def __init__(self, arguments):
@@ -49,12 +49,20 @@ class Bench:
             raise NotPossible(f"--library={arguments.library}: not there; build it, or name another")
         self.arguments, self.is_right = arguments, True
         self.version = open_library(arguments.library, arguments.kernel)
-        self.wanted = arguments.only or list(OPERATIONS)
         self.about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": arguments.commit}
 
-    def run(self):
+    def introduction(self):
         commit = self.about["commit"] or "unknown"
-        print(f"streamkl {self.version}, commit {commit}, PyTorch {self.about['torch']}, {self.about['gpu']}, bf16")
+        return f"streamkl {self.version}, commit {commit}, PyTorch {self.about['torch']}, {self.about['gpu']}, bf16"
+
+
+class Bench(LibraryBench):
+    def __init__(self, arguments):
+        super().__init__(arguments)
+        self.wanted = arguments.only or list(OPERATIONS)
+
+    def run(self):
+        print(self.introduction())
         measure = self.beside_dense if self.arguments.packed or self.arguments.key_heads else self.beside_peers
         for case in cases_of(self.arguments):
             measure(case)

@@ -18,6 +18,14 @@ typedef struct skl_call {
     skl_stream stream;
 } skl_call;
 
+/* An indexer's forward wants nothing but its LSEs: the teacher is not looked at. */
+SKL_SHARED int skl_only_lse_s(const skl_call *call)
+{
+    const skl_rows *const rows = &call->rows;
+    return call->op == SKL_OP_FORWARD && rows->kl.data == NULL && rows->lse_t.data == NULL &&
+           rows->cross_entropy.data == NULL && rows->entropy.data == NULL && rows->mass.data == NULL;
+}
+
 typedef struct skl_backend skl_backend;
 
 struct skl_plan {

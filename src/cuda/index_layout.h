@@ -4,9 +4,6 @@
 
 #include "cuda/indexer_plan.h"
 
-/* Memory of G. At 8,192 keys it holds 128 slots, at 131,072 eight; of f16 half as many. */
-#define SKL_INDEX_STRIP_SIZE ((int64_t)256 << 20)
-
 #define SKL_INDEX_ROW_SIZE ((int64_t)sizeof(skl_row_state) + (int64_t)sizeof(float)) /* of a part of a row's sums */
 
 enum {
@@ -19,12 +16,12 @@ enum {
 
 typedef struct skl_index_layout {
     int64_t slots;       /* of the call */
-    int64_t strip_slots; /* of a strip */
+    int64_t strip_slots; /* of a strip: at 8,192 keys up to 128, at 131,072 eight; of f16 half as many */
     int32_t splits;      /* parts that the keys of a slot are cut into: of a forward, and of a strip */
     int32_t key_splits;  /* parts that the queries are cut into for key gradients */
     int64_t key_items;   /* key tiles of all sequences and key heads */
     int64_t rest_at;     /* from G to what f16 leaves of it, in units of 16 bytes; 0: that is not kept */
-    int64_t sum_batches, sum_rows;
+    int64_t sum_batches, sum_rows, sum_count;     /* of key gradients, all parts counted */
     size_t lse_at, parts_at, g_at, sums_at, size; /* of the workspace, in bytes */
 } skl_index_layout;
 
@@ -49,8 +46,7 @@ static inline skl_index_layout skl_index_layout_of(const skl_problem *p, int32_t
     const int64_t planes = p->dtype_s == SKL_F16 ? 2 : 1;
     const int64_t plane_size = key_tiles * SKL_INDEX_TILE * SKL_INDEX_TILE * 2, slot_size = planes * plane_size;
     layout.slots = p->batch * p->heads_s * skl_ceil_div(p->len_q, SKL_INDEX_TILE);
-    layout.strip_slots =
-        gradients ? skl_max(1, skl_min(SKL_INDEX_STRIP_SIZE / skl_max(1, slot_size), layout.slots)) : layout.slots;
+    layout.strip_slots = gradients ? skl_band_units(slot_size, layout.slots) : layout.slots;
     layout.rest_at = planes > 1 ? layout.strip_slots * plane_size / 16 : 0;
     layout.splits = skl_index_splits(
         layout.strip_slots,
@@ -62,12 +58,12 @@ static inline skl_index_layout skl_index_layout_of(const skl_problem *p, int32_t
     layout.sum_rows = p->packed ? p->total_k : p->len_k;
     const int64_t rows_t = p->heads_t * (p->packed ? p->total_q : p->batch * p->len_q);
     const int64_t parts = layout.strip_slots * layout.splits * SKL_INDEX_TILE;
-    const int64_t sums = layout.key_splits * layout.sum_batches * p->key_heads_s * layout.sum_rows * p->dim_s;
+    layout.sum_count = layout.key_splits * layout.sum_batches * p->key_heads_s * layout.sum_rows * p->dim_s;
     layout.lse_at = skl_index_take(&layout.size, gradients ? 0 : rows_t * (int64_t)sizeof(float));
     layout.parts_at = skl_index_take(&layout.size, parts * SKL_INDEX_ROW_SIZE);
     layout.g_at = skl_index_take(&layout.size, gradients ? layout.strip_slots * slot_size : 0);
-    layout.sums_at =
-        skl_index_take(&layout.size, gradients && p->gradients & SKL_DK_S ? sums * (int64_t)sizeof(float) : 0);
+    layout.sums_at = skl_index_take(
+        &layout.size, gradients && p->gradients & SKL_DK_S ? layout.sum_count * (int64_t)sizeof(float) : 0);
     return layout;
 }
 

@@ -190,14 +190,6 @@ static void finish_parts(const index_tile *x)
     }
 }
 
-/* Nothing but the student's LSE: the teacher is not looked at. */
-static bool only_lse_s(const skl_call *call)
-{
-    const skl_rows *const rows = &call->rows;
-    return call->op == SKL_OP_FORWARD && rows->kl.data == NULL && rows->lse_t.data == NULL && !entropy_wanted(call) &&
-           rows->mass.data == NULL;
-}
-
 static void index_forward(const skl_task *task)
 {
     index_tile x;
@@ -207,7 +199,7 @@ static void index_forward(const skl_task *task)
     if (t->count == 0)
         return;
     index_load_student(&x);
-    const bool with_teacher = !only_lse_s(call);
+    const bool with_teacher = !skl_only_lse_s(call);
     if (with_teacher) {
         load_teacher_queries(t);
         group_lse(t);

@@ -326,7 +326,7 @@ static void list_forward(const skl_task *task)
     list_begin(&r, task);
     const int64_t begin = task->tile * task->tiles.queries;
     const int64_t end = skl_min(begin + task->tiles.queries, r.sequence.query_count);
-    const bool with_teacher = !only_lse_s(task->call);
+    const bool with_teacher = !skl_only_lse_s(task->call);
     for (int64_t i = begin; i < end; i++) {
         list_row_begin(&r, task->head, i, 0, INT64_MAX);
         list_load_row(&r);

@@ -9,20 +9,13 @@ namespace sm80
 
 static_assert(sizeof(index_row) == SKL_INDEX_ROW_SIZE, "the workspace has room for them");
 
-inline bool only_lse_s(const skl_call *call)
-{
-    const skl_rows *const rows = &call->rows;
-    return call->op == SKL_OP_FORWARD && rows->kl.data == NULL && rows->lse_t.data == NULL &&
-           rows->cross_entropy.data == NULL && rows->entropy.data == NULL && rows->mass.data == NULL;
-}
-
 /* All slots at first. */
 inline index_params params_for(const skl_cuda_params *params, const skl_index_layout &layout)
 {
     char *const workspace = (char *)params->scratch;
     index_params own = {};
     (skl_cuda_params &)own = *params;
-    own.with_teacher = !only_lse_s(&params->call);
+    own.with_teacher = !skl_only_lse_s(&params->call);
     own.lse_given = params->call.inputs.lse_t.data != NULL;
     own.least = params->problem.index_linear ? -INFINITY : 0.0F;
     own.splits = layout.splits;
@@ -57,18 +50,13 @@ inline cudaError_t launch_rows(const index_params &own)
     return cudaPeekAtLastError();
 }
 
-inline cudaError_t clear_key_sums(const index_params &own, const skl_index_layout &layout)
-{
-    const skl_problem *const p = &own.problem;
-    const int64_t count = layout.key_splits * layout.sum_batches * p->key_heads_s * layout.sum_rows * p->dim_s;
-    return cudaMemsetAsync(own.key_sums, 0, (size_t)count * sizeof(float), own.call.stream);
-}
-
 /* launch(own) does the kernels of a strip, one strip after the other. */
 template <typename LAUNCH> cudaError_t launch_strips(index_params *own, const skl_index_layout &layout, LAUNCH launch)
 {
     const bool keys = own->call.gradients.dk_s.data != NULL;
-    cudaError_t error = keys ? clear_key_sums(*own, layout) : cudaSuccess;
+    cudaError_t error = cudaSuccess;
+    if (keys)
+        error = cudaMemsetAsync(own->key_sums, 0, (size_t)layout.sum_count * sizeof(float), own->call.stream);
     for (int64_t slot = 0; slot < layout.slots && error == cudaSuccess; slot += layout.strip_slots) {
         own->strip_first = slot;
         own->strip_count = skl_min(layout.strip_slots, layout.slots - slot);
