@@ -118,7 +118,7 @@ static void print_tables(const device_report *devices)
     skl_kernel_info kernel;
     for (int32_t index = 0; skl_kernel_at(index, &kernel); index++) {
         const int chosen = strcmp(kernel.name, devices[kernel.device].kernel) == 0;
-        printf("%s %-20s %s%-4s%s %s\n", chosen ? "*" : " ", kernel.name, kernel.usable ? style.good : style.dim,
+        printf("%s %-22s %s%-4s%s %s\n", chosen ? "*" : " ", kernel.name, kernel.usable ? style.good : style.dim,
                kernel.usable ? "yes" : "no", style.plain, kernel.detail);
     }
 }
