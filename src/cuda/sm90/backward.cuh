@@ -256,8 +256,10 @@ template <typename ELEMENT, int DIM, bool SECOND, bool CAPPED> struct query_grou
             stmatrix_x4(to ^ (uint32_t)(step * 32), g[step]);
         async_fence();
         __syncwarp();
-        if (lane == 0)
-            barrier_arrive(block.g_full[n % 2]);
+        if (EDGE)
+            barrier_arrive(block.g_full[n % 2]); /* every lane: it read marks that are written anew behind this */
+        else if (lane == 0)
+            barrier_arrive_for(block.g_full[n % 2], 32);
     }
 
     __device__ void run()
@@ -404,7 +406,7 @@ __global__ void __launch_bounds__(GRADIENT_THREADS, 1)
             barrier_init(block.clean[at], 128);
         }
         for (int at = 0; at < 2; at++) {
-            barrier_init(block.g_full[at], CONSUMERS * 4);
+            barrier_init(block.g_full[at], CONSUMERS * 128);
             barrier_init(block.g_empty[at], 4);
         }
         barrier_init_fence();

@@ -246,7 +246,7 @@ template <typename ELEMENT, int DIM, bool SECOND, bool CAPPED> struct key_group 
         wgmma_wait<0>();
         settle(logits.own);
         settle(logits.other);
-        if (threadIdx.x % 32 == 0 && n > 0) /* the product for its dk has ended, too */
+        if (n > 0) /* every lane: it read facts; the product for dk has ended, too */
             barrier_arrive(block.empty[(n - 1) % block.DEPTH]);
         if (unit.MOVES) {
             settle(dk);
@@ -331,7 +331,7 @@ __global__ void __launch_bounds__(KEY_THREADS, 1)
         for (int at = 0; at < block.DEPTH; at++) {
             barrier_init(block.copied[at], 1);
             barrier_init(block.known[at], 32);
-            barrier_init(block.empty[at], CONSUMERS * 4);
+            barrier_init(block.empty[at], CONSUMERS * 128);
         }
         barrier_init_fence();
     }

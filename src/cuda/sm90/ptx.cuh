@@ -27,6 +27,13 @@ __device__ inline void barrier_arrive(uint64_t &barrier)
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
 }
 
+/* As many arrivals at once. */
+__device__ inline void barrier_arrive_for(uint64_t &barrier, int arrivals)
+{
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals)
+                 : "memory");
+}
+
 /* Without a branch: it may stand where products are under way. */
 __device__ inline void barrier_arrive_if(uint64_t &barrier, bool condition)
 {
