@@ -165,13 +165,6 @@ __device__ inline void know_queries(const skl_cuda_params &params, gradient_bloc
     barrier_of(1 + (int)threadIdx.x / 128, 128);
 }
 
-/* Anew for every stage: they hold no registers while products are started. */
-__device__ inline query_facts load_facts(const query_facts &from)
-{
-    const float4 facts = load_shared(*(const float4 *)(const void *)&from);
-    return {facts.x, facts.y, facts.z, facts.w};
-}
-
 template <typename ELEMENT, int DIM, bool SECOND, bool CAPPED> struct query_group {
     const skl_cuda_params &params;
     gradient_block<DIM> &block;
@@ -478,21 +471,6 @@ inline bool encode_all(gradient_maps *maps, const skl_cuda_params *params, bool 
 /* G of a first argument has no bound that f16 could rely on. */
 template <typename ELEMENT> constexpr bool ANY_G = true;
 template <> constexpr bool ANY_G<__half> = false;
-
-/* The kernels that do what this one cannot. */
-struct split_launchers {
-    skl_cuda_launcher forward, queries, keys;
-
-    cudaError_t run(const skl_cuda_params *params) const
-    {
-        cudaError_t error = params->kl_in_sweep ? forward(params) : cudaSuccess;
-        if (error == cudaSuccess && skl_cuda_side(params).dq->data != NULL)
-            error = queries(params);
-        if (error == cudaSuccess && params->sums.data != NULL)
-            error = keys(params);
-        return error;
-    }
-};
 
 /* Heads whose keys and sums fill half of the L2 cache: with more of them at once, adds to sums may go through memory,
  * with a read and a write each. But where tiles differ in length, each section has its longest ones first: only where

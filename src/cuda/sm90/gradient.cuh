@@ -35,24 +35,167 @@ __device__ inline log_probability log_of(float product, const skl_cuda_argument 
 }
 
 /* Two threads look at a row as the copy engine leaves it: whether all of it is finite. If not, or if it is not
- * wanted, it becomes 0. Threads of different rows begin at different chunks: so no bank is met twice. */
+ * wanted, it becomes 0. Each has every other chunk of 16 bytes; threads of different rows begin at different ones: so
+ * no bank is met twice. */
 template <typename ELEMENT, int DIM, int ROWS>
 __device__ inline bool clean_row(unsigned char (&halves)[DIM / 64][ROWS][128], int row, bool wanted)
 {
-    constexpr unsigned CHUNKS = DIM / 16; /* of 16 bytes, a thread's */
-    const unsigned first = threadIdx.x % 2 * CHUNKS;
-    unsigned char *const mine = &halves[first / 8][row][first % 8 * 16];
+    constexpr int CHUNKS = 4; /* of a half, a thread's */
+    const int parity = (int)threadIdx.x % 2;
     bool finite = true;
+#pragma unroll(DIM > 128 ? 1 : DIM / 64) /* a staging warp has few registers */
+    for (int half = 0; half < DIM / 64; half++)
 #pragma unroll
-    for (unsigned c = 0; c < CHUNKS; c++)
-        finite = all_finite<ELEMENT>(*(const uint4 *)(const void *)(mine + (c ^ row % CHUNKS) * 16)) && finite;
+        for (int c = 0; c < CHUNKS; c++) {
+            const int chunk = (c ^ row % CHUNKS) * 2 + parity;
+            finite = all_finite<ELEMENT>(*(const uint4 *)(const void *)&halves[half][row][chunk * 16]) && finite;
+        }
     finite = __shfl_xor_sync(~0U, (int)finite, 1) && finite;
     if (!finite || !wanted)
-#pragma unroll
-        for (unsigned c = 0; c < CHUNKS; c++)
-            *(uint4 *)(void *)(mine + c * 16) = make_uint4(0, 0, 0, 0);
+        for (int half = 0; half < DIM / 64; half++)
+            for (int c = 0; c < CHUNKS; c++)
+                *(uint4 *)(void *)&halves[half][row][(c * 2 + parity) * 16] = make_uint4(0, 0, 0, 0);
     return finite;
 }
+
+/* By a warp: a masked pair weighs 0, but 0 times a value that is not finite is NaN. Such rows become 0 before the
+ * product with G, and their marks NaN, for just those own rows that see them. */
+template <typename ELEMENT, int DIM> __device__ inline void clean_rows(row_stage<DIM> &rows, float (&marks)[STAGE])
+{
+    for (int row = (int)threadIdx.x % 32 / 2; row < STAGE; row += 16)
+        if (!clean_row<ELEMENT, DIM>(rows.halves, row, true))
+            marks[row] = NAN;
+}
+
+/* ---- Gradients of logits ------------------------------------------------------------------------------------ */
+
+/* What is known of a stage's queries, each fact in a row, so that a thread loads those of two columns at once. LSEs
+ * are in base 2. */
+struct alignas(16) stage_facts {
+    float lse_1[STAGE], lse_2[STAGE], kl[STAGE], grad[STAGE];
+    float largest; /* finite upstream gradient, of those queries that see a key of the block */
+};
+
+/* By a warp, two queries a lane; `first`: of the stage, counted from the stream's first. Queries behind the last that
+ * one of the block's `count` keys sees have none: they are masked everywhere, and whatever comes from upstream for
+ * them must not move the unit. */
+__device__ inline void load_stage_facts(stage_facts &to, const skl_cuda_params &params, const skl_sequence &s,
+                                        const row_stream &queries, int count, int64_t head, int first)
+{
+    const int64_t origin = queries.row - s.query_begin;
+    const int end = queries.band.of(count - 1).end;
+    float largest = 0.0F;
+#pragma unroll
+    for (int row = (int)threadIdx.x % 32; row < STAGE; row += 32) {
+        float fact[4] = {};
+        if (first + row < end)
+#pragma unroll
+            for (int which = 0; which < 4; which++)
+                fact[which] = fact_of(params, which, s, head, origin + first + row);
+        to.lse_1[row] = fact[0] * SKL_LOG2E;
+        to.lse_2[row] = fact[1] * SKL_LOG2E;
+        to.kl[row] = fact[2];
+        to.grad[row] = fact[3];
+        const float size = fabsf(fact[3]);
+        largest = size < INFINITY ? fmaxf(largest, size) : largest;
+    }
+    to.largest = warp_max(largest);
+}
+
+/* Facts of an own query, anew for every stage: they hold no registers while products are started. */
+__device__ inline query_facts load_facts(const query_facts &from)
+{
+    const float4 facts = load_shared(*(const float4 *)(const void *)&from);
+    return {facts.x, facts.y, facts.z, facts.w};
+}
+
+/* Queries that are streamed: their facts belong to columns of the logits. */
+template <bool SECOND> struct streamed_queries {
+    const stage_facts &facts;
+    float factor; /* of upstream gradients */
+    query_facts query[2];
+
+    template <bool EDGE> __device__ void turn_to(int block)
+    {
+        const int column = column_of(block, 0);
+        const float2 lse_1 = load_shared_2(facts.lse_1[column]), lse_2 = load_shared_2(facts.lse_2[column]);
+        const float2 kl = SECOND ? make_float2(0.0F, 0.0F) : load_shared_2(facts.kl[column]);
+        const float2 grad = load_shared_2(facts.grad[column]);
+        query[0] = {lse_1.x, lse_2.x, kl.x, grad.x * factor};
+        query[1] = {lse_1.y, lse_2.y, kl.y, grad.y * factor};
+    }
+
+    __device__ query_facts of(int, int parity) const
+    {
+        return query[parity];
+    }
+
+    __device__ void meet(int, float, float)
+    {
+    }
+};
+
+/* Logits of a stage: 64 own rows of a warpgroup x 64 streamed rows. */
+struct logits_of_stage {
+    int first; /* streamed row of an edge, counted from the stream's first */
+    stage_logits own, other;
+};
+
+/* Gives the thread's gradients of logits to take(block of 8 columns, half, two neighbours). EDGE: those of masked
+ * pairs are 0. The logits are only read: ptxas wants accumulators for itself. */
+template <bool EDGE, bool SECOND, bool CAPPED, typename QUERIES, typename TAKE>
+__device__ inline void weigh_pairs(const skl_cuda_params &params, const logits_of_stage &logits, const band32 &band,
+                                   QUERIES queries, TAKE take)
+{
+    const stage_logits &x = SECOND ? logits.other : logits.own, &y = SECOND ? logits.own : logits.other;
+    range32 meets[2]; /* counted from the thread's first column */
+#pragma unroll
+    for (int half = 0; half < 2 && EDGE; half++) {
+        const range32 range = band.of(own_row<1>(0, half));
+        const int column = logits.first + column_of(0, 0);
+        meets[half] = {range.begin - column, range.end - column};
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        queries.template turn_to<EDGE>(i);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float pair[2];
+#pragma unroll
+            for (int parity = 0; parity < 2; parity++) {
+                const int e = half * 2 + parity, at = i * 8 + parity;
+                const query_facts query = queries.of(half, parity);
+                const log_probability u = log_of<CAPPED>(x[i][e], params.one, -query.lse_1);
+                const log_probability v = log_of<CAPPED>(y[i][e], params.two, -query.lse_2);
+                float gradient = pair_gradient<SECOND>(u.value, v.value, query) * query.grad;
+                if (CAPPED)
+                    gradient *= (SECOND ? v : u).slope;
+                const bool seen = !EDGE || (at >= meets[half].begin && at < meets[half].end);
+                if (seen)
+                    queries.meet(half, u.value, v.value);
+                pair[parity] = seen ? gradient : 0.0F;
+            }
+            take(i, half, pair[0], pair[1]);
+        }
+    }
+}
+
+/* The warp's largest finite gradient of a logit, the same for all lanes. Own rows behind the last one hold anything,
+ * and do not count. */
+template <bool EDGE, bool SECOND, bool CAPPED, typename QUERIES>
+__device__ inline float largest_pair(const skl_cuda_params &params, const logits_of_stage &logits, const band32 &band,
+                                     int count, const QUERIES &queries)
+{
+    float largest[2] = {};
+    weigh_pairs<EDGE, SECOND, CAPPED>(params, logits, band, queries, [&](int, int half, float low, float high) {
+        const float size = fmaxf(fabsf(low), fabsf(high));
+        largest[half] = size < INFINITY ? fmaxf(largest[half], size) : largest[half];
+    });
+    return warp_max(
+        fmaxf(own_row<1>(0, 0) < count ? largest[0] : 0.0F, own_row<1>(0, 1) < count ? largest[1] : 0.0F));
+}
+
+/* ---- Stores ------------------------------------------------------------------------------------------------- */
 
 /* Elements of a gradient's row that the thread holds; `half` is that of own_row. */
 template <typename OUT, int BLOCKS>
@@ -76,6 +219,23 @@ __device__ inline void store_row(void *gradient, int64_t at, const skl_side &sid
     else
         store_elements((ELEMENT *)gradient + at, (int)side.dim, x, half, factor);
 }
+
+/* ---- Launch ------------------------------------------------------------------------------------------------- */
+
+/* The kernels that do what those of this folder cannot. */
+struct split_launchers {
+    skl_cuda_launcher forward, queries, keys;
+
+    cudaError_t run(const skl_cuda_params *params) const
+    {
+        cudaError_t error = params->kl_in_sweep ? forward(params) : cudaSuccess;
+        if (error == cudaSuccess && skl_cuda_side(params).dq->data != NULL)
+            error = queries(params);
+        if (error == cudaSuccess && params->sums.data != NULL)
+            error = keys(params);
+        return error;
+    }
+};
 
 } // namespace sm90
 

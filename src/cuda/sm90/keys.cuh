@@ -37,13 +37,6 @@ namespace sm90
 constexpr int KEY_THREADS = 128 * (CONSUMERS + 1);
 typedef own_place<2, true> key_place; /* 128 keys */
 
-/* What is known of a stage's queries, each fact in a row, so that a thread loads those of two columns at once. LSEs
- * are in base 2. */
-struct alignas(16) stage_facts {
-    float lse_1[STAGE], lse_2[STAGE], kl[STAGE], grad[STAGE];
-    float largest; /* finite upstream gradient, of those queries that see a key of the block */
-};
-
 /* Own keys: dimensions that threads hold in registers. There is no room for the last ones. */
 template <int DIM> constexpr int OWN_HELD = DIM == 64 ? 64 : 96;
 
@@ -67,43 +60,6 @@ struct key_maps {
 };
 
 /* ---- Staging ------------------------------------------------------------------------------------------------ */
-
-/* Facts of a stage's queries, two of them a lane. Queries behind the last that a key of the block sees have none:
- * they are masked everywhere, and whatever comes from upstream for them must not move the unit. */
-template <int DIM>
-__device__ inline void load_stage_facts(stage_facts &to, const skl_cuda_params &params, const keys_block<DIM> &block,
-                                        int64_t head, int first)
-{
-    const skl_sequence &s = block.place.sequence;
-    const int64_t origin = block.queries.row - s.query_begin;
-    const int end = block.queries.band.of(block.count - 1).end;
-    float largest = 0.0F;
-#pragma unroll
-    for (int row = (int)threadIdx.x % 32; row < STAGE; row += 32) {
-        float fact[4] = {};
-        if (first + row < end)
-#pragma unroll
-            for (int which = 0; which < 4; which++)
-                fact[which] = fact_of(params, which, s, head, origin + first + row);
-        to.lse_1[row] = fact[0] * SKL_LOG2E;
-        to.lse_2[row] = fact[1] * SKL_LOG2E;
-        to.kl[row] = fact[2];
-        to.grad[row] = fact[3];
-        const float size = fabsf(fact[3]);
-        largest = size < INFINITY ? fmaxf(largest, size) : largest;
-    }
-    to.largest = warp_max(largest);
-}
-
-/* A masked pair weighs 0, but 0 times a value that is not finite is NaN: such queries become 0 before the product
- * with G, and give NaN to just those keys that see them. */
-template <typename ELEMENT, int DIM>
-__device__ inline void clean_queries(row_stage<DIM> &queries, float (&lse)[STAGE])
-{
-    for (int row = (int)threadIdx.x % 32 / 2; row < STAGE; row += 16)
-        if (!clean_row<ELEMENT, DIM>(queries.halves, row, true))
-            lse[row] = NAN;
-}
 
 /* Each of the four warps brings every fourth stage: while one waits for facts, the next one's are on their way. */
 template <typename ELEMENT, int DIM, bool SECOND>
@@ -135,11 +91,11 @@ __device__ inline void stage_queries(const skl_cuda_params &params, const key_ma
         }
         __syncwarp();
         stage_facts &facts = block.facts[at];
-        load_stage_facts(facts, params, block, head, first);
+        load_stage_facts(facts, params, block.place.sequence, queries, block.count, head, first);
         if (n % queries.stages < queries.edges) {
             __syncwarp(); /* an LSE that becomes NaN has been written */
             barrier_wait(block.copied[at], turn);
-            clean_queries<ELEMENT>(block.stages[at].own, SECOND ? facts.lse_2 : facts.lse_1);
+            clean_rows<ELEMENT>(block.stages[at].own, SECOND ? facts.lse_2 : facts.lse_1);
             async_fence();
         }
         barrier_arrive(block.known[at]); /* every lane: it wrote what others read */
@@ -147,13 +103,6 @@ __device__ inline void stage_queries(const skl_cuda_params &params, const key_ma
 }
 
 /* ---- Keys --------------------------------------------------------------------------------------------------- */
-
-/* Transposed logits of a stage: 64 keys x 64 queries of a warpgroup. */
-struct logits_of_stage {
-    int at;    /* of the stages' memory */
-    int first; /* query of an edge, counted from the block's first */
-    stage_logits own, other;
-};
 
 template <typename ELEMENT, int DIM, bool SECOND, bool CAPPED> struct key_group {
     const skl_cuda_params &params;
@@ -176,58 +125,13 @@ template <typename ELEMENT, int DIM, bool SECOND, bool CAPPED> struct key_group 
             dk[e / 4][e % 4] *= factor;
     }
 
-    /* Gives the thread's gradients of logits, times `factor`, to take(block of 8 queries, half, two neighbours).
-     * EDGE: those of masked pairs are 0. The logits are only read: ptxas wants accumulators for itself. */
-    template <bool EDGE, typename TAKE>
-    __device__ void weigh_pairs(const logits_of_stage &logits, float factor, TAKE take) const
-    {
-        const stage_facts &facts = block.facts[logits.at];
-        const stage_logits &x = SECOND ? logits.other : logits.own, &y = SECOND ? logits.own : logits.other;
-        range32 seen_by[2];
-#pragma unroll
-        for (int half = 0; half < 2 && EDGE; half++)
-            seen_by[half] = block.queries.band.of(own_row<1>(0, half));
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const int column = column_of(i, 0);
-            const float2 lse_1 = load_shared_2(facts.lse_1[column]), lse_2 = load_shared_2(facts.lse_2[column]);
-            const float2 kl = SECOND ? make_float2(0.0F, 0.0F) : load_shared_2(facts.kl[column]);
-            const float2 grad = load_shared_2(facts.grad[column]);
-            const query_facts query[2] = {{lse_1.x, lse_2.x, kl.x, grad.x * factor},
-                                          {lse_1.y, lse_2.y, kl.y, grad.y * factor}};
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                float pair[2];
-#pragma unroll
-                for (int parity = 0; parity < 2; parity++) {
-                    const int e = half * 2 + parity, at = logits.first + column + parity;
-                    const log_probability u = log_of<CAPPED>(x[i][e], params.one, -query[parity].lse_1);
-                    const log_probability v = log_of<CAPPED>(y[i][e], params.two, -query[parity].lse_2);
-                    float gradient = pair_gradient<SECOND>(u.value, v.value, query[parity]) * query[parity].grad;
-                    if (CAPPED)
-                        gradient *= (SECOND ? v : u).slope;
-                    const bool seen = !EDGE || (at >= seen_by[half].begin && at < seen_by[half].end);
-                    pair[parity] = seen ? gradient : 0.0F;
-                }
-                take(i, half, pair[0], pair[1]);
-            }
-        }
-    }
-
-    /* A bound of the stage's gradients, the same for all lanes: |S - P| <= 1; those of a first argument have none,
-     * and are looked at. Keys behind the last one hold anything, and do not count. */
-    template <bool EDGE> __device__ float bound_of(const logits_of_stage &logits) const
+    /* A bound of the stage's gradients: |S - P| <= 1; those of a first argument have none, and are looked at. */
+    template <bool EDGE> __device__ float bound_of(const logits_of_stage &logits, const stage_facts &facts) const
     {
         if (SECOND)
-            return load_shared(block.facts[logits.at].largest);
-        float largest[2] = {};
-        weigh_pairs<EDGE>(logits, 1.0F, [&](int, int half, float low, float high) {
-            const float size = fmaxf(fabsf(low), fabsf(high));
-            largest[half] = size < INFINITY ? fmaxf(largest[half], size) : largest[half];
-        });
-        const int count = block.count;
-        return warp_max(
-            fmaxf(own_row<1>(0, 0) < count ? largest[0] : 0.0F, own_row<1>(0, 1) < count ? largest[1] : 0.0F));
+            return load_shared(facts.largest);
+        return largest_pair<EDGE, SECOND, CAPPED>(params, logits, block.queries.band, block.count,
+                                                  streamed_queries<SECOND>{facts, 1.0F});
     }
 
     /* The 64 x 64 pairs of stage n, which is stage `s` of its query head. */
@@ -236,7 +140,7 @@ template <typename ELEMENT, int DIM, bool SECOND, bool CAPPED> struct key_group 
         const int at = n % block.DEPTH, turn = n / block.DEPTH % 2;
         barrier_wait(block.copied[at], turn);
         barrier_wait(block.known[at], turn);
-        logits_of_stage logits = {at, EDGE ? block.queries.place_of(s) * STAGE : 0};
+        logits_of_stage logits = {EDGE ? block.queries.place_of(s) * STAGE : 0};
         wgmma_fence();
         start_products<ELEMENT, DIM, DIM>(logits.other, other_k, 0, row_operand(&block.stages[at].other));
         start_products<ELEMENT, DIM, OWN_HELD<DIM>>(logits.own, own_k,
@@ -248,14 +152,15 @@ template <typename ELEMENT, int DIM, bool SECOND, bool CAPPED> struct key_group 
         settle(logits.other);
         if (n > 0) /* every lane: it read facts; the product for dk has ended, too */
             barrier_arrive(block.empty[(n - 1) % block.DEPTH]);
+        const stage_facts &facts = block.facts[at];
         if (unit.MOVES) {
             settle(dk);
-            unit.fit(*this, bound_of<EDGE>(logits));
+            unit.fit(*this, bound_of<EDGE>(logits, facts));
         }
         uint32_t g[4][4];
-        weigh_pairs<EDGE>(logits, unit.inverse(), [&](int i, int half, float low, float high) {
-            g[i / 2][i % 2 * 2 + half] = pack(low, high, ELEMENT());
-        });
+        weigh_pairs<EDGE, SECOND, CAPPED>(
+            params, logits, block.queries.band, streamed_queries<SECOND>{facts, unit.inverse()},
+            [&](int i, int half, float low, float high) { g[i / 2][i % 2 * 2 + half] = pack(low, high, ELEMENT()); });
         wgmma_fence();
         const uint32_t q = column_operand(&block.stages[at].own, STAGE * 128);
 #pragma unroll
