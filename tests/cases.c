@@ -130,6 +130,17 @@ const test_case test_cases[] = {
     {"long_packed_bf16", PACKED(3, LENGTHS(0, 1, 250, 700), LENGTHS(0, 200, 431, 900)), HEADS(1, 1), DIMS(8, 8),
      TYPES(BF16, BF16), CAUSAL, TAILS(7, 3)},
 
+    /* Heads of more than 128 dimensions in 16-bit types: kernels of their own, which keep more in shared memory. */
+    {"wide_bf16", SHAPE(1, 140, 330), HEADS(1, 1), DIMS(256, 256), TYPES(BF16, BF16)},
+    {"wide_causal_bf16", SHAPE(1, 140, 200), HEADS(2, 2), KEY_HEADS(2, 1), DIMS(256, 192), TYPES(BF16, BF16), CAUSAL},
+    {"wide_mqa_bf16", SHAPE(1, 200, 140), HEADS(4, 4), KEY_HEADS(1, 2), DIMS(192, 192), TYPES(BF16, BF16),
+     WINDOW(150, 40), REVERSE},
+    {"wide_f16", SHAPE(1, 140, 200), HEADS(2, 2), KEY_HEADS(1, 2), DIMS(136, 256), TYPES(F16, F16), .grad_f32 = 1,
+     CAUSAL},
+    {"wide_softcap_f16", SHAPE(1, 67, 200), HEADS(1, 1), DIMS(192, 184), TYPES(F16, F16), SOFTCAPS(0, 2), REVERSE},
+    {"wide_packed_bf16", PACKED(3, LENGTHS(0, 1, 70, 210), LENGTHS(0, 60, 131, 300)), HEADS(2, 2), KEY_HEADS(2, 1),
+     DIMS(256, 200), TYPES(BF16, BF16), CAUSAL, TAILS(7, 3)},
+
     /* Packed sequences. */
     {"packed", PACKED(3, LENGTHS(0, 5, 38, 135), LENGTHS(0, 9, 20, 117)), HEADS(2, 2), DIMS(32, 32)},
     {"packed_one", PACKED(1, LENGTHS(0, 67), LENGTHS(0, 71)), HEADS(2, 2), DIMS(16, 16), CAUSAL},

@@ -236,6 +236,7 @@ static void test_a_thousand_backwards_give_the_same_bits(void **state)
         problem_of(SKL_F16, 4, 16, 193, 64),  problem_of(SKL_F16, 64, 2, 67, 32),
         problem_of(SKL_BF16, 1, 1, 1025, 64), windowed(problem_of(SKL_BF16, 2, 40, 257, 64), 33),
         problem_of(SKL_F16, 1, 2, 511, 128),  windowed(problem_of(SKL_F16, 1, 3, 1500, 40), 100),
+        problem_of(SKL_BF16, 2, 8, 321, 256), problem_of(SKL_F16, 4, 3, 200, 192),
     };
     gpu_case cases[COUNT_OF(problems)];
     unsigned char *first[COUNT_OF(problems)];

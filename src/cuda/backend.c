@@ -63,6 +63,7 @@ typedef struct cuda_kernel {
     skl_dtype dtype;
     skl_cuda_launcher forward, queries, keys;
     skl_cuda_launcher gradients;          /* dq and dk in one sweep, in any order; may be NULL */
+    bool kl_with_queries;                 /* dq of a second argument brings the KL along */
     const indexer_kernel *dense, *sparse; /* NULL: not for indexers */
 } cuda_kernel;
 
@@ -144,32 +145,32 @@ static const indexer_kernel sm80_dense_f16 = DENSE(sm80, f16);
     {                                                                                                                \
         "cuda_sm80_" #type "_" #dim, #type ", dim <= " #dim ": mma.sync", 80, ANY, dim, TYPE,                        \
             skl_cuda_sm80_##type##_##dim##_forward, skl_cuda_sm80_##type##_##dim##_queries,                          \
-            skl_cuda_sm80_##type##_##dim##_keys, NULL, NULL, NULL                                                    \
+            skl_cuda_sm80_##type##_##dim##_keys, NULL, false, NULL, NULL                                             \
     }
 #define SM90(type, TYPE, dim)                                                                                        \
     {                                                                                                                \
         "cuda_sm90_" #type "_" #dim, #type ", dim <= " #dim ": wgmma", 90, 91, dim, TYPE,                            \
             skl_cuda_sm90_##type##_##dim##_forward, skl_cuda_sm90_##type##_##dim##_gradients,                        \
-            skl_cuda_sm90_##type##_##dim##_keys, skl_cuda_sm90_##type##_##dim##_gradients, NULL, NULL                \
+            skl_cuda_sm90_##type##_##dim##_keys, skl_cuda_sm90_##type##_##dim##_gradients, true, NULL, NULL          \
     }
-/* Forward by wgmma, gradients by mma.sync. */
-#define SM90_FORWARD(type, TYPE, dim)                                                                                \
+/* Without a sweep. */
+#define SM90_SPLIT(type, TYPE, dim)                                                                                  \
     {                                                                                                                \
-        "cuda_sm90_" #type "_" #dim, #type ", dim <= " #dim ": wgmma, backward by mma.sync", 90, 91, dim, TYPE,      \
-            skl_cuda_sm90_##type##_##dim##_forward, skl_cuda_sm80_##type##_256_queries,                              \
-            skl_cuda_sm80_##type##_256_keys, NULL, NULL, NULL                                                        \
+        "cuda_sm90_" #type "_" #dim, #type ", dim <= " #dim ": wgmma", 90, 91, dim, TYPE,                            \
+            skl_cuda_sm90_##type##_##dim##_forward, skl_cuda_sm90_##type##_##dim##_queries,                          \
+            skl_cuda_sm90_##type##_##dim##_keys, NULL, true, NULL, NULL                                              \
     }
 
 /* Best first; the general one is last. */
 static const cuda_kernel kernels[] = {
     SM90(bf16, SKL_BF16, 64),
     SM90(bf16, SKL_BF16, 128),
-    SM90_FORWARD(bf16, SKL_BF16, 192),
-    SM90_FORWARD(bf16, SKL_BF16, 256),
+    SM90_SPLIT(bf16, SKL_BF16, 192),
+    SM90_SPLIT(bf16, SKL_BF16, 256),
     SM90(f16, SKL_F16, 64),
     SM90(f16, SKL_F16, 128),
-    SM90_FORWARD(f16, SKL_F16, 192),
-    SM90_FORWARD(f16, SKL_F16, 256),
+    SM90_SPLIT(f16, SKL_F16, 192),
+    SM90_SPLIT(f16, SKL_F16, 256),
     SM80(bf16, SKL_BF16, 64),
     SM80(bf16, SKL_BF16, 128),
     SM80(bf16, SKL_BF16, 256),
@@ -177,13 +178,13 @@ static const cuda_kernel kernels[] = {
     SM80(f16, SKL_F16, 128),
     SM80(f16, SKL_F16, 256),
     {"cuda_sm90_bf16_indexer", "bf16 indexers over all keys: wgmma", 90, 91, SKL_INDEX_DIM_MAX, SKL_BF16, NULL, NULL,
-     NULL, NULL, &sm90_dense_bf16, NULL},
+     NULL, NULL, false, &sm90_dense_bf16, NULL},
     {"cuda_sm80_bf16_indexer", "bf16 indexers over all keys: mma.sync", 80, ANY, SKL_INDEX_DIM_MAX, SKL_BF16, NULL,
-     NULL, NULL, NULL, &sm80_dense_bf16, NULL},
+     NULL, NULL, NULL, false, &sm80_dense_bf16, NULL},
     {"cuda_sm80_f16_indexer", "f16 indexers over all keys: mma.sync", 80, ANY, SKL_INDEX_DIM_MAX, SKL_F16, NULL, NULL,
-     NULL, NULL, &sm80_dense_f16, NULL},
+     NULL, NULL, false, &sm80_dense_f16, NULL},
     {"cuda_general", "any type, size and stride; f32 arithmetic, 128-row tiles", CAPABILITY_MIN, ANY, 0, SKL_F32,
-     skl_cuda_general_forward, skl_cuda_general_queries, skl_cuda_general_keys, NULL, &general_dense,
+     skl_cuda_general_forward, skl_cuda_general_queries, skl_cuda_general_keys, NULL, false, &general_dense,
      &general_sparse},
 };
 
@@ -416,8 +417,10 @@ static skl_status run_attention(const skl_plan *plan, const skl_call *call)
     const bool gradients = has_gradients(call->op);
     const bool rows_wanted = call->rows.kl.data != NULL || call->rows.dot_t.data != NULL;
     const bool rows = !gradients || (call->op == SKL_OP_FORWARD_BACKWARD && rows_wanted);
-    /* A sweep for the second argument's gradients meets all that a KL is made of; one for the first's needs it. */
-    const bool kl_in_sweep = sweeps && gradients && rows && (reverse ? of_t && !of_s : of_s && !of_t);
+    /* What gives the second argument's gradients meets all that a KL is made of; the first's need it. */
+    const bool of_queries = some_keys && (reverse ? grads->dq_t.data : grads->dq_s.data) != NULL;
+    const bool kl_in_sweep = gradients && rows && (reverse ? of_t && !of_s : of_s && !of_t) &&
+                             (sweeps || (kernel->kl_with_queries && of_queries));
     const step steps[] = {
         {p->packed != 0, "tails", skl_cuda_clear_tails, 0, NULL},
         {rows && !kl_in_sweep && some_rows, "forward", kernel->forward, 0, NULL},

@@ -99,8 +99,12 @@ SKL_CUDA_SM80(f16_256)
     cudaError_t skl_cuda_sm90_##type##_256_forward(const skl_cuda_params *params);                                   \
     cudaError_t skl_cuda_sm90_##type##_64_gradients(const skl_cuda_params *params); /* dq and dk of one side */      \
     cudaError_t skl_cuda_sm90_##type##_128_gradients(const skl_cuda_params *params);                                 \
-    cudaError_t skl_cuda_sm90_##type##_64_keys(const skl_cuda_params *params);                                       \
-    cudaError_t skl_cuda_sm90_##type##_128_keys(const skl_cuda_params *params);
+    cudaError_t skl_cuda_sm90_##type##_192_queries(const skl_cuda_params *params); /* dq of one side */              \
+    cudaError_t skl_cuda_sm90_##type##_256_queries(const skl_cuda_params *params);                                   \
+    cudaError_t skl_cuda_sm90_##type##_64_keys(const skl_cuda_params *params); /* dk of one side */                  \
+    cudaError_t skl_cuda_sm90_##type##_128_keys(const skl_cuda_params *params);                                      \
+    cudaError_t skl_cuda_sm90_##type##_192_keys(const skl_cuda_params *params);                                      \
+    cudaError_t skl_cuda_sm90_##type##_256_keys(const skl_cuda_params *params);
 SKL_CUDA_SM90(bf16)
 SKL_CUDA_SM90(f16)
 #undef SKL_CUDA_SM90

@@ -1,6 +1,19 @@
 #include "cuda/sm90/forward.cuh"
+#include "cuda/sm90/wide.cuh"
 
 extern "C" cudaError_t skl_cuda_sm90_bf16_256_forward(const skl_cuda_params *params)
 {
     return sm90::launch_forward<__nv_bfloat16, 256>(params, skl_cuda_sm80_bf16_256_forward);
+}
+
+extern "C" cudaError_t skl_cuda_sm90_bf16_256_queries(const skl_cuda_params *params)
+{
+    return sm90::launch_wide<__nv_bfloat16, 256, false>(
+        params, {skl_cuda_sm90_bf16_256_forward, skl_cuda_sm80_bf16_256_queries, skl_cuda_sm80_bf16_256_keys});
+}
+
+extern "C" cudaError_t skl_cuda_sm90_bf16_256_keys(const skl_cuda_params *params)
+{
+    return sm90::launch_wide<__nv_bfloat16, 256, true>(
+        params, {skl_cuda_sm90_bf16_256_forward, skl_cuda_sm80_bf16_256_queries, skl_cuda_sm80_bf16_256_keys});
 }

@@ -208,6 +208,12 @@ __device__ inline uint64_t descriptor_of(uint32_t operand)
 #define SKL_NAMES_64                                                                                                 \
     SKL_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "      \
                  "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define SKL_NAMES_96                                                                                                 \
+    SKL_NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, "      \
+                 "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define SKL_NAMES_128                                                                                                \
+    SKL_NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "    \
+                 "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define SKL_WGMMA(n, type, names, rest, add)                                                                         \
     "{\n"                                                                                                            \
     ".reg .pred add;\n"                                                                                              \
@@ -230,6 +236,21 @@ __device__ inline uint64_t descriptor_of(uint32_t operand)
                      : SKL_OUT_32(c, 0), SKL_OUT_32(c, 8)                                                            \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(COLUMNS));                  \
     }                                                                                                                \
+    template <bool COLUMNS>                                                                                          \
+    __device__ inline void wgmma(float(&c)[24][4], const uint32_t(&a)[4], uint64_t b, int add, element)              \
+    {                                                                                                                \
+        asm volatile(SKL_WGMMA("192", type, SKL_NAMES_96, "{%96, %97, %98, %99}, %100, add, 1, 1, %102", "%101")     \
+                     : SKL_OUT_32(c, 0), SKL_OUT_32(c, 8), SKL_OUT_32(c, 16)                                         \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(COLUMNS));                  \
+    }                                                                                                                \
+    template <bool COLUMNS>                                                                                          \
+    __device__ inline void wgmma(float(&c)[32][4], const uint32_t(&a)[4], uint64_t b, int add, element)              \
+    {                                                                                                                \
+        asm volatile(                                                                                                \
+            SKL_WGMMA("256", type, SKL_NAMES_128, "{%128, %129, %130, %131}, %132, add, 1, 1, %134", "%133")         \
+            : SKL_OUT_32(c, 0), SKL_OUT_32(c, 8), SKL_OUT_32(c, 16), SKL_OUT_32(c, 24)                               \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(COLUMNS));                           \
+    }                                                                                                                \
     template <bool COLUMNS> __device__ inline void wgmma(float(&c)[8][4], uint64_t a, uint64_t b, int add, element)  \
     {                                                                                                                \
         asm volatile(SKL_WGMMA("64", type, SKL_NAMES_32, "%32, %33, add, 1, 1, %35, %35", "%34")                     \
@@ -247,6 +268,8 @@ SKL_DEFINE_WGMMA(__half, "f16")
 
 #undef SKL_DEFINE_WGMMA
 #undef SKL_WGMMA
+#undef SKL_NAMES_128
+#undef SKL_NAMES_96
 #undef SKL_NAMES_64
 #undef SKL_NAMES_32
 #undef SKL_OUT_32
