@@ -25,18 +25,18 @@ template <int DIM> struct row_stage {
 };
 
 /* Queries of the block in shared memory: as many times 64 dimensions. */
-template <int PARTS> struct lying_rows {
-    unsigned char parts[PARTS][tile_place::ROWS][128];
-    static constexpr int SIZE = PARTS * tile_place::ROWS * 128;
+template <int PARTS, int ROWS = tile_place::ROWS> struct lying_rows {
+    unsigned char parts[PARTS][ROWS][128];
+    static constexpr int SIZE = PARTS * ROWS * 128;
 };
 
-template <> struct lying_rows<0> {
+template <int ROWS> struct lying_rows<0, ROWS> {
     static constexpr int SIZE = 0;
 };
 
 /* ---- Streamed rows ------------------------------------------------------------------------------------------ */
 
-/* What a tile of 128 own rows streams, in stages. Those that some own row meets in part come first, so that the long
+/* What a tile of own rows streams, in stages. Those that some own row meets in part come first, so that the long
  * loop over the others, an even number of them, has one simple body. */
 struct row_stream {
     int row; /* of the tensor, where it begins */
@@ -54,9 +54,9 @@ struct row_stream {
 };
 
 /* `begin`: row of the tensor from which `streamed` counts. */
-__device__ inline row_stream in_stages(const streamed_band &streamed, int64_t begin)
+__device__ inline row_stream in_stages(const streamed_band &streamed, int64_t begin, int own_rows = CONSUMERS * 64)
 {
-    const range32 all = reach_of(streamed.band, 0, CONSUMERS * 64).all;
+    const range32 all = reach_of(streamed.band, 0, own_rows).all;
     const int stages = (streamed.needed + STAGE - 1) / STAGE;
     const int left = min((all.begin + STAGE - 1) / STAGE, stages);
     const int whole = max(0, min(all.end / STAGE, stages) - left) / 2 * 2;
@@ -64,12 +64,12 @@ __device__ inline row_stream in_stages(const streamed_band &streamed, int64_t be
 }
 
 /* The keys of a query tile, or a part of them. */
-__device__ inline row_stream keys_of_tile(const skl_cuda_params &params, const tile_place &place)
+template <int M> __device__ inline row_stream keys_of_tile(const skl_cuda_params &params, const query_place<M> &place)
 {
-    const int64_t last = skl_min(place.first + tile_place::ROWS, place.sequence.query_count) - 1;
+    const int64_t last = skl_min(place.first + place.ROWS, place.sequence.query_count) - 1;
     const skl_band keys = skl_key_band(&params.problem, &place.sequence);
     return in_stages(cut(stream_for(keys, place.first, last), KEYS, place.part, params.splits),
-                     place.sequence.key_begin);
+                     place.sequence.key_begin, place.ROWS);
 }
 
 /* ---- Logits ------------------------------------------------------------------------------------------------- */

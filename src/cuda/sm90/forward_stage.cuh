@@ -1,0 +1,135 @@
+/* What both forwards on Hopper's tensor cores share: the sums of a stage of 64 keys, and what the copy engine brings.
+ *
+ * Row states, the blind and the exact way of adding, and keys cut into parts are those of the sm80 forward. */
+#ifndef SKL_CUDA_SM90_FORWARD_STAGE_CUH
+#define SKL_CUDA_SM90_FORWARD_STAGE_CUH
+
+#include "cuda/sm90/tensor_map.cuh"
+#include "cuda/sm90/tile.cuh"
+
+namespace sm90
+{
+
+/* ---- Copies ------------------------------------------------------------------------------------------------- */
+
+/* Keys and queries of both arguments. */
+struct forward_maps {
+    CUtensorMap keys_1, keys_2, queries_1, queries_2;
+};
+
+/* Keys of both arguments, [64 dimensions][64 keys] with the copy engine's 128-byte swizzle. */
+template <int DIM> struct key_stage {
+    row_stage<DIM> one, two;
+};
+
+/* Where a tile's tensors lie, for the copy engine. */
+struct copy_place {
+    int batch, head, head_1, head_2; /* of the queries, of both keys */
+
+    template <int M> __device__ static copy_place of(const skl_cuda_params &params, const query_place<M> &place)
+    {
+        const int head = (int)place.head;
+        return {(int)place.sequence.batch, head, head / params.one.heads_per_key, head / params.two.heads_per_key};
+    }
+};
+
+template <int DIM>
+__device__ inline void copy_keys(key_stage<DIM> &to, const forward_maps &maps, const copy_place &place, int row,
+                                 uint64_t &full)
+{
+    barrier_expect(full, (int)sizeof to);
+#pragma unroll
+    for (int half = 0; half < DIM / 64; half++) {
+        copy_box(to.one.halves[half], maps.keys_1, half * 64, row, place.head_1, place.batch, full);
+        copy_box(to.two.halves[half], maps.keys_2, half * 64, row, place.head_2, place.batch, full);
+    }
+}
+
+/* Dimensions of the queries behind the first HELD, from query `row` on. */
+template <int HELD, int PARTS, int ROWS>
+__device__ inline void copy_queries(lying_rows<PARTS, ROWS> &to, const CUtensorMap &queries, const copy_place &place,
+                                    int row, uint64_t &full)
+{
+    if constexpr (PARTS > 0)
+        for (int part = 0; part < PARTS; part++)
+            copy_box(to.parts[part], queries, HELD + part * 64, row, place.head, place.batch, full);
+}
+
+/* ---- Sums --------------------------------------------------------------------------------------------------- */
+
+/* Adds a stage that every row of the warp sees whole; false, and nothing added, if a stabiliser has to move. */
+__device__ inline bool add_blindly(skl_row_state (&state)[2], const stage_logits &x, float scale_1,
+                                   const stage_logits &y, float scale_2)
+{
+    row_sums sums[2];
+    bool fine = true;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        row_sums even = {}, odd = {};
+#pragma unroll
+        for (int n = 0; n < 8; n++)
+#pragma unroll
+            for (int parity = 0; parity < 2; parity++)
+                add_pair(parity ? odd : even, fmaf(x[n][half * 2 + parity], scale_1, -state[half].m_1),
+                         fmaf(y[n][half * 2 + parity], scale_2, -state[half].m_2));
+        sums[half] = {even.l_1 + odd.l_1, even.l_2 + odd.l_2, even.w + odd.w};
+        fine = fine && sums[half].l_1 < SKL_LAZY_BOUND && sums[half].l_2 < SKL_LAZY_BOUND;
+    }
+    if (__any_sync(~0U, !fine))
+        return false;
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+        add_sums(state[half], sums[half]);
+    return true;
+}
+
+__device__ inline void add_whole(skl_row_state (&state)[2], const stage_logits &x, float scale_1,
+                                 const stage_logits &y, float scale_2)
+{
+    if (add_blindly(state, x, scale_1, y, scale_2))
+        return;
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+        add_exactly<false>(state[half], x, scale_1, y, scale_2, half, {});
+}
+
+/* The keys from `first` on that each row sees. */
+__device__ inline void add_edge(skl_row_state (&state)[2], const stage_logits &x, float scale_1,
+                                const stage_logits &y, float scale_2, const band32 &band, int first)
+{
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const range32 sees = band.of(own_row<1>(0, half));
+        add_exactly<true>(state[half], x, scale_1, y, scale_2, half, {sees.begin - first, sees.end - first});
+    }
+}
+
+/* Logits of an argument in base 2, behind its cap if it has one. `to` may be x. */
+__device__ inline void cap_stage(stage_logits &to, const stage_logits &x, const skl_cuda_argument &argument)
+{
+#pragma unroll
+    for (int e = 0; e < 32; e++) {
+        const float scaled = x[e / 4][e % 4] * argument.scale;
+        to[e / 4][e % 4] = argument.capped ? argument.softcap_2 * tanhf(scaled) : scaled;
+    }
+}
+
+/* ---- Rows --------------------------------------------------------------------------------------------------- */
+
+/* Two rows a thread of a tile of 64 M queries. */
+template <int M> __device__ inline void write_rows(const skl_cuda_params &params, const skl_row_state (&states)[2])
+{
+    query_place<M> place; /* found again: it held no registers meanwhile */
+    (void)place.find(params, params.splits);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const skl_row_state state = merge_lanes(states[half]);
+        const int row = own_row<1>(0, half);
+        if (threadIdx.x % 4 == 0 && place.first + row < place.sequence.query_count)
+            write_part(params, place, row, state);
+    }
+}
+
+} // namespace sm90
+
+#endif

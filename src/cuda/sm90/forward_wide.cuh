@@ -1,0 +1,192 @@
+/* Forward of heads of 192 and 256 dimensions: two warpgroups, two stages of logits each.
+ *
+ *   block   2 consumer warpgroups of 64 queries, 1 producer warp; one block a multiprocessor
+ *   regs    240 a consumer thread: 128 dimensions of Q of both arguments (64), logits of two stages of 64 keys (128),
+ *           row states
+ *   shared  DEPTH stages of 64 keys of both arguments; the other dimensions of Q
+ *
+ *   producer   copies stage after stage (TMA) as consumers leave them
+ *   consumer   products of stage n + 1 (wgmma)  ||  exponentials and sums of stage n
+ *
+ * Products take longer than exponentials here, and hide them. Softcap has instances of its own (CAPPED): logits
+ * behind the cap need registers beside the accumulators, so they have those of the second stage, and products are
+ * hidden behind the other warpgroup's arithmetic only. */
+#ifndef SKL_CUDA_SM90_FORWARD_WIDE_CUH
+#define SKL_CUDA_SM90_FORWARD_WIDE_CUH
+
+#include "cuda/sm90/forward_stage.cuh"
+
+namespace sm90
+{
+
+template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
+    static constexpr int GROUPS = CONSUMERS;
+    static constexpr int THREADS = 128 * (GROUPS + 1);
+    typedef query_place<GROUPS> place;
+    static constexpr int DEPTH = DIM == 192 ? 4 : 2; /* stages */
+    static constexpr int HELD = 128;                 /* dimensions of both queries in registers */
+
+    struct memory {
+        key_stage<DIM> stages[DEPTH];
+        lying_rows<(DIM - HELD) / 64> lying_1, lying_2;
+        uint64_t queries_full, full[DEPTH], empty[DEPTH];
+        row_stream keys; /* here, and not in the registers of every thread */
+        float scale_1, scale_2;
+    };
+
+    /* ---- Producer ------------------------------------------------------------------------------------------- */
+
+    __device__ static void produce(const skl_cuda_params &params, const forward_maps &maps, memory &block,
+                                   const place &tile)
+    {
+        const copy_place from = copy_place::of(params, tile);
+        const int query = (int)(tile.sequence.query_begin + tile.first);
+        barrier_expect(block.queries_full, block.lying_1.SIZE + block.lying_2.SIZE);
+        copy_queries<HELD>(block.lying_1, maps.queries_1, from, query, block.queries_full);
+        copy_queries<HELD>(block.lying_2, maps.queries_2, from, query, block.queries_full);
+        for (int n = 0; n < block.keys.stages; n++) {
+            const int at = n % DEPTH;
+            barrier_wait(block.empty[at], n / DEPTH % 2 ^ 1);
+            copy_keys(block.stages[at], maps, from, block.keys.row + block.keys.place_of(n) * KEYS, block.full[at]);
+        }
+    }
+
+    /* ---- Consumers ------------------------------------------------------------------------------------------ */
+
+    const skl_cuda_params &params;
+    memory &block;
+    uint32_t group; /* of the warp, the same for all lanes */
+    uint32_t q_1[HELD / 16][4], q_2[HELD / 16][4];
+    skl_row_state state[2];
+
+    __device__ void load_queries(const place &tile)
+    {
+        const skl_sequence &s = tile.sequence;
+        const int rows = (int)skl_min(tile.ROWS, s.query_count - tile.first);
+        load_rows<HELD>(q_1, queries_of<ELEMENT>(params.one, s, tile.head).from(tile.first), rows);
+        load_rows<HELD>(q_2, queries_of<ELEMENT>(params.two, s, tile.head).from(tile.first), rows);
+        barrier_wait(block.queries_full, 0);
+    }
+
+    __device__ void start(stage_logits &x, stage_logits &y, int n)
+    {
+        const int at = n % DEPTH;
+        barrier_wait(block.full[at], n / DEPTH % 2);
+        wgmma_fence();
+        const uint32_t keys = row_operand(&block.stages[at]);
+        const uint32_t queries = group * (64 * 128 / 16);
+        start_products<ELEMENT, DIM, HELD>(x, q_1, row_operand(&block.lying_1) + queries, keys);
+        start_products<ELEMENT, DIM, HELD>(y, q_2, row_operand(&block.lying_2) + queries,
+                                           keys + sizeof(row_stage<DIM>) / 16);
+        wgmma_commit();
+    }
+
+    __device__ void finish(stage_logits &x, stage_logits &y, int n)
+    {
+        wgmma_wait<0>();
+        settle(x);
+        settle(y);
+        if (threadIdx.x % 32 == 0)
+            barrier_arrive(block.empty[n % DEPTH]);
+    }
+
+    __device__ void edge(const stage_logits &x, float scale_1, const stage_logits &y, float scale_2, int n)
+    {
+        add_edge(state, x, scale_1, y, scale_2, block.keys.band, block.keys.place_of(n) * KEYS);
+    }
+
+    /* The scales come from shared memory, so that no exponential is taken before the wait for the next stage's keys:
+     * its products have to start first. */
+    __device__ void whole(const stage_logits &x, const stage_logits &y)
+    {
+        const float scale_1 = load_shared(block.scale_1), scale_2 = load_shared(block.scale_2);
+        add_whole(state, x, scale_1, y, scale_2);
+    }
+
+    __device__ void run_capped()
+    {
+        for (int n = 0; n < block.keys.stages; n++) {
+            stage_logits x, y, capped_x, capped_y;
+            start(x, y, n);
+            finish(x, y, n);
+            cap_stage(capped_x, x, params.one);
+            cap_stage(capped_y, y, params.two);
+            if (n < block.keys.edges)
+                edge(capped_x, 1.0F, capped_y, 1.0F, n);
+            else
+                add_whole(state, capped_x, 1.0F, capped_y, 1.0F);
+        }
+    }
+
+    __device__ void run()
+    {
+        stage_logits x[2], y[2];
+        for (int n = 0; n < block.keys.edges; n++) {
+            start(x[0], y[0], n);
+            finish(x[0], y[0], n);
+            edge(x[0], params.one.scale, y[0], params.two.scale, n);
+        }
+        const int end = block.keys.stages;
+        if (block.keys.edges == end)
+            return;
+        /* Products are started unconditionally and with no branch before the sums: ptxas would wait for them at once,
+         * or not mix them with the exponentials. So the last ones are started twice, and not used. */
+        start(x[0], y[0], block.keys.edges);
+        for (int n = block.keys.edges; n < end; n += 2) {
+            finish(x[0], y[0], n);
+            start(x[1], y[1], n + 1);
+            whole(x[0], y[0]);
+            finish(x[1], y[1], n + 1);
+            start(x[0], y[0], min(n + 2, end - 1));
+            whole(x[1], y[1]);
+        }
+        wgmma_wait<0>();
+    }
+};
+
+template <typename ELEMENT, int DIM, bool CAPPED>
+__global__ void __launch_bounds__(wide_forward<ELEMENT, DIM, CAPPED>::THREADS, 1)
+    wide_forward_kernel(const __grid_constant__ skl_cuda_params params, const __grid_constant__ forward_maps maps)
+{
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    typedef wide_forward<ELEMENT, DIM, CAPPED> forward;
+    extern __shared__ __align__(1024) unsigned char raw[];
+    typename forward::memory &block = *(typename forward::memory *)(void *)raw;
+    typename forward::place here; /* found again where it is used: it holds no registers meanwhile */
+    if (!here.find(params, params.splits))
+        return;
+    if (threadIdx.x == 0) {
+        block.keys = keys_of_tile(params, here);
+        block.scale_1 = params.one.scale;
+        block.scale_2 = params.two.scale;
+        barrier_init(block.queries_full, 1);
+        for (int at = 0; at < forward::DEPTH; at++) {
+            barrier_init(block.full[at], 1);
+            barrier_init(block.empty[at], forward::GROUPS * 4);
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+    typename forward::place tile;
+    if (threadIdx.x / 128 == forward::GROUPS) {
+        give_registers<24>();
+        if (threadIdx.x % 128 == 0 && tile.find(params, params.splits))
+            forward::produce(params, maps, block, tile);
+    } else {
+        take_registers<240>();
+        forward own = {params, block, __shfl_sync(~0U, threadIdx.x / 128, 0)};
+        (void)tile.find(params, params.splits);
+        own.load_queries(tile);
+        own.state[0] = own.state[1] = skl_state_empty();
+        if (CAPPED)
+            own.run_capped();
+        else
+            own.run();
+        write_rows<forward::GROUPS>(params, own.state);
+    }
+#endif
+}
+
+} // namespace sm90
+
+#endif
