@@ -300,6 +300,87 @@ static void test_missing_rows_of_a_tile_and_infinity(void **state)
         with_every_kernel(&cases[c], check_key_at_minus_infinity);
 }
 
+/* A logit that overflows to -inf leaves its key no mass, as one that is very low: 0 log 0 = 0, and all results are
+ * the oracle's for the latter. Without teacher gradients, also those of one sweep from the LSEs that came out. */
+static void check_overflow_in_first(const test_case *c, const char *kernel)
+{
+    fixture f;
+    fixture_create(&f, c);
+    skl_plan *const plan = test_plan(&f.problem, kernel, 2);
+    fixture_results results = results_create(&f);
+    const int reverse = f.problem.direction == SKL_KL_REVERSE;
+    const test_tensor *const q = reverse ? &f.q_s : &f.q_t, *const k = reverse ? &f.k_s : &f.k_t;
+    set_first_dimension(q, 0, q->length, 2);
+    set_first_dimension(k, POISONED, POISONED + 1, -1e4);
+    fixture_solve(&f);
+    set_first_dimension(k, POISONED, POISONED + 1, -3e38);
+    run_both(plan, &f, &results);
+    assert_int_equal(rows_mismatch(&f, &results, kernel) + gradients_mismatch(&f, &results, kernel, kernel), 0);
+
+    skl_inputs inputs = f.inputs;
+    inputs.lse_t = tensor_input(&results.lse_t);
+    inputs.lse_s = tensor_input(&results.lse_s);
+    const skl_rows rows = {.struct_size = sizeof rows, .kl = tensor_output(&results.kl)};
+    const skl_gradients gradients = results_gradients(&results);
+    if (gradients.dq_t.data == NULL) {
+        for (int64_t n = 0; n < tensor_count(&results.kl); n++)
+            tensor_set(&results.kl, n, NAN);
+        run_forward_backward(plan, &inputs, &rows, &gradients);
+    }
+    assert_int_equal(rows_mismatch(&f, &results, kernel) + gradients_mismatch(&f, &results, kernel, kernel), 0);
+    results_destroy(&results);
+    skl_plan_destroy(plan);
+    fixture_destroy(&f);
+}
+
+/* The second argument has no mass where the first has: the KL is infinite, in the rows that see it. */
+static void check_overflow_in_second(const test_case *c, const char *kernel)
+{
+    fixture f;
+    fixture_create(&f, c);
+    fixture_results results = results_create(&f);
+    const int reverse = f.problem.direction == SKL_KL_REVERSE;
+    const test_tensor *const q = reverse ? &f.q_t : &f.q_s, *const k = reverse ? &f.k_t : &f.k_s;
+    set_first_dimension(q, 0, q->length, 2);
+    set_first_dimension(k, POISONED, POISONED + 1, -3e38);
+    run_kernel(&f, kernel, 2, &results);
+    for (int64_t n = 0; n < tensor_count(&results.kl); n++) {
+        const double kl = tensor_get(&results.kl, n);
+        assert_true(n % LENGTH >= POISONED || !f.problem.causal ? kl == INFINITY : isfinite(kl));
+        assert_true(isfinite(tensor_get(&results.lse_s, n)));
+    }
+    results_destroy(&results);
+    fixture_destroy(&f);
+}
+
+static void test_logits_that_overflow(void **state)
+{
+    (void)state;
+    if (test_device() != SKL_CPU)
+        skip(); /* GPU kernels make such rows NaN */
+    const test_case cases[] = {
+        {"full", SHAPE(1, LENGTH, LENGTH), SMALL},
+        {"one sweep", SHAPE(1, LENGTH, LENGTH), SMALL, .without = SKL_DQ_T | SKL_DK_T},
+        {"causal", SHAPE(1, LENGTH, LENGTH), SMALL, CAUSAL},
+        {"bf16", SHAPE(1, LENGTH, LENGTH), SMALL, TYPES(BF16, BF16), CAUSAL, .without = SKL_DQ_T | SKL_DK_T},
+        {"reverse", SHAPE(1, LENGTH, LENGTH), SMALL, REVERSE},
+        {"grouped", SHAPE(1, LENGTH, LENGTH), HEADS(4, 2), DIMS(16, 16)},
+    };
+    const test_case indexers[] = {
+        {"indexer", SHAPE(1, LENGTH, LENGTH), HEADS(4, 1), DIMS(16, 16), INDEXER(3), .without = SKL_DQ_T | SKL_DK_T},
+        {"list", SHAPE(1, LENGTH, LENGTH), HEADS(4, 1), DIMS(16, 16), INDEXER(3), TOP_K(150),
+         .without = SKL_DQ_T | SKL_DK_T},
+    };
+    for (size_t c = 0; c < COUNT_OF(cases); c++)
+        for (int32_t k = 0; case_kernel(&cases[c], k); k++) {
+            check_overflow_in_first(&cases[c], case_kernel(&cases[c], k));
+            check_overflow_in_second(&cases[c], case_kernel(&cases[c], k));
+        }
+    for (size_t c = 0; c < COUNT_OF(indexers); c++)
+        for (int32_t k = 0; case_kernel(&indexers[c], k); k++)
+            check_overflow_in_first(&indexers[c], case_kernel(&indexers[c], k));
+}
+
 /* ---- Large numbers of things ------------------------------------------------------------------------------- */
 
 static void test_more_than_65535_batches_and_heads(void **state)
@@ -512,6 +593,7 @@ int main(void)
         cmocka_unit_test(test_poison_in_a_query),
         cmocka_unit_test(test_garbage_upstream_of_rows_without_keys),
         cmocka_unit_test(test_missing_rows_of_a_tile_and_infinity),
+        cmocka_unit_test(test_logits_that_overflow),
         cmocka_unit_test(test_more_than_65535_batches_and_heads),
         cmocka_unit_test(test_more_than_32768_rows),
         cmocka_unit_test(test_strides_beyond_32_bits),

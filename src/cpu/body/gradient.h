@@ -19,7 +19,7 @@ typedef struct argument {
 
 SKL_INLINE vec slope_of(vec logit, float inverse_cap)
 {
-    const vec ratio = logit * inverse_cap;
+    const vec ratio = inverse_cap == 0.0F ? vec_of(0.0F) : logit * inverse_cap; /* an infinite one has no cap */
     return vec_fma(-ratio, ratio, vec_of(1.0F));
 }
 
@@ -27,8 +27,9 @@ SKL_INLINE vec slope_of(vec logit, float inverse_cap)
  * sums do not. */
 enum { SUM_BLOCK = 8 };
 
-/* One vector of rows. The const flags are what the compiler specialises on. */
-SKL_INLINE void gradient_lanes(const tile *t, int64_t row, int64_t column, const argument *one, const argument *two,
+/* One vector of rows. The const flags are what the compiler specialises on. False, with no state changed: a logit of
+ * -inf needs the general one. */
+SKL_INLINE bool gradient_lanes(const tile *t, int64_t row, int64_t column, const argument *one, const argument *two,
                                int32_t key_count, const lane_range *lanes, const bool first, const bool second,
                                const bool with_kl, const bool general)
 {
@@ -58,7 +59,7 @@ SKL_INLINE void gradient_lanes(const tile *t, int64_t row, int64_t column, const
         const ivec seen = general ? lane_mask(lanes, key) : ivec_of(-1);
         if (first) {
             const vec slope = slope_of(vec_load(at_a) * one->x.scale, one->inverse_cap);
-            const vec g = c_1 * p * vec_fma(u - v, ln2, -kl) * slope;
+            const vec g = mass_times(c_1 * p, vec_fma(u - v, ln2, -kl)) * slope;
             vec_store(one->gradient + key * t->height + row, (vec)((ivec)g & seen));
         }
         if (second) {
@@ -76,12 +77,15 @@ SKL_INLINE void gradient_lanes(const tile *t, int64_t row, int64_t column, const
         }
     }
     if (!with_kl)
-        return;
+        return true;
     add_sums(&sums, &block);
+    if (!general && ivec_any((ivec)(sums.w != sums.w)))
+        return false;
     const lane_state state = lane_state_at(t, row);
     vec_store(state.l_1, vec_load(state.l_1) + sums.l_1);
     vec_store(state.l_2, vec_load(state.l_2) + sums.l_2);
     vec_store(state.w, vec_load(state.w) + sums.w);
+    return true;
 }
 
 static void gradient_panel(const tile *t, int64_t panel, const argument *one, const argument *two,
@@ -93,14 +97,12 @@ static void gradient_panel(const tile *t, int64_t panel, const argument *one, co
     const int32_t count = (int32_t)keys->count;
     for (int64_t column = 0; column < panel_columns(t, panel); column += SKL_LANES) {
         const int64_t row = panel * PANEL + column;
-        if (plain && with_kl) {
-            gradient_lanes(t, row, column, one, two, count, NULL, false, true, true, false);
-        } else if (plain) {
-            gradient_lanes(t, row, column, one, two, count, NULL, false, true, false, false);
-        } else {
-            const lane_range lanes = lanes_visible(t, row, keys);
-            gradient_lanes(t, row, column, one, two, count, &lanes, first, second, with_kl, true);
-        }
+        if (plain && with_kl && gradient_lanes(t, row, column, one, two, count, NULL, false, true, true, false))
+            continue;
+        if (plain && !with_kl && gradient_lanes(t, row, column, one, two, count, NULL, false, true, false, false))
+            continue;
+        const lane_range lanes = lanes_visible(t, row, keys);
+        (void)gradient_lanes(t, row, column, one, two, count, &lanes, first, second, with_kl, true);
     }
 }
 

@@ -28,7 +28,7 @@ static void list_gradients(list_row *r)
         const vec u = vec_load(r->x + key);
         const vec v = vec_load(r->y + key) - r->lse_s.value - r->lse_s.low;
         const vec s = exp2_vec(v);
-        const vec dy = r->reverse ? s * vec_fma(v - u, vec_of(SKL_LN2), vec_of(-r->kl)) : s - exp2_vec(u);
+        const vec dy = r->reverse ? mass_times(s, vec_fma(v - u, vec_of(SKL_LN2), vec_of(-r->kl))) : s - exp2_vec(u);
         vec_store(r->dy + key, (vec)((ivec)(dy * c) & lanes_taken(r, key)));
     }
     for (int64_t g = 0; g < r->heads; g++) {
