@@ -184,6 +184,8 @@ static void backward_keys(const skl_task *t)
                 known_row r = row_at(t, &sequence, t->teacher_side ? head / group : head, i);
                 assert(r.visible.begin <= j && j < r.visible.end);
                 load_known(&r, lse);
+                if (r.grad == 0.0F)
+                    continue;
                 const float weight =
                     t->teacher_side ? teacher_gradient(&r, lse, head % group, j) : student_gradient(&r, lse, j);
                 const int64_t q = SKL_ROW(*side.q, sequence.batch, head, sequence.query_begin + i);

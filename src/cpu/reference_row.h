@@ -194,7 +194,8 @@ static inline double teacher_logit(const known_row *r, const double *lse, int64_
     return (double)sum.m_1 + log2((double)sum.l_1 / (double)group);
 }
 
-/* Fills in what a backward knows of a row: LSEs, KL, upstream gradient. */
+/* Fills in what a backward knows of a row: LSEs, KL, upstream gradient. Where that is 0 the row has no gradients,
+ * whatever it holds, as if it saw no key: 0 * NaN is NaN. */
 static inline void load_known(known_row *r, double *lse)
 {
     const skl_task *const t = r->task;
@@ -206,6 +207,10 @@ static inline void load_known(known_row *r, double *lse)
     r->grad = in->grad_kl.data != NULL ? skl_row_value(&in->grad_kl, &r->sequence, r->head, r->i) : 1.0F;
     const skl_input kl = skl_known_rows(t->rows_known, &in->kl, &t->call->rows.kl);
     r->kl = kl.data != NULL ? skl_row_value(&kl, &r->sequence, r->head, r->i) : 0.0F;
+    if (r->grad != 0.0F)
+        return;
+    r->visible.end = r->visible.begin;
+    r->key_count = 0;
 }
 
 /* Gradient of the loss in the student's logit (natural units) of key j. */
