@@ -22,27 +22,17 @@ most that a step holds beside its inputs.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 from gpu.indexer_report import COLUMNS
 from gpu.report import check_csv
-from peers import current_commit, find_library
+from peers import current_commit, find_library, measure
 
 
-def measure(arguments):
-    try:
-        from gpu.indexer_run import IndexerBench
-        from gpu.run import NotPossible
-    except ImportError as error:
-        sys.exit(f"indexer.py: measuring needs PyTorch: {error}")
-    try:
-        bench = IndexerBench(arguments)
-    except NotPossible as error:
-        sys.exit(f"indexer.py: {error}")
-    bench.run()
-    if not bench.is_right:
-        sys.exit("indexer.py: a result is WRONG or missing: see above")
+def load_bench():
+    from gpu.indexer_run import IndexerBench
+
+    return IndexerBench
 
 
 def parser():
@@ -82,7 +72,7 @@ def main():
             check_csv(arguments.csv, COLUMNS)  # before minutes of measuring
     except (ValueError, OSError) as error:
         asked.error(f"--csv={arguments.csv}: {error}")
-    measure(arguments)
+    measure(arguments, load_bench)
 
 
 if __name__ == "__main__":

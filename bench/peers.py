@@ -36,19 +36,28 @@ from gpu.report import check_csv, read_csv
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def measure(arguments, load):
+    """Runs the bench whose class load() imports: what is not measured needs no PyTorch."""
+    program = Path(sys.argv[0]).name
+    try:
+        from gpu.run import NotPossible
 
-def measure(arguments):
-    try:
-        from gpu.run import Bench, NotPossible
+        bench_class = load()
     except ImportError as error:
-        sys.exit(f"peers.py: measuring needs PyTorch: {error}")
+        sys.exit(f"{program}: measuring needs PyTorch: {error}")
     try:
-        bench = Bench(arguments)
+        bench = bench_class(arguments)
     except NotPossible as error:
-        sys.exit(f"peers.py: {error}")
+        sys.exit(f"{program}: {error}")
     bench.run()
     if not bench.is_right:
-        sys.exit("peers.py: streamkl is WRONG: see above")
+        sys.exit(f"{program}: a result is WRONG or missing: see above")
+
+
+def load_bench():
+    from gpu.run import Bench
+
+    return Bench
 
 
 def draw(arguments):
@@ -127,7 +136,10 @@ def main():
             check_csv(arguments.csv)  # before minutes of measuring
     except (ValueError, OSError) as error:
         asked.error(f"--csv={arguments.csv}: {error}")
-    (draw if arguments.plot else measure)(arguments)
+    if arguments.plot:
+        draw(arguments)
+    else:
+        measure(arguments, load_bench)
 
 
 if __name__ == "__main__":

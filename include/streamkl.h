@@ -144,7 +144,9 @@ typedef struct skl_inputs {
     skl_input lse_s;             /* [batch, heads_s, len_q] */
     skl_input kl;                /* [batch, heads_s, len_q] */
     skl_input dot_t;             /* [batch, heads_t, len_q] */
-    skl_input grad_kl;           /* [batch, heads_s, len_q] upstream gradient of every KL_i; not given: all ones */
+    skl_input grad_kl;           /* [batch, heads_s, len_q] upstream gradient of every KL_i; not given: all ones.
+                                  * A row of 0 has no gradients, whatever it holds; on a GPU NaN in it still
+                                  * reaches them */
     const int32_t *cu_seqlens_q; /* packed: batch + 1 row offsets, 0 first, never decreasing */
     const int32_t *cu_seqlens_k;
     const int32_t *key_lengths; /* optional, not packed: keys j >= key_lengths[b] are padding; moves no position */

@@ -262,6 +262,95 @@ static void set_first_dimension(const test_tensor *t, int64_t begin, int64_t end
             tensor_set(t, tensor_index(t, 0, h, row), value);
 }
 
+static int is_weightless(int64_t query)
+{
+    return query % 7 == 3 || query == LENGTH - 1;
+}
+
+static void poison_weightless(const test_tensor *t)
+{
+    for (int64_t h = 0; h < t->heads; h++)
+        for (int64_t i = 0; i < t->length; i++)
+            for (int64_t d = 0; is_weightless(i) && d < t->dim; d++)
+                tensor_set(t, tensor_index(t, 0, h, i) + d, NAN);
+}
+
+static void assert_weightless_are_zero(const test_tensor *dq)
+{
+    for (int64_t n = 0; dq->data != NULL && n < tensor_count(dq); n++)
+        assert_true(!is_weightless(n / dq->dim % dq->length) || tensor_get(dq, n) == 0);
+}
+
+/* Gradients of one sweep from the LSEs of a forward, in the place of those that are there. */
+static void run_one_sweep(const skl_plan *plan, const fixture *f, const fixture_results *results)
+{
+    skl_inputs inputs = f->inputs;
+    inputs.lse_t = tensor_input(&results->lse_t);
+    inputs.lse_s = tensor_input(&results->lse_s);
+    const skl_rows rows = {.struct_size = sizeof rows, .kl = tensor_output(&results->kl)};
+    const skl_gradients gradients = results_gradients(results);
+    run_forward_backward(plan, &inputs, &rows, &gradients);
+}
+
+/* NaN in such rows: KL is NaN, and gradients are the oracle's for the rows without it. */
+static void check_weightless_rows(const fixture *f, const fixture_results *results, const char *kernel)
+{
+    assert_true(isnan(tensor_get(&results->kl, LENGTH - 1)));
+    assert_int_equal(gradients_mismatch(f, results, kernel, kernel), 0);
+    assert_weightless_are_zero(&results->dq_t);
+    assert_weightless_are_zero(&results->dq_s);
+    assert_weightless_are_zero(&results->dw_s);
+}
+
+/* A row whose upstream gradient is 0 has no gradients and gives none to keys, whatever is in it, or in a key that no
+ * other row sees. */
+static void check_poison_in_weightless_rows(const test_case *c, const char *kernel)
+{
+    fixture f;
+    fixture_create(&f, c);
+    skl_plan *const plan = test_plan(&f.problem, kernel, 2);
+    fixture_results results = results_create(&f);
+    for (int64_t n = 0; n < tensor_count(&f.grad_kl); n++)
+        if (is_weightless(n % LENGTH))
+            tensor_set(&f.grad_kl, n, 0);
+    fixture_solve(&f);
+    poison_weightless(&f.q_t);
+    poison_weightless(&f.q_s);
+    if (c->causal)
+        set_first_dimension(&f.k_s, LENGTH - 1, LENGTH, NAN);
+    run_both(plan, &f, &results);
+    check_weightless_rows(&f, &results, kernel);
+    if (results.dq_t.data == NULL) {
+        run_one_sweep(plan, &f, &results);
+        check_weightless_rows(&f, &results, kernel);
+    }
+    results_destroy(&results);
+    skl_plan_destroy(plan);
+    fixture_destroy(&f);
+}
+
+static void test_poison_in_weightless_rows(void **state)
+{
+    (void)state;
+    if (test_device() != SKL_CPU)
+        skip(); /* GPU kernels multiply it with 0 */
+    const test_case cases[] = {
+        {"full", SHAPE(1, LENGTH, LENGTH), SMALL},
+        {"one sweep", SHAPE(1, LENGTH, LENGTH), SMALL, .without = SKL_DQ_T | SKL_DK_T},
+        {"causal", SHAPE(1, LENGTH, LENGTH), SMALL, CAUSAL},
+        {"bf16, causal, one sweep", SHAPE(1, LENGTH, LENGTH), SMALL, TYPES(BF16, BF16), CAUSAL,
+         .without = SKL_DQ_T | SKL_DK_T},
+        {"reverse", SHAPE(1, LENGTH, LENGTH), SMALL, REVERSE},
+        {"grouped", SHAPE(1, LENGTH, LENGTH), HEADS(4, 2), DIMS(16, 16), CAUSAL},
+        {"indexer", SHAPE(1, LENGTH, LENGTH), HEADS(4, 1), DIMS(16, 16), INDEXER(3), .without = SKL_DQ_T | SKL_DK_T},
+        {"list", SHAPE(1, LENGTH, LENGTH), HEADS(4, 1), DIMS(16, 16), INDEXER(3), TOP_K(150),
+         .without = SKL_DQ_T | SKL_DK_T},
+    };
+    for (size_t c = 0; c < COUNT_OF(cases); c++)
+        for (int32_t k = 0; case_kernel(&cases[c], k); k++)
+            check_poison_in_weightless_rows(&cases[c], case_kernel(&cases[c], k));
+}
+
 /* To a backward a key that the teacher put at minus infinity has P = 0 in every row, as one that it put very low: no
  * bit of the student's gradients differs. But rows that a tile has room for and the problem has not are 0, 0 times
  * infinity is NaN, and such a NaN must not get into a sum. All queries are in one tile, so that no sum depends on an
@@ -298,6 +387,82 @@ static void test_missing_rows_of_a_tile_and_infinity(void **state)
     };
     for (size_t c = 0; c < COUNT_OF(cases); c++)
         with_every_kernel(&cases[c], check_key_at_minus_infinity);
+}
+
+/* A logit that overflows to -inf leaves its key no mass, as one that is very low: 0 log 0 = 0, and all results are
+ * the oracle's for the latter. Without teacher gradients, also those of one sweep from the LSEs that came out. */
+static void check_overflow_in_first(const test_case *c, const char *kernel)
+{
+    fixture f;
+    fixture_create(&f, c);
+    skl_plan *const plan = test_plan(&f.problem, kernel, 2);
+    fixture_results results = results_create(&f);
+    const int reverse = f.problem.direction == SKL_KL_REVERSE;
+    const test_tensor *const q = reverse ? &f.q_s : &f.q_t, *const k = reverse ? &f.k_s : &f.k_t;
+    set_first_dimension(q, 0, q->length, 2);
+    set_first_dimension(k, POISONED, POISONED + 1, -1e4);
+    fixture_solve(&f);
+    set_first_dimension(k, POISONED, POISONED + 1, -3e38);
+    run_both(plan, &f, &results);
+    assert_int_equal(rows_mismatch(&f, &results, kernel) + gradients_mismatch(&f, &results, kernel, kernel), 0);
+
+    if (results.dq_t.data == NULL) {
+        for (int64_t n = 0; n < tensor_count(&results.kl); n++)
+            tensor_set(&results.kl, n, NAN);
+        run_one_sweep(plan, &f, &results);
+    }
+    assert_int_equal(rows_mismatch(&f, &results, kernel) + gradients_mismatch(&f, &results, kernel, kernel), 0);
+    results_destroy(&results);
+    skl_plan_destroy(plan);
+    fixture_destroy(&f);
+}
+
+/* The second argument has no mass where the first has: the KL is infinite, in the rows that see it. */
+static void check_overflow_in_second(const test_case *c, const char *kernel)
+{
+    fixture f;
+    fixture_create(&f, c);
+    fixture_results results = results_create(&f);
+    const int reverse = f.problem.direction == SKL_KL_REVERSE;
+    const test_tensor *const q = reverse ? &f.q_t : &f.q_s, *const k = reverse ? &f.k_t : &f.k_s;
+    set_first_dimension(q, 0, q->length, 2);
+    set_first_dimension(k, POISONED, POISONED + 1, -3e38);
+    run_kernel(&f, kernel, 2, &results);
+    for (int64_t n = 0; n < tensor_count(&results.kl); n++) {
+        const double kl = tensor_get(&results.kl, n);
+        assert_true(n % LENGTH >= POISONED || !f.problem.causal ? kl == INFINITY : isfinite(kl));
+        assert_true(isfinite(tensor_get(&results.lse_s, n)));
+    }
+    results_destroy(&results);
+    fixture_destroy(&f);
+}
+
+static void test_logits_that_overflow(void **state)
+{
+    (void)state;
+    if (test_device() != SKL_CPU)
+        skip(); /* GPU kernels make such rows NaN */
+    const test_case cases[] = {
+        {"full", SHAPE(1, LENGTH, LENGTH), SMALL},
+        {"one sweep", SHAPE(1, LENGTH, LENGTH), SMALL, .without = SKL_DQ_T | SKL_DK_T},
+        {"causal", SHAPE(1, LENGTH, LENGTH), SMALL, CAUSAL},
+        {"bf16", SHAPE(1, LENGTH, LENGTH), SMALL, TYPES(BF16, BF16), CAUSAL, .without = SKL_DQ_T | SKL_DK_T},
+        {"reverse", SHAPE(1, LENGTH, LENGTH), SMALL, REVERSE},
+        {"grouped", SHAPE(1, LENGTH, LENGTH), HEADS(4, 2), DIMS(16, 16)},
+    };
+    const test_case indexers[] = {
+        {"indexer", SHAPE(1, LENGTH, LENGTH), HEADS(4, 1), DIMS(16, 16), INDEXER(3), .without = SKL_DQ_T | SKL_DK_T},
+        {"list", SHAPE(1, LENGTH, LENGTH), HEADS(4, 1), DIMS(16, 16), INDEXER(3), TOP_K(150),
+         .without = SKL_DQ_T | SKL_DK_T},
+    };
+    for (size_t c = 0; c < COUNT_OF(cases); c++)
+        for (int32_t k = 0; case_kernel(&cases[c], k); k++) {
+            check_overflow_in_first(&cases[c], case_kernel(&cases[c], k));
+            check_overflow_in_second(&cases[c], case_kernel(&cases[c], k));
+        }
+    for (size_t c = 0; c < COUNT_OF(indexers); c++)
+        for (int32_t k = 0; case_kernel(&indexers[c], k); k++)
+            check_overflow_in_first(&indexers[c], case_kernel(&indexers[c], k));
 }
 
 /* ---- Large numbers of things ------------------------------------------------------------------------------- */
@@ -512,6 +677,8 @@ int main(void)
         cmocka_unit_test(test_poison_in_a_query),
         cmocka_unit_test(test_garbage_upstream_of_rows_without_keys),
         cmocka_unit_test(test_missing_rows_of_a_tile_and_infinity),
+        cmocka_unit_test(test_poison_in_weightless_rows),
+        cmocka_unit_test(test_logits_that_overflow),
         cmocka_unit_test(test_more_than_65535_batches_and_heads),
         cmocka_unit_test(test_more_than_32768_rows),
         cmocka_unit_test(test_strides_beyond_32_bits),

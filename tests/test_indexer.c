@@ -186,6 +186,67 @@ static void test_lse_of_the_student_alone(void **state)
     fixture_destroy(&f);
 }
 
+/* ---- Strips ------------------------------------------------------------------------------------------------- */
+
+/* Gradients on tensor cores are made in strips: as many slots of 128 queries as 256 MiB have room for (see
+ * src/cuda/index_layout.h). Every sequence and head has as many slots as the longest sequence, with room for as many
+ * tiles of 128 keys: short sequences fill strips without much to compute. Two are long, where a strip of bf16 and one
+ * of f16 end: 2,048 and 1,024 slots, in the midst of the 9 of sequence 227 and of sequence 113. */
+enum {
+    SEQUENCES = 310,
+    STRIP_HEADS = 3,
+    LONG_Q = 300,
+    LONG_K = 500,
+    SLOTS = SEQUENCES * STRIP_HEADS * 3,
+    SLOT_SIZE = 4 * 128 * 128 * 2 /* bytes of bf16; f16 takes twice as many */
+};
+
+static int is_long(int sequence)
+{
+    return sequence == 113 || sequence == 227;
+}
+
+static void check_strips(const test_case *c)
+{
+    fixture f;
+    fixture_create(&f, c);
+    fixture_solve(&f);
+    for (int32_t k = 0; case_kernel(c, k); k++) {
+        const char *const kernel = case_kernel(c, k);
+        skl_plan *const plan = test_plan(&f.problem, kernel, 2);
+        if (strncmp(kernel, "cuda_sm", strlen("cuda_sm")) == 0) {
+            const size_t size = skl_plan_workspace_size(plan, SKL_OP_BACKWARD);
+            assert_true(size > (size_t)1 << 28 && size < (size_t)SLOTS * SLOT_SIZE); /* full, and not all slots */
+        }
+        fixture_results results = results_create(&f);
+        run_both(plan, &f, &results);
+        assert_int_equal(rows_mismatch(&f, &results, kernel) + gradients_mismatch(&f, &results, kernel, kernel), 0);
+        results_destroy(&results);
+        skl_plan_destroy(plan);
+    }
+    fixture_destroy(&f);
+}
+
+static void test_more_slots_than_a_strip_holds(void **state)
+{
+    (void)state;
+    if (test_device() == SKL_CPU)
+        skip(); /* it has no strips */
+    static int32_t begin_q[SEQUENCES + 1], begin_k[SEQUENCES + 1];
+    for (int n = 0; n < SEQUENCES; n++) {
+        begin_q[n + 1] = begin_q[n] + (is_long(n) ? LONG_Q : 1);
+        begin_k[n + 1] = begin_k[n] + (is_long(n) ? LONG_K : 2);
+    }
+    const test_case c = {"strips",
+                         PACKED(SEQUENCES, begin_q, begin_k),
+                         HEADS(6, STRIP_HEADS),
+                         KEY_HEADS(6, 1),
+                         DIMS(16, 16),
+                         INDEXER(2),
+                         CAUSAL};
+    case_in_every_type(&c, check_strips);
+}
+
 /* ---- Determinism -------------------------------------------------------------------------------------------- */
 
 /* Bits do not depend on what the workspace held, nor on the order in which blocks or threads ran: many keys are on
@@ -352,6 +413,7 @@ int main(void)
         cmocka_unit_test(test_a_list_of_all_keys_is_the_dense_stage),
         cmocka_unit_test(test_a_nan_weight_stays_in_its_row),
         cmocka_unit_test(test_lse_of_the_student_alone),
+        cmocka_unit_test(test_more_slots_than_a_strip_holds),
         cmocka_unit_test(test_every_run_has_the_same_bits),
         cmocka_unit_test(test_ranks_with_other_heads_add_up),
     };

@@ -98,7 +98,8 @@ def indexer_kl(
         direction: ``"forward"``: KL(P || S); ``"reverse"``: KL(S || P).
         reduction: ``"mean"`` over rows that see a key, weighted if there are weights; ``"sum"``; ``"none"``.
         row_weight: weight of every row, ``[batch, len_q]`` or ``[batch, heads_s, len_q]``, packed ``[total_q]`` or
-            ``[heads_s, total_q]``. A row of weight 0 counts for nothing; only a NaN in it still reaches gradients.
+            ``[heads_s, total_q]``. A row of weight 0 counts for nothing, whatever it holds; on a GPU
+            a NaN in it still reaches gradients.
         lse_t: the teacher's log-sum-exp (natural log, f32) of every row over exactly the keys that it sees,
             ``[batch, heads_t, len_q]``, packed ``[heads_t, total_q]``, as the attention that has just run returns it:
             the teacher's logits are then computed once. Default: computed.

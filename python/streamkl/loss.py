@@ -8,7 +8,18 @@ from .attention import Direction, Layout, Reduction, attention_kl
 from .indexer import indexer_kl
 
 
-class AttentionKLLoss(torch.nn.Module):
+class _Loss(torch.nn.Module):
+    """A loss whose options are what its function is called with, and what it is printed with."""
+
+    def __init__(self, **options) -> None:
+        super().__init__()
+        self.options = options
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+
+
+class AttentionKLLoss(_Loss):
     """KL between teacher and student attention; options as of :func:`streamkl.attention_kl`, which see.
 
     Holds no parameters and no buffers: it adds nothing to a ``state_dict``.
@@ -33,8 +44,7 @@ class AttentionKLLoss(torch.nn.Module):
         deterministic: bool = False,
         layout: Layout = "bnhd",
     ) -> None:
-        super().__init__()
-        self.options = dict(
+        super().__init__(
             causal=causal, window_size=window_size, softmax_scale_t=softmax_scale_t, softmax_scale_s=softmax_scale_s,
             softcap_t=softcap_t, softcap_s=softcap_s, direction=direction, reduction=reduction,
             deterministic=deterministic, layout=layout,
@@ -63,11 +73,8 @@ class AttentionKLLoss(torch.nn.Module):
             lse_t=lse_t, lse_s=lse_s,
         )  # fmt: skip
 
-    def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
 
-
-class IndexerKLLoss(torch.nn.Module):
+class IndexerKLLoss(_Loss):
     """KL between a teacher's mean attention and an indexer's; options as of :func:`streamkl.indexer_kl`, which see.
 
     Holds no parameters and no buffers: it adds nothing to a ``state_dict``.
@@ -93,8 +100,7 @@ class IndexerKLLoss(torch.nn.Module):
         deterministic: bool = False,
         layout: Layout = "bnhd",
     ) -> None:
-        super().__init__()
-        self.options = dict(
+        super().__init__(
             causal=causal, window_size=window_size, softmax_scale_t=softmax_scale_t, softmax_scale_s=softmax_scale_s,
             softcap_t=softcap_t, relu=relu, direction=direction, reduction=reduction, lse_t_wider=lse_t_wider,
             deterministic=deterministic, layout=layout,
@@ -122,6 +128,3 @@ class IndexerKLLoss(torch.nn.Module):
             q_t, k_t, q_s, k_s, w_s, indices, **self.options, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
             max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, key_lengths=key_lengths, row_weight=row_weight, lse_t=lse_t,
         )  # fmt: skip
-
-    def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())

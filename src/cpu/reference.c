@@ -36,7 +36,7 @@ static float head_excess(const known_row *r, const double *lse, int64_t h, int64
     const float u = (float)teacher_logit(r, lse, j);
     const float v = (float)(logit(&r->student, &r->sequence, r->head, r->i, j) - r->lse_s);
     const float z = (float)(logit(&r->teacher, &r->sequence, head, r->i, j) - lse[h]);
-    return reverse ? -exp2f(z - u + v) - exp2f(z) * origin : exp2f(z) * (SKL_LN2 * (u - v) - origin);
+    return reverse ? -exp2f(z - u + v) - exp2f(z) * origin : mass_times(exp2f(z), SKL_LN2 * (u - v) - origin);
 }
 
 static float head_dot(const known_row *r, const double *lse, int64_t h, skl_dot_rule rule)
@@ -122,7 +122,7 @@ static float teacher_gradient(const known_row *r, const double *lse, int64_t h, 
         return slope * head_excess(r, lse, h, j, stored_dot(r, r->head * group + h));
     const float z = (float)(x_h - lse[0]);
     const float v = (float)(logit(&r->student, &r->sequence, r->head, r->i, j) - r->lse_s);
-    return slope * (reverse ? exp2f(z) - exp2f(v) : exp2f(z) * (SKL_LN2 * (z - v) - r->kl));
+    return slope * (reverse ? exp2f(z) - exp2f(v) : mass_times(exp2f(z), SKL_LN2 * (z - v) - r->kl));
 }
 
 /* sum += weight * row of `tensor` */
@@ -184,6 +184,8 @@ static void backward_keys(const skl_task *t)
                 known_row r = row_at(t, &sequence, t->teacher_side ? head / group : head, i);
                 assert(r.visible.begin <= j && j < r.visible.end);
                 load_known(&r, lse);
+                if (r.grad == 0.0F)
+                    continue;
                 const float weight =
                     t->teacher_side ? teacher_gradient(&r, lse, head % group, j) : student_gradient(&r, lse, j);
                 const int64_t q = SKL_ROW(*side.q, sequence.batch, head, sequence.query_begin + i);

@@ -115,7 +115,8 @@ void skl_reference_indexer_keys(const skl_task *t)
                 if (times == 0)
                     continue;
                 load_known(&r, lse);
-                add_to_key(&r, lse, j, times, dk);
+                if (r.grad != 0.0F)
+                    add_to_key(&r, lse, j, times, dk);
             }
         const int64_t row = SKL_ROW(*side.dk, sequence.batch, t->head, sequence.key_begin + j);
         for (int64_t c = 0; c < side.dim; c++)

@@ -130,13 +130,21 @@ static inline skl_row_state long_state_total(const long_state *state)
     return skl_state_merge(state->whole, state->part);
 }
 
-/* One pair of logits. A stabiliser is a float; what it lacks of its logit goes into the sums. */
+/* p * value; 0 without mass, where a logit of -inf makes the value infinite: 0 log 0 = 0. */
+static inline float mass_times(float p, float value)
+{
+    return p == 0.0F ? 0.0F : p * value;
+}
+
+/* One pair of logits. A stabiliser is a float; what it lacks of its logit goes into the sums. A logit of -inf has no
+ * mass, and leaves the stabiliser of a state as it is. */
 static inline skl_row_state state_of_pair(double a, double b)
 {
     const float m_1 = (float)a, m_2 = (float)b;
-    const float u = (float)(a - (double)m_1), v = (float)(b - (double)m_2);
+    const float u = m_1 == -INFINITY ? -INFINITY : (float)(a - (double)m_1);
+    const float v = m_2 == -INFINITY ? -INFINITY : (float)(b - (double)m_2);
     const float p = exp2f(u);
-    const skl_row_state state = {m_1, p, m_2, exp2f(v), p * (u - v)};
+    const skl_row_state state = {m_1, p, m_2, exp2f(v), mass_times(p, u - v)};
     return state;
 }
 
@@ -181,12 +189,13 @@ static inline double teacher_logit(const known_row *r, const double *lse, int64_
     skl_row_state sum = skl_state_empty();
     for (int64_t h = 0; h < group; h++) {
         const float z = (float)(logit(&r->teacher, &r->sequence, r->head * group + h, r->i, j) - lse[h]);
-        sum = skl_state_add(sum, z, z);
+        sum = skl_state_merge(sum, state_of_pair(z, z));
     }
     return (double)sum.m_1 + log2((double)sum.l_1 / (double)group);
 }
 
-/* Fills in what a backward knows of a row: LSEs, KL, upstream gradient. */
+/* Fills in what a backward knows of a row: LSEs, KL, upstream gradient. Where that is 0 the row has no gradients,
+ * whatever it holds, as if it saw no key: 0 * NaN is NaN. */
 static inline void load_known(known_row *r, double *lse)
 {
     const skl_task *const t = r->task;
@@ -198,6 +207,10 @@ static inline void load_known(known_row *r, double *lse)
     r->grad = in->grad_kl.data != NULL ? skl_row_value(&in->grad_kl, &r->sequence, r->head, r->i) : 1.0F;
     const skl_input kl = skl_known_rows(t->rows_known, &in->kl, &t->call->rows.kl);
     r->kl = kl.data != NULL ? skl_row_value(&kl, &r->sequence, r->head, r->i) : 0.0F;
+    if (r->grad != 0.0F)
+        return;
+    r->visible.end = r->visible.begin;
+    r->key_count = 0;
 }
 
 /* Gradient of the loss in the student's logit (natural units) of key j. */
@@ -207,8 +220,8 @@ static inline float student_gradient(const known_row *r, const double *lse, int6
     const double x = teacher_logit(r, lse, j);
     const float u = (float)(skl_is_grouped(r->task->problem) ? x : x - lse[0]);
     const float v = (float)(y - r->lse_s);
-    const float dy =
-        r->task->problem->direction == SKL_KL_REVERSE ? exp2f(v) * (SKL_LN2 * (v - u) - r->kl) : exp2f(v) - exp2f(u);
+    const float dy = r->task->problem->direction == SKL_KL_REVERSE ? mass_times(exp2f(v), SKL_LN2 * (v - u) - r->kl)
+                                                                   : exp2f(v) - exp2f(u);
     return r->grad * dy * softcap_slope(&r->student, y);
 }
 

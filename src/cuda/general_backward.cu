@@ -239,22 +239,13 @@ static __global__ void __launch_bounds__(THREADS, 1) general_gradient(const __gr
 {
     extern __shared__ __align__(16) unsigned char raw[];
     backward_memory &memory = *(backward_memory *)(void *)raw;
-    if (threadIdx.x == 0)
-        memory.at = KEYS ? key_work(params, blockIdx.x) : query_work(params, blockIdx.x);
-    __syncthreads();
-#pragma unroll 1
-    while (memory.at.exists) {
+    const auto find = [&](int64_t item) { return KEYS ? key_work(params, item) : query_work(params, item); };
+    for_work(memory.at, find, [&] {
         if (KEYS && memory.at.keys.begin < key_rows(params.problem, memory.at.sequence))
             keys_tile(params, memory);
         if (!KEYS && memory.at.queries.begin < memory.at.queries.end)
             queries_tile(params, memory);
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            const int64_t item = memory.at.item + gridDim.x;
-            memory.at = KEYS ? key_work(params, item) : query_work(params, item);
-        }
-        __syncthreads();
-    }
+    });
 }
 
 /* One launch for every slice of the gradient. */

@@ -167,18 +167,11 @@ static __global__ void __launch_bounds__(THREADS, 1) general_forward(const __gri
     extern __shared__ __align__(16) unsigned char raw[];
     forward_memory &memory = *(forward_memory *)(void *)raw;
     skl_lse2 *const lse = (skl_lse2 *)params.scratch + (int64_t)blockIdx.x * skl_group(&params.problem) * TILE;
-    if (threadIdx.x == 0)
-        memory.at = query_work(params, blockIdx.x);
-    __syncthreads();
-#pragma unroll 1
-    while (memory.at.exists) {
+    const auto find = [&](int64_t item) { return query_work(params, item); };
+    for_work(memory.at, find, [&] {
         if (memory.at.queries.begin < memory.at.queries.end)
             forward_tile<GROUPED>(params, memory, {memory.at, memory.at.queries.begin, memory.at.keys.begin}, lse);
-        __syncthreads();
-        if (threadIdx.x == 0)
-            memory.at = query_work(params, memory.at.item + gridDim.x);
-        __syncthreads();
-    }
+    });
 }
 
 template <bool GROUPED> static cudaError_t launch_forward(const skl_cuda_params *params)

@@ -240,4 +240,21 @@ __device__ inline work query_work(const skl_cuda_params &params, int64_t item)
     return at;
 }
 
+/* Every item that is this block's, one after the other: find(item) makes it known to all threads as `at`, in shared
+ * memory, for visit(). */
+template <typename FIND, typename VISIT> __device__ inline void for_work(work &at, FIND find, VISIT visit)
+{
+    if (threadIdx.x == 0)
+        at = find(blockIdx.x);
+    __syncthreads();
+#pragma unroll 1
+    while (at.exists) {
+        visit();
+        __syncthreads();
+        if (threadIdx.x == 0)
+            at = find(at.item + gridDim.x);
+        __syncthreads();
+    }
+}
+
 #endif

@@ -81,7 +81,7 @@ CASES = {
     "group_reverse": ({"heads_t": 4}, Problem(reverse=True), ["--direction", "reverse"]),
     "offsets": ({}, Problem(causal=True, offsets=(30, 4)), ["--causal", "--offset-q", "30", "--offset-k", "4"]),
     "softcap": ({}, Problem(softcap_t=2, softcap_s=3), ["--softcap-t", "2", "--softcap-s", "3"]),
-    "many_blocks": ({"batch": 1, "heads_t": 1, "heads_s": 1, "len_q": 2500, "len_k": 2500}, Problem(causal=True), ["--causal"]),
+    "two_blocks": ({"batch": 1, "heads_t": 1, "heads_s": 1, "len_q": 1100, "len_k": 1100}, Problem(causal=True), ["--causal"]),
     "few_queries": ({"len_q": 3, "len_k": 5}, Problem(), []),
 }
 

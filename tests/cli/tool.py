@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import safetensors.numpy
 
-TOOL = os.environ.get("STREAMKL_CLI", str(Path(__file__).parents[2] / "build/release/cli/streamkl"))
+TOOL = os.environ.get("STREAMKL_CLI", str(Path(__file__).parents[2] / "build/test/cli/streamkl"))
 
 
 def run(*arguments, env=None, timeout=80, **options):

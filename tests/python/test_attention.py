@@ -197,13 +197,21 @@ def test_packed_tail_may_hold_nan():
 
 
 def test_a_weight_of_zero_hides_a_nan():
-    q_t, k_t, q_s, k_s = make_tensors()
-    with torch.no_grad():
-        q_t[0, 3] = torch.nan
+    tensors = make_tensors()
     weight = torch.ones(2, 19)
     weight[0, 3] = 0
-    for reduction in ("mean", "sum", "none"):
-        assert streamkl.attention_kl(q_t, k_t, q_s, k_s, row_weight=weight, reduction=reduction).isfinite().all()
+    clean = streamkl.attention_kl(*tensors, row_weight=weight)
+    expected = torch.autograd.grad(clean, tensors)
+    with torch.no_grad():
+        tensors[0][0, 3], tensors[2][0, 3] = torch.nan, torch.inf
+    lses = streamkl.attention_kl(*tensors, return_lse=True)[1:]
+    for options in (dict(), dict(lse_t=lses[0], lse_s=lses[1])):
+        for reduction in ("mean", "sum", "none"):
+            loss = streamkl.attention_kl(*tensors, row_weight=weight, reduction=reduction, **options)
+            assert loss.isfinite().all()
+        loss = streamkl.attention_kl(*tensors, row_weight=weight, **options)
+        torch.testing.assert_close(loss, clean)
+        torch.testing.assert_close(torch.autograd.grad(loss, tensors), expected)
 
 
 def test_no_row_sees_a_key():

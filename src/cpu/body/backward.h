@@ -30,14 +30,23 @@ static void load_known_rows(const tile *t)
 
 /* ---- Products with the logit gradients ---------------------------------------------------------------------- */
 
-/* In a tile with masked pairs a gradient of 0 may meet a key or query that is not finite, and 0 * inf is NaN: such a
- * tile takes the slow road and skips the pairs that do not see each other. */
+/* In a tile with masked pairs, or with rows that do not pull, a gradient of 0 may meet a key or query that is not
+ * finite, and 0 * inf is NaN: such a tile takes the slow road and skips those pairs. */
 static bool must_skip_pairs(const tile *t, const key_tile *keys, const float *rows, int64_t count, int64_t dim)
 {
-    for (int64_t panel = 0; panel < panel_count(t); panel++)
-        if (panel_sight(t, panel, keys) != SEES_ALL)
-            return any_nonfinite(rows, count, dim);
-    return false;
+    bool zeros = !all_pull(t, 0, t->count);
+    for (int64_t panel = 0; panel < panel_count(t) && !zeros; panel++)
+        zeros = panel_sight(t, panel, keys) != SEES_ALL;
+    return zeros && any_nonfinite(rows, count, dim);
+}
+
+/* Keys of a tile that row i sees and pulls at, counted from the tile's first. */
+static skl_range pulled_keys(const tile *t, int64_t i, const key_tile *keys)
+{
+    const skl_range none = {0, 0};
+    const skl_range seen = {skl_max(0, t->visible[i].begin - keys->first),
+                            skl_min(keys->count, t->visible[i].end - keys->first)};
+    return pulls(t, i) ? seen : none;
 }
 
 /* to += weight * row, as a product would add it. */
@@ -56,8 +65,7 @@ static void add_to_dq(const tile *t, const key_tile *keys, float *dq, const floa
         return;
     }
     for (int64_t i = 0; i < t->count; i++)
-        for (int64_t j = skl_max(0, t->visible[i].begin - keys->first);
-             j < skl_min(keys->count, t->visible[i].end - keys->first); j++)
+        for (int64_t j = pulled_keys(t, i, keys).begin; j < pulled_keys(t, i, keys).end; j++)
             add_weighted(dq + i * width, g[j * t->height + i], k + j * width, dim);
 }
 
@@ -78,8 +86,7 @@ static void add_to_dk(const tile *t, const key_tile *keys, float *dk, const floa
         return;
     }
     for (int64_t i = 0; i < t->count; i++)
-        for (int64_t j = skl_max(0, t->visible[i].begin - keys->first);
-             j < skl_min(keys->count, t->visible[i].end - keys->first); j++)
+        for (int64_t j = pulled_keys(t, i, keys).begin; j < pulled_keys(t, i, keys).end; j++)
             add_weighted(dk + j * width, g[j * t->height + i], q + i * width, dim);
 }
 

@@ -19,7 +19,7 @@ typedef struct argument {
 
 SKL_INLINE vec slope_of(vec logit, float inverse_cap)
 {
-    const vec ratio = logit * inverse_cap;
+    const vec ratio = inverse_cap == 0.0F ? vec_of(0.0F) : logit * inverse_cap; /* an infinite one has no cap */
     return vec_fma(-ratio, ratio, vec_of(1.0F));
 }
 
@@ -27,10 +27,35 @@ SKL_INLINE vec slope_of(vec logit, float inverse_cap)
  * sums do not. */
 enum { SUM_BLOCK = 8 };
 
-/* One vector of rows. The const flags are what the compiler specialises on. */
-SKL_INLINE void gradient_lanes(const tile *t, int64_t row, int64_t column, const argument *one, const argument *two,
-                               int32_t key_count, const lane_range *lanes, const bool first, const bool second,
-                               const bool with_kl, const bool general)
+/* A row whose upstream gradient is 0 has no gradients, whatever it holds: 0 * NaN is NaN, so it is left out. */
+static bool pulls(const tile *t, int64_t i)
+{
+    return t->grad[i] != 0.0F;
+}
+
+static bool all_pull(const tile *t, int64_t first, int64_t count)
+{
+    for (int64_t i = first; i < first + count; i++)
+        if (!pulls(t, i))
+            return false;
+    return true;
+}
+
+/* Keys that a lane sees and pulls at. */
+static lane_range lanes_pulling(const tile *t, int64_t row, const key_tile *keys)
+{
+    lane_range lanes = lanes_visible(t, row, keys);
+    for (int lane = 0; lane < SKL_LANES; lane++)
+        if (!pulls(t, row + lane))
+            lanes.end[lane] = lanes.begin[lane];
+    return lanes;
+}
+
+/* One vector of rows. The const flags are what the compiler specialises on. False, with no state changed: a logit of
+ * -inf needs the general one. */
+SKL_INLINE bool gradient_lanes(const tile *t, int64_t row, int64_t column, const argument *one, const argument *two,
+                               int32_t key_count, const lane_range *lanes, const lane_range *pulling,
+                               const bool first, const bool second, const bool with_kl, const bool general)
 {
     const vec lse_1 = vec_load(one->lse + row);
     const vec lse_2 = vec_load(two->lse + row);
@@ -56,16 +81,17 @@ SKL_INLINE void gradient_lanes(const tile *t, int64_t row, int64_t column, const
         const vec p = exp2_vec(u);
         const vec s = exp2_vec(v);
         const ivec seen = general ? lane_mask(lanes, key) : ivec_of(-1);
+        const ivec pulled = general ? lane_mask(pulling, key) : ivec_of(-1);
         if (first) {
             const vec slope = slope_of(vec_load(at_a) * one->x.scale, one->inverse_cap);
-            const vec g = c_1 * p * vec_fma(u - v, ln2, -kl) * slope;
-            vec_store(one->gradient + key * t->height + row, (vec)((ivec)g & seen));
+            const vec g = mass_times(c_1 * p, vec_fma(u - v, ln2, -kl)) * slope;
+            vec_store(one->gradient + key * t->height + row, (vec)((ivec)g & pulled));
         }
         if (second) {
             const vec g = c_2 * vec_fma(s, ratio, -p);
             const vec slope = slope_of(vec_load(at_b) * two->x.scale, two->inverse_cap);
             const vec sloped = general ? g * slope : g;
-            vec_store(two->gradient + key * t->height + row, (vec)((ivec)sloped & seen));
+            vec_store(two->gradient + key * t->height + row, (vec)((ivec)sloped & pulled));
         }
         if (!with_kl)
             continue;
@@ -76,12 +102,15 @@ SKL_INLINE void gradient_lanes(const tile *t, int64_t row, int64_t column, const
         }
     }
     if (!with_kl)
-        return;
+        return true;
     add_sums(&sums, &block);
+    if (!general && ivec_any((ivec)(sums.w != sums.w)))
+        return false;
     const lane_state state = lane_state_at(t, row);
     vec_store(state.l_1, vec_load(state.l_1) + sums.l_1);
     vec_store(state.l_2, vec_load(state.l_2) + sums.l_2);
     vec_store(state.w, vec_load(state.w) + sums.w);
+    return true;
 }
 
 static void gradient_panel(const tile *t, int64_t panel, const argument *one, const argument *two,
@@ -89,18 +118,18 @@ static void gradient_panel(const tile *t, int64_t panel, const argument *one, co
 {
     const bool first = one->gradient != NULL;
     const bool second = two->gradient != NULL;
-    const bool plain = seen == SEES_ALL && second && !first && two->inverse_cap == 0.0F;
+    const bool like_all = seen == SEES_ALL && second && !first && two->inverse_cap == 0.0F;
     const int32_t count = (int32_t)keys->count;
     for (int64_t column = 0; column < panel_columns(t, panel); column += SKL_LANES) {
         const int64_t row = panel * PANEL + column;
-        if (plain && with_kl) {
-            gradient_lanes(t, row, column, one, two, count, NULL, false, true, true, false);
-        } else if (plain) {
-            gradient_lanes(t, row, column, one, two, count, NULL, false, true, false, false);
-        } else {
-            const lane_range lanes = lanes_visible(t, row, keys);
-            gradient_lanes(t, row, column, one, two, count, &lanes, first, second, with_kl, true);
-        }
+        const bool plain = like_all && all_pull(t, row, SKL_LANES);
+        if (plain && with_kl && gradient_lanes(t, row, column, one, two, count, NULL, NULL, false, true, true, false))
+            continue;
+        if (plain && !with_kl &&
+            gradient_lanes(t, row, column, one, two, count, NULL, NULL, false, true, false, false))
+            continue;
+        const lane_range lanes = lanes_visible(t, row, keys), pulling = lanes_pulling(t, row, keys);
+        (void)gradient_lanes(t, row, column, one, two, count, &lanes, &pulling, first, second, with_kl, true);
     }
 }
 
@@ -173,7 +202,7 @@ static void head_gradient(const tile *t, int64_t h, const key_tile *keys)
         head_log_probabilities(t, h, panel, keys, z);
         for (int64_t column = 0; column < panel_columns(t, panel); column += SKL_LANES) {
             const int64_t row = panel * PANEL + column;
-            const lane_range lanes = lanes_visible(t, row, keys);
+            const lane_range lanes = lanes_pulling(t, row, keys);
             const vec c = vec_load(t->grad + row) * (t->teacher.scale / (float)t->group);
             const vec dot = vec_load(t->dot_t + h * t->height + row);
             const vec lse_t = vec_load(t->lse_t + h * t->height + row);

@@ -34,7 +34,7 @@ static void head_log_probabilities(const tile *t, int64_t h, int64_t panel, cons
 SKL_INLINE void add_in_log_space(float *x, float *sum, vec z)
 {
     const vec old = vec_load(x);
-    const vec difference = z - old;
+    const vec difference = vec_select(z == old, vec_of(0.0F), z - old); /* also of two that are -inf */
     const ivec larger = difference > 0.0F;
     const vec ratio = exp2_vec(vec_select(larger, -difference, difference));
     const vec s = vec_load(sum);
@@ -80,7 +80,7 @@ SKL_INLINE vec head_excess(vec log_p_head, vec log_p, vec log_s, vec origin, boo
 {
     const vec p_head = exp2_vec(log_p_head);
     return reverse ? vec_fma(-p_head, origin, -exp2_vec(log_p_head - log_p + log_s))
-                   : p_head * vec_fma(log_p - log_s, vec_of(SKL_LN2), -origin);
+                   : mass_times(p_head, vec_fma(log_p - log_s, vec_of(SKL_LN2), -origin));
 }
 
 #endif

@@ -256,7 +256,7 @@ static void index_head_gradient(const index_tile *x, int64_t g, const key_tile *
         index_dots(x, g, panel, keys);
         for (int64_t column = 0; column < panel_columns(t, panel); column += SKL_LANES) {
             const int64_t row = panel * PANEL + column;
-            const lane_range lanes = lanes_visible(t, row, keys);
+            const lane_range lanes = lanes_pulling(t, row, keys);
             const vec w = vec_load(x->w + g * t->height + row);
             float *const total = x->dw + g * t->height + row;
             vec sum = {0};

@@ -20,14 +20,21 @@ SKL_INLINE vec logit_less(const float *x, float scale, vec origin)
     return vec_fma(vec_load(x), vec_of(scale), -origin);
 }
 
-/* Adds p, s and p times the difference of their exponents; a key that is not seen adds 0. */
+/* p * value; 0 without mass, where a logit of -inf makes the value infinite: 0 log 0 = 0. */
+SKL_INLINE vec mass_times(vec p, vec value)
+{
+    return p * (vec)((ivec)value & (ivec)(p != 0.0F));
+}
+
+/* Adds p, s and p times the difference of their exponents; a key that is not seen adds 0. A logit of -inf makes w NaN
+ * unless `masked`, which spares the usual tile a look at every p. */
 SKL_INLINE void add_terms(key_sums *sums, vec p, vec s, vec difference, ivec seen, const bool masked)
 {
     const vec own_p = masked ? (vec)((ivec)p & seen) : p;
     const vec own_s = masked ? (vec)((ivec)s & seen) : s;
     sums->l_1 += own_p;
     sums->l_2 += own_s;
-    sums->w = vec_fma(own_p, masked ? (vec)((ivec)difference & seen) : difference, sums->w);
+    sums->w = vec_fma(own_p, masked ? (vec)((ivec)difference & (ivec)(own_p != 0.0F)) : difference, sums->w);
 }
 
 SKL_INLINE void add_sums(key_sums *to, const key_sums *from)
@@ -110,7 +117,8 @@ static void state_reset(const tile *t)
     }
 }
 
-/* With the true maximum: for masked tiles, a row's first tile, and tiles whose sums outgrew the lazy stabiliser. */
+/* With the true maximum: for masked tiles, a row's first tile, and tiles whose sums outgrew the lazy stabiliser or
+ * hold a logit of -inf. */
 static void reduce_exactly(const lane_state *s, logits a, logits b, int32_t key_count, const lane_range *lanes)
 {
     const vec old_1 = vec_load(s->m_1);
@@ -133,7 +141,8 @@ static void reduce_exactly(const lane_state *s, logits a, logits b, int32_t key_
 static bool reduce_lazily(const lane_state *s, logits a, logits b, int32_t key_count)
 {
     const key_sums sums = sum_keys(a, vec_load(s->m_1), b, vec_load(s->m_2), key_count, NULL, false);
-    const ivec fine = (ivec)(sums.l_1 < SKL_LAZY_BOUND) & (ivec)(sums.l_2 < SKL_LAZY_BOUND);
+    const ivec fine =
+        (ivec)(sums.l_1 < SKL_LAZY_BOUND) & (ivec)(sums.l_2 < SKL_LAZY_BOUND) & (ivec)(sums.w == sums.w);
     if (ivec_any(~fine))
         return false;
     vec_store(s->l_1, vec_load(s->l_1) + sums.l_1);

@@ -199,7 +199,7 @@ static void mean_of_heads(const list_row *r)
             m = vec_max(vec_load(r->z + h * LIST_BLOCK + key), m);
         vec sum = {0};
         for (int64_t h = 0; h < r->group; h++)
-            sum += exp2_vec(vec_load(r->z + h * LIST_BLOCK + key) - m);
+            sum += exp2_vec(vec_load(r->z + h * LIST_BLOCK + key) - subtractable(m));
         vec_store(r->x + key, m + log2_vec(sum * (1.0F / (float)r->group)));
     }
 }

@@ -28,7 +28,7 @@ static void list_gradients(list_row *r)
         const vec u = vec_load(r->x + key);
         const vec v = vec_load(r->y + key) - r->lse_s.value - r->lse_s.low;
         const vec s = exp2_vec(v);
-        const vec dy = r->reverse ? s * vec_fma(v - u, vec_of(SKL_LN2), vec_of(-r->kl)) : s - exp2_vec(u);
+        const vec dy = r->reverse ? mass_times(s, vec_fma(v - u, vec_of(SKL_LN2), vec_of(-r->kl))) : s - exp2_vec(u);
         vec_store(r->dy + key, (vec)((ivec)(dy * c) & lanes_taken(r, key)));
     }
     for (int64_t g = 0; g < r->heads; g++) {
@@ -76,11 +76,13 @@ static void list_backward_queries(const skl_task *task)
         memset(r.dw, 0, (size_t)r.heads * sizeof *r.dw);
         while (next_block(&r)) {
             list_gradients(&r);
-            if (call->gradients.dq_s.data != NULL)
+            if (call->gradients.dq_s.data != NULL && r.grad != 0.0F)
                 gemm_add(r.dq, width, r.dots, LIST_BLOCK, r.k, width, r.heads, r.student.dim, r.count);
             if (one_pass)
                 reduce_block(&r);
         }
+        if (r.grad == 0.0F) /* no gradients, whatever the row holds */
+            memset(r.dw, 0, (size_t)r.heads * sizeof *r.dw);
         store_list_gradients(&r);
         if (one_pass)
             set_parts(&r);
@@ -129,7 +131,8 @@ static void list_backward_keys(const skl_task *task)
                 continue;
             list_load_row(&r);
             list_load_known(&r);
-            list_add_to_keys(&r, first);
+            if (r.grad != 0.0F)
+                list_add_to_keys(&r, first);
         }
     const int64_t offset = SKL_ROW(*s->dk, r.sequence.batch, task->head, r.sequence.key_begin + first);
     store_rows(s->dk->data, s->grad_dtype, offset, s->dk->stride_row, r.dk, end - first, s->dim);
