@@ -74,8 +74,8 @@ static bool make_arrays(check_run *run, bool rounds_gradients)
     const skl_dtype grad_t = p->grad_f32 ? SKL_F32 : p->dtype_t;
     const skl_dtype grad_s = p->grad_f32 ? SKL_F32 : p->dtype_s;
     const skl_dtype grad_w = p->grad_f32 ? SKL_F32 : p->dtype_w;
-    const double product_t = rounds_gradients ? oracle_type_rounding(p->dtype_t) : 0;
-    const double product_s = rounds_gradients ? oracle_type_rounding(p->dtype_s) : 0;
+    const double product_t = rounds_gradients ? oracle_product_rounding(p, p->dtype_t) : 0;
+    const double product_s = rounds_gradients ? oracle_product_rounding(p, p->dtype_s) : 0;
 #define ROWS(x, count)                                                                                               \
     {                                                                                                                \
         .expected = { exact->x, naive->x, exact->rounding.x, NULL, 0, SKL_F32, count }                               \

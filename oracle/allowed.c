@@ -1,10 +1,18 @@
 #include "oracle.h"
 
 #include <math.h>
+#include <stdbool.h>
 
 double oracle_type_rounding(skl_dtype dtype)
 {
     return dtype == SKL_F32 ? ORACLE_ROUNDING : dtype == SKL_F16 ? 0x1p-11 : 0x1p-8;
+}
+
+double oracle_product_rounding(const skl_problem *problem, skl_dtype dtype)
+{
+    /* An indexer's lies in memory as f16 before it becomes an operand in bf16. */
+    const bool twice = problem->student == SKL_STUDENT_INDEXER && dtype == SKL_BF16;
+    return oracle_type_rounding(dtype) + (twice ? oracle_type_rounding(SKL_F16) : 0);
 }
 
 /* Half a step of a 16-bit type at `value`; f16 has no steps below 2^-24. */

@@ -77,6 +77,10 @@ typedef struct oracle_expectation {
 /* The largest relative error of one rounding to a type. */
 double oracle_type_rounding(skl_dtype dtype);
 
+/* The largest relative error of what a kernel with `rounds_gradients` makes of the gradient of a logit before it
+ * multiplies it with tensors of this type. */
+double oracle_product_rounding(const skl_problem *problem, skl_dtype dtype);
+
 double oracle_naive_error(const oracle_expectation *expected);
 
 /* The error of element n as a multiple of what is allowed; infinite where just one of the two is not finite. */

@@ -335,12 +335,12 @@ static int tensor_mismatch(const test_tensor *actual, const oracle_expectation *
 }
 
 /* What a kernel's rounding of logit gradients costs it. */
-static double product_rounding(const char *kernel, skl_dtype dtype)
+static double product_rounding(const char *kernel, const skl_problem *problem, skl_dtype dtype)
 {
     skl_kernel_info info;
     for (int32_t index = 0; skl_kernel_at(index, &info); index++)
         if (strcmp(info.name, kernel) == 0)
-            return info.rounds_gradients ? oracle_type_rounding(dtype) : 0;
+            return info.rounds_gradients ? oracle_product_rounding(problem, dtype) : 0;
     return 0;
 }
 
@@ -359,8 +359,9 @@ int rows_mismatch(const fixture *f, const fixture_results *r, const char *label)
 #define GRADIENT_MISMATCH(member, type, live)                                                                        \
     tensor_mismatch(&r->member,                                                                                      \
                     &(oracle_expectation){f->exact.member, f->naive.member, f->exact.rounding.member,                \
-                                          f->exact.terms.member, product_rounding(kernel, f->problem.type),          \
-                                          r->member.dtype, tensor_count(&r->member)},                                \
+                                          f->exact.terms.member,                                                     \
+                                          product_rounding(kernel, &f->problem, f->problem.type), r->member.dtype,   \
+                                          tensor_count(&r->member)},                                                 \
                     live, label, #member)
 
 int gradients_mismatch(const fixture *f, const fixture_results *r, const char *kernel, const char *label)
