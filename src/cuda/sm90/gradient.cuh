@@ -76,27 +76,41 @@ struct alignas(16) stage_facts {
     float largest; /* finite upstream gradient, of those queries that see a key of the block */
 };
 
-/* By a warp, two queries a lane; `first`: of the stage, counted from the stream's first. Queries behind the last that
- * one of the block's `count` keys sees have none: they are masked everywhere, and whatever comes from upstream for
- * them must not move the unit. */
-__device__ inline void load_stage_facts(stage_facts &to, const skl_cuda_params &params, const skl_sequence &s,
-                                        const row_stream &queries, int count, int64_t head, int first)
+/* Facts of two of the stage's queries, on their way to where all can read them: [query / 32][as query_facts]. */
+struct lane_facts {
+    float of[STAGE / 32][4];
+};
+
+/* By a warp; `first`: of the stage, counted from the stream's first. Queries behind the last that one of the block's
+ * `count` keys sees have none: they are masked everywhere, and whatever comes from upstream for them must not move
+ * the unit. */
+__device__ inline lane_facts load_stage_facts(const skl_cuda_params &params, const skl_sequence &s,
+                                              const row_stream &queries, int count, int64_t head, int first)
 {
     const int64_t origin = queries.row - s.query_begin;
     const int end = queries.band.of(count - 1).end;
+    lane_facts facts = {};
+#pragma unroll
+    for (int n = 0; n < STAGE / 32; n++) {
+        const int query = first + n * 32 + (int)threadIdx.x % 32;
+#pragma unroll
+        for (int which = 0; which < 4 && query < end; which++)
+            facts.of[n][which] = fact_of(params, which, s, head, origin + query);
+    }
+    return facts;
+}
+
+__device__ inline void store_stage_facts(stage_facts &to, const lane_facts &facts)
+{
     float largest = 0.0F;
 #pragma unroll
-    for (int row = (int)threadIdx.x % 32; row < STAGE; row += 32) {
-        float fact[4] = {};
-        if (first + row < end)
-#pragma unroll
-            for (int which = 0; which < 4; which++)
-                fact[which] = fact_of(params, which, s, head, origin + first + row);
-        to.lse_1[row] = fact[0] * SKL_LOG2E;
-        to.lse_2[row] = fact[1] * SKL_LOG2E;
-        to.kl[row] = fact[2];
-        to.grad[row] = fact[3];
-        const float size = fabsf(fact[3]);
+    for (int n = 0; n < STAGE / 32; n++) {
+        const int row = n * 32 + (int)threadIdx.x % 32;
+        to.lse_1[row] = facts.of[n][0] * SKL_LOG2E;
+        to.lse_2[row] = facts.of[n][1] * SKL_LOG2E;
+        to.kl[row] = facts.of[n][2];
+        to.grad[row] = facts.of[n][3];
+        const float size = fabsf(facts.of[n][3]);
         largest = size < INFINITY ? fmaxf(largest, size) : largest;
     }
     to.largest = warp_max(largest);

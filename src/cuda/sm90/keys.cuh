@@ -91,7 +91,7 @@ __device__ inline void stage_queries(const skl_cuda_params &params, const key_ma
         }
         __syncwarp();
         stage_facts &facts = block.facts[at];
-        load_stage_facts(facts, params, block.place.sequence, queries, block.count, head, first);
+        store_stage_facts(facts, load_stage_facts(params, block.place.sequence, queries, block.count, head, first));
         if (n % queries.stages < queries.edges) {
             __syncwarp(); /* an LSE that becomes NaN has been written */
             barrier_wait(block.copied[at], turn);

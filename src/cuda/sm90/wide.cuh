@@ -139,14 +139,16 @@ __device__ inline void know_stages(const skl_cuda_params &params, wide_block<DIM
     const int stages = KEYS ? stream.stages : stream.edges; /* of streamed keys there is no more to know */
     for (int n = 0; n < stages * block.heads; n++) {
         const int at = n % block.OWN_DEPTH, turn = n / block.OWN_DEPTH % 2, s = n % stages;
-        barrier_wait(block.own.empty[at], turn ^ 1);
         float(*marks)[STAGE];
         if constexpr (KEYS) {
+            const lane_facts loaded = load_stage_facts(params, block.place.sequence, stream, block.count,
+                                                       block.query_head(n / stages), stream.place_of(s) * STAGE);
+            barrier_wait(block.own.empty[at], turn ^ 1); /* meanwhile the facts come */
             stage_facts &facts = block.facts.staged[at];
-            load_stage_facts(facts, params, block.place.sequence, stream, block.count, block.query_head(n / stages),
-                             stream.place_of(s) * STAGE);
+            store_stage_facts(facts, loaded);
             marks = SECOND ? &facts.lse_2 : &facts.lse_1;
         } else {
+            barrier_wait(block.own.empty[at], turn ^ 1);
             marks = &block.facts.marks[at];
             for (int row = (int)threadIdx.x % 32; row < STAGE; row += 32)
                 (*marks)[row] = 0.0F;
