@@ -90,7 +90,7 @@ static size_t general_dense_size(const skl_plan *plan, skl_op op)
 
 static size_t general_sparse_size(const skl_plan *plan, skl_op op)
 {
-    return larger(lse_size(plan), has_gradients(op) ? skl_list_band_of(&plan->problem, plan->block_count).end : 0);
+    return larger(lse_size(plan), has_gradients(op) ? skl_list_band_of(&plan->problem).end : 0);
 }
 
 static bool fits_any(const skl_problem *problem)

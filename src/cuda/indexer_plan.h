@@ -68,24 +68,24 @@ SKL_SHARED skl_dense_band skl_dense_band_of(const skl_problem *p, int32_t multip
 typedef struct skl_list_band {
     int64_t rows;  /* of all heads */
     int64_t count; /* rows of a band */
-    size_t dy;     /* where in the workspace: dy of a list, for each block */
+    size_t dy;     /* where in the workspace: dy of a list, for each row */
     size_t parts;  /* what each entry adds to dk */
     size_t sums;   /* of dk, f32, if the gradient is not and there are more bands than one */
     size_t end;
 } skl_list_band;
 
-SKL_SHARED skl_list_band skl_list_band_of(const skl_problem *p, int32_t block_count)
+SKL_SHARED skl_list_band skl_list_band_of(const skl_problem *p)
 {
     const int keys = (p->gradients & SKL_DK_S) != 0;
-    const int64_t row_size = p->top_k * p->dim_s * (int64_t)sizeof(float);
+    const int64_t list_size = p->top_k * (int64_t)sizeof(float), row_size = keys ? list_size * p->dim_s : 0;
     const int64_t keys_count = p->packed ? p->total_k : p->batch * p->len_k;
     skl_list_band band;
     band.rows = p->batch * p->heads_s * p->len_q;
-    band.count = keys ? skl_band_units(row_size, band.rows) : skl_max(1, band.rows);
+    band.count = skl_band_units(row_size + list_size, band.rows);
     const int sums = keys && band.count < band.rows && skl_grad_dtype(p, p->dtype_s) != SKL_F32;
     band.dy = 0;
-    band.parts = skl_aligned_size((size_t)block_count * (size_t)p->top_k * sizeof(float));
-    band.sums = band.parts + (keys ? skl_aligned_size((size_t)band.count * (size_t)row_size) : 0);
+    band.parts = skl_aligned_size((size_t)band.count * (size_t)list_size);
+    band.sums = band.parts + skl_aligned_size((size_t)band.count * (size_t)row_size);
     band.end = band.sums + (sums ? (size_t)(keys_count * p->key_heads_s * p->dim_s) * sizeof(float) : 0);
     return band;
 }
