@@ -86,7 +86,8 @@ SKL_SHARED skl_list_band skl_list_band_of(const skl_problem *p)
     band.dy = 0;
     band.parts = skl_aligned_size((size_t)band.count * (size_t)list_size);
     band.sums = band.parts + skl_aligned_size((size_t)band.count * (size_t)row_size);
-    band.end = band.sums + (sums ? (size_t)(keys_count * p->key_heads_s * p->dim_s) * sizeof(float) : 0);
+    band.end =
+        band.sums + (sums ? skl_aligned_size((size_t)(keys_count * p->key_heads_s * p->dim_s) * sizeof(float)) : 0);
     return band;
 }
 
