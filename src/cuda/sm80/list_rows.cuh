@@ -111,16 +111,24 @@ __device__ inline void gather_rows(staged_rows<DIM> *to, int count, const row_so
 {
     constexpr int CHUNKS = DIM / 8;
     constexpr int ROWS = LIST_THREADS / CHUNKS; /* that the block copies at once */
+    constexpr int TOGETHER = 4;                 /* indices that are under way at once: no copy waits for another's */
     static_assert(ROWS % 8 == 0, "a thread's chunks are exchanged alike");
     const int row = (int)threadIdx.x / CHUNKS, chunk = (int)threadIdx.x % CHUNKS;
     const ELEMENT *const source = from.rows + first + chunk * 8;
     const int64_t stride = from.stride;
     const bool inside = first + chunk * 8 < from.dim;
-    uint32_t target = shared_address(&to->chunks[row][chunk ^ row % 8]);
-#pragma unroll 4
-    for (int n = row; n < count; n += ROWS, target += ROWS * DIM * 2) {
-        const int at = index(n);
-        cp_async_16(target, source + max(at, 0) * stride, inside && at >= 0 ? 16 : 0);
+    const uint32_t target = shared_address(&to->chunks[row][chunk ^ row % 8]);
+#pragma unroll 1
+    for (int n = row; n < count; n += ROWS * TOGETHER) {
+        int at[TOGETHER];
+#pragma unroll
+        for (int i = 0; i < TOGETHER; i++)
+            at[i] = n + i * ROWS < count ? index(n + i * ROWS) : -1;
+#pragma unroll
+        for (int i = 0; i < TOGETHER; i++)
+            if (n + i * ROWS < count)
+                cp_async_16(target + (uint32_t)((n - row + i * ROWS) * DIM * 2), source + max(at[i], 0) * stride,
+                            inside && at[i] >= 0 ? 16 : 0);
     }
 }
 
