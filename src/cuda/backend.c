@@ -121,7 +121,9 @@ static bool fits_dense(const skl_problem *p, skl_dtype dtype)
 
 static bool fits_lists(const skl_problem *p, skl_dtype dtype)
 {
-    return fits_tensor_cores(p, dtype) && p->len_k < SKL_SM80_ROWS_MAX && p->top_k < SKL_SM80_ROWS_MAX;
+    const int64_t heads = skl_max(p->heads_t, skl_query_heads_s(p));
+    return fits_tensor_cores(p, dtype) && heads < SKL_SM80_ROWS_MAX && p->len_k < SKL_SM80_ROWS_MAX &&
+           p->top_k < SKL_SM80_ROWS_MAX;
 }
 
 static bool fits_dense_bf16(const skl_problem *p)

@@ -111,7 +111,7 @@ __device__ inline void gather_rows(staged_rows<DIM> *to, int count, const row_so
 {
     constexpr int CHUNKS = DIM / 8;
     constexpr int ROWS = LIST_THREADS / CHUNKS; /* that the block copies at once */
-    constexpr int TOGETHER = 4;                 /* indices that are under way at once: no copy waits for another's */
+    constexpr int TOGETHER = 2;                 /* indices that are under way at once: no copy waits for another's */
     static_assert(ROWS % 8 == 0, "a thread's chunks are exchanged alike");
     const int row = (int)threadIdx.x / CHUNKS, chunk = (int)threadIdx.x % CHUNKS;
     const ELEMENT *const source = from.rows + first + chunk * 8;

@@ -64,8 +64,10 @@ template <typename ELEMENT> struct list_product {
 };
 
 template <typename ELEMENT> struct list_block {
-    list_place place; /* these two here, and not in the registers of every thread */
+    list_place place; /* all these here, and not in the registers of every thread */
     list_product<ELEMENT> product;
+    lse_row *mean; /* of this block */
+    float *logits;
     skl_lse2 lse[LIST_HEADS];                /* of the teacher heads of a product */
     float weights[LIST_HEADS];               /* of the index heads of one */
     lse_row partial[TILE_SIZE / WARP_HEADS]; /* [warp along heads][key]; or [warp along keys][head] of LSEs */
@@ -81,7 +83,7 @@ template <typename ELEMENT> struct list_sweep {
     list_block<ELEMENT> &block;
 
     /* Says what the product is of, for all threads. */
-    __device__ void begin(const skl_cuda_argument &side, int64_t first, int count, int64_t key_head) const
+    __device__ void begin(const skl_cuda_argument &side, int first, int count, int key_head) const
     {
         __syncthreads(); /* nobody looks at the last product any more */
         if (threadIdx.x == 0)
@@ -213,6 +215,17 @@ __device__ inline float merge_rows(float a, float b)
     return a + b;
 }
 
+__device__ inline float select(bool first, float a, float b)
+{
+    return first ? a : b;
+}
+
+/* Number by number: the choice between two structs is one between addresses, for which they would go to memory. */
+__device__ inline lse_row select(bool first, const lse_row &a, const lse_row &b)
+{
+    return {first ? a.m : b.m, first ? a.l : b.l};
+}
+
 /* Merges a warp's columns, of(n) of a thread, over its 8 groups of lanes, each of which has some heads. A step halves
  * the columns that a lane has, to COUNT of them, and the last one leaves it those of keys 2 lane and 2 lane + 1. */
 template <int COUNT, typename OF> __device__ inline auto merge_heads(int n, OF of)
@@ -225,12 +238,12 @@ template <int COUNT, typename OF> __device__ inline auto merge_heads(int n, OF o
     };
     const auto low = column(n), high = column(n + COUNT);
     const bool upper = (threadIdx.x & (unsigned)(COUNT * 2)) != 0;
-    return merge_rows(upper ? high : low, other_lane(upper ? low : high, COUNT * 2));
+    return merge_rows(select(upper, high, low), other_lane(select(upper, low, high), COUNT * 2));
 }
 
-/* Adds a tile to sums [top_k] of the block: of(n) has a thread's heads of its column n. */
+/* Adds a tile to sums of entries, of the block: of(n) has a thread's heads of its column n. */
 template <typename VALUE, typename SWEEP, typename OF>
-__device__ inline void add_heads(VALUE *sums, bool begins, const SWEEP &sweep, int first, OF of)
+__device__ inline void add_heads(VALUE *const &sums, bool begins, const SWEEP &sweep, int first, OF of)
 {
     VALUE *const partial = (VALUE *)(void *)sweep.block.partial;
     const int keys = sweep.shape().keys;
@@ -267,13 +280,13 @@ template <typename ELEMENT> __device__ inline void find_lse(const list_sweep<ELE
         if (!sweep.has_part())
             return;
         const int entry = first + sweep.warp_key() + (int)threadIdx.x % 32;
-        const unsigned seen[2] = {__ballot_sync(~0U, block.place.key(entry) >= 0),
-                                  __ballot_sync(~0U, block.place.key(entry + 32) >= 0)};
+        const uint64_t low = __ballot_sync(~0U, block.place.key(entry) >= 0);
+        const uint64_t seen = low | (uint64_t)__ballot_sync(~0U, block.place.key(entry + 32) >= 0) << 32;
 #pragma unroll
         for (int m = 0; m < 2; m++) {
             lse_row rows[2] = {{-INFINITY, 0.0F}, {-INFINITY, 0.0F}};
             add_tile(rows, x.at[m], sweep.params.teacher.scale,
-                     [&](int, int column) { return (seen[column / 32] >> column % 32 & 1U) != 0; });
+                     [&](int, int column) { return (seen >> column & 1U) != 0; });
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const lse_row row = merge_lanes(rows[half]);
@@ -296,7 +309,7 @@ template <typename ELEMENT> __device__ inline void find_lse(const list_sweep<ELE
 /* LSEs of the product's teacher heads, from `first` on, to block.lse: the caller's, or over the list and to its rows.
  */
 template <bool FINDS_LSE, typename ELEMENT>
-__device__ inline void take_lse(const list_sweep<ELEMENT> &sweep, int64_t first)
+__device__ inline void take_lse(const list_sweep<ELEMENT> &sweep, int first)
 {
     list_block<ELEMENT> &block = sweep.block;
     const list_place &at = block.place;
@@ -317,8 +330,7 @@ __device__ inline void take_lse(const list_sweep<ELEMENT> &sweep, int64_t first)
 }
 
 /* One product of teacher heads adds its probabilities to the mean. */
-template <typename ELEMENT>
-__device__ inline void add_teacher(const list_sweep<ELEMENT> &sweep, lse_row *mean, bool begins)
+template <typename ELEMENT> __device__ inline void add_teacher(const list_sweep<ELEMENT> &sweep, bool begins)
 {
     const list_params &params = sweep.params;
     const list_block<ELEMENT> &block = sweep.block;
@@ -328,7 +340,7 @@ __device__ inline void add_teacher(const list_sweep<ELEMENT> &sweep, lse_row *me
 #pragma unroll
         for (int e = 0; e < 4; e++)
             lse[e] = block.lse[head_of(sweep, e / 2, e % 2)];
-        add_heads(mean, begins, sweep, tile_first, [&](int c) {
+        add_heads(block.mean, begins, sweep, tile_first, [&](int c) {
             float u[4];
             lse_row sum = {-3e38F, 0.0F}; /* finite: the difference of two infinities is none */
 #pragma unroll
@@ -347,8 +359,7 @@ __device__ inline void add_teacher(const list_sweep<ELEMENT> &sweep, lse_row *me
 /* ---- The indexer -------------------------------------------------------------------------------------------- */
 
 /* One product of index heads from g on: adds to the logits, which are not scaled yet. */
-template <typename ELEMENT>
-__device__ inline void add_index(const list_sweep<ELEMENT> &sweep, float *logits, bool begins, int64_t g)
+template <typename ELEMENT> __device__ inline void add_index(const list_sweep<ELEMENT> &sweep, bool begins, int g)
 {
     const list_params &params = sweep.params;
     list_block<ELEMENT> &block = sweep.block;
@@ -360,7 +371,7 @@ __device__ inline void add_index(const list_sweep<ELEMENT> &sweep, float *logits
 #pragma unroll
         for (int e = 0; e < 4; e++)
             weights[e] = block.weights[head_of(sweep, e / 2, e % 2)];
-        add_heads(logits, begins, sweep, tile_first, [&](int c) {
+        add_heads(block.logits, begins, sweep, tile_first, [&](int c) {
             float sum = 0.0F;
 #pragma unroll
             for (int e = 0; e < 4; e++)
@@ -377,22 +388,24 @@ struct entry_logits {
     float u, y;
 };
 
-__device__ inline entry_logits logits_of(const list_params &params, const lse_row *mean, const float *logits, int n)
+template <typename ELEMENT>
+__device__ inline entry_logits logits_of(const list_params &params, const list_block<ELEMENT> &block, int n)
 {
-    const float y = __fmul_rn(logits[n], params.student.scale);
-    return {params.with_teacher ? mean[n].m + log2f(mean[n].l / (float)skl_group(&params.problem)) : y, y};
+    const float y = __fmul_rn(block.logits[n], params.student.scale);
+    if (!params.with_teacher)
+        return {y, y};
+    const lse_row mean = block.mean[n];
+    return {mean.m + log2f(mean.l / (float)skl_group(&params.problem)), y};
 }
 
 /* All entries of the row, to block.row; for all threads. */
-template <typename ELEMENT>
-__device__ inline void sum_entries(list_block<ELEMENT> &block, const list_params &params, const lse_row *mean,
-                                   const float *logits)
+template <typename ELEMENT> __device__ inline void sum_entries(list_block<ELEMENT> &block, const list_params &params)
 {
     const bool reverse = params.problem.direction == SKL_KL_REVERSE;
     index_row row = empty_row();
     for (int n = (int)threadIdx.x; n < block.place.count; n += LIST_THREADS)
         if (block.place.key(n) >= 0) {
-            const entry_logits at = logits_of(params, mean, logits, n);
+            const entry_logits at = logits_of(params, block, n);
             row = merge_rows(row, {{reverse ? at.y : at.u, 1.0F, reverse ? at.u : at.y, 1.0F, 0.0F}, 0.0F});
         }
     row = merge_lanes<32>(row);
@@ -428,8 +441,7 @@ __device__ inline void write_list_row(const list_block<ELEMENT> &block, const li
 
 /* d KL / d index logit of every entry, less the row's upstream gradient and scale; 0 where there is no key. */
 template <typename ELEMENT>
-__device__ inline void write_dy(const list_block<ELEMENT> &block, const list_params &params, const lse_row *mean,
-                                const float *logits, float *dy)
+__device__ inline void write_dy(const list_block<ELEMENT> &block, const list_params &params, float *dy)
 {
     const list_place &at = block.place;
     const skl_inputs &in = params.call.inputs;
@@ -439,7 +451,7 @@ __device__ inline void write_dy(const list_block<ELEMENT> &block, const list_par
                      : one_pass ? skl_kl_report(skl_state_kl(&block.row.state))
                                 : skl_row_value(&in.kl, &at.sequence, at.head, at.query);
     for (int n = (int)threadIdx.x; n < at.count; n += LIST_THREADS) {
-        const entry_logits of = logits_of(params, mean, logits, n);
+        const entry_logits of = logits_of(params, block, n);
         const float v = (of.y - lse_s.value) - lse_s.low, s = ex2(v);
         const float gradient = reverse ? s * fmaf(SKL_LN2, v - of.u, -kl) : s - ex2(of.u);
         dy[n] = at.key(n) >= 0 ? gradient : 0.0F;
@@ -449,25 +461,24 @@ __device__ inline void write_dy(const list_block<ELEMENT> &block, const list_par
 /* ---- Kernel ------------------------------------------------------------------------------------------------- */
 
 template <bool FINDS_LSE, typename ELEMENT>
-__device__ inline void score_row(list_block<ELEMENT> &block, const list_params &params, lse_row *mean, float *logits)
+__device__ inline void score_row(list_block<ELEMENT> &block, const list_params &params)
 {
-    const skl_problem &p = params.problem;
-    const list_place &at = block.place;
-    const int64_t group = skl_group(&p), first = at.head * group, sharing = params.teacher.heads_per_key;
     const list_sweep<ELEMENT> sweep = {params, block};
+    const int group = params.with_teacher ? (int)skl_group(&params.problem) : 0;
 #pragma unroll 1
-    for (int64_t h = 0, count; params.with_teacher && h < group; h += count) {
-        const int64_t shared_end = ((first + h) / sharing + 1) * sharing - first;
-        count = skl_min(skl_min(group, shared_end) - h, LIST_HEADS);
-        sweep.begin(params.teacher, first + h, (int)count, (first + h) / sharing);
-        take_lse<FINDS_LSE>(sweep, first + h);
-        add_teacher(sweep, mean, h == 0);
+    for (int h = 0, count; h < group; h += count) {
+        const int head = (int)block.place.head * group + h, sharing = params.teacher.heads_per_key;
+        count = min(min(group - h, sharing - head % sharing), LIST_HEADS);
+        sweep.begin(params.teacher, head, count, head / sharing);
+        take_lse<FINDS_LSE>(sweep, head);
+        add_teacher(sweep, h == 0);
     }
+    const int index_heads = (int)params.problem.index_heads;
 #pragma unroll 1
-    for (int64_t g = 0; g < p.index_heads; g += LIST_HEADS) {
-        sweep.begin(params.student, at.head * p.index_heads + g, (int)skl_min(p.index_heads - g, LIST_HEADS),
-                    at.head / params.student.heads_per_key);
-        add_index(sweep, logits, g == 0, g);
+    for (int g = 0; g < index_heads; g += LIST_HEADS) {
+        sweep.begin(params.student, (int)block.place.head * index_heads + g, min(index_heads - g, LIST_HEADS),
+                    (int)block.place.head / params.student.heads_per_key);
+        add_index(sweep, g == 0, g);
     }
     __syncthreads(); /* sums are complete */
 }
@@ -480,8 +491,10 @@ __global__ void __launch_bounds__(LIST_THREADS, FINDS_LSE ? 1 : 2)
     extern __shared__ __align__(128) unsigned char raw[];
     list_block<ELEMENT> &block = *(list_block<ELEMENT> *)(void *)raw;
     const int64_t top_k = params.problem.top_k;
-    lse_row *const mean = params.mean + blockIdx.x * top_k;
-    float *const logits = params.logits + blockIdx.x * top_k;
+    if (threadIdx.x == 0) {
+        block.mean = params.mean + blockIdx.x * top_k;
+        block.logits = params.logits + blockIdx.x * top_k;
+    }
 #pragma unroll 1
     for (int64_t item = params.row_first + blockIdx.x; item < params.row_end; item += gridDim.x) {
         find_row(block.place, params, item);
@@ -489,12 +502,12 @@ __global__ void __launch_bounds__(LIST_THREADS, FINDS_LSE ? 1 : 2)
             continue;
         trim_list(block.place);
         if (block.place.count > 0)
-            score_row<FINDS_LSE>(block, params, mean, logits);
-        sum_entries(block, params, mean, logits);
+            score_row<FINDS_LSE>(block, params);
+        sum_entries(block, params);
         if (params.call.op != SKL_OP_BACKWARD)
             write_list_row(block, params);
         if (params.dy != NULL)
-            write_dy(block, params, mean, logits, params.dy + (item - params.row_first) * top_k);
+            write_dy(block, params, params.dy + (item - params.row_first) * top_k);
     }
 }
 
