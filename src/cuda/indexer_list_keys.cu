@@ -110,38 +110,62 @@ constexpr int SLICE = 128;     /* dimensions of a gradient that are summed up to
 constexpr int HITS_MAX = 2048; /* entries that are found before they are added */
 
 struct collect_memory {
-    float sums[STEP][SLICE];
+    float4 sums[STEP][SLICE / 4];
     int hit_entry[HITS_MAX];
     uint8_t hit_key[HITS_MAX]; /* STEP: one that is not the block's */
     int warp_sums[WARPS];
 };
+static_assert(SLICE / 4 == 32, "a warp adds a slice at once, four dimensions a lane");
 
-/* What a block collects: keys [key_first, key_first + STEP) of a key head, dimensions from c_first on. Its sums
- * belong to its threads: two for each dimension, one for even keys, one for odd ones. */
+/* What a block collects: keys [key_first, key_first + STEP) of a key head, dimensions from c_first on. */
 struct collection {
     skl_sequence sequence;
     int64_t key_head, key_first, c_first;
 };
 
-static __device__ void add_hits(collect_memory &memory, int count, const float *parts, int64_t c, int64_t dim)
+/* Up to four numbers of a row of `dim`; it begins where a multiple of 16 bytes does if dim is a multiple of 4. */
+static __device__ float4 load_four(const float *from, int64_t left, int64_t dim)
+{
+    if (dim % 4 == 0)
+        return left > 0 ? *(const float4 *)(const void *)from : make_float4(0.0F, 0.0F, 0.0F, 0.0F);
+    return make_float4(left > 0 ? from[0] : 0.0F, left > 1 ? from[1] : 0.0F, left > 2 ? from[2] : 0.0F,
+                       left > 3 ? from[3] : 0.0F);
+}
+
+/* Every eighth key is a warp's: no other one adds to its sums. */
+static __device__ void add_hits(collect_memory &memory, int count, const float *parts, int64_t c_first, int64_t dim)
 {
     constexpr int TOGETHER = 8; /* loads that are under way at once */
-    const int parity = (int)threadIdx.x / SLICE;
+    const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32;
+    const int64_t c = c_first + lane * 4;
     __syncthreads(); /* the hits are complete */
 #pragma unroll 1
-    for (int first = 0; first < count; first += TOGETHER) {
-        float value[TOGETHER];
-        bool own[TOGETHER];
+    for (int first = 0; first < count; first += 64) {
+        const auto is_own = [&](int hit) {
+            return hit < count && memory.hit_key[hit] < STEP && memory.hit_key[hit] % WARPS == warp;
+        };
+        const uint64_t low = __ballot_sync(~0U, is_own(first + lane));
+        uint64_t own = low | (uint64_t)__ballot_sync(~0U, is_own(first + 32 + lane)) << 32;
+#pragma unroll 1
+        while (own != 0) {
+            float4 value[TOGETHER];
+            int key[TOGETHER];
 #pragma unroll
-        for (int n = 0; n < TOGETHER; n++) {
-            const int hit = min(first + n, count - 1), key = memory.hit_key[hit];
-            own[n] = first + n < count && key < STEP && key % 2 == parity;
-            value[n] = own[n] && c < dim ? parts[memory.hit_entry[hit] * dim + c] : 0.0F;
+            for (int n = 0; n < TOGETHER; n++, own &= own - 1) {
+                key[n] = -1;
+                if (own == 0)
+                    continue;
+                const int hit = first + __ffsll((long long)own) - 1;
+                key[n] = memory.hit_key[hit];
+                value[n] = load_four(parts + memory.hit_entry[hit] * dim + c, dim - c, dim);
+            }
+#pragma unroll
+            for (int n = 0; n < TOGETHER; n++)
+                if (key[n] >= 0) {
+                    float4 &sum = memory.sums[key[n]][lane];
+                    sum = make_float4(sum.x + value[n].x, sum.y + value[n].y, sum.z + value[n].z, sum.w + value[n].w);
+                }
         }
-#pragma unroll
-        for (int n = 0; n < TOGETHER; n++)
-            if (own[n])
-                memory.sums[memory.hit_key[first + n]][threadIdx.x % SLICE] += value[n];
     }
     __syncthreads(); /* they may be overwritten */
 }
@@ -149,7 +173,7 @@ static __device__ void add_hits(collect_memory &memory, int count, const float *
 /* Adds what a row for each thread has for the keys: its entries [begin, end) in the order of keys. */
 static __device__ void collect_lists(collect_memory &memory, const collection &of, const int32_t *list,
                                      const int32_t *order, int begin, int end, int64_t first_entry,
-                                     const float *parts, int64_t c, int64_t dim)
+                                     const float *parts, int64_t dim)
 {
     int all;
     const int before = scan(end - begin, memory.warp_sums, &all);
@@ -163,7 +187,7 @@ static __device__ void collect_lists(collect_memory &memory, const collection &o
             memory.hit_entry[hit] = (int)(first_entry + n);
             memory.hit_key[hit] = (uint8_t)(key >= 0 && key < STEP ? key : STEP); /* buckets may have more keys */
         }
-        add_hits(memory, min(all - window, HITS_MAX), parts, c, dim);
+        add_hits(memory, min(all - window, HITS_MAX), parts, of.c_first, dim);
     }
 }
 
@@ -183,8 +207,7 @@ static __device__ void collect_rows(collect_memory &memory, const skl_cuda_param
         const int32_t *const list =
             begin < end ? skl_selection(&params.call.inputs, &of.sequence, row / p.len_q % p.heads_s, row % p.len_q)
                         : NULL;
-        collect_lists(memory, of, list, order + at * p.top_k, begin, end, at * p.top_k, parts,
-                      of.c_first + threadIdx.x % SLICE, p.dim_s);
+        collect_lists(memory, of, list, order + at * p.top_k, begin, end, at * p.top_k, parts, p.dim_s);
     }
 }
 
@@ -199,10 +222,11 @@ static __device__ void collect(collect_memory &memory, const skl_cuda_params &pa
     const int64_t key_end = p.packed ? s.key_count : p.len_k; /* padding keys get a gradient of 0 */
     const bool begins = rows.begin >= of_band.begin, ends = rows.end <= of_band.end;
     const int64_t c = of.c_first + threadIdx.x % SLICE;
+    float *const sums = &memory.sums[0][0].x;
     for (int key = (int)threadIdx.x / SLICE; key < STEP; key += THREADS / SLICE) {
         const int64_t row = of.key_first + key;
         const bool stored = !begins && row < key_end && c < p.dim_s;
-        memory.sums[key][threadIdx.x % SLICE] =
+        sums[key * SLICE + threadIdx.x % SLICE] =
             stored
                 ? ((const float *)params.sums.data)[SKL_ROW(params.sums, s.batch, of.key_head, s.key_begin + row) + c]
                 : 0.0F;
@@ -215,7 +239,7 @@ static __device__ void collect(collect_memory &memory, const skl_cuda_params &pa
         const int64_t row = of.key_first + key;
         if (row < key_end && c < p.dim_s)
             skl_store(to.data, dtype, SKL_ROW(to, s.batch, of.key_head, s.key_begin + row) + c,
-                      memory.sums[key][threadIdx.x % SLICE]);
+                      sums[key * SLICE + threadIdx.x % SLICE]);
     }
 }
 
