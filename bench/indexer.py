@@ -10,7 +10,8 @@
     streamkl       the C library; the teacher's LSE is given, as from the attention that has just run
     no LSE given   the same, which computes that first
     naive          as unfused training code has it: bf16 einsum to [heads, N, N] teacher scores, f32 softmax, mean of heads;
-                   [index heads, N, N] dot products, ReLU, weights, sum; KL in logarithms; autograd
+                   [index heads, N, N] dot products, ReLU, weights, sum; KL in logarithms; autograd. Over lists the keys
+                   of each row are gathered first, for as many rows at a time as 4 GiB of teacher keys allow
     cudnn          scaled_dot_product_attention by cuDNN, 16 heads of 128, N = 8192: what this GPU's tensor cores give
 
 TFLOP/s count what the loss must compute, for visible pairs: teacher logits 2 dim a head, index logits 2 dim an index head,

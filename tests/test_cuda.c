@@ -450,12 +450,14 @@ static void check_bands(const test_case *c, size_t whole_size)
     fixture_create(&f, c);
     fixture_solve(&f);
     fixture_results results = results_create(&f);
-    skl_plan *const plan = test_plan(&f.problem, "cuda_general", 0);
-    assert_true(skl_plan_workspace_size(plan, SKL_OP_BACKWARD) < whole_size);
-    run_both(plan, &f, &results);
-    assert_int_equal(rows_mismatch(&f, &results, c->name), 0);
-    assert_int_equal(gradients_mismatch(&f, &results, "cuda_general", c->name), 0);
-    skl_plan_destroy(plan);
+    for (int32_t k = 0; case_kernel(c, k); k++) {
+        skl_plan *const plan = test_plan(&f.problem, case_kernel(c, k), 0);
+        assert_true(skl_plan_workspace_size(plan, SKL_OP_BACKWARD) < whole_size);
+        run_both(plan, &f, &results);
+        assert_int_equal(rows_mismatch(&f, &results, c->name), 0);
+        assert_int_equal(gradients_mismatch(&f, &results, case_kernel(c, k), c->name), 0);
+        skl_plan_destroy(plan);
+    }
     results_destroy(&results);
     fixture_destroy(&f);
 }

@@ -18,6 +18,7 @@ static int32_t *list_of(const fixture *f, int64_t b, int64_t h, int64_t i)
 static const test_case listed[] = {
     {"sparse", SHAPE(2, 5, 7), HEADS(4, 2), DIMS(8, 8), INDEXER(2), TOP_K(3)},
     {"packed", PACKED(2, LENGTHS(0, 4, 9), LENGTHS(0, 9, 16)), HEADS(4, 2), DIMS(8, 8), INDEXER(2), TOP_K(3)},
+    {"bf16", SHAPE(2, 5, 7), HEADS(4, 2), DIMS(8, 8), INDEXER(2), TOP_K(3), TYPES(BF16, BF16)},
 };
 static const int32_t bad_keys[] = {-2, 7, INT32_MAX, INT32_MIN};
 
@@ -73,13 +74,11 @@ static void test_bad_indices(void **state)
             (test_device() == SKL_CPU ? check_refusal : check_no_key)(&listed[c], bad_keys[n]);
 }
 
-static void test_empty_lists(void **state)
+static void check_empty_lists(const test_case *c)
 {
-    (void)state;
-    const test_case c = {"empty", SHAPE(2, 37, 41), HEADS(4, 2), DIMS(8, 8), INDEXER(3), TOP_K(5)};
-    for (int32_t k = 0; case_kernel(&c, k); k++) {
+    for (int32_t k = 0; case_kernel(c, k); k++) {
         fixture f;
-        fixture_create(&f, &c);
+        fixture_create(&f, c);
         for (int64_t b = 0; b < f.batch; b++)
             for (int64_t h = 0; h < f.problem.heads_s; h++)
                 for (int64_t i = 0; i < f.length_q; i++)
@@ -87,7 +86,7 @@ static void test_empty_lists(void **state)
                         list_of(&f, b, h, i)[n] = -1;
         tensor_set(&f.w_s, 7, (double)NAN);
         fixture_results r = results_create(&f);
-        run_kernel(&f, case_kernel(&c, k), 2, &r);
+        run_kernel(&f, case_kernel(c, k), 2, &r);
         const test_tensor *const zeros[] = {&r.kl, &r.cross_entropy, &r.entropy, &r.mass, &r.dq_s, &r.dk_s, &r.dw_s};
         for (size_t t = 0; t < COUNT_OF(zeros); t++)
             for (int64_t n = 0; n < tensor_count(zeros[t]); n++)
@@ -99,29 +98,85 @@ static void test_empty_lists(void **state)
     }
 }
 
-/* With every key on its list, hidden ones too and the last one first, a row gives what the dense stage gives. */
-static void test_a_list_of_all_keys_is_the_dense_stage(void **state)
+static void test_empty_lists(void **state)
 {
     (void)state;
-    enum { KEY_COUNT = 53 };
-    const test_case c = {"all keys", SHAPE(2, 37, KEY_COUNT), HEADS(4, 2), DIMS(16, 16), INDEXER(3), CAUSAL};
-    for (int32_t k = 0; case_kernel(&c, k); k++) {
-        test_memory keys = memory_create(KEY_COUNT * sizeof(int32_t), sizeof(int32_t));
-        for (int32_t n = 0; n < KEY_COUNT; n++)
-            ((int32_t *)keys.data)[n] = KEY_COUNT - 1 - n;
+    const test_case c = {"empty", SHAPE(2, 37, 41), HEADS(4, 2), DIMS(8, 8), INDEXER(3), TOP_K(5)};
+    case_in_every_type(&c, check_empty_lists);
+}
+
+/* Whether some row lists the key and sees it; causal, with as many queries as keys. */
+static int is_listed(const fixture *f, int64_t key)
+{
+    for (int64_t h = 0; h < f->problem.heads_s; h++)
+        for (int64_t i = key; i < f->length_q; i++)
+            for (int64_t n = 0; n < f->problem.top_k; n++)
+                if (list_of(f, 0, h, i)[n] == key)
+                    return 1;
+    return 0;
+}
+
+/* Keys that nobody lists become NaN. */
+static void spoil_unlisted(const fixture *f, const test_tensor *keys)
+{
+    for (int64_t key = 0; key < keys->length; key++)
+        for (int64_t h = 0; h < keys->heads && !is_listed(f, key); h++)
+            for (int64_t c = 0; c < keys->dim; c++)
+                tensor_set(keys, tensor_index(keys, 0, h, key) + c, (double)NAN);
+}
+
+/* What nobody lists, or lists and does not see, is never looked at: it changes no bit. */
+static void check_unlisted_keys(const test_case *c)
+{
+    for (int32_t k = 0; case_kernel(c, k); k++) {
         fixture f;
-        fixture_create(&f, &c);
+        fixture_create(&f, c);
+        fixture_results clean = results_create(&f), spoilt = results_create(&f);
+        run_kernel(&f, case_kernel(c, k), 2, &clean);
+        spoil_unlisted(&f, &f.k_t);
+        spoil_unlisted(&f, &f.k_s);
+        run_kernel(&f, case_kernel(c, k), 2, &spoilt);
+        assert_null(results_difference(&clean, &spoilt));
+        results_destroy(&clean);
+        results_destroy(&spoilt);
+        fixture_destroy(&f);
+    }
+}
+
+static void test_unlisted_keys_may_hold_anything(void **state)
+{
+    (void)state;
+    const test_case c = {"unlisted", SHAPE(1, 61, 61), HEADS(4, 2), DIMS(16, 16), INDEXER(3), TOP_K(2), CAUSAL};
+    case_in_every_type(&c, check_unlisted_keys);
+}
+
+/* With every key on its list, hidden ones too and the last one first, a row gives what the dense stage gives. */
+static void check_list_of_all_keys(const test_case *c)
+{
+    for (int32_t k = 0; case_kernel(c, k); k++) {
+        test_memory keys = memory_create((size_t)c->len_k * sizeof(int32_t), sizeof(int32_t));
+        for (int32_t n = 0; n < c->len_k; n++)
+            ((int32_t *)keys.data)[n] = (int32_t)c->len_k - 1 - n;
+        fixture f;
+        fixture_create(&f, c);
         fixture_solve(&f);
-        f.problem.top_k = KEY_COUNT;
+        f.problem.top_k = c->len_k;
         f.inputs.indices = (skl_input){keys.data, 0, 0, 0};
         fixture_results sparse = results_create(&f);
-        run_kernel(&f, case_kernel(&c, k), 2, &sparse);
-        assert_int_equal(rows_mismatch(&f, &sparse, c.name), 0);
-        assert_int_equal(gradients_mismatch(&f, &sparse, case_kernel(&c, k), c.name), 0);
+        run_kernel(&f, case_kernel(c, k), 2, &sparse);
+        assert_int_equal(rows_mismatch(&f, &sparse, c->name), 0);
+        assert_int_equal(gradients_mismatch(&f, &sparse, case_kernel(c, k), c->name), 0);
         results_destroy(&sparse);
         fixture_destroy(&f);
         memory_destroy(&keys);
     }
+}
+
+static void test_a_list_of_all_keys_is_the_dense_stage(void **state)
+{
+    (void)state;
+    const test_case c = {"all keys", SHAPE(2, 37, 53), HEADS(4, 2), DIMS(16, 16), INDEXER(3), CAUSAL};
+    case_in_every_type(&c, check_list_of_all_keys);
 }
 
 /* ---- Weights ----------------------------------------------------------------------------------------------- */
@@ -141,6 +196,8 @@ static void test_a_nan_weight_stays_in_its_row(void **state)
     static const test_case cases[] = {
         {"dense", SHAPE(1, 230, 101), HEADS(2, 1), DIMS(16, 16), INDEXER(3)},
         {"sparse", SHAPE(1, 23, 101), HEADS(2, 1), DIMS(16, 16), INDEXER(3), TOP_K(40)},
+        {"sparse bf16", SHAPE(1, 23, 101), HEADS(2, 1), DIMS(16, 16), INDEXER(3), TOP_K(40), TYPES(BF16, BF16)},
+        {"sparse f16", SHAPE(1, 23, 101), HEADS(2, 1), DIMS(16, 16), INDEXER(3), TOP_K(40), TYPES(F16, F16)},
     };
     enum { POISONED = 13 };
     for (size_t c = 0; c < COUNT_OF(cases); c++)
@@ -410,6 +467,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_bad_indices),
         cmocka_unit_test(test_empty_lists),
+        cmocka_unit_test(test_unlisted_keys_may_hold_anything),
         cmocka_unit_test(test_a_list_of_all_keys_is_the_dense_stage),
         cmocka_unit_test(test_a_nan_weight_stays_in_its_row),
         cmocka_unit_test(test_lse_of_the_student_alone),

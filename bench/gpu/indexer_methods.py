@@ -112,15 +112,7 @@ def ours(tensors, case):
 # ---- As it is written without us -----------------------------------------------------------------------------------------
 
 
-def hidden_keys(case, indices, device):
-    """[length, length] bool, or None where every row sees every key."""
-    if indices is None and not case.causal:
-        return None
-    hidden = torch.ones((case.length, case.length), dtype=torch.bool, device=device)
-    if indices is None:
-        return hidden.triu(1)
-    # -1 stands only where a list holds all keys that its row sees, key 0 among them.
-    return hidden.scatter_(-1, indices[0, 0].long().clamp(min=0), False)
+GATHERED_BYTES = 4 << 30  # of keys of the teacher that are gathered together: more would not make it faster
 
 
 def widened(scores):
@@ -128,40 +120,75 @@ def widened(scores):
     return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 
-def naive_kl(case, q_t, k_t, q_s, k_s, w_s, indices=None):
-    """The KL of every row out of [batch, heads, length, length] scores: softmax, mean of heads, log_softmax, sum."""
-    hidden = hidden_keys(case, indices, q_t.device)
+def kl_of_scores(case, scores, dots, w_s, hidden):
+    """The KL of rows [batch, i] out of [batch, heads, i, j] scores: softmax, mean of heads, log_softmax, sum. scores() makes
+    those of the teacher, which are gone before the indexer's take their memory; hidden: [.., i, j] bool, None: nothing is."""
 
-    def masked(scores):
-        return scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
+    def masked(logits):
+        return logits if hidden is None else logits.masked_fill(hidden, -torch.inf)
 
     with torch.no_grad():
-        k_t = k_t.repeat_interleave(case.heads // case.key_heads, dim=1)
-        scores = widened(torch.einsum("bhid,bhjd->bhij", q_t, k_t)) * case.dim**-0.5
-        target = torch.softmax(masked(scores), dim=-1).mean(dim=1)
-        del scores
-    dots = torch.einsum("bgid,bjd->bgij", q_s, k_s[:, 0]).relu()
-    weights = w_s[:, 0].transpose(1, 2).unsqueeze(-1)  # [batch, index heads, length, 1]
-    logits = (widened(dots) * weights).sum(dim=1) * (case.index_dim * case.index_heads) ** -0.5
+        target = torch.softmax(masked(widened(scores()) * case.dim**-0.5), dim=-1).mean(dim=1)
+    weights = w_s[:, 0].transpose(1, 2).unsqueeze(-1)  # [batch, index heads, i, 1]
+    logits = (widened(dots().relu()) * weights).sum(dim=1) * (case.index_dim * case.index_heads) ** -0.5
     log_s = torch.log_softmax(masked(logits), dim=-1)
     if hidden is not None:
         log_s = log_s.masked_fill(hidden, 0.0)  # where the target is 0
     return (torch.xlogy(target, target) - target * log_s).sum(dim=-1)
 
 
+def dense_kl(case, q_t, k_t, q_s, k_s, w_s):
+    """Of every row, over all keys."""
+    every_pair = torch.ones((case.length, case.length), dtype=torch.bool, device=q_t.device)
+    hidden = every_pair.triu(1) if case.causal else None
+
+    def scores():
+        return torch.einsum("bhid,bhjd->bhij", q_t, k_t.repeat_interleave(case.heads // case.key_heads, dim=1))
+
+    return kl_of_scores(case, scores, lambda: torch.einsum("bgid,bjd->bgij", q_s, k_s[:, 0]), w_s, hidden)
+
+
+def listed_kl(case, q_t, k_t, q_s, k_s, w_s, indices):
+    """Of the rows that are given, over their lists: keys are gathered to [batch, key heads, i, j, dim], then as above."""
+    hidden, lists = indices[:, 0] < 0, indices[0, 0].clamp(min=0).long()
+
+    def scores():
+        grouped = q_t.unflatten(1, (case.key_heads, -1))  # heads that share a key head
+        return torch.einsum("bkgid,bkijd->bkgij", grouped, k_t[:, :, lists]).flatten(1, 2)
+
+    return kl_of_scores(case, scores, lambda: torch.einsum("bgid,bijd->bgij", q_s, k_s[:, 0, lists]), w_s, hidden)
+
+
+def rows_together(case, dtype=torch.bfloat16):
+    """Rows of a sparse stage whose gathered teacher keys fit into GATHERED_BYTES; a dense one takes all of them."""
+    row_bytes = case.top_k * case.key_heads * case.dim * dtype.itemsize
+    return max(1, min(case.length, GATHERED_BYTES // row_bytes)) if case.top_k else case.length
+
+
 def naive(tensors, case, name="naive"):
-    tensors = dict(tensors)
-    trained = [tensors[name].detach().clone().requires_grad_() for name in ("q_s", "k_s", "w_s")]
-    tensors |= zip(("q_s", "k_s", "w_s"), trained)
+    """All rows at once; over lists as many as there is room for, one lot after the other, and their gradients are added up."""
+    trained = {name: tensors[name].detach().clone().requires_grad_() for name in ("q_s", "k_s", "w_s")}
+    tensors, together = tensors | trained, rows_together(case, tensors["q_t"].dtype)
+
+    def lots():
+        for begin in range(0, case.length, together):
+            rows = slice(begin, begin + together)
+            some = {name: tensors[name][:, :, rows] for name in ("q_t", "q_s", "w_s", "indices") if name in tensors}
+            yield (listed_kl if case.top_k else dense_kl)(case, **(tensors | some))
 
     def forward():
         with torch.no_grad():
-            return naive_kl(case, **tensors)
+            return torch.cat(list(lots()), dim=1)
 
     def step():
-        kl = naive_kl(case, **tensors)
-        dq, dk, dw = torch.autograd.grad(kl.sum(), trained)
-        return {"kl": kl.detach()[0], "dq": dq, "dk": dk, "dw": dw}
+        kl = []
+        for tensor in trained.values():
+            tensor.grad = None
+        for some in lots():
+            some.sum().backward()
+            kl.append(some.detach())
+        dq, dk, dw = (tensor.grad for tensor in trained.values())
+        return {"kl": torch.cat(kl, dim=1)[0], "dq": dq, "dk": dk, "dw": dw}
 
     passes = {FORWARD: lambda: forward, STEP: lambda: step}
     return IndexerMethod(name, case, passes, step=step, flops={each: case.flops(each) for each in passes})

@@ -5,7 +5,9 @@ from dataclasses import replace
 import torch
 
 from .cases import IndexerCase
-from .indexer_methods import ExactRows, IndexerMethod, cudnn_attention, make_tensors, naive, ours, some_rows
+from .indexer_methods import (
+    GATHERED_BYTES, ExactRows, IndexerMethod, cudnn_attention, make_tensors, naive, ours, rows_together, some_rows,
+)  # fmt: skip
 from .indexer_report import COLUMNS, csv_rows, errors_text, print_table
 from .measure import PEER_WRONG, WRONG, examine, refusing, release_memory, take_turns
 from .report import append_csv, bytes_text
@@ -56,6 +58,9 @@ class IndexerBench(LibraryBench):
         take_turns(methods, self.arguments.rounds, self.arguments.turn_ms)
         print(f"\n{case}: {methods[0].kernel}")
         print_table(methods)
+        if rows_together(case) < case.length:
+            lot = f"{rows_together(case)} rows at a time"
+            print(f"  naive takes {lot}, for which it gathers up to {bytes_text(GATHERED_BYTES)} of teacher keys")
         for method in methods:
             if method.errors:
                 print(f"  relative error of {method.name + ', some rows:':24} {errors_text(method.errors)}")
@@ -70,8 +75,9 @@ class IndexerBench(LibraryBench):
     def make_naive(self, tensors, case, exact):
         """Without it, or without the memory for it, the table says so."""
         refused = IndexerMethod("naive", case)
-        size = bytes_text(4 * case.heads * case.length**2)
-        scores = f"its teacher scores alone, [{case.heads}, N, N] in f32, are {size}"
+        rows, keys = rows_together(case), min(case.top_k or case.length, case.length)
+        size = bytes_text(4 * case.heads * rows * keys)
+        scores = f"its teacher scores alone, [{case.heads}, {rows}, {keys}] in f32, are {size}"
         if self.arguments.no_naive:
             refused.refusal = f"--no-naive; {scores}"
             return refused

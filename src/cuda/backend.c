@@ -91,7 +91,7 @@ static size_t general_dense_size(const skl_plan *plan, skl_op op)
 
 static size_t general_sparse_size(const skl_plan *plan, skl_op op)
 {
-    return larger(lse_size(plan), has_gradients(op) ? skl_list_band_of(&plan->problem, plan->block_count).end : 0);
+    return larger(lse_size(plan), has_gradients(op) ? skl_list_band_of(&plan->problem).end : 0);
 }
 
 static bool fits_any(const skl_problem *problem)
@@ -105,13 +105,26 @@ static const indexer_kernel general_dense = {skl_cuda_indexer_rows, skl_cuda_ind
 static const indexer_kernel general_sparse = {skl_cuda_listed_rows, skl_cuda_listed_gradients, false, fits_any,
                                               general_sparse_size};
 
+/* Both stages on tensor cores. */
+static bool fits_tensor_cores(const skl_problem *p, skl_dtype dtype)
+{
+    return p->dtype_t == dtype && p->dtype_s == dtype && p->softcap_t == 0.0F && p->dim_s <= SKL_INDEX_DIM_MAX &&
+           p->dim_t % COPY_ELEMENTS == 0 && p->dim_s % COPY_ELEMENTS == 0;
+}
+
 static bool fits_dense(const skl_problem *p, skl_dtype dtype)
 {
     const int64_t heads = skl_max(p->heads_t, skl_query_heads_s(p));
     const int64_t tiles = skl_ceil_div(skl_max(p->len_q, p->len_k) + 1, SKL_INDEX_TILE);
-    return p->dtype_t == dtype && p->dtype_s == dtype && p->direction == SKL_KL_FORWARD && p->softcap_t == 0.0F &&
-           p->dim_s <= SKL_INDEX_DIM_MAX && p->dim_t % COPY_ELEMENTS == 0 && p->dim_s % COPY_ELEMENTS == 0 &&
-           tiles < INT32_MAX / SKL_INDEX_TILE && p->batch < INT32_MAX / tiles / heads / SKL_INDEX_BLOCKS;
+    return fits_tensor_cores(p, dtype) && p->direction == SKL_KL_FORWARD && tiles < INT32_MAX / SKL_INDEX_TILE &&
+           p->batch < INT32_MAX / tiles / heads / SKL_INDEX_BLOCKS;
+}
+
+static bool fits_lists(const skl_problem *p, skl_dtype dtype)
+{
+    const int64_t heads = skl_max(p->heads_t, skl_query_heads_s(p));
+    return fits_tensor_cores(p, dtype) && heads < SKL_SM80_ROWS_MAX && p->len_k < SKL_SM80_ROWS_MAX &&
+           p->top_k < SKL_SM80_ROWS_MAX;
 }
 
 static bool fits_dense_bf16(const skl_problem *p)
@@ -124,6 +137,16 @@ static bool fits_dense_f16(const skl_problem *p)
     return fits_dense(p, SKL_F16);
 }
 
+static bool fits_lists_bf16(const skl_problem *p)
+{
+    return fits_lists(p, SKL_BF16);
+}
+
+static bool fits_lists_f16(const skl_problem *p)
+{
+    return fits_lists(p, SKL_F16);
+}
+
 /* Also for the general kernel: it does what copies cannot read. */
 static size_t dense_size(const skl_plan *plan, skl_op op)
 {
@@ -132,14 +155,22 @@ static size_t dense_size(const skl_plan *plan, skl_op op)
                   skl_index_layout_of(&plan->problem, multiprocessors, has_gradients(op)).size);
 }
 
-#define DENSE(kernel, type)                                                                                          \
+static size_t lists_size(const skl_plan *plan, skl_op op)
+{
+    const size_t band_size = has_gradients(op) ? skl_list_band_of(&plan->problem).end : 0;
+    return larger(general_sparse_size(plan, op), band_size + skl_list_scores_size(&plan->problem, plan->block_count));
+}
+
+#define TENSOR_CORES(kernel, type, call, stage)                                                                      \
     {                                                                                                                \
-        skl_cuda_##kernel##_##type##_indexer_rows, skl_cuda_##kernel##_##type##_indexer_gradients, true,             \
-            fits_dense_##type, dense_size                                                                            \
+        skl_cuda_##kernel##_##type##_##call##_rows, skl_cuda_##kernel##_##type##_##call##_gradients, true,           \
+            fits_##stage##_##type, stage##_size                                                                      \
     }
-static const indexer_kernel sm90_dense_bf16 = DENSE(sm90, bf16);
-static const indexer_kernel sm80_dense_bf16 = DENSE(sm80, bf16);
-static const indexer_kernel sm80_dense_f16 = DENSE(sm80, f16);
+static const indexer_kernel sm90_dense_bf16 = TENSOR_CORES(sm90, bf16, indexer, dense);
+static const indexer_kernel sm80_dense_bf16 = TENSOR_CORES(sm80, bf16, indexer, dense);
+static const indexer_kernel sm80_dense_f16 = TENSOR_CORES(sm80, f16, indexer, dense);
+static const indexer_kernel sm80_lists_bf16 = TENSOR_CORES(sm80, bf16, lists, lists);
+static const indexer_kernel sm80_lists_f16 = TENSOR_CORES(sm80, f16, lists, lists);
 
 #define SM80(type, TYPE, dim)                                                                                        \
     {                                                                                                                \
@@ -177,12 +208,12 @@ static const cuda_kernel kernels[] = {
     SM80(f16, SKL_F16, 64),
     SM80(f16, SKL_F16, 128),
     SM80(f16, SKL_F16, 256),
-    {"cuda_sm90_bf16_indexer", "bf16 indexers over all keys: wgmma", 90, 91, SKL_INDEX_DIM_MAX, SKL_BF16, NULL, NULL,
-     NULL, NULL, false, &sm90_dense_bf16, NULL},
-    {"cuda_sm80_bf16_indexer", "bf16 indexers over all keys: mma.sync", 80, ANY, SKL_INDEX_DIM_MAX, SKL_BF16, NULL,
-     NULL, NULL, NULL, false, &sm80_dense_bf16, NULL},
-    {"cuda_sm80_f16_indexer", "f16 indexers over all keys: mma.sync", 80, ANY, SKL_INDEX_DIM_MAX, SKL_F16, NULL, NULL,
-     NULL, NULL, false, &sm80_dense_f16, NULL},
+    {"cuda_sm90_bf16_indexer", "bf16 indexers: wgmma, over lists mma.sync", 90, 91, SKL_INDEX_DIM_MAX, SKL_BF16, NULL,
+     NULL, NULL, NULL, false, &sm90_dense_bf16, &sm80_lists_bf16},
+    {"cuda_sm80_bf16_indexer", "bf16 indexers: mma.sync", 80, ANY, SKL_INDEX_DIM_MAX, SKL_BF16, NULL, NULL, NULL,
+     NULL, false, &sm80_dense_bf16, &sm80_lists_bf16},
+    {"cuda_sm80_f16_indexer", "f16 indexers: mma.sync", 80, ANY, SKL_INDEX_DIM_MAX, SKL_F16, NULL, NULL, NULL, NULL,
+     false, &sm80_dense_f16, &sm80_lists_f16},
     {"cuda_general", "any type, size and stride; f32 arithmetic, 128-row tiles", CAPABILITY_MIN, ANY, 0, SKL_F32,
      skl_cuda_general_forward, skl_cuda_general_queries, skl_cuda_general_keys, NULL, false, &general_dense,
      &general_sparse},

@@ -67,4 +67,14 @@ static inline skl_index_layout skl_index_layout_of(const skl_problem *p, int32_t
     return layout;
 }
 
+/* ---- Lists -------------------------------------------------------------------------------------------------- */
+
+enum { SKL_LIST_SCORE_SIZE = 12 }; /* of an entry: the teacher's mean, the index logit */
+
+/* Of the scores of one list a block. They lie at the beginning of a forward's workspace, behind a backward's band. */
+static inline size_t skl_list_scores_size(const skl_problem *p, int32_t block_count)
+{
+    return (size_t)block_count * (size_t)p->top_k * SKL_LIST_SCORE_SIZE;
+}
+
 #endif

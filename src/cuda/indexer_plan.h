@@ -6,9 +6,9 @@
  *
  * Sparse: the lists of many rows name a key, in no order that blocks could agree on, and adds to memory in any order
  * would have other bits on every run. So each entry of a list leaves what it adds to dk in the workspace,
- * [row][entry] [dim], for a band of rows at a time; then every block of keys collects what is its own, in the order
- * of the lists. Nothing of that is looked for twice: the teacher's products, most of the work, are computed once a
- * row. */
+ * [row][entry] [dim], for a band of rows at a time; the entries are put in the order of their keys, and every block
+ * of keys collects what is its own, in the order of the lists. Nothing of that is looked for twice: the teacher's
+ * products, most of the work, are computed once a row. */
 #ifndef SKL_CUDA_INDEXER_PLAN_H
 #define SKL_CUDA_INDEXER_PLAN_H
 
@@ -68,25 +68,36 @@ SKL_SHARED skl_dense_band skl_dense_band_of(const skl_problem *p, int32_t multip
 typedef struct skl_list_band {
     int64_t rows;  /* of all heads */
     int64_t count; /* rows of a band */
-    size_t dy;     /* where in the workspace: dy of a list, for each block */
+    size_t dy;     /* where in the workspace: dy of a list, for each row */
     size_t parts;  /* what each entry adds to dk */
+    size_t order;  /* int32 [row][top_k]: entries that are keys, by buckets of keys, each as on the list */
+    size_t starts; /* int32 [bucket][row]: where in it a bucket begins; one more says where the last one ends */
     size_t sums;   /* of dk, f32, if the gradient is not and there are more bands than one */
     size_t end;
+    int64_t buckets, bucket_keys;
 } skl_list_band;
 
-SKL_SHARED skl_list_band skl_list_band_of(const skl_problem *p, int32_t block_count)
+enum { SKL_LIST_BUCKETS_MAX = 4096 }; /* counted in shared memory: of 64 keys up to 262,144 keys, of more beyond */
+
+SKL_SHARED skl_list_band skl_list_band_of(const skl_problem *p)
 {
     const int keys = (p->gradients & SKL_DK_S) != 0;
-    const int64_t row_size = p->top_k * p->dim_s * (int64_t)sizeof(float);
-    const int64_t keys_count = p->packed ? p->total_k : p->batch * p->len_k;
+    const int64_t keys_count = p->packed ? p->total_k : p->batch * p->len_k, list_size = p->top_k * 4;
     skl_list_band band;
+    const int64_t steps = skl_ceil_div(p->len_k, SKL_INDEX_STEP);
+    band.bucket_keys = SKL_INDEX_STEP * skl_max(1, skl_ceil_div(steps, SKL_LIST_BUCKETS_MAX));
+    band.buckets = skl_ceil_div(p->len_k, band.bucket_keys);
+    const int64_t parts_size = keys ? list_size * p->dim_s : 0, order_size = keys ? list_size : 0;
+    const int64_t starts_size = keys ? (band.buckets + 1) * 4 : 0;
     band.rows = p->batch * p->heads_s * p->len_q;
-    band.count = keys ? skl_band_units(row_size, band.rows) : skl_max(1, band.rows);
+    band.count = skl_band_units(list_size + parts_size + order_size + starts_size, band.rows);
     const int sums = keys && band.count < band.rows && skl_grad_dtype(p, p->dtype_s) != SKL_F32;
     band.dy = 0;
-    band.parts = skl_aligned_size((size_t)block_count * (size_t)p->top_k * sizeof(float));
-    band.sums = band.parts + (keys ? skl_aligned_size((size_t)band.count * (size_t)row_size) : 0);
-    band.end = band.sums + (sums ? (size_t)(keys_count * p->key_heads_s * p->dim_s) * sizeof(float) : 0);
+    band.parts = skl_aligned_size((size_t)(band.count * list_size));
+    band.order = band.parts + skl_aligned_size((size_t)(band.count * parts_size));
+    band.starts = band.order + skl_aligned_size((size_t)(band.count * order_size));
+    band.sums = band.starts + skl_aligned_size((size_t)(band.count * starts_size));
+    band.end = band.sums + (sums ? skl_aligned_size((size_t)(keys_count * p->key_heads_s * p->dim_s) * 4) : 0);
     return band;
 }
 

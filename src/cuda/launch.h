@@ -116,6 +116,11 @@ cudaError_t skl_cuda_sm80_f16_indexer_rows(const skl_cuda_params *params);
 cudaError_t skl_cuda_sm80_f16_indexer_gradients(const skl_cuda_params *params);
 cudaError_t skl_cuda_sm90_bf16_indexer_rows(const skl_cuda_params *params);
 cudaError_t skl_cuda_sm90_bf16_indexer_gradients(const skl_cuda_params *params);
+/* Its sparse stage, in both directions: */
+cudaError_t skl_cuda_sm80_bf16_lists_rows(const skl_cuda_params *params);
+cudaError_t skl_cuda_sm80_bf16_lists_gradients(const skl_cuda_params *params); /* and rows */
+cudaError_t skl_cuda_sm80_f16_lists_rows(const skl_cuda_params *params);
+cudaError_t skl_cuda_sm80_f16_lists_gradients(const skl_cuda_params *params);
 
 /* Before and behind a sweep that adds to sums: they become 0, and are stored as the gradient if they are not itself.
  */

@@ -31,6 +31,15 @@ def test_all_methods_agree_with_float64(top_k, causal):
     assert all(error <= 1e-12 for error in whole.errors(methods.naive(in_float64, case).step()).values())
 
 
+def test_naive_lots_of_rows_add_up(monkeypatch):
+    case = IndexerCase(50, heads=4, key_heads=2, dim=32, index_heads=3, index_dim=16, top_k=9, causal=True)
+    tensors = {name: t if name == "indices" else t.double() for name, t in methods.make_tensors(case, "cpu").items()}
+    monkeypatch.setattr(methods, "GATHERED_BYTES", 7 * 9 * 2 * 32 * 8)
+    assert methods.rows_together(case, torch.float64) == 7
+    whole = methods.ExactRows(tensors, case, torch.arange(50))
+    assert all(error <= 1e-12 for error in whole.errors(methods.naive(tensors, case).step()).values())
+
+
 def test_the_forward_alone_is_that_of_the_step():
     case = IndexerCase(50, heads=4, key_heads=4, dim=32, index_heads=3, index_dim=16, top_k=0, causal=True)
     tensors = methods.make_tensors(case, "cpu")

@@ -1,11 +1,13 @@
 #include "cuda/sm90/indexer.cuh"
 
+/* What the copy engine cannot read is for mma.sync, which follows the same plan. */
+
 extern "C" cudaError_t skl_cuda_sm90_bf16_indexer_rows(const skl_cuda_params *params)
 {
-    return sm90::launch_index_rows(params, skl_cuda_indexer_rows);
+    return sm90::launch_index_rows(params, skl_cuda_sm80_bf16_indexer_rows);
 }
 
 extern "C" cudaError_t skl_cuda_sm90_bf16_indexer_gradients(const skl_cuda_params *params)
 {
-    return sm90::launch_index_gradients(params, {skl_cuda_indexer_rows, skl_cuda_indexer_gradients});
+    return sm90::launch_index_gradients(params, skl_cuda_sm80_bf16_indexer_gradients);
 }

@@ -180,13 +180,14 @@ __device__ inline index_row sum_row(const index_params &params, const slot_place
     return sum_index<true>(y, scale, half, sight_of(params, at, row, first));
 }
 
-/* Of the four lanes that hold a row; all get it. */
-__device__ inline index_row merge_lanes(const index_row &row)
+/* Of the lanes that hold a row, four unless told; all get it. */
+template <int LANES = 4> __device__ inline index_row merge_lanes(const index_row &row)
 {
-    index_row sum = {merge_lanes(row.state), 0.0F};
+    index_row sum = {merge_lanes<LANES>(row.state), 0.0F};
     sum.spread = spread_at(row, sum.state.m_1);
-    sum.spread += __shfl_xor_sync(~0U, sum.spread, 1);
-    sum.spread += __shfl_xor_sync(~0U, sum.spread, 2);
+#pragma unroll
+    for (int offset = 1; offset < LANES; offset *= 2)
+        sum.spread += __shfl_xor_sync(~0U, sum.spread, offset);
     return sum;
 }
 
@@ -272,9 +273,17 @@ struct lse_row {
     }
 };
 
-/* MASKED: keys that a row sees. */
-template <bool MASKED, int N>
-__device__ inline void add_tile(lse_row (&rows)[2], const float (&x)[N][4], float scale, const range32 (&sees)[2])
+__device__ inline lse_row merge_rows(lse_row a, lse_row b)
+{
+    const float m = fmaxf(a.m, b.m);
+    a.move(m);
+    b.move(m);
+    return {m, a.l + b.l};
+}
+
+/* sees(half, column): whether the row does. */
+template <int N, typename SEES>
+__device__ inline void add_tile(lse_row (&rows)[2], const float (&x)[N][4], float scale, SEES sees)
 {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -282,27 +291,30 @@ __device__ inline void add_tile(lse_row (&rows)[2], const float (&x)[N][4], floa
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
-            for (int parity = 0; parity < 2; parity++) {
-                const int column = column_of(n, parity);
-                const bool seen = !MASKED || (column >= sees[half].begin && column < sees[half].end);
-                m = seen ? fmaxf(m, x[n][half * 2 + parity] * scale) : m;
-            }
+            for (int parity = 0; parity < 2; parity++)
+                m = sees(half, column_of(n, parity)) ? fmaxf(m, x[n][half * 2 + parity] * scale) : m;
         rows[half].move(m);
         float sum = 0.0F;
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
-            for (int parity = 0; parity < 2; parity++) {
-                const int column = column_of(n, parity);
-                const bool seen = !MASKED || (column >= sees[half].begin && column < sees[half].end);
-                sum += seen ? ex2(fmaf(x[n][half * 2 + parity], scale, -m)) : 0.0F;
-            }
+            for (int parity = 0; parity < 2; parity++)
+                sum += sees(half, column_of(n, parity)) ? ex2(fmaf(x[n][half * 2 + parity], scale, -m)) : 0.0F;
         rows[half].l += sum;
     }
 }
 
+/* MASKED: keys of a range. */
+template <bool MASKED, int N>
+__device__ inline void add_tile(lse_row (&rows)[2], const float (&x)[N][4], float scale, const range32 (&sees)[2])
+{
+    add_tile(rows, x, scale, [&](int half, int column) {
+        return !MASKED || (column >= sees[half].begin && column < sees[half].end);
+    });
+}
+
 /* Four lanes hold a row. */
-__device__ inline float lse_of_lanes(const lse_row &row)
+__device__ inline lse_row merge_lanes(const lse_row &row)
 {
     float m = row.m;
     m = fmaxf(m, __shfl_xor_sync(~0U, m, 1));
@@ -311,7 +323,13 @@ __device__ inline float lse_of_lanes(const lse_row &row)
     moved.move(m);
     moved.l += __shfl_xor_sync(~0U, moved.l, 1);
     moved.l += __shfl_xor_sync(~0U, moved.l, 2);
-    return skl_lse(moved.m, moved.l);
+    return moved;
+}
+
+__device__ inline float lse_of_lanes(const lse_row &row)
+{
+    const lse_row merged = merge_lanes(row);
+    return skl_lse(merged.m, merged.l);
 }
 
 } // namespace sm80

@@ -105,24 +105,8 @@ template <typename ELEMENT> struct slab_stream {
     {
         const int warp_row = (int)threadIdx.x / 32 * 16 * OWN;
         const uint32_t queries = own_operand(stage.queries[warp_row / STAGE_ROWS<SLAB>]);
-        const uint32_t keys = logit_operand<2>(stage.keys);
-#pragma unroll
-        for (int k = 0; k < SLAB / 16; k++) {
-            uint32_t a[OWN][4];
-#pragma unroll
-            for (int m = 0; m < OWN; m++)
-                ldmatrix_x4(a[m], at_chunk<SLAB>(queries, warp_row % STAGE_ROWS<SLAB> + m * 16, 2 * k));
-#pragma unroll
-            for (int pair = 0; pair < TILE_KEYS / 16; pair++) {
-                uint32_t b[4];
-                ldmatrix_x4(b, at_chunk<SLAB>(keys, pair * 16, 2 * k));
-#pragma unroll
-                for (int m = 0; m < OWN; m++) {
-                    mma_m16n8k16(x[m][2 * pair], a[m], b[0], b[1], ELEMENT());
-                    mma_m16n8k16(x[m][2 * pair + 1], a[m], b[2], b[3], ELEMENT());
-                }
-            }
-        }
+        add_staged<ELEMENT, SLAB>(x, at_chunk<SLAB>(queries, warp_row % STAGE_ROWS<SLAB>, 0),
+                                  logit_operand<2>(stage.keys));
     }
 
     /* x = queries of a head times its keys. */

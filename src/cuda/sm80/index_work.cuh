@@ -30,45 +30,49 @@ __device__ constexpr skl_dtype dtype_of(__half)
     return SKL_F16;
 }
 
+/* Two neighbours of a 16-bit or f32 gradient, wherever its rows lie. */
+template <typename ELEMENT>
+__device__ inline void store_pair(const skl_output &to, int64_t offset, skl_dtype dtype, float low, float high)
+{
+    if (dtype == SKL_F32) {
+        ((float *)to.data)[offset] = low;
+        ((float *)to.data)[offset + 1] = high;
+        return;
+    }
+    const uint32_t both = pack(low, high, ELEMENT());
+    uint16_t *const pair = (uint16_t *)to.data + offset;
+    if ((uintptr_t)pair % 4 == 0) {
+        *(uint32_t *)(void *)pair = both;
+        return;
+    }
+    pair[0] = (uint16_t)both;
+    pair[1] = (uint16_t)(both >> 16);
+}
+
+/* <q_g, D_g> over 8 N dimensions, of which `dim` are there, for the four lanes that hold D_g: sum(n, parity). A query
+ * that is not finite and sees nothing adds nothing. */
+template <typename ELEMENT, int N, typename SUM>
+__device__ inline float dot_of(SUM sum, const ELEMENT *query, int dim)
+{
+    float dot = 0.0F;
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        const float low = sum(n, 0), high = sum(n, 1);
+        const uint32_t pair =
+            column_of(n, 0) < dim ? __ldg((const uint32_t *)(const void *)(query + column_of(n, 0))) : 0U;
+        const float2 of_query = unpack(pair, ELEMENT());
+        dot = low != 0.0F ? fmaf(low, of_query.x, dot) : dot;
+        dot = high != 0.0F ? fmaf(high, of_query.y, dot) : dot;
+    }
+    dot += __shfl_xor_sync(~0U, dot, 1);
+    return dot + __shfl_xor_sync(~0U, dot, 2);
+}
+
 /* Rows of dq and dw. Dimensions are a multiple of 8 and rows of q_s aligned, those of dq_s need not be. */
 template <typename ELEMENT, int DIM> struct query_gradients {
     const index_params &params;
     const slot_place &at;
     int head; /* of q_s */
-
-    __device__ static void store_pair(const skl_output &to, int64_t offset, skl_dtype dtype, float low, float high)
-    {
-        if (dtype == SKL_F32) {
-            ((float *)to.data)[offset] = low;
-            ((float *)to.data)[offset + 1] = high;
-            return;
-        }
-        const uint32_t both = pack(low, high, ELEMENT());
-        uint16_t *const pair = (uint16_t *)to.data + offset;
-        if ((uintptr_t)pair % 4 == 0) {
-            *(uint32_t *)(void *)pair = both;
-            return;
-        }
-        pair[0] = (uint16_t)both;
-        pair[1] = (uint16_t)(both >> 16);
-    }
-
-    /* <q_g, D_g> of the thread's columns; a query that is not finite and sees nothing adds nothing. */
-    template <typename SUM> __device__ float dot_of(SUM sum, const ELEMENT *query, int dim) const
-    {
-        float dot = 0.0F;
-#pragma unroll
-        for (int n = 0; n < DIM / 8; n++) {
-            const float low = sum(n, 0), high = sum(n, 1);
-            const uint32_t pair =
-                column_of(n, 0) < dim ? __ldg((const uint32_t *)(const void *)(query + column_of(n, 0))) : 0U;
-            const float2 of_query = unpack(pair, ELEMENT());
-            dot = low != 0.0F ? fmaf(low, of_query.x, dot) : dot;
-            dot = high != 0.0F ? fmaf(high, of_query.y, dot) : dot;
-        }
-        dot += __shfl_xor_sync(~0U, dot, 1);
-        return dot + __shfl_xor_sync(~0U, dot, 2);
-    }
 
     /* sum(n, parity): of D_g, [8 dimensions][parity]. */
     template <typename SUM> __device__ void store_row(int row, SUM sum) const
@@ -80,7 +84,9 @@ template <typename ELEMENT, int DIM> struct query_gradients {
         const int64_t batch = at.sequence.batch;
         const int64_t query = at.sequence.query_begin + at.first + min(row, at.count - 1);
         const float dot =
-            dw.data != NULL ? dot_of(sum, (const ELEMENT *)q.data + SKL_ROW(q, batch, head, query), dim) : 0.0F;
+            dw.data != NULL
+                ? dot_of<ELEMENT, DIM / 8>(sum, (const ELEMENT *)q.data + SKL_ROW(q, batch, head, query), dim)
+                : 0.0F;
         if (row >= at.count)
             return;
         const range32 sees = sight_of(params, at, row, 0);
@@ -98,7 +104,7 @@ template <typename ELEMENT, int DIM> struct query_gradients {
 #pragma unroll
         for (int n = 0; n < DIM / 8; n++)
             if (column_of(n, 0) < dim)
-                store_pair(dq, base + column_of(n, 0), dtype, sum(n, 0) * factor, sum(n, 1) * factor);
+                store_pair<ELEMENT>(dq, base + column_of(n, 0), dtype, sum(n, 0) * factor, sum(n, 1) * factor);
     }
 };
 

@@ -61,11 +61,11 @@ __device__ inline void add_exactly(skl_row_state &state, const float (&a)[BLOCKS
     add_sums(state, sums);
 }
 
-/* Four lanes hold a row; the lower one goes first on both sides, so that all get the same bits. */
-__device__ inline skl_row_state merge_lanes(skl_row_state state)
+/* Four lanes hold a row, unless told; the lower one goes first on both sides, so that all get the same bits. */
+template <int LANES = 4> __device__ inline skl_row_state merge_lanes(skl_row_state state)
 {
 #pragma unroll
-    for (int offset = 1; offset < 4; offset *= 2) {
+    for (int offset = 1; offset < LANES; offset *= 2) {
         skl_row_state other;
         other.m_1 = __shfl_xor_sync(~0U, state.m_1, offset);
         other.l_1 = __shfl_xor_sync(~0U, state.l_1, offset);

@@ -198,6 +198,30 @@ __device__ inline void multiply(logits<M, BLOCKS> &x, const own_rows<DIM, M> &ow
     }
 }
 
+/* x += 16 M own rows times 8 N streamed ones, both staged, DIM dimensions of them; N is even. Operands are those of
+ * the first own and streamed row. */
+template <typename ELEMENT, int DIM, int M, int N>
+__device__ inline void add_staged(float (&x)[M][N][4], uint32_t own, uint32_t streamed)
+{
+#pragma unroll
+    for (int k = 0; k < DIM / 16; k++) {
+        uint32_t a[M][4];
+#pragma unroll
+        for (int m = 0; m < M; m++)
+            ldmatrix_x4(a[m], at_chunk<DIM>(own, m * 16, 2 * k));
+#pragma unroll
+        for (int pair = 0; pair < N / 2; pair++) {
+            uint32_t b[4];
+            ldmatrix_x4(b, at_chunk<DIM>(streamed, pair * 16, 2 * k));
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+                mma_m16n8k16(x[m][2 * pair], a[m], b[0], b[1], ELEMENT());
+                mma_m16n8k16(x[m][2 * pair + 1], a[m], b[2], b[3], ELEMENT());
+            }
+        }
+    }
+}
+
 /* Caps logits if the argument has a cap; returns what still scales them. */
 template <int M, int BLOCKS>
 __device__ inline float cap_logits(logits<M, BLOCKS> &x, const skl_cuda_argument &argument)

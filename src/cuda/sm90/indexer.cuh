@@ -101,22 +101,8 @@ cudaError_t launch_index_sums(const index_params &own, const skl_index_layout &l
     return error;
 }
 
-/* The general kernels, for what the copy engine cannot read. */
-struct general_launchers {
-    skl_cuda_launcher rows, gradients;
-
-    cudaError_t run(const skl_cuda_params *params) const
-    {
-        const bool one_pass = params->call.op == SKL_OP_FORWARD_BACKWARD;
-        skl_cuda_params own = *params;
-        own.rows_known = one_pass;
-        const cudaError_t error = one_pass ? rows(params) : cudaSuccess;
-        return error == cudaSuccess ? gradients(&own) : error;
-    }
-};
-
 /* One strip after the other: scores, queries, keys. */
-inline cudaError_t launch_index_gradients(const skl_cuda_params *params, const general_launchers &otherwise)
+inline cudaError_t launch_index_gradients(const skl_cuda_params *params, skl_cuda_launcher otherwise)
 {
     const skl_problem *const p = &params->problem;
     const skl_index_layout layout = skl_index_layout_of(p, params->multiprocessors, 1);
@@ -124,7 +110,7 @@ inline cudaError_t launch_index_gradients(const skl_cuda_params *params, const g
     score_maps scores;
     gradient_index_maps maps;
     if (!encode_scores(&scores, own) || !encode_gradients(&maps, own))
-        return otherwise.run(params);
+        return otherwise(params);
     return launch_strips(&own, layout, [&](const index_params &strip) {
         const cudaError_t error = launch_scores<true>(strip, scores);
         return error != cudaSuccess ? error

@@ -1,0 +1,516 @@
+/* Scores of an indexer and of its teacher over a list of keys, by mma.sync, sm_80 and up: rows of a forward, and the
+ * gradient of the index logits.
+ *
+ *   block     a row, then the next; 8 warps, each 32 heads x 64 keys of a tile
+ *   tile      up to 128 heads x 128 keys, 64 heads x 256 keys, 32 heads x 256 keys (4 warps): a product of all heads
+ *             that share a key head, so that a key is gathered once for them
+ *   regs      64 products of a thread; of a head or a key nothing stays in registers
+ *   shared    slabs of 64 dimensions. Queries of the product: all of them where they fit (128 heads of 576: 144 KB),
+ *             or else a slab with each slab of keys. Keys: 2 to 4 stages of 16 or 32 KB. 87 KB are enough for all
+ *   memory    [top_k] sums of each block: what a product adds to the teacher's mean, or to the index logits
+ *
+ *   slab n + 1 .. n + 3 are gathered  |  X += slab n (mma);  behind a tile's last one, over heads:
+ *   mean_j += sum_h 2^(x_hj - lse_h), beside its own largest term, so that nothing underflows;  y_j += sum_g w_g
+ * relu(x_gj)
+ *
+ * LSEs of the teacher's heads, where the caller has none, take a sweep of their own before. Behind the last product a
+ * row's sums are put together, and its gradients S - P follow from them at once: both are one launch. */
+#ifndef SKL_CUDA_SM80_LIST_SCORES_CUH
+#define SKL_CUDA_SM80_LIST_SCORES_CUH
+
+#include "cuda/indexer_rows.cuh"
+#include "cuda/sm80/list_rows.cuh"
+
+namespace sm80
+{
+
+constexpr int WARP_HEADS = 32, WARP_KEYS = 64; /* of a tile */
+constexpr int TILE_KEYS_MAX = 256;             /* a thread for each in what follows a tile */
+constexpr int TILE_SIZE = WARP_HEADS * WARP_KEYS * LIST_WARPS;
+constexpr int LIST_STAGES_MAX = 4;
+typedef logits<WARP_HEADS / 16, WARP_KEYS / 8> list_logits; /* of a warp */
+
+/* How the warps share a product of so many heads. */
+struct tile_shape {
+    int warps_m, keys; /* warps along heads, keys of a tile */
+
+    __host__ __device__ explicit tile_shape(int heads)
+        : warps_m(heads > 2 * WARP_HEADS ? 4
+                  : heads > WARP_HEADS   ? 2
+                                         : 1),
+          keys(warps_m == 4 ? 128 : TILE_KEYS_MAX)
+    {
+    }
+    __host__ __device__ int heads() const
+    {
+        return warps_m * WARP_HEADS;
+    }
+    /* Bytes of a slab. */
+    __host__ __device__ int query_size() const
+    {
+        return heads() * SLAB * 2;
+    }
+    __host__ __device__ int key_size() const
+    {
+        return keys * SLAB * 2;
+    }
+};
+
+/* One product: heads of the row times the keys on its list. */
+template <typename ELEMENT> struct list_product {
+    row_source<ELEMENT> queries, keys;
+    int heads;
+    tile_shape shape;
+};
+
+template <typename ELEMENT> struct list_block {
+    list_place place; /* all these here, and not in the registers of every thread */
+    list_product<ELEMENT> product;
+    lse_row *mean; /* of this block */
+    float *logits;
+    skl_lse2 lse[LIST_HEADS];                /* of the teacher heads of a product */
+    float weights[LIST_HEADS];               /* of the index heads of one */
+    lse_row partial[TILE_SIZE / WARP_HEADS]; /* [warp along heads][key]; or [warp along keys][head] of LSEs */
+    index_row rows[LIST_WARPS];
+    index_row row;                        /* all of it */
+    __align__(128) unsigned char slabs[]; /* of queries that stay, then stages */
+};
+
+/* ---- Products ----------------------------------------------------------------------------------------------- */
+
+template <typename ELEMENT> struct list_sweep {
+    const list_params &params;
+    list_block<ELEMENT> &block;
+
+    /* Says what the product is of, for all threads. */
+    __device__ void begin(const skl_cuda_argument &side, int first, int count, int key_head) const
+    {
+        __syncthreads(); /* nobody looks at the last product any more */
+        if (threadIdx.x == 0)
+            block.product = {heads_of<ELEMENT>(side, block.place, first),
+                             listed_of<ELEMENT>(side, block.place, key_head), count, tile_shape(count)};
+        __syncthreads();
+    }
+
+    __device__ const tile_shape &shape() const
+    {
+        return block.product.shape;
+    }
+    __device__ int slabs() const
+    {
+        return (block.product.queries.dim + SLAB - 1) / SLAB;
+    }
+    __device__ int stage_size() const
+    {
+        return shape().key_size() + (params.resident ? 0 : shape().query_size());
+    }
+    __device__ unsigned char *stage(int slot) const
+    {
+        return block.slabs + (params.resident ? slabs() * shape().query_size() : 0) + slot * stage_size();
+    }
+    __device__ staged_rows<SLAB> &staged_keys(int slot) const
+    {
+        return *(staged_rows<SLAB> *)(void *)stage(slot);
+    }
+    __device__ staged_rows<SLAB> &staged_queries(int slot, int slab) const
+    {
+        unsigned char *const at =
+            params.resident ? block.slabs + slab * shape().query_size() : stage(slot) + shape().key_size();
+        return *(staged_rows<SLAB> *)(void *)at;
+    }
+
+    /* The warp's place in a tile; some have none. */
+    __device__ int warp_head() const
+    {
+        return (int)threadIdx.x / 32 % shape().warps_m * WARP_HEADS;
+    }
+    __device__ int warp_key() const
+    {
+        return (int)threadIdx.x / 32 / shape().warps_m * WARP_KEYS;
+    }
+    __device__ bool has_part() const
+    {
+        return warp_key() < shape().keys;
+    }
+
+    __device__ void copy(int slot, int tile, int slab) const
+    {
+        const list_product<ELEMENT> &product = block.product;
+        if (tile == 0 || !params.resident)
+            gather_rows(&staged_queries(slot, slab), shape().heads(), product.queries, slab * SLAB,
+                        [&](int n) { return n < product.heads ? n : -1; });
+        const int first = tile * shape().keys;
+        gather_rows(&staged_keys(slot), shape().keys, product.keys, slab * SLAB,
+                    [&](int n) { return block.place.key(first + n); });
+    }
+
+    __device__ void add_slab(list_logits &x, int slot, int slab) const
+    {
+        add_staged<ELEMENT, SLAB>(x.at, at_chunk<SLAB>(own_operand(staged_queries(slot, slab)), warp_head(), 0),
+                                  at_chunk<SLAB>(logit_operand<2>(staged_keys(slot)), warp_key(), 0));
+    }
+
+    __device__ static void wait(int stages)
+    {
+        if (stages == 4)
+            cp_async_wait<2>();
+        else if (stages == 3)
+            cp_async_wait<1>();
+        else
+            cp_async_wait<0>();
+        __syncthreads(); /* this stage is complete, and the one before it free */
+    }
+
+    /* finish(x, first) makes something of every tile of products, whose first entry is `first`. */
+    template <typename FINISH> __device__ void run(FINISH finish) const
+    {
+        const int stages = min(LIST_STAGES_MAX, params.stage_size / stage_size());
+        const int tiles = (block.place.count + shape().keys - 1) / shape().keys;
+        int ahead_tile = 0, ahead_slab = 0, ahead_slot = 0;
+        const auto copy_next = [&] {
+            if (ahead_tile < tiles)
+                copy(ahead_slot, ahead_tile, ahead_slab);
+            cp_async_commit();
+            ahead_slot = ahead_slot + 1 < stages ? ahead_slot + 1 : 0;
+            ahead_slab++;
+            if (ahead_slab < slabs())
+                return;
+            ahead_slab = 0;
+            ahead_tile++;
+        };
+        __syncthreads(); /* nobody looks at the last stages any more */
+        for (int n = 0; n < stages - 1; n++)
+            copy_next();
+        int slot = 0;
+#pragma unroll 1
+        for (int tile = 0; tile < tiles; tile++) {
+            list_logits x = {};
+#pragma unroll 1
+            for (int slab = 0; slab < slabs(); slab++) {
+                wait(stages);
+                copy_next();
+                if (has_part())
+                    add_slab(x, slot, slab);
+                slot = slot + 1 < stages ? slot + 1 : 0;
+            }
+            finish(x, tile * shape().keys);
+        }
+    }
+};
+
+/* ---- Sums over heads ---------------------------------------------------------------------------------------- */
+
+__device__ inline float other_lane(float value, int offset)
+{
+    return __shfl_xor_sync(~0U, value, offset);
+}
+
+__device__ inline lse_row other_lane(const lse_row &value, int offset)
+{
+    return {__shfl_xor_sync(~0U, value.m, offset), __shfl_xor_sync(~0U, value.l, offset)};
+}
+
+__device__ inline float merge_rows(float a, float b)
+{
+    return a + b;
+}
+
+__device__ inline float select(bool first, float a, float b)
+{
+    return first ? a : b;
+}
+
+/* Number by number: the choice between two structs is one between addresses, for which they would go to memory. */
+__device__ inline lse_row select(bool first, const lse_row &a, const lse_row &b)
+{
+    return {first ? a.m : b.m, first ? a.l : b.l};
+}
+
+/* Merges a warp's columns, of(n) of a thread, over its 8 groups of lanes, each of which has some heads. A step halves
+ * the columns that a lane has, to COUNT of them, and the last one leaves it those of keys 2 lane and 2 lane + 1. */
+template <int COUNT, typename OF> __device__ inline auto merge_heads(int n, OF of)
+{
+    const auto column = [&](int c) {
+        if constexpr (COUNT == WARP_KEYS / 8)
+            return of(c);
+        else
+            return merge_heads<COUNT * 2>(c, of);
+    };
+    const auto low = column(n), high = column(n + COUNT);
+    const bool upper = (threadIdx.x & (unsigned)(COUNT * 2)) != 0;
+    return merge_rows(select(upper, high, low), other_lane(select(upper, low, high), COUNT * 2));
+}
+
+/* Adds a tile to sums of entries, of the block: of(n) has a thread's heads of its column n. */
+template <typename VALUE, typename SWEEP, typename OF>
+__device__ inline void add_heads(VALUE *const &sums, bool begins, const SWEEP &sweep, int first, OF of)
+{
+    VALUE *const partial = (VALUE *)(void *)sweep.block.partial;
+    const int keys = sweep.shape().keys;
+    if (sweep.has_part()) {
+        VALUE *const to = partial + sweep.warp_head() / WARP_HEADS * keys + sweep.warp_key();
+        to[threadIdx.x % 32 * 2] = merge_heads<2>(0, of);
+        to[threadIdx.x % 32 * 2 + 1] = merge_heads<2>(1, of);
+    }
+    __syncthreads();
+    const int key = (int)threadIdx.x, entry = first + key;
+    if (key >= keys || entry >= sweep.block.place.count)
+        return;
+    VALUE sum = partial[key];
+    for (int warp = 1; warp < sweep.shape().warps_m; warp++)
+        sum = merge_rows(sum, partial[warp * keys + key]);
+    sums[entry] = begins ? sum : merge_rows(sums[entry], sum);
+}
+
+/* ---- The teacher -------------------------------------------------------------------------------------------- */
+
+/* Head of a product that row m, half of a thread is. */
+template <typename SWEEP> __device__ inline int head_of(const SWEEP &sweep, int m, int half)
+{
+    return sweep.warp_head() + m * 16 + (int)threadIdx.x % 32 / 4 + half * 8;
+}
+
+/* LSEs of the product's heads over the list, to block.lse. Sums of a warp's heads and keys wait in shared memory. */
+template <typename ELEMENT> __device__ inline void find_lse(const list_sweep<ELEMENT> &sweep)
+{
+    list_block<ELEMENT> &block = sweep.block;
+    for (int n = (int)threadIdx.x; n < TILE_SIZE / WARP_HEADS; n += LIST_THREADS)
+        block.partial[n] = {-INFINITY, 0.0F};
+    sweep.run([&](const list_logits &x, int first) {
+        if (!sweep.has_part())
+            return;
+        const int entry = first + sweep.warp_key() + (int)threadIdx.x % 32;
+        const uint64_t low = __ballot_sync(~0U, block.place.key(entry) >= 0);
+        const uint64_t seen = low | (uint64_t)__ballot_sync(~0U, block.place.key(entry + 32) >= 0) << 32;
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            lse_row rows[2] = {{-INFINITY, 0.0F}, {-INFINITY, 0.0F}};
+            add_tile(rows, x.at[m], sweep.params.teacher.scale,
+                     [&](int, int column) { return (seen >> column & 1U) != 0; });
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const lse_row row = merge_lanes(rows[half]);
+                lse_row &sum = block.partial[sweep.warp_key() / WARP_KEYS * LIST_HEADS + head_of(sweep, m, half)];
+                if (threadIdx.x % 4 == 0)
+                    sum = merge_rows(sum, row);
+            }
+        }
+    });
+    __syncthreads();
+    const int head = (int)threadIdx.x;
+    if (head >= block.product.heads)
+        return;
+    lse_row row = block.partial[head];
+    for (int warp = 1; warp < sweep.shape().keys / WARP_KEYS; warp++)
+        row = merge_rows(row, block.partial[warp * LIST_HEADS + head]);
+    block.lse[head] = skl_lse2_split(row.l == 0.0F ? -INFINITY : (double)row.m + log2((double)row.l));
+}
+
+/* LSEs of the product's teacher heads, from `first` on, to block.lse: the caller's, or over the list and to its rows.
+ */
+template <bool FINDS_LSE, typename ELEMENT>
+__device__ inline void take_lse(const list_sweep<ELEMENT> &sweep, int first)
+{
+    list_block<ELEMENT> &block = sweep.block;
+    const list_place &at = block.place;
+    const skl_call &call = sweep.params.call;
+    const int head = (int)threadIdx.x;
+    if constexpr (FINDS_LSE)
+        find_lse(sweep);
+    if (head >= LIST_HEADS)
+        return;
+    skl_lse2 &lse = block.lse[head];
+    if (head >= block.product.heads)
+        lse = {INFINITY, 0.0F}; /* has no share in any key */
+    else if (FINDS_LSE)
+        skl_row_set(&call.rows.lse_t, &at.sequence, first + head, at.query,
+                    (float)(((double)lse.value + (double)lse.low) * SKL_LN2_DOUBLE));
+    else
+        lse = skl_lse2_of(skl_row_value(&call.inputs.lse_t, &at.sequence, first + head, at.query));
+}
+
+/* One product of teacher heads adds its probabilities to the mean. */
+template <typename ELEMENT> __device__ inline void add_teacher(const list_sweep<ELEMENT> &sweep, bool begins)
+{
+    const list_params &params = sweep.params;
+    const list_block<ELEMENT> &block = sweep.block;
+    sweep.run([&](const list_logits &x, int tile_first) {
+        const float scale = params.teacher.scale;
+        skl_lse2 lse[4];
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            lse[e] = block.lse[head_of(sweep, e / 2, e % 2)];
+        add_heads(block.mean, begins, sweep, tile_first, [&](int c) {
+            float u[4];
+            lse_row sum = {-3e38F, 0.0F}; /* finite: the difference of two infinities is none */
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                u[e] = fmaf(x.at[e / 2][c / 2][e % 2 * 2 + c % 2], scale, -lse[e].value) - lse[e].low;
+                sum.m = fmaxf(sum.m, u[e]);
+            }
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                sum.l += ex2(u[e] - sum.m);
+            return sum;
+        });
+    });
+}
+
+/* ---- The indexer -------------------------------------------------------------------------------------------- */
+
+/* One product of index heads from g on: adds to the logits, which are not scaled yet. */
+template <typename ELEMENT> __device__ inline void add_index(const list_sweep<ELEMENT> &sweep, bool begins, int g)
+{
+    const list_params &params = sweep.params;
+    list_block<ELEMENT> &block = sweep.block;
+    const int head = (int)threadIdx.x;
+    if (head < LIST_HEADS)
+        block.weights[head] = head < block.product.heads ? list_weight(params, block.place, g + head) : 0.0F;
+    sweep.run([&](const list_logits &x, int tile_first) {
+        float weights[4];
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            weights[e] = block.weights[head_of(sweep, e / 2, e % 2)];
+        add_heads(block.logits, begins, sweep, tile_first, [&](int c) {
+            float sum = 0.0F;
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                sum = fmaf(weights[e], at_least(x.at[e / 2][c / 2][e % 2 * 2 + c % 2], params.least), sum);
+            return sum;
+        });
+    });
+}
+
+/* ---- Rows --------------------------------------------------------------------------------------------------- */
+
+/* log2 of the teacher's mean, and the index logit in base 2. */
+struct entry_logits {
+    float u, y;
+};
+
+template <typename ELEMENT>
+__device__ inline entry_logits logits_of(const list_params &params, const list_block<ELEMENT> &block, int n)
+{
+    const float y = __fmul_rn(block.logits[n], params.student.scale);
+    if (!params.with_teacher)
+        return {y, y};
+    const lse_row mean = block.mean[n];
+    return {mean.m + log2f(mean.l / (float)skl_group(&params.problem)), y};
+}
+
+/* All entries of the row, to block.row; for all threads. */
+template <typename ELEMENT> __device__ inline void sum_entries(list_block<ELEMENT> &block, const list_params &params)
+{
+    const bool reverse = params.problem.direction == SKL_KL_REVERSE;
+    index_row row = empty_row();
+    for (int n = (int)threadIdx.x; n < block.place.count; n += LIST_THREADS)
+        if (block.place.key(n) >= 0) {
+            const entry_logits at = logits_of(params, block, n);
+            row = merge_rows(row, {{reverse ? at.y : at.u, 1.0F, reverse ? at.u : at.y, 1.0F, 0.0F}, 0.0F});
+        }
+    row = merge_lanes<32>(row);
+    if (threadIdx.x % 32 == 0)
+        block.rows[threadIdx.x / 32] = row;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        block.row = block.rows[0];
+        for (int warp = 1; warp < LIST_WARPS; warp++)
+            block.row = merge_rows(block.row, block.rows[warp]);
+    }
+    __syncthreads();
+}
+
+template <typename ELEMENT>
+__device__ inline void write_list_row(const list_block<ELEMENT> &block, const list_params &params)
+{
+    const list_place &at = block.place;
+    const skl_row_state &state = block.row.state;
+    const skl_row_state spread = {state.m_1, state.l_1, 0.0F, 0.0F, block.row.spread};
+    const skl_input &given = params.call.inputs.lse_t;
+    if (threadIdx.x == 0)
+        (void)::write_row(params, at.sequence, at.head, at.query, state, spread);
+    if (params.call.rows.lse_t.data == NULL || (given.data == NULL && state.l_1 != 0.0F))
+        return; /* LSEs that were computed are there already */
+    const float own_t =
+        params.problem.direction == SKL_KL_REVERSE ? skl_lse(state.m_2, state.l_2) : skl_lse(state.m_1, state.l_1);
+    const int64_t group = skl_group(&params.problem);
+    for (int64_t h = at.head * group + threadIdx.x; h < (at.head + 1) * group; h += LIST_THREADS)
+        write_lse_t(params, at.sequence, h, at.query,
+                    skl_lse2_of(given.data == NULL ? 0.0F : skl_row_value(&given, &at.sequence, h, at.query)), own_t);
+}
+
+/* d KL / d index logit of every entry, less the row's upstream gradient and scale; 0 where there is no key. */
+template <typename ELEMENT>
+__device__ inline void write_dy(const list_block<ELEMENT> &block, const list_params &params, float *dy)
+{
+    const list_place &at = block.place;
+    const skl_inputs &in = params.call.inputs;
+    const bool reverse = params.problem.direction == SKL_KL_REVERSE, one_pass = params.call.op != SKL_OP_BACKWARD;
+    const skl_lse2 lse_s = skl_lse2_of(skl_row_value(&in.lse_s, &at.sequence, at.head, at.query));
+    const float kl = !reverse   ? 0.0F
+                     : one_pass ? skl_kl_report(skl_state_kl(&block.row.state))
+                                : skl_row_value(&in.kl, &at.sequence, at.head, at.query);
+    for (int n = (int)threadIdx.x; n < at.count; n += LIST_THREADS) {
+        const entry_logits of = logits_of(params, block, n);
+        const float v = (of.y - lse_s.value) - lse_s.low, s = ex2(v);
+        const float gradient = reverse ? s * fmaf(SKL_LN2, v - of.u, -kl) : s - ex2(of.u);
+        dy[n] = at.key(n) >= 0 ? gradient : 0.0F;
+    }
+}
+
+/* ---- Kernel ------------------------------------------------------------------------------------------------- */
+
+template <bool FINDS_LSE, typename ELEMENT>
+__device__ inline void score_row(list_block<ELEMENT> &block, const list_params &params)
+{
+    const list_sweep<ELEMENT> sweep = {params, block};
+    const int group = params.with_teacher ? (int)skl_group(&params.problem) : 0;
+#pragma unroll 1
+    for (int h = 0, count; h < group; h += count) {
+        const int head = (int)block.place.head * group + h, sharing = params.teacher.heads_per_key;
+        count = min(min(group - h, sharing - head % sharing), LIST_HEADS);
+        sweep.begin(params.teacher, head, count, head / sharing);
+        take_lse<FINDS_LSE>(sweep, head);
+        add_teacher(sweep, h == 0);
+    }
+    const int index_heads = (int)params.problem.index_heads;
+#pragma unroll 1
+    for (int g = 0; g < index_heads; g += LIST_HEADS) {
+        sweep.begin(params.student, (int)block.place.head * index_heads + g, min(index_heads - g, LIST_HEADS),
+                    (int)block.place.head / params.student.heads_per_key);
+        add_index(sweep, g == 0, g);
+    }
+    __syncthreads(); /* sums are complete */
+}
+
+/* FINDS_LSE: of the teacher, which the caller has not; what that takes of registers leaves no room for two blocks. */
+template <typename ELEMENT, bool FINDS_LSE>
+__global__ void __launch_bounds__(LIST_THREADS, FINDS_LSE ? 1 : 2)
+    list_score_kernel(const __grid_constant__ list_params params)
+{
+    extern __shared__ __align__(128) unsigned char raw[];
+    list_block<ELEMENT> &block = *(list_block<ELEMENT> *)(void *)raw;
+    const int64_t top_k = params.problem.top_k;
+    if (threadIdx.x == 0) {
+        block.mean = params.mean + blockIdx.x * top_k;
+        block.logits = params.logits + blockIdx.x * top_k;
+    }
+#pragma unroll 1
+    for (int64_t item = params.row_first + blockIdx.x; item < params.row_end; item += gridDim.x) {
+        find_row(block.place, params, item);
+        if (!block.place.exists)
+            continue;
+        trim_list(block.place);
+        if (block.place.count > 0)
+            score_row<FINDS_LSE>(block, params);
+        sum_entries(block, params);
+        if (params.call.op != SKL_OP_BACKWARD)
+            write_list_row(block, params);
+        if (params.dy != NULL)
+            write_dy(block, params, params.dy + (item - params.row_first) * top_k);
+    }
+}
+
+} // namespace sm80
+
+#endif
