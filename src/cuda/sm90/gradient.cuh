@@ -126,7 +126,6 @@ __device__ inline query_facts load_facts(const query_facts &from)
 /* Queries that are streamed: their facts belong to columns of the logits. */
 template <bool SECOND> struct streamed_queries {
     const stage_facts &facts;
-    float factor; /* of upstream gradients */
     query_facts query[2];
 
     template <bool EDGE> __device__ void turn_to(int block)
@@ -135,8 +134,8 @@ template <bool SECOND> struct streamed_queries {
         const float2 lse_1 = load_shared_2(facts.lse_1[column]), lse_2 = load_shared_2(facts.lse_2[column]);
         const float2 kl = SECOND ? make_float2(0.0F, 0.0F) : load_shared_2(facts.kl[column]);
         const float2 grad = load_shared_2(facts.grad[column]);
-        query[0] = {lse_1.x, lse_2.x, kl.x, grad.x * factor};
-        query[1] = {lse_1.y, lse_2.y, kl.y, grad.y * factor};
+        query[0] = {lse_1.x, lse_2.x, kl.x, grad.x};
+        query[1] = {lse_1.y, lse_2.y, kl.y, grad.y};
     }
 
     __device__ query_facts of(int, int parity) const

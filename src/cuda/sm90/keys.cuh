@@ -131,7 +131,7 @@ template <typename ELEMENT, int DIM, bool SECOND, bool CAPPED> struct key_group 
         if (SECOND)
             return load_shared(facts.largest);
         return largest_pair<EDGE, SECOND, CAPPED>(params, logits, block.queries.band, block.count,
-                                                  streamed_queries<SECOND>{facts, 1.0F});
+                                                  streamed_queries<SECOND>{facts});
     }
 
     /* The 64 x 64 pairs of stage n, which is stage `s` of its query head. */
@@ -158,9 +158,12 @@ template <typename ELEMENT, int DIM, bool SECOND, bool CAPPED> struct key_group 
             unit.fit(*this, bound_of<EDGE>(logits, facts));
         }
         uint32_t g[4][4];
-        weigh_pairs<EDGE, SECOND, CAPPED>(
-            params, logits, block.queries.band, streamed_queries<SECOND>{facts, unit.inverse()},
-            [&](int i, int half, float low, float high) { g[i / 2][i % 2 * 2 + half] = pack(low, high, ELEMENT()); });
+        const float inverse = unit.inverse(); /* times upstream gradients it might overflow */
+        weigh_pairs<EDGE, SECOND, CAPPED>(params, logits, block.queries.band, streamed_queries<SECOND>{facts},
+                                          [&](int i, int half, float low, float high) {
+                                              g[i / 2][i % 2 * 2 + half] =
+                                                  pack(low * inverse, high * inverse, ELEMENT());
+                                          });
         wgmma_fence();
         const uint32_t q = column_operand(&block.stages[at].own, STAGE * 128);
 #pragma unroll

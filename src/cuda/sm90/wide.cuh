@@ -221,17 +221,17 @@ template <typename ELEMENT, int DIM, bool KEYS, bool SECOND, bool CAPPED> struct
         barrier_of(1 + (int)group, 128);
     }
 
-    /* What is known of a stage's queries; upstream gradients times `factor`. */
-    __device__ auto queries_of_stage(int at, float factor)
+    /* What is known of a stage's queries. Upstream gradients of own ones wait for the end. */
+    __device__ auto queries_of_stage(int at)
     {
         if constexpr (KEYS) {
-            return streamed_queries<SECOND>{block.facts.staged[at], factor};
+            return streamed_queries<SECOND>{block.facts.staged[at]};
         } else {
             own_queries<SECOND> queries = {{}, block.facts.marks[at], sums};
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 queries.query[half] = load_facts(block.facts.own[own_row<1>(0, half)]);
-                queries.query[half].grad = factor;
+                queries.query[half].grad = 1.0F;
             }
             return queries;
         }
@@ -245,7 +245,7 @@ template <typename ELEMENT, int DIM, bool KEYS, bool SECOND, bool CAPPED> struct
         float largest = 1.0F;
         if constexpr (!SECOND)
             largest = largest_pair<EDGE, SECOND, CAPPED>(params, logits, block.stream.band, block.count,
-                                                         queries_of_stage(at, 1.0F));
+                                                         queries_of_stage(at));
         else if constexpr (KEYS)
             largest = load_shared(block.facts.staged[at].largest);
         unit.fit(*this, largest);
@@ -279,9 +279,11 @@ template <typename ELEMENT, int DIM, bool KEYS, bool SECOND, bool CAPPED> struct
         if (unit.MOVES)
             fit_unit<EDGE>(logits, own_at);
         uint32_t g[4][4];
+        const float inverse = unit.inverse(); /* times upstream gradients it might overflow */
         weigh_pairs<EDGE, SECOND, CAPPED>(
-            params, logits, block.stream.band, queries_of_stage(own_at, unit.inverse()),
-            [&](int i, int half, float low, float high) { g[i / 2][i % 2 * 2 + half] = pack(low, high, ELEMENT()); });
+            params, logits, block.stream.band, queries_of_stage(own_at), [&](int i, int half, float low, float high) {
+                g[i / 2][i % 2 * 2 + half] = pack(low * inverse, high * inverse, ELEMENT());
+            });
         wgmma_fence();
         const uint32_t rows = column_operand(&block.own_stages[own_at], STAGE * 128);
 #pragma unroll
