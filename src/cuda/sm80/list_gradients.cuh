@@ -10,11 +10,10 @@
  *   shared    queries, up to 128 heads (32 of more than 128 dimensions); 2 stages of 64 keys; what of the weights
  *             passes the ReLU, 64 keys of every head: 80 KB at most
  *
- *   stage n + 1 is gathered  |  A = q k^T of stage n says what passes;  D += (dy [A > 0]) k;  weights [A > 0] to
- * shared memory, and from there, transposed, times q: parts
+ *   stage n + 1 is gathered  |  A = q k^T of stage n says what passes;  D += (dy [A > 0]) k
+ *                            |  (w [A > 0]) through shared memory, transposed, times q: parts of the stage's keys
  *
- * Numbers of a row have the same size or so, and are known before: f16 takes dy and weights in units, powers of two,
- * of the row. */
+ * A row's dy and weights are known before: f16 takes them in units of the row, powers of two. */
 #ifndef SKL_CUDA_SM80_LIST_GRADIENTS_CUH
 #define SKL_CUDA_SM80_LIST_GRADIENTS_CUH
 

@@ -9,10 +9,10 @@
  *             or else a slab with each slab of keys. Keys: 2 to 4 stages of 16 or 32 KB. 87 KB are enough for all
  *   memory    [top_k] sums of each block: what a product adds to the teacher's mean, or to the index logits
  *
- *   slab n + 1 .. n + 3 are gathered  |  X += slab n (mma);  behind a tile's last one, over heads:
- *   mean_j += sum_h 2^(x_hj - lse_h), beside its own largest term, so that nothing underflows;  y_j += sum_g w_g
- * relu(x_gj)
+ *   slabs n + 1 .. n + 3 are gathered  |  X += slab n (mma);  behind a tile's last one, over its heads,
+ *                                      |  mean_j += sum_h 2^(x_hj - lse_h)   or   y_j += sum_g w_g relu(x_gj)
  *
+ * The mean is kept beside its largest term, in logarithms, so that nothing underflows: KL(S || P) feels that.
  * LSEs of the teacher's heads, where the caller has none, take a sweep of their own before. Behind the last product a
  * row's sums are put together, and its gradients S - P follow from them at once: both are one launch. */
 #ifndef SKL_CUDA_SM80_LIST_SCORES_CUH

@@ -1,5 +1,5 @@
-/* The launches of an indexer's sparse stage by mma.sync: rows in one; gradients in two a band, and what collects dk.
- */
+/* The launches of an indexer's sparse stage by mma.sync: rows in one; gradients in two a band, before dk is
+ * collected. */
 #ifndef SKL_CUDA_SM80_LISTS_CUH
 #define SKL_CUDA_SM80_LISTS_CUH
 
@@ -31,9 +31,13 @@ inline list_params list_params_for(const skl_cuda_params *params, size_t scores)
 
 /* ---- Shared memory of scores -------------------------------------------------------------------------------- */
 
+struct list_shared {
+    size_t size, most; /* of a launch, and that any launch may ask for: calls of other threads are not in its way */
+};
+
 /* Queries stay if there is room for them and for 64 KB of stages, which any product makes two stages of. A block that
  * has a multiprocessor to itself takes twice as much for stages, if there is. */
-inline cudaError_t plan_list_memory(list_params *own, size_t *size)
+inline cudaError_t plan_list_memory(list_params *own, list_shared *memory)
 {
     constexpr int STAGES_SIZE = 64 << 10, STREAMED_SIZE = 80 << 10; /* the latter: of queries too */
     const skl_problem *const p = &own->problem;
@@ -56,25 +60,27 @@ inline cudaError_t plan_list_memory(list_params *own, size_t *size)
     own->stage_size = !own->resident                                            ? STREAMED_SIZE
                       : !two_blocks && resident + 2 * STAGES_SIZE <= block_most ? 2 * STAGES_SIZE
                                                                                 : STAGES_SIZE;
-    *size = (size_t)((own->resident ? resident : fixed) + own->stage_size);
+    *memory = {(size_t)((own->resident ? resident : fixed) + own->stage_size), (size_t)block_most};
     return cudaSuccess;
 }
 
 /* ---- Launches ----------------------------------------------------------------------------------------------- */
 
 template <typename KERNEL>
-cudaError_t launch_list(KERNEL kernel, int64_t blocks, size_t memory, const list_params &own)
+cudaError_t launch_list(KERNEL kernel, int64_t blocks, const list_shared &memory, const list_params &own)
 {
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)memory);
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)memory.most);
     if (error != cudaSuccess)
         return error;
-    kernel<<<(unsigned)blocks, LIST_THREADS, memory, own.call.stream>>>(own);
+    const size_t size = memory.size;
+    kernel<<<(unsigned)blocks, LIST_THREADS, size, own.call.stream>>>(own);
     return cudaPeekAtLastError();
 }
 
 template <typename ELEMENT> cudaError_t launch_list_scores(list_params *own)
 {
-    size_t memory = 0;
+    list_shared memory = {};
     const cudaError_t error = plan_list_memory(own, &memory);
     const int64_t blocks = skl_min(own->block_count, own->row_end - own->row_first);
     const bool finds_lse = own->with_teacher && own->call.inputs.lse_t.data == NULL;
@@ -92,8 +98,8 @@ template <typename ELEMENT> cudaError_t launch_list_rows(const skl_cuda_params *
 
 template <typename ELEMENT, int DIM> cudaError_t launch_list_sums(const list_params &own)
 {
-    return launch_list(list_gradient_kernel<ELEMENT, DIM>, own.row_end - own.row_first,
-                       sizeof(list_gradient_block<DIM>), own);
+    constexpr size_t SIZE = sizeof(list_gradient_block<DIM>);
+    return launch_list(list_gradient_kernel<ELEMENT, DIM>, own.row_end - own.row_first, {SIZE, SIZE}, own);
 }
 
 template <typename ELEMENT> cudaError_t launch_list_gradients(const skl_cuda_params *params)
