@@ -148,7 +148,7 @@ void fixture_create(fixture *f, const test_case *c)
         move_near(&f->k_s, &f->k_t, c->apart, &random);
     }
     if (!c->unit_upstream)
-        f->grad_kl = create_input(f, SKL_F32, p->heads_s, f->length_q, 1, 2, &random);
+        f->grad_kl = create_input(f, SKL_F32, p->heads_s, f->length_q, 1, 3, &random);
     if (c->growth != 0 && !layout_shares(c->layout)) {
         scale_keys(&f->k_t, c->growth);
         scale_keys(&f->k_s, c->growth);
