@@ -10,8 +10,8 @@ double oracle_type_rounding(skl_dtype dtype)
 
 double oracle_product_rounding(const skl_problem *problem, skl_dtype dtype)
 {
-    /* An indexer's lies in memory as f16 before it becomes an operand in bf16. */
-    const bool twice = problem->student == SKL_STUDENT_INDEXER && dtype == SKL_BF16;
+    /* In the dense stage of an indexer it lies in memory as f16 before it becomes an operand in bf16. */
+    const bool twice = problem->student == SKL_STUDENT_INDEXER && problem->top_k == 0 && dtype == SKL_BF16;
     return oracle_type_rounding(dtype) + (twice ? oracle_type_rounding(SKL_F16) : 0);
 }
 
