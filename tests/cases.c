@@ -229,7 +229,8 @@ const test_case test_cases[] = {
     {"shrinking", SHAPE(1, 37, 513), HEADS(2, 2), DIMS(16, 16), .growth = -30},
     {"shrinking_bf16", SHAPE(1, 37, 257), HEADS(2, 2), DIMS(64, 64), .growth = -30, TYPES(BF16, BF16)},
 
-    /* Nearly all probabilities are 0: whole tiles of gradients in f16 are, and have no size that a unit could follow. */
+    /* Nearly all probabilities are 0: whole tiles of gradients in f16 are, and have no size that a unit could follow.
+     */
     {"peaked_f16", SHAPE(1, 7, 200), HEADS(1, 1), DIMS(64, 64), TYPES(F16, F16), SCALES(100, 70)},
     {"peaked_f16_reverse", SHAPE(1, 7, 200), HEADS(1, 1), DIMS(136, 192), TYPES(F16, F16), SCALES(100, 70), REVERSE},
 
