@@ -195,8 +195,8 @@ typedef struct skl_options {
     int32_t device_index;
     int32_t threads;       /* CPU threads; 0: STREAMKL_THREADS, else every core. Results do not depend on it */
     int32_t deterministic; /* 1: gradients have the same bits on every run, and need no workspace that grows with
-                            * len_k, unless the student is an indexer; 0: Hopper GPUs may sum key gradients in any
-                            * order, which is faster */
+                            * len_k, unless the student is an indexer; 0: Hopper GPUs may sum key gradients of heads
+                            * of up to 128 dimensions in any order, which is faster */
     const char *kernel;    /* force a kernel by its name; NULL: STREAMKL_KERNEL, else the best that fits */
     skl_progress progress; /* CPU: progress of long calls; may be NULL */
     void *progress_user;
@@ -216,8 +216,9 @@ SKL_API void skl_plan_destroy(skl_plan *plan); /* NULL is fine */
 
 /* Bytes of workspace an operation needs, at an address that is a multiple of SKL_WORKSPACE_ALIGNMENT. It does not
  * grow with len_q or len_k, with two exceptions on a GPU. A backward on Hopper that is not asked to be deterministic
- * sums 16-bit key gradients there, in f32. A backward of an indexer does so with all of them, and takes up to 256
- * MiB, or 512 bytes a key where that is more. Calls that run at the same time need a workspace each. */
+ * sums 16-bit key gradients of heads of up to 128 dimensions there, in f32. Indexers have row sums there, and sum key
+ * gradients in f32; a backward takes up to 256 MiB beside, or what one list or 128 queries need where that is more.
+ * Calls that run at the same time need a workspace each. */
 #define SKL_WORKSPACE_ALIGNMENT 64
 SKL_API size_t skl_plan_workspace_size(const skl_plan *plan, skl_op op);
 SKL_API const char *skl_plan_kernel(const skl_plan *plan); /* its name in the kernel list */

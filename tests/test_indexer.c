@@ -221,26 +221,33 @@ static void test_a_nan_weight_stays_in_its_row(void **state)
 }
 
 /* The student's LSE alone is the one that a whole forward gives, and the teacher may be anything. */
-static void test_lse_of_the_student_alone(void **state)
+static void check_lse_of_the_student(const test_case *c)
 {
-    (void)state;
-    const test_case c = {"lse", SHAPE(1, 230, 101), HEADS(2, 1), DIMS(16, 16), INDEXER(3), CAUSAL};
     fixture f;
-    fixture_create(&f, &c);
+    fixture_create(&f, c);
     fixture_solve(&f);
     for (int64_t n = 0; n < tensor_count(&f.k_t); n++)
         tensor_set(&f.k_t, n, (double)NAN);
-    for (int32_t k = 0; case_kernel(&c, k); k++) {
-        skl_plan *const plan = test_plan(&f.problem, case_kernel(&c, k), 2);
+    for (int32_t k = 0; case_kernel(c, k); k++) {
+        skl_plan *const plan = test_plan(&f.problem, case_kernel(c, k), 2);
         fixture_results results = results_create(&f);
         const skl_rows rows = {.struct_size = sizeof rows, .lse_s = tensor_output(&results.lse_s)};
         run_forward(plan, &f.inputs, &rows);
         fixture_results wanted = {.lse_s = results.lse_s};
-        assert_int_equal(rows_mismatch(&f, &wanted, case_kernel(&c, k)), 0);
+        assert_int_equal(rows_mismatch(&f, &wanted, case_kernel(c, k)), 0);
         results_destroy(&results);
         skl_plan_destroy(plan);
     }
     fixture_destroy(&f);
+}
+
+static void test_lse_of_the_student_alone(void **state)
+{
+    (void)state;
+    const test_case dense = {"lse", SHAPE(1, 230, 101), HEADS(2, 1), DIMS(16, 16), INDEXER(3), CAUSAL};
+    const test_case sparse = {"lse_of_lists", SHAPE(1, 67, 101), HEADS(2, 1), DIMS(16, 16), INDEXER(3), TOP_K(33)};
+    case_in_every_type(&dense, check_lse_of_the_student);
+    case_in_every_type(&sparse, check_lse_of_the_student);
 }
 
 /* ---- Strips ------------------------------------------------------------------------------------------------- */

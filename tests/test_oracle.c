@@ -321,8 +321,9 @@ static void check_gradients(const test_case *c)
     }
     fixture_solve(&f);
     double *const hidden = indexer ? NULL : hidden_sums(&f);
-    const double step = hidden ? 4e-3 : 1e-4; /* must stand out from the rounding of a given LSE, which is a float */
-    const double step_q = step / (1 + fabs(c->growth) / 3); /* large keys: a step counts for more */
+    /* It must stand out from the rounding of a given LSE, which is a float; with large scales it counts for more. */
+    const double step = hidden ? 4e-3 : 1e-4 / (1 + fabs((double)c->scale_t) + fabs((double)c->scale_s));
+    const double step_q = step / (1 + fabs(c->growth) / 3); /* so it does with large keys */
     if (indexer)
         check_direction(&f, hidden, &f.w_s, f.exact.dw_s, step, "dw_s");
     if (!indexer) {

@@ -82,7 +82,8 @@ def attention_kl(
             the visible keys. Alone, it saves a pass where ``heads_t > heads_s``, and may cover more keys: the teacher is
             then its conditional distribution on the visible ones.
         lse_s: the student's, ``[batch, heads_s, len_q]``.
-        deterministic: gradients have the same bits at every run. Only Hopper GPUs are faster without; so does
+        deterministic: gradients have the same bits at every run. Only Hopper GPUs are faster without, and
+            only for heads of up to 128 dimensions; so does
             ``torch.use_deterministic_algorithms(True)``.
         return_lse: also return both LSEs.
         layout: ``"bnhd"``, as above, or ``"bhnd"``: ``[batch, heads, length, dim]``, packed ``[heads, total, dim]``.

@@ -58,7 +58,7 @@ static __device__ void forward_tile(const skl_cuda_params &params, indexer_memor
                                     skl_lse2 *lse)
 {
     const int64_t group = skl_group(&params.problem);
-    const bool with_teacher = wants_teacher(params.call);
+    const bool with_teacher = !skl_only_lse_s(&params.call);
     pipeline<COLUMNS> line(memory.stage);
     if (with_teacher && params.call.inputs.lse_t.data != NULL)
         load_group_lse(lse, params.call.inputs.lse_t, at, group);

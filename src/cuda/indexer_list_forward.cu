@@ -70,7 +70,7 @@ static __device__ void forward_row(const skl_cuda_params &params, list_forward_m
     const skl_problem &p = params.problem;
     list_memory &memory = shared.list;
     const int64_t group = skl_group(&p);
-    const bool with_teacher = wants_teacher(params.call), reverse = p.direction == SKL_KL_REVERSE;
+    const bool with_teacher = !skl_only_lse_s(&params.call), reverse = p.direction == SKL_KL_REVERSE;
     if (threadIdx.x < STEP)
         shared.states[threadIdx.x] = shared.spreads[threadIdx.x] = skl_state_empty();
     if (with_teacher)

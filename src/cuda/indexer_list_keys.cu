@@ -1,7 +1,8 @@
 /* dk of an indexer's sparse stage, behind every band of rows (indexer_plan.h). First a block a row puts the entries
  * of its list in the order of their keys, 64 keys a bucket, those of a bucket as they stood on the list. Then a block
- * for 64 keys has what entries add to them in one place for each row, and adds it up in the order of the lists. No
- * list is looked through twice, and every sum has one owner and one order. 43 KB of shared memory. */
+ * for 64 keys has what entries add to them in one place for each row, and adds it up in the order of the lists. Every
+ * sum has one owner and one order; of very many keys a bucket has more than 64, and some blocks share it. 43 KB of
+ * shared memory. */
 #include "base/convert.h"
 #include "base/selection.h"
 #include "cuda/indexer_bands.cuh"

@@ -5,14 +5,6 @@
 #include "base/kl_math.h"
 #include "cuda/launch.h"
 
-/* Nothing but the student's LSE: the teacher is not looked at. */
-__device__ inline bool wants_teacher(const skl_call &call)
-{
-    const skl_rows &rows = call.rows;
-    return call.op != SKL_OP_FORWARD || rows.kl.data != NULL || rows.lse_t.data != NULL ||
-           rows.cross_entropy.data != NULL || rows.entropy.data != NULL || rows.mass.data != NULL;
-}
-
 /* Writes a row's numbers, or its state; returns the LSE of the mean of the teacher's heads. `spread`: the first
  * argument beside zeros. */
 __device__ inline float write_row(const skl_cuda_params &params, const skl_sequence &s, int64_t head, int64_t query,

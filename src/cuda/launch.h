@@ -28,7 +28,7 @@ typedef struct skl_cuda_params {
     skl_problem problem;
     skl_call call;
     skl_cuda_argument one, two; /* teacher and student, or student and teacher when the KL is reversed */
-    int32_t kl_in_sweep;        /* rows.kl comes from the sweep that gives gradients */
+    int32_t kl_in_sweep;        /* rows.kl comes from the kernel that gives gradients */
     int32_t rows_known;         /* kl and dot_t were stored by an earlier kernel of the same call */
     int32_t teacher_side;       /* gradients of q_t or k_t, not of q_s or k_s */
     int64_t dim_first;          /* first dimension of the gradient that a launch gives */

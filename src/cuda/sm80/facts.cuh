@@ -56,7 +56,7 @@ __device__ inline float power_of_2(int exponent)
 template <typename ELEMENT> struct gradient_unit {
     static constexpr bool MOVES = false;
 
-    template <typename GRADIENT> __device__ void fit(GRADIENT &, float)
+    template <int ROOM = 0, typename GRADIENT> __device__ void fit(GRADIENT &, float)
     {
     }
     __device__ float value() const
@@ -73,10 +73,10 @@ template <> struct gradient_unit<__half> {
     static constexpr bool MOVES = true;
     int exponent = -127; /* the unit is 2^exponent; at first it is 0 */
 
-    /* Makes room for values up to `largest`, the same for all lanes of the warp. */
-    template <typename GRADIENT> __device__ void fit(GRADIENT &gradient, float largest)
+    /* Makes room for values up to `largest`, the same for all lanes of the warp, and for some that are larger. */
+    template <int ROOM = 3, typename GRADIENT> __device__ void fit(GRADIENT &gradient, float largest)
     {
-        constexpr int LIMIT = 15, ROOM = 3; /* values stay below 2^LIMIT units; a new unit leaves some room */
+        constexpr int LIMIT = 15;                                     /* values stay below 2^LIMIT units */
         const int size = (int)(__float_as_uint(largest) >> 23) - 126; /* largest < 2^size */
         if (size <= exponent + LIMIT)
             return;

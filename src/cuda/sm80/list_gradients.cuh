@@ -8,7 +8,7 @@
  *   regs      own queries (DIM / 4), D (64 at most: of 256 dimensions one half after the other), A of 16 keys (8),
  *             parts of 16 keys and half of the dimensions (32)
  *   shared    queries, up to 128 heads (32 of more than 128 dimensions); 2 stages of 64 keys; what of the weights
- *             passes the ReLU, 64 keys of every head: 80 KB at most
+ *             passes the ReLU, 64 keys of every head: 88 KB at most
  *
  *   stage n + 1 is gathered  |  A = q k^T of stage n says what passes;  D += (dy [A > 0]) k
  *                            |  (w [A > 0]) through shared memory, transposed, times q: parts of the stage's keys
@@ -307,7 +307,7 @@ __device__ inline void find_largest(list_gradient_block<DIM> &block, const list_
 }
 
 /* A row that lists no key: its gradients are 0, whatever its weights and its upstream gradient are. */
-template <typename ELEMENT> __device__ inline void clear_row(const list_params &params, const list_place &at)
+__device__ inline void clear_row(const list_params &params, const list_place &at)
 {
     const skl_problem &p = params.problem;
     const skl_output &dq = params.call.gradients.dq_s, &dw = params.call.gradients.dw_s;
@@ -332,7 +332,7 @@ __global__ void __launch_bounds__(LIST_THREADS, 1) list_gradient_kernel(const __
         return;
     trim_list(block.place);
     if (at.count == 0) {
-        clear_row<ELEMENT>(params, at);
+        clear_row(params, at);
         return;
     }
     find_largest(block, params, dy);

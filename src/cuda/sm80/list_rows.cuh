@@ -23,7 +23,7 @@ struct list_params : skl_cuda_params {
     int32_t resident;           /* queries stay in shared memory; or a slab of them comes with each one of keys */
     int32_t stage_size;         /* bytes of shared memory for what streams */
     lse_row *mean;              /* of each block, [top_k]: the mean of the teacher heads, before it is divided */
-    float *logits;              /* of each block, [top_k]: the indexer's, in base 2 */
+    float *logits;              /* of each block, [top_k]: the indexer's, before they are scaled */
     int64_t row_first, row_end; /* of the launch */
     float *dy;                  /* [row of the launch][top_k], without upstream gradient and scale */
     float *parts;               /* [row of the launch][top_k][dim]: what entries add to dk; NULL: not wanted */

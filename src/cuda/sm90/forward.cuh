@@ -17,6 +17,7 @@ template <typename FORWARD>
 cudaError_t launch_query_tiles(forward_kernel *kernel, const skl_cuda_params *params, const forward_maps *maps)
 {
     constexpr int MEMORY = sizeof(typename FORWARD::memory), ROWS = FORWARD::place::ROWS;
+    static_assert(ROWS <= SKL_SM80_RESIDENT_MAX * SKL_SM80_TILE_MAX, "the workspace holds the parts' states");
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
     if (error != cudaSuccess)
         return error;

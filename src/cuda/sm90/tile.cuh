@@ -1,6 +1,6 @@
-/* What the wgmma kernels share: a block owns 128 queries, 64 a warpgroup, and streams keys of both arguments through
- * shared memory, 64 a stage; for deterministic key gradients it owns keys and streams queries. Accumulators lie as
- * those of mma m16n8, so rows and bands are the sm80 kernels' own. */
+/* What the wgmma kernels share: a block owns queries, 64 a warpgroup, 128 in most of them, and streams keys of both
+ * arguments through shared memory, 64 a stage; for deterministic key gradients it owns keys and streams queries.
+ * Accumulators lie as those of mma m16n8, so rows and bands are the sm80 kernels' own. */
 #ifndef SKL_CUDA_SM90_TILE_CUH
 #define SKL_CUDA_SM90_TILE_CUH
 

@@ -237,18 +237,18 @@ template <typename ELEMENT, int DIM, bool KEYS, bool SECOND, bool CAPPED> struct
         }
     }
 
-    /* Makes room for the stage's gradients: |S - P| <= 1; those of a first argument have no bound, and are looked at.
-     */
+    /* Makes room for the stage's gradients: |S - P| <= 1, and no more will come; those of a first argument have no
+     * bound, and are looked at. */
     template <bool EDGE> __device__ void fit_unit(const logits_of_stage &logits, int at)
     {
         settle(gradient);
-        float largest = 1.0F;
         if constexpr (!SECOND)
-            largest = largest_pair<EDGE, SECOND, CAPPED>(params, logits, block.stream.band, block.count,
-                                                         queries_of_stage(at));
+            unit.fit(*this, largest_pair<EDGE, SECOND, CAPPED>(params, logits, block.stream.band, block.count,
+                                                               queries_of_stage(at)));
         else if constexpr (KEYS)
-            largest = load_shared(block.facts.staged[at].largest);
-        unit.fit(*this, largest);
+            unit.fit(*this, load_shared(block.facts.staged[at].largest));
+        else
+            unit.template fit<0>(*this, 1.0F);
     }
 
     /* Products of one argument. */
