@@ -5,23 +5,14 @@
 #ifndef SKL_CUDA_INDEXER_LIST_CUH
 #define SKL_CUDA_INDEXER_LIST_CUH
 
-#include "base/selection.h"
 #include "cuda/general_rows.cuh"
 #include "cuda/indexer_tile.cuh"
+#include "cuda/list_row.cuh"
 
 constexpr int STEP = SKL_INDEX_STEP; /* keys of the list that are looked at together */
 constexpr int KEY_COLUMNS = STEP / LANES;
 constexpr int DOT_STRIDE = STEP + 8;  /* eight keys of four heads, which is what a warp reads, meet every bank once */
 constexpr int PARTS = THREADS / STEP; /* threads of a key, which share its heads */
-
-/* The row at work. */
-struct list_row {
-    skl_sequence sequence;
-    int64_t head, query; /* student head */
-    skl_range visible;
-    const int32_t *list;
-    bool exists; /* packed sequences can be shorter than the longest one */
-};
 
 struct list_memory {
     staged_chunks chunks;
@@ -45,21 +36,13 @@ __device__ inline int part_of_thread(void)
     return (int)threadIdx.x % PARTS;
 }
 
-/* Begins row `item` of the launch: rows of a head follow one another, heads of a sequence, sequences. */
+/* Begins row `item` of the launch. */
 __device__ inline void begin_row(list_memory &memory, const skl_cuda_params &params, int64_t item)
 {
     const skl_problem &p = params.problem;
     __syncthreads(); /* nobody looks at the last row any more */
     if (threadIdx.x == 0) {
-        list_row &at = memory.at;
-        at.sequence = device_sequence(params, item / p.len_q / p.heads_s);
-        at.head = item / p.len_q % p.heads_s;
-        at.query = item % p.len_q;
-        at.exists = at.query < at.sequence.query_count;
-        if (at.exists) {
-            at.visible = skl_visible(&p, &at.sequence, at.query);
-            at.list = skl_selection(&params.call.inputs, &at.sequence, at.head, at.query);
-        }
+        memory.at = list_row_at(params, item);
         memory.sides[TEACHER] = tile_side_of(skl_teacher_of(&p, &params.call));
         memory.sides[STUDENT] = tile_side_of(skl_student_of(&p, &params.call));
     }

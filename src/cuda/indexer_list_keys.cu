@@ -4,9 +4,8 @@
  * sum has one owner and one order; of very many keys a bucket has more than 64, and some blocks share it. 43 KB of
  * shared memory. */
 #include "base/convert.h"
-#include "base/selection.h"
 #include "cuda/indexer_bands.cuh"
-#include "cuda/sequence.cuh"
+#include "cuda/list_row.cuh"
 
 constexpr int STEP = SKL_INDEX_STEP;
 constexpr int THREADS = 256;
@@ -64,12 +63,10 @@ static __global__ void __launch_bounds__(THREADS)
 {
     __shared__ order_memory memory;
     const skl_problem &p = params.problem;
-    const int64_t row = first + blockIdx.x, head = row / p.len_q % p.heads_s, query = row % p.len_q;
-    const skl_sequence s = device_sequence(params, row / p.len_q / p.heads_s);
-    const bool exists = query < s.query_count;
-    const skl_range visible = exists ? skl_visible(&p, &s, query) : skl_range{0, 0};
-    const int32_t *const list = exists ? skl_selection(&params.call.inputs, &s, head, query) : NULL;
-    const int64_t count = exists ? p.top_k : 0;
+    const list_row row = list_row_at(params, first + blockIdx.x);
+    const skl_range visible = row.visible;
+    const int32_t *const list = row.list;
+    const int64_t count = row.exists ? p.top_k : 0;
     int32_t *const order = (int32_t *)(void *)((char *)params.scratch + band.order) + blockIdx.x * p.top_k;
     int32_t *const starts = (int32_t *)(void *)((char *)params.scratch + band.starts) + blockIdx.x;
     const int buckets = (int)band.buckets;

@@ -5,7 +5,7 @@
 #define SKL_CUDA_SM80_LIST_ROWS_CUH
 
 #include "base/convert.h"
-#include "base/selection.h"
+#include "cuda/list_row.cuh"
 #include "cuda/indexer_plan.h"
 #include "cuda/sm80/index_pairs.cuh"
 
@@ -31,6 +31,7 @@ struct list_params : skl_cuda_params {
 
 /* ---- The row at work ---------------------------------------------------------------------------------------- */
 
+/* list_row, with keys in 32 bits. */
 struct list_place {
     skl_sequence sequence;
     int64_t head, query; /* student head */
@@ -47,24 +48,20 @@ struct list_place {
     }
 };
 
-/* Rows of a head follow one another, heads of a sequence, sequences. For all threads of the block. */
+/* For all threads of the block. */
 __device__ inline void find_row(list_place &at, const list_params &params, int64_t item)
 {
-    const skl_problem &p = params.problem;
     __syncthreads(); /* nobody looks at the last row any more */
     if (threadIdx.x == 0) {
-        at.sequence = device_sequence(params, item / p.len_q / p.heads_s);
-        at.head = item / p.len_q % p.heads_s;
-        at.query = item % p.len_q;
-        at.exists = at.query < at.sequence.query_count;
-        at.count = 0;
-        if (at.exists) {
-            const skl_range visible = skl_visible(&p, &at.sequence, at.query);
-            at.list = skl_selection(&params.call.inputs, &at.sequence, at.head, at.query);
-            at.begin = (int)visible.begin;
-            at.end = (int)visible.end;
-            at.count = (int)p.top_k;
-        }
+        const list_row row = list_row_at(params, item);
+        at.sequence = row.sequence;
+        at.head = row.head;
+        at.query = row.query;
+        at.list = row.list;
+        at.begin = (int)row.visible.begin;
+        at.end = (int)row.visible.end;
+        at.count = row.exists ? (int)params.problem.top_k : 0;
+        at.exists = row.exists;
     }
     __syncthreads();
 }
