@@ -139,8 +139,9 @@ def kl_of_scores(case, scores, dots, w_s, hidden):
 
 def dense_kl(case, q_t, k_t, q_s, k_s, w_s):
     """Of every row, over all keys."""
-    every_pair = torch.ones((case.length, case.length), dtype=torch.bool, device=q_t.device)
-    hidden = every_pair.triu(1) if case.causal else None
+    hidden = None
+    if case.causal:
+        hidden = torch.ones((case.length, case.length), dtype=torch.bool, device=q_t.device).triu(1)
 
     def scores():
         return torch.einsum("bhid,bhjd->bhij", q_t, k_t.repeat_interleave(case.heads // case.key_heads, dim=1))
