@@ -199,11 +199,16 @@ static void indexer(skl_problem *problem, skl_inputs *inputs)
     problem->index_heads = 5;
 }
 
-static void indexer_reverse_linear(skl_problem *problem, skl_inputs *inputs)
+static void indexer_linear(skl_problem *problem, skl_inputs *inputs)
 {
     indexer(problem, inputs);
-    problem->direction = SKL_KL_REVERSE;
     problem->index_linear = 1;
+}
+
+static void indexer_reverse_linear(skl_problem *problem, skl_inputs *inputs)
+{
+    indexer_linear(problem, inputs);
+    problem->direction = SKL_KL_REVERSE;
 }
 
 static void indexer_packed(skl_problem *problem, skl_inputs *inputs)
@@ -293,10 +298,16 @@ static const case_entry entries[] = {
     {"indexer, reverse, linear", SKL_F32, SKL_F32, 0, indexer_reverse_linear},
     {"indexer, packed, f16", SKL_F16, SKL_F16, 0, indexer_packed},
     {"indexer, latent keys, bf16", SKL_BF16, SKL_BF16, 0, indexer_of_latents},
+    {"indexer, latent keys, f16", SKL_F16, SKL_F16, 1, indexer_of_latents},
+    {"indexer, bf16", SKL_BF16, SKL_BF16, 1, indexer},
+    {"indexer, linear, bf16", SKL_BF16, SKL_BF16, 0, indexer_linear},
+    {"indexer, linear, f16", SKL_F16, SKL_F16, 0, indexer_linear},
     {"indexer over lists", SKL_F32, SKL_F32, 0, indexer_over_lists},
     {"indexer over lists, reverse", SKL_F32, SKL_F32, 0, indexer_over_lists_reverse},
     {"indexer over lists, packed, f16", SKL_F16, SKL_F16, 1, indexer_over_lists_packed},
     {"indexer over lists, latent keys, bf16", SKL_BF16, SKL_BF16, 0, latents_over_lists},
+    {"indexer over lists, latent keys, f16", SKL_F16, SKL_F16, 0, latents_over_lists},
+    {"indexer over lists, reverse, bf16", SKL_BF16, SKL_BF16, 1, indexer_over_lists_reverse},
 };
 
 int check_case_count(void)
