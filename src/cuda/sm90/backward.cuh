@@ -61,10 +61,11 @@ struct gradient_maps {
 
 /* ---- Copies ------------------------------------------------------------------------------------------------- */
 
-/* What one thread of the key warpgroup copies, and where the block's dk goes. */
+/* What one warp of the key warpgroup copies, and where the block's dk goes. All lanes have the same here. */
 template <int DIM> struct stage_copies {
     gradient_block<DIM> &block;
     const gradient_maps &maps;
+    stage_order keys;
     int batch, head, own_head, other_head;
 
     __device__ void copy_queries(int row) const
@@ -78,17 +79,12 @@ template <int DIM> struct stage_copies {
             copy_box(block.other_queries.parts, maps.other_queries, DIM - 64, row, head, batch, block.queries_full);
     }
 
-    __device__ int row_of(int n) const
-    {
-        return block.keys.row + block.keys.place_of(n) * KEYS;
-    }
-
     /* Into memory that is free; nothing behind the last stage. */
     __device__ void copy_stage(int n) const
     {
-        if (n >= block.keys.stages)
+        if (n >= keys.stages)
             return;
-        const int at = n % block.DEPTH, row = row_of(n);
+        const int at = n % block.DEPTH, row = keys.row_of(n);
         barrier_expect(block.full[at], (int)sizeof block.stages[at]);
 #pragma unroll
         for (int half = 0; half < DIM / 64; half++) {
@@ -103,7 +99,7 @@ template <int DIM> struct stage_copies {
     {
 #pragma unroll
         for (int part = 0; part < DIM / 32; part++)
-            add_box(maps.sums, part * 32, row_of(n), own_head, batch, block.sums[part]);
+            add_box(maps.sums, part * 32, keys.row_of(n), own_head, batch, block.sums[part]);
         boxes_commit();
     }
 };
@@ -168,7 +164,7 @@ __device__ inline void know_queries(const skl_cuda_params &params, gradient_bloc
 template <typename ELEMENT, int DIM, bool SECOND, bool CAPPED> struct query_group {
     const skl_cuda_params &params;
     gradient_block<DIM> &block;
-    uint32_t group; /* of the warp; the same for all lanes, so that ptxas keeps what follows from it in uniform
+    int group; /* of the warp; the same for all lanes, so that ptxas keeps what follows from it in uniform
                        registers */
     uint32_t other_q[HELD<DIM> / 16][4];
     float dq[DIM / 8][4];
@@ -332,16 +328,16 @@ template <typename ELEMENT, int DIM>
 __device__ inline void add_key_gradients(gradient_block<DIM> &block, const stage_copies<DIM> &copies, bool wanted,
                                          float scale)
 {
-    const bool leader = threadIdx.x % 128 == 0;
+    const bool leads = common((int)threadIdx.x % 128 / 32) == 0; /* the warpgroup: this warp does */
     const uint32_t q = column_operand(block.own_queries.parts, QUERIES * 128);
     float dk[DIM / 8][4];
-    if (block.keys.edges > 0)
+    if (copies.keys.edges > 0)
         clean_stage<ELEMENT>(block, 0);
-    for (int n = 0; n < block.keys.stages; n++) {
-        if (n + 1 < block.keys.edges)
+    for (int n = 0; n < copies.keys.stages; n++) {
+        if (n + 1 < copies.keys.edges)
             clean_stage<ELEMENT>(block, n + 1);
         barrier_wait(block.g_full[n % 2], n / 2 % 2);
-        if (leader && n > 0) /* where there is a G, the stage before it has been left */
+        if (leads && n > 0) /* where there is a G, the stage before it has been left */
             copies.copy_stage(n + block.DEPTH - 1);
         if (!wanted) {
             __syncwarp(); /* no lane is still waiting for this G when the next one comes */
@@ -360,16 +356,16 @@ __device__ inline void add_key_gradients(gradient_block<DIM> &block, const stage
         settle(dk);
         if (threadIdx.x % 32 == 0)
             barrier_arrive(block.g_empty[n % 2]);
-        if (leader)
+        if (leads)
             boxes_wait();
         barrier_of(1 + KEY_GROUP, 128);
         stage_sums<DIM>(block, dk, scale * block.unit);
         async_fence();
         barrier_of(1 + KEY_GROUP, 128);
-        if (leader)
+        if (leads)
             copies.add_sums(n);
     }
-    if (leader)
+    if (leads)
         boxes_wait();
 }
 
@@ -406,18 +402,19 @@ __global__ void __launch_bounds__(GRADIENT_THREADS, 1)
     }
     __syncthreads();
     const tile_place &place = block.place;
-    const uint32_t group = __shfl_sync(~0U, threadIdx.x / 128, 0);
+    const int group = common((int)threadIdx.x / 128);
     if (group == KEY_GROUP) {
         give_registers<104>();
-        const int head = (int)place.head;
+        const int head = common((int)place.head);
         const stage_copies<DIM> copies = {block,
                                           maps,
-                                          (int)place.sequence.batch,
+                                          common(block.keys),
+                                          common((int)place.sequence.batch),
                                           head,
                                           head / own_of<SECOND>(params).heads_per_key,
                                           head / other_of<SECOND>(params).heads_per_key};
-        if (threadIdx.x % 128 == 0) {
-            copies.copy_queries((int)(place.sequence.query_begin + place.first));
+        if (common((int)threadIdx.x / 32) == KEY_GROUP * 4) {
+            copies.copy_queries(common((int)(place.sequence.query_begin + place.first)));
             for (int n = 0; n < block.DEPTH; n++)
                 copies.copy_stage(n);
         }

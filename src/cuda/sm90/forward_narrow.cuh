@@ -6,7 +6,7 @@
  *
  *   warpgroup   products of stage n (wgmma), then its exponentials and sums, with nothing of its own beside them:
  *               what runs beside them are the other three warpgroups, each somewhere else in its stage
- *   last one    its first thread also copies (TMA): at stage n it refills the place of stage n - 1
+ *   last one    its first warp also copies (TMA): at stage n it refills the place of stage n - 1
  *
  * Heads of this size take about as long for exponentials as for products, and more instructions than both: four warps
  * a scheduler keep it busier than two whose products and exponentials overlap. A fifth warpgroup for copies would
@@ -23,7 +23,8 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct narrow_forward {
     static constexpr int GROUPS = 4;
     static constexpr int THREADS = 128 * GROUPS;
     typedef query_place<GROUPS> place;
-    static constexpr int HELD = CAPPED ? 0 : 64; /* dimensions of the first argument's queries in registers */
+    static constexpr int HELD = CAPPED ? 0 : 64;    /* dimensions of the first argument's queries in registers */
+    static constexpr int COPIES = (GROUPS - 1) * 4; /* the warp that does */
     static constexpr int DEPTH = DIM == 64 ? 8 : HELD > 0 ? 4 : 3; /* stages */
 
     struct memory {
@@ -39,14 +40,17 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct narrow_forward {
     const skl_cuda_params &params;
     const forward_maps &maps;
     memory &block;
-    uint32_t group; /* of the warp, the same for all lanes */
+    /* The same for all lanes of a warp. */
+    int group, warp; /* of the block */
+    stage_order keys;
+    copy_place from;
+    int at, parity; /* the next stage's place, and the parity of the phase that fills it */
+    /* Of the thread. */
     uint32_t held[HELD / 16 + (HELD == 0)][4];
     skl_row_state state[2];
-    int at = 0, parity = 0; /* the next stage's place, and the parity of the phase that fills it */
 
-    /* Everything that the first thread does for the block. */
-    __device__ static void begin(const skl_cuda_params &params, const forward_maps &maps, memory &block,
-                                 const place &tile)
+    /* By the first thread of the block. */
+    __device__ static void begin(const skl_cuda_params &params, memory &block, const place &tile)
     {
         block.keys = keys_of_tile(params, tile);
         block.from = copy_place::of(params, tile);
@@ -56,33 +60,39 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct narrow_forward {
             barrier_init(block.empty[n], GROUPS * 4);
         }
         barrier_init_fence();
-        const int row = (int)(tile.sequence.query_begin + tile.first);
+    }
+
+    __device__ void copy_stage(int n, int to) const
+    {
+        copy_keys(block.stages[to], maps, from, keys.row_of(n), block.full[to]);
+    }
+
+    __device__ void copy_first() const
+    {
         barrier_expect(block.queries_full, block.lying_1.SIZE + block.lying_2.SIZE);
-        copy_queries<HELD>(block.lying_1, maps.queries_1, block.from, row, block.queries_full);
-        copy_queries<0>(block.lying_2, maps.queries_2, block.from, row, block.queries_full);
-        for (int n = 0; n < min(DEPTH, block.keys.stages); n++)
-            copy_stage(maps, block, n, n);
+        copy_queries<HELD>(block.lying_1, maps.queries_1, from, block.queries_full);
+        copy_queries<0>(block.lying_2, maps.queries_2, from, block.queries_full);
+        for (int n = 0; n < min(DEPTH, keys.stages); n++)
+            copy_stage(n, n);
     }
 
-    __device__ static void copy_stage(const forward_maps &maps, memory &block, int n, int to)
+    /* Goes on behind stage n. The one before it has been left by this warpgroup; the last of them to leave it is
+     * seldom far behind. */
+    __device__ void leave(int n)
     {
-        copy_keys(block.stages[to], maps, block.from, block.keys.row + block.keys.place_of(n) * KEYS, block.full[to]);
-    }
-
-    /* The stage before n has been left by this warpgroup; the last of them to leave it is seldom far behind. */
-    __device__ void refill_last(int n)
-    {
-        if (threadIdx.x == (GROUPS - 1) * 128 && n > 0 && n - 1 + DEPTH < block.keys.stages) {
+        if (warp == COPIES && n > 0 && n - 1 + DEPTH < keys.stages) {
             const int last = at == 0 ? DEPTH - 1 : at - 1;
             barrier_wait(block.empty[last], at == 0 ? parity ^ 1 : parity);
-            copy_stage(maps, block, n - 1 + DEPTH, last);
+            copy_stage(n - 1 + DEPTH, last);
         }
-        __syncwarp();
+        if (++at == DEPTH) {
+            at = 0;
+            parity ^= 1;
+        }
     }
 
-    /* Logits of the stage that comes as number n. The two arguments' products come in turns: neither waits for its
-     * own last one. */
-    __device__ void multiply(stage_logits &x, stage_logits &y, int n)
+    /* Logits of the next stage. The two arguments' products come in turns: neither waits for its own last one. */
+    __device__ void multiply(stage_logits &x, stage_logits &y)
     {
         const uint32_t own = group * (64 * 128 / 16);
         const uint32_t q_1 = row_operand(&block.lying_1) + own, q_2 = row_operand(&block.lying_2) + own;
@@ -103,11 +113,6 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct narrow_forward {
         settle(x);
         settle(y);
         barrier_arrive_if(block.empty[at], threadIdx.x % 32 == 0);
-        refill_last(n);
-        if (++at == DEPTH) {
-            at = 0;
-            parity ^= 1;
-        }
         if (CAPPED) {
             cap_stage(x, x, params.one);
             cap_stage(y, y, params.two);
@@ -119,22 +124,23 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct narrow_forward {
         const float scale_1 = CAPPED ? 1.0F : params.one.scale, scale_2 = CAPPED ? 1.0F : params.two.scale;
         int n = 0;
 #pragma unroll 1
-        for (; n < block.keys.edges; n++) {
+        for (; n < keys.edges; n++) {
             stage_logits x, y;
-            multiply(x, y, n);
-            const int first = block.keys.place_of(n) * KEYS;
-            const reach sees = reach_of(block.keys.band, (int)group * 64, 64); /* an edge of the block, not of all */
+            multiply(x, y);
+            const int first = keys.place_of(n) * KEYS;
+            const reach sees = reach_of(block.keys.band, group * 64, 64); /* an edge of the block, not of all */
             if (covers(sees.all, first, KEYS))
                 add_whole(state, x, scale_1, y, scale_2);
             else if (meets(sees.any, first, KEYS))
                 add_edge(state, x, scale_1, y, scale_2, block.keys.band, first);
+            leave(n);
         }
-        const int stages = __shfl_sync(~0U, block.keys.stages, 0);
 #pragma unroll 1
-        for (; n < stages; n++) {
+        for (; n < keys.stages; n++) {
             stage_logits x, y;
-            multiply(x, y, n);
+            multiply(x, y);
             add_whole(state, x, scale_1, y, scale_2);
+            leave(n);
         }
     }
 };
@@ -151,15 +157,18 @@ __global__ void __launch_bounds__(narrow_forward<ELEMENT, DIM, CAPPED>::THREADS,
     if (!tile.find(params, params.splits))
         return;
     if (threadIdx.x == 0)
-        forward::begin(params, maps, block, tile);
-    forward own = {params, maps, block, __shfl_sync(~0U, threadIdx.x / 128, 0)};
+        forward::begin(params, block, tile);
+    __syncthreads();
+    const int warp = common((int)threadIdx.x / 32);
+    forward own = {params, maps, block, warp / 4, warp, common(block.keys), common(block.from), 0, 0};
+    if (warp == forward::COPIES)
+        own.copy_first();
     if constexpr (forward::HELD > 0) {
         const int rows = (int)skl_min(tile.ROWS, tile.sequence.query_count - tile.first);
         load_rows<forward::HELD>(own.held, queries_of<ELEMENT>(params.one, tile.sequence, tile.head).from(tile.first),
                                  rows);
     }
     own.state[0] = own.state[1] = skl_state_empty();
-    __syncthreads();
     barrier_wait(block.queries_full, 0);
     own.run();
     write_rows<forward::GROUPS>(params, own.state);

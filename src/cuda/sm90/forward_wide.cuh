@@ -30,24 +30,24 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
         key_stage<DIM> stages[DEPTH];
         lying_rows<(DIM - HELD) / 64> lying_1, lying_2;
         uint64_t queries_full, full[DEPTH], empty[DEPTH];
-        row_stream keys; /* here, and not in the registers of every thread */
+        row_stream keys; /* these here, and not in the registers of every thread */
+        copy_place from;
         float scale_1, scale_2;
     };
 
     /* ---- Producer ------------------------------------------------------------------------------------------- */
 
-    __device__ static void produce(const skl_cuda_params &params, const forward_maps &maps, memory &block,
-                                   const place &tile)
+    __device__ static void produce(const forward_maps &maps, memory &block)
     {
-        const copy_place from = copy_place::of(params, tile);
-        const int query = (int)(tile.sequence.query_begin + tile.first);
+        const copy_place from = common(block.from);
+        const stage_order keys = common(block.keys);
         barrier_expect(block.queries_full, block.lying_1.SIZE + block.lying_2.SIZE);
-        copy_queries<HELD>(block.lying_1, maps.queries_1, from, query, block.queries_full);
-        copy_queries<HELD>(block.lying_2, maps.queries_2, from, query, block.queries_full);
-        for (int n = 0; n < block.keys.stages; n++) {
+        copy_queries<HELD>(block.lying_1, maps.queries_1, from, block.queries_full);
+        copy_queries<HELD>(block.lying_2, maps.queries_2, from, block.queries_full);
+        for (int n = 0; n < keys.stages; n++) {
             const int at = n % DEPTH;
             barrier_wait(block.empty[at], n / DEPTH % 2 ^ 1);
-            copy_keys(block.stages[at], maps, from, block.keys.row + block.keys.place_of(n) * KEYS, block.full[at]);
+            copy_keys(block.stages[at], maps, from, keys.row_of(n), block.full[at]);
         }
     }
 
@@ -55,7 +55,7 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
 
     const skl_cuda_params &params;
     memory &block;
-    uint32_t group; /* of the warp, the same for all lanes */
+    int group; /* of the warp, the same for all lanes */
     uint32_t q_1[HELD / 16][4], q_2[HELD / 16][4];
     skl_row_state state[2];
 
@@ -157,6 +157,7 @@ __global__ void __launch_bounds__(wide_forward<ELEMENT, DIM, CAPPED>::THREADS, 1
         return;
     if (threadIdx.x == 0) {
         block.keys = keys_of_tile(params, here);
+        block.from = copy_place::of(params, here);
         block.scale_1 = params.one.scale;
         block.scale_2 = params.two.scale;
         barrier_init(block.queries_full, 1);
@@ -167,14 +168,15 @@ __global__ void __launch_bounds__(wide_forward<ELEMENT, DIM, CAPPED>::THREADS, 1
         barrier_init_fence();
     }
     __syncthreads();
-    typename forward::place tile;
-    if (threadIdx.x / 128 == forward::GROUPS) {
+    const int group = common((int)threadIdx.x / 128);
+    if (group == forward::GROUPS) {
         give_registers<24>();
-        if (threadIdx.x % 128 == 0 && tile.find(params, params.splits))
-            forward::produce(params, maps, block, tile);
+        if (common((int)threadIdx.x / 32) == forward::GROUPS * 4)
+            forward::produce(maps, block);
     } else {
         take_registers<240>();
-        forward own = {params, block, __shfl_sync(~0U, threadIdx.x / 128, 0)};
+        forward own = {params, block, group};
+        typename forward::place tile;
         (void)tile.find(params, params.splits);
         own.load_queries(tile);
         own.state[0] = own.state[1] = skl_state_empty();

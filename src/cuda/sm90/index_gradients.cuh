@@ -60,7 +60,7 @@ template <int DIM> struct index_sums {
 
 template <int DIM> struct index_consumer {
     index_block<DIM> &block;
-    uint32_t group; /* of the warp, the same for all lanes */
+    int group; /* of the warp, the same for all lanes */
     product_turns turns;
     index_sums<DIM> sums;
     stage_logits a;
@@ -202,12 +202,12 @@ template <int DIM> __device__ inline void init_barriers(index_block<DIM> &block)
 /* Behind the consumers: warp 0 copies, warps 2 and 3 clean. */
 enum index_role { CONSUMES, COPIES, CLEANS, IDLES };
 
-__device__ inline index_role role_of_thread()
+__device__ inline index_role role_of_warp()
 {
-    const int warp = (int)threadIdx.x / 32 - CONSUMERS * 4;
+    const int warp = common((int)threadIdx.x / 32) - CONSUMERS * 4;
     if (warp < 0)
         return CONSUMES;
-    return warp >= 2 ? CLEANS : threadIdx.x % 128 == 0 ? COPIES : IDLES;
+    return warp >= 2 ? CLEANS : warp == 0 ? COPIES : IDLES;
 }
 
 /* ---- Queries ------------------------------------------------------------------------------------------------ */
@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
         return;
     const int head = at.head * index_heads + (int)(blockIdx.x % index_heads), batch = (int)at.sequence.batch;
     const int first = at.tile_begin * SIDE, stages = (at.tile_end - at.tile_begin) * (SIDE / KEYS);
-    const uint32_t group = __shfl_sync(~0U, threadIdx.x / 128, 0);
+    const int group = common((int)threadIdx.x / 128);
     if (group < CONSUMERS) {
         take_registers<240>();
         index_consumer<DIM> own = {block, group, product_turns(block.turns, group)};
@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
         return;
     }
     give_registers<24>();
-    switch (role_of_thread()) {
+    switch (role_of_warp()) {
     case COPIES:
         copy_own(block, maps.own, (int)at.sequence.query_begin + at.first, head, batch);
         for (int n = 0; n < stages; n++)
@@ -313,7 +313,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
     const int batch = (int)work.sequence.batch, heads = (int)params.problem.index_heads;
     if (work.stages == 0)
         return;
-    const uint32_t group = __shfl_sync(~0U, threadIdx.x / 128, 0);
+    const int group = common((int)threadIdx.x / 128);
     if (group < CONSUMERS) {
         take_registers<224>();
         index_consumer<DIM> own = {block, group, product_turns(block.turns, group)};
@@ -344,7 +344,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
     }
     give_registers<56>();
     int n = 0;
-    switch (role_of_thread()) {
+    switch (role_of_warp()) {
     case COPIES:
         copy_own(block, maps.own, (int)work.sequence.key_begin + work.tile * SIDE, work.key_head, batch);
         for_slots(params, work, [&](int slot) {

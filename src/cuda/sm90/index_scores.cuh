@@ -131,14 +131,15 @@ struct slab_producer {
     __device__ void copy_heads(const head_list &heads, const CUtensorMap &q, const CUtensorMap &k, int tile)
     {
         const skl_sequence &s = block.place.sequence;
-        const int query_row = (int)s.query_begin + block.place.first, key_row = (int)s.key_begin + tile * SIDE;
+        const int query_row = common((int)s.query_begin + block.place.first), batch = common((int)s.batch);
+        const int key_row = common((int)s.key_begin + tile * SIDE);
         for (head_walk walk(heads); !walk.at_end(); walk.next())
             for (int c = 0; c < heads.slabs; c += 2) {
                 if (walk.keys_are_new)
                     copy_step(block.keys, block.keys_full, block.keys_empty, key, k, c, heads.slabs, key_row,
-                              walk.head / heads.heads_per_key, (int)s.batch);
+                              walk.head / heads.heads_per_key, batch);
                 copy_step(block.queries, block.queries_full, block.queries_empty, query, q, c, heads.slabs, query_row,
-                          walk.head, (int)s.batch);
+                          walk.head, batch);
             }
     }
 };
@@ -147,7 +148,7 @@ struct slab_producer {
 
 struct slab_consumer {
     score_block &block;
-    uint32_t group; /* of the warp, the same for all lanes */
+    int group; /* of the warp, the same for all lanes */
     ring_place<QUERY_STEPS> query;
     ring_place<KEY_STEPS> key;
     product_turns turns;
@@ -228,13 +229,13 @@ __device__ inline void clear(tile_logits &x)
         x[e / 4][e % 4] = 0.0F;
 }
 
-__device__ inline slab_consumer begin_consumer(score_block &block, uint32_t group)
+__device__ inline slab_consumer begin_consumer(score_block &block, int group)
 {
     return {block, group, {0, 0}, {0, 0}, product_turns(block.turns, group)};
 }
 
 template <bool GRADIENTS>
-__device__ inline void consume_scores(const index_params &params, score_block &block, uint32_t group)
+__device__ inline void consume_scores(const index_params &params, score_block &block, int group)
 {
     const slot_place &at = block.place;
     slab_consumer slabs = begin_consumer(block, group);
@@ -288,10 +289,10 @@ __global__ void __launch_bounds__(SCORE_THREADS, 1)
         init_rings(block);
     }
     __syncthreads();
-    const uint32_t group = __shfl_sync(~0U, threadIdx.x / 128, 0);
+    const int group = common((int)threadIdx.x / 128);
     if (group == CONSUMERS) {
         give_registers<24>();
-        if (threadIdx.x % 128 == 0) {
+        if (common((int)threadIdx.x / 32) == CONSUMERS * 4) {
             slab_producer slabs = {block, {0, 0}, {0, 0}};
             for (int tile = block.tile_begin; tile < block.tile_end; tile++) {
                 slabs.copy_heads(teacher_heads(params, block.place.head), maps.q_t, maps.k_t, tile);

@@ -66,30 +66,27 @@ template <typename ELEMENT, int DIM, bool SECOND>
 __device__ inline void stage_queries(const skl_cuda_params &params, const key_maps &maps, keys_block<DIM> &block)
 {
     const row_stream &queries = block.queries;
-    const int batch = (int)block.place.sequence.batch;
+    const int batch = common((int)block.place.sequence.batch), warp = common((int)threadIdx.x % 128 / 32);
     if constexpr (OWN_HELD<DIM> < DIM)
-        if (threadIdx.x % 128 == 0) {
+        if (warp == 0) {
             barrier_expect(block.keys_copied, block.own_keys.SIZE);
             copy_box(block.own_keys.parts, maps.own_keys, DIM - 64,
                      (int)(block.place.sequence.key_begin + block.place.first), (int)block.place.head, batch,
                      block.keys_copied);
         }
-    for (int n = (int)threadIdx.x % 128 / 32; n < queries.stages * block.heads; n += 4) {
+    for (int n = warp; n < queries.stages * block.heads; n += 4) {
         const int at = n % block.DEPTH, turn = n / block.DEPTH % 2;
         const int head = (int)block.place.head * block.heads + n / queries.stages;
         const int first = queries.place_of(n % queries.stages) * STAGE;
         barrier_wait(block.empty[at], turn ^ 1);
-        if (threadIdx.x % 32 == 0) {
-            barrier_expect(block.copied[at], (int)sizeof block.stages[at]);
+        barrier_expect(block.copied[at], (int)sizeof block.stages[at]);
 #pragma unroll
-            for (int half = 0; half < DIM / 64; half++) {
-                copy_box(block.stages[at].other.halves[half], maps.other_queries, half * 64, queries.row + first,
-                         head, batch, block.copied[at]);
-                copy_box(block.stages[at].own.halves[half], maps.own_queries, half * 64, queries.row + first, head,
-                         batch, block.copied[at]);
-            }
+        for (int half = 0; half < DIM / 64; half++) {
+            copy_box(block.stages[at].other.halves[half], maps.other_queries, half * 64, queries.row + first, head,
+                     batch, block.copied[at]);
+            copy_box(block.stages[at].own.halves[half], maps.own_queries, half * 64, queries.row + first, head, batch,
+                     block.copied[at]);
         }
-        __syncwarp();
         stage_facts &facts = block.facts[at];
         store_stage_facts(facts, load_stage_facts(params, block.place.sequence, queries, block.count, head, first));
         if (n % queries.stages < queries.edges) {
@@ -107,7 +104,7 @@ __device__ inline void stage_queries(const skl_cuda_params &params, const key_ma
 template <typename ELEMENT, int DIM, bool SECOND, bool CAPPED> struct key_group {
     const skl_cuda_params &params;
     keys_block<DIM> &block;
-    uint32_t group; /* of the warp, the same for all lanes */
+    int group; /* of the warp, the same for all lanes */
     uint32_t own_k[OWN_HELD<DIM> / 16][4], other_k[DIM / 16][4];
     float dk[DIM / 8][4];
     gradient_unit<ELEMENT> unit;
@@ -244,12 +241,13 @@ __global__ void __launch_bounds__(KEY_THREADS, 1)
         barrier_init_fence();
     }
     __syncthreads();
-    if (threadIdx.x / 128 == CONSUMERS) {
+    const int group = common((int)threadIdx.x / 128);
+    if (group == CONSUMERS) {
         give_registers<40>();
         stage_queries<ELEMENT, DIM, SECOND>(params, maps, block);
     } else {
         take_registers<232>();
-        key_group<ELEMENT, DIM, SECOND, CAPPED> own = {params, block, __shfl_sync(~0U, threadIdx.x / 128, 0)};
+        key_group<ELEMENT, DIM, SECOND, CAPPED> own = {params, block, group};
         own.run();
         own.store();
     }

@@ -46,13 +46,6 @@ __device__ inline void barrier_arrive_if(uint64_t &barrier, bool condition)
                  : "memory");
 }
 
-/* Arrives, and lets the phase wait for so many bytes of copies. */
-__device__ inline void barrier_expect(uint64_t &barrier, int bytes)
-{
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
-                 : "memory");
-}
-
 /* A barrier of some warps of the block; number 0 is __syncthreads. */
 __device__ inline void barrier_of(int number, int threads)
 {
@@ -81,12 +74,29 @@ __device__ inline void stmatrix_x4(uint32_t row, const uint32_t (&from)[4])
 
 /* ---- The copy engine ---------------------------------------------------------------------------------------- */
 
+/* A whole warp comes here, and one lane of it, always the same, gives the order. A branch that only this lane takes
+ * would not do: ptxas keeps nothing in uniform registers there, and puts a loop over lanes around every copy. */
+#define SKL_ONE_LANE(order)                                                                                          \
+    "{\n"                                                                                                            \
+    ".reg .pred chosen;\n"                                                                                           \
+    "elect.sync _|chosen, 0xffffffff;\n"                                                                             \
+    "@chosen " order ";\n"                                                                                           \
+    "}"
+
+/* Arrives, and lets the phase wait for so many bytes of copies. */
+__device__ inline void barrier_expect(uint64_t &barrier, int bytes)
+{
+    asm volatile(SKL_ONE_LANE("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1")::"r"(shared_address(&barrier)),
+                 "r"(bytes)
+                 : "memory");
+}
+
 /* A box of a tensor {column, row, head, batch}; elements outside of the tensor become 0. */
 __device__ inline void copy_box(void *to, const CUtensorMap &tensor, int column, int row, int head, int batch,
                                 uint64_t &barrier)
 {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-                 "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(shared_address(to)),
+    asm volatile(SKL_ONE_LANE("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                              "[%0], [%1, {%2, %3, %4, %5}], [%6]")::"r"(shared_address(to)),
                  "l"(&tensor), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(shared_address(&barrier))
                  : "memory");
 }
@@ -94,19 +104,20 @@ __device__ inline void copy_box(void *to, const CUtensorMap &tensor, int column,
 /* Adds a box of f32 in shared memory to the same tensor; what lies outside of the tensor is left out. */
 __device__ inline void add_box(const CUtensorMap &tensor, int column, int row, int head, int batch, const void *from)
 {
-    asm volatile(
-        "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(
-            &tensor),
-        "r"(column), "r"(row), "r"(head), "r"(batch), "r"(shared_address(from))
-        : "memory");
+    asm volatile(SKL_ONE_LANE("cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group "
+                              "[%0, {%1, %2, %3, %4}], [%5]")::"l"(&tensor),
+                 "r"(column), "r"(row), "r"(head), "r"(batch), "r"(shared_address(from))
+                 : "memory");
 }
 
 __device__ inline void boxes_commit()
 {
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    asm volatile(SKL_ONE_LANE("cp.async.bulk.commit_group")::: "memory");
 }
 
-/* Waits until the boxes that this thread added have been read. */
+#undef SKL_ONE_LANE
+
+/* Waits until the boxes that this warp added have been read. */
 __device__ inline void boxes_wait()
 {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");

@@ -36,14 +36,20 @@ template <int ROWS> struct lying_rows<0, ROWS> {
 
 /* ---- Streamed rows ------------------------------------------------------------------------------------------ */
 
-/* What a tile of own rows streams, in stages. Those that some own row meets in part come first, so that the long
- * loop over the others, an even number of them, has one simple body. */
-struct row_stream {
+/* What a warp's lanes have in common, said so that ptxas knows: it then lies in uniform registers, from which
+ * operands of products and copies are made. */
+__device__ inline int common(int value)
+{
+    return __shfl_sync(~0U, value, 0);
+}
+
+/* Stages in the order in which they come. Those that some own row meets in part come first, so that the long loop
+ * over the others, an even number of them, has one simple body. */
+struct stage_order {
     int row; /* of the tensor, where it begins */
     int stages;
-    int edges;   /* stages that come first */
-    int left;    /* of them at the beginning of the rows; the others are at the end */
-    band32 band; /* what the own rows meet of it */
+    int edges; /* stages that come first */
+    int left;  /* of them at the beginning of the rows; the others are at the end */
 
     /* Place among the rows of the stage that comes as number n. */
     __device__ int place_of(int n) const
@@ -51,6 +57,22 @@ struct row_stream {
         const int right = edges - left;
         return n < left ? n : n < edges ? n + stages - edges : n - right;
     }
+
+    /* Row of the tensor where it begins. */
+    __device__ int row_of(int n) const
+    {
+        return row + place_of(n) * STAGE;
+    }
+};
+
+__device__ inline stage_order common(const stage_order &order)
+{
+    return {common(order.row), common(order.stages), common(order.edges), common(order.left)};
+}
+
+/* What a tile of own rows streams, in stages. */
+struct row_stream : stage_order {
+    band32 band; /* what the own rows meet of it */
 };
 
 /* `begin`: row of the tensor from which `streamed` counts. */
@@ -60,7 +82,7 @@ __device__ inline row_stream in_stages(const streamed_band &streamed, int64_t be
     const int stages = (streamed.needed + STAGE - 1) / STAGE;
     const int left = min((all.begin + STAGE - 1) / STAGE, stages);
     const int whole = max(0, min(all.end / STAGE, stages) - left) / 2 * 2;
-    return {(int)(begin + streamed.origin), stages, stages - whole, left, streamed.band};
+    return {{(int)(begin + streamed.origin), stages, stages - whole, left}, streamed.band};
 }
 
 /* The keys of a query tile, or a part of them. */

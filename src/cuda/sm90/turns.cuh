@@ -11,8 +11,8 @@ namespace sm90
  * passed on when half of its products are done: the next ones are in line when the last ones end. */
 struct product_turns {
     uint64_t (&barriers)[CONSUMERS];
-    uint32_t group; /* of the warp, the same for all lanes */
-    int parity;     /* of the warpgroup's next turn */
+    int group;  /* of the warp, the same for all lanes */
+    int parity; /* of the warpgroup's next turn */
 
     __device__ static void init(uint64_t (&barriers)[CONSUMERS])
     {
@@ -21,8 +21,7 @@ struct product_turns {
     }
 
     /* The first turn is warpgroup 0's. */
-    __device__ product_turns(uint64_t (&of)[CONSUMERS], uint32_t own_group)
-        : barriers(of), group(own_group), parity(0)
+    __device__ product_turns(uint64_t (&of)[CONSUMERS], int own_group) : barriers(of), group(own_group), parity(0)
     {
         barrier_arrive_if(barriers[0], group == 1 && threadIdx.x % 32 == 0);
     }

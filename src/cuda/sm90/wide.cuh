@@ -99,7 +99,7 @@ struct wide_maps {
 
 /* ---- Staging ------------------------------------------------------------------------------------------------ */
 
-/* All copies of one argument, by one thread. */
+/* All copies of one argument, by one warp. */
 template <int DIM, bool KEYS, int DEPTH>
 __device__ inline void copy_argument(const wide_block<DIM, KEYS> &block, const skl_cuda_argument &argument,
                                      const CUtensorMap &rows_map, const CUtensorMap &stream_map,
@@ -107,11 +107,12 @@ __device__ inline void copy_argument(const wide_block<DIM, KEYS> &block, const s
                                      wide_barriers<DEPTH> &barriers)
 {
     const skl_sequence &sequence = block.place.sequence;
-    const int batch = (int)sequence.batch;
-    for (int h = 0, n = 0; h < block.heads; h++) {
-        const int head = block.query_head(h), key_head = head / argument.heads_per_key;
+    const stage_order stream = common(block.stream);
+    const int batch = common((int)sequence.batch), heads = common(block.heads);
+    for (int h = 0, n = 0; h < heads; h++) {
+        const int head = common(block.query_head(h)), key_head = head / argument.heads_per_key;
         if (block.has_new_rows(h, argument)) {
-            const int first = (int)((KEYS ? sequence.key_begin : sequence.query_begin) + block.place.first);
+            const int first = common((int)((KEYS ? sequence.key_begin : sequence.query_begin) + block.place.first));
             if (h > 0) /* no product with the former ones is under way */
                 barrier_wait(barriers.empty[(n - 1) % DEPTH], (n - 1) / DEPTH % 2);
             barrier_expect(barriers.rows_full, rows.SIZE);
@@ -119,8 +120,8 @@ __device__ inline void copy_argument(const wide_block<DIM, KEYS> &block, const s
                 copy_box(rows.parts[part], rows_map, part * 64, first, KEYS ? key_head : head, batch,
                          barriers.rows_full);
         }
-        for (int s = 0; s < block.stream.stages; s++, n++) {
-            const int at = n % DEPTH, row = block.stream.row + block.stream.place_of(s) * STAGE;
+        for (int s = 0; s < stream.stages; s++, n++) {
+            const int at = n % DEPTH, row = stream.row_of(s);
             barrier_wait(barriers.empty[at], n / DEPTH % 2 ^ 1);
             barrier_expect(barriers.full[at], (int)sizeof stages[at]);
 #pragma unroll
@@ -195,7 +196,7 @@ template <bool SECOND> struct own_queries {
 template <typename ELEMENT, int DIM, bool KEYS, bool SECOND, bool CAPPED> struct wide_group {
     const skl_cuda_params &params;
     wide_block<DIM, KEYS> &block;
-    uint32_t group; /* of the warp, the same for all lanes */
+    int group; /* of the warp, the same for all lanes */
     float gradient[DIM / 8][4];
     row_sums sums[2]; /* dq of a second argument: what a KL is made of */
     gradient_unit<ELEMENT> unit;
@@ -218,7 +219,7 @@ template <typename ELEMENT, int DIM, bool KEYS, bool SECOND, bool CAPPED> struct
                 fact[which] = fact_of(params, which, block.place.sequence, block.place.head, block.place.first + row);
             block.facts.own[row] = {fact[0] * SKL_LOG2E, fact[1] * SKL_LOG2E, fact[2], 1.0F};
         }
-        barrier_of(1 + (int)group, 128);
+        barrier_of(1 + group, 128);
     }
 
     /* What is known of a stage's queries. Upstream gradients of own ones wait for the end. */
@@ -390,16 +391,16 @@ __global__ void __launch_bounds__(WIDE_THREADS, 1)
         barrier_init_fence();
     }
     __syncthreads();
-    const uint32_t group = __shfl_sync(~0U, threadIdx.x / 128, 0);
+    const int group = common((int)threadIdx.x / 128);
     if (group == CONSUMERS) {
         give_registers<56>();
-        const int warp = (int)threadIdx.x % 128 / 32;
+        const int warp = common((int)threadIdx.x % 128 / 32);
         if (warp == 0)
             know_stages<ELEMENT, DIM, KEYS, SECOND>(params, block);
-        else if (warp == 1 && threadIdx.x % 32 == 0)
+        else if (warp == 1)
             copy_argument<DIM, KEYS>(block, own_of<SECOND>(params), maps.own_rows, maps.own_stream, block.own_rows,
                                      block.own_stages, block.own);
-        else if (warp == 2 && threadIdx.x % 32 == 0)
+        else if (warp == 2)
             copy_argument<DIM, KEYS>(block, other_of<SECOND>(params), maps.other_rows, maps.other_stream,
                                      block.other_rows, block.other_stages, block.other);
     } else {
