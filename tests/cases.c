@@ -139,6 +139,8 @@ const test_case test_cases[] = {
      .without = ALL_GRADIENTS},
     {"many_stages_192_bf16", SHAPE(1, 3, 500), HEADS(70, 70), DIMS(192, 192), TYPES(BF16, BF16),
      .without = ALL_GRADIENTS},
+    {"many_parts_causal_bf16", SHAPE(1, 257, 512), HEADS(66, 66), DIMS(8, 8), TYPES(BF16, BF16), CAUSAL,
+     .without = ALL_GRADIENTS}, /* as many as there is workspace for */
     {"many_parts_bf16", SHAPE(1, 300, 800), HEADS(1, 1), DIMS(8, 8), TYPES(BF16, BF16), .without = ALL_GRADIENTS},
 
     /* Heads of more than 128 dimensions in 16-bit types: kernels of their own, which keep more in shared memory. */

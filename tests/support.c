@@ -3,6 +3,8 @@
 
 #include "device.h"
 
+#include <fnmatch.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -103,11 +105,17 @@ void memory_poison(const test_memory *memory)
 
 /* ---- The library ------------------------------------------------------------------------------------------- */
 
+static bool is_wanted(const char *kernel)
+{
+    const char *const pattern = getenv("SKL_TEST_KERNELS");
+    return pattern == NULL || fnmatch(pattern, kernel, 0) == 0;
+}
+
 const char *test_kernel(int32_t index)
 {
     skl_kernel_info info;
     for (int32_t k = 0; skl_kernel_at(k, &info); k++)
-        if (info.device == test_device() && info.usable && index-- == 0)
+        if (info.device == test_device() && info.usable && is_wanted(info.name) && index-- == 0)
             return info.name;
     return NULL;
 }

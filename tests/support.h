@@ -7,6 +7,7 @@
  *     SKL_TEST_DEVICE=cuda  on the GPU: see device.h
  *     SKL_TEST_REPORT=1   how near every result comes to its allowed error
  *     SKL_TEST_FILTER=x   only tests whose name matches the pattern x, which may hold * and ?
+ *     SKL_TEST_KERNELS=x  only kernels whose name does
  */
 #ifndef SKL_TESTS_SUPPORT_H
 #define SKL_TESTS_SUPPORT_H

@@ -295,8 +295,8 @@ static size_t sums_size(const cuda_kernel *kernel, const skl_problem *p)
 
 static size_t attention_size(const skl_plan *plan, const cuda_kernel *kernel, skl_op op)
 {
-    const size_t states_size = (size_t)plan->block_count / GENERAL_RESIDENT * SKL_SM80_RESIDENT_MAX *
-                               SKL_SM80_TILE_MAX * sizeof(skl_row_state);
+    const size_t states_size =
+        (size_t)plan->block_count / GENERAL_RESIDENT * SKL_PART_ROWS_MAX * sizeof(skl_row_state);
     const bool parts = kernel->dim_max > 0 && op != SKL_OP_BACKWARD;
     const bool sums = has_gradients(op) && !plan->deterministic;
     return larger(larger(lse_size(plan), parts ? states_size : 0), sums ? sums_size(kernel, &plan->problem) : 0);

@@ -75,8 +75,9 @@ cudaError_t skl_cuda_listed_gradients(const skl_cuda_params *params);
 #define SKL_SM80_ROWS_MAX ((int64_t)1 << 30)
 enum { SKL_SM80_TILE_MIN = 64, SKL_SM80_TILE_MAX = 128 };
 
-/* Keys are cut into parts for at most so many blocks a multiprocessor: it bounds the workspace. */
-enum { SKL_SM80_RESIDENT_MAX = 3 };
+/* Keys are cut into parts for at most so many blocks of an mma.sync kernel a multiprocessor, and their states are of
+ * so many rows a multiprocessor: it bounds the workspace. */
+enum { SKL_SM80_RESIDENT_MAX = 3, SKL_PART_ROWS_MAX = 512 };
 
 /* Tensor cores by mma.sync: 16-bit types of one kind, r = 1, dimensions a multiple of 8, 16-byte aligned rows. */
 #define SKL_CUDA_SM80(type_dim)                                                                                      \

@@ -162,6 +162,7 @@ __global__ void __launch_bounds__(THREADS, FORWARD_RESIDENT<DIM>)
 template <typename ELEMENT, int DIM, int M> cudaError_t launch_forward(const skl_cuda_params *params)
 {
     constexpr int MEMORY = sizeof(forward_memory<DIM, M>);
+    static_assert(SKL_SM80_RESIDENT_MAX * query_place<M>::ROWS <= SKL_PART_ROWS_MAX, "the workspace holds the parts");
     int resident = 0;
     cudaError_t error =
         cudaFuncSetAttribute(forward_kernel<ELEMENT, DIM, M>, cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);

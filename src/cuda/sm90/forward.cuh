@@ -12,19 +12,27 @@ namespace sm90
 
 typedef void forward_kernel(skl_cuda_params, forward_maps);
 
+/* Blocks that keep a multiprocessor busy, one at a time. Where a mask leaves tiles half of the longest one's keys on
+ * average, two: else the longest takes as long as all of them together. */
+inline int64_t blocks_to_fill(const skl_problem *p)
+{
+    const bool one_sided = (p->window_left > SKL_LENGTH_MAX) != (p->window_right > SKL_LENGTH_MAX);
+    return one_sided && 2 * p->len_q > p->len_k ? 2 : 1;
+}
+
 /* A block a tile of queries, or more, each with a part of its keys, where tiles do not fill the GPU. */
 template <typename FORWARD>
 cudaError_t launch_query_tiles(forward_kernel *kernel, const skl_cuda_params *params, const forward_maps *maps)
 {
     constexpr int MEMORY = sizeof(typename FORWARD::memory), ROWS = FORWARD::place::ROWS;
-    static_assert(ROWS <= SKL_SM80_RESIDENT_MAX * SKL_SM80_TILE_MAX, "the workspace holds the parts' states");
+    static_assert(2 * ROWS <= SKL_PART_ROWS_MAX, "the workspace holds the parts");
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
     if (error != cudaSuccess)
         return error;
     const skl_problem *const p = &params->problem;
     const int64_t tiles = skl_ceil_div(p->len_q, ROWS);
     skl_cuda_params own = *params;
-    own.splits = splits_for(p->batch * p->heads_s * tiles, params->multiprocessors, p->len_k);
+    own.splits = splits_for(p->batch * p->heads_s * tiles, params->multiprocessors * blocks_to_fill(p), p->len_k);
     kernel<<<grid_of(p->batch, p->heads_s, tiles * own.splits), FORWARD::THREADS, MEMORY, params->call.stream>>>(
         own, *maps);
     if (own.splits > 1)
