@@ -55,7 +55,10 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
 
     const skl_cuda_params &params;
     memory &block;
-    int group; /* of the warp, the same for all lanes */
+    /* The same for all lanes of a warp. */
+    int group;
+    stage_order keys;
+    /* Of the thread. */
     uint32_t q_1[HELD / 16][4], q_2[HELD / 16][4];
     skl_row_state state[2];
 
@@ -73,11 +76,11 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
         const int at = n % DEPTH;
         barrier_wait(block.full[at], n / DEPTH % 2);
         wgmma_fence();
-        const uint32_t keys = row_operand(&block.stages[at]);
         const uint32_t queries = group * (64 * 128 / 16);
-        start_products<ELEMENT, DIM, HELD>(x, q_1, row_operand(&block.lying_1) + queries, keys);
+        start_products<ELEMENT, DIM, HELD>(x, q_1, row_operand(&block.lying_1) + queries,
+                                           row_operand(&block.stages[at].one));
         start_products<ELEMENT, DIM, HELD>(y, q_2, row_operand(&block.lying_2) + queries,
-                                           keys + sizeof(row_stage<DIM>) / 16);
+                                           row_operand(&block.stages[at].two));
         wgmma_commit();
     }
 
@@ -86,13 +89,12 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
         wgmma_wait<0>();
         settle(x);
         settle(y);
-        if (threadIdx.x % 32 == 0)
-            barrier_arrive(block.empty[n % DEPTH]);
+        barrier_arrive_if(block.empty[n % DEPTH], threadIdx.x % 32 == 0);
     }
 
     __device__ void edge(const stage_logits &x, float scale_1, const stage_logits &y, float scale_2, int n)
     {
-        add_edge(state, x, scale_1, y, scale_2, block.keys.band, block.keys.place_of(n) * KEYS);
+        add_edge(state, x, scale_1, y, scale_2, block.keys.band, keys.place_of(n) * KEYS);
     }
 
     /* The scales come from shared memory, so that no exponential is taken before the wait for the next stage's keys:
@@ -105,13 +107,13 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
 
     __device__ void run_capped()
     {
-        for (int n = 0; n < block.keys.stages; n++) {
+        for (int n = 0; n < keys.stages; n++) {
             stage_logits x, y, capped_x, capped_y;
             start(x, y, n);
             finish(x, y, n);
             cap_stage(capped_x, x, params.one);
             cap_stage(capped_y, y, params.two);
-            if (n < block.keys.edges)
+            if (n < keys.edges)
                 edge(capped_x, 1.0F, capped_y, 1.0F, n);
             else
                 add_whole(state, capped_x, 1.0F, capped_y, 1.0F);
@@ -121,18 +123,18 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
     __device__ void run()
     {
         stage_logits x[2], y[2];
-        for (int n = 0; n < block.keys.edges; n++) {
+        for (int n = 0; n < keys.edges; n++) {
             start(x[0], y[0], n);
             finish(x[0], y[0], n);
             edge(x[0], params.one.scale, y[0], params.two.scale, n);
         }
-        const int end = block.keys.stages;
-        if (block.keys.edges == end)
+        const int end = keys.stages;
+        if (keys.edges == end)
             return;
         /* Products are started unconditionally and with no branch before the sums: ptxas would wait for them at once,
          * or not mix them with the exponentials. So the last ones are started twice, and not used. */
-        start(x[0], y[0], block.keys.edges);
-        for (int n = block.keys.edges; n < end; n += 2) {
+        start(x[0], y[0], keys.edges);
+        for (int n = keys.edges; n < end; n += 2) {
             finish(x[0], y[0], n);
             start(x[1], y[1], n + 1);
             whole(x[0], y[0]);
@@ -175,7 +177,7 @@ __global__ void __launch_bounds__(wide_forward<ELEMENT, DIM, CAPPED>::THREADS, 1
             forward::produce(maps, block);
     } else {
         take_registers<240>();
-        forward own = {params, block, group};
+        forward own = {params, block, group, common(block.keys)};
         typename forward::place tile;
         (void)tile.find(params, params.splits);
         own.load_queries(tile);

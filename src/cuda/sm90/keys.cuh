@@ -65,8 +65,10 @@ struct key_maps {
 template <typename ELEMENT, int DIM, bool SECOND>
 __device__ inline void stage_queries(const skl_cuda_params &params, const key_maps &maps, keys_block<DIM> &block)
 {
-    const row_stream &queries = block.queries;
+    const row_stream &band = block.queries;
+    const stage_order queries = common(block.queries);
     const int batch = common((int)block.place.sequence.batch), warp = common((int)threadIdx.x % 128 / 32);
+    const int heads = common(block.heads), first_head = common((int)block.place.head) * heads;
     if constexpr (OWN_HELD<DIM> < DIM)
         if (warp == 0) {
             barrier_expect(block.keys_copied, block.own_keys.SIZE);
@@ -74,9 +76,9 @@ __device__ inline void stage_queries(const skl_cuda_params &params, const key_ma
                      (int)(block.place.sequence.key_begin + block.place.first), (int)block.place.head, batch,
                      block.keys_copied);
         }
-    for (int n = warp; n < queries.stages * block.heads; n += 4) {
+    for (int n = warp; n < queries.stages * heads; n += 4) {
         const int at = n % block.DEPTH, turn = n / block.DEPTH % 2;
-        const int head = (int)block.place.head * block.heads + n / queries.stages;
+        const int head = first_head + n / queries.stages;
         const int first = queries.place_of(n % queries.stages) * STAGE;
         barrier_wait(block.empty[at], turn ^ 1);
         barrier_expect(block.copied[at], (int)sizeof block.stages[at]);
@@ -88,7 +90,7 @@ __device__ inline void stage_queries(const skl_cuda_params &params, const key_ma
                      block.copied[at]);
         }
         stage_facts &facts = block.facts[at];
-        store_stage_facts(facts, load_stage_facts(params, block.place.sequence, queries, block.count, head, first));
+        store_stage_facts(facts, load_stage_facts(params, block.place.sequence, band, block.count, head, first));
         if (n % queries.stages < queries.edges) {
             __syncwarp(); /* an LSE that becomes NaN has been written */
             barrier_wait(block.copied[at], turn);
@@ -174,12 +176,13 @@ template <typename ELEMENT, int DIM, bool SECOND, bool CAPPED> struct key_group 
 #pragma unroll
         for (int e = 0; e < DIM / 2; e++)
             dk[e / 4][e % 4] = 0.0F;
-        const row_stream &queries = block.queries;
-        const int64_t head = block.place.head * block.heads;
+        const stage_order queries = common(block.queries);
+        const int heads = common(block.heads);
+        const int64_t head = block.place.head * heads;
         load_rows<OWN_HELD<DIM>>(own_k, keys(own_of<SECOND>(params), head), block.count);
         if (OWN_HELD<DIM> < DIM)
             barrier_wait(block.keys_copied, 0);
-        for (int h = 0, n = 0; h < block.heads; h++) {
+        for (int h = 0, n = 0; h < heads; h++) {
             load_rows<DIM>(other_k, keys(other_of<SECOND>(params), head + h), block.count);
             for (int s = 0; s < queries.edges; s++, n++)
                 add_stage<true>(n, s);

@@ -303,9 +303,10 @@ template <typename ELEMENT, int DIM, bool KEYS, bool SECOND, bool CAPPED> struct
         sums[0] = sums[1] = {};
         if constexpr (!KEYS)
             know_own_rows();
-        const row_stream &stream = block.stream;
+        const stage_order stream = common(block.stream);
+        const int heads = common(block.heads);
         const skl_cuda_argument &other = other_of<SECOND>(params);
-        for (int h = 0, n = 0; h < block.heads; h++) {
+        for (int h = 0, n = 0; h < heads; h++) {
             barrier_wait(block.other.rows_full, block.changes(h, other) % 2);
             barrier_wait(block.own.rows_full, 0);
             for (int s = 0; s < stream.edges; s++, n++)
