@@ -74,10 +74,10 @@ class Selection:
     def values(self, method, operation, column):
         return {length: float(row[column]) for length, row in sorted(self.series.get((method, operation), {}).items())}
 
-    def times_ours(self, method, operation, own_operation):
-        """{length: how many times as long as ours it takes}"""
-        own = self.values("streamkl", own_operation, "ms")
-        return {length: ms / own[length] for length, ms in self.values(method, operation, "ms").items() if length in own}
+    def times_ours(self, method, operation, ratio):
+        """{length: how many times as long as ours it takes}, ours being that of the same run."""
+        rows = self.series.get((method, operation), {})
+        return {length: 1 / float(row[ratio]) for length, row in sorted(rows.items()) if row[ratio]}
 
     def ends_for_memory(self, method, length):
         return any(name == method and other > length for name, other in self.out_of_memory)
@@ -88,19 +88,17 @@ class Selection:
 
 def speed_panels(selection):
     """[(title, {method: {length: multiple}})]"""
-    has_one_pass = ("streamkl", ONE_PASS) in selection.series
-    step_of_ours = ONE_PASS if has_one_pass else STEP
     panels = [
-        ("forward", FORWARD, FORWARD, LOOKS),
-        ("backward", BACKWARD, BACKWARD, LOOKS),
-        ("forward + backward, ours in one pass" if has_one_pass else STEP, STEP, step_of_ours, LOOKS.keys() - YARDSTICKS),
+        ("forward", FORWARD, FORWARD, "ours_ratio", LOOKS),
+        ("backward", BACKWARD, BACKWARD, "ours_ratio", LOOKS),
     ]
-    for title, operation, own_operation, methods in panels:
-        lines = {}
-        for method in LOOKS:
-            if method in methods:
-                mine = own_operation if method == "streamkl" else operation
-                lines[method] = selection.times_ours(method, mine, own_operation)
+    if ("streamkl", ONE_PASS) in selection.series:
+        panels.append(("forward + backward, ours in one pass", STEP, ONE_PASS, "one_pass_ratio", LOOKS.keys() - YARDSTICKS))
+    else:
+        panels.append((STEP, STEP, STEP, "ours_ratio", LOOKS.keys() - YARDSTICKS))
+    for title, operation, of_ours, ratio, methods in panels:
+        lines = {name: selection.times_ours(name, operation, ratio) for name in LOOKS if name in methods}
+        lines["streamkl"] = dict.fromkeys(sorted(selection.series.get(("streamkl", of_ours), {})), 1.0)
         if lines["streamkl"]:
             yield title, lines
 
