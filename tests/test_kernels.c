@@ -131,10 +131,13 @@ static void test_one_case(void **state)
     fixture_create(&f, *state);
     fixture_solve(&f);
     int mismatches = 0;
-    for (int32_t k = 0; problem_kernel(&f.problem, k); k++)
-        mismatches += check_kernel(&f, problem_kernel(&f.problem, k));
+    int32_t count = 0;
+    for (; problem_kernel(&f.problem, count); count++)
+        mismatches += check_kernel(&f, problem_kernel(&f.problem, count));
     fixture_destroy(&f);
     assert_int_equal(mismatches, 0);
+    if (count == 0)
+        skip(); /* SKL_TEST_KERNELS names others */
 }
 
 static void test_a_kernel_runs_here(void **state)

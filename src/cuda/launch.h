@@ -73,7 +73,7 @@ cudaError_t skl_cuda_listed_gradients(const skl_cuda_params *params);
 
 /* The mma.sync kernels count rows in 32 bits, and own at least so many rows a block. */
 #define SKL_SM80_ROWS_MAX ((int64_t)1 << 30)
-enum { SKL_SM80_TILE_MIN = 64, SKL_SM80_TILE_MAX = 128 };
+enum { SKL_SM80_TILE_MIN = 64 };
 
 /* Keys are cut into parts for at most so many blocks of an mma.sync kernel a multiprocessor, and their states are of
  * so many rows a multiprocessor: it bounds the workspace. */

@@ -145,11 +145,11 @@ template <int M> __global__ void merge_parts(const __grid_constant__ skl_cuda_pa
     write_row(params, place.sequence, place.head, place.first + row, state);
 }
 
-/* As many parts as fill a GPU that runs `resident` blocks at once, if there are keys enough for them. */
-inline int32_t splits_for(int64_t tiles, int64_t resident, int64_t keys)
+/* As many parts as there may be for `blocks` in all, if there are keys enough for them. */
+inline int32_t splits_for(int64_t tiles, int64_t blocks, int64_t keys)
 {
     constexpr int64_t KEYS_MIN = 256;
-    return (int32_t)skl_max(1, skl_min(resident / tiles, keys / KEYS_MIN));
+    return (int32_t)skl_max(1, skl_min(blocks / tiles, keys / KEYS_MIN));
 }
 
 } // namespace sm80

@@ -164,8 +164,7 @@ __device__ inline void know_queries(const skl_cuda_params &params, gradient_bloc
 template <typename ELEMENT, int DIM, bool SECOND, bool CAPPED> struct query_group {
     const skl_cuda_params &params;
     gradient_block<DIM> &block;
-    int group; /* of the warp; the same for all lanes, so that ptxas keeps what follows from it in uniform
-                       registers */
+    int group; /* of the warp, the same for all lanes */
     uint32_t other_q[HELD<DIM> / 16][4];
     float dq[DIM / 8][4];
     row_sums sums[2]; /* of the second argument's sweep: what a KL is made of */

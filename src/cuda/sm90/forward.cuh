@@ -12,20 +12,23 @@ namespace sm90
 
 typedef void forward_kernel(skl_cuda_params, forward_maps);
 
+constexpr int UNEVEN_BLOCKS = 2;
+
 /* Blocks that keep a multiprocessor busy, one at a time. Where a mask leaves tiles half of the longest one's keys on
- * average, two: else the longest takes as long as all of them together. */
+ * average, more than one: else the longest takes as long as all of them together. */
 inline int64_t blocks_to_fill(const skl_problem *p)
 {
     const bool one_sided = (p->window_left > SKL_LENGTH_MAX) != (p->window_right > SKL_LENGTH_MAX);
-    return one_sided && 2 * p->len_q > p->len_k ? 2 : 1;
+    return one_sided && 2 * p->len_q > p->len_k ? UNEVEN_BLOCKS : 1;
 }
 
-/* A block a tile of queries, or more, each with a part of its keys, where tiles do not fill the GPU. */
+/* A block a tile of queries, or more, each with a part of its keys, where tiles do not fill the GPU as they should.
+ */
 template <typename FORWARD>
 cudaError_t launch_query_tiles(forward_kernel *kernel, const skl_cuda_params *params, const forward_maps *maps)
 {
     constexpr int MEMORY = sizeof(typename FORWARD::memory), ROWS = FORWARD::place::ROWS;
-    static_assert(2 * ROWS <= SKL_PART_ROWS_MAX, "the workspace holds the parts");
+    static_assert(UNEVEN_BLOCKS * ROWS <= SKL_PART_ROWS_MAX, "the workspace holds the parts");
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
     if (error != cudaSuccess)
         return error;

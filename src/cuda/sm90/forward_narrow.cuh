@@ -23,8 +23,8 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct narrow_forward {
     static constexpr int GROUPS = 4;
     static constexpr int THREADS = 128 * GROUPS;
     typedef query_place<GROUPS> place;
-    static constexpr int HELD = CAPPED ? 0 : 64;    /* dimensions of the first argument's queries in registers */
-    static constexpr int COPIES = (GROUPS - 1) * 4; /* the warp that does */
+    static constexpr int HELD = CAPPED ? 0 : 64; /* dimensions of the first argument's queries in registers */
+    static constexpr int COPY_WARP = (GROUPS - 1) * 4;
     static constexpr int DEPTH = DIM == 64 ? 8 : HELD > 0 ? 4 : 3; /* stages */
 
     struct memory {
@@ -32,7 +32,7 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct narrow_forward {
         lying_rows<DIM / 64, place::ROWS> lying_2;
         lying_rows<(DIM - HELD) / 64, place::ROWS> lying_1;
         uint64_t queries_full, full[DEPTH], empty[DEPTH];
-        row_stream keys; /* these two here, and not in the registers of every thread */
+        row_stream keys; /* these two from one thread for all of them; the band is only here */
         copy_place from;
     };
     static_assert(sizeof(memory) <= 227 * 1024, "a block's shared memory");
@@ -80,7 +80,7 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct narrow_forward {
      * seldom far behind. */
     __device__ void leave(int n)
     {
-        if (warp == COPIES && n > 0 && n - 1 + DEPTH < keys.stages) {
+        if (warp == COPY_WARP && n > 0 && n - 1 + DEPTH < keys.stages) {
             const int last = at == 0 ? DEPTH - 1 : at - 1;
             barrier_wait(block.empty[last], at == 0 ? parity ^ 1 : parity);
             copy_stage(n - 1 + DEPTH, last);
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(narrow_forward<ELEMENT, DIM, CAPPED>::THREADS,
     __syncthreads();
     const int warp = common((int)threadIdx.x / 32);
     forward own = {params, maps, block, warp / 4, warp, common(block.keys), common(block.from), 0, 0};
-    if (warp == forward::COPIES)
+    if (warp == forward::COPY_WARP)
         own.copy_first();
     if constexpr (forward::HELD > 0) {
         const int rows = (int)skl_min(tile.ROWS, tile.sequence.query_count - tile.first);

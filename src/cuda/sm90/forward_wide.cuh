@@ -30,7 +30,7 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
         key_stage<DIM> stages[DEPTH];
         lying_rows<(DIM - HELD) / 64> lying_1, lying_2;
         uint64_t queries_full, full[DEPTH], empty[DEPTH];
-        row_stream keys; /* these here, and not in the registers of every thread */
+        row_stream keys; /* these from one thread for all of them; the band is only here */
         copy_place from;
         float scale_1, scale_2;
     };

@@ -65,7 +65,6 @@ struct key_maps {
 template <typename ELEMENT, int DIM, bool SECOND>
 __device__ inline void stage_queries(const skl_cuda_params &params, const key_maps &maps, keys_block<DIM> &block)
 {
-    const row_stream &band = block.queries;
     const stage_order queries = common(block.queries);
     const int batch = common((int)block.place.sequence.batch), warp = common((int)threadIdx.x % 128 / 32);
     const int heads = common(block.heads), first_head = common((int)block.place.head) * heads;
@@ -90,7 +89,8 @@ __device__ inline void stage_queries(const skl_cuda_params &params, const key_ma
                      block.copied[at]);
         }
         stage_facts &facts = block.facts[at];
-        store_stage_facts(facts, load_stage_facts(params, block.place.sequence, band, block.count, head, first));
+        store_stage_facts(facts,
+                          load_stage_facts(params, block.place.sequence, block.queries, block.count, head, first));
         if (n % queries.stages < queries.edges) {
             __syncwarp(); /* an LSE that becomes NaN has been written */
             barrier_wait(block.copied[at], turn);

@@ -117,7 +117,7 @@ __device__ inline void boxes_commit()
 
 #undef SKL_ONE_LANE
 
-/* Waits until the boxes that this warp added have been read. */
+/* Waits until the boxes that this warp added have been read; its other lanes know it behind the next barrier. */
 __device__ inline void boxes_wait()
 {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");

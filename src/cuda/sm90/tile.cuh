@@ -36,8 +36,8 @@ template <int ROWS> struct lying_rows<0, ROWS> {
 
 /* ---- Streamed rows ------------------------------------------------------------------------------------------ */
 
-/* What a warp's lanes have in common, said so that ptxas knows: it then lies in uniform registers, from which
- * operands of products and copies are made. */
+/* What a warp's lanes, all of which come here, have in common, said so that ptxas knows: it then lies in uniform
+ * registers, from which operands of products and copies are made. */
 __device__ inline int common(int value)
 {
     return __shfl_sync(~0U, value, 0);

@@ -15,7 +15,7 @@
  *   64 own rows  |             |             |
  *                +-------------+-------------+--
  *
- *   staging  a thread an argument copies stages (TMA) as they are left: the other argument's when its products have
+ *   staging  a warp an argument copies stages (TMA) as they are left: the other argument's when its products have
  *            ended, the own one's when G has been multiplied; a warp loads facts of streamed queries and cleans edges
  *   rows     X, Y of stage n  ->  exponentials  ->  gradient of stage n
  *
