@@ -88,14 +88,14 @@ class Selection:
 
 def speed_panels(selection):
     """[(title, {method: {length: multiple}})]"""
+    step, of_ours, ratio = STEP, STEP, "ours_ratio"
+    if ("streamkl", ONE_PASS) in selection.series:
+        step, of_ours, ratio = "forward + backward, ours in one pass", ONE_PASS, "one_pass_ratio"
     panels = [
         ("forward", FORWARD, FORWARD, "ours_ratio", LOOKS),
         ("backward", BACKWARD, BACKWARD, "ours_ratio", LOOKS),
+        (step, STEP, of_ours, ratio, LOOKS.keys() - YARDSTICKS),
     ]
-    if ("streamkl", ONE_PASS) in selection.series:
-        panels.append(("forward + backward, ours in one pass", STEP, ONE_PASS, "one_pass_ratio", LOOKS.keys() - YARDSTICKS))
-    else:
-        panels.append((STEP, STEP, STEP, "ours_ratio", LOOKS.keys() - YARDSTICKS))
     for title, operation, of_ours, ratio, methods in panels:
         lines = {name: selection.times_ours(name, operation, ratio) for name in LOOKS if name in methods}
         lines["streamkl"] = dict.fromkeys(sorted(selection.series.get(("streamkl", of_ours), {})), 1.0)

@@ -18,6 +18,12 @@ enum {
  * window_right, windows without limit as SKL_LENGTH_MAX * 4. */
 skl_status skl_problem_check(skl_problem *problem, const skl_problem *given);
 
+/* A window of a checked problem. */
+SKL_SHARED int skl_is_unlimited(int64_t window)
+{
+    return window > SKL_LENGTH_MAX;
+}
+
 /* Teacher heads averaged for each student head. */
 SKL_SHARED int64_t skl_group(const skl_problem *problem)
 {

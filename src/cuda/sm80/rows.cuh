@@ -12,12 +12,13 @@ struct row_sums {
     float l_1, l_2, w;
 };
 
-__device__ inline void add_pair(row_sums &sums, float u, float v)
+/* `first`: there are no sums yet, and nothing is added to 0. */
+__device__ inline void add_pair(row_sums &sums, float u, float v, bool first = false)
 {
-    const float p = ex2(u);
-    sums.l_1 += p;
-    sums.l_2 += ex2(v);
-    sums.w = fmaf(p, u - v, sums.w);
+    const float p = ex2(u), q = ex2(v);
+    sums.l_1 = first ? p : sums.l_1 + p;
+    sums.l_2 = first ? q : sums.l_2 + q;
+    sums.w = first ? p * (u - v) : fmaf(p, u - v, sums.w);
 }
 
 __device__ inline void add_sums(skl_row_state &state, const row_sums &sums)

@@ -327,7 +327,7 @@ template <typename ELEMENT, int DIM>
 __device__ inline void add_key_gradients(gradient_block<DIM> &block, const stage_copies<DIM> &copies, bool wanted,
                                          float scale)
 {
-    const bool leads = common((int)threadIdx.x % 128 / 32) == 0; /* the warpgroup: this warp does */
+    const bool leads = own_warp_of_group() == 0; /* the warpgroup: this warp does */
     const uint32_t q = column_operand(block.own_queries.parts, QUERIES * 128);
     float dk[DIM / 8][4];
     if (copies.keys.edges > 0)
@@ -401,7 +401,7 @@ __global__ void __launch_bounds__(GRADIENT_THREADS, 1)
     }
     __syncthreads();
     const tile_place &place = block.place;
-    const int group = common((int)threadIdx.x / 128);
+    const int group = own_group();
     if (group == KEY_GROUP) {
         give_registers<104>();
         const int head = common((int)place.head);
@@ -412,7 +412,7 @@ __global__ void __launch_bounds__(GRADIENT_THREADS, 1)
                                           head,
                                           head / own_of<SECOND>(params).heads_per_key,
                                           head / other_of<SECOND>(params).heads_per_key};
-        if (common((int)threadIdx.x / 32) == KEY_GROUP * 4) {
+        if (own_warp() == KEY_GROUP * 4) {
             copies.copy_queries(common((int)(place.sequence.query_begin + place.first)));
             for (int n = 0; n < block.DEPTH; n++)
                 copies.copy_stage(n);
@@ -476,7 +476,7 @@ inline int32_t section_for(const skl_cuda_params *params, const skl_cuda_argumen
 {
     constexpr int64_t L2_SHARE = (int64_t)25 << 20, SMALL_PART = 32;
     const skl_problem *const p = &params->problem;
-    const bool even = p->window_left > SKL_LENGTH_MAX && p->window_right > SKL_LENGTH_MAX; /* no limit, not causal */
+    const bool even = skl_is_unlimited(p->window_left) && skl_is_unlimited(p->window_right);
     const int64_t tiles = p->batch * p->heads_s * skl_ceil_div(p->len_q, QUERIES);
     if (!even && tiles < 2 * SMALL_PART * params->multiprocessors)
         return SKL_SECTION_MAX;

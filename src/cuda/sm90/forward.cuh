@@ -18,12 +18,11 @@ constexpr int UNEVEN_BLOCKS = 2;
  * average, more than one: else the longest takes as long as all of them together. */
 inline int64_t blocks_to_fill(const skl_problem *p)
 {
-    const bool one_sided = (p->window_left > SKL_LENGTH_MAX) != (p->window_right > SKL_LENGTH_MAX);
+    const bool one_sided = skl_is_unlimited(p->window_left) != skl_is_unlimited(p->window_right);
     return one_sided && 2 * p->len_q > p->len_k ? UNEVEN_BLOCKS : 1;
 }
 
-/* A block a tile of queries, or more, each with a part of its keys, where tiles do not fill the GPU as they should.
- */
+/* A block a tile of queries, or more, each with a part of its keys, where tiles are too few to fill the GPU. */
 template <typename FORWARD>
 cudaError_t launch_query_tiles(forward_kernel *kernel, const skl_cuda_params *params, const forward_maps *maps)
 {

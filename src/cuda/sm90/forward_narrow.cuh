@@ -49,19 +49,6 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct narrow_forward {
     uint32_t held[HELD / 16 + (HELD == 0)][4];
     skl_row_state state[2];
 
-    /* By the first thread of the block. */
-    __device__ static void begin(const skl_cuda_params &params, memory &block, const place &tile)
-    {
-        block.keys = keys_of_tile(params, tile);
-        block.from = copy_place::of(params, tile);
-        barrier_init(block.queries_full, 1);
-        for (int n = 0; n < DEPTH; n++) {
-            barrier_init(block.full[n], 1);
-            barrier_init(block.empty[n], GROUPS * 4);
-        }
-        barrier_init_fence();
-    }
-
     __device__ void copy_stage(int n, int to) const
     {
         copy_keys(block.stages[to], maps, from, keys.row_of(n), block.full[to]);
@@ -156,10 +143,13 @@ __global__ void __launch_bounds__(narrow_forward<ELEMENT, DIM, CAPPED>::THREADS,
     typename forward::place tile;
     if (!tile.find(params, params.splits))
         return;
-    if (threadIdx.x == 0)
-        forward::begin(params, block, tile);
+    if (threadIdx.x == 0) {
+        block.keys = keys_of_tile(params, tile);
+        block.from = copy_place::of(params, tile);
+        init_barriers<forward>(block);
+    }
     __syncthreads();
-    const int warp = common((int)threadIdx.x / 32);
+    const int warp = own_warp();
     forward own = {params, maps, block, warp / 4, warp, common(block.keys), common(block.from), 0, 0};
     if (warp == forward::COPY_WARP)
         own.copy_first();

@@ -52,6 +52,16 @@ __device__ inline void copy_keys(key_stage<DIM> &to, const forward_maps &maps, c
     }
 }
 
+template <typename FORWARD> __device__ inline void init_barriers(typename FORWARD::memory &block)
+{
+    barrier_init(block.queries_full, 1);
+    for (int at = 0; at < FORWARD::DEPTH; at++) {
+        barrier_init(block.full[at], 1);
+        barrier_init(block.empty[at], FORWARD::GROUPS * 4);
+    }
+    barrier_init_fence();
+}
+
 /* Dimensions of the queries behind the first HELD. */
 template <int HELD, int PARTS, int ROWS>
 __device__ inline void copy_queries(lying_rows<PARTS, ROWS> &to, const CUtensorMap &queries, const copy_place &place,
@@ -73,14 +83,9 @@ __device__ inline bool add_blindly(skl_row_state (&state)[2], const stage_logits
 #pragma unroll
     for (int half = 0; half < 2; half++) {
 #pragma unroll
-        for (int e = 0; e < 16; e++) { /* as add_pair, but nothing is added to 0: the rest is faster for it */
-            const float u = fmaf(x[e / 2][half * 2 + e % 2], scale_1, -state[half].m_1);
-            const float v = fmaf(y[e / 2][half * 2 + e % 2], scale_2, -state[half].m_2);
-            const float p = ex2(u), q = ex2(v);
-            sums[half].l_1 = e == 0 ? p : sums[half].l_1 + p;
-            sums[half].l_2 = e == 0 ? q : sums[half].l_2 + q;
-            sums[half].w = e == 0 ? p * (u - v) : fmaf(p, u - v, sums[half].w);
-        }
+        for (int e = 0; e < 16; e++)
+            add_pair(sums[half], fmaf(x[e / 2][half * 2 + e % 2], scale_1, -state[half].m_1),
+                     fmaf(y[e / 2][half * 2 + e % 2], scale_2, -state[half].m_2), e == 0);
         fine = fine && sums[half].l_1 < SKL_LAZY_BOUND && sums[half].l_2 < SKL_LAZY_BOUND;
     }
     if (__any_sync(~0U, !fine))

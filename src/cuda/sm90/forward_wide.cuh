@@ -162,18 +162,13 @@ __global__ void __launch_bounds__(wide_forward<ELEMENT, DIM, CAPPED>::THREADS, 1
         block.from = copy_place::of(params, here);
         block.scale_1 = params.one.scale;
         block.scale_2 = params.two.scale;
-        barrier_init(block.queries_full, 1);
-        for (int at = 0; at < forward::DEPTH; at++) {
-            barrier_init(block.full[at], 1);
-            barrier_init(block.empty[at], forward::GROUPS * 4);
-        }
-        barrier_init_fence();
+        init_barriers<forward>(block);
     }
     __syncthreads();
-    const int group = common((int)threadIdx.x / 128);
+    const int group = own_group();
     if (group == forward::GROUPS) {
         give_registers<24>();
-        if (common((int)threadIdx.x / 32) == forward::GROUPS * 4)
+        if (own_warp() == forward::GROUPS * 4)
             forward::produce(maps, block);
     } else {
         take_registers<240>();

@@ -204,7 +204,7 @@ enum index_role { CONSUMES, COPIES, CLEANS, IDLES };
 
 __device__ inline index_role role_of_warp()
 {
-    const int warp = common((int)threadIdx.x / 32) - CONSUMERS * 4;
+    const int warp = own_warp() - CONSUMERS * 4;
     if (warp < 0)
         return CONSUMES;
     return warp >= 2 ? CLEANS : warp == 0 ? COPIES : IDLES;
@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
         return;
     const int head = at.head * index_heads + (int)(blockIdx.x % index_heads), batch = (int)at.sequence.batch;
     const int first = at.tile_begin * SIDE, stages = (at.tile_end - at.tile_begin) * (SIDE / KEYS);
-    const int group = common((int)threadIdx.x / 128);
+    const int group = own_group();
     if (group < CONSUMERS) {
         take_registers<240>();
         index_consumer<DIM> own = {block, group, product_turns(block.turns, group)};
@@ -313,7 +313,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
     const int batch = (int)work.sequence.batch, heads = (int)params.problem.index_heads;
     if (work.stages == 0)
         return;
-    const int group = common((int)threadIdx.x / 128);
+    const int group = own_group();
     if (group < CONSUMERS) {
         take_registers<224>();
         index_consumer<DIM> own = {block, group, product_turns(block.turns, group)};

@@ -22,10 +22,10 @@ __global__ void __launch_bounds__(SCORE_THREADS, 1)
     __syncthreads();
     const slot_place &at = block.place;
     const head_list head = {at.head, 1, params.one.heads_per_key, (params.one.dim + SLAB - 1) / SLAB};
-    const int group = common((int)threadIdx.x / 128);
+    const int group = own_group();
     if (group == CONSUMERS) {
         give_registers<24>();
-        if (common((int)threadIdx.x / 32) == CONSUMERS * 4) {
+        if (own_warp() == CONSUMERS * 4) {
             slab_producer slabs = {block, {0, 0}, {0, 0}};
             for (int tile = at.tile_begin; tile < at.tile_end; tile++)
                 slabs.copy_heads(head, maps.q_t, maps.k_t, tile);

@@ -289,10 +289,10 @@ __global__ void __launch_bounds__(SCORE_THREADS, 1)
         init_rings(block);
     }
     __syncthreads();
-    const int group = common((int)threadIdx.x / 128);
+    const int group = own_group();
     if (group == CONSUMERS) {
         give_registers<24>();
-        if (common((int)threadIdx.x / 32) == CONSUMERS * 4) {
+        if (own_warp() == CONSUMERS * 4) {
             slab_producer slabs = {block, {0, 0}, {0, 0}};
             for (int tile = block.tile_begin; tile < block.tile_end; tile++) {
                 slabs.copy_heads(teacher_heads(params, block.place.head), maps.q_t, maps.k_t, tile);

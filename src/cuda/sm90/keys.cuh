@@ -66,7 +66,7 @@ template <typename ELEMENT, int DIM, bool SECOND>
 __device__ inline void stage_queries(const skl_cuda_params &params, const key_maps &maps, keys_block<DIM> &block)
 {
     const stage_order queries = common(block.queries);
-    const int batch = common((int)block.place.sequence.batch), warp = common((int)threadIdx.x % 128 / 32);
+    const int batch = common((int)block.place.sequence.batch), warp = own_warp_of_group();
     const int heads = common(block.heads), first_head = common((int)block.place.head) * heads;
     if constexpr (OWN_HELD<DIM> < DIM)
         if (warp == 0) {
@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(KEY_THREADS, 1)
         barrier_init_fence();
     }
     __syncthreads();
-    const int group = common((int)threadIdx.x / 128);
+    const int group = own_group();
     if (group == CONSUMERS) {
         give_registers<40>();
         stage_queries<ELEMENT, DIM, SECOND>(params, maps, block);

@@ -43,6 +43,22 @@ __device__ inline int common(int value)
     return __shfl_sync(~0U, value, 0);
 }
 
+/* Numbers in the block, and in the warpgroup. */
+__device__ inline int own_group()
+{
+    return common((int)threadIdx.x / 128);
+}
+
+__device__ inline int own_warp()
+{
+    return common((int)threadIdx.x / 32);
+}
+
+__device__ inline int own_warp_of_group()
+{
+    return common((int)threadIdx.x % 128 / 32);
+}
+
 /* Stages in the order in which they come. Those that some own row meets in part come first, so that the long loop
  * over the others, an even number of them, has one simple body. */
 struct stage_order {

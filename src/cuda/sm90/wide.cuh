@@ -392,10 +392,10 @@ __global__ void __launch_bounds__(WIDE_THREADS, 1)
         barrier_init_fence();
     }
     __syncthreads();
-    const int group = common((int)threadIdx.x / 128);
+    const int group = own_group();
     if (group == CONSUMERS) {
         give_registers<56>();
-        const int warp = common((int)threadIdx.x % 128 / 32);
+        const int warp = own_warp_of_group();
         if (warp == 0)
             know_stages<ELEMENT, DIM, KEYS, SECOND>(params, block);
         else if (warp == 1)
