@@ -15,17 +15,18 @@ struct row_sums {
 /* `first`: there are no sums yet, and nothing is added to 0. */
 __device__ inline void add_pair(row_sums &sums, float u, float v, bool first = false)
 {
-    const float p = ex2(u), q = ex2(v);
-    sums.l_1 = first ? p : sums.l_1 + p;
+    const float q = ex2(v), p = ex2(u);
     sums.l_2 = first ? q : sums.l_2 + q;
+    sums.l_1 = first ? p : sums.l_1 + p;
     sums.w = first ? p * (u - v) : fmaf(p, u - v, sums.w);
 }
 
-__device__ inline void add_sums(skl_row_state &state, const row_sums &sums)
+/* To a state, or to other sums. */
+template <typename SUMS> __device__ inline void add_sums(SUMS &to, const row_sums &sums)
 {
-    state.l_1 += sums.l_1;
-    state.l_2 += sums.l_2;
-    state.w += sums.w;
+    to.l_1 += sums.l_1;
+    to.l_2 += sums.l_2;
+    to.w += sums.w;
 }
 
 /* Adds a row's columns of one step with their true maximum; MASKED: those that it sees, counted from the step's first
@@ -62,21 +63,59 @@ __device__ inline void add_exactly(skl_row_state &state, const float (&a)[BLOCKS
     add_sums(state, sums);
 }
 
-/* Four lanes hold a row, unless told; the lower one goes first on both sides, so that all get the same bits. */
+__device__ inline skl_row_state from_lane(const skl_row_state &state, int offset)
+{
+    return {__shfl_xor_sync(~0U, state.m_1, offset), __shfl_xor_sync(~0U, state.l_1, offset),
+            __shfl_xor_sync(~0U, state.m_2, offset), __shfl_xor_sync(~0U, state.l_2, offset),
+            __shfl_xor_sync(~0U, state.w, offset)};
+}
+
+/* The lower lane's goes first on both sides, so that both get the same bits. */
+__device__ inline skl_row_state merge_with_lane(const skl_row_state &own, const skl_row_state &other, int offset)
+{
+    return (threadIdx.x & (unsigned)offset) == 0 ? skl_state_merge(own, other) : skl_state_merge(other, own);
+}
+
+/* Four lanes hold a row, unless told. */
 template <int LANES = 4> __device__ inline skl_row_state merge_lanes(skl_row_state state)
 {
 #pragma unroll
-    for (int offset = 1; offset < LANES; offset *= 2) {
-        skl_row_state other;
-        other.m_1 = __shfl_xor_sync(~0U, state.m_1, offset);
-        other.l_1 = __shfl_xor_sync(~0U, state.l_1, offset);
-        other.m_2 = __shfl_xor_sync(~0U, state.m_2, offset);
-        other.l_2 = __shfl_xor_sync(~0U, state.l_2, offset);
-        other.w = __shfl_xor_sync(~0U, state.w, offset);
-        const bool lower = (threadIdx.x & (unsigned)offset) == 0;
-        state = lower ? skl_state_merge(state, other) : skl_state_merge(other, state);
-    }
+    for (int offset = 1; offset < LANES; offset *= 2)
+        state = merge_with_lane(state, from_lane(state, offset), offset);
     return state;
+}
+
+/* Value by value: of a choice between two states ptxas would take addresses. */
+__device__ inline skl_row_state one_of(const skl_row_state &first, const skl_row_state &second, bool is_second)
+{
+    return {is_second ? second.m_1 : first.m_1, is_second ? second.l_1 : first.l_1,
+            is_second ? second.m_2 : first.m_2, is_second ? second.l_2 : first.l_2, is_second ? second.w : first.w};
+}
+
+/* Two rows that four lanes hold: even lanes get the first, odd ones the second, with the bits of merge_lanes. */
+__device__ inline skl_row_state merge_two_rows(const skl_row_state &first, const skl_row_state &second)
+{
+    const bool odd = threadIdx.x % 2 != 0;
+    const skl_row_state one =
+        merge_with_lane(one_of(first, second, odd), from_lane(one_of(second, first, odd), 1), 1);
+    return merge_with_lane(one, from_lane(one, 2), 2);
+}
+
+__device__ inline void write_kl(const skl_cuda_params &params, const skl_sequence &s, int64_t head, int64_t query,
+                                const skl_row_state &state)
+{
+    skl_row_set(&params.call.rows.kl, &s, head, query, skl_kl_report(skl_state_kl(&state)));
+}
+
+/* Of either argument, by the same instructions: lanes may differ in which. */
+__device__ inline void write_lse(const skl_cuda_params &params, const skl_sequence &s, int64_t head, int64_t query,
+                                 const skl_row_state &state, bool of_second)
+{
+    const float lse = skl_lse(of_second ? state.m_2 : state.m_1, of_second ? state.l_2 : state.l_1);
+    if (of_second != (params.problem.direction == SKL_KL_REVERSE))
+        skl_row_set(&params.call.rows.lse_s, &s, head, query, lse);
+    else
+        skl_row_set(&params.call.rows.lse_t, &s, head, query, lse);
 }
 
 __device__ inline void write_row(const skl_cuda_params &params, const skl_sequence &s, int64_t head, int64_t query,
@@ -86,12 +125,9 @@ __device__ inline void write_row(const skl_cuda_params &params, const skl_sequen
         params.call.states[skl_state_index(&params.problem, &s, head, query)] = state;
         return;
     }
-    const bool reverse = params.problem.direction == SKL_KL_REVERSE;
-    const float lse_1 = skl_lse(state.m_1, state.l_1);
-    const float lse_2 = skl_lse(state.m_2, state.l_2);
-    skl_row_set(&params.call.rows.kl, &s, head, query, skl_kl_report(skl_state_kl(&state)));
-    skl_row_set(&params.call.rows.lse_t, &s, head, query, reverse ? lse_2 : lse_1);
-    skl_row_set(&params.call.rows.lse_s, &s, head, query, reverse ? lse_1 : lse_2);
+    write_kl(params, s, head, query, state);
+    write_lse(params, s, head, query, state, false);
+    write_lse(params, s, head, query, state, true);
 }
 
 /* ---- Query tiles -------------------------------------------------------------------------------------------- */

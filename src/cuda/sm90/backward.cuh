@@ -22,6 +22,7 @@
 #define SKL_CUDA_SM90_BACKWARD_CUH
 
 #include "cuda/sm90/gradient.cuh"
+#include "cuda/sm90/sections.cuh"
 #include "cuda/sm90/tensor_map.cuh"
 
 namespace sm90
@@ -468,23 +469,6 @@ inline bool encode_all(gradient_maps *maps, const skl_cuda_params *params, bool 
 template <typename ELEMENT> constexpr bool ANY_G = true;
 template <> constexpr bool ANY_G<__half> = false;
 
-/* Heads whose keys and sums fill half of the L2 cache: with more of them at once, adds to sums may go through memory,
- * with a read and a write each. But where tiles differ in length, each section has its longest ones first: only where
- * the longest tile is a small part of all that a multiprocessor does may there be more than one section. */
-inline int32_t section_for(const skl_cuda_params *params, const skl_cuda_argument *own,
-                           const skl_cuda_argument *other)
-{
-    constexpr int64_t L2_SHARE = (int64_t)25 << 20, SMALL_PART = 32;
-    const skl_problem *const p = &params->problem;
-    const bool even = skl_is_unlimited(p->window_left) && skl_is_unlimited(p->window_right);
-    const int64_t tiles = p->batch * p->heads_s * skl_ceil_div(p->len_q, QUERIES);
-    if (!even && tiles < 2 * SMALL_PART * params->multiprocessors)
-        return SKL_SECTION_MAX;
-    const int64_t own_size = p->len_k * own->dim * (2 + 4), other_size = p->len_k * other->dim * 2;
-    const int64_t a_head = own_size / own->heads_per_key + other_size / other->heads_per_key;
-    return (int32_t)skl_max(1, skl_min(SKL_SECTION_MAX, L2_SHARE / skl_max(1, a_head)));
-}
-
 template <typename ELEMENT, int DIM>
 cudaError_t launch_gradients(const skl_cuda_params *params, const split_launchers &otherwise)
 {
@@ -495,7 +479,7 @@ cudaError_t launch_gradients(const skl_cuda_params *params, const split_launcher
         return otherwise.run(params);
     skl_cuda_params own = *params;
     own.splits = 1;
-    own.section = section_for(params, second ? &params->two : &params->one, second ? &params->one : &params->two);
+    own.section = section_for(params, QUERIES, second ? 2 : 2 + 4, second ? 2 + 4 : 2); /* own keys have sums */
     cudaError_t error = skl_cuda_clear_sums(&own);
     if (error == cudaSuccess && second)
         error = capped ? launch_sweep<ELEMENT, DIM, true, true>(&own, &maps)

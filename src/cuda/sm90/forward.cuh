@@ -6,6 +6,7 @@
 
 #include "cuda/sm90/forward_narrow.cuh"
 #include "cuda/sm90/forward_wide.cuh"
+#include "cuda/sm90/sections.cuh"
 
 namespace sm90
 {
@@ -34,6 +35,7 @@ cudaError_t launch_query_tiles(forward_kernel *kernel, const skl_cuda_params *pa
     const skl_problem *const p = &params->problem;
     const int64_t tiles = skl_ceil_div(p->len_q, ROWS);
     skl_cuda_params own = *params;
+    own.section = section_for(params, ROWS, 2, 2);
     own.splits = splits_for(p->batch * p->heads_s * tiles, params->multiprocessors * blocks_to_fill(p), p->len_k);
     kernel<<<grid_of(p->batch, p->heads_s, tiles * own.splits), FORWARD::THREADS, MEMORY, params->call.stream>>>(
         own, *maps);

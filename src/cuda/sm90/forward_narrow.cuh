@@ -33,7 +33,7 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct narrow_forward {
         lying_rows<(DIM - HELD) / 64, place::ROWS> lying_1;
         uint64_t queries_full, full[DEPTH], empty[DEPTH];
         row_stream keys; /* these two from one thread for all of them; the band is only here */
-        copy_place from;
+        place tile;
     };
     static_assert(sizeof(memory) <= 227 * 1024, "a block's shared memory");
 
@@ -42,8 +42,8 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct narrow_forward {
     memory &block;
     /* The same for all lanes of a warp. */
     int group, warp; /* of the block */
+    copy_place from; /* of the warp that copies */
     stage_order keys;
-    copy_place from;
     int at, parity; /* the next stage's place, and the parity of the phase that fills it */
     /* Of the thread. */
     uint32_t held[HELD / 16 + (HELD == 0)][4];
@@ -54,13 +54,30 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct narrow_forward {
         copy_keys(block.stages[to], maps, from, keys.row_of(n), block.full[to]);
     }
 
-    __device__ void copy_first() const
+    /* Barriers are there for others when all warps have met. */
+    __device__ void begin_copies(const place &tile)
     {
+        if (threadIdx.x % 32 == 0)
+            init_barriers<narrow_forward>(block);
+        __syncwarp();
+        from = common(copy_place::of(params, tile));
         barrier_expect(block.queries_full, block.lying_1.SIZE + block.lying_2.SIZE);
         copy_queries<HELD>(block.lying_1, maps.queries_1, from, block.queries_full);
         copy_queries<0>(block.lying_2, maps.queries_2, from, block.queries_full);
+    }
+
+    __device__ void copy_first_stages() const
+    {
         for (int n = 0; n < min(DEPTH, keys.stages); n++)
             copy_stage(n, n);
+    }
+
+    __device__ void hold_queries(const place &tile)
+    {
+        if constexpr (HELD > 0) {
+            const int rows = (int)skl_min(tile.ROWS, tile.sequence.query_count - tile.first);
+            load_rows<HELD>(held, queries_of<ELEMENT>(params.one, tile.sequence, tile.head).from(tile.first), rows);
+        }
     }
 
     /* Goes on behind stage n. The one before it has been left by this warpgroup; the last of them to leave it is
@@ -109,17 +126,20 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct narrow_forward {
     __device__ void run()
     {
         const float scale_1 = CAPPED ? 1.0F : params.one.scale, scale_2 = CAPPED ? 1.0F : params.two.scale;
+        const int begun = max(keys.edges, min(1, keys.stages)); /* the first stage finds stabilisers */
         int n = 0;
 #pragma unroll 1
-        for (; n < keys.edges; n++) {
+        for (; n < begun; n++) {
             stage_logits x, y;
             multiply(x, y);
             const int first = keys.place_of(n) * KEYS;
             const reach sees = reach_of(block.keys.band, group * 64, 64); /* an edge of the block, not of all */
-            if (covers(sees.all, first, KEYS))
+            if (covers(sees.all, first, KEYS)) {
+                begin_rows(state, x, scale_1, y, scale_2);
                 add_whole(state, x, scale_1, y, scale_2);
-            else if (meets(sees.any, first, KEYS))
+            } else if (meets(sees.any, first, KEYS)) {
                 add_edge(state, x, scale_1, y, scale_2, block.keys.band, first);
+            }
             leave(n);
         }
 #pragma unroll 1
@@ -143,25 +163,23 @@ __global__ void __launch_bounds__(narrow_forward<ELEMENT, DIM, CAPPED>::THREADS,
     typename forward::place tile;
     if (!tile.find(params, params.splits))
         return;
+    const int warp = own_warp();
+    forward own = {params, maps, block, warp / 4, warp};
+    if (warp == forward::COPY_WARP)
+        own.begin_copies(tile);
     if (threadIdx.x == 0) {
         block.keys = keys_of_tile(params, tile);
-        block.from = copy_place::of(params, tile);
-        init_barriers<forward>(block);
+        block.tile = tile;
     }
-    __syncthreads();
-    const int warp = own_warp();
-    forward own = {params, maps, block, warp / 4, warp, common(block.keys), common(block.from), 0, 0};
-    if (warp == forward::COPY_WARP)
-        own.copy_first();
-    if constexpr (forward::HELD > 0) {
-        const int rows = (int)skl_min(tile.ROWS, tile.sequence.query_count - tile.first);
-        load_rows<forward::HELD>(own.held, queries_of<ELEMENT>(params.one, tile.sequence, tile.head).from(tile.first),
-                                 rows);
-    }
+    own.hold_queries(tile);
     own.state[0] = own.state[1] = skl_state_empty();
+    __syncthreads();
+    own.keys = common(block.keys);
+    if (warp == forward::COPY_WARP)
+        own.copy_first_stages();
     barrier_wait(block.queries_full, 0);
     own.run();
-    write_rows<forward::GROUPS>(params, own.state);
+    write_rows(params, block.tile, own.state);
 #endif
 }
 

@@ -74,18 +74,24 @@ __device__ inline void copy_queries(lying_rows<PARTS, ROWS> &to, const CUtensorM
 
 /* ---- Sums --------------------------------------------------------------------------------------------------- */
 
-/* Adds a stage that every row of the warp sees whole; false, and nothing added, if a stabiliser has to move. */
+/* Adds a stage that every row of the warp sees whole; false, and nothing added, if a stabiliser has to move. The
+ * order is one in which ptxas spreads the exponentials: where two of them meet, a warp waits. */
 __device__ inline bool add_blindly(skl_row_state (&state)[2], const stage_logits &x, float scale_1,
                                    const stage_logits &y, float scale_2)
 {
-    row_sums sums[2];
+    row_sums sums[2], right[2]; /* of the first and of the last 32 keys */
+#pragma unroll
+    for (int e = 0; e < 16; e++) {
+        const int n = e / 4, half = e / 2 % 2, at = half * 2 + e % 2;
+        const float m_1 = state[half].m_1, m_2 = state[half].m_2;
+        const bool first = n == 0 && e % 2 == 0;
+        add_pair(sums[half], fmaf(x[n][at], scale_1, -m_1), fmaf(y[n][at], scale_2, -m_2), first);
+        add_pair(right[half], fmaf(x[n + 4][at], scale_1, -m_1), fmaf(y[n + 4][at], scale_2, -m_2), first);
+    }
     bool fine = true;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-#pragma unroll
-        for (int e = 0; e < 16; e++)
-            add_pair(sums[half], fmaf(x[e / 2][half * 2 + e % 2], scale_1, -state[half].m_1),
-                     fmaf(y[e / 2][half * 2 + e % 2], scale_2, -state[half].m_2), e == 0);
+        add_sums(sums[half], right[half]);
         fine = fine && sums[half].l_1 < SKL_LAZY_BOUND && sums[half].l_2 < SKL_LAZY_BOUND;
     }
     if (__any_sync(~0U, !fine))
@@ -94,6 +100,17 @@ __device__ inline bool add_blindly(skl_row_state (&state)[2], const stage_logits
     for (int half = 0; half < 2; half++)
         add_sums(state[half], sums[half]);
     return true;
+}
+
+/* Rows to which nothing was added take the first of the logits that come for their stabilisers; mostly it will do. */
+__device__ inline void begin_rows(skl_row_state (&state)[2], const stage_logits &x, float scale_1,
+                                  const stage_logits &y, float scale_2)
+{
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        state[half].m_1 = state[half].l_1 == 0.0F ? x[0][half * 2] * scale_1 : state[half].m_1;
+        state[half].m_2 = state[half].l_2 == 0.0F ? y[0][half * 2] * scale_2 : state[half].m_2;
+    }
 }
 
 __device__ inline void add_whole(skl_row_state (&state)[2], const stage_logits &x, float scale_1,
@@ -129,17 +146,23 @@ __device__ inline void cap_stage(stage_logits &to, const stage_logits &x, const 
 
 /* ---- Rows --------------------------------------------------------------------------------------------------- */
 
-/* Two rows a thread of a tile of 64 M queries. */
-template <int M> __device__ inline void write_rows(const skl_cuda_params &params, const skl_row_state (&states)[2])
+/* Two rows a thread of a tile of 64 M queries. The four lanes that have them share the logarithms: they are long. */
+template <int M>
+__device__ inline void write_rows(const skl_cuda_params &params, const query_place<M> &place,
+                                  const skl_row_state (&states)[2])
 {
-    query_place<M> place; /* found again: it held no registers meanwhile */
-    (void)place.find(params, params.splits);
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const skl_row_state state = merge_lanes(states[half]);
-        const int row = own_row<1>(0, half);
-        if (threadIdx.x % 4 == 0 && place.first + row < place.sequence.query_count)
-            write_part(params, place, row, state);
+    const skl_row_state state = merge_two_rows(states[0], states[1]);
+    const int lane = (int)threadIdx.x % 4, row = own_row<1>(0, lane % 2);
+    const bool of_second = lane / 2 != 0;
+    const int64_t query = place.first + row;
+    if (query >= place.sequence.query_count)
+        return;
+    if (params.splits == 1 && params.call.op != SKL_OP_PARTIAL) {
+        write_lse(params, place.sequence, place.head, query, state, of_second);
+        if (!of_second)
+            write_kl(params, place.sequence, place.head, query, state);
+    } else if (!of_second) {
+        write_part(params, place, row, state);
     }
 }
 

@@ -32,6 +32,7 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
         uint64_t queries_full, full[DEPTH], empty[DEPTH];
         row_stream keys; /* these from one thread for all of them; the band is only here */
         copy_place from;
+        place tile;
         float scale_1, scale_2;
     };
 
@@ -154,12 +155,13 @@ __global__ void __launch_bounds__(wide_forward<ELEMENT, DIM, CAPPED>::THREADS, 1
     typedef wide_forward<ELEMENT, DIM, CAPPED> forward;
     extern __shared__ __align__(1024) unsigned char raw[];
     typename forward::memory &block = *(typename forward::memory *)(void *)raw;
-    typename forward::place here; /* found again where it is used: it holds no registers meanwhile */
-    if (!here.find(params, params.splits))
+    typename forward::place tile;
+    if (!tile.find(params, params.splits))
         return;
     if (threadIdx.x == 0) {
-        block.keys = keys_of_tile(params, here);
-        block.from = copy_place::of(params, here);
+        block.keys = keys_of_tile(params, tile);
+        block.from = copy_place::of(params, tile);
+        block.tile = tile;
         block.scale_1 = params.one.scale;
         block.scale_2 = params.two.scale;
         init_barriers<forward>(block);
@@ -173,15 +175,13 @@ __global__ void __launch_bounds__(wide_forward<ELEMENT, DIM, CAPPED>::THREADS, 1
     } else {
         take_registers<240>();
         forward own = {params, block, group, common(block.keys)};
-        typename forward::place tile;
-        (void)tile.find(params, params.splits);
-        own.load_queries(tile);
+        own.load_queries(block.tile);
         own.state[0] = own.state[1] = skl_state_empty();
         if (CAPPED)
             own.run_capped();
         else
             own.run();
-        write_rows<forward::GROUPS>(params, own.state);
+        write_rows(params, block.tile, own.state);
     }
 #endif
 }

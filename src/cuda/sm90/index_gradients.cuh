@@ -268,7 +268,8 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
     give_registers<24>();
     switch (role_of_warp()) {
     case COPIES:
-        copy_own(block, maps.own, (int)at.sequence.query_begin + at.first, head, batch);
+        if (stages > 0)
+            copy_own(block, maps.own, (int)at.sequence.query_begin + at.first, head, batch);
         for (int n = 0; n < stages; n++)
             copy_stage(block, maps.streamed, n, (int)at.sequence.key_begin + first + n * KEYS,
                        at.head / params.two.heads_per_key, batch);

@@ -1,0 +1,31 @@
+/* Which heads are done together. */
+#ifndef SKL_CUDA_SM90_SECTIONS_CUH
+#define SKL_CUDA_SM90_SECTIONS_CUH
+
+#include "cuda/launch.h"
+
+namespace sm90
+{
+
+/* Heads whose keys, and what else is streamed with them, fill half of the L2 cache: with more of them at once it
+ * comes through memory again for every wave of tiles, and sums that are added to are read and written there. But
+ * where tiles differ in length, each section has its longest ones first: only where the longest tile is a small part
+ * of all that a multiprocessor does may there be more than one section.
+ *
+ * `bytes_1`, `bytes_2`: of an element of an argument's keys, and of what else there is for it. */
+inline int32_t section_for(const skl_cuda_params *params, int64_t tile_rows, int64_t bytes_1, int64_t bytes_2)
+{
+    constexpr int64_t L2_SHARE = (int64_t)25 << 20, SMALL_PART = 32;
+    const skl_problem *const p = &params->problem;
+    const bool even = skl_is_unlimited(p->window_left) && skl_is_unlimited(p->window_right);
+    const int64_t tiles = p->batch * p->heads_s * skl_ceil_div(p->len_q, tile_rows);
+    if (!even && tiles < 2 * SMALL_PART * params->multiprocessors)
+        return SKL_SECTION_MAX;
+    const int64_t a_row = params->one.dim * bytes_1 / params->one.heads_per_key +
+                          params->two.dim * bytes_2 / params->two.heads_per_key; /* of a query head */
+    return (int32_t)skl_max(1, skl_min(SKL_SECTION_MAX, L2_SHARE / skl_max(1, p->len_k * a_row)));
+}
+
+} // namespace sm90
+
+#endif
