@@ -1,0 +1,280 @@
+/* What products, exponentials and other arithmetic leave each other on a Hopper GPU, in loops that do nothing else:
+ * the figures of docs/kernels.md. Built with the tool:
+ *
+ *     cmake --preset release && cmake --build build/release --target pipes && build/release/bench/pipes
+ */
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "cuda/sm90/tile.cuh"
+
+using namespace sm90;
+
+namespace
+{
+
+typedef __nv_bfloat16 element;
+
+constexpr int SHARED = 208 * 1024, KEYS_AT = 128 * 1024; /* queries, then keys */
+constexpr int LAUNCHES = 6, STAGES = 512, REPEATS = 1000;
+
+struct clocks {
+    unsigned products, others, issued;
+};
+
+__device__ float sink[132 * 512];
+
+/* Values of all signs and some powers of two: products of zeros take less power, and a higher clock. */
+__device__ void fill(unsigned char *shared)
+{
+    for (int i = (int)threadIdx.x; i < SHARED / 2; i += (int)blockDim.x) {
+        unsigned z = ((unsigned)i + 1) * 2654435761U;
+        z = (z ^ z >> 15) * 2246822519U;
+        z = (z ^ z >> 13) * 3266489917U;
+        z ^= z >> 16;
+        const float value = (float)(z & 0xFFFF) / 65536.0F + (float)(z >> 16) / 65536.0F - 1.0F;
+        ((element *)(void *)shared)[i] = __float2bfloat16(2.4F * value);
+    }
+    async_fence();
+    __syncthreads();
+}
+
+/* ---- Two streams -------------------------------------------------------------------------------------------- */
+
+enum instruction { EXPONENTIAL, FMA, ADD, MULTIPLY };
+
+template <instruction KIND> __device__ void issue(float &to, float a, float b)
+{
+    if (KIND == EXPONENTIAL)
+        asm volatile("ex2.approx.ftz.f32 %0, %0;" : "+f"(to));
+    else if (KIND == FMA)
+        asm volatile("fma.rn.f32 %0, %1, %2, %0;" : "+f"(to) : "f"(a), "f"(b));
+    else if (KIND == ADD)
+        asm volatile("add.f32 %0, %0, %1;" : "+f"(to) : "f"(a));
+    else
+        asm volatile("mul.f32 %0, %0, 0f3F800001;" : "+f"(to));
+}
+
+/* Two warpgroups multiply, or none; a third issues one instruction until they are done. */
+template <int N, bool HELD, instruction KIND, bool BESIDE>
+__global__ void __launch_bounds__(384, 1) streams(clocks *to)
+{
+    extern __shared__ __align__(1024) unsigned char shared[];
+    __shared__ volatile int done;
+    done = 0;
+    fill(shared);
+    const int group = own_group();
+    const long long begin = clock64();
+    float sum = 0;
+    if (group < 2) {
+        float x[N / 8][4] = {};
+        const uint32_t a[4] = {1, 2, 3, 4};
+        const uint32_t q = row_operand(shared) + group * 512, k = row_operand(shared + KEYS_AT);
+#pragma unroll 1
+        for (int n = 0; BESIDE && n < REPEATS; n++) {
+            wgmma_fence();
+#pragma unroll
+            for (int step = 0; step < 8; step++)
+                if constexpr (HELD)
+                    wgmma<false>(x, a, step_of(k, step % 4, STAGE), 1, element());
+                else
+                    wgmma<false>(x, step_of(q, step, 256), step_of(k, step % 4, STAGE), 1, element());
+            wgmma_commit();
+            wgmma_wait<0>();
+        }
+        settle(x);
+        done = BESIDE;
+        for (int e = 0; e < N / 2; e++)
+            sum += x[e / 4][e % 4];
+    } else {
+        float x[32], y[32];
+        for (int e = 0; e < 32; e++) {
+            x[e] = (float)threadIdx.x * 0.001F * (float)e;
+            y[e] = (float)e * 0.1F;
+        }
+        unsigned issued = 0;
+        while (BESIDE ? !done : issued < 32 * REPEATS) {
+#pragma unroll
+            for (int e = 0; e < 128; e++)
+                issue<KIND>(x[e % 32], y[e % 32], y[(e + 5) % 32]);
+            issued += 128;
+        }
+        for (int e = 0; e < 32; e++)
+            sum += x[e];
+        if (blockIdx.x == 0)
+            to->issued = issued;
+    }
+    sink[blockIdx.x * 512 + threadIdx.x] = sum;
+    if (blockIdx.x == 0 && threadIdx.x % 128 == 0)
+        (group < 2 ? to->products : to->others) = (unsigned)(clock64() - begin);
+}
+
+clocks *shared_clocks;
+
+void check(cudaError_t error)
+{
+    if (error == cudaSuccess)
+        return;
+    fprintf(stderr, "pipes: %s\n", cudaGetErrorString(error));
+    exit(1);
+}
+
+template <typename KERNEL> void launch(KERNEL *kernel, int threads)
+{
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED));
+    kernel<<<132, threads, SHARED>>>(shared_clocks);
+    check(cudaPeekAtLastError());
+    check(cudaDeviceSynchronize());
+}
+
+template <int N, bool HELD, instruction KIND> void compare(const char *name)
+{
+    launch(streams<N, HELD, KIND, false>, 384);
+    const double alone = (double)shared_clocks->issued / shared_clocks->others;
+    launch(streams<N, HELD, KIND, true>, 384);
+    const double beside = (double)shared_clocks->issued / shared_clocks->others;
+    const double product = shared_clocks->products / (16.0 * REPEATS) * 64 / N;
+    printf("%-14s %.3f a clock alone, %.3f beside products of 64 x %3d x 16, A in %s, of %.1f clocks a 64 x 64\n",
+           name, alone, beside, N, HELD ? "registers" : "shared memory", product);
+}
+
+template <instruction KIND> void compare_all(const char *name)
+{
+    compare<64, false, KIND>(name);
+    compare<64, true, KIND>(name);
+    compare<128, false, KIND>(name);
+    compare<128, true, KIND>(name);
+}
+
+/* ---- The forward's stages ----------------------------------------------------------------------------------- */
+
+enum part { PRODUCTS = 1, EXPONENTIALS = 2, SUMS = 4, ADDS = 8, TURNS = 16 }; /* products come in turns */
+
+/* Without SUMS an add is left for each logit, the least that keeps its exponential. */
+template <int PARTS, int N>
+__device__ void add(row_sums (&sums)[2], float (&x)[N / 8][4], float (&y)[N / 8][4], float scale, float m)
+{
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int e = 0; e < N / 4; e++) {
+            float u = x[e / 2][half * 2 + e % 2], v = y[e / 2][half * 2 + e % 2];
+            if (PARTS & SUMS) {
+                u = fmaf(u, scale, -m);
+                v = fmaf(v, scale, m);
+            }
+            const float p = PARTS & EXPONENTIALS ? ex2(u) : u, q = PARTS & EXPONENTIALS ? ex2(v) : v;
+            sums[half].l_1 += p;
+            sums[half].l_2 += q;
+            if (PARTS & SUMS)
+                sums[half].w = fmaf(p, u - v, sums[half].w);
+        }
+}
+
+/* Warpgroups of 64 queries, stages of N keys, 128 dimensions; the first HELD of the first argument's Q in registers.
+ */
+template <int PARTS, int N, int HELD, int GROUPS>
+__global__ void __launch_bounds__(128 * GROUPS, 1) stages(clocks *to)
+{
+    constexpr int HALF = 8; /* products of an argument */
+    extern __shared__ __align__(1024) unsigned char shared[];
+    fill(shared);
+    const int group = own_group(), next = group == GROUPS - 1 ? 0 : group + 1;
+    const uint32_t q = row_operand(shared) + group * 512, k = row_operand(shared + KEYS_AT);
+    const float scale = 0.128F;
+    float m = (float)threadIdx.x * 0.001F;
+    uint32_t held[HELD / 16 + (HELD == 0)][4];
+    for (int e = 0; e < HELD / 4; e++)
+        held[e / 4][e % 4] = ((const uint32_t *)(const void *)shared)[threadIdx.x * 16 + e];
+    float x[N / 8][4], y[N / 8][4];
+    for (int e = 0; e < N / 2; e++) {
+        x[e / 4][e % 4] = __bfloat162float(((const element *)(const void *)shared)[threadIdx.x * 128 + e]);
+        y[e / 4][e % 4] = __bfloat162float(((const element *)(const void *)shared)[threadIdx.x * 128 + 64 + e]);
+    }
+    row_sums sums[2] = {};
+    const long long begin = clock64();
+    if (PARTS & TURNS && group == GROUPS - 1)
+        asm volatile("bar.arrive 1, 256;" ::: "memory");
+#pragma unroll 1
+    for (int n = 0; n < STAGES * 64 / N; n++) {
+        if (PARTS & PRODUCTS) {
+            const uint32_t stage = k + n % 2 * 1024;
+            if (PARTS & TURNS)
+                barrier_of(1 + group, 256);
+            wgmma_fence();
+#pragma unroll
+            for (int step = 0; step < HALF; step++)
+                if (step < HELD / 16)
+                    wgmma<false>(x, held[step], step_of(stage, step, STAGE), step > 0, element());
+                else
+                    wgmma<false>(x, step_of(q, step, 256), step_of(stage, step, STAGE), step > 0, element());
+#pragma unroll
+            for (int step = 0; step < HALF; step++) {
+                wgmma<false>(y, step_of(q + 4096, step, 256), step_of(stage + 1024, step, STAGE), step > 0,
+                             element());
+                if (PARTS & TURNS && step == HALF - 4)
+                    wgmma_commit();
+            }
+            wgmma_commit();
+            if (PARTS & TURNS) {
+                wgmma_wait<1>();
+                asm volatile("bar.arrive %0, 256;" ::"r"(1 + next) : "memory");
+            }
+            wgmma_wait<0>();
+        }
+        settle(x);
+        settle(y);
+        if (PARTS != PRODUCTS)
+            add<PARTS, N>(sums, x, y, scale, m);
+        m += 0.001F; /* without products nothing else is new */
+    }
+    if (PARTS & TURNS && group == 0)
+        barrier_of(1, 256);
+    if (blockIdx.x == 0 && threadIdx.x % 128 == 0)
+        atomicMax(&to->products, (unsigned)(clock64() - begin)); /* of the slowest warpgroup */
+    float sum = sums[0].l_1 + sums[0].l_2 + sums[0].w + sums[1].l_1 + sums[1].l_2 + sums[1].w;
+    for (int e = 0; e < N / 2; e++)
+        sum += x[e / 4][e % 4] + y[e / 4][e % 4];
+    sink[blockIdx.x * 512 + threadIdx.x] = sum;
+}
+
+template <int PARTS, int N, int HELD, int GROUPS> void time_stages(const char *name)
+{
+    unsigned fastest = ~0U;
+    for (int n = 0; n < LAUNCHES; n++) {
+        shared_clocks->products = 0;
+        launch(stages<PARTS, N, HELD, GROUPS>, 128 * GROUPS);
+        fastest = std::min(fastest, shared_clocks->products);
+    }
+    printf("%-36s %d warpgroups, stages of %3d keys, %3d dimensions held: %6.0f clocks for 64 x 64 pairs\n", name,
+           GROUPS, N, HELD, (double)fastest / (STAGES * GROUPS));
+}
+
+} // namespace
+
+int main()
+{
+    check(cudaMallocManaged(&shared_clocks, sizeof *shared_clocks));
+    compare_all<EXPONENTIAL>("exponentials");
+    compare_all<FMA>("fma, 3 sources");
+    compare_all<ADD>("add, 2 sources");
+    compare_all<MULTIPLY>("mul, 1 source");
+    constexpr int ALL = PRODUCTS | EXPONENTIALS | SUMS;
+    time_stages<PRODUCTS, 64, 64, 4>("products");
+    time_stages<PRODUCTS, 64, 64, 1>("products");
+    time_stages<EXPONENTIALS | SUMS, 64, 64, 4>("exponentials, sums");
+    time_stages<SUMS, 64, 64, 4>("sums");
+    time_stages<PRODUCTS | ADDS, 64, 64, 4>("products, an add each");
+    time_stages<PRODUCTS | EXPONENTIALS, 64, 64, 4>("products, exponentials, an add each");
+    time_stages<PRODUCTS | SUMS, 64, 64, 4>("products, sums");
+    time_stages<ALL, 64, 64, 4>("all");
+    time_stages<ALL, 64, 0, 4>("all");
+    time_stages<ALL | TURNS, 64, 64, 4>("all, products in turns");
+    time_stages<ALL, 64, 0, 3>("all");
+    time_stages<ALL, 128, 0, 3>("all");
+    time_stages<ALL | TURNS, 128, 0, 3>("all, products in turns");
+    time_stages<ALL, 128, 0, 2>("all");
+}
