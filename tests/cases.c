@@ -241,6 +241,7 @@ const test_case test_cases[] = {
     {"growing_fast", SHAPE(1, 37, 193), HEADS(1, 1), DIMS(16, 16), .growth = 300},
     {"shrinking", SHAPE(1, 37, 513), HEADS(2, 2), DIMS(16, 16), .growth = -30},
     {"growing_bf16", SHAPE(1, 70, 513), HEADS(2, 2), DIMS(128, 128), .growth = 30, TYPES(BF16, BF16)},
+    {"growing_whole_stages_bf16", SHAPE(1, 70, 256), HEADS(1, 1), DIMS(128, 128), .growth = 30, TYPES(BF16, BF16)},
     {"growing_causal_f16", SHAPE(1, 193, 193), HEADS(1, 1), DIMS(64, 64), .growth = 30, TYPES(F16, F16), CAUSAL},
     {"shrinking_bf16", SHAPE(1, 37, 257), HEADS(2, 2), DIMS(64, 64), .growth = -30, TYPES(BF16, BF16)},
 

@@ -179,7 +179,7 @@ __device__ void add(row_sums (&sums)[2], float (&x)[N / 8][4], float (&y)[N / 8]
 template <int PARTS, int N, int HELD, int GROUPS>
 __global__ void __launch_bounds__(128 * GROUPS, 1) stages(clocks *to)
 {
-    constexpr int HALF = 8; /* products of an argument */
+    constexpr int STEPS = 8; /* of 16 dimensions, a product of each argument */
     extern __shared__ __align__(1024) unsigned char shared[];
     fill(shared);
     const int group = own_group(), next = group == GROUPS - 1 ? 0 : group + 1;
@@ -206,16 +206,16 @@ __global__ void __launch_bounds__(128 * GROUPS, 1) stages(clocks *to)
                 barrier_of(1 + group, 256);
             wgmma_fence();
 #pragma unroll
-            for (int step = 0; step < HALF; step++)
+            for (int step = 0; step < STEPS; step++)
                 if (step < HELD / 16)
                     wgmma<false>(x, held[step], step_of(stage, step, STAGE), step > 0, element());
                 else
                     wgmma<false>(x, step_of(q, step, 256), step_of(stage, step, STAGE), step > 0, element());
 #pragma unroll
-            for (int step = 0; step < HALF; step++) {
+            for (int step = 0; step < STEPS; step++) {
                 wgmma<false>(y, step_of(q + 4096, step, 256), step_of(stage + 1024, step, STAGE), step > 0,
                              element());
-                if (PARTS & TURNS && step == HALF - 4)
+                if (PARTS & TURNS && step == STEPS - 4)
                     wgmma_commit();
             }
             wgmma_commit();

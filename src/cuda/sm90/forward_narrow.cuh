@@ -126,7 +126,7 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct narrow_forward {
     __device__ void run()
     {
         const float scale_1 = CAPPED ? 1.0F : params.one.scale, scale_2 = CAPPED ? 1.0F : params.two.scale;
-        const int begun = max(keys.edges, min(1, keys.stages)); /* the first stage finds stabilisers */
+        const int begun = max(keys.edges, min(1, keys.stages)); /* a whole first stage gives stabilisers */
         int n = 0;
 #pragma unroll 1
         for (; n < begun; n++) {
