@@ -174,6 +174,12 @@ __device__ void add(row_sums (&sums)[2], float (&x)[N / 8][4], float (&y)[N / 8]
         }
 }
 
+/* The next turn is that of warpgroup `group`, which waits in barrier_of(1 + group, 256). */
+__device__ void pass_turn_to(int group)
+{
+    asm volatile("bar.arrive %0, 256;" ::"r"(1 + group) : "memory");
+}
+
 /* Warpgroups of 64 queries, stages of N keys, 128 dimensions; the first HELD of the first argument's Q in registers.
  */
 template <int PARTS, int N, int HELD, int GROUPS>
@@ -197,7 +203,7 @@ __global__ void __launch_bounds__(128 * GROUPS, 1) stages(clocks *to)
     row_sums sums[2] = {};
     const long long begin = clock64();
     if (PARTS & TURNS && group == GROUPS - 1)
-        asm volatile("bar.arrive 1, 256;" ::: "memory");
+        pass_turn_to(0);
 #pragma unroll 1
     for (int n = 0; n < STAGES * 64 / N; n++) {
         if (PARTS & PRODUCTS) {
@@ -221,7 +227,7 @@ __global__ void __launch_bounds__(128 * GROUPS, 1) stages(clocks *to)
             wgmma_commit();
             if (PARTS & TURNS) {
                 wgmma_wait<1>();
-                asm volatile("bar.arrive %0, 256;" ::"r"(1 + next) : "memory");
+                pass_turn_to(next);
             }
             wgmma_wait<0>();
         }

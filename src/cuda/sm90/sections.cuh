@@ -21,9 +21,9 @@ inline int32_t section_for(const skl_cuda_params *params, int64_t tile_rows, int
     const int64_t tiles = p->batch * p->heads_s * skl_ceil_div(p->len_q, tile_rows);
     if (!even && tiles < 2 * SMALL_PART * params->multiprocessors)
         return SKL_SECTION_MAX;
-    const int64_t a_row = params->one.dim * bytes_1 / params->one.heads_per_key +
-                          params->two.dim * bytes_2 / params->two.heads_per_key; /* of a query head */
-    return (int32_t)skl_max(1, skl_min(SKL_SECTION_MAX, L2_SHARE / skl_max(1, p->len_k * a_row)));
+    const int64_t size_1 = p->len_k * params->one.dim * bytes_1, size_2 = p->len_k * params->two.dim * bytes_2;
+    const int64_t a_head = size_1 / params->one.heads_per_key + size_2 / params->two.heads_per_key;
+    return (int32_t)skl_max(1, skl_min(SKL_SECTION_MAX, L2_SHARE / skl_max(1, a_head)));
 }
 
 } // namespace sm90
