@@ -143,6 +143,17 @@ const test_case test_cases[] = {
      .without = ALL_GRADIENTS}, /* as many as there is workspace for */
     {"many_parts_bf16", SHAPE(1, 300, 800), HEADS(1, 1), DIMS(8, 8), TYPES(BF16, BF16), .without = ALL_GRADIENTS},
 
+    /* More tiles of queries than that GPU has multiprocessors, all alike: blocks of a forward that take one after
+     * another. Sequences that begin amid a round, a fourth round, tiles of one row; one stage more than there is room
+     * for, whole or of one key, and as many as fill it twice. */
+    {"tiles_in_turns_bf16", SHAPE(2, 5, 1100), HEADS(90, 90), KEY_HEADS(45, 18), DIMS(8, 8), TYPES(BF16, BF16),
+     .without = ALL_GRADIENTS},
+    {"tiles_in_turns_f16", SHAPE(1, 5, 513), HEADS(140, 140), DIMS(8, 64), TYPES(F16, F16), .without = ALL_GRADIENTS},
+    {"tiles_in_turns_128_bf16", SHAPE(5, 3, 512), HEADS(97, 97), DIMS(128, 104), TYPES(BF16, BF16), REVERSE,
+     .without = ALL_GRADIENTS},
+    {"tiles_in_turns_rows_f16", SHAPE(1, 257, 320), HEADS(70, 70), DIMS(8, 72), TYPES(F16, F16), .growth = 20,
+     .without = ALL_GRADIENTS},
+
     /* Heads of more than 128 dimensions in 16-bit types: kernels of their own, which keep more in shared memory. */
     {"wide_bf16", SHAPE(1, 140, 330), HEADS(1, 1), DIMS(256, 256), TYPES(BF16, BF16)},
     {"wide_causal_bf16", SHAPE(1, 140, 200), HEADS(2, 2), KEY_HEADS(2, 1), DIMS(256, 192), TYPES(BF16, BF16), CAUSAL},

@@ -139,19 +139,41 @@ template <int M> struct query_place {
     int64_t slot;        /* of the tile, or of the part, among all */
     int part;            /* of the tile's keys */
 
+    __device__ static unsigned tiles(const skl_cuda_params &params) /* of a head */
+    {
+        return (unsigned)skl_ceil_div(params.problem.len_q, ROWS);
+    }
+
     /* `parts` blocks a tile. False: there is nothing at this block's place. */
     __device__ bool find(const skl_cuda_params &params, int parts)
     {
+        const unsigned heads = (unsigned)params.problem.heads_s, section = (unsigned)params.section;
+        return take(params, work_of_block(heads, tiles(params) * parts, section), parts);
+    }
+
+    /* Of a block that stays: tile number `round`, and how many there are. */
+    __device__ bool find_in_turn(const skl_cuda_params &params, int round)
+    {
+        const unsigned heads = (unsigned)params.problem.heads_s, section = (unsigned)params.section;
+        return take(params, work_in_turn((unsigned)round, heads, tiles(params), section), 1);
+    }
+
+    __device__ static int rounds(const skl_cuda_params &params)
+    {
+        const unsigned all = (unsigned)(params.problem.batch * params.problem.heads_s) * tiles(params);
+        return (int)((all - blockIdx.x + gridDim.x - 1) / gridDim.x);
+    }
+
+    __device__ bool take(const skl_cuda_params &params, const work &at, int parts)
+    {
         const skl_problem &p = params.problem;
-        const unsigned tiles = (unsigned)skl_ceil_div(p.len_q, ROWS);
-        const work at = work_of_block((unsigned)p.heads_s, tiles * parts, (unsigned)params.section);
         if (at.sequence >= p.batch)
             return false;
         sequence = device_sequence(params, at.sequence);
         head = at.head;
         part = at.tile % parts;
-        slot = (at.sequence * p.heads_s + head) * tiles * parts + at.tile;
-        first = (int64_t)(tiles - 1 - at.tile / parts) * ROWS; /* causal: longest first */
+        slot = (at.sequence * p.heads_s + head) * tiles(params) * parts + at.tile;
+        first = (int64_t)(tiles(params) - 1 - at.tile / parts) * ROWS; /* causal: longest first */
         return first < sequence.query_count;
     }
 };

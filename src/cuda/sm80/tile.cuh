@@ -321,16 +321,29 @@ inline dim3 grid_of(int64_t sequences, int64_t heads, int64_t tiles)
                 (unsigned)skl_ceil_div(sequences, GRID_Y_MAX));
 }
 
-/* Tiles of a section of heads come longest first (causal), and the section's streamed rows stay in the L2 cache.
- * Volatile: what follows from it is computed anew where it is used again, and holds no registers meanwhile. */
+/* Number x of a sequence. Tiles of a section of heads come longest first (causal), and the section's streamed rows
+ * stay in the L2 cache. */
+__device__ inline work work_at(int64_t sequence, unsigned x, unsigned heads, unsigned tiles, unsigned section)
+{
+    const unsigned first_head = x / (section * tiles) * section;
+    const unsigned width = min(section, heads - first_head);
+    const unsigned rest = x - first_head * tiles;
+    return {sequence, (int)(first_head + rest % width), (int)(rest / width)};
+}
+
+/* Volatile: what follows from it is computed anew where it is used again, and holds no registers meanwhile. */
 __device__ inline work work_of_block(unsigned heads, unsigned tiles, unsigned section)
 {
     unsigned x, y, z;
     asm volatile("mov.u32 %0, %%ctaid.x; mov.u32 %1, %%ctaid.y; mov.u32 %2, %%ctaid.z;" : "=r"(x), "=r"(y), "=r"(z));
-    const unsigned first_head = x / (section * tiles) * section;
-    const unsigned width = min(section, heads - first_head);
-    const unsigned rest = x - first_head * tiles;
-    return {z * GRID_Y_MAX + y, (int)(first_head + rest % width), (int)(rest / width)};
+    return work_at(z * GRID_Y_MAX + y, x, heads, tiles, section);
+}
+
+/* Of a block that stays, the work number `round`: the blocks, all in x, take that of all sequences in turns. */
+__device__ inline work work_in_turn(unsigned round, unsigned heads, unsigned tiles, unsigned section)
+{
+    const unsigned number = blockIdx.x + round * gridDim.x, of_sequence = heads * tiles;
+    return work_at(number / of_sequence, number % of_sequence, heads, tiles, section);
 }
 
 /* A tile of 64 M rows of a gradient: queries, or keys (KEYS). */

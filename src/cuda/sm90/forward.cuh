@@ -23,44 +23,75 @@ inline int64_t blocks_to_fill(const skl_problem *p)
     return one_sided && 2 * p->len_q > p->len_k ? UNEVEN_BLOCKS : 1;
 }
 
+template <typename FORWARD>
+cudaError_t launch_blocks(forward_kernel *kernel, dim3 blocks, const skl_cuda_params *params,
+                          const forward_maps *maps)
+{
+    constexpr int MEMORY = sizeof(typename FORWARD::memory);
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
+    if (error != cudaSuccess)
+        return error;
+    kernel<<<blocks, FORWARD::THREADS, MEMORY, params->call.stream>>>(*params, *maps);
+    return cudaPeekAtLastError();
+}
+
 /* A block a tile of queries, or more, each with a part of its keys, where tiles are too few to fill the GPU. */
 template <typename FORWARD>
 cudaError_t launch_query_tiles(forward_kernel *kernel, const skl_cuda_params *params, const forward_maps *maps)
 {
-    constexpr int MEMORY = sizeof(typename FORWARD::memory), ROWS = FORWARD::place::ROWS;
+    constexpr int ROWS = FORWARD::place::ROWS;
     static_assert(UNEVEN_BLOCKS * ROWS <= SKL_PART_ROWS_MAX, "the workspace holds the parts");
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
-    if (error != cudaSuccess)
-        return error;
     const skl_problem *const p = &params->problem;
     const int64_t tiles = skl_ceil_div(p->len_q, ROWS);
     skl_cuda_params own = *params;
-    own.section = section_for(params, ROWS, 2, 2);
     own.splits = splits_for(p->batch * p->heads_s * tiles, params->multiprocessors * blocks_to_fill(p), p->len_k);
-    kernel<<<grid_of(p->batch, p->heads_s, tiles * own.splits), FORWARD::THREADS, MEMORY, params->call.stream>>>(
-        own, *maps);
-    if (own.splits > 1)
-        merge_parts<FORWARD::GROUPS><<<grid_of(p->batch, p->heads_s, tiles), ROWS, 0, params->call.stream>>>(own);
+    const cudaError_t error =
+        launch_blocks<FORWARD>(kernel, grid_of(p->batch, p->heads_s, tiles * own.splits), &own, maps);
+    if (error != cudaSuccess || own.splits == 1)
+        return error;
+    merge_parts<FORWARD::GROUPS><<<grid_of(p->batch, p->heads_s, tiles), ROWS, 0, params->call.stream>>>(own);
     return cudaPeekAtLastError();
+}
+
+/* Blocks can stay and take tiles in turns: all tiles see all keys, more than a block has room for, and there are more
+ * tiles than blocks at a time. Others are handed out by the hardware, longest first. */
+template <typename FORWARD> bool tiles_in_turns(const skl_cuda_params *params)
+{
+    const skl_problem *const p = &params->problem;
+    const int64_t tiles = p->batch * p->heads_s * skl_ceil_div(p->len_q, FORWARD::place::ROWS);
+    const int64_t keys = skl_min(p->len_k, params->call.keys.end) - skl_max(0, params->call.keys.begin);
+    const bool all_seen = skl_is_unlimited(p->window_left) && skl_is_unlimited(p->window_right) && !p->packed &&
+                          params->call.inputs.key_lengths == NULL;
+    return all_seen && keys > FORWARD::DEPTH * KEYS && tiles > params->multiprocessors && tiles < (int64_t)1 << 30;
 }
 
 template <typename ELEMENT, int DIM, bool CAPPED>
 cudaError_t launch_forward_of(const skl_cuda_params *params, skl_cuda_launcher otherwise)
 {
+    constexpr bool NARROW = DIM <= 128;
     using FORWARD =
-        std::conditional_t<DIM <= 128, narrow_forward<ELEMENT, DIM, CAPPED>, wide_forward<ELEMENT, DIM, CAPPED>>;
-    constexpr int ROWS = FORWARD::place::ROWS;
+        std::conditional_t<NARROW, narrow_forward<ELEMENT, DIM, CAPPED, false>, wide_forward<ELEMENT, DIM, CAPPED>>;
+    constexpr int ROWS = FORWARD::place::ROWS, BOX = NARROW ? 64 : ROWS; /* queries of a tile, and of a copy */
     const skl_problem *const p = &params->problem;
     forward_maps maps;
     if (!encode_keys(&maps.keys_1, p, &params->one, KEYS, ELEMENT()) ||
         !encode_keys(&maps.keys_2, p, &params->two, KEYS, ELEMENT()) ||
-        !encode_queries(&maps.queries_1, p, &params->one, ROWS, ELEMENT()) ||
-        !encode_queries(&maps.queries_2, p, &params->two, ROWS, ELEMENT()))
+        !encode_queries(&maps.queries_1, p, &params->one, BOX, ELEMENT()) ||
+        !encode_queries(&maps.queries_2, p, &params->two, BOX, ELEMENT()))
         return otherwise(params);
-    if constexpr (DIM <= 128)
-        return launch_query_tiles<FORWARD>(narrow_forward_kernel<ELEMENT, DIM, CAPPED>, params, &maps);
+    skl_cuda_params own = *params;
+    own.section = section_for(params, ROWS, 2, 2);
+    own.splits = 1;
+    if constexpr (NARROW && !CAPPED) {
+        if (tiles_in_turns<FORWARD>(params))
+            return launch_blocks<narrow_forward<ELEMENT, DIM, false, true>>(
+                narrow_forward_kernel<ELEMENT, DIM, false, true>, dim3((unsigned)params->multiprocessors), &own,
+                &maps);
+    }
+    if constexpr (NARROW)
+        return launch_query_tiles<FORWARD>(narrow_forward_kernel<ELEMENT, DIM, CAPPED, false>, &own, &maps);
     else
-        return launch_query_tiles<FORWARD>(wide_forward_kernel<ELEMENT, DIM, CAPPED>, params, &maps);
+        return launch_query_tiles<FORWARD>(wide_forward_kernel<ELEMENT, DIM, CAPPED>, &own, &maps);
 }
 
 template <typename ELEMENT, int DIM>

@@ -1,12 +1,15 @@
 /* Forward of heads of up to 128 dimensions: four warpgroups, one stage of logits each.
  *
- *   block   4 warpgroups of 64 queries; one block a multiprocessor
+ *   block   4 warpgroups of 64 queries; one block a multiprocessor. It has one tile or, where all tiles see all keys
+ *           (STAYS), takes one after another
  *   regs    128 a thread: logits of a stage of 64 keys (64), 64 dimensions of the first argument's Q (16), row states
  *   shared  DEPTH stages of 64 keys of both arguments; the other dimensions of Q, 256 queries
  *
  *   warpgroup   products of stage n (wgmma), then its exponentials and sums, with nothing of its own beside them:
  *               what runs beside them are the other three warpgroups, each somewhere else in its stage
- *   last one    its first warp also copies (TMA): at stage n it refills the place of stage n - 1
+ *   last one    its first warp also copies (TMA): at stage n it refills the place of stage n - 1; behind the last
+ *               stages of a tile with the first ones of the next
+ *   a change    of tiles is each warpgroup's own: queries of the next one are copied, then rows of the last written
  *
  * Heads of this size take about as long for exponentials as for products, and more instructions than both: four warps
  * a scheduler keep it busier than two whose products and exponentials overlap. A fifth warpgroup for copies would
@@ -19,7 +22,7 @@
 namespace sm90
 {
 
-template <typename ELEMENT, int DIM, bool CAPPED> struct narrow_forward {
+template <typename ELEMENT, int DIM, bool CAPPED, bool STAYS> struct narrow_forward {
     static constexpr int GROUPS = 4;
     static constexpr int THREADS = 128 * GROUPS;
     typedef query_place<GROUPS> place;
@@ -31,9 +34,10 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct narrow_forward {
         key_stage<DIM> stages[DEPTH];
         lying_rows<DIM / 64, place::ROWS> lying_2;
         lying_rows<(DIM - HELD) / 64, place::ROWS> lying_1;
-        uint64_t queries_full, full[DEPTH], empty[DEPTH];
-        row_stream keys; /* these two from one thread for all of them; the band is only here */
-        place tile;
+        uint64_t queries_full[GROUPS], full[DEPTH], empty[DEPTH];
+        row_stream keys;            /* from one thread for all of them; the band is only here */
+        place tiles[STAYS ? 3 : 1]; /* in turns: some warps are still at the last one when the next is looked for */
+        copy_place following;       /* of the warp that copies: the next one */
     };
     static_assert(sizeof(memory) <= 227 * 1024, "a block's shared memory");
 
@@ -44,14 +48,26 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct narrow_forward {
     int group, warp; /* of the block */
     copy_place from; /* of the warp that copies */
     stage_order keys;
-    int at, parity; /* the next stage's place, and the parity of the phase that fills it */
+    int round, rounds; /* STAYS: tiles done, and all of them */
+    int at, parity;    /* the next stage's place, and the parity of the phase that fills it */
     /* Of the thread. */
     uint32_t held[HELD / 16 + (HELD == 0)][4];
     skl_row_state state[2];
 
+    /* ---- Copies --------------------------------------------------------------------------------------------- */
+
     __device__ void copy_stage(int n, int to) const
     {
         copy_keys(block.stages[to], maps, from, keys.row_of(n), block.full[to]);
+    }
+
+    /* The queries of a warpgroup, but for those held. */
+    __device__ void copy_queries_of(int of, const copy_place &tile) const
+    {
+        uint64_t &full = block.queries_full[of];
+        barrier_expect(full, (block.lying_1.SIZE + block.lying_2.SIZE) / GROUPS);
+        copy_queries<HELD>(block.lying_1, maps.queries_1, tile, full, of * 64);
+        copy_queries<0>(block.lying_2, maps.queries_2, tile, full, of * 64);
     }
 
     /* Barriers are there for others when all warps have met. */
@@ -61,15 +77,40 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct narrow_forward {
             init_barriers<narrow_forward>(block);
         __syncwarp();
         from = common(copy_place::of(params, tile));
-        barrier_expect(block.queries_full, block.lying_1.SIZE + block.lying_2.SIZE);
-        copy_queries<HELD>(block.lying_1, maps.queries_1, from, block.queries_full);
-        copy_queries<0>(block.lying_2, maps.queries_2, from, block.queries_full);
+        for (int of = 0; of < GROUPS; of++)
+            copy_queries_of(of, from);
     }
 
     __device__ void copy_first_stages() const
     {
-        for (int n = 0; n < min(DEPTH, keys.stages); n++)
+        for (int n = 0; n < min(DEPTH - STAYS, keys.stages); n++)
             copy_stage(n, n);
+    }
+
+    /* Goes on behind stage n. The one before it, perhaps of the last tile, has been left by this warpgroup; the last
+     * of them to leave it is seldom far behind. */
+    __device__ void leave(int n)
+    {
+        const int later = n - 1 + DEPTH;
+        const bool wanted = later < keys.stages || (STAYS && round + 1 < rounds);
+        if (warp == COPY_WARP && wanted && (STAYS || n > 0)) {
+            const int last = at == 0 ? DEPTH - 1 : at - 1;
+            barrier_wait(block.empty[last], at == 0 ? parity ^ 1 : parity);
+            if (STAYS && later == keys.stages)
+                from = common(block.following);
+            copy_stage(STAYS && later >= keys.stages ? later - keys.stages : later, last);
+        }
+        if (++at == DEPTH) {
+            at = 0;
+            parity ^= 1;
+        }
+    }
+
+    /* ---- Tiles ---------------------------------------------------------------------------------------------- */
+
+    __device__ place &tile_of(int number) const
+    {
+        return block.tiles[STAYS ? number % 3 : 0];
     }
 
     __device__ void hold_queries(const place &tile)
@@ -80,22 +121,44 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct narrow_forward {
         }
     }
 
-    /* Goes on behind stage n. The one before it has been left by this warpgroup; the last of them to leave it is
-     * seldom far behind. */
-    __device__ void leave(int n)
+    /* Finds the tile behind this one. Others read it when they have waited for this one's last stage, which is copied
+     * later: there are more stages than places. */
+    __device__ void look_ahead() const
     {
-        if (warp == COPY_WARP && n > 0 && n - 1 + DEPTH < keys.stages) {
-            const int last = at == 0 ? DEPTH - 1 : at - 1;
-            barrier_wait(block.empty[last], at == 0 ? parity ^ 1 : parity);
-            copy_stage(n - 1 + DEPTH, last);
+        if (round + 1 < rounds) {
+            place &next = tile_of(round + 1);
+            next.find_in_turn(params, round + 1);
+            block.following = copy_place::of(params, next);
         }
-        if (++at == DEPTH) {
-            at = 0;
-            parity ^= 1;
-        }
+        __syncwarp();
     }
 
-    /* Logits of the next stage. The two arguments' products come in turns: neither waits for its own last one. */
+    __device__ void begin_next(const place &tile)
+    {
+        barrier_of(1 + group, 128); /* all four warps are done with the queries of the last one */
+        if (warp % 4 == 0)
+            copy_queries_of(group, common(copy_place::of(params, tile)));
+        hold_queries(tile);
+        if (warp == COPY_WARP)
+            look_ahead();
+    }
+
+    /* Writes the rows of a tile and begins the next; false: there is none. */
+    __device__ bool change_tiles()
+    {
+        const skl_row_state row = merge_two_rows(state[0], state[1]);
+        const place &done = tile_of(round);
+        const bool goes_on = STAYS && ++round < rounds;
+        if (goes_on)
+            begin_next(tile_of(round));
+        write_row_of_two(params, done, row);
+        __syncwarp(); /* else ptxas takes the lanes of the next tile for divided, and copies each of their operands */
+        return goes_on;
+    }
+
+    /* ---- Stages --------------------------------------------------------------------------------------------- */
+
+    /* Logits of the next stage. */
     __device__ void multiply(stage_logits &x, stage_logits &y)
     {
         const uint32_t own = group * (64 * 128 / 16);
@@ -104,14 +167,15 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct narrow_forward {
         barrier_wait(block.full[at], parity);
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < DIM / 16; step++) {
+        for (int step = 0; step < DIM / 16; step++)
             if (step < HELD / 16)
                 wgmma<false>(x, held[step], step_of(k_1, step, STAGE), step > 0, ELEMENT());
             else
                 wgmma<false>(x, step_of(q_1, step - HELD / 16, place::ROWS), step_of(k_1, step, STAGE), step > 0,
                              ELEMENT());
+#pragma unroll
+        for (int step = 0; step < DIM / 16; step++)
             wgmma<false>(y, step_of(q_2, step, place::ROWS), step_of(k_2, step, STAGE), step > 0, ELEMENT());
-        }
         wgmma_commit();
         wgmma_wait<0>();
         settle(x);
@@ -123,8 +187,11 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct narrow_forward {
         }
     }
 
+    /* A tile. */
     __device__ void run()
     {
+        state[0] = state[1] = skl_state_empty();
+        barrier_wait(block.queries_full[group], STAYS ? round % 2 : 0);
         const float scale_1 = CAPPED ? 1.0F : params.one.scale, scale_2 = CAPPED ? 1.0F : params.two.scale;
         const int begun = max(keys.edges, min(1, keys.stages)); /* a whole first stage gives stabilisers */
         int n = 0;
@@ -152,16 +219,16 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct narrow_forward {
     }
 };
 
-template <typename ELEMENT, int DIM, bool CAPPED>
-__global__ void __launch_bounds__(narrow_forward<ELEMENT, DIM, CAPPED>::THREADS, 1)
+template <typename ELEMENT, int DIM, bool CAPPED, bool STAYS>
+__global__ void __launch_bounds__(narrow_forward<ELEMENT, DIM, CAPPED, STAYS>::THREADS, 1)
     narrow_forward_kernel(const __grid_constant__ skl_cuda_params params, const __grid_constant__ forward_maps maps)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    typedef narrow_forward<ELEMENT, DIM, CAPPED> forward;
+    typedef narrow_forward<ELEMENT, DIM, CAPPED, STAYS> forward;
     extern __shared__ __align__(1024) unsigned char raw[];
     typename forward::memory &block = *(typename forward::memory *)(void *)raw;
     typename forward::place tile;
-    if (!tile.find(params, params.splits))
+    if (STAYS ? !tile.find_in_turn(params, 0) : !tile.find(params, params.splits))
         return;
     const int warp = own_warp();
     forward own = {params, maps, block, warp / 4, warp};
@@ -169,17 +236,23 @@ __global__ void __launch_bounds__(narrow_forward<ELEMENT, DIM, CAPPED>::THREADS,
         own.begin_copies(tile);
     if (threadIdx.x == 0) {
         block.keys = keys_of_tile(params, tile);
-        block.tile = tile;
+        block.tiles[0] = tile;
     }
     own.hold_queries(tile);
-    own.state[0] = own.state[1] = skl_state_empty();
     __syncthreads();
     own.keys = common(block.keys);
-    if (warp == forward::COPY_WARP)
+    if (STAYS) {
+        own.keys.left = 0; /* all keys are seen: an edge is at their end, and ptxas may know */
+        own.rounds = common(tile.rounds(params));
+    }
+    if (warp == forward::COPY_WARP) {
         own.copy_first_stages();
-    barrier_wait(block.queries_full, 0);
-    own.run();
-    write_rows(params, block.tile, own.state);
+        if (STAYS)
+            own.look_ahead();
+    }
+    do
+        own.run();
+    while (own.change_tiles());
 #endif
 }
 

@@ -54,7 +54,8 @@ __device__ inline void copy_keys(key_stage<DIM> &to, const forward_maps &maps, c
 
 template <typename FORWARD> __device__ inline void init_barriers(typename FORWARD::memory &block)
 {
-    barrier_init(block.queries_full, 1);
+    for (uint64_t &queries : block.queries_full)
+        barrier_init(queries, 1);
     for (int at = 0; at < FORWARD::DEPTH; at++) {
         barrier_init(block.full[at], 1);
         barrier_init(block.empty[at], FORWARD::GROUPS * 4);
@@ -62,14 +63,15 @@ template <typename FORWARD> __device__ inline void init_barriers(typename FORWAR
     barrier_init_fence();
 }
 
-/* Dimensions of the queries behind the first HELD. */
+/* Dimensions of the queries behind the first HELD, from row `first` of the tile on. */
 template <int HELD, int PARTS, int ROWS>
 __device__ inline void copy_queries(lying_rows<PARTS, ROWS> &to, const CUtensorMap &queries, const copy_place &place,
-                                    uint64_t &full)
+                                    uint64_t &full, int first = 0)
 {
     if constexpr (PARTS > 0)
         for (int part = 0; part < PARTS; part++)
-            copy_box(to.parts[part], queries, HELD + part * 64, place.query, place.head, place.batch, full);
+            copy_box(to.parts[part][first], queries, HELD + part * 64, place.query + first, place.head, place.batch,
+                     full);
 }
 
 /* ---- Sums --------------------------------------------------------------------------------------------------- */
@@ -146,12 +148,12 @@ __device__ inline void cap_stage(stage_logits &to, const stage_logits &x, const 
 
 /* ---- Rows --------------------------------------------------------------------------------------------------- */
 
-/* Two rows a thread of a tile of 64 M queries. The four lanes that have them share the logarithms: they are long. */
+/* Of the two rows of a thread in a tile of 64 M queries, merged: the four lanes that have them share the logarithms,
+ * which are long. */
 template <int M>
-__device__ inline void write_rows(const skl_cuda_params &params, const query_place<M> &place,
-                                  const skl_row_state (&states)[2])
+__device__ inline void write_row_of_two(const skl_cuda_params &params, const query_place<M> &place,
+                                        const skl_row_state &state)
 {
-    const skl_row_state state = merge_two_rows(states[0], states[1]);
     const int lane = (int)threadIdx.x % 4, row = own_row<1>(0, lane % 2);
     const bool of_second = lane / 2 != 0;
     const int64_t query = place.first + row;

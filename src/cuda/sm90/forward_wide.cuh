@@ -29,7 +29,7 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
     struct memory {
         key_stage<DIM> stages[DEPTH];
         lying_rows<(DIM - HELD) / 64> lying_1, lying_2;
-        uint64_t queries_full, full[DEPTH], empty[DEPTH];
+        uint64_t queries_full[1], full[DEPTH], empty[DEPTH];
         row_stream keys; /* these from one thread for all of them; the band is only here */
         copy_place from;
         place tile;
@@ -42,9 +42,9 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
     {
         const copy_place from = common(block.from);
         const stage_order keys = common(block.keys);
-        barrier_expect(block.queries_full, block.lying_1.SIZE + block.lying_2.SIZE);
-        copy_queries<HELD>(block.lying_1, maps.queries_1, from, block.queries_full);
-        copy_queries<HELD>(block.lying_2, maps.queries_2, from, block.queries_full);
+        barrier_expect(block.queries_full[0], block.lying_1.SIZE + block.lying_2.SIZE);
+        copy_queries<HELD>(block.lying_1, maps.queries_1, from, block.queries_full[0]);
+        copy_queries<HELD>(block.lying_2, maps.queries_2, from, block.queries_full[0]);
         for (int n = 0; n < keys.stages; n++) {
             const int at = n % DEPTH;
             barrier_wait(block.empty[at], n / DEPTH % 2 ^ 1);
@@ -69,7 +69,7 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
         const int rows = (int)skl_min(tile.ROWS, s.query_count - tile.first);
         load_rows<HELD>(q_1, queries_of<ELEMENT>(params.one, s, tile.head).from(tile.first), rows);
         load_rows<HELD>(q_2, queries_of<ELEMENT>(params.two, s, tile.head).from(tile.first), rows);
-        barrier_wait(block.queries_full, 0);
+        barrier_wait(block.queries_full[0], 0);
     }
 
     __device__ void start(stage_logits &x, stage_logits &y, int n)
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(wide_forward<ELEMENT, DIM, CAPPED>::THREADS, 1
             own.run_capped();
         else
             own.run();
-        write_rows(params, block.tile, own.state);
+        write_row_of_two(params, block.tile, merge_two_rows(own.state[0], own.state[1]));
     }
 #endif
 }
