@@ -1,6 +1,7 @@
 """Errors, memory and time of methods."""
 
 import gc
+import math
 from contextlib import contextmanager
 
 import torch
@@ -86,11 +87,14 @@ def examine(method, oracle):
 # ---- Time ----------------------------------------------------------------------------------------------------------------
 
 
-def milliseconds(prepare, calls):
-    """Of one call, when `calls` of them follow each other and as many that are not timed: the power limit sets the clock,
-    and what it allows depends on who ran before."""
+# What a method runs before it is timed. The power limit sets the clock, and for so long it depends on who ran before.
+SETTLING_MS = 100
+
+
+def milliseconds(prepare, calls, untimed):
+    """Of one call, when `calls` of them follow each other, and `untimed` others."""
     run = prepare()
-    for _ in range(calls):
+    for _ in range(untimed):
         run()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
@@ -111,9 +115,10 @@ def take_turns(methods, rounds, turn_ms):
                     continue
                 with refusing(method):
                     if turn < 0:
-                        calls[index, operation] = max(1, min(100, round(turn_ms / milliseconds(prepare, 1))))
+                        time = milliseconds(prepare, 1, 1)
+                        calls[index, operation] = max(1, min(100, round(turn_ms / time))), math.ceil(SETTLING_MS / time)
                     else:
-                        time = milliseconds(prepare, calls[index, operation])
+                        time = milliseconds(prepare, *calls[index, operation])
                         method.times.setdefault(operation, []).append(time)
 
 
