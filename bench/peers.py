@@ -20,10 +20,11 @@ The peers, on tensors of the same shape:
     eager    attention KL as it is written without us: two N x N logits, two log_softmax, one sum
 
 Every method has a warm-up, then all take turns. A turn is a few calls in a row between two CUDA events, so that no launch
-is waited for, behind a tenth of a second of calls that are not timed, so that the power limit holds every method to a clock
-of its own and not to its neighbour's; the median of all turns counts. Extra memory is the most that a step (forward and gradients, or the
-forward if only that is measured) holds beside its inputs: results, what it saves, workspace. KL and gradients of the first
-and last head are compared with float64. A peer that is not there, fails or computes something else is named and left out.
+is waited for, behind 0.3 s of calls that are not timed, so that the power limit holds every method to a clock of its own
+and not to its neighbour's; the median of all turns counts. Extra memory is the most that a step (forward and gradients, or
+the forward if only that is measured) holds beside its inputs: results, what it saves, workspace. KL and gradients of the
+first and last head are compared with float64. A peer that is not there, fails or computes something else is named and left
+out.
 """
 
 import argparse

@@ -88,7 +88,7 @@ def examine(method, oracle):
 
 
 # What a method runs before it is timed. The power limit sets the clock, and for so long it depends on who ran before.
-SETTLING_MS = 100
+SETTLING_MS = 300
 
 
 def milliseconds(prepare, calls, untimed):
