@@ -44,7 +44,7 @@ cudaError_t launch_query_tiles(forward_kernel *kernel, const skl_cuda_params *pa
     const skl_problem *const p = &params->problem;
     const int64_t tiles = skl_ceil_div(p->len_q, ROWS);
     skl_cuda_params own = *params;
-    own.splits = splits_for(p->batch * p->heads_s * tiles, params->multiprocessors * blocks_to_fill(p), p->len_k);
+    own.splits = splits_for(query_tiles(p, ROWS), params->multiprocessors * blocks_to_fill(p), p->len_k);
     const cudaError_t error =
         launch_blocks<FORWARD>(kernel, grid_of(p->batch, p->heads_s, tiles * own.splits), &own, maps);
     if (error != cudaSuccess || own.splits == 1)
@@ -58,10 +58,9 @@ cudaError_t launch_query_tiles(forward_kernel *kernel, const skl_cuda_params *pa
 template <typename FORWARD> bool tiles_in_turns(const skl_cuda_params *params)
 {
     const skl_problem *const p = &params->problem;
-    const int64_t tiles = p->batch * p->heads_s * skl_ceil_div(p->len_q, FORWARD::place::ROWS);
+    const int64_t tiles = query_tiles(p, FORWARD::place::ROWS);
     const int64_t keys = skl_min(p->len_k, params->call.keys.end) - skl_max(0, params->call.keys.begin);
-    const bool all_seen = skl_is_unlimited(p->window_left) && skl_is_unlimited(p->window_right) && !p->packed &&
-                          params->call.inputs.key_lengths == NULL;
+    const bool all_seen = without_window(p) && !p->packed && params->call.inputs.key_lengths == NULL;
     return all_seen && keys > FORWARD::DEPTH * KEYS && tiles > params->multiprocessors && tiles < (int64_t)1 << 30;
 }
 

@@ -81,6 +81,7 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool STAYS> struct narrow_forw
             copy_queries_of(of, from);
     }
 
+    /* A block that stays leaves the last place to stage 0, which fills it in every tile. */
     __device__ void copy_first_stages() const
     {
         for (int n = 0; n < min(DEPTH - STAYS, keys.stages); n++)

@@ -1,4 +1,4 @@
-/* Which heads are done together. */
+/* Which heads are done together, and what launches ask about tiles. */
 #ifndef SKL_CUDA_SM90_SECTIONS_CUH
 #define SKL_CUDA_SM90_SECTIONS_CUH
 
@@ -6,6 +6,17 @@
 
 namespace sm90
 {
+
+/* Neither side of a query's window ends: tiles may differ in their rows and sequences, not by a mask. */
+inline bool without_window(const skl_problem *p)
+{
+    return skl_is_unlimited(p->window_left) && skl_is_unlimited(p->window_right);
+}
+
+inline int64_t query_tiles(const skl_problem *p, int64_t tile_rows)
+{
+    return p->batch * p->heads_s * skl_ceil_div(p->len_q, tile_rows);
+}
 
 /* Heads whose keys, and what else is streamed with them, fill half of the L2 cache: with more of them at once it
  * comes through memory again for every wave of tiles, and sums that are added to are read and written there. But
@@ -17,9 +28,7 @@ inline int32_t section_for(const skl_cuda_params *params, int64_t tile_rows, int
 {
     constexpr int64_t L2_SHARE = (int64_t)25 << 20, SMALL_PART = 32;
     const skl_problem *const p = &params->problem;
-    const bool even = skl_is_unlimited(p->window_left) && skl_is_unlimited(p->window_right);
-    const int64_t tiles = p->batch * p->heads_s * skl_ceil_div(p->len_q, tile_rows);
-    if (!even && tiles < 2 * SMALL_PART * params->multiprocessors)
+    if (!without_window(p) && query_tiles(p, tile_rows) < 2 * SMALL_PART * params->multiprocessors)
         return SKL_SECTION_MAX;
     const int64_t size_1 = p->len_k * params->one.dim * bytes_1, size_2 = p->len_k * params->two.dim * bytes_2;
     const int64_t a_head = size_1 / params->one.heads_per_key + size_2 / params->two.heads_per_key;
