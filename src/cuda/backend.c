@@ -1,8 +1,8 @@
 /* The CUDA backend: chooses kernels, launches them on the caller's stream. It never allocates nor synchronises. */
 #include "base/kl_math.h"
 #include "base/status.h"
-#include "cuda/index_layout.h"
-#include "cuda/indexer_plan.h"
+#include "cuda/common/indexer/strip_layout.h"
+#include "cuda/common/indexer/row_chunks.h"
 #include "cuda/launch.h"
 
 #include <stdbool.h>
@@ -15,7 +15,7 @@ enum { CAPABILITY_MIN = 80, ANY = 1000 };
 
 enum { COPY_ELEMENTS = 8 }; /* 16-bit elements of a 16-byte copy */
 
-enum { GENERAL_RESIDENT = 2 }; /* blocks of a general kernel a multiprocessor */
+enum { GENERAL_BLOCKS_PER_SM = 2 }; /* blocks of a general kernel a multiprocessor */
 
 /* Compute capability of a device, 90 for 9.0; 0 and a reason if there is none. */
 static int capability_of(int device, char *reason, size_t reason_size)
@@ -85,13 +85,13 @@ static size_t larger(size_t a, size_t b)
 
 static size_t general_dense_size(const skl_plan *plan, skl_op op)
 {
-    const skl_dense_band band = skl_dense_band_of(&plan->problem, plan->block_count / GENERAL_RESIDENT);
-    return larger(lse_size(plan), has_gradients(op) ? band.end : 0);
+    const skl_dense_chunk chunk = skl_dense_chunk_of(&plan->problem, plan->block_count / GENERAL_BLOCKS_PER_SM);
+    return larger(lse_size(plan), has_gradients(op) ? chunk.end : 0);
 }
 
 static size_t general_sparse_size(const skl_plan *plan, skl_op op)
 {
-    return larger(lse_size(plan), has_gradients(op) ? skl_list_band_of(&plan->problem).end : 0);
+    return larger(lse_size(plan), has_gradients(op) ? skl_sparse_chunk_of(&plan->problem).end : 0);
 }
 
 static bool fits_any(const skl_problem *problem)
@@ -102,7 +102,7 @@ static bool fits_any(const skl_problem *problem)
 
 static const indexer_kernel general_dense = {skl_cuda_indexer_rows, skl_cuda_indexer_gradients, false, fits_any,
                                              general_dense_size};
-static const indexer_kernel general_sparse = {skl_cuda_listed_rows, skl_cuda_listed_gradients, false, fits_any,
+static const indexer_kernel general_sparse = {skl_cuda_sparse_rows, skl_cuda_sparse_gradients, false, fits_any,
                                               general_sparse_size};
 
 /* Both stages on tensor cores. */
@@ -120,7 +120,7 @@ static bool fits_dense(const skl_problem *p, skl_dtype dtype)
            p->batch < INT32_MAX / tiles / heads / SKL_INDEX_BLOCKS;
 }
 
-static bool fits_lists(const skl_problem *p, skl_dtype dtype)
+static bool fits_sparse(const skl_problem *p, skl_dtype dtype)
 {
     const int64_t heads = skl_max(p->heads_t, skl_query_heads_s(p));
     return fits_tensor_cores(p, dtype) && heads < SKL_SM80_ROWS_MAX && p->len_k < SKL_SM80_ROWS_MAX &&
@@ -137,28 +137,28 @@ static bool fits_dense_f16(const skl_problem *p)
     return fits_dense(p, SKL_F16);
 }
 
-static bool fits_lists_bf16(const skl_problem *p)
+static bool fits_sparse_bf16(const skl_problem *p)
 {
-    return fits_lists(p, SKL_BF16);
+    return fits_sparse(p, SKL_BF16);
 }
 
-static bool fits_lists_f16(const skl_problem *p)
+static bool fits_sparse_f16(const skl_problem *p)
 {
-    return fits_lists(p, SKL_F16);
+    return fits_sparse(p, SKL_F16);
 }
 
 /* Also for the general kernel: it does what copies cannot read. */
 static size_t dense_size(const skl_plan *plan, skl_op op)
 {
-    const int32_t multiprocessors = plan->block_count / GENERAL_RESIDENT;
+    const int32_t sm_count = plan->block_count / GENERAL_BLOCKS_PER_SM;
     return larger(general_dense_size(plan, op),
-                  skl_index_layout_of(&plan->problem, multiprocessors, has_gradients(op)).size);
+                  skl_index_layout_of(&plan->problem, sm_count, has_gradients(op)).size);
 }
 
-static size_t lists_size(const skl_plan *plan, skl_op op)
+static size_t sparse_size(const skl_plan *plan, skl_op op)
 {
-    const size_t band_size = has_gradients(op) ? skl_list_band_of(&plan->problem).end : 0;
-    return larger(general_sparse_size(plan, op), band_size + skl_list_scores_size(&plan->problem, plan->block_count));
+    const size_t chunk_size = has_gradients(op) ? skl_sparse_chunk_of(&plan->problem).end : 0;
+    return larger(general_sparse_size(plan, op), chunk_size + skl_sparse_scores_size(&plan->problem, plan->block_count));
 }
 
 #define TENSOR_CORES(kernel, type, call, stage)                                                                      \
@@ -169,8 +169,8 @@ static size_t lists_size(const skl_plan *plan, skl_op op)
 static const indexer_kernel sm90_dense_bf16 = TENSOR_CORES(sm90, bf16, indexer, dense);
 static const indexer_kernel sm80_dense_bf16 = TENSOR_CORES(sm80, bf16, indexer, dense);
 static const indexer_kernel sm80_dense_f16 = TENSOR_CORES(sm80, f16, indexer, dense);
-static const indexer_kernel sm80_lists_bf16 = TENSOR_CORES(sm80, bf16, lists, lists);
-static const indexer_kernel sm80_lists_f16 = TENSOR_CORES(sm80, f16, lists, lists);
+static const indexer_kernel sm80_sparse_bf16 = TENSOR_CORES(sm80, bf16, sparse, sparse);
+static const indexer_kernel sm80_sparse_f16 = TENSOR_CORES(sm80, f16, sparse, sparse);
 
 #define SM80(type, TYPE, dim)                                                                                        \
     {                                                                                                                \
@@ -209,11 +209,11 @@ static const cuda_kernel kernels[] = {
     SM80(f16, SKL_F16, 128),
     SM80(f16, SKL_F16, 256),
     {"cuda_sm90_bf16_indexer", "bf16 indexers: wgmma, over lists mma.sync", 90, 91, SKL_INDEX_DIM_MAX, SKL_BF16, NULL,
-     NULL, NULL, NULL, false, &sm90_dense_bf16, &sm80_lists_bf16},
+     NULL, NULL, NULL, false, &sm90_dense_bf16, &sm80_sparse_bf16},
     {"cuda_sm80_bf16_indexer", "bf16 indexers: mma.sync", 80, ANY, SKL_INDEX_DIM_MAX, SKL_BF16, NULL, NULL, NULL,
-     NULL, false, &sm80_dense_bf16, &sm80_lists_bf16},
+     NULL, false, &sm80_dense_bf16, &sm80_sparse_bf16},
     {"cuda_sm80_f16_indexer", "f16 indexers: mma.sync", 80, ANY, SKL_INDEX_DIM_MAX, SKL_F16, NULL, NULL, NULL, NULL,
-     false, &sm80_dense_f16, &sm80_lists_f16},
+     false, &sm80_dense_f16, &sm80_sparse_f16},
     {"cuda_general", "any type, size and stride; f32 arithmetic, 128-row tiles", CAPABILITY_MIN, ANY, 0, SKL_F32,
      skl_cuda_general_forward, skl_cuda_general_queries, skl_cuda_general_keys, NULL, false, &general_dense,
      &general_sparse},
@@ -296,7 +296,7 @@ static size_t sums_size(const cuda_kernel *kernel, const skl_problem *p)
 static size_t attention_size(const skl_plan *plan, const cuda_kernel *kernel, skl_op op)
 {
     const size_t states_size =
-        (size_t)plan->block_count / GENERAL_RESIDENT * SKL_PART_ROWS_MAX * sizeof(skl_row_state);
+        (size_t)plan->block_count / GENERAL_BLOCKS_PER_SM * SKL_SPLIT_ROWS_MAX * sizeof(skl_row_state);
     const bool parts = kernel->dim_max > 0 && op != SKL_OP_BACKWARD;
     const bool sums = has_gradients(op) && !plan->deterministic;
     return larger(larger(lse_size(plan), parts ? states_size : 0), sums ? sums_size(kernel, &plan->problem) : 0);
@@ -321,15 +321,15 @@ static skl_status plan_cuda(skl_plan *plan, const skl_options *options, const ch
         return skl_fail(
             SKL_ERROR_UNSUPPORTED, "device %d has compute capability %d.%d: the kernels of this build need %d.%d",
             options->device_index, capability / 10, capability % 10, CAPABILITY_MIN / 10, CAPABILITY_MIN % 10);
-    int multiprocessors = 0;
+    int sm_count = 0;
     const cudaError_t error =
-        cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, options->device_index);
+        cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, options->device_index);
     if (error != cudaSuccess)
         return skl_fail(SKL_ERROR_DEVICE, "device %d: %s", options->device_index, cudaGetErrorString(error));
     plan->kernel = chosen;
     plan->kernel_name = chosen->name;
     plan->device_index = options->device_index;
-    plan->block_count = multiprocessors * GENERAL_RESIDENT;
+    plan->block_count = sm_count * GENERAL_BLOCKS_PER_SM;
     plan->deterministic = options->deterministic;
     const bool indexer = skl_is_indexer(&plan->problem);
     for (int op = 0; op < SKL_OP_COUNT; op++)
@@ -405,12 +405,12 @@ static skl_cuda_params params_of(const skl_plan *plan, const skl_call *call, boo
     const skl_side teacher = skl_teacher_of(p, call), student = skl_student_of(p, call);
     const skl_cuda_params params = {.problem = *p,
                                     .call = *call,
-                                    .one = argument_of(reverse ? &student : &teacher),
-                                    .two = argument_of(reverse ? &teacher : &student),
+                                    .a = argument_of(reverse ? &student : &teacher),
+                                    .b = argument_of(reverse ? &teacher : &student),
                                     .rows_known = rows_known,
                                     .block_count = plan->block_count,
-                                    .multiprocessors = plan->block_count / GENERAL_RESIDENT,
-                                    .section = SKL_SECTION_MAX,
+                                    .sm_count = plan->block_count / GENERAL_BLOCKS_PER_SM,
+                                    .head_group = SKL_HEAD_GROUP_MAX,
                                     .scratch = call->workspace};
     return params;
 }
@@ -450,11 +450,11 @@ static skl_status run_attention(const skl_plan *plan, const skl_call *call)
     const bool rows = !gradients || (call->op == SKL_OP_FORWARD_BACKWARD && rows_wanted);
     /* What gives the second argument's gradients meets all that a KL is made of; the first's need it. */
     const bool of_queries = some_keys && (reverse ? grads->dq_t.data : grads->dq_s.data) != NULL;
-    const bool kl_in_sweep = gradients && rows && (reverse ? of_t && !of_s : of_s && !of_t) &&
+    const bool kl_in_backward = gradients && rows && (reverse ? of_t && !of_s : of_s && !of_t) &&
                              (sweeps || (kernel->kl_with_queries && of_queries));
     const step steps[] = {
         {p->packed != 0, "tails", skl_cuda_clear_tails, 0, NULL},
-        {rows && !kl_in_sweep && some_rows, "forward", kernel->forward, 0, NULL},
+        {rows && !kl_in_backward && some_rows, "forward", kernel->forward, 0, NULL},
         {sweeps && of_s, "dq_s and dk_s", kernel->gradients, 0, &grads->dk_s},
         {sweeps && of_t, "dq_t and dk_t", kernel->gradients, 1, &grads->dk_t},
         {!sweeps && some_rows && grads->dq_s.data != NULL, "dq_s", kernel->queries, 0, NULL},
@@ -463,7 +463,7 @@ static skl_status run_attention(const skl_plan *plan, const skl_call *call)
         {!sweeps && some_keys && grads->dk_t.data != NULL, "dk_t", kernel->keys, 1, NULL},
     };
     skl_cuda_params params = params_of(plan, call, gradients && rows);
-    params.kl_in_sweep = kl_in_sweep;
+    params.kl_in_backward = kl_in_backward;
     return run_steps(plan, &params, steps, sizeof steps / sizeof steps[0]);
 }
 

@@ -22,20 +22,20 @@ typedef struct skl_cuda_argument {
     float inverse_softcap_2;
 } skl_cuda_argument;
 
-enum { SKL_SECTION_MAX = 16 };
+enum { SKL_HEAD_GROUP_MAX = 16 };
 
 typedef struct skl_cuda_params {
     skl_problem problem;
     skl_call call;
-    skl_cuda_argument one, two; /* teacher and student, or student and teacher when the KL is reversed */
-    int32_t kl_in_sweep;        /* rows.kl comes from the kernel that gives gradients */
+    skl_cuda_argument a, b; /* teacher and student, or student and teacher when the KL is reversed */
+    int32_t kl_in_backward;        /* rows.kl comes from the kernel that gives gradients */
     int32_t rows_known;         /* kl and dot_t were stored by an earlier kernel of the same call */
     int32_t teacher_side;       /* gradients of q_t or k_t, not of q_s or k_s */
     int64_t dim_first;          /* first dimension of the gradient that a launch gives */
     int32_t block_count;        /* blocks that run at once and have scratch memory each */
-    int32_t multiprocessors;
-    int32_t section; /* heads whose tiles are done together, so that their keys stay in the L2 cache */
-    int32_t splits;  /* forward on tensor cores: parts that the keys of a query tile are cut into */
+    int32_t sm_count;
+    int32_t head_group; /* heads whose tiles are done together, so that their keys stay in the L2 cache */
+    int32_t num_splits;  /* forward on tensor cores: parts that the keys of a query tile are cut into */
     /* General forward: skl_lse2 [block][group][tile], LSEs of a group of teacher heads. Forward on tensor cores, keys
      * in parts: skl_row_state [tile][part][query]. Backward of an indexer: see indexer_plan.h. */
     void *scratch;
@@ -51,7 +51,7 @@ SKL_HOST_DEVICE skl_side skl_cuda_side(const skl_cuda_params *params)
 }
 
 /* Whether it is the second argument of the KL. */
-SKL_HOST_DEVICE int skl_cuda_of_second(const skl_cuda_params *params)
+SKL_HOST_DEVICE int skl_cuda_grad_of_b(const skl_cuda_params *params)
 {
     return (params->problem.direction == SKL_KL_REVERSE) == (params->teacher_side != 0);
 }
@@ -68,8 +68,8 @@ cudaError_t skl_cuda_general_keys(const skl_cuda_params *params);    /* dk of on
 cudaError_t skl_cuda_indexer_rows(const skl_cuda_params *params);
 cudaError_t skl_cuda_indexer_gradients(const skl_cuda_params *params); /* those of dq, dw and dk that are wanted */
 /* Sparse: */
-cudaError_t skl_cuda_listed_rows(const skl_cuda_params *params);
-cudaError_t skl_cuda_listed_gradients(const skl_cuda_params *params);
+cudaError_t skl_cuda_sparse_rows(const skl_cuda_params *params);
+cudaError_t skl_cuda_sparse_gradients(const skl_cuda_params *params);
 
 /* The mma.sync kernels count rows in 32 bits, and own at least so many rows a block. */
 #define SKL_SM80_ROWS_MAX ((int64_t)1 << 30)
@@ -77,7 +77,7 @@ enum { SKL_SM80_TILE_MIN = 64 };
 
 /* Keys are cut into parts for at most so many blocks of an mma.sync kernel a multiprocessor, and their states are of
  * so many rows a multiprocessor: it bounds the workspace. */
-enum { SKL_SM80_RESIDENT_MAX = 3, SKL_PART_ROWS_MAX = 512 };
+enum { SKL_SM80_BLOCKS_PER_SM_MAX = 3, SKL_SPLIT_ROWS_MAX = 512 };
 
 /* Tensor cores by mma.sync: 16-bit types of one kind, r = 1, dimensions a multiple of 8, 16-byte aligned rows. */
 #define SKL_CUDA_SM80(type_dim)                                                                                      \
@@ -118,10 +118,10 @@ cudaError_t skl_cuda_sm80_f16_indexer_gradients(const skl_cuda_params *params);
 cudaError_t skl_cuda_sm90_bf16_indexer_rows(const skl_cuda_params *params);
 cudaError_t skl_cuda_sm90_bf16_indexer_gradients(const skl_cuda_params *params);
 /* Its sparse stage, in both directions: */
-cudaError_t skl_cuda_sm80_bf16_lists_rows(const skl_cuda_params *params);
-cudaError_t skl_cuda_sm80_bf16_lists_gradients(const skl_cuda_params *params); /* and rows */
-cudaError_t skl_cuda_sm80_f16_lists_rows(const skl_cuda_params *params);
-cudaError_t skl_cuda_sm80_f16_lists_gradients(const skl_cuda_params *params);
+cudaError_t skl_cuda_sm80_bf16_sparse_rows(const skl_cuda_params *params);
+cudaError_t skl_cuda_sm80_bf16_sparse_gradients(const skl_cuda_params *params); /* and rows */
+cudaError_t skl_cuda_sm80_f16_sparse_rows(const skl_cuda_params *params);
+cudaError_t skl_cuda_sm80_f16_sparse_gradients(const skl_cuda_params *params);
 
 /* Before and behind a sweep that adds to sums: they become 0, and are stored as the gradient if they are not itself.
  */

@@ -1,5 +1,5 @@
-#include "cuda/sm80/backward.cuh"
-#include "cuda/sm80/forward.cuh"
+#include "cuda/sm80/attention/backward.cuh"
+#include "cuda/sm80/attention/forward.cuh"
 
 extern "C" cudaError_t skl_cuda_sm80_bf16_64_forward(const skl_cuda_params *params)
 {

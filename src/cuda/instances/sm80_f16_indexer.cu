@@ -1,4 +1,4 @@
-#include "cuda/sm80/indexer.cuh"
+#include "cuda/sm80/indexer/dense.cuh"
 
 extern "C" cudaError_t skl_cuda_sm80_f16_indexer_rows(const skl_cuda_params *params)
 {

@@ -1,6 +1,6 @@
-#include "cuda/sm90/backward.cuh"
-#include "cuda/sm90/forward.cuh"
-#include "cuda/sm90/keys.cuh"
+#include "cuda/sm90/attention/fused_backward.cuh"
+#include "cuda/sm90/attention/forward.cuh"
+#include "cuda/sm90/attention/dk.cuh"
 
 extern "C" cudaError_t skl_cuda_sm90_bf16_128_forward(const skl_cuda_params *params)
 {

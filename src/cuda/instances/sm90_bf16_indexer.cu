@@ -1,4 +1,4 @@
-#include "cuda/sm90/indexer.cuh"
+#include "cuda/sm90/indexer/dense.cuh"
 
 /* What the copy engine cannot read is for mma.sync, which follows the same plan. */
 

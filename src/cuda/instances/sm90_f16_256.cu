@@ -1,5 +1,5 @@
-#include "cuda/sm90/forward.cuh"
-#include "cuda/sm90/wide.cuh"
+#include "cuda/sm90/attention/forward.cuh"
+#include "cuda/sm90/attention/backward_wide.cuh"
 
 extern "C" cudaError_t skl_cuda_sm90_f16_256_forward(const skl_cuda_params *params)
 {
