@@ -158,7 +158,8 @@ static size_t dense_size(const skl_plan *plan, skl_op op)
 static size_t sparse_size(const skl_plan *plan, skl_op op)
 {
     const size_t chunk_size = has_gradients(op) ? skl_sparse_chunk_of(&plan->problem).end : 0;
-    return larger(general_sparse_size(plan, op), chunk_size + skl_sparse_scores_size(&plan->problem, plan->block_count));
+    return larger(general_sparse_size(plan, op),
+                  chunk_size + skl_sparse_scores_size(&plan->problem, plan->block_count));
 }
 
 #define TENSOR_CORES(kernel, type, call, stage)                                                                      \
@@ -451,7 +452,7 @@ static skl_status run_attention(const skl_plan *plan, const skl_call *call)
     /* What gives the second argument's gradients meets all that a KL is made of; the first's need it. */
     const bool of_queries = some_keys && (reverse ? grads->dq_t.data : grads->dq_s.data) != NULL;
     const bool kl_in_backward = gradients && rows && (reverse ? of_t && !of_s : of_s && !of_t) &&
-                             (sweeps || (kernel->kl_with_queries && of_queries));
+                                (sweeps || (kernel->kl_with_queries && of_queries));
     const step steps[] = {
         {p->packed != 0, "tails", skl_cuda_clear_tails, 0, NULL},
         {rows && !kl_in_backward && some_rows, "forward", kernel->forward, 0, NULL},

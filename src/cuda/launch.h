@@ -28,14 +28,14 @@ typedef struct skl_cuda_params {
     skl_problem problem;
     skl_call call;
     skl_cuda_argument a, b; /* teacher and student, or student and teacher when the KL is reversed */
-    int32_t kl_in_backward;        /* rows.kl comes from the kernel that gives gradients */
-    int32_t rows_known;         /* kl and dot_t were stored by an earlier kernel of the same call */
-    int32_t teacher_side;       /* gradients of q_t or k_t, not of q_s or k_s */
-    int64_t dim_first;          /* first dimension of the gradient that a launch gives */
-    int32_t block_count;        /* blocks that run at once and have scratch memory each */
+    int32_t kl_in_backward; /* rows.kl comes from the kernel that gives gradients */
+    int32_t rows_known;     /* kl and dot_t were stored by an earlier kernel of the same call */
+    int32_t teacher_side;   /* gradients of q_t or k_t, not of q_s or k_s */
+    int64_t dim_first;      /* first dimension of the gradient that a launch gives */
+    int32_t block_count;    /* blocks that run at once and have scratch memory each */
     int32_t sm_count;
     int32_t head_group; /* heads whose tiles are done together, so that their keys stay in the L2 cache */
-    int32_t num_splits;  /* forward on tensor cores: parts that the keys of a query tile are cut into */
+    int32_t num_splits; /* forward on tensor cores: parts that the keys of a query tile are cut into */
     /* General forward: skl_lse2 [block][group][tile], LSEs of a group of teacher heads. Forward on tensor cores, keys
      * in parts: skl_row_state [tile][part][query]. Backward of an indexer: see indexer_plan.h. */
     void *scratch;

@@ -1,6 +1,6 @@
 /* One PTX instruction a wrapper. */
-#ifndef SKL_CUDA_PTX_CUH
-#define SKL_CUDA_PTX_CUH
+#ifndef SKL_CUDA_COMMON_PTX_CUH
+#define SKL_CUDA_COMMON_PTX_CUH
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -1,11 +1,11 @@
 /* Row states of a forward on tensor cores, for every kernel whose accumulators lie as those of mma m16n8: a thread
  * has two rows of a warp's 16 and two columns of every 8, and keeps the state of its own columns of each row. */
-#ifndef SKL_CUDA_SM80_ROWS_CUH
-#define SKL_CUDA_SM80_ROWS_CUH
+#ifndef SKL_CUDA_COMMON_ROW_STATE_CUH
+#define SKL_CUDA_COMMON_ROW_STATE_CUH
 
-#include "cuda/sm80/mma_tile.cuh"
+#include "cuda/common/tile_scheduler.cuh"
 
-namespace sm80
+namespace tensor_core
 {
 
 struct row_sums {
@@ -33,7 +33,7 @@ template <typename SUMS> __device__ inline void add_sums(SUMS &to, const row_sum
  * key. */
 template <bool MASKED, int BLOCKS>
 __device__ inline void add_with_max(skl_row_state &state, const float (&a)[BLOCKS][4], float scale_a,
-                                   const float (&b)[BLOCKS][4], float scale_b, int half, const range32 &sees)
+                                    const float (&b)[BLOCKS][4], float scale_b, int half, const range32 &sees)
 {
     float m_a = state.m_a, m_b = state.m_b;
     bool any = !MASKED;
@@ -88,8 +88,8 @@ template <int LANES = 4> __device__ inline skl_row_state merge_lanes(skl_row_sta
 /* Value by value: of a choice between two states ptxas would take addresses. */
 __device__ inline skl_row_state select_state(const skl_row_state &first, const skl_row_state &of_b, bool is_b)
 {
-    return {is_b ? of_b.m_a : first.m_a, is_b ? of_b.l_a : first.l_a,
-            is_b ? of_b.m_b : first.m_b, is_b ? of_b.l_b : first.l_b, is_b ? of_b.w : first.w};
+    return {is_b ? of_b.m_a : first.m_a, is_b ? of_b.l_a : first.l_a, is_b ? of_b.m_b : first.m_b,
+            is_b ? of_b.l_b : first.l_b, is_b ? of_b.w : first.w};
 }
 
 /* Two rows that four lanes hold: even lanes get the first, odd ones the second, with the bits of merge_lanes. */
@@ -133,11 +133,11 @@ __device__ inline void write_row(const skl_cuda_params &params, const skl_sequen
 /* ---- Query tiles -------------------------------------------------------------------------------------------- */
 
 template <int M> struct query_tile {
-    static constexpr int ROWS = WARPS * 16 * M;
+    static constexpr int ROWS = TILE_ROWS<M>;
     skl_sequence sequence;
     int64_t head, first; /* query */
     int64_t slot;        /* of the tile, or of the part, among all */
-    int split;            /* of the tile's keys */
+    int split;           /* of the tile's keys */
 
     __device__ static unsigned tiles(const skl_cuda_params &params) /* of a head */
     {
@@ -181,7 +181,7 @@ template <int M> struct query_tile {
 /* A row of the tile, or of a part of its keys. */
 template <int M>
 __device__ inline void write_split(const skl_cuda_params &params, const query_tile<M> &place, int row,
-                                  const skl_row_state &state)
+                                   const skl_row_state &state)
 {
     if (params.num_splits > 1)
         ((skl_row_state *)params.scratch)[place.slot * place.ROWS + row] = state;
@@ -211,6 +211,6 @@ inline int32_t num_splits_for(int64_t tiles, int64_t blocks, int64_t keys)
     return (int32_t)skl_max(1, skl_min(blocks / tiles, keys / KEYS_MIN));
 }
 
-} // namespace sm80
+} // namespace tensor_core
 
 #endif

@@ -1,11 +1,11 @@
 /* What a backward on tensor cores knows of a query, and what follows from it for the gradient of a logit. */
-#ifndef SKL_CUDA_SM80_FACTS_CUH
-#define SKL_CUDA_SM80_FACTS_CUH
+#ifndef SKL_CUDA_COMMON_ROW_STATS_CUH
+#define SKL_CUDA_COMMON_ROW_STATS_CUH
 
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/sequence.cuh"
 
-namespace sm80
+namespace tensor_core
 {
 
 /* LSEs of both arguments, KL, upstream gradient; loaded at once. */
@@ -31,7 +31,7 @@ __device__ inline skl_input row_stat_source(const skl_cuda_params &params, int w
 }
 
 __device__ inline float row_stat(const skl_cuda_params &params, int which, const skl_sequence &s, int64_t head,
-                                int64_t query)
+                                 int64_t query)
 {
     const skl_input source = row_stat_source(params, which);
     return source.data != NULL ? skl_row_value(&source, &s, head, query) : which == 3 ? 1.0F : 0.0F;
@@ -117,6 +117,6 @@ template <typename ELEMENT> __device__ inline bool all_finite(const uint4 &chunk
     return finite;
 }
 
-} // namespace sm80
+} // namespace tensor_core
 
 #endif

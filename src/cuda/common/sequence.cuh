@@ -1,6 +1,6 @@
 /* A sequence of the batch, read on the device. */
-#ifndef SKL_CUDA_SEQUENCE_CUH
-#define SKL_CUDA_SEQUENCE_CUH
+#ifndef SKL_CUDA_COMMON_SEQUENCE_CUH
+#define SKL_CUDA_COMMON_SEQUENCE_CUH
 
 #include "cuda/launch.h"
 

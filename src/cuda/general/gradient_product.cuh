@@ -1,6 +1,6 @@
 /* Products of the general backward kernels: a tile of the logits' gradient times the rows that made the logits. */
-#ifndef SKL_CUDA_GENERAL_PRODUCTS_CUH
-#define SKL_CUDA_GENERAL_PRODUCTS_CUH
+#ifndef SKL_CUDA_GENERAL_GRADIENT_PRODUCT_CUH
+#define SKL_CUDA_GENERAL_GRADIENT_PRODUCT_CUH
 
 #include "cuda/general/tile.cuh"
 

@@ -5,8 +5,8 @@
  * Operands pass through two buffers in chunks of 16 steps: while a chunk is multiplied, the next one is on its way
  * from memory to registers, where it keeps its type; it becomes f32 on its way to shared memory. One barrier a chunk.
  */
-#ifndef SKL_CUDA_GENERAL_STAGE_CUH
-#define SKL_CUDA_GENERAL_STAGE_CUH
+#ifndef SKL_CUDA_GENERAL_PIPELINE_CUH
+#define SKL_CUDA_GENERAL_PIPELINE_CUH
 
 #include "base/convert.h"
 #include "cuda/launch.h"

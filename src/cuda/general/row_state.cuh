@@ -1,6 +1,6 @@
 /* Rows of the general forward kernels: what a thread remembers of the keys it has seen, and LSEs of teacher heads. */
-#ifndef SKL_CUDA_GENERAL_ROWS_CUH
-#define SKL_CUDA_GENERAL_ROWS_CUH
+#ifndef SKL_CUDA_GENERAL_ROW_STATE_CUH
+#define SKL_CUDA_GENERAL_ROW_STATE_CUH
 
 #include "cuda/general/tile.cuh"
 

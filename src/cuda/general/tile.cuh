@@ -102,7 +102,8 @@ __device__ inline void add_in_log_space(float &x, float &sum, float z)
  * `lse` is shared memory for them; one head: plain logits. */
 template <bool DK, int COLUMNS, typename LSE, typename SOURCE>
 __device__ inline void logit_tiles(fragment<COLUMNS> &x, fragment<COLUMNS> &y, pipeline<COLUMNS> &line,
-                                   const tile_position &at, int64_t group, skl_lse2 (&lse)[TILE], LSE lse_of, SOURCE after)
+                                   const tile_position &at, int64_t group, skl_lse2 (&lse)[TILE], LSE lse_of,
+                                   SOURCE after)
 {
     const float lowest = -3e38F; /* finite: the difference of two infinities is none */
     fragment<COLUMNS> sum;

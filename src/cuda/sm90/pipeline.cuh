@@ -1,8 +1,8 @@
 /* What the wgmma kernels share: a block owns queries, 64 a warpgroup, 128 in most of them, and streams keys of both
  * arguments through shared memory, 64 a stage; for deterministic key gradients it owns keys and streams queries.
  * Accumulators lie as those of mma m16n8, so rows and bands are the sm80 kernels' own. */
-#ifndef SKL_CUDA_SM90_TILE_CUH
-#define SKL_CUDA_SM90_TILE_CUH
+#ifndef SKL_CUDA_SM90_PIPELINE_CUH
+#define SKL_CUDA_SM90_PIPELINE_CUH
 
 #include "cuda/common/row_state.cuh"
 #include "cuda/sm90/ptx.cuh"
@@ -10,12 +10,12 @@
 namespace sm90
 {
 
-using namespace sm80;
+using namespace tensor_core;
 
-constexpr int CONSUMERS = 2;       /* warpgroups that own 64 rows each */
-constexpr int STAGE_ROWS = 64;          /* rows that are streamed together */
-constexpr int STAGE_KEYS = STAGE_ROWS;        /* ... where they are keys */
-typedef query_tile<2> block_tile; /* 128 queries, as the sm80 forward has them */
+constexpr int CONSUMERS = 2;           /* warpgroups that own 64 rows each */
+constexpr int STAGE_ROWS = 64;         /* rows that are streamed together */
+constexpr int STAGE_KEYS = STAGE_ROWS; /* ... where they are keys */
+typedef query_tile<2> block_tile;      /* 128 queries, as the sm80 forward has them */
 static_assert(block_tile::ROWS == CONSUMERS * 64, "a tile is the block's");
 
 typedef float stage_logits[8][4]; /* 64 x 64 of a warpgroup: [8 streamed rows][half * 2 + parity] of a thread */
@@ -65,7 +65,7 @@ struct stage_order {
     int row; /* of the tensor, where it begins */
     int stages;
     int masked_stages; /* stages that come first */
-    int left;  /* of them at the beginning of the rows; the others are at the end */
+    int left;          /* of them at the beginning of the rows; the others are at the end */
 
     /* Place among the rows of the stage that comes as number n. */
     __device__ int place_of(int n) const
@@ -83,7 +83,8 @@ struct stage_order {
 
 __device__ inline stage_order warp_uniform(const stage_order &order)
 {
-    return {warp_uniform(order.row), warp_uniform(order.stages), warp_uniform(order.masked_stages), warp_uniform(order.left)};
+    return {warp_uniform(order.row), warp_uniform(order.stages), warp_uniform(order.masked_stages),
+            warp_uniform(order.left)};
 }
 
 /* What a tile of own rows streams, in stages. */
@@ -134,8 +135,8 @@ __device__ inline uint64_t step_of(uint32_t operand, int step, int rows)
     return descriptor_of(operand + (step / 4 * rows * 128 + step % 4 * 32) / 16);
 }
 
-/* x = own rows times those of a stage. REG_DIMS dimensions of the warpgroup's rows are held in registers, the others lie
- * in shared memory, with whole 64s of those in front of them left out. */
+/* x = own rows times those of a stage. REG_DIMS dimensions of the warpgroup's rows are held in registers, the others
+ * lie in shared memory, with whole 64s of those in front of them left out. */
 template <typename ELEMENT, int DIM, int REG_DIMS>
 __device__ inline void start_products(stage_logits &x, const uint32_t (*held)[4], uint32_t lying, uint32_t stage)
 {
@@ -144,8 +145,8 @@ __device__ inline void start_products(stage_logits &x, const uint32_t (*held)[4]
         wgmma<false>(x, held[step], step_of(stage, step, STAGE_ROWS), step > 0, ELEMENT());
 #pragma unroll
     for (int step = REG_DIMS / 16; step < DIM / 16; step++)
-        wgmma<false>(x, step_of(lying, step - REG_DIMS / 64 * 4, block_tile::ROWS), step_of(stage, step, STAGE_ROWS), step > 0,
-                     ELEMENT());
+        wgmma<false>(x, step_of(lying, step - REG_DIMS / 64 * 4, block_tile::ROWS), step_of(stage, step, STAGE_ROWS),
+                     step > 0, ELEMENT());
 }
 
 /* Ties accumulators to this place: nothing that reads them moves in front of the wait. */

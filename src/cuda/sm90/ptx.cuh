@@ -102,7 +102,8 @@ __device__ inline void tma_load(void *to, const CUtensorMap &tensor, int column,
 }
 
 /* Adds a box of f32 in shared memory to the same tensor; what lies outside of the tensor is left out. */
-__device__ inline void tma_reduce_add(const CUtensorMap &tensor, int column, int row, int head, int batch, const void *from)
+__device__ inline void tma_reduce_add(const CUtensorMap &tensor, int column, int row, int head, int batch,
+                                      const void *from)
 {
     asm volatile(SKL_ONE_LANE("cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group "
                               "[%0, {%1, %2, %3, %4}], [%5]")::"l"(&tensor),

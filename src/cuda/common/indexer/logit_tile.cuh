@@ -1,12 +1,12 @@
 /* What becomes of a tile of an indexer's logits: accumulators lie as those of mma m16n8, a thread has two rows and
  * two columns of every 8, N times 8 columns. */
-#ifndef SKL_CUDA_SM80_INDEX_PAIRS_CUH
-#define SKL_CUDA_SM80_INDEX_PAIRS_CUH
+#ifndef SKL_CUDA_COMMON_INDEXER_LOGIT_TILE_CUH
+#define SKL_CUDA_COMMON_INDEXER_LOGIT_TILE_CUH
 
 #include "base/convert.h"
 #include "cuda/common/indexer/strip.cuh"
 
-namespace sm80
+namespace tensor_core
 {
 
 /* ---- Heads add up ------------------------------------------------------------------------------------------- */
@@ -332,6 +332,6 @@ __device__ inline float lse_of_lanes(const lse_row &row)
     return skl_lse(merged.m, merged.l);
 }
 
-} // namespace sm80
+} // namespace tensor_core
 
 #endif

@@ -1,16 +1,16 @@
 /* How the general kernels for indexers cut a backward into chunks, and what workspace that takes.
  *
  * Dense: the gradient of the logits, dy, is computed once for all index heads, for queries and keys. Tiles of 128
- * queries take turns in the workspace, a chunk of them at a time: [tile][key][query]. Sums of dk stay there from chunk
- * to chunk, in parts that each have some of the index heads: few keys make few tiles, and parts fill the GPU.
+ * queries take turns in the workspace, a chunk of them at a time: [tile][key][query]. Sums of dk stay there from
+ * chunk to chunk, in parts that each have some of the index heads: few keys make few tiles, and parts fill the GPU.
  *
  * Sparse: the lists of many rows name a key, in no order that blocks could agree on, and adds to memory in any order
  * would have other bits on every run. So each entry of a list leaves what it adds to dk in the workspace,
  * [row][entry] [dim], for a chunk of rows at a time; the entries are put in the order of their keys, and every block
  * of keys collects what is its own, in the order of the lists. Nothing of that is looked for twice: the teacher's
  * products, most of the work, are computed once a row. */
-#ifndef SKL_CUDA_INDEXER_PLAN_H
-#define SKL_CUDA_INDEXER_PLAN_H
+#ifndef SKL_CUDA_COMMON_INDEXER_ROW_CHUNKS_H
+#define SKL_CUDA_COMMON_INDEXER_ROW_CHUNKS_H
 
 #include "cuda/launch.h"
 
@@ -55,7 +55,7 @@ SKL_HOST_DEVICE skl_dense_chunk skl_dense_chunk_of(const skl_problem *p, int32_t
     chunk.count = skl_chunk_units(chunk.tile_size * (int64_t)sizeof(float), skl_min(chunk.tiles, enough));
     chunk.key_tiles = p->batch * p->key_heads_s * skl_ceil_div(p->len_k, SKL_GENERAL_TILE);
     chunk.parts = skl_min(skl_min(p->index_heads, SKL_DK_PARTS_MAX),
-                         skl_ceil_div(2 * (int64_t)sm_count, skl_max(chunk.key_tiles, 1)));
+                          skl_ceil_div(2 * (int64_t)sm_count, skl_max(chunk.key_tiles, 1)));
     chunk.part_size = (p->packed ? p->total_k : p->batch * p->len_k) * p->key_heads_s * p->dim_s;
     const int keys = (p->gradients & SKL_DK_S) != 0;
     chunk.sums = skl_aligned_size((size_t)(chunk.count * chunk.tile_size) * sizeof(float));

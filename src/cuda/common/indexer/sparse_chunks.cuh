@@ -1,13 +1,14 @@
 /* Bands of rows of an indexer's sparse stage (indexer_plan.h), one after the other: for every kernel that leaves what
  * entries of lists add to dk. */
-#ifndef SKL_CUDA_INDEXER_BANDS_CUH
-#define SKL_CUDA_INDEXER_BANDS_CUH
+#ifndef SKL_CUDA_COMMON_INDEXER_SPARSE_CHUNKS_CUH
+#define SKL_CUDA_COMMON_INDEXER_SPARSE_CHUNKS_CUH
 
 #include "base/side.h"
 #include "cuda/common/indexer/row_chunks.h"
 
 /* Adds what the lists of a chunk's rows have for dk to params->sums, and stores it behind a key's last row. */
-extern "C" cudaError_t skl_cuda_sparse_dk(const skl_cuda_params *params, const skl_sparse_chunk *chunk, skl_range rows);
+extern "C" cudaError_t skl_cuda_sparse_dk(const skl_cuda_params *params, const skl_sparse_chunk *chunk,
+                                          skl_range rows);
 
 /* launch(params, chunk, rows) gives dq and dw of a chunk's rows, and leaves their parts of dk. */
 template <typename LAUNCH> cudaError_t launch_sparse_chunks(const skl_cuda_params *params, LAUNCH launch)

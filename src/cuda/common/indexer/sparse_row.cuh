@@ -1,6 +1,6 @@
 /* A row of the sparse stage of an indexer, found on the device. */
-#ifndef SKL_CUDA_LIST_ROW_CUH
-#define SKL_CUDA_LIST_ROW_CUH
+#ifndef SKL_CUDA_COMMON_INDEXER_SPARSE_ROW_CUH
+#define SKL_CUDA_COMMON_INDEXER_SPARSE_ROW_CUH
 
 #include "base/indices.h"
 #include "cuda/common/sequence.cuh"

@@ -12,13 +12,13 @@
  *   slot 1   |    |    |####|        a tile of G: 8 x 8 blocks of 16 x 16, each as an A operand lies in registers:
  *   ...      +----+----+             16 bytes a lane
  */
-#ifndef SKL_CUDA_SM80_INDEX_STRIP_CUH
-#define SKL_CUDA_SM80_INDEX_STRIP_CUH
+#ifndef SKL_CUDA_COMMON_INDEXER_STRIP_CUH
+#define SKL_CUDA_COMMON_INDEXER_STRIP_CUH
 
 #include "cuda/common/indexer/strip_layout.h"
 #include "cuda/common/row_state.cuh"
 
-namespace sm80
+namespace tensor_core
 {
 
 constexpr int SIDE = SKL_INDEX_TILE; /* queries of a slot, keys of a tile */
@@ -48,9 +48,9 @@ struct index_params : skl_cuda_params {
     bool lse_given;    /* by the caller: they may cover more than is visible */
     float least;       /* a product counts if it is above: 0, or -inf without a ReLU */
     int64_t strip_first, strip_count;
-    uint4 *g;         /* of the strip */
+    uint4 *g;              /* of the strip */
     index_row *split_rows; /* [slot of the strip][part of the keys][query] */
-    float *key_sums;  /* dk: [part of the queries][batch][key head][row][dim] */
+    float *key_sums;       /* dk: [part of the queries][batch][key head][row][dim] */
     int64_t sum_batches, sum_rows;
     int64_t rest_at; /* from a block of G to what f16 leaves of it */
 };
@@ -61,8 +61,8 @@ struct index_params : skl_cuda_params {
 struct query_slot {
     skl_sequence sequence;
     int head;
-    int first, count;           /* queries; count may be 0 or less */
-    int tile_begin, tile_end;   /* key tiles that some of them see */
+    int first, count;         /* queries; count may be 0 or less */
+    int tile_begin, tile_end; /* key tiles that some of them see */
     int full_begin, full_end; /* keys that all of them see */
 };
 
@@ -176,6 +176,6 @@ __device__ inline uint4 *g_block(const index_params &params, unsigned slot, int 
     return params.g + (index + (unsigned)(query_smem * G_BLOCKS + key_smem)) * 32 + threadIdx.x % 32;
 }
 
-} // namespace sm80
+} // namespace tensor_core
 
 #endif

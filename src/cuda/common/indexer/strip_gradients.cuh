@@ -2,13 +2,13 @@
  *
  *   queries    dq_g = scale w_g D_g      D_g = (G [A_g > 0]) k       dw_g = scale <q_g, D_g>
  *   keys       dk   = scale sum_g (w_g G [A_g > 0])^T q_g            A_g = q_g k^T, again */
-#ifndef SKL_CUDA_SM80_INDEX_WORK_CUH
-#define SKL_CUDA_SM80_INDEX_WORK_CUH
+#ifndef SKL_CUDA_COMMON_INDEXER_STRIP_GRADIENTS_CUH
+#define SKL_CUDA_COMMON_INDEXER_STRIP_GRADIENTS_CUH
 
 #include "base/convert.h"
 #include "cuda/common/indexer/strip.cuh"
 
-namespace sm80
+namespace tensor_core
 {
 
 /* What counts of a pair of G. By multiplication: NaN stays NaN, whether it counts or not. */
@@ -205,6 +205,6 @@ __device__ inline void add_key_row(const index_params &params, const key_work &w
         }
 }
 
-} // namespace sm80
+} // namespace tensor_core
 
 #endif

@@ -1,10 +1,10 @@
 /* Calls of an indexer on tensor cores: what of them does not depend on how products are made. */
-#ifndef SKL_CUDA_SM80_INDEX_LAUNCH_CUH
-#define SKL_CUDA_SM80_INDEX_LAUNCH_CUH
+#ifndef SKL_CUDA_COMMON_INDEXER_STRIP_LAUNCH_CUH
+#define SKL_CUDA_COMMON_INDEXER_STRIP_LAUNCH_CUH
 
 #include "cuda/common/indexer/strip_rows.cuh"
 
-namespace sm80
+namespace tensor_core
 {
 
 static_assert(sizeof(index_row) == SKL_INDEX_ROW_SIZE, "the workspace has room for them");
@@ -69,6 +69,6 @@ template <typename LAUNCH> cudaError_t launch_strips(index_params *own, const sk
     return cudaPeekAtLastError();
 }
 
-} // namespace sm80
+} // namespace tensor_core
 
 #endif

@@ -1,6 +1,6 @@
 /* How an indexer on tensor cores divides its work and its workspace: asked for at planning, and again at launch. */
-#ifndef SKL_CUDA_INDEX_LAYOUT_H
-#define SKL_CUDA_INDEX_LAYOUT_H
+#ifndef SKL_CUDA_COMMON_INDEXER_STRIP_LAYOUT_H
+#define SKL_CUDA_COMMON_INDEXER_STRIP_LAYOUT_H
 
 #include "cuda/common/indexer/row_chunks.h"
 
@@ -9,19 +9,19 @@
 enum {
     SKL_INDEX_TILE = 128,    /* queries of a slot, keys of a tile */
     SKL_INDEX_DIM_MAX = 256, /* of index heads */
-    SKL_INDEX_SPLITS = 16,    /* parts of a slot's keys, if there are so many tiles: they share its queries */
+    SKL_INDEX_SPLITS = 16,   /* parts of a slot's keys, if there are so many tiles: they share its queries */
     SKL_INDEX_BLOCKS = 16,   /* blocks of a scores launch, a multiprocessor */
     SKL_INDEX_KEY_BLOCKS = 6 /* and of a launch for key gradients */
 };
 
 typedef struct skl_index_layout {
-    int64_t slots;       /* of the call */
-    int64_t strip_slots; /* of a strip: at 8,192 keys up to 128, at 131,072 eight; of f16 half as many */
-    int32_t num_splits;      /* parts that the keys of a slot are cut into: of a forward, and of a strip */
-    int32_t num_dk_splits;  /* parts that the queries are cut into for key gradients */
-    int64_t key_items;   /* key tiles of all sequences and key heads */
-    int64_t rest_at;     /* from G to what f16 leaves of it, in units of 16 bytes; 0: that is not kept */
-    int64_t sum_batches, sum_rows, sum_count;     /* of key gradients, all parts counted */
+    int64_t slots;         /* of the call */
+    int64_t strip_slots;   /* of a strip: at 8,192 keys up to 128, at 131,072 eight; of f16 half as many */
+    int32_t num_splits;    /* parts that the keys of a slot are cut into: of a forward, and of a strip */
+    int32_t num_dk_splits; /* parts that the queries are cut into for key gradients */
+    int64_t key_items;     /* key tiles of all sequences and key heads */
+    int64_t rest_at;       /* from G to what f16 leaves of it, in units of 16 bytes; 0: that is not kept */
+    int64_t sum_batches, sum_rows, sum_count;          /* of key gradients, all parts counted */
     size_t lse_at, split_rows_at, g_at, sums_at, size; /* of the workspace, in bytes */
 } skl_index_layout;
 
@@ -49,11 +49,11 @@ static inline skl_index_layout skl_index_layout_of(const skl_problem *p, int32_t
     layout.strip_slots = gradients ? skl_chunk_units(slot_size, layout.slots) : layout.slots;
     layout.rest_at = planes > 1 ? layout.strip_slots * plane_size / 16 : 0;
     layout.num_splits = skl_index_num_splits(
-        layout.strip_slots,
-        skl_max((int64_t)sm_count * SKL_INDEX_BLOCKS, layout.strip_slots * SKL_INDEX_SPLITS), key_tiles);
+        layout.strip_slots, skl_max((int64_t)sm_count * SKL_INDEX_BLOCKS, layout.strip_slots * SKL_INDEX_SPLITS),
+        key_tiles);
     layout.key_items = p->batch * p->key_heads_s * key_tiles;
     layout.num_dk_splits = skl_index_num_splits(layout.key_items, (int64_t)sm_count * SKL_INDEX_KEY_BLOCKS,
-                                         skl_ceil_div(p->len_q, SKL_INDEX_TILE));
+                                                skl_ceil_div(p->len_q, SKL_INDEX_TILE));
     layout.sum_batches = p->packed ? 1 : p->batch;
     layout.sum_rows = p->packed ? p->total_k : p->len_k;
     const int64_t rows_t = p->heads_t * (p->packed ? p->total_q : p->batch * p->len_q);
@@ -71,7 +71,8 @@ static inline skl_index_layout skl_index_layout_of(const skl_problem *p, int32_t
 
 enum { SKL_SPARSE_SCORE_SIZE = 12 }; /* of an entry: the teacher's mean, the index logit */
 
-/* Of the scores of one list a block. They lie at the beginning of a forward's workspace, behind a backward's chunk. */
+/* Of the scores of one list a block. They lie at the beginning of a forward's workspace, behind a backward's chunk.
+ */
 static inline size_t skl_sparse_scores_size(const skl_problem *p, int32_t block_count)
 {
     return (size_t)block_count * (size_t)p->top_k * SKL_SPARSE_SCORE_SIZE;

@@ -1,11 +1,11 @@
 /* What parts of an indexer's keys and queries left is put together. */
-#ifndef SKL_CUDA_SM80_INDEX_ROWS_CUH
-#define SKL_CUDA_SM80_INDEX_ROWS_CUH
+#ifndef SKL_CUDA_COMMON_INDEXER_STRIP_ROWS_CUH
+#define SKL_CUDA_COMMON_INDEXER_STRIP_ROWS_CUH
 
 #include "base/convert.h"
 #include "cuda/common/indexer/strip.cuh"
 
-namespace sm80
+namespace tensor_core
 {
 
 /* ---- Rows --------------------------------------------------------------------------------------------------- */
@@ -46,7 +46,8 @@ static __global__ void __launch_bounds__(SIDE) finish_rows(const __grid_constant
     const query_slot at = slot_at(params, (unsigned)params.strip_first + blockIdx.x, (unsigned)p.heads_s);
     if ((int)threadIdx.x >= at.count)
         return;
-    const index_row *const rows_of_splits = params.split_rows + (int64_t)blockIdx.x * params.num_splits * SIDE + threadIdx.x;
+    const index_row *const rows_of_splits =
+        params.split_rows + (int64_t)blockIdx.x * params.num_splits * SIDE + threadIdx.x;
     index_row row = rows_of_splits[0];
     for (int split = 1; split < params.num_splits; split++)
         row = merge_rows(row, rows_of_splits[split * SIDE]);
@@ -75,6 +76,6 @@ static __global__ void __launch_bounds__(STORE_THREADS) store_key_sums(const __g
     }
 }
 
-} // namespace sm80
+} // namespace tensor_core
 
 #endif

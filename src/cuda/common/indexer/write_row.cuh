@@ -1,6 +1,6 @@
 /* What a forward of an indexer wants of a row, and how it is written: the same for both stages. */
-#ifndef SKL_CUDA_INDEXER_ROWS_CUH
-#define SKL_CUDA_INDEXER_ROWS_CUH
+#ifndef SKL_CUDA_COMMON_INDEXER_WRITE_ROW_CUH
+#define SKL_CUDA_COMMON_INDEXER_WRITE_ROW_CUH
 
 #include "base/kl_math.h"
 #include "cuda/launch.h"

@@ -50,7 +50,7 @@ static __device__ float softcap_slope(float softcap, float logit2)
 
 /* What is known of the queries of a tile; others may read it after the next barrier. */
 static __device__ void load_row_stats(backward_memory &memory, const skl_cuda_params &params, const tile_position &at,
-                                  int64_t group)
+                                      int64_t group)
 {
     const skl_inputs &in = params.call.inputs;
     const skl_input kl = skl_known_rows(params.rows_known, &in.kl, &params.call.rows.kl);
@@ -127,7 +127,8 @@ static __device__ void logit_gradients(fragment<COLUMNS> &x, const fragment<COLU
 /* Adds one tile to the sums. `next` follows it. */
 template <bool DK>
 static __device__ void add_tile(fragment<8> &sum, pipeline<COLUMNS> &line, backward_memory &memory,
-                                const skl_cuda_params &params, const tile_position &at, const tile_position &next, int64_t group)
+                                const skl_cuda_params &params, const tile_position &at, const tile_position &next,
+                                int64_t group)
 {
     const skl_problem &p = params.problem;
     const int side = params.teacher_side ? TEACHER : STUDENT;
@@ -143,7 +144,7 @@ static __device__ void add_tile(fragment<8> &sum, pipeline<COLUMNS> &line, backw
     };
     fragment<COLUMNS> x, y;
     logit_tiles<DK>(x, y, line, at, group, memory.lse_t, lse_of,
-                      [&] { return grouped ? source_of<DK>(at, TEACHER, at.in.own_head) : next_tile(); });
+                    [&] { return grouped ? source_of<DK>(at, TEACHER, at.in.own_head) : next_tile(); });
     if (grouped) {
         subtract_arguments<DK>(x, y, memory, p.direction == SKL_KL_REVERSE);
         line.prefetch(next_tile);
@@ -251,8 +252,8 @@ static __global__ void __launch_bounds__(THREADS, 1) general_gradient(const __gr
 /* One launch for every slice of the gradient. */
 template <bool DK> static cudaError_t launch_slices(const skl_cuda_params *params)
 {
-    const cudaError_t error = cudaFuncSetAttribute(
-        general_gradient<DK>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(backward_memory));
+    const cudaError_t error = cudaFuncSetAttribute(general_gradient<DK>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                   (int)sizeof(backward_memory));
     if (error != cudaSuccess)
         return error;
     skl_cuda_params slice = *params;

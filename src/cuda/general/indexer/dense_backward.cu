@@ -1,7 +1,7 @@
 /* Backward of an indexer, dense. No atomics, so the bits are the same on every run.
  *
- * For a chunk of query tiles at a time, one launch leaves the gradients dy of their logits in the workspace, a block a
- * tile of queries and keys. The next ones multiply them, a block an index head of a query tile, then a block a key
+ * For a chunk of query tiles at a time, one launch leaves the gradients dy of their logits in the workspace, a block
+ * a tile of queries and keys. The next ones multiply them, a block an index head of a query tile, then a block a key
  * tile and some index heads:
  *
  *     s_g = sum_j dy_j [a_gj > 0] k_j        dq_g = w_g s_g        dw_g = <q_g, s_g>
@@ -47,7 +47,8 @@ struct index_backward_memory {
 /* ---- The gradient of the logits ------------------------------------------------------------------------------ */
 
 /* What is known of the queries of a tile; others may read it after the next barrier. */
-static __device__ void load_row_stats(index_backward_memory &memory, const skl_cuda_params &params, const tile_position &at)
+static __device__ void load_row_stats(index_backward_memory &memory, const skl_cuda_params &params,
+                                      const tile_position &at)
 {
     const skl_inputs &in = params.call.inputs;
     const skl_input kl = skl_known_rows(params.rows_known, &in.kl, &params.call.rows.kl);
@@ -98,7 +99,8 @@ static __device__ void index_gradients(fragment<COLUMNS> &g, pipeline<COLUMNS> &
 }
 
 static __global__ void __launch_bounds__(THREADS, 1)
-    chunk_gradients(const __grid_constant__ skl_cuda_params params, skl_dense_chunk chunk, int64_t first, int64_t count)
+    chunk_gradients(const __grid_constant__ skl_cuda_params params, skl_dense_chunk chunk, int64_t first,
+                    int64_t count)
 {
     extern __shared__ __align__(16) unsigned char raw[];
     index_backward_memory &memory = *(index_backward_memory *)(void *)raw;
@@ -149,7 +151,8 @@ static __device__ void pass_gradients(fragment<COLUMNS> &z, const float *dy, boo
 
 /* s_g of SLICE dimensions from c_first on; leaves the weights of the head in shared memory. */
 static __device__ void sum_slice(fragment<8> &sum, pipeline<COLUMNS> &line, index_backward_memory &memory,
-                                 const skl_cuda_params &params, tile_position at, int64_t g, const float *dy, int c_first)
+                                 const skl_cuda_params &params, tile_position at, int64_t g, const float *dy,
+                                 int c_first)
 {
     const skl_problem &p = params.problem;
     clear(sum);
@@ -296,7 +299,8 @@ static __device__ void load_gradients(fragment<COLUMNS> &g, const float *dy, con
 
 /* Adds what 64 queries give, the index heads of the part. */
 static __device__ void add_queries(fragment<8> &sum, pipeline<COLUMNS> &line, index_backward_memory &memory,
-                                   const skl_cuda_params &params, const tile_position &at, const fragment<COLUMNS> &dy)
+                                   const skl_cuda_params &params, const tile_position &at,
+                                   const fragment<COLUMNS> &dy)
 {
     const skl_problem &p = params.problem;
     const key_item &item = memory.item;

@@ -1,7 +1,7 @@
 /* Tiles of logits of an indexer, dense: heads of the teacher and of the indexer after one another, on the pipeline of
  * the general kernels. */
-#ifndef SKL_CUDA_INDEXER_TILE_CUH
-#define SKL_CUDA_INDEXER_TILE_CUH
+#ifndef SKL_CUDA_GENERAL_INDEXER_DENSE_TILE_CUH
+#define SKL_CUDA_GENERAL_INDEXER_DENSE_TILE_CUH
 
 #include "cuda/general/tile.cuh"
 #include "cuda/common/indexer/row_chunks.h"
@@ -19,7 +19,8 @@ __device__ inline float index_weight(const skl_cuda_params &params, const skl_se
     return skl_load(w.data, params.problem.dtype_w, SKL_ROW(w, s.batch, head, s.query_begin + query) + g);
 }
 
-template <bool KEYS> __device__ inline tile_source index_source(const tile_position &at, int64_t index_heads, int64_t g)
+template <bool KEYS>
+__device__ inline tile_source index_source(const tile_position &at, int64_t index_heads, int64_t g)
 {
     return source_of<KEYS>(at, STUDENT, at.in.head * index_heads + g);
 }
@@ -27,8 +28,8 @@ template <bool KEYS> __device__ inline tile_source index_source(const tile_posit
 /* x = log2 of the mean of the heads' probabilities. The tile at hand is that of the first head, what after() gives
  * follows the last one. lse_of(h): LSE of the thread's query of the tile; `lse` is shared memory for them. */
 template <int COLUMNS, typename LSE, typename SOURCE>
-__device__ inline void teacher_mean(fragment<COLUMNS> &x, pipeline<COLUMNS> &line, const tile_position &at, int64_t group,
-                                    skl_lse2 (&lse)[TILE], LSE lse_of, SOURCE after)
+__device__ inline void teacher_mean(fragment<COLUMNS> &x, pipeline<COLUMNS> &line, const tile_position &at,
+                                    int64_t group, skl_lse2 (&lse)[TILE], LSE lse_of, SOURCE after)
 {
     const float lowest = -3e38F; /* finite: the difference of two infinities is none */
     fragment<COLUMNS> sum, z;

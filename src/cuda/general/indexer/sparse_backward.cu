@@ -181,7 +181,7 @@ static __device__ void finish_slice(float (&dots)[R], const float (&sum)[R][8], 
 /* dq, dw and parts of dk of up to 16 R index heads from g on. */
 template <int R>
 static __device__ void sparse_heads(sparse_memory &memory, const skl_cuda_params &params, int64_t g, int64_t count,
-                                  const float *dy, float *parts)
+                                    const float *dy, float *parts)
 {
     const skl_problem &p = params.problem;
     const skl_output &dw = params.call.gradients.dw_s;
@@ -214,7 +214,8 @@ static __device__ void sparse_heads(sparse_memory &memory, const skl_cuda_params
 }
 
 static __global__ void __launch_bounds__(THREADS, 1)
-    sparse_backward(const __grid_constant__ skl_cuda_params params, skl_sparse_chunk chunk, int64_t first, int64_t count)
+    sparse_backward(const __grid_constant__ skl_cuda_params params, skl_sparse_chunk chunk, int64_t first,
+                    int64_t count)
 {
     extern __shared__ __align__(16) unsigned char raw[];
     sparse_memory &memory = *(sparse_memory *)(void *)raw;
@@ -248,13 +249,14 @@ static __global__ void __launch_bounds__(THREADS, 1)
 
 extern "C" cudaError_t skl_cuda_sparse_gradients(const skl_cuda_params *params)
 {
-    const cudaError_t error =
-        cudaFuncSetAttribute(sparse_backward, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(sparse_memory));
+    const cudaError_t error = cudaFuncSetAttribute(sparse_backward, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                   (int)sizeof(sparse_memory));
     if (error != cudaSuccess)
         return error;
-    return launch_sparse_chunks(params, [](const skl_cuda_params &own, const skl_sparse_chunk &chunk, skl_range rows) {
-        sparse_backward<<<(unsigned)own.block_count, THREADS, sizeof(sparse_memory), own.call.stream>>>(
-            own, chunk, rows.begin, rows.end - rows.begin);
-        return cudaPeekAtLastError();
-    });
+    return launch_sparse_chunks(
+        params, [](const skl_cuda_params &own, const skl_sparse_chunk &chunk, skl_range rows) {
+            sparse_backward<<<(unsigned)own.block_count, THREADS, sizeof(sparse_memory), own.call.stream>>>(
+                own, chunk, rows.begin, rows.end - rows.begin);
+            return cudaPeekAtLastError();
+        });
 }

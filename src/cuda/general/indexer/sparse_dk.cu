@@ -170,8 +170,8 @@ static __device__ void add_hits(dk_memory &memory, int count, const float *parts
 
 /* Adds what a row for each thread has for the keys: its entries [begin, end) in the order of keys. */
 static __device__ void collect_indices(dk_memory &memory, const collection &of, const int32_t *list,
-                                     const int32_t *order, int begin, int end, int64_t first_entry,
-                                     const float *parts, int64_t dim)
+                                       const int32_t *order, int begin, int end, int64_t first_entry,
+                                       const float *parts, int64_t dim)
 {
     int all;
     const int before = scan(end - begin, memory.warp_sums, &all);
@@ -209,8 +209,8 @@ static __device__ void collect_rows(dk_memory &memory, const skl_cuda_params &pa
     }
 }
 
-/* One block of keys over one chunk. Sums start at 0 with the first chunk that has rows of the key head, wait in `sums`
- * for the next one, and are stored as the gradient behind the last. */
+/* One block of keys over one chunk. Sums start at 0 with the first chunk that has rows of the key head, wait in
+ * `sums` for the next one, and are stored as the gradient behind the last. */
 static __device__ void collect(dk_memory &memory, const skl_cuda_params &params, const skl_sparse_chunk &chunk,
                                const collection &of, skl_range rows, skl_range of_chunk, const float *parts)
 {
@@ -230,7 +230,8 @@ static __device__ void collect(dk_memory &memory, const skl_cuda_params &params,
                 : 0.0F;
     }
     collect_rows(memory, params, chunk, of,
-                 skl_range{skl_max(rows.begin, of_chunk.begin), skl_min(rows.end, of_chunk.end)}, of_chunk.begin, parts);
+                 skl_range{skl_max(rows.begin, of_chunk.begin), skl_min(rows.end, of_chunk.end)}, of_chunk.begin,
+                 parts);
     const skl_output &to = ends ? dk : params.sums;
     const skl_dtype dtype = ends ? skl_grad_dtype(&p, p.dtype_s) : SKL_F32;
     for (int key = (int)threadIdx.x / SLICE; key < STEP; key += THREADS / SLICE) {
@@ -265,18 +266,19 @@ static __global__ void __launch_bounds__(THREADS, 2)
 
 /* ---- Launcher ----------------------------------------------------------------------------------------------- */
 
-extern "C" cudaError_t skl_cuda_sparse_dk(const skl_cuda_params *params, const skl_sparse_chunk *chunk, skl_range rows)
+extern "C" cudaError_t skl_cuda_sparse_dk(const skl_cuda_params *params, const skl_sparse_chunk *chunk,
+                                          skl_range rows)
 {
     cudaError_t error =
         cudaFuncSetAttribute(sparse_keys, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(dk_memory));
     if (error == cudaSuccess && rows.begin < rows.end) {
         indices_order<<<(unsigned)(rows.end - rows.begin), THREADS, 0, params->call.stream>>>(*params, *chunk,
-                                                                                           rows.begin);
+                                                                                              rows.begin);
         error = cudaPeekAtLastError();
     }
     if (error != cudaSuccess)
         return error;
-    sparse_keys<<<(unsigned)params->sm_count * 4, THREADS, sizeof(dk_memory), params->call.stream>>>(
-        *params, *chunk, rows);
+    sparse_keys<<<(unsigned)params->sm_count * 4, THREADS, sizeof(dk_memory), params->call.stream>>>(*params, *chunk,
+                                                                                                     rows);
     return cudaPeekAtLastError();
 }

@@ -2,8 +2,8 @@
  * one row: 64 keys of the list at a time are gathered, and all heads that share them are one product, heads by keys.
  *
  * A product takes 16, 32, 64 or 128 heads: 16 x 16 threads own 1 to 8 heads and 4 keys each. */
-#ifndef SKL_CUDA_INDEXER_LIST_CUH
-#define SKL_CUDA_INDEXER_LIST_CUH
+#ifndef SKL_CUDA_GENERAL_INDEXER_SPARSE_PRODUCT_CUH
+#define SKL_CUDA_GENERAL_INDEXER_SPARSE_PRODUCT_CUH
 
 #include "cuda/general/row_state.cuh"
 #include "cuda/general/indexer/dense_tile.cuh"
@@ -182,7 +182,8 @@ __device__ inline void teacher_dots(sparse_memory &memory, int64_t group, int64_
 }
 
 /* Says the same of `count` index heads from g on, and brings their weights. */
-__device__ inline void set_index_product(sparse_memory &memory, const skl_cuda_params &params, int64_t g, int64_t count)
+__device__ inline void set_index_product(sparse_memory &memory, const skl_cuda_params &params, int64_t g,
+                                         int64_t count)
 {
     const sparse_row &at = memory.at;
     __syncthreads(); /* nobody looks at the last product any more */

@@ -11,8 +11,8 @@
  *
  * G leaves one product in the layout in which the next one wants it: it never goes through memory. Under GQA the
  * block of a key tile walks through all query heads that share the key head. */
-#ifndef SKL_CUDA_SM80_BACKWARD_CUH
-#define SKL_CUDA_SM80_BACKWARD_CUH
+#ifndef SKL_CUDA_SM80_ATTENTION_BACKWARD_CUH
+#define SKL_CUDA_SM80_ATTENTION_BACKWARD_CUH
 
 #include "base/convert.h"
 #include "cuda/common/row_stats.cuh"
@@ -27,7 +27,7 @@ template <int DIM> struct backward_memory {
     static constexpr int ROWS = STAGE_ROWS<DIM>;
     stage_memory<DIM> stages[STAGES];
     row_stats stats[STAGES][ROWS]; /* DK: as they lie in memory, LSEs natural */
-    int poisoned[ROWS];              /* streamed rows that hold a value that is not finite */
+    int poisoned[ROWS];            /* streamed rows that hold a value that is not finite */
 };
 
 /* ---- Gradient of the logits --------------------------------------------------------------------------------- */
@@ -173,7 +173,7 @@ template <int M> struct query_row_stats<M, true> {
 /* Starts copying the facts of a stage's queries, `left` of which are there. */
 template <int ROWS>
 __device__ inline void copy_row_stats(row_stats (&to)[ROWS], const skl_cuda_params &params, const skl_sequence &s,
-                                  int64_t head, int64_t first, int left)
+                                      int64_t head, int64_t first, int left)
 {
     const int row = (int)threadIdx.x % ROWS;
     constexpr int SHARE = THREADS / ROWS; /* threads of a query */
@@ -197,14 +197,14 @@ template <int ROWS> __device__ inline void clear_row_stats(row_stats (&stats)[ST
 /* Operands of one stage. */
 struct stage_operands {
     uint32_t a, b, gradient; /* rows of both arguments, and those of the gradient's side transposed */
-    const row_stats *stats;    /* DK */
+    const row_stats *stats;  /* DK */
 };
 
 /* A stage whose rows all of the warp's rows meet. */
 template <typename ELEMENT, int DIM, int M, bool DK, bool OF_B>
 __device__ inline void add_full_stage(own_gradient<SLICE<DIM>, M> &gradient, gradient_unit<ELEMENT> &unit,
-                                       const own_rows<DIM, M> &own_a, float scale_a, const own_rows<DIM, M> &own_b,
-                                       float scale_b, const stage_operands &stage, query_row_stats<M, DK> &queries)
+                                      const own_rows<DIM, M> &own_a, float scale_a, const own_rows<DIM, M> &own_b,
+                                      float scale_b, const stage_operands &stage, query_row_stats<M, DK> &queries)
 {
     if (OF_B && unit.MOVES) /* |S - P| <= 1 */
         unit.fit(gradient, queries.template largest_weight<STAGE_ROWS<DIM>>(stage.stats));
@@ -222,7 +222,7 @@ __device__ inline void add_full_stage(own_gradient<SLICE<DIM>, M> &gradient, gra
                 for (int e = 0; e < 4; e++) {
                     const row_stats &query = queries.of(m, block, e);
                     const float g = pair_gradient<OF_B>(fmaf(x.at[m][block][e], scale_a, -query.lse_a),
-                                                          fmaf(y.at[m][block][e], scale_b, -query.lse_b), query);
+                                                        fmaf(y.at[m][block][e], scale_b, -query.lse_b), query);
                     x.at[m][block][e] = queries.weigh(g, query);
                 }
         if (!OF_B && unit.MOVES)
@@ -235,8 +235,8 @@ __device__ inline void add_full_stage(own_gradient<SLICE<DIM>, M> &gradient, gra
 template <typename ELEMENT, int DIM, int M, bool DK>
 __device__ inline void
 add_masked_stage(own_gradient<SLICE<DIM>, M> &gradient, gradient_unit<ELEMENT> &unit, const own_rows<DIM, M> &own_a,
-               const own_rows<DIM, M> &own_b, const skl_cuda_params &params, bool of_b, const stage_operands &stage,
-               query_row_stats<M, DK> &queries, const int *poisoned, const band32 &band, int last_row, int first)
+                 const own_rows<DIM, M> &own_b, const skl_cuda_params &params, bool of_b, const stage_operands &stage,
+                 query_row_stats<M, DK> &queries, const int *poisoned, const band32 &band, int last_row, int first)
 {
     const skl_cuda_argument &own_side = of_b ? params.b : params.a;
 #pragma unroll 1
@@ -305,11 +305,9 @@ __device__ inline void sum_streamed(own_gradient<SLICE<DIM>, M> &gradient, gradi
     const bool capped = a.capped || b.capped;
     own_rows<DIM, M> own_a, own_b;
     load_own(own_a, memory.stages,
-             (DK ? keys_of<ELEMENT>(a, s, head) : queries_of<ELEMENT>(a, s, head)).from(own_first),
-             last_row + 1);
+             (DK ? keys_of<ELEMENT>(a, s, head) : queries_of<ELEMENT>(a, s, head)).from(own_first), last_row + 1);
     load_own(own_b, memory.stages,
-             (DK ? keys_of<ELEMENT>(b, s, head) : queries_of<ELEMENT>(b, s, head)).from(own_first),
-             last_row + 1);
+             (DK ? keys_of<ELEMENT>(b, s, head) : queries_of<ELEMENT>(b, s, head)).from(own_first), last_row + 1);
 
     const skl_band band = DK ? skl_query_band(&params.problem, &s) : skl_key_band(&params.problem, &s);
     const streamed_band streamed = stream_for(band, own_first, own_first + last_row);
@@ -337,7 +335,7 @@ __device__ inline void sum_streamed(own_gradient<SLICE<DIM>, M> &gradient, gradi
             copy_rows(memory.stages[1 - at].b, from_b, first + ROWS, streamed.band.count);
             if (DK)
                 copy_row_stats(memory.stats[1 - at], params, s, head, streamed.origin + first + ROWS,
-                           streamed.band.count - first - ROWS);
+                               streamed.band.count - first - ROWS);
         }
         cp_async_commit();
         stage_memory<DIM> &rows = memory.stages[at];
@@ -353,11 +351,10 @@ __device__ inline void sum_streamed(own_gradient<SLICE<DIM>, M> &gradient, gradi
             add_masked_stage<ELEMENT, DIM, M, DK>(gradient, unit, own_a, own_b, params, of_b, stage, queries,
                                                   memory.poisoned, streamed.band, last_row, first);
         else if (of_b)
-            add_full_stage<ELEMENT, DIM, M, DK, true>(gradient, unit, own_a, a.scale, own_b, b.scale, stage,
-                                                         queries);
+            add_full_stage<ELEMENT, DIM, M, DK, true>(gradient, unit, own_a, a.scale, own_b, b.scale, stage, queries);
         else
             add_full_stage<ELEMENT, DIM, M, DK, false>(gradient, unit, own_a, a.scale, own_b, b.scale, stage,
-                                                          queries);
+                                                       queries);
     }
     cp_async_wait<0>();
     __syncthreads(); /* the stages are free */
@@ -419,7 +416,7 @@ __global__ void __launch_bounds__(THREADS, 2) gradient_kernel(const __grid_const
     const int last_row = (int)skl_min(WARPS * 16 * M, place.rows - place.first) - 1;
     for (int n = 0; n < sharing && last_row >= 0; n++)
         sum_streamed<ELEMENT, DIM, M, DK>(gradient, unit, params, memory, place.sequence, place.head * sharing + n,
-                                            place.first, last_row);
+                                          place.first, last_row);
     row_tile<M, DK> again; /* the first one need not stay in registers all the way */
     (void)again.find(params);
     store_gradient(gradient, params, again,
@@ -434,8 +431,8 @@ template <typename ELEMENT, int DIM, int M, bool DK> cudaError_t launch_gradient
     if (error != cudaSuccess)
         return error;
     const skl_problem *const p = &params->problem;
-    const dim3 blocks = grid_of(p->batch, row_tile<M, DK>::heads(*params),
-                                skl_ceil_div(DK ? p->len_k : p->len_q, WARPS * 16 * M));
+    const dim3 blocks =
+        grid_of(p->batch, row_tile<M, DK>::heads(*params), skl_ceil_div(DK ? p->len_k : p->len_q, WARPS * 16 * M));
     skl_cuda_params slice = *params;
     const int64_t dim = params->teacher_side ? p->dim_t : p->dim_s;
     for (slice.dim_first = 0; slice.dim_first < dim; slice.dim_first += SLICE<DIM>)

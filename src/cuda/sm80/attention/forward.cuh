@@ -14,8 +14,8 @@
  *
  * When there are too few query tiles to fill the GPU, a tile's keys are cut into parts, a block each. Their states go
  * through the workspace, and a second kernel merges them. */
-#ifndef SKL_CUDA_SM80_FORWARD_CUH
-#define SKL_CUDA_SM80_FORWARD_CUH
+#ifndef SKL_CUDA_SM80_ATTENTION_FORWARD_CUH
+#define SKL_CUDA_SM80_ATTENTION_FORWARD_CUH
 
 #include "cuda/common/row_state.cuh"
 
@@ -30,7 +30,7 @@ template <int DIM, int M> union forward_memory {
 /* Adds a stage that every row of the warp sees whole; false, and nothing added, if a stabiliser has to move. */
 template <typename ELEMENT, int BLOCKS, int DIM, int M>
 __device__ inline bool add_with_shift(skl_row_state (&state)[M][2], const own_rows<DIM, M> &q_a, uint32_t k_a,
-                                   float scale_a, const own_rows<DIM, M> &q_b, uint32_t k_b, float scale_b)
+                                      float scale_a, const own_rows<DIM, M> &q_b, uint32_t k_b, float scale_b)
 {
     row_sums sums[M][2] = {};
 #pragma unroll 1
@@ -114,7 +114,7 @@ __device__ inline void sum_keys(skl_row_state (&state)[M][2], const skl_cuda_par
                 for (int half = 0; half < 2; half++) {
                     const range32 sees = keys.band.of(acc_row<M>(m, half));
                     add_with_max<true>(state[m][half], x.at[m], rest_a, y.at[m], rest_b, half,
-                                      {sees.begin - first - row, sees.end - first - row});
+                                       {sees.begin - first - row, sees.end - first - row});
                 }
         }
     }
@@ -162,7 +162,8 @@ __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS_PER_SM<DIM>)
 template <typename ELEMENT, int DIM, int M> cudaError_t launch_forward(const skl_cuda_params *params)
 {
     constexpr int MEMORY = sizeof(forward_memory<DIM, M>);
-    static_assert(SKL_SM80_BLOCKS_PER_SM_MAX * query_tile<M>::ROWS <= SKL_SPLIT_ROWS_MAX, "the workspace holds the parts");
+    static_assert(SKL_SM80_BLOCKS_PER_SM_MAX * query_tile<M>::ROWS <= SKL_SPLIT_ROWS_MAX,
+                  "the workspace holds the parts");
     int resident = 0;
     cudaError_t error =
         cudaFuncSetAttribute(forward_kernel<ELEMENT, DIM, M>, cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
@@ -174,8 +175,9 @@ template <typename ELEMENT, int DIM, int M> cudaError_t launch_forward(const skl
     const skl_problem *const p = &params->problem;
     const int64_t tiles = skl_ceil_div(p->len_q, query_tile<M>::ROWS);
     skl_cuda_params own = *params;
-    own.num_splits = num_splits_for(p->batch * p->heads_s * tiles,
-                            (int64_t)params->sm_count * skl_min(resident, SKL_SM80_BLOCKS_PER_SM_MAX), p->len_k);
+    own.num_splits =
+        num_splits_for(p->batch * p->heads_s * tiles,
+                       (int64_t)params->sm_count * skl_min(resident, SKL_SM80_BLOCKS_PER_SM_MAX), p->len_k);
     forward_kernel<ELEMENT, DIM, M>
         <<<grid_of(p->batch, p->heads_s, tiles * own.num_splits), THREADS, MEMORY, params->call.stream>>>(own);
     if (own.num_splits > 1)

@@ -1,6 +1,6 @@
 /* The launches of an indexer by mma.sync: rows in one, gradients in three a strip. */
-#ifndef SKL_CUDA_SM80_INDEXER_CUH
-#define SKL_CUDA_SM80_INDEXER_CUH
+#ifndef SKL_CUDA_SM80_INDEXER_DENSE_CUH
+#define SKL_CUDA_SM80_INDEXER_DENSE_CUH
 
 #include "cuda/sm80/indexer/dense_gradients.cuh"
 #include "cuda/common/indexer/strip_launch.cuh"
@@ -23,8 +23,8 @@ cudaError_t launch_index(KERNEL kernel, int64_t blocks, size_t memory, const ind
 
 template <typename ELEMENT, bool GRADIENTS> cudaError_t launch_scores(const index_params &own)
 {
-    const cudaError_t error =
-        launch_index(index_score_kernel<ELEMENT, GRADIENTS>, own.strip_count * own.num_splits, sizeof(score_smem), own);
+    const cudaError_t error = launch_index(index_score_kernel<ELEMENT, GRADIENTS>, own.strip_count * own.num_splits,
+                                           sizeof(score_smem), own);
     return error == cudaSuccess ? launch_rows(own) : error;
 }
 

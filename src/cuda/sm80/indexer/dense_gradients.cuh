@@ -9,8 +9,8 @@
  *
  * What of G counts for keys has weights and upstream gradients in it, of any size: f16 takes it in a unit that moves
  * (facts.cuh). */
-#ifndef SKL_CUDA_SM80_INDEX_GRADIENTS_CUH
-#define SKL_CUDA_SM80_INDEX_GRADIENTS_CUH
+#ifndef SKL_CUDA_SM80_INDEXER_DENSE_GRADIENTS_CUH
+#define SKL_CUDA_SM80_INDEXER_DENSE_GRADIENTS_CUH
 
 #include "cuda/sm80/attention/backward.cuh"
 #include "cuda/common/indexer/strip_gradients.cuh"

@@ -10,8 +10,8 @@
  *
  * Head sizes are a matter of how many slabs a head has, so one kernel does them all. A lane loads what heads have for
  * one row of the warp's 32, LSE or weight. */
-#ifndef SKL_CUDA_SM80_INDEX_SCORES_CUH
-#define SKL_CUDA_SM80_INDEX_SCORES_CUH
+#ifndef SKL_CUDA_SM80_INDEXER_DENSE_SCORES_CUH
+#define SKL_CUDA_SM80_INDEXER_DENSE_SCORES_CUH
 
 #include "cuda/common/indexer/logit_tile.cuh"
 

@@ -1,7 +1,7 @@
 /* The launches of an indexer's sparse stage by mma.sync: rows in one; gradients in two a chunk, before dk is
  * collected. */
-#ifndef SKL_CUDA_SM80_LISTS_CUH
-#define SKL_CUDA_SM80_LISTS_CUH
+#ifndef SKL_CUDA_SM80_INDEXER_SPARSE_CUH
+#define SKL_CUDA_SM80_INDEXER_SPARSE_CUH
 
 #include "cuda/common/indexer/strip_layout.h"
 #include "cuda/common/indexer/sparse_chunks.cuh"

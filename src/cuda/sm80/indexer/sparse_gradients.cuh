@@ -14,8 +14,8 @@
  *                            |  (w [A > 0]) through shared memory, transposed, times q: parts of the stage's keys
  *
  * A row's dy and weights are known before: f16 takes them in units of the row, powers of two. */
-#ifndef SKL_CUDA_SM80_LIST_GRADIENTS_CUH
-#define SKL_CUDA_SM80_LIST_GRADIENTS_CUH
+#ifndef SKL_CUDA_SM80_INDEXER_SPARSE_GRADIENTS_CUH
+#define SKL_CUDA_SM80_INDEXER_SPARSE_GRADIENTS_CUH
 
 #include "cuda/sm80/attention/backward.cuh"
 #include "cuda/common/indexer/strip_gradients.cuh"
@@ -320,7 +320,8 @@ __device__ inline void clear_row(const sparse_params &params, const sparse_row32
 }
 
 template <typename ELEMENT, int DIM>
-__global__ void __launch_bounds__(SPARSE_THREADS, 1) sparse_gradient_kernel(const __grid_constant__ sparse_params params)
+__global__ void __launch_bounds__(SPARSE_THREADS, 1)
+    sparse_gradient_kernel(const __grid_constant__ sparse_params params)
 {
     extern __shared__ __align__(128) unsigned char raw[];
     sparse_gradient_smem<DIM> &smem = *(sparse_gradient_smem<DIM> *)(void *)raw;

@@ -1,8 +1,8 @@
 /* What the tensor-core kernels for the sparse stage of an indexer share. A block works on one row: rows have no keys
  * in common, but all heads of a row that share a key head have the row's list in common. So heads are the rows of a
  * product, 16 an mma, and the listed keys, gathered by cp.async, are its columns. */
-#ifndef SKL_CUDA_SM80_LIST_ROWS_CUH
-#define SKL_CUDA_SM80_LIST_ROWS_CUH
+#ifndef SKL_CUDA_SM80_INDEXER_SPARSE_ROW_CUH
+#define SKL_CUDA_SM80_INDEXER_SPARSE_ROW_CUH
 
 #include "base/convert.h"
 #include "cuda/common/indexer/sparse_row.cuh"
@@ -26,7 +26,7 @@ struct sparse_params : skl_cuda_params {
     float *logits;              /* of each block, [top_k]: the indexer's, before they are scaled */
     int64_t row_first, row_end; /* of the launch */
     float *dy;                  /* [row of the launch][top_k], without upstream gradient and scale */
-    float *entry_dk;               /* [row of the launch][top_k][dim]: what entries add to dk; NULL: not wanted */
+    float *entry_dk;            /* [row of the launch][top_k][dim]: what entries add to dk; NULL: not wanted */
 };
 
 /* ---- The row at work ---------------------------------------------------------------------------------------- */
@@ -93,7 +93,8 @@ __device__ inline row_source<ELEMENT> heads_of(const skl_cuda_argument &side, co
 
 /* Columns of a product: keys, from which a list selects. */
 template <typename ELEMENT>
-__device__ inline row_source<ELEMENT> gathered_keys_of(const skl_cuda_argument &side, const sparse_row32 &at, int64_t key_head)
+__device__ inline row_source<ELEMENT> gathered_keys_of(const skl_cuda_argument &side, const sparse_row32 &at,
+                                                       int64_t key_head)
 {
     const skl_sequence &s = at.sequence;
     return {(const ELEMENT *)side.k.data + SKL_ROW(side.k, s.batch, key_head, s.key_begin), side.k.stride_row,
@@ -108,7 +109,7 @@ __device__ inline void gather_rows(staged_rows<DIM> *to, int count, const row_so
 {
     constexpr int CHUNKS = DIM / 8;
     constexpr int ROWS = SPARSE_THREADS / CHUNKS; /* that the block copies at once */
-    constexpr int TOGETHER = 2;                 /* indices that are under way at once: no copy waits for another's */
+    constexpr int TOGETHER = 2; /* indices that are under way at once: no copy waits for another's */
     static_assert(ROWS % 8 == 0, "a thread's chunks are exchanged alike");
     const int row = (int)threadIdx.x / CHUNKS, chunk = (int)threadIdx.x % CHUNKS;
     const ELEMENT *const source = from.rows + first + chunk * 8;

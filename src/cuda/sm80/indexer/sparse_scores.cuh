@@ -15,8 +15,8 @@
  * The mean is kept beside its largest term, in logarithms, so that nothing underflows: KL(S || P) feels that.
  * LSEs of the teacher's heads, where the caller has none, take a sweep of their own before. Behind the last product a
  * row's sums are put together, and its gradients S - P follow from them at once: both are one launch. */
-#ifndef SKL_CUDA_SM80_LIST_SCORES_CUH
-#define SKL_CUDA_SM80_LIST_SCORES_CUH
+#ifndef SKL_CUDA_SM80_INDEXER_SPARSE_SCORES_CUH
+#define SKL_CUDA_SM80_INDEXER_SPARSE_SCORES_CUH
 
 #include "cuda/common/indexer/write_row.cuh"
 #include "cuda/sm80/indexer/sparse_row.cuh"
@@ -68,8 +68,8 @@ template <typename ELEMENT> struct sparse_smem {
     sparse_product<ELEMENT> product;
     lse_row *mean; /* of this block */
     float *logits;
-    skl_lse2 lse[SPARSE_HEADS];                /* of the teacher heads of a product */
-    float weights[SPARSE_HEADS];               /* of the index heads of one */
+    skl_lse2 lse[SPARSE_HEADS];              /* of the teacher heads of a product */
+    float weights[SPARSE_HEADS];             /* of the index heads of one */
     lse_row partial[TILE_SIZE / WARP_HEADS]; /* [warp along heads][key]; or [warp along keys][head] of LSEs */
     index_row rows[SPARSE_WARPS];
     index_row row;                        /* all of it */
@@ -88,7 +88,7 @@ template <typename ELEMENT> struct sparse_gemm {
         __syncthreads(); /* nobody looks at the last product any more */
         if (threadIdx.x == 0)
             smem.product = {heads_of<ELEMENT>(side, smem.place, first),
-                             gathered_keys_of<ELEMENT>(side, smem.place, key_head), count, tile_shape(count)};
+                            gathered_keys_of<ELEMENT>(side, smem.place, key_head), count, tile_shape(count)};
         __syncthreads();
     }
 
@@ -399,7 +399,8 @@ __device__ inline entry_logits logits_of(const sparse_params &params, const spar
 }
 
 /* All entries of the row, to block.row; for all threads. */
-template <typename ELEMENT> __device__ inline void sum_entries(sparse_smem<ELEMENT> &smem, const sparse_params &params)
+template <typename ELEMENT>
+__device__ inline void sum_entries(sparse_smem<ELEMENT> &smem, const sparse_params &params)
 {
     const bool reverse = params.problem.direction == SKL_KL_REVERSE;
     index_row row = empty_row();
@@ -477,7 +478,7 @@ __device__ inline void score_row(sparse_smem<ELEMENT> &smem, const sparse_params
 #pragma unroll 1
     for (int g = 0; g < index_heads; g += SPARSE_HEADS) {
         gemm.begin(params.student, (int)smem.place.head * index_heads + g, min(index_heads - g, SPARSE_HEADS),
-                    (int)smem.place.head / params.student.heads_per_key);
+                   (int)smem.place.head / params.student.heads_per_key);
         add_index(gemm, g == 0, g);
     }
     __syncthreads(); /* sums are complete */

@@ -26,8 +26,8 @@
  * dq of a second argument brings the KL along. Under GQA the block of a key tile walks through all query heads that
  * share the key head; the other argument's keys are copied anew where they change. CAPPED: instances for arguments of
  * which one has a softcap, or both. */
-#ifndef SKL_CUDA_SM90_WIDE_CUH
-#define SKL_CUDA_SM90_WIDE_CUH
+#ifndef SKL_CUDA_SM90_ATTENTION_BACKWARD_WIDE_CUH
+#define SKL_CUDA_SM90_ATTENTION_BACKWARD_WIDE_CUH
 
 #include "cuda/sm90/attention/logit_gradients.cuh"
 #include "cuda/sm90/tensor_map.cuh"
@@ -70,9 +70,9 @@ template <int DIM, bool DK> struct wide_smem {
     wide_barriers<WRT_DEPTH> wrt;
     wide_barriers<OTHER_DEPTH> other;
     uint64_t stats_full[WRT_DEPTH]; /* facts of a stage are there, an edge is clean */
-    row_tile<2, DK> tile;  /* here, and not in the registers of every thread */
-    int count;                 /* own rows that there are */
-    int heads;                 /* query heads whose stages the block meets: none if there is nothing to meet */
+    row_tile<2, DK> tile;           /* here, and not in the registers of every thread */
+    int count;                      /* own rows that there are */
+    int heads;                      /* query heads whose stages the block meets: none if there is nothing to meet */
     row_stream stream;
 
     __device__ int query_head(int h) const
@@ -142,8 +142,9 @@ __device__ inline void produce_row_stats(const skl_cuda_params &params, wide_sme
         const int stage = n % smem.WRT_DEPTH, phase = n / smem.WRT_DEPTH % 2, s = n % stages;
         float(*marks)[STAGE_ROWS];
         if constexpr (DK) {
-            const lane_row_stats loaded = load_stage_row_stats(params, smem.tile.sequence, stream, smem.count,
-                                                       smem.query_head(n / stages), stream.place_of(s) * STAGE_ROWS);
+            const lane_row_stats loaded =
+                load_stage_row_stats(params, smem.tile.sequence, stream, smem.count, smem.query_head(n / stages),
+                                     stream.place_of(s) * STAGE_ROWS);
             barrier_wait(smem.wrt.empty[stage], phase ^ 1); /* meanwhile the facts come */
             stage_row_stats &stats = smem.stats.staged[stage];
             store_stage_row_stats(stats, loaded);
@@ -281,10 +282,11 @@ template <typename ELEMENT, int DIM, bool DK, bool OF_B, bool CAPPED> struct wid
             fit_unit<MASKED>(logits, wrt_stage);
         uint32_t g[4][4];
         const float inverse = unit.inverse(); /* times upstream gradients it might overflow */
-        weigh_pairs<MASKED, OF_B, CAPPED>(
-            params, logits, smem.stream.band, queries_of_stage(wrt_stage), [&](int i, int half, float low, float high) {
-                g[i / 2][i % 2 * 2 + half] = pack(low * inverse, high * inverse, ELEMENT());
-            });
+        weigh_pairs<MASKED, OF_B, CAPPED>(params, logits, smem.stream.band, queries_of_stage(wrt_stage),
+                                          [&](int i, int half, float low, float high) {
+                                              g[i / 2][i % 2 * 2 + half] =
+                                                  pack(low * inverse, high * inverse, ELEMENT());
+                                          });
         wgmma_fence();
         const uint32_t rows = column_operand(&smem.wrt_stages[wrt_stage], STAGE_ROWS * 128);
 #pragma unroll
@@ -332,9 +334,8 @@ template <typename ELEMENT, int DIM, bool DK, bool OF_B, bool CAPPED> struct wid
     __device__ float upstream_of(int row) const
     {
         const range32 sees = smem.stream.band.of(row);
-        return sees.begin < sees.end
-                   ? row_stat(params, 3, smem.tile.sequence, smem.tile.head, smem.tile.first + row)
-                   : 0.0F;
+        return sees.begin < sees.end ? row_stat(params, 3, smem.tile.sequence, smem.tile.head, smem.tile.first + row)
+                                     : 0.0F;
     }
 
     /* Padding keys have a gradient of 0, whatever was multiplied for them. */
@@ -343,9 +344,9 @@ template <typename ELEMENT, int DIM, bool DK, bool OF_B, bool CAPPED> struct wid
         const row_tile<2, DK> &tile = smem.tile;
         const skl_side side = skl_cuda_side(&params);
         const skl_output out = DK ? *side.dk : *side.dq;
-        const int64_t base = SKL_ROW(out, tile.sequence.batch, tile.head,
-                                     DK ? tile.sequence.key_begin : tile.sequence.query_begin) +
-                             tile.first * out.stride_row;
+        const int64_t base =
+            SKL_ROW(out, tile.sequence.batch, tile.head, DK ? tile.sequence.key_begin : tile.sequence.query_begin) +
+            tile.first * out.stride_row;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = acc_row<1>(0, half);
@@ -400,10 +401,10 @@ __global__ void __launch_bounds__(WIDE_THREADS, 1)
             produce_row_stats<ELEMENT, DIM, DK, OF_B>(params, smem);
         else if (warp == 1)
             load_argument<DIM, DK>(smem, wrt_argument<OF_B>(params), maps.wrt_rows, maps.wrt_stream, smem.wrt_rows,
-                                     smem.wrt_stages, smem.wrt);
+                                   smem.wrt_stages, smem.wrt);
         else if (warp == 2)
             load_argument<DIM, DK>(smem, other_argument<OF_B>(params), maps.other_rows, maps.other_stream,
-                                     smem.other_rows, smem.other_stages, smem.other);
+                                   smem.other_rows, smem.other_stages, smem.other);
     } else {
         reg_alloc<224>();
         wide_warpgroup<ELEMENT, DIM, DK, OF_B, CAPPED> own = {params, smem, group};
@@ -447,9 +448,9 @@ cudaError_t launch_wide(const skl_cuda_params *params, const split_launchers &ot
         return DK ? otherwise.keys(params) : otherwise.run(params);
     if (wrt->capped || other->capped)
         return of_b ? launch_wide_tiles<ELEMENT, DIM, DK, true, true>(params, &maps)
-                      : launch_wide_tiles<ELEMENT, DIM, DK, false, true>(params, &maps);
+                    : launch_wide_tiles<ELEMENT, DIM, DK, false, true>(params, &maps);
     return of_b ? launch_wide_tiles<ELEMENT, DIM, DK, true, false>(params, &maps)
-                  : launch_wide_tiles<ELEMENT, DIM, DK, false, false>(params, &maps);
+                : launch_wide_tiles<ELEMENT, DIM, DK, false, false>(params, &maps);
 }
 
 } // namespace sm90

@@ -25,8 +25,8 @@
  * A query's facts belong to columns here: every thread needs those of 16 queries a stage, and reads them from shared
  * memory just in time. Registers are backward.cuh's wall: all 128 dimensions of both K would be 232, and it has to be
  * less. CAPPED: as there. */
-#ifndef SKL_CUDA_SM90_KEYS_CUH
-#define SKL_CUDA_SM90_KEYS_CUH
+#ifndef SKL_CUDA_SM90_ATTENTION_DK_CUH
+#define SKL_CUDA_SM90_ATTENTION_DK_CUH
 
 #include "cuda/sm90/attention/logit_gradients.cuh"
 #include "cuda/sm90/tensor_map.cuh"
@@ -50,8 +50,8 @@ template <int DIM> struct dk_smem {
     /* Of a stage: its rows are there; its facts are, too, and an edge is clean; all warps have left it. */
     uint64_t full[DEPTH], stats_full[DEPTH], empty[DEPTH], keys_full;
     key_tile tile; /* here, and not in the registers of every thread */
-    int count;       /* keys that there are */
-    int heads;       /* query heads that share the key head */
+    int count;     /* keys that there are */
+    int heads;     /* query heads that share the key head */
     row_stream queries;
 };
 
@@ -85,12 +85,12 @@ __device__ inline void stage_queries(const skl_cuda_params &params, const key_ma
         for (int half = 0; half < DIM / 64; half++) {
             tma_load(smem.stages[stage].other.slabs[half], maps.other_queries, half * 64, queries.row + first, head,
                      batch, smem.full[stage]);
-            tma_load(smem.stages[stage].wrt.slabs[half], maps.wrt_queries, half * 64, queries.row + first, head, batch,
-                     smem.full[stage]);
+            tma_load(smem.stages[stage].wrt.slabs[half], maps.wrt_queries, half * 64, queries.row + first, head,
+                     batch, smem.full[stage]);
         }
         stage_row_stats &stats = smem.stats[stage];
-        store_stage_row_stats(stats,
-                          load_stage_row_stats(params, smem.tile.sequence, smem.queries, smem.count, head, first));
+        store_stage_row_stats(
+            stats, load_stage_row_stats(params, smem.tile.sequence, smem.queries, smem.count, head, first));
         if (n % queries.stages < queries.masked_stages) {
             __syncwarp(); /* an LSE that becomes NaN has been written */
             barrier_wait(smem.full[stage], phase);
@@ -125,7 +125,8 @@ template <typename ELEMENT, int DIM, bool OF_B, bool CAPPED> struct dk_warpgroup
     }
 
     /* A bound of the stage's gradients: |S - P| <= 1; those of a first argument have none, and are looked at. */
-    template <bool MASKED> __device__ float bound_of(const logits_of_stage &logits, const stage_row_stats &stats) const
+    template <bool MASKED>
+    __device__ float bound_of(const logits_of_stage &logits, const stage_row_stats &stats) const
     {
         if (OF_B)
             return load_shared(stats.largest);
@@ -143,8 +144,8 @@ template <typename ELEMENT, int DIM, bool OF_B, bool CAPPED> struct dk_warpgroup
         wgmma_fence();
         start_products<ELEMENT, DIM, DIM>(logits.other, other_k, 0, row_operand(&smem.stages[stage].other));
         start_products<ELEMENT, DIM, WRT_REG_DIMS<DIM>>(logits.wrt, wrt_k,
-                                                    row_operand(&smem.wrt_keys) + group * (64 * 128 / 16),
-                                                    row_operand(&smem.stages[stage].wrt));
+                                                        row_operand(&smem.wrt_keys) + group * (64 * 128 / 16),
+                                                        row_operand(&smem.stages[stage].wrt));
         wgmma_commit();
         wgmma_wait<0>();
         fence_operand(logits.wrt);
@@ -285,9 +286,9 @@ cudaError_t launch_keys(const skl_cuda_params *params, skl_cuda_launcher otherwi
         return otherwise(params);
     if (wrt->capped || other->capped)
         return of_b ? launch_key_tiles<ELEMENT, DIM, true, true>(params, &maps)
-                      : launch_key_tiles<ELEMENT, DIM, false, true>(params, &maps);
+                    : launch_key_tiles<ELEMENT, DIM, false, true>(params, &maps);
     return of_b ? launch_key_tiles<ELEMENT, DIM, true, false>(params, &maps)
-                  : launch_key_tiles<ELEMENT, DIM, false, false>(params, &maps);
+                : launch_key_tiles<ELEMENT, DIM, false, false>(params, &maps);
 }
 
 } // namespace sm90

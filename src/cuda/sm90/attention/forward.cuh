@@ -1,6 +1,6 @@
 /* Forward on Hopper's tensor cores (sm_90a): 16-bit types, one teacher head a student head. */
-#ifndef SKL_CUDA_SM90_FORWARD_CUH
-#define SKL_CUDA_SM90_FORWARD_CUH
+#ifndef SKL_CUDA_SM90_ATTENTION_FORWARD_CUH
+#define SKL_CUDA_SM90_ATTENTION_FORWARD_CUH
 
 #include <type_traits>
 
@@ -84,8 +84,7 @@ cudaError_t launch_forward_of(const skl_cuda_params *params, skl_cuda_launcher o
     if constexpr (NARROW && !CAPPED) {
         if (is_persistent<FORWARD>(params))
             return launch_blocks<narrow_forward<ELEMENT, DIM, false, true>>(
-                narrow_forward_kernel<ELEMENT, DIM, false, true>, dim3((unsigned)params->sm_count), &own,
-                &maps);
+                narrow_forward_kernel<ELEMENT, DIM, false, true>, dim3((unsigned)params->sm_count), &own, &maps);
     }
     if constexpr (NARROW)
         return launch_query_tiles<FORWARD>(narrow_forward_kernel<ELEMENT, DIM, CAPPED, false>, &own, &maps);
@@ -97,7 +96,7 @@ template <typename ELEMENT, int DIM>
 cudaError_t launch_forward(const skl_cuda_params *params, skl_cuda_launcher otherwise)
 {
     return params->a.capped || params->b.capped ? launch_forward_of<ELEMENT, DIM, true>(params, otherwise)
-                                                    : launch_forward_of<ELEMENT, DIM, false>(params, otherwise);
+                                                : launch_forward_of<ELEMENT, DIM, false>(params, otherwise);
 }
 
 } // namespace sm90

@@ -14,8 +14,8 @@
  * Heads of this size take about as long for exponentials as for products, and more instructions than both: four warps
  * a scheduler keep it busier than two whose products and exponentials overlap. A fifth warpgroup for copies would
  * leave each thread 112 registers. */
-#ifndef SKL_CUDA_SM90_FORWARD_NARROW_CUH
-#define SKL_CUDA_SM90_FORWARD_NARROW_CUH
+#ifndef SKL_CUDA_SM90_ATTENTION_FORWARD_NARROW_CUH
+#define SKL_CUDA_SM90_ATTENTION_FORWARD_NARROW_CUH
 
 #include "cuda/sm90/attention/forward_stage.cuh"
 
@@ -32,12 +32,13 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT> struct narrow
 
     struct memory {
         key_stage<DIM> stages[DEPTH];
-        smem_rows<DIM / 64, tile_type::ROWS> smem_q_b;
-        smem_rows<(DIM - REG_DIMS) / 64, tile_type::ROWS> smem_q_a;
+        smem_rows<DIM / 64, tile_type::ROWS> q_b;
+        smem_rows<(DIM - REG_DIMS) / 64, tile_type::ROWS> q_a;
         uint64_t queries_full[GROUPS], full[DEPTH], empty[DEPTH];
-        row_stream keys;            /* from one thread for all of them; the band is only here */
-        tile_type tiles[PERSISTENT ? 3 : 1]; /* in turns: some warps are still at the last one when the next is looked for */
-        tma_coord next_coord;       /* of the warp that copies: the next one */
+        row_stream keys;                     /* from one thread for all of them; the band is only here */
+        tile_type tiles[PERSISTENT ? 3 : 1]; /* in turns: some warps are still at the last one when the next is looked
+                                                for */
+        tma_coord next_coord;                /* of the warp that copies: the next one */
     };
     static_assert(sizeof(memory) <= 227 * 1024, "a block's shared memory");
 
@@ -46,10 +47,10 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT> struct narrow
     memory &smem;
     /* The same for all lanes of a warp. */
     int group, warp; /* of the block */
-    tma_coord from; /* of the warp that copies */
+    tma_coord from;  /* of the warp that copies */
     stage_order keys;
     int iteration, iterations; /* PERSISTENT: tiles done, and all of them */
-    int stage, phase;    /* the next stage's place, and the parity of the phase that fills it */
+    int stage, phase;          /* the next stage's place, and the parity of the phase that fills it */
     /* Of the thread. */
     uint32_t q_frag[REG_DIMS / 16 + (REG_DIMS == 0)][4];
     skl_row_state state[2];
@@ -65,9 +66,9 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT> struct narrow
     __device__ void load_queries_of(int of, const tma_coord &tile) const
     {
         uint64_t &full = smem.queries_full[of];
-        barrier_expect_tx(full, (smem.smem_q_a.SIZE + smem.smem_q_b.SIZE) / GROUPS);
-        load_queries<REG_DIMS>(smem.smem_q_a, maps.queries_a, tile, full, of * 64);
-        load_queries<0>(smem.smem_q_b, maps.queries_b, tile, full, of * 64);
+        barrier_expect_tx(full, (smem.q_a.SIZE + smem.q_b.SIZE) / GROUPS);
+        load_queries<REG_DIMS>(smem.q_a, maps.queries_a, tile, full, of * 64);
+        load_queries<0>(smem.q_b, maps.queries_b, tile, full, of * 64);
     }
 
     /* Barriers are there for others when all warps have met. */
@@ -118,7 +119,8 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT> struct narrow
     {
         if constexpr (REG_DIMS > 0) {
             const int rows = (int)skl_min(tile.ROWS, tile.sequence.query_count - tile.first);
-            load_rows<REG_DIMS>(q_frag, queries_of<ELEMENT>(params.a, tile.sequence, tile.head).from(tile.first), rows);
+            load_rows<REG_DIMS>(q_frag, queries_of<ELEMENT>(params.a, tile.sequence, tile.head).from(tile.first),
+                                rows);
         }
     }
 
@@ -163,7 +165,7 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT> struct narrow
     __device__ void multiply(stage_logits &x, stage_logits &y)
     {
         const uint32_t own = group * (64 * 128 / 16);
-        const uint32_t q_a = row_operand(&smem.smem_q_a) + own, q_b = row_operand(&smem.smem_q_b) + own;
+        const uint32_t q_a = row_operand(&smem.q_a) + own, q_b = row_operand(&smem.q_b) + own;
         const uint32_t k_a = row_operand(&smem.stages[stage].a), k_b = row_operand(&smem.stages[stage].b);
         barrier_wait(smem.full[stage], phase);
         wgmma_fence();
@@ -172,8 +174,8 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT> struct narrow
             if (step < REG_DIMS / 16)
                 wgmma<false>(x, q_frag[step], step_of(k_a, step, STAGE_ROWS), step > 0, ELEMENT());
             else
-                wgmma<false>(x, step_of(q_a, step - REG_DIMS / 16, tile_type::ROWS), step_of(k_a, step, STAGE_ROWS), step > 0,
-                             ELEMENT());
+                wgmma<false>(x, step_of(q_a, step - REG_DIMS / 16, tile_type::ROWS), step_of(k_a, step, STAGE_ROWS),
+                             step > 0, ELEMENT());
 #pragma unroll
         for (int step = 0; step < DIM / 16; step++)
             wgmma<false>(y, step_of(q_b, step, tile_type::ROWS), step_of(k_b, step, STAGE_ROWS), step > 0, ELEMENT());

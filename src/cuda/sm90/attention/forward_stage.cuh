@@ -1,8 +1,8 @@
 /* What both forwards on Hopper's tensor cores share: the sums of a stage of 64 keys, and what the copy engine brings.
  *
  * Row states, the blind and the exact way of adding, and keys cut into parts are those of the sm80 forward. */
-#ifndef SKL_CUDA_SM90_FORWARD_STAGE_CUH
-#define SKL_CUDA_SM90_FORWARD_STAGE_CUH
+#ifndef SKL_CUDA_SM90_ATTENTION_FORWARD_STAGE_CUH
+#define SKL_CUDA_SM90_ATTENTION_FORWARD_STAGE_CUH
 
 #include "cuda/sm90/tensor_map.cuh"
 #include "cuda/sm90/pipeline.cuh"
@@ -37,7 +37,8 @@ struct tma_coord {
 
 __device__ inline tma_coord warp_uniform(const tma_coord &tile)
 {
-    return {warp_uniform(tile.batch), warp_uniform(tile.query), warp_uniform(tile.head), warp_uniform(tile.head_a), warp_uniform(tile.head_b)};
+    return {warp_uniform(tile.batch), warp_uniform(tile.query), warp_uniform(tile.head), warp_uniform(tile.head_a),
+            warp_uniform(tile.head_b)};
 }
 
 template <int DIM>
@@ -79,7 +80,7 @@ __device__ inline void load_queries(smem_rows<PARTS, ROWS> &to, const CUtensorMa
 /* Adds a stage that every row of the warp sees whole; false, and nothing added, if a stabiliser has to move. The
  * order is one in which ptxas spreads the exponentials: where two of them meet, a warp waits. */
 __device__ inline bool add_with_shift(skl_row_state (&state)[2], const stage_logits &x, float scale_a,
-                                   const stage_logits &y, float scale_b)
+                                      const stage_logits &y, float scale_b)
 {
     row_sums sums[2], right[2]; /* of the first and of the last 32 keys */
 #pragma unroll
@@ -116,7 +117,7 @@ __device__ inline void init_shift(skl_row_state (&state)[2], const stage_logits 
 }
 
 __device__ inline void add_full(skl_row_state (&state)[2], const stage_logits &x, float scale_a,
-                                 const stage_logits &y, float scale_b)
+                                const stage_logits &y, float scale_b)
 {
     if (add_with_shift(state, x, scale_a, y, scale_b))
         return;
@@ -127,7 +128,7 @@ __device__ inline void add_full(skl_row_state (&state)[2], const stage_logits &x
 
 /* The keys from `first` on that each row sees. */
 __device__ inline void add_masked(skl_row_state (&state)[2], const stage_logits &x, float scale_a,
-                                const stage_logits &y, float scale_b, const band32 &band, int first)
+                                  const stage_logits &y, float scale_b, const band32 &band, int first)
 {
 #pragma unroll
     for (int half = 0; half < 2; half++) {

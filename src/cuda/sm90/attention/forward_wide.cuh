@@ -11,8 +11,8 @@
  * Products take longer than exponentials here, and hide them. Softcap has instances of its own (CAPPED): logits
  * behind the cap need registers beside the accumulators, so they have those of the second stage, and products are
  * hidden behind the other warpgroup's arithmetic only. */
-#ifndef SKL_CUDA_SM90_FORWARD_WIDE_CUH
-#define SKL_CUDA_SM90_FORWARD_WIDE_CUH
+#ifndef SKL_CUDA_SM90_ATTENTION_FORWARD_WIDE_CUH
+#define SKL_CUDA_SM90_ATTENTION_FORWARD_WIDE_CUH
 
 #include "cuda/sm90/attention/forward_stage.cuh"
 
@@ -24,11 +24,11 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
     static constexpr int THREADS = 128 * (GROUPS + 1);
     typedef query_tile<GROUPS> tile_type;
     static constexpr int DEPTH = DIM == 192 ? 4 : 2; /* stages */
-    static constexpr int REG_DIMS = 128;                 /* dimensions of both queries in registers */
+    static constexpr int REG_DIMS = 128;             /* dimensions of both queries in registers */
 
     struct memory {
         key_stage<DIM> stages[DEPTH];
-        smem_rows<(DIM - REG_DIMS) / 64> smem_q_a, smem_q_b;
+        smem_rows<(DIM - REG_DIMS) / 64> q_a, q_b;
         uint64_t queries_full[1], full[DEPTH], empty[DEPTH];
         row_stream keys; /* these from one thread for all of them; the band is only here */
         tma_coord from;
@@ -42,9 +42,9 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
     {
         const tma_coord from = warp_uniform(smem.from);
         const stage_order keys = warp_uniform(smem.keys);
-        barrier_expect_tx(smem.queries_full[0], smem.smem_q_a.SIZE + smem.smem_q_b.SIZE);
-        load_queries<REG_DIMS>(smem.smem_q_a, maps.queries_a, from, smem.queries_full[0]);
-        load_queries<REG_DIMS>(smem.smem_q_b, maps.queries_b, from, smem.queries_full[0]);
+        barrier_expect_tx(smem.queries_full[0], smem.q_a.SIZE + smem.q_b.SIZE);
+        load_queries<REG_DIMS>(smem.q_a, maps.queries_a, from, smem.queries_full[0]);
+        load_queries<REG_DIMS>(smem.q_b, maps.queries_b, from, smem.queries_full[0]);
         for (int n = 0; n < keys.stages; n++) {
             const int stage = n % DEPTH;
             barrier_wait(smem.empty[stage], n / DEPTH % 2 ^ 1);
@@ -78,10 +78,10 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
         barrier_wait(smem.full[stage], n / DEPTH % 2);
         wgmma_fence();
         const uint32_t queries = group * (64 * 128 / 16);
-        start_products<ELEMENT, DIM, REG_DIMS>(x, q_a, row_operand(&smem.smem_q_a) + queries,
-                                           row_operand(&smem.stages[stage].a));
-        start_products<ELEMENT, DIM, REG_DIMS>(y, q_b, row_operand(&smem.smem_q_b) + queries,
-                                           row_operand(&smem.stages[stage].b));
+        start_products<ELEMENT, DIM, REG_DIMS>(x, q_a, row_operand(&smem.q_a) + queries,
+                                               row_operand(&smem.stages[stage].a));
+        start_products<ELEMENT, DIM, REG_DIMS>(y, q_b, row_operand(&smem.q_b) + queries,
+                                               row_operand(&smem.stages[stage].b));
         wgmma_commit();
     }
 
@@ -93,7 +93,8 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
         barrier_arrive_if(smem.empty[n % DEPTH], threadIdx.x % 32 == 0);
     }
 
-    __device__ void add_masked_stage(const stage_logits &x, float scale_a, const stage_logits &y, float scale_b, int n)
+    __device__ void add_masked_stage(const stage_logits &x, float scale_a, const stage_logits &y, float scale_b,
+                                     int n)
     {
         add_masked(state, x, scale_a, y, scale_b, smem.keys.band, keys.place_of(n) * STAGE_KEYS);
     }

@@ -18,8 +18,8 @@
  * that is why no more than DIM - 32 dimensions of the other Q are held in registers.
  *
  * CAPPED: instances for arguments of which one has a softcap, or both. */
-#ifndef SKL_CUDA_SM90_BACKWARD_CUH
-#define SKL_CUDA_SM90_BACKWARD_CUH
+#ifndef SKL_CUDA_SM90_ATTENTION_FUSED_BACKWARD_CUH
+#define SKL_CUDA_SM90_ATTENTION_FUSED_BACKWARD_CUH
 
 #include "cuda/sm90/attention/logit_gradients.cuh"
 #include "cuda/sm90/attention/head_group.cuh"
@@ -43,16 +43,16 @@ template <int DIM> struct fused_backward_smem {
     struct {
         row_stage<DIM> wrt, other;
     } stages[DEPTH];
-    unsigned char g[2][TILE_QUERIES][128];        /* [query][key] */
+    unsigned char g[2][TILE_QUERIES][128];         /* [query][key] */
     unsigned char sums[DIM / 32][STAGE_KEYS][128]; /* f32, 32 dimensions each */
     smem_rows<DIM / 64 - REG_DIMS<DIM> / 64> other_queries;
     uint64_t queries_full, full[DEPTH], clean[DEPTH], g_full[2], g_empty[2];
     block_tile tile; /* here, and not in the registers of every thread */
-    int count;        /* queries that there are */
+    int count;       /* queries that there are */
     row_stream keys;
-    float unit;                 /* of G */
-    float poison[DEPTH][STAGE_KEYS];  /* NaN for own keys that are not finite, 0 for others */
-    row_stats stats[TILE_QUERIES]; /* LSEs in base 2, upstream gradients in the unit */
+    float unit;                      /* of G */
+    float poison[DEPTH][STAGE_KEYS]; /* NaN for own keys that are not finite, 0 for others */
+    row_stats stats[TILE_QUERIES];   /* LSEs in base 2, upstream gradients in the unit */
 };
 
 /* What the sweep reads, and where its sums for keys lie. */
@@ -74,8 +74,7 @@ template <int DIM> struct stage_loads {
         barrier_expect_tx(smem.queries_full, smem.wrt_queries.SIZE + smem.other_queries.SIZE);
 #pragma unroll
         for (int half = 0; half < DIM / 64; half++)
-            tma_load(smem.wrt_queries.slabs[half], maps.wrt_queries, half * 64, row, head, batch,
-                     smem.queries_full);
+            tma_load(smem.wrt_queries.slabs[half], maps.wrt_queries, half * 64, row, head, batch, smem.queries_full);
         if constexpr (REG_DIMS<DIM> < DIM)
             tma_load(smem.other_queries.slabs, maps.other_queries, DIM - 64, row, head, batch, smem.queries_full);
     }
@@ -137,7 +136,7 @@ __device__ inline float unit_of(const skl_cuda_params &params, const block_tile 
  * too, and have no probability anywhere. */
 template <typename ELEMENT, int DIM, bool OF_B>
 __device__ inline void prepare_queries(const skl_cuda_params &params, fused_backward_smem<DIM> &smem,
-                                    const block_tile &tile)
+                                       const block_tile &tile)
 {
     const int row = (int)threadIdx.x / 2, count = smem.count;
     const bool finite = clean_row<ELEMENT, DIM>(smem.wrt_queries.slabs, row, row < count);
@@ -175,7 +174,7 @@ template <typename ELEMENT, int DIM, bool OF_B, bool CAPPED> struct dq_warpgroup
         const uint32_t queries = group * (64 * 128 / 16); /* of the warpgroup */
         wgmma_fence();
         start_products<ELEMENT, DIM, REG_DIMS<DIM>>(other, other_q, row_operand(&smem.other_queries) + queries,
-                                                row_operand(&smem.stages[stage].other));
+                                                    row_operand(&smem.stages[stage].other));
         start_products<ELEMENT, DIM, 0>(wrt, NULL, row_operand(&smem.wrt_queries) + queries,
                                         row_operand(&smem.stages[stage].wrt));
         wgmma_commit();
@@ -202,8 +201,9 @@ template <typename ELEMENT, int DIM, bool OF_B, bool CAPPED> struct dq_warpgroup
                     const log_probability of_wrt =
                         log_of<CAPPED>(wrt[i][half * 2 + parity], wrt_argument<OF_B>(params),
                                        MASKED ? smem.poison[n % smem.DEPTH][column] - lse : -lse);
-                    const log_probability of_other = log_of<CAPPED>(
-                        other[i][half * 2 + parity], other_argument<OF_B>(params), -(OF_B ? query.lse_a : query.lse_b));
+                    const log_probability of_other =
+                        log_of<CAPPED>(other[i][half * 2 + parity], other_argument<OF_B>(params),
+                                       -(OF_B ? query.lse_a : query.lse_b));
                     const float u = (OF_B ? of_other : of_wrt).value, v = (OF_B ? of_wrt : of_other).value;
                     const float p_a = ex2(u), p_b = OF_B ? ex2(v) : 0.0F;
                     const bool seen = !MASKED || (first + column >= sees.begin && first + column < sees.end);
@@ -407,12 +407,12 @@ __global__ void __launch_bounds__(FUSED_BACKWARD_THREADS, 1)
         reg_dealloc<104>();
         const int head = warp_uniform((int)tile.head);
         const stage_loads<DIM> loads = {smem,
-                                          maps,
-                                          warp_uniform(smem.keys),
-                                          warp_uniform((int)tile.sequence.batch),
-                                          head,
-                                          head / wrt_argument<OF_B>(params).heads_per_key,
-                                          head / other_argument<OF_B>(params).heads_per_key};
+                                        maps,
+                                        warp_uniform(smem.keys),
+                                        warp_uniform((int)tile.sequence.batch),
+                                        head,
+                                        head / wrt_argument<OF_B>(params).heads_per_key,
+                                        head / other_argument<OF_B>(params).heads_per_key};
         if (warp_index() == DK_WARPGROUP * 4) {
             loads.load_queries(warp_uniform((int)(tile.sequence.query_begin + tile.first)));
             for (int n = 0; n < smem.DEPTH; n++)
@@ -443,8 +443,9 @@ cudaError_t launch_fused_backward_tiles(const skl_cuda_params *params, const fus
     if (error != cudaSuccess)
         return error;
     const skl_problem *const p = &params->problem;
-    gradient_kernel<ELEMENT, DIM, OF_B, CAPPED><<<grid_of(p->batch, p->heads_s, skl_ceil_div(p->len_q, TILE_QUERIES)),
-                                                    FUSED_BACKWARD_THREADS, MEMORY, params->call.stream>>>(*params, *maps);
+    gradient_kernel<ELEMENT, DIM, OF_B, CAPPED>
+        <<<grid_of(p->batch, p->heads_s, skl_ceil_div(p->len_q, TILE_QUERIES)), FUSED_BACKWARD_THREADS, MEMORY,
+           params->call.stream>>>(*params, *maps);
     return cudaPeekAtLastError();
 }
 
@@ -479,7 +480,8 @@ cudaError_t launch_gradients(const skl_cuda_params *params, const split_launcher
         return otherwise.run(params);
     skl_cuda_params own = *params;
     own.num_splits = 1;
-    own.head_group = head_group_for(params, TILE_QUERIES, of_b ? 2 : 2 + 4, of_b ? 2 + 4 : 2); /* own keys have sums */
+    own.head_group =
+        head_group_for(params, TILE_QUERIES, of_b ? 2 : 2 + 4, of_b ? 2 + 4 : 2); /* own keys have sums */
     cudaError_t error = skl_cuda_clear_sums(&own);
     if (error == cudaSuccess && of_b)
         error = capped ? launch_fused_backward_tiles<ELEMENT, DIM, true, true>(&own, &maps)

@@ -1,6 +1,6 @@
 /* Which heads are done together, and what launches ask about tiles. */
-#ifndef SKL_CUDA_SM90_SECTIONS_CUH
-#define SKL_CUDA_SM90_SECTIONS_CUH
+#ifndef SKL_CUDA_SM90_ATTENTION_HEAD_GROUP_CUH
+#define SKL_CUDA_SM90_ATTENTION_HEAD_GROUP_CUH
 
 #include "cuda/launch.h"
 

@@ -1,7 +1,7 @@
 /* What the gradient kernels on Hopper share. "Own" is the argument of the KL that gets its gradients, "other" the
  * remaining one. */
-#ifndef SKL_CUDA_SM90_GRADIENT_CUH
-#define SKL_CUDA_SM90_GRADIENT_CUH
+#ifndef SKL_CUDA_SM90_ATTENTION_LOGIT_GRADIENTS_CUH
+#define SKL_CUDA_SM90_ATTENTION_LOGIT_GRADIENTS_CUH
 
 #include "cuda/common/row_stats.cuh"
 #include "cuda/sm90/pipeline.cuh"
@@ -60,7 +60,8 @@ __device__ inline bool clean_row(unsigned char (&slabs)[DIM / 64][ROWS][128], in
 
 /* By a warp: a masked pair weighs 0, but 0 times a value that is not finite is NaN. Such rows become 0 before the
  * product with G, and their marks NaN, for just those own rows that see them. */
-template <typename ELEMENT, int DIM> __device__ inline void clean_rows(row_stage<DIM> &rows, float (&marks)[STAGE_ROWS])
+template <typename ELEMENT, int DIM>
+__device__ inline void clean_rows(row_stage<DIM> &rows, float (&marks)[STAGE_ROWS])
 {
     for (int row = (int)threadIdx.x % 32 / 2; row < STAGE_ROWS; row += 16)
         if (!clean_row<ELEMENT, DIM>(rows.slabs, row, true))
@@ -85,7 +86,7 @@ struct lane_row_stats {
  * `count` keys sees have none: they are masked everywhere, and whatever comes from upstream for them must not move
  * the unit. */
 __device__ inline lane_row_stats load_stage_row_stats(const skl_cuda_params &params, const skl_sequence &s,
-                                              const row_stream &queries, int count, int64_t head, int first)
+                                                      const row_stream &queries, int count, int64_t head, int first)
 {
     const int64_t origin = queries.row - s.query_begin;
     const int end = queries.band.of(count - 1).end;

@@ -1,6 +1,6 @@
 /* The launches of an indexer on Hopper: rows in one, gradients in three a strip. */
-#ifndef SKL_CUDA_SM90_INDEXER_CUH
-#define SKL_CUDA_SM90_INDEXER_CUH
+#ifndef SKL_CUDA_SM90_INDEXER_DENSE_CUH
+#define SKL_CUDA_SM90_INDEXER_DENSE_CUH
 
 #include "cuda/common/indexer/strip_launch.cuh"
 #include "cuda/sm90/indexer/dense_gradients.cuh"

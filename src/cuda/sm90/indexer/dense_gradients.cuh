@@ -12,8 +12,8 @@
  *   keys      own: 128 keys; streamed: every index head of each 64 queries, whose G stays meanwhile
  *   regs      240 a consumer thread: sums (DIM / 2), A (32), G and what counts of it (16 each)
  *   shared    own rows and STAGES stages: 160 KB at DIM = 128 */
-#ifndef SKL_CUDA_SM90_INDEX_GRADIENTS_CUH
-#define SKL_CUDA_SM90_INDEX_GRADIENTS_CUH
+#ifndef SKL_CUDA_SM90_INDEXER_DENSE_GRADIENTS_CUH
+#define SKL_CUDA_SM90_INDEXER_DENSE_GRADIENTS_CUH
 
 #include "cuda/common/row_stats.cuh"
 #include "cuda/common/indexer/strip_gradients.cuh"
@@ -148,8 +148,7 @@ __device__ inline void load_block_rows(index_smem<DIM> &smem, const CUtensorMap 
 }
 
 template <int DIM>
-__device__ inline void load_stage(index_smem<DIM> &smem, const CUtensorMap &map, int n, int row, int head,
-                                  int batch)
+__device__ inline void load_stage(index_smem<DIM> &smem, const CUtensorMap &map, int n, int row, int head, int batch)
 {
     const int at = n % smem.STAGES;
     barrier_wait(smem.empty[at], n / smem.STAGES % 2 ^ 1);
@@ -327,8 +326,8 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
                 uint4 g[STAGE_KEYS / 16];
 #pragma unroll
                 for (int step = 0; step < STAGE_KEYS / 16; step++)
-                    g[step] = transpose(
-                        __ldg(g_block(params, slot, work.tile, half * (STAGE_KEYS / 16) + step, (int)threadIdx.x / 32)));
+                    g[step] = transpose(__ldg(
+                        g_block(params, slot, work.tile, half * (STAGE_KEYS / 16) + step, (int)threadIdx.x / 32)));
                 for (int head = 0; head < heads; head++, n++)
                     own.add_stage(
                         n, min(n + 1, work.stages - 1), g, [&](uint32_t pair, float low, float high, int at, int i) {

@@ -13,8 +13,8 @@
  * Head sizes are a matter of how many slabs a head has, so one kernel does them all: 128 teacher heads of 576
  * dimensions with one key head as well as 8 of 64. With as many slabs of keys as of queries a tile of 128 x 128 reads
  * 1 byte from the L2 cache for 65 FLOP, with shared keys for 131. */
-#ifndef SKL_CUDA_SM90_INDEX_SCORES_CUH
-#define SKL_CUDA_SM90_INDEX_SCORES_CUH
+#ifndef SKL_CUDA_SM90_INDEXER_DENSE_SCORES_CUH
+#define SKL_CUDA_SM90_INDEXER_DENSE_SCORES_CUH
 
 #include "cuda/common/indexer/logit_tile.cuh"
 #include "cuda/sm90/tensor_map.cuh"
@@ -84,8 +84,7 @@ struct head_walk {
     bool loads_keys;
 
     __device__ explicit head_walk(const head_list &list)
-        : heads(list), head(list.first), left(list.heads_per_key - list.first % list.heads_per_key),
-          loads_keys(true)
+        : heads(list), head(list.first), left(list.heads_per_key - list.first % list.heads_per_key), loads_keys(true)
     {
     }
 

@@ -1,6 +1,6 @@
 /* Warpgroups of an indexer's kernels take turns. */
-#ifndef SKL_CUDA_SM90_TURNS_CUH
-#define SKL_CUDA_SM90_TURNS_CUH
+#ifndef SKL_CUDA_SM90_INDEXER_ORDERED_BARRIER_CUH
+#define SKL_CUDA_SM90_INDEXER_ORDERED_BARRIER_CUH
 
 #include "cuda/sm90/pipeline.cuh"
 
@@ -11,7 +11,7 @@ namespace sm90
  * passed on when half of its products are done: the next ones are in line when the last ones end. */
 struct ordered_barrier {
     uint64_t (&barriers)[CONSUMERS];
-    int group;  /* of the warp, the same for all lanes */
+    int group; /* of the warp, the same for all lanes */
     int phase; /* of the warpgroup's next turn */
 
     __device__ static void init(uint64_t (&barriers)[CONSUMERS])
@@ -21,7 +21,8 @@ struct ordered_barrier {
     }
 
     /* The first turn is warpgroup 0's. */
-    __device__ ordered_barrier(uint64_t (&of)[CONSUMERS], int warpgroup_index) : barriers(of), group(warpgroup_index), phase(0)
+    __device__ ordered_barrier(uint64_t (&of)[CONSUMERS], int warpgroup_index)
+        : barriers(of), group(warpgroup_index), phase(0)
     {
         barrier_arrive_if(barriers[0], group == 1 && threadIdx.x % 32 == 0);
     }

@@ -1,7 +1,7 @@
 /* LSEs of an indexer's teacher on Hopper's tensor cores (sm_90a), bf16, where the caller has none: as the scores
  * (index_scores.cuh), but a block has one head, and all the keys that its 128 queries see. */
-#ifndef SKL_CUDA_SM90_INDEX_LSE_CUH
-#define SKL_CUDA_SM90_INDEX_LSE_CUH
+#ifndef SKL_CUDA_SM90_INDEXER_TEACHER_LSE_CUH
+#define SKL_CUDA_SM90_INDEXER_TEACHER_LSE_CUH
 
 #include "cuda/sm90/indexer/dense_scores.cuh"
 
