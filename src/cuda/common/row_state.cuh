@@ -145,16 +145,16 @@ template <int M> struct query_tile {
     }
 
     /* `parts` blocks a tile. False: there is nothing at this block's place. */
-    __device__ bool find(const skl_cuda_params &params, int splits)
+    __device__ bool find(const skl_cuda_params &params, int splits, unsigned head_group)
     {
-        const unsigned heads = (unsigned)params.problem.heads_s, head_group = (unsigned)params.head_group;
+        const unsigned heads = (unsigned)params.problem.heads_s;
         return take(params, tile_of_block(heads, tiles(params) * splits, head_group), splits);
     }
 
     /* Of a block that stays: tile number `round`, and how many there are. */
-    __device__ bool find_persistent(const skl_cuda_params &params, int iteration)
+    __device__ bool find_persistent(const skl_cuda_params &params, int iteration, unsigned head_group)
     {
-        const unsigned heads = (unsigned)params.problem.heads_s, head_group = (unsigned)params.head_group;
+        const unsigned heads = (unsigned)params.problem.heads_s;
         return take(params, persistent_tile((unsigned)iteration, heads, tiles(params), head_group), 1);
     }
 
@@ -180,35 +180,28 @@ template <int M> struct query_tile {
 
 /* A row of the tile, or of a part of its keys. */
 template <int M>
-__device__ inline void write_split(const skl_cuda_params &params, const query_tile<M> &place, int row,
+__device__ inline void write_split(const forward_params &params, const query_tile<M> &place, int row,
                                    const skl_row_state &state)
 {
     if (params.num_splits > 1)
-        ((skl_row_state *)params.scratch)[place.slot * place.ROWS + row] = state;
+        params.split_states[place.slot * place.ROWS + row] = state;
     else
         write_row(params, place.sequence, place.head, place.first + row, state);
 }
 
 /* The parts of a tile, in their order: a thread a query. */
-template <int M> __global__ void merge_splits(const __grid_constant__ skl_cuda_params params)
+template <int M> __global__ void merge_splits(const __grid_constant__ forward_params params)
 {
     query_tile<M> place;
     const int row = (int)threadIdx.x;
-    if (!place.find(params, 1) || place.first + row >= place.sequence.query_count)
+    if (!place.find(params, 1, (unsigned)params.head_group) || place.first + row >= place.sequence.query_count)
         return;
     const skl_row_state *const splits =
-        (const skl_row_state *)params.scratch + place.slot * params.num_splits * place.ROWS;
+        params.split_states + place.slot * params.num_splits * place.ROWS;
     skl_row_state state = splits[row];
     for (int split = 1; split < params.num_splits; split++)
         state = skl_state_merge(state, splits[split * place.ROWS + row]);
     write_row(params, place.sequence, place.head, place.first + row, state);
-}
-
-/* As many parts as there may be for `blocks` in all, if there are keys enough for them. */
-inline int32_t num_splits_for(int64_t tiles, int64_t blocks, int64_t keys)
-{
-    constexpr int64_t KEYS_MIN = 256;
-    return (int32_t)skl_max(1, skl_min(blocks / tiles, keys / KEYS_MIN));
 }
 
 } // namespace tensor_core

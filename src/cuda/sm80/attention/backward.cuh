@@ -102,7 +102,7 @@ template <int M, bool DK> struct query_row_stats;
 template <int M> struct query_row_stats<M, false> {
     row_stats own[M][2];
 
-    __device__ void load_own(const skl_cuda_params &params, const skl_sequence &s, int64_t head, int64_t first,
+    __device__ void load_own(const backward_params &params, const skl_sequence &s, int64_t head, int64_t first,
                              int last_row)
     {
 #pragma unroll
@@ -140,7 +140,7 @@ template <int M> struct query_row_stats<M, false> {
 template <int M> struct query_row_stats<M, true> {
     row_stats streamed[2][2];
 
-    __device__ void load_own(const skl_cuda_params &, const skl_sequence &, int64_t, int64_t, int)
+    __device__ void load_own(const backward_params &, const skl_sequence &, int64_t, int64_t, int)
     {
     }
 
@@ -172,7 +172,7 @@ template <int M> struct query_row_stats<M, true> {
 
 /* Starts copying the facts of a stage's queries, `left` of which are there. */
 template <int ROWS>
-__device__ inline void copy_row_stats(row_stats (&to)[ROWS], const skl_cuda_params &params, const skl_sequence &s,
+__device__ inline void copy_row_stats(row_stats (&to)[ROWS], const backward_params &params, const skl_sequence &s,
                                       int64_t head, int64_t first, int left)
 {
     const int row = (int)threadIdx.x % ROWS;
@@ -235,7 +235,7 @@ __device__ inline void add_full_stage(own_gradient<SLICE<DIM>, M> &gradient, gra
 template <typename ELEMENT, int DIM, int M, bool DK>
 __device__ inline void
 add_masked_stage(own_gradient<SLICE<DIM>, M> &gradient, gradient_unit<ELEMENT> &unit, const own_rows<DIM, M> &own_a,
-                 const own_rows<DIM, M> &own_b, const skl_cuda_params &params, bool of_b, const stage_operands &stage,
+                 const own_rows<DIM, M> &own_b, const backward_params &params, bool of_b, const stage_operands &stage,
                  query_row_stats<M, DK> &queries, const int *poisoned, const band32 &band, int last_row, int first)
 {
     const skl_cuda_argument &own_side = of_b ? params.b : params.a;
@@ -296,12 +296,12 @@ __device__ inline void find_poison(staged_rows<DIM> &rows, int (&poisoned)[STAGE
 
 template <typename ELEMENT, int DIM, int M, bool DK>
 __device__ inline void sum_streamed(own_gradient<SLICE<DIM>, M> &gradient, gradient_unit<ELEMENT> &unit,
-                                    const skl_cuda_params &params, backward_memory<DIM> &memory,
+                                    const backward_params &params, backward_memory<DIM> &memory,
                                     const skl_sequence &s, int64_t head, int64_t own_first, int last_row)
 {
     constexpr int ROWS = STAGE_ROWS<DIM>;
     const skl_cuda_argument &a = params.a, &b = params.b;
-    const bool of_b = skl_cuda_grad_of_b(&params);
+    const bool of_b = is_grad_of_b(params);
     const bool capped = a.capped || b.capped;
     own_rows<DIM, M> own_a, own_b;
     load_own(own_a, memory.stages,
@@ -364,18 +364,17 @@ __device__ inline void sum_streamed(own_gradient<SLICE<DIM>, M> &gradient, gradi
 
 /* Whether the row met anything: if not its gradient is 0, whatever comes from upstream. */
 template <int M, bool DK>
-__device__ inline bool is_live(const skl_cuda_params &params, const row_tile<M, DK> &place, int64_t row)
+__device__ inline bool is_live(const backward_params &params, const row_tile<M, DK> &place, int64_t row)
 {
     const skl_range sees = skl_visible(&params.problem, &place.sequence, row);
     return row < place.rows && (DK || sees.begin < sees.end);
 }
 
 template <int WIDTH, int M, bool DK>
-__device__ inline void store_gradient(const own_gradient<WIDTH, M> &gradient, const skl_cuda_params &params,
+__device__ inline void store_gradient(const own_gradient<WIDTH, M> &gradient, const backward_params &params,
                                       const row_tile<M, DK> &place, float factor)
 {
-    const skl_problem &p = params.problem;
-    const skl_side side = params.teacher_side ? skl_teacher_of(&p, &params.call) : skl_student_of(&p, &params.call);
+    const skl_side side = side_of(params);
     const skl_output out = DK ? *side.dk : *side.dq;
     const int64_t base =
         SKL_ROW(out, place.sequence.batch, place.head, DK ? place.sequence.key_begin : place.sequence.query_begin);
@@ -400,7 +399,7 @@ __device__ inline void store_gradient(const own_gradient<WIDTH, M> &gradient, co
 }
 
 template <typename ELEMENT, int DIM, int M, bool DK>
-__global__ void __launch_bounds__(THREADS, 2) gradient_kernel(const __grid_constant__ skl_cuda_params params)
+__global__ void __launch_bounds__(THREADS, 2) gradient_kernel(const __grid_constant__ backward_params params)
 {
     extern __shared__ __align__(128) unsigned char raw[];
     backward_memory<DIM> &memory = *(backward_memory<DIM> *)(void *)raw;
@@ -409,7 +408,7 @@ __global__ void __launch_bounds__(THREADS, 2) gradient_kernel(const __grid_const
         return;
     own_gradient<SLICE<DIM>, M> gradient = {};
     gradient_unit<ELEMENT> unit;
-    const skl_cuda_argument &side = skl_cuda_grad_of_b(&params) ? params.b : params.a;
+    const skl_cuda_argument &side = is_grad_of_b(params) ? params.b : params.a;
     const int sharing = DK ? side.heads_per_key : 1;
     if (DK)
         clear_row_stats(memory.stats); /* seen by all behind the first barrier */
@@ -423,21 +422,23 @@ __global__ void __launch_bounds__(THREADS, 2) gradient_kernel(const __grid_const
                    unit.value() * (params.teacher_side ? params.problem.scale_t : params.problem.scale_s));
 }
 
-template <typename ELEMENT, int DIM, int M, bool DK> cudaError_t launch_gradient(const skl_cuda_params *params)
+/* One launch per slice of the gradient. */
+template <typename ELEMENT, int DIM, int M, bool DK>
+cudaError_t launch_gradient(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     const cudaError_t error =
         cudaFuncSetAttribute(gradient_kernel<ELEMENT, DIM, M, DK>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                              (int)sizeof(backward_memory<DIM>));
     if (error != cudaSuccess)
         return error;
-    const skl_problem *const p = &params->problem;
+    backward_params slice = backward_params_of(params, launch);
+    const skl_problem *const p = &slice.problem;
     const dim3 blocks =
-        grid_of(p->batch, row_tile<M, DK>::heads(*params), skl_ceil_div(DK ? p->len_k : p->len_q, WARPS * 16 * M));
-    skl_cuda_params slice = *params;
-    const int64_t dim = params->teacher_side ? p->dim_t : p->dim_s;
-    for (slice.dim_first = 0; slice.dim_first < dim; slice.dim_first += SLICE<DIM>)
+        grid_of(p->batch, row_tile<M, DK>::heads(slice), skl_ceil_div(DK ? p->len_k : p->len_q, TILE_ROWS<M>));
+    record_launch(kernel, DK ? SKL_VARIANT_DK : SKL_VARIANT_DQ, 1);
+    for (; slice.dim_first < side_of(slice).dim; slice.dim_first += SLICE<DIM>)
         gradient_kernel<ELEMENT, DIM, M, DK>
-            <<<blocks, THREADS, sizeof(backward_memory<DIM>), params->call.stream>>>(slice);
+            <<<blocks, THREADS, sizeof(backward_memory<DIM>), slice.call.stream>>>(slice);
     return cudaPeekAtLastError();
 }
 
