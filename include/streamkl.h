@@ -211,6 +211,14 @@ typedef enum skl_op {
     SKL_OP_PARTIAL = 3
 } skl_op;
 
+/* Row vectors, as bits. */
+enum { SKL_ROW_KL = 1, SKL_ROW_LSE_T = 2, SKL_ROW_LSE_S = 4, SKL_ROW_DOT_T = 8 };
+
+/* SKL_ROW_* that an operation with all of problem.gradients requires. SKL_OP_BACKWARD and SKL_OP_PARTIAL read them
+ * from inputs. SKL_OP_FORWARD_BACKWARD reads the LSEs from inputs and writes kl and dot_t to rows, where the
+ * gradients read them. 0, and skl_last_error(), if the problem or the operation is invalid. */
+SKL_API uint32_t skl_problem_needs(const skl_problem *problem, skl_op op);
+
 SKL_API skl_status skl_plan_create(skl_plan **plan, const skl_problem *problem, const skl_options *options);
 SKL_API void skl_plan_destroy(skl_plan *plan); /* NULL is fine */
 
@@ -224,10 +232,23 @@ SKL_API size_t skl_plan_workspace_size(const skl_plan *plan, skl_op op);
 SKL_API const char *skl_plan_kernel(const skl_plan *plan); /* its name in the kernel list */
 SKL_API int32_t skl_plan_threads(const skl_plan *plan);    /* CPU threads it uses; 0 on a GPU */
 
+/* Explains which kernels an operation launches and why: one line per launch,
+ *     STEP: KERNEL, VARIANT[, N splits][, N bytes of workspace] (REASON)
+ * The kernel of a launch can depend on strides and alignment, so pass the inputs of the call; no tensor is read. NULL
+ * stands for aligned, contiguous inputs. All of problem.gradients and the KL of every row are assumed to be
+ * requested. As snprintf, it writes at most `size` bytes with the terminating zero and returns the length of the
+ * whole text; 0, and skl_last_error(), if an argument is invalid. */
+SKL_API size_t skl_plan_explain(const skl_plan *plan, const skl_inputs *inputs, skl_op op, char *buffer, size_t size);
+
 /* ---- Running ----------------------------------------------------------------------------------------------- */
 
 /* `struct CUstream_st *` is cudaStream_t's own type: pass a CUDA stream as it is, NULL on the CPU. */
 typedef struct CUstream_st *skl_stream;
+
+/* Checks inputs whose cu_seqlens, key_lengths and indices are in host memory: struct_size, pointers, strides, and the
+ * values of those three. Run calls on the CPU do this themselves; a GPU cannot, so check before the arrays are copied
+ * to it. The plan may be for either device. */
+SKL_API skl_status skl_inputs_check(const skl_plan *plan, const skl_inputs *inputs);
 
 /* KL and LSEs, whichever of `rows` are wanted. Teacher LSEs:
  *   r = 1: computed; inputs->lse_t is not read.
