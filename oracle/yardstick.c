@@ -1,4 +1,4 @@
-/* The yardstick is the oracle's own text with float for double. */
+/* The oracle compiled in float. */
 #define REAL       float
 #define ORACLE_RUN yardstick_run
 #include "oracle.c"
