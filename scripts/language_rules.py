@@ -1,4 +1,4 @@
-"""The rules of scripts/check-language: what to refuse, what to say instead, an example of each, and where a rule applies.
+"""The rules of scripts/check-language: what to refuse, what to say instead, examples, and where a rule applies.
 
 name    a sequence of words inside an identifier, or a whole identifier between ^ and $
 code    a regular expression for code
@@ -36,16 +36,20 @@ def phrase(pattern: str, say: str, bad: str, good: str, only: str = TEXT) -> Rul
 NUMBER = r"(?:no|one|two|three|four|five|six|seven|eight|nine|ten|sixteen|few|many|several|some|an?|[0-9][0-9,.]*)"
 # Quantities. A plural that may be a verb ("adds a row") counts only after a number.
 NOUN = (
-    r"(?:once|twice|[0-9][0-9,.]*|numbers?|floats?|bytes?|kb|kib|mb|mib|gb|gib|blocks?|threads|warps|warpgroups|rows|keys|"
-    r"queries|heads|products|logits|exponentials|barriers|instructions|clocks|cycles|flops?|kernels|tokens|dimensions|"
-    r"columns|lanes|elements|registers|gradient|gradients|entries|fmas|ms|us|slots|launcher|launchers|loads)"
+    r"(?:once|twice|[0-9][0-9,.]*|numbers?|floats?|bytes?|kb|kib|mb|mib|gb|gib|blocks?|threads|warps|warpgroups|rows|"
+    r"keys|queries|heads|products|logits|exponentials|barriers|instructions|clocks|cycles|flops?|kernels|tokens|"
+    r"dimensions|columns|lanes|elements|registers|gradient|gradients|entries|fmas|ms|us|slots|"
+    r"launchers?|loads)"
 )
 UNIT = (
-    r"(?:(?:query|key|student|teacher|index|student's|k/v) )?(?:row|thread|multiprocessor|tile|block|lane|key|query|head|"
-    r"warp|warpgroup|clock|step|call|stage|launch|token|second|element|vector|pair|worker|list|bucket|layer|column|product|"
-    r"logit|chunk|scheduler|sequence|rank|sm|gpu|core|panel|kernel|batch|slot|entry|argument|dimension|operand)"
+    r"(?:(?:query|key|student|teacher|index|student's) )?(?:row|thread|multiprocessor|tile|block|lane|key|query|head|"
+    r"warp|warpgroup|clock|step|call|stage|launch|token|second|element|vector|pair|worker|list|bucket|layer|column|"
+    r"product|logit|chunk|scheduler|sequence|rank|sm|gpu|core|panel|kernel|batch|slot|entry|argument|dimension)"
 )
-FOLLOWS = r"(?:for|to|in|when|where|that|which|and|or|on|at|each|with|as|by|beside|of|is|are|has|have|would|may|can|from|over|if|so)"
+FOLLOWS = (
+    r"(?:for|to|in|when|where|that|which|and|or|on|at|each|with|as|by|beside|of|is|are|has|have|would|may|can|from|"
+    r"over|if|so)"
+)
 THING = r"(?!(?:of|in|on|at|for|to|from|with|is|as|by|than|per|into|over|and|or|what|that|when|if)\b)\w+"
 NO_CLAUSE = r"(?! (?:is|was|has|had|can|may|must|will|does|do|sees|holds|takes|gets|gives|keeps|needs|reads|of|that))"
 
@@ -92,16 +96,19 @@ RULES = [
     # Shift of a softmax sum
     name("stabilisers?", "row_max, or shift", "stabiliser", "shift"),
     # Sparse
-    name("(?:un)?selected|selection", "sparse, indices", "skl_is_selected", "select", "src/* include/* python/* oracle/*"),
+    name("(?:un)?selected|selection", "sparse, indices", "skl_is_selected", "select",
+         "src/* include/* python/* oracle/*"),
     name("(?:un)?listed", "in_indices, sparse", "times_listed", "blistered", "src/* include/* python/* oracle/*"),
     name("lists", "sparse, indices", "launch_lists", "list_kernels", "src/* include/* python/* oracle/*"),
-    name("(?:over|draw|make|empty|long|random|fill|bad)_lists(?!_of)", "sparse, indices", "over_lists", "help_lists_all", "tests/*"),
+    name("(?:over|draw|make|empty|long|random|fill|bad)_lists(?!_of)", "sparse, indices", "over_lists",
+         "help_lists_all", "tests/*"),
     # Teacher groups
     name("grouped(?!_query)", "teacher_group: has_teacher_groups", "skl_is_grouped", "grouped_query_attention"),
     code(r"\bskl_group *\(", "skl_group_size()", "skl_group(p)", "skl_group_size(p)"),
     # The two distributions, KL(A || B)
     name("[ml]_[12]", "m_a, l_a, m_b, l_b", "m_1", "m_a"),
-    name("^(?:q|k|x|y|g|c|d|lse|scale|own|lying|queries|keys|heads?|logits|gradient)_[12]$", "_a, _b", "scale_1", "scale_a",
+    name("^(?:q|k|x|y|g|c|d|lse|scale|own|lying|queries|keys|heads?|logits|gradient)_[12]$", "_a, _b", "scale_1",
+         "scale_a",
          "src/*"),
     code(r"(?:\.|->)(?:one|two)\b", ".a, .b", "params.one", "params.a", CUDA),
     # CPU passes
@@ -121,50 +128,72 @@ RULES = [
     phrase("behind", "after", "keys behind it", "keys after it", LAB),
     phrase("beside", "compared with, next to, in addition to", "beside cuDNN", "besides cuDNN", LAB),
     phrase(rf"{NOUN} an? {UNIT}{NO_CLAUSE}", "... per ...", "five numbers\n * a row", "adds a row", LAB),
-    phrase(rf"{NUMBER} {THING} an? {UNIT}{NO_CLAUSE}", "... per ...", "one block a multiprocessor", "in one call a row is", LAB),
+    phrase(rf"{NUMBER} {THING} an? {UNIT}{NO_CLAUSE}", "... per ...", "one block a multiprocessor",
+           "in one call a row is", LAB),
     phrase(r"(?:a|the) multiprocessor|multiprocessors?", "SM", "132 multiprocessors", "132 SMs", LAB),
     phrase("(?:comes?|coming|came) along", "is included", "the KL comes along", "the KL is included"),
-    phrase(r"br(?:ings?|ought|inging) (?:[\w`]+ ){0,3}along", "includes, has", "brings its runtime along", "brings its runtime"),
+    phrase(r"br(?:ings?|ought|inging) (?:[\w`]+ ){0,3}along", "includes, has", "brings its runtime along",
+           "brings its runtime"),
     phrase("as (?:it|they) (?:lies?|stands?|stood)", "in memory order, unchanged", "as they lie", "as they arrive"),
     phrase("(?:lie|lies|lying)", "is, are", "it lies in memory", "it relies on memory"),
     phrase("stands? (?:at|in(?! for)|on|once|there|outside)", "is", "the query stands at 3", "it stands for 3"),
     phrase("mend(?:s|ed|ing)?", "fix", "mend the code", "amend the code"),
-    phrase("made-up", "synthetic", "made-up data", "made up of"),
+    phrase("made(?:-| )up(?! of)", "synthetic", "made-up data", "made up of"),
     phrase("told apart|tells? (?:\\w+ )?apart", "distinguished", "are told apart", "are taken apart"),
     phrase("lets? go of", "frees, releases", "it lets go of it", "it lets go"),
-    phrase(rf"of (?:its|their|our) own(?! (?!{FOLLOWS}\b)\w)", "its own ..., a separate ...", "a pass of its own", "a softmax of its own logits"),
+    phrase(rf"of (?:its|their|our) own(?! (?!{FOLLOWS}\b)\w)", "its own ..., a separate ...", "a pass of its own",
+           "a softmax of its own logits"),
     phrase("in turns|by turns", "alternately, one after another", "products in turns", "in turn", LAB),
-    phrase("(?:blocks?|kernels?|ones?) (?:that|which) stays?", "persistent", "a block that stays", "a block that starts"),
+    phrase("(?:blocks?|kernels?|ones?) (?:that|which) stays?", "persistent", "a block that stays",
+           "a block that starts"),
     phrase("what products leave", "tensor cores and the other pipes compete", "what products leave", "what is left"),
     phrase("nothing waits for", "no host-device synchronisation", "nothing waits for the GPU", "nothing to wait for"),
-    phrase("nobody|no one(?!-)", "no row, no thread, no caller", "keys that nobody sees", "keys that no row sees"),
+    phrase("nobody|somebody|everybody|whoever|no one(?!-)", "no row, any thread, each caller",
+           "keys that nobody sees",
+           "keys that no row sees"),
     phrase("anew", "again", "computed anew", "a new"),
     phrase("at hand", "current, available", "the tile at hand", "that hand"),
     phrase("after one another", "one after another", "heads after one another", "one after another"),
-    phrase("at (?:most|least) so (?:many|far|much|long)", "at most N", "at most so many", "so many"),
+    phrase("(?:at (?:most|least)|of|to) so (?:many|far|much|long)", "at most N, this many", "at most so many",
+           "so many"),
+    phrase("(?:rows?|lists?|tiles?|items?|blocks?) at work", "current", "the row at work", "at work"),
+    phrase(r"as \w+ as may be", "as ... as possible", "as late as may be", "as late as it may be"),
+    phrase("is right (?:even )?(?:after|then)", "may be called", "x_close() is right after a failure",
+           "on the right after"),
+    phrase("takes? (?:it|them) for", "treats it as", "takes it for none", "takes it"),
+    phrase("less (?:the|that|those|its|their)", "minus", "the logit less the origin", "less than the origin"),
+    phrase("in vain", "unnecessarily", "added in vain", "in van"),
     phrase("slow road", "slow path", "takes the slow road", "takes the slow path"),
     phrase("ratios? of medians", "ratio of median times", "ratios of medians", "ratio of median times"),
-    phrase("takes? turns|in (?:its|their) turn", "alternate, one after another", "warps take turns", "it turns", GPU_PROSE),
+    phrase("takes? turns|in (?:its|their) turn", "alternate, one after another", "warps take turns", "it turns",
+           GPU_PROSE),
     phrase("stabilisers?", "row maximum, or shift", "a lazy stabiliser", "a lazy shift"),
-    phrase("sweeps?|swept|sweeping", "pass, fused backward", "in one sweep", "in one pass", "src/* include/* python/* README.md docs/design/* docs/guide/*"),
+    phrase("sweeps?|swept|sweeping", "pass, fused backward", "in one sweep", "in one pass",
+           "src/* include/* python/* README.md docs/design/* docs/guide/*"),
     phrase("an own", "its own", "an own stream", "its own stream"),
     phrase("shall", "must", "they shall agree", "they must agree"),
     phrase("save that", "except that", "equal, save that", "save the file"),
     phrase("an? fourth of", "a quarter of", "a fourth of it", "every fourth of May"),
     phrase("(?:has|have) not(?=[.,;:)])", "does not have, is missing", "one that it has not.", "it has not ended"),
-    phrase(r"(?:one|an?) (?!little|lot|bit|few)\w+ more(?=[.,;:)])", "one more ...", "one launch more.", "a little more."),
+    phrase(r"(?:one|an?) (?!little|lot|bit|few)\w+ more(?=[.,;:)])", "one more ...", "one launch more.",
+           "a little more."),
     phrase("sees? (?:\\w+ )?whole", "full tile", "tiles it sees whole", "the whole", GPU_PROSE),
-    phrase("(?:edge|whole) (?:tile|stage|step)s?", "masked tile, full tile", "an edge tile", "a masked tile", GPU_PROSE),
+    phrase("(?:edge|whole) (?:tile|stage|step)s?", "masked tile, full tile", "an edge tile", "a masked tile",
+           GPU_PROSE),
     phrase("copy engine", "TMA", "by the copy engine", "by TMA", GPU_PROSE),
-    phrase("sections? of heads|heads (?:come )?in sections", "head group", "sections of heads", "groups of heads", GPU_PROSE),
-    phrase("(?:selected|listed) keys?|keys? (?:that is|that are)? ?(?:selected|listed)", "keys in `indices`, top-k keys",
+    phrase("sections? of heads|heads (?:come )?in sections", "head group", "sections of heads", "groups of heads",
+           GPU_PROSE),
+    phrase("(?:selected|listed) keys?|keys? (?:that is|that are)? ?(?:selected|listed)",
+           "keys in `indices`, top-k keys",
            "over selected keys", "selects a kernel"),
-    phrase("grouped teachers?|teacher is grouped", "teacher group", "with a grouped teacher", "grouped-query attention"),
+    phrase("grouped teachers?|teacher is grouped", "teacher group", "with a grouped teacher",
+           "grouped-query attention"),
     phrase("(?:row|query|lane|stage|block)(?:'s|s')? facts|facts of (?:a |the )?(?:row|quer|stage)\\w*", "row stats",
            "facts of queries", "in fact", GPU_PROSE),
     phrase("own kind", "that we do not support", "a mask of its own kind", "two of a kind"),
     phrase(r"what (?:is|was|are|were)(?: not)? \w+ (?:is|are|was|were|goes|go|takes|has|have|does|do|must)",
            "turn the sentence round: name the subject", "What is not wanted is not computed", "What is it?"),
     phrase("as (?:it is|they are)(?=[.,;:)])", "unchanged, as is", "passed as it is.", "as it is now"),
-    phrase("lessons?|pupils?|classrooms?|unguided", "batch, student, baseline student", "an unguided pupil", "guided"),
+    phrase("lessons?|pupils?|classrooms?|unguided", "batch, student, baseline student", "an unguided pupil",
+           "guided"),
 ]
