@@ -121,6 +121,10 @@ RULES = [
     name("lessons?", "batch, step", "lesson_open", "lessen"),
     name("unguided", "baseline student", "unguided_open", "guided"),
     name("pupils?|classroom", "student", "open_classroom", "student_open"),
+    # Prose in names
+    name("behind", "after", "keys_behind_the_last", "keys_after_the_last"),
+    name("beside", "next_to, with", "beside_the_file", "besides"),
+    name("made_up", "synthetic", "open_made_up", "made"),
     # Shared headers
     name("skl_shared", "SKL_HOST_DEVICE", "SKL_SHARED", "shared_size"),
 
