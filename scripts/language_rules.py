@@ -33,10 +33,11 @@ def phrase(pattern: str, say: str, bad: str, good: str, only: str = TEXT) -> Rul
     return Rule("phrase", pattern, say, bad, good, only)
 
 
-NUMBER = r"(?:no|one|two|three|four|five|six|seven|eight|nine|ten|sixteen|few|many|several|some|an?|[0-9][0-9,.]*)"
+DIGITS = r"[0-9](?:[0-9,.]*[0-9])?"
+NUMBER = rf"(?:no|one|two|three|four|five|six|seven|eight|nine|ten|sixteen|few|many|several|some|{DIGITS})"
 # Quantities. A plural that may be a verb ("adds a row") counts only after a number.
 NOUN = (
-    r"(?:once|twice|[0-9][0-9,.]*|numbers?|floats?|bytes?|kb|kib|mb|mib|gb|gib|blocks?|threads|warps|warpgroups|rows|"
+    rf"(?:once|twice|{DIGITS}|numbers?|floats?|bytes?|kb|kib|mb|mib|gb|gib|blocks?|threads|warps|warpgroups|rows|"
     r"keys|queries|heads|products|logits|exponentials|barriers|instructions|clocks|cycles|flops?|kernels|tokens|"
     r"dimensions|columns|lanes|elements|registers|gradient|gradients|entries|fmas|ms|us|slots|"
     r"launchers?|loads)"
@@ -50,7 +51,10 @@ FOLLOWS = (
     r"(?:for|to|in|when|where|that|which|and|or|on|at|each|with|as|by|beside|of|is|are|has|have|would|may|can|from|"
     r"over|if|so)"
 )
-THING = r"(?!(?:of|in|on|at|for|to|from|with|is|as|by|than|per|into|over|and|or|what|that|when|if)\b)\w+"
+THING = (
+    r"(?!(?:of|in|on|at|for|to|from|with|is|as|by|than|per|into|over|and|or|what|that|when|if|share|own|use|read|"
+    r"write|hold|see|take|make|get|need|have|give|fill)\b)\w+"
+)
 NO_CLAUSE = r"(?! (?:is|was|has|had|can|may|must|will|does|do|sees|holds|takes|gets|gives|keeps|needs|reads|of|that))"
 
 RULES = [
@@ -72,7 +76,7 @@ RULES = [
     name("hold_queries", "load_q_frag", "hold_queries", "load_q_frag"),
     # Pipelines
     name("ring_place", "pipeline_state: stage, phase", "ring_place", "pipeline_state"),
-    name("(?<!_in_)place", "pipeline stage, or tile coordinates", "tile_place", "in_place", "src/cuda/*"),
+    name("(?<!_in_)place", "stage (of a pipeline), or tile", "tile_place", "in_place", "src/cuda/*"),
     name("hand_over", "producer_commit", "hand_over", "producer_commit", SOURCE),
     name("announced?", "producer_commit", "announce", "pronounced", SOURCE),
     name("^(?:leave|await)$", "consumer_release, consumer_wait", "leave", "leave_device", "src/cuda/*"),
@@ -114,7 +118,7 @@ RULES = [
     # CPU passes
     name("stages?", "pass", "skl_stage_run", "skl_pass_run", "src/cpu/*"),
     # SMs
-    name("multiprocessors?", "sm_count", "multiprocessors", "cudaDevAttrMultiProcessorCount"),
+    name("(?<!per_)multiprocessors?", "sm_count", "multiprocessors", "cudaDevAttrMultiProcessorCount"),
     name("block_count", "sm_count, num_blocks", "block_count", "lock_count", "src/cuda/*"),
     name("general_resident", "blocks_per_sm", "GENERAL_RESIDENT", "resident_peak"),
     # Distillation
@@ -134,6 +138,8 @@ RULES = [
     phrase(rf"{NOUN} an? {UNIT}{NO_CLAUSE}", "... per ...", "five numbers\n * a row", "adds a row", LAB),
     phrase(rf"{NUMBER} {THING} an? {UNIT}{NO_CLAUSE}", "... per ...", "one block a multiprocessor",
            "in one call a row is", LAB),
+    phrase(rf"an? (?:number|float|byte|block|thread|warp|row|key|line|add|barrier|constant|launch|kernel|ring) "
+           rf"an? {UNIT}{NO_CLAUSE}", "... per ...", "a thread a row", "on a GPU a call", LAB),
     phrase(r"(?:a|the) multiprocessor|multiprocessors?", "SM", "132 multiprocessors", "132 SMs", LAB),
     phrase("(?:comes?|coming|came) along", "is included", "the KL comes along", "the KL is included"),
     phrase(r"br(?:ings?|ought|inging) (?:[\w`]+ ){0,3}along", "includes, has", "brings its runtime along",
@@ -182,7 +188,7 @@ RULES = [
     phrase(r"(?:one|an?) (?!little|lot|bit|few)\w+ more(?=[.,;:)])", "one more ...", "one launch more.",
            "a little more."),
     phrase("sees? (?:\\w+ )?whole", "full tile", "tiles it sees whole", "the whole", GPU_PROSE),
-    phrase("(?:edge|whole) (?:tile|stage|step)s?", "masked tile, full tile", "an edge tile", "a masked tile",
+    phrase("(?:edge|whole) (?:tile|stage)s?", "masked tile, full tile", "an edge tile", "a masked tile",
            GPU_PROSE),
     phrase("copy engine", "TMA", "by the copy engine", "by TMA", GPU_PROSE),
     phrase("sections? of heads|heads (?:come )?in sections", "head group", "sections of heads", "groups of heads",
