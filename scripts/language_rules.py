@@ -177,6 +177,8 @@ RULES = [
     phrase("ratios? of medians", "ratio of median times", "ratios of medians", "ratio of median times"),
     phrase("takes? turns|in (?:its|their) turn", "alternate, one after another", "warps take turns", "it turns",
            GPU_PROSE),
+    phrase("(?:an?|each|every|of|per|all|nine) turns?", "sample", "the median of nine turns", "it turns",
+           "bench/* docs/benchmarks.md"),
     phrase("stabilisers?", "row maximum, or shift", "a lazy stabiliser", "a lazy shift"),
     phrase("sweeps?|swept|sweeping", "pass, fused backward", "in one sweep", "in one pass",
            "src/* include/* python/* README.md docs/design/* docs/guide/*"),
