@@ -191,7 +191,7 @@ RULES = [
            "a little more."),
     phrase("sees? (?:\\w+ )?whole", "full tile", "tiles it sees whole", "the whole", GPU_PROSE),
     phrase("(?:edge|whole) (?:tile|stage)s?", "masked tile, full tile", "an edge tile", "a masked tile",
-           GPU_PROSE),
+           "src/cuda/* docs/design/*"),
     phrase("copy engine", "TMA", "by the copy engine", "by TMA", GPU_PROSE),
     phrase("sections? of heads|heads (?:come )?in sections", "head group", "sections of heads", "groups of heads",
            GPU_PROSE),
