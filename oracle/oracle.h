@@ -35,7 +35,7 @@ typedef struct oracle_result {
 oracle_result oracle_run(const skl_problem *problem, const skl_inputs *inputs);
 
 /* The same code compiled in float. Its error is that of a naive implementation in the precision of the kernels. */
-oracle_result yardstick_run(const skl_problem *problem, const skl_inputs *inputs);
+oracle_result oracle_run_f32(const skl_problem *problem, const skl_inputs *inputs);
 
 void oracle_free(oracle_result *result);
 
