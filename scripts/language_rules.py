@@ -203,8 +203,9 @@ RULES = [
     phrase("(?:row|query|lane|stage|block)(?:'s|s')? facts|facts of (?:a |the )?(?:row|quer|stage)\\w*", "row stats",
            "facts of queries", "in fact", GPU_PROSE),
     phrase("own kind", "that we do not support", "a mask of its own kind", "two of a kind"),
-    phrase(r"what (?:is|was|are|were)(?: not)? \w+ (?:is|are|was|were|goes|go|takes|has|have|does|do|must)",
-           "turn the sentence round: name the subject", "What is not wanted is not computed", "What is it?"),
+    phrase(r"what (?:is|was|are|were)(?: not)? \w+(?: (?!and|or|that)\w+)? "
+           "(?:is|are|was|were|goes|go|takes|has|have|does|do|must|may|can|will|becomes|stays)",
+           "name the subject first", "What is not wanted is not computed", "What is it?"),
     phrase("as (?:it is|they are)(?=[.,;:)])", "unchanged, as is", "passed as it is.", "as it is now"),
     phrase("lessons?|pupils?|classrooms?|unguided", "batch, student, baseline student", "an unguided pupil",
            "guided"),
