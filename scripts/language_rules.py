@@ -90,9 +90,11 @@ RULES = [
     name("know_(?:own_rows|queries|stages)", "load_row_stats", "know_own_rows", "known_rows"),
     # Splits over keys
     name("parts|pieces", "splits: split_kv, num_splits", "parts_size", "partial_size", "src/cuda/*"),
+    name("many_parts", "many_splits", "many_parts_bf16", "many_stages_bf16"),
     # Masked and full tiles
     name("edges?", "masked", "add_edge", "knowledge", "src/cuda/*"),
     name("whole", "full", "is_whole", "wholesale", "src/cuda/*"),
+    name("whole_(?:stage|tile)s?|edge_tiles?", "full_stages, masked_tiles", "growing_whole_stages", "whole_struct"),
     # Heads that share the L2 cache
     name("sections?", "head_group", "SKL_SECTION_MAX", "intersection", "src/cuda/*"),
     # One pass
@@ -172,6 +174,7 @@ RULES = [
            "on the right after"),
     phrase("takes? (?:it|them) for", "treats it as", "takes it for none", "takes it"),
     phrase("less (?:the|that|those|its|their)", "minus", "the logit less the origin", "less than the origin"),
+    phrase("may be off by", "error, tolerance", "what a result may be off by", "off by one"),
     phrase("in vain", "unnecessarily", "added in vain", "in van"),
     phrase("slow road", "slow path", "takes the slow road", "takes the slow path"),
     phrase("ratios? of medians", "ratio of median times", "ratios of medians", "ratio of median times"),
