@@ -124,8 +124,8 @@ RULES = [
     name("block_count", "sm_count, num_blocks", "block_count", "lock_count", "src/cuda/*"),
     name("general_resident", "blocks_per_sm", "GENERAL_RESIDENT", "resident_peak"),
     # Distillation
-    name("lessons?", "batch, step", "lesson_open", "lessen"),
-    name("unguided", "baseline student", "unguided_open", "guided"),
+    name("lessons?", "attention_pair", "lesson_open", "lessen"),
+    name("unguided", "control", "unguided_open", "guided"),
     name("pupils?|classroom", "student", "open_classroom", "student_open"),
     # Prose in names
     name("behind", "after", "keys_behind_the_last", "keys_after_the_last"),
@@ -210,6 +210,6 @@ RULES = [
            "(?:is|are|was|were|goes|go|takes|has|have|does|do|must|may|can|will|becomes|stays)",
            "name the subject first", "What is not wanted is not computed", "What is it?"),
     phrase("as (?:it is|they are)(?=[.,;:)])", "unchanged, as is", "passed as it is.", "as it is now"),
-    phrase("lessons?|pupils?|classrooms?|unguided", "batch, student, baseline student", "an unguided pupil",
+    phrase("lessons?|pupils?|classrooms?|unguided", "attention pair, student, control", "an unguided pupil",
            "guided"),
 ]
