@@ -33,8 +33,6 @@ typedef struct skl_cuda_params {
 
 /* ---- Launches ----------------------------------------------------------------------------------------------- */
 
-enum { SKL_REASON_SIZE = 160 };
-
 typedef struct skl_cuda_launch skl_cuda_launch;
 typedef cudaError_t (*skl_cuda_launcher)(const skl_cuda_params *params, const skl_cuda_launch *launch);
 
@@ -45,18 +43,18 @@ struct skl_cuda_launch {
     const char *variant; /* of the kernel */
     skl_cuda_launcher launcher;
     int32_t sm_count;
-    int32_t persistent;     /* forward: resident blocks take one tile after another */
-    int32_t num_splits;     /* forward: splits of the keys of a query tile, merged by a second kernel */
-    int32_t head_group;     /* heads whose tiles run together so that their keys stay in the L2 cache */
-    int32_t teacher_side;   /* gradients of q_t or k_t, not of q_s or k_s */
-    int32_t kl_in_backward; /* rows.kl comes out of the kernel that computes the gradients */
-    int32_t rows_known;     /* an earlier launch of the same call stored kl and dot_t */
-    skl_output dk_sums;     /* where a fused backward adds up dk in f32: dk itself or workspace; no data: no dk */
+    int32_t persistent;      /* forward: resident blocks take one tile after another */
+    int32_t num_splits;      /* forward: splits of the keys of a query tile, merged by a second kernel */
+    int32_t head_group;      /* heads whose tiles run together so that their keys stay in the L2 cache */
+    int32_t teacher_side;    /* gradients of q_t or k_t, not of q_s or k_s */
+    int32_t kl_in_backward;  /* rows.kl comes out of the kernel that computes the gradients */
+    int32_t rows_known;      /* an earlier launch of the same call stored kl and dot_t */
+    skl_output dk_sums;      /* where a fused backward adds up dk in f32: dk itself or workspace; no data: no dk */
     skl_index_layout strips; /* of an indexer on tensor cores, dense */
     skl_dense_chunk dense;   /* of an indexer without them, dense */
     skl_sparse_layout sparse;
     size_t workspace_size;
-    char reason[SKL_REASON_SIZE];
+    const char *reason; /* why this kernel and not another */
 };
 
 /* Variants, as select.c and the launchers name them. */

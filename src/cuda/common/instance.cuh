@@ -14,7 +14,7 @@ typedef __half skl_element_f16;
 /* A launcher with the name of its kernel, which it reports. `function` may hold commas. */
 #define SKL_LAUNCHER(arch, dtype, size, role, ...)                                                                   \
     extern "C" cudaError_t skl_cuda_##arch##_##dtype##_##size##_##role(const skl_cuda_params *params,                \
-                                                                      const skl_cuda_launch *launch)                \
+                                                                       const skl_cuda_launch *launch)                \
     {                                                                                                                \
         return __VA_ARGS__("cuda_" #arch "_" #dtype "_" #size, params, launch);                                      \
     }

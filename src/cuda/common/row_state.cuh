@@ -196,8 +196,7 @@ template <int M> __global__ void merge_splits(const __grid_constant__ forward_pa
     const int row = (int)threadIdx.x;
     if (!place.find(params, 1, (unsigned)params.head_group) || place.first + row >= place.sequence.query_count)
         return;
-    const skl_row_state *const splits =
-        params.split_states + place.slot * params.num_splits * place.ROWS;
+    const skl_row_state *const splits = params.split_states + place.slot * params.num_splits * place.ROWS;
     skl_row_state state = splits[row];
     for (int split = 1; split < params.num_splits; split++)
         state = skl_state_merge(state, splits[split * place.ROWS + row]);

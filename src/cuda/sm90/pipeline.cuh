@@ -103,7 +103,8 @@ __device__ inline row_stream in_stages(const streamed_band &streamed, int64_t be
 }
 
 /* The keys of a query tile, or a part of them. */
-template <int M> __device__ inline row_stream keys_of_tile(const skl_cuda_params &params, const query_tile<M> &place, int num_splits)
+template <int M>
+__device__ inline row_stream keys_of_tile(const skl_cuda_params &params, const query_tile<M> &place, int num_splits)
 {
     const int64_t last = skl_min(place.first + place.ROWS, place.sequence.query_count) - 1;
     const skl_band keys = skl_key_band(&params.problem, &place.sequence);

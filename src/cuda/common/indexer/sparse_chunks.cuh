@@ -19,10 +19,11 @@ cudaError_t launch_sparse_chunks(const skl_cuda_params *params, const skl_cuda_l
 {
     const skl_problem *const p = &params->problem;
     const skl_sparse_chunk &chunk = launch->sparse.chunk;
-    const skl_output dk_sums = skl_grad_dtype(p, p->dtype_s) == SKL_F32
-                                   ? params->call.gradients.dk_s
-                                   : skl_output_contiguous((char *)params->call.workspace + chunk.sums,
-                                                           p->key_heads_s, p->packed ? p->total_k : p->len_k, p->dim_s);
+    const skl_output dk_sums =
+        skl_grad_dtype(p, p->dtype_s) == SKL_F32
+            ? params->call.gradients.dk_s
+            : skl_output_contiguous((char *)params->call.workspace + chunk.sums, p->key_heads_s,
+                                    p->packed ? p->total_k : p->len_k, p->dim_s);
     const sparse_dk_params of_keys = {*params, dk_sums};
     skl_range rows = {0, 0};
     cudaError_t error = cudaSuccess;

@@ -72,9 +72,9 @@ static inline skl_index_layout skl_index_layout_of(const skl_problem *p, int32_t
 /* Sparse scores on tensor cores: one row per block at a time, with the scores of its entries in the workspace: at the
  * beginning of a forward's, after the chunk of a backward's. */
 enum {
-    SKL_SPARSE_SCORE_SIZE = 12,      /* bytes per entry: the teacher's mean and the index logit */
-    SKL_SPARSE_HEADS = 128,          /* heads of one product, at most */
-    SKL_SPARSE_SLAB = 64,            /* dimensions that are staged together */
+    SKL_SPARSE_SCORE_SIZE = 12,  /* bytes per entry: the teacher's mean and the index logit */
+    SKL_SPARSE_HEADS = 128,      /* heads of one product, at most */
+    SKL_SPARSE_SLAB = 64,        /* dimensions that are staged together */
     SKL_SPARSE_FIXED_SIZE = 6144 /* bytes of shared memory besides queries and stages */
 };
 
@@ -101,8 +101,8 @@ static inline void skl_sparse_plan_memory(skl_sparse_layout *layout, const skl_p
     const int64_t stages_size = 64 << 10, streamed_size = 80 << 10; /* the latter with slabs of queries */
     const int64_t sharing = skl_min(skl_min(skl_group_size(p), heads_per_key), SKL_SPARSE_HEADS);
     const int64_t teacher_size = skl_ceil_div(p->dim_t, SKL_SPARSE_SLAB) * skl_sparse_query_size(sharing);
-    const int64_t index_size = skl_ceil_div(p->dim_s, SKL_SPARSE_SLAB) *
-                               skl_sparse_query_size(skl_min(p->index_heads, SKL_SPARSE_HEADS));
+    const int64_t index_size =
+        skl_ceil_div(p->dim_s, SKL_SPARSE_SLAB) * skl_sparse_query_size(skl_min(p->index_heads, SKL_SPARSE_HEADS));
     const int64_t resident = SKL_SPARSE_FIXED_SIZE + skl_max(with_teacher ? teacher_size : 0, index_size);
     const int two_blocks = 2 * (resident + stages_size + 1024) <= sm_smem;
     layout->resident = resident + stages_size <= block_smem_max;

@@ -240,7 +240,9 @@ static __global__ void __launch_bounds__(THREADS, 1) general_gradient(const __gr
 {
     extern __shared__ __align__(16) unsigned char raw[];
     backward_memory &memory = *(backward_memory *)(void *)raw;
-    const auto find = [&](int64_t item) { return DK ? key_item_of(params, item) : query_item(params, item, params.teacher_side != 0); };
+    const auto find = [&](int64_t item) {
+        return DK ? key_item_of(params, item) : query_item(params, item, params.teacher_side != 0);
+    };
     for_items(memory.at, find, [&] {
         if (DK && memory.at.keys.begin < key_rows(params.problem, memory.at.sequence))
             keys_tile(params, memory);
@@ -259,8 +261,8 @@ template <bool DK> static cudaError_t launch_slices(const skl_cuda_params *param
     record_launch("cuda_general", DK ? SKL_VARIANT_DK : SKL_VARIANT_DQ, 1);
     backward_params slice = backward_params_of(params, launch);
     for (; slice.dim_first < side_of(slice).dim; slice.dim_first += SLICE)
-        general_gradient<DK><<<(unsigned)launch->sm_count * SKL_GENERAL_BLOCKS_PER_SM, THREADS, sizeof(backward_memory),
-                               slice.call.stream>>>(slice);
+        general_gradient<DK><<<(unsigned)launch->sm_count * SKL_GENERAL_BLOCKS_PER_SM, THREADS,
+                               sizeof(backward_memory), slice.call.stream>>>(slice);
     return cudaPeekAtLastError();
 }
 

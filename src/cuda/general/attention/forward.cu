@@ -166,7 +166,8 @@ static __global__ void __launch_bounds__(THREADS, 1) general_forward(const __gri
 {
     extern __shared__ __align__(16) unsigned char raw[];
     forward_memory &memory = *(forward_memory *)(void *)raw;
-    skl_lse2 *const lse = (skl_lse2 *)params.call.workspace + (int64_t)blockIdx.x * skl_group_size(&params.problem) * TILE;
+    skl_lse2 *const lse =
+        (skl_lse2 *)params.call.workspace + (int64_t)blockIdx.x * skl_group_size(&params.problem) * TILE;
     const auto find = [&](int64_t item) { return query_item(params, item, false); };
     for_items(memory.at, find, [&] {
         if (memory.at.queries.begin < memory.at.queries.end)
@@ -174,15 +175,16 @@ static __global__ void __launch_bounds__(THREADS, 1) general_forward(const __gri
     });
 }
 
-template <bool GROUPED> static cudaError_t launch_forward(const skl_cuda_params *params, const skl_cuda_launch *launch)
+template <bool GROUPED>
+static cudaError_t launch_forward(const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     const cudaError_t error = cudaFuncSetAttribute(
         general_forward<GROUPED>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(forward_memory));
     if (error != cudaSuccess)
         return error;
     record_launch("cuda_general", GROUPED ? SKL_VARIANT_GROUPS : SKL_VARIANT_PERSISTENT, 1);
-    general_forward<GROUPED><<<(unsigned)launch->sm_count * SKL_GENERAL_BLOCKS_PER_SM, THREADS, sizeof(forward_memory),
-                               params->call.stream>>>(*params);
+    general_forward<GROUPED><<<(unsigned)launch->sm_count * SKL_GENERAL_BLOCKS_PER_SM, THREADS,
+                               sizeof(forward_memory), params->call.stream>>>(*params);
     return cudaPeekAtLastError();
 }
 

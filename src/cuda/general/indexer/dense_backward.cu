@@ -194,8 +194,9 @@ static __device__ void add_dots(float (&dots)[ROWS], const fragment<8> &sum, con
     }
 }
 
-static __device__ void store_dq(fragment<8> &sum, const index_backward_memory &memory, const indexer_backward_params &params,
-                                const tile_position &at, int64_t q_head, int64_t c_first)
+static __device__ void store_dq(fragment<8> &sum, const index_backward_memory &memory,
+                                const indexer_backward_params &params, const tile_position &at, int64_t q_head,
+                                int64_t c_first)
 {
     const skl_problem &p = params.problem;
     const skl_output &dq = params.call.gradients.dq_s;
@@ -240,7 +241,8 @@ static __device__ void head_gradients(const indexer_backward_params &params, ind
 }
 
 static __global__ void __launch_bounds__(THREADS, 1)
-    chunk_queries(const __grid_constant__ indexer_backward_params params, skl_dense_chunk chunk, int64_t first, int64_t count)
+    chunk_queries(const __grid_constant__ indexer_backward_params params, skl_dense_chunk chunk, int64_t first,
+                  int64_t count)
 {
     extern __shared__ __align__(16) unsigned char raw[];
     index_backward_memory &memory = *(index_backward_memory *)(void *)raw;
@@ -252,7 +254,8 @@ static __global__ void __launch_bounds__(THREADS, 1)
             memory.at = query_item(params, first + n / heads);
         __syncthreads();
         if (memory.at.queries.begin < memory.at.queries.end)
-            head_gradients(params, memory, n % heads, (const float *)params.call.workspace + n / heads * chunk.tile_size);
+            head_gradients(params, memory, n % heads,
+                           (const float *)params.call.workspace + n / heads * chunk.tile_size);
     }
 }
 
@@ -390,7 +393,8 @@ static __device__ skl_range tiles_of(const skl_problem &p, int64_t heads)
 }
 
 static __global__ void __launch_bounds__(THREADS, 1)
-    chunk_keys(const __grid_constant__ indexer_backward_params params, skl_dense_chunk chunk, int64_t first, int64_t count)
+    chunk_keys(const __grid_constant__ indexer_backward_params params, skl_dense_chunk chunk, int64_t first,
+               int64_t count)
 {
     extern __shared__ __align__(16) unsigned char raw[];
     index_backward_memory &memory = *(index_backward_memory *)(void *)raw;

@@ -180,8 +180,8 @@ static __device__ void finish_slice(float (&dots)[R], const float (&sum)[R][8], 
 
 /* dq, dw and parts of dk of up to 16 R index heads from g on. */
 template <int R>
-static __device__ void sparse_heads(sparse_memory &memory, const indexer_backward_params &params, int64_t g, int64_t count,
-                                    const float *dy, float *parts)
+static __device__ void sparse_heads(sparse_memory &memory, const indexer_backward_params &params, int64_t g,
+                                    int64_t count, const float *dy, float *parts)
 {
     const skl_problem &p = params.problem;
     const skl_output &dw = params.call.gradients.dw_s;

@@ -195,8 +195,9 @@ static __device__ void collect_rows(dk_memory &memory, const sparse_dk_params &p
 {
     const skl_problem &p = params.problem;
     const int32_t *const order = (const int32_t *)(const void *)((const char *)params.call.workspace + chunk.order);
-    const int32_t *const starts = (const int32_t *)(const void *)((const char *)params.call.workspace + chunk.starts) +
-                                  of.key_first / chunk.bucket_keys * chunk.count;
+    const int32_t *const starts =
+        (const int32_t *)(const void *)((const char *)params.call.workspace + chunk.starts) +
+        of.key_first / chunk.bucket_keys * chunk.count;
 #pragma unroll 1
     for (int64_t first = rows.begin; first < rows.end; first += THREADS) {
         const int64_t row = first + threadIdx.x, at = row - first_row;
@@ -225,9 +226,9 @@ static __device__ void collect(dk_memory &memory, const sparse_dk_params &params
         const int64_t row = of.key_first + key;
         const bool stored = !begins && row < key_end && c < p.dim_s;
         sums[key * SLICE + threadIdx.x % SLICE] =
-            stored
-                ? ((const float *)params.dk_sums.data)[SKL_ROW(params.dk_sums, s.batch, of.key_head, s.key_begin + row) + c]
-                : 0.0F;
+            stored ? ((const float *)
+                          params.dk_sums.data)[SKL_ROW(params.dk_sums, s.batch, of.key_head, s.key_begin + row) + c]
+                   : 0.0F;
     }
     collect_rows(memory, params, chunk, of,
                  skl_range{skl_max(rows.begin, of_chunk.begin), skl_min(rows.end, of_chunk.end)}, of_chunk.begin,
@@ -278,7 +279,6 @@ extern "C" cudaError_t skl_cuda_sparse_dk(const sparse_dk_params *params, const 
     }
     if (error != cudaSuccess)
         return error;
-    sparse_keys<<<(unsigned)sm_count * 4, THREADS, sizeof(dk_memory), params->call.stream>>>(*params, *chunk,
-                                                                                                     rows);
+    sparse_keys<<<(unsigned)sm_count * 4, THREADS, sizeof(dk_memory), params->call.stream>>>(*params, *chunk, rows);
     return cudaPeekAtLastError();
 }

@@ -120,7 +120,7 @@ extern "C" cudaError_t skl_cuda_general_sparse_rows(const skl_cuda_params *param
     if (error != cudaSuccess)
         return error;
     record_launch("cuda_general", SKL_VARIANT_ROWS, 1);
-    sparse_forward<<<(unsigned)launch->sm_count * SKL_GENERAL_BLOCKS_PER_SM, THREADS, sizeof(sparse_forward_memory), params->call.stream>>>(
-        *params);
+    sparse_forward<<<(unsigned)launch->sm_count * SKL_GENERAL_BLOCKS_PER_SM, THREADS, sizeof(sparse_forward_memory),
+                     params->call.stream>>>(*params);
     return cudaPeekAtLastError();
 }

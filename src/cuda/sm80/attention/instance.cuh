@@ -15,10 +15,8 @@ template <int DIM> constexpr int GRADIENT_M = DIM <= 64 ? 2 : 1;
 #define ATTENTION_SPLIT(arch, dtype, dim)                                                                            \
     SKL_LAUNCHER(arch, dtype, dim, forward,                                                                          \
                  sm80::forward_launch<SKL_ELEMENT(dtype), dim, sm80::FORWARD_M<dim>>::run)                           \
-    SKL_LAUNCHER(arch, dtype, dim, dq,                                                                               \
-                 sm80::launch_gradient<SKL_ELEMENT(dtype), dim, sm80::GRADIENT_M<dim>, false>)                       \
-    SKL_LAUNCHER(arch, dtype, dim, dk,                                                                               \
-                 sm80::launch_gradient<SKL_ELEMENT(dtype), dim, sm80::GRADIENT_M<dim>, true>)                        \
+    SKL_LAUNCHER(arch, dtype, dim, dq, sm80::launch_gradient<SKL_ELEMENT(dtype), dim, sm80::GRADIENT_M<dim>, false>) \
+    SKL_LAUNCHER(arch, dtype, dim, dk, sm80::launch_gradient<SKL_ELEMENT(dtype), dim, sm80::GRADIENT_M<dim>, true>)  \
     extern "C" int skl_cuda_##arch##_##dtype##_##dim##_blocks_per_sm(void)                                           \
     {                                                                                                                \
         return sm80::forward_launch<SKL_ELEMENT(dtype), dim, sm80::FORWARD_M<dim>>::blocks_per_sm();                 \

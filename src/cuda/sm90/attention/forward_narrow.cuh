@@ -231,7 +231,8 @@ __global__ void __launch_bounds__(narrow_forward<ELEMENT, DIM, CAPPED, PERSISTEN
     extern __shared__ __align__(1024) unsigned char raw[];
     typename forward::memory &smem = *(typename forward::memory *)(void *)raw;
     typename forward::tile_type tile;
-    if (PERSISTENT ? !tile.find_persistent(params, 0, (unsigned)params.head_group) : !tile.find(params, params.num_splits, (unsigned)params.head_group))
+    if (PERSISTENT ? !tile.find_persistent(params, 0, (unsigned)params.head_group)
+                   : !tile.find(params, params.num_splits, (unsigned)params.head_group))
         return;
     const int warp = warp_index();
     forward own = {params, maps, smem, warp / 4, warp};

@@ -373,7 +373,8 @@ __device__ inline void add_key_gradients(fused_backward_smem<DIM> &smem, const s
 
 template <typename ELEMENT, int DIM, bool OF_B, bool CAPPED>
 __global__ void __launch_bounds__(FUSED_BACKWARD_THREADS, 1)
-    fused_backward_kernel(const __grid_constant__ backward_params params, const __grid_constant__ fused_backward_maps maps)
+    fused_backward_kernel(const __grid_constant__ backward_params params,
+                          const __grid_constant__ fused_backward_maps maps)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char raw[];
@@ -444,8 +445,9 @@ cudaError_t launch_fused_backward_tiles(const backward_params &params, const fus
     if (error != cudaSuccess)
         return error;
     const skl_problem &p = params.problem;
-    fused_backward_kernel<ELEMENT, DIM, OF_B, CAPPED><<<grid_of(p.batch, p.heads_s, skl_ceil_div(p.len_q, TILE_QUERIES)),
-                                               FUSED_BACKWARD_THREADS, MEMORY, params.call.stream>>>(params, maps);
+    fused_backward_kernel<ELEMENT, DIM, OF_B, CAPPED>
+        <<<grid_of(p.batch, p.heads_s, skl_ceil_div(p.len_q, TILE_QUERIES)), FUSED_BACKWARD_THREADS, MEMORY,
+           params.call.stream>>>(params, maps);
     return cudaPeekAtLastError();
 }
 
@@ -462,8 +464,8 @@ inline bool encode_all(fused_backward_maps *maps, const backward_params &params,
            encode_queries(&maps->other_queries, p, other, TILE_QUERIES, element) &&
            encode_keys(&maps->wrt_keys, p, wrt, STAGE_KEYS, element) &&
            encode_keys(&maps->other_keys, p, other, STAGE_KEYS, element) &&
-           (sums.data == NULL || skl_tensor_map(&maps->sums, SKL_F32, &sums, wrt->dim, p->heads_s / wrt->heads_per_key,
-                                                skl_key_rows(p), STAGE_KEYS));
+           (sums.data == NULL || skl_tensor_map(&maps->sums, SKL_F32, &sums, wrt->dim,
+                                                p->heads_s / wrt->heads_per_key, skl_key_rows(p), STAGE_KEYS));
 }
 
 /* f16 has no instances for gradients of A: nothing bounds them that f16 could rely on. */

@@ -23,7 +23,8 @@ inline bool encode_indexer(CUtensorMap *q, CUtensorMap *k, const index_params &p
 {
     const skl_problem *const p = &params.problem;
     const skl_dtype type = SKL_BF16;
-    return skl_tensor_map(q, type, &params.call.inputs.q_s, p->dim_s, skl_query_heads_s(p), skl_query_rows(p), query_box) &&
+    return skl_tensor_map(q, type, &params.call.inputs.q_s, p->dim_s, skl_query_heads_s(p), skl_query_rows(p),
+                          query_box) &&
            skl_tensor_map(k, type, &params.call.inputs.k_s, p->dim_s, p->key_heads_s, skl_key_rows(p), key_box);
 }
 
