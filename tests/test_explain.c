@@ -1,4 +1,4 @@
-/* skl_plan_explain on the CPU: which passes it lists, with which reasons, and how it fills a buffer. */
+/* skl_plan_explain on the CPU: passes, reasons, buffer sizes and invalid arguments. */
 #define _POSIX_C_SOURCE 200809L /* setenv */
 #include "support.h"
 
