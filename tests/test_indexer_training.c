@@ -16,8 +16,7 @@ enum { QUERIES = INDEX_HEADS * DIM_S, PARAMETERS = FEATURES * (QUERIES + DIM_S +
 typedef struct training {
     float tokens[TOKENS][FEATURES];
     float q_t[TOKENS][HEADS_T][DIM_T], k_t[TOKENS][HEADS_T][DIM_T], lse_t[HEADS_T][TOKENS];
-    /* Parameters of the indexer: projections from tokens to index queries, index keys and weights; moments of Adam.
-     */
+    /* Parameters of the indexer: projections of tokens to index queries, index keys and weights. Moments of Adam. */
     float parameters[PARAMETERS], gradient[PARAMETERS], mean[PARAMETERS], square[PARAMETERS];
     int steps;
     float q_s[TOKENS][INDEX_HEADS][DIM_S], k_s[TOKENS][DIM_S], w_s[TOKENS][INDEX_HEADS];

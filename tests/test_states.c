@@ -229,8 +229,7 @@ static void shard_forward(const fixture *f, const char *kernel, const fixture_re
     skl_plan_destroy(whole);
 }
 
-/* From the row results over all keys, each rank computes the gradients of its keys and adds to those of the queries.
- */
+/* From the row results over all keys, each rank computes dk of its keys and adds to dq. */
 static void shard_backward(const fixture *f, const char *kernel, const skl_inputs *known, fixture_results *sum)
 {
     fixture_results contribution = results_create(f);
