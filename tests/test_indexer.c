@@ -400,7 +400,7 @@ static void assert_tensor_near(const test_tensor *actual, const double *exact, c
             fail_msg("%s[%lld] is %.9g, not %.9g", name, (long long)n, tensor_get(actual, n), exact[n]);
 }
 
-/* Weights the results of rank n by c_n = r_n Z_n / sum_m r_m Z_m: see docs/indexer.md. */
+/* Weights the results of rank n by c_n = r_n Z_n / sum_m r_m Z_m: see docs/guide/many-gpus.md. */
 static void check_ranks(const test_case *c)
 {
     fixture f;

@@ -1,5 +1,5 @@
-/* Trains a small indexer as docs/indexer.md describes: first dense, then sparse on its own top-k keys. In the end,
- * its top-k keys must hold nearly all of the teacher's attention. */
+/* Trains a small indexer as docs/guide/indexers.md describes: first dense, then sparse on its own top-k keys. In the
+ * end, its top-k keys must hold nearly all of the teacher's attention. */
 #include "runner.h"
 
 #include <math.h>
