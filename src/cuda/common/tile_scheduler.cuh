@@ -94,7 +94,7 @@ __device__ inline streamed_band stream_for(const skl_band &band, int64_t first, 
 }
 
 /* Part `part` of `parts` of the streamed rows, cut between stages. */
-__device__ inline streamed_band cut(const streamed_band &all, int stage_rows, int split, int num_splits)
+__device__ inline streamed_band streamed_split(const streamed_band &all, int stage_rows, int split, int num_splits)
 {
     const unsigned stages = (unsigned)(all.needed + stage_rows - 1) / (unsigned)stage_rows;
     const int rows = (int)((stages + (unsigned)num_splits - 1) / (unsigned)num_splits) * stage_rows;
@@ -115,7 +115,7 @@ __device__ inline reach reach_of(const band32 &band, int first, int count)
     return {{low.begin, high.end}, {high.begin, low.end}};
 }
 
-__device__ inline bool meets(const range32 &range, int first, int rows)
+__device__ inline bool overlaps(const range32 &range, int first, int rows)
 {
     return range.begin < first + rows && range.end > first;
 }

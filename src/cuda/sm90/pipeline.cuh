@@ -107,7 +107,7 @@ template <int M> __device__ inline row_stream keys_of_tile(const skl_cuda_params
 {
     const int64_t last = skl_min(place.first + place.ROWS, place.sequence.query_count) - 1;
     const skl_band keys = skl_key_band(&params.problem, &place.sequence);
-    return in_stages(cut(stream_for(keys, place.first, last), STAGE_KEYS, place.split, params.num_splits),
+    return in_stages(streamed_split(stream_for(keys, place.first, last), STAGE_KEYS, place.split, params.num_splits),
                      place.sequence.key_begin, place.ROWS);
 }
 

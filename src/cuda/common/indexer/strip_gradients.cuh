@@ -13,7 +13,7 @@ namespace tensor_core
 
 /* What counts of a pair of G. By multiplication: NaN stays NaN, whether it counts or not. */
 template <typename ELEMENT>
-__device__ inline uint32_t weigh_pair(float2 pair, float low, float high, float2 weights, float least)
+__device__ inline uint32_t gate_pair(float2 pair, float low, float high, float2 weights, float least)
 {
     return pack(pair.x * (low > least ? weights.x : 0.0F), pair.y * (high > least ? weights.y : 0.0F), ELEMENT());
 }

@@ -31,7 +31,7 @@ inline index_params params_for(const skl_cuda_params *params, const skl_index_la
 }
 
 /* The teacher's LSEs that are computed go where the caller looks for them, or to the workspace. */
-inline void place_teacher_lse(index_params *own, const skl_index_layout &layout)
+inline void assign_teacher_lse(index_params *own, const skl_index_layout &layout)
 {
     const skl_problem *const p = &own->problem;
     skl_output *const lse = &own->call.rows.lse_t;

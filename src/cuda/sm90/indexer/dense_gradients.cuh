@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
                 to[step] = __ldg(from + step * 32);
         };
         const auto count = [=](uint32_t pair, float low, float high, int, int) {
-            return weigh_pair<__nv_bfloat16>(unpack(pair, __half()), low, high, make_float2(1.0F, 1.0F), least);
+            return gate_pair<__nv_bfloat16>(unpack(pair, __half()), low, high, make_float2(1.0F, 1.0F), least);
         };
         if (stages > 0) {
             own.begin();
@@ -332,7 +332,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
                     own.add_stage(
                         n, min(n + 1, work.stages - 1), g, [&](uint32_t pair, float low, float high, int at, int i) {
                             const float2 weights = *(const float2 *)&smem.weights[at][acc_column(i, 0)];
-                            return weigh_pair<__nv_bfloat16>(unpack(pair, __half()), low, high, weights, least);
+                            return gate_pair<__nv_bfloat16>(unpack(pair, __half()), low, high, weights, least);
                         });
             }
         });
