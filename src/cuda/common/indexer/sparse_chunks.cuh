@@ -1,16 +1,17 @@
-/* Bands of rows of an indexer's sparse stage (indexer_plan.h), one after the other: for every kernel that leaves what
- * entries of lists add to dk. */
+/* Runs the backward of a sparse indexer chunk by chunk (row_chunks.h): for every kernel that stores what each entry
+ * of `indices` adds to dk. */
 #ifndef SKL_CUDA_COMMON_INDEXER_SPARSE_CHUNKS_CUH
 #define SKL_CUDA_COMMON_INDEXER_SPARSE_CHUNKS_CUH
 
 #include "base/side.h"
 #include "cuda/common/indexer/row_chunks.h"
 
-/* Adds what the lists of a chunk's rows have for dk to params->sums, and stores it behind a key's last row. */
+/* Adds the dk of a chunk's entries to params->sums. Stores the sums of a key head as dk with its last row. */
 extern "C" cudaError_t skl_cuda_sparse_dk(const skl_cuda_params *params, const skl_sparse_chunk *chunk,
                                           skl_range rows);
 
-/* launch(params, chunk, rows) gives dq and dw of a chunk's rows, and leaves their parts of dk. */
+/* launch(params, chunk, rows) computes dq and dw of a chunk's rows, and stores what each of their entries adds to dk.
+ */
 template <typename LAUNCH> cudaError_t launch_sparse_chunks(const skl_cuda_params *params, LAUNCH launch)
 {
     const skl_problem *const p = &params->problem;
@@ -22,7 +23,7 @@ template <typename LAUNCH> cudaError_t launch_sparse_chunks(const skl_cuda_param
                                            p->packed ? p->total_k : p->len_k, p->dim_s);
     skl_range rows = {0, 0};
     cudaError_t error = cudaSuccess;
-    do { /* also without a row: keys that nobody lists have a gradient of 0 */
+    do { /* at least once, even without rows: keys in no row's indices have a gradient of 0 */
         rows = skl_range{rows.end, skl_min(rows.end + chunk.count, chunk.rows)};
         if (rows.begin < rows.end)
             error = launch(own, chunk, rows);

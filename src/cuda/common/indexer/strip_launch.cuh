@@ -1,4 +1,4 @@
-/* Calls of an indexer on tensor cores: what of them does not depend on how products are made. */
+/* Launches of a dense indexer on tensor cores: the host code that the mma.sync and the wgmma kernels share. */
 #ifndef SKL_CUDA_COMMON_INDEXER_STRIP_LAUNCH_CUH
 #define SKL_CUDA_COMMON_INDEXER_STRIP_LAUNCH_CUH
 
@@ -9,7 +9,7 @@ namespace tensor_core
 
 static_assert(sizeof(index_row) == SKL_INDEX_ROW_SIZE, "the workspace has room for them");
 
-/* All slots at first. */
+/* Parameters of a launch over all slots; launch_strips narrows them to a strip. */
 inline index_params params_for(const skl_cuda_params *params, const skl_index_layout &layout)
 {
     char *const workspace = (char *)params->scratch;
@@ -30,8 +30,8 @@ inline index_params params_for(const skl_cuda_params *params, const skl_index_la
     return own;
 }
 
-/* The teacher's LSEs that are computed go where the caller looks for them, or to the workspace. */
-inline void place_teacher_lse(index_params *own, const skl_index_layout &layout)
+/* Where computed teacher LSEs are written, and read by the next kernel: the caller's buffer, or the workspace. */
+inline void assign_teacher_lse(index_params *own, const skl_index_layout &layout)
 {
     const skl_problem *const p = &own->problem;
     skl_output *const lse = &own->call.rows.lse_t;
@@ -41,7 +41,7 @@ inline void place_teacher_lse(index_params *own, const skl_index_layout &layout)
     own->call.inputs.lse_t = {lse->data, lse->stride_batch, lse->stride_head, lse->stride_row};
 }
 
-/* Behind the scores of a strip: its rows, where the call gives some. */
+/* After the scores of a strip: finishes its rows, if the operation writes any. */
 inline cudaError_t launch_rows(const index_params &own)
 {
     if (own.call.op == SKL_OP_BACKWARD)
@@ -50,7 +50,7 @@ inline cudaError_t launch_rows(const index_params &own)
     return cudaPeekAtLastError();
 }
 
-/* launch(own) does the kernels of a strip, one strip after the other. */
+/* Calls launch(params) for one strip after another. */
 template <typename LAUNCH> cudaError_t launch_strips(index_params *own, const skl_index_layout &layout, LAUNCH launch)
 {
     const bool keys = own->call.gradients.dk_s.data != NULL;

@@ -1,28 +1,29 @@
-/* How an indexer on tensor cores divides its work and its workspace: asked for at planning, and again at launch. */
+/* How a dense indexer on tensor cores divides its work and its workspace. Computed when planning and when launching.
+ */
 #ifndef SKL_CUDA_COMMON_INDEXER_STRIP_LAYOUT_H
 #define SKL_CUDA_COMMON_INDEXER_STRIP_LAYOUT_H
 
 #include "cuda/common/indexer/row_chunks.h"
 
-#define SKL_INDEX_ROW_SIZE ((int64_t)sizeof(skl_row_state) + (int64_t)sizeof(float)) /* of a part of a row's sums */
+#define SKL_INDEX_ROW_SIZE ((int64_t)sizeof(skl_row_state) + (int64_t)sizeof(float)) /* sums of a row in a split */
 
 enum {
     SKL_INDEX_TILE = 128,    /* queries of a slot, keys of a tile */
     SKL_INDEX_DIM_MAX = 256, /* of index heads */
-    SKL_INDEX_SPLITS = 16,   /* parts of a slot's keys, if there are so many tiles: they share its queries */
-    SKL_INDEX_BLOCKS = 16,   /* blocks of a scores launch, a multiprocessor */
-    SKL_INDEX_KEY_BLOCKS = 6 /* and of a launch for key gradients */
+    SKL_INDEX_SPLITS = 16,   /* splits of a slot's keys, if it has this many tiles: they share the slot's queries */
+    SKL_INDEX_BLOCKS = 16,   /* blocks per SM of a scores launch */
+    SKL_INDEX_KEY_BLOCKS = 6 /* blocks per SM of a launch for dk */
 };
 
 typedef struct skl_index_layout {
     int64_t slots;         /* of the call */
-    int64_t strip_slots;   /* of a strip: at 8,192 keys up to 128, at 131,072 eight; of f16 half as many */
-    int32_t num_splits;    /* parts that the keys of a slot are cut into: of a forward, and of a strip */
-    int32_t num_dk_splits; /* parts that the queries are cut into for key gradients */
+    int64_t strip_slots;   /* of a strip: up to 128 at 8,192 keys, 8 at 131,072 keys; half as many for f16 */
+    int32_t num_splits;    /* of the keys of a slot, in scores launches */
+    int32_t num_dk_splits; /* of the queries, in launches for dk */
     int64_t key_items;     /* key tiles of all sequences and key heads */
-    int64_t rest_at;       /* from G to what f16 leaves of it, in units of 16 bytes; 0: that is not kept */
-    int64_t sum_batches, sum_rows, sum_count;          /* of key gradients, all parts counted */
-    size_t lse_at, split_rows_at, g_at, sums_at, size; /* of the workspace, in bytes */
+    int64_t rest_at;       /* offset from G to its residual plane, in units of 16 bytes; 0: there is none */
+    int64_t sum_batches, sum_rows, sum_count;          /* of dk; sum_count counts elements of all splits */
+    size_t lse_at, split_rows_at, g_at, sums_at, size; /* offsets in the workspace and its size, in bytes */
 } skl_index_layout;
 
 static inline int32_t skl_index_num_splits(int64_t items, int64_t blocks, int64_t splits_max)
@@ -37,12 +38,12 @@ static inline size_t skl_index_take(size_t *next, int64_t size)
     return at;
 }
 
-/* `gradients`: of a call that gives them; otherwise of a forward. */
+/* `gradients`: the layout of a call with gradients; otherwise of a forward. */
 static inline skl_index_layout skl_index_layout_of(const skl_problem *p, int32_t sm_count, int gradients)
 {
     skl_index_layout layout = {0};
     const int64_t key_tiles = skl_ceil_div(p->len_k, SKL_INDEX_TILE);
-    /* bf16 rounds G anew when it has its weights; for f16 that would be the same rounding twice. */
+    /* For dk, G is multiplied by the weights and rounded again: f16 keeps the residual of the first rounding. */
     const int64_t planes = p->dtype_s == SKL_F16 ? 2 : 1;
     const int64_t plane_size = key_tiles * SKL_INDEX_TILE * SKL_INDEX_TILE * 2, slot_size = planes * plane_size;
     layout.slots = p->batch * p->heads_s * skl_ceil_div(p->len_q, SKL_INDEX_TILE);
@@ -67,15 +68,15 @@ static inline skl_index_layout skl_index_layout_of(const skl_problem *p, int32_t
     return layout;
 }
 
-/* ---- Lists -------------------------------------------------------------------------------------------------- */
+/* ---- Sparse ------------------------------------------------------------------------------------------------- */
 
-enum { SKL_SPARSE_SCORE_SIZE = 12 }; /* of an entry: the teacher's mean, the index logit */
+enum { SKL_SPARSE_SCORE_SIZE = 12 }; /* bytes per entry of `indices`: the teacher's mean, the index logit */
 
-/* Of the scores of one list a block. They lie at the beginning of a forward's workspace, behind a backward's chunk.
+/* Scores of one row per block. They are at the start of a forward's workspace, and after the chunk in a backward's.
  */
-static inline size_t skl_sparse_scores_size(const skl_problem *p, int32_t block_count)
+static inline size_t skl_sparse_scores_size(const skl_problem *p, int32_t num_blocks)
 {
-    return (size_t)block_count * (size_t)p->top_k * SKL_SPARSE_SCORE_SIZE;
+    return (size_t)num_blocks * (size_t)p->top_k * SKL_SPARSE_SCORE_SIZE;
 }
 
 #endif

@@ -345,7 +345,7 @@ __device__ inline void sum_streamed(own_gradient<SLICE<DIM>, M> &gradient, gradi
                                       memory.stats[at]};
         if (any_masked)
             find_poison<ELEMENT>(of_b ? rows.b : rows.a, memory.poisoned);
-        if (!meets(warp.any, first, ROWS))
+        if (!overlaps(warp.any, first, ROWS))
             continue;
         if (edge)
             add_masked_stage<ELEMENT, DIM, M, DK>(gradient, unit, own_a, own_b, params, of_b, stage, queries,

@@ -70,8 +70,9 @@ __device__ inline void sum_keys(skl_row_state (&state)[M][2], const skl_cuda_par
 {
     const skl_cuda_argument &a = params.a, &b = params.b;
     const int last_row = (int)skl_min(WARPS * 16 * M, s.query_count - query_first) - 1;
-    const streamed_band keys = cut(stream_for(skl_key_band(&params.problem, &s), query_first, query_first + last_row),
-                                   STAGE_ROWS<DIM>, split, params.num_splits);
+    const streamed_band keys =
+        streamed_split(stream_for(skl_key_band(&params.problem, &s), query_first, query_first + last_row),
+                       STAGE_ROWS<DIM>, split, params.num_splits);
     const reach warp = reach_of(keys.band, (int)threadIdx.x / 32 * 16 * M, 16 * M);
     const row_source<ELEMENT> from_a = keys_of<ELEMENT>(a, s, head).from(keys.origin);
     const row_source<ELEMENT> from_b = keys_of<ELEMENT>(b, s, head).from(keys.origin);
@@ -92,7 +93,7 @@ __device__ inline void sum_keys(skl_row_state (&state)[M][2], const skl_cuda_par
             copy_rows(memory.stages[1 - stage].b, from_b, first + STAGE_ROWS<DIM>, keys.band.count);
         }
         cp_async_commit();
-        if (!meets(warp.any, first, STAGE_ROWS<DIM>))
+        if (!overlaps(warp.any, first, STAGE_ROWS<DIM>))
             continue;
 
         constexpr int BLOCKS = 1; /* in eights: steps of 16 keys were slower, their logits take registers */

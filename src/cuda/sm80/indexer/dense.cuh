@@ -35,7 +35,7 @@ template <typename ELEMENT> cudaError_t launch_index_rows(const skl_cuda_params 
     index_params own = params_for(params, layout);
     cudaError_t error = cudaSuccess;
     if (own.with_teacher && !own.lse_given) {
-        place_teacher_lse(&own, layout);
+        assign_teacher_lse(&own, layout);
         error = launch_index(index_lse_kernel<ELEMENT>, p->batch * p->heads_t * skl_ceil_div(p->len_q, SIDE),
                              sizeof(score_smem), own);
     }

@@ -37,7 +37,7 @@ __device__ inline void weigh_block(uint32_t (&h)[4], const logits<M, 2> &a, int 
 #pragma unroll
     for (int part = 0; part < 4; part++) {
         const float(&pair)[4] = a.at[m][part / 2];
-        h[part] = weigh_pair<ELEMENT>(g(part), pair[part % 2 * 2], pair[part % 2 * 2 + 1], weights(part / 2), least);
+        h[part] = gate_pair<ELEMENT>(g(part), pair[part % 2 * 2], pair[part % 2 * 2 + 1], weights(part / 2), least);
     }
 }
 
@@ -157,7 +157,7 @@ template <int DIM> constexpr int KEY_WIDTH = DIM < 128 ? DIM : 128;
 __device__ inline float factor_of(const index_params &params, const query_slot &at, int row, int first, int count)
 {
     const range32 sees = visible_range(params, at, row, first);
-    const bool some = sees.begin < sees.end && meets(sees, 0, count);
+    const bool some = sees.begin < sees.end && overlaps(sees, 0, count);
     return some ? upstream_of(params, at, at.first + row) * G_UNIT : 0.0F;
 }
 

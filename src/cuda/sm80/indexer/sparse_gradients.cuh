@@ -120,14 +120,14 @@ template <typename ELEMENT, int DIM> struct sparse_heads {
         for (int part = 0; part < 4; part++) {
             const float low = a.at[0][part / 2][part % 2 * 2], high = a.at[0][part / 2][part % 2 * 2 + 1];
             const float2 pair = *(const float2 *)(const void *)&stage_dy[key + acc_column(part / 2, 0)];
-            h[0][part] = weigh_pair<ELEMENT>(pair, low, high, ones, params.least);
+            h[0][part] = gate_pair<ELEMENT>(pair, low, high, ones, params.least);
             if (parts == NULL)
                 continue;
             const int head = shape.warp_head() + (int)threadIdx.x % 32 / 4 + part % 2 * 8;
             const float weight = smem.weights[head];
             uint4 &chunk = smem.passing[head / ROWS].chunks[head % ROWS][(key / 8 + part / 2) ^ head % 8];
             ((uint32_t *)(void *)&chunk)[threadIdx.x % 4] =
-                weigh_pair<ELEMENT>(make_float2(weight, weight), low, high, ones, params.least);
+                gate_pair<ELEMENT>(make_float2(weight, weight), low, high, ones, params.least);
         }
     }
 

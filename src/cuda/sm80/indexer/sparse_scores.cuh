@@ -426,10 +426,10 @@ __device__ inline void write_sparse_row(const sparse_smem<ELEMENT> &smem, const 
 {
     const sparse_row32 &at = smem.place;
     const skl_row_state &state = smem.row.state;
-    const skl_row_state spread = {state.m_a, state.l_a, 0.0F, 0.0F, smem.row.spread};
+    const skl_row_state entropy_state = {state.m_a, state.l_a, 0.0F, 0.0F, smem.row.p_log_p};
     const skl_input &given = params.call.inputs.lse_t;
     if (threadIdx.x == 0)
-        (void)::write_row(params, at.sequence, at.head, at.query, state, spread);
+        (void)::write_row(params, at.sequence, at.head, at.query, state, entropy_state);
     if (params.call.rows.lse_t.data == NULL || (given.data == NULL && state.l_a != 0.0F))
         return; /* LSEs that were computed are there already */
     const float own_t =

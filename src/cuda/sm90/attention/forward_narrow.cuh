@@ -219,7 +219,7 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT> struct narrow
             if (covers(sees.all, first, STAGE_KEYS)) {
                 init_shift(state, x, scale_a, y, scale_b);
                 add_full(state, x, scale_a, y, scale_b);
-            } else if (meets(sees.any, first, STAGE_KEYS)) {
+            } else if (overlaps(sees.any, first, STAGE_KEYS)) {
                 add_masked(state, x, scale_a, y, scale_b, smem.keys.band, first);
             }
             advance_stage(n);

@@ -50,7 +50,7 @@ cudaError_t launch_index(KERNEL kernel, int64_t blocks, int threads, size_t memo
 inline cudaError_t launch_teacher_lse(index_params *own, const skl_index_layout &layout, const score_maps &maps)
 {
     const skl_problem *const p = &own->problem;
-    place_teacher_lse(own, layout);
+    assign_teacher_lse(own, layout);
     return launch_index(lse_kernel, p->batch * p->heads_t * skl_ceil_div(p->len_q, SIDE), SCORE_THREADS,
                         sizeof(score_smem), *own, maps);
 }

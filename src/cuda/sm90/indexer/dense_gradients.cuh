@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
                 to[step] = __ldg(from + step * 32);
         };
         const auto apply_relu = [=](uint32_t pair, float low, float high, int, int) {
-            return weigh_pair<__nv_bfloat16>(unpack(pair, __half()), low, high, make_float2(1.0F, 1.0F), least);
+            return gate_pair<__nv_bfloat16>(unpack(pair, __half()), low, high, make_float2(1.0F, 1.0F), least);
         };
         if (stages > 0) {
             consumer.begin();
@@ -347,7 +347,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
                         n, min(n + 1, work.stages - 1), g,
                         [&](uint32_t pair, float low, float high, int stage, int i) {
                             const float2 weights = *(const float2 *)&smem.weights[stage][acc_column(i, 0)];
-                            return weigh_pair<__nv_bfloat16>(unpack(pair, __half()), low, high, weights, least);
+                            return gate_pair<__nv_bfloat16>(unpack(pair, __half()), low, high, weights, least);
                         });
             }
         });
