@@ -1,8 +1,8 @@
 /* Building blocks of the wgmma kernels.
  *
- * A block keeps a tile of rows stationary, 64 per consumer warpgroup and 128 in most kernels, and streams rows of the
- * other tensor through a pipeline in shared memory, 64 per stage. The block rows are queries and the streamed rows
- * keys, except in the kernels that keep dk in registers: there the roles are swapped.
+ * A block keeps a tile of rows stationary, 64 per consumer warpgroup and 128 in most kernels. It streams rows of the
+ * other tensor through a pipeline in shared memory, 64 per stage. Stationary rows are queries and streamed rows keys,
+ * except in the kernels that keep dk in registers: there the roles are swapped.
  *
  * Accumulators have the layout of mma m16n8, so these kernels share row states and masks with the sm80 kernels. */
 #ifndef SKL_CUDA_SM90_PIPELINE_CUH
@@ -16,7 +16,7 @@ namespace sm90
 
 using namespace tensor_core;
 
-constexpr int CONSUMERS = 2;           /* consumer warpgroups, 64 block rows each */
+constexpr int CONSUMERS = 2;           /* consumer warpgroups, 64 stationary rows each */
 constexpr int STAGE_ROWS = 64;         /* streamed rows per pipeline stage */
 constexpr int STAGE_KEYS = STAGE_ROWS; /* the same where the streamed rows are keys */
 typedef query_tile<2> block_tile;      /* 128 queries */
@@ -30,7 +30,7 @@ template <int DIM> struct row_stage {
     unsigned char slabs[DIM / 64][STAGE_ROWS][128];
 };
 
-/* Block rows in shared memory. */
+/* Stationary rows in shared memory. */
 template <int SLABS, int ROWS = block_tile::ROWS> struct smem_rows {
     unsigned char slabs[SLABS][ROWS][128];
     static constexpr int SIZE = SLABS * ROWS * 128;
@@ -99,14 +99,14 @@ __device__ inline stage_schedule warp_uniform(const stage_schedule &schedule)
 
 /* The rows that a tile streams, and the mask. */
 struct row_stream : stage_schedule {
-    band32 band; /* streamed rows that each block row is paired with */
+    band32 band; /* streamed rows that each stationary row is paired with */
 };
 
 /* `begin`: row of the tensor that `streamed` counts from. */
 __device__ inline row_stream make_row_stream(const streamed_band &streamed, int64_t begin,
-                                             int block_rows = CONSUMERS * 64)
+                                             int stationary_rows = CONSUMERS * 64)
 {
-    const range32 all = reach_of(streamed.band, 0, block_rows).all;
+    const range32 all = reach_of(streamed.band, 0, stationary_rows).all;
     const int stages = (streamed.needed + STAGE_ROWS - 1) / STAGE_ROWS;
     const int left = min((all.begin + STAGE_ROWS - 1) / STAGE_ROWS, stages);
     const int full = max(0, min(all.end / STAGE_ROWS, stages) - left) / 2 * 2;
@@ -147,20 +147,20 @@ __device__ inline uint64_t k_step_descriptor(uint32_t operand, int step, int row
     return smem_descriptor(operand + (step / 4 * rows * 128 + step % 4 * 32) / 16);
 }
 
-/* Issues the wgmmas of x = block rows times streamed rows. The first REG_DIMS dimensions of the warpgroup's block
- * rows are in registers (block_frag). The others are in shared memory (smem_block), which leaves out the slabs that
- * are completely in registers. */
+/* Issues the wgmmas of x = stationary rows times streamed rows. The first REG_DIMS dimensions of the warpgroup's rows
+ * are in registers (rows_frag). The others are in shared memory (rows_smem), which leaves out the slabs that are
+ * completely in registers. */
 template <typename ELEMENT, int DIM, int REG_DIMS>
-__device__ inline void issue_logits(stage_logits &x, const uint32_t (*block_frag)[4], uint32_t smem_block,
-                                    uint32_t smem_stage)
+__device__ inline void issue_logits(stage_logits &x, const uint32_t (*rows_frag)[4], uint32_t rows_smem,
+                                    uint32_t stage_smem)
 {
 #pragma unroll
     for (int step = 0; step < REG_DIMS / 16; step++)
-        wgmma<false>(x, block_frag[step], k_step_descriptor(smem_stage, step, STAGE_ROWS), step > 0, ELEMENT());
+        wgmma<false>(x, rows_frag[step], k_step_descriptor(stage_smem, step, STAGE_ROWS), step > 0, ELEMENT());
 #pragma unroll
     for (int step = REG_DIMS / 16; step < DIM / 16; step++)
-        wgmma<false>(x, k_step_descriptor(smem_block, step - REG_DIMS / 64 * 4, block_tile::ROWS),
-                     k_step_descriptor(smem_stage, step, STAGE_ROWS), step > 0, ELEMENT());
+        wgmma<false>(x, k_step_descriptor(rows_smem, step - REG_DIMS / 64 * 4, block_tile::ROWS),
+                     k_step_descriptor(stage_smem, step, STAGE_ROWS), step > 0, ELEMENT());
 }
 
 /* Keeps reads of the accumulators after the preceding wgmma_wait. */

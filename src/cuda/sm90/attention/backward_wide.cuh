@@ -1,25 +1,25 @@
 /* dq and dk with respect to one argument for head sizes 192 and 256, on Hopper's tensor cores (sm_90a): 16-bit types,
  * one teacher head per student head.
  *
- * Split backward, as in sm80/attention/backward.cuh: one kernel computes dq and keeps a tile of queries; its
- * transpose (DK) computes dk and keeps a tile of keys. The gradient stays in registers: its bits are the same on
+ * Two kernels, as in sm80/attention/backward.cuh: one computes dq and keeps a tile of queries stationary; its
+ * transpose (DK) computes dk and keeps keys. The gradient stays in registers: its bits are the same on
  * every run, and it needs no workspace. The fused backward does not fit at these sizes, neither into registers nor
  * into shared memory.
  *
  * Bound: tensor cores and shared memory equally (3,072 clocks each per 128 x 64 pairs at DIM = 256): both operands of
  * X and Y come from shared memory.
  *
- *   block      2 consumer warpgroups of 64 block rows and 1 producer warpgroup; one block per SM
- *   registers  224 per consumer thread: the rows' gradient (DIM / 2), logits of a stage (64, reused for G), at least
- * 24 for the rest; 56 per producer thread shared     128 block rows of both arguments; one pipeline per argument with
- * stages of 64 streamed rows. At DIM = 256 there is room for three stages of 32 KB: two for the wrt argument, one for
- * the other
+ *   block      2 consumer warpgroups of 64 stationary rows and 1 producer warpgroup; one block per SM
+ *   registers  224 per consumer thread: the rows' gradient (DIM / 2), logits of a stage (64, reused for G), 24 or
+ *              more for the rest; 56 per producer thread
+ *   shared     128 stationary rows of both arguments; one pipeline per argument, with stages of 64 streamed rows.
+ *              At DIM = 256 there is room for three stages of 32 KB: two for the wrt argument, one for the other
  *
- *                    stage n       stage n + 1
- *                  +-------------+-------------+--
- *   64 block rows  |    X, Y     |             |      X, Y (wgmma)  ->  G  ->  gradient += G streamed rows (wgmma)
- *   64 block rows  |             |             |
- *                  +-------------+-------------+--
+ *              stage n       stage n + 1
+ *            +-------------+-------------+--
+ *   64 rows  |    X, Y     |             |      X, Y (wgmma)  ->  G  ->  gradient += G streamed rows (wgmma)
+ *   64 rows  |             |             |
+ *            +-------------+-------------+--
  *
  *   producer   one warp per argument loads stages (TMA) as they are released: a stage of the other argument when its
  *              logits are complete, one of the wrt argument when the gradient is. Another warp loads the row stats of
@@ -52,11 +52,11 @@ template <int DEPTH, bool DK> struct wide_row_stats {
 };
 
 template <int DEPTH> struct wide_row_stats<DEPTH, false> {
-    row_stats block[OWN_ROWS]; /* LSEs in base 2, without upstream gradients: store() multiplies by those */
+    row_stats stationary[OWN_ROWS]; /* LSEs in base 2, without upstream gradients: store() multiplies by those */
     alignas(8) float poison[DEPTH][STAGE_ROWS];
 };
 
-/* Barriers of one argument's block rows (rows_full) and pipeline. */
+/* Barriers of one argument's stationary rows (rows_full) and pipeline. */
 template <int DEPTH> struct wide_barriers {
     uint64_t rows_full, full[DEPTH], empty[DEPTH];
 
@@ -80,7 +80,7 @@ template <int DIM, bool DK> struct wide_smem {
     wide_barriers<OTHER_DEPTH> other;
     uint64_t stats_full[WRT_DEPTH]; /* row stats or poison are stored, and a masked stage is sanitized */
     row_tile<2, DK> tile;           /* in shared memory to save registers */
-    int count;                      /* block rows that exist */
+    int count;                      /* stationary rows that exist */
     int heads;                      /* query heads to process: 0 if the stream is empty */
     row_stream stream;
 
@@ -89,7 +89,7 @@ template <int DIM, bool DK> struct wide_smem {
         return (int)tile.head * heads + h;
     }
 
-    /* How often an argument's block rows have changed up to query head h of the block. */
+    /* How often an argument's stationary rows have changed up to query head h of the block. */
     __device__ int row_changes(int h, const skl_cuda_argument &argument) const
     {
         return DK ? query_head(h) / argument.heads_per_key - query_head(0) / argument.heads_per_key : 0;
@@ -101,7 +101,7 @@ template <int DIM, bool DK> struct wide_smem {
     }
 };
 
-/* `rows` are the block rows. */
+/* `rows` are the stationary rows. */
 struct wide_maps {
     CUtensorMap wrt_rows, other_rows, wrt_stream, other_stream;
 };
@@ -142,7 +142,7 @@ __device__ inline void load_argument(const wide_smem<DIM, DK> &smem, const skl_c
 }
 
 /* Executed by one warp: row stats of streamed queries or poison of streamed keys, and masked stages. */
-template <typename ELEMENT, int DIM, bool DK, bool OF_B>
+template <typename ELEMENT, int DIM, bool DK, bool WRT_B>
 __device__ inline void produce_row_stats(const skl_cuda_params &params, wide_smem<DIM, DK> &smem)
 {
     const row_stream &stream = smem.stream;
@@ -157,7 +157,7 @@ __device__ inline void produce_row_stats(const skl_cuda_params &params, wide_sme
             barrier_wait(smem.wrt.empty[stage], phase ^ 1); /* the loads are in flight meanwhile */
             stage_row_stats &stats = smem.stats.staged[stage];
             store_stage_row_stats(stats, loaded);
-            poison = OF_B ? &stats.lse_b : &stats.lse_a;
+            poison = WRT_B ? &stats.lse_b : &stats.lse_a;
         } else {
             barrier_wait(smem.wrt.empty[stage], phase ^ 1);
             poison = &smem.stats.poison[stage];
@@ -176,11 +176,11 @@ __device__ inline void produce_row_stats(const skl_cuda_params &params, wide_sme
 
 /* ---- Consumers ---------------------------------------------------------------------------------------------- */
 
-/* Row stats where queries are block rows: they belong to rows of the logits. Upstream gradients are not included;
- * store() multiplies dq by them. */
-template <bool OF_B> struct block_query_stats {
+/* Row stats where queries are stationary rows: they belong to rows of the logits. Upstream gradients are not
+ * included; store() multiplies dq by them. */
+template <bool WRT_B> struct stationary_query_stats {
     row_stats query[2];
-    const float (&poison)[STAGE_ROWS]; /* of streamed keys: NaN for those that are not finite, else 0 */
+    const float (&poison)[STAGE_ROWS]; /* of streamed keys: NaN for non-finite keys, else 0 */
     row_sums (&sums)[2];
     float2 column_poison;
 
@@ -192,18 +192,18 @@ template <bool OF_B> struct block_query_stats {
     __device__ row_stats of(int half, int parity) const
     {
         row_stats stats = query[half];
-        (OF_B ? stats.lse_b : stats.lse_a) -= parity ? column_poison.y : column_poison.x;
+        (WRT_B ? stats.lse_b : stats.lse_a) -= parity ? column_poison.y : column_poison.x;
         return stats;
     }
 
     __device__ void add_to_kl(int half, float log_p_a, float log_p_b)
     {
-        if (OF_B)
+        if (WRT_B)
             add_pair(sums[half], log_p_a, log_p_b);
     }
 };
 
-template <typename ELEMENT, int DIM, bool DK, bool OF_B, bool CAPPED> struct wide_warpgroup {
+template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wide_warpgroup {
     const skl_cuda_params &params;
     wide_smem<DIM, DK> &smem;
     int warpgroup; /* warp-uniform */
@@ -227,7 +227,7 @@ template <typename ELEMENT, int DIM, bool DK, bool OF_B, bool CAPPED> struct wid
 #pragma unroll
             for (int which = 0; which < 3; which++)
                 stat[which] = row_stat(params, which, smem.tile.sequence, smem.tile.head, smem.tile.first + row);
-            smem.stats.block[row] = {stat[0] * SKL_LOG2E, stat[1] * SKL_LOG2E, stat[2], 1.0F};
+            smem.stats.stationary[row] = {stat[0] * SKL_LOG2E, stat[1] * SKL_LOG2E, stat[2], 1.0F};
         }
         named_barrier_sync(1 + warpgroup, 128);
     }
@@ -235,12 +235,12 @@ template <typename ELEMENT, int DIM, bool DK, bool OF_B, bool CAPPED> struct wid
     __device__ auto stats_of_stage(int stage)
     {
         if constexpr (DK) {
-            return streamed_query_stats<OF_B>{smem.stats.staged[stage]};
+            return streamed_query_stats<WRT_B>{smem.stats.staged[stage]};
         } else {
-            block_query_stats<OF_B> stats = {{}, smem.stats.poison[stage], sums};
+            stationary_query_stats<WRT_B> stats = {{}, smem.stats.poison[stage], sums};
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                stats.query[half] = load_row_stats(smem.stats.block[acc_row<1>(0, half)]);
+                stats.query[half] = load_row_stats(smem.stats.stationary[acc_row<1>(0, half)]);
                 stats.query[half].grad = 1.0F;
             }
             return stats;
@@ -252,9 +252,9 @@ template <typename ELEMENT, int DIM, bool DK, bool OF_B, bool CAPPED> struct wid
     template <bool MASKED> __device__ void fit_unit(const argument_logits &logits, int stage)
     {
         fence_operand(gradient);
-        if constexpr (!OF_B)
-            unit.fit(*this, largest_logit_gradient<MASKED, OF_B, CAPPED>(params, logits, smem.stream.band, smem.count,
-                                                                         stats_of_stage(stage)));
+        if constexpr (!WRT_B)
+            unit.fit(*this, largest_logit_gradient<MASKED, WRT_B, CAPPED>(params, logits, smem.stream.band,
+                                                                          smem.count, stats_of_stage(stage)));
         else if constexpr (DK)
             unit.fit(*this, load_shared(smem.stats.staged[stage].largest));
         else
@@ -290,7 +290,7 @@ template <typename ELEMENT, int DIM, bool DK, bool OF_B, bool CAPPED> struct wid
             fit_unit<MASKED>(logits, wrt_stage);
         uint32_t g[4][4];
         const float inverse = unit.inverse(); /* not multiplied into upstream gradients, which could overflow */
-        for_each_logit_gradient<MASKED, OF_B, CAPPED>(
+        for_each_logit_gradient<MASKED, WRT_B, CAPPED>(
             params, logits, smem.stream.band, stats_of_stage(wrt_stage), [&](int i, int half, float low, float high) {
                 g[i / 2][i % 2 * 2 + half] = pack(low * inverse, high * inverse, ELEMENT());
             });
@@ -314,7 +314,7 @@ template <typename ELEMENT, int DIM, bool DK, bool OF_B, bool CAPPED> struct wid
             load_query_row_stats();
         const stage_schedule stream = warp_uniform(smem.stream);
         const int heads = warp_uniform(smem.heads);
-        const skl_cuda_argument &other = other_argument<OF_B>(params);
+        const skl_cuda_argument &other = other_argument<WRT_B>(params);
         for (int h = 0, n = 0; h < heads; h++) {
             barrier_wait(smem.other.rows_full, smem.row_changes(h, other) % 2);
             barrier_wait(smem.wrt.rows_full, 0);
@@ -326,7 +326,7 @@ template <typename ELEMENT, int DIM, bool DK, bool OF_B, bool CAPPED> struct wid
         fence_operand(gradient);
     }
 
-    /* Stores the KL of a block row. */
+    /* Stores the KL of a stationary row. */
     __device__ void store_kl(int half, int row) const
     {
         const row_tile<2, DK> &tile = smem.tile;
@@ -337,7 +337,7 @@ template <typename ELEMENT, int DIM, bool DK, bool OF_B, bool CAPPED> struct wid
                         skl_kl_report(skl_state_kl(&state)));
     }
 
-    /* Upstream gradient of a block row: 0 if it attends to no key. */
+    /* Upstream gradient of a stationary row: 0 if it attends to no key. */
     __device__ float upstream_of(int row) const
     {
         const range32 sees = smem.stream.band.of(row);
@@ -357,7 +357,7 @@ template <typename ELEMENT, int DIM, bool DK, bool OF_B, bool CAPPED> struct wid
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = acc_row<1>(0, half);
-            if (!DK && OF_B && params.kl_in_backward)
+            if (!DK && WRT_B && params.kl_in_backward)
                 store_kl(half, row);
 #pragma unroll
             for (int e = 0; e < DIM / 4 && DK && row >= smem.count; e++)
@@ -373,7 +373,7 @@ template <typename ELEMENT, int DIM, bool DK, bool OF_B, bool CAPPED> struct wid
 
 /* ---- Kernel ------------------------------------------------------------------------------------------------- */
 
-template <typename ELEMENT, int DIM, bool DK, bool OF_B, bool CAPPED>
+template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED>
 __global__ void __launch_bounds__(WIDE_THREADS, 1)
     wide_kernel(const __grid_constant__ skl_cuda_params params, const __grid_constant__ wide_maps maps)
 {
@@ -392,7 +392,7 @@ __global__ void __launch_bounds__(WIDE_THREADS, 1)
         smem.stream = {};
         if (smem.count > 0)
             smem.stream = make_row_stream(stream_for(band, tile.first, last), DK ? s.query_begin : s.key_begin);
-        smem.heads = smem.stream.stages == 0 ? 0 : DK ? wrt_argument<OF_B>(params).heads_per_key : 1;
+        smem.heads = smem.stream.stages == 0 ? 0 : DK ? wrt_argument<WRT_B>(params).heads_per_key : 1;
         smem.wrt.init(CONSUMERS * 128);
         smem.other.init(CONSUMERS * 4);
         for (int stage = 0; stage < smem.WRT_DEPTH; stage++)
@@ -405,16 +405,16 @@ __global__ void __launch_bounds__(WIDE_THREADS, 1)
         reg_dealloc<56>();
         const int warp = warp_in_warpgroup();
         if (warp == 0)
-            produce_row_stats<ELEMENT, DIM, DK, OF_B>(params, smem);
+            produce_row_stats<ELEMENT, DIM, DK, WRT_B>(params, smem);
         else if (warp == 1)
-            load_argument<DIM, DK>(smem, wrt_argument<OF_B>(params), maps.wrt_rows, maps.wrt_stream, smem.wrt_rows,
+            load_argument<DIM, DK>(smem, wrt_argument<WRT_B>(params), maps.wrt_rows, maps.wrt_stream, smem.wrt_rows,
                                    smem.wrt_stages, smem.wrt);
         else if (warp == 2)
-            load_argument<DIM, DK>(smem, other_argument<OF_B>(params), maps.other_rows, maps.other_stream,
+            load_argument<DIM, DK>(smem, other_argument<WRT_B>(params), maps.other_rows, maps.other_stream,
                                    smem.other_rows, smem.other_stages, smem.other);
     } else {
         reg_alloc<224>();
-        wide_warpgroup<ELEMENT, DIM, DK, OF_B, CAPPED> consumer = {params, smem, warpgroup};
+        wide_warpgroup<ELEMENT, DIM, DK, WRT_B, CAPPED> consumer = {params, smem, warpgroup};
         consumer.run();
         consumer.store();
     }

@@ -19,8 +19,8 @@
  *              +-------------+-------------+--
  *
  *   producer   loads stage n + DEPTH (TMA) and its queries' row stats, and sanitizes it if it is masked
- *   consumer   issues logits of stage n  ->  waits for them and for dk of stage n - 1  ->  exponentials  ->  issues
- * dk of stage n
+ *   consumer   issues logits of stage n  ->  waits for them and for dk of stage n - 1  ->  exponentials
+ *              ->  issues dk of stage n
  *
  * The exponentials leave G^T in the registers of the A operand of dk += G^T Q, and both products read the same bytes
  * of Q. One warpgroup's exponentials overlap the other's wgmmas. Under GQA a block processes the stages of all query
@@ -73,7 +73,7 @@ struct key_maps {
 /* ---- Producer ----------------------------------------------------------------------------------------------- */
 
 /* Each of the four warps loads every fourth stage, so that the latency of the row stats of four stages overlaps. */
-template <typename ELEMENT, int DIM, bool OF_B>
+template <typename ELEMENT, int DIM, bool WRT_B>
 __device__ inline void produce_queries(const skl_cuda_params &params, const key_maps &maps, dk_smem<DIM> &smem)
 {
     const stage_schedule queries = warp_uniform(smem.queries);
@@ -105,7 +105,7 @@ __device__ inline void produce_queries(const skl_cuda_params &params, const key_
         if (n % queries.stages < queries.masked_stages) {
             __syncwarp(); /* LSEs are stored before poison overwrites them */
             barrier_wait(smem.full[stage], phase);
-            sanitize_rows<ELEMENT>(smem.stages[stage].wrt, OF_B ? stats.lse_b : stats.lse_a);
+            sanitize_rows<ELEMENT>(smem.stages[stage].wrt, WRT_B ? stats.lse_b : stats.lse_a);
             fence_proxy_async();
         }
         barrier_arrive(smem.stats_full[stage]); /* every lane, because every lane has written row stats */
@@ -114,7 +114,7 @@ __device__ inline void produce_queries(const skl_cuda_params &params, const key_
 
 /* ---- Consumers ---------------------------------------------------------------------------------------------- */
 
-template <typename ELEMENT, int DIM, bool OF_B, bool CAPPED> struct dk_warpgroup {
+template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED> struct dk_warpgroup {
     const skl_cuda_params &params;
     dk_smem<DIM> &smem;
     int warpgroup; /* warp-uniform */
@@ -139,10 +139,10 @@ template <typename ELEMENT, int DIM, bool OF_B, bool CAPPED> struct dk_warpgroup
      * respect to A there is no such bound: computes G to find its maximum. */
     template <bool MASKED> __device__ float g_bound(const argument_logits &logits, const stage_row_stats &stats) const
     {
-        if (OF_B)
+        if (WRT_B)
             return load_shared(stats.largest);
-        return largest_logit_gradient<MASKED, OF_B, CAPPED>(params, logits, smem.queries.band, smem.count,
-                                                            streamed_query_stats<OF_B>{stats});
+        return largest_logit_gradient<MASKED, WRT_B, CAPPED>(params, logits, smem.queries.band, smem.count,
+                                                             streamed_query_stats<WRT_B>{stats});
     }
 
     /* Adds the 64 x 64 pairs of stage n, which is stage `s` of its query head. */
@@ -170,8 +170,8 @@ template <typename ELEMENT, int DIM, bool OF_B, bool CAPPED> struct dk_warpgroup
         }
         uint32_t g[4][4];
         const float inverse = unit.inverse(); /* not multiplied into upstream gradients, which could overflow */
-        for_each_logit_gradient<MASKED, OF_B, CAPPED>(
-            params, logits, smem.queries.band, streamed_query_stats<OF_B>{stats},
+        for_each_logit_gradient<MASKED, WRT_B, CAPPED>(
+            params, logits, smem.queries.band, streamed_query_stats<WRT_B>{stats},
             [&](int i, int half, float low, float high) {
                 g[i / 2][i % 2 * 2 + half] = pack(low * inverse, high * inverse, ELEMENT());
             });
@@ -191,11 +191,11 @@ template <typename ELEMENT, int DIM, bool OF_B, bool CAPPED> struct dk_warpgroup
         const stage_schedule queries = warp_uniform(smem.queries);
         const int heads = warp_uniform(smem.heads);
         const int64_t head = smem.tile.head * heads;
-        load_a_frag<WRT_REG_DIMS<DIM>>(wrt_k, keys(wrt_argument<OF_B>(params), head), smem.count);
+        load_a_frag<WRT_REG_DIMS<DIM>>(wrt_k, keys(wrt_argument<WRT_B>(params), head), smem.count);
         if (WRT_REG_DIMS<DIM> < DIM)
             barrier_wait(smem.keys_full, 0);
         for (int h = 0, n = 0; h < heads; h++) {
-            load_a_frag<DIM>(other_k, keys(other_argument<OF_B>(params), head + h), smem.count);
+            load_a_frag<DIM>(other_k, keys(other_argument<WRT_B>(params), head + h), smem.count);
             for (int s = 0; s < queries.masked_stages; s++, n++)
                 add_stage<true>(n, s);
             wgmma_wait<0>(); /* lets ptxas keep G in the same registers in both loops */
@@ -227,7 +227,7 @@ template <typename ELEMENT, int DIM, bool OF_B, bool CAPPED> struct dk_warpgroup
 
 /* ---- Kernel ------------------------------------------------------------------------------------------------- */
 
-template <typename ELEMENT, int DIM, bool OF_B, bool CAPPED>
+template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED>
 __global__ void __launch_bounds__(KEY_THREADS, 1)
     dk_kernel(const __grid_constant__ skl_cuda_params params, const __grid_constant__ key_maps maps)
 {
@@ -242,7 +242,7 @@ __global__ void __launch_bounds__(KEY_THREADS, 1)
         const int64_t last = skl_min(tile.first + CONSUMERS * 64, tile.rows) - 1;
         smem.tile = tile;
         smem.count = (int)(last + 1 - tile.first);
-        smem.heads = wrt_argument<OF_B>(params).heads_per_key;
+        smem.heads = wrt_argument<WRT_B>(params).heads_per_key;
         smem.queries = {};
         if (smem.count > 0)
             smem.queries =
@@ -259,10 +259,10 @@ __global__ void __launch_bounds__(KEY_THREADS, 1)
     const int warpgroup = warpgroup_index();
     if (warpgroup == CONSUMERS) {
         reg_dealloc<40>();
-        produce_queries<ELEMENT, DIM, OF_B>(params, maps, smem);
+        produce_queries<ELEMENT, DIM, WRT_B>(params, maps, smem);
     } else {
         reg_alloc<232>();
-        dk_warpgroup<ELEMENT, DIM, OF_B, CAPPED> consumer = {params, smem, warpgroup};
+        dk_warpgroup<ELEMENT, DIM, WRT_B, CAPPED> consumer = {params, smem, warpgroup};
         consumer.run();
         consumer.store();
     }

@@ -1,8 +1,8 @@
 /* Fused backward on Hopper's tensor cores (sm_90a): dq and dk with respect to one argument, and with respect to B
  * also the KL, in one pass over the keys. 16-bit types, one teacher head per student head, head sizes up to 128.
  *
- * Bound: tensor cores and shared memory nearly equally (2,048 and 2,250 clocks per 128 queries x 64 keys at DIM =
- * 128; exponentials 1,024).
+ * Bound: tensor cores and shared memory nearly equally: 2,048 and 2,250 clocks per 128 queries x 64 keys at
+ * DIM = 128. Exponentials take 1,024.
  *
  *   block      2 dq warpgroups of 64 queries and 1 dk warpgroup, which is also the producer; one block per SM
  *   registers  200 per dq thread: Q of the other argument (DIM / 4), logits of a stage (64), dq (DIM / 2), G (16), 24
@@ -56,7 +56,7 @@ template <int DIM> struct fused_backward_smem {
     int count;       /* queries of the tile that exist */
     row_stream keys;
     float unit;                      /* of G */
-    float poison[DEPTH][STAGE_KEYS]; /* NaN for keys of the wrt argument that are not finite, 0 for others */
+    float poison[DEPTH][STAGE_KEYS]; /* NaN for non-finite keys of the wrt argument, else 0 */
     row_stats stats[TILE_QUERIES];   /* LSEs in base 2, upstream gradients divided by the unit */
 };
 
@@ -136,10 +136,10 @@ __device__ inline float find_g_unit(const skl_cuda_params &params, const block_t
     return power_of_2(max(size - LIMIT, -126));
 }
 
-/* Row stats of the warpgroup's 64 queries, two threads each. Queries of the wrt argument that are not finite become 0
+/* Row stats of the warpgroup's 64 queries, two threads each. Non-finite queries of the wrt argument become 0
  * and their LSE NaN, so that they do not affect dk of keys that they do not attend to. Rows after the last one may
  * belong to another sequence: they become 0, too, and an LSE of 1e30 makes all their probabilities 0. */
-template <typename ELEMENT, int DIM, bool OF_B>
+template <typename ELEMENT, int DIM, bool WRT_B>
 __device__ inline void prepare_queries(const skl_cuda_params &params, fused_backward_smem<DIM> &smem,
                                        const block_tile &tile)
 {
@@ -158,7 +158,7 @@ __device__ inline void prepare_queries(const skl_cuda_params &params, fused_back
                 stat[which] = row_stat(params, which, tile.sequence, tile.head, tile.first + row);
             stats = {stat[0] * SKL_LOG2E, stat[1] * SKL_LOG2E, stat[2], stat[3] / smem.unit};
             if (!finite)
-                (OF_B ? stats.lse_b : stats.lse_a) = NAN;
+                (WRT_B ? stats.lse_b : stats.lse_a) = NAN;
         }
         smem.stats[row] = stats;
     }
@@ -166,7 +166,7 @@ __device__ inline void prepare_queries(const skl_cuda_params &params, fused_back
     named_barrier_sync(1 + (int)threadIdx.x / 128, 128);
 }
 
-template <typename ELEMENT, int DIM, bool OF_B, bool CAPPED> struct dq_warpgroup {
+template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED> struct dq_warpgroup {
     const skl_cuda_params &params;
     fused_backward_smem<DIM> &smem;
     int warpgroup; /* warp-uniform */
@@ -202,21 +202,21 @@ template <typename ELEMENT, int DIM, bool OF_B, bool CAPPED> struct dq_warpgroup
 #pragma unroll
                 for (int parity = 0; parity < 2; parity++) {
                     const int column = acc_column(i, parity);
-                    const float lse = OF_B ? query.lse_b : query.lse_a;
+                    const float lse = WRT_B ? query.lse_b : query.lse_a;
                     const log_probability of_wrt =
-                        log_probability_of<CAPPED>(wrt[i][half * 2 + parity], wrt_argument<OF_B>(params),
+                        log_probability_of<CAPPED>(wrt[i][half * 2 + parity], wrt_argument<WRT_B>(params),
                                                    MASKED ? smem.poison[n % smem.DEPTH][column] - lse : -lse);
                     const log_probability of_other =
-                        log_probability_of<CAPPED>(other[i][half * 2 + parity], other_argument<OF_B>(params),
-                                                   -(OF_B ? query.lse_a : query.lse_b));
-                    const float log_p_a = (OF_B ? of_other : of_wrt).value;
-                    const float log_p_b = (OF_B ? of_wrt : of_other).value;
-                    const float p_a = ex2(log_p_a), p_b = OF_B ? ex2(log_p_b) : 0.0F;
+                        log_probability_of<CAPPED>(other[i][half * 2 + parity], other_argument<WRT_B>(params),
+                                                   -(WRT_B ? query.lse_a : query.lse_b));
+                    const float log_p_a = (WRT_B ? of_other : of_wrt).value;
+                    const float log_p_b = (WRT_B ? of_wrt : of_other).value;
+                    const float p_a = ex2(log_p_a), p_b = WRT_B ? ex2(log_p_b) : 0.0F;
                     const bool seen = !MASKED || (first + column >= sees.begin && first + column < sees.end);
-                    if (OF_B && seen)
+                    if (WRT_B && seen)
                         sums[half] = {sums[half].l_a + p_a, sums[half].l_b + p_b,
                                       fmaf(p_a, log_p_a - log_p_b, sums[half].w)};
-                    float gradient = OF_B ? p_b - p_a : p_a * fmaf(SKL_LN2, log_p_a - log_p_b, -query.kl);
+                    float gradient = WRT_B ? p_b - p_a : p_a * fmaf(SKL_LN2, log_p_a - log_p_b, -query.kl);
                     if (CAPPED)
                         gradient *= of_wrt.slope;
                     pair[parity] = seen ? gradient * query.grad : 0.0F;
@@ -378,7 +378,7 @@ __device__ inline void run_dk_warpgroup(fused_backward_smem<DIM> &smem, const st
 
 /* ---- Kernel ------------------------------------------------------------------------------------------------- */
 
-template <typename ELEMENT, int DIM, bool OF_B, bool CAPPED>
+template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED>
 __global__ void __launch_bounds__(FUSED_BACKWARD_THREADS, 1)
     gradient_kernel(const __grid_constant__ skl_cuda_params params, const __grid_constant__ fused_backward_maps maps)
 {
@@ -394,7 +394,7 @@ __global__ void __launch_bounds__(FUSED_BACKWARD_THREADS, 1)
         smem.tile = assigned;
         smem.count = (int)skl_min(TILE_QUERIES, assigned.sequence.query_count - assigned.first);
         smem.keys = keys_of_tile(params, assigned);
-        if (smem.count < TILE_QUERIES) /* rows that do not exist must be masked: 0 times a key that is not finite */
+        if (smem.count < TILE_QUERIES) /* rows that do not exist must be masked: 0 times a non-finite key is NaN */
             smem.keys.masked_stages = smem.keys.stages;
         barrier_init(smem.queries_full, 1);
         for (int stage = 0; stage < smem.DEPTH; stage++) {
@@ -418,8 +418,8 @@ __global__ void __launch_bounds__(FUSED_BACKWARD_THREADS, 1)
                                           warp_uniform(smem.keys),
                                           warp_uniform((int)tile.sequence.batch),
                                           head,
-                                          head / wrt_argument<OF_B>(params).heads_per_key,
-                                          head / other_argument<OF_B>(params).heads_per_key};
+                                          head / wrt_argument<WRT_B>(params).heads_per_key,
+                                          head / other_argument<WRT_B>(params).heads_per_key};
         if (warp_index() == DK_WARPGROUP * 4) {
             loader.load_queries(warp_uniform((int)(tile.sequence.query_begin + tile.first)));
             for (int n = 0; n < smem.DEPTH; n++)
@@ -429,12 +429,13 @@ __global__ void __launch_bounds__(FUSED_BACKWARD_THREADS, 1)
                                        params.teacher_side ? params.problem.scale_t : params.problem.scale_s);
     } else {
         reg_alloc<200>();
-        dq_warpgroup<ELEMENT, DIM, OF_B, CAPPED> consumer = {params, smem, warpgroup};
+        dq_warpgroup<ELEMENT, DIM, WRT_B, CAPPED> consumer = {params, smem, warpgroup};
         load_a_frag<REG_DIMS<DIM>>(
             consumer.other_q,
-            queries_of<ELEMENT>(other_argument<OF_B>(params), tile.sequence, tile.head).from(tile.first), smem.count);
+            queries_of<ELEMENT>(other_argument<WRT_B>(params), tile.sequence, tile.head).from(tile.first),
+            smem.count);
         barrier_wait(smem.queries_full, 0);
-        prepare_queries<ELEMENT, DIM, OF_B>(params, smem, tile);
+        prepare_queries<ELEMENT, DIM, WRT_B>(params, smem, tile);
         consumer.run();
         consumer.store(tile);
     }

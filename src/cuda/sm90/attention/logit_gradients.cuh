@@ -1,6 +1,6 @@
 /* Building blocks of the Hopper backward kernels.
  *
- * A launch computes gradients with respect to one argument of the KL: `wrt` in all names, A or B (OF_B). The
+ * A launch computes gradients with respect to one argument of the KL: `wrt` in all names, A or B (WRT_B). The
  * remaining argument is `other`. G is the matrix of logit gradients, g_ij = grad_i dKL_i / dlogit_ij; then dq = scale
  * G k and dk = scale G^T q, with q and k of the wrt argument. */
 #ifndef SKL_CUDA_SM90_ATTENTION_LOGIT_GRADIENTS_CUH
@@ -12,14 +12,14 @@
 namespace sm90
 {
 
-template <bool OF_B> __device__ inline const skl_cuda_argument &wrt_argument(const skl_cuda_params &params)
+template <bool WRT_B> __device__ inline const skl_cuda_argument &wrt_argument(const skl_cuda_params &params)
 {
-    return OF_B ? params.b : params.a;
+    return WRT_B ? params.b : params.a;
 }
 
-template <bool OF_B> __device__ inline const skl_cuda_argument &other_argument(const skl_cuda_params &params)
+template <bool WRT_B> __device__ inline const skl_cuda_argument &other_argument(const skl_cuda_params &params)
 {
-    return OF_B ? params.a : params.b;
+    return WRT_B ? params.a : params.b;
 }
 
 /* Log2 of a probability, and the derivative of its logit's softcap. */
@@ -38,9 +38,9 @@ __device__ inline log_probability log_probability_of(float product, const skl_cu
     return {fmaf(argument.softcap_2, ratio, minus_lse), 1.0F - ratio * ratio};
 }
 
-/* ---- Values that are not finite ----------------------------------------------------------------------------- */
+/* ---- Non-finite values -------------------------------------------------------------------------------------- */
 
-/* The gradient of a masked pair is 0, but 0 times a value that is not finite is NaN. So rows with such values are set
+/* The gradient of a masked pair is 0, but 0 times a non-finite value is NaN. So rows with non-finite values are set
  * to 0 in shared memory before the product with G (sanitized). Poison, a NaN in place of their LSE or added to their
  * logits, makes G NaN for exactly the pairs that are not masked. */
 
@@ -126,7 +126,7 @@ __device__ inline void store_stage_row_stats(stage_row_stats &to, const lane_row
     to.largest = warp_max(largest);
 }
 
-/* Row stats of a block row. Loaded again in every stage: they need no registers while wgmmas are issued. */
+/* Row stats of a stationary row. Loaded again in every stage: they need no registers while wgmmas are issued. */
 __device__ inline row_stats load_row_stats(const row_stats &from)
 {
     const float4 stats = load_shared(*(const float4 *)(const void *)&from);
@@ -136,7 +136,7 @@ __device__ inline row_stats load_row_stats(const row_stats &from)
 /* ---- Gradients of logits ------------------------------------------------------------------------------------ */
 
 /* Row stats where queries are streamed: they belong to columns of the logits. */
-template <bool OF_B> struct streamed_query_stats {
+template <bool WRT_B> struct streamed_query_stats {
     const stage_row_stats &stats;
     row_stats query[2];
 
@@ -144,7 +144,7 @@ template <bool OF_B> struct streamed_query_stats {
     {
         const int column = acc_column(column_block, 0);
         const float2 lse_a = load_shared_2(stats.lse_a[column]), lse_b = load_shared_2(stats.lse_b[column]);
-        const float2 kl = OF_B ? make_float2(0.0F, 0.0F) : load_shared_2(stats.kl[column]);
+        const float2 kl = WRT_B ? make_float2(0.0F, 0.0F) : load_shared_2(stats.kl[column]);
         const float2 grad = load_shared_2(stats.grad[column]);
         query[0] = {lse_a.x, lse_b.x, kl.x, grad.x};
         query[1] = {lse_a.y, lse_b.y, kl.y, grad.y};
@@ -160,20 +160,20 @@ template <bool OF_B> struct streamed_query_stats {
     }
 };
 
-/* Logits of a stage: 64 block rows of a warpgroup x 64 streamed rows. */
+/* Logits of a stage: 64 stationary rows of a warpgroup x 64 streamed rows. */
 struct argument_logits {
     int first; /* MASKED: first row of the stage, counted from the stream's first */
     stage_logits wrt, other;
 };
 
 /* Calls emit(block of 8 columns, half, gradient, gradient of the next column) for the thread's logits. MASKED:
- * gradients of masked pairs are 0. `stats` is a streamed_query_stats or a block_query_stats. The logits are only
+ * gradients of masked pairs are 0. `stats` is a streamed_query_stats or a stationary_query_stats. The logits are only
  * read: ptxas serialises wgmmas whose accumulators are written by other instructions. */
-template <bool MASKED, bool OF_B, bool CAPPED, typename QUERY_STATS, typename EMIT>
+template <bool MASKED, bool WRT_B, bool CAPPED, typename QUERY_STATS, typename EMIT>
 __device__ inline void for_each_logit_gradient(const skl_cuda_params &params, const argument_logits &logits,
                                                const band32 &band, QUERY_STATS stats, EMIT emit)
 {
-    const stage_logits &x = OF_B ? logits.other : logits.wrt, &y = OF_B ? logits.wrt : logits.other;
+    const stage_logits &x = WRT_B ? logits.other : logits.wrt, &y = WRT_B ? logits.wrt : logits.other;
     range32 visible[2]; /* counted from the thread's first column */
 #pragma unroll
     for (int half = 0; half < 2 && MASKED; half++) {
@@ -193,9 +193,9 @@ __device__ inline void for_each_logit_gradient(const skl_cuda_params &params, co
                 const row_stats query = stats.of(half, parity);
                 const log_probability log_p_a = log_probability_of<CAPPED>(x[i][e], params.a, -query.lse_a);
                 const log_probability log_p_b = log_probability_of<CAPPED>(y[i][e], params.b, -query.lse_b);
-                float gradient = pair_gradient<OF_B>(log_p_a.value, log_p_b.value, query) * query.grad;
+                float gradient = pair_gradient<WRT_B>(log_p_a.value, log_p_b.value, query) * query.grad;
                 if (CAPPED)
-                    gradient *= (OF_B ? log_p_b : log_p_a).slope;
+                    gradient *= (WRT_B ? log_p_b : log_p_a).slope;
                 const bool seen = !MASKED || (column >= visible[half].begin && column < visible[half].end);
                 if (seen)
                     stats.add_to_kl(half, log_p_a.value, log_p_b.value);
@@ -206,13 +206,14 @@ __device__ inline void for_each_logit_gradient(const skl_cuda_params &params, co
     }
 }
 
-/* The warp's largest finite logit gradient, warp-uniform. Block rows from `count` on are undefined and ignored. */
-template <bool MASKED, bool OF_B, bool CAPPED, typename QUERY_STATS>
+/* The warp's largest finite logit gradient, warp-uniform. Stationary rows from `count` on are undefined and ignored.
+ */
+template <bool MASKED, bool WRT_B, bool CAPPED, typename QUERY_STATS>
 __device__ inline float largest_logit_gradient(const skl_cuda_params &params, const argument_logits &logits,
                                                const band32 &band, int count, const QUERY_STATS &stats)
 {
     float largest[2] = {};
-    for_each_logit_gradient<MASKED, OF_B, CAPPED>(
+    for_each_logit_gradient<MASKED, WRT_B, CAPPED>(
         params, logits, band, stats, [&](int, int half, float low, float high) {
             const float size = fmaxf(fabsf(low), fabsf(high));
             largest[half] = size < INFINITY ? fmaxf(largest[half], size) : largest[half];

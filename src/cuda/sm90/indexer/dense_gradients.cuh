@@ -7,15 +7,15 @@
  * of a stage (wgmma) decides which elements of G pass the ReLU. Those are the A operand, in registers, of the product
  * with the same stage, which accumulates in registers (wgmma). The key kernel transposes every 16 x 16 block of G.
  *
- *   block      2 consumer warpgroups of 64 block rows; a producer warp; 2 warps that sanitize stages
- *   queries    block rows: 128 queries of an index head; streamed: the keys that they attend to
- *   keys       block rows: 128 keys; streamed: 64 queries at a time, all index heads of them for the same G
+ *   block      2 consumer warpgroups of 64 stationary rows; a producer warp; 2 warps that sanitize stages
+ *   queries    stationary rows: 128 queries of an index head; streamed: the keys that they attend to
+ *   keys       stationary rows: 128 keys; streamed: 64 queries at a time, all index heads of them for the same G
  *   registers  240 per consumer thread (key kernel 224): accumulators (DIM / 2), A (32), G and its elements after the
  *              ReLU (16 each)
- *   shared     block rows and STAGES stages: 160 KB at DIM = 128
+ *   shared     stationary rows and STAGES stages: 160 KB at DIM = 128
  *
  *   producer   refills a stage (TMA) as soon as both consumer warpgroups have released it
- *   sanitizer  sets rows of masked stages that are not finite to 0; key kernel: also stores the queries' weights
+ *   sanitizer  sets non-finite rows of masked stages to 0; key kernel: also stores the queries' weights
  *   consumer   ReLU of stage n  ->  accumulates stage n, then computes A of stage n + 1 (wgmma); query kernel: G of
  *              stage n + 1 is loaded meanwhile
  *
@@ -38,16 +38,16 @@ template <int DIM> constexpr int INDEX_STAGES = DIM == 256 ? 4 : 8;
 
 template <int DIM> struct index_smem {
     static constexpr int STAGES = INDEX_STAGES<DIM>;
-    smem_rows<DIM / 64> block_rows;
+    smem_rows<DIM / 64> stationary_rows;
     row_stage<DIM> stages[STAGES];
     float weights[STAGES][STAGE_ROWS]; /* key kernel: of the queries of a stage */
-    uint64_t block_rows_full, full[STAGES], sanitized[STAGES], empty[STAGES], order[CONSUMERS];
+    uint64_t stationary_full, full[STAGES], sanitized[STAGES], empty[STAGES], order[CONSUMERS];
     /* In shared memory to save registers: */
     query_slot slot; /* query kernel */
     key_work work;   /* key kernel */
 };
 
-/* `own`: block rows. */
+/* `own`: the stationary rows. */
 struct index_maps {
     CUtensorMap own, streamed;
 };
@@ -80,7 +80,8 @@ template <int DIM> struct index_consumer {
 
     __device__ void issue_a(int n)
     {
-        issue_logits<__nv_bfloat16, DIM, 0>(a, NULL, k_major_operand(&smem.block_rows) + warpgroup * (64 * 128 / 16),
+        issue_logits<__nv_bfloat16, DIM, 0>(a, NULL,
+                                            k_major_operand(&smem.stationary_rows) + warpgroup * (64 * 128 / 16),
                                             k_major_operand(&smem.stages[n % smem.STAGES]));
     }
 
@@ -95,7 +96,7 @@ template <int DIM> struct index_consumer {
     /* Computes A of the first stage. */
     __device__ void begin()
     {
-        barrier_wait(smem.block_rows_full, 0);
+        barrier_wait(smem.stationary_full, 0);
         wait_stage(0);
         wgmma_fence();
         issue_a(0);
@@ -148,12 +149,13 @@ template <int DIM> struct index_consumer {
 /* ---- Producer ----------------------------------------------------------------------------------------------- */
 
 template <int DIM>
-__device__ inline void load_block_rows(index_smem<DIM> &smem, const CUtensorMap &map, int row, int head, int batch)
+__device__ inline void load_stationary_rows(index_smem<DIM> &smem, const CUtensorMap &map, int row, int head,
+                                            int batch)
 {
-    barrier_expect_tx(smem.block_rows_full, smem.block_rows.SIZE);
+    barrier_expect_tx(smem.stationary_full, smem.stationary_rows.SIZE);
 #pragma unroll
     for (int slab = 0; slab < DIM / 64; slab++)
-        tma_load(smem.block_rows.slabs[slab], map, slab * 64, row, head, batch, smem.block_rows_full);
+        tma_load(smem.stationary_rows.slabs[slab], map, slab * 64, row, head, batch, smem.stationary_full);
 }
 
 template <int DIM>
@@ -174,7 +176,7 @@ template <int DIM> __device__ inline void wait_stage_full(index_smem<DIM> &smem,
 
 /* ---- Sanitizer ---------------------------------------------------------------------------------------------- */
 
-/* G of a masked pair is 0, but 0 times a value that is not finite is NaN. So rows with such values become 0: pairs
+/* G of a masked pair is 0, but 0 times a non-finite value is NaN. So rows with non-finite values become 0: pairs
  * that are not masked have NaN in G already. One thread per row. */
 template <int DIM> __device__ inline void sanitize_row(row_stage<DIM> &stage, int row)
 {
@@ -201,7 +203,7 @@ template <int DIM> __device__ inline void publish_stage(index_smem<DIM> &smem, i
 
 template <int DIM> __device__ inline void init_barriers(index_smem<DIM> &smem)
 {
-    barrier_init(smem.block_rows_full, 1);
+    barrier_init(smem.stationary_full, 1);
     for (int stage = 0; stage < smem.STAGES; stage++) {
         barrier_init(smem.full[stage], 1);
         barrier_init(smem.sanitized[stage], SANITIZER_THREADS);
@@ -282,7 +284,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
     switch (role_of_warp()) {
     case ROLE_PRODUCER:
         if (stages > 0)
-            load_block_rows(smem, maps.own, (int)slot.sequence.query_begin + slot.first, head, batch);
+            load_stationary_rows(smem, maps.own, (int)slot.sequence.query_begin + slot.first, head, batch);
         for (int n = 0; n < stages; n++)
             load_stage(smem, maps.streamed, n, (int)slot.sequence.key_begin + first + n * STAGE_KEYS,
                        slot.head / params.b.heads_per_key, batch);
@@ -301,7 +303,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
 
 /* ---- Key kernel --------------------------------------------------------------------------------------------- */
 
-/* A query's weight times its upstream gradient. Values that are not finite become 0: G is NaN where they count. */
+/* A query's weight times its upstream gradient. Non-finite values become 0: G is NaN where they count. */
 __device__ inline float scaled_weight_of(const index_params &params, const query_slot &slot, int row, int index_head)
 {
     const skl_input &w = params.call.inputs.w_s;
@@ -361,7 +363,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
     int n = 0;
     switch (role_of_warp()) {
     case ROLE_PRODUCER:
-        load_block_rows(smem, maps.own, (int)work.sequence.key_begin + work.tile * SIDE, work.key_head, batch);
+        load_stationary_rows(smem, maps.own, (int)work.sequence.key_begin + work.tile * SIDE, work.key_head, batch);
         for_slots(params, work, [&](int slot_index) {
             const query_slot slot = slot_at(params, slot_index, (unsigned)params.problem.heads_s);
             for (int half = 0; half < SIDE / STAGE_ROWS; half++)

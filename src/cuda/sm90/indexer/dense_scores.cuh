@@ -14,8 +14,8 @@
  *              index head g     X = q_g k^T  (wgmma)   ->  Y += w_g relu(X)
  *              then             P, Y  ->  row sums, G
  *
- *   warpgroup 0   wgmma | arithmetic | wgmma | arithmetic |         ordered_barrier.cuh: the warpgroups alternate on
- *   warpgroup 1         | wgmma | arithmetic | wgmma | ...          the tensor cores
+ *   warpgroup 0   | wgmma      | arithmetic | wgmma      | arithmetic |      the warpgroups alternate on the tensor
+ *   warpgroup 1   | arithmetic | wgmma      | arithmetic | wgmma      |      cores (ordered_barrier.cuh)
  *
  * A head is a number of slabs of 64 dimensions, so one kernel handles all head sizes: 128 teacher heads of 576
  * dimensions with one key head as well as 8 heads of 64. A tile does 65 FLOP per byte from the L2 cache if it loads
