@@ -2,7 +2,7 @@
  * one teacher head per student head.
  *
  * Two kernels, as in sm80/attention/backward.cuh: one computes dq and keeps a tile of queries stationary; its
- * transpose (DK) computes dk and keeps keys. The gradient stays in registers: its bits are the same on
+ * transpose (DK) computes dk and keeps a tile of keys. The gradient stays in registers: its bits are the same on
  * every run, and it needs no workspace. The fused backward does not fit at these sizes, neither into registers nor
  * into shared memory.
  *
@@ -289,7 +289,7 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
         if (unit.MOVES)
             fit_unit<MASKED>(logits, wrt_stage);
         uint32_t g[4][4];
-        const float inverse = unit.inverse(); /* not multiplied into upstream gradients, which could overflow */
+        const float inverse = unit.inverse(); /* applied last: times an upstream gradient it could overflow */
         for_each_logit_gradient<MASKED, WRT_B, CAPPED>(
             params, logits, smem.stream.band, stats_of_stage(wrt_stage), [&](int i, int half, float low, float high) {
                 g[i / 2][i % 2 * 2 + half] = pack(low * inverse, high * inverse, ELEMENT());
@@ -331,7 +331,7 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
     {
         const row_tile<2, DK> &tile = smem.tile;
         const skl_row_state state =
-            merge_lanes({0.0F, sums[half].l_a, 0.0F, sums[half].l_b, sums[half].w}); /* log-probabilities, shift 0 */
+            merge_lanes({0.0F, sums[half].l_a, 0.0F, sums[half].l_b, sums[half].w}); /* shifts: the LSEs */
         if (row < smem.count && threadIdx.x % 4 == 0)
             skl_row_set(&params.call.rows.kl, &tile.sequence, tile.head, tile.first + row,
                         skl_kl_report(skl_state_kl(&state)));

@@ -169,7 +169,7 @@ template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED> struct dk_warpgrou
             unit.fit(*this, g_bound<MASKED>(logits, stats));
         }
         uint32_t g[4][4];
-        const float inverse = unit.inverse(); /* not multiplied into upstream gradients, which could overflow */
+        const float inverse = unit.inverse(); /* applied last: times an upstream gradient it could overflow */
         for_each_logit_gradient<MASKED, WRT_B, CAPPED>(
             params, logits, smem.queries.band, streamed_query_stats<WRT_B>{stats},
             [&](int i, int half, float low, float high) {

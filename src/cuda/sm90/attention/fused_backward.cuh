@@ -253,8 +253,7 @@ template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED> struct dq_warpgrou
         fence_proxy_async();
         __syncwarp();
         if (MASKED)
-            barrier_arrive(
-                smem.g_full[n % 2]); /* every lane, because every lane has read poison, which is overwritten next */
+            barrier_arrive(smem.g_full[n % 2]); /* every lane: it has read poison, which is overwritten next */
         else if (lane == 0)
             barrier_arrive_count(smem.g_full[n % 2], 32);
     }
@@ -282,8 +281,8 @@ template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED> struct dq_warpgrou
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = acc_row<1>(0, half);
-            const skl_row_state state = merge_lanes(
-                {0.0F, sums[half].l_a, 0.0F, sums[half].l_b, sums[half].w}); /* log-probabilities, shift 0 */
+            const skl_row_state state =
+                merge_lanes({0.0F, sums[half].l_a, 0.0F, sums[half].l_b, sums[half].w}); /* shifts: the LSEs */
             if (row >= smem.count)
                 continue;
             if (params.kl_in_backward && threadIdx.x % 4 == 0)

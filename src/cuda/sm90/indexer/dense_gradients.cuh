@@ -54,7 +54,7 @@ struct index_maps {
 
 /* ---- Consumers ---------------------------------------------------------------------------------------------- */
 
-/* Accumulators of a warpgroup's 64 rows: as many times the dimensions of one wgmma as DIM has. */
+/* Accumulators of a warpgroup's 64 rows, in chunks of the dimensions that one wgmma covers. */
 template <int DIM> struct index_sums {
     static constexpr int WGMMA_DIM = DIM < 128 ? DIM : 128;
     float acc[DIM / WGMMA_DIM][WGMMA_DIM / 8][4];
