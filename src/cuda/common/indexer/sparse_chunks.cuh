@@ -10,8 +10,7 @@
 extern "C" cudaError_t skl_cuda_sparse_dk(const skl_cuda_params *params, const skl_sparse_chunk *chunk,
                                           skl_range rows);
 
-/* launch(params, chunk, rows) computes dq and dw of a chunk's rows, and stores what each of their entries adds to dk.
- */
+/* launch(params, chunk, rows) computes dq and dw of a chunk's rows, and stores what each entry adds to dk. */
 template <typename LAUNCH> cudaError_t launch_sparse_chunks(const skl_cuda_params *params, LAUNCH launch)
 {
     const skl_problem *const p = &params->problem;

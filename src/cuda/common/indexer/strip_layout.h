@@ -1,5 +1,4 @@
-/* How a dense indexer on tensor cores divides its work and its workspace. Computed when planning and when launching.
- */
+/* How a dense indexer on tensor cores divides its work and its workspace: for planning and for launching. */
 #ifndef SKL_CUDA_COMMON_INDEXER_STRIP_LAYOUT_H
 #define SKL_CUDA_COMMON_INDEXER_STRIP_LAYOUT_H
 
@@ -72,8 +71,7 @@ static inline skl_index_layout skl_index_layout_of(const skl_problem *p, int32_t
 
 enum { SKL_SPARSE_SCORE_SIZE = 12 }; /* bytes per entry of `indices`: the teacher's mean, the index logit */
 
-/* Scores of one row per block. They are at the start of a forward's workspace, and after the chunk in a backward's.
- */
+/* Scores of one row per block. They are at the start of a forward's workspace, or after the chunk of a backward. */
 static inline size_t skl_sparse_scores_size(const skl_problem *p, int32_t num_blocks)
 {
     return (size_t)num_blocks * (size_t)p->top_k * SKL_SPARSE_SCORE_SIZE;

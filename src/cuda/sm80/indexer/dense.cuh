@@ -1,4 +1,4 @@
-/* The launches of an indexer by mma.sync: rows in one, gradients in three a strip. */
+/* Launches of a dense indexer by mma.sync: one for rows, three per strip for gradients. */
 #ifndef SKL_CUDA_SM80_INDEXER_DENSE_CUH
 #define SKL_CUDA_SM80_INDEXER_DENSE_CUH
 
@@ -42,8 +42,8 @@ template <typename ELEMENT> cudaError_t launch_index_rows(const skl_cuda_params 
     return error == cudaSuccess ? launch_scores<ELEMENT, false>(own) : error;
 }
 
-/* Own rows of a block are 64 times as many: what registers, and for keys shared memory of two blocks, have room for.
- */
+/* M of the gradient kernels: a block has 64 M stationary rows. Registers limit M, and for keys the shared memory of
+ * two blocks. */
 template <int DIM> constexpr int QUERY_ROWS = DIM > 64 ? 1 : 2;
 template <typename ELEMENT, int DIM> constexpr int KEY_ROWS = DIM > 64 || G_PLANES<ELEMENT> > 1 ? 1 : 2;
 

@@ -1,5 +1,4 @@
-/* The launches of an indexer's sparse stage by mma.sync: rows in one; gradients in two a chunk, before dk is
- * collected. */
+/* Launches of a sparse indexer by mma.sync: one for rows, two per chunk for gradients, before dk is summed. */
 #ifndef SKL_CUDA_SM80_INDEXER_SPARSE_CUH
 #define SKL_CUDA_SM80_INDEXER_SPARSE_CUH
 
@@ -13,7 +12,7 @@ namespace sm80
 
 static_assert(sizeof(lse_row) + sizeof(float) == SKL_SPARSE_SCORE_SIZE, "the workspace has room for them");
 
-/* Scores lie at `scores` in the workspace. */
+/* `scores`: offset of the scores in the workspace. */
 inline sparse_params sparse_params_for(const skl_cuda_params *params, size_t scores)
 {
     const bool reverse = params->problem.direction == SKL_KL_REVERSE;
@@ -32,14 +31,16 @@ inline sparse_params sparse_params_for(const skl_cuda_params *params, size_t sco
 /* ---- Shared memory of scores -------------------------------------------------------------------------------- */
 
 struct sparse_shared {
-    size_t size, most; /* of a launch, and that any launch may ask for: calls of other threads are not in its way */
+    /* The attribute of a kernel is always set to the maximum: launches from several host threads with different sizes
+     * do not interfere. */
+    size_t size, most; /* bytes of this launch; maximum of any launch */
 };
 
-/* Queries stay if there is room for them and for 64 KB of stages, which any product makes two stages of. A block that
- * has a multiprocessor to itself takes twice as much for stages, if there is. */
+/* Queries stay in shared memory if they fit next to 64 KB of stages, at least two stages of any product. A block that
+ * has an SM to itself uses 128 KB for stages, if available. */
 inline cudaError_t plan_sparse_memory(sparse_params *own, sparse_shared *memory)
 {
-    constexpr int STAGES_SIZE = 64 << 10, STREAMED_SIZE = 80 << 10; /* the latter: of queries too */
+    constexpr int STAGES_SIZE = 64 << 10, STREAMED_SIZE = 80 << 10; /* stages of keys; of keys and queries */
     const skl_problem *const p = &own->problem;
     int device = 0, block_most = 0, all = 0;
     cudaError_t error = cudaGetDevice(&device);
