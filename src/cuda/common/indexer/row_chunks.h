@@ -32,17 +32,17 @@ SKL_HOST_DEVICE int64_t skl_chunk_units(int64_t unit_size, int64_t count)
 /* ---- Dense -------------------------------------------------------------------------------------------------- */
 
 typedef struct skl_dense_chunk {
-    int64_t tiles;     /* of all queries of all heads */
-    int64_t key_steps; /* of a tile, at most */
-    int64_t count;     /* tiles of a chunk */
-    int64_t tile_size; /* floats of dy of a tile */
-    int64_t key_tiles; /* of all key heads */
-    int64_t parts;     /* of dk */
-    int64_t part_size; /* floats of dk */
-    size_t sums, end;  /* where in the workspace: parts of dk, behind dy */
+    int64_t tiles;         /* of all queries of all heads */
+    int64_t key_steps;     /* of a tile, at most */
+    int64_t count;         /* tiles of a chunk */
+    int64_t tile_size;     /* floats of dy of a tile */
+    int64_t key_tiles;     /* of all key heads */
+    int64_t num_dk_splits; /* of dk */
+    int64_t dk_split_size; /* floats of dk */
+    size_t sums, end;      /* where in the workspace: parts of dk, behind dy */
 } skl_dense_chunk;
 
-enum { SKL_DK_PARTS_MAX = 8 };
+enum { SKL_DK_SPLITS_MAX = 8 };
 
 SKL_HOST_DEVICE skl_dense_chunk skl_dense_chunk_of(const skl_problem *p, int32_t sm_count)
 {
@@ -54,25 +54,25 @@ SKL_HOST_DEVICE skl_dense_chunk skl_dense_chunk_of(const skl_problem *p, int32_t
     const int64_t enough = skl_ceil_div(4 * (int64_t)sm_count, p->index_heads);
     chunk.count = skl_chunk_units(chunk.tile_size * (int64_t)sizeof(float), skl_min(chunk.tiles, enough));
     chunk.key_tiles = p->batch * p->key_heads_s * skl_ceil_div(p->len_k, SKL_GENERAL_TILE);
-    chunk.parts = skl_min(skl_min(p->index_heads, SKL_DK_PARTS_MAX),
-                          skl_ceil_div(2 * (int64_t)sm_count, skl_max(chunk.key_tiles, 1)));
-    chunk.part_size = (p->packed ? p->total_k : p->batch * p->len_k) * p->key_heads_s * p->dim_s;
+    chunk.num_dk_splits = skl_min(skl_min(p->index_heads, SKL_DK_SPLITS_MAX),
+                                  skl_ceil_div(2 * (int64_t)sm_count, skl_max(chunk.key_tiles, 1)));
+    chunk.dk_split_size = (p->packed ? p->total_k : p->batch * p->len_k) * p->key_heads_s * p->dim_s;
     const int keys = (p->gradients & SKL_DK_S) != 0;
     chunk.sums = skl_aligned_size((size_t)(chunk.count * chunk.tile_size) * sizeof(float));
-    chunk.end = chunk.sums + (keys ? (size_t)(chunk.parts * chunk.part_size) * sizeof(float) : 0);
+    chunk.end = chunk.sums + (keys ? (size_t)(chunk.num_dk_splits * chunk.dk_split_size) * sizeof(float) : 0);
     return chunk;
 }
 
 /* ---- Sparse ------------------------------------------------------------------------------------------------- */
 
 typedef struct skl_sparse_chunk {
-    int64_t rows;  /* of all heads */
-    int64_t count; /* rows of a chunk */
-    size_t dy;     /* where in the workspace: dy of a list, for each row */
-    size_t parts;  /* what each entry adds to dk */
-    size_t order;  /* int32 [row][top_k]: entries that are keys, by buckets of keys, each as on the list */
-    size_t starts; /* int32 [bucket][row]: where in it a bucket begins; one more says where the last one ends */
-    size_t sums;   /* of dk, f32, if the gradient is not and there are more chunks than one */
+    int64_t rows;    /* of all heads */
+    int64_t count;   /* rows of a chunk */
+    size_t dy;       /* where in the workspace: dy of a list, for each row */
+    size_t entry_dk; /* what each entry adds to dk */
+    size_t order;    /* int32 [row][top_k]: entries that are keys, by buckets of keys, each as on the list */
+    size_t starts;   /* int32 [bucket][row]: where in it a bucket begins; one more says where the last one ends */
+    size_t sums;     /* of dk, f32, if the gradient is not and there are more chunks than one */
     size_t end;
     int64_t buckets, bucket_keys;
 } skl_sparse_chunk;
@@ -87,14 +87,14 @@ SKL_HOST_DEVICE skl_sparse_chunk skl_sparse_chunk_of(const skl_problem *p)
     const int64_t steps = skl_ceil_div(p->len_k, SKL_INDEX_STEP);
     chunk.bucket_keys = SKL_INDEX_STEP * skl_max(1, skl_ceil_div(steps, SKL_SPARSE_BUCKETS_MAX));
     chunk.buckets = skl_ceil_div(p->len_k, chunk.bucket_keys);
-    const int64_t parts_size = keys ? indices_size * p->dim_s : 0, order_size = keys ? indices_size : 0;
+    const int64_t entry_dk_size = keys ? indices_size * p->dim_s : 0, order_size = keys ? indices_size : 0;
     const int64_t starts_size = keys ? (chunk.buckets + 1) * 4 : 0;
     chunk.rows = p->batch * p->heads_s * p->len_q;
-    chunk.count = skl_chunk_units(indices_size + parts_size + order_size + starts_size, chunk.rows);
+    chunk.count = skl_chunk_units(indices_size + entry_dk_size + order_size + starts_size, chunk.rows);
     const int sums = keys && chunk.count < chunk.rows && skl_grad_dtype(p, p->dtype_s) != SKL_F32;
     chunk.dy = 0;
-    chunk.parts = skl_aligned_size((size_t)(chunk.count * indices_size));
-    chunk.order = chunk.parts + skl_aligned_size((size_t)(chunk.count * parts_size));
+    chunk.entry_dk = skl_aligned_size((size_t)(chunk.count * indices_size));
+    chunk.order = chunk.entry_dk + skl_aligned_size((size_t)(chunk.count * entry_dk_size));
     chunk.starts = chunk.order + skl_aligned_size((size_t)(chunk.count * order_size));
     chunk.sums = chunk.starts + skl_aligned_size((size_t)(chunk.count * starts_size));
     chunk.end = chunk.sums + (sums ? skl_aligned_size((size_t)(keys_count * p->key_heads_s * p->dim_s) * 4) : 0);

@@ -110,7 +110,7 @@ template <typename ELEMENT> cudaError_t launch_sparse_gradients(const skl_cuda_p
         own.row_first = rows.begin;
         own.row_end = rows.end;
         own.dy = (float *)(void *)(workspace + chunk.dy);
-        own.entry_dk = of.call.gradients.dk_s.data != NULL ? (float *)(void *)(workspace + chunk.parts) : NULL;
+        own.entry_dk = of.call.gradients.dk_s.data != NULL ? (float *)(void *)(workspace + chunk.entry_dk) : NULL;
         const cudaError_t error = launch_sparse_scores<ELEMENT>(&own);
         return error != cudaSuccess      ? error
                : of.problem.dim_s <= 64  ? launch_sparse_sums<ELEMENT, 64>(own)
