@@ -103,11 +103,12 @@ __device__ inline row_stream in_stages(const streamed_band &streamed, int64_t be
 }
 
 /* The keys of a query tile, or a part of them. */
-template <int M> __device__ inline row_stream keys_of_tile(const skl_cuda_params &params, const query_tile<M> &place)
+template <int M>
+__device__ inline row_stream keys_of_tile(const skl_cuda_params &params, const query_tile<M> &place, int num_splits)
 {
     const int64_t last = skl_min(place.first + place.ROWS, place.sequence.query_count) - 1;
     const skl_band keys = skl_key_band(&params.problem, &place.sequence);
-    return in_stages(streamed_split(stream_for(keys, place.first, last), STAGE_KEYS, place.split, params.num_splits),
+    return in_stages(streamed_split(stream_for(keys, place.first, last), STAGE_KEYS, place.split, num_splits),
                      place.sequence.key_begin, place.ROWS);
 }
 

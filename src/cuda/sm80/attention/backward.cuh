@@ -114,7 +114,7 @@ template <int M, bool DK> struct query_row_stats;
 template <int M> struct query_row_stats<M, false> {
     row_stats stationary[M][2];
 
-    __device__ void load_stationary(const skl_cuda_params &params, const skl_sequence &s, int64_t head, int64_t first,
+    __device__ void load_stationary(const backward_params &params, const skl_sequence &s, int64_t head, int64_t first,
                                     int last_row)
     {
 #pragma unroll
@@ -152,7 +152,7 @@ template <int M> struct query_row_stats<M, false> {
 template <int M> struct query_row_stats<M, true> {
     row_stats streamed[2][2];
 
-    __device__ void load_stationary(const skl_cuda_params &, const skl_sequence &, int64_t, int64_t, int)
+    __device__ void load_stationary(const backward_params &, const skl_sequence &, int64_t, int64_t, int)
     {
     }
 
@@ -184,7 +184,7 @@ template <int M> struct query_row_stats<M, true> {
 
 /* Starts copying the row stats of a stage's queries; `left` of them exist. */
 template <int ROWS>
-__device__ inline void copy_row_stats(row_stats (&to)[ROWS], const skl_cuda_params &params, const skl_sequence &s,
+__device__ inline void copy_row_stats(row_stats (&to)[ROWS], const backward_params &params, const skl_sequence &s,
                                       int64_t head, int64_t first, int left)
 {
     const int row = (int)threadIdx.x % ROWS;
@@ -251,7 +251,7 @@ __device__ inline void add_full_stage(gradient_acc<SLICE<DIM>, M> &gradient, gra
 template <typename ELEMENT, int DIM, int M, bool DK>
 __device__ inline void add_masked_stage(gradient_acc<SLICE<DIM>, M> &gradient, gradient_unit<ELEMENT> &unit,
                                         const row_frags<DIM, M> &frags_a, const row_frags<DIM, M> &frags_b,
-                                        const skl_cuda_params &params, bool wrt_b, const stage_operands &operands,
+                                        const backward_params &params, bool wrt_b, const stage_operands &operands,
                                         query_row_stats<M, DK> &queries, const int *poisoned, const band32 &band,
                                         int last_row, int first)
 {
@@ -317,12 +317,12 @@ __device__ inline void clear_non_finite(smem_rows<DIM> &rows, int (&poisoned)[ST
 /* Adds all streamed rows of a head to the gradient of the block's rows first_row .. first_row + last_row. */
 template <typename ELEMENT, int DIM, int M, bool DK>
 __device__ inline void sum_streamed(gradient_acc<SLICE<DIM>, M> &gradient, gradient_unit<ELEMENT> &unit,
-                                    const skl_cuda_params &params, backward_memory<DIM> &memory,
+                                    const backward_params &params, backward_memory<DIM> &memory,
                                     const skl_sequence &s, int64_t head, int64_t first_row, int last_row)
 {
     constexpr int ROWS = STAGE_ROWS<DIM>;
     const skl_cuda_argument &a = params.a, &b = params.b;
-    const bool wrt_b = skl_cuda_grad_of_b(&params);
+    const bool wrt_b = is_grad_of_b(params);
     const bool capped = a.capped || b.capped;
     row_frags<DIM, M> frags_a, frags_b;
     load_frags(frags_a, memory.stages,
@@ -387,18 +387,17 @@ __device__ inline void sum_streamed(gradient_acc<SLICE<DIM>, M> &gradient, gradi
 
 /* Whether the row takes part and attends to a key. If not, its gradient is 0, whatever its upstream gradient is. */
 template <int M, bool DK>
-__device__ inline bool is_live(const skl_cuda_params &params, const row_tile<M, DK> &tile, int64_t row)
+__device__ inline bool is_live(const backward_params &params, const row_tile<M, DK> &tile, int64_t row)
 {
     const skl_range sees = skl_visible(&params.problem, &tile.sequence, row);
     return row < tile.rows && (DK || sees.begin < sees.end);
 }
 
 template <int WIDTH, int M, bool DK>
-__device__ inline void store_gradient(const gradient_acc<WIDTH, M> &gradient, const skl_cuda_params &params,
+__device__ inline void store_gradient(const gradient_acc<WIDTH, M> &gradient, const backward_params &params,
                                       const row_tile<M, DK> &tile, float factor)
 {
-    const skl_problem &p = params.problem;
-    const skl_side side = params.teacher_side ? skl_teacher_of(&p, &params.call) : skl_student_of(&p, &params.call);
+    const skl_side side = side_of(params);
     const skl_output out = DK ? *side.dk : *side.dq;
     const int64_t base =
         SKL_ROW(out, tile.sequence.batch, tile.head, DK ? tile.sequence.key_begin : tile.sequence.query_begin);
@@ -423,7 +422,7 @@ __device__ inline void store_gradient(const gradient_acc<WIDTH, M> &gradient, co
 }
 
 template <typename ELEMENT, int DIM, int M, bool DK>
-__global__ void __launch_bounds__(THREADS, 2) gradient_kernel(const __grid_constant__ skl_cuda_params params)
+__global__ void __launch_bounds__(THREADS, 2) gradient_kernel(const __grid_constant__ backward_params params)
 {
     extern __shared__ __align__(128) unsigned char raw[];
     backward_memory<DIM> &memory = *(backward_memory<DIM> *)(void *)raw;
@@ -432,7 +431,7 @@ __global__ void __launch_bounds__(THREADS, 2) gradient_kernel(const __grid_const
         return;
     gradient_acc<SLICE<DIM>, M> gradient = {};
     gradient_unit<ELEMENT> unit;
-    const skl_cuda_argument &side = skl_cuda_grad_of_b(&params) ? params.b : params.a;
+    const skl_cuda_argument &side = is_grad_of_b(params) ? params.b : params.a;
     const int sharing = DK ? side.heads_per_key : 1;
     if (DK)
         clear_row_stats(memory.stats); /* visible to all threads after the first barrier */
@@ -446,21 +445,23 @@ __global__ void __launch_bounds__(THREADS, 2) gradient_kernel(const __grid_const
                    unit.value() * (params.teacher_side ? params.problem.scale_t : params.problem.scale_s));
 }
 
-template <typename ELEMENT, int DIM, int M, bool DK> cudaError_t launch_gradient(const skl_cuda_params *params)
+/* One launch per slice of the gradient. */
+template <typename ELEMENT, int DIM, int M, bool DK>
+cudaError_t launch_gradient(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     const cudaError_t error =
         cudaFuncSetAttribute(gradient_kernel<ELEMENT, DIM, M, DK>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                              (int)sizeof(backward_memory<DIM>));
     if (error != cudaSuccess)
         return error;
-    const skl_problem *const p = &params->problem;
+    backward_params slice = backward_params_of(params, launch);
+    const skl_problem *const p = &slice.problem;
     const dim3 blocks =
-        grid_of(p->batch, row_tile<M, DK>::heads(*params), skl_ceil_div(DK ? p->len_k : p->len_q, WARPS * 16 * M));
-    skl_cuda_params slice = *params;
-    const int64_t dim = params->teacher_side ? p->dim_t : p->dim_s;
-    for (slice.dim_first = 0; slice.dim_first < dim; slice.dim_first += SLICE<DIM>)
+        grid_of(p->batch, row_tile<M, DK>::heads(slice), skl_ceil_div(DK ? p->len_k : p->len_q, TILE_ROWS<M>));
+    record_launch(kernel, DK ? SKL_VARIANT_DK : SKL_VARIANT_DQ, 1);
+    for (; slice.dim_first < side_of(slice).dim; slice.dim_first += SLICE<DIM>)
         gradient_kernel<ELEMENT, DIM, M, DK>
-            <<<blocks, THREADS, sizeof(backward_memory<DIM>), params->call.stream>>>(slice);
+            <<<blocks, THREADS, sizeof(backward_memory<DIM>), slice.call.stream>>>(slice);
     return cudaPeekAtLastError();
 }
 

@@ -70,7 +70,7 @@ __device__ inline bool add_with_shift(skl_row_state (&state)[M][2], const row_fr
 
 /* Adds the keys of a split to the states of the thread's rows. */
 template <typename ELEMENT, int DIM, int M>
-__device__ inline void sum_keys(skl_row_state (&state)[M][2], const skl_cuda_params &params,
+__device__ inline void sum_keys(skl_row_state (&state)[M][2], const forward_params &params,
                                 forward_memory<DIM, M> &memory, const skl_sequence &s, int64_t head,
                                 int64_t query_first, int split)
 {
@@ -138,12 +138,12 @@ template <int DIM> constexpr int FORWARD_BLOCKS_PER_SM = DIM == 64 ? 3 : 2;
 
 template <typename ELEMENT, int DIM, int M>
 __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS_PER_SM<DIM>)
-    forward_kernel(const __grid_constant__ skl_cuda_params params)
+    forward_kernel(const __grid_constant__ forward_params params)
 {
     extern __shared__ __align__(128) unsigned char raw[];
     forward_memory<DIM, M> &memory = *(forward_memory<DIM, M> *)(void *)raw;
     query_tile<M> tile;
-    if (!tile.find(params, params.num_splits))
+    if (!tile.find(params, params.num_splits, (unsigned)params.head_group))
         return;
     skl_row_state state[M][2];
 #pragma unroll
@@ -160,37 +160,51 @@ __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS_PER_SM<DIM>)
         }
     __syncthreads();
     query_tile<M> written; /* the same tile, recomputed: `tile` need not stay in registers during the loop */
-    (void)written.find(params, params.num_splits);
+    (void)written.find(params, params.num_splits, (unsigned)params.head_group);
     const int row = (int)threadIdx.x;
     if (row < written.ROWS && written.first + row < written.sequence.query_count)
         write_split(params, written, row, memory.rows[row]);
 }
 
-template <typename ELEMENT, int DIM, int M> cudaError_t launch_forward(const skl_cuda_params *params)
-{
-    constexpr int MEMORY = sizeof(forward_memory<DIM, M>);
-    static_assert(SKL_SM80_BLOCKS_PER_SM_MAX * query_tile<M>::ROWS <= SKL_SPLIT_ROWS_MAX,
+template <typename ELEMENT, int DIM, int M> struct forward_launch {
+    static constexpr int ROWS = query_tile<M>::ROWS, MEMORY = sizeof(forward_memory<DIM, M>);
+    static_assert(ROWS == SKL_SM80_FORWARD_ROWS(DIM), "select.c counts tiles");
+    static_assert(SKL_SM80_BLOCKS_PER_SM_MAX * ROWS <= SKL_SPLIT_ROWS_MAX,
                   "the workspace holds the states of all splits");
-    int resident = 0;
-    cudaError_t error =
-        cudaFuncSetAttribute(forward_kernel<ELEMENT, DIM, M>, cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
-    if (error == cudaSuccess)
-        error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, forward_kernel<ELEMENT, DIM, M>, THREADS,
-                                                              MEMORY);
-    if (error != cudaSuccess)
-        return error;
-    const skl_problem *const p = &params->problem;
-    const int64_t tiles = skl_ceil_div(p->len_q, query_tile<M>::ROWS);
-    skl_cuda_params own = *params;
-    own.num_splits =
-        num_splits_for(p->batch * p->heads_s * tiles,
-                       (int64_t)params->sm_count * skl_min(resident, SKL_SM80_BLOCKS_PER_SM_MAX), p->len_k);
-    forward_kernel<ELEMENT, DIM, M>
-        <<<grid_of(p->batch, p->heads_s, tiles * own.num_splits), THREADS, MEMORY, params->call.stream>>>(own);
-    if (own.num_splits > 1)
-        merge_splits<M><<<grid_of(p->batch, p->heads_s, tiles), query_tile<M>::ROWS, 0, params->call.stream>>>(own);
-    return cudaPeekAtLastError();
-}
+
+    static cudaError_t allow_memory()
+    {
+        return cudaFuncSetAttribute(forward_kernel<ELEMENT, DIM, M>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    MEMORY);
+    }
+
+    /* 0 on an error, which the launch then reports. */
+    static int blocks_per_sm()
+    {
+        int count = 0;
+        if (allow_memory() != cudaSuccess ||
+            cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, forward_kernel<ELEMENT, DIM, M>, THREADS, MEMORY) !=
+                cudaSuccess)
+            return 0;
+        return count;
+    }
+
+    static cudaError_t run(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
+    {
+        const cudaError_t error = allow_memory();
+        if (error != cudaSuccess)
+            return error;
+        const forward_params own = forward_params_of(params, launch);
+        const skl_problem *const p = &own.problem;
+        const int64_t tiles = skl_ceil_div(p->len_q, ROWS);
+        record_launch(kernel, SKL_VARIANT_TILES, own.num_splits);
+        forward_kernel<ELEMENT, DIM, M>
+            <<<grid_of(p->batch, p->heads_s, tiles * own.num_splits), THREADS, MEMORY, own.call.stream>>>(own);
+        if (own.num_splits > 1)
+            merge_splits<M><<<grid_of(p->batch, p->heads_s, tiles), ROWS, 0, own.call.stream>>>(own);
+        return cudaPeekAtLastError();
+    }
+};
 
 } // namespace sm80
 

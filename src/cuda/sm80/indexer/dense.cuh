@@ -28,10 +28,12 @@ template <typename ELEMENT, bool GRADIENTS> cudaError_t launch_scores(const inde
     return error == cudaSuccess ? launch_rows(own) : error;
 }
 
-template <typename ELEMENT> cudaError_t launch_index_rows(const skl_cuda_params *params)
+template <typename ELEMENT>
+cudaError_t launch_dense_rows(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
+    record_launch(kernel, SKL_VARIANT_ROWS, launch->strips.num_splits);
     const skl_problem *const p = &params->problem;
-    const skl_index_layout layout = skl_index_layout_of(p, params->sm_count, 0);
+    const skl_index_layout &layout = launch->strips;
     index_params own = params_for(params, layout);
     cudaError_t error = cudaSuccess;
     if (own.with_teacher && !own.lse_given) {
@@ -80,12 +82,14 @@ cudaError_t launch_index_sums(const index_params &own, const skl_index_layout &l
     return error;
 }
 
-template <typename ELEMENT> cudaError_t launch_index_gradients(const skl_cuda_params *params)
+template <typename ELEMENT>
+cudaError_t launch_dense_gradients(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
+    record_launch(kernel, SKL_VARIANT_GRADIENTS, launch->strips.num_splits);
     const skl_problem *const p = &params->problem;
-    const skl_index_layout layout = skl_index_layout_of(p, params->sm_count, 1);
+    const skl_index_layout &layout = launch->strips;
     index_params own = params_for(params, layout);
-    return launch_strips(&own, layout, [&](const index_params &strip) {
+    return launch_strips(&own, launch, [&](const index_params &strip) {
         const cudaError_t error = launch_scores<ELEMENT, true>(strip);
         return error != cudaSuccess ? error
                : p->dim_s <= 64     ? launch_index_sums<ELEMENT, 64>(strip, layout)

@@ -27,7 +27,7 @@ struct tma_coord {
     int batch, query;         /* row of the tensor */
     int head, head_a, head_b; /* of the queries, of both keys */
 
-    template <int M> __device__ static tma_coord of(const skl_cuda_params &params, const query_tile<M> &tile)
+    template <int M> __device__ static tma_coord of(const forward_params &params, const query_tile<M> &tile)
     {
         const int head = (int)tile.head;
         return {(int)tile.sequence.batch, (int)(tile.sequence.query_begin + tile.first), head,
@@ -152,7 +152,7 @@ __device__ inline void cap_stage(stage_logits &to, const stage_logits &x, const 
 /* Of the two rows of a thread in a tile of 64 M queries, merged: the four lanes that have them share the logarithms,
  * which are long. */
 template <int M>
-__device__ inline void write_row_of_two(const skl_cuda_params &params, const query_tile<M> &tile,
+__device__ inline void write_row_of_two(const forward_params &params, const query_tile<M> &tile,
                                         const skl_row_state &state)
 {
     const int lane = (int)threadIdx.x % 4, row = acc_row<1>(0, lane % 2);

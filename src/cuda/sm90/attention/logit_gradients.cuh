@@ -9,12 +9,12 @@
 namespace sm90
 {
 
-template <bool OF_B> __device__ inline const skl_cuda_argument &wrt_argument(const skl_cuda_params &params)
+template <bool OF_B> __device__ inline const skl_cuda_argument &wrt_argument(const backward_params &params)
 {
     return OF_B ? params.b : params.a;
 }
 
-template <bool OF_B> __device__ inline const skl_cuda_argument &other_argument(const skl_cuda_params &params)
+template <bool OF_B> __device__ inline const skl_cuda_argument &other_argument(const backward_params &params)
 {
     return OF_B ? params.a : params.b;
 }
@@ -85,7 +85,7 @@ struct lane_row_stats {
 /* By a warp; `first`: of the stage, counted from the stream's first. Queries behind the last that one of the block's
  * `count` keys sees have none: they are masked everywhere, and whatever comes from upstream for them must not move
  * the unit. */
-__device__ inline lane_row_stats load_stage_row_stats(const skl_cuda_params &params, const skl_sequence &s,
+__device__ inline lane_row_stats load_stage_row_stats(const backward_params &params, const skl_sequence &s,
                                                       const row_stream &queries, int count, int64_t head, int first)
 {
     const int64_t origin = queries.row - s.query_begin;
@@ -158,7 +158,7 @@ struct logits_of_stage {
 /* Gives the thread's gradients of logits to take(block of 8 columns, half, two neighbours). MASKED: those of masked
  * pairs are 0. The logits are only read: ptxas wants accumulators for itself. */
 template <bool MASKED, bool OF_B, bool CAPPED, typename QUERIES, typename TAKE>
-__device__ inline void weigh_pairs(const skl_cuda_params &params, const logits_of_stage &logits, const band32 &band,
+__device__ inline void weigh_pairs(const backward_params &params, const logits_of_stage &logits, const band32 &band,
                                    QUERIES queries, TAKE take)
 {
     const stage_logits &x = OF_B ? logits.other : logits.wrt, &y = OF_B ? logits.wrt : logits.other;
@@ -197,7 +197,7 @@ __device__ inline void weigh_pairs(const skl_cuda_params &params, const logits_o
 /* The warp's largest finite gradient of a logit, the same for all lanes. Own rows behind the last one hold anything,
  * and do not count. */
 template <bool MASKED, bool OF_B, bool CAPPED, typename QUERIES>
-__device__ inline float largest_pair(const skl_cuda_params &params, const logits_of_stage &logits, const band32 &band,
+__device__ inline float largest_pair(const backward_params &params, const logits_of_stage &logits, const band32 &band,
                                      int count, const QUERIES &queries)
 {
     float largest[2] = {};
@@ -233,23 +233,6 @@ __device__ inline void store_row(void *gradient, int64_t at, const skl_side &sid
     else
         store_elements((ELEMENT *)gradient + at, (int)side.dim, x, half, factor);
 }
-
-/* ---- Launch ------------------------------------------------------------------------------------------------- */
-
-/* The kernels that do what those of this folder cannot. */
-struct split_launchers {
-    skl_cuda_launcher forward, queries, keys;
-
-    cudaError_t run(const skl_cuda_params *params) const
-    {
-        cudaError_t error = params->kl_in_backward ? forward(params) : cudaSuccess;
-        if (error == cudaSuccess && skl_cuda_side(params).dq->data != NULL)
-            error = queries(params);
-        if (error == cudaSuccess && params->sums.data != NULL)
-            error = keys(params);
-        return error;
-    }
-};
 
 } // namespace sm90
 
