@@ -71,6 +71,7 @@ struct skl_cuda_launch {
 #define SKL_VARIANT_ROWS          "rows"
 #define SKL_VARIANT_GRADIENTS     "gradients"
 #define SKL_VARIANT_RESIDENT      "rows, queries in shared memory"
+#define SKL_VARIANT_CLEAR         "clear"
 #define SKL_VARIANT_STREAMED      "rows, streamed queries"
 
 /* The name of the kernel, its variant and the number of splits, as every launcher reports them when it launches. NULL

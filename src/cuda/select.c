@@ -642,7 +642,7 @@ void skl_cuda_select(const skl_plan *plan, const skl_call *call, skl_cuda_params
         s.reason = no_tma;
     }
     if (p->packed)
-        add(&s, "tails", general, skl_cuda_clear_tails, "clear", "rows after the last packed sequence become 0");
+        add(&s, "tails", general, skl_cuda_clear_tails, SKL_VARIANT_CLEAR, "rows after the last packed sequence become 0");
     if (skl_is_indexer(p))
         select_indexer(&s);
     else

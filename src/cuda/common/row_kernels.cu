@@ -76,6 +76,7 @@ extern "C" cudaError_t skl_cuda_clear_tails(const skl_cuda_params *params, const
 {
     const skl_problem *const p = &params->problem;
     const int64_t rows = skl_max(p->total_q * p->heads_t, p->total_k * p->key_heads_t);
+    record_launch("cuda_general", SKL_VARIANT_CLEAR, 1);
     clear_tails<<<blocks_for(rows), THREADS, 0, params->call.stream>>>(*params);
     return cudaPeekAtLastError();
 }
