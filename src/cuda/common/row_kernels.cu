@@ -1,7 +1,7 @@
 /* Memory-bound kernels over rows: rows after the last packed sequence, partial states, f32 sums of dk. */
 #include "base/convert.h"
 #include "base/kl_math.h"
-#include "cuda/launch.h"
+#include "cuda/common/dk_sums.cuh"
 
 constexpr int THREADS = 256;
 
@@ -72,10 +72,11 @@ static __global__ void __launch_bounds__(THREADS) clear_tails(const __grid_const
         call.states[index / tail * p.total_q + used_q + index % tail] = skl_state_empty();
 }
 
-extern "C" cudaError_t skl_cuda_clear_tails(const skl_cuda_params *params)
+extern "C" cudaError_t skl_cuda_clear_tails(const skl_cuda_params *params, const skl_cuda_launch *)
 {
     const skl_problem *const p = &params->problem;
     const int64_t rows = skl_max(p->total_q * p->heads_t, p->total_k * p->key_heads_t);
+    record_launch("cuda_general", SKL_VARIANT_CLEAR, 1);
     clear_tails<<<blocks_for(rows), THREADS, 0, params->call.stream>>>(*params);
     return cudaPeekAtLastError();
 }
@@ -135,10 +136,10 @@ struct sums_shape {
     int64_t heads, rows, quads, count;
 };
 
-static sums_shape shape_of(const skl_cuda_params *params)
+static sums_shape shape_of(const backward_params *params)
 {
     const skl_problem *const p = &params->problem;
-    const skl_side side = skl_cuda_side(params);
+    const skl_side side = side_of(*params);
     const int64_t rows = p->packed ? p->total_k : p->len_k, quads = side.dim / 4;
     return {side.key_heads, rows, quads, (p->packed ? 1 : p->batch) * side.key_heads * rows * quads};
 }
@@ -171,22 +172,22 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-extern "C" cudaError_t skl_cuda_clear_sums(const skl_cuda_params *params)
+cudaError_t clear_dk_sums(const backward_params *params)
 {
     const sums_shape shape = shape_of(params);
-    if (params->sums.data == NULL || shape.count == 0)
+    if (params->dk_sums.data == NULL || shape.count == 0)
         return cudaSuccess;
-    clear_sums<<<blocks_for(shape.count), THREADS, 0, params->call.stream>>>(params->sums, shape);
+    clear_sums<<<blocks_for(shape.count), THREADS, 0, params->call.stream>>>(params->dk_sums, shape);
     return cudaPeekAtLastError();
 }
 
-extern "C" cudaError_t skl_cuda_store_sums(const skl_cuda_params *params)
+cudaError_t store_dk_sums(const backward_params *params)
 {
     const sums_shape shape = shape_of(params);
-    const skl_side side = skl_cuda_side(params);
-    if (params->sums.data == NULL || params->sums.data == side.dk->data || shape.count == 0)
+    const skl_side side = side_of(*params);
+    if (params->dk_sums.data == NULL || params->dk_sums.data == side.dk->data || shape.count == 0)
         return cudaSuccess;
-    store_sums<<<blocks_for(shape.count), THREADS, 0, params->call.stream>>>(params->sums, shape, *side.dk,
+    store_sums<<<blocks_for(shape.count), THREADS, 0, params->call.stream>>>(params->dk_sums, shape, *side.dk,
                                                                              side.grad_dtype);
     return cudaPeekAtLastError();
 }

@@ -150,16 +150,16 @@ template <int M> struct query_tile {
     }
 
     /* The tile of this block, of a grid with `splits` blocks per tile; false if the block has no tile. */
-    __device__ bool find(const skl_cuda_params &params, int splits)
+    __device__ bool find(const skl_cuda_params &params, int splits, unsigned head_group)
     {
-        const unsigned heads = (unsigned)params.problem.heads_s, head_group = (unsigned)params.head_group;
+        const unsigned heads = (unsigned)params.problem.heads_s;
         return set(params, tile_of_block(heads, tiles(params) * splits, head_group), splits);
     }
 
     /* The tile that a block of a persistent kernel computes in this iteration; false if there is none. */
-    __device__ bool find_persistent(const skl_cuda_params &params, int iteration)
+    __device__ bool find_persistent(const skl_cuda_params &params, int iteration, unsigned head_group)
     {
-        const unsigned heads = (unsigned)params.problem.heads_s, head_group = (unsigned)params.head_group;
+        const unsigned heads = (unsigned)params.problem.heads_s;
         return set(params, persistent_tile((unsigned)iteration, heads, tiles(params), head_group), 1);
     }
 
@@ -186,35 +186,27 @@ template <int M> struct query_tile {
 
 /* Writes the results of a row; or, with several splits, its partial state to the workspace. */
 template <int M>
-__device__ inline void write_split(const skl_cuda_params &params, const query_tile<M> &tile, int row,
+__device__ inline void write_split(const forward_params &params, const query_tile<M> &tile, int row,
                                    const skl_row_state &state)
 {
     if (params.num_splits > 1)
-        ((skl_row_state *)params.scratch)[tile.index * tile.ROWS + row] = state;
+        params.split_states[tile.index * tile.ROWS + row] = state;
     else
         write_row(params, tile.sequence, tile.head, tile.first + row, state);
 }
 
 /* Merges the splits of a tile in a fixed order and writes its rows, one query per thread. */
-template <int M> __global__ void merge_splits(const __grid_constant__ skl_cuda_params params)
+template <int M> __global__ void merge_splits(const __grid_constant__ forward_params params)
 {
     query_tile<M> tile;
     const int row = (int)threadIdx.x;
-    if (!tile.find(params, 1) || tile.first + row >= tile.sequence.query_count)
+    if (!tile.find(params, 1, (unsigned)params.head_group) || tile.first + row >= tile.sequence.query_count)
         return;
-    const skl_row_state *const splits =
-        (const skl_row_state *)params.scratch + tile.index * params.num_splits * tile.ROWS;
+    const skl_row_state *const splits = params.split_states + tile.index * params.num_splits * tile.ROWS;
     skl_row_state state = splits[row];
     for (int split = 1; split < params.num_splits; split++)
         state = skl_state_merge(state, splits[split * tile.ROWS + row]);
     write_row(params, tile.sequence, tile.head, tile.first + row, state);
-}
-
-/* The number of splits that gives at most `blocks` blocks in all and at least KEYS_MIN keys per split. */
-inline int32_t num_splits_for(int64_t tiles, int64_t blocks, int64_t keys)
-{
-    constexpr int64_t KEYS_MIN = 256;
-    return (int32_t)skl_max(1, skl_min(blocks / tiles, keys / KEYS_MIN));
 }
 
 } // namespace tensor_core

@@ -3,6 +3,7 @@
 #define SKL_CUDA_COMMON_ROW_STATS_CUH
 
 #include "cuda/common/ptx.cuh"
+#include "cuda/common/params.cuh"
 #include "cuda/common/sequence.cuh"
 
 namespace tensor_core
@@ -14,7 +15,7 @@ struct alignas(16) row_stats {
 };
 
 /* The row vector with member `which` of row_stats. A vector without data means 0, or 1 for the upstream gradient. */
-__device__ inline skl_input row_stat_source(const skl_cuda_params &params, int which)
+__device__ inline skl_input row_stat_source(const backward_params &params, int which)
 {
     const skl_inputs &in = params.call.inputs;
     const bool reverse = params.problem.direction == SKL_KL_REVERSE;
@@ -30,7 +31,7 @@ __device__ inline skl_input row_stat_source(const skl_cuda_params &params, int w
     }
 }
 
-__device__ inline float row_stat(const skl_cuda_params &params, int which, const skl_sequence &s, int64_t head,
+__device__ inline float row_stat(const backward_params &params, int which, const skl_sequence &s, int64_t head,
                                  int64_t query)
 {
     const skl_input source = row_stat_source(params, which);

@@ -14,6 +14,7 @@
 
 #include "base/kl_math.h"
 #include "cuda/common/ptx.cuh"
+#include "cuda/common/params.cuh"
 #include "cuda/common/sequence.cuh"
 
 namespace tensor_core
@@ -30,8 +31,7 @@ template <int M> __device__ inline int acc_row(int m, int half)
     return ((int)threadIdx.x / 32 * M + m) * 16 + (int)threadIdx.x % 32 / 4 + half * 8;
 }
 
-/* Streamed row of an accumulator element, counted from the step's first row: each block has 8 columns, two per lane.
- */
+/* Streamed row of an accumulator element, counted from the step's first row: blocks of 8 columns, two per lane. */
 __device__ inline int acc_column(int block, int parity)
 {
     return block * 8 + (int)threadIdx.x % 4 * 2 + parity;
@@ -91,7 +91,7 @@ struct streamed_band {
 
 __device__ inline int saturated(int64_t value)
 {
-    return (int)skl_max(-SKL_SM80_ROWS_MAX, skl_min(SKL_SM80_ROWS_MAX, value));
+    return (int)skl_max(-SKL_ROWS_MAX, skl_min(SKL_ROWS_MAX, value));
 }
 
 /* For a block of the stationary rows first .. last. */
@@ -190,7 +190,7 @@ template <int M, bool DK> struct row_tile {
     int64_t stored;      /* rows of the sequence that have a gradient; that of padding keys is 0 */
 
     /* The tile of this block; false if the block has no tile. */
-    __device__ bool find(const skl_cuda_params &params)
+    __device__ bool find(const backward_params &params)
     {
         const skl_problem &p = params.problem;
         const unsigned tiles = (unsigned)skl_ceil_div(DK ? p.len_k : p.len_q, TILE_ROWS<M>);
@@ -205,7 +205,7 @@ template <int M, bool DK> struct row_tile {
         return first < stored;
     }
 
-    __host__ __device__ static int64_t heads(const skl_cuda_params &params)
+    __host__ __device__ static int64_t heads(const backward_params &params)
     {
         const skl_problem &p = params.problem;
         return !DK ? p.heads_s : params.teacher_side ? p.key_heads_t : p.key_heads_s;

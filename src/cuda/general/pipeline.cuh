@@ -9,7 +9,7 @@
 #define SKL_CUDA_GENERAL_PIPELINE_CUH
 
 #include "base/convert.h"
-#include "cuda/launch.h"
+#include "cuda/common/params.cuh"
 
 constexpr int THREADS = 256;
 constexpr int TILE = SKL_GENERAL_TILE; /* own rows of a block */

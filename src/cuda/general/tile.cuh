@@ -224,16 +224,16 @@ __device__ inline work_item work_item_at(const skl_cuda_params &params, int64_t 
 }
 
 /* A tile of queries of one head, and the keys that they see: forward and dq. */
-__device__ inline work_item query_item(const skl_cuda_params &params, int64_t item)
+__device__ inline work_item query_item(const skl_cuda_params &params, int64_t item, bool teacher_side = false)
 {
     const skl_problem &p = params.problem;
-    const int64_t heads = params.teacher_side ? p.heads_t : p.heads_s;
+    const int64_t heads = teacher_side ? p.heads_t : p.heads_s;
     const int64_t tiles = skl_ceil_div(p.len_q, TILE);
     work_item at = work_item_at(params, item, heads * tiles);
     if (!at.exists)
         return at;
     at.own_head = item / tiles % heads;
-    at.head = params.teacher_side ? at.own_head / skl_group_size(&p) : at.own_head;
+    at.head = teacher_side ? at.own_head / skl_group_size(&p) : at.own_head;
     at.queries.begin = (tiles - 1 - item % tiles) * TILE; /* causal: longest first */
     at.queries.end = at.sequence.query_count;
     if (at.queries.begin < at.queries.end)

@@ -114,13 +114,13 @@ __device__ inline row_stream make_row_stream(const streamed_band &streamed, int6
 }
 
 /* The keys that a query tile attends to, or one split of them. */
-template <int M> __device__ inline row_stream keys_of_tile(const skl_cuda_params &params, const query_tile<M> &tile)
+template <int M>
+__device__ inline row_stream keys_of_tile(const skl_cuda_params &params, const query_tile<M> &tile, int num_splits)
 {
     const int64_t last = skl_min(tile.first + tile.ROWS, tile.sequence.query_count) - 1;
     const skl_band keys = skl_key_band(&params.problem, &tile.sequence);
-    return make_row_stream(
-        streamed_split(stream_for(keys, tile.first, last), STAGE_KEYS, tile.split, params.num_splits),
-        tile.sequence.key_begin, tile.ROWS);
+    return make_row_stream(streamed_split(stream_for(keys, tile.first, last), STAGE_KEYS, tile.split, num_splits),
+                           tile.sequence.key_begin, tile.ROWS);
 }
 
 /* ---- Logits ------------------------------------------------------------------------------------------------- */

@@ -1,7 +1,6 @@
 /* A tile of an indexer's logits after the products: heads are summed, rows reduced, and G is stored.
  *
- * Tiles have 8 N columns and the accumulator layout of mma m16n8: a thread holds two rows and two of every 8 columns.
- */
+ * Tiles have the accumulator layout of mma m16n8: a thread holds two rows and two of every 8 columns, of 8 N. */
 #ifndef SKL_CUDA_COMMON_INDEXER_LOGIT_TILE_CUH
 #define SKL_CUDA_COMMON_INDEXER_LOGIT_TILE_CUH
 

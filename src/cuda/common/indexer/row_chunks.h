@@ -15,7 +15,9 @@
 #ifndef SKL_CUDA_COMMON_INDEXER_ROW_CHUNKS_H
 #define SKL_CUDA_COMMON_INDEXER_ROW_CHUNKS_H
 
-#include "cuda/launch.h"
+#include "base/side.h"
+
+enum { SKL_GENERAL_TILE = 128 }; /* rows per block of the general kernels */
 
 enum { SKL_CHUNK_BYTES = 1 << 28 }; /* size of a chunk, unless a single tile or row takes more */
 

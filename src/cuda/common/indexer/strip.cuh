@@ -48,9 +48,11 @@ __device__ inline index_row merge_rows(const index_row &a, const index_row &b)
 }
 
 struct index_params : skl_cuda_params {
-    bool with_teacher; /* false: only the LSEs of the indexer are wanted */
-    bool lse_given;    /* teacher LSEs are the caller's, and may cover more than the visible keys */
-    float least;       /* lower bound of the ReLU: 0, or -inf without a ReLU */
+    int32_t num_splits; /* splits of the keys of a slot, or of the queries for dk */
+    int64_t dim_first;  /* first dimension of the slice of dk that a launch computes */
+    bool with_teacher;  /* false: only the LSEs of the indexer are wanted */
+    bool lse_given;     /* teacher LSEs are the caller's, and may cover more than the visible keys */
+    float least;        /* lower bound of the ReLU: 0, or -inf without a ReLU */
     int64_t strip_first, strip_count;
     uint4 *g;              /* of the strip */
     index_row *split_rows; /* [slot of the strip][split of the keys][query] */

@@ -12,7 +12,7 @@ static_assert(sizeof(index_row) == SKL_INDEX_ROW_SIZE, "the workspace has room f
 /* Parameters of a launch over all slots; launch_strips narrows them to a strip. */
 inline index_params params_for(const skl_cuda_params *params, const skl_index_layout &layout)
 {
-    char *const workspace = (char *)params->scratch;
+    char *const workspace = (char *)params->call.workspace;
     index_params own = {};
     (skl_cuda_params &)own = *params;
     own.with_teacher = !skl_only_lse_s(&params->call);
@@ -36,7 +36,7 @@ inline void assign_teacher_lse(index_params *own, const skl_index_layout &layout
     const skl_problem *const p = &own->problem;
     skl_output *const lse = &own->call.rows.lse_t;
     if (lse->data == NULL)
-        *lse = skl_output_contiguous((char *)own->scratch + layout.lse_at, p->heads_t,
+        *lse = skl_output_contiguous((char *)own->call.workspace + layout.lse_at, p->heads_t,
                                      p->packed ? p->total_q : p->len_q, 1);
     own->call.inputs.lse_t = {lse->data, lse->stride_batch, lse->stride_head, lse->stride_row};
 }
@@ -51,8 +51,9 @@ inline cudaError_t launch_rows(const index_params &own)
 }
 
 /* Calls launch(params) for one strip after another. */
-template <typename LAUNCH> cudaError_t launch_strips(index_params *own, const skl_index_layout &layout, LAUNCH launch)
+template <typename LAUNCH> cudaError_t launch_strips(index_params *own, const skl_cuda_launch *chosen, LAUNCH launch)
 {
+    const skl_index_layout &layout = chosen->strips;
     const bool keys = own->call.gradients.dk_s.data != NULL;
     cudaError_t error = cudaSuccess;
     if (keys)
@@ -65,7 +66,7 @@ template <typename LAUNCH> cudaError_t launch_strips(index_params *own, const sk
     if (error != cudaSuccess || !keys)
         return error;
     own->num_splits = layout.num_dk_splits;
-    store_key_sums<<<(unsigned)own->sm_count * 16, STORE_THREADS, 0, own->call.stream>>>(*own);
+    store_key_sums<<<(unsigned)chosen->sm_count * 16, STORE_THREADS, 0, own->call.stream>>>(*own);
     return cudaPeekAtLastError();
 }
 

@@ -24,7 +24,7 @@ struct backward_memory {
 };
 
 /* The gradient is that of the KL's second argument. */
-static __device__ bool is_b(const skl_cuda_params &params)
+static __device__ bool is_b(const backward_params &params)
 {
     return (params.teacher_side != 0) == (params.problem.direction == SKL_KL_REVERSE);
 }
@@ -49,7 +49,7 @@ static __device__ float softcap_slope(float softcap, float logit2)
 }
 
 /* What is known of the queries of a tile; others may read it after the next barrier. */
-static __device__ void load_row_stats(backward_memory &memory, const skl_cuda_params &params, const tile_position &at,
+static __device__ void load_row_stats(backward_memory &memory, const backward_params &params, const tile_position &at,
                                       int64_t group)
 {
     const skl_inputs &in = params.call.inputs;
@@ -91,7 +91,7 @@ static __device__ void subtract_arguments(fragment<COLUMNS> &x, const fragment<C
  * y, and the difference of the arguments in x. */
 template <bool DK>
 static __device__ void logit_gradients(fragment<COLUMNS> &x, const fragment<COLUMNS> &y,
-                                       const backward_memory &memory, const skl_cuda_params &params, int64_t group,
+                                       const backward_memory &memory, const backward_params &params, int64_t group,
                                        bool masked)
 {
     const skl_problem &p = params.problem;
@@ -127,7 +127,7 @@ static __device__ void logit_gradients(fragment<COLUMNS> &x, const fragment<COLU
 /* Adds one tile to the sums. `next` follows it. */
 template <bool DK>
 static __device__ void add_tile(fragment<8> &sum, pipeline<COLUMNS> &line, backward_memory &memory,
-                                const skl_cuda_params &params, const tile_position &at, const tile_position &next,
+                                const backward_params &params, const tile_position &at, const tile_position &next,
                                 int64_t group)
 {
     const skl_problem &p = params.problem;
@@ -166,7 +166,7 @@ static __device__ void add_tile(fragment<8> &sum, pipeline<COLUMNS> &line, backw
 
 /* ---- dq ----------------------------------------------------------------------------------------------------- */
 
-static __device__ void queries_tile(const skl_cuda_params &params, backward_memory &memory)
+static __device__ void queries_tile(const backward_params &params, backward_memory &memory)
 {
     const skl_problem &p = params.problem;
     const int64_t group = skl_group_size(&p);
@@ -187,7 +187,7 @@ static __device__ void queries_tile(const skl_cuda_params &params, backward_memo
 
 /* ---- dk ----------------------------------------------------------------------------------------------------- */
 
-static __device__ work_item key_item_of(const skl_cuda_params &params, int64_t item)
+static __device__ work_item key_item_of(const backward_params &params, int64_t item)
 {
     const skl_problem &p = params.problem;
     const int64_t heads = params.teacher_side ? p.key_heads_t : p.key_heads_s;
@@ -201,7 +201,7 @@ static __device__ work_item key_item_of(const skl_cuda_params &params, int64_t i
     return at;
 }
 
-static __device__ void keys_tile(const skl_cuda_params &params, backward_memory &memory)
+static __device__ void keys_tile(const backward_params &params, backward_memory &memory)
 {
     const skl_problem &p = params.problem;
     const int64_t group = skl_group_size(&p);
@@ -236,11 +236,13 @@ static __device__ void keys_tile(const skl_cuda_params &params, backward_memory 
 /* ---- Kernels ------------------------------------------------------------------------------------------------ */
 
 template <bool DK>
-static __global__ void __launch_bounds__(THREADS, 1) general_gradient(const __grid_constant__ skl_cuda_params params)
+static __global__ void __launch_bounds__(THREADS, 1) general_gradient(const __grid_constant__ backward_params params)
 {
     extern __shared__ __align__(16) unsigned char raw[];
     backward_memory &memory = *(backward_memory *)(void *)raw;
-    const auto find = [&](int64_t item) { return DK ? key_item_of(params, item) : query_item(params, item); };
+    const auto find = [&](int64_t item) {
+        return DK ? key_item_of(params, item) : query_item(params, item, params.teacher_side != 0);
+    };
     for_items(memory.at, find, [&] {
         if (DK && memory.at.keys.begin < key_rows(params.problem, memory.at.sequence))
             keys_tile(params, memory);
@@ -249,27 +251,27 @@ static __global__ void __launch_bounds__(THREADS, 1) general_gradient(const __gr
     });
 }
 
-/* One launch for every slice of the gradient. */
-template <bool DK> static cudaError_t launch_slices(const skl_cuda_params *params)
+/* One launch per slice of the gradient. */
+template <bool DK> static cudaError_t launch_slices(const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     const cudaError_t error = cudaFuncSetAttribute(general_gradient<DK>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                    (int)sizeof(backward_memory));
     if (error != cudaSuccess)
         return error;
-    skl_cuda_params slice = *params;
-    const int64_t dim = slice.teacher_side ? slice.problem.dim_t : slice.problem.dim_s;
-    for (slice.dim_first = 0; slice.dim_first < dim; slice.dim_first += SLICE)
-        general_gradient<DK>
-            <<<(unsigned)slice.block_count, THREADS, sizeof(backward_memory), slice.call.stream>>>(slice);
+    record_launch("cuda_general", DK ? SKL_VARIANT_DK : SKL_VARIANT_DQ, 1);
+    backward_params slice = backward_params_of(params, launch);
+    for (; slice.dim_first < side_of(slice).dim; slice.dim_first += SLICE)
+        general_gradient<DK><<<(unsigned)launch->sm_count * SKL_GENERAL_BLOCKS_PER_SM, THREADS,
+                               sizeof(backward_memory), slice.call.stream>>>(slice);
     return cudaPeekAtLastError();
 }
 
-extern "C" cudaError_t skl_cuda_general_queries(const skl_cuda_params *params)
+extern "C" cudaError_t skl_cuda_general_dq(const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
-    return launch_slices<false>(params);
+    return launch_slices<false>(params, launch);
 }
 
-extern "C" cudaError_t skl_cuda_general_keys(const skl_cuda_params *params)
+extern "C" cudaError_t skl_cuda_general_dk(const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
-    return launch_slices<true>(params);
+    return launch_slices<true>(params, launch);
 }

@@ -166,26 +166,30 @@ static __global__ void __launch_bounds__(THREADS, 1) general_forward(const __gri
 {
     extern __shared__ __align__(16) unsigned char raw[];
     forward_memory &memory = *(forward_memory *)(void *)raw;
-    skl_lse2 *const lse = (skl_lse2 *)params.scratch + (int64_t)blockIdx.x * skl_group_size(&params.problem) * TILE;
-    const auto find = [&](int64_t item) { return query_item(params, item); };
+    skl_lse2 *const lse =
+        (skl_lse2 *)params.call.workspace + (int64_t)blockIdx.x * skl_group_size(&params.problem) * TILE;
+    const auto find = [&](int64_t item) { return query_item(params, item, false); };
     for_items(memory.at, find, [&] {
         if (memory.at.queries.begin < memory.at.queries.end)
             forward_tile<GROUPED>(params, memory, {memory.at, memory.at.queries.begin, memory.at.keys.begin}, lse);
     });
 }
 
-template <bool GROUPED> static cudaError_t launch_forward(const skl_cuda_params *params)
+template <bool GROUPED>
+static cudaError_t launch_forward(const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     const cudaError_t error = cudaFuncSetAttribute(
         general_forward<GROUPED>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(forward_memory));
     if (error != cudaSuccess)
         return error;
-    general_forward<GROUPED>
-        <<<(unsigned)params->block_count, THREADS, sizeof(forward_memory), params->call.stream>>>(*params);
+    record_launch("cuda_general", GROUPED ? SKL_VARIANT_GROUPS : SKL_VARIANT_PERSISTENT, 1);
+    general_forward<GROUPED><<<(unsigned)launch->sm_count * SKL_GENERAL_BLOCKS_PER_SM, THREADS,
+                               sizeof(forward_memory), params->call.stream>>>(*params);
     return cudaPeekAtLastError();
 }
 
-extern "C" cudaError_t skl_cuda_general_forward(const skl_cuda_params *params)
+extern "C" cudaError_t skl_cuda_general_forward(const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
-    return skl_group_size(&params->problem) > 1 ? launch_forward<true>(params) : launch_forward<false>(params);
+    return skl_group_size(&params->problem) > 1 ? launch_forward<true>(params, launch)
+                                                : launch_forward<false>(params, launch);
 }

@@ -47,7 +47,7 @@ struct index_backward_memory {
 /* ---- The gradient of the logits ------------------------------------------------------------------------------ */
 
 /* What is known of the queries of a tile; others may read it after the next barrier. */
-static __device__ void load_row_stats(index_backward_memory &memory, const skl_cuda_params &params,
+static __device__ void load_row_stats(index_backward_memory &memory, const indexer_backward_params &params,
                                       const tile_position &at)
 {
     const skl_inputs &in = params.call.inputs;
@@ -68,7 +68,7 @@ static __device__ void load_row_stats(index_backward_memory &memory, const skl_c
  * first teacher head, what after() gives follows the last index head. */
 template <typename SOURCE>
 static __device__ void index_gradients(fragment<COLUMNS> &g, pipeline<COLUMNS> &line, index_backward_memory &memory,
-                                       const skl_cuda_params &params, const tile_position &at, SOURCE after)
+                                       const indexer_backward_params &params, const tile_position &at, SOURCE after)
 {
     const skl_problem &p = params.problem;
     const int64_t group = skl_group_size(&p);
@@ -99,7 +99,7 @@ static __device__ void index_gradients(fragment<COLUMNS> &g, pipeline<COLUMNS> &
 }
 
 static __global__ void __launch_bounds__(THREADS, 1)
-    chunk_gradients(const __grid_constant__ skl_cuda_params params, skl_dense_chunk chunk, int64_t first,
+    chunk_gradients(const __grid_constant__ indexer_backward_params params, skl_dense_chunk chunk, int64_t first,
                     int64_t count)
 {
     extern __shared__ __align__(16) unsigned char raw[];
@@ -122,7 +122,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
         load_row_stats(memory, params, at);
         line.begin(first_head);
         index_gradients(g, line, memory, params, at, first_head); /* any source: nothing follows */
-        float *const to = (float *)params.scratch + n / chunk.key_steps * chunk.tile_size + step * TILE;
+        float *const to = (float *)params.call.workspace + n / chunk.key_steps * chunk.tile_size + step * TILE;
 #pragma unroll
         for (int j = 0; j < COLUMNS; j++)
 #pragma unroll
@@ -151,7 +151,7 @@ static __device__ void pass_gradients(fragment<COLUMNS> &z, const float *dy, boo
 
 /* s_g of SLICE dimensions from c_first on; leaves the weights of the head in shared memory. */
 static __device__ void sum_slice(fragment<8> &sum, pipeline<COLUMNS> &line, index_backward_memory &memory,
-                                 const skl_cuda_params &params, tile_position at, int64_t g, const float *dy,
+                                 const indexer_backward_params &params, tile_position at, int64_t g, const float *dy,
                                  int c_first)
 {
     const skl_problem &p = params.problem;
@@ -173,7 +173,7 @@ static __device__ void sum_slice(fragment<8> &sum, pipeline<COLUMNS> &line, inde
 }
 
 /* <q_g, s_g> over the slice, for every row of the thread. */
-static __device__ void add_dots(float (&dots)[ROWS], const fragment<8> &sum, const skl_cuda_params &params,
+static __device__ void add_dots(float (&dots)[ROWS], const fragment<8> &sum, const indexer_backward_params &params,
                                 const tile_position &at, int64_t q_head, int64_t c_first)
 {
     const skl_input &q = params.call.inputs.q_s;
@@ -194,8 +194,9 @@ static __device__ void add_dots(float (&dots)[ROWS], const fragment<8> &sum, con
     }
 }
 
-static __device__ void store_dq(fragment<8> &sum, const index_backward_memory &memory, const skl_cuda_params &params,
-                                const tile_position &at, int64_t q_head, int64_t c_first)
+static __device__ void store_dq(fragment<8> &sum, const index_backward_memory &memory,
+                                const indexer_backward_params &params, const tile_position &at, int64_t q_head,
+                                int64_t c_first)
 {
     const skl_problem &p = params.problem;
     const skl_output &dq = params.call.gradients.dq_s;
@@ -211,7 +212,7 @@ static __device__ void store_dq(fragment<8> &sum, const index_backward_memory &m
                at.in.queries.end, c_first, p.dim_s);
 }
 
-static __device__ void head_gradients(const skl_cuda_params &params, index_backward_memory &memory, int64_t g,
+static __device__ void head_gradients(const indexer_backward_params &params, index_backward_memory &memory, int64_t g,
                                       const float *dy)
 {
     const skl_problem &p = params.problem;
@@ -240,7 +241,8 @@ static __device__ void head_gradients(const skl_cuda_params &params, index_backw
 }
 
 static __global__ void __launch_bounds__(THREADS, 1)
-    chunk_queries(const __grid_constant__ skl_cuda_params params, skl_dense_chunk chunk, int64_t first, int64_t count)
+    chunk_queries(const __grid_constant__ indexer_backward_params params, skl_dense_chunk chunk, int64_t first,
+                  int64_t count)
 {
     extern __shared__ __align__(16) unsigned char raw[];
     index_backward_memory &memory = *(index_backward_memory *)(void *)raw;
@@ -252,13 +254,14 @@ static __global__ void __launch_bounds__(THREADS, 1)
             memory.at = query_item(params, first + n / heads);
         __syncthreads();
         if (memory.at.queries.begin < memory.at.queries.end)
-            head_gradients(params, memory, n % heads, (const float *)params.scratch + n / heads * chunk.tile_size);
+            head_gradients(params, memory, n % heads,
+                           (const float *)params.call.workspace + n / heads * chunk.tile_size);
     }
 }
 
 /* ---- dk ------------------------------------------------------------------------------------------------------ */
 
-static __device__ key_item key_item_at(const skl_cuda_params &params, const skl_dense_chunk &chunk, int64_t n)
+static __device__ key_item key_item_at(const indexer_backward_params &params, const skl_dense_chunk &chunk, int64_t n)
 {
     const skl_problem &p = params.problem;
     const int64_t slices = skl_ceil_div(p.dim_s, SLICE), tiles = skl_ceil_div(p.len_k, TILE);
@@ -268,7 +271,8 @@ static __device__ key_item key_item_at(const skl_cuda_params &params, const skl_
                            part * p.index_heads / chunk.num_dk_splits,
                            (part + 1) * p.index_heads / chunk.num_dk_splits,
                            n % slices * SLICE,
-                           (float *)(void *)((char *)params.scratch + chunk.sums) + part * chunk.dk_split_size};
+                           (float *)(void *)((char *)params.call.workspace + chunk.sums) +
+                               part * chunk.dk_split_size};
     return item;
 }
 
@@ -299,7 +303,7 @@ static __device__ void load_gradients(fragment<COLUMNS> &g, const float *dy, con
 
 /* Adds what 64 queries give, the index heads of the part. */
 static __device__ void add_queries(fragment<8> &sum, pipeline<COLUMNS> &line, index_backward_memory &memory,
-                                   const skl_cuda_params &params, const tile_position &at,
+                                   const indexer_backward_params &params, const tile_position &at,
                                    const fragment<COLUMNS> &dy)
 {
     const skl_problem &p = params.problem;
@@ -331,7 +335,7 @@ static __device__ void add_queries(fragment<8> &sum, pipeline<COLUMNS> &line, in
 
 /* Adds what a query tile of the chunk gives. */
 static __device__ void add_query_tile(fragment<8> &sum, pipeline<COLUMNS> &line, index_backward_memory &memory,
-                                      const skl_cuda_params &params, int64_t tile, const float *dy)
+                                      const indexer_backward_params &params, int64_t tile, const float *dy)
 {
     const key_item &item = memory.item;
     __syncthreads(); /* nobody looks at the last tile any more */
@@ -355,7 +359,7 @@ static __device__ void add_query_tile(fragment<8> &sum, pipeline<COLUMNS> &line,
 }
 
 /* Sums start at 0 with the first chunk that has queries of the key head, and wait in the workspace for the next. */
-static __device__ void sum_keys(const skl_cuda_params &params, index_backward_memory &memory,
+static __device__ void sum_keys(const indexer_backward_params &params, index_backward_memory &memory,
                                 const skl_dense_chunk &chunk, skl_range tiles, int64_t first, int64_t count)
 {
     const skl_problem &p = params.problem;
@@ -377,7 +381,7 @@ static __device__ void sum_keys(const skl_cuda_params &params, index_backward_me
 #pragma unroll 1
     for (int64_t tile = skl_max(tiles.begin, first); tile < skl_min(tiles.end, first + count); tile++)
         add_query_tile(sum, line, memory, params, tile,
-                       (const float *)params.scratch + (tile - first) * chunk.tile_size);
+                       (const float *)params.call.workspace + (tile - first) * chunk.tile_size);
     store_sums(sum, sums, SKL_F32, base, item.key_first, key_rows(p, s), item.c_first, p.dim_s);
 }
 
@@ -390,7 +394,8 @@ static __device__ skl_range tiles_of(const skl_problem &p, int64_t heads)
 }
 
 static __global__ void __launch_bounds__(THREADS, 1)
-    chunk_keys(const __grid_constant__ skl_cuda_params params, skl_dense_chunk chunk, int64_t first, int64_t count)
+    chunk_keys(const __grid_constant__ indexer_backward_params params, skl_dense_chunk chunk, int64_t first,
+               int64_t count)
 {
     extern __shared__ __align__(16) unsigned char raw[];
     index_backward_memory &memory = *(index_backward_memory *)(void *)raw;
@@ -410,7 +415,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
 
 /* dk is the sum of its parts. */
 static __global__ void __launch_bounds__(THREADS)
-    add_parts(const __grid_constant__ skl_cuda_params params, skl_dense_chunk chunk)
+    add_parts(const __grid_constant__ indexer_backward_params params, skl_dense_chunk chunk)
 {
     const skl_problem &p = params.problem;
     const skl_output &dk = params.call.gradients.dk_s;
@@ -420,7 +425,7 @@ static __global__ void __launch_bounds__(THREADS)
         const int64_t heads = tile / tiles, key_head = heads % p.key_heads_s, key_first = tile % tiles * TILE;
         const skl_sequence s = device_sequence(params, heads / p.key_heads_s);
         const int64_t rows = skl_min(TILE, key_rows(p, s) - key_first);
-        float *const parts = (float *)(void *)((char *)params.scratch + chunk.sums);
+        float *const parts = (float *)(void *)((char *)params.call.workspace + chunk.sums);
         const skl_output layout = sums_layout(p, parts);
         for (int64_t n = threadIdx.x; n < rows * p.dim_s; n += THREADS) {
             const int64_t key = s.key_begin + key_first + n / p.dim_s, c = n % p.dim_s;
@@ -437,9 +442,9 @@ static __global__ void __launch_bounds__(THREADS)
 
 constexpr int MEMORY_SIZE = (int)sizeof(index_backward_memory);
 
-typedef void chunk_kernel(const skl_cuda_params, skl_dense_chunk, int64_t, int64_t);
+typedef void chunk_kernel(const indexer_backward_params, skl_dense_chunk, int64_t, int64_t);
 
-extern "C" cudaError_t skl_cuda_indexer_gradients(const skl_cuda_params *params)
+extern "C" cudaError_t skl_cuda_general_dense_gradients(const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     const skl_gradients *const grads = &params->call.gradients;
     const bool queries = grads->dq_s.data != NULL || grads->dw_s.data != NULL, keys = grads->dk_s.data != NULL;
@@ -450,21 +455,23 @@ extern "C" cudaError_t skl_cuda_indexer_gradients(const skl_cuda_params *params)
         if (error != cudaSuccess)
             return error;
     }
-    const skl_dense_chunk chunk = skl_dense_chunk_of(&params->problem, params->sm_count);
-    const unsigned blocks = (unsigned)params->block_count;
+    const skl_dense_chunk &chunk = launch->dense;
+    const indexer_backward_params own = {*params, launch->rows_known};
+    record_launch("cuda_general", SKL_VARIANT_GRADIENTS, 1);
+    const unsigned blocks = (unsigned)launch->sm_count * SKL_GENERAL_BLOCKS_PER_SM;
     const cudaStream_t stream = params->call.stream;
     int64_t first = 0;
     do { /* also without a query: keys that nobody sees have a gradient of 0 */
         const int64_t count = skl_min(chunk.count, chunk.tiles - first);
         if (count > 0)
-            chunk_gradients<<<blocks, THREADS, MEMORY_SIZE, stream>>>(*params, chunk, first, count);
+            chunk_gradients<<<blocks, THREADS, MEMORY_SIZE, stream>>>(own, chunk, first, count);
         if (count > 0 && queries)
-            chunk_queries<<<blocks, THREADS, MEMORY_SIZE, stream>>>(*params, chunk, first, count);
+            chunk_queries<<<blocks, THREADS, MEMORY_SIZE, stream>>>(own, chunk, first, count);
         if (keys)
-            chunk_keys<<<blocks, THREADS, MEMORY_SIZE, stream>>>(*params, chunk, first, count);
+            chunk_keys<<<blocks, THREADS, MEMORY_SIZE, stream>>>(own, chunk, first, count);
         first += chunk.count;
     } while (first < chunk.tiles);
     if (keys)
-        add_parts<<<blocks, THREADS, 0, stream>>>(*params, chunk);
+        add_parts<<<blocks, THREADS, 0, stream>>>(own, chunk);
     return cudaPeekAtLastError();
 }

@@ -84,7 +84,8 @@ static __global__ void __launch_bounds__(THREADS, 1) indexer_forward(const __gri
 {
     extern __shared__ __align__(16) unsigned char raw[];
     indexer_memory &memory = *(indexer_memory *)(void *)raw;
-    skl_lse2 *const lse = (skl_lse2 *)params.scratch + (int64_t)blockIdx.x * skl_group_size(&params.problem) * TILE;
+    skl_lse2 *const lse =
+        (skl_lse2 *)params.call.workspace + (int64_t)blockIdx.x * skl_group_size(&params.problem) * TILE;
     const auto find = [&](int64_t item) { return query_item(params, item); };
     for_items(memory.at, find, [&] {
         if (memory.at.queries.begin < memory.at.queries.end)
@@ -92,12 +93,14 @@ static __global__ void __launch_bounds__(THREADS, 1) indexer_forward(const __gri
     });
 }
 
-extern "C" cudaError_t skl_cuda_indexer_rows(const skl_cuda_params *params)
+extern "C" cudaError_t skl_cuda_general_dense_rows(const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     const cudaError_t error = cudaFuncSetAttribute(indexer_forward, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                    (int)sizeof(indexer_memory));
     if (error != cudaSuccess)
         return error;
-    indexer_forward<<<(unsigned)params->block_count, THREADS, sizeof(indexer_memory), params->call.stream>>>(*params);
+    record_launch("cuda_general", SKL_VARIANT_ROWS, 1);
+    indexer_forward<<<(unsigned)launch->sm_count * SKL_GENERAL_BLOCKS_PER_SM, THREADS, sizeof(indexer_memory),
+                      params->call.stream>>>(*params);
     return cudaPeekAtLastError();
 }

@@ -14,7 +14,7 @@ constexpr int SLICE = TILE; /* dimensions of a gradient that are summed up toget
 
 /* ---- The gradient of the logits ----------------------------------------------------------------------------- */
 
-static __device__ void sparse_gradients(float *dy, sparse_memory &memory, const skl_cuda_params &params)
+static __device__ void sparse_gradients(float *dy, sparse_memory &memory, const indexer_backward_params &params)
 {
     const skl_problem &p = params.problem;
     const skl_inputs &in = params.call.inputs;
@@ -149,7 +149,7 @@ static __device__ void store_parts(float *parts, sparse_memory &memory, int64_t 
 /* <q_g, s_g> over the slice, and dq. */
 template <int R>
 static __device__ void finish_slice(float (&dots)[R], const float (&sum)[R][8], const sparse_memory &memory,
-                                    const skl_cuda_params &params, int64_t g, int64_t count, int64_t c_first)
+                                    const indexer_backward_params &params, int64_t g, int64_t count, int64_t c_first)
 {
     const skl_problem &p = params.problem;
     const sparse_row &at = memory.at;
@@ -180,8 +180,8 @@ static __device__ void finish_slice(float (&dots)[R], const float (&sum)[R][8], 
 
 /* dq, dw and parts of dk of up to 16 R index heads from g on. */
 template <int R>
-static __device__ void sparse_heads(sparse_memory &memory, const skl_cuda_params &params, int64_t g, int64_t count,
-                                    const float *dy, float *parts)
+static __device__ void sparse_heads(sparse_memory &memory, const indexer_backward_params &params, int64_t g,
+                                    int64_t count, const float *dy, float *parts)
 {
     const skl_problem &p = params.problem;
     const skl_output &dw = params.call.gradients.dw_s;
@@ -214,13 +214,13 @@ static __device__ void sparse_heads(sparse_memory &memory, const skl_cuda_params
 }
 
 static __global__ void __launch_bounds__(THREADS, 1)
-    sparse_backward(const __grid_constant__ skl_cuda_params params, skl_sparse_chunk chunk, int64_t first,
+    sparse_backward(const __grid_constant__ indexer_backward_params params, skl_sparse_chunk chunk, int64_t first,
                     int64_t count)
 {
     extern __shared__ __align__(16) unsigned char raw[];
     sparse_memory &memory = *(sparse_memory *)(void *)raw;
     const skl_problem &p = params.problem;
-    char *const workspace = (char *)params.scratch;
+    char *const workspace = (char *)params.call.workspace;
     const bool keys = params.call.gradients.dk_s.data != NULL;
 #pragma unroll 1
     for (int64_t n = blockIdx.x; n < count; n += gridDim.x) {
@@ -247,16 +247,17 @@ static __global__ void __launch_bounds__(THREADS, 1)
 
 /* ---- Launcher ----------------------------------------------------------------------------------------------- */
 
-extern "C" cudaError_t skl_cuda_sparse_gradients(const skl_cuda_params *params)
+extern "C" cudaError_t skl_cuda_general_sparse_gradients(const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     const cudaError_t error = cudaFuncSetAttribute(sparse_backward, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                    (int)sizeof(sparse_memory));
     if (error != cudaSuccess)
         return error;
-    return launch_sparse_chunks(
-        params, [](const skl_cuda_params &own, const skl_sparse_chunk &chunk, skl_range rows) {
-            sparse_backward<<<(unsigned)own.block_count, THREADS, sizeof(sparse_memory), own.call.stream>>>(
-                own, chunk, rows.begin, rows.end - rows.begin);
-            return cudaPeekAtLastError();
-        });
+    const indexer_backward_params own = {*params, launch->rows_known};
+    record_launch("cuda_general", SKL_VARIANT_GRADIENTS, 1);
+    return launch_sparse_chunks(params, launch, [&](skl_range rows) {
+        sparse_backward<<<(unsigned)launch->sm_count * SKL_GENERAL_BLOCKS_PER_SM, THREADS, sizeof(sparse_memory),
+                          params->call.stream>>>(own, launch->sparse.chunk, rows.begin, rows.end - rows.begin);
+        return cudaPeekAtLastError();
+    });
 }

@@ -59,7 +59,7 @@ static __device__ void find_starts(order_memory &memory, int buckets)
 }
 
 static __global__ void __launch_bounds__(THREADS)
-    indices_order(const __grid_constant__ skl_cuda_params params, skl_sparse_chunk chunk, int64_t first)
+    indices_order(const __grid_constant__ sparse_dk_params params, skl_sparse_chunk chunk, int64_t first)
 {
     __shared__ order_memory memory;
     const skl_problem &p = params.problem;
@@ -67,8 +67,8 @@ static __global__ void __launch_bounds__(THREADS)
     const skl_range visible = row.visible;
     const int32_t *const list = row.list;
     const int64_t count = row.exists ? p.top_k : 0;
-    int32_t *const order = (int32_t *)(void *)((char *)params.scratch + chunk.order) + blockIdx.x * p.top_k;
-    int32_t *const starts = (int32_t *)(void *)((char *)params.scratch + chunk.starts) + blockIdx.x;
+    int32_t *const order = (int32_t *)(void *)((char *)params.call.workspace + chunk.order) + blockIdx.x * p.top_k;
+    int32_t *const starts = (int32_t *)(void *)((char *)params.call.workspace + chunk.starts) + blockIdx.x;
     const int buckets = (int)chunk.buckets;
     for (int bucket = (int)threadIdx.x; bucket < buckets; bucket += THREADS)
         memory.next[bucket] = 0;
@@ -190,13 +190,14 @@ static __device__ void collect_indices(dk_memory &memory, const collection &of, 
 }
 
 /* Adds what rows [begin, end) have for the keys; the chunk's first row is first_row. */
-static __device__ void collect_rows(dk_memory &memory, const skl_cuda_params &params, const skl_sparse_chunk &chunk,
+static __device__ void collect_rows(dk_memory &memory, const sparse_dk_params &params, const skl_sparse_chunk &chunk,
                                     const collection &of, skl_range rows, int64_t first_row, const float *parts)
 {
     const skl_problem &p = params.problem;
-    const int32_t *const order = (const int32_t *)(const void *)((const char *)params.scratch + chunk.order);
-    const int32_t *const starts = (const int32_t *)(const void *)((const char *)params.scratch + chunk.starts) +
-                                  of.key_first / chunk.bucket_keys * chunk.count;
+    const int32_t *const order = (const int32_t *)(const void *)((const char *)params.call.workspace + chunk.order);
+    const int32_t *const starts =
+        (const int32_t *)(const void *)((const char *)params.call.workspace + chunk.starts) +
+        of.key_first / chunk.bucket_keys * chunk.count;
 #pragma unroll 1
     for (int64_t first = rows.begin; first < rows.end; first += THREADS) {
         const int64_t row = first + threadIdx.x, at = row - first_row;
@@ -211,7 +212,7 @@ static __device__ void collect_rows(dk_memory &memory, const skl_cuda_params &pa
 
 /* One block of keys over one chunk. Sums start at 0 with the first chunk that has rows of the key head, wait in
  * `sums` for the next one, and are stored as the gradient behind the last. */
-static __device__ void collect(dk_memory &memory, const skl_cuda_params &params, const skl_sparse_chunk &chunk,
+static __device__ void collect(dk_memory &memory, const sparse_dk_params &params, const skl_sparse_chunk &chunk,
                                const collection &of, skl_range rows, skl_range of_chunk, const float *parts)
 {
     const skl_problem &p = params.problem;
@@ -225,14 +226,14 @@ static __device__ void collect(dk_memory &memory, const skl_cuda_params &params,
         const int64_t row = of.key_first + key;
         const bool stored = !begins && row < key_end && c < p.dim_s;
         sums[key * SLICE + threadIdx.x % SLICE] =
-            stored
-                ? ((const float *)params.sums.data)[SKL_ROW(params.sums, s.batch, of.key_head, s.key_begin + row) + c]
-                : 0.0F;
+            stored ? ((const float *)
+                          params.dk_sums.data)[SKL_ROW(params.dk_sums, s.batch, of.key_head, s.key_begin + row) + c]
+                   : 0.0F;
     }
     collect_rows(memory, params, chunk, of,
                  skl_range{skl_max(rows.begin, of_chunk.begin), skl_min(rows.end, of_chunk.end)}, of_chunk.begin,
                  parts);
-    const skl_output &to = ends ? dk : params.sums;
+    const skl_output &to = ends ? dk : params.dk_sums;
     const skl_dtype dtype = ends ? skl_grad_dtype(&p, p.dtype_s) : SKL_F32;
     for (int key = (int)threadIdx.x / SLICE; key < STEP; key += THREADS / SLICE) {
         const int64_t row = of.key_first + key;
@@ -243,12 +244,12 @@ static __device__ void collect(dk_memory &memory, const skl_cuda_params &params,
 }
 
 static __global__ void __launch_bounds__(THREADS, 2)
-    sparse_keys(const __grid_constant__ skl_cuda_params params, skl_sparse_chunk chunk, skl_range of_chunk)
+    sparse_keys(const __grid_constant__ sparse_dk_params params, skl_sparse_chunk chunk, skl_range of_chunk)
 {
     extern __shared__ __align__(16) unsigned char raw[];
     dk_memory &memory = *(dk_memory *)(void *)raw;
     const skl_problem &p = params.problem;
-    const float *const parts = (const float *)(const void *)((const char *)params.scratch + chunk.entry_dk);
+    const float *const parts = (const float *)(const void *)((const char *)params.call.workspace + chunk.entry_dk);
     const int64_t slices = skl_ceil_div(p.dim_s, SLICE), steps = skl_ceil_div(p.len_k, STEP);
     const int64_t head_rows = p.heads_s / p.key_heads_s * p.len_q; /* of the heads that share a key head */
 #pragma unroll 1
@@ -266,8 +267,8 @@ static __global__ void __launch_bounds__(THREADS, 2)
 
 /* ---- Launcher ----------------------------------------------------------------------------------------------- */
 
-extern "C" cudaError_t skl_cuda_sparse_dk(const skl_cuda_params *params, const skl_sparse_chunk *chunk,
-                                          skl_range rows)
+extern "C" cudaError_t skl_cuda_sparse_dk(const sparse_dk_params *params, const skl_sparse_chunk *chunk,
+                                          skl_range rows, int32_t sm_count)
 {
     cudaError_t error =
         cudaFuncSetAttribute(sparse_keys, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(dk_memory));
@@ -278,7 +279,6 @@ extern "C" cudaError_t skl_cuda_sparse_dk(const skl_cuda_params *params, const s
     }
     if (error != cudaSuccess)
         return error;
-    sparse_keys<<<(unsigned)params->sm_count * 4, THREADS, sizeof(dk_memory), params->call.stream>>>(*params, *chunk,
-                                                                                                     rows);
+    sparse_keys<<<(unsigned)sm_count * 4, THREADS, sizeof(dk_memory), params->call.stream>>>(*params, *chunk, rows);
     return cudaPeekAtLastError();
 }

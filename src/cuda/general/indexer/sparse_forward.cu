@@ -104,7 +104,7 @@ static __global__ void __launch_bounds__(THREADS, 2) sparse_forward(const __grid
     extern __shared__ __align__(16) unsigned char raw[];
     sparse_forward_memory &memory = *(sparse_forward_memory *)(void *)raw;
     const skl_problem &p = params.problem;
-    skl_lse2 *const lse = (skl_lse2 *)params.scratch + (int64_t)blockIdx.x * skl_group_size(&p);
+    skl_lse2 *const lse = (skl_lse2 *)params.call.workspace + (int64_t)blockIdx.x * skl_group_size(&p);
 #pragma unroll 1
     for (int64_t item = blockIdx.x; item < p.batch * p.heads_s * p.len_q; item += gridDim.x) {
         begin_row(memory.list, params, item);
@@ -113,13 +113,14 @@ static __global__ void __launch_bounds__(THREADS, 2) sparse_forward(const __grid
     }
 }
 
-extern "C" cudaError_t skl_cuda_sparse_rows(const skl_cuda_params *params)
+extern "C" cudaError_t skl_cuda_general_sparse_rows(const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     const cudaError_t error = cudaFuncSetAttribute(sparse_forward, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                    (int)sizeof(sparse_forward_memory));
     if (error != cudaSuccess)
         return error;
-    sparse_forward<<<(unsigned)params->block_count, THREADS, sizeof(sparse_forward_memory), params->call.stream>>>(
-        *params);
+    record_launch("cuda_general", SKL_VARIANT_ROWS, 1);
+    sparse_forward<<<(unsigned)launch->sm_count * SKL_GENERAL_BLOCKS_PER_SM, THREADS, sizeof(sparse_forward_memory),
+                     params->call.stream>>>(*params);
     return cudaPeekAtLastError();
 }

@@ -1,4 +1,4 @@
-/* The launches of an indexer by mma.sync: rows in one, gradients in three a strip. */
+/* Launches of a dense indexer by mma.sync: one for rows, three per strip for gradients. */
 #ifndef SKL_CUDA_SM80_INDEXER_DENSE_CUH
 #define SKL_CUDA_SM80_INDEXER_DENSE_CUH
 
@@ -28,10 +28,12 @@ template <typename ELEMENT, bool GRADIENTS> cudaError_t launch_scores(const inde
     return error == cudaSuccess ? launch_rows(own) : error;
 }
 
-template <typename ELEMENT> cudaError_t launch_index_rows(const skl_cuda_params *params)
+template <typename ELEMENT>
+cudaError_t launch_dense_rows(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
+    record_launch(kernel, SKL_VARIANT_ROWS, launch->strips.num_splits);
     const skl_problem *const p = &params->problem;
-    const skl_index_layout layout = skl_index_layout_of(p, params->sm_count, 0);
+    const skl_index_layout &layout = launch->strips;
     index_params own = params_for(params, layout);
     cudaError_t error = cudaSuccess;
     if (own.with_teacher && !own.lse_given) {
@@ -42,8 +44,8 @@ template <typename ELEMENT> cudaError_t launch_index_rows(const skl_cuda_params 
     return error == cudaSuccess ? launch_scores<ELEMENT, false>(own) : error;
 }
 
-/* Own rows of a block are 64 times as many: what registers, and for keys shared memory of two blocks, have room for.
- */
+/* M of the gradient kernels: a block has 64 M stationary rows. Registers limit M, and for keys the shared memory of
+ * two blocks. */
 template <int DIM> constexpr int QUERY_ROWS = DIM > 64 ? 1 : 2;
 template <typename ELEMENT, int DIM> constexpr int KEY_ROWS = DIM > 64 || G_PLANES<ELEMENT> > 1 ? 1 : 2;
 
@@ -80,12 +82,14 @@ cudaError_t launch_index_sums(const index_params &own, const skl_index_layout &l
     return error;
 }
 
-template <typename ELEMENT> cudaError_t launch_index_gradients(const skl_cuda_params *params)
+template <typename ELEMENT>
+cudaError_t launch_dense_gradients(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
+    record_launch(kernel, SKL_VARIANT_GRADIENTS, launch->strips.num_splits);
     const skl_problem *const p = &params->problem;
-    const skl_index_layout layout = skl_index_layout_of(p, params->sm_count, 1);
+    const skl_index_layout &layout = launch->strips;
     index_params own = params_for(params, layout);
-    return launch_strips(&own, layout, [&](const index_params &strip) {
+    return launch_strips(&own, launch, [&](const index_params &strip) {
         const cudaError_t error = launch_scores<ELEMENT, true>(strip);
         return error != cudaSuccess ? error
                : p->dim_s <= 64     ? launch_index_sums<ELEMENT, 64>(strip, layout)

@@ -143,7 +143,7 @@ __device__ inline void load_argument(const wide_smem<DIM, DK> &smem, const skl_c
 
 /* Executed by one warp: row stats of streamed queries or poison of streamed keys, and masked stages. */
 template <typename ELEMENT, int DIM, bool DK, bool WRT_B>
-__device__ inline void produce_row_stats(const skl_cuda_params &params, wide_smem<DIM, DK> &smem)
+__device__ inline void produce_row_stats(const backward_params &params, wide_smem<DIM, DK> &smem)
 {
     const row_stream &stream = smem.stream;
     const int stages = DK ? stream.stages : stream.masked_stages; /* full stages of keys have neither */
@@ -204,7 +204,7 @@ template <bool WRT_B> struct stationary_query_stats {
 };
 
 template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wide_warpgroup {
-    const skl_cuda_params &params;
+    const backward_params &params;
     wide_smem<DIM, DK> &smem;
     int warpgroup; /* warp-uniform */
     float gradient[DIM / 8][4];
@@ -349,7 +349,7 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
     __device__ void store()
     {
         const row_tile<2, DK> &tile = smem.tile;
-        const skl_side side = skl_cuda_side(&params);
+        const skl_side side = side_of(params);
         const skl_output out = DK ? *side.dk : *side.dq;
         const int64_t base =
             SKL_ROW(out, tile.sequence.batch, tile.head, DK ? tile.sequence.key_begin : tile.sequence.query_begin) +
@@ -375,7 +375,7 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
 
 template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED>
 __global__ void __launch_bounds__(WIDE_THREADS, 1)
-    wide_kernel(const __grid_constant__ skl_cuda_params params, const __grid_constant__ wide_maps maps)
+    wide_kernel(const __grid_constant__ backward_params params, const __grid_constant__ wide_maps maps)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char raw[];
@@ -422,42 +422,46 @@ __global__ void __launch_bounds__(WIDE_THREADS, 1)
 }
 
 template <typename ELEMENT, int DIM, bool DK, bool OF_B, bool CAPPED>
-cudaError_t launch_wide_tiles(const skl_cuda_params *params, const wide_maps *maps)
+cudaError_t launch_wide_tiles(const backward_params &params, const wide_maps &maps)
 {
     constexpr int MEMORY = sizeof(wide_smem<DIM, DK>);
-    static_assert(MEMORY <= 227 * 1024, "what a block can have");
+    static_assert(MEMORY <= 227 * 1024, "shared memory per block");
     const cudaError_t error = cudaFuncSetAttribute(wide_kernel<ELEMENT, DIM, DK, OF_B, CAPPED>,
                                                    cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
     if (error != cudaSuccess)
         return error;
-    const skl_problem *const p = &params->problem;
+    const skl_problem &p = params.problem;
     const dim3 blocks =
-        grid_of(p->batch, row_tile<2, DK>::heads(*params), skl_ceil_div(DK ? p->len_k : p->len_q, OWN_ROWS));
-    wide_kernel<ELEMENT, DIM, DK, OF_B, CAPPED>
-        <<<blocks, WIDE_THREADS, MEMORY, params->call.stream>>>(*params, *maps);
+        grid_of(p.batch, row_tile<2, DK>::heads(params), skl_ceil_div(DK ? p.len_k : p.len_q, OWN_ROWS));
+    wide_kernel<ELEMENT, DIM, DK, OF_B, CAPPED><<<blocks, WIDE_THREADS, MEMORY, params.call.stream>>>(params, maps);
     return cudaPeekAtLastError();
 }
 
 /* dq or dk; dq with respect to B also gives the KL. */
 template <typename ELEMENT, int DIM, bool DK>
-cudaError_t launch_wide(const skl_cuda_params *params, const split_launchers &otherwise)
+cudaError_t launch_wide(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
-    const skl_problem *const p = &params->problem;
-    const bool of_b = skl_cuda_grad_of_b(params);
-    const skl_cuda_argument *const wrt = of_b ? &params->b : &params->a;
-    const skl_cuda_argument *const other = of_b ? &params->a : &params->b;
+    const backward_params own = backward_params_of(params, launch);
+    const skl_problem *const p = &own.problem;
+    const bool of_b = is_grad_of_b(own), capped = own.a.capped || own.b.capped;
+    const skl_cuda_argument *const wrt = of_b ? &own.b : &own.a;
+    const skl_cuda_argument *const other = of_b ? &own.a : &own.b;
     constexpr int QUERY_ROWS = DK ? STAGE_ROWS : OWN_ROWS, KEY_ROWS = DK ? OWN_ROWS : STAGE_ROWS;
     wide_maps maps;
     if (!encode_queries(DK ? &maps.wrt_stream : &maps.wrt_rows, p, wrt, QUERY_ROWS, ELEMENT()) ||
         !encode_queries(DK ? &maps.other_stream : &maps.other_rows, p, other, QUERY_ROWS, ELEMENT()) ||
         !encode_keys(DK ? &maps.wrt_rows : &maps.wrt_stream, p, wrt, KEY_ROWS, ELEMENT()) ||
         !encode_keys(DK ? &maps.other_rows : &maps.other_stream, p, other, KEY_ROWS, ELEMENT()))
-        return DK ? otherwise.keys(params) : otherwise.run(params);
-    if (wrt->capped || other->capped)
-        return of_b ? launch_wide_tiles<ELEMENT, DIM, DK, true, true>(params, &maps)
-                    : launch_wide_tiles<ELEMENT, DIM, DK, false, true>(params, &maps);
-    return of_b ? launch_wide_tiles<ELEMENT, DIM, DK, true, false>(params, &maps)
-                : launch_wide_tiles<ELEMENT, DIM, DK, false, false>(params, &maps);
+        return cudaErrorInvalidValue; /* select.c has tried */
+    if (DK)
+        record_launch(kernel, capped ? SKL_VARIANT_DK_SOFTCAP : SKL_VARIANT_DK, 1);
+    else
+        record_launch(kernel, capped ? SKL_VARIANT_DQ_SOFTCAP : SKL_VARIANT_DQ, 1);
+    if (capped)
+        return of_b ? launch_wide_tiles<ELEMENT, DIM, DK, true, true>(own, maps)
+                    : launch_wide_tiles<ELEMENT, DIM, DK, false, true>(own, maps);
+    return of_b ? launch_wide_tiles<ELEMENT, DIM, DK, true, false>(own, maps)
+                : launch_wide_tiles<ELEMENT, DIM, DK, false, false>(own, maps);
 }
 
 } // namespace sm90

@@ -74,7 +74,7 @@ struct key_maps {
 
 /* Each of the four warps loads every fourth stage, so that the latency of the row stats of four stages overlaps. */
 template <typename ELEMENT, int DIM, bool WRT_B>
-__device__ inline void produce_queries(const skl_cuda_params &params, const key_maps &maps, dk_smem<DIM> &smem)
+__device__ inline void produce_queries(const backward_params &params, const key_maps &maps, dk_smem<DIM> &smem)
 {
     const stage_schedule queries = warp_uniform(smem.queries);
     const int batch = warp_uniform((int)smem.tile.sequence.batch), warp = warp_in_warpgroup();
@@ -115,7 +115,7 @@ __device__ inline void produce_queries(const skl_cuda_params &params, const key_
 /* ---- Consumers ---------------------------------------------------------------------------------------------- */
 
 template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED> struct dk_warpgroup {
-    const skl_cuda_params &params;
+    const backward_params &params;
     dk_smem<DIM> &smem;
     int warpgroup; /* warp-uniform */
     uint32_t wrt_k[WRT_REG_DIMS<DIM> / 16][4], other_k[DIM / 16][4];
@@ -210,7 +210,7 @@ template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED> struct dk_warpgrou
     __device__ void store()
     {
         const key_tile &tile = smem.tile;
-        const skl_side side = skl_cuda_side(&params);
+        const skl_side side = side_of(params);
         const skl_output &out = *side.dk;
         const int64_t base = SKL_ROW(out, tile.sequence.batch, tile.head, tile.sequence.key_begin);
 #pragma unroll
@@ -229,7 +229,7 @@ template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED> struct dk_warpgrou
 
 template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED>
 __global__ void __launch_bounds__(KEY_THREADS, 1)
-    dk_kernel(const __grid_constant__ skl_cuda_params params, const __grid_constant__ key_maps maps)
+    dk_kernel(const __grid_constant__ backward_params params, const __grid_constant__ key_maps maps)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char raw[];
@@ -270,36 +270,38 @@ __global__ void __launch_bounds__(KEY_THREADS, 1)
 }
 
 template <typename ELEMENT, int DIM, bool OF_B, bool CAPPED>
-cudaError_t launch_key_tiles(const skl_cuda_params *params, const key_maps *maps)
+cudaError_t launch_key_tiles(const backward_params &params, const key_maps &maps)
 {
     constexpr int MEMORY = sizeof(dk_smem<DIM>);
     const cudaError_t error = cudaFuncSetAttribute(dk_kernel<ELEMENT, DIM, OF_B, CAPPED>,
                                                    cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
     if (error != cudaSuccess)
         return error;
-    const skl_problem *const p = &params->problem;
-    const dim3 blocks = grid_of(p->batch, key_tile::heads(*params), skl_ceil_div(p->len_k, CONSUMERS * 64));
-    dk_kernel<ELEMENT, DIM, OF_B, CAPPED><<<blocks, KEY_THREADS, MEMORY, params->call.stream>>>(*params, *maps);
+    const skl_problem &p = params.problem;
+    const dim3 blocks = grid_of(p.batch, key_tile::heads(params), skl_ceil_div(p.len_k, CONSUMERS * 64));
+    dk_kernel<ELEMENT, DIM, OF_B, CAPPED><<<blocks, KEY_THREADS, MEMORY, params.call.stream>>>(params, maps);
     return cudaPeekAtLastError();
 }
 
 template <typename ELEMENT, int DIM>
-cudaError_t launch_keys(const skl_cuda_params *params, skl_cuda_launcher otherwise)
+cudaError_t launch_dk(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
-    const skl_problem *const p = &params->problem;
-    const bool of_b = skl_cuda_grad_of_b(params);
-    const skl_cuda_argument *const wrt = of_b ? &params->b : &params->a;
-    const skl_cuda_argument *const other = of_b ? &params->a : &params->b;
+    const backward_params own = backward_params_of(params, launch);
+    const skl_problem *const p = &own.problem;
+    const bool of_b = is_grad_of_b(own), capped = own.a.capped || own.b.capped;
+    const skl_cuda_argument *const wrt = of_b ? &own.b : &own.a;
+    const skl_cuda_argument *const other = of_b ? &own.a : &own.b;
     key_maps maps;
     if (!encode_queries(&maps.wrt_queries, p, wrt, STAGE_ROWS, ELEMENT()) ||
         !encode_queries(&maps.other_queries, p, other, STAGE_ROWS, ELEMENT()) ||
         !encode_keys(&maps.wrt_keys, p, wrt, CONSUMERS * 64, ELEMENT()))
-        return otherwise(params);
-    if (wrt->capped || other->capped)
-        return of_b ? launch_key_tiles<ELEMENT, DIM, true, true>(params, &maps)
-                    : launch_key_tiles<ELEMENT, DIM, false, true>(params, &maps);
-    return of_b ? launch_key_tiles<ELEMENT, DIM, true, false>(params, &maps)
-                : launch_key_tiles<ELEMENT, DIM, false, false>(params, &maps);
+        return cudaErrorInvalidValue; /* select.c has tried */
+    record_launch(kernel, capped ? SKL_VARIANT_DK_SOFTCAP : SKL_VARIANT_DK, 1);
+    if (capped)
+        return of_b ? launch_key_tiles<ELEMENT, DIM, true, true>(own, maps)
+                    : launch_key_tiles<ELEMENT, DIM, false, true>(own, maps);
+    return of_b ? launch_key_tiles<ELEMENT, DIM, true, false>(own, maps)
+                : launch_key_tiles<ELEMENT, DIM, false, false>(own, maps);
 }
 
 } // namespace sm90

@@ -51,7 +51,7 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT> struct narrow
     };
     static_assert(sizeof(memory) <= 227 * 1024, "shared memory of a block");
 
-    const skl_cuda_params &params;
+    const forward_params &params;
     const forward_maps &maps;
     memory &smem;
     /* Warp-uniform: */
@@ -140,7 +140,7 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT> struct narrow
     {
         if (iteration + 1 < iterations) {
             tile_type &next = tile_of(iteration + 1);
-            next.find_persistent(params, iteration + 1);
+            next.find_persistent(params, iteration + 1, (unsigned)params.head_group);
             smem.next_coord = tma_coord::of(params, next);
         }
         __syncwarp();
@@ -236,21 +236,22 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT> struct narrow
 
 template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT>
 __global__ void __launch_bounds__(narrow_forward<ELEMENT, DIM, CAPPED, PERSISTENT>::THREADS, 1)
-    narrow_forward_kernel(const __grid_constant__ skl_cuda_params params, const __grid_constant__ forward_maps maps)
+    narrow_forward_kernel(const __grid_constant__ forward_params params, const __grid_constant__ forward_maps maps)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     typedef narrow_forward<ELEMENT, DIM, CAPPED, PERSISTENT> forward;
     extern __shared__ __align__(1024) unsigned char raw[];
     typename forward::memory &smem = *(typename forward::memory *)(void *)raw;
     typename forward::tile_type tile;
-    if (PERSISTENT ? !tile.find_persistent(params, 0) : !tile.find(params, params.num_splits))
+    if (PERSISTENT ? !tile.find_persistent(params, 0, (unsigned)params.head_group)
+                   : !tile.find(params, params.num_splits, (unsigned)params.head_group))
         return;
     const int warp = warp_index();
     forward worker = {params, maps, smem, warp / 4, warp};
     if (warp == forward::PRODUCER_WARP)
         worker.start_loads(tile);
     if (threadIdx.x == 0) {
-        smem.keys = keys_of_tile(params, tile);
+        smem.keys = keys_of_tile(params, tile, params.num_splits);
         smem.tiles[0] = tile;
     }
     worker.load_q_frag(tile);

@@ -26,7 +26,7 @@ struct tma_coord {
     int batch, query;         /* first row of the tile, in the tensor */
     int head, head_a, head_b; /* query head, key heads of the two arguments */
 
-    template <int M> __device__ static tma_coord of(const skl_cuda_params &params, const query_tile<M> &tile)
+    template <int M> __device__ static tma_coord of(const forward_params &params, const query_tile<M> &tile)
     {
         const int head = (int)tile.head;
         return {(int)tile.sequence.batch, (int)(tile.sequence.query_begin + tile.first), head,
@@ -152,7 +152,7 @@ __device__ inline void cap_stage(stage_logits &to, const stage_logits &x, const 
 /* Writes one of a quad's two rows; `state` comes from merge_two_rows, even lanes have the first row and odd lanes the
  * second. Each of the four lanes takes one of the slow logarithms: two rows, two arguments. */
 template <int M>
-__device__ inline void write_row_of_two(const skl_cuda_params &params, const query_tile<M> &tile,
+__device__ inline void write_row_of_two(const forward_params &params, const query_tile<M> &tile,
                                         const skl_row_state &state)
 {
     const int lane = (int)threadIdx.x % 4, row = acc_row<1>(0, lane % 2);

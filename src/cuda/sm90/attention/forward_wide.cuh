@@ -57,7 +57,7 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
 
     /* ---- Consumers ------------------------------------------------------------------------------------------ */
 
-    const skl_cuda_params &params;
+    const forward_params &params;
     memory &smem;
     /* Warp-uniform: */
     int warpgroup;
@@ -154,17 +154,17 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
 
 template <typename ELEMENT, int DIM, bool CAPPED>
 __global__ void __launch_bounds__(wide_forward<ELEMENT, DIM, CAPPED>::THREADS, 1)
-    wide_forward_kernel(const __grid_constant__ skl_cuda_params params, const __grid_constant__ forward_maps maps)
+    wide_forward_kernel(const __grid_constant__ forward_params params, const __grid_constant__ forward_maps maps)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     typedef wide_forward<ELEMENT, DIM, CAPPED> forward;
     extern __shared__ __align__(1024) unsigned char raw[];
     typename forward::memory &smem = *(typename forward::memory *)(void *)raw;
     typename forward::tile_type tile;
-    if (!tile.find(params, params.num_splits))
+    if (!tile.find(params, params.num_splits, (unsigned)params.head_group))
         return;
     if (threadIdx.x == 0) {
-        smem.keys = keys_of_tile(params, tile);
+        smem.keys = keys_of_tile(params, tile, params.num_splits);
         smem.coord = tma_coord::of(params, tile);
         smem.tile = tile;
         smem.scale_a = params.a.scale;

@@ -26,8 +26,8 @@
 #ifndef SKL_CUDA_SM90_ATTENTION_FUSED_BACKWARD_CUH
 #define SKL_CUDA_SM90_ATTENTION_FUSED_BACKWARD_CUH
 
+#include "cuda/common/dk_sums.cuh"
 #include "cuda/sm90/attention/logit_gradients.cuh"
-#include "cuda/sm90/attention/head_group.cuh"
 #include "cuda/sm90/tensor_map.cuh"
 
 namespace sm90
@@ -115,12 +115,12 @@ template <int DIM> struct stage_loader {
  * from the block's largest upstream gradient, which bounds G with respect to B. Rows whose upstream gradient is less
  * than 2^-16 of that lose bits of dq. */
 template <typename ELEMENT>
-__device__ inline float find_g_unit(const skl_cuda_params &params, const block_tile &tile, ELEMENT)
+__device__ inline float find_g_unit(const backward_params &params, const block_tile &tile, ELEMENT)
 {
     return 1.0F;
 }
 
-__device__ inline float find_g_unit(const skl_cuda_params &params, const block_tile &tile, __half)
+__device__ inline float find_g_unit(const backward_params &params, const block_tile &tile, __half)
 {
     constexpr int LIMIT = 15; /* values stay below 2^LIMIT units */
     float largest = 0.0F;
@@ -140,7 +140,7 @@ __device__ inline float find_g_unit(const skl_cuda_params &params, const block_t
  * and their LSE NaN, so that they do not affect dk of keys that they do not attend to. Rows after the last one may
  * belong to another sequence: they become 0, too, and an LSE of 1e30 makes all their probabilities 0. */
 template <typename ELEMENT, int DIM, bool WRT_B>
-__device__ inline void prepare_queries(const skl_cuda_params &params, fused_backward_smem<DIM> &smem,
+__device__ inline void prepare_queries(const backward_params &params, fused_backward_smem<DIM> &smem,
                                        const block_tile &tile)
 {
     const int row = (int)threadIdx.x / 2, count = smem.count;
@@ -167,7 +167,7 @@ __device__ inline void prepare_queries(const skl_cuda_params &params, fused_back
 }
 
 template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED> struct dq_warpgroup {
-    const skl_cuda_params &params;
+    const backward_params &params;
     fused_backward_smem<DIM> &smem;
     int warpgroup; /* warp-uniform */
     uint32_t other_q[REG_DIMS<DIM> / 16][4];
@@ -275,7 +275,7 @@ template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED> struct dq_warpgrou
 
     __device__ void store(const block_tile &tile) const
     {
-        const skl_side side = skl_cuda_side(&params);
+        const skl_side side = side_of(params);
         const skl_output out = *side.dq;
         const int64_t base = SKL_ROW(out, tile.sequence.batch, tile.head, tile.sequence.query_begin + tile.first);
 #pragma unroll
@@ -379,20 +379,21 @@ __device__ inline void run_dk_warpgroup(fused_backward_smem<DIM> &smem, const st
 
 template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED>
 __global__ void __launch_bounds__(FUSED_BACKWARD_THREADS, 1)
-    gradient_kernel(const __grid_constant__ skl_cuda_params params, const __grid_constant__ fused_backward_maps maps)
+    fused_backward_kernel(const __grid_constant__ backward_params params,
+                          const __grid_constant__ fused_backward_maps maps)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char raw[];
     fused_backward_smem<DIM> &smem = *(fused_backward_smem<DIM> *)(void *)raw;
     block_tile assigned;
-    if (!assigned.find(params, 1))
+    if (!assigned.find(params, 1, (unsigned)params.head_group))
         return;
     if (threadIdx.x < 32)
         smem.unit = find_g_unit(params, assigned, ELEMENT());
     if (threadIdx.x == 0) {
         smem.tile = assigned;
         smem.count = (int)skl_min(TILE_QUERIES, assigned.sequence.query_count - assigned.first);
-        smem.keys = keys_of_tile(params, assigned);
+        smem.keys = keys_of_tile(params, assigned, 1);
         if (smem.count < TILE_QUERIES) /* rows that do not exist must be masked: 0 times a non-finite key is NaN */
             smem.keys.masked_stages = smem.keys.stages;
         barrier_init(smem.queries_full, 1);
@@ -424,7 +425,7 @@ __global__ void __launch_bounds__(FUSED_BACKWARD_THREADS, 1)
             for (int n = 0; n < smem.DEPTH; n++)
                 loader.load_stage(n);
         }
-        run_dk_warpgroup<ELEMENT, DIM>(smem, loader, params.sums.data != NULL,
+        run_dk_warpgroup<ELEMENT, DIM>(smem, loader, params.dk_sums.data != NULL,
                                        params.teacher_side ? params.problem.scale_t : params.problem.scale_s);
     } else {
         reg_alloc<200>();
@@ -442,62 +443,60 @@ __global__ void __launch_bounds__(FUSED_BACKWARD_THREADS, 1)
 }
 
 template <typename ELEMENT, int DIM, bool OF_B, bool CAPPED>
-cudaError_t launch_fused_backward_tiles(const skl_cuda_params *params, const fused_backward_maps *maps)
+cudaError_t launch_fused_backward_tiles(const backward_params &params, const fused_backward_maps &maps)
 {
     constexpr int MEMORY = sizeof(fused_backward_smem<DIM>);
-    const cudaError_t error = cudaFuncSetAttribute(gradient_kernel<ELEMENT, DIM, OF_B, CAPPED>,
+    static_assert(TILE_QUERIES == SKL_SM90_BACKWARD_ROWS, "select.c counts tiles");
+    const cudaError_t error = cudaFuncSetAttribute(fused_backward_kernel<ELEMENT, DIM, OF_B, CAPPED>,
                                                    cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
     if (error != cudaSuccess)
         return error;
-    const skl_problem *const p = &params->problem;
-    gradient_kernel<ELEMENT, DIM, OF_B, CAPPED>
-        <<<grid_of(p->batch, p->heads_s, skl_ceil_div(p->len_q, TILE_QUERIES)), FUSED_BACKWARD_THREADS, MEMORY,
-           params->call.stream>>>(*params, *maps);
+    const skl_problem &p = params.problem;
+    fused_backward_kernel<ELEMENT, DIM, OF_B, CAPPED>
+        <<<grid_of(p.batch, p.heads_s, skl_ceil_div(p.len_q, TILE_QUERIES)), FUSED_BACKWARD_THREADS, MEMORY,
+           params.call.stream>>>(params, maps);
     return cudaPeekAtLastError();
 }
 
-/* False if TMA does not support one of the tensors. */
 template <typename ELEMENT>
-inline bool encode_all(fused_backward_maps *maps, const skl_cuda_params *params, bool of_b, ELEMENT element)
+inline bool encode_all(fused_backward_maps *maps, const backward_params &params, ELEMENT element)
 {
-    const skl_problem *const p = &params->problem;
-    const skl_cuda_argument *const wrt = of_b ? &params->b : &params->a;
-    const skl_cuda_argument *const other = of_b ? &params->a : &params->b;
-    const skl_output *const out = &params->sums;
-    const skl_input sums = {out->data, out->stride_batch, out->stride_head, out->stride_row};
+    const skl_problem *const p = &params.problem;
+    const bool of_b = is_grad_of_b(params);
+    const skl_cuda_argument *const wrt = of_b ? &params.b : &params.a;
+    const skl_cuda_argument *const other = of_b ? &params.a : &params.b;
+    const skl_output &out = params.dk_sums;
+    const skl_input sums = {out.data, out.stride_batch, out.stride_head, out.stride_row};
     return encode_queries(&maps->wrt_queries, p, wrt, TILE_QUERIES, element) &&
            encode_queries(&maps->other_queries, p, other, TILE_QUERIES, element) &&
            encode_keys(&maps->wrt_keys, p, wrt, STAGE_KEYS, element) &&
            encode_keys(&maps->other_keys, p, other, STAGE_KEYS, element) &&
-           (sums.data == NULL || encode(&maps->sums, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, &sums, wrt->dim,
-                                        p->heads_s / wrt->heads_per_key, key_rows(p), STAGE_KEYS));
+           (sums.data == NULL || skl_tensor_map(&maps->sums, SKL_F32, &sums, wrt->dim,
+                                                p->heads_s / wrt->heads_per_key, skl_key_rows(p), STAGE_KEYS));
 }
 
-/* G with respect to A has no bound, which f16 would need. */
-template <typename ELEMENT> constexpr bool ANY_G = true;
-template <> constexpr bool ANY_G<__half> = false;
+/* f16 has no instances for gradients of A: nothing bounds them that f16 could rely on. */
+template <typename ELEMENT> constexpr bool HAS_GRAD_OF_A = true;
+template <> constexpr bool HAS_GRAD_OF_A<__half> = false;
 
 template <typename ELEMENT, int DIM>
-cudaError_t launch_gradients(const skl_cuda_params *params, const split_launchers &otherwise)
+cudaError_t launch_fused_backward(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
-    const bool of_b = skl_cuda_grad_of_b(params);
+    const backward_params own = backward_params_of(params, launch);
+    const bool of_b = is_grad_of_b(own), capped = own.a.capped || own.b.capped;
     fused_backward_maps maps;
-    const bool capped = params->a.capped || params->b.capped;
-    if (!(of_b || ANY_G<ELEMENT>) || !encode_all(&maps, params, of_b, ELEMENT()))
-        return otherwise.run(params);
-    skl_cuda_params own = *params;
-    own.num_splits = 1;
-    own.head_group =
-        head_group_for(params, TILE_QUERIES, of_b ? 2 : 2 + 4, of_b ? 2 + 4 : 2); /* plus f32 sums of dk */
-    cudaError_t error = skl_cuda_clear_sums(&own);
+    if (!(of_b || HAS_GRAD_OF_A<ELEMENT>) || !encode_all(&maps, own, ELEMENT()))
+        return cudaErrorInvalidValue; /* select.c has tried */
+    cudaError_t error = clear_dk_sums(&own);
+    record_launch(kernel, capped ? SKL_VARIANT_FUSED_SOFTCAP : SKL_VARIANT_FUSED, 1);
     if (error == cudaSuccess && of_b)
-        error = capped ? launch_fused_backward_tiles<ELEMENT, DIM, true, true>(&own, &maps)
-                       : launch_fused_backward_tiles<ELEMENT, DIM, true, false>(&own, &maps);
-    else if constexpr (ANY_G<ELEMENT>)
+        error = capped ? launch_fused_backward_tiles<ELEMENT, DIM, true, true>(own, maps)
+                       : launch_fused_backward_tiles<ELEMENT, DIM, true, false>(own, maps);
+    else if constexpr (HAS_GRAD_OF_A<ELEMENT>)
         if (error == cudaSuccess)
-            error = capped ? launch_fused_backward_tiles<ELEMENT, DIM, false, true>(&own, &maps)
-                           : launch_fused_backward_tiles<ELEMENT, DIM, false, false>(&own, &maps);
-    return error == cudaSuccess ? skl_cuda_store_sums(&own) : error;
+            error = capped ? launch_fused_backward_tiles<ELEMENT, DIM, false, true>(own, maps)
+                           : launch_fused_backward_tiles<ELEMENT, DIM, false, false>(own, maps);
+    return error == cudaSuccess ? store_dk_sums(&own) : error;
 }
 
 } // namespace sm90

@@ -12,12 +12,12 @@
 namespace sm90
 {
 
-template <bool WRT_B> __device__ inline const skl_cuda_argument &wrt_argument(const skl_cuda_params &params)
+template <bool WRT_B> __device__ inline const skl_cuda_argument &wrt_argument(const backward_params &params)
 {
     return WRT_B ? params.b : params.a;
 }
 
-template <bool WRT_B> __device__ inline const skl_cuda_argument &other_argument(const skl_cuda_params &params)
+template <bool WRT_B> __device__ inline const skl_cuda_argument &other_argument(const backward_params &params)
 {
     return WRT_B ? params.a : params.b;
 }
@@ -94,7 +94,7 @@ struct lane_row_stats {
 /* Executed by one warp. `first`: the stage's first query, counted from the stream's first. Queries after the last one
  * that attends to any of the block's `count` keys get zeros: they are masked everywhere, and their upstream gradients
  * must not move the unit. */
-__device__ inline lane_row_stats load_stage_row_stats(const skl_cuda_params &params, const skl_sequence &s,
+__device__ inline lane_row_stats load_stage_row_stats(const backward_params &params, const skl_sequence &s,
                                                       const row_stream &queries, int count, int64_t head, int first)
 {
     const int64_t origin = queries.row - s.query_begin;
@@ -170,7 +170,7 @@ struct argument_logits {
  * gradients of masked pairs are 0. `stats` is a streamed_query_stats or a stationary_query_stats. The logits are only
  * read: ptxas serialises wgmmas whose accumulators are written by other instructions. */
 template <bool MASKED, bool WRT_B, bool CAPPED, typename QUERY_STATS, typename EMIT>
-__device__ inline void for_each_logit_gradient(const skl_cuda_params &params, const argument_logits &logits,
+__device__ inline void for_each_logit_gradient(const backward_params &params, const argument_logits &logits,
                                                const band32 &band, QUERY_STATS stats, EMIT emit)
 {
     const stage_logits &x = WRT_B ? logits.other : logits.wrt, &y = WRT_B ? logits.wrt : logits.other;
@@ -209,7 +209,7 @@ __device__ inline void for_each_logit_gradient(const skl_cuda_params &params, co
 /* The warp's largest finite logit gradient, warp-uniform. Stationary rows from `count` on are undefined and ignored.
  */
 template <bool MASKED, bool WRT_B, bool CAPPED, typename QUERY_STATS>
-__device__ inline float largest_logit_gradient(const skl_cuda_params &params, const argument_logits &logits,
+__device__ inline float largest_logit_gradient(const backward_params &params, const argument_logits &logits,
                                                const band32 &band, int count, const QUERY_STATS &stats)
 {
     float largest[2] = {};
@@ -246,23 +246,6 @@ __device__ inline void store_row(void *gradient, int64_t offset, const skl_side 
     else
         store_elements((ELEMENT *)gradient + offset, (int)side.dim, x, half, factor);
 }
-
-/* ---- Launch ------------------------------------------------------------------------------------------------- */
-
-/* Launchers for tensors that TMA does not support. */
-struct split_launchers {
-    skl_cuda_launcher forward, queries, keys;
-
-    cudaError_t run(const skl_cuda_params *params) const
-    {
-        cudaError_t error = params->kl_in_backward ? forward(params) : cudaSuccess;
-        if (error == cudaSuccess && skl_cuda_side(params).dq->data != NULL)
-            error = queries(params);
-        if (error == cudaSuccess && params->sums.data != NULL)
-            error = keys(params);
-        return error;
-    }
-};
 
 } // namespace sm90
 

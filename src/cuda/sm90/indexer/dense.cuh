@@ -13,18 +13,19 @@ namespace sm90
 inline bool encode_teacher(score_maps *maps, const index_params &params)
 {
     const skl_problem *const p = &params.problem;
-    const CUtensorMapDataType type = map_type(score_element());
-    return encode(&maps->q_t, type, &params.call.inputs.q_t, p->dim_t, p->heads_t, query_rows(p), SIDE) &&
-           encode(&maps->k_t, type, &params.call.inputs.k_t, p->dim_t, p->key_heads_t, key_rows(p), SIDE);
+    const skl_dtype type = SKL_BF16;
+    return skl_tensor_map(&maps->q_t, type, &params.call.inputs.q_t, p->dim_t, p->heads_t, skl_query_rows(p), SIDE) &&
+           skl_tensor_map(&maps->k_t, type, &params.call.inputs.k_t, p->dim_t, p->key_heads_t, skl_key_rows(p), SIDE);
 }
 
 /* Queries and keys of the indexer, in boxes of `query_box` and `key_box` rows. */
 inline bool encode_indexer(CUtensorMap *q, CUtensorMap *k, const index_params &params, int query_box, int key_box)
 {
     const skl_problem *const p = &params.problem;
-    const CUtensorMapDataType type = map_type(score_element());
-    return encode(q, type, &params.call.inputs.q_s, p->dim_s, skl_query_heads_s(p), query_rows(p), query_box) &&
-           encode(k, type, &params.call.inputs.k_s, p->dim_s, p->key_heads_s, key_rows(p), key_box);
+    const skl_dtype type = SKL_BF16;
+    return skl_tensor_map(q, type, &params.call.inputs.q_s, p->dim_s, skl_query_heads_s(p), skl_query_rows(p),
+                          query_box) &&
+           skl_tensor_map(k, type, &params.call.inputs.k_s, p->dim_s, p->key_heads_s, skl_key_rows(p), key_box);
 }
 
 inline bool encode_scores(score_maps *maps, const index_params &params)
@@ -62,13 +63,14 @@ template <bool GRADIENTS> cudaError_t launch_scores(const index_params &own, con
     return error == cudaSuccess ? launch_rows(own) : error;
 }
 
-inline cudaError_t launch_index_rows(const skl_cuda_params *params, skl_cuda_launcher otherwise)
+inline cudaError_t launch_dense_rows(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
-    const skl_index_layout layout = skl_index_layout_of(&params->problem, params->sm_count, 0);
+    const skl_index_layout &layout = launch->strips;
     index_params own = params_for(params, layout);
     score_maps maps;
     if (!encode_scores(&maps, own))
-        return otherwise(params);
+        return cudaErrorInvalidValue; /* select.c has tried */
+    record_launch(kernel, SKL_VARIANT_ROWS, layout.num_splits);
     const cudaError_t error =
         own.with_teacher && !own.lse_given ? launch_teacher_lse(&own, layout, maps) : cudaSuccess;
     return error == cudaSuccess ? launch_scores<false>(own, maps) : error;
@@ -102,16 +104,18 @@ cudaError_t launch_index_sums(const index_params &own, const skl_index_layout &l
 }
 
 /* Strip by strip: scores, query kernel, key kernel. */
-inline cudaError_t launch_index_gradients(const skl_cuda_params *params, skl_cuda_launcher otherwise)
+inline cudaError_t launch_dense_gradients(const char *kernel, const skl_cuda_params *params,
+                                          const skl_cuda_launch *launch)
 {
     const skl_problem *const p = &params->problem;
-    const skl_index_layout layout = skl_index_layout_of(p, params->sm_count, 1);
+    const skl_index_layout &layout = launch->strips;
     index_params own = params_for(params, layout);
     score_maps scores;
     gradient_index_maps maps;
     if (!encode_scores(&scores, own) || !encode_gradients(&maps, own))
-        return otherwise(params);
-    return launch_strips(&own, layout, [&](const index_params &strip) {
+        return cudaErrorInvalidValue; /* select.c has tried */
+    record_launch(kernel, SKL_VARIANT_GRADIENTS, layout.num_splits);
+    return launch_strips(&own, launch, [&](const index_params &strip) {
         const cudaError_t error = launch_scores<true>(strip, scores);
         return error != cudaSuccess ? error
                : p->dim_s <= 64     ? launch_index_sums<64>(strip, layout, maps)
