@@ -30,7 +30,7 @@ static inline int32_t skl_index_num_splits(int64_t items, int64_t blocks, int64_
     return (int32_t)skl_max(1, skl_min(skl_ceil_div(blocks, skl_max(1, items)), splits_max));
 }
 
-static inline size_t skl_index_take(size_t *next, int64_t size)
+static inline size_t skl_index_reserve(size_t *next, int64_t size)
 {
     const size_t at = *next;
     *next += skl_aligned_size((size_t)size);
@@ -59,22 +59,22 @@ static inline skl_index_layout skl_index_layout_of(const skl_problem *p, int32_t
     const int64_t rows_t = p->heads_t * (p->packed ? p->total_q : p->batch * p->len_q);
     const int64_t split_rows = layout.strip_slots * layout.num_splits * SKL_INDEX_TILE;
     layout.sum_count = layout.num_dk_splits * layout.sum_batches * p->key_heads_s * layout.sum_rows * p->dim_s;
-    layout.lse_at = skl_index_take(&layout.size, gradients ? 0 : rows_t * (int64_t)sizeof(float));
-    layout.split_rows_at = skl_index_take(&layout.size, split_rows * SKL_INDEX_ROW_SIZE);
-    layout.g_at = skl_index_take(&layout.size, gradients ? layout.strip_slots * slot_size : 0);
-    layout.sums_at = skl_index_take(
+    layout.lse_at = skl_index_reserve(&layout.size, gradients ? 0 : rows_t * (int64_t)sizeof(float));
+    layout.split_rows_at = skl_index_reserve(&layout.size, split_rows * SKL_INDEX_ROW_SIZE);
+    layout.g_at = skl_index_reserve(&layout.size, gradients ? layout.strip_slots * slot_size : 0);
+    layout.sums_at = skl_index_reserve(
         &layout.size, gradients && p->gradients & SKL_DK_S ? layout.sum_count * (int64_t)sizeof(float) : 0);
     return layout;
 }
 
 /* ---- Sparse ------------------------------------------------------------------------------------------------- */
 
-/* Sparse scores on tensor cores: one row per block at a time, with the scores of its entries in the workspace: at the
- * beginning of a forward's, after the chunk of a backward's. */
+/* Sparse scores on tensor cores. A block computes one row at a time and keeps the scores of its entries in the
+ * workspace: at the start of a forward's, or after the chunk of a backward. */
 enum {
     SKL_SPARSE_SCORE_SIZE = 12,  /* bytes per entry: the teacher's mean and the index logit */
-    SKL_SPARSE_HEADS = 128,      /* heads of one product, at most */
-    SKL_SPARSE_SLAB = 64,        /* dimensions that are staged together */
+    SKL_SPARSE_HEADS = 128,      /* heads per product, at most */
+    SKL_SPARSE_SLAB = 64,        /* dimensions of a head in one pipeline stage */
     SKL_SPARSE_FIXED_SIZE = 6144 /* bytes of shared memory besides queries and stages */
 };
 
@@ -82,7 +82,7 @@ typedef struct skl_sparse_layout {
     skl_sparse_chunk chunk;
     int64_t num_blocks;    /* blocks of the scores kernel, each with scores in the workspace */
     size_t scores_at, end; /* in the workspace, in bytes */
-    int32_t resident;      /* queries stay in shared memory; otherwise a slab of them comes with each slab of keys */
+    int32_t resident;      /* queries stay in shared memory; otherwise each slab of keys has one of queries */
     int32_t stage_size;    /* bytes of shared memory for stages */
     int32_t scores_smem, block_smem_max; /* bytes of shared memory of a block: of the scores kernel, and at most */
 } skl_sparse_layout;
@@ -93,12 +93,12 @@ static inline int64_t skl_sparse_query_size(int64_t heads)
     return (heads > 64 ? 128 : heads > 32 ? 64 : 32) * SKL_SPARSE_SLAB * 2;
 }
 
-/* Queries are resident if there is room for them and for 64 KiB of stages, which is at least two stages of any
- * product. A block that has an SM to itself takes twice as much for stages, if there is. */
+/* Queries stay in shared memory if they fit next to 64 KiB of stages, which are at least two stages of any product. A
+ * block that has an SM to itself uses 128 KiB for stages, if available. */
 static inline void skl_sparse_plan_memory(skl_sparse_layout *layout, const skl_problem *p, int with_teacher,
                                           int64_t heads_per_key, int64_t block_smem_max, int64_t sm_smem)
 {
-    const int64_t stages_size = 64 << 10, streamed_size = 80 << 10; /* the latter with slabs of queries */
+    const int64_t stages_size = 64 << 10, streamed_size = 80 << 10; /* stages of keys; of keys and queries */
     const int64_t sharing = skl_min(skl_min(skl_group_size(p), heads_per_key), SKL_SPARSE_HEADS);
     const int64_t teacher_size = skl_ceil_div(p->dim_t, SKL_SPARSE_SLAB) * skl_sparse_query_size(sharing);
     const int64_t index_size =

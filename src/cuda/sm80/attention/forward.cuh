@@ -194,14 +194,15 @@ template <typename ELEMENT, int DIM, int M> struct forward_launch {
         const cudaError_t error = allow_memory();
         if (error != cudaSuccess)
             return error;
-        const forward_params own = forward_params_of(params, launch);
-        const skl_problem *const p = &own.problem;
+        const forward_params kernel_params = forward_params_of(params, launch);
+        const skl_problem *const p = &kernel_params.problem;
         const int64_t tiles = skl_ceil_div(p->len_q, ROWS);
-        record_launch(kernel, SKL_VARIANT_TILES, own.num_splits);
-        forward_kernel<ELEMENT, DIM, M>
-            <<<grid_of(p->batch, p->heads_s, tiles * own.num_splits), THREADS, MEMORY, own.call.stream>>>(own);
-        if (own.num_splits > 1)
-            merge_splits<M><<<grid_of(p->batch, p->heads_s, tiles), ROWS, 0, own.call.stream>>>(own);
+        record_launch(kernel, SKL_VARIANT_TILES, kernel_params.num_splits);
+        forward_kernel<ELEMENT, DIM, M><<<grid_of(p->batch, p->heads_s, tiles * kernel_params.num_splits), THREADS,
+                                          MEMORY, kernel_params.call.stream>>>(kernel_params);
+        if (kernel_params.num_splits > 1)
+            merge_splits<M>
+                <<<grid_of(p->batch, p->heads_s, tiles), ROWS, 0, kernel_params.call.stream>>>(kernel_params);
         return cudaPeekAtLastError();
     }
 };
