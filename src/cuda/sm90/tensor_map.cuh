@@ -1,4 +1,4 @@
-/* Descriptions of tensors for the copy engine. */
+/* TMA descriptors of queries, keys and gradients. */
 #ifndef SKL_CUDA_SM90_TENSOR_MAP_CUH
 #define SKL_CUDA_SM90_TENSOR_MAP_CUH
 
@@ -21,7 +21,7 @@ inline CUtensorMapDataType map_type(__half)
     return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
 }
 
-/* The driver's function, which there is no need to link with; NULL if the driver is too old. */
+/* Looks the function up in the driver, so that nothing links with libcuda; NULL if the driver is too old. */
 inline PFN_cuTensorMapEncodeTiled_v12000 find_encoder()
 {
     void *function = NULL;
@@ -32,7 +32,7 @@ inline PFN_cuTensorMapEncodeTiled_v12000 find_encoder()
                                                                         : NULL;
 }
 
-/* What all heads of a tensor have: packed tensors are one long sequence. */
+/* Rows per head, and batch size; packed tensors are one long sequence. */
 struct tensor_rows {
     int64_t rows, batch;
 };
@@ -47,8 +47,8 @@ inline tensor_rows key_rows(const skl_problem *p)
     return {p->packed ? p->total_k : p->len_k, p->packed ? 1 : p->batch};
 }
 
-/* [batch, heads, rows, dim] in boxes of `box_rows` rows of one head, 128 bytes each. False where the engine cannot
- * copy such a tensor. */
+/* Describes [batch, heads, rows, dim] in boxes of `box_rows` rows of one head, 128 bytes per row. False if TMA does
+ * not support the tensor's address or strides. */
 inline bool encode(CUtensorMap *map, CUtensorMapDataType type, const skl_input *tensor, int64_t dim, int64_t heads,
                    tensor_rows shape, int box_rows)
 {

@@ -1,4 +1,4 @@
-/* Forward on Hopper's tensor cores (sm_90a): 16-bit types, one teacher head a student head. */
+/* Launch of the forward on Hopper's tensor cores (sm_90a): 16-bit types, one teacher head per student head. */
 #ifndef SKL_CUDA_SM90_ATTENTION_FORWARD_CUH
 #define SKL_CUDA_SM90_ATTENTION_FORWARD_CUH
 
@@ -15,8 +15,8 @@ typedef void forward_kernel(skl_cuda_params, forward_maps);
 
 constexpr int UNEVEN_BLOCKS = 2;
 
-/* Blocks that keep a multiprocessor busy, one at a time. Where a mask leaves tiles half of the longest one's keys on
- * average, more than one: else the longest takes as long as all of them together. */
+/* Blocks per SM to aim for with splits. A single resident block fills an SM. Under a one-sided window a tile has half
+ * of the longest tile's keys on average: with one block per SM the longest tile would take twice the average time. */
 inline int64_t blocks_to_fill(const skl_problem *p)
 {
     const bool one_sided = skl_is_unlimited(p->window_left) != skl_is_unlimited(p->window_right);
@@ -35,7 +35,7 @@ cudaError_t launch_blocks(forward_kernel *kernel, dim3 blocks, const skl_cuda_pa
     return cudaPeekAtLastError();
 }
 
-/* A block a tile of queries, or more, each with a part of its keys, where tiles are too few to fill the GPU. */
+/* One block per query tile, or one per split of its keys where there are too few tiles to fill the GPU. */
 template <typename FORWARD>
 cudaError_t launch_query_tiles(forward_kernel *kernel, const skl_cuda_params *params, const forward_maps *maps)
 {
@@ -53,8 +53,9 @@ cudaError_t launch_query_tiles(forward_kernel *kernel, const skl_cuda_params *pa
     return cudaPeekAtLastError();
 }
 
-/* Blocks can stay and take tiles in turns: all tiles see all keys, more than a block has room for, and there are more
- * tiles than blocks at a time. Others are handed out by the hardware, longest first. */
+/* Whether the persistent kernel can be used: every query attends to all keys, the keys do not fit into one fill of
+ * the pipeline, and there are more tiles than SMs. Otherwise the hardware schedules one block per tile, longest
+ * first. */
 template <typename FORWARD> bool is_persistent(const skl_cuda_params *params)
 {
     const skl_problem *const p = &params->problem;

@@ -1,4 +1,4 @@
-/* Which heads are done together, and what launches ask about tiles. */
+/* Which heads are processed together so that their keys stay in the L2 cache (L2 swizzle). */
 #ifndef SKL_CUDA_SM90_ATTENTION_HEAD_GROUP_CUH
 #define SKL_CUDA_SM90_ATTENTION_HEAD_GROUP_CUH
 
@@ -7,7 +7,7 @@
 namespace sm90
 {
 
-/* Neither side of a query's window ends: tiles may differ in their rows and sequences, not by a mask. */
+/* No causal mask and no window: tiles differ in length by their sequences at most. */
 inline bool without_window(const skl_problem *p)
 {
     return skl_is_unlimited(p->window_left) && skl_is_unlimited(p->window_right);
@@ -18,12 +18,14 @@ inline int64_t query_tiles(const skl_problem *p, int64_t tile_rows)
     return p->batch * p->heads_s * skl_ceil_div(p->len_q, tile_rows);
 }
 
-/* Heads whose keys, and what else is streamed with them, fill half of the L2 cache: with more of them at once it
- * comes through memory again for every wave of tiles, and sums that are added to are read and written there. But
- * where tiles differ in length, each section has its longest ones first: only where the longest tile is a small part
- * of all that a multiprocessor does may there be more than one section.
+/* Size of a head group: the number of heads whose streamed data (keys, and dk sums that are added to) fill half of
+ * the L2 cache. With more heads at once every wave of tiles reads the keys from memory again, and reads and writes
+ * the sums there.
  *
- * `bytes_a`, `bytes_b`: of an element of an argument's keys, and of what else there is for it. */
+ * Under a mask tiles differ in length, and each head group processes its longest tiles first, so the last group ends
+ * late. There is more than one group only where the longest tile is a small part of an SM's work.
+ *
+ * `bytes_a`, `bytes_b`: streamed bytes per key and dimension of each argument. */
 inline int32_t head_group_for(const skl_cuda_params *params, int64_t tile_rows, int64_t bytes_a, int64_t bytes_b)
 {
     constexpr int64_t L2_SHARE = (int64_t)25 << 20, SMALL_PART = 32;

@@ -33,7 +33,7 @@ template <int DIM> struct index_smem {
     smem_rows<DIM / 64> own; /* 128 rows */
     row_stage<DIM> stages[STAGES];
     float weights[STAGES][STAGE_KEYS]; /* keys' kernel: of the queries of a stage */
-    uint64_t own_full, full[STAGES], clean[STAGES], empty[STAGES], order[CONSUMERS];
+    uint64_t own_full, full[STAGES], sanitized[STAGES], empty[STAGES], order[CONSUMERS];
     /* Here, and not in the registers of every thread. */
     query_slot place; /* queries' kernel */
     key_work work;    /* keys' kernel */
@@ -60,20 +60,20 @@ template <int DIM> struct index_sums {
 
 template <int DIM> struct index_consumer {
     index_smem<DIM> &smem;
-    int group; /* of the warp, the same for all lanes */
+    int warpgroup; /* of the warp, the same for all lanes */
     ordered_barrier order;
     index_sums<DIM> sums;
     stage_logits a;
 
     __device__ void wait_stage(int n)
     {
-        barrier_wait(smem.clean[n % smem.STAGES], n / smem.STAGES % 2);
+        barrier_wait(smem.sanitized[n % smem.STAGES], n / smem.STAGES % 2);
     }
 
     __device__ void start_a(int n)
     {
-        start_products<__nv_bfloat16, DIM, 0>(a, NULL, row_operand(&smem.own) + group * (64 * 128 / 16),
-                                              row_operand(&smem.stages[n % smem.STAGES]));
+        issue_logits<__nv_bfloat16, DIM, 0>(a, NULL, k_major_operand(&smem.own) + warpgroup * (64 * 128 / 16),
+                                              k_major_operand(&smem.stages[n % smem.STAGES]));
     }
 
     __device__ void clear()
@@ -116,10 +116,10 @@ template <int DIM> struct index_consumer {
 #pragma unroll
         for (int part = 0; part < DIM / sums.PART; part++) {
             const uint32_t rows =
-                column_operand(smem.stages[n % smem.STAGES].slabs[part * sums.PART / 64], STAGE_KEYS * 128);
+                mn_major_operand(smem.stages[n % smem.STAGES].slabs[part * sums.PART / 64], STAGE_KEYS * 128);
 #pragma unroll
             for (int step = 0; step < STAGE_KEYS / 16; step++)
-                wgmma<true>(sums.parts[part], h[step], descriptor_of(rows + step * 16 * 128 / 16), 1,
+                wgmma<true>(sums.parts[part], h[step], smem_descriptor(rows + step * 16 * 128 / 16), 1,
                             __nv_bfloat16());
         }
         wgmma_commit();
@@ -165,7 +165,7 @@ template <int DIM> __device__ inline void wait_stage_full(index_smem<DIM> &smem,
 
 /* A pair that is not seen weighs 0, but 0 times a value that is not finite is NaN. Rows of a stage that hold one
  * become 0: whoever sees such a row has NaN in its G. One thread a row. */
-template <int DIM> __device__ inline void clean_rows(row_stage<DIM> &stage, int row)
+template <int DIM> __device__ inline void sanitize_rows(row_stage<DIM> &stage, int row)
 {
     bool finite = true;
 #pragma unroll 4
@@ -181,9 +181,9 @@ template <int DIM> __device__ inline void publish_stage(index_smem<DIM> &smem, i
 {
     const int at = n % smem.STAGES;
     if (!is_full_stage)
-        clean_rows(smem.stages[at], (int)threadIdx.x % CLEANERS);
-    fence_async_shared();
-    barrier_arrive(smem.clean[at]);
+        sanitize_rows(smem.stages[at], (int)threadIdx.x % CLEANERS);
+    fence_proxy_async();
+    barrier_arrive(smem.sanitized[at]);
 }
 
 template <int DIM> __device__ inline void init_barriers(index_smem<DIM> &smem)
@@ -191,7 +191,7 @@ template <int DIM> __device__ inline void init_barriers(index_smem<DIM> &smem)
     barrier_init(smem.own_full, 1);
     for (int at = 0; at < smem.STAGES; at++) {
         barrier_init(smem.full[at], 1);
-        barrier_init(smem.clean[at], CLEANERS);
+        barrier_init(smem.sanitized[at], CLEANERS);
         barrier_init(smem.empty[at], CONSUMERS * 4);
     }
     ordered_barrier::init(smem.order);
@@ -230,10 +230,10 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
         return;
     const int head = at.head * index_heads + (int)(blockIdx.x % index_heads), batch = (int)at.sequence.batch;
     const int first = at.tile_begin * SIDE, stages = (at.tile_end - at.tile_begin) * (SIDE / STAGE_KEYS);
-    const int group = warpgroup_index();
-    if (group < CONSUMERS) {
+    const int warpgroup = warpgroup_index();
+    if (warpgroup < CONSUMERS) {
         reg_alloc<240>();
-        index_consumer<DIM> own = {smem, group, ordered_barrier(smem.order, group)};
+        index_consumer<DIM> own = {smem, warpgroup, ordered_barrier(smem.order, warpgroup)};
         const float least = params.least;
         own.clear();
         uint4 g[2][STAGE_KEYS / 16]; /* of a stage, and of the next one, which is on its way */
@@ -313,10 +313,10 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
     const int batch = (int)work.sequence.batch, heads = (int)params.problem.index_heads;
     if (work.stages == 0)
         return;
-    const int group = warpgroup_index();
-    if (group < CONSUMERS) {
+    const int warpgroup = warpgroup_index();
+    if (warpgroup < CONSUMERS) {
         reg_alloc<224>();
-        index_consumer<DIM> own = {smem, group, ordered_barrier(smem.order, group)};
+        index_consumer<DIM> own = {smem, warpgroup, ordered_barrier(smem.order, warpgroup)};
         own.clear();
         own.begin();
         const float least = params.least;

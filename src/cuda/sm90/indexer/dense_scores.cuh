@@ -147,7 +147,7 @@ struct slab_producer {
 
 struct slab_consumer {
     score_smem &smem;
-    int group; /* of the warp, the same for all lanes */
+    int warpgroup; /* of the warp, the same for all lanes */
     pipeline_state<QUERY_STEPS> query;
     pipeline_state<KEY_STEPS> key;
     ordered_barrier order;
@@ -156,13 +156,13 @@ struct slab_consumer {
     template <int SLABS> __device__ void multiply_step(tile_logits &x, bool add)
     {
         constexpr int STEPS = SLABS * SLAB / 16;
-        const uint32_t a = row_operand(smem.queries[query.index]) + group * (64 * 128 / 16);
-        const uint32_t b = row_operand(smem.keys[key.index]);
+        const uint32_t a = k_major_operand(smem.queries[query.index]) + warpgroup * (64 * 128 / 16);
+        const uint32_t b = k_major_operand(smem.keys[key.index]);
         order.wait();
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
-            wgmma<false>(x, step_of(a, step, SIDE), step_of(b, step, SIDE), add || step > 0, score_element());
+            wgmma<false>(x, k_step_descriptor(a, step, SIDE), k_step_descriptor(b, step, SIDE), add || step > 0, score_element());
             if (step == STEPS / 2 - 1)
                 wgmma_commit();
         }
@@ -228,16 +228,16 @@ __device__ inline void clear(tile_logits &x)
         x[e / 4][e % 4] = 0.0F;
 }
 
-__device__ inline slab_consumer begin_consumer(score_smem &smem, int group)
+__device__ inline slab_consumer begin_consumer(score_smem &smem, int warpgroup)
 {
-    return {smem, group, {0, 0}, {0, 0}, ordered_barrier(smem.order, group)};
+    return {smem, warpgroup, {0, 0}, {0, 0}, ordered_barrier(smem.order, warpgroup)};
 }
 
 template <bool GRADIENTS>
-__device__ inline void consume_scores(const index_params &params, score_smem &smem, int group)
+__device__ inline void consume_scores(const index_params &params, score_smem &smem, int warpgroup)
 {
     const query_slot &at = smem.tile;
-    slab_consumer slabs = begin_consumer(smem, group);
+    slab_consumer slabs = begin_consumer(smem, warpgroup);
 #pragma unroll
     for (int half = 0; half < 2; half++)
         if (threadIdx.x % 4 == 0)
@@ -288,8 +288,8 @@ __global__ void __launch_bounds__(SCORE_THREADS, 1)
         init_pipelines(smem);
     }
     __syncthreads();
-    const int group = warpgroup_index();
-    if (group == CONSUMERS) {
+    const int warpgroup = warpgroup_index();
+    if (warpgroup == CONSUMERS) {
         reg_dealloc<24>();
         if (warp_index() == CONSUMERS * 4) {
             slab_producer slabs = {smem, {0, 0}, {0, 0}};
@@ -300,7 +300,7 @@ __global__ void __launch_bounds__(SCORE_THREADS, 1)
         }
     } else {
         reg_alloc<240>();
-        consume_scores<GRADIENTS>(params, smem, group);
+        consume_scores<GRADIENTS>(params, smem, warpgroup);
     }
 #endif
 }

@@ -22,8 +22,8 @@ __global__ void __launch_bounds__(SCORE_THREADS, 1)
     __syncthreads();
     const query_slot &at = smem.tile;
     const head_list head = {at.head, 1, params.a.heads_per_key, (params.a.dim + SLAB - 1) / SLAB};
-    const int group = warpgroup_index();
-    if (group == CONSUMERS) {
+    const int warpgroup = warpgroup_index();
+    if (warpgroup == CONSUMERS) {
         reg_dealloc<24>();
         if (warp_index() == CONSUMERS * 4) {
             slab_producer slabs = {smem, {0, 0}, {0, 0}};
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(SCORE_THREADS, 1)
         return;
     }
     reg_alloc<240>();
-    slab_consumer slabs = begin_consumer(smem, group);
+    slab_consumer slabs = begin_consumer(smem, warpgroup);
     lse_row rows[2] = {{-INFINITY, 0.0F}, {-INFINITY, 0.0F}};
     for (int tile = at.tile_begin; tile < at.tile_end; tile++) {
         tile_logits x;
