@@ -1,6 +1,6 @@
-/* One row of a sparse indexer and its list of top-k keys. Rows share no keys, but the heads of a row share its list.
- * So a block works on one row: it gathers 64 keys of the list at a time, and multiplies all heads that share these
- * keys by them in one product.
+/* One row of a sparse indexer and its list of top-k keys. Rows have different lists, but the heads of a row share
+ * one. So a block works on one row: it gathers 64 keys of the list at a time, and one product multiplies all heads
+ * that share a key head by them.
  *
  *              64 gathered keys
  *            +------------------+
@@ -40,13 +40,13 @@ __device__ inline int lane_of_key(void)
     return (int)threadIdx.x % THREADS_PER_KEY;
 }
 
-/* Begins row `item` of the launch. */
-__device__ inline void begin_row(sparse_memory &memory, const skl_cuda_params &params, int64_t item)
+/* Makes row `index` of the launch the current one. */
+__device__ inline void begin_row(sparse_memory &memory, const skl_cuda_params &params, int64_t index)
 {
     const skl_problem &p = params.problem;
     __syncthreads(); /* no thread reads the previous row any more */
     if (threadIdx.x == 0) {
-        memory.row = sparse_row_at(params, item);
+        memory.row = sparse_row_at(params, index);
         memory.sides[TEACHER] = tile_side_of(skl_teacher_of(&p, &params.call));
         memory.sides[STUDENT] = tile_side_of(skl_student_of(&p, &params.call));
     }
