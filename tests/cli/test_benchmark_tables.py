@@ -60,7 +60,7 @@ def test_new_rows_replace_old_ones(tree):
     ],
 )
 def test_markers(tree, edit, message):
-    """An unknown table is an error; text outside of markers is nobody's."""
+    """An unknown table is an error; text outside of markers is left alone."""
     path = tree / "docs/benchmarks.md"
     path.write_text(edit(path.read_text()))
     done = run_tables("--check", "--root", tree)
