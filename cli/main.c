@@ -1,5 +1,5 @@
 /* streamkl: finds the command and hands the rest of the line to it. */
-#include "cli.h"
+#include "cli/common/cli.h"
 
 #include <argp.h>
 #include <errno.h>

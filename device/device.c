@@ -1,9 +1,9 @@
+#include "device/clock.h"
 #include "device/gpu.h"
 
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <time.h>
 
 /* ---- Errors ------------------------------------------------------------------------------------------------- */
 
@@ -69,13 +69,6 @@ skl_status device_copy(skl_device device, void *to, const void *from, size_t siz
 }
 
 /* ---- Time --------------------------------------------------------------------------------------------------- */
-
-static double clock_seconds(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
 
 skl_status device_timer_create(device_timer *timer, skl_device device)
 {

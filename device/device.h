@@ -4,8 +4,8 @@
  * CPU that is the memory of the process, and little is left to do here. A call that fails returns a status;
  * device_error() then says why.
  */
-#ifndef STREAMKL_DEVICE_H
-#define STREAMKL_DEVICE_H
+#ifndef STREAMKL_DEVICE_DEVICE_H
+#define STREAMKL_DEVICE_DEVICE_H
 
 #include "streamkl.h"
 

@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "tensor_file.h"
+#include "cli/io/tensor_file.h"
 
 static volatile unsigned char sink;
 

@@ -17,8 +17,8 @@
 #include <signal.h>
 #include <unistd.h>
 
-#include "tensor_file.h"
-#include "tensor_write.h"
+#include "cli/io/tensor_file.h"
+#include "cli/io/tensor_write.h"
 
 /* Every test runs in an empty directory of its own, so paths are short and leftovers show. */
 typedef struct playground {

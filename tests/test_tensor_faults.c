@@ -20,8 +20,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "tensor_file.h"
-#include "tensor_write.h"
+#include "cli/io/tensor_file.h"
+#include "cli/io/tensor_write.h"
 
 /* ---- The faults -------------------------------------------------------------------------------------------- */
 

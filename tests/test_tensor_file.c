@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "tensor_file.h"
+#include "cli/io/tensor_file.h"
 
 /* ---- Files in memory --------------------------------------------------------------------------------------- */
 

@@ -1,0 +1,31 @@
+/* OpenBLAS, found when the benchmark runs: the tool is built and works without it, and then says so. */
+#ifndef STREAMKL_BENCH_CPU_BLAS_H
+#define STREAMKL_BENCH_CPU_BLAS_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+typedef struct blas blas;
+
+/* NULL if no library with cblas_sgemm is installed. */
+blas *blas_open(void);
+void blas_close(blas *library); /* NULL is fine */
+
+/* "OpenBLAS 0.3.21, SkylakeX kernels": what was found and what it chose for this CPU. */
+const char *blas_description(const blas *library);
+
+/* Does nothing in a BLAS that is not OpenBLAS: blas_description() then says so. */
+void blas_set_threads(const blas *library, int threads);
+
+/* A row-major operand; `stride` elements from one stored row to the next. */
+typedef struct blas_operand {
+    const float *data;
+    int64_t stride;
+    bool transposed;
+} blas_operand;
+
+/* c[rows, columns] = scale * a[rows, inner] b[inner, columns]; c is contiguous. */
+void blas_multiply(const blas *library, float scale, blas_operand a, blas_operand b, float *c, int64_t rows,
+                   int64_t columns, int64_t inner);
+
+#endif

@@ -1,0 +1,12 @@
+/* A report as CSV: one line a pass, every line complete in itself. */
+#ifndef STREAMKL_BENCH_CPU_CSV_H
+#define STREAMKL_BENCH_CPU_CSV_H
+
+#include "bench/cpu/report.h"
+
+#include <stdio.h>
+
+/* A column that does not apply is empty. A method that was skipped has one line, with its memory and "skipped". */
+void csv_write(FILE *stream, const bench_report *report);
+
+#endif

@@ -1,0 +1,286 @@
+#include "bench/cpu/measure.h"
+#include "device/clock.h"
+#include "device/machine.h"
+#include "bench/cpu/materialised.h"
+#include "bench/cpu/sgemm.h"
+#include "bench/cpu/streaming.h"
+#include "bench/cpu/tensors.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+/* ---- Contenders --------------------------------------------------------------------------------------------- */
+
+typedef struct baseline_entry {
+    materialised *run;
+    int threads;
+} baseline_entry;
+
+typedef struct sgemm_entry {
+    const sgemm_cube *cube;
+    int threads;
+} sgemm_entry;
+
+/* What one thread count brings to the contest. Contenders that do not run are NULL. */
+typedef struct thread_entry {
+    streaming streaming;
+    baseline_entry baselines[BENCH_METHOD_COUNT];
+    sgemm_entry sgemm;
+    contender *methods[BENCH_METHOD_COUNT], *yardstick;
+} thread_entry;
+
+/* Large: lives on the heap. Matrices of the baseline are shared by all thread counts. */
+typedef struct contest_session {
+    bench_tensors tensors;
+    materialised *baselines[BENCH_METHOD_COUNT]; /* NULL: does not run */
+    sgemm_cube *cube;
+    thread_entry entries[BENCH_LIST_MAX];
+    int contender_count;
+    contender contenders[BENCH_LIST_MAX * (BENCH_METHOD_COUNT + 1)];
+} contest_session;
+
+static skl_status run_streaming(void *context, int pass)
+{
+    return streaming_run(context, (bench_pass)pass);
+}
+
+static skl_status run_baseline(void *context, int pass)
+{
+    const baseline_entry *const baseline = context;
+    const bool done = pass == BENCH_FORWARD ? materialised_forward(baseline->run, baseline->threads)
+                                            : materialised_backward(baseline->run, baseline->threads);
+    return done ? SKL_OK : SKL_ERROR_MEMORY;
+}
+
+static skl_status run_sgemm(void *context, int pass)
+{
+    (void)pass;
+    const sgemm_entry *const sgemm = context;
+    sgemm_cube_run(sgemm->cube, sgemm->threads);
+    return SKL_OK;
+}
+
+static contender *join(contest_session *session, contest_run *run, void *context, int pass_count)
+{
+    contender *const joined = &session->contenders[session->contender_count++];
+    joined->run = run;
+    joined->context = context;
+    joined->pass_count = pass_count;
+    return joined;
+}
+
+static void join_sgemm(contest_session *session, thread_entry *entry, int threads)
+{
+    entry->sgemm = (sgemm_entry){session->cube, threads};
+    entry->yardstick = join(session, run_sgemm, &entry->sgemm, 1);
+}
+
+/* ---- Setting up --------------------------------------------------------------------------------------------- */
+
+static materialised_memory memory_of(bench_method method)
+{
+    return method == BENCH_FRAMEWORK ? MATERIALISED_FRAMEWORK : MATERIALISED_IN_PLACE;
+}
+
+static skl_options options_of(const bench_config *config, int thread_index)
+{
+    skl_options options = config->engine;
+    options.threads = (int32_t)config->threads.values[thread_index];
+    return options;
+}
+
+static skl_status open_baselines(contest_session *session, const bench_config *config, const blas *library,
+                                 int64_t length, int64_t dim)
+{
+    const bench_tensors *const tensors = &session->tensors;
+    for (int method = BENCH_IN_PLACE; method < BENCH_METHOD_COUNT; method++) {
+        const materialised_memory memory = memory_of((bench_method)method);
+        if (materialised_size(memory, config->heads, length) > (size_t)config->max_memory)
+            continue;
+        const materialised_problem problem = {
+            .memory = memory,
+            .heads = config->heads,
+            .length = length,
+            .dim = dim,
+            .scale = (float)(1 / sqrt((double)dim)),
+            .causal = config->causal,
+            .q_t = tensors->q_t_f32,
+            .k_t = tensors->k_t_f32,
+            .q_s = tensors->q_s_f32,
+            .k_s = tensors->k_s_f32,
+            .grad_kl = tensors->grad_kl,
+            .kl = tensors->baseline_kl,
+            .dq_s = tensors->baseline_dq_s,
+            .dk_s = tensors->baseline_dk_s,
+        };
+        session->baselines[method] = materialised_create(&problem, library);
+        if (session->baselines[method] == NULL)
+            return SKL_ERROR_MEMORY;
+    }
+    return SKL_OK;
+}
+
+static skl_status open_entry(contest_session *session, thread_entry *entry, const skl_problem *problem,
+                             const skl_options *options)
+{
+    skl_status status = streaming_open(&entry->streaming, problem, options, &session->tensors);
+    if (status != SKL_OK)
+        return status;
+    entry->methods[BENCH_STREAMING] = join(session, run_streaming, &entry->streaming, BENCH_PASS_COUNT);
+    status = device_timer_create(&entry->methods[BENCH_STREAMING]->timer, options->device);
+    if (status != SKL_OK)
+        return status;
+    for (int method = BENCH_IN_PLACE; method < BENCH_METHOD_COUNT; method++) {
+        if (session->baselines[method] == NULL)
+            continue;
+        entry->baselines[method] = (baseline_entry){session->baselines[method], options->threads};
+        entry->methods[method] =
+            join(session, run_baseline, &entry->baselines[method], bench_pass_count((bench_method)method));
+    }
+    if (session->cube)
+        join_sgemm(session, entry, options->threads);
+    return SKL_OK;
+}
+
+static skl_status open_cube(contest_session *session, const blas *library)
+{
+    session->cube = sgemm_cube_create(library);
+    return session->cube ? SKL_OK : SKL_ERROR_MEMORY;
+}
+
+static skl_status open_session(contest_session *session, const bench_config *config, const blas *library,
+                               int64_t length, int64_t dim)
+{
+    const skl_problem problem = bench_problem(config, length, dim);
+    if (!bench_tensors_create(&session->tensors, &problem))
+        return SKL_ERROR_MEMORY;
+    skl_status status = library ? open_cube(session, library) : SKL_OK;
+    if (status == SKL_OK && library && !config->no_baseline)
+        status = open_baselines(session, config, library, length, dim);
+    for (int i = 0; status == SKL_OK && i < config->threads.count; i++) {
+        const skl_options options = options_of(config, i);
+        status = open_entry(session, &session->entries[i], &problem, &options);
+    }
+    return status;
+}
+
+static void close_session(contest_session *session)
+{
+    for (int i = 0; i < session->contender_count; i++)
+        device_timer_destroy(&session->contenders[i].timer);
+    for (int i = 0; i < BENCH_LIST_MAX; i++)
+        streaming_close(&session->entries[i].streaming);
+    for (int method = 0; method < BENCH_METHOD_COUNT; method++)
+        materialised_destroy(session->baselines[method]);
+    sgemm_cube_destroy(session->cube);
+    bench_tensors_destroy(&session->tensors);
+    free(session);
+}
+
+/* ---- Results ------------------------------------------------------------------------------------------------ */
+
+static bench_method_result result_of(const thread_entry *entry, const bench_config *config, bench_method method,
+                                     int64_t length)
+{
+    bench_method_result result = {.ran = entry->methods[method] != NULL};
+    if (method == BENCH_STREAMING)
+        result.memory_size = entry->streaming.workspace_size;
+    else if (config->index_heads == 0)
+        result.memory_size = materialised_size(memory_of(method), config->heads, length);
+    for (int pass = 0; result.ran && pass < bench_pass_count(method); pass++)
+        result.passes[pass] = contest_timing(entry->methods[method], pass);
+    return result;
+}
+
+static double sgemm_flops(const thread_entry *entry)
+{
+    return entry->yardstick ? sgemm_cube_flop() / contest_timing(entry->yardstick, 0).median : 0;
+}
+
+static skl_status append_points(bench_report *report, const contest_session *session, int64_t length, int64_t dim,
+                                double waiting_share)
+{
+    device_facts gpu;
+    const skl_status status = device_describe(report->config.engine.device, &gpu);
+    if (status != SKL_OK)
+        return status;
+    const bench_config *const config = &report->config;
+    const bool compared = session->baselines[BENCH_IN_PLACE] || session->baselines[BENCH_FRAMEWORK];
+    const double kl_difference = compared ? bench_tensors_kl_difference(&session->tensors) : NAN;
+    const double gradient_difference = compared ? bench_tensors_gradient_difference(&session->tensors) : NAN;
+    for (int i = 0; i < config->threads.count; i++) {
+        const thread_entry *const entry = &session->entries[i];
+        bench_point *const point = &report->points[report->point_count++];
+        *point = (bench_point){
+            .length = length,
+            .dim = dim,
+            .threads = skl_plan_threads(entry->streaming.plan),
+            .sgemm_flops = sgemm_flops(entry),
+            .gpu = gpu,
+            .waiting_share = waiting_share,
+            .kl_difference = kl_difference,
+            .gradient_difference = gradient_difference,
+        };
+        snprintf(point->kernel, sizeof point->kernel, "%s", skl_plan_kernel(entry->streaming.plan));
+        for (int method = 0; method < BENCH_METHOD_COUNT; method++)
+            point->methods[method] = result_of(entry, config, (bench_method)method, length);
+    }
+    return SKL_OK;
+}
+
+/* ---- Entry points ------------------------------------------------------------------------------------------- */
+
+skl_status bench_check(const bench_config *config)
+{
+    const bench_list *const lengths = &config->lengths, *const dims = &config->dims;
+    for (int d = 0; d < dims->count; d++) {
+        for (int t = 0; t < config->threads.count; t++) {
+            const skl_problem problem = bench_problem(config, lengths->values[lengths->count - 1], dims->values[d]);
+            const skl_options options = options_of(config, t);
+            skl_plan *plan = NULL;
+            const skl_status status = skl_plan_create(&plan, &problem, &options);
+            skl_plan_destroy(plan);
+            if (status != SKL_OK)
+                return status;
+        }
+    }
+    return SKL_OK;
+}
+
+skl_status bench_measure(bench_report *report, const blas *library, int64_t length, int64_t dim,
+                         contest_progress progress)
+{
+    contest_session *const session = calloc(1, sizeof *session);
+    if (session == NULL)
+        return SKL_ERROR_MEMORY;
+    const bench_config *const config = &report->config;
+    skl_status status = open_session(session, config, library, length, dim);
+    const double begin = clock_seconds(), waiting_begin = machine_waiting_seconds();
+    if (status == SKL_OK)
+        status = contest_hold(session->contenders, session->contender_count, config->rounds, progress);
+    const double waited = machine_waiting_seconds() - waiting_begin;
+    const bool waits_count = config->engine.device == SKL_CPU; /* a GPU's events do not see them */
+    const double waiting_share = waits_count ? waited / (clock_seconds() - begin) : 0;
+    if (status == SKL_OK)
+        status = append_points(report, session, length, dim, waiting_share);
+    close_session(session);
+    return status;
+}
+
+skl_status bench_measure_sgemm(const bench_config *config, const blas *library, double *flops,
+                               contest_progress progress)
+{
+    contest_session *const session = calloc(1, sizeof *session);
+    if (session == NULL)
+        return SKL_ERROR_MEMORY;
+    skl_status status = open_cube(session, library);
+    for (int i = 0; status == SKL_OK && i < config->threads.count; i++)
+        join_sgemm(session, &session->entries[i], (int)config->threads.values[i]);
+    if (status == SKL_OK)
+        status = contest_hold(session->contenders, session->contender_count, config->rounds, progress);
+    for (int i = 0; status == SKL_OK && i < config->threads.count; i++)
+        flops[i] = sgemm_flops(&session->entries[i]);
+    close_session(session);
+    return status;
+}

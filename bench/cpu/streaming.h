@@ -1,0 +1,29 @@
+/* Streaming as a contender: a plan, its workspace and the calls on a benchmark's tensors. */
+#ifndef STREAMKL_BENCH_CPU_STREAMING_H
+#define STREAMKL_BENCH_CPU_STREAMING_H
+
+#include "device/mirror.h"
+#include "bench/cpu/report.h"
+#include "bench/cpu/tensors.h"
+
+typedef struct streaming {
+    skl_plan *plan;
+    mirror tensors;
+    void *workspace;
+    size_t workspace_size;
+    skl_inputs inputs; /* from here on where the device reaches them */
+    skl_rows rows;     /* of a forward */
+    skl_rows kl_only;  /* of the one pass, which is given the LSEs */
+    skl_gradients gradients;
+} streaming;
+
+/* The tensors must outlive it; a GPU gets copies, and its results stay there. streaming_close() is right even after a
+ * failure. */
+skl_status streaming_open(streaming *run, const skl_problem *problem, const skl_options *options,
+                          const bench_tensors *tensors);
+void streaming_close(streaming *run);
+
+/* Backward and one pass use the LSEs of the last forward. */
+skl_status streaming_run(const streaming *run, bench_pass pass);
+
+#endif
