@@ -7,13 +7,12 @@
 #ifndef STREAMKL_DEVICE_DEVICE_H
 #define STREAMKL_DEVICE_DEVICE_H
 
+#include "device/error.h"
+#include "device/properties.h"
 #include "streamkl.h"
 
 /* Makes a GPU ready for this thread; to be called before anything else here, when a plan for it was made. */
 skl_status device_open(skl_device device, int32_t index);
-
-/* Why the last call here failed; "" if it did not. */
-const char *device_error(void);
 
 /* `what` is what a message calls it. Fit for tensors and workspaces. */
 skl_status device_allocate(skl_device device, size_t size, const char *what, void **memory);
@@ -35,13 +34,6 @@ void device_timer_destroy(device_timer *timer);
 skl_status device_timer_start(device_timer *timer);
 skl_status device_timer_stop(device_timer *timer, double *seconds); /* waits for what was launched */
 
-/* What a GPU is and how much of its memory everybody on it uses. */
-typedef struct device_facts {
-    char name[96]; /* "" on the CPU */
-    int multiprocessors;
-    size_t memory_used, memory_total;
-} device_facts;
-
-skl_status device_describe(skl_device device, device_facts *facts);
+skl_status device_describe(skl_device device, device_properties *properties);
 
 #endif

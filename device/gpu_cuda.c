@@ -86,20 +86,20 @@ skl_status gpu_event_seconds(void *begin, void *end, double *seconds)
 
 /* ---- Facts -------------------------------------------------------------------------------------------------- */
 
-skl_status gpu_describe(device_facts *facts)
+skl_status gpu_describe(device_properties *properties)
 {
     int index = 0;
-    struct cudaDeviceProp properties;
+    struct cudaDeviceProp gpu;
     size_t free_size = 0;
     cudaError_t error = cudaGetDevice(&index);
     if (error == cudaSuccess)
-        error = cudaGetDeviceProperties(&properties, index);
+        error = cudaGetDeviceProperties(&gpu, index);
     if (error == cudaSuccess)
-        error = cudaMemGetInfo(&free_size, &facts->memory_total);
+        error = cudaMemGetInfo(&free_size, &properties->memory_total);
     if (error != cudaSuccess)
         return check(error, "asking the GPU what it is");
-    snprintf(facts->name, sizeof facts->name, "%.*s", (int)sizeof facts->name - 1, properties.name);
-    facts->multiprocessors = properties.multiProcessorCount;
-    facts->memory_used = facts->memory_total - free_size;
+    snprintf(properties->name, sizeof properties->name, "%.*s", (int)sizeof properties->name - 1, gpu.name);
+    properties->sm_count = gpu.multiProcessorCount;
+    properties->memory_used = properties->memory_total - free_size;
     return SKL_OK;
 }

@@ -58,8 +58,8 @@ skl_status gpu_event_seconds(void *begin, void *end, double *seconds)
     return refuse();
 }
 
-skl_status gpu_describe(device_facts *facts)
+skl_status gpu_describe(device_properties *properties)
 {
-    (void)facts;
+    (void)properties;
     return refuse();
 }

@@ -1,3 +1,4 @@
+#include "distill/matmul.h"
 #include "distill/matmul_kernel.h"
 #include "device/parallel.h"
 

@@ -69,9 +69,9 @@ skl_status gpu_event_seconds(void *begin, void *end, double *seconds)
     return SKL_OK;
 }
 
-skl_status gpu_describe(device_facts *facts)
+skl_status gpu_describe(device_properties *properties)
 {
-    (void)facts;
+    (void)properties;
     return SKL_OK;
 }
 

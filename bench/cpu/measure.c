@@ -201,7 +201,7 @@ static double sgemm_flops(const thread_entry *entry)
 static skl_status append_points(bench_report *report, const contest_session *session, int64_t length, int64_t dim,
                                 double waiting_share)
 {
-    device_facts gpu;
+    device_properties gpu;
     const skl_status status = device_describe(report->config.engine.device, &gpu);
     if (status != SKL_OK)
         return status;

@@ -51,8 +51,8 @@ typedef struct bench_point {
     int64_t length, dim;
     int threads; /* 0 on a GPU */
     char kernel[48];
-    double sgemm_flops; /* a second, timed among the contenders; 0: no BLAS */
-    device_facts gpu;   /* while the tensors are there; empty on the CPU */
+    double sgemm_flops;    /* a second, timed among the contenders; 0: no BLAS */
+    device_properties gpu; /* while the tensors are there; empty on the CPU */
     bench_method_result methods[BENCH_METHOD_COUNT];
 
     double waiting_share; /* of the time, in which other processes held the core that this one needed */

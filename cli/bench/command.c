@@ -300,13 +300,13 @@ static int open_device(bench_report *report)
         machine_cpu_model(report->machine, sizeof report->machine);
         return CLI_OK;
     }
-    device_facts gpu;
+    device_properties gpu;
     status = device_open(engine->device, engine->device_index);
     if (status == SKL_OK)
         status = device_describe(engine->device, &gpu);
     if (status != SKL_OK)
         return cli_fail_status(status);
-    report->cores = gpu.multiprocessors;
+    report->cores = gpu.sm_count;
     snprintf(report->machine, sizeof report->machine, "%s", gpu.name);
     return CLI_OK;
 }

@@ -28,7 +28,7 @@ int runner_open(plan_runner *runner, const skl_problem *problem, const skl_optio
     runner->workspace_size = workspace_size_of(runner->plan, problem);
     status = device_open(options->device, options->device_index);
     if (status == SKL_OK)
-        status = device_describe(options->device, &runner->facts);
+        status = device_describe(options->device, &runner->gpu);
     if (status == SKL_OK)
         status = device_timer_create(&runner->timer, options->device);
     if (status == SKL_OK)
@@ -97,6 +97,6 @@ runner_place runner_place_of(const plan_runner *runner)
     if (runner->device == SKL_CPU)
         snprintf(place.text, sizeof place.text, "on %" PRId32 " thread%s", threads, threads == 1 ? "" : "s");
     else
-        snprintf(place.text, sizeof place.text, "on %s", runner->facts.name);
+        snprintf(place.text, sizeof place.text, "on %s", runner->gpu.name);
     return place;
 }

@@ -9,7 +9,7 @@
 typedef struct plan_runner {
     skl_plan *plan;
     skl_device device;
-    device_facts facts; /* of a GPU */
+    device_properties gpu; /* of a GPU */
     mirror tensors;
     device_timer timer;
     void *workspace; /* where the device reaches it */
