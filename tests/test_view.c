@@ -2,6 +2,7 @@
  * compressed pixels are read back by zlib in tests/cli/test_map.py. */
 #include "view/chart.h"
 #include "view/page.h"
+#include "view/plot.h"
 
 #include <math.h>
 #include <setjmp.h>
@@ -145,6 +146,39 @@ static void charts_of_awkward_numbers(void **state)
     bytes_free(&page);
 }
 
+/* A panel without points, one with a single point, one with a hollow point; texts that need escaping. */
+static void plots_of_awkward_numbers(void **state)
+{
+    (void)state;
+    static const plot drawn = {
+        .title = "a<b",
+        .subtitle = "c&d",
+        .note = "",
+        .panel_count = 3,
+        .panels =
+            {{.title = "empty", .x_label = "x", .y_label = "y", .series_count = 1, .series = {{.name = "none"}}},
+             {.title = "single",
+              .x_label = "x",
+              .y_label = "y",
+              .series_count = 1,
+              .series = {{.name = "e<f", .point_count = 1, .points = {{1024, 3, false}}}}},
+             {.title = "hollow",
+              .x_label = "x",
+              .y_label = "y",
+              .y_unit = PLOT_BYTES,
+              .series_count = 1,
+              .series = {{.name = "g", .point_count = 2, .points = {{1, 1024, false}, {2, 1 << 30, true}}}}}},
+    };
+    bytes svg = {0};
+    plot_draw(&svg, &drawn);
+    assert_false(svg.failed);
+    assert_true(contains(&svg, ">a&#60;b</text>") && contains(&svg, ">c&#38;d</text>") &&
+                contains(&svg, ">e&#60;f<"));
+    assert_true(contains(&svg, "hollow l0") && contains(&svg, ">1 GiB<") && contains(&svg, ">1K</text>"));
+    assert_false(contains(&svg, "nan") || contains(&svg, "inf"));
+    bytes_free(&svg);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -156,6 +190,7 @@ int main(void)
         cmocka_unit_test(palettes),
         cmocka_unit_test(scales),
         cmocka_unit_test(charts_of_awkward_numbers),
+        cmocka_unit_test(plots_of_awkward_numbers),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

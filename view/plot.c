@@ -1,9 +1,12 @@
 #include "view/plot.h"
+#include "view/axis.h"
+#include "view/svg.h"
 
 #include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
-/* All lengths are in pixels of the SVG's own grid. */
 enum {
     COLUMNS_MAX = 3,
     PANEL_WIDTH = 440,
@@ -19,12 +22,11 @@ enum {
 
 /* Colours of Okabe and Ito, made darker on white and lighter on black until each reads well: 4.5 : 1 or more. */
 static const char style[] =
-    "<style>\n"
     "text{font:13px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;fill:#1f2328}\n"
     ".paper{fill:#ffffff}.title{font-size:19px;font-weight:600}.panel{font-size:14px;font-weight:600}\n"
     ".name{font-weight:600;font-size:12px}.muted{fill:#59636e;font-size:12px;font-weight:400}\n"
     ".grid{stroke:#d1d9e0;stroke-width:1}.axis{stroke:#8c959f;stroke-width:1}\n"
-    "polyline{fill:none;stroke-width:2.5;stroke-linejoin:round;stroke-linecap:round}circle{stroke-width:2}\n"
+    ".line{fill:none;stroke-width:2.5;stroke-linejoin:round;stroke-linecap:round}circle{stroke-width:2}\n"
     ".l0{stroke:#005f9e}.l1{stroke:#00755a}.l2{stroke:#9a6100}.l3{stroke:#b84300}\n"
     ".f0{fill:#005f9e}.f1{fill:#00755a}.f2{fill:#9a6100}.f3{fill:#b84300}\n"
     ".hollow{fill:#ffffff}\n"
@@ -32,33 +34,21 @@ static const char style[] =
     "text{fill:#f0f6fc}.paper,.hollow{fill:#0d1117}.muted{fill:#9198a1}.grid{stroke:#2a313c}.axis{stroke:#656c76}\n"
     ".l0{stroke:#5ab8f0}.l1{stroke:#2fc79a}.l2{stroke:#e6a92e}.l3{stroke:#ff8552}\n"
     ".f0{fill:#5ab8f0}.f1{fill:#2fc79a}.f2{fill:#e6a92e}.f3{fill:#ff8552}\n"
-    "}\n"
-    "</style>\n";
+    "}\n";
 
 /* ---- Text --------------------------------------------------------------------------------------------------- */
-
-static void write_escaped(FILE *stream, const char *text)
-{
-    for (; *text; text++) {
-        if (*text == '&')
-            fputs("&amp;", stream);
-        else if (*text == '<')
-            fputs("&lt;", stream);
-        else
-            putc(*text, stream);
-    }
-}
-
-static void write_text(FILE *stream, const char *class, const char *anchor, double x, double y, const char *text)
-{
-    fprintf(stream, "<text class=\"%s\" text-anchor=\"%s\" x=\"%.1f\" y=\"%.1f\">", class, anchor, x, y);
-    write_escaped(stream, text);
-    fputs("</text>\n", stream);
-}
 
 typedef struct short_text {
     char text[32];
 } short_text;
+
+/* A class of the style sheet: "line l" and the number of the colour. */
+static short_text class_of(const char *prefix, const plot_series *series)
+{
+    short_text name;
+    snprintf(name.text, sizeof name.text, "%s%d", prefix, series->colour);
+    return name;
+}
 
 static short_text number_text(double number)
 {
@@ -68,14 +58,14 @@ static short_text number_text(double number)
     return out;
 }
 
-static short_text bytes_text(double bytes)
+static short_text bytes_text(double size)
 {
     static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB"};
     size_t unit = 0;
-    for (; bytes >= 1024 && unit + 1 < sizeof units / sizeof units[0]; unit++)
-        bytes /= 1024;
+    for (; size >= 1024 && unit + 1 < sizeof units / sizeof units[0]; unit++)
+        size /= 1024;
     short_text out;
-    snprintf(out.text, sizeof out.text, "%.*f %s", bytes < 10 && bytes != floor(bytes) ? 1 : 0, bytes, units[unit]);
+    snprintf(out.text, sizeof out.text, "%.*f %s", size < 10 && size != floor(size) ? 1 : 0, size, units[unit]);
     return out;
 }
 
@@ -97,24 +87,6 @@ static short_text value_text(plot_unit unit, double value)
 
 /* ---- Axes --------------------------------------------------------------------------------------------------- */
 
-/* A logarithmic axis from pixel `begin` to pixel `end`. */
-typedef struct axis {
-    double least, most;
-    double begin, end;
-} axis;
-
-static double axis_at(const axis *along, double value)
-{
-    const double share = log(value / along->least) / log(along->most / along->least);
-    return along->begin + share * (along->end - along->begin);
-}
-
-static void include(axis *along, double value)
-{
-    along->least = fmin(along->least, value);
-    along->most = fmax(along->most, value);
-}
-
 /* Room around the data; a single value, or nearly one, still gets an axis. */
 static void widen(axis *along, double margin, double least_ratio)
 {
@@ -124,19 +96,18 @@ static void widen(axis *along, double margin, double least_ratio)
     along->most *= factor;
 }
 
-static void write_y_tick(FILE *stream, const axis *x, const axis *y, plot_unit unit, double value)
+static void draw_y_tick(bytes *svg, const axis *x, const axis *y, plot_unit unit, double value)
 {
     const double at = axis_at(y, value);
-    fprintf(stream, "<line class=\"grid\" x1=\"%.1f\" x2=\"%.1f\" y1=\"%.1f\" y2=\"%.1f\"/>\n", x->begin, x->end, at,
-            at);
+    svg_line(svg, "grid", x->begin, at, x->end, at);
     short_text label = value_text(unit, value);
     if (unit == PLOT_NUMBER)
         snprintf(label.text, sizeof label.text, "%g", value);
-    write_text(stream, "muted", "end", x->begin - 8, at + 4, label.text);
+    svg_text(svg, "muted", SVG_END, x->begin - 8, at + 4, label.text);
 }
 
 /* 1, 2, 5, 10, ... for numbers; powers of two, at most seven of them, for bytes. */
-static void write_y_ticks(FILE *stream, const axis *x, const axis *y, plot_unit unit)
+static void draw_y_ticks(bytes *svg, const axis *x, const axis *y, plot_unit unit)
 {
     if (unit == PLOT_NUMBER) {
         static const double steps[] = {1, 2, 5};
@@ -144,7 +115,7 @@ static void write_y_ticks(FILE *stream, const axis *x, const axis *y, plot_unit 
             for (int i = 0; i < 3; i++) {
                 const double value = steps[i] * pow(10, power);
                 if (value >= y->least && value <= y->most)
-                    write_y_tick(stream, x, y, unit, value);
+                    draw_y_tick(svg, x, y, unit, value);
             }
         }
         return;
@@ -154,11 +125,11 @@ static void write_y_ticks(FILE *stream, const axis *x, const axis *y, plot_unit 
     while (log2(y->most / y->least) / step > TICKS_MAX)
         step++;
     for (int power = (int)ceil(log2(y->least) / step) * step; power <= log2(y->most); power += step)
-        write_y_tick(stream, x, y, unit, exp2(power));
+        draw_y_tick(svg, x, y, unit, exp2(power));
 }
 
 /* A tick at every x that was measured. */
-static void write_x_ticks(FILE *stream, const plot_panel *panel, const axis *x, const axis *y)
+static void draw_x_ticks(bytes *svg, const plot_panel *panel, const axis *x, const axis *y)
 {
     const plot_series *longest = &panel->series[0];
     for (int i = 1; i < panel->series_count; i++) {
@@ -167,25 +138,26 @@ static void write_x_ticks(FILE *stream, const plot_panel *panel, const axis *x, 
     }
     for (int i = 0; i < longest->point_count; i++) {
         const double value = longest->points[i].x, at = axis_at(x, value);
-        fprintf(stream, "<line class=\"axis\" x1=\"%.1f\" x2=\"%.1f\" y1=\"%.1f\" y2=\"%.1f\"/>\n", at, at, y->begin,
-                y->begin + 4);
-        write_text(stream, "muted", "middle", at, y->begin + 18, length_text(value).text);
+        svg_line(svg, "axis", at, y->begin, at, y->begin + 4);
+        svg_text(svg, "muted", SVG_MIDDLE, at, y->begin + 18, length_text(value).text);
     }
 }
 
 /* ---- Lines and their names ---------------------------------------------------------------------------------- */
 
-static void write_line(FILE *stream, const plot_series *series, const axis *x, const axis *y)
+static void draw_line(bytes *svg, const plot_series *series, const axis *x, const axis *y)
 {
-    fprintf(stream, "<polyline class=\"l%d\" points=\"", series->colour);
+    svg_path_begin(svg, class_of("line l", series).text);
     for (int i = 0; i < series->point_count; i++)
-        fprintf(stream, "%.1f,%.1f ", axis_at(x, series->points[i].x), axis_at(y, series->points[i].y));
-    fputs("\"/>\n", stream);
+        svg_path_point(svg, i == 0, axis_at(x, series->points[i].x), axis_at(y, series->points[i].y));
+    svg_path_end(svg);
     for (int i = 0; i < series->point_count; i++) {
         const plot_point *const point = &series->points[i];
-        fprintf(stream, "<circle class=\"l%d ", series->colour);
-        fprintf(stream, point->hollow ? "hollow" : "f%d", series->colour);
-        fprintf(stream, "\" cx=\"%.1f\" cy=\"%.1f\" r=\"3.5\"/>\n", axis_at(x, point->x), axis_at(y, point->y));
+        char colours[32] = "hollow";
+        if (!point->hollow)
+            snprintf(colours, sizeof colours, "f%d", series->colour);
+        snprintf(colours + strlen(colours), sizeof colours - strlen(colours), " l%d", series->colour);
+        svg_circle(svg, colours, axis_at(x, point->x), axis_at(y, point->y), 3.5);
     }
 }
 
@@ -212,7 +184,7 @@ static void spread(end_label *labels, int count, double lowest)
     }
 }
 
-static void write_names(FILE *stream, const plot_panel *panel, const axis *x, const axis *y)
+static void draw_names(bytes *svg, const plot_panel *panel, const axis *x, const axis *y)
 {
     end_label labels[PLOT_SERIES_MAX];
     int count = 0;
@@ -227,60 +199,51 @@ static void write_names(FILE *stream, const plot_panel *panel, const axis *x, co
     for (int i = 0; i < count; i++) {
         const plot_series *const series = labels[i].series;
         const double value = series->points[series->point_count - 1].y;
-        fprintf(stream, "<text class=\"name f%d\" x=\"%.1f\" y=\"%.1f\">", series->colour, labels[i].x, labels[i].y);
-        write_escaped(stream, series->name);
-        fprintf(stream, "<tspan class=\"muted\" dx=\"6\">%s</tspan></text>\n", value_text(panel->y_unit, value).text);
+        svg_text_pair(svg, class_of("name f", series).text, labels[i].x, labels[i].y, series->name, "muted",
+                      value_text(panel->y_unit, value).text);
     }
 }
 
 /* ---- Panels ------------------------------------------------------------------------------------------------- */
 
-static void write_panel(FILE *stream, const plot_panel *panel, double left, double top)
+static void draw_panel(bytes *svg, const plot_panel *panel, double left, double top)
 {
-    axis x = {INFINITY, 0, left + MARGIN_LEFT, left + PANEL_WIDTH - MARGIN_RIGHT};
-    axis y = {INFINITY, 0, top + PANEL_HEIGHT - MARGIN_BOTTOM, top + MARGIN_TOP};
+    axis x = {true, INFINITY, -INFINITY, left + MARGIN_LEFT, left + PANEL_WIDTH - MARGIN_RIGHT};
+    axis y = {true, INFINITY, -INFINITY, top + PANEL_HEIGHT - MARGIN_BOTTOM, top + MARGIN_TOP};
     for (int i = 0; i < panel->series_count; i++) {
         for (int j = 0; j < panel->series[i].point_count; j++) {
-            include(&x, panel->series[i].points[j].x);
-            include(&y, panel->series[i].points[j].y);
+            axis_include(&x, panel->series[i].points[j].x);
+            axis_include(&y, panel->series[i].points[j].y);
         }
     }
-    write_text(stream, "panel", "start", x.begin, top + 18, panel->title);
-    if (x.most == 0)
+    svg_text(svg, "panel", SVG_START, x.begin, top + 18, panel->title);
+    if (axis_is_empty(&x))
         return; /* nothing was measured */
     widen(&x, 1.08, 2);
     widen(&y, 1.2, 4);
 
-    write_y_ticks(stream, &x, &y, panel->y_unit);
-    fprintf(stream, "<line class=\"axis\" x1=\"%.1f\" x2=\"%.1f\" y1=\"%.1f\" y2=\"%.1f\"/>\n", x.begin, x.end,
-            y.begin, y.begin);
-    write_x_ticks(stream, panel, &x, &y);
-    write_text(stream, "muted", "middle", (x.begin + x.end) / 2, y.begin + 38, panel->x_label);
-    write_text(stream, "muted", "start", x.begin, top + 34, panel->y_label);
+    draw_y_ticks(svg, &x, &y, panel->y_unit);
+    svg_line(svg, "axis", x.begin, y.begin, x.end, y.begin);
+    draw_x_ticks(svg, panel, &x, &y);
+    svg_text(svg, "muted", SVG_MIDDLE, (x.begin + x.end) / 2, y.begin + 38, panel->x_label);
+    svg_text(svg, "muted", SVG_START, x.begin, top + 34, panel->y_label);
     for (int i = 0; i < panel->series_count; i++)
-        write_line(stream, &panel->series[i], &x, &y);
-    write_names(stream, panel, &x, &y);
+        draw_line(svg, &panel->series[i], &x, &y);
+    draw_names(svg, panel, &x, &y);
 }
 
-void plot_write(FILE *stream, const plot *drawn)
+void plot_draw(bytes *svg, const plot *drawn)
 {
     const int columns = drawn->panel_count < COLUMNS_MAX ? drawn->panel_count : COLUMNS_MAX;
     const int rows = (drawn->panel_count + columns - 1) / columns;
     const int width = columns * PANEL_WIDTH;
     const int height = HEADER_HEIGHT + rows * PANEL_HEIGHT + FOOTER_HEIGHT;
-    fprintf(
-        stream,
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %d %d\" width=\"%d\" height=\"%d\" role=\"img\">\n",
-        width, height, width, height);
-    fputs("<title>", stream);
-    write_escaped(stream, drawn->title);
-    fputs("</title>\n", stream);
-    fputs(style, stream);
-    fprintf(stream, "<rect class=\"paper\" width=\"%d\" height=\"%d\"/>\n", width, height);
-    write_text(stream, "title", "start", 24, 36, drawn->title);
-    write_text(stream, "muted", "start", 24, 58, drawn->subtitle);
+    svg_begin_file(svg, width, height, drawn->title, style);
+    svg_rect(svg, "paper", 0, 0, width, height, 0, NULL);
+    svg_text(svg, "title", SVG_START, 24, 36, drawn->title);
+    svg_text(svg, "muted", SVG_START, 24, 58, drawn->subtitle);
     for (int i = 0; i < drawn->panel_count; i++)
-        write_panel(stream, &drawn->panels[i], i % columns * PANEL_WIDTH, HEADER_HEIGHT + i / columns * PANEL_HEIGHT);
-    write_text(stream, "muted", "start", 24, height - 16, drawn->note);
-    fputs("</svg>\n", stream);
+        draw_panel(svg, &drawn->panels[i], i % columns * PANEL_WIDTH, HEADER_HEIGHT + i / columns * PANEL_HEIGHT);
+    svg_text(svg, "muted", SVG_START, 24, height - 16, drawn->note);
+    svg_end(svg);
 }

@@ -2,8 +2,7 @@
 #ifndef STREAMKL_VIEW_PLOT_H
 #define STREAMKL_VIEW_PLOT_H
 
-#include <stdbool.h>
-#include <stdio.h>
+#include "view/bytes.h"
 
 enum { PLOT_POINTS_MAX = 16, PLOT_SERIES_MAX = 4, PLOT_PANELS_MAX = 17, PLOT_COLOURS = 4 };
 
@@ -39,6 +38,6 @@ typedef struct plot {
     plot_panel panels[PLOT_PANELS_MAX];
 } plot;
 
-void plot_write(FILE *stream, const plot *drawn);
+void plot_draw(bytes *svg, const plot *drawn);
 
 #endif

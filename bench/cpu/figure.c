@@ -2,6 +2,7 @@
 #include "view/plot.h"
 
 #include <inttypes.h>
+#include <stdio.h>
 #include <stdlib.h>
 
 typedef struct line_kind {
@@ -80,12 +81,13 @@ static void fill_memory(plot_panel *panel, const bench_report *report, int64_t d
     }
 }
 
-bool figure_write(FILE *stream, const bench_report *report)
+void figure_draw(bytes *svg, const bench_report *report)
 {
     const bench_config *const config = &report->config;
     plot *const drawn = calloc(1, sizeof *drawn);
+    svg->failed |= drawn == NULL;
     if (drawn == NULL)
-        return false;
+        return;
     const int threads = most_threads(report);
     drawn->title = "Attention KL and its gradients: streaming beside materialising";
     drawn->note = "Higher is faster; lower needs less memory. Hollow: not run, would need that much.";
@@ -99,7 +101,6 @@ bool figure_write(FILE *stream, const bench_report *report)
     for (int i = 0; i < config->dims.count; i++)
         fill_speed(&drawn->panels[drawn->panel_count++], report, config->dims.values[i]);
     fill_memory(&drawn->panels[drawn->panel_count++], report, config->dims.values[config->dims.count - 1]);
-    plot_write(stream, drawn);
+    plot_draw(svg, drawn);
     free(drawn);
-    return true;
 }

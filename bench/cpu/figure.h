@@ -3,11 +3,9 @@
 #define STREAMKL_BENCH_CPU_FIGURE_H
 
 #include "bench/cpu/report.h"
+#include "view/bytes.h"
 
-#include <stdbool.h>
-#include <stdio.h>
-
-/* Draws the points of the largest thread count as SVG. False: out of memory. */
-bool figure_write(FILE *stream, const bench_report *report);
+/* Draws the points of the largest thread count as SVG. */
+void figure_draw(bytes *svg, const bench_report *report);
 
 #endif

@@ -8,7 +8,7 @@
 #include "cli/common/cli.h"
 #include "cli/common/options.h"
 #include "cli/term/term.h"
-#include "cli/io/text_file.h"
+#include "cli/io/file_write.h"
 
 #include <inttypes.h>
 #include <stdlib.h>
@@ -205,8 +205,8 @@ static int parse_command_line(bench_request *request, int argc, char **argv)
         return cli_fail(CLI_BAD_INPUT, "--%s: --index-heads must be given too", needless);
     if (request->config.engine.device != SKL_CPU)
         request->config.threads = (bench_list){1, {1}}; /* threads are the CPU's */
-    const int exit_code = request->csv_path ? text_file_check(request->csv_path) : CLI_OK;
-    return exit_code == CLI_OK && request->plot_path ? text_file_check(request->plot_path) : exit_code;
+    const int exit_code = request->csv_path ? file_write_check(request->csv_path) : CLI_OK;
+    return exit_code == CLI_OK && request->plot_path ? file_write_check(request->plot_path) : exit_code;
 }
 
 /* ---- The work ----------------------------------------------------------------------------------------------- */
@@ -266,25 +266,23 @@ static int measure_all(bench_report *report, const blas *library)
     return exit_code;
 }
 
-static bool write_csv(FILE *stream, const void *report)
-{
-    csv_write(stream, report);
-    return true;
-}
+typedef void report_writer(bytes *file, const bench_report *report);
 
-static bool write_figure(FILE *stream, const void *report)
+static int write_report(const char *path, report_writer *write, const bench_report *report)
 {
-    return figure_write(stream, report);
+    if (path == NULL)
+        return CLI_OK;
+    bytes file = {0};
+    write(&file, report);
+    const int exit_code = file_write(path, &file);
+    bytes_free(&file);
+    return exit_code;
 }
 
 static int write_files(const bench_request *request, const bench_report *report)
 {
-    int exit_code = CLI_OK;
-    if (request->csv_path)
-        exit_code = text_file_write(request->csv_path, write_csv, report);
-    if (exit_code == CLI_OK && request->plot_path)
-        exit_code = text_file_write(request->plot_path, write_figure, report);
-    return exit_code;
+    const int exit_code = write_report(request->csv_path, csv_write, report);
+    return exit_code == CLI_OK ? write_report(request->plot_path, figure_draw, report) : exit_code;
 }
 
 /* Refuses what would be refused later, and says where and when. */

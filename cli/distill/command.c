@@ -4,7 +4,7 @@
 #include "cli/distill/distill.h"
 #include "cli/common/options.h"
 #include "cli/term/term.h"
-#include "cli/io/text_file.h"
+#include "cli/io/file_write.h"
 
 #include <errno.h>
 #include <inttypes.h>
@@ -162,8 +162,9 @@ static int make_folder(const distill_request *request)
 {
     if (mkdir(request->folder, 0777) != 0 && errno != EEXIST)
         return cli_fail(CLI_WRITE_FAILED, "--out=%s: %s", request->folder, strerror(errno));
-    const int exit_code = text_file_check(distill_path_of(request, "report.html").text);
-    return exit_code == CLI_OK ? text_file_check(distill_path_of(request, "checkpoint.safetensors").text) : exit_code;
+    const int exit_code = file_write_check(distill_path_of(request, "report.html").text);
+    return exit_code == CLI_OK ? file_write_check(distill_path_of(request, "checkpoint.safetensors").text)
+                               : exit_code;
 }
 
 static float *allocate_history(int64_t count)

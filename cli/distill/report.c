@@ -5,7 +5,7 @@
 #include "cli/distill/timing.h"
 #include "cli/common/options.h"
 #include "cli/common/resident.h"
-#include "cli/io/text_file.h"
+#include "cli/io/file_write.h"
 #include "view/attention_map.h"
 #include "view/chart.h"
 #include "view/page.h"
@@ -350,12 +350,6 @@ static void add_title(bytes *page, const distill_run *run)
     bytes_print(page, "</p>");
 }
 
-static bool write_page(FILE *stream, const void *content)
-{
-    const bytes *const page = content;
-    return !page->failed && fwrite(page->data, 1, page->size, stream) == page->size;
-}
-
 static void fill_page(bytes *page, const distill_run *run, const report_maps *maps)
 {
     page_begin(page, "StreamKL: a student learns where to look");
@@ -380,7 +374,7 @@ int distill_report_write(distill_run *run)
     run->peak = resident_peak(); /* before the baseline, whose matrices are not ours */
     if (exit_code == CLI_OK) {
         fill_page(&page, run, &maps);
-        exit_code = text_file_write(distill_path_of(run->request, "report.html").text, write_page, &page);
+        exit_code = file_write(distill_path_of(run->request, "report.html").text, &page);
     }
     attention_map_free(&maps.before);
     attention_map_free(&maps.after);

@@ -5,7 +5,7 @@
 #include "cli/common/options.h"
 #include "cli/common/resident.h"
 #include "cli/io/tensor_write.h"
-#include "cli/io/text_file.h"
+#include "cli/io/file_write.h"
 #include "view/attention_map.h"
 
 #include <inttypes.h>
@@ -206,12 +206,6 @@ static int print_json(const attention_map *shown, const skl_problem *problem)
 
 /* ---- Files -------------------------------------------------------------------------------------------------- */
 
-static bool write_bytes(FILE *stream, const void *content)
-{
-    const bytes *const file = content;
-    return !file->failed && fwrite(file->data, 1, file->size, stream) == file->size;
-}
-
 static int write_pngs(const map_request *request, const attention_map *shown)
 {
     enum { SIDE_LEAST = 512 }; /* pixels, so that a viewer need not enlarge it */
@@ -227,7 +221,7 @@ static int write_pngs(const map_request *request, const attention_map *shown)
             bytes file = {0};
             picture_png(&file, pictures[p].palette, values_of(shown, &pictures[p]) + head * cells_of(shown),
                         shown->rows, shown->columns, top_of(shown, &pictures[p]), zoom);
-            exit_code = text_file_write(path, write_bytes, &file);
+            exit_code = file_write(path, &file);
             bytes_free(&file);
         }
     }
@@ -294,11 +288,11 @@ static int check_outputs(const map_request *request)
     if (request->png_prefix) {
         char path[PATH_MAX];
         snprintf(path, sizeof path, "%s-p.png", request->png_prefix);
-        const int exit_code = text_file_check(path);
+        const int exit_code = file_write_check(path);
         if (exit_code != CLI_OK)
             return exit_code;
     }
-    return request->out_path ? text_file_check(request->out_path) : CLI_OK;
+    return request->out_path ? file_write_check(request->out_path) : CLI_OK;
 }
 
 int cmd_map(int argc, char **argv)

@@ -1,4 +1,4 @@
-#include "cli/io/text_file.h"
+#include "cli/io/file_write.h"
 #include "cli/common/cli.h"
 
 #include <errno.h>
@@ -17,7 +17,7 @@ static int directory_length(const char *path)
     return slash ? (int)(slash + 1 - path) : 0;
 }
 
-int text_file_check(const char *path)
+int file_write_check(const char *path)
 {
     struct stat status;
     if (lstat(path, &status) == 0 && !S_ISREG(status.st_mode))
@@ -28,15 +28,16 @@ int text_file_check(const char *path)
     return access(directory, W_OK) == 0 ? CLI_OK : fail_to_write(path);
 }
 
-int text_file_write(const char *path, text_writer *write, const void *content)
+int file_write(const char *path, const bytes *content)
 {
+    if (content->failed)
+        return cli_fail(CLI_NO_MEMORY, "%s: out of memory for its contents", path);
     char temporary[PATH_MAX];
     snprintf(temporary, sizeof temporary, "%.*s.streamkl-%ld.tmp", directory_length(path), path, (long)getpid());
     FILE *const stream = fopen(temporary, "wx");
     if (stream == NULL)
         return fail_to_write(path);
-    errno = ENOMEM;
-    const bool written = write(stream, content) && !ferror(stream);
+    const bool written = fwrite(content->data, 1, content->size, stream) == content->size;
     const bool closed = fclose(stream) == 0;
     if (written && closed && rename(temporary, path) == 0)
         return CLI_OK;
