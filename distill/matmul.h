@@ -1,5 +1,5 @@
-/* Matrix products for projections: blocked, vectorised, on several threads. Every sum runs over the inner index in
- * order, so that a result has the same bits for any number of threads. */
+/* Matrix products for projections: blocked, vectorised, multithreaded. Every sum runs over the inner index in order,
+ * so that the result is bitwise equal for any number of threads. */
 #ifndef STREAMKL_DISTILL_MATMUL_H
 #define STREAMKL_DISTILL_MATMUL_H
 

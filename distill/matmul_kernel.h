@@ -1,4 +1,4 @@
-/* The inner product of matmul.c, once for every instruction set. */
+/* The kernel of matmul.c, compiled once per instruction set. */
 #ifndef STREAMKL_DISTILL_MATMUL_KERNEL_H
 #define STREAMKL_DISTILL_MATMUL_KERNEL_H
 

@@ -1,4 +1,4 @@
-/* Checkpoints: everything that the next step needs, and what the report will show of the steps before. */
+/* Checkpoints: the state of the students, and the history that the report shows. */
 #include "cli/common/cli.h"
 #include "cli/distill/distill.h"
 #include "cli/io/tensor_write.h"
@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-static const char format_name[] = "streamkl-distill-1";
+static const char format_name[] = "streamkl-distill-2";
 
 /* ---- The tensors -------------------------------------------------------------------------------------------- */
 
@@ -20,34 +20,34 @@ typedef struct checkpoint_tensor {
 
 enum { TENSORS_MAX = 16 };
 
-/* Returns how many there are: a run without a second student has fewer. */
+/* Returns their number: a run without a control has fewer. */
 static int list_tensors(checkpoint_tensor tensors[TENSORS_MAX], const distill_run *run)
 {
-    const learner *const student = &run->guided.student, *const alone = &run->alone.student;
+    const student_model *const student = &run->student, *const control = &run->control;
     const distill_history *const history = &run->history;
     const int64_t q_count = layer_q_count(&student->weights.shape), k_count = layer_k_count(&student->weights.shape);
     const checkpoint_tensor all[] = {
         {"w_q", student->weights.w_q, q_count},
         {"w_k", student->weights.w_k, k_count},
-        {"adam_mean_q", student->mean.w_q, q_count},
-        {"adam_mean_k", student->mean.w_k, k_count},
-        {"adam_square_q", student->square.w_q, q_count},
-        {"adam_square_k", student->square.w_k, k_count},
+        {"first_moment_q", student->first_moment.w_q, q_count},
+        {"first_moment_k", student->first_moment.w_k, k_count},
+        {"second_moment_q", student->second_moment.w_q, q_count},
+        {"second_moment_k", student->second_moment.w_k, k_count},
         {"loss", history->loss, student->step},
         {"evaluation_step", history->evaluation_step, history->evaluation_count},
         {"evaluation_kl", history->evaluation_kl, history->evaluation_count},
         {"evaluation_hits", history->evaluation_hits, history->evaluation_count},
-        {"unguided_w_q", alone->weights.w_q, q_count},
-        {"unguided_w_k", alone->weights.w_k, k_count},
-        {"unguided_adam_mean_q", alone->mean.w_q, q_count},
-        {"unguided_adam_mean_k", alone->mean.w_k, k_count},
-        {"unguided_adam_square_q", alone->square.w_q, q_count},
-        {"unguided_adam_square_k", alone->square.w_k, k_count},
+        {"control_w_q", control->weights.w_q, q_count},
+        {"control_w_k", control->weights.w_k, k_count},
+        {"control_first_moment_q", control->first_moment.w_q, q_count},
+        {"control_first_moment_k", control->first_moment.w_k, k_count},
+        {"control_second_moment_q", control->second_moment.w_q, q_count},
+        {"control_second_moment_k", control->second_moment.w_k, k_count},
     };
-    enum { ALL = sizeof all / sizeof all[0], OF_THE_SECOND = 6 };
-    static_assert((int)ALL <= (int)TENSORS_MAX, "a list has room for all tensors");
+    enum { ALL = sizeof all / sizeof all[0], OF_CONTROL = 6 };
+    static_assert((int)ALL <= (int)TENSORS_MAX, "TENSORS_MAX is large enough");
     memcpy(tensors, all, sizeof all);
-    return run->request->settings.unguided ? ALL : ALL - OF_THE_SECOND;
+    return run->request->settings.control_queries ? ALL : ALL - OF_CONTROL;
 }
 
 /* ---- Writing ------------------------------------------------------------------------------------------------ */
@@ -60,7 +60,7 @@ int distill_checkpoint_save(const distill_run *run)
     for (int t = 0; t < count; t++)
         output[t] = (output_tensor){tensors[t].name, SKL_F32, 1, {tensors[t].count}, tensors[t].data};
     char step[32], seconds[32];
-    snprintf(step, sizeof step, "%" PRId64, run->guided.student.step);
+    snprintf(step, sizeof step, "%" PRId64, run->student.step);
     snprintf(seconds, sizeof seconds, "%.3f", run->history.seconds);
     char *const settings = distill_settings_text(&run->request->settings);
     if (settings == NULL)
@@ -74,7 +74,7 @@ int distill_checkpoint_save(const distill_run *run)
     return written ? CLI_OK : cli_fail(CLI_WRITE_FAILED, "%s", error.text);
 }
 
-/* [width, heads * dim] to [heads, dim, width], as linear layers store them. */
+/* [width, heads * dim] to [heads, dim, width], the layout of linear layers. */
 static float *transposed(const float *weights, int64_t width, int64_t columns)
 {
     float *const out = malloc((size_t)(width * columns) * sizeof *out);
@@ -86,7 +86,7 @@ static float *transposed(const float *weights, int64_t width, int64_t columns)
 
 int distill_student_save(const distill_run *run)
 {
-    const layer *const weights = &run->guided.student.weights;
+    const layer *const weights = &run->student.weights;
     const layer_shape *const shape = &weights->shape;
     float *const w_q = transposed(weights->w_q, shape->width, shape->heads * shape->dim);
     float *const w_k = transposed(weights->w_k, shape->width, shape->key_heads * shape->dim);
@@ -125,10 +125,10 @@ static int read_counts(distill_run *run, const tensor_file *file, const char *pa
     const char *const step = tensor_file_metadata(file, "step"), *const seconds =
                                                                      tensor_file_metadata(file, "seconds");
     const stored_tensor *const evaluations = tensor_file_find(file, "evaluation_step", NULL);
-    run->guided.student.step = step ? strtoll(step, NULL, 10) : -1;
+    run->student.step = step ? strtoll(step, NULL, 10) : -1;
     run->history.seconds = seconds ? strtod(seconds, NULL) : 0;
     run->history.evaluation_count = evaluations && evaluations->rank == 1 ? evaluations->shape[0] : -1;
-    if (run->guided.student.step < 0 || run->guided.student.step > steps)
+    if (run->student.step < 0 || run->student.step > steps)
         return cli_fail(CLI_BAD_INPUT, "%s: step %s: must be 0..%" PRId64, path, step ? step : "(none)", steps);
     if (run->history.evaluation_count < 0 || run->history.evaluation_count > steps + 1)
         return cli_fail(CLI_BAD_INPUT, "%s: evaluation_step: must have 0..%" PRId64 " numbers", path, steps + 1);
@@ -140,7 +140,7 @@ static int read_checkpoint(distill_run *run, tensor_file *file, const char *path
     const char *const format = tensor_file_metadata(file, "format");
     const char *const settings = tensor_file_metadata(file, "settings");
     if (format == NULL || settings == NULL || strcmp(format, format_name) != 0)
-        return cli_fail(CLI_BAD_INPUT, "%s: is no checkpoint of streamkl distill (format %s; must be %s)", path,
+        return cli_fail(CLI_BAD_INPUT, "%s: not a checkpoint of streamkl distill: format %s, must be %s", path,
                         format ? format : "none", format_name);
     int exit_code = distill_settings_compare(&run->request->settings, settings, path);
     if (exit_code == CLI_OK)
@@ -149,7 +149,7 @@ static int read_checkpoint(distill_run *run, tensor_file *file, const char *path
     const int count = list_tensors(tensors, run);
     for (int t = 0; t < count && exit_code == CLI_OK; t++)
         exit_code = read_tensor(file, &tensors[t], path);
-    run->alone.student.step = run->guided.student.step;
+    run->control.step = run->student.step;
     return exit_code;
 }
 

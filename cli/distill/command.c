@@ -1,4 +1,4 @@
-/* streamkl distill: the command line, and the order of the work. */
+/* streamkl distill: the command line and the order of the steps. */
 #include "device/machine.h"
 #include "cli/common/cli.h"
 #include "cli/distill/distill.h"
@@ -13,25 +13,19 @@
 #include <sys/stat.h>
 
 static const char doc[] =
-    "Teach a student where to look: train its W_q and W_k on the attention KL to a teacher at a long context, and "
-    "see "
-    "whether it then uses all of it. Without files the task is made up: definitions, look-alikes and references that "
-    "ask "
-    "for a definition thousands of tokens ago, and a teacher that finds it."
-    "\vDIR gets checkpoint.safetensors, student.safetensors (w_q and w_k) and report.html. Ctrl-C ends a run with a "
-    "checkpoint and a report; exit status 130. The same command with --resume goes on from the checkpoint, and ends "
-    "with "
-    "the same weights, bit for bit, as a run that was never stopped.\n"
+    "Distill attention: train W_q and W_k of a student on the attention KL to a teacher at a long context, and "
+    "measure whether the student then uses the whole context. Without files the task is synthetic: definitions, "
+    "distractors, and references to definitions up to thousands of tokens back, which the teacher finds."
+    "\vThe folder DIR gets checkpoint.safetensors, student.safetensors (w_q and w_k) and report.html. Ctrl-C ends a "
+    "run with a checkpoint and a report; the exit status is 130. The same command with --resume continues from the "
+    "checkpoint. The final weights are bitwise equal to those of an uninterrupted run.\n"
     "\n"
-    "With --teacher and --student: the teacher's file has hidden [sequences, context, hidden], w_q [heads, dim, "
-    "hidden] "
-    "and w_k [key heads, dim, hidden]; the student's has w_q and w_k to begin with, and hidden if it has its own. "
-    "Weights "
-    "of [heads * dim, hidden] need --heads-t and --heads-s. The last --held-out sequences are not trained on. "
-    "Attention is "
-    "causal; there is no rotary embedding.\n"
+    "With --teacher and --student, the teacher's file contains hidden [sequences, context, hidden], w_q [heads, dim, "
+    "hidden] and w_k [key heads, dim, hidden]. The student's file contains the initial w_q and w_k, and optionally "
+    "hidden. Weights of shape [heads * dim, hidden] need --heads-t and --heads-s. The last --held-out sequences are "
+    "used for evaluation only. Attention is causal, without rotary embedding.\n"
     "\n"
-    "On a GPU the attention KL and its gradients are computed there, the projections on the CPU.\n"
+    "With --device cuda the GPU computes the attention KL and its gradients, the CPU computes the projections.\n"
     "\n"
     "Examples:\n"
     "  streamkl distill\n"
@@ -56,7 +50,7 @@ enum {
     KEY_DIRECTION,
     KEY_SEED,
     KEY_HELD_OUT,
-    KEY_UNGUIDED,
+    KEY_CONTROL_QUERIES,
     KEY_TEACHER,
     KEY_STUDENT,
     KEY_OUT,
@@ -69,36 +63,38 @@ enum {
 enum { GROUP_TASK = 1, GROUP_FILES, GROUP_TRAINING, GROUP_RESULT, GROUP_ENGINE };
 
 static const struct argp_option options[] = {
-    {NULL, 0, NULL, 0, "Made-up task:", GROUP_TASK},
-    {"context", KEY_CONTEXT, "N", 0, "Tokens in a sequence; default 8192", 0},
-    {"needles", KEY_NEEDLES, "N", 0, "Definitions in a sequence, 1 to 256; default 32", 0},
+    {NULL, 0, NULL, 0, "Synthetic task:", GROUP_TASK},
+    {"context", KEY_CONTEXT, "N", 0, "Tokens per sequence; default 8192", 0},
+    {"needles", KEY_NEEDLES, "N", 0, "Definitions per sequence, 1 to 256; default 32", 0},
     {"hidden", KEY_HIDDEN, "N", 0, "Size of a hidden state; default 64", 0},
     {"heads-t", KEY_HEADS_T, "N", 0, "Heads of the teacher, a multiple of the student's; default 4", 0},
     {"dim-t", KEY_DIM_T, "N", 0, "Size of a teacher head; default 48", 0},
     {"heads-s", KEY_HEADS_S, "N", 0, "Heads of the student; default 2", 0},
     {"dim-s", KEY_DIM_S, "N", 0, "Size of a student head; default 32", 0},
-    {NULL, 0, NULL, 0, "Your own:", GROUP_FILES},
+    {NULL, 0, NULL, 0, "Your own files:", GROUP_FILES},
     {"teacher", KEY_TEACHER, "FILE", 0, "Safetensors with hidden, w_q and w_k of the teacher", 0},
     {"student", KEY_STUDENT, "FILE", 0, "Safetensors with w_q and w_k of the student", 0},
     {NULL, 0, NULL, 0, "Training:", GROUP_TRAINING},
     {"steps", KEY_STEPS, "N", 0, "Steps of Adam; default 160", 0},
-    {"batch", KEY_BATCH, "N", 0, "Sequences in a step; default 1", 0},
-    {"rate", KEY_RATE, "X", 0, "Highest learning rate; it warms up and falls along a cosine; default 0.05", 0},
+    {"batch", KEY_BATCH, "N", 0, "Sequences per step; default 1", 0},
+    {"rate", KEY_RATE, "X", 0, "Peak learning rate, with warm-up and cosine decay; default 0.05", 0},
     {"direction", KEY_DIRECTION, "forward|reverse", 0,
      "KL(teacher || student), the default, or KL(student || teacher)", 0},
-    {"seed", KEY_SEED, "N", 0, "Other data and other first weights; default 1", 0},
-    {"held-out", KEY_HELD_OUT, "N", 0, "Sequences that are only looked at, never learnt from; default 4", 0},
-    {"unguided", KEY_UNGUIDED, "N", 0,
-     "Queries of a sequence from which a second student learns, to compare with, by the outputs of attention alone; "
-     "0: "
-     "no such student; default a sixteenth of the context, with your own files 0",
+    {"seed", KEY_SEED, "N", 0, "Seed of data and initial weights; default 1", 0},
+    {"held-out", KEY_HELD_OUT, "N", 0, "Sequences for evaluation only; default 4", 0},
+    {"control-queries", KEY_CONTROL_QUERIES, "N", 0,
+     "Queries per sequence for a control student, which learns from the outputs of attention instead of the KL; 0: "
+     "no "
+     "control; default a sixteenth of the context, with your own files 0",
      0},
+    {"unguided", KEY_CONTROL_QUERIES, "N", OPTION_HIDDEN, NULL, 0}, /* its name in version 0.1 */
     {NULL, 0, NULL, 0, "Result:", GROUP_RESULT},
     {"out", KEY_OUT, "DIR", 0, "Folder for checkpoint, weights and report; default streamkl-distill", 0},
-    {"resume", KEY_RESUME, NULL, 0, "Go on from the checkpoint in DIR, if there is one", 0},
+    {"resume", KEY_RESUME, NULL, 0, "Continue from the checkpoint in DIR, if there is one", 0},
     {"checkpoint-every", KEY_CHECKPOINT_EVERY, "N", 0, "Steps between checkpoints; default 10", 0},
-    {"no-baseline", KEY_NO_BASELINE, NULL, 0, "Do not time materialising for the report: some seconds less", 0},
-    {"json", KEY_JSON, NULL, 0, "One JSON object in place of the tables", 0},
+    {"no-baseline", KEY_NO_BASELINE, NULL, 0,
+     "Do not time the materialised baseline for the report, which saves some seconds", 0},
+    {"json", KEY_JSON, NULL, 0, "Print one JSON object instead of the tables", 0},
     {0},
 };
 
@@ -109,7 +105,7 @@ static const char *parse_rate(const char *text, void *value)
     return parse_float(text, value) || *(float *)value <= 0 ? "a number above 0" : NULL;
 }
 
-static const char *parse_unguided(const char *text, void *value)
+static const char *parse_control_queries(const char *text, void *value)
 {
     return parse_int64(text, value) || *(int64_t *)value < 0 ? "an integer, 0 or more" : NULL;
 }
@@ -128,7 +124,7 @@ static const option_field fields[] = {
     {KEY_DIRECTION, parse_direction, SETTING(direction)},
     {KEY_SEED, parse_int64, SETTING(seed)},
     {KEY_HELD_OUT, parse_count, SETTING(held_out)},
-    {KEY_UNGUIDED, parse_unguided, SETTING(unguided)},
+    {KEY_CONTROL_QUERIES, parse_control_queries, SETTING(control_queries)},
     {KEY_TEACHER, parse_string, SETTING(teacher_path)},
     {KEY_STUDENT, parse_string, SETTING(student_path)},
     {KEY_OUT, parse_string, offsetof(distill_request, folder)},
@@ -151,7 +147,7 @@ static error_t parse_option(int key, char *text, struct argp_state *state)
 
 /* ---- Preparation -------------------------------------------------------------------------------------------- */
 
-/* The first Ctrl-C ends the run in order, the second one at once. */
+/* The first Ctrl-C ends the run with a checkpoint and a report, the second one at once. */
 static void stop_on_signal(int number)
 {
     distill_stop = 1;
@@ -176,14 +172,15 @@ static int open_run(distill_run *run)
 {
     const distill_request *const request = run->request;
     const distill_source *const source = run->source;
-    skl_status status = lesson_open(&run->work, &source->shape, &request->options, run->work.threads);
+    skl_status status = attention_pair_open(&run->pair, &source->shape, &request->options, run->pair.threads);
     if (status != SKL_OK)
-        return run->work.plan ? cli_fail_status(status) : fail_plan(status, &request->options);
-    status = trainee_allocate(&run->guided, &source->first_student);
-    if (status == SKL_OK && request->settings.unguided)
-        status = trainee_allocate(&run->alone, &source->first_student);
-    if (status == SKL_OK && request->settings.unguided)
-        status = unguided_open(&run->outputs, &run->work, request->settings.unguided, source->shape.teacher.width);
+        return run->pair.plan ? cli_fail_status(status) : fail_plan(status, &request->options);
+    status = student_allocate(&run->student, &source->initial_student);
+    if (status == SKL_OK && request->settings.control_queries)
+        status = student_allocate(&run->control, &source->initial_student);
+    if (status == SKL_OK && request->settings.control_queries)
+        status = output_loss_open(&run->control_loss, &run->pair, request->settings.control_queries,
+                                  source->shape.teacher.width);
     if (status != SKL_OK)
         return cli_fail_status(status);
     distill_history *const history = &run->history;
@@ -199,10 +196,10 @@ static int open_run(distill_run *run)
 
 static void close_run(distill_run *run)
 {
-    lesson_close(&run->work);
-    trainee_free(&run->guided);
-    trainee_free(&run->alone);
-    unguided_close(&run->outputs);
+    attention_pair_close(&run->pair);
+    student_free(&run->student);
+    student_free(&run->control);
+    output_loss_close(&run->control_loss);
     free(run->history.loss);
     free(run->history.evaluation_step);
     free(run->history.evaluation_kl);
@@ -216,13 +213,13 @@ static int resume(distill_run *run)
     if (exit_code != CLI_OK || run->request->json)
         return exit_code;
     if (found)
-        printf("Resuming at step %" PRId64 "\n", run->guided.student.step);
+        printf("Resuming at step %" PRId64 "\n", run->student.step);
     else
-        printf("No checkpoint in %s yet: starting from the beginning\n", run->request->folder);
+        printf("No checkpoint in %s: starting from the beginning\n", run->request->folder);
     return CLI_OK;
 }
 
-/* ---- The order of the work ---------------------------------------------------------------------------------- */
+/* ---- The run ------------------------------------------------------------------------------------------------ */
 
 static void print_title(const distill_run *run)
 {
@@ -230,34 +227,33 @@ static void print_title(const distill_run *run)
     const term_style style = term_style_for(stdout);
     if (run->request->json)
         return;
-    printf("%sTeaching a student where to look%s, at a context of %" PRId64 "\n", style.bold, style.plain,
-           s->context);
-    printf("  teacher %" PRId64 " heads of %" PRId64 ", student %" PRId64 " of %" PRId64 "; %" PRId64
-           " steps of %" PRId64 " sequence%s; only W_q and W_k are trained, on KL(%s)\n\n",
+    printf("%sDistilling attention%s at a context of %" PRId64 "\n", style.bold, style.plain, s->context);
+    printf("  teacher: %" PRId64 " heads of size %" PRId64 "; student: %" PRId64 " of size %" PRId64 "; %" PRId64
+           " steps of %" PRId64 " sequence%s; W_q and W_k are trained on KL(%s)\n\n",
            s->heads_t, s->dim_t, s->heads_s, s->dim_s, s->steps, s->batch, s->batch == 1 ? "" : "s",
            s->direction == SKL_KL_FORWARD ? "teacher || student" : "student || teacher");
 }
 
-/* Before and after, on all that is held out; a stopped run is looked at, too. */
-static int evaluate_both(distill_run *run)
+/* The students before and after training, on all held-out sequences. */
+static int evaluate_all(distill_run *run)
 {
     static const volatile int never = 0;
     const distill_source *const source = run->source;
     const int64_t count = run->request->settings.held_out;
-    skl_status status = evaluate(&run->before, &run->work, source->teacher, &source->first_student,
+    skl_status status = evaluate(&run->before, &run->pair, source->teacher, &source->initial_student,
                                  &source->sequences, count, &never);
     if (status == SKL_OK)
-        status = evaluate(&run->after, &run->work, source->teacher, &run->guided.student.weights, &source->sequences,
-                          count, &never);
-    if (status == SKL_OK && run->request->settings.unguided)
-        status = evaluate(&run->without, &run->work, source->teacher, &run->alone.student.weights, &source->sequences,
+        status = evaluate(&run->after, &run->pair, source->teacher, &run->student.weights, &source->sequences, count,
+                          &never);
+    if (status == SKL_OK && run->request->settings.control_queries)
+        status = evaluate(&run->after_control, &run->pair, source->teacher, &run->control.weights, &source->sequences,
                           count, &never);
     return status == SKL_OK ? CLI_OK : cli_fail_status(status);
 }
 
 static int finish(distill_run *run)
 {
-    int exit_code = evaluate_both(run);
+    int exit_code = evaluate_all(run);
     if (exit_code == CLI_OK)
         exit_code = distill_student_save(run);
     if (exit_code == CLI_OK)
@@ -274,7 +270,7 @@ static int finish(distill_run *run)
 
 static int run_all(distill_run *run)
 {
-    enum { STOPPED = 130 }; /* 128 + SIGINT, as shells have it */
+    enum { STOPPED = 130 }; /* 128 + SIGINT, the convention of shells */
     const distill_request *const request = run->request;
     int exit_code = open_run(run);
     if (exit_code == CLI_OK)
@@ -287,7 +283,7 @@ static int run_all(distill_run *run)
         exit_code = distill_train(run);
     const bool stopped = distill_stop;
     if (exit_code == CLI_OK && stopped && !request->json)
-        printf("Stopped at step %" PRId64 "; --resume goes on from there\n", run->guided.student.step);
+        printf("Stopped at step %" PRId64 "; --resume continues from there\n", run->student.step);
     if (exit_code == CLI_OK)
         exit_code = finish(run);
     return exit_code == CLI_OK && stopped ? STOPPED : exit_code;
@@ -307,7 +303,7 @@ int cmd_distill(int argc, char **argv)
                      .batch = 1,
                      .held_out = 4,
                      .seed = 1,
-                     .unguided = UNGUIDED_DEFAULT,
+                     .control_queries = CONTROL_DEFAULT,
                      .rate = 0.05F},
         .options = skl_options_default(),
         .folder = "streamkl-distill",
@@ -319,8 +315,8 @@ int cmd_distill(int argc, char **argv)
     signal(SIGTERM, stop_on_signal);
     distill_source source = {.retrieves = false};
     distill_run run = {.request = &request, .source = &source};
-    run.work.threads = request.options.threads > 0 ? request.options.threads : machine_cores();
-    int exit_code = distill_source_open(&source, &request.settings, run.work.threads);
+    run.pair.threads = request.options.threads > 0 ? request.options.threads : machine_cores();
+    int exit_code = distill_source_open(&source, &request.settings, run.pair.threads);
     if (exit_code == CLI_OK)
         exit_code = run_all(&run);
     close_run(&run);

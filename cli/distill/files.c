@@ -1,4 +1,4 @@
-/* Hidden states and projection weights that the user brings as safetensors. */
+/* Hidden states and projection weights from the user's safetensors files. */
 #include "cli/common/cli.h"
 #include "device/device.h"
 #include "cli/distill/distill.h"
@@ -50,7 +50,7 @@ static const void *find_tensor(tensor_file *file, const char *name, const stored
     return data;
 }
 
-/* Heads and head size of weights [heads, dim, width]; of [heads * dim, width] when `dim` or `heads` is known. */
+/* Heads and head size of weights [heads, dim, width], or of [heads * dim, width] if `dim` or `heads` is known. */
 static int read_weight_shape(const stored_tensor *tensor, const char *path, int64_t *heads, int64_t *dim,
                              int64_t *width)
 {
@@ -98,7 +98,7 @@ static int read_layer(layer *weights, tensor_file *file, const char *path, int64
     if (dim_k != shape.dim || width_k != shape.width || shape.heads % shape.key_heads != 0)
         return cli_fail(CLI_BAD_INPUT,
                         "%s: w_q has %" PRId64 " heads of %" PRId64 " for hidden states of %" PRId64 ", w_k %" PRId64
-                        " of %" PRId64 " for %" PRId64 ": they must fit together",
+                        " of %" PRId64 " for %" PRId64 ": must agree",
                         path, shape.heads, shape.dim, shape.width, shape.key_heads, dim_k, width_k);
     const skl_status status = layer_allocate(weights, shape);
     if (status != SKL_OK)
@@ -117,7 +117,7 @@ static void load_sequence(float *to, const stored_tensor *hidden, const void *da
         to[i] = number_at(data, hidden->dtype, index * count + i);
 }
 
-/* Held-out sequences are the last ones. The others come in an order of which each draw stands on its own. */
+/* The last sequences are held out. Training draws each of its sequences independently from the others. */
 static sequence file_at(void *state, sequence_split split, uint64_t index)
 {
     distill_files *const files = state;
@@ -136,7 +136,8 @@ static int check_hidden(const stored_tensor *hidden, const char *path, int64_t w
 {
     if (hidden->rank != 3 || hidden->shape[2] != width)
         return cli_fail(CLI_BAD_INPUT,
-                        "%s: hidden: must be [sequences, context, %" PRId64 "], as wide as w_q of the same side",
+                        "%s: hidden: must be [sequences, context, %" PRId64
+                        "], with the width of w_q of the same model",
                         path, width);
     return CLI_OK;
 }
@@ -147,17 +148,17 @@ static int open_hidden(distill_source *source, const distill_settings *settings)
     files->data_t = find_tensor(files->teacher_file, "hidden", &files->hidden_t);
     if (files->data_t == NULL)
         return CLI_BAD_INPUT;
-    int exit_code = check_hidden(files->hidden_t, settings->teacher_path, source->teacher_of_file.shape.width);
-    const bool own = tensor_file_find(files->student_file, "hidden", NULL) != NULL;
+    int exit_code = check_hidden(files->hidden_t, settings->teacher_path, source->teacher_from_file.shape.width);
+    const bool separate = tensor_file_find(files->student_file, "hidden", NULL) != NULL;
     files->hidden_s = files->hidden_t;
     files->data_s = files->data_t;
-    if (exit_code == CLI_OK && own)
+    if (exit_code == CLI_OK && separate)
         files->data_s = find_tensor(files->student_file, "hidden", &files->hidden_s);
     if (files->data_s == NULL)
         return CLI_BAD_INPUT;
     if (exit_code == CLI_OK)
-        exit_code = check_hidden(files->hidden_s, own ? settings->student_path : settings->teacher_path,
-                                 source->first_student.shape.width);
+        exit_code = check_hidden(files->hidden_s, separate ? settings->student_path : settings->teacher_path,
+                                 source->initial_student.shape.width);
     if (exit_code != CLI_OK)
         return exit_code;
     for (int axis = 0; axis < 2; axis++)
@@ -170,7 +171,7 @@ static int open_hidden(distill_source *source, const distill_settings *settings)
     const size_t tokens = (size_t)files->hidden_t->shape[1];
     skl_status status = device_allocate(SKL_CPU, tokens * (size_t)files->hidden_t->shape[2] * sizeof(float),
                                         "hidden states", (void **)&files->buffer_t);
-    if (status == SKL_OK && own)
+    if (status == SKL_OK && separate)
         status = device_allocate(SKL_CPU, tokens * (size_t)files->hidden_s->shape[2] * sizeof(float), "hidden states",
                                  (void **)&files->buffer_s);
     return status == SKL_OK ? CLI_OK : cli_fail_status(status);
@@ -195,7 +196,7 @@ static int check_sequences(const distill_files *files, const distill_settings *s
         return CLI_OK;
     return cli_fail(CLI_BAD_INPUT,
                     "--held-out=%" PRId64 ": must be below the %" PRId64
-                    " sequences of %s, to leave some to learn from",
+                    " sequences of %s, to leave some for training",
                     files->held_out, files->sequences, settings->teacher_path);
 }
 
@@ -207,15 +208,16 @@ int distill_files_open(distill_source *source, distill_settings *settings)
     if (files->student_file == NULL)
         return CLI_BAD_INPUT;
     int exit_code =
-        read_layer(&source->teacher_of_file, files->teacher_file, settings->teacher_path, settings->heads_t);
+        read_layer(&source->teacher_from_file, files->teacher_file, settings->teacher_path, settings->heads_t);
     if (exit_code == CLI_OK)
         exit_code =
-            read_layer(&source->first_student, files->student_file, settings->student_path, settings->heads_s);
+            read_layer(&source->initial_student, files->student_file, settings->student_path, settings->heads_s);
     if (exit_code == CLI_OK)
         exit_code = open_hidden(source, settings);
     if (exit_code != CLI_OK)
         return exit_code;
-    const layer_shape *const teacher = &source->teacher_of_file.shape, *const student = &source->first_student.shape;
+    const layer_shape *const teacher = &source->teacher_from_file.shape, *const student =
+                                                                             &source->initial_student.shape;
     files->sequences = files->hidden_t->shape[0];
     files->context = files->hidden_t->shape[1];
     files->held_out = settings->held_out;
@@ -227,8 +229,8 @@ int distill_files_open(distill_source *source, distill_settings *settings)
     settings->heads_s = student->heads;
     settings->dim_s = student->dim;
     settings->needles = 0;
-    source->shape = (lesson_shape){files->context, *teacher, *student, settings->direction};
-    source->teacher = &source->teacher_of_file;
+    source->shape = (attention_pair_shape){files->context, *teacher, *student, settings->direction};
+    source->teacher = &source->teacher_from_file;
     source->sequences = (sequence_source){files, file_at};
     return check_sequences(files, settings);
 }

@@ -1,4 +1,4 @@
-/* report.html: what a run did, on one page that needs nothing but itself. */
+/* report.html: the result of a run on one self-contained page. */
 #include "device/machine.h"
 #include "cli/common/cli.h"
 #include "cli/distill/distill.h"
@@ -17,12 +17,12 @@
 
 enum { MAP_BUCKETS = 64, MAP_HEADS_MAX = 8 };
 
-/* ---- The figures on top ------------------------------------------------------------------------------------- */
+/* ---- Key figures -------------------------------------------------------------------------------------------- */
 
 static void add_figures(bytes *page, const distill_run *run)
 {
-    const skl_inputs inputs = lesson_inputs(&run->work);
-    const double materialised = workload_of(&run->work.problem, &inputs).materialised_size;
+    const skl_inputs inputs = attention_pair_inputs(&run->pair);
+    const double materialised = workload_of(&run->pair.problem, &inputs).materialised_size;
     char value[96], detail[160];
     bytes_print(page, "<div class=\"figures\">");
     snprintf(value, sizeof value, "%.3g &rarr; %.2g", run->before.kl, run->after.kl);
@@ -33,16 +33,16 @@ static void add_figures(bytes *page, const distill_run *run)
         const int length =
             snprintf(detail, sizeof detail, "teacher %.0f %%, before training %.0f %%",
                      100 * evaluate_hit_rate_t(&run->after.all), 100 * evaluate_hit_rate_s(&run->before.all));
-        if (run->request->settings.unguided)
-            snprintf(detail + length, sizeof detail - (size_t)length, ", without guidance %.0f %%",
-                     100 * evaluate_hit_rate_s(&run->without.all));
+        if (run->request->settings.control_queries)
+            snprintf(detail + length, sizeof detail - (size_t)length, ", control %.0f %%",
+                     100 * evaluate_hit_rate_s(&run->after_control.all));
         page_figure(page, value, "definitions found", detail);
     }
-    snprintf(detail, sizeof detail, "materialised, the matrices of a step take %s",
+    snprintf(detail, sizeof detail, "materialised, the matrices of a step would take %s",
              cli_bytes_text(materialised).text);
     page_figure(page, cli_bytes_text((double)run->peak).text, "peak memory of the process", detail);
     snprintf(value, sizeof value, "%.0f s", run->history.seconds);
-    snprintf(detail, sizeof detail, "%" PRId64 " steps of %" PRId64 " tokens", run->guided.student.step,
+    snprintf(detail, sizeof detail, "%" PRId64 " steps of %" PRId64 " tokens", run->student.step,
              run->request->settings.batch * run->request->settings.context);
     page_figure(page, value, "of training", detail);
     bytes_print(page, "</div>\n");
@@ -55,7 +55,7 @@ enum { CURVE_POINTS = 300 };
 static void add_loss(bytes *page, const distill_run *run)
 {
     const distill_history *const history = &run->history;
-    const int64_t steps = run->guided.student.step, points = steps < CURVE_POINTS ? steps : CURVE_POINTS;
+    const int64_t steps = run->student.step, points = steps < CURVE_POINTS ? steps : CURVE_POINTS;
     double x[CURVE_POINTS], y[CURVE_POINTS];
     for (int64_t p = 0; p < points; p++) {
         const int64_t begin = steps * p / points, end = steps * (p + 1) / points;
@@ -72,7 +72,7 @@ static void add_loss(bytes *page, const distill_run *run)
         held_out[history->evaluation_count + e] = (double)history->evaluation_kl[e];
     }
     const chart curves = {
-        .description = "Attention KL over the steps of training, on a logarithmic scale",
+        .description = "Attention KL by training step, on a logarithmic scale",
         .x_label = "step",
         .log_y = true,
         .x_max = (double)run->request->settings.steps,
@@ -82,9 +82,9 @@ static void add_loss(bytes *page, const distill_run *run)
                     history->evaluation_count, true}},
     };
     page_section_begin(
-        page, "Learning",
-        "Attention KL in nats, mean over rows and heads. Held-out sequences are never trained on; each "
-        "has definitions of its own.");
+        page, "Training",
+        "Attention KL in nats, mean over rows and heads. The student is never trained on held-out sequences; each "
+        "sequence has different definitions.");
     bytes_print(page, "<div class=\"pair\"><div class=\"card\"><h3>KL by step</h3>");
     chart_lines(page, &curves);
     bytes_print(page, "</div>");
@@ -95,13 +95,13 @@ static void add_positions(bytes *page, const distill_run *run)
 {
     double x[EVALUATE_POSITIONS];
     for (int b = 0; b < EVALUATE_POSITIONS; b++)
-        x[b] = (b + 0.5) * (double)run->work.problem.len_q / EVALUATE_POSITIONS;
-    const int64_t count = run->work.problem.len_q < EVALUATE_POSITIONS ? 0 : EVALUATE_POSITIONS;
+        x[b] = (b + 0.5) * (double)run->pair.problem.len_q / EVALUATE_POSITIONS;
+    const int64_t count = run->pair.problem.len_q < EVALUATE_POSITIONS ? 0 : EVALUATE_POSITIONS;
     const chart curves = {
         .description = "Attention KL by the position of the query, before and after training",
         .x_label = "position of the query",
         .log_y = true,
-        .x_max = (double)run->work.problem.len_q,
+        .x_max = (double)run->pair.problem.len_q,
         .series_count = 2,
         .series = {{"before", "before", x, run->before.kl_position, count, false},
                    {"after", "after", x, run->after.kl_position, count, false}},
@@ -111,7 +111,7 @@ static void add_positions(bytes *page, const distill_run *run)
     bytes_print(page,
                 "</div></div>\n<h3>KL by head</h3><div class=\"card scroll\"><table><tr><th>head</th><th>learns the "
                 "mean of</th><th>before</th><th>after</th><th>times smaller</th></tr>");
-    const int64_t heads = run->work.problem.heads_s, group = run->work.problem.heads_t / heads;
+    const int64_t heads = run->pair.problem.heads_s, group_size = run->pair.problem.heads_t / heads;
     for (int64_t head = 0; head < heads && head < EVALUATE_HEADS_MAX; head++) {
         const double before = run->before.kl_head[head], after = run->after.kl_head[head];
         bytes_print(page,
@@ -121,7 +121,7 @@ static void add_positions(bytes *page, const distill_run *run)
                     !run->source->retrieves     ? ""
                     : task_head_retrieves(head) ? ", retrieval"
                                                 : ", topic",
-                    head * group, (head + 1) * group - 1, before, after, before / after);
+                    head * group_size, (head + 1) * group_size - 1, before, after, before / after);
     }
     bytes_print(page, "</table></div>");
     page_section_end(page);
@@ -132,34 +132,32 @@ static void add_positions(bytes *page, const distill_run *run)
 static void add_depths(bytes *page, const distill_run *run)
 {
     static const char *const names[EVALUATE_DEPTHS] = {"0", "12", "25", "37", "50", "62", "75", "87"};
-    double teacher[EVALUATE_DEPTHS], before[EVALUATE_DEPTHS], after[EVALUATE_DEPTHS], without[EVALUATE_DEPTHS];
+    double teacher[EVALUATE_DEPTHS], before[EVALUATE_DEPTHS], after[EVALUATE_DEPTHS], control[EVALUATE_DEPTHS];
     for (int d = 0; d < EVALUATE_DEPTHS; d++) {
         teacher[d] = evaluate_hit_rate_t(&run->after.depths[d]);
         before[d] = evaluate_hit_rate_s(&run->before.depths[d]);
         after[d] = evaluate_hit_rate_s(&run->after.depths[d]);
-        without[d] = evaluate_hit_rate_s(&run->without.depths[d]);
+        control[d] = evaluate_hit_rate_s(&run->after_control.depths[d]);
     }
     const chart bars = {
         .description = "Share of references that find their definition, by depth of the definition in the context",
-        .x_label = "depth of the definition, % of the context from",
-        .series_count = run->request->settings.unguided ? 4 : 3,
+        .x_label = "depth of the definition, % of the context",
+        .series_count = run->request->settings.control_queries ? 4 : 3,
         .series = {{"teacher", "teacher", NULL, teacher, 0, false},
                    {"before", "before", NULL, before, 0, false},
                    {"after", "after", NULL, after, 0, false},
-                   {"without guidance", "without", NULL, without, 0, false}},
+                   {"control", "control", NULL, control, 0, false}},
     };
     page_section_begin(
-        page, "Does it use the far end of its context?",
-        "A reference asks for a definition somewhere before it. It is found when the definition gets more "
-        "than half of the attention of a retrieval head, among look-alikes all over the context.");
-    if (run->request->settings.unguided)
+        page, "Does the student use the whole context?",
+        "A reference needs one definition before it. It counts as found if a retrieval head gives the definition "
+        "more than half of its attention, despite distractors all over the context.");
+    if (run->request->settings.control_queries)
         bytes_print(page,
-                    "<p class=\"lead\">The student without guidance began with the same weights and took the same "
-                    "steps on the "
-                    "same sequences, with %" PRId64
-                    " queries of each. It was taught by what attention returns, not by where it "
-                    "looks.</p>",
-                    run->request->settings.unguided);
+                    "<p class=\"lead\">The control starts with the same weights and takes the same steps on the same "
+                    "sequences. It learns from the outputs of attention instead of the attention KL, with %" PRId64
+                    " queries per sequence.</p>",
+                    run->request->settings.control_queries);
     bytes_print(page, "<div class=\"pair\"><div class=\"card\"><h3>Definitions found, by depth</h3>");
     chart_bars(page, &bars, names, EVALUATE_DEPTHS);
     bytes_print(
@@ -180,18 +178,18 @@ static void add_depths(bytes *page, const distill_run *run)
 /* ---- Maps --------------------------------------------------------------------------------------------------- */
 
 typedef struct report_maps {
-    attention_map before, after, without; /* `without` is empty where there was no such student */
+    attention_map before, after, control; /* `control` is empty if there is none */
 } report_maps;
 
 /* The map of a student on the first held-out sequence. */
 static skl_status map_student(attention_map *map, distill_run *run, const layer *student)
 {
     const sequence_source *const source = &run->source->sequences;
-    const sequence text = source->at(source->state, SPLIT_HELD_OUT, 0);
-    lesson_project_teacher(&run->work, run->source->teacher, &text);
-    lesson_project_student(&run->work, student, &text);
-    const skl_inputs inputs = lesson_inputs(&run->work);
-    skl_problem problem = run->work.problem;
+    const sequence tokens = source->at(source->state, SPLIT_HELD_OUT, 0);
+    attention_pair_project_teacher(&run->pair, run->source->teacher, &tokens);
+    attention_pair_project_student(&run->pair, student, &tokens);
+    const skl_inputs inputs = attention_pair_inputs(&run->pair);
+    skl_problem problem = run->pair.problem;
     problem.gradients = 0;
     return attention_map_compute(map, MAP_BUCKETS, MAP_BUCKETS, &problem, &inputs, &run->request->options);
 }
@@ -207,33 +205,34 @@ static void add_head_maps(bytes *page, const report_maps *maps, int64_t head)
     page_map(page, PALETTE_SHARE, before->s + at, after->rows, after->columns, top, "student before");
     page_map(page, PALETTE_SHARE, after->s + at, after->rows, after->columns, top, "student after");
     page_map(page, PALETTE_SIGNED, before->kl + at, after->rows, after->columns, kl_top,
-             "where the KL came from, before");
-    if (maps->without.s)
-        page_map(page, PALETTE_SHARE, maps->without.s + at, after->rows, after->columns, top, "without guidance");
+             "contributions to the KL, before");
+    if (maps->control.s)
+        page_map(page, PALETTE_SHARE, maps->control.s + at, after->rows, after->columns, top, "control");
     else
         page_map(page, PALETTE_SIGNED, after->kl + at, after->rows, after->columns, kl_top,
-                 "and after, on the same scale");
+                 "contributions to the KL, after, same scale");
     bytes_print(page, "</div>\n");
 }
 
 static int compute_maps(report_maps *maps, distill_run *run)
 {
-    skl_status status = map_student(&maps->before, run, &run->source->first_student);
+    skl_status status = map_student(&maps->before, run, &run->source->initial_student);
     if (status == SKL_OK)
-        status = map_student(&maps->after, run, &run->guided.student.weights);
-    if (status == SKL_OK && run->request->settings.unguided)
-        status = map_student(&maps->without, run, &run->alone.student.weights);
+        status = map_student(&maps->after, run, &run->student.weights);
+    if (status == SKL_OK && run->request->settings.control_queries)
+        status = map_student(&maps->control, run, &run->control.weights);
     return status == SKL_OK ? CLI_OK : cli_fail_status(status);
 }
 
 static void add_maps(bytes *page, const report_maps *maps)
 {
     page_section_begin(
-        page, "Where they look",
-        "Attention on one held-out sequence, pooled by streaming: queries from top to bottom, keys from left "
-        "to right, 64 buckets each. Brighter is more attention, on one scale a head, its square root, cut off where "
-        "one cell of the teacher in a hundred is brighter. In the KL, orange is what "
-        "the student misses and blue what it gives too much.");
+        page, "Attention maps",
+        "Attention on one held-out sequence, pooled into 64 x 64 buckets: queries from top to bottom, keys from left "
+        "to right. Brightness is the square root of the attention, with one scale per head, clipped at the 99th "
+        "percentile of the teacher. In the KL, orange marks attention that the student misses, blue attention that "
+        "it "
+        "gives in excess.");
     for (int64_t head = 0; head < maps->after.heads && head < MAP_HEADS_MAX; head++)
         add_head_maps(page, maps, head);
     page_section_end(page);
@@ -243,26 +242,26 @@ static void add_maps(bytes *page, const report_maps *maps)
 
 static void add_costs(bytes *page, const distill_run *run)
 {
-    const skl_inputs inputs = lesson_inputs(&run->work);
-    const double matrices = workload_of(&run->work.problem, &inputs).materialised_size;
+    const skl_inputs inputs = attention_pair_inputs(&run->pair);
+    const double matrices = workload_of(&run->pair.problem, &inputs).materialised_size;
     page_section_begin(
-        page, "Beside materialising",
-        "Attention KL is usually computed from whole matrices. Their memory follows from the shapes: P of "
-        "every teacher head, S and its gradient of every student head, in f32.");
+        page, "Compared with materialising",
+        "Attention KL is usually computed from whole matrices: P of every teacher head, S and its gradient of every "
+        "student head, in f32.");
     bytes_print(
         page,
         "<div class=\"pair\"><div class=\"card scroll\"><h3>Memory</h3><table><tr><th>context</th><th>matrices</th>"
         "<th>this library</th></tr>");
     for (int64_t factor = 1; factor <= 64; factor *= 4) {
-        bytes_print(page, "<tr><td>%" PRId64 "</td><td>%s</td><td>%s</td></tr>", run->work.problem.len_q * factor,
+        bytes_print(page, "<tr><td>%" PRId64 "</td><td>%s</td><td>%s</td></tr>", run->pair.problem.len_q * factor,
                     cli_bytes_text((double)(factor * factor) * matrices).text,
-                    cli_bytes_text((double)run->work.workspace_size).text);
+                    cli_bytes_text((double)run->pair.workspace_size).text);
     }
-    bytes_print(
-        page,
-        "</table><p class=\"lead\"><small>The workspace does not grow with the context. The whole process, data "
-        "and weights included, peaked at %s.</small></p></div><div class=\"card scroll\"><h3>Time</h3>",
-        cli_bytes_text((double)run->peak).text);
+    bytes_print(page,
+                "</table><p class=\"lead\"><small>The workspace does not grow with the context. The peak of the "
+                "whole process, "
+                "including data and weights, was %s.</small></p></div><div class=\"card scroll\"><h3>Time</h3>",
+                cli_bytes_text((double)run->peak).text);
     if (run->request->no_baseline)
         bytes_print(page, "<p>Not measured: --no-baseline.</p>");
     else
@@ -289,7 +288,7 @@ static void add_command(bytes *page, const distill_settings *settings)
         bytes_print(page, " --student ");
         bytes_add_escaped(page, settings->student_path);
     }
-    for (size_t c = 0; c < distill_count_of_counts; c++) {
+    for (size_t c = 0; c < distill_counts_size; c++) {
         const int64_t value = *(const int64_t *)((const char *)settings + distill_counts[c].offset);
         if (!settings->teacher_path || distill_counts[c].offset >= offsetof(distill_settings, steps))
             bytes_print(page, " --%s %" PRId64, distill_counts[c].name, value);
@@ -301,28 +300,28 @@ static void add_settings(bytes *page, const distill_run *run)
 {
     const distill_settings *const settings = &run->request->settings;
     char text[160];
-    page_section_begin(page, "To reproduce it",
-                       "The same command on the same machine gives the same weights, bit for bit.");
+    page_section_begin(page, "Reproducing this run",
+                       "The same command on the same machine gives bitwise equal weights.");
     add_command(page, settings);
     bytes_print(page, "<div class=\"card\"><table class=\"plain\">");
-    for (size_t c = 0; c < distill_count_of_counts; c++) {
+    for (size_t c = 0; c < distill_counts_size; c++) {
         snprintf(text, sizeof text, "%" PRId64,
                  *(const int64_t *)((const char *)settings + distill_counts[c].offset));
         add_setting(page, distill_counts[c].name, text);
     }
-    snprintf(text, sizeof text, "%g, warm-up over 5 %% of the steps, then a cosine", (double)settings->rate);
+    snprintf(text, sizeof text, "%g, warm-up over 5 %% of the steps, then cosine decay", (double)settings->rate);
     add_setting(page, "rate", text);
     add_setting(page, "direction", direction_name(settings->direction));
     if (settings->teacher_path) {
         add_setting(page, "teacher", settings->teacher_path);
         add_setting(page, "student", settings->student_path);
     }
-    snprintf(text, sizeof text, "%" PRId64 " of %" PRId64, run->guided.student.step, settings->steps);
+    snprintf(text, sizeof text, "%" PRId64 " of %" PRId64, run->student.step, settings->steps);
     add_setting(page, "steps done", text);
-    add_setting(page, "kernel", skl_plan_kernel(run->work.plan));
+    add_setting(page, "kernel", skl_plan_kernel(run->pair.plan));
     machine_cpu_model(text, sizeof text);
     add_setting(page, "CPU", text);
-    snprintf(text, sizeof text, "%d", run->work.threads);
+    snprintf(text, sizeof text, "%d", run->pair.threads);
     add_setting(page, "threads", text);
     machine_date(text, sizeof text);
     add_setting(page, "date", text);
@@ -336,23 +335,24 @@ static void add_settings(bytes *page, const distill_run *run)
 static void add_title(bytes *page, const distill_run *run)
 {
     const distill_settings *const s = &run->request->settings;
-    bytes_print(page, "<h1>A student learns where to look</h1><p class=\"lead\">");
-    bytes_print(page,
-                "%" PRId64 " student heads of size %" PRId64 " were taught the attention of %" PRId64
-                " teacher heads of size %" PRId64 " at a context of %" PRId64
-                " tokens. Only W_q and W_k were trained, on KL(%s), computed by streaming: no N&nbsp;&times;&nbsp;N "
-                "matrix was ever stored.",
-                s->heads_s, s->dim_s, s->heads_t, s->dim_t, s->context,
-                s->direction == SKL_KL_FORWARD ? "teacher&nbsp;||&nbsp;student" : "student&nbsp;||&nbsp;teacher");
-    if (run->guided.student.step < s->steps)
-        bytes_print(page, " <b>The run was stopped at step %" PRId64 " of %" PRId64 ".</b>", run->guided.student.step,
+    bytes_print(page, "<h1>Attention distillation</h1><p class=\"lead\">");
+    bytes_print(
+        page,
+        "%" PRId64 " student heads of size %" PRId64 " learned the attention of %" PRId64
+        " teacher heads of size %" PRId64 " at a context of %" PRId64
+        " tokens. W_q and W_k were trained on KL(%s). The KL was streamed: no N&nbsp;&times;&nbsp;N matrix was "
+        "stored.",
+        s->heads_s, s->dim_s, s->heads_t, s->dim_t, s->context,
+        s->direction == SKL_KL_FORWARD ? "teacher&nbsp;||&nbsp;student" : "student&nbsp;||&nbsp;teacher");
+    if (run->student.step < s->steps)
+        bytes_print(page, " <b>The run was stopped at step %" PRId64 " of %" PRId64 ".</b>", run->student.step,
                     s->steps);
     bytes_print(page, "</p>");
 }
 
 static void fill_page(bytes *page, const distill_run *run, const report_maps *maps)
 {
-    page_begin(page, "StreamKL: a student learns where to look");
+    page_begin(page, "StreamKL: attention distillation");
     add_title(page, run);
     add_figures(page, run);
     if (run->source->retrieves)
@@ -371,14 +371,14 @@ int distill_report_write(distill_run *run)
     report_maps maps = {.before = {0}};
     bytes page = {0};
     int exit_code = compute_maps(&maps, run);
-    run->peak = resident_peak(); /* before the baseline, whose matrices are not ours */
+    run->peak = resident_peak(); /* before the baseline allocates its matrices */
     if (exit_code == CLI_OK) {
         fill_page(&page, run, &maps);
         exit_code = file_write(distill_path_of(run->request, "report.html").text, &page);
     }
     attention_map_free(&maps.before);
     attention_map_free(&maps.after);
-    attention_map_free(&maps.without);
+    attention_map_free(&maps.control);
     bytes_free(&page);
     return exit_code;
 }

@@ -1,4 +1,4 @@
-/* What a run came to: figures before and after, for people and for programs. */
+/* The result of a run: KL and hit rates before and after training, as text and as JSON. */
 #include "cli/common/cli.h"
 #include "cli/distill/distill.h"
 #include "cli/common/options.h"
@@ -23,9 +23,8 @@ static double mean_kl(const depth_score *score)
 static void print_depths(const distill_run *run)
 {
     const term_style style = term_style_for(stdout);
-    printf("\n%sDoes it use the far end of its context?%s Hits and KL by where the definition stands, 0 %% is the "
-           "beginning\n",
-           style.bold, style.plain);
+    printf("\n%sHits and KL by depth%s of the definition in the context; 0 %% is the beginning\n", style.bold,
+           style.plain);
     printf("  %12s %11s %9s %9s %9s %11s %11s\n", "depth", "references", "teacher", "before", "after", "KL before",
            "KL after");
     for (int d = 0; d < EVALUATE_DEPTHS; d++) {
@@ -40,13 +39,13 @@ static void print_depths(const distill_run *run)
     }
 }
 
-static void print_unguided(const distill_run *run)
+static void print_control(const distill_run *run)
 {
     const term_style style = term_style_for(stdout);
-    printf("%sWithout guidance%s, taught by the outputs of attention for as many steps: KL %.4g", style.bold,
-           style.plain, run->without.kl);
+    printf("%sControl%s, trained on attention outputs for the same number of steps: KL %.4g", style.bold, style.plain,
+           run->after_control.kl);
     if (run->source->retrieves)
-        printf(", hits %.1f %%", 100 * evaluate_hit_rate_s(&run->without.all));
+        printf(", hits %.1f %%", 100 * evaluate_hit_rate_s(&run->after_control.all));
     printf("\n");
 }
 
@@ -54,19 +53,21 @@ void distill_print_result(const distill_run *run)
 {
     const term_style style = term_style_for(stdout);
     const distill_settings *const settings = &run->request->settings;
-    const skl_inputs inputs = lesson_inputs(&run->work);
-    const workload work = workload_of(&run->work.problem, &inputs);
+    const skl_inputs inputs = attention_pair_inputs(&run->pair);
+    const workload work = workload_of(&run->pair.problem, &inputs);
     if (run->source->retrieves)
         print_depths(run);
-    printf("\n%sHeld-out KL%s %.4g before, %.4g after: %s%.0f x%s smaller, on %" PRId64 " sequences of %" PRId64 "\n",
+    printf("\n%sHeld-out KL%s %.4g before, %.4g after: %s%.0f times%s smaller, on %" PRId64 " sequences of %" PRId64
+           " tokens\n",
            style.bold, style.plain, run->before.kl, run->after.kl, style.good, distill_kl_ratio(run), style.plain,
            settings->held_out, settings->context);
-    printf("%sPeak memory%s %s of the whole process; the matrices of a step, materialised, take %s\n", style.bold,
-           style.plain, cli_bytes_text((double)run->peak).text, cli_bytes_text(work.materialised_size).text);
-    if (settings->unguided)
-        print_unguided(run);
+    printf("%sPeak memory%s %s for the whole process; materialised, the matrices of a step would take %s\n",
+           style.bold, style.plain, cli_bytes_text((double)run->peak).text,
+           cli_bytes_text(work.materialised_size).text);
+    if (settings->control_queries)
+        print_control(run);
     printf("%sTraining%s %s, kernel %s\n", style.bold, style.plain, cli_seconds_text(run->history.seconds).text,
-           skl_plan_kernel(run->work.plan));
+           skl_plan_kernel(run->pair.plan));
 }
 
 /* ---- JSON --------------------------------------------------------------------------------------------------- */
@@ -89,22 +90,22 @@ static json_t *depths_json(const distill_run *run)
 static json_t *heads_json(const distill_run *run, const evaluation *result)
 {
     json_t *const heads = json_array();
-    for (int64_t head = 0; head < run->work.problem.heads_s && head < EVALUATE_HEADS_MAX; head++)
+    for (int64_t head = 0; head < run->pair.problem.heads_s && head < EVALUATE_HEADS_MAX; head++)
         json_array_append_new(heads, cli_json_number(result->kl_head[head]));
     return heads;
 }
 
 int distill_print_json(const distill_run *run)
 {
-    const skl_inputs inputs = lesson_inputs(&run->work);
+    const skl_inputs inputs = attention_pair_inputs(&run->pair);
     return cli_print_json(json_pack(
-        "{so so sI sI so so so so so sI so ss ss}", "kl_unguided",
-        run->request->settings.unguided ? cli_json_number(run->without.kl) : json_null(), "hits_unguided",
-        cli_json_number(evaluate_hit_rate_s(&run->without.all)), "step", (json_int_t)run->guided.student.step,
-        "steps", (json_int_t)run->request->settings.steps, "kl_before", cli_json_number(run->before.kl), "kl_after",
+        "{so so sI sI so so so so so sI so ss ss}", "kl_control",
+        run->request->settings.control_queries ? cli_json_number(run->after_control.kl) : json_null(), "hits_control",
+        cli_json_number(evaluate_hit_rate_s(&run->after_control.all)), "step", (json_int_t)run->student.step, "steps",
+        (json_int_t)run->request->settings.steps, "kl_before", cli_json_number(run->before.kl), "kl_after",
         cli_json_number(run->after.kl), "kl_head_before", heads_json(run, &run->before), "kl_head_after",
         heads_json(run, &run->after), "depths", depths_json(run), "peak_bytes", (json_int_t)run->peak,
-        "materialised_bytes", cli_json_number(workload_of(&run->work.problem, &inputs).materialised_size), "report",
+        "materialised_bytes", cli_json_number(workload_of(&run->pair.problem, &inputs).materialised_size), "report",
         distill_path_of(run->request, "report.html").text, "student",
         distill_path_of(run->request, "student.safetensors").text));
 }

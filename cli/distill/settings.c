@@ -6,14 +6,20 @@
 #include <stdlib.h>
 
 const setting_name distill_counts[] = {
-    {"context", offsetof(distill_settings, context)}, {"needles", offsetof(distill_settings, needles)},
-    {"hidden", offsetof(distill_settings, hidden)},   {"heads-t", offsetof(distill_settings, heads_t)},
-    {"dim-t", offsetof(distill_settings, dim_t)},     {"heads-s", offsetof(distill_settings, heads_s)},
-    {"dim-s", offsetof(distill_settings, dim_s)},     {"steps", offsetof(distill_settings, steps)},
-    {"batch", offsetof(distill_settings, batch)},     {"held-out", offsetof(distill_settings, held_out)},
-    {"seed", offsetof(distill_settings, seed)},       {"unguided", offsetof(distill_settings, unguided)},
+    {"context", offsetof(distill_settings, context)},
+    {"needles", offsetof(distill_settings, needles)},
+    {"hidden", offsetof(distill_settings, hidden)},
+    {"heads-t", offsetof(distill_settings, heads_t)},
+    {"dim-t", offsetof(distill_settings, dim_t)},
+    {"heads-s", offsetof(distill_settings, heads_s)},
+    {"dim-s", offsetof(distill_settings, dim_s)},
+    {"steps", offsetof(distill_settings, steps)},
+    {"batch", offsetof(distill_settings, batch)},
+    {"held-out", offsetof(distill_settings, held_out)},
+    {"seed", offsetof(distill_settings, seed)},
+    {"control-queries", offsetof(distill_settings, control_queries)},
 };
-const size_t distill_count_of_counts = sizeof distill_counts / sizeof distill_counts[0];
+const size_t distill_counts_size = sizeof distill_counts / sizeof distill_counts[0];
 
 static int64_t count_at(const distill_settings *settings, size_t offset)
 {
@@ -28,7 +34,7 @@ static json_t *text_or_null(const char *text)
 static json_t *settings_json(const distill_settings *settings)
 {
     json_t *const object = json_object();
-    for (size_t c = 0; c < distill_count_of_counts; c++)
+    for (size_t c = 0; c < distill_counts_size; c++)
         json_object_set_new(object, distill_counts[c].name,
                             json_integer((json_int_t)count_at(settings, distill_counts[c].offset)));
     json_object_set_new(object, "rate", json_real((double)settings->rate));
@@ -59,7 +65,7 @@ int distill_settings_compare(const distill_settings *settings, const char *text,
             continue;
         char *const is = json_dumps(value, JSON_ENCODE_ANY);
         char *const was = before ? json_dumps(before, JSON_ENCODE_ANY) : NULL;
-        exit_code = cli_fail(CLI_BAD_INPUT, "--%s=%s: %s was made with %s; must be equal to resume it", name,
+        exit_code = cli_fail(CLI_BAD_INPUT, "--%s=%s: %s was made with %s; settings must be equal to resume", name,
                              is ? is : "?", path, was ? was : "none");
         free(is);
         free(was);

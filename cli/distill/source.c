@@ -1,4 +1,4 @@
-/* The made-up task as a source of sequences; distill_files.c has the user's own. */
+/* The synthetic task as a source of sequences; files.c reads those of the user. */
 #include "cli/common/cli.h"
 #include "device/device.h"
 #include "cli/distill/distill.h"
@@ -6,9 +6,9 @@
 
 #include <inttypes.h>
 
-enum { STREAM_FIRST_STUDENT = 301 };
+enum { STREAM_INITIAL_STUDENT = 301 };
 
-static sequence made_up_at(void *state, sequence_split split, uint64_t index)
+static sequence synthetic_at(void *state, sequence_split split, uint64_t index)
 {
     return task_sequence(state, (uint64_t)split, index);
 }
@@ -43,7 +43,7 @@ static int check_counts(const distill_settings *settings)
     return CLI_OK;
 }
 
-static int open_made_up(distill_source *source, distill_settings *settings, int threads)
+static int open_synthetic(distill_source *source, distill_settings *settings, int threads)
 {
     settings->heads_t = settings->heads_t ? settings->heads_t : 4;
     settings->heads_s = settings->heads_s ? settings->heads_s : 2;
@@ -53,46 +53,45 @@ static int open_made_up(distill_source *source, distill_settings *settings, int 
     const layer_shape teacher = {settings->hidden, settings->heads_t, settings->heads_t, settings->dim_t};
     const layer_shape student = {settings->hidden, settings->heads_s, settings->heads_s, settings->dim_s};
     const task_shape shape = {settings->context, settings->needles, teacher, settings->heads_t / settings->heads_s};
-    source->shape = (lesson_shape){settings->context, teacher, student, settings->direction};
-    skl_status status = task_create(&source->made_up, &shape, (uint64_t)settings->seed, threads);
+    source->shape = (attention_pair_shape){settings->context, teacher, student, settings->direction};
+    skl_status status = task_create(&source->synthetic, &shape, (uint64_t)settings->seed, threads);
     if (status == SKL_OK)
-        status = layer_allocate(&source->first_student, student);
+        status = layer_allocate(&source->initial_student, student);
     if (status != SKL_OK)
         return cli_fail_status(status);
-    layer_randomise(&source->first_student, random_stream((uint64_t)settings->seed, STREAM_FIRST_STUDENT, 0));
-    source->teacher = &source->made_up.teacher;
-    source->sequences = (sequence_source){&source->made_up, made_up_at};
+    layer_randomise(&source->initial_student, random_stream((uint64_t)settings->seed, STREAM_INITIAL_STUDENT, 0));
+    source->teacher = &source->synthetic.teacher;
+    source->sequences = (sequence_source){&source->synthetic, synthetic_at};
     source->retrieves = true;
     return CLI_OK;
 }
 
-/* Counts that are known only when the context is. */
-static int check_unguided(distill_settings *settings)
+/* The limit depends on the context, which may come from a file. */
+static int check_control(distill_settings *settings)
 {
-    if (settings->unguided == UNGUIDED_DEFAULT)
-        settings->unguided = settings->teacher_path ? 0 : settings->context / 16;
-    if (settings->unguided <= settings->context)
+    if (settings->control_queries == CONTROL_DEFAULT)
+        settings->control_queries = settings->teacher_path ? 0 : settings->context / 16;
+    if (settings->control_queries <= settings->context)
         return CLI_OK;
-    return cli_fail(CLI_BAD_INPUT, "--unguided=%" PRId64 ": must be at most the context, %" PRId64,
-                    settings->unguided, settings->context);
+    return cli_fail(CLI_BAD_INPUT, "--control-queries=%" PRId64 ": must be at most the context, %" PRId64,
+                    settings->control_queries, settings->context);
 }
 
 int distill_source_open(distill_source *source, distill_settings *settings, int threads)
 {
     if (!settings->teacher_path != !settings->student_path)
-        return cli_fail(CLI_BAD_INPUT, "--%s: --%s must be given, too",
-                        settings->teacher_path ? "teacher" : "student",
+        return cli_fail(CLI_BAD_INPUT, "--%s: --%s must be given too", settings->teacher_path ? "teacher" : "student",
                         settings->teacher_path ? "student" : "teacher");
     const int exit_code =
-        settings->teacher_path ? distill_files_open(source, settings) : open_made_up(source, settings, threads);
-    return exit_code == CLI_OK ? check_unguided(settings) : exit_code;
+        settings->teacher_path ? distill_files_open(source, settings) : open_synthetic(source, settings, threads);
+    return exit_code == CLI_OK ? check_control(settings) : exit_code;
 }
 
 void distill_source_close(distill_source *source)
 {
-    task_free(&source->made_up);
-    layer_free(&source->first_student);
-    layer_free(&source->teacher_of_file);
+    task_free(&source->synthetic);
+    layer_free(&source->initial_student);
+    layer_free(&source->teacher_from_file);
     device_free(SKL_CPU, source->files.buffer_t);
     device_free(SKL_CPU, source->files.buffer_s);
     tensor_file_close(source->files.teacher_file);
