@@ -18,15 +18,15 @@ typedef char *text_call(void);
 struct blas {
     void *library;
     sgemm_call *sgemm;
-    set_threads_call *set_threads; /* these three are OpenBLAS's own: NULL in another BLAS */
+    set_threads_call *set_threads; /* these three are specific to OpenBLAS: NULL in another BLAS */
     text_call *core_name;
     text_call *config;
     char description[160];
 };
 
-/* ---- Finding it --------------------------------------------------------------------------------------------- */
+/* ---- Loading ------------------------------------------------------------------------------------------------ */
 
-/* ISO C has no cast from the void * of dlsym to a function: copy the bits. */
+/* ISO C does not allow a cast from void * to a function pointer: copy the bits. */
 static void find_call(void *library, const char *name, void *call)
 {
     void *const symbol = dlsym(library, name);
@@ -52,13 +52,13 @@ static bool load(blas *found)
     return false;
 }
 
-/* ---- Making it as fast as it can be ------------------------------------------------------------------------- */
+/* ---- Choice of kernels -------------------------------------------------------------------------------------- */
 
 #define CORE_TYPE_VARIABLE "OPENBLAS_CORETYPE"
 
-/* A CPU newer than the library is not in its list, and it falls back to SSE kernels: a sixth of the speed on a
- * Xeon of 2023 with OpenBLAS 0.3.21. Such a baseline would flatter us. Returns the core whose kernels this CPU can
- * run, or NULL where the library has chosen well or the user has chosen for it. */
+/* OpenBLAS falls back to SSE kernels on a CPU that is newer than the library: a sixth of the speed on a Xeon of 2023
+ * with OpenBLAS 0.3.21. Such a baseline would be unfair. Returns a core type whose kernels this CPU can run, or NULL
+ * if the library's choice is good or the user has set one. */
 static const char *better_core(const blas *found)
 {
 #if defined(__x86_64__)
@@ -83,10 +83,10 @@ static void describe(blas *found)
 {
     if (found->config == NULL || found->core_name == NULL) {
         snprintf(found->description, sizeof found->description,
-                 "a BLAS that is not OpenBLAS: its thread count and kernels are its own affair");
+                 "a BLAS other than OpenBLAS, with unknown thread count and kernels");
         return;
     }
-    /* The configuration reads "OpenBLAS 0.3.21 NO_LAPACKE ...": the first two words are what matters. */
+    /* The configuration reads "OpenBLAS 0.3.21 NO_LAPACKE ...": take the first two words. */
     char name[32] = "", version[32] = "";
     sscanf(found->config(), "%31s %31s", name, version);
     snprintf(found->description, sizeof found->description, "%s %s, %s kernels", name, version, found->core_name());
@@ -100,7 +100,7 @@ blas *blas_open(void)
     bool loaded = load(found);
     const char *const core = loaded ? better_core(found) : NULL;
     if (core) {
-        /* OpenBLAS chooses when it is loaded, so load it again. */
+        /* OpenBLAS chooses its kernels when it is loaded, so load it again. */
         dlclose(found->library);
         setenv(CORE_TYPE_VARIABLE, core, 1);
         loaded = load(found);
@@ -121,7 +121,7 @@ void blas_close(blas *library)
     free(library);
 }
 
-/* ---- Using it ----------------------------------------------------------------------------------------------- */
+/* ---- Calls -------------------------------------------------------------------------------------------------- */
 
 const char *blas_description(const blas *library)
 {

@@ -1,4 +1,4 @@
-/* OpenBLAS, found when the benchmark runs: the tool is built and works without it, and then says so. */
+/* OpenBLAS, loaded at run time: the tool builds and works without it. */
 #ifndef STREAMKL_BENCH_CPU_BLAS_H
 #define STREAMKL_BENCH_CPU_BLAS_H
 
@@ -9,12 +9,12 @@ typedef struct blas blas;
 
 /* NULL if no library with cblas_sgemm is installed. */
 blas *blas_open(void);
-void blas_close(blas *library); /* NULL is fine */
+void blas_close(blas *library); /* may be NULL */
 
-/* "OpenBLAS 0.3.21, SkylakeX kernels": what was found and what it chose for this CPU. */
+/* "OpenBLAS 0.3.21, SkylakeX kernels" */
 const char *blas_description(const blas *library);
 
-/* Does nothing in a BLAS that is not OpenBLAS: blas_description() then says so. */
+/* Has no effect on a BLAS other than OpenBLAS; blas_description() then says so. */
 void blas_set_threads(const blas *library, int threads);
 
 /* A row-major operand; `stride` elements from one stored row to the next. */

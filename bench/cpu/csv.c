@@ -18,7 +18,7 @@ static void write_quoted(bytes *file, const char *text)
     bytes_print(file, "\"");
 }
 
-/* ",12.3", or "," for a number that is not there. */
+/* ",12.3", or "," for a missing number. */
 static void write_number(bytes *file, double number)
 {
     if (number > 0)
@@ -27,7 +27,7 @@ static void write_number(bytes *file, double number)
         bytes_print(file, ",");
 }
 
-static void write_circumstances(bytes *file, const bench_report *report, const bench_point *point)
+static void write_configuration(bytes *file, const bench_report *report, const bench_point *point)
 {
     const bench_config *const config = &report->config;
     bytes_print(file, "%s,%s,", report->date, skl_version());
@@ -37,7 +37,7 @@ static void write_circumstances(bytes *file, const bench_report *report, const b
                 config->causal ? "causal" : "none", config->heads, point->length, point->dim, point->threads);
 }
 
-/* What only an indexer has. */
+/* The columns that only an indexer fills. */
 static void write_student(bytes *file, const bench_config *config)
 {
     write_number(file, (double)config->index_heads);
@@ -53,7 +53,7 @@ static void write_pass(bytes *file, const bench_report *report, const bench_poin
     const timing *const time = &result->passes[pass];
     const double executed = bench_executed_flops(&report->config, point, method, pass);
     const bool streams = method == BENCH_STREAMING;
-    write_circumstances(file, report, point);
+    write_configuration(file, report, point);
     bytes_print(file, ",%s,%s,ok,%d", bench_method_name(method), bench_pass_name(pass), time->sample_count);
     write_number(file, time->median);
     write_number(file, time->least);
@@ -70,7 +70,7 @@ static void write_pass(bytes *file, const bench_report *report, const bench_poin
 
 static void write_skipped(bytes *file, const bench_report *report, const bench_point *point, bench_method method)
 {
-    write_circumstances(file, report, point);
+    write_configuration(file, report, point);
     bytes_print(file, ",%s,,skipped,,,,,,,,,%zu,,", bench_method_name(method), point->methods[method].memory_size);
     write_student(file, &report->config);
 }
@@ -82,7 +82,7 @@ void csv_write(bytes *file, const bench_report *report)
         const bench_point *const point = &report->points[i];
         for (int method = 0; method < BENCH_METHOD_COUNT; method++) {
             if (!point->methods[method].ran) {
-                if (report->config.index_heads == 0) /* there is no other method for an indexer */
+                if (report->config.index_heads == 0) /* an indexer has no other method */
                     write_skipped(file, report, point, (bench_method)method);
                 continue;
             }

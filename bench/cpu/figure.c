@@ -27,7 +27,7 @@ static int most_threads(const bench_report *report)
     return most;
 }
 
-/* Pairs a second that get their KL and their share of both gradients, in millions. */
+/* Million query-key pairs per second, for the KL and both gradients. */
 static double speed_of(const bench_config *config, const bench_point *point, const line_kind *kind)
 {
     const double seconds = kind->one_pass ? point->methods[kind->method].passes[BENCH_ONE_PASS].median
@@ -44,7 +44,7 @@ static void fill_speed(plot_panel *panel, const bench_report *report, int64_t di
 {
     snprintf(panel->title, sizeof panel->title, "Speed, head size %" PRId64, dim);
     panel->x_label = "context length N";
-    panel->y_label = "million query-key pairs a second";
+    panel->y_label = "million query-key pairs per second";
     panel->y_unit = PLOT_NUMBER;
     for (int k = 0; k < LINE_KIND_COUNT; k++) {
         plot_series *const series = &panel->series[panel->series_count++];
@@ -59,12 +59,12 @@ static void fill_speed(plot_panel *panel, const bench_report *report, int64_t di
     }
 }
 
-/* Memory hardly depends on the head size: the largest stands for all. The one pass shares streaming's workspace. */
+/* Memory hardly depends on the head size: show the largest. One pass uses the workspace of streaming. */
 static void fill_memory(plot_panel *panel, const bench_report *report, int64_t dim)
 {
-    snprintf(panel->title, sizeof panel->title, "Memory beside inputs and outputs");
+    snprintf(panel->title, sizeof panel->title, "Memory in addition to inputs and outputs");
     panel->x_label = "context length N";
-    panel->y_label = "bytes at the peak";
+    panel->y_label = "peak bytes";
     panel->y_unit = PLOT_BYTES;
     for (int k = 0; k < LINE_KIND_COUNT; k++) {
         if (line_kinds[k].one_pass)
@@ -89,8 +89,8 @@ void figure_draw(bytes *svg, const bench_report *report)
     if (drawn == NULL)
         return;
     const int threads = most_threads(report);
-    drawn->title = "Attention KL and its gradients: streaming beside materialising";
-    drawn->note = "Higher is faster; lower needs less memory. Hollow: not run, would need that much.";
+    drawn->title = "Attention KL and its gradients: streaming compared with materialising";
+    drawn->note = "Speed: higher is better. Memory: lower is better. Hollow points are computed, not measured.";
     char place[32] = "";
     if (threads > 0) /* a GPU has none */
         snprintf(place, sizeof place, ", %d thread%s", threads, threads == 1 ? "" : "s");

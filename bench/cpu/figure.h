@@ -1,4 +1,4 @@
-/* A report as a picture: speed against length for each head size, and memory against length. */
+/* A report as a figure: speed by length for each head size, and memory by length. */
 #ifndef STREAMKL_BENCH_CPU_FIGURE_H
 #define STREAMKL_BENCH_CPU_FIGURE_H
 

@@ -27,24 +27,24 @@ static size_t matrix_size(int64_t length)
 size_t materialised_size(materialised_memory memory, int64_t heads, int64_t length)
 {
     const size_t kept_count = 2 * (size_t)heads;
-    const size_t logit_count = memory == MATERIALISED_FRAMEWORK ? 2 : 0; /* x and y of the head in work */
+    const size_t logit_count = memory == MATERIALISED_FRAMEWORK ? 2 : 0; /* x and y of the current head */
     return (kept_count + logit_count) * matrix_size(length);
 }
 
-/* Plain malloc: beyond its mmap threshold every matrix is made of fresh, zeroed pages, and a framework pays that. */
+/* Plain malloc: above its mmap threshold every matrix gets new, zeroed pages, a cost that frameworks have too. */
 static float *framework_matrix(int64_t length)
 {
     return malloc(matrix_size(length));
 }
 
-/* Huge pages spare the reused matrices most TLB misses. */
+/* Huge pages avoid most TLB misses. */
 static float *reused_matrix(int64_t length)
 {
     enum { HUGE_PAGE_SIZE = 2 << 20 };
     const size_t size = (matrix_size(length) + HUGE_PAGE_SIZE - 1) / HUGE_PAGE_SIZE * HUGE_PAGE_SIZE;
     float *const matrix = aligned_alloc(HUGE_PAGE_SIZE, size);
     if (matrix)
-        madvise(matrix, size, MADV_HUGEPAGE); /* advice: a kernel without huge pages may ignore it */
+        madvise(matrix, size, MADV_HUGEPAGE); /* only advice: may be ignored */
     return matrix;
 }
 
@@ -89,22 +89,22 @@ void materialised_destroy(materialised *run)
 
 /* ---- Forward ------------------------------------------------------------------------------------------------ */
 
-typedef struct softmax_sweep {
+typedef struct softmax_pass {
     const row_kernels *kernels;
     const float *x, *y;
     float *p, *s, *kl;
     int64_t length;
     bool causal;
-} softmax_sweep;
+} softmax_pass;
 
 static void softmax_rows(void *context, int64_t row_begin, int64_t row_end)
 {
-    const softmax_sweep *const sweep = context;
+    const softmax_pass *const pass = context;
     for (int64_t i = row_begin; i < row_end; i++) {
-        const int64_t row = i * sweep->length;
-        const int64_t visible = sweep->causal ? i + 1 : sweep->length;
-        sweep->kl[i] = sweep->kernels->softmax_kl(sweep->x + row, sweep->y + row, sweep->p + row, sweep->s + row,
-                                                  visible, sweep->length);
+        const int64_t row = i * pass->length;
+        const int64_t visible = pass->causal ? i + 1 : pass->length;
+        pass->kl[i] = pass->kernels->softmax_kl(pass->x + row, pass->y + row, pass->p + row, pass->s + row, visible,
+                                                pass->length);
     }
 }
 
@@ -122,7 +122,7 @@ static void forward_head(const materialised *run, int64_t h, float *x, float *y,
     const int64_t tensor = h * problem->length * problem->dim;
     logits_of(run, problem->q_t + tensor, problem->k_t + tensor, x);
     logits_of(run, problem->q_s + tensor, problem->k_s + tensor, y);
-    softmax_sweep sweep = {
+    softmax_pass pass = {
         .kernels = run->kernels,
         .x = x,
         .y = y,
@@ -132,7 +132,7 @@ static void forward_head(const materialised *run, int64_t h, float *x, float *y,
         .length = problem->length,
         .causal = problem->causal,
     };
-    parallel_rows(threads, problem->length, softmax_rows, &sweep);
+    parallel_rows(threads, problem->length, softmax_rows, &pass);
 }
 
 bool materialised_forward(materialised *run, int threads)
@@ -162,19 +162,19 @@ bool materialised_forward(materialised *run, int threads)
 
 /* ---- Backward ----------------------------------------------------------------------------------------------- */
 
-typedef struct gradient_sweep {
+typedef struct gradient_pass {
     const row_kernels *kernels;
     const float *grad_kl, *p, *s;
     float *dy;
     int64_t length;
-} gradient_sweep;
+} gradient_pass;
 
 static void gradient_rows(void *context, int64_t row_begin, int64_t row_end)
 {
-    const gradient_sweep *const sweep = context;
+    const gradient_pass *const pass = context;
     for (int64_t i = row_begin; i < row_end; i++) {
-        const int64_t row = i * sweep->length;
-        sweep->kernels->gradient(sweep->grad_kl[i], sweep->p + row, sweep->s + row, sweep->dy + row, sweep->length);
+        const int64_t row = i * pass->length;
+        pass->kernels->gradient(pass->grad_kl[i], pass->p + row, pass->s + row, pass->dy + row, pass->length);
     }
 }
 
@@ -182,7 +182,7 @@ static void backward_head(const materialised *run, int64_t h, float *dy, int thr
 {
     const materialised_problem *const problem = &run->problem;
     const int64_t length = problem->length, dim = problem->dim, tensor = h * length * dim;
-    gradient_sweep sweep = {
+    gradient_pass pass = {
         .kernels = run->kernels,
         .grad_kl = problem->grad_kl + h * length,
         .p = run->heads[h].p,
@@ -190,7 +190,7 @@ static void backward_head(const materialised *run, int64_t h, float *dy, int thr
         .dy = dy,
         .length = length,
     };
-    parallel_rows(threads, length, gradient_rows, &sweep);
+    parallel_rows(threads, length, gradient_rows, &pass);
     const blas_operand gradient = {dy, length, false}, gradient_transposed = {dy, length, true};
     const blas_operand queries = {problem->q_s + tensor, dim, false}, keys = {problem->k_s + tensor, dim, false};
     blas_multiply(run->library, problem->scale, gradient, keys, problem->dq_s + tensor, length, dim, length);

@@ -1,10 +1,10 @@
-/* The fair baseline: attention KL as it is computed today, with the N x N matrices in memory. f32, student
- * gradients, head by head: BLAS for the matmuls, one fused vectorised sweep for everything elementwise.
+/* The baseline: attention KL with the N x N matrices in memory. f32, student gradients, one head at a time: BLAS for
+ * the matmuls, one fused vectorised pass for the elementwise operations.
  *
- *     forward    x = scale q_t k_t^T;  y = scale q_s k_s^T;  P, S = softmax;  KL        P and S are kept
+ *     forward    x = scale q_t k_t^T;  y = scale q_s k_s^T;  P, S = softmax;  KL        P and S are saved
  *     backward   G = g (S - P);  dq_s = scale G k_s;  dk_s = scale G^T q_s
  *
- * A causal mask is applied after the full matmul, as frameworks do, but masked keys are not exponentiated. */
+ * Like in frameworks, a causal mask is applied after the full matmul, but masked keys are not exponentiated. */
 #ifndef STREAMKL_BENCH_CPU_MATERIALISED_H
 #define STREAMKL_BENCH_CPU_MATERIALISED_H
 
@@ -13,8 +13,8 @@
 #include <stddef.h>
 
 typedef enum materialised_memory {
-    MATERIALISED_FRAMEWORK, /* every result in a fresh buffer, freed after its last use: what autograd does */
-    MATERIALISED_IN_PLACE   /* buffers made once, P over x, S over y, G over S: the best that materialising can do */
+    MATERIALISED_FRAMEWORK, /* like autograd: every result in a new buffer, freed after its last use */
+    MATERIALISED_IN_PLACE   /* buffers are reused, P over x, S over y, G over S: the minimum for materialising */
 } materialised_memory;
 
 /* All tensors are contiguous [heads, length, dim] or [heads, length], and belong to the caller. */
@@ -32,13 +32,13 @@ typedef struct materialised materialised;
 
 /* NULL: out of memory. */
 materialised *materialised_create(const materialised_problem *problem, const blas *library);
-void materialised_destroy(materialised *run); /* NULL is fine */
+void materialised_destroy(materialised *run); /* may be NULL */
 
-/* A backward uses up what its forward has kept. Both return false when memory runs out. */
+/* A backward consumes the matrices of its forward. Both return false if memory runs out. */
 bool materialised_forward(materialised *run, int threads);
 bool materialised_backward(materialised *run, int threads);
 
-/* Bytes of matrices at the peak. */
+/* Peak bytes of the matrices. */
 size_t materialised_size(materialised_memory memory, int64_t heads, int64_t length);
 
 #endif

@@ -10,7 +10,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-/* ---- Contenders --------------------------------------------------------------------------------------------- */
+/* ---- Methods ------------------------------------------------------------------------------------------------ */
 
 typedef struct baseline_entry {
     materialised *run;
@@ -22,23 +22,23 @@ typedef struct sgemm_entry {
     int threads;
 } sgemm_entry;
 
-/* What one thread count brings to the contest. Contenders that do not run are NULL. */
+/* The methods for one thread count. Those that do not run are NULL. */
 typedef struct thread_entry {
     streaming streaming;
     baseline_entry baselines[BENCH_METHOD_COUNT];
     sgemm_entry sgemm;
-    contender *methods[BENCH_METHOD_COUNT], *yardstick;
+    sampled_method *methods[BENCH_METHOD_COUNT], *sgemm_method;
 } thread_entry;
 
-/* Large: lives on the heap. Matrices of the baseline are shared by all thread counts. */
-typedef struct contest_session {
+/* Too large for the stack. All thread counts share the matrices of the baseline. */
+typedef struct bench_session {
     bench_tensors tensors;
-    materialised *baselines[BENCH_METHOD_COUNT]; /* NULL: does not run */
+    materialised *baselines[BENCH_METHOD_COUNT]; /* NULL if it does not run */
     sgemm_cube *cube;
     thread_entry entries[BENCH_LIST_MAX];
-    int contender_count;
-    contender contenders[BENCH_LIST_MAX * (BENCH_METHOD_COUNT + 1)];
-} contest_session;
+    int sampled_count;
+    sampled_method sampled[BENCH_LIST_MAX * (BENCH_METHOD_COUNT + 1)];
+} bench_session;
 
 static skl_status run_streaming(void *context, int pass)
 {
@@ -61,22 +61,22 @@ static skl_status run_sgemm(void *context, int pass)
     return SKL_OK;
 }
 
-static contender *join(contest_session *session, contest_run *run, void *context, int pass_count)
+static sampled_method *add_method(bench_session *session, sampler_call *run, void *context, int pass_count)
 {
-    contender *const joined = &session->contenders[session->contender_count++];
-    joined->run = run;
-    joined->context = context;
-    joined->pass_count = pass_count;
-    return joined;
+    sampled_method *const added = &session->sampled[session->sampled_count++];
+    added->run = run;
+    added->context = context;
+    added->pass_count = pass_count;
+    return added;
 }
 
-static void join_sgemm(contest_session *session, thread_entry *entry, int threads)
+static void add_sgemm(bench_session *session, thread_entry *entry, int threads)
 {
     entry->sgemm = (sgemm_entry){session->cube, threads};
-    entry->yardstick = join(session, run_sgemm, &entry->sgemm, 1);
+    entry->sgemm_method = add_method(session, run_sgemm, &entry->sgemm, 1);
 }
 
-/* ---- Setting up --------------------------------------------------------------------------------------------- */
+/* ---- Setup -------------------------------------------------------------------------------------------------- */
 
 static materialised_memory memory_of(bench_method method)
 {
@@ -90,7 +90,7 @@ static skl_options options_of(const bench_config *config, int thread_index)
     return options;
 }
 
-static skl_status open_baselines(contest_session *session, const bench_config *config, const blas *library,
+static skl_status open_baselines(bench_session *session, const bench_config *config, const blas *library,
                                  int64_t length, int64_t dim)
 {
     const bench_tensors *const tensors = &session->tensors;
@@ -121,13 +121,13 @@ static skl_status open_baselines(contest_session *session, const bench_config *c
     return SKL_OK;
 }
 
-static skl_status open_entry(contest_session *session, thread_entry *entry, const skl_problem *problem,
+static skl_status open_entry(bench_session *session, thread_entry *entry, const skl_problem *problem,
                              const skl_options *options)
 {
     skl_status status = streaming_open(&entry->streaming, problem, options, &session->tensors);
     if (status != SKL_OK)
         return status;
-    entry->methods[BENCH_STREAMING] = join(session, run_streaming, &entry->streaming, BENCH_PASS_COUNT);
+    entry->methods[BENCH_STREAMING] = add_method(session, run_streaming, &entry->streaming, BENCH_PASS_COUNT);
     status = device_timer_create(&entry->methods[BENCH_STREAMING]->timer, options->device);
     if (status != SKL_OK)
         return status;
@@ -136,20 +136,20 @@ static skl_status open_entry(contest_session *session, thread_entry *entry, cons
             continue;
         entry->baselines[method] = (baseline_entry){session->baselines[method], options->threads};
         entry->methods[method] =
-            join(session, run_baseline, &entry->baselines[method], bench_pass_count((bench_method)method));
+            add_method(session, run_baseline, &entry->baselines[method], bench_pass_count((bench_method)method));
     }
     if (session->cube)
-        join_sgemm(session, entry, options->threads);
+        add_sgemm(session, entry, options->threads);
     return SKL_OK;
 }
 
-static skl_status open_cube(contest_session *session, const blas *library)
+static skl_status open_cube(bench_session *session, const blas *library)
 {
     session->cube = sgemm_cube_create(library);
     return session->cube ? SKL_OK : SKL_ERROR_MEMORY;
 }
 
-static skl_status open_session(contest_session *session, const bench_config *config, const blas *library,
+static skl_status open_session(bench_session *session, const bench_config *config, const blas *library,
                                int64_t length, int64_t dim)
 {
     const skl_problem problem = bench_problem(config, length, dim);
@@ -165,10 +165,10 @@ static skl_status open_session(contest_session *session, const bench_config *con
     return status;
 }
 
-static void close_session(contest_session *session)
+static void close_session(bench_session *session)
 {
-    for (int i = 0; i < session->contender_count; i++)
-        device_timer_destroy(&session->contenders[i].timer);
+    for (int i = 0; i < session->sampled_count; i++)
+        device_timer_destroy(&session->sampled[i].timer);
     for (int i = 0; i < BENCH_LIST_MAX; i++)
         streaming_close(&session->entries[i].streaming);
     for (int method = 0; method < BENCH_METHOD_COUNT; method++)
@@ -189,16 +189,16 @@ static bench_method_result result_of(const thread_entry *entry, const bench_conf
     else if (config->index_heads == 0)
         result.memory_size = materialised_size(memory_of(method), config->heads, length);
     for (int pass = 0; result.ran && pass < bench_pass_count(method); pass++)
-        result.passes[pass] = contest_timing(entry->methods[method], pass);
+        result.passes[pass] = sampler_timing(entry->methods[method], pass);
     return result;
 }
 
 static double sgemm_flops(const thread_entry *entry)
 {
-    return entry->yardstick ? sgemm_cube_flop() / contest_timing(entry->yardstick, 0).median : 0;
+    return entry->sgemm_method ? sgemm_cube_flop() / sampler_timing(entry->sgemm_method, 0).median : 0;
 }
 
-static skl_status append_points(bench_report *report, const contest_session *session, int64_t length, int64_t dim,
+static skl_status append_points(bench_report *report, const bench_session *session, int64_t length, int64_t dim,
                                 double waiting_share)
 {
     device_properties gpu;
@@ -249,18 +249,18 @@ skl_status bench_check(const bench_config *config)
 }
 
 skl_status bench_measure(bench_report *report, const blas *library, int64_t length, int64_t dim,
-                         contest_progress progress)
+                         sampler_progress progress)
 {
-    contest_session *const session = calloc(1, sizeof *session);
+    bench_session *const session = calloc(1, sizeof *session);
     if (session == NULL)
         return SKL_ERROR_MEMORY;
     const bench_config *const config = &report->config;
     skl_status status = open_session(session, config, library, length, dim);
     const double begin = clock_seconds(), waiting_begin = machine_waiting_seconds();
     if (status == SKL_OK)
-        status = contest_hold(session->contenders, session->contender_count, config->rounds, progress);
+        status = sampler_run(session->sampled, session->sampled_count, config->rounds, progress);
     const double waited = machine_waiting_seconds() - waiting_begin;
-    const bool waits_count = config->engine.device == SKL_CPU; /* a GPU's events do not see them */
+    const bool waits_count = config->engine.device == SKL_CPU; /* events on a GPU do not include them */
     const double waiting_share = waits_count ? waited / (clock_seconds() - begin) : 0;
     if (status == SKL_OK)
         status = append_points(report, session, length, dim, waiting_share);
@@ -269,16 +269,16 @@ skl_status bench_measure(bench_report *report, const blas *library, int64_t leng
 }
 
 skl_status bench_measure_sgemm(const bench_config *config, const blas *library, double *flops,
-                               contest_progress progress)
+                               sampler_progress progress)
 {
-    contest_session *const session = calloc(1, sizeof *session);
+    bench_session *const session = calloc(1, sizeof *session);
     if (session == NULL)
         return SKL_ERROR_MEMORY;
     skl_status status = open_cube(session, library);
     for (int i = 0; status == SKL_OK && i < config->threads.count; i++)
-        join_sgemm(session, &session->entries[i], (int)config->threads.values[i]);
+        add_sgemm(session, &session->entries[i], (int)config->threads.values[i]);
     if (status == SKL_OK)
-        status = contest_hold(session->contenders, session->contender_count, config->rounds, progress);
+        status = sampler_run(session->sampled, session->sampled_count, config->rounds, progress);
     for (int i = 0; status == SKL_OK && i < config->threads.count; i++)
         flops[i] = sgemm_flops(&session->entries[i]);
     close_session(session);

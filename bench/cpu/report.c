@@ -45,7 +45,7 @@ skl_problem bench_problem(const bench_config *config, int64_t length, int64_t di
     return problem;
 }
 
-/* What a pair of the student needs without stored matrices: x and y, then dq and dk. */
+/* Matmuls that the task needs without stored matrices: x and y, then dq and dk. */
 static double useful_matmuls(const bench_config *config, bench_pass pass)
 {
     if (config->index_heads > 0)
@@ -53,13 +53,12 @@ static double useful_matmuls(const bench_config *config, bench_pass pass)
     return pass == BENCH_FORWARD ? 2 : 4;
 }
 
-/* The one place that knows how many N x N x d matmuls a pass executes a student head.
+/* N x N x d matmuls that a pass executes per student head.
  *
- * Streaming: forward x and y. Backward x, y, dq, dk; with f32 gradients the tiles of dk are summed in the sweep that
- * makes dq, but 16-bit gradients cannot be summed in place, and a second sweep recomputes x and y for dk. The one
- * pass is a backward that reports the KL on its way. (The scalar reference kernel never fuses: its rate is
- * understated.) Kernels of a GPU, and those for indexers, differ in what they compute again: for them only what is
- * useful counts.
+ * Streaming: forward x and y; backward x, y, dq and dk. With f32 gradients one pass over the keys computes dq and
+ * sums the tiles of dk. 16-bit gradients cannot be accumulated in place, so a second pass recomputes x and y for dk.
+ * One-pass is a backward that also returns the KL. The scalar reference kernel never fuses, so its rate is
+ * understated. GPU kernels and indexer kernels recompute different amounts: only useful matmuls count for them.
  * Materialised: x and y, then dq and dk from the stored P and S. */
 static double executed_matmuls(const bench_config *config, bench_method method, bench_pass pass)
 {
@@ -73,14 +72,14 @@ static double executed_matmuls(const bench_config *config, bench_method method, 
 
 double bench_visible_pairs(const bench_config *config, int64_t length)
 {
-    const double n = (double)length, listed = (double)config->top_k;
+    const double n = (double)length, top_k = (double)config->top_k;
     const double heads = config->index_heads > 0 ? 1 : (double)config->heads;
-    if (config->top_k > 0 && config->top_k < length) /* the first rows of a causal mask have shorter lists */
-        return heads * (config->causal ? listed * (listed + 1) / 2 + (n - listed) * listed : n * listed);
+    if (config->top_k > 0 && config->top_k < length) /* causal: the first rows see fewer than top_k keys */
+        return heads * (config->causal ? top_k * (top_k + 1) / 2 + (n - top_k) * top_k : n * top_k);
     return heads * (config->causal ? n * (n + 1) / 2 : n * n);
 }
 
-/* A multiply and an add for each of d terms of a pair. */
+/* One multiply-add for each of the d terms of a pair. */
 static double matmul_flop(double pairs, int64_t dim)
 {
     return 2 * pairs * (double)dim;

@@ -1,5 +1,5 @@
-/* Compiled once per instruction set, with ROW_KERNELS naming the instance. Plain loops: the compiler vectorises
- * them, and clang refuses to compile one that it could not. */
+/* Compiled once per instruction set; ROW_KERNELS names the instance. The compiler vectorises the loops; clang reports
+ * an error for a loop that it cannot vectorise. */
 #include "bench/cpu/row_kernels.h"
 
 #include <float.h>
@@ -29,7 +29,7 @@ static inline float exp_of_negative(float z)
 {
     const float LOWEST = -87.0F;
     const float LOG2_E = 1.44269504F;
-    const float LN2_HIGH = 0.693359375F; /* nine bits: n LN2_HIGH is exact */
+    const float LN2_HIGH = 0.693359375F; /* nine bits, so that n LN2_HIGH is exact */
     const float LN2_LOW = -2.12194440e-4F;
     const float ROUND = 0x1.8p23F; /* added to a number, leaves it rounded in the low bits of the mantissa */
     const uint32_t ONE_BITS = 0x3f800000;
@@ -48,7 +48,7 @@ static inline float exp_of_negative(float z)
     return two_to_n * (tail * (r * r) + r + 1.0F);
 }
 
-/* A row of both matrices is read from memory once; the second and third loop find it in the cache.
+/* A row of both matrices is read from memory once; the second and third loop read it from the cache.
  * KL = sum_j P_j ((x_j - max_x) - (y_j - max_y)) - log sum_x + log sum_y */
 static float softmax_kl(const float *x, const float *y, float *p, float *s, int64_t visible, int64_t count)
 {

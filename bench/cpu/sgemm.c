@@ -9,7 +9,7 @@ struct sgemm_cube {
     float *a, *b, *c;
 };
 
-/* Small integers: no result is subnormal, and none differs between libraries. */
+/* Small integers: no subnormal results, and equal results in all libraries. */
 static float *filled_square(int modulus)
 {
     float *const square = malloc((size_t)SIDE * SIDE * sizeof *square);

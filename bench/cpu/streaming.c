@@ -68,7 +68,7 @@ void streaming_close(streaming *run)
 skl_status streaming_run(const streaming *run, bench_pass pass)
 {
     if (pass == BENCH_FORWARD) {
-        /* The LSEs that a forward writes are no input of it, and outputs may not overlap inputs. */
+        /* A forward writes the LSEs, and outputs must not overlap inputs. */
         skl_inputs inputs = run->inputs;
         inputs.lse_t = inputs.lse_s = (skl_input){0};
         return skl_forward(run->plan, &inputs, &run->rows, run->workspace, run->workspace_size, NULL);

@@ -1,4 +1,4 @@
-/* Streaming as a contender: a plan, its workspace and the calls on a benchmark's tensors. */
+/* The method "streaming": a plan, its workspace and the calls on the tensors of the benchmark. */
 #ifndef STREAMKL_BENCH_CPU_STREAMING_H
 #define STREAMKL_BENCH_CPU_STREAMING_H
 
@@ -11,19 +11,19 @@ typedef struct streaming {
     mirror tensors;
     void *workspace;
     size_t workspace_size;
-    skl_inputs inputs; /* from here on where the device reaches them */
+    skl_inputs inputs; /* these and all below are in device memory */
     skl_rows rows;     /* of a forward */
-    skl_rows kl_only;  /* of the one pass, which is given the LSEs */
+    skl_rows kl_only;  /* of one-pass, whose inputs include the LSEs */
     skl_gradients gradients;
 } streaming;
 
-/* The tensors must outlive it; a GPU gets copies, and its results stay there. streaming_close() is right even after a
- * failure. */
+/* The tensors must outlive it; a GPU gets copies, and its results are not copied back. Call streaming_close() even
+ * after a failure. */
 skl_status streaming_open(streaming *run, const skl_problem *problem, const skl_options *options,
                           const bench_tensors *tensors);
 void streaming_close(streaming *run);
 
-/* Backward and one pass use the LSEs of the last forward. */
+/* Backward and one-pass use the LSEs of the last forward. */
 skl_status streaming_run(const streaming *run, bench_pass pass);
 
 #endif

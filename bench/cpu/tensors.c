@@ -19,7 +19,7 @@ static float bits_float(uint32_t bits)
     return value;
 }
 
-/* Finite values only, here and below: nothing else is benchmarked. */
+/* Finite values only, here and below. */
 static uint16_t bf16_from_float(float value)
 {
     const uint32_t bits = float_bits(value);
@@ -32,16 +32,16 @@ static float float_from_bf16(uint16_t value)
     return bits_float((uint32_t)value << 16);
 }
 
-/* value / unit of the last place, rounded, is the mantissa: the exponent then falls out of the addition. */
+/* The mantissa is value / ulp, rounded; adding it to the biased exponent handles the carry. */
 static uint16_t f16_from_float(float value)
 {
     const uint16_t sign = (uint16_t)(float_bits(value) >> 16 & 0x8000);
     const float size = fabsf(value);
     int exponent = ilogbf(size);
     if (size == 0 || exponent < -14)
-        exponent = -14; /* subnormals share the unit of the smallest normal number */
+        exponent = -14; /* subnormals have the ulp of the smallest normal number */
     const int mantissa = (int)rintf(ldexpf(size, 10 - exponent));
-    const int biased = (exponent + 14) * 1024 + mantissa; /* a normal mantissa brings 1024 with it */
+    const int biased = (exponent + 14) * 1024 + mantissa; /* a normal mantissa includes the implicit 1024 */
     return (uint16_t)(sign | biased);
 }
 
@@ -70,7 +70,7 @@ static float element(const void *tensor, skl_dtype type, int64_t index)
 
 /* ---- Random inputs ------------------------------------------------------------------------------------------ */
 
-/* splitmix64: equal inputs on every machine, for any number of tensors. */
+/* splitmix64: equal inputs on every machine. */
 static uint64_t random_bits(uint64_t *state)
 {
     uint64_t z = *state += 0x9e3779b97f4a7c15;
@@ -79,7 +79,7 @@ static uint64_t random_bits(uint64_t *state)
     return z ^ z >> 31;
 }
 
-/* Variance 1, close enough to normal: the sum of four uniform numbers. */
+/* Variance 1, nearly normal: the sum of four uniform numbers. */
 static float random_value(uint64_t *state)
 {
     const uint64_t bits = random_bits(state);
@@ -98,8 +98,8 @@ static void fill(const bench_tensors *tensors, void *tensor, float *tensor_f32, 
     }
 }
 
-/* Lists of keys that the row sees, all different: one from each of top_k even parts. Short rows list all they see. */
-static void fill_lists(int32_t *indices, const skl_problem *problem, uint64_t *state)
+/* Distinct visible keys: one from each of top_k equal ranges. Rows with fewer visible keys get them all. */
+static void fill_indices(int32_t *indices, const skl_problem *problem, uint64_t *state)
 {
     const uint64_t top_k = (uint64_t)problem->top_k;
     for (int64_t i = 0; i < problem->len_q; i++) {
@@ -114,7 +114,7 @@ static void fill_lists(int32_t *indices, const skl_problem *problem, uint64_t *s
 
 /* ---- Memory ------------------------------------------------------------------------------------------------- */
 
-/* Zeroed, so that no page is touched for the first time while a clock runs. */
+/* Zeroed, so that no page fault happens during a measurement. */
 static void *allocate(int64_t count, size_t element_size)
 {
     enum { ALIGNMENT = 64 };
@@ -148,7 +148,7 @@ static bool allocate_gradient(const bench_tensors *tensors, void **streaming, fl
     return *streaming && allocate_floats(baseline, count);
 }
 
-/* Weights, their gradient and lists. */
+/* Weights, their gradient and the indices. */
 static bool allocate_indexer(bench_tensors *tensors, const skl_problem *problem)
 {
     if (problem->student != SKL_STUDENT_INDEXER)
@@ -166,7 +166,7 @@ static void fill_indexer(const bench_tensors *tensors, const skl_problem *proble
     for (int64_t i = 0; i < tensors->row_count * problem->index_heads; i++)
         tensors->w_s[i] = random_value(state);
     if (tensors->indices)
-        fill_lists(tensors->indices, problem, state);
+        fill_indices(tensors->indices, problem, state);
 }
 
 bool bench_tensors_create(bench_tensors *tensors, const skl_problem *problem)
@@ -199,7 +199,7 @@ bool bench_tensors_create(bench_tensors *tensors, const skl_problem *problem)
         bench_tensors_destroy(tensors);
         return false;
     }
-    /* Logits of deviation 2: attention that is neither flat nor a single spike. */
+    /* Logits with a standard deviation of 2: attention that is neither uniform nor one-hot. */
     uint64_t state = 1;
     fill(tensors, tensors->q_t, tensors->q_t_f32, tensors->teacher_count, 2, &state);
     fill(tensors, tensors->k_t, tensors->k_t_f32, tensors->teacher_k_count, 1, &state);
@@ -231,7 +231,7 @@ void bench_tensors_destroy(bench_tensors *tensors)
 
 /* ---- Agreement ---------------------------------------------------------------------------------------------- */
 
-/* fmax() would drop a NaN, the worst difference of all. */
+/* Unlike fmax(), keeps NaN. */
 static double larger(double largest, double value)
 {
     return value > largest || isnan(value) ? value : largest;

@@ -1,4 +1,4 @@
-/* streamkl bench: the command line, and the order of the work. */
+/* streamkl bench: the command line and the order of the steps. */
 #include "bench/cpu/blas.h"
 #include "bench/cpu/csv.h"
 #include "bench/cpu/figure.h"
@@ -14,24 +14,27 @@
 #include <stdlib.h>
 
 static const char doc[] =
-    "Time streaming beside the baseline that materialises the N x N matrices (BLAS sgemm and a vectorised softmax), "
-    "on the same inputs, in turns: forward, backward (student gradients) and both in one pass. On a GPU streaming is "
-    "timed alone, by events in its stream."
-    "\vThe baseline runs twice: \"framework\" makes a fresh buffer for every result and frees it after its last use, "
-    "as autograd does; \"in place\" makes its buffers once and overwrites them, the best that materialising can do.\n"
+    "Compare streaming with a baseline that materialises the N x N matrices (BLAS sgemm and a vectorised softmax): "
+    "forward, backward (student gradients), and both in one pass. All methods are sampled in the same rounds on the "
+    "same inputs. On a GPU only streaming is timed, with events in its stream."
+    "\vThe baseline runs in two variants: \"framework\" allocates a new buffer for every result and frees it after "
+    "its "
+    "last use, like autograd; \"in place\" reuses its buffers, the minimum for materialising.\n"
     "\n"
-    "With --index-heads the student is the indexer of a sparse attention, which learns the mean of all heads; it is "
-    "timed "
-    "alone. A forward then computes the LSEs of the teacher too, which are not counted.\n"
+    "With --index-heads the student is an indexer, which learns the mean of all teacher heads. Then only streaming "
+    "is "
+    "timed. A forward also computes the teacher's LSEs, which are not counted.\n"
     "\n"
-    "GFLOP/s count the matmuls that a pass executes, \"useful\" those that the task needs: 4 d FLOP a visible pair "
-    "forward, 8 d backward; of a GPU's kernels only the latter is known. \"speed-up\" is how many times faster "
-    "streaming was than that line.\n"
+    "GFLOP/s counts the matmuls that a pass executes, \"useful\" those that the task needs: 4 d FLOP per visible "
+    "pair "
+    "forward, 8 d backward. For GPU kernels only the latter is known. \"speed-up\" is the time of a method divided "
+    "by "
+    "that of streaming.\n"
     "\n"
     "Examples:\n"
     "  streamkl bench                                  four lengths, two sizes\n"
     "  streamkl bench --lengths 4096 --dims 128        one length, one size\n"
-    "  streamkl bench --threads 1,2                    what a second thread brings\n"
+    "  streamkl bench --threads 1,2                    speed-up of a second thread\n"
     "  streamkl bench --dtype bf16 --causal --heads 8\n"
     "  streamkl bench --lengths 16384,65536 --max-memory 4G\n"
     "  streamkl bench --device cuda --dtype bf16 --heads 16 --lengths 8192\n"
@@ -42,7 +45,7 @@ static const char doc[] =
 
 typedef struct bench_request {
     bench_config config;
-    const char *csv_path, *plot_path; /* NULL: not wanted */
+    const char *csv_path, *plot_path; /* NULL: none */
 } bench_request;
 
 enum {
@@ -66,27 +69,27 @@ enum {
 };
 
 static const struct argp_option options[] = {
-    {NULL, 0, NULL, 0, "What is timed:", 1},
+    {NULL, 0, NULL, 0, "Problem:", 1},
     {"lengths", KEY_LENGTHS, "LIST", 0, "Context lengths N; default 1024,2048,4096,8192", 0},
     {"dims", KEY_DIMS, "LIST", 0, "Head sizes d; default 64,128", 0},
     {"heads", KEY_HEADS, "N", 0, "Heads; default 1", 0},
-    {"index-heads", KEY_INDEX_HEADS, "N", 0, "The student is an indexer of N heads", 0},
-    {"key-heads", KEY_KEY_HEADS, "N", 0, "Key heads of an indexer's teacher; default as many as heads", 0},
-    {"top-k", KEY_TOP_K, "N", 0, "An indexer over lists of N keys; default dense", 0},
+    {"index-heads", KEY_INDEX_HEADS, "N", 0, "The student is an indexer with N heads", 0},
+    {"key-heads", KEY_KEY_HEADS, "N", 0, "Key heads of an indexer's teacher; default the number of heads", 0},
+    {"top-k", KEY_TOP_K, "N", 0, "Sparse indexer with N indices per row; default dense", 0},
     {"dtype", KEY_DTYPE, "f32|f16|bf16", 0, "Type of the inputs; default f32. The baseline is always f32", 0},
-    {"grad-f32", KEY_GRAD_F32, NULL, 0, "Gradients in f32, not in the type of the inputs", 0},
-    {"causal", KEY_CAUSAL, NULL, 0, "A query sees no key behind its own position", 0},
-    {NULL, 0, NULL, 0, "How:", 2},
+    {"grad-f32", KEY_GRAD_F32, NULL, 0, "Gradients in f32 instead of the type of the inputs", 0},
+    {"causal", KEY_CAUSAL, NULL, 0, "A query attends to no later key", 0},
+    {NULL, 0, NULL, 0, "Measurement:", 2},
     {"device", KEY_DEVICE, "cpu|cuda[:N]", 0, "Where to compute; default cpu", 0},
-    {"threads", KEY_THREADS, "LIST", 0, "CPU threads, of the baseline too; default 1", 0},
-    {"kernel", KEY_KERNEL, "NAME", 0, "Force a kernel of `streamkl info`; default STREAMKL_KERNEL, else the best", 0},
-    {"no-baseline", KEY_NO_BASELINE, NULL, 0, "Only streaming and sgemm", 0},
+    {"threads", KEY_THREADS, "LIST", 0, "CPU threads of all methods; default 1", 0},
+    {"kernel", KEY_KERNEL, "NAME", 0, "A kernel that streamkl info lists; default STREAMKL_KERNEL, else the best", 0},
+    {"no-baseline", KEY_NO_BASELINE, NULL, 0, "Time only streaming and sgemm", 0},
     {"max-memory", KEY_MAX_MEMORY, "SIZE", 0,
-     "Skip a baseline whose matrices are larger: 500M, 8G; default half of the free memory", 0},
-    {"repeat", KEY_REPEAT, "N", 0, "Rounds, of 0.2 s or one run a method each; default 5", 0},
+     "Skip a baseline with larger matrices, such as 500M or 8G; default half of the free memory", 0},
+    {"repeat", KEY_REPEAT, "N", 0, "Rounds, of at least 0.2 s and one sample per method; default 5", 0},
     {NULL, 0, NULL, 0, "Result:", 3},
     {"csv", KEY_CSV, "FILE", 0, "Write every measurement as CSV", 0},
-    {"plot", KEY_PLOT, "FILE", 0, "Draw speed and memory against N as SVG", 0},
+    {"plot", KEY_PLOT, "FILE", 0, "Draw speed and memory by N as SVG", 0},
     {0},
 };
 
@@ -148,7 +151,7 @@ static const char *parse_size(const char *text, void *value)
 static const char *parse_rounds(const char *text, void *value)
 {
     int64_t rounds;
-    if (parse_count(text, &rounds) || rounds > CONTEST_SAMPLES_MAX)
+    if (parse_count(text, &rounds) || rounds > SAMPLER_SAMPLES_MAX)
         return "an integer from 1 to 512";
     *(int32_t *)value = (int32_t)rounds;
     return NULL;
@@ -204,12 +207,12 @@ static int parse_command_line(bench_request *request, int argc, char **argv)
     if (needless)
         return cli_fail(CLI_BAD_INPUT, "--%s: --index-heads must be given too", needless);
     if (request->config.engine.device != SKL_CPU)
-        request->config.threads = (bench_list){1, {1}}; /* threads are the CPU's */
+        request->config.threads = (bench_list){1, {1}}; /* a GPU has no thread count */
     const int exit_code = request->csv_path ? file_write_check(request->csv_path) : CLI_OK;
     return exit_code == CLI_OK && request->plot_path ? file_write_check(request->plot_path) : exit_code;
 }
 
-/* ---- The work ----------------------------------------------------------------------------------------------- */
+/* ---- Measurement -------------------------------------------------------------------------------------------- */
 
 static void show_progress(void *progress, int rounds_done, int rounds)
 {
@@ -227,7 +230,7 @@ static int measure_heading(const bench_report *report, const blas *library, term
 {
     double flops[BENCH_LIST_MAX];
     if (library) {
-        const contest_progress shown = {show_progress, progress};
+        const sampler_progress shown = {show_progress, progress};
         term_progress_begin(progress, "sgemm");
         const skl_status status = bench_measure_sgemm(&report->config, library, flops, shown);
         term_progress_end(progress);
@@ -243,7 +246,7 @@ static int measure_size(bench_report *report, const blas *library, int64_t lengt
 {
     char label[64];
     snprintf(label, sizeof label, "N=%" PRId64 " d=%" PRId64, length, dim);
-    const contest_progress shown = {show_progress, progress};
+    const sampler_progress shown = {show_progress, progress};
     const int first_point = report->point_count;
     term_progress_begin(progress, label);
     const skl_status status = bench_measure(report, library, length, dim, shown);
@@ -285,7 +288,7 @@ static int write_files(const bench_request *request, const bench_report *report)
     return exit_code == CLI_OK ? write_report(request->plot_path, figure_draw, report) : exit_code;
 }
 
-/* Refuses what would be refused later, and says where and when. */
+/* Checks the configuration, and notes machine and date. */
 static int open_device(bench_report *report)
 {
     const skl_options *const engine = &report->config.engine;

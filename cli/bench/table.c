@@ -16,23 +16,24 @@ void bench_table_heading(const bench_report *report, const char *blas_descriptio
     const term_style style = term_style_for(stdout);
     const bool on_gpu = config->engine.device != SKL_CPU;
     printf("%sstreamkl %s%s on %s, %d %s%s, %s\n", style.bold, skl_version(), style.plain, report->machine,
-           report->cores, on_gpu ? "multiprocessor" : "core", plural(report->cores), report->date);
-    printf("%s inputs, %s gradients, %" PRId64 " head%s, %s; median of %d runs or more, all methods taking turns\n",
+           report->cores, on_gpu ? "SM" : "core", plural(report->cores), report->date);
+    printf("%s inputs, %s gradients, %" PRId64
+           " head%s, %s; median of at least %d sample%s per method\n",
            bench_type_name(config->dtype), bench_type_name(config->grad_f32 ? SKL_F32 : config->dtype), config->heads,
-           plural(config->heads), config->causal ? "causal" : "no mask", config->rounds);
+           plural(config->heads), config->causal ? "causal" : "no mask", config->rounds, plural(config->rounds));
     if (config->index_heads > 0) {
-        printf("The student is an indexer of %" PRId64 " head%s", config->index_heads, plural(config->index_heads));
+        printf("The student is an indexer with %" PRId64 " head%s", config->index_heads, plural(config->index_heads));
         if (config->top_k > 0)
-            printf(", over lists of %" PRId64 " key%s", config->top_k, plural(config->top_k));
-        printf(": streaming is timed alone.\n");
+            printf(", sparse with top-k %" PRId64, config->top_k);
+        printf("; only streaming is timed.\n");
     }
     if (on_gpu || config->index_heads > 0)
         return;
     if (blas_description == NULL) {
-        printf("No BLAS on this machine (apt install libopenblas0): streaming is timed alone.\n");
+        printf("No BLAS on this machine (apt install libopenblas0): only streaming is timed.\n");
         return;
     }
-    printf("%s: sgemm on a 2048-cube", blas_description);
+    printf("%s: sgemm of 2048 x 2048 matrices", blas_description);
     for (int i = 0; i < config->threads.count; i++) {
         const int64_t threads = config->threads.values[i];
         printf("%s %.1f GFLOP/s with %" PRId64 " thread%s", i ? "," : "", sgemm_flops[i] * 1e-9, threads,
@@ -83,9 +84,9 @@ static void print_method(const bench_config *config, const bench_point *point, b
                cli_bytes_text((double)result->memory_size).text, cli_bytes_text((double)config->max_memory).text);
 }
 
-/* ---- What follows from it ----------------------------------------------------------------------------------- */
+/* ---- Ratios ------------------------------------------------------------------------------------------------- */
 
-/* A training step needs the KL and the gradients: the baseline two calls, the one pass one. */
+/* A training step needs the KL and the gradients: two calls, or one with one-pass. */
 static void print_step_speedups(const bench_point *point)
 {
     const double one_pass = point->methods[BENCH_STREAMING].passes[BENCH_ONE_PASS].median;
@@ -94,7 +95,7 @@ static void print_step_speedups(const bench_point *point)
         if (!point->methods[method].ran)
             continue;
         const double baseline = bench_step_seconds(point, (bench_method)method);
-        printf("  forward + backward: streaming is %.2fx, in one pass %.2fx as fast as %s\n", baseline / two_passes,
+        printf("  forward + backward: streaming %.2fx, one pass %.2fx as fast as %s\n", baseline / two_passes,
                baseline / one_pass, bench_method_name((bench_method)method));
     }
 }
@@ -114,7 +115,7 @@ static void print_thread_speedup(const bench_report *report, const bench_point *
     const bench_point *const single = single_thread_point(report, point);
     if (point->threads == 1 || single == NULL)
         return;
-    printf("  %d threads beside 1:", point->threads);
+    printf("  %d threads compared with 1:", point->threads);
     for (int pass = 0; pass < BENCH_PASS_COUNT; pass++) {
         const double before = single->methods[BENCH_STREAMING].passes[pass].median;
         const double after = point->methods[BENCH_STREAMING].passes[pass].median;
@@ -123,8 +124,8 @@ static void print_thread_speedup(const bench_report *report, const bench_point *
     printf("\n");
 }
 
-/* A fast wrong answer is worth nothing: both sides must have computed the same. The bounds allow for f32 sums over
- * N terms in two different orders, and for gradients that are stored in 16 bits. */
+/* Both methods must have computed the same result. The bounds allow for f32 sums over N terms in different orders,
+ * and for gradients that are stored in 16 bits. */
 static void print_agreement(const bench_config *config, const bench_point *point)
 {
     if (isnan(point->kl_difference) && !point->methods[BENCH_IN_PLACE].ran && !point->methods[BENCH_FRAMEWORK].ran)
@@ -132,20 +133,20 @@ static void print_agreement(const bench_config *config, const bench_point *point
     const bool gradients_f32 = config->dtype == SKL_F32 || config->grad_f32;
     const bool agree = point->kl_difference < 1e-4 && point->gradient_difference < (gradients_f32 ? 1e-4 : 1e-2);
     const term_style style = term_style_for(stdout);
-    printf("  %sstreaming and the baseline %s: KL to %.1g, gradients to %.1g of the largest%s\n",
+    printf("  %sstreaming and the baseline %s: KL within %.1g, gradients within %.1g of the largest%s\n",
            agree ? style.dim : style.bad, agree ? "agree" : "DISAGREE", point->kl_difference,
            point->gradient_difference, style.plain);
 }
 
-/* Figures from a busy machine are too low, and unequally so. */
-static void print_disturbance(const bench_point *point)
+/* Results from a busy machine are too low, by different amounts. */
+static void print_waiting(const bench_point *point)
 {
     const double harmless_share = 0.02;
     if (point->waiting_share < harmless_share)
         return;
     const term_style style = term_style_for(stdout);
-    printf("  %sthe machine is busy: %.0f %% of the time was spent waiting for a core; do not trust this%s\n",
-           style.bad, 100 * point->waiting_share, style.plain);
+    printf("  %sunreliable: the process waited for a core for %.0f %% of the time%s\n", style.bad,
+           100 * point->waiting_share, style.plain);
 }
 
 void bench_table_points(const bench_report *report, int first)
@@ -162,7 +163,7 @@ void bench_table_points(const bench_report *report, int first)
             printf(", %s of the GPU's %s in use", cli_bytes_text((double)point->gpu.memory_used).text,
                    cli_bytes_text((double)point->gpu.memory_total).text);
         if (point->sgemm_flops > 0)
-            printf(", sgemm among them %.1f GFLOP/s", point->sgemm_flops * 1e-9);
+            printf(", sgemm %.1f GFLOP/s", point->sgemm_flops * 1e-9);
         printf("\n%s  %-10s %-9s %10s %10s %9s %9s %8s %10s %9s%s\n", style.dim, "method", "pass", "median",
                "fastest", "GFLOP/s", "of sgemm", "useful", "memory", "speed-up", style.plain);
         for (int method = 0; method < BENCH_METHOD_COUNT; method++)
@@ -171,6 +172,6 @@ void bench_table_points(const bench_report *report, int first)
         print_thread_speedup(report, point);
     }
     print_agreement(config, &report->points[first]);
-    print_disturbance(&report->points[first]);
+    print_waiting(&report->points[first]);
     fflush(stdout);
 }

@@ -23,7 +23,7 @@ static skl_status measure(bench_report *report, const distill_run *run, const bl
         .rounds = TIMED_ROUNDS,
         .max_memory = TIMED_MEMORY,
     };
-    return bench_measure(report, library, length, dim, (contest_progress){NULL, NULL});
+    return bench_measure(report, library, length, dim, (sampler_progress){NULL, NULL});
 }
 
 static double step_seconds(const bench_method_result *method)

@@ -107,7 +107,7 @@ def test_bench_of_indexers(lists, tmp_path, device):
     sizes = ["--lengths", "128", "--dims", "32", "--heads", "4", "--key-heads", "2", "--index-heads", "3", "--repeat", "1"]
     done = run("bench", "--device", device, *sizes, *lists, "--causal", "--csv", path)
     assert done.returncode == 0, done.stderr
-    assert "indexer of 3 heads" in done.stdout
+    assert "indexer with 3 heads" in done.stdout
     rows = list(csv.DictReader(path.open()))
     assert [row["pass"] for row in rows] == ["forward", "backward", "one pass"]
     pairs = 128 * 129 / 2 if not lists else 40 * 41 / 2 + 88 * 40
