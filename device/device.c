@@ -6,8 +6,8 @@
 
 skl_status device_open(skl_device device, int32_t index)
 {
-    const skl_status nothing_to_do = device_begin();
-    return device == SKL_CPU ? nothing_to_do : gpu_open(index);
+    const skl_status cleared = device_begin();
+    return device == SKL_CPU ? cleared : gpu_open(index);
 }
 
 /* ---- Memory ------------------------------------------------------------------------------------------------- */
@@ -81,11 +81,11 @@ skl_status device_timer_stop(device_timer *timer, double *seconds)
     return status == SKL_OK ? gpu_event_seconds(timer->events[0], timer->events[1], seconds) : status;
 }
 
-/* ---- Facts -------------------------------------------------------------------------------------------------- */
+/* ---- Properties --------------------------------------------------------------------------------------------- */
 
 skl_status device_describe(skl_device device, device_properties *properties)
 {
     *properties = (device_properties){.name = ""};
-    const skl_status nothing_to_say = device_begin();
-    return device == SKL_CPU ? nothing_to_say : gpu_describe(properties);
+    const skl_status cleared = device_begin();
+    return device == SKL_CPU ? cleared : gpu_describe(properties);
 }

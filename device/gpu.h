@@ -1,4 +1,4 @@
-/* What device.c asks of a GPU; nobody else includes this. gpu_cuda.c has one, gpu_none.c has not. */
+/* The GPU functions that device.c uses: gpu_cuda.c implements them, gpu_none.c is for builds without CUDA. */
 #ifndef STREAMKL_DEVICE_GPU_H
 #define STREAMKL_DEVICE_GPU_H
 

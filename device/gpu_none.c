@@ -1,4 +1,4 @@
-/* A build without CUDA. The library refuses a plan for a GPU before anything here is asked. */
+/* A build without CUDA. The library refuses a plan for a GPU before any of these is called. */
 #include "device/gpu.h"
 
 static skl_status refuse(void)
