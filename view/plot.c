@@ -14,13 +14,13 @@ enum {
     HEADER_HEIGHT = 76,
     FOOTER_HEIGHT = 40,
     MARGIN_LEFT = 74,
-    MARGIN_RIGHT = 140, /* room for the names at the ends of the lines */
+    MARGIN_RIGHT = 140, /* for the names at the ends of the lines */
     MARGIN_TOP = 40,
     MARGIN_BOTTOM = 52,
     LABEL_GAP = 16 /* between the baselines of two names */
 };
 
-/* Colours of Okabe and Ito, made darker on white and lighter on black until each reads well: 4.5 : 1 or more. */
+/* The colours of Okabe and Ito, darker on white and lighter on black for a contrast of at least 4.5 : 1. */
 static const char style[] =
     "text{font:13px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;fill:#1f2328}\n"
     ".paper{fill:#ffffff}.title{font-size:19px;font-weight:600}.panel{font-size:14px;font-weight:600}\n"
@@ -87,7 +87,7 @@ static short_text value_text(plot_unit unit, double value)
 
 /* ---- Axes --------------------------------------------------------------------------------------------------- */
 
-/* Room around the data; a single value, or nearly one, still gets an axis. */
+/* Adds a margin, and a minimum range for data with few different values. */
 static void widen(axis *along, double margin, double least_ratio)
 {
     const double short_of = least_ratio / (along->most / along->least);
@@ -128,7 +128,7 @@ static void draw_y_ticks(bytes *svg, const axis *x, const axis *y, plot_unit uni
         draw_y_tick(svg, x, y, unit, exp2(power));
 }
 
-/* A tick at every x that was measured. */
+/* A tick at every x of the data. */
 static void draw_x_ticks(bytes *svg, const plot_panel *panel, const axis *x, const axis *y)
 {
     const plot_series *longest = &panel->series[0];
@@ -172,7 +172,7 @@ static int compare_heights(const void *left, const void *right)
     return (a > b) - (a < b);
 }
 
-/* Names of lines that end close together are pushed apart: downwards, then up again from the foot of the panel. */
+/* Moves labels apart that would overlap: first downwards, then upwards from the bottom of the panel. */
 static void spread(end_label *labels, int count, double lowest)
 {
     qsort(labels, (size_t)count, sizeof labels[0], compare_heights);
@@ -218,7 +218,7 @@ static void draw_panel(bytes *svg, const plot_panel *panel, double left, double 
     }
     svg_text(svg, "panel", SVG_START, x.begin, top + 18, panel->title);
     if (axis_is_empty(&x))
-        return; /* nothing was measured */
+        return; /* no data */
     widen(&x, 1.08, 2);
     widen(&y, 1.2, 4);
 

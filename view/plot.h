@@ -1,4 +1,4 @@
-/* Line plots as SVG, on logarithmic axes, for light and dark pages. Knows nothing of what it draws. */
+/* Line plots as an SVG file, with logarithmic axes, for light and dark pages. */
 #ifndef STREAMKL_VIEW_PLOT_H
 #define STREAMKL_VIEW_PLOT_H
 
@@ -6,13 +6,13 @@
 
 enum { PLOT_POINTS_MAX = 16, PLOT_SERIES_MAX = 4, PLOT_PANELS_MAX = 17, PLOT_COLOURS = 4 };
 
-/* Both coordinates above 0. A hollow point was worked out, not measured. */
+/* Both coordinates are above 0. A hollow point was computed, not measured. */
 typedef struct plot_point {
     double x, y;
     bool hollow;
 } plot_point;
 
-/* Points by growing x. The name stands at the end of the line, so there is no legend. */
+/* Points in the order of x. The name is placed at the end of the line instead of in a legend. */
 typedef struct plot_series {
     const char *name;
     int colour; /* below PLOT_COLOURS */
