@@ -1,4 +1,4 @@
-/* streamkl demo: a long context on this machine, and what it costs beside storing the matrices. */
+/* streamkl demo: time and memory of a long context on this machine, compared with materialising. */
 #include "cli/common/cli.h"
 #include "cli/common/options.h"
 #include "oracle.h"
@@ -13,14 +13,14 @@
 #include <math.h>
 #include <stdlib.h>
 
-static const char doc[] =
-    "Make up a teacher and a student at a long context, compute their attention KL and the student's gradients by "
-    "streaming, and show time and memory beside what storing the N x N matrices would need."
-    "\vExamples:\n"
-    "  streamkl demo\n"
-    "  streamkl demo --context 65536           16 x the work, the same memory\n"
-    "  streamkl demo --heads 4 --dim 128 --threads 1\n"
-    "  streamkl demo --device cuda             on a GPU";
+static const char doc[] = "Generate a synthetic teacher and student at a long context, compute their attention KL "
+                          "and the student's gradients "
+                          "by streaming, and compare the memory with that of the N x N matrices."
+                          "\vExamples:\n"
+                          "  streamkl demo\n"
+                          "  streamkl demo --context 65536           16 times the work, equal memory\n"
+                          "  streamkl demo --heads 4 --dim 128 --threads 1\n"
+                          "  streamkl demo --device cuda             on a GPU";
 
 /* ---- The command line --------------------------------------------------------------------------------------- */
 
@@ -35,7 +35,7 @@ static const struct argp_option options[] = {
     {"context", KEY_CONTEXT, "N", 0, "Queries and keys; default 16384", 0},
     {"heads", KEY_HEADS, "N", 0, "Heads; default 1", 0},
     {"dim", KEY_DIM, "N", 0, "Size of a head; default 64", 0},
-    {"seed", KEY_SEED, "N", 0, "Other numbers; default 1", 0},
+    {"seed", KEY_SEED, "N", 0, "Seed of the random tensors; default 1", 0},
     {0},
 };
 
@@ -63,7 +63,7 @@ typedef struct demo_state {
     skl_problem problem;
     skl_inputs inputs;
     plan_runner runner;
-    float *block;                 /* owns what follows */
+    float *block;                 /* owns the tensors below */
     float *q_t, *k_t, *q_s, *k_s; /* [heads, context, dim] */
     float *dq_s, *dk_s;
     float *kl, *lse_t, *lse_s; /* [heads, context] */
@@ -79,7 +79,7 @@ static skl_problem describe_problem(const demo_request *request)
     return problem;
 }
 
-/* One block for everything, resident before memory is measured. */
+/* One allocation for all tensors, resident before memory is measured. */
 static int allocate_tensors(demo_state *demo)
 {
     float **const matrices[] = {&demo->q_t, &demo->k_t, &demo->q_s, &demo->k_s, &demo->dq_s, &demo->dk_s};
@@ -101,7 +101,7 @@ static int allocate_tensors(demo_state *demo)
     return CLI_OK;
 }
 
-/* The student is the teacher with an error that grows along the context, as if it had been trained on short ones. */
+/* The student is the teacher plus an error that grows along the context, like a student trained on short ones. */
 static void fill_tensors(demo_state *demo, uint64_t seed)
 {
     const float error_at_start = 0.1F, error_at_end = 0.8F;
@@ -119,7 +119,7 @@ static void fill_tensors(demo_state *demo, uint64_t seed)
     }
 }
 
-/* ---- The work ----------------------------------------------------------------------------------------------- */
+/* ---- Computation -------------------------------------------------------------------------------------------- */
 
 static void connect_inputs(demo_state *demo)
 {
@@ -157,7 +157,7 @@ static int compute(demo_state *demo)
     return runner_backward(&demo->runner, &demo->inputs, &gradients);
 }
 
-/* The last queries once more, in float64 and from whole rows: a causal problem of its own, aligned at the end. */
+/* Compares the last queries with the float64 oracle: a smaller causal problem, bottom-right aligned. */
 static double worst_difference(const demo_state *demo, int64_t checked)
 {
     const skl_problem *const problem = &demo->problem;
@@ -181,7 +181,7 @@ static double worst_difference(const demo_state *demo, int64_t checked)
     return worst;
 }
 
-/* ---- What is shown ------------------------------------------------------------------------------------------ */
+/* ---- Output ------------------------------------------------------------------------------------------------- */
 
 static double mean_kl(const demo_state *demo)
 {
@@ -203,16 +203,16 @@ static void print_costs(const demo_state *demo)
     const plan_runner *const runner = &demo->runner;
     const workload work = workload_of(&demo->problem, &demo->inputs);
     printf("%sTime%s, kernel %s %s\n", style.bold, style.plain, skl_plan_kernel(runner->plan),
-           runner_place_of(runner).text);
+           runner_location_of(runner).text);
     print_timing("forward", "KL of every query", runner->forward_seconds, work.forward_flop);
     print_timing("backward", "gradients of the student's queries and keys", runner->backward_seconds,
                  work.backward_flop);
     const bool measured = runner->peak_growth >= 0;
     const double streamed = measured ? (double)runner->peak_growth : (double)runner->workspace_size;
-    printf("\n%sMemory%s beyond the tensors themselves\n", style.bold, style.plain);
+    printf("\n%sMemory%s in addition to the tensors\n", style.bold, style.plain);
     printf("  %-14s %s%10s%s   %s\n", "streamed", style.good, cli_bytes_text(streamed).text, style.plain,
-           measured ? "measured: how far the process grew" : "workspace");
-    printf("  %-14s %10s   two attention maps and a gradient, N x N in f32\n", "materialised",
+           measured ? "measured: growth of the process" : "workspace");
+    printf("  %-14s %10s   P, S and the gradient of S, N x N in f32\n", "materialised",
            cli_bytes_text(work.materialised_size).text);
 }
 
@@ -221,8 +221,8 @@ static void print_demo(const demo_state *demo)
     enum { MOST_CHECKED = 32, CHECKED_PAIRS = 1 << 20 };
     const term_style style = term_style_for(stdout);
     const skl_problem *const problem = &demo->problem;
-    printf("%sAttention KL at a context of %" PRId64 "%s: a made-up teacher and student, %" PRId64
-           " head%s of %" PRId64 ", causal\n\n",
+    printf("%sAttention KL at a context of %" PRId64 "%s: synthetic teacher and student, %" PRId64
+           " head%s of size %" PRId64 ", causal\n\n",
            style.bold, problem->len_q, style.plain, problem->heads_s, problem->heads_s == 1 ? "" : "s",
            problem->dim_s);
     printf("  KL(teacher || student) by query, mean %s%.6g%s\n", style.bold, mean_kl(demo), style.plain);
@@ -233,13 +233,12 @@ static void print_demo(const demo_state *demo)
     const int64_t affordable = CHECKED_PAIRS / problem->len_k + 1;
     const int64_t most = problem->len_q < MOST_CHECKED ? problem->len_q : MOST_CHECKED;
     const int64_t checked = affordable < most ? affordable : most;
-    printf("\n%sRight?%s the last %" PRId64 " quer%s in float64 from whole rows: KL differs by at most %.1e\n",
+    printf("\n%sAccuracy%s compared with float64, for the last %" PRId64 " quer%s: KL differs by at most %.1e\n",
            style.bold, style.plain, checked, checked == 1 ? "y" : "ies", worst_difference(demo, checked));
     printf("\n%sTry next%s\n", style.bold, style.plain);
-    printf("  streamkl demo --context %-8" PRId64 " 4 x the context, 16 x the work, the same memory\n",
-           4 * problem->len_q);
-    printf("  streamkl kl --help               your own tensors, from safetensors or .npy\n");
-    printf("  streamkl bench                   beside a baseline that stores the matrices\n");
+    printf("  streamkl demo --context %-8" PRId64 " 4 times the context, equal memory\n", 4 * problem->len_q);
+    printf("  streamkl kl --help               KL of your own tensors\n");
+    printf("  streamkl bench                   comparison with a baseline that stores the matrices\n");
 }
 
 static int run_demo(demo_state *demo, const demo_request *request)

@@ -1,4 +1,4 @@
-/* streamkl info: what this build has and what this machine can run. */
+/* streamkl info: the features of this build and of this machine. */
 #include "cli/common/cli.h"
 #include "cli/common/options.h"
 #include "cli/term/term.h"
@@ -19,7 +19,7 @@ typedef struct info_request {
 } info_request;
 
 static const struct argp_option options[] = {
-    {"json", KEY_JSON, NULL, 0, "One JSON object in place of the tables", 0},
+    {"json", KEY_JSON, NULL, 0, "Print one JSON object instead of the tables", 0},
     {0},
 };
 
@@ -35,7 +35,7 @@ static error_t parse_option(int key, char *text, struct argp_state *state)
     return options_store(fields, options, key, text, state->input);
 }
 
-/* What a device would use for a plain problem: heads of 64, f32, no mask. */
+/* The kernel of a device for a simple problem: head size 64, f32, no mask. */
 typedef struct device_report {
     skl_device device;
     int usable;
@@ -97,7 +97,7 @@ static void print_tables(const device_report *devices)
     printf("%sstreamkl %s%s\n", style.bold, skl_version(), style.plain);
     printf("  build    %s\n", skl_build_info());
     printf("  cpu      %s\n", skl_cpu_features());
-    printf("  cores    %d, of which %d compute (--threads, STREAMKL_THREADS)\n", machine_cores(),
+    printf("  cores    %d; %d threads by default (--threads, STREAMKL_THREADS)\n", machine_cores(),
            devices[SKL_CPU].threads);
 
     printf("\n%sDevices%s\n", style.bold, style.plain);
@@ -108,7 +108,7 @@ static void print_tables(const device_report *devices)
                report->usable ? report->kernel : report->why_not);
     }
 
-    printf("\n%sKernels%s, best first; * is what a plain f32 problem gets\n", style.bold, style.plain);
+    printf("\n%sKernels%s, best first; * marks the choice for a simple f32 problem\n", style.bold, style.plain);
     skl_kernel_info kernel;
     for (int32_t index = 0; skl_kernel_at(index, &kernel); index++) {
         const int chosen = strcmp(kernel.name, devices[kernel.device].kernel) == 0;

@@ -8,7 +8,7 @@
 /* A picture inside a page, which has the style sheet. Screen readers read `description`. */
 void svg_begin_inline(bytes *svg, const char *css_class, int width, int height, const char *description);
 
-/* A file of its own, with its style sheet. */
+/* A standalone file with its style sheet. */
 void svg_begin_file(bytes *svg, int width, int height, const char *title, const char *style);
 void svg_end(bytes *svg);
 

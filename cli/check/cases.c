@@ -5,7 +5,7 @@
 
 /* ---- The cases ---------------------------------------------------------------------------------------------- */
 
-/* Every case starts from this, 2 x 67 queries x 131 keys, and changes what its name says. */
+/* Every case starts from this problem, 2 x 67 queries x 131 keys, and makes the changes that its name states. */
 static skl_problem base_problem(void)
 {
     skl_problem problem = skl_problem_default();
@@ -20,8 +20,9 @@ static skl_problem base_problem(void)
 }
 
 static const int32_t case_key_lengths[] = {0, 77};
-static const int32_t case_cu_seqlens_q[] = {0, 67, 67, 80};   /* one sequence without queries, */
-static const int32_t case_cu_seqlens_k[] = {0, 70, 131, 131}; /* one without keys, and a tail of the buffers */
+static const int32_t case_cu_seqlens_q[] = {0, 67, 67, 80}; /* one sequence without queries */
+static const int32_t case_cu_seqlens_k[] = {0, 70, 131,
+                                            131}; /* one sequence without keys, and unused rows at the end */
 
 static void plain(skl_problem *problem, skl_inputs *inputs)
 {
@@ -41,7 +42,7 @@ static void causal(skl_problem *problem, skl_inputs *inputs)
     problem->causal = 1;
 }
 
-static void causal_with_blind_rows(skl_problem *problem, skl_inputs *inputs)
+static void causal_with_empty_rows(skl_problem *problem, skl_inputs *inputs)
 {
     causal(problem, inputs);
     problem->len_q = 131;
@@ -64,7 +65,7 @@ static void shard_of_a_window(skl_problem *problem, skl_inputs *inputs)
     problem->offset_k = 920;
 }
 
-static void shard_out_of_sight(skl_problem *problem, skl_inputs *inputs)
+static void shard_outside_the_window(skl_problem *problem, skl_inputs *inputs)
 {
     shard_of_a_window(problem, inputs);
     problem->offset_q = 1000000;
@@ -96,15 +97,15 @@ static void softcap(skl_problem *problem, skl_inputs *inputs)
     problem->softcap_s = 3;
 }
 
-static void grouped_teacher(skl_problem *problem, skl_inputs *inputs)
+static void teacher_groups(skl_problem *problem, skl_inputs *inputs)
 {
     causal(problem, inputs);
     problem->heads_t = 6;
 }
 
-static void grouped_teacher_reverse(skl_problem *problem, skl_inputs *inputs)
+static void teacher_groups_reverse(skl_problem *problem, skl_inputs *inputs)
 {
-    grouped_teacher(problem, inputs);
+    teacher_groups(problem, inputs);
     problem->direction = SKL_KL_REVERSE;
 }
 
@@ -137,7 +138,7 @@ static void one_key(skl_problem *problem, skl_inputs *inputs)
     problem->len_q = problem->len_k = 1;
 }
 
-/* Sizes, masks and heads of which tensor cores do their part; everything above is too odd for some of them. */
+/* Problems that tensor-core kernels support; the problems above are too irregular for some of them. */
 static void heads_of(skl_problem *problem, int64_t dim)
 {
     problem->heads_t = problem->heads_s = 2;
@@ -187,7 +188,7 @@ static void several_tiles(skl_problem *problem, skl_inputs *inputs)
     problem->dim_t = problem->dim_s = 96;
 }
 
-/* Indexers: a mean of three heads with two key heads, and weights of their own type. */
+/* Indexers: groups of three teacher heads with two key heads, and f32 weights. */
 static void indexer(skl_problem *problem, skl_inputs *inputs)
 {
     causal(problem, inputs);
@@ -218,7 +219,7 @@ static void indexer_packed(skl_problem *problem, skl_inputs *inputs)
     problem->dtype_w = problem->dtype_s;
 }
 
-/* What sparse models have: one key head of compressed keys, one student head of 128 dimensions. */
+/* The shapes of sparse models: one key head of compressed keys, one student head with 128 dimensions. */
 static void indexer_of_latents(skl_problem *problem, skl_inputs *inputs)
 {
     indexer(problem, inputs);
@@ -228,25 +229,25 @@ static void indexer_of_latents(skl_problem *problem, skl_inputs *inputs)
     problem->dim_s = 128;
 }
 
-static void indexer_over_lists(skl_problem *problem, skl_inputs *inputs)
+static void sparse_indexer(skl_problem *problem, skl_inputs *inputs)
 {
     indexer(problem, inputs);
     problem->top_k = 70;
 }
 
-static void indexer_over_lists_reverse(skl_problem *problem, skl_inputs *inputs)
+static void sparse_indexer_reverse(skl_problem *problem, skl_inputs *inputs)
 {
-    indexer_over_lists(problem, inputs);
+    sparse_indexer(problem, inputs);
     problem->direction = SKL_KL_REVERSE;
 }
 
-static void indexer_over_lists_packed(skl_problem *problem, skl_inputs *inputs)
+static void sparse_indexer_packed(skl_problem *problem, skl_inputs *inputs)
 {
     indexer_packed(problem, inputs);
     problem->top_k = 70;
 }
 
-static void latents_over_lists(skl_problem *problem, skl_inputs *inputs)
+static void sparse_indexer_of_latents(skl_problem *problem, skl_inputs *inputs)
 {
     indexer_of_latents(problem, inputs);
     problem->top_k = 70;
@@ -266,16 +267,16 @@ static const case_entry entries[] = {
     {"bf16 teacher, f16 student", SKL_BF16, SKL_F16, 0, causal},
     {"reverse", SKL_F32, SKL_F32, 0, reverse},
     {"causal", SKL_F32, SKL_F32, 0, causal},
-    {"causal, rows without keys", SKL_F32, SKL_F32, 0, causal_with_blind_rows},
+    {"causal, rows without keys", SKL_F32, SKL_F32, 0, causal_with_empty_rows},
     {"window", SKL_F32, SKL_F32, 0, window},
     {"shard of a window", SKL_BF16, SKL_BF16, 1, shard_of_a_window},
-    {"shard that sees no key", SKL_F32, SKL_F32, 0, shard_out_of_sight},
+    {"shard without visible keys", SKL_F32, SKL_F32, 0, shard_outside_the_window},
     {"key lengths", SKL_F32, SKL_F32, 0, key_lengths},
     {"packed", SKL_F32, SKL_F32, 0, packed},
     {"packed, f16", SKL_F16, SKL_F16, 0, packed},
     {"softcap", SKL_F32, SKL_F32, 0, softcap},
-    {"grouped teacher", SKL_F32, SKL_F32, 0, grouped_teacher},
-    {"grouped teacher, reverse", SKL_F32, SKL_F32, 0, grouped_teacher_reverse},
+    {"teacher groups", SKL_F32, SKL_F32, 0, teacher_groups},
+    {"teacher groups, reverse", SKL_F32, SKL_F32, 0, teacher_groups_reverse},
     {"shared key heads", SKL_F32, SKL_F32, 0, shared_key_heads},
     {"head sizes 1 and 131", SKL_F32, SKL_F32, 0, odd_head_sizes},
     {"large logits", SKL_F32, SKL_F32, 0, large_logits},
@@ -290,7 +291,7 @@ static const case_entry entries[] = {
     {"shared keys, key lengths, bf16", SKL_BF16, SKL_BF16, 0, shared_keys_and_lengths},
     {"shared keys, key lengths, f16", SKL_F16, SKL_F16, 1, shared_keys_and_lengths},
     {"window, bf16", SKL_BF16, SKL_BF16, 0, window},
-    {"causal, rows without keys, f16", SKL_F16, SKL_F16, 0, causal_with_blind_rows},
+    {"causal, rows without keys, f16", SKL_F16, SKL_F16, 0, causal_with_empty_rows},
     {"packed, bf16", SKL_BF16, SKL_BF16, 1, packed},
     {"softcap, bf16", SKL_BF16, SKL_BF16, 1, softcap_of_64},
     {"large logits, f16", SKL_F16, SKL_F16, 1, large_logits},
@@ -302,12 +303,12 @@ static const case_entry entries[] = {
     {"indexer, bf16", SKL_BF16, SKL_BF16, 1, indexer},
     {"indexer, linear, bf16", SKL_BF16, SKL_BF16, 0, indexer_linear},
     {"indexer, linear, f16", SKL_F16, SKL_F16, 0, indexer_linear},
-    {"indexer over lists", SKL_F32, SKL_F32, 0, indexer_over_lists},
-    {"indexer over lists, reverse", SKL_F32, SKL_F32, 0, indexer_over_lists_reverse},
-    {"indexer over lists, packed, f16", SKL_F16, SKL_F16, 1, indexer_over_lists_packed},
-    {"indexer over lists, latent keys, bf16", SKL_BF16, SKL_BF16, 0, latents_over_lists},
-    {"indexer over lists, latent keys, f16", SKL_F16, SKL_F16, 0, latents_over_lists},
-    {"indexer over lists, reverse, bf16", SKL_BF16, SKL_BF16, 1, indexer_over_lists_reverse},
+    {"sparse indexer", SKL_F32, SKL_F32, 0, sparse_indexer},
+    {"sparse indexer, reverse", SKL_F32, SKL_F32, 0, sparse_indexer_reverse},
+    {"sparse indexer, packed, f16", SKL_F16, SKL_F16, 1, sparse_indexer_packed},
+    {"sparse indexer, latent keys, bf16", SKL_BF16, SKL_BF16, 0, sparse_indexer_of_latents},
+    {"sparse indexer, latent keys, f16", SKL_F16, SKL_F16, 0, sparse_indexer_of_latents},
+    {"sparse indexer, reverse, bf16", SKL_BF16, SKL_BF16, 1, sparse_indexer_reverse},
 };
 
 int check_case_count(void)
@@ -315,7 +316,7 @@ int check_case_count(void)
     return (int)(sizeof entries / sizeof entries[0]);
 }
 
-/* ---- Their data --------------------------------------------------------------------------------------------- */
+/* ---- Data --------------------------------------------------------------------------------------------------- */
 
 static void store_bf16(uint16_t *to, float value)
 {
@@ -324,7 +325,7 @@ static void store_bf16(uint16_t *to, float value)
     *to = (uint16_t)(bits >> 16);
 }
 
-/* Values of a size between 2^-6 and 4 are all that random_normal() matters for; the few smaller ones become 0. */
+/* Truncates. random_normal() is below 4; the few values below 2^-6 become 0. */
 static void store_f16(uint16_t *to, float value)
 {
     uint32_t bits;
@@ -351,28 +352,28 @@ static void *random_tensor(skl_dtype dtype, int64_t count, uint64_t *state)
     return tensor;
 }
 
-/* Lists of keys of sequence b drawn at random, some of them twice or hidden; every fifth entry is none. */
-static void draw_lists(check_case *made, int64_t b, uint64_t *state)
+/* Random keys of sequence b, some of them twice or masked; every fifth index is -1. */
+static void draw_indices(check_case *made, int64_t b, uint64_t *state)
 {
     const oracle_sequence sequence = oracle_sequence_at(&made->problem, &made->inputs, b);
-    const skl_input *const lists = &made->inputs.indices;
+    const skl_input *const layout = &made->inputs.indices;
     for (int64_t h = 0; h < made->problem.heads_s; h++)
         for (int64_t i = 0; i < sequence.len_q; i++) {
-            int32_t *const list = made->indices + sequence.batch * lists->stride_batch + h * lists->stride_head +
-                                  (sequence.first_q + i) * lists->stride_row;
+            int32_t *const row = made->indices + sequence.batch * layout->stride_batch + h * layout->stride_head +
+                                 (sequence.first_q + i) * layout->stride_row;
             for (int64_t n = 0; n < made->problem.top_k; n++)
-                list[n] = n % 5 == 4 || sequence.len_k == 0 ? -1 : (int32_t)random_below(state, sequence.len_k);
+                row[n] = n % 5 == 4 || sequence.len_k == 0 ? -1 : (int32_t)random_below(state, sequence.len_k);
         }
 }
 
-static bool make_lists(check_case *made, uint64_t *state)
+static bool make_indices(check_case *made, uint64_t *state)
 {
     const skl_problem *const problem = &made->problem;
     const int64_t rows_q = problem->packed ? problem->total_q : problem->len_q;
     made->indices = calloc((size_t)(made->row_counts[1] * problem->top_k), sizeof *made->indices);
     made->inputs.indices = skl_input_contiguous(made->indices, problem->heads_s, rows_q, problem->top_k);
     for (int64_t b = 0; made->indices && b < problem->batch; b++)
-        draw_lists(made, b, state);
+        draw_indices(made, b, state);
     return made->indices != NULL;
 }
 
@@ -400,7 +401,7 @@ static bool make_tensors(check_case *made, uint64_t seed)
     for (int t = 0; t < CHECK_TENSORS; t++) {
         made->tensor_counts[t] = batch * shapes[t].heads * shapes[t].rows * shapes[t].dim;
         if (shapes[t].dim == 0)
-            continue; /* weights of an attention */
+            continue; /* attention has no weights */
         made->tensors[t] = random_tensor(shapes[t].dtype, made->tensor_counts[t], &state);
         if (made->tensors[t] == NULL)
             return false;
@@ -410,7 +411,7 @@ static bool make_tensors(check_case *made, uint64_t seed)
     made->row_counts[1] = batch * problem->heads_s * rows_q;
     made->grad_kl = random_tensor(SKL_F32, made->row_counts[1], &state);
     made->inputs.grad_kl = skl_input_contiguous(made->grad_kl, problem->heads_s, rows_q, 1);
-    return made->grad_kl != NULL && (problem->top_k == 0 || make_lists(made, &state));
+    return made->grad_kl != NULL && (problem->top_k == 0 || make_indices(made, &state));
 }
 
 bool check_case_make(check_case *made, int index)

@@ -1,4 +1,4 @@
-/* streamkl check: does every kernel of this machine agree with the float64 oracle? */
+/* streamkl check: compares every kernel of this machine with the float64 oracle. */
 #include "cli/check/kernel.h"
 #include "cli/common/cli.h"
 #include "device/clock.h"
@@ -11,11 +11,12 @@
 
 static const char doc[] =
     "Compare the kernels of this machine with a float64 computation that shares no code with them: shapes, masks, "
-    "types and both directions; row results and all gradients. Exit status 1 if one disagrees. Kernels of a GPU can "
-    "be for some types and sizes only: each runs the cases that it fits."
-    "\vAn error is shown as a share of what is allowed: twice the largest that a plain f32 computation makes in the "
-    "same tensor, and one rounding of every number that the element is made of, to f32 and, in gradients of kernels "
-    "that round on the way, to their 16-bit type. NaN where none belongs is infinite.\n"
+    "types and both directions; row vectors and all gradients. The exit status is 1 if one disagrees. A GPU kernel "
+    "may support some types and sizes only: it runs the cases that it supports."
+    "\vErrors are relative to the allowed error: twice the largest error of a plain f32 computation in the same "
+    "tensor, "
+    "plus one rounding of every term of the element, to f32 and, for gradients of kernels that round intermediate "
+    "results, to their 16-bit type. An unexpected NaN counts as infinite.\n"
     "\n"
     "Examples:\n"
     "  streamkl check\n"
@@ -32,7 +33,7 @@ typedef struct check_request {
 enum { KEY_JSON = OPTIONS_COMMAND_KEYS };
 
 static const struct argp_option options[] = {
-    {"json", KEY_JSON, NULL, 0, "One JSON object in place of the table", 0},
+    {"json", KEY_JSON, NULL, 0, "Print one JSON object instead of the table", 0},
     {0},
 };
 
@@ -53,7 +54,7 @@ static error_t parse_option(int key, char *text, struct argp_state *state)
 
 /* ---- The kernels -------------------------------------------------------------------------------------------- */
 
-enum { MOST_KERNELS = 64 };
+enum { KERNELS_MAX = 64 };
 
 typedef struct checked_kernel {
     skl_kernel_info info;
@@ -66,12 +67,12 @@ static bool passed(const checked_kernel *kernel)
     return verdict->cases > 0 && verdict->worst <= 1 && verdict->failure[0] == '\0';
 }
 
-/* The usable kernels of the device, or the one that was asked for. */
+/* The usable kernels of the device, or the requested one. */
 static int collect_kernels(checked_kernel *kernels, const skl_options *wanted)
 {
     int count = 0;
     skl_kernel_info info;
-    for (int32_t index = 0; skl_kernel_at(index, &info) && count < MOST_KERNELS; index++) {
+    for (int32_t index = 0; skl_kernel_at(index, &info) && count < KERNELS_MAX; index++) {
         const bool named = wanted->kernel && strcmp(wanted->kernel, info.name) == 0;
         if (info.device != wanted->device || !info.usable || (wanted->kernel && !named))
             continue;
@@ -80,7 +81,7 @@ static int collect_kernels(checked_kernel *kernels, const skl_options *wanted)
     return count;
 }
 
-/* A kernel or device that cannot be used: the library says why. */
+/* Prints why the kernel or device cannot be used. */
 static int fail_no_kernel(const skl_options *wanted)
 {
     skl_problem problem = skl_problem_default();
@@ -112,7 +113,7 @@ static int check_kernels(checked_kernel *kernels, int count, const skl_options *
     return CLI_OK;
 }
 
-/* ---- What is shown ------------------------------------------------------------------------------------------ */
+/* ---- Output ------------------------------------------------------------------------------------------------- */
 
 static int print_json(const checked_kernel *kernels, int count, int failures, double seconds)
 {
@@ -155,7 +156,7 @@ int cmd_check(int argc, char **argv)
     check_request request = {.options = skl_options_default()};
     if (argp_parse(&argp, argc, argv, 0, NULL, &request))
         return CLI_BAD_INPUT;
-    static checked_kernel kernels[MOST_KERNELS];
+    static checked_kernel kernels[KERNELS_MAX];
     const double began = clock_seconds();
     const int count = collect_kernels(kernels, &request.options);
     if (count == 0)

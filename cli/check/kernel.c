@@ -22,14 +22,14 @@ typedef struct check_run {
     const check_case *of;
     skl_plan *plan;
     mirror tensors;
-    void *workspace; /* where the device reaches it */
+    void *workspace; /* in device memory */
     size_t workspace_size;
     skl_row_state *states[2]; /* of two halves of the keys */
     result_array arrays[ARRAY_COUNT];
     check_verdict *verdict;
 } check_run;
 
-/* All ones is NaN in every type: whatever is not written shows. */
+/* All bits set is NaN in every type, which reveals elements that are not written. */
 static void *poisoned(size_t size)
 {
     const size_t whole = (size / SKL_WORKSPACE_ALIGNMENT + 1) * SKL_WORKSPACE_ALIGNMENT;
@@ -43,8 +43,8 @@ static void poison(check_run *run, int array)
         memset(run->arrays[array].data, 0xff, (size_t)run->arrays[array].expected.count * sizeof(float));
 }
 
-/* Which arrays a case has: dot_t is for gradients of grouped teachers, an indexer's teacher has no gradients, and
- * some rows are an indexer's alone. */
+/* The arrays of a case: dot_t only for gradients with teacher groups, no teacher gradients for an indexer, and some
+ * row vectors only for an indexer. */
 static bool has_array(const check_case *of, int array)
 {
     const skl_problem *const p = &of->problem;
@@ -117,7 +117,7 @@ static bool make_arrays(check_run *run, bool rounds_gradients)
 
 /* ---- Comparison --------------------------------------------------------------------------------------------- */
 
-/* Largest error as a multiple of what is allowed. */
+/* Largest error relative to the allowed error. */
 static double worst_error(const result_array *array)
 {
     const oracle_expectation *const expected = &array->expected;
@@ -157,7 +157,7 @@ static skl_input row_input(const check_run *run, int array)
     return (skl_input){output.data, output.stride_batch, output.stride_head, output.stride_row};
 }
 
-/* A gradient lies as its tensor does. */
+/* A gradient has the layout of its tensor. */
 static skl_output like_input(const check_run *run, int array, const skl_input *like)
 {
     return (skl_output){run->arrays[array].data, like->stride_batch, like->stride_head, like->stride_row};
@@ -215,7 +215,7 @@ static skl_status run_backward(check_run *run)
     return skl_backward(run->plan, &inputs, &gradients, run->workspace, run->workspace_size, NULL);
 }
 
-static skl_status run_one_sweep(check_run *run)
+static skl_status run_forward_backward(check_run *run)
 {
     skl_inputs inputs = with_saved_rows(run);
     skl_rows rows = {
@@ -255,7 +255,7 @@ static skl_status run_halves(check_run *run)
     return status;
 }
 
-/* In this order: what a pass does not write, the passes after it may read. */
+/* In this order: a pass may read results of the passes before it. */
 typedef struct check_pass {
     const char *name;
     skl_status (*run)(check_run *run);
@@ -268,7 +268,7 @@ enum { PARTS = 1 << CROSS_ENTROPY | 1 << ENTROPY };
 static const check_pass passes[] = {
     {"forward", run_forward, 1 << KL | 1 << LSE_T | 1 << LSE_S | 1 << DOT_T | PARTS | 1 << MASS},
     {"backward", run_backward, GRADIENTS},
-    {"forward_backward", run_one_sweep, 1 << KL | 1 << DOT_T | PARTS | GRADIENTS},
+    {"forward_backward", run_forward_backward, 1 << KL | 1 << DOT_T | PARTS | GRADIENTS},
     {"merged halves", run_halves, 1 << KL | 1 << LSE_S},
 };
 
@@ -292,7 +292,7 @@ static void run_pass(check_run *run, const check_pass *pass)
     }
 }
 
-/* ---- All of it ---------------------------------------------------------------------------------------------- */
+/* ---- All passes --------------------------------------------------------------------------------------------- */
 
 static bool make_workspace(check_run *run)
 {
@@ -326,7 +326,7 @@ bool check_kernel(check_verdict *verdict, const check_case *of, const skl_option
     check_run run = {.of = of, .verdict = verdict, .tensors = mirror_of(&of->problem, options->device)};
     const skl_status status = skl_plan_create(&run.plan, &of->problem, options);
     if (status == SKL_ERROR_ARGUMENT && options->device == SKL_CUDA)
-        return true; /* a kernel that is not for this type or size; those of the CPU are for all */
+        return true; /* this kernel does not support the type or size; CPU kernels support all */
     verdict->cases++;
     if (status != SKL_OK) {
         snprintf(verdict->failure, sizeof verdict->failure, "plan, %s: %s", of->name, skl_last_error());

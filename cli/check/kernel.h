@@ -4,16 +4,16 @@
 
 #include "cli/check/cases.h"
 
-/* The worst that a kernel has done so far. */
+/* The largest error of a kernel so far. */
 typedef struct check_verdict {
-    int cases;         /* that it fits and ran */
-    double worst;      /* largest error, as a multiple of what is allowed: above 1 it fails */
+    int cases;         /* that the kernel supports and ran */
+    double worst;      /* largest error relative to the allowed error: above 1 it fails */
     char where[128];   /* "dq_s of backward, packed" */
     char failure[256]; /* why a call failed; "" if none did */
 } check_verdict;
 
-/* Updates the verdict, unless the kernel is not for the problem of the case. False: out of memory. `rounds_gradients`
- * is the kernel's own word: skl_kernel_info. */
+/* Updates the verdict, unless the kernel does not support the case. False: out of memory. `rounds_gradients` is that
+ * of skl_kernel_info. */
 bool check_kernel(check_verdict *verdict, const check_case *of, const skl_options *options, bool rounds_gradients);
 
 #endif

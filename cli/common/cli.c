@@ -6,7 +6,7 @@
 #include <stdarg.h>
 #include <stdio.h>
 
-/* An error is one line, whatever the name of a file or of a tensor in it may contain. */
+/* Keeps an error on one line, whatever the names of files and tensors contain. */
 static void blank_control_characters(char *text)
 {
     for (; *text; text++) {
@@ -47,7 +47,7 @@ int cli_fail_status(skl_status status)
     return cli_fail(exit_code_of(status), "%s", cli_status_text());
 }
 
-/* Every success of the device layer clears its text: if there is one, the failure is its own. */
+/* A successful call of the device layer clears its text, so a text means that the device layer failed. */
 const char *cli_status_text(void)
 {
     return device_error()[0] ? device_error() : skl_last_error();
@@ -62,7 +62,7 @@ int cli_print_json(json_t *object)
 {
     if (object == NULL)
         return cli_fail(CLI_NO_MEMORY, "out of memory for the JSON output");
-    /* 9 digits tell any two f32 apart. Write errors are found when main closes stdout. */
+    /* 9 digits distinguish any two f32 values. main() reports write errors when it closes stdout. */
     json_dumpf(object, stdout, JSON_REAL_PRECISION(9));
     putchar('\n');
     json_decref(object);

@@ -1,4 +1,4 @@
-/* What every command of the tool shares: exit codes, one-line errors, JSON on stdout. */
+/* Shared by all commands: exit codes, one-line errors, JSON on stdout. */
 #ifndef STREAMKL_CLI_COMMON_CLI_H
 #define STREAMKL_CLI_COMMON_CLI_H
 
@@ -8,14 +8,14 @@
 /* Documented in `streamkl --help`; scripts rely on them. */
 enum {
     CLI_OK = 0,
-    CLI_CHECK_FAILED = 1, /* `check` found a kernel that disagrees with the oracle */
-    CLI_BAD_INPUT = 2,    /* an argument or an input file; argp uses the same code */
+    CLI_CHECK_FAILED = 1, /* `check`: a kernel disagrees with the oracle */
+    CLI_BAD_INPUT = 2,    /* a wrong argument or input file; argp uses the same code */
     CLI_NO_MEMORY = 3,
-    CLI_NO_DEVICE = 4, /* the device is absent, failed, or cannot do what was asked */
+    CLI_NO_DEVICE = 4, /* the device is absent, failed, or does not support the request */
     CLI_WRITE_FAILED = 5
 };
 
-/* A command sees argv[0] = "streamkl NAME" and returns an exit code. */
+/* A command gets argv[0] = "streamkl NAME" and returns an exit code. */
 int cmd_info(int argc, char **argv);
 int cmd_kl(int argc, char **argv);
 int cmd_distill(int argc, char **argv);
@@ -28,18 +28,18 @@ int cmd_demo(int argc, char **argv);
  * `return cli_fail(CLI_BAD_INPUT, "--window=%s: must be LEFT,RIGHT", text);` */
 int cli_fail(int exit_code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
-/* The same with the text of the library, or of the device layer where that failed, and the exit code that belongs to
- * the status. */
+/* The same with the error text of the library or the device layer, whichever failed, and the exit code for the
+ * status. */
 int cli_fail_status(skl_status status);
 const char *cli_status_text(void);
 
-/* JSON cannot say NaN or infinity: those become null. */
+/* JSON has no NaN and no infinity: both become null. */
 json_t *cli_json_number(double value);
 
-/* Prints an object on one line of stdout and frees it. NULL means that building it ran out of memory. */
+/* Prints an object on one line of stdout and frees it. NULL stands for out of memory. */
 int cli_print_json(json_t *object);
 
-/* "12.5 MiB"; the text lies in buffer. */
+/* "12.5 MiB", "3.1 ms" */
 typedef struct cli_text {
     char text[32];
 } cli_text;

@@ -136,7 +136,7 @@ static const char *parse_window(const char *text, void *value)
     return NULL;
 }
 
-/* An offset on either side gives both sides explicit positions. */
+/* One offset is enough to give both queries and keys explicit positions. */
 static const char *parse_offset_q(const char *text, void *value)
 {
     skl_problem *problem = value;
@@ -163,7 +163,7 @@ enum {
     KEY_DIRECTION,
 };
 
-enum { WHOLE_STRUCT = 0 }; /* the offset for parsers that set several members */
+enum { WHOLE_STRUCT = 0 }; /* offset for parsers that set several members */
 
 static const option_field problem_fields[] = {
     {KEY_CAUSAL, parse_flag, offsetof(skl_problem, causal)},
@@ -179,11 +179,12 @@ static const option_field problem_fields[] = {
 };
 
 static const struct argp_option problem_options[] = {
-    {"causal", KEY_CAUSAL, NULL, 0, "A query sees no key after its own position", 0},
+    {"causal", KEY_CAUSAL, NULL, 0, "A query attends to no later key", 0},
     {"window", KEY_WINDOW, "L,R", 0,
-     "A query sees at most L keys before its own position and R after it; -1: no limit", 0},
+     "A query attends to at most L keys before its position and R keys after it; -1: no limit", 0},
     {"offset-q", KEY_OFFSET_Q, "N", 0,
-     "Position of query 0, in a shard of a longer sequence; without offsets the last query stands at the last key",
+     "Position of query 0, for a shard of a longer sequence; without offsets the last query has the position of the "
+     "last key",
      0},
     {"offset-k", KEY_OFFSET_K, "N", 0, "Position of key 0", 0},
     {"scale-t", KEY_SCALE_T, "X", 0, "Logit scale of the teacher; default 1/sqrt(D)", 0},

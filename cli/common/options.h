@@ -1,14 +1,14 @@
-/* Option parsing by table, and the options that several commands share. */
+/* Table-driven option parsing, and the options that several commands share. */
 #ifndef STREAMKL_CLI_COMMON_OPTIONS_H
 #define STREAMKL_CLI_COMMON_OPTIONS_H
 
 #include "streamkl.h"
 #include <argp.h>
 
-/* Stores the value that `text` stands for, or returns what would have been accepted ("an integer"). */
+/* Stores the value of `text`, or returns a description of the accepted values ("an integer"). */
 typedef const char *option_parser(const char *text, void *value);
 
-/* Where the value of an option goes: `offset` bytes into the command's own struct. */
+/* The destination of an option's value: `offset` bytes into the command's struct. */
 typedef struct option_field {
     int key; /* as in the argp_option table */
     option_parser *parse;
@@ -16,7 +16,7 @@ typedef struct option_field {
 } option_field;
 
 option_parser parse_flag;   /* int32_t, set to 1; for options without an argument */
-option_parser parse_string; /* const char *, kept as it is */
+option_parser parse_string; /* const char *, not copied */
 option_parser parse_float;  /* float, finite */
 option_parser parse_int32;  /* int32_t, 0 or more */
 option_parser parse_int64;  /* int64_t */
@@ -24,28 +24,27 @@ option_parser parse_count;  /* int64_t, 1 or more */
 option_parser parse_direction;
 option_parser parse_device; /* skl_options: its device and device_index */
 
-/* The heart of an argp parser: finds `key` in the table (which ends with key 0) and stores its value.
- * Returns 0, ARGP_ERR_UNKNOWN for a key that is not there, or EINVAL after printing one line that names the option.
- */
+/* For argp parsers: finds `key` in the table, which ends with key 0, and stores its value. Returns 0,
+ * ARGP_ERR_UNKNOWN for a key that is not in the table, or EINVAL after printing one line that names the option. */
 error_t options_store(const option_field *fields, const struct argp_option *options, int key, const char *text,
                       void *target);
 
-/* Children for a command's argp. Input: the skl_problem that masks, scales and the direction are stored in. */
+/* A child for a command's argp: masks, scales and direction. Input: the skl_problem to fill in. */
 extern const struct argp problem_argp;
 
-/* Input: the skl_options that device, threads and kernel are stored in. */
+/* A child for a command's argp: device, threads and kernel. Input: the skl_options to fill in. */
 extern const struct argp engine_argp;
 
-/* Names as the options spell them. */
+/* Names in the spelling of the options. */
 const char *direction_name(skl_direction direction);
 const char *device_name(skl_device device);
 
 const char *dtype_name(skl_dtype dtype);
 
-/* Says why no plan could be made, and names --device where that is to blame. Returns the exit code. */
+/* Prints why no plan could be created, naming --device if that is the cause. Returns the exit code. */
 int fail_plan(skl_status status, const skl_options *options);
 
-/* Keys of options without a short form. Every module numbers its own from a base, so that argp can merge them. */
+/* Keys of options without a short form. Each module has its own range, so that argp can merge them. */
 enum {
     OPTIONS_PROBLEM_KEYS = 0x100,
     OPTIONS_ENGINE_KEYS = 0x200,

@@ -23,9 +23,8 @@ static int64_t status_bytes(const char *field)
     return bytes;
 }
 
-/* Makes VmHWM fall to VmRSS. Where the system forbids it the peak stays, and the growth reads too large, never too
- * small. */
-static void forget_peak(void)
+/* Resets VmHWM to VmRSS. If the system forbids it, the peak remains, and the growth is overestimated. */
+static void reset_peak(void)
 {
     FILE *clear_refs = fopen("/proc/self/clear_refs", "we");
     if (clear_refs == NULL)
@@ -36,7 +35,7 @@ static void forget_peak(void)
 
 int64_t resident_begin(void)
 {
-    forget_peak();
+    reset_peak();
     return status_bytes("VmRSS");
 }
 
@@ -66,8 +65,8 @@ void resident_touch(const void *data, size_t size)
         (void)bytes[offset];
 }
 
-/* The pages that calloc() hands out become resident when they are first written. A memset() would not do it:
- * compilers know that the memory is zero already, and drop it. */
+/* Pages from calloc() become resident at their first write. A memset() would not help: compilers remove it, because
+ * the memory is already zero. */
 void *resident_allocate(size_t size)
 {
     void *const data = calloc(1, size ? size : 1);

@@ -90,13 +90,13 @@ void runner_close(plan_runner *runner)
     runner->workspace = NULL;
 }
 
-runner_place runner_place_of(const plan_runner *runner)
+runner_location runner_location_of(const plan_runner *runner)
 {
-    runner_place place;
+    runner_location location;
     const int32_t threads = skl_plan_threads(runner->plan);
     if (runner->device == SKL_CPU)
-        snprintf(place.text, sizeof place.text, "on %" PRId32 " thread%s", threads, threads == 1 ? "" : "s");
+        snprintf(location.text, sizeof location.text, "on %" PRId32 " thread%s", threads, threads == 1 ? "" : "s");
     else
-        snprintf(place.text, sizeof place.text, "on %s", runner->gpu.name);
-    return place;
+        snprintf(location.text, sizeof location.text, "on %s", runner->gpu.name);
+    return location;
 }

@@ -1,16 +1,16 @@
-/* What a problem amounts to: the numbers that are shown beside a measurement. */
+/* The amount of work and memory of a problem, to put measurements into perspective. */
 #ifndef STREAMKL_CLI_COMMON_WORKLOAD_H
 #define STREAMKL_CLI_COMMON_WORKLOAD_H
 
 #include "streamkl.h"
 
-/* Doubles, because none of them need fit 64 bits and all are only for show. */
+/* Doubles, because they may exceed 64 bits. */
 typedef struct workload {
     double pairs;             /* visible (query, key) pairs of one head, over all sequences */
-    double forward_flop;      /* useful ones: both logits of every pair */
-    double backward_flop;     /* the logits again, and a multiply-add a pair for every gradient asked for */
-    double materialised_size; /* bytes of the N_q x N_k matrices that are not stored: P and S, and for every model
-                               * whose gradients are asked for, those of its logits */
+    double forward_flop;      /* both logits of every pair */
+    double backward_flop;     /* the logits again, and the products for every requested gradient */
+    double materialised_size; /* bytes of the N_q x N_k matrices that streaming avoids: P and S, and the logit
+                               * gradients of each model whose gradients are requested */
 } workload;
 
 workload workload_of(const skl_problem *problem, const skl_inputs *inputs);

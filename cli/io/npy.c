@@ -38,13 +38,13 @@ static bool slice_is(slice text, const char *expected)
     return (size_t)text.length == length && memcmp(text.text, expected, length) == 0;
 }
 
-/* Refuses what the cursor stands at. */
+/* Refuses the text at the cursor. */
 static bool expected(const dict_cursor *cursor, const char *what)
 {
     const int shown_max = 24;
     const ptrdiff_t left = cursor->end - cursor->at;
     if (left == 0)
-        return tensor_refuse(cursor->error, cursor->path, "header ends: must go on with %s", what);
+        return tensor_refuse(cursor->error, cursor->path, "header ends: must continue with %s", what);
     return tensor_refuse(cursor->error, cursor->path, "header byte %td, '%.*s': must be %s",
                          cursor->at - cursor->begin, left < shown_max ? (int)left : shown_max, cursor->at, what);
 }
@@ -55,7 +55,7 @@ static void skip_space(dict_cursor *cursor)
         cursor->at++;
 }
 
-/* Steps over a character and the space around it, if it is the next one. */
+/* Skips a character and the space around it, if it is the next one. */
 static bool accept(dict_cursor *cursor, char wanted)
 {
     skip_space(cursor);
@@ -66,12 +66,12 @@ static bool accept(dict_cursor *cursor, char wanted)
     return true;
 }
 
-/* A string in either kind of quotes. Escapes are refused: nothing that we accept has any. */
+/* A string in single or double quotes. Escapes are refused: no accepted value needs one. */
 static bool read_string(dict_cursor *cursor, const char *what, slice *string)
 {
     if (cursor->at == cursor->end || (*cursor->at != '\'' && *cursor->at != '"'))
         return expected(cursor, what);
-    const int length_max = 64; /* of a string worth showing in a message */
+    const int length_max = 64; /* longest string that a message shows */
     const char *const text = cursor->at + 1;
     const char *close = text;
     while (close < cursor->end && *close != *cursor->at && *close != '\\' && close - text < length_max)
@@ -145,7 +145,7 @@ static bool read_dimension(dict_cursor *cursor, int64_t *dimension)
     return true;
 }
 
-/* A tuple. "(3)" is a number to Python: a comma makes the tuple, so "(3,)". */
+/* A tuple. In Python "(3)" is a number; the tuple is "(3,)". */
 static bool read_shape(dict_cursor *cursor, stored_tensor *tensor)
 {
     if (!accept(cursor, '('))
@@ -217,7 +217,7 @@ static bool read_dictionary(dict_cursor *cursor, stored_tensor *tensor)
 
 /* ---- The file ---------------------------------------------------------------------------------------------- */
 
-/* Finds the dictionary and the elements behind it. */
+/* Finds the dictionary and the elements after it. */
 static bool split_file(const tensor_contents *file, dict_cursor *cursor)
 {
     const size_t prefix_size = MAGIC_SIZE + VERSION_SIZE;

@@ -2,7 +2,7 @@
  *
  *     u64 length, then `length` bytes of JSON
  *         {"__metadata__": {"key": "text"}, "name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
- *     then the data section, which the tensors fill without hole or overlap.
+ *     then the data section, which the tensors cover without gaps or overlaps.
  */
 #include <errno.h>
 #include <jansson.h>
@@ -12,8 +12,8 @@
 
 #include "cli/io/safetensors.h"
 
-/* Types that we never compute with but whose sizes we can check. Of types that are not here (narrower than a byte, or
- * newer than this table) only the offsets are checked. */
+/* Unsupported types whose sizes can be checked. For types that are not listed (smaller than a byte, or newer than
+ * this table) only the offsets are checked. */
 static const struct {
     const char *name;
     size_t size;
@@ -30,7 +30,7 @@ typedef struct header_parser {
     tensor_error *error;
 } header_parser;
 
-/* What a message shows of a JSON value; NULL is a field that is not there. */
+/* A JSON value in a message; NULL is a missing field. */
 typedef struct value_text {
     char text[64];
 } value_text;
@@ -55,7 +55,7 @@ static value_text value_print(const json_t *value)
 
 /* ---- One tensor -------------------------------------------------------------------------------------------- */
 
-/* Reads info[field], an array of at most `count_max` integers that are not negative. */
+/* Reads info[field], an array of at most `count_max` non-negative integers. */
 static bool read_counts(const header_parser *parser, const char *name, const json_t *info, const char *field,
                         int64_t *counts, size_t count_max, size_t *count)
 {
@@ -103,7 +103,7 @@ static bool read_dtype(const header_parser *parser, const json_t *info, stored_t
     return true;
 }
 
-/* Sets where the tensor lies. */
+/* Sets address and size of the tensor. */
 static bool read_offsets(const header_parser *parser, const json_t *info, stored_tensor *tensor)
 {
     int64_t offsets[2] = {0};
@@ -163,10 +163,10 @@ static int by_address(const void *left, const void *right)
     const stored_tensor *const b = right;
     if (a->bytes != b->bytes)
         return a->bytes < b->bytes ? -1 : 1;
-    return (a->size > b->size) - (a->size < b->size); /* empty ones first: they overlap nothing */
+    return (a->size > b->size) - (a->size < b->size); /* empty tensors first: they overlap nothing */
 }
 
-/* Sorted by address, every tensor begins where the one before it ended and the last one ends with the file. */
+/* Sorted by address, every tensor begins at the end of the previous one, and the last one ends with the file. */
 static bool check_cover(const header_parser *parser, const stored_tensor *tensors, size_t tensor_count)
 {
     const unsigned char *covered = parser->data;
@@ -179,7 +179,7 @@ static bool check_cover(const header_parser *parser, const stored_tensor *tensor
                                  begin, begin + tensor->size, tensors[i - 1].name);
         if (tensor->bytes > covered)
             return tensor_refuse(parser->error, parser->path,
-                                 TENSOR_PREFIX "data_offsets [%zu, %zu]: must begin at %zu, without a hole",
+                                 TENSOR_PREFIX "data_offsets [%zu, %zu]: must begin at %zu, without a gap",
                                  tensor->name, begin, begin + tensor->size, (size_t)(covered - parser->data));
         covered = tensor->bytes + tensor->size;
     }
@@ -206,7 +206,7 @@ static bool check_metadata(const header_parser *parser, json_t *metadata)
     return true;
 }
 
-/* Finds the JSON text and the data section behind it; allocates nothing. */
+/* Finds the JSON text and the data section after it. */
 static bool split_file(const tensor_contents *file, header_parser *parser, const char **json, size_t *json_size)
 {
     uint64_t length;
@@ -217,10 +217,9 @@ static bool split_file(const tensor_contents *file, header_parser *parser, const
     const unsigned char *const text = file->bytes + sizeof length;
     const size_t text_size_max = file->size - sizeof length;
     if (text[0] != '{')
-        return tensor_refuse(
-            parser->error, parser->path,
-            "neither safetensors, byte 8 is 0x%02x and not '{', nor .npy, byte 0 is 0x%02x and not 0x93", text[0],
-            file->bytes[0]);
+        return tensor_refuse(parser->error, parser->path,
+                             "neither safetensors (byte 8 is 0x%02x, not '{') nor .npy (byte 0 is 0x%02x, not 0x93)",
+                             text[0], file->bytes[0]);
     if (length > SAFETENSORS_HEADER_SIZE_MAX)
         return tensor_refuse(parser->error, parser->path, "header length %llu: must be at most %d",
                              (unsigned long long)length, SAFETENSORS_HEADER_SIZE_MAX);
@@ -241,7 +240,7 @@ static json_t *load_json(const header_parser *parser, const char *json, size_t j
     json_t *const header = json_loadb(json, json_size, JSON_REJECT_DUPLICATES, &problem);
     if (header)
         return header;
-    if (errno == ENOMEM) /* Jansson does not always say so itself */
+    if (errno == ENOMEM) /* Jansson does not always report it */
         tensor_refuse(parser->error, parser->path, "header: out of memory");
     else
         tensor_refuse(parser->error, parser->path, "header byte %d: %s", problem.position, problem.text);
@@ -259,7 +258,7 @@ bool safetensors_parse(tensor_contents *file, tensor_error *error)
     if (!file->header)
         return false;
 
-    file->tensors = calloc(json_object_size(file->header) + 1, sizeof *file->tensors); /* + 1: never a size of 0 */
+    file->tensors = calloc(json_object_size(file->header) + 1, sizeof *file->tensors); /* + 1: the size is never 0 */
     if (!file->tensors)
         return tensor_refuse(error, file->path, "header: out of memory");
     const char *name;

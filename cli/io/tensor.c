@@ -26,7 +26,7 @@ size_t tensor_dtype_size(skl_dtype dtype)
 
 /* ---- Messages and shapes ----------------------------------------------------------------------------------- */
 
-/* The end of a long path says more than its beginning. */
+/* The end of a long path is more informative than its beginning. */
 static const char *path_tail(const char *path)
 {
     const size_t shown_max = 300;

@@ -39,7 +39,7 @@ typedef struct tensor_contents {
 const char *tensor_dtype_name(skl_dtype dtype); /* "F32", "F16", "BF16" */
 size_t tensor_dtype_size(skl_dtype dtype);      /* bytes of an element */
 
-/* Sets "path: message" and returns false, which the caller returns in turn. `error` may be NULL. */
+/* Sets "path: message" and returns false, for the caller to return. `error` may be NULL. */
 bool tensor_refuse(tensor_error *error, const char *path, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 

@@ -30,7 +30,7 @@ struct tensor_file {
 
 /* ---- Open and close ---------------------------------------------------------------------------------------- */
 
-/* Chooses by content: a file may have any name. */
+/* The content decides, not the name of the file. */
 static bool parse(tensor_contents *file, tensor_error *error)
 {
     if (npy_recognise(file->bytes, file->size))
@@ -84,7 +84,7 @@ static void *map_file(int fd, const char *path, size_t *size, tensor_error *erro
 
 tensor_file *tensor_file_open(const char *path, tensor_error *error)
 {
-    /* O_NONBLOCK: to open a FIFO would otherwise wait for somebody to write to it. */
+    /* O_NONBLOCK: otherwise opening a FIFO would wait for a writer. */
     const int fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
     if (fd < 0) {
         tensor_refuse(error, path, "cannot open: %s", strerror(errno));
@@ -92,7 +92,7 @@ tensor_file *tensor_file_open(const char *path, tensor_error *error)
     }
     size_t size = 0;
     void *const bytes = map_file(fd, path, &size, error);
-    close(fd); /* the mapping stays */
+    close(fd); /* the mapping remains */
     if (!bytes)
         return NULL;
 
@@ -128,7 +128,7 @@ const stored_tensor *tensor_file_at(const tensor_file *file, size_t index)
     return index < file->contents.tensor_count ? &file->contents.tensors[index] : NULL;
 }
 
-/* "\"k_s\", \"k_t\", ...": as many names as fit, to show a misspelling. */
+/* "\"k_s\", \"k_t\", ...": as many names as fit, to reveal a misspelling. */
 static void list_names(const tensor_file *file, char *text, size_t text_size)
 {
     static const char more[] = "...";

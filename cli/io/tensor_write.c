@@ -13,7 +13,7 @@
 #include "cli/io/tensor_write.h"
 #include "cli/io/safetensors.h"
 
-/* What goes into the file: the header and, behind it, the tensors in this order. */
+/* The header, followed by the tensors in this order. */
 typedef struct file_contents {
     const output_tensor **tensors;
     size_t tensor_count;
@@ -23,7 +23,7 @@ typedef struct file_contents {
 
 /* ---- The header -------------------------------------------------------------------------------------------- */
 
-/* Wide elements first, so that every tensor is aligned when the data section is; then by name, to be repeatable. */
+/* Wide elements first, so that every tensor is aligned if the data section is; then by name, for a fixed order. */
 static int by_alignment_and_name(const void *left, const void *right)
 {
     const output_tensor *const a = *(const output_tensor *const *)left;
@@ -39,12 +39,12 @@ static size_t output_size(const output_tensor *tensor)
 {
     size_t size = 0;
     const bool countable = shape_size(tensor->shape, tensor->rank, tensor_dtype_size(tensor->dtype), &size);
-    assert(countable && (tensor->data || size == 0)); /* it is in memory, after all */
+    assert(countable && (tensor->data || size == 0)); /* it fits into memory */
     (void)countable;
     return size;
 }
 
-/* Jansson fails for two reasons only and says neither; glibc's malloc() tells them apart. Wants errno = 0 before. */
+/* Jansson fails for two reasons and reports neither; errno of malloc() distinguishes them. Set errno = 0 before. */
 static const char *json_problem(void)
 {
     return errno == ENOMEM ? "out of memory" : "not valid UTF-8";
@@ -83,14 +83,14 @@ static bool describe_tensors(json_t *header, const file_contents *contents, cons
         const size_t begin = end;
         end += output_size(tensor);
         if (strcmp(tensor->name, "__metadata__") == 0 || json_object_get(header, tensor->name))
-            return tensor_refuse(error, path, TENSOR_PREFIX "the name is taken", tensor->name);
+            return tensor_refuse(error, path, TENSOR_PREFIX "the name is used twice or reserved", tensor->name);
         if (json_object_set_new(header, tensor->name, describe_tensor(tensor, begin, end)) != 0)
             return tensor_refuse(error, path, TENSOR_PREFIX "%s", tensor->name, json_problem());
     }
     return true;
 }
 
-/* Spells the header out: u64 length, JSON text, spaces up to a multiple of 8. */
+/* u64 length, JSON text, spaces up to a multiple of 8. */
 static bool encode_header(const json_t *header, file_contents *contents, const char *path, tensor_error *error)
 {
     const size_t text_size = json_dumpb(header, NULL, 0, JSON_COMPACT);
@@ -137,7 +137,7 @@ static bool check_target(const char *path, tensor_error *error)
     return true;
 }
 
-/* Not mkstemp(): that one ignores the umask. Sets *temporary, to be freed, even when it returns -1. */
+/* Unlike mkstemp(), respects the umask. Sets *temporary, which the caller frees, even if it returns -1. */
 static int create_temporary(const char *path, char **temporary, tensor_error *error)
 {
     const char *const slash = strrchr(path, '/');
@@ -148,7 +148,7 @@ static int create_temporary(const char *path, char **temporary, tensor_error *er
         tensor_refuse(error, path, "out of memory");
         return -1;
     }
-    const int attempt_max = 100; /* names that a killed process left behind are passed over */
+    const int attempt_max = 100; /* skips files that a killed process left */
     for (int attempt = 0; attempt < attempt_max; attempt++) {
         snprintf(*temporary, name_size, "%.*s.streamkl-%ld-%d.tmp", directory_length, path, (long)getpid(), attempt);
         const int fd = open(*temporary, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
@@ -157,21 +157,21 @@ static int create_temporary(const char *path, char **temporary, tensor_error *er
         if (errno != EEXIST)
             break;
     }
-    tensor_refuse(error, path, "cannot create a temporary file beside it: %s", strerror(errno));
+    tensor_refuse(error, path, "cannot create a temporary file next to it: %s", strerror(errno));
     return -1;
 }
 
-/* False with errno set. */
+/* On failure returns false and sets errno. */
 static bool write_all(int fd, const void *data, size_t size)
 {
-    const unsigned char *at = data;
+    const unsigned char *next = data;
     while (size > 0) {
-        const ssize_t written = write(fd, at, size);
+        const ssize_t written = write(fd, next, size);
         if (written < 0 && errno == EINTR)
             continue;
         if (written < 0)
             return false;
-        at += written;
+        next += written;
         size -= (size_t)written;
     }
     return true;
@@ -214,7 +214,7 @@ bool tensor_write(const char *path, const output_tensor *tensors, size_t tensor_
     if (!check_target(path, error))
         return false;
     file_contents contents = {.tensor_count = tensor_count};
-    contents.tensors = calloc(tensor_count + 1, sizeof *contents.tensors); /* + 1: never a size of 0 */
+    contents.tensors = calloc(tensor_count + 1, sizeof *contents.tensors); /* + 1: the size is never 0 */
     if (!contents.tensors)
         return tensor_refuse(error, path, "out of memory");
     for (size_t i = 0; i < tensor_count; i++)

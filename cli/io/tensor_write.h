@@ -17,9 +17,9 @@ typedef struct output_metadata {
     const char *value;
 } output_metadata;
 
-/* Writes a temporary file beside `path`, flushes it to disk and renames it. On failure returns false with a message;
- * the temporary is gone and whatever was at `path` is untouched. What is there already must be a regular file: a link
- * or a device would be replaced, not written to. Equal arguments give equal bytes. */
+/* Writes a temporary file next to `path`, flushes it to disk and renames it. On failure returns false with a message,
+ * removes the temporary file and leaves `path` unchanged. An existing `path` must be a regular file, because rename()
+ * would replace a link or a device. Equal arguments give equal bytes. */
 bool tensor_write(const char *path, const output_tensor *tensors, size_t tensor_count,
                   const output_metadata *metadata, size_t metadata_count, tensor_error *error);
 

@@ -1,28 +1,32 @@
-/* streamkl kl: the command line, and the order of the work. */
+/* streamkl kl: the command line and the order of the steps. */
 #include "cli/common/cli.h"
 #include "cli/kl/kl.h"
 #include "cli/common/options.h"
 
 static const char doc[] =
     "KL divergence between the attention of a teacher (q_t, k_t) and a student (q_s, k_s), read from safetensors "
-    "or .npy files; [B, H, N, D], axes on the left may be missing. Numbers of heads may differ: key heads may be "
-    "shared by several query heads, and a student head may learn the mean of several teacher heads."
-    "\vTensors are looked for by the names q_t, k_t, q_s, k_s in all files. ROLE=FILE says what a file holds: an "
-    ".npy file always needs it. Optional tensors are used when they are there: lse_t [B, H, N], the log-sum-exp of "
-    "every teacher row; key_lengths [B]; cu_seqlens_q and cu_seqlens_k [sequences + 1], which divide packed tensors "
-    "[H, total, D].\n"
+    "or .npy files. Tensors are [B, H, N, D]; leading axes may be missing. The numbers of heads may differ: query "
+    "heads "
+    "may share key heads (GQA), and a student head may learn the mean of a group of teacher heads."
+    "\vThe tensors q_t, k_t, q_s, k_s are found by name in all files. ROLE=FILE gives the role of a file's tensor; "
+    "an "
+    ".npy file always needs it. Optional tensors are used if present: lse_t [B, H, N], the log-sum-exp of every "
+    "teacher "
+    "row; key_lengths [B]; cu_seqlens_q and cu_seqlens_k [sequences + 1], the offsets of packed sequences in [H, "
+    "total, "
+    "D].\n"
     "\n"
-    "With --student indexer the student is the indexer of a sparse attention, sum_g w_s[g] relu(<q_s[g], k_s>): w_s "
-    "[B, H, N, G] holds the weights of G index heads, q_s [B, H * G, N, D] their queries, and the student head "
-    "learns "
-    "the mean of its teacher heads. indices [B, H, N, k], if it is there, lists the keys that every query has "
-    "selected; -1 is none.\n"
+    "With --student indexer the student's logits are sum_g w_s[g] relu(<q_s[g], k_s>): w_s [B, H, N, G] holds the "
+    "weights of G index heads, q_s [B, H * G, N, D] their queries. The student head learns the mean of its teacher "
+    "heads. indices [B, H, N, k], if present, makes it sparse: the top-k keys of every query; -1 means none.\n"
     "\n"
-    "A mean is over the rows that see at least one key, of all batches and student heads. --grad writes the "
-    "gradients of what --reduction names; with none, those of the sum.\n"
+    "A mean is over the rows of all batches and student heads that attend to at least one key. --grad writes the "
+    "gradients of the loss that --reduction names; with none, those of the sum.\n"
     "\n"
-    "Times are of the kernels alone: by the clock on the CPU, by events in the stream on a GPU. Reading files and "
-    "copying tensors to a GPU and back is not in them. Extra memory is the workspace, on the device that computes.\n"
+    "Times are kernel times: from the clock on the CPU, from events in the stream on a GPU. They exclude reading "
+    "files "
+    "and copying tensors to and from a GPU. The workspace is the memory that the library needs on the device in "
+    "addition to the tensors.\n"
     "\n"
     "Examples:\n"
     "  streamkl kl pair.safetensors --causal\n"
@@ -51,18 +55,19 @@ enum { GROUP_INPUT = 1, GROUP_STUDENT, GROUP_RESULT, GROUP_PROBLEM, GROUP_ENGINE
 
 static const struct argp_option options[] = {
     {NULL, 0, NULL, 0, "Student:", GROUP_STUDENT},
-    {"student", KEY_STUDENT, "attention|indexer", 0, "What the student is; default attention", 0},
+    {"student", KEY_STUDENT, "attention|indexer", 0, "Kind of student; default attention", 0},
     {"w-s", KEY_W_S, "NAME", 0, "Name of the indexer's weights; default w_s", 0},
-    {"indices", KEY_INDICES, "NAME", 0, "Name of the lists of selected keys; default indices, if it is there", 0},
+    {"indices", KEY_INDICES, "NAME", 0, "Name of the top-k indices of a sparse indexer; default indices, if present",
+     0},
     {"index-linear", KEY_INDEX_LINEAR, NULL, 0, "An indexer without ReLU", 0},
     {NULL, 0, NULL, 0, "Result:", GROUP_RESULT},
-    {"reduction", KEY_REDUCTION, "mean|sum|none", 0, "One number, or one for every row; default mean", 0},
+    {"reduction", KEY_REDUCTION, "mean|sum|none", 0, "One number, or one per row; default mean", 0},
     {"out", KEY_OUT, "FILE", 0,
-     "Write kl, lse_t, lse_s of every row as safetensors; of an indexer cross_entropy, entropy, mass, too", 0},
-    {"grad", KEY_GRAD, "FILE", 0, "Write the gradients dq_s, dk_s, of an indexer dw_s, as safetensors", 0},
-    {"grad-teacher", KEY_GRAD_TEACHER, NULL, 0, "Write dq_t, dk_t into it, too", 0},
-    {"grad-f32", KEY_GRAD_F32, NULL, 0, "Gradients in f32, not in the type of their tensors", 0},
-    {"json", KEY_JSON, NULL, 0, "One JSON object in place of the table", 0},
+     "Write kl, lse_t, lse_s of every row as safetensors; for an indexer also cross_entropy, entropy, mass", 0},
+    {"grad", KEY_GRAD, "FILE", 0, "Write the gradients dq_s, dk_s as safetensors; for an indexer also dw_s", 0},
+    {"grad-teacher", KEY_GRAD_TEACHER, NULL, 0, "Write dq_t, dk_t to the same file", 0},
+    {"grad-f32", KEY_GRAD_F32, NULL, 0, "Gradients in f32 instead of the type of their tensors", 0},
+    {"json", KEY_JSON, NULL, 0, "Print one JSON object instead of the table", 0},
     {0},
 };
 
@@ -101,12 +106,13 @@ static error_t parse_option(int key, char *text, struct argp_state *state)
     return options_store(fields, options, key, text, request);
 }
 
-/* Options that mean nothing beside others. */
+/* Refuses options that have no effect. */
 static int check_student(const kl_request *request)
 {
     if (kl_is_indexer(&request->problem))
         return request->grad_teacher
-                   ? cli_fail(CLI_BAD_INPUT, "--grad-teacher: the teacher of an indexer is fixed; leave it out")
+                   ? cli_fail(CLI_BAD_INPUT,
+                              "--grad-teacher: not available with --student indexer, whose teacher is fixed")
                    : CLI_OK;
     const char *const needless = request->names[ROLE_W_S]        ? "w-s"
                                  : request->names[ROLE_INDICES]  ? "indices"

@@ -1,4 +1,4 @@
-/* Row results, the reduction, and the gradients of the reduced loss. */
+/* Row vectors, the reduction, and the gradients of the reduced loss. */
 #include "cli/common/cli.h"
 #include "cli/kl/kl.h"
 #include "cli/common/resident.h"
@@ -36,9 +36,9 @@ static bool needs_dot_t(const skl_problem *problem)
     return problem->heads_t != problem->heads_s && problem->gradients & (SKL_DQ_T | SKL_DK_T);
 }
 
-static int allocate_row_results(kl_results *results, const skl_problem *problem)
+static int allocate_row_vectors(kl_results *results, const skl_problem *problem)
 {
-    /* Rows that the library leaves alone, behind the last packed sequence, stay rows without a key. */
+    /* The library does not write rows after the last packed sequence: initialise them as rows without keys. */
     results->kl = allocate_rows(problem, problem->heads_s, 0, "kl");
     results->lse_t = allocate_rows(problem, problem->heads_t, -INFINITY, "lse_t");
     results->lse_s = allocate_rows(problem, problem->heads_s, -INFINITY, "lse_s");
@@ -113,7 +113,7 @@ static void reduce(kl_results *results, const skl_problem *problem)
     const int64_t count = kl_row_batches(problem) * problem->heads_s * kl_row_length(problem);
     for (int64_t i = 0; i < count; i++) {
         if (isinf(results->lse_s[i]) && results->lse_s[i] < 0)
-            continue; /* sees no key */
+            continue; /* attends to no key */
         results->valid_rows++;
         results->nonfinite_rows += !isfinite(results->kl[i]);
         results->sum += (double)results->kl[i];
@@ -132,8 +132,7 @@ static skl_output gradient_output(const kl_results *results, const kl_inputs *in
     return output_like(results->gradients[role], &inputs->views[role].input);
 }
 
-/* dloss/dKL_i is the same for every row, so one number with strides of 0 stands for all of them. Rows without a key
- * have no gradient whatever it is. */
+/* dloss/dKL_i is equal for all rows: one number with strides of 0. Rows without a key have a gradient of 0 anyway. */
 static int backward(kl_results *results, const kl_inputs *inputs, kl_reduction reduction)
 {
     const skl_problem *const problem = &inputs->problem;
@@ -156,14 +155,14 @@ static int backward(kl_results *results, const kl_inputs *inputs, kl_reduction r
     return runner_backward(&results->runner, &saved, &gradients);
 }
 
-/* ---- All of it ---------------------------------------------------------------------------------------------- */
+/* ---- All steps ---------------------------------------------------------------------------------------------- */
 
 int kl_compute(kl_results *results, const kl_inputs *inputs, const kl_request *request)
 {
     const skl_problem *const problem = &inputs->problem;
     int exit_code = runner_open(&results->runner, problem, &request->options);
     if (exit_code == CLI_OK)
-        exit_code = allocate_row_results(results, problem);
+        exit_code = allocate_row_vectors(results, problem);
     if (exit_code == CLI_OK)
         exit_code = allocate_gradients(results, inputs);
     if (exit_code == CLI_OK && request->options.device != SKL_CPU)

@@ -22,7 +22,7 @@ enum { ROLE_ANY = -1 };
 
 /* ---- Arguments ---------------------------------------------------------------------------------------------- */
 
-/* The role of "ROLE=FILE"; ROLE_ANY for a path, which may contain a '=' of its own. */
+/* The role of "ROLE=FILE"; ROLE_ANY for a path, which may contain a '=' too. */
 static int role_of_argument(const char *argument)
 {
     const char *const equals = strchr(argument, '=');
@@ -43,7 +43,7 @@ static int open_argument(kl_file *file, const char *argument)
     const char *const equals = strchr(argument, '=');
     if (file->role == ROLE_ANY && equals && access(argument, F_OK) != 0)
         return cli_fail(CLI_BAD_INPUT,
-                        "%s: '%.*s' is no tensor; must be q_t, k_t, q_s, k_s, lse_t, key_lengths, cu_seqlens_q, "
+                        "%s: '%.*s' is not a role; must be q_t, k_t, q_s, k_s, lse_t, key_lengths, cu_seqlens_q, "
                         "cu_seqlens_k, w_s or indices",
                         argument, (int)(equals - argument), argument);
     tensor_error error;
@@ -53,8 +53,8 @@ static int open_argument(kl_file *file, const char *argument)
     const stored_tensor *const first = tensor_file_at(file->contents, 0);
     const bool nameless = first && first->name[0] == '\0';
     if (file->role == ROLE_ANY && nameless)
-        return cli_fail(CLI_BAD_INPUT, "%s: the array in an .npy file has no name; give it one: q_t=%s", file->path,
-                        file->path);
+        return cli_fail(CLI_BAD_INPUT, "%s: an array in an .npy file has no name; give its role, for example q_t=%s",
+                        file->path, file->path);
     return CLI_OK;
 }
 
@@ -82,7 +82,7 @@ void kl_files_close(kl_files *files)
 
 /* ---- Roles -------------------------------------------------------------------------------------------------- */
 
-/* A file given as ROLE=FILE with a single tensor needs no name to be understood. */
+/* If a file is given as ROLE=FILE and has a single tensor, the name of the tensor does not matter. */
 static const stored_tensor *tensor_for_role(const kl_file *file, kl_role role, const char *name, tensor_error *error)
 {
     const bool bound = file->role == (int)role;
@@ -114,12 +114,12 @@ int kl_files_find(const kl_files *files, kl_role role, const char *name, bool re
         if (tensor == NULL)
             continue;
         if (found->tensor)
-            return cli_fail(CLI_BAD_INPUT, "%s: found in %s and in %s; must be in one of them", kl_role_names[role],
+            return cli_fail(CLI_BAD_INPUT, "%s: found in %s and in %s; must be in only one", kl_role_names[role],
                             found->file->path, file->path);
         *found = (kl_found){file, tensor};
     }
     if (found->tensor || !required)
         return CLI_OK;
-    return cli_fail(CLI_BAD_INPUT, "%s (%s NAME says what %s is called)", error.text, option_for_role(role).text,
+    return cli_fail(CLI_BAD_INPUT, "%s (use %s NAME if %s has another name)", error.text, option_for_role(role).text,
                     kl_role_names[role]);
 }

@@ -1,10 +1,10 @@
-/* The files of a `streamkl kl` command line, and which tensor of which file plays which role. */
+/* The files of a `streamkl kl` command line, and the tensors for each role. */
 #ifndef STREAMKL_CLI_KL_FILES_H
 #define STREAMKL_CLI_KL_FILES_H
 
 #include "cli/io/tensor_file.h"
 
-/* What a tensor is for. The first four are required. */
+/* The purpose of a tensor. The first four are required. */
 typedef enum kl_role {
     ROLE_Q_T,
     ROLE_K_T,
@@ -20,12 +20,12 @@ typedef enum kl_role {
     ROLE_REQUIRED_COUNT = ROLE_LSE_T
 } kl_role;
 
-extern const char *const kl_role_names[ROLE_COUNT]; /* "q_t", ...: also the names looked for in files */
+extern const char *const kl_role_names[ROLE_COUNT]; /* "q_t", ...: also the default names in files */
 
 typedef struct kl_file {
     const char *path;
     tensor_file *contents;
-    int role; /* ROLE=FILE: the only role its tensor can play; -1: any, by name */
+    int role; /* of ROLE=FILE; -1: any, by name */
 } kl_file;
 
 typedef struct kl_files {
@@ -33,16 +33,16 @@ typedef struct kl_files {
     size_t count;
 } kl_files;
 
-/* Opens arguments of the form FILE or ROLE=FILE. Prints why not and returns an exit code. */
+/* Opens arguments of the form FILE or ROLE=FILE. On failure prints why. Returns an exit code. */
 int kl_files_open(kl_files *files, char *const *arguments, size_t count);
 void kl_files_close(kl_files *files);
 
 typedef struct kl_found {
     const kl_file *file;
-    const stored_tensor *tensor; /* NULL: not there */
+    const stored_tensor *tensor; /* NULL: not found */
 } kl_found;
 
-/* Finds the tensor for a role; `name` is what files call it. Absence is an error only if it is required. */
+/* Finds the tensor for a role, by its name in the files. A missing tensor is an error only if it is required. */
 int kl_files_find(const kl_files *files, kl_role role, const char *name, bool required, kl_found *found);
 
 #endif

@@ -1,4 +1,4 @@
-/* From files to a problem: finds the tensors, gives their axes names and checks that they fit together. */
+/* From files to a problem: finds the tensors, interprets their axes and checks that their shapes agree. */
 #include "cli/common/cli.h"
 #include "cli/kl/kl.h"
 
@@ -24,8 +24,8 @@ static shape_name name_shape(const stored_tensor *tensor)
 
 /* ---- Axes --------------------------------------------------------------------------------------------------- */
 
-/* Gives the axes of a row-major tensor their meaning. Axes on the left may be missing: [N, D] is one head of one
- * batch. `order` lists the meanings from the right. */
+/* Interprets the axes of a row-major tensor. Leading axes may be missing: [N, D] is one head of one batch. `order`
+ * lists the axes from the right. */
 static void name_axes(kl_view *view, const int *order)
 {
     int64_t stride[AXIS_COUNT];
@@ -83,7 +83,7 @@ static int load_heads(kl_view *view, const kl_files *files, const kl_request *re
         exit_code = name_head_axes(view, request, role, "D");
     if (exit_code != CLI_OK)
         return exit_code;
-    if (view->extent[AXIS_HEADS] < 1) /* the library would take 0 key heads for "as many as query heads" */
+    if (view->extent[AXIS_HEADS] < 1) /* for the library 0 key heads means the number of query heads */
         return cli_fail(CLI_BAD_INPUT, "%s %s: must have at least one head", kl_role_names[role],
                         name_shape(found.tensor).text);
     return CLI_OK;
@@ -141,7 +141,7 @@ static void fill_problem(skl_problem *problem, const kl_view *views)
 
 /* ---- Lengths ------------------------------------------------------------------------------------------------ */
 
-/* The longest sequence; no more than the buffer holds, so that the library names the offset that is wrong. */
+/* The longest sequence, limited to the buffer, so that the library reports a wrong offset. */
 static int64_t longest_sequence(const int32_t *offsets, int64_t batch, int64_t total)
 {
     int64_t longest = 0;
@@ -167,7 +167,7 @@ static int load_packing(kl_inputs *inputs, const kl_request *request)
         return CLI_OK;
     if (offsets_q == NULL)
         return cli_fail(CLI_BAD_INPUT, "cu_seqlens_k: cu_seqlens_q must be given too");
-    const int32_t *const offsets_k = given_k ? given_k : offsets_q; /* queries and keys cut at the same places */
+    const int32_t *const offsets_k = given_k ? given_k : offsets_q; /* equal sequences of queries and keys */
     if (count_q < 1 || (given_k && count_k != count_q))
         return cli_fail(CLI_BAD_INPUT,
                         "cu_seqlens_q has %" PRId64 " entries, cu_seqlens_k %" PRId64
@@ -175,7 +175,7 @@ static int load_packing(kl_inputs *inputs, const kl_request *request)
                         count_q, given_k ? count_k : count_q);
     skl_problem *const problem = &inputs->problem;
     if (problem->batch != 1)
-        return cli_fail(CLI_BAD_INPUT, "q_t %s: packed sequences (cu_seqlens_q) must lie in one batch",
+        return cli_fail(CLI_BAD_INPUT, "q_t %s: packed sequences (cu_seqlens_q) must have a batch of 1",
                         name_shape(inputs->views[ROLE_Q_T].stored).text);
     problem->packed = 1;
     problem->batch = count_q - 1;
@@ -196,9 +196,8 @@ static int load_key_lengths(kl_inputs *inputs, const kl_request *request)
     if (exit_code != CLI_OK)
         return exit_code;
     if (inputs->key_lengths && count != inputs->problem.batch)
-        return cli_fail(CLI_BAD_INPUT,
-                        "key_lengths has %" PRId64 " entries: must be one for each of %" PRId64 " batches", count,
-                        inputs->problem.batch);
+        return cli_fail(CLI_BAD_INPUT, "key_lengths has %" PRId64 " entries: must be one per sequence, %" PRId64,
+                        count, inputs->problem.batch);
     inputs->tensors.key_lengths = inputs->key_lengths;
     return CLI_OK;
 }
@@ -235,7 +234,7 @@ static int load_lse_t(kl_inputs *inputs, const kl_request *request)
 
 /* ---- Indexers ----------------------------------------------------------------------------------------------- */
 
-/* Weights [B, H, N, G] tell how many of the heads of q_s are index heads of one student head. */
+/* Weights [B, H, N, G] determine how many heads of q_s are index heads of one student head. */
 static int load_weights(kl_inputs *inputs, const kl_request *request)
 {
     kl_found found;
@@ -263,7 +262,7 @@ static int load_weights(kl_inputs *inputs, const kl_request *request)
     return CLI_OK;
 }
 
-/* Lists [B, H, N, k] of I32 or I64, if there are any. */
+/* Optional indices [B, H, N, k] of I32 or I64. */
 static int load_indices(kl_inputs *inputs, const kl_request *request)
 {
     kl_found found;
@@ -294,7 +293,7 @@ static int load_indexer(kl_inputs *inputs, const kl_request *request)
     return exit_code == CLI_OK ? load_indices(inputs, request) : exit_code;
 }
 
-/* ---- All of it ---------------------------------------------------------------------------------------------- */
+/* ---- All inputs --------------------------------------------------------------------------------------------- */
 
 int kl_inputs_load(kl_inputs *inputs, const kl_request *request)
 {

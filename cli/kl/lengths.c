@@ -1,4 +1,4 @@
-/* Sequence lengths: integers typed on the command line or stored in a file. */
+/* Sequence lengths: integers on the command line or in a file. */
 #include "cli/common/cli.h"
 #include "cli/kl/kl.h"
 
@@ -57,7 +57,7 @@ int kl_integers_load(kl_role role, const kl_found *found, int32_t **values, int6
     if (*values == NULL)
         return CLI_NO_MEMORY;
     for (int64_t i = 0; i < entries; i++) {
-        int64_t value = 0; /* the bytes may lie at any address */
+        int64_t value = 0; /* the bytes may be misaligned */
         if (wide) {
             memcpy(&value, tensor->bytes + i * 8, 8);
         } else {
@@ -66,8 +66,8 @@ int kl_integers_load(kl_role role, const kl_found *found, int32_t **values, int6
             value = narrow;
         }
         if (value < INT32_MIN || value > INT32_MAX)
-            return cli_fail(CLI_BAD_INPUT, "%s: %s[%" PRId64 "]=%" PRId64 ": must fit 32 bits", found->file->path,
-                            kl_role_names[role], i, value);
+            return cli_fail(CLI_BAD_INPUT, "%s: %s[%" PRId64 "]=%" PRId64 ": must fit into 32 bits",
+                            found->file->path, kl_role_names[role], i, value);
         (*values)[i] = (int32_t)value;
     }
     *count = entries;

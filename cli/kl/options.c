@@ -1,4 +1,4 @@
-/* The options of commands that read q_t, k_t, q_s, k_s from files: what the tensors are called and how they lie. */
+/* The options of commands that read q_t, k_t, q_s, k_s from files: names and layout of the tensors. */
 #include "cli/common/cli.h"
 #include "cli/kl/kl.h"
 #include "cli/common/options.h"
@@ -6,7 +6,7 @@
 #include <errno.h>
 
 enum {
-    KEY_NAME = OPTIONS_INPUT_KEYS, /* + role: what its tensor is called */
+    KEY_NAME = OPTIONS_INPUT_KEYS, /* + role: name of its tensor */
     KEY_LAYOUT = KEY_NAME + ROLE_COUNT,
 };
 
@@ -15,14 +15,13 @@ static const struct argp_option options[] = {
     {"k-t", KEY_NAME + ROLE_K_T, "NAME", 0, "Name of the teacher's keys; default k_t", 0},
     {"q-s", KEY_NAME + ROLE_Q_S, "NAME", 0, "Name of the student's queries; default q_s", 0},
     {"k-s", KEY_NAME + ROLE_K_S, "NAME", 0, "Name of the student's keys; default k_s", 0},
-    {"lse-t", KEY_NAME + ROLE_LSE_T, "NAME", 0, "Name of the teacher's log-sum-exp; default lse_t, if it is there",
-     0},
+    {"lse-t", KEY_NAME + ROLE_LSE_T, "NAME", 0, "Name of the teacher's log-sum-exp; default lse_t, if present", 0},
     {"layout", KEY_LAYOUT, "bhnd|bnhd", 0, "Order of the axes; default bhnd", 0},
     {"key-lengths", KEY_NAME + ROLE_KEY_LENGTHS, "LIST|NAME", 0,
-     "Keys of every batch that are not padding: integers separated by commas, or a tensor", 0},
+     "Number of keys per sequence that are not padding: integers separated by commas, or a tensor", 0},
     {"cu-seqlens-q", KEY_NAME + ROLE_CU_SEQLENS_Q, "LIST|NAME", 0,
-     "Packed queries: where each sequence begins, and where the last one ends", 0},
-    {"cu-seqlens-k", KEY_NAME + ROLE_CU_SEQLENS_K, "LIST|NAME", 0, "Packed keys; default as for the queries", 0},
+     "Packed queries: the offset of each sequence, and the end of the last one", 0},
+    {"cu-seqlens-k", KEY_NAME + ROLE_CU_SEQLENS_K, "LIST|NAME", 0, "Packed keys; default equal to the queries", 0},
     {0},
 };
 

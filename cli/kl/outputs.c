@@ -1,4 +1,4 @@
-/* --out and --grad: both files are written, or none. */
+/* --out and --grad: writes both files or none. */
 #include "cli/common/cli.h"
 #include "cli/kl/kl.h"
 #include "cli/common/options.h"
@@ -12,7 +12,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-/* ---- Before the work ---------------------------------------------------------------------------------------- */
+/* ---- Before the computation --------------------------------------------------------------------------------- */
 
 static bool same_file(const char *left, const char *right)
 {
@@ -24,7 +24,7 @@ static bool same_file(const char *left, const char *right)
     return left_status.st_dev == right_status.st_dev && left_status.st_ino == right_status.st_ino;
 }
 
-/* The folder of a path: where the temporary file and, renamed, the output go. */
+/* The folder must be writable, for the temporary file and the output. */
 static int check_folder(const char *option, const char *path)
 {
     char folder[PATH_MAX];
@@ -63,7 +63,7 @@ int kl_outputs_check(const kl_request *request)
     return exit_code == CLI_OK ? check_output("--grad", request->grad_path, request) : exit_code;
 }
 
-/* ---- After the work ----------------------------------------------------------------------------------------- */
+/* ---- After the computation ---------------------------------------------------------------------------------- */
 
 /* [B, H, N]; packed [H, total]. */
 static output_tensor row_tensor(const char *name, const float *data, int64_t heads, const skl_problem *problem)
@@ -87,7 +87,7 @@ static int write_rows(const kl_results *results, const skl_problem *problem, con
         row_tensor("mass", results->mass, problem->heads_s, problem),
     };
     const size_t count =
-        kl_is_indexer(problem) ? sizeof tensors / sizeof tensors[0] : 3; /* the last are an indexer's */
+        kl_is_indexer(problem) ? sizeof tensors / sizeof tensors[0] : 3; /* only an indexer has the last three */
     const output_metadata metadata[] = {{"direction", direction_name(problem->direction)}};
     tensor_error error;
     if (tensor_write(request->out_path, tensors, count, metadata, 1, &error))
@@ -131,11 +131,11 @@ static int write_both(const kl_results *results, const kl_inputs *inputs, const 
         return exit_code;
     exit_code = write_gradients(results, inputs, request);
     if (exit_code != CLI_OK && request->out_path)
-        unlink(request->out_path); /* one without the other would look like success */
+        unlink(request->out_path); /* a single file would look like success */
     return exit_code;
 }
 
-/* An interrupt waits until the files are whole: it would leave a temporary one behind. */
+/* Blocks interrupts while files are written: otherwise a temporary file could remain. */
 int kl_outputs_write(const kl_results *results, const kl_inputs *inputs, const kl_request *request)
 {
     sigset_t interrupts, before;

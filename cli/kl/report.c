@@ -1,4 +1,4 @@
-/* What `streamkl kl` prints: a table for people, one JSON object for programs. */
+/* The output of `streamkl kl`: text, or one JSON object. */
 #include "cli/common/cli.h"
 #include "cli/kl/kl.h"
 #include "cli/common/options.h"
@@ -15,13 +15,13 @@ static double reduced(const kl_results *results, kl_reduction reduction)
     return mean && results->valid_rows > 0 ? results->sum / (double)results->valid_rows : results->sum;
 }
 
-/* Over the rows that see a key. */
+/* Mean over the rows that attend to any key. */
 static double mean_of(const float *rows, const kl_results *results, const skl_problem *problem)
 {
     const int64_t count = kl_row_batches(problem) * problem->heads_s * kl_row_length(problem);
     double sum = 0;
     for (int64_t i = 0; i < count; i++)
-        sum += (double)rows[i]; /* 0 where none is seen */
+        sum += (double)rows[i]; /* 0 for other rows */
     return results->valid_rows > 0 ? sum / (double)results->valid_rows : 0;
 }
 
@@ -32,7 +32,7 @@ static double total_seconds(const kl_results *results)
 
 /* ---- JSON --------------------------------------------------------------------------------------------------- */
 
-/* An array, or NULL when memory ran out: of all that is printed, only this can be large. */
+/* NULL: out of memory. All other values are small, so their allocations are not checked. */
 static json_t *row_json(const float *row, int64_t length)
 {
     json_t *const values = json_array();
@@ -45,7 +45,7 @@ static json_t *row_json(const float *row, int64_t length)
     return NULL;
 }
 
-/* [batch][heads][length], packed [heads][total], as --out stores it. */
+/* [batch][heads][length], packed [heads][total], like --out. */
 static json_t *rows_json(const float *rows, const skl_problem *problem)
 {
     const int64_t length = kl_row_length(problem);
@@ -63,7 +63,7 @@ static json_t *rows_json(const float *rows, const skl_problem *problem)
     return result;
 }
 
-/* Counts are exact wherever JSON integers are. */
+/* Exact if it fits into a JSON integer. */
 static json_t *count_json(double count)
 {
     return count < 0x1p63 ? json_integer((json_int_t)count) : json_real(count);
@@ -147,14 +147,15 @@ static void print_headline(const kl_results *results, const skl_problem *problem
            reduced(results, reduction), style.plain, reduction == REDUCTION_SUM ? "sum" : "mean", results->valid_rows,
            plural(results->valid_rows));
     if (results->nonfinite_rows > 0)
-        printf("%s  %" PRId64 " row%s not finite: q or k holds NaN or infinity where it is seen%s\n", style.bad,
+        printf("%s  %" PRId64 " row%s not finite: visible elements of q or k are NaN or infinite%s\n", style.bad,
                results->nonfinite_rows, results->nonfinite_rows == 1 ? " is" : "s are", style.plain);
 }
 
 static void print_side(const char *side, const kl_view *q, const kl_view *k)
 {
-    printf("  %-8s %" PRId64 " head%s, %" PRId64 " of keys, size %" PRId64 ", %s\n", side, q->extent[AXIS_HEADS],
-           plural(q->extent[AXIS_HEADS]), k->extent[AXIS_HEADS], q->extent[AXIS_DIM], dtype_name(q->stored->dtype));
+    printf("  %-8s %" PRId64 " head%s, %" PRId64 " key head%s, size %" PRId64 ", %s\n", side, q->extent[AXIS_HEADS],
+           plural(q->extent[AXIS_HEADS]), k->extent[AXIS_HEADS], plural(k->extent[AXIS_HEADS]), q->extent[AXIS_DIM],
+           dtype_name(q->stored->dtype));
 }
 
 static void print_shapes(const kl_inputs *inputs)
@@ -162,17 +163,17 @@ static void print_shapes(const kl_inputs *inputs)
     const skl_problem *const problem = &inputs->problem;
     const bool packed = problem->packed;
     printf("  %-8s %" PRId64 " x %" PRId64 " queries x %" PRId64 " keys%s\n", packed ? "packed" : "batch",
-           problem->batch, problem->len_q, problem->len_k, packed ? " at most" : "");
+           problem->batch, problem->len_q, problem->len_k, packed ? ", at most" : "");
     print_side("teacher", &inputs->views[ROLE_Q_T], &inputs->views[ROLE_K_T]);
     print_side("student", &inputs->views[ROLE_Q_S], &inputs->views[ROLE_K_S]);
 }
 
 static void print_indexer(const kl_results *results, const skl_problem *problem)
 {
-    printf("  %-8s %" PRId64 " student head%s of %" PRId64 " index head%s", "indexer", problem->heads_s,
+    printf("  %-8s %" PRId64 " student head%s with %" PRId64 " index head%s", "indexer", problem->heads_s,
            plural(problem->heads_s), problem->index_heads, plural(problem->index_heads));
     if (problem->top_k > 0)
-        printf(", %" PRId64 " selected keys", problem->top_k);
+        printf(", top-k %" PRId64, problem->top_k);
     printf("\n  %-8s cross-entropy %.6g, entropy %.6g, mass %.6g\n", "mean",
            mean_of(results->cross_entropy, results, problem), mean_of(results->entropy, results, problem),
            mean_of(results->mass, results, problem));
@@ -204,7 +205,7 @@ static head_summary summarise_head(const kl_results *results, const skl_problem 
     return summary;
 }
 
-/* One line a head. A model with very many heads gets the first of them; --out has them all. */
+/* One line per head, for the first heads. */
 static void print_heads(const kl_results *results, const skl_problem *problem)
 {
     enum { MOST_LINES = 32 };
@@ -214,14 +215,14 @@ static void print_heads(const kl_results *results, const skl_problem *problem)
     for (int64_t head = 0; head < lines; head++) {
         const head_summary summary = summarise_head(results, problem, head);
         if (summary.rows == 0) {
-            printf("  %8" PRId64 " %14s\n", head, "sees no key");
+            printf("  %8" PRId64 " %14s\n", head, "no visible key");
             continue;
         }
         printf("  %8" PRId64 " %14.6g %14.6g %12" PRId64 "\n", head, summary.sum / (double)summary.rows,
                summary.largest, summary.largest_row);
     }
     if (lines < problem->heads_s)
-        printf("  %8s %14s\n", "...", "--out FILE writes every row");
+        printf("  %8s %14s\n", "...", "--out FILE writes all rows");
 }
 
 static void print_timing(const char *label, double seconds, double flop)
@@ -238,9 +239,9 @@ static void print_costs(const kl_results *results, const kl_inputs *inputs)
     print_timing("forward", runner->forward_seconds, work.forward_flop);
     if (inputs->problem.gradients)
         print_timing("backward", runner->backward_seconds, work.backward_flop);
-    printf("  %-8s %10s extra, materialised it would be %s\n", "memory",
+    printf("  %-8s %10s of workspace; materialised, %s\n", "memory",
            cli_bytes_text((double)runner->workspace_size).text, cli_bytes_text(work.materialised_size).text);
-    printf("  %-8s %10s %s\n", "kernel", skl_plan_kernel(runner->plan), runner_place_of(runner).text);
+    printf("  %-8s %10s %s\n", "kernel", skl_plan_kernel(runner->plan), runner_location_of(runner).text);
 }
 
 static void print_written(const char *path, const char *contents)

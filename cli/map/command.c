@@ -14,14 +14,15 @@
 #include <stdlib.h>
 
 static const char doc[] =
-    "Where a teacher (q_t, k_t) and a student (q_s, k_s) look, and where their KL comes from: maps over buckets of "
-    "queries and keys, streamed at any context length. Files and tensors are those of streamkl kl."
-    "\vA row of P or S says how an average query of its bucket spreads its attention over the buckets of keys: it "
-    "sums "
-    "to 1. A row of KL sums to the mean KL of its queries; a cell may be negative, where the student gives more than "
-    "the teacher. Pictures show the square root, so that faint keys can be seen beside bright ones; P and S share "
-    "one "
-    "scale. Queries that see no key are left out.\n"
+    "Attention maps of a teacher (q_t, k_t) and a student (q_s, k_s), and a map of the contributions to their KL, "
+    "over "
+    "buckets of queries and keys, streamed at any context length. Files and tensors are those of streamkl kl."
+    "\vA row of P or S is the mean attention of the queries of a bucket to each bucket of keys: it sums to 1. A row "
+    "of "
+    "KL sums to the mean KL of its queries; a cell is negative if the student attends more than the teacher. "
+    "Brightness "
+    "is the square root of the value, so that faint keys stay visible next to bright ones; P and S share one scale. "
+    "Queries that attend to no key are excluded.\n"
     "\n"
     "Examples:\n"
     "  streamkl map pair.safetensors --causal\n"
@@ -47,12 +48,12 @@ enum { BUCKETS_DEFAULT = 64, BUCKETS_MAX = 4096 };
 
 static const struct argp_option options[] = {
     {NULL, 0, NULL, 0, "Map:", GROUP_MAP},
-    {"buckets", KEY_BUCKETS, "N", 0, "Buckets of queries, and of keys, 1 to 4096; default 64", 0},
-    {"head", KEY_HEAD, "N|mean|all", 0, "A head of the student, their mean, or all of them; default mean", 0},
+    {"buckets", KEY_BUCKETS, "N", 0, "Number of query buckets and of key buckets, 1 to 4096; default 64", 0},
+    {"head", KEY_HEAD, "N|mean|all", 0, "A student head, the mean of all heads, or all heads; default mean", 0},
     {"png", KEY_PNG, "PREFIX", 0,
-     "Write PREFIX-p.png, PREFIX-s.png and PREFIX-kl.png; of all heads, PREFIX-h0-p.png ...", 0},
+     "Write PREFIX-p.png, PREFIX-s.png and PREFIX-kl.png; with --head all PREFIX-h0-p.png ...", 0},
     {"out", KEY_OUT, "FILE", 0, "Write p, s, kl [heads, buckets, buckets] of every head as safetensors", 0},
-    {"json", KEY_JSON, NULL, 0, "One JSON object in place of the pictures", 0},
+    {"json", KEY_JSON, NULL, 0, "Print one JSON object instead of the maps", 0},
     {0},
 };
 
@@ -68,7 +69,7 @@ static const char *parse_head(const char *text, void *value)
     *head = strcmp(text, "all") == 0 ? HEAD_ALL : HEAD_MEAN;
     if (*head == HEAD_ALL || strcmp(text, "mean") == 0)
         return NULL;
-    return parse_int64(text, value) || *head < 0 ? "mean, all or a head, from 0 on" : NULL;
+    return parse_int64(text, value) || *head < 0 ? "mean, all or the number of a head" : NULL;
 }
 
 static const option_field fields[] = {
@@ -92,7 +93,7 @@ static error_t parse_option(int key, char *text, struct argp_state *state)
     return options_store(fields, options, key, text, request);
 }
 
-/* ---- What is shown ------------------------------------------------------------------------------------------ */
+/* ---- Output ------------------------------------------------------------------------------------------------- */
 
 typedef struct map_picture {
     const char *name, *title;
@@ -103,7 +104,7 @@ typedef struct map_picture {
 static const map_picture pictures[] = {
     {"p", "P, the teacher", PALETTE_SHARE, offsetof(attention_map, p)},
     {"s", "S, the student", PALETTE_SHARE, offsetof(attention_map, s)},
-    {"kl", "where the KL comes from", PALETTE_SIGNED, offsetof(attention_map, kl)},
+    {"kl", "contributions to the KL", PALETTE_SIGNED, offsetof(attention_map, kl)},
 };
 enum { PICTURE_COUNT = sizeof pictures / sizeof pictures[0] };
 
@@ -117,7 +118,7 @@ static int64_t cells_of(const attention_map *map)
     return map->rows * map->columns;
 }
 
-/* The scale of a picture: P and S share one, so that equal colours mean equal shares. */
+/* The scale of a picture: P and S share one, so that equal colours mean equal attention. */
 static double top_of(const attention_map *shown, const map_picture *picture)
 {
     const int64_t count = shown->heads * cells_of(shown);
@@ -126,7 +127,7 @@ static double top_of(const attention_map *shown, const map_picture *picture)
     return fmax(picture_top(shown->p, count), picture_top(shown->s, count));
 }
 
-/* What the user asked to see: a view of some heads of `map`, or their mean in `mean`. */
+/* The requested heads: a view of `map`, or the mean over heads, which `mean` owns. */
 static int choose_heads(attention_map *shown, attention_map *mean, const attention_map *map, int64_t head)
 {
     *shown = *map;
@@ -173,7 +174,7 @@ static void print_maps(const map_request *request, const attention_map *map, con
             const double top = top_of(shown, &pictures[p]);
             printf("\n  %s%s%s", style.bold, pictures[p].title, style.plain);
             print_head(request, map, head);
-            printf("; the brightest cell is %.3g\n", top);
+            printf("; maximum %.3g\n", top);
             map_print(stdout, pictures[p].palette, values_of(shown, &pictures[p]) + head * cells_of(shown),
                       shown->rows, shown->columns, top);
         }
@@ -208,7 +209,7 @@ static int print_json(const attention_map *shown, const skl_problem *problem)
 
 static int write_pngs(const map_request *request, const attention_map *shown)
 {
-    enum { SIDE_LEAST = 512 }; /* pixels, so that a viewer need not enlarge it */
+    enum { SIDE_LEAST = 512 }; /* pixels */
     const int64_t longer = shown->rows > shown->columns ? shown->rows : shown->columns;
     const int zoom = (int)(longer < SIDE_LEAST ? (SIDE_LEAST + longer - 1) / longer : 1);
     int exit_code = CLI_OK;
@@ -266,7 +267,7 @@ static int show(const map_request *request, const attention_map *map, const skl_
     return exit_code;
 }
 
-/* ---- The order of the work ---------------------------------------------------------------------------------- */
+/* ---- The command -------------------------------------------------------------------------------------------- */
 
 static int compute(attention_map *map, const map_request *request, const kl_inputs *inputs)
 {

@@ -9,7 +9,7 @@ static void print_colour(FILE *stream, int ground, rgb colour)
     fprintf(stream, "\033[%d;%d;%d;%d;%dm", ground, TRUE_COLOUR, colour.red, colour.green, colour.blue);
 }
 
-/* Two rows of values a line: the upper one in the foreground of a half block, the lower one behind it. */
+/* Two rows of values per line: half blocks with the upper row as foreground and the lower row as background. */
 static void print_blocks(FILE *stream, palette_kind kind, const double *values, int64_t rows, int64_t columns,
                          double top)
 {
@@ -28,7 +28,7 @@ static void print_blocks(FILE *stream, palette_kind kind, const double *values, 
     }
 }
 
-/* Every second row, because characters are twice as tall as they are wide. */
+/* One line per two rows, because characters are about twice as tall as wide. */
 static void print_characters(FILE *stream, palette_kind kind, const double *values, int64_t rows, int64_t columns,
                              double top)
 {
@@ -41,10 +41,10 @@ static void print_characters(FILE *stream, palette_kind kind, const double *valu
             if (row_step == 2 && row + 1 < rows)
                 value = (value + values[(row + 1) * columns + column]) / 2;
             const double share = isnan(value) ? 0 : fmin(sqrt(fabs(value) / top), 1);
-            const int dark = kind == PALETTE_SIGNED && value < 0;
-            const int steps = dark ? (int)sizeof negative - 2 : (int)sizeof shares - 2;
+            const int is_negative = kind == PALETTE_SIGNED && value < 0;
+            const int steps = is_negative ? (int)sizeof negative - 2 : (int)sizeof shares - 2;
             const int step = share > 0 ? (int)lround(share * steps) : 0;
-            fputc(dark ? negative[step] : shares[step], stream);
+            fputc(is_negative ? negative[step] : shares[step], stream);
         }
         fputc('\n', stream);
     }

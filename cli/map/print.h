@@ -1,4 +1,4 @@
-/* Maps on a terminal: half blocks in colour where they can be shown, a ramp of characters elsewhere. */
+/* Maps on a terminal: coloured half blocks if the terminal supports them, otherwise a ramp of characters. */
 #ifndef STREAMKL_CLI_MAP_PRINT_H
 #define STREAMKL_CLI_MAP_PRINT_H
 

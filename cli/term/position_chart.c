@@ -6,7 +6,7 @@
 
 enum { CHART_WIDTH = 64, CHART_HEIGHT = 6 };
 
-/* Mean over positions [begin, end) of every sequence; NaN if no row there sees a key. */
+/* Mean over positions [begin, end) of all sequences; NaN if no row attends to a key. */
 static double mean_between(const float *kl, const float *lse_s, int64_t sequence_count, int64_t length, int64_t begin,
                            int64_t end)
 {

@@ -7,7 +7,7 @@
 #include <string.h>
 #include <unistd.h>
 
-static bool is_smart_terminal(FILE *stream)
+static bool is_capable_terminal(FILE *stream)
 {
     const char *kind = getenv("TERM");
     return isatty(fileno(stream)) && kind && strcmp(kind, "dumb") != 0;
@@ -17,14 +17,14 @@ term_style term_style_for(FILE *stream)
 {
     static const term_style plain = {"", "", "", "", "", ""};
     static const term_style coloured = {"\033[1m", "\033[2m", "\033[32m", "\033[31m", "\033[36m", "\033[0m"};
-    const char *no_color = getenv("NO_COLOR"); /* https://no-color.org: any value but the empty one */
+    const char *no_color = getenv("NO_COLOR"); /* https://no-color.org: any non-empty value */
     const bool refused = no_color && no_color[0];
-    return is_smart_terminal(stream) && !refused ? coloured : plain;
+    return is_capable_terminal(stream) && !refused ? coloured : plain;
 }
 
 bool term_has_blocks(FILE *stream)
 {
-    return is_smart_terminal(stream) && strcmp(nl_langinfo(CODESET), "UTF-8") == 0;
+    return is_capable_terminal(stream) && strcmp(nl_langinfo(CODESET), "UTF-8") == 0;
 }
 
 /* ---- Progress ----------------------------------------------------------------------------------------------- */
@@ -40,14 +40,14 @@ void term_progress_update(void *user, int64_t done, int64_t total)
 {
     enum { BAR_WIDTH = 30 };
     static const double redraw_seconds = 0.1;
-    static const double patience_seconds = 0.3; /* what ends sooner needs no bar */
+    static const double patience_seconds = 0.3; /* shorter calls get no bar */
     static const char filled[] = "##############################", empty[] = "..............................";
     term_progress *progress = user;
     const double now = clock_seconds();
     const double elapsed = now - progress->began;
     if (total <= 0 || done <= 0 || elapsed < patience_seconds || now - progress->drawn < redraw_seconds)
         return;
-    if (!is_smart_terminal(stderr))
+    if (!is_capable_terminal(stderr))
         return;
     const double share = (double)done / (double)total;
     const int full = (int)(share * BAR_WIDTH);
@@ -67,8 +67,8 @@ void term_progress_end(term_progress *progress)
 /* ---- Chart -------------------------------------------------------------------------------------------------- */
 
 typedef struct chart_ramp {
-    int steps;                 /* parts of a full cell */
-    const char *const *glyphs; /* glyphs[n]: n parts filled */
+    int steps;                 /* levels of a cell */
+    const char *const *glyphs; /* glyphs[n]: n levels filled */
 } chart_ramp;
 
 static chart_ramp ramp_for(FILE *stream)
@@ -96,8 +96,8 @@ void term_chart(FILE *stream, const double *values, int count, int height)
             fprintf(stream, "  %9s |", "");
         fputs(style.accent, stream);
         for (int i = 0; i < count; i++) {
-            const double parts = values[i] / top * height * ramp.steps - (double)line * ramp.steps;
-            const int filled = !(parts > 0) ? 0 : parts >= ramp.steps ? ramp.steps : (int)ceil(parts);
+            const double levels = values[i] / top * height * ramp.steps - (double)line * ramp.steps;
+            const int filled = !(levels > 0) ? 0 : levels >= ramp.steps ? ramp.steps : (int)ceil(levels);
             fputs(ramp.glyphs[filled], stream);
         }
         fprintf(stream, "%s\n", style.plain);
