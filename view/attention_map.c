@@ -121,23 +121,23 @@ static skl_status teacher_lse(const map_work *work, const skl_plan *plan, const 
     return status;
 }
 
-/* Normalises a state by the LSEs of its row, in base 2. With m_1 = lse_1 and m_2 = lse_2 its sums become
+/* Normalises a state by the LSEs of its row, in base 2. With m_a = lse_a and m_b = lse_b its sums become
  *
- *     l_1 = sum_j A_j     l_2 = sum_j B_j     w = sum_j A_j (log2 A_j - log2 B_j)
+ *     l_a = sum_j A_j     l_b = sum_j B_j     w = sum_j A_j (log2 A_j - log2 B_j)
  *
  * over the keys of a bucket: its probability masses and its contribution to the KL(A || B). */
 typedef struct bucket_share {
     double a, b, kl;
 } bucket_share;
 
-static bucket_share share_of(const skl_row_state *state, double lse_1, double lse_2)
+static bucket_share share_of(const skl_row_state *state, double lse_a, double lse_b)
 {
     static const double ln_2 = 0.69314718055994530942;
-    if (state->l_1 == 0.0F || state->l_2 == 0.0F)
+    if (state->l_a == 0.0F || state->l_b == 0.0F)
         return (bucket_share){0, 0, 0};
-    const double d_1 = (double)state->m_1 - lse_1, d_2 = (double)state->m_2 - lse_2;
-    const double a = exp2(d_1) * (double)state->l_1;
-    return (bucket_share){a, exp2(d_2) * (double)state->l_2, ln_2 * (exp2(d_1) * (double)state->w + a * (d_1 - d_2))};
+    const double d_a = (double)state->m_a - lse_a, d_b = (double)state->m_b - lse_b;
+    const double a = exp2(d_a) * (double)state->l_a;
+    return (bucket_share){a, exp2(d_b) * (double)state->l_b, ln_2 * (exp2(d_a) * (double)state->w + a * (d_a - d_b))};
 }
 
 /* log2 sum 2^m l over `count` states, `stride` apart; of A, or of B. */
@@ -146,7 +146,7 @@ static double log2_sum(const skl_row_state *states, int64_t count, int64_t strid
     double shift = -INFINITY, sum = 0;
     for (int64_t c = 0; c < count; c++) {
         const skl_row_state *const state = &states[c * stride];
-        const double m = (double)(of_b ? state->m_2 : state->m_1), l = (double)(of_b ? state->l_2 : state->l_1);
+        const double m = (double)(of_b ? state->m_b : state->m_a), l = (double)(of_b ? state->l_b : state->l_a);
         if (l == 0)
             continue;
         if (m > shift) {
@@ -162,12 +162,12 @@ static double log2_sum(const skl_row_state *states, int64_t count, int64_t strid
 static bool add_query(const map_work *work, const skl_row_state *states, int64_t stride, int reverse, int64_t cell)
 {
     const attention_map *const map = work->map;
-    const double lse_1 = log2_sum(states, map->columns, stride, false),
-                 lse_2 = log2_sum(states, map->columns, stride, true);
-    if (isinf(lse_1) && lse_1 < 0)
+    const double lse_a = log2_sum(states, map->columns, stride, false),
+                 lse_b = log2_sum(states, map->columns, stride, true);
+    if (isinf(lse_a) && lse_a < 0)
         return false;
     for (int64_t column = 0; column < map->columns; column++) {
-        const bucket_share share = share_of(&states[column * stride], lse_1, lse_2);
+        const bucket_share share = share_of(&states[column * stride], lse_a, lse_b);
         map->p[cell + column] += reverse ? share.b : share.a;
         map->s[cell + column] += reverse ? share.a : share.b;
         map->kl[cell + column] += share.kl;
