@@ -19,6 +19,14 @@ static skl_status check_and_run(const skl_plan *plan, const skl_call *call, size
     return status == SKL_OK ? plan->backend->run(plan, call) : status;
 }
 
+skl_status skl_inputs_check(const skl_plan *plan, const skl_inputs *inputs)
+{
+    if (check_given(plan, "plan") || check_given(inputs, "inputs"))
+        return SKL_ERROR_ARGUMENT;
+    const skl_status status = skl_inputs_check_layout(&plan->problem, inputs);
+    return status == SKL_OK ? skl_inputs_check_values(&plan->problem, inputs) : status;
+}
+
 skl_status skl_forward(const skl_plan *plan, const skl_inputs *inputs, const skl_rows *rows, void *workspace,
                        size_t workspace_size, skl_stream stream)
 {
@@ -104,7 +112,7 @@ skl_status skl_states_finish(const skl_plan *plan, const skl_inputs *inputs, con
                            .inputs = inputs != NULL ? *inputs : no_inputs,
                            .rows = *rows,
                            .gradients = no_gradients,
-                           .states = (skl_row_state *)(uintptr_t)states, /* read only: finish writes no state */
+                           .states = (skl_row_state *)(uintptr_t)states, /* skl_states_finish writes no state */
                            .stream = stream};
     const skl_status status = skl_finish_check(&plan->problem, &call);
     return status == SKL_OK ? plan->backend->states_finish(plan, &call) : status;

@@ -4,13 +4,15 @@
 #include <stdbool.h>
 #include <string.h>
 
+#include "base/indices.h"
+#include "base/needs.h"
 #include "base/overlap.h"
 #include "base/status.h"
 
 typedef enum kind { INPUT, OUTPUT } kind;
 typedef enum need { OPTIONAL, REQUIRED, REFUSED } need;
 
-/* One tensor of a call: what it is called, where it lies and what shape the problem gives it. */
+/* One tensor of a call: its name, its address and strides, and its shape in the problem. */
 typedef struct tensor_rule {
     const char *name;
     const void *data;
@@ -19,7 +21,7 @@ typedef struct tensor_rule {
     skl_dtype dtype;
     kind kind;
     need need;
-    const char *why; /* completes "NULL: must be given ..." or "must be NULL ..." */
+    const char *why; /* completes "NULL: must be given ..." or "given: must be NULL ..." */
 } tensor_rule;
 
 static int64_t span_of(int64_t extent, int64_t stride, int64_t inner_span)
@@ -30,7 +32,7 @@ static int64_t span_of(int64_t extent, int64_t stride, int64_t inner_span)
     return span;
 }
 
-/* A dimension of a tensor besides its last. */
+/* A dimension of a tensor, except the last. */
 typedef struct dimension {
     const char *name; /* of its stride */
     int64_t extent, stride;
@@ -45,7 +47,7 @@ static void dimensions_of(const skl_problem *p, const tensor_rule *t, dimension 
     dimensions[2] = (dimension){"stride_batch", p->packed ? 1 : p->batch, p->packed ? 0 : t->stride_batch};
 }
 
-/* From the smallest stride outwards. */
+/* Sorts by increasing stride. */
 static void sort_by_stride(dimension dimensions[DIMENSIONS])
 {
     for (int i = 1; i < DIMENSIONS; i++)
@@ -56,8 +58,8 @@ static void sort_by_stride(dimension dimensions[DIMENSIONS])
         }
 }
 
-/* Inputs only need to fit into the address space; in an output each step must clear everything inside it, so that no
- * two elements share an address. */
+/* Inputs only need to fit into the address space. In an output, each stride must be at least the span of the
+ * dimensions inside it, so that no two elements share an address. */
 static skl_status check_strides(const skl_problem *p, const tensor_rule *t)
 {
     dimension dimensions[DIMENSIONS];
@@ -67,7 +69,7 @@ static skl_status check_strides(const skl_problem *p, const tensor_rule *t)
             return skl_fail(SKL_ERROR_ARGUMENT, "%s.%s=%" PRId64 ": must be at least 0", t->name, dimensions[i].name,
                             dimensions[i].stride);
         if (dimensions[i].extent == 0)
-            return SKL_OK; /* no element, no address */
+            return SKL_OK; /* no elements */
     }
     sort_by_stride(dimensions);
     int64_t span = t->dim;
@@ -119,7 +121,7 @@ static skl_layout layout_of(const skl_problem *p, const tensor_rule *t)
     return layout;
 }
 
-/* Row results may be written over the input that they replace: rows.lse_t over lse_t. */
+/* A row result may be written in place of the input of the same name: rows.lse_t in place of lse_t. */
 static bool is_in_place(const tensor_rule *output, const tensor_rule *input)
 {
     return strncmp(output->name, "rows.", 5) == 0 && strcmp(output->name + 5, input->name) == 0 &&
@@ -127,7 +129,7 @@ static bool is_in_place(const tensor_rule *output, const tensor_rule *input)
            output->stride_head == input->stride_head && output->stride_row == input->stride_row;
 }
 
-/* An output that shares bytes with another, or with an input, would destroy it. */
+/* An output must not share a byte with another tensor. */
 static skl_status check_overlaps(const skl_problem *p, const tensor_rule *tensors, size_t count)
 {
     for (size_t i = 0; i < count; i++) {
@@ -139,7 +141,8 @@ static skl_status check_overlaps(const skl_problem *p, const tensor_rule *tensor
                 continue;
             const skl_layout other = layout_of(p, &tensors[k]);
             if (skl_layouts_overlap(&output, &other))
-                return skl_fail(SKL_ERROR_ARGUMENT, "%s=%p and %s=%p overlap: an output must have memory of its own",
+                return skl_fail(SKL_ERROR_ARGUMENT,
+                                "%s=%p and %s=%p overlap: an output must not share memory with another tensor",
                                 tensors[k].name, tensors[k].data, tensors[i].name, tensors[i].data);
         }
     }
@@ -158,31 +161,25 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call)
     const skl_inputs *const in = &call->inputs;
     const skl_rows *const rows = &call->rows;
     const skl_gradients *const grads = &call->gradients;
-    const bool forward = call->op == SKL_OP_FORWARD || call->op == SKL_OP_PARTIAL;
     const bool backward = call->op == SKL_OP_BACKWARD;
     const bool indexer = skl_is_indexer(p);
-    const bool grouped = skl_has_teacher_groups(p);
-    const bool teacher_grads = grads->dq_t.data != NULL || grads->dk_t.data != NULL;
-    const bool student_grads = grads->dq_s.data != NULL || grads->dk_s.data != NULL || grads->dw_s.data != NULL;
-    const bool first_grads = p->direction == SKL_KL_FORWARD ? teacher_grads && !grouped : student_grads;
-    const bool dots = teacher_grads && grouped && !indexer;
+    const bool teacher_groups = skl_has_teacher_groups(p);
+    const skl_needs needs = skl_call_needs(p, call);
 
     const char *const for_backward = ": a backward needs the LSEs of the forward";
     const char *const for_first = ": gradients of the first argument of the KL need it";
     const char *const for_dots = ": teacher gradients with heads_t > heads_s need it";
-    const char *const grouped_only = " unless heads_t > heads_s";
+    const char *const teacher_groups_only = " unless heads_t > heads_s";
     const char *const known = " in skl_forward_backward: the LSEs are inputs";
-    const need lse_need = forward ? OPTIONAL : REQUIRED;
-    const need lse_t_need = call->op == SKL_OP_PARTIAL && grouped ? REQUIRED : lse_need;
     const char *const for_partial = indexer ? ": partial states of an indexer need the LSE of all keys"
                                             : ": partial states with heads_t > heads_s need the LSE of all keys";
     const char *const lse_t_why = call->op == SKL_OP_PARTIAL ? for_partial : for_backward;
     const need lse_out_need = call->op == SKL_OP_FORWARD_BACKWARD ? REFUSED : OPTIONAL;
-    const bool fused = call->op == SKL_OP_FORWARD_BACKWARD;
-    const need dot_out_need = !grouped || indexer ? REFUSED : fused && dots ? REQUIRED : OPTIONAL;
-    const char *const dot_out_why = indexer   ? " for an indexer: its teacher is fixed"
-                                    : grouped ? for_dots
-                                              : grouped_only;
+    const bool one_pass = call->op == SKL_OP_FORWARD_BACKWARD;
+    const need dot_out_need = !teacher_groups || indexer ? REFUSED : one_pass && needs.dot_t ? REQUIRED : OPTIONAL;
+    const char *const dot_out_why = indexer          ? " for an indexer: its teacher is fixed"
+                                    : teacher_groups ? for_dots
+                                                     : teacher_groups_only;
     const char *const indexer_only = " unless student=SKL_STUDENT_INDEXER";
     const need indexer_out_need = indexer ? OPTIONAL : REFUSED;
     const need grad_need[5] = {
@@ -203,19 +200,21 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call)
         TENSOR(in->k_t, "k_t", p->key_heads_t, rows_k, p->dim_t, p->dtype_t, INPUT, REQUIRED, ""),
         TENSOR(in->q_s, "q_s", query_heads_s, rows_q, p->dim_s, p->dtype_s, INPUT, REQUIRED, ""),
         TENSOR(in->k_s, "k_s", p->key_heads_s, rows_k, p->dim_s, p->dtype_s, INPUT, REQUIRED, ""),
-        TENSOR(in->lse_t, "lse_t", p->heads_t, rows_q, 1, SKL_F32, INPUT, lse_t_need, lse_t_why),
-        TENSOR(in->lse_s, "lse_s", p->heads_s, rows_q, 1, SKL_F32, INPUT, lse_need, for_backward),
-        TENSOR(in->kl, "kl", p->heads_s, rows_q, 1, SKL_F32, INPUT, backward && first_grads ? REQUIRED : OPTIONAL,
+        TENSOR(in->lse_t, "lse_t", p->heads_t, rows_q, 1, SKL_F32, INPUT, needs.lse_t ? REQUIRED : OPTIONAL,
+               lse_t_why),
+        TENSOR(in->lse_s, "lse_s", p->heads_s, rows_q, 1, SKL_F32, INPUT, needs.lse_s ? REQUIRED : OPTIONAL,
+               for_backward),
+        TENSOR(in->kl, "kl", p->heads_s, rows_q, 1, SKL_F32, INPUT, backward && needs.kl ? REQUIRED : OPTIONAL,
                for_first),
-        TENSOR(in->dot_t, "dot_t", p->heads_t, rows_q, 1, SKL_F32, INPUT, backward && dots ? REQUIRED : OPTIONAL,
-               for_dots),
+        TENSOR(in->dot_t, "dot_t", p->heads_t, rows_q, 1, SKL_F32, INPUT,
+               backward && needs.dot_t ? REQUIRED : OPTIONAL, for_dots),
         TENSOR(in->grad_kl, "grad_kl", p->heads_s, rows_q, 1, SKL_F32, INPUT, OPTIONAL, ""),
         TENSOR(in->w_s, "w_s", p->heads_s, rows_q, p->index_heads, p->dtype_w, INPUT, indexer ? REQUIRED : REFUSED,
                indexer ? ": the weights of an indexer" : indexer_only),
-        TENSOR(in->indices, "indices", p->heads_s, rows_q, p->top_k, SKL_F32, INPUT, /* int32: as large as f32 */
+        TENSOR(in->indices, "indices", p->heads_s, rows_q, p->top_k, SKL_F32, INPUT, /* int32 has the size of f32 */
                p->top_k > 0 ? REQUIRED : REFUSED, p->top_k > 0 ? ": top_k > 0" : " unless top_k > 0"),
         TENSOR(rows->kl, "rows.kl", p->heads_s, rows_q, 1, SKL_F32, OUTPUT,
-               fused && first_grads ? REQUIRED : OPTIONAL, for_first),
+               one_pass && needs.kl ? REQUIRED : OPTIONAL, for_first),
         TENSOR(rows->lse_t, "rows.lse_t", p->heads_t, rows_q, 1, SKL_F32, OUTPUT, lse_out_need, known),
         TENSOR(rows->lse_s, "rows.lse_s", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, lse_out_need, known),
         TENSOR(rows->dot_t, "rows.dot_t", p->heads_t, rows_q, 1, SKL_F32, OUTPUT, dot_out_need, dot_out_why),
@@ -223,7 +222,7 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call)
                indexer_only),
         TENSOR(rows->entropy, "rows.entropy", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, indexer_out_need, indexer_only),
         TENSOR(rows->mass, "rows.mass", p->heads_s, rows_q, 1, SKL_F32, OUTPUT,
-               indexer && fused ? REFUSED : indexer_out_need, indexer ? known : indexer_only),
+               indexer && one_pass ? REFUSED : indexer_out_need, indexer ? known : indexer_only),
         TENSOR(states, "states", p->heads_s, rows_q, STATE_FLOATS, SKL_F32, OUTPUT, OPTIONAL, ""),
         TENSOR(grads->dq_t, "dq_t", p->heads_t, rows_q, p->dim_t, grad_t, OUTPUT, grad_need[0], unplanned),
         TENSOR(grads->dk_t, "dk_t", p->key_heads_t, rows_k, p->dim_t, grad_t, OUTPUT, grad_need[1], unplanned),
@@ -322,7 +321,7 @@ static skl_status check_seqlens(const char *name, const int32_t *offsets, int64_
     return SKL_OK;
 }
 
-skl_status skl_lengths_check(const skl_problem *p, const skl_inputs *inputs)
+static skl_status check_lengths(const skl_problem *p, const skl_inputs *inputs)
 {
     if (p->packed) {
         const skl_status status = check_seqlens("cu_seqlens_q", inputs->cu_seqlens_q, p->batch, p->len_q, p->total_q);
@@ -336,16 +335,35 @@ skl_status skl_lengths_check(const skl_problem *p, const skl_inputs *inputs)
     return SKL_OK;
 }
 
+skl_status skl_inputs_check_layout(const skl_problem *problem, const skl_inputs *inputs)
+{
+    /* A forward without results requires no row vector and has no output. */
+    const skl_call call = {.op = SKL_OP_FORWARD,
+                           .inputs = *inputs,
+                           .rows = {.struct_size = sizeof(skl_rows)},
+                           .gradients = {.struct_size = sizeof(skl_gradients)}};
+    skl_status status = check_structs(&call);
+    if (status == SKL_OK)
+        status = check_length_pointers(problem, inputs);
+    return status == SKL_OK ? check_tensors(problem, &call) : status;
+}
+
+skl_status skl_inputs_check_values(const skl_problem *problem, const skl_inputs *inputs)
+{
+    const skl_status status = check_lengths(problem, inputs);
+    return status == SKL_OK ? skl_indices_check(problem, inputs) : status;
+}
+
 skl_status skl_finish_check(const skl_problem *p, const skl_call *call)
 {
     skl_status status = check_structs(call);
     if (status != SKL_OK)
         return status;
     const skl_rows *const rows = &call->rows;
-    const bool grouped = skl_has_teacher_groups(p);
+    const bool teacher_groups = skl_has_teacher_groups(p);
     const char *const in_finish = " in skl_states_finish";
     const int64_t rows_q = p->packed ? p->total_q : p->len_q;
-    const need lse_need = grouped && rows->lse_t.data != NULL ? REQUIRED : OPTIONAL;
+    const need lse_need = teacher_groups && rows->lse_t.data != NULL ? REQUIRED : OPTIONAL;
     const skl_output states = skl_output_contiguous(call->states, p->heads_s, rows_q, STATE_FLOATS);
     const tensor_rule tensors[] = {
         TENSOR(states, "states", p->heads_s, rows_q, STATE_FLOATS, SKL_F32, INPUT, OPTIONAL, ""),
