@@ -166,7 +166,7 @@ int kl_compute(kl_results *results, const kl_inputs *inputs, const kl_request *r
     if (exit_code == CLI_OK)
         exit_code = allocate_gradients(results, inputs);
     if (exit_code == CLI_OK && request->options.device != SKL_CPU)
-        exit_code = kl_inputs_check_lengths(inputs);
+        exit_code = kl_inputs_check(inputs, results->runner.plan);
     if (exit_code != CLI_OK)
         return exit_code;
     for (kl_role role = 0; role < ROLE_REQUIRED_COUNT; role++)

@@ -322,6 +322,12 @@ int kl_inputs_load(kl_inputs *inputs, const kl_request *request)
     return exit_code;
 }
 
+int kl_inputs_check(const kl_inputs *inputs, const skl_plan *plan)
+{
+    const skl_status status = skl_inputs_check(plan, &inputs->tensors);
+    return status == SKL_OK ? CLI_OK : cli_fail_status(status);
+}
+
 void kl_inputs_free(kl_inputs *inputs)
 {
     kl_files_close(&inputs->files);

@@ -61,7 +61,7 @@ int kl_inputs_load(kl_inputs *inputs, const kl_request *request);
 void kl_inputs_free(kl_inputs *inputs);
 
 /* Checks lengths and indices before they are copied to a GPU or used outside the library. */
-int kl_inputs_check_lengths(const kl_inputs *inputs);
+int kl_inputs_check(const kl_inputs *inputs, const skl_plan *plan);
 
 int kl_compute(kl_results *results, const kl_inputs *inputs, const kl_request *request);
 void kl_results_free(kl_results *results);

@@ -96,28 +96,3 @@ int kl_lengths_load(const kl_files *files, kl_role role, const char *text, int32
         return exit_code;
     return lengths_from_tensor(role, &found, values, count);
 }
-
-/* A backward of no gradient checks its tensors and does nothing else: the LSEs that it asks for are never read. */
-int kl_inputs_check_lengths(const kl_inputs *inputs)
-{
-    static const float unread = 0;
-    skl_problem problem = inputs->problem;
-    problem.gradients = 0;
-    skl_inputs given = inputs->tensors;
-    given.lse_t = given.lse_s = (skl_input){&unread, 0, 0, 0};
-    const skl_gradients none = {.struct_size = sizeof none};
-    skl_options on_cpu = skl_options_default();
-    on_cpu.kernel = "cpu_reference";
-    on_cpu.threads = 1;
-    skl_plan *plan = NULL;
-    void *workspace = NULL;
-    skl_status status = skl_plan_create(&plan, &problem, &on_cpu);
-    const size_t size = skl_plan_workspace_size(plan, SKL_OP_BACKWARD);
-    if (status == SKL_OK)
-        status = device_allocate(SKL_CPU, size, "the check of lengths", &workspace);
-    if (status == SKL_OK)
-        status = skl_backward(plan, &given, &none, workspace, size, NULL);
-    device_free(SKL_CPU, workspace);
-    skl_plan_destroy(plan);
-    return status == SKL_OK ? CLI_OK : cli_fail_status(status);
-}

@@ -284,6 +284,17 @@ static int compute(attention_map *map, const map_request *request, const kl_inpu
     return device_error()[0] ? cli_fail_status(status) : fail_plan(status, &request->input.options);
 }
 
+/* The map reads lengths itself, so they are checked before. */
+static int check_inputs(const map_request *request, const kl_inputs *inputs)
+{
+    skl_plan *plan = NULL;
+    const skl_status status = skl_plan_create(&plan, &inputs->problem, &request->input.options);
+    const int exit_code =
+        status == SKL_OK ? kl_inputs_check(inputs, plan) : fail_plan(status, &request->input.options);
+    skl_plan_destroy(plan);
+    return exit_code;
+}
+
 static int check_outputs(const map_request *request)
 {
     if (request->png_prefix) {
@@ -318,7 +329,7 @@ int cmd_map(int argc, char **argv)
     if (exit_code == CLI_OK)
         exit_code = kl_inputs_load(&inputs, &request.input);
     if (exit_code == CLI_OK)
-        exit_code = kl_inputs_check_lengths(&inputs);
+        exit_code = check_inputs(&request, &inputs);
     if (exit_code == CLI_OK)
         exit_code = compute(&map, &request, &inputs);
     if (exit_code == CLI_OK)
