@@ -7,7 +7,8 @@
 #include <string.h>
 #include <time.h>
 
-/* The threads of OpenBLAS spin for 2^26 clock ticks after a call, about 30 ms, and would slow down the next method. */
+/* The threads of OpenBLAS spin for 2^26 clock ticks after a call, about 30 ms, and would slow down the next method.
+ */
 static void wait_for_idle_threads(void)
 {
     const struct timespec pause = {.tv_sec = 0, .tv_nsec = 50 * 1000 * 1000};
