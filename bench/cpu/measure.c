@@ -223,6 +223,8 @@ static skl_status append_points(bench_report *report, const bench_session *sessi
             .gradient_difference = gradient_difference,
         };
         snprintf(point->kernel, sizeof point->kernel, "%s", skl_plan_kernel(entry->streaming.plan));
+        for (int pass = 0; pass < BENCH_PASS_COUNT && config->explain; pass++)
+            point->explanations[pass] = streaming_explain(&entry->streaming, (bench_pass)pass);
         for (int method = 0; method < BENCH_METHOD_COUNT; method++)
             point->methods[method] = result_of(entry, config, (bench_method)method, length);
     }

@@ -1,5 +1,7 @@
 #include "bench/cpu/report.h"
 
+#include <stdlib.h>
+
 const char *bench_method_name(bench_method method)
 {
     static const char *const names[] = {
@@ -14,6 +16,14 @@ const char *bench_pass_name(bench_pass pass)
     return names[pass];
 }
 
+skl_op bench_pass_op(bench_pass pass)
+{
+    static const skl_op ops[] = {[BENCH_FORWARD] = SKL_OP_FORWARD,
+                                 [BENCH_BACKWARD] = SKL_OP_BACKWARD,
+                                 [BENCH_ONE_PASS] = SKL_OP_FORWARD_BACKWARD};
+    return ops[pass];
+}
+
 const char *bench_type_name(skl_dtype type)
 {
     static const char *const names[] = {[SKL_F32] = "f32", [SKL_F16] = "f16", [SKL_BF16] = "bf16"};
@@ -23,6 +33,14 @@ const char *bench_type_name(skl_dtype type)
 int bench_pass_count(bench_method method)
 {
     return method == BENCH_STREAMING ? BENCH_PASS_COUNT : BENCH_ONE_PASS;
+}
+
+void bench_report_free(bench_report *report)
+{
+    for (int i = 0; report && i < report->point_count; i++)
+        for (int pass = 0; pass < BENCH_PASS_COUNT; pass++)
+            free(report->points[i].explanations[pass]);
+    free(report);
 }
 
 skl_problem bench_problem(const bench_config *config, int64_t length, int64_t dim)

@@ -24,6 +24,7 @@ typedef struct bench_config {
     int32_t grad_f32, causal;
     skl_options engine; /* device and kernel; `threads` above replaces its threads */
     int32_t no_baseline;
+    int32_t explain; /* keep the explanations of streaming */
     int32_t rounds;
     int64_t max_memory; /* bytes of matrices beyond which the baseline is skipped */
 } bench_config;
@@ -35,6 +36,8 @@ typedef enum bench_pass { BENCH_FORWARD, BENCH_BACKWARD, BENCH_ONE_PASS, BENCH_P
 const char *bench_method_name(bench_method method);
 const char *bench_pass_name(bench_pass pass);
 const char *bench_type_name(skl_dtype type);
+
+skl_op bench_pass_op(bench_pass pass); /* of streaming */
 
 /* Only streaming has a one-pass mode. */
 int bench_pass_count(bench_method method);
@@ -50,8 +53,9 @@ typedef struct bench_point {
     int64_t length, dim;
     int threads; /* 0 on a GPU */
     char kernel[48];
-    double sgemm_flops;    /* per second, sampled with the methods; 0: no BLAS */
-    device_properties gpu; /* while the tensors are allocated; empty on the CPU */
+    double sgemm_flops;                   /* per second, sampled with the methods; 0: no BLAS */
+    char *explanations[BENCH_PASS_COUNT]; /* of streaming; NULL unless config.explain */
+    device_properties gpu;                /* while the tensors are allocated; empty on the CPU */
     bench_method_result methods[BENCH_METHOD_COUNT];
 
     double waiting_share; /* fraction of the time in which this process waited for a core */
@@ -68,6 +72,9 @@ typedef struct bench_report {
     int point_count;
     bench_point points[BENCH_LIST_MAX * BENCH_LIST_MAX * BENCH_LIST_MAX];
 } bench_report;
+
+/* Frees the report, which is on the heap; may be NULL. */
+void bench_report_free(bench_report *report);
 
 /* The problem that is timed. */
 skl_problem bench_problem(const bench_config *config, int64_t length, int64_t dim);

@@ -1,4 +1,5 @@
 #include "bench/cpu/streaming.h"
+#include "device/explain.h"
 
 static size_t workspace_size_of(const skl_plan *plan)
 {
@@ -65,16 +66,27 @@ void streaming_close(streaming *run)
     *run = (streaming){0};
 }
 
+static skl_inputs inputs_of(const streaming *run, bench_pass pass)
+{
+    skl_inputs inputs = run->inputs;
+    if (pass == BENCH_FORWARD) /* it writes the LSEs, and outputs must not overlap inputs */
+        inputs.lse_t = inputs.lse_s = (skl_input){0};
+    return inputs;
+}
+
+char *streaming_explain(const streaming *run, bench_pass pass)
+{
+    const skl_inputs inputs = inputs_of(run, pass);
+    return explain_plan(run->plan, &inputs, bench_pass_op(pass));
+}
+
 skl_status streaming_run(const streaming *run, bench_pass pass)
 {
-    if (pass == BENCH_FORWARD) {
-        /* A forward writes the LSEs, and outputs must not overlap inputs. */
-        skl_inputs inputs = run->inputs;
-        inputs.lse_t = inputs.lse_s = (skl_input){0};
+    const skl_inputs inputs = inputs_of(run, pass);
+    if (pass == BENCH_FORWARD)
         return skl_forward(run->plan, &inputs, &run->rows, run->workspace, run->workspace_size, NULL);
-    }
     if (pass == BENCH_BACKWARD)
-        return skl_backward(run->plan, &run->inputs, &run->gradients, run->workspace, run->workspace_size, NULL);
-    return skl_forward_backward(run->plan, &run->inputs, &run->kl_only, &run->gradients, run->workspace,
+        return skl_backward(run->plan, &inputs, &run->gradients, run->workspace, run->workspace_size, NULL);
+    return skl_forward_backward(run->plan, &inputs, &run->kl_only, &run->gradients, run->workspace,
                                 run->workspace_size, NULL);
 }

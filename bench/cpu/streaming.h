@@ -23,6 +23,9 @@ skl_status streaming_open(streaming *run, const skl_problem *problem, const skl_
                           const bench_tensors *tensors);
 void streaming_close(streaming *run);
 
+/* The launches of a pass, in memory that the caller frees; NULL on failure. */
+char *streaming_explain(const streaming *run, bench_pass pass);
+
 /* Backward and one-pass use the LSEs of the last forward. */
 skl_status streaming_run(const streaming *run, bench_pass pass);
 

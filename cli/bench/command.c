@@ -64,6 +64,7 @@ enum {
     KEY_NO_BASELINE,
     KEY_MAX_MEMORY,
     KEY_REPEAT,
+    KEY_EXPLAIN,
     KEY_CSV,
     KEY_PLOT,
 };
@@ -88,6 +89,7 @@ static const struct argp_option options[] = {
      "Skip a baseline with larger matrices, such as 500M or 8G; default half of the free memory", 0},
     {"repeat", KEY_REPEAT, "N", 0, "Rounds, of at least 0.2 s and one sample per method; default 5", 0},
     {NULL, 0, NULL, 0, "Result:", 3},
+    {"explain", KEY_EXPLAIN, NULL, 0, "Show the kernels of streaming, and the reason for each choice", 0},
     {"csv", KEY_CSV, "FILE", 0, "Write every measurement as CSV", 0},
     {"plot", KEY_PLOT, "FILE", 0, "Draw speed and memory by N as SVG", 0},
     {0},
@@ -121,17 +123,6 @@ static const char *parse_list(const char *text, void *value)
             unique->values[unique->count++] = list.values[i];
     }
     return NULL;
-}
-
-static const char *parse_dtype(const char *text, void *value)
-{
-    for (int type = SKL_F32; type <= SKL_BF16; type++) {
-        if (strcmp(text, dtype_name((skl_dtype)type)) == 0) {
-            *(skl_dtype *)value = (skl_dtype)type;
-            return NULL;
-        }
-    }
-    return "f32, f16 or bf16";
 }
 
 /* "500M" into bytes. */
@@ -173,6 +164,7 @@ static const option_field fields[] = {
     {KEY_NO_BASELINE, parse_flag, offsetof(bench_request, config.no_baseline)},
     {KEY_MAX_MEMORY, parse_size, offsetof(bench_request, config.max_memory)},
     {KEY_REPEAT, parse_rounds, offsetof(bench_request, config.rounds)},
+    {KEY_EXPLAIN, parse_flag, offsetof(bench_request, config.explain)},
     {KEY_CSV, parse_string, offsetof(bench_request, csv_path)},
     {KEY_PLOT, parse_string, offsetof(bench_request, plot_path)},
     {0, NULL, 0},
@@ -324,7 +316,7 @@ int cmd_bench(int argc, char **argv)
     report->config = request.config;
     exit_code = open_device(report);
     if (exit_code != CLI_OK) {
-        free(report);
+        bench_report_free(report);
         return exit_code;
     }
     const bool compared = request.config.engine.device == SKL_CPU && request.config.index_heads == 0;
@@ -333,6 +325,6 @@ int cmd_bench(int argc, char **argv)
     if (exit_code == CLI_OK)
         exit_code = write_files(&request, report);
     blas_close(library);
-    free(report);
+    bench_report_free(report);
     return exit_code;
 }

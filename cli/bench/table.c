@@ -1,5 +1,6 @@
 #include "cli/bench/table.h"
 #include "cli/common/cli.h"
+#include "cli/common/explain.h"
 #include "cli/term/term.h"
 
 #include <inttypes.h>
@@ -17,8 +18,7 @@ void bench_table_heading(const bench_report *report, const char *blas_descriptio
     const bool on_gpu = config->engine.device != SKL_CPU;
     printf("%sstreamkl %s%s on %s, %d %s%s, %s\n", style.bold, skl_version(), style.plain, report->machine,
            report->cores, on_gpu ? "SM" : "core", plural(report->cores), report->date);
-    printf("%s inputs, %s gradients, %" PRId64
-           " head%s, %s; median of at least %d sample%s per method\n",
+    printf("%s inputs, %s gradients, %" PRId64 " head%s, %s; median of at least %d sample%s per method\n",
            bench_type_name(config->dtype), bench_type_name(config->grad_f32 ? SKL_F32 : config->dtype), config->heads,
            plural(config->heads), config->causal ? "causal" : "no mask", config->rounds, plural(config->rounds));
     if (config->index_heads > 0) {
@@ -149,6 +149,13 @@ static void print_waiting(const bench_point *point)
            100 * point->waiting_share, style.plain);
 }
 
+static void print_explanations(const bench_point *point)
+{
+    for (int pass = 0; pass < BENCH_PASS_COUNT; pass++)
+        if (point->explanations[pass])
+            explain_print(stdout, bench_pass_op((bench_pass)pass), point->explanations[pass]);
+}
+
 void bench_table_points(const bench_report *report, int first)
 {
     const bench_config *const config = &report->config;
@@ -170,6 +177,7 @@ void bench_table_points(const bench_report *report, int first)
             print_method(config, point, (bench_method)method);
         print_step_speedups(point);
         print_thread_speedup(report, point);
+        print_explanations(point);
     }
     print_agreement(config, &report->points[first]);
     print_waiting(&report->points[first]);

@@ -94,6 +94,17 @@ const char *parse_direction(const char *text, void *value)
     return "forward or reverse";
 }
 
+const char *parse_dtype(const char *text, void *value)
+{
+    for (int dtype = SKL_F32; dtype <= SKL_BF16; dtype++) {
+        if (strcmp(text, dtype_names[dtype]) == 0) {
+            *(skl_dtype *)value = (skl_dtype)dtype;
+            return NULL;
+        }
+    }
+    return "f32, f16 or bf16";
+}
+
 /* ---- Tables ------------------------------------------------------------------------------------------------- */
 
 static const char *option_name(const struct argp_option *options, int key)

@@ -22,6 +22,7 @@ option_parser parse_int32;  /* int32_t, 0 or more */
 option_parser parse_int64;  /* int64_t */
 option_parser parse_count;  /* int64_t, 1 or more */
 option_parser parse_direction;
+option_parser parse_dtype;
 option_parser parse_device; /* skl_options: its device and device_index */
 
 /* For argp parsers: finds `key` in the table, which ends with key 0, and stores its value. Returns 0,

@@ -2,9 +2,11 @@
 #include "cli/common/cli.h"
 #include "cli/common/options.h"
 #include "cli/common/resident.h"
+#include "device/explain.h"
 
 #include <inttypes.h>
 #include <stdio.h>
+#include <stdlib.h>
 
 static size_t workspace_size_of(const skl_plan *plan, const skl_problem *problem)
 {
@@ -36,6 +38,16 @@ int runner_open(plan_runner *runner, const skl_problem *problem, const skl_optio
     return status == SKL_OK ? CLI_OK : cli_fail_status(status);
 }
 
+/* The choice of kernels may depend on the addresses: `inputs` are in device memory. */
+static skl_status explain(plan_runner *runner, const skl_inputs *inputs, skl_op op)
+{
+    if (!runner->explains)
+        return SKL_OK;
+    free(runner->explanations[op]);
+    runner->explanations[op] = explain_plan(runner->plan, inputs, op);
+    return runner->explanations[op] ? SKL_OK : SKL_ERROR_MEMORY;
+}
+
 static skl_status run_begin(plan_runner *runner, const char *label)
 {
     if (runner->resident_begin < 0)
@@ -62,6 +74,8 @@ int runner_forward(plan_runner *runner, const skl_inputs *inputs, const skl_rows
     skl_rows written = *rows;
     skl_status status = mirror_call(&runner->tensors, &read, &written, NULL);
     if (status == SKL_OK)
+        status = explain(runner, &read, SKL_OP_FORWARD);
+    if (status == SKL_OK)
         status = run_begin(runner, "forward");
     if (status == SKL_OK)
         status = skl_forward(runner->plan, &read, &written, runner->workspace, runner->workspace_size, NULL);
@@ -73,6 +87,8 @@ int runner_backward(plan_runner *runner, const skl_inputs *inputs, const skl_gra
     skl_inputs read = *inputs;
     skl_gradients written = *gradients;
     skl_status status = mirror_call(&runner->tensors, &read, NULL, &written);
+    if (status == SKL_OK)
+        status = explain(runner, &read, SKL_OP_BACKWARD);
     if (status == SKL_OK)
         status = run_begin(runner, "backward");
     if (status == SKL_OK)
@@ -86,6 +102,10 @@ void runner_close(plan_runner *runner)
     device_timer_destroy(&runner->timer);
     device_free(runner->device, runner->workspace);
     skl_plan_destroy(runner->plan);
+    for (int op = 0; op < SKL_OP_PARTIAL; op++) {
+        free(runner->explanations[op]);
+        runner->explanations[op] = NULL;
+    }
     runner->plan = NULL;
     runner->workspace = NULL;
 }

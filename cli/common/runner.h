@@ -15,6 +15,8 @@ typedef struct plan_runner {
     void *workspace; /* in device memory */
     size_t workspace_size;
     term_progress progress;
+    bool explains;                            /* set it after runner_open() to get the explanations */
+    char *explanations[SKL_OP_PARTIAL];       /* by operation; NULL: none */
     double forward_seconds, backward_seconds; /* of the kernels, without copies to and from a GPU */
     int64_t resident_begin;                   /* resident bytes before the first run */
     int64_t peak_growth;                      /* peak growth since then; -1: unknown, or on a GPU */

@@ -72,6 +72,6 @@ void distill_timing_add(bytes *page, const distill_run *run)
                         100 * report->points[0].waiting_share);
         bytes_print(page, "</small></p>");
     }
-    free(report);
+    bench_report_free(report);
     blas_close(library);
 }

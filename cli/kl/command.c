@@ -36,7 +36,7 @@ static const char doc[] =
     "  streamkl kl packed.safetensors --causal --cu-seqlens-q 0,512,2048\n"
     "  streamkl kl pair.safetensors --out rows.safetensors --grad grad.safetensors\n"
     "  streamkl kl layer.safetensors --student indexer --causal --lse-t lse --grad grad.safetensors\n"
-    "  streamkl kl pair.safetensors --device cuda:1";
+    "  streamkl kl pair.safetensors --device cuda:1 --explain";
 
 enum {
     KEY_REDUCTION = OPTIONS_COMMAND_KEYS,
@@ -44,6 +44,7 @@ enum {
     KEY_GRAD,
     KEY_GRAD_TEACHER,
     KEY_GRAD_F32,
+    KEY_EXPLAIN,
     KEY_JSON,
     KEY_STUDENT,
     KEY_W_S,
@@ -67,6 +68,7 @@ static const struct argp_option options[] = {
     {"grad", KEY_GRAD, "FILE", 0, "Write the gradients dq_s, dk_s as safetensors; for an indexer also dw_s", 0},
     {"grad-teacher", KEY_GRAD_TEACHER, NULL, 0, "Write dq_t, dk_t to the same file", 0},
     {"grad-f32", KEY_GRAD_F32, NULL, 0, "Gradients in f32 instead of the type of their tensors", 0},
+    {"explain", KEY_EXPLAIN, NULL, 0, "Show the kernels that run, and the reason for each choice", 0},
     {"json", KEY_JSON, NULL, 0, "Print one JSON object instead of the table", 0},
     {0},
 };
@@ -90,6 +92,7 @@ static const option_field fields[] = {
     {KEY_GRAD, parse_string, offsetof(kl_request, grad_path)},
     {KEY_GRAD_TEACHER, parse_flag, offsetof(kl_request, grad_teacher)},
     {KEY_GRAD_F32, parse_flag, offsetof(kl_request, problem.grad_f32)},
+    {KEY_EXPLAIN, parse_flag, offsetof(kl_request, explain)},
     {KEY_JSON, parse_flag, offsetof(kl_request, json)},
     {0, NULL, 0},
 };

@@ -161,6 +161,7 @@ int kl_compute(kl_results *results, const kl_inputs *inputs, const kl_request *r
 {
     const skl_problem *const problem = &inputs->problem;
     int exit_code = runner_open(&results->runner, problem, &request->options);
+    results->runner.explains = request->explain;
     if (exit_code == CLI_OK)
         exit_code = allocate_row_vectors(results, problem);
     if (exit_code == CLI_OK)

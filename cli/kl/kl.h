@@ -19,7 +19,7 @@ typedef struct kl_request {
     kl_layout layout;
     kl_reduction reduction;
     const char *out_path, *grad_path; /* NULL: none */
-    int32_t grad_teacher, json;
+    int32_t grad_teacher, explain, json;
 } kl_request;
 
 /* A child for a command's argp: files, and names and layout of their tensors. Input: the kl_request. */

@@ -1,6 +1,7 @@
 /* The output of `streamkl kl`: text, or one JSON object. */
 #include "cli/common/cli.h"
 #include "cli/kl/kl.h"
+#include "cli/common/explain.h"
 #include "cli/common/options.h"
 #include "cli/term/position_chart.h"
 #include "cli/common/workload.h"
@@ -82,6 +83,20 @@ static json_t *shapes_json(const kl_inputs *inputs)
     return shapes;
 }
 
+/* The operations that ran. NULL: out of memory. */
+static json_t *explanations_json(const plan_runner *runner)
+{
+    json_t *const object = json_object();
+    bool complete = object != NULL;
+    for (int op = 0; op < SKL_OP_PARTIAL; op++)
+        if (runner->explanations[op])
+            complete = explain_add_json(object, (skl_op)op, runner->explanations[op]) && complete;
+    if (complete)
+        return object;
+    json_decref(object);
+    return NULL;
+}
+
 static int print_json(const kl_results *results, const kl_inputs *inputs, const kl_request *request)
 {
     const skl_problem *const problem = &inputs->problem;
@@ -123,6 +138,8 @@ static int print_json(const kl_results *results, const kl_inputs *inputs, const 
         complete = json_object_set_new(object, parts[m].key,
                                        cli_json_number(mean_of(parts[m].rows, results, problem))) == 0 &&
                    complete;
+    if (request->explain)
+        complete = json_object_set_new(object, "explain", explanations_json(runner)) == 0 && complete;
     if (complete)
         return cli_print_json(object);
     json_decref(object);
@@ -244,6 +261,14 @@ static void print_costs(const kl_results *results, const kl_inputs *inputs)
     printf("  %-8s %10s %s\n", "kernel", skl_plan_kernel(runner->plan), runner_location_of(runner).text);
 }
 
+static void print_explanations(const plan_runner *runner)
+{
+    printf("\n");
+    for (int op = 0; op < SKL_OP_PARTIAL; op++)
+        if (runner->explanations[op])
+            explain_print(stdout, (skl_op)op, runner->explanations[op]);
+}
+
 static void print_written(const char *path, const char *contents)
 {
     if (path)
@@ -264,6 +289,8 @@ static void print_table(const kl_results *results, const kl_inputs *inputs, cons
         position_chart_print(stdout, results->kl, results->lse_s, problem->batch * problem->heads_s, problem->len_q);
     }
     print_costs(results, inputs);
+    if (request->explain)
+        print_explanations(&results->runner);
     const bool indexer = kl_is_indexer(problem);
     print_written(request->out_path, indexer ? "kl, lse_t, lse_s, cross_entropy, entropy, mass" : "kl, lse_t, lse_s");
     print_written(request->grad_path, request->grad_teacher ? "dq_s, dk_s, dq_t, dk_t"
