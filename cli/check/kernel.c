@@ -51,7 +51,7 @@ static bool has_array(const check_case *of, int array)
     const bool indexer = p->student == SKL_STUDENT_INDEXER;
     switch (array) {
     case DOT_T:
-        return p->heads_t != p->heads_s && !indexer;
+        return skl_problem_needs(p, SKL_OP_BACKWARD) & SKL_ROW_DOT_T;
     case DQ_T:
     case DK_T:
         return !indexer;

@@ -33,7 +33,7 @@ static skl_input row_input(const skl_problem *problem, const float *data, int64_
 
 static bool needs_dot_t(const skl_problem *problem)
 {
-    return problem->heads_t != problem->heads_s && problem->gradients & (SKL_DQ_T | SKL_DK_T);
+    return skl_problem_needs(problem, SKL_OP_BACKWARD) & SKL_ROW_DOT_T;
 }
 
 static int allocate_row_vectors(kl_results *results, const skl_problem *problem)
