@@ -38,7 +38,7 @@ static const char doc[] =
     "  streamkl bench --dtype bf16 --causal --heads 8\n"
     "  streamkl bench --lengths 16384,65536 --max-memory 4G\n"
     "  streamkl bench --device cuda --dtype bf16 --heads 16 --lengths 8192\n"
-    "  streamkl bench --heads 64 --key-heads 1 --index-heads 32 --top-k 2048 --device cuda --dtype bf16\n"
+    "  streamkl bench --heads 64 --index-heads 32 --top-k 2048 --device cuda\n"
     "  streamkl bench --csv bench.csv --plot bench.svg";
 
 /* ---- The command line --------------------------------------------------------------------------------------- */

@@ -194,9 +194,7 @@ static const struct argp_option problem_options[] = {
     {"window", KEY_WINDOW, "L,R", 0,
      "A query attends to at most L keys before its position and R keys after it; -1: no limit", 0},
     {"offset-q", KEY_OFFSET_Q, "N", 0,
-     "Position of query 0, for a shard of a longer sequence; without offsets the last query has the position of the "
-     "last key",
-     0},
+     "Position of query 0, for a shard of a longer sequence; without offsets bottom-right aligned", 0},
     {"offset-k", KEY_OFFSET_K, "N", 0, "Position of key 0", 0},
     {"scale-t", KEY_SCALE_T, "X", 0, "Logit scale of the teacher; default 1/sqrt(D)", 0},
     {"scale-s", KEY_SCALE_S, "X", 0, "Logit scale of the student; default 1/sqrt(D)", 0},

@@ -32,7 +32,7 @@ static const char doc[] =
     "  streamkl distill --context 32768 --steps 60\n"
     "  streamkl distill --out run7 --seed 7 --heads-t 8 --heads-s 2\n"
     "  streamkl distill --out run7 --seed 7 --heads-t 8 --heads-s 2 --resume\n"
-    "  streamkl distill --teacher big.safetensors --student small.safetensors --rate 0.001";
+    "  streamkl distill --teacher big.safetensors --student small.safetensors";
 
 /* ---- The command line --------------------------------------------------------------------------------------- */
 

@@ -26,7 +26,7 @@ static const char doc[] =
     "\n"
     "Examples:\n"
     "  streamkl map pair.safetensors --causal\n"
-    "  streamkl map pair.safetensors --causal --buckets 128 --png map     map-p.png, map-s.png, map-kl.png\n"
+    "  streamkl map pair.safetensors --causal --buckets 128 --png map\n"
     "  streamkl map pair.safetensors --causal --head all --out maps.safetensors\n"
     "  streamkl map pair.safetensors --causal --device cuda --json";
 
