@@ -3,23 +3,11 @@
 #include "cli/kl/kl.h"
 
 #include <inttypes.h>
-#include <stdio.h>
 #include <stdlib.h>
 
-/* "[1, 8, 4096, 64]" */
-typedef struct shape_name {
-    char text[TENSOR_RANK_MAX * 24];
-} shape_name;
-
-static shape_name name_shape(const stored_tensor *tensor)
+static shape_text shape_of(const stored_tensor *tensor)
 {
-    shape_name name;
-    size_t used = (size_t)snprintf(name.text, sizeof name.text, "[");
-    for (int d = 0; d < tensor->rank; d++)
-        used += (size_t)snprintf(name.text + used, sizeof name.text - used, "%s%" PRId64, d ? ", " : "",
-                                 tensor->shape[d]);
-    snprintf(name.text + used, sizeof name.text - used, "]");
-    return name;
+    return shape_print(tensor->shape, tensor->rank);
 }
 
 /* ---- Axes --------------------------------------------------------------------------------------------------- */
@@ -67,7 +55,7 @@ static int name_head_axes(kl_view *view, const kl_request *request, kl_role role
     const int rank = view->stored->rank;
     if (rank < 2 || rank > 4)
         return cli_fail(CLI_BAD_INPUT, "%s %s: must be [B, H, N, %s] with 2 to 4 dimensions", kl_role_names[role],
-                        name_shape(view->stored).text, last);
+                        shape_of(view->stored).text, last);
     name_axes(view, axis_order(request->layout, rank));
     return CLI_OK;
 }
@@ -85,7 +73,7 @@ static int load_heads(kl_view *view, const kl_files *files, const kl_request *re
         return exit_code;
     if (view->extent[AXIS_HEADS] < 1) /* for the library 0 key heads means the number of query heads */
         return cli_fail(CLI_BAD_INPUT, "%s %s: must have at least one head", kl_role_names[role],
-                        name_shape(found.tensor).text);
+                        shape_of(found.tensor).text);
     return CLI_OK;
 }
 
@@ -110,8 +98,8 @@ static int check_agreement(const kl_view *views)
         const kl_view *const left = &views[rule->left], *const right = &views[rule->right];
         if (left->extent[rule->axis] != right->extent[rule->axis])
             return cli_fail(CLI_BAD_INPUT, "%s %s and %s %s: %s must be equal, is %" PRId64 " and %" PRId64,
-                            kl_role_names[rule->left], name_shape(left->stored).text, kl_role_names[rule->right],
-                            name_shape(right->stored).text, rule->what, left->extent[rule->axis],
+                            kl_role_names[rule->left], shape_of(left->stored).text, kl_role_names[rule->right],
+                            shape_of(right->stored).text, rule->what, left->extent[rule->axis],
                             right->extent[rule->axis]);
     }
     static const kl_role sides[][2] = {{ROLE_Q_T, ROLE_K_T}, {ROLE_Q_S, ROLE_K_S}};
@@ -176,7 +164,7 @@ static int load_packing(kl_inputs *inputs, const kl_request *request)
     skl_problem *const problem = &inputs->problem;
     if (problem->batch != 1)
         return cli_fail(CLI_BAD_INPUT, "q_t %s: packed sequences (cu_seqlens_q) must have a batch of 1",
-                        name_shape(inputs->views[ROLE_Q_T].stored).text);
+                        shape_of(inputs->views[ROLE_Q_T].stored).text);
     problem->packed = 1;
     problem->batch = count_q - 1;
     problem->total_q = problem->len_q;
@@ -226,7 +214,7 @@ static int load_lse_t(kl_inputs *inputs, const kl_request *request)
     if (!fits)
         return cli_fail(CLI_BAD_INPUT,
                         "lse_t %s %s: must be F32 [B, H, N] of q_t, [%" PRId64 ", %" PRId64 ", %" PRId64 "]",
-                        view.stored->dtype_name, name_shape(view.stored).text, q_t->extent[AXIS_BATCH],
+                        view.stored->dtype_name, shape_of(view.stored).text, q_t->extent[AXIS_BATCH],
                         q_t->extent[AXIS_HEADS], q_t->extent[AXIS_LENGTH]);
     inputs->tensors.lse_t = view.input;
     return CLI_OK;
@@ -254,7 +242,7 @@ static int load_weights(kl_inputs *inputs, const kl_request *request)
         heads < 1 || index_heads < 1 || q_s->extent[AXIS_HEADS] % heads != 0 ||
         q_s->extent[AXIS_HEADS] / heads != index_heads)
         return cli_fail(CLI_BAD_INPUT, "w_s %s and q_s %s: must be [B, H, N, G] and [B, H * G, N, D]",
-                        name_shape(w_s->stored).text, name_shape(q_s->stored).text);
+                        shape_of(w_s->stored).text, shape_of(q_s->stored).text);
     inputs->problem.heads_s = heads;
     inputs->problem.index_heads = index_heads;
     inputs->problem.dtype_w = w_s->stored->dtype;
@@ -278,7 +266,7 @@ static int load_indices(kl_inputs *inputs, const kl_request *request)
     for (int axis = AXIS_BATCH; axis <= AXIS_LENGTH; axis++)
         if (view.extent[axis] != inputs->w_s.extent[axis] || view.extent[AXIS_DIM] < 1)
             return cli_fail(CLI_BAD_INPUT, "indices %s and w_s %s: must be [B, H, N, k] and [B, H, N, G]",
-                            name_shape(view.stored).text, name_shape(inputs->w_s.stored).text);
+                            shape_of(view.stored).text, shape_of(inputs->w_s.stored).text);
     int64_t count;
     exit_code = kl_integers_load(ROLE_INDICES, &found, &inputs->indices, &count);
     view.input.data = inputs->indices;
