@@ -9,7 +9,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "cuda/sm90/tile.cuh"
+#include "cuda/sm90/pipeline.cuh"
 
 using namespace sm90;
 
@@ -38,7 +38,7 @@ __device__ void fill(unsigned char *shared)
         const float value = (float)(z & 0xFFFF) / 65536.0F + (float)(z >> 16) / 65536.0F - 1.0F;
         ((element *)(void *)shared)[i] = __float2bfloat16(2.4F * value);
     }
-    async_fence();
+    fence_proxy_async();
     __syncthreads();
 }
 
@@ -66,26 +66,27 @@ __global__ void __launch_bounds__(384, 1) streams(clocks *to)
     __shared__ volatile int done;
     done = 0;
     fill(shared);
-    const int group = own_group();
+    const int group = warpgroup_index();
     const long long begin = clock64();
     float sum = 0;
     if (group < 2) {
         float x[N / 8][4] = {};
         const uint32_t a[4] = {1, 2, 3, 4};
-        const uint32_t q = row_operand(shared) + group * 512, k = row_operand(shared + KEYS_AT);
+        const uint32_t q = k_major_operand(shared) + group * 512, k = k_major_operand(shared + KEYS_AT);
 #pragma unroll 1
         for (int n = 0; BESIDE && n < REPEATS; n++) {
             wgmma_fence();
 #pragma unroll
             for (int step = 0; step < 8; step++)
                 if constexpr (HELD)
-                    wgmma<false>(x, a, step_of(k, step % 4, STAGE), 1, element());
+                    wgmma<false>(x, a, k_step_descriptor(k, step % 4, STAGE_ROWS), 1, element());
                 else
-                    wgmma<false>(x, step_of(q, step, 256), step_of(k, step % 4, STAGE), 1, element());
+                    wgmma<false>(x, k_step_descriptor(q, step, 256), k_step_descriptor(k, step % 4, STAGE_ROWS), 1,
+                                 element());
             wgmma_commit();
             wgmma_wait<0>();
         }
-        settle(x);
+        fence_operand(x);
         done = BESIDE;
         for (int e = 0; e < N / 2; e++)
             sum += x[e / 4][e % 4];
@@ -174,7 +175,7 @@ __device__ void add(row_sums (&sums)[2], float (&x)[N / 8][4], float (&y)[N / 8]
         }
 }
 
-/* The next turn is that of warpgroup `group`, which waits in barrier_of(1 + group, 256). */
+/* The next turn is that of warpgroup `group`, which waits in named_barrier_sync(1 + group, 256). */
 __device__ void pass_turn_to(int group)
 {
     asm volatile("bar.arrive %0, 256;" ::"r"(1 + group) : "memory");
@@ -188,8 +189,8 @@ __global__ void __launch_bounds__(128 * GROUPS, 1) stages(clocks *to)
     constexpr int STEPS = 8; /* of 16 dimensions, a product of each argument */
     extern __shared__ __align__(1024) unsigned char shared[];
     fill(shared);
-    const int group = own_group(), next = group == GROUPS - 1 ? 0 : group + 1;
-    const uint32_t q = row_operand(shared) + group * 512, k = row_operand(shared + KEYS_AT);
+    const int group = warpgroup_index(), next = group == GROUPS - 1 ? 0 : group + 1;
+    const uint32_t q = k_major_operand(shared) + group * 512, k = k_major_operand(shared + KEYS_AT);
     const float scale = 0.128F;
     float m = (float)threadIdx.x * 0.001F;
     uint32_t held[HELD / 16 + (HELD == 0)][4];
@@ -209,18 +210,19 @@ __global__ void __launch_bounds__(128 * GROUPS, 1) stages(clocks *to)
         if (PARTS & PRODUCTS) {
             const uint32_t stage = k + n % 2 * 1024;
             if (PARTS & TURNS)
-                barrier_of(1 + group, 256);
+                named_barrier_sync(1 + group, 256);
             wgmma_fence();
 #pragma unroll
             for (int step = 0; step < STEPS; step++)
                 if (step < HELD / 16)
-                    wgmma<false>(x, held[step], step_of(stage, step, STAGE), step > 0, element());
+                    wgmma<false>(x, held[step], k_step_descriptor(stage, step, STAGE_ROWS), step > 0, element());
                 else
-                    wgmma<false>(x, step_of(q, step, 256), step_of(stage, step, STAGE), step > 0, element());
+                    wgmma<false>(x, k_step_descriptor(q, step, 256), k_step_descriptor(stage, step, STAGE_ROWS),
+                                 step > 0, element());
 #pragma unroll
             for (int step = 0; step < STEPS; step++) {
-                wgmma<false>(y, step_of(q + 4096, step, 256), step_of(stage + 1024, step, STAGE), step > 0,
-                             element());
+                wgmma<false>(y, k_step_descriptor(q + 4096, step, 256),
+                             k_step_descriptor(stage + 1024, step, STAGE_ROWS), step > 0, element());
                 if (PARTS & TURNS && step == STEPS - 4)
                     wgmma_commit();
             }
@@ -231,14 +233,14 @@ __global__ void __launch_bounds__(128 * GROUPS, 1) stages(clocks *to)
             }
             wgmma_wait<0>();
         }
-        settle(x);
-        settle(y);
+        fence_operand(x);
+        fence_operand(y);
         if (PARTS != PRODUCTS)
             add<PARTS, N>(sums, x, y, scale, m);
         m += 0.001F; /* without products nothing else is new */
     }
     if (PARTS & TURNS && group == 0)
-        barrier_of(1, 256);
+        named_barrier_sync(1, 256);
     if (blockIdx.x == 0 && threadIdx.x % 128 == 0)
         atomicMax(&to->products, (unsigned)(clock64() - begin)); /* of the slowest warpgroup */
     float sum = sums[0].l_a + sums[0].l_b + sums[0].w + sums[1].l_a + sums[1].l_b + sums[1].w;

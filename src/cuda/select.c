@@ -212,9 +212,9 @@ static skl_sparse_layout sparse_layout_of(const skl_plan *plan, bool gradients, 
 {
     const skl_problem *const p = &plan->problem;
     skl_sparse_layout layout = {.chunk = skl_sparse_chunk_of(p),
-                                .block_count = (int64_t)plan->sm_count * SKL_GENERAL_BLOCKS_PER_SM};
+                                .num_blocks = (int64_t)plan->sm_count * SKL_GENERAL_BLOCKS_PER_SM};
     layout.scores_at = gradients ? layout.chunk.end : 0;
-    layout.end = layout.scores_at + (size_t)layout.block_count * (size_t)p->top_k * SKL_SPARSE_SCORE_SIZE;
+    layout.end = layout.scores_at + (size_t)layout.num_blocks * (size_t)p->top_k * SKL_SPARSE_SCORE_SIZE;
     skl_sparse_plan_memory(&layout, p, with_teacher, p->heads_t / p->key_heads_t, plan->smem_per_block,
                            plan->smem_per_sm);
     return layout;

@@ -265,13 +265,14 @@ static __device__ key_item key_item_at(const indexer_backward_params &params, co
 {
     const skl_problem &p = params.problem;
     const int64_t slices = skl_ceil_div(p.dim_s, SLICE), tiles = skl_ceil_div(p.len_k, TILE);
-    const int64_t part = n / slices % chunk.parts, tile = n / slices / chunk.parts;
+    const int64_t part = n / slices % chunk.num_dk_splits, tile = n / slices / chunk.num_dk_splits;
     const key_item item = {tile / tiles,
                            tile % tiles * TILE,
-                           part * p.index_heads / chunk.parts,
-                           (part + 1) * p.index_heads / chunk.parts,
+                           part * p.index_heads / chunk.num_dk_splits,
+                           (part + 1) * p.index_heads / chunk.num_dk_splits,
                            n % slices * SLICE,
-                           (float *)(void *)((char *)params.call.workspace + chunk.sums) + part * chunk.part_size};
+                           (float *)(void *)((char *)params.call.workspace + chunk.sums) +
+                               part * chunk.dk_split_size};
     return item;
 }
 
@@ -398,7 +399,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
 {
     extern __shared__ __align__(16) unsigned char raw[];
     index_backward_memory &memory = *(index_backward_memory *)(void *)raw;
-    const int64_t items = chunk.key_tiles * chunk.parts * skl_ceil_div(params.problem.dim_s, SLICE);
+    const int64_t items = chunk.key_tiles * chunk.num_dk_splits * skl_ceil_div(params.problem.dim_s, SLICE);
 #pragma unroll 1
     for (int64_t n = blockIdx.x; n < items; n += gridDim.x) {
         __syncthreads(); /* nobody looks at the last item any more */
@@ -430,8 +431,8 @@ static __global__ void __launch_bounds__(THREADS)
             const int64_t key = s.key_begin + key_first + n / p.dim_s, c = n % p.dim_s;
             const float *const from = parts + SKL_ROW(layout, s.batch, key_head, key) + c;
             float sum = 0.0F;
-            for (int64_t part = 0; part < chunk.parts; part++)
-                sum += from[part * chunk.part_size];
+            for (int64_t part = 0; part < chunk.num_dk_splits; part++)
+                sum += from[part * chunk.dk_split_size];
             skl_store(dk.data, skl_grad_dtype(&p, p.dtype_s), SKL_ROW(dk, s.batch, key_head, key) + c, sum);
         }
     }

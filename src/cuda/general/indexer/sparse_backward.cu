@@ -229,7 +229,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
             continue;
         float *const dy = (float *)(void *)(workspace + chunk.dy) + n * p.top_k;
         sparse_gradients(dy, memory, params);
-        float *const parts = keys ? (float *)(void *)(workspace + chunk.parts) + n * p.top_k * p.dim_s : NULL;
+        float *const parts = keys ? (float *)(void *)(workspace + chunk.entry_dk) + n * p.top_k * p.dim_s : NULL;
 #pragma unroll 1
         for (int64_t g = 0; g < p.index_heads; g += TILE) {
             const int64_t heads = skl_min(p.index_heads - g, TILE);

@@ -249,7 +249,7 @@ static __global__ void __launch_bounds__(THREADS, 2)
     extern __shared__ __align__(16) unsigned char raw[];
     dk_memory &memory = *(dk_memory *)(void *)raw;
     const skl_problem &p = params.problem;
-    const float *const parts = (const float *)(const void *)((const char *)params.call.workspace + chunk.parts);
+    const float *const parts = (const float *)(const void *)((const char *)params.call.workspace + chunk.entry_dk);
     const int64_t slices = skl_ceil_div(p.dim_s, SLICE), steps = skl_ceil_div(p.len_k, STEP);
     const int64_t head_rows = p.heads_s / p.key_heads_s * p.len_q; /* of the heads that share a key head */
 #pragma unroll 1
