@@ -1,5 +1,5 @@
-/* What products, exponentials and other arithmetic leave each other on a Hopper GPU, in loops that do nothing else:
- * the figures of docs/kernels.md. Built with the tool:
+/* How tensor cores, exponentials and other arithmetic compete on a Hopper GPU, in loops that do nothing else. Built
+ * with the tool:
  *
  *     cmake --preset release && cmake --build build/release --target pipes && build/release/bench/pipes
  */
@@ -18,8 +18,8 @@ namespace
 
 typedef __nv_bfloat16 element;
 
-constexpr int SHARED = 208 * 1024, KEYS_AT = 128 * 1024; /* queries, then keys */
-constexpr int LAUNCHES = 6, STAGES = 512, REPEATS = 1000;
+constexpr int SMEM_SIZE = 208 * 1024, SMEM_K_OFFSET = 128 * 1024; /* bytes: queries, then keys */
+constexpr int LAUNCHES = 6, KEY_TILES = 512, REPEATS = 1000;
 
 struct clocks {
     unsigned products, others, issued;
@@ -27,22 +27,22 @@ struct clocks {
 
 __device__ float sink[132 * 512];
 
-/* Values of all signs and some powers of two: products of zeros take less power, and a higher clock. */
-__device__ void fill(unsigned char *shared)
+/* Values of both signs and different magnitudes: products of zeros take less power and allow a higher clock. */
+__device__ void fill(unsigned char *smem)
 {
-    for (int i = (int)threadIdx.x; i < SHARED / 2; i += (int)blockDim.x) {
+    for (int i = (int)threadIdx.x; i < SMEM_SIZE / 2; i += (int)blockDim.x) {
         unsigned z = ((unsigned)i + 1) * 2654435761U;
         z = (z ^ z >> 15) * 2246822519U;
         z = (z ^ z >> 13) * 3266489917U;
         z ^= z >> 16;
         const float value = (float)(z & 0xFFFF) / 65536.0F + (float)(z >> 16) / 65536.0F - 1.0F;
-        ((element *)(void *)shared)[i] = __float2bfloat16(2.4F * value);
+        ((element *)(void *)smem)[i] = __float2bfloat16(2.4F * value);
     }
     fence_proxy_async();
     __syncthreads();
 }
 
-/* ---- Two streams -------------------------------------------------------------------------------------------- */
+/* ---- Two instruction streams -------------------------------------------------------------------------------- */
 
 enum instruction { EXPONENTIAL, FMA, ADD, MULTIPLY };
 
@@ -58,27 +58,27 @@ template <instruction KIND> __device__ void issue(float &to, float a, float b)
         asm volatile("mul.f32 %0, %0, 0f3F800001;" : "+f"(to));
 }
 
-/* Two warpgroups multiply, or none; a third issues one instruction until they are done. */
-template <int N, bool HELD, instruction KIND, bool BESIDE>
+/* Two warpgroups or none issue products; a third repeats one instruction until they are done. */
+template <int N, bool A_IN_REGISTERS, instruction KIND, bool WITH_PRODUCTS>
 __global__ void __launch_bounds__(384, 1) streams(clocks *to)
 {
-    extern __shared__ __align__(1024) unsigned char shared[];
+    extern __shared__ __align__(1024) unsigned char smem[];
     __shared__ volatile int done;
     done = 0;
-    fill(shared);
+    fill(smem);
     const int group = warpgroup_index();
     const long long begin = clock64();
     float sum = 0;
     if (group < 2) {
         float x[N / 8][4] = {};
         const uint32_t a[4] = {1, 2, 3, 4};
-        const uint32_t q = k_major_operand(shared) + group * 512, k = k_major_operand(shared + KEYS_AT);
+        const uint32_t q = k_major_operand(smem) + group * 512, k = k_major_operand(smem + SMEM_K_OFFSET);
 #pragma unroll 1
-        for (int n = 0; BESIDE && n < REPEATS; n++) {
+        for (int n = 0; WITH_PRODUCTS && n < REPEATS; n++) {
             wgmma_fence();
 #pragma unroll
             for (int step = 0; step < 8; step++)
-                if constexpr (HELD)
+                if constexpr (A_IN_REGISTERS)
                     wgmma<false>(x, a, k_step_descriptor(k, step % 4, STAGE_ROWS), 1, element());
                 else
                     wgmma<false>(x, k_step_descriptor(q, step, 256), k_step_descriptor(k, step % 4, STAGE_ROWS), 1,
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(384, 1) streams(clocks *to)
             wgmma_wait<0>();
         }
         fence_operand(x);
-        done = BESIDE;
+        done = WITH_PRODUCTS;
         for (int e = 0; e < N / 2; e++)
             sum += x[e / 4][e % 4];
     } else {
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(384, 1) streams(clocks *to)
             y[e] = (float)e * 0.1F;
         }
         unsigned issued = 0;
-        while (BESIDE ? !done : issued < 32 * REPEATS) {
+        while (WITH_PRODUCTS ? !done : issued < 32 * REPEATS) {
 #pragma unroll
             for (int e = 0; e < 128; e++)
                 issue<KIND>(x[e % 32], y[e % 32], y[(e + 5) % 32]);
@@ -125,21 +125,22 @@ void check(cudaError_t error)
 
 template <typename KERNEL> void launch(KERNEL *kernel, int threads)
 {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED));
-    kernel<<<132, threads, SHARED>>>(shared_clocks);
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SMEM_SIZE));
+    kernel<<<132, threads, SMEM_SIZE>>>(shared_clocks);
     check(cudaPeekAtLastError());
     check(cudaDeviceSynchronize());
 }
 
-template <int N, bool HELD, instruction KIND> void compare(const char *name)
+template <int N, bool A_IN_REGISTERS, instruction KIND> void compare(const char *name)
 {
-    launch(streams<N, HELD, KIND, false>, 384);
+    launch(streams<N, A_IN_REGISTERS, KIND, false>, 384);
     const double alone = (double)shared_clocks->issued / shared_clocks->others;
-    launch(streams<N, HELD, KIND, true>, 384);
-    const double beside = (double)shared_clocks->issued / shared_clocks->others;
+    launch(streams<N, A_IN_REGISTERS, KIND, true>, 384);
+    const double together = (double)shared_clocks->issued / shared_clocks->others;
     const double product = shared_clocks->products / (16.0 * REPEATS) * 64 / N;
-    printf("%-14s %.3f a clock alone, %.3f beside products of 64 x %3d x 16, A in %s, of %.1f clocks a 64 x 64\n",
-           name, alone, beside, N, HELD ? "registers" : "shared memory", product);
+    printf("%-14s %.3f per clock alone, %.3f together with products of 64 x %3d x 16, A in %s, which take %.1f "
+           "clocks per 64 x 64\n",
+           name, alone, together, N, A_IN_REGISTERS ? "registers" : "shared memory", product);
 }
 
 template <instruction KIND> void compare_all(const char *name)
@@ -150,72 +151,73 @@ template <instruction KIND> void compare_all(const char *name)
     compare<128, true, KIND>(name);
 }
 
-/* ---- The forward's stages ----------------------------------------------------------------------------------- */
+/* ---- The main loop of the forward --------------------------------------------------------------------------- */
 
-enum part { PRODUCTS = 1, EXPONENTIALS = 2, SUMS = 4, ADDS = 8, TURNS = 16 }; /* products come in turns */
+/* PINGPONG: the warpgroups issue their products one after another. */
+enum work { PRODUCTS = 1, EXPONENTIALS = 2, SUMS = 4, ADDS = 8, PINGPONG = 16 };
 
-/* Without SUMS an add is left for each logit, the least that keeps its exponential. */
-template <int PARTS, int N>
+/* Without SUMS each logit still needs one add, so that the compiler keeps its exponential. */
+template <int WORK, int N>
 __device__ void add(row_sums (&sums)[2], float (&x)[N / 8][4], float (&y)[N / 8][4], float scale, float m)
 {
 #pragma unroll
     for (int half = 0; half < 2; half++)
 #pragma unroll
         for (int e = 0; e < N / 4; e++) {
-            float u = x[e / 2][half * 2 + e % 2], v = y[e / 2][half * 2 + e % 2];
-            if (PARTS & SUMS) {
-                u = fmaf(u, scale, -m);
-                v = fmaf(v, scale, m);
+            float a = x[e / 2][half * 2 + e % 2], b = y[e / 2][half * 2 + e % 2];
+            if (WORK & SUMS) {
+                a = fmaf(a, scale, -m);
+                b = fmaf(b, scale, m);
             }
-            const float p = PARTS & EXPONENTIALS ? ex2(u) : u, q = PARTS & EXPONENTIALS ? ex2(v) : v;
+            const float p = WORK & EXPONENTIALS ? ex2(a) : a, s = WORK & EXPONENTIALS ? ex2(b) : b;
             sums[half].l_a += p;
-            sums[half].l_b += q;
-            if (PARTS & SUMS)
-                sums[half].w = fmaf(p, u - v, sums[half].w);
+            sums[half].l_b += s;
+            if (WORK & SUMS)
+                sums[half].w = fmaf(p, a - b, sums[half].w);
         }
 }
 
-/* The next turn is that of warpgroup `group`, which waits in named_barrier_sync(1 + group, 256). */
-__device__ void pass_turn_to(int group)
+/* Lets warpgroup `group` continue, which waits in named_barrier_sync(1 + group, 256). */
+__device__ void signal_warpgroup(int group)
 {
     asm volatile("bar.arrive %0, 256;" ::"r"(1 + group) : "memory");
 }
 
-/* Warpgroups of 64 queries, stages of N keys, 128 dimensions; the first HELD of the first argument's Q in registers.
+/* Warpgroups of 64 queries, tiles of N keys, 128 dimensions; the first REG_DIMS of q of argument A are in registers.
  */
-template <int PARTS, int N, int HELD, int GROUPS>
-__global__ void __launch_bounds__(128 * GROUPS, 1) stages(clocks *to)
+template <int WORK, int N, int REG_DIMS, int GROUPS>
+__global__ void __launch_bounds__(128 * GROUPS, 1) forward_loop(clocks *to)
 {
-    constexpr int STEPS = 8; /* of 16 dimensions, a product of each argument */
-    extern __shared__ __align__(1024) unsigned char shared[];
-    fill(shared);
+    constexpr int STEPS = 8; /* of 16 dimensions, one product per argument */
+    extern __shared__ __align__(1024) unsigned char smem[];
+    fill(smem);
     const int group = warpgroup_index(), next = group == GROUPS - 1 ? 0 : group + 1;
-    const uint32_t q = k_major_operand(shared) + group * 512, k = k_major_operand(shared + KEYS_AT);
+    const uint32_t q = k_major_operand(smem) + group * 512, k = k_major_operand(smem + SMEM_K_OFFSET);
     const float scale = 0.128F;
     float m = (float)threadIdx.x * 0.001F;
-    uint32_t held[HELD / 16 + (HELD == 0)][4];
-    for (int e = 0; e < HELD / 4; e++)
-        held[e / 4][e % 4] = ((const uint32_t *)(const void *)shared)[threadIdx.x * 16 + e];
+    uint32_t q_frag[REG_DIMS / 16 + (REG_DIMS == 0)][4];
+    for (int e = 0; e < REG_DIMS / 4; e++)
+        q_frag[e / 4][e % 4] = ((const uint32_t *)(const void *)smem)[threadIdx.x * 16 + e];
     float x[N / 8][4], y[N / 8][4];
     for (int e = 0; e < N / 2; e++) {
-        x[e / 4][e % 4] = __bfloat162float(((const element *)(const void *)shared)[threadIdx.x * 128 + e]);
-        y[e / 4][e % 4] = __bfloat162float(((const element *)(const void *)shared)[threadIdx.x * 128 + 64 + e]);
+        x[e / 4][e % 4] = __bfloat162float(((const element *)(const void *)smem)[threadIdx.x * 128 + e]);
+        y[e / 4][e % 4] = __bfloat162float(((const element *)(const void *)smem)[threadIdx.x * 128 + 64 + e]);
     }
     row_sums sums[2] = {};
     const long long begin = clock64();
-    if (PARTS & TURNS && group == GROUPS - 1)
-        pass_turn_to(0);
+    if (WORK & PINGPONG && group == GROUPS - 1)
+        signal_warpgroup(0);
 #pragma unroll 1
-    for (int n = 0; n < STAGES * 64 / N; n++) {
-        if (PARTS & PRODUCTS) {
+    for (int n = 0; n < KEY_TILES * 64 / N; n++) {
+        if (WORK & PRODUCTS) {
             const uint32_t stage = k + n % 2 * 1024;
-            if (PARTS & TURNS)
+            if (WORK & PINGPONG)
                 named_barrier_sync(1 + group, 256);
             wgmma_fence();
 #pragma unroll
             for (int step = 0; step < STEPS; step++)
-                if (step < HELD / 16)
-                    wgmma<false>(x, held[step], k_step_descriptor(stage, step, STAGE_ROWS), step > 0, element());
+                if (step < REG_DIMS / 16)
+                    wgmma<false>(x, q_frag[step], k_step_descriptor(stage, step, STAGE_ROWS), step > 0, element());
                 else
                     wgmma<false>(x, k_step_descriptor(q, step, 256), k_step_descriptor(stage, step, STAGE_ROWS),
                                  step > 0, element());
@@ -223,23 +225,23 @@ __global__ void __launch_bounds__(128 * GROUPS, 1) stages(clocks *to)
             for (int step = 0; step < STEPS; step++) {
                 wgmma<false>(y, k_step_descriptor(q + 4096, step, 256),
                              k_step_descriptor(stage + 1024, step, STAGE_ROWS), step > 0, element());
-                if (PARTS & TURNS && step == STEPS - 4)
+                if (WORK & PINGPONG && step == STEPS - 4)
                     wgmma_commit();
             }
             wgmma_commit();
-            if (PARTS & TURNS) {
+            if (WORK & PINGPONG) {
                 wgmma_wait<1>();
-                pass_turn_to(next);
+                signal_warpgroup(next);
             }
             wgmma_wait<0>();
         }
         fence_operand(x);
         fence_operand(y);
-        if (PARTS != PRODUCTS)
-            add<PARTS, N>(sums, x, y, scale, m);
-        m += 0.001F; /* without products nothing else is new */
+        if (WORK != PRODUCTS)
+            add<WORK, N>(sums, x, y, scale, m);
+        m += 0.001F; /* without products nothing else changes */
     }
-    if (PARTS & TURNS && group == 0)
+    if (WORK & PINGPONG && group == 0)
         named_barrier_sync(1, 256);
     if (blockIdx.x == 0 && threadIdx.x % 128 == 0)
         atomicMax(&to->products, (unsigned)(clock64() - begin)); /* of the slowest warpgroup */
@@ -249,16 +251,17 @@ __global__ void __launch_bounds__(128 * GROUPS, 1) stages(clocks *to)
     sink[blockIdx.x * 512 + threadIdx.x] = sum;
 }
 
-template <int PARTS, int N, int HELD, int GROUPS> void time_stages(const char *name)
+template <int WORK, int N, int REG_DIMS, int GROUPS> void time_forward_loop(const char *name)
 {
     unsigned fastest = ~0U;
     for (int n = 0; n < LAUNCHES; n++) {
         shared_clocks->products = 0;
-        launch(stages<PARTS, N, HELD, GROUPS>, 128 * GROUPS);
+        launch(forward_loop<WORK, N, REG_DIMS, GROUPS>, 128 * GROUPS);
         fastest = std::min(fastest, shared_clocks->products);
     }
-    printf("%-36s %d warpgroups, stages of %3d keys, %3d dimensions held: %6.0f clocks for 64 x 64 pairs\n", name,
-           GROUPS, N, HELD, (double)fastest / (STAGES * GROUPS));
+    printf(
+        "%-36s %d warpgroups, tiles of %3d keys, %3d dimensions of q in registers: %6.0f clocks per 64 x 64 pairs\n",
+        name, GROUPS, N, REG_DIMS, (double)fastest / (KEY_TILES * GROUPS));
 }
 
 } // namespace
@@ -271,18 +274,18 @@ int main()
     compare_all<ADD>("add, 2 sources");
     compare_all<MULTIPLY>("mul, 1 source");
     constexpr int ALL = PRODUCTS | EXPONENTIALS | SUMS;
-    time_stages<PRODUCTS, 64, 64, 4>("products");
-    time_stages<PRODUCTS, 64, 64, 1>("products");
-    time_stages<EXPONENTIALS | SUMS, 64, 64, 4>("exponentials, sums");
-    time_stages<SUMS, 64, 64, 4>("sums");
-    time_stages<PRODUCTS | ADDS, 64, 64, 4>("products, an add each");
-    time_stages<PRODUCTS | EXPONENTIALS, 64, 64, 4>("products, exponentials, an add each");
-    time_stages<PRODUCTS | SUMS, 64, 64, 4>("products, sums");
-    time_stages<ALL, 64, 64, 4>("all");
-    time_stages<ALL, 64, 0, 4>("all");
-    time_stages<ALL | TURNS, 64, 64, 4>("all, products in turns");
-    time_stages<ALL, 64, 0, 3>("all");
-    time_stages<ALL, 128, 0, 3>("all");
-    time_stages<ALL | TURNS, 128, 0, 3>("all, products in turns");
-    time_stages<ALL, 128, 0, 2>("all");
+    time_forward_loop<PRODUCTS, 64, 64, 4>("products");
+    time_forward_loop<PRODUCTS, 64, 64, 1>("products");
+    time_forward_loop<EXPONENTIALS | SUMS, 64, 64, 4>("exponentials, sums");
+    time_forward_loop<SUMS, 64, 64, 4>("sums");
+    time_forward_loop<PRODUCTS | ADDS, 64, 64, 4>("products, an add each");
+    time_forward_loop<PRODUCTS | EXPONENTIALS, 64, 64, 4>("products, exponentials, an add each");
+    time_forward_loop<PRODUCTS | SUMS, 64, 64, 4>("products, sums");
+    time_forward_loop<ALL, 64, 64, 4>("all");
+    time_forward_loop<ALL, 64, 0, 4>("all");
+    time_forward_loop<ALL | PINGPONG, 64, 64, 4>("all, ping-pong");
+    time_forward_loop<ALL, 64, 0, 3>("all");
+    time_forward_loop<ALL, 128, 0, 3>("all");
+    time_forward_loop<ALL | PINGPONG, 128, 0, 3>("all, ping-pong");
+    time_forward_loop<ALL, 128, 0, 2>("all");
 }
