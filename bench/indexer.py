@@ -27,7 +27,7 @@ from pathlib import Path
 
 from gpu.indexer_report import COLUMNS
 from gpu.report import check_csv
-from peers import current_commit, find_library, measure
+from peers import LIBRARY_HELP, current_commit, find_library, measure
 
 
 def load_bench():
@@ -38,7 +38,7 @@ def load_bench():
 
 def parser():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--library", type=Path, default=find_library(), help="libstreamkl.so; default that of build/release")
+    parser.add_argument("--library", type=Path, default=find_library(), help=LIBRARY_HELP)
     parser.add_argument("--kernel", help="force a kernel that `streamkl info` lists")
     parser.add_argument("--length", type=int, default=8192, metavar="N", help="queries and keys; default 8192")
     parser.add_argument("--heads", type=int, default=64, metavar="N", help="teacher heads; default 64")

@@ -28,6 +28,7 @@ out.
 """
 
 import argparse
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,12 +42,19 @@ ROOT = Path(__file__).resolve().parent.parent
 def measure(arguments, load):
     """Runs the bench whose class load() imports: what is not measured needs no PyTorch."""
     program = Path(sys.argv[0]).name
+    if arguments.library:
+        if not arguments.library.exists():
+            sys.exit(f"{program}: --library={arguments.library}: no such file; build it, or name another")
+        os.environ["STREAMKL_LIBRARY"] = str(arguments.library)
+    if arguments.kernel:
+        os.environ["STREAMKL_KERNEL"] = arguments.kernel
+    sys.path.append(str(ROOT / "python"))  # after an installed package
     try:
         from gpu.run import NotPossible
 
         bench_class = load()
     except ImportError as error:
-        sys.exit(f"{program}: measuring needs PyTorch: {error}")
+        sys.exit(f"{program}: measuring needs PyTorch and the package streamkl: {error}")
     try:
         bench = bench_class(arguments)
     except NotPossible as error:
@@ -77,9 +85,12 @@ def draw(arguments):
 # ---- The command line ----------------------------------------------------------------------------------------------------
 
 
+LIBRARY_HELP = "libstreamkl.so; default: that of build/release or build/gpu, else that of the installed package"
+
+
 def find_library():
     built = [ROOT / "build" / preset / "src/libstreamkl.so" for preset in ("release", "gpu")]
-    return next((path for path in built if path.exists()), built[0])
+    return next((path for path in built if path.exists()), None)
 
 
 def current_commit():
@@ -107,7 +118,7 @@ unless --masks says full, the causal mask"""
 
 def parser():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--library", type=Path, default=find_library(), help="libstreamkl.so; default that of build/release")
+    parser.add_argument("--library", type=Path, default=find_library(), help=LIBRARY_HELP)
     parser.add_argument("--kernel", help="force a kernel that `streamkl info` lists")
     parser.add_argument("--heads", type=int, default=16, metavar="N", help="query heads; default 16")
     parser.add_argument("--key-heads", type=int, default=0, metavar="N", help="key heads: ours beside our own dense rate")

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 
 import streamkl
+from streamkl import _library as lib
+from streamkl._problem import DK_S, DQ_S, Options
 
 ATEN = torch.ops.aten
 
@@ -111,17 +113,18 @@ def show_overhead(arguments):
     for length in arguments.overhead_lengths:
         shape = (1, arguments.heads, length, arguments.dim)
         tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
-        problem = (None, None, None, -1, -1, True, -1, -1, 0.0, 0.0, 0.0, 0.0, False, False, True, 12)
-        kl, lse_t, lse_s = torch.ops.streamkl.forward(*tensors, None, True, *problem)
+        problem = (None, None, None, *Options(gradients=DQ_S | DK_S, causal=True, heads_first=True))
+        inputs, rows = (*tensors, None, None), lib.KL | lib.LSE_T | lib.LSE_S
+        kl, lse_t, lse_s = torch.ops.streamkl.forward(*inputs, None, rows, *problem)
         weight = torch.full_like(kl, 1 / kl.numel())
         leaves = [tensors[0], tensors[1], tensors[2].clone().requires_grad_(), tensors[3].clone().requires_grad_()]
 
         def two_kernels():
-            torch.ops.streamkl.forward(*tensors, None, True, *problem)
-            torch.ops.streamkl.backward(*tensors, lse_t, lse_s, None, None, weight, *problem)
+            torch.ops.streamkl.forward(*inputs, None, rows, *problem)
+            torch.ops.streamkl.backward(*inputs, lse_t, lse_s, None, None, weight, *problem)
 
         def one_kernel():
-            torch.ops.streamkl.one_pass(*tensors, lse_t, lse_s, None, *problem)
+            torch.ops.streamkl.forward_backward(*inputs, lse_t, lse_s, None, lib.KL, *problem)
 
         def loss(**lses):
             leaves[2].grad = leaves[3].grad = None

@@ -5,12 +5,14 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
+from streamkl import reference
+from streamkl._problem import DK_S, DQ_S, DW_S, INDEXER
+
 from .cases import FORWARD, STEP, Case
-from .library import SKL_BF16, SKL_F32, Workspace, all_described, described, lib, module_of_the_package, plan_of
+from .library import SKL_BF16, SKL_F32, Workspace, address, addresses, lib, make_plan
 from .measure import random_tensors
 from .methods import Method
 
-reference = module_of_the_package("reference")
 
 @dataclass
 class IndexerMethod(Method):
@@ -56,10 +58,10 @@ class IndexerPlan:
 
     def __init__(self, tensors, case, lse_t=None):
         q_s, k_s, w_s, device = tensors["q_s"], tensors["k_s"], tensors["w_s"], tensors["q_s"].device
-        plan = plan_of(
-            device, dtype_t=SKL_BF16, dtype_s=SKL_BF16, dtype_w=SKL_F32, gradients=lib.DQ_S | lib.DK_S | lib.DW_S,
+        plan = make_plan(
+            device, dtype_t=SKL_BF16, dtype_s=SKL_BF16, dtype_w=SKL_F32, gradients=DQ_S | DK_S | DW_S,
             causal=case.causal, batch=1, len_q=case.length, len_k=case.length, heads_t=case.heads, heads_s=1,
-            key_heads_t=case.key_heads, key_heads_s=1, dim_t=case.dim, dim_s=case.index_dim, student=lib.INDEXER,
+            key_heads_t=case.key_heads, key_heads_s=1, dim_t=case.dim, dim_s=case.index_dim, student=INDEXER,
             index_heads=case.index_heads, top_k=tensors["indices"].shape[-1] if case.top_k else 0,
         )  # fmt: skip
         self.kernel, self.workspace = plan.kernel, Workspace(plan, device)
@@ -71,11 +73,11 @@ class IndexerPlan:
         self.kl, self.lse_s = rows(1), rows(1)
         self.lse_t = rows(case.heads) if lse_t is None else lse_t
         self.dq, self.dk, self.dw = torch.empty_like(q_s), torch.empty_like(k_s), torch.empty_like(w_s)
-        given, lses = all_described(tensors), all_described(dict(lse_t=self.lse_t, lse_s=self.lse_s))
+        given, lses = addresses(tensors), addresses(dict(lse_t=self.lse_t, lse_s=self.lse_s))
         known = {} if lse_t is None else {"lse_t": lses["lse_t"]}
-        inputs, kl = lib.pack_inputs(**given, **known), lib.pack_rows(kl=described(self.kl))
+        inputs, kl = lib.pack_inputs(**given, **known), lib.pack_rows(kl=address(self.kl))
         unknown = lib.pack_rows(**{name: row for name, row in lses.items() if name not in known})
-        gradients = lib.pack_gradients(dq_s=described(self.dq), dk_s=described(self.dk), dw_s=described(self.dw))
+        gradients = lib.pack_gradients(dq_s=address(self.dq), dk_s=address(self.dk), dw_s=address(self.dw))
         self.calls = {
             FORWARD: [(lib.FORWARD, inputs, kl)],
             STEP: [(lib.FORWARD, inputs, unknown), (lib.FORWARD_BACKWARD, lib.pack_inputs(**given, **lses), kl, gradients)],

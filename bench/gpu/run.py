@@ -3,7 +3,7 @@
 import torch
 
 from .cases import BACKWARD, FORWARD, OPERATIONS, Case
-from .library import open_library
+from .library import lib
 from .measure import PEER_WRONG, WRONG, Oracle, examine, random_tensors, refusing, release_memory, take_turns
 from .methods import PEERS, Method, ours
 from .report import append_csv, beside_dense, csv_rows, print_errors, print_table
@@ -45,10 +45,8 @@ class LibraryBench:
     def __init__(self, arguments):
         if not torch.cuda.is_available():
             raise NotPossible("PyTorch sees no GPU")
-        if not arguments.library.exists():
-            raise NotPossible(f"--library={arguments.library}: not there; build it, or name another")
         self.arguments, self.is_right = arguments, True
-        self.version = open_library(arguments.library, arguments.kernel)
+        self.version = lib.library().skl_version().decode()
         self.about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": arguments.commit}
 
     def introduction(self):

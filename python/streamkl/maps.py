@@ -7,13 +7,14 @@ the keys of one bucket after the other. What a state says of its keys depends on
 from __future__ import annotations
 
 import math
-from typing import Iterator, NamedTuple
+from typing import Any, Iterator, NamedTuple
 
 import torch
 
 from ._checks import sizes
 from ._ops import partial_states
-from .attention import Direction, Layout, as_int32, attention_kl, promote_under_autocast
+from ._options import Direction, Layout, translate
+from .attention import attention_kl, promote_under_autocast
 
 
 class AttentionMap(NamedTuple):
@@ -74,18 +75,15 @@ def attention_map(
     """
     if not (isinstance(buckets, (tuple, list)) and len(buckets) == 2 and all(_is_count(count) for count in buckets)):
         raise ValueError(f"buckets={buckets!r}: must be a pair (rows, columns) of whole numbers, at least 1")
-    _, lse_t, lse_s = attention_kl(
-        q_t, k_t, q_s, k_s, causal=causal, window_size=window_size, softmax_scale_t=softmax_scale_t,
-        softmax_scale_s=softmax_scale_s, softcap_t=softcap_t, softcap_s=softcap_s, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k, key_lengths=key_lengths, direction=direction, reduction="none", return_lse=True,
-        layout=layout,
+    options: dict[str, Any] = dict(
+        causal=causal, window_size=window_size, softmax_scale_t=softmax_scale_t, softmax_scale_s=softmax_scale_s,
+        softcap_t=softcap_t, softcap_s=softcap_s, key_lengths=key_lengths, direction=direction, layout=layout,
     )  # fmt: skip
+    packing = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    _, lse_t, lse_s = attention_kl(q_t, k_t, q_s, k_s, reduction="none", return_lse=True, **packing, **options)
+    lengths_and_options = translate(0, cu_seqlens_q=None, cu_seqlens_k=None, **options)
     reverse, heads_first = direction == "reverse", layout == "bhnd"
-    tensors = promote_under_autocast(q_t, k_t, q_s, k_s)
-    problem = (
-        None, None, as_int32(key_lengths), -1, -1, causal, *window_size, softmax_scale_t or 0.0, softmax_scale_s or 0.0,
-        softcap_t or 0.0, softcap_s or 0.0, reverse, False, heads_first, 0,
-    )  # fmt: skip
+    tensors = (*promote_under_autocast(q_t, k_t, q_s, k_s), None, None)
 
     if cu_seqlens_q is None:
         sequences = [(tensors, lse_t, lse_s)]
@@ -97,7 +95,7 @@ def attention_map(
     seen = torch.zeros(rows, dtype=torch.float64, device=q_s.device)
     for sequence, (len_q, len_k) in zip(sequences, lengths):
         if sequence[-1].numel() and len_k:
-            _add_sequence(sums, seen, *sequence, len_q, len_k, problem, reverse)
+            _add_sequence(sums, seen, *sequence, len_q, len_k, lengths_and_options, reverse)
     pictures = sums / seen.clamp(min=1)[:, None]
     pictures = (pictures if per_head else pictures.mean(1)).float()
     return AttentionMap(*pictures)
@@ -113,7 +111,7 @@ def _unpack(tensors, lse_t, lse_s, bounds_q, bounds_k, heads_first) -> Iterator[
     for q_0, q_1, k_0, k_1 in zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:]):
         bounds = ((q_0, q_1 - q_0), (k_0, k_1 - k_0)) * 2
         parts = [t.narrow(length, *bound).unsqueeze(0) for t, bound in zip(tensors, bounds)]
-        yield parts, lse_t[None, :, q_0:q_1], lse_s[None, :, q_0:q_1]
+        yield (*parts, None, None), lse_t[None, :, q_0:q_1], lse_s[None, :, q_0:q_1]
 
 
 def _edges(count: int, length: int) -> list[int]:
@@ -121,7 +119,7 @@ def _edges(count: int, length: int) -> list[int]:
     return [length * bucket // count for bucket in range(count + 1)]
 
 
-def _add_sequence(sums, seen, tensors, lse_t, lse_s, len_q, len_k, problem, reverse) -> None:
+def _add_sequence(sums, seen, tensors, lse_t, lse_s, len_q, len_k, lengths_and_options, reverse) -> None:
     """Adds the queries of a batch of sequences to their buckets in sums [3, heads, rows, columns] and seen [rows]."""
     _, _, rows, columns = sums.shape
     edges = torch.tensor(_edges(rows, len_q), device=sums.device)
@@ -133,22 +131,22 @@ def _add_sequence(sums, seen, tensors, lse_t, lse_s, len_q, len_k, problem, reve
     in_base_2 = [torch.where(lse == -torch.inf, 0.0, lse.double()) / math.log(2) for lse in (lse_t, lse_s)]
     if lse_t.shape != lse_s.shape:
         in_base_2[0] = torch.zeros_like(in_base_2[1])
-    lse_1, lse_2 = reversed(in_base_2) if reverse else in_base_2
+    lse_a, lse_b = reversed(in_base_2) if reverse else in_base_2
     edges_k = _edges(columns, len_k)
     for column, (begin, end) in enumerate(zip(edges_k, edges_k[1:])):
         if begin == end:
             continue
-        mass_1, mass_2, kl = _shares(partial_states(tensors, lse_t, begin, end, problem), lse_1, lse_2)
-        shares = (mass_2, mass_1, kl) if reverse else (mass_1, mass_2, kl)
+        mass_a, mass_b, kl = _shares(partial_states(tensors, lse_t, begin, end, *lengths_and_options), lse_a, lse_b)
+        shares = (mass_b, mass_a, kl) if reverse else (mass_a, mass_b, kl)
         for picture, share in zip(sums, shares):
             picture[..., column].index_add_(-1, row_of_query, share.sum(0))
 
 
-def _shares(states, lse_1, lse_2):
+def _shares(states, lse_a, lse_b):
     """Masses of both distributions and the part of the KL over the keys of the states: [batch, heads, len_q] each."""
-    m_1, l_1, m_2, l_2, w = states.movedim(-1, 0).double()
-    d_1 = torch.where(l_1 == 0, 0.0, m_1 - lse_1)  # a state without keys has m = -inf, l = 0 and w = 0
-    d_2 = torch.where(l_2 == 0, 0.0, m_2 - lse_2)
-    factor = d_1.exp2()
-    mass_1, mass_2 = factor * l_1, d_2.exp2() * l_2
-    return mass_1, mass_2, math.log(2) * (factor * w + mass_1 * (d_1 - d_2))
+    m_a, l_a, m_b, l_b, w = states.movedim(-1, 0).double()
+    d_a = torch.where(l_a == 0, 0.0, m_a - lse_a)  # a state without keys has m = -inf, l = 0 and w = 0
+    d_b = torch.where(l_b == 0, 0.0, m_b - lse_b)
+    factor = d_a.exp2()
+    mass_a, mass_b = factor * l_a, d_b.exp2() * l_b
+    return mass_a, mass_b, math.log(2) * (factor * w + mass_a * (d_a - d_b))

@@ -14,6 +14,8 @@ from cases import compare, gradients_of, make_tensors
 from indexer_cases import make_indexer
 
 import streamkl
+from streamkl import _library as lib
+from streamkl._problem import DK_S, DQ_S, Options
 
 BF16 = dict(
     dtype=torch.bfloat16, device="cuda", dim_t=64, dim_s=64, heads_t=4, heads_s=4, key_heads_t=2, key_heads_s=4
@@ -82,14 +84,15 @@ def check_map():
 
 
 def check_opcheck():
-    problem = (None, None, None, -1, -1, True, 5, -1, 0.0, 0.3, 0.0, 4.0, False, False, False, 12)
-    tensors = [t.detach() for t in make_tensors(**BF16)]
-    kl, lse_t, lse_s = torch.ops.streamkl.forward(*tensors, None, True, *problem)
-    torch.library.opcheck(torch.ops.streamkl.forward, (*tensors, None, True, *problem))
-    torch.library.opcheck(
-        torch.ops.streamkl.backward, (*tensors, lse_t, lse_s, None, None, torch.ones_like(kl), *problem)
-    )
-    torch.library.opcheck(torch.ops.streamkl.one_pass, (*tensors, lse_t, lse_s, None, *problem))
+    options = Options(gradients=DQ_S | DK_S, causal=True, window_left=5, scale_s=0.3, softcap_s=4.0)
+    problem = (None, None, None, *options)
+    tensors = [*(t.detach() for t in make_tensors(**BF16)), None, None]
+    rows = lib.KL | lib.LSE_T | lib.LSE_S
+    kl, lse_t, lse_s = torch.ops.streamkl.forward(*tensors, None, rows, *problem)
+    torch.library.opcheck(torch.ops.streamkl.forward, (*tensors, None, rows, *problem))
+    ones = torch.ones_like(kl)
+    torch.library.opcheck(torch.ops.streamkl.backward, (*tensors, lse_t, lse_s, None, None, ones, *problem))
+    torch.library.opcheck(torch.ops.streamkl.forward_backward, (*tensors, lse_t, lse_s, None, lib.KL, *problem))
 
 
 def check_compile():

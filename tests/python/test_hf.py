@@ -59,7 +59,7 @@ def test_lses_make_it_one_pass(monkeypatch):
 
     torch.manual_seed(0)
     calls = []
-    monkeypatch.setattr(attention.OnePass, "apply", lambda *a: calls.append(a) or torch.zeros((), requires_grad=True))
+    monkeypatch.setattr(attention.OnePass, "apply", lambda *a: calls.append(a) or (torch.zeros((), requires_grad=True),))
     student = llama()
     with AttentionDistiller(llama(), student) as distiller:
         student(**batch())

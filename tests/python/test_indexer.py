@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from indexer_cases import Indexer, compare, exact_of, gradients_of, make_indexer
 
 import streamkl
-from streamkl import _indexer_ops as ops
+from streamkl import _call, reference
 from streamkl import _library as lib
-from streamkl import reference
+from streamkl._problem import DK_S, DQ_S, DW_S, Options
 
 STAGES = {"dense": 0, "sparse": 9}  # top_k
 MASKS = {
@@ -194,14 +194,14 @@ def test_the_teacher_is_looked_at_once_under_a_given_lse(monkeypatch):
     """The indexer's LSE alone, then everything in one sweep; a teacher that is not finite shows that the first is alone."""
     indexer = make_indexer()
     lse_t = streamkl.indexer_kl(*indexer, causal=True, return_rows=True)[1].lse_t
-    calls, run = [], ops.run
-    monkeypatch.setattr(ops, "run", lambda plan, op, *rest, **more: calls.append(op) or run(plan, op, *rest, **more))
+    calls, run_function = [], lib.run_function
+    monkeypatch.setattr(_call.lib, "run_function", lambda op: calls.append(op) or run_function(op))
     loss = streamkl.indexer_kl(*indexer, causal=True, lse_t=lse_t)
     torch.autograd.grad(loss, indexer.trained)
     assert calls == [lib.FORWARD, lib.FORWARD_BACKWARD]
     poisoned = [torch.full_like(tensor, torch.nan) for tensor in indexer[:2]]
-    problem = (None, None, None, -1, -1, True, -1, -1, 0.0, 0.0, 0.0, False, False, False, False, 0)
-    (lse_s,) = torch.ops.streamkl.indexer_rows(*poisoned, *indexer[2:], lse_t, ops.LSE_S, *problem)
+    problem = (None, None, None, *Options(causal=True))
+    (lse_s,) = torch.ops.streamkl.forward(*poisoned, *indexer[2:], lse_t, lib.LSE_S, *problem)
     assert lse_s.isfinite().all()
 
 
@@ -297,7 +297,7 @@ def test_a_nan_weight_stays_in_its_row():
 
 # ---- Beside the rest of torch --------------------------------------------------------------------------------------
 
-STUDENT = lib.DQ_S | lib.DK_S | lib.DW_S
+STUDENT = DQ_S | DK_S | DW_S
 
 
 @pytest.mark.parametrize("form", ["dense", "sparse", "packed", "key lengths"])
@@ -308,14 +308,16 @@ def test_opcheck(form):
     ]
     bounds = torch.tensor([0, 4, 10], dtype=torch.int32) if form == "packed" else None
     keys = torch.tensor([3, 11], dtype=torch.int32) if form == "key lengths" else None
-    for gradients in (STUDENT, lib.DW_S):
-        problem = (bounds, bounds, keys, -1, -1, True, 5, -1, 0.0, 0.3, 2.0, False, False, False, False, gradients)
-        torch.library.opcheck(torch.ops.streamkl.indexer_rows, (*indexer, None, 63, *problem))
-        kl, lse_t, lse_s = torch.ops.streamkl.indexer_rows(*indexer, None, ops.KL | ops.LSE_T | ops.LSE_S, *problem)
+    all_rows = lib.KL | lib.LSE_T | lib.LSE_S | lib.CROSS_ENTROPY | lib.ENTROPY | lib.MASS
+    for gradients in (STUDENT, DW_S):
+        options = Options(gradients=gradients, causal=True, window_left=5, scale_s=0.3, softcap_t=2.0)
+        problem = (bounds, bounds, keys, *options)
+        torch.library.opcheck(torch.ops.streamkl.forward, (*indexer, None, all_rows, *problem))
+        kl, lse_t, lse_s = torch.ops.streamkl.forward(*indexer, None, lib.KL | lib.LSE_T | lib.LSE_S, *problem)
         ones = torch.ones_like(kl)
-        torch.library.opcheck(torch.ops.streamkl.indexer_backward, (*indexer, lse_t, lse_s, None, ones, *problem))
-        wanted = ops.KL | ops.CROSS_ENTROPY
-        torch.library.opcheck(torch.ops.streamkl.indexer_one_pass, (*indexer, lse_t, lse_s, ones, wanted, *problem))
+        torch.library.opcheck(torch.ops.streamkl.backward, (*indexer, lse_t, lse_s, None, None, ones, *problem))
+        rows = lib.KL | lib.CROSS_ENTROPY
+        torch.library.opcheck(torch.ops.streamkl.forward_backward, (*indexer, lse_t, lse_s, ones, rows, *problem))
 
 
 @pytest.mark.parametrize("dynamic", [False, True] if LONG else [True])  # compiling takes its time

@@ -10,48 +10,29 @@ from torch.utils.checkpoint import checkpoint
 
 import streamkl
 from streamkl import _library as lib
+from streamkl._problem import DK_S, DQ_S, Options
 
-STUDENT = lib.DQ_S | lib.DK_S
-
-
-def problem(gradients, reverse=False, cu_seqlens=None, key_lengths=None, heads_first=False):
-    return (
-        cu_seqlens,
-        cu_seqlens,
-        key_lengths,
-        -1,
-        -1,
-        True,
-        5,
-        -1,
-        0.0,
-        0.3,
-        0.0,
-        4.0,
-        reverse,
-        False,
-        heads_first,
-        gradients,
-    )
+STUDENT = DQ_S | DK_S
 
 
 @pytest.mark.parametrize("gradients", [0, STUDENT, 15])
 @pytest.mark.parametrize("form", ["dense", "packed", "key lengths"])
 def test_opcheck(form, gradients):
     tensors = [t.detach() for t in make_tensors(len_q=11, len_k=11, packed=form == "packed")]
-    lengths = dict(
-        cu_seqlens=torch.tensor([0, 4, 10], dtype=torch.int32) if form == "packed" else None,
-        key_lengths=torch.tensor([3, 11], dtype=torch.int32) if form == "key lengths" else None,
-    )
-    arguments = problem(gradients, **lengths)
-    torch.library.opcheck(torch.ops.streamkl.forward, (*tensors, None, True, *arguments))
+    tensors += [None, None]  # no indexer
+    cu_seqlens = torch.tensor([0, 4, 10], dtype=torch.int32) if form == "packed" else None
+    key_lengths = torch.tensor([3, 11], dtype=torch.int32) if form == "key lengths" else None
+    options = Options(gradients=gradients, causal=True, window_left=5, scale_s=0.3, softcap_s=4.0)
+    problem = (cu_seqlens, cu_seqlens, key_lengths, *options)
+    needs_dot_t = gradients & ~STUDENT
+    rows = lib.KL | lib.LSE_T | lib.LSE_S | (lib.DOT_T if needs_dot_t else 0)
+    torch.library.opcheck(torch.ops.streamkl.forward, (*tensors, None, rows, *problem))
     if gradients:
-        kl, lse_t, lse_s, *dot_t = torch.ops.streamkl.forward(*tensors, None, True, *arguments)
-        dot_t = dot_t[0] if dot_t else None
-        torch.library.opcheck(
-            torch.ops.streamkl.backward, (*tensors, lse_t, lse_s, kl, dot_t, torch.ones_like(kl), *arguments)
-        )
-        torch.library.opcheck(torch.ops.streamkl.one_pass, (*tensors, lse_t, lse_s, torch.ones_like(kl), *arguments))
+        kl, lse_t, lse_s, *dot_t = torch.ops.streamkl.forward(*tensors, None, rows, *problem)
+        dot_t, ones = dot_t[0] if dot_t else None, torch.ones_like(kl)
+        torch.library.opcheck(torch.ops.streamkl.backward, (*tensors, lse_t, lse_s, kl, dot_t, ones, *problem))
+        rows = lib.KL | (lib.DOT_T if needs_dot_t else 0)
+        torch.library.opcheck(torch.ops.streamkl.forward_backward, (*tensors, lse_t, lse_s, ones, rows, *problem))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
