@@ -253,11 +253,11 @@ SKL_API skl_status skl_forward_backward(const skl_plan *plan, const skl_inputs *
 
 /* ---- Partial states: keys split over calls, devices or ranks ----------------------------------------------- */
 
-/* What one query row remembers of the keys it has seen; base 2. 1 is the first argument of the KL, 2 the second:
- *     m, l = stabiliser and sum of 2^(logit - m);   w = sum 2^(a - m_1) ((a - m_1) - (b - m_2)).
+/* What one query row remembers of the keys it has seen; base 2. A is the first argument of the KL, B the second:
+ *     m, l = stabiliser and sum of 2^(logit - m);   w = sum 2^(a - m_a) ((a - m_a) - (b - m_b)).
  * Arrays of states are contiguous: [batch, heads_s, len_q], packed [heads_s, total_q]. */
 typedef struct skl_row_state {
-    float m_1, l_1, m_2, l_2, w;
+    float m_a, l_a, m_b, l_b, w;
 } skl_row_state;
 
 /* States over keys [key_begin, key_end) of every sequence. With r > 1, and for any indexer, inputs->lse_t (of all

@@ -280,10 +280,10 @@ const test_case test_cases[] = {
     SUBSETS("bf16_and_f32", SHAPE(1, 17, 37), HEADS(2, 2), DIMS(8, 8), TYPES(BF16, F32), REVERSE),
 
     /* Everything together. */
-    {"together_1", PACKED(4, LENGTHS(0, 1, 34, 34, 95), LENGTHS(0, 40, 73, 80, 113)), HEADS(6, 3), KEY_HEADS(2, 1),
+    {"together_a", PACKED(4, LENGTHS(0, 1, 34, 34, 95), LENGTHS(0, 40, 73, 80, 113)), HEADS(6, 3), KEY_HEADS(2, 1),
      DIMS(33, 64), TYPES(BF16, F16), .grad_f32 = 1, CAUSAL, WINDOW(17, 3), SOFTCAPS(4, 2), TAILS(3, 5),
      LAYOUT(LENGTH_FIRST), .lse = LSE_WIDER},
-    {"together_2", SHAPE(3, 65, 97), HEADS(8, 4), KEY_HEADS(4, 2), DIMS(24, 40), TYPES(F16, F32), REVERSE, CAUSAL,
+    {"together_b", SHAPE(3, 65, 97), HEADS(8, 4), KEY_HEADS(4, 2), DIMS(24, 40), TYPES(F16, F32), REVERSE, CAUSAL,
      WINDOW(40, -1), KEYS(97, 0, 50), SOFTCAPS(0, 5), SCALES(0.2F, 0), LAYOUT(GAPS), .lse = LSE_GIVEN},
     {"together_3", SHAPE(2, 67, 131), HEADS(4, 4), KEY_HEADS(1, 2), DIMS(128, 8), TYPES(F32, BF16), WINDOW(50, 20),
      OFFSETS(100, 60), KEYS(131, 90), REVERSE, LAYOUT(MISALIGNED), .unit_upstream = 1, .growth = 10},

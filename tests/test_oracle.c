@@ -182,7 +182,7 @@ static void test_two_keys_two_teachers(void **state)
     oracle_free(&r);
 }
 
-/* LSEs over four keys of which two are hidden: u_1 = (3/8, 1/8), u_2 = (1/4, 1/4); P is their sum, normalised. The
+/* LSEs over four keys of which two are hidden: u_a = (3/8, 1/8), u_b = (1/4, 1/4); P is their sum, normalised. The
  * hidden half of a head does not follow its logits, which takes half of the pull of dot_t away from the KL. */
 static void test_two_keys_wider_lse(void **state)
 {

@@ -120,24 +120,24 @@ static skl_status teacher_lse(const map_work *work, const skl_plan *plan, const 
     return status;
 }
 
-/* A state in the units of its row, whose log-sum-exps are lse_1 and lse_2 in base 2. Moved to them it reads
+/* A state in the units of its row, whose log-sum-exps are lse_a and lse_b in base 2. Moved to them it reads
  *
- *     l_1 = sum_j A_j     l_2 = sum_j B_j     w = sum_j A_j (log2 A_j - log2 B_j)
+ *     l_a = sum_j A_j     l_b = sum_j B_j     w = sum_j A_j (log2 A_j - log2 B_j)
  *
  * over its own keys: the masses of a bucket and its part of the KL. */
 typedef struct bucket_share {
     double first, second, kl;
 } bucket_share;
 
-static bucket_share share_of(const skl_row_state *state, double lse_1, double lse_2)
+static bucket_share share_of(const skl_row_state *state, double lse_a, double lse_b)
 {
     static const double ln_2 = 0.69314718055994530942;
-    if (state->l_1 == 0.0F || state->l_2 == 0.0F)
+    if (state->l_a == 0.0F || state->l_b == 0.0F)
         return (bucket_share){0, 0, 0};
-    const double d_1 = (double)state->m_1 - lse_1, d_2 = (double)state->m_2 - lse_2;
-    const double first = exp2(d_1) * (double)state->l_1;
-    return (bucket_share){first, exp2(d_2) * (double)state->l_2,
-                          ln_2 * (exp2(d_1) * (double)state->w + first * (d_1 - d_2))};
+    const double d_a = (double)state->m_a - lse_a, d_b = (double)state->m_b - lse_b;
+    const double first = exp2(d_a) * (double)state->l_a;
+    return (bucket_share){first, exp2(d_b) * (double)state->l_b,
+                          ln_2 * (exp2(d_a) * (double)state->w + first * (d_a - d_b))};
 }
 
 /* log2 sum 2^m l over `count` states, `stride` apart; of the first argument, or of the second. */
@@ -146,7 +146,7 @@ static double log2_sum(const skl_row_state *states, int64_t count, int64_t strid
     double top = -INFINITY, sum = 0;
     for (int64_t c = 0; c < count; c++) {
         const skl_row_state *const state = &states[c * stride];
-        const double m = (double)(second ? state->m_2 : state->m_1), l = (double)(second ? state->l_2 : state->l_1);
+        const double m = (double)(second ? state->m_b : state->m_a), l = (double)(second ? state->l_b : state->l_a);
         if (l == 0)
             continue;
         if (m > top) {
@@ -162,11 +162,11 @@ static double log2_sum(const skl_row_state *states, int64_t count, int64_t strid
 static int add_query(const map_work *work, const skl_row_state *states, int64_t stride, int reverse, int64_t cell)
 {
     const attention_map *const map = work->map;
-    const double lse_1 = log2_sum(states, map->columns, stride, 0), lse_2 = log2_sum(states, map->columns, stride, 1);
-    if (isinf(lse_1) && lse_1 < 0)
+    const double lse_a = log2_sum(states, map->columns, stride, 0), lse_b = log2_sum(states, map->columns, stride, 1);
+    if (isinf(lse_a) && lse_a < 0)
         return 0;
     for (int64_t column = 0; column < map->columns; column++) {
-        const bucket_share share = share_of(&states[column * stride], lse_1, lse_2);
+        const bucket_share share = share_of(&states[column * stride], lse_a, lse_b);
         map->p[cell + column] += reverse ? share.second : share.first;
         map->s[cell + column] += reverse ? share.first : share.second;
         map->kl[cell + column] += share.kl;

@@ -167,8 +167,8 @@ __device__ void add(row_sums (&sums)[2], float (&x)[N / 8][4], float (&y)[N / 8]
                 v = fmaf(v, scale, m);
             }
             const float p = PARTS & EXPONENTIALS ? ex2(u) : u, q = PARTS & EXPONENTIALS ? ex2(v) : v;
-            sums[half].l_1 += p;
-            sums[half].l_2 += q;
+            sums[half].l_a += p;
+            sums[half].l_b += q;
             if (PARTS & SUMS)
                 sums[half].w = fmaf(p, u - v, sums[half].w);
         }
@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(128 * GROUPS, 1) stages(clocks *to)
         barrier_of(1, 256);
     if (blockIdx.x == 0 && threadIdx.x % 128 == 0)
         atomicMax(&to->products, (unsigned)(clock64() - begin)); /* of the slowest warpgroup */
-    float sum = sums[0].l_1 + sums[0].l_2 + sums[0].w + sums[1].l_1 + sums[1].l_2 + sums[1].w;
+    float sum = sums[0].l_a + sums[0].l_b + sums[0].w + sums[1].l_a + sums[1].l_b + sums[1].w;
     for (int e = 0; e < N / 2; e++)
         sum += x[e / 4][e % 4] + y[e / 4][e % 4];
     sink[blockIdx.x * 512 + threadIdx.x] = sum;

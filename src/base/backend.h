@@ -19,7 +19,7 @@ typedef struct skl_call {
 } skl_call;
 
 /* An indexer's forward wants nothing but its LSEs: the teacher is not looked at. */
-SKL_SHARED int skl_only_lse_s(const skl_call *call)
+SKL_HOST_DEVICE int skl_only_lse_s(const skl_call *call)
 {
     const skl_rows *const rows = &call->rows;
     return call->op == SKL_OP_FORWARD && rows->kl.data == NULL && rows->lse_t.data == NULL &&
@@ -57,7 +57,7 @@ extern const skl_backend skl_cpu_backend;
 extern const skl_backend skl_cuda_backend; /* in builds with SKL_WITH_CUDA */
 
 /* Rows of a contiguous state array: what skl_states_* walk over. */
-SKL_SHARED int64_t skl_state_count(const skl_problem *p)
+SKL_HOST_DEVICE int64_t skl_state_count(const skl_problem *p)
 {
     return p->heads_s * (p->packed ? p->total_q : p->batch * p->len_q);
 }

@@ -8,28 +8,28 @@
 #include "base/host_device.h"
 #include "streamkl.h"
 
-SKL_SHARED float skl_float_of_bits(uint32_t bits)
+SKL_HOST_DEVICE float skl_float_of_bits(uint32_t bits)
 {
     float value;
     memcpy(&value, &bits, sizeof value);
     return value;
 }
 
-SKL_SHARED uint32_t skl_bits_of_float(float value)
+SKL_HOST_DEVICE uint32_t skl_bits_of_float(float value)
 {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
     return bits;
 }
 
-SKL_SHARED float skl_from_bf16(uint16_t half)
+SKL_HOST_DEVICE float skl_from_bf16(uint16_t half)
 {
     return skl_float_of_bits((uint32_t)half << 16);
 }
 
 /* Exponent and mantissa move 13 bits up; 2^112 corrects the exponent's bias, also for subnormals. Infinities and NaNs
  * keep all exponent bits set. */
-SKL_SHARED float skl_from_f16(uint16_t half)
+SKL_HOST_DEVICE float skl_from_f16(uint16_t half)
 {
     const uint32_t magnitude = half & 0x7FFFU;
     const uint32_t sign = (uint32_t)(half & 0x8000U) << 16;
@@ -39,7 +39,7 @@ SKL_SHARED float skl_from_f16(uint16_t half)
 }
 
 /* Round to nearest even; a NaN stays a (quiet) NaN. */
-SKL_SHARED uint16_t skl_to_bf16(float value)
+SKL_HOST_DEVICE uint16_t skl_to_bf16(float value)
 {
     const uint32_t bits = skl_bits_of_float(value);
     if ((bits & 0x7FFFFFFFU) > 0x7F800000U)
@@ -47,7 +47,7 @@ SKL_SHARED uint16_t skl_to_bf16(float value)
     return (uint16_t)((bits + 0x7FFFU + ((bits >> 16) & 1U)) >> 16);
 }
 
-SKL_SHARED uint16_t skl_to_f16(float value)
+SKL_HOST_DEVICE uint16_t skl_to_f16(float value)
 {
     const uint32_t bits = skl_bits_of_float(value);
     const uint32_t sign = (bits >> 16) & 0x8000U;
@@ -64,7 +64,7 @@ SKL_SHARED uint16_t skl_to_f16(float value)
     return (uint16_t)(sign | ((rounded - 0x38000000U) >> 13));
 }
 
-SKL_SHARED float skl_load(const void *data, skl_dtype dtype, int64_t index)
+SKL_HOST_DEVICE float skl_load(const void *data, skl_dtype dtype, int64_t index)
 {
     if (dtype == SKL_F32)
         return ((const float *)data)[index];
@@ -72,7 +72,7 @@ SKL_SHARED float skl_load(const void *data, skl_dtype dtype, int64_t index)
     return dtype == SKL_F16 ? skl_from_f16(half) : skl_from_bf16(half);
 }
 
-SKL_SHARED void skl_store(void *data, skl_dtype dtype, int64_t index, float value)
+SKL_HOST_DEVICE void skl_store(void *data, skl_dtype dtype, int64_t index, float value)
 {
     if (dtype == SKL_F32)
         ((float *)data)[index] = value;

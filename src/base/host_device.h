@@ -3,9 +3,9 @@
 #define SKL_BASE_HOST_DEVICE_H
 
 #if defined(__CUDACC__)
-#define SKL_SHARED static __host__ __device__ inline
+#define SKL_HOST_DEVICE static __host__ __device__ inline
 #else
-#define SKL_SHARED static inline
+#define SKL_HOST_DEVICE static inline
 #endif
 
 #endif

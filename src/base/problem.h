@@ -19,42 +19,42 @@ enum {
 skl_status skl_problem_check(skl_problem *problem, const skl_problem *given);
 
 /* A window of a checked problem. */
-SKL_SHARED int skl_is_unlimited(int64_t window)
+SKL_HOST_DEVICE int skl_is_unlimited(int64_t window)
 {
     return window > SKL_LENGTH_MAX;
 }
 
 /* Teacher heads averaged for each student head. */
-SKL_SHARED int64_t skl_group(const skl_problem *problem)
+SKL_HOST_DEVICE int64_t skl_group_size(const skl_problem *problem)
 {
     return problem->heads_t / problem->heads_s;
 }
 
-SKL_SHARED int skl_is_indexer(const skl_problem *problem)
+SKL_HOST_DEVICE int skl_is_indexer(const skl_problem *problem)
 {
     return problem->student == SKL_STUDENT_INDEXER;
 }
 
 /* The teacher is a mean of heads, whose LSEs come before everything else. An indexer's teacher always is, if only of
  * one head. */
-SKL_SHARED int skl_is_grouped(const skl_problem *problem)
+SKL_HOST_DEVICE int skl_has_teacher_groups(const skl_problem *problem)
 {
     return problem->heads_t != problem->heads_s || skl_is_indexer(problem);
 }
 
 /* Heads of q_s. */
-SKL_SHARED int64_t skl_query_heads_s(const skl_problem *problem)
+SKL_HOST_DEVICE int64_t skl_query_heads_s(const skl_problem *problem)
 {
     return problem->heads_s * (skl_is_indexer(problem) ? problem->index_heads : 1);
 }
 
-SKL_SHARED size_t skl_dtype_size(skl_dtype dtype)
+SKL_HOST_DEVICE size_t skl_dtype_size(skl_dtype dtype)
 {
     return dtype == SKL_F32 ? 4 : 2;
 }
 
 /* Type of a gradient whose tensor has type `dtype`. */
-SKL_SHARED skl_dtype skl_grad_dtype(const skl_problem *problem, skl_dtype dtype)
+SKL_HOST_DEVICE skl_dtype skl_grad_dtype(const skl_problem *problem, skl_dtype dtype)
 {
     return problem->grad_f32 ? SKL_F32 : dtype;
 }

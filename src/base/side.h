@@ -16,7 +16,7 @@ typedef struct skl_side {
     float scale, softcap;
 } skl_side;
 
-SKL_SHARED skl_side skl_teacher_of(const skl_problem *p, const skl_call *call)
+SKL_HOST_DEVICE skl_side skl_teacher_of(const skl_problem *p, const skl_call *call)
 {
     const skl_side teacher = {&call->inputs.q_t,
                               &call->inputs.k_t,
@@ -32,7 +32,7 @@ SKL_SHARED skl_side skl_teacher_of(const skl_problem *p, const skl_call *call)
     return teacher;
 }
 
-SKL_SHARED skl_side skl_student_of(const skl_problem *p, const skl_call *call)
+SKL_HOST_DEVICE skl_side skl_student_of(const skl_problem *p, const skl_call *call)
 {
     const skl_side student = {&call->inputs.q_s,
                               &call->inputs.k_s,
@@ -48,31 +48,31 @@ SKL_SHARED skl_side skl_student_of(const skl_problem *p, const skl_call *call)
     return student;
 }
 
-SKL_SHARED int64_t skl_key_head(const skl_side *side, int64_t head)
+SKL_HOST_DEVICE int64_t skl_key_head(const skl_side *side, int64_t head)
 {
     return head / (side->heads / side->key_heads);
 }
 
-SKL_SHARED float skl_row_value(const skl_input *rows, const skl_sequence *s, int64_t head, int64_t i)
+SKL_HOST_DEVICE float skl_row_value(const skl_input *rows, const skl_sequence *s, int64_t head, int64_t i)
 {
     return ((const float *)rows->data)[SKL_ROW(*rows, s->batch, head, s->query_begin + i)];
 }
 
-SKL_SHARED void skl_row_set(const skl_output *rows, const skl_sequence *s, int64_t head, int64_t i, float value)
+SKL_HOST_DEVICE void skl_row_set(const skl_output *rows, const skl_sequence *s, int64_t head, int64_t i, float value)
 {
     if (rows->data != NULL)
         ((float *)rows->data)[SKL_ROW(*rows, s->batch, head, s->query_begin + i)] = value;
 }
 
 /* Index of a row in a contiguous state array. */
-SKL_SHARED int64_t skl_state_index(const skl_problem *p, const skl_sequence *s, int64_t head, int64_t i)
+SKL_HOST_DEVICE int64_t skl_state_index(const skl_problem *p, const skl_sequence *s, int64_t head, int64_t i)
 {
     const int64_t rows = p->packed ? p->total_q : p->len_q;
     return (s->batch * p->heads_s + head) * rows + s->query_begin + i;
 }
 
 /* kl or dot_t for a backward: the caller's, or what an earlier step of the same call stored. */
-SKL_SHARED skl_input skl_known_rows(int rows_known, const skl_input *given, const skl_output *stored)
+SKL_HOST_DEVICE skl_input skl_known_rows(int rows_known, const skl_input *given, const skl_output *stored)
 {
     const skl_input own = {stored->data, stored->stride_batch, stored->stride_head, stored->stride_row};
     return rows_known ? own : *given;

@@ -161,7 +161,7 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call)
     const bool forward = call->op == SKL_OP_FORWARD || call->op == SKL_OP_PARTIAL;
     const bool backward = call->op == SKL_OP_BACKWARD;
     const bool indexer = skl_is_indexer(p);
-    const bool grouped = skl_is_grouped(p);
+    const bool grouped = skl_has_teacher_groups(p);
     const bool teacher_grads = grads->dq_t.data != NULL || grads->dk_t.data != NULL;
     const bool student_grads = grads->dq_s.data != NULL || grads->dk_s.data != NULL || grads->dw_s.data != NULL;
     const bool first_grads = p->direction == SKL_KL_FORWARD ? teacher_grads && !grouped : student_grads;
@@ -342,7 +342,7 @@ skl_status skl_finish_check(const skl_problem *p, const skl_call *call)
     if (status != SKL_OK)
         return status;
     const skl_rows *const rows = &call->rows;
-    const bool grouped = skl_is_grouped(p);
+    const bool grouped = skl_has_teacher_groups(p);
     const char *const in_finish = " in skl_states_finish";
     const int64_t rows_q = p->packed ? p->total_q : p->len_q;
     const need lse_need = grouped && rows->lse_t.data != NULL ? REQUIRED : OPTIONAL;

@@ -18,23 +18,24 @@ typedef struct skl_range {
     int64_t begin, end;
 } skl_range;
 
-SKL_SHARED int64_t skl_min(int64_t a, int64_t b)
+SKL_HOST_DEVICE int64_t skl_min(int64_t a, int64_t b)
 {
     return a < b ? a : b;
 }
 
-SKL_SHARED int64_t skl_max(int64_t a, int64_t b)
+SKL_HOST_DEVICE int64_t skl_max(int64_t a, int64_t b)
 {
     return a > b ? a : b;
 }
 
-SKL_SHARED int64_t skl_ceil_div(int64_t a, int64_t b)
+SKL_HOST_DEVICE int64_t skl_ceil_div(int64_t a, int64_t b)
 {
     return (a + b - 1) / b;
 }
 
 /* Sequence `b`, its keys limited to [keys.begin, keys.end). */
-SKL_SHARED skl_sequence skl_sequence_at(const skl_problem *p, const skl_inputs *inputs, skl_range keys, int64_t b)
+SKL_HOST_DEVICE skl_sequence skl_sequence_at(const skl_problem *p, const skl_inputs *inputs, skl_range keys,
+                                             int64_t b)
 {
     skl_sequence s = {b, 0, p->len_q, 0, 0, p->len_k, 0};
     if (p->packed) {
@@ -58,7 +59,7 @@ typedef struct skl_band {
 } skl_band;
 
 /* Keys that a query sees. */
-SKL_SHARED skl_band skl_key_band(const skl_problem *p, const skl_sequence *s)
+SKL_HOST_DEVICE skl_band skl_key_band(const skl_problem *p, const skl_sequence *s)
 {
     const skl_band band = {s->diagonal - p->window_left, s->diagonal + p->window_right + 1, s->key_first,
                            s->key_count};
@@ -66,7 +67,7 @@ SKL_SHARED skl_band skl_key_band(const skl_problem *p, const skl_sequence *s)
 }
 
 /* Queries that see a key, if it takes part: the same band from the other side. */
-SKL_SHARED skl_band skl_query_band(const skl_problem *p, const skl_sequence *s)
+SKL_HOST_DEVICE skl_band skl_query_band(const skl_problem *p, const skl_sequence *s)
 {
     const skl_band band = {-s->diagonal - p->window_right, -s->diagonal + p->window_left + 1, 0, s->query_count};
     return band;
@@ -74,7 +75,7 @@ SKL_SHARED skl_band skl_query_band(const skl_problem *p, const skl_sequence *s)
 
 /* Always inside [first, count]; begin == end if there is none. Neither end ever moves backwards from one row to the
  * next. */
-SKL_SHARED skl_range skl_band_range(const skl_band *band, int64_t i)
+SKL_HOST_DEVICE skl_range skl_band_range(const skl_band *band, int64_t i)
 {
     const int64_t end = skl_max(band->first, skl_min(band->count, i + band->end));
     const int64_t begin = skl_max(band->first, skl_min(end, i + band->begin));
@@ -83,14 +84,14 @@ SKL_SHARED skl_range skl_band_range(const skl_band *band, int64_t i)
 }
 
 /* Keys that query i sees. */
-SKL_SHARED skl_range skl_visible(const skl_problem *p, const skl_sequence *s, int64_t i)
+SKL_HOST_DEVICE skl_range skl_visible(const skl_problem *p, const skl_sequence *s, int64_t i)
 {
     const skl_band band = skl_key_band(p, s);
     return skl_band_range(&band, i);
 }
 
 /* Queries that see key j. */
-SKL_SHARED skl_range skl_queries_of_key(const skl_problem *p, const skl_sequence *s, int64_t j)
+SKL_HOST_DEVICE skl_range skl_queries_of_key(const skl_problem *p, const skl_sequence *s, int64_t j)
 {
     const skl_range none = {0, 0};
     const skl_band band = skl_query_band(p, s);

@@ -6,7 +6,7 @@
 #include <string.h>
 
 #include "base/kl_math.h"
-#include "base/selection.h"
+#include "base/indices.h"
 #include "base/status.h"
 #include "base/tensors.h"
 #include "cpu/features.h"
@@ -239,14 +239,14 @@ static void finish_row(const skl_problem *p, const skl_call *call, const skl_seq
 {
     const skl_row_state *const state = &call->states[skl_state_index(p, s, head, i)];
     const bool reverse = p->direction == SKL_KL_REVERSE;
-    const float lse_1 = skl_lse(state->m_1, state->l_1);
-    const float lse_2 = skl_lse(state->m_2, state->l_2);
+    const float lse_a = skl_lse(state->m_a, state->l_a);
+    const float lse_b = skl_lse(state->m_b, state->l_b);
     skl_row_set(&call->rows.kl, s, head, i, skl_kl_report(skl_state_kl(state)));
-    skl_row_set(&call->rows.lse_s, s, head, i, reverse ? lse_1 : lse_2);
-    const int64_t group = skl_group(p);
+    skl_row_set(&call->rows.lse_s, s, head, i, reverse ? lse_a : lse_b);
+    const int64_t group = skl_group_size(p);
     for (int64_t h = head * group; call->rows.lse_t.data != NULL && h < (head + 1) * group; h++) {
-        const float outside = skl_is_grouped(p) ? skl_row_value(&call->inputs.lse_t, s, h, i) : 0.0F;
-        const float own = reverse ? lse_2 : lse_1;
+        const float outside = skl_has_teacher_groups(p) ? skl_row_value(&call->inputs.lse_t, s, h, i) : 0.0F;
+        const float own = reverse ? lse_b : lse_a;
         skl_row_set(&call->rows.lse_t, s, h, i, own == -INFINITY ? own : outside + own);
     }
 }

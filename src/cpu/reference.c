@@ -21,8 +21,8 @@ static skl_tiles tiles(const skl_problem *problem)
 
 static size_t scratch_size(const skl_problem *problem)
 {
-    const size_t lse_size = (size_t)skl_group(problem) * sizeof(double); /* of the teacher heads of a group */
-    const size_t row_size = SKL_DIM_MAX * sizeof(float);                 /* of a gradient */
+    const size_t lse_size = (size_t)skl_group_size(problem) * sizeof(double); /* of the teacher heads of a group */
+    const size_t row_size = SKL_DIM_MAX * sizeof(float);                      /* of a gradient */
     const size_t index_size = (size_t)(problem->index_heads * (problem->dim_s + 1)) * sizeof(float); /* dq, dw */
     return (lse_size + (row_size > index_size ? row_size : index_size) + 63) / 64 * 64;
 }
@@ -32,7 +32,7 @@ static size_t scratch_size(const skl_problem *problem)
 static float head_excess(const known_row *r, const double *lse, int64_t h, int64_t j, float origin)
 {
     const bool reverse = r->task->problem->direction == SKL_KL_REVERSE;
-    const int64_t head = r->head * skl_group(r->task->problem) + h;
+    const int64_t head = r->head * skl_group_size(r->task->problem) + h;
     const float u = (float)teacher_logit(r, lse, j);
     const float v = (float)(logit(&r->student, &r->sequence, r->head, r->i, j) - r->lse_s);
     const float z = (float)(logit(&r->teacher, &r->sequence, head, r->i, j) - lse[h]);
@@ -53,9 +53,9 @@ static void forward_row(const skl_task *t, const skl_sequence *sequence, int64_t
     const skl_call *const call = t->call;
     known_row r = row_at(t, sequence, head, i);
     const bool reverse = p->direction == SKL_KL_REVERSE;
-    const int64_t group = skl_group(p);
+    const int64_t group = skl_group_size(p);
     double *const lse = (double *)(void *)t->scratch;
-    const bool grouped = skl_is_grouped(p);
+    const bool grouped = skl_has_teacher_groups(p);
     for (int64_t h = 0; grouped && h < group; h++)
         lse[h] = teacher_lse2(&r, head * group + h);
 
@@ -73,12 +73,12 @@ static void forward_row(const skl_task *t, const skl_sequence *sequence, int64_t
         call->states[skl_state_index(p, sequence, head, i)] = state;
         return;
     }
-    const float lse_1 = skl_lse(state.m_1, state.l_1);
-    const float lse_2 = skl_lse(state.m_2, state.l_2);
-    const float own_t = reverse ? lse_2 : lse_1;
-    r.lse_s = (double)(reverse ? lse_1 : lse_2) * SKL_LOG2E_DOUBLE;
+    const float lse_a = skl_lse(state.m_a, state.l_a);
+    const float lse_b = skl_lse(state.m_b, state.l_b);
+    const float own_t = reverse ? lse_b : lse_a;
+    r.lse_s = (double)(reverse ? lse_a : lse_b) * SKL_LOG2E_DOUBLE;
     skl_row_set(&call->rows.kl, sequence, head, i, skl_kl_report(skl_state_kl(&state)));
-    skl_row_set(&call->rows.lse_s, sequence, head, i, reverse ? lse_1 : lse_2);
+    skl_row_set(&call->rows.lse_s, sequence, head, i, reverse ? lse_a : lse_b);
     const skl_row_state spread_state = long_state_total(&spread);
     const float entropy = skl_state_entropy(&spread_state);
     skl_row_set(&call->rows.entropy, sequence, head, i, entropy);
@@ -114,7 +114,7 @@ static float stored_dot(const known_row *r, int64_t head)
 /* The same in the logit of teacher head h of the row's group. */
 static float teacher_gradient(const known_row *r, const double *lse, int64_t h, int64_t j)
 {
-    const int64_t group = skl_group(r->task->problem);
+    const int64_t group = skl_group_size(r->task->problem);
     const bool reverse = r->task->problem->direction == SKL_KL_REVERSE;
     const double x_h = logit(&r->teacher, &r->sequence, r->head * group + h, r->i, j);
     const float slope = r->grad * softcap_slope(&r->teacher, x_h) / (float)group;
@@ -141,7 +141,7 @@ static void store_row(const skl_side *side, const skl_output *grad, int64_t row,
 static void backward_queries(const skl_task *t)
 {
     const skl_sequence sequence = skl_sequence_at(t->problem, &t->call->inputs, t->call->keys, t->batch);
-    const int64_t group = skl_group(t->problem);
+    const int64_t group = skl_group_size(t->problem);
     double *const lse = (double *)(void *)t->scratch;
     float *const sum = (float *)(void *)(lse + group);
     const int64_t begin = t->tile * t->tiles.queries;
@@ -168,7 +168,7 @@ static void backward_queries(const skl_task *t)
 static void backward_keys(const skl_task *t)
 {
     const skl_sequence sequence = skl_sequence_at(t->problem, &t->call->inputs, t->call->keys, t->batch);
-    const int64_t group = skl_group(t->problem);
+    const int64_t group = skl_group_size(t->problem);
     const skl_side side = t->teacher_side ? skl_teacher_of(t->problem, t->call) : skl_student_of(t->problem, t->call);
     const int64_t sharing = side.heads / side.key_heads;
     const int64_t key_rows = t->problem->packed ? sequence.key_count : t->problem->len_k;

@@ -58,7 +58,7 @@ void skl_reference_indexer_queries(const skl_task *t)
 {
     const skl_sequence sequence = skl_sequence_at(t->problem, &t->call->inputs, t->call->keys, t->batch);
     double *const lse = (double *)(void *)t->scratch;
-    float *const dq = (float *)(void *)(lse + skl_group(t->problem));
+    float *const dq = (float *)(void *)(lse + skl_group_size(t->problem));
     float *const dw = dq + t->problem->index_heads * t->problem->dim_s;
     const int64_t begin = t->tile * t->tiles.queries;
     const int64_t end = skl_min(begin + t->tiles.queries, sequence.query_count);
@@ -102,7 +102,7 @@ void skl_reference_indexer_keys(const skl_task *t)
     const int64_t sharing = side.heads / side.key_heads;
     const int64_t key_rows = t->problem->packed ? sequence.key_count : t->problem->len_k;
     double *const lse = (double *)(void *)t->scratch;
-    float *const dk = (float *)(void *)(lse + skl_group(t->problem));
+    float *const dk = (float *)(void *)(lse + skl_group_size(t->problem));
     const int64_t begin = t->tile * t->tiles.keys;
     const int64_t end = skl_min(begin + t->tiles.keys, key_rows);
     for (int64_t j = begin; j < end; j++) {

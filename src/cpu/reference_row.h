@@ -5,7 +5,7 @@
 #include <math.h>
 
 #include "base/kl_math.h"
-#include "base/selection.h"
+#include "base/indices.h"
 #include "cpu/kernel.h"
 
 /* softcap(scale <q[i], k[j]>) in base 2. Logits and LSEs are doubles, so that their difference keeps its bits when
@@ -51,7 +51,7 @@ static inline known_row row_at(const skl_task *t, const skl_sequence *sequence, 
                    .head = head,
                    .i = i};
     const bool sparse = t->problem->top_k > 0;
-    r.selected = sparse ? skl_selection(&t->call->inputs, sequence, head, i) : NULL;
+    r.selected = sparse ? skl_row_indices(&t->call->inputs, sequence, head, i) : NULL;
     r.key_count = sparse ? t->problem->top_k : r.visible.end - r.visible.begin;
     return r;
 }
@@ -61,7 +61,7 @@ static inline int64_t key_at(const known_row *r, int64_t n)
 {
     if (r->selected == NULL)
         return r->visible.begin + n;
-    return skl_is_selected(r->selected[n], r->visible) ? r->selected[n] : -1;
+    return skl_index_is_visible(r->selected[n], r->visible) ? r->selected[n] : -1;
 }
 
 #define FOR_KEYS(r, j)                                                                                               \
@@ -140,11 +140,11 @@ static inline float mass_times(float p, float value)
  * mass, and leaves the stabiliser of a state as it is. */
 static inline skl_row_state state_of_pair(double a, double b)
 {
-    const float m_1 = (float)a, m_2 = (float)b;
-    const float u = m_1 == -INFINITY ? -INFINITY : (float)(a - (double)m_1);
-    const float v = m_2 == -INFINITY ? -INFINITY : (float)(b - (double)m_2);
+    const float m_a = (float)a, m_b = (float)b;
+    const float u = m_a == -INFINITY ? -INFINITY : (float)(a - (double)m_a);
+    const float v = m_b == -INFINITY ? -INFINITY : (float)(b - (double)m_b);
     const float p = exp2f(u);
-    const skl_row_state state = {m_1, p, m_2, exp2f(v), mass_times(p, u - v)};
+    const skl_row_state state = {m_a, p, m_b, exp2f(v), mass_times(p, u - v)};
     return state;
 }
 
@@ -170,7 +170,7 @@ static inline double lse2_computed(const known_row *r, const skl_side *side, int
         long_state_add(&sum, x, x);
     }
     const skl_row_state state = long_state_total(&sum);
-    return state.l_1 == 0.0F ? -INFINITY : (double)state.m_1 + log2((double)state.l_1);
+    return state.l_a == 0.0F ? -INFINITY : (double)state.m_a + log2((double)state.l_a);
 }
 
 static inline double teacher_lse2(const known_row *r, int64_t head)
@@ -183,15 +183,15 @@ static inline double teacher_lse2(const known_row *r, int64_t head)
  * LSEs of the group's heads. */
 static inline double teacher_logit(const known_row *r, const double *lse, int64_t j)
 {
-    const int64_t group = skl_group(r->task->problem);
-    if (!skl_is_grouped(r->task->problem))
+    const int64_t group = skl_group_size(r->task->problem);
+    if (!skl_has_teacher_groups(r->task->problem))
         return logit(&r->teacher, &r->sequence, r->head, r->i, j);
     skl_row_state sum = skl_state_empty();
     for (int64_t h = 0; h < group; h++) {
         const float z = (float)(logit(&r->teacher, &r->sequence, r->head * group + h, r->i, j) - lse[h]);
         sum = skl_state_merge(sum, state_of_pair(z, z));
     }
-    return (double)sum.m_1 + log2((double)sum.l_1 / (double)group);
+    return (double)sum.m_a + log2((double)sum.l_a / (double)group);
 }
 
 /* Fills in what a backward knows of a row: LSEs, KL, upstream gradient. Where that is 0 the row has no gradients,
@@ -200,7 +200,7 @@ static inline void load_known(known_row *r, double *lse)
 {
     const skl_task *const t = r->task;
     const skl_inputs *const in = &t->call->inputs;
-    const int64_t group = skl_group(t->problem);
+    const int64_t group = skl_group_size(t->problem);
     for (int64_t h = 0; h < group; h++)
         lse[h] = lse2_of(r, &in->lse_t, r->head * group + h);
     r->lse_s = lse2_of(r, &in->lse_s, r->head);
@@ -218,7 +218,7 @@ static inline float student_gradient(const known_row *r, const double *lse, int6
 {
     const double y = student_logit(r, j);
     const double x = teacher_logit(r, lse, j);
-    const float u = (float)(skl_is_grouped(r->task->problem) ? x : x - lse[0]);
+    const float u = (float)(skl_has_teacher_groups(r->task->problem) ? x : x - lse[0]);
     const float v = (float)(y - r->lse_s);
     const float dy = r->task->problem->direction == SKL_KL_REVERSE ? mass_times(exp2f(v), SKL_LN2 * (v - u) - r->kl)
                                                                    : exp2f(v) - exp2f(u);

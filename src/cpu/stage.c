@@ -93,7 +93,7 @@ static int64_t least_common_multiple(int64_t a, int64_t b)
 /* Student heads in a row that share a key head with one another, on either side. */
 static int64_t sharing_heads(const skl_problem *p)
 {
-    const int64_t group = skl_group(p);
+    const int64_t group = skl_group_size(p);
     const int64_t shared_s = p->heads_s / p->key_heads_s;
     const int64_t shared_t = p->heads_t / p->key_heads_t; /* in teacher heads */
     if (shared_t % group != 0 && group % shared_t != 0)

@@ -70,7 +70,7 @@ typedef struct cuda_kernel {
 /* LSEs of a group of teacher heads for each block of a general forward. */
 static size_t lse_size(const skl_plan *plan)
 {
-    return (size_t)plan->block_count * (size_t)skl_group(&plan->problem) * SKL_GENERAL_TILE * sizeof(skl_lse2);
+    return (size_t)plan->block_count * (size_t)skl_group_size(&plan->problem) * SKL_GENERAL_TILE * sizeof(skl_lse2);
 }
 
 static bool has_gradients(skl_op op)
@@ -244,7 +244,7 @@ static bool fits_problem(const cuda_kernel *kernel, const skl_problem *p)
     if (kernel->forward == NULL)
         return false; /* for indexers only */
     const int64_t length = skl_max(p->len_q, p->len_k);
-    return p->dtype_t == kernel->dtype && p->dtype_s == kernel->dtype && skl_group(p) == 1 &&
+    return p->dtype_t == kernel->dtype && p->dtype_s == kernel->dtype && skl_group_size(p) == 1 &&
            p->dim_t <= kernel->dim_max && p->dim_s <= kernel->dim_max && p->dim_t % COPY_ELEMENTS == 0 &&
            p->dim_s % COPY_ELEMENTS == 0 && length < SKL_SM80_ROWS_MAX &&
            p->heads_s < INT32_MAX / skl_ceil_div(length + 1, SKL_SM80_TILE_MIN);

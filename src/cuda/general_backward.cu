@@ -168,7 +168,7 @@ static __device__ void add_tile(fragment<8> &sum, pipeline<COLUMNS> &line, backw
 static __device__ void queries_tile(const skl_cuda_params &params, backward_memory &memory)
 {
     const skl_problem &p = params.problem;
-    const int64_t group = skl_group(&p);
+    const int64_t group = skl_group_size(&p);
     place at = {memory.at, memory.at.queries.begin, memory.at.keys.begin};
     pipeline<COLUMNS> line(memory.stage);
     fragment<8> sum;
@@ -203,7 +203,7 @@ static __device__ work key_work(const skl_cuda_params &params, int64_t item)
 static __device__ void keys_tile(const skl_cuda_params &params, backward_memory &memory)
 {
     const skl_problem &p = params.problem;
-    const int64_t group = skl_group(&p);
+    const int64_t group = skl_group_size(&p);
     const skl_side side = params.teacher_side ? skl_teacher_of(&p, &params.call) : skl_student_of(&p, &params.call);
     const int64_t sharing = side.heads / side.key_heads;
     const int64_t key_head = memory.at.item / skl_ceil_div(p.len_k, TILE) % side.key_heads;

@@ -25,10 +25,10 @@ static __device__ skl_lse2 finish_row(const skl_cuda_params &params, const place
     const bool reverse = params.problem.direction == SKL_KL_REVERSE;
     const skl_rows &rows = params.call.rows;
     const int64_t query = at.query_first + row;
-    const float lse_1 = skl_lse(state.m_1, state.l_1);
-    const float lse_2 = skl_lse(state.m_2, state.l_2);
-    const float own_t = reverse ? lse_2 : lse_1;
-    const float own_s = reverse ? lse_1 : lse_2;
+    const float lse_a = skl_lse(state.m_a, state.l_a);
+    const float lse_b = skl_lse(state.m_b, state.l_b);
+    const float own_t = reverse ? lse_b : lse_a;
+    const float own_s = reverse ? lse_a : lse_b;
     skl_row_set(&rows.kl, &at.in.sequence, at.in.head, query, skl_kl_report(skl_state_kl(&state)));
     skl_row_set(&rows.lse_s, &at.in.sequence, at.in.head, query, own_s);
     if (group == 1)
@@ -131,7 +131,7 @@ static __device__ void forward_tile(const skl_cuda_params &params, forward_memor
                                     skl_lse2 *lse)
 {
     const skl_problem &p = params.problem;
-    const int64_t group = GROUPED ? skl_group(&p) : 1;
+    const int64_t group = GROUPED ? skl_group_size(&p) : 1;
     pipeline<GROUPED ? 4 : 8> line(memory.stage);
     if (GROUPED && params.call.inputs.lse_t.data != NULL)
         load_group_lse(lse, params.call.inputs.lse_t, at, group);
@@ -166,7 +166,7 @@ static __global__ void __launch_bounds__(THREADS, 1) general_forward(const __gri
 {
     extern __shared__ __align__(16) unsigned char raw[];
     forward_memory &memory = *(forward_memory *)(void *)raw;
-    skl_lse2 *const lse = (skl_lse2 *)params.scratch + (int64_t)blockIdx.x * skl_group(&params.problem) * TILE;
+    skl_lse2 *const lse = (skl_lse2 *)params.scratch + (int64_t)blockIdx.x * skl_group_size(&params.problem) * TILE;
     const auto find = [&](int64_t item) { return query_work(params, item); };
     for_work(memory.at, find, [&] {
         if (memory.at.queries.begin < memory.at.queries.end)
@@ -187,5 +187,5 @@ template <bool GROUPED> static cudaError_t launch_forward(const skl_cuda_params 
 
 extern "C" cudaError_t skl_cuda_general_forward(const skl_cuda_params *params)
 {
-    return skl_group(&params->problem) > 1 ? launch_forward<true>(params) : launch_forward<false>(params);
+    return skl_group_size(&params->problem) > 1 ? launch_forward<true>(params) : launch_forward<false>(params);
 }

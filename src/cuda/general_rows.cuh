@@ -7,21 +7,21 @@
 /* A thread's row states stay out of its registers while products are summed up in them. */
 struct own_states {
     static constexpr bool SPREAD = false;
-    float m_1[ROWS][THREADS], l_1[ROWS][THREADS], m_2[ROWS][THREADS], l_2[ROWS][THREADS], w[ROWS][THREADS];
+    float m_a[ROWS][THREADS], l_a[ROWS][THREADS], m_b[ROWS][THREADS], l_b[ROWS][THREADS], w[ROWS][THREADS];
 
     __device__ skl_row_state get(int i) const
     {
         const unsigned thread = threadIdx.x;
-        const skl_row_state state = {m_1[i][thread], l_1[i][thread], m_2[i][thread], l_2[i][thread], w[i][thread]};
+        const skl_row_state state = {m_a[i][thread], l_a[i][thread], m_b[i][thread], l_b[i][thread], w[i][thread]};
         return state;
     }
 
     __device__ void set(int i, const skl_row_state &state)
     {
-        m_1[i][threadIdx.x] = state.m_1;
-        l_1[i][threadIdx.x] = state.l_1;
-        m_2[i][threadIdx.x] = state.m_2;
-        l_2[i][threadIdx.x] = state.l_2;
+        m_a[i][threadIdx.x] = state.m_a;
+        l_a[i][threadIdx.x] = state.l_a;
+        m_b[i][threadIdx.x] = state.m_b;
+        l_b[i][threadIdx.x] = state.l_b;
         w[i][threadIdx.x] = state.w;
     }
 
@@ -32,7 +32,7 @@ struct own_states {
     }
 };
 
-/* With what the entropy of the first argument is made of: e = sum 2^(a - m_1) (a - m_1). */
+/* With what the entropy of the first argument is made of: e = sum 2^(a - m_a) (a - m_a). */
 struct spread_states : own_states {
     static constexpr bool SPREAD = true;
     float e[ROWS][THREADS];
@@ -48,7 +48,7 @@ struct spread_states : own_states {
     __device__ skl_row_state spread(int i) const
     {
         const unsigned thread = threadIdx.x;
-        const skl_row_state state = {m_1[i][thread], l_1[i][thread], 0.0F, l_1[i][thread], e[i][thread]};
+        const skl_row_state state = {m_a[i][thread], l_a[i][thread], 0.0F, l_a[i][thread], e[i][thread]};
         return state;
     }
 };
@@ -59,37 +59,37 @@ static __device__ void add_columns(STATES &states, int i, const float (&a)[COLUM
                                    const key_span &span)
 {
     skl_row_state state = states.get(i);
-    float m_1 = state.m_1, m_2 = state.m_2;
+    float m_a = state.m_a, m_b = state.m_b;
     bool any = WHOLE;
 #pragma unroll
     for (int j = 0; j < COLUMNS; j++) {
         const bool seen = WHOLE || sees(span, column_of(j));
-        m_1 = seen ? fmaxf(m_1, a[j]) : m_1;
-        m_2 = seen ? fmaxf(m_2, b[j]) : m_2;
+        m_a = seen ? fmaxf(m_a, a[j]) : m_a;
+        m_b = seen ? fmaxf(m_b, b[j]) : m_b;
         any = any || seen;
     }
     if (!any)
         return;
     if constexpr (STATES::SPREAD) {
         float &e = states.e[i][threadIdx.x];
-        const float d = state.l_1 == 0.0F ? 0.0F : state.m_1 - m_1;
-        float sum = exp2f(d) * fmaf(state.l_1, d, e);
+        const float d = state.l_a == 0.0F ? 0.0F : state.m_a - m_a;
+        float sum = exp2f(d) * fmaf(state.l_a, d, e);
 #pragma unroll
         for (int j = 0; j < COLUMNS; j++) {
             const bool seen = WHOLE || sees(span, column_of(j));
-            sum = seen ? fmaf(ex2(a[j] - m_1), a[j] - m_1, sum) : sum;
+            sum = seen ? fmaf(ex2(a[j] - m_a), a[j] - m_a, sum) : sum;
         }
         e = sum;
     }
-    state = skl_state_move(state, m_1, m_2);
+    state = skl_state_move(state, m_a, m_b);
 #pragma unroll
     for (int j = 0; j < COLUMNS; j++) {
         const bool seen = WHOLE || sees(span, column_of(j));
-        const float u = a[j] - m_1;
-        const float v = b[j] - m_2;
+        const float u = a[j] - m_a;
+        const float v = b[j] - m_b;
         const float p = seen ? ex2(u) : 0.0F;
-        state.l_1 += p;
-        state.l_2 += seen ? ex2(v) : 0.0F;
+        state.l_a += p;
+        state.l_b += seen ? ex2(v) : 0.0F;
         state.w = fmaf(p, seen ? u - v : 0.0F, state.w);
     }
     states.set(i, state);
@@ -127,10 +127,10 @@ __device__ inline skl_row_state row_merge(skl_row_state state)
 {
     for (int offset = LANES / 2; offset > 0; offset /= 2) {
         skl_row_state other;
-        other.m_1 = __shfl_xor_sync(~0U, state.m_1, offset);
-        other.l_1 = __shfl_xor_sync(~0U, state.l_1, offset);
-        other.m_2 = __shfl_xor_sync(~0U, state.m_2, offset);
-        other.l_2 = __shfl_xor_sync(~0U, state.l_2, offset);
+        other.m_a = __shfl_xor_sync(~0U, state.m_a, offset);
+        other.l_a = __shfl_xor_sync(~0U, state.l_a, offset);
+        other.m_b = __shfl_xor_sync(~0U, state.m_b, offset);
+        other.l_b = __shfl_xor_sync(~0U, state.l_b, offset);
         other.w = __shfl_xor_sync(~0U, state.w, offset);
         /* The lower lane goes first on both sides, so that both get the same bits. */
         const bool lower = (threadIdx.x & (unsigned)offset) == 0;
@@ -189,7 +189,7 @@ static __device__ void compute_group_lse(skl_lse2 *lse, MEMORY &memory, pipeline
             const skl_row_state row = row_merge(memory.states.get(i));
             if (first_lane())
                 lse[h * TILE + row_of(i)] =
-                    skl_lse2_split(row.l_1 == 0.0F ? -INFINITY : (double)row.m_1 + log2((double)row.l_1));
+                    skl_lse2_split(row.l_a == 0.0F ? -INFINITY : (double)row.m_a + log2((double)row.l_a));
         }
     }
 }

@@ -232,7 +232,7 @@ __device__ inline work query_work(const skl_cuda_params &params, int64_t item)
     if (!at.exists)
         return at;
     at.own_head = item / tiles % heads;
-    at.head = params.teacher_side ? at.own_head / skl_group(&p) : at.own_head;
+    at.head = params.teacher_side ? at.own_head / skl_group_size(&p) : at.own_head;
     at.queries.begin = (tiles - 1 - item % tiles) * TILE; /* causal: longest first */
     at.queries.end = at.sequence.query_count;
     if (at.queries.begin < at.queries.end)

@@ -70,7 +70,7 @@ static __device__ void index_gradients(fragment<COLUMNS> &g, pipeline<COLUMNS> &
                                        const skl_cuda_params &params, const place &at, SOURCE after)
 {
     const skl_problem &p = params.problem;
-    const int64_t group = skl_group(&p);
+    const int64_t group = skl_group_size(&p);
     const bool reverse = p.direction == SKL_KL_REVERSE;
     fragment<COLUMNS> y;
     teacher_mean(
@@ -113,7 +113,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
         if (at.query_first >= at.in.queries.end || at.key_first >= at.in.keys.end)
             continue;
         const auto first_head = [&] {
-            return source_of<false>(at, TEACHER, at.in.head * skl_group(&params.problem));
+            return source_of<false>(at, TEACHER, at.in.head * skl_group_size(&params.problem));
         };
         pipeline<COLUMNS> line(memory.stage);
         fragment<COLUMNS> g;

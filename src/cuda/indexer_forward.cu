@@ -20,7 +20,7 @@ struct indexer_memory {
 
 static __device__ tile_source first_source(const skl_cuda_params &params, const place &at, bool with_teacher)
 {
-    return with_teacher ? source_of<false>(at, TEACHER, at.in.head * skl_group(&params.problem))
+    return with_teacher ? source_of<false>(at, TEACHER, at.in.head * skl_group_size(&params.problem))
                         : index_source<false>(at, params.problem.index_heads, 0);
 }
 
@@ -37,7 +37,7 @@ static __device__ void sum_keys(indexer_memory &memory, pipeline<COLUMNS> &line,
         fragment<COLUMNS> x, y;
         if (with_teacher)
             teacher_mean(
-                x, line, at, skl_group(&p), memory.lse_t, [&](int64_t h) { return lse[h * TILE + threadIdx.x]; },
+                x, line, at, skl_group_size(&p), memory.lse_t, [&](int64_t h) { return lse[h * TILE + threadIdx.x]; },
                 [&] { return index_source<false>(at, p.index_heads, 0); });
         index_logits(y, line, params, at, memory.weights,
                      [&] { return first_source(params, next_keys<COLUMNS>(at), with_teacher); });
@@ -57,7 +57,7 @@ static __device__ void sum_keys(indexer_memory &memory, pipeline<COLUMNS> &line,
 static __device__ void forward_tile(const skl_cuda_params &params, indexer_memory &memory, const place &at,
                                     skl_lse2 *lse)
 {
-    const int64_t group = skl_group(&params.problem);
+    const int64_t group = skl_group_size(&params.problem);
     const bool with_teacher = !skl_only_lse_s(&params.call);
     pipeline<COLUMNS> line(memory.stage);
     if (with_teacher && params.call.inputs.lse_t.data != NULL)
@@ -84,7 +84,7 @@ static __global__ void __launch_bounds__(THREADS, 1) indexer_forward(const __gri
 {
     extern __shared__ __align__(16) unsigned char raw[];
     indexer_memory &memory = *(indexer_memory *)(void *)raw;
-    skl_lse2 *const lse = (skl_lse2 *)params.scratch + (int64_t)blockIdx.x * skl_group(&params.problem) * TILE;
+    skl_lse2 *const lse = (skl_lse2 *)params.scratch + (int64_t)blockIdx.x * skl_group_size(&params.problem) * TILE;
     const auto find = [&](int64_t item) { return query_work(params, item); };
     for_work(memory.at, find, [&] {
         if (memory.at.queries.begin < memory.at.queries.end)

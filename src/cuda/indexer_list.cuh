@@ -56,7 +56,7 @@ __device__ inline bool load_list(list_memory &memory, int64_t top_k, int64_t fir
     int32_t key = -1;
     if (threadIdx.x < STEP) {
         const int32_t listed = first + threadIdx.x < top_k ? memory.at.list[first + threadIdx.x] : -1;
-        key = skl_is_selected(listed, memory.at.visible) ? listed : -1;
+        key = skl_index_is_visible(listed, memory.at.visible) ? listed : -1;
         memory.keys[threadIdx.x] = key;
     }
     return __syncthreads_or(key >= 0) != 0;

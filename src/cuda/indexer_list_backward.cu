@@ -21,7 +21,7 @@ static __device__ void list_gradients(float *dy, list_memory &memory, const skl_
     const list_row &at = memory.at;
     const skl_input kl_rows = skl_known_rows(params.rows_known, &in.kl, &params.call.rows.kl);
     const bool reverse = p.direction == SKL_KL_REVERSE;
-    const int64_t group = skl_group(&p);
+    const int64_t group = skl_group_size(&p);
     const skl_lse2 lse_s = skl_lse2_of(skl_row_value(&in.lse_s, &at.sequence, at.head, at.query));
     const float kl = reverse ? skl_row_value(&kl_rows, &at.sequence, at.head, at.query) : 0.0F;
     const float grad = in.grad_kl.data != NULL ? skl_row_value(&in.grad_kl, &at.sequence, at.head, at.query) : 1.0F;

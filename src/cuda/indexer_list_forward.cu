@@ -13,7 +13,7 @@ struct list_forward_memory {
 static __device__ void compute_list_lse(skl_lse2 *lse, list_memory &memory, const skl_problem &p)
 {
     constexpr int HALF_STEP = STEP / 2;
-    const int64_t group = skl_group(&p);
+    const int64_t group = skl_group_size(&p);
     const int row = (int)threadIdx.x / 2, first_key = (int)threadIdx.x % 2 * HALF_STEP;
 #pragma unroll 1
     for (int64_t h = 0, count; h < group; h += count) {
@@ -32,11 +32,11 @@ static __device__ void compute_list_lse(skl_lse2 *lse, list_memory &memory, cons
                 }
         }
         skl_row_state other = state;
-        other.m_1 = __shfl_xor_sync(~0U, state.m_1, 1);
-        other.l_1 = __shfl_xor_sync(~0U, state.l_1, 1);
+        other.m_a = __shfl_xor_sync(~0U, state.m_a, 1);
+        other.l_a = __shfl_xor_sync(~0U, state.l_a, 1);
         const skl_row_state both = skl_state_merge(state, other);
         if (row < count && first_key == 0)
-            lse[h + row] = skl_lse2_split(both.l_1 == 0.0F ? -INFINITY : (double)both.m_1 + log2((double)both.l_1));
+            lse[h + row] = skl_lse2_split(both.l_a == 0.0F ? -INFINITY : (double)both.m_a + log2((double)both.l_a));
     }
 }
 
@@ -44,7 +44,7 @@ static __device__ void compute_list_lse(skl_lse2 *lse, list_memory &memory, cons
 static __device__ void find_list_lse(skl_lse2 *lse, list_memory &memory, const skl_cuda_params &params)
 {
     const skl_input &given = params.call.inputs.lse_t;
-    const int64_t group = skl_group(&params.problem);
+    const int64_t group = skl_group_size(&params.problem);
     if (given.data == NULL)
         compute_list_lse(lse, memory, params.problem);
     for (int64_t h = threadIdx.x; given.data != NULL && h < group; h += THREADS)
@@ -69,7 +69,7 @@ static __device__ void forward_row(const skl_cuda_params &params, list_forward_m
 {
     const skl_problem &p = params.problem;
     list_memory &memory = shared.list;
-    const int64_t group = skl_group(&p);
+    const int64_t group = skl_group_size(&p);
     const bool with_teacher = !skl_only_lse_s(&params.call), reverse = p.direction == SKL_KL_REVERSE;
     if (threadIdx.x < STEP)
         shared.states[threadIdx.x] = shared.spreads[threadIdx.x] = skl_state_empty();
@@ -104,7 +104,7 @@ static __global__ void __launch_bounds__(THREADS, 2) list_forward(const __grid_c
     extern __shared__ __align__(16) unsigned char raw[];
     list_forward_memory &memory = *(list_forward_memory *)(void *)raw;
     const skl_problem &p = params.problem;
-    skl_lse2 *const lse = (skl_lse2 *)params.scratch + (int64_t)blockIdx.x * skl_group(&p);
+    skl_lse2 *const lse = (skl_lse2 *)params.scratch + (int64_t)blockIdx.x * skl_group_size(&p);
 #pragma unroll 1
     for (int64_t item = blockIdx.x; item < p.batch * p.heads_s * p.len_q; item += gridDim.x) {
         begin_row(memory.list, params, item);

@@ -74,7 +74,7 @@ static __global__ void __launch_bounds__(THREADS)
         memory.next[bucket] = 0;
     __syncthreads();
     for (int64_t n = threadIdx.x; n < count; n += THREADS)
-        if (skl_is_selected(list[n], visible))
+        if (skl_index_is_visible(list[n], visible))
             atomicAdd(&memory.next[list[n] / band.bucket_keys], 1);
     __syncthreads();
     find_starts(memory, buckets);
@@ -87,7 +87,7 @@ static __global__ void __launch_bounds__(THREADS)
     for (int64_t at = 0; at < count; at += 32) {
         const int64_t n = at + threadIdx.x;
         const int32_t key = n < count ? list[n] : -1;
-        const int bucket = n < count && skl_is_selected(key, visible) ? (int)(key / band.bucket_keys) : -1;
+        const int bucket = n < count && skl_index_is_visible(key, visible) ? (int)(key / band.bucket_keys) : -1;
         const unsigned same = __match_any_sync(~0U, bucket), before = same & ((1U << threadIdx.x) - 1U);
         const int place = bucket >= 0 ? memory.next[bucket] : 0;
         __syncwarp();
@@ -203,7 +203,7 @@ static __device__ void collect_rows(collect_memory &memory, const skl_cuda_param
         const bool some = row < rows.end;
         const int begin = some ? starts[at] : 0, end = some ? starts[at + band.count] : 0;
         const int32_t *const list =
-            begin < end ? skl_selection(&params.call.inputs, &of.sequence, row / p.len_q % p.heads_s, row % p.len_q)
+            begin < end ? skl_row_indices(&params.call.inputs, &of.sequence, row / p.len_q % p.heads_s, row % p.len_q)
                         : NULL;
         collect_lists(memory, of, list, order + at * p.top_k, begin, end, at * p.top_k, parts, p.dim_s);
     }

@@ -18,13 +18,13 @@ enum { SKL_BAND_BYTES = 1 << 28 }; /* of a band, unless one tile or row takes mo
 
 enum { SKL_INDEX_STEP = 64 }; /* keys that a block looks at together */
 
-SKL_SHARED size_t skl_aligned_size(size_t size)
+SKL_HOST_DEVICE size_t skl_aligned_size(size_t size)
 {
     return (size + 255) / 256 * 256;
 }
 
 /* Units that fit into a band: at least one, no more than there are. */
-SKL_SHARED int64_t skl_band_units(int64_t unit_size, int64_t count)
+SKL_HOST_DEVICE int64_t skl_band_units(int64_t unit_size, int64_t count)
 {
     return skl_max(1, skl_min(count, SKL_BAND_BYTES / skl_max(unit_size, 1)));
 }
@@ -44,7 +44,7 @@ typedef struct skl_dense_band {
 
 enum { SKL_DK_PARTS_MAX = 8 };
 
-SKL_SHARED skl_dense_band skl_dense_band_of(const skl_problem *p, int32_t multiprocessors)
+SKL_HOST_DEVICE skl_dense_band skl_dense_band_of(const skl_problem *p, int32_t multiprocessors)
 {
     skl_dense_band band;
     band.tiles = p->batch * p->heads_s * skl_ceil_div(p->len_q, SKL_GENERAL_TILE);
@@ -79,7 +79,7 @@ typedef struct skl_list_band {
 
 enum { SKL_LIST_BUCKETS_MAX = 4096 }; /* counted in shared memory: of 64 keys up to 262,144 keys, of more beyond */
 
-SKL_SHARED skl_list_band skl_list_band_of(const skl_problem *p)
+SKL_HOST_DEVICE skl_list_band skl_list_band_of(const skl_problem *p)
 {
     const int keys = (p->gradients & SKL_DK_S) != 0;
     const int64_t keys_count = p->packed ? p->total_k : p->batch * p->len_k, list_size = p->top_k * 4;

@@ -16,13 +16,13 @@ __device__ inline float write_row(const skl_cuda_params &params, const skl_seque
         call.states[skl_state_index(&params.problem, &s, head, query)] = state;
         return 0.0F;
     }
-    const float lse_1 = skl_lse(state.m_1, state.l_1);
-    const float lse_2 = skl_lse(state.m_2, state.l_2);
-    const float own_t = reverse ? lse_2 : lse_1;
+    const float lse_a = skl_lse(state.m_a, state.l_a);
+    const float lse_b = skl_lse(state.m_b, state.l_b);
+    const float own_t = reverse ? lse_b : lse_a;
     const float kl = skl_state_kl(&state);
     const float entropy = skl_state_entropy(&spread);
     skl_row_set(&call.rows.kl, &s, head, query, skl_kl_report(kl));
-    skl_row_set(&call.rows.lse_s, &s, head, query, reverse ? lse_1 : lse_2);
+    skl_row_set(&call.rows.lse_s, &s, head, query, reverse ? lse_a : lse_b);
     skl_row_set(&call.rows.entropy, &s, head, query, entropy);
     skl_row_set(&call.rows.cross_entropy, &s, head, query, entropy + kl);
     skl_row_set(&call.rows.mass, &s, head, query, skl_mass(own_t, call.inputs.lse_t.data != NULL));

@@ -44,14 +44,14 @@ typedef struct skl_cuda_params {
 } skl_cuda_params;
 
 /* The side whose gradients are wanted. */
-SKL_SHARED skl_side skl_cuda_side(const skl_cuda_params *params)
+SKL_HOST_DEVICE skl_side skl_cuda_side(const skl_cuda_params *params)
 {
     return params->teacher_side ? skl_teacher_of(&params->problem, &params->call)
                                 : skl_student_of(&params->problem, &params->call);
 }
 
 /* Whether it is the second argument of the KL. */
-SKL_SHARED int skl_cuda_of_second(const skl_cuda_params *params)
+SKL_HOST_DEVICE int skl_cuda_of_second(const skl_cuda_params *params)
 {
     return (params->problem.direction == SKL_KL_REVERSE) == (params->teacher_side != 0);
 }

@@ -2,7 +2,7 @@
 #ifndef SKL_CUDA_LIST_ROW_CUH
 #define SKL_CUDA_LIST_ROW_CUH
 
-#include "base/selection.h"
+#include "base/indices.h"
 #include "cuda/sequence.cuh"
 
 struct list_row {
@@ -21,7 +21,7 @@ __device__ inline list_row list_row_at(const skl_cuda_params &params, int64_t it
     at.exists = at.query < at.sequence.query_count;
     if (at.exists) {
         at.visible = skl_visible(&p, &at.sequence, at.query);
-        at.list = skl_selection(&params.call.inputs, &at.sequence, at.head, at.query);
+        at.list = skl_row_indices(&params.call.inputs, &at.sequence, at.head, at.query);
     }
     return at;
 }

@@ -102,20 +102,20 @@ static __global__ void __launch_bounds__(THREADS) finish_states(const __grid_con
     const skl_rows &rows = params.call.rows;
     const bool reverse = p.direction == SKL_KL_REVERSE;
     const int64_t length = p.packed ? p.total_q : p.len_q;
-    const int64_t group = skl_group(&p);
+    const int64_t group = skl_group_size(&p);
     for (int64_t at = first_index(); at < skl_state_count(&p); at += index_step()) {
         const int64_t i = at % length;
         const int64_t head = at / length % p.heads_s;
         const skl_sequence all_rows = {at / length / p.heads_s, 0, length, 0, 0, 0, 0};
         const skl_row_state state = params.call.states[at];
-        const float lse_1 = skl_lse(state.m_1, state.l_1);
-        const float lse_2 = skl_lse(state.m_2, state.l_2);
-        const float own_t = reverse ? lse_2 : lse_1;
+        const float lse_a = skl_lse(state.m_a, state.l_a);
+        const float lse_b = skl_lse(state.m_b, state.l_b);
+        const float own_t = reverse ? lse_b : lse_a;
         skl_row_set(&rows.kl, &all_rows, head, i, skl_kl_report(skl_state_kl(&state)));
-        skl_row_set(&rows.lse_s, &all_rows, head, i, reverse ? lse_1 : lse_2);
+        skl_row_set(&rows.lse_s, &all_rows, head, i, reverse ? lse_a : lse_b);
         for (int64_t h = head * group; rows.lse_t.data != NULL && h < (head + 1) * group; h++) {
             const float outside =
-                skl_is_grouped(&p) ? skl_row_value(&params.call.inputs.lse_t, &all_rows, h, i) : 0.0F;
+                skl_has_teacher_groups(&p) ? skl_row_value(&params.call.inputs.lse_t, &all_rows, h, i) : 0.0F;
             skl_row_set(&rows.lse_t, &all_rows, h, i, own_t == -INFINITY ? own_t : outside + own_t);
         }
     }

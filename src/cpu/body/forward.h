@@ -42,21 +42,21 @@ static void head_lse(const tile *t, const skl_side *side, int64_t head, const fl
                 const lane_state s = lane_state_at(t, panel * PANEL + column);
                 const lane_range lanes = lanes_visible(t, panel * PANEL + column, &keys);
                 const float *const x = t->x + column;
-                const vec old = vec_load(s.m_1);
+                const vec old = vec_load(s.m_a);
                 const vec m = highest(old, x, scale, (int32_t)keys.count, &lanes);
-                vec l = exp2_vec(move_of(old, m)) * vec_load(s.l_1);
+                vec l = exp2_vec(move_of(old, m)) * vec_load(s.l_a);
                 for (int32_t key = 0; key < keys.count; key++) {
                     const vec p = exp2_vec(logit_less(x + key * PANEL, scale, subtractable(m)));
                     l += (vec)((ivec)p & lane_mask(&lanes, key));
                 }
-                vec_store(s.m_1, m);
-                vec_store(s.l_1, l);
+                vec_store(s.m_a, m);
+                vec_store(s.l_a, l);
             }
         }
     }
     for (int64_t i = 0; i < t->count; i++) {
         const lane_state s = lane_state_at(t, i);
-        const double lse2 = *s.l_1 == 0.0F ? -INFINITY : (double)*s.m_1 + log2((double)*s.l_1);
+        const double lse2 = *s.l_a == 0.0F ? -INFINITY : (double)*s.m_a + log2((double)*s.l_a);
         set_lse(lse, low, i, skl_lse2_split(lse2));
     }
 }
@@ -109,7 +109,7 @@ static void sweep_states(const tile *t)
 static skl_row_state state_of(const tile *t, int64_t i)
 {
     const lane_state s = lane_state_at(t, i);
-    const skl_row_state state = {*s.m_1, *s.l_1, *s.m_2, *s.l_2, *s.w};
+    const skl_row_state state = {*s.m_a, *s.l_a, *s.m_b, *s.l_b, *s.w};
     return state;
 }
 
@@ -119,16 +119,16 @@ static void finish_rows(const tile *t)
     const skl_rows *const rows = &t->task->call->rows;
     for (int64_t i = 0; i < t->count; i++) {
         const skl_row_state state = state_of(t, i);
-        const float lse_1 = skl_lse(state.m_1, state.l_1);
-        const float lse_2 = skl_lse(state.m_2, state.l_2);
-        const float own_t = t->reverse ? lse_2 : lse_1;
-        const float own_s = t->reverse ? lse_1 : lse_2;
+        const float lse_a = skl_lse(state.m_a, state.l_a);
+        const float lse_b = skl_lse(state.m_b, state.l_b);
+        const float own_t = t->reverse ? lse_b : lse_a;
+        const float own_s = t->reverse ? lse_a : lse_b;
         skl_row_set(&rows->kl, &t->sequence, t->head, t->first + i, skl_kl_report(skl_state_kl(&state)));
         skl_row_set(&rows->lse_s, &t->sequence, t->head, t->first + i, own_s);
         set_lse(t->lse_s, t->low_s, i, skl_lse2_of(own_s));
         for (int64_t h = 0; h < t->group; h++) {
             float natural = own_t;
-            if (skl_is_grouped(t->task->problem) &&
+            if (skl_has_teacher_groups(t->task->problem) &&
                 own_t != -INFINITY) { /* their own sum renormalises LSEs that cover more keys */
                 const int64_t at = h * t->height + i;
                 const double lse2 = (double)t->lse_t[at] + (double)t->low_t[at] + (double)own_t * SKL_LOG2E_DOUBLE;

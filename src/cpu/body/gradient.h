@@ -57,27 +57,27 @@ SKL_INLINE bool gradient_lanes(const tile *t, int64_t row, int64_t column, const
                                int32_t key_count, const lane_range *lanes, const lane_range *pulling,
                                const bool first, const bool second, const bool with_kl, const bool general)
 {
-    const vec lse_1 = vec_load(one->lse + row);
-    const vec lse_2 = vec_load(two->lse + row);
+    const vec lse_a = vec_load(one->lse + row);
+    const vec lse_b = vec_load(two->lse + row);
     const vec grad = vec_load(t->grad + row);
     /* What f32 could not hold of the LSEs is the same for all keys of a row: it goes into the row's factors. Equal
      * sides have a ratio of exactly 1. */
-    const vec low_1 = vec_load(one->low + row);
-    const vec low_2 = vec_load(two->low + row);
-    const vec factor = exp2_vec(-low_1);
-    const vec ratio = exp2_vec(low_1 - low_2);
+    const vec low_a = vec_load(one->low + row);
+    const vec low_b = vec_load(two->low + row);
+    const vec factor = exp2_vec(-low_a);
+    const vec ratio = exp2_vec(low_a - low_b);
     const vec c_1 = grad * one->scale * factor;
     const vec c_2 = grad * two->scale * factor;
     const vec ln2 = vec_of(SKL_LN2);
-    const vec kl = first ? vec_fma(low_1 - low_2, ln2, vec_load(t->kl + row)) : vec_of(0.0F);
+    const vec kl = first ? vec_fma(low_a - low_b, ln2, vec_load(t->kl + row)) : vec_of(0.0F);
     const key_sums none = {{0}, {0}, {0}};
     key_sums sums = none;
     key_sums block = none;
     for (int32_t key = 0; key < key_count; key++) {
         const float *const at_a = one->x.data + key * PANEL + column;
         const float *const at_b = two->x.data + key * PANEL + column;
-        const vec u = logit_less(at_a, one->x.scale, lse_1);
-        const vec v = logit_less(at_b, two->x.scale, lse_2);
+        const vec u = logit_less(at_a, one->x.scale, lse_a);
+        const vec v = logit_less(at_b, two->x.scale, lse_b);
         const vec p = exp2_vec(u);
         const vec s = exp2_vec(v);
         const ivec seen = general ? lane_mask(lanes, key) : ivec_of(-1);
@@ -107,8 +107,8 @@ SKL_INLINE bool gradient_lanes(const tile *t, int64_t row, int64_t column, const
     if (!general && ivec_any((ivec)(sums.w != sums.w)))
         return false;
     const lane_state state = lane_state_at(t, row);
-    vec_store(state.l_1, vec_load(state.l_1) + sums.l_1);
-    vec_store(state.l_2, vec_load(state.l_2) + sums.l_2);
+    vec_store(state.l_a, vec_load(state.l_a) + sums.l_a);
+    vec_store(state.l_b, vec_load(state.l_b) + sums.l_b);
     vec_store(state.w, vec_load(state.w) + sums.w);
     return true;
 }

@@ -183,7 +183,7 @@ static void finish_parts(const index_tile *x)
         const skl_row_state state = state_of(t, i);
         const skl_row_state spread_state = state_of(&spread, i);
         const float entropy = skl_state_entropy(&spread_state);
-        const float lse_t = t->reverse ? skl_lse(state.m_2, state.l_2) : skl_lse(state.m_1, state.l_1);
+        const float lse_t = t->reverse ? skl_lse(state.m_b, state.l_b) : skl_lse(state.m_a, state.l_a);
         skl_row_set(&rows->entropy, &t->sequence, t->head, t->first + i, entropy);
         skl_row_set(&rows->cross_entropy, &t->sequence, t->head, t->first + i, entropy + skl_state_kl(&state));
         skl_row_set(&rows->mass, &t->sequence, t->head, t->first + i, skl_mass(lse_t, lse_given));
@@ -207,7 +207,7 @@ static void index_forward(const skl_task *task)
     index_sweep_states(&x, with_teacher);
     for (int64_t i = 0; !with_teacher && i < t->count; i++) {
         const skl_row_state state = state_of(t, i);
-        skl_row_set(&call->rows.lse_s, &t->sequence, t->head, t->first + i, skl_lse(state.m_1, state.l_1));
+        skl_row_set(&call->rows.lse_s, &t->sequence, t->head, t->first + i, skl_lse(state.m_a, state.l_a));
     }
     if (!with_teacher)
         return;

@@ -11,7 +11,7 @@ typedef struct logits {
 } logits;
 
 typedef struct key_sums {
-    vec l_1, l_2, w;
+    vec l_a, l_b, w;
 } key_sums;
 
 /* The base-2 logit of a key, less `origin`. */
@@ -32,26 +32,26 @@ SKL_INLINE void add_terms(key_sums *sums, vec p, vec s, vec difference, ivec see
 {
     const vec own_p = masked ? (vec)((ivec)p & seen) : p;
     const vec own_s = masked ? (vec)((ivec)s & seen) : s;
-    sums->l_1 += own_p;
-    sums->l_2 += own_s;
+    sums->l_a += own_p;
+    sums->l_b += own_s;
     sums->w = vec_fma(own_p, masked ? (vec)((ivec)difference & (ivec)(own_p != 0.0F)) : difference, sums->w);
 }
 
 SKL_INLINE void add_sums(key_sums *to, const key_sums *from)
 {
-    to->l_1 += from->l_1;
-    to->l_2 += from->l_2;
+    to->l_a += from->l_a;
+    to->l_b += from->l_b;
     to->w += from->w;
 }
 
-/* Adds one key: 2^u, 2^v and 2^u (u - v), for u = a - m_1 and v = b - m_2. */
+/* Adds one key: 2^u, 2^v and 2^u (u - v), for u = a - m_a and v = b - m_b. */
 SKL_INLINE void add_key(key_sums *sums, vec u, vec v, ivec seen, const bool masked)
 {
     add_terms(sums, exp2_vec(u), exp2_vec(v), u - v, seen, masked);
 }
 
 /* Sums over keys. Two interleaved chains: shorter to wait for, and rounding grows half as fast. */
-SKL_INLINE key_sums sum_keys(logits a, vec m_1, logits b, vec m_2, int32_t key_count, const lane_range *lanes,
+SKL_INLINE key_sums sum_keys(logits a, vec m_a, logits b, vec m_b, int32_t key_count, const lane_range *lanes,
                              const bool masked)
 {
     key_sums even = {{0}, {0}, {0}};
@@ -61,13 +61,13 @@ SKL_INLINE key_sums sum_keys(logits a, vec m_1, logits b, vec m_2, int32_t key_c
     for (; key + 1 < key_count; key += 2) {
         const float *const at_a = a.data + key * PANEL;
         const float *const at_b = b.data + key * PANEL;
-        add_key(&even, logit_less(at_a, a.scale, m_1), logit_less(at_b, b.scale, m_2),
+        add_key(&even, logit_less(at_a, a.scale, m_a), logit_less(at_b, b.scale, m_b),
                 masked ? lane_mask(lanes, key) : all, masked);
-        add_key(&odd, logit_less(at_a + PANEL, a.scale, m_1), logit_less(at_b + PANEL, b.scale, m_2),
+        add_key(&odd, logit_less(at_a + PANEL, a.scale, m_a), logit_less(at_b + PANEL, b.scale, m_b),
                 masked ? lane_mask(lanes, key + 1) : all, masked);
     }
     if (key < key_count)
-        add_key(&even, logit_less(a.data + key * PANEL, a.scale, m_1), logit_less(b.data + key * PANEL, b.scale, m_2),
+        add_key(&even, logit_less(a.data + key * PANEL, a.scale, m_a), logit_less(b.data + key * PANEL, b.scale, m_b),
                 masked ? lane_mask(lanes, key) : all, masked);
     add_sums(&even, &odd);
     return even;
@@ -97,7 +97,7 @@ SKL_INLINE vec subtractable(vec m)
 
 /* Row state of SKL_LANES rows. */
 typedef struct lane_state {
-    float *m_1, *l_1, *m_2, *l_2, *w;
+    float *m_a, *l_a, *m_b, *l_b, *w;
 } lane_state;
 
 static lane_state lane_state_at(const tile *t, int64_t row)
@@ -112,8 +112,8 @@ static void state_reset(const tile *t)
 {
     for (int64_t i = 0; i < t->height; i++) {
         const lane_state s = lane_state_at(t, i);
-        *s.m_1 = *s.m_2 = -INFINITY;
-        *s.l_1 = *s.l_2 = *s.w = 0.0F;
+        *s.m_a = *s.m_b = -INFINITY;
+        *s.l_a = *s.l_b = *s.w = 0.0F;
     }
 }
 
@@ -121,32 +121,32 @@ static void state_reset(const tile *t)
  * hold a logit of -inf. */
 static void reduce_exactly(const lane_state *s, logits a, logits b, int32_t key_count, const lane_range *lanes)
 {
-    const vec old_1 = vec_load(s->m_1);
-    const vec old_2 = vec_load(s->m_2);
-    const vec m_1 = highest(old_1, a.data, a.scale, key_count, lanes);
-    const vec m_2 = highest(old_2, b.data, b.scale, key_count, lanes);
-    const vec d_1 = move_of(old_1, m_1);
-    const vec d_2 = move_of(old_2, m_2);
-    const vec factor_1 = exp2_vec(d_1);
-    const vec l_1 = vec_load(s->l_1);
-    const key_sums sums = sum_keys(a, subtractable(m_1), b, subtractable(m_2), key_count, lanes, true);
-    vec_store(s->w, vec_fma(factor_1, vec_fma(l_1, d_1 - d_2, vec_load(s->w)), sums.w));
-    vec_store(s->l_1, vec_fma(factor_1, l_1, sums.l_1));
-    vec_store(s->l_2, vec_fma(exp2_vec(d_2), vec_load(s->l_2), sums.l_2));
-    vec_store(s->m_1, m_1);
-    vec_store(s->m_2, m_2);
+    const vec old_a = vec_load(s->m_a);
+    const vec old_b = vec_load(s->m_b);
+    const vec m_a = highest(old_a, a.data, a.scale, key_count, lanes);
+    const vec m_b = highest(old_b, b.data, b.scale, key_count, lanes);
+    const vec d_a = move_of(old_a, m_a);
+    const vec d_b = move_of(old_b, m_b);
+    const vec factor_a = exp2_vec(d_a);
+    const vec l_a = vec_load(s->l_a);
+    const key_sums sums = sum_keys(a, subtractable(m_a), b, subtractable(m_b), key_count, lanes, true);
+    vec_store(s->w, vec_fma(factor_a, vec_fma(l_a, d_a - d_b, vec_load(s->w)), sums.w));
+    vec_store(s->l_a, vec_fma(factor_a, l_a, sums.l_a));
+    vec_store(s->l_b, vec_fma(exp2_vec(d_b), vec_load(s->l_b), sums.l_b));
+    vec_store(s->m_a, m_a);
+    vec_store(s->m_b, m_b);
 }
 
 /* Blind to the maximum; false, with nothing changed, if a lane's sum is out of bounds (or NaN). */
 static bool reduce_lazily(const lane_state *s, logits a, logits b, int32_t key_count)
 {
-    const key_sums sums = sum_keys(a, vec_load(s->m_1), b, vec_load(s->m_2), key_count, NULL, false);
+    const key_sums sums = sum_keys(a, vec_load(s->m_a), b, vec_load(s->m_b), key_count, NULL, false);
     const ivec fine =
-        (ivec)(sums.l_1 < SKL_LAZY_BOUND) & (ivec)(sums.l_2 < SKL_LAZY_BOUND) & (ivec)(sums.w == sums.w);
+        (ivec)(sums.l_a < SKL_LAZY_BOUND) & (ivec)(sums.l_b < SKL_LAZY_BOUND) & (ivec)(sums.w == sums.w);
     if (ivec_any(~fine))
         return false;
-    vec_store(s->l_1, vec_load(s->l_1) + sums.l_1);
-    vec_store(s->l_2, vec_load(s->l_2) + sums.l_2);
+    vec_store(s->l_a, vec_load(s->l_a) + sums.l_a);
+    vec_store(s->l_b, vec_load(s->l_b) + sums.l_b);
     vec_store(s->w, vec_load(s->w) + sums.w);
     return true;
 }
@@ -160,7 +160,7 @@ static void reduce_panel(const tile *t, int64_t panel, logits a, logits b, const
         const lane_state state = lane_state_at(t, row);
         const logits own_a = {a.data + column, a.scale};
         const logits own_b = {b.data + column, b.scale};
-        if (seen == SEES_ALL && *state.m_1 != -INFINITY && reduce_lazily(&state, own_a, own_b, key_count))
+        if (seen == SEES_ALL && *state.m_a != -INFINITY && reduce_lazily(&state, own_a, own_b, key_count))
             continue;
         const lane_range lanes = lanes_visible(t, row, keys);
         reduce_exactly(&state, own_a, own_b, key_count, &lanes);

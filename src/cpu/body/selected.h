@@ -7,7 +7,7 @@
 #ifndef SKL_CPU_BODY_SELECTED_H
 #define SKL_CPU_BODY_SELECTED_H
 
-#include "base/selection.h"
+#include "base/indices.h"
 #include "cpu/body/indexer.h"
 
 enum { LIST_BLOCK = TILE_K }; /* keys: whole panels */
@@ -49,7 +49,7 @@ typedef struct list_row {
 
 static float *list_lay_out(list_row *r, const skl_problem *p, float *scratch)
 {
-    const int64_t group = skl_group(p) + MICRO_ROWS, heads = p->index_heads + MICRO_ROWS;
+    const int64_t group = skl_group_size(p) + MICRO_ROWS, heads = p->index_heads + MICRO_ROWS;
     const int64_t width_t = padded(p->dim_t), width_s = padded(p->dim_s);
     const int64_t width = skl_max(width_t, width_s);
     r->keys = (int32_t *)(void *)cut(&scratch, LIST_BLOCK);
@@ -60,7 +60,7 @@ static float *list_lay_out(list_row *r, const skl_problem *p, float *scratch)
     r->w = cut(&scratch, heads);
     r->dw = cut(&scratch, heads);
     r->k = cut(&scratch, LIST_BLOCK * width);
-    r->qT_t = cut(&scratch, (skl_group(p) + PANEL) * p->dim_t);
+    r->qT_t = cut(&scratch, (skl_group_size(p) + PANEL) * p->dim_t);
     r->qT_s = cut(&scratch, (p->index_heads + PANEL) * p->dim_s);
     r->turned = cut(&scratch, LIST_BLOCK * PANEL);
     r->z = cut(&scratch, group * LIST_BLOCK);
@@ -96,7 +96,7 @@ static void list_begin(list_row *r, const skl_task *task)
     r->teacher = skl_teacher_of(p, task->call);
     r->student = skl_student_of(p, task->call);
     r->sequence = skl_sequence_at(p, &task->call->inputs, task->call->keys, task->batch);
-    r->group = skl_group(p);
+    r->group = skl_group_size(p);
     r->heads = p->index_heads;
     r->relu = !p->index_linear;
     r->reverse = p->direction == SKL_KL_REVERSE;
@@ -110,7 +110,7 @@ static void list_row_begin(list_row *r, int64_t head, int64_t i, int64_t begin, 
     r->i = i;
     r->taken.begin = skl_max(visible.begin, begin);
     r->taken.end = skl_min(visible.end, end);
-    r->list = skl_selection(&r->task->call->inputs, &r->sequence, head, i);
+    r->list = skl_row_indices(&r->task->call->inputs, &r->sequence, head, i);
     r->next = 0;
     r->state = r->spread = skl_state_empty();
 }
@@ -120,7 +120,7 @@ static bool next_block(list_row *r)
 {
     const int64_t top_k = r->task->problem->top_k;
     for (r->count = 0; r->next < top_k && r->count < LIST_BLOCK; r->next++)
-        if (skl_is_selected(r->list[r->next], r->taken))
+        if (skl_index_is_visible(r->list[r->next], r->taken))
             r->keys[r->count++] = r->list[r->next];
     return r->count > 0;
 }
@@ -251,14 +251,14 @@ static float highest_of(const list_row *r, const float *a)
 /* The state of a block's keys; without b, of a beside zeros. */
 static skl_row_state block_state(const list_row *r, const float *a, const float *b)
 {
-    const float m_1 = highest_of(r, a);
-    const float m_2 = b != NULL ? highest_of(r, b) : 0.0F;
-    const vec from_1 = subtractable(vec_of(m_1)), from_2 = subtractable(vec_of(m_2));
+    const float m_a = highest_of(r, a);
+    const float m_b = b != NULL ? highest_of(r, b) : 0.0F;
+    const vec from_a = subtractable(vec_of(m_a)), from_b = subtractable(vec_of(m_b));
     key_sums sums = {{0}, {0}, {0}};
     for (int64_t key = 0; key < r->count; key += SKL_LANES)
-        add_key(&sums, vec_load(a + key) - from_1, (b != NULL ? vec_load(b + key) : vec_of(0.0F)) - from_2,
+        add_key(&sums, vec_load(a + key) - from_a, (b != NULL ? vec_load(b + key) : vec_of(0.0F)) - from_b,
                 lanes_taken(r, key), true);
-    const skl_row_state state = {m_1, lane_sum(sums.l_1), m_2, lane_sum(sums.l_2), lane_sum(sums.w)};
+    const skl_row_state state = {m_a, lane_sum(sums.l_a), m_b, lane_sum(sums.l_b), lane_sum(sums.w)};
     return state;
 }
 
@@ -289,7 +289,7 @@ static void list_lse(list_row *r)
     }
     r->next = 0;
     for (int64_t h = 0; h < r->group; h++)
-        r->lse_t[h] = skl_lse2_split((double)r->head_state[h].m_1 + log2((double)r->head_state[h].l_1));
+        r->lse_t[h] = skl_lse2_split((double)r->head_state[h].m_a + log2((double)r->head_state[h].l_a));
 }
 
 /* ---- Forward ------------------------------------------------------------------------------------------------ */
@@ -307,11 +307,11 @@ static void set_parts(const list_row *r)
 static void set_rows(const list_row *r)
 {
     const skl_call *const call = r->task->call;
-    const float lse_1 = skl_lse(r->state.m_1, r->state.l_1);
-    const float lse_2 = skl_lse(r->state.m_2, r->state.l_2);
-    const float own_t = r->reverse ? lse_2 : lse_1;
+    const float lse_a = skl_lse(r->state.m_a, r->state.l_a);
+    const float lse_b = skl_lse(r->state.m_b, r->state.l_b);
+    const float own_t = r->reverse ? lse_b : lse_a;
     set_parts(r);
-    skl_row_set(&call->rows.lse_s, &r->sequence, r->head, r->i, r->reverse ? lse_1 : lse_2);
+    skl_row_set(&call->rows.lse_s, &r->sequence, r->head, r->i, r->reverse ? lse_a : lse_b);
     skl_row_set(&call->rows.mass, &r->sequence, r->head, r->i, skl_mass(own_t, call->inputs.lse_t.data != NULL));
     for (int64_t h = 0; h < r->group; h++) {
         const double lse2 = (double)r->lse_t[h].value + (double)r->lse_t[h].low + (double)own_t * SKL_LOG2E_DOUBLE;

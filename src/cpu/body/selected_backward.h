@@ -106,7 +106,7 @@ static void list_add_to_keys(list_row *r, int64_t first)
 static bool takes_part(const list_row *r)
 {
     for (int64_t n = 0; n < r->task->problem->top_k; n++)
-        if (skl_is_selected(r->list[n], r->taken))
+        if (skl_index_is_visible(r->list[n], r->taken))
             return true;
     return false;
 }

@@ -38,7 +38,7 @@ typedef struct tile {
     bool reverse;
 
     skl_range *visible;   /* [height], the last row repeated behind `count` */
-    float *row_state;     /* m_1, l_1, m_2, l_2, w: [5][height] */
+    float *row_state;     /* m_a, l_a, m_b, l_b, w: [5][height] */
     float *lse_t, *low_t; /* [group][height], base 2, and the rest that f32 cannot hold: see skl_lse2 */
     float *lse_s, *low_s;
     float *grad, *kl;
@@ -60,7 +60,7 @@ typedef struct tile {
 
 static int64_t tile_height(const skl_problem *p)
 {
-    const int64_t floats = skl_max(skl_group(p) * p->dim_t, p->index_heads * p->dim_s) * TILE_Q;
+    const int64_t floats = skl_max(skl_group_size(p) * p->dim_t, p->index_heads * p->dim_s) * TILE_Q;
     return floats > (int64_t)1 << 17 ? TILE_Q / 2 : TILE_Q;
 }
 
@@ -75,7 +75,7 @@ static float *cut(float **scratch, int64_t floats)
 /* Lays all buffers out from `scratch` on and returns the end: with scratch = NULL that is the size needed. */
 static float *lay_out(tile *t, const skl_problem *p, float *scratch)
 {
-    const int64_t group = skl_group(p);
+    const int64_t group = skl_group_size(p);
     const int64_t height = tile_height(p);
     const int64_t width_t = padded(p->dim_t);
     const int64_t width_s = padded(p->dim_s);
@@ -98,7 +98,7 @@ static float *lay_out(tile *t, const skl_problem *p, float *scratch)
     t->k_s = cut(&scratch, KEY_BLOCK * width_s);
     t->x = cut(&scratch, height * TILE_K);
     t->y = cut(&scratch, height * TILE_K);
-    t->sum = cut(&scratch, skl_is_grouped(p) ? height * TILE_K : 0);
+    t->sum = cut(&scratch, skl_has_teacher_groups(p) ? height * TILE_K : 0);
     t->g_t = cut(&scratch, height * TILE_K);
     t->g_s = cut(&scratch, height * TILE_K);
     t->dq_t = cut(&scratch, p->gradients & SKL_DQ_T ? group * height * width_t : 0);
@@ -140,7 +140,7 @@ static void tile_begin(tile *t, const skl_task *task, int64_t head, int64_t firs
     t->teacher = skl_teacher_of(task->problem, task->call);
     t->student = skl_student_of(task->problem, task->call);
     t->sequence = skl_sequence_at(p, &task->call->inputs, task->call->keys, task->batch);
-    t->group = skl_group(p);
+    t->group = skl_group_size(p);
     t->head = head;
     t->first = first;
     t->count = skl_max(0, skl_min(t->height, t->sequence.query_count - first));

@@ -181,7 +181,7 @@ __device__ inline void copy_facts(query_facts (&to)[ROWS], const skl_cuda_params
     for (int which = 0; which < 4; which++) {
         const skl_input source = fact_source(params, which);
         if (source.data != NULL && (int)threadIdx.x / ROWS % SHARE == which % SHARE)
-            cp_async_4(shared_address(&to[row].lse_1 + which),
+            cp_async_4(shared_address(&to[row].lse_a + which),
                        (const float *)source.data + SKL_ROW(source, s.batch, head, s.query_begin + first + row),
                        row < left);
     }
@@ -203,16 +203,16 @@ struct stage_operands {
 /* A stage whose rows all of the warp's rows meet. */
 template <typename ELEMENT, int DIM, int M, bool KEYS, bool SECOND>
 __device__ inline void add_whole_stage(own_gradient<SLICE<DIM>, M> &gradient, gradient_unit<ELEMENT> &unit,
-                                       const own_rows<DIM, M> &own_1, float scale_1, const own_rows<DIM, M> &own_2,
-                                       float scale_2, const stage_operands &stage, known_queries<M, KEYS> &queries)
+                                       const own_rows<DIM, M> &own_a, float scale_a, const own_rows<DIM, M> &own_b,
+                                       float scale_b, const stage_operands &stage, known_queries<M, KEYS> &queries)
 {
     if (SECOND && unit.MOVES) /* |S - P| <= 1 */
         unit.fit(gradient, queries.template largest_weight<STAGE_ROWS<DIM>>(stage.facts));
 #pragma unroll 1
     for (int row = 0; row < STAGE_ROWS<DIM>; row += STEP_ROWS) {
         logits<M, 2> x, y;
-        multiply<ELEMENT>(x, own_1, stage.one, row);
-        multiply<ELEMENT>(y, own_2, stage.two, row);
+        multiply<ELEMENT>(x, own_a, stage.one, row);
+        multiply<ELEMENT>(y, own_b, stage.two, row);
         queries.load_step(stage.facts + row);
 #pragma unroll
         for (int m = 0; m < M; m++)
@@ -221,8 +221,8 @@ __device__ inline void add_whole_stage(own_gradient<SLICE<DIM>, M> &gradient, gr
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
                     const query_facts &query = queries.of(m, block, e);
-                    const float g = pair_gradient<SECOND>(fmaf(x.at[m][block][e], scale_1, -query.lse_1),
-                                                          fmaf(y.at[m][block][e], scale_2, -query.lse_2), query);
+                    const float g = pair_gradient<SECOND>(fmaf(x.at[m][block][e], scale_a, -query.lse_a),
+                                                          fmaf(y.at[m][block][e], scale_b, -query.lse_b), query);
                     x.at[m][block][e] = queries.weigh(g, query);
                 }
         if (!SECOND && unit.MOVES)
@@ -234,19 +234,19 @@ __device__ inline void add_whole_stage(own_gradient<SLICE<DIM>, M> &gradient, gr
 /* Any other stage: masks, caps, poison. Pairs that are masked add exactly 0. */
 template <typename ELEMENT, int DIM, int M, bool KEYS>
 __device__ inline void
-add_edge_stage(own_gradient<SLICE<DIM>, M> &gradient, gradient_unit<ELEMENT> &unit, const own_rows<DIM, M> &own_1,
-               const own_rows<DIM, M> &own_2, const skl_cuda_params &params, bool second, const stage_operands &stage,
+add_edge_stage(own_gradient<SLICE<DIM>, M> &gradient, gradient_unit<ELEMENT> &unit, const own_rows<DIM, M> &own_a,
+               const own_rows<DIM, M> &own_b, const skl_cuda_params &params, bool second, const stage_operands &stage,
                known_queries<M, KEYS> &queries, const int *poisoned, const band32 &band, int last_row, int first)
 {
     const skl_cuda_argument &own_side = second ? params.two : params.one;
 #pragma unroll 1
     for (int row = 0; row < STAGE_ROWS<DIM>; row += STEP_ROWS) {
         logits<M, 2> x, y;
-        multiply<ELEMENT>(x, own_1, stage.one, row);
-        multiply<ELEMENT>(y, own_2, stage.two, row);
+        multiply<ELEMENT>(x, own_a, stage.one, row);
+        multiply<ELEMENT>(y, own_b, stage.two, row);
         queries.load_step(stage.facts + row);
-        const float scale_1 = cap_logits(x, params.one);
-        const float scale_2 = cap_logits(y, params.two);
+        const float scale_a = cap_logits(x, params.one);
+        const float scale_b = cap_logits(y, params.two);
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
@@ -254,8 +254,8 @@ add_edge_stage(own_gradient<SLICE<DIM>, M> &gradient, gradient_unit<ELEMENT> &un
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
                     const query_facts &query = queries.of(m, block, e);
-                    const float u = fmaf(x.at[m][block][e], scale_1, -query.lse_1);
-                    const float v = fmaf(y.at[m][block][e], scale_2, -query.lse_2);
+                    const float u = fmaf(x.at[m][block][e], scale_a, -query.lse_a);
+                    const float v = fmaf(y.at[m][block][e], scale_b, -query.lse_b);
                     float g = second ? pair_gradient<true>(u, v, query) : pair_gradient<false>(u, v, query);
                     if (own_side.capped) { /* 1 - tanh^2 */
                         const float logit = second ? y.at[m][block][e] : x.at[m][block][e];
@@ -303,28 +303,28 @@ __device__ inline void sum_streamed(own_gradient<SLICE<DIM>, M> &gradient, gradi
     const skl_cuda_argument &one = params.one, &two = params.two;
     const bool second = skl_cuda_of_second(&params);
     const bool capped = one.capped || two.capped;
-    own_rows<DIM, M> own_1, own_2;
-    load_own(own_1, memory.stages,
+    own_rows<DIM, M> own_a, own_b;
+    load_own(own_a, memory.stages,
              (KEYS ? keys_of<ELEMENT>(one, s, head) : queries_of<ELEMENT>(one, s, head)).from(own_first),
              last_row + 1);
-    load_own(own_2, memory.stages,
+    load_own(own_b, memory.stages,
              (KEYS ? keys_of<ELEMENT>(two, s, head) : queries_of<ELEMENT>(two, s, head)).from(own_first),
              last_row + 1);
 
     const skl_band whole_band = KEYS ? skl_query_band(&params.problem, &s) : skl_key_band(&params.problem, &s);
     const streamed_band streamed = stream_for(whole_band, own_first, own_first + last_row);
     const reach warp = reach_of(streamed.band, (int)threadIdx.x / 32 * 16 * M, 16 * M);
-    const row_source<ELEMENT> from_1 =
+    const row_source<ELEMENT> from_a =
         (KEYS ? queries_of<ELEMENT>(one, s, head) : keys_of<ELEMENT>(one, s, head)).from(streamed.origin);
-    const row_source<ELEMENT> from_2 =
+    const row_source<ELEMENT> from_b =
         (KEYS ? queries_of<ELEMENT>(two, s, head) : keys_of<ELEMENT>(two, s, head)).from(streamed.origin);
 
     known_queries<M, KEYS> queries;
     queries.load_own(params, s, head, own_first, last_row);
     if (KEYS)
         copy_facts(memory.facts[0], params, s, head, streamed.origin, streamed.band.count);
-    copy_rows(memory.stages[0].one, from_1, 0, streamed.band.count);
-    copy_rows(memory.stages[0].two, from_2, 0, streamed.band.count);
+    copy_rows(memory.stages[0].one, from_a, 0, streamed.band.count);
+    copy_rows(memory.stages[0].two, from_b, 0, streamed.band.count);
     cp_async_commit();
     for (int first = 0, at = 0; first < streamed.needed; first += ROWS, at = 1 - at) {
         cp_async_wait<0>();
@@ -333,8 +333,8 @@ __device__ inline void sum_streamed(own_gradient<SLICE<DIM>, M> &gradient, gradi
         const bool edge = capped || ragged || !covers(warp.all, first, ROWS);
         const bool some_edge = __syncthreads_or(edge); /* also: this stage is complete, and the other one free */
         if (first + ROWS < streamed.needed) {
-            copy_rows(memory.stages[1 - at].one, from_1, first + ROWS, streamed.band.count);
-            copy_rows(memory.stages[1 - at].two, from_2, first + ROWS, streamed.band.count);
+            copy_rows(memory.stages[1 - at].one, from_a, first + ROWS, streamed.band.count);
+            copy_rows(memory.stages[1 - at].two, from_b, first + ROWS, streamed.band.count);
             if (KEYS)
                 copy_facts(memory.facts[1 - at], params, s, head, streamed.origin + first + ROWS,
                            streamed.band.count - first - ROWS);
@@ -350,13 +350,13 @@ __device__ inline void sum_streamed(own_gradient<SLICE<DIM>, M> &gradient, gradi
         if (!meets(warp.any, first, ROWS))
             continue;
         if (edge)
-            add_edge_stage<ELEMENT, DIM, M, KEYS>(gradient, unit, own_1, own_2, params, second, stage, queries,
+            add_edge_stage<ELEMENT, DIM, M, KEYS>(gradient, unit, own_a, own_b, params, second, stage, queries,
                                                   memory.poisoned, streamed.band, last_row, first);
         else if (second)
-            add_whole_stage<ELEMENT, DIM, M, KEYS, true>(gradient, unit, own_1, one.scale, own_2, two.scale, stage,
+            add_whole_stage<ELEMENT, DIM, M, KEYS, true>(gradient, unit, own_a, one.scale, own_b, two.scale, stage,
                                                          queries);
         else
-            add_whole_stage<ELEMENT, DIM, M, KEYS, false>(gradient, unit, own_1, one.scale, own_2, two.scale, stage,
+            add_whole_stage<ELEMENT, DIM, M, KEYS, false>(gradient, unit, own_a, one.scale, own_b, two.scale, stage,
                                                           queries);
     }
     cp_async_wait<0>();

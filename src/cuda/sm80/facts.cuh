@@ -10,7 +10,7 @@ namespace sm80
 
 /* LSEs of both arguments, KL, upstream gradient; loaded at once. */
 struct alignas(16) query_facts {
-    float lse_1, lse_2, kl, grad;
+    float lse_a, lse_b, kl, grad;
 };
 
 /* The row vectors behind query_facts, in its order; without data: all 0, and upstream gradients all 1. */

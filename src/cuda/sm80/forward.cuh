@@ -29,28 +29,28 @@ template <int DIM, int M> union forward_memory {
 
 /* Adds a stage that every row of the warp sees whole; false, and nothing added, if a stabiliser has to move. */
 template <typename ELEMENT, int BLOCKS, int DIM, int M>
-__device__ inline bool add_blindly(skl_row_state (&state)[M][2], const own_rows<DIM, M> &q_1, uint32_t k_1,
-                                   float scale_1, const own_rows<DIM, M> &q_2, uint32_t k_2, float scale_2)
+__device__ inline bool add_blindly(skl_row_state (&state)[M][2], const own_rows<DIM, M> &q_a, uint32_t k_a,
+                                   float scale_a, const own_rows<DIM, M> &q_b, uint32_t k_b, float scale_b)
 {
     row_sums sums[M][2] = {};
 #pragma unroll 1
     for (int row = 0; row < STAGE_ROWS<DIM>; row += 8 * BLOCKS) {
         logits<M, BLOCKS> x, y;
-        multiply<ELEMENT>(x, q_1, k_1, row);
-        multiply<ELEMENT>(y, q_2, k_2, row);
+        multiply<ELEMENT>(x, q_a, k_a, row);
+        multiply<ELEMENT>(y, q_b, k_b, row);
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
             for (int e = 0; e < BLOCKS * 4; e++)
-                add_pair(sums[m][e % 4 / 2], fmaf(x.at[m][e / 4][e % 4], scale_1, -state[m][e % 4 / 2].m_1),
-                         fmaf(y.at[m][e / 4][e % 4], scale_2, -state[m][e % 4 / 2].m_2));
+                add_pair(sums[m][e % 4 / 2], fmaf(x.at[m][e / 4][e % 4], scale_a, -state[m][e % 4 / 2].m_a),
+                         fmaf(y.at[m][e / 4][e % 4], scale_b, -state[m][e % 4 / 2].m_b));
     }
     bool fine = true;
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int half = 0; half < 2; half++)
-            fine = fine && sums[m][half].l_1 < SKL_LAZY_BOUND && sums[m][half].l_2 < SKL_LAZY_BOUND;
+            fine = fine && sums[m][half].l_a < SKL_LAZY_BOUND && sums[m][half].l_b < SKL_LAZY_BOUND;
     if (__any_sync(~0U, !fine))
         return false;
 #pragma unroll
@@ -73,47 +73,47 @@ __device__ inline void sum_keys(skl_row_state (&state)[M][2], const skl_cuda_par
     const streamed_band keys = cut(stream_for(skl_key_band(&params.problem, &s), query_first, query_first + last_row),
                                    STAGE_ROWS<DIM>, part, params.splits);
     const reach warp = reach_of(keys.band, (int)threadIdx.x / 32 * 16 * M, 16 * M);
-    const row_source<ELEMENT> from_1 = keys_of<ELEMENT>(one, s, head).from(keys.origin);
-    const row_source<ELEMENT> from_2 = keys_of<ELEMENT>(two, s, head).from(keys.origin);
+    const row_source<ELEMENT> from_a = keys_of<ELEMENT>(one, s, head).from(keys.origin);
+    const row_source<ELEMENT> from_b = keys_of<ELEMENT>(two, s, head).from(keys.origin);
     const bool capped = one.capped || two.capped;
 
-    own_rows<DIM, M> q_1, q_2;
-    load_own(q_1, memory.stages, queries_of<ELEMENT>(one, s, head).from(query_first), last_row + 1);
-    load_own(q_2, memory.stages, queries_of<ELEMENT>(two, s, head).from(query_first), last_row + 1);
+    own_rows<DIM, M> q_a, q_b;
+    load_own(q_a, memory.stages, queries_of<ELEMENT>(one, s, head).from(query_first), last_row + 1);
+    load_own(q_b, memory.stages, queries_of<ELEMENT>(two, s, head).from(query_first), last_row + 1);
 
-    copy_rows(memory.stages[0].one, from_1, 0, keys.band.count);
-    copy_rows(memory.stages[0].two, from_2, 0, keys.band.count);
+    copy_rows(memory.stages[0].one, from_a, 0, keys.band.count);
+    copy_rows(memory.stages[0].two, from_b, 0, keys.band.count);
     cp_async_commit();
     for (int first = 0, stage = 0; first < keys.needed; first += STAGE_ROWS<DIM>, stage = 1 - stage) {
         cp_async_wait<0>();
         __syncthreads(); /* this stage is complete, and the other one free */
         if (first + STAGE_ROWS<DIM> < keys.needed) {
-            copy_rows(memory.stages[1 - stage].one, from_1, first + STAGE_ROWS<DIM>, keys.band.count);
-            copy_rows(memory.stages[1 - stage].two, from_2, first + STAGE_ROWS<DIM>, keys.band.count);
+            copy_rows(memory.stages[1 - stage].one, from_a, first + STAGE_ROWS<DIM>, keys.band.count);
+            copy_rows(memory.stages[1 - stage].two, from_b, first + STAGE_ROWS<DIM>, keys.band.count);
         }
         cp_async_commit();
         if (!meets(warp.any, first, STAGE_ROWS<DIM>))
             continue;
 
         constexpr int BLOCKS = 1; /* in eights: steps of 16 keys were slower, their logits take registers */
-        const uint32_t k_1 = logit_operand<BLOCKS>(memory.stages[stage].one);
-        const uint32_t k_2 = logit_operand<BLOCKS>(memory.stages[stage].two);
+        const uint32_t k_a = logit_operand<BLOCKS>(memory.stages[stage].one);
+        const uint32_t k_b = logit_operand<BLOCKS>(memory.stages[stage].two);
         if (covers(warp.all, first, STAGE_ROWS<DIM>) && !capped &&
-            add_blindly<ELEMENT, BLOCKS>(state, q_1, k_1, one.scale, q_2, k_2, two.scale))
+            add_blindly<ELEMENT, BLOCKS>(state, q_a, k_a, one.scale, q_b, k_b, two.scale))
             continue;
 #pragma unroll 1
         for (int row = 0; row < STAGE_ROWS<DIM>; row += 8 * BLOCKS) {
             logits<M, BLOCKS> x, y;
-            multiply<ELEMENT>(x, q_1, k_1, row);
-            multiply<ELEMENT>(y, q_2, k_2, row);
-            const float rest_1 = cap_logits(x, one);
-            const float rest_2 = cap_logits(y, two);
+            multiply<ELEMENT>(x, q_a, k_a, row);
+            multiply<ELEMENT>(y, q_b, k_b, row);
+            const float rest_a = cap_logits(x, one);
+            const float rest_b = cap_logits(y, two);
 #pragma unroll
             for (int m = 0; m < M; m++)
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     const range32 sees = keys.band.of(own_row<M>(m, half));
-                    add_exactly<true>(state[m][half], x.at[m], rest_1, y.at[m], rest_2, half,
+                    add_exactly<true>(state[m][half], x.at[m], rest_a, y.at[m], rest_b, half,
                                       {sees.begin - first - row, sees.end - first - row});
                 }
         }

@@ -82,7 +82,7 @@ __device__ inline head_lse lse_of(const index_params &params, const slot_place &
     if (lse.data == NULL)
         return {NULL, 0, 0.0F};
     return {(const float *)lse.data + SKL_ROW(lse, at.sequence.batch, first_head, at.sequence.query_begin + query),
-            lse.stride_head, 1.0F / (float)skl_group(&params.problem)};
+            lse.stride_head, 1.0F / (float)skl_group_size(&params.problem)};
 }
 
 __device__ inline head_weight weight_of(const index_params &params, const slot_place &at, int64_t query)
@@ -120,8 +120,8 @@ __device__ inline index_row sum_pairs(float (&p)[N][4], const float (&y)[N][4], 
             float &u = p[n][half * 2 + parity];
             const bool seen = column_of(n, parity) >= sees.begin && column_of(n, parity) < sees.end;
             u = fmaf(0.0F, u, log2_of(u));
-            row.state.m_1 = seen ? fmaxf(row.state.m_1, u) : row.state.m_1;
-            row.state.m_2 = seen ? fmaxf(row.state.m_2, y[n][half * 2 + parity] * scale) : row.state.m_2;
+            row.state.m_a = seen ? fmaxf(row.state.m_a, u) : row.state.m_a;
+            row.state.m_b = seen ? fmaxf(row.state.m_b, y[n][half * 2 + parity] * scale) : row.state.m_b;
             any = any || seen;
         }
     if (!any)
@@ -130,12 +130,12 @@ __device__ inline index_row sum_pairs(float (&p)[N][4], const float (&y)[N][4], 
     for (int n = 0; n < N; n++)
 #pragma unroll
         for (int parity = 0; parity < 2; parity++) {
-            const float u = p[n][half * 2 + parity] - row.state.m_1, one = ex2(u);
-            const float v = fmaf(y[n][half * 2 + parity], scale, -row.state.m_2);
+            const float u = p[n][half * 2 + parity] - row.state.m_a, one = ex2(u);
+            const float v = fmaf(y[n][half * 2 + parity], scale, -row.state.m_b);
             if (column_of(n, parity) < sees.begin || column_of(n, parity) >= sees.end)
                 continue;
-            row.state.l_1 += one;
-            row.state.l_2 += ex2(v);
+            row.state.l_a += one;
+            row.state.l_b += ex2(v);
             row.state.w = fmaf(one, u - v, row.state.w);
             row.spread = fmaf(one, u, row.spread);
         }
@@ -153,7 +153,7 @@ __device__ inline index_row sum_index(const float (&y)[N][4], float scale, int h
 #pragma unroll
         for (int parity = 0; parity < 2; parity++) {
             const bool seen = !MASKED || (column_of(n, parity) >= sees.begin && column_of(n, parity) < sees.end);
-            row.state.m_2 = seen ? fmaxf(row.state.m_2, y[n][half * 2 + parity] * scale) : row.state.m_2;
+            row.state.m_b = seen ? fmaxf(row.state.m_b, y[n][half * 2 + parity] * scale) : row.state.m_b;
             any = any || seen;
         }
     if (!any)
@@ -163,7 +163,7 @@ __device__ inline index_row sum_index(const float (&y)[N][4], float scale, int h
 #pragma unroll
         for (int parity = 0; parity < 2; parity++)
             if (!MASKED || (column_of(n, parity) >= sees.begin && column_of(n, parity) < sees.end))
-                row.state.l_2 += ex2(fmaf(y[n][half * 2 + parity], scale, -row.state.m_2));
+                row.state.l_b += ex2(fmaf(y[n][half * 2 + parity], scale, -row.state.m_b));
     return row;
 }
 
@@ -184,7 +184,7 @@ __device__ inline index_row sum_row(const index_params &params, const slot_place
 template <int LANES = 4> __device__ inline index_row merge_lanes(const index_row &row)
 {
     index_row sum = {merge_lanes<LANES>(row.state), 0.0F};
-    sum.spread = spread_at(row, sum.state.m_1);
+    sum.spread = spread_at(row, sum.state.m_a);
 #pragma unroll
     for (int offset = 1; offset < LANES; offset *= 2)
         sum.spread += __shfl_xor_sync(~0U, sum.spread, offset);

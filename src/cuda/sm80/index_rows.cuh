@@ -21,17 +21,17 @@ __device__ inline void finish_row(const index_params &params, const skl_sequence
         return;
     }
     if (params.call.op == SKL_OP_FORWARD)
-        skl_row_set(&rows.lse_s, &s, head, query, skl_lse(row.state.m_2, row.state.l_2));
+        skl_row_set(&rows.lse_s, &s, head, query, skl_lse(row.state.m_b, row.state.l_b));
     if (!params.with_teacher)
         return;
-    const skl_row_state spread = {row.state.m_1, row.state.l_1, 0.0F, 0.0F, row.spread};
+    const skl_row_state spread = {row.state.m_a, row.state.l_a, 0.0F, 0.0F, row.spread};
     const float kl = skl_state_kl(&row.state), entropy = skl_state_entropy(&spread);
-    const float lse_of_mean = skl_lse(row.state.m_1, row.state.l_1);
+    const float lse_of_mean = skl_lse(row.state.m_a, row.state.l_a);
     skl_row_set(&rows.kl, &s, head, query, skl_kl_report(kl));
     skl_row_set(&rows.entropy, &s, head, query, entropy);
     skl_row_set(&rows.cross_entropy, &s, head, query, entropy + kl);
     skl_row_set(&rows.mass, &s, head, query, skl_mass(lse_of_mean, params.lse_given));
-    const int64_t group = skl_group(&p);
+    const int64_t group = skl_group_size(&p);
     if (params.call.op != SKL_OP_FORWARD || rows.lse_t.data == NULL || !params.lse_given)
         return; /* LSEs that were computed are there already */
     for (int64_t h = head * group; h < (head + 1) * group; h++)

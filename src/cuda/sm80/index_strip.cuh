@@ -27,20 +27,20 @@ constexpr int SLAB = 64;             /* dimensions of a head that are staged tog
 /* What a part of a row's keys adds to it. */
 struct index_row {
     skl_row_state state; /* of log2 P and the index logits */
-    float spread;        /* sum 2^u u over u = log2 P - m_1 */
+    float spread;        /* sum 2^u u over u = log2 P - m_a */
 };
 
-/* The spread with another m_1, as skl_state_move does it. */
-__device__ inline float spread_at(const index_row &row, float m_1)
+/* The spread with another m_a, as skl_state_move does it. */
+__device__ inline float spread_at(const index_row &row, float m_a)
 {
-    const float d = row.state.l_1 == 0.0F ? 0.0F : row.state.m_1 - m_1;
-    return exp2f(d) * (row.spread + row.state.l_1 * d);
+    const float d = row.state.l_a == 0.0F ? 0.0F : row.state.m_a - m_a;
+    return exp2f(d) * (row.spread + row.state.l_a * d);
 }
 
 __device__ inline index_row merge_rows(const index_row &a, const index_row &b)
 {
     const skl_row_state state = skl_state_merge(a.state, b.state);
-    return {state, spread_at(a, state.m_1) + spread_at(b, state.m_1)};
+    return {state, spread_at(a, state.m_a) + spread_at(b, state.m_a)};
 }
 
 struct index_params : skl_cuda_params {
@@ -144,7 +144,7 @@ struct head_list {
 
 __device__ inline head_list teacher_heads(const index_params &params, int head)
 {
-    const int group = params.with_teacher ? (int)skl_group(&params.problem) : 0;
+    const int group = params.with_teacher ? (int)skl_group_size(&params.problem) : 0;
     return {head * group, group, params.one.heads_per_key, (params.one.dim + SLAB - 1) / SLAB};
 }
 

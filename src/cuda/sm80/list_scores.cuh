@@ -395,7 +395,7 @@ __device__ inline entry_logits logits_of(const list_params &params, const list_b
     if (!params.with_teacher)
         return {y, y};
     const lse_row mean = block.mean[n];
-    return {mean.m + log2f(mean.l / (float)skl_group(&params.problem)), y};
+    return {mean.m + log2f(mean.l / (float)skl_group_size(&params.problem)), y};
 }
 
 /* All entries of the row, to block.row; for all threads. */
@@ -425,15 +425,15 @@ __device__ inline void write_list_row(const list_block<ELEMENT> &block, const li
 {
     const list_place &at = block.place;
     const skl_row_state &state = block.row.state;
-    const skl_row_state spread = {state.m_1, state.l_1, 0.0F, 0.0F, block.row.spread};
+    const skl_row_state spread = {state.m_a, state.l_a, 0.0F, 0.0F, block.row.spread};
     const skl_input &given = params.call.inputs.lse_t;
     if (threadIdx.x == 0)
         (void)::write_row(params, at.sequence, at.head, at.query, state, spread);
-    if (params.call.rows.lse_t.data == NULL || (given.data == NULL && state.l_1 != 0.0F))
+    if (params.call.rows.lse_t.data == NULL || (given.data == NULL && state.l_a != 0.0F))
         return; /* LSEs that were computed are there already */
     const float own_t =
-        params.problem.direction == SKL_KL_REVERSE ? skl_lse(state.m_2, state.l_2) : skl_lse(state.m_1, state.l_1);
-    const int64_t group = skl_group(&params.problem);
+        params.problem.direction == SKL_KL_REVERSE ? skl_lse(state.m_b, state.l_b) : skl_lse(state.m_a, state.l_a);
+    const int64_t group = skl_group_size(&params.problem);
     for (int64_t h = at.head * group + threadIdx.x; h < (at.head + 1) * group; h += LIST_THREADS)
         write_lse_t(params, at.sequence, h, at.query,
                     skl_lse2_of(given.data == NULL ? 0.0F : skl_row_value(&given, &at.sequence, h, at.query)), own_t);
@@ -464,7 +464,7 @@ template <bool FINDS_LSE, typename ELEMENT>
 __device__ inline void score_row(list_block<ELEMENT> &block, const list_params &params)
 {
     const list_sweep<ELEMENT> sweep = {params, block};
-    const int group = params.with_teacher ? (int)skl_group(&params.problem) : 0;
+    const int group = params.with_teacher ? (int)skl_group_size(&params.problem) : 0;
 #pragma unroll 1
     for (int h = 0, count; h < group; h += count) {
         const int head = (int)block.place.head * group + h, sharing = params.teacher.heads_per_key;

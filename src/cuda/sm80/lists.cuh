@@ -49,7 +49,7 @@ inline cudaError_t plan_list_memory(list_params *own, list_shared *memory)
         error = cudaDeviceGetAttribute(&all, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
     if (error != cudaSuccess)
         return error;
-    const int sharing = (int)skl_min(skl_min(skl_group(p), own->teacher.heads_per_key), LIST_HEADS);
+    const int sharing = (int)skl_min(skl_min(skl_group_size(p), own->teacher.heads_per_key), LIST_HEADS);
     const int index_heads = (int)skl_min(p->index_heads, LIST_HEADS);
     const int64_t teacher_size = skl_ceil_div(p->dim_t, SLAB) * tile_shape(sharing).query_size();
     const int64_t index_size = skl_ceil_div(p->dim_s, SLAB) * tile_shape(index_heads).query_size();

@@ -9,33 +9,33 @@ namespace sm80
 {
 
 struct row_sums {
-    float l_1, l_2, w;
+    float l_a, l_b, w;
 };
 
 /* `first`: there are no sums yet, and nothing is added to 0. */
 __device__ inline void add_pair(row_sums &sums, float u, float v, bool first = false)
 {
     const float q = ex2(v), p = ex2(u);
-    sums.l_2 = first ? q : sums.l_2 + q;
-    sums.l_1 = first ? p : sums.l_1 + p;
+    sums.l_b = first ? q : sums.l_b + q;
+    sums.l_a = first ? p : sums.l_a + p;
     sums.w = first ? p * (u - v) : fmaf(p, u - v, sums.w);
 }
 
 /* To a state, or to other sums. */
 template <typename SUMS> __device__ inline void add_sums(SUMS &to, const row_sums &sums)
 {
-    to.l_1 += sums.l_1;
-    to.l_2 += sums.l_2;
+    to.l_a += sums.l_a;
+    to.l_b += sums.l_b;
     to.w += sums.w;
 }
 
 /* Adds a row's columns of one step with their true maximum; MASKED: those that it sees, counted from the step's first
  * key. */
 template <bool MASKED, int BLOCKS>
-__device__ inline void add_exactly(skl_row_state &state, const float (&a)[BLOCKS][4], float scale_1,
-                                   const float (&b)[BLOCKS][4], float scale_2, int half, const range32 &sees)
+__device__ inline void add_exactly(skl_row_state &state, const float (&a)[BLOCKS][4], float scale_a,
+                                   const float (&b)[BLOCKS][4], float scale_b, int half, const range32 &sees)
 {
-    float m_1 = state.m_1, m_2 = state.m_2;
+    float m_a = state.m_a, m_b = state.m_b;
     bool any = !MASKED;
 #pragma unroll
     for (int block = 0; block < BLOCKS; block++)
@@ -43,13 +43,13 @@ __device__ inline void add_exactly(skl_row_state &state, const float (&a)[BLOCKS
         for (int parity = 0; parity < 2; parity++) {
             const int column = column_of(block, parity);
             const bool seen = !MASKED || (column >= sees.begin && column < sees.end);
-            m_1 = seen ? fmaxf(m_1, a[block][half * 2 + parity] * scale_1) : m_1;
-            m_2 = seen ? fmaxf(m_2, b[block][half * 2 + parity] * scale_2) : m_2;
+            m_a = seen ? fmaxf(m_a, a[block][half * 2 + parity] * scale_a) : m_a;
+            m_b = seen ? fmaxf(m_b, b[block][half * 2 + parity] * scale_b) : m_b;
             any = any || seen;
         }
     if (!any)
         return;
-    state = skl_state_move(state, m_1, m_2);
+    state = skl_state_move(state, m_a, m_b);
     row_sums sums = {};
 #pragma unroll
     for (int block = 0; block < BLOCKS; block++)
@@ -57,16 +57,16 @@ __device__ inline void add_exactly(skl_row_state &state, const float (&a)[BLOCKS
         for (int parity = 0; parity < 2; parity++) {
             const int column = column_of(block, parity);
             if (!MASKED || (column >= sees.begin && column < sees.end))
-                add_pair(sums, fmaf(a[block][half * 2 + parity], scale_1, -m_1),
-                         fmaf(b[block][half * 2 + parity], scale_2, -m_2));
+                add_pair(sums, fmaf(a[block][half * 2 + parity], scale_a, -m_a),
+                         fmaf(b[block][half * 2 + parity], scale_b, -m_b));
         }
     add_sums(state, sums);
 }
 
 __device__ inline skl_row_state from_lane(const skl_row_state &state, int offset)
 {
-    return {__shfl_xor_sync(~0U, state.m_1, offset), __shfl_xor_sync(~0U, state.l_1, offset),
-            __shfl_xor_sync(~0U, state.m_2, offset), __shfl_xor_sync(~0U, state.l_2, offset),
+    return {__shfl_xor_sync(~0U, state.m_a, offset), __shfl_xor_sync(~0U, state.l_a, offset),
+            __shfl_xor_sync(~0U, state.m_b, offset), __shfl_xor_sync(~0U, state.l_b, offset),
             __shfl_xor_sync(~0U, state.w, offset)};
 }
 
@@ -88,8 +88,8 @@ template <int LANES = 4> __device__ inline skl_row_state merge_lanes(skl_row_sta
 /* Value by value: of a choice between two states ptxas would take addresses. */
 __device__ inline skl_row_state one_of(const skl_row_state &first, const skl_row_state &second, bool is_second)
 {
-    return {is_second ? second.m_1 : first.m_1, is_second ? second.l_1 : first.l_1,
-            is_second ? second.m_2 : first.m_2, is_second ? second.l_2 : first.l_2, is_second ? second.w : first.w};
+    return {is_second ? second.m_a : first.m_a, is_second ? second.l_a : first.l_a,
+            is_second ? second.m_b : first.m_b, is_second ? second.l_b : first.l_b, is_second ? second.w : first.w};
 }
 
 /* Two rows that four lanes hold: even lanes get the first, odd ones the second, with the bits of merge_lanes. */
@@ -111,7 +111,7 @@ __device__ inline void write_kl(const skl_cuda_params &params, const skl_sequenc
 __device__ inline void write_lse(const skl_cuda_params &params, const skl_sequence &s, int64_t head, int64_t query,
                                  const skl_row_state &state, bool of_second)
 {
-    const float lse = skl_lse(of_second ? state.m_2 : state.m_1, of_second ? state.l_2 : state.l_1);
+    const float lse = skl_lse(of_second ? state.m_b : state.m_a, of_second ? state.l_b : state.l_a);
     if (of_second != (params.problem.direction == SKL_KL_REVERSE))
         skl_row_set(&params.call.rows.lse_s, &s, head, query, lse);
     else

@@ -154,7 +154,7 @@ __device__ inline void know_queries(const skl_cuda_params &params, gradient_bloc
                 fact[which] = fact_of(params, which, place.sequence, place.head, place.first + row);
             facts = {fact[0] * SKL_LOG2E, fact[1] * SKL_LOG2E, fact[2], fact[3] / block.unit};
             if (!finite)
-                (SECOND ? facts.lse_2 : facts.lse_1) = NAN;
+                (SECOND ? facts.lse_b : facts.lse_a) = NAN;
         }
         block.facts[row] = facts;
     }
@@ -198,17 +198,17 @@ template <typename ELEMENT, int DIM, bool SECOND, bool CAPPED> struct query_grou
 #pragma unroll
                 for (int parity = 0; parity < 2; parity++) {
                     const int column = column_of(i, parity);
-                    const float lse = SECOND ? query.lse_2 : query.lse_1;
+                    const float lse = SECOND ? query.lse_b : query.lse_a;
                     const log_probability of_own =
                         log_of<CAPPED>(own[i][half * 2 + parity], own_of<SECOND>(params),
                                        EDGE ? block.poison[n % block.DEPTH][column] - lse : -lse);
                     const log_probability of_other = log_of<CAPPED>(
-                        other[i][half * 2 + parity], other_of<SECOND>(params), -(SECOND ? query.lse_1 : query.lse_2));
+                        other[i][half * 2 + parity], other_of<SECOND>(params), -(SECOND ? query.lse_a : query.lse_b));
                     const float u = (SECOND ? of_other : of_own).value, v = (SECOND ? of_own : of_other).value;
                     const float p = ex2(u), q = SECOND ? ex2(v) : 0.0F;
                     const bool seen = !EDGE || (first + column >= sees.begin && first + column < sees.end);
                     if (SECOND && seen)
-                        sums[half] = {sums[half].l_1 + p, sums[half].l_2 + q, fmaf(p, u - v, sums[half].w)};
+                        sums[half] = {sums[half].l_a + p, sums[half].l_b + q, fmaf(p, u - v, sums[half].w)};
                     float gradient = SECOND ? q - p : p * fmaf(SKL_LN2, u - v, -query.kl);
                     if (CAPPED)
                         gradient *= of_own.slope;
@@ -275,7 +275,7 @@ template <typename ELEMENT, int DIM, bool SECOND, bool CAPPED> struct query_grou
         for (int half = 0; half < 2; half++) {
             const int row = own_row<1>(0, half);
             const skl_row_state state =
-                merge_lanes({0.0F, sums[half].l_1, 0.0F, sums[half].l_2, sums[half].w}); /* less both LSEs */
+                merge_lanes({0.0F, sums[half].l_a, 0.0F, sums[half].l_b, sums[half].w}); /* less both LSEs */
             if (row >= block.count)
                 continue;
             if (params.kl_in_sweep && threadIdx.x % 4 == 0)

@@ -73,10 +73,10 @@ cudaError_t launch_forward_of(const skl_cuda_params *params, skl_cuda_launcher o
     constexpr int ROWS = FORWARD::place::ROWS, BOX = NARROW ? 64 : ROWS; /* queries of a tile, and of a copy */
     const skl_problem *const p = &params->problem;
     forward_maps maps;
-    if (!encode_keys(&maps.keys_1, p, &params->one, KEYS, ELEMENT()) ||
-        !encode_keys(&maps.keys_2, p, &params->two, KEYS, ELEMENT()) ||
-        !encode_queries(&maps.queries_1, p, &params->one, BOX, ELEMENT()) ||
-        !encode_queries(&maps.queries_2, p, &params->two, BOX, ELEMENT()))
+    if (!encode_keys(&maps.keys_a, p, &params->one, KEYS, ELEMENT()) ||
+        !encode_keys(&maps.keys_b, p, &params->two, KEYS, ELEMENT()) ||
+        !encode_queries(&maps.queries_a, p, &params->one, BOX, ELEMENT()) ||
+        !encode_queries(&maps.queries_b, p, &params->two, BOX, ELEMENT()))
         return otherwise(params);
     skl_cuda_params own = *params;
     own.section = section_for(params, ROWS, 2, 2);

@@ -32,8 +32,8 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool STAYS> struct narrow_forw
 
     struct memory {
         key_stage<DIM> stages[DEPTH];
-        lying_rows<DIM / 64, place::ROWS> lying_2;
-        lying_rows<(DIM - HELD) / 64, place::ROWS> lying_1;
+        lying_rows<DIM / 64, place::ROWS> lying_b;
+        lying_rows<(DIM - HELD) / 64, place::ROWS> lying_a;
         uint64_t queries_full[GROUPS], full[DEPTH], empty[DEPTH];
         row_stream keys;            /* from one thread for all of them; the band is only here */
         place tiles[STAYS ? 3 : 1]; /* in turns: some warps are still at the last one when the next is looked for */
@@ -65,9 +65,9 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool STAYS> struct narrow_forw
     __device__ void copy_queries_of(int of, const copy_place &tile) const
     {
         uint64_t &full = block.queries_full[of];
-        barrier_expect(full, (block.lying_1.SIZE + block.lying_2.SIZE) / GROUPS);
-        copy_queries<HELD>(block.lying_1, maps.queries_1, tile, full, of * 64);
-        copy_queries<0>(block.lying_2, maps.queries_2, tile, full, of * 64);
+        barrier_expect(full, (block.lying_a.SIZE + block.lying_b.SIZE) / GROUPS);
+        copy_queries<HELD>(block.lying_a, maps.queries_a, tile, full, of * 64);
+        copy_queries<0>(block.lying_b, maps.queries_b, tile, full, of * 64);
     }
 
     /* Barriers are there for others when all warps have met. */
@@ -163,20 +163,20 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool STAYS> struct narrow_forw
     __device__ void multiply(stage_logits &x, stage_logits &y)
     {
         const uint32_t own = group * (64 * 128 / 16);
-        const uint32_t q_1 = row_operand(&block.lying_1) + own, q_2 = row_operand(&block.lying_2) + own;
-        const uint32_t k_1 = row_operand(&block.stages[at].one), k_2 = row_operand(&block.stages[at].two);
+        const uint32_t q_a = row_operand(&block.lying_a) + own, q_b = row_operand(&block.lying_b) + own;
+        const uint32_t k_a = row_operand(&block.stages[at].one), k_b = row_operand(&block.stages[at].two);
         barrier_wait(block.full[at], parity);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < DIM / 16; step++)
             if (step < HELD / 16)
-                wgmma<false>(x, held[step], step_of(k_1, step, STAGE), step > 0, ELEMENT());
+                wgmma<false>(x, held[step], step_of(k_a, step, STAGE), step > 0, ELEMENT());
             else
-                wgmma<false>(x, step_of(q_1, step - HELD / 16, place::ROWS), step_of(k_1, step, STAGE), step > 0,
+                wgmma<false>(x, step_of(q_a, step - HELD / 16, place::ROWS), step_of(k_a, step, STAGE), step > 0,
                              ELEMENT());
 #pragma unroll
         for (int step = 0; step < DIM / 16; step++)
-            wgmma<false>(y, step_of(q_2, step, place::ROWS), step_of(k_2, step, STAGE), step > 0, ELEMENT());
+            wgmma<false>(y, step_of(q_b, step, place::ROWS), step_of(k_b, step, STAGE), step > 0, ELEMENT());
         wgmma_commit();
         wgmma_wait<0>();
         settle(x);
@@ -193,7 +193,7 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool STAYS> struct narrow_forw
     {
         state[0] = state[1] = skl_state_empty();
         barrier_wait(block.queries_full[group], STAYS ? round % 2 : 0);
-        const float scale_1 = CAPPED ? 1.0F : params.one.scale, scale_2 = CAPPED ? 1.0F : params.two.scale;
+        const float scale_a = CAPPED ? 1.0F : params.one.scale, scale_b = CAPPED ? 1.0F : params.two.scale;
         const int begun = max(keys.edges, min(1, keys.stages)); /* a whole first stage gives stabilisers */
         int n = 0;
 #pragma unroll 1
@@ -203,10 +203,10 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool STAYS> struct narrow_forw
             const int first = keys.place_of(n) * KEYS;
             const reach sees = reach_of(block.keys.band, group * 64, 64); /* an edge of the block, not of all */
             if (covers(sees.all, first, KEYS)) {
-                begin_rows(state, x, scale_1, y, scale_2);
-                add_whole(state, x, scale_1, y, scale_2);
+                begin_rows(state, x, scale_a, y, scale_b);
+                add_whole(state, x, scale_a, y, scale_b);
             } else if (meets(sees.any, first, KEYS)) {
-                add_edge(state, x, scale_1, y, scale_2, block.keys.band, first);
+                add_edge(state, x, scale_a, y, scale_b, block.keys.band, first);
             }
             leave(n);
         }
@@ -214,7 +214,7 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool STAYS> struct narrow_forw
         for (; n < keys.stages; n++) {
             stage_logits x, y;
             multiply(x, y);
-            add_whole(state, x, scale_1, y, scale_2);
+            add_whole(state, x, scale_a, y, scale_b);
             leave(n);
         }
     }

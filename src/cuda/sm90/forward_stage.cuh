@@ -14,7 +14,7 @@ namespace sm90
 
 /* Keys and queries of both arguments. */
 struct forward_maps {
-    CUtensorMap keys_1, keys_2, queries_1, queries_2;
+    CUtensorMap keys_a, keys_b, queries_a, queries_b;
 };
 
 /* Keys of both arguments, [64 dimensions][64 keys] with the copy engine's 128-byte swizzle. */
@@ -25,7 +25,7 @@ template <int DIM> struct key_stage {
 /* Where a tile's tensors lie, for the copy engine. */
 struct copy_place {
     int batch, query;         /* row of the tensor */
-    int head, head_1, head_2; /* of the queries, of both keys */
+    int head, head_a, head_b; /* of the queries, of both keys */
 
     template <int M> __device__ static copy_place of(const skl_cuda_params &params, const query_place<M> &place)
     {
@@ -37,7 +37,7 @@ struct copy_place {
 
 __device__ inline copy_place common(const copy_place &place)
 {
-    return {common(place.batch), common(place.query), common(place.head), common(place.head_1), common(place.head_2)};
+    return {common(place.batch), common(place.query), common(place.head), common(place.head_a), common(place.head_b)};
 }
 
 template <int DIM>
@@ -47,8 +47,8 @@ __device__ inline void copy_keys(key_stage<DIM> &to, const forward_maps &maps, c
     barrier_expect(full, (int)sizeof to);
 #pragma unroll
     for (int half = 0; half < DIM / 64; half++) {
-        copy_box(to.one.halves[half], maps.keys_1, half * 64, row, place.head_1, place.batch, full);
-        copy_box(to.two.halves[half], maps.keys_2, half * 64, row, place.head_2, place.batch, full);
+        copy_box(to.one.halves[half], maps.keys_a, half * 64, row, place.head_a, place.batch, full);
+        copy_box(to.two.halves[half], maps.keys_b, half * 64, row, place.head_b, place.batch, full);
     }
 }
 
@@ -78,23 +78,23 @@ __device__ inline void copy_queries(lying_rows<PARTS, ROWS> &to, const CUtensorM
 
 /* Adds a stage that every row of the warp sees whole; false, and nothing added, if a stabiliser has to move. The
  * order is one in which ptxas spreads the exponentials: where two of them meet, a warp waits. */
-__device__ inline bool add_blindly(skl_row_state (&state)[2], const stage_logits &x, float scale_1,
-                                   const stage_logits &y, float scale_2)
+__device__ inline bool add_blindly(skl_row_state (&state)[2], const stage_logits &x, float scale_a,
+                                   const stage_logits &y, float scale_b)
 {
     row_sums sums[2], right[2]; /* of the first and of the last 32 keys */
 #pragma unroll
     for (int e = 0; e < 16; e++) {
         const int n = e / 4, half = e / 2 % 2, at = half * 2 + e % 2;
-        const float m_1 = state[half].m_1, m_2 = state[half].m_2;
+        const float m_a = state[half].m_a, m_b = state[half].m_b;
         const bool first = n == 0 && e % 2 == 0;
-        add_pair(sums[half], fmaf(x[n][at], scale_1, -m_1), fmaf(y[n][at], scale_2, -m_2), first);
-        add_pair(right[half], fmaf(x[n + 4][at], scale_1, -m_1), fmaf(y[n + 4][at], scale_2, -m_2), first);
+        add_pair(sums[half], fmaf(x[n][at], scale_a, -m_a), fmaf(y[n][at], scale_b, -m_b), first);
+        add_pair(right[half], fmaf(x[n + 4][at], scale_a, -m_a), fmaf(y[n + 4][at], scale_b, -m_b), first);
     }
     bool fine = true;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         add_sums(sums[half], right[half]);
-        fine = fine && sums[half].l_1 < SKL_LAZY_BOUND && sums[half].l_2 < SKL_LAZY_BOUND;
+        fine = fine && sums[half].l_a < SKL_LAZY_BOUND && sums[half].l_b < SKL_LAZY_BOUND;
     }
     if (__any_sync(~0U, !fine))
         return false;
@@ -105,34 +105,34 @@ __device__ inline bool add_blindly(skl_row_state (&state)[2], const stage_logits
 }
 
 /* Rows to which nothing was added take the first of the logits that come for their stabilisers; mostly it will do. */
-__device__ inline void begin_rows(skl_row_state (&state)[2], const stage_logits &x, float scale_1,
-                                  const stage_logits &y, float scale_2)
+__device__ inline void begin_rows(skl_row_state (&state)[2], const stage_logits &x, float scale_a,
+                                  const stage_logits &y, float scale_b)
 {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        state[half].m_1 = state[half].l_1 == 0.0F ? x[0][half * 2] * scale_1 : state[half].m_1;
-        state[half].m_2 = state[half].l_2 == 0.0F ? y[0][half * 2] * scale_2 : state[half].m_2;
+        state[half].m_a = state[half].l_a == 0.0F ? x[0][half * 2] * scale_a : state[half].m_a;
+        state[half].m_b = state[half].l_b == 0.0F ? y[0][half * 2] * scale_b : state[half].m_b;
     }
 }
 
-__device__ inline void add_whole(skl_row_state (&state)[2], const stage_logits &x, float scale_1,
-                                 const stage_logits &y, float scale_2)
+__device__ inline void add_whole(skl_row_state (&state)[2], const stage_logits &x, float scale_a,
+                                 const stage_logits &y, float scale_b)
 {
-    if (add_blindly(state, x, scale_1, y, scale_2))
+    if (add_blindly(state, x, scale_a, y, scale_b))
         return;
 #pragma unroll
     for (int half = 0; half < 2; half++)
-        add_exactly<false>(state[half], x, scale_1, y, scale_2, half, {});
+        add_exactly<false>(state[half], x, scale_a, y, scale_b, half, {});
 }
 
 /* The keys from `first` on that each row sees. */
-__device__ inline void add_edge(skl_row_state (&state)[2], const stage_logits &x, float scale_1,
-                                const stage_logits &y, float scale_2, const band32 &band, int first)
+__device__ inline void add_edge(skl_row_state (&state)[2], const stage_logits &x, float scale_a,
+                                const stage_logits &y, float scale_b, const band32 &band, int first)
 {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const range32 sees = band.of(own_row<1>(0, half));
-        add_exactly<true>(state[half], x, scale_1, y, scale_2, half, {sees.begin - first, sees.end - first});
+        add_exactly<true>(state[half], x, scale_a, y, scale_b, half, {sees.begin - first, sees.end - first});
     }
 }
 

@@ -28,12 +28,12 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
 
     struct memory {
         key_stage<DIM> stages[DEPTH];
-        lying_rows<(DIM - HELD) / 64> lying_1, lying_2;
+        lying_rows<(DIM - HELD) / 64> lying_a, lying_b;
         uint64_t queries_full[1], full[DEPTH], empty[DEPTH];
         row_stream keys; /* these from one thread for all of them; the band is only here */
         copy_place from;
         place tile;
-        float scale_1, scale_2;
+        float scale_a, scale_b;
     };
 
     /* ---- Producer ------------------------------------------------------------------------------------------- */
@@ -42,9 +42,9 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
     {
         const copy_place from = common(block.from);
         const stage_order keys = common(block.keys);
-        barrier_expect(block.queries_full[0], block.lying_1.SIZE + block.lying_2.SIZE);
-        copy_queries<HELD>(block.lying_1, maps.queries_1, from, block.queries_full[0]);
-        copy_queries<HELD>(block.lying_2, maps.queries_2, from, block.queries_full[0]);
+        barrier_expect(block.queries_full[0], block.lying_a.SIZE + block.lying_b.SIZE);
+        copy_queries<HELD>(block.lying_a, maps.queries_a, from, block.queries_full[0]);
+        copy_queries<HELD>(block.lying_b, maps.queries_b, from, block.queries_full[0]);
         for (int n = 0; n < keys.stages; n++) {
             const int at = n % DEPTH;
             barrier_wait(block.empty[at], n / DEPTH % 2 ^ 1);
@@ -60,15 +60,15 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
     int group;
     stage_order keys;
     /* Of the thread. */
-    uint32_t q_1[HELD / 16][4], q_2[HELD / 16][4];
+    uint32_t q_a[HELD / 16][4], q_b[HELD / 16][4];
     skl_row_state state[2];
 
     __device__ void load_queries(const place &tile)
     {
         const skl_sequence &s = tile.sequence;
         const int rows = (int)skl_min(tile.ROWS, s.query_count - tile.first);
-        load_rows<HELD>(q_1, queries_of<ELEMENT>(params.one, s, tile.head).from(tile.first), rows);
-        load_rows<HELD>(q_2, queries_of<ELEMENT>(params.two, s, tile.head).from(tile.first), rows);
+        load_rows<HELD>(q_a, queries_of<ELEMENT>(params.one, s, tile.head).from(tile.first), rows);
+        load_rows<HELD>(q_b, queries_of<ELEMENT>(params.two, s, tile.head).from(tile.first), rows);
         barrier_wait(block.queries_full[0], 0);
     }
 
@@ -78,9 +78,9 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
         barrier_wait(block.full[at], n / DEPTH % 2);
         wgmma_fence();
         const uint32_t queries = group * (64 * 128 / 16);
-        start_products<ELEMENT, DIM, HELD>(x, q_1, row_operand(&block.lying_1) + queries,
+        start_products<ELEMENT, DIM, HELD>(x, q_a, row_operand(&block.lying_a) + queries,
                                            row_operand(&block.stages[at].one));
-        start_products<ELEMENT, DIM, HELD>(y, q_2, row_operand(&block.lying_2) + queries,
+        start_products<ELEMENT, DIM, HELD>(y, q_b, row_operand(&block.lying_b) + queries,
                                            row_operand(&block.stages[at].two));
         wgmma_commit();
     }
@@ -93,17 +93,17 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
         barrier_arrive_if(block.empty[n % DEPTH], threadIdx.x % 32 == 0);
     }
 
-    __device__ void edge(const stage_logits &x, float scale_1, const stage_logits &y, float scale_2, int n)
+    __device__ void edge(const stage_logits &x, float scale_a, const stage_logits &y, float scale_b, int n)
     {
-        add_edge(state, x, scale_1, y, scale_2, block.keys.band, keys.place_of(n) * KEYS);
+        add_edge(state, x, scale_a, y, scale_b, block.keys.band, keys.place_of(n) * KEYS);
     }
 
     /* The scales come from shared memory, so that no exponential is taken before the wait for the next stage's keys:
      * its products have to start first. */
     __device__ void whole(const stage_logits &x, const stage_logits &y)
     {
-        const float scale_1 = load_shared(block.scale_1), scale_2 = load_shared(block.scale_2);
-        add_whole(state, x, scale_1, y, scale_2);
+        const float scale_a = load_shared(block.scale_a), scale_b = load_shared(block.scale_b);
+        add_whole(state, x, scale_a, y, scale_b);
     }
 
     __device__ void run_capped()
@@ -162,8 +162,8 @@ __global__ void __launch_bounds__(wide_forward<ELEMENT, DIM, CAPPED>::THREADS, 1
         block.keys = keys_of_tile(params, tile);
         block.from = copy_place::of(params, tile);
         block.tile = tile;
-        block.scale_1 = params.one.scale;
-        block.scale_2 = params.two.scale;
+        block.scale_a = params.one.scale;
+        block.scale_b = params.two.scale;
         init_barriers<forward>(block);
     }
     __syncthreads();

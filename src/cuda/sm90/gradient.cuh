@@ -72,7 +72,7 @@ template <typename ELEMENT, int DIM> __device__ inline void clean_rows(row_stage
 /* What is known of a stage's queries, each fact in a row, so that a thread loads those of two columns at once. LSEs
  * are in base 2. */
 struct alignas(16) stage_facts {
-    float lse_1[STAGE], lse_2[STAGE], kl[STAGE], grad[STAGE];
+    float lse_a[STAGE], lse_b[STAGE], kl[STAGE], grad[STAGE];
     float largest; /* finite upstream gradient, of those queries that see a key of the block */
 };
 
@@ -106,8 +106,8 @@ __device__ inline void store_stage_facts(stage_facts &to, const lane_facts &fact
 #pragma unroll
     for (int n = 0; n < STAGE / 32; n++) {
         const int row = n * 32 + (int)threadIdx.x % 32;
-        to.lse_1[row] = facts.of[n][0] * SKL_LOG2E;
-        to.lse_2[row] = facts.of[n][1] * SKL_LOG2E;
+        to.lse_a[row] = facts.of[n][0] * SKL_LOG2E;
+        to.lse_b[row] = facts.of[n][1] * SKL_LOG2E;
         to.kl[row] = facts.of[n][2];
         to.grad[row] = facts.of[n][3];
         const float size = fabsf(facts.of[n][3]);
@@ -131,11 +131,11 @@ template <bool SECOND> struct streamed_queries {
     template <bool EDGE> __device__ void turn_to(int block)
     {
         const int column = column_of(block, 0);
-        const float2 lse_1 = load_shared_2(facts.lse_1[column]), lse_2 = load_shared_2(facts.lse_2[column]);
+        const float2 lse_a = load_shared_2(facts.lse_a[column]), lse_b = load_shared_2(facts.lse_b[column]);
         const float2 kl = SECOND ? make_float2(0.0F, 0.0F) : load_shared_2(facts.kl[column]);
         const float2 grad = load_shared_2(facts.grad[column]);
-        query[0] = {lse_1.x, lse_2.x, kl.x, grad.x};
-        query[1] = {lse_1.y, lse_2.y, kl.y, grad.y};
+        query[0] = {lse_a.x, lse_b.x, kl.x, grad.x};
+        query[1] = {lse_a.y, lse_b.y, kl.y, grad.y};
     }
 
     __device__ query_facts of(int, int parity) const
@@ -178,8 +178,8 @@ __device__ inline void weigh_pairs(const skl_cuda_params &params, const logits_o
             for (int parity = 0; parity < 2; parity++) {
                 const int e = half * 2 + parity, at = i * 8 + parity;
                 const query_facts query = queries.of(half, parity);
-                const log_probability u = log_of<CAPPED>(x[i][e], params.one, -query.lse_1);
-                const log_probability v = log_of<CAPPED>(y[i][e], params.two, -query.lse_2);
+                const log_probability u = log_of<CAPPED>(x[i][e], params.one, -query.lse_a);
+                const log_probability v = log_of<CAPPED>(y[i][e], params.two, -query.lse_b);
                 float gradient = pair_gradient<SECOND>(u.value, v.value, query) * query.grad;
                 if (CAPPED)
                     gradient *= (SECOND ? v : u).slope;

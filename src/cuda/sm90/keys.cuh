@@ -94,7 +94,7 @@ __device__ inline void stage_queries(const skl_cuda_params &params, const key_ma
         if (n % queries.stages < queries.edges) {
             __syncwarp(); /* an LSE that becomes NaN has been written */
             barrier_wait(block.copied[at], turn);
-            clean_rows<ELEMENT>(block.stages[at].own, SECOND ? facts.lse_2 : facts.lse_1);
+            clean_rows<ELEMENT>(block.stages[at].own, SECOND ? facts.lse_b : facts.lse_a);
             async_fence();
         }
         barrier_arrive(block.known[at]); /* every lane: it wrote what others read */

@@ -23,15 +23,15 @@ inline int64_t query_tiles(const skl_problem *p, int64_t tile_rows)
  * where tiles differ in length, each section has its longest ones first: only where the longest tile is a small part
  * of all that a multiprocessor does may there be more than one section.
  *
- * `bytes_1`, `bytes_2`: of an element of an argument's keys, and of what else there is for it. */
-inline int32_t section_for(const skl_cuda_params *params, int64_t tile_rows, int64_t bytes_1, int64_t bytes_2)
+ * `bytes_a`, `bytes_b`: of an element of an argument's keys, and of what else there is for it. */
+inline int32_t section_for(const skl_cuda_params *params, int64_t tile_rows, int64_t bytes_a, int64_t bytes_b)
 {
     constexpr int64_t L2_SHARE = (int64_t)25 << 20, SMALL_PART = 32;
     const skl_problem *const p = &params->problem;
     if (!without_window(p) && query_tiles(p, tile_rows) < 2 * SMALL_PART * params->multiprocessors)
         return SKL_SECTION_MAX;
-    const int64_t size_1 = p->len_k * params->one.dim * bytes_1, size_2 = p->len_k * params->two.dim * bytes_2;
-    const int64_t a_head = size_1 / params->one.heads_per_key + size_2 / params->two.heads_per_key;
+    const int64_t size_a = p->len_k * params->one.dim * bytes_a, size_b = p->len_k * params->two.dim * bytes_b;
+    const int64_t a_head = size_a / params->one.heads_per_key + size_b / params->two.heads_per_key;
     return (int32_t)skl_max(1, skl_min(SKL_SECTION_MAX, L2_SHARE / skl_max(1, a_head)));
 }
 

@@ -147,7 +147,7 @@ __device__ inline void know_stages(const skl_cuda_params &params, wide_block<DIM
             barrier_wait(block.own.empty[at], turn ^ 1); /* meanwhile the facts come */
             stage_facts &facts = block.facts.staged[at];
             store_stage_facts(facts, loaded);
-            marks = SECOND ? &facts.lse_2 : &facts.lse_1;
+            marks = SECOND ? &facts.lse_b : &facts.lse_a;
         } else {
             barrier_wait(block.own.empty[at], turn ^ 1);
             marks = &block.facts.marks[at];
@@ -182,7 +182,7 @@ template <bool SECOND> struct own_queries {
     __device__ query_facts of(int half, int parity) const
     {
         query_facts facts = query[half];
-        (SECOND ? facts.lse_2 : facts.lse_1) -= parity ? mark.y : mark.x;
+        (SECOND ? facts.lse_b : facts.lse_a) -= parity ? mark.y : mark.x;
         return facts;
     }
 
@@ -322,7 +322,7 @@ template <typename ELEMENT, int DIM, bool KEYS, bool SECOND, bool CAPPED> struct
     {
         const own_place<2, KEYS> &place = block.place;
         const skl_row_state state =
-            merge_lanes({0.0F, sums[half].l_1, 0.0F, sums[half].l_2, sums[half].w}); /* less both LSEs */
+            merge_lanes({0.0F, sums[half].l_a, 0.0F, sums[half].l_b, sums[half].w}); /* less both LSEs */
         if (row < block.count && threadIdx.x % 4 == 0)
             skl_row_set(&params.call.rows.kl, &place.sequence, place.head, place.first + row,
                         skl_kl_report(skl_state_kl(&state)));

@@ -1,4 +1,4 @@
-#include "base/selection.h"
+#include "base/indices.h"
 
 #include <inttypes.h>
 
@@ -24,7 +24,7 @@ skl_status skl_indices_check(const skl_problem *p, const skl_inputs *inputs)
         const int64_t key_count = p->packed ? s.key_count : p->len_k; /* padding may be listed: it is hidden */
         for (int64_t head = 0; head < p->heads_s; head++)
             for (int64_t i = 0; i < s.query_count; i++) {
-                const skl_status status = check_row(p, skl_selection(inputs, &s, head, i), key_count, b, head, i);
+                const skl_status status = check_row(p, skl_row_indices(inputs, &s, head, i), key_count, b, head, i);
                 if (status != SKL_OK)
                     return status;
             }

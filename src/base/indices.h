@@ -1,18 +1,19 @@
 /* The keys that a list selects for each row: the sparse stage of an indexer. */
-#ifndef SKL_BASE_SELECTION_H
-#define SKL_BASE_SELECTION_H
+#ifndef SKL_BASE_INDICES_H
+#define SKL_BASE_INDICES_H
 
 #include "base/side.h"
 
 /* The list of a row: top_k keys, some of them none. */
-SKL_SHARED const int32_t *skl_selection(const skl_inputs *inputs, const skl_sequence *s, int64_t head, int64_t i)
+SKL_HOST_DEVICE const int32_t *skl_row_indices(const skl_inputs *inputs, const skl_sequence *s, int64_t head,
+                                               int64_t i)
 {
     const skl_input *const indices = &inputs->indices;
     return (const int32_t *)indices->data + SKL_ROW(*indices, s->batch, head, s->query_begin + i);
 }
 
 /* Whether a listed key takes part: -1 and keys that the masks hide do not. */
-SKL_SHARED int skl_is_selected(int64_t key, skl_range visible)
+SKL_HOST_DEVICE int skl_index_is_visible(int64_t key, skl_range visible)
 {
     return key >= visible.begin && key < visible.end;
 }
