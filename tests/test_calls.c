@@ -21,7 +21,7 @@ static const test_case packed = {"packed", PACKED(3, LENGTHS(0, 3, 3, 7), LENGTH
 static const test_case indexer = {"indexer", SHAPE(2, 5, 6), HEADS(2, 2), DIMS(4, 4), INDEXER(3)};
 static const test_case sparse = {"sparse", SHAPE(2, 5, 6), HEADS(4, 2), DIMS(4, 4), INDEXER(3), TOP_K(2)};
 
-typedef enum call_kind { FORWARD, BACKWARD, BOTH, PARTIAL, MERGE, FINISH } call_kind;
+typedef enum call_kind { FORWARD, BACKWARD, BOTH, PARTIAL, MERGE, FINISH, CHECK } call_kind;
 
 /* A call that succeeds, for the rules to spoil. */
 typedef struct call {
@@ -264,6 +264,36 @@ static const call_rule indexer_rules[] = {
     {BACKWARD, &plain, "dw_s given: must be NULL: the plan's", {COPY(gradients.dw_s, inputs.q_s)}},
 };
 
+/* skl_inputs_check refuses what run calls on the CPU refuse, on any device, and asks for no row vector. */
+static const call_rule check_rules[] = {
+    {CHECK, &plain, NULL, {{0}}},
+    {CHECK, &packed, NULL, {{0}}},
+    {CHECK, &padded, NULL, {{0}}},
+    {CHECK, &sparse, NULL, {{0}}},
+    {CHECK,
+     &grouped,
+     NULL,
+     {NO(inputs.lse_t.data), NO(inputs.lse_s.data), NO(inputs.kl.data), NO(inputs.dot_t.data)}},
+    {CHECK, &plain, "plan=NULL: must be given", {NO(plan)}},
+    {CHECK, &plain, "inputs=NULL: must be given", {NO(inputs_address)}},
+    {CHECK, &plain, "inputs.struct_size=0: must be ", {SET(inputs.struct_size, 0)}},
+    {CHECK, &plain, "q_t=NULL: must be given", {NO(inputs.q_t.data)}},
+    {CHECK, &indexer, "w_s=NULL: must be given", {NO(inputs.w_s.data)}},
+    {CHECK, &sparse, "indices=NULL: must be given", {NO(inputs.indices.data)}},
+    {CHECK, &plain, "must be aligned to its element size, 4 bytes", {ADD(inputs.k_s.data, 2)}},
+    {CHECK, &plain, "k_t.stride_head=-1: must be at least 0", {SET(inputs.k_t.stride_head, -1)}},
+    {CHECK, &plain, "lse_t.stride_row=-1: must be at least 0", {SET(inputs.lse_t.stride_row, -1)}},
+    {CHECK, &packed, "cu_seqlens_k = NULL: must be given exactly when packed=1", {NO(inputs.cu_seqlens_k)}},
+    {CHECK, &packed, "cu_seqlens_q[2]=2: must not be below cu_seqlens_q[1]=3", {SET(cu_seqlens_q[2], 2)}},
+    {CHECK, &packed, "cu_seqlens_k[3]=11: must be at most 10, the rows of the buffer", {SET(cu_seqlens_k[3], 11)}},
+    {CHECK, &padded, "key_lengths[1]=-1: must be 0..len_k=6", {SET(key_lengths[1], -1)}},
+    {CHECK, &padded, "key_lengths[2]=7: must be 0..len_k=6", {SET(key_lengths[2], 7)}},
+    {CHECK,
+     &sparse,
+     ": must be -1 (none) or a key of the sequence, 0..5",
+     {COPY(inputs.indices.data, inputs.w_s.data)}}, /* floats are no indices */
+};
+
 static const call_rule workspace_rules[] = {
     {FORWARD, &plain, "workspace=NULL: must point to ", {NO(workspace)}},
     {FORWARD, &plain, "must be at least ", {ADD(workspace_size, -1)}},
@@ -292,6 +322,8 @@ static skl_status make_call(call_kind kind, const call *c)
         return skl_states_merge(c->plan, c->states, c->from, NULL);
     case FINISH:
         return skl_states_finish(c->plan, c->inputs_address, c->states, c->rows_address, NULL);
+    case CHECK:
+        return skl_inputs_check(c->plan, c->inputs_address);
     }
     return SKL_OK;
 }
@@ -341,7 +373,8 @@ static void check_rule(const call_rule *rule, skl_status expected)
 {
     static const skl_op ops[] = {
         [FORWARD] = SKL_OP_FORWARD, [BACKWARD] = SKL_OP_BACKWARD, [BOTH] = SKL_OP_FORWARD_BACKWARD,
-        [PARTIAL] = SKL_OP_PARTIAL, [MERGE] = SKL_OP_PARTIAL,     [FINISH] = SKL_OP_PARTIAL};
+        [PARTIAL] = SKL_OP_PARTIAL, [MERGE] = SKL_OP_PARTIAL,     [FINISH] = SKL_OP_PARTIAL,
+        [CHECK] = SKL_OP_FORWARD};
     fixture f;
     fixture_create(&f, rule->test_case);
     skl_plan *const plan = test_plan(&f.problem, NULL, 2);
@@ -397,6 +430,13 @@ static void test_rules_of_indexers(void **state)
     (void)state;
     for (size_t n = 0; n < COUNT_OF(indexer_rules); n++)
         check_rule(&indexer_rules[n], SKL_ERROR_ARGUMENT);
+}
+
+static void test_rules_of_inputs_check(void **state)
+{
+    (void)state;
+    for (size_t n = 0; n < COUNT_OF(check_rules); n++)
+        check_rule(&check_rules[n], SKL_ERROR_ARGUMENT);
 }
 
 static void test_rules_of_workspaces(void **state)
@@ -469,6 +509,7 @@ int main(void)
         cmocka_unit_test(test_rules_of_arguments),
         cmocka_unit_test(test_rules_of_lengths),
         cmocka_unit_test(test_rules_of_indexers),
+        cmocka_unit_test(test_rules_of_inputs_check),
         cmocka_unit_test(test_rules_of_workspaces),
         cmocka_unit_test(test_views_of_one_buffer_may_interleave),
         cmocka_unit_test(test_empty_problems_need_no_tensors),

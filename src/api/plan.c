@@ -1,3 +1,4 @@
+#include <stdbool.h>
 #include <stdlib.h>
 
 #include "base/backend.h"
@@ -19,12 +20,16 @@ static const skl_backend *backend_for(skl_device device)
     return NULL;
 }
 
-static const char *forced_kernel(const skl_options *options)
+/* The kernel that the caller forces, and who forces it; NULL: none. */
+static const char *forced_kernel(const skl_options *options, const char **forced_by)
 {
+    *forced_by = "options.kernel";
     if (options->kernel != NULL)
         return options->kernel;
     const char *const from_environment = getenv("STREAMKL_KERNEL");
-    return from_environment != NULL && from_environment[0] != '\0' ? from_environment : NULL;
+    const bool forced = from_environment != NULL && from_environment[0] != '\0';
+    *forced_by = forced ? "STREAMKL_KERNEL" : NULL;
+    return forced ? from_environment : NULL;
 }
 
 skl_status skl_plan_create(skl_plan **plan, const skl_problem *problem, const skl_options *given_options)
@@ -46,7 +51,8 @@ skl_status skl_plan_create(skl_plan **plan, const skl_problem *problem, const sk
     if (made.backend == NULL)
         return skl_fail(SKL_ERROR_UNSUPPORTED, "device=%d: this build has no backend for it; it has %s",
                         (int)options.device, skl_build_info());
-    status = made.backend->plan(&made, &options, forced_kernel(&options));
+    const char *const forced = forced_kernel(&options, &made.forced_by);
+    status = made.backend->plan(&made, &options, forced);
     if (status != SKL_OK)
         return status;
     skl_plan *const kept = malloc(sizeof *kept);

@@ -19,6 +19,14 @@ static skl_status check_and_run(const skl_plan *plan, const skl_call *call, size
     return status == SKL_OK ? plan->backend->run(plan, call) : status;
 }
 
+skl_status skl_inputs_check(const skl_plan *plan, const skl_inputs *inputs)
+{
+    if (check_given(plan, "plan") || check_given(inputs, "inputs"))
+        return SKL_ERROR_ARGUMENT;
+    const skl_status status = skl_inputs_check_layout(&plan->problem, inputs);
+    return status == SKL_OK ? skl_inputs_check_values(&plan->problem, inputs) : status;
+}
+
 skl_status skl_forward(const skl_plan *plan, const skl_inputs *inputs, const skl_rows *rows, void *workspace,
                        size_t workspace_size, skl_stream stream)
 {

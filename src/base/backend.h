@@ -2,9 +2,8 @@
 #ifndef SKL_BASE_BACKEND_H
 #define SKL_BASE_BACKEND_H
 
+#include "base/text.h"
 #include "base/visible.h"
-
-enum { SKL_OP_COUNT = 4 };
 
 /* One run call with its tensors, all of it checked. Members that a call does not have are empty. */
 typedef struct skl_call {
@@ -33,6 +32,7 @@ struct skl_plan {
     const skl_backend *backend;
     const void *kernel; /* the backend's own table entry */
     const char *kernel_name;
+    const char *forced_by; /* "options.kernel" or "STREAMKL_KERNEL"; NULL: the backend chose the kernel */
     size_t workspace_size[SKL_OP_COUNT];
     int32_t threads;      /* CPU */
     int32_t device_index; /* GPU */
@@ -50,6 +50,9 @@ struct skl_backend {
     skl_status (*states_merge)(const skl_plan *plan, skl_row_state *into, const skl_row_state *from,
                                skl_stream stream);
     skl_status (*states_finish)(const skl_plan *plan, const skl_call *call);
+    /* One line per launch of the call, as skl_plan_explain documents them. Reads no tensor: data may be placeholders.
+     */
+    skl_status (*explain)(const skl_plan *plan, const skl_call *call, skl_text *text);
     int (*kernel_at)(int32_t index, skl_kernel_info *info);
 };
 

@@ -137,6 +137,14 @@ static void fill_defaults(skl_problem *p)
         p->window_right = 0;
 }
 
+skl_status skl_op_check(skl_op op)
+{
+    const int value = (int)op;
+    return value >= 0 && value < SKL_OP_COUNT
+               ? SKL_OK
+               : skl_fail(SKL_ERROR_ARGUMENT, "op=%d: must be 0..%d", value, SKL_OP_COUNT - 1);
+}
+
 #define TRY(call)                                                                                                    \
     do {                                                                                                             \
         const skl_status status_ = (call);                                                                           \

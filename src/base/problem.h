@@ -5,6 +5,8 @@
 #include "base/host_device.h"
 #include "streamkl.h"
 
+enum { SKL_OP_COUNT = 4 };
+
 enum {
     SKL_DIM_MAX = 512,
     SKL_INDEXED_DIM_MAX = 576, /* of an indexer's teacher: the compressed keys of multi-head latent attention */
@@ -17,6 +19,8 @@ enum {
 /* Checks `given` and writes it to `problem` with the defaults filled in: key heads, scales, causal folded into
  * window_right, windows without limit as SKL_LENGTH_MAX * 4. */
 skl_status skl_problem_check(skl_problem *problem, const skl_problem *given);
+
+skl_status skl_op_check(skl_op op);
 
 /* A window of a checked problem. */
 SKL_HOST_DEVICE int skl_is_unlimited(int64_t window)

@@ -4,6 +4,8 @@
 #include <stdbool.h>
 #include <string.h>
 
+#include "base/indices.h"
+#include "base/needs.h"
 #include "base/overlap.h"
 #include "base/status.h"
 
@@ -158,28 +160,22 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call)
     const skl_inputs *const in = &call->inputs;
     const skl_rows *const rows = &call->rows;
     const skl_gradients *const grads = &call->gradients;
-    const bool forward = call->op == SKL_OP_FORWARD || call->op == SKL_OP_PARTIAL;
     const bool backward = call->op == SKL_OP_BACKWARD;
     const bool indexer = skl_is_indexer(p);
     const bool grouped = skl_has_teacher_groups(p);
-    const bool teacher_grads = grads->dq_t.data != NULL || grads->dk_t.data != NULL;
-    const bool student_grads = grads->dq_s.data != NULL || grads->dk_s.data != NULL || grads->dw_s.data != NULL;
-    const bool first_grads = p->direction == SKL_KL_FORWARD ? teacher_grads && !grouped : student_grads;
-    const bool dots = teacher_grads && grouped && !indexer;
+    const skl_needs needs = skl_call_needs(p, call);
 
     const char *const for_backward = ": a backward needs the LSEs of the forward";
     const char *const for_first = ": gradients of the first argument of the KL need it";
     const char *const for_dots = ": teacher gradients with heads_t > heads_s need it";
     const char *const grouped_only = " unless heads_t > heads_s";
     const char *const known = " in skl_forward_backward: the LSEs are inputs";
-    const need lse_need = forward ? OPTIONAL : REQUIRED;
-    const need lse_t_need = call->op == SKL_OP_PARTIAL && grouped ? REQUIRED : lse_need;
     const char *const for_partial = indexer ? ": partial states of an indexer need the LSE of all keys"
                                             : ": partial states with heads_t > heads_s need the LSE of all keys";
     const char *const lse_t_why = call->op == SKL_OP_PARTIAL ? for_partial : for_backward;
     const need lse_out_need = call->op == SKL_OP_FORWARD_BACKWARD ? REFUSED : OPTIONAL;
     const bool fused = call->op == SKL_OP_FORWARD_BACKWARD;
-    const need dot_out_need = !grouped || indexer ? REFUSED : fused && dots ? REQUIRED : OPTIONAL;
+    const need dot_out_need = !grouped || indexer ? REFUSED : fused && needs.dot_t ? REQUIRED : OPTIONAL;
     const char *const dot_out_why = indexer   ? " for an indexer: its teacher is fixed"
                                     : grouped ? for_dots
                                               : grouped_only;
@@ -203,19 +199,21 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call)
         TENSOR(in->k_t, "k_t", p->key_heads_t, rows_k, p->dim_t, p->dtype_t, INPUT, REQUIRED, ""),
         TENSOR(in->q_s, "q_s", query_heads_s, rows_q, p->dim_s, p->dtype_s, INPUT, REQUIRED, ""),
         TENSOR(in->k_s, "k_s", p->key_heads_s, rows_k, p->dim_s, p->dtype_s, INPUT, REQUIRED, ""),
-        TENSOR(in->lse_t, "lse_t", p->heads_t, rows_q, 1, SKL_F32, INPUT, lse_t_need, lse_t_why),
-        TENSOR(in->lse_s, "lse_s", p->heads_s, rows_q, 1, SKL_F32, INPUT, lse_need, for_backward),
-        TENSOR(in->kl, "kl", p->heads_s, rows_q, 1, SKL_F32, INPUT, backward && first_grads ? REQUIRED : OPTIONAL,
+        TENSOR(in->lse_t, "lse_t", p->heads_t, rows_q, 1, SKL_F32, INPUT, needs.lse_t ? REQUIRED : OPTIONAL,
+               lse_t_why),
+        TENSOR(in->lse_s, "lse_s", p->heads_s, rows_q, 1, SKL_F32, INPUT, needs.lse_s ? REQUIRED : OPTIONAL,
+               for_backward),
+        TENSOR(in->kl, "kl", p->heads_s, rows_q, 1, SKL_F32, INPUT, backward && needs.kl ? REQUIRED : OPTIONAL,
                for_first),
-        TENSOR(in->dot_t, "dot_t", p->heads_t, rows_q, 1, SKL_F32, INPUT, backward && dots ? REQUIRED : OPTIONAL,
-               for_dots),
+        TENSOR(in->dot_t, "dot_t", p->heads_t, rows_q, 1, SKL_F32, INPUT,
+               backward && needs.dot_t ? REQUIRED : OPTIONAL, for_dots),
         TENSOR(in->grad_kl, "grad_kl", p->heads_s, rows_q, 1, SKL_F32, INPUT, OPTIONAL, ""),
         TENSOR(in->w_s, "w_s", p->heads_s, rows_q, p->index_heads, p->dtype_w, INPUT, indexer ? REQUIRED : REFUSED,
                indexer ? ": the weights of an indexer" : indexer_only),
         TENSOR(in->indices, "indices", p->heads_s, rows_q, p->top_k, SKL_F32, INPUT, /* int32: as large as f32 */
                p->top_k > 0 ? REQUIRED : REFUSED, p->top_k > 0 ? ": top_k > 0" : " unless top_k > 0"),
-        TENSOR(rows->kl, "rows.kl", p->heads_s, rows_q, 1, SKL_F32, OUTPUT,
-               fused && first_grads ? REQUIRED : OPTIONAL, for_first),
+        TENSOR(rows->kl, "rows.kl", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, fused && needs.kl ? REQUIRED : OPTIONAL,
+               for_first),
         TENSOR(rows->lse_t, "rows.lse_t", p->heads_t, rows_q, 1, SKL_F32, OUTPUT, lse_out_need, known),
         TENSOR(rows->lse_s, "rows.lse_s", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, lse_out_need, known),
         TENSOR(rows->dot_t, "rows.dot_t", p->heads_t, rows_q, 1, SKL_F32, OUTPUT, dot_out_need, dot_out_why),
@@ -322,7 +320,7 @@ static skl_status check_seqlens(const char *name, const int32_t *offsets, int64_
     return SKL_OK;
 }
 
-skl_status skl_lengths_check(const skl_problem *p, const skl_inputs *inputs)
+static skl_status check_lengths(const skl_problem *p, const skl_inputs *inputs)
 {
     if (p->packed) {
         const skl_status status = check_seqlens("cu_seqlens_q", inputs->cu_seqlens_q, p->batch, p->len_q, p->total_q);
@@ -334,6 +332,25 @@ skl_status skl_lengths_check(const skl_problem *p, const skl_inputs *inputs)
             return skl_fail(SKL_ERROR_ARGUMENT, "key_lengths[%" PRId64 "]=%" PRId32 ": must be 0..len_k=%" PRId64, b,
                             inputs->key_lengths[b], p->len_k);
     return SKL_OK;
+}
+
+skl_status skl_inputs_check_layout(const skl_problem *problem, const skl_inputs *inputs)
+{
+    /* A forward without results requires no row vector and has no output. */
+    const skl_call call = {.op = SKL_OP_FORWARD,
+                           .inputs = *inputs,
+                           .rows = {.struct_size = sizeof(skl_rows)},
+                           .gradients = {.struct_size = sizeof(skl_gradients)}};
+    skl_status status = check_structs(&call);
+    if (status == SKL_OK)
+        status = check_length_pointers(problem, inputs);
+    return status == SKL_OK ? check_tensors(problem, &call) : status;
+}
+
+skl_status skl_inputs_check_values(const skl_problem *problem, const skl_inputs *inputs)
+{
+    const skl_status status = check_lengths(problem, inputs);
+    return status == SKL_OK ? skl_indices_check(problem, inputs) : status;
 }
 
 skl_status skl_finish_check(const skl_problem *p, const skl_call *call)

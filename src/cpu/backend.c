@@ -1,31 +1,18 @@
-/* The CPU backend: chooses a kernel and cuts a call into stages. */
+/* The CPU backend: runs the passes that select.c chooses. */
 #include "cpu/stage.h"
 
-#include <errno.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "base/kl_math.h"
-#include "base/indices.h"
 #include "base/status.h"
 #include "base/tensors.h"
-#include "cpu/features.h"
 #include "cpu/pool.h"
-
-/* Best first; the reference is last. */
-static const skl_cpu_kernel *const kernels[] = {
-#if defined(__x86_64__)
-    &skl_cpu_avx512, &skl_cpu_avx2,
-#endif
-    &skl_cpu_portable, &skl_cpu_reference};
-
-enum { KERNEL_COUNT = sizeof kernels / sizeof kernels[0] };
 
 static int kernel_at(int32_t index, skl_kernel_info *info)
 {
-    if (index >= KERNEL_COUNT)
+    const skl_cpu_kernel *const kernel = skl_cpu_kernel_number(index);
+    if (kernel == NULL)
         return 0;
-    const skl_cpu_kernel *const kernel = kernels[index];
     const bool usable = kernel->usable();
     *info = (skl_kernel_info){kernel->name, SKL_CPU, usable,
                               usable ? kernel->detail : "this CPU lacks the instruction set", 0};
@@ -33,40 +20,6 @@ static int kernel_at(int32_t index, skl_kernel_info *info)
 }
 
 /* ---- Plan --------------------------------------------------------------------------------------------------- */
-
-static skl_status choose_kernel(const skl_cpu_kernel **chosen, const char *forced)
-{
-    for (int i = 0; i < KERNEL_COUNT; i++) {
-        const bool wanted = forced == NULL || strcmp(forced, kernels[i]->name) == 0;
-        if (!wanted || (forced == NULL && !kernels[i]->usable()))
-            continue;
-        if (!kernels[i]->usable())
-            return skl_fail(SKL_ERROR_UNSUPPORTED, "kernel=%s: this CPU lacks the instruction set (it has %s)",
-                            forced, skl_cpu_features());
-        *chosen = kernels[i];
-        return SKL_OK;
-    }
-    return skl_fail(SKL_ERROR_ARGUMENT, "kernel=%s: no CPU kernel has this name; streamkl info lists them", forced);
-}
-
-static skl_status choose_threads(int32_t *threads, int32_t asked)
-{
-    if (asked < 0 || asked > SKL_THREADS_MAX)
-        return skl_fail(SKL_ERROR_ARGUMENT, "threads=%d: must be 0..%d", asked, SKL_THREADS_MAX);
-    *threads = asked;
-    const char *const text = getenv("STREAMKL_THREADS");
-    if (asked == 0 && text != NULL && text[0] != '\0') {
-        char *end = NULL;
-        errno = 0;
-        const long value = strtol(text, &end, 10);
-        if (errno != 0 || *end != '\0' || value < 1 || value > SKL_THREADS_MAX)
-            return skl_fail(SKL_ERROR_ARGUMENT, "STREAMKL_THREADS=%s: must be 1..%d", text, SKL_THREADS_MAX);
-        *threads = (int32_t)value;
-    }
-    if (*threads == 0)
-        *threads = (int32_t)skl_min(skl_cpu_count(), SKL_THREADS_MAX);
-    return SKL_OK;
-}
 
 static size_t turns_size(int threads)
 {
@@ -76,9 +29,9 @@ static size_t turns_size(int threads)
 static skl_status plan_cpu(skl_plan *plan, const skl_options *options, const char *forced)
 {
     const skl_cpu_kernel *kernel = NULL;
-    skl_status status = choose_kernel(&kernel, forced);
+    skl_status status = skl_cpu_select_kernel(&kernel, forced);
     if (status == SKL_OK)
-        status = choose_threads(&plan->threads, options->threads);
+        status = skl_cpu_select_threads(&plan->threads, options->threads);
     if (status != SKL_OK)
         return status;
     const skl_problem *const p = &plan->problem;
@@ -146,43 +99,14 @@ static void clear_query_tail(const skl_problem *p, const skl_call *call)
 
 /* ---- Run ---------------------------------------------------------------------------------------------------- */
 
-/* f32 key gradients are summed in the caller's buffer while the queries are swept: 4 matrix products a tile.
- * 16-bit ones would round at every tile, so the keys are swept again with f32 sums: 6 products. Keys on lists come in
- * no order that tiles of queries could take turns in: they are swept again, too. */
-static bool can_fuse(const skl_problem *p, const skl_gradients *grads, int64_t tile_queries)
-{
-    const bool wanted = grads->dk_t.data != NULL || grads->dk_s.data != NULL;
-    const bool f32_t = grads->dk_t.data == NULL || skl_grad_dtype(p, p->dtype_t) == SKL_F32;
-    const bool f32_s = grads->dk_s.data == NULL || skl_grad_dtype(p, p->dtype_s) == SKL_F32;
-    const int64_t items = p->batch * p->heads_s * skl_ceil_div(p->len_q, tile_queries);
-    return wanted && f32_t && f32_s && p->top_k == 0 && items < SKL_ITEMS_MAX;
-}
-
 static skl_status run(const skl_plan *plan, const skl_call *call)
 {
     const skl_problem *const p = &plan->problem;
-    skl_status status = skl_lengths_check(p, &call->inputs);
-    if (status == SKL_OK)
-        status = skl_indices_check(p, &call->inputs);
+    const skl_status status = skl_inputs_check_values(p, &call->inputs);
     if (status != SKL_OK)
         return status;
     const skl_cpu_work *const work = plan->kernel;
-    const skl_gradients *const grads = &call->gradients;
-    const bool gradients = call->op == SKL_OP_BACKWARD || call->op == SKL_OP_FORWARD_BACKWARD;
-    const bool fused = gradients && work->fuses && can_fuse(p, grads, work->tiles(p).queries);
-    const bool queries = fused || grads->dq_t.data != NULL || grads->dq_s.data != NULL || grads->dw_s.data != NULL;
-    const bool teacher = grads->dq_t.data != NULL || grads->dk_t.data != NULL;
-    const bool student = grads->dq_s.data != NULL || grads->dk_s.data != NULL || grads->dw_s.data != NULL;
-    const bool grouped = p->heads_t != p->heads_s;
-    const bool first = p->direction == SKL_KL_FORWARD ? teacher : student;
-    /* One sweep gives KL and second-argument gradients together; whatever the gradients read of the KL comes first.
-     */
-    const bool rows_wanted = call->rows.kl.data != NULL || call->rows.dot_t.data != NULL ||
-                             call->rows.cross_entropy.data != NULL || call->rows.entropy.data != NULL;
-    const bool rows_apart =
-        !work->fuses || first || (teacher && grouped) || !queries || call->rows.dot_t.data != NULL;
-    const bool rows_first = !gradients || (call->op == SKL_OP_FORWARD_BACKWARD && rows_wanted && rows_apart);
-
+    const skl_cpu_passes passes = skl_cpu_select_passes(plan, call);
     skl_stage s = {.plan = plan,
                    .scratch = (char *)call->workspace + turns_size(plan->threads),
                    .scratch_size = work->scratch_size(p),
@@ -190,36 +114,13 @@ static skl_status run(const skl_plan *plan, const skl_call *call)
                             .call = call,
                             .tiles = work->tiles(p),
                             .turns = {call->workspace, skl_turn_count(plan->threads)},
-                            .fused = fused,
-                            .rows_known = rows_first}};
-    const struct {
-        bool wanted;
-        void (*function)(const skl_task *);
-        bool keys, teacher_side;
-    } stages[] = {
-        {rows_first, work->forward, false, false},
-        {gradients && queries, work->backward_queries, false, false},
-        {gradients && !fused && grads->dk_s.data != NULL, work->backward_keys, true, false},
-        {gradients && !fused && grads->dk_t.data != NULL, work->backward_keys, true, true},
-    };
-    enum { STAGE_COUNT = sizeof stages / sizeof stages[0] };
-
+                            .rows_known = passes.rows_first}};
     clear_query_tail(p, call);
-    clear_key_gradients(p, call, fused);
-    for (int pass = 0; pass < 2; pass++) /* count the work for progress, then do it */
-        for (int i = 0; i < STAGE_COUNT; i++) {
-            if (!stages[i].wanted)
-                continue;
-            s.task.fused = fused;
-            if (stages[i].keys)
-                skl_stage_over_keys(&s, stages[i].function, stages[i].teacher_side);
-            else
-                skl_stage_over_queries(&s, stages[i].function);
-            if (pass == 0)
-                s.work_total += s.item_count;
-            else
-                skl_stage_run(&s);
-        }
+    clear_key_gradients(p, call, passes.fused);
+    for (int i = 0; i < passes.count; i++)
+        s.work_total += skl_pass_tasks(plan, &passes.pass[i]);
+    for (int i = 0; i < passes.count; i++)
+        skl_stage_run(&s, &passes.pass[i]);
     return SKL_OK;
 }
 
@@ -264,4 +165,4 @@ static skl_status states_finish(const skl_plan *plan, const skl_call *call)
     return SKL_OK;
 }
 
-const skl_backend skl_cpu_backend = {SKL_CPU, plan_cpu, run, states_merge, states_finish, kernel_at};
+const skl_backend skl_cpu_backend = {SKL_CPU, plan_cpu, run, states_merge, states_finish, skl_cpu_explain, kernel_at};

@@ -65,20 +65,6 @@ static void work_on_stage(void *context, int worker)
     }
 }
 
-void skl_stage_run(skl_stage *s)
-{
-    if (s->item_count == 0)
-        return;
-    atomic_init(&s->next, 0);
-    atomic_init(&s->done, 0);
-    skl_turns_init(&s->task.turns);
-    const int64_t threads = skl_min(s->plan->threads, s->item_count); /* wakes nobody for nothing */
-    skl_pool_run((int)threads, work_on_stage, s);
-    s->work_before += s->item_count;
-    if (s->plan->progress != NULL)
-        s->plan->progress(s->plan->progress_user, s->work_before, s->work_total);
-}
-
 static int64_t least_common_multiple(int64_t a, int64_t b)
 {
     int64_t x = a, y = b;
@@ -101,24 +87,50 @@ static int64_t sharing_heads(const skl_problem *p)
     return least_common_multiple(shared_s, skl_max(1, shared_t / group));
 }
 
-void skl_stage_over_queries(skl_stage *s, void (*function)(const skl_task *))
+/* Tiles that a pass works on: queries of the student heads, or keys of one side's key heads. */
+typedef struct grid {
+    int64_t heads; /* per sequence */
+    int64_t tiles; /* per head */
+} grid;
+
+static grid grid_of(const skl_plan *plan, const skl_cpu_pass *pass)
 {
-    const skl_problem *const p = &s->plan->problem;
-    s->function = function;
-    s->heads = p->heads_s;
-    s->chain_heads = sharing_heads(p);
-    s->tiles = skl_ceil_div(p->len_q, s->task.tiles.queries);
-    s->item_count = p->batch * s->heads * s->tiles;
+    const skl_problem *const p = &plan->problem;
+    const skl_tiles tiles = ((const skl_cpu_work *)plan->kernel)->tiles(p);
+    const grid over_queries = {p->heads_s, skl_ceil_div(p->len_q, tiles.queries)};
+    const grid over_keys = {pass->teacher_side ? p->key_heads_t : p->key_heads_s, skl_ceil_div(p->len_k, tiles.keys)};
+    return pass->over_keys ? over_keys : over_queries;
 }
 
-void skl_stage_over_keys(skl_stage *s, void (*function)(const skl_task *), bool teacher_side)
+int64_t skl_pass_tasks(const skl_plan *plan, const skl_cpu_pass *pass)
 {
-    const skl_problem *const p = &s->plan->problem;
-    s->function = function;
-    s->heads = teacher_side ? p->key_heads_t : p->key_heads_s;
-    s->chain_heads = 1;
-    s->tiles = skl_ceil_div(p->len_k, s->task.tiles.keys);
-    s->item_count = p->batch * s->heads * s->tiles;
-    s->task.fused = false;
-    s->task.teacher_side = teacher_side;
+    const grid g = grid_of(plan, pass);
+    return plan->problem.batch * g.heads * g.tiles;
+}
+
+static void set_pass(skl_stage *s, const skl_cpu_pass *pass)
+{
+    const grid g = grid_of(s->plan, pass);
+    s->function = pass->function;
+    s->heads = g.heads;
+    s->tiles = g.tiles;
+    s->chain_heads = pass->over_keys ? 1 : sharing_heads(&s->plan->problem);
+    s->item_count = skl_pass_tasks(s->plan, pass);
+    s->task.fused = pass->fused;
+    s->task.teacher_side = pass->teacher_side;
+}
+
+void skl_stage_run(skl_stage *s, const skl_cpu_pass *pass)
+{
+    set_pass(s, pass);
+    if (s->item_count == 0)
+        return;
+    atomic_init(&s->next, 0);
+    atomic_init(&s->done, 0);
+    skl_turns_init(&s->task.turns);
+    const int64_t threads = skl_min(s->plan->threads, s->item_count); /* wakes nobody for nothing */
+    skl_pool_run((int)threads, work_on_stage, s);
+    s->work_before += s->item_count;
+    if (s->plan->progress != NULL)
+        s->plan->progress(s->plan->progress_user, s->work_before, s->work_total);
 }

@@ -2,7 +2,7 @@
 #ifndef SKL_CPU_STAGE_H
 #define SKL_CPU_STAGE_H
 
-#include "cpu/kernel.h"
+#include "cpu/select.h"
 
 /* A stage: one kernel function over the tiles of all heads.
  *
@@ -26,11 +26,10 @@ typedef struct skl_stage {
 /* Counters of a stage for `threads` threads: see turn.h. */
 int64_t skl_turn_count(int threads);
 
-/* Sets the grid: query tiles of the student heads, or key tiles of the key heads of one side. */
-void skl_stage_over_queries(skl_stage *s, void (*function)(const skl_task *task));
-void skl_stage_over_keys(skl_stage *s, void (*function)(const skl_task *task), bool teacher_side);
+/* Tasks of a pass: one per tile of every head. */
+int64_t skl_pass_tasks(const skl_plan *plan, const skl_cpu_pass *pass);
 
-/* Works on every item and returns when all are done. */
-void skl_stage_run(skl_stage *s);
+/* Runs every task of a pass and returns when all are done. */
+void skl_stage_run(skl_stage *s, const skl_cpu_pass *pass);
 
 #endif

@@ -526,4 +526,13 @@ static skl_status states_finish(const skl_plan *plan, const skl_call *call)
     return status;
 }
 
-const skl_backend skl_cuda_backend = {SKL_CUDA, plan_cuda, run, states_merge, states_finish, kernel_at};
+static skl_status explain(const skl_plan *plan, const skl_call *call, skl_text *text)
+{
+    static const char *const steps[SKL_OP_COUNT] = {"forward", "backward", "forward and backward", "partial states"};
+    skl_text_add(text, "%s: %s, %zu bytes of workspace (%s%s)\n", steps[call->op], plan->kernel_name,
+                 plan->workspace_size[call->op], plan->forced_by != NULL ? plan->forced_by : "best kernel",
+                 plan->forced_by != NULL ? " names the kernel" : " that fits the problem");
+    return SKL_OK;
+}
+
+const skl_backend skl_cuda_backend = {SKL_CUDA, plan_cuda, run, states_merge, states_finish, explain, kernel_at};

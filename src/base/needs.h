@@ -1,0 +1,37 @@
+/* What an operation needs besides q and k, derived once for the argument checks, the backends and the callers.
+ *
+ * A is the first argument of the KL and B the second: teacher and student of KL(P || S), student and teacher of
+ * KL(S || P). Gradients of B's logits are a difference of probabilities and need the two LSEs. Those of A's logits
+ * also hold the finished KL of their row; under teacher groups, where each head has its own P_h, a dot product per
+ * teacher head takes the KL's place. */
+#ifndef SKL_BASE_NEEDS_H
+#define SKL_BASE_NEEDS_H
+
+#include <stdbool.h>
+
+#include "base/backend.h"
+
+typedef struct skl_needs {
+    bool gradients;  /* the operation computes gradients, if any are requested */
+    bool teacher;    /* a gradient of q_t or k_t is requested */
+    bool student;    /* a gradient of q_s, k_s or w_s is requested */
+    bool lse_t;      /* inputs.lse_t is required */
+    bool lse_s;      /* inputs.lse_s is required */
+    bool kl;         /* gradients read the KL of their row: from inputs in a backward, else from rows */
+    bool dot_t;      /* gradients read dot_t, from the same place */
+    bool rows_first; /* kl or dot_t: rows are complete before their gradients start, so one pass cannot give both */
+} skl_needs;
+
+/* `gradients` holds the SKL_DQ_T, ... that are requested; ignored by an operation without gradients. */
+skl_needs skl_needs_of(const skl_problem *problem, skl_op op, uint32_t gradients);
+
+/* The same for the gradients that a call requests. */
+skl_needs skl_call_needs(const skl_problem *problem, const skl_call *call);
+
+/* The call computes row results (or states), not only gradients. */
+bool skl_call_has_rows(const skl_call *call);
+
+/* SKL_DQ_T, ...: the gradients that have a buffer. */
+uint32_t skl_gradient_bits(const skl_gradients *gradients);
+
+#endif

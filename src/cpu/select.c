@@ -1,0 +1,204 @@
+#include "cpu/select.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/needs.h"
+#include "base/status.h"
+#include "cpu/features.h"
+#include "cpu/pool.h"
+#include "cpu/stage.h"
+
+/* ---- Kernel and threads of a plan --------------------------------------------------------------------------- */
+
+/* Best first; the reference is last. */
+static const skl_cpu_kernel *const kernels[] = {
+#if defined(__x86_64__)
+    &skl_cpu_avx512, &skl_cpu_avx2,
+#endif
+    &skl_cpu_portable, &skl_cpu_reference};
+
+enum { KERNEL_COUNT = sizeof kernels / sizeof kernels[0] };
+
+const skl_cpu_kernel *skl_cpu_kernel_number(int32_t index)
+{
+    return index < KERNEL_COUNT ? kernels[index] : NULL;
+}
+
+skl_status skl_cpu_select_kernel(const skl_cpu_kernel **chosen, const char *forced)
+{
+    for (int i = 0; i < KERNEL_COUNT; i++) {
+        const bool wanted = forced == NULL || strcmp(forced, kernels[i]->name) == 0;
+        if (!wanted || (forced == NULL && !kernels[i]->usable()))
+            continue;
+        if (!kernels[i]->usable())
+            return skl_fail(SKL_ERROR_UNSUPPORTED, "kernel=%s: this CPU lacks the instruction set (it has %s)",
+                            forced, skl_cpu_features());
+        *chosen = kernels[i];
+        return SKL_OK;
+    }
+    return skl_fail(SKL_ERROR_ARGUMENT, "kernel=%s: no CPU kernel has this name; streamkl info lists them", forced);
+}
+
+skl_status skl_cpu_select_threads(int32_t *threads, int32_t requested)
+{
+    if (requested < 0 || requested > SKL_THREADS_MAX)
+        return skl_fail(SKL_ERROR_ARGUMENT, "threads=%d: must be 0..%d", requested, SKL_THREADS_MAX);
+    *threads = requested;
+    const char *const text = getenv("STREAMKL_THREADS");
+    if (requested == 0 && text != NULL && text[0] != '\0') {
+        char *end = NULL;
+        errno = 0;
+        const long value = strtol(text, &end, 10);
+        if (errno != 0 || *end != '\0' || value < 1 || value > SKL_THREADS_MAX)
+            return skl_fail(SKL_ERROR_ARGUMENT, "STREAMKL_THREADS=%s: must be 1..%d", text, SKL_THREADS_MAX);
+        *threads = (int32_t)value;
+    }
+    if (*threads == 0)
+        *threads = (int32_t)skl_min(skl_cpu_count(), SKL_THREADS_MAX);
+    return SKL_OK;
+}
+
+/* ---- Passes of a call --------------------------------------------------------------------------------------- */
+
+/* A fused backward sums f32 key gradients in the caller's buffer while it goes over the queries: 4 matrix products
+ * per tile instead of 6. Returns NULL if the call allows it, else the reason for a separate pass over the keys. */
+static const char *why_not_fused(const skl_problem *p, const skl_cpu_work *work, const skl_gradients *grads)
+{
+    const bool f32_t = grads->dk_t.data == NULL || skl_grad_dtype(p, p->dtype_t) == SKL_F32;
+    const bool f32_s = grads->dk_s.data == NULL || skl_grad_dtype(p, p->dtype_s) == SKL_F32;
+    const int64_t items = p->batch * p->heads_s * skl_ceil_div(p->len_q, work->tiles(p).queries);
+    if (!work->fuses)
+        return "this kernel computes key gradients separately";
+    if (p->top_k > 0)
+        return "indices come in any order, so key gradients are summed key by key";
+    if (!f32_t || !f32_s)
+        return "16-bit key gradients would round at every tile, so each is summed in f32 in a separate pass";
+    return items < SKL_ITEMS_MAX ? NULL : "too many query tiles to sum key gradients in a fixed order";
+}
+
+/* NULL if a pass over the queries gives the KL together with the gradients, else the reason for a forward pass. */
+static const char *why_rows_first(const skl_cpu_work *work, const skl_needs *needs, const skl_rows *rows,
+                                  bool over_queries)
+{
+    if (needs->kl)
+        return "gradients of the first argument of the KL read the KL of their row";
+    if (needs->dot_t)
+        return "teacher gradients under teacher groups read dot_t";
+    if (!work->fuses)
+        return "this kernel computes the KL separately";
+    if (rows->dot_t.data != NULL)
+        return "rows.dot_t is requested";
+    return over_queries ? NULL : "no pass over the queries follows";
+}
+
+static const char *with_fused(const char *not_fused, bool one_pass, bool dk_wanted)
+{
+    if (!dk_wanted)
+        return one_pass ? "both LSEs are given, so P and S are exact at once" : "no key gradient is requested";
+    if (not_fused != NULL)
+        return one_pass ? "both LSEs are given; key gradients follow" : "key gradients follow";
+    return one_pass ? "both LSEs are given, and f32 key gradients are summed in place"
+                    : "f32 key gradients are summed in place";
+}
+
+static void add_pass(skl_cpu_passes *passes, skl_cpu_pass pass)
+{
+    passes->pass[passes->count++] = pass;
+}
+
+skl_cpu_passes skl_cpu_select_passes(const skl_plan *plan, const skl_call *call)
+{
+    const skl_problem *const p = &plan->problem;
+    const skl_cpu_work *const work = plan->kernel;
+    const skl_gradients *const grads = &call->gradients;
+    const skl_needs needs = skl_call_needs(p, call);
+    const bool dk_wanted = grads->dk_t.data != NULL || grads->dk_s.data != NULL;
+    const bool dq_wanted = grads->dq_t.data != NULL || grads->dq_s.data != NULL || grads->dw_s.data != NULL;
+    const char *const not_fused = why_not_fused(p, work, grads);
+    const bool fused = needs.gradients && dk_wanted && not_fused == NULL;
+    const bool over_queries = needs.gradients && (fused || dq_wanted);
+    const char *const forward_first = why_rows_first(work, &needs, &call->rows, over_queries);
+    const bool has_rows = skl_call_has_rows(call);
+    const bool forward = has_rows && (!needs.gradients || forward_first != NULL);
+    const bool one_pass = has_rows && !forward;
+
+    skl_cpu_passes passes = {.fused = fused, .rows_first = forward};
+    if (forward)
+        add_pass(&passes,
+                 (skl_cpu_pass){.function = work->forward, .reason = needs.gradients ? forward_first : NULL});
+    if (over_queries)
+        add_pass(&passes, (skl_cpu_pass){.function = work->backward_queries,
+                                         .fused = fused,
+                                         .one_pass = one_pass,
+                                         .reason = with_fused(not_fused, one_pass, dk_wanted)});
+    if (needs.gradients && !fused && grads->dk_s.data != NULL)
+        add_pass(&passes, (skl_cpu_pass){.function = work->backward_keys, .over_keys = true, .reason = not_fused});
+    if (needs.gradients && !fused && grads->dk_t.data != NULL)
+        add_pass(&passes,
+                 (skl_cpu_pass){
+                     .function = work->backward_keys, .over_keys = true, .teacher_side = true, .reason = not_fused});
+    return passes;
+}
+
+/* ---- Explanation -------------------------------------------------------------------------------------------- */
+
+/* "KL, dq_s and dk_s": what a pass gives. */
+static void add_results(skl_text *text, const skl_call *call, const skl_cpu_pass *pass)
+{
+    const skl_gradients *const grads = &call->gradients;
+    const bool queries = !pass->over_keys;
+    const struct {
+        const char *name;
+        bool given;
+    } results[] = {{"KL", pass->one_pass},
+                   {"dq_t", queries && grads->dq_t.data != NULL},
+                   {"dk_t", grads->dk_t.data != NULL && (queries ? pass->fused : pass->teacher_side)},
+                   {"dq_s", queries && grads->dq_s.data != NULL},
+                   {"dk_s", grads->dk_s.data != NULL && (queries ? pass->fused : !pass->teacher_side)},
+                   {"dw_s", queries && grads->dw_s.data != NULL}};
+    enum { RESULT_COUNT = sizeof results / sizeof results[0] };
+    int left = 0;
+    for (int i = 0; i < RESULT_COUNT; i++)
+        left += results[i].given;
+    for (int i = 0; i < RESULT_COUNT; i++)
+        if (results[i].given) {
+            left--;
+            skl_text_add(text, "%s%s", results[i].name, left > 1 ? ", " : left == 1 ? " and " : "");
+        }
+}
+
+static const char *variant_of(const skl_cpu_pass *pass)
+{
+    if (pass->fused)
+        return pass->one_pass ? "fused, one-pass, " : "fused, ";
+    return pass->one_pass ? "one-pass, " : "";
+}
+
+skl_status skl_cpu_explain(const skl_plan *plan, const skl_call *call, skl_text *text)
+{
+    const skl_cpu_passes passes = skl_cpu_select_passes(plan, call);
+    for (int i = 0; i < passes.count; i++) {
+        const skl_cpu_pass *const pass = &passes.pass[i];
+        const int64_t tasks = skl_pass_tasks(plan, pass);
+        if (tasks == 0)
+            continue;
+        const bool forward = pass->function == ((const skl_cpu_work *)plan->kernel)->forward;
+        const bool kernel_reason = text->length == 0; /* the same for every pass: said once */
+        const int threads = (int)skl_min(plan->threads, tasks);
+        if (forward)
+            skl_text_add(text, "%s", call->op == SKL_OP_PARTIAL ? "partial states" : "forward");
+        else
+            add_results(text, call, pass);
+        skl_text_add(text, ": %s, %s%d thread%s, %zu bytes of workspace (", plan->kernel_name, variant_of(pass),
+                     threads, threads == 1 ? "" : "s", plan->workspace_size[call->op]);
+        if (kernel_reason)
+            skl_text_add(text, "%s%s", plan->forced_by != NULL ? plan->forced_by : "best kernel for this CPU",
+                         plan->forced_by != NULL ? " names the kernel" : "");
+        if (pass->reason != NULL)
+            skl_text_add(text, "%s%s", kernel_reason ? "; " : "", pass->reason);
+        skl_text_add(text, ")\n");
+    }
+    return SKL_OK;
+}

@@ -1,0 +1,40 @@
+/* Every choice that the CPU backend makes: the kernel and the threads of a plan, and the passes of a call. */
+#ifndef SKL_CPU_SELECT_H
+#define SKL_CPU_SELECT_H
+
+#include "cpu/kernel.h"
+
+/* One pass over the tiles of all heads. */
+typedef struct skl_cpu_pass {
+    void (*function)(const skl_task *task);
+    bool over_keys;    /* one task per key tile, not per query tile */
+    bool teacher_side; /* over_keys: dk_t, not dk_s */
+    bool fused;        /* also adds to the f32 key gradients */
+    bool one_pass;     /* also writes the KL of its rows */
+    const char *reason;
+} skl_cpu_pass;
+
+enum { SKL_CPU_PASSES_MAX = 4 };
+
+typedef struct skl_cpu_passes {
+    skl_cpu_pass pass[SKL_CPU_PASSES_MAX]; /* in the order in which they run */
+    int count;
+    bool fused;      /* one of them is */
+    bool rows_first; /* the first one writes rows that the others read */
+} skl_cpu_passes;
+
+/* Number `index` of the kernels of this build, best first; NULL past the end. */
+const skl_cpu_kernel *skl_cpu_kernel_number(int32_t index);
+
+/* `forced` is a name or NULL. */
+skl_status skl_cpu_select_kernel(const skl_cpu_kernel **chosen, const char *forced);
+
+/* `requested` threads, else STREAMKL_THREADS, else one per core. */
+skl_status skl_cpu_select_threads(int32_t *threads, int32_t requested);
+
+skl_cpu_passes skl_cpu_select_passes(const skl_plan *plan, const skl_call *call);
+
+/* One line per pass that has tiles. */
+skl_status skl_cpu_explain(const skl_plan *plan, const skl_call *call, skl_text *text);
+
+#endif

@@ -1,0 +1,301 @@
+/* skl_plan_explain on the CPU: which passes it lists, with which reasons, and how it fills a buffer. */
+#define _POSIX_C_SOURCE 200809L /* setenv */
+#include "support.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "case_words.h"
+#include "cases.h"
+
+enum { TEXT_SIZE = 2048 };
+
+/* A kernel that every CPU has. */
+#if defined(__aarch64__)
+#define VECTOR "cpu_neon"
+#else
+#define VECTOR "cpu_portable"
+#endif
+
+static skl_plan *plan_for(const skl_problem *problem, const char *kernel)
+{
+    skl_options options = skl_options_default();
+    options.kernel = kernel;
+    options.threads = 2;
+    skl_plan *plan = NULL;
+    assert_ok(skl_plan_create(&plan, problem, &options));
+    return plan;
+}
+
+/* ---- Passes and reasons ------------------------------------------------------------------------------------- */
+
+/* Gradients that a case leaves out. */
+#define WITHOUT(bits)     .without = bits
+#define TEACHER_GRADIENTS (SKL_DQ_T | SKL_DK_T)
+#define STUDENT_GRADIENTS (SKL_DQ_S | SKL_DK_S)
+
+/* 400 x 400 logits are several tiles for every kernel. */
+#define MEDIUM SHAPE(1, 400, 400), HEADS(2, 2), DIMS(8, 8)
+static const test_case student_f32 = {"student_f32", MEDIUM, WITHOUT(TEACHER_GRADIENTS)};
+static const test_case student_bf16 = {"student_bf16", MEDIUM, TYPES(BF16, BF16), WITHOUT(TEACHER_GRADIENTS)};
+static const test_case student_grad_f32 = {"student_grad_f32", MEDIUM, TYPES(BF16, BF16), .grad_f32 = 1,
+                                           WITHOUT(TEACHER_GRADIENTS)};
+static const test_case only_dq = {"only_dq", MEDIUM, WITHOUT(TEACHER_GRADIENTS | SKL_DK_S)};
+static const test_case only_dk = {"only_dk", MEDIUM, TYPES(BF16, BF16), WITHOUT(TEACHER_GRADIENTS | SKL_DQ_S)};
+static const test_case both_sides = {"both_sides", MEDIUM};
+static const test_case both_sides_bf16 = {"both_sides_bf16", MEDIUM, TYPES(BF16, BF16)};
+static const test_case reverse = {"reverse", MEDIUM, REVERSE, WITHOUT(TEACHER_GRADIENTS)};
+static const test_case groups = {"groups", SHAPE(1, 400, 400), HEADS(4, 2), DIMS(8, 8), WITHOUT(STUDENT_GRADIENTS)};
+static const test_case none = {"none", MEDIUM, WITHOUT(ALL_GRADIENTS)};
+static const test_case one_row = {"one_row", SHAPE(1, 1, 3), HEADS(1, 1), DIMS(4, 4)};
+static const test_case empty = {"empty", SHAPE(0, 4, 4), HEADS(1, 1), DIMS(4, 4)};
+static const test_case dense = {"dense", MEDIUM, INDEXER(2)};
+static const test_case sparse = {"sparse", MEDIUM, INDEXER(2), TOP_K(16)};
+static const test_case packed = {"packed", PACKED(2, LENGTHS(0, 3, 7), LENGTHS(0, 2, 7)), HEADS(2, 2), DIMS(4, 4)};
+
+#define FORWARD  SKL_OP_FORWARD
+#define BACKWARD SKL_OP_BACKWARD
+#define ONE_PASS SKL_OP_FORWARD_BACKWARD
+#define PARTIAL  SKL_OP_PARTIAL
+
+/* Lines in order, without the workspace; "|" divides them. NAMED stands for the reason of a forced kernel. */
+#define NAMED "options.kernel names the kernel"
+
+typedef struct explain_rule {
+    skl_op op;
+    const test_case *test_case;
+    const char *kernel, *lines;
+} explain_rule;
+
+static const explain_rule explain_rules[] = {
+    {FORWARD, &student_f32, VECTOR, "forward: " VECTOR ", 2 threads (" NAMED ")"},
+    {FORWARD, &one_row, VECTOR, "forward: " VECTOR ", 1 thread (" NAMED ")"},
+    {PARTIAL, &groups, VECTOR, "partial states: " VECTOR ", 2 threads (" NAMED ")"},
+    {FORWARD, &packed, "cpu_reference", "forward: cpu_reference, 2 threads (" NAMED ")"},
+
+    {BACKWARD, &student_f32, VECTOR,
+     "dq_s and dk_s: " VECTOR ", fused, 2 threads (" NAMED "; f32 key gradients are summed in place)"},
+    {BACKWARD, &student_grad_f32, VECTOR,
+     "dq_s and dk_s: " VECTOR ", fused, 2 threads (" NAMED "; f32 key gradients are summed in place)"},
+    {BACKWARD, &both_sides, VECTOR,
+     "dq_t, dk_t, dq_s and dk_s: " VECTOR ", fused, 2 threads (" NAMED "; f32 key gradients are summed in place)"},
+    {BACKWARD, &student_bf16, VECTOR,
+     "dq_s: " VECTOR ", 2 threads (" NAMED "; key gradients follow)|"
+     "dk_s: " VECTOR ", 2 threads (16-bit key gradients would round at every tile, so each is summed in f32 in a "
+     "separate pass)"},
+    {BACKWARD, &both_sides_bf16, VECTOR,
+     "dq_t and dq_s: " VECTOR ", 2 threads (" NAMED "; key gradients follow)|dk_s: " VECTOR ", 2 threads (16-bit|"
+     "dk_t: " VECTOR ", 2 threads (16-bit"},
+    {BACKWARD, &only_dq, VECTOR, "dq_s: " VECTOR ", 2 threads (" NAMED "; no key gradient is requested)"},
+    {BACKWARD, &student_f32, "cpu_reference",
+     "dq_s: cpu_reference, 2 threads (" NAMED "; key gradients follow)|"
+     "dk_s: cpu_reference, 2 threads (this kernel computes key gradients separately)"},
+    {BACKWARD, &dense, VECTOR,
+     "dq_s, dk_s and dw_s: " VECTOR ", fused, 2 threads (" NAMED "; f32 key gradients are summed in place)"},
+    {BACKWARD, &sparse, VECTOR,
+     "dq_s and dw_s: " VECTOR ", 2 threads (" NAMED "; key gradients follow)|"
+     "dk_s: " VECTOR ", 2 threads (indices come in any order, so key gradients are summed key by key)"},
+    {BACKWARD, &none, VECTOR, "nothing to launch (no row, no key or no gradient)"},
+    {FORWARD, &empty, VECTOR, "nothing to launch (no row, no key or no gradient)"},
+
+    {ONE_PASS, &student_f32, VECTOR,
+     "KL, dq_s and dk_s: " VECTOR ", fused, one-pass, 2 threads (" NAMED
+     "; both LSEs are given, and f32 key gradients are summed in place)"},
+    {ONE_PASS, &student_bf16, VECTOR,
+     "KL and dq_s: " VECTOR ", one-pass, 2 threads (" NAMED "; both LSEs are given; key gradients follow)|"
+     "dk_s: " VECTOR ", 2 threads (16-bit"},
+    {ONE_PASS, &only_dq, VECTOR,
+     "KL and dq_s: " VECTOR ", one-pass, 2 threads (" NAMED "; both LSEs are given, so P and S are exact at once)"},
+    {ONE_PASS, &only_dk, VECTOR,
+     "forward: " VECTOR ", 2 threads (" NAMED "; no pass over the queries follows)|"
+     "dk_s: " VECTOR ", 2 threads (16-bit"},
+    {ONE_PASS, &both_sides, VECTOR,
+     "forward: " VECTOR ", 2 threads (" NAMED "; gradients of the first argument of the KL read the KL of their "
+     "row)|dq_t, dk_t, dq_s and dk_s: " VECTOR ", fused, 2 threads (f32 key gradients are summed in place)"},
+    {ONE_PASS, &reverse, VECTOR,
+     "forward: " VECTOR ", 2 threads (" NAMED "; gradients of the first argument of the KL read the KL of their "
+     "row)|dq_s and dk_s: " VECTOR ", fused, 2 threads (f32 key gradients are summed in place)"},
+    {ONE_PASS, &groups, VECTOR,
+     "forward: " VECTOR ", 2 threads (" NAMED "; teacher gradients under teacher groups read dot_t)|"
+     "dq_t and dk_t: " VECTOR ", fused, 2 threads (f32 key gradients are summed in place)"},
+    {ONE_PASS, &student_f32, "cpu_reference",
+     "forward: cpu_reference, 2 threads (" NAMED "; this kernel computes the KL separately)|dq_s: |dk_s: "},
+    {ONE_PASS, &none, VECTOR, "forward: " VECTOR ", 2 threads (" NAMED "; no pass over the queries follows)"},
+};
+
+/* Takes ", N bytes of workspace" out of a text, after comparing N with the plan's. */
+static void cut_workspace(char *text, const skl_plan *plan, skl_op op)
+{
+    char expected[64];
+    snprintf(expected, sizeof expected, ", %zu bytes of workspace", skl_plan_workspace_size(plan, op));
+    for (char *at = strstr(text, expected); at != NULL; at = strstr(text, expected))
+        memmove(at, at + strlen(expected), strlen(at + strlen(expected)) + 1);
+    assert_null(strstr(text, "bytes of workspace"));
+}
+
+/* Every expected line begins the actual one; there are no others. */
+static void assert_lines(const char *text, const char *expected)
+{
+    const char *line = text;
+    for (const char *wanted = expected; wanted != NULL;) {
+        const char *const divider = strchr(wanted, '|');
+        const size_t length = divider != NULL ? (size_t)(divider - wanted) : strlen(wanted);
+        if (strncmp(line, wanted, length) != 0)
+            fail_msg("%s\n    should have the line\n%.*s", text, (int)length, wanted);
+        line = strchr(line, '\n');
+        assert_non_null(line);
+        line++;
+        wanted = divider != NULL ? divider + 1 : NULL;
+    }
+    assert_string_equal(line, "");
+}
+
+static void test_explain_passes(void **state)
+{
+    (void)state;
+    for (size_t n = 0; n < COUNT_OF(explain_rules); n++) {
+        const explain_rule *const rule = &explain_rules[n];
+        const skl_problem problem = case_problem(rule->test_case);
+        skl_plan *const plan = plan_for(&problem, rule->kernel);
+        char text[TEXT_SIZE];
+        assert_in_range(skl_plan_explain(plan, NULL, rule->op, text, sizeof text), 1, TEXT_SIZE - 1);
+        cut_workspace(text, plan, rule->op);
+        assert_lines(text, rule->lines);
+        skl_plan_destroy(plan);
+    }
+}
+
+static void test_explain_who_chose_the_kernel(void **state)
+{
+    (void)state;
+    const skl_problem problem = case_problem(&student_f32);
+    char text[TEXT_SIZE];
+    assert_int_equal(unsetenv("STREAMKL_KERNEL"), 0);
+    skl_plan *plan = plan_for(&problem, NULL);
+    assert_true(skl_plan_explain(plan, NULL, SKL_OP_FORWARD, text, sizeof text) > 0);
+    assert_non_null(strstr(text, "(best kernel for this CPU)"));
+    assert_non_null(strstr(text, skl_plan_kernel(plan)));
+    skl_plan_destroy(plan);
+
+    assert_int_equal(setenv("STREAMKL_KERNEL", "cpu_reference", 1), 0);
+    plan = plan_for(&problem, NULL);
+    assert_int_equal(unsetenv("STREAMKL_KERNEL"), 0);
+    assert_true(skl_plan_explain(plan, NULL, SKL_OP_FORWARD, text, sizeof text) > 0);
+    assert_non_null(strstr(text, "forward: cpu_reference"));
+    assert_non_null(strstr(text, "(STREAMKL_KERNEL names the kernel)"));
+    skl_plan_destroy(plan);
+}
+
+/* ---- Buffers and arguments ---------------------------------------------------------------------------------- */
+
+static void test_explain_fills_a_buffer_as_snprintf_does(void **state)
+{
+    (void)state;
+    const skl_problem problem = case_problem(&both_sides_bf16);
+    skl_plan *const plan = plan_for(&problem, NULL);
+    char whole[TEXT_SIZE];
+    const size_t length = skl_plan_explain(plan, NULL, SKL_OP_FORWARD_BACKWARD, whole, sizeof whole);
+    assert_int_equal(length, strlen(whole));
+    assert_int_equal(skl_plan_explain(plan, NULL, SKL_OP_FORWARD_BACKWARD, NULL, 0), length);
+    for (size_t size = 1; size <= length + 1; size++) {
+        test_memory memory = memory_create(size, 1); /* one byte more is not mapped */
+        char *const buffer = (char *)memory.data;
+        assert_int_equal(skl_plan_explain(plan, NULL, SKL_OP_FORWARD_BACKWARD, buffer, size), length);
+        assert_int_equal(strlen(buffer), size - 1);
+        assert_memory_equal(buffer, whole, size - 1);
+        memory_destroy(&memory);
+    }
+    skl_plan_destroy(plan);
+}
+
+static void assert_unexplained(const skl_plan *plan, const skl_inputs *inputs, int op, const char *message)
+{
+    char text[TEXT_SIZE] = "old";
+    assert_int_equal(skl_plan_explain(plan, inputs, (skl_op)op, text, sizeof text), 0);
+    assert_string_equal(text, "");
+    assert_non_null(strstr(skl_last_error(), message));
+}
+
+/* An address that may not be read. */
+static const void *const unread = (const void *)(uintptr_t)64;
+
+static skl_inputs unread_inputs(const skl_problem *p)
+{
+    skl_inputs in = {.struct_size = sizeof in};
+    in.q_t = skl_input_contiguous(unread, p->heads_t, p->len_q, p->dim_t);
+    in.k_t = skl_input_contiguous(unread, p->heads_t, p->len_k, p->dim_t);
+    in.q_s = skl_input_contiguous(unread, p->heads_s, p->len_q, p->dim_s);
+    in.k_s = skl_input_contiguous(unread, p->heads_s, p->len_k, p->dim_s);
+    if (p->packed)
+        in.cu_seqlens_q = in.cu_seqlens_k = unread;
+    return in;
+}
+
+static void test_explain_refuses_bad_arguments(void **state)
+{
+    (void)state;
+    const skl_problem problem = case_problem(&student_f32);
+    skl_plan *const plan = plan_for(&problem, NULL);
+    assert_unexplained(NULL, NULL, SKL_OP_FORWARD, "plan=NULL: must be given");
+    assert_unexplained(plan, NULL, 4, "op=4: must be 0..3");
+    assert_unexplained(plan, NULL, -1, "op=-1: must be 0..3");
+    assert_int_equal(skl_plan_explain(plan, NULL, SKL_OP_FORWARD, NULL, 7), 0);
+    assert_string_equal(skl_last_error(), "buffer=NULL: must be given unless size=0");
+    skl_inputs inputs = unread_inputs(&problem);
+    inputs.struct_size = 8;
+    assert_unexplained(plan, &inputs, SKL_OP_FORWARD, "inputs.struct_size=8: must be ");
+    inputs = unread_inputs(&problem);
+    inputs.k_s.data = NULL;
+    assert_unexplained(plan, &inputs, SKL_OP_BACKWARD, "k_s=NULL: must be given");
+    inputs = unread_inputs(&problem);
+    inputs.q_t.stride_row = -1;
+    assert_unexplained(plan, &inputs, SKL_OP_PARTIAL, "q_t.stride_row=-1: must be at least 0");
+    skl_plan_destroy(plan);
+}
+
+/* No tensor is read, and row vectors that an operation needs may be missing. */
+static void test_explain_reads_no_tensor(void **state)
+{
+    (void)state;
+    const test_case *const cases[] = {&student_f32, &groups, &packed};
+    for (size_t n = 0; n < COUNT_OF(cases); n++) {
+        const skl_problem problem = case_problem(cases[n]);
+        skl_plan *const plan = plan_for(&problem, NULL);
+        const skl_inputs inputs = unread_inputs(&problem);
+        for (int op = SKL_OP_FORWARD; op <= SKL_OP_PARTIAL; op++) {
+            char given[TEXT_SIZE], assumed[TEXT_SIZE];
+            assert_true(skl_plan_explain(plan, &inputs, (skl_op)op, given, sizeof given) > 0);
+            assert_true(skl_plan_explain(plan, NULL, (skl_op)op, assumed, sizeof assumed) > 0);
+            assert_string_equal(given, assumed);
+        }
+        skl_plan_destroy(plan);
+    }
+}
+
+/* Strides of tensors that no machine could hold. */
+static void test_explain_huge_problem(void **state)
+{
+    (void)state;
+    skl_problem problem = skl_problem_default();
+    problem.len_q = problem.len_k = (int64_t)1 << 40;
+    problem.dim_t = problem.dim_s = 512;
+    problem.heads_t = problem.heads_s = 1 << 16;
+    skl_plan *const plan = plan_for(&problem, NULL);
+    char text[TEXT_SIZE];
+    assert_true(skl_plan_explain(plan, NULL, SKL_OP_BACKWARD, text, sizeof text) > 0);
+    skl_plan_destroy(plan);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_explain_passes),
+        cmocka_unit_test(test_explain_who_chose_the_kernel),
+        cmocka_unit_test(test_explain_fills_a_buffer_as_snprintf_does),
+        cmocka_unit_test(test_explain_refuses_bad_arguments),
+        cmocka_unit_test(test_explain_reads_no_tensor),
+        cmocka_unit_test(test_explain_huge_problem),
+    };
+    return test_run("explain", tests, COUNT_OF(tests));
+}

@@ -1,0 +1,229 @@
+/* What operations need: the rule against a table written by hand, and against what run calls accept. */
+#include "support.h"
+
+#include <stdbool.h>
+#include <stdlib.h>
+
+#include "base/needs.h"
+
+enum { LEN_K = 3, DIM = 4, ROW_BITS = SKL_ROW_KL | SKL_ROW_LSE_T | SKL_ROW_LSE_S | SKL_ROW_DOT_T };
+enum { LSES = SKL_ROW_LSE_T | SKL_ROW_LSE_S };
+
+static skl_problem problem_of(skl_direction direction, int64_t heads_t, skl_student student, uint32_t gradients)
+{
+    skl_problem problem = skl_problem_default();
+    problem.len_q = 1, problem.len_k = LEN_K;
+    problem.dim_t = problem.dim_s = DIM;
+    problem.heads_t = heads_t, problem.heads_s = 2;
+    problem.direction = direction;
+    problem.student = student;
+    problem.index_heads = student == SKL_STUDENT_INDEXER;
+    problem.gradients = gradients;
+    return problem;
+}
+
+/* ---- By hand ------------------------------------------------------------------------------------------------ */
+
+#define ATTENTION SKL_STUDENT_ATTENTION
+#define INDEXER   SKL_STUDENT_INDEXER
+#define FORWARD   SKL_KL_FORWARD
+#define REVERSE   SKL_KL_REVERSE
+
+typedef struct need_rule {
+    skl_direction direction;
+    int64_t heads_t; /* heads_s is 2 */
+    skl_student student;
+    uint32_t gradients, backward, partial;
+} need_rule;
+
+static const need_rule need_rules[] = {
+    {FORWARD, 2, ATTENTION, 0, LSES, 0},
+    {FORWARD, 2, ATTENTION, SKL_DQ_S, LSES, 0},
+    {FORWARD, 2, ATTENTION, SKL_DK_S, LSES, 0},
+    {FORWARD, 2, ATTENTION, SKL_DQ_T, LSES | SKL_ROW_KL, 0},
+    {FORWARD, 2, ATTENTION, SKL_DK_T, LSES | SKL_ROW_KL, 0},
+    {FORWARD, 2, ATTENTION, SKL_DK_T | SKL_DQ_S, LSES | SKL_ROW_KL, 0},
+    {REVERSE, 2, ATTENTION, SKL_DQ_S, LSES | SKL_ROW_KL, 0},
+    {REVERSE, 2, ATTENTION, SKL_DK_S, LSES | SKL_ROW_KL, 0},
+    {REVERSE, 2, ATTENTION, SKL_DQ_T | SKL_DK_T, LSES, 0},
+    {FORWARD, 4, ATTENTION, SKL_DQ_S | SKL_DK_S, LSES, SKL_ROW_LSE_T},
+    {FORWARD, 4, ATTENTION, SKL_DQ_T, LSES | SKL_ROW_DOT_T, SKL_ROW_LSE_T},
+    {FORWARD, 4, ATTENTION, SKL_DK_T | SKL_DK_S, LSES | SKL_ROW_DOT_T, SKL_ROW_LSE_T},
+    {REVERSE, 4, ATTENTION, SKL_DQ_T, LSES | SKL_ROW_DOT_T, SKL_ROW_LSE_T},
+    {REVERSE, 4, ATTENTION, SKL_DQ_T | SKL_DQ_S, LSES | SKL_ROW_DOT_T | SKL_ROW_KL, SKL_ROW_LSE_T},
+    {FORWARD, 2, INDEXER, SKL_DQ_S | SKL_DK_S | SKL_DW_S, LSES, SKL_ROW_LSE_T},
+    {FORWARD, 4, INDEXER, SKL_DW_S, LSES, SKL_ROW_LSE_T},
+    {REVERSE, 4, INDEXER, 0, LSES, SKL_ROW_LSE_T},
+    {REVERSE, 4, INDEXER, SKL_DW_S, LSES | SKL_ROW_KL, SKL_ROW_LSE_T},
+};
+
+static void test_needs_by_hand(void **state)
+{
+    (void)state;
+    for (size_t n = 0; n < COUNT_OF(need_rules); n++) {
+        const need_rule *const rule = &need_rules[n];
+        const skl_problem problem = problem_of(rule->direction, rule->heads_t, rule->student, rule->gradients);
+        assert_int_equal(skl_problem_needs(&problem, SKL_OP_FORWARD), 0);
+        assert_int_equal(skl_problem_needs(&problem, SKL_OP_BACKWARD), rule->backward);
+        assert_int_equal(skl_problem_needs(&problem, SKL_OP_FORWARD_BACKWARD), rule->backward);
+        assert_int_equal(skl_problem_needs(&problem, SKL_OP_PARTIAL), rule->partial);
+
+        const skl_needs needs = skl_needs_of(&problem, SKL_OP_FORWARD_BACKWARD, rule->gradients);
+        assert_true(needs.gradients);
+        assert_int_equal(needs.teacher, (rule->gradients & (SKL_DQ_T | SKL_DK_T)) != 0);
+        assert_int_equal(needs.student, (rule->gradients & (SKL_DQ_S | SKL_DK_S | SKL_DW_S)) != 0);
+        assert_int_equal(needs.rows_first, (rule->backward & ~(uint32_t)LSES) != 0);
+        const skl_needs forward = skl_needs_of(&problem, SKL_OP_FORWARD, rule->gradients);
+        assert_false(forward.gradients || forward.teacher || forward.student || forward.rows_first);
+    }
+}
+
+static void test_needs_of_bad_arguments(void **state)
+{
+    (void)state;
+    skl_problem problem = problem_of(FORWARD, 2, ATTENTION, SKL_DQ_S);
+    assert_int_equal(skl_problem_needs(NULL, SKL_OP_BACKWARD), 0);
+    assert_string_equal(skl_last_error(), "problem=NULL: must point to a skl_problem");
+    assert_int_equal(skl_problem_needs(&problem, (skl_op)4), 0);
+    assert_string_equal(skl_last_error(), "op=4: must be 0..3");
+    assert_int_equal(skl_problem_needs(&problem, (skl_op)-1), 0);
+    assert_string_equal(skl_last_error(), "op=-1: must be 0..3");
+    problem.dim_t = 0;
+    assert_int_equal(skl_problem_needs(&problem, SKL_OP_BACKWARD), 0);
+    assert_string_equal(skl_last_error(), "dim_t=0: must be 1..512");
+}
+
+/* ---- Against run calls -------------------------------------------------------------------------------------- */
+
+enum { FLOATS = 4 * LEN_K * DIM }; /* enough for each tensor */
+
+/* Runs an operation that has the row vectors `given` and no others: from inputs, and in a one-pass call kl and dot_t
+ * from rows. */
+static skl_status run_with(const skl_plan *plan, const skl_problem *p, skl_op op, uint32_t given)
+{
+    static float zeros[FLOATS];
+    static float outputs[8][FLOATS];
+    const bool indexer = p->student == SKL_STUDENT_INDEXER;
+    const bool both = op == SKL_OP_FORWARD_BACKWARD;
+    skl_inputs in = {.struct_size = sizeof in};
+    in.q_t = skl_input_contiguous(zeros, p->heads_t, 1, DIM);
+    in.k_t = skl_input_contiguous(zeros, p->heads_t, LEN_K, DIM);
+    in.q_s = skl_input_contiguous(zeros, p->heads_s, 1, DIM);
+    in.k_s = skl_input_contiguous(zeros, p->heads_s, LEN_K, DIM);
+    const skl_input rows_t = skl_input_contiguous(zeros, p->heads_t, 1, 1);
+    const skl_input rows_s = skl_input_contiguous(zeros, p->heads_s, 1, 1);
+    if (indexer)
+        in.w_s = rows_s;
+    if (given & SKL_ROW_LSE_T)
+        in.lse_t = rows_t;
+    if (given & SKL_ROW_LSE_S)
+        in.lse_s = rows_s;
+    if (given & SKL_ROW_KL && !both)
+        in.kl = rows_s;
+    if (given & SKL_ROW_DOT_T && !both)
+        in.dot_t = rows_t;
+
+    skl_rows rows = {.struct_size = sizeof rows};
+    if (given & SKL_ROW_KL && both)
+        rows.kl = skl_output_contiguous(outputs[0], p->heads_s, 1, 1);
+    if (given & SKL_ROW_DOT_T && both)
+        rows.dot_t = skl_output_contiguous(outputs[1], p->heads_t, 1, 1);
+    skl_gradients grads = {.struct_size = sizeof grads};
+    if (p->gradients & SKL_DQ_T)
+        grads.dq_t = skl_output_contiguous(outputs[2], p->heads_t, 1, DIM);
+    if (p->gradients & SKL_DK_T)
+        grads.dk_t = skl_output_contiguous(outputs[3], p->heads_t, LEN_K, DIM);
+    if (p->gradients & SKL_DQ_S)
+        grads.dq_s = skl_output_contiguous(outputs[4], p->heads_s, 1, DIM);
+    if (p->gradients & SKL_DK_S)
+        grads.dk_s = skl_output_contiguous(outputs[5], p->heads_s, LEN_K, DIM);
+    if (p->gradients & SKL_DW_S)
+        grads.dw_s = skl_output_contiguous(outputs[6], p->heads_s, 1, 1);
+    skl_row_state states[2];
+
+    const size_t size = skl_plan_workspace_size(plan, op);
+    test_memory workspace = memory_create(size, SKL_WORKSPACE_ALIGNMENT);
+    const skl_status status = op == SKL_OP_FORWARD    ? skl_forward(plan, &in, &rows, workspace.data, size, NULL)
+                              : op == SKL_OP_BACKWARD ? skl_backward(plan, &in, &grads, workspace.data, size, NULL)
+                              : op == SKL_OP_PARTIAL
+                                  ? skl_partial(plan, &in, 0, LEN_K, states, workspace.data, size, NULL)
+                                  : skl_forward_backward(plan, &in, &rows, &grads, workspace.data, size, NULL);
+    memory_destroy(&workspace);
+    return status;
+}
+
+/* What is needed is enough, and none of it can be left out. */
+static void check_calls(const skl_problem *problem)
+{
+    skl_options options = skl_options_default();
+    options.threads = 1;
+    skl_plan *plan = NULL;
+    assert_ok(skl_plan_create(&plan, problem, &options));
+    for (int op = 0; op < SKL_OP_COUNT; op++) {
+        const uint32_t needed = skl_problem_needs(problem, (skl_op)op);
+        assert_ok(run_with(plan, problem, (skl_op)op, needed));
+        for (uint32_t bit = 1; bit < ROW_BITS; bit <<= 1)
+            if (needed & bit)
+                assert_refused(run_with(plan, problem, (skl_op)op, needed & ~bit), SKL_ERROR_ARGUMENT,
+                               "=NULL: must be given: ");
+    }
+    skl_plan_destroy(plan);
+}
+
+static void test_needs_as_calls_check_them(void **state)
+{
+    (void)state;
+    for (int direction = SKL_KL_FORWARD; direction <= SKL_KL_REVERSE; direction++)
+        for (int64_t heads_t = 2; heads_t <= 4; heads_t += 2)
+            for (uint32_t gradients = 0; gradients < 16; gradients++) {
+                const skl_problem attention = problem_of((skl_direction)direction, heads_t, ATTENTION, gradients);
+                const skl_problem indexer =
+                    problem_of((skl_direction)direction, heads_t, INDEXER, gradients & ~3U ? gradients << 1 & 28 : 0);
+                check_calls(&attention);
+                check_calls(&indexer);
+            }
+}
+
+/* A backend asks which results a call has by its buffers. */
+static void test_needs_of_a_call(void **state)
+{
+    (void)state;
+    float buffer = 0;
+    const skl_problem problem = problem_of(FORWARD, 2, ATTENTION, SKL_DQ_T | SKL_DQ_S);
+    skl_call call = {.op = SKL_OP_FORWARD_BACKWARD};
+    assert_false(skl_call_has_rows(&call));
+    assert_int_equal(skl_gradient_bits(&call.gradients), 0);
+    assert_false(skl_call_needs(&problem, &call).rows_first);
+    call.gradients.dq_s.data = &buffer;
+    assert_int_equal(skl_gradient_bits(&call.gradients), SKL_DQ_S);
+    assert_false(skl_call_needs(&problem, &call).rows_first);
+    call.gradients.dk_t.data = call.gradients.dw_s.data = &buffer;
+    assert_int_equal(skl_gradient_bits(&call.gradients), SKL_DQ_S | SKL_DK_T | SKL_DW_S);
+    assert_true(skl_call_needs(&problem, &call).rows_first);
+
+    skl_output *const results[] = {&call.rows.kl, &call.rows.dot_t, &call.rows.cross_entropy, &call.rows.entropy};
+    for (size_t n = 0; n < COUNT_OF(results); n++) {
+        results[n]->data = &buffer;
+        assert_true(skl_call_has_rows(&call));
+        results[n]->data = NULL;
+        assert_false(skl_call_has_rows(&call));
+    }
+    call.op = SKL_OP_FORWARD;
+    assert_true(skl_call_has_rows(&call));
+    call.op = SKL_OP_PARTIAL;
+    assert_true(skl_call_has_rows(&call));
+    call.op = SKL_OP_BACKWARD;
+    call.rows.kl.data = &buffer;
+    assert_false(skl_call_has_rows(&call));
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_needs_by_hand),
+        cmocka_unit_test(test_needs_of_bad_arguments),
+        cmocka_unit_test(test_needs_as_calls_check_them),
+        cmocka_unit_test(test_needs_of_a_call),
+    };
+    return test_run("needs", tests, COUNT_OF(tests));
+}
