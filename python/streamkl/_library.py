@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import struct
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from ._problem import Problem, SklOptions, SklProblem, skl_options, skl_problem
+from ._problem import (
+    ATTENTION, INDEXER, KL_FORWARD, KL_REVERSE, Problem, SklOptions, SklProblem, skl_options, skl_problem,
+)  # fmt: skip
 
 FORWARD, BACKWARD, FORWARD_BACKWARD, PARTIAL = 0, 1, 2, 3  # skl_op
 
@@ -87,6 +90,8 @@ _SIGNATURES = {
     "skl_plan_destroy": (None, [_POINTER]),
     "skl_plan_workspace_size": (_SIZE, [_POINTER, ctypes.c_int]),
     "skl_plan_kernel": (ctypes.c_char_p, [_POINTER]),
+    "skl_plan_explain": (_SIZE, [_POINTER, _BYTES, ctypes.c_int, ctypes.c_char_p, _SIZE]),
+    "skl_problem_needs": (ctypes.c_uint32, [ctypes.POINTER(SklProblem), ctypes.c_int]),
     "skl_forward": (ctypes.c_int, [_POINTER, _BYTES, _BYTES, _POINTER, _SIZE, _POINTER]),
     "skl_backward": (ctypes.c_int, [_POINTER, _BYTES, _BYTES, _POINTER, _SIZE, _POINTER]),
     "skl_forward_backward": (ctypes.c_int, [_POINTER, _BYTES, _BYTES, _BYTES, _POINTER, _SIZE, _POINTER]),
@@ -141,6 +146,15 @@ class Plan:
         self.kernel = calls.skl_plan_kernel(handle).decode()
         self._destroy = calls.skl_plan_destroy
 
+    def explain(self, op: int, inputs: bytes | None = None) -> str:
+        """The launches of an operation, one per line, with the reason of each choice: skl_plan_explain."""
+        explain = library().skl_plan_explain
+        length = explain(self.handle, inputs, op, None, 0)
+        check(_ARGUMENT if length == 0 else 0)
+        text = ctypes.create_string_buffer(length + 1)
+        explain(self.handle, inputs, op, text, length + 1)
+        return text.value.decode().rstrip("\n")
+
     def __del__(self) -> None:
         if hasattr(self, "handle"):
             self._destroy(self.handle)
@@ -174,18 +188,20 @@ def _index_of_needs(op, gradients, direction, student, has_teacher_groups) -> in
     return (op == FORWARD_BACKWARD) << 8 | has_teacher_groups << 7 | student << 6 | direction << 5 | gradients
 
 
-def _needs(op, gradients, direction, student, has_teacher_groups) -> int:
-    teacher, of_student = gradients & 3, gradients & ~3
-    kl = of_student if direction == 1 else teacher and not has_teacher_groups
-    return LSE_T | LSE_S | (KL if kl else 0) | (DOT_T if teacher and has_teacher_groups else 0)
+def _table_of_needs() -> bytes:
+    """skl_problem_needs of the smallest problem of each kind; 0 for invalid ones, such as DW_S without an indexer."""
+    table = bytearray(1 << 9)
+    problem = skl_problem(Problem(batch=1, heads_s=1, dim_t=1, dim_s=1))
+    every = itertools.product(
+        (BACKWARD, FORWARD_BACKWARD), range(1 << 5), (KL_FORWARD, KL_REVERSE), (ATTENTION, INDEXER), (False, True)
+    )
+    for op, gradients, direction, student, has_teacher_groups in every:
+        problem.gradients, problem.direction, problem.heads_t = gradients, direction, 1 + has_teacher_groups
+        problem.student = problem.index_heads = student
+        index = _index_of_needs(op, gradients, direction, student, has_teacher_groups)
+        table[index] = library().skl_problem_needs(ctypes.byref(problem), op)
+    return bytes(table)
 
 
 # A table, because torch.compile can trace a lookup but not a call of the library.
-_NEEDS = bytes(
-    _needs(op, gradients, direction, student, has_teacher_groups)
-    for op in (BACKWARD, FORWARD_BACKWARD)
-    for has_teacher_groups in (False, True)
-    for student in (0, 1)
-    for direction in (0, 1)
-    for gradients in range(32)
-)
+_NEEDS = _table_of_needs()

@@ -84,28 +84,33 @@ class Problem:
 
 _OPTION_FIELDS = [declared for declared in fields(Problem) if declared.metadata["schema"]]
 
+
+def _options_tuple() -> Any:
+    names, defaults = zip(*((option.name, option.default) for option in _OPTION_FIELDS))
+    return namedtuple("Options", names, defaults=defaults)
+
+
 # The options of a call, as they cross the border of a torch operator. A tuple, and not a Problem, because torch.compile
 # traces the code that makes it: every release of torch can trace a namedtuple.
-Options = namedtuple(  # type: ignore[misc]
-    "Options", [option.name for option in _OPTION_FIELDS], defaults=[option.default for option in _OPTION_FIELDS]
-)
+Options = _options_tuple()
 
 # The options in the schema of an operator.
 OPTIONS_SCHEMA = ", ".join(f"{option.metadata['schema']} {option.name}" for option in _OPTION_FIELDS)
 
 
-def _names(struct: str) -> list[str]:
-    return [declared.name for declared in fields(Problem) if declared.metadata["struct"] == struct]
+def _fields_of(struct: str) -> dict[str, Any]:
+    """{name: C type}"""
+    members = [declared for declared in fields(Problem) if declared.metadata["struct"] == struct]
+    return {member.name: member.metadata["c_type"] for member in members}
+
+
+_PROBLEM_FIELDS, _PLAN_OPTION_FIELDS = _fields_of(_SKL_PROBLEM), _fields_of(_SKL_OPTIONS)
 
 
 class SklProblem(ctypes.Structure):
     """skl_problem."""
 
-    _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        *((declared.name, declared.metadata["c_type"]) for declared in fields(Problem)
-          if declared.metadata["struct"] == _SKL_PROBLEM),
-    ]  # fmt: skip
+    _fields_ = [("struct_size", ctypes.c_size_t), *_PROBLEM_FIELDS.items()]
 
 
 class SklOptions(ctypes.Structure):
@@ -123,14 +128,11 @@ class SklOptions(ctypes.Structure):
     ]
 
 
-def _filled(struct: type[ctypes.Structure], problem: Problem, names: list[str]) -> Any:
-    values = {name: getattr(problem, name) for name in names}
-    return struct(struct_size=ctypes.sizeof(struct), **values)
-
-
 def skl_problem(problem: Problem) -> SklProblem:
-    return _filled(SklProblem, problem, _names(_SKL_PROBLEM))
+    values = {name: getattr(problem, name) for name in _PROBLEM_FIELDS}
+    return SklProblem(struct_size=ctypes.sizeof(SklProblem), **values)
 
 
 def skl_options(problem: Problem) -> SklOptions:
-    return _filled(SklOptions, problem, _names(_SKL_OPTIONS))
+    values = {name: getattr(problem, name) for name in _PLAN_OPTION_FIELDS}
+    return SklOptions(struct_size=ctypes.sizeof(SklOptions), **values)
