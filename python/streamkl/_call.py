@@ -39,7 +39,8 @@ def row_address(rows: torch.Tensor | None) -> tuple[int, int, int, int]:
     """skl_input or skl_output of a row vector: [batch, heads, length], packed [heads, total]."""
     if rows is None:
         return lib.ABSENT
-    return (rows.data_ptr(), *rows.stride()) if rows.dim() == 3 else (rows.data_ptr(), 0, *rows.stride())
+    batch, head, row = rows.stride() if rows.dim() == 3 else (0, *rows.stride())
+    return rows.data_ptr(), batch, head, row
 
 
 def _with_contiguous_rows(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -167,8 +167,9 @@ def describe(
     asked = Options(*options)
     packed = _check_lengths_given(cu_seqlens_q, cu_seqlens_k, key_lengths)
     size = _check_models(q_t, k_t, q_s, k_s, packed, asked.heads_first)
+    of_indexer: dict[str, Any] = {}
     if w_s is None:
-        heads_s, of_indexer = size.query_heads_s, {}
+        heads_s = size.query_heads_s
         _check_heads(size, heads_s, q_t, "q_s", q_s)
     else:
         heads_s, of_indexer = _check_indexer(q_t, q_s, w_s, indices, size, packed, asked.heads_first)
@@ -202,7 +203,7 @@ def describe(
 
 def _check_indexer(
     q_t: Spec, q_s: Spec, w_s: Spec, indices: Spec, size: _Sizes, packed: bool, heads_first: bool
-) -> tuple[int, dict[str, int]]:
+) -> tuple[int, dict[str, Any]]:
     """Rules of an indexer. Returns the number of student heads, which the weights determine, and fields of Problem."""
     for name, given in ("w_s", w_s), ("indices", indices):
         if given is not None:

@@ -48,7 +48,7 @@ class _Mask:
 class Capture:
     """What the last forward of a model did; attached to it by attach() until detach()."""
 
-    model: torch.nn.Module
+    model: Any  # of transformers
     role: str
     layers: list[Layer] = field(default_factory=list)
     masks: list[_Mask] = field(default_factory=list)

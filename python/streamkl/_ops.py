@@ -170,7 +170,7 @@ for _kernel, _fake in (
 # ---- Autograd: around the operators, because torch.library.register_autograd takes 200 us per call -----------------
 
 
-def _rows_needed(op: int, q_t, q_s, w_s, options: Options) -> int:
+def _rows_needed(op: int, q_t, q_s, w_s, options) -> int:
     """Row vectors that `op` needs for all gradients of the options."""
     heads = -3 if options.heads_first else -2
     student = ATTENTION if w_s is None else INDEXER

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 
@@ -96,7 +96,7 @@ def translate(
     reduction: Reduction = "none",
     deterministic: bool = False,
     layout: Layout,
-) -> tuple[Lengths, Options]:
+) -> tuple[Lengths, Any]:
     """Length arrays and options as the operators take them. Checks the rules that the library cannot check."""
     if direction not in ("forward", "reverse"):
         raise ValueError(f"direction={direction!r}: must be 'forward' or 'reverse'")

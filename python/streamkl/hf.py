@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -114,6 +115,7 @@ class AttentionDistiller:
             )
 
     def _run_teacher(self) -> None:
+        assert self.student.arguments is not None
         args, kwargs = self.student.arguments
         given = inspect.signature(self.student.model.forward).bind(*args, **kwargs).arguments
         given = {**given, **given.pop("kwargs", {})}
@@ -163,7 +165,7 @@ class AttentionDistiller:
             raise ValueError(f"{where}: {t.q.shape[1]} heads cannot be shared by {s.q.shape[1]}: give a head_map")
         windows = [layer.window for layer in (t, s) if layer.window >= 0]
         left = min(windows, default=-1)
-        options = dict(
+        options: dict[str, Any] = dict(
             causal=s.causal, window_size=(left, 0 if s.causal else left), softmax_scale_t=t.scale, softmax_scale_s=s.scale,
             softcap_t=t.softcap, softcap_s=s.softcap, direction=self.direction, layout="bhnd",
         )  # fmt: skip

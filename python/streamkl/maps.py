@@ -79,23 +79,24 @@ def attention_map(
         causal=causal, window_size=window_size, softmax_scale_t=softmax_scale_t, softmax_scale_s=softmax_scale_s,
         softcap_t=softcap_t, softcap_s=softcap_s, key_lengths=key_lengths, direction=direction, layout=layout,
     )  # fmt: skip
-    packing = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    _, lse_t, lse_s = attention_kl(q_t, k_t, q_s, k_s, reduction="none", return_lse=True, **packing, **options)
+    _, lse_t, lse_s = attention_kl(
+        q_t, k_t, q_s, k_s, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, reduction="none", return_lse=True, **options
+    )
     lengths_and_options = translate(0, cu_seqlens_q=None, cu_seqlens_k=None, **options)
     reverse, heads_first = direction == "reverse", layout == "bhnd"
     tensors = (*promote_under_autocast(q_t, k_t, q_s, k_s), None, None)
 
-    if cu_seqlens_q is None:
-        sequences = [(tensors, lse_t, lse_s)]
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        sequences: list[tuple] = [(tensors, lse_t, lse_s)]
     else:
         sequences = list(_unpack(tensors, lse_t, lse_s, cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), heads_first))
     lengths = [[sizes(t.shape, False, heads_first)[2] for t in parts[:2]] for parts, _, _ in sequences]
     rows, columns = (min(count, max((pair[i] for pair in lengths), default=0)) for i, count in enumerate(buckets))
     sums = torch.zeros(3, lse_s.shape[-2], rows, columns, dtype=torch.float64, device=q_s.device)
     seen = torch.zeros(rows, dtype=torch.float64, device=q_s.device)
-    for sequence, (len_q, len_k) in zip(sequences, lengths):
-        if sequence[-1].numel() and len_k:
-            _add_sequence(sums, seen, *sequence, len_q, len_k, lengths_and_options, reverse)
+    for (parts, part_lse_t, part_lse_s), (len_q, len_k) in zip(sequences, lengths):
+        if part_lse_s.numel() and len_k:
+            _add_sequence(sums, seen, parts, part_lse_t, part_lse_s, len_q, len_k, lengths_and_options, reverse)
     pictures = sums / seen.clamp(min=1)[:, None]
     pictures = (pictures if per_head else pictures.mean(1)).float()
     return AttentionMap(*pictures)
