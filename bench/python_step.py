@@ -3,8 +3,8 @@
 
     STREAMKL_LIBRARY=build/gpu/src/libstreamkl.so PYTHONPATH=python python3 bench/python_step.py
 
-Shows the step's time and peak memory beside those of a loss that stores the attention matrices, and what attention_kl
-costs beside the kernels that it calls.
+Compares time and peak memory of the step with those of a loss that stores the attention matrices, and the time of
+attention_kl with that of its operators alone.
 """
 
 import argparse
@@ -22,7 +22,7 @@ ATEN = torch.ops.aten
 
 
 class Layer(torch.nn.Module):
-    """Attention and a feed-forward block, pre-norm; returns the queries, keys and LSE of its attention, too."""
+    """Attention and a feed-forward block, pre-norm. Also returns the queries, keys and LSE of its attention."""
 
     def __init__(self, heads, dim):
         super().__init__()
@@ -108,8 +108,8 @@ def show_step(name, kl, arguments, teacher, student, tokens):
 
 
 def show_overhead(arguments):
-    """attention_kl, forward and backward, beside nothing but its operators on the same tensors."""
-    print(f"\nattention_kl beside its kernels, H={arguments.heads} d={arguments.dim} bf16 causal, forward + backward")
+    """Forward and backward of attention_kl compared with its operators alone, on the same tensors."""
+    print(f"\nattention_kl compared with its operators, H={arguments.heads} d={arguments.dim} bf16 causal, forward + backward")
     for length in arguments.overhead_lengths:
         shape = (1, arguments.heads, length, arguments.dim)
         tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
@@ -119,11 +119,11 @@ def show_overhead(arguments):
         weight = torch.full_like(kl, 1 / kl.numel())
         leaves = [tensors[0], tensors[1], tensors[2].clone().requires_grad_(), tensors[3].clone().requires_grad_()]
 
-        def two_kernels():
+        def two_passes():
             torch.ops.streamkl.forward(*inputs, None, rows, *problem)
             torch.ops.streamkl.backward(*inputs, lse_t, lse_s, None, None, weight, *problem)
 
-        def one_kernel():
+        def one_pass():
             torch.ops.streamkl.forward_backward(*inputs, lse_t, lse_s, None, lib.KL, *problem)
 
         def loss(**lses):
@@ -131,12 +131,12 @@ def show_overhead(arguments):
             streamkl.attention_kl(*leaves, causal=True, layout="bhnd", **lses).backward()
 
         for name, kernels, run in (
-            ("two passes", two_kernels, loss),
-            ("one pass", one_kernel, lambda: loss(lse_t=lse_t, lse_s=lse_s)),
+            ("two passes", two_passes, loss),
+            ("one pass", one_pass, lambda: loss(lse_t=lse_t, lse_s=lse_s)),
         ):
             own, whole = milliseconds(kernels, arguments.rounds), milliseconds(run, arguments.rounds)
             print(
-                f"  N={length:6} {name:10} kernels {own:8.3f} ms   attention_kl {whole:8.3f} ms   {whole / own:.2f} times"
+                f"  N={length:6} {name:10} operators {own:8.3f} ms   attention_kl {whole:8.3f} ms   {whole / own:.2f} times"
             )
 
 

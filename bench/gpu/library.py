@@ -72,3 +72,7 @@ class Plan:
 
     def run(self, operation):
         self.workspace.run(OPERATIONS[operation], *self.structs[operation])
+
+    def explain(self, operation):
+        inputs = self.structs[operation][0]
+        return self.workspace.plan.explain(OPERATIONS[operation], inputs)
