@@ -1,11 +1,11 @@
-# What aarch64.cmake and x86_64.cmake share; they set CMAKE_SYSTEM_PROCESSOR.
+# Included by aarch64.cmake and x86_64.cmake, which set CMAKE_SYSTEM_PROCESSOR.
 set(cross_triple ${CMAKE_SYSTEM_PROCESSOR}-linux-gnu)
 set(cross_root /usr/${cross_triple})
 set(CMAKE_C_COMPILER ${cross_triple}-gcc)
 set(CMAKE_CROSSCOMPILING_EMULATOR qemu-${CMAKE_SYSTEM_PROCESSOR} -cpu max -L ${cross_root})
 
-# Libraries and headers come from the target's trees only (the second is where scripts/cross-cmocka installs),
-# programs from the host.
+# Find libraries and headers only in the target's trees, of which scripts/cross-cmocka installs the second, and programs
+# only on the host.
 get_filename_component(cross_built ${CMAKE_CURRENT_LIST_DIR}/../build/cross/${CMAKE_SYSTEM_PROCESSOR} ABSOLUTE)
 set(CMAKE_FIND_ROOT_PATH ${cross_root} ${cross_built})
 set(CMAKE_FIND_ROOT_PATH_MODE_PROGRAM NEVER)

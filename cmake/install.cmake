@@ -1,4 +1,4 @@
-# Installs the two libraries and their header, with what find_package(streamkl) and pkg-config need.
+# Installs the two libraries, their header, and the files for find_package(streamkl) and pkg-config.
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
@@ -13,7 +13,7 @@ write_basic_package_version_file(streamkl-config-version.cmake COMPATIBILITY Sam
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/streamkl-config.cmake ${CMAKE_CURRENT_BINARY_DIR}/streamkl-config-version.cmake
   DESTINATION ${package_dir})
 
-# Relative to the .pc file itself, so that an installed tree can be moved.
+# Relative to the .pc file, so that an installed tree can be moved.
 file(RELATIVE_PATH pc_to_prefix ${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig ${CMAKE_INSTALL_PREFIX})
 if(STREAMKL_CUDA)
   set(pc_cuda_libraries "-L${CUDAToolkit_LIBRARY_DIR} -lcudart_static -ldl -lrt")
@@ -21,7 +21,7 @@ endif()
 configure_file(${CMAKE_CURRENT_LIST_DIR}/streamkl.pc.in streamkl.pc @ONLY)
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/streamkl.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
 
-# The library inside the Python package: one file of a plain name, for pyproject.toml.
+# The library inside the Python package, as one file without a version in its name: see pyproject.toml.
 if(SKBUILD)
   install(FILES $<TARGET_FILE:streamkl> DESTINATION streamkl/lib RENAME libstreamkl.so COMPONENT python)
 endif()

@@ -1,15 +1,15 @@
-/* The student as an indexer: y_j = scale sum_g w_g relu(a_gj) with a_gj = <q_g, k_j>, and its gradients. Part of
- * oracle.c, of type `real`. */
+/* The indexer student, y_j = scale sum_g w_g relu(a_gj) with a_gj = <q_g, k_j>, and its gradients. Included by
+ * oracle.c for both precisions. */
 #ifndef SKL_ORACLE_INDEXER_H
 #define SKL_ORACLE_INDEXER_H
 
 /* One index head of a row and one key. */
 struct index_pair {
     real dot, products;    /* a_gj, and the sum of the magnitudes of its products */
-    int passes, uncertain; /* the ReLU; whether roundings of the dot can turn that around */
+    int passes, uncertain; /* whether the ReLU passes the dot; whether rounding errors can change that */
 };
 
-/* A sum of n products is off by at most n roundings of their magnitudes, in whatever order it is made. */
+/* In any order, a sum of n products has an error of at most n roundings of the sum of their magnitudes. */
 static struct index_pair index_pair_of(const struct run *run, const real *q, const real *k)
 {
     const int64_t dim = run->student.dim;
@@ -19,21 +19,21 @@ static struct index_pair index_pair_of(const struct run *run, const real *q, con
         pair.dot += q[d] * k[d];
         pair.products += fabs(q[d] * k[d]);
     }
-    pair.passes = !relu || !(pair.dot <= 0); /* NaN does */
+    pair.passes = !relu || !(pair.dot <= 0); /* NaN passes */
     pair.uncertain = relu && fabs(pair.dot) <= (real)dim * (real)ORACLE_ROUNDING * pair.products && pair.products > 0;
     return pair;
 }
 
-/* Query of index head g and first key of the buffer. */
-static struct place index_place(const struct run *run, const struct row *row, int64_t g)
+/* Offsets of the query of index head g and of the first key of the buffer. */
+static struct offsets find_index_offsets(const struct run *run, const struct row *row, int64_t g)
 {
     const struct model *const s = &run->student;
     const int64_t head = row->h_s * s->index_heads + g;
     const int64_t line_q = (row->batch * s->heads * s->index_heads + head) * run->length_q + row->row_q;
-    return (struct place){line_q * s->dim, find_place(run, row, s, row->h_s).k};
+    return (struct offsets){line_q * s->dim, find_offsets(run, row, s, row->h_s).k};
 }
 
-/* A dot is rounded like a logit, its product with the weight once more, and the sum. */
+/* Roundings: the dot as a logit, its product with the weight, the sum. */
 static void compute_index_logits(const struct run *run, const struct row *row)
 {
     const struct model *const s = &run->student;
@@ -41,7 +41,7 @@ static void compute_index_logits(const struct run *run, const struct row *row)
     for (int64_t j = 0; j < row->key_count; j++) {
         real sum = 0, rounding = 0;
         for (int64_t g = 0; g < s->index_heads; g++) {
-            const struct place at = index_place(run, row, g);
+            const struct offsets at = find_index_offsets(run, row, g);
             const struct index_pair pair = index_pair_of(run, s->q + at.q, s->k + at.k + row->keys[j] * s->dim);
             if (pair.passes)
                 sum += w[g] * pair.dot;
@@ -53,8 +53,8 @@ static void compute_index_logits(const struct run *run, const struct row *row)
     }
 }
 
-/* Adds weight * row[d] to a gradient, whose terms are off by `rounding` each, and by all of a term whose ReLU may
- * have gone the other way. */
+/* Adds weight * row[d] to a gradient, where the weight has the error `rounding`. If rounding can change what the ReLU
+ * does, the whole term counts as an error. */
 static void add_index_term(real *gradient, real *gradient_rounding, real *terms, const real *row, int64_t dim,
                            const struct index_pair *pair, real weight, real rounding)
 {
@@ -75,7 +75,7 @@ static void add_index_gradients(const struct run *run, const struct row *row)
     const struct model *const s = &run->student;
     const int64_t at_w = row->at_s * s->index_heads;
     for (int64_t g = 0; g < s->index_heads; g++) {
-        const struct place at = index_place(run, row, g);
+        const struct offsets at = find_index_offsets(run, row, g);
         const real w = s->w[at_w + g];
         for (int64_t j = 0; j < row->key_count; j++) {
             const int64_t at_k = at.k + row->keys[j] * s->dim;

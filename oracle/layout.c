@@ -1,4 +1,4 @@
-/* What does not depend on the precision of the oracle: element types, sequences and masks. */
+/* Element types, sequences and masks: the parts of the oracle that do not depend on its precision. */
 #include "oracle.h"
 
 #include <math.h>
@@ -67,13 +67,13 @@ int64_t oracle_row_keys(const skl_problem *problem, const skl_inputs *inputs, in
 {
     const oracle_keys visible = oracle_visible_keys(problem, inputs, b, i);
     const oracle_sequence sequence = oracle_sequence_at(problem, inputs, b);
-    const skl_input *const lists = &inputs->indices;
-    const int64_t at =
-        sequence.batch * lists->stride_batch + h * lists->stride_head + (sequence.first_q + i) * lists->stride_row;
+    const skl_input *const indices = &inputs->indices;
+    const int64_t at = sequence.batch * indices->stride_batch + h * indices->stride_head +
+                       (sequence.first_q + i) * indices->stride_row;
     const int64_t candidates = problem->top_k > 0 ? problem->top_k : visible.end - visible.begin;
     int64_t count = 0;
     for (int64_t n = 0; n < candidates; n++) {
-        const int64_t key = problem->top_k > 0 ? ((const int32_t *)lists->data)[at + n] : visible.begin + n;
+        const int64_t key = problem->top_k > 0 ? ((const int32_t *)indices->data)[at + n] : visible.begin + n;
         if (visible.begin <= key && key < visible.end)
             keys[count++] = key;
     }

@@ -1,11 +1,11 @@
-/* What the oracle computes with: inputs as contiguous arrays, scratch for a row, and its results. Of type `real`. */
+/* Memory of the oracle: inputs as contiguous arrays, scratch for one row, results. All of type `real`. */
 #ifndef SKL_ORACLE_MEMORY_H
 #define SKL_ORACLE_MEMORY_H
 
 #include "oracle.h"
 
 #include <stdlib.h>
-#include <tgmath.h> /* exp, log, sqrt and tanh of a float are float */
+#include <tgmath.h> /* exp, log, sqrt and tanh for both types of `real` */
 
 typedef REAL real;
 
@@ -13,34 +13,34 @@ typedef REAL real;
 struct model {
     int64_t heads, key_heads, dim;
     real scale, softcap;
-    int64_t index_heads; /* of an indexer: heads g that share the keys; else 1 */
+    int64_t index_heads; /* indexer: heads g that share the keys; otherwise 1 */
     real *q, *k, *dq, *dk;
     real *dq_rounding, *dk_rounding, *dq_terms, *dk_terms;
-    real *w, *dw, *dw_rounding, *dw_terms; /* of an indexer: [batch, heads, length, index_heads] */
+    real *w, *dw, *dw_rounding, *dw_terms; /* indexer: [batch, heads, length, index_heads] */
 };
 
 struct run {
     const skl_problem *problem;
-    int64_t batch, length_q, length_k; /* of the buffers: packed ones have batch 1 and length total */
-    int64_t group;                     /* r: teacher heads averaged for a student head */
+    int64_t batch, length_q, length_k; /* of the buffers; packed: batch 1, length total */
+    int64_t group_size;                /* teacher heads per student head */
     struct model teacher, student;
     real *given_lse_t, *grad_kl;      /* NULL: not given */
     real *kl, *lse_t, *lse_s, *dot_t; /* results */
     real *kl_rounding, *lse_t_rounding, *lse_s_rounding, *dot_t_rounding;
     real *cross_entropy, *entropy, *mass, *cross_entropy_rounding, *entropy_rounding, *mass_rounding;
-    int64_t row_length; /* keys that a row can see: length_k, or more in a list */
-    int64_t *keys;      /* of one row, counted in rows of the key buffers */
-    real *scratch;    /* for one row, cut into what follows. Those of the teacher's heads are [group, row_length]. */
-    real *x, *y;      /* logits */
-    real *log_p_head; /* log P of each teacher head */
-    real *log_p, *log_s; /* the two distributions that are compared */
+    int64_t row_length;  /* most keys of a row: max(length_k, top_k) */
+    int64_t *keys;       /* of one row, as rows of the key buffers */
+    real *scratch;       /* of one row; the arrays below, [group_size, row_length] for teacher heads */
+    real *x, *y;         /* logits */
+    real *log_p_head;    /* log P of each teacher head */
+    real *log_p, *log_s; /* the two distributions of the KL */
     real *gradient;      /* with respect to the logits of one head */
     real *x_rounding, *y_rounding, *log_p_head_rounding, *log_p_rounding, *log_s_rounding, *gradient_rounding;
 };
 
 static real *filled(int64_t count, real value)
 {
-    real *const array = malloc(((size_t)count + 1) * sizeof(real)); /* + 1: an empty tensor is an array too */
+    real *const array = malloc(((size_t)count + 1) * sizeof(real)); /* + 1: never an allocation of 0 bytes */
     if (!array)
         abort();
     for (int64_t n = 0; n < count; n++)
@@ -48,7 +48,7 @@ static real *filled(int64_t count, real value)
     return array;
 }
 
-/* Of [batch, heads, length, dim]; NULL if the tensor is not given. */
+/* A tensor as [batch, heads, length, dim]; NULL if it is not given. */
 static real *contiguous_copy(const struct run *run, const skl_input *from, skl_dtype dtype, int64_t heads,
                              int64_t length, int64_t dim)
 {
@@ -99,7 +99,7 @@ static void load_weights(const struct run *run, struct model *model, const skl_i
     model->dw = filled(count, 0), model->dw_rounding = filled(count, 0), model->dw_terms = filled(count, 0);
 }
 
-/* The array as doubles; frees it. */
+/* Converts an array to double and frees it. */
 static double *widened(real *array, int64_t count)
 {
     double *const wide = malloc(((size_t)count + 1) * sizeof(double));
@@ -111,7 +111,7 @@ static double *widened(real *array, int64_t count)
     return wide;
 }
 
-/* Frees all but the results. */
+/* Moves the results out and frees everything else. */
 static oracle_result take_results(const struct run *run)
 {
     real *const inputs_and_scratch[] = {run->teacher.q,   run->teacher.k, run->student.q, run->student.k,
@@ -168,7 +168,7 @@ static struct run prepare(const skl_problem *p, const skl_inputs *inputs)
     run.batch = p->packed ? 1 : p->batch;
     run.length_q = p->packed ? p->total_q : p->len_q;
     run.length_k = p->packed ? p->total_k : p->len_k;
-    run.group = p->heads_t / p->heads_s;
+    run.group_size = p->heads_t / p->heads_s;
     run.teacher = (struct model){p->heads_t, p->key_heads_t, p->dim_t, .scale = (real)p->scale_t};
     run.student = (struct model){p->heads_s, p->key_heads_s, p->dim_s, .scale = (real)p->scale_s};
     run.teacher.softcap = (real)p->softcap_t, run.student.softcap = (real)p->softcap_s;
@@ -195,12 +195,12 @@ static struct run prepare(const skl_problem *p, const skl_inputs *inputs)
     run.keys = malloc(((size_t)run.row_length + 1) * sizeof *run.keys);
     if (!run.keys)
         abort();
-    run.scratch = filled((4 * run.group + 8) * run.row_length, 0);
+    run.scratch = filled((4 * run.group_size + 8) * run.row_length, 0);
     real *next = run.scratch;
     real **const of_heads[] = {&run.x, &run.x_rounding, &run.log_p_head, &run.log_p_head_rounding};
     real **const of_row[] = {&run.y,     &run.y_rounding,     &run.log_p,    &run.log_p_rounding,
                              &run.log_s, &run.log_s_rounding, &run.gradient, &run.gradient_rounding};
-    for (size_t a = 0; a < sizeof of_heads / sizeof *of_heads; a++, next += run.group * run.row_length)
+    for (size_t a = 0; a < sizeof of_heads / sizeof *of_heads; a++, next += run.group_size * run.row_length)
         *of_heads[a] = next;
     for (size_t a = 0; a < sizeof of_row / sizeof *of_row; a++, next += run.row_length)
         *of_row[a] = next;

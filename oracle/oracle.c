@@ -1,42 +1,43 @@
 /* KL(P || S) or KL(S || P) of every row, and the gradients, from whole rows of logits.
  *
- * Beside every number stands its `_rounding`: how far it moves, in units of a relative rounding error, if each number
- * that it is made of is rounded once and all roundings conspire. docs/maths.md derives them. */
+ * Every number has a `_rounding`: how much it changes, in units of a relative rounding error, if each number it is
+ * computed from is rounded once, all in the worst direction. docs/maths.md derives them. */
 #ifndef REAL
 #define REAL       double
 #define ORACLE_RUN oracle_run
 #endif
 #include "memory.h"
 
-/* The row at work: student head h_s, query row_q, and the keys that it sees, as rows of the key buffers. */
+/* The current row: student head h_s, query row_q, and the keys that it sees, as rows of the key buffers. */
 struct row {
     int64_t batch, h_s, row_q, key_count;
     const int64_t *keys;
-    int64_t at_s, at_t; /* its place in row vectors; teacher head h of the group is at_t + h * length_q */
+    int64_t at_s, at_t; /* its index in row vectors; teacher head h of the group has at_t + h * length_q */
 };
 
-/* The query of a row and the first key of the buffer, in the tensors of a model. */
-struct place {
+/* Offsets of the query of a row and of the first key of the buffer, in the tensors of a model. */
+struct offsets {
     int64_t q, k;
 };
 
-static struct place find_place(const struct run *run, const struct row *row, const struct model *model, int64_t head)
+static struct offsets find_offsets(const struct run *run, const struct row *row, const struct model *model,
+                                   int64_t head)
 {
     const int64_t key_head = head / (model->heads / model->key_heads);
     const int64_t line_q = (row->batch * model->heads + head) * run->length_q + row->row_q;
     const int64_t line_k = (row->batch * model->key_heads + key_head) * run->length_k;
-    return (struct place){line_q * model->dim, line_k * model->dim};
+    return (struct offsets){line_q * model->dim, line_k * model->dim};
 }
 
-/* The slope of the softcap at a logit. */
+/* Derivative of the softcap at a capped logit. */
 static real slope_of(const struct model *model, real logit)
 {
     const real capped = model->softcap > 0 ? logit / model->softcap : 0;
     return 1 - capped * capped;
 }
 
-/* logits[j] = softcap(scale * <q, k[j]>): every product is rounded, and the logit. */
-static void compute_logits(const struct model *model, struct place at, const struct row *row, real *logits,
+/* logits[j] = softcap(scale * <q, k[j]>). Roundings: every product, the logit. */
+static void compute_logits(const struct model *model, struct offsets at, const struct row *row, real *logits,
                            real *roundings)
 {
     const real *const q = model->q + at.q;
@@ -54,9 +55,9 @@ static void compute_logits(const struct model *model, struct place at, const str
     }
 }
 
-/* dq += scale * gradient[j] * k[j];  dk[j] += scale * gradient[j] * q;  both through the softcap, whose slope is
- * rounded and moves with the logit: where it is 0, it still counts as one rounding. */
-static void add_gradients(const struct run *run, const struct model *model, struct place at, const struct row *row,
+/* dq += scale * gradient[j] * k[j];  dk[j] += scale * gradient[j] * q;  both times the slope of the softcap. The
+ * slope is rounded and changes with the logit; a slope of 0 still counts as one rounding. */
+static void add_gradients(const struct run *run, const struct model *model, struct offsets at, const struct row *row,
                           const real *logits, const real *logit_roundings)
 {
     const real *const q = model->q + at.q;
@@ -72,9 +73,9 @@ static void add_gradients(const struct run *run, const struct model *model, stru
         const real capped = model->softcap > 0 ? fabs(logits[j]) / model->softcap : 0;
         const real slope_rounding = model->softcap > 0 ? 1 + 2 * capped * logit_roundings[j] / model->softcap : 0;
         const real dot_gradient = model->scale * run->gradient[j] * slope;
-        const real own = run->gradient_rounding[j] * (slope + (real)ORACLE_ROUNDING * slope_rounding);
+        const real of_gradient = run->gradient_rounding[j] * (slope + (real)ORACLE_ROUNDING * slope_rounding);
         const real of_slope = fabs(run->gradient[j]) * slope_rounding;
-        const real rounding = fabs(dot_gradient) + fabs(model->scale) * (own + of_slope);
+        const real rounding = fabs(dot_gradient) + fabs(model->scale) * (of_gradient + of_slope);
         for (int64_t d = 0; d < model->dim; d++) {
             dq[d] += dot_gradient * k[d];
             dk[d] += dot_gradient * q[d];
@@ -101,16 +102,16 @@ static real log_sum_exp(const real *values, int64_t count, int64_t stride)
     return largest + log(sum);
 }
 
-/* log S from lse_s; log P of each teacher head from lse_t, and of their mean. An LSE is rounded like a logit; the
- * rounding of the mean is that of the heads, weighted by their share of it. */
+/* log S from lse_s; log P of each teacher head from lse_t; log P of their mean. An LSE is rounded like a logit. The
+ * rounding of the mean is that of the heads, weighted by their share of the mean. */
 static void distributions(const struct run *run, const struct row *row)
 {
-    const int64_t r = run->group, count = row->key_count;
+    const int64_t group_size = run->group_size, count = row->key_count;
     for (int64_t j = 0; j < count; j++) {
         run->log_s[j] = run->y[j] - run->lse_s[row->at_s];
         run->log_s_rounding[j] = run->y_rounding[j] + fabs(run->lse_s[row->at_s]);
     }
-    for (int64_t h = 0; h < r; h++) {
+    for (int64_t h = 0; h < group_size; h++) {
         const int64_t line = h * run->row_length;
         const real lse = run->lse_t[row->at_t + h * run->length_q];
         for (int64_t j = line; j < line + count; j++) {
@@ -120,16 +121,17 @@ static void distributions(const struct run *run, const struct row *row)
     }
     for (int64_t j = 0; j < count; j++) {
         const real *const heads = run->log_p_head + j;
-        run->log_p[j] = r == 1 ? *heads : log_sum_exp(heads, r, run->row_length) - log((real)r);
+        run->log_p[j] =
+            group_size == 1 ? *heads : log_sum_exp(heads, group_size, run->row_length) - log((real)group_size);
         run->log_p_rounding[j] = 0;
-        for (int64_t h = 0; h < r; h++) {
-            const real share = exp(heads[h * run->row_length] - run->log_p[j]) / (real)r;
+        for (int64_t h = 0; h < group_size; h++) {
+            const real share = exp(heads[h * run->row_length] - run->log_p[j]) / (real)group_size;
             run->log_p_rounding[j] += share * run->log_p_head_rounding[h * run->row_length + j];
         }
     }
 }
 
-/* A sum of exponentials is off by what its exponents are off by; the exponentials are rounded, and so is the sum. */
+/* Roundings of a log-sum-exp: the exponents, weighted by their terms; the exponentials; the sum. */
 static real log_sum_rounding(const real *log_terms, const real *roundings, int64_t count)
 {
     real rounding = 2;
@@ -138,49 +140,50 @@ static real log_sum_rounding(const real *log_terms, const real *roundings, int64
     return rounding;
 }
 
-/* The teacher is a mean of heads: of an indexer always, if only of one. */
-static int is_grouped(const struct run *run)
+/* The teacher is a mean of heads. An indexer always has a teacher group, possibly of one head. */
+static int has_teacher_groups(const struct run *run)
 {
-    return run->group > 1 || is_indexer(run);
+    return run->group_size > 1 || is_indexer(run);
 }
 
 static int uses_given_lse(const struct run *run)
 {
-    return is_grouped(run) && run->given_lse_t;
+    return has_teacher_groups(run) && run->given_lse_t;
 }
 
-/* LSEs and the distributions they give. A given LSE may cover more than the visible keys: then the mean of the
- * teacher's heads is divided by its sum z over the visible ones. Returns log z. */
+/* LSEs and the distributions that follow from them. A given LSE may cover more keys than the visible ones: then the
+ * mean of the teacher heads is divided by z, its sum over the visible keys. Returns log z. */
 static real normalise(const struct run *run, const struct row *row)
 {
     const int use_given = uses_given_lse(run);
     real log_z = 0;
     run->lse_s[row->at_s] = log_sum_exp(run->y, row->key_count, 1);
-    for (int64_t h = 0; h < run->group; h++) {
+    for (int64_t h = 0; h < run->group_size; h++) {
         const int64_t at = row->at_t + h * run->length_q;
-        const real own = log_sum_exp(run->x + h * run->row_length, row->key_count, 1);
-        run->lse_t[at] = use_given ? run->given_lse_t[at] : own;
+        const real computed = log_sum_exp(run->x + h * run->row_length, row->key_count, 1);
+        run->lse_t[at] = use_given ? run->given_lse_t[at] : computed;
     }
     distributions(run, row);
     if (use_given) {
         log_z = log_sum_exp(run->log_p, row->key_count, 1);
-        for (int64_t h = 0; h < run->group; h++)
+        for (int64_t h = 0; h < run->group_size; h++)
             run->lse_t[row->at_t + h * run->length_q] += log_z;
         distributions(run, row);
     }
 
     run->lse_s_rounding[row->at_s] = log_sum_rounding(run->log_s, run->log_s_rounding, row->key_count);
-    const real of_mean = is_grouped(run) ? log_sum_rounding(run->log_p, run->log_p_rounding, row->key_count) : 0;
-    for (int64_t h = 0; h < run->group; h++)
+    const real of_mean =
+        has_teacher_groups(run) ? log_sum_rounding(run->log_p, run->log_p_rounding, row->key_count) : 0;
+    for (int64_t h = 0; h < run->group_size; h++)
         run->lse_t_rounding[row->at_t + h * run->length_q] =
             of_mean + log_sum_rounding(run->log_p_head + h * run->row_length,
                                        run->log_p_head_rounding + h * run->row_length, row->key_count);
     return log_z;
 }
 
-/* The two arguments of the KL. */
+/* The two distributions of KL(A || B). */
 struct arguments {
-    const real *log_first, *log_second, *first_rounding, *second_rounding;
+    const real *log_a, *log_b, *a_rounding, *b_rounding;
 };
 
 static struct arguments arguments_of(const struct run *run)
@@ -190,30 +193,30 @@ static struct arguments arguments_of(const struct run *run)
     return (struct arguments){run->log_s, run->log_p, run->log_s_rounding, run->log_p_rounding};
 }
 
-/* sum_j first_j (log first_j - log second_j) */
-static real divergence(const struct arguments *a, int64_t count)
+/* sum_j A_j (log A_j - log B_j) */
+static real divergence(const struct arguments *args, int64_t count)
 {
     real kl = 0;
     for (int64_t j = 0; j < count; j++)
-        kl += exp(a->log_first[j]) * (a->log_first[j] - a->log_second[j]);
+        kl += exp(args->log_a[j]) * (args->log_a[j] - args->log_b[j]);
     return kl;
 }
 
-/* Roundings of the logits act on the KL through its gradients. Its terms are rounded too, and it holds the logarithm
- * of the ratio of two sums of exponentials: two exponentials, two sums, one ratio. */
-static real divergence_rounding(const struct arguments *a, real kl, int64_t count)
+/* Roundings of the logits change the KL through its gradients. Its terms are rounded too, and it contains the
+ * logarithm of a ratio of two sums of exponentials: two exponentials, two sums, one ratio. */
+static real divergence_rounding(const struct arguments *args, real kl, int64_t count)
 {
     real rounding = 5;
     for (int64_t j = 0; j < count; j++) {
-        const real first = exp(a->log_first[j]), second = exp(a->log_second[j]);
-        const real log_ratio = a->log_first[j] - a->log_second[j];
-        rounding += first * fabs(log_ratio) + first * fabs(log_ratio - kl) * a->first_rounding[j] +
-                    fabs(second - first) * a->second_rounding[j];
+        const real a = exp(args->log_a[j]), b = exp(args->log_b[j]);
+        const real log_ratio = args->log_a[j] - args->log_b[j];
+        rounding +=
+            a * fabs(log_ratio) + a * fabs(log_ratio - kl) * args->a_rounding[j] + fabs(b - a) * args->b_rounding[j];
     }
     return rounding;
 }
 
-/* P_hj phi_j with phi = dKL / dP: log P_j - log S_j or -S_j / P_j. One exponential, so that it cannot be 0 * inf. */
+/* P_hj phi_j with phi = dKL / dP: log P_j - log S_j or -S_j / P_j. One exponential avoids 0 * inf. */
 static real weighted_phi(const struct run *run, int64_t h, int64_t j)
 {
     const real log_p_head = run->log_p_head[h * run->row_length + j];
@@ -244,37 +247,36 @@ static real weighted_excess_rounding(const struct run *run, int64_t h, int64_t j
            exp(run->log_p_head[at]) * (fabs(origin) * (1 + run->log_p_head_rounding[at]) + origin_rounding);
 }
 
-/* g first (log first - log second - KL) */
-static void first_argument_gradient(const struct run *run, const struct row *row, real g)
+/* g A (log A - log B - KL) */
+static void gradient_of_a(const struct run *run, const struct row *row, real g)
 {
-    const struct arguments a = arguments_of(run);
+    const struct arguments args = arguments_of(run);
     for (int64_t j = 0; j < row->key_count; j++) {
-        const real first = exp(a.log_first[j]);
-        const real excess = a.log_first[j] - a.log_second[j] - run->kl[row->at_s];
-        run->gradient[j] = g * first * excess;
-        run->gradient_rounding[j] = fabs(g) * first *
-                                    (fabs(excess) * (1 + a.first_rounding[j]) + a.first_rounding[j] +
-                                     a.second_rounding[j] + run->kl_rounding[row->at_s]);
+        const real a = exp(args.log_a[j]);
+        const real excess = args.log_a[j] - args.log_b[j] - run->kl[row->at_s];
+        run->gradient[j] = g * a * excess;
+        run->gradient_rounding[j] = fabs(g) * a *
+                                    (fabs(excess) * (1 + args.a_rounding[j]) + args.a_rounding[j] +
+                                     args.b_rounding[j] + run->kl_rounding[row->at_s]);
     }
 }
 
-/* g (second - first) */
-static void second_argument_gradient(const struct run *run, const struct row *row, real g)
+/* g (B - A) */
+static void gradient_of_b(const struct run *run, const struct row *row, real g)
 {
-    const struct arguments a = arguments_of(run);
+    const struct arguments args = arguments_of(run);
     for (int64_t j = 0; j < row->key_count; j++) {
-        const real first = exp(a.log_first[j]), second = exp(a.log_second[j]);
-        run->gradient[j] = g * (second - first);
-        run->gradient_rounding[j] =
-            fabs(g) * (second * (1 + a.second_rounding[j]) + first * (1 + a.first_rounding[j]));
+        const real a = exp(args.log_a[j]), b = exp(args.log_b[j]);
+        run->gradient[j] = g * (b - a);
+        run->gradient_rounding[j] = fabs(g) * (b * (1 + args.b_rounding[j]) + a * (1 + args.a_rounding[j]));
     }
 }
 
-/* A teacher of several heads: g / r P_h (phi - dot_h) */
+/* One head of a teacher group: g / group_size P_h (phi - dot_h) */
 static void head_gradient(const struct run *run, const struct row *row, int64_t h, real g)
 {
     const int64_t at = row->at_t + h * run->length_q;
-    const real of_mean = g / (real)run->group;
+    const real of_mean = g / (real)run->group_size;
     for (int64_t j = 0; j < row->key_count; j++) {
         run->gradient[j] = of_mean * weighted_excess(run, h, j, run->dot_t[at]);
         run->gradient_rounding[j] =
@@ -284,13 +286,13 @@ static void head_gradient(const struct run *run, const struct row *row, int64_t 
 
 static void teacher_gradients(const struct run *run, const struct row *row, int64_t h, real g)
 {
-    if (run->group > 1)
+    if (run->group_size > 1)
         head_gradient(run, row, h, g);
     else if (run->problem->direction == SKL_KL_FORWARD)
-        first_argument_gradient(run, row, g);
+        gradient_of_a(run, row, g);
     else
-        second_argument_gradient(run, row, g);
-    const struct place at = find_place(run, row, &run->teacher, row->h_s * run->group + h);
+        gradient_of_b(run, row, g);
+    const struct offsets at = find_offsets(run, row, &run->teacher, row->h_s * run->group_size + h);
     const int64_t line = h * run->row_length;
     add_gradients(run, &run->teacher, at, row, run->x + line, run->x_rounding + line);
 }
@@ -298,21 +300,21 @@ static void teacher_gradients(const struct run *run, const struct row *row, int6
 static void student_gradients(const struct run *run, const struct row *row, real g)
 {
     if (run->problem->direction == SKL_KL_FORWARD)
-        second_argument_gradient(run, row, g);
+        gradient_of_b(run, row, g);
     else
-        first_argument_gradient(run, row, g);
+        gradient_of_a(run, row, g);
     if (is_indexer(run)) {
         add_index_gradients(run, row);
         return;
     }
-    const struct place at = find_place(run, row, &run->student, row->h_s);
+    const struct offsets at = find_offsets(run, row, &run->student, row->h_s);
     add_gradients(run, &run->student, at, row, run->y, run->y_rounding);
 }
 
-/* What makes a dot of the P_hj phi_j of a head. */
+/* Turns the P_hj phi_j of a head into its dot. */
 struct share {
     real mean, mean_rounding; /* of phi under P */
-    real z, log_z_rounding;   /* of what the LSEs cover, the visible keys have this share */
+    real z, log_z_rounding;   /* probability of the visible keys under the given LSEs */
 };
 
 /* dot_h = mean + z sum_j P_hj (phi_j - mean) */
@@ -328,8 +330,8 @@ static void head_dot(const struct run *run, const struct row *row, int64_t h, st
         share.mean_rounding + share.z * (rounding + fabs(sum) * share.log_z_rounding);
 }
 
-/* The mean of phi is the KL, or -sum_j S_j = -1; log z is an LSE of the mean of heads. LSEs that were not given have
- * z = 1 and sum_j P_hj = 1, so that any mean will do: 0, for the least roundings. */
+/* The mean of phi is the KL, or -sum_j S_j = -1; log z is an LSE of the mean of the heads. Computed LSEs have z = 1
+ * and sum_j P_hj = 1, so any mean gives the same dot, and 0 needs the fewest roundings. */
 static struct share share_of(const struct run *run, const struct row *row, real kl, real log_z)
 {
     if (!uses_given_lse(run))
@@ -343,17 +345,18 @@ static struct share share_of(const struct run *run, const struct row *row, real 
     };
 }
 
-/* Entropy of the first argument, cross-entropy of the two, and what the visible keys have of a given LSE. The entropy
- * is the logarithm of a sum of exponentials less their mean exponent: one exponential, two sums, one ratio. */
-static void parts_of_kl(const struct run *run, const struct row *row, const struct arguments *a, real kl, real log_z)
+/* Entropy of A, cross-entropy of A and B, and the mass of the visible keys under a given LSE. The entropy is the
+ * logarithm of a sum of exponentials minus their mean exponent: one exponential, two sums, one ratio. */
+static void row_entropies(const struct run *run, const struct row *row, const struct arguments *args, real kl,
+                          real log_z)
 {
     real entropy = 0;
     for (int64_t j = 0; j < row->key_count; j++)
-        entropy -= exp(a->log_first[j]) * a->log_first[j];
+        entropy -= exp(args->log_a[j]) * args->log_a[j];
     real rounding = 4 + fabs(entropy);
     for (int64_t j = 0; j < row->key_count; j++) {
-        const real first = exp(a->log_first[j]);
-        rounding += first * (fabs(a->log_first[j]) + fabs(a->log_first[j] + entropy) * a->first_rounding[j]);
+        const real a = exp(args->log_a[j]);
+        rounding += a * (fabs(args->log_a[j]) + fabs(args->log_a[j] + entropy) * args->a_rounding[j]);
     }
     run->entropy[row->at_s] = entropy;
     run->entropy_rounding[row->at_s] = rounding;
@@ -367,35 +370,35 @@ static void parts_of_kl(const struct run *run, const struct row *row, const stru
 /* LSEs, KL and dots of one row. */
 static void forward_row(const struct run *run, const struct row *row)
 {
-    const int64_t r = run->group, count = row->key_count;
+    const int64_t group_size = run->group_size, count = row->key_count;
     if (is_indexer(run))
         compute_index_logits(run, row);
     else
-        compute_logits(&run->student, find_place(run, row, &run->student, row->h_s), row, run->y, run->y_rounding);
-    for (int64_t h = 0; h < r; h++) {
-        const struct place at = find_place(run, row, &run->teacher, row->h_s * r + h);
+        compute_logits(&run->student, find_offsets(run, row, &run->student, row->h_s), row, run->y, run->y_rounding);
+    for (int64_t h = 0; h < group_size; h++) {
+        const struct offsets at = find_offsets(run, row, &run->teacher, row->h_s * group_size + h);
         compute_logits(&run->teacher, at, row, run->x + h * run->row_length, run->x_rounding + h * run->row_length);
     }
     const real log_z = normalise(run, row);
 
     const struct arguments arguments = arguments_of(run);
     const real kl = divergence(&arguments, count);
-    run->kl[row->at_s] = kl < 0 ? 0 : kl; /* a NaN stays */
+    run->kl[row->at_s] = kl < 0 ? 0 : kl; /* keeps NaN */
     run->kl_rounding[row->at_s] = divergence_rounding(&arguments, kl, count);
-    parts_of_kl(run, row, &arguments, kl, log_z);
+    row_entropies(run, row, &arguments, kl, log_z);
     const struct share share = share_of(run, row, kl, log_z);
-    for (int64_t h = 0; h < r; h++)
+    for (int64_t h = 0; h < group_size; h++)
         head_dot(run, row, h, share);
 }
 
-/* Gradients from the logits, the distributions and the rows of the forward. */
+/* Gradients from the logits, distributions and row vectors of forward_row. */
 static void backward_row(const struct run *run, const struct row *row)
 {
     const real g = run->grad_kl ? run->grad_kl[row->at_s] : 1;
     if (run->problem->gradients & (SKL_DQ_S | SKL_DK_S | SKL_DW_S))
         student_gradients(run, row, g);
     if (run->problem->gradients & (SKL_DQ_T | SKL_DK_T))
-        for (int64_t h = 0; h < run->group; h++)
+        for (int64_t h = 0; h < run->group_size; h++)
             teacher_gradients(run, row, h, g);
 }
 
@@ -407,11 +410,11 @@ static void compute_sequence(const struct run *run, const skl_inputs *inputs, in
             struct row row = {sequence.batch, h_s, sequence.first_q + i, 0, run->keys, 0, 0};
             row.key_count = oracle_row_keys(run->problem, inputs, b, h_s, i, run->keys);
             if (row.key_count == 0)
-                continue; /* the results stand at their initial values */
+                continue; /* keeps the initial values */
             for (int64_t j = 0; j < row.key_count; j++)
                 run->keys[j] += sequence.first_k;
             row.at_s = (row.batch * run->student.heads + h_s) * run->length_q + row.row_q;
-            row.at_t = (row.batch * run->teacher.heads + h_s * run->group) * run->length_q + row.row_q;
+            row.at_t = (row.batch * run->teacher.heads + h_s * run->group_size) * run->length_q + row.row_q;
             forward_row(run, &row);
             if (run->problem->gradients)
                 backward_row(run, &row);

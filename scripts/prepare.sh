@@ -1,13 +1,13 @@
 # shellcheck shell=bash
-# Sourced by ./run and ./test: makes sure that the packages a command needs are there.
+# Sourced by ./run and ./test: installs the packages that a command needs.
 #
-#     need PACKAGE PROBE...     the command cannot work until PROBE succeeds; PACKAGE brings it
-#     want PACKAGE PROBE...     the same for what it can do without
-#     prepare_packages COMMAND  installs what is missing, or says what to type and exits
+#     need PACKAGE PROBE...     PACKAGE is required; it is installed if the command PROBE succeeds
+#     want PACKAGE PROBE...     the same for an optional package
+#     prepare_packages COMMAND  installs missing packages, or prints the command to type and exits
 #
-# When nothing is missing no package tool is called at all.
+# If no package is missing, no package manager is called.
 
-needed=() # "PACKAGE PROBE..." an entry
+needed=() # each entry is "PACKAGE PROBE..."
 wanted=()
 need() { needed+=("$*"); }
 want() { wanted+=("$*"); }
@@ -22,7 +22,7 @@ has_libfuzzer() {
         clang -x c -fsanitize=fuzzer,address,undefined -o /dev/null -
 }
 
-# Every command of this project builds.
+# Packages for building, which every command of this project needs.
 need_build_tools() {
     need gcc has_command cc
     need libc6-dev has_header stdio.h
@@ -51,8 +51,9 @@ may_install() {
     [ "$(id -u)" = 0 ] || { command -v sudo >/dev/null && { [ -t 0 ] || sudo -n true 2>/dev/null; }; }
 }
 
-# The given packages without those that this release has not: their content is then elsewhere, and the probes will
-# tell. Without apt's lists every name stands. `apt-cache show` knows any name that an installed package mentions.
+# Prints those of the given packages that this release of the distribution has. A missing one is usually part of another
+# package; the probes find out. Without apt's lists, prints all of them. Uses madison because `apt-cache show` also
+# accepts names that an installed package merely mentions.
 available() {
     local package known=()
     for package in "$@"; do
@@ -67,7 +68,7 @@ install_packages() {
     [ "$(id -u)" = 0 ] || apt=(sudo "${apt[@]}")
     log=$(mktemp)
     echo "Installing with apt-get: $*" >&2
-    "${apt[@]}" update </dev/null >"$log" 2>&1 || true # the lists that are there may do
+    "${apt[@]}" update </dev/null >"$log" 2>&1 || true # the existing lists may suffice
     read -ra packages < <(available "$@")
     "${apt[@]}" install -y --no-install-recommends "${packages[@]}" </dev/null >>"$log" 2>&1 || tail -n 20 "$log" >&2
     rm -f "$log"
@@ -81,17 +82,17 @@ prepare_packages() {
         find_missing
     fi
     if [ ${#required[@]} != 0 ]; then
-        echo "$1 needs packages that are not here. As root, type:"
+        echo "$1 needs packages that are not installed. As root, type:"
         echo "    apt-get update && apt-get install --no-install-recommends $(available "${required[@]}" "${optional[@]}")"
         exit 1
     fi >&2
-    if [ ${#optional[@]} != 0 ]; then echo "Going on without ${optional[*]}" >&2; fi
+    if [ ${#optional[@]} != 0 ]; then echo "Continuing without ${optional[*]}" >&2; fi
 }
 
-# prepare_venv FOLDER PINS: a Python with what PINS names, in FOLDER; made again only when that file changes.
+# prepare_venv FOLDER PINS: creates a virtual environment with the packages of the file PINS, unless it is up to date.
 prepare_venv() {
     if cmp -s "$2" "$1/requirements.txt" && "$1/bin/python" -c ''; then return; fi
-    echo "Making $1, a Python for the tests" >&2
+    echo "Creating $1, the Python environment of the tests" >&2
     python3 -m venv --clear "$1"
     "$1/bin/python" -m pip install --quiet --disable-pip-version-check -r "$2"
     cp "$2" "$1/requirements.txt"

@@ -181,7 +181,7 @@ void fixture_create(fixture *f, const test_case *c)
 void fixture_solve(fixture *f)
 {
     f->exact = oracle_run(&f->problem, &f->inputs);
-    f->naive = yardstick_run(&f->problem, &f->inputs);
+    f->naive = oracle_run_f32(&f->problem, &f->inputs);
 }
 
 void fixture_destroy(fixture *f)

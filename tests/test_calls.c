@@ -154,7 +154,7 @@ static const call_rule call_rules[] = {
 
     /* Outputs over other tensors. `plain` has contiguous tensors of [2, 2, 5, 4] and [2, 2, 6, 4] floats. */
     {FORWARD, &plain, "and rows.lse_s=", {COPY(rows.lse_s, rows.kl)}},
-    {FORWARD, &plain, "overlap: an output must have memory of its own", {COPY(rows.lse_s, rows.kl)}},
+    {FORWARD, &plain, "overlap: an output must not share memory with another tensor", {COPY(rows.lse_s, rows.kl)}},
     {FORWARD, &plain, "q_s=", {COPY(rows.kl.data, inputs.q_s.data), ADD(rows.kl.data, 4 * 79)}},
     {FORWARD, &plain, "grad_kl=", {COPY(rows.kl, inputs.grad_kl)}},
     {FORWARD, &plain, NULL, {COPY(rows.kl, inputs.kl)}},
@@ -477,7 +477,7 @@ static void test_views_of_one_buffer_may_interleave(void **state)
     test_memory workspace = memory_create(skl_plan_workspace_size(plan, SKL_OP_BACKWARD), SKL_WORKSPACE_ALIGNMENT);
     gradients.dk_s.data = &fused[0][0][0][1][DIM - 1];
     assert_refused(skl_backward(plan, &inputs, &gradients, workspace.data, workspace.size, NULL), SKL_ERROR_ARGUMENT,
-                   "overlap: an output must have memory of its own");
+                   "overlap: an output must not share memory with another tensor");
     memory_destroy(&workspace);
     memory_destroy(&memory);
     skl_plan_destroy(plan);

@@ -4,7 +4,7 @@
 #include "base/backend.h"
 #include "base/status.h"
 
-/* Backends of this build, by device. */
+/* Backends of this build. */
 static const skl_backend *const backends[] = {
     &skl_cpu_backend,
 #if defined(SKL_WITH_CUDA)

@@ -112,7 +112,7 @@ skl_status skl_states_finish(const skl_plan *plan, const skl_inputs *inputs, con
                            .inputs = inputs != NULL ? *inputs : no_inputs,
                            .rows = *rows,
                            .gradients = no_gradients,
-                           .states = (skl_row_state *)(uintptr_t)states, /* read only: finish writes no state */
+                           .states = (skl_row_state *)(uintptr_t)states, /* skl_states_finish writes no state */
                            .stream = stream};
     const skl_status status = skl_finish_check(&plan->problem, &call);
     return status == SKL_OK ? plan->backend->states_finish(plan, &call) : status;

@@ -1,23 +1,23 @@
-/* What flows down: a checked call, and the vtable of the backend that runs it. */
+/* The interface between src/api and a backend: a checked call, and the vtable of the backend that runs it. */
 #ifndef SKL_BASE_BACKEND_H
 #define SKL_BASE_BACKEND_H
 
 #include "base/text.h"
 #include "base/visible.h"
 
-/* One run call with its tensors, all of it checked. Members that a call does not have are empty. */
+/* One run call and its tensors, after all checks. Members that a call does not have are empty. */
 typedef struct skl_call {
     skl_op op;
     skl_inputs inputs;
     skl_rows rows;
     skl_gradients gradients;
-    skl_range keys; /* every key, or the range of skl_partial */
+    skl_range keys; /* all keys, or the range of skl_partial */
     skl_row_state *states;
     void *workspace;
     skl_stream stream;
 } skl_call;
 
-/* An indexer's forward wants nothing but its LSEs: the teacher is not looked at. */
+/* A forward of an indexer that requests only its LSEs does not need the teacher. */
 SKL_HOST_DEVICE int skl_only_lse_s(const skl_call *call)
 {
     const skl_rows *const rows = &call->rows;
@@ -30,13 +30,13 @@ typedef struct skl_backend skl_backend;
 struct skl_plan {
     skl_problem problem; /* checked, defaults filled in */
     const skl_backend *backend;
-    const void *kernel; /* the backend's own table entry */
+    const void *kernel; /* entry in the backend's table */
     const char *kernel_name;
     const char *forced_by; /* "options.kernel" or "STREAMKL_KERNEL"; NULL: the backend chose the kernel */
     size_t workspace_size[SKL_OP_COUNT];
     int32_t threads;      /* CPU */
     int32_t device_index; /* GPU */
-    int32_t block_count;  /* GPU: blocks that run at once */
+    int32_t block_count;  /* GPU: resident blocks of a general kernel */
     int32_t deterministic;
     skl_progress progress;
     void *progress_user;
@@ -44,7 +44,7 @@ struct skl_plan {
 
 struct skl_backend {
     skl_device device;
-    /* Chooses a kernel and sets workspace sizes and threads. `kernel` is a forced name or NULL. */
+    /* Chooses a kernel and sets workspace sizes and threads. `kernel` is the name of a forced kernel, or NULL. */
     skl_status (*plan)(skl_plan *plan, const skl_options *options, const char *kernel);
     skl_status (*run)(const skl_plan *plan, const skl_call *call);
     skl_status (*states_merge)(const skl_plan *plan, skl_row_state *into, const skl_row_state *from,
@@ -59,7 +59,7 @@ struct skl_backend {
 extern const skl_backend skl_cpu_backend;
 extern const skl_backend skl_cuda_backend; /* in builds with SKL_WITH_CUDA */
 
-/* Rows of a contiguous state array: what skl_states_* walk over. */
+/* Number of states in a contiguous array. */
 SKL_HOST_DEVICE int64_t skl_state_count(const skl_problem *p)
 {
     return p->heads_s * (p->packed ? p->total_q : p->batch * p->len_q);

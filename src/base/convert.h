@@ -1,4 +1,5 @@
-/* 16-bit floats to and from f32, by bits: the same on every machine, and loops over these vectorise. */
+/* Converts 16-bit floats to and from f32 with integer operations: the same bits on every machine, and loops
+ * vectorise. */
 #ifndef SKL_BASE_CONVERT_H
 #define SKL_BASE_CONVERT_H
 
@@ -27,8 +28,8 @@ SKL_HOST_DEVICE float skl_from_bf16(uint16_t half)
     return skl_float_of_bits((uint32_t)half << 16);
 }
 
-/* Exponent and mantissa move 13 bits up; 2^112 corrects the exponent's bias, also for subnormals. Infinities and NaNs
- * keep all exponent bits set. */
+/* Moves exponent and mantissa up by 13 bits; the factor 2^112 corrects the bias of the exponent, also for subnormals.
+ * Infinities and NaNs keep all exponent bits set. */
 SKL_HOST_DEVICE float skl_from_f16(uint16_t half)
 {
     const uint32_t magnitude = half & 0x7FFFU;
@@ -38,7 +39,7 @@ SKL_HOST_DEVICE float skl_from_f16(uint16_t half)
     return skl_float_of_bits(sign | (magnitude >= 0x7C00U ? special : skl_bits_of_float(finite)));
 }
 
-/* Round to nearest even; a NaN stays a (quiet) NaN. */
+/* Rounds to nearest even; a NaN becomes a quiet NaN. */
 SKL_HOST_DEVICE uint16_t skl_to_bf16(float value)
 {
     const uint32_t bits = skl_bits_of_float(value);
@@ -56,7 +57,7 @@ SKL_HOST_DEVICE uint16_t skl_to_f16(float value)
         return (uint16_t)(sign | 0x7E00U);
     if (magnitude >= 0x477FF000U) /* 65520 and above round to infinity */
         return (uint16_t)(sign | 0x7C00U);
-    if (magnitude < 0x38800000U) { /* below 2^-14: let the adder of f32 round to a multiple of 2^-24 */
+    if (magnitude < 0x38800000U) { /* below 2^-14: an f32 addition rounds to a multiple of 2^-24 */
         const float shifted = skl_float_of_bits(magnitude) + 0.5F;
         return (uint16_t)(sign | (skl_bits_of_float(shifted) - 0x3F000000U));
     }

@@ -1,4 +1,4 @@
-/* Small functions that the CPU and the GPU share are compiled for both. */
+/* Marks small functions that are compiled for both the CPU and the GPU. */
 #ifndef SKL_BASE_HOST_DEVICE_H
 #define SKL_BASE_HOST_DEVICE_H
 

@@ -1,9 +1,9 @@
-/* The row state: what a query row remembers of the keys it has seen. docs/maths.md derives it.
+/* The row state: a summary of the keys that a query row has seen so far. docs/maths.md derives it.
  *
- *     m, l = stabiliser and sum of 2^(logit - m), for A, the first argument of the KL, and B, the second
+ *     m, l = shift and sum of 2^(logit - m), for A, the first argument of the KL, and B, the second
  *     w    = sum 2^(a - m_a) ((a - m_a) - (b - m_b))
  *
- * Logits are in base 2. An empty state has m = -inf, l = w = 0. */
+ * Logits are in base 2. An empty state has m = -inf and l = w = 0. */
 #ifndef SKL_BASE_KL_MATH_H
 #define SKL_BASE_KL_MATH_H
 
@@ -18,7 +18,8 @@
 #define SKL_LOG2E_DOUBLE 1.44269504088896340736
 #define SKL_LN2_DOUBLE   0.69314718055994530942
 
-/* fp32 sums are scale-free, so a stabiliser only has to keep a tile's sum in range: past this bound it is renewed. */
+/* The relative accuracy of an f32 sum does not depend on its scale, so a shift only has to keep the sum of a tile in
+ * range. A tile whose sum passes this bound is redone with a new shift. */
 #define SKL_LAZY_BOUND 4096.0F
 
 SKL_HOST_DEVICE skl_row_state skl_state_empty(void)
@@ -27,7 +28,7 @@ SKL_HOST_DEVICE skl_row_state skl_state_empty(void)
     return state;
 }
 
-/* Moves the stabilisers to m_a, m_b: w = 2^d_a (w + l_a (d_a - d_b)). An empty side has nothing to move. */
+/* Changes the shifts to m_a and m_b: w = 2^d_a (w + l_a (d_a - d_b)). An empty side stays empty. */
 SKL_HOST_DEVICE skl_row_state skl_state_move(skl_row_state state, float m_a, float m_b)
 {
     const float d_a = state.l_a == 0.0F ? 0.0F : state.m_a - m_a;
@@ -55,14 +56,14 @@ SKL_HOST_DEVICE skl_row_state skl_state_add(skl_row_state state, float a, float 
     return skl_state_merge(state, pair);
 }
 
-/* No key was seen. */
+/* The row has seen no key. */
 SKL_HOST_DEVICE int skl_state_is_empty(const skl_row_state *state)
 {
     return state->l_a == 0.0F || state->l_b == 0.0F;
 }
 
-/* KL in nats, not clamped: rounding can leave it a little below 0. One logarithm of the ratio, not the difference of
- * two, keeps small KLs accurate, and equal sides cancel exactly. */
+/* KL in nats, not clamped: rounding can make it slightly negative. One logarithm of the ratio, instead of the
+ * difference of two, keeps small KLs accurate and makes the KL of equal sides exactly 0. */
 SKL_HOST_DEVICE float skl_state_kl(const skl_row_state *state)
 {
     if (skl_state_is_empty(state))
@@ -70,25 +71,25 @@ SKL_HOST_DEVICE float skl_state_kl(const skl_row_state *state)
     return (state->w / state->l_a + log2f(state->l_b / state->l_a)) * SKL_LN2;
 }
 
-/* Entropy of the first argument in nats, from a state whose second logits were all 0: w is then sum 2^u u. */
+/* Entropy of A in nats, from a state whose logits of B are all 0: w is then sum 2^(a - m_a) (a - m_a). */
 SKL_HOST_DEVICE float skl_state_entropy(const skl_row_state *state)
 {
     return state->l_a == 0.0F ? 0.0F : (log2f(state->l_a) - state->w / state->l_a) * SKL_LN2;
 }
 
-/* What the visible keys hold of the attention that given LSEs cover, from the LSE of the mean of heads. LSEs that
- * were computed cover what is visible, no more. */
+/* Probability of the visible keys under the given LSEs, from the LSE of the mean over heads. Computed LSEs cover only
+ * visible keys, so it is 1. */
 SKL_HOST_DEVICE float skl_mass(float lse_of_mean, int lse_given)
 {
     return lse_given || lse_of_mean == -INFINITY ? expf(lse_of_mean) : 1.0F;
 }
 
-/* What makes the dot of a teacher head in a group of its P_hj and phi_j = dKL / dP_j:
+/* dot_t of head h of a teacher group, from P_hj and phi_j = dKL / dP_j:
  *
  *     dot_h = mean + share * sum_j P_hj (phi_j - mean)
  *
- * with the mean of phi under P, and the share that the visible keys have of what the given LSEs cover. LSEs that were
- * computed have a share of 1 and P_h sums to 1: any mean will do, and 0 costs no rounding. */
+ * `mean` is the mean of phi under P, and `share` the probability of the visible keys under the given LSEs. With
+ * computed LSEs the share is 1 and P_h sums to 1; any mean gives the same result, and 0 adds no rounding error. */
 typedef struct skl_dot_rule {
     float mean, share;
 } skl_dot_rule;
@@ -103,13 +104,13 @@ SKL_HOST_DEVICE skl_dot_rule skl_dot_rule_of(const skl_row_state *state, int rev
     return reverse ? reverse_rule : forward_rule;
 }
 
-/* In double: a backward feels every rounding of an LSE in all probabilities of its row. */
+/* In double, because an error in an LSE affects all probabilities of the row in a backward. */
 SKL_HOST_DEVICE float skl_lse(float m, float l)
 {
     return l == 0.0F ? -INFINITY : (float)(((double)m + log2((double)l)) * SKL_LN2_DOUBLE);
 }
 
-/* A natural LSE in base 2, with what f32 cannot hold of it beside it. */
+/* An LSE in base 2 as a sum of two floats: `low` is the part that f32 cannot hold. */
 typedef struct skl_lse2 {
     float value, low;
 } skl_lse2;
@@ -126,7 +127,7 @@ SKL_HOST_DEVICE skl_lse2 skl_lse2_of(float lse)
     return skl_lse2_split((double)lse * SKL_LOG2E_DOUBLE);
 }
 
-/* max(kl, 0) that lets NaN through. */
+/* max(kl, 0) that keeps NaN. */
 SKL_HOST_DEVICE float skl_kl_report(float kl)
 {
     return kl < 0.0F ? 0.0F : kl;

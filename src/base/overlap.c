@@ -11,7 +11,7 @@ void skl_layout_repeat(skl_layout *layout, uint64_t count, uint64_t stride)
     const uint64_t inner = layout->span[layout->top];
     if (count == 1 || stride == 0)
         return;
-    if (layout->top == 0 && stride == inner) { /* still without gaps */
+    if (layout->top == 0 && stride == inner) { /* still contiguous */
         layout->span[0] = count * inner;
         return;
     }
@@ -21,43 +21,43 @@ void skl_layout_repeat(skl_layout *layout, uint64_t count, uint64_t stride)
     layout->span[layout->top] = (count - 1) * stride + inner;
 }
 
-/* A part of a tensor. */
-typedef struct part {
+/* A node of the tree of a tensor. */
+typedef struct node {
     const skl_layout *layout;
     int level;
     uint64_t begin;
-} part;
+} node;
 
-static uint64_t end_of(part p)
+static uint64_t end_of(node p)
 {
     return p.begin + p.layout->span[p.level];
 }
 
-static part child_of(part p, uint64_t index)
+static node child_of(node p, uint64_t index)
 {
-    const part child = {p.layout, p.level - 1, p.begin + index * p.layout->stride[p.level]};
+    const node child = {p.layout, p.level - 1, p.begin + index * p.layout->stride[p.level]};
     return child;
 }
 
-static uint64_t first_child_behind(part p, uint64_t address)
+static uint64_t first_child_after(node p, uint64_t address)
 {
     const uint64_t first_end = end_of(child_of(p, 0));
     return address < first_end ? 0 : (address - first_end) / p.layout->stride[p.level] + 1;
 }
 
-static bool parts_overlap(part a, part b, int *effort)
+static bool nodes_overlap(node a, node b, int *effort)
 {
     if (end_of(a) <= b.begin || end_of(b) <= a.begin)
         return false;
     if (a.level == 0 && b.level == 0)
         return true;
     if (a.level == 0 || (b.level > 0 && a.layout->span[a.level] < b.layout->span[b.level]))
-        return parts_overlap(b, a, effort); /* the longer one is taken apart */
+        return nodes_overlap(b, a, effort); /* descend into the longer one */
     const uint64_t count = a.layout->count[a.level];
-    for (uint64_t i = first_child_behind(a, b.begin); i < count && child_of(a, i).begin < end_of(b); i++) {
+    for (uint64_t i = first_child_after(a, b.begin); i < count && child_of(a, i).begin < end_of(b); i++) {
         if (--*effort < 0)
             return false;
-        if (parts_overlap(child_of(a, i), b, effort))
+        if (nodes_overlap(child_of(a, i), b, effort))
             return true;
     }
     return false;
@@ -65,8 +65,8 @@ static bool parts_overlap(part a, part b, int *effort)
 
 bool skl_layouts_overlap(const skl_layout *a, const skl_layout *b)
 {
-    int effort = 256; /* parts to look at: microseconds */
-    const part whole_a = {a, a->top, a->begin};
-    const part whole_b = {b, b->top, b->begin};
-    return parts_overlap(whole_a, whole_b, &effort);
+    int effort = 256; /* nodes to compare: microseconds */
+    const node root_a = {a, a->top, a->begin};
+    const node root_b = {b, b->top, b->begin};
+    return nodes_overlap(root_a, root_b, &effort);
 }

@@ -83,7 +83,7 @@ static skl_status check_layout(const skl_problem *p)
                         "offset_q=%" PRId64 ", offset_k=%" PRId64 ": must be 0 unless positions=SKL_POSITIONS_OFFSET",
                         p->offset_q, p->offset_k);
 
-    /* Rows of one head kind are counted in 64 bits everywhere. */
+    /* All rows of a tensor can be counted in 64 bits. */
     int64_t rows = 0;
     if (__builtin_mul_overflow(p->batch * p->heads_t, p->len_q, &rows) || rows > INT64_MAX / 64)
         return skl_fail(SKL_ERROR_ARGUMENT,

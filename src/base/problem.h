@@ -1,4 +1,4 @@
-/* Every rule about a problem lives here, once. Below this nothing is validated again. */
+/* All rules about a problem. Code below the public API relies on them and checks nothing again. */
 #ifndef SKL_BASE_PROBLEM_H
 #define SKL_BASE_PROBLEM_H
 
@@ -9,26 +9,26 @@ enum { SKL_OP_COUNT = 4 };
 
 enum {
     SKL_DIM_MAX = 512,
-    SKL_INDEXED_DIM_MAX = 576, /* of an indexer's teacher: the compressed keys of multi-head latent attention */
+    SKL_INDEXED_DIM_MAX = 576, /* teacher of an indexer: compressed keys of multi-head latent attention */
     SKL_INDEX_HEADS_MAX = 256
 };
 
-/* Lengths, windows and offsets stay below this, so that sums of a few of them cannot overflow. */
+/* Limit of lengths, windows and offsets: sums of a few of them do not overflow. */
 #define SKL_LENGTH_MAX ((int64_t)1 << 40)
 
-/* Checks `given` and writes it to `problem` with the defaults filled in: key heads, scales, causal folded into
- * window_right, windows without limit as SKL_LENGTH_MAX * 4. */
+/* Checks `given` and copies it to `problem` with defaults filled in: key heads and scales; causal becomes
+ * window_right = 0; a window without limit becomes SKL_LENGTH_MAX * 4. */
 skl_status skl_problem_check(skl_problem *problem, const skl_problem *given);
 
 skl_status skl_op_check(skl_op op);
 
-/* A window of a checked problem. */
+/* For a window of a checked problem. */
 SKL_HOST_DEVICE int skl_is_unlimited(int64_t window)
 {
     return window > SKL_LENGTH_MAX;
 }
 
-/* Teacher heads averaged for each student head. */
+/* Teacher heads per student head. */
 SKL_HOST_DEVICE int64_t skl_group_size(const skl_problem *problem)
 {
     return problem->heads_t / problem->heads_s;
@@ -39,8 +39,8 @@ SKL_HOST_DEVICE int skl_is_indexer(const skl_problem *problem)
     return problem->student == SKL_STUDENT_INDEXER;
 }
 
-/* The teacher is a mean of heads, whose LSEs come before everything else. An indexer's teacher always is, if only of
- * one head. */
+/* The teacher is the mean of a group of heads, whose LSEs are needed first. This always holds for the teacher of an
+ * indexer, even for groups of one head. */
 SKL_HOST_DEVICE int skl_has_teacher_groups(const skl_problem *problem)
 {
     return problem->heads_t != problem->heads_s || skl_is_indexer(problem);

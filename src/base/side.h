@@ -1,4 +1,4 @@
-/* One side of a call, so that teacher and student share their code, and rows of its tensors. */
+/* One side of a call, for code that serves both teacher and student, and access to rows of tensors. */
 #ifndef SKL_BASE_SIDE_H
 #define SKL_BASE_SIDE_H
 
@@ -71,11 +71,11 @@ SKL_HOST_DEVICE int64_t skl_state_index(const skl_problem *p, const skl_sequence
     return (s->batch * p->heads_s + head) * rows + s->query_begin + i;
 }
 
-/* kl or dot_t for a backward: the caller's, or what an earlier step of the same call stored. */
+/* kl or dot_t for a backward: the caller's, or the result of an earlier launch of the same call. */
 SKL_HOST_DEVICE skl_input skl_known_rows(int rows_known, const skl_input *given, const skl_output *stored)
 {
-    const skl_input own = {stored->data, stored->stride_batch, stored->stride_head, stored->stride_row};
-    return rows_known ? own : *given;
+    const skl_input computed = {stored->data, stored->stride_batch, stored->stride_head, stored->stride_row};
+    return rows_known ? computed : *given;
 }
 
 #endif

@@ -12,7 +12,7 @@
 typedef enum kind { INPUT, OUTPUT } kind;
 typedef enum need { OPTIONAL, REQUIRED, REFUSED } need;
 
-/* One tensor of a call: what it is called, where it lies and what shape the problem gives it. */
+/* One tensor of a call: its name, its address and strides, and its shape in the problem. */
 typedef struct tensor_rule {
     const char *name;
     const void *data;
@@ -21,7 +21,7 @@ typedef struct tensor_rule {
     skl_dtype dtype;
     kind kind;
     need need;
-    const char *why; /* completes "NULL: must be given ..." or "must be NULL ..." */
+    const char *why; /* completes "NULL: must be given ..." or "given: must be NULL ..." */
 } tensor_rule;
 
 static int64_t span_of(int64_t extent, int64_t stride, int64_t inner_span)
@@ -32,7 +32,7 @@ static int64_t span_of(int64_t extent, int64_t stride, int64_t inner_span)
     return span;
 }
 
-/* A dimension of a tensor besides its last. */
+/* A dimension of a tensor, except the last. */
 typedef struct dimension {
     const char *name; /* of its stride */
     int64_t extent, stride;
@@ -47,7 +47,7 @@ static void dimensions_of(const skl_problem *p, const tensor_rule *t, dimension 
     dimensions[2] = (dimension){"stride_batch", p->packed ? 1 : p->batch, p->packed ? 0 : t->stride_batch};
 }
 
-/* From the smallest stride outwards. */
+/* Sorts by increasing stride. */
 static void sort_by_stride(dimension dimensions[DIMENSIONS])
 {
     for (int i = 1; i < DIMENSIONS; i++)
@@ -58,8 +58,8 @@ static void sort_by_stride(dimension dimensions[DIMENSIONS])
         }
 }
 
-/* Inputs only need to fit into the address space; in an output each step must clear everything inside it, so that no
- * two elements share an address. */
+/* Inputs only need to fit into the address space. In an output, each stride must be at least the span of the
+ * dimensions inside it, so that no two elements share an address. */
 static skl_status check_strides(const skl_problem *p, const tensor_rule *t)
 {
     dimension dimensions[DIMENSIONS];
@@ -69,7 +69,7 @@ static skl_status check_strides(const skl_problem *p, const tensor_rule *t)
             return skl_fail(SKL_ERROR_ARGUMENT, "%s.%s=%" PRId64 ": must be at least 0", t->name, dimensions[i].name,
                             dimensions[i].stride);
         if (dimensions[i].extent == 0)
-            return SKL_OK; /* no element, no address */
+            return SKL_OK; /* no elements */
     }
     sort_by_stride(dimensions);
     int64_t span = t->dim;
@@ -121,7 +121,7 @@ static skl_layout layout_of(const skl_problem *p, const tensor_rule *t)
     return layout;
 }
 
-/* Row results may be written over the input that they replace: rows.lse_t over lse_t. */
+/* A row result may be written in place of the input of the same name: rows.lse_t in place of lse_t. */
 static bool is_in_place(const tensor_rule *output, const tensor_rule *input)
 {
     return strncmp(output->name, "rows.", 5) == 0 && strcmp(output->name + 5, input->name) == 0 &&
@@ -129,7 +129,7 @@ static bool is_in_place(const tensor_rule *output, const tensor_rule *input)
            output->stride_head == input->stride_head && output->stride_row == input->stride_row;
 }
 
-/* An output that shares bytes with another, or with an input, would destroy it. */
+/* An output must not share a byte with another tensor. */
 static skl_status check_overlaps(const skl_problem *p, const tensor_rule *tensors, size_t count)
 {
     for (size_t i = 0; i < count; i++) {
@@ -141,7 +141,8 @@ static skl_status check_overlaps(const skl_problem *p, const tensor_rule *tensor
                 continue;
             const skl_layout other = layout_of(p, &tensors[k]);
             if (skl_layouts_overlap(&output, &other))
-                return skl_fail(SKL_ERROR_ARGUMENT, "%s=%p and %s=%p overlap: an output must have memory of its own",
+                return skl_fail(SKL_ERROR_ARGUMENT,
+                                "%s=%p and %s=%p overlap: an output must not share memory with another tensor",
                                 tensors[k].name, tensors[k].data, tensors[i].name, tensors[i].data);
         }
     }
@@ -162,23 +163,23 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call)
     const skl_gradients *const grads = &call->gradients;
     const bool backward = call->op == SKL_OP_BACKWARD;
     const bool indexer = skl_is_indexer(p);
-    const bool grouped = skl_has_teacher_groups(p);
+    const bool teacher_groups = skl_has_teacher_groups(p);
     const skl_needs needs = skl_call_needs(p, call);
 
     const char *const for_backward = ": a backward needs the LSEs of the forward";
     const char *const for_first = ": gradients of the first argument of the KL need it";
     const char *const for_dots = ": teacher gradients with heads_t > heads_s need it";
-    const char *const grouped_only = " unless heads_t > heads_s";
+    const char *const teacher_groups_only = " unless heads_t > heads_s";
     const char *const known = " in skl_forward_backward: the LSEs are inputs";
     const char *const for_partial = indexer ? ": partial states of an indexer need the LSE of all keys"
                                             : ": partial states with heads_t > heads_s need the LSE of all keys";
     const char *const lse_t_why = call->op == SKL_OP_PARTIAL ? for_partial : for_backward;
     const need lse_out_need = call->op == SKL_OP_FORWARD_BACKWARD ? REFUSED : OPTIONAL;
-    const bool fused = call->op == SKL_OP_FORWARD_BACKWARD;
-    const need dot_out_need = !grouped || indexer ? REFUSED : fused && needs.dot_t ? REQUIRED : OPTIONAL;
-    const char *const dot_out_why = indexer   ? " for an indexer: its teacher is fixed"
-                                    : grouped ? for_dots
-                                              : grouped_only;
+    const bool one_pass = call->op == SKL_OP_FORWARD_BACKWARD;
+    const need dot_out_need = !teacher_groups || indexer ? REFUSED : one_pass && needs.dot_t ? REQUIRED : OPTIONAL;
+    const char *const dot_out_why = indexer          ? " for an indexer: its teacher is fixed"
+                                    : teacher_groups ? for_dots
+                                                     : teacher_groups_only;
     const char *const indexer_only = " unless student=SKL_STUDENT_INDEXER";
     const need indexer_out_need = indexer ? OPTIONAL : REFUSED;
     const need grad_need[5] = {
@@ -210,10 +211,10 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call)
         TENSOR(in->grad_kl, "grad_kl", p->heads_s, rows_q, 1, SKL_F32, INPUT, OPTIONAL, ""),
         TENSOR(in->w_s, "w_s", p->heads_s, rows_q, p->index_heads, p->dtype_w, INPUT, indexer ? REQUIRED : REFUSED,
                indexer ? ": the weights of an indexer" : indexer_only),
-        TENSOR(in->indices, "indices", p->heads_s, rows_q, p->top_k, SKL_F32, INPUT, /* int32: as large as f32 */
+        TENSOR(in->indices, "indices", p->heads_s, rows_q, p->top_k, SKL_F32, INPUT, /* int32 has the size of f32 */
                p->top_k > 0 ? REQUIRED : REFUSED, p->top_k > 0 ? ": top_k > 0" : " unless top_k > 0"),
-        TENSOR(rows->kl, "rows.kl", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, fused && needs.kl ? REQUIRED : OPTIONAL,
-               for_first),
+        TENSOR(rows->kl, "rows.kl", p->heads_s, rows_q, 1, SKL_F32, OUTPUT,
+               one_pass && needs.kl ? REQUIRED : OPTIONAL, for_first),
         TENSOR(rows->lse_t, "rows.lse_t", p->heads_t, rows_q, 1, SKL_F32, OUTPUT, lse_out_need, known),
         TENSOR(rows->lse_s, "rows.lse_s", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, lse_out_need, known),
         TENSOR(rows->dot_t, "rows.dot_t", p->heads_t, rows_q, 1, SKL_F32, OUTPUT, dot_out_need, dot_out_why),
@@ -221,7 +222,7 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call)
                indexer_only),
         TENSOR(rows->entropy, "rows.entropy", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, indexer_out_need, indexer_only),
         TENSOR(rows->mass, "rows.mass", p->heads_s, rows_q, 1, SKL_F32, OUTPUT,
-               indexer && fused ? REFUSED : indexer_out_need, indexer ? known : indexer_only),
+               indexer && one_pass ? REFUSED : indexer_out_need, indexer ? known : indexer_only),
         TENSOR(states, "states", p->heads_s, rows_q, STATE_FLOATS, SKL_F32, OUTPUT, OPTIONAL, ""),
         TENSOR(grads->dq_t, "dq_t", p->heads_t, rows_q, p->dim_t, grad_t, OUTPUT, grad_need[0], unplanned),
         TENSOR(grads->dk_t, "dk_t", p->key_heads_t, rows_k, p->dim_t, grad_t, OUTPUT, grad_need[1], unplanned),
@@ -359,10 +360,10 @@ skl_status skl_finish_check(const skl_problem *p, const skl_call *call)
     if (status != SKL_OK)
         return status;
     const skl_rows *const rows = &call->rows;
-    const bool grouped = skl_has_teacher_groups(p);
+    const bool teacher_groups = skl_has_teacher_groups(p);
     const char *const in_finish = " in skl_states_finish";
     const int64_t rows_q = p->packed ? p->total_q : p->len_q;
-    const need lse_need = grouped && rows->lse_t.data != NULL ? REQUIRED : OPTIONAL;
+    const need lse_need = teacher_groups && rows->lse_t.data != NULL ? REQUIRED : OPTIONAL;
     const skl_output states = skl_output_contiguous(call->states, p->heads_s, rows_q, STATE_FLOATS);
     const tensor_rule tensors[] = {
         TENSOR(states, "states", p->heads_s, rows_q, STATE_FLOATS, SKL_F32, INPUT, OPTIONAL, ""),

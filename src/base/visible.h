@@ -1,17 +1,17 @@
-/* Which keys a query sees. All masks (causal, window, key lengths, packing, offsets, key ranges) come down to one
- * range of keys a row, so this is the only place that knows about them. */
+/* Which keys a query sees. All masks (causal, window, key lengths, packing, offsets, key ranges) combine into one key
+ * range per row, so that no other file needs to know about masks. */
 #ifndef SKL_BASE_VISIBLE_H
 #define SKL_BASE_VISIBLE_H
 
 #include "base/problem.h"
 
-/* One sequence of the batch inside its buffers. */
+/* One sequence of the batch, located in the buffers. */
 typedef struct skl_sequence {
-    int64_t batch;                    /* index for stride_batch: 0 when packed */
+    int64_t batch;                    /* index for stride_batch; 0 if packed */
     int64_t query_begin, query_count; /* rows of the query buffers */
     int64_t key_begin;                /* row of key 0 in the key buffers */
-    int64_t key_first, key_count;     /* keys that take part: [key_first, key_count) */
-    int64_t diagonal;                 /* position of query 0 less that of key 0 */
+    int64_t key_first, key_count;     /* keys in use: [key_first, key_count) */
+    int64_t diagonal;                 /* position of query 0 minus position of key 0 */
 } skl_sequence;
 
 typedef struct skl_range {
@@ -33,7 +33,7 @@ SKL_HOST_DEVICE int64_t skl_ceil_div(int64_t a, int64_t b)
     return (a + b - 1) / b;
 }
 
-/* Sequence `b`, its keys limited to [keys.begin, keys.end). */
+/* Sequence `b`, with its keys restricted to [keys.begin, keys.end). */
 SKL_HOST_DEVICE skl_sequence skl_sequence_at(const skl_problem *p, const skl_inputs *inputs, skl_range keys,
                                              int64_t b)
 {
@@ -53,12 +53,12 @@ SKL_HOST_DEVICE skl_sequence skl_sequence_at(const skl_problem *p, const skl_inp
     return s;
 }
 
-/* Row i of one tensor meets rows [i + begin, i + end) of the other, as far as they lie in [first, count). */
+/* Row i of one tensor sees rows [i + begin, i + end) of the other, clipped to [first, count). */
 typedef struct skl_band {
     int64_t begin, end, first, count;
 } skl_band;
 
-/* Keys that a query sees. */
+/* Keys visible to a query. */
 SKL_HOST_DEVICE skl_band skl_key_band(const skl_problem *p, const skl_sequence *s)
 {
     const skl_band band = {s->diagonal - p->window_left, s->diagonal + p->window_right + 1, s->key_first,
@@ -66,15 +66,15 @@ SKL_HOST_DEVICE skl_band skl_key_band(const skl_problem *p, const skl_sequence *
     return band;
 }
 
-/* Queries that see a key, if it takes part: the same band from the other side. */
+/* Queries that see a key in use: the same band from the other side. */
 SKL_HOST_DEVICE skl_band skl_query_band(const skl_problem *p, const skl_sequence *s)
 {
     const skl_band band = {-s->diagonal - p->window_right, -s->diagonal + p->window_left + 1, 0, s->query_count};
     return band;
 }
 
-/* Always inside [first, count]; begin == end if there is none. Neither end ever moves backwards from one row to the
- * next. */
+/* Rows that row i sees, inside [first, count]; begin == end if there are none. Neither begin nor end decreases from
+ * one row to the next. */
 SKL_HOST_DEVICE skl_range skl_band_range(const skl_band *band, int64_t i)
 {
     const int64_t end = skl_max(band->first, skl_min(band->count, i + band->end));
@@ -83,7 +83,7 @@ SKL_HOST_DEVICE skl_range skl_band_range(const skl_band *band, int64_t i)
     return range;
 }
 
-/* Keys that query i sees. */
+/* Keys visible to query i. */
 SKL_HOST_DEVICE skl_range skl_visible(const skl_problem *p, const skl_sequence *s, int64_t i)
 {
     const skl_band band = skl_key_band(p, s);

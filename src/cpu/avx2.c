@@ -1,10 +1,10 @@
-/* AVX2 and FMA: 16 registers of 8 floats hold 6 x 2 vectors of C. */
+/* AVX2 and FMA: 16 registers of 8 floats, of which 6 x 2 hold C. */
 #include <immintrin.h>
 
 #define SKL_LANES      8
 #define SKL_MICRO_ROWS 6
 #define SKL_MICRO_VECS 2
-#define SKL_OWN_FMA
+#define SKL_HAS_FMA
 
 #include "cpu/body/vector.h"
 

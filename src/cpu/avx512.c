@@ -1,11 +1,12 @@
-/* AVX-512: 32 registers of 16 floats hold 12 x 2 vectors of C; scalef finishes an exponential in one instruction. */
+/* AVX-512: 32 registers of 16 floats, of which 12 x 2 hold C; scalef multiplies by a power of 2 in one instruction.
+ */
 #include <immintrin.h>
 
 #define SKL_LANES      16
 #define SKL_MICRO_ROWS 12
 #define SKL_MICRO_VECS 2
-#define SKL_OWN_FMA
-#define SKL_OWN_EXP2
+#define SKL_HAS_FMA
+#define SKL_HAS_EXP2
 
 #include "cpu/body/vector.h"
 

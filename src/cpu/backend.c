@@ -1,5 +1,5 @@
 /* The CPU backend: runs the passes that select.c chooses. */
-#include "cpu/stage.h"
+#include "cpu/schedule.h"
 
 #include <string.h>
 
@@ -21,9 +21,9 @@ static int kernel_at(int32_t index, skl_kernel_info *info)
 
 /* ---- Plan --------------------------------------------------------------------------------------------------- */
 
-static size_t turns_size(int threads)
+static size_t ordered_sum_size(int threads)
 {
-    return (size_t)skl_turn_count(threads) * sizeof(skl_turn);
+    return (size_t)skl_ordered_sum_count(threads) * sizeof(skl_ordered_sum_counter);
 }
 
 static skl_status plan_cpu(skl_plan *plan, const skl_options *options, const char *forced)
@@ -40,14 +40,14 @@ static skl_status plan_cpu(skl_plan *plan, const skl_options *options, const cha
                                                         : kernel->indexer;
     plan->kernel = work;
     plan->kernel_name = kernel->name;
-    const size_t a_worker = work->scratch_size(p);
+    const size_t scratch_per_worker = work->scratch_size(p);
     for (int op = 0; op < SKL_OP_COUNT; op++)
-        plan->workspace_size[op] = turns_size(plan->threads) + (size_t)plan->threads * a_worker;
+        plan->workspace_size[op] = ordered_sum_size(plan->threads) + (size_t)plan->threads * scratch_per_worker;
     skl_pool_reserve(plan->threads);
     return SKL_OK;
 }
 
-/* ---- Rows that belong to no sequence ------------------------------------------------------------------------ */
+/* ---- Rows after the last packed sequence -------------------------------------------------------------------- */
 
 static void clear_gradient(const skl_output *grad, skl_dtype dtype, int64_t batch, int64_t heads, int64_t row_begin,
                            int64_t row_end, int64_t dim)
@@ -59,7 +59,7 @@ static void clear_gradient(const skl_output *grad, skl_dtype dtype, int64_t batc
                 memset((char *)grad->data + SKL_ROW(*grad, b, h, i) * size, 0, (size_t)(dim * size));
 }
 
-/* Key gradients start at 0 where tiles are added to them, and stay 0 behind the last packed sequence. */
+/* Key gradients start at 0 in a fused backward, which adds to them, and stay 0 after the last packed sequence. */
 static void clear_key_gradients(const skl_problem *p, const skl_call *call, bool fused)
 {
     const skl_gradients *const grads = &call->gradients;
@@ -107,20 +107,20 @@ static skl_status run(const skl_plan *plan, const skl_call *call)
         return status;
     const skl_cpu_work *const work = plan->kernel;
     const skl_cpu_passes passes = skl_cpu_select_passes(plan, call);
-    skl_stage s = {.plan = plan,
-                   .scratch = (char *)call->workspace + turns_size(plan->threads),
-                   .scratch_size = work->scratch_size(p),
-                   .task = {.problem = p,
-                            .call = call,
-                            .tiles = work->tiles(p),
-                            .turns = {call->workspace, skl_turn_count(plan->threads)},
-                            .rows_known = passes.rows_first}};
+    skl_schedule s = {.plan = plan,
+                      .scratch = (char *)call->workspace + ordered_sum_size(plan->threads),
+                      .scratch_size = work->scratch_size(p),
+                      .task = {.problem = p,
+                               .call = call,
+                               .tiles = work->tiles(p),
+                               .ordered_sum = {call->workspace, skl_ordered_sum_count(plan->threads)},
+                               .rows_known = passes.rows_first}};
     clear_query_tail(p, call);
     clear_key_gradients(p, call, passes.fused);
     for (int i = 0; i < passes.count; i++)
-        s.work_total += skl_pass_tasks(plan, &passes.pass[i]);
+        s.work_total += skl_pass_items(plan, &passes.pass[i]);
     for (int i = 0; i < passes.count; i++)
-        skl_stage_run(&s, &passes.pass[i]);
+        skl_schedule_run(&s, &passes.pass[i]);
     return SKL_OK;
 }
 
@@ -144,11 +144,11 @@ static void finish_row(const skl_problem *p, const skl_call *call, const skl_seq
     const float lse_b = skl_lse(state->m_b, state->l_b);
     skl_row_set(&call->rows.kl, s, head, i, skl_kl_report(skl_state_kl(state)));
     skl_row_set(&call->rows.lse_s, s, head, i, reverse ? lse_a : lse_b);
-    const int64_t group = skl_group_size(p);
-    for (int64_t h = head * group; call->rows.lse_t.data != NULL && h < (head + 1) * group; h++) {
-        const float outside = skl_has_teacher_groups(p) ? skl_row_value(&call->inputs.lse_t, s, h, i) : 0.0F;
-        const float own = reverse ? lse_b : lse_a;
-        skl_row_set(&call->rows.lse_t, s, h, i, own == -INFINITY ? own : outside + own);
+    const int64_t group_size = skl_group_size(p);
+    const float lse_t = reverse ? lse_b : lse_a; /* with teacher groups, relative to the given LSEs */
+    for (int64_t h = head * group_size; call->rows.lse_t.data != NULL && h < (head + 1) * group_size; h++) {
+        const float given = skl_has_teacher_groups(p) ? skl_row_value(&call->inputs.lse_t, s, h, i) : 0.0F;
+        skl_row_set(&call->rows.lse_t, s, h, i, lse_t == -INFINITY ? lse_t : given + lse_t);
     }
 }
 

@@ -1,4 +1,4 @@
-/* What this CPU can do, asked once. */
+/* Instruction sets and cores of this CPU. */
 #ifndef SKL_CPU_FEATURES_H
 #define SKL_CPU_FEATURES_H
 
@@ -6,6 +6,6 @@
 
 bool skl_cpu_has_avx2(void);   /* AVX2 and FMA */
 bool skl_cpu_has_avx512(void); /* AVX-512 F, BW, DQ and VL */
-int skl_cpu_count(void);       /* cores this process may run on */
+int skl_cpu_count(void);       /* cores available to this process */
 
 #endif

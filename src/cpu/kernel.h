@@ -1,5 +1,4 @@
-/* What every CPU kernel provides: the work on one tile of queries or keys. The backend shares tiles out to threads.
- */
+/* The interface of a CPU kernel: functions that process one tile. The backend distributes tiles over threads. */
 #ifndef SKL_CPU_KERNEL_H
 #define SKL_CPU_KERNEL_H
 
@@ -7,34 +6,34 @@
 
 #include "base/side.h"
 #include "base/convert.h"
-#include "cpu/turn.h"
+#include "cpu/ordered_sum.h"
 
 typedef struct skl_tiles {
-    int64_t queries, keys; /* shape of a tile of the logits */
+    int64_t queries, keys; /* per task: of forward and backward_queries, of backward_keys */
 } skl_tiles;
 
-/* One tile of work. */
+/* Work on one tile. */
 typedef struct skl_task {
     const skl_problem *problem;
     const skl_call *call;
     skl_tiles tiles;
-    int64_t item;   /* position in the order of all items */
-    int64_t before; /* the item before it in its chain, or -1 */
+    int64_t item;     /* index in the order in which tasks start */
+    int64_t previous; /* the item before it in its chain; -1: none */
     int64_t batch, head, tile;
-    float *scratch; /* this worker's own, 64-byte aligned */
-    skl_turns turns;
+    float *scratch; /* private to the thread, 64-byte aligned */
+    skl_ordered_sum ordered_sum;
     bool fused;        /* backward_queries also adds to the f32 key gradients, in chain order */
-    bool rows_known;   /* SKL_OP_FORWARD_BACKWARD: kl and dot_t were stored by an earlier stage */
-    bool teacher_side; /* backward_keys: dk_t, not dk_s */
+    bool rows_known;   /* SKL_OP_FORWARD_BACKWARD: an earlier pass has stored kl and dot_t in rows */
+    bool teacher_side; /* backward_keys: computes dk_t, not dk_s */
 } skl_task;
 
-/* How a kernel works on one kind of student. */
+/* The functions of a kernel for one kind of student. */
 typedef struct skl_cpu_work {
-    bool fuses; /* backward_queries can add to dk, and give the KL of SKL_OP_FORWARD_BACKWARD, in its one sweep */
+    bool fuses; /* backward_queries can also add to dk, and write the KL of SKL_OP_FORWARD_BACKWARD */
     skl_tiles (*tiles)(const skl_problem *problem);
-    size_t (*scratch_size)(const skl_problem *problem); /* bytes a worker */
-    void (*forward)(const skl_task *task);              /* rows or states of a query tile */
-    void (*backward_queries)(const skl_task *task);     /* dq of a query tile; fused: its share of dk; one pass: KL */
+    size_t (*scratch_size)(const skl_problem *problem); /* bytes per thread */
+    void (*forward)(const skl_task *task);              /* row results or states of a query tile */
+    void (*backward_queries)(const skl_task *task);     /* dq of a query tile; fused: its part of dk; one-pass: KL */
     void (*backward_keys)(const skl_task *task);        /* dk of a key tile; `head` is a key head */
 } skl_cpu_work;
 
@@ -44,7 +43,7 @@ typedef struct skl_cpu_kernel {
     bool (*usable)(void);
     const skl_cpu_work *attention;
     const skl_cpu_work *indexer;
-    const skl_cpu_work *sparse_indexer; /* its keys are listed */
+    const skl_cpu_work *sparse_indexer; /* top_k > 0 */
 } skl_cpu_kernel;
 
 extern const skl_cpu_kernel skl_cpu_reference;

@@ -8,17 +8,17 @@
 typedef struct job {
     skl_work work;
     void *context;
-    int joined;      /* workers that took part, the caller included */
-    int workers_max; /* places */
+    int joined;      /* workers that have joined, including the caller */
+    int workers_max; /* workers that may join */
     int running;     /* helpers inside work() */
     struct job *next;
 } job;
 
 static struct {
     pthread_mutex_t lock;
-    pthread_cond_t has_job;  /* a job with a free place, or stopping */
-    pthread_cond_t has_left; /* a helper left a job */
-    job *jobs;               /* jobs with free places */
+    pthread_cond_t has_job;  /* a job that workers may join, or stopping */
+    pthread_cond_t has_left; /* a helper has left a job */
+    job *jobs;               /* jobs that workers may join */
     pthread_t helpers[SKL_THREADS_MAX];
     int helper_count;
     bool stopping;
@@ -26,13 +26,13 @@ static struct {
 } pool = {
     .lock = PTHREAD_MUTEX_INITIALIZER, .has_job = PTHREAD_COND_INITIALIZER, .has_left = PTHREAD_COND_INITIALIZER};
 
-static void unlist(const job *gone)
+static void remove_job(const job *removed)
 {
     job **link = &pool.jobs;
-    while (*link != NULL && *link != gone)
+    while (*link != NULL && *link != removed)
         link = &(*link)->next;
     if (*link != NULL)
-        *link = gone->next;
+        *link = removed->next;
 }
 
 static void *help(void *unused)
@@ -48,7 +48,7 @@ static void *help(void *unused)
         const int worker = joined->joined++;
         joined->running++;
         if (joined->joined == joined->workers_max)
-            unlist(joined);
+            remove_job(joined);
         pthread_mutex_unlock(&pool.lock);
         joined->work(joined->context, worker);
         pthread_mutex_lock(&pool.lock);
@@ -59,7 +59,7 @@ static void *help(void *unused)
     return NULL;
 }
 
-/* A forked child has none of its parent's helpers: it starts over. */
+/* A forked child has none of its parent's helpers: it starts with an empty pool. */
 static void forget_helpers(void)
 {
     pthread_mutex_init(&pool.lock, NULL);
@@ -98,13 +98,13 @@ void skl_pool_run(int threads, skl_work work, void *context)
     work(context, 0);
 
     pthread_mutex_lock(&pool.lock);
-    unlist(&own);
+    remove_job(&own);
     while (own.running > 0)
         pthread_cond_wait(&pool.has_left, &pool.lock);
     pthread_mutex_unlock(&pool.lock);
 }
 
-/* At exit and before the library is unloaded: no thread may be left inside it. */
+/* At exit and before the library is unloaded: no thread may stay inside it. */
 __attribute__((destructor)) static void stop_helpers(void)
 {
     pthread_mutex_lock(&pool.lock);

@@ -1,5 +1,5 @@
-/* Vectors of 4 floats, which every architecture has or the compiler makes: NEON on aarch64, where 32 registers hold
- * 6 x 4 vectors of C, and SSE2 on x86_64, where 16 hold 6 x 2. */
+/* Vectors of 4 floats, which every architecture has or the compiler emulates: NEON on aarch64, with 32 registers, of
+ * which 6 x 4 hold C; SSE2 on x86_64, with 16 registers, of which 6 x 2 hold C. */
 #define SKL_LANES      4
 #define SKL_MICRO_ROWS 6
 #if defined(__aarch64__)
@@ -15,7 +15,7 @@
 #if defined(__aarch64__)
 #include <arm_neon.h>
 
-#define SKL_OWN_FMA
+#define SKL_HAS_FMA
 #include "cpu/body/vector.h"
 
 SKL_INLINE vec vec_fma(vec a, vec b, vec c)

@@ -1,5 +1,5 @@
-/* The scalar reference: one query row at a time, straight from docs/maths.md. It is slow, and what every other
- * kernel is checked against. */
+/* The scalar reference: one query row at a time, directly from the formulas in docs/maths.md. It is slow; every other
+ * kernel is checked against it. */
 #include "cpu/reference_row.h"
 
 #include <assert.h>
@@ -21,22 +21,23 @@ static skl_tiles tiles(const skl_problem *problem)
 
 static size_t scratch_size(const skl_problem *problem)
 {
-    const size_t lse_size = (size_t)skl_group_size(problem) * sizeof(double); /* of the teacher heads of a group */
+    const size_t lse_size = (size_t)skl_group_size(problem) * sizeof(double); /* of a teacher group */
     const size_t row_size = SKL_DIM_MAX * sizeof(float);                      /* of a gradient */
     const size_t index_size = (size_t)(problem->index_heads * (problem->dim_s + 1)) * sizeof(float); /* dq, dw */
     return (lse_size + (row_size > index_size ? row_size : index_size) + 63) / 64 * 64;
 }
 
-/* P_hj (phi_j - origin) of one teacher head of a group, phi = dKL/dP: log P - log S, or -S/P in reverse, where P_h
- * S/P is one exponential. lse and lse_s normalise both distributions. */
+/* P_hj (phi_j - origin) of one head of a teacher group, with phi = dKL/dP: log P - log S, or -S/P for the reverse KL,
+ * where P_h S/P is one exponential. lse and lse_s are the LSEs of the two distributions. */
 static float head_excess(const known_row *r, const double *lse, int64_t h, int64_t j, float origin)
 {
     const bool reverse = r->task->problem->direction == SKL_KL_REVERSE;
     const int64_t head = r->head * skl_group_size(r->task->problem) + h;
-    const float u = (float)teacher_logit(r, lse, j);
-    const float v = (float)(logit(&r->student, &r->sequence, r->head, r->i, j) - r->lse_s);
-    const float z = (float)(logit(&r->teacher, &r->sequence, head, r->i, j) - lse[h]);
-    return reverse ? -exp2f(z - u + v) - exp2f(z) * origin : mass_times(exp2f(z), SKL_LN2 * (u - v) - origin);
+    const float log_p = (float)teacher_logit(r, lse, j);
+    const float log_s = (float)(logit(&r->student, &r->sequence, r->head, r->i, j) - r->lse_s);
+    const float log_p_head = (float)(logit(&r->teacher, &r->sequence, head, r->i, j) - lse[h]);
+    return reverse ? -exp2f(log_p_head - log_p + log_s) - exp2f(log_p_head) * origin
+                   : mass_times(exp2f(log_p_head), SKL_LN2 * (log_p - log_s) - origin);
 }
 
 static float head_dot(const known_row *r, const double *lse, int64_t h, skl_dot_rule rule)
@@ -53,20 +54,20 @@ static void forward_row(const skl_task *t, const skl_sequence *sequence, int64_t
     const skl_call *const call = t->call;
     known_row r = row_at(t, sequence, head, i);
     const bool reverse = p->direction == SKL_KL_REVERSE;
-    const int64_t group = skl_group_size(p);
+    const int64_t group_size = skl_group_size(p);
     double *const lse = (double *)(void *)t->scratch;
-    const bool grouped = skl_has_teacher_groups(p);
-    for (int64_t h = 0; grouped && h < group; h++)
-        lse[h] = teacher_lse2(&r, head * group + h);
+    const bool teacher_groups = skl_has_teacher_groups(p);
+    for (int64_t h = 0; teacher_groups && h < group_size; h++)
+        lse[h] = teacher_lse2(&r, head * group_size + h);
 
     long_state sum = long_state_empty();
-    long_state spread = long_state_empty(); /* of the first argument, for its entropy */
+    long_state entropy_state = long_state_empty(); /* of (A, zeros), for the entropy of A */
     FOR_KEYS(&r, j)
     {
         const double x = teacher_logit(&r, lse, j);
         const double y = student_logit(&r, j);
         long_state_add(&sum, reverse ? y : x, reverse ? x : y);
-        long_state_add(&spread, reverse ? y : x, 0.0);
+        long_state_add(&entropy_state, reverse ? y : x, 0.0);
     }
     const skl_row_state state = long_state_total(&sum);
     if (call->op == SKL_OP_PARTIAL) {
@@ -75,24 +76,24 @@ static void forward_row(const skl_task *t, const skl_sequence *sequence, int64_t
     }
     const float lse_a = skl_lse(state.m_a, state.l_a);
     const float lse_b = skl_lse(state.m_b, state.l_b);
-    const float own_t = reverse ? lse_b : lse_a;
+    const float lse_t = reverse ? lse_b : lse_a;
     r.lse_s = (double)(reverse ? lse_a : lse_b) * SKL_LOG2E_DOUBLE;
     skl_row_set(&call->rows.kl, sequence, head, i, skl_kl_report(skl_state_kl(&state)));
     skl_row_set(&call->rows.lse_s, sequence, head, i, reverse ? lse_a : lse_b);
-    const skl_row_state spread_state = long_state_total(&spread);
-    const float entropy = skl_state_entropy(&spread_state);
+    const skl_row_state entropy_total = long_state_total(&entropy_state);
+    const float entropy = skl_state_entropy(&entropy_total);
     skl_row_set(&call->rows.entropy, sequence, head, i, entropy);
     skl_row_set(&call->rows.cross_entropy, sequence, head, i, entropy + skl_state_kl(&state));
-    skl_row_set(&call->rows.mass, sequence, head, i, skl_mass(own_t, call->inputs.lse_t.data != NULL));
-    for (int64_t h = 0; h < group; h++) {
-        if (grouped) /* the group's own sum renormalises a given LSE that covers more keys */
-            lse[h] = own_t == -INFINITY ? -INFINITY : lse[h] + (double)own_t * SKL_LOG2E_DOUBLE;
-        skl_row_set(&call->rows.lse_t, sequence, head * group + h, i,
-                    grouped ? (float)(lse[h] * SKL_LN2_DOUBLE) : own_t);
+    skl_row_set(&call->rows.mass, sequence, head, i, skl_mass(lse_t, call->inputs.lse_t.data != NULL));
+    for (int64_t h = 0; h < group_size; h++) {
+        if (teacher_groups) /* the sum over visible keys renormalises a given LSE that covers more keys */
+            lse[h] = lse_t == -INFINITY ? -INFINITY : lse[h] + (double)lse_t * SKL_LOG2E_DOUBLE;
+        skl_row_set(&call->rows.lse_t, sequence, head * group_size + h, i,
+                    teacher_groups ? (float)(lse[h] * SKL_LN2_DOUBLE) : lse_t);
     }
     const skl_dot_rule rule = skl_dot_rule_of(&state, reverse, call->inputs.lse_t.data != NULL);
-    for (int64_t h = 0; call->rows.dot_t.data != NULL && h < group; h++)
-        skl_row_set(&call->rows.dot_t, sequence, head * group + h, i, head_dot(&r, lse, h, rule));
+    for (int64_t h = 0; call->rows.dot_t.data != NULL && h < group_size; h++)
+        skl_row_set(&call->rows.dot_t, sequence, head * group_size + h, i, head_dot(&r, lse, h, rule));
 }
 
 static void forward(const skl_task *t)
@@ -111,18 +112,19 @@ static float stored_dot(const known_row *r, int64_t head)
     return skl_row_value(&dots, &r->sequence, head, r->i);
 }
 
-/* The same in the logit of teacher head h of the row's group. */
+/* Gradient of the loss with respect to the logit of key j in head h of the row's teacher group. */
 static float teacher_gradient(const known_row *r, const double *lse, int64_t h, int64_t j)
 {
-    const int64_t group = skl_group_size(r->task->problem);
+    const int64_t group_size = skl_group_size(r->task->problem);
     const bool reverse = r->task->problem->direction == SKL_KL_REVERSE;
-    const double x_h = logit(&r->teacher, &r->sequence, r->head * group + h, r->i, j);
-    const float slope = r->grad * softcap_slope(&r->teacher, x_h) / (float)group;
-    if (group > 1)
-        return slope * head_excess(r, lse, h, j, stored_dot(r, r->head * group + h));
-    const float z = (float)(x_h - lse[0]);
-    const float v = (float)(logit(&r->student, &r->sequence, r->head, r->i, j) - r->lse_s);
-    return slope * (reverse ? exp2f(z) - exp2f(v) : mass_times(exp2f(z), SKL_LN2 * (z - v) - r->kl));
+    const double x_h = logit(&r->teacher, &r->sequence, r->head * group_size + h, r->i, j);
+    const float slope = r->grad * softcap_slope(&r->teacher, x_h) / (float)group_size;
+    if (group_size > 1)
+        return slope * head_excess(r, lse, h, j, stored_dot(r, r->head * group_size + h));
+    const float log_p = (float)(x_h - lse[0]);
+    const float log_s = (float)(logit(&r->student, &r->sequence, r->head, r->i, j) - r->lse_s);
+    return slope *
+           (reverse ? exp2f(log_p) - exp2f(log_s) : mass_times(exp2f(log_p), SKL_LN2 * (log_p - log_s) - r->kl));
 }
 
 /* sum += weight * row of `tensor` */
@@ -141,17 +143,17 @@ static void store_row(const skl_side *side, const skl_output *grad, int64_t row,
 static void backward_queries(const skl_task *t)
 {
     const skl_sequence sequence = skl_sequence_at(t->problem, &t->call->inputs, t->call->keys, t->batch);
-    const int64_t group = skl_group_size(t->problem);
+    const int64_t group_size = skl_group_size(t->problem);
     double *const lse = (double *)(void *)t->scratch;
-    float *const sum = (float *)(void *)(lse + group);
+    float *const sum = (float *)(void *)(lse + group_size);
     const int64_t begin = t->tile * t->tiles.queries;
     const int64_t end = skl_min(begin + t->tiles.queries, sequence.query_count);
     for (int64_t i = begin; i < end; i++) {
         known_row r = row_at(t, &sequence, t->head, i);
         load_known(&r, lse);
-        for (int64_t h = -1; h < group; h++) { /* -1: the student; then the teacher heads of its group */
+        for (int64_t h = -1; h < group_size; h++) { /* -1: the student; then the teacher heads of its group */
             const skl_side *const side = h < 0 ? &r.student : &r.teacher;
-            const int64_t head = h < 0 ? t->head : t->head * group + h;
+            const int64_t head = h < 0 ? t->head : t->head * group_size + h;
             if (side->dq->data == NULL)
                 continue;
             memset(sum, 0, SKL_DIM_MAX * sizeof *sum);
@@ -168,12 +170,12 @@ static void backward_queries(const skl_task *t)
 static void backward_keys(const skl_task *t)
 {
     const skl_sequence sequence = skl_sequence_at(t->problem, &t->call->inputs, t->call->keys, t->batch);
-    const int64_t group = skl_group_size(t->problem);
+    const int64_t group_size = skl_group_size(t->problem);
     const skl_side side = t->teacher_side ? skl_teacher_of(t->problem, t->call) : skl_student_of(t->problem, t->call);
     const int64_t sharing = side.heads / side.key_heads;
     const int64_t key_rows = t->problem->packed ? sequence.key_count : t->problem->len_k;
     double *const lse = (double *)(void *)t->scratch;
-    float *const sum = (float *)(void *)(lse + group);
+    float *const sum = (float *)(void *)(lse + group_size);
     const int64_t begin = t->tile * t->tiles.keys;
     const int64_t end = skl_min(begin + t->tiles.keys, key_rows);
     for (int64_t j = begin; j < end; j++) {
@@ -181,13 +183,13 @@ static void backward_keys(const skl_task *t)
         memset(sum, 0, SKL_DIM_MAX * sizeof *sum);
         for (int64_t head = t->head * sharing; head < (t->head + 1) * sharing; head++)
             for (int64_t i = queries.begin; i < queries.end; i++) {
-                known_row r = row_at(t, &sequence, t->teacher_side ? head / group : head, i);
+                known_row r = row_at(t, &sequence, t->teacher_side ? head / group_size : head, i);
                 assert(r.visible.begin <= j && j < r.visible.end);
                 load_known(&r, lse);
                 if (r.grad == 0.0F)
                     continue;
                 const float weight =
-                    t->teacher_side ? teacher_gradient(&r, lse, head % group, j) : student_gradient(&r, lse, j);
+                    t->teacher_side ? teacher_gradient(&r, lse, head % group_size, j) : student_gradient(&r, lse, j);
                 const int64_t q = SKL_ROW(*side.q, sequence.batch, head, sequence.query_begin + i);
                 add_row(sum, weight, side.q, side.dtype, q, side.dim);
             }

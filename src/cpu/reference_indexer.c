@@ -1,4 +1,4 @@
-/* Gradients of y_j = scale sum_g w_g relu(a_gj) with a_gj = <q_g, k_j>, straight from docs/indexer.md:
+/* Gradients of y_j = scale sum_g w_g relu(a_gj) with a_gj = <q_g, k_j>, as in docs/indexer.md:
  *
  *     dw_g = scale sum_j dy_j relu(a_gj)
  *     dq_g = scale w_g sum_j dy_j [a_gj > 0] k_j
@@ -70,18 +70,18 @@ void skl_reference_indexer_queries(const skl_task *t)
     }
 }
 
-/* How often the row's list holds a key: once in the dense stage. */
-static int64_t times_listed(const known_row *r, int64_t j)
+/* How often a key occurs in the indices of the row; once if the indexer is dense. */
+static int64_t times_in_indices(const known_row *r, int64_t j)
 {
-    if (r->selected == NULL)
+    if (r->indices == NULL)
         return 1;
     int64_t times = 0;
     for (int64_t n = 0; n < r->key_count; n++)
-        times += r->selected[n] == j;
+        times += r->indices[n] == j;
     return times;
 }
 
-/* What one row adds to dk_j, without the scale. */
+/* Adds the contribution of one row to dk_j, without the scale. */
 static void add_to_key(const known_row *r, const double *lse, int64_t j, int64_t times, float *dk)
 {
     const skl_side *const side = &r->student;
@@ -111,7 +111,7 @@ void skl_reference_indexer_keys(const skl_task *t)
         for (int64_t head = t->head * sharing; head < (t->head + 1) * sharing; head++)
             for (int64_t i = queries.begin; i < queries.end; i++) {
                 known_row r = row_at(t, &sequence, head, i);
-                const int64_t times = times_listed(&r, j);
+                const int64_t times = times_in_indices(&r, j);
                 if (times == 0)
                     continue;
                 load_known(&r, lse);

@@ -1,4 +1,4 @@
-/* One row of the scalar reference: its keys, its logits, and what is known of it. */
+/* One row of the scalar reference: its keys, its logits and its row vectors. */
 #ifndef SKL_CPU_REFERENCE_ROW_H
 #define SKL_CPU_REFERENCE_ROW_H
 
@@ -8,7 +8,7 @@
 #include "base/indices.h"
 #include "cpu/kernel.h"
 
-/* softcap(scale <q[i], k[j]>) in base 2. Logits and LSEs are doubles, so that their difference keeps its bits when
+/* softcap(scale <q[i], k[j]>) in base 2. Logits and LSEs are doubles, so that their difference stays accurate when
  * both are large. */
 static inline double logit(const skl_side *side, const skl_sequence *s, int64_t head, int64_t i, int64_t j)
 {
@@ -28,15 +28,15 @@ static inline float softcap_slope(const skl_side *side, double logit2)
     return 1.0F - ratio * ratio;
 }
 
-/* One row with what is known of it. LSEs and logits in base 2. */
+/* One row with its row vectors. LSEs and logits are in base 2. */
 typedef struct known_row {
     const skl_task *task;
     skl_side teacher, student;
     skl_sequence sequence;
     skl_range visible;
-    const int32_t *selected; /* the row's list of keys, or NULL: it sees all that are visible */
-    int64_t key_count;       /* of the list or the range */
-    int64_t head, i;         /* student head, query */
+    const int32_t *indices; /* top_k keys of the row; NULL: all visible keys */
+    int64_t key_count;      /* entries of `indices`, or visible keys */
+    int64_t head, i;        /* student head, query */
     double lse_s;
     float kl, grad;
 } known_row;
@@ -51,17 +51,17 @@ static inline known_row row_at(const skl_task *t, const skl_sequence *sequence, 
                    .head = head,
                    .i = i};
     const bool sparse = t->problem->top_k > 0;
-    r.selected = sparse ? skl_row_indices(&t->call->inputs, sequence, head, i) : NULL;
+    r.indices = sparse ? skl_row_indices(&t->call->inputs, sequence, head, i) : NULL;
     r.key_count = sparse ? t->problem->top_k : r.visible.end - r.visible.begin;
     return r;
 }
 
-/* The n-th key of a row; -1: none, for lists have gaps. */
+/* The n-th key of a row; -1: none, since some entries of `indices` may be unused or masked. */
 static inline int64_t key_at(const known_row *r, int64_t n)
 {
-    if (r->selected == NULL)
+    if (r->indices == NULL)
         return r->visible.begin + n;
-    return skl_index_is_visible(r->selected[n], r->visible) ? r->selected[n] : -1;
+    return skl_index_is_visible(r->indices[n], r->visible) ? r->indices[n] : -1;
 }
 
 #define FOR_KEYS(r, j)                                                                                               \
@@ -81,7 +81,7 @@ static inline float index_dot(const known_row *r, int64_t g, int64_t j)
     return dot;
 }
 
-/* Whether a dot of an index head passes the ReLU; NaN does, to be seen. */
+/* Whether a dot of an index head passes the ReLU. NaN passes, so that it shows in the result. */
 static inline bool index_active(const known_row *r, float dot)
 {
     return r->task->problem->index_linear || !(dot <= 0.0F);
@@ -94,7 +94,7 @@ static inline float index_weight(const known_row *r, int64_t g)
     return skl_load(w->data, r->task->problem->dtype_w, row + g);
 }
 
-/* The student's logit in base 2: of its one head, or scale sum_g w_g relu(<q_g, k>). */
+/* Logit of the student in base 2: of its head, or scale sum_g w_g relu(<q_g, k>) of an indexer. */
 static inline double student_logit(const known_row *r, int64_t j)
 {
     if (!skl_is_indexer(r->task->problem))
@@ -113,10 +113,10 @@ static inline double lse2_of(const known_row *r, const skl_input *rows, int64_t 
     return (double)skl_row_value(rows, &r->sequence, head, r->i) * SKL_LOG2E_DOUBLE;
 }
 
-/* A state that is summed up in parts: over ten thousands of keys, one long f32 sum would lose digits. */
+/* A state that is summed in blocks: over tens of thousands of keys, one long f32 sum would lose accuracy. */
 typedef struct long_state {
-    skl_row_state whole, part;
-    int part_count;
+    skl_row_state total, block;
+    int block_count;
 } long_state;
 
 static inline long_state long_state_empty(void)
@@ -127,40 +127,40 @@ static inline long_state long_state_empty(void)
 
 static inline skl_row_state long_state_total(const long_state *state)
 {
-    return skl_state_merge(state->whole, state->part);
+    return skl_state_merge(state->total, state->block);
 }
 
-/* p * value; 0 without mass, where a logit of -inf makes the value infinite: 0 log 0 = 0. */
+/* p * value, but 0 if p is 0, where a logit of -inf makes the value infinite: 0 log 0 = 0. */
 static inline float mass_times(float p, float value)
 {
     return p == 0.0F ? 0.0F : p * value;
 }
 
-/* One pair of logits. A stabiliser is a float; what it lacks of its logit goes into the sums. A logit of -inf has no
- * mass, and leaves the stabiliser of a state as it is. */
+/* State of one pair of logits. A shift is the logit rounded to f32; the rounding error goes into the sums. A logit of
+ * -inf has no mass and does not change the shift of a state that it is merged into. */
 static inline skl_row_state state_of_pair(double a, double b)
 {
     const float m_a = (float)a, m_b = (float)b;
-    const float u = m_a == -INFINITY ? -INFINITY : (float)(a - (double)m_a);
-    const float v = m_b == -INFINITY ? -INFINITY : (float)(b - (double)m_b);
-    const float p = exp2f(u);
-    const skl_row_state state = {m_a, p, m_b, exp2f(v), mass_times(p, u - v)};
+    const float rest_a = m_a == -INFINITY ? -INFINITY : (float)(a - (double)m_a);
+    const float rest_b = m_b == -INFINITY ? -INFINITY : (float)(b - (double)m_b);
+    const float l_a = exp2f(rest_a);
+    const skl_row_state state = {m_a, l_a, m_b, exp2f(rest_b), mass_times(l_a, rest_a - rest_b)};
     return state;
 }
 
 static inline void long_state_add(long_state *state, double a, double b)
 {
-    enum { PART_MAX = 128 };
-    state->part = skl_state_merge(state->part, state_of_pair(a, b));
-    state->part_count++;
-    if (state->part_count < PART_MAX)
+    enum { BLOCK_MAX = 128 };
+    state->block = skl_state_merge(state->block, state_of_pair(a, b));
+    state->block_count++;
+    if (state->block_count < BLOCK_MAX)
         return;
-    state->whole = long_state_total(state);
-    state->part = skl_state_empty();
-    state->part_count = 0;
+    state->total = long_state_total(state);
+    state->block = skl_state_empty();
+    state->block_count = 0;
 }
 
-/* log2 of the sum of 2^logit over the visible keys, for one head of one side. */
+/* log2 of the sum of 2^logit over the visible keys of one head. */
 static inline double lse2_computed(const known_row *r, const skl_side *side, int64_t head)
 {
     long_state sum = long_state_empty();
@@ -179,30 +179,31 @@ static inline double teacher_lse2(const known_row *r, int64_t head)
     return given->data != NULL ? lse2_of(r, given, head) : lse2_computed(r, &r->teacher, head);
 }
 
-/* The teacher's logit of key j: of its one head, or log2 of the mean of its heads' probabilities. `lse` holds the
- * LSEs of the group's heads. */
+/* Logit of key j for the teacher: of its head, or log2 of the mean probability of its teacher group. `lse` holds the
+ * LSEs of the heads of the group. */
 static inline double teacher_logit(const known_row *r, const double *lse, int64_t j)
 {
-    const int64_t group = skl_group_size(r->task->problem);
+    const int64_t group_size = skl_group_size(r->task->problem);
     if (!skl_has_teacher_groups(r->task->problem))
         return logit(&r->teacher, &r->sequence, r->head, r->i, j);
     skl_row_state sum = skl_state_empty();
-    for (int64_t h = 0; h < group; h++) {
-        const float z = (float)(logit(&r->teacher, &r->sequence, r->head * group + h, r->i, j) - lse[h]);
-        sum = skl_state_merge(sum, state_of_pair(z, z));
+    for (int64_t h = 0; h < group_size; h++) {
+        const float log_p_head =
+            (float)(logit(&r->teacher, &r->sequence, r->head * group_size + h, r->i, j) - lse[h]);
+        sum = skl_state_merge(sum, state_of_pair(log_p_head, log_p_head));
     }
-    return (double)sum.m_a + log2((double)sum.l_a / (double)group);
+    return (double)sum.m_a + log2((double)sum.l_a / (double)group_size);
 }
 
-/* Fills in what a backward knows of a row: LSEs, KL, upstream gradient. Where that is 0 the row has no gradients,
- * whatever it holds, as if it saw no key: 0 * NaN is NaN. */
+/* Loads LSEs, KL and upstream gradient of a row for a backward. If the upstream gradient is 0, the row contributes no
+ * gradient even if it holds NaN: it then sees no key, since 0 * NaN is NaN. */
 static inline void load_known(known_row *r, double *lse)
 {
     const skl_task *const t = r->task;
     const skl_inputs *const in = &t->call->inputs;
-    const int64_t group = skl_group_size(t->problem);
-    for (int64_t h = 0; h < group; h++)
-        lse[h] = lse2_of(r, &in->lse_t, r->head * group + h);
+    const int64_t group_size = skl_group_size(t->problem);
+    for (int64_t h = 0; h < group_size; h++)
+        lse[h] = lse2_of(r, &in->lse_t, r->head * group_size + h);
     r->lse_s = lse2_of(r, &in->lse_s, r->head);
     r->grad = in->grad_kl.data != NULL ? skl_row_value(&in->grad_kl, &r->sequence, r->head, r->i) : 1.0F;
     const skl_input kl = skl_known_rows(t->rows_known, &in->kl, &t->call->rows.kl);
@@ -213,15 +214,16 @@ static inline void load_known(known_row *r, double *lse)
     r->key_count = 0;
 }
 
-/* Gradient of the loss in the student's logit (natural units) of key j. */
+/* Gradient of the loss with respect to the student's logit of key j, in natural units. */
 static inline float student_gradient(const known_row *r, const double *lse, int64_t j)
 {
     const double y = student_logit(r, j);
     const double x = teacher_logit(r, lse, j);
-    const float u = (float)(skl_has_teacher_groups(r->task->problem) ? x : x - lse[0]);
-    const float v = (float)(y - r->lse_s);
-    const float dy = r->task->problem->direction == SKL_KL_REVERSE ? mass_times(exp2f(v), SKL_LN2 * (v - u) - r->kl)
-                                                                   : exp2f(v) - exp2f(u);
+    const float log_p = (float)(skl_has_teacher_groups(r->task->problem) ? x : x - lse[0]);
+    const float log_s = (float)(y - r->lse_s);
+    const bool reverse = r->task->problem->direction == SKL_KL_REVERSE;
+    const float dy =
+        reverse ? mass_times(exp2f(log_s), SKL_LN2 * (log_s - log_p) - r->kl) : exp2f(log_s) - exp2f(log_p);
     return r->grad * dy * softcap_slope(&r->student, y);
 }
 

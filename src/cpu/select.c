@@ -8,7 +8,7 @@
 #include "base/status.h"
 #include "cpu/features.h"
 #include "cpu/pool.h"
-#include "cpu/stage.h"
+#include "cpu/schedule.h"
 
 /* ---- Kernel and threads of a plan --------------------------------------------------------------------------- */
 
@@ -181,12 +181,12 @@ skl_status skl_cpu_explain(const skl_plan *plan, const skl_call *call, skl_text 
     const skl_cpu_passes passes = skl_cpu_select_passes(plan, call);
     for (int i = 0; i < passes.count; i++) {
         const skl_cpu_pass *const pass = &passes.pass[i];
-        const int64_t tasks = skl_pass_tasks(plan, pass);
-        if (tasks == 0)
+        const int64_t items = skl_pass_items(plan, pass);
+        if (items == 0)
             continue;
         const bool forward = pass->function == ((const skl_cpu_work *)plan->kernel)->forward;
         const bool kernel_reason = text->length == 0; /* the same for every pass: said once */
-        const int threads = (int)skl_min(plan->threads, tasks);
+        const int threads = (int)skl_min(plan->threads, items);
         if (forward)
             skl_text_add(text, "%s", call->op == SKL_OP_PARTIAL ? "partial states" : "forward");
         else

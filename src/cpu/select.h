@@ -7,7 +7,7 @@
 /* One pass over the tiles of all heads. */
 typedef struct skl_cpu_pass {
     void (*function)(const skl_task *task);
-    bool over_keys;    /* one task per key tile, not per query tile */
+    bool over_keys;    /* one item per key tile, not per query tile */
     bool teacher_side; /* over_keys: dk_t, not dk_s */
     bool fused;        /* also adds to the f32 key gradients */
     bool one_pass;     /* also writes the KL of its rows */
@@ -19,7 +19,7 @@ enum { SKL_CPU_PASSES_MAX = 4 };
 typedef struct skl_cpu_passes {
     skl_cpu_pass pass[SKL_CPU_PASSES_MAX]; /* in the order in which they run */
     int count;
-    bool fused;      /* one of them is */
+    bool fused;      /* one of them is fused */
     bool rows_first; /* the first one writes rows that the others read */
 } skl_cpu_passes;
 
@@ -34,7 +34,7 @@ skl_status skl_cpu_select_threads(int32_t *threads, int32_t requested);
 
 skl_cpu_passes skl_cpu_select_passes(const skl_plan *plan, const skl_call *call);
 
-/* One line per pass that has tiles. */
+/* One line per pass that has items. */
 skl_status skl_cpu_explain(const skl_plan *plan, const skl_call *call, skl_text *text);
 
 #endif

@@ -1,4 +1,5 @@
-/* Backward: recompute a tile's probabilities from the LSEs, multiply its logit gradients into dq and dk. */
+/* Backward: recomputes the probabilities of a tile from the LSEs and multiplies its logit gradients into dq and dk.
+ */
 #ifndef SKL_CPU_BODY_BACKWARD_H
 #define SKL_CPU_BODY_BACKWARD_H
 
@@ -12,14 +13,14 @@ static void fill_rows(const tile *t, float *to, const skl_input *rows, int64_t h
     }
 }
 
-/* LSEs, upstream gradient, and where they are known KL and dot_t. */
+/* Loads LSEs and upstream gradient and, where they are known, KL and dot_t. */
 static void load_known_rows(const tile *t)
 {
     const skl_call *const call = t->task->call;
     const skl_input kl = skl_known_rows(t->task->rows_known, &call->inputs.kl, &call->rows.kl);
     const skl_input dot_t = skl_known_rows(t->task->rows_known, &call->inputs.dot_t, &call->rows.dot_t);
-    for (int64_t h = 0; h < t->group; h++) {
-        const int64_t head = t->head * t->group + h;
+    for (int64_t h = 0; h < t->group_size; h++) {
+        const int64_t head = t->head * t->group_size + h;
         load_lse(t, t->lse_t + h * t->height, t->low_t + h * t->height, &call->inputs.lse_t, head);
         fill_rows(t, t->dot_t + h * t->height, &dot_t, head, 0.0F);
     }
@@ -30,26 +31,26 @@ static void load_known_rows(const tile *t)
 
 /* ---- Products with the logit gradients ---------------------------------------------------------------------- */
 
-/* In a tile with masked pairs, or with rows that do not pull, a gradient of 0 may meet a key or query that is not
- * finite, and 0 * inf is NaN: such a tile takes the slow road and skips those pairs. */
+/* In a tile with masked pairs, or with rows whose upstream gradient is 0, a logit gradient of 0 may meet a key or
+ * query that is not finite. 0 * inf is NaN, so such a tile takes a slow path that skips those pairs. */
 static bool must_skip_pairs(const tile *t, const key_tile *keys, const float *rows, int64_t count, int64_t dim)
 {
-    bool zeros = !all_pull(t, 0, t->count);
+    bool zeros = !all_have_gradient(t, 0, t->count);
     for (int64_t panel = 0; panel < panel_count(t) && !zeros; panel++)
-        zeros = panel_sight(t, panel, keys) != SEES_ALL;
+        zeros = panel_visibility(t, panel, keys) != FULL;
     return zeros && any_nonfinite(rows, count, dim);
 }
 
-/* Keys of a tile that row i sees and pulls at, counted from the tile's first. */
-static skl_range pulled_keys(const tile *t, int64_t i, const key_tile *keys)
+/* Keys of a tile that row i sees, relative to the first key of the tile; none if its upstream gradient is 0. */
+static skl_range keys_with_gradient(const tile *t, int64_t i, const key_tile *keys)
 {
     const skl_range none = {0, 0};
     const skl_range seen = {skl_max(0, t->visible[i].begin - keys->first),
                             skl_min(keys->count, t->visible[i].end - keys->first)};
-    return pulls(t, i) ? seen : none;
+    return has_gradient(t, i) ? seen : none;
 }
 
-/* to += weight * row, as a product would add it. */
+/* to += weight * row, with the same operations as the matrix product. */
 static void add_weighted(float *to, float weight, const float *row, int64_t dim)
 {
     for (int64_t c = 0; c < dim; c += SKL_LANES)
@@ -65,7 +66,7 @@ static void add_to_dq(const tile *t, const key_tile *keys, float *dq, const floa
         return;
     }
     for (int64_t i = 0; i < t->count; i++)
-        for (int64_t j = pulled_keys(t, i, keys).begin; j < pulled_keys(t, i, keys).end; j++)
+        for (int64_t j = keys_with_gradient(t, i, keys).begin; j < keys_with_gradient(t, i, keys).end; j++)
             add_weighted(dq + i * width, g[j * t->height + i], k + j * width, dim);
 }
 
@@ -74,7 +75,8 @@ static void add_to_dk(const tile *t, const key_tile *keys, float *dk, const floa
 {
     const int64_t width = padded(dim);
     if (!must_skip_pairs(t, keys, q, t->count, dim)) {
-        /* The product rounds its rows up, but behind the last key stand sums of other keys: the rest goes beside. */
+        /* The product rounds its rows up to whole micro-kernels. Sums of other keys follow the last key, so the
+         * remainder goes through a separate buffer. */
         const int64_t whole = keys->count / MICRO_ROWS * MICRO_ROWS;
         const size_t rest_size = (size_t)((keys->count - whole) * width) * sizeof *dk;
         gemm_add(dk, width, g, t->height, q, width, whole, dim, t->count);
@@ -86,7 +88,7 @@ static void add_to_dk(const tile *t, const key_tile *keys, float *dk, const floa
         return;
     }
     for (int64_t i = 0; i < t->count; i++)
-        for (int64_t j = pulled_keys(t, i, keys).begin; j < pulled_keys(t, i, keys).end; j++)
+        for (int64_t j = keys_with_gradient(t, i, keys).begin; j < keys_with_gradient(t, i, keys).end; j++)
             add_weighted(dk + j * width, g[j * t->height + i], q + i * width, dim);
 }
 
@@ -95,7 +97,7 @@ static void clear_rows(float *rows, int64_t count, int64_t dim)
     memset(rows, 0, (size_t)(count * padded(dim)) * sizeof *rows);
 }
 
-/* ---- Queries: dq, and with `fused` the tile's share of dk --------------------------------------------------- */
+/* ---- Queries: dq and, in a fused backward, the contribution of the tile to dk ------------------------------- */
 
 static void add_to_caller(const tile *t, const skl_side *side, int64_t head, const key_tile *keys, const float *dk)
 {
@@ -104,16 +106,16 @@ static void add_to_caller(const tile *t, const skl_side *side, int64_t head, con
     add_rows((float *)side->dk->data + offset, side->dk->stride_row, dk, keys->count, side->dim);
 }
 
-static void enter_turn(const tile *t, const key_tile *keys)
+static void wait_for_order(const tile *t, const key_tile *keys)
 {
-    skl_turn_wait(&t->task->turns, t->task->before, keys->index + 1);
+    skl_ordered_sum_wait(&t->task->ordered_sum, t->task->previous, keys->index + 1);
 }
 
-/* dq_t and dk_t of a grouped teacher, head by head. */
-static void grouped_teacher_step(const tile *t, const key_tile *keys, bool dq, bool dk)
+/* dq_t and dk_t of a teacher group, head by head. */
+static void teacher_group_step(const tile *t, const key_tile *keys, bool dq, bool dk)
 {
     const int64_t rows = t->height * padded(t->teacher.dim);
-    for (int64_t h = 0; h < t->group; h++) {
+    for (int64_t h = 0; h < t->group_size; h++) {
         load_group_keys(t, h, keys);
         head_gradient(t, h, keys);
         if (dq)
@@ -122,22 +124,22 @@ static void grouped_teacher_step(const tile *t, const key_tile *keys, bool dq, b
             continue;
         clear_rows(t->dk_t, TILE_K, t->teacher.dim);
         add_to_dk(t, keys, t->dk_t, t->g_t, t->q_t + h * rows, t->teacher.dim);
-        enter_turn(t, keys);
-        add_to_caller(t, &t->teacher, t->head * t->group + h, keys, t->dk_t);
+        wait_for_order(t, keys);
+        add_to_caller(t, &t->teacher, t->head * t->group_size + h, keys, t->dk_t);
     }
 }
 
-/* Gradients of one key tile, added to dq in the tile's buffers and to dk in the caller's. */
+/* Adds the gradients of one key tile to dq in the tile's buffers and to dk in the caller's. */
 static void query_step(const tile *t, const key_tile *keys, bool dk_t, bool dk_s)
 {
     const skl_call *const call = t->task->call;
-    const bool grouped = t->group > 1;
+    const bool teacher_group = t->group_size > 1;
     const bool dq_t = call->gradients.dq_t.data != NULL;
     const bool dq_s = call->gradients.dq_s.data != NULL;
     const bool kl = call->op == SKL_OP_FORWARD_BACKWARD && !t->task->rows_known && call->rows.kl.data != NULL;
-    const wanted want = {dq_s || dk_s, dq_t || dk_t, kl, grouped && (dq_t || dk_t)};
+    const wanted want = {dq_s || dk_s, dq_t || dk_t, kl, teacher_group && (dq_t || dk_t)};
     load_keys(t, &t->student, skl_key_head(&t->student, t->head), keys->first, keys->count, t->k_s);
-    if (!grouped)
+    if (!teacher_group)
         load_keys(t, &t->teacher, skl_key_head(&t->teacher, t->head), keys->first, keys->count, t->k_t);
     tile_gradients(t, keys, &want);
     if (dq_s)
@@ -146,22 +148,22 @@ static void query_step(const tile *t, const key_tile *keys, bool dk_t, bool dk_s
         clear_rows(t->dk_s, TILE_K, t->student.dim);
         add_to_dk(t, keys, t->dk_s, t->g_s, t->q_s, t->student.dim);
     }
-    if (dq_t && !grouped)
+    if (dq_t && !teacher_group)
         add_to_dq(t, keys, t->dq_t, t->g_t, t->k_t, t->teacher.dim);
-    if (dk_t && !grouped) {
+    if (dk_t && !teacher_group) {
         clear_rows(t->dk_t, TILE_K, t->teacher.dim);
         add_to_dk(t, keys, t->dk_t, t->g_t, t->q_t, t->teacher.dim);
     }
     if (dk_t || dk_s)
-        enter_turn(t, keys);
+        wait_for_order(t, keys);
     if (dk_s)
         add_to_caller(t, &t->student, t->head, keys, t->dk_s);
-    if (dk_t && !grouped)
+    if (dk_t && !teacher_group)
         add_to_caller(t, &t->teacher, t->head, keys, t->dk_t);
-    if (grouped && (dq_t || dk_t))
-        grouped_teacher_step(t, keys, dq_t, dk_t);
+    if (teacher_group && (dq_t || dk_t))
+        teacher_group_step(t, keys, dq_t, dk_t);
     if (dk_t || dk_s)
-        skl_turn_pass(&t->task->turns, t->task->item, keys->index + 1);
+        skl_ordered_sum_advance(&t->task->ordered_sum, t->task->item, keys->index + 1);
 }
 
 static void store_dq(const tile *t, const skl_side *side, int64_t head, const float *dq)
@@ -170,7 +172,7 @@ static void store_dq(const tile *t, const skl_side *side, int64_t head, const fl
     store_rows(side->dq->data, side->grad_dtype, offset, side->dq->stride_row, dq, t->count, side->dim);
 }
 
-static void sweep_queries(const tile *t)
+static void backward_query_tile(const tile *t)
 {
     const skl_call *const call = t->task->call;
     const int64_t rows = t->height * padded(t->teacher.dim);
@@ -180,7 +182,7 @@ static void sweep_queries(const tile *t)
     load_known_rows(t);
     state_reset(t);
     if (dq_t)
-        clear_rows(t->dq_t, t->group * t->height, t->teacher.dim);
+        clear_rows(t->dq_t, t->group_size * t->height, t->teacher.dim);
     if (dq_s)
         clear_rows(t->dq_s, t->height, t->student.dim);
     FOR_KEY_TILES(t, keys)
@@ -188,8 +190,8 @@ static void sweep_queries(const tile *t)
                t->task->fused && call->gradients.dk_s.data != NULL);
     if (dq_s)
         store_dq(t, &t->student, t->head, t->dq_s);
-    for (int64_t h = 0; dq_t && h < t->group; h++)
-        store_dq(t, &t->teacher, t->head * t->group + h, t->dq_t + h * rows);
+    for (int64_t h = 0; dq_t && h < t->group_size; h++)
+        store_dq(t, &t->teacher, t->head * t->group_size + h, t->dq_t + h * rows);
     for (int64_t i = 0; call->op == SKL_OP_FORWARD_BACKWARD && !t->task->rows_known && i < t->count; i++) {
         const skl_row_state state = state_of(t, i);
         skl_row_set(&call->rows.kl, &t->sequence, t->head, t->first + i, skl_kl_report(skl_state_kl(&state)));
@@ -201,36 +203,36 @@ static void backward_queries(const skl_task *task)
     tile t;
     tile_begin(&t, task, task->head, task->tile * task->tiles.queries);
     if (t.count > 0)
-        sweep_queries(&t);
+        backward_query_tile(&t);
 }
 
-/* ---- Keys: dk of a block of keys, summed over all queries --------------------------------------------------- */
+/* ---- Keys: dk of a key block, summed over all queries ------------------------------------------------------- */
 
-/* Adds what one query tile gives to the block's dk. */
+/* Adds the contribution of one query tile to the dk of a key block. */
 static void key_block_step(const tile *t, int64_t block_first, int64_t block_end)
 {
     const bool teacher_side = t->task->teacher_side;
-    const bool grouped = t->group > 1;
+    const bool teacher_group = t->group_size > 1;
     const skl_side *const side = teacher_side ? &t->teacher : &t->student;
     const int64_t rows = t->height * padded(t->teacher.dim);
-    const wanted want = {!teacher_side, teacher_side, false, grouped && teacher_side};
+    const wanted want = {!teacher_side, teacher_side, false, teacher_group && teacher_side};
     float *const dk = teacher_side ? t->dk_t : t->dk_s;
     for (int64_t first = block_first; first < skl_min(block_end, tile_keys(t).end); first += TILE_K) {
         const int64_t key = first - block_first;
         tile step = *t;
         const key_tile keys = {first / TILE_K, first, skl_min(TILE_K, skl_min(block_end, tile_keys(t).end) - first)};
         step.k_s += key * padded(t->student.dim);
-        if (!grouped)
+        if (!teacher_group)
             step.k_t += key * padded(t->teacher.dim);
         tile_gradients(&step, &keys, &want);
         float *const step_dk = dk + key * padded(side->dim);
         if (!teacher_side)
             add_to_dk(&step, &keys, step_dk, step.g_s, step.q_s, side->dim);
-        else if (!grouped)
+        else if (!teacher_group)
             add_to_dk(&step, &keys, step_dk, step.g_t, step.q_t, side->dim);
-        for (int64_t h = 0; teacher_side && grouped && h < t->group; h++) {
+        for (int64_t h = 0; teacher_side && teacher_group && h < t->group_size; h++) {
             load_group_keys(&step, h, &keys);
-            if (skl_key_head(side, t->head * t->group + h) != t->task->head)
+            if (skl_key_head(side, t->head * t->group_size + h) != t->task->head)
                 continue;
             head_gradient(&step, h, &keys);
             add_to_dk(&step, &keys, step_dk, step.g_t, step.q_t + h * rows, side->dim);
@@ -253,12 +255,12 @@ static void backward_keys(const skl_task *task)
     clear_rows(dk, KEY_BLOCK, side->dim);
 
     const int64_t sharing = side->heads / side->key_heads;
-    const int64_t per_student = task->teacher_side ? t.group : 1;
+    const int64_t per_student = task->teacher_side ? t.group_size : 1;
     const int64_t head_first = task->head * sharing / per_student;
     const int64_t head_last = ((task->head + 1) * sharing - 1) / per_student;
     for (int64_t head = head_first; block_end > block_first && head <= head_last; head++) {
         load_keys(&t, &t.student, skl_key_head(&t.student, head), block_first, block_end - block_first, t.k_s);
-        if (t.group == 1)
+        if (t.group_size == 1)
             load_keys(&t, &t.teacher, skl_key_head(&t.teacher, head), block_first, block_end - block_first, t.k_t);
         for (int64_t first = 0; first < t.sequence.query_count; first += t.height) {
             tile_begin(&t, task, head, first);

@@ -1,4 +1,4 @@
-/* Forward: sweep a query tile over its keys, then write its rows. */
+/* Forward: reduces the keys of a query tile to row states, then writes its row results. */
 #ifndef SKL_CPU_BODY_FORWARD_H
 #define SKL_CPU_BODY_FORWARD_H
 
@@ -10,7 +10,7 @@ static void set_lse(float *lse, float *low, int64_t at, skl_lse2 split)
     low[at] = split.low;
 }
 
-/* A head's LSEs as the caller gave them; 0 where there is none. */
+/* LSEs of a head from the caller; 0 where there is none. */
 static void load_lse(const tile *t, float *lse, float *low, const skl_input *given, int64_t head)
 {
     for (int64_t i = 0; i < t->height; i++) {
@@ -19,7 +19,7 @@ static void load_lse(const tile *t, float *lse, float *low, const skl_input *giv
     }
 }
 
-/* The tiles of keys that a query tile sees. */
+/* Loops over the key tiles that are visible to a query tile. */
 #define FOR_KEY_TILES(t, keys)                                                                                       \
     for (key_tile keys = key_tile_at(t, tile_keys(t).begin / TILE_K); keys.first < tile_keys(t).end;                 \
          keys = key_tile_at(t, keys.index + 1))
@@ -34,7 +34,7 @@ static void head_lse(const tile *t, const skl_side *side, int64_t head, const fl
     {
         load_keys(t, side, skl_key_head(side, head), keys.first, keys.count, k);
         for (int64_t panel = 0; panel < panel_count(t); panel++) {
-            if (panel_sight(t, panel, &keys) == SEES_NONE)
+            if (panel_visibility(t, panel, &keys) == HIDDEN)
                 continue;
             panel_logits(t->x, side, loaded_keys(side, k), panel_queries(qT, side, panel), panel_columns(t, panel),
                          keys.count);
@@ -44,9 +44,9 @@ static void head_lse(const tile *t, const skl_side *side, int64_t head, const fl
                 const float *const x = t->x + column;
                 const vec old = vec_load(s.m_a);
                 const vec m = highest(old, x, scale, (int32_t)keys.count, &lanes);
-                vec l = exp2_vec(move_of(old, m)) * vec_load(s.l_a);
+                vec l = exp2_vec(shift_change(old, m)) * vec_load(s.l_a);
                 for (int32_t key = 0; key < keys.count; key++) {
-                    const vec p = exp2_vec(logit_less(x + key * PANEL, scale, subtractable(m)));
+                    const vec p = exp2_vec(logit_minus(x + key * PANEL, scale, finite_shift(m)));
                     l += (vec)((ivec)p & lane_mask(&lanes, key));
                 }
                 vec_store(s.m_a, m);
@@ -61,12 +61,12 @@ static void head_lse(const tile *t, const skl_side *side, int64_t head, const fl
     }
 }
 
-/* LSEs of a group's heads: the caller's, or computed here. */
+/* LSEs of the heads of a teacher group: the caller's if given, else computed here. */
 static void group_lse(const tile *t)
 {
     const skl_input *const given = &t->task->call->inputs.lse_t;
-    for (int64_t h = 0; h < t->group; h++) {
-        const int64_t head = t->head * t->group + h;
+    for (int64_t h = 0; h < t->group_size; h++) {
+        const int64_t head = t->head * t->group_size + h;
         float *const lse = t->lse_t + h * t->height;
         float *const low = t->low_t + h * t->height;
         load_lse(t, lse, low, given, head);
@@ -75,28 +75,28 @@ static void group_lse(const tile *t)
     }
 }
 
-/* Row states over all keys of the tile. */
-static void sweep_states(const tile *t)
+/* Row states over all visible keys. */
+static void reduce_states(const tile *t)
 {
-    const bool grouped = t->group > 1;
-    const float scale_t = grouped ? 1.0F : logit_scale(&t->teacher);
+    const bool teacher_group = t->group_size > 1;
+    const float scale_t = teacher_group ? 1.0F : logit_scale(&t->teacher);
     const float scale_s = logit_scale(&t->student);
     state_reset(t);
     FOR_KEY_TILES(t, keys)
     {
         const key_view k_s = keys_for_logits(t, &t->student, &keys, t->k_s);
         key_view k_t = {NULL, 0};
-        if (grouped)
+        if (teacher_group)
             group_logits(t, &keys);
         else
             k_t = keys_for_logits(t, &t->teacher, &keys, t->k_t);
         for (int64_t panel = 0; panel < panel_count(t); panel++) {
-            const sight seen = panel_sight(t, panel, &keys);
-            if (seen == SEES_NONE)
+            const visibility seen = panel_visibility(t, panel, &keys);
+            if (seen == HIDDEN)
                 continue;
             const int64_t columns = panel_columns(t, panel);
-            float *const x = grouped ? t->x + panel * TILE_K * PANEL : t->x;
-            if (!grouped)
+            float *const x = teacher_group ? t->x + panel * TILE_K * PANEL : t->x;
+            if (!teacher_group)
                 panel_logits(x, &t->teacher, k_t, panel_queries(t->qT_t, &t->teacher, panel), columns, keys.count);
             panel_logits(t->y, &t->student, k_s, panel_queries(t->qT_s, &t->student, panel), columns, keys.count);
             const logits teacher = {x, scale_t};
@@ -113,7 +113,7 @@ static skl_row_state state_of(const tile *t, int64_t i)
     return state;
 }
 
-/* Writes KL and LSEs, and leaves the normalising LSEs in t->lse_t and t->lse_s. */
+/* Writes KL and LSEs, and stores the LSEs of the visible keys in t->lse_t and t->lse_s. */
 static void finish_rows(const tile *t)
 {
     const skl_rows *const rows = &t->task->call->rows;
@@ -121,21 +121,21 @@ static void finish_rows(const tile *t)
         const skl_row_state state = state_of(t, i);
         const float lse_a = skl_lse(state.m_a, state.l_a);
         const float lse_b = skl_lse(state.m_b, state.l_b);
-        const float own_t = t->reverse ? lse_b : lse_a;
-        const float own_s = t->reverse ? lse_a : lse_b;
+        const float lse_t = t->reverse ? lse_b : lse_a;
+        const float lse_s = t->reverse ? lse_a : lse_b;
         skl_row_set(&rows->kl, &t->sequence, t->head, t->first + i, skl_kl_report(skl_state_kl(&state)));
-        skl_row_set(&rows->lse_s, &t->sequence, t->head, t->first + i, own_s);
-        set_lse(t->lse_s, t->low_s, i, skl_lse2_of(own_s));
-        for (int64_t h = 0; h < t->group; h++) {
-            float natural = own_t;
-            if (skl_has_teacher_groups(t->task->problem) &&
-                own_t != -INFINITY) { /* their own sum renormalises LSEs that cover more keys */
+        skl_row_set(&rows->lse_s, &t->sequence, t->head, t->first + i, lse_s);
+        set_lse(t->lse_s, t->low_s, i, skl_lse2_of(lse_s));
+        for (int64_t h = 0; h < t->group_size; h++) {
+            float natural = lse_t;
+            /* The sum over visible keys renormalises LSEs that cover more keys. */
+            if (skl_has_teacher_groups(t->task->problem) && lse_t != -INFINITY) {
                 const int64_t at = h * t->height + i;
-                const double lse2 = (double)t->lse_t[at] + (double)t->low_t[at] + (double)own_t * SKL_LOG2E_DOUBLE;
+                const double lse2 = (double)t->lse_t[at] + (double)t->low_t[at] + (double)lse_t * SKL_LOG2E_DOUBLE;
                 set_lse(t->lse_t, t->low_t, at, skl_lse2_split(lse2));
                 natural = (float)(lse2 * SKL_LN2_DOUBLE);
             }
-            skl_row_set(&rows->lse_t, &t->sequence, t->head * t->group + h, t->first + i, natural);
+            skl_row_set(&rows->lse_t, &t->sequence, t->head * t->group_size + h, t->first + i, natural);
         }
     }
 }
@@ -146,24 +146,24 @@ static skl_dot_rule dot_rule_of(const tile *t, int64_t i)
     return skl_dot_rule_of(&state, t->reverse, t->task->call->inputs.lse_t.data != NULL);
 }
 
-/* dot_t of every head by the rules of its rows; finish_rows went before. */
-static void sweep_dots(const tile *t)
+/* dot_t of every teacher head: see skl_dot_rule. finish_rows must have run. */
+static void reduce_dots(const tile *t)
 {
-    for (int64_t i = 0; i < t->group * t->height; i++)
+    for (int64_t i = 0; i < t->group_size * t->height; i++)
         t->dot_t[i] = 0.0F;
-    float *const mean = t->kl; /* not in use in a forward */
+    float *const mean = t->kl; /* otherwise unused in a forward */
     for (int64_t i = 0; i < t->height; i++)
         mean[i] = i < t->count ? dot_rule_of(t, i).mean : 0.0F;
     const float scale_s = logit_scale(&t->student);
-    float *const z = t->g_s; /* not in use in a forward */
+    float *const z = t->g_s; /* otherwise unused in a forward */
     FOR_KEY_TILES(t, keys)
     {
         group_logits(t, &keys);
         load_keys(t, &t->student, skl_key_head(&t->student, t->head), keys.first, keys.count, t->k_s);
-        for (int64_t h = 0; h < t->group; h++) {
+        for (int64_t h = 0; h < t->group_size; h++) {
             load_group_keys(t, h, &keys);
             for (int64_t panel = 0; panel < panel_count(t); panel++) {
-                if (panel_sight(t, panel, &keys) == SEES_NONE)
+                if (panel_visibility(t, panel, &keys) == HIDDEN)
                     continue;
                 const int64_t columns = panel_columns(t, panel);
                 head_log_probabilities(t, h, panel, &keys, z);
@@ -178,9 +178,9 @@ static void sweep_dots(const tile *t)
                     vec dot = {0};
                     for (int32_t key = 0; key < keys.count; key++) {
                         const int64_t at = key * PANEL + column;
-                        const vec u = vec_load(t->x + panel * TILE_K * PANEL + at);
-                        const vec v = logit_less(t->y + at, scale_s, lse_s) - low_s;
-                        const vec term = head_excess(vec_load(z + at), u, v, origin, t->reverse);
+                        const vec log_p = vec_load(t->x + panel * TILE_K * PANEL + at);
+                        const vec log_s = logit_minus(t->y + at, scale_s, lse_s) - low_s;
+                        const vec term = head_excess(vec_load(z + at), log_p, log_s, origin, t->reverse);
                         dot += (vec)((ivec)term & lane_mask(&lanes, key));
                     }
                     float *const total = t->dot_t + h * t->height + row;
@@ -191,20 +191,20 @@ static void sweep_dots(const tile *t)
     }
     for (int64_t i = 0; i < t->count; i++) {
         const skl_dot_rule rule = dot_rule_of(t, i);
-        for (int64_t h = 0; h < t->group; h++)
-            skl_row_set(&t->task->call->rows.dot_t, &t->sequence, t->head * t->group + h, t->first + i,
+        for (int64_t h = 0; h < t->group_size; h++)
+            skl_row_set(&t->task->call->rows.dot_t, &t->sequence, t->head * t->group_size + h, t->first + i,
                         rule.mean + rule.share * t->dot_t[h * t->height + i]);
     }
 }
 
-/* Only LSEs are wanted: one side does not need the other. */
+/* Only LSEs are requested: each side is computed without the other. */
 static void lse_only(const tile *t)
 {
     const skl_rows *const rows = &t->task->call->rows;
-    for (int64_t h = -1; h < t->group; h++) { /* -1: the student; then the teacher heads of its group */
+    for (int64_t h = -1; h < t->group_size; h++) { /* -1: the student; then the teacher heads of its group */
         const skl_side *const side = h < 0 ? &t->student : &t->teacher;
         const skl_output *const out = h < 0 ? &rows->lse_s : &rows->lse_t;
-        const int64_t head = h < 0 ? t->head : t->head * t->group + h;
+        const int64_t head = h < 0 ? t->head : t->head * t->group_size + h;
         if (out->data == NULL)
             continue;
         float *const lse = h < 0 ? t->lse_s : t->lse_t + h * t->height;
@@ -224,14 +224,14 @@ static void forward(const skl_task *task)
         return;
     tile_load_queries(&t);
     const skl_call *const call = task->call;
-    const bool wider_lse = t.group > 1 && call->inputs.lse_t.data != NULL;
+    const bool wider_lse = t.group_size > 1 && call->inputs.lse_t.data != NULL;
     if (call->op == SKL_OP_FORWARD && call->rows.kl.data == NULL && call->rows.dot_t.data == NULL && !wider_lse) {
         lse_only(&t);
         return;
     }
-    if (t.group > 1)
+    if (t.group_size > 1)
         group_lse(&t);
-    sweep_states(&t);
+    reduce_states(&t);
     if (call->op == SKL_OP_PARTIAL) {
         for (int64_t i = 0; i < t.count; i++)
             call->states[skl_state_index(task->problem, &t.sequence, t.head, t.first + i)] = state_of(&t, i);
@@ -239,7 +239,7 @@ static void forward(const skl_task *task)
     }
     finish_rows(&t);
     if (call->rows.dot_t.data != NULL)
-        sweep_dots(&t);
+        reduce_dots(&t);
 }
 
 #endif

@@ -1,10 +1,10 @@
-/* One matrix product for everything: C[r][c] = or += sum_k A(r, k) B[k][c].
+/* The matrix product of all kernels: C[r][c] = or += sum_k A(r, k) B[k][c].
  *
  *     logits   X[j][i]  = sum_c k[j][c] qT[c][i]      A row-major (row_stride, 1)
  *     dq       dq[i][c] += sum_j G[j][i] k[j][c]      A transposed (1, step_stride)
  *     dk       dk[j][c] += sum_i G[j][i] q[i][c]      A row-major
  *
- * No operand is packed for it: A is read by scalar broadcasts, B by whole vectors along a row. The micro-kernel keeps
+ * Operands are not packed: A is read by scalar broadcasts, B by full vectors along a row. The micro-kernel keeps
  * SKL_MICRO_ROWS x SKL_MICRO_VECS vectors of C in registers. */
 #ifndef SKL_CPU_BODY_GEMM_H
 #define SKL_CPU_BODY_GEMM_H
@@ -14,10 +14,10 @@
 enum {
     MICRO_ROWS = SKL_MICRO_ROWS,
     MICRO_VECS = SKL_MICRO_VECS,
-    ROWS_A_POINTER = 3 /* rows reached from one base address by x86's index * {1, 2} */
+    ROWS_PER_POINTER = 3 /* rows that x86 addresses from one base as base + index * {0, 1, 2} */
 };
 
-_Static_assert(MICRO_ROWS % ROWS_A_POINTER == 0, "row pointers come in whole groups");
+_Static_assert(MICRO_ROWS % ROWS_PER_POINTER == 0, "each row pointer serves ROWS_PER_POINTER rows");
 
 typedef struct gemm_a {
     const float *data;
@@ -34,10 +34,10 @@ SKL_INLINE void micro_kernel(float *c, int64_t c_stride, gemm_a a, const float *
         for (int v = 0; v < vecs; v++)
             sum[r][v] = accumulate ? vec_load(c + r * c_stride + v * SKL_LANES) : vec_of(0.0F);
 
-    const float *group[MICRO_ROWS / ROWS_A_POINTER];
+    const float *base[MICRO_ROWS / ROWS_PER_POINTER];
 #pragma GCC unroll 16
-    for (int g = 0; g < MICRO_ROWS / ROWS_A_POINTER; g++)
-        group[g] = a.data + g * ROWS_A_POINTER * a.row_stride;
+    for (int g = 0; g < MICRO_ROWS / ROWS_PER_POINTER; g++)
+        base[g] = a.data + g * ROWS_PER_POINTER * a.row_stride;
 
     for (int64_t k = 0; k < depth; k++) {
         vec row[MICRO_VECS];
@@ -47,14 +47,14 @@ SKL_INLINE void micro_kernel(float *c, int64_t c_stride, gemm_a a, const float *
         b += b_stride;
 #pragma GCC unroll 16
         for (int r = 0; r < MICRO_ROWS; r++) {
-            const float scalar = group[r / ROWS_A_POINTER][r % ROWS_A_POINTER * a.row_stride];
+            const float scalar = base[r / ROWS_PER_POINTER][r % ROWS_PER_POINTER * a.row_stride];
 #pragma GCC unroll 4
             for (int v = 0; v < vecs; v++)
                 sum[r][v] = vec_fma(vec_of(scalar), row[v], sum[r][v]);
         }
 #pragma GCC unroll 16
-        for (int g = 0; g < MICRO_ROWS / ROWS_A_POINTER; g++)
-            group[g] += a.step_stride;
+        for (int g = 0; g < MICRO_ROWS / ROWS_PER_POINTER; g++)
+            base[g] += a.step_stride;
     }
 
 #pragma GCC unroll 16
@@ -64,8 +64,9 @@ SKL_INLINE void micro_kernel(float *c, int64_t c_stride, gemm_a a, const float *
             vec_store(c + r * c_stride + v * SKL_LANES, sum[r][v]);
 }
 
-/* Rows are rounded up to MICRO_ROWS and columns to SKL_LANES: the buffers leave room for it, and what lands there is
- * never read. Column panels outside, rows inside, so that a panel of B stays in the first-level cache. */
+/* Rounds rows up to MICRO_ROWS and columns to SKL_LANES: the buffers have room for it, and the extra elements are
+ * never read. The loop over rows is inside the loop over column panels, so that a panel of B stays in the L1 cache.
+ */
 SKL_INLINE void gemm_body(float *c, int64_t c_stride, gemm_a a, const float *b, int64_t b_stride, int64_t rows,
                           int64_t columns, int64_t depth, const bool accumulate)
 {
@@ -99,7 +100,7 @@ static void gemm_add(float *c, int64_t c_stride, const float *a, int64_t a_strid
     gemm_body(c, c_stride, row_major, b, b_stride, rows, columns, depth, true);
 }
 
-/* C += A^T B with A given by its rows: A(r, k) = a[k * a_stride + r]. */
+/* C += A^T B, where A(r, k) = a[k * a_stride + r]. */
 static void gemm_transposed_add(float *c, int64_t c_stride, const float *a, int64_t a_stride, const float *b,
                                 int64_t b_stride, int64_t rows, int64_t columns, int64_t depth)
 {

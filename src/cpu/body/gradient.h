@@ -1,8 +1,9 @@
-/* Logit gradients of a tile, from the known LSEs. With u = log2 of the first argument, v = of the second:
+/* Logit gradients of a tile from known LSEs. With A the first argument of the KL, B the second, and log_a and log_b
+ * the log2 of their probabilities:
  *
- *     first   g_1 = c_1 2^u (ln2 (u - v) - KL)        second   g_2 = c_2 (2^v - 2^u)
+ *     g_a = c_a 2^log_a (ln2 (log_a - log_b) - KL)        g_b = c_b (2^log_b - 2^log_a)
  *
- * c is the upstream gradient times the side's scale, and with a softcap times 1 - (logit / cap)^2. */
+ * c is the upstream gradient times the scale of the side, times 1 - (logit / cap)^2 with a softcap. */
 #ifndef SKL_CPU_BODY_GRADIENT_H
 #define SKL_CPU_BODY_GRADIENT_H
 
@@ -12,90 +13,91 @@
 typedef struct argument {
     logits x;
     const float *lse, *low; /* [height], base 2 */
-    float scale;            /* of the side: the chain rule to q and k */
+    float scale;            /* of the side, for the chain rule to q and k */
     float inverse_cap;      /* 1 / softcap in base 2; 0: none */
     float *gradient;        /* [key][height] of the tile, or NULL */
 } argument;
 
 SKL_INLINE vec slope_of(vec logit, float inverse_cap)
 {
-    const vec ratio = inverse_cap == 0.0F ? vec_of(0.0F) : logit * inverse_cap; /* an infinite one has no cap */
+    const vec ratio = inverse_cap == 0.0F ? vec_of(0.0F) : logit * inverse_cap; /* an infinite logit has no cap */
     return vec_fma(-ratio, ratio, vec_of(1.0F));
 }
 
-/* Probabilities of like keys are equal, and a long sum of them rounds the same way again and again: sums of short
- * sums do not. */
+/* Equal keys have equal probabilities, and a long sum of them rounds in the same direction at every step. Summing
+ * blocks avoids this. */
 enum { SUM_BLOCK = 8 };
 
-/* A row whose upstream gradient is 0 has no gradients, whatever it holds: 0 * NaN is NaN, so it is left out. */
-static bool pulls(const tile *t, int64_t i)
+/* A row whose upstream gradient is 0 contributes no gradient, even if it holds NaN: it is skipped, since 0 * NaN is
+ * NaN. */
+static bool has_gradient(const tile *t, int64_t i)
 {
     return t->grad[i] != 0.0F;
 }
 
-static bool all_pull(const tile *t, int64_t first, int64_t count)
+static bool all_have_gradient(const tile *t, int64_t first, int64_t count)
 {
     for (int64_t i = first; i < first + count; i++)
-        if (!pulls(t, i))
+        if (!has_gradient(t, i))
             return false;
     return true;
 }
 
-/* Keys that a lane sees and pulls at. */
-static lane_range lanes_pulling(const tile *t, int64_t row, const key_tile *keys)
+/* Keys visible to each lane; none for lanes whose upstream gradient is 0. */
+static lane_range lanes_with_gradient(const tile *t, int64_t row, const key_tile *keys)
 {
     lane_range lanes = lanes_visible(t, row, keys);
     for (int lane = 0; lane < SKL_LANES; lane++)
-        if (!pulls(t, row + lane))
+        if (!has_gradient(t, row + lane))
             lanes.end[lane] = lanes.begin[lane];
     return lanes;
 }
 
-/* One vector of rows. The const flags are what the compiler specialises on. False, with no state changed: a logit of
- * -inf needs the general one. */
-SKL_INLINE bool gradient_lanes(const tile *t, int64_t row, int64_t column, const argument *one, const argument *two,
-                               int32_t key_count, const lane_range *lanes, const lane_range *pulling,
-                               const bool first, const bool second, const bool with_kl, const bool general)
+/* Gradients of one vector of rows. The compiler specialises on the const flags. Returns false and changes no state if
+ * a logit of -inf needs the general variant. */
+SKL_INLINE bool gradient_lanes(const tile *t, int64_t row, int64_t column, const argument *a, const argument *b,
+                               int32_t key_count, const lane_range *lanes, const lane_range *with_gradient,
+                               const bool with_a, const bool with_b, const bool with_kl, const bool general)
 {
-    const vec lse_a = vec_load(one->lse + row);
-    const vec lse_b = vec_load(two->lse + row);
+    const vec lse_a = vec_load(a->lse + row);
+    const vec lse_b = vec_load(b->lse + row);
     const vec grad = vec_load(t->grad + row);
-    /* What f32 could not hold of the LSEs is the same for all keys of a row: it goes into the row's factors. Equal
-     * sides have a ratio of exactly 1. */
-    const vec low_a = vec_load(one->low + row);
-    const vec low_b = vec_load(two->low + row);
+    /* The low part of an LSE is the same for all keys of a row, so it goes into factors of the row. If both sides are
+     * equal, the ratio is exactly 1. */
+    const vec low_a = vec_load(a->low + row);
+    const vec low_b = vec_load(b->low + row);
     const vec factor = exp2_vec(-low_a);
     const vec ratio = exp2_vec(low_a - low_b);
-    const vec c_1 = grad * one->scale * factor;
-    const vec c_2 = grad * two->scale * factor;
+    const vec c_a = grad * a->scale * factor;
+    const vec c_b = grad * b->scale * factor;
     const vec ln2 = vec_of(SKL_LN2);
-    const vec kl = first ? vec_fma(low_a - low_b, ln2, vec_load(t->kl + row)) : vec_of(0.0F);
+    const vec kl = with_a ? vec_fma(low_a - low_b, ln2, vec_load(t->kl + row)) : vec_of(0.0F);
     const key_sums none = {{0}, {0}, {0}};
     key_sums sums = none;
     key_sums block = none;
     for (int32_t key = 0; key < key_count; key++) {
-        const float *const at_a = one->x.data + key * PANEL + column;
-        const float *const at_b = two->x.data + key * PANEL + column;
-        const vec u = logit_less(at_a, one->x.scale, lse_a);
-        const vec v = logit_less(at_b, two->x.scale, lse_b);
-        const vec p = exp2_vec(u);
-        const vec s = exp2_vec(v);
+        const float *const at_a = a->x.data + key * PANEL + column;
+        const float *const at_b = b->x.data + key * PANEL + column;
+        const vec log_a = logit_minus(at_a, a->x.scale, lse_a);
+        const vec log_b = logit_minus(at_b, b->x.scale, lse_b);
+        const vec p_a = exp2_vec(log_a);
+        const vec p_b = exp2_vec(log_b);
         const ivec seen = general ? lane_mask(lanes, key) : ivec_of(-1);
-        const ivec pulled = general ? lane_mask(pulling, key) : ivec_of(-1);
-        if (first) {
-            const vec slope = slope_of(vec_load(at_a) * one->x.scale, one->inverse_cap);
-            const vec g = mass_times(c_1 * p, vec_fma(u - v, ln2, -kl)) * slope;
-            vec_store(one->gradient + key * t->height + row, (vec)((ivec)g & pulled));
+        const ivec written = general ? lane_mask(with_gradient, key) : ivec_of(-1);
+        if (with_a) {
+            const vec slope = slope_of(vec_load(at_a) * a->x.scale, a->inverse_cap);
+            const vec g = mass_times(c_a * p_a, vec_fma(log_a - log_b, ln2, -kl)) * slope;
+            vec_store(a->gradient + key * t->height + row, (vec)((ivec)g & written));
         }
-        if (second) {
-            const vec g = c_2 * vec_fma(s, ratio, -p);
-            const vec slope = slope_of(vec_load(at_b) * two->x.scale, two->inverse_cap);
+        if (with_b) {
+            const vec g = c_b * vec_fma(p_b, ratio, -p_a);
+            const vec slope = slope_of(vec_load(at_b) * b->x.scale, b->inverse_cap);
             const vec sloped = general ? g * slope : g;
-            vec_store(two->gradient + key * t->height + row, (vec)((ivec)sloped & pulled));
+            vec_store(b->gradient + key * t->height + row, (vec)((ivec)sloped & written));
         }
         if (!with_kl)
             continue;
-        add_terms(&block, p, s, u - v, seen, general);
+        add_terms(&block, p_a, p_b, log_a - log_b, seen, general);
         if (key % SUM_BLOCK == SUM_BLOCK - 1) {
             add_sums(&sums, &block);
             block = none;
@@ -113,23 +115,22 @@ SKL_INLINE bool gradient_lanes(const tile *t, int64_t row, int64_t column, const
     return true;
 }
 
-static void gradient_panel(const tile *t, int64_t panel, const argument *one, const argument *two,
-                           const key_tile *keys, sight seen, bool with_kl)
+static void gradient_panel(const tile *t, int64_t panel, const argument *a, const argument *b, const key_tile *keys,
+                           visibility seen, bool with_kl)
 {
-    const bool first = one->gradient != NULL;
-    const bool second = two->gradient != NULL;
-    const bool like_all = seen == SEES_ALL && second && !first && two->inverse_cap == 0.0F;
+    const bool with_a = a->gradient != NULL;
+    const bool with_b = b->gradient != NULL;
+    const bool may_be_plain = seen == FULL && with_b && !with_a && b->inverse_cap == 0.0F;
     const int32_t count = (int32_t)keys->count;
     for (int64_t column = 0; column < panel_columns(t, panel); column += SKL_LANES) {
         const int64_t row = panel * PANEL + column;
-        const bool plain = like_all && all_pull(t, row, SKL_LANES);
-        if (plain && with_kl && gradient_lanes(t, row, column, one, two, count, NULL, NULL, false, true, true, false))
+        const bool plain = may_be_plain && all_have_gradient(t, row, SKL_LANES);
+        if (plain && with_kl && gradient_lanes(t, row, column, a, b, count, NULL, NULL, false, true, true, false))
             continue;
-        if (plain && !with_kl &&
-            gradient_lanes(t, row, column, one, two, count, NULL, NULL, false, true, false, false))
+        if (plain && !with_kl && gradient_lanes(t, row, column, a, b, count, NULL, NULL, false, true, false, false))
             continue;
-        const lane_range lanes = lanes_visible(t, row, keys), pulling = lanes_pulling(t, row, keys);
-        (void)gradient_lanes(t, row, column, one, two, count, &lanes, &pulling, first, second, with_kl, true);
+        const lane_range lanes = lanes_visible(t, row, keys), with_gradient = lanes_with_gradient(t, row, keys);
+        (void)gradient_lanes(t, row, column, a, b, count, &lanes, &with_gradient, with_a, with_b, with_kl, true);
     }
 }
 
@@ -144,41 +145,41 @@ static float inverse_cap(const skl_side *side)
     return side->softcap > 0.0F ? 1.0F / (side->softcap * SKL_LOG2E) : 0.0F;
 }
 
-/* What a sweep wants of each key tile. */
+/* Results that a pass requests of each key tile. */
 typedef struct wanted {
-    bool student, teacher; /* logit gradients of a side; a grouped teacher's come head by head: see head_gradient */
+    bool student, teacher; /* logit gradients of a side; a teacher group's follow head by head: see head_gradient */
     bool kl;
     bool keep_logits; /* t->x and t->y of every panel, for head_gradient */
 } wanted;
 
-/* Logit gradients of all queries of the tile for one key tile, whose rows are in t->k_t and t->k_s. */
+/* Logit gradients of all queries of the tile for one key tile, whose keys are in t->k_t and t->k_s. */
 static void tile_gradients(const tile *t, const key_tile *keys, const wanted *want)
 {
-    const bool grouped = t->group > 1;
-    if (grouped)
+    const bool teacher_group = t->group_size > 1;
+    if (teacher_group)
         group_logits(t, keys);
-    float *const g_t = want->teacher && !grouped ? t->g_t : NULL;
+    float *const g_t = want->teacher && !teacher_group ? t->g_t : NULL;
     float *const g_s = want->student ? t->g_s : NULL;
     for (int64_t panel = 0; panel < panel_count(t); panel++) {
-        const sight seen = panel_sight(t, panel, keys);
-        if (seen == SEES_NONE) {
+        const visibility seen = panel_visibility(t, panel, keys);
+        if (seen == HIDDEN) {
             clear_panel(g_t, t, panel, keys);
             clear_panel(g_s, t, panel, keys);
             continue;
         }
         const int64_t columns = panel_columns(t, panel);
-        float *const x = grouped || want->keep_logits ? t->x + panel * TILE_K * PANEL : t->x;
+        float *const x = teacher_group || want->keep_logits ? t->x + panel * TILE_K * PANEL : t->x;
         float *const y = want->keep_logits ? t->y + panel * TILE_K * PANEL : t->y;
-        if (!grouped)
+        if (!teacher_group)
             panel_logits(x, &t->teacher, loaded_keys(&t->teacher, t->k_t), panel_queries(t->qT_t, &t->teacher, panel),
                          columns, keys->count);
         panel_logits(y, &t->student, loaded_keys(&t->student, t->k_s), panel_queries(t->qT_s, &t->student, panel),
                      columns, keys->count);
-        const argument teacher = {{x, grouped ? 1.0F : logit_scale(&t->teacher)},
-                                  grouped ? t->zero : t->lse_t,
-                                  grouped ? t->zero : t->low_t,
+        const argument teacher = {{x, teacher_group ? 1.0F : logit_scale(&t->teacher)},
+                                  teacher_group ? t->zero : t->lse_t,
+                                  teacher_group ? t->zero : t->low_t,
                                   t->teacher.scale,
-                                  grouped ? 0.0F : inverse_cap(&t->teacher),
+                                  teacher_group ? 0.0F : inverse_cap(&t->teacher),
                                   g_t};
         const argument student = {{y, logit_scale(&t->student)}, t->lse_s, t->low_s, t->student.scale,
                                   inverse_cap(&t->student),      g_s};
@@ -188,32 +189,33 @@ static void tile_gradients(const tile *t, const key_tile *keys, const wanted *wa
     }
 }
 
-/* Logit gradient of one head of a grouped teacher into t->g_t, from the kept logits: c P_h (phi - dot_t[h]) / r */
+/* Logit gradient of one head of a teacher group into t->g_t, from the kept logits: c P_h (phi - dot_t[h]) / r */
 static void head_gradient(const tile *t, int64_t h, const key_tile *keys)
 {
     const float scale_s = logit_scale(&t->student);
     const float cap = inverse_cap(&t->teacher);
-    float *const z = t->sum; /* consumed by group_logits before */
+    float *const z = t->sum; /* group_logits no longer needs it */
     for (int64_t panel = 0; panel < panel_count(t); panel++) {
-        if (panel_sight(t, panel, keys) == SEES_NONE) {
+        if (panel_visibility(t, panel, keys) == HIDDEN) {
             clear_panel(t->g_t, t, panel, keys);
             continue;
         }
         head_log_probabilities(t, h, panel, keys, z);
         for (int64_t column = 0; column < panel_columns(t, panel); column += SKL_LANES) {
             const int64_t row = panel * PANEL + column;
-            const lane_range lanes = lanes_pulling(t, row, keys);
-            const vec c = vec_load(t->grad + row) * (t->teacher.scale / (float)t->group);
+            const lane_range lanes = lanes_with_gradient(t, row, keys);
+            const vec c = vec_load(t->grad + row) * (t->teacher.scale / (float)t->group_size);
             const vec dot = vec_load(t->dot_t + h * t->height + row);
             const vec lse_t = vec_load(t->lse_t + h * t->height + row);
             const vec lse_s = vec_load(t->lse_s + row);
             const vec low_s = vec_load(t->low_s + row);
             for (int32_t key = 0; key < keys->count; key++) {
                 const int64_t at = panel * TILE_K * PANEL + key * PANEL + column;
-                const vec log_p = vec_load(z + key * PANEL + column);
-                const vec u = vec_load(t->x + at);
-                const vec v = logit_less(t->y + at, scale_s, lse_s) - low_s;
-                const vec g = c * head_excess(log_p, u, v, dot, t->reverse) * slope_of(log_p + lse_t, cap);
+                const vec log_p_head = vec_load(z + key * PANEL + column);
+                const vec log_p = vec_load(t->x + at);
+                const vec log_s = logit_minus(t->y + at, scale_s, lse_s) - low_s;
+                const vec g =
+                    c * head_excess(log_p_head, log_p, log_s, dot, t->reverse) * slope_of(log_p_head + lse_t, cap);
                 vec_store(t->g_t + key * t->height + row, (vec)((ivec)g & lane_mask(&lanes, key)));
             }
         }

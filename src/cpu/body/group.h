@@ -1,13 +1,14 @@
-/* A group of teacher heads as one teacher: log2 of the mean of their probabilities is a logit like any other. */
+/* A teacher group as one teacher: log2 of the mean probability of its heads serves as the logit. */
 #ifndef SKL_CPU_BODY_GROUP_H
 #define SKL_CPU_BODY_GROUP_H
 
 #include "cpu/body/reduce.h"
 
-/* Keys of teacher head h of the group into t->k_t. Heads come in order, and those that share keys load them once. */
+/* Loads the keys of teacher head h of the group into t->k_t. Called in the order of heads, so that heads that share
+ * keys load them once. */
 static void load_group_keys(const tile *t, int64_t h, const key_tile *keys)
 {
-    const int64_t head = t->head * t->group + h;
+    const int64_t head = t->head * t->group_size + h;
     const int64_t key_head = skl_key_head(&t->teacher, head);
     if (h == 0 || skl_key_head(&t->teacher, head - 1) != key_head)
         load_keys(t, &t->teacher, key_head, keys->first, keys->count, t->k_t);
@@ -26,15 +27,15 @@ static void head_log_probabilities(const tile *t, int64_t h, int64_t panel, cons
     for (int64_t key = 0; key < keys->count; key++)
         for (int64_t column = 0; column < columns; column += SKL_LANES) {
             float *const at = z + key * PANEL + column;
-            vec_store(at, logit_less(at, scale, vec_load(lse + column)) - vec_load(low + column));
+            vec_store(at, logit_minus(at, scale, vec_load(lse + column)) - vec_load(low + column));
         }
 }
 
-/* (x, sum) stand for x + log2 sum; adds 2^z with one exponential. */
+/* (x, sum) represents x + log2 sum. Adds 2^z with one exponential. */
 SKL_INLINE void add_in_log_space(float *x, float *sum, vec z)
 {
     const vec old = vec_load(x);
-    const vec difference = vec_select(z == old, vec_of(0.0F), z - old); /* also of two that are -inf */
+    const vec difference = vec_select(z == old, vec_of(0.0F), z - old); /* 0 also if both are -inf */
     const ivec larger = difference > 0.0F;
     const vec ratio = exp2_vec(vec_select(larger, -difference, difference));
     const vec s = vec_load(sum);
@@ -42,15 +43,15 @@ SKL_INLINE void add_in_log_space(float *x, float *sum, vec z)
     vec_store(sum, vec_select(larger, horner(s, ratio, 1.0F), s + ratio));
 }
 
-/* t->x = log2 mean_h P_h for every panel that sees keys of the tile. t->lse_t normalises the heads. */
+/* t->x = log2 mean_h P_h for every panel that sees keys of the tile. t->lse_t holds the LSEs of the heads. */
 static void group_logits(const tile *t, const key_tile *keys)
 {
-    float *const z = t->g_t; /* not in use yet */
+    float *const z = t->g_t; /* not used yet */
     const int64_t panel_size = TILE_K * PANEL;
-    for (int64_t h = 0; h < t->group; h++) {
+    for (int64_t h = 0; h < t->group_size; h++) {
         load_group_keys(t, h, keys);
         for (int64_t panel = 0; panel < panel_count(t); panel++) {
-            if (panel_sight(t, panel, keys) == SEES_NONE)
+            if (panel_visibility(t, panel, keys) == HIDDEN)
                 continue;
             float *const x = t->x + panel * panel_size;
             float *const sum = t->sum + panel * panel_size;
@@ -63,9 +64,9 @@ static void group_logits(const tile *t, const key_tile *keys)
             }
         }
     }
-    const float mean = 1.0F / (float)t->group;
+    const float mean = 1.0F / (float)t->group_size;
     for (int64_t panel = 0; panel < panel_count(t); panel++) {
-        if (panel_sight(t, panel, keys) == SEES_NONE)
+        if (panel_visibility(t, panel, keys) == HIDDEN)
             continue;
         float *const x = t->x + panel * panel_size;
         const float *const sum = t->sum + panel * panel_size;
@@ -74,8 +75,8 @@ static void group_logits(const tile *t, const key_tile *keys)
     }
 }
 
-/* P_h (phi - origin) of a head, phi = dKL/dP: log P - log S, or -S/P in reverse, where P_h S/P is one exponential.
- * From log2 of P_h, P and S. */
+/* P_h (phi - origin) of a head, with phi = dKL/dP: log P - log S, or -S/P for the reverse KL, where P_h S/P is one
+ * exponential. Takes log2 of P_h, P and S. */
 SKL_INLINE vec head_excess(vec log_p_head, vec log_p, vec log_s, vec origin, bool reverse)
 {
     const vec p_head = exp2_vec(log_p_head);

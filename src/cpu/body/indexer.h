@@ -1,11 +1,10 @@
-/* The student as an indexer, dense: y_j = scale sum_g w_g relu(a_gj) with a_gj = <q_g, k_j>.
+/* A dense indexer as the student: y_j = scale sum_g w_g relu(a_gj) with a_gj = <q_g, k_j>.
  *
- * Masks, teacher and row states are those of any tile. Index heads are swept one after the other: their dots are one
- * matrix product a panel, and once dy is known,
+ * Masks, teacher and row states are the same as for attention. Index heads are processed one after another, with one
+ * matrix product per panel for their dots. Once dy is known, the products of the backward are
  *
  *     G_g[j][i] = dy[j][i] w_g[i] [a_g[j][i] > 0]        dq_g += G_g^T k        dk += G_g q_g
- *
- * are the products of a backward. */
+ */
 #ifndef SKL_CPU_BODY_INDEXER_H
 #define SKL_CPU_BODY_INDEXER_H
 
@@ -15,13 +14,13 @@ typedef struct index_tile {
     tile base;
     int64_t heads; /* index heads, G */
     bool relu;
-    float *qT;     /* transposed queries: [G][panel][dim][PANEL] */
-    float *q;      /* queries as rows: [G][height][padded] */
-    float *w, *dw; /* [G][height] */
-    float *dq;     /* [G][height][padded] */
-    float *dots;   /* of one index head and panel: [TILE_K][PANEL] */
-    float *zeros;  /* shaped like dots */
-    float *spread; /* row states of the first argument beside zeros, for its entropy: [5][height] */
+    float *qT;            /* transposed queries: [G][panel][dim][PANEL] */
+    float *q;             /* queries as rows: [G][height][padded] */
+    float *w, *dw;        /* [G][height] */
+    float *dq;            /* [G][height][padded] */
+    float *dots;          /* of one index head and panel: [TILE_K][PANEL] */
+    float *zeros;         /* shaped like dots */
+    float *entropy_state; /* row states of (A, zeros), for the entropy of A: [5][height] */
 } index_tile;
 
 /* ---- Buffers ------------------------------------------------------------------------------------------------ */
@@ -40,14 +39,14 @@ static float *index_lay_out(index_tile *x, const skl_problem *p, float *scratch)
     x->dq = cut(&next, p->gradients & SKL_DQ_S ? x->heads * height * width : 0);
     x->dots = cut(&next, TILE_K * PANEL);
     x->zeros = cut(&next, TILE_K * PANEL);
-    x->spread = cut(&next, 5 * height);
+    x->entropy_state = cut(&next, 5 * height);
     return next;
 }
 
 static size_t index_scratch_size(const skl_problem *p)
 {
     index_tile x;
-    float *const base = (float *)(uintptr_t)64; /* any aligned address: nothing is touched */
+    float *const base = (float *)(uintptr_t)64; /* any aligned address: no memory is accessed */
     return (size_t)((const char *)index_lay_out(&x, p, base) - (const char *)base);
 }
 
@@ -59,7 +58,7 @@ static void index_begin(index_tile *x, const skl_task *task, int64_t head, int64
     memset(x->dw, 0, (size_t)(x->heads * x->base.height) * sizeof *x->dw);
 }
 
-/* Queries and weights; rows behind the last one have weight 0. */
+/* Loads queries and weights. Rows after the last one have weight 0. */
 static void index_load_student(const index_tile *x)
 {
     const tile *const t = &x->base;
@@ -91,7 +90,7 @@ static void index_dots(const index_tile *x, int64_t g, int64_t panel, const key_
                  keys->count);
 }
 
-/* Lanes whose dot passes the ReLU; NaN does, to be seen. */
+/* Lanes whose dot passes the ReLU. NaN passes, so that it shows in the result. */
 SKL_INLINE ivec dots_pass(const index_tile *x, vec dots)
 {
     return x->relu ? ~(ivec)(dots <= 0.0F) : ivec_of(-1);
@@ -122,32 +121,32 @@ static bool entropy_wanted(const skl_call *call)
     return call->rows.entropy.data != NULL || call->rows.cross_entropy.data != NULL;
 }
 
-/* A tile whose row states are those of the first argument alone. */
-static tile spread_tile(const index_tile *x)
+/* A tile whose row states are those for the entropy of A. */
+static tile entropy_tile(const index_tile *x)
 {
-    tile spread = x->base;
-    spread.row_state = x->spread;
-    return spread;
+    tile for_entropy = x->base;
+    for_entropy.row_state = x->entropy_state;
+    return for_entropy;
 }
 
-static void spread_panel(const index_tile *x, int64_t panel, logits first, const key_tile *keys, sight seen)
+static void entropy_panel(const index_tile *x, int64_t panel, logits a, const key_tile *keys, visibility seen)
 {
     if (!entropy_wanted(x->base.task->call))
         return;
-    const tile spread = spread_tile(x);
+    const tile for_entropy = entropy_tile(x);
     const logits zero = {x->zeros, 0.0F};
-    reduce_panel(&spread, panel, first, zero, keys, seen);
+    reduce_panel(&for_entropy, panel, a, zero, keys, seen);
 }
 
 static void reset_states(const index_tile *x)
 {
-    const tile spread = spread_tile(x);
+    const tile for_entropy = entropy_tile(x);
     state_reset(&x->base);
-    state_reset(&spread);
+    state_reset(&for_entropy);
 }
 
-/* Row states over all keys; without the teacher, those of the student beside itself. */
-static void index_sweep_states(const index_tile *x, bool with_teacher)
+/* Row states over all visible keys. Without the teacher, the student takes both places. */
+static void index_reduce_states(const index_tile *x, bool with_teacher)
 {
     const tile *const t = &x->base;
     const float scale_s = logit_scale(&t->student);
@@ -158,31 +157,31 @@ static void index_sweep_states(const index_tile *x, bool with_teacher)
         if (with_teacher)
             group_logits(t, &keys);
         for (int64_t panel = 0; panel < panel_count(t); panel++) {
-            const sight seen = panel_sight(t, panel, &keys);
-            if (seen == SEES_NONE)
+            const visibility seen = panel_visibility(t, panel, &keys);
+            if (seen == HIDDEN)
                 continue;
             index_logits(x, panel, &keys);
             const logits student = {t->y, scale_s};
             const logits mean = {t->x + panel * TILE_K * PANEL, 1.0F};
             const logits teacher = with_teacher ? mean : student;
-            const logits first = t->reverse ? student : teacher;
-            reduce_panel(t, panel, first, t->reverse ? teacher : student, &keys, seen);
-            spread_panel(x, panel, first, &keys, seen);
+            const logits a = t->reverse ? student : teacher;
+            reduce_panel(t, panel, a, t->reverse ? teacher : student, &keys, seen);
+            entropy_panel(x, panel, a, &keys, seen);
         }
     }
 }
 
 /* Entropy, cross-entropy and mass of every row. */
-static void finish_parts(const index_tile *x)
+static void finish_entropy(const index_tile *x)
 {
     const tile *const t = &x->base;
-    const tile spread = spread_tile(x);
+    const tile for_entropy = entropy_tile(x);
     const skl_rows *const rows = &t->task->call->rows;
     const bool lse_given = t->task->call->inputs.lse_t.data != NULL;
     for (int64_t i = 0; i < t->count; i++) {
         const skl_row_state state = state_of(t, i);
-        const skl_row_state spread_state = state_of(&spread, i);
-        const float entropy = skl_state_entropy(&spread_state);
+        const skl_row_state entropy_total = state_of(&for_entropy, i);
+        const float entropy = skl_state_entropy(&entropy_total);
         const float lse_t = t->reverse ? skl_lse(state.m_b, state.l_b) : skl_lse(state.m_a, state.l_a);
         skl_row_set(&rows->entropy, &t->sequence, t->head, t->first + i, entropy);
         skl_row_set(&rows->cross_entropy, &t->sequence, t->head, t->first + i, entropy + skl_state_kl(&state));
@@ -204,7 +203,7 @@ static void index_forward(const skl_task *task)
         load_teacher_queries(t);
         group_lse(t);
     }
-    index_sweep_states(&x, with_teacher);
+    index_reduce_states(&x, with_teacher);
     for (int64_t i = 0; !with_teacher && i < t->count; i++) {
         const skl_row_state state = state_of(t, i);
         skl_row_set(&call->rows.lse_s, &t->sequence, t->head, t->first + i, skl_lse(state.m_a, state.l_a));
@@ -216,20 +215,20 @@ static void index_forward(const skl_task *task)
             call->states[skl_state_index(task->problem, &t->sequence, t->head, t->first + i)] = state_of(t, i);
         return;
     }
-    finish_parts(&x);
+    finish_entropy(&x);
     finish_rows(t);
 }
 
 /* ---- Backward ----------------------------------------------------------------------------------------------- */
 
-/* t->g_s = scale dy of all queries for one key tile, and with `kl` its share of the row states. */
+/* t->g_s = scale dy of all queries for one key tile. With `kl`, also adds the tile to the row states. */
 static void index_gradients(const index_tile *x, const key_tile *keys, bool kl)
 {
     const tile *const t = &x->base;
     group_logits(t, keys);
     for (int64_t panel = 0; panel < panel_count(t); panel++) {
-        const sight seen = panel_sight(t, panel, keys);
-        if (seen == SEES_NONE) {
+        const visibility seen = panel_visibility(t, panel, keys);
+        if (seen == HIDDEN) {
             clear_panel(t->g_s, t, panel, keys);
             continue;
         }
@@ -237,10 +236,10 @@ static void index_gradients(const index_tile *x, const key_tile *keys, bool kl)
         const argument teacher = {{t->x + panel * TILE_K * PANEL, 1.0F}, t->zero, t->zero, 0.0F, 0.0F, NULL};
         const argument student = {
             {t->y, logit_scale(&t->student)}, t->lse_s, t->low_s, t->student.scale, 0.0F, t->g_s};
-        const argument *const first = t->reverse ? &student : &teacher;
-        gradient_panel(t, panel, first, t->reverse ? &teacher : &student, keys, seen, kl);
+        const argument *const a = t->reverse ? &student : &teacher;
+        gradient_panel(t, panel, a, t->reverse ? &teacher : &student, keys, seen, kl);
         if (kl)
-            spread_panel(x, panel, first->x, keys, seen);
+            entropy_panel(x, panel, a->x, keys, seen);
     }
 }
 
@@ -249,14 +248,14 @@ static void index_head_gradient(const index_tile *x, int64_t g, const key_tile *
 {
     const tile *const t = &x->base;
     for (int64_t panel = 0; panel < panel_count(t); panel++) {
-        if (panel_sight(t, panel, keys) == SEES_NONE) {
+        if (panel_visibility(t, panel, keys) == HIDDEN) {
             clear_panel(t->g_t, t, panel, keys);
             continue;
         }
         index_dots(x, g, panel, keys);
         for (int64_t column = 0; column < panel_columns(t, panel); column += SKL_LANES) {
             const int64_t row = panel * PANEL + column;
-            const lane_range lanes = lanes_pulling(t, row, keys);
+            const lane_range lanes = lanes_with_gradient(t, row, keys);
             const vec w = vec_load(x->w + g * t->height + row);
             float *const total = x->dw + g * t->height + row;
             vec sum = {0};
@@ -299,9 +298,9 @@ static void index_query_step(const index_tile *x, const key_tile *keys, bool kl)
     index_products(x, keys, call->gradients.dq_s.data != NULL, fused_dk ? t->dk_s : NULL);
     if (!fused_dk)
         return;
-    enter_turn(t, keys);
+    wait_for_order(t, keys);
     add_to_caller(t, &t->student, t->head, keys, t->dk_s);
-    skl_turn_pass(&t->task->turns, t->task->item, keys->index + 1);
+    skl_ordered_sum_advance(&t->task->ordered_sum, t->task->item, keys->index + 1);
 }
 
 static void store_index_gradients(const index_tile *x)
@@ -343,10 +342,10 @@ static void index_backward_queries(const skl_task *task)
         skl_row_set(&call->rows.kl, &t->sequence, t->head, t->first + i, skl_kl_report(skl_state_kl(&state)));
     }
     if (kl)
-        finish_parts(&x);
+        finish_entropy(&x);
 }
 
-/* Adds what one query tile gives to the dk of a block of keys. */
+/* Adds the contribution of one query tile to the dk of a key block. */
 static void index_block_step(const index_tile *x, int64_t block_first, int64_t block_end)
 {
     const int64_t end = skl_min(block_end, tile_keys(&x->base).end);

@@ -1,12 +1,12 @@
-/* Rows of tensors into tile buffers and back. */
+/* Loads rows of tensors into tile buffers and stores them. */
 #ifndef SKL_CPU_BODY_LOAD_H
 #define SKL_CPU_BODY_LOAD_H
 
 #include "base/convert.h"
 #include "cpu/body/vector.h"
 
-/* Row stride of a tile buffer: room for whole vectors, and one cache line more so that rows do not pile up in the
- * same cache sets when the dimension is a power of two. */
+/* Row stride of a tile buffer: room for full vectors, plus one cache line so that rows do not map to the same cache
+ * sets when the dimension is a power of two. */
 static inline int64_t padded(int64_t dim)
 {
     return (dim + 15) / 16 * 16 + 16;
@@ -29,7 +29,7 @@ static void load_row(float *to, const void *from, skl_dtype dtype, int64_t offse
             to[c] = skl_from_f16(row[c]);
 }
 
-/* `count` rows from element `offset` on, converted to f32, contiguous, zeros behind column `dim`. */
+/* Loads `count` rows, starting at element `offset`, as f32. Columns from `dim` on are set to 0. */
 static void load_rows(float *to, const void *from, skl_dtype dtype, int64_t offset, int64_t stride, int64_t count,
                       int64_t dim)
 {
@@ -41,8 +41,8 @@ static void load_rows(float *to, const void *from, skl_dtype dtype, int64_t offs
     }
 }
 
-/* Loaded rows to panels of PANEL columns: to[panel][c][lane] = from[panel * PANEL + lane][c]; zeros behind the last
- * row. Done once a query tile, it spares every key tile the packing. */
+/* Transposes loaded rows into panels: to[panel][c][lane] = from[panel * PANEL + lane][c], with zeros after the last
+ * row. Done once per query tile, so that key tiles need no packing. */
 static void transpose_to_panels(float *to, const float *from, int64_t count, int64_t dim, int64_t panel_width)
 {
     const int64_t width = padded(dim);
@@ -71,7 +71,7 @@ static void add_rows(float *to, int64_t stride, const float *from, int64_t count
             to[c] += from[c];
 }
 
-/* Whether a row holds an infinity or a NaN: all exponent bits set. */
+/* Whether a row holds an infinity or a NaN, whose exponent bits are all set. */
 static bool any_nonfinite(const float *rows, int64_t count, int64_t dim)
 {
     uint32_t highest = 0;

@@ -1,4 +1,4 @@
-/* The forward reduction of a panel: five numbers a row, one row a lane. */
+/* The forward reduction of a panel: five numbers per row, one row per lane. */
 #ifndef SKL_CPU_BODY_REDUCE_H
 #define SKL_CPU_BODY_REDUCE_H
 
@@ -14,27 +14,27 @@ typedef struct key_sums {
     vec l_a, l_b, w;
 } key_sums;
 
-/* The base-2 logit of a key, less `origin`. */
-SKL_INLINE vec logit_less(const float *x, float scale, vec origin)
+/* The base-2 logit of a key minus `origin`. */
+SKL_INLINE vec logit_minus(const float *x, float scale, vec origin)
 {
     return vec_fma(vec_load(x), vec_of(scale), -origin);
 }
 
-/* p * value; 0 without mass, where a logit of -inf makes the value infinite: 0 log 0 = 0. */
+/* p * value, but 0 if p is 0, where a logit of -inf makes the value infinite: 0 log 0 = 0. */
 SKL_INLINE vec mass_times(vec p, vec value)
 {
     return p * (vec)((ivec)value & (ivec)(p != 0.0F));
 }
 
-/* Adds p, s and p times the difference of their exponents; a key that is not seen adds 0. A logit of -inf makes w NaN
- * unless `masked`, which spares the usual tile a look at every p. */
-SKL_INLINE void add_terms(key_sums *sums, vec p, vec s, vec difference, ivec seen, const bool masked)
+/* Adds p_a, p_b and p_a times the difference of their exponents; lanes that are not `seen` add 0. A logit of -inf
+ * makes w NaN unless `masked` is set: full tiles do not test every p_a. */
+SKL_INLINE void add_terms(key_sums *sums, vec p_a, vec p_b, vec difference, ivec seen, const bool masked)
 {
-    const vec own_p = masked ? (vec)((ivec)p & seen) : p;
-    const vec own_s = masked ? (vec)((ivec)s & seen) : s;
-    sums->l_a += own_p;
-    sums->l_b += own_s;
-    sums->w = vec_fma(own_p, masked ? (vec)((ivec)difference & (ivec)(own_p != 0.0F)) : difference, sums->w);
+    const vec seen_a = masked ? (vec)((ivec)p_a & seen) : p_a;
+    const vec seen_b = masked ? (vec)((ivec)p_b & seen) : p_b;
+    sums->l_a += seen_a;
+    sums->l_b += seen_b;
+    sums->w = vec_fma(seen_a, masked ? (vec)((ivec)difference & (ivec)(seen_a != 0.0F)) : difference, sums->w);
 }
 
 SKL_INLINE void add_sums(key_sums *to, const key_sums *from)
@@ -44,13 +44,13 @@ SKL_INLINE void add_sums(key_sums *to, const key_sums *from)
     to->w += from->w;
 }
 
-/* Adds one key: 2^u, 2^v and 2^u (u - v), for u = a - m_a and v = b - m_b. */
-SKL_INLINE void add_key(key_sums *sums, vec u, vec v, ivec seen, const bool masked)
+/* Adds one key: 2^a, 2^b and 2^a (a - b), where a and b are logits minus their shifts m_a and m_b. */
+SKL_INLINE void add_key(key_sums *sums, vec a, vec b, ivec seen, const bool masked)
 {
-    add_terms(sums, exp2_vec(u), exp2_vec(v), u - v, seen, masked);
+    add_terms(sums, exp2_vec(a), exp2_vec(b), a - b, seen, masked);
 }
 
-/* Sums over keys. Two interleaved chains: shorter to wait for, and rounding grows half as fast. */
+/* Sums over keys in two interleaved chains: half the latency, and rounding errors grow half as fast. */
 SKL_INLINE key_sums sum_keys(logits a, vec m_a, logits b, vec m_b, int32_t key_count, const lane_range *lanes,
                              const bool masked)
 {
@@ -61,19 +61,19 @@ SKL_INLINE key_sums sum_keys(logits a, vec m_a, logits b, vec m_b, int32_t key_c
     for (; key + 1 < key_count; key += 2) {
         const float *const at_a = a.data + key * PANEL;
         const float *const at_b = b.data + key * PANEL;
-        add_key(&even, logit_less(at_a, a.scale, m_a), logit_less(at_b, b.scale, m_b),
+        add_key(&even, logit_minus(at_a, a.scale, m_a), logit_minus(at_b, b.scale, m_b),
                 masked ? lane_mask(lanes, key) : all, masked);
-        add_key(&odd, logit_less(at_a + PANEL, a.scale, m_a), logit_less(at_b + PANEL, b.scale, m_b),
+        add_key(&odd, logit_minus(at_a + PANEL, a.scale, m_a), logit_minus(at_b + PANEL, b.scale, m_b),
                 masked ? lane_mask(lanes, key + 1) : all, masked);
     }
     if (key < key_count)
-        add_key(&even, logit_less(a.data + key * PANEL, a.scale, m_a), logit_less(b.data + key * PANEL, b.scale, m_b),
-                masked ? lane_mask(lanes, key) : all, masked);
+        add_key(&even, logit_minus(a.data + key * PANEL, a.scale, m_a),
+                logit_minus(b.data + key * PANEL, b.scale, m_b), masked ? lane_mask(lanes, key) : all, masked);
     add_sums(&even, &odd);
     return even;
 }
 
-/* max(m, the lane's visible logits) */
+/* Maximum of m and the visible logits of each lane. */
 static vec highest(vec m, const float *a, float scale, int32_t key_count, const lane_range *lanes)
 {
     for (int32_t key = 0; key < key_count; key++) {
@@ -83,14 +83,14 @@ static vec highest(vec m, const float *a, float scale, int32_t key_count, const 
     return m;
 }
 
-/* How far a stabiliser moves; an empty side has nothing to move. */
-SKL_INLINE vec move_of(vec m, vec next)
+/* Change of a shift from m to `next`; 0 for a lane that has seen no key. */
+SKL_INLINE vec shift_change(vec m, vec next)
 {
     return vec_select(m == -INFINITY, vec_of(0.0F), m - next);
 }
 
-/* A stabiliser that can be subtracted: a lane that saw nothing yet has -inf. */
-SKL_INLINE vec subtractable(vec m)
+/* A shift that can be subtracted: it is -inf in a lane that has seen no key. */
+SKL_INLINE vec finite_shift(vec m)
 {
     return vec_select(m == -INFINITY, vec_of(0.0F), m);
 }
@@ -117,19 +117,19 @@ static void state_reset(const tile *t)
     }
 }
 
-/* With the true maximum: for masked tiles, a row's first tile, and tiles whose sums outgrew the lazy stabiliser or
- * hold a logit of -inf. */
+/* Reduces with the row maximum as the shift: for masked tiles, the first tile of a row, and tiles whose sums outgrow
+ * the lazy shift or that hold a logit of -inf. */
 static void reduce_exactly(const lane_state *s, logits a, logits b, int32_t key_count, const lane_range *lanes)
 {
     const vec old_a = vec_load(s->m_a);
     const vec old_b = vec_load(s->m_b);
     const vec m_a = highest(old_a, a.data, a.scale, key_count, lanes);
     const vec m_b = highest(old_b, b.data, b.scale, key_count, lanes);
-    const vec d_a = move_of(old_a, m_a);
-    const vec d_b = move_of(old_b, m_b);
+    const vec d_a = shift_change(old_a, m_a);
+    const vec d_b = shift_change(old_b, m_b);
     const vec factor_a = exp2_vec(d_a);
     const vec l_a = vec_load(s->l_a);
-    const key_sums sums = sum_keys(a, subtractable(m_a), b, subtractable(m_b), key_count, lanes, true);
+    const key_sums sums = sum_keys(a, finite_shift(m_a), b, finite_shift(m_b), key_count, lanes, true);
     vec_store(s->w, vec_fma(factor_a, vec_fma(l_a, d_a - d_b, vec_load(s->w)), sums.w));
     vec_store(s->l_a, vec_fma(factor_a, l_a, sums.l_a));
     vec_store(s->l_b, vec_fma(exp2_vec(d_b), vec_load(s->l_b), sums.l_b));
@@ -137,7 +137,8 @@ static void reduce_exactly(const lane_state *s, logits a, logits b, int32_t key_
     vec_store(s->m_b, m_b);
 }
 
-/* Blind to the maximum; false, with nothing changed, if a lane's sum is out of bounds (or NaN). */
+/* Reduces with the current shift. Returns false and changes nothing if the sum of a lane passes the bound or is NaN.
+ */
 static bool reduce_lazily(const lane_state *s, logits a, logits b, int32_t key_count)
 {
     const key_sums sums = sum_keys(a, vec_load(s->m_a), b, vec_load(s->m_b), key_count, NULL, false);
@@ -151,19 +152,19 @@ static bool reduce_lazily(const lane_state *s, logits a, logits b, int32_t key_c
     return true;
 }
 
-/* Adds a panel's keys to its row states; a and b are the logits of the first and second argument. */
-static void reduce_panel(const tile *t, int64_t panel, logits a, logits b, const key_tile *keys, sight seen)
+/* Adds the keys of a panel to its row states; a and b are the logits of the two arguments of the KL. */
+static void reduce_panel(const tile *t, int64_t panel, logits a, logits b, const key_tile *keys, visibility seen)
 {
     const int32_t key_count = (int32_t)keys->count;
     for (int64_t column = 0; column < panel_columns(t, panel); column += SKL_LANES) {
         const int64_t row = panel * PANEL + column;
         const lane_state state = lane_state_at(t, row);
-        const logits own_a = {a.data + column, a.scale};
-        const logits own_b = {b.data + column, b.scale};
-        if (seen == SEES_ALL && *state.m_a != -INFINITY && reduce_lazily(&state, own_a, own_b, key_count))
+        const logits lane_a = {a.data + column, a.scale};
+        const logits lane_b = {b.data + column, b.scale};
+        if (seen == FULL && *state.m_a != -INFINITY && reduce_lazily(&state, lane_a, lane_b, key_count))
             continue;
         const lane_range lanes = lanes_visible(t, row, keys);
-        reduce_exactly(&state, own_a, own_b, key_count, &lanes);
+        reduce_exactly(&state, lane_a, lane_b, key_count, &lanes);
     }
 }
 

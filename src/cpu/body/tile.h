@@ -1,7 +1,7 @@
-/* A tile of queries while it is swept over its keys: buffers, masks, and the logits.
+/* A query tile that goes over its keys: buffers, masks and logits.
  *
- * One lane of a vector is one query row, so the row states are vectors too and nothing is ever summed across lanes.
- * A panel is PANEL queries; logits of a panel are stored [key][lane]. */
+ * One lane of a vector is one query row, so row states are vectors too, and no sum crosses lanes. A panel is PANEL
+ * queries; the logits of a panel are stored as [key][lane]. */
 #ifndef SKL_CPU_BODY_TILE_H
 #define SKL_CPU_BODY_TILE_H
 
@@ -11,15 +11,15 @@
 
 enum {
     PANEL = SKL_LANES * MICRO_VECS,
-    TILE_K = 96,           /* keys of a tile: whole micro-kernels of any instruction set */
-    TILE_Q = 192,          /* queries of a tile; half as many when a side's heads would fill the cache */
-    KEY_BLOCK = 4 * TILE_K /* keys that backward_keys keeps while it walks over the queries */
+    TILE_K = 96,           /* keys per tile: a multiple of MICRO_ROWS for every instruction set */
+    TILE_Q = 192,          /* queries per tile; half of it if the heads of one side would fill the cache */
+    KEY_BLOCK = 4 * TILE_K /* keys that backward_keys keeps while it goes over the queries */
 };
 
-_Static_assert(TILE_K % MICRO_ROWS == 0 && TILE_Q / 2 % MICRO_ROWS == 0, "tiles hold whole micro-kernels");
-_Static_assert(TILE_Q / 2 % PANEL == 0, "tiles hold whole panels");
+_Static_assert(TILE_K % MICRO_ROWS == 0 && TILE_Q / 2 % MICRO_ROWS == 0, "tiles are multiples of the micro-kernel");
+_Static_assert(TILE_Q / 2 % PANEL == 0, "tiles are multiples of a panel");
 
-/* Keys of one step of a sweep. */
+/* Keys of one step of a pass. */
 typedef struct key_tile {
     int64_t index; /* first key / TILE_K */
     int64_t first;
@@ -30,30 +30,30 @@ typedef struct tile {
     const skl_task *task;
     skl_side teacher, student;
     skl_sequence sequence;
-    int64_t group;  /* teacher heads a student head */
-    int64_t head;   /* student head */
-    int64_t first;  /* query */
-    int64_t count;  /* queries */
-    int64_t height; /* queries a full tile holds */
+    int64_t group_size; /* teacher heads per student head */
+    int64_t head;       /* student head */
+    int64_t first;      /* query */
+    int64_t count;      /* queries */
+    int64_t height;     /* queries of a tile that is not the last */
     bool reverse;
 
-    skl_range *visible;   /* [height], the last row repeated behind `count` */
+    skl_range *visible;   /* [height]; rows from `count` on repeat the last one */
     float *row_state;     /* m_a, l_a, m_b, l_b, w: [5][height] */
-    float *lse_t, *low_t; /* [group][height], base 2, and the rest that f32 cannot hold: see skl_lse2 */
+    float *lse_t, *low_t; /* [group_size][height], base 2, with the low part that f32 cannot hold: see skl_lse2 */
     float *lse_s, *low_s;
     float *grad, *kl;
-    float *dot_t; /* [group][height] */
-    float *zero;  /* [height] of 0: the LSE of logits that are normalised already */
+    float *dot_t; /* [group_size][height] */
+    float *zero;  /* [height] of 0: the LSE of logits that are already normalised */
 
-    float *qT_t, *qT_s; /* transposed queries: [group][panel][dim][PANEL], [panel][dim][PANEL] */
-    float *q_t, *q_s;   /* queries as rows: [group][height][padded] (teacher gradients), [height][padded] */
+    float *qT_t, *qT_s; /* transposed queries: [group_size][panel][dim][PANEL], [panel][dim][PANEL] */
+    float *q_t, *q_s;   /* queries as rows: [group_size][height][padded] (teacher gradients), [height][padded] */
     float *k_t, *k_s;   /* keys as rows: [TILE_K][padded] or [KEY_BLOCK][padded] */
     float *x, *y;       /* logits: [panel][TILE_K][PANEL] */
-    float *sum;         /* of a group's probabilities, shaped like x */
+    float *sum;         /* of the probabilities of a teacher group, same shape as x */
     float *g_t, *g_s;   /* logit gradients: [TILE_K][height] */
-    float *dq_t, *dq_s; /* sums: [group][height][padded], [height][padded] */
-    float *dk_t, *dk_s; /* of one key tile, or the sum over a key block */
-    float *rest;        /* rows of dk that do not fill a micro-kernel: [MICRO_ROWS][padded] */
+    float *dq_t, *dq_s; /* sums: [group_size][height][padded], [height][padded] */
+    float *dk_t, *dk_s; /* of one key tile, or sums of a key block */
+    float *rest;        /* last rows of dk, which do not fill a micro-kernel: [MICRO_ROWS][padded] */
 } tile;
 
 /* ---- Buffers ------------------------------------------------------------------------------------------------ */
@@ -64,7 +64,7 @@ static int64_t tile_height(const skl_problem *p)
     return floats > (int64_t)1 << 17 ? TILE_Q / 2 : TILE_Q;
 }
 
-/* Cuts a buffer off the scratch memory, in whole cache lines. */
+/* Takes a buffer from the scratch memory, rounded up to cache lines. */
 static float *cut(float **scratch, int64_t floats)
 {
     float *const buffer = *scratch;
@@ -72,27 +72,27 @@ static float *cut(float **scratch, int64_t floats)
     return buffer;
 }
 
-/* Lays all buffers out from `scratch` on and returns the end: with scratch = NULL that is the size needed. */
+/* Places all buffers in `scratch` and returns the end. */
 static float *lay_out(tile *t, const skl_problem *p, float *scratch)
 {
-    const int64_t group = skl_group_size(p);
+    const int64_t group_size = skl_group_size(p);
     const int64_t height = tile_height(p);
     const int64_t width_t = padded(p->dim_t);
     const int64_t width_s = padded(p->dim_s);
     t->height = height;
     t->visible = (skl_range *)(void *)cut(&scratch, height * (int64_t)(sizeof(skl_range) / sizeof(float)));
     t->row_state = cut(&scratch, 5 * height);
-    t->lse_t = cut(&scratch, group * height);
-    t->low_t = cut(&scratch, group * height);
-    t->dot_t = cut(&scratch, group * height);
+    t->lse_t = cut(&scratch, group_size * height);
+    t->low_t = cut(&scratch, group_size * height);
+    t->dot_t = cut(&scratch, group_size * height);
     t->lse_s = cut(&scratch, height);
     t->low_s = cut(&scratch, height);
     t->grad = cut(&scratch, height);
     t->kl = cut(&scratch, height);
     t->zero = cut(&scratch, height);
-    t->qT_t = cut(&scratch, group * height * p->dim_t);
+    t->qT_t = cut(&scratch, group_size * height * p->dim_t);
     t->qT_s = cut(&scratch, height * p->dim_s);
-    t->q_t = cut(&scratch, (p->gradients & SKL_DK_T ? group : 1) * height * width_t);
+    t->q_t = cut(&scratch, (p->gradients & SKL_DK_T ? group_size : 1) * height * width_t);
     t->q_s = cut(&scratch, height * width_s);
     t->k_t = cut(&scratch, KEY_BLOCK * width_t);
     t->k_s = cut(&scratch, KEY_BLOCK * width_s);
@@ -101,7 +101,7 @@ static float *lay_out(tile *t, const skl_problem *p, float *scratch)
     t->sum = cut(&scratch, skl_has_teacher_groups(p) ? height * TILE_K : 0);
     t->g_t = cut(&scratch, height * TILE_K);
     t->g_s = cut(&scratch, height * TILE_K);
-    t->dq_t = cut(&scratch, p->gradients & SKL_DQ_T ? group * height * width_t : 0);
+    t->dq_t = cut(&scratch, p->gradients & SKL_DQ_T ? group_size * height * width_t : 0);
     t->dq_s = cut(&scratch, p->gradients & SKL_DQ_S ? height * width_s : 0);
     t->dk_t = cut(&scratch, p->gradients & SKL_DK_T ? KEY_BLOCK * width_t : 0);
     t->dk_s = cut(&scratch, p->gradients & SKL_DK_S ? KEY_BLOCK * width_s : 0);
@@ -112,7 +112,7 @@ static float *lay_out(tile *t, const skl_problem *p, float *scratch)
 static size_t scratch_size(const skl_problem *p)
 {
     tile t;
-    float *const base = (float *)(uintptr_t)64; /* any aligned address: nothing is touched */
+    float *const base = (float *)(uintptr_t)64; /* any aligned address: no memory is accessed */
     return (size_t)((const char *)lay_out(&t, p, base) - (const char *)base);
 }
 
@@ -140,7 +140,7 @@ static void tile_begin(tile *t, const skl_task *task, int64_t head, int64_t firs
     t->teacher = skl_teacher_of(task->problem, task->call);
     t->student = skl_student_of(task->problem, task->call);
     t->sequence = skl_sequence_at(p, &task->call->inputs, task->call->keys, task->batch);
-    t->group = skl_group_size(p);
+    t->group_size = skl_group_size(p);
     t->head = head;
     t->first = first;
     t->count = skl_max(0, skl_min(t->height, t->sequence.query_count - first));
@@ -155,8 +155,8 @@ static void load_teacher_queries(const tile *t)
 {
     const int64_t transposed = t->height * t->teacher.dim;
     const int64_t rows = t->task->problem->gradients & SKL_DK_T ? t->height * padded(t->teacher.dim) : 0;
-    for (int64_t h = 0; h < t->group; h++)
-        load_queries(t, &t->teacher, t->head * t->group + h, t->q_t + h * rows, t->qT_t + h * transposed);
+    for (int64_t h = 0; h < t->group_size; h++)
+        load_queries(t, &t->teacher, t->head * t->group_size + h, t->q_t + h * rows, t->qT_t + h * transposed);
 }
 
 static void tile_load_queries(const tile *t)
@@ -165,14 +165,14 @@ static void tile_load_queries(const tile *t)
     load_queries(t, &t->student, t->head, t->q_s, t->qT_s);
 }
 
-/* Keys that some query of the tile sees. */
+/* Keys that are visible to at least one query of the tile. */
 static skl_range tile_keys(const tile *t)
 {
     const skl_range keys = {t->visible[0].begin, t->visible[t->height - 1].end};
     return keys;
 }
 
-/* The part of keys [first, ...) that lies in one tile and is seen. */
+/* Key tile number `index`, without the keys after the last visible one. */
 static key_tile key_tile_at(const tile *t, int64_t index)
 {
     const int64_t first = index * TILE_K;
@@ -185,27 +185,28 @@ static int64_t panel_count(const tile *t)
     return skl_ceil_div(t->count, PANEL);
 }
 
-/* Columns of a panel that hold queries, in whole vectors. */
+/* Columns of a panel that hold queries, rounded up to full vectors. */
 static int64_t panel_columns(const tile *t, int64_t panel)
 {
     const int64_t queries = skl_min(PANEL, t->count - panel * PANEL);
     return (queries + SKL_LANES - 1) / SKL_LANES * SKL_LANES;
 }
 
-typedef enum sight { SEES_NONE, SEES_SOME, SEES_ALL } sight;
+/* No pair of a tile is visible, some are, or all are. */
+typedef enum visibility { HIDDEN, MASKED, FULL } visibility;
 
-/* How much of a key tile a panel sees. Ranges never move backwards from row to row. */
-static sight panel_sight(const tile *t, int64_t panel, const key_tile *keys)
+/* How much of a key tile is visible to a panel. From row to row, begin and end of a visible range never decrease. */
+static visibility panel_visibility(const tile *t, int64_t panel, const key_tile *keys)
 {
     const skl_range first = t->visible[panel * PANEL];
     const skl_range last = t->visible[panel * PANEL + PANEL - 1];
     const int64_t end = keys->first + keys->count;
     if (last.begin <= keys->first && first.end >= end)
-        return SEES_ALL;
-    return first.begin < end && last.end > keys->first ? SEES_SOME : SEES_NONE;
+        return FULL;
+    return first.begin < end && last.end > keys->first ? MASKED : HIDDEN;
 }
 
-/* First and last key of a tile that a lane sees, counted from the tile's first. */
+/* Keys [begin, end) of a tile that are visible to each lane, relative to the first key of the tile. */
 typedef struct lane_range {
     ivec begin, end;
 } lane_range;
@@ -235,7 +236,7 @@ static void load_keys(const tile *t, const skl_side *side, int64_t key_head, int
     load_rows(rows, side->k->data, side->dtype, offset, side->k->stride_row, count, side->dim);
 }
 
-/* Rows of keys, in a tile buffer or where the caller has them. */
+/* Rows of keys, in a tile buffer or in the caller's tensor. */
 typedef struct key_view {
     const float *data;
     int64_t stride;
@@ -247,8 +248,8 @@ static key_view loaded_keys(const skl_side *side, const float *buffer)
     return rows;
 }
 
-/* Keys for logits alone: f32 rows that lie close together are read in place, unless the product would round their
- * number up. Rows far apart could pile up in the same cache sets, and are copied like all others. */
+/* Keys that only the logits need. Dense f32 rows are read in place, unless the product would round their number up.
+ * Rows far apart are copied, since they could map to the same cache sets. */
 static key_view keys_for_logits(const tile *t, const skl_side *side, const key_tile *keys, float *buffer)
 {
     const int64_t key_head = skl_key_head(side, t->head);
@@ -262,7 +263,7 @@ static key_view keys_for_logits(const tile *t, const skl_side *side, const key_t
     return loaded_keys(side, buffer);
 }
 
-/* What turns a stored logit into base 2: softcapped ones are in base 2 already. */
+/* Factor from a stored logit to base 2. Softcapped logits are stored in base 2. */
 static float logit_scale(const skl_side *side)
 {
     return side->softcap > 0.0F ? 1.0F : (float)((double)side->scale * SKL_LOG2E_DOUBLE);

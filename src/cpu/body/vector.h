@@ -1,7 +1,7 @@
-/* Vectors by the compiler's own extension, and the few functions of them that the kernels need.
+/* Vectors as a compiler extension, and the few vector functions that the kernels need.
  *
- * The file that includes this sets SKL_LANES (floats a vector). It may set SKL_OWN_FMA and SKL_OWN_EXP2 to bring its
- * own vec_fma and exp2_vec. */
+ * The including file defines SKL_LANES, the floats per vector. It may define SKL_HAS_FMA and SKL_HAS_EXP2 and provide
+ * vec_fma and exp2_vec itself. */
 #ifndef SKL_CPU_BODY_VECTOR_H
 #define SKL_CPU_BODY_VECTOR_H
 
@@ -27,7 +27,7 @@ SKL_INLINE void vec_store(float *to, vec value)
     *(vec_in_memory *)(void *)to = value;
 }
 
-/* value - 0 is value, -0 and all: the compiler leaves the subtraction out. */
+/* value - 0 equals value, also for -0, so the compiler removes the subtraction. */
 SKL_INLINE vec vec_of(float value)
 {
     const vec zero = {0};
@@ -40,7 +40,7 @@ SKL_INLINE ivec ivec_of(int32_t value)
     return zero + value;
 }
 
-/* mask ? a : b, lane by lane; masks are 0 or -1. Bits are chosen, never multiplied, so no NaN leaks. */
+/* mask ? a : b, lane by lane; masks are 0 or -1. It selects bits and never multiplies, so that no NaN leaks. */
 SKL_INLINE vec vec_select(ivec mask, vec a, vec b)
 {
     return (vec)((mask & (ivec)a) | (~mask & (ivec)b));
@@ -59,12 +59,12 @@ SKL_INLINE bool ivec_any(ivec mask)
     return any != 0;
 }
 
-/* a * b + c. Said here, and never left to the compiler: where it fuses one of two equal expressions and not the
- * other, equal models are no longer 0 apart. */
+/* a * b + c, fused explicitly. If the compiler fused only one of two equal expressions, the KL of equal models would
+ * not be exactly 0. */
 SKL_INLINE vec vec_fma(vec a, vec b, vec c);
 
-#ifndef SKL_OWN_FMA
-/* Two roundings, for machines without the instruction. */
+#ifndef SKL_HAS_FMA
+/* With two roundings, for machines without the instruction. */
 SKL_INLINE vec vec_fma(vec a, vec b, vec c)
 {
     return a * b + c;
@@ -91,9 +91,9 @@ SKL_INLINE vec exp2_fraction(vec f)
 
 SKL_INLINE vec exp2_vec(vec x);
 
-#ifndef SKL_OWN_EXP2
-/* 2^x; 0 below 2^-126, at most 2^127, NaN for NaN. Adding 1.5 * 2^23 rounds x to an integer n and leaves n in the low
- * bits, from where it moves into the exponent. */
+#ifndef SKL_HAS_EXP2
+/* 2^x: 0 below 2^-126, at most 2^127, NaN for NaN. Adding 1.5 * 2^23 rounds x to an integer n in the low bits, which
+ * a left shift moves into the exponent. */
 SKL_INLINE vec exp2_vec(vec x)
 {
     const float round_magic = 12582912.0F;
@@ -105,10 +105,10 @@ SKL_INLINE vec exp2_vec(vec x)
 }
 #endif
 
-/* log2 of a normal positive number: exponent, plus the odd series of (m - 1) / (m + 1) on [1/sqrt 2, sqrt 2]. */
+/* log2 of a positive normal number: the exponent plus the odd series of (m - 1) / (m + 1) on [1/sqrt 2, sqrt 2]. */
 SKL_INLINE vec log2_vec(vec x)
 {
-    const ivec exponent = (ivec)((uvec)x - 0x3F3504F3U) >> 23; /* counted from 1/sqrt 2 */
+    const ivec exponent = (ivec)((uvec)x - 0x3F3504F3U) >> 23; /* relative to 1/sqrt 2 */
     const vec m = (vec)((uvec)x - ((uvec)exponent << 23));
     const vec t = (m - 1.0F) / (m + 1.0F);
     const vec s = t * t;
@@ -119,7 +119,7 @@ SKL_INLINE vec log2_vec(vec x)
     return vec_fma(p, t, __builtin_convertvector(exponent, vec));
 }
 
-/* A polynomial near 0, where 1 - 2 / (e^2z + 1) would cancel. */
+/* Uses a polynomial near 0, where 1 - 2 / (e^2z + 1) would cancel. */
 SKL_INLINE vec tanh_vec(vec z)
 {
     const ivec sign = (ivec)z & INT32_MIN;

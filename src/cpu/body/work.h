@@ -1,8 +1,8 @@
-/* What the vector body does for each kind of student: the same for all instruction sets. */
+/* The functions of the vector kernels for each kind of student, shared by all instruction sets. */
 #ifndef SKL_CPU_BODY_WORK_H
 #define SKL_CPU_BODY_WORK_H
 
-#include "cpu/body/selected_backward.h"
+#include "cpu/body/sparse_backward.h"
 
 static const skl_cpu_work attention_work = {
     .fuses = true,
@@ -24,11 +24,11 @@ static const skl_cpu_work indexer_work = {
 
 static const skl_cpu_work sparse_indexer_work = {
     .fuses = true,
-    .tiles = list_tiles,
-    .scratch_size = list_scratch_size,
-    .forward = list_forward,
-    .backward_queries = list_backward_queries,
-    .backward_keys = list_backward_keys,
+    .tiles = sparse_tiles,
+    .scratch_size = sparse_scratch_size,
+    .forward = sparse_forward,
+    .backward_queries = sparse_backward_queries,
+    .backward_keys = sparse_backward_keys,
 };
 
 #endif

@@ -1,43 +1,45 @@
-/* Backward of the sparse stage: dq and dw row by row; dk block by block, from all lists that name a key of it. */
-#ifndef SKL_CPU_BODY_SELECTED_BACKWARD_H
-#define SKL_CPU_BODY_SELECTED_BACKWARD_H
+/* Backward of a sparse indexer: dq and dw row by row; dk per key block, from all rows with a key of the block. */
+#ifndef SKL_CPU_BODY_SPARSE_BACKWARD_H
+#define SKL_CPU_BODY_SPARSE_BACKWARD_H
 
-#include "cpu/body/selected.h"
+#include "cpu/body/sparse.h"
 
-/* LSEs, upstream gradient and KL of the row. */
-static void list_load_known(list_row *r)
+/* Loads LSEs, upstream gradient and KL of the row. */
+static void sparse_load_known(sparse_row *r)
 {
     const skl_call *const call = r->task->call;
     const skl_input *const grad = &call->inputs.grad_kl;
     const skl_input kl = skl_known_rows(r->task->rows_known, &call->inputs.kl, &call->rows.kl);
-    for (int64_t h = 0; h < r->group; h++)
-        r->lse_t[h] = skl_lse2_of(skl_row_value(&call->inputs.lse_t, &r->sequence, r->head * r->group + h, r->i));
+    for (int64_t h = 0; h < r->group_size; h++)
+        r->lse_t[h] =
+            skl_lse2_of(skl_row_value(&call->inputs.lse_t, &r->sequence, r->head * r->group_size + h, r->i));
     r->lse_s = skl_lse2_of(skl_row_value(&call->inputs.lse_s, &r->sequence, r->head, r->i));
     r->grad = grad->data != NULL ? skl_row_value(grad, &r->sequence, r->head, r->i) : 1.0F;
     r->kl = kl.data != NULL ? skl_row_value(&kl, &r->sequence, r->head, r->i) : 0.0F;
 }
 
-/* r->dy = scale dy, 0 behind the last key; then r->dots = dy w_g [a_g > 0], and dw_g += sum_j dy_j relu(a_gj). */
-static void list_gradients(list_row *r)
+/* r->dy = scale dy, 0 after the last key. Then r->dots = dy w_g [a_g > 0] and dw_g += sum_j dy_j relu(a_gj). */
+static void sparse_gradients(sparse_row *r)
 {
     const float c = r->grad * r->student.scale;
     teacher_block(r, true);
     mean_of_heads(r);
     student_block(r);
     for (int64_t key = 0; key < r->count; key += SKL_LANES) {
-        const vec u = vec_load(r->x + key);
-        const vec v = vec_load(r->y + key) - r->lse_s.value - r->lse_s.low;
-        const vec s = exp2_vec(v);
-        const vec dy = r->reverse ? mass_times(s, vec_fma(v - u, vec_of(SKL_LN2), vec_of(-r->kl))) : s - exp2_vec(u);
-        vec_store(r->dy + key, (vec)((ivec)(dy * c) & lanes_taken(r, key)));
+        const vec log_p = vec_load(r->x + key);
+        const vec log_s = vec_load(r->y + key) - r->lse_s.value - r->lse_s.low;
+        const vec s = exp2_vec(log_s);
+        const vec dy =
+            r->reverse ? mass_times(s, vec_fma(log_s - log_p, vec_of(SKL_LN2), vec_of(-r->kl))) : s - exp2_vec(log_p);
+        vec_store(r->dy + key, (vec)((ivec)(dy * c) & lanes_active(r, key)));
     }
     for (int64_t g = 0; g < r->heads; g++) {
         vec sum = {0};
         for (int64_t key = 0; key < r->count; key += SKL_LANES) {
-            float *const at = r->dots + g * LIST_BLOCK + key;
+            float *const at = r->dots + g * INDEX_BLOCK + key;
             const vec dots = vec_load(at);
             const vec dy = vec_load(r->dy + key);
-            const ivec pass = lanes_taken(r, key) & (r->relu ? ~(ivec)(dots <= 0.0F) : ivec_of(-1));
+            const ivec pass = lanes_active(r, key) & (r->relu ? ~(ivec)(dots <= 0.0F) : ivec_of(-1));
             sum += (vec)((ivec)(dy * dots) & pass);
             vec_store(at, (vec)((ivec)(dy * r->w[g]) & pass));
         }
@@ -45,7 +47,7 @@ static void list_gradients(list_row *r)
     }
 }
 
-static void store_list_gradients(const list_row *r)
+static void store_sparse_gradients(const sparse_row *r)
 {
     const skl_problem *const p = r->task->problem;
     const skl_side *const s = &r->student;
@@ -59,62 +61,62 @@ static void store_list_gradients(const list_row *r)
                   r->dw[g]);
 }
 
-static void list_backward_queries(const skl_task *task)
+static void sparse_backward_queries(const skl_task *task)
 {
-    list_row r;
-    list_begin(&r, task);
+    sparse_row r;
+    sparse_begin(&r, task);
     const skl_call *const call = task->call;
     const int64_t width = padded(r.student.dim);
     const int64_t begin = task->tile * task->tiles.queries;
     const int64_t end = skl_min(begin + task->tiles.queries, r.sequence.query_count);
     const bool one_pass = call->op == SKL_OP_FORWARD_BACKWARD && !task->rows_known;
     for (int64_t i = begin; i < end; i++) {
-        list_row_begin(&r, task->head, i, 0, INT64_MAX);
-        list_load_row(&r);
-        list_load_known(&r);
+        sparse_row_begin(&r, task->head, i, 0, INT64_MAX);
+        sparse_load_row(&r);
+        sparse_load_known(&r);
         clear_rows(r.dq, r.heads, r.student.dim);
         memset(r.dw, 0, (size_t)r.heads * sizeof *r.dw);
         while (next_block(&r)) {
-            list_gradients(&r);
+            sparse_gradients(&r);
             if (call->gradients.dq_s.data != NULL && r.grad != 0.0F)
-                gemm_add(r.dq, width, r.dots, LIST_BLOCK, r.k, width, r.heads, r.student.dim, r.count);
+                gemm_add(r.dq, width, r.dots, INDEX_BLOCK, r.k, width, r.heads, r.student.dim, r.count);
             if (one_pass)
                 reduce_block(&r);
         }
-        if (r.grad == 0.0F) /* no gradients, whatever the row holds */
+        if (r.grad == 0.0F) /* no gradient, even if the row holds NaN */
             memset(r.dw, 0, (size_t)r.heads * sizeof *r.dw);
-        store_list_gradients(&r);
+        store_sparse_gradients(&r);
         if (one_pass)
-            set_parts(&r);
+            set_kl_and_entropy(&r);
     }
 }
 
-/* Adds what one row gives to the dk of the block of keys from `first` on. */
-static void list_add_to_keys(list_row *r, int64_t first)
+/* Adds the contribution of one row to the dk of the key block that starts at `first`. */
+static void sparse_add_to_keys(sparse_row *r, int64_t first)
 {
     const int64_t dim = r->student.dim, width = padded(dim);
     while (next_block(r)) {
-        list_gradients(r);
-        clear_rows(r->dk_part, LIST_BLOCK, dim);
-        gemm_transposed_add(r->dk_part, width, r->dots, LIST_BLOCK, r->q_s, width, r->count, dim, r->heads);
+        sparse_gradients(r);
+        clear_rows(r->dk_block, INDEX_BLOCK, dim);
+        gemm_transposed_add(r->dk_block, width, r->dots, INDEX_BLOCK, r->q_s, width, r->count, dim, r->heads);
         for (int64_t n = 0; n < r->count; n++)
-            add_rows(r->dk + (r->keys[n] - first) * width, width, r->dk_part + n * width, 1, dim);
+            add_rows(r->dk + (r->keys[n] - first) * width, width, r->dk_block + n * width, 1, dim);
     }
 }
 
-/* Whether the list holds a key that takes part. */
-static bool takes_part(const list_row *r)
+/* Whether the row has a key in use. */
+static bool has_active_key(const sparse_row *r)
 {
     for (int64_t n = 0; n < r->task->problem->top_k; n++)
-        if (skl_index_is_visible(r->list[n], r->taken))
+        if (skl_index_is_visible(r->indices[n], r->active))
             return true;
     return false;
 }
 
-static void list_backward_keys(const skl_task *task)
+static void sparse_backward_keys(const skl_task *task)
 {
-    list_row r;
-    list_begin(&r, task);
+    sparse_row r;
+    sparse_begin(&r, task);
     const skl_side *const s = &r.student;
     const int64_t key_rows = task->problem->packed ? r.sequence.key_count : task->problem->len_k;
     const int64_t first = task->tile * KEY_BLOCK;
@@ -126,13 +128,13 @@ static void list_backward_keys(const skl_task *task)
     const int64_t sharing = s->heads / s->key_heads;
     for (int64_t head = task->head * sharing; head < (task->head + 1) * sharing; head++)
         for (int64_t i = 0; i < r.sequence.query_count; i++) {
-            list_row_begin(&r, head, i, first, end);
-            if (!takes_part(&r))
+            sparse_row_begin(&r, head, i, first, end);
+            if (!has_active_key(&r))
                 continue;
-            list_load_row(&r);
-            list_load_known(&r);
+            sparse_load_row(&r);
+            sparse_load_known(&r);
             if (r.grad != 0.0F)
-                list_add_to_keys(&r, first);
+                sparse_add_to_keys(&r, first);
         }
     const int64_t offset = SKL_ROW(*s->dk, r.sequence.batch, task->head, r.sequence.key_begin + first);
     store_rows(s->dk->data, s->grad_dtype, offset, s->dk->stride_row, r.dk, end - first, s->dim);

@@ -1,3 +1,4 @@
+/* How far a result may be from the exact one: docs/maths.md derives the rule. */
 #include "oracle.h"
 
 #include <math.h>
@@ -10,12 +11,12 @@ double oracle_type_rounding(skl_dtype dtype)
 
 double oracle_product_rounding(const skl_problem *problem, skl_dtype dtype)
 {
-    /* In the dense stage of an indexer it lies in memory as f16 before it becomes an operand in bf16. */
+    /* A dense indexer stores it as f16 before it becomes a bf16 operand. */
     const bool twice = problem->student == SKL_STUDENT_INDEXER && problem->top_k == 0 && dtype == SKL_BF16;
     return oracle_type_rounding(dtype) + (twice ? oracle_type_rounding(SKL_F16) : 0);
 }
 
-/* Half a step of a 16-bit type at `value`; f16 has no steps below 2^-24. */
+/* Half the spacing of a 16-bit type at `value`. Below the smallest normal number the spacing is constant. */
 static double half_step(skl_dtype dtype, double value)
 {
     const int exponent = value == 0 ? -1000 : ilogb(value);
@@ -39,7 +40,7 @@ double oracle_excess(const oracle_expectation *expected, double naive_error, int
         return 0;
     if (!isfinite(computed) || !isfinite(exact))
         return INFINITY;
-    /* What was stored may have been rounded where the steps of its type are already twice as long. */
+    /* The stored value may have been rounded up into the next binade, where the spacing is twice as large. */
     const double larger = fmax(fabs(exact), fabs(computed));
     const double stored = expected->dtype == SKL_F32 ? 0 : half_step(expected->dtype, larger);
     const double product = expected->terms ? expected->product_rounding * expected->terms[n] : 0;

@@ -1,0 +1,4 @@
+/* The oracle compiled in float. */
+#define REAL       float
+#define ORACLE_RUN oracle_run_f32
+#include "oracle.c"

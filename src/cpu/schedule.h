@@ -1,0 +1,35 @@
+/* Distributes the tiles of a pass over threads. */
+#ifndef SKL_CPU_SCHEDULE_H
+#define SKL_CPU_SCHEDULE_H
+
+#include "cpu/select.h"
+
+/* A pass calls one kernel function for every tile of every head: an item.
+ *
+ * The items of heads that share keys form a chain: they add to the same key gradients one after another. Chains run
+ * in waves, one chain per thread, and consecutive items belong to different chains of a wave, so that they seldom
+ * wait for each other. */
+typedef struct skl_schedule {
+    void (*function)(const skl_task *task);
+    skl_task task; /* common to all items */
+    const skl_plan *plan;
+    char *scratch;
+    size_t scratch_size;
+    int64_t tiles;       /* per head */
+    int64_t heads;       /* per sequence */
+    int64_t chain_heads; /* heads per chain */
+    int64_t item_count;
+    _Atomic int64_t next, done;
+    int64_t work_before, work_total; /* for progress, over all passes of a call */
+} skl_schedule;
+
+/* Number of counters for `threads` threads: see ordered_sum.h. */
+int64_t skl_ordered_sum_count(int threads);
+
+/* Number of items of a pass. */
+int64_t skl_pass_items(const skl_plan *plan, const skl_cpu_pass *pass);
+
+/* Runs every item of a pass and returns when all are done. */
+void skl_schedule_run(skl_schedule *s, const skl_cpu_pass *pass);
+
+#endif
