@@ -150,7 +150,7 @@ def main():
     parser.add_argument("--overhead-lengths", type=int, nargs="*", default=[8192, 16384])
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("python_step.py: torch sees no GPU")
+        sys.exit("python_step.py: torch finds no GPU")
     print(f"streamkl {streamkl.__version__}, torch {torch.__version__}, {torch.cuda.get_device_name()}, bf16")
     torch.manual_seed(0)
     teacher, student = (Model(arguments.layers, arguments.heads, arguments.dim).cuda().bfloat16() for _ in range(2))

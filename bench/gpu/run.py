@@ -43,7 +43,7 @@ class LibraryBench:
 
     def __init__(self, arguments):
         if not torch.cuda.is_available():
-            raise NotPossible("PyTorch sees no GPU")
+            raise NotPossible("PyTorch finds no GPU")
         self.arguments, self.is_right = arguments, True
         self.version = lib.library().skl_version().decode()
         self.about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": arguments.commit}

@@ -1,4 +1,4 @@
-"""Every error names the argument, what it is and what is accepted."""
+"""Every error message contains the argument, its value and what is accepted."""
 
 import pytest
 import torch
@@ -100,7 +100,7 @@ def test_sequence_counts():
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_code_raises_the_same(dynamic):
-    """In numbers, where a compiler has symbols for sizes: it takes to them when a function is called with other sizes."""
+    """The message contains numbers even where the compiler uses symbols for sizes."""
     compiled = torch.compile(streamkl.attention_kl, fullgraph=True, backend="eager", dynamic=dynamic)
     with pytest.raises(Exception, match=r"key lengths 23 and 22"):
         compiled(*replaced(3, lambda t: t[:, :22]))

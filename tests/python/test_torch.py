@@ -1,4 +1,4 @@
-"""How the operators live with the rest of torch: compile, autocast, checkpointing, threads, double backward."""
+"""The operators with other parts of torch: compile, autocast, checkpointing, threads, double backward."""
 
 import copy
 import pickle
@@ -37,7 +37,7 @@ def test_opcheck(form, gradients):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile(dynamic):
-    """Every path of attention_kl in one graph, with views in front of it."""
+    """Every path of attention_kl in one graph, on views."""
 
     def step(q_t, k_t, q_s, k_s, cu_seqlens):
         q_s = (q_s * 2).transpose(1, 2)
@@ -78,7 +78,7 @@ def test_compile_without_gradients():
 
 
 def test_autocast():
-    """Queries in bf16 beside keys in f32, as layers under autocast leave them: both in f32."""
+    """Autocast may give bf16 queries and f32 keys: both are promoted to f32."""
     q_t, k_t, q_s, k_s = make_tensors()
     projection = torch.nn.Linear(5, 5)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -133,7 +133,7 @@ def saved_count(loss_of):
     return sum(tensor.numel() for tensor in saved if tensor.dtype != torch.int32)
 
 
-def test_nothing_is_saved_that_is_not_needed():
+def test_only_needed_tensors_are_saved():
     q_t, k_t, q_s, k_s = tensors = [t.detach() for t in make_tensors(heads_t=2, key_heads_t=2, key_heads_s=2)]
     q_s.requires_grad_()
     rows = 2 * 2 * 19
@@ -163,7 +163,7 @@ def test_threads():
     check_threads(len_q=17, len_k=17)
 
 
-def test_repeatable():
+def test_deterministic():
     tensors = make_tensors(len_q=300, len_k=300)
     runs = [torch.autograd.grad(streamkl.attention_kl(*tensors, deterministic=True), tensors) for _ in range(3)]
     assert all(torch.equal(one, other) for run in runs[1:] for one, other in zip(run, runs[0]))
