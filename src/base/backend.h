@@ -35,8 +35,9 @@ struct skl_plan {
     const char *forced_by; /* "options.kernel" or "STREAMKL_KERNEL"; NULL: the backend chose the kernel */
     size_t workspace_size[SKL_OP_COUNT];
     int32_t threads;      /* CPU */
-    int32_t device_index; /* GPU */
-    int32_t block_count;  /* GPU: resident blocks of a general kernel */
+    int32_t device_index; /* this and what follows: GPU */
+    int32_t sm_count;
+    int32_t smem_per_block, smem_per_sm; /* bytes of shared memory, at most */
     int32_t deterministic;
     skl_progress progress;
     void *progress_user;

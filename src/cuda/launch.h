@@ -1,4 +1,4 @@
-/* What the backend (C) hands to a kernel (CUDA C): one plain struct, by value, and one launcher a kernel. */
+/* What the backend (C) hands to a kernel (CUDA C): plain structs, by value, and one launcher per kernel. */
 #ifndef SKL_CUDA_LAUNCH_H
 #define SKL_CUDA_LAUNCH_H
 
@@ -6,130 +6,138 @@
 
 #include "base/kl_math.h"
 #include "base/side.h"
+#include "cuda/common/indexer/row_chunks.h"
+#include "cuda/common/indexer/strip_layout.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-/* One argument of the KL, as it lies in the constant bank. */
+/* One argument of the KL. */
 typedef struct skl_cuda_argument {
     skl_input q, k;
     int32_t heads_per_key; /* query heads that share a key head */
     int32_t dim;
     int32_t capped;
-    float scale;     /* what multiplies a product to make it a logit in base 2; for capped ones what tanh gets */
-    float softcap_2; /* cap in base 2, and its inverse */
+    float scale;     /* turns a product into a logit in base 2; with a softcap into the argument of tanh */
+    float softcap_2; /* softcap in base 2, and its inverse */
     float inverse_softcap_2;
 } skl_cuda_argument;
 
-enum { SKL_SECTION_MAX = 16 };
-
+/* Common to all kernels; each kernel family extends it by its own members (common/params.cuh). */
 typedef struct skl_cuda_params {
     skl_problem problem;
     skl_call call;
-    skl_cuda_argument one, two; /* teacher and student, or student and teacher when the KL is reversed */
-    int32_t kl_in_sweep;        /* rows.kl comes from the kernel that gives gradients */
-    int32_t rows_known;         /* kl and dot_t were stored by an earlier kernel of the same call */
-    int32_t teacher_side;       /* gradients of q_t or k_t, not of q_s or k_s */
-    int64_t dim_first;          /* first dimension of the gradient that a launch gives */
-    int32_t block_count;        /* blocks that run at once and have scratch memory each */
-    int32_t multiprocessors;
-    int32_t section; /* heads whose tiles are done together, so that their keys stay in the L2 cache */
-    int32_t splits;  /* forward on tensor cores: parts that the keys of a query tile are cut into */
-    /* General forward: skl_lse2 [block][group][tile], LSEs of a group of teacher heads. Forward on tensor cores, keys
-     * in parts: skl_row_state [tile][part][query]. Backward of an indexer: see indexer_plan.h. */
-    void *scratch;
-    /* Where a sweep adds up a key gradient, f32: the gradient itself, or workspace. No data: no such gradient. */
-    skl_output sums;
+    skl_cuda_argument a, b; /* teacher and student; the other way round when the KL is reversed */
 } skl_cuda_params;
 
-/* The side whose gradients are wanted. */
-SKL_HOST_DEVICE skl_side skl_cuda_side(const skl_cuda_params *params)
-{
-    return params->teacher_side ? skl_teacher_of(&params->problem, &params->call)
-                                : skl_student_of(&params->problem, &params->call);
-}
+/* ---- Launches ----------------------------------------------------------------------------------------------- */
 
-/* Whether it is the second argument of the KL. */
-SKL_HOST_DEVICE int skl_cuda_of_second(const skl_cuda_params *params)
-{
-    return (params->problem.direction == SKL_KL_REVERSE) == (params->teacher_side != 0);
-}
+typedef struct skl_cuda_launch skl_cuda_launch;
+typedef cudaError_t (*skl_cuda_launcher)(const skl_cuda_params *params, const skl_cuda_launch *launch);
 
-typedef cudaError_t (*skl_cuda_launcher)(const skl_cuda_params *params);
+/* One launch as select.c chose it. A launcher obeys: it neither chooses again nor falls back to another kernel. */
+struct skl_cuda_launch {
+    const char *step;    /* "forward", "dq_s and dk_s", ... */
+    const char *kernel;  /* its name in the kernel list */
+    const char *variant; /* of the kernel */
+    skl_cuda_launcher launcher;
+    int32_t sm_count;
+    int32_t persistent;      /* forward: resident blocks take one tile after another */
+    int32_t num_splits;      /* forward: splits of the keys of a query tile, merged by a second kernel */
+    int32_t head_group;      /* heads whose tiles run together so that their keys stay in the L2 cache */
+    int32_t teacher_side;    /* gradients of q_t or k_t, not of q_s or k_s */
+    int32_t kl_in_backward;  /* rows.kl comes out of the kernel that computes the gradients */
+    int32_t rows_known;      /* an earlier launch of the same call stored kl and dot_t */
+    skl_output dk_sums;      /* where a fused backward adds up dk in f32: dk itself or workspace; no data: no dk */
+    skl_index_layout strips; /* of an indexer on tensor cores, dense */
+    skl_dense_chunk dense;   /* of an indexer without them, dense */
+    skl_sparse_layout sparse;
+    size_t workspace_size;
+    const char *reason; /* why this kernel and not another */
+};
 
-/* The general kernels: every type, size, stride and option, f32 arithmetic on the ordinary pipes. */
-enum { SKL_GENERAL_TILE = 128 }; /* rows that a block owns */
-cudaError_t skl_cuda_general_forward(const skl_cuda_params *params);
-cudaError_t skl_cuda_general_queries(const skl_cuda_params *params); /* dq of one side */
-cudaError_t skl_cuda_general_keys(const skl_cuda_params *params);    /* dk of one side */
+/* Variants, as select.c and the launchers name them. */
+#define SKL_VARIANT_PERSISTENT    "persistent"
+#define SKL_VARIANT_TILES         "one tile per block"
+#define SKL_VARIANT_SOFTCAP       "softcap, one tile per block"
+#define SKL_VARIANT_FUSED         "fused backward"
+#define SKL_VARIANT_FUSED_SOFTCAP "fused backward, softcap"
+#define SKL_VARIANT_DQ            "dq"
+#define SKL_VARIANT_DQ_SOFTCAP    "dq, softcap"
+#define SKL_VARIANT_DK            "dk"
+#define SKL_VARIANT_DK_SOFTCAP    "dk, softcap"
+#define SKL_VARIANT_GROUPS        "teacher groups"
+#define SKL_VARIANT_ROWS          "rows"
+#define SKL_VARIANT_GRADIENTS     "gradients"
+#define SKL_VARIANT_RESIDENT      "rows, queries in shared memory"
+#define SKL_VARIANT_GRID_STRIDE   "grid stride"
+#define SKL_VARIANT_CLEAR         "clear"
+#define SKL_VARIANT_STREAMED      "rows, streamed queries"
 
-/* The same for indexers. Dense: */
-cudaError_t skl_cuda_indexer_rows(const skl_cuda_params *params);
-cudaError_t skl_cuda_indexer_gradients(const skl_cuda_params *params); /* those of dq, dw and dk that are wanted */
-/* Sparse: */
-cudaError_t skl_cuda_listed_rows(const skl_cuda_params *params);
-cudaError_t skl_cuda_listed_gradients(const skl_cuda_params *params);
+/* The name of the kernel, its variant and the number of splits, as every launcher reports them when it launches. NULL
+ * outside of tests, which compare them with what select.c chose. */
+typedef void (*skl_launch_hook)(const char *kernel, const char *variant, int32_t num_splits);
+extern skl_launch_hook skl_cuda_launch_hook;
 
-/* The mma.sync kernels count rows in 32 bits, and own at least so many rows a block. */
-#define SKL_SM80_ROWS_MAX ((int64_t)1 << 30)
-enum { SKL_SM80_TILE_MIN = 64 };
+/* ---- Geometry that the choice depends on; the kernels assert it ---------------------------------------------- */
 
-/* Keys are cut into parts for at most so many blocks of an mma.sync kernel a multiprocessor, and their states are of
- * so many rows a multiprocessor: it bounds the workspace. */
-enum { SKL_SM80_RESIDENT_MAX = 3, SKL_PART_ROWS_MAX = 512 };
+enum {
+    SKL_GENERAL_BLOCKS_PER_SM = 2,
+    SKL_SM80_TILE_MIN = 64,         /* rows per block, at least */
+    SKL_SM80_BLOCKS_PER_SM_MAX = 3, /* that splits are made for */
+    SKL_SPLIT_ROWS_MAX = 512,       /* rows of split states per SM: bounds the workspace */
+    SKL_SM90_STAGE_KEYS = 64,
+    SKL_SM90_NARROW_DIM_MAX = 128, /* larger heads have the wide kernels */
+    SKL_SM90_BACKWARD_ROWS = 128,  /* queries per tile of the fused backward */
+    SKL_HEAD_GROUP_MAX = 16
+};
 
-/* Tensor cores by mma.sync: 16-bit types of one kind, r = 1, dimensions a multiple of 8, 16-byte aligned rows. */
-#define SKL_CUDA_SM80(type_dim)                                                                                      \
-    cudaError_t skl_cuda_sm80_##type_dim##_forward(const skl_cuda_params *params);                                   \
-    cudaError_t skl_cuda_sm80_##type_dim##_queries(const skl_cuda_params *params);                                   \
-    cudaError_t skl_cuda_sm80_##type_dim##_keys(const skl_cuda_params *params);
-SKL_CUDA_SM80(bf16_64)
-SKL_CUDA_SM80(bf16_128)
-SKL_CUDA_SM80(bf16_256)
-SKL_CUDA_SM80(f16_64)
-SKL_CUDA_SM80(f16_128)
-SKL_CUDA_SM80(f16_256)
-#undef SKL_CUDA_SM80
+/* Tensor-core kernels count rows in 32 bits. */
+#define SKL_ROWS_MAX ((int64_t)1 << 30)
 
-/* The same on Hopper: wgmma and the copy engine. What those do not fit goes to the kernels above. */
-#define SKL_CUDA_SM90(type)                                                                                          \
-    cudaError_t skl_cuda_sm90_##type##_64_forward(const skl_cuda_params *params);                                    \
-    cudaError_t skl_cuda_sm90_##type##_128_forward(const skl_cuda_params *params);                                   \
-    cudaError_t skl_cuda_sm90_##type##_192_forward(const skl_cuda_params *params);                                   \
-    cudaError_t skl_cuda_sm90_##type##_256_forward(const skl_cuda_params *params);                                   \
-    cudaError_t skl_cuda_sm90_##type##_64_gradients(const skl_cuda_params *params); /* dq and dk of one side */      \
-    cudaError_t skl_cuda_sm90_##type##_128_gradients(const skl_cuda_params *params);                                 \
-    cudaError_t skl_cuda_sm90_##type##_192_queries(const skl_cuda_params *params); /* dq of one side */              \
-    cudaError_t skl_cuda_sm90_##type##_256_queries(const skl_cuda_params *params);                                   \
-    cudaError_t skl_cuda_sm90_##type##_64_keys(const skl_cuda_params *params); /* dk of one side */                  \
-    cudaError_t skl_cuda_sm90_##type##_128_keys(const skl_cuda_params *params);                                      \
-    cudaError_t skl_cuda_sm90_##type##_192_keys(const skl_cuda_params *params);                                      \
-    cudaError_t skl_cuda_sm90_##type##_256_keys(const skl_cuda_params *params);
-SKL_CUDA_SM90(bf16)
-SKL_CUDA_SM90(f16)
-#undef SKL_CUDA_SM90
+/* Queries per tile of a forward. */
+#define SKL_SM80_FORWARD_ROWS(dim) ((dim) <= 128 ? 128 : 64)
+#define SKL_SM90_FORWARD_ROWS(dim) ((dim) <= SKL_SM90_NARROW_DIM_MAX ? 256 : 128)
 
-/* An indexer's dense stage on tensor cores: 16-bit types of one kind, KL(P || S), no softcap; on Hopper bf16. */
-cudaError_t skl_cuda_sm80_bf16_indexer_rows(const skl_cuda_params *params);
-cudaError_t skl_cuda_sm80_bf16_indexer_gradients(const skl_cuda_params *params); /* dq, dw and dk, and rows */
-cudaError_t skl_cuda_sm80_f16_indexer_rows(const skl_cuda_params *params);
-cudaError_t skl_cuda_sm80_f16_indexer_gradients(const skl_cuda_params *params);
-cudaError_t skl_cuda_sm90_bf16_indexer_rows(const skl_cuda_params *params);
-cudaError_t skl_cuda_sm90_bf16_indexer_gradients(const skl_cuda_params *params);
-/* Its sparse stage, in both directions: */
-cudaError_t skl_cuda_sm80_bf16_lists_rows(const skl_cuda_params *params);
-cudaError_t skl_cuda_sm80_bf16_lists_gradients(const skl_cuda_params *params); /* and rows */
-cudaError_t skl_cuda_sm80_f16_lists_rows(const skl_cuda_params *params);
-cudaError_t skl_cuda_sm80_f16_lists_gradients(const skl_cuda_params *params);
+/* Pipeline stages of the narrow forward without a softcap. */
+#define SKL_SM90_FORWARD_STAGES(dim) ((dim) == 64 ? 8 : 4)
 
-/* Before and behind a sweep that adds to sums: they become 0, and are stored as the gradient if they are not itself.
- */
-cudaError_t skl_cuda_clear_sums(const skl_cuda_params *params);
-cudaError_t skl_cuda_store_sums(const skl_cuda_params *params);
+/* ---- Launchers ---------------------------------------------------------------------------------------------- */
 
-/* Rows and gradients behind the last packed sequence. */
-cudaError_t skl_cuda_clear_tails(const skl_cuda_params *params);
+#define SKL_DECLARE_LAUNCHER(name) cudaError_t name(const skl_cuda_params *params, const skl_cuda_launch *launch);
+
+/* Every type, size, stride and option, f32 arithmetic without tensor cores. */
+SKL_DECLARE_LAUNCHER(skl_cuda_general_forward)
+SKL_DECLARE_LAUNCHER(skl_cuda_general_dq)
+SKL_DECLARE_LAUNCHER(skl_cuda_general_dk)
+SKL_DECLARE_LAUNCHER(skl_cuda_general_dense_rows)
+SKL_DECLARE_LAUNCHER(skl_cuda_general_dense_gradients)
+SKL_DECLARE_LAUNCHER(skl_cuda_general_sparse_rows)
+SKL_DECLARE_LAUNCHER(skl_cuda_general_sparse_gradients)
+
+/* Tensor cores. Blocks of a forward that an SM holds at once are asked for apart: splits depend on it. */
+#define ATTENTION_SPLIT(arch, dtype, dim)                                                                            \
+    SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##dim##_forward)                                                \
+    SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##dim##_dq)                                                     \
+    SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##dim##_dk)                                                     \
+    int skl_cuda_##arch##_##dtype##_##dim##_blocks_per_sm(void);
+#define ATTENTION_FUSED(arch, dtype, dim)                                                                            \
+    SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##dim##_forward)                                                \
+    SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##dim##_fused)                                                  \
+    SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##dim##_dk)                                                     \
+    int skl_cuda_##arch##_##dtype##_##dim##_blocks_per_sm(void);
+#define INDEXER_KERNELS(arch, dtype, stage)                                                                                  \
+    SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##stage##_rows)                                                 \
+    SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##stage##_gradients)
+#include "cuda/instances.def"
+#undef INDEXER_KERNELS
+#undef ATTENTION_FUSED
+#undef ATTENTION_SPLIT
+#undef SKL_DECLARE_LAUNCHER
+
+/* Clears the rows and gradients after the last packed sequence. */
+cudaError_t skl_cuda_clear_tails(const skl_cuda_params *params, const skl_cuda_launch *launch);
 
 cudaError_t skl_cuda_states_merge(int64_t count, skl_row_state *into, const skl_row_state *from, cudaStream_t stream);
 cudaError_t skl_cuda_states_finish(const skl_cuda_params *params);

@@ -4,7 +4,7 @@
 
 #include <cuda.h>
 
-#include "cuda/ptx.cuh"
+#include "cuda/common/ptx.cuh"
 
 namespace sm90
 {
@@ -28,7 +28,7 @@ __device__ inline void barrier_arrive(uint64_t &barrier)
 }
 
 /* As many arrivals at once. */
-__device__ inline void barrier_arrive_for(uint64_t &barrier, int arrivals)
+__device__ inline void barrier_arrive_count(uint64_t &barrier, int arrivals)
 {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals)
                  : "memory");
@@ -47,20 +47,20 @@ __device__ inline void barrier_arrive_if(uint64_t &barrier, bool condition)
 }
 
 /* A barrier of some warps of the block; number 0 is __syncthreads. */
-__device__ inline void barrier_of(int number, int threads)
+__device__ inline void named_barrier_sync(int number, int threads)
 {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-/* Waits until the phase of this parity has ended. */
-__device__ inline void barrier_wait(uint64_t &barrier, int parity)
+/* Waits until the phase of this phase has ended. */
+__device__ inline void barrier_wait(uint64_t &barrier, int phase)
 {
     asm volatile("{\n"
                  ".reg .pred done;\n"
                  "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
                  "@!done bra again;\n"
                  "}" ::"r"(shared_address(&barrier)),
-                 "r"(parity)
+                 "r"(phase)
                  : "memory");
 }
 
@@ -84,7 +84,7 @@ __device__ inline void stmatrix_x4(uint32_t row, const uint32_t (&from)[4])
     "}"
 
 /* Arrives, and lets the phase wait for so many bytes of copies. */
-__device__ inline void barrier_expect(uint64_t &barrier, int bytes)
+__device__ inline void barrier_expect_tx(uint64_t &barrier, int bytes)
 {
     asm volatile(SKL_ONE_LANE("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1")::"r"(shared_address(&barrier)),
                  "r"(bytes)
@@ -92,7 +92,7 @@ __device__ inline void barrier_expect(uint64_t &barrier, int bytes)
 }
 
 /* A box of a tensor {column, row, head, batch}; elements outside of the tensor become 0. */
-__device__ inline void copy_box(void *to, const CUtensorMap &tensor, int column, int row, int head, int batch,
+__device__ inline void tma_load(void *to, const CUtensorMap &tensor, int column, int row, int head, int batch,
                                 uint64_t &barrier)
 {
     asm volatile(SKL_ONE_LANE("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
@@ -102,7 +102,8 @@ __device__ inline void copy_box(void *to, const CUtensorMap &tensor, int column,
 }
 
 /* Adds a box of f32 in shared memory to the same tensor; what lies outside of the tensor is left out. */
-__device__ inline void add_box(const CUtensorMap &tensor, int column, int row, int head, int batch, const void *from)
+__device__ inline void tma_reduce_add(const CUtensorMap &tensor, int column, int row, int head, int batch,
+                                      const void *from)
 {
     asm volatile(SKL_ONE_LANE("cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group "
                               "[%0, {%1, %2, %3, %4}], [%5]")::"l"(&tensor),
@@ -110,7 +111,7 @@ __device__ inline void add_box(const CUtensorMap &tensor, int column, int row, i
                  : "memory");
 }
 
-__device__ inline void boxes_commit()
+__device__ inline void tma_commit()
 {
     asm volatile(SKL_ONE_LANE("cp.async.bulk.commit_group")::: "memory");
 }
@@ -118,13 +119,13 @@ __device__ inline void boxes_commit()
 #undef SKL_ONE_LANE
 
 /* Waits until the boxes that this warp added have been read; its other lanes know it behind the next barrier. */
-__device__ inline void boxes_wait()
+__device__ inline void tma_wait_read()
 {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 /* What this thread wrote into shared memory is seen by the copy engine and by wgmma, behind the next barrier. */
-__device__ inline void async_fence()
+__device__ inline void fence_async_shared()
 {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -160,12 +161,12 @@ __device__ inline float4 load_shared(const float4 &from)
 
 /* ---- Warpgroup products ------------------------------------------------------------------------------------- */
 
-template <int COUNT> __device__ inline void give_registers()
+template <int COUNT> __device__ inline void reg_dealloc()
 {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
-template <int COUNT> __device__ inline void take_registers()
+template <int COUNT> __device__ inline void reg_alloc()
 {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }

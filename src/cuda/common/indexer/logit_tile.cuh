@@ -1,0 +1,337 @@
+/* What becomes of a tile of an indexer's logits: accumulators lie as those of mma m16n8, a thread has two rows and
+ * two columns of every 8, N times 8 columns. */
+#ifndef SKL_CUDA_COMMON_INDEXER_LOGIT_TILE_CUH
+#define SKL_CUDA_COMMON_INDEXER_LOGIT_TILE_CUH
+
+#include "base/convert.h"
+#include "cuda/common/indexer/strip.cuh"
+
+namespace tensor_core
+{
+
+/* ---- Heads add up ------------------------------------------------------------------------------------------- */
+
+/* max(x, least) that lets NaN through. */
+__device__ inline float at_least(float x, float least)
+{
+    float y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(least));
+    return y;
+}
+
+/* A row's number for one head after the other. Loads are a head ahead of their use, and nothing is made of what they
+ * bring before products are under way: a warp that waits for it starts none. */
+struct head_weight {
+    const char *at;
+    int64_t size;
+    skl_dtype dtype;
+
+    typedef uint32_t raw;
+
+    __device__ raw load() const
+    {
+        return dtype == SKL_F32 ? *(const uint32_t *)(const void *)at : *(const uint16_t *)(const void *)at;
+    }
+
+    __device__ void next()
+    {
+        at += size;
+    }
+
+    __device__ float value(raw bits) const
+    {
+        return dtype == SKL_F32    ? __uint_as_float(bits)
+               : dtype == SKL_BF16 ? __uint_as_float(bits << 16)
+                                   : __half2float(__ushort_as_half((unsigned short)bits));
+    }
+};
+
+/* A natural LSE in base 2; what f32 cannot hold of it is a factor, and with it that of the mean. */
+struct split_lse {
+    float high, factor;
+};
+
+struct head_lse {
+    const float *at;
+    int64_t step;
+    float mean; /* 1 / heads */
+
+    typedef float raw;
+
+    __device__ raw load() const
+    {
+        return *at;
+    }
+
+    __device__ void next()
+    {
+        at += step;
+    }
+
+    __device__ split_lse value(float lse) const
+    {
+        const float high = __fmul_rn(lse, SKL_LOG2E);
+        const float low = fmaf(lse, (float)(SKL_LOG2E_DOUBLE - (double)SKL_LOG2E), fmaf(lse, SKL_LOG2E, -high));
+        return {high, fabsf(lse) < INFINITY ? fmaf(-low * SKL_LN2, mean, mean) : mean};
+    }
+};
+
+__device__ inline head_lse lse_of(const index_params &params, const query_slot &at, int first_head, int64_t query)
+{
+    const skl_input &lse = params.call.inputs.lse_t;
+    if (lse.data == NULL)
+        return {NULL, 0, 0.0F};
+    return {(const float *)lse.data + SKL_ROW(lse, at.sequence.batch, first_head, at.sequence.query_begin + query),
+            lse.stride_head, 1.0F / (float)skl_group_size(&params.problem)};
+}
+
+__device__ inline head_weight weight_of(const index_params &params, const query_slot &at, int64_t query)
+{
+    const skl_input &w = params.call.inputs.w_s;
+    const skl_dtype dtype = params.problem.dtype_w;
+    const int64_t size = (int64_t)skl_dtype_size(dtype);
+    return {(const char *)w.data + SKL_ROW(w, at.sequence.batch, at.head, at.sequence.query_begin + query) * size,
+            size, dtype};
+}
+
+/* ---- Rows and G --------------------------------------------------------------------------------------------- */
+
+/* The special function unit is exact to 2^-22 near 1, and to so much of the result elsewhere: it gets the mantissa,
+ * and the exponent is added. 0 log 0 is 0. */
+__device__ inline float log2_of(float p)
+{
+    const int bits = __float_as_int(fmaxf(p, 1e-37F));
+    const int exponent = (bits - __float_as_int(0.75F)) >> 23;
+    return (float)exponent + __log2f(__int_as_float(bits - exponent * (1 << 23)));
+}
+
+/* The thread's pairs of a row and tile, without LSEs of the index logits: both sides have a stabiliser of their own,
+ * so that equal ones cancel. P becomes its logarithm; NaN stays NaN. */
+template <int N>
+__device__ inline index_row sum_pairs(float (&p)[N][4], const float (&y)[N][4], float scale, int half,
+                                      const range32 &sees)
+{
+    index_row row = {skl_state_empty(), 0.0F};
+    bool any = false;
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int parity = 0; parity < 2; parity++) {
+            float &u = p[n][half * 2 + parity];
+            const bool seen = acc_column(n, parity) >= sees.begin && acc_column(n, parity) < sees.end;
+            u = fmaf(0.0F, u, log2_of(u));
+            row.state.m_a = seen ? fmaxf(row.state.m_a, u) : row.state.m_a;
+            row.state.m_b = seen ? fmaxf(row.state.m_b, y[n][half * 2 + parity] * scale) : row.state.m_b;
+            any = any || seen;
+        }
+    if (!any)
+        return row;
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int parity = 0; parity < 2; parity++) {
+            const float u = p[n][half * 2 + parity] - row.state.m_a, p_a = ex2(u);
+            const float v = fmaf(y[n][half * 2 + parity], scale, -row.state.m_b);
+            if (acc_column(n, parity) < sees.begin || acc_column(n, parity) >= sees.end)
+                continue;
+            row.state.l_a += p_a;
+            row.state.l_b += ex2(v);
+            row.state.w = fmaf(p_a, u - v, row.state.w);
+            row.spread = fmaf(p_a, u, row.spread);
+        }
+    return row;
+}
+
+/* The same for an indexer alone. */
+template <bool MASKED, int N>
+__device__ inline index_row sum_index(const float (&y)[N][4], float scale, int half, const range32 &sees)
+{
+    index_row row = {skl_state_empty(), 0.0F};
+    bool any = !MASKED;
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int parity = 0; parity < 2; parity++) {
+            const bool seen = !MASKED || (acc_column(n, parity) >= sees.begin && acc_column(n, parity) < sees.end);
+            row.state.m_b = seen ? fmaxf(row.state.m_b, y[n][half * 2 + parity] * scale) : row.state.m_b;
+            any = any || seen;
+        }
+    if (!any)
+        return row;
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int parity = 0; parity < 2; parity++)
+            if (!MASKED || (acc_column(n, parity) >= sees.begin && acc_column(n, parity) < sees.end))
+                row.state.l_b += ex2(fmaf(y[n][half * 2 + parity], scale, -row.state.m_b));
+    return row;
+}
+
+/* What a row has of a tile. */
+template <int N>
+__device__ inline index_row sum_row(const index_params &params, const query_slot &at, float (&p)[N][4],
+                                    const float (&y)[N][4], int half, int row, int first)
+{
+    const float scale = params.b.scale;
+    if (params.with_teacher)
+        return sum_pairs(p, y, scale, half, visible_range(params, at, row, first));
+    if (is_full(at, first, N * 8)) /* with no teacher in between it matters */
+        return sum_index<false>(y, scale, half, {0, 0});
+    return sum_index<true>(y, scale, half, visible_range(params, at, row, first));
+}
+
+/* Of the lanes that hold a row, four unless told; all get it. */
+template <int LANES = 4> __device__ inline index_row merge_lanes(const index_row &row)
+{
+    index_row sum = {merge_lanes<LANES>(row.state), 0.0F};
+    sum.spread = spread_at(row, sum.state.m_a);
+#pragma unroll
+    for (int offset = 1; offset < LANES; offset *= 2)
+        sum.spread += __shfl_xor_sync(~0U, sum.spread, offset);
+    return sum;
+}
+
+/* Pairs where LSEs are known, which gives G: S - P, 0 where nothing is seen. `lse` is that of the index logits, in
+ * base 2; `poison` is 0, or NaN where the upstream gradient is not finite. PLANES: 2 with what f16 leaves of it,
+ * `rest_at` behind it. */
+template <int PLANES, int N>
+__device__ inline void store_g(uint4 *g, int64_t rest_at, const float (&p)[N][4], const float (&y)[N][4], float scale,
+                               const float (&lse)[2], const float (&poison)[2], const range32 (&sees)[2])
+{
+#pragma unroll
+    for (int block = 0; block < N / 2; block++, g += 32) {
+        uint32_t operand[4], rest[4];
+#pragma unroll
+        for (int part = 0; part < 4; part++) {
+            const int n = block * 2 + part / 2, half = part % 2;
+            float pair[2];
+#pragma unroll
+            for (int parity = 0; parity < 2; parity++) {
+                const int column = acc_column(n, parity), e = half * 2 + parity;
+                const bool seen = column >= sees[half].begin && column < sees[half].end;
+                const float s = ex2(fmaf(y[n][e], scale, -lse[half]));
+                pair[parity] = seen ? fmaf(s - p[n][e], 1.0F / G_UNIT, poison[half]) : 0.0F;
+            }
+            operand[part] = pack(pair[0], pair[1], __half());
+            const float2 kept = unpack(operand[part], __half());
+            rest[part] = pack(pair[0] - kept.x, pair[1] - kept.y, __half());
+        }
+        *g = make_uint4(operand[0], operand[1], operand[2], operand[3]);
+        if (PLANES == 2)
+            g[rest_at] = make_uint4(rest[0], rest[1], rest[2], rest[3]);
+    }
+}
+
+/* G of a tile; `rows`: the thread's two of the slot, `first`: the tile's first key. */
+template <int PLANES, int N>
+__device__ inline void store_tile(const index_params &params, const query_slot &at, uint4 *g, const float (&p)[N][4],
+                                  const float (&y)[N][4], const int (&rows)[2], int first)
+{
+    range32 sees[2];
+    float lse[2], poison[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int64_t query = query_of(at, rows[half]);
+        sees[half] = visible_range(params, at, rows[half], first);
+        lse[half] = skl_row_value(&params.call.inputs.lse_s, &at.sequence, at.head, query) * SKL_LOG2E;
+        poison[half] = 0.0F * upstream_of(params, at, query);
+    }
+    store_g<PLANES>(g, params.rest_at, p, y, params.b.scale, lse, poison, sees);
+}
+
+/* ---- Sums of a part of the keys ----------------------------------------------------------------------------- */
+
+__device__ inline index_row empty_row()
+{
+    return {skl_state_empty(), 0.0F};
+}
+
+/* A row a query. */
+__device__ inline index_row *rows_of_split(const index_params &params, unsigned slot, int split)
+{
+    return params.split_rows + ((slot - params.strip_first) * params.num_splits + split) * SIDE;
+}
+
+/* Adds what the four lanes of a row have of a tile to its sums in memory: registers are for P and Y. */
+__device__ inline void add_to_row(index_row *to, const index_row &row)
+{
+    const index_row sum = merge_lanes(row);
+    if (threadIdx.x % 4 == 0)
+        *to = merge_rows(*to, sum);
+}
+
+/* ---- LSEs of the teacher ------------------------------------------------------------------------------------ */
+
+/* Stabiliser and sum of the thread's columns of a row. */
+struct lse_row {
+    float m, l;
+
+    __device__ void move(float to)
+    {
+        l = l == 0.0F ? 0.0F : l * ex2(m - to);
+        m = to;
+    }
+};
+
+__device__ inline lse_row merge_rows(lse_row a, lse_row b)
+{
+    const float m = fmaxf(a.m, b.m);
+    a.move(m);
+    b.move(m);
+    return {m, a.l + b.l};
+}
+
+/* sees(half, column): whether the row does. */
+template <int N, typename SEES>
+__device__ inline void add_tile(lse_row (&rows)[2], const float (&x)[N][4], float scale, SEES sees)
+{
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float m = rows[half].m;
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int parity = 0; parity < 2; parity++)
+                m = sees(half, acc_column(n, parity)) ? fmaxf(m, x[n][half * 2 + parity] * scale) : m;
+        rows[half].move(m);
+        float sum = 0.0F;
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int parity = 0; parity < 2; parity++)
+                sum += sees(half, acc_column(n, parity)) ? ex2(fmaf(x[n][half * 2 + parity], scale, -m)) : 0.0F;
+        rows[half].l += sum;
+    }
+}
+
+/* MASKED: keys of a range. */
+template <bool MASKED, int N>
+__device__ inline void add_tile(lse_row (&rows)[2], const float (&x)[N][4], float scale, const range32 (&sees)[2])
+{
+    add_tile(rows, x, scale, [&](int half, int column) {
+        return !MASKED || (column >= sees[half].begin && column < sees[half].end);
+    });
+}
+
+/* Four lanes hold a row. */
+__device__ inline lse_row merge_lanes(const lse_row &row)
+{
+    float m = row.m;
+    m = fmaxf(m, __shfl_xor_sync(~0U, m, 1));
+    m = fmaxf(m, __shfl_xor_sync(~0U, m, 2));
+    lse_row moved = row;
+    moved.move(m);
+    moved.l += __shfl_xor_sync(~0U, moved.l, 1);
+    moved.l += __shfl_xor_sync(~0U, moved.l, 2);
+    return moved;
+}
+
+__device__ inline float lse_of_lanes(const lse_row &row)
+{
+    const lse_row merged = merge_lanes(row);
+    return skl_lse(merged.m, merged.l);
+}
+
+} // namespace tensor_core
+
+#endif

@@ -1,0 +1,210 @@
+/* Gradients of an indexer from its G (index_strip.cuh), as far as they do not depend on how products are made.
+ *
+ *   queries    dq_g = scale w_g D_g      D_g = (G [A_g > 0]) k       dw_g = scale <q_g, D_g>
+ *   keys       dk   = scale sum_g (w_g G [A_g > 0])^T q_g            A_g = q_g k^T, again */
+#ifndef SKL_CUDA_COMMON_INDEXER_STRIP_GRADIENTS_CUH
+#define SKL_CUDA_COMMON_INDEXER_STRIP_GRADIENTS_CUH
+
+#include "base/convert.h"
+#include "cuda/common/indexer/strip.cuh"
+
+namespace tensor_core
+{
+
+/* What counts of a pair of G. By multiplication: NaN stays NaN, whether it counts or not. */
+template <typename ELEMENT>
+__device__ inline uint32_t weigh_pair(float2 pair, float low, float high, float2 weights, float least)
+{
+    return pack(pair.x * (low > least ? weights.x : 0.0F), pair.y * (high > least ? weights.y : 0.0F), ELEMENT());
+}
+
+/* ---- Queries ------------------------------------------------------------------------------------------------ */
+
+__device__ constexpr skl_dtype dtype_of(__nv_bfloat16)
+{
+    return SKL_BF16;
+}
+
+__device__ constexpr skl_dtype dtype_of(__half)
+{
+    return SKL_F16;
+}
+
+/* Two neighbours of a 16-bit or f32 gradient, wherever its rows lie. */
+template <typename ELEMENT>
+__device__ inline void store_pair(const skl_output &to, int64_t offset, skl_dtype dtype, float low, float high)
+{
+    if (dtype == SKL_F32) {
+        ((float *)to.data)[offset] = low;
+        ((float *)to.data)[offset + 1] = high;
+        return;
+    }
+    const uint32_t both = pack(low, high, ELEMENT());
+    uint16_t *const pair = (uint16_t *)to.data + offset;
+    if ((uintptr_t)pair % 4 == 0) {
+        *(uint32_t *)(void *)pair = both;
+        return;
+    }
+    pair[0] = (uint16_t)both;
+    pair[1] = (uint16_t)(both >> 16);
+}
+
+/* <q_g, D_g> over 8 N dimensions, of which `dim` are there, for the four lanes that hold D_g: sum(n, parity). A query
+ * that is not finite and sees nothing adds nothing. */
+template <typename ELEMENT, int N, typename SUM>
+__device__ inline float dot_of(SUM sum, const ELEMENT *query, int dim)
+{
+    float dot = 0.0F;
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        const float low = sum(n, 0), high = sum(n, 1);
+        const uint32_t pair =
+            acc_column(n, 0) < dim ? __ldg((const uint32_t *)(const void *)(query + acc_column(n, 0))) : 0U;
+        const float2 of_query = unpack(pair, ELEMENT());
+        dot = low != 0.0F ? fmaf(low, of_query.x, dot) : dot;
+        dot = high != 0.0F ? fmaf(high, of_query.y, dot) : dot;
+    }
+    dot += __shfl_xor_sync(~0U, dot, 1);
+    return dot + __shfl_xor_sync(~0U, dot, 2);
+}
+
+/* Rows of dq and dw. Dimensions are a multiple of 8 and rows of q_s aligned, those of dq_s need not be. */
+template <typename ELEMENT, int DIM> struct query_gradients {
+    const index_params &params;
+    const query_slot &at;
+    int head; /* of q_s */
+
+    /* sum(n, parity): of D_g, [8 dimensions][parity]. */
+    template <typename SUM> __device__ void store_row(int row, SUM sum) const
+    {
+        const skl_problem &p = params.problem;
+        const skl_output &dq = params.call.gradients.dq_s, &dw = params.call.gradients.dw_s;
+        const skl_input &w = params.call.inputs.w_s, &q = params.call.inputs.q_s;
+        const int index_head = head % (int)p.index_heads, dim = (int)p.dim_s;
+        const int64_t batch = at.sequence.batch;
+        const int64_t query = at.sequence.query_begin + at.first + min(row, at.count - 1);
+        const float dot =
+            dw.data != NULL
+                ? dot_of<ELEMENT, DIM / 8>(sum, (const ELEMENT *)q.data + SKL_ROW(q, batch, head, query), dim)
+                : 0.0F;
+        if (row >= at.count)
+            return;
+        const range32 sees = visible_range(params, at, row, 0);
+        const bool blind = sees.begin >= sees.end; /* whatever its weight and upstream gradient are */
+        const float scale = blind ? 0.0F : p.scale_s * G_UNIT * upstream_of(params, at, at.first + row);
+        if (dw.data != NULL && threadIdx.x % 4 == 0)
+            skl_store(dw.data, skl_grad_dtype(&p, p.dtype_w), SKL_ROW(dw, batch, at.head, query) + index_head,
+                      dot * scale);
+        if (dq.data == NULL)
+            return;
+        const float weight = skl_load(w.data, p.dtype_w, SKL_ROW(w, batch, at.head, query) + index_head);
+        const float factor = blind ? 0.0F : scale * weight;
+        const skl_dtype dtype = skl_grad_dtype(&p, dtype_of(ELEMENT()));
+        const int64_t base = SKL_ROW(dq, batch, head, query);
+#pragma unroll
+        for (int n = 0; n < DIM / 8; n++)
+            if (acc_column(n, 0) < dim)
+                store_pair<ELEMENT>(dq, base + acc_column(n, 0), dtype, sum(n, 0) * factor, sum(n, 1) * factor);
+    }
+};
+
+/* ---- Keys --------------------------------------------------------------------------------------------------- */
+
+/* A block's keys, and the slots of its part. */
+struct key_work {
+    skl_sequence sequence;
+    int64_t item; /* of the batch, for slots */
+    int key_head, tile;
+    int tile_begin, tile_end; /* query tiles that see them */
+    int split;
+    int stages;
+};
+
+/* Slots of a student head that see the block's keys, as far as they belong to the strip. */
+__device__ inline range32 slots_of_head(const index_params &params, const key_work &work, int head)
+{
+    const int tiles = (int)skl_ceil_div(params.problem.len_q, SIDE);
+    const int begin = ((int)work.item * (int)params.problem.heads_s + head) * tiles; /* the last tile's */
+    const int strip_begin = (int)params.strip_first, strip_end = strip_begin + (int)params.strip_count;
+    const int end = min(begin + tiles - work.tile_begin, strip_end);
+    return {min(max(begin + tiles - work.tile_end, strip_begin), end), end};
+}
+
+/* Calls visit(slot) for every slot of the block's part, in order: those of all heads that share the keys are cut into
+ * parts of the same size. */
+template <typename VISIT>
+__device__ inline void for_slots(const index_params &params, const key_work &work, VISIT visit)
+{
+    const int first = work.key_head * params.b.heads_per_key, end = first + params.b.heads_per_key;
+    int count = 0;
+    for (int head = first; head < end; head++) {
+        const range32 slots = slots_of_head(params, work, head);
+        count += slots.end - slots.begin;
+    }
+    int skip = (int)((int64_t)count * work.split / params.num_splits);
+    int left = (int)((int64_t)count * (work.split + 1) / params.num_splits) - skip;
+    for (int head = first; head < end && left > 0; head++) {
+        const range32 slots = slots_of_head(params, work, head);
+        for (int slot = slots.begin + skip; slot < slots.end && left > 0; slot++, left--)
+            visit(slot);
+        skip = max(0, skip - (slots.end - slots.begin));
+    }
+}
+
+/* Of a block of so many; its queries come in stages of ROWS. */
+template <int ROWS> __device__ inline key_work key_work_of_block(const index_params &params, unsigned block)
+{
+    const skl_problem &p = params.problem;
+    const int64_t tiles = skl_ceil_div(p.len_k, SIDE);
+    const int64_t at = block / params.num_splits;
+    key_work work = {};
+    work.item = at / tiles / p.key_heads_s;
+    work.sequence = device_sequence(params, work.item);
+    work.key_head = (int)(at / tiles % p.key_heads_s);
+    work.tile = (int)(at % tiles); /* causal: those that most queries see first */
+    work.split = (int)(block % params.num_splits);
+    if (work.tile * SIDE >= work.sequence.key_count)
+        return work;
+    const skl_band band = skl_query_band(&p, &work.sequence);
+    const int64_t last = skl_min((int64_t)(work.tile + 1) * SIDE, work.sequence.key_count) - 1;
+    work.tile_begin = (int)(skl_band_range(&band, (int64_t)work.tile * SIDE).begin / SIDE);
+    work.tile_end = max(work.tile_begin, (int)skl_ceil_div(skl_band_range(&band, last).end, SIDE));
+    for_slots(params, work, [&](int) { work.stages += SIDE / ROWS * (int)p.index_heads; });
+    return work;
+}
+
+__device__ inline uint32_t transpose(uint32_t matrix)
+{
+    uint32_t result;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(matrix));
+    return result;
+}
+
+/* A 16 x 16 block of G as the other side's A operand. */
+__device__ inline uint4 transpose(const uint4 &block)
+{
+    return make_uint4(transpose(block.x), transpose(block.z), transpose(block.y), transpose(block.w));
+}
+
+/* Adds to the sums of the block's part: WIDTH dimensions from `first` on of row `row` of its key tile; sum(n, parity)
+ * as [8 dimensions][parity]. */
+template <int WIDTH, typename SUM>
+__device__ inline void add_key_row(const index_params &params, const key_work &work, int row, int first, SUM sum)
+{
+    const skl_problem &p = params.problem;
+    const int key = work.tile * SIDE + row, dim = (int)p.dim_s;
+    const int64_t split =
+        ((int64_t)work.split * params.sum_batches + work.sequence.batch) * p.key_heads_s + work.key_head;
+    float *const to = params.key_sums + (split * params.sum_rows + work.sequence.key_begin + key) * dim;
+#pragma unroll
+    for (int n = 0; n < WIDTH / 8; n++)
+        if (key < work.sequence.key_count && first + acc_column(n, 0) < dim) {
+            float2 *const pair = (float2 *)(void *)(to + first + acc_column(n, 0));
+            const float2 before = *pair;
+            *pair = make_float2(before.x + sum(n, 0), before.y + sum(n, 1));
+        }
+}
+
+} // namespace tensor_core
+
+#endif

@@ -1,0 +1,22 @@
+/* Macros for the translation units that CMake writes, one per line of instances.def. */
+#ifndef SKL_CUDA_COMMON_INSTANCE_CUH
+#define SKL_CUDA_COMMON_INSTANCE_CUH
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "cuda/common/params.cuh"
+
+typedef __nv_bfloat16 skl_element_bf16;
+typedef __half skl_element_f16;
+#define SKL_ELEMENT(dtype) skl_element_##dtype
+
+/* A launcher with the name of its kernel, which it reports. `function` may hold commas. */
+#define SKL_LAUNCHER(arch, dtype, size, role, ...)                                                                   \
+    extern "C" cudaError_t skl_cuda_##arch##_##dtype##_##size##_##role(const skl_cuda_params *params,                \
+                                                                       const skl_cuda_launch *launch)                \
+    {                                                                                                                \
+        return __VA_ARGS__("cuda_" #arch "_" #dtype "_" #size, params, launch);                                      \
+    }
+
+#endif

@@ -1,0 +1,190 @@
+/* Kernels that walk over rows: what lies behind the last packed sequence, partial states, sums of key gradients. */
+#include "base/convert.h"
+#include "base/kl_math.h"
+#include "cuda/common/dk_sums.cuh"
+
+constexpr int THREADS = 256;
+
+static unsigned blocks_for(int64_t count)
+{
+    const int64_t enough = 1 << 16; /* the kernels stride over what is left */
+    return (unsigned)skl_max(1, skl_min(enough, skl_ceil_div(count, THREADS)));
+}
+
+static __device__ int64_t first_index(void)
+{
+    return (int64_t)blockIdx.x * THREADS + threadIdx.x;
+}
+
+static __device__ int64_t index_step(void)
+{
+    return (int64_t)gridDim.x * THREADS;
+}
+
+/* ---- Tails of packed buffers -------------------------------------------------------------------------------- */
+
+static __device__ void clear_rows(const skl_output &rows, int64_t heads, int64_t begin, int64_t end, float value)
+{
+    if (rows.data == NULL)
+        return;
+    for (int64_t at = first_index(); at < heads * (end - begin); at += index_step())
+        ((float *)rows.data)[SKL_ROW(rows, 0, at % heads, begin + at / heads)] = value;
+}
+
+static __device__ void clear_gradient(const skl_output &grad, skl_dtype dtype, int64_t heads, int64_t begin,
+                                      int64_t end, int64_t dim)
+{
+    if (grad.data == NULL)
+        return;
+    const int64_t size = (int64_t)skl_dtype_size(dtype);
+    for (int64_t at = first_index(); at < heads * (end - begin) * dim; at += index_step()) {
+        const int64_t row = at / dim;
+        const int64_t offset = SKL_ROW(grad, 0, row % heads, begin + row / heads) + at % dim;
+        for (int64_t byte = 0; byte < size; byte++)
+            ((char *)grad.data)[offset * size + byte] = 0;
+    }
+}
+
+static __global__ void __launch_bounds__(THREADS) clear_tails(const __grid_constant__ skl_cuda_params params)
+{
+    const skl_problem &p = params.problem;
+    const skl_call &call = params.call;
+    const int64_t used_q = skl_max(0, skl_min(p.total_q, call.inputs.cu_seqlens_q[p.batch]));
+    const int64_t used_k = skl_max(0, skl_min(p.total_k, call.inputs.cu_seqlens_k[p.batch]));
+    clear_rows(call.rows.kl, p.heads_s, used_q, p.total_q, 0.0F);
+    clear_rows(call.rows.lse_s, p.heads_s, used_q, p.total_q, -INFINITY);
+    clear_rows(call.rows.lse_t, p.heads_t, used_q, p.total_q, -INFINITY);
+    clear_rows(call.rows.dot_t, p.heads_t, used_q, p.total_q, 0.0F);
+    clear_rows(call.rows.cross_entropy, p.heads_s, used_q, p.total_q, 0.0F);
+    clear_rows(call.rows.entropy, p.heads_s, used_q, p.total_q, 0.0F);
+    clear_rows(call.rows.mass, p.heads_s, used_q, p.total_q, 0.0F);
+    const skl_dtype grad_t = skl_grad_dtype(&p, p.dtype_t);
+    const skl_dtype grad_s = skl_grad_dtype(&p, p.dtype_s);
+    clear_gradient(call.gradients.dq_t, grad_t, p.heads_t, used_q, p.total_q, p.dim_t);
+    clear_gradient(call.gradients.dq_s, grad_s, skl_query_heads_s(&p), used_q, p.total_q, p.dim_s);
+    clear_gradient(call.gradients.dw_s, skl_grad_dtype(&p, p.dtype_w), p.heads_s, used_q, p.total_q, p.index_heads);
+    clear_gradient(call.gradients.dk_t, grad_t, p.key_heads_t, used_k, p.total_k, p.dim_t);
+    clear_gradient(call.gradients.dk_s, grad_s, p.key_heads_s, used_k, p.total_k, p.dim_s);
+    if (call.op != SKL_OP_PARTIAL)
+        return;
+    const int64_t tail = p.total_q - used_q;
+    for (int64_t at = first_index(); at < p.heads_s * tail; at += index_step())
+        call.states[at / tail * p.total_q + used_q + at % tail] = skl_state_empty();
+}
+
+extern "C" cudaError_t skl_cuda_clear_tails(const skl_cuda_params *params, const skl_cuda_launch *)
+{
+    const skl_problem *const p = &params->problem;
+    const int64_t rows = skl_max(p->total_q * p->heads_t, p->total_k * p->key_heads_t);
+    record_launch("cuda_general", SKL_VARIANT_CLEAR, 1);
+    clear_tails<<<blocks_for(rows), THREADS, 0, params->call.stream>>>(*params);
+    return cudaPeekAtLastError();
+}
+
+/* ---- States ------------------------------------------------------------------------------------------------- */
+
+static __global__ void __launch_bounds__(THREADS)
+    merge_states(int64_t count, skl_row_state *into, const skl_row_state *from)
+{
+    for (int64_t at = first_index(); at < count; at += index_step())
+        into[at] = skl_state_merge(into[at], from[at]);
+}
+
+extern "C" cudaError_t skl_cuda_states_merge(int64_t count, skl_row_state *into, const skl_row_state *from,
+                                             cudaStream_t stream)
+{
+    merge_states<<<blocks_for(count), THREADS, 0, stream>>>(count, into, from);
+    return cudaPeekAtLastError();
+}
+
+static __global__ void __launch_bounds__(THREADS) finish_states(const __grid_constant__ skl_cuda_params params)
+{
+    const skl_problem &p = params.problem;
+    const skl_rows &rows = params.call.rows;
+    const bool reverse = p.direction == SKL_KL_REVERSE;
+    const int64_t length = p.packed ? p.total_q : p.len_q;
+    const int64_t group = skl_group_size(&p);
+    for (int64_t at = first_index(); at < skl_state_count(&p); at += index_step()) {
+        const int64_t i = at % length;
+        const int64_t head = at / length % p.heads_s;
+        const skl_sequence all_rows = {at / length / p.heads_s, 0, length, 0, 0, 0, 0};
+        const skl_row_state state = params.call.states[at];
+        const float lse_a = skl_lse(state.m_a, state.l_a);
+        const float lse_b = skl_lse(state.m_b, state.l_b);
+        const float own_t = reverse ? lse_b : lse_a;
+        skl_row_set(&rows.kl, &all_rows, head, i, skl_kl_report(skl_state_kl(&state)));
+        skl_row_set(&rows.lse_s, &all_rows, head, i, reverse ? lse_a : lse_b);
+        for (int64_t h = head * group; rows.lse_t.data != NULL && h < (head + 1) * group; h++) {
+            const float outside =
+                skl_has_teacher_groups(&p) ? skl_row_value(&params.call.inputs.lse_t, &all_rows, h, i) : 0.0F;
+            skl_row_set(&rows.lse_t, &all_rows, h, i, own_t == -INFINITY ? own_t : outside + own_t);
+        }
+    }
+}
+
+extern "C" cudaError_t skl_cuda_states_finish(const skl_cuda_params *params)
+{
+    finish_states<<<blocks_for(skl_state_count(&params->problem)), THREADS, 0, params->call.stream>>>(*params);
+    return cudaPeekAtLastError();
+}
+
+/* ---- Sums of key gradients ---------------------------------------------------------------------------------- */
+
+/* Four elements each: dimensions are a multiple of 8, and sums are aligned for the copy engine. */
+struct sums_shape {
+    int64_t heads, rows, quads, count;
+};
+
+static sums_shape shape_of(const backward_params *params)
+{
+    const skl_problem *const p = &params->problem;
+    const skl_side side = side_of(*params);
+    const int64_t rows = p->packed ? p->total_k : p->len_k, quads = side.dim / 4;
+    return {side.key_heads, rows, quads, (p->packed ? 1 : p->batch) * side.key_heads * rows * quads};
+}
+
+/* Offset of a quad in a tensor. */
+static __device__ int64_t quad_offset(const skl_output &tensor, const sums_shape &shape, int64_t at)
+{
+    const int64_t row = at / shape.quads, head = row / shape.rows;
+    return SKL_ROW(tensor, head / shape.heads, head % shape.heads, row % shape.rows) + at % shape.quads * 4;
+}
+
+static __global__ void __launch_bounds__(THREADS) clear_sums(skl_output sums, sums_shape shape)
+{
+    for (int64_t at = first_index(); at < shape.count; at += index_step())
+        *(float4 *)(void *)((float *)sums.data + quad_offset(sums, shape, at)) = make_float4(0.0F, 0.0F, 0.0F, 0.0F);
+}
+
+static __global__ void __launch_bounds__(THREADS)
+    store_sums(skl_output sums, sums_shape shape, skl_output to, skl_dtype dtype)
+{
+    for (int64_t at = first_index(); at < shape.count; at += index_step()) {
+        const float4 sum = *(const float4 *)(const void *)((const float *)sums.data + quad_offset(sums, shape, at));
+        const int64_t first = quad_offset(to, shape, at);
+        skl_store(to.data, dtype, first, sum.x);
+        skl_store(to.data, dtype, first + 1, sum.y);
+        skl_store(to.data, dtype, first + 2, sum.z);
+        skl_store(to.data, dtype, first + 3, sum.w);
+    }
+}
+
+cudaError_t clear_dk_sums(const backward_params *params)
+{
+    const sums_shape shape = shape_of(params);
+    if (params->dk_sums.data == NULL || shape.count == 0)
+        return cudaSuccess;
+    clear_sums<<<blocks_for(shape.count), THREADS, 0, params->call.stream>>>(params->dk_sums, shape);
+    return cudaPeekAtLastError();
+}
+
+cudaError_t store_dk_sums(const backward_params *params)
+{
+    const sums_shape shape = shape_of(params);
+    const skl_side side = side_of(*params);
+    if (params->dk_sums.data == NULL || params->dk_sums.data == side.dk->data || shape.count == 0)
+        return cudaSuccess;
+    store_sums<<<blocks_for(shape.count), THREADS, 0, params->call.stream>>>(params->dk_sums, shape, *side.dk,
+                                                                             side.grad_dtype);
+    return cudaPeekAtLastError();
+}

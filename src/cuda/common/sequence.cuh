@@ -1,0 +1,24 @@
+/* A sequence of the batch, read on the device. */
+#ifndef SKL_CUDA_COMMON_SEQUENCE_CUH
+#define SKL_CUDA_COMMON_SEQUENCE_CUH
+
+#include "cuda/launch.h"
+
+/* cu_seqlens and key_lengths lie in device memory and cannot be checked before the launch: whatever they hold, no
+ * address outside the buffers is formed. */
+__device__ inline skl_sequence device_sequence(const skl_cuda_params &params, int64_t b)
+{
+    const skl_problem &p = params.problem;
+    skl_sequence s = skl_sequence_at(&p, &params.call.inputs, params.call.keys, b);
+    if (p.packed) {
+        s.query_begin = skl_min(skl_max(s.query_begin, 0), p.total_q);
+        s.query_count = skl_min(skl_max(s.query_count, 0), skl_min(p.len_q, p.total_q - s.query_begin));
+        s.key_begin = skl_min(skl_max(s.key_begin, 0), p.total_k);
+        s.key_count = skl_min(s.key_count, p.total_k - s.key_begin);
+    }
+    s.key_count = skl_max(0, skl_min(s.key_count, p.len_k));
+    s.key_first = skl_min(s.key_first, s.key_count);
+    return s;
+}
+
+#endif

@@ -1,0 +1,201 @@
+/* Which tile a block works on, and which rows of the other tensor it streams: shared by all tensor-core kernels.
+ *
+ * A tile is 64 M rows of one head of one sequence: queries, or keys for dk. Tiles are handed out longest first under
+ * a causal mask, and heads in groups whose streamed rows fit into the L2 cache (L2 swizzle). */
+#ifndef SKL_CUDA_COMMON_TILE_SCHEDULER_CUH
+#define SKL_CUDA_COMMON_TILE_SCHEDULER_CUH
+
+#include "base/kl_math.h"
+#include "cuda/common/ptx.cuh"
+#include "cuda/common/params.cuh"
+#include "cuda/common/sequence.cuh"
+
+namespace tensor_core
+{
+
+template <int M> constexpr int TILE_ROWS = 64 * M;
+
+/* ---- Accumulators of mma m16n8 and wgmma -------------------------------------------------------------------- */
+
+/* Own row m, half of a thread, counted from the block's first: half 0 is lane / 4 of 16, half 1 the one 8 behind. */
+template <int M> __device__ inline int acc_row(int m, int half)
+{
+    return ((int)threadIdx.x / 32 * M + m) * 16 + (int)threadIdx.x % 32 / 4 + half * 8;
+}
+
+/* Streamed row of an element, counted from the step's first. */
+__device__ inline int acc_column(int block, int parity)
+{
+    return block * 8 + (int)threadIdx.x % 4 * 2 + parity;
+}
+
+/* ---- Rows of tensors ---------------------------------------------------------------------------------------- */
+
+template <typename ELEMENT> struct row_source {
+    const ELEMENT *rows;
+    int64_t stride;
+    int dim;
+
+    __device__ row_source from(int64_t row) const
+    {
+        return {rows + row * stride, stride, dim};
+    }
+};
+
+template <typename ELEMENT>
+__device__ inline row_source<ELEMENT> queries_of(const skl_cuda_argument &side, const skl_sequence &s, int64_t head)
+{
+    return {(const ELEMENT *)side.q.data + SKL_ROW(side.q, s.batch, head, s.query_begin), side.q.stride_row,
+            side.dim};
+}
+
+template <typename ELEMENT>
+__device__ inline row_source<ELEMENT> keys_of(const skl_cuda_argument &side, const skl_sequence &s, int64_t head)
+{
+    return {(const ELEMENT *)side.k.data + SKL_ROW(side.k, s.batch, (int)head / side.heads_per_key, s.key_begin),
+            side.k.stride_row, side.dim};
+}
+
+/* ---- Work --------------------------------------------------------------------------------------------------- */
+
+/* Streamed rows counted from the first that the block needs, in 32 bits. */
+struct range32 {
+    int begin, end;
+};
+
+/* skl_band for a block: own rows counted from the block's first, streamed rows from `origin`. */
+struct band32 {
+    int begin, end, count;
+
+    __device__ range32 of(int row) const
+    {
+        return {max(0, begin + row), min(count, end + row)};
+    }
+};
+
+/* `last` is the block's last row; no row of the block meets a streamed row before the origin. */
+struct streamed_band {
+    int64_t origin;
+    band32 band;
+    int needed; /* streamed rows that some row of the block meets */
+};
+
+__device__ inline int saturated(int64_t value)
+{
+    return (int)skl_max(-SKL_ROWS_MAX, skl_min(SKL_ROWS_MAX, value));
+}
+
+__device__ inline streamed_band stream_for(const skl_band &band, int64_t first, int64_t last)
+{
+    const int64_t origin = skl_band_range(&band, first).begin;
+    return {
+        origin,
+        {saturated(first + band.begin - origin), saturated(first + band.end - origin), (int)(band.count - origin)},
+        (int)(skl_band_range(&band, last).end - origin)};
+}
+
+/* Part `part` of `parts` of the streamed rows, cut between stages. */
+__device__ inline streamed_band cut(const streamed_band &all, int stage_rows, int split, int num_splits)
+{
+    const unsigned stages = (unsigned)(all.needed + stage_rows - 1) / (unsigned)stage_rows;
+    const int rows = (int)((stages + (unsigned)num_splits - 1) / (unsigned)num_splits) * stage_rows;
+    const int begin = min(split * rows, all.needed), end = min(begin + rows, all.needed);
+    const band32 &band = all.band;
+    return {all.origin + begin, {band.begin - begin, band.end - begin, band.count - begin}, end - begin};
+}
+
+/* What `count` own rows meet: some row sees a streamed row inside `any`, every row sees all inside `all`. Rows behind
+ * the tensor's last count too: they are 0, and nobody asks for their results. */
+struct reach {
+    range32 any, all;
+};
+
+__device__ inline reach reach_of(const band32 &band, int first, int count)
+{
+    const range32 low = band.of(first), high = band.of(first + count - 1);
+    return {{low.begin, high.end}, {high.begin, low.end}};
+}
+
+__device__ inline bool meets(const range32 &range, int first, int rows)
+{
+    return range.begin < first + rows && range.end > first;
+}
+
+__device__ inline bool covers(const range32 &range, int first, int rows)
+{
+    return range.begin <= first && range.end >= first + rows;
+}
+
+/* One tile of own rows of one head of one sequence. */
+struct tile_coord {
+    int64_t sequence;
+    int head, tile;
+};
+
+/* Sequences in y and z, heads and tiles in x: the backend sees to it that they are less than 2^31. */
+constexpr int64_t GRID_Y_MAX = 65535;
+
+inline dim3 grid_of(int64_t sequences, int64_t heads, int64_t tiles)
+{
+    return dim3((unsigned)(heads * tiles), (unsigned)skl_min(sequences, GRID_Y_MAX),
+                (unsigned)skl_ceil_div(sequences, GRID_Y_MAX));
+}
+
+/* Number x of a sequence. Tiles of a section of heads come longest first (causal), and the section's streamed rows
+ * stay in the L2 cache. */
+__device__ inline tile_coord swizzled_tile(int64_t sequence, unsigned x, unsigned heads, unsigned tiles,
+                                           unsigned head_group)
+{
+    const unsigned first_head = x / (head_group * tiles) * head_group;
+    const unsigned width = min(head_group, heads - first_head);
+    const unsigned rest = x - first_head * tiles;
+    return {sequence, (int)(first_head + rest % width), (int)(rest / width)};
+}
+
+/* Volatile: what follows from it is computed anew where it is used again, and holds no registers meanwhile. */
+__device__ inline tile_coord tile_of_block(unsigned heads, unsigned tiles, unsigned head_group)
+{
+    unsigned x, y, z;
+    asm volatile("mov.u32 %0, %%ctaid.x; mov.u32 %1, %%ctaid.y; mov.u32 %2, %%ctaid.z;" : "=r"(x), "=r"(y), "=r"(z));
+    return swizzled_tile(z * GRID_Y_MAX + y, x, heads, tiles, head_group);
+}
+
+/* Of a block that stays, the work number `round`: the blocks, all in x, take that of all sequences in turns. */
+__device__ inline tile_coord persistent_tile(unsigned iteration, unsigned heads, unsigned tiles, unsigned head_group)
+{
+    const unsigned number = blockIdx.x + iteration * gridDim.x, of_sequence = heads * tiles;
+    return swizzled_tile(number / of_sequence, number % of_sequence, heads, tiles, head_group);
+}
+
+/* A tile of 64 M rows of a gradient: queries, or keys (DK). */
+template <int M, bool DK> struct row_tile {
+    skl_sequence sequence;
+    int64_t head, first;  /* head of the gradient, first own row */
+    int64_t rows, stored; /* own rows of the sequence that take part, and that have a gradient: padding keys get 0 */
+
+    /* False: there is nothing at this block's place. */
+    __device__ bool find(const backward_params &params)
+    {
+        const skl_problem &p = params.problem;
+        const unsigned tiles = (unsigned)skl_ceil_div(DK ? p.len_k : p.len_q, TILE_ROWS<M>);
+        const tile_coord at = tile_of_block((unsigned)heads(params), tiles, SKL_HEAD_GROUP_MAX);
+        if (at.sequence >= p.batch)
+            return false;
+        sequence = device_sequence(params, at.sequence);
+        head = at.head;
+        first = (int64_t)(DK ? at.tile : tiles - 1 - at.tile) * TILE_ROWS<M>; /* causal: longest first */
+        rows = DK ? sequence.key_count : sequence.query_count;
+        stored = DK && !p.packed ? p.len_k : rows;
+        return first < stored;
+    }
+
+    __host__ __device__ static int64_t heads(const backward_params &params)
+    {
+        const skl_problem &p = params.problem;
+        return !DK ? p.heads_s : params.teacher_side ? p.key_heads_t : p.key_heads_s;
+    }
+};
+
+} // namespace tensor_core
+
+#endif

@@ -1,0 +1,103 @@
+/* The launches of an indexer by mma.sync: rows in one, gradients in three a strip. */
+#ifndef SKL_CUDA_SM80_INDEXER_DENSE_CUH
+#define SKL_CUDA_SM80_INDEXER_DENSE_CUH
+
+#include "cuda/sm80/indexer/dense_gradients.cuh"
+#include "cuda/common/indexer/strip_launch.cuh"
+#include "cuda/sm80/indexer/dense_scores.cuh"
+
+namespace sm80
+{
+
+template <typename KERNEL>
+cudaError_t launch_index(KERNEL kernel, int64_t blocks, size_t memory, const index_params &params)
+{
+    if (blocks == 0)
+        return cudaSuccess; /* there are no keys */
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)memory);
+    if (error != cudaSuccess)
+        return error;
+    kernel<<<(unsigned)blocks, THREADS, memory, params.call.stream>>>(params);
+    return cudaPeekAtLastError();
+}
+
+template <typename ELEMENT, bool GRADIENTS> cudaError_t launch_scores(const index_params &own)
+{
+    const cudaError_t error = launch_index(index_score_kernel<ELEMENT, GRADIENTS>, own.strip_count * own.num_splits,
+                                           sizeof(score_smem), own);
+    return error == cudaSuccess ? launch_rows(own) : error;
+}
+
+template <typename ELEMENT>
+cudaError_t launch_dense_rows(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
+{
+    record_launch(kernel, SKL_VARIANT_ROWS, launch->strips.num_splits);
+    const skl_problem *const p = &params->problem;
+    const skl_index_layout &layout = launch->strips;
+    index_params own = params_for(params, layout);
+    cudaError_t error = cudaSuccess;
+    if (own.with_teacher && !own.lse_given) {
+        place_teacher_lse(&own, layout);
+        error = launch_index(index_lse_kernel<ELEMENT>, p->batch * p->heads_t * skl_ceil_div(p->len_q, SIDE),
+                             sizeof(score_smem), own);
+    }
+    return error == cudaSuccess ? launch_scores<ELEMENT, false>(own) : error;
+}
+
+/* Own rows of a block are 64 times as many: what registers, and for keys shared memory of two blocks, have room for.
+ */
+template <int DIM> constexpr int QUERY_ROWS = DIM > 64 ? 1 : 2;
+template <typename ELEMENT, int DIM> constexpr int KEY_ROWS = DIM > 64 || G_PLANES<ELEMENT> > 1 ? 1 : 2;
+
+template <typename ELEMENT, int DIM> cudaError_t launch_index_queries(const index_params &own)
+{
+    constexpr int M = QUERY_ROWS<DIM>;
+    return launch_index(index_query_kernel<ELEMENT, DIM, M>, own.strip_count * own.problem.index_heads * (2 / M),
+                        sizeof(query_smem<DIM>), own);
+}
+
+template <typename ELEMENT, int DIM>
+cudaError_t launch_index_keys(const index_params &own, const skl_index_layout &layout)
+{
+    constexpr int M = KEY_ROWS<ELEMENT, DIM>;
+    index_params slice = own;
+    slice.num_splits = layout.num_dk_splits;
+    cudaError_t error = cudaSuccess;
+    for (slice.dim_first = 0; slice.dim_first < own.problem.dim_s && error == cudaSuccess;
+         slice.dim_first += KEY_WIDTH<DIM>)
+        error = launch_index(index_key_kernel<ELEMENT, DIM, M>, layout.key_items * layout.num_dk_splits * (2 / M),
+                             sizeof(key_smem<DIM, M, G_PLANES<ELEMENT>>), slice);
+    return error;
+}
+
+template <typename ELEMENT, int DIM>
+cudaError_t launch_index_sums(const index_params &own, const skl_index_layout &layout)
+{
+    const skl_gradients *const grads = &own.call.gradients;
+    cudaError_t error = cudaSuccess;
+    if (grads->dq_s.data != NULL || grads->dw_s.data != NULL)
+        error = launch_index_queries<ELEMENT, DIM>(own);
+    if (error == cudaSuccess && grads->dk_s.data != NULL)
+        error = launch_index_keys<ELEMENT, DIM>(own, layout);
+    return error;
+}
+
+template <typename ELEMENT>
+cudaError_t launch_dense_gradients(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
+{
+    record_launch(kernel, SKL_VARIANT_GRADIENTS, launch->strips.num_splits);
+    const skl_problem *const p = &params->problem;
+    const skl_index_layout &layout = launch->strips;
+    index_params own = params_for(params, layout);
+    return launch_strips(&own, launch, [&](const index_params &strip) {
+        const cudaError_t error = launch_scores<ELEMENT, true>(strip);
+        return error != cudaSuccess ? error
+               : p->dim_s <= 64     ? launch_index_sums<ELEMENT, 64>(strip, layout)
+               : p->dim_s <= 128    ? launch_index_sums<ELEMENT, 128>(strip, layout)
+                                    : launch_index_sums<ELEMENT, 256>(strip, layout);
+    });
+}
+
+} // namespace sm80
+
+#endif

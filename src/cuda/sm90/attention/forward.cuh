@@ -1,0 +1,81 @@
+/* Launches of the Hopper forward: 16-bit types, one teacher head per student head. */
+#ifndef SKL_CUDA_SM90_ATTENTION_FORWARD_CUH
+#define SKL_CUDA_SM90_ATTENTION_FORWARD_CUH
+
+#include <type_traits>
+
+#include "cuda/sm90/attention/forward_narrow.cuh"
+#include "cuda/sm90/attention/forward_wide.cuh"
+
+namespace sm90
+{
+
+typedef void forward_kernel(forward_params, forward_maps);
+
+template <typename FORWARD>
+cudaError_t launch_blocks(forward_kernel *kernel, dim3 blocks, const forward_params &params, const forward_maps &maps)
+{
+    constexpr int MEMORY = sizeof(typename FORWARD::memory);
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
+    if (error != cudaSuccess)
+        return error;
+    kernel<<<blocks, FORWARD::THREADS, MEMORY, params.call.stream>>>(params, maps);
+    return cudaPeekAtLastError();
+}
+
+/* One block per query tile and split. */
+template <typename FORWARD>
+cudaError_t launch_query_tiles(forward_kernel *kernel, const forward_params &params, const forward_maps &maps)
+{
+    constexpr int ROWS = FORWARD::tile_type::ROWS;
+    const skl_problem &p = params.problem;
+    const int64_t tiles = skl_ceil_div(p.len_q, ROWS);
+    const cudaError_t error =
+        launch_blocks<FORWARD>(kernel, grid_of(p.batch, p.heads_s, tiles * params.num_splits), params, maps);
+    if (error != cudaSuccess || params.num_splits == 1)
+        return error;
+    merge_splits<FORWARD::GROUPS><<<grid_of(p.batch, p.heads_s, tiles), ROWS, 0, params.call.stream>>>(params);
+    return cudaPeekAtLastError();
+}
+
+template <typename ELEMENT, int DIM, bool CAPPED>
+cudaError_t launch_forward_of(const char *kernel, const forward_params &params, const skl_cuda_launch *launch)
+{
+    constexpr bool NARROW = DIM <= SKL_SM90_NARROW_DIM_MAX;
+    using FORWARD =
+        std::conditional_t<NARROW, narrow_forward<ELEMENT, DIM, CAPPED, false>, wide_forward<ELEMENT, DIM, CAPPED>>;
+    constexpr int ROWS = FORWARD::tile_type::ROWS, BOX = NARROW ? 64 : ROWS; /* queries per tile, and per TMA load */
+    static_assert(ROWS == SKL_SM90_FORWARD_ROWS(DIM), "select.c counts tiles");
+    static_assert(!NARROW || CAPPED || FORWARD::DEPTH == SKL_SM90_FORWARD_STAGES(DIM), "select.c counts stages");
+    const skl_problem *const p = &params.problem;
+    forward_maps maps;
+    if (!encode_keys(&maps.keys_a, p, &params.a, STAGE_KEYS, ELEMENT()) ||
+        !encode_keys(&maps.keys_b, p, &params.b, STAGE_KEYS, ELEMENT()) ||
+        !encode_queries(&maps.queries_a, p, &params.a, BOX, ELEMENT()) ||
+        !encode_queries(&maps.queries_b, p, &params.b, BOX, ELEMENT()))
+        return cudaErrorInvalidValue; /* select.c has tried */
+    if constexpr (NARROW && !CAPPED) {
+        if (launch->persistent) {
+            record_launch(kernel, SKL_VARIANT_PERSISTENT, 1);
+            return launch_blocks<narrow_forward<ELEMENT, DIM, false, true>>(
+                narrow_forward_kernel<ELEMENT, DIM, false, true>, dim3((unsigned)launch->sm_count), params, maps);
+        }
+    }
+    record_launch(kernel, CAPPED ? SKL_VARIANT_SOFTCAP : SKL_VARIANT_TILES, params.num_splits);
+    if constexpr (NARROW)
+        return launch_query_tiles<FORWARD>(narrow_forward_kernel<ELEMENT, DIM, CAPPED, false>, params, maps);
+    else
+        return launch_query_tiles<FORWARD>(wide_forward_kernel<ELEMENT, DIM, CAPPED>, params, maps);
+}
+
+template <typename ELEMENT, int DIM>
+cudaError_t launch_forward(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
+{
+    const forward_params own = forward_params_of(params, launch);
+    return own.a.capped || own.b.capped ? launch_forward_of<ELEMENT, DIM, true>(kernel, own, launch)
+                                        : launch_forward_of<ELEMENT, DIM, false>(kernel, own, launch);
+}
+
+} // namespace sm90
+
+#endif

@@ -1,0 +1,129 @@
+/* The launches of an indexer on Hopper: rows in one, gradients in three a strip. */
+#ifndef SKL_CUDA_SM90_INDEXER_DENSE_CUH
+#define SKL_CUDA_SM90_INDEXER_DENSE_CUH
+
+#include "cuda/common/indexer/strip_launch.cuh"
+#include "cuda/sm90/indexer/dense_gradients.cuh"
+#include "cuda/sm90/indexer/teacher_lse.cuh"
+
+namespace sm90
+{
+
+/* False where the copy engine cannot read such tensors. */
+inline bool encode_teacher(score_maps *maps, const index_params &params)
+{
+    const skl_problem *const p = &params.problem;
+    const skl_dtype type = SKL_BF16;
+    return skl_tensor_map(&maps->q_t, type, &params.call.inputs.q_t, p->dim_t, p->heads_t, skl_query_rows(p), SIDE) &&
+           skl_tensor_map(&maps->k_t, type, &params.call.inputs.k_t, p->dim_t, p->key_heads_t, skl_key_rows(p), SIDE);
+}
+
+/* The indexer's, in boxes of so many rows. */
+inline bool encode_indexer(CUtensorMap *q, CUtensorMap *k, const index_params &params, int query_box, int key_box)
+{
+    const skl_problem *const p = &params.problem;
+    const skl_dtype type = SKL_BF16;
+    return skl_tensor_map(q, type, &params.call.inputs.q_s, p->dim_s, skl_query_heads_s(p), skl_query_rows(p),
+                          query_box) &&
+           skl_tensor_map(k, type, &params.call.inputs.k_s, p->dim_s, p->key_heads_s, skl_key_rows(p), key_box);
+}
+
+inline bool encode_scores(score_maps *maps, const index_params &params)
+{
+    *maps = {};
+    return encode_indexer(&maps->q_s, &maps->k_s, params, SIDE, SIDE) &&
+           (!params.with_teacher || encode_teacher(maps, params));
+}
+
+/* ---- Launches ----------------------------------------------------------------------------------------------- */
+
+template <typename KERNEL, typename MAPS>
+cudaError_t launch_index(KERNEL kernel, int64_t blocks, int threads, size_t memory, const index_params &params,
+                         const MAPS &maps)
+{
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)memory);
+    if (error != cudaSuccess)
+        return error;
+    kernel<<<(unsigned)blocks, threads, memory, params.call.stream>>>(params, maps);
+    return cudaPeekAtLastError();
+}
+
+inline cudaError_t launch_teacher_lse(index_params *own, const skl_index_layout &layout, const score_maps &maps)
+{
+    const skl_problem *const p = &own->problem;
+    place_teacher_lse(own, layout);
+    return launch_index(lse_kernel, p->batch * p->heads_t * skl_ceil_div(p->len_q, SIDE), SCORE_THREADS,
+                        sizeof(score_smem), *own, maps);
+}
+
+template <bool GRADIENTS> cudaError_t launch_scores(const index_params &own, const score_maps &maps)
+{
+    const cudaError_t error = launch_index(score_kernel<GRADIENTS>, own.strip_count * own.num_splits, SCORE_THREADS,
+                                           sizeof(score_smem), own, maps);
+    return error == cudaSuccess ? launch_rows(own) : error;
+}
+
+inline cudaError_t launch_dense_rows(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
+{
+    const skl_index_layout &layout = launch->strips;
+    index_params own = params_for(params, layout);
+    score_maps maps;
+    if (!encode_scores(&maps, own))
+        return cudaErrorInvalidValue; /* select.c has tried */
+    record_launch(kernel, SKL_VARIANT_ROWS, layout.num_splits);
+    const cudaError_t error =
+        own.with_teacher && !own.lse_given ? launch_teacher_lse(&own, layout, maps) : cudaSuccess;
+    return error == cudaSuccess ? launch_scores<false>(own, maps) : error;
+}
+
+struct gradient_index_maps {
+    index_maps queries, keys;
+};
+
+inline bool encode_gradients(gradient_index_maps *maps, const index_params &params)
+{
+    return encode_indexer(&maps->queries.own, &maps->queries.streamed, params, SIDE, STAGE_KEYS) &&
+           encode_indexer(&maps->keys.streamed, &maps->keys.own, params, STAGE_KEYS, SIDE);
+}
+
+template <int DIM>
+cudaError_t launch_index_sums(const index_params &own, const skl_index_layout &layout,
+                              const gradient_index_maps &maps)
+{
+    const skl_gradients *const grads = &own.call.gradients;
+    cudaError_t error = cudaSuccess;
+    if (grads->dq_s.data != NULL || grads->dw_s.data != NULL)
+        error = launch_index(index_query_kernel<DIM>, own.strip_count * own.problem.index_heads, INDEX_THREADS,
+                             sizeof(index_smem<DIM>), own, maps.queries);
+    index_params of_keys = own;
+    of_keys.num_splits = layout.num_dk_splits;
+    if (error == cudaSuccess && grads->dk_s.data != NULL)
+        error = launch_index(index_key_kernel<DIM>, layout.key_items * layout.num_dk_splits, INDEX_THREADS,
+                             sizeof(index_smem<DIM>), of_keys, maps.keys);
+    return error;
+}
+
+/* One strip after the other: scores, queries, keys. */
+inline cudaError_t launch_dense_gradients(const char *kernel, const skl_cuda_params *params,
+                                          const skl_cuda_launch *launch)
+{
+    const skl_problem *const p = &params->problem;
+    const skl_index_layout &layout = launch->strips;
+    index_params own = params_for(params, layout);
+    score_maps scores;
+    gradient_index_maps maps;
+    if (!encode_scores(&scores, own) || !encode_gradients(&maps, own))
+        return cudaErrorInvalidValue; /* select.c has tried */
+    record_launch(kernel, SKL_VARIANT_GRADIENTS, layout.num_splits);
+    return launch_strips(&own, launch, [&](const index_params &strip) {
+        const cudaError_t error = launch_scores<true>(strip, scores);
+        return error != cudaSuccess ? error
+               : p->dim_s <= 64     ? launch_index_sums<64>(strip, layout, maps)
+               : p->dim_s <= 128    ? launch_index_sums<128>(strip, layout, maps)
+                                    : launch_index_sums<256>(strip, layout, maps);
+    });
+}
+
+} // namespace sm90
+
+#endif

@@ -1,0 +1,60 @@
+/* LSEs of an indexer's teacher on Hopper's tensor cores (sm_90a), bf16, where the caller has none: as the scores
+ * (index_scores.cuh), but a block has one head, and all the keys that its 128 queries see. */
+#ifndef SKL_CUDA_SM90_INDEXER_TEACHER_LSE_CUH
+#define SKL_CUDA_SM90_INDEXER_TEACHER_LSE_CUH
+
+#include "cuda/sm90/indexer/dense_scores.cuh"
+
+namespace sm90
+{
+
+/* To rows.lse_t of the call. */
+__global__ void __launch_bounds__(SCORE_THREADS, 1)
+    lse_kernel(const __grid_constant__ index_params params, const __grid_constant__ score_maps maps)
+{
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(1024) unsigned char raw[];
+    score_smem &smem = *(score_smem *)(void *)raw;
+    if (threadIdx.x == 0) {
+        smem.tile = slot_at(params, blockIdx.x, (unsigned)params.problem.heads_t);
+        init_pipelines(smem);
+    }
+    __syncthreads();
+    const query_slot &at = smem.tile;
+    const head_list head = {at.head, 1, params.a.heads_per_key, (params.a.dim + SLAB - 1) / SLAB};
+    const int group = warpgroup_index();
+    if (group == CONSUMERS) {
+        reg_dealloc<24>();
+        if (warp_index() == CONSUMERS * 4) {
+            slab_producer slabs = {smem, {0, 0}, {0, 0}};
+            for (int tile = at.tile_begin; tile < at.tile_end; tile++)
+                slabs.load_heads(head, maps.q_t, maps.k_t, tile);
+        }
+        return;
+    }
+    reg_alloc<240>();
+    slab_consumer slabs = begin_consumer(smem, group);
+    lse_row rows[2] = {{-INFINITY, 0.0F}, {-INFINITY, 0.0F}};
+    for (int tile = at.tile_begin; tile < at.tile_end; tile++) {
+        tile_logits x;
+        slabs.multiply(x, head.slabs, false);
+        const range32 sees[2] = {visible_range(params, at, acc_row<1>(0, 0), tile * SIDE),
+                                 visible_range(params, at, acc_row<1>(0, 1), tile * SIDE)};
+        if (is_full(at, tile * SIDE, SIDE))
+            add_tile<false>(rows, x, params.a.scale, sees);
+        else
+            add_tile<true>(rows, x, params.a.scale, sees);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int row = acc_row<1>(0, half);
+        const float lse = lse_of_lanes(rows[half]);
+        if (threadIdx.x % 4 == 0 && row < at.count)
+            skl_row_set(&params.call.rows.lse_t, &at.sequence, at.head, at.first + row, lse);
+    }
+#endif
+}
+
+} // namespace sm90
+
+#endif

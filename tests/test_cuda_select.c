@@ -1,0 +1,190 @@
+/* The kernels that run are those that skl_plan_explain names: for every case of the table, every kernel and every
+ * operation, with the tensors' real strides and addresses. Run by ./test gpu. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "case_words.h"
+#include "cuda/launch.h"
+#include "device.h"
+#include "runner.h"
+
+/* "kernel, variant, 2 splits" per line, equal neighbours once: chunks of an indexer's rows repeat a launch. */
+typedef struct launch_log {
+    char text[4096];
+    char last[256];
+} launch_log;
+
+static launch_log recorded;
+
+static void log_add(launch_log *log, const char *line)
+{
+    if (strcmp(log->last, line) == 0)
+        return;
+    assert_true(strlen(log->text) + strlen(line) + 2 < sizeof log->text);
+    snprintf(log->last, sizeof log->last, "%s", line);
+    strcat(strcat(log->text, line), "\n");
+}
+
+static void record(const char *kernel, const char *variant, int32_t num_splits)
+{
+    char line[256];
+    snprintf(line, sizeof line, "%s, %s, %d split%s", kernel, variant, (int)num_splits, num_splits == 1 ? "" : "s");
+    log_add(&recorded, line);
+}
+
+/* Of "step: kernel, variant, 2 splits, 0 bytes of workspace (reason)" the part in the middle. */
+static launch_log explained(const skl_plan *plan, const skl_inputs *inputs, skl_op op)
+{
+    static char text[8192];
+    launch_log log = {.text = ""};
+    assert_true(skl_plan_explain(plan, inputs, op, text, sizeof text) < sizeof text);
+    for (char *line = strtok(text, "\n"); line != NULL; line = strtok(NULL, "\n")) {
+        char *const first = strstr(line, ": "), *const splits = strstr(line, " split");
+        assert_non_null(first);
+        assert_non_null(splits);
+        splits[splits[6] == 's' ? 7 : 6] = '\0';
+        log_add(&log, first + 2);
+    }
+    return log;
+}
+
+static void assert_ran(const test_case *c, const skl_plan *plan, const skl_inputs *inputs, skl_op op)
+{
+    static const char *const names[] = {"forward", "backward", "forward_backward", "partial"};
+    const launch_log expected = explained(plan, inputs, op);
+    if (strcmp(expected.text, recorded.text) != 0)
+        fail_msg("%s: %s: %s\nexplained:\n%sran:\n%s", c->name, skl_plan_kernel(plan), names[op], expected.text,
+                 recorded.text);
+}
+
+static void check_plan(const fixture *f, const skl_plan *plan, const fixture_results *results)
+{
+    const test_case *const c = f->test_case;
+    const skl_rows rows = results_rows(results);
+    const skl_gradients gradients = results_gradients(results);
+
+    recorded = (launch_log){.text = ""};
+    run_forward(plan, &f->inputs, &rows);
+    assert_ran(c, plan, &f->inputs, SKL_OP_FORWARD);
+
+    const skl_inputs saved = results_backward_inputs(f, results);
+    recorded = (launch_log){.text = ""};
+    run_backward(plan, &saved, &gradients);
+    assert_ran(c, plan, &saved, SKL_OP_BACKWARD);
+
+    if (c->lse != LSE_WIDER) { /* one pass has no teacher gradients under wider LSEs */
+        skl_inputs known = f->inputs;
+        known.lse_t = saved.lse_t;
+        known.lse_s = saved.lse_s;
+        fixture_results wanted = *results;
+        wanted.lse_t.data = wanted.lse_s.data = wanted.mass.data = NULL;
+        const skl_rows wanted_rows = results_rows(&wanted);
+        recorded = (launch_log){.text = ""};
+        run_forward_backward(plan, &known, &wanted_rows, &gradients);
+        assert_ran(c, plan, &known, SKL_OP_FORWARD_BACKWARD);
+    }
+
+    skl_inputs partial = f->inputs;
+    if (c->lse == LSE_COMPUTED)
+        partial.lse_t = saved.lse_t;
+    skl_row_state *const states = states_create(f);
+    recorded = (launch_log){.text = ""};
+    run_partial(plan, &partial, 0, f->problem.len_k, states);
+    assert_ran(c, plan, &partial, SKL_OP_PARTIAL);
+    states_destroy(states);
+}
+
+static void check_case(const test_case *c)
+{
+    fixture f;
+    fixture_create(&f, c);
+    fixture_results results = results_create(&f);
+    for (int32_t k = 0; case_kernel(c, k); k++)
+        for (int32_t kind = 0; kind < test_plan_kinds(); kind++) {
+            skl_plan *const plan = test_plan_of_kind(&f.problem, case_kernel(c, k), kind);
+            results_poison(&results);
+            check_plan(&f, plan, &results);
+            skl_plan_destroy(plan);
+        }
+    results_destroy(&results);
+    fixture_destroy(&f);
+}
+
+static void test_every_case_runs_the_kernels_that_are_explained(void **state)
+{
+    (void)state;
+    for (size_t n = 0; n < test_case_count; n++)
+        check_case(&test_cases[n]);
+}
+
+/* ---- Reasons ------------------------------------------------------------------------------------------------ */
+
+/* The explanation of a forward holds these words. */
+static void assert_reason(const test_case *c, const char *kernel, const char *words)
+{
+    char text[1024];
+    fixture f;
+    fixture_create(&f, c);
+    skl_plan *const plan = test_plan(&f.problem, NULL, 0);
+    skl_plan_explain(plan, &f.inputs, SKL_OP_FORWARD, text, sizeof text);
+    if (strstr(text, kernel) == NULL || strstr(text, words) == NULL)
+        fail_msg("%s: %s\nmust name %s and: %s", c->name, text, kernel, words);
+    skl_plan_destroy(plan);
+    fixture_destroy(&f);
+}
+
+static void test_strides_and_addresses_that_copies_cannot_read(void **state)
+{
+    (void)state;
+    const test_case aligned = {"aligned", SHAPE(2, 96, 96), HEADS(2, 2), DIMS(64, 64), TYPES(BF16, BF16)};
+    test_case gaps = aligned, misaligned = aligned;
+    gaps.name = "gaps";
+    gaps.layout = LAYOUT_GAPS;
+    misaligned.name = "misaligned";
+    misaligned.layout = LAYOUT_MISALIGNED;
+    assert_reason(&gaps, "cuda_general", "not a multiple of 16 bytes");
+    assert_reason(&misaligned, "cuda_general", "not a multiple of 16 bytes");
+    check_case(&aligned);
+    check_case(&gaps);
+    check_case(&misaligned);
+}
+
+static void test_problems_that_tensor_cores_do_not_do(void **state)
+{
+    (void)state;
+    const test_case f32 = {"f32", SHAPE(1, 64, 64), HEADS(2, 2), DIMS(64, 64)};
+    const test_case groups = {"groups", SHAPE(1, 64, 64), HEADS(4, 2), DIMS(64, 64), TYPES(BF16, BF16)};
+    const test_case odd = {"odd", SHAPE(1, 64, 64), HEADS(2, 2), DIMS(60, 60), TYPES(F16, F16)};
+    assert_reason(&f32, "cuda_general", "f32 inputs");
+    assert_reason(&groups, "cuda_general", "heads_t > heads_s");
+    assert_reason(&odd, "cuda_general", "not a multiple of 8");
+}
+
+static void test_old_kernel_names_are_accepted(void **state)
+{
+    (void)state;
+    const test_case dense = {"dense", SHAPE(1, 64, 64), HEADS(2, 1), DIMS(64, 64), TYPES(F16, F16), INDEXER(2)};
+    test_case sparse = dense;
+    sparse.top_k = 16;
+    const test_case *const cases[] = {&dense, &sparse};
+    const char *const expected[] = {"cuda_sm80_f16_dense", "cuda_sm80_f16_sparse"};
+    for (int n = 0; n < 2; n++) {
+        const skl_problem problem = case_problem(cases[n]);
+        skl_plan *const plan = test_plan(&problem, "cuda_sm80_f16_indexer", 0);
+        assert_string_equal(skl_plan_kernel(plan), expected[n]);
+        skl_plan_destroy(plan);
+    }
+}
+
+int main(void)
+{
+    skl_cuda_launch_hook = record;
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_strides_and_addresses_that_copies_cannot_read),
+        cmocka_unit_test(test_problems_that_tensor_cores_do_not_do),
+        cmocka_unit_test(test_old_kernel_names_are_accepted),
+        cmocka_unit_test(test_every_case_runs_the_kernels_that_are_explained),
+    };
+    return test_run("cuda_select", tests, COUNT_OF(tests));
+}
