@@ -5,7 +5,7 @@
 attention_kl, AttentionKLLoss    KL between a teacher's and a student's attention: a function and a module
 indexer_kl, IndexerKLLoss        the same for a student that is the indexer of a sparse attention
 attention_map                    where two models attend, and where their KL comes from
-explain, explain_indexer         which kernels a call would launch, and why
+explain, explain_indexer         the launches of a call, and the reasons
 hf.AttentionDistiller            distills Hugging Face models without changes to their code
 reference                        plain implementations that store the matrices
 """

@@ -1,4 +1,4 @@
-"""streamkl.explain and streamkl.explain_indexer: which kernels a call would launch, and why."""
+"""streamkl.explain and streamkl.explain_indexer: the launches of a call, and the reasons."""
 
 from __future__ import annotations
 

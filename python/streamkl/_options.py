@@ -80,7 +80,6 @@ class Lengths(NamedTuple):
 def translate(
     gradients: int,
     *,
-    causal: bool,
     window_size: tuple[int, int],
     softmax_scale_t: float | None,
     softmax_scale_s: float | None,
@@ -96,8 +95,12 @@ def translate(
     reduction: Reduction = "none",
     deterministic: bool = False,
     layout: Layout,
+    **unchanged: Any,
 ) -> tuple[Lengths, Any]:
-    """Length arrays and options as the operators take them. Checks the rules that the library cannot check."""
+    """Length arrays and options as the operators take them. Checks the rules that the library cannot check.
+
+    Options that are fields of Problem by the same name need no translation: `unchanged`.
+    """
     if direction not in ("forward", "reverse"):
         raise ValueError(f"direction={direction!r}: must be 'forward' or 'reverse'")
     if reduction not in ("mean", "sum", "none"):
@@ -116,7 +119,6 @@ def translate(
         scale_s=softmax_scale_s or 0.0,
         softcap_t=softcap_t or 0.0,
         softcap_s=softcap_s or 0.0,
-        causal=causal,
         window_left=window_left,
         window_right=window_right,
         index_linear=not relu,
@@ -124,6 +126,7 @@ def translate(
         max_seqlen_q=-1 if max_seqlen_q is None else max_seqlen_q,
         max_seqlen_k=-1 if max_seqlen_k is None else max_seqlen_k,
         heads_first=layout == "bhnd",
+        **unchanged,
     )
     if cu_seqlens_q is None and cu_seqlens_k is None and key_lengths is None:
         return _NO_LENGTHS, options
