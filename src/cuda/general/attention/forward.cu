@@ -189,16 +189,16 @@ static __global__ void __launch_bounds__(THREADS, 1) general_forward(const __gri
     });
 }
 
-template <bool GROUPED>
+template <bool TEACHER_GROUPS>
 static cudaError_t launch_forward(const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     const cudaError_t error = cudaFuncSetAttribute(
-        general_forward<GROUPED>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(forward_memory));
+        general_forward<TEACHER_GROUPS>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(forward_memory));
     if (error != cudaSuccess)
         return error;
-    record_launch("cuda_general", GROUPED ? SKL_VARIANT_GROUPS : SKL_VARIANT_GRID_STRIDE, 1);
-    general_forward<GROUPED><<<(unsigned)launch->sm_count * SKL_GENERAL_BLOCKS_PER_SM, THREADS,
-                               sizeof(forward_memory), params->call.stream>>>(*params);
+    record_launch("cuda_general", TEACHER_GROUPS ? SKL_VARIANT_GROUPS : SKL_VARIANT_GRID_STRIDE, 1);
+    general_forward<TEACHER_GROUPS><<<(unsigned)launch->sm_count * SKL_GENERAL_BLOCKS_PER_SM, THREADS,
+                                      sizeof(forward_memory), params->call.stream>>>(*params);
     return cudaPeekAtLastError();
 }
 
