@@ -86,7 +86,7 @@ static const test_case cases[] = {
     {"sequence first", SHAPE(3, 37, 41), MODELS, LAYOUT(SEQUENCE_FIRST), TYPES(F16, F16), .grad_f32 = 1},
     {"expanded", SHAPE(3, 37, 41), MODELS, LAYOUT(EXPANDED)},
     {"repeated", SHAPE(3, 37, 41), MODELS, LAYOUT(REPEATED)},
-    {"key lengths", SHAPE(3, 37, 41), MODELS, KEYS(5, 0, 41)},
+    {"key lengths", SHAPE(3, 37, 41), MODELS, KEY_LENGTHS(5, 0, 41)},
     {"grouped", SHAPE(2, 37, 41), HEADS(6, 2), DIMS(16, 16), .lse = LSE_GIVEN},
     {"packed", PACKED(3, LENGTHS(0, 5, 38, 60), LENGTHS(0, 9, 9, 57)), HEADS(2, 2), DIMS(16, 16), TAILS(3, 5)},
     {"indexer", SHAPE(2, 37, 41), HEADS(6, 2), DIMS(16, 24), INDEXER(3), TYPES(BF16, F16), .grad_f32 = 1},

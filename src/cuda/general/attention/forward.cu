@@ -182,7 +182,7 @@ static cudaError_t launch_forward(const skl_cuda_params *params, const skl_cuda_
         general_forward<GROUPED>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(forward_memory));
     if (error != cudaSuccess)
         return error;
-    record_launch("cuda_general", GROUPED ? SKL_VARIANT_GROUPS : SKL_VARIANT_PERSISTENT, 1);
+    record_launch("cuda_general", GROUPED ? SKL_VARIANT_GROUPS : SKL_VARIANT_GRID_STRIDE, 1);
     general_forward<GROUPED><<<(unsigned)launch->sm_count * SKL_GENERAL_BLOCKS_PER_SM, THREADS,
                                sizeof(forward_memory), params->call.stream>>>(*params);
     return cudaPeekAtLastError();
