@@ -71,6 +71,7 @@ struct skl_cuda_launch {
 #define SKL_VARIANT_ROWS          "rows"
 #define SKL_VARIANT_GRADIENTS     "gradients"
 #define SKL_VARIANT_RESIDENT      "rows, queries in shared memory"
+#define SKL_VARIANT_GRID_STRIDE   "grid stride"
 #define SKL_VARIANT_CLEAR         "clear"
 #define SKL_VARIANT_STREAMED      "rows, streamed queries"
 
@@ -126,11 +127,11 @@ SKL_DECLARE_LAUNCHER(skl_cuda_general_sparse_gradients)
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##dim##_fused)                                                  \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##dim##_dk)                                                     \
     int skl_cuda_##arch##_##dtype##_##dim##_blocks_per_sm(void);
-#define INDEXER(arch, dtype, stage)                                                                                  \
+#define INDEXER_KERNELS(arch, dtype, stage)                                                                                  \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##stage##_rows)                                                 \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##stage##_gradients)
 #include "cuda/instances.def"
-#undef INDEXER
+#undef INDEXER_KERNELS
 #undef ATTENTION_FUSED
 #undef ATTENTION_SPLIT
 #undef SKL_DECLARE_LAUNCHER

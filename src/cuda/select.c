@@ -27,7 +27,7 @@ enum { ELEMENTS_16_BYTES = 8 }; /* 16-bit elements in a 16-byte copy */
 #define ATTENTION_FUSED(arch, type, dim)                                                                             \
     {ATTENTION(arch, type, dim), .fused = skl_cuda_##arch##_##type##_##dim##_fused},
 #define ATTENTION_SPLIT(arch, type, dim) {ATTENTION(arch, type, dim), .dq = skl_cuda_##arch##_##type##_##dim##_dq},
-#define INDEXER(arch, type, kind)                                                                                    \
+#define INDEXER_KERNELS(arch, type, kind)                                                                                    \
     {ENTRY(arch, type, kind, #kind " indexer"), .dim_max = SKL_INDEX_DIM_MAX,                                        \
      .kind##_rows = skl_cuda_##arch##_##type##_##kind##_rows,                                                        \
      .kind##_gradients = skl_cuda_##arch##_##type##_##kind##_gradients},
@@ -425,7 +425,7 @@ static void add_forward(const selection *s)
     skl_cuda_launch *const launch = add(s, "forward", kernel, kernel->forward, SKL_VARIANT_TILES, s->reason);
     if (kernel == general) {
         const bool groups = skl_group_size(p) > 1;
-        launch->variant = groups ? SKL_VARIANT_GROUPS : SKL_VARIANT_PERSISTENT;
+        launch->variant = groups ? SKL_VARIANT_GROUPS : SKL_VARIANT_GRID_STRIDE;
         launch->workspace_size = groups ? group_lse_size(s->plan) : 0;
     } else if (!is_tma_kernel(kernel)) {
         const int64_t blocks_per_sm = skl_min(kernel->blocks_per_sm(), SKL_SM80_BLOCKS_PER_SM_MAX);

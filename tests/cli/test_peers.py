@@ -29,7 +29,7 @@ class Timed:
 
 
 def figures(path, lengths=(1024, 2048, 4096)):
-    """A run of ours, of a peer, and of one whose memory ends behind the first length."""
+    """StreamKL, a peer, and a peer that runs out of memory after the first length."""
     for length in lengths:
         case = Case(16, length, 128, True)
         methods = [
@@ -107,4 +107,4 @@ def test_what_the_csv_lacks_is_named(tmp_path):
     pytest.importorskip("matplotlib")
     figures(tmp_path / "peers.csv")
     ran = run_peers("--csv", tmp_path / "peers.csv", "--plot", tmp_path / "gpu", "--dims", 64)
-    assert ran.returncode == 1 and "nothing in it fits --dims; it has 128" in ran.stderr
+    assert ran.returncode == 1 and "no result fits --dims; it has 128" in ran.stderr
