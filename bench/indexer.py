@@ -1,25 +1,24 @@
 #!/usr/bin/env python3
-"""Times the loss that trains a sparse attention's indexer on a GPU, ours beside the naive one, and checks what it computed.
+"""Times the loss that trains a sparse attention's indexer on a GPU compared with naive code, and checks the results.
 
     bench/indexer.py                                  # 8192 tokens, 64 teacher heads of 128, 32 index heads of 128, causal
-    bench/indexer.py --length 131072 --no-naive       # where the naive one has no memory
-    bench/indexer.py --top-k 2048                     # the sparse stage
+    bench/indexer.py --length 131072 --no-naive       # the naive code would run out of memory
+    bench/indexer.py --top-k 2048                     # sparse
     bench/indexer.py --key-heads 1 --dim 576          # latent attention
-    bench/indexer.py --csv bench/results/indexer.csv  # appends every figure
+    bench/indexer.py --csv bench/results/indexer.csv  # appends the results
 
-    streamkl       the C library; the teacher's LSE is given, as from the attention that has just run
-    no LSE given   the same, which computes that first
-    naive          as unfused training code has it: bf16 einsum to [heads, N, N] teacher scores, f32 softmax, mean of heads;
-                   [index heads, N, N] dot products, ReLU, weights, sum; KL in logarithms; autograd. Over lists the keys
-                   of each row are gathered first, for as many rows at a time as 4 GiB of teacher keys allow
-    cudnn          scaled_dot_product_attention by cuDNN, 16 heads of 128, N = 8192: what this GPU's tensor cores give
+    streamkl       the C library, with the teacher's LSE as its attention has returned it
+    no LSE given   the same, which computes that LSE first
+    naive          unfused training code: bf16 einsum to [heads, N, N] teacher scores, f32 softmax, mean over heads;
+                   [index heads, N, N] dot products, ReLU, weights, sum; KL in log space; autograd. Sparse: gathers the keys
+                   of each row, for as many rows at once as 4 GiB of teacher keys allow
+    cudnn          scaled_dot_product_attention by cuDNN, 16 heads of 128, N = 8192: the rate that this GPU reaches
 
-TFLOP/s count what the loss must compute, for visible pairs: teacher logits 2 dim a head, index logits 2 dim an index head,
-and for the gradients as much for dq and for dk again. What a method computes twice is its own affair.
+TFLOP/s count the work that the loss requires for visible pairs: 2 dim per teacher head, 2 dim per index head, and for the
+gradients the latter again for dq and for dk. Recomputation does not count.
 
-Loss and all gradients of a problem of 1000 tokens are compared with float64, and 16 rows of the large one; the naive code, run
-in float64, must agree to the last digits. Every method has a warm-up, then all take turns; the median counts. Extra memory is the
-most that a step holds beside its inputs.
+Loss and all gradients of a problem of 1000 tokens, and 16 rows of the large one, are compared with float64. The naive code,
+run in float64, must agree to the last digits. Samples, medians and extra memory are those of bench/peers.py.
 """
 
 import argparse
@@ -27,7 +26,7 @@ from pathlib import Path
 
 from gpu.indexer_report import COLUMNS
 from gpu.report import check_csv
-from peers import current_commit, find_library, measure
+from peers import LIBRARY_HELP, current_commit, find_library, measure
 
 
 def load_bench():
@@ -38,23 +37,23 @@ def load_bench():
 
 def parser():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--library", type=Path, default=find_library(), help="libstreamkl.so; default that of build/release")
+    parser.add_argument("--library", type=Path, default=find_library(), help=LIBRARY_HELP)
     parser.add_argument("--kernel", help="force a kernel that `streamkl info` lists")
     parser.add_argument("--length", type=int, default=8192, metavar="N", help="queries and keys; default 8192")
     parser.add_argument("--heads", type=int, default=64, metavar="N", help="teacher heads; default 64")
-    parser.add_argument("--key-heads", type=int, default=0, metavar="N", help="their key heads; default as many")
-    parser.add_argument("--dim", type=int, default=128, metavar="N", help="their size; default 128")
+    parser.add_argument("--key-heads", type=int, default=0, metavar="N", help="teacher key heads; default: the same")
+    parser.add_argument("--dim", type=int, default=128, metavar="N", help="size of a teacher head; default 128")
     parser.add_argument("--index-heads", type=int, default=32, metavar="N", help="index heads; default 32")
-    parser.add_argument("--index-dim", type=int, default=128, metavar="N", help="their size; default 128")
-    parser.add_argument("--top-k", type=int, default=0, metavar="N", help="keys on a row's list; default 0: all it sees")
+    parser.add_argument("--index-dim", type=int, default=128, metavar="N", help="size of an index head; default 128")
+    parser.add_argument("--top-k", type=int, default=0, metavar="N", help="sparse: keys per row; default 0: all visible keys")
     mask = parser.add_mutually_exclusive_group()
     mask.add_argument("--causal", action="store_true", default=True, help="the default")
-    mask.add_argument("--full", dest="causal", action="store_false", help="every row sees every key")
-    parser.add_argument("--no-naive", action="store_true", help="leave the naive one out")
-    parser.add_argument("--rounds", type=int, default=9, metavar="N", help="turns of every method; default 9")
-    parser.add_argument("--turn-ms", type=float, default=20, metavar="X", help="least time of a turn; default 20")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="append every figure")
-    parser.add_argument("--commit", default=current_commit(), help="what the CSV says was measured; default that of git")
+    mask.add_argument("--full", dest="causal", action="store_false", help="every row attends to every key")
+    parser.add_argument("--no-naive", action="store_true", help="leave the naive code out")
+    parser.add_argument("--rounds", type=int, default=9, metavar="N", help="samples per method; default 9")
+    parser.add_argument("--sample-ms", type=float, default=20, metavar="X", help="minimum time of a sample; default 20")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="append the results")
+    parser.add_argument("--commit", default=current_commit(), help="the commit in the CSV; default: that of git")
     return parser
 
 

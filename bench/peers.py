@@ -1,33 +1,35 @@
 #!/usr/bin/env python3
-"""Times StreamKL on a GPU beside what PyTorch has, in one run, and checks what it computed.
+"""Times StreamKL on a GPU compared with PyTorch, in one run, and checks the results.
 
     bench/peers.py                                   # 16 heads of 64 and of 128, 8192 queries and keys, bf16
     bench/peers.py --only forward --lengths 4096,8192,16384 --masks causal
-    bench/peers.py --csv bench/results/peers.csv     # appends every figure
+    bench/peers.py --csv bench/results/peers.csv     # appends the results
     bench/peers.py --csv bench/results/peers.csv --plot docs/gpu       # draws docs/gpu-speed.svg and docs/gpu-memory.svg
-    bench/peers.py --heads 32 --key-heads 8          # grouped queries, beside our own dense rate
-    bench/peers.py --packed 8192,4096,2048,1024,512  # sequences end to end, beside our own dense rate
-    bench/peers.py --deterministic --only backward   # gradients with the same bits on every run, beside our others
+    bench/peers.py --heads 32 --key-heads 8          # GQA, compared with as many key heads as heads
+    bench/peers.py --packed 8192,4096,2048,1024,512  # packed sequences, compared with a dense batch
+    bench/peers.py --deterministic --only backward   # adds gradients with the same bits on every run
+
+It imports the package streamkl: an installed one, or that of this repository.
 
 The peers, on tensors of the same shape:
 
-    cudnn    scaled_dot_product_attention by cuDNN: the yardstick of kernel quality. Its forward executes two matmuls a
-             pair, as ours does; its backward five, ours needs four
+    cudnn    scaled_dot_product_attention by cuDNN, the reference for kernel quality. Its forward takes two matmuls per
+             pair, as ours does; its backward takes five, ours four
     fa2      the same by FlashAttention-2
     triton   attention KL as plain Triton kernels (bench/gpu/triton_kernels.py)
-    flex     attention KL composed of FlexAttention calls: the clever way to O(N) memory without a kernel of one's own
+    flex     attention KL composed of FlexAttention calls: O(N) memory without a custom kernel
     compile  eager under torch.compile
-    eager    attention KL as it is written without us: two N x N logits, two log_softmax, one sum
+    eager    plain attention KL: two N x N logits, two log_softmax, one sum
 
-Every method has a warm-up, then all take turns. A turn is a few calls in a row between two CUDA events, so that no launch
-is waited for, behind 0.3 s of calls that are not timed, so that the power limit holds every method to a clock of its own
-and not to its neighbour's; the median of all turns counts. Extra memory is the most that a step (forward and gradients, or
-the forward if only that is measured) holds beside its inputs: results, what it saves, workspace. KL and gradients of the
-first and last head are compared with float64. A peer that is not there, fails or computes something else is named and left
-out.
+All methods warm up. Then each round takes one sample per method: 0.3 s of untimed calls, so that the clock under the power
+limit is the method's own and not that of the previous method, then a few calls between two CUDA events. The median of the
+samples counts. Extra memory is the peak of a step (forward and gradients, or only the forward if nothing else is measured)
+in addition to its inputs: results, saved tensors, workspace. KL and gradients of the first and last head are compared with
+float64. A peer that is missing, fails or computes something else is named and left out.
 """
 
 import argparse
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -39,14 +41,21 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def measure(arguments, load):
-    """Runs the bench whose class load() imports: what is not measured needs no PyTorch."""
+    """Runs the benchmark whose class load() imports. Only measuring needs PyTorch."""
     program = Path(sys.argv[0]).name
+    if arguments.library:
+        if not arguments.library.exists():
+            sys.exit(f"{program}: --library={arguments.library}: no such file; build it, or name another")
+        os.environ["STREAMKL_LIBRARY"] = str(arguments.library)
+    if arguments.kernel:
+        os.environ["STREAMKL_KERNEL"] = arguments.kernel
+    sys.path.append(str(ROOT / "python"))  # after an installed package
     try:
         from gpu.run import NotPossible
 
         bench_class = load()
     except ImportError as error:
-        sys.exit(f"{program}: measuring needs PyTorch: {error}")
+        sys.exit(f"{program}: measuring needs PyTorch and the package streamkl: {error}")
     try:
         bench = bench_class(arguments)
     except NotPossible as error:
@@ -77,9 +86,12 @@ def draw(arguments):
 # ---- The command line ----------------------------------------------------------------------------------------------------
 
 
+LIBRARY_HELP = "libstreamkl.so; default: that of build/release or build/gpu, else that of the installed package"
+
+
 def find_library():
     built = [ROOT / "build" / preset / "src/libstreamkl.so" for preset in ("release", "gpu")]
-    return next((path for path in built if path.exists()), built[0])
+    return next((path for path in built if path.exists()), None)
 
 
 def current_commit():
@@ -101,28 +113,28 @@ def peer_names(text):
     return names
 
 
-PLOT_HELP = """measure nothing; draw what --csv holds as PREFIX-speed.svg and PREFIX-memory.svg: the last of --dims and,
-unless --masks says full, the causal mask"""
+PLOT_HELP = """measure nothing; draw the results in --csv as PREFIX-speed.svg and PREFIX-memory.svg: the last of --dims,
+and the causal mask unless --masks is full"""
 
 
 def parser():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--library", type=Path, default=find_library(), help="libstreamkl.so; default that of build/release")
+    parser.add_argument("--library", type=Path, default=find_library(), help=LIBRARY_HELP)
     parser.add_argument("--kernel", help="force a kernel that `streamkl info` lists")
     parser.add_argument("--heads", type=int, default=16, metavar="N", help="query heads; default 16")
-    parser.add_argument("--key-heads", type=int, default=0, metavar="N", help="key heads: ours beside our own dense rate")
-    parser.add_argument("--packed", type=numbers, default=[], metavar="LIST", help="lengths of sequences end to end: the same")
+    parser.add_argument("--key-heads", type=int, default=0, metavar="N", help="key heads; compares with as many key heads as heads")
+    parser.add_argument("--packed", type=numbers, default=[], metavar="LIST", help="lengths of packed sequences; compares with a dense batch")
     parser.add_argument("--lengths", type=numbers, default=[8192], metavar="LIST", help="queries and keys; default 8192")
     parser.add_argument("--dims", type=numbers, default=[64, 128], metavar="LIST", help="head sizes; default 64,128")
     parser.add_argument("--masks", choices=["full", "causal", "both"], default="both")
-    parser.add_argument("--only", action="append", choices=list(OPERATIONS), help="a pass, may be repeated; default all")
-    parser.add_argument("--peers", type=peer_names, default=PEER_NAMES, metavar="LIST", help="default all; '' for none")
-    parser.add_argument("--deterministic", action="store_true", help="time our gradients of equal bits on every run, too")
-    parser.add_argument("--rounds", type=int, default=9, metavar="N", help="turns of every method; default 9")
-    parser.add_argument("--turn-ms", type=float, default=20, metavar="X", help="least time of a turn; default 20")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="append every figure")
+    parser.add_argument("--only", action="append", choices=list(OPERATIONS), help="a pass; may be repeated; default: all")
+    parser.add_argument("--peers", type=peer_names, default=PEER_NAMES, metavar="LIST", help="default: all; '' for none")
+    parser.add_argument("--deterministic", action="store_true", help="also time gradients with the same bits on every run")
+    parser.add_argument("--rounds", type=int, default=9, metavar="N", help="samples per method; default 9")
+    parser.add_argument("--sample-ms", type=float, default=20, metavar="X", help="minimum time of a sample; default 20")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="append the results")
     parser.add_argument("--plot", metavar="PREFIX", help=PLOT_HELP)
-    parser.add_argument("--commit", default=current_commit(), help="what the CSV says was measured; default that of git")
+    parser.add_argument("--commit", default=current_commit(), help="the commit in the CSV; default: that of git")
     return parser
 
 
@@ -132,7 +144,7 @@ def main():
     if arguments.key_heads < 0 or arguments.heads < 1 or arguments.heads % (arguments.key_heads or 1):
         asked.error(f"--key-heads={arguments.key_heads}: must divide --heads={arguments.heads}")
     if arguments.plot and not (arguments.csv and arguments.csv.exists()):
-        asked.error("--plot: needs --csv=FILE, with the figures of earlier runs")
+        asked.error("--plot: needs --csv=FILE, with the results of earlier runs")
     try:
         if arguments.csv:
             check_csv(arguments.csv)  # before minutes of measuring

@@ -3,8 +3,8 @@
 
     STREAMKL_LIBRARY=build/gpu/src/libstreamkl.so PYTHONPATH=python python3 bench/python_step.py
 
-Shows the step's time and peak memory beside those of a loss that stores the attention matrices, and what attention_kl
-costs beside the kernels that it calls.
+Compares time and peak memory of the step with those of a loss that stores the attention matrices, and the time of
+attention_kl with that of its operators alone.
 """
 
 import argparse
@@ -15,12 +15,14 @@ import torch
 import torch.nn.functional as F
 
 import streamkl
+from streamkl import _library as lib
+from streamkl._problem import DK_S, DQ_S, Options
 
 ATEN = torch.ops.aten
 
 
 class Layer(torch.nn.Module):
-    """Attention and a feed-forward block, pre-norm; returns the queries, keys and LSE of its attention, too."""
+    """Attention and a feed-forward block, pre-norm. Also returns the queries, keys and LSE of its attention."""
 
     def __init__(self, heads, dim):
         super().__init__()
@@ -106,34 +108,35 @@ def show_step(name, kl, arguments, teacher, student, tokens):
 
 
 def show_overhead(arguments):
-    """attention_kl, forward and backward, beside nothing but its operators on the same tensors."""
-    print(f"\nattention_kl beside its kernels, H={arguments.heads} d={arguments.dim} bf16 causal, forward + backward")
+    """Forward and backward of attention_kl compared with its operators alone, on the same tensors."""
+    print(f"\nattention_kl compared with its operators, H={arguments.heads} d={arguments.dim} bf16 causal, forward + backward")
     for length in arguments.overhead_lengths:
         shape = (1, arguments.heads, length, arguments.dim)
         tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
-        problem = (None, None, None, -1, -1, True, -1, -1, 0.0, 0.0, 0.0, 0.0, False, False, True, 12)
-        kl, lse_t, lse_s = torch.ops.streamkl.forward(*tensors, None, True, *problem)
+        problem = (None, None, None, *Options(gradients=DQ_S | DK_S, causal=True, heads_first=True))
+        inputs, rows = (*tensors, None, None), lib.KL | lib.LSE_T | lib.LSE_S
+        kl, lse_t, lse_s = torch.ops.streamkl.forward(*inputs, None, rows, *problem)
         weight = torch.full_like(kl, 1 / kl.numel())
         leaves = [tensors[0], tensors[1], tensors[2].clone().requires_grad_(), tensors[3].clone().requires_grad_()]
 
-        def two_kernels():
-            torch.ops.streamkl.forward(*tensors, None, True, *problem)
-            torch.ops.streamkl.backward(*tensors, lse_t, lse_s, None, None, weight, *problem)
+        def two_passes():
+            torch.ops.streamkl.forward(*inputs, None, rows, *problem)
+            torch.ops.streamkl.backward(*inputs, lse_t, lse_s, None, None, weight, *problem)
 
-        def one_kernel():
-            torch.ops.streamkl.one_pass(*tensors, lse_t, lse_s, None, *problem)
+        def one_pass():
+            torch.ops.streamkl.forward_backward(*inputs, lse_t, lse_s, None, lib.KL, *problem)
 
         def loss(**lses):
             leaves[2].grad = leaves[3].grad = None
             streamkl.attention_kl(*leaves, causal=True, layout="bhnd", **lses).backward()
 
         for name, kernels, run in (
-            ("two passes", two_kernels, loss),
-            ("one pass", one_kernel, lambda: loss(lse_t=lse_t, lse_s=lse_s)),
+            ("two passes", two_passes, loss),
+            ("one pass", one_pass, lambda: loss(lse_t=lse_t, lse_s=lse_s)),
         ):
             own, whole = milliseconds(kernels, arguments.rounds), milliseconds(run, arguments.rounds)
             print(
-                f"  N={length:6} {name:10} kernels {own:8.3f} ms   attention_kl {whole:8.3f} ms   {whole / own:.2f} times"
+                f"  N={length:6} {name:10} operators {own:8.3f} ms   attention_kl {whole:8.3f} ms   {whole / own:.2f} times"
             )
 
 
@@ -147,7 +150,7 @@ def main():
     parser.add_argument("--overhead-lengths", type=int, nargs="*", default=[8192, 16384])
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("python_step.py: torch sees no GPU")
+        sys.exit("python_step.py: torch finds no GPU")
     print(f"streamkl {streamkl.__version__}, torch {torch.__version__}, {torch.cuda.get_device_name()}, bf16")
     torch.manual_seed(0)
     teacher, student = (Model(arguments.layers, arguments.heads, arguments.dim).cuda().bfloat16() for _ in range(2))

@@ -2,7 +2,7 @@
 
     python examples/distil_loop.py
 
-Two small transformers of one's own; for Hugging Face models see distil_trainer.py.
+Teacher and student are small transformers. For Hugging Face models see distil_trainer.py.
 """
 
 import torch
@@ -33,14 +33,14 @@ def main():
     embedding = torch.nn.Embedding(64, 128, device=device)
     teacher, student = Attention(128, heads=8).to(device), Attention(128, heads=4).to(device)
     with torch.no_grad():
-        teacher.qkv.weight.mul_(4)  # a random teacher attends almost evenly: sharpen it
+        teacher.qkv.weight.mul_(4)  # a random teacher attends almost uniformly: sharpen it
     optimizer = torch.optim.AdamW(student.parameters(), lr=3e-3)
     for step in range(101):
         tokens = embedding(torch.randint(0, 64, (4, 256), device=device)).detach()
         with torch.no_grad():
             target, q_t, k_t = teacher(tokens)
         output, q_s, k_s = student(tokens)
-        # 8 teacher heads, 4 student heads: each learns the mean of two.
+        # 8 teacher heads, 4 student heads: each student head learns the mean of two teacher heads.
         attention_kl = streamkl.attention_kl(q_t, k_t, q_s, k_s, causal=True)
         loss = F.mse_loss(output, target) + attention_kl
         optimizer.zero_grad()

@@ -1,8 +1,8 @@
-"""Attention distillation in Hugging Face's Trainer: a subclass of a few lines.
+"""Attention distillation in a short subclass of Hugging Face's Trainer.
 
     python examples/distil_trainer.py
 
-TRL's trainers derive from Trainer: for SFTTrainer and the like, change the base class.
+TRL's trainers derive from Trainer: to use SFTTrainer, say, change the base class.
 """
 
 import torch
@@ -12,7 +12,7 @@ import streamkl.hf
 
 
 class DistillingTrainer(Trainer):
-    """Adds `weight` times the attention KL to the loss, and `attention_kl` to the log."""
+    """Adds `weight` times the attention KL to the loss, and logs `attention_kl`."""
 
     def __init__(self, *args, teacher, weight=1.0, **kwargs):
         super().__init__(*args, **kwargs)

@@ -1,8 +1,8 @@
-"""Sequences of different lengths, packed end to end: no padding is computed.
+"""Packed sequences of different lengths: no padding is computed.
 
     python examples/packed_sequences.py
 
-The loss of the packed batch equals that of the sequences one by one, row for row.
+The loss of the packed batch equals the loss of the single sequences.
 """
 
 import torch

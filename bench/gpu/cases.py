@@ -1,4 +1,4 @@
-"""What is measured: shapes and passes. Needs neither torch nor a GPU."""
+"""Shapes and passes of the benchmarks. Needs neither torch nor a GPU."""
 
 from dataclasses import dataclass
 
@@ -11,18 +11,18 @@ PEER_NAMES = "cudnn fa2 triton flex compile eager".split()
 @dataclass(frozen=True)
 class Case:
     heads: int
-    length: int  # of every sequence; packed: of the longest one
+    length: int  # of every sequence; packed: of the longest sequence
     dim: int
     causal: bool
-    key_heads: int = 0  # 0: as many as heads
+    key_heads: int = 0  # 0: the number of heads
     batch: int = 1
-    packed: tuple = ()  # lengths of sequences that lie end to end
+    packed: tuple = ()  # lengths of packed sequences
 
     def __str__(self):
-        grouped = f"/{self.keys}" if self.keys != self.heads else ""
+        shared = f"/{self.keys}" if self.keys != self.heads else ""
         lengths = f"packed {'+'.join(map(str, self.packed))}" if self.packed else f"N={self.length}"
         batched = f"B={self.batch} " if self.batch > 1 else ""
-        return f"{batched}H={self.heads}{grouped} {lengths} d={self.dim} {self.mask}"
+        return f"{batched}H={self.heads}{shared} {lengths} d={self.dim} {self.mask}"
 
     @property
     def keys(self):
@@ -46,12 +46,12 @@ class Case:
 
     @property
     def pairs(self):
-        """Query-key pairs that are visible: what useful work is counted by."""
+        """Visible query-key pairs, the unit of useful work."""
         lengths = [end - begin for _, begin, end in self.sequences]
         return self.heads * sum(n * (n + 1) // 2 if self.causal else n * n for n in lengths)
 
     def dense(self):
-        """The same work without groups and packing: as many sequences, of one length, with a key head a head."""
+        """The same work without shared key heads and packing: as many sequences, all of the same length."""
         if not self.packed:
             return Case(self.heads, self.length, self.dim, self.causal, batch=self.batch)
         mean_square = sum(n * n for n in self.packed) / len(self.packed)
@@ -61,7 +61,7 @@ class Case:
 
 @dataclass(frozen=True)
 class IndexerCase:
-    """One sequence, one student head that learns the mean of all teacher heads."""
+    """One sequence and one student head, which learns the mean of all teacher heads."""
 
     length: int
     heads: int
@@ -69,14 +69,14 @@ class IndexerCase:
     dim: int
     index_heads: int
     index_dim: int
-    top_k: int  # 0: all keys that the mask leaves
+    top_k: int  # 0: all keys that the mask leaves, not sparse
     causal: bool
 
     def __str__(self):
-        grouped = f"/{self.key_heads}" if self.key_heads != self.heads else ""
-        listed = f", {self.top_k} keys a row" if self.top_k else ""
-        teacher, indexer = f"{self.heads}{grouped} x {self.dim}", f"{self.index_heads} x {self.index_dim}"
-        return f"N={self.length} {self.mask}, teacher {teacher}, indexer {indexer}{listed}"
+        shared = f"/{self.key_heads}" if self.key_heads != self.heads else ""
+        sparse = f", top_k={self.top_k}" if self.top_k else ""
+        teacher, indexer = f"{self.heads}{shared} x {self.dim}", f"{self.index_heads} x {self.index_dim}"
+        return f"N={self.length} {self.mask}, teacher {teacher}, indexer {indexer}{sparse}"
 
     @property
     def mask(self):
@@ -84,11 +84,11 @@ class IndexerCase:
 
     @property
     def pairs(self):
-        """Query-key pairs that rows see."""
+        """Visible query-key pairs."""
         n, k = self.length, min(self.top_k or self.length, self.length)
         return k * (k + 1) // 2 + (n - k) * k if self.causal else n * k
 
     def flops(self, operation):
-        """What the loss must compute: logits once, and for the gradients dq and dk."""
+        """Work that the loss requires: the logits once, and dq and dk for the gradients."""
         products = 1 if operation == FORWARD else 3
         return 2 * self.pairs * (self.heads * self.dim + products * self.index_heads * self.index_dim)

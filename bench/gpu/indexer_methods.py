@@ -1,27 +1,29 @@
-"""An indexer's loss by our library and as it is written without it; and what both are checked with."""
+"""The loss of an indexer by StreamKL and by naive code, and exact results for both."""
 
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 
+from streamkl import reference
+from streamkl._problem import DK_S, DQ_S, DW_S, INDEXER
+
 from .cases import FORWARD, STEP, Case
-from .library import SKL_BF16, SKL_F32, Workspace, all_described, described, lib, module_of_the_package, plan_of
+from .library import SKL_BF16, SKL_F32, Workspace, address, addresses, lib, make_plan
 from .measure import random_tensors
 from .methods import Method
 
-reference = module_of_the_package("reference")
 
 @dataclass
 class IndexerMethod(Method):
-    flops: dict = field(default_factory=dict)  # {pass: what its rate is counted by}
+    flops: dict = field(default_factory=dict)  # {pass: useful work}
 
 
 # ---- Tensors -------------------------------------------------------------------------------------------------------------
 
 
 def make_tensors(case, device):
-    """{name: tensor}: [1, heads, length, dim] in bf16; w_s [1, 1, length, index heads] in f32; lists [1, 1, length, top_k]."""
+    """{name: tensor}: bf16 [1, heads, length, dim]; w_s f32 [1, 1, length, index heads]; indices [1, 1, length, top_k]."""
     torch.manual_seed(0)
 
     def normal(heads, dim, dtype=torch.bfloat16):
@@ -32,38 +34,38 @@ def make_tensors(case, device):
         q_s=normal(case.index_heads, case.index_dim), k_s=normal(1, case.index_dim),
         w_s=normal(1, case.index_heads, torch.float32),
     )  # fmt: skip
-    return tensors | ({"indices": random_lists(case, device)} if case.top_k else {})
+    return tensors | ({"indices": random_indices(case, device)} if case.top_k else {})
 
 
-def random_lists(case, device, block=1024):
-    """top_k different keys that each row sees, in no order; -1 where there are fewer."""
-    lists, keys = [], torch.arange(case.length, device=device)
+def random_indices(case, device, block=1024):
+    """top_k distinct visible keys per row, in no order; -1 where there are fewer."""
+    blocks, keys = [], torch.arange(case.length, device=device)
     for begin in range(0, case.length, block):
         rows = torch.arange(begin, min(begin + block, case.length), device=device)
         scores = torch.rand((len(rows), case.length), device=device)
         if case.causal:
             scores.masked_fill_(keys > rows[:, None], -1.0)
         found = scores.topk(min(case.top_k, case.length), sorted=False)
-        lists.append(found.indices.masked_fill(found.values < 0, -1).int())
-    return torch.cat(lists)[None, None].contiguous()
+        blocks.append(found.indices.masked_fill(found.values < 0, -1).int())
+    return torch.cat(blocks)[None, None].contiguous()
 
 
 # ---- Ours ----------------------------------------------------------------------------------------------------------------
 
 
 class IndexerPlan:
-    """The forward, and the cheapest step, with a teacher's LSE that is given or computed; and where their results are."""
+    """The forward and the cheapest step, with the teacher's LSE given or computed, and their results."""
 
     def __init__(self, tensors, case, lse_t=None):
         q_s, k_s, w_s, device = tensors["q_s"], tensors["k_s"], tensors["w_s"], tensors["q_s"].device
-        plan = plan_of(
-            device, dtype_t=SKL_BF16, dtype_s=SKL_BF16, dtype_w=SKL_F32, gradients=lib.DQ_S | lib.DK_S | lib.DW_S,
+        plan = make_plan(
+            device, dtype_t=SKL_BF16, dtype_s=SKL_BF16, dtype_w=SKL_F32, gradients=DQ_S | DK_S | DW_S,
             causal=case.causal, batch=1, len_q=case.length, len_k=case.length, heads_t=case.heads, heads_s=1,
-            key_heads_t=case.key_heads, key_heads_s=1, dim_t=case.dim, dim_s=case.index_dim, student=lib.INDEXER,
+            key_heads_t=case.key_heads, key_heads_s=1, dim_t=case.dim, dim_s=case.index_dim, student=INDEXER,
             index_heads=case.index_heads, top_k=tensors["indices"].shape[-1] if case.top_k else 0,
         )  # fmt: skip
         self.kernel, self.workspace = plan.kernel, Workspace(plan, device)
-        self.keep = tensors  # the structs below know only their addresses
+        self.keep = tensors  # the structs hold only addresses
 
         def rows(heads):
             return q_s.new_empty((1, heads, case.length), dtype=torch.float32)
@@ -71,11 +73,11 @@ class IndexerPlan:
         self.kl, self.lse_s = rows(1), rows(1)
         self.lse_t = rows(case.heads) if lse_t is None else lse_t
         self.dq, self.dk, self.dw = torch.empty_like(q_s), torch.empty_like(k_s), torch.empty_like(w_s)
-        given, lses = all_described(tensors), all_described(dict(lse_t=self.lse_t, lse_s=self.lse_s))
+        given, lses = addresses(tensors), addresses(dict(lse_t=self.lse_t, lse_s=self.lse_s))
         known = {} if lse_t is None else {"lse_t": lses["lse_t"]}
-        inputs, kl = lib.pack_inputs(**given, **known), lib.pack_rows(kl=described(self.kl))
+        inputs, kl = lib.pack_inputs(**given, **known), lib.pack_rows(kl=address(self.kl))
         unknown = lib.pack_rows(**{name: row for name, row in lses.items() if name not in known})
-        gradients = lib.pack_gradients(dq_s=described(self.dq), dk_s=described(self.dk), dw_s=described(self.dw))
+        gradients = lib.pack_gradients(dq_s=address(self.dq), dk_s=address(self.dk), dw_s=address(self.dw))
         self.calls = {
             FORWARD: [(lib.FORWARD, inputs, kl)],
             STEP: [(lib.FORWARD, inputs, unknown), (lib.FORWARD_BACKWARD, lib.pack_inputs(**given, **lses), kl, gradients)],
@@ -85,13 +87,16 @@ class IndexerPlan:
         for call in self.calls[operation]:
             self.workspace.run(*call)
 
+    def explain(self, operation):
+        return "\n".join(self.workspace.plan.explain(op, inputs) for op, inputs, *_ in self.calls[operation])
+
     @property
     def results(self):
         return {"kl": self.kl[0, 0], "dq": self.dq, "dk": self.dk, "dw": self.dw}
 
 
 def ours(tensors, case):
-    """Two methods: beside an attention that has returned its LSE, and alone."""
+    """Two methods: with the LSE that the teacher's attention returns, and without it."""
     alone = IndexerPlan(tensors, case)
     alone.run(STEP)
     lse_t = alone.lse_t.clone()
@@ -105,24 +110,30 @@ def ours(tensors, case):
             return fresh.results
 
         flops = {operation: case.flops(operation) for operation in passes}
-        methods.append(IndexerMethod(name, case, passes, step=step, kernel=plan.kernel, flops=flops))
+        methods.append(
+            IndexerMethod(
+                name, case, passes, step=step, kernel=plan.kernel, explanation=plan.explain(STEP), flops=flops
+            )
+        )
     return methods
 
 
-# ---- As it is written without us -----------------------------------------------------------------------------------------
+# ---- Naive code ----------------------------------------------------------------------------------------------------------
 
 
-GATHERED_BYTES = 4 << 30  # of keys of the teacher that are gathered together: more would not make it faster
+GATHERED_BYTES = 4 << 30  # limit of teacher keys that are gathered at once; more are not faster
 
 
 def widened(scores):
-    """f32, or float64 where they are that already: what is then computed is exact, and says that the formula is the same."""
+    """f32, or float64 if the scores are float64, which shows that the formula is the same."""
     return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 
 def kl_of_scores(case, scores, dots, w_s, hidden):
-    """The KL of rows [batch, i] out of [batch, heads, i, j] scores: softmax, mean of heads, log_softmax, sum. scores() makes
-    those of the teacher, which are gone before the indexer's take their memory; hidden: [.., i, j] bool, None: nothing is."""
+    """KL of rows [batch, i] from scores [batch, heads, i, j]: softmax, mean over heads, log_softmax, sum.
+
+    scores() makes the teacher's scores, which are freed before the indexer's are allocated. hidden: bool [.., i, j], or None.
+    """
 
     def masked(logits):
         return logits if hidden is None else logits.masked_fill(hidden, -torch.inf)
@@ -138,7 +149,7 @@ def kl_of_scores(case, scores, dots, w_s, hidden):
 
 
 def dense_kl(case, q_t, k_t, q_s, k_s, w_s):
-    """Of every row, over all keys."""
+    """KL of every row over all keys."""
     hidden = None
     if case.causal:
         hidden = torch.ones((case.length, case.length), dtype=torch.bool, device=q_t.device).triu(1)
@@ -149,43 +160,43 @@ def dense_kl(case, q_t, k_t, q_s, k_s, w_s):
     return kl_of_scores(case, scores, lambda: torch.einsum("bgid,bjd->bgij", q_s, k_s[:, 0]), w_s, hidden)
 
 
-def listed_kl(case, q_t, k_t, q_s, k_s, w_s, indices):
-    """Of the rows that are given, over their lists: keys are gathered to [batch, key heads, i, j, dim], then as above."""
-    hidden, lists = indices[:, 0] < 0, indices[0, 0].clamp(min=0).long()
+def sparse_kl(case, q_t, k_t, q_s, k_s, w_s, indices):
+    """KL of the given rows over their top-k keys, which are gathered to [batch, key heads, i, j, dim]."""
+    hidden, keys = indices[:, 0] < 0, indices[0, 0].clamp(min=0).long()
 
     def scores():
-        grouped = q_t.unflatten(1, (case.key_heads, -1))  # heads that share a key head
-        return torch.einsum("bkgid,bkijd->bkgij", grouped, k_t[:, :, lists]).flatten(1, 2)
+        by_key_head = q_t.unflatten(1, (case.key_heads, -1))
+        return torch.einsum("bkgid,bkijd->bkgij", by_key_head, k_t[:, :, keys]).flatten(1, 2)
 
-    return kl_of_scores(case, scores, lambda: torch.einsum("bgid,bijd->bgij", q_s, k_s[:, 0, lists]), w_s, hidden)
+    return kl_of_scores(case, scores, lambda: torch.einsum("bgid,bijd->bgij", q_s, k_s[:, 0, keys]), w_s, hidden)
 
 
 def rows_together(case, dtype=torch.bfloat16):
-    """Rows of a sparse stage whose gathered teacher keys fit into GATHERED_BYTES; a dense one takes all of them."""
+    """Sparse: rows whose gathered teacher keys fit into GATHERED_BYTES. Dense: all rows."""
     row_bytes = case.top_k * case.key_heads * case.dim * dtype.itemsize
     return max(1, min(case.length, GATHERED_BYTES // row_bytes)) if case.top_k else case.length
 
 
 def naive(tensors, case, name="naive"):
-    """All rows at once; over lists as many as there is room for, one lot after the other, and their gradients are added up."""
+    """Dense: all rows at once. Sparse: chunks of rows, whose gradients are added."""
     trained = {name: tensors[name].detach().clone().requires_grad_() for name in ("q_s", "k_s", "w_s")}
     tensors, together = tensors | trained, rows_together(case, tensors["q_t"].dtype)
 
-    def lots():
+    def chunks():
         for begin in range(0, case.length, together):
             rows = slice(begin, begin + together)
             some = {name: tensors[name][:, :, rows] for name in ("q_t", "q_s", "w_s", "indices") if name in tensors}
-            yield (listed_kl if case.top_k else dense_kl)(case, **(tensors | some))
+            yield (sparse_kl if case.top_k else dense_kl)(case, **(tensors | some))
 
     def forward():
         with torch.no_grad():
-            return torch.cat(list(lots()), dim=1)
+            return torch.cat(list(chunks()), dim=1)
 
     def step():
         kl = []
         for tensor in trained.values():
             tensor.grad = None
-        for some in lots():
+        for some in chunks():
             some.sum().backward()
             kl.append(some.detach())
         dq, dk, dw = (tensor.grad for tensor in trained.values())
@@ -195,11 +206,11 @@ def naive(tensors, case, name="naive"):
     return IndexerMethod(name, case, passes, step=step, flops={each: case.flops(each) for each in passes})
 
 
-# ---- The yardstick -------------------------------------------------------------------------------------------------------
+# ---- Attention, for comparison -------------------------------------------------------------------------------------------
 
 
 def cudnn_attention(heads=16, length=8192, dim=128):
-    """scaled_dot_product_attention by cuDNN, forward, with either mask."""
+    """Forward of scaled_dot_product_attention by cuDNN with either mask."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     q, k, v, _ = random_tensors(Case(heads, length, dim, False))
@@ -219,7 +230,7 @@ def cudnn_attention(heads=16, length=8192, dim=128):
 
 
 class ExactRows:
-    """KL, dq and dw of some rows in float64: they depend on no other row. With all rows, dk as well."""
+    """KL, dq and dw of some rows in float64, which depend on no other row. With all rows also dk."""
 
     def __init__(self, tensors, case, rows):
         q_t, q_s, w_s = (tensors[name][0][:, rows].double() for name in ("q_t", "q_s", "w_s"))
@@ -235,7 +246,7 @@ class ExactRows:
         self.exact = {"kl": exact.kl.detach()[0], "dq": dq, "dw": dw} | ({"dk": dk} if is_whole else {})
 
     def errors(self, results):
-        """{result: its relative error}, as norms."""
+        """{result: relative error in norm}"""
         found = {}
         for name, true in self.exact.items():
             result = results[name] if name == "kl" else results[name][0]

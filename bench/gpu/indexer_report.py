@@ -1,4 +1,4 @@
-"""What is shown of bench/indexer.py: the table, and rows of the CSV. Needs neither torch nor a GPU."""
+"""The table and the CSV rows of bench/indexer.py. Needs neither torch nor a GPU."""
 
 import statistics
 
@@ -16,22 +16,22 @@ def median(method, operation):
 
 
 def rate(method, operation):
-    """TFLOP/s that the loss needs."""
+    """Useful TFLOP/s."""
     ms = median(method, operation)
     return method.flops[operation] / ms * 1e-9 if ms else None
 
 
 def lines_of(methods):
-    """A dict of figures for every method and pass."""
+    """One dict per method and pass."""
     by_name = {method.name: method for method in methods}
-    yardstick, naive = by_name.get("cudnn"), by_name.get("naive")
+    attention, naive = by_name.get("cudnn"), by_name.get("naive")
     for method in methods:
         for operation in method.times:
             ms, mine = median(method, operation), rate(method, operation)
             line = {"method": method, "pass": operation, "ms": ms, "fastest": min(method.times[operation]), "rate": mine}
             for mask in "causal", "full":
-                attention = yardstick and method is not yardstick and rate(yardstick, f"forward, {mask}")
-                line[f"of_{mask}"] = mine / attention if attention else None
+                theirs = attention and method is not attention and rate(attention, f"forward, {mask}")
+                line[f"of_{mask}"] = mine / theirs if theirs else None
             other = naive and method is not naive and median(naive, operation)
             line["naive"] = other / ms if other else None
             line["extra"] = method.extra_memory if operation == STEP else None
@@ -65,7 +65,7 @@ def shape_of(case):
 
 
 def csv_rows(methods, case):
-    """One for every method and pass, one for every method that was not measured. The attention has a shape of its own."""
+    """One row per method and pass, and one per method that was not measured. cuDNN's rows have no shape."""
     for line in lines_of(methods):
         method = line["method"]
         yield (shape_of(case) if method.name != "cudnn" else {}) | {

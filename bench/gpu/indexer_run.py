@@ -1,4 +1,4 @@
-"""A run of bench/indexer.py: a small problem is checked in whole, then the large one in part, timed in turns and reported."""
+"""A run of bench/indexer.py: checks a small problem completely, then checks rows of the large one, times and reports it."""
 
 from dataclasses import replace
 
@@ -9,14 +9,14 @@ from .indexer_methods import (
     GATHERED_BYTES, ExactRows, IndexerMethod, cudnn_attention, make_tensors, naive, ours, rows_together, some_rows,
 )  # fmt: skip
 from .indexer_report import COLUMNS, csv_rows, errors_text, print_table
-from .measure import PEER_WRONG, WRONG, examine, refusing, release_memory, take_turns
-from .report import append_csv, bytes_text
+from .measure import PEER_WRONG, WRONG, examine, refusing, release_memory, time_methods
+from .report import append_csv, bytes_text, print_explanations
 from .run import LibraryBench
 
 DEVICE = "cuda"
-# The naive one must compute the same thing: roughly in bf16, and to the last digits in float64.
+# The naive code must compute the same: approximately in bf16, to the last digits in float64.
 LIMITS = {"naive": dict.fromkeys(WRONG, PEER_WRONG), "naive, f64": dict.fromkeys(WRONG, 1e-12)}
-SMALL = 1000  # queries and keys of the problem that is checked in whole
+SMALL = 1000  # queries and keys of the problem that is checked completely
 
 
 class IndexerBench(LibraryBench):
@@ -32,8 +32,8 @@ class IndexerBench(LibraryBench):
         self.measure(case)
 
     def check_small(self, case):
-        """Loss and all gradients, ours and naive, against float64."""
-        print(f"\nRelative errors beside float64, {case}")
+        """Compares loss and all gradients of StreamKL and of the naive code with float64."""
+        print(f"\nRelative errors compared with float64, {case}")
         tensors = make_tensors(case, DEVICE)
         exact = ExactRows(tensors, case, torch.arange(case.length, device=DEVICE))
         in_float64 = {name: tensor if name == "indices" else tensor.double() for name, tensor in tensors.items()}
@@ -55,25 +55,26 @@ class IndexerBench(LibraryBench):
             self.judge(method)
         methods += [self.make_naive(tensors, case, exact), self.make_cudnn()]
         release_memory()
-        take_turns(methods, self.arguments.rounds, self.arguments.turn_ms)
+        time_methods(methods, self.arguments.rounds, self.arguments.sample_ms)
         print(f"\n{case}: {methods[0].kernel}")
+        print_explanations(methods)
         print_table(methods)
         if rows_together(case) < case.length:
-            lot = f"{rows_together(case)} rows at a time"
-            print(f"  naive takes {lot}, for which it gathers up to {bytes_text(GATHERED_BYTES)} of teacher keys")
+            rows = f"{rows_together(case)} rows at a time"
+            print(f"  naive computes {rows}, for which it gathers up to {bytes_text(GATHERED_BYTES)} of teacher keys")
         for method in methods:
             if method.errors:
                 print(f"  relative error of {method.name + ', some rows:':24} {errors_text(method.errors)}")
         mine, other = methods[0], methods[2]
         if other.extra_memory:
             share = mine.extra_memory / other.extra_memory
-            print(f"  a step of ours holds {share:.2%} of the memory that a naive one holds beside the inputs")
+            print(f"  a step of StreamKL takes {share:.2%} of the extra memory of a naive step")
         self.is_right &= not any(method.refusal for method in methods[:2])
         if self.arguments.csv:
             append_csv(self.arguments.csv, csv_rows(methods, case), self.about, COLUMNS)
 
     def make_naive(self, tensors, case, exact):
-        """Without it, or without the memory for it, the table says so."""
+        """If it is left out, or out of memory, the table says so."""
         refused = IndexerMethod("naive", case)
         rows, keys = rows_together(case), min(case.top_k or case.length, case.length)
         size = bytes_text(4 * case.heads * rows * keys)

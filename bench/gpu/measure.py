@@ -6,9 +6,9 @@ from contextlib import contextmanager
 
 import torch
 
-# Beyond these a result of ours is wrong, not merely rounded to bf16 on its way. A NaN is beyond anything.
+# A larger relative error of StreamKL is a bug and not rounding to bf16. NaN exceeds every limit.
 WRONG = {"kl": 1e-4, "dq": 2e-2, "dk": 2e-2, "dw": 2e-2}
-# A peer that sums in bf16 loses more; beyond this it computes something else, and is not compared.
+# Peers that sum in bf16 lose more. A peer with a larger error computes something else and is not compared.
 PEER_WRONG = 5e-2
 
 # ---- Errors --------------------------------------------------------------------------------------------------------------
@@ -22,7 +22,7 @@ def random_tensors(case, device="cuda"):
 
 
 def exact(q_t, k_t, q_s, k_s, causal, block=1024):
-    """KL, dq and dk in float64, block by block of queries: [heads, length, dim] that share keys [length, dim]."""
+    """KL, dq and dk in float64 of queries [heads, length, dim] that share keys [length, dim], per block of queries."""
     q_t, k_t, q_s, k_s = (tensor.double() for tensor in (q_t, k_t, q_s, k_s))
     length, dim = k_s.shape
     scale, positions = dim**-0.5, torch.arange(length, device=q_s.device)
@@ -43,7 +43,7 @@ def exact(q_t, k_t, q_s, k_s, causal, block=1024):
 
 
 class Oracle:
-    """The exact results of the first key head of the first sequence, and of the last of the last."""
+    """Exact results of the first key head of the first sequence and of the last key head of the last sequence."""
 
     def __init__(self, tensors, case):
         self.group = case.heads // case.keys
@@ -60,7 +60,7 @@ class Oracle:
         return exact(*parts, causal)
 
     def errors(self, results):
-        """{result: its largest relative error}, as norms."""
+        """{result: largest relative error in norm}"""
         found = {}
         for name, result in results.items():
             pairs = [(self.part(place, result, name == "dk"), true[name]) for place, true in self.exact.items()]
@@ -73,7 +73,7 @@ class Oracle:
 
 
 def examine(method, oracle):
-    """One step to warm up, compile and tune; another, of which memory and errors are noted."""
+    """Runs one step to warm up, compile and tune, and a second one to record memory and errors."""
     method.step()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -87,12 +87,12 @@ def examine(method, oracle):
 # ---- Time ----------------------------------------------------------------------------------------------------------------
 
 
-# What a method runs before it is timed. The power limit sets the clock, and for so long it depends on who ran before.
-SETTLING_MS = 300
+# Untimed calls before each sample. The power limit sets the clock, which for this long depends on the previous method.
+WARM_UP_MS = 300
 
 
 def milliseconds(prepare, calls, untimed):
-    """Of one call, when `calls` of them follow each other, and `untimed` others."""
+    """Time per call of `calls` calls in a row, after `untimed` others."""
     run = prepare()
     for _ in range(untimed):
         run()
@@ -105,18 +105,18 @@ def milliseconds(prepare, calls, untimed):
     return begin.elapsed_time(end) / calls
 
 
-def take_turns(methods, rounds, turn_ms):
-    """Fills in the times of all methods. One that fails is refused, and the others go on."""
+def time_methods(methods, rounds, sample_ms):
+    """Fills in the times of all methods: in each round, one sample per method. A method that fails is refused."""
     calls = {}
-    for turn in range(-1, rounds):  # the first, untimed, says how many calls make a turn
+    for round_index in range(-1, rounds):  # the first round, untimed, determines the calls per sample
         for index, method in enumerate(methods):
             for operation, prepare in method.passes.items():
                 if method.refusal:
                     continue
                 with refusing(method):
-                    if turn < 0:
+                    if round_index < 0:
                         time = milliseconds(prepare, 1, 1)
-                        calls[index, operation] = max(1, min(100, round(turn_ms / time))), math.ceil(SETTLING_MS / time)
+                        calls[index, operation] = max(1, min(100, round(sample_ms / time))), math.ceil(WARM_UP_MS / time)
                     else:
                         time = milliseconds(prepare, *calls[index, operation])
                         method.times.setdefault(operation, []).append(time)
@@ -124,10 +124,10 @@ def take_turns(methods, rounds, turn_ms):
 
 @contextmanager
 def refusing(method):
-    """An error becomes the method's refusal, and what it held is given back."""
+    """An error becomes the method's refusal, and its memory is freed."""
     try:
         yield
-    except Exception as error:  # whatever a compiler or a driver may think of; out of memory is one
+    except Exception as error:  # from a compiler, from a driver, out of memory, ...
         first_line = (str(error).strip() or "no reason given").split("\n")[0]
         method.refusal = first_line if type(error) is RuntimeError else f"{type(error).__name__}: {first_line}"
         method.passes, method.times, method.step = {}, {}, dict

@@ -1,4 +1,4 @@
-"""What is measured: our library, and what a PyTorch user has without it."""
+"""The methods that are compared: StreamKL, and the alternatives that PyTorch offers."""
 
 from dataclasses import dataclass, field
 from typing import Callable
@@ -14,24 +14,25 @@ from .library import Plan
 class Method:
     name: str
     case: Case
-    # Of each pass a function that prepares it and returns the call to be timed
+    # {pass: function that prepares it and returns the call to be timed}
     passes: dict = field(default_factory=dict)
-    # N x N x d matmuls that a pass is credited with
+    # {pass: number of N x N x d matmuls that count as useful work}
     matmuls: dict = field(default_factory=dict)
-    # All that a training step computes and allocates; returns kl, dq and dk, where it computes them
+    # A whole training step with its allocations; returns those of kl, dq and dk that it computes
     step: Callable = dict
     kernel: str = ""
+    explanation: str = ""  # launches, and the reason of each choice
     refusal: str = ""  # why it was not measured
-    extra_memory: int = 0  # most bytes that a step holds beside its inputs
+    extra_memory: int = 0  # peak bytes of a step in addition to its inputs
     errors: dict = field(default_factory=dict)  # {result: relative error}
-    times: dict = field(default_factory=dict)  # {pass: milliseconds of every turn}
+    times: dict = field(default_factory=dict)  # {pass: milliseconds of every sample}
 
 
 # ---- Ours ----------------------------------------------------------------------------------------------------------------
 
 
 def ours(tensors, case, wanted, name, deterministic=False):
-    """Two methods, each with results of its own to be checked: forward and backward, and the one pass."""
+    """Two methods, whose results are checked separately: forward with backward, and one-pass."""
     plan = Plan(tensors, case, deterministic)
     plan.run(FORWARD)  # the LSEs that the other passes read
 
@@ -48,7 +49,8 @@ def ours(tensors, case, wanted, name, deterministic=False):
     def method(timed, operations):
         passes = {operation: lambda operation=operation: lambda: plan.run(operation) for operation in timed}
         matmuls = {FORWARD: 2, BACKWARD: 4, ONE_PASS: 4}
-        return Method(name, case, passes, matmuls, step_of(operations), plan.kernel)
+        explanation = "\n".join(plan.explain(operation) for operation in timed)
+        return Method(name, case, passes, matmuls, step_of(operations), plan.kernel, explanation)
 
     methods = []
     if two := [operation for operation in (FORWARD, BACKWARD) if operation in wanted]:
@@ -62,7 +64,7 @@ def ours(tensors, case, wanted, name, deterministic=False):
 
 
 def with_autograd(name, case, wanted, forward, leaves, matmuls, computes_kl=True):
-    """Forward without a graph; backward through one that is made for each turn and kept during it."""
+    """Forward without a graph. The backward goes through a graph that is built once per sample."""
 
     def forward_alone():
         with torch.no_grad():
@@ -121,7 +123,7 @@ def attention_kl(name, function_of):
 
 
 def compiled(function):
-    """Under torch.compile. Its backward may not reuse saved buffers: a turn goes through one graph several times."""
+    """torch.compile, without reuse of saved buffers in the backward: a sample runs several backwards of one graph."""
     import torch._functorch.config as config
 
     if hasattr(config, "donated_buffer"):
@@ -130,7 +132,7 @@ def compiled(function):
 
 
 def materialised(case, device):
-    """Attention KL as it is written without us: two N x N logits, two log_softmax, one sum."""
+    """Plain attention KL: two N x N logits, two log_softmax, one sum."""
 
     def kl(q_t, k_t, q_s, k_s):
         scale = q_s.shape[-1] ** -0.5
@@ -146,14 +148,14 @@ def materialised(case, device):
 
 
 def flex_composition(case, device):
-    """Attention KL out of three FlexAttention calls, in O(N) memory. With p = softmax(x), since logits are linear in k:
+    """Attention KL from three FlexAttention calls, in O(N) memory. With p = softmax(x), since logits are linear in k:
 
         sum_j p_j x_j = scale <q_t, attention(q_t, k_t, v = k_t)>
         sum_j p_j y_j = scale <q_s, attention(q_t, k_t, v = k_s)>
         KL = sum_j p_j (x_j - y_j) - lse_x + lse_y
 
-    Autograd has q_s from the second line and both from lse_y; k_s is a value in the second call. The third call is made for
-    its LSE alone. The difference of sums that were rounded to bf16 costs digits: see the relative error.
+    Gradients flow to q_s through the second line and lse_y, and to k_s through the value of the second call and lse_y. Of the
+    third call only the LSE is used. The sums are rounded to bf16 before they are subtracted: see the relative error.
     """
     from torch.nn.attention import flex_attention as flex
 
@@ -163,7 +165,7 @@ def flex_composition(case, device):
 
     @compiled
     def attend(q, k, v):
-        """The attention and its LSE: by return_aux from PyTorch 2.9 on, which deprecates return_lse."""
+        """Attention and LSE. PyTorch 2.9 deprecates return_lse and offers return_aux."""
         if has_aux:
             output, aux = flex.flex_attention(q, k, v, block_mask=mask, return_aux=flex.AuxRequest(lse=True))
             return output, aux.lse
@@ -204,7 +206,7 @@ def plain_triton(tensors, case, wanted):
     return Method("triton", case, passes, {FORWARD: 2, BACKWARD: 4}, step)
 
 
-PEERS = {  # in the order of the table; each takes tensors, case and the passes that are wanted
+PEERS = {  # in the order of the table; arguments: tensors, case, requested passes
     "cudnn": attention("cudnn", "CUDNN_ATTENTION"),
     "fa2": attention("fa2", "FLASH_ATTENTION"),
     "triton": plain_triton,

@@ -1,4 +1,4 @@
-"""What is shown of a run: the table, and rows of the CSV."""
+"""The table and the CSV rows of bench/peers.py. Needs neither torch nor a GPU."""
 
 import csv
 import statistics
@@ -23,9 +23,9 @@ def bytes_text(size):
 
 
 def median_of(methods, name, operation):
-    """Milliseconds, or None where it was not measured."""
-    turns = [method.times[operation] for method in methods if method.name == name and operation in method.times]
-    return statistics.median(turns[0]) if turns else None
+    """Milliseconds, or None if it was not measured."""
+    samples = [method.times[operation] for method in methods if method.name == name and operation in method.times]
+    return statistics.median(samples[0]) if samples else None
 
 
 def ratio(one, other):
@@ -38,21 +38,21 @@ def rate(method, operation, median):
 
 
 def lines_of(methods):
-    """A dict of figures for every method and pass; and for forward + backward, which the one pass stands against."""
+    """One dict per method and pass, and one for forward + backward, which compares with one-pass."""
     one_pass = median_of(methods, "streamkl", ONE_PASS)
     for method in methods:
-        beside = [other for other in methods if other.name == "streamkl" != method.name]
+        streamkl = [other for other in methods if other.name == "streamkl" != method.name]
         common = {"method": method, "extra": method.extra_memory}
-        for operation, turns in method.times.items():
-            median = statistics.median(turns)
+        for operation, samples in method.times.items():
+            median = statistics.median(samples)
             yield common | {
-                "pass": operation, "ms": median, "fastest": min(turns), "rate": rate(method, operation, median),
-                "ours": ratio(median_of(beside, "streamkl", operation), median),
+                "pass": operation, "ms": median, "fastest": min(samples), "rate": rate(method, operation, median),
+                "ours": ratio(median_of(streamkl, "streamkl", operation), median),
                 "one_pass": ratio(one_pass, median) if operation == BACKWARD else None,
             }  # fmt: skip
         if {FORWARD, BACKWARD} <= set(method.times):
             median = sum(median_of([method], method.name, operation) for operation in (FORWARD, BACKWARD))
-            mine = sum(median_of(beside, "streamkl", operation) or 0 for operation in (FORWARD, BACKWARD))
+            mine = sum(median_of(streamkl, "streamkl", operation) or 0 for operation in (FORWARD, BACKWARD))
             yield common | {"pass": STEP, "ms": median, "ours": ratio(mine, median), "one_pass": ratio(one_pass, median)}
 
 
@@ -60,7 +60,7 @@ def lines_of(methods):
 
 
 def column(value, form):
-    """The value in its width, or as many spaces."""
+    """The value, or spaces of the same width."""
     text = f"{value:{form}}" if value is not None else ""
     return f"{text:>{form.split('.')[0]}}"
 
@@ -88,8 +88,15 @@ def print_errors(methods):
             print(f"  relative error of {method.name + which + ':':20} {shown}")
 
 
-def beside_dense(methods, dense):
-    """[(pass, our rate, our dense rate)]"""
+def print_explanations(methods):
+    """The launches of each method, as the library explains them."""
+    for method in methods:
+        for line in method.explanation.splitlines():
+            print(f"  {line}")
+
+
+def compared_with_dense(methods, dense):
+    """[(pass, rate, rate of the dense problem)]"""
     for mine, other in zip(methods, dense):
         for operation in mine.times:
             if operation in other.times:
@@ -112,7 +119,7 @@ def rounded(value, form):
 
 
 def csv_rows(methods, notes=None):
-    """One for every method and pass, one for every method that was not measured; notes: {pass: text}."""
+    """One row per method and pass, and one per method that was not measured; notes: {pass: text}."""
     for line in lines_of(methods):
         method = line["method"]
         yield shape_of(method.case) | {
@@ -128,7 +135,7 @@ def csv_rows(methods, notes=None):
 
 
 def check_csv(path, columns=COLUMNS):
-    """Raises ValueError if the file has other columns, or no folder to lie in."""
+    """Raises ValueError if the file has other columns, or if its folder does not exist."""
     if not path.parent.is_dir():
         raise ValueError(f"there is no folder {path.parent}")
     if path.exists() and path.stat().st_size:
@@ -139,7 +146,7 @@ def check_csv(path, columns=COLUMNS):
 
 
 def append_csv(path, rows, run, columns=COLUMNS):
-    """run: the columns that all rows share."""
+    """`run` has the columns that are the same in all rows."""
     is_new = not path.exists() or not path.stat().st_size
     with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")

@@ -1,20 +1,19 @@
-"""A run: for every case the methods are made, examined, timed in turns and reported."""
+"""A run of bench/peers.py: makes, checks, times and reports the methods of every case."""
 
 import torch
 
 from .cases import BACKWARD, FORWARD, OPERATIONS, Case
-from .library import open_library
-from .measure import PEER_WRONG, WRONG, Oracle, examine, random_tensors, refusing, release_memory, take_turns
+from .library import lib
+from .measure import PEER_WRONG, WRONG, Oracle, examine, random_tensors, refusing, release_memory, time_methods
 from .methods import PEERS, Method, ours
-from .report import append_csv, beside_dense, csv_rows, print_errors, print_table
+from .report import append_csv, compared_with_dense, csv_rows, print_errors, print_explanations, print_table
 
-
-DETERMINISTIC = "deterministic"  # ours, with gradients that have the same bits on every run
-OURS = ("streamkl", "dense", DETERMINISTIC)  # dense: without groups and packing, as a yardstick for them
+DETERMINISTIC = "deterministic"  # StreamKL with gradients that have the same bits on every run
+OURS = ("streamkl", "dense", DETERMINISTIC)  # dense: without shared key heads and packing, for comparison
 
 
 class NotPossible(Exception):
-    """Nothing can be measured here; the message says why."""
+    """The machine cannot run the benchmark; the message says why."""
 
 
 def cases_of(arguments):
@@ -27,7 +26,7 @@ def cases_of(arguments):
 
 
 def make_peer(name, tensors, case, wanted, oracle):
-    """A peer that cannot run, or computes something else, says why."""
+    """The peer, or a method with the reason why it cannot run or is not comparable."""
     refused = Method(name, case)
     with refusing(refused):
         method = PEERS[name](tensors, case, wanted)
@@ -40,15 +39,13 @@ def make_peer(name, tensors, case, wanted, oracle):
 
 
 class LibraryBench:
-    """The library, the arguments, and whether all that we computed was right."""
+    """The arguments, the library, and whether all results of StreamKL were right."""
 
     def __init__(self, arguments):
         if not torch.cuda.is_available():
-            raise NotPossible("PyTorch sees no GPU")
-        if not arguments.library.exists():
-            raise NotPossible(f"--library={arguments.library}: not there; build it, or name another")
+            raise NotPossible("PyTorch finds no GPU")
         self.arguments, self.is_right = arguments, True
-        self.version = open_library(arguments.library, arguments.kernel)
+        self.version = lib.library().skl_version().decode()
         self.about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": arguments.commit}
 
     def introduction(self):
@@ -63,31 +60,31 @@ class Bench(LibraryBench):
 
     def run(self):
         print(self.introduction())
-        measure = self.beside_dense if self.arguments.packed or self.arguments.key_heads else self.beside_peers
+        measure = self.compare_dense if self.arguments.packed or self.arguments.key_heads else self.compare_peers
         for case in cases_of(self.arguments):
             measure(case)
             release_memory()
 
-    def beside_peers(self, case):
-        torch.compiler.reset()  # it compiles a function for a few shapes, and runs it uncompiled for any further one
+    def compare_peers(self, case):
+        torch.compiler.reset()  # after a few shapes, torch.compile stops compiling
         methods, tensors, oracle = self.make_ours(case)
         if {FORWARD, BACKWARD} & set(self.wanted):
             methods += [make_peer(name, tensors, case, self.wanted, oracle) for name in self.arguments.peers]
         self.time(methods)
         self.report(methods)
 
-    def beside_dense(self, case):
-        """Groups or packing, in turns with the same work without them."""
+    def compare_dense(self, case):
+        """Shared key heads or packing, compared with the same work without them."""
         methods, dense = self.make_ours(case)[0], self.make_ours(case.dense(), "dense")[0]
         self.time(methods + dense)
-        rates = list(beside_dense(methods, dense))
+        rates = list(compared_with_dense(methods, dense))
         self.report(methods, {operation: f"{mine / other:.3f} of the dense rate" for operation, mine, other in rates})
         self.report(dense)
         for operation, mine, other in rates:
             print(f"  {operation:9} {mine:6.1f} TFLOP/s, dense {other:6.1f}: {mine / other:.3f} of the dense rate")
 
     def make_ours(self, case, name="streamkl"):
-        """Our methods, examined, and what peers are made with."""
+        """The methods of StreamKL, checked; and the tensors and the oracle for peers."""
         tensors = random_tensors(case)
         oracle = Oracle(tensors, case)
         methods = ours(tensors, case, self.wanted, name)
@@ -101,11 +98,12 @@ class Bench(LibraryBench):
 
     def time(self, methods):
         release_memory()
-        take_turns(methods, self.arguments.rounds, self.arguments.turn_ms)
+        time_methods(methods, self.arguments.rounds, self.arguments.sample_ms)
         self.is_right &= not any(method.refusal for method in methods if method.name in OURS)
 
     def report(self, methods, notes=None):
         print(f"\n{methods[0].case}: {methods[0].kernel}")
+        print_explanations(methods)
         print_table(methods)
         print_errors(methods)
         if self.arguments.csv:

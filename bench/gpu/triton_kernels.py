@@ -1,6 +1,6 @@
-"""Attention KL as plain Triton kernels: what a good afternoon gives. One pass each for KL, dq and dk; no N x N matrix.
+"""Attention KL as plain Triton kernels, an afternoon's work. One kernel each for KL, dq and dk; no N x N matrix.
 
-A program owns a tile of queries (dk: of keys) and walks over the other side. Logits are in base 2 throughout:
+A program computes a tile of queries (dk: of keys) and loops over the other side. Logits are in base 2 throughout:
 x = scale / ln 2 <q_t, k_t>, P = 2^(x - lse_x), and the same with y and S for the student. Tensors are contiguous
 bf16 [heads, length, DIM]; the length is a multiple of every tile.
 """
@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 
 LOG2_E = 1.4426950408889634
-TILE = 128  # the largest below: lengths are multiples of it
+TILE = 128  # the largest tile below; divides all lengths
 
-# (queries, keys) of a tile, warps, stages; the fastest is found once for every DIM and CAUSAL
+# (queries, keys) of a tile, warps, stages; tuned once per DIM and CAUSAL
 CONFIGS = [
     triton.Config({"ROWS": rows, "KEYS": keys}, num_warps=warps, num_stages=stages)
     for rows, keys, warps, stages in (
@@ -38,7 +38,7 @@ def store_tile(tensor, head, rows, length, DIM: tl.constexpr, values):
 
 @triton.jit
 def query_tile(CAUSAL: tl.constexpr):
-    """The tile of this program: of a causal mask the longest first, so that no long one is left for the end."""
+    """The tile of this program. With a causal mask the longest tiles come first, which balances the load."""
     tile = tl.program_id(0)
     return tl.num_programs(0) - 1 - tile if CAUSAL else tile
 
@@ -124,7 +124,7 @@ def dk_kernel(q_t, k_t, q_s, k_s, lse_x, lse_y, grad_kl, dk, scale, scale2, leng
 
 
 class TritonKL:
-    """The kernels on one set of tensors, and where their results are."""
+    """The kernels on one set of tensors, and their results."""
 
     def __init__(self, tensors, causal):
         q_s, k_s = tensors[2:]

@@ -2,12 +2,15 @@
 
     loss = streamkl.attention_kl(q_t, k_t, q_s, k_s, causal=True)
 
-`streamkl.indexer_kl` trains the indexer of a sparse attention. `streamkl.AttentionKLLoss` and `streamkl.IndexerKLLoss` are
-the same as modules, `streamkl.attention_map` shows where two models look and where their KL comes from,
-`streamkl.hf.AttentionDistiller` distils Hugging Face models without touching their code, and `streamkl.reference` has
-the plain implementations that store the matrices.
+attention_kl, AttentionKLLoss    KL between a teacher's and a student's attention: a function and a module
+indexer_kl, IndexerKLLoss        the same for a student that is the indexer of a sparse attention
+attention_map                    where two models attend, and where their KL comes from
+explain, explain_indexer         the launches of a call, and the reasons
+hf.AttentionDistiller            distills Hugging Face models without changes to their code
+reference                        plain implementations that store the matrices
 """
 
+from ._explain import explain, explain_indexer
 from ._library import library as _load_library
 from .attention import attention_kl
 from .indexer import IndexerRows, indexer_kl
@@ -15,14 +18,14 @@ from .loss import AttentionKLLoss, IndexerKLLoss
 from .maps import AttentionMap, attention_map
 
 __all__ = [
-    "AttentionKLLoss", "AttentionMap", "IndexerKLLoss", "IndexerRows", "attention_kl", "attention_map", "hf",
-    "indexer_kl", "reference",
+    "AttentionKLLoss", "AttentionMap", "IndexerKLLoss", "IndexerRows", "attention_kl", "attention_map", "explain",
+    "explain_indexer", "hf", "indexer_kl", "reference",
 ]  # fmt: skip
 __version__: str = _load_library().skl_version().decode()
 
 
 def __getattr__(name: str):
-    """hf and reference are imported when they are first used: transformers takes seconds."""
+    """Imports hf and reference on first use: transformers takes seconds."""
     if name in ("hf", "reference"):
         import importlib
 

@@ -1,20 +1,20 @@
-"""What a call may look like: every rule about the shapes, types and devices of tensors, once.
+"""Every rule about the shapes, types and devices of tensors.
 
-What depends on values alone (scales, windows, the contents of length arrays) the library itself checks.
+The library checks the rules about values: scales, windows, the contents of length arrays.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 
-from . import _library as lib
+from ._problem import CPU, CUDA, INDEXER, Options, Problem
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # skl_dtype
 
-# What is checked of a tensor that may be absent.
-Facts = Optional[tuple[torch.Size, torch.dtype, torch.device]]
+# (shape, dtype, device) of a tensor; None where the tensor is absent.
+Spec = Any
 
 
 def _require(condition: bool, message: str) -> None:
@@ -22,25 +22,11 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def check_options(direction, reduction, layout, window_size, softmax_scale_t, softmax_scale_s) -> None:
-    """Rules about options that the library does not see as they are given."""
-    if direction not in ("forward", "reverse"):
-        raise ValueError(f"direction={direction!r}: must be 'forward' or 'reverse'")
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction={reduction!r}: must be 'mean', 'sum' or 'none'")
-    if layout not in ("bnhd", "bhnd"):
-        raise ValueError(f"layout={layout!r}: must be 'bnhd' or 'bhnd'")
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise ValueError(f"window_size={window_size!r}: must be a pair (left, right), -1 for no limit")
-    if softmax_scale_t == 0 or softmax_scale_s == 0:
-        raise ValueError(f"softmax_scale_t={softmax_scale_t}, softmax_scale_s={softmax_scale_s}: must not be 0")
-
-
 def _shape_text(shape) -> str:
     return "[" + ", ".join(str(size) for size in shape) + "]"
 
 
-def _check_side(q_name: str, q: Facts, k_name: str, k: Facts, packed: bool, heads_first: bool) -> None:
+def _check_side(q_name: str, q: Spec, k_name: str, k: Spec, packed: bool, heads_first: bool) -> None:
     """Rules about the queries and keys of one model."""
     ndim = 3 if packed else 4
     shapes = {(False, False): "[batch, length, heads, dim]", (False, True): "[batch, heads, length, dim]",
@@ -57,20 +43,20 @@ def _check_side(q_name: str, q: Facts, k_name: str, k: Facts, packed: bool, head
 
 
 def sizes(shape, packed: bool, heads_first: bool):
-    """(batch, heads, length) of a tensor in the caller's layout; batch is 1 where it is packed."""
+    """(batch, heads, length) of a tensor in the layout of the call; the batch of packed tensors is 1."""
     batch, one, two = (1, *shape[:2]) if packed else shape[:3]
     return (batch, one, two) if heads_first else (batch, two, one)
 
 
-def _same(what: str, name_a: str, a: Facts, size_a: int, name_b: str, b: Facts, size_b: int) -> None:
+def _same(what: str, name_a: str, a: Spec, size_a: int, name_b: str, b: Spec, size_b: int) -> None:
     _require(
         size_a == size_b,
         f"{name_a} {_shape_text(a[0])} and {name_b} {_shape_text(b[0])}: {what} {size_a} and {size_b} must be equal",
     )
 
 
-def _check_lengths_given(cu_seqlens_q: Facts, cu_seqlens_k: Facts, key_lengths: Facts) -> bool:
-    """Whether sequences are packed."""
+def _check_lengths_given(cu_seqlens_q: Spec, cu_seqlens_k: Spec, key_lengths: Spec) -> bool:
+    """Returns whether sequences are packed."""
     packed = cu_seqlens_q is not None
     _require(
         packed == (cu_seqlens_k is not None),
@@ -88,12 +74,12 @@ class _Sizes(NamedTuple):
     len_k: int
     heads_t: int
     key_heads_t: int
-    query_heads_s: int  # of an indexer: heads_s * index_heads
+    query_heads_s: int  # indexer: heads_s * index_heads
     key_heads_s: int
 
 
-def _check_models(q_t: Facts, k_t: Facts, q_s: Facts, k_s: Facts, packed: bool, heads_first: bool) -> _Sizes:
-    """Rules about the queries and keys of both models, save those about heads."""
+def _check_models(q_t: Spec, k_t: Spec, q_s: Spec, k_s: Spec, packed: bool, heads_first: bool) -> _Sizes:
+    """Rules about the queries and keys of both models, except those about heads."""
     _check_side("q_t", q_t, "k_t", k_t, packed, heads_first)
     _check_side("q_s", q_s, "k_s", k_s, packed, heads_first)
     batch, heads_t, len_q = sizes(q_t[0], packed, heads_first)
@@ -110,8 +96,8 @@ def _check_models(q_t: Facts, k_t: Facts, q_s: Facts, k_s: Facts, packed: bool, 
     return _Sizes(batch, len_q, len_k, heads_t, key_heads_t, query_heads_s, key_heads_s)
 
 
-def _check_heads(size: _Sizes, heads_s: int, q_t: Facts, student_name: str, student: Facts) -> None:
-    """`student` is the tensor that says how many student heads there are."""
+def _check_heads(size: _Sizes, heads_s: int, q_t: Spec, student_name: str, student: Spec) -> None:
+    """`student` is the tensor that determines the number of student heads."""
     _require(
         size.heads_t % heads_s == 0,
         f"q_t {_shape_text(q_t[0])} and {student_name} {_shape_text(student[0])}: {size.heads_t} teacher heads must be a "
@@ -125,9 +111,9 @@ def _check_heads(size: _Sizes, heads_s: int, q_t: Facts, student_name: str, stud
 
 
 def _check_rows(
-    size: _Sizes, heads_s: int, packed: bool, lse_t: Facts, lse_s: Facts, row_weight: Facts, key_lengths: Facts
+    size: _Sizes, heads_s: int, packed: bool, lse_t: Spec, lse_s: Spec, row_weight: Spec, key_lengths: Spec
 ) -> None:
-    """Rules about what has a number for every row, or for every sequence."""
+    """Rules about row vectors and key_lengths."""
 
     def rows(heads):
         return (heads, size.len_q) if packed else (size.batch, heads, size.len_q)
@@ -144,8 +130,8 @@ def _check_rows(
             _require(given[1] == dtype, f"{name}: dtype {given[1]} must be {dtype}")
 
 
-def _check_sequences(size: _Sizes, packed: bool, cu_seqlens_q: Facts, cu_seqlens_k: Facts) -> int:
-    """How many there are."""
+def _check_sequences(size: _Sizes, packed: bool, cu_seqlens_q: Spec, cu_seqlens_k: Spec) -> int:
+    """Returns the number of sequences."""
     if not packed:
         return size.batch
     for name, given in ("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k):
@@ -158,7 +144,7 @@ def _check_sequences(size: _Sizes, packed: bool, cu_seqlens_q: Facts, cu_seqlens
     return sequences
 
 
-def _check_device(q_t: Facts, **others: Facts) -> torch.device:
+def _check_device(q_t: Spec, **others: Spec) -> torch.device:
     device = q_t[2]
     for name, given in others.items():
         _require(
@@ -169,54 +155,59 @@ def _check_device(q_t: Facts, **others: Facts) -> torch.device:
     return device
 
 
-def _plan_key(
-    size: _Sizes, heads_s: int, sequences: int, device, packed, q_t: Facts, q_s: Facts, max_seqlen_q, max_seqlen_k, causal,
-    window_left, window_right, scale_t, scale_s, softcap_t, softcap_s, reverse, deterministic, gradients, **indexer,
-) -> lib.PlanKey:  # fmt: skip
-    return lib.PlanKey(
-        lib.CUDA if device.type == "cuda" else lib.CPU, device.index or 0, deterministic, DTYPES[q_t[1]],
-        DTYPES[q_s[1]], gradients, int(reverse), sequences,
-        size.len_q if max_seqlen_q < 0 or not packed else max_seqlen_q,
-        size.len_k if max_seqlen_k < 0 or not packed else max_seqlen_k,
-        size.heads_t, heads_s, size.key_heads_t, size.key_heads_s, q_t[0][-1], q_s[0][-1], scale_t, scale_s, softcap_t,
-        softcap_s, causal, window_left, window_right, packed, size.len_q if packed else 0, size.len_k if packed else 0,
-        **indexer,
-    )  # fmt: skip
+def describe(
+    q_t: Spec, k_t: Spec, q_s: Spec, k_s: Spec, w_s: Spec, indices: Spec, lse_t: Spec, lse_s: Spec, row_weight: Spec,
+    cu_seqlens_q: Spec, cu_seqlens_k: Spec, key_lengths: Spec, *options,
+) -> Problem:  # fmt: skip
+    """The problem of a call with these tensors and options. With w_s the student is an indexer.
 
-
-def check_call(
-    q_t, k_t, q_s, k_s, lse_t, lse_s, row_weight, cu_seqlens_q, cu_seqlens_k, key_lengths,
-    max_seqlen_q, max_seqlen_k, causal, window_left, window_right, scale_t, scale_s, softcap_t, softcap_s,
-    reverse, deterministic, heads_first, gradients,
-):  # fmt: skip
-    """The library's description of a call whose tensors are given as (shape, dtype, device); ValueError if it has none."""
+    Raises:
+        ValueError: an argument does not fit.
+    """
+    asked = Options(*options)
     packed = _check_lengths_given(cu_seqlens_q, cu_seqlens_k, key_lengths)
-    size = _check_models(q_t, k_t, q_s, k_s, packed, heads_first)
-    heads_s = size.query_heads_s
-    _check_heads(size, heads_s, q_t, "q_s", q_s)
+    size = _check_models(q_t, k_t, q_s, k_s, packed, asked.heads_first)
+    of_indexer: dict[str, Any] = {}
+    if w_s is None:
+        heads_s = size.query_heads_s
+        _check_heads(size, heads_s, q_t, "q_s", q_s)
+    else:
+        heads_s, of_indexer = _check_indexer(q_t, q_s, w_s, indices, size, packed, asked.heads_first)
     _check_rows(size, heads_s, packed, lse_t, lse_s, row_weight, key_lengths)
     sequences = _check_sequences(size, packed, cu_seqlens_q, cu_seqlens_k)
     device = _check_device(
-        q_t, k_t=k_t, q_s=q_s, k_s=k_s, lse_t=lse_t, lse_s=lse_s, row_weight=row_weight, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k, key_lengths=key_lengths,
+        q_t, k_t=k_t, q_s=q_s, k_s=k_s, w_s=w_s, indices=indices, lse_t=lse_t, lse_s=lse_s, row_weight=row_weight,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, key_lengths=key_lengths,
     )  # fmt: skip
-    return _plan_key(
-        size, heads_s, sequences, device, packed, q_t, q_s, max_seqlen_q, max_seqlen_k, causal, window_left, window_right,
-        scale_t, scale_s, softcap_t, softcap_s, reverse, deterministic, gradients,
-    )  # fmt: skip
+    return Problem(
+        **asked._asdict(),
+        **of_indexer,
+        device=CUDA if device.type == "cuda" else CPU,
+        device_index=device.index or 0,
+        dtype_t=DTYPES[q_t[1]],
+        dtype_s=DTYPES[q_s[1]],
+        batch=sequences,
+        len_q=asked.max_seqlen_q if packed and asked.max_seqlen_q >= 0 else size.len_q,
+        len_k=asked.max_seqlen_k if packed and asked.max_seqlen_k >= 0 else size.len_k,
+        heads_t=size.heads_t,
+        heads_s=heads_s,
+        key_heads_t=size.key_heads_t,
+        key_heads_s=size.key_heads_s,
+        dim_t=q_t[0][-1],
+        dim_s=q_s[0][-1],
+        packed=packed,
+        total_q=size.len_q if packed else 0,
+        total_k=size.len_k if packed else 0,
+    )
 
 
-def check_indexer_call(
-    q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, row_weight, cu_seqlens_q, cu_seqlens_k, key_lengths,
-    max_seqlen_q, max_seqlen_k, causal, window_left, window_right, scale_t, scale_s, softcap_t, linear,
-    reverse, deterministic, heads_first, gradients,
-):  # fmt: skip
-    """The same for an indexer, whose weights say how many student and index heads there are."""
-    packed = _check_lengths_given(cu_seqlens_q, cu_seqlens_k, key_lengths)
-    size = _check_models(q_t, k_t, q_s, k_s, packed, heads_first)
-    of_a_row = {"w_s": w_s} if indices is None else {"w_s": w_s, "indices": indices}
-    for name, given in of_a_row.items():
-        _check_row_vectors(name, given, size, packed, heads_first)
+def _check_indexer(
+    q_t: Spec, q_s: Spec, w_s: Spec, indices: Spec, size: _Sizes, packed: bool, heads_first: bool
+) -> tuple[int, dict[str, Any]]:
+    """Rules of an indexer. Returns the number of student heads, which the weights determine, and fields of Problem."""
+    for name, given in ("w_s", w_s), ("indices", indices):
+        if given is not None:
+            _check_row_vectors(name, given, size, packed, heads_first)
     heads_s, index_heads = sizes(w_s[0], packed, heads_first)[1], w_s[0][-1]
     _require(w_s[1] in DTYPES, f"w_s: dtype {w_s[1]} must be torch.float32, torch.float16 or torch.bfloat16")
     _require(heads_s > 0, "w_s: must have at least one student head")
@@ -229,22 +220,13 @@ def check_indexer_call(
     if indices is not None:
         _same("student heads", "w_s", w_s, heads_s, "indices", indices, sizes(indices[0], packed, heads_first)[1])
         _require(indices[1] == torch.int32, f"indices: dtype {indices[1]} must be torch.int32 or torch.int64")
-        _require(indices[0][-1] > 0, f"indices: shape {_shape_text(indices[0])} must list at least one key a row")
-    _check_rows(size, heads_s, packed, lse_t, lse_s, row_weight, key_lengths)
-    sequences = _check_sequences(size, packed, cu_seqlens_q, cu_seqlens_k)
-    device = _check_device(
-        q_t, k_t=k_t, q_s=q_s, k_s=k_s, w_s=w_s, indices=indices, lse_t=lse_t, lse_s=lse_s, row_weight=row_weight,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, key_lengths=key_lengths,
-    )  # fmt: skip
-    return _plan_key(
-        size, heads_s, sequences, device, packed, q_t, q_s, max_seqlen_q, max_seqlen_k, causal, window_left, window_right,
-        scale_t, scale_s, softcap_t, 0.0, reverse, deterministic, gradients, student=lib.INDEXER, index_heads=index_heads,
-        dtype_w=DTYPES[w_s[1]], index_linear=linear, top_k=0 if indices is None else indices[0][-1],
-    )  # fmt: skip
+        _require(indices[0][-1] > 0, f"indices: shape {_shape_text(indices[0])} must list at least one key per row")
+    top_k = 0 if indices is None else indices[0][-1]
+    return heads_s, dict(student=INDEXER, index_heads=index_heads, dtype_w=DTYPES[w_s[1]], top_k=top_k)
 
 
-def _check_row_vectors(name: str, given: Facts, size: _Sizes, packed: bool, heads_first: bool) -> None:
-    """Rules about the weights and lists of an indexer, which may come without a heads dimension."""
+def _check_row_vectors(name: str, given: Spec, size: _Sizes, packed: bool, heads_first: bool) -> None:
+    """Rules about the weights and indices of an indexer. indexer_kl has added a missing heads dimension before."""
     last = {"w_s": "index heads", "indices": "top_k"}[name]
     rows = "total" if packed else "batch, length"
     with_heads = {(False, False): f"batch, length, heads_s, {last}", (False, True): f"batch, heads_s, length, {last}",

@@ -1,8 +1,8 @@
-"""Captures the queries and keys of Hugging Face models, behind RoPE and before attention.
+"""Captures the queries and keys of Hugging Face models, after RoPE and before attention.
 
-A model is given an attention implementation of ours that wraps its own: `streamkl_sdpa` around `sdpa`. Its attention and
-mask functions note what they are called with while the model's forward runs, and at no other time: what activation
-checkpointing runs again in a backward is not noted twice.
+A model gets an attention implementation that wraps the model's own: `streamkl_sdpa` wraps `sdpa`. Its attention and mask
+functions record their arguments only while the forward of the model runs. So the recomputation of activation checkpointing,
+which runs in the backward, is not recorded a second time.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 PREFIX = "streamkl_"
 
-_running = threading.local()  # .capture: that of the model whose forward runs in this thread
+_running = threading.local()  # .capture: the Capture of the model whose forward runs in this thread
 
 
 @dataclass
 class Layer:
-    """What one attention layer was called with."""
+    """The recorded call of one attention layer."""
 
     q: torch.Tensor  # [batch, heads, len_q, dim]
     k: torch.Tensor  # [batch, key_heads, len_k, dim]
-    lse: torch.Tensor | None  # [batch, heads, len_q], where the attention could return it
+    lse: torch.Tensor | None  # [batch, heads, len_q], if the attention returns it
     scale: float | None
     softcap: float
     causal: bool
-    window: int  # keys that a query sees before its own (causal), or on each side of it; -1: all
+    window: int  # a query attends to this many keys before it and, if not causal, after it; -1: no limit
     padding: torch.Tensor | None  # [batch, len_k] bool: False is padding
 
 
 @dataclass
 class _Mask:
-    tensor: torch.Tensor | None  # what the attention layers will receive
+    tensor: torch.Tensor | None  # the mask that the attention layers receive
     padding: torch.Tensor | None
     local_size: int | None
-    plain: bool  # nothing but causality, a window and padding
+    supported: bool  # combines only causality, a window and padding
 
 
 @dataclass
 class Capture:
-    """What the last forward of a model did; attached to it by attach() until detach()."""
+    """The recorded layers of the last forward of a model, between attach() and detach()."""
 
-    model: torch.nn.Module
+    model: Any  # of transformers
     role: str
     layers: list[Layer] = field(default_factory=list)
     masks: list[_Mask] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Capture:
 
     def attach(self) -> None:
         if not hasattr(self.model, "set_attn_implementation"):
-            raise TypeError(f"{self.role}: {type(self.model).__name__} must be a model of transformers")
+            raise TypeError(f"{self.role}: {type(self.model).__name__} must be a transformers model")
         implementation = self.model.config._attn_implementation.removeprefix(PREFIX)
         _register(implementation)
         self._own_implementation = implementation
@@ -83,7 +83,7 @@ class Capture:
         self.layers, self.masks, self.arguments = [], [], None
 
     def _begin(self, module, args, kwargs) -> None:
-        self.clear()  # the latest forward is the one that counts
+        self.clear()  # only the latest forward counts
         self.arguments = (args, kwargs)
         _running.capture = self
 
@@ -91,16 +91,16 @@ class Capture:
         _running.capture = None
 
     def mask_of(self, attention_mask: torch.Tensor | None, sliding_window: int | None) -> _Mask:
-        """The mask of a layer that received `attention_mask`."""
+        """The recorded mask of a layer that received `attention_mask`."""
         same = [mask for mask in self.masks if mask.tensor is attention_mask and mask.local_size == sliding_window]
         same = same or [mask for mask in self.masks if mask.tensor is attention_mask]
-        if same and same[0].plain and same[0].local_size == sliding_window:
+        if same and same[0].supported and same[0].local_size == sliding_window:
             return same[0]
         if not self.masks and attention_mask is None:
             return _Mask(None, None, sliding_window, True)
         raise ValueError(
-            f"{self.role}: layer {len(self.layers)} has an attention mask of its own kind; AttentionDistiller knows causal and "
-            "bidirectional masks, sliding windows and padding (2D attention_mask), not packed, chunked or 4D masks"
+            f"{self.role}: layer {len(self.layers)} uses an attention mask we do not support (chunked, packed or 4-D); "
+            "AttentionDistiller supports causal and bidirectional masks, sliding windows and padding (2-D attention_mask)"
         )
 
 
@@ -115,25 +115,25 @@ def _register(implementation: str) -> None:
 
 
 def _mask(own, /, **kwargs):
-    """The mask of a model's own implementation, noted; arguments as transformers passes them, by name."""
+    """Records the mask of the model's own implementation. transformers passes all arguments by name."""
     made = own(**kwargs)
     if (capture := getattr(_running, "capture", None)) is not None:
         padding = kwargs.get("attention_mask")
         padding = None if padding is None or bool(padding.all()) else padding
-        # transformers takes this permission back where a mask holds more than causality, a window and padding.
-        plain = kwargs.get("allow_is_causal_skip", False) or kwargs.get("allow_is_bidirectional_skip", False)
-        capture.masks.append(_Mask(made, padding, kwargs.get("local_size"), plain))
+        # transformers withdraws this permission if a mask combines more than causality, a window and padding.
+        supported = kwargs.get("allow_is_causal_skip", False) or kwargs.get("allow_is_bidirectional_skip", False)
+        capture.masks.append(_Mask(made, padding, kwargs.get("local_size"), supported))
     return made
 
 
 def _attention(implementation, module, query, key, value, attention_mask, /, **kwargs):
-    """The attention of `implementation`, noted if a captured model runs."""
+    """Runs the attention of `implementation`, and records it while a captured model runs."""
     modeling = sys.modules[type(module).__module__]
     functions = getattr(modeling, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
     own = functions.get_interface(implementation, getattr(modeling, "eager_attention_forward", None))
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
-    # The same kernel whether noted or not: checkpointing expects that a second run saves what the first one did.
+    # The same kernel whether recorded or not: checkpointing expects the recomputation to save the same tensors.
     answer, lse = None, None
     if implementation == "sdpa":
         answer, lse = _sdpa_with_lse(query, key, value, attention_mask, causal, **kwargs)
@@ -148,7 +148,7 @@ def _attention(implementation, module, query, key, value, attention_mask, /, **k
 
 
 def _sdpa_with_lse(query, key, value, attention_mask, causal, *, dropout=0.0, scaling=None, **kwargs):
-    """((output, None), lse) from the kernel that scaled_dot_product_attention would take; (None, None) if it has no LSE."""
+    """((output, None), lse) from the kernel that scaled_dot_product_attention chooses; (None, None) if it returns no LSE."""
     choose = getattr(torch, "_fused_sdp_choice", None)
     causal = causal and query.shape[2] > 1 and attention_mask is None
     others = [kwargs.get(name) for name in ("softcap", "position_bias", "cache")]
@@ -183,5 +183,5 @@ def _sdpa_with_lse(query, key, value, attention_mask, causal, *, dropout=0.0, sc
         )
     else:
         return None, None
-    lse = lse.detach().flatten(2)[..., : query.shape[2]]  # some kernels round its length up, or add a dimension of 1
+    lse = lse.detach().flatten(2)[..., : query.shape[2]]  # some kernels round the length up, or add a dimension of 1
     return (output.transpose(1, 2).contiguous(), None), lse

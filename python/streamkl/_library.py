@@ -1,79 +1,29 @@
-"""libstreamkl through ctypes: include/streamkl.h, as far as this package and bench/ call it.
+"""libstreamkl through ctypes: the part of include/streamkl.h that this package and bench/ call.
 
-Plans are made once for each problem and kept. The structs of a run call are packed with `struct`, which takes a
-fraction of the time that filling ctypes structures field by field does.
+`struct` packs the structs of a run call: it takes a fraction of the time of filling ctypes structures field by field.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import struct
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-CPU, CUDA = 0, 1  # skl_device
-DQ_T, DK_T, DQ_S, DK_S, DW_S = 1, 2, 4, 8, 16  # gradients
+from ._problem import (
+    ATTENTION, INDEXER, KL_FORWARD, KL_REVERSE, Problem, SklOptions, SklProblem, skl_options, skl_problem,
+)  # fmt: skip
+
 FORWARD, BACKWARD, FORWARD_BACKWARD, PARTIAL = 0, 1, 2, 3  # skl_op
-ATTENTION, INDEXER = 0, 1  # skl_student
+
+# Row vectors: the members of skl_rows, bit by bit. The first four are the bits of skl_problem_needs.
+ROW_NAMES = ("kl", "lse_t", "lse_s", "dot_t", "cross_entropy", "entropy", "mass")
+KL, LSE_T, LSE_S, DOT_T, CROSS_ENTROPY, ENTROPY, MASS = (1 << bit for bit in range(len(ROW_NAMES)))
 
 _ARGUMENT, _MEMORY = 1, 3  # skl_status
-
-
-class Problem(ctypes.Structure):
-    """skl_problem."""
-
-    _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        ("dtype_t", ctypes.c_int),
-        ("dtype_s", ctypes.c_int),
-        ("grad_f32", ctypes.c_int32),
-        ("gradients", ctypes.c_uint32),
-        ("direction", ctypes.c_int),
-        ("batch", ctypes.c_int64),
-        ("len_q", ctypes.c_int64),
-        ("len_k", ctypes.c_int64),
-        ("heads_t", ctypes.c_int64),
-        ("heads_s", ctypes.c_int64),
-        ("key_heads_t", ctypes.c_int64),
-        ("key_heads_s", ctypes.c_int64),
-        ("dim_t", ctypes.c_int64),
-        ("dim_s", ctypes.c_int64),
-        ("scale_t", ctypes.c_float),
-        ("scale_s", ctypes.c_float),
-        ("softcap_t", ctypes.c_float),
-        ("softcap_s", ctypes.c_float),
-        ("causal", ctypes.c_int32),
-        ("window_left", ctypes.c_int64),
-        ("window_right", ctypes.c_int64),
-        ("positions", ctypes.c_int),
-        ("offset_q", ctypes.c_int64),
-        ("offset_k", ctypes.c_int64),
-        ("packed", ctypes.c_int32),
-        ("total_q", ctypes.c_int64),
-        ("total_k", ctypes.c_int64),
-        ("student", ctypes.c_int),
-        ("index_heads", ctypes.c_int64),
-        ("dtype_w", ctypes.c_int),
-        ("index_linear", ctypes.c_int32),
-        ("top_k", ctypes.c_int64),
-    ]
-
-
-class Options(ctypes.Structure):
-    """skl_options."""
-
-    _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        ("device", ctypes.c_int),
-        ("device_index", ctypes.c_int32),
-        ("threads", ctypes.c_int32),
-        ("deterministic", ctypes.c_int32),
-        ("kernel", ctypes.c_char_p),
-        ("progress", ctypes.c_void_p),
-        ("progress_user", ctypes.c_void_p),
-    ]
 
 
 class _KernelInfo(ctypes.Structure):
@@ -122,24 +72,26 @@ def pack_gradients(dq_t=ABSENT, dk_t=ABSENT, dq_s=ABSENT, dk_s=ABSENT, dw_s=ABSE
 
 
 def library_path() -> Path:
-    """The library that this process uses: $STREAMKL_LIBRARY, or the one inside the package."""
+    """The library that this process loads: $STREAMKL_LIBRARY, or the one inside the package."""
     if given := os.environ.get("STREAMKL_LIBRARY"):
         return Path(given)
     return Path(__file__).with_name("lib") / "libstreamkl.so"
 
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
-_BYTES = ctypes.c_char_p  # a packed struct; the library reads it and keeps nothing of it
+_BYTES = ctypes.c_char_p  # a packed struct; the library keeps no reference to it
 _SIGNATURES = {
     "skl_last_error": (ctypes.c_char_p, []),
     "skl_version": (ctypes.c_char_p, []),
     "skl_build_info": (ctypes.c_char_p, []),
     "skl_cpu_features": (ctypes.c_char_p, []),
     "skl_kernel_at": (ctypes.c_int, [ctypes.c_int32, ctypes.POINTER(_KernelInfo)]),
-    "skl_plan_create": (ctypes.c_int, [ctypes.POINTER(_POINTER), ctypes.POINTER(Problem), ctypes.POINTER(Options)]),
+    "skl_plan_create": (ctypes.c_int, [ctypes.POINTER(_POINTER), ctypes.POINTER(SklProblem), ctypes.POINTER(SklOptions)]),
     "skl_plan_destroy": (None, [_POINTER]),
     "skl_plan_workspace_size": (_SIZE, [_POINTER, ctypes.c_int]),
     "skl_plan_kernel": (ctypes.c_char_p, [_POINTER]),
+    "skl_plan_explain": (_SIZE, [_POINTER, _BYTES, ctypes.c_int, ctypes.c_char_p, _SIZE]),
+    "skl_problem_needs": (ctypes.c_uint32, [ctypes.POINTER(SklProblem), ctypes.c_int]),
     "skl_forward": (ctypes.c_int, [_POINTER, _BYTES, _BYTES, _POINTER, _SIZE, _POINTER]),
     "skl_backward": (ctypes.c_int, [_POINTER, _BYTES, _BYTES, _POINTER, _SIZE, _POINTER]),
     "skl_forward_backward": (ctypes.c_int, [_POINTER, _BYTES, _BYTES, _BYTES, _POINTER, _SIZE, _POINTER]),
@@ -152,7 +104,7 @@ _SIGNATURES = {
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
-    """libstreamkl with its signatures, loaded at the first call."""
+    """libstreamkl with its signatures; the first call loads it."""
     path = library_path()
     try:
         loaded = ctypes.CDLL(str(path))
@@ -172,7 +124,7 @@ def run_function(op: int):
 
 
 def check(status: int) -> None:
-    """Raises what a status other than SKL_OK stands for, with the library's own message."""
+    """Raises an exception with the message of the library if the status is not SKL_OK."""
     if status == 0:
         return
     message = "streamkl: " + library().skl_last_error().decode()
@@ -182,57 +134,26 @@ def check(status: int) -> None:
 # ---- Plans ---------------------------------------------------------------------------------------------------------
 
 
-class PlanKey(NamedTuple):
-    """What tells one plan from another: names and meanings are those of skl_options and skl_problem."""
-
-    device: int
-    device_index: int
-    deterministic: bool
-    dtype_t: int
-    dtype_s: int
-    gradients: int
-    direction: int
-    batch: int
-    len_q: int
-    len_k: int
-    heads_t: int
-    heads_s: int
-    key_heads_t: int
-    key_heads_s: int
-    dim_t: int
-    dim_s: int
-    scale_t: float
-    scale_s: float
-    softcap_t: float
-    softcap_s: float
-    causal: bool
-    window_left: int
-    window_right: int
-    packed: bool
-    total_q: int
-    total_k: int
-    student: int = ATTENTION
-    index_heads: int = 0
-    dtype_w: int = 0
-    index_linear: bool = False
-    top_k: int = 0
-
-
 class Plan:
-    """A skl_plan and what its calls need; destroyed together with this object."""
+    """A skl_plan, the problem that it solves and the sizes of its workspaces. Destroyed together with this object."""
 
-    def __init__(self, key: PlanKey) -> None:
+    def __init__(self, problem: Problem) -> None:
         calls = library()
-        fields = key._asdict()
-        chosen = {name: fields.pop(name) for name in ("device", "device_index", "deterministic")}
-        options = Options(struct_size=ctypes.sizeof(Options), **chosen)
-        problem = Problem(struct_size=ctypes.sizeof(Problem), **fields)
-        handle = ctypes.c_void_p()
-        check(calls.skl_plan_create(ctypes.byref(handle), ctypes.byref(problem), ctypes.byref(options)))
-        self.handle = handle
+        c_problem, c_options, handle = skl_problem(problem), skl_options(problem), ctypes.c_void_p()
+        check(calls.skl_plan_create(ctypes.byref(handle), ctypes.byref(c_problem), ctypes.byref(c_options)))
+        self.handle, self.problem = handle, problem
         self.workspace_sizes = tuple(calls.skl_plan_workspace_size(handle, op) for op in range(4))
         self.kernel = calls.skl_plan_kernel(handle).decode()
         self._destroy = calls.skl_plan_destroy
+
+    def explain(self, op: int, inputs: bytes | None = None) -> str:
+        """The launches of an operation, one per line, with the reason of each choice: skl_plan_explain."""
+        explain = library().skl_plan_explain
+        length = explain(self.handle, inputs, op, None, 0)
+        check(_ARGUMENT if length == 0 else 0)
+        text = ctypes.create_string_buffer(length + 1)
+        explain(self.handle, inputs, op, text, length + 1)
+        return text.value.decode().rstrip("\n")
 
     def __del__(self) -> None:
         if hasattr(self, "handle"):
@@ -247,9 +168,40 @@ class Kernel(NamedTuple):
 
 
 def kernels() -> list[Kernel]:
-    """Every kernel of the library, best first."""
+    """All kernels of the library, best first."""
     found: list[Kernel] = []
     info = _KernelInfo()
     while library().skl_kernel_at(len(found), ctypes.byref(info)):
         found.append(Kernel(info.name.decode(), info.device, bool(info.usable), info.detail.decode()))
     return found
+
+
+# ---- Row vectors that an operation needs ---------------------------------------------------------------------------
+
+
+def rows_needed(op: int, gradients: int, direction: int, student: int, has_teacher_groups: bool) -> int:
+    """Row vectors that BACKWARD or FORWARD_BACKWARD needs, as bits: see skl_problem_needs."""
+    return _NEEDS[_index_of_needs(op, gradients, direction, student, has_teacher_groups)]
+
+
+def _index_of_needs(op, gradients, direction, student, has_teacher_groups) -> int:
+    return (op == FORWARD_BACKWARD) << 8 | has_teacher_groups << 7 | student << 6 | direction << 5 | gradients
+
+
+def _table_of_needs() -> bytes:
+    """skl_problem_needs of the smallest problem of each kind; 0 for invalid ones, such as DW_S without an indexer."""
+    table = bytearray(1 << 9)
+    problem = skl_problem(Problem(batch=1, heads_s=1, dim_t=1, dim_s=1))
+    every = itertools.product(
+        (BACKWARD, FORWARD_BACKWARD), range(1 << 5), (KL_FORWARD, KL_REVERSE), (ATTENTION, INDEXER), (False, True)
+    )
+    for op, gradients, direction, student, has_teacher_groups in every:
+        problem.gradients, problem.direction, problem.heads_t = gradients, direction, 1 + has_teacher_groups
+        problem.student = problem.index_heads = student
+        index = _index_of_needs(op, gradients, direction, student, has_teacher_groups)
+        table[index] = library().skl_problem_needs(ctypes.byref(problem), op)
+    return bytes(table)
+
+
+# A table, because torch.compile can trace a lookup but not a call of the library.
+_NEEDS = _table_of_needs()

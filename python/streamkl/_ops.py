@@ -1,12 +1,12 @@
-"""The torch operators of attention_kl: streamkl::forward, streamkl::backward and streamkl::one_pass.
+"""The torch operators of attention_kl and indexer_kl.
 
-    forward    KL of every row, with the LSEs that a backward needs           differentiable in q and k
-    backward   gradients from those LSEs
-    one_pass   sum of weighted KLs and its gradients in a single sweep,       differentiable in q and k
-               when both LSEs are known; its backward only scales
+    streamkl::forward            row vectors: KL, LSEs, ...
+    streamkl::backward           gradients, from the row vectors of a forward
+    streamkl::forward_backward   one pass: row vectors and gradients, when both LSEs are known
 
-Tensors come in the caller's layout and gradients go back in it; rows (KL, LSE, weights) are f32 [batch, heads, length],
-packed [heads, total]. Only the outputs that are wanted are made and returned.
+w_s is given if the student is an indexer, indices if that is sparse. Tensors and gradients have the layout of the call;
+row vectors are f32 [batch, heads, length], packed [heads, total]. An operator returns the row vectors of the bit mask
+`rows` (bits of _library), in the order of their bits, and the gradients of `gradients`, in the order of their tensors.
 """
 
 from __future__ import annotations
@@ -16,194 +16,252 @@ from functools import lru_cache
 import torch
 
 from . import _library as lib
-from ._call import (
-    TAGS, Layout, OnceDifferentiable, check_while_tracing, facts_of, new_gradient, row_address, run, weighted,
-)  # fmt: skip
-from ._checks import check_call
+from ._call import address, call, describe_while_tracing, execute, row_address
+from ._checks import describe
+from ._problem import ATTENTION, INDEXER, OPTIONS_SCHEMA, Options, Problem
 
-_TENSORS = "Tensor q_t, Tensor k_t, Tensor q_s, Tensor k_s"
-_PROBLEM = (
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? key_lengths, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-    "bool causal, SymInt window_left, SymInt window_right, float scale_t, float scale_s, float softcap_t, float softcap_s, "
-    "bool reverse, bool deterministic, bool heads_first, int gradients"
+_TENSORS = "Tensor q_t, Tensor k_t, Tensor q_s, Tensor k_s, Tensor? w_s, Tensor? indices"
+_LENGTHS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? key_lengths"
+_OWN_ARGUMENTS = {
+    "forward": "Tensor? lse_t, int rows",
+    "backward": "Tensor lse_t, Tensor lse_s, Tensor? kl, Tensor? dot_t, Tensor grad_kl",
+    "forward_backward": "Tensor lse_t, Tensor lse_s, Tensor? row_weight, int rows",
+}
+_TAGS = (
+    torch.Tag.pt2_compliant_tag,
+    # A gradient has the strides of its tensor: a compiler must pass the strides that the fake kernel saw.
+    getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),
 )
-torch.library.define(
-    "streamkl::forward", f"({_TENSORS}, Tensor? lse_t, bool return_lse, {_PROBLEM}) -> Tensor[]", tags=TAGS
-)
-torch.library.define(
-    "streamkl::backward",
-    f"({_TENSORS}, Tensor lse_t, Tensor lse_s, Tensor? kl, Tensor? dot_t, Tensor grad_kl, {_PROBLEM}) -> Tensor[]",
-    tags=TAGS,
-)
-torch.library.define(
-    "streamkl::one_pass",
-    f"({_TENSORS}, Tensor lse_t, Tensor lse_s, Tensor? row_weight, {_PROBLEM}) -> Tensor[]",
-    tags=TAGS,
-)
+for _name, _own in _OWN_ARGUMENTS.items():
+    _schema = f"({_TENSORS}, {_own}, {_LENGTHS}, {OPTIONS_SCHEMA}) -> Tensor[]"
+    torch.library.define(f"streamkl::{_name}", _schema, tags=_TAGS)
 
-# ---- A call of the library -----------------------------------------------------------------------------------------
+# ---- Plans ---------------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=4096)  # packed batches have new lengths at every step; a plan is less than a kilobyte
-def _plan_for(*call) -> lib.Plan:
-    """Checks a combination of shapes, types and devices when it first comes, and plans it."""
-    return lib.Plan(check_call(*call))
+@lru_cache(maxsize=4096)  # packed batches have new lengths at every step; a plan takes less than a kilobyte
+def _plan_for(*specs_and_options) -> lib.Plan:
+    return lib.Plan(describe(*specs_and_options))
 
 
-def _facts(tensors, lse_t, lse_s, row_weight, cu_seqlens_q, cu_seqlens_k, key_lengths, *rest):
-    """The arguments of check_call."""
-    given = (*tensors, lse_t, lse_s, row_weight, cu_seqlens_q, cu_seqlens_k, key_lengths)
-    return (*map(facts_of, given), *rest)
+def _specs(tensors, lse_t, lse_s, row_weight, lengths, options):
+    """The arguments of describe()."""
+    given = (*tensors, lse_t, lse_s, row_weight, *lengths)
+    return *[None if each is None else (each.shape, each.dtype, each.device) for each in given], *options
 
 
 # ---- Outputs -------------------------------------------------------------------------------------------------------
 
-_GRADIENTS = (lib.DQ_T, lib.DK_T, lib.DQ_S, lib.DK_S)  # in the order of the tensors
+
+# Names of the row vectors of a bit mask: a table, because every call looks them up.
+_ROW_NAMES = tuple(
+    tuple(name for bit, name in enumerate(lib.ROW_NAMES) if rows >> bit & 1) for rows in range(1 << len(lib.ROW_NAMES))
+)
 
 
-def _rows_read_by_backward(q_t, q_s, problem) -> tuple[bool, bool]:
-    """(kl, dot_t): whether skl_backward reads them besides the LSEs; the rule is in include/streamkl.h."""
-    *_, reverse, _, _, gradients = problem
-    grouped = Layout(problem).is_grouped(q_t, q_s)
-    teacher, student = gradients & (lib.DQ_T | lib.DK_T), gradients & (lib.DQ_S | lib.DK_S)
-    first = student if reverse else teacher and not grouped
-    return bool(first), bool(teacher and grouped)
+def row_names(rows: int) -> tuple[str, ...]:
+    return _ROW_NAMES[rows]
 
 
-def _new_rows(q_t, q_s, return_lse, problem) -> list[torch.Tensor]:
-    """kl; with gradients or return_lse: lse_t, lse_s; where a backward will read it: dot_t."""
-    layout = Layout(problem)
-    rows = [layout.rows_like(q_s)]
-    if return_lse or problem[-1]:
-        rows += [layout.rows_like(q_t), torch.empty_like(rows[0])]
-        if _rows_read_by_backward(q_t, q_s, problem)[1]:
-            rows.append(layout.rows_like(q_t))
-    return rows
+def _new_rows(q_t: torch.Tensor, rows: int, problem: Problem) -> list[torch.Tensor]:
+    of_teacher = ("lse_t", "dot_t")
+    heads = [problem.heads_t if name in of_teacher else problem.heads_s for name in row_names(rows)]
+    return [q_t.new_empty(problem.row_shape(count), dtype=torch.float32) for count in heads]
 
 
-def _new_gradients(tensors, problem) -> list[torch.Tensor]:
-    """Those that are wanted."""
-    return [new_gradient(tensor) for tensor, bit in zip(tensors, _GRADIENTS) if problem[-1] & bit]
+def _rows_struct(made, rows: int) -> bytes:
+    if rows == lib.KL:
+        return lib.pack_rows(row_address(made[0]))
+    return lib.pack_rows(**dict(zip(row_names(rows), map(row_address, made))))
 
 
-def _for_each_tensor(made, gradients, absent):
-    """What was made, spread over the four tensors: `absent` where there is nothing."""
+def _new_gradients(tensors, gradients: int) -> list[torch.Tensor]:
+    return [_new_gradient(tensor) for bit, tensor in enumerate(tensors[:5]) if gradients >> bit & 1]
+
+
+def _new_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    """With the strides of its tensor, so that it flows back through views without a copy."""
+    gradient = torch.empty_like(tensor)
+    return gradient if gradient.stride(-1) == 1 else gradient.new_empty(gradient.shape)
+
+
+def _per_tensor(made, gradients: int, absent):
+    """The gradients of q_t, k_t, q_s, k_s and w_s; `absent` for those that are not in the bit mask `gradients`."""
     remaining = iter(made)
-    return [next(remaining) if gradients & bit else absent for bit in _GRADIENTS]
+    return [next(remaining) if gradients >> bit & 1 else absent for bit in range(5)]
 
 
-def _gradients_struct(made, problem) -> bytes:
-    layout = Layout(problem)
-    return lib.pack_gradients(*_for_each_tensor(map(layout.address, made), problem[-1], lib.ABSENT))
+def _gradients_struct(made, problem: Problem) -> bytes:
+    addresses = [address(gradient, problem) for gradient in made]
+    return lib.pack_gradients(*_per_tensor(addresses, problem.gradients, lib.ABSENT))
 
 
-# ---- The operators; `problem` is the tail of their schemas ---------------------------------------------------------
+# ---- The operators -------------------------------------------------------------------------------------------------
 
 
-def _forward(q_t, k_t, q_s, k_s, lse_t, return_lse, *problem):
-    tensors = (q_t, k_t, q_s, k_s)
-    plan = _plan_for(*_facts(tensors, lse_t, None, None, *problem))
-    rows = _new_rows(q_t, q_s, return_lse, problem)
-    run(plan, lib.FORWARD, tensors, lse_t, None, None, problem, (lib.pack_rows(*map(row_address, rows)),))
-    return rows
-
-
-def _forward_fake(q_t, k_t, q_s, k_s, lse_t, return_lse, *problem):
-    check_while_tracing(check_call, _facts((q_t, k_t, q_s, k_s), lse_t, None, None, *problem))
-    return _new_rows(q_t, q_s, return_lse, problem)
-
-
-def _backward(q_t, k_t, q_s, k_s, lse_t, lse_s, kl, dot_t, grad_kl, *problem):
-    tensors = (q_t, k_t, q_s, k_s)
-    plan = _plan_for(*_facts(tensors, lse_t, lse_s, grad_kl, *problem))
-    made = _new_gradients(tensors, problem)
-    structs = (_gradients_struct(made, problem),)
-    run(plan, lib.BACKWARD, tensors, lse_t, lse_s, grad_kl, problem, structs, kl, dot_t)
+def _forward(q_t, k_t, q_s, k_s, w_s, indices, lse_t, rows, cu_q, cu_k, key_lengths, *options, execute=execute):
+    tensors, lengths = (q_t, k_t, q_s, k_s, w_s, indices), (cu_q, cu_k, key_lengths)
+    plan = _plan_for(*_specs(tensors, lse_t, None, None, lengths, options))
+    made = _new_rows(q_t, rows, plan.problem)
+    call(plan, lib.FORWARD, tensors, lengths, (_rows_struct(made, rows),), lse_t, execute=execute)
     return made
 
 
-def _backward_fake(q_t, k_t, q_s, k_s, lse_t, lse_s, kl, dot_t, grad_kl, *problem):
-    return _new_gradients((q_t, k_t, q_s, k_s), problem)
+def _forward_fake(q_t, k_t, q_s, k_s, w_s, indices, lse_t, rows, cu_q, cu_k, key_lengths, *options):
+    tensors, lengths = (q_t, k_t, q_s, k_s, w_s, indices), (cu_q, cu_k, key_lengths)
+    problem = describe_while_tracing(*_specs(tensors, lse_t, None, None, lengths, options))
+    return _new_rows(q_t, rows, problem)
 
 
-def _one_pass(q_t, k_t, q_s, k_s, lse_t, lse_s, row_weight, *problem):
-    tensors, layout = (q_t, k_t, q_s, k_s), Layout(problem)
-    plan = _plan_for(*_facts(tensors, lse_t, lse_s, row_weight, *problem))
-    made = _new_gradients(tensors, problem)
-    kl = layout.rows_like(q_s)
-    dot_t = layout.rows_like(q_t) if _rows_read_by_backward(q_t, q_s, problem)[1] else None
-    rows = lib.pack_rows(row_address(kl), lib.ABSENT, lib.ABSENT, row_address(dot_t))
-    structs = (rows, _gradients_struct(made, problem))
-    run(plan, lib.FORWARD_BACKWARD, tensors, lse_t, lse_s, row_weight, problem, structs)
-    return [weighted(kl, row_weight).sum(), *made]
+def _backward(
+    q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, kl, dot_t, grad_kl, cu_q, cu_k, key_lengths, *options, execute=execute
+):
+    tensors, lengths = (q_t, k_t, q_s, k_s, w_s, indices), (cu_q, cu_k, key_lengths)
+    plan = _plan_for(*_specs(tensors, lse_t, lse_s, grad_kl, lengths, options))
+    made = _new_gradients(tensors, plan.problem.gradients)
+    outputs = (_gradients_struct(made, plan.problem),)
+    call(plan, lib.BACKWARD, tensors, lengths, outputs, lse_t, lse_s, kl, dot_t, grad_kl, execute=execute)
+    return made
 
 
-def _one_pass_fake(q_t, k_t, q_s, k_s, lse_t, lse_s, row_weight, *problem):
-    tensors = (q_t, k_t, q_s, k_s)
-    check_while_tracing(check_call, _facts(tensors, lse_t, lse_s, row_weight, *problem))
-    return [q_s.new_empty((), dtype=torch.float32), *_new_gradients(tensors, problem)]
+def _backward_fake(
+    q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, kl, dot_t, grad_kl, cu_q, cu_k, key_lengths, *options
+):
+    return _new_gradients((q_t, k_t, q_s, k_s, w_s), Options(*options).gradients)
 
 
-def partial_states(tensors, lse_t, key_begin, key_end, problem) -> torch.Tensor:
-    """skl_row_state of every row over some of the keys: f32 [batch, heads_s, len_q, 5]; not a torch operator."""
-    plan = _plan_for(*_facts(tensors, lse_t, None, None, *problem))
-    rows = Layout(problem).rows_like(tensors[2])
-    states = rows.new_empty((*rows.shape, 5))
-    outputs = (key_begin, key_end, states.data_ptr())
-    run(plan, lib.PARTIAL, tensors, lse_t, None, None, problem, outputs)
+def _forward_backward(
+    q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, row_weight, rows, cu_q, cu_k, key_lengths, *options, execute=execute
+):
+    tensors, lengths = (q_t, k_t, q_s, k_s, w_s, indices), (cu_q, cu_k, key_lengths)
+    plan = _plan_for(*_specs(tensors, lse_t, lse_s, row_weight, lengths, options))
+    made, gradients = _new_rows(q_t, rows, plan.problem), _new_gradients(tensors, plan.problem.gradients)
+    outputs = (_rows_struct(made, rows), _gradients_struct(gradients, plan.problem))
+    call(plan, lib.FORWARD_BACKWARD, tensors, lengths, outputs, lse_t, lse_s, grad_kl=row_weight, execute=execute)
+    return [*made, *gradients]
+
+
+def _forward_backward_fake(
+    q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, row_weight, rows, cu_q, cu_k, key_lengths, *options
+):
+    tensors, lengths = (q_t, k_t, q_s, k_s, w_s, indices), (cu_q, cu_k, key_lengths)
+    problem = describe_while_tracing(*_specs(tensors, lse_t, lse_s, row_weight, lengths, options))
+    return [*_new_rows(q_t, rows, problem), *_new_gradients(tensors, problem.gradients)]
+
+
+def partial_states(tensors, lse_t, key_begin, key_end, lengths, options) -> torch.Tensor:
+    """skl_row_state of every row over a range of keys: f32 [batch, heads_s, len_q, 5]. Not a torch operator."""
+    plan = _plan_for(*_specs(tensors, lse_t, None, None, lengths, options))
+    problem = plan.problem
+    states = tensors[0].new_empty((*problem.row_shape(problem.heads_s), 5), dtype=torch.float32)
+    call(plan, lib.PARTIAL, tensors, lengths, (key_begin, key_end, states.data_ptr()), lse_t)
     return states
 
 
-for _name, _kernel, _fake in (
-    ("streamkl::forward", _forward, _forward_fake),
-    ("streamkl::backward", _backward, _backward_fake),
-    ("streamkl::one_pass", _one_pass, _one_pass_fake),
-):
-    torch.library.impl(_name, ("cpu", "cuda"), _kernel)
-    torch.library.register_fake(_name, _fake)
+KERNELS = {}  # {torch operator: its implementation}
+for _kernel, _fake in (
+    (_forward, _forward_fake), (_backward, _backward_fake), (_forward_backward, _forward_backward_fake),
+):  # fmt: skip
+    _name = _kernel.__name__.removeprefix("_")
+    torch.library.impl(f"streamkl::{_name}", ("cpu", "cuda"), _kernel)
+    torch.library.register_fake(f"streamkl::{_name}", _fake)
+    KERNELS[getattr(torch.ops.streamkl, _name).default] = _kernel
 
-# ---- Autograd: around the operators, because torch.library.register_autograd takes 200 us a call -------------------
+# ---- Autograd: around the operators, because torch.library.register_autograd takes 200 us per call -----------------
+
+
+def _rows_needed(op: int, q_t, q_s, w_s, options) -> int:
+    """Row vectors that `op` needs for all gradients of the options."""
+    heads = -3 if options.heads_first else -2
+    student = ATTENTION if w_s is None else INDEXER
+    has_teacher_groups = True if q_t.shape[heads] != (q_s if w_s is None else w_s).shape[heads] else False
+    return lib.rows_needed(op, options.gradients, options.direction, student, has_teacher_groups)
+
+
+def weighted(kl: torch.Tensor, row_weight: torch.Tensor | None) -> torch.Tensor:
+    """A row of weight 0 counts as 0 even if its KL is NaN, as in padding."""
+    return kl if row_weight is None else torch.where(row_weight == 0, 0.0, kl * row_weight)
+
+
+def _function_name(w_s) -> str:
+    return "attention_kl" if w_s is None else "indexer_kl"
 
 
 class Forward(torch.autograd.Function):
-    """streamkl::forward, and streamkl::backward behind it: kl, lse_t, lse_s."""
+    """streamkl::forward, whose kl streamkl::backward differentiates. Returns the row vectors of `rows`, kl first."""
 
     @staticmethod
-    def forward(ctx, q_t, k_t, q_s, k_s, lse_t, return_lse, problem):
-        kl, out_t, out_s, *dot_t = torch.ops.streamkl.forward(q_t, k_t, q_s, k_s, lse_t, return_lse, *problem)
-        ctx.mark_non_differentiable(out_t, out_s)
-        ctx.problem = problem[3:]
-        kept_kl = kl if _rows_read_by_backward(q_t, q_s, problem)[0] else None
-        kept_dot = dot_t[0] if dot_t else None
-        ctx.save_for_backward(q_t, k_t, q_s, k_s, out_t, out_s, kept_kl, kept_dot, *problem[:3])
-        return kl, out_t, out_s
+    def forward(ctx, q_t, k_t, q_s, k_s, w_s, indices, lse_t, rows, lengths, options):
+        needed = _rows_needed(lib.BACKWARD, q_t, q_s, w_s, options)
+        made = torch.ops.streamkl.forward(
+            q_t, k_t, q_s, k_s, w_s, indices, lse_t, rows | needed, *lengths, *options
+        )
+        named = dict(zip(row_names(rows | needed), made))
+        saved = [named[name] if needed & bit else None for name, bit in _SAVED_ROWS]
+        ctx.save_for_backward(q_t, k_t, q_s, k_s, w_s, indices, *saved, *lengths)
+        ctx.options = options
+        returned = tuple([named[name] for name in row_names(rows)])
+        ctx.mark_non_differentiable(*returned[1:])
+        return returned
 
     @staticmethod
     def backward(ctx, grad_kl, *_):
-        *tensors, cu_seqlens_q, cu_seqlens_k, key_lengths = ctx.saved_tensors
-        problem = (cu_seqlens_q, cu_seqlens_k, key_lengths, *ctx.problem)
+        q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, kl, dot_t, *lengths = ctx.saved_tensors
+        tensors = (q_t, k_t, q_s, k_s, w_s)
         with torch.no_grad():
-            made = torch.ops.streamkl.backward(*tensors, grad_kl, *problem)
+            made = torch.ops.streamkl.backward(
+                *tensors, indices, lse_t, lse_s, kl, dot_t, grad_kl, *lengths, *ctx.options
+            )
         if torch.is_grad_enabled():  # create_graph=True
-            made = OnceDifferentiable.apply("attention_kl", len(made), *made, *tensors[:4])
-        return (*_for_each_tensor(made, problem[-1], None), None, None, None)
+            made = _OnceDifferentiable.apply(_function_name(w_s), len(made), *made, *tensors)
+        return (*_per_tensor(made, ctx.options.gradients, None), None, None, None, None, None)
+
+
+_SAVED_ROWS = (("lse_t", lib.LSE_T), ("lse_s", lib.LSE_S), ("kl", lib.KL), ("dot_t", lib.DOT_T))
 
 
 class OnePass(torch.autograd.Function):
-    """streamkl::one_pass, whose backward only scales: the loss."""
+    """streamkl::forward_backward. Returns the sum of the weighted KLs and the row vectors of `rows`.
+
+    The backward multiplies the gradients by the upstream gradient.
+    """
 
     @staticmethod
-    def forward(ctx, q_t, k_t, q_s, k_s, lse_t, lse_s, row_weight, problem):
-        loss, *made = torch.ops.streamkl.one_pass(q_t, k_t, q_s, k_s, lse_t, lse_s, row_weight, *problem)
-        ctx.gradients = problem[-1]
-        ctx.save_for_backward(*made)
-        return loss
+    def forward(ctx, q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, row_weight, rows, lengths, options):
+        needed = _rows_needed(lib.FORWARD_BACKWARD, q_t, q_s, w_s, options) & lib.DOT_T
+        names = row_names(rows | needed | lib.KL)
+        made = torch.ops.streamkl.forward_backward(
+            q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, row_weight, rows | needed | lib.KL, *lengths, *options
+        )
+        named = dict(zip(names, made))
+        ctx.save_for_backward(*made[len(names) :])
+        ctx.gradients, ctx.function = options.gradients, _function_name(w_s)
+        returned = [named[name] for name in row_names(rows)]
+        ctx.mark_non_differentiable(*returned)
+        return weighted(named["kl"], row_weight).sum(), *returned
 
     @staticmethod
-    def backward(ctx, grad_loss):
-        if torch.is_grad_enabled():  # create_graph=True; nothing is left of what a second derivative would depend on
+    def backward(ctx, grad_loss, *_):
+        if torch.is_grad_enabled():  # create_graph=True; a second derivative would depend on tensors that are not saved
+            case = {"attention_kl": "attention_kl with both LSEs", "indexer_kl": "the sum or mean of indexer_kl"}
             raise RuntimeError(
-                "streamkl: attention_kl with both LSEs cannot be differentiated twice, nor take create_graph=True"
+                f"streamkl: {case[ctx.function]} cannot be differentiated twice, nor take create_graph=True; "
+                f"streamkl.reference.{ctx.function} can"
             )
         made = [gradient * grad_loss for gradient in ctx.saved_tensors]
-        return (*_for_each_tensor(made, ctx.gradients, None), None, None, None, None)
+        return (*_per_tensor(made, ctx.gradients, None), *[None] * 7)
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    """Gradients, unchanged, as functions of the tensors that they depend on: a second derivative is refused."""
+
+    @staticmethod
+    def forward(ctx, function, count, *gradients_and_tensors):
+        ctx.function = function
+        return tuple(gradient.view_as(gradient) for gradient in gradients_and_tensors[:count])
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(
+            f"streamkl: {ctx.function} cannot be differentiated twice; streamkl.reference.{ctx.function} can"
+        )

@@ -1,4 +1,4 @@
-"""What a bug report needs: python -m streamkl.env_report"""
+"""Prints the details that a bug report needs: python -m streamkl.env_report"""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _version_of(package: str) -> str:
 
 
 def report() -> str:
-    """The versions, devices, kernels and settings that this process has, one a line."""
+    """Versions, devices, kernels and settings of this process, one per line."""
     calls = lib.library()
     lines = {
         "streamkl": streamkl.__version__,

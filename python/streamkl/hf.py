@@ -1,4 +1,4 @@
-"""Attention distillation of Hugging Face models, without touching their code.
+"""Attention distillation of Hugging Face models, without changes to their code.
 
 with streamkl.hf.AttentionDistiller(teacher, student) as distiller:
     for batch in loader:
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -18,23 +19,23 @@ from .attention import Direction, attention_kl
 
 
 class AttentionDistiller:
-    """The KL between the attention of a teacher and that of a student, over every pair of layers.
+    """The KL between the attention of a teacher and that of a student, averaged over pairs of layers.
 
     Between `attach()` and `detach()`, or inside a ``with`` block, both models run their own attention as before, and the
-    queries and keys of their last forward are kept, behind RoPE. `loss()` compares them and lets go of them.
+    queries and keys of their last forward are kept, after RoPE. `loss()` compares them and frees them.
 
-    Padding (2D ``attention_mask``, on either side), causal and bidirectional attention, sliding windows, softcap, GQA and
-    gradient checkpointing with ``use_reentrant=False`` (transformers' default) are taken into account. Where teacher and
-    student have windows of different width, the KL is over the keys that both see. Where the attention of both models
-    returns its LSEs, as torch's fused kernels do under ``attn_implementation="sdpa"``, loss and gradients are one pass.
+    Supported are padding on either side (2-D ``attention_mask``), causal and bidirectional attention, sliding windows,
+    softcap, GQA, and gradient checkpointing with ``use_reentrant=False`` (transformers' default). If the windows of teacher
+    and student differ, the KL covers the keys that are visible to both. If the attention of both models returns its LSEs, as
+    torch's fused kernels do under ``attn_implementation="sdpa"``, loss and gradients take one pass.
 
     Args:
-        teacher: a transformers model; put into eval mode. It needs no gradients and gets none.
+        teacher: a transformers model. It is put into eval mode and runs without gradients.
         student: a transformers model that reads the same tokens.
-        layer_map: teacher layer for student layers: ``{student: teacher}``, or a sequence with one teacher layer for each
-            student layer. Default: spread evenly, the last one on the last one, among layers of the same window.
-        head_map: teacher head for student heads, in every layer: ``{student: teacher}``, or a sequence with one teacher
-            head for each student head. Default: head to head, or the mean of ``heads_t / heads_s`` consecutive heads.
+        layer_map: the teacher layer of each student layer: ``{student: teacher}``, or a sequence with one teacher layer per
+            student layer. Default: evenly spread, ending at the last layer, preferably among layers of the same window.
+        head_map: the teacher head of each student head, in every layer: ``{student: teacher}``, or a sequence with one teacher
+            head per student head. Default: head i to head i, or the mean of ``heads_t / heads_s`` consecutive heads.
         direction: ``"forward"``: KL(teacher || student); ``"reverse"``: KL(student || teacher).
     """
 
@@ -51,12 +52,12 @@ class AttentionDistiller:
         self.layer_map, self.head_map, self.direction = _as_dict(layer_map), _as_dict(head_map), direction
         self.attached = False
         self.last_losses: dict[int, torch.Tensor] = {}
-        """KL of every student layer at the last `loss()`, detached: for logging."""
+        """KL of every student layer in the last `loss()`, detached, for logging."""
 
-    # ---- On and off --------------------------------------------------------------------------------------------------
+    # ---- Attaching -----------------------------------------------------------------------------------------------------
 
     def attach(self) -> AttentionDistiller:
-        """Begin to keep queries and keys."""
+        """Start to record queries and keys."""
         if not self.attached:
             self.teacher.attach()
             try:
@@ -69,7 +70,7 @@ class AttentionDistiller:
         return self
 
     def detach(self) -> None:
-        """Give both models their own attention back, and let go of everything."""
+        """Restore the attention of both models and free everything that was captured."""
         if self.attached:
             self.student.detach()
             self.teacher.detach()
@@ -84,13 +85,13 @@ class AttentionDistiller:
     # ---- The loss ----------------------------------------------------------------------------------------------------
 
     def loss(self) -> torch.Tensor:
-        """Mean over layer pairs of the attention KL, each a mean over heads and rows that are not padding; f32.
+        """Attention KL of the student's last forward, f32: mean over layer pairs, heads and rows that are not padding.
 
-        Of the student's last forward. If the teacher has not run since the last loss(), it runs now, on the same input.
+        If the teacher has not run since the last loss(), it runs now on the same input.
         """
         if not self.attached:
             raise RuntimeError(
-                "AttentionDistiller: attach() it, or use it as a context manager, before the models run"
+                "AttentionDistiller: call attach(), or use it as a context manager, before the models run"
             )
         if not self.student.layers:
             raise RuntimeError("AttentionDistiller: the student has not run since the last loss()")
@@ -114,6 +115,7 @@ class AttentionDistiller:
             )
 
     def _run_teacher(self) -> None:
+        assert self.student.arguments is not None
         args, kwargs = self.student.arguments
         given = inspect.signature(self.student.model.forward).bind(*args, **kwargs).arguments
         given = {**given, **given.pop("kwargs", {})}
@@ -139,7 +141,7 @@ class AttentionDistiller:
         return pairs
 
     def _teacher_layer_for(self, i: int) -> int:
-        """Evenly spread, the last one on the last one; near it, a layer of the same window if there is one."""
+        """Evenly spread, ending at the last layer; the nearest layer of the same window if there is one."""
         layers, count_s = self.teacher.layers, len(self.student.layers)
         even = (i + 1) * len(layers) / count_s - 1
         alike = [j for j, layer in enumerate(layers) if layer.window == self.student.layers[i].window]
@@ -150,20 +152,20 @@ class AttentionDistiller:
         shape_t, shape_s = (t.q.shape[0], t.q.shape[2], t.k.shape[2]), (s.q.shape[0], s.q.shape[2], s.k.shape[2])
         if shape_t != shape_s:
             raise ValueError(
-                f"{where}: [batch, queries, keys] {list(shape_t)} and {list(shape_s)} must be equal: other tokens?"
+                f"{where}: [batch, queries, keys] {list(shape_t)} and {list(shape_s)} must be equal: did both read the same tokens?"
             )
         if t.causal != s.causal:
             raise ValueError(f"{where}: one is causal and the other is not")
         q_t, k_t, q_s, k_s, lse_t, lse_s = t.q, t.k, s.q, s.k, t.lse, s.lse
         if t.window != s.window or (t.padding is None) != (s.padding is None):
-            lse_t = lse_s = None  # one of them is not over the keys that both see
+            lse_t = lse_s = None  # one of them covers keys that are not visible to both
         if self.head_map is not None:
             q_t, k_t, lse_t, q_s, k_s, lse_s = self._select_heads(where, q_t, k_t, lse_t, q_s, k_s, lse_s)
         elif t.q.shape[1] % s.q.shape[1] != 0:
-            raise ValueError(f"{where}: {t.q.shape[1]} heads cannot be shared by {s.q.shape[1]}: give a head_map")
+            raise ValueError(f"{where}: {t.q.shape[1]} heads are not a multiple of {s.q.shape[1]}: pass a head_map")
         windows = [layer.window for layer in (t, s) if layer.window >= 0]
         left = min(windows, default=-1)
-        options = dict(
+        options: dict[str, Any] = dict(
             causal=s.causal, window_size=(left, 0 if s.causal else left), softmax_scale_t=t.scale, softmax_scale_s=s.scale,
             softcap_t=t.softcap, softcap_s=s.softcap, direction=self.direction, layout="bhnd",
         )  # fmt: skip
@@ -189,17 +191,17 @@ def _as_dict(mapping: Mapping[int, int] | Sequence[int] | None) -> dict[int, int
 
 
 def _heads(heads, q, k, lse):
-    """The given heads, each with its own key head."""
+    """The given heads and the key head of each."""
     group = q.shape[1] // k.shape[1]
     index = torch.tensor(heads, device=q.device)
     return q[:, index], k[:, index // group], None if lse is None else lse[:, index]
 
 
 def _pack(tensors, lses, padding, where):
-    """Tokens that are not padding, sequence by sequence, in tensors [heads, batch * length, dim].
+    """Packs the tokens that are not padding in tensors [heads, batch * length, dim].
 
-    The rest stays behind the last sequence, where it counts for nothing: no size depends on a value, so nothing waits
-    for the GPU.
+    The padding follows after the last sequence, where it is ignored. So no size depends on a value, and no host-device
+    synchronisation is needed.
     """
     q, k = tensors[:2]
     if q.shape[2] != k.shape[2] or padding.shape != (q.shape[0], q.shape[2]):

@@ -1,23 +1,24 @@
-"""streamkl.attention_map: where two models look, and where their KL comes from, at any length.
+"""streamkl.attention_map: where two models attend, and where their KL comes from, at any length.
 
-The recipe of docs/maths.md, section 11: the LSEs of every row from one forward, then the partial states of all rows over
-the keys of one bucket after the other. What a state says of its keys depends on the LSEs of its row alone.
+A forward computes the LSEs of all rows. Then, for each bucket of keys, partial states of all rows over these keys give the
+bucket's share of the attention and of the KL: a share depends only on the state and the LSEs of its row.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Iterator, NamedTuple
+from typing import Any, Iterator, NamedTuple
 
 import torch
 
 from ._checks import sizes
 from ._ops import partial_states
-from .attention import Direction, Layout, as_int32, attention_kl, promote_under_autocast
+from ._options import Direction, Layout, translate
+from .attention import attention_kl, promote_under_autocast
 
 
 class AttentionMap(NamedTuple):
-    """Three pictures, f32 ``[heads_s, rows, columns]``, or ``[rows, columns]`` in a mean over heads."""
+    """Three images, f32 ``[heads_s, rows, columns]``, or ``[rows, columns]`` if averaged over heads."""
 
     teacher: torch.Tensor
     student: torch.Tensor
@@ -47,12 +48,12 @@ def attention_map(
 ) -> AttentionMap:
     """Attention maps of a teacher and a student, and of the KL between them, without the N x N matrices.
 
-    Queries and keys are cut into buckets of even length, each sequence by its own length. A cell is a mean over the
-    queries of its bucket that see a key, and over the sequences of the batch: of the share of attention that the keys of its
-    bucket get, or of their part of the KL. So a row of ``teacher`` or ``student`` sums to 1, and a row of ``kl`` to
-    the mean KL of its queries; single cells of ``kl`` may be negative. Rows whose queries see no key are 0.
+    The queries and keys of each sequence are divided into buckets of equal length. A cell contains the share of attention that
+    the keys of its bucket receive, or their part of the KL, averaged over the sequences and over the queries of its bucket
+    that attend to a key. So a row of ``teacher`` or ``student`` sums to 1, and a row of ``kl`` sums to the mean KL of its
+    queries; single cells of ``kl`` may be negative. A row whose queries attend to no key is 0.
 
-    Takes the work of two forwards, and some 300 bytes a query and head; no gradient flows.
+    It takes the time of two forwards, and about 300 bytes per query and head. No gradient flows.
 
     Example::
 
@@ -60,47 +61,45 @@ def attention_map(
         pyplot.imshow(maps.student.sqrt().cpu())
 
     Args:
-        q_t, k_t, q_s, k_s: tensors as of :func:`streamkl.attention_kl`, and so are all options that are not named here.
-        buckets: ``(rows, columns)``: buckets of queries and of keys; never more than the longest sequence has.
-        per_head: a map of every student head; ``False``: their mean. The teacher of a student head is the mean of its
-            ``heads_t / heads_s`` heads.
+        q_t, k_t, q_s, k_s: as in :func:`streamkl.attention_kl`, like all options that are not listed here.
+        buckets: ``(rows, columns)``: buckets of queries and of keys, at most the length of the longest sequence.
+        per_head: one map per student head; ``False``: their mean. The teacher of a student head is the mean of its
+            ``heads_t / heads_s`` teacher heads.
 
     Returns:
         ``AttentionMap(teacher, student, kl)`` on the device of the tensors: f32 ``[heads_s, rows, columns]``, or with
         ``per_head=False`` ``[rows, columns]``.
 
     Raises:
-        ValueError: an argument does not fit; the message names it, with its shape or value and what is accepted.
+        ValueError: an argument does not fit; the message contains its name, its shape or value, and what is accepted.
     """
     if not (isinstance(buckets, (tuple, list)) and len(buckets) == 2 and all(_is_count(count) for count in buckets)):
         raise ValueError(f"buckets={buckets!r}: must be a pair (rows, columns) of whole numbers, at least 1")
+    options: dict[str, Any] = dict(
+        causal=causal, window_size=window_size, softmax_scale_t=softmax_scale_t, softmax_scale_s=softmax_scale_s,
+        softcap_t=softcap_t, softcap_s=softcap_s, key_lengths=key_lengths, direction=direction, layout=layout,
+    )  # fmt: skip
     _, lse_t, lse_s = attention_kl(
-        q_t, k_t, q_s, k_s, causal=causal, window_size=window_size, softmax_scale_t=softmax_scale_t,
-        softmax_scale_s=softmax_scale_s, softcap_t=softcap_t, softcap_s=softcap_s, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k, key_lengths=key_lengths, direction=direction, reduction="none", return_lse=True,
-        layout=layout,
-    )  # fmt: skip
+        q_t, k_t, q_s, k_s, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, reduction="none", return_lse=True, **options
+    )
+    lengths_and_options = translate(0, cu_seqlens_q=None, cu_seqlens_k=None, **options)
     reverse, heads_first = direction == "reverse", layout == "bhnd"
-    tensors = promote_under_autocast(q_t, k_t, q_s, k_s)
-    problem = (
-        None, None, as_int32(key_lengths), -1, -1, causal, *window_size, softmax_scale_t or 0.0, softmax_scale_s or 0.0,
-        softcap_t or 0.0, softcap_s or 0.0, reverse, False, heads_first, 0,
-    )  # fmt: skip
+    tensors = (*promote_under_autocast(q_t, k_t, q_s, k_s), None, None)
 
-    if cu_seqlens_q is None:
-        sequences = [(tensors, lse_t, lse_s)]
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        sequences: list[tuple] = [(tensors, lse_t, lse_s)]
     else:
         sequences = list(_unpack(tensors, lse_t, lse_s, cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), heads_first))
     lengths = [[sizes(t.shape, False, heads_first)[2] for t in parts[:2]] for parts, _, _ in sequences]
     rows, columns = (min(count, max((pair[i] for pair in lengths), default=0)) for i, count in enumerate(buckets))
     sums = torch.zeros(3, lse_s.shape[-2], rows, columns, dtype=torch.float64, device=q_s.device)
-    seen = torch.zeros(rows, dtype=torch.float64, device=q_s.device)
-    for sequence, (len_q, len_k) in zip(sequences, lengths):
-        if sequence[-1].numel() and len_k:
-            _add_sequence(sums, seen, *sequence, len_q, len_k, problem, reverse)
-    pictures = sums / seen.clamp(min=1)[:, None]
-    pictures = (pictures if per_head else pictures.mean(1)).float()
-    return AttentionMap(*pictures)
+    counts = torch.zeros(rows, dtype=torch.float64, device=q_s.device)
+    for (parts, part_lse_t, part_lse_s), (len_q, len_k) in zip(sequences, lengths):
+        if part_lse_s.numel() and len_k:
+            _add_sequence(sums, counts, parts, part_lse_t, part_lse_s, len_q, len_k, lengths_and_options, reverse)
+    images = sums / counts.clamp(min=1)[:, None]
+    images = (images if per_head else images.mean(1)).float()
+    return AttentionMap(*images)
 
 
 def _is_count(value) -> bool:
@@ -108,47 +107,47 @@ def _is_count(value) -> bool:
 
 
 def _unpack(tensors, lse_t, lse_s, bounds_q, bounds_k, heads_first) -> Iterator[tuple]:
-    """Each packed sequence as a batch of one: views."""
+    """Views of each packed sequence as a batch of one."""
     length = -2 if heads_first else -3
     for q_0, q_1, k_0, k_1 in zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:]):
         bounds = ((q_0, q_1 - q_0), (k_0, k_1 - k_0)) * 2
         parts = [t.narrow(length, *bound).unsqueeze(0) for t, bound in zip(tensors, bounds)]
-        yield parts, lse_t[None, :, q_0:q_1], lse_s[None, :, q_0:q_1]
+        yield (*parts, None, None), lse_t[None, :, q_0:q_1], lse_s[None, :, q_0:q_1]
 
 
 def _edges(count: int, length: int) -> list[int]:
-    """Bucket b of `count` is edges[b] up to edges[b + 1]."""
+    """Bucket b of `count` covers edges[b] <= i < edges[b + 1]."""
     return [length * bucket // count for bucket in range(count + 1)]
 
 
-def _add_sequence(sums, seen, tensors, lse_t, lse_s, len_q, len_k, problem, reverse) -> None:
-    """Adds the queries of a batch of sequences to their buckets in sums [3, heads, rows, columns] and seen [rows]."""
+def _add_sequence(sums, counts, tensors, lse_t, lse_s, len_q, len_k, lengths_and_options, reverse) -> None:
+    """Adds the queries of a batch of sequences to their buckets: sums [3, heads, rows, columns] and query counts [rows]."""
     _, _, rows, columns = sums.shape
     edges = torch.tensor(_edges(rows, len_q), device=sums.device)
     row_of_query = torch.repeat_interleave(torch.arange(rows, device=sums.device), edges.diff(), output_size=len_q)
-    sees = lse_s != -torch.inf
-    seen.index_add_(0, row_of_query, sees[:, 0].sum(0).double())  # every head of a query sees the same keys
+    attends = lse_s != -torch.inf
+    counts.index_add_(0, row_of_query, attends[:, 0].sum(0).double())  # all heads of a query attend to the same keys
 
-    # LSEs in the base of the states; a mean of teacher heads is normalised already.
+    # LSEs in base 2, like the states. The states of a teacher group are normalised already.
     in_base_2 = [torch.where(lse == -torch.inf, 0.0, lse.double()) / math.log(2) for lse in (lse_t, lse_s)]
     if lse_t.shape != lse_s.shape:
         in_base_2[0] = torch.zeros_like(in_base_2[1])
-    lse_1, lse_2 = reversed(in_base_2) if reverse else in_base_2
+    lse_a, lse_b = reversed(in_base_2) if reverse else in_base_2
     edges_k = _edges(columns, len_k)
     for column, (begin, end) in enumerate(zip(edges_k, edges_k[1:])):
         if begin == end:
             continue
-        mass_1, mass_2, kl = _shares(partial_states(tensors, lse_t, begin, end, problem), lse_1, lse_2)
-        shares = (mass_2, mass_1, kl) if reverse else (mass_1, mass_2, kl)
-        for picture, share in zip(sums, shares):
-            picture[..., column].index_add_(-1, row_of_query, share.sum(0))
+        mass_a, mass_b, kl = _shares(partial_states(tensors, lse_t, begin, end, *lengths_and_options), lse_a, lse_b)
+        shares = (mass_b, mass_a, kl) if reverse else (mass_a, mass_b, kl)
+        for image, share in zip(sums, shares):
+            image[..., column].index_add_(-1, row_of_query, share.sum(0))
 
 
-def _shares(states, lse_1, lse_2):
-    """Masses of both distributions and the part of the KL over the keys of the states: [batch, heads, len_q] each."""
-    m_1, l_1, m_2, l_2, w = states.movedim(-1, 0).double()
-    d_1 = torch.where(l_1 == 0, 0.0, m_1 - lse_1)  # a state without keys has m = -inf, l = 0 and w = 0
-    d_2 = torch.where(l_2 == 0, 0.0, m_2 - lse_2)
-    factor = d_1.exp2()
-    mass_1, mass_2 = factor * l_1, d_2.exp2() * l_2
-    return mass_1, mass_2, math.log(2) * (factor * w + mass_1 * (d_1 - d_2))
+def _shares(states, lse_a, lse_b):
+    """Shares of A, of B and of the KL that the keys of the states hold: [batch, heads, len_q] each."""
+    m_a, l_a, m_b, l_b, w = states.movedim(-1, 0).double()
+    d_a = torch.where(l_a == 0, 0.0, m_a - lse_a)  # a state without keys has m = -inf, l = 0 and w = 0
+    d_b = torch.where(l_b == 0, 0.0, m_b - lse_b)
+    factor = d_a.exp2()
+    mass_a, mass_b = factor * l_a, d_b.exp2() * l_b
+    return mass_a, mass_b, math.log(2) * (factor * w + mass_a * (d_a - d_b))

@@ -1,6 +1,6 @@
-"""The plain implementations, which store the N x N matrices: for tests, and to read.
+"""Plain implementations that store the N x N matrices, for tests and for reading.
 
-They take float64, too, and can be differentiated as often as one likes. Arguments are those of streamkl.attention_kl and
+They also accept float64 and can be differentiated any number of times. The arguments are those of streamkl.attention_kl and
 streamkl.indexer_kl.
 """
 
@@ -13,7 +13,7 @@ import torch
 
 
 def visible_keys(len_q, len_k, *, causal=False, window_size=(-1, -1), keys=None, device=None) -> torch.Tensor:
-    """[len_q, len_k] bool: which keys j < `keys` a query sees. The last query stands at the last key."""
+    """bool [len_q, len_k]: the keys j < `keys` that a query attends to. The last query is aligned with the last key."""
     left, right = window_size
     position = torch.arange(len_q, device=device)[:, None] + (len_k - len_q)
     j = torch.arange(len_k, device=device)[None, :]
@@ -23,21 +23,21 @@ def visible_keys(len_q, len_k, *, causal=False, window_size=(-1, -1), keys=None,
 
 
 def logits(q, k, scale, softcap) -> torch.Tensor:
-    """[heads, len_q, len_k] of q [heads, len_q, dim] and k [key_heads, len_k, dim]."""
+    """Logits [heads, len_q, len_k] of q [heads, len_q, dim] and k [key_heads, len_k, dim]."""
     k = k.repeat_interleave(q.shape[0] // k.shape[0], dim=0)
     x = (q.shape[-1] ** -0.5 if scale is None else scale) * q @ k.mT
     return softcap * torch.tanh(x / softcap) if softcap else x
 
 
 def sequence_kl(q_t, k_t, q_s, k_s, visible, scale_t, scale_s, softcap_t, softcap_s, reverse):
-    """(KL, lse_t, lse_s) of one sequence: tensors [heads, length, dim], rows [heads, len_q]."""
+    """(KL, lse_t, lse_s) of one sequence: [heads, len_q] each, from tensors [heads, length, dim]."""
     x, y = logits(q_t, k_t, scale_t, softcap_t), logits(q_s, k_s, scale_s, softcap_s)
     rows = rows_of_logits(x, y, visible, None, reverse)
     return rows.kl, rows.lse_t, rows.lse_s
 
 
 class Rows(NamedTuple):
-    """Of one sequence, [heads_s, len_q] each; lse_t [heads_t, len_q]."""
+    """Row vectors of one sequence: [heads_s, len_q] each; lse_t [heads_t, len_q]."""
 
     kl: torch.Tensor
     cross_entropy: torch.Tensor
@@ -48,49 +48,49 @@ class Rows(NamedTuple):
 
 
 def rows_of_logits(x, y, visible, lse_t, reverse) -> Rows:
-    """x [heads_t, len_q, n], y [heads_s, len_q, n] and which of the n a row sees, [len_q, n] or [heads_s, len_q, n]."""
+    """Row vectors of logits x [heads_t, len_q, n] and y [heads_s, len_q, n] with mask [len_q, n] or [heads_s, len_q, n]."""
     visible = visible.expand(y.shape)
-    seen = visible.any(-1)  # where a row sees nothing, all of it is masked and it is 0 in the end
-    # A student head learns the mean of its r teacher heads.
-    heads_s, group = y.shape[0], x.shape[0] // y.shape[0]
-    visible_t, seen_t = (mask.repeat_interleave(group, 0) for mask in (visible, seen))
+    attending = visible.any(-1)  # a row without visible keys is 0 in the end
+    # A student head learns the mean of its teacher group.
+    heads_s, group_size = y.shape[0], x.shape[0] // y.shape[0]
+    visible_t, attending_t = (mask.repeat_interleave(group_size, 0) for mask in (visible, attending))
     x, y = torch.where(visible_t, x, -torch.inf), torch.where(visible, y, -torch.inf)
-    x_safe, y_safe = torch.where(seen_t[..., None], x, 0.0), torch.where(seen[..., None], y, 0.0)
+    x_safe, y_safe = torch.where(attending_t[..., None], x, 0.0), torch.where(attending[..., None], y, 0.0)
     own_lse = torch.logsumexp(x_safe, -1)
-    given = own_lse if lse_t is None else torch.where(seen_t, lse_t.to(x.dtype), own_lse)
-    log_p = torch.where(visible_t, x_safe - given[..., None], 0.0).unflatten(0, (heads_s, group))
-    log_p = log_p.logsumexp(1) - math.log(group)
-    # Under an LSE of more keys the teacher is conditional on the visible ones, which hold `mass` of its attention.
-    log_mass = torch.where(visible, log_p, -torch.inf).masked_fill(~seen[..., None], 0.0).logsumexp(-1)
+    normaliser = own_lse if lse_t is None else torch.where(attending_t, lse_t.to(x.dtype), own_lse)
+    log_p = torch.where(visible_t, x_safe - normaliser[..., None], 0.0).unflatten(0, (heads_s, group_size))
+    log_p = log_p.logsumexp(1) - math.log(group_size)
+    # Under an LSE of more keys the teacher is conditional on the visible keys, which hold `mass` of its attention.
+    log_mass = torch.where(visible, log_p, -torch.inf).masked_fill(~attending[..., None], 0.0).logsumexp(-1)
     log_p = log_p - log_mass[..., None]
     log_s = torch.where(visible, torch.log_softmax(y_safe, -1), 0.0)
     log_a, log_b = (log_s, log_p) if reverse else (log_p, log_s)
 
     def row_sum(terms):
-        return torch.where(seen, torch.where(visible, terms, 0.0).sum(-1), 0.0)
+        return torch.where(attending, torch.where(visible, terms, 0.0).sum(-1), 0.0)
 
     kl, entropy = row_sum(log_a.exp() * (log_a - log_b)), row_sum(-log_a.exp() * log_a)
-    normaliser = given + log_mass.repeat_interleave(group, 0)
+    normaliser = normaliser + log_mass.repeat_interleave(group_size, 0)
     return Rows(
-        kl, kl + entropy, entropy, torch.where(seen_t, normaliser, -torch.inf), torch.logsumexp(y, -1),
-        torch.where(seen, log_mass.exp(), 0.0),
+        kl, kl + entropy, entropy, torch.where(attending_t, normaliser, -torch.inf), torch.logsumexp(y, -1),
+        torch.where(attending, log_mass.exp(), 0.0),
     )  # fmt: skip
 
 
 def sequence_indexer_kl(q_t, k_t, q_s, k_s, w_s, indices, lse_t, visible, scale_t, scale_s, softcap_t, relu, reverse) -> Rows:
-    """Of one sequence: w_s [heads_s, len_q, G], indices [heads_s, len_q, top_k] or None, the others as above."""
+    """Row vectors of one sequence, with w_s [heads_s, len_q, G] and indices [heads_s, len_q, top_k] or None."""
     x, dots = logits(q_t, k_t, scale_t, softcap_t), logits(q_s, k_s, 1.0, 0.0)
     dots = (dots.relu() if relu else dots).unflatten(0, (w_s.shape[0], w_s.shape[-1]))
     y = ((q_s.shape[-1] * w_s.shape[-1]) ** -0.5 if scale_s is None else scale_s) * torch.einsum("hgij,hig->hij", dots, w_s)
-    if indices is not None and y.shape[-1]:  # without keys there is nothing to look up
-        listed = indices.long().clamp(min=0)
-        visible = visible.expand(y.shape).gather(-1, listed) & (indices >= 0)
-        x, y = x.gather(-1, listed.repeat_interleave(x.shape[0] // y.shape[0], 0)), y.gather(-1, listed)
+    if indices is not None and y.shape[-1]:  # nothing can be gathered if there are no keys
+        gathered = indices.long().clamp(min=0)
+        visible = visible.expand(y.shape).gather(-1, gathered) & (indices >= 0)
+        x, y = x.gather(-1, gathered.repeat_interleave(x.shape[0] // y.shape[0], 0)), y.gather(-1, gathered)
     return rows_of_logits(x, y, visible, lse_t, reverse)
 
 
 def sequences(len_q, len_k, batch, cu_seqlens_q, cu_seqlens_k, key_lengths, causal, window_size, device):
-    """Of each sequence: its index in the batch, its queries and keys as slices, and which keys they see."""
+    """Yields for each sequence its index in the batch, slices of its queries and keys, and its mask."""
     mask = dict(causal=causal, window_size=window_size, device=device)
     if cu_seqlens_q is None:
         for b in range(batch):
@@ -103,19 +103,19 @@ def sequences(len_q, len_k, batch, cu_seqlens_q, cu_seqlens_k, key_lengths, caus
 
 
 def join(parts, packed, len_q, value=0.0) -> torch.Tensor:
-    """Rows of all sequences; packed ones with `value` in rows of no sequence."""
+    """Joins the rows of all sequences; packed rows after the last sequence become `value`."""
     if not packed:
         return torch.stack(parts)
     joined = torch.cat(parts, -1)
     return torch.nn.functional.pad(joined, (0, len_q - joined.shape[-1]), value=value)
 
 
-def reduced(kl, seen, row_weight, reduction) -> torch.Tensor:
+def reduced(kl, attending, row_weight, reduction) -> torch.Tensor:
     if row_weight is None:
-        weight = seen.to(kl.dtype)
+        weight = attending.to(kl.dtype)
     else:
         per_head = row_weight if row_weight.dim() == kl.dim() else row_weight.unsqueeze(-2)
-        weight = torch.where(seen, per_head.to(kl.dtype), 0.0)
+        weight = torch.where(attending, per_head.to(kl.dtype), 0.0)
     loss = torch.where(weight == 0, 0.0, kl * weight)
     if reduction == "none":
         return loss
@@ -129,7 +129,7 @@ def attention_kl(
     key_lengths=None, direction="forward", reduction="mean", row_weight=None, lse_t=None, lse_s=None,
     deterministic=False, return_lse=False, layout="bnhd",
 ):  # fmt: skip
-    """streamkl.attention_kl with matrices. LSEs that are given are not used: it computes its own."""
+    """streamkl.attention_kl with matrices. Ignores given LSEs and computes its own."""
     q_t, k_t, q_s, k_s = (t if layout == "bhnd" else t.transpose(-3, -2) for t in (q_t, k_t, q_s, k_s))
     packed, len_q = cu_seqlens_q is not None, q_t.shape[-2]
     cuts = sequences(
@@ -151,7 +151,7 @@ def indexer_kl(
     direction="forward", reduction="mean", row_weight=None, lse_t=None, lse_t_wider=False, deterministic=False,
     return_rows=False, layout="bnhd",
 ):  # fmt: skip
-    """streamkl.indexer_kl with matrices. Whatever a given lse_t covers, the teacher is normalised on the visible keys."""
+    """streamkl.indexer_kl with matrices. Normalises the teacher on the visible keys, whatever lse_t covers."""
     packed, heads = cu_seqlens_q is not None, -3 if layout == "bhnd" else -2
     k_s, w_s, indices = (t.unsqueeze(heads) if t is not None and t.dim() == 3 - packed else t for t in (k_s, w_s, indices))
     q_t, k_t, q_s, k_s, w_s, indices = (

@@ -107,4 +107,4 @@ def test_what_the_csv_lacks_is_named(tmp_path):
     pytest.importorskip("matplotlib")
     figures(tmp_path / "peers.csv")
     ran = run_peers("--csv", tmp_path / "peers.csv", "--plot", tmp_path / "gpu", "--dims", 64)
-    assert ran.returncode == 1 and "nothing in it fits --dims; it has 128" in ran.stderr
+    assert ran.returncode == 1 and "no result fits --dims; it has 128" in ran.stderr

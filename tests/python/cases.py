@@ -1,4 +1,4 @@
-"""Calls of attention_kl, and their comparison with the reference in float64."""
+"""Calls of attention_kl, compared with the reference in float64."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +12,7 @@ LONG = os.environ.get("STREAMKL_TEST_LONG", "") not in ("", "0")  # ./test long
 
 NAMES = ("q_t", "k_t", "q_s", "k_s")
 
-# A gradient or KL may be off by this share of the largest one; a gradient in a 16-bit type is rounded to it besides.
+# Tolerated error of a gradient or KL relative to the largest one; a 16-bit gradient is also rounded to its type.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
@@ -20,7 +20,7 @@ def make_tensors(
     batch=2, len_q=19, len_k=23, heads_t=4, heads_s=2, key_heads_t=2, key_heads_s=1, dim_t=8, dim_s=5,
     layout="bnhd", packed=False, dtype=torch.float32, device="cpu", seed=0,
 ):  # fmt: skip
-    """q_t, k_t, q_s, k_s: random, leaves, requiring gradients."""
+    """Random q_t, k_t, q_s, k_s: leaves that require gradients."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [
         (len_q, heads_t, dim_t),
@@ -35,7 +35,7 @@ def make_tensors(
 
 
 def gradients_of(loss, tensors):
-    """Of a loss, or of rows with an upstream gradient that differs from row to row."""
+    """Gradients of a loss, or of rows with a different upstream gradient per row."""
     upstream = (
         torch.linspace(-1, 2, loss.numel(), dtype=loss.dtype, device=loss.device).view_as(loss)
         if loss.dim()
@@ -46,7 +46,7 @@ def gradients_of(loss, tensors):
 
 
 def assert_near(name, actual, expected, dtype=torch.float32, floor=1e-6):
-    assert torch.equal(actual.isfinite(), expected.isfinite()), f"{name}: other positions are not finite"
+    assert torch.equal(actual.isfinite(), expected.isfinite()), f"{name}: different positions are not finite"
     kept = expected.isfinite()
     largest = expected[kept].abs().max().item() if kept.any() else 0.0
     error = (actual.double() - expected.double())[kept].abs().max().item() if kept.any() else 0.0
@@ -54,7 +54,7 @@ def assert_near(name, actual, expected, dtype=torch.float32, floor=1e-6):
 
 
 def compare(tensors, **options):
-    """attention_kl, in two passes and in one, against the reference in float64: loss, LSEs, gradients."""
+    """Compares loss, LSEs and gradients of attention_kl, in two passes and in one, with the reference in float64."""
     exact_tensors = [tensor.detach().double().requires_grad_(tensor.requires_grad) for tensor in tensors]
     exact, exact_t, exact_s = reference.attention_kl(*exact_tensors, return_lse=True, **options)
     exact_gradients = gradients_of(exact, exact_tensors)
@@ -73,7 +73,7 @@ def compare(tensors, **options):
 
 
 def rounding_of(tensors, options):
-    """P and S come from 2^(logit - LSE) in f32: each is off by a few units of rounding of the largest logit."""
+    """P and S are 2^(logit - LSE) in f32: their errors are a few roundings of the largest logit."""
     if any(tensor.numel() == 0 for tensor in tensors):
         return 0.0
     norms = [tensor.detach().float().norm(dim=-1).max().item() for tensor in tensors]
@@ -91,20 +91,19 @@ def row_count(tensors):
 
 
 def loss_floor(tensors, options):
-    """What rounding makes of a KL that is 0, as where rows see one key: a sum gathers it from all of them."""
+    """Rounding error of a KL that is 0, as in rows with one visible key; a sum adds that of all rows."""
     rows = row_count(tensors) if options.get("reduction") == "sum" else 1
     return 1e-6 + rows * rounding_of(tensors, options)
 
 
 def gradient_floor(index, tensors, options):
-    """The same of a gradient: a query takes it times a key, a key gathers it from all rows, with a random sign."""
+    """The same for a gradient: a query multiplies it by a key; a key adds that of all rows, with random signs."""
     if any(tensor.numel() == 0 for tensor in tensors):
         return 0.0
-    largest = (
-        tensors[index ^ 1].detach().abs().max().item()
-    )  # of the keys for the queries, of the queries for the keys
+    other_side = tensors[index ^ 1]  # the keys for the queries, the queries for the keys
+    largest = other_side.detach().abs().max().item()
     gathered = row_count(tensors) ** 0.5 if index % 2 else 1.0
-    upstream = 2.0 if options.get("reduction") == "none" else 1.0  # see gradients_of; a mean has less
+    upstream = 2.0 if options.get("reduction") == "none" else 1.0  # see gradients_of; that of a mean is smaller
     return rounding_of(tensors, options) * scale_of(index // 2, tensors, options) * largest * gathered * upstream
 
 
@@ -118,7 +117,7 @@ def check_gradients(passes, tensors, loss, exact_gradients, options):
 
 
 def check_threads(**shape):
-    """Eight threads, problems of their own: each gets, to the bit, what one thread alone gets."""
+    """Eight threads with different problems: each result has the same bits as in a single thread."""
     lengths = [dict(shape, len_q=shape["len_q"] + n, len_k=shape["len_k"] + n, seed=n) for n in range(8)]
     problems = [make_tensors(**each) for each in lengths]
 

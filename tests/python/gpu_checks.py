@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The Python package on a GPU. Needs torch with CUDA and no test runner: prints "ok - NAME" or "not ok - NAME" a check.
+"""The Python package on a GPU. Needs torch with CUDA but no pytest: prints "ok - NAME" or "not ok - NAME" per check.
 
 STREAMKL_LIBRARY=build/gpu/src/libstreamkl.so PYTHONPATH=python python3 tests/python/gpu_checks.py [NAME...]
 """
@@ -14,6 +14,8 @@ from cases import compare, gradients_of, make_tensors
 from indexer_cases import make_indexer
 
 import streamkl
+from streamkl import _library as lib
+from streamkl._problem import DK_S, DQ_S, Options
 
 BF16 = dict(
     dtype=torch.bfloat16, device="cuda", dim_t=64, dim_s=64, heads_t=4, heads_s=4, key_heads_t=2, key_heads_s=4
@@ -62,10 +64,10 @@ def check_views():
 
 
 def check_map():
-    """As on the CPU, which tests/python/test_map.py compares with the full matrices."""
+    """Equals the CPU, which tests/python/test_map.py compares with the full matrices."""
     options = dict(causal=True, window_size=(90, 0), buckets=(5, 7))
     lengths = dict(cu_seqlens_q=torch.tensor([0, 30, 130]), cu_seqlens_k=torch.tensor([0, 50, 150]))
-    for heads_t in 4, 8:  # a teacher head for each student head, or a mean of two
+    for heads_t in 4, 8:  # without and with teacher groups
         for dtype in torch.float32, torch.bfloat16:
             for direction in "forward", "reverse":
                 for given in {}, dict(key_lengths=torch.tensor([0, 120])), lengths:
@@ -82,14 +84,15 @@ def check_map():
 
 
 def check_opcheck():
-    problem = (None, None, None, -1, -1, True, 5, -1, 0.0, 0.3, 0.0, 4.0, False, False, False, 12)
-    tensors = [t.detach() for t in make_tensors(**BF16)]
-    kl, lse_t, lse_s = torch.ops.streamkl.forward(*tensors, None, True, *problem)
-    torch.library.opcheck(torch.ops.streamkl.forward, (*tensors, None, True, *problem))
-    torch.library.opcheck(
-        torch.ops.streamkl.backward, (*tensors, lse_t, lse_s, None, None, torch.ones_like(kl), *problem)
-    )
-    torch.library.opcheck(torch.ops.streamkl.one_pass, (*tensors, lse_t, lse_s, None, *problem))
+    options = Options(gradients=DQ_S | DK_S, causal=True, window_left=5, scale_s=0.3, softcap_s=4.0)
+    problem = (None, None, None, *options)
+    tensors = [*(t.detach() for t in make_tensors(**BF16)), None, None]
+    rows = lib.KL | lib.LSE_T | lib.LSE_S
+    kl, lse_t, lse_s = torch.ops.streamkl.forward(*tensors, None, rows, *problem)
+    torch.library.opcheck(torch.ops.streamkl.forward, (*tensors, None, rows, *problem))
+    ones = torch.ones_like(kl)
+    torch.library.opcheck(torch.ops.streamkl.backward, (*tensors, lse_t, lse_s, None, None, ones, *problem))
+    torch.library.opcheck(torch.ops.streamkl.forward_backward, (*tensors, lse_t, lse_s, None, lib.KL, *problem))
 
 
 def check_compile():
@@ -106,7 +109,7 @@ def check_compile():
 
 
 def check_another_stream():
-    """Work waits for what is queued before it on its own stream, not on the default one."""
+    """A call is ordered after the work on the current stream, not on the default stream."""
     tensors = make_tensors(**BF16, len_q=512, len_k=512)
     expected = streamkl.attention_kl(*tensors, causal=True)
     torch.cuda.synchronize()
@@ -120,7 +123,7 @@ def check_another_stream():
     assert torch.equal(loss, expected)
 
 
-def check_nothing_synchronises():
+def check_no_synchronisation():
     tensors = make_tensors(**BF16, len_q=512, len_k=512)
     packed = make_tensors(packed=True, device="cuda")
     cu_q, cu_k = (torch.tensor(bounds, dtype=torch.int32).cuda() for bounds in ([0, 5, 19], [0, 9, 23]))
@@ -136,7 +139,7 @@ def check_nothing_synchronises():
 
 
 def check_cuda_graph():
-    """Captured once, replayed on other inputs: bit-equal to a call."""
+    """A captured graph, replayed with other inputs, gives the same bits as a call."""
     tensors = [t.detach() for t in make_tensors(**BF16, len_q=256, len_k=256)]
     tensors[2].requires_grad_()
     tensors[3].requires_grad_()
@@ -177,7 +180,7 @@ def check_autocast():
 
 
 def check_device_guard():
-    """A tensor that is not on the current device; and, with one GPU, one that is on no GPU at all."""
+    """Tensors that are not on the current device, and tensors on different devices."""
     if torch.cuda.device_count() > 1:
         tensors = make_tensors(**dict(BF16, device="cuda:1"))
         assert torch.cuda.current_device() == 0
@@ -194,7 +197,7 @@ def check_device_guard():
 
 
 def check_lses_of_torch():
-    """What torch's fused attention returns as LSE is what attention_kl takes: one pass equals two."""
+    """attention_kl takes the LSEs of torch's fused attention: one pass equals two passes."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     from streamkl._hf_capture import _sdpa_with_lse
@@ -241,7 +244,7 @@ def check_distiller():
 
 
 def check_indexer_against_the_reference():
-    """Both stages, types, directions, reductions and masks."""
+    """Dense and sparse, types, directions, reductions and masks."""
     lengths = torch.tensor([0, 17], device="cuda")
     masks = {}, dict(causal=True), dict(causal=True, window_size=(7, 0)), dict(causal=True, key_lengths=lengths)
     f16 = dict(device="cuda", dtype_t=torch.float16, dtype_s=torch.float16, dtype_w=torch.float16)
@@ -255,7 +258,7 @@ def check_indexer_against_the_reference():
 
 
 def check_indexer_shapes():
-    """Student heads with keys of their own, one teacher head, latent attention, odd sizes, many index heads, no ReLU."""
+    """Several student heads with separate keys, one teacher head, latent attention, odd sizes, many index heads, no ReLU."""
     shapes = (
         dict(heads_t=4, key_heads_t=2, heads_s=2, key_heads_s=2), dict(heads_t=1, key_heads_t=1, index_heads=1),
         dict(heads_t=16, key_heads_t=1, dim_t=576, dim_s=128, index_heads=64), dict(dim_t=33, dim_s=1, index_heads=5),
@@ -291,16 +294,16 @@ def check_indexer_lse_of_more_keys():
 
 
 def check_indexer_keys_out_of_range():
-    """Refused on a CPU; a GPU would have to wait to say so: they count as none, and nothing is read there."""
+    """A GPU ignores such indices, because a check would synchronise; the CPU refuses them."""
     indexer = make_indexer(**INDEXER_BF16, top_k=9)
     for wrong in -2, 150, 2**31 - 1, -(2**31):
-        spoilt, cut = indexer.indices.clone(), indexer.indices.clone()
-        spoilt[..., ::2], cut[..., ::2] = wrong, -1
-        loss, expected = (streamkl.indexer_kl(*indexer._replace(indices=each), causal=True) for each in (spoilt, cut))
+        invalid, ignored = indexer.indices.clone(), indexer.indices.clone()
+        invalid[..., ::2], ignored[..., ::2] = wrong, -1
+        loss, expected = (streamkl.indexer_kl(*indexer._replace(indices=each), causal=True) for each in (invalid, ignored))
         assert torch.equal(loss, expected), f"{wrong}: {loss} and not {expected}"
 
 
-def check_indexer_nan_in_what_is_masked():
+def check_indexer_nan_in_masked_values():
     for top_k in 0, 9:
         indexer = make_indexer(**INDEXER_BF16, top_k=top_k)
         lengths = dict(key_lengths=torch.tensor([0, 75], device="cuda"), causal=True)
@@ -317,7 +320,7 @@ def check_indexer_nan_in_what_is_masked():
 
 
 def check_indexer_equals_the_cpu():
-    """At a length of several tiles."""
+    """With several tiles."""
     on_cpu = make_indexer(**dict(INDEXER_BF16, device="cpu", batch=1, len_q=700, len_k=700))
     on_gpu = indexer_cases.Indexer(*(tensor.detach().cuda().requires_grad_(tensor.requires_grad) for tensor in on_cpu[:5]))
     expected, loss = (streamkl.indexer_kl(*indexer, causal=True) for indexer in (on_cpu, on_gpu))
@@ -326,7 +329,7 @@ def check_indexer_equals_the_cpu():
         assert_close_in_norm(one.cpu(), other, 1e-2)
 
 
-def check_indexer_is_repeatable():
+def check_indexer_is_deterministic():
     for top_k in 0, 9:
         indexer = make_indexer(**INDEXER_BF16, top_k=top_k)
         runs = [
@@ -351,7 +354,7 @@ def check_indexer_compile():
 
 
 def check_indexer_in_a_cuda_graph():
-    """Nothing waits for the GPU; captured once, replayed on other inputs: bit-equal to a call."""
+    """No synchronisation. A captured graph, replayed with other inputs, gives the same bits as a call."""
     indexer = make_indexer(**INDEXER_BF16, top_k=9)
 
     def step():
@@ -389,7 +392,7 @@ NEEDS_TRANSFORMERS = {"lses_of_torch", "distiller"}
 
 def main(names):
     if not torch.cuda.is_available():
-        sys.exit("gpu_checks.py: torch sees no GPU")
+        sys.exit("gpu_checks.py: torch finds no GPU")
     try:
         import transformers  # noqa: F401
 

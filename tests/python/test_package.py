@@ -1,4 +1,4 @@
-"""The package around the operators: import, overhead, report, examples."""
+"""Import, overhead, environment report and examples."""
 
 import os
 import re
@@ -20,13 +20,13 @@ def run(*arguments, **options):
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=600, **options)
 
 
-def test_version_is_that_of_the_header():
+def test_version_equals_the_header():
     numbers = re.findall(r"define SKL_VERSION_\w+ (\d+)", (ROOT / "include/streamkl.h").read_text())
     assert streamkl.__version__ == ".".join(numbers)
 
 
 def test_import_is_light():
-    """What streamkl adds to torch: no transformers, and a fraction of a second even on a busy machine."""
+    """The import loads no transformers and takes a fraction of a second after that of torch, even on a busy machine."""
     code = "import torch, sys, time; t = time.perf_counter(); import streamkl; print(time.perf_counter() - t)"
     answers = [run("-c", f"{code}; assert 'transformers' not in sys.modules") for _ in range(3)]
     assert all(answer.returncode == 0 for answer in answers), answers[0].stderr
@@ -34,17 +34,17 @@ def test_import_is_light():
 
 
 def test_call_overhead():
-    """A forward on tensors of size 1, in time of this thread: others may want the core. The goal is 60 us on a core of
-    one's own, which bench/python_overhead.py measures; this allows for a core that is shared.
+    """CPU time of a forward on tensors of size 1. The goal is 60 us on an idle core (bench/python_overhead.py); the limit
+    allows for a shared core.
     """
     tensors = [torch.randn(1, 1, 1, 1) for _ in range(4)]
-    laps = []
+    samples = []
     for _ in range(50):
         begin = time.thread_time()
         for _ in range(20):
             streamkl.attention_kl(*tensors)
-        laps.append((time.thread_time() - begin) / 20)
-    assert min(laps) < 240e-6
+        samples.append((time.thread_time() - begin) / 20)
+    assert min(samples) < 240e-6
 
 
 def test_env_report():
@@ -55,7 +55,7 @@ def test_env_report():
     assert answer.stdout.strip() == env_report.report()
 
 
-def test_a_library_that_is_not_there():
+def test_missing_library():
     answer = run(
         "-c",
         "import streamkl",

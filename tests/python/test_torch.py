@@ -1,4 +1,4 @@
-"""How the operators live with the rest of torch: compile, autocast, checkpointing, threads, double backward."""
+"""The operators with other parts of torch: compile, autocast, checkpointing, threads, double backward."""
 
 import copy
 import pickle
@@ -10,53 +10,34 @@ from torch.utils.checkpoint import checkpoint
 
 import streamkl
 from streamkl import _library as lib
+from streamkl._problem import DK_S, DQ_S, Options
 
-STUDENT = lib.DQ_S | lib.DK_S
-
-
-def problem(gradients, reverse=False, cu_seqlens=None, key_lengths=None, heads_first=False):
-    return (
-        cu_seqlens,
-        cu_seqlens,
-        key_lengths,
-        -1,
-        -1,
-        True,
-        5,
-        -1,
-        0.0,
-        0.3,
-        0.0,
-        4.0,
-        reverse,
-        False,
-        heads_first,
-        gradients,
-    )
+STUDENT = DQ_S | DK_S
 
 
 @pytest.mark.parametrize("gradients", [0, STUDENT, 15])
 @pytest.mark.parametrize("form", ["dense", "packed", "key lengths"])
 def test_opcheck(form, gradients):
     tensors = [t.detach() for t in make_tensors(len_q=11, len_k=11, packed=form == "packed")]
-    lengths = dict(
-        cu_seqlens=torch.tensor([0, 4, 10], dtype=torch.int32) if form == "packed" else None,
-        key_lengths=torch.tensor([3, 11], dtype=torch.int32) if form == "key lengths" else None,
-    )
-    arguments = problem(gradients, **lengths)
-    torch.library.opcheck(torch.ops.streamkl.forward, (*tensors, None, True, *arguments))
+    tensors += [None, None]  # no indexer
+    cu_seqlens = torch.tensor([0, 4, 10], dtype=torch.int32) if form == "packed" else None
+    key_lengths = torch.tensor([3, 11], dtype=torch.int32) if form == "key lengths" else None
+    options = Options(gradients=gradients, causal=True, window_left=5, scale_s=0.3, softcap_s=4.0)
+    problem = (cu_seqlens, cu_seqlens, key_lengths, *options)
+    needs_dot_t = gradients & ~STUDENT
+    rows = lib.KL | lib.LSE_T | lib.LSE_S | (lib.DOT_T if needs_dot_t else 0)
+    torch.library.opcheck(torch.ops.streamkl.forward, (*tensors, None, rows, *problem))
     if gradients:
-        kl, lse_t, lse_s, *dot_t = torch.ops.streamkl.forward(*tensors, None, True, *arguments)
-        dot_t = dot_t[0] if dot_t else None
-        torch.library.opcheck(
-            torch.ops.streamkl.backward, (*tensors, lse_t, lse_s, kl, dot_t, torch.ones_like(kl), *arguments)
-        )
-        torch.library.opcheck(torch.ops.streamkl.one_pass, (*tensors, lse_t, lse_s, torch.ones_like(kl), *arguments))
+        kl, lse_t, lse_s, *dot_t = torch.ops.streamkl.forward(*tensors, None, rows, *problem)
+        dot_t, ones = dot_t[0] if dot_t else None, torch.ones_like(kl)
+        torch.library.opcheck(torch.ops.streamkl.backward, (*tensors, lse_t, lse_s, kl, dot_t, ones, *problem))
+        rows = lib.KL | (lib.DOT_T if needs_dot_t else 0)
+        torch.library.opcheck(torch.ops.streamkl.forward_backward, (*tensors, lse_t, lse_s, ones, rows, *problem))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile(dynamic):
-    """Every path of attention_kl in one graph, with views in front of it."""
+    """Every path of attention_kl in one graph, on views."""
 
     def step(q_t, k_t, q_s, k_s, cu_seqlens):
         q_s = (q_s * 2).transpose(1, 2)
@@ -97,7 +78,7 @@ def test_compile_without_gradients():
 
 
 def test_autocast():
-    """Queries in bf16 beside keys in f32, as layers under autocast leave them: both in f32."""
+    """Autocast may give bf16 queries and f32 keys: both are promoted to f32."""
     q_t, k_t, q_s, k_s = make_tensors()
     projection = torch.nn.Linear(5, 5)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -152,7 +133,7 @@ def saved_count(loss_of):
     return sum(tensor.numel() for tensor in saved if tensor.dtype != torch.int32)
 
 
-def test_nothing_is_saved_that_is_not_needed():
+def test_only_needed_tensors_are_saved():
     q_t, k_t, q_s, k_s = tensors = [t.detach() for t in make_tensors(heads_t=2, key_heads_t=2, key_heads_s=2)]
     q_s.requires_grad_()
     rows = 2 * 2 * 19
@@ -182,7 +163,7 @@ def test_threads():
     check_threads(len_q=17, len_k=17)
 
 
-def test_repeatable():
+def test_deterministic():
     tensors = make_tensors(len_q=300, len_k=300)
     runs = [torch.autograd.grad(streamkl.attention_kl(*tensors, deterministic=True), tensors) for _ in range(3)]
     assert all(torch.equal(one, other) for run in runs[1:] for one, other in zip(run, runs[0]))

@@ -1,0 +1,140 @@
+"""The options of attention_kl and indexer_kl: their types, and their translation into those of the operators."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, TypedDict
+
+import torch
+
+from ._problem import KL_FORWARD, KL_REVERSE, Options
+
+Direction = Literal["forward", "reverse"]
+Reduction = Literal["mean", "sum", "none"]
+Layout = Literal["bnhd", "bhnd"]
+
+# ---- Types of keyword arguments: for functions that pass them on -----------------------------------------------------
+
+
+class _ModelOptions(TypedDict, total=False):
+    causal: bool
+    window_size: tuple[int, int]
+    softmax_scale_t: float | None
+    softmax_scale_s: float | None
+    softcap_t: float
+    direction: Direction
+    reduction: Reduction
+    deterministic: bool
+    layout: Layout
+
+
+class AttentionOptions(_ModelOptions, total=False):
+    """Options of attention_kl that stay the same from batch to batch."""
+
+    softcap_s: float
+
+
+class IndexerOptions(_ModelOptions, total=False):
+    """Options of indexer_kl that stay the same from batch to batch."""
+
+    relu: bool
+    lse_t_wider: bool
+
+
+class IndexerBatch(TypedDict, total=False):
+    """Options of indexer_kl that belong to one batch."""
+
+    cu_seqlens_q: torch.Tensor | None
+    cu_seqlens_k: torch.Tensor | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    key_lengths: torch.Tensor | None
+    row_weight: torch.Tensor | None
+    lse_t: torch.Tensor | None
+
+
+class AttentionBatch(IndexerBatch, total=False):
+    """Options of attention_kl that belong to one batch."""
+
+    lse_s: torch.Tensor | None
+
+
+class AllAttentionOptions(AttentionOptions, AttentionBatch, total=False):
+    """All options of attention_kl except return_lse."""
+
+
+class AllIndexerOptions(IndexerOptions, IndexerBatch, total=False):
+    """All options of indexer_kl except return_rows."""
+
+
+# ---- Translation -----------------------------------------------------------------------------------------------------
+
+
+class Lengths(NamedTuple):
+    """Length arrays of a call: int32, contiguous."""
+
+    cu_seqlens_q: torch.Tensor | None
+    cu_seqlens_k: torch.Tensor | None
+    key_lengths: torch.Tensor | None
+
+
+def translate(
+    gradients: int,
+    *,
+    window_size: tuple[int, int],
+    softmax_scale_t: float | None,
+    softmax_scale_s: float | None,
+    softcap_t: float,
+    softcap_s: float = 0.0,
+    relu: bool = True,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    key_lengths: torch.Tensor | None,
+    direction: Direction,
+    reduction: Reduction = "none",
+    deterministic: bool = False,
+    layout: Layout,
+    **unchanged: Any,
+) -> tuple[Lengths, Any]:
+    """Length arrays and options as the operators take them. Checks the rules that the library cannot check.
+
+    Options that are fields of Problem by the same name need no translation: `unchanged`.
+    """
+    if direction not in ("forward", "reverse"):
+        raise ValueError(f"direction={direction!r}: must be 'forward' or 'reverse'")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction={reduction!r}: must be 'mean', 'sum' or 'none'")
+    if layout not in ("bnhd", "bhnd"):
+        raise ValueError(f"layout={layout!r}: must be 'bnhd' or 'bhnd'")
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(f"window_size={window_size!r}: must be a pair (left, right), -1 for no limit")
+    if softmax_scale_t == 0 or softmax_scale_s == 0:
+        raise ValueError(f"softmax_scale_t={softmax_scale_t}, softmax_scale_s={softmax_scale_s}: must not be 0")
+    window_left, window_right = window_size
+    options = Options(
+        gradients=gradients,
+        direction=KL_REVERSE if direction == "reverse" else KL_FORWARD,
+        scale_t=softmax_scale_t or 0.0,
+        scale_s=softmax_scale_s or 0.0,
+        softcap_t=softcap_t or 0.0,
+        softcap_s=softcap_s or 0.0,
+        window_left=window_left,
+        window_right=window_right,
+        index_linear=not relu,
+        deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
+        max_seqlen_q=-1 if max_seqlen_q is None else max_seqlen_q,
+        max_seqlen_k=-1 if max_seqlen_k is None else max_seqlen_k,
+        heads_first=layout == "bhnd",
+        **unchanged,
+    )
+    if cu_seqlens_q is None and cu_seqlens_k is None and key_lengths is None:
+        return _NO_LENGTHS, options
+    return Lengths(_as_int32(cu_seqlens_q), _as_int32(cu_seqlens_k), _as_int32(key_lengths)), options
+
+
+_NO_LENGTHS = Lengths(None, None, None)
+
+
+def _as_int32(lengths: torch.Tensor | None) -> torch.Tensor | None:
+    return None if lengths is None else lengths.to(torch.int32).contiguous()

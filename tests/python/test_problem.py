@@ -1,0 +1,94 @@
+"""streamkl._problem.Problem: the C struct, the operator schemas and the plan cache derive from it."""
+
+import ctypes
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from cases import make_tensors
+
+import streamkl
+from streamkl import _library as lib
+from streamkl import _ops
+from streamkl._problem import DK_S, DK_T, DQ_S, DQ_T, DW_S, Options, Problem, SklOptions, SklProblem
+
+HEADER = (Path(__file__).parents[2] / "include/streamkl.h").read_text()
+C_TYPES = {
+    "size_t": ctypes.c_size_t, "int32_t": ctypes.c_int32, "uint32_t": ctypes.c_uint32, "int64_t": ctypes.c_int64,
+    "float": ctypes.c_float, "void *": ctypes.c_void_p, "const char *": ctypes.c_char_p,
+    "skl_progress": ctypes.c_void_p,
+}  # fmt: skip
+
+
+def fields_in_the_header(struct):
+    """[(name, C type)]: enums are ints."""
+    body = re.search(rf"typedef struct {struct} \{{(.*?)\}} {struct};", HEADER, re.DOTALL)[1]
+    body = re.sub(r"/\*.*?\*/", "", body, flags=re.DOTALL)
+    found = []
+    for declaration in filter(None, map(str.strip, body.split(";"))):
+        c_type, names = re.match(r"(.*?[\s*])([\w, ]+)$", declaration, re.DOTALL).groups()
+        found += [(name.strip(), C_TYPES.get(c_type.strip(), ctypes.c_int)) for name in names.split(",")]
+    return found
+
+
+@pytest.mark.parametrize("struct, mirror", [("skl_problem", SklProblem), ("skl_options", SklOptions)])
+def test_c_structs_equal_the_header(struct, mirror):
+    assert mirror._fields_ == fields_in_the_header(struct)
+
+
+@pytest.mark.parametrize("operator", _ops.KERNELS)
+def test_operators_take_all_options_in_the_order_of_the_dataclass(operator):
+    names = [argument.name for argument in operator._schema.arguments]
+    assert names[-len(Options._fields) :] == list(Options._fields)
+    assert set(Options._fields) <= {field.name for field in dataclasses.fields(Problem)}
+
+
+def test_a_problem_is_frozen_and_hashable():
+    problem = Problem(causal=True)
+    assert problem == Problem(causal=True) and hash(problem) != hash(Problem())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        problem.causal = False
+
+
+def test_every_option_is_part_of_the_key_of_the_plan_cache():
+    tensors = [tensor.detach() for tensor in make_tensors()]
+    streamkl.attention_kl(*tensors)
+    misses = _ops._plan_for.cache_info().misses
+    changed = (
+        dict(causal=True), dict(window_size=(3, -1)), dict(window_size=(-1, 3)), dict(softmax_scale_t=0.25),
+        dict(softmax_scale_s=0.25), dict(softcap_t=2.0), dict(softcap_s=2.0), dict(direction="reverse"),
+        dict(deterministic=True),
+    )  # fmt: skip
+    for options in changed:
+        streamkl.attention_kl(*tensors, **options)
+    assert _ops._plan_for.cache_info().misses == misses + len(changed)
+    for options in changed:
+        streamkl.attention_kl(*tensors, **options)
+    assert _ops._plan_for.cache_info().misses == misses + len(changed)
+
+
+def test_rows_needed_by_a_backward():
+    """The examples of include/streamkl.h."""
+    lses, teacher, student = lib.LSE_T | lib.LSE_S, DQ_T | DK_T, DQ_S | DK_S
+    for op in lib.BACKWARD, lib.FORWARD_BACKWARD:
+        assert lib.rows_needed(op, student, 0, 0, False) == lses
+        assert lib.rows_needed(op, DQ_T, 0, 0, False) == lses | lib.KL
+        assert lib.rows_needed(op, teacher, 0, 0, True) == lses | lib.DOT_T
+        assert lib.rows_needed(op, DK_S, 1, 0, False) == lses | lib.KL
+        assert lib.rows_needed(op, teacher | student, 1, 0, True) == lses | lib.KL | lib.DOT_T
+        assert lib.rows_needed(op, student | DW_S, 0, 1, True) == lses
+        assert lib.rows_needed(op, DW_S, 1, 1, True) == lses | lib.KL
+
+
+def test_problem_of_a_call():
+    tensors = make_tensors(layout="bhnd", dtype=torch.bfloat16)
+    streamkl.attention_kl(*tensors, layout="bhnd")
+    specs = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+    options = Options(heads_first=True, gradients=15)
+    problem = _ops._plan_for(*specs, *[None] * 8, *options).problem
+    assert (problem.batch, problem.len_q, problem.len_k) == (2, 19, 23)
+    assert (problem.heads_t, problem.heads_s, problem.key_heads_t, problem.key_heads_s) == (4, 2, 2, 1)
+    assert (problem.dim_t, problem.dim_s, problem.dtype_t, problem.packed) == (8, 5, 2, False)
+    assert problem.row_shape(problem.heads_s) == (2, 2, 19)
