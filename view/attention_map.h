@@ -6,8 +6,8 @@
  * row of `kl` to the mean KL of its queries. A cell divided by the number of keys in its bucket is the mean of the
  * full matrix over the cell.
  *
- * The map is computed from partial states over ranges of keys, a block of queries at a time (docs/maths.md, section
- * 11): memory grows with the number of buckets, not with the context. */
+ * The map is computed from partial states over ranges of keys, a block of queries at a time (docs/design/maths.md,
+ * section 11): memory grows with the number of buckets, not with the context. */
 #ifndef STREAMKL_VIEW_ATTENTION_MAP_H
 #define STREAMKL_VIEW_ATTENTION_MAP_H
 
