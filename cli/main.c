@@ -1,5 +1,5 @@
-/* streamkl: finds the command and hands the rest of the line to it. */
-#include "cli.h"
+/* streamkl: finds the command and passes it the rest of the command line. */
+#include "cli/common/cli.h"
 
 #include <argp.h>
 #include <errno.h>
@@ -16,17 +16,17 @@ typedef struct command {
 } command;
 
 static const command commands[] = {
-    {"distill", cmd_distill, "teach a student where to look at a long context, and see that it does"},
+    {"distill", cmd_distill, "distill attention at a long context, with a report"},
     {"kl", cmd_kl, "KL and gradients of the tensors in safetensors or .npy files"},
-    {"map", cmd_map, "where two attentions look, and where their KL comes from"},
-    {"demo", cmd_demo, "a 16K context on this machine, beside what materialising would need"},
-    {"info", cmd_info, "version, CPU, devices and kernels"},
+    {"map", cmd_map, "attention maps, and contributions to the KL"},
+    {"demo", cmd_demo, "a 16K context on this machine, compared with materialising"},
+    {"info", cmd_info, "version, CPU, devices, kernels, and why a kernel is chosen"},
     {"check", cmd_check, "compare this machine's kernels with the float64 oracle"},
-    {"bench", cmd_bench, "time streaming beside the materialised baseline"},
+    {"bench", cmd_bench, "compare streaming with a materialised baseline"},
 };
 enum { COMMAND_COUNT = sizeof commands / sizeof commands[0] };
 
-/* ---- Which command ------------------------------------------------------------------------------------------ */
+/* ---- Commands ----------------------------------------------------------------------------------------------- */
 
 static const command *find_command(const char *name)
 {
@@ -37,7 +37,7 @@ static const command *find_command(const char *name)
     return NULL;
 }
 
-/* Letters to insert, drop or replace to turn one word into the other; swapped neighbours count once. */
+/* Damerau-Levenshtein distance: insertions, deletions, replacements and swaps of neighbours. */
 static int edit_distance(const char *from, const char *to)
 {
     if (!*from || !*to)
@@ -57,11 +57,11 @@ static int edit_distance(const char *from, const char *to)
 
 static const command *nearest_command(const char *name)
 {
-    enum { LONGEST_NAME = 8, CLOSE_ENOUGH = 2 }; /* the recursion above is for short words */
+    enum { LONGEST_NAME = 8, DISTANCE_MAX = 2 }; /* the recursion above is exponential */
     if (strlen(name) > LONGEST_NAME)
         return NULL;
     const command *nearest = NULL;
-    int least = CLOSE_ENOUGH + 1;
+    int least = DISTANCE_MAX + 1;
     for (int c = 0; c < COMMAND_COUNT; c++) {
         const int distance = edit_distance(name, commands[c].name);
         if (distance < least) {
@@ -86,24 +86,24 @@ static const char doc[] =
     "The KL divergence between the attention of a teacher and a student, streamed: without the N x N matrices, "
     "at any context length."
     "\vExamples:\n"
-    "  streamkl distill                       a student learns a long context, in minutes\n"
-    "  streamkl kl pair.safetensors --causal  the KL of q_t, k_t and q_s, k_s\n"
+    "  streamkl distill                       train a student, in minutes\n"
+    "  streamkl kl pair.safetensors --causal  KL of q_t, k_t and q_s, k_s\n"
     "  streamkl kl --help                     the options of a command\n"
     "\n"
     "Exit status:\n"
     "  0  success\n"
     "  1  check: a kernel disagrees with the oracle\n"
-    "  2  an argument or an input file is wrong\n"
+    "  2  an argument or an input file is invalid\n"
     "  3  out of memory\n"
-    "  4  the device is absent, failed, or cannot do what was asked\n"
+    "  4  the device is absent, failed, or does not support the request\n"
     "  5  an output could not be written\n"
     "\n"
     "Environment:\n"
-    "  STREAMKL_THREADS  CPU threads when --threads is not given\n"
-    "  STREAMKL_KERNEL   kernel when --kernel is not given\n"
-    "  NO_COLOR          no colour in tables";
+    "  STREAMKL_THREADS  CPU threads if --threads is not given\n"
+    "  STREAMKL_KERNEL   kernel if --kernel is not given\n"
+    "  NO_COLOR          disables colour";
 
-/* The list of commands comes from their table, ahead of the options. Returns what argp will free. */
+/* Inserts the table of commands before the options. argp frees the result. */
 static char *insert_command_list(int key, const char *text, void *input)
 {
     (void)input;
@@ -130,7 +130,7 @@ static void print_version(FILE *stream, struct argp_state *state)
 
 typedef struct command_line {
     int argc;
-    char **argv; /* argv[0] is the command; NULL: none was given */
+    char **argv; /* argv[0] is the command; NULL: no command */
 } command_line;
 
 static error_t take_command(int key, char *text, struct argp_state *state)
@@ -145,7 +145,7 @@ static error_t take_command(int key, char *text, struct argp_state *state)
         return ARGP_ERR_UNKNOWN;
     rest->argv = state->argv + state->next - 1;
     rest->argc = state->argc - state->next + 1;
-    state->next = state->argc; /* what follows belongs to the command */
+    state->next = state->argc; /* the rest belongs to the command */
     return 0;
 }
 
@@ -169,12 +169,12 @@ static int run_command(command_line line)
     if (found == NULL)
         return fail_unknown_command(line.argv[0]);
     snprintf(title, sizeof title, "streamkl %s", found->name);
-    program_invocation_name = title; /* what errors begin with, ours and argp's */
+    program_invocation_name = title; /* the prefix of our errors and argp's */
     line.argv[0] = title;
     return found->run(line.argc, line.argv);
 }
 
-/* A full disk behind stdout is found only when the last bytes are written. */
+/* If stdout is a file on a full disk, only the last write may fail. */
 static void close_stdout(void)
 {
     const int failed_before = ferror(stdout);
@@ -188,13 +188,13 @@ int main(int argc, char **argv)
 {
     static char title[] = "streamkl";
     atexit(close_stdout);
-    signal(SIGXFSZ, SIG_IGN); /* a file that may not grow is an error to report, not a death */
-    setlocale(LC_CTYPE, "");  /* only to know whether the terminal shows UTF-8: numbers keep their point */
+    signal(SIGXFSZ, SIG_IGN); /* exceeding the file size limit is an error to report, not a crash */
+    setlocale(LC_CTYPE, "");  /* to detect UTF-8; LC_NUMERIC stays C */
     if (argc > 0)
         argv[0] = title;
     program_invocation_name = title;
-    setenv("ARGP_HELP_FMT", "opt-doc-col=34", 0); /* room for --direction=forward|reverse; the user's own wins */
-    setenv("CUDA_MODULE_LOADING", "EAGER", 0);    /* or the first run's time would be that of loading its kernel */
+    setenv("ARGP_HELP_FMT", "opt-doc-col=34", 0); /* room for --direction=forward|reverse; a user's setting wins */
+    setenv("CUDA_MODULE_LOADING", "EAGER", 0);    /* otherwise the first time would include loading the kernel */
     argp_program_version_hook = print_version;
     argp_err_exit_status = CLI_BAD_INPUT;
     command_line line = {0, NULL};

@@ -1,29 +1,27 @@
-/* Memory and time of the device that computes.
+/* Memory and timing on the device that computes.
  *
- * The library takes addresses that its device can reach and never allocates: whoever calls it owns the memory. On the
- * CPU that is the memory of the process, and little is left to do here. A call that fails returns a status;
- * device_error() then says why.
+ * The library works on the caller's memory, which its device must be able to access, and never allocates. On failure
+ * a call returns a status other than SKL_OK, and device_error() says why.
  */
-#ifndef STREAMKL_DEVICE_H
-#define STREAMKL_DEVICE_H
+#ifndef STREAMKL_DEVICE_DEVICE_H
+#define STREAMKL_DEVICE_DEVICE_H
 
+#include "device/error.h"
+#include "device/properties.h"
 #include "streamkl.h"
 
-/* Makes a GPU ready for this thread; to be called before anything else here, when a plan for it was made. */
+/* Initialises a GPU for this thread. Call it first, after a plan for the device was created. */
 skl_status device_open(skl_device device, int32_t index);
 
-/* Why the last call here failed; "" if it did not. */
-const char *device_error(void);
-
-/* `what` is what a message calls it. Fit for tensors and workspaces. */
+/* Aligned for tensors and workspaces. Error messages call the memory `what`. */
 skl_status device_allocate(skl_device device, size_t size, const char *what, void **memory);
-void device_free(skl_device device, void *memory); /* NULL is fine */
+void device_free(skl_device device, void *memory); /* may be NULL */
 
-/* From host to device memory or back, whichever the addresses mean. */
+/* Between host and device memory, in the direction that the addresses imply. */
 skl_status device_copy(skl_device device, void *to, const void *from, size_t size);
 
-/* Times what runs between start and stop: by the clock on the CPU, by events in the stream on a GPU. Zeroed, it is
- * one for the CPU. */
+/* Measures the time between start and stop: with the clock on the CPU, with events in the stream on a GPU.
+ * Zero-initialised, it is a timer for the CPU. */
 typedef struct device_timer {
     skl_device device;
     double began;
@@ -33,15 +31,8 @@ typedef struct device_timer {
 skl_status device_timer_create(device_timer *timer, skl_device device);
 void device_timer_destroy(device_timer *timer);
 skl_status device_timer_start(device_timer *timer);
-skl_status device_timer_stop(device_timer *timer, double *seconds); /* waits for what was launched */
+skl_status device_timer_stop(device_timer *timer, double *seconds); /* synchronises */
 
-/* What a GPU is and how much of its memory everybody on it uses. */
-typedef struct device_facts {
-    char name[96]; /* "" on the CPU */
-    int multiprocessors;
-    size_t memory_used, memory_total;
-} device_facts;
-
-skl_status device_describe(skl_device device, device_facts *facts);
+skl_status device_describe(skl_device device, device_properties *properties);
 
 #endif

@@ -1,8 +1,9 @@
-/* What device.c asks of a GPU; nobody else includes this. gpu_cuda.c has one, gpu_none.c has not. */
+/* The GPU functions that device.c uses: gpu_cuda.c implements them, gpu_none.c is for builds without CUDA. */
 #ifndef STREAMKL_DEVICE_GPU_H
 #define STREAMKL_DEVICE_GPU_H
 
-#include "device/device.h"
+#include "device/error.h"
+#include "device/properties.h"
 
 skl_status gpu_open(int32_t index);
 skl_status gpu_allocate(size_t size, const char *what, void **memory);
@@ -13,9 +14,6 @@ void gpu_event_destroy(void *event);
 skl_status gpu_event_record(void *event);
 skl_status gpu_event_wait(void *event);
 skl_status gpu_event_seconds(void *begin, void *end, double *seconds);
-skl_status gpu_describe(device_facts *facts);
-
-/* Sets what device_error() returns, and returns the status, to be returned in turn. */
-skl_status device_fail(skl_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
+skl_status gpu_describe(device_properties *properties);
 
 #endif

@@ -7,11 +7,11 @@ static skl_status check(cudaError_t error, const char *doing)
 {
     if (error == cudaSuccess)
         return SKL_OK;
-    (void)cudaGetLastError(); /* reported here: the next call starts clean, if the error lets it */
+    (void)cudaGetLastError(); /* reported here: clear it for the next call */
     return device_fail(SKL_ERROR_DEVICE, "%s: %s", doing, cudaGetErrorString(error));
 }
 
-/* The context is made now, so that no clock runs meanwhile. */
+/* cudaFree() creates the context now, so that no measurement includes it. */
 skl_status gpu_open(int32_t index)
 {
     cudaError_t error = cudaSetDevice(index);
@@ -43,7 +43,7 @@ skl_status gpu_allocate(size_t size, const char *what, void **memory)
 
 void gpu_free(void *memory)
 {
-    (void)cudaFree(memory); /* what it could report has been reported by the call that went wrong */
+    (void)cudaFree(memory); /* any error was already reported by the call that caused it */
 }
 
 skl_status gpu_copy(void *to, const void *from, size_t size)
@@ -51,13 +51,13 @@ skl_status gpu_copy(void *to, const void *from, size_t size)
     return check(cudaMemcpy(to, from, size, cudaMemcpyDefault), "copying to or from the GPU");
 }
 
-/* ---- Time: events in the default stream, which is where the library is asked to work ------------------------- */
+/* ---- Time: events in the default stream, which the callers of the library use -------------------------------- */
 
 skl_status gpu_event_create(void **event)
 {
-    cudaEvent_t made = NULL;
-    const skl_status status = check(cudaEventCreate(&made), "making an event");
-    *event = made;
+    cudaEvent_t created = NULL;
+    const skl_status status = check(cudaEventCreate(&created), "creating an event");
+    *event = created;
     return status;
 }
 
@@ -84,22 +84,22 @@ skl_status gpu_event_seconds(void *begin, void *end, double *seconds)
     return status;
 }
 
-/* ---- Facts -------------------------------------------------------------------------------------------------- */
+/* ---- Properties --------------------------------------------------------------------------------------------- */
 
-skl_status gpu_describe(device_facts *facts)
+skl_status gpu_describe(device_properties *properties)
 {
     int index = 0;
-    struct cudaDeviceProp properties;
+    struct cudaDeviceProp gpu;
     size_t free_size = 0;
     cudaError_t error = cudaGetDevice(&index);
     if (error == cudaSuccess)
-        error = cudaGetDeviceProperties(&properties, index);
+        error = cudaGetDeviceProperties(&gpu, index);
     if (error == cudaSuccess)
-        error = cudaMemGetInfo(&free_size, &facts->memory_total);
+        error = cudaMemGetInfo(&free_size, &properties->memory_total);
     if (error != cudaSuccess)
-        return check(error, "asking the GPU what it is");
-    snprintf(facts->name, sizeof facts->name, "%.*s", (int)sizeof facts->name - 1, properties.name);
-    facts->multiprocessors = properties.multiProcessorCount;
-    facts->memory_used = facts->memory_total - free_size;
+        return check(error, "reading the properties of the GPU");
+    snprintf(properties->name, sizeof properties->name, "%.*s", (int)sizeof properties->name - 1, gpu.name);
+    properties->sm_count = gpu.multiProcessorCount;
+    properties->memory_used = properties->memory_total - free_size;
     return SKL_OK;
 }

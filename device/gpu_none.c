@@ -1,4 +1,4 @@
-/* A build without CUDA. The library refuses a plan for a GPU before anything here is asked. */
+/* A build without CUDA. The library refuses a plan for a GPU before any of these is called. */
 #include "device/gpu.h"
 
 static skl_status refuse(void)
@@ -58,8 +58,8 @@ skl_status gpu_event_seconds(void *begin, void *end, double *seconds)
     return refuse();
 }
 
-skl_status gpu_describe(device_facts *facts)
+skl_status gpu_describe(device_properties *properties)
 {
-    (void)facts;
+    (void)properties;
     return refuse();
 }

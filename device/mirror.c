@@ -45,8 +45,8 @@ static mirror_entry *find_entry(mirror *tensors, const void *host, size_t size)
     return NULL;
 }
 
-/* Replaces *address, which may be NULL. */
-static skl_status reach(mirror *tensors, const char *name, void **address, size_t size, bool written)
+/* Replaces a host address, which may be NULL, by the address on the device. */
+static skl_status map_tensor(mirror *tensors, const char *name, void **address, size_t size, bool written)
 {
     if (tensors->device == SKL_CPU || *address == NULL)
         return SKL_OK;
@@ -69,24 +69,25 @@ static skl_status reach(mirror *tensors, const char *name, void **address, size_
     return SKL_OK;
 }
 
-static skl_status reach_input(mirror *tensors, skl_input *tensor, tensor_shape shape)
+static skl_status map_input(mirror *tensors, skl_input *tensor, tensor_shape shape)
 {
-    void *address = (void *)(uintptr_t)tensor->data; /* read only: nothing is copied back into it */
-    const skl_status status = reach(tensors, shape.name, &address, span_of(&tensors->problem, &shape, tensor), false);
+    void *address = (void *)(uintptr_t)tensor->data; /* never written: `written` is false */
+    const skl_status status =
+        map_tensor(tensors, shape.name, &address, span_of(&tensors->problem, &shape, tensor), false);
     tensor->data = address;
     return status;
 }
 
-static skl_status reach_output(mirror *tensors, skl_output *tensor, tensor_shape shape)
+static skl_status map_output(mirror *tensors, skl_output *tensor, tensor_shape shape)
 {
     const skl_input same = {tensor->data, tensor->stride_batch, tensor->stride_head, tensor->stride_row};
-    return reach(tensors, shape.name, &tensor->data, span_of(&tensors->problem, &shape, &same), true);
+    return map_tensor(tensors, shape.name, &tensor->data, span_of(&tensors->problem, &shape, &same), true);
 }
 
-static skl_status reach_lengths(mirror *tensors, const char *name, const int32_t **lengths, int64_t count)
+static skl_status map_lengths(mirror *tensors, const char *name, const int32_t **lengths, int64_t count)
 {
     void *address = (void *)(uintptr_t)*lengths;
-    const skl_status status = reach(tensors, name, &address, (size_t)count * sizeof **lengths, false);
+    const skl_status status = map_tensor(tensors, name, &address, (size_t)count * sizeof **lengths, false);
     *lengths = address;
     return status;
 }
@@ -118,7 +119,7 @@ static tensor_shape row_vector(const mirror *tensors, const char *name, int64_t 
     return (tensor_shape){name, heads, rows_q(&tensors->problem), 1, sizeof(float)};
 }
 
-static skl_status reach_inputs(mirror *tensors, skl_inputs *inputs)
+static skl_status map_inputs(mirror *tensors, skl_inputs *inputs)
 {
     const skl_problem *const p = &tensors->problem;
     const size_t teacher_size = size_of(p->dtype_t), student_size = size_of(p->dtype_s);
@@ -141,17 +142,17 @@ static skl_status reach_inputs(mirror *tensors, skl_inputs *inputs)
     };
     skl_status status = SKL_OK;
     for (size_t t = 0; t < sizeof all / sizeof all[0] && status == SKL_OK; t++)
-        status = reach_input(tensors, all[t].tensor, all[t].shape);
+        status = map_input(tensors, all[t].tensor, all[t].shape);
     if (status == SKL_OK)
-        status = reach_lengths(tensors, "cu_seqlens_q", &inputs->cu_seqlens_q, p->batch + 1);
+        status = map_lengths(tensors, "cu_seqlens_q", &inputs->cu_seqlens_q, p->batch + 1);
     if (status == SKL_OK)
-        status = reach_lengths(tensors, "cu_seqlens_k", &inputs->cu_seqlens_k, p->batch + 1);
+        status = map_lengths(tensors, "cu_seqlens_k", &inputs->cu_seqlens_k, p->batch + 1);
     if (status == SKL_OK)
-        status = reach_lengths(tensors, "key_lengths", &inputs->key_lengths, p->batch);
+        status = map_lengths(tensors, "key_lengths", &inputs->key_lengths, p->batch);
     return status;
 }
 
-static skl_status reach_rows(mirror *tensors, skl_rows *rows)
+static skl_status map_rows(mirror *tensors, skl_rows *rows)
 {
     const skl_problem *const p = &tensors->problem;
     const struct {
@@ -168,11 +169,11 @@ static skl_status reach_rows(mirror *tensors, skl_rows *rows)
     };
     skl_status status = SKL_OK;
     for (size_t t = 0; t < sizeof all / sizeof all[0] && status == SKL_OK; t++)
-        status = reach_output(tensors, all[t].tensor, all[t].shape);
+        status = map_output(tensors, all[t].tensor, all[t].shape);
     return status;
 }
 
-static skl_status reach_gradients(mirror *tensors, skl_gradients *gradients)
+static skl_status map_gradients(mirror *tensors, skl_gradients *gradients)
 {
     const skl_problem *const p = &tensors->problem;
     const size_t teacher_size = p->grad_f32 ? sizeof(float) : size_of(p->dtype_t);
@@ -190,17 +191,17 @@ static skl_status reach_gradients(mirror *tensors, skl_gradients *gradients)
     };
     skl_status status = SKL_OK;
     for (size_t t = 0; t < sizeof all / sizeof all[0] && status == SKL_OK; t++)
-        status = reach_output(tensors, all[t].tensor, all[t].shape);
+        status = map_output(tensors, all[t].tensor, all[t].shape);
     return status;
 }
 
 skl_status mirror_call(mirror *tensors, skl_inputs *inputs, skl_rows *rows, skl_gradients *gradients)
 {
-    skl_status status = inputs ? reach_inputs(tensors, inputs) : SKL_OK;
+    skl_status status = inputs ? map_inputs(tensors, inputs) : SKL_OK;
     if (status == SKL_OK && rows)
-        status = reach_rows(tensors, rows);
+        status = map_rows(tensors, rows);
     if (status == SKL_OK && gradients)
-        status = reach_gradients(tensors, gradients);
+        status = map_gradients(tensors, gradients);
     return status;
 }
 
@@ -209,7 +210,7 @@ skl_status mirror_states(mirror *tensors, skl_row_state **states)
     const skl_problem *const p = &tensors->problem;
     const int64_t count = p->heads_s * (p->packed ? p->total_q : p->batch * p->len_q);
     void *address = *states;
-    const skl_status status = reach(tensors, "states", &address, (size_t)count * sizeof **states, true);
+    const skl_status status = map_tensor(tensors, "states", &address, (size_t)count * sizeof **states, true);
     *states = address;
     return status;
 }

@@ -1,14 +1,14 @@
-/* The tensors of calls where the device reaches them: on the CPU where they are, for a GPU copied into its memory.
+/* The tensors of calls in device memory: copies for a GPU, the tensors themselves on the CPU.
  *
  *     mirror tensors = mirror_of(&problem, SKL_CUDA);
- *     mirror_call(&tensors, &inputs, &rows, NULL);     // their addresses are now those of the device
+ *     mirror_call(&tensors, &inputs, &rows, NULL);     // replaces host addresses by device addresses
  *     skl_forward(plan, &inputs, &rows, ...);
- *     mirror_fetch(&tensors);                          // what rows pointed to before now holds the results
+ *     mirror_fetch(&tensors);                          // copies the results to the host
  *     mirror_destroy(&tensors);
  *
- * A tensor is known by its address on the host. One that is only read is copied when it is first seen, and must not
- * change there. One that is written is copied before every call too, from its first element to its last: what the
- * call leaves alone stays as it was. Tensors that are written must not interleave.
+ * A tensor is identified by its host address. An input is copied at its first use and must not change on the host
+ * after that. An output is also copied before every call, from its first to its last element, so that elements that
+ * the call does not write keep their values. Outputs must not interleave.
  */
 #ifndef STREAMKL_DEVICE_MIRROR_H
 #define STREAMKL_DEVICE_MIRROR_H
@@ -17,14 +17,14 @@
 
 #include <stdbool.h>
 
-/* Inputs, lengths, rows, gradients and two arrays of states are 28. */
+/* Inputs, lengths, rows, gradients and two arrays of states: 28. */
 enum { MIRROR_TENSORS_MAX = 32 };
 
 typedef struct mirror_entry {
-    void *host; /* its address there */
-    void *data; /* and on the device */
+    void *host; /* address on the host */
+    void *data; /* address on the device */
     size_t size;
-    bool to_fetch; /* the call at hand writes it */
+    bool to_fetch; /* an output since the last mirror_fetch() */
 } mirror_entry;
 
 typedef struct mirror {
@@ -39,9 +39,9 @@ void mirror_destroy(mirror *tensors);
 
 /* Any of the three may be NULL. On failure device_error() says why. */
 skl_status mirror_call(mirror *tensors, skl_inputs *inputs, skl_rows *rows, skl_gradients *gradients);
-skl_status mirror_states(mirror *tensors, skl_row_state **states); /* that a call writes */
+skl_status mirror_states(mirror *tensors, skl_row_state **states); /* outputs */
 
-/* Copies back what was mirrored for writing since the last time; waits for the calls that write it. */
+/* Synchronises, and copies the outputs since the last fetch to the host. */
 skl_status mirror_fetch(mirror *tensors);
 
 #endif

@@ -5,7 +5,7 @@
 
 enum {
     THREADS_MAX = 256,
-    BLOCK_ROWS = 16 /* small enough to balance causal rows, large enough not to fight over the counter */
+    BLOCK_ROWS = 16 /* small enough to balance causal rows, large enough to keep contention for the counter low */
 };
 
 typedef struct row_loop {
@@ -36,7 +36,7 @@ void parallel_rows(int threads, int64_t row_count, rows_task *task, void *contex
     int helper_count = 0;
     while (helper_count < threads - 1 && helper_count < THREADS_MAX) {
         if (pthread_create(&helpers[helper_count], NULL, run_blocks, &loop) != 0)
-            break; /* the threads that are there take the blocks of those that are not */
+            break; /* the existing threads do all the work */
         helper_count++;
     }
     run_blocks(&loop);

@@ -21,30 +21,30 @@ static void add_score(depth_score *score, int hit_t, int hit_s, double kl)
     score->kl += kl;
 }
 
-static void score_references(evaluation *result, const lesson *work, const sequence *text)
+static void score_references(evaluation *result, const attention_pair *pair, const sequence *tokens)
 {
-    const skl_problem *const p = &work->problem;
-    for (int64_t r = 0; r < text->reference_count; r++) {
-        const reference asked = text->references[r];
+    const skl_problem *const p = &pair->problem;
+    for (int64_t r = 0; r < tokens->reference_count; r++) {
+        const reference asked = tokens->references[r];
         const int64_t depth = asked.key * EVALUATE_DEPTHS / p->len_q;
         for (int64_t head = 0; head < p->heads_s; head++) {
             if (!task_head_retrieves(head))
                 continue;
-            const int hit_t = lesson_teacher_share(work, head, asked.query, asked.key) > 0.5;
-            const int hit_s = lesson_student_share(work, head, asked.query, asked.key) > 0.5;
-            const double kl = (double)work->kl[head * p->len_q + asked.query];
+            const int hit_t = attention_pair_p(pair, head, asked.query, asked.key) > 0.5;
+            const int hit_s = attention_pair_s(pair, head, asked.query, asked.key) > 0.5;
+            const double kl = (double)pair->kl[head * p->len_q + asked.query];
             add_score(&result->depths[depth], hit_t, hit_s, kl);
             add_score(&result->all, hit_t, hit_s, kl);
         }
     }
 }
 
-static void add_rows(evaluation *result, const lesson *work, double weight)
+static void add_rows(evaluation *result, const attention_pair *pair, double weight)
 {
-    const skl_problem *const p = &work->problem;
+    const skl_problem *const p = &pair->problem;
     for (int64_t head = 0; head < p->heads_s; head++)
         for (int64_t i = 0; i < p->len_q; i++) {
-            const double kl = weight * (double)work->kl[head * p->len_q + i];
+            const double kl = weight * (double)pair->kl[head * p->len_q + i];
             result->kl += kl / (double)(p->heads_s * p->len_q);
             if (head < EVALUATE_HEADS_MAX)
                 result->kl_head[head] += kl / (double)p->len_q;
@@ -62,21 +62,21 @@ static void divide_positions(evaluation *result, const skl_problem *p)
         result->kl_position[b] /= rows[b] ? (double)(p->heads_s * rows[b]) : 1;
 }
 
-skl_status evaluate(evaluation *result, lesson *work, const layer *teacher, const layer *student,
+skl_status evaluate(evaluation *result, attention_pair *pair, const layer *teacher, const layer *student,
                     const sequence_source *source, int64_t count, const volatile int *stop)
 {
     *result = (evaluation){.kl = 0};
     skl_status status = SKL_OK;
     for (int64_t index = 0; index < count && status == SKL_OK && !*stop; index++) {
-        const sequence text = source->at(source->state, SPLIT_HELD_OUT, (uint64_t)index);
-        lesson_project_teacher(work, teacher, &text);
-        lesson_project_student(work, student, &text);
-        status = lesson_forward(work);
+        const sequence tokens = source->at(source->state, SPLIT_HELD_OUT, (uint64_t)index);
+        attention_pair_project_teacher(pair, teacher, &tokens);
+        attention_pair_project_student(pair, student, &tokens);
+        status = attention_pair_forward(pair);
         if (status != SKL_OK)
             break;
-        add_rows(result, work, 1 / (double)count);
-        score_references(result, work, &text);
+        add_rows(result, pair, 1 / (double)count);
+        score_references(result, pair, &tokens);
     }
-    divide_positions(result, &work->problem);
+    divide_positions(result, &pair->problem);
     return status;
 }

@@ -1,4 +1,4 @@
-/* The half of an attention layer that says where to look: W_q and W_k. */
+/* The half of an attention layer that determines the attention distribution: W_q and W_k. */
 #ifndef STREAMKL_DISTILL_LAYER_H
 #define STREAMKL_DISTILL_LAYER_H
 
@@ -15,14 +15,14 @@ typedef struct layer {
     float *w_k; /* [width, key_heads * dim] */
 } layer;
 
-/* All weights 0. On failure device_error() says why; layer_free() is right then, too. */
+/* All weights are 0. On failure device_error() says why; call layer_free() in any case. */
 skl_status layer_allocate(layer *weights, layer_shape shape);
 void layer_free(layer *weights);
 
 int64_t layer_q_count(const layer_shape *shape); /* elements of w_q */
-int64_t layer_k_count(const layer_shape *shape);
+int64_t layer_k_count(const layer_shape *shape); /* elements of w_k */
 
-/* Numbers of variance 1 / width: q and k of hidden states of variance 1 have variance 1. */
+/* Variance 1 / width: hidden states of variance 1 then have q and k of variance 1. */
 void layer_randomise(layer *weights, uint64_t seed);
 void layer_copy(layer *to, const layer *from); /* of equal shapes */
 

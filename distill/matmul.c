@@ -1,3 +1,4 @@
+#include "distill/matmul.h"
 #include "distill/matmul_kernel.h"
 #include "device/parallel.h"
 
@@ -22,7 +23,7 @@ static matmul_rows *best_instance(void)
 }
 #endif
 
-/* Rows are handed out in blocks that tiles of every instance fill: where a block ends changes no bit. */
+/* A multiple of every instance's TILE_ROWS, so that the division into blocks does not change the result. */
 enum { BLOCK_ROWS = 48 };
 
 typedef struct product {

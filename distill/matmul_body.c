@@ -13,7 +13,7 @@ enum { LANES = 4, TILE_ROWS = 6 };
 enum {
     TILE_VECTORS = 2,
     TILE_COLUMNS = TILE_VECTORS * LANES,
-    BLOCK_INNER = 256 /* a tile's part of b stays in the first-level cache */
+    BLOCK_INNER = 256 /* a tile's slice of b fits into the L1 cache */
 };
 
 typedef float vector __attribute__((vector_size(LANES * sizeof(float))));
@@ -51,7 +51,9 @@ static void full_tile(float *c, const float *a, int64_t row_stride, int64_t colu
             store(c + i * columns + v * LANES, sum[i][v]);
 }
 
-static void edge_tile(float *c, matrix a, const float *b, int64_t rows, int64_t width, int64_t columns, int64_t inner)
+/* The same for a tile that the end of the matrix cuts. */
+static void partial_tile(float *c, matrix a, const float *b, int64_t rows, int64_t width, int64_t columns,
+                         int64_t inner)
 {
     for (int64_t i = 0; i < rows; i++)
         for (int64_t k = 0; k < inner; k++) {
@@ -79,7 +81,7 @@ void MATMUL_ROWS(float *c, matrix a, const float *b, int64_t row_begin, int64_t 
                     full_tile(c + i * columns + j, part.data, part.row_stride, part.column_stride,
                               b + k * columns + j, columns, depth);
                 else
-                    edge_tile(c + i * columns + j, part, b + k * columns + j, smaller(TILE_ROWS, row_end - i),
-                              smaller(TILE_COLUMNS, columns - j), columns, depth);
+                    partial_tile(c + i * columns + j, part, b + k * columns + j, smaller(TILE_ROWS, row_end - i),
+                                 smaller(TILE_COLUMNS, columns - j), columns, depth);
             }
 }

@@ -1,4 +1,4 @@
-/* Numbers for data, first weights and checks: equal on every machine for an equal seed. */
+/* Random numbers for data, initial weights and checks: the same on every machine for the same seed. */
 #ifndef STREAMKL_DISTILL_RANDOM_H
 #define STREAMKL_DISTILL_RANDOM_H
 
@@ -13,7 +13,7 @@ static inline uint64_t random_bits(uint64_t *state)
     return z ^ z >> 31;
 }
 
-/* Mean 0, variance 1 and nearly normal: four uniform 16-bit numbers, added. */
+/* Mean 0, variance 1, nearly normal: the sum of four uniform 16-bit numbers. */
 static inline float random_normal(uint64_t *state)
 {
     const uint64_t bits = random_bits(state);
@@ -22,13 +22,13 @@ static inline float random_normal(uint64_t *state)
     return sqrt_3 * ((float)sum / 65536 - 2);
 }
 
-/* 0 or more, below count; the bias of the remainder is below count / 2^64. */
+/* In [0, count); the bias of the remainder is below count / 2^64. */
 static inline int64_t random_below(uint64_t *state, int64_t count)
 {
     return (int64_t)(random_bits(state) % (uint64_t)count);
 }
 
-/* A stream of its own for every (seed, stream, index): any of them can be made without those before it. */
+/* The state of an independent stream for every (seed, stream, index). */
 static inline uint64_t random_stream(uint64_t seed, uint64_t stream, uint64_t index)
 {
     uint64_t state = seed;

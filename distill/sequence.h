@@ -1,23 +1,23 @@
-/* What a layer is taught on: hidden states of one sequence, and where they come from. */
+/* Training data: the hidden states of one sequence, and their source. */
 #ifndef STREAMKL_DISTILL_SEQUENCE_H
 #define STREAMKL_DISTILL_SEQUENCE_H
 
 #include "distill/layer.h"
 
-/* A query that should look at one key. */
+/* A query that should attend to one key. */
 typedef struct reference {
     int64_t query, key;
 } reference;
 
 typedef struct sequence {
     const float *hidden_t, *hidden_s; /* [context, width] of the teacher and of the student; they may be the same */
-    const reference *references;      /* NULL: not known */
+    const reference *references;      /* NULL: unknown */
     int64_t reference_count;
 } sequence;
 
 typedef enum sequence_split { SPLIT_TRAINING = 0, SPLIT_HELD_OUT = 1 } sequence_split;
 
-/* A source of sequences, made up or from files. What a call returns is good until the next one. */
+/* A source of sequences, synthetic or from files. The result of a call is valid until the next call. */
 typedef struct sequence_source {
     void *state;
     sequence (*at)(void *state, sequence_split split, uint64_t index);

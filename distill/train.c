@@ -15,59 +15,43 @@ static void clear(layer *gradient)
     memset(gradient->w_k, 0, (size_t)layer_k_count(&gradient->shape) * sizeof *gradient->w_k);
 }
 
-skl_status trainee_allocate(trainee *pupil, const layer *first_weights)
-{
-    *pupil = (trainee){.student = {.step = 0}};
-    skl_status status = learner_allocate(&pupil->student, first_weights->shape);
-    if (status == SKL_OK)
-        status = layer_allocate(&pupil->gradient, first_weights->shape);
-    if (status == SKL_OK)
-        layer_copy(&pupil->student.weights, first_weights);
-    return status;
-}
-
-void trainee_free(trainee *pupil)
-{
-    learner_free(&pupil->student);
-    layer_free(&pupil->gradient);
-}
-
-/* The sequence of which the lesson has the teacher's projections, once more, without guidance. */
-static void learn_alone(trainee *alone, const training *plan, lesson *work, unguided *outputs, const sequence *text,
-                        uint64_t index)
+/* Adds the control's gradient on the sequence whose teacher projections `pair` holds. */
+static void add_control_gradient(student_model *control, const training_config *config, attention_pair *pair,
+                                 output_loss *control_loss, const sequence *tokens, uint64_t index)
 {
     enum { STREAM_QUERIES = 401 };
-    const float share = 1 / (float)(outputs->rows * work->problem.heads_s * plan->batch);
-    lesson_project_student(work, &alone->student.weights, text);
-    unguided_gradient(outputs, work, text, random_stream(plan->seed, STREAM_QUERIES, index), share, &alone->gradient);
+    const float scale = 1 / (float)(control_loss->rows * pair->problem.heads_s * config->batch);
+    attention_pair_project_student(pair, &control->weights, tokens);
+    output_loss_backward(control_loss, pair, tokens, random_stream(config->seed, STREAM_QUERIES, index), scale,
+                         &control->gradient);
 }
 
-skl_status train_step(trainee *guided, trainee *alone, const training *plan, lesson *work, unguided *outputs,
-                      double *loss, const volatile int *stop)
+skl_status train_step(student_model *student, student_model *control, const training_config *config,
+                      attention_pair *pair, output_loss *control_loss, double *mean_kl, const volatile int *stop)
 {
-    const int64_t rows = work->problem.heads_s * work->problem.len_q, step = guided->student.step;
-    const double share = 1 / (double)(rows * plan->batch);
-    clear(&guided->gradient);
-    if (alone)
-        clear(&alone->gradient);
-    *loss = 0;
-    for (int64_t b = 0; b < plan->batch; b++) {
-        const uint64_t index = (uint64_t)(step * plan->batch + b);
-        const sequence text = plan->source->at(plan->source->state, SPLIT_TRAINING, index);
-        lesson_project_teacher(work, plan->teacher, &text);
-        lesson_project_student(work, &guided->student.weights, &text);
-        skl_status status = lesson_forward(work);
+    const int64_t rows = pair->problem.heads_s * pair->problem.len_q, step = student->step;
+    const double scale = 1 / (double)(rows * config->batch);
+    clear(&student->gradient);
+    if (control)
+        clear(&control->gradient);
+    *mean_kl = 0;
+    for (int64_t b = 0; b < config->batch; b++) {
+        const uint64_t index = (uint64_t)(step * config->batch + b);
+        const sequence tokens = config->source->at(config->source->state, SPLIT_TRAINING, index);
+        attention_pair_project_teacher(pair, config->teacher, &tokens);
+        attention_pair_project_student(pair, &student->weights, &tokens);
+        skl_status status = attention_pair_forward(pair);
         if (status == SKL_OK)
-            status = lesson_backward(work, (float)share, &text, &guided->gradient);
-        if (status == SKL_OK && alone)
-            learn_alone(alone, plan, work, outputs, &text, index);
+            status = attention_pair_backward(pair, (float)scale, &tokens, &student->gradient);
+        if (status == SKL_OK && control)
+            add_control_gradient(control, config, pair, control_loss, &tokens, index);
         if (status != SKL_OK || *stop)
             return status;
-        *loss += share * sum_of(work->kl, rows);
+        *mean_kl += scale * sum_of(pair->kl, rows);
     }
-    const float rate = adam_rate(plan->rate, step, plan->steps);
-    adam_step(&guided->student, &guided->gradient, rate);
-    if (alone)
-        adam_step(&alone->student, &alone->gradient, rate);
+    const float rate = adam_rate(config->rate, step, config->steps);
+    adam_step(student, rate);
+    if (control)
+        adam_step(control, rate);
     return SKL_OK;
 }

@@ -1,32 +1,23 @@
-/* One step of training: a mini-batch of sequences, their KL, one update of the student; and beside it one of a
- * student without guidance, on the same sequences. */
+/* One step of training: a batch of sequences, the loss on each, one update of the weights. Optionally a control takes
+ * the same step: a second student that starts with the same weights and learns from another loss. */
 #ifndef STREAMKL_DISTILL_TRAIN_H
 #define STREAMKL_DISTILL_TRAIN_H
 
 #include "distill/adam.h"
-#include "distill/unguided.h"
+#include "distill/output_loss.h"
 
-typedef struct training {
+typedef struct training_config {
     const layer *teacher;
     const sequence_source *source;
     int64_t steps, batch;
-    float rate; /* the highest learning rate */
+    float rate; /* peak learning rate */
     uint64_t seed;
-} training;
+} training_config;
 
-/* A student and the gradient of the batch at hand. */
-typedef struct trainee {
-    learner student;
-    layer gradient;
-} trainee;
-
-skl_status trainee_allocate(trainee *pupil, const layer *first_weights);
-void trainee_free(trainee *pupil);
-
-/* Takes the next step of `guided`; *loss is its mean KL over rows, heads and sequences before it. `alone`, if it is
- * not NULL, takes one too, on what `outputs` looks at. When `stop` is set in the middle of a batch nothing is updated
- * and both steps stay what they were. */
-skl_status train_step(trainee *guided, trainee *alone, const training *plan, lesson *work, unguided *outputs,
-                      double *loss, const volatile int *stop);
+/* Takes the next step of `student` on the attention KL; *mean_kl is its mean over rows, heads and sequences before
+ * the update. If `control` is not NULL it takes a step on the output loss. If `stop` is set in the middle of a batch,
+ * neither is updated. */
+skl_status train_step(student_model *student, student_model *control, const training_config *config,
+                      attention_pair *pair, output_loss *control_loss, double *mean_kl, const volatile int *stop);
 
 #endif

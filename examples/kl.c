@@ -1,4 +1,4 @@
-/* How far is a student's attention from its teacher's, and which way should the student move?
+/* The KL divergence between the attention of a teacher and a student, and its gradients for the student.
  *
  *     cc kl.c $(pkg-config --cflags --libs streamkl) -o kl && ./kl
  */
@@ -25,7 +25,7 @@ static float noise(void)
     return 2.0F * (float)rand() / (float)RAND_MAX - 1.0F;
 }
 
-/* A teacher, and a student that is nearly the same. */
+/* A student close to its teacher. */
 static void fill_inputs(void)
 {
     for (int i = 0; i < LENGTH; i++)
@@ -70,7 +70,7 @@ int main(void)
                            .lse_s = skl_output_contiguous(lse_s, 1, LENGTH, 1)};
     check(skl_forward(plan, &inputs, &rows, workspace, size, NULL));
 
-    /* The backward recomputes both distributions from the saved log-sum-exps. */
+    /* The backward recomputes both distributions from the saved LSEs. */
     inputs.lse_t = skl_input_contiguous(lse_t, 1, LENGTH, 1);
     inputs.lse_s = skl_input_contiguous(lse_s, 1, LENGTH, 1);
     const skl_gradients gradients = {.struct_size = sizeof gradients,
@@ -79,7 +79,7 @@ int main(void)
     check(skl_backward(plan, &inputs, &gradients, workspace, size, NULL));
 
     printf("StreamKL %s: mean KL %.6f nats over %d rows\n", skl_version(), mean_kl(), LENGTH);
-    printf("kernel %s, %zu KiB of workspace in place of %zu MiB of matrices\n", skl_plan_kernel(plan), size / 1024,
+    printf("kernel %s, %zu KiB of workspace instead of %zu MiB of matrices\n", skl_plan_kernel(plan), size / 1024,
            (size_t)4 * LENGTH * LENGTH * sizeof(float) >> 20);
 
     free(workspace);

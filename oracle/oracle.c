@@ -1,7 +1,7 @@
 /* KL(P || S) or KL(S || P) of every row, and the gradients, from whole rows of logits.
  *
  * Every number has a `_rounding`: how much it changes, in units of a relative rounding error, if each number it is
- * computed from is rounded once, all in the worst direction. docs/maths.md derives them. */
+ * computed from is rounded once, all in the worst direction. docs/design/maths.md derives them. */
 #ifndef REAL
 #define REAL       double
 #define ORACLE_RUN oracle_run

@@ -62,9 +62,9 @@ int64_t oracle_row_keys(const skl_problem *problem, const skl_inputs *inputs, in
  *
  *     2 x the largest naive error of the tensor + one rounding of every intermediate number of the element
  *
- * plus half the spacing of a 16-bit output type. docs/maths.md derives the second term, which matters where the naive
- * result is exact by luck. Kernels that round the gradient of the logits before they multiply it with q or k may add
- * one rounding of every term of that product. */
+ * plus half the spacing of a 16-bit output type. docs/design/maths.md derives the second term, which matters where
+ * the naive result is exact by luck. Kernels that round the gradient of the logits before they multiply it with q or
+ * k may add one rounding of every term of that product. */
 typedef struct oracle_expectation {
     const double *exact, *naive, *rounding;
     const double *terms;     /* gradients; NULL for row vectors */

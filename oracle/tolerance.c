@@ -1,4 +1,4 @@
-/* How far a result may be from the exact one: docs/maths.md derives the rule. */
+/* How far a result may be from the exact one: docs/design/maths.md derives the rule. */
 #include "oracle.h"
 
 #include <math.h>

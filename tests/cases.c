@@ -2,13 +2,13 @@
 
 #include "case_words.h"
 
-/* The plainest case there is, for what has nothing to do with its shape. */
+/* A plain shape, for cases about something else. */
 #define PLAIN SHAPE(2, 33, 41), HEADS(2, 2), DIMS(16, 16)
 
-/* The formatter would spread the braces of a macro over lines of their own. */
+/* The formatter would put the braces of a macro on separate lines. */
 /* clang-format off */
 
-/* A case for every subset of the gradients. */
+/* One case per subset of the gradients. */
 #define WITHOUT(label, gradients, ...) {"gradients_" label, .without = gradients, __VA_ARGS__}
 #define SUBSETS(label, ...)                                                                    \
     WITHOUT(label "_none",      15, __VA_ARGS__), WITHOUT(label "_dk_s",      7, __VA_ARGS__), \
@@ -32,7 +32,7 @@
 /* clang-format on */
 
 const test_case test_cases[] = {
-    /* Lengths around and between the tiles of the kernels. */
+    /* Lengths at and around the tile sizes of the kernels. */
     {"shape_1x1", SHAPE(1, 1, 1), HEADS(1, 1), DIMS(64, 64)},
     {"shape_1x127", SHAPE(2, 1, 127), HEADS(2, 2), DIMS(64, 64)},
     {"shape_127x1", SHAPE(2, 127, 1), HEADS(2, 2), DIMS(64, 64)},
@@ -51,10 +51,10 @@ const test_case test_cases[] = {
     {"shape_17x31_many_heads", SHAPE(3, 17, 31), HEADS(13, 13), DIMS(8, 8)},
     {"no_queries", SHAPE(2, 0, 5), HEADS(2, 2), DIMS(8, 8)},
     {"no_keys", SHAPE(2, 5, 0), HEADS(2, 2), DIMS(8, 8)},
-    {"nothing_at_all", SHAPE(1, 0, 0), HEADS(1, 1), DIMS(8, 8)},
+    {"no_queries_no_keys", SHAPE(1, 0, 0), HEADS(1, 1), DIMS(8, 8)},
     {"no_batch", SHAPE(0, 5, 5), HEADS(1, 1), DIMS(8, 8)},
 
-    /* Head sizes. */
+    /* Head dimensions. */
     {"dim_1", SHAPE(1, 37, 41), HEADS(2, 2), DIMS(1, 1)},
     {"dim_8", SHAPE(1, 37, 67), HEADS(2, 2), DIMS(8, 8)},
     {"dim_33", SHAPE(1, 65, 97), HEADS(1, 1), DIMS(33, 33)},
@@ -97,22 +97,22 @@ const test_case test_cases[] = {
     {"causal_window", SHAPE(1, 193, 193), HEADS(1, 1), DIMS(32, 32), CAUSAL, WINDOW(31, -1)},
     {"causal_window_right", SHAPE(1, 61, 61), HEADS(1, 1), DIMS(16, 16), CAUSAL, WINDOW(13, 7)},
     {"causal_window_far", SHAPE(1, 300, 300), HEADS(1, 1), DIMS(8, 8), CAUSAL, WINDOW(100, -1)},
-    {"key_lengths", SHAPE(4, 37, 97), HEADS(2, 2), DIMS(16, 16), KEYS(0, 1, 64, 97)},
-    {"key_lengths_all_0", SHAPE(2, 37, 41), HEADS(2, 2), DIMS(16, 16), KEYS(0, 0)},
-    {"key_lengths_causal", SHAPE(3, 97, 97), HEADS(1, 1), DIMS(16, 16), KEYS(5, 63, 96), CAUSAL},
-    {"key_lengths_window", SHAPE(3, 97, 97), HEADS(1, 1), DIMS(16, 16), KEYS(5, 63, 96), WINDOW(9, 9)},
-    {"key_lengths_bf16", SHAPE(3, 65, 97), HEADS(2, 2), DIMS(64, 64), TYPES(BF16, BF16), KEYS(33, 0, 95)},
+    {"key_lengths", SHAPE(4, 37, 97), HEADS(2, 2), DIMS(16, 16), KEY_LENGTHS(0, 1, 64, 97)},
+    {"key_lengths_all_0", SHAPE(2, 37, 41), HEADS(2, 2), DIMS(16, 16), KEY_LENGTHS(0, 0)},
+    {"key_lengths_causal", SHAPE(3, 97, 97), HEADS(1, 1), DIMS(16, 16), KEY_LENGTHS(5, 63, 96), CAUSAL},
+    {"key_lengths_window", SHAPE(3, 97, 97), HEADS(1, 1), DIMS(16, 16), KEY_LENGTHS(5, 63, 96), WINDOW(9, 9)},
+    {"key_lengths_bf16", SHAPE(3, 65, 97), HEADS(2, 2), DIMS(64, 64), TYPES(BF16, BF16), KEY_LENGTHS(33, 0, 95)},
     {"offsets_inside", SHAPE(1, 37, 97), HEADS(2, 2), DIMS(16, 16), CAUSAL, OFFSETS(32, 0)},
     {"offsets_late_keys", SHAPE(1, 97, 41), HEADS(2, 2), DIMS(16, 16), CAUSAL, OFFSETS(0, 32)},
     {"offsets_all_keys_later", SHAPE(1, 37, 41), HEADS(2, 2), DIMS(16, 16), CAUSAL, OFFSETS(0, 1000)},
     {"offsets_window", SHAPE(1, 65, 97), HEADS(1, 1), DIMS(16, 16), WINDOW(20, 4), OFFSETS(1000000, 999990)},
     {"offsets_negative", SHAPE(1, 65, 97), HEADS(1, 1), DIMS(16, 16), CAUSAL, OFFSETS(-20, -50)},
     {"offsets_unmasked", PLAIN, OFFSETS(3, 70)},
-    /* The last keys are seen by no query, but would be by those that a tile of queries has room for. */
-    {"offsets_keys_behind_the_queries", SHAPE(2, 24, 8), HEADS(1, 1), DIMS(16, 16), TYPES(BF16, BF16), WINDOW(56, 19),
+    /* No query sees the last keys, but the unused rows of its query tile would. */
+    {"offsets_keys_after_the_queries", SHAPE(2, 24, 8), HEADS(1, 1), DIMS(16, 16), TYPES(BF16, BF16), WINDOW(56, 19),
      OFFSETS(-25, 13)},
 
-    /* Several tiles of queries and several blocks of keys, whose edges no mask respects. */
+    /* Several query tiles and several key blocks, with masks that cut through them. */
     {"long_causal", SHAPE(1, 410, 421), HEADS(1, 1), DIMS(8, 8), CAUSAL},
     {"long_causal_bf16", SHAPE(1, 410, 421), HEADS(1, 1), DIMS(8, 8), TYPES(BF16, BF16), CAUSAL},
     {"long_causal_bf16_grad_f32", SHAPE(1, 410, 421), HEADS(1, 1), DIMS(8, 8), TYPES(BF16, BF16), .grad_f32 = 1,
@@ -124,14 +124,15 @@ const test_case test_cases[] = {
      WINDOW(190, 40)},
     {"long_mqa_f16", SHAPE(1, 200, 300), HEADS(4, 4), KEY_HEADS(1, 2), DIMS(128, 104), TYPES(F16, F16), CAUSAL,
      REVERSE},
-    {"long_grouped_bf16", SHAPE(1, 300, 421), HEADS(3, 1), DIMS(8, 8), TYPES(BF16, BF16), CAUSAL},
-    {"long_grouped", SHAPE(1, 300, 421), HEADS(4, 2), KEY_HEADS(2, 1), DIMS(8, 8), WINDOW(150, 33)},
-    {"long_key_lengths_bf16", SHAPE(3, 200, 800), HEADS(1, 1), DIMS(8, 8), TYPES(BF16, BF16), KEYS(390, 0, 777)},
+    {"long_teacher_groups_bf16", SHAPE(1, 300, 421), HEADS(3, 1), DIMS(8, 8), TYPES(BF16, BF16), CAUSAL},
+    {"long_teacher_groups", SHAPE(1, 300, 421), HEADS(4, 2), KEY_HEADS(2, 1), DIMS(8, 8), WINDOW(150, 33)},
+    {"long_key_lengths_bf16", SHAPE(3, 200, 800), HEADS(1, 1), DIMS(8, 8), TYPES(BF16, BF16),
+     KEY_LENGTHS(390, 0, 777)},
     {"long_packed_bf16", PACKED(3, LENGTHS(0, 1, 250, 700), LENGTHS(0, 200, 431, 900)), HEADS(1, 1), DIMS(8, 8),
      TYPES(BF16, BF16), CAUSAL, TAILS(7, 3)},
 
-    /* Keys that stay in one piece and go more than twice through the stages of a forward on a GPU of 132
-     * multiprocessors; pieces of more than one tile. */
+    /* On a GPU with 132 SMs: keys that are not split and fill the pipeline of a forward more than twice; splits of
+     * more than one tile. */
     {"many_stages_bf16", SHAPE(1, 5, 1100), HEADS(70, 70), DIMS(8, 8), TYPES(BF16, BF16), .without = ALL_GRADIENTS},
     {"many_stages_128_bf16", SHAPE(1, 3, 700), HEADS(70, 70), DIMS(128, 104), TYPES(BF16, BF16),
      .without = ALL_GRADIENTS},
@@ -139,22 +140,22 @@ const test_case test_cases[] = {
      .without = ALL_GRADIENTS},
     {"many_stages_192_bf16", SHAPE(1, 3, 500), HEADS(70, 70), DIMS(192, 192), TYPES(BF16, BF16),
      .without = ALL_GRADIENTS},
-    {"many_parts_causal_bf16", SHAPE(1, 257, 512), HEADS(66, 66), DIMS(8, 8), TYPES(BF16, BF16), CAUSAL,
-     .without = ALL_GRADIENTS}, /* as many as there is workspace for */
-    {"many_parts_bf16", SHAPE(1, 300, 800), HEADS(1, 1), DIMS(8, 8), TYPES(BF16, BF16), .without = ALL_GRADIENTS},
+    {"many_splits_causal_bf16", SHAPE(1, 257, 512), HEADS(66, 66), DIMS(8, 8), TYPES(BF16, BF16), CAUSAL,
+     .without = ALL_GRADIENTS}, /* as many splits as the workspace has room for */
+    {"many_splits_bf16", SHAPE(1, 300, 800), HEADS(1, 1), DIMS(8, 8), TYPES(BF16, BF16), .without = ALL_GRADIENTS},
 
-    /* More tiles of queries than that GPU has multiprocessors, all alike: blocks of a forward that take one after
-     * another. Sequences that begin amid a round, a fourth round, tiles of one row; one stage more than there is room
-     * for, whole or of one key, and as many as fill it twice. */
-    {"tiles_in_turns_bf16", SHAPE(2, 5, 1100), HEADS(90, 90), KEY_HEADS(45, 18), DIMS(8, 8), TYPES(BF16, BF16),
+    /* More query tiles than that GPU has SMs, all with the same keys: a persistent forward. Sequences that begin in
+     * the middle of a wave, a fourth wave, tiles of one row; one pipeline stage more than the pipeline has, full or
+     * with one key, and twice as many stages as it has. */
+    {"persistent_bf16", SHAPE(2, 5, 1100), HEADS(90, 90), KEY_HEADS(45, 18), DIMS(8, 8), TYPES(BF16, BF16),
      .without = ALL_GRADIENTS},
-    {"tiles_in_turns_f16", SHAPE(1, 5, 513), HEADS(140, 140), DIMS(8, 64), TYPES(F16, F16), .without = ALL_GRADIENTS},
-    {"tiles_in_turns_128_bf16", SHAPE(5, 1, 512), HEADS(81, 81), DIMS(8, 72), TYPES(BF16, BF16), REVERSE,
+    {"persistent_f16", SHAPE(1, 5, 513), HEADS(140, 140), DIMS(8, 64), TYPES(F16, F16), .without = ALL_GRADIENTS},
+    {"persistent_128_bf16", SHAPE(5, 1, 512), HEADS(81, 81), DIMS(8, 72), TYPES(BF16, BF16), REVERSE,
      .without = ALL_GRADIENTS},
-    {"tiles_in_turns_rows_f16", SHAPE(1, 257, 320), HEADS(67, 67), DIMS(8, 72), TYPES(F16, F16), .growth = 20,
+    {"persistent_one_row_tiles_f16", SHAPE(1, 257, 320), HEADS(67, 67), DIMS(8, 72), TYPES(F16, F16), .growth = 20,
      .without = ALL_GRADIENTS},
 
-    /* Heads of more than 128 dimensions in 16-bit types: kernels of their own, which keep more in shared memory. */
+    /* Heads of more than 128 dimensions in 16-bit types: separate kernels, which keep more in shared memory. */
     {"wide_bf16", SHAPE(1, 140, 330), HEADS(1, 1), DIMS(256, 256), TYPES(BF16, BF16)},
     {"wide_causal_bf16", SHAPE(1, 140, 200), HEADS(2, 2), KEY_HEADS(2, 1), DIMS(256, 192), TYPES(BF16, BF16), CAUSAL},
     {"wide_mqa_bf16", SHAPE(1, 200, 140), HEADS(4, 4), KEY_HEADS(1, 2), DIMS(192, 192), TYPES(BF16, BF16),
@@ -181,7 +182,7 @@ const test_case test_cases[] = {
      OFFSETS(10, 0)},
     {"packed_bf16_length_first", PACKED(3, LENGTHS(0, 5, 38, 100), LENGTHS(0, 9, 20, 117)), HEADS(4, 4),
      KEY_HEADS(2, 4), DIMS(32, 32), TYPES(BF16, BF16), CAUSAL, TAILS(4, 7), LAYOUT(LENGTH_FIRST)},
-    {"packed_grouped", PACKED(3, LENGTHS(0, 5, 38, 60), LENGTHS(0, 9, 9, 57)), HEADS(6, 2), DIMS(16, 16),
+    {"packed_teacher_groups", PACKED(3, LENGTHS(0, 5, 38, 60), LENGTHS(0, 9, 9, 57)), HEADS(6, 2), DIMS(16, 16),
      TAILS(1, 1)},
     {"packed_reverse", PACKED(3, LENGTHS(0, 5, 38, 60), LENGTHS(0, 9, 9, 57)), HEADS(2, 2), DIMS(16, 16), REVERSE,
      TAILS(1, 1), LAYOUT(GAPS)},
@@ -195,7 +196,7 @@ const test_case test_cases[] = {
     {"gqa_f16_grad_f32", SHAPE(1, 65, 97), HEADS(8, 8), KEY_HEADS(2, 4), DIMS(32, 32), TYPES(F16, F16),
      .grad_f32 = 1},
 
-    /* A teacher of several heads for each of the student's. */
+    /* Teacher groups: several teacher heads per student head. */
     {"group_2", SHAPE(2, 37, 67), HEADS(4, 2), DIMS(16, 16)},
     {"group_3", SHAPE(1, 65, 97), HEADS(6, 2), DIMS(32, 16)},
     {"group_8", SHAPE(1, 37, 67), HEADS(8, 1), DIMS(16, 16), CAUSAL},
@@ -218,11 +219,11 @@ const test_case test_cases[] = {
      CAUSAL},
     {"group_misaligned_given", SHAPE(1, 37, 67), HEADS(6, 3), KEY_HEADS(2, 1), DIMS(16, 16), .lse = LSE_GIVEN,
      REVERSE},
-    {"group_masked", SHAPE(3, 37, 67), HEADS(4, 2), DIMS(16, 16), KEYS(0, 20, 67), CAUSAL},
-    {"group_masked_wider", SHAPE(3, 37, 67), HEADS(4, 2), DIMS(16, 16), KEYS(0, 20, 67), .lse = LSE_WIDER},
+    {"group_masked", SHAPE(3, 37, 67), HEADS(4, 2), DIMS(16, 16), KEY_LENGTHS(0, 20, 67), CAUSAL},
+    {"group_masked_wider", SHAPE(3, 37, 67), HEADS(4, 2), DIMS(16, 16), KEY_LENGTHS(0, 20, 67), .lse = LSE_WIDER},
     {"group_softcap", SHAPE(1, 37, 67), HEADS(4, 2), DIMS(16, 16), SOFTCAPS(3, 2), .lse = LSE_GIVEN},
     {"group_gaps", SHAPE(2, 37, 67), HEADS(4, 2), DIMS(16, 16), LAYOUT(GAPS), .lse = LSE_WIDER},
-    {"lse_given_but_not_grouped", PLAIN, .lse = LSE_GIVEN},
+    {"lse_given_without_groups", PLAIN, .lse = LSE_GIVEN},
 
     /* Scales, softcaps, directions. */
     {"scales", PLAIN, SCALES(0.7F, 0.125F)},
@@ -244,24 +245,23 @@ const test_case test_cases[] = {
     {"unit_upstream", PLAIN, .unit_upstream = 1},
     {"unit_upstream_reverse", PLAIN, .unit_upstream = 1, REVERSE},
 
-    /* Logits whose size changes along the keys: what a lazy stabiliser has to notice. */
+    /* Logits whose size changes along the keys, so that a lazy shift has to be renewed. */
     {"growing", SHAPE(1, 37, 513), HEADS(2, 2), DIMS(16, 16), .growth = 30},
     {"growing_reverse", SHAPE(1, 37, 513), HEADS(1, 1), DIMS(16, 16), .growth = 30, REVERSE},
     {"growing_causal", SHAPE(1, 257, 257), HEADS(1, 1), DIMS(16, 16), .growth = 30, CAUSAL},
-    {"growing_grouped", SHAPE(1, 37, 257), HEADS(4, 2), DIMS(16, 16), .growth = 20},
+    {"growing_teacher_groups", SHAPE(1, 37, 257), HEADS(4, 2), DIMS(16, 16), .growth = 20},
     {"growing_fast", SHAPE(1, 37, 193), HEADS(1, 1), DIMS(16, 16), .growth = 300},
     {"shrinking", SHAPE(1, 37, 513), HEADS(2, 2), DIMS(16, 16), .growth = -30},
     {"growing_bf16", SHAPE(1, 70, 513), HEADS(2, 2), DIMS(128, 128), .growth = 30, TYPES(BF16, BF16)},
-    {"growing_whole_stages_bf16", SHAPE(1, 70, 256), HEADS(1, 1), DIMS(128, 128), .growth = 30, TYPES(BF16, BF16)},
+    {"growing_full_stages_bf16", SHAPE(1, 70, 256), HEADS(1, 1), DIMS(128, 128), .growth = 30, TYPES(BF16, BF16)},
     {"growing_causal_f16", SHAPE(1, 193, 193), HEADS(1, 1), DIMS(64, 64), .growth = 30, TYPES(F16, F16), CAUSAL},
     {"shrinking_bf16", SHAPE(1, 37, 257), HEADS(2, 2), DIMS(64, 64), .growth = -30, TYPES(BF16, BF16)},
 
-    /* Nearly all probabilities are 0: whole tiles of gradients in f16 are, and have no size that a unit could follow.
-     */
+    /* Nearly all probabilities are 0. Full tiles of f16 gradients are then 0 and have no magnitude to scale by. */
     {"peaked_f16", SHAPE(1, 2, 200), HEADS(4, 4), DIMS(64, 64), TYPES(F16, F16), SCALES(40, 28)},
     {"peaked_f16_reverse", SHAPE(1, 2, 200), HEADS(4, 4), DIMS(136, 192), TYPES(F16, F16), SCALES(40, 28), REVERSE},
 
-    /* Late in a training: KLs of 1e-6 to 1e-3, over small logits and large ones. */
+    /* Late in training: KLs of 1e-6 to 1e-3, with small and large logits. */
     {"near", SHAPE(1, 65, 97), HEADS(2, 2), DIMS(64, 64), .apart = 1e-2},
     {"near_reverse", SHAPE(1, 65, 97), HEADS(2, 2), DIMS(64, 64), .apart = 1e-3, REVERSE},
     {"near_growing", SHAPE(1, 37, 513), HEADS(2, 2), DIMS(16, 16), .apart = 1e-3, .growth = 30},
@@ -271,7 +271,7 @@ const test_case test_cases[] = {
     LAYOUTS("f32", SHAPE(3, 37, 41), HEADS(4, 4), KEY_HEADS(2, 4), DIMS(33, 16)),
     LAYOUTS("bf16", SHAPE(2, 37, 67), HEADS(2, 2), DIMS(64, 24), TYPES(BF16, F16), CAUSAL),
 
-    /* Gradients that are not asked for need no buffer and disturb no other. */
+    /* Gradients that are not requested need no buffer and do not affect the others. */
     SUBSETS("forward", SHAPE(1, 17, 37), HEADS(2, 2), DIMS(8, 8)),
     SUBSETS("reverse", SHAPE(1, 17, 37), HEADS(2, 2), DIMS(8, 8), REVERSE),
     SUBSETS("group", SHAPE(1, 17, 37), HEADS(4, 2), KEY_HEADS(2, 1), DIMS(8, 8)),
@@ -279,16 +279,16 @@ const test_case test_cases[] = {
     SUBSETS("bf16", SHAPE(1, 17, 37), HEADS(2, 2), DIMS(8, 8), TYPES(BF16, BF16)),
     SUBSETS("bf16_and_f32", SHAPE(1, 17, 37), HEADS(2, 2), DIMS(8, 8), TYPES(BF16, F32), REVERSE),
 
-    /* Everything together. */
-    {"together_a", PACKED(4, LENGTHS(0, 1, 34, 34, 95), LENGTHS(0, 40, 73, 80, 113)), HEADS(6, 3), KEY_HEADS(2, 1),
+    /* Many options at once. */
+    {"combined_a", PACKED(4, LENGTHS(0, 1, 34, 34, 95), LENGTHS(0, 40, 73, 80, 113)), HEADS(6, 3), KEY_HEADS(2, 1),
      DIMS(33, 64), TYPES(BF16, F16), .grad_f32 = 1, CAUSAL, WINDOW(17, 3), SOFTCAPS(4, 2), TAILS(3, 5),
      LAYOUT(LENGTH_FIRST), .lse = LSE_WIDER},
-    {"together_b", SHAPE(3, 65, 97), HEADS(8, 4), KEY_HEADS(4, 2), DIMS(24, 40), TYPES(F16, F32), REVERSE, CAUSAL,
-     WINDOW(40, -1), KEYS(97, 0, 50), SOFTCAPS(0, 5), SCALES(0.2F, 0), LAYOUT(GAPS), .lse = LSE_GIVEN},
-    {"together_3", SHAPE(2, 67, 131), HEADS(4, 4), KEY_HEADS(1, 2), DIMS(128, 8), TYPES(F32, BF16), WINDOW(50, 20),
-     OFFSETS(100, 60), KEYS(131, 90), REVERSE, LAYOUT(MISALIGNED), .unit_upstream = 1, .growth = 10},
+    {"combined_b", SHAPE(3, 65, 97), HEADS(8, 4), KEY_HEADS(4, 2), DIMS(24, 40), TYPES(F16, F32), REVERSE, CAUSAL,
+     WINDOW(40, -1), KEY_LENGTHS(97, 0, 50), SOFTCAPS(0, 5), SCALES(0.2F, 0), LAYOUT(GAPS), .lse = LSE_GIVEN},
+    {"combined_c", SHAPE(2, 67, 131), HEADS(4, 4), KEY_HEADS(1, 2), DIMS(128, 8), TYPES(F32, BF16), WINDOW(50, 20),
+     OFFSETS(100, 60), KEY_LENGTHS(131, 90), REVERSE, LAYOUT(MISALIGNED), .unit_upstream = 1, .growth = 10},
 
-    /* Indexers, over all visible keys. */
+    /* Dense indexers. */
     {"indexer", SHAPE(2, 33, 41), HEADS(4, 1), DIMS(16, 16), INDEXER(4)},
     {"indexer_1x1", SHAPE(1, 1, 1), HEADS(1, 1), DIMS(8, 8), INDEXER(1)},
     {"indexer_one_teacher", SHAPE(1, 37, 67), HEADS(1, 1), DIMS(16, 32), INDEXER(3)},
@@ -299,7 +299,7 @@ const test_case test_cases[] = {
     {"indexer_long", SHAPE(1, 3, 1021), HEADS(2, 1), DIMS(16, 32), INDEXER(4)},
     {"indexer_mqa", SHAPE(1, 65, 97), HEADS(16, 1), KEY_HEADS(1, 1), DIMS(64, 64), INDEXER(8)},
     {"indexer_gqa", SHAPE(1, 65, 97), HEADS(12, 2), KEY_HEADS(6, 1), DIMS(16, 32), INDEXER(4), CAUSAL},
-    {"indexer_gqa_straddles", SHAPE(1, 65, 97), HEADS(12, 6), KEY_HEADS(4, 3), DIMS(16, 32), INDEXER(2), CAUSAL},
+    {"indexer_gqa_across_groups", SHAPE(1, 65, 97), HEADS(12, 6), KEY_HEADS(4, 3), DIMS(16, 32), INDEXER(2), CAUSAL},
     {"indexer_mla", SHAPE(1, 33, 67), HEADS(6, 1), KEY_HEADS(1, 1), DIMS(576, 128), INDEXER(4), TYPES(BF16, BF16),
      CAUSAL, .lse = LSE_GIVEN},
     {"indexer_128_heads", SHAPE(1, 9, 31), HEADS(128, 1), KEY_HEADS(1, 1), DIMS(32, 32), INDEXER(128), CAUSAL},
@@ -314,7 +314,7 @@ const test_case test_cases[] = {
     {"indexer_causal", SHAPE(1, 97, 97), HEADS(2, 1), DIMS(32, 32), INDEXER(4), CAUSAL},
     {"indexer_causal_tall", SHAPE(1, 97, 33), HEADS(2, 1), DIMS(16, 16), INDEXER(4), CAUSAL},
     {"indexer_causal_window", SHAPE(1, 193, 193), HEADS(2, 1), DIMS(16, 16), INDEXER(4), CAUSAL, WINDOW(31, -1)},
-    {"indexer_key_lengths", SHAPE(4, 37, 97), HEADS(2, 1), DIMS(16, 16), INDEXER(4), KEYS(0, 1, 64, 97)},
+    {"indexer_key_lengths", SHAPE(4, 37, 97), HEADS(2, 1), DIMS(16, 16), INDEXER(4), KEY_LENGTHS(0, 1, 64, 97)},
     {"indexer_offsets", SHAPE(1, 97, 41), HEADS(2, 1), DIMS(16, 16), INDEXER(4), CAUSAL, OFFSETS(0, 32)},
     {"indexer_packed", PACKED(4, LENGTHS(0, 5, 5, 70, 103), LENGTHS(0, 9, 40, 40, 141)), TAILS(7, 5), HEADS(2, 1),
      DIMS(16, 16), INDEXER(4), CAUSAL, .lse = LSE_WIDER},
@@ -341,7 +341,7 @@ const test_case test_cases[] = {
     {"indexer_bf16_mla", SHAPE(1, 130, 270), HEADS(5, 1), KEY_HEADS(1, 1), DIMS(576, 64), INDEXER(4),
      TYPES(BF16, BF16), CAUSAL, .lse = LSE_WIDER},
     {"indexer_bf16_key_lengths", SHAPE(4, 37, 297), HEADS(2, 1), DIMS(64, 64), INDEXER(4), TYPES(BF16, BF16),
-     KEYS(0, 1, 164, 297)},
+     KEY_LENGTHS(0, 1, 164, 297)},
     {"indexer_bf16_packed", PACKED(4, LENGTHS(0, 5, 5, 170, 303), LENGTHS(0, 9, 40, 240, 541)), TAILS(7, 5),
      HEADS(4, 2), DIMS(64, 32), INDEXER(4), TYPES(BF16, BF16), CAUSAL},
     {"indexer_bf16_offsets", SHAPE(1, 297, 141), HEADS(2, 1), DIMS(24, 40), INDEXER(4), TYPES(BF16, BF16), CAUSAL,
@@ -357,7 +357,7 @@ const test_case test_cases[] = {
     {"indexer_f16_mla", SHAPE(1, 70, 140), HEADS(3, 1), KEY_HEADS(1, 1), DIMS(576, 64), INDEXER(3), TYPES(F16, F16),
      CAUSAL, .lse = LSE_WIDER},
     {"indexer_f16_key_lengths", SHAPE(4, 37, 297), HEADS(2, 1), DIMS(64, 64), INDEXER(4), TYPES(F16, F16),
-     KEYS(0, 1, 164, 297)},
+     KEY_LENGTHS(0, 1, 164, 297)},
     {"indexer_f16_packed", PACKED(4, LENGTHS(0, 5, 5, 170, 303), LENGTHS(0, 9, 40, 240, 541)), TAILS(7, 5),
      HEADS(4, 2), DIMS(64, 32), INDEXER(4), TYPES(F16, F16), CAUSAL},
     {"indexer_f16_offsets", SHAPE(1, 297, 141), HEADS(2, 1), DIMS(24, 40), INDEXER(4), TYPES(F16, F16), CAUSAL,
@@ -369,15 +369,16 @@ const test_case test_cases[] = {
     {"indexer_no_keys", SHAPE(2, 5, 0), HEADS(2, 1), DIMS(8, 8), INDEXER(2)},
     {"indexer_no_queries", SHAPE(2, 0, 5), HEADS(2, 1), DIMS(8, 8), INDEXER(2)},
 
-    /* Indexers, over selected keys. */
+    /* Sparse indexers. */
     {"sparse", SHAPE(2, 33, 141), HEADS(4, 1), DIMS(16, 16), INDEXER(4), TOP_K(16)},
     {"sparse_causal", SHAPE(1, 130, 130), HEADS(4, 1), KEY_HEADS(1, 1), DIMS(32, 32), INDEXER(4), TOP_K(40), CAUSAL},
     {"sparse_one", SHAPE(1, 37, 67), HEADS(2, 1), DIMS(16, 16), INDEXER(2), TOP_K(1)},
     {"sparse_more_than_keys", SHAPE(1, 37, 23), HEADS(2, 1), DIMS(16, 16), INDEXER(2), TOP_K(61)},
-    {"sparse_long_lists", SHAPE(1, 9, 611), HEADS(2, 1), DIMS(16, 16), INDEXER(2), TOP_K(301)},
+    {"sparse_large_top_k", SHAPE(1, 9, 611), HEADS(2, 1), DIMS(16, 16), INDEXER(2), TOP_K(301)},
     {"sparse_heads", SHAPE(1, 37, 67), HEADS(12, 4), KEY_HEADS(6, 2), DIMS(16, 24), INDEXER(3), TOP_K(20), CAUSAL},
     {"sparse_window", SHAPE(1, 65, 97), HEADS(2, 1), DIMS(16, 16), INDEXER(4), TOP_K(30), WINDOW(20, 8)},
-    {"sparse_key_lengths", SHAPE(3, 37, 97), HEADS(2, 1), DIMS(16, 16), INDEXER(4), TOP_K(20), KEYS(0, 33, 97)},
+    {"sparse_key_lengths", SHAPE(3, 37, 97), HEADS(2, 1), DIMS(16, 16), INDEXER(4), TOP_K(20),
+     KEY_LENGTHS(0, 33, 97)},
     {"sparse_offsets", SHAPE(1, 97, 41), HEADS(2, 1), DIMS(16, 16), INDEXER(4), TOP_K(12), CAUSAL, OFFSETS(0, 32)},
     {"sparse_packed", PACKED(4, LENGTHS(0, 5, 5, 70, 103), LENGTHS(0, 9, 40, 40, 141)), TAILS(7, 5), HEADS(2, 1),
      DIMS(16, 16), INDEXER(4), TOP_K(14), CAUSAL, .lse = LSE_WIDER},
@@ -407,7 +408,7 @@ const test_case test_cases[] = {
     {"sparse_f16_reverse", SHAPE(1, 9, 97), HEADS(6, 1), DIMS(64, 128), INDEXER(33), TYPES(F16, F16), WEIGHTS(F16),
      TOP_K(40), REVERSE, .growth = 20},
     {"sparse_f16_key_lengths", SHAPE(3, 7, 97), HEADS(2, 1), DIMS(24, 40), INDEXER(4), TYPES(F16, F16), TOP_K(20),
-     KEYS(0, 33, 97)},
+     KEY_LENGTHS(0, 33, 97)},
 };
 
 const size_t test_case_count = COUNT_OF(test_cases);

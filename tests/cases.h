@@ -1,25 +1,25 @@
-/* The case table: every shape, mask, type and layout that each kernel is tested with. */
+/* The case table: the shapes, masks, types and layouts with which every kernel is tested. */
 #ifndef SKL_TESTS_CASES_H
 #define SKL_TESTS_CASES_H
 
 #include "tensor.h"
 
-/* The inputs->lse_t of a forward. */
+/* inputs->lse_t of a forward. */
 typedef enum test_lse {
     LSE_COMPUTED, /* not given */
     LSE_GIVEN,    /* of the visible keys */
-    LSE_WIDER     /* of more than the visible keys */
+    LSE_WIDER     /* of more keys than are visible */
 } test_lse;
 
-/* What a case leaves out is 0, and that stands for the plain choice. */
+/* Members that a case does not set are 0, which is the plain choice. */
 typedef struct test_case {
     const char *name;
-    int64_t batch, len_q, len_k; /* packed cases have none: cu_seqlens tell */
+    int64_t batch, len_q, len_k; /* packed cases: derived from cu_seqlens */
     int64_t heads_t, heads_s, key_heads_t, key_heads_s;
     int64_t dim_t, dim_s;
     skl_dtype dtype_t, dtype_s;
     int32_t grad_f32;
-    uint32_t without; /* gradients that are not asked for */
+    uint32_t without; /* gradients that are not requested */
     skl_direction direction;
     float scale_t, scale_s, softcap_t, softcap_s;
     int32_t causal;
@@ -27,16 +27,16 @@ typedef struct test_case {
     const int64_t *offsets;     /* of query 0 and of key 0 */
     const int32_t *key_lengths; /* [batch] */
     const int32_t *cu_seqlens_q, *cu_seqlens_k;
-    int64_t tail_q, tail_k; /* rows of packed buffers behind the last sequence */
+    int64_t tail_q, tail_k; /* rows of packed buffers after the last sequence */
     test_lse lse;
     test_layout layout;
     int32_t unit_upstream; /* 1: no grad_kl */
-    int64_t index_heads;   /* not 0: the student is an indexer */
+    int64_t index_heads;   /* > 0: the student is an indexer */
     skl_dtype dtype_w;
     int32_t index_linear;
     int64_t top_k;
-    double growth; /* key logits grow this much from the first to the last key; below 0: shrink */
-    double apart;  /* the student is the teacher with every number moved by up to this much; 0: a stranger */
+    double growth; /* keys are scaled by 1 at the first to 1 + growth at the last; below 0: in reverse order */
+    double apart;  /* > 0: the student is the teacher with noise of up to this much; 0: independent */
 } test_case;
 
 enum {
@@ -49,7 +49,7 @@ extern const size_t test_case_count;
 
 skl_problem case_problem(const test_case *test_case);
 
-/* A small case drawn at random; its arrays live in `storage`. */
+/* A small random case; its arrays are in `storage`. */
 typedef struct random_case {
     test_case test_case;
     char name[32];

@@ -1,5 +1,6 @@
-/* The device under test. SKL_TEST_DEVICE=cuda runs the cases on a GPU: it works on the tests' own guarded memory,
- * which is registered with it, so that poison, gaps and guards watch a GPU as they watch a CPU. */
+/* The device under test. SKL_TEST_DEVICE=cuda runs the cases on a GPU. It works on the guarded host memory of the
+ * tests, registered with CUDA, so that poison, gaps and guard pages detect stray accesses of a GPU as they do on a
+ * CPU. */
 #ifndef SKL_TESTS_DEVICE_H
 #define SKL_TESTS_DEVICE_H
 
@@ -7,11 +8,11 @@
 
 skl_device test_device(void);
 
-/* Lets the device reach whole pages of host memory, and takes it away again. */
+/* Registers pages of host memory with the device, and unregisters them. */
 void device_share(void *pages, size_t size);
 void device_unshare(void *pages);
 
-/* Returns when everything that was launched is done; fails the test if it went wrong. */
+/* Synchronises with the device. Fails the test if a launch failed. */
 void device_wait(void);
 
 #endif

@@ -1,4 +1,4 @@
-/* Edits of a struct as data, so that tables of bad arguments can say what they change. */
+/* Edits of a struct as data, for tables of invalid arguments. */
 #ifndef SKL_TESTS_EDIT_H
 #define SKL_TESTS_EDIT_H
 
@@ -11,12 +11,12 @@ typedef enum edit_kind { EDIT_NONE, EDIT_SET, EDIT_SET_FLOAT, EDIT_ADD, EDIT_COP
 typedef struct edit {
     edit_kind kind;
     size_t offset, size; /* of the member */
-    int64_t value;       /* EDIT_COPY: the offset of the member it is copied from */
+    int64_t value;       /* EDIT_COPY: offset of the member to copy from */
     float number;        /* EDIT_SET_FLOAT */
 } edit;
 
-/* One edit of a member of `type`; integers, enums and pointers are all set as integers. The formatter would spread
- * the braces of a macro over lines of their own. */
+/* One edit of a member of `type`. Integers, enums and pointers are all set as integers. The formatter would put the
+ * braces of a macro on separate lines. */
 /* clang-format off */
 #define MEMBER_OF(type, member)        offsetof(type, member), sizeof(((type *)0)->member)
 #define SET_IN(type, member, to)       {EDIT_SET, MEMBER_OF(type, member), to, 0}
@@ -40,7 +40,7 @@ static inline void edit_apply(void *object, const edit *edits, size_t count)
         case EDIT_COPY:
             memcpy(member, from, edits[n].size);
             break;
-        case EDIT_ADD: /* of a pointer: in bytes */
+        case EDIT_ADD: /* for a pointer, in bytes */
             memcpy(&value, member, edits[n].size);
             value += edits[n].value;
             memcpy(member, &value, edits[n].size);

@@ -5,11 +5,11 @@
 
 /* ---- Inputs ------------------------------------------------------------------------------------------------ */
 
-/* Logits of a few units: distributions neither flat nor a single peak. */
+/* Logits of a few units: distributions that are neither flat nor a single peak. */
 #define QUERY_SIZE 3.0
 #define KEY_SIZE   1.7
 
-/* So that an indexer's logits are, too. */
+/* The same for the logits of an indexer. */
 #define WEIGHT_SIZE 4.0
 
 static void mark_live(fixture *f)
@@ -39,7 +39,7 @@ static int is_live(const test_tensor *tensor, const uint8_t *live, int64_t n)
     return live[batch * tensor->length + row % tensor->length];
 }
 
-/* NaN, inf and -inf in turn wherever nothing may look. */
+/* Alternates NaN, inf and -inf wherever a kernel must not read. */
 static void poison_dead(const test_tensor *tensor, const uint8_t *live)
 {
     static const double poisons[] = {NAN, INFINITY, -INFINITY};
@@ -64,39 +64,39 @@ static test_tensor create_input(const fixture *f, skl_dtype dtype, int64_t heads
     return tensor;
 }
 
-/* Two models of one shape. */
+/* Makes the student equal to the teacher, with noise. */
 static void move_near(const test_tensor *student, const test_tensor *teacher, double apart, test_random *random)
 {
     for (int64_t n = 0; n < tensor_count(student); n++)
         tensor_set(student, n, tensor_get(teacher, n) + random_uniform(random, -apart, apart));
 }
 
-/* No two of its elements may share an address, whatever the layout of the inputs. */
+/* No two elements of an output may share an address, even if those of inputs do. */
 static test_tensor create_output(const fixture *f, skl_dtype dtype, int64_t heads, int64_t length, int64_t dim)
 {
     const test_layout layout = f->test_case->layout;
     return tensor_create(dtype, f->batch, heads, length, dim, layout_shares(layout) ? LAYOUT_GAPS : layout);
 }
 
-/* The teacher's own LSE, or that of more keys than are visible. With r = 1 nothing may read it. */
+/* LSE of the visible keys, or a wider one. With one teacher head per student head, no kernel may read it. */
 static void give_lse(fixture *f, test_random *random)
 {
     const skl_problem *const p = &f->problem;
     skl_problem forward_only = *p;
     forward_only.gradients = 0;
-    oracle_result own = oracle_run(&forward_only, &f->inputs);
-    f->lse_t = create_output(f, SKL_F32, p->heads_t, f->length_q, 1); /* every row has its own */
+    oracle_result visible = oracle_run(&forward_only, &f->inputs);
+    f->lse_t = create_output(f, SKL_F32, p->heads_t, f->length_q, 1); /* separate values per row */
     for (int64_t n = 0; n < tensor_count(&f->lse_t); n++) {
         const double extra = f->test_case->lse == LSE_WIDER ? random_uniform(random, 0, 2) : 0;
-        tensor_set(&f->lse_t, n, p->heads_t > p->heads_s || p->index_heads ? own.lse_t[n] + extra : (double)NAN);
+        tensor_set(&f->lse_t, n, p->heads_t > p->heads_s || p->index_heads ? visible.lse_t[n] + extra : (double)NAN);
     }
-    oracle_free(&own);
+    oracle_free(&visible);
     poison_dead(&f->lse_t, f->live_q);
     f->inputs.lse_t = tensor_input(&f->lse_t);
 }
 
-/* Lists of keys, visible or not, with gaps; some keys twice, and one row in eight without any. */
-static void draw_lists(fixture *f, test_random *random)
+/* Random indices: visible or masked keys, some -1, some keys twice, and no key in one row out of eight. */
+static void draw_indices(fixture *f, test_random *random)
 {
     const skl_problem *const p = &f->problem;
     f->indices = tensor_create(SKL_F32, f->batch, p->heads_s, f->length_q, p->top_k, f->test_case->layout);
@@ -105,19 +105,19 @@ static void draw_lists(fixture *f, test_random *random)
         const oracle_sequence sequence = oracle_sequence_at(p, &f->inputs, b);
         for (int64_t h = 0; h < p->heads_s; h++)
             for (int64_t i = 0; i < sequence.len_q; i++) {
-                const skl_input *const lists = &f->inputs.indices;
-                int32_t *const list = (int32_t *)f->indices.data + sequence.batch * lists->stride_batch +
-                                      h * lists->stride_head + (sequence.first_q + i) * lists->stride_row;
+                const skl_input *const indices = &f->inputs.indices;
+                int32_t *const row = (int32_t *)f->indices.data + sequence.batch * indices->stride_batch +
+                                     h * indices->stride_head + (sequence.first_q + i) * indices->stride_row;
                 const int empty = random_between(random, 1, 8) == 1;
                 for (int64_t n = 0; n < p->top_k; n++) {
                     const int none = empty || sequence.len_k == 0 || random_between(random, 1, 6) == 1;
-                    list[n] = none ? -1 : (int32_t)random_between(random, 0, sequence.len_k - 1);
+                    row[n] = none ? -1 : (int32_t)random_between(random, 0, sequence.len_k - 1);
                 }
             }
     }
 }
 
-/* A copy where the device under test can read it. */
+/* A copy that the device under test can read. */
 static const int32_t *create_lengths(test_memory *memory, const int32_t *lengths, int64_t count)
 {
     if (lengths == NULL)
@@ -166,10 +166,10 @@ void fixture_create(fixture *f, const test_case *c)
         f->inputs.w_s = tensor_input(&f->w_s);
     }
     if (p->top_k)
-        draw_lists(f, &random);
+        draw_indices(f, &random);
 
     mark_live(f);
-    if (!layout_shares(c->layout)) { /* else a dead element may be a live one too */
+    if (!layout_shares(c->layout)) { /* else an element may be both dead and live */
         poison_dead(&f->q_t, f->live_q), poison_dead(&f->k_t, f->live_k);
         poison_dead(&f->q_s, f->live_q), poison_dead(&f->k_s, f->live_k);
         poison_dead(&f->grad_kl, f->live_q), poison_dead(&f->w_s, f->live_q);
@@ -305,7 +305,7 @@ static int tensor_mismatch(const test_tensor *actual, const oracle_expectation *
     if (!actual->data)
         return 0;
     const double naive_error = oracle_naive_error(expected);
-    double worst = 0; /* error over what is allowed */
+    double worst = 0; /* error / allowed error */
     int64_t worst_at = 0;
     for (int64_t n = 0; n < expected->count; n++) {
         const double value = tensor_get(actual, n);
@@ -334,7 +334,7 @@ static int tensor_mismatch(const test_tensor *actual, const oracle_expectation *
     return strays != 0;
 }
 
-/* What a kernel's rounding of logit gradients costs it. */
+/* Error that a kernel may have because it rounds logit gradients. */
 static double product_rounding(const char *kernel, const skl_problem *problem, skl_dtype dtype)
 {
     skl_kernel_info info;
@@ -368,5 +368,5 @@ int gradients_mismatch(const fixture *f, const fixture_results *r, const char *k
 {
     return GRADIENT_MISMATCH(dq_t, dtype_t, f->live_q) + GRADIENT_MISMATCH(dk_t, dtype_t, f->live_k) +
            GRADIENT_MISMATCH(dq_s, dtype_s, f->live_q) + GRADIENT_MISMATCH(dk_s, dtype_s, f->live_k) +
-           GRADIENT_MISMATCH(dw_s, dtype_s, f->live_q); /* the logits' type, not the weights' */
+           GRADIENT_MISMATCH(dw_s, dtype_s, f->live_q); /* the type of the logits, not of the weights */
 }

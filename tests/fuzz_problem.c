@@ -1,8 +1,8 @@
-/* A libFuzzer target: whatever a problem says, skl_plan_create accepts or refuses it, and what is accepted and small
- * runs without touching memory that is not its own.
+/* A libFuzzer target: skl_plan_create accepts or refuses every problem, and calls on accepted small problems access
+ * no memory out of bounds.
  *
- * Bytes become the fields of a problem, then cu_seqlens, key_lengths and the elements of all tensors, which are as
- * large as the problem says and no larger, so that a sanitizer sees every step too far. */
+ * Bytes become the fields of a problem, then cu_seqlens, key_lengths and the elements of all tensors. Tensors have
+ * exactly the size that the problem gives them, so that a sanitizer finds every access out of bounds. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -13,7 +13,7 @@ typedef struct byte_source {
     size_t size;
 } byte_source;
 
-/* Zeros, once the input has run out. */
+/* Returns zeros after the end of the input. */
 static int64_t take(byte_source *source, size_t size)
 {
     uint8_t bytes[sizeof(int64_t)] = {0};
@@ -26,7 +26,7 @@ static int64_t take(byte_source *source, size_t size)
     return value;
 }
 
-/* Mostly small, so that something is accepted; sometimes anything. */
+/* Mostly small, so that problems are accepted; sometimes any value. */
 static int64_t take_number(byte_source *source, int64_t usual_range)
 {
     const int64_t kind = take(source, 1);
@@ -37,7 +37,7 @@ static int64_t take_number(byte_source *source, int64_t usual_range)
     return kind % usual_range;
 }
 
-/* Sums and products of anything wrap around, in the fuzzer at least. */
+/* Sums and products of arbitrary values wrap around in the fuzzer. */
 static int64_t plus(int64_t a, int64_t b)
 {
     return (int64_t)((uint64_t)a + (uint64_t)b);
@@ -95,7 +95,7 @@ static skl_problem take_problem(byte_source *source)
         p.dtype_w = (skl_dtype)take_number(source, 3);
         p.index_linear = (int32_t)take_number(source, 2);
         p.top_k = take_number(source, 20);
-        p.gradients = (uint32_t)take_number(source, 8) * SKL_DQ_S; /* the student's */
+        p.gradients = (uint32_t)take_number(source, 8) * SKL_DQ_S; /* student gradients */
         p.softcap_s = 0;
     }
     return p;
@@ -107,7 +107,7 @@ static int is_small(const skl_problem *p)
            p->total_k <= 400 && p->top_k <= 200;
 }
 
-/* ---- Memory that belongs to one call ------------------------------------------------------------------------ */
+/* ---- Memory of one call ------------------------------------------------------------------------------------- */
 
 enum { BLOCKS_MAX = 32 };
 
@@ -152,22 +152,22 @@ static const int32_t *take_lengths(arena *arena, byte_source *source, int64_t co
     return lengths;
 }
 
-/* Lists of keys, of which a few may be none of the sequence. */
-static skl_input take_lists(arena *arena, byte_source *source, const skl_problem *p, int64_t length)
+/* Indices, a few of which may not be keys of the sequence. */
+static skl_input take_indices(arena *arena, byte_source *source, const skl_problem *p, int64_t length)
 {
     int32_t values[16];
     for (int n = 0; n < 16; n++)
         values[n] = (int32_t)plus(take_number(source, p->len_k + 1 < 250 ? p->len_k + 1 : 250), -1);
     const int64_t count = (p->packed ? 1 : p->batch) * p->heads_s * length * p->top_k;
-    int32_t *const lists = allocate(arena, source, (size_t)count * sizeof *lists);
+    int32_t *const indices = allocate(arena, source, (size_t)count * sizeof *indices);
     for (int64_t n = 0; n < count; n++)
-        lists[n] = values[n * 7 % 16];
-    return skl_input_contiguous(lists, p->heads_s, length, p->top_k);
+        indices[n] = values[n * 7 % 16];
+    return skl_input_contiguous(indices, p->heads_s, length, p->top_k);
 }
 
 /* ---- The calls --------------------------------------------------------------------------------------------- */
 
-/* A status other than OK is fine: lengths are checked when a call is made. A crash is not. */
+/* Errors are fine, since calls check lengths and indices; crashes are not. */
 static void run(const skl_plan *plan, skl_problem p, byte_source *source)
 {
     arena arena = {.count = 0};
@@ -176,7 +176,7 @@ static void run(const skl_plan *plan, skl_problem p, byte_source *source)
     const int64_t key_heads_s = p.key_heads_s ? p.key_heads_s : p.heads_s;
     const skl_dtype grad_t = p.grad_f32 ? SKL_F32 : p.dtype_t, grad_s = p.grad_f32 ? SKL_F32 : p.dtype_s;
     const int indexer = p.student == SKL_STUDENT_INDEXER;
-    const int grouped = p.heads_t > p.heads_s || indexer;
+    const int teacher_groups = p.heads_t > p.heads_s || indexer;
     const int64_t query_heads_s = indexer ? p.heads_s * p.index_heads : p.heads_s;
     skl_inputs in = {.struct_size = sizeof in};
     in.q_t = as_input(make_tensor(&arena, source, &p, p.dtype_t, p.heads_t, length_q, p.dim_t));
@@ -186,7 +186,7 @@ static void run(const skl_plan *plan, skl_problem p, byte_source *source)
     if (indexer)
         in.w_s = as_input(make_tensor(&arena, source, &p, p.dtype_w, p.heads_s, length_q, p.index_heads));
     if (p.top_k > 0)
-        in.indices = take_lists(&arena, source, &p, length_q);
+        in.indices = take_indices(&arena, source, &p, length_q);
     if (p.packed) {
         in.cu_seqlens_q = take_lengths(&arena, source, p.batch + 1, p.len_q, 1);
         in.cu_seqlens_k = take_lengths(&arena, source, p.batch + 1, p.len_k, 1);
@@ -203,7 +203,7 @@ static void run(const skl_plan *plan, skl_problem p, byte_source *source)
         rows.entropy = make_tensor(&arena, source, &p, SKL_F32, p.heads_s, length_q, 1);
         rows.mass = make_tensor(&arena, source, &p, SKL_F32, p.heads_s, length_q, 1);
     }
-    if (grouped && !indexer)
+    if (teacher_groups && !indexer)
         rows.dot_t = make_tensor(&arena, source, &p, SKL_F32, p.heads_t, length_q, 1);
     skl_gradients gradients = {.struct_size = sizeof gradients};
     if (p.gradients & SKL_DQ_T)
@@ -224,17 +224,26 @@ static void run(const skl_plan *plan, skl_problem p, byte_source *source)
     void *const workspace = aligned_alloc(SKL_WORKSPACE_ALIGNMENT, (size + 63) / 64 * 64);
     if (!workspace)
         abort();
-    if (skl_forward(plan, &in, &rows, workspace, size, NULL) == SKL_OK) {
+    const skl_status checked = skl_inputs_check(plan, &in);
+    const skl_status status = skl_forward(plan, &in, &rows, workspace, size, NULL);
+    if (checked != status)
+        abort(); /* all else is valid, so both must agree on lengths and indices */
+    for (skl_op op = SKL_OP_FORWARD; op <= SKL_OP_PARTIAL; op++) {
+        char text[64];
+        if (skl_plan_explain(plan, &in, op, text, sizeof text) == 0)
+            abort();
+    }
+    if (status == SKL_OK) {
         in.lse_t = as_input(rows.lse_t), in.lse_s = as_input(rows.lse_s);
         in.kl = as_input(rows.kl), in.dot_t = as_input(rows.dot_t);
         if (skl_backward(plan, &in, &gradients, workspace, size, NULL) != SKL_OK)
-            abort(); /* the same lengths, with all that it needs */
+            abort(); /* the lengths are valid, and all required rows are given */
         skl_row_state *const states = allocate(
             &arena, source, (size_t)((p.packed ? 1 : p.batch) * p.heads_s * length_q) * sizeof(skl_row_state));
         if (skl_partial(plan, &in, take_number(source, 50), 1000, states, workspace, size, NULL) == SKL_OK) {
-            in.lse_t.data = grouped ? in.lse_t.data : NULL;
+            in.lse_t.data = teacher_groups ? in.lse_t.data : NULL;
             rows.dot_t.data = rows.cross_entropy.data = rows.entropy.data = rows.mass.data = NULL;
-            rows.lse_t.data = grouped ? NULL : rows.lse_t.data; /* an output has an address of its own */
+            rows.lse_t.data = teacher_groups ? NULL : rows.lse_t.data; /* it is an input now */
             if (skl_states_finish(plan, &in, states, &rows, NULL) != SKL_OK)
                 abort();
         }

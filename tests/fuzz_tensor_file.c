@@ -1,12 +1,11 @@
-/* A libFuzzer target: whatever a file holds, the parsers accept only tensors that lie inside it.
+/* A libFuzzer target: for any input, the parsers accept only tensors inside the file.
  *
- * An input is tried as it is, and once more behind a correct prefix of each format, so that mutations reach the
- * header instead of dying at its length. */
+ * Each input is parsed unchanged, and after a valid prefix of each format, so that mutations reach the header. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "tensor_file.h"
+#include "cli/io/tensor_file.h"
 
 static volatile unsigned char sink;
 
@@ -36,7 +35,7 @@ static void parse_and_read(const unsigned char *bytes, size_t size)
     tensor_file_close(file);
 }
 
-static void parse_behind(const void *prefix, size_t prefix_size, const uint8_t *input, size_t input_size)
+static void parse_after_prefix(const void *prefix, size_t prefix_size, const uint8_t *input, size_t input_size)
 {
     unsigned char *const bytes = malloc(prefix_size + input_size);
     if (!bytes)
@@ -48,7 +47,7 @@ static void parse_behind(const void *prefix, size_t prefix_size, const uint8_t *
     free(bytes);
 }
 
-/* The header ends behind the last '}'; the rest is data. */
+/* The header ends with the last '}'; the rest is data. */
 static size_t header_length(const uint8_t *input, size_t size)
 {
     while (size > 0 && input[size - 1] != '}')
@@ -63,8 +62,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *input, size_t size)
     unsigned char npy_prefix[12] = "\x93NUMPY\2";
     memcpy(npy_prefix + 8, &length, 4);
 
-    parse_behind("", 0, input, size);
-    parse_behind(&length, sizeof length, input, size);
-    parse_behind(npy_prefix, sizeof npy_prefix, input, size);
+    parse_after_prefix("", 0, input, size);
+    parse_after_prefix(&length, sizeof length, input, size);
+    parse_after_prefix(npy_prefix, sizeof npy_prefix, input, size);
     return 0;
 }

@@ -24,13 +24,13 @@ static void *gpu_allocate(size_t size)
     return memory;
 }
 
-/* The upper half of an f32 that is a few units large is a bf16; for f16 the same range in its own bits. */
+/* Bits of a random f16 or bf16 of any sign with an absolute value in [1/4, 2). */
 static uint16_t random_element(skl_dtype dtype, test_random *random)
 {
     const uint16_t sign = (uint16_t)(random_bits(random) & 0x8000);
     const uint16_t fraction_bits = dtype == SKL_F16 ? 10 : 7;
     const uint16_t one = (uint16_t)((dtype == SKL_F16 ? 15 : 127) << fraction_bits);
-    const int64_t below_1 = 2; /* binades: sizes from 1/4 to 2 */
+    const int64_t below_1 = 2; /* binades below 1 */
     const int64_t step = random_between(random, 0, ((below_1 + 1) << fraction_bits) - 1);
     return (uint16_t)(sign | (uint16_t)(one - (below_1 << fraction_bits) + step));
 }
@@ -130,46 +130,46 @@ void gpu_case_launch(const gpu_case *g, skl_stream stream)
 
 /* ---- Results ------------------------------------------------------------------------------------------------ */
 
-typedef struct result_part {
+typedef struct result_buffer {
     const void *data;
     size_t size;
-} result_part;
+} result_buffer;
 
-enum { RESULT_PARTS = 5 };
+enum { RESULT_COUNT = 5 };
 
-static void result_parts(const gpu_case *g, result_part *parts)
+static void list_results(const gpu_case *g, result_buffer *list)
 {
     const skl_problem *const p = &g->problem;
     const size_t rows_size = row_count(p) * sizeof(float);
     const size_t dq_size = row_count(p) * (size_t)p->dim_s * gradient_size(p);
     const size_t dk_size = (size_t)(p->batch * p->heads_s * p->len_k * p->dim_s) * gradient_size(p);
-    const result_part all[RESULT_PARTS] = {
+    const result_buffer all[RESULT_COUNT] = {
         {g->kl, rows_size}, {g->lse_t, rows_size}, {g->lse_s, rows_size}, {g->dq_s, dq_size}, {g->dk_s, dk_size}};
-    memcpy(parts, all, sizeof all);
+    memcpy(list, all, sizeof all);
 }
 
 size_t gpu_case_result_size(const gpu_case *g)
 {
-    result_part parts[RESULT_PARTS];
-    result_parts(g, parts);
+    result_buffer list[RESULT_COUNT];
+    list_results(g, list);
     size_t size = 0;
-    for (int n = 0; n < RESULT_PARTS; n++)
-        size += parts[n].size;
+    for (int n = 0; n < RESULT_COUNT; n++)
+        size += list[n].size;
     return size;
 }
 
 unsigned char *gpu_case_results(const gpu_case *g)
 {
-    result_part parts[RESULT_PARTS];
-    result_parts(g, parts);
+    result_buffer list[RESULT_COUNT];
+    list_results(g, list);
     unsigned char *const results = malloc(gpu_case_result_size(g)), *next = results;
     assert_non_null(results);
-    for (int n = 0; n < RESULT_PARTS; next += parts[n++].size)
-        assert_cuda(cudaMemcpy(next, parts[n].data, parts[n].size, cudaMemcpyDefault));
+    for (int n = 0; n < RESULT_COUNT; next += list[n++].size)
+        assert_cuda(cudaMemcpy(next, list[n].data, list[n].size, cudaMemcpyDefault));
     return results;
 }
 
-/* ---- Samples ------------------------------------------------------------------------------------------------ */
+/* ---- Comparison with the oracle ----------------------------------------------------------------------------- */
 
 /* Rows [first, first + count) of a head, from the pattern. */
 static uint16_t *rows_of(const gpu_case *g, int t, int64_t head, int64_t length, int64_t first, int64_t count,
@@ -183,7 +183,7 @@ static uint16_t *rows_of(const gpu_case *g, int t, int64_t head, int64_t length,
     return rows;
 }
 
-/* Largest error of elements on the GPU, and the largest exact element. */
+/* Largest error, and the largest absolute value of the exact elements. */
 typedef struct sample_error {
     double error, size;
 } sample_error;
@@ -205,7 +205,7 @@ static sample_error compare(const void *on_gpu, skl_dtype dtype, int64_t first, 
     return result;
 }
 
-/* What an index that went wrong would never meet, and rounding to bf16 on the way always does. */
+/* `relative` is loose enough for rounding to bf16, and tight enough to find a wrong index. */
 static void assert_close(sample_error sample, double relative, const char *what, int64_t head, int64_t j)
 {
     const double allowed = relative * (sample.size + 1e-3);
@@ -219,33 +219,33 @@ void gpu_case_check_around(const gpu_case *g, int64_t batch, int64_t head_of_bat
     const skl_problem *const p = &g->problem;
     assert_true(p->causal && p->window_left >= 0 && p->len_q == p->len_k);
     const int64_t head = batch * p->heads_s + head_of_batch, length = p->len_q, reach = p->window_left;
-    const int64_t end = j + reach < length ? j + reach + 1 : length; /* of the queries, and of their keys */
+    const int64_t end = j + reach < length ? j + reach + 1 : length; /* of the queries and of their keys */
     const int64_t first_key = j > reach ? j - reach : 0;
 
-    skl_problem part = *p;
-    part.batch = part.heads_t = part.heads_s = 1;
-    part.len_q = end - j, part.len_k = end - first_key;
-    part.positions = SKL_POSITIONS_OFFSET;
-    part.offset_q = j, part.offset_k = first_key;
+    skl_problem subproblem = *p;
+    subproblem.batch = subproblem.heads_t = subproblem.heads_s = 1;
+    subproblem.len_q = end - j, subproblem.len_k = end - first_key;
+    subproblem.positions = SKL_POSITIONS_OFFSET;
+    subproblem.offset_q = j, subproblem.offset_k = first_key;
     uint16_t *const tensors[4] = {
-        rows_of(g, 0, head, length, j, part.len_q, p->dim_t),
-        rows_of(g, 1, head, length, first_key, part.len_k, p->dim_t),
-        rows_of(g, 2, head, length, j, part.len_q, p->dim_s),
-        rows_of(g, 3, head, length, first_key, part.len_k, p->dim_s),
+        rows_of(g, 0, head, length, j, subproblem.len_q, p->dim_t),
+        rows_of(g, 1, head, length, first_key, subproblem.len_k, p->dim_t),
+        rows_of(g, 2, head, length, j, subproblem.len_q, p->dim_s),
+        rows_of(g, 3, head, length, first_key, subproblem.len_k, p->dim_s),
     };
     const skl_inputs inputs = {
         .struct_size = sizeof inputs,
-        .q_t = skl_input_contiguous(tensors[0], 1, part.len_q, p->dim_t),
-        .k_t = skl_input_contiguous(tensors[1], 1, part.len_k, p->dim_t),
-        .q_s = skl_input_contiguous(tensors[2], 1, part.len_q, p->dim_s),
-        .k_s = skl_input_contiguous(tensors[3], 1, part.len_k, p->dim_s),
+        .q_t = skl_input_contiguous(tensors[0], 1, subproblem.len_q, p->dim_t),
+        .k_t = skl_input_contiguous(tensors[1], 1, subproblem.len_k, p->dim_t),
+        .q_s = skl_input_contiguous(tensors[2], 1, subproblem.len_q, p->dim_s),
+        .k_s = skl_input_contiguous(tensors[3], 1, subproblem.len_k, p->dim_s),
     };
-    oracle_result exact = oracle_run(&part, &inputs);
+    oracle_result exact = oracle_run(&subproblem, &inputs);
     const skl_dtype gradient = p->grad_f32 ? SKL_F32 : p->dtype_s;
     const int64_t first_row = head * length + j;
-    assert_close(compare(g->kl, SKL_F32, first_row, part.len_q, exact.kl), 1e-4, "kl", head, j);
-    assert_close(compare(g->dq_s, gradient, first_row * p->dim_s, part.len_q * p->dim_s, exact.dq_s), 0x1p-6, "dq_s",
-                 head, j);
+    assert_close(compare(g->kl, SKL_F32, first_row, subproblem.len_q, exact.kl), 1e-4, "kl", head, j);
+    assert_close(compare(g->dq_s, gradient, first_row * p->dim_s, subproblem.len_q * p->dim_s, exact.dq_s), 0x1p-6,
+                 "dq_s", head, j);
     assert_close(compare(g->dk_s, gradient, first_row * p->dim_s, p->dim_s, exact.dk_s + (j - first_key) * p->dim_s),
                  0x1p-6, "dk_s", head, j);
     oracle_free(&exact);

@@ -1,4 +1,4 @@
-/* Cases drawn at random: they find the combination that nobody thought of. */
+/* Random cases, for combinations that the table does not have. */
 #include "cases.h"
 
 #include <stdio.h>
@@ -8,13 +8,13 @@ static int one_in(test_random *random, int64_t n)
     return random_between(random, 1, n) == 1;
 }
 
-/* Small, with a liking for the neighbourhood of tile sizes. */
+/* Small lengths, often close to a tile size. */
 static int64_t draw_length(test_random *random)
 {
-    static const int64_t edges[] = {1,  2,  7,  8,  15, 16, 17, 31, 32,  33,  47,
-                                    48, 49, 63, 64, 65, 95, 96, 97, 127, 128, 129};
+    static const int64_t near_tile_sizes[] = {1,  2,  7,  8,  15, 16, 17, 31, 32,  33,  47,
+                                              48, 49, 63, 64, 65, 95, 96, 97, 127, 128, 129};
     if (one_in(random, 2))
-        return edges[random_between(random, 0, COUNT_OF(edges) - 1)];
+        return near_tile_sizes[random_between(random, 0, COUNT_OF(near_tile_sizes) - 1)];
     return random_between(random, 0, 90);
 }
 
@@ -81,7 +81,7 @@ static void draw_masks(random_case *storage, test_random *random)
     }
 }
 
-/* Turns the case into one. */
+/* Turns the case into an indexer. */
 static void draw_indexer(test_case *c, test_random *random)
 {
     c->index_heads = random_between(random, 1, 6);
@@ -90,7 +90,7 @@ static void draw_indexer(test_case *c, test_random *random)
     c->top_k = one_in(random, 2) ? random_between(random, 1, 50) : 0;
     c->softcap_s = 0;
     if (c->top_k && c->cu_seqlens_q && layout_shares(c->layout))
-        c->layout = LAYOUT_GAPS; /* sequences of different lengths cannot share a list */
+        c->layout = LAYOUT_GAPS; /* sequences of different lengths cannot share indices */
 }
 
 void case_draw(random_case *storage, int64_t number)

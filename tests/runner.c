@@ -4,7 +4,7 @@
 
 #include "device.h"
 
-static int kernel_is_for(const char *kernel, const skl_problem *problem)
+static int kernel_supports(const char *kernel, const skl_problem *problem)
 {
     if (test_device() == SKL_CPU)
         return 1;
@@ -20,7 +20,7 @@ static int kernel_is_for(const char *kernel, const skl_problem *problem)
 const char *problem_kernel(const skl_problem *problem, int32_t index)
 {
     for (int32_t k = 0; test_kernel(k); k++)
-        if (kernel_is_for(test_kernel(k), problem) && index-- == 0)
+        if (kernel_supports(test_kernel(k), problem) && index-- == 0)
             return test_kernel(k);
     return NULL;
 }
@@ -116,7 +116,7 @@ void run_kind(const fixture *f, const char *kernel, int32_t kind, const fixture_
 
 skl_row_state *states_create(const fixture *f)
 {
-    enum { PAGE = 4096 }; /* whole ones, so that the device can share them */
+    enum { PAGE = 4096 }; /* full pages, so that the device can share them */
     const size_t size = (size_t)(f->batch * f->problem.heads_s * f->length_q) * sizeof(skl_row_state);
     const size_t pages_size = (size / PAGE + 1) * PAGE;
     skl_row_state *const states = aligned_alloc(PAGE, pages_size);

@@ -1,15 +1,15 @@
-/* Run calls as tests make them: in a poisoned workspace of exactly the size that the plan asks for. */
+/* Run calls of tests: in a poisoned workspace of exactly the size that the plan requires. */
 #ifndef SKL_TESTS_RUNNER_H
 #define SKL_TESTS_RUNNER_H
 
 #include "fixture.h"
 
-/* Names of the kernels that run here and are for a problem, best first; NULL past the end. Those of a GPU can be for
- * some types and sizes only, those of the CPU are for all. */
+/* Names of the usable kernels that support a problem, best first; NULL past the end. CPU kernels support every
+ * problem, GPU kernels only some types and sizes. */
 const char *problem_kernel(const skl_problem *problem, int32_t index);
 const char *case_kernel(const test_case *test_case, int32_t index);
 
-/* The case in f32, f16 and bf16: kernels can be for one type. */
+/* Runs a check in f32, f16 and bf16, since a kernel may support only one type. */
 void case_in_every_type(const test_case *c, void (*check)(const test_case *));
 
 /* Each fails the test unless the call succeeds. */
@@ -23,10 +23,10 @@ void run_partial(const skl_plan *plan, const skl_inputs *inputs, int64_t key_beg
 void run_merge(const skl_plan *plan, skl_row_state *into, const skl_row_state *from);
 void run_finish(const skl_plan *plan, const skl_inputs *inputs, const skl_row_state *states, const skl_rows *rows);
 
-/* Forward, then backward from its rows, all results wanted. */
+/* Forward, then backward from its row results, with all results requested. */
 void run_both(const skl_plan *plan, const fixture *f, const fixture_results *results);
 
-/* The same with a plan of its own. */
+/* The same with a new plan. */
 void run_kernel(const fixture *f, const char *kernel, int32_t threads, const fixture_results *results);
 void run_kind(const fixture *f, const char *kernel, int32_t kind, const fixture_results *results);
 

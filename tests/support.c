@@ -82,8 +82,8 @@ test_memory memory_create(size_t size, size_t alignment)
     if (mapping == MAP_FAILED || mprotect(mapping + usable, page, PROT_NONE) != 0)
         fail_msg("%zu bytes of test memory could not be mapped", size);
 
-    const size_t overhang = (size_t)((uintptr_t)mapping + usable - size) % alignment;
-    const test_memory memory = {mapping + usable - size - overhang, size, mapping, usable};
+    const size_t misalignment = (size_t)((uintptr_t)mapping + usable - size) % alignment;
+    const test_memory memory = {mapping + usable - size - misalignment, size, mapping, usable};
     memory_poison(&memory);
     device_share(mapping, usable);
     return memory;

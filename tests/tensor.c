@@ -12,7 +12,7 @@ size_t dtype_size(skl_dtype dtype)
     return dtype == SKL_F32 ? 4 : 2;
 }
 
-/* Of a 16-bit type: stored fraction bits, exponent of its smallest normal number. */
+/* Stored fraction bits, and exponent of the smallest normal number. */
 static int fraction_bits(skl_dtype dtype)
 {
     return dtype == SKL_F16 ? 10 : dtype == SKL_BF16 ? 7 : 23;
@@ -38,7 +38,7 @@ double dtype_half_ulp(skl_dtype dtype, double value)
     return ldexp(1, ulp_exponent(dtype, value) - 1);
 }
 
-/* Round to nearest even. Carries into the exponent come out right because the encoding is ordered like an integer. */
+/* Rounds to nearest even. A carry into the exponent is correct because encodings are ordered like integers. */
 static uint16_t to_16_bits(skl_dtype dtype, double value)
 {
     const int fraction = fraction_bits(dtype);
@@ -50,8 +50,8 @@ static uint16_t to_16_bits(skl_dtype dtype, double value)
         return (uint16_t)(sign | infinity | 1U << (fraction - 1));
 
     const int ulp = ulp_exponent(dtype, magnitude);
-    const double steps = isinf(magnitude) ? 0 : nearbyint(ldexp(magnitude, -ulp)); /* 2^fraction.. when normal */
-    const double biased = ulp + fraction + bias - 1; /* exponent field, less the hidden bit */
+    const double steps = isinf(magnitude) ? 0 : nearbyint(ldexp(magnitude, -ulp)); /* at least 2^fraction if normal */
+    const double biased = ulp + fraction + bias - 1; /* exponent field minus 1, for the implicit bit */
     const double bits = biased * ldexp(1, fraction) + steps;
     if (isinf(magnitude) || bits >= infinity)
         return sign | infinity;
@@ -65,7 +65,7 @@ int layout_shares(test_layout layout)
     return layout == LAYOUT_EXPANDED || layout == LAYOUT_REPEATED;
 }
 
-/* Strides of [batch, heads, length] when `order` names the dimensions from the innermost outwards. */
+/* Strides of [batch, heads, length]; `order` names the dimensions from the innermost to the outermost. */
 static int64_t set_strides(test_tensor *t, const char *order, int64_t gap)
 {
     int64_t step = t->dim + gap;
@@ -133,7 +133,7 @@ int64_t tensor_index(const test_tensor *t, int64_t b, int64_t h, int64_t i)
     return ((b * t->heads + h) * t->length + i) * t->dim;
 }
 
-/* Where element n lies, counted from data. */
+/* Offset of element n from `data`. */
 static int64_t offset_of(const test_tensor *t, int64_t n)
 {
     const int64_t row = n / t->dim, head = row / t->length, batch = head / t->heads;

@@ -1,6 +1,6 @@
-/* Allocations: each one fails in turn, none is lost, and run calls make none.
+/* Allocations: each of them fails once, none leaks, and run calls make none.
  *
- * Needs the linker's help: --wrap for every function below, and the static library. */
+ * Links the static library with --wrap for every function below. */
 #include "runner.h"
 
 #include <errno.h>
@@ -14,8 +14,8 @@
 
 /* Helper threads may allocate too, so everything here is atomic. */
 static atomic_int allocation_count; /* since the last reset */
-static atomic_int allocations_live; /* made less freed */
-static atomic_int failing_from;     /* this allocation and all behind it fail; 0: none does */
+static atomic_int allocations_live; /* made minus freed */
+static atomic_int failing_from;     /* this allocation and all later ones fail; 0: none fails */
 static atomic_int threads_fail;
 
 static int allocation_fails(void)
@@ -105,11 +105,11 @@ int __wrap_pthread_create(pthread_t *thread, const pthread_attr_t *attributes, v
 static const test_case cases[] = {
     {"plain", SHAPE(2, 300, 210), HEADS(2, 2), DIMS(16, 16), CAUSAL},
     {"bf16", SHAPE(1, 300, 210), HEADS(4, 4), KEY_HEADS(2, 1), DIMS(16, 16), TYPES(BF16, BF16)},
-    {"grouped", SHAPE(1, 300, 210), HEADS(4, 2), DIMS(16, 16)},
+    {"teacher groups", SHAPE(1, 300, 210), HEADS(4, 2), DIMS(16, 16)},
     {"packed", PACKED(2, LENGTHS(0, 150, 300), LENGTHS(0, 10, 210)), HEADS(2, 2), DIMS(16, 16), TAILS(3, 3), REVERSE},
 };
 
-/* Runs first, while the pool has no helper yet: a call does alone what it finds no help for. */
+/* Runs first, while the pool has no helpers: the calling thread then does all the work. */
 static void test_no_thread_can_be_started(void **state)
 {
     (void)state;
@@ -126,7 +126,7 @@ static void test_no_thread_can_be_started(void **state)
     fixture_destroy(&f);
 }
 
-static void test_each_allocation_fails_in_turn(void **state)
+static void test_each_allocation_fails_once(void **state)
 {
     (void)state;
     for (size_t c = 0; c < COUNT_OF(cases); c++) {
@@ -151,7 +151,7 @@ static void test_each_allocation_fails_in_turn(void **state)
     }
 }
 
-/* Not one allocation, by any thread; so none can fail either. */
+/* No thread allocates, so no allocation can fail. */
 static void test_run_calls_allocate_nothing(void **state)
 {
     (void)state;
@@ -165,18 +165,18 @@ static void test_run_calls_allocate_nothing(void **state)
             const skl_rows rows = results_rows(&saved);
             const skl_gradients gradients = results_gradients(&results);
             const skl_inputs known = results_backward_inputs(&f, &saved);
-            skl_rows rows_of_both = results_rows(&results), rows_of_states = results_rows(&results);
-            rows_of_both.lse_t.data = rows_of_both.lse_s.data = NULL;
-            rows_of_states.dot_t.data = NULL;
+            skl_rows one_pass_rows = results_rows(&results), finish_rows = results_rows(&results);
+            one_pass_rows.lse_t.data = one_pass_rows.lse_s.data = NULL;
+            finish_rows.dot_t.data = NULL;
 
             reset_faults(1);
             run_forward(plan, &f.inputs, &rows);
             run_backward(plan, &known, &gradients);
-            run_forward_backward(plan, &known, &rows_of_both, &gradients);
+            run_forward_backward(plan, &known, &one_pass_rows, &gradients);
             run_partial(plan, &known, 0, 100, states);
             run_partial(plan, &known, 100, 210, more_states);
             assert_ok(skl_states_merge(plan, states, more_states, NULL));
-            assert_ok(skl_states_finish(plan, &known, states, &rows_of_states, NULL));
+            assert_ok(skl_states_finish(plan, &known, states, &finish_rows, NULL));
             const int allocations = atomic_load(&allocation_count);
             reset_faults(0);
             assert_int_equal(allocations, 0);
@@ -194,7 +194,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_no_thread_can_be_started),
-        cmocka_unit_test(test_each_allocation_fails_in_turn),
+        cmocka_unit_test(test_each_allocation_fails_once),
         cmocka_unit_test(test_run_calls_allocate_nothing),
     };
     return test_run("alloc", tests, COUNT_OF(tests));

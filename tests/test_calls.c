@@ -1,4 +1,4 @@
-/* Every rule about the arguments of run calls. A call that is refused writes nothing, nowhere. */
+/* All rules about the arguments of run calls. A refused call writes nothing. */
 #include "runner.h"
 
 #include <stdlib.h>
@@ -7,23 +7,23 @@
 #include "device.h"
 #include "edit.h"
 
-/* The problems that the rules are about. */
+/* Problems for the rules below. */
 #define SMALL SHAPE(2, 5, 6), HEADS(2, 2), DIMS(4, 4)
 static const test_case plain = {"plain", SMALL};
 static const test_case reverse = {"reverse", SMALL, REVERSE};
 static const test_case bf16 = {"bf16", SMALL, TYPES(BF16, BF16)};
 static const test_case no_gradients = {"no gradients", SMALL, .without = ALL_GRADIENTS};
-static const test_case grouped = {"grouped", SHAPE(2, 5, 6), HEADS(4, 2), DIMS(4, 4)};
-static const test_case padded = {"padded", SHAPE(3, 5, 6), HEADS(2, 2), DIMS(4, 4), KEYS(6, 0, 3)};
+static const test_case teacher_groups = {"teacher_groups", SHAPE(2, 5, 6), HEADS(4, 2), DIMS(4, 4)};
+static const test_case padded = {"padded", SHAPE(3, 5, 6), HEADS(2, 2), DIMS(4, 4), KEY_LENGTHS(6, 0, 3)};
 static const test_case packed = {"packed", PACKED(3, LENGTHS(0, 3, 3, 7), LENGTHS(0, 2, 7, 8)), HEADS(2, 2),
                                  DIMS(4, 4), TAILS(1, 2)};
 
 static const test_case indexer = {"indexer", SHAPE(2, 5, 6), HEADS(2, 2), DIMS(4, 4), INDEXER(3)};
 static const test_case sparse = {"sparse", SHAPE(2, 5, 6), HEADS(4, 2), DIMS(4, 4), INDEXER(3), TOP_K(2)};
 
-typedef enum call_kind { FORWARD, BACKWARD, BOTH, PARTIAL, MERGE, FINISH, CHECK } call_kind;
+typedef enum call_kind { FORWARD, BACKWARD, ONE_PASS, PARTIAL, MERGE, FINISH, CHECK } call_kind;
 
-/* A call that succeeds, for the rules to spoil. */
+/* A valid call, before the edits of a rule. */
 typedef struct call {
     const skl_plan *plan;
     skl_inputs inputs;
@@ -52,17 +52,17 @@ typedef struct call_rule {
 } call_rule;
 
 static const call_rule call_rules[] = {
-    /* Pointers to structs. */
+    /* Missing structs. */
     {FORWARD, &plain, "plan=NULL: must be given", {NO(plan)}},
     {FORWARD, &plain, "inputs=NULL: must be given", {NO(inputs_address)}},
     {FORWARD, &plain, "rows=NULL: must be given", {NO(rows_address)}},
     {BACKWARD, &plain, "plan=NULL: must be given", {NO(plan)}},
     {BACKWARD, &plain, "inputs=NULL: must be given", {NO(inputs_address)}},
     {BACKWARD, &plain, "gradients=NULL: must be given", {NO(gradients_address)}},
-    {BOTH, &plain, "plan=NULL: must be given", {NO(plan)}},
-    {BOTH, &plain, "inputs=NULL: must be given", {NO(inputs_address)}},
-    {BOTH, &plain, "rows=NULL: must be given", {NO(rows_address)}},
-    {BOTH, &plain, "gradients=NULL: must be given", {NO(gradients_address)}},
+    {ONE_PASS, &plain, "plan=NULL: must be given", {NO(plan)}},
+    {ONE_PASS, &plain, "inputs=NULL: must be given", {NO(inputs_address)}},
+    {ONE_PASS, &plain, "rows=NULL: must be given", {NO(rows_address)}},
+    {ONE_PASS, &plain, "gradients=NULL: must be given", {NO(gradients_address)}},
     {PARTIAL, &plain, "plan=NULL: must be given", {NO(plan)}},
     {PARTIAL, &plain, "inputs=NULL: must be given", {NO(inputs_address)}},
     {PARTIAL, &plain, "states=NULL: must be given", {NO(states)}},
@@ -81,7 +81,7 @@ static const call_rule call_rules[] = {
     {PARTIAL, &plain, "inputs.struct_size=0: must be ", {SET(inputs.struct_size, 0)}},
     {FINISH, &plain, "rows.struct_size=0: must be ", {SET(rows.struct_size, 0)}},
 
-    /* Tensors that are missing. */
+    /* Missing tensors. */
     {FORWARD, &plain, "q_t=NULL: must be given", {NO(inputs.q_t.data)}},
     {FORWARD, &plain, "k_t=NULL: must be given", {NO(inputs.k_t.data)}},
     {FORWARD, &plain, "q_s=NULL: must be given", {NO(inputs.q_s.data)}},
@@ -107,35 +107,38 @@ static const call_rule call_rules[] = {
     {BACKWARD, &reverse, "kl=NULL: must be given: gradients of the first argument", {NO(inputs.kl.data)}},
     {BACKWARD, &reverse, NULL, {NO(inputs.kl.data), NO(gradients.dq_s.data), NO(gradients.dk_s.data)}},
     {BACKWARD,
-     &grouped,
+     &teacher_groups,
      "dot_t=NULL: must be given: teacher gradients with heads_t > heads_s need it",
      {NO(inputs.dot_t.data)}},
-    {BACKWARD, &grouped, NULL, {NO(inputs.dot_t.data), NO(gradients.dq_t.data), NO(gradients.dk_t.data)}},
-    {BOTH, &plain, "lse_t=NULL: must be given", {NO(inputs.lse_t.data)}},
-    {BOTH, &plain, "lse_s=NULL: must be given", {NO(inputs.lse_s.data)}},
-    {BOTH, &plain, "rows.kl=NULL: must be given: gradients of the first argument", {NO(rows.kl.data)}},
-    {BOTH, &plain, NULL, {NO(rows.kl.data), NO(gradients.dq_t.data), NO(gradients.dk_t.data)}},
-    {BOTH,
-     &grouped,
+    {BACKWARD, &teacher_groups, NULL, {NO(inputs.dot_t.data), NO(gradients.dq_t.data), NO(gradients.dk_t.data)}},
+    {ONE_PASS, &plain, "lse_t=NULL: must be given", {NO(inputs.lse_t.data)}},
+    {ONE_PASS, &plain, "lse_s=NULL: must be given", {NO(inputs.lse_s.data)}},
+    {ONE_PASS, &plain, "rows.kl=NULL: must be given: gradients of the first argument", {NO(rows.kl.data)}},
+    {ONE_PASS, &plain, NULL, {NO(rows.kl.data), NO(gradients.dq_t.data), NO(gradients.dk_t.data)}},
+    {ONE_PASS,
+     &teacher_groups,
      "rows.dot_t=NULL: must be given: teacher gradients with heads_t > heads_s",
      {NO(rows.dot_t.data)}},
     {PARTIAL,
-     &grouped,
+     &teacher_groups,
      "lse_t=NULL: must be given: partial states with heads_t > heads_s need the LSE of all keys",
      {NO(inputs.lse_t.data)}},
     {PARTIAL, &plain, NULL, {NO(inputs.lse_t.data)}},
     {FINISH,
-     &grouped,
+     &teacher_groups,
      "lse_t=NULL: must be given: rows.lse_t with heads_t > heads_s needs it",
      {NO(inputs.lse_t.data)}},
-    {FINISH, &grouped, "lse_t=NULL: must be given", {NO(inputs_address)}},
-    {FINISH, &grouped, NULL, {NO(inputs_address), NO(rows.lse_t.data)}},
+    {FINISH, &teacher_groups, "lse_t=NULL: must be given", {NO(inputs_address)}},
+    {FINISH, &teacher_groups, NULL, {NO(inputs_address), NO(rows.lse_t.data)}},
 
-    /* Tensors that must not be there. */
+    /* Tensors that must not be given. */
     {FORWARD, &plain, "rows.dot_t given: must be NULL unless heads_t > heads_s", {COPY(rows.dot_t, rows.kl)}},
-    {BOTH, &plain, "rows.lse_t given: must be NULL in skl_forward_backward", {COPY(rows.lse_t, gradients.dq_t)}},
-    {BOTH, &plain, "rows.lse_s given: must be NULL in skl_forward_backward", {COPY(rows.lse_s, gradients.dq_t)}},
-    {FINISH, &grouped, "rows.dot_t given: must be NULL in skl_states_finish", {COPY(rows.dot_t, inputs.lse_t)}},
+    {ONE_PASS, &plain, "rows.lse_t given: must be NULL in skl_forward_backward", {COPY(rows.lse_t, gradients.dq_t)}},
+    {ONE_PASS, &plain, "rows.lse_s given: must be NULL in skl_forward_backward", {COPY(rows.lse_s, gradients.dq_t)}},
+    {FINISH,
+     &teacher_groups,
+     "rows.dot_t given: must be NULL in skl_states_finish",
+     {COPY(rows.dot_t, inputs.lse_t)}},
     {BACKWARD,
      &no_gradients,
      "dq_t given: must be NULL: the plan's problem.gradients does not name it",
@@ -152,14 +155,14 @@ static const call_rule call_rules[] = {
     {BACKWARD, &bf16, "must be aligned to its element size, 2 bytes", {ADD(gradients.dk_s.data, 1)}},
     {FORWARD, &plain, NULL, {COPY(inputs.k_s, inputs.k_t), COPY(inputs.q_s, inputs.q_t)}},
 
-    /* Outputs over other tensors. `plain` has contiguous tensors of [2, 2, 5, 4] and [2, 2, 6, 4] floats. */
+    /* Outputs that overlap other tensors. `plain` has contiguous tensors of [2, 2, 5, 4] and [2, 2, 6, 4] floats. */
     {FORWARD, &plain, "and rows.lse_s=", {COPY(rows.lse_s, rows.kl)}},
     {FORWARD, &plain, "overlap: an output must not share memory with another tensor", {COPY(rows.lse_s, rows.kl)}},
     {FORWARD, &plain, "q_s=", {COPY(rows.kl.data, inputs.q_s.data), ADD(rows.kl.data, 4 * 79)}},
     {FORWARD, &plain, "grad_kl=", {COPY(rows.kl, inputs.grad_kl)}},
     {FORWARD, &plain, NULL, {COPY(rows.kl, inputs.kl)}},
-    {FORWARD, &grouped, NULL, {COPY(rows.lse_t, inputs.lse_t)}},
-    {FORWARD, &grouped, "overlap", {COPY(rows.lse_t, inputs.lse_t), ADD(rows.lse_t.data, 4)}},
+    {FORWARD, &teacher_groups, NULL, {COPY(rows.lse_t, inputs.lse_t)}},
+    {FORWARD, &teacher_groups, "overlap", {COPY(rows.lse_t, inputs.lse_t), ADD(rows.lse_t.data, 4)}},
     {BACKWARD, &plain, "dq_t=", {COPY(gradients.dq_s, gradients.dq_t)}},
     {BACKWARD, &plain, "q_s=", {COPY(gradients.dq_s, inputs.q_s)}},
     {BACKWARD, &plain, "overlap", {COPY(gradients.dq_s, gradients.dq_t), ADD(gradients.dq_s.data, 4 * 79)}},
@@ -168,7 +171,7 @@ static const call_rule call_rules[] = {
     {PARTIAL, &plain, "and states=", {COPY(states, inputs.k_t.data)}},
     {FINISH, &plain, "rows.kl=", {COPY(rows.lse_t, rows.kl)}},
     {FINISH, &plain, "states=", {COPY(rows.kl.data, states)}},
-    {FINISH, &grouped, NULL, {COPY(rows.lse_t, inputs.lse_t)}},
+    {FINISH, &teacher_groups, NULL, {COPY(rows.lse_t, inputs.lse_t)}},
 
     /* Strides. */
     {FORWARD, &plain, "q_t.stride_row=-4: must be at least 0", {SET(inputs.q_t.stride_row, -4)}},
@@ -210,12 +213,12 @@ static const call_rule call_rules[] = {
     {PARTIAL, &plain, "key_begin=3: must be at most key_end=2", {SET(key_begin, 3), SET(key_end, 2)}},
 };
 
-/* What lengths hold is checked where they lie in host memory. */
+/* Values of lengths are checked if they are in host memory. */
 static const call_rule length_rules[] = {
     {FORWARD, &packed, "cu_seqlens_q[0]=1: must be 0", {SET(cu_seqlens_q[0], 1)}},
     {BACKWARD, &packed, "cu_seqlens_k[0]=-1: must be 0", {SET(cu_seqlens_k[0], -1)}},
     {FORWARD, &packed, "cu_seqlens_q[2]=2: must not be below cu_seqlens_q[1]=3", {SET(cu_seqlens_q[2], 2)}},
-    {BOTH, &packed, "cu_seqlens_k[1]=-5: must not be below cu_seqlens_k[0]=0", {SET(cu_seqlens_k[1], -5)}},
+    {ONE_PASS, &packed, "cu_seqlens_k[1]=-5: must not be below cu_seqlens_k[0]=0", {SET(cu_seqlens_k[1], -5)}},
     {PARTIAL, &packed, "cu_seqlens_k[3]=11: must be at most 10, the rows of the buffer", {SET(cu_seqlens_k[3], 11)}},
     {FORWARD, &packed, "cu_seqlens_q[3]=2147483647: must be at most 8", {SET(cu_seqlens_q[3], INT32_MAX)}},
     {FORWARD,
@@ -226,11 +229,11 @@ static const call_rule length_rules[] = {
     {BACKWARD, &padded, "key_lengths[2]=7: must be 0..len_k=6", {SET(key_lengths[2], 7)}},
 };
 
-/* Indexers have tensors that others have not. */
+/* Indexers have additional tensors. */
 static const call_rule indexer_rules[] = {
     {FORWARD, &indexer, NULL, {{0}}},
     {BACKWARD, &sparse, NULL, {{0}}},
-    {BOTH, &indexer, NULL, {{0}}},
+    {ONE_PASS, &indexer, NULL, {{0}}},
     {PARTIAL, &sparse, NULL, {{0}}},
     {FINISH, &indexer, NULL, {{0}}},
     {FORWARD, &indexer, "w_s=NULL: must be given: the weights of an indexer", {NO(inputs.w_s.data)}},
@@ -247,7 +250,7 @@ static const call_rule indexer_rules[] = {
     {BACKWARD, &indexer, "w_s=", {COPY(gradients.dw_s, inputs.w_s)}},
     {BACKWARD, &indexer, "dq_t given: must be NULL", {COPY(gradients.dq_t, inputs.q_t)}},
     {BACKWARD, &indexer, "dw_s.stride_row=2: elements of an output overlap", {SET(gradients.dw_s.stride_row, 2)}},
-    {BOTH, &indexer, "rows.mass given: must be NULL in skl_forward_backward", {COPY(rows.mass, inputs.lse_s)}},
+    {ONE_PASS, &indexer, "rows.mass given: must be NULL in skl_forward_backward", {COPY(rows.mass, inputs.lse_s)}},
     {PARTIAL,
      &indexer,
      "lse_t=NULL: must be given: partial states of an indexer need the LSE of all keys",
@@ -264,14 +267,14 @@ static const call_rule indexer_rules[] = {
     {BACKWARD, &plain, "dw_s given: must be NULL: the plan's", {COPY(gradients.dw_s, inputs.q_s)}},
 };
 
-/* skl_inputs_check refuses what run calls on the CPU refuse, on any device, and asks for no row vector. */
+/* On any device, skl_inputs_check refuses the same values as run calls on the CPU. It requires no row vectors. */
 static const call_rule check_rules[] = {
     {CHECK, &plain, NULL, {{0}}},
     {CHECK, &packed, NULL, {{0}}},
     {CHECK, &padded, NULL, {{0}}},
     {CHECK, &sparse, NULL, {{0}}},
     {CHECK,
-     &grouped,
+     &teacher_groups,
      NULL,
      {NO(inputs.lse_t.data), NO(inputs.lse_s.data), NO(inputs.kl.data), NO(inputs.dot_t.data)}},
     {CHECK, &plain, "plan=NULL: must be given", {NO(plan)}},
@@ -291,7 +294,7 @@ static const call_rule check_rules[] = {
     {CHECK,
      &sparse,
      ": must be -1 (none) or a key of the sequence, 0..5",
-     {COPY(inputs.indices.data, inputs.w_s.data)}}, /* floats are no indices */
+     {COPY(inputs.indices.data, inputs.w_s.data)}}, /* the bits of a float are not a valid index */
 };
 
 static const call_rule workspace_rules[] = {
@@ -301,7 +304,7 @@ static const call_rule workspace_rules[] = {
     {FORWARD, &plain, "must be aligned to 64 bytes", {ADD(workspace, 32)}},
     {BACKWARD, &plain, "workspace=NULL: must point to ", {NO(workspace)}},
     {BACKWARD, &plain, "must be at least ", {ADD(workspace_size, -1)}},
-    {BOTH, &plain, "must be at least ", {ADD(workspace_size, -1)}},
+    {ONE_PASS, &plain, "must be at least ", {ADD(workspace_size, -1)}},
     {PARTIAL, &plain, "must be aligned to 64 bytes", {ADD(workspace, 1)}},
 };
 
@@ -312,7 +315,7 @@ static skl_status make_call(call_kind kind, const call *c)
         return skl_forward(c->plan, c->inputs_address, c->rows_address, c->workspace, c->workspace_size, NULL);
     case BACKWARD:
         return skl_backward(c->plan, c->inputs_address, c->gradients_address, c->workspace, c->workspace_size, NULL);
-    case BOTH:
+    case ONE_PASS:
         return skl_forward_backward(c->plan, c->inputs_address, c->rows_address, c->gradients_address, c->workspace,
                                     c->workspace_size, NULL);
     case PARTIAL:
@@ -354,7 +357,7 @@ static void call_init(call *c, call_kind kind, const fixture *f, const fixture_r
     c->rows = results_rows(results);
     c->gradients = results_gradients(results);
     c->inputs_address = &c->inputs, c->rows_address = &c->rows, c->gradients_address = &c->gradients;
-    if (kind == BOTH)
+    if (kind == ONE_PASS)
         c->rows.lse_t.data = c->rows.lse_s.data = c->rows.mass.data = NULL;
     if (kind == FINISH)
         c->rows.dot_t.data = c->rows.cross_entropy.data = c->rows.entropy.data = c->rows.mass.data = NULL;
@@ -372,7 +375,7 @@ static void call_init(call *c, call_kind kind, const fixture *f, const fixture_r
 static void check_rule(const call_rule *rule, skl_status expected)
 {
     static const skl_op ops[] = {
-        [FORWARD] = SKL_OP_FORWARD, [BACKWARD] = SKL_OP_BACKWARD, [BOTH] = SKL_OP_FORWARD_BACKWARD,
+        [FORWARD] = SKL_OP_FORWARD, [BACKWARD] = SKL_OP_BACKWARD, [ONE_PASS] = SKL_OP_FORWARD_BACKWARD,
         [PARTIAL] = SKL_OP_PARTIAL, [MERGE] = SKL_OP_PARTIAL,     [FINISH] = SKL_OP_PARTIAL,
         [CHECK] = SKL_OP_FORWARD};
     fixture f;
@@ -384,7 +387,7 @@ static void check_rule(const call_rule *rule, skl_status expected)
     test_memory workspace = memory_create(skl_plan_workspace_size(plan, ops[rule->kind]), SKL_WORKSPACE_ALIGNMENT);
     skl_row_state *const states = states_create(&f), *const from = states_create(&f);
 
-    test_memory call_memory = memory_create(sizeof(call), 16); /* it holds lengths, which the device reads */
+    test_memory call_memory = memory_create(sizeof(call), 16); /* the device reads the lengths in it */
     call *const c = (call *)(void *)call_memory.data;
     call_init(c, rule->kind, &f, &saved, &results);
     c->plan = plan;
@@ -446,7 +449,7 @@ static void test_rules_of_workspaces(void **state)
         check_rule(&workspace_rules[n], SKL_ERROR_WORKSPACE);
 }
 
-/* dq and dk side by side in one [batch, length, 2, heads, dim], the layout of a fused projection. */
+/* dq and dk interleaved in one [batch, length, 2, heads, dim], the layout of a fused projection. */
 static void test_views_of_one_buffer_may_interleave(void **state)
 {
     (void)state;
@@ -454,10 +457,10 @@ static void test_views_of_one_buffer_may_interleave(void **state)
     const test_case square = {"square", SHAPE(BATCH, LENGTH, LENGTH), HEADS(HEAD_COUNT, HEAD_COUNT), DIMS(DIM, DIM)};
     fixture f;
     fixture_create(&f, &square);
-    fixture_results apart = results_create(&f);
-    run_kernel(&f, NULL, 2, &apart);
+    fixture_results separate = results_create(&f);
+    run_kernel(&f, NULL, 2, &separate);
     skl_plan *const plan = test_plan(&f.problem, NULL, 2);
-    const skl_inputs inputs = results_backward_inputs(&f, &apart);
+    const skl_inputs inputs = results_backward_inputs(&f, &separate);
 
     test_memory memory = memory_create(BATCH * LENGTH * 2 * ROW * sizeof(float), sizeof(float));
     float(*const fused)[LENGTH][2][HEAD_COUNT][DIM] = (void *)memory.data;
@@ -469,9 +472,9 @@ static void test_views_of_one_buffer_may_interleave(void **state)
         for (int64_t h = 0; h < HEAD_COUNT; h++)
             for (int64_t i = 0; i < LENGTH; i++)
                 for (int64_t c = 0; c < DIM; c++) {
-                    const int64_t n = tensor_index(&apart.dq_s, b, h, i) + c;
-                    assert_true((double)fused[b][i][0][h][c] == tensor_get(&apart.dq_s, n));
-                    assert_true((double)fused[b][i][1][h][c] == tensor_get(&apart.dk_s, n));
+                    const int64_t n = tensor_index(&separate.dq_s, b, h, i) + c;
+                    assert_true((double)fused[b][i][0][h][c] == tensor_get(&separate.dq_s, n));
+                    assert_true((double)fused[b][i][1][h][c] == tensor_get(&separate.dk_s, n));
                 }
 
     test_memory workspace = memory_create(skl_plan_workspace_size(plan, SKL_OP_BACKWARD), SKL_WORKSPACE_ALIGNMENT);
@@ -481,11 +484,11 @@ static void test_views_of_one_buffer_may_interleave(void **state)
     memory_destroy(&workspace);
     memory_destroy(&memory);
     skl_plan_destroy(plan);
-    results_destroy(&apart);
+    results_destroy(&separate);
     fixture_destroy(&f);
 }
 
-/* Nothing has an address in an empty problem. */
+/* Tensors of an empty problem have no address. */
 static void test_empty_problems_need_no_tensors(void **state)
 {
     (void)state;

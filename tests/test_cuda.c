@@ -1,4 +1,4 @@
-/* What only a GPU has: streams, graphs, memory of its own, errors that stay. For ./test gpu. */
+/* Behaviour that only a GPU has: streams, graphs, device memory, sticky errors. Run by ./test gpu. */
 #define _POSIX_C_SOURCE 200809L /* nanosleep, fork */
 #include "gpu_case.h"
 
@@ -42,7 +42,7 @@ static void with_kernel(const skl_problem *problem, const char *kernel, int dete
     gpu_case_destroy(&g);
 }
 
-/* Every kernel that is for the problem. */
+/* Runs a check with every kernel that supports the problem. */
 static void with_every_kernel(const skl_problem *problem, int deterministic, void (*check)(gpu_case *g))
 {
     assert_non_null(problem_kernel(problem, 0));
@@ -54,11 +54,11 @@ static void assert_same_results(const gpu_case *g, const unsigned char *expected
 {
     unsigned char *const results = gpu_case_results(g);
     const size_t size = gpu_case_result_size(g);
-    size_t at = 0;
-    while (at < size && results[at] == expected[at])
-        at++;
-    if (at < size)
-        fail_msg("%s: %s: results differ at byte %zu of %zu", skl_plan_kernel(g->plan), what, at, size);
+    size_t byte = 0;
+    while (byte < size && results[byte] == expected[byte])
+        byte++;
+    if (byte < size)
+        fail_msg("%s: %s: results differ at byte %zu of %zu", skl_plan_kernel(g->plan), what, byte, size);
     free(results);
 }
 
@@ -69,7 +69,7 @@ static void poison_results(const gpu_case *g)
     const skl_problem *const p = &g->problem;
     assert_cuda(cudaMemset(g->kl, POISON, (size_t)(p->batch * p->heads_s * p->len_q) * sizeof(float)));
     assert_cuda(cudaMemset(g->dk_s, POISON, (size_t)(p->batch * p->heads_s * p->len_k * p->dim_s) * 2));
-    assert_cuda(cudaDeviceSynchronize()); /* the streams of these tests do not wait for the default one */
+    assert_cuda(cudaDeviceSynchronize()); /* non-blocking streams do not wait for the default stream */
 }
 
 static void check_graph(gpu_case *g)
@@ -93,14 +93,14 @@ static void check_graph(gpu_case *g)
     assert_same_results(g, direct, "a replayed graph");
     free(direct);
 
-    /* Other inputs at the same addresses: the teacher's and the student's keys change places. */
+    /* Other inputs at the same addresses: swap the keys of teacher and student. */
     const size_t keys_size =
         (size_t)(g->problem.batch * g->problem.heads_s * g->problem.len_k * g->problem.dim_s) * 2;
-    void *former = NULL;
-    assert_cuda(cudaMalloc(&former, keys_size));
-    assert_cuda(cudaMemcpy(former, g->tensors[1], keys_size, cudaMemcpyDefault));
+    void *keys_t = NULL;
+    assert_cuda(cudaMalloc(&keys_t, keys_size));
+    assert_cuda(cudaMemcpy(keys_t, g->tensors[1], keys_size, cudaMemcpyDefault));
     assert_cuda(cudaMemcpy(g->tensors[1], g->tensors[3], keys_size, cudaMemcpyDefault));
-    assert_cuda(cudaMemcpy(g->tensors[3], former, keys_size, cudaMemcpyDefault));
+    assert_cuda(cudaMemcpy(g->tensors[3], keys_t, keys_size, cudaMemcpyDefault));
     assert_cuda(cudaDeviceSynchronize());
     assert_cuda(cudaGraphLaunch(replay, stream));
     assert_cuda(cudaStreamSynchronize(stream));
@@ -108,15 +108,15 @@ static void check_graph(gpu_case *g)
     poison_results(g);
     gpu_case_launch(g, stream);
     assert_cuda(cudaStreamSynchronize(stream));
-    assert_same_results(g, replayed, "a graph on other inputs");
+    assert_same_results(g, replayed, "a graph replayed on other inputs");
     free(replayed);
-    assert_cuda(cudaFree(former));
+    assert_cuda(cudaFree(keys_t));
     assert_cuda(cudaGraphExecDestroy(replay));
     assert_cuda(cudaGraphDestroy(graph));
     assert_cuda(cudaStreamDestroy(stream));
 }
 
-static void test_a_graph_replays_the_same_bits(void **state)
+static void test_graph_replay_gives_the_same_bits(void **state)
 {
     (void)state;
     const skl_problem bf16 = problem_of(SKL_BF16, 2, 3, 257, 64), f16 = problem_of(SKL_F16, 1, 2, 300, 128);
@@ -126,15 +126,15 @@ static void test_a_graph_replays_the_same_bits(void **state)
 
 /* ---- Streams ------------------------------------------------------------------------------------------------ */
 
-/* Holds up a stream until it is told to go on; gives up after a while, so that a call that waits ends as a failure.
- */
+/* Blocks a stream until the gate opens. Gives up after 20 s, so that a call that synchronises fails the test instead
+ * of hanging it. */
 typedef struct gate {
     atomic_int open, gave_up;
 } gate;
 
-static void wait_at_gate(void *held)
+static void wait_at_gate(void *data)
 {
-    gate *const g = held;
+    gate *const g = data;
     const struct timespec millisecond = {.tv_sec = 0, .tv_nsec = 1000 * 1000};
     for (int waited = 0; !atomic_load(&g->open); waited++) {
         if (waited > 20000) {
@@ -154,13 +154,13 @@ static void check_stream(gpu_case *g)
     assert_cuda(cudaDeviceSynchronize());
 
     cudaStream_t stream;
-    gate held = {0, 0};
+    gate closed = {0, 0};
     assert_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    assert_cuda(cudaLaunchHostFunc(stream, wait_at_gate, &held));
-    gpu_case_launch(g, stream); /* returns although nothing can run yet */
-    const int gave_up = atomic_load(&held.gave_up);
+    assert_cuda(cudaLaunchHostFunc(stream, wait_at_gate, &closed));
+    gpu_case_launch(g, stream); /* must return before its kernels can run */
+    const int gave_up = atomic_load(&closed.gave_up);
     const cudaError_t state = cudaStreamQuery(stream);
-    atomic_store(&held.open, 1);
+    atomic_store(&closed.open, 1);
     assert_cuda(cudaStreamSynchronize(stream));
     assert_int_equal(gave_up, 0);
     assert_int_equal(state, cudaErrorNotReady);
@@ -169,7 +169,7 @@ static void check_stream(gpu_case *g)
     assert_cuda(cudaStreamDestroy(stream));
 }
 
-static void test_calls_do_not_wait(void **state)
+static void test_calls_do_not_synchronise(void **state)
 {
     (void)state;
     const skl_problem problem = problem_of(SKL_BF16, 1, 4, 513, 64);
@@ -188,21 +188,21 @@ static size_t free_memory(void)
 
 static void check_no_allocation(gpu_case *g)
 {
-    gpu_case_launch(g, NULL); /* loads what has to be loaded */
+    gpu_case_launch(g, NULL); /* loads the kernels */
     const size_t before = free_memory();
     for (int n = 0; n < 200; n++)
         gpu_case_launch(g, NULL);
     assert_int_equal(free_memory(), before);
 }
 
-static void test_calls_allocate_nothing(void **state)
+static void test_calls_do_not_allocate(void **state)
 {
     (void)state;
     const skl_problem problem = problem_of(SKL_F16, 2, 4, 257, 128);
     with_every_kernel(&problem, 0, check_no_allocation);
 }
 
-static void test_the_workspace_does_not_grow(void **state)
+static void test_workspace_does_not_grow_with_length(void **state)
 {
     (void)state;
     static const int64_t lengths[] = {4096, 65536, 262144, 1048576};
@@ -226,9 +226,9 @@ static void test_the_workspace_does_not_grow(void **state)
 
 /* ---- Repeats ------------------------------------------------------------------------------------------------ */
 
-/* Many heads, so that blocks of different heads run at once and finish in any order; problems in turn, so that shared
- * memory holds what another one left there. */
-static void test_a_thousand_backwards_give_the_same_bits(void **state)
+/* Many heads, so that blocks of different heads run at the same time and finish in any order. Problems alternate, so
+ * that shared memory holds leftovers of another problem. */
+static void test_a_thousand_repeats_give_the_same_bits(void **state)
 {
     (void)state;
     const skl_problem problems[] = {
@@ -241,7 +241,7 @@ static void test_a_thousand_backwards_give_the_same_bits(void **state)
     gpu_case cases[COUNT_OF(problems)];
     unsigned char *first[COUNT_OF(problems)];
     for (size_t p = 0; p < COUNT_OF(problems); p++) {
-        gpu_case_create(&cases[p], &problems[p], NULL, 1); /* the best kernel */
+        gpu_case_create(&cases[p], &problems[p], NULL, 1);
         gpu_case_launch(&cases[p], NULL);
         first[p] = gpu_case_results(&cases[p]);
     }
@@ -262,12 +262,12 @@ static void test_a_thousand_backwards_give_the_same_bits(void **state)
 static void skip_without_memory(double gib)
 {
     if ((double)free_memory() < gib * 0x1p30) {
-        print_message("needs %.0f GiB of memory on the GPU\n", gib);
+        print_message("needs %.0f GiB of GPU memory\n", gib);
         skip();
     }
 }
 
-/* Elements of q_s, k_s and their gradients beyond 2^31; the last of them matter. */
+/* q_s, k_s and their gradients have more than 2^31 elements. Some checks are of the last ones. */
 static void test_more_than_2_to_the_31_elements(void **state)
 {
     (void)state;
@@ -307,7 +307,7 @@ static void test_a_million_queries_and_keys(void **state)
 
 /* ---- Devices ------------------------------------------------------------------------------------------------ */
 
-static void test_a_device_that_is_not_there(void **state)
+static void test_device_index_out_of_range_is_refused(void **state)
 {
     (void)state;
     static const int32_t indices[] = {-1, 99};
@@ -324,8 +324,8 @@ static void test_a_device_that_is_not_there(void **state)
     }
 }
 
-/* The plan's device is device 0; the caller has another one current, and keeps it. */
-static void test_the_current_device_stays(void **state)
+/* The plan is for device 0, and device 1 is current during the call. */
+static void test_current_device_is_unchanged(void **state)
 {
     (void)state;
     int count = 0, current = -1;
@@ -350,17 +350,17 @@ static void test_the_current_device_stays(void **state)
     assert_int_equal(current, 1);
     assert_cuda(cudaSetDevice(0));
     assert_cuda(cudaStreamSynchronize(stream));
-    assert_same_results(&g, expected, "another current device");
+    assert_same_results(&g, expected, "a call with another current device");
     free(expected);
     assert_cuda(cudaStreamDestroy(stream));
     gpu_case_destroy(&g);
 }
 
-/* ---- Errors that stay: in a process of their own, because nothing works on the GPU after them ----------------- */
+/* ---- Sticky errors: in a child process, because the CUDA context is unusable after them ----------------------- */
 
 enum { AS_EXPECTED = 0, NOT_AS_EXPECTED = 1 };
 
-/* Queries at an address that is none: the kernel faults, and the call after it says so, with its kernel's name. */
+/* Queries at an invalid address: the kernel faults, and the next call reports it with the kernel's name. */
 static int child_with_a_bad_address(void)
 {
     const skl_problem problem = problem_of(SKL_BF16, 1, 1, 64, 64);
@@ -377,22 +377,23 @@ static int child_with_a_bad_address(void)
     return fault != cudaSuccess && status == SKL_ERROR_DEVICE && named ? AS_EXPECTED : NOT_AS_EXPECTED;
 }
 
-/* Lengths in GPU memory cannot be checked before the launch: whatever they hold, nothing outside is touched. */
+/* Lengths in GPU memory cannot be checked before the launch. Invalid ones must not lead to writes outside the
+ * buffers. */
 static int child_with_bad_lengths(void)
 {
-    static const int32_t hostile[][4] = {{0, 3, 2, 7},         {-5, 3, 3, 7}, {0, 3, INT32_MAX, 7},
+    static const int32_t invalid[][4] = {{0, 3, 2, 7},         {-5, 3, 3, 7}, {0, 3, INT32_MAX, 7},
                                          {0, INT32_MIN, 3, 7}, {7, 3, 1, 0},  {100, 200, 300, 400}};
     static const skl_dtype dtypes[] = {SKL_F32, SKL_BF16};
     for (size_t d = 0; d < COUNT_OF(dtypes); d++)
-        for (size_t n = 0; n < COUNT_OF(hostile); n++) {
-            const test_case c = {"hostile",           PACKED(3, LENGTHS(0, 3, 3, 7), LENGTHS(0, 2, 7, 8)),
+        for (size_t n = 0; n < COUNT_OF(invalid); n++) {
+            const test_case c = {"invalid",           PACKED(3, LENGTHS(0, 3, 3, 7), LENGTHS(0, 2, 7, 8)),
                                  HEADS(2, 2),         DIMS(8, 8),
                                  TAILS(1, 2),         .dtype_t = dtypes[d],
                                  .dtype_s = dtypes[d]};
             fixture f;
             fixture_create(&f, &c);
-            memcpy(f.lengths[1].data, hostile[n], sizeof hostile[n]);
-            memcpy(f.lengths[2].data, hostile[COUNT_OF(hostile) - 1 - n], sizeof hostile[n]);
+            memcpy(f.lengths[1].data, invalid[n], sizeof invalid[n]);
+            memcpy(f.lengths[2].data, invalid[COUNT_OF(invalid) - 1 - n], sizeof invalid[n]);
             for (int32_t k = 0; case_kernel(&c, k); k++) {
                 fixture_results results = results_create(&f);
                 run_kernel(&f, case_kernel(&c, k), 0, &results);
@@ -416,7 +417,7 @@ static const child_role children[] = {
     {"bad-lengths", child_with_bad_lengths},
 };
 
-/* CUDA does not survive a fork, so the child starts this program anew. */
+/* A CUDA context does not survive a fork, so the child runs this program again. */
 static int exit_status_of_child(const char *role)
 {
     const pid_t child = fork();
@@ -429,13 +430,13 @@ static int exit_status_of_child(const char *role)
     return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
 
-static void test_a_fault_is_reported_with_the_name_of_the_kernel(void **state)
+static void test_kernel_fault_is_reported_with_the_kernel_name(void **state)
 {
     (void)state;
     assert_int_equal(exit_status_of_child("bad-address"), AS_EXPECTED);
 }
 
-static void test_hostile_lengths_stay_inside(void **state)
+static void test_invalid_lengths_do_not_write_out_of_bounds(void **state)
 {
     (void)state;
     assert_int_equal(exit_status_of_child("bad-lengths"), AS_EXPECTED);
@@ -443,8 +444,8 @@ static void test_hostile_lengths_stay_inside(void **state)
 
 /* ---- Indexers ----------------------------------------------------------------------------------------------- */
 
-/* A backward that is cut into bands gives what the oracle gives. whole_size: workspace that one band would take. */
-static void check_bands(const test_case *c, size_t whole_size)
+/* A backward in several chunks agrees with the oracle. one_chunk_size: workspace of a single chunk for all rows. */
+static void check_chunks(const test_case *c, size_t one_chunk_size)
 {
     fixture f;
     fixture_create(&f, c);
@@ -452,7 +453,7 @@ static void check_bands(const test_case *c, size_t whole_size)
     fixture_results results = results_create(&f);
     for (int32_t k = 0; case_kernel(c, k); k++) {
         skl_plan *const plan = test_plan(&f.problem, case_kernel(c, k), 0);
-        assert_true(skl_plan_workspace_size(plan, SKL_OP_BACKWARD) < whole_size);
+        assert_true(skl_plan_workspace_size(plan, SKL_OP_BACKWARD) < one_chunk_size);
         run_both(plan, &f, &results);
         assert_int_equal(rows_mismatch(&f, &results, c->name), 0);
         assert_int_equal(gradients_mismatch(&f, &results, case_kernel(c, k), c->name), 0);
@@ -462,18 +463,18 @@ static void check_bands(const test_case *c, size_t whole_size)
     fixture_destroy(&f);
 }
 
-static void test_indexers_in_several_bands(void **state)
+static void test_indexer_backward_in_several_chunks(void **state)
 {
     (void)state;
-    const test_case dense = {"dense bands", SHAPE(1, 1300, 700), HEADS(2, 1), DIMS(4, 2), INDEXER(128)};
-    check_bands(&dense, (size_t)1300 * 700 * sizeof(float));
-    const test_case sparse = {"sparse bands", SHAPE(1, 650, 300), HEADS(2, 2), KEY_HEADS(1, 1),
-                              DIMS(8, 128),   INDEXER(2),         TOP_K(500)};
+    const test_case dense = {"dense chunks", SHAPE(1, 1300, 700), HEADS(2, 1), DIMS(4, 2), INDEXER(128)};
+    check_chunks(&dense, (size_t)1300 * 700 * sizeof(float));
+    const test_case sparse = {"sparse chunks", SHAPE(1, 650, 300), HEADS(2, 2), KEY_HEADS(1, 1),
+                              DIMS(8, 128),    INDEXER(2),         TOP_K(500)};
     test_case sparse_bf16 = sparse;
-    sparse_bf16.name = "sparse bands, bf16";
+    sparse_bf16.name = "sparse chunks, bf16";
     sparse_bf16.dtype_t = sparse_bf16.dtype_s = SKL_BF16;
-    check_bands(&sparse, (size_t)2 * 650 * 500 * 128 * sizeof(float));
-    check_bands(&sparse_bf16, (size_t)2 * 650 * 500 * 128 * sizeof(float));
+    check_chunks(&sparse, (size_t)2 * 650 * 500 * 128 * sizeof(float));
+    check_chunks(&sparse_bf16, (size_t)2 * 650 * 500 * 128 * sizeof(float));
 }
 
 int main(int argc, char **argv)
@@ -482,18 +483,18 @@ int main(int argc, char **argv)
         if (strcmp(argv[1], children[n].name) == 0)
             return children[n].run();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_a_graph_replays_the_same_bits),
-        cmocka_unit_test(test_calls_do_not_wait),
-        cmocka_unit_test(test_calls_allocate_nothing),
-        cmocka_unit_test(test_the_workspace_does_not_grow),
-        cmocka_unit_test(test_a_thousand_backwards_give_the_same_bits),
+        cmocka_unit_test(test_graph_replay_gives_the_same_bits),
+        cmocka_unit_test(test_calls_do_not_synchronise),
+        cmocka_unit_test(test_calls_do_not_allocate),
+        cmocka_unit_test(test_workspace_does_not_grow_with_length),
+        cmocka_unit_test(test_a_thousand_repeats_give_the_same_bits),
         cmocka_unit_test(test_more_than_2_to_the_31_elements),
         cmocka_unit_test(test_a_million_queries_and_keys),
-        cmocka_unit_test(test_a_device_that_is_not_there),
-        cmocka_unit_test(test_the_current_device_stays),
-        cmocka_unit_test(test_a_fault_is_reported_with_the_name_of_the_kernel),
-        cmocka_unit_test(test_hostile_lengths_stay_inside),
-        cmocka_unit_test(test_indexers_in_several_bands),
+        cmocka_unit_test(test_device_index_out_of_range_is_refused),
+        cmocka_unit_test(test_current_device_is_unchanged),
+        cmocka_unit_test(test_kernel_fault_is_reported_with_the_kernel_name),
+        cmocka_unit_test(test_invalid_lengths_do_not_write_out_of_bounds),
+        cmocka_unit_test(test_indexer_backward_in_several_chunks),
     };
     return test_run("cuda", tests, COUNT_OF(tests));
 }

@@ -39,6 +39,8 @@ static launch_log explained(const skl_plan *plan, const skl_inputs *inputs, skl_
     static char text[8192];
     launch_log log = {.text = ""};
     assert_true(skl_plan_explain(plan, inputs, op, text, sizeof text) < sizeof text);
+    if (strncmp(text, "nothing to launch", strlen("nothing to launch")) == 0)
+        return log;
     for (char *line = strtok(text, "\n"); line != NULL; line = strtok(NULL, "\n")) {
         char *const first = strstr(line, ": "), *const splits = strstr(line, " split");
         assert_non_null(first);

@@ -1,4 +1,4 @@
-/* The faults that users of attention kernels meet, one test each. Those of single arguments are in test_calls.c. */
+/* Known failure modes of attention kernels, one test each. Invalid arguments are in test_calls.c. */
 #define _DEFAULT_SOURCE /* mmap */
 #include "runner.h"
 
@@ -34,7 +34,7 @@ static void check_case(const test_case *c)
     check_case_with(c, INT32_MAX);
 }
 
-/* Every kernel on a case, in every type, with every kind of plan. */
+/* Checks every kernel on a case, in every type, with every kind of plan. */
 static void with_every_kernel(const test_case *c, void (*check)(const test_case *, const char *kernel, int32_t kind))
 {
     for (int dtype = SKL_F32; dtype <= SKL_BF16; dtype++) {
@@ -46,16 +46,16 @@ static void with_every_kernel(const test_case *c, void (*check)(const test_case 
     }
 }
 
-/* ---- Nothing to see ---------------------------------------------------------------------------------------- */
+/* ---- Rows without visible keys ----------------------------------------------------------------------------- */
 
 static void test_every_row_is_padding(void **state)
 {
     (void)state;
-    const test_case c = {"padding", SHAPE(2, 37, 41), SMALL, KEYS(0, 0)};
+    const test_case c = {"padding", SHAPE(2, 37, 41), SMALL, KEY_LENGTHS(0, 0)};
     check_case(&c);
 }
 
-static void test_a_rank_that_holds_only_padding(void **state)
+static void test_a_rank_with_only_padding(void **state)
 {
     (void)state;
     const test_case c = {"empty rank", PACKED(3, LENGTHS(0, 0, 0, 0), LENGTHS(0, 0, 0, 0)), SMALL, TAILS(300, 500)};
@@ -64,10 +64,10 @@ static void test_a_rank_that_holds_only_padding(void **state)
 
 /* ---- NaN and infinity -------------------------------------------------------------------------------------- */
 
-/* Poison in keys that nobody sees changes no bit of anything. */
+/* Poison in keys that no query sees changes no bit of any result. */
 static void check_poison_in_hidden_keys(const test_case *c, const char *kernel, int32_t kind)
 {
-    fixture f; /* starts out poisoned */
+    fixture f; /* starts poisoned */
     fixture_create(&f, c);
     fixture_results poisoned = results_create(&f), clean = results_create(&f);
     run_kind(&f, kernel, kind, &poisoned);
@@ -89,14 +89,14 @@ static void test_poison_in_hidden_keys(void **state)
 {
     (void)state;
     const test_case cases[] = {
-        {"padded", SHAPE(2, 67, 131), SMALL, KEYS(100, 7)},
+        {"padded", SHAPE(2, 67, 131), SMALL, KEY_LENGTHS(100, 7)},
         {"causal", SHAPE(1, 67, 131), SMALL, CAUSAL, OFFSETS(3, 0)},
     };
     for (size_t c = 0; c < COUNT_OF(cases); c++)
         with_every_kernel(&cases[c], check_poison_in_hidden_keys);
 }
 
-/* Rows i < first of each head: of all results, with the same bits. */
+/* Whether rows i < first of each head have the same bits. */
 static int rows_equal_before(const test_tensor *a, const test_tensor *b, int64_t first)
 {
     for (int64_t n = 0; n < tensor_count(a); n++) {
@@ -107,11 +107,11 @@ static int rows_equal_before(const test_tensor *a, const test_tensor *b, int64_t
     return 1;
 }
 
-/* Rows, and the one that is poisoned, in the two tests below. */
+/* Number of rows, and the poisoned row, in the tests below. */
 enum { LENGTH = 230, POISONED = 101 };
 
-/* In a causal problem key j is seen by rows i >= j: NaN or infinity there leaves the rows before alone, in both
- * passes, and no row that sees it gets away with a finite KL of the models without it. */
+/* In a causal problem, rows i >= j see key j. NaN or infinity in it does not change earlier rows, in forward and
+ * backward, and the KL of every row that sees it is not finite. */
 static void test_poison_in_a_visible_key(void **state)
 {
     (void)state;
@@ -119,7 +119,7 @@ static void test_poison_in_a_visible_key(void **state)
     static const test_case cases[] = {
         {"f32", SHAPE(1, LENGTH, LENGTH), SMALL, CAUSAL},
         {"bf16", SHAPE(1, LENGTH, LENGTH), SMALL, CAUSAL, TYPES(BF16, BF16)},
-        {"grouped", SHAPE(1, LENGTH, LENGTH), HEADS(4, 2), DIMS(16, 16), CAUSAL},
+        {"teacher groups", SHAPE(1, LENGTH, LENGTH), HEADS(4, 2), DIMS(16, 16), CAUSAL},
     };
     for (size_t c = 0; c < COUNT_OF(cases); c++)
         for (size_t p = 0; p < COUNT_OF(poisons); p++)
@@ -147,8 +147,8 @@ static void test_poison_in_a_visible_key(void **state)
                 }
 }
 
-/* The same in one sweep, which is told LSEs that know nothing of it. Student gradients alone: the KL then comes from
- * the sweep that gives them. */
+/* The same in a one-pass call, with the poison in both the LSEs and the keys. Only student gradients are requested,
+ * so that the pass over the keys also gives the KL. */
 static void check_poison_in_one_pass(const test_case *c)
 {
     static const double poisons[] = {NAN, INFINITY, -INFINITY};
@@ -181,11 +181,11 @@ static void check_poison_in_one_pass(const test_case *c)
 static void test_poison_in_one_pass(void **state)
 {
     (void)state;
-    const test_case c = {"one pass", SHAPE(1, LENGTH, LENGTH), SMALL, CAUSAL, .without = SKL_DQ_T | SKL_DK_T};
+    const test_case c = {"one-pass", SHAPE(1, LENGTH, LENGTH), SMALL, CAUSAL, .without = SKL_DQ_T | SKL_DK_T};
     case_in_every_type(&c, check_poison_in_one_pass);
 }
 
-/* A NaN query spoils its own row and the keys it sees, and no other query. */
+/* A NaN query affects its row and the gradients of the keys that it sees, and no other query. */
 static void check_poison_in_a_query(const test_case *c, const char *kernel, int32_t kind)
 {
     fixture f;
@@ -215,31 +215,32 @@ static void test_poison_in_a_query(void **state)
     with_every_kernel(&c, check_poison_in_a_query);
 }
 
-/* What comes from upstream for a row that sees no key changes no bit of anything, however large it is: f16 gradients
- * are kept in a unit that must not follow it. All rows are in one tile, so that no sum depends on an order. */
+/* The upstream gradient of a row without visible keys changes no bit of any result, even if it is large: f16
+ * gradients are scaled by a factor that must not depend on it. All rows are in one tile, so that the order of sums is
+ * fixed. */
 static void check_garbage_upstream(const test_case *c, const char *kernel, int32_t kind)
 {
     static const double garbage[] = {1e30, -1e38, INFINITY, NAN};
     fixture f;
     fixture_create(&f, c);
-    fixture_results quiet = results_create(&f), loud = results_create(&f);
+    fixture_results clean = results_create(&f), poisoned = results_create(&f);
     int64_t dead = 0;
     for (int64_t n = 0; n < tensor_count(&f.grad_kl); n++)
         if (!f.live_q[n % f.length_q])
             tensor_set(&f.grad_kl, n, 0), dead++;
     assert_true(dead > 0 && dead < tensor_count(&f.grad_kl));
-    run_kind(&f, kernel, kind, &quiet);
+    run_kind(&f, kernel, kind, &clean);
     for (size_t g = 0; g < COUNT_OF(garbage); g++) {
         for (int64_t n = 0; n < tensor_count(&f.grad_kl); n++)
             if (!f.live_q[n % f.length_q])
                 tensor_set(&f.grad_kl, n, garbage[g]);
-        run_kind(&f, kernel, kind, &loud);
-        const char *const different = results_difference(&quiet, &loud);
+        run_kind(&f, kernel, kind, &poisoned);
+        const char *const different = results_difference(&clean, &poisoned);
         if (different)
             fail_msg("%s: %s: %g from upstream changes %s", c->name, kernel, garbage[g], different);
     }
-    results_destroy(&quiet);
-    results_destroy(&loud);
+    results_destroy(&clean);
+    results_destroy(&poisoned);
     fixture_destroy(&f);
 }
 
@@ -247,9 +248,9 @@ static void test_garbage_upstream_of_rows_without_keys(void **state)
 {
     (void)state;
     const test_case cases[] = {
-        {"blind rows in front", SHAPE(1, 97, 41), SMALL, CAUSAL, OFFSETS(0, 32)},
-        {"blind rows behind", SHAPE(1, 97, 41), SMALL, WINDOW(20, -1), OFFSETS(0, 0)},
-        {"blind rows in front, reverse", SHAPE(1, 97, 41), SMALL, CAUSAL, OFFSETS(0, 32), REVERSE},
+        {"empty rows first", SHAPE(1, 97, 41), SMALL, CAUSAL, OFFSETS(0, 32)},
+        {"empty rows last", SHAPE(1, 97, 41), SMALL, WINDOW(20, -1), OFFSETS(0, 0)},
+        {"empty rows first, reverse", SHAPE(1, 97, 41), SMALL, CAUSAL, OFFSETS(0, 32), REVERSE},
     };
     for (size_t c = 0; c < COUNT_OF(cases); c++)
         with_every_kernel(&cases[c], check_garbage_upstream);
@@ -262,27 +263,27 @@ static void set_first_dimension(const test_tensor *t, int64_t begin, int64_t end
             tensor_set(t, tensor_index(t, 0, h, row), value);
 }
 
-static int is_weightless(int64_t query)
+static int has_zero_upstream(int64_t query)
 {
     return query % 7 == 3 || query == LENGTH - 1;
 }
 
-static void poison_weightless(const test_tensor *t)
+static void poison_zero_upstream(const test_tensor *t)
 {
     for (int64_t h = 0; h < t->heads; h++)
         for (int64_t i = 0; i < t->length; i++)
-            for (int64_t d = 0; is_weightless(i) && d < t->dim; d++)
+            for (int64_t d = 0; has_zero_upstream(i) && d < t->dim; d++)
                 tensor_set(t, tensor_index(t, 0, h, i) + d, NAN);
 }
 
-static void assert_weightless_are_zero(const test_tensor *dq)
+static void assert_zero_upstream_is_zero(const test_tensor *dq)
 {
     for (int64_t n = 0; dq->data != NULL && n < tensor_count(dq); n++)
-        assert_true(!is_weightless(n / dq->dim % dq->length) || tensor_get(dq, n) == 0);
+        assert_true(!has_zero_upstream(n / dq->dim % dq->length) || tensor_get(dq, n) == 0);
 }
 
-/* Gradients of one sweep from the LSEs of a forward, in the place of those that are there. */
-static void run_one_sweep(const skl_plan *plan, const fixture *f, const fixture_results *results)
+/* KL and gradients of a one-pass call from the LSEs of a forward; replaces those in `results`. */
+static void run_one_pass(const skl_plan *plan, const fixture *f, const fixture_results *results)
 {
     skl_inputs inputs = f->inputs;
     inputs.lse_t = tensor_input(&results->lse_t);
@@ -292,38 +293,38 @@ static void run_one_sweep(const skl_plan *plan, const fixture *f, const fixture_
     run_forward_backward(plan, &inputs, &rows, &gradients);
 }
 
-/* NaN in such rows: KL is NaN, and gradients are the oracle's for the rows without it. */
-static void check_weightless_rows(const fixture *f, const fixture_results *results, const char *kernel)
+/* With NaN in rows without upstream gradient, their KL is NaN, and gradients match the oracle without the NaN. */
+static void check_zero_upstream_rows(const fixture *f, const fixture_results *results, const char *kernel)
 {
     assert_true(isnan(tensor_get(&results->kl, LENGTH - 1)));
     assert_int_equal(gradients_mismatch(f, results, kernel, kernel), 0);
-    assert_weightless_are_zero(&results->dq_t);
-    assert_weightless_are_zero(&results->dq_s);
-    assert_weightless_are_zero(&results->dw_s);
+    assert_zero_upstream_is_zero(&results->dq_t);
+    assert_zero_upstream_is_zero(&results->dq_s);
+    assert_zero_upstream_is_zero(&results->dw_s);
 }
 
-/* A row whose upstream gradient is 0 has no gradients and gives none to keys, whatever is in it, or in a key that no
- * other row sees. */
-static void check_poison_in_weightless_rows(const test_case *c)
+/* A row whose upstream gradient is 0 has gradient 0 and contributes nothing to key gradients, even if it, or a key
+ * that only it sees, holds NaN. */
+static void check_poison_in_rows_without_upstream(const test_case *c)
 {
     fixture f;
     fixture_create(&f, c);
     for (int64_t n = 0; n < tensor_count(&f.grad_kl); n++)
-        if (is_weightless(n % LENGTH))
+        if (has_zero_upstream(n % LENGTH))
             tensor_set(&f.grad_kl, n, 0);
     fixture_solve(&f);
-    poison_weightless(&f.q_t);
-    poison_weightless(&f.q_s);
+    poison_zero_upstream(&f.q_t);
+    poison_zero_upstream(&f.q_s);
     if (c->causal)
         set_first_dimension(&f.k_s, LENGTH - 1, LENGTH, NAN);
     for (int32_t k = 0; case_kernel(c, k); k++) {
         skl_plan *const plan = test_plan(&f.problem, case_kernel(c, k), 2);
         fixture_results results = results_create(&f);
         run_both(plan, &f, &results);
-        check_weightless_rows(&f, &results, case_kernel(c, k));
+        check_zero_upstream_rows(&f, &results, case_kernel(c, k));
         if (results.dq_t.data == NULL) {
-            run_one_sweep(plan, &f, &results);
-            check_weightless_rows(&f, &results, case_kernel(c, k));
+            run_one_pass(plan, &f, &results);
+            check_zero_upstream_rows(&f, &results, case_kernel(c, k));
         }
         results_destroy(&results);
         skl_plan_destroy(plan);
@@ -331,32 +332,31 @@ static void check_poison_in_weightless_rows(const test_case *c)
     fixture_destroy(&f);
 }
 
-static void test_poison_in_weightless_rows(void **state)
+static void test_poison_in_rows_without_upstream_gradient(void **state)
 {
     (void)state;
     if (test_device() != SKL_CPU)
-        skip(); /* GPU kernels multiply it with 0 */
+        skip(); /* GPU kernels multiply it by 0 */
     const test_case cases[] = {
         {"full", SHAPE(1, LENGTH, LENGTH), SMALL},
-        {"one sweep", SHAPE(1, LENGTH, LENGTH), SMALL, .without = SKL_DQ_T | SKL_DK_T},
+        {"one-pass", SHAPE(1, LENGTH, LENGTH), SMALL, .without = SKL_DQ_T | SKL_DK_T},
         {"causal", SHAPE(1, LENGTH, LENGTH), SMALL, CAUSAL},
-        {"bf16, causal, one sweep", SHAPE(1, LENGTH, LENGTH), SMALL, TYPES(BF16, BF16), CAUSAL,
+        {"bf16, causal, one-pass", SHAPE(1, LENGTH, LENGTH), SMALL, TYPES(BF16, BF16), CAUSAL,
          .without = SKL_DQ_T | SKL_DK_T},
         {"reverse", SHAPE(1, LENGTH, LENGTH), SMALL, REVERSE},
-        {"grouped", SHAPE(1, LENGTH, LENGTH), HEADS(4, 2), DIMS(16, 16), CAUSAL},
+        {"teacher groups", SHAPE(1, LENGTH, LENGTH), HEADS(4, 2), DIMS(16, 16), CAUSAL},
         {"indexer", SHAPE(1, LENGTH, LENGTH), HEADS(4, 1), DIMS(16, 16), INDEXER(3), .without = SKL_DQ_T | SKL_DK_T},
-        {"list", SHAPE(1, LENGTH, LENGTH), HEADS(4, 1), DIMS(16, 16), INDEXER(3), TOP_K(150),
+        {"sparse", SHAPE(1, LENGTH, LENGTH), HEADS(4, 1), DIMS(16, 16), INDEXER(3), TOP_K(150),
          .without = SKL_DQ_T | SKL_DK_T},
     };
     const int sampled = test_environment("SKL_TEST_SAMPLE", 1) > 1;
     for (size_t c = 0; c < COUNT_OF(cases); c += sampled ? 3 : 1)
-        check_poison_in_weightless_rows(&cases[c]);
+        check_poison_in_rows_without_upstream(&cases[c]);
 }
 
-/* To a backward a key that the teacher put at minus infinity has P = 0 in every row, as one that it put very low: no
- * bit of the student's gradients differs. But rows that a tile has room for and the problem has not are 0, 0 times
- * infinity is NaN, and such a NaN must not get into a sum. All queries are in one tile, so that no sum depends on an
- * order. */
+/* A key whose teacher logit is -inf has P = 0 in every row, like a key with a very low logit: the student's gradients
+ * have the same bits. Unused rows of a query tile are 0, and 0 * inf is NaN; such a NaN must not reach a sum. All
+ * queries are in one tile, so that the order of sums is fixed. */
 static void check_key_at_minus_infinity(const test_case *c, const char *kernel, int32_t kind)
 {
     fixture f;
@@ -380,7 +380,7 @@ static void check_key_at_minus_infinity(const test_case *c, const char *kernel, 
     fixture_destroy(&f);
 }
 
-static void test_missing_rows_of_a_tile_and_infinity(void **state)
+static void test_unused_rows_of_a_tile_and_infinity(void **state)
 {
     (void)state;
     const test_case cases[] = {
@@ -391,9 +391,9 @@ static void test_missing_rows_of_a_tile_and_infinity(void **state)
         with_every_kernel(&cases[c], check_key_at_minus_infinity);
 }
 
-/* A logit that overflows to -inf leaves its key no mass, as one that is very low: 0 log 0 = 0, and all results are
- * the oracle's for the latter. Without teacher gradients, also those of one sweep from the LSEs that came out. */
-static void check_overflow_in_first(const test_case *c)
+/* A logit of A that overflows to -inf gives its key no mass, like a very low logit: 0 log 0 = 0, and all results
+ * match the oracle's for the low logit. Without teacher gradients, this includes a one-pass call. */
+static void check_overflow_in_a(const test_case *c)
 {
     fixture f;
     fixture_create(&f, c);
@@ -412,7 +412,7 @@ static void check_overflow_in_first(const test_case *c)
         if (results.dq_t.data == NULL) {
             for (int64_t row = 0; row < tensor_count(&results.kl); row++)
                 tensor_set(&results.kl, row, NAN);
-            run_one_sweep(plan, &f, &results);
+            run_one_pass(plan, &f, &results);
             assert_int_equal(rows_mismatch(&f, &results, kernel) + gradients_mismatch(&f, &results, kernel, kernel),
                              0);
         }
@@ -422,8 +422,8 @@ static void check_overflow_in_first(const test_case *c)
     fixture_destroy(&f);
 }
 
-/* The second argument has no mass where the first has: the KL is infinite, in the rows that see it. */
-static void check_overflow_in_second(const test_case *c, const char *kernel)
+/* B has no mass where A has: the KL of the rows that see the key is infinite. */
+static void check_overflow_in_b(const test_case *c, const char *kernel)
 {
     fixture f;
     fixture_create(&f, c);
@@ -449,28 +449,28 @@ static void test_logits_that_overflow(void **state)
         skip(); /* GPU kernels make such rows NaN */
     const test_case cases[] = {
         {"full", SHAPE(1, LENGTH, LENGTH), SMALL},
-        {"one sweep", SHAPE(1, LENGTH, LENGTH), SMALL, .without = SKL_DQ_T | SKL_DK_T},
+        {"one-pass", SHAPE(1, LENGTH, LENGTH), SMALL, .without = SKL_DQ_T | SKL_DK_T},
         {"causal", SHAPE(1, LENGTH, LENGTH), SMALL, CAUSAL},
         {"bf16", SHAPE(1, LENGTH, LENGTH), SMALL, TYPES(BF16, BF16), CAUSAL, .without = SKL_DQ_T | SKL_DK_T},
         {"reverse", SHAPE(1, LENGTH, LENGTH), SMALL, REVERSE},
-        {"grouped", SHAPE(1, LENGTH, LENGTH), HEADS(4, 2), DIMS(16, 16)},
+        {"teacher groups", SHAPE(1, LENGTH, LENGTH), HEADS(4, 2), DIMS(16, 16)},
     };
     const test_case indexers[] = {
         {"indexer", SHAPE(1, LENGTH, LENGTH), HEADS(4, 1), DIMS(16, 16), INDEXER(3), .without = SKL_DQ_T | SKL_DK_T},
-        {"list", SHAPE(1, LENGTH, LENGTH), HEADS(4, 1), DIMS(16, 16), INDEXER(3), TOP_K(150),
+        {"sparse", SHAPE(1, LENGTH, LENGTH), HEADS(4, 1), DIMS(16, 16), INDEXER(3), TOP_K(150),
          .without = SKL_DQ_T | SKL_DK_T},
     };
     const int sampled = test_environment("SKL_TEST_SAMPLE", 1) > 1;
     for (size_t c = 0; c < COUNT_OF(cases); c += sampled ? 3 : 1) {
-        check_overflow_in_first(&cases[c]);
+        check_overflow_in_a(&cases[c]);
         for (int32_t k = 0; case_kernel(&cases[c], k); k++)
-            check_overflow_in_second(&cases[c], case_kernel(&cases[c], k));
+            check_overflow_in_b(&cases[c], case_kernel(&cases[c], k));
     }
     for (size_t c = 0; c < COUNT_OF(indexers); c++)
-        check_overflow_in_first(&indexers[c]);
+        check_overflow_in_a(&indexers[c]);
 }
 
-/* ---- Large numbers of things ------------------------------------------------------------------------------- */
+/* ---- Large counts ------------------------------------------------------------------------------------------ */
 
 static void test_more_than_65535_batches_and_heads(void **state)
 {
@@ -496,14 +496,14 @@ static void test_more_than_32768_rows(void **state)
     const test_case window = {"window", SHAPE(1, 40001, 40001), HEADS(1, 1), DIMS(2, 2), WINDOW(2, 0)};
     check_case(&keys);
     check_case(&queries);
-    check_case_with(&window, 1); /* the reference looks at every pair */
+    check_case_with(&window, 1); /* the reference visits every pair */
 }
 
-/* ---- Far apart --------------------------------------------------------------------------------------------- */
+/* ---- Large strides ----------------------------------------------------------------------------------------- */
 
 enum { PAGE = 4096, MOST_PAGES = 64 };
 
-/* Address space that costs nothing until it is touched. */
+/* Reserves address space; pages are allocated on first access. */
 static void *reserve(int64_t element_count, size_t element_size)
 {
     void *const memory = mmap(NULL, (size_t)element_count * element_size, PROT_READ | PROT_WRITE,
@@ -513,7 +513,7 @@ static void *reserve(int64_t element_count, size_t element_size)
     return memory;
 }
 
-/* Pages that hold an element, each once: all that a GPU needs to reach. Elements of a row are never pages apart. */
+/* The pages that hold elements, which a GPU must be able to reach. A row never spans several pages. */
 static size_t touched_pages(const test_tensor *t, unsigned char **pages)
 {
     size_t count = 0;
@@ -534,7 +534,7 @@ static size_t touched_pages(const test_tensor *t, unsigned char **pages)
     return count;
 }
 
-static void spread_out(test_tensor *t, int64_t stride_batch, int64_t stride_head, int64_t stride_row)
+static void enlarge_strides(test_tensor *t, int64_t stride_batch, int64_t stride_head, int64_t stride_row)
 {
     const test_tensor dense = *t;
     t->stride_batch = stride_batch, t->stride_head = stride_head, t->stride_row = stride_row;
@@ -548,7 +548,7 @@ static void spread_out(test_tensor *t, int64_t stride_batch, int64_t stride_head
         device_share(pages[p], PAGE);
 }
 
-static void fold_up(test_tensor *t)
+static void free_reserved(test_tensor *t)
 {
     unsigned char *pages[MOST_PAGES];
     const size_t page_count = touched_pages(t, pages);
@@ -559,9 +559,9 @@ static void fold_up(test_tensor *t)
     munmap(t->data, (size_t)count * dtype_size(t->dtype));
 }
 
-/* Every product of an index and a stride passes 2^31 elements, and some pass 2^32; the results are those of dense
- * tensors, bit for bit. */
-static void check_spread(const test_case *c, int64_t stride_batch, int64_t stride_head, int64_t stride_row)
+/* Products of an index and a stride exceed 2^31 elements, and some exceed 2^32. The results have the same bits as
+ * those of dense tensors. */
+static void check_strides(const test_case *c, int64_t stride_batch, int64_t stride_head, int64_t stride_row)
 {
     for (int32_t k = 0; case_kernel(c, k); k++) {
         fixture f;
@@ -575,7 +575,7 @@ static void check_spread(const test_case *c, int64_t stride_batch, int64_t strid
                                         &far.grad_kl,      &far_results.kl,   &far_results.lse_t, &far_results.lse_s,
                                         &far_results.dq_t, &far_results.dk_t, &far_results.dq_s,  &far_results.dk_s};
         for (size_t t = 0; t < COUNT_OF(tensors); t++)
-            spread_out(tensors[t], stride_batch, stride_head, stride_row);
+            enlarge_strides(tensors[t], stride_batch, stride_head, stride_row);
         far.inputs.q_t = tensor_input(&far.q_t), far.inputs.k_t = tensor_input(&far.k_t);
         far.inputs.q_s = tensor_input(&far.q_s), far.inputs.k_s = tensor_input(&far.k_s);
         far.inputs.grad_kl = tensor_input(&far.grad_kl);
@@ -584,7 +584,7 @@ static void check_spread(const test_case *c, int64_t stride_batch, int64_t strid
         if (different)
             fail_msg("%s: %s differs when strides are large", case_kernel(c, k), different);
         for (size_t t = 0; t < COUNT_OF(tensors); t++)
-            fold_up(tensors[t]);
+            free_reserved(tensors[t]);
         results_destroy(&dense);
         results_destroy(&results);
         fixture_destroy(&f);
@@ -595,20 +595,20 @@ static void test_strides_beyond_32_bits(void **state)
 {
     (void)state;
     static const test_case cases[] = {
-        {"far apart", SHAPE(2, 3, 4), SMALL, .dtype_t = SKL_BF16},
-        {"far apart, bf16", SHAPE(2, 3, 4), SMALL, TYPES(BF16, BF16)},
+        {"large strides", SHAPE(2, 3, 4), SMALL, .dtype_t = SKL_BF16},
+        {"large strides, bf16", SHAPE(2, 3, 4), SMALL, TYPES(BF16, BF16)},
     };
-    const int64_t far = ((int64_t)1 << 31) + 72; /* a multiple of 8, like the others: tensor cores want it so */
+    const int64_t far = ((int64_t)1 << 31) + 72; /* a multiple of 8, like the others, as tensor cores require */
     for (size_t c = 0; c < COUNT_OF(cases); c++) {
-        check_spread(&cases[c], far, 104, 24);
-        check_spread(&cases[c], 208, far, 24);
-        check_spread(&cases[c], 208, 104, far);
+        check_strides(&cases[c], far, 104, 24);
+        check_strides(&cases[c], 208, far, 24);
+        check_strides(&cases[c], 208, 104, far);
     }
 }
 
-/* ---- Equal by meaning -------------------------------------------------------------------------------------- */
+/* ---- Equivalent inputs ------------------------------------------------------------------------------------- */
 
-/* One head that stands for all, and the same head copied: no bit of difference. */
+/* An expanded head and copies of it give the same bits. */
 static void test_expanded_inputs_equal_their_copies(void **state)
 {
     (void)state;
@@ -639,7 +639,7 @@ static void test_expanded_inputs_equal_their_copies(void **state)
         }
 }
 
-/* A key head that query heads share gives what its copies would. */
+/* A key head that query heads share gives the same results as copies of it. */
 static void test_shared_key_heads_equal_their_copies(void **state)
 {
     (void)state;
@@ -649,8 +649,8 @@ static void test_shared_key_heads_equal_their_copies(void **state)
     for (int32_t k = 0; case_kernel(&shared_case, k); k++) {
         fixture shared, copied;
         fixture_create(&shared, &shared_case);
-        fixture_create(&copied, &copied_case); /* the same name, so the same queries but other keys */
-        const int64_t elements = 67 * 16;      /* of a key head */
+        fixture_create(&copied, &copied_case); /* same name, so the same random queries, but different keys */
+        const int64_t elements = 67 * 16;      /* per key head */
         for (int64_t n = 0; n < 6 * elements; n++) {
             const int64_t head = n / elements, rest = n % elements;
             tensor_set(&copied.k_t, n, tensor_get(&shared.k_t, head / 3 * elements + rest));
@@ -675,14 +675,14 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_every_row_is_padding),
-        cmocka_unit_test(test_a_rank_that_holds_only_padding),
+        cmocka_unit_test(test_a_rank_with_only_padding),
         cmocka_unit_test(test_poison_in_hidden_keys),
         cmocka_unit_test(test_poison_in_a_visible_key),
         cmocka_unit_test(test_poison_in_one_pass),
         cmocka_unit_test(test_poison_in_a_query),
         cmocka_unit_test(test_garbage_upstream_of_rows_without_keys),
-        cmocka_unit_test(test_missing_rows_of_a_tile_and_infinity),
-        cmocka_unit_test(test_poison_in_weightless_rows),
+        cmocka_unit_test(test_unused_rows_of_a_tile_and_infinity),
+        cmocka_unit_test(test_poison_in_rows_without_upstream_gradient),
         cmocka_unit_test(test_logits_that_overflow),
         cmocka_unit_test(test_more_than_65535_batches_and_heads),
         cmocka_unit_test(test_more_than_32768_rows),

@@ -1,4 +1,4 @@
-/* What only indexers have: lists of keys, weights, teacher heads that are spread over ranks; and one that learns. */
+/* Features of indexers: indices, weights, and teacher heads that are distributed over ranks. */
 #include "runner.h"
 
 #include <math.h>
@@ -7,29 +7,29 @@
 #include "case_words.h"
 #include "device.h"
 
-/* ---- Lists of keys ----------------------------------------------------------------------------------------- */
+/* ---- Indices ----------------------------------------------------------------------------------------------- */
 
-static int32_t *list_of(const fixture *f, int64_t b, int64_t h, int64_t i)
+static int32_t *row_indices(const fixture *f, int64_t b, int64_t h, int64_t i)
 {
     return (int32_t *)f->indices.data + b * f->indices.stride_batch + h * f->indices.stride_head +
            i * f->indices.stride_row;
 }
 
-static const test_case listed[] = {
+static const test_case sparse_cases[] = {
     {"sparse", SHAPE(2, 5, 7), HEADS(4, 2), DIMS(8, 8), INDEXER(2), TOP_K(3)},
     {"packed", PACKED(2, LENGTHS(0, 4, 9), LENGTHS(0, 9, 16)), HEADS(4, 2), DIMS(8, 8), INDEXER(2), TOP_K(3)},
     {"bf16", SHAPE(2, 5, 7), HEADS(4, 2), DIMS(8, 8), INDEXER(2), TOP_K(3), TYPES(BF16, BF16)},
 };
 static const int32_t bad_keys[] = {-2, 7, INT32_MAX, INT32_MIN};
 
-/* An entry of the last list of a fixture. */
+/* An entry of the last row of indices. */
 static int32_t *last_entry(const fixture *f)
 {
     const oracle_sequence last = oracle_sequence_at(&f->problem, &f->inputs, 1);
-    return &list_of(f, last.batch, 1, last.first_q + 4)[2];
+    return &row_indices(f, last.batch, 1, last.first_q + 4)[2];
 }
 
-/* The CPU refuses a key that is none of the sequence by name, before anything is written. */
+/* The CPU refuses an index that is not a key of the sequence, before it writes anything. */
 static void check_refusal(const test_case *c, int32_t bad_key)
 {
     fixture f;
@@ -50,8 +50,8 @@ static void check_refusal(const test_case *c, int32_t bad_key)
     fixture_destroy(&f);
 }
 
-/* A GPU cannot look before it launches: there it is no key, like -1. */
-static void check_no_key(const test_case *c, int32_t bad_key)
+/* A GPU cannot check indices before a launch: it treats such an index like -1. */
+static void check_ignored(const test_case *c, int32_t bad_key)
 {
     fixture f;
     fixture_create(&f, c);
@@ -69,12 +69,12 @@ static void check_no_key(const test_case *c, int32_t bad_key)
 static void test_bad_indices(void **state)
 {
     (void)state;
-    for (size_t c = 0; c < COUNT_OF(listed); c++)
+    for (size_t c = 0; c < COUNT_OF(sparse_cases); c++)
         for (size_t n = 0; n < COUNT_OF(bad_keys); n++)
-            (test_device() == SKL_CPU ? check_refusal : check_no_key)(&listed[c], bad_keys[n]);
+            (test_device() == SKL_CPU ? check_refusal : check_ignored)(&sparse_cases[c], bad_keys[n]);
 }
 
-static void check_empty_lists(const test_case *c)
+static void check_rows_without_indices(const test_case *c)
 {
     for (int32_t k = 0; case_kernel(c, k); k++) {
         fixture f;
@@ -83,7 +83,7 @@ static void check_empty_lists(const test_case *c)
             for (int64_t h = 0; h < f.problem.heads_s; h++)
                 for (int64_t i = 0; i < f.length_q; i++)
                     for (int64_t n = 0; n < f.problem.top_k; n++)
-                        list_of(&f, b, h, i)[n] = -1;
+                        row_indices(&f, b, h, i)[n] = -1;
         tensor_set(&f.w_s, 7, (double)NAN);
         fixture_results r = results_create(&f);
         run_kernel(&f, case_kernel(c, k), 2, &r);
@@ -98,60 +98,60 @@ static void check_empty_lists(const test_case *c)
     }
 }
 
-static void test_empty_lists(void **state)
+static void test_rows_without_indices(void **state)
 {
     (void)state;
     const test_case c = {"empty", SHAPE(2, 37, 41), HEADS(4, 2), DIMS(8, 8), INDEXER(3), TOP_K(5)};
-    case_in_every_type(&c, check_empty_lists);
+    case_in_every_type(&c, check_rows_without_indices);
 }
 
-/* Whether some row lists the key and sees it; causal, with as many queries as keys. */
-static int is_listed(const fixture *f, int64_t key)
+/* Whether a row has the key in its indices and sees it; causal, with as many queries as keys. */
+static int is_in_indices(const fixture *f, int64_t key)
 {
     for (int64_t h = 0; h < f->problem.heads_s; h++)
         for (int64_t i = key; i < f->length_q; i++)
             for (int64_t n = 0; n < f->problem.top_k; n++)
-                if (list_of(f, 0, h, i)[n] == key)
+                if (row_indices(f, 0, h, i)[n] == key)
                     return 1;
     return 0;
 }
 
-/* Keys that nobody lists become NaN. */
-static void spoil_unlisted(const fixture *f, const test_tensor *keys)
+/* Sets keys that are in no row's indices to NaN. */
+static void poison_unused_keys(const fixture *f, const test_tensor *keys)
 {
     for (int64_t key = 0; key < keys->length; key++)
-        for (int64_t h = 0; h < keys->heads && !is_listed(f, key); h++)
+        for (int64_t h = 0; h < keys->heads && !is_in_indices(f, key); h++)
             for (int64_t c = 0; c < keys->dim; c++)
                 tensor_set(keys, tensor_index(keys, 0, h, key) + c, (double)NAN);
 }
 
-/* What nobody lists, or lists and does not see, is never looked at: it changes no bit. */
-static void check_unlisted_keys(const test_case *c)
+/* A key that is in no row's indices, or masked, is never read: it changes no bit. */
+static void check_unused_keys(const test_case *c)
 {
     for (int32_t k = 0; case_kernel(c, k); k++) {
         fixture f;
         fixture_create(&f, c);
-        fixture_results clean = results_create(&f), spoilt = results_create(&f);
+        fixture_results clean = results_create(&f), poisoned = results_create(&f);
         run_kernel(&f, case_kernel(c, k), 2, &clean);
-        spoil_unlisted(&f, &f.k_t);
-        spoil_unlisted(&f, &f.k_s);
-        run_kernel(&f, case_kernel(c, k), 2, &spoilt);
-        assert_null(results_difference(&clean, &spoilt));
+        poison_unused_keys(&f, &f.k_t);
+        poison_unused_keys(&f, &f.k_s);
+        run_kernel(&f, case_kernel(c, k), 2, &poisoned);
+        assert_null(results_difference(&clean, &poisoned));
         results_destroy(&clean);
-        results_destroy(&spoilt);
+        results_destroy(&poisoned);
         fixture_destroy(&f);
     }
 }
 
-static void test_unlisted_keys_may_hold_anything(void **state)
+static void test_keys_outside_indices_are_not_read(void **state)
 {
     (void)state;
-    const test_case c = {"unlisted", SHAPE(1, 61, 61), HEADS(4, 2), DIMS(16, 16), INDEXER(3), TOP_K(2), CAUSAL};
-    case_in_every_type(&c, check_unlisted_keys);
+    const test_case c = {"unused keys", SHAPE(1, 61, 61), HEADS(4, 2), DIMS(16, 16), INDEXER(3), TOP_K(2), CAUSAL};
+    case_in_every_type(&c, check_unused_keys);
 }
 
-/* With every key on its list, hidden ones too and the last one first, a row gives what the dense stage gives. */
-static void check_list_of_all_keys(const test_case *c)
+/* With all keys in its indices, including masked ones and in reverse order, a sparse row matches a dense one. */
+static void check_all_keys_in_indices(const test_case *c)
 {
     for (int32_t k = 0; case_kernel(c, k); k++) {
         test_memory keys = memory_create((size_t)c->len_k * sizeof(int32_t), sizeof(int32_t));
@@ -172,24 +172,24 @@ static void check_list_of_all_keys(const test_case *c)
     }
 }
 
-static void test_a_list_of_all_keys_is_the_dense_stage(void **state)
+static void test_indices_of_all_keys_match_dense(void **state)
 {
     (void)state;
     const test_case c = {"all keys", SHAPE(2, 37, 53), HEADS(4, 2), DIMS(16, 16), INDEXER(3), CAUSAL};
-    case_in_every_type(&c, check_list_of_all_keys);
+    case_in_every_type(&c, check_all_keys_in_indices);
 }
 
 /* ---- Weights ----------------------------------------------------------------------------------------------- */
 
-/* To rounding: rows that share a vector with a NaN may be summed up another way. */
-static void assert_other_rows_stay(const test_tensor *spoilt, const test_tensor *clean, int64_t row)
+/* Equal up to rounding: rows that share a vector with a NaN may be summed in a different order. */
+static void assert_other_rows_equal(const test_tensor *poisoned, const test_tensor *clean, int64_t row)
 {
     for (int64_t n = 0; n < tensor_count(clean); n++)
         if (n / clean->dim % clean->length != row)
-            assert_true(fabs(tensor_get(spoilt, n) - tensor_get(clean, n)) < 1e-5);
+            assert_true(fabs(tensor_get(poisoned, n) - tensor_get(clean, n)) < 1e-5);
 }
 
-/* A weight that is NaN spoils the row it belongs to and, through dk, the keys; no other row. */
+/* A NaN weight affects its row and, through dk, the keys, but no other row. */
 static void test_a_nan_weight_stays_in_its_row(void **state)
 {
     (void)state;
@@ -205,22 +205,22 @@ static void test_a_nan_weight_stays_in_its_row(void **state)
             fixture f;
             fixture_create(&f, &cases[c]);
             if (f.problem.top_k)
-                list_of(&f, 0, 0, POISONED)[0] = 5; /* it sees something */
-            fixture_results clean = results_create(&f), spoilt = results_create(&f);
+                row_indices(&f, 0, 0, POISONED)[0] = 5; /* so that the row sees a key */
+            fixture_results clean = results_create(&f), poisoned = results_create(&f);
             run_kernel(&f, case_kernel(&cases[c], k), 2, &clean);
             tensor_set(&f.w_s, tensor_index(&f.w_s, 0, 0, POISONED) + 1, (double)NAN);
-            run_kernel(&f, case_kernel(&cases[c], k), 2, &spoilt);
-            assert_true(isnan(tensor_get(&spoilt.kl, POISONED)));
-            assert_other_rows_stay(&spoilt.kl, &clean.kl, POISONED);
-            assert_other_rows_stay(&spoilt.dq_s, &clean.dq_s, POISONED);
-            assert_other_rows_stay(&spoilt.dw_s, &clean.dw_s, POISONED);
+            run_kernel(&f, case_kernel(&cases[c], k), 2, &poisoned);
+            assert_true(isnan(tensor_get(&poisoned.kl, POISONED)));
+            assert_other_rows_equal(&poisoned.kl, &clean.kl, POISONED);
+            assert_other_rows_equal(&poisoned.dq_s, &clean.dq_s, POISONED);
+            assert_other_rows_equal(&poisoned.dw_s, &clean.dw_s, POISONED);
             results_destroy(&clean);
-            results_destroy(&spoilt);
+            results_destroy(&poisoned);
             fixture_destroy(&f);
         }
 }
 
-/* The student's LSE alone is the one that a whole forward gives, and the teacher may be anything. */
+/* The student's LSE, requested alone, is the same as in a complete forward, and the teacher is not read. */
 static void check_lse_of_the_student(const test_case *c)
 {
     fixture f;
@@ -245,24 +245,24 @@ static void test_lse_of_the_student_alone(void **state)
 {
     (void)state;
     const test_case dense = {"lse", SHAPE(1, 230, 101), HEADS(2, 1), DIMS(16, 16), INDEXER(3), CAUSAL};
-    const test_case sparse = {"lse_of_lists", SHAPE(1, 67, 101), HEADS(2, 1), DIMS(16, 16), INDEXER(3), TOP_K(33)};
+    const test_case sparse = {"lse_sparse", SHAPE(1, 67, 101), HEADS(2, 1), DIMS(16, 16), INDEXER(3), TOP_K(33)};
     case_in_every_type(&dense, check_lse_of_the_student);
     case_in_every_type(&sparse, check_lse_of_the_student);
 }
 
 /* ---- Strips ------------------------------------------------------------------------------------------------- */
 
-/* Gradients on tensor cores are made in strips: as many slots of 128 queries as 256 MiB have room for (see
- * src/cuda/index_layout.h). Every sequence and head has as many slots as the longest sequence, with room for as many
- * tiles of 128 keys: short sequences fill strips without much to compute. Two are long, where a strip of bf16 and one
- * of f16 end: 2,048 and 1,024 slots, in the midst of the 9 of sequence 227 and of sequence 113. */
+/* Tensor-core kernels compute gradients in strips: as many slots of 128 queries as fit into 256 MiB of workspace.
+ * Every sequence and head has as many slots as the longest sequence, with room for as many tiles of 128 keys, so that
+ * short sequences fill strips with little work. Two sequences are long, where a strip of bf16 and a strip of f16 end:
+ * after 2,048 and 1,024 slots, in the middle of the 9 slots of sequences 227 and 113. */
 enum {
     SEQUENCES = 310,
     STRIP_HEADS = 3,
     LONG_Q = 300,
     LONG_K = 500,
     SLOTS = SEQUENCES * STRIP_HEADS * 3,
-    SLOT_SIZE = 4 * 128 * 128 * 2 /* bytes of bf16; f16 takes twice as many */
+    SLOT_SIZE = 4 * 128 * 128 * 2 /* bytes for bf16; twice as many for f16 */
 };
 
 static int is_long(int sequence)
@@ -280,7 +280,8 @@ static void check_strips(const test_case *c)
         skl_plan *const plan = test_plan(&f.problem, kernel, 2);
         if (strncmp(kernel, "cuda_sm", strlen("cuda_sm")) == 0) {
             const size_t size = skl_plan_workspace_size(plan, SKL_OP_BACKWARD);
-            assert_true(size > (size_t)1 << 28 && size < (size_t)SLOTS * SLOT_SIZE); /* full, and not all slots */
+            assert_true(size > (size_t)1 << 28 &&
+                        size < (size_t)SLOTS * SLOT_SIZE); /* a full strip, but not all slots */
         }
         fixture_results results = results_create(&f);
         run_both(plan, &f, &results);
@@ -291,11 +292,11 @@ static void check_strips(const test_case *c)
     fixture_destroy(&f);
 }
 
-static void test_more_slots_than_a_strip_holds(void **state)
+static void test_more_slots_than_fit_in_a_strip(void **state)
 {
     (void)state;
     if (test_device() == SKL_CPU)
-        skip(); /* it has no strips */
+        skip(); /* no strips on the CPU */
     static int32_t begin_q[SEQUENCES + 1], begin_k[SEQUENCES + 1];
     for (int n = 0; n < SEQUENCES; n++) {
         begin_q[n + 1] = begin_q[n] + (is_long(n) ? LONG_Q : 1);
@@ -313,8 +314,8 @@ static void test_more_slots_than_a_strip_holds(void **state)
 
 /* ---- Determinism -------------------------------------------------------------------------------------------- */
 
-/* Bits do not depend on what the workspace held, nor on the order in which blocks or threads ran: many keys are on
- * many lists, and all of them twice on some. */
+/* Bits depend neither on the contents of the workspace nor on the order in which blocks or threads run. Many keys are
+ * in the indices of many rows, and some twice. */
 static void test_every_run_has_the_same_bits(void **state)
 {
     (void)state;
@@ -347,7 +348,7 @@ static void test_every_run_has_the_same_bits(void **state)
         }
 }
 
-/* ---- Ranks with teacher heads of their own ----------------------------------------------------------------- */
+/* ---- Teacher heads distributed over ranks ------------------------------------------------------------------ */
 
 enum { RANKS = 3 };
 static const int64_t rank_begin[RANKS + 1] = {0, 1, 3, 6}; /* of six teacher heads */
@@ -359,7 +360,7 @@ static skl_input heads_from(skl_input tensor, skl_dtype dtype, int64_t head)
     return tensor;
 }
 
-/* What one rank computes: its problem and its inputs. */
+/* Problem and inputs of one rank. */
 static skl_problem rank_problem(const fixture *f, int rank)
 {
     skl_problem p = f->problem;
@@ -388,7 +389,7 @@ static void clear_tensor(const test_tensor *tensor)
         tensor_set(tensor, n, 0);
 }
 
-/* Near in the sense of a sum of f32 results. */
+/* Within the rounding error of a sum of f32 results. */
 static void assert_tensor_near(const test_tensor *actual, const double *exact, const char *name)
 {
     double largest = 0;
@@ -399,7 +400,7 @@ static void assert_tensor_near(const test_tensor *actual, const double *exact, c
             fail_msg("%s[%lld] is %.9g, not %.9g", name, (long long)n, tensor_get(actual, n), exact[n]);
 }
 
-/* c_n = r_n Z_n / sum_m r_m Z_m weighs what each rank gives: docs/indexer.md. */
+/* Weights the results of rank n by c_n = r_n Z_n / sum_m r_m Z_m: see docs/guide/many-gpus.md. */
 static void check_ranks(const test_case *c)
 {
     fixture f;
@@ -425,22 +426,22 @@ static void check_ranks(const test_case *c)
             tensor_set(&shares, i, tensor_get(&shares, i) + (double)p.heads_t * tensor_get(&rank_results[n].mass, i));
     }
     for (int n = 0; n < RANKS; n++) {
-        fixture_results *const own = &rank_results[n];
+        fixture_results *const rank = &rank_results[n];
         test_tensor upstream = tensor_create(SKL_F32, f.batch, f.problem.heads_s, f.length_q, 1, LAYOUT_CONTIGUOUS);
         for (int64_t i = 0; i < tensor_count(&upstream); i++) {
-            const double held = (double)(rank_begin[n + 1] - rank_begin[n]) * tensor_get(&own->mass, i);
+            const double held = (double)(rank_begin[n + 1] - rank_begin[n]) * tensor_get(&rank->mass, i);
             const double share = held == 0 ? 0 : held / tensor_get(&shares, i);
             tensor_set(&upstream, i, share * tensor_get(&f.grad_kl, i));
-            tensor_set(&own->cross_entropy, i, share * tensor_get(&own->cross_entropy, i));
+            tensor_set(&rank->cross_entropy, i, share * tensor_get(&rank->cross_entropy, i));
         }
         skl_inputs inputs = rank_inputs(&f, n);
         inputs.grad_kl = tensor_input(&upstream);
-        inputs.lse_t = tensor_input(&own->lse_t), inputs.lse_s = tensor_input(&own->lse_s);
-        const skl_gradients gradients = results_gradients(own);
+        inputs.lse_t = tensor_input(&rank->lse_t), inputs.lse_s = tensor_input(&rank->lse_s);
+        const skl_gradients gradients = results_gradients(rank);
         run_backward(plans[n], &inputs, &gradients);
-        const test_tensor *const parts[] = {&own->cross_entropy, &own->dq_s, &own->dk_s, &own->dw_s};
-        for (size_t t = 0; t < COUNT_OF(parts); t++)
-            add_tensor(summed[t], parts[t]);
+        const test_tensor *const contributions[] = {&rank->cross_entropy, &rank->dq_s, &rank->dk_s, &rank->dw_s};
+        for (size_t t = 0; t < COUNT_OF(contributions); t++)
+            add_tensor(summed[t], contributions[t]);
         tensor_destroy(&upstream);
     }
     assert_tensor_near(&sum.cross_entropy, f.exact.cross_entropy, "cross_entropy");
@@ -457,7 +458,7 @@ static void check_ranks(const test_case *c)
     fixture_destroy(&f);
 }
 
-static void test_ranks_with_other_heads_add_up(void **state)
+static void test_ranks_with_different_heads_add_up(void **state)
 {
     (void)state;
     const test_case cases[] = {
@@ -473,14 +474,14 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_bad_indices),
-        cmocka_unit_test(test_empty_lists),
-        cmocka_unit_test(test_unlisted_keys_may_hold_anything),
-        cmocka_unit_test(test_a_list_of_all_keys_is_the_dense_stage),
+        cmocka_unit_test(test_rows_without_indices),
+        cmocka_unit_test(test_keys_outside_indices_are_not_read),
+        cmocka_unit_test(test_indices_of_all_keys_match_dense),
         cmocka_unit_test(test_a_nan_weight_stays_in_its_row),
         cmocka_unit_test(test_lse_of_the_student_alone),
-        cmocka_unit_test(test_more_slots_than_a_strip_holds),
+        cmocka_unit_test(test_more_slots_than_fit_in_a_strip),
         cmocka_unit_test(test_every_run_has_the_same_bits),
-        cmocka_unit_test(test_ranks_with_other_heads_add_up),
+        cmocka_unit_test(test_ranks_with_different_heads_add_up),
     };
     return test_run("indexer", tests, COUNT_OF(tests));
 }

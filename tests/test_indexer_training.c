@@ -1,5 +1,5 @@
-/* A small indexer learns in two stages, as docs/indexer.md tells: first over all keys, then over those that it
- * selects itself. What it selects must come to hold nearly all of the teacher's attention. */
+/* Trains a small indexer as docs/guide/indexers.md describes: first dense, then sparse on its own top-k keys. In the
+ * end, its top-k keys must hold nearly all of the teacher's attention. */
 #include "runner.h"
 
 #include <math.h>
@@ -8,7 +8,7 @@
 /* Tokens are vectors of FEATURES numbers; teacher and indexer are projections of them. */
 enum { TOKENS = 160, FEATURES = 12, HEADS_T = 4, DIM_T = 12, INDEX_HEADS = 8, DIM_S = 12, TOP_K = 16 };
 
-/* The rows that recall is measured on: those that have far more keys than they may select. */
+/* Recall is measured on rows that see far more than TOP_K keys. */
 enum { FIRST_ROW = 4 * TOP_K };
 
 enum { QUERIES = INDEX_HEADS * DIM_S, PARAMETERS = FEATURES * (QUERIES + DIM_S + INDEX_HEADS) };
@@ -16,7 +16,7 @@ enum { QUERIES = INDEX_HEADS * DIM_S, PARAMETERS = FEATURES * (QUERIES + DIM_S +
 typedef struct training {
     float tokens[TOKENS][FEATURES];
     float q_t[TOKENS][HEADS_T][DIM_T], k_t[TOKENS][HEADS_T][DIM_T], lse_t[HEADS_T][TOKENS];
-    /* The indexer's parameters: what makes index queries, index keys and weights of a token; and Adam's moments. */
+    /* Parameters of the indexer: projections of tokens to index queries, index keys and weights. Moments of Adam. */
     float parameters[PARAMETERS], gradient[PARAMETERS], mean[PARAMETERS], square[PARAMETERS];
     int steps;
     float q_s[TOKENS][INDEX_HEADS][DIM_S], k_s[TOKENS][DIM_S], w_s[TOKENS][INDEX_HEADS];
@@ -27,7 +27,7 @@ typedef struct training {
     test_memory workspace;
 } training;
 
-/* to[token] = projection tokens[token], `width` numbers a token */
+/* to[token] = projection tokens[token], with `width` numbers per token */
 static void project(const training *t, float *to, const float *projection, int width)
 {
     for (int i = 0; i < TOKENS; i++)
@@ -39,7 +39,7 @@ static void project(const training *t, float *to, const float *projection, int w
         }
 }
 
-/* Its transpose: the gradient of a projection. */
+/* The transpose: the gradient of a projection. */
 static void project_back(const training *t, const float *from, float *gradient, int width)
 {
     for (int n = 0; n < width * FEATURES; n++)
@@ -90,7 +90,7 @@ static skl_inputs inputs_of(const training *t, int sparse)
     return in;
 }
 
-/* KL of all rows and a step of training; the sum of the KLs. */
+/* One training step on the KL of all rows; returns the sum of the KLs. */
 static double train(training *t, int sparse)
 {
     const skl_plan *const plan = sparse ? t->sparse : t->dense;
@@ -119,8 +119,8 @@ static double train(training *t, int sparse)
     return loss;
 }
 
-/* The keys of the highest scores of every row. */
-static void select_keys(training *t)
+/* Finds the top-k keys of every row. */
+static void find_top_k(training *t)
 {
     for (int i = 0; i < TOKENS; i++) {
         float scores[TOKENS];
@@ -140,15 +140,15 @@ static void select_keys(training *t)
                     best = j;
             t->indices[i][n] = best;
             if (best >= 0)
-                scores[best] = NAN; /* taken */
+                scores[best] = NAN; /* used */
         }
     }
 }
 
-/* The share of the teacher's attention that the selected keys hold. */
+/* Share of the teacher's attention on the top-k keys. */
 static double recall(training *t)
 {
-    select_keys(t);
+    find_top_k(t);
     const skl_inputs in = inputs_of(t, 1);
     const skl_rows rows = {.struct_size = sizeof rows, .mass = skl_output_contiguous(t->mass, 1, TOKENS, 1)};
     assert_ok(skl_forward(t->sparse, &in, &rows, t->workspace.data, t->workspace.size, NULL));
@@ -158,17 +158,17 @@ static double recall(training *t)
     return sum / (TOKENS - FIRST_ROW);
 }
 
-/* ---- Beginning and end ------------------------------------------------------------------------------------- */
+/* ---- Setup and test ---------------------------------------------------------------------------------------- */
 
-/* Heads of a teacher look for similar things, each in its own way. */
+/* The heads of a teacher have similar but different projections. */
 static void create_teacher(training *t, test_random *random)
 {
     float query[HEADS_T * DIM_T][FEATURES], key[HEADS_T * DIM_T][FEATURES];
     for (int n = 0; n < HEADS_T * DIM_T; n++)
         for (int f = 0; f < FEATURES; f++) {
-            const int own = n % DIM_T == f;
-            query[n][f] = (float)(3.3 * own + random_uniform(random, -0.5, 0.5));
-            key[n][f] = (float)(3.3 * own + random_uniform(random, -0.5, 0.5));
+            const int diagonal = n % DIM_T == f;
+            query[n][f] = (float)(3.3 * diagonal + random_uniform(random, -0.5, 0.5));
+            key[n][f] = (float)(3.3 * diagonal + random_uniform(random, -0.5, 0.5));
         }
     project(t, &t->q_t[0][0][0], &query[0][0], HEADS_T * DIM_T);
     project(t, &t->k_t[0][0][0], &key[0][0], HEADS_T * DIM_T);
@@ -232,15 +232,15 @@ static void test_an_indexer_learns(void **state)
     const double after_dense = recall(t);
     double sparse_before = 0, sparse_after = 0;
     for (int step = 0; step < SPARSE_STEPS; step++) {
-        select_keys(t);
+        find_top_k(t);
         sparse_after = train(t, 1), sparse_before = step == 0 ? sparse_after : sparse_before;
     }
     const double after_sparse = recall(t);
-    print_message(
-        "recall of the teacher's attention in %d keys of %d to %d: %.3f, then %.3f after the dense stage and "
-        "%.3f after the sparse one; KL %.3f to %.3f, then %.3f to %.3f\n",
-        TOP_K, FIRST_ROW + 1, TOKENS, at_first, after_dense, after_sparse, loss_before, loss_after, sparse_before,
-        sparse_after);
+    print_message("recall of the teacher's attention in the top %d of %d to %d keys: %.3f before training, %.3f "
+                  "after dense and "
+                  "%.3f after sparse training; KL from %.3f to %.3f, then from %.3f to %.3f\n",
+                  TOP_K, FIRST_ROW + 1, TOKENS, at_first, after_dense, after_sparse, loss_before, loss_after,
+                  sparse_before, sparse_after);
     training_destroy(t);
     assert_true(at_first < 0.3);
     assert_true(after_dense > 0.95);

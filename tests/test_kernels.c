@@ -1,4 +1,4 @@
-/* Every kernel that runs here on every case of the table, then on cases drawn at random, against the oracle. */
+/* Compares every usable kernel with the oracle, on every case of the table and on random cases. */
 #include "runner.h"
 
 #include "device.h"
@@ -6,12 +6,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-/* One kernel at work on one case. */
+/* One kernel on one case. */
 typedef struct kernel_run {
     const fixture *fixture;
     skl_plan *plan;
-    fixture_results saved;   /* rows of the forward: what the other calls read */
-    fixture_results results; /* of the call at hand */
+    fixture_results saved;   /* row results of the forward, which the other calls read */
+    fixture_results results; /* of the current call */
     char label[128];
 } kernel_run;
 
@@ -48,7 +48,7 @@ static int check_forward_backward(kernel_run *run)
     inputs.lse_s = tensor_input(&run->saved.lse_s);
     fixture_results wanted = run->results;
     wanted.lse_t.data = wanted.lse_s.data = wanted.mass.data = NULL;
-    if (run->fixture->test_case->lse == LSE_WIDER) /* of the hidden keys it is told nothing */
+    if (run->fixture->test_case->lse == LSE_WIDER) /* these need the LSE that includes hidden keys */
         wanted.dot_t.data = wanted.dq_t.data = wanted.dk_t.data = NULL;
     const skl_rows rows = results_rows(&wanted);
     const skl_gradients gradients = results_gradients(&wanted);
@@ -57,7 +57,7 @@ static int check_forward_backward(kernel_run *run)
            gradients_mismatch(run->fixture, &wanted, skl_plan_kernel(run->plan), label);
 }
 
-/* Three ranges of keys, some perhaps empty, merged in any order. */
+/* Three key ranges, some possibly empty, merged in any order. */
 static int check_partial(kernel_run *run)
 {
     enum { RANGES = 3 };
@@ -90,7 +90,7 @@ static int check_partial(kernel_run *run)
     return rows_mismatch(f, &wanted, label);
 }
 
-/* Gradients of a deterministic plan: right, and with the same bits on a second run. */
+/* Gradients of a deterministic plan: correct, and with the same bits in a second run. */
 static int check_deterministic(kernel_run *run)
 {
     const char *const label = begin_call(run, "deterministic");
@@ -110,7 +110,7 @@ static int check_kernel(const fixture *f, const char *kernel)
     kernel_run run = {.fixture = f, .plan = test_plan(&f->problem, kernel, 2)};
     run.saved = results_create(f);
     run.results = results_create(f);
-    int mismatches = check_forward(&run); /* first: the others read what it saves */
+    int mismatches = check_forward(&run); /* must run first: the others read its results */
     mismatches += check_backward(&run);
     mismatches += check_forward_backward(&run);
     mismatches += check_partial(&run);
@@ -137,16 +137,16 @@ static void test_one_case(void **state)
     fixture_destroy(&f);
     assert_int_equal(mismatches, 0);
     if (count == 0)
-        skip(); /* SKL_TEST_KERNELS names others */
+        skip(); /* SKL_TEST_KERNELS excludes all kernels of this case */
 }
 
-static void test_a_kernel_runs_here(void **state)
+static void test_a_kernel_is_usable(void **state)
 {
     (void)state;
     assert_non_null(test_kernel(0));
 }
 
-/* How many random cases run unless SKL_TEST_RANDOM says otherwise. */
+/* Default of SKL_TEST_RANDOM. */
 enum { RANDOM_CASES = 60 };
 
 int main(void)
@@ -160,9 +160,9 @@ int main(void)
         return 2;
 
     size_t count = 0;
-    tests[count++] = (struct CMUnitTest)cmocka_unit_test(test_a_kernel_runs_here);
+    tests[count++] = (struct CMUnitTest)cmocka_unit_test(test_a_kernel_is_usable);
     for (size_t n = 0; n < test_case_count; n += sample) {
-        /* cmocka's state is not const, but nothing here writes to it */
+        /* cmocka's state is not const, but no test writes to it */
         void *const one_case = (void *)(uintptr_t)&test_cases[n];
         tests[count++] = (struct CMUnitTest){test_cases[n].name, test_one_case, NULL, NULL, one_case};
     }

@@ -1,5 +1,5 @@
-/* Copies of tensors for a device, tried with a device that is only another place in the host's memory: the CPU works
- * on the copies, and what comes back is what it would have made in place. */
+/* Copies of tensors for a device, tested with a fake GPU in host memory: the CPU works on the copies, and the results
+ * equal those without copies. */
 #include "runner.h"
 
 #include "case_words.h"
@@ -8,7 +8,7 @@
 
 #include <stdlib.h>
 
-/* ---- A GPU without a GPU ------------------------------------------------------------------------------------ */
+/* ---- A fake GPU --------------------------------------------------------------------------------------------- */
 
 static int allocations, allocations_allowed;
 
@@ -18,7 +18,7 @@ skl_status gpu_open(int32_t index)
     return SKL_OK;
 }
 
-/* Exactly the size that was asked for, so that a sanitizer sees a byte too many. */
+/* Exactly the requested size, so that a sanitizer detects an overrun. */
 skl_status gpu_allocate(size_t size, const char *what, void **memory)
 {
     if (allocations == allocations_allowed)
@@ -69,9 +69,9 @@ skl_status gpu_event_seconds(void *begin, void *end, double *seconds)
     return SKL_OK;
 }
 
-skl_status gpu_describe(device_facts *facts)
+skl_status gpu_describe(device_properties *properties)
 {
-    (void)facts;
+    (void)properties;
     return SKL_OK;
 }
 
@@ -86,8 +86,8 @@ static const test_case cases[] = {
     {"sequence first", SHAPE(3, 37, 41), MODELS, LAYOUT(SEQUENCE_FIRST), TYPES(F16, F16), .grad_f32 = 1},
     {"expanded", SHAPE(3, 37, 41), MODELS, LAYOUT(EXPANDED)},
     {"repeated", SHAPE(3, 37, 41), MODELS, LAYOUT(REPEATED)},
-    {"key lengths", SHAPE(3, 37, 41), MODELS, KEYS(5, 0, 41)},
-    {"grouped", SHAPE(2, 37, 41), HEADS(6, 2), DIMS(16, 16), .lse = LSE_GIVEN},
+    {"key lengths", SHAPE(3, 37, 41), MODELS, KEY_LENGTHS(5, 0, 41)},
+    {"teacher groups", SHAPE(2, 37, 41), HEADS(6, 2), DIMS(16, 16), .lse = LSE_GIVEN},
     {"packed", PACKED(3, LENGTHS(0, 5, 38, 60), LENGTHS(0, 9, 9, 57)), HEADS(2, 2), DIMS(16, 16), TAILS(3, 5)},
     {"indexer", SHAPE(2, 37, 41), HEADS(6, 2), DIMS(16, 24), INDEXER(3), TYPES(BF16, F16), .grad_f32 = 1},
     {"sparse indexer", SHAPE(2, 37, 41), HEADS(6, 2), DIMS(16, 24), INDEXER(3), TOP_K(7), LAYOUT(GAPS)},
@@ -95,7 +95,7 @@ static const test_case cases[] = {
     {"no batch", SHAPE(0, 5, 5), HEADS(2, 2), DIMS(8, 8)},
 };
 
-/* Forward and backward as run_both() does them, but on copies. */
+/* Forward and backward like run_both(), but on copies. */
 static void run_on_copies(const skl_plan *plan, const fixture *f, const fixture_results *results)
 {
     mirror tensors = mirror_of(&f->problem, SKL_CUDA);
@@ -111,14 +111,14 @@ static void run_on_copies(const skl_plan *plan, const fixture *f, const fixture_
     skl_gradients gradients = results_gradients(results);
     assert_ok(mirror_call(&tensors, &inputs, NULL, &gradients));
     const int gradient_count = f->problem.student == SKL_STUDENT_INDEXER ? 3 : 4;
-    assert_int_equal(tensors.count, before + gradient_count); /* all else was there */
+    assert_int_equal(tensors.count, before + gradient_count); /* everything else had been copied before */
     run_backward(plan, &inputs, &gradients);
     assert_ok(mirror_fetch(&tensors));
     mirror_destroy(&tensors);
     assert_int_equal(allocations, 0);
 }
 
-static void test_copies_give_the_same_bits(void **state)
+static void test_copies_give_bitwise_equal_results(void **state)
 {
     (void)state;
     allocations_allowed = 1000;
@@ -143,7 +143,7 @@ static void test_copies_give_the_same_bits(void **state)
     }
 }
 
-static void test_states_are_copied_too(void **state)
+static void test_states_are_copied(void **state)
 {
     (void)state;
     fixture f;
@@ -169,7 +169,7 @@ static void test_states_are_copied_too(void **state)
     fixture_destroy(&f);
 }
 
-/* Wherever memory runs out, the tensor is named, and nothing stays behind. */
+/* Whichever allocation fails, the message names the tensor, and nothing leaks. */
 static void test_every_allocation_can_fail(void **state)
 {
     (void)state;
@@ -191,7 +191,7 @@ static void test_every_allocation_can_fail(void **state)
     fixture_destroy(&f);
 }
 
-static void test_the_cpu_needs_no_copies(void **state)
+static void test_cpu_uses_the_tensors_themselves(void **state)
 {
     (void)state;
     fixture f;
@@ -207,10 +207,10 @@ static void test_the_cpu_needs_no_copies(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_copies_give_the_same_bits),
-        cmocka_unit_test(test_states_are_copied_too),
+        cmocka_unit_test(test_copies_give_bitwise_equal_results),
+        cmocka_unit_test(test_states_are_copied),
         cmocka_unit_test(test_every_allocation_can_fail),
-        cmocka_unit_test(test_the_cpu_needs_no_copies),
+        cmocka_unit_test(test_cpu_uses_the_tensors_themselves),
     };
     return test_run("mirror", tests, COUNT_OF(tests));
 }

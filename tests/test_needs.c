@@ -1,4 +1,4 @@
-/* What operations need: the rule against a table written by hand, and against what run calls accept. */
+/* Needs of operations: compared with a table written by hand, and with the checks of run calls. */
 #include "support.h"
 
 #include <stdbool.h>
@@ -152,7 +152,7 @@ static skl_status run_with(const skl_plan *plan, const skl_problem *p, skl_op op
     return status;
 }
 
-/* What is needed is enough, and none of it can be left out. */
+/* The needed row vectors are sufficient, and each of them is necessary. */
 static void check_calls(const skl_problem *problem)
 {
     skl_options options = skl_options_default();

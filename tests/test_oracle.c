@@ -1,4 +1,4 @@
-/* The oracle against closed forms, drawn masks and its own central differences. */
+/* Checks the oracle against closed forms, masks written as text and central differences. */
 #include "fixture.h"
 
 #include <math.h>
@@ -25,7 +25,7 @@ static void test_reads_every_type(void **state)
     assert_true(isnan(oracle_read(SKL_BF16, bf16, COUNT_OF(bf16_values))));
 }
 
-/* The tests' own rounding: every 16-bit value survives a round trip, and ties go to even. */
+/* Rounding in the tests: every 16-bit value survives a round trip, and ties go to even. */
 static void test_rounds_to_16_bits(void **state)
 {
     (void)state;
@@ -56,18 +56,18 @@ static void test_rounds_to_16_bits(void **state)
 
 /* ---- Masks ------------------------------------------------------------------------------------------------- */
 
-/* One string a query row, '#' for the keys it sees. */
-typedef struct drawn_mask {
+/* One string per query row; '#' marks the visible keys. */
+typedef struct mask_picture {
     const char *name;
     int64_t len_q, len_k;
     int32_t causal;
     int64_t window_left, window_right;
-    int64_t offset_q, offset_k; /* not both 0: SKL_POSITIONS_OFFSET */
+    int64_t offset_q, offset_k; /* not both 0: SKL_POSITIONS_OFFSET is set */
     int32_t key_length;         /* below 0: not given */
     const char *rows[5];
-} drawn_mask;
+} mask_picture;
 
-static const drawn_mask drawn_masks[] = {
+static const mask_picture mask_pictures[] = {
     {"none", 2, 3, 0, -1, -1, 0, 0, -1, {"###", "###"}},
     {"causal", 3, 3, 1, -1, -1, 0, 0, -1, {"#..", "##.", "###"}},
     {"causal, more keys", 3, 5, 1, -1, -1, 0, 0, -1, {"###..", "####.", "#####"}},
@@ -79,17 +79,17 @@ static const drawn_mask drawn_masks[] = {
     {"causal window", 4, 4, 1, 1, 3, 0, 0, -1, {"#...", "##..", ".##.", "..##"}},
     {"key length", 3, 4, 0, -1, -1, 0, 0, 2, {"##..", "##..", "##.."}},
     {"key length 0", 2, 4, 0, -1, -1, 0, 0, 0, {"....", "...."}},
-    {"a key length moves no position", 3, 4, 1, -1, -1, 0, 0, 3, {"##..", "###.", "###."}},
+    {"a key length changes no position", 3, 4, 1, -1, -1, 0, 0, 3, {"##..", "###.", "###."}},
     {"later queries", 3, 4, 1, -1, -1, 1, 0, -1, {"##..", "###.", "####"}},
     {"later keys", 4, 3, 1, -1, -1, 0, 2, -1, {"...", "...", "#..", "##."}},
-    {"a window that has passed", 3, 3, 0, 1, 0, 2, 0, -1, {".##", "..#", "..."}},
+    {"a window before the keys", 3, 3, 0, 1, 0, 2, 0, -1, {".##", "..#", "..."}},
 };
 
-static void test_masks_as_drawn(void **state)
+static void test_masks_match_pictures(void **state)
 {
     (void)state;
-    for (size_t m = 0; m < COUNT_OF(drawn_masks); m++) {
-        const drawn_mask *const mask = &drawn_masks[m];
+    for (size_t m = 0; m < COUNT_OF(mask_pictures); m++) {
+        const mask_picture *const mask = &mask_pictures[m];
         skl_problem p = skl_problem_default();
         p.len_q = mask->len_q, p.len_k = mask->len_k;
         p.causal = mask->causal;
@@ -108,7 +108,7 @@ static void test_masks_as_drawn(void **state)
 
 /* ---- Closed forms ------------------------------------------------------------------------------------------ */
 
-/* One row over two keys. With dim 1, scale 1 and keys {logit, 0} the distributions are what one wants them to be. */
+/* One row over two keys. With dim 1, scale 1 and keys {logit, 0}, the logits can be chosen freely. */
 typedef struct two_keys {
     skl_problem problem;
     skl_inputs inputs;
@@ -182,8 +182,9 @@ static void test_two_keys_two_teachers(void **state)
     oracle_free(&r);
 }
 
-/* LSEs over four keys of which two are hidden: u_a = (3/8, 1/8), u_b = (1/4, 1/4); P is their sum, normalised. The
- * hidden half of a head does not follow its logits, which takes half of the pull of dot_t away from the KL. */
+/* LSEs over four keys, two of them hidden: the heads put (3/8, 1/8) and (1/4, 1/4) on the visible keys, and P is
+ * their normalised sum. The hidden half of a head is constant, so dot_t is the mean of the KL and the plain dot
+ * product. */
 static void test_two_keys_wider_lse(void **state)
 {
     (void)state;
@@ -217,7 +218,7 @@ static void test_two_keys_softcap(void **state)
 
 /* ---- Central differences ----------------------------------------------------------------------------------- */
 
-/* LSEs of the teacher's visible keys. */
+/* LSEs of the teacher over the visible keys. */
 static double *visible_lse(const fixture *f)
 {
     skl_problem forward_only = f->problem;
@@ -231,7 +232,7 @@ static double *visible_lse(const fixture *f)
     return lse;
 }
 
-/* What hidden keys add to the sums of exponentials that the given LSEs cover; NULL: none is given. */
+/* Contribution of hidden keys to the sums of exponentials of the given LSEs; NULL if no LSE is given. */
 static double *hidden_sums(const fixture *f)
 {
     if (!f->lse_t.data)
@@ -242,8 +243,8 @@ static double *hidden_sums(const fixture *f)
     return sums;
 }
 
-/* The given LSEs follow the visible keys; what the hidden ones add stays. */
-static void follow_keys(const fixture *f, const double *hidden)
+/* Updates the given LSEs for changed visible keys; the contribution of hidden keys is constant. */
+static void update_lse(const fixture *f, const double *hidden)
 {
     double *const lse = visible_lse(f);
     for (int64_t n = 0; n < tensor_count(&f->lse_t); n++)
@@ -255,7 +256,7 @@ static void follow_keys(const fixture *f, const double *hidden)
 static double loss_of(const fixture *f, const double *hidden)
 {
     if (hidden)
-        follow_keys(f, hidden);
+        update_lse(f, hidden);
     skl_problem forward_only = f->problem;
     forward_only.gradients = 0;
     oracle_result result = oracle_run(&forward_only, &f->inputs);
@@ -267,7 +268,7 @@ static double loss_of(const fixture *f, const double *hidden)
     return loss;
 }
 
-/* Steps along a random direction: loss(x + e v) - loss(x - e v) = <gradient, 2 e v> up to the third order in e. */
+/* A step along a random direction v: loss(x + e v) - loss(x - e v) = <gradient, 2 e v> up to third order in e. */
 static void check_direction(const fixture *f, const double *hidden, const test_tensor *x, const double *gradient,
                             double step, const char *name)
 {
@@ -300,9 +301,9 @@ static void check_direction(const fixture *f, const double *hidden, const test_t
                  expected);
 }
 
-/* Numbers of a row take the sign of (row + head): dots of an index head are then far from 0, where a ReLU has its
- * kink and differences mean nothing, and half of them are negative. */
-static void give_rows_one_sign(const test_tensor *x)
+/* Gives all numbers of a row the same sign, alternating with row + head. Dots of an index head are then far from 0,
+ * where a ReLU is not differentiable, and half of them are negative. */
+static void align_row_signs(const test_tensor *x)
 {
     for (int64_t n = 0; n < tensor_count(x); n++) {
         const int64_t row = n / x->dim % x->length, head = n / x->dim / x->length % x->heads;
@@ -314,16 +315,16 @@ static void check_gradients(const test_case *c)
 {
     fixture f;
     fixture_create(&f, c);
-    const int indexer = f.problem.student == SKL_STUDENT_INDEXER; /* whose gradients do not move the teacher */
+    const int indexer = f.problem.student == SKL_STUDENT_INDEXER; /* it has no teacher gradients */
     if (indexer && !c->index_linear) {
-        give_rows_one_sign(&f.q_s);
-        give_rows_one_sign(&f.k_s);
+        align_row_signs(&f.q_s);
+        align_row_signs(&f.k_s);
     }
     fixture_solve(&f);
     double *const hidden = indexer ? NULL : hidden_sums(&f);
-    /* It must stand out from the rounding of a given LSE, which is a float; with large scales it counts for more. */
+    /* Larger than the rounding error of a given LSE, which is a float; smaller with large scales. */
     const double step = hidden ? 4e-3 : 1e-4 / (1 + fabs((double)c->scale_t) + fabs((double)c->scale_s));
-    const double step_q = step / (1 + fabs(c->growth) / 3); /* so it does with large keys */
+    const double step_q = step / (1 + fabs(c->growth) / 3); /* smaller with large keys */
     if (indexer)
         check_direction(&f, hidden, &f.w_s, f.exact.dw_s, step, "dw_s");
     if (!indexer) {
@@ -343,7 +344,7 @@ static void test_gradients_are_differences(void **state)
     for (size_t n = 0; n < test_case_count; n += (size_t)sample) {
         test_case c = test_cases[n];
         if (c.without)
-            continue; /* another case has the same shape and all gradients */
+            continue; /* another case has the same shape with all gradients */
         c.dtype_t = c.dtype_s = c.dtype_w = SKL_F32;
         c.layout = LAYOUT_CONTIGUOUS;
         c.lse = LSE_COMPUTED;
@@ -351,7 +352,8 @@ static void test_gradients_are_differences(void **state)
     }
 }
 
-/* Both directions of every grouped case with a given LSE, but for those that are large and rounded by as much. */
+/* Both directions of every case with teacher groups and a given LSE, except for large logits, whose LSEs round too
+ * much. */
 static void test_gradients_are_differences_with_hidden_keys(void **state)
 {
     (void)state;
@@ -379,7 +381,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_reads_every_type),
         cmocka_unit_test(test_rounds_to_16_bits),
-        cmocka_unit_test(test_masks_as_drawn),
+        cmocka_unit_test(test_masks_match_pictures),
         cmocka_unit_test(test_two_keys),
         cmocka_unit_test(test_two_keys_two_teachers),
         cmocka_unit_test(test_two_keys_wider_lse),

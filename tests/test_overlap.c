@@ -1,11 +1,12 @@
-/* Overlap of strided layouts against a map of their bytes. */
+/* Compares the overlap check of strided layouts with a byte map. */
 #include "support.h"
 
 #include "base/overlap.h"
 
 enum { BYTES = 600, LEVELS = 3, LAYOUTS = 100000 }; /* the longest layout has 528 bytes */
 
-/* A small layout inside a buffer, sometimes without gaps, sometimes expanded; strides may even be below the span. */
+/* A small random layout inside a buffer: with or without gaps, sometimes expanded, sometimes with strides below the
+ * span. */
 static skl_layout draw_layout(test_random *random, const unsigned char *buffer, unsigned char *map)
 {
     uint64_t counts[LEVELS], strides[LEVELS];
@@ -30,7 +31,7 @@ static skl_layout draw_layout(test_random *random, const unsigned char *buffer, 
     return layout;
 }
 
-static void test_overlap_as_mapped(void **state)
+static void test_overlap_matches_byte_map(void **state)
 {
     (void)state;
     static unsigned char buffer[BYTES];
@@ -48,6 +49,6 @@ static void test_overlap_as_mapped(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_overlap_as_mapped)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_overlap_matches_byte_map)};
     return test_run("overlap", tests, COUNT_OF(tests));
 }

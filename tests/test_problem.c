@@ -1,4 +1,4 @@
-/* Every rule about problems and options: what it refuses, with which words, and what stands just inside it. */
+/* All rules about problems and options: refused values with their messages, and accepted values at the limits. */
 #define _DEFAULT_SOURCE /* setenv */
 #include "support.h"
 
@@ -13,7 +13,7 @@
 #define INDEXER               SET(student, SKL_STUDENT_INDEXER), SET(index_heads, 4)
 #define LENGTH_MAX            ((int64_t)1 << 40)
 
-/* Takes part in nothing special, so that one edit is enough to spoil it. */
+/* A plain problem, which one edit makes invalid. */
 static skl_problem good_problem(void)
 {
     skl_problem problem = skl_problem_default();
@@ -136,7 +136,7 @@ static void test_rules_of_problems(void **state)
         const problem_rule *const rule = &problem_rules[n];
         skl_problem problem = good_problem();
         edit_apply(&problem, rule->edits, COUNT_OF(rule->edits));
-        skl_plan *plan = (skl_plan *)&problem; /* anything but NULL */
+        skl_plan *plan = (skl_plan *)&problem; /* any address but NULL */
         const skl_status status = skl_plan_create(&plan, &problem, NULL);
         if (rule->message) {
             assert_refused(status, SKL_ERROR_ARGUMENT, rule->message);
@@ -196,7 +196,7 @@ static void test_rules_of_options(void **state)
     assert_refused(create(&options), SKL_ERROR_UNSUPPORTED, "device=7: ");
 }
 
-/* A kernel of this build that this machine cannot run is refused, not tried: by name, or because there is no GPU. */
+/* A kernel of this build that this machine cannot run is refused by name, or because there is no GPU. */
 static void test_unusable_kernels_are_refused(void **state)
 {
     (void)state;
@@ -214,13 +214,13 @@ static void test_unusable_kernels_are_refused(void **state)
     }
 }
 
-static void test_environment_steers_the_plan(void **state)
+static void test_environment_sets_threads_and_kernel(void **state)
 {
     (void)state;
     const skl_problem problem = good_problem();
     skl_plan *plan;
     if (test_kernel(1) == NULL)
-        skip(); /* SKL_TEST_KERNELS leaves one */
+        skip(); /* SKL_TEST_KERNELS allows only one kernel */
     setenv("STREAMKL_THREADS", "3", 1);
     setenv("STREAMKL_KERNEL", test_kernel(1), 1);
     assert_ok(skl_plan_create(&plan, &problem, NULL));
@@ -228,7 +228,7 @@ static void test_environment_steers_the_plan(void **state)
     assert_string_equal(skl_plan_kernel(plan), test_kernel(1));
     skl_plan_destroy(plan);
 
-    skl_options options = skl_options_default(); /* options outrank the environment */
+    skl_options options = skl_options_default(); /* options take precedence over the environment */
     options.threads = 2;
     options.kernel = test_kernel(0);
     assert_ok(skl_plan_create(&plan, &problem, &options));
@@ -243,7 +243,7 @@ static void test_environment_steers_the_plan(void **state)
         setenv("STREAMKL_THREADS", bad_counts[n], 1);
         assert_refused(create(NULL), SKL_ERROR_ARGUMENT, message);
     }
-    setenv("STREAMKL_THREADS", "", 1); /* as if it were not set */
+    setenv("STREAMKL_THREADS", "", 1); /* same as unset */
     setenv("STREAMKL_KERNEL", "", 1);
     assert_ok(create(NULL));
     setenv("STREAMKL_KERNEL", "nonsense", 1);
@@ -252,7 +252,6 @@ static void test_environment_steers_the_plan(void **state)
     unsetenv("STREAMKL_THREADS");
 }
 
-/* What it needs depends on neither length. */
 static void test_workspace_does_not_grow_with_the_lengths(void **state)
 {
     (void)state;
@@ -269,7 +268,7 @@ static void test_workspace_does_not_grow_with_the_lengths(void **state)
     }
 }
 
-static void test_what_is_here(void **state)
+static void test_version_status_names_and_kernels(void **state)
 {
     (void)state;
     char version[32];
@@ -307,9 +306,9 @@ int main(void)
         cmocka_unit_test(test_rules_of_pointers),
         cmocka_unit_test(test_rules_of_options),
         cmocka_unit_test(test_unusable_kernels_are_refused),
-        cmocka_unit_test(test_environment_steers_the_plan),
+        cmocka_unit_test(test_environment_sets_threads_and_kernel),
         cmocka_unit_test(test_workspace_does_not_grow_with_the_lengths),
-        cmocka_unit_test(test_what_is_here),
+        cmocka_unit_test(test_version_status_names_and_kernels),
     };
     return test_run("problem", tests, COUNT_OF(tests));
 }

@@ -1,4 +1,4 @@
-/* What must hold whatever the inputs are, for every kernel: no oracle needed for most of it. */
+/* Properties that hold for all inputs, checked for every kernel; most need no oracle. */
 #include "runner.h"
 
 #include <math.h>
@@ -7,7 +7,7 @@
 
 #define TWO_MODELS HEADS(3, 3), DIMS(33, 33)
 
-/* Cases with models of one shape and type, so that one can stand for the other. */
+/* Cases in which both models have the same shape and type, so that one can replace the other. */
 static const test_case twins[] = {
     {"plain", SHAPE(2, 67, 131), TWO_MODELS},
     {"causal", SHAPE(1, 131, 131), TWO_MODELS, CAUSAL},
@@ -17,10 +17,10 @@ static const test_case twins[] = {
     {"shared keys", SHAPE(1, 67, 131), TWO_MODELS, KEY_HEADS(1, 1)},
     {"window", SHAPE(1, 300, 300), TWO_MODELS, WINDOW(40, 9)},
     {"growing", SHAPE(1, 67, 400), TWO_MODELS, .growth = 30},
-    {"bf16 of 64", SHAPE(2, 67, 131), HEADS(3, 3), DIMS(64, 64), TYPES(BF16, BF16), CAUSAL},
-    {"bf16 of 64, softcap", SHAPE(1, 67, 331), HEADS(2, 2), DIMS(64, 64), TYPES(BF16, BF16), SOFTCAPS(3, 3)},
-    {"f16 of 128", SHAPE(1, 131, 231), HEADS(2, 2), DIMS(128, 128), TYPES(F16, F16)},
-    {"f16 of 64, reverse", SHAPE(1, 300, 300), HEADS(2, 2), DIMS(64, 64), TYPES(F16, F16), REVERSE, WINDOW(40, 9)},
+    {"bf16, dim 64", SHAPE(2, 67, 131), HEADS(3, 3), DIMS(64, 64), TYPES(BF16, BF16), CAUSAL},
+    {"bf16, dim 64, softcap", SHAPE(1, 67, 331), HEADS(2, 2), DIMS(64, 64), TYPES(BF16, BF16), SOFTCAPS(3, 3)},
+    {"f16, dim 128", SHAPE(1, 131, 231), HEADS(2, 2), DIMS(128, 128), TYPES(F16, F16)},
+    {"f16, dim 64, reverse", SHAPE(1, 300, 300), HEADS(2, 2), DIMS(64, 64), TYPES(F16, F16), REVERSE, WINDOW(40, 9)},
 };
 
 static void make_equal(fixture *f)
@@ -36,7 +36,7 @@ static void assert_all_zero(const test_tensor *tensor, const char *kernel, const
             fail_msg("%s: %s: %s is %g, not 0", kernel, name, what, tensor_get(tensor, n));
 }
 
-static void assert_nothing_to_learn(const fixture_results *r, const char *kernel, const char *name)
+static void assert_kl_and_gradients_are_0(const fixture_results *r, const char *kernel, const char *name)
 {
     assert_all_zero(&r->kl, kernel, name, "kl");
     assert_all_zero(&r->dq_t, kernel, name, "dq_t");
@@ -45,8 +45,8 @@ static void assert_nothing_to_learn(const fixture_results *r, const char *kernel
     assert_all_zero(&r->dk_s, kernel, name, "dk_s");
 }
 
-/* The same bits on both sides: KL and gradients are 0, not merely small. */
-static void test_equal_models_are_0_apart(void **state)
+/* With equal models, KL and gradients are exactly 0. */
+static void test_equal_models_have_kl_0(void **state)
 {
     (void)state;
     for (size_t c = 0; c < COUNT_OF(twins); c++)
@@ -58,7 +58,7 @@ static void test_equal_models_are_0_apart(void **state)
             skl_plan *const plan = test_plan(&f.problem, case_kernel(&twins[c], k), 2);
             run_both(plan, &f, &results);
             assert_true(tensor_equal(&results.lse_t, &results.lse_s));
-            assert_nothing_to_learn(&results, case_kernel(&twins[c], k), twins[c].name);
+            assert_kl_and_gradients_are_0(&results, case_kernel(&twins[c], k), twins[c].name);
 
             skl_inputs inputs = results_backward_inputs(&f, &results);
             skl_rows rows = results_rows(&results);
@@ -66,18 +66,18 @@ static void test_equal_models_are_0_apart(void **state)
             const skl_gradients gradients = results_gradients(&results);
             inputs.kl.data = NULL;
             run_forward_backward(plan, &inputs, &rows, &gradients);
-            assert_nothing_to_learn(&results, case_kernel(&twins[c], k), twins[c].name);
+            assert_kl_and_gradients_are_0(&results, case_kernel(&twins[c], k), twins[c].name);
             skl_plan_destroy(plan);
             for (int32_t kind = 1; kind < test_plan_kinds(); kind++) {
                 run_kind(&f, case_kernel(&twins[c], k), kind, &results);
-                assert_nothing_to_learn(&results, case_kernel(&twins[c], k), twins[c].name);
+                assert_kl_and_gradients_are_0(&results, case_kernel(&twins[c], k), twins[c].name);
             }
             results_destroy(&results);
             fixture_destroy(&f);
         }
 }
 
-/* Models so close that rounding decides: still no KL below 0. */
+/* Even for models that differ only by rounding errors, no KL is negative. */
 static void test_kl_is_never_negative(void **state)
 {
     (void)state;
@@ -98,16 +98,14 @@ static void test_kl_is_never_negative(void **state)
         }
 }
 
-/* Rows of one key whose logit is a whole number: the LSE is that number, which f32 holds, so nothing is lost between
- * the passes and P is 1 up to the rounding of x log2 e. Whoever drops the bits that an LSE has beyond f32 in base 2
- * is wrong by twice as much. So is x log2 e - lse without a fused multiply-add, as in the portable and in the general
- * CUDA kernel.
- */
-static void test_an_lse_that_f32_holds_loses_nothing(void **state)
+/* Rows of one key with an integer logit: the LSE is the same integer, which f32 represents exactly, so P is 1 up to
+ * the rounding of x log2 e. A kernel that drops the bits of an LSE beyond f32 in base 2 has twice the error. So does
+ * x log2 e - lse without a fused multiply-add, as in the portable and the general CUDA kernel. */
+static void test_an_lse_exact_in_f32_loses_nothing(void **state)
 {
     (void)state;
     enum { ROWS = 200 };
-    const test_case c = {"whole", SHAPE(1, ROWS, ROWS), HEADS(1, 1), DIMS(1, 1), SCALES(1, 1), WINDOW(0, 0)};
+    const test_case c = {"integer", SHAPE(1, ROWS, ROWS), HEADS(1, 1), DIMS(1, 1), SCALES(1, 1), WINDOW(0, 0)};
     for (int32_t k = 0; case_kernel(&c, k); k++) {
         if (strcmp(case_kernel(&c, k), "cpu_portable") == 0 || strcmp(case_kernel(&c, k), "cuda_general") == 0)
             continue;
@@ -131,8 +129,8 @@ static void test_an_lse_that_f32_holds_loses_nothing(void **state)
     }
 }
 
-/* Two keys with logits x and 0, held exactly: the LSE is log(1 + e^x), and all that can be wrong with it is the
- * exponential, its sum with 1 and the logarithm. In roundings of 1. */
+/* Two keys with exact logits x and 0: the LSE is log(1 + e^x), with rounding errors of the exponential, the sum with
+ * 1 and the logarithm only. The error is measured in roundings of 1. */
 static void test_exponentials_are_rounded_once(void **state)
 {
     (void)state;
@@ -157,7 +155,7 @@ static void test_exponentials_are_rounded_once(void **state)
     }
 }
 
-/* Of gradients around 1, if the gradients of the logits were rounded to f16 on their way. */
+/* Allowed error of gradients around 1, if logit gradients are rounded to f16. */
 #define ROUNDED_GRADIENTS 1e-2
 
 static double largest_difference(const test_tensor *a, const test_tensor *b)
@@ -168,14 +166,14 @@ static double largest_difference(const test_tensor *a, const test_tensor *b)
     return largest;
 }
 
-/* Multiples of 1/64, so that sums of a few are exact. */
+/* Rounds to multiples of 1/64, so that small sums are exact. */
 static void coarsen(const test_tensor *tensor)
 {
     for (int64_t n = 0; n < tensor_count(tensor); n++)
         tensor_set(tensor, n, nearbyint(tensor_get(tensor, n) * 64) / 64);
 }
 
-/* One vector added to all keys of a side moves each row of logits by a constant. */
+/* Adding one vector to all keys of a side adds a constant to each row of logits. */
 static void test_shifted_keys_change_nothing(void **state)
 {
     (void)state;
@@ -206,7 +204,7 @@ static void test_shifted_keys_change_nothing(void **state)
             }
 }
 
-/* Rows of every head and batch in reverse order. */
+/* Reverses the order of rows in every head and batch. */
 static void reverse_rows(const test_tensor *tensor)
 {
     for (int64_t head = 0; head < tensor->batch * tensor->heads; head++)
@@ -276,7 +274,7 @@ static void test_logit_gradients_sum_to_0(void **state)
     }
 }
 
-static void test_no_upstream_gradient_no_gradient(void **state)
+static void test_upstream_gradient_0_gives_gradient_0(void **state)
 {
     (void)state;
     for (size_t c = 0; c < COUNT_OF(twins); c++)
@@ -313,7 +311,7 @@ static void test_runs_repeat_bit_for_bit(void **state)
         }
 }
 
-/* Where the elements lie does not change a bit of the results. */
+/* Results have the same bits for every memory layout. */
 static void test_layouts_give_the_same_bits(void **state)
 {
     (void)state;
@@ -344,7 +342,7 @@ static void test_layouts_give_the_same_bits(void **state)
     fixture_destroy(&contiguous);
 }
 
-/* Late in training: KL of 1e-5 at logits of tens. */
+/* Late in training: a KL of 1e-5 with logits in the tens. */
 static void test_small_kl_stays_accurate(void **state)
 {
     (void)state;
@@ -361,7 +359,7 @@ static void test_small_kl_stays_accurate(void **state)
         run_kernel(&f, case_kernel(&c, k), 2, &results);
         for (int64_t n = 0; n < tensor_count(&results.kl); n++) {
             const double kl = tensor_get(&results.kl, n);
-            if (fabs(kl - f.exact.kl[n]) > 1e-6) /* float's last bit of a logit of 30 is 2e-6 */
+            if (fabs(kl - f.exact.kl[n]) > 1e-6) /* the last bit of a float of 30 is 2e-6 */
                 fail_msg("%s: KL is %g, not %g", case_kernel(&c, k), kl, f.exact.kl[n]);
         }
         results_destroy(&results);
@@ -390,7 +388,7 @@ static void check_huge_logits(const test_case *c)
     fixture_destroy(&f);
 }
 
-/* A temperature so low that nearly every row is one peak. Gradients are beyond what f16 can hold. */
+/* At such a low temperature, nearly every row is a single peak. Gradients exceed the range of f16. */
 static void test_huge_logits_stay_finite(void **state)
 {
     (void)state;
@@ -430,8 +428,8 @@ static void check_rows_one_by_one(const test_case *c)
     fixture_destroy(&f);
 }
 
-/* Each row result alone is as good as all of them together. */
-static void test_rows_can_be_asked_for_one_by_one(void **state)
+/* Each subset of the row results can be requested, with the same values. */
+static void test_rows_can_be_requested_one_by_one(void **state)
 {
     (void)state;
     for (int64_t heads_t = 2; heads_t <= 4; heads_t += 2) {
@@ -443,19 +441,19 @@ static void test_rows_can_be_asked_for_one_by_one(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_equal_models_are_0_apart),
+        cmocka_unit_test(test_equal_models_have_kl_0),
         cmocka_unit_test(test_kl_is_never_negative),
         cmocka_unit_test(test_shifted_keys_change_nothing),
         cmocka_unit_test(test_order_of_keys_does_not_matter),
         cmocka_unit_test(test_logit_gradients_sum_to_0),
-        cmocka_unit_test(test_no_upstream_gradient_no_gradient),
+        cmocka_unit_test(test_upstream_gradient_0_gives_gradient_0),
         cmocka_unit_test(test_runs_repeat_bit_for_bit),
         cmocka_unit_test(test_layouts_give_the_same_bits),
-        cmocka_unit_test(test_an_lse_that_f32_holds_loses_nothing),
+        cmocka_unit_test(test_an_lse_exact_in_f32_loses_nothing),
         cmocka_unit_test(test_exponentials_are_rounded_once),
         cmocka_unit_test(test_small_kl_stays_accurate),
         cmocka_unit_test(test_huge_logits_stay_finite),
-        cmocka_unit_test(test_rows_can_be_asked_for_one_by_one),
+        cmocka_unit_test(test_rows_can_be_requested_one_by_one),
     };
     return test_run("properties", tests, COUNT_OF(tests));
 }

@@ -1,4 +1,4 @@
-/* Tensor files on disk: opening whatever a path may lead to, and writing files that are whole or not there. */
+/* Tensor files on disk: opening paths of every kind, and writing files that are complete or absent. */
 #define _POSIX_C_SOURCE 200809L
 
 #include <setjmp.h>
@@ -17,18 +17,18 @@
 #include <signal.h>
 #include <unistd.h>
 
-#include "tensor_file.h"
-#include "tensor_write.h"
+#include "cli/io/tensor_file.h"
+#include "cli/io/tensor_write.h"
 
-/* Every test runs in an empty directory of its own, so paths are short and leftovers show. */
-typedef struct playground {
+/* Every test runs in a new, empty directory, so that paths are short and leftovers are detected. */
+typedef struct test_directory {
     char directory[32];
     int origin; /* the directory to go back to */
-} playground;
+} test_directory;
 
-static int enter_playground(void **state)
+static int enter_directory(void **state)
 {
-    playground *const place = malloc(sizeof *place);
+    test_directory *const place = malloc(sizeof *place);
     strcpy(place->directory, "/tmp/tensor_disk_XXXXXX");
     place->origin = open(".", O_RDONLY);
     *state = place;
@@ -46,9 +46,9 @@ static int entry_count(const char *path)
     return count;
 }
 
-static int leave_playground(void **state)
+static int leave_directory(void **state)
 {
-    playground *const place = *state;
+    test_directory *const place = *state;
     DIR *const directory = opendir(".");
     for (const struct dirent *entry; (entry = readdir(directory));)
         (void)remove(entry->d_name);
@@ -86,7 +86,7 @@ static void expect_unopened(const char *path, const char *message)
     assert_string_equal(error.text, message);
 }
 
-static void opens_no_surprises(void **state)
+static void refuses_paths_that_are_not_tensor_files(void **state)
 {
     (void)state;
     expect_unopened("absent", "absent: cannot open: No such file or directory");
@@ -98,10 +98,10 @@ static void opens_no_surprises(void **state)
     expect_unopened("empty", "empty: empty file: must be safetensors or .npy");
     put_text("words", "once upon a time");
     expect_unopened("words",
-                    "words: neither safetensors, byte 8 is 0x6e and not '{', nor .npy, byte 0 is 0x6f and not 0x93");
+                    "words: neither safetensors (byte 8 is 0x6e, not '{') nor .npy (byte 0 is 0x6f, not 0x93)");
 }
 
-static void opens_no_unreadable_file(void **state)
+static void refuses_an_unreadable_file(void **state)
 {
     (void)state;
     put_text("secret", "{}");
@@ -195,7 +195,7 @@ static void writes_these_bytes(void **state)
     assert_memory_equal(found, expected, expected_size);
 }
 
-static void writes_nothing_at_all(void **state)
+static void writes_a_file_without_tensors(void **state)
 {
     (void)state;
     tensor_error error;
@@ -218,7 +218,7 @@ static void respects_umask(void **state)
     assert_int_equal(status.st_mode & 0777, 0640);
 }
 
-static void passes_over_stale_temporaries(void **state)
+static void skips_stale_temporary_files(void **state)
 {
     (void)state;
     char stale[64];
@@ -230,7 +230,7 @@ static void passes_over_stale_temporaries(void **state)
     }
     tensor_error error;
     assert_false(write_outputs("out", &error));
-    assert_string_equal(error.text, "out: cannot create a temporary file beside it: File exists");
+    assert_string_equal(error.text, "out: cannot create a temporary file next to it: File exists");
     expect_text(stale, "stale");
     assert_int_equal(entry_count("."), 101);
 }
@@ -243,11 +243,11 @@ static void refuses_targets(void **state)
         const char *message;
     } cases[] = {
         {".", ".: cannot write: Is a directory"},
-        {"absent/out", "absent/out: cannot create a temporary file beside it: No such file or directory"},
+        {"absent/out", "absent/out: cannot create a temporary file next to it: No such file or directory"},
         {"file/out", "file/out: cannot write: Not a directory"},
         {"link", "link: cannot write: exists and is not a regular file"},
         {"/dev/null", "/dev/null: cannot write: exists and is not a regular file"},
-        {"/proc/out", "/proc/out: cannot create a temporary file beside it: No such file or directory"},
+        {"/proc/out", "/proc/out: cannot create a temporary file next to it: No such file or directory"},
         {"", ": cannot rename the temporary file: No such file or directory"},
     };
     put_text("file", "old");
@@ -275,7 +275,7 @@ static void refuses_read_only_directory(void **state)
     assert_int_equal(seteuid(user), 0);
     assert_int_equal(chmod(".", 0755), 0);
     assert_false(written);
-    assert_string_equal(error.text, "out: cannot create a temporary file beside it: Permission denied");
+    assert_string_equal(error.text, "out: cannot create a temporary file next to it: Permission denied");
     expect_text("out", "old");
 }
 
@@ -288,9 +288,9 @@ static void refuses_names(void **state)
     const output_metadata key = {"\xe9", "v"}, value = {"k", "\xe9"};
     tensor_error error;
     assert_false(tensor_write("out", twice, 2, NULL, 0, &error));
-    assert_string_equal(error.text, "out: tensor \"a\": the name is taken");
+    assert_string_equal(error.text, "out: tensor \"a\": the name is used twice or reserved");
     assert_false(tensor_write("out", &reserved, 1, NULL, 0, &error));
-    assert_string_equal(error.text, "out: tensor \"__metadata__\": the name is taken");
+    assert_string_equal(error.text, "out: tensor \"__metadata__\": the name is used twice or reserved");
     assert_false(tensor_write("out", &latin1, 1, NULL, 0, &error));
     assert_string_equal(error.text, "out: tensor \"\xe9\": not valid UTF-8");
     assert_false(tensor_write("out", NULL, 0, &key, 1, &error));
@@ -315,8 +315,8 @@ static void refuses_a_header_that_readers_would_refuse(void **state)
     free(value);
 }
 
-/* A size limit stops the file in the middle of its header: a short write first, then a failed one. */
-static void survives_a_size_limit(void **state)
+/* The size limit is reached within the header: a short write, then a failing one. */
+static void reports_a_size_limit(void **state)
 {
     (void)state;
     struct rlimit unlimited;
@@ -335,24 +335,24 @@ static void survives_a_size_limit(void **state)
     assert_int_equal(entry_count("."), 1);
 }
 
-#define IN_PLAYGROUND(test) cmocka_unit_test_setup_teardown(test, enter_playground, leave_playground)
+#define IN_DIRECTORY(test) cmocka_unit_test_setup_teardown(test, enter_directory, leave_directory)
 
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        IN_PLAYGROUND(opens_no_surprises),
-        IN_PLAYGROUND(opens_no_unreadable_file),
-        IN_PLAYGROUND(long_paths_show_their_end),
-        IN_PLAYGROUND(round_trip),
-        IN_PLAYGROUND(writes_these_bytes),
-        IN_PLAYGROUND(writes_nothing_at_all),
-        IN_PLAYGROUND(respects_umask),
-        IN_PLAYGROUND(passes_over_stale_temporaries),
-        IN_PLAYGROUND(refuses_targets),
-        IN_PLAYGROUND(refuses_read_only_directory),
-        IN_PLAYGROUND(refuses_names),
-        IN_PLAYGROUND(refuses_a_header_that_readers_would_refuse),
-        IN_PLAYGROUND(survives_a_size_limit),
+        IN_DIRECTORY(refuses_paths_that_are_not_tensor_files),
+        IN_DIRECTORY(refuses_an_unreadable_file),
+        IN_DIRECTORY(long_paths_show_their_end),
+        IN_DIRECTORY(round_trip),
+        IN_DIRECTORY(writes_these_bytes),
+        IN_DIRECTORY(writes_a_file_without_tensors),
+        IN_DIRECTORY(respects_umask),
+        IN_DIRECTORY(skips_stale_temporary_files),
+        IN_DIRECTORY(refuses_targets),
+        IN_DIRECTORY(refuses_read_only_directory),
+        IN_DIRECTORY(refuses_names),
+        IN_DIRECTORY(refuses_a_header_that_readers_would_refuse),
+        IN_DIRECTORY(reports_a_size_limit),
     };
     return cmocka_run_group_tests_name("tensor_disk", tests, NULL, NULL);
 }

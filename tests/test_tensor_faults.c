@@ -1,6 +1,6 @@
-/* Faults on demand: every allocation fails in turn, and the system calls of the writer fail one by one.
+/* Injected faults: every allocation fails once, and so does every system call of the writer.
  *
- * Needs the linker's help: -Wl,--wrap=malloc,--wrap=calloc,--wrap=free,--wrap=mmap,--wrap=write,--wrap=fsync,
+ * Needs linker options: -Wl,--wrap=malloc,--wrap=calloc,--wrap=free,--wrap=mmap,--wrap=write,--wrap=fsync,
  * --wrap=close,--wrap=rename. */
 #define _POSIX_C_SOURCE 200809L
 
@@ -20,8 +20,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "tensor_file.h"
-#include "tensor_write.h"
+#include "cli/io/tensor_file.h"
+#include "cli/io/tensor_write.h"
 
 /* ---- The faults -------------------------------------------------------------------------------------------- */
 
@@ -31,7 +31,7 @@ static struct {
     int mmap_errno, fsync_errno, close_errno, rename_errno; /* 0: the call works */
     size_t disk_left;                                       /* bytes until write() fails with ENOSPC */
     size_t write_max;                                       /* bytes that one write() takes */
-    int interruptions;                                      /* EINTR so often, before each success */
+    int interruptions;                                      /* number of EINTR before each success */
 } faults;
 
 static void no_faults(void)
@@ -137,7 +137,7 @@ int __wrap_rename(const char *from, const char *to)
     return faults.rename_errno ? fail_with(faults.rename_errno) : __real_rename(from, to);
 }
 
-/* ---- What they are inflicted on ---------------------------------------------------------------------------- */
+/* ---- Reading and writing ----------------------------------------------------------------------------------- */
 
 static char directory[] = "/tmp/tensor_faults_XXXXXX";
 
@@ -189,7 +189,7 @@ static void expect_example(float first)
     assert_int_equal(entry_count, 3); /* ".", ".." and "out": no temporary file */
 }
 
-/* Fails the first allocation, the second, ... until there is none left to fail. */
+/* Fails the first allocation, then the second, ... until all succeed. */
 static void expect_every_failure(bool (*attempt)(const void *context, tensor_error *error), const void *context)
 {
     int failure_count = 0;
@@ -210,7 +210,7 @@ static bool attempt_write(const void *context, tensor_error *error)
     return write_example(*(const float *)context, error);
 }
 
-/* Reads `prefix`, `header` and 8 bytes of data, which lie at an odd address, so that they are copied. */
+/* Reads `prefix`, `header` and 8 bytes of data at an odd address, which forces a copy. */
 static bool read_unaligned(const void *prefix, size_t prefix_size, const char *header, tensor_error *error)
 {
     enum { DATA_SIZE = 8, DATA_BEGIN = 201 };
@@ -258,7 +258,7 @@ static void allocations_fail(void **state)
     expect_every_failure(attempt_npy, NULL);
 }
 
-static void short_and_interrupted_writes_go_on(void **state)
+static void short_and_interrupted_writes_continue(void **state)
 {
     (void)state;
     tensor_error error;
@@ -278,7 +278,7 @@ static void mapping_fails(void **state)
     assert_non_null(strstr(error.text, " bytes: Cannot allocate memory"));
 }
 
-static void a_full_disk_leaves_the_old_file(void **state)
+static void full_disk_keeps_the_old_file(void **state)
 {
     (void)state;
     tensor_error error = {""};
@@ -294,7 +294,7 @@ static void a_full_disk_leaves_the_old_file(void **state)
     assert_in_range(disk_size, 100, 300); /* it failed in the header, and in each of the tensors */
 }
 
-static void failing_calls_leave_the_old_file(void **state)
+static void failing_calls_keep_the_old_file(void **state)
 {
     (void)state;
     static const struct {
@@ -322,10 +322,10 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup(allocations_fail, clear_faults),
-        cmocka_unit_test_setup(short_and_interrupted_writes_go_on, clear_faults),
+        cmocka_unit_test_setup(short_and_interrupted_writes_continue, clear_faults),
         cmocka_unit_test_setup(mapping_fails, clear_faults),
-        cmocka_unit_test_setup(a_full_disk_leaves_the_old_file, clear_faults),
-        cmocka_unit_test_setup(failing_calls_leave_the_old_file, clear_faults),
+        cmocka_unit_test_setup(full_disk_keeps_the_old_file, clear_faults),
+        cmocka_unit_test_setup(failing_calls_keep_the_old_file, clear_faults),
     };
     return cmocka_run_group_tests_name("tensor_faults", tests, make_directory, remove_directory);
 }

@@ -1,4 +1,4 @@
-/* The tensor file parsers, on files in memory: what each rule of the two formats accepts and what it refuses. */
+/* The tensor file parsers on files in memory: what each rule of the two formats accepts and refuses. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -9,11 +9,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "tensor_file.h"
+#include "cli/io/tensor_file.h"
 
 /* ---- Files in memory --------------------------------------------------------------------------------------- */
 
-/* Exactly as long as the file, so that a sanitizer sees a read past its end. */
+/* Exactly the size of the file, so that a sanitizer detects a read past its end. */
 typedef struct memory_file {
     unsigned char *bytes;
     size_t size;
@@ -128,7 +128,7 @@ static const struct {
     size_t data_size;
     const char *message;
 } safetensors_refusals[] = {
-    {"[1]", 0, "neither safetensors, byte 8 is 0x5b and not '{', nor .npy"},
+    {"[1]", 0, "neither safetensors (byte 8 is 0x5b, not '{') nor .npy"},
     {"{\"a\":", 0, "header byte "},
     {"{} x", 0, "end of file expected near 'x'"},
     {"{\"a\":{\"dtype\":\"F32\",\"dtype\":\"F32\"}}", 0, "duplicate object key"},
@@ -168,9 +168,9 @@ static const struct {
      "tensor \"b\": data_offsets [4, 12]: overlaps tensor \"a\""},
     {"{\"b\":" F32("[2]", "[0,8]") ",\"a\":" F32("[0]", "[4,4]") "}", 8,
      "tensor \"a\": data_offsets [4, 4]: overlaps tensor \"b\""},
-    {"{\"a\":" F32("[1]", "[4,8]") "}", 8, "tensor \"a\": data_offsets [4, 8]: must begin at 0, without a hole"},
+    {"{\"a\":" F32("[1]", "[4,8]") "}", 8, "tensor \"a\": data_offsets [4, 8]: must begin at 0, without a gap"},
     {"{\"a\":" F32("[1]", "[0,4]") ",\"b\":" F32("[1]", "[8,12]") "}", 12,
-     "tensor \"b\": data_offsets [8, 12]: must begin at 4, without a hole"},
+     "tensor \"b\": data_offsets [8, 12]: must begin at 4, without a gap"},
     {"{\"a\":" F32("[1]", "[0,4]") "}", 9, "9 bytes of data: the tensors end at 4"},
     {"{\"\\u001b[2J\":" F32("[]", "[4,0]") "}", 4, "tensor \"?[2J\": data_offsets [4, 0]: end before begin"},
 };
@@ -195,7 +195,7 @@ static void safetensors_refuses_header_length(void **state)
     expect_refused(build_file(&past, 1, "", 0), "1 bytes: too short for a safetensors header");
 }
 
-static void long_names_leave_room_for_the_message(void **state)
+static void long_names_are_truncated(void **state)
 {
     (void)state;
     char header[2100] = "{\"";
@@ -204,7 +204,7 @@ static void long_names_leave_room_for_the_message(void **state)
     expect_refused(build_safetensors(header, 4), "nnn\": data_offsets [4, 0]: end before begin");
 }
 
-static void long_lists_of_names_are_cut(void **state)
+static void long_lists_of_names_are_truncated(void **state)
 {
     (void)state;
     char header[4000] = "{\"first\":" F32("[0]", "[0,0]");
@@ -268,9 +268,9 @@ static const struct {
     size_t data_size;
     const char *message;
 } npy_refusals[] = {
-    {"", 0, "header ends: must go on with '{'"},
+    {"", 0, "header ends: must continue with '{'"},
     {"['descr']", 0, "header byte 0, '['descr']': must be '{'"},
-    {"{", 0, "header ends: must go on with 'descr', 'fortran_order' or 'shape'"},
+    {"{", 0, "header ends: must continue with 'descr', 'fortran_order' or 'shape'"},
     {"{}", 0, "descr is missing from the header"},
     {"{,}", 0, "header byte 1, ',}': must be 'descr', 'fortran_order' or 'shape'"},
     {"{'descr': '<f4', 'shape': ()}", 4, "fortran_order is missing from the header"},
@@ -330,7 +330,7 @@ static void npy_refuses_prefix(void **state)
 static void unaligned_data_is_copied_once(void **state)
 {
     (void)state;
-    /* One of the four paddings puts the data on a multiple of 4; the others force a copy. */
+    /* One of the four paddings aligns the data to 4 bytes; the others force a copy. */
     for (int padding = 0; padding < 4; padding++) {
         char header[100];
         snprintf(header, sizeof header, "{\"a\":%s}%*s", F32("[3]", "[0,12]"), padding, "");
@@ -355,8 +355,8 @@ int main(void)
         cmocka_unit_test(safetensors_without_tensors),
         cmocka_unit_test(safetensors_refuses),
         cmocka_unit_test(safetensors_refuses_header_length),
-        cmocka_unit_test(long_names_leave_room_for_the_message),
-        cmocka_unit_test(long_lists_of_names_are_cut),
+        cmocka_unit_test(long_names_are_truncated),
+        cmocka_unit_test(long_lists_of_names_are_truncated),
         cmocka_unit_test(npy_accepts),
         cmocka_unit_test(npy_refuses),
         cmocka_unit_test(npy_refuses_prefix),

@@ -1,4 +1,4 @@
-/* Threads: results do not depend on how many there are, and plans may be shared between them. */
+/* Threads: results do not depend on their number, and plans can be shared between them. */
 #define _DEFAULT_SOURCE /* fork, usleep */
 #include "runner.h"
 
@@ -9,7 +9,7 @@
 
 #include "case_words.h"
 
-/* Several tiles of queries and keys a head, and several heads that add to one key head. */
+/* Several query and key tiles per head, and several heads that add to one key head. */
 #define LARGE SHAPE(2, 410, 421), DIMS(24, 16)
 
 static const test_case cases[] = {
@@ -19,10 +19,10 @@ static const test_case cases[] = {
     {"shared keys", LARGE, HEADS(4, 4), KEY_HEADS(2, 1), CAUSAL},
     {"bf16", LARGE, HEADS(2, 2), TYPES(BF16, BF16)},
     {"bf16 shared keys", LARGE, HEADS(4, 4), KEY_HEADS(1, 2), TYPES(BF16, BF16), CAUSAL},
-    {"bf16, gradients in f32", LARGE, HEADS(4, 4), KEY_HEADS(2, 2), TYPES(BF16, BF16), .grad_f32 = 1},
+    {"bf16, f32 gradients", LARGE, HEADS(4, 4), KEY_HEADS(2, 2), TYPES(BF16, BF16), .grad_f32 = 1},
     {"mixed types", LARGE, HEADS(2, 2), .dtype_t = SKL_F16},
     {"reverse", LARGE, HEADS(2, 2), REVERSE, CAUSAL},
-    {"grouped", LARGE, HEADS(6, 3), KEY_HEADS(2, 1), CAUSAL},
+    {"teacher groups", LARGE, HEADS(6, 3), KEY_HEADS(2, 1), CAUSAL},
     {"packed", PACKED(4, LENGTHS(0, 1, 250, 250, 700), LENGTHS(0, 200, 430, 440, 650)), TAILS(7, 3), HEADS(2, 2),
      DIMS(16, 16), CAUSAL},
     {"indexer", SHAPE(1, 410, 221), HEADS(2, 2), KEY_HEADS(1, 1), DIMS(16, 16), INDEXER(2), CAUSAL},
@@ -30,9 +30,9 @@ static const test_case cases[] = {
     {"sparse indexer", SHAPE(1, 210, 221), HEADS(2, 2), KEY_HEADS(2, 1), DIMS(16, 16), INDEXER(2), TOP_K(30)},
 };
 
-/* What all calls give: forward and backward, and the call that does both at once. */
+/* Results of forward and backward, and of a one-pass call. */
 typedef struct all_results {
-    fixture_results two_calls, one_call;
+    fixture_results two_calls, one_pass;
 } all_results;
 
 static all_results all_results_create(const fixture *f)
@@ -43,7 +43,7 @@ static all_results all_results_create(const fixture *f)
 static void all_results_destroy(all_results *results)
 {
     results_destroy(&results->two_calls);
-    results_destroy(&results->one_call);
+    results_destroy(&results->one_pass);
 }
 
 static void run_all(const skl_plan *plan, const fixture *f, const all_results *results)
@@ -52,21 +52,21 @@ static void run_all(const skl_plan *plan, const fixture *f, const all_results *r
     skl_inputs inputs = f->inputs;
     inputs.lse_t = tensor_input(&results->two_calls.lse_t);
     inputs.lse_s = tensor_input(&results->two_calls.lse_s);
-    skl_rows rows = results_rows(&results->one_call);
+    skl_rows rows = results_rows(&results->one_pass);
     rows.lse_t.data = rows.lse_s.data = rows.mass.data = NULL;
-    const skl_gradients gradients = results_gradients(&results->one_call);
+    const skl_gradients gradients = results_gradients(&results->one_pass);
     run_forward_backward(plan, &inputs, &rows, &gradients);
 }
 
-/* The kernels of this machine without, in a sampled run, the last: under a sanitizer or an emulator the reference
- * takes a minute for these cases, and its tiles are shared out like those of the others. */
+/* The usable kernels. Sampled runs omit the last one, the reference: with a sanitizer or an emulator it takes a
+ * minute for these cases, and its tiles are scheduled like those of the others. */
 static const char *threaded_kernel(int32_t index)
 {
     const int sampled = test_environment("SKL_TEST_SAMPLE", 1) > 1;
     return sampled && !test_kernel(index + 1) ? NULL : test_kernel(index);
 }
 
-/* The reference, last of the kernels, is slow, and has tiles of 16 rows: a sixth of a length cuts it into as many. */
+/* The reference, the last kernel, is slow and has tiles of 16 rows: a sixth of the length gives it as many tiles. */
 static test_case case_for(const test_case *c, int32_t kernel)
 {
     test_case sized = *c;
@@ -82,7 +82,7 @@ static test_case case_for(const test_case *c, int32_t kernel)
     return sized;
 }
 
-static void test_thread_count_changes_no_bit(void **state)
+static void test_bits_do_not_depend_on_thread_count(void **state)
 {
     (void)state;
     static const int32_t thread_counts[] = {2, 3, 7};
@@ -103,9 +103,9 @@ static void test_thread_count_changes_no_bit(void **state)
                 run_all(plan, &f, &together);
                 const char *different = results_difference(&alone.two_calls, &together.two_calls);
                 if (!different)
-                    different = results_difference(&alone.one_call, &together.one_call);
+                    different = results_difference(&alone.one_pass, &together.one_pass);
                 if (different)
-                    fail_msg("%s: %s: %d threads give another %s than one", cases[c].name, threaded_kernel(k),
+                    fail_msg("%s: %s: %d threads give a different %s than one", cases[c].name, threaded_kernel(k),
                              (int)thread_counts[n], different);
                 skl_plan_destroy(plan);
                 all_results_destroy(&together);
@@ -127,7 +127,7 @@ typedef struct caller {
     skl_status status; /* of the first call that failed */
 } caller;
 
-/* No cmocka assertion outside the main thread: they jump. */
+/* No cmocka assertions outside the main thread, since they use longjmp. */
 static void *call_often(void *context)
 {
     caller *const c = context;
@@ -175,7 +175,7 @@ static void test_a_plan_can_be_shared(void **state)
     }
 }
 
-static void *make_plans(void *failures)
+static void *create_plans(void *failures)
 {
     for (int n = 0; n < 50; n++) {
         skl_problem problem = skl_problem_default();
@@ -190,20 +190,20 @@ static void *make_plans(void *failures)
     return NULL;
 }
 
-static void test_plans_are_made_anywhere(void **state)
+static void test_plans_can_be_created_in_any_thread(void **state)
 {
     (void)state;
     pthread_t threads[CALLERS];
     int failures[CALLERS] = {0};
     for (int n = 0; n < CALLERS; n++)
-        assert_int_equal(pthread_create(&threads[n], NULL, make_plans, &failures[n]), 0);
+        assert_int_equal(pthread_create(&threads[n], NULL, create_plans, &failures[n]), 0);
     for (int n = 0; n < CALLERS; n++) {
         pthread_join(threads[n], NULL);
         assert_int_equal(failures[n], 0);
     }
 }
 
-static void *fail_differently(void *message)
+static void *fail_to_create_a_plan(void *message)
 {
     skl_problem problem = skl_problem_default();
     skl_plan *plan;
@@ -212,15 +212,15 @@ static void *fail_differently(void *message)
     return NULL;
 }
 
-/* A message belongs to the thread whose call failed. */
-static void test_messages_belong_to_a_thread(void **state)
+/* Each thread has its own error message. */
+static void test_error_messages_are_per_thread(void **state)
 {
     (void)state;
     skl_plan *plan;
     assert_refused(skl_plan_create(&plan, NULL, NULL), SKL_ERROR_ARGUMENT, "problem=NULL");
     pthread_t thread;
     char message[100] = "";
-    assert_int_equal(pthread_create(&thread, NULL, fail_differently, message), 0);
+    assert_int_equal(pthread_create(&thread, NULL, fail_to_create_a_plan, message), 0);
     pthread_join(thread, NULL);
     assert_string_equal(message, "dim_t=0: must be 1..512");
     assert_non_null(strstr(skl_last_error(), "problem=NULL"));
@@ -244,7 +244,7 @@ static void log_progress(void *user, int64_t done, int64_t total)
     log->total = total;
 }
 
-static void test_progress_reaches_its_end(void **state)
+static void test_progress_reaches_the_total(void **state)
 {
     (void)state;
     for (size_t c = 0; c < COUNT_OF(cases); c += 4)
@@ -282,7 +282,7 @@ static void test_progress_reaches_its_end(void **state)
 
 /* ---- Processes --------------------------------------------------------------------------------------------- */
 
-/* A child has none of the threads of its parent, and must neither wait for them nor need them. */
+/* A forked child has none of its parent's threads and must not wait for them. */
 static void test_a_forked_child_can_compute(void **state)
 {
     (void)state;
@@ -310,9 +310,12 @@ static void test_a_forked_child_can_compute(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_thread_count_changes_no_bit), cmocka_unit_test(test_a_plan_can_be_shared),
-        cmocka_unit_test(test_plans_are_made_anywhere),     cmocka_unit_test(test_messages_belong_to_a_thread),
-        cmocka_unit_test(test_progress_reaches_its_end),    cmocka_unit_test(test_a_forked_child_can_compute),
+        cmocka_unit_test(test_bits_do_not_depend_on_thread_count),
+        cmocka_unit_test(test_a_plan_can_be_shared),
+        cmocka_unit_test(test_plans_can_be_created_in_any_thread),
+        cmocka_unit_test(test_error_messages_are_per_thread),
+        cmocka_unit_test(test_progress_reaches_the_total),
+        cmocka_unit_test(test_a_forked_child_can_compute),
     };
     return test_run("threads", tests, COUNT_OF(tests));
 }

@@ -1,7 +1,8 @@
-/* Pictures and pages: check sums and encodings against published values, palettes, charts of awkward numbers. The
- * compressed pixels are read back by zlib in tests/cli/test_map.py. */
+/* Pictures and pages: checksums and encodings compared with published values, palettes, charts of special values.
+ * tests/cli/test_map.py decodes the compressed pixels with zlib. */
 #include "view/chart.h"
 #include "view/page.h"
+#include "view/plot.h"
 
 #include <math.h>
 #include <setjmp.h>
@@ -27,7 +28,7 @@ static bool contains(const bytes *page, const char *words)
     return false;
 }
 
-static void check_sums(void **state)
+static void checksums(void **state)
 {
     (void)state;
     assert_int_equal(png_crc32("123456789", 9), 0xcbf43926); /* the check value of CRC-32 */
@@ -64,7 +65,7 @@ static void escaping(void **state)
     bytes_free(&text);
 }
 
-static void png_begins_and_ends_as_it_must(void **state)
+static void png_header_and_trailer(void **state)
 {
     static const uint8_t pixels[] = {0, 1, 2, 3, 4, 5};
     static const uint8_t head[] = {0x89, 'P', 'N', 'G', '\r', '\n', 0x1a, '\n', 0, 0, 0, 13, 'I', 'H', 'D',
@@ -79,7 +80,7 @@ static void png_begins_and_ends_as_it_must(void **state)
     bytes_free(&file);
 }
 
-static void a_flat_picture_is_small(void **state)
+static void constant_picture_is_small(void **state)
 {
     (void)state;
     static const double values[64 * 64] = {0};
@@ -103,7 +104,7 @@ static void palettes(void **state)
     assert_int_equal(palette_index(PALETTE_SIGNED, -1, 1), 0);
     assert_int_equal(palette_index(PALETTE_SIGNED, (double)NAN, 1), 128);
     const rgb *const share = palette_of(PALETTE_SHARE);
-    for (int c = 1; c < 256; c++) { /* even in grey its steps go one way */
+    for (int c = 1; c < 256; c++) { /* monotonic brightness */
         const int before = 299 * share[c - 1].red + 587 * share[c - 1].green + 114 * share[c - 1].blue;
         assert_true(299 * share[c].red + 587 * share[c].green + 114 * share[c].blue >= before);
     }
@@ -120,7 +121,7 @@ static void scales(void **state)
     assert_true(picture_bright(nothing, 3) == 1);
 }
 
-static void charts_of_awkward_numbers(void **state)
+static void charts_of_special_values(void **state)
 {
     (void)state;
     const double x[] = {0, 1, 2, 3}, y[] = {1, 0, (double)NAN, (double)INFINITY}, none[] = {(double)NAN};
@@ -145,17 +146,51 @@ static void charts_of_awkward_numbers(void **state)
     bytes_free(&page);
 }
 
+/* A panel without points, one with a single point, one with a hollow point; texts that need escaping. */
+static void plots_of_special_values(void **state)
+{
+    (void)state;
+    static const plot drawn = {
+        .title = "a<b",
+        .subtitle = "c&d",
+        .note = "",
+        .panel_count = 3,
+        .panels =
+            {{.title = "empty", .x_label = "x", .y_label = "y", .series_count = 1, .series = {{.name = "none"}}},
+             {.title = "single",
+              .x_label = "x",
+              .y_label = "y",
+              .series_count = 1,
+              .series = {{.name = "e<f", .point_count = 1, .points = {{1024, 3, false}}}}},
+             {.title = "hollow",
+              .x_label = "x",
+              .y_label = "y",
+              .y_unit = PLOT_BYTES,
+              .series_count = 1,
+              .series = {{.name = "g", .point_count = 2, .points = {{1, 1024, false}, {2, 1 << 30, true}}}}}},
+    };
+    bytes svg = {0};
+    plot_draw(&svg, &drawn);
+    assert_false(svg.failed);
+    assert_true(contains(&svg, ">a&#60;b</text>") && contains(&svg, ">c&#38;d</text>") &&
+                contains(&svg, ">e&#60;f<"));
+    assert_true(contains(&svg, "hollow l0") && contains(&svg, ">1 GiB<") && contains(&svg, ">1K</text>"));
+    assert_false(contains(&svg, "nan") || contains(&svg, "inf"));
+    bytes_free(&svg);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(check_sums),
+        cmocka_unit_test(checksums),
         cmocka_unit_test(base64_of_rfc_4648),
         cmocka_unit_test(escaping),
-        cmocka_unit_test(png_begins_and_ends_as_it_must),
-        cmocka_unit_test(a_flat_picture_is_small),
+        cmocka_unit_test(png_header_and_trailer),
+        cmocka_unit_test(constant_picture_is_small),
         cmocka_unit_test(palettes),
         cmocka_unit_test(scales),
-        cmocka_unit_test(charts_of_awkward_numbers),
+        cmocka_unit_test(charts_of_special_values),
+        cmocka_unit_test(plots_of_special_values),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -3,13 +3,14 @@
 
 #include <assert.h>
 #include <math.h>
+#include <stdbool.h>
 
-/* Queries that are looked at together: enough to keep every core or multiprocessor busy. */
+/* Queries per call of the library: enough to occupy every core or SM. */
 enum { BLOCK_ROWS = 1024 };
 
-int64_t attention_map_edge(int64_t bucket, int64_t count, int64_t length)
+int64_t attention_map_bucket_begin(int64_t bucket, int64_t count, int64_t length)
 {
-    /* length * bucket / count without the overflow of the product */
+    /* length * bucket / count, without overflow of the product */
     return length / count * bucket + length % count * bucket / count;
 }
 
@@ -17,14 +18,14 @@ static int64_t bucket_of(int64_t at, int64_t count, int64_t length)
 {
     int64_t bucket = (int64_t)((double)at / (double)length * (double)count);
     bucket = bucket < count ? bucket : count - 1;
-    while (attention_map_edge(bucket, count, length) > at)
+    while (attention_map_bucket_begin(bucket, count, length) > at)
         bucket--;
-    while (attention_map_edge(bucket + 1, count, length) <= at)
+    while (attention_map_bucket_begin(bucket + 1, count, length) <= at)
         bucket++;
     return bucket;
 }
 
-/* ---- One sequence of the problem as a problem of its own ---------------------------------------------------- */
+/* ---- One sequence as a separate problem --------------------------------------------------------------------- */
 
 typedef struct sequence_view {
     skl_problem problem; /* one sequence, not packed */
@@ -67,11 +68,11 @@ static void advance_batch(skl_inputs *inputs, const skl_problem *problem, int64_
         inputs->key_lengths += b;
 }
 
-/* `host` has the lengths of packed sequences where they can be read. */
-static sequence_view view_sequence(const skl_problem *problem, const skl_inputs *reached, const skl_inputs *host,
+/* `host` has the lengths of packed sequences in host memory. */
+static sequence_view view_sequence(const skl_problem *problem, const skl_inputs *on_device, const skl_inputs *host,
                                    int64_t b)
 {
-    sequence_view view = {.problem = *problem, .inputs = *reached};
+    sequence_view view = {.problem = *problem, .inputs = *on_device};
     if (problem->packed) {
         view.problem.len_q = host->cu_seqlens_q[b + 1] - host->cu_seqlens_q[b];
         view.problem.len_k = host->cu_seqlens_k[b + 1] - host->cu_seqlens_k[b];
@@ -96,17 +97,17 @@ static sequence_view view_sequence(const skl_problem *problem, const skl_inputs 
 
 typedef struct map_work {
     attention_map *map;
-    int64_t *seen;       /* [rows]: queries of a bucket that see a key, over all sequences */
+    int64_t *valid_rows; /* [rows]: queries of a bucket that attend to any key, over all sequences */
     skl_options options; /* without progress */
     int64_t block_rows;
     skl_row_state *states;        /* [columns, heads, block_rows], on the host */
-    skl_row_state *device_states; /* and where the device reaches them: on the CPU the same */
-    float *device_lse_t;          /* [heads_t, block_rows]; NULL where no call needs it */
+    skl_row_state *device_states; /* on the device; on the CPU equal to `states` */
+    float *device_lse_t;          /* [heads_t, block_rows]; NULL if not needed */
     void *workspace;
     size_t workspace_size;
 } map_work;
 
-/* A group of teacher heads has its LSEs first. */
+/* Teacher groups need the LSE of each teacher head first. */
 static skl_status teacher_lse(const map_work *work, const skl_plan *plan, const skl_problem *problem,
                               skl_inputs *inputs)
 {
@@ -120,13 +121,13 @@ static skl_status teacher_lse(const map_work *work, const skl_plan *plan, const 
     return status;
 }
 
-/* A state in the units of its row, whose log-sum-exps are lse_a and lse_b in base 2. Moved to them it reads
+/* Normalises a state by the LSEs of its row, in base 2. With m_a = lse_a and m_b = lse_b its sums become
  *
  *     l_a = sum_j A_j     l_b = sum_j B_j     w = sum_j A_j (log2 A_j - log2 B_j)
  *
- * over its own keys: the masses of a bucket and its part of the KL. */
+ * over the keys of a bucket: its probability masses and its contribution to the KL(A || B). */
 typedef struct bucket_share {
-    double first, second, kl;
+    double a, b, kl;
 } bucket_share;
 
 static bucket_share share_of(const skl_row_state *state, double lse_a, double lse_b)
@@ -135,43 +136,43 @@ static bucket_share share_of(const skl_row_state *state, double lse_a, double ls
     if (state->l_a == 0.0F || state->l_b == 0.0F)
         return (bucket_share){0, 0, 0};
     const double d_a = (double)state->m_a - lse_a, d_b = (double)state->m_b - lse_b;
-    const double first = exp2(d_a) * (double)state->l_a;
-    return (bucket_share){first, exp2(d_b) * (double)state->l_b,
-                          ln_2 * (exp2(d_a) * (double)state->w + first * (d_a - d_b))};
+    const double a = exp2(d_a) * (double)state->l_a;
+    return (bucket_share){a, exp2(d_b) * (double)state->l_b, ln_2 * (exp2(d_a) * (double)state->w + a * (d_a - d_b))};
 }
 
-/* log2 sum 2^m l over `count` states, `stride` apart; of the first argument, or of the second. */
-static double log2_sum(const skl_row_state *states, int64_t count, int64_t stride, int second)
+/* log2 sum 2^m l over `count` states, `stride` apart; of A, or of B. */
+static double log2_sum(const skl_row_state *states, int64_t count, int64_t stride, bool of_b)
 {
-    double top = -INFINITY, sum = 0;
+    double shift = -INFINITY, sum = 0;
     for (int64_t c = 0; c < count; c++) {
         const skl_row_state *const state = &states[c * stride];
-        const double m = (double)(second ? state->m_b : state->m_a), l = (double)(second ? state->l_b : state->l_a);
+        const double m = (double)(of_b ? state->m_b : state->m_a), l = (double)(of_b ? state->l_b : state->l_a);
         if (l == 0)
             continue;
-        if (m > top) {
-            sum *= exp2(top - m);
-            top = m;
+        if (m > shift) {
+            sum *= exp2(shift - m);
+            shift = m;
         }
-        sum += l * exp2(m - top);
+        sum += l * exp2(m - shift);
     }
-    return top + log2(sum);
+    return shift + log2(sum);
 }
 
-/* Adds one query of one head to its row of buckets. Returns whether it sees a key. */
-static int add_query(const map_work *work, const skl_row_state *states, int64_t stride, int reverse, int64_t cell)
+/* Adds one query of one head to its row of buckets. Returns whether it attends to any key. */
+static bool add_query(const map_work *work, const skl_row_state *states, int64_t stride, int reverse, int64_t cell)
 {
     const attention_map *const map = work->map;
-    const double lse_a = log2_sum(states, map->columns, stride, 0), lse_b = log2_sum(states, map->columns, stride, 1);
+    const double lse_a = log2_sum(states, map->columns, stride, false),
+                 lse_b = log2_sum(states, map->columns, stride, true);
     if (isinf(lse_a) && lse_a < 0)
-        return 0;
+        return false;
     for (int64_t column = 0; column < map->columns; column++) {
         const bucket_share share = share_of(&states[column * stride], lse_a, lse_b);
-        map->p[cell + column] += reverse ? share.second : share.first;
-        map->s[cell + column] += reverse ? share.first : share.second;
+        map->p[cell + column] += reverse ? share.b : share.a;
+        map->s[cell + column] += reverse ? share.a : share.b;
         map->kl[cell + column] += share.kl;
     }
-    return 1;
+    return true;
 }
 
 static void add_block(const map_work *work, const sequence_view *view, int64_t first_query, int64_t rows)
@@ -181,11 +182,11 @@ static void add_block(const map_work *work, const sequence_view *view, int64_t f
     const int reverse = view->problem.direction == SKL_KL_REVERSE;
     for (int64_t i = 0; i < rows; i++) {
         const int64_t row = bucket_of(first_query + i, map->rows, view->problem.len_q);
-        int seen = 0;
+        bool valid = false;
         for (int64_t head = 0; head < map->heads; head++)
-            seen = add_query(work, &work->states[head * rows + i], stride, reverse,
-                             (head * map->rows + row) * map->columns);
-        work->seen[row] += seen; /* every head of a query sees the same keys */
+            valid = add_query(work, &work->states[head * rows + i], stride, reverse,
+                              (head * map->rows + row) * map->columns);
+        work->valid_rows[row] += valid; /* equal for all heads of a query */
     }
 }
 
@@ -202,8 +203,8 @@ static skl_status map_block(const map_work *work, const sequence_view *view, int
     if (status == SKL_OK)
         status = teacher_lse(work, plan, &problem, &inputs);
     for (int64_t column = 0; column < columns && status == SKL_OK; column++)
-        status = skl_partial(plan, &inputs, attention_map_edge(column, columns, problem.len_k),
-                             attention_map_edge(column + 1, columns, problem.len_k),
+        status = skl_partial(plan, &inputs, attention_map_bucket_begin(column, columns, problem.len_k),
+                             attention_map_bucket_begin(column + 1, columns, problem.len_k),
                              work->device_states + column * stride, work->workspace, work->workspace_size, NULL);
     if (status == SKL_OK && work->device_states != work->states)
         status = device_copy(work->options.device, work->states, work->device_states,
@@ -247,8 +248,7 @@ static skl_status allocate_map(attention_map *map)
     return status;
 }
 
-/* A plan of the largest block says how much workspace the others need, too, and whether the device is there at all.
- */
+/* The largest block needs the largest workspace. Its plan also shows whether the device is available. */
 static skl_status allocate_work(map_work *work, const skl_problem *problem)
 {
     const skl_device device = work->options.device;
@@ -271,7 +271,7 @@ static skl_status allocate_work(map_work *work, const skl_problem *problem)
     if (status == SKL_OK)
         status = device_open(device, work->options.device_index);
     if (status == SKL_OK)
-        status = allocate_zeros(work->map->rows, sizeof *work->seen, "the map", (void **)&work->seen);
+        status = allocate_zeros(work->map->rows, sizeof *work->valid_rows, "the map", (void **)&work->valid_rows);
     if (status == SKL_OK)
         status = allocate_zeros(state_count, sizeof *work->states, "the states", (void **)&work->states);
     work->device_states = work->states;
@@ -293,7 +293,7 @@ static void free_work(map_work *work)
     if (work->device_states != work->states)
         device_free(work->options.device, work->device_states);
     device_free(SKL_CPU, work->states);
-    device_free(SKL_CPU, work->seen);
+    device_free(SKL_CPU, work->valid_rows);
 }
 
 static int64_t blocks_of(int64_t queries, int64_t block_rows)
@@ -301,13 +301,13 @@ static int64_t blocks_of(int64_t queries, int64_t block_rows)
     return (queries + block_rows - 1) / block_rows;
 }
 
-static skl_status map_sequences(map_work *work, const skl_problem *problem, const skl_inputs *reached,
+static skl_status map_sequences(map_work *work, const skl_problem *problem, const skl_inputs *on_device,
                                 const skl_inputs *host, const skl_options *watched)
 {
     int64_t done = 0;
     const int64_t total = problem->batch * blocks_of(problem->len_q, work->block_rows);
     for (int64_t b = 0; b < problem->batch; b++) {
-        const sequence_view view = view_sequence(problem, reached, host, b);
+        const sequence_view view = view_sequence(problem, on_device, host, b);
         for (int64_t query = 0; query < view.problem.len_q; query += work->block_rows) {
             const skl_status status =
                 map_block(work, &view, query, smaller(work->block_rows, view.problem.len_q - query));
@@ -320,15 +320,15 @@ static skl_status map_sequences(map_work *work, const skl_problem *problem, cons
     return SKL_OK;
 }
 
-static void divide_by_seen(const map_work *work)
+static void divide_by_valid_rows(const map_work *work)
 {
     const attention_map *const map = work->map;
     for (int64_t cell = 0; cell < map->heads * map->rows * map->columns; cell++) {
-        const int64_t seen = work->seen[cell / map->columns % map->rows];
-        const double share = seen ? 1 / (double)seen : 0;
-        map->p[cell] *= share;
-        map->s[cell] *= share;
-        map->kl[cell] *= share;
+        const int64_t valid = work->valid_rows[cell / map->columns % map->rows];
+        const double scale = valid ? 1 / (double)valid : 0;
+        map->p[cell] *= scale;
+        map->s[cell] *= scale;
+        map->kl[cell] *= scale;
     }
 }
 
@@ -344,16 +344,16 @@ skl_status attention_map_compute(attention_map *map, int64_t rows, int64_t colum
     map_work work = {.map = map, .options = *options, .block_rows = smaller(BLOCK_ROWS, len_q)};
     work.options.progress = NULL;
     mirror tensors = mirror_of(problem, options->device);
-    skl_inputs reached = *inputs;
+    skl_inputs on_device = *inputs;
     skl_status status = allocate_map(map);
     if (status == SKL_OK && map->rows && map->columns)
         status = allocate_work(&work, problem);
     if (status == SKL_OK && map->rows && map->columns)
-        status = mirror_call(&tensors, &reached, NULL, NULL);
+        status = mirror_call(&tensors, &on_device, NULL, NULL);
     if (status == SKL_OK && map->rows && map->columns)
-        status = map_sequences(&work, problem, &reached, inputs, options);
+        status = map_sequences(&work, problem, &on_device, inputs, options);
     if (status == SKL_OK && map->rows && map->columns)
-        divide_by_seen(&work);
+        divide_by_valid_rows(&work);
     mirror_destroy(&tensors);
     free_work(&work);
     if (status != SKL_OK)

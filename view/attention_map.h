@@ -1,12 +1,13 @@
-/* Attention maps at any length: what P and S give to each bucket of keys, and where the KL comes from.
+/* Attention maps at any context length: the attention of P and S to each bucket of keys, and its contribution to the
+ * KL.
  *
- * A cell is for the queries of one bucket and the keys of another, in a mean over the queries that see a key, and
- * over the sequences of a batch: the share of their attention that these keys get. So a row of `p` or `s` sums to 1,
- * and a row of `kl` to the mean KL of its queries. Divided by the number of keys of a bucket, a cell is the mean of
- * the full matrix over it.
+ * A cell belongs to a bucket of queries and a bucket of keys. It is the fraction of attention that the keys get, as a
+ * mean over the sequences of a batch and over the queries that attend to any key. A row of `p` or `s` sums to 1, a
+ * row of `kl` to the mean KL of its queries. A cell divided by the number of keys in its bucket is the mean of the
+ * full matrix over the cell.
  *
- * One sweep of partial states over ranges of keys, a few hundred queries at a time (docs/maths.md, section 11):
- * memory grows with the number of buckets, not with the context. */
+ * The map is computed from partial states over ranges of keys, a block of queries at a time (docs/design/maths.md,
+ * section 11): memory grows with the number of buckets, not with the context. */
 #ifndef STREAMKL_VIEW_ATTENTION_MAP_H
 #define STREAMKL_VIEW_ATTENTION_MAP_H
 
@@ -15,20 +16,21 @@
 typedef struct attention_map {
     int64_t heads;         /* of the student */
     int64_t rows, columns; /* buckets of queries and of keys */
-    double *p, *s, *kl;    /* [heads, rows, columns]; a row of buckets whose queries see no key is 0 */
+    double *p, *s, *kl;    /* [heads, rows, columns]; a row is 0 if none of its queries attends to a key */
 } attention_map;
 
-/* Tensors are those of the host; a call of the library has checked their lengths. options->progress counts blocks of
- * queries. There are never more buckets than queries or keys. On failure the map is empty, and device_error() or
+/* Tensors are in host memory; their lengths have been checked. options->progress counts blocks of queries. The number
+ * of buckets is limited by the number of queries and keys. On failure the map is empty, and device_error() or
  * skl_last_error() says why. */
 skl_status attention_map_compute(attention_map *map, int64_t rows, int64_t columns, const skl_problem *problem,
                                  const skl_inputs *inputs, const skl_options *options);
 void attention_map_free(attention_map *map);
 
-/* Where bucket b of `count` begins among `length` queries or keys; it ends where b + 1 begins. */
-int64_t attention_map_edge(int64_t bucket, int64_t count, int64_t length);
+/* The first query or key of a bucket, out of `count` buckets over `length`. A bucket ends where the next one begins.
+ */
+int64_t attention_map_bucket_begin(int64_t bucket, int64_t count, int64_t length);
 
-/* The mean over heads of one of its three pictures: [rows, columns] into `mean`. */
+/* The mean over heads of p, s or kl: [rows, columns] into `mean`. */
 void attention_map_mean(const attention_map *map, const double *picture, double *mean);
 
 #endif

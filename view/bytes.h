@@ -1,4 +1,4 @@
-/* Bytes that grow: what files and pages are put together in. */
+/* A growing buffer, in which files and pages are assembled. */
 #ifndef STREAMKL_VIEW_BYTES_H
 #define STREAMKL_VIEW_BYTES_H
 
@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Zeroed, it is empty. Once memory ran out it stays `failed`, and nothing more is added. */
+/* Zero-initialised, it is empty. After memory has run out it stays `failed`, and further bytes are dropped. */
 typedef struct bytes {
     unsigned char *data;
     size_t size, room;
@@ -20,7 +20,7 @@ void bytes_add_u32(bytes *buffer, uint32_t value); /* most significant byte firs
 void bytes_add_base64(bytes *buffer, const void *data, size_t size);
 void bytes_print(bytes *buffer, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
-/* The same with the five characters that HTML gives a meaning replaced. */
+/* Text with the five special characters of HTML escaped. */
 void bytes_add_escaped(bytes *buffer, const char *text);
 
 #endif

@@ -2,10 +2,10 @@
 
 static const char style[] =
     ":root{color-scheme:light dark;--page:#fbfaf7;--card:#fff;--ink:#1d2129;--soft:#5d6572;--line:#e4e1d9;"
-    "--teacher:#7a8190;--before:#c2570c;--after:#1f5fbf;--loss:#9db7dd;--without:#2f8f6b}"
+    "--teacher:#7a8190;--before:#c2570c;--after:#1f5fbf;--loss:#9db7dd;--control:#2f8f6b}"
     "@media(prefers-color-scheme:dark){:root{--page:#12141a;--card:#1a1d25;--ink:#e8e9ed;--soft:#9aa1ae;--line:#"
     "2c303b;"
-    "--teacher:#a3aab8;--before:#f59e4b;--after:#6ea8ff;--loss:#3f5f92;--without:#5cc79b}}"
+    "--teacher:#a3aab8;--before:#f59e4b;--after:#6ea8ff;--loss:#3f5f92;--control:#5cc79b}}"
     "*{box-sizing:border-box}html{-webkit-text-size-adjust:100%}"
     "body{margin:0;background:var(--page);color:var(--ink);font:16px/1.55 system-ui,-apple-system,'Segoe UI',Roboto,"
     "'Noto Sans',sans-serif}"
@@ -28,7 +28,7 @@ static const char style[] =
     ".line.teacher{stroke:var(--teacher)}.line.before{stroke:var(--before)}.line.after{stroke:var(--after)}"
     ".chart .line.loss{stroke:var(--loss);stroke-width:1.3}"
     ".fill.teacher{fill:var(--teacher)}.fill.before{fill:var(--before)}.fill.after{fill:var(--after)}"
-    ".fill.loss{fill:var(--loss)}.fill.without{fill:var(--without)}"
+    ".fill.loss{fill:var(--loss)}.fill.control{fill:var(--control)}"
     ".maps{display:grid;grid-template-columns:1fr 1fr;gap:14px}.maps figure:first-child{grid-column:1/-1}"
     "@media(min-width:820px){.maps{grid-template-columns:repeat(5,1fr)}.maps figure:first-child{grid-column:auto}}"
     "figure{margin:0;min-width:0}figure img{display:block;width:100%;aspect-ratio:1;image-rendering:pixelated;"

@@ -3,7 +3,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-/* Colours at equal distances; between them a palette goes straight. */
+/* Equidistant colours; the palette interpolates between them. */
 typedef struct palette_anchors {
     int count;
     rgb colours[9];

@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* ---- Check sums --------------------------------------------------------------------------------------------- */
+/* ---- Checksums ---------------------------------------------------------------------------------------------- */
 
 uint32_t png_crc32(const void *data, size_t size)
 {
@@ -33,7 +33,7 @@ uint32_t png_adler32(const void *data, size_t size)
 
 typedef struct bit_writer {
     bytes *out;
-    uint32_t held; /* bits that fill no byte yet, the first one lowest */
+    uint32_t held; /* bits of an incomplete byte, the first one lowest */
     int count;
 } bit_writer;
 
@@ -46,7 +46,7 @@ static void put_bits(bit_writer *writer, uint32_t value, int count)
     }
 }
 
-/* Huffman codes alone go out with their highest bit first. */
+/* Unlike other values, Huffman codes start with their highest bit. */
 static void put_code(bit_writer *writer, uint32_t code, int count)
 {
     for (int bit = count - 1; bit >= 0; bit--)
@@ -66,7 +66,7 @@ static void put_symbol(bit_writer *writer, uint32_t symbol)
         put_code(writer, 0xc0 + symbol - 280, 8);
 }
 
-/* The codes of lengths and distances grow in steps that double: finds the last entry that is not above `value`. */
+/* The code of a length or distance is that of the largest base that does not exceed it. */
 typedef struct code_step {
     uint16_t base;
     uint8_t extra_bits;
@@ -119,7 +119,7 @@ static uint32_t match_length(const uint8_t *data, size_t size, size_t at, size_t
     return length;
 }
 
-/* Enlarged pixels repeat the byte before them and the line above: no other distance is tried. */
+/* Enlarged pixels repeat the previous byte and the previous line: only these two distances are tried. */
 static void deflate(bytes *out, const uint8_t *data, size_t size, size_t line)
 {
     bit_writer writer = {.out = out};
@@ -136,7 +136,7 @@ static void deflate(bytes *out, const uint8_t *data, size_t size, size_t line)
         at += longest;
     }
     put_symbol(&writer, 256);
-    put_bits(&writer, 0, 7); /* fills the last byte */
+    put_bits(&writer, 0, 7); /* flushes the last byte */
 }
 
 /* ---- The file ----------------------------------------------------------------------------------------------- */
@@ -175,7 +175,7 @@ static void add_palette(bytes *file, const rgb palette[256])
     bytes_free(&colours);
 }
 
-/* Every line begins with the number of its filter: 0 is none. */
+/* Every line begins with its filter type: 0 is none. */
 static void add_pixels(bytes *file, const uint8_t *pixels, uint32_t width, uint32_t height)
 {
     bytes lines = {0}, content = {0};

@@ -8,10 +8,10 @@ typedef struct rgb {
     uint8_t red, green, blue;
 } rgb;
 
-/* Appends a whole PNG file to `file`: width x height pixels, each a byte that counts into the palette. */
+/* Appends a complete PNG file: width x height pixels, each a byte that indexes the palette. */
 void png_encode(bytes *file, const uint8_t *pixels, uint32_t width, uint32_t height, const rgb palette[256]);
 
-/* What the format is made of; for tests. */
+/* Exposed for tests. */
 uint32_t png_crc32(const void *data, size_t size);
 uint32_t png_adler32(const void *data, size_t size);
 

@@ -51,8 +51,7 @@ struct skl_backend {
     skl_status (*states_merge)(const skl_plan *plan, skl_row_state *into, const skl_row_state *from,
                                skl_stream stream);
     skl_status (*states_finish)(const skl_plan *plan, const skl_call *call);
-    /* One line per launch of the call, as skl_plan_explain documents them. Reads no tensor: data may be placeholders.
-     */
+    /* Adds one line per launch of the call: see skl_plan_explain. Reads no tensor; data may be placeholders. */
     skl_status (*explain)(const skl_plan *plan, const skl_call *call, skl_text *text);
     int (*kernel_at)(int32_t index, skl_kernel_info *info);
 };

@@ -1,4 +1,4 @@
-/* The row state: a summary of the keys that a query row has seen so far. docs/maths.md derives it.
+/* The row state: a summary of the keys that a query row has seen so far. docs/design/maths.md derives it.
  *
  *     m, l = shift and sum of 2^(logit - m), for A, the first argument of the KL, and B, the second
  *     w    = sum 2^(a - m_a) ((a - m_a) - (b - m_b))

@@ -1,5 +1,4 @@
-/* AVX-512: 32 registers of 16 floats, of which 12 x 2 hold C; scalef multiplies by a power of 2 in one instruction.
- */
+/* AVX-512: 32 registers of 16 floats, of which 12 x 2 hold C; scalef multiplies by a power of 2. */
 #include <immintrin.h>
 
 #define SKL_LANES      16

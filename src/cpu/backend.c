@@ -1,5 +1,6 @@
 /* The CPU backend: runs the passes that select.c chooses. */
 #include "cpu/schedule.h"
+#include "cpu/select.h"
 
 #include <string.h>
 

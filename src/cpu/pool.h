@@ -7,8 +7,7 @@ enum { SKL_THREADS_MAX = 1024 };
 
 typedef void (*skl_work)(void *context, int worker);
 
-/* Starts helpers so that `threads` workers, including the caller, can run. If fewer can be started, calls are slower.
- */
+/* Starts helpers so that `threads` workers, including the caller, can run. With fewer helpers, calls are slower. */
 void skl_pool_reserve(int threads);
 
 /* Calls work(context, w) in the calling thread (w = 0) and in up to threads - 1 idle helpers (w = 1, 2, ...), each w

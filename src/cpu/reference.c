@@ -1,5 +1,5 @@
-/* The scalar reference: one query row at a time, directly from the formulas in docs/maths.md. It is slow; every other
- * kernel is checked against it. */
+/* The scalar reference: one query row at a time, directly from the formulas in docs/design/maths.md. It is slow;
+ * every other kernel is checked against it. */
 #include "cpu/reference_row.h"
 
 #include <assert.h>

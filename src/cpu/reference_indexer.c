@@ -1,4 +1,4 @@
-/* Gradients of y_j = scale sum_g w_g relu(a_gj) with a_gj = <q_g, k_j>, as in docs/indexer.md:
+/* Gradients of y_j = scale sum_g w_g relu(a_gj) with a_gj = <q_g, k_j>, as in docs/design/maths.md:
  *
  *     dw_g = scale sum_j dy_j relu(a_gj)
  *     dq_g = scale w_g sum_j dy_j [a_gj > 0] k_j

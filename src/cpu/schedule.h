@@ -2,7 +2,7 @@
 #ifndef SKL_CPU_SCHEDULE_H
 #define SKL_CPU_SCHEDULE_H
 
-#include "cpu/select.h"
+#include "cpu/pass.h"
 
 /* A pass calls one kernel function for every tile of every head: an item.
  *

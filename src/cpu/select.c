@@ -93,7 +93,7 @@ static const char *why_rows_first(const skl_cpu_work *work, const skl_needs *nee
     return over_queries ? NULL : "no pass over the queries follows";
 }
 
-static const char *with_fused(const char *not_fused, bool one_pass, bool dk_wanted)
+static const char *reason_of_query_pass(const char *not_fused, bool one_pass, bool dk_wanted)
 {
     if (!dk_wanted)
         return one_pass ? "both LSEs are given, so P and S are exact at once" : "no key gradient is requested";
@@ -132,7 +132,7 @@ skl_cpu_passes skl_cpu_select_passes(const skl_plan *plan, const skl_call *call)
         add_pass(&passes, (skl_cpu_pass){.function = work->backward_queries,
                                          .fused = fused,
                                          .one_pass = one_pass,
-                                         .reason = with_fused(not_fused, one_pass, dk_wanted)});
+                                         .reason = reason_of_query_pass(not_fused, one_pass, dk_wanted)});
     if (needs.gradients && !fused && grads->dk_s.data != NULL)
         add_pass(&passes, (skl_cpu_pass){.function = work->backward_keys, .over_keys = true, .reason = not_fused});
     if (needs.gradients && !fused && grads->dk_t.data != NULL)
@@ -144,7 +144,7 @@ skl_cpu_passes skl_cpu_select_passes(const skl_plan *plan, const skl_call *call)
 
 /* ---- Explanation -------------------------------------------------------------------------------------------- */
 
-/* "KL, dq_s and dk_s": what a pass gives. */
+/* Adds the results of a pass: "KL, dq_s and dk_s". */
 static void add_results(skl_text *text, const skl_call *call, const skl_cpu_pass *pass)
 {
     const skl_gradients *const grads = &call->gradients;
@@ -185,7 +185,7 @@ skl_status skl_cpu_explain(const skl_plan *plan, const skl_call *call, skl_text 
         if (items == 0)
             continue;
         const bool forward = pass->function == ((const skl_cpu_work *)plan->kernel)->forward;
-        const bool kernel_reason = text->length == 0; /* the same for every pass: said once */
+        const bool kernel_reason = text->length == 0; /* the same for every pass, so it is printed once */
         const int threads = (int)skl_min(plan->threads, items);
         if (forward)
             skl_text_add(text, "%s", call->op == SKL_OP_PARTIAL ? "partial states" : "forward");

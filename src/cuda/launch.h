@@ -127,7 +127,7 @@ SKL_DECLARE_LAUNCHER(skl_cuda_general_sparse_gradients)
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##dim##_fused)                                                  \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##dim##_dk)                                                     \
     int skl_cuda_##arch##_##dtype##_##dim##_blocks_per_sm(void);
-#define INDEXER_KERNELS(arch, dtype, stage)                                                                                  \
+#define INDEXER_KERNELS(arch, dtype, stage)                                                                          \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##stage##_rows)                                                 \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##stage##_gradients)
 #include "cuda/instances.def"

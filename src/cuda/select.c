@@ -27,7 +27,7 @@ enum { ELEMENTS_16_BYTES = 8 }; /* 16-bit elements in a 16-byte copy */
 #define ATTENTION_FUSED(arch, type, dim)                                                                             \
     {ATTENTION(arch, type, dim), .fused = skl_cuda_##arch##_##type##_##dim##_fused},
 #define ATTENTION_SPLIT(arch, type, dim) {ATTENTION(arch, type, dim), .dq = skl_cuda_##arch##_##type##_##dim##_dq},
-#define INDEXER_KERNELS(arch, type, kind)                                                                                    \
+#define INDEXER_KERNELS(arch, type, kind)                                                                            \
     {ENTRY(arch, type, kind, #kind " indexer"), .dim_max = SKL_INDEX_DIM_MAX,                                        \
      .kind##_rows = skl_cuda_##arch##_##type##_##kind##_rows,                                                        \
      .kind##_gradients = skl_cuda_##arch##_##type##_##kind##_gradients},
@@ -212,9 +212,9 @@ static skl_sparse_layout sparse_layout_of(const skl_plan *plan, bool gradients, 
 {
     const skl_problem *const p = &plan->problem;
     skl_sparse_layout layout = {.chunk = skl_sparse_chunk_of(p),
-                                .block_count = (int64_t)plan->sm_count * SKL_GENERAL_BLOCKS_PER_SM};
+                                .num_blocks = (int64_t)plan->sm_count * SKL_GENERAL_BLOCKS_PER_SM};
     layout.scores_at = gradients ? layout.chunk.end : 0;
-    layout.end = layout.scores_at + (size_t)layout.block_count * (size_t)p->top_k * SKL_SPARSE_SCORE_SIZE;
+    layout.end = layout.scores_at + (size_t)layout.num_blocks * (size_t)p->top_k * SKL_SPARSE_SCORE_SIZE;
     skl_sparse_plan_memory(&layout, p, with_teacher, p->heads_t / p->key_heads_t, plan->smem_per_block,
                            plan->smem_per_sm);
     return layout;
@@ -245,7 +245,7 @@ size_t skl_cuda_workspace_size(const skl_plan *plan, skl_op op)
 /* ---- Which kernel does a call -------------------------------------------------------------------------------- */
 
 /* What the choice depends on besides the problem. */
-typedef struct selection {
+typedef struct choice {
     const skl_plan *plan;
     const skl_call *call;
     const skl_cuda_params *params;
@@ -254,7 +254,7 @@ typedef struct selection {
     const char *reason;
     bool some_rows, some_keys;
     bool rows, gradients; /* that the call computes */
-} selection;
+} choice;
 
 static bool is_aligned(const skl_input *tensor)
 {
@@ -291,7 +291,7 @@ static bool tma_reads(skl_dtype dtype, const skl_input *tensor, int64_t dim, int
 
 /* Why TMA cannot address the call's tensors; NULL: it can. The descriptors are made and dropped: only the driver
  * knows its limits, and it takes less than a microsecond. */
-static const char *why_no_tma(const selection *s)
+static const char *why_no_tma(const choice *s)
 {
     const skl_problem *const p = &s->plan->problem;
     const skl_inputs *const in = &s->call->inputs;
@@ -334,7 +334,7 @@ static skl_cuda_params params_of(const skl_problem *p, const skl_call *call)
     return params;
 }
 
-static skl_cuda_launch *add(const selection *s, const char *step, const skl_cuda_kernel *kernel,
+static skl_cuda_launch *add(const choice *s, const char *step, const skl_cuda_kernel *kernel,
                             skl_cuda_launcher launcher, const char *variant, const char *reason)
 {
     skl_cuda_launch *const launch = &s->launches->at[s->launches->count++];
@@ -369,7 +369,7 @@ static int64_t query_tiles(const skl_problem *p, int64_t tile_rows)
  * small part of an SM's work.
  *
  * `bytes_a`, `bytes_b`: per element of an argument's keys, with what else is streamed for it. */
-static int32_t head_group_for(const selection *s, int64_t tile_rows, int64_t bytes_a, int64_t bytes_b)
+static int32_t head_group_for(const choice *s, int64_t tile_rows, int64_t bytes_a, int64_t bytes_b)
 {
     const int64_t l2_share = (int64_t)25 << 20, small_part = 32;
     const skl_problem *const p = &s->plan->problem;
@@ -397,7 +397,7 @@ static int64_t blocks_to_fill(const skl_problem *p)
 }
 
 /* Resident blocks need tiles of equal length, more tiles than SMs, and more keys than the pipeline holds. */
-static bool is_persistent(const selection *s)
+static bool is_persistent(const choice *s)
 {
     const skl_problem *const p = &s->plan->problem;
     const int64_t dim = s->kernel->dim_max, tiles = query_tiles(p, SKL_SM90_FORWARD_ROWS(dim));
@@ -417,7 +417,7 @@ static void set_splits(skl_cuda_launch *launch, const skl_problem *p, int64_t ti
     launch->reason = "too few query tiles to fill the GPU: their keys are split";
 }
 
-static void add_forward(const selection *s)
+static void add_forward(const choice *s)
 {
     const skl_problem *const p = &s->plan->problem;
     const skl_cuda_kernel *const kernel = s->kernel;
@@ -452,7 +452,7 @@ typedef struct side_request {
     bool dq, dk;
 } side_request;
 
-static side_request request_of(const selection *s, bool of_teacher)
+static side_request request_of(const choice *s, bool of_teacher)
 {
     const skl_problem *const p = &s->plan->problem;
     side_request request = {.side = of_teacher ? skl_teacher_of(p, s->call) : skl_student_of(p, s->call),
@@ -464,7 +464,7 @@ static side_request request_of(const selection *s, bool of_teacher)
 }
 
 /* Where a fused backward adds up dk. */
-static skl_output dk_sums_of(const selection *s, const side_request *request)
+static skl_output dk_sums_of(const choice *s, const side_request *request)
 {
     const skl_problem *const p = &s->plan->problem;
     if (request->side.dk->data == NULL || request->side.grad_dtype == SKL_F32)
@@ -473,7 +473,7 @@ static skl_output dk_sums_of(const selection *s, const side_request *request)
                                  request->side.dim);
 }
 
-static bool tma_adds_to(const selection *s, const side_request *request)
+static bool tma_adds_to(const choice *s, const side_request *request)
 {
     const skl_output sums = dk_sums_of(s, request);
     /* Workspace is aligned and contiguous; its address is not known when a plan is explained. */
@@ -483,14 +483,14 @@ static bool tma_adds_to(const selection *s, const side_request *request)
 }
 
 /* Why dq and dk of a side do not come out of one kernel; NULL: they do. */
-static const char *why_not_fused(const selection *s, const side_request *request)
+static const char *why_not_fused(const choice *s, const side_request *request)
 {
     if (s->kernel->fused == NULL)
         return s->reason;
     if (!request->of_b && s->kernel->dtype == SKL_F16)
         return "f16 gradients of the first argument have no bound: split backward";
     if (s->plan->deterministic)
-        return "deterministic: dk has a kernel of its own";
+        return "deterministic: dk has a separate kernel";
     if (!s->some_rows || !s->some_keys)
         return "no queries or no keys: split backward";
     if (request->dk && !tma_adds_to(s, request))
@@ -498,7 +498,7 @@ static const char *why_not_fused(const selection *s, const side_request *request
     return NULL;
 }
 
-static const skl_cuda_kernel *dq_kernel_of(const selection *s, const side_request *request)
+static const skl_cuda_kernel *dq_kernel_of(const choice *s, const side_request *request)
 {
     const bool f16_of_a = !request->of_b && s->kernel->dtype == SKL_F16;
     /* The fused kernel computes dq alone as well. */
@@ -506,14 +506,14 @@ static const skl_cuda_kernel *dq_kernel_of(const selection *s, const side_reques
 }
 
 /* The kernel that computes dq or both gradients of B meets everything that the KL is made of. */
-static bool gives_kl(const selection *s, const side_request *request, bool alone)
+static bool gives_kl(const choice *s, const side_request *request, bool alone)
 {
     const bool fused = why_not_fused(s, request) == NULL;
     return s->gradients && s->rows && alone && request->of_b && (request->dq || request->dk) &&
            is_tma_kernel(s->kernel) && (fused || (s->some_keys && request->dq));
 }
 
-static void add_dq(const selection *s, const side_request *request, const char *reason, bool kl)
+static void add_dq(const choice *s, const side_request *request, const char *reason, bool kl)
 {
     const bool capped = s->params->a.capped || s->params->b.capped;
     const skl_cuda_kernel *const kernel = dq_kernel_of(s, request);
@@ -530,7 +530,7 @@ static void add_dq(const selection *s, const side_request *request, const char *
             head_group_for(s, SKL_SM90_BACKWARD_ROWS, request->of_b ? 2 : 2 + 4, request->of_b ? 2 + 4 : 2);
 }
 
-static void add_dk(const selection *s, const side_request *request, const char *reason)
+static void add_dk(const choice *s, const side_request *request, const char *reason)
 {
     const bool capped = s->params->a.capped || s->params->b.capped;
     const bool softcap = is_tma_kernel(s->kernel) && capped;
@@ -539,7 +539,7 @@ static void add_dk(const selection *s, const side_request *request, const char *
         ->teacher_side = request->of_teacher;
 }
 
-static void add_fused(const selection *s, const side_request *request, bool kl)
+static void add_fused(const choice *s, const side_request *request, bool kl)
 {
     const bool capped = s->params->a.capped || s->params->b.capped;
     skl_cuda_launch *const launch =
@@ -554,7 +554,7 @@ static void add_fused(const selection *s, const side_request *request, bool kl)
         head_group_for(s, SKL_SM90_BACKWARD_ROWS, request->of_b ? 2 : 2 + 4, request->of_b ? 2 + 4 : 2);
 }
 
-static void select_attention(selection *s)
+static void select_attention(choice *s)
 {
     const side_request student = request_of(s, false), teacher = request_of(s, true);
     const bool of_s = student.dq || student.dk, of_t = teacher.dq || teacher.dk;
@@ -578,7 +578,7 @@ static void select_attention(selection *s)
 
 /* ---- Indexer ------------------------------------------------------------------------------------------------- */
 
-static void add_indexer(const selection *s, const char *step, bool gradients)
+static void add_indexer(const choice *s, const char *step, bool gradients)
 {
     const skl_problem *const p = &s->plan->problem;
     const skl_cuda_kernel *const kernel = s->kernel;
@@ -603,7 +603,7 @@ static void add_indexer(const selection *s, const char *step, bool gradients)
     }
 }
 
-static void select_indexer(selection *s)
+static void select_indexer(choice *s)
 {
     const skl_gradients *const grads = &s->call->gradients;
     const bool of_queries = s->gradients && s->some_rows && (grads->dq_s.data != NULL || grads->dw_s.data != NULL);
@@ -621,15 +621,15 @@ void skl_cuda_select(const skl_plan *plan, const skl_call *call, skl_cuda_params
     const skl_problem *const p = &plan->problem;
     *params = params_of(p, call);
     launches->count = 0;
-    selection s = {.plan = plan,
-                   .call = call,
-                   .params = params,
-                   .launches = launches,
-                   .kernel = plan->kernel,
-                   .some_rows = p->batch > 0 && p->len_q > 0,
-                   .some_keys = p->batch > 0 && p->len_k > 0,
-                   .rows = skl_call_has_rows(call),
-                   .gradients = skl_call_needs(p, call).gradients};
+    choice s = {.plan = plan,
+                .call = call,
+                .params = params,
+                .launches = launches,
+                .kernel = plan->kernel,
+                .some_rows = p->batch > 0 && p->len_q > 0,
+                .some_keys = p->batch > 0 && p->len_k > 0,
+                .rows = skl_call_has_rows(call),
+                .gradients = skl_call_needs(p, call).gradients};
     s.reason = why_kernel(plan, s.kernel);
     const char *const misaligned = s.kernel != general ? why_misaligned(&call->inputs) : NULL;
     if (misaligned != NULL) {
@@ -642,7 +642,8 @@ void skl_cuda_select(const skl_plan *plan, const skl_call *call, skl_cuda_params
         s.reason = no_tma;
     }
     if (p->packed)
-        add(&s, "tails", general, skl_cuda_clear_tails, SKL_VARIANT_CLEAR, "rows after the last packed sequence become 0");
+        add(&s, "tails", general, skl_cuda_clear_tails, SKL_VARIANT_CLEAR,
+            "rows after the last packed sequence become 0");
     if (skl_is_indexer(p))
         select_indexer(&s);
     else

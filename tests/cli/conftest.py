@@ -19,12 +19,12 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request, monkeypatch):
-    """What computes, for tests of which the answer is the same everywhere."""
+    """The device that computes, for tests whose result does not depend on it."""
     monkeypatch.setattr(tool, "device", request.param)
     return request.param
 
 
 @pytest.fixture
 def pair(tmp_path):
-    """A small file with all four tensors, to be used by tests that do not care which."""
+    """A small file with all four tensors."""
     return tool.save(tmp_path / "pair.safetensors", tool.make_tensors())

@@ -1,6 +1,6 @@
-"""Attention KL and its gradients in float64, written down for tests: whole matrices, one head at a time.
+"""Attention KL and its gradients in float64 from whole matrices, one head at a time.
 
-It shares nothing with the library or with its C oracle.
+It shares no code with the library or with its C oracle.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ import numpy as np
 class Problem:
     causal: bool = False
     window: tuple = (-1, -1)
-    offsets: tuple | None = None  # positions of query 0 and key 0; None: the last query stands at the last key
+    offsets: tuple | None = None  # positions of query 0 and key 0; None: bottom-right aligned
     key_lengths: list | None = None
     scale_t: float | None = None
     scale_s: float | None = None
@@ -23,7 +23,7 @@ class Problem:
 
 
 def visible(problem, len_q, len_k, batch):
-    """[len_q, len_k]: does query i see key j?"""
+    """[len_q, len_k]: does query i attend to key j?"""
     offset_q, offset_k = problem.offsets or (len_k - len_q, 0)
     ahead = (offset_k + np.arange(len_k))[None, :] - (offset_q + np.arange(len_q))[:, None]
     mask = np.ones((len_q, len_k), bool)
@@ -49,12 +49,12 @@ def logits(q, k, scale, softcap):
 
 
 def log_softmax(x, mask):
-    """Log of the softmax over the visible keys, and the LSE; -inf where nothing is seen."""
+    """Log of the softmax over the visible keys, and the LSE; -inf for rows without visible keys."""
     x = np.where(mask, x, -np.inf)
-    top = np.max(x, axis=-1, keepdims=True, initial=-np.inf)
-    top = np.where(np.isfinite(top), top, 0)
+    row_max = np.max(x, axis=-1, keepdims=True, initial=-np.inf)
+    row_max = np.where(np.isfinite(row_max), row_max, 0)
     with np.errstate(divide="ignore"):
-        lse = top + np.log(np.sum(np.exp(x - top), axis=-1, keepdims=True))
+        lse = row_max + np.log(np.sum(np.exp(x - row_max), axis=-1, keepdims=True))
     return np.where(mask, x - np.where(np.isfinite(lse), lse, 0), -np.inf), lse[..., 0]
 
 
@@ -79,7 +79,7 @@ def attention_kl(tensors, problem=None, upstream=1.0):
     q_t, k_t, q_s, k_s = (np.asarray(tensors[name], np.float64) for name in ("q_t", "k_t", "q_s", "k_s"))
     batch, heads_t, len_q, dim_t = q_t.shape
     heads_s, len_k, dim_s = q_s.shape[1], k_t.shape[2], q_s.shape[3]
-    group = heads_t // heads_s
+    group_size = heads_t // heads_s
     scale_t = problem.scale_t if problem.scale_t is not None else 1 / np.sqrt(dim_t)
     scale_s = problem.scale_s if problem.scale_s is not None else 1 / np.sqrt(dim_s)
     result = Result(
@@ -97,7 +97,7 @@ def attention_kl(tensors, problem=None, upstream=1.0):
             log_s, result.lse_s[b, h] = log_softmax(y, mask)
             s = np.exp(log_s)
 
-            members = range(h * group, (h + 1) * group)
+            members = range(h * group_size, (h + 1) * group_size)
             p_heads, slopes_t = [], []
             for t in members:
                 key_t = t // (heads_t // k_t.shape[1])
@@ -105,17 +105,17 @@ def attention_kl(tensors, problem=None, upstream=1.0):
                 log_p, result.lse_t[b, t] = log_softmax(x, mask)
                 p_heads.append(np.exp(log_p))
                 slopes_t.append(slope)
-            p = sum(p_heads) / group
+            p = sum(p_heads) / group_size
 
-            # KL = sum first (log first - log second), over what is visible
+            # KL(A || B) = sum a (log a - log b), over the visible keys
             with np.errstate(divide="ignore", invalid="ignore"):
-                log_p_mean = np.where(mask, np.log(p), 0) if group > 1 else np.where(mask, log_p, 0)
+                log_p_mean = np.where(mask, np.log(p), 0) if group_size > 1 else np.where(mask, log_p, 0)
                 log_s_seen = np.where(mask, log_s, 0)
-                first, log_ratio = (s, log_s_seen - log_p_mean) if problem.reverse else (p, log_p_mean - log_s_seen)
-                terms = np.where(first > 0, first * log_ratio, 0)
+                a, log_ratio = (s, log_s_seen - log_p_mean) if problem.reverse else (p, log_p_mean - log_s_seen)
+                terms = np.where(a > 0, a * log_ratio, 0)
             kl = result.kl[b, h] = terms.sum(-1)
 
-            # dKL/ds and dKL/dp up to a constant a row, which the softmax takes away again
+            # dKL/ds and dKL/dp up to a constant per row, which the gradient of the softmax removes
             if problem.reverse:
                 d_s = np.where(mask, log_ratio, 0)
                 d_p = np.where(mask & (p > 0), -s / np.where(p > 0, p, 1), 0)
@@ -127,17 +127,17 @@ def attention_kl(tensors, problem=None, upstream=1.0):
             grads["dk_s"][b, key_s] += dy.T @ q_s[b, h]
             for t, p_head, slope in zip(members, p_heads, slopes_t):
                 key_t = t // (heads_t // k_t.shape[1])
-                dx = upstream / group * p_head * (d_p - (p_head * d_p).sum(-1, keepdims=True)) * slope * scale_t
+                dx = upstream / group_size * p_head * (d_p - (p_head * d_p).sum(-1, keepdims=True)) * slope * scale_t
                 grads["dq_t"][b, t] += dx @ k_t[b, key_t]
                 grads["dk_t"][b, key_t] += dx.T @ q_t[b, t]
     return result
 
 
 def packed_attention_kl(tensors, cu_q, cu_k, problem=None, upstream=1.0):
-    """The same for [H, total, D] with sequences end to end; what is behind the last one has KL 0 and no gradient."""
+    """The same for packed [H, total, D]; rows after the last sequence have KL 0 and gradient 0."""
     total_q = tensors["q_t"].shape[1]
     heads_t, heads_s = tensors["q_t"].shape[0], tensors["q_s"].shape[0]
-    whole = Result(
+    total = Result(
         np.zeros((heads_s, total_q)),
         np.full((heads_t, total_q), -np.inf),
         np.full((heads_s, total_q), -np.inf),
@@ -147,9 +147,9 @@ def packed_attention_kl(tensors, cu_q, cu_k, problem=None, upstream=1.0):
         rows = {"q": slice(begin_q, end_q), "k": slice(begin_k, end_k)}
         part = {name: array[None, :, rows[name[0]]] for name, array in tensors.items()}
         one = attention_kl(part, problem, upstream)
-        whole.kl[:, rows["q"]] = one.kl[0]
-        whole.lse_t[:, rows["q"]] = one.lse_t[0]
-        whole.lse_s[:, rows["q"]] = one.lse_s[0]
+        total.kl[:, rows["q"]] = one.kl[0]
+        total.lse_t[:, rows["q"]] = one.lse_t[0]
+        total.lse_s[:, rows["q"]] = one.lse_s[0]
         for name, gradient in one.gradients.items():
-            whole.gradients[name][:, rows[name[1]]] += gradient[0]
-    return whole
+            total.gradients[name][:, rows[name[1]]] += gradient[0]
+    return total

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a command line or a file: exit code 2, one line that names it, and no output file."""
+"""Errors in a command line or a file: exit code 2, one line that names the cause, and no output file."""
 
 import json
 
@@ -13,7 +13,7 @@ def assert_refused(done, *fragments, code=2):
     assert done.stdout == ""
     lines = done.stderr.splitlines()
     assert lines[0].startswith("streamkl")
-    assert len(lines) == 1 or lines[1].startswith("Try "), done.stderr  # argp's own errors say where help is
+    assert len(lines) == 1 or lines[1].startswith("Try "), done.stderr  # errors of argp point to the help
     for fragment in fragments:
         assert fragment in done.stderr
 
@@ -46,7 +46,7 @@ BAD_ARGUMENTS = {
     "offset": (["--offset-q", "1.5"], "--offset-q=1.5"),
     "offset_huge": (["--offset-k", "99999999999999999999"], "--offset-k="),
     "key_lengths_text": (["--key-lengths", "1,x"], "key_lengths=1,x"),
-    "key_lengths_count": (["--key-lengths", "1,2,3"], "key_lengths has 3 entries", "2 batches"),
+    "key_lengths_count": (["--key-lengths", "1,2,3"], "key_lengths has 3 entries", "one per sequence, 2"),
     "key_lengths_negative": (["--key-lengths", "-1,5"], "key_lengths[0]=-1"),
     "key_lengths_long": (["--key-lengths", "5,54"], "key_lengths[1]=54"),
     "key_lengths_tensor": (["--key-lengths", "no_such"], "no_such", "--key-lengths"),
@@ -77,7 +77,7 @@ def test_unknown_command_suggests(typed, meant):
     assert_refused(run(typed), f"'{typed}'", f"'{meant}'")
 
 
-def test_unknown_command_without_a_neighbour():
+def test_unknown_command_without_a_suggestion():
     assert_refused(run("distillation"), "'distillation'", "--help")
 
 
@@ -141,7 +141,7 @@ def test_file_that_cannot_be_read(tmp_path):
 
 
 def test_every_truncation_of_a_good_file(tmp_path):
-    """At no length does half a file pass for a whole one."""
+    """A truncated file is refused at every length."""
     whole = save(tmp_path / "in", make_tensors(batch=1, heads_t=1, heads_s=1, len_q=2, len_k=2, dim_t=2, dim_s=2)).read_bytes()
     path = tmp_path / "cut"
     for size in range(0, len(whole), 7):
@@ -149,7 +149,7 @@ def test_every_truncation_of_a_good_file(tmp_path):
         assert_refused(run("kl", path), "cut")
 
 
-# ---- Tensors that do not fit together --------------------------------------------------------------------------------
+# ---- Tensors whose shapes disagree --------------------------------------------------------------------------------
 
 ZEROS = np.zeros
 
@@ -204,7 +204,7 @@ def test_tensor_in_two_files(pair, tmp_path):
 def test_npy_without_a_role(tmp_path):
     np.save(tmp_path / "a.npy", np.zeros((4, 4), np.float32))
     assert_refused(run("kl", tmp_path / "a.npy"), "a.npy", "q_t=")
-    assert_refused(run("kl", f"qt={tmp_path / 'a.npy'}"), "'qt'", "q_t")
+    assert_refused(run("kl", f"qt={tmp_path / 'a.npy'}"), "'qt' is not a role", "q_t")
 
 
 BAD_PACKING = {
@@ -248,7 +248,7 @@ def test_output_must_not_be_an_input_or_another_output(pair, tmp_path):
     assert sorted(tmp_path.iterdir()) == sorted([pair, link])
 
 
-def test_output_in_a_folder_that_is_not_there(pair, tmp_path):
+def test_output_in_a_missing_folder(pair, tmp_path):
     target = tmp_path / "absent" / "out"
     assert_refused(run("kl", pair, "--out", target), "--out", "No such file", code=5)
     assert_refused(run("kl", pair, "--out", tmp_path / "out", "--grad", target), "--grad", code=5)
@@ -267,13 +267,13 @@ def limit_file_size(size):
 
 
 def test_full_disk_leaves_neither_file(pair, tmp_path):
-    """--out fits, --grad does not: both are gone."""
+    """--out fits, --grad does not: neither remains."""
     done = run("kl", pair, "--out", tmp_path / "out", "--grad", tmp_path / "grad", preexec_fn=limit_file_size(4096))
     assert_refused(done, "--grad", "grad", "File too large", code=5)
     assert list(tmp_path.iterdir()) == [pair]
 
 
-def test_full_disk_behind_stdout(pair):
+def test_stdout_on_a_full_disk(pair):
     with open("/dev/full", "w") as full:
         import subprocess
 
@@ -300,7 +300,7 @@ def test_success_replaces_an_older_output(pair, tmp_path):
     assert set(json.loads(older.read_bytes()[8 : 8 + header_size])) >= {"kl", "lse_t", "lse_s"}
 
 
-def test_out_of_memory_is_an_exit_code_of_its_own():
+def test_out_of_memory_has_its_own_exit_code():
     quiet = {"ASAN_OPTIONS": "allocator_may_return_null=1"}  # for builds with AddressSanitizer
     done = run("demo", "--context", "1000000000", "--heads", "1000", env=quiet)
     assert done.returncode == 3

@@ -15,7 +15,7 @@ COMMANDS = ["kl", "demo", "info", "check", "bench"]
 
 
 def run_on_terminal(*arguments, **env):
-    """Runs the tool with a terminal for stdout and stderr, and returns what it showed."""
+    """Runs the tool with a terminal as stdout and stderr, and returns its output."""
     screen, terminal = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "LC_ALL": "C.UTF-8", **env}
     process = subprocess.Popen([TOOL, *map(str, arguments)], stdout=terminal, stderr=terminal, env=environment)
@@ -59,7 +59,7 @@ def test_top_level_help_lists_every_command_and_exit_status():
         assert re.search(rf"^  {status}  ", text, re.MULTILINE)
 
 
-def test_version_is_that_of_the_header():
+def test_version_equals_that_of_the_header():
     header = (Path(__file__).parents[2] / "include/streamkl.h").read_text()
     version = ".".join(re.search(rf"SKL_VERSION_{part} (\d+)", header)[1] for part in ("MAJOR", "MINOR", "PATCH"))
     for arguments in (["--version"], ["kl", "--version"]):
@@ -88,7 +88,7 @@ def test_table_of_kl(pair):
     assert "KL(student || teacher)" in run("kl", pair, "--direction", "reverse").stdout
 
 
-def test_colour_only_on_a_terminal_that_wants_it(pair):
+def test_colour_only_on_a_terminal_without_no_color(pair):
     escape = "\x1b["
     assert escape in run_on_terminal("kl", pair)
     assert escape not in run_on_terminal("kl", pair, NO_COLOR="1")
@@ -97,15 +97,15 @@ def test_colour_only_on_a_terminal_that_wants_it(pair):
     assert escape not in run("kl", pair).stdout
 
 
-def test_blocks_only_where_the_terminal_shows_them(pair):
+def test_block_characters_only_on_a_utf8_terminal(pair):
     assert "█" in run_on_terminal("kl", pair)
     assert run_on_terminal("kl", pair, LC_ALL="C").isascii()
     assert run("kl", pair).stdout.isascii()
 
 
-def test_maps_in_colour_only_where_the_terminal_shows_it(pair):
+def test_coloured_maps_only_on_a_utf8_terminal(pair):
     assert "▀" in run_on_terminal("map", pair, "--buckets", "8")
-    assert "\x1b[38;2;" in run_on_terminal("map", pair, "--buckets", "7")  # an odd number of rows, too
+    assert "\x1b[38;2;" in run_on_terminal("map", pair, "--buckets", "7")  # also with an odd number of rows
     assert "\x1b" not in run_on_terminal("map", pair, "--buckets", "8", NO_COLOR="1")
     assert run_on_terminal("map", pair, "--buckets", "8", LC_ALL="C").isascii()
 
@@ -153,7 +153,7 @@ def test_check_of_one_kernel():
 
 def test_demo():
     text = run("demo", "--context", "2048", "--heads", "2", "--dim", "32").stdout
-    assert "context of 2048" in text and "2 heads of 32" in text
+    assert "context of 2048" in text and "2 heads of size 32" in text
     for word in ("forward", "backward", "streamed", "materialised", "Try next"):
         assert word in text
     assert float(re.search(r"differs by at most (\S+)", text)[1]) < 4e-6

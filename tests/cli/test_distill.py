@@ -1,4 +1,4 @@
-"""streamkl distill: it learns, it can be stopped, killed and resumed to the bit, and its report can be read anywhere."""
+"""streamkl distill: it trains, resumes with bitwise equal results after a stop or a kill, and writes a self-contained report."""
 
 import html
 import json
@@ -28,17 +28,17 @@ def student(folder):
     return (folder / "student.safetensors").read_bytes()
 
 
-# ---- Learning --------------------------------------------------------------------------------------------------------
+# ---- Training --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def learnt(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("learnt")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
     return folder, distill(folder, "--context", "1024", "--needles", "32", "--steps", "150")
 
 
-def test_it_learns(learnt):
-    _, answer = learnt
+def test_kl_falls_and_definitions_are_found(trained):
+    _, answer = trained
     assert answer["step"] == 150
     assert answer["kl_after"] < answer["kl_before"] / 20
     for depth in answer["depths"]:
@@ -47,18 +47,18 @@ def test_it_learns(learnt):
     assert answer["peak_bytes"] < 64 << 20
 
 
-def test_beside_a_student_without_guidance(learnt, tmp_path):
-    """It has not found out where to look in as many steps; and it is no part of the other's training."""
-    _, answer = learnt
-    assert answer["kl_unguided"] > 20 * answer["kl_after"]
-    assert answer["hits_unguided"] < 0.5
-    assert distill(tmp_path / "both", "--steps", "6")["kl_unguided"] is not None
-    assert distill(tmp_path / "one", "--steps", "6", "--unguided", "0")["kl_unguided"] is None
+def test_control_student(trained, tmp_path):
+    """The control does not find the definitions in the same number of steps, and does not affect the student."""
+    _, answer = trained
+    assert answer["kl_control"] > 20 * answer["kl_after"]
+    assert answer["hits_control"] < 0.5
+    assert distill(tmp_path / "both", "--steps", "6")["kl_control"] is not None
+    assert distill(tmp_path / "one", "--steps", "6", "--control-queries", "0")["kl_control"] is None
     assert student(tmp_path / "both") == student(tmp_path / "one")
 
 
-def test_the_weights_are_those_of_the_shapes(learnt):
-    folder, _ = learnt
+def test_shapes_of_the_weights(trained):
+    folder, _ = trained
     weights = load(folder / "student.safetensors")
     assert {name: (dtype, array.shape) for name, (dtype, array) in weights.items()} == {
         "w_q": ("F32", (2, 32, 64)),
@@ -70,7 +70,7 @@ def test_text(tmp_path):
     done = run("distill", "--out", tmp_path / "run", *SMALL, "--steps", "12")
     assert done.returncode == 0 and done.stderr == ""
     assert done.stdout.isascii()
-    for words in ("held-out KL", "hits", "tokens/s", "peak memory", "12/12", "Does it use the far end", "report.html"):
+    for words in ("held-out KL", "hits", "tokens/s", "peak memory", "12/12", "Hits and KL by depth", "Control", "report.html"):
         assert words in done.stdout
     assert "\r" not in done.stdout
 
@@ -80,7 +80,7 @@ def test_on_a_gpu(tmp_path):
     assert distill(tmp_path, "--steps", "40", "--device", "cuda")["kl_after"] < 1
 
 
-# ---- The same bits -----------------------------------------------------------------------------------------------------
+# ---- Reproducibility -----------------------------------------------------------------------------------------------------
 
 
 def test_seed_and_threads(tmp_path):
@@ -104,8 +104,8 @@ def uninterrupted(tmp_path_factory):
 
 
 @pytest.mark.parametrize("attempt", range(3))
-def test_killed_at_any_moment(tmp_path, uninterrupted, attempt):
-    """Killed again and again, at random moments, until it comes through; a file is whole or not there."""
+def test_resume_after_kills_at_random_moments(tmp_path, uninterrupted, attempt):
+    """Killed repeatedly, then resumed to the end; a checkpoint is complete or absent."""
     reference, seconds = uninterrupted
     chance = random.Random(attempt)
     command = [TOOL, "distill", "--out", str(tmp_path), *SMALL, *LONGER, "--resume", "--json"]
@@ -121,7 +121,7 @@ def test_killed_at_any_moment(tmp_path, uninterrupted, attempt):
     assert student(tmp_path) == student(reference)
     whole, resumed = (load(folder / "checkpoint.safetensors") for folder in (reference, tmp_path))
     assert whole.keys() == resumed.keys()
-    for name in whole:  # both students, their moments and the history
+    for name in whole:  # student and control, their moments, and the history
         assert np.array_equal(whole[name][1], resumed[name][1]), name
 
 
@@ -142,19 +142,19 @@ def test_ctrl_c_ends_with_checkpoint_and_report(tmp_path, uninterrupted):
     assert student(tmp_path) == student(reference)
 
 
-def test_a_finished_run_is_resumed_to_itself(tmp_path, learnt):
-    folder, answer = learnt
+def test_resuming_a_finished_run_changes_nothing(tmp_path, trained):
+    folder, answer = trained
     copy = shutil.copytree(folder, tmp_path / "copy")
     again = distill(copy, "--context", "1024", "--needles", "32", "--steps", "150", "--resume")
     assert again["kl_after"] == answer["kl_after"]
     assert student(copy) == student(folder)
 
 
-# ---- Your own ------------------------------------------------------------------------------------------------------------
+# ---- Files of the user ------------------------------------------------------------------------------------------------------------
 
 
 def make_files(folder, dtype="f32", sequences=6, context=96, width_t=24, width_s=32, own_hidden=True, heads_t=4, **weights):
-    """A teacher in f32, f16 or bf16; a student of other sizes, with hidden states of its own that say the same."""
+    """A teacher in f32, f16 or bf16; a student of different sizes, optionally with its own hidden states."""
     numbers = np.random.default_rng(0)
     hidden = numbers.standard_normal((sequences, context, width_t)).astype(np.float32)
     teacher = {
@@ -163,38 +163,38 @@ def make_files(folder, dtype="f32", sequences=6, context=96, width_t=24, width_s
         "w_k": numbers.standard_normal((heads_t // 2, 16, width_t)).astype(np.float32) / 3,
     }
     width = width_s if own_hidden else width_t
-    pupil = {
+    student = {
         "w_q": numbers.standard_normal((2, 12, width)).astype(np.float32) / 5,
         "w_k": numbers.standard_normal((1, 12, width)).astype(np.float32) / 5,
     }
     if own_hidden:
-        pupil["hidden"] = hidden @ numbers.standard_normal((width_t, width_s)).astype(np.float32) / 5
+        student["hidden"] = hidden @ numbers.standard_normal((width_t, width_s)).astype(np.float32) / 5
     teacher.update(weights.get("teacher", {}))
-    pupil.update(weights.get("student", {}))
-    return save(folder / "teacher.safetensors", teacher, dtype), save(folder / "student.safetensors", pupil)
+    student.update(weights.get("student", {}))
+    return save(folder / "teacher.safetensors", teacher, dtype), save(folder / "student.safetensors", student)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
 @pytest.mark.parametrize("own_hidden", [True, False])
 def test_files(tmp_path, dtype, own_hidden):
-    teacher, pupil = make_files(tmp_path, dtype, own_hidden=own_hidden)
-    files = ["--teacher", teacher, "--student", pupil, "--held-out", "2", "--no-baseline"]
+    teacher, initial = make_files(tmp_path, dtype, own_hidden=own_hidden)
+    files = ["--teacher", teacher, "--student", initial, "--held-out", "2", "--no-baseline"]
     done = run("distill", *files, "--out", tmp_path / "out", "--steps", "60", "--rate", "0.02", "--json")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["kl_after"] < answer["kl_before"] / 1.5
     weights = load(tmp_path / "out/student.safetensors")
-    first = load(pupil)
+    first = load(initial)
     for name in ("w_q", "w_k"):
         assert weights[name][1].shape == first[name][1].shape
         assert not np.array_equal(weights[name][1], first[name][1])
 
 
-def test_kl_before_is_that_of_the_files(tmp_path):
-    """Projected by numpy and given to streamkl kl, the held-out sequences have the same KL."""
-    teacher, pupil = make_files(tmp_path, own_hidden=True)
-    answer = run("distill", "--teacher", teacher, "--student", pupil, "--held-out", "2", "--steps", "1", "--out", tmp_path / "out", "--json", "--no-baseline")
-    big, small = ({name: array for name, (_, array) in load(path).items()} for path in (teacher, pupil))
+def test_kl_before_equals_kl_of_the_projections(tmp_path):
+    """numpy projects the held-out sequences; streamkl kl gives the same KL."""
+    teacher, initial = make_files(tmp_path, own_hidden=True)
+    answer = run("distill", "--teacher", teacher, "--student", initial, "--held-out", "2", "--steps", "1", "--out", tmp_path / "out", "--json", "--no-baseline")
+    big, small = ({name: array for name, (_, array) in load(path).items()} for path in (teacher, initial))
 
     def project(weights, hidden):
         return np.einsum("hde,bne->bhnd", weights, hidden[-2:])
@@ -212,14 +212,14 @@ def test_kl_before_is_that_of_the_files(tmp_path):
 
 def test_flat_weights_need_heads(tmp_path):
     flat = np.random.default_rng(1).standard_normal((64, 24)).astype(np.float32)
-    teacher, pupil = make_files(tmp_path, own_hidden=False, teacher={"w_q": flat, "w_k": flat[:32]})
-    options = ["distill", "--teacher", teacher, "--student", pupil, "--out", tmp_path / "out", "--steps", "2", "--no-baseline"]
+    teacher, initial = make_files(tmp_path, own_hidden=False, teacher={"w_q": flat, "w_k": flat[:32]})
+    options = ["distill", "--teacher", teacher, "--student", initial, "--out", tmp_path / "out", "--steps", "2", "--no-baseline"]
     refused = run(*options)
     assert refused.returncode == 2 and "w_q" in refused.stderr and "--heads-t" in refused.stderr
     assert run(*options, "--heads-t", "4").returncode == 0
 
 
-# ---- What is wrong -----------------------------------------------------------------------------------------------------------
+# ---- Bad input -----------------------------------------------------------------------------------------------------------
 
 BAD = {
     "context": (["--context", "63"], "--context=63: must be 64.."),
@@ -231,8 +231,9 @@ BAD = {
     "dim_s": (["--dim-s", "513"], "--dim-s=513"),
     "heads": (["--heads-t", "3"], "--heads-t=3: must be a multiple of --heads-s=2"),
     "steps": (["--steps", "0"], "--steps=0"),
-    "unguided": (["--unguided", "-2"], "--unguided=-2"),
-    "unguided_many": (["--context", "512", "--unguided", "513"], "--unguided=513: must be at most the context, 512"),
+    "control_queries": (["--control-queries", "-2"], "--control-queries=-2"),
+    "control_queries_many": (["--context", "512", "--control-queries", "513"], "--control-queries=513: must be at most the context, 512"),
+    "control_queries_old_name": (["--unguided", "-2"], "--control-queries=-2"),
     "rate": (["--rate", "-1"], "--rate=-1: must be a number above 0"),
     "direction": (["--direction", "both"], "--direction=both"),
     "teacher_alone": (["--teacher", "x.safetensors"], "--teacher: --student must be given"),
@@ -269,13 +270,13 @@ BAD_FILES = {
 @pytest.mark.parametrize("name", BAD_FILES)
 def test_bad_files(tmp_path, name):
     changes, words = BAD_FILES[name]
-    teacher, pupil = make_files(tmp_path, **changes)
-    done = run("distill", "--teacher", teacher, "--student", pupil, "--out", tmp_path / "run")
+    teacher, initial = make_files(tmp_path, **changes)
+    done = run("distill", "--teacher", teacher, "--student", initial, "--out", tmp_path / "run")
     assert done.returncode == 2, done.stderr
     assert words in done.stderr and len(done.stderr.splitlines()) == 1
 
 
-def test_other_settings_cannot_resume(tmp_path):
+def test_resume_refuses_other_settings(tmp_path):
     distill(tmp_path, "--steps", "4")
     done = run("distill", "--out", tmp_path, *SMALL, "--steps", "5", "--resume")
     assert done.returncode == 2 and "--steps=5" in done.stderr and "made with 4" in done.stderr
@@ -295,21 +296,21 @@ def test_damaged_checkpoints(tmp_path):
 
     refused(whole[: len(whole) // 2], "checkpoint.safetensors")
     refused(b"", "checkpoint.safetensors")
-    refused(raw_safetensors({}, b""), "is no checkpoint")
+    refused(raw_safetensors({}, b""), "not a checkpoint")
     refused(whole.replace(b'"step":"4"', b'"step":"9"'), "step 9: must be 0..4")
-    refused(whole.replace(b'"adam_mean_q"', b'"adam_xean_q"'), "adam_mean_q")
+    refused(whole.replace(b'"first_moment_q"', b'"first_xoment_q"'), "first_moment_q")
 
 
 # ---- The report -------------------------------------------------------------------------------------------------------------------
 
 
-def test_the_report_stands_alone(learnt):
-    folder, answer = learnt
+def test_report_is_self_contained(trained):
+    folder, answer = trained
     page = (folder / "report.html").read_text()
     assert not re.search(r"""(src|href)=["'](?!data:)""", page)
     assert "<script" not in page and "http" not in page and "url(" not in page
-    assert page.count("data:image/png;base64,") == 10  # five maps for each of two heads
-    for words in ("Does it use the far end", "Where they look", "KL by head", "KL by position", "Beside materialising", "streamkl distill --context 1024"):
+    assert page.count("data:image/png;base64,") == 10  # five maps per head, two heads
+    for words in ("use the whole context", "Attention maps", "KL by head", "KL by position", "Compared with materialising", "streamkl distill --context 1024"):
         assert words in page
     assert "nan" not in re.sub(r"base64,[^\"]*", "", page).lower()
 
@@ -317,8 +318,8 @@ def test_the_report_stands_alone(learnt):
 def test_hostile_names_are_escaped(tmp_path):
     folder = tmp_path / "<b>&'"
     folder.mkdir()
-    teacher, pupil = make_files(folder)
-    done = run("distill", "--teacher", teacher, "--student", pupil, "--steps", "1", "--no-baseline", "--out", tmp_path / "out")
+    teacher, initial = make_files(folder)
+    done = run("distill", "--teacher", teacher, "--student", initial, "--steps", "1", "--no-baseline", "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "out/report.html").read_text()
     assert "&#60;b&#62;&#38;&#39;" in page and "<b>&'" not in page
@@ -335,9 +336,9 @@ MEASURE = """<script>onload = () => {
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
 @pytest.mark.parametrize("width", [390, 1440])
 @pytest.mark.parametrize("dark", [False, True])
-def test_the_report_in_a_browser(learnt, tmp_path, width, dark):
-    """No error in the console, nothing to scroll sideways, every picture drawn. In a frame: windows are never narrow."""
-    page = (learnt[0] / "report.html").read_text().replace("</body>", MEASURE + "</body>")
+def test_report_in_a_browser(trained, tmp_path, width, dark):
+    """No console error, no horizontal scrolling, every picture drawn. In a frame, because windows have a minimum width."""
+    page = (trained[0] / "report.html").read_text().replace("</body>", MEASURE + "</body>")
     frame = tmp_path / "frame.html"
     frame.write_text(f'<!doctype html><iframe style="width:{width}px;height:900px;border:0" srcdoc="{html.escape(page)}"></iframe>')
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--user-data-dir={tmp_path}/profile"]

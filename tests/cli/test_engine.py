@@ -1,4 +1,4 @@
-"""What computes: device, threads, kernel. Tests that need a GPU are skipped without one."""
+"""Device, threads and kernel. Tests that need a GPU are skipped without one."""
 
 import csv
 import json
@@ -10,7 +10,7 @@ from tool import kl_json, make_tensors, run, save, why_no_gpu
 # ---- The CPU -------------------------------------------------------------------------------------------------------
 
 
-def test_threads_do_not_change_a_bit(pair, tmp_path):
+def test_results_are_bitwise_equal_for_any_thread_count(pair, tmp_path):
     files = []
     for threads in (1, 2, 5):
         grad, out = tmp_path / f"g{threads}", tmp_path / f"o{threads}"
@@ -31,8 +31,8 @@ def test_kernel_by_option_and_by_environment(pair):
 @pytest.mark.skipif(why_no_gpu() is None, reason="there is a GPU")
 @pytest.mark.parametrize("device, named", [("cuda", "--device=cuda:0: "), ("cuda:3", "--device=cuda:3: ")])
 @pytest.mark.parametrize("command", ["kl", "check", "bench", "demo"])
-def test_a_gpu_that_is_not_there(command, device, named, pair, tmp_path):
-    """One line that names the option and gives the library's reason; no file is written."""
+def test_missing_gpu(command, device, named, pair, tmp_path):
+    """One line with the option and the library's reason; no file is written."""
     outputs = {"kl": [pair, "--out", tmp_path / "out"], "bench": ["--csv", tmp_path / "out"]}.get(command, [])
     assert_refused(run(command, *outputs, "--device", device), named, why_no_gpu(), code=4)
     assert list(tmp_path.iterdir()) == [pair]
@@ -40,7 +40,7 @@ def test_a_gpu_that_is_not_there(command, device, named, pair, tmp_path):
 
 @pytest.mark.parametrize("command", ["kl", "check", "bench", "demo"])
 @pytest.mark.parametrize("device", ["tpu", "cuda:", "cuda:x", "cuda:-1", "cpu:0", "CUDA", ""])
-def test_a_device_that_does_not_exist(command, device, pair):
+def test_unknown_device(command, device, pair):
     files = [pair] if command == "kl" else []
     assert_refused(run(command, *files, "--device", device), f"--device={device}: must be cpu, cuda or cuda:INDEX")
 
@@ -50,14 +50,14 @@ def test_a_device_that_does_not_exist(command, device, pair):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", ["1,0,54", "0,60,20", "0,20,54", "0,-5,53"])
-def test_lengths_are_checked_before_they_go_to_the_gpu(lengths, tmp_path):
+def test_lengths_are_checked_before_the_copy_to_the_gpu(lengths, tmp_path):
     tensors = {name: array[0] for name, array in make_tensors(batch=1, len_q=53, len_k=53).items()}
     path = save(tmp_path / "in.safetensors", tensors)
     assert_refused(run("kl", path, "--device", "cuda", "--cu-seqlens-q", lengths), "cu_seqlens_q[")
 
 
 @pytest.mark.gpu
-def test_gpu_and_cpu_agree_and_say_who_they_are(pair):
+def test_gpu_and_cpu_agree_and_name_their_kernels(pair):
     text = run("kl", pair, "--device", "cuda:0").stdout
     assert "cuda_" in text and "thread" not in text
     on_gpu = json.loads(run("kl", pair, "--device", "cuda", "--json").stdout)
@@ -69,7 +69,7 @@ def test_gpu_and_cpu_agree_and_say_who_they_are(pair):
 
 
 @pytest.mark.gpu
-def test_a_gpu_index_out_of_range(pair):
+def test_gpu_index_out_of_range(pair):
     assert_refused(run("kl", pair, "--device", "cuda:99"), "--device=cuda:99: device_index=99: must be 0..", code=4)
 
 
@@ -101,23 +101,23 @@ def test_bench_writes_its_rows(tmp_path):
         assert float(row["median_s"]) > 0 and float(row["useful_gflops"]) > 0 and int(row["memory_bytes"]) > 0
 
 
-@pytest.mark.parametrize("lists", [[], ["--top-k", "40"]], ids=["dense", "sparse"])
-def test_bench_of_indexers(lists, tmp_path, device):
+@pytest.mark.parametrize("top_k", [[], ["--top-k", "40"]], ids=["dense", "sparse"])
+def test_bench_of_indexers(top_k, tmp_path, device):
     path = tmp_path / "bench.csv"
     sizes = ["--lengths", "128", "--dims", "32", "--heads", "4", "--key-heads", "2", "--index-heads", "3", "--repeat", "1"]
-    done = run("bench", "--device", device, *sizes, *lists, "--causal", "--csv", path)
+    done = run("bench", "--device", device, *sizes, *top_k, "--causal", "--csv", path)
     assert done.returncode == 0, done.stderr
-    assert "indexer of 3 heads" in done.stdout
+    assert "indexer with 3 heads" in done.stdout
     rows = list(csv.DictReader(path.open()))
     assert [row["pass"] for row in rows] == ["forward", "backward", "one pass"]
-    pairs = 128 * 129 / 2 if not lists else 40 * 41 / 2 + 88 * 40
+    pairs = 128 * 129 / 2 if not top_k else 40 * 41 / 2 + 88 * 40
     for row, products in zip(rows, (4 + 3, 4 + 9, 4 + 9)):
-        assert (row["index_heads"], row["key_heads"], row["top_k"]) == ("3", "2", lists[1] if lists else "")
+        assert (row["index_heads"], row["key_heads"], row["top_k"]) == ("3", "2", top_k[1] if top_k else "")
         flop = float(row["useful_gflops"]) * 1e9 * float(row["median_s"])
         assert abs(flop - products * 2 * 32 * pairs) <= 1e-4 * flop
 
 
-def test_bench_refuses_what_only_indexers_have():
+def test_bench_refuses_indexer_options_without_index_heads():
     for option in ("--top-k", "--key-heads"):
         done = run("bench", option, "4")
         assert done.returncode == 2

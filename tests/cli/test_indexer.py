@@ -19,28 +19,28 @@ def make_indexer():
     }
 
 
-def make_lists():
-    """Distinct keys, one list of none, and a gap in every other."""
+def make_indices():
+    """Distinct keys, one row without keys, and a -1 in every other row."""
     random = np.random.default_rng(8)
-    lists = np.argsort(random.random((BATCH, 1, LEN_Q, LEN_K)), axis=-1)[..., :TOP_K]
-    lists[..., 4] = -1
-    lists[0, 0, 3] = -1
-    return lists
+    indices = np.argsort(random.random((BATCH, 1, LEN_Q, LEN_K)), axis=-1)[..., :TOP_K]
+    indices[..., 4] = -1
+    indices[0, 0, 3] = -1
+    return indices
 
 
-def indexer_kl(tensors, problem, lists=None, relu=True):
-    """Rows and gradients of the sum over all rows; the target is the mean of the heads' softmaxes."""
+def indexer_kl(tensors, problem, indices=None, relu=True):
+    """Row vectors, and gradients of the sum over rows; the target is the mean of the teacher heads."""
     q_t, k_t, q_s, k_s, w_s = (np.asarray(tensors[name], np.float32).astype(np.float64) for name in ("q_t", "k_t", "q_s", "k_s", "w_s"))
     scale = 1 / np.sqrt(DIM_S * INDEX_HEADS)
     rows = {name: np.zeros((BATCH, 1, LEN_Q)) for name in ("kl", "cross_entropy", "entropy", "mass")}
     grads = {"dq_s": np.zeros_like(q_s), "dk_s": np.zeros_like(k_s), "dw_s": np.zeros_like(w_s)}
     for b in range(BATCH):
         mask = visible(problem, LEN_Q, LEN_K, b)
-        if lists is not None:
-            listed = np.zeros_like(mask)
+        if indices is not None:
+            in_top_k = np.zeros_like(mask)
             for i in range(LEN_Q):
-                listed[i, lists[b, 0, i][lists[b, 0, i] >= 0]] = True
-            mask &= listed
+                in_top_k[i, indices[b, 0, i][indices[b, 0, i] >= 0]] = True
+            mask &= in_top_k
         seen = mask.any(-1)
         p = sum(np.exp(log_softmax(logits(q, k_t[b, 0], None, 0)[0], mask)[0]) for q in q_t[b]) / HEADS_T
         dots = np.einsum("gid,jd->gij", q_s[b], k_s[b, 0])
@@ -59,7 +59,7 @@ def indexer_kl(tensors, problem, lists=None, relu=True):
     return rows, grads
 
 
-# name: (options of the tool, the same for the reference, with lists, with a ReLU)
+# name: (options of the tool, the same for the reference, sparse, ReLU)
 CASES = {
     "dense": ([], Problem(), False, True),
     "causal": (["--causal"], Problem(causal=True), False, True),
@@ -73,11 +73,11 @@ CASES = {
 def test_rows_and_gradients(name, tmp_path, device):
     options, problem, sparse, relu = CASES[name]
     tensors = make_indexer()
-    lists = make_lists() if sparse else None
-    stored = {**tensors, "indices": lists} if sparse else tensors
+    indices = make_indices() if sparse else None
+    stored = {**tensors, "indices": indices} if sparse else tensors
     path = save(tmp_path / "in.safetensors", stored, indices="i64")
     out, grad = tmp_path / "out.safetensors", tmp_path / "grad.safetensors"
-    rows, grads = indexer_kl(tensors, problem, lists, relu)
+    rows, grads = indexer_kl(tensors, problem, indices, relu)
     valid = rows["mass"].sum()
 
     answer = kl_json(path, "--student", "indexer", *options, "--reduction", "sum", "--out", out, "--grad", grad)
@@ -97,16 +97,16 @@ def test_rows_and_gradients(name, tmp_path, device):
 
 
 def test_table(tmp_path):
-    path = save(tmp_path / "in.safetensors", {**make_indexer(), "indices": make_lists()}, indices="i32")
+    path = save(tmp_path / "in.safetensors", {**make_indexer(), "indices": make_indices()}, indices="i32")
     done = run("kl", path, "--student", "indexer", "--causal")
     assert done.returncode == 0, done.stderr
-    assert "1 student head of 3 index heads, 9 selected keys" in done.stdout
+    assert "1 student head with 3 index heads, top-k 9" in done.stdout
     assert "cross-entropy" in done.stdout
 
 
 @pytest.mark.gpu
-def test_a_gpu_gets_no_bad_lists(tmp_path):
-    """The library cannot look into the memory of a GPU: the tool does, before it copies."""
+def test_indices_are_checked_before_the_copy_to_the_gpu(tmp_path):
+    """The library cannot read GPU memory: the tool checks the indices before it copies them."""
     path = save(tmp_path / "in.safetensors", {**make_indexer(), "indices": np.full((BATCH, 1, LEN_Q, 2), 53)}, indices="i32")
     done = run("kl", path, "--student", "indexer", "--device", "cuda")
     assert done.returncode == 2
@@ -117,10 +117,10 @@ BAD = {
     "no_weights": ({"w_s": None}, ["--student", "indexer"], "w_s", "not found"),
     "weights": ({"w_s": np.zeros((BATCH, 1, LEN_Q, 4))}, ["--student", "indexer"], "w_s [2, 1, 37, 4] and q_s [2, 3, 37, 24]", "[B, H * G, N, D]"),
     "weights_rank": ({"w_s": np.zeros(3)}, ["--student", "indexer"], "w_s [3]", "[B, H, N, G]"),
-    "lists": ({"indices": np.zeros((BATCH, 1, 36, 5))}, ["--student", "indexer"], "indices [2, 1, 36, 5] and w_s", "[B, H, N, k]"),
+    "indices_shape": ({"indices": np.zeros((BATCH, 1, 36, 5))}, ["--student", "indexer"], "indices [2, 1, 36, 5] and w_s", "[B, H, N, k]"),
     "index": ({"indices": np.full((BATCH, 1, LEN_Q, 2), 53)}, ["--student", "indexer"], "indices[0, 0, 0, 0]=53", "0..52"),
     "student": ({}, ["--student", "teacher"], "--student=teacher", "attention or indexer"),
-    "teacher_gradients": ({}, ["--student", "indexer", "--grad", "g", "--grad-teacher"], "--grad-teacher", "fixed"),
+    "teacher_gradients": ({}, ["--student", "indexer", "--grad", "g", "--grad-teacher"], "--grad-teacher", "not available with --student indexer"),
     "no_indexer": ({}, ["--w-s", "w"], "--w-s", "--student indexer must be given too"),
     "softcap": ({}, ["--student", "indexer", "--softcap-s", "2"], "softcap_s=2", "must be 0 for an indexer"),
 }

@@ -25,7 +25,7 @@ DIRECTIONS = {"forward": False, "reverse": True}
 
 
 def assert_rows_agree(actual, exact):
-    """2e-6 + 2e-6 KL, the accuracy that the tool promises for f32."""
+    """2e-6 + 2e-6 KL, the documented accuracy for f32."""
     np.testing.assert_array_less(np.abs(np.asarray(actual) - exact), 2e-6 + 2e-6 * np.abs(exact))
 
 
@@ -65,7 +65,7 @@ def test_mean_rows_and_gradients(name, direction, tmp_path):
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_packed(direction, tmp_path):
-    """Sequences of any length, one without queries, one without keys, and a tail behind the last, full of NaN."""
+    """Sequences of different lengths, one without queries, one without keys, and NaN after the last one."""
     cu_q, cu_k = [0, 11, 11, 40, 44], [0, 20, 29, 60, 60]
     tensors = {name: array[0] for name, array in make_tensors(batch=1, len_q=50, len_k=64).items()}
     exact = packed_attention_kl(tensors, cu_q, cu_k, Problem(causal=True, reverse=DIRECTIONS[direction]))
@@ -85,7 +85,7 @@ def test_packed(direction, tmp_path):
 
 
 @pytest.mark.parametrize("stored", ["i32", "i64"])
-def test_lengths_may_be_tensors_of_the_file(stored, tmp_path):
+def test_lengths_from_tensors_of_the_file(stored, tmp_path):
     tensors = {name: array[0] for name, array in make_tensors(batch=1, len_q=48, len_k=48).items()}
     cu = [0, 13, 48]
     exact = packed_attention_kl(tensors, cu, cu)
@@ -98,10 +98,10 @@ def test_lengths_may_be_tensors_of_the_file(stored, tmp_path):
 
 
 HEADS = {
-    "grouped_teacher": {"heads_t": 6, "heads_s": 2},
+    "teacher_groups": {"heads_t": 6, "heads_s": 2},
     "one_student_head": {"heads_t": 4, "heads_s": 1},
     "gqa": {"heads_t": 4, "heads_s": 4, "key_heads_t": 2, "key_heads_s": 1},
-    "gqa_and_grouped": {"heads_t": 8, "heads_s": 4, "key_heads_t": 2, "key_heads_s": 2},
+    "gqa_and_teacher_groups": {"heads_t": 8, "heads_s": 4, "key_heads_t": 2, "key_heads_s": 2},
 }
 
 
@@ -124,8 +124,8 @@ def test_heads(name, direction, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 def test_16_bit_types(dtype, device, tmp_path):
-    """The values in the file are exact: only the gradients, stored in the same type, are rounded. Tensor cores round
-    the gradients of the logits, too."""
+    """Inputs are exact: only gradients, which are stored in the same type, are rounded. Tensor-core kernels also round
+    the logit gradients."""
     rounding = {"f16": 2**-11, "bf16": 2**-8}[dtype]
     tensors = make_tensors(seed=5)
     exact = attention_kl({name: rounded(array, dtype) for name, array in tensors.items()})
@@ -157,17 +157,17 @@ def test_reductions_are_related(pair):
 
 def test_layout_bnhd_is_the_transpose(tmp_path):
     tensors = make_tensors(seed=7)
-    turned = {name: np.ascontiguousarray(array.transpose(0, 2, 1, 3)) for name, array in tensors.items()}
+    transposed = {name: np.ascontiguousarray(array.transpose(0, 2, 1, 3)) for name, array in tensors.items()}
     grads = tmp_path / "grad.safetensors"
     bhnd = kl_json(save(tmp_path / "a.safetensors", tensors), "--causal", "--reduction", "none")
-    path = save(tmp_path / "b.safetensors", turned)
+    path = save(tmp_path / "b.safetensors", transposed)
     bnhd = kl_json(path, "--causal", "--layout", "bnhd", "--reduction", "none", "--grad", grads)
     assert bhnd["kl"] == bnhd["kl"]
     exact = attention_kl(tensors, Problem(causal=True)).gradients
     assert_gradients_agree(grads, {name: array.transpose(0, 2, 1, 3) for name, array in exact.items()})
 
 
-def test_axes_on_the_left_may_be_missing(tmp_path):
+def test_leading_axes_may_be_missing(tmp_path):
     tensors = make_tensors(batch=1, heads_t=1, heads_s=1)
     whole = kl_json(save(tmp_path / "a.safetensors", tensors))["kl"]
     flat = {name: array[0, 0] for name, array in tensors.items()}
@@ -193,7 +193,7 @@ def test_several_files_and_other_names(tmp_path):
 
 
 def test_given_teacher_lse_is_used(tmp_path):
-    """An LSE over more than the visible keys weighs the heads of a group; the KL is that of what is visible."""
+    """An LSE over more than the visible keys weights the heads of a group; the KL is over the visible keys."""
     tensors = make_tensors(seed=10, heads_t=4, heads_s=2)
     lse = attention_kl(tensors).lse_t.astype(np.float32)
     path = save(tmp_path / "in.safetensors", tensors)
@@ -222,7 +222,7 @@ def test_nan_in_a_query_is_null_in_valid_json(tmp_path):
     assert sum(value is None for heads in rows for row in heads for value in row) == 1
 
 
-def test_no_row_sees_a_key(pair, tmp_path):
+def test_no_visible_keys(pair, tmp_path):
     grad = tmp_path / "grad.safetensors"
     answer = kl_json(pair, "--key-lengths", "0,0", "--grad", grad)
     assert (answer["kl"], answer["rows"], answer["masked_rows"]) == (0, 0, 2 * 2 * 37)
@@ -230,8 +230,8 @@ def test_no_row_sees_a_key(pair, tmp_path):
 
 
 @pytest.mark.parametrize("offset", [1000, 10**6, 10**9, -(10**6)])
-def test_shard_that_lies_outside_of_every_window(offset, pair, tmp_path):
-    """Context parallel: a rank whose keys none of its queries sees has nothing to read, wherever it stands."""
+def test_shard_outside_of_every_window(offset, pair, tmp_path):
+    """Context parallel: a rank whose keys are masked for all of its queries, at any offset."""
     grad = tmp_path / "grad.safetensors"
     answer = kl_json(pair, "--window", "50,0", "--offset-q", offset, "--grad", grad, "--grad-teacher")
     assert (answer["kl"], answer["rows"], answer["masked_rows"]) == (0, 0, 2 * 2 * 37)
@@ -245,9 +245,7 @@ def test_lengths_of_0_and_1(lengths, tmp_path):
     assert answer["kl"] == pytest.approx(0, abs=2e-6)
 
 
-
-
-def test_json_has_what_programs_rely_on(device, pair):
+def test_json_fields(device, pair):
     answer = kl_json(pair)
     assert {"kl", "rows", "device", "kernel", "seconds", "extra_bytes", "threads", "direction", "reduction", "shapes"} <= set(answer)
     assert answer["device"] == device

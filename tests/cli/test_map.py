@@ -1,4 +1,4 @@
-"""streamkl map: equal to the pooled full matrix, at any length in little memory, and pictures that can be read."""
+"""streamkl map: equal to the pooled full matrix, with little memory at any length, and valid pictures."""
 
 import json
 import struct
@@ -14,14 +14,14 @@ MIB = 1 << 20
 TOLERANCE = 1e-5
 
 
-def edges(count, length):
+def bucket_begins(count, length):
     return [length // count * b + length % count * b // count for b in range(count + 1)]
 
 
 def probabilities(tensors, problem):
-    """P and S [B, H_s, N, N_k] as their logarithms, and the mask [B, N, N_k]; float64, whole matrices."""
+    """log P and log S [B, H_s, N, N_k], and the mask [B, N, N_k]; whole matrices in float64."""
     q_t, k_t, q_s, k_s = (np.asarray(tensors[name], np.float64) for name in ("q_t", "k_t", "q_s", "k_s"))
-    group, masks, log_p, log_s = q_t.shape[1] // q_s.shape[1], [], [], []
+    group_size, masks, log_p, log_s = q_t.shape[1] // q_s.shape[1], [], [], []
     for b in range(q_t.shape[0]):
         mask = visible(problem, q_t.shape[2], k_t.shape[2], b)
 
@@ -31,7 +31,7 @@ def probabilities(tensors, problem):
 
         every = heads(q_t, k_t, problem.scale_t, problem.softcap_t)
         with np.errstate(divide="ignore"):
-            log_p.append(np.log(np.exp(every).reshape(-1, group, *mask.shape).mean(1)))
+            log_p.append(np.log(np.exp(every).reshape(-1, group_size, *mask.shape).mean(1)))
         log_s.append(heads(q_s, k_s, problem.scale_s, problem.softcap_s))
         masks.append(mask)
     return np.stack(log_p), np.stack(log_s), np.stack(masks)
@@ -46,16 +46,16 @@ def pooled(tensors, buckets, problem):
             kl = np.exp(log_s) * (log_s - log_p)
     kl = np.where(mask[:, None], kl, 0)
     rows, columns = min(buckets, mask.shape[1]), min(buckets, mask.shape[2])
-    row_edges, column_edges = edges(rows, mask.shape[1]), edges(columns, mask.shape[2])
+    row_begins, column_begins = bucket_begins(rows, mask.shape[1]), bucket_begins(columns, mask.shape[2])
     answer = {name: np.zeros((log_p.shape[1], rows, columns)) for name in ("p", "s", "kl")}
     for row in range(rows):
-        begin, end = row_edges[row : row + 2]
-        seen = mask[:, begin:end].any(-1).sum()
+        begin, end = row_begins[row : row + 2]
+        valid = mask[:, begin:end].any(-1).sum()
         for column in range(columns):
-            left, right = column_edges[column : column + 2]
+            left, right = column_begins[column : column + 2]
             for name, matrix in ("p", np.exp(log_p)), ("s", np.exp(log_s)), ("kl", kl):
                 cell = matrix[:, :, begin:end, left:right].sum((0, 2, 3))
-                answer[name][:, row, column] = cell / seen if seen else 0
+                answer[name][:, row, column] = cell / valid if valid else 0
     return answer
 
 
@@ -94,7 +94,7 @@ def test_equals_the_pooled_full_matrix(tmp_path, name, device):
 
 
 def test_packed_sequences_are_averaged(tmp_path, device):
-    """Sequences of 40, 0 and 60: buckets count from the beginning of each."""
+    """Sequences of 40, 0 and 60 tokens: the buckets of each start at its beginning."""
     tensors = {name: array[0] for name, array in make_tensors(batch=1, len_q=100, len_k=100).items()}
     path = save(tmp_path / "packed.safetensors", tensors)
     done = run("map", path, "--json", "--head", "all", "--buckets", 8, "--causal", "--cu-seqlens-q", "0,40,40,100", "--device", device)
@@ -103,7 +103,7 @@ def test_packed_sequences_are_averaged(tmp_path, device):
     rows = np.zeros(8)
     for begin, end in (0, 40), (40, 100):
         part = pooled({name: array[None, :, begin:end] for name, array in tensors.items()}, 8, Problem(causal=True))
-        counts = np.diff(edges(8, end - begin))
+        counts = np.diff(bucket_begins(8, end - begin))
         rows += counts
         for name in whole:
             whole[name] = whole[name] + part[name] * counts[None, :, None]
@@ -128,7 +128,7 @@ def test_heads(tmp_path):
 
 
 def test_equal_to_kl(tmp_path, pair):
-    """The cells of a row of the KL map add up to its mean KL."""
+    """The cells of a row of the KL map sum to its mean KL."""
     rows = tmp_path / "rows.safetensors"
     run("kl", pair, "--causal", "--out", rows)
     kl = load(rows)["kl"][1]
@@ -173,14 +173,14 @@ def decode_png(content):
 def test_text_is_plain(pair):
     text = run("map", pair, "--buckets", 16).stdout
     assert text.isascii() and "\x1b" not in text
-    for words in ("P, the teacher", "S, the student", "where the KL comes from"):
+    for words in ("P, the teacher", "S, the student", "contributions to the KL"):
         assert words in text
 
 
 BAD = {
     "buckets_zero": (["--buckets", "0"], "--buckets=0: must be an integer, 1 to 4096"),
     "buckets_many": (["--buckets", "4097"], "--buckets=4097"),
-    "head": (["--head", "first"], "--head=first: must be mean, all or a head"),
+    "head": (["--head", "first"], "--head=first: must be mean, all or the number of a head"),
     "out": (["--out", "/no/such/folder/map.safetensors"], "/no/such/folder/map.safetensors"),
     "png": (["--png", "/no/such/folder/map"], "/no/such/folder/map-p.png"),
     "device": (["--device", "tpu"], "--device=tpu"),
@@ -209,7 +209,7 @@ def test_no_file():
 
 
 def test_memory_at_131072(tmp_path):
-    """Inputs of 32 MiB, where one matrix takes 64 GiB. A window keeps it short: the buffers are those of a whole map."""
+    """Inputs of 32 MiB; one matrix would take 64 GiB. The window shortens the test; the buffers are those of a full map."""
     random = np.random.default_rng(0)
     path = save(tmp_path / "long.safetensors", {name: random.standard_normal((131072, 16), np.float32) for name in ("q_t", "k_t", "q_s", "k_s")})
     answer = json.loads(run("map", path, "--causal", "--window", "4096,0", "--json").stdout)

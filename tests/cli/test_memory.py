@@ -1,4 +1,4 @@
-"""Memory of a forward and a backward does not grow with the context: the promise of the library, seen from outside."""
+"""The memory of a forward and a backward does not grow with the context, measured on the process."""
 
 import re
 from statistics import median
@@ -30,11 +30,11 @@ def measure(path, *options):
     return answer
 
 
-COUNTING_BATCH = 128 * 1024  # bytes that a thread may hold before the kernel counts them
+COUNTING_BATCH = 128 * 1024  # bytes per thread that Linux may count late
 
 
 def test_peak_growth_does_not_depend_on_the_length(files):
-    """A window keeps the long one short. Linux counts resident pages in batches, of each thread: hence medians."""
+    """A window shortens the test. Linux counts resident pages in batches per thread: hence the medians."""
     answers = {length: [measure(path, "--window", "512,0") for _ in range(7)] for length, path in files.items()}
     growth = {length: median(answer["peak_growth_bytes"] for answer in runs) for length, runs in answers.items()}
     assert growth[65536] == pytest.approx(growth[16384], rel=0.1, abs=2 * COUNTING_BATCH)
@@ -42,7 +42,7 @@ def test_peak_growth_does_not_depend_on_the_length(files):
 
 
 def test_peak_growth_without_a_window(files):
-    """All of the causal triangle at 16K, where the matrices would take 3 GiB."""
+    """The full causal mask at 16K, where the matrices would take 3 GiB."""
     full, windowed = measure(files[16384]), measure(files[16384], "--window", "512,0")
     assert full["extra_bytes"] == windowed["extra_bytes"]
     assert full["peak_growth_bytes"] < 8 * MIB
@@ -50,8 +50,8 @@ def test_peak_growth_without_a_window(files):
     assert full["pairs"] == 16384 * 16385 // 2
 
 
-def test_demo_measures_only_what_is_beyond_its_tensors():
-    """Its tensors are 6 MiB and 24 MiB here: outputs that were not resident before would show."""
+def test_demo_measures_memory_without_its_tensors():
+    """The tensors take 6 MiB and 24 MiB: outputs that were not resident before the measurement would be visible."""
     for context in (4096, 16384):
         done = run("demo", "--context", context)
         streamed, unit = re.search(r"streamed +(\S+) (\S+)", done.stdout).groups()

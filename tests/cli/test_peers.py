@@ -29,7 +29,7 @@ class Timed:
 
 
 def figures(path, lengths=(1024, 2048, 4096)):
-    """A run of ours, of a peer, and of one whose memory ends behind the first length."""
+    """StreamKL, a peer, and a peer that runs out of memory after the first length."""
     for length in lengths:
         case = Case(16, length, 128, True)
         methods = [

@@ -13,18 +13,18 @@ TOOL = os.environ.get("STREAMKL_CLI", str(Path(__file__).parents[2] / "build/tes
 
 
 def run(*arguments, env=None, timeout=80, **options):
-    """Runs the tool; a pipe is never a terminal, so what comes back is plain text."""
+    """Runs the tool. Its output is plain text, because a pipe is not a terminal."""
     environment = {**os.environ, **(env or {})}
     command = [TOOL, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout, **options)
 
 
-device = "cpu"  # where kl_json() computes: the device fixture sets it
+device = "cpu"  # of kl_json(): set by the device fixture
 
 
 @cache
 def why_no_gpu():
-    """None where the tool can use a GPU."""
+    """None if the tool can use a GPU."""
     devices = {device["device"]: device for device in json.loads(run("info", "--json").stdout)["devices"]}
     return devices["cuda"].get("why_not")
 
@@ -35,12 +35,12 @@ def kl_json(*arguments, **options):
     assert done.stderr == ""
 
     def refuse(name):
-        raise AssertionError(f"{name} is no JSON")
+        raise AssertionError(f"{name} is not JSON")
 
     return json.loads(done.stdout, parse_constant=refuse)
 
 
-# ---- bf16, which numpy does not have: the upper half of an f32 ----------------------------------------------------
+# ---- bf16, which numpy lacks: the upper half of an f32 ----------------------------------------------------
 
 
 def bf16_bits(array):
@@ -54,7 +54,7 @@ def bf16_values(bits):
 
 
 def rounded(array, dtype):
-    """What an array holds after it was stored as f32, f16 or bf16; in float64."""
+    """An array rounded to f32, f16 or bf16, in float64."""
     if dtype == "bf16":
         return bf16_values(bf16_bits(array)).astype(np.float64)
     return array.astype({"f32": np.float32, "f16": np.float16}[dtype]).astype(np.float64)
@@ -66,13 +66,13 @@ NUMPY_TYPES = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "i32": n
 
 
 def raw_safetensors(header, data):
-    """A file of exactly these bytes, right or wrong."""
+    """A file of exactly these bytes, valid or not."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data
 
 
 def save(path, tensors, dtype="f32", **dtypes):
-    """Writes a safetensors file; `dtypes` are for single tensors. The reference package writes what it can."""
+    """Writes a safetensors file; `dtypes` overrides the type of single tensors. Without bf16 the reference package writes it."""
     dtypes = {name: dtypes.get(name, dtype) for name in tensors}
     arrays = {
         name: bf16_bits(array) if dtypes[name] == "bf16" else np.ascontiguousarray(array, NUMPY_TYPES[dtypes[name]])
@@ -90,7 +90,7 @@ def save(path, tensors, dtype="f32", **dtypes):
 
 
 def load(path):
-    """Reads a safetensors file: {name: (dtype, float64 array)}. The reference package reads what it can."""
+    """Reads a safetensors file: {name: (dtype, float64 array)}. Without bf16 the reference package reads it."""
     content = Path(path).read_bytes()
     header_size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + header_size])

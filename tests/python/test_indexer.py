@@ -147,8 +147,8 @@ def test_layout_of_megatron():
 
 
 def test_the_loss_of_the_docs():
-    """The function of docs/indexer.md, with and without a mask, equals what is written out with matrices."""
-    text = (Path(__file__).parents[2] / "docs/indexer.md").read_text()
+    """The function of docs/guide/indexers.md, with and without a mask, equals what is written out with matrices."""
+    text = (Path(__file__).parents[2] / "docs/guide/indexers.md").read_text()
     scope = {"streamkl": streamkl}
     exec(re.search(r"```python\n(def indexer_loss.*?)```", text, re.DOTALL)[1], scope)
     indexer = make_indexer(batch=2, len_q=12, len_k=12)

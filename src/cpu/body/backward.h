@@ -1,5 +1,4 @@
-/* Backward: recomputes the probabilities of a tile from the LSEs and multiplies its logit gradients into dq and dk.
- */
+/* Backward: recomputes the probabilities of a tile from the LSEs and adds its logit gradients to dq and dk. */
 #ifndef SKL_CPU_BODY_BACKWARD_H
 #define SKL_CPU_BODY_BACKWARD_H
 

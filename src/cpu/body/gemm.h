@@ -65,8 +65,7 @@ SKL_INLINE void micro_kernel(float *c, int64_t c_stride, gemm_a a, const float *
 }
 
 /* Rounds rows up to MICRO_ROWS and columns to SKL_LANES: the buffers have room for it, and the extra elements are
- * never read. The loop over rows is inside the loop over column panels, so that a panel of B stays in the L1 cache.
- */
+ * never read. The loop over rows is inside the loop over column panels, so that a panel of B stays in L1. */
 SKL_INLINE void gemm_body(float *c, int64_t c_stride, gemm_a a, const float *b, int64_t b_stride, int64_t rows,
                           int64_t columns, int64_t depth, const bool accumulate)
 {

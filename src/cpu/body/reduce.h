@@ -137,8 +137,7 @@ static void reduce_exactly(const lane_state *s, logits a, logits b, int32_t key_
     vec_store(s->m_b, m_b);
 }
 
-/* Reduces with the current shift. Returns false and changes nothing if the sum of a lane passes the bound or is NaN.
- */
+/* Reduces with the current shift. Returns false and changes nothing if a sum passes the bound or is NaN. */
 static bool reduce_lazily(const lane_state *s, logits a, logits b, int32_t key_count)
 {
     const key_sums sums = sum_keys(a, vec_load(s->m_a), b, vec_load(s->m_b), key_count, NULL, false);

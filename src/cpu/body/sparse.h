@@ -2,8 +2,7 @@
  *
  * Rows have different keys, so one lane is one key here. The keys of a row are gathered into dense blocks. All heads
  * that share keys take part in one matrix product with one lane per head; its result is then transposed, so that
- * means and sums over heads stay within lanes. Sums over the keys of a block cross lanes, always in the same order.
- */
+ * means and sums over heads stay within lanes. Sums over the keys of a block cross lanes in a fixed order. */
 #ifndef SKL_CPU_BODY_SPARSE_H
 #define SKL_CPU_BODY_SPARSE_H
 

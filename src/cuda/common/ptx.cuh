@@ -1,4 +1,4 @@
-/* One PTX instruction a wrapper. */
+/* Wrappers of one PTX instruction each, sm_80 and up. */
 #ifndef SKL_CUDA_COMMON_PTX_CUH
 #define SKL_CUDA_COMMON_PTX_CUH
 
@@ -11,13 +11,13 @@ __device__ inline uint32_t shared_address(const void *pointer)
     return (uint32_t)__cvta_generic_to_shared(pointer);
 }
 
-/* 16 bytes from global to shared memory; `bytes` of them are read, zeros fill the rest. */
+/* Copies 16 bytes from global to shared memory: `bytes` are read, zeros fill the rest. */
 __device__ inline void cp_async_16(uint32_t to, const void *from, int bytes)
 {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
-/* 4 bytes, or as many zeros. */
+/* Copies 4 bytes, or zeros if not `inside`. */
 __device__ inline void cp_async_4(uint32_t to, const void *from, bool inside)
 {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(inside ? 4 : 0) : "memory");
@@ -28,13 +28,13 @@ __device__ inline void cp_async_commit()
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-/* Waits until at most PENDING of this thread's groups are under way. */
+/* Waits until at most PENDING of this thread's groups are in flight. */
 template <int PENDING> __device__ inline void cp_async_wait()
 {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-/* Four 8 x 8 matrices of 16-bit elements; lanes 8 i .. 8 i + 7 give the row addresses of matrix i. */
+/* Loads four 8 x 8 matrices of 16-bit elements; lanes 8 i .. 8 i + 7 give the row addresses of matrix i. */
 __device__ inline void ldmatrix_x4(uint32_t (&to)[4], uint32_t row)
 {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -42,7 +42,7 @@ __device__ inline void ldmatrix_x4(uint32_t (&to)[4], uint32_t row)
                  : "r"(row));
 }
 
-/* The same, each matrix transposed. */
+/* The same with each matrix transposed. */
 __device__ inline void ldmatrix_x4_transposed(uint32_t (&to)[4], uint32_t row)
 {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -50,7 +50,7 @@ __device__ inline void ldmatrix_x4_transposed(uint32_t (&to)[4], uint32_t row)
                  : "r"(row));
 }
 
-/* c += a b, 16 x 8 += 16 x 16 . 16 x 8, f32 sums. */
+/* c += a b: 16 x 8 += 16 x 16 . 16 x 8, f32 accumulation. */
 __device__ inline void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b_0, uint32_t b_1, __nv_bfloat16)
 {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -67,7 +67,7 @@ __device__ inline void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint3
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_0), "r"(b_1));
 }
 
-/* Two values rounded to 16 bits, the first one in the low half. */
+/* Rounds two values to 16 bits and packs them. */
 __device__ inline uint32_t pack(float low, float high, __nv_bfloat16)
 {
     uint32_t both;
@@ -82,7 +82,7 @@ __device__ inline uint32_t pack(float low, float high, __half)
     return both;
 }
 
-/* And the values of such a pair. */
+/* The two values of a packed pair, low half first. */
 __device__ inline float2 unpack(uint32_t pair, __nv_bfloat16)
 {
     return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000U));
@@ -93,13 +93,13 @@ __device__ inline float2 unpack(uint32_t pair, __half)
     return __half22float2(*(const __half2 *)&pair);
 }
 
-/* Largest of the warp's values, none of which is negative. */
+/* Maximum over the warp of values that are not negative: as integers they have the same order. */
 __device__ inline float warp_max(float value)
 {
     return __uint_as_float(__reduce_max_sync(~0U, __float_as_uint(value)));
 }
 
-/* 2^x by the special function unit, about 2 units in the last place. */
+/* 2^x on the special function unit, with an error of about 2 ulp. */
 __device__ inline float ex2(float x)
 {
     float y;

@@ -1,4 +1,4 @@
-/* Kernels that walk over rows: what lies behind the last packed sequence, partial states, sums of key gradients. */
+/* Memory-bound kernels over rows: rows after the last packed sequence, partial states, f32 sums of dk. */
 #include "base/convert.h"
 #include "base/kl_math.h"
 #include "cuda/common/dk_sums.cuh"
@@ -7,8 +7,8 @@ constexpr int THREADS = 256;
 
 static unsigned blocks_for(int64_t count)
 {
-    const int64_t enough = 1 << 16; /* the kernels stride over what is left */
-    return (unsigned)skl_max(1, skl_min(enough, skl_ceil_div(count, THREADS)));
+    const int64_t blocks_max = 1 << 16; /* grid-stride loops do the rest */
+    return (unsigned)skl_max(1, skl_min(blocks_max, skl_ceil_div(count, THREADS)));
 }
 
 static __device__ int64_t first_index(void)
@@ -27,8 +27,8 @@ static __device__ void clear_rows(const skl_output &rows, int64_t heads, int64_t
 {
     if (rows.data == NULL)
         return;
-    for (int64_t at = first_index(); at < heads * (end - begin); at += index_step())
-        ((float *)rows.data)[SKL_ROW(rows, 0, at % heads, begin + at / heads)] = value;
+    for (int64_t index = first_index(); index < heads * (end - begin); index += index_step())
+        ((float *)rows.data)[SKL_ROW(rows, 0, index % heads, begin + index / heads)] = value;
 }
 
 static __device__ void clear_gradient(const skl_output &grad, skl_dtype dtype, int64_t heads, int64_t begin,
@@ -37,9 +37,9 @@ static __device__ void clear_gradient(const skl_output &grad, skl_dtype dtype, i
     if (grad.data == NULL)
         return;
     const int64_t size = (int64_t)skl_dtype_size(dtype);
-    for (int64_t at = first_index(); at < heads * (end - begin) * dim; at += index_step()) {
-        const int64_t row = at / dim;
-        const int64_t offset = SKL_ROW(grad, 0, row % heads, begin + row / heads) + at % dim;
+    for (int64_t index = first_index(); index < heads * (end - begin) * dim; index += index_step()) {
+        const int64_t row = index / dim;
+        const int64_t offset = SKL_ROW(grad, 0, row % heads, begin + row / heads) + index % dim;
         for (int64_t byte = 0; byte < size; byte++)
             ((char *)grad.data)[offset * size + byte] = 0;
     }
@@ -68,8 +68,8 @@ static __global__ void __launch_bounds__(THREADS) clear_tails(const __grid_const
     if (call.op != SKL_OP_PARTIAL)
         return;
     const int64_t tail = p.total_q - used_q;
-    for (int64_t at = first_index(); at < p.heads_s * tail; at += index_step())
-        call.states[at / tail * p.total_q + used_q + at % tail] = skl_state_empty();
+    for (int64_t index = first_index(); index < p.heads_s * tail; index += index_step())
+        call.states[index / tail * p.total_q + used_q + index % tail] = skl_state_empty();
 }
 
 extern "C" cudaError_t skl_cuda_clear_tails(const skl_cuda_params *params, const skl_cuda_launch *)
@@ -86,8 +86,8 @@ extern "C" cudaError_t skl_cuda_clear_tails(const skl_cuda_params *params, const
 static __global__ void __launch_bounds__(THREADS)
     merge_states(int64_t count, skl_row_state *into, const skl_row_state *from)
 {
-    for (int64_t at = first_index(); at < count; at += index_step())
-        into[at] = skl_state_merge(into[at], from[at]);
+    for (int64_t index = first_index(); index < count; index += index_step())
+        into[index] = skl_state_merge(into[index], from[index]);
 }
 
 extern "C" cudaError_t skl_cuda_states_merge(int64_t count, skl_row_state *into, const skl_row_state *from,
@@ -104,20 +104,21 @@ static __global__ void __launch_bounds__(THREADS) finish_states(const __grid_con
     const bool reverse = p.direction == SKL_KL_REVERSE;
     const int64_t length = p.packed ? p.total_q : p.len_q;
     const int64_t group = skl_group_size(&p);
-    for (int64_t at = first_index(); at < skl_state_count(&p); at += index_step()) {
-        const int64_t i = at % length;
-        const int64_t head = at / length % p.heads_s;
-        const skl_sequence all_rows = {at / length / p.heads_s, 0, length, 0, 0, 0, 0};
-        const skl_row_state state = params.call.states[at];
+    for (int64_t index = first_index(); index < skl_state_count(&p); index += index_step()) {
+        const int64_t i = index % length;
+        const int64_t head = index / length % p.heads_s;
+        const skl_sequence all_rows = {index / length / p.heads_s, 0, length, 0, 0, 0, 0};
+        const skl_row_state state = params.call.states[index];
         const float lse_a = skl_lse(state.m_a, state.l_a);
         const float lse_b = skl_lse(state.m_b, state.l_b);
-        const float own_t = reverse ? lse_b : lse_a;
+        const float state_lse_t = reverse ? lse_b : lse_a; /* with teacher groups: of the mean, relative to lse_t */
         skl_row_set(&rows.kl, &all_rows, head, i, skl_kl_report(skl_state_kl(&state)));
         skl_row_set(&rows.lse_s, &all_rows, head, i, reverse ? lse_a : lse_b);
         for (int64_t h = head * group; rows.lse_t.data != NULL && h < (head + 1) * group; h++) {
-            const float outside =
+            const float given_lse_t =
                 skl_has_teacher_groups(&p) ? skl_row_value(&params.call.inputs.lse_t, &all_rows, h, i) : 0.0F;
-            skl_row_set(&rows.lse_t, &all_rows, h, i, own_t == -INFINITY ? own_t : outside + own_t);
+            skl_row_set(&rows.lse_t, &all_rows, h, i,
+                        state_lse_t == -INFINITY ? state_lse_t : given_lse_t + state_lse_t);
         }
     }
 }
@@ -128,9 +129,9 @@ extern "C" cudaError_t skl_cuda_states_finish(const skl_cuda_params *params)
     return cudaPeekAtLastError();
 }
 
-/* ---- Sums of key gradients ---------------------------------------------------------------------------------- */
+/* ---- f32 sums of dk ----------------------------------------------------------------------------------------- */
 
-/* Four elements each: dimensions are a multiple of 8, and sums are aligned for the copy engine. */
+/* Threads handle quads, four elements: head sizes are a multiple of 8, and sums are aligned for TMA. */
 struct sums_shape {
     int64_t heads, rows, quads, count;
 };
@@ -143,25 +144,27 @@ static sums_shape shape_of(const backward_params *params)
     return {side.key_heads, rows, quads, (p->packed ? 1 : p->batch) * side.key_heads * rows * quads};
 }
 
-/* Offset of a quad in a tensor. */
-static __device__ int64_t quad_offset(const skl_output &tensor, const sums_shape &shape, int64_t at)
+/* Offset of a quad in a tensor, in elements. */
+static __device__ int64_t quad_offset(const skl_output &tensor, const sums_shape &shape, int64_t quad)
 {
-    const int64_t row = at / shape.quads, head = row / shape.rows;
-    return SKL_ROW(tensor, head / shape.heads, head % shape.heads, row % shape.rows) + at % shape.quads * 4;
+    const int64_t row = quad / shape.quads, head = row / shape.rows;
+    return SKL_ROW(tensor, head / shape.heads, head % shape.heads, row % shape.rows) + quad % shape.quads * 4;
 }
 
 static __global__ void __launch_bounds__(THREADS) clear_sums(skl_output sums, sums_shape shape)
 {
-    for (int64_t at = first_index(); at < shape.count; at += index_step())
-        *(float4 *)(void *)((float *)sums.data + quad_offset(sums, shape, at)) = make_float4(0.0F, 0.0F, 0.0F, 0.0F);
+    for (int64_t index = first_index(); index < shape.count; index += index_step())
+        *(float4 *)(void *)((float *)sums.data + quad_offset(sums, shape, index)) =
+            make_float4(0.0F, 0.0F, 0.0F, 0.0F);
 }
 
 static __global__ void __launch_bounds__(THREADS)
     store_sums(skl_output sums, sums_shape shape, skl_output to, skl_dtype dtype)
 {
-    for (int64_t at = first_index(); at < shape.count; at += index_step()) {
-        const float4 sum = *(const float4 *)(const void *)((const float *)sums.data + quad_offset(sums, shape, at));
-        const int64_t first = quad_offset(to, shape, at);
+    for (int64_t index = first_index(); index < shape.count; index += index_step()) {
+        const float4 sum =
+            *(const float4 *)(const void *)((const float *)sums.data + quad_offset(sums, shape, index));
+        const int64_t first = quad_offset(to, shape, index);
         skl_store(to.data, dtype, first, sum.x);
         skl_store(to.data, dtype, first + 1, sum.y);
         skl_store(to.data, dtype, first + 2, sum.z);

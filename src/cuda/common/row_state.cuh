@@ -1,5 +1,7 @@
-/* Row states of a forward on tensor cores, for every kernel whose accumulators lie as those of mma m16n8: a thread
- * has two rows of a warp's 16 and two columns of every 8, and keeps the state of its own columns of each row. */
+/* Row states (m, l, w) of a tensor-core forward, and the query tiles that they belong to.
+ *
+ * For every kernel with the accumulator layout of mma m16n8 and wgmma: a thread holds two of a warp's 16 rows and two
+ * of every 8 columns. It keeps one state per row, over its own columns; four lanes merge theirs at the end. */
 #ifndef SKL_CUDA_COMMON_ROW_STATE_CUH
 #define SKL_CUDA_COMMON_ROW_STATE_CUH
 
@@ -12,16 +14,17 @@ struct row_sums {
     float l_a, l_b, w;
 };
 
-/* `first`: there are no sums yet, and nothing is added to 0. */
-__device__ inline void add_pair(row_sums &sums, float u, float v, bool first = false)
+/* Adds a pair of logits in base 2, each minus its shift: l_a += 2^x, l_b += 2^y, w += 2^x (x - y). `first` starts the
+ * sums with this pair, which saves the additions to 0. */
+__device__ inline void add_pair(row_sums &sums, float x, float y, bool first = false)
 {
-    const float p_b = ex2(v), p_a = ex2(u);
+    const float p_b = ex2(y), p_a = ex2(x);
     sums.l_b = first ? p_b : sums.l_b + p_b;
     sums.l_a = first ? p_a : sums.l_a + p_a;
-    sums.w = first ? p_a * (u - v) : fmaf(p_a, u - v, sums.w);
+    sums.w = first ? p_a * (x - y) : fmaf(p_a, x - y, sums.w);
 }
 
-/* To a state, or to other sums. */
+/* SUMS: skl_row_state or row_sums, with the same shifts. */
 template <typename SUMS> __device__ inline void add_sums(SUMS &to, const row_sums &sums)
 {
     to.l_a += sums.l_a;
@@ -29,8 +32,8 @@ template <typename SUMS> __device__ inline void add_sums(SUMS &to, const row_sum
     to.w += sums.w;
 }
 
-/* Adds a row's columns of one step with their true maximum; MASKED: those that it sees, counted from the step's first
- * key. */
+/* Adds a row's columns of one step, with their true maximum as the shift. MASKED: only the columns in `sees`, which
+ * counts from the step's first key. */
 template <bool MASKED, int BLOCKS>
 __device__ inline void add_with_max(skl_row_state &state, const float (&a)[BLOCKS][4], float scale_a,
                                     const float (&b)[BLOCKS][4], float scale_b, int half, const range32 &sees)
@@ -63,42 +66,44 @@ __device__ inline void add_with_max(skl_row_state &state, const float (&a)[BLOCK
     add_sums(state, sums);
 }
 
-__device__ inline skl_row_state from_lane(const skl_row_state &state, int offset)
+__device__ inline skl_row_state shuffle_xor(const skl_row_state &state, int offset)
 {
     return {__shfl_xor_sync(~0U, state.m_a, offset), __shfl_xor_sync(~0U, state.l_a, offset),
             __shfl_xor_sync(~0U, state.m_b, offset), __shfl_xor_sync(~0U, state.l_b, offset),
             __shfl_xor_sync(~0U, state.w, offset)};
 }
 
-/* The lower lane's goes first on both sides, so that both get the same bits. */
-__device__ inline skl_row_state merge_with_lane(const skl_row_state &own, const skl_row_state &other, int offset)
+/* Both lanes merge the lower lane's state first, so that both get the same bits. */
+__device__ inline skl_row_state merge_with_lane(const skl_row_state &mine, const skl_row_state &other, int offset)
 {
-    return (threadIdx.x & (unsigned)offset) == 0 ? skl_state_merge(own, other) : skl_state_merge(other, own);
+    return (threadIdx.x & (unsigned)offset) == 0 ? skl_state_merge(mine, other) : skl_state_merge(other, mine);
 }
 
-/* Four lanes hold a row, unless told. */
+/* Merges the LANES neighbouring lanes that hold a row; each of them gets the result. */
 template <int LANES = 4> __device__ inline skl_row_state merge_lanes(skl_row_state state)
 {
 #pragma unroll
     for (int offset = 1; offset < LANES; offset *= 2)
-        state = merge_with_lane(state, from_lane(state, offset), offset);
+        state = merge_with_lane(state, shuffle_xor(state, offset), offset);
     return state;
 }
 
-/* Value by value: of a choice between two states ptxas would take addresses. */
-__device__ inline skl_row_state select_state(const skl_row_state &first, const skl_row_state &of_b, bool is_b)
+/* Selects member by member. For a choice between two structs the compiler selects an address, which moves them to
+ * local memory. */
+__device__ inline skl_row_state select_state(const skl_row_state &first, const skl_row_state &second, bool is_second)
 {
-    return {is_b ? of_b.m_a : first.m_a, is_b ? of_b.l_a : first.l_a, is_b ? of_b.m_b : first.m_b,
-            is_b ? of_b.l_b : first.l_b, is_b ? of_b.w : first.w};
+    return {is_second ? second.m_a : first.m_a, is_second ? second.l_a : first.l_a,
+            is_second ? second.m_b : first.m_b, is_second ? second.l_b : first.l_b, is_second ? second.w : first.w};
 }
 
-/* Two rows that four lanes hold: even lanes get the first, odd ones the second, with the bits of merge_lanes. */
-__device__ inline skl_row_state merge_two_rows(const skl_row_state &first, const skl_row_state &of_b)
+/* Merges two rows that the same four lanes hold. Even lanes get the first row, odd lanes the second, with the same
+ * bits as from merge_lanes. */
+__device__ inline skl_row_state merge_two_rows(const skl_row_state &first, const skl_row_state &second)
 {
     const bool odd = threadIdx.x % 2 != 0;
     const skl_row_state merged =
-        merge_with_lane(select_state(first, of_b, odd), from_lane(select_state(of_b, first, odd), 1), 1);
-    return merge_with_lane(merged, from_lane(merged, 2), 2);
+        merge_with_lane(select_state(first, second, odd), shuffle_xor(select_state(second, first, odd), 1), 1);
+    return merge_with_lane(merged, shuffle_xor(merged, 2), 2);
 }
 
 __device__ inline void write_kl(const skl_cuda_params &params, const skl_sequence &s, int64_t head, int64_t query,
@@ -107,7 +112,7 @@ __device__ inline void write_kl(const skl_cuda_params &params, const skl_sequenc
     skl_row_set(&params.call.rows.kl, &s, head, query, skl_kl_report(skl_state_kl(&state)));
 }
 
-/* Of either argument, by the same instructions: lanes may differ in which. */
+/* Writes the LSE of argument A, or of B (of_b). Lanes with different arguments execute the same instructions. */
 __device__ inline void write_lse(const skl_cuda_params &params, const skl_sequence &s, int64_t head, int64_t query,
                                  const skl_row_state &state, bool of_b)
 {
@@ -136,7 +141,7 @@ template <int M> struct query_tile {
     static constexpr int ROWS = TILE_ROWS<M>;
     skl_sequence sequence;
     int64_t head, first; /* query */
-    int64_t slot;        /* of the tile, or of the part, among all */
+    int64_t index;       /* of the tile and split among all tiles and splits */
     int split;           /* of the tile's keys */
 
     __device__ static unsigned tiles(const skl_cuda_params &params) /* of a head */
@@ -144,63 +149,64 @@ template <int M> struct query_tile {
         return (unsigned)skl_ceil_div(params.problem.len_q, ROWS);
     }
 
-    /* `parts` blocks a tile. False: there is nothing at this block's place. */
+    /* The tile of this block, of a grid with `splits` blocks per tile; false if the block has no tile. */
     __device__ bool find(const skl_cuda_params &params, int splits, unsigned head_group)
     {
         const unsigned heads = (unsigned)params.problem.heads_s;
-        return take(params, tile_of_block(heads, tiles(params) * splits, head_group), splits);
+        return set(params, tile_of_block(heads, tiles(params) * splits, head_group), splits);
     }
 
-    /* Of a block that stays: tile number `round`, and how many there are. */
+    /* The tile that a block of a persistent kernel computes in this iteration; false if there is none. */
     __device__ bool find_persistent(const skl_cuda_params &params, int iteration, unsigned head_group)
     {
         const unsigned heads = (unsigned)params.problem.heads_s;
-        return take(params, persistent_tile((unsigned)iteration, heads, tiles(params), head_group), 1);
+        return set(params, persistent_tile((unsigned)iteration, heads, tiles(params), head_group), 1);
     }
 
+    /* Iterations of this block in a persistent kernel. */
     __device__ static int iterations(const skl_cuda_params &params)
     {
         const unsigned all = (unsigned)(params.problem.batch * params.problem.heads_s) * tiles(params);
         return (int)((all - blockIdx.x + gridDim.x - 1) / gridDim.x);
     }
 
-    __device__ bool take(const skl_cuda_params &params, const tile_coord &at, int splits)
+    __device__ bool set(const skl_cuda_params &params, const tile_coord &coord, int splits)
     {
         const skl_problem &p = params.problem;
-        if (at.sequence >= p.batch)
+        if (coord.sequence >= p.batch)
             return false;
-        sequence = device_sequence(params, at.sequence);
-        head = at.head;
-        split = at.tile % splits;
-        slot = (at.sequence * p.heads_s + head) * tiles(params) * splits + at.tile;
-        first = (int64_t)(tiles(params) - 1 - at.tile / splits) * ROWS; /* causal: longest first */
+        sequence = device_sequence(params, coord.sequence);
+        head = coord.head;
+        split = coord.tile % splits;
+        index = (coord.sequence * p.heads_s + head) * tiles(params) * splits + coord.tile;
+        first = (int64_t)(tiles(params) - 1 - coord.tile / splits) * ROWS; /* causal: longest first */
         return first < sequence.query_count;
     }
 };
 
-/* A row of the tile, or of a part of its keys. */
+/* Writes the results of a row; or, with several splits, its partial state to the workspace. */
 template <int M>
-__device__ inline void write_split(const forward_params &params, const query_tile<M> &place, int row,
+__device__ inline void write_split(const forward_params &params, const query_tile<M> &tile, int row,
                                    const skl_row_state &state)
 {
     if (params.num_splits > 1)
-        params.split_states[place.slot * place.ROWS + row] = state;
+        params.split_states[tile.index * tile.ROWS + row] = state;
     else
-        write_row(params, place.sequence, place.head, place.first + row, state);
+        write_row(params, tile.sequence, tile.head, tile.first + row, state);
 }
 
-/* The parts of a tile, in their order: a thread a query. */
+/* Merges the splits of a tile in a fixed order and writes its rows, one query per thread. */
 template <int M> __global__ void merge_splits(const __grid_constant__ forward_params params)
 {
-    query_tile<M> place;
+    query_tile<M> tile;
     const int row = (int)threadIdx.x;
-    if (!place.find(params, 1, (unsigned)params.head_group) || place.first + row >= place.sequence.query_count)
+    if (!tile.find(params, 1, (unsigned)params.head_group) || tile.first + row >= tile.sequence.query_count)
         return;
-    const skl_row_state *const splits = params.split_states + place.slot * params.num_splits * place.ROWS;
+    const skl_row_state *const splits = params.split_states + tile.index * params.num_splits * tile.ROWS;
     skl_row_state state = splits[row];
     for (int split = 1; split < params.num_splits; split++)
-        state = skl_state_merge(state, splits[split * place.ROWS + row]);
-    write_row(params, place.sequence, place.head, place.first + row, state);
+        state = skl_state_merge(state, splits[split * tile.ROWS + row]);
+    write_row(params, tile.sequence, tile.head, tile.first + row, state);
 }
 
 } // namespace tensor_core

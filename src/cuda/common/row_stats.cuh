@@ -1,4 +1,4 @@
-/* What a backward on tensor cores knows of a query, and what follows from it for the gradient of a logit. */
+/* Row stats of a tensor-core backward, the gradient of a logit, and the range of f16 gradients. */
 #ifndef SKL_CUDA_COMMON_ROW_STATS_CUH
 #define SKL_CUDA_COMMON_ROW_STATS_CUH
 
@@ -9,12 +9,12 @@
 namespace tensor_core
 {
 
-/* LSEs of both arguments, KL, upstream gradient; loaded at once. */
+/* Both LSEs, the KL and the upstream gradient of a row: one 16-byte load. */
 struct alignas(16) row_stats {
     float lse_a, lse_b, kl, grad;
 };
 
-/* The row vectors behind row_stats, in its order; without data: all 0, and upstream gradients all 1. */
+/* The row vector with member `which` of row_stats. A vector without data means 0, or 1 for the upstream gradient. */
 __device__ inline skl_input row_stat_source(const backward_params &params, int which)
 {
     const skl_inputs &in = params.call.inputs;
@@ -38,13 +38,15 @@ __device__ inline float row_stat(const backward_params &params, int which, const
     return source.data != NULL ? skl_row_value(&source, &s, head, query) : which == 3 ? 1.0F : 0.0F;
 }
 
-/* d KL / d logit, less the query's upstream gradient; u, v: log2 of the two probabilities. */
-template <bool OF_B> __device__ inline float pair_gradient(float u, float v, const row_stats &query)
+/* d KL / d logit of A, or of B (WRT_B), without the upstream gradient. log_p_a and log_p_b are in base 2.
+ *
+ *   wrt A   p_a (log p_a - log p_b - KL)       wrt B   p_b - p_a */
+template <bool WRT_B> __device__ inline float pair_gradient(float log_p_a, float log_p_b, const row_stats &query)
 {
-    return OF_B ? ex2(v) - ex2(u) : ex2(u) * fmaf(SKL_LN2, u - v, -query.kl);
+    return WRT_B ? ex2(log_p_b) - ex2(log_p_a) : ex2(log_p_a) * fmaf(SKL_LN2, log_p_a - log_p_b, -query.kl);
 }
 
-/* 2^exponent for -127 (gives 0) .. 127. */
+/* 2^exponent for -126 .. 127; 0 for -127. */
 __device__ inline float power_of_2(int exponent)
 {
     return __uint_as_float((unsigned)(exponent + 127) << 23);
@@ -52,8 +54,8 @@ __device__ inline float power_of_2(int exponent)
 
 /* ---- Units of f16 -------------------------------------------------------------------------------------------- */
 
-/* f16 holds 2^-24 .. 2^16 only: a warp keeps its gradient in a unit of its own, a power of two that moves when values
- * outgrow it. bf16 has the range of f32. */
+/* f16 covers only 2^-24 .. 2^16. So each warp keeps its gradient as a multiple of a unit, a power of two that grows
+ * when a value exceeds the range. bf16 has the range of f32 and needs no unit. */
 template <typename ELEMENT> struct gradient_unit {
     static constexpr bool MOVES = false;
 
@@ -72,9 +74,10 @@ template <typename ELEMENT> struct gradient_unit {
 
 template <> struct gradient_unit<__half> {
     static constexpr bool MOVES = true;
-    int exponent = -127; /* the unit is 2^exponent; at first it is 0 */
+    int exponent = -127; /* the unit is 2^exponent, and 0 before the first fit() */
 
-    /* Makes room for values up to `largest`, the same for all lanes of the warp, and for some that are larger. */
+    /* Grows the unit for values up to `largest`, which is the same in all lanes of the warp, with headroom of 2^ROOM,
+     * and rescales the gradient. */
     template <int ROOM = 3, typename GRADIENT> __device__ void fit(GRADIENT &gradient, float largest)
     {
         constexpr int LIMIT = 15;                                     /* values stay below 2^LIMIT units */
@@ -95,7 +98,7 @@ template <> struct gradient_unit<__half> {
     }
 };
 
-/* ---- Values that are not finite ----------------------------------------------------------------------------- */
+/* ---- Non-finite values -------------------------------------------------------------------------------------- */
 
 __device__ constexpr uint32_t exponent_of_infinity(__nv_bfloat16)
 {

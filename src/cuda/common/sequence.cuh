@@ -4,8 +4,8 @@
 
 #include "cuda/launch.h"
 
-/* cu_seqlens and key_lengths lie in device memory and cannot be checked before the launch: whatever they hold, no
- * address outside the buffers is formed. */
+/* cu_seqlens and key_lengths are in device memory and cannot be checked before the launch. Their values are clamped
+ * here, so that no kernel forms an address outside the buffers. */
 __device__ inline skl_sequence device_sequence(const skl_cuda_params &params, int64_t b)
 {
     const skl_problem &p = params.problem;

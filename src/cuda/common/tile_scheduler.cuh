@@ -1,7 +1,14 @@
-/* Which tile a block works on, and which rows of the other tensor it streams: shared by all tensor-core kernels.
+/* The tile scheduler of the tensor-core kernels: which tile a block computes, and which rows it streams.
  *
- * A tile is 64 M rows of one head of one sequence: queries, or keys for dk. Tiles are handed out longest first under
- * a causal mask, and heads in groups whose streamed rows fit into the L2 cache (L2 swizzle). */
+ * A block keeps a tile of stationary rows, 64 M rows of one head of one sequence, and streams rows of the other
+ * tensor:
+ *
+ *                stationary rows   streamed rows
+ *   forward, dq  queries           keys
+ *   dk           keys              queries
+ *
+ * Tiles are ordered longest first under a causal mask. Heads run in groups whose streamed rows fit into the L2 cache
+ * (L2 swizzle). */
 #ifndef SKL_CUDA_COMMON_TILE_SCHEDULER_CUH
 #define SKL_CUDA_COMMON_TILE_SCHEDULER_CUH
 
@@ -17,13 +24,14 @@ template <int M> constexpr int TILE_ROWS = 64 * M;
 
 /* ---- Accumulators of mma m16n8 and wgmma -------------------------------------------------------------------- */
 
-/* Own row m, half of a thread, counted from the block's first: half 0 is lane / 4 of 16, half 1 the one 8 behind. */
+/* Stationary row of accumulator tile m, counted from the block's first row. A thread holds two rows of a 16-row tile:
+ * lane / 4 (half 0) and lane / 4 + 8 (half 1). */
 template <int M> __device__ inline int acc_row(int m, int half)
 {
     return ((int)threadIdx.x / 32 * M + m) * 16 + (int)threadIdx.x % 32 / 4 + half * 8;
 }
 
-/* Streamed row of an element, counted from the step's first. */
+/* Streamed row of an accumulator element, counted from the step's first row: blocks of 8 columns, two per lane. */
 __device__ inline int acc_column(int block, int parity)
 {
     return block * 8 + (int)threadIdx.x % 4 * 2 + parity;
@@ -56,14 +64,15 @@ __device__ inline row_source<ELEMENT> keys_of(const skl_cuda_argument &side, con
             side.k.stride_row, side.dim};
 }
 
-/* ---- Work --------------------------------------------------------------------------------------------------- */
+/* ---- Visible rows ------------------------------------------------------------------------------------------- */
 
-/* Streamed rows counted from the first that the block needs, in 32 bits. */
+/* Streamed rows, counted in 32 bits from the first one that the block needs. */
 struct range32 {
     int begin, end;
 };
 
-/* skl_band for a block: own rows counted from the block's first, streamed rows from `origin`. */
+/* skl_band for a block: stationary rows count from the block's first row, streamed rows from streamed_band.origin.
+ * Row i attends to (or, as a key, is attended to by) the streamed rows [begin + i, end + i). */
 struct band32 {
     int begin, end, count;
 
@@ -73,11 +82,11 @@ struct band32 {
     }
 };
 
-/* `last` is the block's last row; no row of the block meets a streamed row before the origin. */
+/* The streamed rows of a block. None of its rows needs a streamed row before the origin. */
 struct streamed_band {
     int64_t origin;
     band32 band;
-    int needed; /* streamed rows that some row of the block meets */
+    int needed; /* streamed rows up to the last one that some row of the block needs */
 };
 
 __device__ inline int saturated(int64_t value)
@@ -85,6 +94,7 @@ __device__ inline int saturated(int64_t value)
     return (int)skl_max(-SKL_ROWS_MAX, skl_min(SKL_ROWS_MAX, value));
 }
 
+/* For a block of the stationary rows first .. last. */
 __device__ inline streamed_band stream_for(const skl_band &band, int64_t first, int64_t last)
 {
     const int64_t origin = skl_band_range(&band, first).begin;
@@ -94,8 +104,8 @@ __device__ inline streamed_band stream_for(const skl_band &band, int64_t first, 
         (int)(skl_band_range(&band, last).end - origin)};
 }
 
-/* Part `part` of `parts` of the streamed rows, cut between stages. */
-__device__ inline streamed_band cut(const streamed_band &all, int stage_rows, int split, int num_splits)
+/* One of num_splits splits of the streamed rows; splits begin at multiples of a stage. */
+__device__ inline streamed_band streamed_split(const streamed_band &all, int stage_rows, int split, int num_splits)
 {
     const unsigned stages = (unsigned)(all.needed + stage_rows - 1) / (unsigned)stage_rows;
     const int rows = (int)((stages + (unsigned)num_splits - 1) / (unsigned)num_splits) * stage_rows;
@@ -104,8 +114,8 @@ __device__ inline streamed_band cut(const streamed_band &all, int stage_rows, in
     return {all.origin + begin, {band.begin - begin, band.end - begin, band.count - begin}, end - begin};
 }
 
-/* What `count` own rows meet: some row sees a streamed row inside `any`, every row sees all inside `all`. Rows behind
- * the tensor's last count too: they are 0, and nobody asks for their results. */
+/* Streamed rows that several stationary rows see: `any` covers those that at least one row sees, `all` those that
+ * every row sees. Rows after the tensor's last row count, too: they are 0, and their results are not stored. */
 struct reach {
     range32 any, all;
 };
@@ -116,7 +126,7 @@ __device__ inline reach reach_of(const band32 &band, int first, int count)
     return {{low.begin, high.end}, {high.begin, low.end}};
 }
 
-__device__ inline bool meets(const range32 &range, int first, int rows)
+__device__ inline bool overlaps(const range32 &range, int first, int rows)
 {
     return range.begin < first + rows && range.end > first;
 }
@@ -126,13 +136,15 @@ __device__ inline bool covers(const range32 &range, int first, int rows)
     return range.begin <= first && range.end >= first + rows;
 }
 
-/* One tile of own rows of one head of one sequence. */
+/* ---- Tiles -------------------------------------------------------------------------------------------------- */
+
+/* One tile of one head of one sequence. */
 struct tile_coord {
     int64_t sequence;
     int head, tile;
 };
 
-/* Sequences in y and z, heads and tiles in x: the backend sees to it that they are less than 2^31. */
+/* Heads and tiles are in x, sequences in y and z. The backend makes sure that heads * tiles < 2^31. */
 constexpr int64_t GRID_Y_MAX = 65535;
 
 inline dim3 grid_of(int64_t sequences, int64_t heads, int64_t tiles)
@@ -141,8 +153,9 @@ inline dim3 grid_of(int64_t sequences, int64_t heads, int64_t tiles)
                 (unsigned)skl_ceil_div(sequences, GRID_Y_MAX));
 }
 
-/* Number x of a sequence. Tiles of a section of heads come longest first (causal), and the section's streamed rows
- * stay in the L2 cache. */
+/* Tile number x of a sequence. The tiles of one head group come before those of the next, so that the group's
+ * streamed rows stay in the L2 cache. Within a group, tile 0 of all heads comes first, the longest under a causal
+ * mask. */
 __device__ inline tile_coord swizzled_tile(int64_t sequence, unsigned x, unsigned heads, unsigned tiles,
                                            unsigned head_group)
 {
@@ -152,7 +165,8 @@ __device__ inline tile_coord swizzled_tile(int64_t sequence, unsigned x, unsigne
     return {sequence, (int)(first_head + rest % width), (int)(rest / width)};
 }
 
-/* Volatile: what follows from it is computed anew where it is used again, and holds no registers meanwhile. */
+/* The asm is volatile so that the compiler recomputes the tile where it is needed again instead of keeping it in
+ * registers meanwhile. */
 __device__ inline tile_coord tile_of_block(unsigned heads, unsigned tiles, unsigned head_group)
 {
     unsigned x, y, z;
@@ -160,30 +174,32 @@ __device__ inline tile_coord tile_of_block(unsigned heads, unsigned tiles, unsig
     return swizzled_tile(z * GRID_Y_MAX + y, x, heads, tiles, head_group);
 }
 
-/* Of a block that stays, the work number `round`: the blocks, all in x, take that of all sequences in turns. */
+/* The tile of a persistent block in this iteration: block b of n computes tiles b, b + n, b + 2 n ... of all
+ * sequences. The grid has only an x dimension. */
 __device__ inline tile_coord persistent_tile(unsigned iteration, unsigned heads, unsigned tiles, unsigned head_group)
 {
     const unsigned number = blockIdx.x + iteration * gridDim.x, of_sequence = heads * tiles;
     return swizzled_tile(number / of_sequence, number % of_sequence, heads, tiles, head_group);
 }
 
-/* A tile of 64 M rows of a gradient: queries, or keys (DK). */
+/* A tile of 64 M rows of dq, or of dk (DK). */
 template <int M, bool DK> struct row_tile {
     skl_sequence sequence;
-    int64_t head, first;  /* head of the gradient, first own row */
-    int64_t rows, stored; /* own rows of the sequence that take part, and that have a gradient: padding keys get 0 */
+    int64_t head, first; /* head of the gradient, first row of the tile */
+    int64_t rows;        /* rows of the sequence that take part */
+    int64_t stored;      /* rows of the sequence that have a gradient; that of padding keys is 0 */
 
-    /* False: there is nothing at this block's place. */
+    /* The tile of this block; false if the block has no tile. */
     __device__ bool find(const backward_params &params)
     {
         const skl_problem &p = params.problem;
         const unsigned tiles = (unsigned)skl_ceil_div(DK ? p.len_k : p.len_q, TILE_ROWS<M>);
-        const tile_coord at = tile_of_block((unsigned)heads(params), tiles, SKL_HEAD_GROUP_MAX);
-        if (at.sequence >= p.batch)
+        const tile_coord coord = tile_of_block((unsigned)heads(params), tiles, SKL_HEAD_GROUP_MAX);
+        if (coord.sequence >= p.batch)
             return false;
-        sequence = device_sequence(params, at.sequence);
-        head = at.head;
-        first = (int64_t)(DK ? at.tile : tiles - 1 - at.tile) * TILE_ROWS<M>; /* causal: longest first */
+        sequence = device_sequence(params, coord.sequence);
+        head = coord.head;
+        first = (int64_t)(DK ? coord.tile : tiles - 1 - coord.tile) * TILE_ROWS<M>; /* causal: longest first */
         rows = DK ? sequence.key_count : sequence.query_count;
         stored = DK && !p.packed ? p.len_k : rows;
         return first < stored;

@@ -1,15 +1,15 @@
-/* Products of the general backward kernels: a tile of the logits' gradient times the rows that made the logits. */
+/* Last product of the general backward kernels: the gradient of a logit tile times the streamed rows. */
 #ifndef SKL_CUDA_GENERAL_GRADIENT_PRODUCT_CUH
 #define SKL_CUDA_GENERAL_GRADIENT_PRODUCT_CUH
 
 #include "cuda/general/tile.cuh"
 
-constexpr int SLICE = TILE;               /* dimensions of the gradient that a launch gives */
-constexpr int COLUMNS = 4;                /* streamed rows of a thread */
-constexpr int STREAMED = COLUMNS * LANES; /* and of a block */
+constexpr int SLICE = TILE;                    /* dimensions of the gradient that are computed together */
+constexpr int COLUMNS = 4;                     /* streamed rows per thread */
+constexpr int STREAMED_ROWS = COLUMNS * LANES; /* streamed rows per tile */
 
-/* [streamed row][own row] */
-typedef float gradient_tile[step_at(STREAMED)];
+/* [streamed row][stationary row] */
+typedef float gradient_tile[step_offset(STREAMED_ROWS)];
 
 __device__ inline void store_gradients(float *to, const fragment<COLUMNS> &g)
 {
@@ -17,33 +17,35 @@ __device__ inline void store_gradients(float *to, const fragment<COLUMNS> &g)
     for (int j = 0; j < COLUMNS; j++)
 #pragma unroll
         for (int i = 0; i < ROWS; i += 4)
-            *(float4 *)&to[step_at(acc_column(j)) + row_of(i)] =
+            *(float4 *)&to[step_offset(acc_column(j)) + acc_row(i)] =
                 make_float4(g.at[i][j], g.at[i + 1][j], g.at[i + 2][j], g.at[i + 3][j]);
 }
 
-/* sum += gradient . streamed rows. The first chunk of them has been loaded. */
+/* sum += gradient . streamed rows, SLICE dimensions from dim_first. `rows` holds the first stage of streamed rows.
+ * MASKED: a gradient of 0 is skipped, because a masked row may not be finite. */
 template <bool MASKED, typename MEMORY>
-__device__ inline void multiply_gradient(fragment<8> &sum, pipeline<COLUMNS> &line, MEMORY &memory,
-                                         raw_quad (&rows)[OWN_QUADS], skl_dtype dtype, int dim_first)
+__device__ inline void multiply_gradient(fragment<8> &sum, pipeline<COLUMNS> &pipe, MEMORY &memory,
+                                         raw_quad (&rows)[TILE_QUADS], skl_dtype dtype, int dim_first)
 {
 #pragma unroll 1
-    for (int step = 0; step < STREAMED; step += CHUNK, line.chunk ^= 1) {
-        float *const streamed = memory.stage.chunks.streamed[line.chunk];
+    for (int step = 0; step < STREAMED_ROWS; step += STAGE_STEPS, pipe.stage ^= 1) {
+        float *const streamed = memory.pipe.stages.streamed[pipe.stage];
         store_steps(streamed, rows, dtype);
-        __syncthreads(); /* also: the gradient is complete */
-        if (step + CHUNK < STREAMED)
-            load_steps(rows, memory.streamed, step + CHUNK, dim_first);
-        multiply<MASKED>(sum, memory.gradient + step_at(step), streamed);
+        __syncthreads(); /* the stage and memory.gradient are complete */
+        if (step + STAGE_STEPS < STREAMED_ROWS)
+            load_steps(rows, memory.streamed, step + STAGE_STEPS, dim_first);
+        multiply<MASKED>(sum, memory.gradient + step_offset(step), streamed);
     }
 }
 
-/* Sums of the own rows from `first` on, dimensions from c_first on; the tensor's rows begin at element `base`. */
+/* Stores the sums of rows [row_first, row_end) and of dimensions from c_first to `grad`, whose head begins at element
+ * `base`. */
 __device__ inline void store_sums(fragment<8> &sum, const skl_output &grad, skl_dtype dtype, int64_t base,
-                                  int64_t first, int64_t row_end, int64_t c_first, int64_t dim)
+                                  int64_t row_first, int64_t row_end, int64_t c_first, int64_t dim)
 {
 #pragma unroll 1
-    for (int turn = 0; turn < ROWS; turn++, rotate_rows(sum)) {
-        const int64_t row = first + row_of(turn);
+    for (int i = 0; i < ROWS; i++, rotate_rows(sum)) {
+        const int64_t row = row_first + acc_row(i);
         const int64_t offset = base + row * grad.stride_row;
 #pragma unroll
         for (int j = 0; j < 8; j++) {
@@ -54,9 +56,10 @@ __device__ inline void store_sums(fragment<8> &sum, const skl_output &grad, skl_
     }
 }
 
+/* Keys of a sequence that have a gradient: padding keys get 0. */
 __device__ inline int64_t key_rows(const skl_problem &p, const skl_sequence &s)
 {
-    return p.packed ? s.key_count : p.len_k; /* padding keys get a gradient of 0 */
+    return p.packed ? s.key_count : p.len_k;
 }
 
 #endif

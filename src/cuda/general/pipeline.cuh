@@ -1,10 +1,14 @@
-/* Products of f32 on 256 threads, fed through shared memory: rows of any type, stride, alignment and size.
+/* f32 matrix products of a block of 256 threads, for rows of any type, stride, alignment and size (FFMA, no tensor
+ * cores). The block keeps the rows of the stationary operand and loops over those of the streamed operand.
  *
- * A product adds own[step][row] * streamed[step][column] over the steps. 16 x 16 threads own 8 rows and 4 or 8
- * columns each, in fours that lie 64 apart, so a step of 8 x 8 takes four 16-byte reads and 64 multiply-adds.
- * Operands pass through two buffers in chunks of 16 steps: while a chunk is multiplied, the next one is on its way
- * from memory to registers, where it keeps its type; it becomes f32 on its way to shared memory. One barrier a chunk.
- */
+ *     sum[row][column] += stationary[step][row] * streamed[step][column], over the steps (dimensions, as a rule)
+ *
+ *   thread    16 x 16 threads; each has 8 rows and 4 or 8 columns, in groups of 4 that are 64 apart. A step of 8 x 8
+ *             takes four 16-byte reads of shared memory and 64 multiply-adds.
+ *   pipeline  two stages of 16 steps in shared memory, one barrier per stage:
+ *
+ *             global memory -> registers   stage n + 1, in its own type  |  while stage n is multiplied
+ *             registers -> shared memory   converted to f32              |  before the barrier of stage n + 1 */
 #ifndef SKL_CUDA_GENERAL_PIPELINE_CUH
 #define SKL_CUDA_GENERAL_PIPELINE_CUH
 
@@ -12,31 +16,31 @@
 #include "cuda/common/params.cuh"
 
 constexpr int THREADS = 256;
-constexpr int TILE = SKL_GENERAL_TILE; /* own rows of a block */
-constexpr int LANES = 16;              /* threads of a row: half a warp, so rows are reduced by shuffles */
-constexpr int ROWS = TILE / LANES;     /* own rows of a thread */
-constexpr int CHUNK = 16;              /* steps between two barriers */
-constexpr int QUAD = 4;                /* elements of a thread's load: 16 bytes of f32, 8 of 16-bit types */
+constexpr int TILE = SKL_GENERAL_TILE; /* stationary rows of a block */
+constexpr int LANES = 16;              /* threads that share a row: half a warp, so that shuffles reduce rows */
+constexpr int ROWS = TILE / LANES;     /* stationary rows of a thread */
+constexpr int STAGE_STEPS = 16;        /* steps of a pipeline stage */
+constexpr int QUAD = 4;                /* elements per load of a thread: 16 bytes of f32, 8 bytes of 16-bit types */
 
-constexpr int OWN_QUADS = TILE * CHUNK / QUAD / THREADS; /* of a thread, in a chunk of TILE rows or columns */
-constexpr int HALF = TILE / 2;                           /* between the fours of a thread */
+constexpr int TILE_QUADS = TILE * STAGE_STEPS / QUAD / THREADS; /* per thread, in a stage of TILE rows or columns */
+constexpr int HALF = TILE / 2;                                  /* distance between a thread's groups of 4 */
 
-/* Where a step of an operand begins. Every fourth step is moved by 8 floats: eight rows of four steps in a row each,
- * which is what a warp writes, then meet every bank once. */
-__host__ __device__ constexpr int step_at(int step)
+/* Offset of a step of an operand. Every fourth step is padded by 8 floats: a warp writes 8 rows of 4 consecutive
+ * steps each, and with the padding it has no bank conflicts. */
+__host__ __device__ constexpr int step_offset(int step)
 {
     return step * TILE + step / 4 * 8;
 }
 
-typedef float operand_chunk[step_at(CHUNK)];
+typedef float operand_stage[step_offset(STAGE_STEPS)];
 
-struct __align__(16) staged_chunks
+struct __align__(16) operand_stages
 {
-    operand_chunk own[2], streamed[2];
+    operand_stage stationary[2], streamed[2];
 };
 
-/* The rows and columns of a thread. */
-__device__ inline int row_of(int i)
+/* Rows and columns of the tile that a thread accumulates. */
+__device__ inline int acc_row(int i)
 {
     return i / 4 * HALF + (int)threadIdx.x / LANES * 4 + i % 4;
 }
@@ -47,7 +51,7 @@ __device__ inline int acc_column(int j)
 }
 
 template <int COLUMNS> struct fragment {
-    float at[ROWS][COLUMNS]; /* what a thread owns of a tile */
+    float at[ROWS][COLUMNS]; /* a thread's elements of a tile */
 };
 
 template <int COLUMNS> __device__ inline void clear(fragment<COLUMNS> &sum)
@@ -59,8 +63,8 @@ template <int COLUMNS> __device__ inline void clear(fragment<COLUMNS> &sum)
             sum.at[i][j] = 0.0F;
 }
 
-/* Rows move up by one, the first one becomes the last. A loop in which rows take turns at the top is short, and uses
- * few registers, where an unrolled one over all rows is neither. */
+/* Moves all rows up by one; the first becomes the last. A loop that works on row 0 and rotates is short and needs few
+ * registers. Unrolled over all rows it would be long and need many. */
 template <int COLUMNS> __device__ inline void rotate_rows(fragment<COLUMNS> &x)
 {
 #pragma unroll
@@ -73,20 +77,20 @@ template <int COLUMNS> __device__ inline void rotate_rows(fragment<COLUMNS> &x)
     }
 }
 
-/* ---- From memory -------------------------------------------------------------------------------------------- */
+/* ---- Global memory to registers ----------------------------------------------------------------------------- */
 
-/* Rows of a tensor, the first one at `data`; zeros stand for rows and dimensions that it does not have. */
+/* Rows of a tensor, the first one at `data`. Rows and dimensions outside it read as 0. */
 struct row_source {
     const char *data;
-    int64_t row_size; /* bytes from row to row */
+    int64_t row_size; /* bytes between consecutive rows */
     int row_count, dim;
     skl_dtype dtype;
-    bool vectors; /* a quad is one load */
+    bool vectorized; /* one load per quad */
 };
 
-/* Rows [first, end) of one head, which begins at element `offset` of the tensor. */
-__device__ inline row_source source_rows(const skl_input &tensor, skl_dtype dtype, int64_t dim, int64_t offset,
-                                         int64_t first, int64_t end)
+/* Rows [first, end) of one head that begins at element `offset` of the tensor, at most TILE of them. */
+__device__ inline row_source make_row_source(const skl_input &tensor, skl_dtype dtype, int64_t dim, int64_t offset,
+                                             int64_t first, int64_t end)
 {
     const int size = dtype == SKL_F32 ? 4 : 2;
     row_source source;
@@ -95,29 +99,29 @@ __device__ inline row_source source_rows(const skl_input &tensor, skl_dtype dtyp
     source.row_count = (int)skl_max(0, skl_min(end - first, TILE));
     source.dim = (int)dim;
     source.dtype = dtype;
-    source.vectors = (((uintptr_t)source.data | (uintptr_t)source.row_size) % (unsigned)(QUAD * size)) == 0 &&
-                     source.dim % QUAD == 0;
+    source.vectorized = (((uintptr_t)source.data | (uintptr_t)source.row_size) % (unsigned)(QUAD * size)) == 0 &&
+                        source.dim % QUAD == 0;
     return source;
 }
 
-/* Four elements as they lie in memory: 16-bit ones fill x and y. */
+/* Four elements in their own type: 16-bit types fill x and y. */
 typedef uint4 raw_quad;
 
-/* Up to four elements one by one. */
-__device__ inline raw_quad load_elements(const char *at, bool wide, int count)
+/* Up to four elements, one load each. */
+__device__ inline raw_quad load_elements(const char *from, bool wide, int count)
 {
     uint32_t bits[QUAD] = {0, 0, 0, 0};
 #pragma unroll
     for (int e = 0; e < QUAD; e++)
         if (e < count)
-            bits[e] =
-                wide ? __ldg((const uint32_t *)(const void *)at + e) : __ldg((const uint16_t *)(const void *)at + e);
+            bits[e] = wide ? __ldg((const uint32_t *)(const void *)from + e)
+                           : __ldg((const uint16_t *)(const void *)from + e);
     if (wide)
         return make_uint4(bits[0], bits[1], bits[2], bits[3]);
     return make_uint4(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16, 0, 0);
 }
 
-/* Quads at dimension c of rows `row`, row + row_step, ... The way to load them is chosen once, not quad by quad. */
+/* Quads at dimension c of rows `row`, row + row_step, ... One branch chooses the kind of load for all quads. */
 template <int QUADS>
 __device__ inline void load_quads(raw_quad (&to)[QUADS], const row_source &source, int row, int row_step, int c)
 {
@@ -128,12 +132,12 @@ __device__ inline void load_quads(raw_quad (&to)[QUADS], const row_source &sourc
 #pragma unroll
     for (int quad = 0; quad < QUADS; quad++)
         to[quad] = make_uint4(0, 0, 0, 0);
-    if (from.vectors && wide) {
+    if (from.vectorized && wide) {
 #pragma unroll
         for (int quad = 0; quad < QUADS; quad++)
             if (row + quad * row_step < row_count)
                 to[quad] = __ldg((const uint4 *)(const void *)(first + quad * row_step * from.row_size));
-    } else if (from.vectors) {
+    } else if (from.vectorized) {
 #pragma unroll
         for (int quad = 0; quad < QUADS; quad++)
             if (row + quad * row_step < row_count) {
@@ -169,9 +173,10 @@ __device__ inline void convert_quads(float4 (&to)[QUADS], const raw_quad (&from)
     }
 }
 
-/* ---- To shared memory --------------------------------------------------------------------------------------- */
+/* ---- Registers to shared memory ----------------------------------------------------------------------------- */
 
-/* Dimensions [c, c + CHUNK) are the steps, rows the columns: four lanes read a row, and it is transposed. */
+/* Steps are the dimensions [c, c + STAGE_STEPS), columns are rows of the tensor: four lanes read a row, and
+ * store_dims() transposes. */
 template <int QUADS> __device__ inline void load_dims(raw_quad (&to)[QUADS], const row_source &from, int c)
 {
     load_quads(to, from, (int)threadIdx.x / 4, HALF, c + (int)threadIdx.x % 4 * QUAD);
@@ -181,29 +186,29 @@ template <int QUADS> __device__ inline void store_dims(float *to, const raw_quad
 {
     float4 values[QUADS];
     convert_quads(values, from, dtype);
-    to += step_at((int)threadIdx.x % 4 * QUAD) + (int)threadIdx.x / 4;
+    to += step_offset((int)threadIdx.x % 4 * QUAD) + (int)threadIdx.x / 4;
 #pragma unroll
     for (int quad = 0; quad < QUADS; quad++, to += HALF) {
-        to[step_at(0)] = values[quad].x;
-        to[step_at(1)] = values[quad].y;
-        to[step_at(2)] = values[quad].z;
-        to[step_at(3)] = values[quad].w;
+        to[step_offset(0)] = values[quad].x;
+        to[step_offset(1)] = values[quad].y;
+        to[step_offset(2)] = values[quad].z;
+        to[step_offset(3)] = values[quad].w;
     }
 }
 
-/* Rows [row, row + CHUNK) are the steps, TILE dimensions from c on the columns: a warp reads a row. */
-__device__ inline void load_steps(raw_quad (&to)[OWN_QUADS], const row_source &from, int row, int c)
+/* Steps are the rows [row, row + STAGE_STEPS), columns are TILE dimensions from c: a warp reads a row. */
+__device__ inline void load_steps(raw_quad (&to)[TILE_QUADS], const row_source &from, int row, int c)
 {
     load_quads(to, from, row + (int)threadIdx.x / 32, THREADS / 32, c + (int)threadIdx.x % 32 * QUAD);
 }
 
-__device__ inline void store_steps(float *to, const raw_quad (&from)[OWN_QUADS], skl_dtype dtype)
+__device__ inline void store_steps(float *to, const raw_quad (&from)[TILE_QUADS], skl_dtype dtype)
 {
-    float4 values[OWN_QUADS];
+    float4 values[TILE_QUADS];
     convert_quads(values, from, dtype);
 #pragma unroll
-    for (int quad = 0; quad < OWN_QUADS; quad++)
-        *(float4 *)&to[step_at((int)threadIdx.x / 32 + quad * THREADS / 32) + (int)threadIdx.x % 32 * QUAD] =
+    for (int quad = 0; quad < TILE_QUADS; quad++)
+        *(float4 *)&to[step_offset((int)threadIdx.x / 32 + quad * THREADS / 32) + (int)threadIdx.x % 32 * QUAD] =
             values[quad];
 }
 
@@ -221,18 +226,18 @@ template <int COUNT> __device__ inline void read_fours(float (&to)[COUNT], const
     }
 }
 
-/* sum[i][j] += own[step][i] streamed[step][j] over a chunk. SKIP_ZEROS: an own value of 0 stands for a pair that is
- * masked, and may meet a streamed value that is not finite: it adds nothing. */
+/* sum[i][j] += stationary[step][i] streamed[step][j] over the steps of a stage. SKIP_ZEROS: a stationary value of 0
+ * is that of a masked pair. It is skipped, because the streamed value may not be finite. */
 template <bool SKIP_ZEROS, int COLUMNS>
-__device__ inline void multiply(fragment<COLUMNS> &sum, const float *own, const float *streamed)
+__device__ inline void multiply(fragment<COLUMNS> &sum, const float *stationary, const float *streamed)
 {
-    own += (int)threadIdx.x / LANES * 4;
+    stationary += (int)threadIdx.x / LANES * 4;
     streamed += (int)threadIdx.x % LANES * 4;
 #pragma unroll
-    for (int step = 0; step < CHUNK; step++) {
+    for (int step = 0; step < STAGE_STEPS; step++) {
         float a[ROWS], b[COLUMNS];
-        read_fours(a, own + step_at(step));
-        read_fours(b, streamed + step_at(step));
+        read_fours(a, stationary + step_offset(step));
+        read_fours(b, streamed + step_offset(step));
 #pragma unroll
         for (int i = 0; i < ROWS; i++)
 #pragma unroll
@@ -243,68 +248,68 @@ __device__ inline void multiply(fragment<COLUMNS> &sum, const float *own, const 
 }
 
 /* Both operands of a tile of logits. */
-struct tile_source {
-    row_source own, streamed;
+struct tile_operands {
+    row_source stationary, streamed;
 };
 
-/* What is the same for all threads lies in shared memory: registers are for what is not. */
-struct stage_memory {
-    staged_chunks chunks;
-    tile_source sources[2]; /* of the tile at hand, and of the next one */
+/* Values that all threads share are in shared memory, because registers are scarce. */
+struct pipeline_memory {
+    operand_stages stages;
+    tile_operands operands[2]; /* of the current tile and of the next one */
 };
 
-/* Tile after tile of products; the first chunk of a tile is loaded while the last one of the tile before is
- * multiplied. */
+/* Products of one tile after another. The first stage of a tile is loaded while the last stage of the previous tile
+ * is multiplied. */
 template <int COLUMNS> struct pipeline {
-    stage_memory &memory;
-    int chunk;  /* buffer of the chunk on its way */
-    int source; /* of the tile at hand */
-    raw_quad own[OWN_QUADS], streamed[COLUMNS / 4];
+    pipeline_memory &memory;
+    int stage;                                              /* that the loads in flight go to */
+    int current;                                            /* memory.operands of the current tile */
+    raw_quad stationary[TILE_QUADS], streamed[COLUMNS / 4]; /* loads in flight */
 
-    __device__ explicit pipeline(stage_memory &shared) : memory(shared), chunk(0), source(0)
+    __device__ explicit pipeline(pipeline_memory &shared) : memory(shared), stage(0), current(0)
     {
     }
 
-    __device__ void load(int from, int c)
+    __device__ void load(int tile, int c)
     {
-        load_dims(own, memory.sources[from].own, c);
-        load_dims(streamed, memory.sources[from].streamed, c);
+        load_dims(stationary, memory.operands[tile].stationary, c);
+        load_dims(streamed, memory.operands[tile].streamed, c);
     }
 
-    /* Starts with the tile that first() gives. */
-    template <typename SOURCE> __device__ void begin(SOURCE first)
+    /* Starts with the tile whose operands first() returns. */
+    template <typename OPERANDS> __device__ void begin(OPERANDS first)
     {
-        __syncthreads(); /* nobody reads the sources any more */
+        __syncthreads(); /* no thread reads memory.operands any more */
         if (threadIdx.x == 0)
-            memory.sources[source] = first();
+            memory.operands[current] = first();
         __syncthreads();
-        load(source, 0);
+        load(current, 0);
     }
 
-    /* Says what follows the tile that is multiplied next. */
-    template <typename SOURCE> __device__ void prefetch(SOURCE next)
+    /* Sets the operands of the tile after the current one. Call it before multiply_tile(). */
+    template <typename OPERANDS> __device__ void prefetch(OPERANDS next)
     {
         if (threadIdx.x == 0)
-            memory.sources[1 - source] = next();
+            memory.operands[1 - current] = next();
     }
 
-    /* sum = own . streamed over all dimensions of the tile at hand; then the announced one is. */
+    /* sum = stationary . streamed over all dimensions of the current tile. Then the next tile is the current one. */
     __device__ void multiply_tile(fragment<COLUMNS> &sum)
     {
-        /* Behind the last barrier only the next source may be read: the other one can be announced over. */
-        const int dim = memory.sources[source].own.dim;
-        const skl_dtype dtype = memory.sources[source].own.dtype;
+        /* Read now: after the last barrier prefetch() may overwrite the operands of this tile. */
+        const int dim = memory.operands[current].stationary.dim;
+        const skl_dtype dtype = memory.operands[current].stationary.dtype;
         clear(sum);
 #pragma unroll 1
-        for (int c = 0; c < dim; c += CHUNK, chunk ^= 1) {
-            store_dims(memory.chunks.own[chunk], own, dtype);
-            store_dims(memory.chunks.streamed[chunk], streamed, dtype);
-            __syncthreads(); /* this chunk is complete, and the one before the last is no longer read */
-            const bool last = c + CHUNK >= dim;
-            load(last ? 1 - source : source, last ? 0 : c + CHUNK);
-            multiply<false>(sum, memory.chunks.own[chunk], memory.chunks.streamed[chunk]);
+        for (int c = 0; c < dim; c += STAGE_STEPS, stage ^= 1) {
+            store_dims(memory.stages.stationary[stage], stationary, dtype);
+            store_dims(memory.stages.streamed[stage], streamed, dtype);
+            __syncthreads(); /* this stage is full, and no thread reads the other one any more */
+            const bool last = c + STAGE_STEPS >= dim;
+            load(last ? 1 - current : current, last ? 0 : c + STAGE_STEPS);
+            multiply<false>(sum, memory.stages.stationary[stage], memory.stages.streamed[stage]);
         }
-        source ^= 1;
+        current ^= 1;
     }
 };
 

@@ -1,18 +1,18 @@
-/* What the mma.sync kernels share: a warp owns 16 M rows of one tensor pair in registers, the block streams rows of
- * the other through shared memory, and every step multiplies the warp's rows with 16 of the streamed ones.
+/* Tiles of the mma.sync kernels. A warp keeps 16 M stationary rows in registers, as A operands. The block streams
+ * rows of the other tensor through shared memory, and each step multiplies the warp's rows by 8 or 16 of them.
  *
- *                      streamed, 64 a stage
- *                    +----+----+----+----+
- *   warp 0, 16 M own |    |    |    |    |   forward, dq: own = queries, streamed = keys
- *   warp 1           |    |    |    |    |   dk:          own = keys, streamed = queries
- *   ...              +----+----+----+----+
+ *                  streamed rows, 64 per stage
+ *                  +----+----+----+----+
+ *   warp 0, 16 M   |    |    |    |    |   forward, dq: stationary = queries, streamed = keys
+ *   warp 1         |    |    |    |    |   dk:          stationary = keys, streamed = queries
+ *   ...            +----+----+----+----+
  *
- * Both sides of the KL (first and second argument) are held and streamed together. Steps are short, 8 or 16 streamed
- * rows, so that their logits fit into registers beside own rows and sums. Blocks are small, so that two or three
- * share a multiprocessor: one's exponentials run beside another one's products.
+ * Rows of both arguments of the KL, A and B, are kept and streamed together. Steps are short so that their logits fit
+ * into registers next to the stationary rows and the sums. Blocks are small so that two or three share an SM: the
+ * exponentials of one overlap the products of another.
  *
- * Shared memory holds rows of DIM 16-bit elements in 16-byte chunks, exchanged by chunk ^= row % 8: ldmatrix, plain
- * or transposed, meets no bank twice. */
+ * Shared memory holds rows of DIM 16-bit elements in 16-byte chunks, swizzled by chunk ^= row % 8: ldmatrix, plain or
+ * transposed, has no bank conflicts. */
 #ifndef SKL_CUDA_SM80_MMA_TILE_CUH
 #define SKL_CUDA_SM80_MMA_TILE_CUH
 
@@ -32,30 +32,29 @@ template <int DIM> constexpr int STAGE_ROWS = DIM > 128 ? 32 : 64; /* consumer c
 
 /* ---- Operands in registers ---------------------------------------------------------------------------------- */
 
-/* The warp's own rows as A operands. */
-template <int DIM, int M> struct own_rows {
+/* The warp's stationary rows as A operands. */
+template <int DIM, int M> struct row_frags {
     uint32_t a[M][DIM / 16][4];
 };
 
 /* ---- Streamed rows ------------------------------------------------------------------------------------------ */
 
-template <int DIM> struct staged_rows {
+template <int DIM> struct smem_rows {
     uint4 chunks[STAGE_ROWS<DIM>][DIM / 8];
 };
 
-/* A stage holds rows of the first and of the second argument. */
-template <int DIM> struct stage_memory {
-    staged_rows<DIM> a, b;
+/* A pipeline stage: rows of both arguments. */
+template <int DIM> struct smem_stage {
+    smem_rows<DIM> a, b;
 };
 
-/* Starts copying rows [first, first + STAGE_ROWS<DIM>); rows behind `count` and dimensions that are not there become
- * 0. */
+/* Starts copying rows [first, first + STAGE_ROWS<DIM>). Rows >= count and dimensions >= from.dim become 0. */
 template <int DIM, typename ELEMENT>
-__device__ inline void copy_rows(staged_rows<DIM> &to, const row_source<ELEMENT> &from, int first, int count)
+__device__ inline void copy_rows(smem_rows<DIM> &to, const row_source<ELEMENT> &from, int first, int count)
 {
     constexpr int CHUNKS = DIM / 8;
-    constexpr int ROWS = THREADS / CHUNKS; /* that the block copies at once */
-    static_assert(STAGE_ROWS<DIM> % ROWS == 0 && ROWS >= 4, "every thread copies as many chunks");
+    constexpr int ROWS = THREADS / CHUNKS; /* rows per copy of the whole block */
+    static_assert(STAGE_ROWS<DIM> % ROWS == 0 && ROWS >= 4, "every thread copies the same number of chunks");
     const int row = (int)threadIdx.x / CHUNKS;
     const int chunk = (int)threadIdx.x % CHUNKS;
     const ELEMENT *const source = from.rows + (first + row) * from.stride + chunk * 8;
@@ -67,9 +66,9 @@ __device__ inline void copy_rows(staged_rows<DIM> &to, const row_source<ELEMENT>
                     source + n * ROWS * from.stride, n * ROWS < left ? 16 : 0);
 }
 
-/* Address of a lane's row for ldmatrix: the 8 x 8 matrices lie `down` rows and `right` chunks apart. With rows of
- * 128 bytes or more, chunk c of that row is the address with 16 c exchanged into bits 4..6. */
-template <int DIM> __device__ inline uint32_t matrix_address(const staged_rows<DIM> &rows, int down, int right)
+/* The lane's row address for ldmatrix, in the 8 x 8 matrix `down` matrices down and `right` chunks to the right. Rows
+ * have 128 bytes or more, so the address of chunk c is this one with 16 c XORed into bits 4..6: at_chunk. */
+template <int DIM> __device__ inline uint32_t matrix_address(const smem_rows<DIM> &rows, int down, int right)
 {
     const int lane = (int)threadIdx.x % 32;
     return shared_address(&rows.chunks[down * 8 + lane % 8][right ^ lane % 8]);
@@ -80,71 +79,71 @@ template <int DIM> __device__ inline uint32_t at_chunk(uint32_t address, int row
     return (address ^ (uint32_t)(chunk % 8 * 16)) + (uint32_t)(chunk / 8 * 128 + row * DIM * 2);
 }
 
-/* A operands: {rows 0..7, 8..15} x {dimensions 0..7, 8..15}, dimensions slowest. */
-template <int DIM> __device__ inline uint32_t own_operand(const staged_rows<DIM> &rows)
+/* For A operands: {rows 0..7, 8..15} x {dimensions 0..7, 8..15}, rows fastest. */
+template <int DIM> __device__ inline uint32_t a_address(const smem_rows<DIM> &rows)
 {
     const int lane = (int)threadIdx.x % 32;
     return matrix_address(rows, lane / 8 % 2, lane / 16);
 }
 
-/* B operands of logits for steps of 8 BLOCKS streamed rows: {rows 0..7, 8..15} x {dimensions 0..7, 8..15}, or 8 rows
- * x four times 8 dimensions. */
-template <int BLOCKS, int DIM> __device__ inline uint32_t logit_operand(const staged_rows<DIM> &rows)
+/* For the B operands of logits, in steps of 8 BLOCKS streamed rows: {rows 0..7, 8..15} x {dimensions 0..7, 8..15}, or
+ * 8 rows x 4 times 8 dimensions. */
+template <int BLOCKS, int DIM> __device__ inline uint32_t logit_b_address(const smem_rows<DIM> &rows)
 {
     const int lane = (int)threadIdx.x % 32;
     return BLOCKS == 2 ? matrix_address(rows, lane / 16, lane / 8 % 2) : matrix_address(rows, 0, lane / 8);
 }
 
-/* B operands of a gradient, transposed: {dimensions 0..7, 8..15} x {rows 0..7, 8..15}. */
-template <int DIM> __device__ inline uint32_t gradient_operand(const staged_rows<DIM> &rows)
+/* For the B operands of a gradient, transposed: {dimensions 0..7, 8..15} x {rows 0..7, 8..15}. */
+template <int DIM> __device__ inline uint32_t gradient_b_address(const smem_rows<DIM> &rows)
 {
     const int lane = (int)threadIdx.x % 32;
     return matrix_address(rows, lane / 8 % 2, lane / 16);
 }
 
-/* The block's own rows, through memory for as many of them; rows behind `count` become 0. */
+/* Loads the block's stationary rows through shared memory with room for all of them. Rows >= count become 0. */
 template <int DIM, int M, typename ELEMENT>
-__device__ inline void load_own(own_rows<DIM, M> &own, staged_rows<DIM> *area, const row_source<ELEMENT> &from,
-                                int count)
+__device__ inline void load_frags(row_frags<DIM, M> &frags, smem_rows<DIM> *smem, const row_source<ELEMENT> &from,
+                                  int count)
 {
     constexpr int ROWS = WARPS * 16 * M;
 #pragma unroll
     for (int first = 0; first < ROWS; first += STAGE_ROWS<DIM>)
-        copy_rows(area[first / STAGE_ROWS<DIM>], from, first, count);
+        copy_rows(smem[first / STAGE_ROWS<DIM>], from, first, count);
     cp_async_commit();
     cp_async_wait<0>();
     __syncthreads();
     const int warp_row = (int)threadIdx.x / 32 * 16 * M;
-    const uint32_t operand = own_operand(area[warp_row / STAGE_ROWS<DIM>]);
+    const uint32_t address = a_address(smem[warp_row / STAGE_ROWS<DIM>]);
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int k = 0; k < DIM / 16; k++)
-            ldmatrix_x4(own.a[m][k], at_chunk<DIM>(operand, warp_row % STAGE_ROWS<DIM> + m * 16, 2 * k));
+            ldmatrix_x4(frags.a[m][k], at_chunk<DIM>(address, warp_row % STAGE_ROWS<DIM> + m * 16, 2 * k));
     __syncthreads();
 }
 
-/* Through all of the stages' memory. */
+/* The same through the memory of the pipeline, before its first stage is copied. */
 template <int DIM, int M, typename ELEMENT>
-__device__ inline void load_own(own_rows<DIM, M> &own, stage_memory<DIM> (&stages)[STAGES],
-                                const row_source<ELEMENT> &from, int count)
+__device__ inline void load_frags(row_frags<DIM, M> &frags, smem_stage<DIM> (&stages)[STAGES],
+                                  const row_source<ELEMENT> &from, int count)
 {
-    static_assert(WARPS * 16 * M <= STAGES * 2 * STAGE_ROWS<DIM>, "own rows fit into the stages");
-    load_own(own, &stages[0].a, from, count);
+    static_assert(WARPS * 16 * M <= STAGES * 2 * STAGE_ROWS<DIM>, "the stationary rows fit into the stages");
+    load_frags(frags, &stages[0].a, from, count);
 }
 
 /* ---- Logits ------------------------------------------------------------------------------------------------- */
 
-/* Logits of one side for a step of 8 BLOCKS streamed rows: [m][block][half * 2 + parity]. */
+/* Logits of one argument for a step of 8 BLOCKS streamed rows: [m][block][half * 2 + parity]. */
 template <int M, int BLOCKS> struct logits {
     float at[M][BLOCKS][4];
 };
 
-/* x = own rows times the streamed rows from `row` on. */
+/* x = stationary rows times the streamed rows from `row` on. */
 template <typename ELEMENT, int DIM, int M, int BLOCKS>
-__device__ inline void multiply(logits<M, BLOCKS> &x, const own_rows<DIM, M> &own, uint32_t operand, int row)
+__device__ inline void multiply(logits<M, BLOCKS> &x, const row_frags<DIM, M> &frags, uint32_t b_address, int row)
 {
-    constexpr int K = 2 / BLOCKS; /* times 16 dimensions that one ldmatrix brings */
+    constexpr int K = 2 / BLOCKS; /* one ldmatrix loads 16 K dimensions */
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
@@ -153,31 +152,31 @@ __device__ inline void multiply(logits<M, BLOCKS> &x, const own_rows<DIM, M> &ow
 #pragma unroll
     for (int k = 0; k < DIM / 16; k += K) {
         uint32_t b[4];
-        ldmatrix_x4(b, at_chunk<DIM>(operand, row, 2 * k));
+        ldmatrix_x4(b, at_chunk<DIM>(b_address, row, 2 * k));
 #pragma unroll
-        for (int part = 0; part < 2; part++)
+        for (int pair = 0; pair < 2; pair++)
 #pragma unroll
             for (int m = 0; m < M; m++)
-                mma_m16n8k16(x.at[m][BLOCKS == 2 ? part : 0], own.a[m][BLOCKS == 2 ? k : k + part], b[2 * part],
-                             b[2 * part + 1], ELEMENT());
+                mma_m16n8k16(x.at[m][BLOCKS == 2 ? pair : 0], frags.a[m][BLOCKS == 2 ? k : k + pair], b[2 * pair],
+                             b[2 * pair + 1], ELEMENT());
     }
 }
 
-/* x += 16 M own rows times 8 N streamed ones, both staged, DIM dimensions of them; N is even. Operands are those of
- * the first own and streamed row. */
+/* x += 16 M stationary rows times 8 N streamed rows over DIM dimensions, both from shared memory; N is even. The
+ * addresses are those of the first row on each side. */
 template <typename ELEMENT, int DIM, int M, int N>
-__device__ inline void add_staged(float (&x)[M][N][4], uint32_t own, uint32_t streamed)
+__device__ inline void multiply_add_smem(float (&x)[M][N][4], uint32_t a_address, uint32_t b_address)
 {
 #pragma unroll
     for (int k = 0; k < DIM / 16; k++) {
         uint32_t a[M][4];
 #pragma unroll
         for (int m = 0; m < M; m++)
-            ldmatrix_x4(a[m], at_chunk<DIM>(own, m * 16, 2 * k));
+            ldmatrix_x4(a[m], at_chunk<DIM>(a_address, m * 16, 2 * k));
 #pragma unroll
         for (int pair = 0; pair < N / 2; pair++) {
             uint32_t b[4];
-            ldmatrix_x4(b, at_chunk<DIM>(streamed, pair * 16, 2 * k));
+            ldmatrix_x4(b, at_chunk<DIM>(b_address, pair * 16, 2 * k));
 #pragma unroll
             for (int m = 0; m < M; m++) {
                 mma_m16n8k16(x[m][2 * pair], a[m], b[0], b[1], ELEMENT());
@@ -187,7 +186,7 @@ __device__ inline void add_staged(float (&x)[M][N][4], uint32_t own, uint32_t st
     }
 }
 
-/* Caps logits if the argument has a cap; returns what still scales them. */
+/* Applies the softcap if the argument has one. Returns the factor that the logits still need. */
 template <int M, int BLOCKS>
 __device__ inline float cap_logits(logits<M, BLOCKS> &x, const skl_cuda_argument &argument)
 {

@@ -1,5 +1,6 @@
-/* What becomes of a tile of an indexer's logits: accumulators lie as those of mma m16n8, a thread has two rows and
- * two columns of every 8, N times 8 columns. */
+/* A tile of an indexer's logits after the products: heads are summed, rows reduced, and G is stored.
+ *
+ * Tiles have the accumulator layout of mma m16n8: a thread holds two rows and two of every 8 columns, of 8 N. */
 #ifndef SKL_CUDA_COMMON_INDEXER_LOGIT_TILE_CUH
 #define SKL_CUDA_COMMON_INDEXER_LOGIT_TILE_CUH
 
@@ -9,9 +10,9 @@
 namespace tensor_core
 {
 
-/* ---- Heads add up ------------------------------------------------------------------------------------------- */
+/* ---- Sum over heads ----------------------------------------------------------------------------------------- */
 
-/* max(x, least) that lets NaN through. */
+/* max(x, least) that propagates NaN. */
 __device__ inline float at_least(float x, float least)
 {
     float y;
@@ -19,10 +20,10 @@ __device__ inline float at_least(float x, float least)
     return y;
 }
 
-/* A row's number for one head after the other. Loads are a head ahead of their use, and nothing is made of what they
- * bring before products are under way: a warp that waits for it starts none. */
+/* head_weight and head_lse read one value of a row per head. They load a head ahead of its use. The raw bits are
+ * converted only after the products have been issued, because a warp that waits for a load issues none. */
 struct head_weight {
-    const char *at;
+    const char *next_head;
     int64_t size;
     skl_dtype dtype;
 
@@ -30,12 +31,13 @@ struct head_weight {
 
     __device__ raw load() const
     {
-        return dtype == SKL_F32 ? *(const uint32_t *)(const void *)at : *(const uint16_t *)(const void *)at;
+        return dtype == SKL_F32 ? *(const uint32_t *)(const void *)next_head
+                                : *(const uint16_t *)(const void *)next_head;
     }
 
     __device__ void next()
     {
-        at += size;
+        next_head += size;
     }
 
     __device__ float value(raw bits) const
@@ -46,26 +48,27 @@ struct head_weight {
     }
 };
 
-/* A natural LSE in base 2; what f32 cannot hold of it is a factor, and with it that of the mean. */
+/* An LSE in base 2: 2^(x - lse) / heads = 2^(x - high) * factor. The factor holds the rounding error of `high`, and
+ * the 1 / heads of the mean. */
 struct split_lse {
     float high, factor;
 };
 
 struct head_lse {
-    const float *at;
-    int64_t step;
+    const float *next_head;
+    int64_t stride;
     float mean; /* 1 / heads */
 
     typedef float raw;
 
     __device__ raw load() const
     {
-        return *at;
+        return *next_head;
     }
 
     __device__ void next()
     {
-        at += step;
+        next_head += stride;
     }
 
     __device__ split_lse value(float lse) const
@@ -76,28 +79,30 @@ struct head_lse {
     }
 };
 
-__device__ inline head_lse lse_of(const index_params &params, const query_slot &at, int first_head, int64_t query)
+__device__ inline head_lse lse_of(const index_params &params, const query_slot &slot, int first_head, int64_t query)
 {
     const skl_input &lse = params.call.inputs.lse_t;
     if (lse.data == NULL)
         return {NULL, 0, 0.0F};
-    return {(const float *)lse.data + SKL_ROW(lse, at.sequence.batch, first_head, at.sequence.query_begin + query),
+    return {(const float *)lse.data +
+                SKL_ROW(lse, slot.sequence.batch, first_head, slot.sequence.query_begin + query),
             lse.stride_head, 1.0F / (float)skl_group_size(&params.problem)};
 }
 
-__device__ inline head_weight weight_of(const index_params &params, const query_slot &at, int64_t query)
+__device__ inline head_weight weight_of(const index_params &params, const query_slot &slot, int64_t query)
 {
     const skl_input &w = params.call.inputs.w_s;
     const skl_dtype dtype = params.problem.dtype_w;
     const int64_t size = (int64_t)skl_dtype_size(dtype);
-    return {(const char *)w.data + SKL_ROW(w, at.sequence.batch, at.head, at.sequence.query_begin + query) * size,
+    return {(const char *)w.data +
+                SKL_ROW(w, slot.sequence.batch, slot.head, slot.sequence.query_begin + query) * size,
             size, dtype};
 }
 
 /* ---- Rows and G --------------------------------------------------------------------------------------------- */
 
-/* The special function unit is exact to 2^-22 near 1, and to so much of the result elsewhere: it gets the mantissa,
- * and the exponent is added. 0 log 0 is 0. */
+/* log2 p. The special function unit has an absolute error of 2^-22 near 1, and a relative error of 2^-22 elsewhere.
+ * So it gets the mantissa, and the exponent is added. For p = 0 the result is finite: 0 log 0 is 0. */
 __device__ inline float log2_of(float p)
 {
     const int bits = __float_as_int(fmaxf(p, 1e-37F));
@@ -105,8 +110,8 @@ __device__ inline float log2_of(float p)
     return (float)exponent + __log2f(__int_as_float(bits - exponent * (1 << 23)));
 }
 
-/* The thread's pairs of a row and tile, without LSEs of the index logits: both sides have a stabiliser of their own,
- * so that equal ones cancel. P becomes its logarithm; NaN stays NaN. */
+/* Sums the thread's pairs of a row in a tile. The LSE of the index logits is not known yet, so each side has its own
+ * shift; equal distributions still cancel. Replaces P by log2 P; NaN stays NaN. */
 template <int N>
 __device__ inline index_row sum_pairs(float (&p)[N][4], const float (&y)[N][4], float scale, int half,
                                       const range32 &sees)
@@ -117,10 +122,10 @@ __device__ inline index_row sum_pairs(float (&p)[N][4], const float (&y)[N][4], 
     for (int n = 0; n < N; n++)
 #pragma unroll
         for (int parity = 0; parity < 2; parity++) {
-            float &u = p[n][half * 2 + parity];
+            float &log_p = p[n][half * 2 + parity];
             const bool seen = acc_column(n, parity) >= sees.begin && acc_column(n, parity) < sees.end;
-            u = fmaf(0.0F, u, log2_of(u));
-            row.state.m_a = seen ? fmaxf(row.state.m_a, u) : row.state.m_a;
+            log_p = fmaf(0.0F, log_p, log2_of(log_p));
+            row.state.m_a = seen ? fmaxf(row.state.m_a, log_p) : row.state.m_a;
             row.state.m_b = seen ? fmaxf(row.state.m_b, y[n][half * 2 + parity] * scale) : row.state.m_b;
             any = any || seen;
         }
@@ -130,19 +135,19 @@ __device__ inline index_row sum_pairs(float (&p)[N][4], const float (&y)[N][4], 
     for (int n = 0; n < N; n++)
 #pragma unroll
         for (int parity = 0; parity < 2; parity++) {
-            const float u = p[n][half * 2 + parity] - row.state.m_a, p_a = ex2(u);
-            const float v = fmaf(y[n][half * 2 + parity], scale, -row.state.m_b);
+            const float log_p_a = p[n][half * 2 + parity] - row.state.m_a, p_a = ex2(log_p_a);
+            const float log_p_b = fmaf(y[n][half * 2 + parity], scale, -row.state.m_b);
             if (acc_column(n, parity) < sees.begin || acc_column(n, parity) >= sees.end)
                 continue;
             row.state.l_a += p_a;
-            row.state.l_b += ex2(v);
-            row.state.w = fmaf(p_a, u - v, row.state.w);
-            row.spread = fmaf(p_a, u, row.spread);
+            row.state.l_b += ex2(log_p_b);
+            row.state.w = fmaf(p_a, log_p_a - log_p_b, row.state.w);
+            row.p_log_p = fmaf(p_a, log_p_a, row.p_log_p);
         }
     return row;
 }
 
-/* The same for an indexer alone. */
+/* The same for the index logits alone, without a teacher. */
 template <bool MASKED, int N>
 __device__ inline index_row sum_index(const float (&y)[N][4], float scale, int half, const range32 &sees)
 {
@@ -167,43 +172,43 @@ __device__ inline index_row sum_index(const float (&y)[N][4], float scale, int h
     return row;
 }
 
-/* What a row has of a tile. */
+/* The thread's columns of a row in the tile whose first key is `first`. */
 template <int N>
-__device__ inline index_row sum_row(const index_params &params, const query_slot &at, float (&p)[N][4],
+__device__ inline index_row sum_row(const index_params &params, const query_slot &slot, float (&p)[N][4],
                                     const float (&y)[N][4], int half, int row, int first)
 {
     const float scale = params.b.scale;
     if (params.with_teacher)
-        return sum_pairs(p, y, scale, half, visible_range(params, at, row, first));
-    if (is_full(at, first, N * 8)) /* with no teacher in between it matters */
+        return sum_pairs(p, y, scale, half, visible_range(params, slot, row, first));
+    if (is_full(slot, first, N * 8)) /* worth a separate path only without the teacher's work */
         return sum_index<false>(y, scale, half, {0, 0});
-    return sum_index<true>(y, scale, half, visible_range(params, at, row, first));
+    return sum_index<true>(y, scale, half, visible_range(params, slot, row, first));
 }
 
-/* Of the lanes that hold a row, four unless told; all get it. */
+/* Merges the LANES neighbouring lanes that hold a row; each of them gets the result. */
 template <int LANES = 4> __device__ inline index_row merge_lanes(const index_row &row)
 {
     index_row sum = {merge_lanes<LANES>(row.state), 0.0F};
-    sum.spread = spread_at(row, sum.state.m_a);
+    sum.p_log_p = p_log_p_at(row, sum.state.m_a);
 #pragma unroll
     for (int offset = 1; offset < LANES; offset *= 2)
-        sum.spread += __shfl_xor_sync(~0U, sum.spread, offset);
+        sum.p_log_p += __shfl_xor_sync(~0U, sum.p_log_p, offset);
     return sum;
 }
 
-/* Pairs where LSEs are known, which gives G: S - P, 0 where nothing is seen. `lse` is that of the index logits, in
- * base 2; `poison` is 0, or NaN where the upstream gradient is not finite. PLANES: 2 with what f16 leaves of it,
- * `rest_at` behind it. */
+/* Stores G = S - P, with 0 for masked pairs. `lse` is the LSE of the index logits in base 2; `poison` is 0, or NaN if
+ * the upstream gradient is not finite. With PLANES = 2 the residual of the rounding to f16 is stored, too, at
+ * g + rest_at. */
 template <int PLANES, int N>
 __device__ inline void store_g(uint4 *g, int64_t rest_at, const float (&p)[N][4], const float (&y)[N][4], float scale,
                                const float (&lse)[2], const float (&poison)[2], const range32 (&sees)[2])
 {
 #pragma unroll
     for (int block = 0; block < N / 2; block++, g += 32) {
-        uint32_t operand[4], rest[4];
+        uint32_t operand[4], residual[4];
 #pragma unroll
-        for (int part = 0; part < 4; part++) {
-            const int n = block * 2 + part / 2, half = part % 2;
+        for (int reg = 0; reg < 4; reg++) {
+            const int n = block * 2 + reg / 2, half = reg % 2;
             float pair[2];
 #pragma unroll
             for (int parity = 0; parity < 2; parity++) {
@@ -212,47 +217,48 @@ __device__ inline void store_g(uint4 *g, int64_t rest_at, const float (&p)[N][4]
                 const float s = ex2(fmaf(y[n][e], scale, -lse[half]));
                 pair[parity] = seen ? fmaf(s - p[n][e], 1.0F / G_UNIT, poison[half]) : 0.0F;
             }
-            operand[part] = pack(pair[0], pair[1], __half());
-            const float2 kept = unpack(operand[part], __half());
-            rest[part] = pack(pair[0] - kept.x, pair[1] - kept.y, __half());
+            operand[reg] = pack(pair[0], pair[1], __half());
+            const float2 rounded = unpack(operand[reg], __half());
+            residual[reg] = pack(pair[0] - rounded.x, pair[1] - rounded.y, __half());
         }
         *g = make_uint4(operand[0], operand[1], operand[2], operand[3]);
         if (PLANES == 2)
-            g[rest_at] = make_uint4(rest[0], rest[1], rest[2], rest[3]);
+            g[rest_at] = make_uint4(residual[0], residual[1], residual[2], residual[3]);
     }
 }
 
-/* G of a tile; `rows`: the thread's two of the slot, `first`: the tile's first key. */
+/* Stores G of a tile. `rows`: the thread's two rows of the slot; `first`: the tile's first key. */
 template <int PLANES, int N>
-__device__ inline void store_tile(const index_params &params, const query_slot &at, uint4 *g, const float (&p)[N][4],
-                                  const float (&y)[N][4], const int (&rows)[2], int first)
+__device__ inline void store_tile(const index_params &params, const query_slot &slot, uint4 *g,
+                                  const float (&p)[N][4], const float (&y)[N][4], const int (&rows)[2], int first)
 {
     range32 sees[2];
     float lse[2], poison[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const int64_t query = query_of(at, rows[half]);
-        sees[half] = visible_range(params, at, rows[half], first);
-        lse[half] = skl_row_value(&params.call.inputs.lse_s, &at.sequence, at.head, query) * SKL_LOG2E;
-        poison[half] = 0.0F * upstream_of(params, at, query);
+        const int64_t query = query_of(slot, rows[half]);
+        sees[half] = visible_range(params, slot, rows[half], first);
+        lse[half] = skl_row_value(&params.call.inputs.lse_s, &slot.sequence, slot.head, query) * SKL_LOG2E;
+        poison[half] = 0.0F * upstream_of(params, slot, query);
     }
     store_g<PLANES>(g, params.rest_at, p, y, params.b.scale, lse, poison, sees);
 }
 
-/* ---- Sums of a part of the keys ----------------------------------------------------------------------------- */
+/* ---- Row sums of a split ------------------------------------------------------------------------------------ */
 
 __device__ inline index_row empty_row()
 {
     return {skl_state_empty(), 0.0F};
 }
 
-/* A row a query. */
+/* The row sums of a slot in a split of its keys, [query]. */
 __device__ inline index_row *rows_of_split(const index_params &params, unsigned slot, int split)
 {
     return params.split_rows + ((slot - params.strip_first) * params.num_splits + split) * SIDE;
 }
 
-/* Adds what the four lanes of a row have of a tile to its sums in memory: registers are for P and Y. */
+/* Merges what the four lanes of a row hold of a tile, and adds it to the row's sums in memory. The registers are
+ * needed for P and Y. */
 __device__ inline void add_to_row(index_row *to, const index_row &row)
 {
     const index_row sum = merge_lanes(row);
@@ -260,9 +266,9 @@ __device__ inline void add_to_row(index_row *to, const index_row &row)
         *to = merge_rows(*to, sum);
 }
 
-/* ---- LSEs of the teacher ------------------------------------------------------------------------------------ */
+/* ---- Teacher LSEs ------------------------------------------------------------------------------------------- */
 
-/* Stabiliser and sum of the thread's columns of a row. */
+/* Maximum and sum over the thread's columns of a row. */
 struct lse_row {
     float m, l;
 
@@ -281,7 +287,7 @@ __device__ inline lse_row merge_rows(lse_row a, lse_row b)
     return {m, a.l + b.l};
 }
 
-/* sees(half, column): whether the row does. */
+/* Adds a tile of logits to the thread's two rows. sees(half, column) says whether the row attends to the key. */
 template <int N, typename SEES>
 __device__ inline void add_tile(lse_row (&rows)[2], const float (&x)[N][4], float scale, SEES sees)
 {
@@ -304,7 +310,7 @@ __device__ inline void add_tile(lse_row (&rows)[2], const float (&x)[N][4], floa
     }
 }
 
-/* MASKED: keys of a range. */
+/* The same for ranges of keys, or for a full tile (not MASKED). */
 template <bool MASKED, int N>
 __device__ inline void add_tile(lse_row (&rows)[2], const float (&x)[N][4], float scale, const range32 (&sees)[2])
 {
@@ -313,7 +319,7 @@ __device__ inline void add_tile(lse_row (&rows)[2], const float (&x)[N][4], floa
     });
 }
 
-/* Four lanes hold a row. */
+/* Merges the four lanes that hold a row; each of them gets the result. */
 __device__ inline lse_row merge_lanes(const lse_row &row)
 {
     float m = row.m;

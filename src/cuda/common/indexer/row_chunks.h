@@ -1,14 +1,17 @@
-/* How the general kernels for indexers cut a backward into chunks, and what workspace that takes.
+/* How an indexer's backward is divided into chunks of rows, and the workspace of a chunk.
  *
- * Dense: the gradient of the logits, dy, is computed once for all index heads, for queries and keys. Tiles of 128
- * queries take turns in the workspace, a chunk of them at a time: [tile][key][query]. Sums of dk stay there from
- * chunk to chunk, in parts that each have some of the index heads: few keys make few tiles, and parts fill the GPU.
+ * Dense (general kernels): dy, the gradient of the logits, is computed once for all index heads, for dq and for dk.
+ * The workspace holds a chunk of tiles of 128 queries at a time: [tile][key][query]. The sums of dk stay in it from
+ * chunk to chunk, divided into splits over the index heads: few keys make few tiles, and the splits fill the GPU.
  *
- * Sparse: the lists of many rows name a key, in no order that blocks could agree on, and adds to memory in any order
- * would have other bits on every run. So each entry of a list leaves what it adds to dk in the workspace,
- * [row][entry] [dim], for a chunk of rows at a time; the entries are put in the order of their keys, and every block
- * of keys collects what is its own, in the order of the lists. Nothing of that is looked for twice: the teacher's
- * products, most of the work, are computed once a row. */
+ * Sparse (general and sm80 kernels): a key is in the indices of many rows, in an order that differs from row to row.
+ * Atomic adds to dk would give different bits on every run. Instead, for a chunk of rows at a time:
+ *
+ *   1. each entry of a row's indices stores what it adds to dk: [row][entry][dim]
+ *   2. the entries of each row are sorted by key
+ *   3. each block of keys adds up its entries, row after row
+ *
+ * Nothing is computed twice: the teacher's products, most of the work, run once per row. */
 #ifndef SKL_CUDA_COMMON_INDEXER_ROW_CHUNKS_H
 #define SKL_CUDA_COMMON_INDEXER_ROW_CHUNKS_H
 
@@ -16,16 +19,16 @@
 
 enum { SKL_GENERAL_TILE = 128 }; /* rows per block of the general kernels */
 
-enum { SKL_CHUNK_BYTES = 1 << 28 }; /* of a chunk, unless one tile or row takes more */
+enum { SKL_CHUNK_BYTES = 1 << 28 }; /* size of a chunk, unless a single tile or row takes more */
 
-enum { SKL_INDEX_STEP = 64 }; /* keys that a block looks at together */
+enum { SKL_INDEX_STEP = 64 }; /* keys that a block processes together */
 
 SKL_HOST_DEVICE size_t skl_aligned_size(size_t size)
 {
     return (size + 255) / 256 * 256;
 }
 
-/* Units that fit into a chunk: at least one, no more than there are. */
+/* Number of units (tiles or rows) per chunk: as many as fit, at least 1, at most `count`. */
 SKL_HOST_DEVICE int64_t skl_chunk_units(int64_t unit_size, int64_t count)
 {
     return skl_max(1, skl_min(count, SKL_CHUNK_BYTES / skl_max(unit_size, 1)));
@@ -34,17 +37,17 @@ SKL_HOST_DEVICE int64_t skl_chunk_units(int64_t unit_size, int64_t count)
 /* ---- Dense -------------------------------------------------------------------------------------------------- */
 
 typedef struct skl_dense_chunk {
-    int64_t tiles;     /* of all queries of all heads */
-    int64_t key_steps; /* of a tile, at most */
-    int64_t count;     /* tiles of a chunk */
-    int64_t tile_size; /* floats of dy of a tile */
-    int64_t key_tiles; /* of all key heads */
-    int64_t parts;     /* of dk */
-    int64_t part_size; /* floats of dk */
-    size_t sums, end;  /* where in the workspace: parts of dk, behind dy */
+    int64_t tiles;         /* query tiles of all sequences and heads */
+    int64_t key_steps;     /* per tile, at most */
+    int64_t count;         /* tiles per chunk */
+    int64_t tile_size;     /* floats of dy per tile */
+    int64_t key_tiles;     /* of all sequences and key heads */
+    int64_t num_dk_splits; /* over the index heads */
+    int64_t dk_split_size; /* floats of dk per split */
+    size_t sums, end;      /* offsets in the workspace: the sums of dk, after dy; the end */
 } skl_dense_chunk;
 
-enum { SKL_DK_PARTS_MAX = 8 };
+enum { SKL_DK_SPLITS_MAX = 8 };
 
 SKL_HOST_DEVICE skl_dense_chunk skl_dense_chunk_of(const skl_problem *p, int32_t sm_count)
 {
@@ -52,34 +55,36 @@ SKL_HOST_DEVICE skl_dense_chunk skl_dense_chunk_of(const skl_problem *p, int32_t
     chunk.tiles = p->batch * p->heads_s * skl_ceil_div(p->len_q, SKL_GENERAL_TILE);
     chunk.key_steps = skl_ceil_div(p->len_k, SKL_INDEX_STEP);
     chunk.tile_size = chunk.key_steps * SKL_INDEX_STEP * SKL_GENERAL_TILE;
-    /* Enough for a few blocks a multiprocessor, each of which does one index head of a tile. */
+    /* Enough tiles for 4 blocks per SM, each of which computes one index head of a tile. */
     const int64_t enough = skl_ceil_div(4 * (int64_t)sm_count, p->index_heads);
     chunk.count = skl_chunk_units(chunk.tile_size * (int64_t)sizeof(float), skl_min(chunk.tiles, enough));
     chunk.key_tiles = p->batch * p->key_heads_s * skl_ceil_div(p->len_k, SKL_GENERAL_TILE);
-    chunk.parts = skl_min(skl_min(p->index_heads, SKL_DK_PARTS_MAX),
-                          skl_ceil_div(2 * (int64_t)sm_count, skl_max(chunk.key_tiles, 1)));
-    chunk.part_size = (p->packed ? p->total_k : p->batch * p->len_k) * p->key_heads_s * p->dim_s;
+    chunk.num_dk_splits = skl_min(skl_min(p->index_heads, SKL_DK_SPLITS_MAX),
+                                  skl_ceil_div(2 * (int64_t)sm_count, skl_max(chunk.key_tiles, 1)));
+    chunk.dk_split_size = (p->packed ? p->total_k : p->batch * p->len_k) * p->key_heads_s * p->dim_s;
     const int keys = (p->gradients & SKL_DK_S) != 0;
     chunk.sums = skl_aligned_size((size_t)(chunk.count * chunk.tile_size) * sizeof(float));
-    chunk.end = chunk.sums + (keys ? (size_t)(chunk.parts * chunk.part_size) * sizeof(float) : 0);
+    chunk.end = chunk.sums + (keys ? (size_t)(chunk.num_dk_splits * chunk.dk_split_size) * sizeof(float) : 0);
     return chunk;
 }
 
 /* ---- Sparse ------------------------------------------------------------------------------------------------- */
 
 typedef struct skl_sparse_chunk {
-    int64_t rows;  /* of all heads */
-    int64_t count; /* rows of a chunk */
-    size_t dy;     /* where in the workspace: dy of a list, for each row */
-    size_t parts;  /* what each entry adds to dk */
-    size_t order;  /* int32 [row][top_k]: entries that are keys, by buckets of keys, each as on the list */
-    size_t starts; /* int32 [bucket][row]: where in it a bucket begins; one more says where the last one ends */
-    size_t sums;   /* of dk, f32, if the gradient is not and there are more chunks than one */
+    int64_t rows;  /* of all sequences and heads */
+    int64_t count; /* rows per chunk */
+    /* Offsets in the workspace: */
+    size_t dy;       /* f32 [row][top_k] */
+    size_t entry_dk; /* f32 [row][top_k][dim]: what each entry adds to dk */
+    size_t order;    /* int32 [row][top_k]: valid entries sorted by bucket of keys, in the row's order within each */
+    size_t starts;   /* int32 [buckets + 1][row]: where a bucket begins in `order`; the last is the end */
+    size_t sums;     /* f32 sums of dk, if dk itself is not f32 and there are several chunks */
     size_t end;
     int64_t buckets, bucket_keys;
 } skl_sparse_chunk;
 
-enum { SKL_SPARSE_BUCKETS_MAX = 4096 }; /* counted in shared memory: of 64 keys up to 262,144 keys, of more beyond */
+/* Buckets are counted in shared memory. They have 64 keys for up to 262,144 keys, and more keys beyond that. */
+enum { SKL_SPARSE_BUCKETS_MAX = 4096 };
 
 SKL_HOST_DEVICE skl_sparse_chunk skl_sparse_chunk_of(const skl_problem *p)
 {
@@ -89,14 +94,14 @@ SKL_HOST_DEVICE skl_sparse_chunk skl_sparse_chunk_of(const skl_problem *p)
     const int64_t steps = skl_ceil_div(p->len_k, SKL_INDEX_STEP);
     chunk.bucket_keys = SKL_INDEX_STEP * skl_max(1, skl_ceil_div(steps, SKL_SPARSE_BUCKETS_MAX));
     chunk.buckets = skl_ceil_div(p->len_k, chunk.bucket_keys);
-    const int64_t parts_size = keys ? indices_size * p->dim_s : 0, order_size = keys ? indices_size : 0;
+    const int64_t entry_dk_size = keys ? indices_size * p->dim_s : 0, order_size = keys ? indices_size : 0;
     const int64_t starts_size = keys ? (chunk.buckets + 1) * 4 : 0;
     chunk.rows = p->batch * p->heads_s * p->len_q;
-    chunk.count = skl_chunk_units(indices_size + parts_size + order_size + starts_size, chunk.rows);
+    chunk.count = skl_chunk_units(indices_size + entry_dk_size + order_size + starts_size, chunk.rows);
     const int sums = keys && chunk.count < chunk.rows && skl_grad_dtype(p, p->dtype_s) != SKL_F32;
     chunk.dy = 0;
-    chunk.parts = skl_aligned_size((size_t)(chunk.count * indices_size));
-    chunk.order = chunk.parts + skl_aligned_size((size_t)(chunk.count * parts_size));
+    chunk.entry_dk = skl_aligned_size((size_t)(chunk.count * indices_size));
+    chunk.order = chunk.entry_dk + skl_aligned_size((size_t)(chunk.count * entry_dk_size));
     chunk.starts = chunk.order + skl_aligned_size((size_t)(chunk.count * order_size));
     chunk.sums = chunk.starts + skl_aligned_size((size_t)(chunk.count * starts_size));
     chunk.end = chunk.sums + (sums ? skl_aligned_size((size_t)(keys_count * p->key_heads_s * p->dim_s) * 4) : 0);

@@ -1,5 +1,5 @@
-/* Bands of rows of an indexer's sparse stage (indexer_plan.h), one after the other: for every kernel that leaves what
- * entries of lists add to dk. */
+/* Runs the backward of a sparse indexer chunk by chunk (row_chunks.h): for every kernel that stores what each entry
+ * of `indices` adds to dk. */
 #ifndef SKL_CUDA_COMMON_INDEXER_SPARSE_CHUNKS_CUH
 #define SKL_CUDA_COMMON_INDEXER_SPARSE_CHUNKS_CUH
 
@@ -9,11 +9,11 @@ struct sparse_dk_params : skl_cuda_params {
     skl_output dk_sums; /* f32: dk itself, or workspace */
 };
 
-/* Adds what the entries of a chunk's rows contribute to dk, and stores it after a key's last row. */
+/* Adds the dk of a chunk's entries to params->dk_sums. Stores the sums of a key head as dk with its last row. */
 extern "C" cudaError_t skl_cuda_sparse_dk(const sparse_dk_params *params, const skl_sparse_chunk *chunk,
                                           skl_range rows, int32_t sm_count);
 
-/* launch_rows(rows) computes dq and dw of a chunk's rows, and leaves their contributions to dk in the workspace. */
+/* launch_rows(rows) computes dq and dw of a chunk's rows, and stores what each entry adds to dk. */
 template <typename LAUNCH>
 cudaError_t launch_sparse_chunks(const skl_cuda_params *params, const skl_cuda_launch *launch, LAUNCH launch_rows)
 {
@@ -27,7 +27,7 @@ cudaError_t launch_sparse_chunks(const skl_cuda_params *params, const skl_cuda_l
     const sparse_dk_params of_keys = {*params, dk_sums};
     skl_range rows = {0, 0};
     cudaError_t error = cudaSuccess;
-    do { /* also without a row: keys that no row lists have a gradient of 0 */
+    do { /* at least once, even without rows: keys in no row's indices have a gradient of 0 */
         rows = skl_range{rows.end, skl_min(rows.end + chunk.count, chunk.rows)};
         if (rows.begin < rows.end)
             error = launch_rows(rows);

@@ -1,4 +1,4 @@
-/* A row of the sparse stage of an indexer, found on the device. */
+/* A row of a sparse indexer, read on the device. */
 #ifndef SKL_CUDA_COMMON_INDEXER_SPARSE_ROW_CUH
 #define SKL_CUDA_COMMON_INDEXER_SPARSE_ROW_CUH
 
@@ -13,17 +13,18 @@ struct sparse_row {
     bool exists; /* packed sequences can be shorter than the longest one */
 };
 
-/* Rows of a head follow one another, heads of a sequence, sequences. */
+/* Row `item` of [sequence][head][query]. */
 __device__ inline sparse_row sparse_row_at(const skl_cuda_params &params, int64_t item)
 {
     const skl_problem &p = params.problem;
-    sparse_row at = {device_sequence(params, item / p.len_q / p.heads_s), item / p.len_q % p.heads_s, item % p.len_q};
-    at.exists = at.query < at.sequence.query_count;
-    if (at.exists) {
-        at.visible = skl_visible(&p, &at.sequence, at.query);
-        at.list = skl_row_indices(&params.call.inputs, &at.sequence, at.head, at.query);
+    sparse_row row = {device_sequence(params, item / p.len_q / p.heads_s), item / p.len_q % p.heads_s,
+                      item % p.len_q};
+    row.exists = row.query < row.sequence.query_count;
+    if (row.exists) {
+        row.visible = skl_visible(&p, &row.sequence, row.query);
+        row.list = skl_row_indices(&params.call.inputs, &row.sequence, row.head, row.query);
     }
-    return at;
+    return row;
 }
 
 #endif

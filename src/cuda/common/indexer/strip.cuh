@@ -1,16 +1,20 @@
-/* What the tensor-core kernels for an indexer share, by mma.sync and on Hopper.
+/* Strips and slots: how the dense indexer kernels for tensor cores, sm80 and sm90, divide their work.
  *
- * A gradient takes three kernels, one behind the other: scores (logits of all heads -> G, the gradient of every index
- * logit), queries (G -> dq, dw) and keys (G -> dk). Between them G lies in memory: not for all pairs, but for a
- * strip, as many tiles of 128 queries as a fixed budget holds. A strip is done before the next one begins, so nothing
- * grows with len_q x len_k, every sum has one owner and one order, and the teacher, by far the most of the work, is
- * looked at once.
+ * Gradients take three kernels per strip:
  *
- *              keys, 128 a tile
+ *   scores    logits of all heads -> G = S - P, the gradient of every index logit
+ *   queries   G -> dq, dw
+ *   keys      G -> dk
+ *
+ * G goes through memory, but never for all pairs. A slot is 128 queries of a sequence and student head; a strip is as
+ * many slots as a fixed budget holds. Strips run one after another. So no buffer grows with len_q x len_k, every sum
+ * has one owner and a fixed order, and the teacher, most of the work by far, is computed only once.
+ *
+ *              keys, tiles of 128
  *            +----+----+----+----+
- *   slot 0   |    |    |    |####|   a slot: 128 queries of a sequence and student head; causal: longest first
- *   slot 1   |    |    |####|        a tile of G: 8 x 8 blocks of 16 x 16, each as an A operand lies in registers:
- *   ...      +----+----+             16 bytes a lane
+ *   slot 0   |    |    |    |####|   slots are ordered longest first under a causal mask
+ *   slot 1   |    |    |####|        a tile of G is 8 x 8 blocks of 16 x 16, each stored as an A operand:
+ *   ...      +----+----+             16 bytes per lane
  */
 #ifndef SKL_CUDA_COMMON_INDEXER_STRIP_CUH
 #define SKL_CUDA_COMMON_INDEXER_STRIP_CUH
@@ -22,39 +26,39 @@ namespace tensor_core
 {
 
 constexpr int SIDE = SKL_INDEX_TILE; /* queries of a slot, keys of a tile */
-constexpr int SLAB = 64;             /* dimensions of a head that are staged together */
+constexpr int SLAB = 64;             /* dimensions of a head in one pipeline stage */
 
-/* What a part of a row's keys adds to it. */
+/* The sums of a row over some of its keys. */
 struct index_row {
-    skl_row_state state; /* of log2 P and the index logits */
-    float spread;        /* sum 2^u u over u = log2 P - m_a */
+    skl_row_state state; /* A: log2 P, B: the index logits */
+    float p_log_p;       /* sum 2^u u with u = log2 P - m_a: gives the entropy of P */
 };
 
-/* The spread with another m_a, as skl_state_move does it. */
-__device__ inline float spread_at(const index_row &row, float m_a)
+/* p_log_p after a change of the shift m_a, as in skl_state_move. */
+__device__ inline float p_log_p_at(const index_row &row, float m_a)
 {
     const float d = row.state.l_a == 0.0F ? 0.0F : row.state.m_a - m_a;
-    return exp2f(d) * (row.spread + row.state.l_a * d);
+    return exp2f(d) * (row.p_log_p + row.state.l_a * d);
 }
 
 __device__ inline index_row merge_rows(const index_row &a, const index_row &b)
 {
     const skl_row_state state = skl_state_merge(a.state, b.state);
-    return {state, spread_at(a, state.m_a) + spread_at(b, state.m_a)};
+    return {state, p_log_p_at(a, state.m_a) + p_log_p_at(b, state.m_a)};
 }
 
 struct index_params : skl_cuda_params {
     int32_t num_splits; /* splits of the keys of a slot, or of the queries for dk */
     int64_t dim_first;  /* first dimension of the slice of dk that a launch computes */
     bool with_teacher;  /* false: only the LSEs of the indexer are wanted */
-    bool lse_given;     /* by the caller: they may cover more than is visible */
-    float least;        /* a product counts if it is above: 0, or -inf without a ReLU */
+    bool lse_given;     /* teacher LSEs are the caller's, and may cover more than the visible keys */
+    float least;        /* lower bound of the ReLU: 0, or -inf without a ReLU */
     int64_t strip_first, strip_count;
     uint4 *g;              /* of the strip */
-    index_row *split_rows; /* [slot of the strip][part of the keys][query] */
-    float *key_sums;       /* dk: [part of the queries][batch][key head][row][dim] */
+    index_row *split_rows; /* [slot of the strip][split of the keys][query] */
+    float *key_sums;       /* dk: [split of the queries][batch][key head][row][dim] */
     int64_t sum_batches, sum_rows;
-    int64_t rest_at; /* from a block of G to what f16 leaves of it */
+    int64_t rest_at; /* offset from G to its residual plane, in units of 16 bytes */
 };
 
 /* ---- Slots -------------------------------------------------------------------------------------------------- */
@@ -63,81 +67,82 @@ struct index_params : skl_cuda_params {
 struct query_slot {
     skl_sequence sequence;
     int head;
-    int first, count;         /* queries; count may be 0 or less */
-    int tile_begin, tile_end; /* key tiles that some of them see */
-    int full_begin, full_end; /* keys that all of them see */
+    int first, count;         /* queries; count is 0 or less for a slot after the sequence's end */
+    int tile_begin, tile_end; /* key tiles that some of them attend to */
+    int full_begin, full_end; /* keys that all of them attend to */
 };
 
-__device__ inline query_slot slot_at(const index_params &params, unsigned slot, unsigned heads)
+__device__ inline query_slot slot_at(const index_params &params, unsigned index, unsigned heads)
 {
     const skl_problem &p = params.problem;
     const unsigned tiles = (unsigned)skl_ceil_div(p.len_q, SIDE);
-    query_slot at = {};
-    at.sequence = device_sequence(params, slot / tiles / heads);
-    at.head = (int)(slot / tiles % heads);
-    at.first = (int)(tiles - 1 - slot % tiles) * SIDE; /* causal: longest first */
-    at.count = (int)skl_min(SIDE, at.sequence.query_count - at.first);
-    if (at.count <= 0)
-        return at;
-    const skl_range top = skl_visible(&p, &at.sequence, at.first);
-    const skl_range bottom = skl_visible(&p, &at.sequence, at.first + at.count - 1);
+    query_slot slot = {};
+    slot.sequence = device_sequence(params, index / tiles / heads);
+    slot.head = (int)(index / tiles % heads);
+    slot.first = (int)(tiles - 1 - index % tiles) * SIDE; /* causal: longest first */
+    slot.count = (int)skl_min(SIDE, slot.sequence.query_count - slot.first);
+    if (slot.count <= 0)
+        return slot;
+    const skl_range top = skl_visible(&p, &slot.sequence, slot.first);
+    const skl_range bottom = skl_visible(&p, &slot.sequence, slot.first + slot.count - 1);
     if (top.begin < bottom.end) {
-        at.tile_begin = (int)(top.begin / SIDE);
-        at.tile_end = (int)skl_ceil_div(bottom.end, SIDE);
+        slot.tile_begin = (int)(top.begin / SIDE);
+        slot.tile_end = (int)skl_ceil_div(bottom.end, SIDE);
     }
-    /* Neither end of what a query sees ever moves backwards. Rows that are not there see nothing. */
-    at.full_begin = (int)bottom.begin;
-    at.full_end = at.count == SIDE ? (int)top.end : 0;
-    return at;
+    /* Both ends of the visible range are non-decreasing in the query. Missing rows attend to nothing. */
+    slot.full_begin = (int)bottom.begin;
+    slot.full_end = slot.count == SIDE ? (int)top.end : 0;
+    return slot;
 }
 
-/* What a block of a scores launch does: a part of a slot's keys. */
+/* The work of a block in a scores launch: a split of a slot's keys. */
 struct slot_split {
     unsigned slot;
     int split;
 };
 
-/* Blocks that run at the same time share queries and keys of all heads, so that both stay in the L2 cache: the first
- * part of a few slots, then their second part, and so on. */
+/* L2 swizzle: blocks that run at the same time share the queries and keys of all heads. First come the first splits
+ * of a few slots, then their second splits, and so on. */
 __device__ inline slot_split slot_split_of_block(const index_params &params)
 {
     constexpr unsigned TOGETHER = 8; /* slots */
     const unsigned num_splits = (unsigned)params.num_splits, slots = (unsigned)params.strip_count;
-    const unsigned first = blockIdx.x / (TOGETHER * num_splits) * TOGETHER, at = blockIdx.x % (TOGETHER * num_splits);
+    const unsigned first = blockIdx.x / (TOGETHER * num_splits) * TOGETHER;
+    const unsigned item = blockIdx.x % (TOGETHER * num_splits);
     const unsigned count = min(TOGETHER, slots - first);
-    return {(unsigned)params.strip_first + first + at % count, (int)(at / count)};
+    return {(unsigned)params.strip_first + first + item % count, (int)(item / count)};
 }
 
-/* What a query of the slot sees, counted from key `first`; nothing if there is no such query. */
-__device__ inline range32 visible_range(const index_params &params, const query_slot &at, int row, int first)
+/* Visible keys of a query of the slot, counted from key `first`; empty if there is no such query. */
+__device__ inline range32 visible_range(const index_params &params, const query_slot &slot, int row, int first)
 {
-    if (row >= at.count)
+    if (row >= slot.count)
         return {0, 0};
-    const skl_range sees = skl_visible(&params.problem, &at.sequence, at.first + row);
+    const skl_range sees = skl_visible(&params.problem, &slot.sequence, slot.first + row);
     return {(int)sees.begin - first, (int)sees.end - first};
 }
 
-/* Rows behind the last one do what the last one does, and see nothing. */
-__device__ inline int64_t query_of(const query_slot &at, int row)
+/* Rows after the last query load the last query's data; they attend to nothing. */
+__device__ inline int64_t query_of(const query_slot &slot, int row)
 {
-    return at.first + min(row, at.count - 1);
+    return slot.first + min(row, slot.count - 1);
 }
 
-/* Whether every query of the slot sees all keys [first, first + count). */
-__device__ inline bool is_full(const query_slot &at, int first, int count)
+/* Whether every query of the slot attends to all keys [first, first + count). */
+__device__ inline bool is_full(const query_slot &slot, int first, int count)
 {
-    return first >= at.full_begin && first + count <= at.full_end;
+    return first >= slot.full_begin && first + count <= slot.full_end;
 }
 
-__device__ inline float upstream_of(const index_params &params, const query_slot &at, int64_t query)
+__device__ inline float upstream_of(const index_params &params, const query_slot &slot, int64_t query)
 {
     const skl_input &rows = params.call.inputs.grad_kl;
-    return rows.data != NULL ? skl_row_value(&rows, &at.sequence, at.head, query) : 1.0F;
+    return rows.data != NULL ? skl_row_value(&rows, &slot.sequence, slot.head, query) : 1.0F;
 }
 
 /* ---- Heads -------------------------------------------------------------------------------------------------- */
 
-/* The heads of one side, from the first to the last. */
+/* Consecutive heads of the teacher or of the indexer. */
 struct head_list {
     int first, count;
     int heads_per_key;
@@ -161,21 +166,22 @@ __device__ inline head_list index_heads(const index_params &params, int head)
 
 constexpr int G_BLOCKS = SIDE / 16;
 
-/* S - P is kept in f16, which has 3 bits more than bf16, so that what is made of it is rounded to bf16 once; in a
- * unit that lets 1 become 2^15. Upstream gradients, which may have any size, come later. */
+/* G = S - P is stored in f16, which has 3 mantissa bits more than bf16, so that the operands made of it are in effect
+ * rounded to bf16 once. It is stored as a multiple of G_UNIT, which maps 1 to 2^15. Upstream gradients, which may
+ * have any magnitude, are applied later. */
 constexpr float G_UNIT = 1.0F / 32768.0F;
 
-/* A key gradient's G has its weights in it, and is rounded with them. Where that is to f16, once more as coarsely,
- * what the first rounding left is kept beside it. */
+/* For dk, G is multiplied by the weights and rounded again. Where that is to f16, it would be the same rounding
+ * twice: a second plane holds the residual of the first rounding. */
 template <typename ELEMENT> constexpr int G_PLANES = 1;
 template <> constexpr int G_PLANES<__half> = 2;
 
-/* A lane's part of a 16 x 16 block, as an A operand. */
-__device__ inline uint4 *g_block(const index_params &params, unsigned slot, int tile, int query_smem, int key_smem)
+/* The lane's 16 bytes of a 16 x 16 block of G, as an A operand. */
+__device__ inline uint4 *g_block(const index_params &params, unsigned slot, int tile, int query_block, int key_block)
 {
     const int64_t tiles = skl_ceil_div(params.problem.len_k, SIDE);
     const int64_t index = ((slot - params.strip_first) * tiles + tile) * G_BLOCKS * G_BLOCKS;
-    return params.g + (index + (unsigned)(query_smem * G_BLOCKS + key_smem)) * 32 + threadIdx.x % 32;
+    return params.g + (index + (unsigned)(query_block * G_BLOCKS + key_block)) * 32 + threadIdx.x % 32;
 }
 
 } // namespace tensor_core

@@ -1,7 +1,7 @@
-/* Gradients of an indexer from its G (index_strip.cuh), as far as they do not depend on how products are made.
+/* Gradients of an indexer from G (strip.cuh): the parts that the mma.sync and the wgmma kernels share.
  *
  *   queries    dq_g = scale w_g D_g      D_g = (G [A_g > 0]) k       dw_g = scale <q_g, D_g>
- *   keys       dk   = scale sum_g (w_g G [A_g > 0])^T q_g            A_g = q_g k^T, again */
+ *   keys       dk   = scale sum_g (w_g G [A_g > 0])^T q_g            A_g = q_g k^T, recomputed */
 #ifndef SKL_CUDA_COMMON_INDEXER_STRIP_GRADIENTS_CUH
 #define SKL_CUDA_COMMON_INDEXER_STRIP_GRADIENTS_CUH
 
@@ -11,9 +11,10 @@
 namespace tensor_core
 {
 
-/* What counts of a pair of G. By multiplication: NaN stays NaN, whether it counts or not. */
+/* Two elements of G where the ReLU is active, times their weights, in 16 bits; 0 elsewhere. Multiplies by 0 instead
+ * of selecting, so that NaN stays NaN. */
 template <typename ELEMENT>
-__device__ inline uint32_t weigh_pair(float2 pair, float low, float high, float2 weights, float least)
+__device__ inline uint32_t gate_pair(float2 pair, float low, float high, float2 weights, float least)
 {
     return pack(pair.x * (low > least ? weights.x : 0.0F), pair.y * (high > least ? weights.y : 0.0F), ELEMENT());
 }
@@ -30,7 +31,7 @@ __device__ constexpr skl_dtype dtype_of(__half)
     return SKL_F16;
 }
 
-/* Two neighbours of a 16-bit or f32 gradient, wherever its rows lie. */
+/* Stores two neighbouring elements of a 16-bit or f32 gradient with any alignment. */
 template <typename ELEMENT>
 __device__ inline void store_pair(const skl_output &to, int64_t offset, skl_dtype dtype, float low, float high)
 {
@@ -49,8 +50,8 @@ __device__ inline void store_pair(const skl_output &to, int64_t offset, skl_dtyp
     pair[1] = (uint16_t)(both >> 16);
 }
 
-/* <q_g, D_g> over 8 N dimensions, of which `dim` are there, for the four lanes that hold D_g: sum(n, parity). A query
- * that is not finite and sees nothing adds nothing. */
+/* <q_g, D_g> over min(8 N, dim) dimensions, in each of the four lanes that hold D_g as sum(n, parity). Terms with
+ * D_g = 0 are skipped, so that a non-finite query that attends to nothing adds nothing. */
 template <typename ELEMENT, int N, typename SUM>
 __device__ inline float dot_of(SUM sum, const ELEMENT *query, int dim)
 {
@@ -60,44 +61,45 @@ __device__ inline float dot_of(SUM sum, const ELEMENT *query, int dim)
         const float low = sum(n, 0), high = sum(n, 1);
         const uint32_t pair =
             acc_column(n, 0) < dim ? __ldg((const uint32_t *)(const void *)(query + acc_column(n, 0))) : 0U;
-        const float2 of_query = unpack(pair, ELEMENT());
-        dot = low != 0.0F ? fmaf(low, of_query.x, dot) : dot;
-        dot = high != 0.0F ? fmaf(high, of_query.y, dot) : dot;
+        const float2 q = unpack(pair, ELEMENT());
+        dot = low != 0.0F ? fmaf(low, q.x, dot) : dot;
+        dot = high != 0.0F ? fmaf(high, q.y, dot) : dot;
     }
     dot += __shfl_xor_sync(~0U, dot, 1);
     return dot + __shfl_xor_sync(~0U, dot, 2);
 }
 
-/* Rows of dq and dw. Dimensions are a multiple of 8 and rows of q_s aligned, those of dq_s need not be. */
+/* Stores rows of dq and dw. Head sizes are a multiple of 8. Rows of q_s are aligned to 16 bytes, those of dq_s need
+ * not be. */
 template <typename ELEMENT, int DIM> struct query_gradients {
     const index_params &params;
-    const query_slot &at;
+    const query_slot &slot;
     int head; /* of q_s */
 
-    /* sum(n, parity): of D_g, [8 dimensions][parity]. */
+    /* sum(n, parity): element acc_column(n, parity) of D_g. */
     template <typename SUM> __device__ void store_row(int row, SUM sum) const
     {
         const skl_problem &p = params.problem;
         const skl_output &dq = params.call.gradients.dq_s, &dw = params.call.gradients.dw_s;
         const skl_input &w = params.call.inputs.w_s, &q = params.call.inputs.q_s;
         const int index_head = head % (int)p.index_heads, dim = (int)p.dim_s;
-        const int64_t batch = at.sequence.batch;
-        const int64_t query = at.sequence.query_begin + at.first + min(row, at.count - 1);
+        const int64_t batch = slot.sequence.batch;
+        const int64_t query = slot.sequence.query_begin + slot.first + min(row, slot.count - 1);
         const float dot =
             dw.data != NULL
                 ? dot_of<ELEMENT, DIM / 8>(sum, (const ELEMENT *)q.data + SKL_ROW(q, batch, head, query), dim)
                 : 0.0F;
-        if (row >= at.count)
+        if (row >= slot.count)
             return;
-        const range32 sees = visible_range(params, at, row, 0);
-        const bool blind = sees.begin >= sees.end; /* whatever its weight and upstream gradient are */
-        const float scale = blind ? 0.0F : p.scale_s * G_UNIT * upstream_of(params, at, at.first + row);
+        const range32 sees = visible_range(params, slot, row, 0);
+        const bool blind = sees.begin >= sees.end; /* exactly 0, whatever its weight and upstream gradient are */
+        const float scale = blind ? 0.0F : p.scale_s * G_UNIT * upstream_of(params, slot, slot.first + row);
         if (dw.data != NULL && threadIdx.x % 4 == 0)
-            skl_store(dw.data, skl_grad_dtype(&p, p.dtype_w), SKL_ROW(dw, batch, at.head, query) + index_head,
+            skl_store(dw.data, skl_grad_dtype(&p, p.dtype_w), SKL_ROW(dw, batch, slot.head, query) + index_head,
                       dot * scale);
         if (dq.data == NULL)
             return;
-        const float weight = skl_load(w.data, p.dtype_w, SKL_ROW(w, batch, at.head, query) + index_head);
+        const float weight = skl_load(w.data, p.dtype_w, SKL_ROW(w, batch, slot.head, query) + index_head);
         const float factor = blind ? 0.0F : scale * weight;
         const skl_dtype dtype = skl_grad_dtype(&p, dtype_of(ELEMENT()));
         const int64_t base = SKL_ROW(dq, batch, head, query);
@@ -110,28 +112,28 @@ template <typename ELEMENT, int DIM> struct query_gradients {
 
 /* ---- Keys --------------------------------------------------------------------------------------------------- */
 
-/* A block's keys, and the slots of its part. */
+/* The work of a block: a tile of keys, and a split of the slots that attend to them. */
 struct key_work {
     skl_sequence sequence;
-    int64_t item; /* of the batch, for slots */
+    int64_t item; /* index of the sequence in the batch */
     int key_head, tile;
-    int tile_begin, tile_end; /* query tiles that see them */
+    int tile_begin, tile_end; /* query tiles that attend to the keys */
     int split;
     int stages;
 };
 
-/* Slots of a student head that see the block's keys, as far as they belong to the strip. */
+/* Slots of a student head that attend to the block's keys and belong to the strip. */
 __device__ inline range32 slots_of_head(const index_params &params, const key_work &work, int head)
 {
     const int tiles = (int)skl_ceil_div(params.problem.len_q, SIDE);
-    const int begin = ((int)work.item * (int)params.problem.heads_s + head) * tiles; /* the last tile's */
+    const int begin = ((int)work.item * (int)params.problem.heads_s + head) * tiles; /* slot of the last tile */
     const int strip_begin = (int)params.strip_first, strip_end = strip_begin + (int)params.strip_count;
     const int end = min(begin + tiles - work.tile_begin, strip_end);
     return {min(max(begin + tiles - work.tile_end, strip_begin), end), end};
 }
 
-/* Calls visit(slot) for every slot of the block's part, in order: those of all heads that share the keys are cut into
- * parts of the same size. */
+/* Calls visit(slot) for every slot of the block's split, in order. The slots of all heads that share the keys are
+ * divided into splits of equal size. */
 template <typename VISIT>
 __device__ inline void for_slots(const index_params &params, const key_work &work, VISIT visit)
 {
@@ -151,17 +153,17 @@ __device__ inline void for_slots(const index_params &params, const key_work &wor
     }
 }
 
-/* Of a block of so many; its queries come in stages of ROWS. */
+/* The work of a block; its queries are streamed in stages of ROWS. */
 template <int ROWS> __device__ inline key_work key_work_of_block(const index_params &params, unsigned block)
 {
     const skl_problem &p = params.problem;
     const int64_t tiles = skl_ceil_div(p.len_k, SIDE);
-    const int64_t at = block / params.num_splits;
+    const int64_t index = block / params.num_splits;
     key_work work = {};
-    work.item = at / tiles / p.key_heads_s;
+    work.item = index / tiles / p.key_heads_s;
     work.sequence = device_sequence(params, work.item);
-    work.key_head = (int)(at / tiles % p.key_heads_s);
-    work.tile = (int)(at % tiles); /* causal: those that most queries see first */
+    work.key_head = (int)(index / tiles % p.key_heads_s);
+    work.tile = (int)(index % tiles); /* causal: longest first */
     work.split = (int)(block % params.num_splits);
     if (work.tile * SIDE >= work.sequence.key_count)
         return work;
@@ -180,14 +182,14 @@ __device__ inline uint32_t transpose(uint32_t matrix)
     return result;
 }
 
-/* A 16 x 16 block of G as the other side's A operand. */
+/* A 16 x 16 block of G as the A operand of G^T. */
 __device__ inline uint4 transpose(const uint4 &block)
 {
     return make_uint4(transpose(block.x), transpose(block.z), transpose(block.y), transpose(block.w));
 }
 
-/* Adds to the sums of the block's part: WIDTH dimensions from `first` on of row `row` of its key tile; sum(n, parity)
- * as [8 dimensions][parity]. */
+/* Adds WIDTH dimensions, from `first` on, of a row of the block's key tile to the sums of its split. sum(n, parity):
+ * element first + acc_column(n, parity). */
 template <int WIDTH, typename SUM>
 __device__ inline void add_key_row(const index_params &params, const key_work &work, int row, int first, SUM sum)
 {

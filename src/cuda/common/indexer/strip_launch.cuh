@@ -1,4 +1,4 @@
-/* Calls of an indexer on tensor cores: what of them does not depend on how products are made. */
+/* Launches of a dense indexer on tensor cores: the host code that the mma.sync and the wgmma kernels share. */
 #ifndef SKL_CUDA_COMMON_INDEXER_STRIP_LAUNCH_CUH
 #define SKL_CUDA_COMMON_INDEXER_STRIP_LAUNCH_CUH
 
@@ -7,66 +7,68 @@
 namespace tensor_core
 {
 
-static_assert(sizeof(index_row) == SKL_INDEX_ROW_SIZE, "the workspace has room for them");
+static_assert(sizeof(index_row) == SKL_INDEX_ROW_SIZE, "select.c plans the workspace");
 
-/* All slots at first. */
+/* Parameters of a launch over all slots; launch_strips narrows them to a strip. */
 inline index_params params_for(const skl_cuda_params *params, const skl_index_layout &layout)
 {
     char *const workspace = (char *)params->call.workspace;
-    index_params own = {};
-    (skl_cuda_params &)own = *params;
-    own.with_teacher = !skl_only_lse_s(&params->call);
-    own.lse_given = params->call.inputs.lse_t.data != NULL;
-    own.least = params->problem.index_linear ? -INFINITY : 0.0F;
-    own.num_splits = layout.num_splits;
-    own.strip_first = 0;
-    own.strip_count = layout.slots;
-    own.g = (uint4 *)(void *)(workspace + layout.g_at);
-    own.split_rows = (index_row *)(void *)(workspace + layout.split_rows_at);
-    own.key_sums = (float *)(void *)(workspace + layout.sums_at);
-    own.sum_batches = layout.sum_batches;
-    own.sum_rows = layout.sum_rows;
-    own.rest_at = layout.rest_at;
-    return own;
+    index_params kernel_params = {};
+    (skl_cuda_params &)kernel_params = *params;
+    kernel_params.with_teacher = !skl_only_lse_s(&params->call);
+    kernel_params.lse_given = params->call.inputs.lse_t.data != NULL;
+    kernel_params.least = params->problem.index_linear ? -INFINITY : 0.0F;
+    kernel_params.num_splits = layout.num_splits;
+    kernel_params.strip_first = 0;
+    kernel_params.strip_count = layout.slots;
+    kernel_params.g = (uint4 *)(void *)(workspace + layout.g_at);
+    kernel_params.split_rows = (index_row *)(void *)(workspace + layout.split_rows_at);
+    kernel_params.key_sums = (float *)(void *)(workspace + layout.sums_at);
+    kernel_params.sum_batches = layout.sum_batches;
+    kernel_params.sum_rows = layout.sum_rows;
+    kernel_params.rest_at = layout.rest_at;
+    return kernel_params;
 }
 
-/* The teacher's LSEs that are computed go where the caller looks for them, or to the workspace. */
-inline void place_teacher_lse(index_params *own, const skl_index_layout &layout)
+/* Where computed teacher LSEs are written, and read by the next kernel: the caller's buffer, or the workspace. */
+inline void assign_teacher_lse(index_params *kernel_params, const skl_index_layout &layout)
 {
-    const skl_problem *const p = &own->problem;
-    skl_output *const lse = &own->call.rows.lse_t;
+    const skl_problem *const p = &kernel_params->problem;
+    skl_output *const lse = &kernel_params->call.rows.lse_t;
     if (lse->data == NULL)
-        *lse = skl_output_contiguous((char *)own->call.workspace + layout.lse_at, p->heads_t,
+        *lse = skl_output_contiguous((char *)kernel_params->call.workspace + layout.lse_at, p->heads_t,
                                      p->packed ? p->total_q : p->len_q, 1);
-    own->call.inputs.lse_t = {lse->data, lse->stride_batch, lse->stride_head, lse->stride_row};
+    kernel_params->call.inputs.lse_t = {lse->data, lse->stride_batch, lse->stride_head, lse->stride_row};
 }
 
-/* Behind the scores of a strip: its rows, where the call gives some. */
-inline cudaError_t launch_rows(const index_params &own)
+/* After the scores of a strip: finishes its rows, if the operation writes any. */
+inline cudaError_t launch_rows(const index_params &kernel_params)
 {
-    if (own.call.op == SKL_OP_BACKWARD)
+    if (kernel_params.call.op == SKL_OP_BACKWARD)
         return cudaSuccess;
-    finish_rows<<<(unsigned)own.strip_count, SIDE, 0, own.call.stream>>>(own);
+    finish_rows<<<(unsigned)kernel_params.strip_count, SIDE, 0, kernel_params.call.stream>>>(kernel_params);
     return cudaPeekAtLastError();
 }
 
-/* launch(own) does the kernels of a strip, one strip after the other. */
-template <typename LAUNCH> cudaError_t launch_strips(index_params *own, const skl_cuda_launch *chosen, LAUNCH launch)
+/* Calls launch(params) for one strip after another. */
+template <typename LAUNCH>
+cudaError_t launch_strips(index_params *kernel_params, const skl_cuda_launch *chosen, LAUNCH launch)
 {
     const skl_index_layout &layout = chosen->strips;
-    const bool keys = own->call.gradients.dk_s.data != NULL;
+    const bool keys = kernel_params->call.gradients.dk_s.data != NULL;
     cudaError_t error = cudaSuccess;
     if (keys)
-        error = cudaMemsetAsync(own->key_sums, 0, (size_t)layout.sum_count * sizeof(float), own->call.stream);
+        error = cudaMemsetAsync(kernel_params->key_sums, 0, (size_t)layout.sum_count * sizeof(float),
+                                kernel_params->call.stream);
     for (int64_t slot = 0; slot < layout.slots && error == cudaSuccess; slot += layout.strip_slots) {
-        own->strip_first = slot;
-        own->strip_count = skl_min(layout.strip_slots, layout.slots - slot);
-        error = launch(*own);
+        kernel_params->strip_first = slot;
+        kernel_params->strip_count = skl_min(layout.strip_slots, layout.slots - slot);
+        error = launch(*kernel_params);
     }
     if (error != cudaSuccess || !keys)
         return error;
-    own->num_splits = layout.num_dk_splits;
-    store_key_sums<<<(unsigned)chosen->sm_count * 16, STORE_THREADS, 0, own->call.stream>>>(*own);
+    kernel_params->num_splits = layout.num_dk_splits;
+    store_key_sums<<<(unsigned)chosen->sm_count * 16, STORE_THREADS, 0, kernel_params->call.stream>>>(*kernel_params);
     return cudaPeekAtLastError();
 }
 

@@ -1,28 +1,28 @@
-/* How an indexer on tensor cores divides its work and its workspace: asked for at planning, and again at launch. */
+/* How a dense indexer on tensor cores divides its work and its workspace: for planning and for launching. */
 #ifndef SKL_CUDA_COMMON_INDEXER_STRIP_LAYOUT_H
 #define SKL_CUDA_COMMON_INDEXER_STRIP_LAYOUT_H
 
 #include "cuda/common/indexer/row_chunks.h"
 
-#define SKL_INDEX_ROW_SIZE ((int64_t)sizeof(skl_row_state) + (int64_t)sizeof(float)) /* of a part of a row's sums */
+#define SKL_INDEX_ROW_SIZE ((int64_t)sizeof(skl_row_state) + (int64_t)sizeof(float)) /* sums of a row in a split */
 
 enum {
     SKL_INDEX_TILE = 128,    /* queries of a slot, keys of a tile */
     SKL_INDEX_DIM_MAX = 256, /* of index heads */
-    SKL_INDEX_SPLITS = 16,   /* parts of a slot's keys, if there are so many tiles: they share its queries */
-    SKL_INDEX_BLOCKS = 16,   /* blocks of a scores launch, a multiprocessor */
-    SKL_INDEX_KEY_BLOCKS = 6 /* and of a launch for key gradients */
+    SKL_INDEX_SPLITS = 16,   /* splits of a slot's keys, if it has this many tiles: they share the slot's queries */
+    SKL_INDEX_BLOCKS = 16,   /* blocks per SM of a scores launch */
+    SKL_INDEX_KEY_BLOCKS = 6 /* blocks per SM of a launch for dk */
 };
 
 typedef struct skl_index_layout {
     int64_t slots;         /* of the call */
-    int64_t strip_slots;   /* of a strip: at 8,192 keys up to 128, at 131,072 eight; of f16 half as many */
-    int32_t num_splits;    /* parts that the keys of a slot are cut into: of a forward, and of a strip */
-    int32_t num_dk_splits; /* parts that the queries are cut into for key gradients */
+    int64_t strip_slots;   /* of a strip: up to 128 at 8,192 keys, 8 at 131,072 keys; half as many for f16 */
+    int32_t num_splits;    /* of the keys of a slot, in scores launches */
+    int32_t num_dk_splits; /* of the queries, in launches for dk */
     int64_t key_items;     /* key tiles of all sequences and key heads */
-    int64_t rest_at;       /* from G to what f16 leaves of it, in units of 16 bytes; 0: that is not kept */
-    int64_t sum_batches, sum_rows, sum_count;          /* of key gradients, all parts counted */
-    size_t lse_at, split_rows_at, g_at, sums_at, size; /* of the workspace, in bytes */
+    int64_t rest_at;       /* offset from G to its residual plane, in units of 16 bytes; 0: there is none */
+    int64_t sum_batches, sum_rows, sum_count;          /* of dk; sum_count counts elements of all splits */
+    size_t lse_at, split_rows_at, g_at, sums_at, size; /* offsets in the workspace and its size, in bytes */
 } skl_index_layout;
 
 static inline int32_t skl_index_num_splits(int64_t items, int64_t blocks, int64_t splits_max)
@@ -30,19 +30,19 @@ static inline int32_t skl_index_num_splits(int64_t items, int64_t blocks, int64_
     return (int32_t)skl_max(1, skl_min(skl_ceil_div(blocks, skl_max(1, items)), splits_max));
 }
 
-static inline size_t skl_index_take(size_t *next, int64_t size)
+static inline size_t skl_index_reserve(size_t *next, int64_t size)
 {
     const size_t at = *next;
     *next += skl_aligned_size((size_t)size);
     return at;
 }
 
-/* `gradients`: of a call that gives them; otherwise of a forward. */
+/* `gradients`: the layout of a call with gradients; otherwise of a forward. */
 static inline skl_index_layout skl_index_layout_of(const skl_problem *p, int32_t sm_count, int gradients)
 {
     skl_index_layout layout = {0};
     const int64_t key_tiles = skl_ceil_div(p->len_k, SKL_INDEX_TILE);
-    /* bf16 rounds G anew when it has its weights; for f16 that would be the same rounding twice. */
+    /* For dk, G is multiplied by the weights and rounded again: f16 keeps the residual of the first rounding. */
     const int64_t planes = p->dtype_s == SKL_F16 ? 2 : 1;
     const int64_t plane_size = key_tiles * SKL_INDEX_TILE * SKL_INDEX_TILE * 2, slot_size = planes * plane_size;
     layout.slots = p->batch * p->heads_s * skl_ceil_div(p->len_q, SKL_INDEX_TILE);
@@ -59,30 +59,30 @@ static inline skl_index_layout skl_index_layout_of(const skl_problem *p, int32_t
     const int64_t rows_t = p->heads_t * (p->packed ? p->total_q : p->batch * p->len_q);
     const int64_t split_rows = layout.strip_slots * layout.num_splits * SKL_INDEX_TILE;
     layout.sum_count = layout.num_dk_splits * layout.sum_batches * p->key_heads_s * layout.sum_rows * p->dim_s;
-    layout.lse_at = skl_index_take(&layout.size, gradients ? 0 : rows_t * (int64_t)sizeof(float));
-    layout.split_rows_at = skl_index_take(&layout.size, split_rows * SKL_INDEX_ROW_SIZE);
-    layout.g_at = skl_index_take(&layout.size, gradients ? layout.strip_slots * slot_size : 0);
-    layout.sums_at = skl_index_take(
+    layout.lse_at = skl_index_reserve(&layout.size, gradients ? 0 : rows_t * (int64_t)sizeof(float));
+    layout.split_rows_at = skl_index_reserve(&layout.size, split_rows * SKL_INDEX_ROW_SIZE);
+    layout.g_at = skl_index_reserve(&layout.size, gradients ? layout.strip_slots * slot_size : 0);
+    layout.sums_at = skl_index_reserve(
         &layout.size, gradients && p->gradients & SKL_DK_S ? layout.sum_count * (int64_t)sizeof(float) : 0);
     return layout;
 }
 
 /* ---- Sparse ------------------------------------------------------------------------------------------------- */
 
-/* Sparse scores on tensor cores: one row per block at a time, with the scores of its entries in the workspace: at the
- * beginning of a forward's, after the chunk of a backward's. */
+/* Sparse scores on tensor cores. A block computes one row at a time and keeps the scores of its entries in the
+ * workspace: at the start of a forward's, or after the chunk of a backward. */
 enum {
     SKL_SPARSE_SCORE_SIZE = 12,  /* bytes per entry: the teacher's mean and the index logit */
-    SKL_SPARSE_HEADS = 128,      /* heads of one product, at most */
-    SKL_SPARSE_SLAB = 64,        /* dimensions that are staged together */
+    SKL_SPARSE_HEADS = 128,      /* heads per product, at most */
+    SKL_SPARSE_SLAB = 64,        /* dimensions of a head in one pipeline stage */
     SKL_SPARSE_FIXED_SIZE = 6144 /* bytes of shared memory besides queries and stages */
 };
 
 typedef struct skl_sparse_layout {
     skl_sparse_chunk chunk;
-    int64_t block_count;   /* blocks of the scores kernel, each with scores in the workspace */
+    int64_t num_blocks;    /* blocks of the scores kernel, each with scores in the workspace */
     size_t scores_at, end; /* in the workspace, in bytes */
-    int32_t resident;      /* queries stay in shared memory; otherwise a slab of them comes with each slab of keys */
+    int32_t resident;      /* queries stay in shared memory; otherwise each slab of keys has one of queries */
     int32_t stage_size;    /* bytes of shared memory for stages */
     int32_t scores_smem, block_smem_max; /* bytes of shared memory of a block: of the scores kernel, and at most */
 } skl_sparse_layout;
@@ -93,12 +93,12 @@ static inline int64_t skl_sparse_query_size(int64_t heads)
     return (heads > 64 ? 128 : heads > 32 ? 64 : 32) * SKL_SPARSE_SLAB * 2;
 }
 
-/* Queries are resident if there is room for them and for 64 KiB of stages, which is at least two stages of any
- * product. A block that has an SM to itself takes twice as much for stages, if there is. */
+/* Queries stay in shared memory if they fit next to 64 KiB of stages, which are at least two stages of any product. A
+ * block that has an SM to itself uses 128 KiB for stages, if available. */
 static inline void skl_sparse_plan_memory(skl_sparse_layout *layout, const skl_problem *p, int with_teacher,
                                           int64_t heads_per_key, int64_t block_smem_max, int64_t sm_smem)
 {
-    const int64_t stages_size = 64 << 10, streamed_size = 80 << 10; /* the latter with slabs of queries */
+    const int64_t stages_size = 64 << 10, streamed_size = 80 << 10; /* stages of keys; of keys and queries */
     const int64_t sharing = skl_min(skl_min(skl_group_size(p), heads_per_key), SKL_SPARSE_HEADS);
     const int64_t teacher_size = skl_ceil_div(p->dim_t, SKL_SPARSE_SLAB) * skl_sparse_query_size(sharing);
     const int64_t index_size =

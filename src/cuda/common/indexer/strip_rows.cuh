@@ -1,4 +1,4 @@
-/* What parts of an indexer's keys and queries left is put together. */
+/* Merges the splits of a dense indexer: row sums over splits of the keys, dk over splits of the queries. */
 #ifndef SKL_CUDA_COMMON_INDEXER_STRIP_ROWS_CUH
 #define SKL_CUDA_COMMON_INDEXER_STRIP_ROWS_CUH
 
@@ -10,6 +10,7 @@ namespace tensor_core
 
 /* ---- Rows --------------------------------------------------------------------------------------------------- */
 
+/* Writes the results of a row, or its partial state. */
 __device__ inline void finish_row(const index_params &params, const skl_sequence &s, int64_t head, int64_t query,
                                   const index_row &row)
 {
@@ -24,54 +25,55 @@ __device__ inline void finish_row(const index_params &params, const skl_sequence
         skl_row_set(&rows.lse_s, &s, head, query, skl_lse(row.state.m_b, row.state.l_b));
     if (!params.with_teacher)
         return;
-    const skl_row_state spread = {row.state.m_a, row.state.l_a, 0.0F, 0.0F, row.spread};
-    const float kl = skl_state_kl(&row.state), entropy = skl_state_entropy(&spread);
-    const float lse_of_mean = skl_lse(row.state.m_a, row.state.l_a);
+    const skl_row_state entropy_state = {row.state.m_a, row.state.l_a, 0.0F, 0.0F, row.p_log_p};
+    const float kl = skl_state_kl(&row.state), entropy = skl_state_entropy(&entropy_state);
+    const float mean_lse_t = skl_lse(row.state.m_a, row.state.l_a);
     skl_row_set(&rows.kl, &s, head, query, skl_kl_report(kl));
     skl_row_set(&rows.entropy, &s, head, query, entropy);
     skl_row_set(&rows.cross_entropy, &s, head, query, entropy + kl);
-    skl_row_set(&rows.mass, &s, head, query, skl_mass(lse_of_mean, params.lse_given));
+    skl_row_set(&rows.mass, &s, head, query, skl_mass(mean_lse_t, params.lse_given));
     const int64_t group = skl_group_size(&p);
     if (params.call.op != SKL_OP_FORWARD || rows.lse_t.data == NULL || !params.lse_given)
-        return; /* LSEs that were computed are there already */
+        return; /* computed LSEs have been written already */
     for (int64_t h = head * group; h < (head + 1) * group; h++)
         skl_row_set(&rows.lse_t, &s, h, query,
-                    lse_of_mean == -INFINITY ? lse_of_mean : skl_row_value(&lse_t, &s, h, query) + lse_of_mean);
+                    mean_lse_t == -INFINITY ? mean_lse_t : skl_row_value(&lse_t, &s, h, query) + mean_lse_t);
 }
 
-/* A block a slot, a thread a query. */
+/* One block per slot, one thread per query. */
 static __global__ void __launch_bounds__(SIDE) finish_rows(const __grid_constant__ index_params params)
 {
     const skl_problem &p = params.problem;
-    const query_slot at = slot_at(params, (unsigned)params.strip_first + blockIdx.x, (unsigned)p.heads_s);
-    if ((int)threadIdx.x >= at.count)
+    const query_slot slot = slot_at(params, (unsigned)params.strip_first + blockIdx.x, (unsigned)p.heads_s);
+    if ((int)threadIdx.x >= slot.count)
         return;
     const index_row *const rows_of_splits =
         params.split_rows + (int64_t)blockIdx.x * params.num_splits * SIDE + threadIdx.x;
     index_row row = rows_of_splits[0];
     for (int split = 1; split < params.num_splits; split++)
         row = merge_rows(row, rows_of_splits[split * SIDE]);
-    finish_row(params, at.sequence, at.head, at.first + (int)threadIdx.x, row);
+    finish_row(params, slot.sequence, slot.head, slot.first + (int)threadIdx.x, row);
 }
 
 /* ---- Key gradients ------------------------------------------------------------------------------------------ */
 
 constexpr int STORE_THREADS = 256;
 
+/* dk = scale_s * sum over the splits, in a fixed order. */
 static __global__ void __launch_bounds__(STORE_THREADS) store_key_sums(const __grid_constant__ index_params params)
 {
     const skl_problem &p = params.problem;
     const skl_output &dk = params.call.gradients.dk_s;
     const int64_t count = params.sum_batches * p.key_heads_s * params.sum_rows * p.dim_s;
     const skl_dtype dtype = skl_grad_dtype(&p, p.dtype_s);
-    for (int64_t at = (int64_t)blockIdx.x * STORE_THREADS + threadIdx.x; at < count;
-         at += (int64_t)gridDim.x * STORE_THREADS) {
+    for (int64_t index = (int64_t)blockIdx.x * STORE_THREADS + threadIdx.x; index < count;
+         index += (int64_t)gridDim.x * STORE_THREADS) {
         float sum = 0.0F;
         for (int64_t split = 0; split < params.num_splits; split++)
-            sum += params.key_sums[split * count + at];
-        const int64_t row = at / p.dim_s, head = row / params.sum_rows;
+            sum += params.key_sums[split * count + index];
+        const int64_t row = index / p.dim_s, head = row / params.sum_rows;
         skl_store(dk.data, dtype,
-                  SKL_ROW(dk, head / p.key_heads_s, head % p.key_heads_s, row % params.sum_rows) + at % p.dim_s,
+                  SKL_ROW(dk, head / p.key_heads_s, head % p.key_heads_s, row % params.sum_rows) + index % p.dim_s,
                   sum * p.scale_s);
     }
 }

@@ -1,44 +1,50 @@
-/* General backward, split: dq with a query tile held fixed, dk with a key tile held fixed (DK). No atomics, so the
- * bits are the same on every run. Each launch gives up to 128 dimensions of the gradient of one side.
+/* General backward of any problem, as two kernels: dq with stationary queries, dk with stationary keys (DK). No
+ * atomics, so the bits are the same on every run. A launch computes up to 128 dimensions of one gradient. The
+ * products are f32 FFMAs, at 20 useful TFLOP/s on an H200 (67 at peak) with heads of 128: x and y are computed again
+ * for each gradient.
  *
- *   block   128 own rows, 64 streamed ones a step: 8 x 4 pairs and 8 x 8 sums of the gradient a thread
- *   regs    the sums, both logits, with a grouped teacher a head's own; chunks on their way; 1 block a multiprocessor
- *   shared  two chunks of both operands, the logit gradient of a tile and what is known of its queries: 72 KB */
+ *   block   128 stationary x 64 streamed rows per tile, 8 x 4 pairs and 8 x 8 sums of the gradient per thread;
+ *           1 resident per SM, grid stride over the tiles of stationary rows
+ *   regs    255 per thread: the sums, x and y, with teacher groups also the logits of a head; loads in flight
+ *   shared  72 KB: two stages of both operands, the logit gradients of a tile, row stats of its queries
+ *
+ *   per tile:  x (all heads of a teacher group), y -> logit gradients -> shared memory -> sum += gradients . rows */
 #include "cuda/general/gradient_product.cuh"
 
-/* What a backward knows of a query. */
 struct row_stats {
-    skl_lse2 lse_t, lse_s; /* lse_t: of the head that the gradient is for, or the only one */
-    float factor;          /* upstream gradient, scale and share of the group */
-    float offset;          /* KL or dot_t: see pair_gradient */
+    skl_lse2 lse_t, lse_s; /* lse_t: of grad_head for a teacher gradient, otherwise of the group's first head */
+    float factor;          /* upstream gradient times scale, divided by the group size for a teacher gradient */
+    float offset;          /* KL or dot_t: see pair_gradient() */
 };
 
 struct backward_memory {
-    stage_memory stage;
+    pipeline_memory pipe;
     __align__(16) gradient_tile gradient; /* of the logits */
-    row_stats facts[TILE];
-    skl_lse2 lse_t[TILE]; /* of a head of a group */
+    row_stats stats[TILE];
+    skl_lse2 lse_t[TILE]; /* of one head of the teacher group */
     key_span spans[TILE];
-    row_source streamed; /* rows that the logit gradient is multiplied with */
-    work_item at;
+    row_source streamed; /* rows that the logit gradients are multiplied with */
+    work_item work;
 };
 
-/* The gradient is that of the KL's second argument. */
-static __device__ bool is_b(const backward_params &params)
+/* Whether the gradient is taken with respect to B, the second argument of the KL. */
+static __device__ bool wrt_b_of(const backward_params &params)
 {
     return (params.teacher_side != 0) == (params.problem.direction == SKL_KL_REVERSE);
 }
 
-/* dKL/dlogit less the query's factor. `own`: log2 of the probability that the logit makes, which is an argument of
- * the KL, or belongs to a head of a grouped teacher; `first`: log2 of the KL's first argument, for a head of a group
- * its own share of it; difference: first less second argument.
+/* dKL/dlogit without the row's factor.
  *
- *     gradient of the first    2^own (ln2 difference - offset)     offset = KL, grouped: dot_t
- *     gradient of the second   -2^own offset - 2^first             offset = -1, grouped: dot_t */
-static __device__ float pair_gradient(bool of_second, float own, float first, float difference, float offset)
+ *     log_p       log2 of the probability that belongs to the logit: A, B, or P_h of a head h in a teacher group
+ *     log_ratio   log2 A - log2 B
+ *     log_p_a     log2 A; for a head in a teacher group log_p + log_ratio
+ *
+ *     wrt A   2^log_p (ln2 log_ratio - offset)     offset = KL; for a head in a teacher group dot_t
+ *     wrt B   -2^log_p offset - 2^log_p_a          offset = -1; for a head in a teacher group dot_t */
+static __device__ float pair_gradient(bool wrt_b, float log_p, float log_p_a, float log_ratio, float offset)
 {
-    const float p = ex2(own);
-    return of_second ? fmaf(p, -offset, -ex2(first)) : p * fmaf(SKL_LN2, difference, -offset);
+    const float p = ex2(log_p);
+    return wrt_b ? fmaf(p, -offset, -ex2(log_p_a)) : p * fmaf(SKL_LN2, log_ratio, -offset);
 }
 
 /* 1 - (logit / cap)^2 */
@@ -48,47 +54,49 @@ static __device__ float softcap_slope(float softcap, float logit2)
     return fmaf(-ratio, ratio, 1.0F);
 }
 
-/* What is known of the queries of a tile; others may read it after the next barrier. */
-static __device__ void load_row_stats(backward_memory &memory, const backward_params &params, const tile_position &at,
-                                      int64_t group)
+/* Loads the row stats of the queries of a tile. Other threads may read them after the next barrier. */
+static __device__ void load_row_stats(backward_memory &memory, const backward_params &params,
+                                      const tile_position &tile, int64_t group)
 {
     const skl_inputs &in = params.call.inputs;
     const skl_input kl = skl_known_rows(params.rows_known, &in.kl, &params.call.rows.kl);
     const skl_input dot_t = skl_known_rows(params.rows_known, &in.dot_t, &params.call.rows.dot_t);
-    const bool grouped = group > 1 && params.teacher_side;
-    const skl_sequence &s = at.in.sequence;
-    const int64_t query = at.query_first + threadIdx.x;
-    if (threadIdx.x >= TILE || query >= at.in.queries.end)
+    const bool wrt_group_head = group > 1 && params.teacher_side;
+    const skl_sequence &s = tile.work.sequence;
+    const int64_t query = tile.query_first + threadIdx.x;
+    if (threadIdx.x >= TILE || query >= tile.work.queries.end)
         return;
     const float scale = params.teacher_side ? params.problem.scale_t / (float)group : params.problem.scale_s;
-    const float grad = in.grad_kl.data != NULL ? skl_row_value(&in.grad_kl, &s, at.in.head, query) : 1.0F;
-    row_stats facts;
-    facts.lse_t = skl_lse2_of(skl_row_value(&in.lse_t, &s, grouped ? at.in.own_head : at.in.head * group, query));
-    facts.lse_s = skl_lse2_of(skl_row_value(&in.lse_s, &s, at.in.head, query));
-    facts.factor = grad * scale;
-    if (grouped)
-        facts.offset = skl_row_value(&dot_t, &s, at.in.own_head, query);
+    const float grad = in.grad_kl.data != NULL ? skl_row_value(&in.grad_kl, &s, tile.work.head, query) : 1.0F;
+    row_stats stats;
+    stats.lse_t = skl_lse2_of(
+        skl_row_value(&in.lse_t, &s, wrt_group_head ? tile.work.grad_head : tile.work.head * group, query));
+    stats.lse_s = skl_lse2_of(skl_row_value(&in.lse_s, &s, tile.work.head, query));
+    stats.factor = grad * scale;
+    if (wrt_group_head)
+        stats.offset = skl_row_value(&dot_t, &s, tile.work.grad_head, query);
     else
-        facts.offset = is_b(params) ? -1.0F : skl_row_value(&kl, &s, at.in.head, query);
-    memory.facts[threadIdx.x] = facts;
+        stats.offset = wrt_b_of(params) ? -1.0F : skl_row_value(&kl, &s, tile.work.head, query);
+    memory.stats[threadIdx.x] = stats;
 }
 
-/* x = difference of the arguments' logarithms, first less second, from both logits. */
+/* x = log2 A - log2 B, from x = log2 P and the student's logits y. */
 template <bool DK>
-static __device__ void subtract_arguments(fragment<COLUMNS> &x, const fragment<COLUMNS> &y,
-                                          const backward_memory &memory, bool reverse)
+static __device__ void log_ratios(fragment<COLUMNS> &x, const fragment<COLUMNS> &y, const backward_memory &memory,
+                                  bool reverse)
 {
 #pragma unroll
     for (int i = 0; i < ROWS; i++)
 #pragma unroll
         for (int j = 0; j < COLUMNS; j++) {
-            const float v = log_probability(y.at[i][j], memory.facts[DK ? acc_column(j) : row_of(i)].lse_s);
-            x.at[i][j] = reverse ? v - x.at[i][j] : x.at[i][j] - v;
+            const float log_p_s = log_probability(y.at[i][j], memory.stats[DK ? acc_column(j) : acc_row(i)].lse_s);
+            x.at[i][j] = reverse ? log_p_s - x.at[i][j] : x.at[i][j] - log_p_s;
         }
 }
 
-/* x becomes the gradient of the logits; masked pairs are exactly 0. A head of a grouped teacher has its own logits in
- * y, and the difference of the arguments in x. */
+/* x = gradient of the logits, exactly 0 for masked pairs. On entry x and y are the logits of teacher and student
+ * (with a teacher group, x = log2 P). For the gradient wrt a head in a teacher group, x = log2 A - log2 B on entry,
+ * and y = logits of that head. */
 template <bool DK>
 static __device__ void logit_gradients(fragment<COLUMNS> &x, const fragment<COLUMNS> &y,
                                        const backward_memory &memory, const backward_params &params, int64_t group,
@@ -96,141 +104,145 @@ static __device__ void logit_gradients(fragment<COLUMNS> &x, const fragment<COLU
 {
     const skl_problem &p = params.problem;
     const bool teacher_side = params.teacher_side != 0;
-    const bool grouped = group > 1 && teacher_side;
+    const bool wrt_group_head = group > 1 && teacher_side;
     const bool reverse = p.direction == SKL_KL_REVERSE;
-    const bool of_second = is_b(params);
+    const bool wrt_b = wrt_b_of(params);
     const float softcap = teacher_side ? p.softcap_t : p.softcap_s;
     const key_span all = {0, TILE};
 #pragma unroll
-    for (int a = 0; a < (DK ? COLUMNS : ROWS); a++) {
-        const int query = DK ? acc_column(a) : row_of(a);
-        const row_stats facts = memory.facts[query];
-        const key_span span = masked ? memory.spans[query] : all;
+    for (int query = 0; query < (DK ? COLUMNS : ROWS); query++) {
+        const int tile_query = DK ? acc_column(query) : acc_row(query);
+        const row_stats stats = memory.stats[tile_query];
+        const key_span span = masked ? memory.spans[tile_query] : all;
 #pragma unroll
-        for (int b = 0; b < (DK ? ROWS : COLUMNS); b++) {
-            float &at = x.at[DK ? b : a][DK ? a : b];
-            const float other = y.at[DK ? b : a][DK ? a : b];
-            const float logit = teacher_side && !grouped ? at : other;
-            const float u = group > 1 ? at : log_probability(at, facts.lse_t);
-            const float v = log_probability(other, grouped ? facts.lse_t : facts.lse_s);
-            const float own = teacher_side && !grouped ? u : v;
-            const float difference = grouped ? at : reverse ? v - u : u - v;
-            const float first = grouped ? own + difference : reverse ? v : u;
-            float g = facts.factor * pair_gradient(of_second, own, first, difference, facts.offset);
+        for (int key = 0; key < (DK ? ROWS : COLUMNS); key++) {
+            float &x_ij = x.at[DK ? key : query][DK ? query : key];
+            const float y_ij = y.at[DK ? key : query][DK ? query : key];
+            const float logit = teacher_side && !wrt_group_head ? x_ij : y_ij;
+            const float log_x = group > 1 ? x_ij : log_probability(x_ij, stats.lse_t);
+            const float log_y = log_probability(y_ij, wrt_group_head ? stats.lse_t : stats.lse_s);
+            const float log_p = teacher_side && !wrt_group_head ? log_x : log_y;
+            const float log_ratio = wrt_group_head ? x_ij : reverse ? log_y - log_x : log_x - log_y;
+            const float log_p_a = wrt_group_head ? log_p + log_ratio : reverse ? log_y : log_x;
+            float g = stats.factor * pair_gradient(wrt_b, log_p, log_p_a, log_ratio, stats.offset);
             if (softcap > 0.0F)
                 g *= softcap_slope(softcap, logit);
-            at = sees(span, DK ? row_of(b) : acc_column(b)) ? g : 0.0F;
+            x_ij = sees(span, DK ? acc_row(key) : acc_column(key)) ? g : 0.0F;
         }
     }
 }
 
-/* Adds one tile to the sums. `next` follows it. */
+/* Adds a tile to the sums of the gradient, and starts to load the tile `next`. */
 template <bool DK>
-static __device__ void add_tile(fragment<8> &sum, pipeline<COLUMNS> &line, backward_memory &memory,
-                                const backward_params &params, const tile_position &at, const tile_position &next,
+static __device__ void add_tile(fragment<8> &sum, pipeline<COLUMNS> &pipe, backward_memory &memory,
+                                const backward_params &params, const tile_position &tile, const tile_position &next,
                                 int64_t group)
 {
     const skl_problem &p = params.problem;
     const int side = params.teacher_side ? TEACHER : STUDENT;
     const skl_dtype dtype = params.teacher_side ? p.dtype_t : p.dtype_s;
-    const bool grouped = group > 1 && params.teacher_side;
+    const bool wrt_group_head = group > 1 && params.teacher_side;
     if (threadIdx.x == 0)
-        memory.streamed = source_of<DK>(at, side, at.in.own_head).streamed;
+        memory.streamed = operands_of<DK>(tile, side, tile.work.grad_head).streamed;
 
-    const auto next_tile = [&] { return source_of<DK>(next, TEACHER, at.in.head * group); };
+    const auto next_operands = [&] { return operands_of<DK>(next, TEACHER, tile.work.head * group); };
     const auto lse_of = [&](int64_t h) {
-        return skl_lse2_of(skl_row_value(&params.call.inputs.lse_t, &at.in.sequence, at.in.head * group + h,
-                                         at.query_first + threadIdx.x));
+        return skl_lse2_of(skl_row_value(&params.call.inputs.lse_t, &tile.work.sequence, tile.work.head * group + h,
+                                         tile.query_first + threadIdx.x));
     };
     fragment<COLUMNS> x, y;
-    logit_tiles<DK>(x, y, line, at, group, memory.lse_t, lse_of,
-                    [&] { return grouped ? source_of<DK>(at, TEACHER, at.in.own_head) : next_tile(); });
-    if (grouped) {
-        subtract_arguments<DK>(x, y, memory, p.direction == SKL_KL_REVERSE);
-        line.prefetch(next_tile);
-        line.multiply_tile(y);
-        scale_products(y, at.in.sides[TEACHER]);
+    logit_tiles<DK>(x, y, pipe, tile, group, memory.lse_t, lse_of, [&] {
+        return wrt_group_head ? operands_of<DK>(tile, TEACHER, tile.work.grad_head) : next_operands();
+    });
+    if (wrt_group_head) {
+        log_ratios<DK>(x, y, memory, p.direction == SKL_KL_REVERSE);
+        pipe.prefetch(next_operands);
+        pipe.multiply_tile(y);
+        scale_products(y, tile.work.sides[TEACHER]);
     }
-    raw_quad rows[OWN_QUADS];
+    raw_quad rows[TILE_QUADS];
     load_steps(rows, memory.streamed, 0, (int)params.dim_first);
-    const bool masked = !all_visible(p, at, DK ? STREAMED : TILE, DK ? TILE : STREAMED);
+    const bool masked = !all_visible(p, tile, DK ? STREAMED_ROWS : TILE, DK ? TILE : STREAMED_ROWS);
     if (masked)
-        find_spans(memory.spans, p, at);
+        find_spans(memory.spans, p, tile);
     logit_gradients<DK>(x, y, memory, params, group, masked);
     store_gradients(memory.gradient, x);
     if (masked)
-        multiply_gradient<true>(sum, line, memory, rows, dtype, (int)params.dim_first);
+        multiply_gradient<true>(sum, pipe, memory, rows, dtype, (int)params.dim_first);
     else
-        multiply_gradient<false>(sum, line, memory, rows, dtype, (int)params.dim_first);
+        multiply_gradient<false>(sum, pipe, memory, rows, dtype, (int)params.dim_first);
 }
 
 /* ---- dq ----------------------------------------------------------------------------------------------------- */
 
-static __device__ void queries_tile(const backward_params &params, backward_memory &memory)
+static __device__ void dq_tile(const backward_params &params, backward_memory &memory)
 {
     const skl_problem &p = params.problem;
     const int64_t group = skl_group_size(&p);
-    tile_position at = {memory.at, memory.at.queries.begin, memory.at.keys.begin};
-    pipeline<COLUMNS> line(memory.stage);
+    tile_position tile = {memory.work, memory.work.queries.begin, memory.work.keys.begin};
+    pipeline<COLUMNS> pipe(memory.pipe);
     fragment<8> sum;
     clear(sum);
-    load_row_stats(memory, params, at, group);
-    line.begin([&] { return source_of<false>(at, TEACHER, at.in.head * group); });
+    load_row_stats(memory, params, tile, group);
+    pipe.begin([&] { return operands_of<false>(tile, TEACHER, tile.work.head * group); });
 #pragma unroll 1
-    for (; at.key_first < at.in.keys.end; at.key_first += STREAMED)
-        add_tile<false>(sum, line, memory, params, at, {at.in, at.query_first, at.key_first + STREAMED}, group);
+    for (; tile.key_first < tile.work.keys.end; tile.key_first += STREAMED_ROWS)
+        add_tile<false>(sum, pipe, memory, params, tile,
+                        {tile.work, tile.query_first, tile.key_first + STREAMED_ROWS}, group);
     const skl_side side = params.teacher_side ? skl_teacher_of(&p, &params.call) : skl_student_of(&p, &params.call);
     store_sums(sum, *side.dq, side.grad_dtype,
-               SKL_ROW(*side.dq, at.in.sequence.batch, at.in.own_head, at.in.sequence.query_begin), at.query_first,
-               at.in.queries.end, params.dim_first, side.dim);
+               SKL_ROW(*side.dq, tile.work.sequence.batch, tile.work.grad_head, tile.work.sequence.query_begin),
+               tile.query_first, tile.work.queries.end, params.dim_first, side.dim);
 }
 
 /* ---- dk ----------------------------------------------------------------------------------------------------- */
 
-static __device__ work_item key_item_of(const backward_params &params, int64_t item)
+/* A key tile of one key head, and the queries that attend to it. */
+static __device__ work_item key_item(const backward_params &params, int64_t index)
 {
     const skl_problem &p = params.problem;
     const int64_t heads = params.teacher_side ? p.key_heads_t : p.key_heads_s;
     const int64_t tiles = skl_ceil_div(p.len_k, TILE);
-    work_item at = work_item_at(params, item, heads * tiles);
-    if (!at.exists)
-        return at;
-    at.keys.begin = item % tiles * TILE;
-    at.keys.end = at.sequence.key_count;
-    at.queries = queries_seeing(p, at.sequence, at.keys.begin);
-    return at;
+    work_item work = work_item_at(params, index, heads * tiles);
+    if (!work.exists)
+        return work;
+    work.keys.begin = index % tiles * TILE;
+    work.keys.end = work.sequence.key_count;
+    work.queries = queries_seeing(p, work.sequence, work.keys.begin);
+    return work;
 }
 
-static __device__ void keys_tile(const backward_params &params, backward_memory &memory)
+static __device__ void dk_tile(const backward_params &params, backward_memory &memory)
 {
     const skl_problem &p = params.problem;
     const int64_t group = skl_group_size(&p);
     const skl_side side = params.teacher_side ? skl_teacher_of(&p, &params.call) : skl_student_of(&p, &params.call);
-    const int64_t sharing = side.heads / side.key_heads;
-    const int64_t key_head = memory.at.item / skl_ceil_div(p.len_k, TILE) % side.key_heads;
-    tile_position at = {memory.at, memory.at.queries.begin, memory.at.keys.begin};
-    pipeline<COLUMNS> line(memory.stage);
+    const int64_t heads_per_key = side.heads / side.key_heads;
+    const int64_t key_head = memory.work.index / skl_ceil_div(p.len_k, TILE) % side.key_heads;
+    tile_position tile = {memory.work, memory.work.queries.begin, memory.work.keys.begin};
+    pipeline<COLUMNS> pipe(memory.pipe);
     fragment<8> sum;
     clear(sum);
 #pragma unroll 1
-    for (int64_t shared = 0; shared < sharing; shared++) {
+    for (int64_t n = 0; n < heads_per_key; n++) {
         __syncthreads();
         if (threadIdx.x == 0) {
-            memory.at.own_head = key_head * sharing + shared;
-            memory.at.head = params.teacher_side ? memory.at.own_head / group : memory.at.own_head;
+            memory.work.grad_head = key_head * heads_per_key + n;
+            memory.work.head = params.teacher_side ? memory.work.grad_head / group : memory.work.grad_head;
         }
         __syncthreads();
-        at.query_first = at.in.queries.begin;
-        line.begin([&] { return source_of<true>(at, TEACHER, at.in.head * group); });
+        tile.query_first = tile.work.queries.begin;
+        pipe.begin([&] { return operands_of<true>(tile, TEACHER, tile.work.head * group); });
 #pragma unroll 1
-        for (; at.query_first < at.in.queries.end; at.query_first += STREAMED) {
-            load_row_stats(memory, params, at, group);
-            add_tile<true>(sum, line, memory, params, at, {at.in, at.query_first + STREAMED, at.key_first}, group);
+        for (; tile.query_first < tile.work.queries.end; tile.query_first += STREAMED_ROWS) {
+            load_row_stats(memory, params, tile, group);
+            add_tile<true>(sum, pipe, memory, params, tile,
+                           {tile.work, tile.query_first + STREAMED_ROWS, tile.key_first}, group);
         }
     }
     store_sums(sum, *side.dk, side.grad_dtype,
-               SKL_ROW(*side.dk, at.in.sequence.batch, key_head, at.in.sequence.key_begin), at.key_first,
-               key_rows(p, at.in.sequence), params.dim_first, side.dim);
+               SKL_ROW(*side.dk, tile.work.sequence.batch, key_head, tile.work.sequence.key_begin), tile.key_first,
+               key_rows(p, tile.work.sequence), params.dim_first, side.dim);
 }
 
 /* ---- Kernels ------------------------------------------------------------------------------------------------ */
@@ -240,18 +252,18 @@ static __global__ void __launch_bounds__(THREADS, 1) general_gradient(const __gr
 {
     extern __shared__ __align__(16) unsigned char raw[];
     backward_memory &memory = *(backward_memory *)(void *)raw;
-    const auto find = [&](int64_t item) {
-        return DK ? key_item_of(params, item) : query_item(params, item, params.teacher_side != 0);
+    const auto find = [&](int64_t index) {
+        return DK ? key_item(params, index) : query_item(params, index, params.teacher_side != 0);
     };
-    for_items(memory.at, find, [&] {
-        if (DK && memory.at.keys.begin < key_rows(params.problem, memory.at.sequence))
-            keys_tile(params, memory);
-        if (!DK && memory.at.queries.begin < memory.at.queries.end)
-            queries_tile(params, memory);
+    for_each_item(memory.work, find, [&] {
+        if (DK && memory.work.keys.begin < key_rows(params.problem, memory.work.sequence))
+            dk_tile(params, memory);
+        if (!DK && memory.work.queries.begin < memory.work.queries.end)
+            dq_tile(params, memory);
     });
 }
 
-/* One launch per slice of the gradient. */
+/* One launch per slice of SLICE dimensions. */
 template <bool DK> static cudaError_t launch_slices(const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     const cudaError_t error = cudaFuncSetAttribute(general_gradient<DK>, cudaFuncAttributeMaxDynamicSharedMemorySize,

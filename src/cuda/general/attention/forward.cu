@@ -1,190 +1,204 @@
-/* General forward: one block a query tile, one pass over its keys, a row state for every thread and row.
+/* General forward: KL, LSEs and dot_t of any problem. The products are f32 FFMAs, at 36 of the 67 TFLOP/s of an H200
+ * with heads of 128.
  *
- *   block   128 queries; 128 keys a step (8 x 8 pairs a thread), 64 with a grouped teacher (8 x 4)
- *   regs    both logits of a thread's pairs, with a grouped teacher also their sum; a chunk on its way: 250, so
- *           1 block a multiprocessor
- *   shared  two chunks of both operands, 33 KB; the threads' row states, 40 KB; LSEs and masks of the rows: 77 KB */
+ *   block   128 queries x 128 keys per tile (8 x 8 pairs per thread), 128 x 64 (8 x 4) with teacher groups;
+ *           1 resident per SM, grid stride over the query tiles, one pass over the keys of each
+ *   regs    250 per thread: logits of A and B, with teacher groups also the sum over heads; loads in flight
+ *   shared  77 KB: two stages of both operands (33 KB), row states of all threads (40 KB), LSEs and spans of rows
+ *
+ *   one head:       for each key tile   x = q_t k_t^T, y = q_s k_s^T -> row states
+ *   teacher group:  each head           its LSE, unless given
+ *                   for each key tile   all heads -> x = log2 of their mean, y -> row states
+ *                   each head           dot_t, if wanted: one more pass over the keys
+ *
+ * Each thread has a row state per row, over its columns; the 16 lanes of a row merge theirs at the end. */
 #include "cuda/general/row_state.cuh"
 
 struct forward_memory {
-    stage_memory stage;
+    pipeline_memory pipe;
     thread_states states;
-    skl_lse2 lse_t[TILE]; /* of a head of a group */
-    skl_lse2 lse_s[TILE]; /* with dot_t */
+    skl_lse2 lse_t[TILE]; /* of one head of the teacher group */
+    skl_lse2 lse_s[TILE]; /* for dot_t */
     skl_dot_rule rules[TILE];
     key_span spans[TILE];
-    work_item at;
+    work_item work;
 };
 
 /* ---- Rows --------------------------------------------------------------------------------------------------- */
 
-/* Writes a row, and leaves the LSEs that normalise it in `lse` (group > 1). Returns the student's LSE. */
-static __device__ skl_lse2 finish_row(const skl_cuda_params &params, const tile_position &at, int row,
+/* Writes the results of a row. With a teacher group, also normalises the LSEs of its heads in `lse`. Returns the
+ * student's LSE. */
+static __device__ skl_lse2 finish_row(const skl_cuda_params &params, const tile_position &tile, int row,
                                       const skl_row_state &state, int64_t group, skl_lse2 *lse)
 {
     const bool reverse = params.problem.direction == SKL_KL_REVERSE;
     const skl_rows &rows = params.call.rows;
-    const int64_t query = at.query_first + row;
+    const int64_t query = tile.query_first + row;
     const float lse_a = skl_lse(state.m_a, state.l_a);
     const float lse_b = skl_lse(state.m_b, state.l_b);
-    const float own_t = reverse ? lse_b : lse_a;
-    const float own_s = reverse ? lse_a : lse_b;
-    skl_row_set(&rows.kl, &at.in.sequence, at.in.head, query, skl_kl_report(skl_state_kl(&state)));
-    skl_row_set(&rows.lse_s, &at.in.sequence, at.in.head, query, own_s);
+    const float lse_t = reverse ? lse_b : lse_a; /* teacher group: LSE of log mean_h P_h */
+    const float lse_s = reverse ? lse_a : lse_b;
+    skl_row_set(&rows.kl, &tile.work.sequence, tile.work.head, query, skl_kl_report(skl_state_kl(&state)));
+    skl_row_set(&rows.lse_s, &tile.work.sequence, tile.work.head, query, lse_s);
     if (group == 1)
-        skl_row_set(&rows.lse_t, &at.in.sequence, at.in.head, query, own_t);
+        skl_row_set(&rows.lse_t, &tile.work.sequence, tile.work.head, query, lse_t);
     for (int64_t h = 0; group > 1 && h < group; h++) {
-        /* The group's own sum renormalises given LSEs that cover more keys. */
+        /* Given LSEs may cover more keys than the row attends to; lse_t renormalises them. */
         skl_lse2 &head_lse = lse[h * TILE + row];
         const double given = (double)head_lse.value + (double)head_lse.low;
-        const double total = own_t == -INFINITY ? -INFINITY : given + (double)own_t * SKL_LOG2E_DOUBLE;
+        const double total = lse_t == -INFINITY ? -INFINITY : given + (double)lse_t * SKL_LOG2E_DOUBLE;
         head_lse = skl_lse2_split(total);
-        skl_row_set(&rows.lse_t, &at.in.sequence, at.in.head * group + h, query, (float)(total * SKL_LN2_DOUBLE));
+        skl_row_set(&rows.lse_t, &tile.work.sequence, tile.work.head * group + h, query,
+                    (float)(total * SKL_LN2_DOUBLE));
     }
-    return skl_lse2_of(own_s);
+    return skl_lse2_of(lse_s);
 }
 
 /* ---- One query tile ----------------------------------------------------------------------------------------- */
 
-/* States of the rows over all keys that they see. */
+/* Row states over all visible keys, in memory.states. */
 template <int COLUMNS>
-static __device__ void sum_keys(forward_memory &memory, pipeline<COLUMNS> &line, const skl_cuda_params &params,
-                                tile_position at, int64_t group, const skl_lse2 *lse)
+static __device__ void sum_keys(forward_memory &memory, pipeline<COLUMNS> &pipe, const skl_cuda_params &params,
+                                tile_position tile, int64_t group, const skl_lse2 *lse)
 {
     const skl_problem &p = params.problem;
     const bool reverse = p.direction == SKL_KL_REVERSE;
     memory.states.clear();
-    line.begin([&] { return source_of<false>(at, TEACHER, at.in.head * group); });
+    pipe.begin([&] { return operands_of<false>(tile, TEACHER, tile.work.head * group); });
 #pragma unroll 1
-    while (at.key_first < at.in.keys.end) {
+    while (tile.key_first < tile.work.keys.end) {
         fragment<COLUMNS> x, y;
         logit_tiles<false>(
-            x, y, line, at, group, memory.lse_t, [&](int64_t h) { return lse[h * TILE + threadIdx.x]; },
-            [&] { return source_of<false>(next_keys<COLUMNS>(at), TEACHER, at.in.head * group); });
+            x, y, pipe, tile, group, memory.lse_t, [&](int64_t h) { return lse[h * TILE + threadIdx.x]; },
+            [&] { return operands_of<false>(next_key_tile<COLUMNS>(tile), TEACHER, tile.work.head * group); });
 #pragma unroll
         for (int i = 0; i < ROWS; i++)
 #pragma unroll
             for (int j = 0; j < COLUMNS; j++) {
-                const float teachers = x.at[i][j];
-                x.at[i][j] = reverse ? y.at[i][j] : teachers;
-                y.at[i][j] = reverse ? teachers : y.at[i][j];
+                const float teacher = x.at[i][j];
+                x.at[i][j] = reverse ? y.at[i][j] : teacher;
+                y.at[i][j] = reverse ? teacher : y.at[i][j];
             }
-        add_tile(memory, x, y, p, at);
-        at.key_first += COLUMNS * LANES;
+        add_tile(memory, x, y, p, tile);
+        tile.key_first += COLUMNS * LANES;
     }
 }
 
-/* dot_t[h] by the rules of the rows; phi = dKL/dP: log P - log S, or -S/P in reverse. */
+/* dot_t[h] = sum_j P_hj dKL/dP_j, where dKL/dP is log P - log S, or -S/P for the reverse KL. mean and
+ * share: see skl_dot_rule. */
 template <int COLUMNS>
-static __device__ void group_dots(const skl_cuda_params &params, pipeline<COLUMNS> &line, const tile_position &tile,
-                                  int64_t group, const skl_lse2 *lse, forward_memory &memory)
+static __device__ void group_dots(const skl_cuda_params &params, pipeline<COLUMNS> &pipe,
+                                  const tile_position &first_tile, int64_t group, const skl_lse2 *lse,
+                                  forward_memory &memory)
 {
     const skl_problem &p = params.problem;
     const bool reverse = p.direction == SKL_KL_REVERSE;
 #pragma unroll 1
     for (int64_t h = 0; h < group; h++) {
-        const int64_t head = tile.in.head * group + h;
+        const int64_t head = first_tile.work.head * group + h;
         float dot[ROWS] = {};
-        tile_position at = tile;
-        line.begin([&] { return source_of<false>(at, TEACHER, at.in.head * group); });
+        tile_position tile = first_tile;
+        pipe.begin([&] { return operands_of<false>(tile, TEACHER, tile.work.head * group); });
 #pragma unroll 1
-        while (at.key_first < at.in.keys.end) {
+        while (tile.key_first < tile.work.keys.end) {
             fragment<COLUMNS> x, y;
             logit_tiles<false>(
-                x, y, line, at, group, memory.lse_t, [&](int64_t g) { return lse[g * TILE + threadIdx.x]; },
-                [&] { return source_of<false>(at, TEACHER, head); });
+                x, y, pipe, tile, group, memory.lse_t, [&](int64_t g) { return lse[g * TILE + threadIdx.x]; },
+                [&] { return operands_of<false>(tile, TEACHER, head); });
 #pragma unroll
             for (int i = 0; i < ROWS; i++)
 #pragma unroll
                 for (int j = 0; j < COLUMNS; j++)
-                    x.at[i][j] -= log_probability(y.at[i][j], memory.lse_s[row_of(i)]);
-            line.prefetch([&] { return source_of<false>(next_keys<COLUMNS>(at), TEACHER, at.in.head * group); });
-            line.multiply_tile(y);
-            scale_products(y, at.in.sides[TEACHER]);
-            find_spans(memory.spans, p, at);
+                    x.at[i][j] -= log_probability(y.at[i][j], memory.lse_s[acc_row(i)]);
+            pipe.prefetch(
+                [&] { return operands_of<false>(next_key_tile<COLUMNS>(tile), TEACHER, tile.work.head * group); });
+            pipe.multiply_tile(y);
+            scale_products(y, tile.work.sides[TEACHER]);
+            find_spans(memory.spans, p, tile);
 #pragma unroll
             for (int i = 0; i < ROWS; i++)
 #pragma unroll
                 for (int j = 0; j < COLUMNS; j++) {
-                    const float difference = x.at[i][j];
-                    const float log_p = log_probability(y.at[i][j], lse[h * TILE + row_of(i)]);
-                    const float p_head = ex2(log_p), mean = memory.rules[row_of(i)].mean;
+                    const float log_ratio = x.at[i][j];
+                    const float log_p = log_probability(y.at[i][j], lse[h * TILE + acc_row(i)]);
+                    const float p_head = ex2(log_p), mean = memory.rules[acc_row(i)].mean;
                     const float term =
-                        reverse ? -ex2(log_p - difference) - p_head * mean : p_head * (SKL_LN2 * difference - mean);
-                    dot[i] += sees(memory.spans[row_of(i)], acc_column(j)) ? term : 0.0F;
+                        reverse ? -ex2(log_p - log_ratio) - p_head * mean : p_head * (SKL_LN2 * log_ratio - mean);
+                    dot[i] += sees(memory.spans[acc_row(i)], acc_column(j)) ? term : 0.0F;
                 }
-            at.key_first += COLUMNS * LANES;
+            tile.key_first += COLUMNS * LANES;
         }
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
-            const skl_dot_rule rule = memory.rules[row_of(i)];
+            const skl_dot_rule rule = memory.rules[acc_row(i)];
             const float total = rule.mean + rule.share * row_sum(dot[i]);
-            const int64_t query = at.query_first + row_of(i);
-            if (first_lane() && query < at.in.queries.end)
-                skl_row_set(&params.call.rows.dot_t, &at.in.sequence, head, query, total);
+            const int64_t query = tile.query_first + acc_row(i);
+            if (first_lane() && query < tile.work.queries.end)
+                skl_row_set(&params.call.rows.dot_t, &tile.work.sequence, head, query, total);
         }
     }
 }
 
-template <bool GROUPED>
-static __device__ void forward_tile(const skl_cuda_params &params, forward_memory &memory, const tile_position &at,
+template <bool TEACHER_GROUPS>
+static __device__ void forward_tile(const skl_cuda_params &params, forward_memory &memory, const tile_position &tile,
                                     skl_lse2 *lse)
 {
     const skl_problem &p = params.problem;
-    const int64_t group = GROUPED ? skl_group_size(&p) : 1;
-    pipeline<GROUPED ? 4 : 8> line(memory.stage);
-    if (GROUPED && params.call.inputs.lse_t.data != NULL)
-        load_group_lse(lse, params.call.inputs.lse_t, at, group);
-    else if (GROUPED)
-        compute_group_lse(lse, memory, line, params, at, group);
-    if (GROUPED)
+    const int64_t group = TEACHER_GROUPS ? skl_group_size(&p) : 1;
+    pipeline<TEACHER_GROUPS ? 4 : 8> pipe(memory.pipe);
+    if (TEACHER_GROUPS && params.call.inputs.lse_t.data != NULL)
+        load_group_lse(lse, params.call.inputs.lse_t, tile, group);
+    else if (TEACHER_GROUPS)
+        compute_group_lse(lse, memory, pipe, params, tile, group);
+    if (TEACHER_GROUPS)
         __syncthreads();
 
-    sum_keys(memory, line, params, at, group, lse);
+    sum_keys(memory, pipe, params, tile, group, lse);
 #pragma unroll 1
     for (int i = 0; i < ROWS; i++) {
         const skl_row_state state = row_merge(memory.states.get(i));
-        const int64_t query = at.query_first + row_of(i);
-        if (!first_lane() || query >= at.in.queries.end)
+        const int64_t query = tile.query_first + acc_row(i);
+        if (!first_lane() || query >= tile.work.queries.end)
             continue;
         if (params.call.op == SKL_OP_PARTIAL) {
-            params.call.states[skl_state_index(&p, &at.in.sequence, at.in.head, query)] = state;
+            params.call.states[skl_state_index(&p, &tile.work.sequence, tile.work.head, query)] = state;
             continue;
         }
-        memory.lse_s[row_of(i)] = finish_row(params, at, row_of(i), state, group, lse);
-        memory.rules[row_of(i)] =
+        memory.lse_s[acc_row(i)] = finish_row(params, tile, acc_row(i), state, group, lse);
+        memory.rules[acc_row(i)] =
             skl_dot_rule_of(&state, p.direction == SKL_KL_REVERSE, params.call.inputs.lse_t.data != NULL);
     }
-    if (GROUPED && params.call.op != SKL_OP_PARTIAL && params.call.rows.dot_t.data != NULL) {
+    if (TEACHER_GROUPS && params.call.op != SKL_OP_PARTIAL && params.call.rows.dot_t.data != NULL) {
         __syncthreads();
-        group_dots(params, line, at, group, lse, memory);
+        group_dots(params, pipe, tile, group, lse, memory);
     }
 }
 
-template <bool GROUPED>
+template <bool TEACHER_GROUPS>
 static __global__ void __launch_bounds__(THREADS, 1) general_forward(const __grid_constant__ skl_cuda_params params)
 {
     extern __shared__ __align__(16) unsigned char raw[];
     forward_memory &memory = *(forward_memory *)(void *)raw;
     skl_lse2 *const lse =
         (skl_lse2 *)params.call.workspace + (int64_t)blockIdx.x * skl_group_size(&params.problem) * TILE;
-    const auto find = [&](int64_t item) { return query_item(params, item, false); };
-    for_items(memory.at, find, [&] {
-        if (memory.at.queries.begin < memory.at.queries.end)
-            forward_tile<GROUPED>(params, memory, {memory.at, memory.at.queries.begin, memory.at.keys.begin}, lse);
+    const auto find = [&](int64_t index) { return query_item(params, index, false); };
+    for_each_item(memory.work, find, [&] {
+        if (memory.work.queries.begin < memory.work.queries.end)
+            forward_tile<TEACHER_GROUPS>(params, memory,
+                                         {memory.work, memory.work.queries.begin, memory.work.keys.begin}, lse);
     });
 }
 
-template <bool GROUPED>
+template <bool TEACHER_GROUPS>
 static cudaError_t launch_forward(const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     const cudaError_t error = cudaFuncSetAttribute(
-        general_forward<GROUPED>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(forward_memory));
+        general_forward<TEACHER_GROUPS>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(forward_memory));
     if (error != cudaSuccess)
         return error;
-    record_launch("cuda_general", GROUPED ? SKL_VARIANT_GROUPS : SKL_VARIANT_GRID_STRIDE, 1);
-    general_forward<GROUPED><<<(unsigned)launch->sm_count * SKL_GENERAL_BLOCKS_PER_SM, THREADS,
-                               sizeof(forward_memory), params->call.stream>>>(*params);
+    record_launch("cuda_general", TEACHER_GROUPS ? SKL_VARIANT_GROUPS : SKL_VARIANT_GRID_STRIDE, 1);
+    general_forward<TEACHER_GROUPS><<<(unsigned)launch->sm_count * SKL_GENERAL_BLOCKS_PER_SM, THREADS,
+                                      sizeof(forward_memory), params->call.stream>>>(*params);
     return cudaPeekAtLastError();
 }
 

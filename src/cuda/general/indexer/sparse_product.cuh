@@ -1,7 +1,11 @@
-/* One row of the sparse stage of an indexer and its list of keys. Rows have no keys in common, so a block works on
- * one row: 64 keys of the list at a time are gathered, and all heads that share them are one product, heads by keys.
+/* One row of a sparse indexer and its list of top-k keys. Rows have different lists, but the heads of a row share
+ * one. So a block works on one row: it gathers 64 keys of the list at a time, and one product multiplies all heads
+ * that share a key head by them.
  *
- * A product takes 16, 32, 64 or 128 heads: 16 x 16 threads own 1 to 8 heads and 4 keys each. */
+ *              64 gathered keys
+ *            +------------------+
+ *   heads    |  <q_head, k_key> |    16, 32, 64 or 128 heads per product
+ *            +------------------+    16 x 16 threads, each with 1 to 8 heads and 4 keys */
 #ifndef SKL_CUDA_GENERAL_INDEXER_SPARSE_PRODUCT_CUH
 #define SKL_CUDA_GENERAL_INDEXER_SPARSE_PRODUCT_CUH
 
@@ -9,54 +13,55 @@
 #include "cuda/general/indexer/dense_tile.cuh"
 #include "cuda/common/indexer/sparse_row.cuh"
 
-constexpr int STEP = SKL_INDEX_STEP; /* keys of the list that are looked at together */
-constexpr int KEY_COLUMNS = STEP / LANES;
-constexpr int DOT_STRIDE = STEP + 8;  /* eight keys of four heads, which is what a warp reads, meet every bank once */
-constexpr int PARTS = THREADS / STEP; /* threads of a key, which share its heads */
+constexpr int KEY_TILE = SKL_INDEX_STEP; /* entries of the list that are gathered together */
+constexpr int KEY_COLUMNS = KEY_TILE / LANES;
+constexpr int DOT_STRIDE = KEY_TILE + 8;            /* a warp reads 8 keys of 4 heads: no bank conflicts */
+constexpr int THREADS_PER_KEY = THREADS / KEY_TILE; /* threads that share the heads of a key */
 
 struct sparse_memory {
-    staged_chunks chunks;
+    operand_stages stages;
     __align__(16) float dots[TILE * DOT_STRIDE]; /* [head][key] */
-    int32_t keys[STEP];                          /* -1: none */
-    float x[STEP], y[STEP];                      /* logits: log2 of the teacher's mean, the student's */
+    int32_t keys[KEY_TILE];                      /* -1: none */
+    float x[KEY_TILE], y[KEY_TILE];              /* log2 mean_h P_h of the teacher; logits of the indexer */
     skl_lse2 lse[TILE];                          /* of the teacher heads of a product */
     float weights[TILE];                         /* of the index heads of a product */
-    row_source heads, gathered;                  /* of a product: a row a head; rows that keys[] selects from */
+    row_source heads, gathered;                  /* of a product: one row per head; the rows that keys[] indexes */
     tile_side sides[2];
-    sparse_row at;
+    sparse_row row;
 };
 
 __device__ inline int key_of_thread(void)
 {
-    return (int)threadIdx.x / PARTS;
+    return (int)threadIdx.x / THREADS_PER_KEY;
 }
 
-__device__ inline int part_of_thread(void)
+__device__ inline int lane_of_key(void)
 {
-    return (int)threadIdx.x % PARTS;
+    return (int)threadIdx.x % THREADS_PER_KEY;
 }
 
-/* Begins row `item` of the launch. */
-__device__ inline void begin_row(sparse_memory &memory, const skl_cuda_params &params, int64_t item)
+/* Makes row `index` of the launch the current one. */
+__device__ inline void begin_row(sparse_memory &memory, const skl_cuda_params &params, int64_t index)
 {
     const skl_problem &p = params.problem;
-    __syncthreads(); /* nobody looks at the last row any more */
+    __syncthreads(); /* no thread reads the previous row any more */
     if (threadIdx.x == 0) {
-        memory.at = sparse_row_at(params, item);
+        memory.row = sparse_row_at(params, index);
         memory.sides[TEACHER] = tile_side_of(skl_teacher_of(&p, &params.call));
         memory.sides[STUDENT] = tile_side_of(skl_student_of(&p, &params.call));
     }
     __syncthreads();
 }
 
-/* Entries [first, first + STEP) of the list into memory.keys; false: none of them is a key. */
+/* Loads entries [first, first + KEY_TILE) of the list into memory.keys. Returns false if none of them is a visible
+ * key. */
 __device__ inline bool load_indices(sparse_memory &memory, int64_t top_k, int64_t first)
 {
-    __syncthreads(); /* nobody looks at the last keys any more */
+    __syncthreads(); /* no thread reads the previous keys any more */
     int32_t key = -1;
-    if (threadIdx.x < STEP) {
-        const int32_t listed = first + threadIdx.x < top_k ? memory.at.list[first + threadIdx.x] : -1;
-        key = skl_index_is_visible(listed, memory.at.visible) ? listed : -1;
+    if (threadIdx.x < KEY_TILE) {
+        const int32_t index = first + threadIdx.x < top_k ? memory.row.list[first + threadIdx.x] : -1;
+        key = skl_index_is_visible(index, memory.row.visible) ? index : -1;
         memory.keys[threadIdx.x] = key;
     }
     return __syncthreads_or(key >= 0) != 0;
@@ -64,7 +69,7 @@ __device__ inline bool load_indices(sparse_memory &memory, int64_t top_k, int64_
 
 /* ---- Products ----------------------------------------------------------------------------------------------- */
 
-/* A quad of the key that an entry selects; zeros if it is none. */
+/* A quad of the key of an entry; zeros if the entry has no key. */
 __device__ inline void load_gathered(raw_quad &to, const sparse_memory &memory, int entry, int c)
 {
     const int64_t key = memory.keys[entry];
@@ -78,7 +83,7 @@ __device__ inline void load_gathered(raw_quad &to, const sparse_memory &memory, 
 
 template <int R> __device__ inline int head_of(int i)
 {
-    return R == 8 ? row_of(i) : (int)threadIdx.x / LANES * R + i;
+    return R == 8 ? acc_row(i) : (int)threadIdx.x / LANES * R + i;
 }
 
 template <int R> __device__ inline void read_heads(float (&to)[R], const float *from)
@@ -92,7 +97,7 @@ template <int R> __device__ inline void read_heads(float (&to)[R], const float *
     }
 }
 
-/* memory.dots = <heads, keys>, for up to 16 R heads; others may read them. */
+/* memory.dots = <head, key> for up to 16 R heads. Ends with a barrier: all threads may read them. */
 template <int R> __device__ inline void multiply_heads(sparse_memory &memory)
 {
     constexpr int QUADS = R == 8 ? 2 : 1;
@@ -100,25 +105,25 @@ template <int R> __device__ inline void multiply_heads(sparse_memory &memory)
     const skl_dtype dtype = memory.heads.dtype;
     const int quad = (int)threadIdx.x % 4 * QUAD;
     float sum[R][KEY_COLUMNS] = {};
-    raw_quad own[QUADS], streamed[1];
-    load_dims(own, memory.heads, 0);
+    raw_quad stationary[QUADS], streamed[1];
+    load_dims(stationary, memory.heads, 0);
     load_gathered(streamed[0], memory, key_of_thread(), quad);
 #pragma unroll 1
-    for (int c = 0, chunk = 0; c < dim; c += CHUNK, chunk ^= 1) {
-        store_dims(memory.chunks.own[chunk], own, dtype);
-        store_dims(memory.chunks.streamed[chunk], streamed, dtype);
-        __syncthreads(); /* this chunk is complete, and the one before the last is no longer read */
-        if (c + CHUNK < dim) {
-            load_dims(own, memory.heads, c + CHUNK);
-            load_gathered(streamed[0], memory, key_of_thread(), c + CHUNK + quad);
+    for (int c = 0, stage = 0; c < dim; c += STAGE_STEPS, stage ^= 1) {
+        store_dims(memory.stages.stationary[stage], stationary, dtype);
+        store_dims(memory.stages.streamed[stage], streamed, dtype);
+        __syncthreads(); /* this stage is full, and no thread reads the other one any more */
+        if (c + STAGE_STEPS < dim) {
+            load_dims(stationary, memory.heads, c + STAGE_STEPS);
+            load_gathered(streamed[0], memory, key_of_thread(), c + STAGE_STEPS + quad);
         }
-        const float *const a_chunk = memory.chunks.own[chunk];
-        const float *const b_chunk = memory.chunks.streamed[chunk] + (int)threadIdx.x % LANES * 4;
+        const float *const smem_heads = memory.stages.stationary[stage];
+        const float *const smem_keys = memory.stages.streamed[stage] + (int)threadIdx.x % LANES * 4;
 #pragma unroll
-        for (int step = 0; step < CHUNK; step++) {
+        for (int step = 0; step < STAGE_STEPS; step++) {
             float a[R], b[KEY_COLUMNS];
-            read_heads<R>(a, a_chunk + step_at(step));
-            read_fours(b, b_chunk + step_at(step));
+            read_heads<R>(a, smem_heads + step_offset(step));
+            read_fours(b, smem_keys + step_offset(step));
 #pragma unroll
             for (int i = 0; i < R; i++)
 #pragma unroll
@@ -133,7 +138,7 @@ template <int R> __device__ inline void multiply_heads(sparse_memory &memory)
     __syncthreads();
 }
 
-/* The product of the fewest heads that will do. */
+/* The same with the smallest R for `count` heads. */
 __device__ inline void multiply_heads(sparse_memory &memory, int64_t count)
 {
     if (count > 64)
@@ -146,34 +151,34 @@ __device__ inline void multiply_heads(sparse_memory &memory, int64_t count)
         multiply_heads<1>(memory);
 }
 
-/* Says what a product is of: `count` query heads from `head` on, and the keys of one key head. */
+/* Sets the operands of a product: `count` query heads from `head`, and the keys of one key head. */
 __device__ inline void set_product(sparse_memory &memory, int side, int64_t head, int64_t count, int64_t key_head)
 {
     const tile_side &of = memory.sides[side];
-    const skl_sequence &s = memory.at.sequence;
+    const skl_sequence &s = memory.row.sequence;
     if (threadIdx.x != 0)
         return;
     const skl_input heads = {of.q.data, 0, 0, of.q.stride_head};
-    memory.heads =
-        source_rows(heads, of.dtype, of.dim, SKL_ROW(of.q, s.batch, head, s.query_begin + memory.at.query), 0, count);
+    memory.heads = make_row_source(heads, of.dtype, of.dim,
+                                   SKL_ROW(of.q, s.batch, head, s.query_begin + memory.row.query), 0, count);
     memory.gathered =
-        source_rows(of.k, of.dtype, of.dim, SKL_ROW(of.k, s.batch, key_head, s.key_begin), 0, s.key_count);
+        make_row_source(of.k, of.dtype, of.dim, SKL_ROW(of.k, s.batch, key_head, s.key_begin), 0, s.key_count);
 }
 
-/* Teacher heads of the group from h on that are one product. */
-__device__ inline int64_t teacher_run(const sparse_memory &memory, int64_t group, int64_t h)
+/* Number of teacher heads of the group, from h, in one product: heads that share a key head. */
+__device__ inline int64_t teacher_heads_per_product(const sparse_memory &memory, int64_t group, int64_t h)
 {
-    const int64_t sharing = memory.sides[TEACHER].heads_per_key, first = memory.at.head * group;
-    const int64_t shared_end = ((first + h) / sharing + 1) * sharing - first;
+    const int64_t heads_per_key = memory.sides[TEACHER].heads_per_key, first = memory.row.head * group;
+    const int64_t shared_end = ((first + h) / heads_per_key + 1) * heads_per_key - first;
     return skl_min(skl_min(group, shared_end) - h, TILE);
 }
 
-/* Dots of `count` teacher heads of the group from h on; lse_of(h) gives their LSEs. */
+/* memory.dots of `count` teacher heads of the group from h; lse_of(h) returns their LSEs, for memory.lse. */
 template <typename LSE>
 __device__ inline void teacher_dots(sparse_memory &memory, int64_t group, int64_t h, int64_t count, LSE lse_of)
 {
-    const int64_t head = memory.at.head * group + h;
-    __syncthreads(); /* nobody looks at the last product any more */
+    const int64_t head = memory.row.head * group + h;
+    __syncthreads(); /* no thread reads the previous product any more */
     set_product(memory, TEACHER, head, count, head / memory.sides[TEACHER].heads_per_key);
     if (threadIdx.x < count)
         memory.lse[threadIdx.x] = lse_of(h + threadIdx.x);
@@ -181,16 +186,16 @@ __device__ inline void teacher_dots(sparse_memory &memory, int64_t group, int64_
     multiply_heads(memory, count);
 }
 
-/* Says the same of `count` index heads from g on, and brings their weights. */
+/* Sets the operands of a product of `count` index heads from g, and loads their weights. */
 __device__ inline void set_index_product(sparse_memory &memory, const skl_cuda_params &params, int64_t g,
                                          int64_t count)
 {
-    const sparse_row &at = memory.at;
-    __syncthreads(); /* nobody looks at the last product any more */
-    set_product(memory, STUDENT, at.head * params.problem.index_heads + g, count,
-                at.head / memory.sides[STUDENT].heads_per_key);
+    const sparse_row &row = memory.row;
+    __syncthreads(); /* no thread reads the previous product any more */
+    set_product(memory, STUDENT, row.head * params.problem.index_heads + g, count,
+                row.head / memory.sides[STUDENT].heads_per_key);
     if (threadIdx.x < count)
-        memory.weights[threadIdx.x] = index_weight(params, at.sequence, at.head, g + threadIdx.x, at.query);
+        memory.weights[threadIdx.x] = index_weight(params, row.sequence, row.head, g + threadIdx.x, row.query);
     __syncthreads();
 }
 
@@ -202,33 +207,33 @@ __device__ inline float teacher_logit(const tile_side &side, float dot)
 
 /* ---- Logits ------------------------------------------------------------------------------------------------- */
 
-/* memory.x = log2 of the mean of the teacher heads' probabilities, for the keys at hand. */
-template <typename LSE> __device__ inline void teacher_block(sparse_memory &memory, int64_t group, LSE lse_of)
+/* memory.x = log2 mean_h P_h over the heads of the teacher group, for memory.keys. */
+template <typename LSE> __device__ inline void teacher_logits(sparse_memory &memory, int64_t group, LSE lse_of)
 {
-    float x = -3e38F, sum = 0.0F; /* finite: the difference of two infinities is none */
+    float x = -3e38F, sum = 0.0F; /* finite: -inf - -inf would be NaN */
 #pragma unroll 1
     for (int64_t h = 0, count; h < group; h += count) {
-        count = teacher_run(memory, group, h);
+        count = teacher_heads_per_product(memory, group, h);
         teacher_dots(memory, group, h, count, lse_of);
 #pragma unroll 1
-        for (int row = part_of_thread(); row < count; row += PARTS) {
-            const float dot = memory.dots[row * DOT_STRIDE + key_of_thread()];
-            add_in_log_space(x, sum, log_probability(teacher_logit(memory.sides[TEACHER], dot), memory.lse[row]));
+        for (int head = lane_of_key(); head < count; head += THREADS_PER_KEY) {
+            const float dot = memory.dots[head * DOT_STRIDE + key_of_thread()];
+            add_in_log_space(x, sum, log_probability(teacher_logit(memory.sides[TEACHER], dot), memory.lse[head]));
         }
     }
 #pragma unroll
-    for (int offset = 1; offset < PARTS; offset *= 2) {
+    for (int offset = 1; offset < THREADS_PER_KEY; offset *= 2) {
         const float other_x = __shfl_xor_sync(~0U, x, offset), other_sum = __shfl_xor_sync(~0U, sum, offset);
         const float larger = fmaxf(x, other_x);
         sum = sum * ex2(x - larger) + other_sum * ex2(other_x - larger);
         x = larger;
     }
-    if (part_of_thread() == 0)
+    if (lane_of_key() == 0)
         memory.x[key_of_thread()] = x + log2f(sum / (float)group);
 }
 
-/* memory.y = the indexer's logits in base 2; others may read both. */
-__device__ inline void student_block(sparse_memory &memory, const skl_cuda_params &params)
+/* memory.y = logits of the indexer in base 2. Ends with a barrier: all threads may read memory.x and memory.y. */
+__device__ inline void student_logits(sparse_memory &memory, const skl_cuda_params &params)
 {
     const int64_t heads = params.problem.index_heads;
     const bool linear = params.problem.index_linear != 0;
@@ -239,15 +244,15 @@ __device__ inline void student_block(sparse_memory &memory, const skl_cuda_param
         set_index_product(memory, params, g, count);
         multiply_heads(memory, count);
 #pragma unroll 1
-        for (int row = part_of_thread(); row < count; row += PARTS) {
-            const float dot = memory.dots[row * DOT_STRIDE + key_of_thread()];
-            y = index_active(linear, dot) ? fmaf(memory.weights[row], dot, y) : y;
+        for (int head = lane_of_key(); head < count; head += THREADS_PER_KEY) {
+            const float dot = memory.dots[head * DOT_STRIDE + key_of_thread()];
+            y = index_active(linear, dot) ? fmaf(memory.weights[head], dot, y) : y;
         }
     }
 #pragma unroll
-    for (int offset = 1; offset < PARTS; offset *= 2)
+    for (int offset = 1; offset < THREADS_PER_KEY; offset *= 2)
         y += __shfl_xor_sync(~0U, y, offset);
-    if (part_of_thread() == 0)
+    if (lane_of_key() == 0)
         memory.y[key_of_thread()] = __fmul_rn(y, memory.sides[STUDENT].scale);
     __syncthreads();
 }

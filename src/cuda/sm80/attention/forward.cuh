@@ -1,19 +1,24 @@
-/* Forward on tensor cores by mma.sync, sm_80 and up: 16-bit types, one teacher head a student head. sm80/tile.cuh
- * says how a block works.
+/* Forward by mma.sync, sm_80 and up: KL and LSEs of each row in one pass over the keys. 16-bit types, one teacher
+ * head per student head. mma_tile.cuh describes the tiles.
  *
- *   block   4 warps of 16 M queries: 128 for M = 2, 64 for M = 1; 2 or 3 blocks a multiprocessor
- *   regs    Q of both arguments (M DIM / 2), logits of a step (8 M), states and sums of 2 M rows (16 M)
- *   shared  2 stages of 64 keys of both arguments: 64 KB at DIM = 128
+ * X and Y are on the tensor cores, two exponentials per pair on the special function units. One block alternates
+ * between them; two or three blocks per SM overlap them. Registers limit the number of blocks.
  *
- *   stage n + 1 is copied (cp.async)  |  for each step of 8 or 16 keys of stage n: X, Y (mma), both exponentials,
- * sums
+ *   block      4 warps of 16 M queries: 128 queries for M = 2, 64 for M = 1; 2 or 3 blocks per SM
+ *   registers  Q of A and B (M DIM / 2), logits of a step (8 M), states and sums of 2 M rows (16 M)
+ *   shared     2 stages of 64 keys of A and B: 64 KB at DIM = 128
  *
- * A thread keeps the state of its own columns of each of its rows; four lanes merge theirs at the end. Stages that a
- * warp sees whole are summed blindly, with the stabilisers as they are; where that does not hold (a row's first
- * stage, masks, logits that outgrew the stabiliser, softcap) the stage is done over, with a maximum for each step.
+ *   cp.async   | stage n + 1                  | stage n + 2
+ *   warps      | stage n, in steps of 8 keys: | stage n + 1
+ *              |   X, Y (mma)                 |
+ *              |   2^x, 2^y, row sums         |
  *
- * When there are too few query tiles to fill the GPU, a tile's keys are cut into parts, a block each. Their states go
- * through the workspace, and a second kernel merges them. */
+ * Row sums use a lazy shift. A full tile is added with the current shifts and without looking for a maximum. If a
+ * sum exceeds its bound, nothing is added and the stage is computed again on the slow path, with the maximum of each
+ * step as the shift. A row's first stage, masked tiles, and all tiles with softcap take the slow path, too.
+ *
+ * If there are too few query tiles to fill the GPU, the keys of a tile are divided into splits, one block each. The
+ * blocks write their row states to the workspace, and a second kernel merges them. */
 #ifndef SKL_CUDA_SM80_ATTENTION_FORWARD_CUH
 #define SKL_CUDA_SM80_ATTENTION_FORWARD_CUH
 
@@ -23,14 +28,14 @@ namespace sm80
 {
 
 template <int DIM, int M> union forward_memory {
-    stage_memory<DIM> stages[STAGES];
+    smem_stage<DIM> stages[STAGES];
     skl_row_state rows[WARPS * 16 * M];
 };
 
-/* Adds a stage that every row of the warp sees whole; false, and nothing added, if a stabiliser has to move. */
+/* Adds a full tile with the current shifts. Returns false, and adds nothing, if a shift has to change. */
 template <typename ELEMENT, int BLOCKS, int DIM, int M>
-__device__ inline bool add_with_shift(skl_row_state (&state)[M][2], const own_rows<DIM, M> &q_a, uint32_t k_a,
-                                      float scale_a, const own_rows<DIM, M> &q_b, uint32_t k_b, float scale_b)
+__device__ inline bool add_with_shift(skl_row_state (&state)[M][2], const row_frags<DIM, M> &q_a, uint32_t k_a,
+                                      float scale_a, const row_frags<DIM, M> &q_b, uint32_t k_b, float scale_b)
 {
     row_sums sums[M][2] = {};
 #pragma unroll 1
@@ -45,13 +50,13 @@ __device__ inline bool add_with_shift(skl_row_state (&state)[M][2], const own_ro
                 add_pair(sums[m][e % 4 / 2], fmaf(x.at[m][e / 4][e % 4], scale_a, -state[m][e % 4 / 2].m_a),
                          fmaf(y.at[m][e / 4][e % 4], scale_b, -state[m][e % 4 / 2].m_b));
     }
-    bool fine = true;
+    bool in_range = true;
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int half = 0; half < 2; half++)
-            fine = fine && sums[m][half].l_a < SKL_LAZY_BOUND && sums[m][half].l_b < SKL_LAZY_BOUND;
-    if (__any_sync(~0U, !fine))
+            in_range = in_range && sums[m][half].l_a < SKL_LAZY_BOUND && sums[m][half].l_b < SKL_LAZY_BOUND;
+    if (__any_sync(~0U, !in_range))
         return false;
 #pragma unroll
     for (int m = 0; m < M; m++)
@@ -63,6 +68,7 @@ __device__ inline bool add_with_shift(skl_row_state (&state)[M][2], const own_ro
 
 /* ---- One query tile ----------------------------------------------------------------------------------------- */
 
+/* Adds the keys of a split to the states of the thread's rows. */
 template <typename ELEMENT, int DIM, int M>
 __device__ inline void sum_keys(skl_row_state (&state)[M][2], const forward_params &params,
                                 forward_memory<DIM, M> &memory, const skl_sequence &s, int64_t head,
@@ -70,34 +76,35 @@ __device__ inline void sum_keys(skl_row_state (&state)[M][2], const forward_para
 {
     const skl_cuda_argument &a = params.a, &b = params.b;
     const int last_row = (int)skl_min(WARPS * 16 * M, s.query_count - query_first) - 1;
-    const streamed_band keys = cut(stream_for(skl_key_band(&params.problem, &s), query_first, query_first + last_row),
-                                   STAGE_ROWS<DIM>, split, params.num_splits);
+    const streamed_band keys =
+        streamed_split(stream_for(skl_key_band(&params.problem, &s), query_first, query_first + last_row),
+                       STAGE_ROWS<DIM>, split, params.num_splits);
     const reach warp = reach_of(keys.band, (int)threadIdx.x / 32 * 16 * M, 16 * M);
     const row_source<ELEMENT> from_a = keys_of<ELEMENT>(a, s, head).from(keys.origin);
     const row_source<ELEMENT> from_b = keys_of<ELEMENT>(b, s, head).from(keys.origin);
     const bool capped = a.capped || b.capped;
 
-    own_rows<DIM, M> q_a, q_b;
-    load_own(q_a, memory.stages, queries_of<ELEMENT>(a, s, head).from(query_first), last_row + 1);
-    load_own(q_b, memory.stages, queries_of<ELEMENT>(b, s, head).from(query_first), last_row + 1);
+    row_frags<DIM, M> q_a, q_b;
+    load_frags(q_a, memory.stages, queries_of<ELEMENT>(a, s, head).from(query_first), last_row + 1);
+    load_frags(q_b, memory.stages, queries_of<ELEMENT>(b, s, head).from(query_first), last_row + 1);
 
     copy_rows(memory.stages[0].a, from_a, 0, keys.band.count);
     copy_rows(memory.stages[0].b, from_b, 0, keys.band.count);
     cp_async_commit();
     for (int first = 0, stage = 0; first < keys.needed; first += STAGE_ROWS<DIM>, stage = 1 - stage) {
         cp_async_wait<0>();
-        __syncthreads(); /* this stage is complete, and the other one free */
+        __syncthreads(); /* this stage is complete, and the other one is free */
         if (first + STAGE_ROWS<DIM> < keys.needed) {
             copy_rows(memory.stages[1 - stage].a, from_a, first + STAGE_ROWS<DIM>, keys.band.count);
             copy_rows(memory.stages[1 - stage].b, from_b, first + STAGE_ROWS<DIM>, keys.band.count);
         }
         cp_async_commit();
-        if (!meets(warp.any, first, STAGE_ROWS<DIM>))
+        if (!overlaps(warp.any, first, STAGE_ROWS<DIM>))
             continue;
 
-        constexpr int BLOCKS = 1; /* in eights: steps of 16 keys were slower, their logits take registers */
-        const uint32_t k_a = logit_operand<BLOCKS>(memory.stages[stage].a);
-        const uint32_t k_b = logit_operand<BLOCKS>(memory.stages[stage].b);
+        constexpr int BLOCKS = 1; /* of 8 keys: steps of 16 keys need more registers for logits and were slower */
+        const uint32_t k_a = logit_b_address<BLOCKS>(memory.stages[stage].a);
+        const uint32_t k_b = logit_b_address<BLOCKS>(memory.stages[stage].b);
         if (covers(warp.all, first, STAGE_ROWS<DIM>) && !capped &&
             add_with_shift<ELEMENT, BLOCKS>(state, q_a, k_a, a.scale, q_b, k_b, b.scale))
             continue;
@@ -106,14 +113,14 @@ __device__ inline void sum_keys(skl_row_state (&state)[M][2], const forward_para
             logits<M, BLOCKS> x, y;
             multiply<ELEMENT>(x, q_a, k_a, row);
             multiply<ELEMENT>(y, q_b, k_b, row);
-            const float rest_a = cap_logits(x, a);
-            const float rest_b = cap_logits(y, b);
+            const float scale_a = cap_logits(x, a);
+            const float scale_b = cap_logits(y, b);
 #pragma unroll
             for (int m = 0; m < M; m++)
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     const range32 sees = keys.band.of(acc_row<M>(m, half));
-                    add_with_max<true>(state[m][half], x.at[m], rest_a, y.at[m], rest_b, half,
+                    add_with_max<true>(state[m][half], x.at[m], scale_a, y.at[m], scale_b, half,
                                        {sees.begin - first - row, sees.end - first - row});
                 }
         }
@@ -122,7 +129,7 @@ __device__ inline void sum_keys(skl_row_state (&state)[M][2], const forward_para
     __syncthreads();
 }
 
-/* Blocks that share a multiprocessor: what one leaves idle another one uses. Their registers bound it. */
+/* Registers limit the blocks per SM. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 template <int DIM> constexpr int FORWARD_BLOCKS_PER_SM = 2;
 #else
@@ -135,14 +142,14 @@ __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS_PER_SM<DIM>)
 {
     extern __shared__ __align__(128) unsigned char raw[];
     forward_memory<DIM, M> &memory = *(forward_memory<DIM, M> *)(void *)raw;
-    query_tile<M> place;
-    if (!place.find(params, params.num_splits, (unsigned)params.head_group))
+    query_tile<M> tile;
+    if (!tile.find(params, params.num_splits, (unsigned)params.head_group))
         return;
     skl_row_state state[M][2];
 #pragma unroll
     for (int m = 0; m < M; m++)
         state[m][0] = state[m][1] = skl_state_empty();
-    sum_keys<ELEMENT, DIM, M>(state, params, memory, place.sequence, place.head, place.first, place.split);
+    sum_keys<ELEMENT, DIM, M>(state, params, memory, tile.sequence, tile.head, tile.first, tile.split);
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
@@ -152,17 +159,18 @@ __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS_PER_SM<DIM>)
                 memory.rows[acc_row<M>(m, half)] = merged;
         }
     __syncthreads();
-    query_tile<M> again; /* the first one need not stay in registers all the way */
-    (void)again.find(params, params.num_splits, (unsigned)params.head_group);
+    query_tile<M> written; /* the same tile, recomputed: `tile` need not stay in registers during the loop */
+    (void)written.find(params, params.num_splits, (unsigned)params.head_group);
     const int row = (int)threadIdx.x;
-    if (row < again.ROWS && again.first + row < again.sequence.query_count)
-        write_split(params, again, row, memory.rows[row]);
+    if (row < written.ROWS && written.first + row < written.sequence.query_count)
+        write_split(params, written, row, memory.rows[row]);
 }
 
 template <typename ELEMENT, int DIM, int M> struct forward_launch {
     static constexpr int ROWS = query_tile<M>::ROWS, MEMORY = sizeof(forward_memory<DIM, M>);
     static_assert(ROWS == SKL_SM80_FORWARD_ROWS(DIM), "select.c counts tiles");
-    static_assert(SKL_SM80_BLOCKS_PER_SM_MAX * ROWS <= SKL_SPLIT_ROWS_MAX, "the workspace holds the splits");
+    static_assert(SKL_SM80_BLOCKS_PER_SM_MAX * ROWS <= SKL_SPLIT_ROWS_MAX,
+                  "the workspace holds the states of all splits");
 
     static cudaError_t allow_memory()
     {
@@ -186,14 +194,15 @@ template <typename ELEMENT, int DIM, int M> struct forward_launch {
         const cudaError_t error = allow_memory();
         if (error != cudaSuccess)
             return error;
-        const forward_params own = forward_params_of(params, launch);
-        const skl_problem *const p = &own.problem;
+        const forward_params kernel_params = forward_params_of(params, launch);
+        const skl_problem *const p = &kernel_params.problem;
         const int64_t tiles = skl_ceil_div(p->len_q, ROWS);
-        record_launch(kernel, SKL_VARIANT_TILES, own.num_splits);
-        forward_kernel<ELEMENT, DIM, M>
-            <<<grid_of(p->batch, p->heads_s, tiles * own.num_splits), THREADS, MEMORY, own.call.stream>>>(own);
-        if (own.num_splits > 1)
-            merge_splits<M><<<grid_of(p->batch, p->heads_s, tiles), ROWS, 0, own.call.stream>>>(own);
+        record_launch(kernel, SKL_VARIANT_TILES, kernel_params.num_splits);
+        forward_kernel<ELEMENT, DIM, M><<<grid_of(p->batch, p->heads_s, tiles * kernel_params.num_splits), THREADS,
+                                          MEMORY, kernel_params.call.stream>>>(kernel_params);
+        if (kernel_params.num_splits > 1)
+            merge_splits<M>
+                <<<grid_of(p->batch, p->heads_s, tiles), ROWS, 0, kernel_params.call.stream>>>(kernel_params);
         return cudaPeekAtLastError();
     }
 };

@@ -1,4 +1,4 @@
-/* The launches of an indexer by mma.sync: rows in one, gradients in three a strip. */
+/* Launches of a dense indexer by mma.sync: one for rows, three per strip for gradients. */
 #ifndef SKL_CUDA_SM80_INDEXER_DENSE_CUH
 #define SKL_CUDA_SM80_INDEXER_DENSE_CUH
 
@@ -21,11 +21,12 @@ cudaError_t launch_index(KERNEL kernel, int64_t blocks, size_t memory, const ind
     return cudaPeekAtLastError();
 }
 
-template <typename ELEMENT, bool GRADIENTS> cudaError_t launch_scores(const index_params &own)
+template <typename ELEMENT, bool GRADIENTS> cudaError_t launch_scores(const index_params &kernel_params)
 {
-    const cudaError_t error = launch_index(index_score_kernel<ELEMENT, GRADIENTS>, own.strip_count * own.num_splits,
-                                           sizeof(score_smem), own);
-    return error == cudaSuccess ? launch_rows(own) : error;
+    const cudaError_t error =
+        launch_index(index_score_kernel<ELEMENT, GRADIENTS>, kernel_params.strip_count * kernel_params.num_splits,
+                     sizeof(score_smem), kernel_params);
+    return error == cudaSuccess ? launch_rows(kernel_params) : error;
 }
 
 template <typename ELEMENT>
@@ -34,36 +35,37 @@ cudaError_t launch_dense_rows(const char *kernel, const skl_cuda_params *params,
     record_launch(kernel, SKL_VARIANT_ROWS, launch->strips.num_splits);
     const skl_problem *const p = &params->problem;
     const skl_index_layout &layout = launch->strips;
-    index_params own = params_for(params, layout);
+    index_params kernel_params = params_for(params, layout);
     cudaError_t error = cudaSuccess;
-    if (own.with_teacher && !own.lse_given) {
-        place_teacher_lse(&own, layout);
+    if (kernel_params.with_teacher && !kernel_params.lse_given) {
+        assign_teacher_lse(&kernel_params, layout);
         error = launch_index(index_lse_kernel<ELEMENT>, p->batch * p->heads_t * skl_ceil_div(p->len_q, SIDE),
-                             sizeof(score_smem), own);
+                             sizeof(score_smem), kernel_params);
     }
-    return error == cudaSuccess ? launch_scores<ELEMENT, false>(own) : error;
+    return error == cudaSuccess ? launch_scores<ELEMENT, false>(kernel_params) : error;
 }
 
-/* Own rows of a block are 64 times as many: what registers, and for keys shared memory of two blocks, have room for.
- */
+/* M of the gradient kernels: a block has 64 M stationary rows. Registers limit M, and for keys the shared memory of
+ * two blocks. */
 template <int DIM> constexpr int QUERY_ROWS = DIM > 64 ? 1 : 2;
 template <typename ELEMENT, int DIM> constexpr int KEY_ROWS = DIM > 64 || G_PLANES<ELEMENT> > 1 ? 1 : 2;
 
-template <typename ELEMENT, int DIM> cudaError_t launch_index_queries(const index_params &own)
+template <typename ELEMENT, int DIM> cudaError_t launch_index_queries(const index_params &kernel_params)
 {
     constexpr int M = QUERY_ROWS<DIM>;
-    return launch_index(index_query_kernel<ELEMENT, DIM, M>, own.strip_count * own.problem.index_heads * (2 / M),
-                        sizeof(query_smem<DIM>), own);
+    return launch_index(index_query_kernel<ELEMENT, DIM, M>,
+                        kernel_params.strip_count * kernel_params.problem.index_heads * (2 / M),
+                        sizeof(query_smem<DIM>), kernel_params);
 }
 
 template <typename ELEMENT, int DIM>
-cudaError_t launch_index_keys(const index_params &own, const skl_index_layout &layout)
+cudaError_t launch_index_keys(const index_params &kernel_params, const skl_index_layout &layout)
 {
     constexpr int M = KEY_ROWS<ELEMENT, DIM>;
-    index_params slice = own;
+    index_params slice = kernel_params;
     slice.num_splits = layout.num_dk_splits;
     cudaError_t error = cudaSuccess;
-    for (slice.dim_first = 0; slice.dim_first < own.problem.dim_s && error == cudaSuccess;
+    for (slice.dim_first = 0; slice.dim_first < kernel_params.problem.dim_s && error == cudaSuccess;
          slice.dim_first += KEY_WIDTH<DIM>)
         error = launch_index(index_key_kernel<ELEMENT, DIM, M>, layout.key_items * layout.num_dk_splits * (2 / M),
                              sizeof(key_smem<DIM, M, G_PLANES<ELEMENT>>), slice);
@@ -71,14 +73,14 @@ cudaError_t launch_index_keys(const index_params &own, const skl_index_layout &l
 }
 
 template <typename ELEMENT, int DIM>
-cudaError_t launch_index_sums(const index_params &own, const skl_index_layout &layout)
+cudaError_t launch_index_sums(const index_params &kernel_params, const skl_index_layout &layout)
 {
-    const skl_gradients *const grads = &own.call.gradients;
+    const skl_gradients *const grads = &kernel_params.call.gradients;
     cudaError_t error = cudaSuccess;
     if (grads->dq_s.data != NULL || grads->dw_s.data != NULL)
-        error = launch_index_queries<ELEMENT, DIM>(own);
+        error = launch_index_queries<ELEMENT, DIM>(kernel_params);
     if (error == cudaSuccess && grads->dk_s.data != NULL)
-        error = launch_index_keys<ELEMENT, DIM>(own, layout);
+        error = launch_index_keys<ELEMENT, DIM>(kernel_params, layout);
     return error;
 }
 
@@ -88,8 +90,8 @@ cudaError_t launch_dense_gradients(const char *kernel, const skl_cuda_params *pa
     record_launch(kernel, SKL_VARIANT_GRADIENTS, launch->strips.num_splits);
     const skl_problem *const p = &params->problem;
     const skl_index_layout &layout = launch->strips;
-    index_params own = params_for(params, layout);
-    return launch_strips(&own, launch, [&](const index_params &strip) {
+    index_params kernel_params = params_for(params, layout);
+    return launch_strips(&kernel_params, launch, [&](const index_params &strip) {
         const cudaError_t error = launch_scores<ELEMENT, true>(strip);
         return error != cudaSuccess ? error
                : p->dim_s <= 64     ? launch_index_sums<ELEMENT, 64>(strip, layout)

@@ -1,31 +1,38 @@
-/* Gradients of one side for heads of more than 128 dimensions on Hopper's tensor cores (sm_90a): 16-bit types, one
- * teacher head a student head. Split, as sm80/backward.cuh is: one kernel gives dq with queries as own rows, its
- * mirror image dk with keys as own rows (DK). Nothing is summed in memory: the bits are the same on every run, and
- * no workspace is needed. "Own" is the argument of the KL that gets its gradients, "other" the remaining one.
+/* dq and dk with respect to one argument for head sizes 192 and 256, on Hopper's tensor cores (sm_90a): 16-bit types,
+ * one teacher head per student head.
  *
- *   block    2 warpgroups of 64 own rows and 1 staging warpgroup; one block a multiprocessor
- *   regs     224 a thread with rows: their gradient (DIM / 2), logits of a stage (64, G takes their place), 24 and
- *            more for the rest; 56 a staging thread
- *   shared   128 own rows of both arguments; stages of 64 streamed rows in two rings, one an argument: at DIM = 256
- *            there is room for three of 32 KB, two of them for the own argument
+ * Two kernels, as in sm80/attention/backward.cuh: one computes dq and keeps a tile of queries stationary; its
+ * transpose (DK) computes dk and keeps a tile of keys. The gradient stays in registers: its bits are the same on
+ * every run, and it needs no workspace. The fused backward does not fit at these sizes, neither into registers nor
+ * into shared memory.
  *
- *                  stage n       stage n + 1
- *                +-------------+-------------+--
- *   64 own rows  |    X, Y     |             |      X, Y (wgmma)  ->  G  ->  gradient += G streamed rows (wgmma)
- *   64 own rows  |             |             |
- *                +-------------+-------------+--
+ * Bound: tensor cores and shared memory equally (3,072 clocks each per 128 x 64 pairs at DIM = 256): both operands of
+ * X and Y come from shared memory.
  *
- *   staging  a warp an argument copies stages (TMA) as they are left: the other argument's when its products have
- *            ended, the own one's when G has been multiplied; a warp loads facts of streamed queries and cleans edges
- *   rows     X, Y of stage n  ->  exponentials  ->  gradient of stage n
+ *   block      2 consumer warpgroups of 64 stationary rows and 1 producer warpgroup; one block per SM
+ *   registers  224 per consumer thread: the rows' gradient (DIM / 2), logits of a stage (64, reused for G), 24 or
+ *              more for the rest; 56 per producer thread
+ *   shared     128 stationary rows of both arguments; one pipeline per argument, with stages of 64 streamed rows.
+ *              At DIM = 256 there is room for three stages of 32 KB: two for the wrt argument, one for the other
  *
- * G leaves the exponentials as the A operand of the next product: it never goes through memory, and the warpgroups
- * never wait for each other. While one takes exponentials, the other one's products run. A warpgroup waits for its
- * own products, so that G needs no registers beside the logits.
+ *              stage n       stage n + 1
+ *            +-------------+-------------+--
+ *   64 rows  |    X, Y     |             |      X, Y (wgmma)  ->  G  ->  gradient += G streamed rows (wgmma)
+ *   64 rows  |             |             |
+ *            +-------------+-------------+--
  *
- * dq of a second argument brings the KL along. Under GQA the block of a key tile walks through all query heads that
- * share the key head; the other argument's keys are copied anew where they change. CAPPED: instances for arguments of
- * which one has a softcap, or both. */
+ *   producer   one warp per argument loads stages (TMA) as they are released: a stage of the other argument when its
+ *              logits are complete, one of the wrt argument when the gradient is. Another warp loads the row stats of
+ *              streamed queries and sanitizes masked stages
+ *   consumer   logits of stage n  ->  exponentials  ->  gradient of stage n
+ *
+ * The exponentials leave G in the registers of the A operand of the next product: it never goes through memory, and
+ * the warpgroups never wait for each other. One warpgroup's exponentials overlap the other's wgmmas. A warpgroup
+ * waits for its own wgmmas, so that G can reuse the registers of the logits.
+ *
+ * The dq kernel with respect to B also computes the KL. Under GQA a block with a key tile processes all query heads
+ * that share the key head, and loads the other argument's keys again where they change. CAPPED: instances for
+ * problems where at least one argument has a softcap. */
 #ifndef SKL_CUDA_SM90_ATTENTION_BACKWARD_WIDE_CUH
 #define SKL_CUDA_SM90_ATTENTION_BACKWARD_WIDE_CUH
 
@@ -38,26 +45,28 @@ namespace sm90
 constexpr int WIDE_THREADS = 128 * (CONSUMERS + 1);
 constexpr int OWN_ROWS = CONSUMERS * 64;
 
-/* What a block knows of streamed queries, stage by stage, or of its own ones and of marks of streamed keys. */
+/* DK: row stats of streamed queries, per stage. Otherwise: row stats of the block's queries, and poison of streamed
+ * keys. */
 template <int DEPTH, bool DK> struct wide_row_stats {
     stage_row_stats staged[DEPTH];
 };
 
 template <int DEPTH> struct wide_row_stats<DEPTH, false> {
-    row_stats wrt[OWN_ROWS]; /* LSEs in base 2; upstream gradients wait for the end */
-    alignas(8) float marks[DEPTH][STAGE_ROWS];
+    row_stats stationary[OWN_ROWS]; /* LSEs in base 2, without upstream gradients: store() multiplies by those */
+    alignas(8) float poison[DEPTH][STAGE_ROWS];
 };
 
-/* Of one argument: own rows are there; a stage's rows are; all have left it. */
+/* Barriers of one argument's stationary rows (rows_full) and pipeline. */
 template <int DEPTH> struct wide_barriers {
     uint64_t rows_full, full[DEPTH], empty[DEPTH];
 
-    __device__ void init(int leaving)
+    /* `releases`: arrivals that release a stage. */
+    __device__ void init(int releases)
     {
         barrier_init(rows_full, 1);
         for (int stage = 0; stage < DEPTH; stage++) {
             barrier_init(full[stage], 1);
-            barrier_init(empty[stage], leaving);
+            barrier_init(empty[stage], releases);
         }
     }
 };
@@ -69,10 +78,10 @@ template <int DIM, bool DK> struct wide_smem {
     wide_row_stats<WRT_DEPTH, DK> stats;
     wide_barriers<WRT_DEPTH> wrt;
     wide_barriers<OTHER_DEPTH> other;
-    uint64_t stats_full[WRT_DEPTH]; /* facts of a stage are there, an edge is clean */
-    row_tile<2, DK> tile;           /* here, and not in the registers of every thread */
-    int count;                      /* own rows that there are */
-    int heads;                      /* query heads whose stages the block meets: none if there is nothing to meet */
+    uint64_t stats_full[WRT_DEPTH]; /* row stats or poison are stored, and a masked stage is sanitized */
+    row_tile<2, DK> tile;           /* in shared memory to save registers */
+    int count;                      /* stationary rows that exist */
+    int heads;                      /* query heads to process: 0 if the stream is empty */
     row_stream stream;
 
     __device__ int query_head(int h) const
@@ -80,26 +89,26 @@ template <int DIM, bool DK> struct wide_smem {
         return (int)tile.head * heads + h;
     }
 
-    /* How often an argument's own rows have changed before query head h of the block. */
-    __device__ int changes(int h, const skl_cuda_argument &argument) const
+    /* How often an argument's stationary rows have changed up to query head h of the block. */
+    __device__ int row_changes(int h, const skl_cuda_argument &argument) const
     {
         return DK ? query_head(h) / argument.heads_per_key - query_head(0) / argument.heads_per_key : 0;
     }
 
     __device__ bool has_new_rows(int h, const skl_cuda_argument &argument) const
     {
-        return h == 0 || changes(h, argument) > changes(h - 1, argument);
+        return h == 0 || row_changes(h, argument) > row_changes(h - 1, argument);
     }
 };
 
-/* Own rows are queries or keys, streamed ones keys or queries. */
+/* `rows` are the stationary rows. */
 struct wide_maps {
     CUtensorMap wrt_rows, other_rows, wrt_stream, other_stream;
 };
 
-/* ---- Staging ------------------------------------------------------------------------------------------------ */
+/* ---- Producer ----------------------------------------------------------------------------------------------- */
 
-/* All copies of one argument, by one warp. */
+/* Executed by one warp: all TMA loads of one argument. */
 template <int DIM, bool DK, int DEPTH>
 __device__ inline void load_argument(const wide_smem<DIM, DK> &smem, const skl_cuda_argument &argument,
                                      const CUtensorMap &rows_map, const CUtensorMap &stream_map,
@@ -107,99 +116,99 @@ __device__ inline void load_argument(const wide_smem<DIM, DK> &smem, const skl_c
                                      wide_barriers<DEPTH> &barriers)
 {
     const skl_sequence &sequence = smem.tile.sequence;
-    const stage_order stream = warp_uniform(smem.stream);
+    const stage_schedule stream = warp_uniform(smem.stream);
     const int batch = warp_uniform((int)sequence.batch), heads = warp_uniform(smem.heads);
     for (int h = 0, n = 0; h < heads; h++) {
         const int head = warp_uniform(smem.query_head(h)), key_head = head / argument.heads_per_key;
         if (smem.has_new_rows(h, argument)) {
             const int first = warp_uniform((int)((DK ? sequence.key_begin : sequence.query_begin) + smem.tile.first));
-            if (h > 0) /* no product with the former ones is under way */
+            if (h > 0) /* until no wgmma reads the last rows any more */
                 barrier_wait(barriers.empty[(n - 1) % DEPTH], (n - 1) / DEPTH % 2);
             barrier_expect_tx(barriers.rows_full, rows.SIZE);
-            for (int part = 0; part < DIM / 64; part++)
-                tma_load(rows.slabs[part], rows_map, part * 64, first, DK ? key_head : head, batch,
+            for (int slab = 0; slab < DIM / 64; slab++)
+                tma_load(rows.slabs[slab], rows_map, slab * 64, first, DK ? key_head : head, batch,
                          barriers.rows_full);
         }
         for (int s = 0; s < stream.stages; s++, n++) {
-            const int stage = n % DEPTH, row = stream.row_of(s);
+            const int stage = n % DEPTH, row = stream.row_at(s);
             barrier_wait(barriers.empty[stage], n / DEPTH % 2 ^ 1);
             barrier_expect_tx(barriers.full[stage], (int)sizeof stages[stage]);
 #pragma unroll
-            for (int half = 0; half < DIM / 64; half++)
-                tma_load(stages[stage].slabs[half], stream_map, half * 64, row, DK ? head : key_head, batch,
+            for (int slab = 0; slab < DIM / 64; slab++)
+                tma_load(stages[stage].slabs[slab], stream_map, slab * 64, row, DK ? head : key_head, batch,
                          barriers.full[stage]);
         }
     }
 }
 
-/* Facts of streamed queries, and edges, by one warp. */
-template <typename ELEMENT, int DIM, bool DK, bool OF_B>
+/* Executed by one warp: row stats of streamed queries or poison of streamed keys, and masked stages. */
+template <typename ELEMENT, int DIM, bool DK, bool WRT_B>
 __device__ inline void produce_row_stats(const backward_params &params, wide_smem<DIM, DK> &smem)
 {
     const row_stream &stream = smem.stream;
-    const int stages = DK ? stream.stages : stream.masked_stages; /* of streamed keys there is no more to know */
+    const int stages = DK ? stream.stages : stream.masked_stages; /* full stages of keys have neither */
     for (int n = 0; n < stages * smem.heads; n++) {
         const int stage = n % smem.WRT_DEPTH, phase = n / smem.WRT_DEPTH % 2, s = n % stages;
-        float(*marks)[STAGE_ROWS];
+        float(*poison)[STAGE_ROWS];
         if constexpr (DK) {
             const lane_row_stats loaded =
                 load_stage_row_stats(params, smem.tile.sequence, stream, smem.count, smem.query_head(n / stages),
-                                     stream.place_of(s) * STAGE_ROWS);
-            barrier_wait(smem.wrt.empty[stage], phase ^ 1); /* meanwhile the facts come */
+                                     stream.stage_at(s) * STAGE_ROWS);
+            barrier_wait(smem.wrt.empty[stage], phase ^ 1); /* the loads are in flight meanwhile */
             stage_row_stats &stats = smem.stats.staged[stage];
             store_stage_row_stats(stats, loaded);
-            marks = OF_B ? &stats.lse_b : &stats.lse_a;
+            poison = WRT_B ? &stats.lse_b : &stats.lse_a;
         } else {
             barrier_wait(smem.wrt.empty[stage], phase ^ 1);
-            marks = &smem.stats.marks[stage];
+            poison = &smem.stats.poison[stage];
             for (int row = (int)threadIdx.x % 32; row < STAGE_ROWS; row += 32)
-                (*marks)[row] = 0.0F;
+                (*poison)[row] = 0.0F;
         }
         if (s < stream.masked_stages) {
-            __syncwarp(); /* a mark that becomes NaN has been written */
+            __syncwarp(); /* LSEs or zeros are stored before poison overwrites them */
             barrier_wait(smem.wrt.full[stage], phase);
-            clean_rows<ELEMENT>(smem.wrt_stages[stage], *marks);
-            fence_async_shared();
+            sanitize_rows<ELEMENT>(smem.wrt_stages[stage], *poison);
+            fence_proxy_async();
         }
-        barrier_arrive(smem.stats_full[stage]); /* every lane: it wrote what others read */
+        barrier_arrive(smem.stats_full[stage]); /* every lane, because every lane has written row stats or poison */
     }
 }
 
-/* ---- Own rows ----------------------------------------------------------------------------------------------- */
+/* ---- Consumers ---------------------------------------------------------------------------------------------- */
 
-/* Queries that are own rows: their facts belong to rows of the logits, and they are weighed when their gradient is
- * stored. */
-template <bool OF_B> struct wrt_queries {
+/* Row stats where queries are stationary rows: they belong to rows of the logits. Upstream gradients are not
+ * included; store() multiplies dq by them. */
+template <bool WRT_B> struct stationary_query_stats {
     row_stats query[2];
-    const float (&marks)[STAGE_ROWS]; /* of streamed keys: NaN for those that are not finite */
+    const float (&poison)[STAGE_ROWS]; /* of streamed keys: NaN for non-finite keys, else 0 */
     row_sums (&sums)[2];
-    float2 mark;
+    float2 column_poison;
 
     template <bool MASKED> __device__ void load_columns(int column_block)
     {
-        mark = MASKED ? load_shared_2(marks[acc_column(column_block, 0)]) : make_float2(0.0F, 0.0F);
+        column_poison = MASKED ? load_shared_2(poison[acc_column(column_block, 0)]) : make_float2(0.0F, 0.0F);
     }
 
     __device__ row_stats of(int half, int parity) const
     {
         row_stats stats = query[half];
-        (OF_B ? stats.lse_b : stats.lse_a) -= parity ? mark.y : mark.x;
+        (WRT_B ? stats.lse_b : stats.lse_a) -= parity ? column_poison.y : column_poison.x;
         return stats;
     }
 
-    __device__ void meet(int half, float u, float v)
+    __device__ void add_to_kl(int half, float log_p_a, float log_p_b)
     {
-        if (OF_B)
-            add_pair(sums[half], u, v);
+        if (WRT_B)
+            add_pair(sums[half], log_p_a, log_p_b);
     }
 };
 
-template <typename ELEMENT, int DIM, bool DK, bool OF_B, bool CAPPED> struct wide_warpgroup {
+template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wide_warpgroup {
     const backward_params &params;
     wide_smem<DIM, DK> &smem;
-    int group; /* of the warp, the same for all lanes */
+    int warpgroup; /* warp-uniform */
     float gradient[DIM / 8][4];
-    row_sums sums[2]; /* dq of a second argument: what a KL is made of */
+    row_sums sums[2]; /* dq with respect to B: of the KL */
     gradient_unit<ELEMENT> unit;
 
     __device__ void scale(float factor)
@@ -209,7 +218,7 @@ template <typename ELEMENT, int DIM, bool DK, bool OF_B, bool CAPPED> struct wid
             gradient[e / 4][e % 4] *= factor;
     }
 
-    /* Facts of the warpgroup's own queries, two threads each; those behind the last have none, nor a result. */
+    /* Row stats of the warpgroup's queries, two threads each. Rows that do not exist have no stats, and no result. */
     __device__ void load_query_row_stats()
     {
         const int row = (int)threadIdx.x / 2;
@@ -218,61 +227,60 @@ template <typename ELEMENT, int DIM, bool DK, bool OF_B, bool CAPPED> struct wid
 #pragma unroll
             for (int which = 0; which < 3; which++)
                 stat[which] = row_stat(params, which, smem.tile.sequence, smem.tile.head, smem.tile.first + row);
-            smem.stats.wrt[row] = {stat[0] * SKL_LOG2E, stat[1] * SKL_LOG2E, stat[2], 1.0F};
+            smem.stats.stationary[row] = {stat[0] * SKL_LOG2E, stat[1] * SKL_LOG2E, stat[2], 1.0F};
         }
-        named_barrier_sync(1 + group, 128);
+        named_barrier_sync(1 + warpgroup, 128);
     }
 
-    /* What is known of a stage's queries. Upstream gradients of own ones wait for the end. */
-    __device__ auto queries_of_stage(int stage)
+    __device__ auto stats_of_stage(int stage)
     {
         if constexpr (DK) {
-            return streamed_queries<OF_B>{smem.stats.staged[stage]};
+            return streamed_query_stats<WRT_B>{smem.stats.staged[stage]};
         } else {
-            wrt_queries<OF_B> queries = {{}, smem.stats.marks[stage], sums};
+            stationary_query_stats<WRT_B> stats = {{}, smem.stats.poison[stage], sums};
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                queries.query[half] = load_row_stats(smem.stats.wrt[acc_row<1>(0, half)]);
-                queries.query[half].grad = 1.0F;
+                stats.query[half] = load_row_stats(smem.stats.stationary[acc_row<1>(0, half)]);
+                stats.query[half].grad = 1.0F;
             }
-            return queries;
+            return stats;
         }
     }
 
-    /* Makes room for the stage's gradients: |S - P| <= 1, and no more will come; those of a first argument have no
-     * bound, and are looked at. */
-    template <bool MASKED> __device__ void fit_unit(const logits_of_stage &logits, int stage)
+    /* Makes the unit large enough for G of the stage. With respect to B, |p_b - p_a| <= 1 bounds it (dk: times the
+     * upstream gradients). With respect to A there is no such bound: computes G to find its maximum. */
+    template <bool MASKED> __device__ void fit_unit(const argument_logits &logits, int stage)
     {
         fence_operand(gradient);
-        if constexpr (!OF_B)
-            unit.fit(*this, largest_pair<MASKED, OF_B, CAPPED>(params, logits, smem.stream.band, smem.count,
-                                                               queries_of_stage(stage)));
+        if constexpr (!WRT_B)
+            unit.fit(*this, largest_logit_gradient<MASKED, WRT_B, CAPPED>(params, logits, smem.stream.band,
+                                                                          smem.count, stats_of_stage(stage)));
         else if constexpr (DK)
             unit.fit(*this, load_shared(smem.stats.staged[stage].largest));
         else
             unit.template fit<0>(*this, 1.0F);
     }
 
-    /* Products of one argument. */
-    __device__ void start_logits(stage_logits &x, const void *rows, const void *stage)
+    __device__ void issue_argument(stage_logits &x, const void *rows, const void *stage)
     {
         wgmma_fence();
-        start_products<ELEMENT, DIM, 0>(x, NULL, row_operand(rows) + group * (64 * 128 / 16), row_operand(stage));
+        issue_logits<ELEMENT, DIM, 0>(x, NULL, k_major_operand(rows) + warpgroup * (64 * 128 / 16),
+                                      k_major_operand(stage));
         wgmma_commit();
     }
 
-    /* The 64 x 64 pairs of stage n, which is stage `s` of its query head. */
+    /* Adds the 64 x 64 pairs of stage n, which is stage `s` of its query head. */
     template <bool MASKED> __device__ void add_stage(int n, int s)
     {
         const int wrt_stage = n % smem.WRT_DEPTH, wrt_phase = n / smem.WRT_DEPTH % 2;
         const int other_stage = n % smem.OTHER_DEPTH;
-        logits_of_stage logits = {MASKED ? smem.stream.place_of(s) * STAGE_ROWS : 0};
+        argument_logits logits = {MASKED ? smem.stream.stage_at(s) * STAGE_ROWS : 0};
         barrier_wait(smem.other.full[other_stage], n / smem.OTHER_DEPTH % 2);
-        start_logits(logits.other, &smem.other_rows, &smem.other_stages[other_stage]);
+        issue_argument(logits.other, &smem.other_rows, &smem.other_stages[other_stage]);
         barrier_wait(smem.wrt.full[wrt_stage], wrt_phase);
         if (DK || MASKED)
             barrier_wait(smem.stats_full[wrt_stage], wrt_phase);
-        start_logits(logits.wrt, &smem.wrt_rows, &smem.wrt_stages[wrt_stage]);
+        issue_argument(logits.wrt, &smem.wrt_rows, &smem.wrt_stages[wrt_stage]);
         wgmma_wait<1>();
         barrier_arrive_if(smem.other.empty[other_stage], threadIdx.x % 32 == 0);
         wgmma_wait<0>();
@@ -281,20 +289,19 @@ template <typename ELEMENT, int DIM, bool DK, bool OF_B, bool CAPPED> struct wid
         if (unit.MOVES)
             fit_unit<MASKED>(logits, wrt_stage);
         uint32_t g[4][4];
-        const float inverse = unit.inverse(); /* times upstream gradients it might overflow */
-        weigh_pairs<MASKED, OF_B, CAPPED>(params, logits, smem.stream.band, queries_of_stage(wrt_stage),
-                                          [&](int i, int half, float low, float high) {
-                                              g[i / 2][i % 2 * 2 + half] =
-                                                  pack(low * inverse, high * inverse, ELEMENT());
-                                          });
+        const float inverse = unit.inverse(); /* applied last: times an upstream gradient it could overflow */
+        for_each_logit_gradient<MASKED, WRT_B, CAPPED>(
+            params, logits, smem.stream.band, stats_of_stage(wrt_stage), [&](int i, int half, float low, float high) {
+                g[i / 2][i % 2 * 2 + half] = pack(low * inverse, high * inverse, ELEMENT());
+            });
         wgmma_fence();
-        const uint32_t rows = column_operand(&smem.wrt_stages[wrt_stage], STAGE_ROWS * 128);
+        const uint32_t rows = mn_major_operand(&smem.wrt_stages[wrt_stage], STAGE_ROWS * 128);
 #pragma unroll
         for (int step = 0; step < STAGE_ROWS / 16; step++)
-            wgmma<true>(gradient, g[step], descriptor_of(rows + step * 16 * 128 / 16), 1, ELEMENT());
+            wgmma<true>(gradient, g[step], smem_descriptor(rows + step * 16 * 128 / 16), 1, ELEMENT());
         wgmma_commit();
         wgmma_wait<0>();
-        barrier_arrive(smem.wrt.empty[wrt_stage]); /* every lane: it read facts or marks */
+        barrier_arrive(smem.wrt.empty[wrt_stage]); /* every lane, because every lane has read row stats or poison */
     }
 
     __device__ void run()
@@ -305,11 +312,11 @@ template <typename ELEMENT, int DIM, bool DK, bool OF_B, bool CAPPED> struct wid
         sums[0] = sums[1] = {};
         if constexpr (!DK)
             load_query_row_stats();
-        const stage_order stream = warp_uniform(smem.stream);
+        const stage_schedule stream = warp_uniform(smem.stream);
         const int heads = warp_uniform(smem.heads);
-        const skl_cuda_argument &other = other_argument<OF_B>(params);
+        const skl_cuda_argument &other = other_argument<WRT_B>(params);
         for (int h = 0, n = 0; h < heads; h++) {
-            barrier_wait(smem.other.rows_full, smem.changes(h, other) % 2);
+            barrier_wait(smem.other.rows_full, smem.row_changes(h, other) % 2);
             barrier_wait(smem.wrt.rows_full, 0);
             for (int s = 0; s < stream.masked_stages; s++, n++)
                 add_stage<true>(n, s);
@@ -319,18 +326,18 @@ template <typename ELEMENT, int DIM, bool DK, bool OF_B, bool CAPPED> struct wid
         fence_operand(gradient);
     }
 
-    /* The KL of an own query that the sums are of. */
+    /* Stores the KL of a stationary row. */
     __device__ void store_kl(int half, int row) const
     {
         const row_tile<2, DK> &tile = smem.tile;
         const skl_row_state state =
-            merge_lanes({0.0F, sums[half].l_a, 0.0F, sums[half].l_b, sums[half].w}); /* less both LSEs */
+            merge_lanes({0.0F, sums[half].l_a, 0.0F, sums[half].l_b, sums[half].w}); /* shifts: the LSEs */
         if (row < smem.count && threadIdx.x % 4 == 0)
             skl_row_set(&params.call.rows.kl, &tile.sequence, tile.head, tile.first + row,
                         skl_kl_report(skl_state_kl(&state)));
     }
 
-    /* What comes from upstream for an own query: nothing where it sees no key. */
+    /* Upstream gradient of a stationary row: 0 if it attends to no key. */
     __device__ float upstream_of(int row) const
     {
         const range32 sees = smem.stream.band.of(row);
@@ -338,7 +345,7 @@ template <typename ELEMENT, int DIM, bool DK, bool OF_B, bool CAPPED> struct wid
                                      : 0.0F;
     }
 
-    /* Padding keys have a gradient of 0, whatever was multiplied for them. */
+    /* Padding keys get a gradient of 0, whatever their accumulators contain. */
     __device__ void store()
     {
         const row_tile<2, DK> &tile = smem.tile;
@@ -350,7 +357,7 @@ template <typename ELEMENT, int DIM, bool DK, bool OF_B, bool CAPPED> struct wid
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = acc_row<1>(0, half);
-            if (!DK && OF_B && params.kl_in_backward)
+            if (!DK && WRT_B && params.kl_in_backward)
                 store_kl(half, row);
 #pragma unroll
             for (int e = 0; e < DIM / 4 && DK && row >= smem.count; e++)
@@ -366,26 +373,26 @@ template <typename ELEMENT, int DIM, bool DK, bool OF_B, bool CAPPED> struct wid
 
 /* ---- Kernel ------------------------------------------------------------------------------------------------- */
 
-template <typename ELEMENT, int DIM, bool DK, bool OF_B, bool CAPPED>
+template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED>
 __global__ void __launch_bounds__(WIDE_THREADS, 1)
     wide_kernel(const __grid_constant__ backward_params params, const __grid_constant__ wide_maps maps)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char raw[];
     wide_smem<DIM, DK> &smem = *(wide_smem<DIM, DK> *)(void *)raw;
-    row_tile<2, DK> here;
-    if (!here.find(params))
+    row_tile<2, DK> tile;
+    if (!tile.find(params))
         return;
     if (threadIdx.x == 0) {
-        const skl_sequence &s = here.sequence;
-        const int64_t last = skl_min(here.first + OWN_ROWS, here.rows) - 1;
+        const skl_sequence &s = tile.sequence;
+        const int64_t last = skl_min(tile.first + OWN_ROWS, tile.rows) - 1;
         const skl_band band = DK ? skl_query_band(&params.problem, &s) : skl_key_band(&params.problem, &s);
-        smem.tile = here;
-        smem.count = (int)(last + 1 - here.first);
+        smem.tile = tile;
+        smem.count = (int)(last + 1 - tile.first);
         smem.stream = {};
         if (smem.count > 0)
-            smem.stream = in_stages(stream_for(band, here.first, last), DK ? s.query_begin : s.key_begin);
-        smem.heads = smem.stream.stages == 0 ? 0 : DK ? wrt_argument<OF_B>(params).heads_per_key : 1;
+            smem.stream = make_row_stream(stream_for(band, tile.first, last), DK ? s.query_begin : s.key_begin);
+        smem.heads = smem.stream.stages == 0 ? 0 : DK ? wrt_argument<WRT_B>(params).heads_per_key : 1;
         smem.wrt.init(CONSUMERS * 128);
         smem.other.init(CONSUMERS * 4);
         for (int stage = 0; stage < smem.WRT_DEPTH; stage++)
@@ -393,23 +400,23 @@ __global__ void __launch_bounds__(WIDE_THREADS, 1)
         barrier_init_fence();
     }
     __syncthreads();
-    const int group = warpgroup_index();
-    if (group == CONSUMERS) {
+    const int warpgroup = warpgroup_index();
+    if (warpgroup == CONSUMERS) {
         reg_dealloc<56>();
         const int warp = warp_in_warpgroup();
         if (warp == 0)
-            produce_row_stats<ELEMENT, DIM, DK, OF_B>(params, smem);
+            produce_row_stats<ELEMENT, DIM, DK, WRT_B>(params, smem);
         else if (warp == 1)
-            load_argument<DIM, DK>(smem, wrt_argument<OF_B>(params), maps.wrt_rows, maps.wrt_stream, smem.wrt_rows,
+            load_argument<DIM, DK>(smem, wrt_argument<WRT_B>(params), maps.wrt_rows, maps.wrt_stream, smem.wrt_rows,
                                    smem.wrt_stages, smem.wrt);
         else if (warp == 2)
-            load_argument<DIM, DK>(smem, other_argument<OF_B>(params), maps.other_rows, maps.other_stream,
+            load_argument<DIM, DK>(smem, other_argument<WRT_B>(params), maps.other_rows, maps.other_stream,
                                    smem.other_rows, smem.other_stages, smem.other);
     } else {
         reg_alloc<224>();
-        wide_warpgroup<ELEMENT, DIM, DK, OF_B, CAPPED> own = {params, smem, group};
-        own.run();
-        own.store();
+        wide_warpgroup<ELEMENT, DIM, DK, WRT_B, CAPPED> consumer = {params, smem, warpgroup};
+        consumer.run();
+        consumer.store();
     }
 #endif
 }
@@ -430,7 +437,7 @@ cudaError_t launch_wide_tiles(const backward_params &params, const wide_maps &ma
     return cudaPeekAtLastError();
 }
 
-/* dq or dk; dq of B with the KL. */
+/* dq or dk; dq with respect to B also gives the KL. */
 template <typename ELEMENT, int DIM, bool DK>
 cudaError_t launch_wide(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {

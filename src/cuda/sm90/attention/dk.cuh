@@ -1,13 +1,16 @@
-/* Key gradients with the same bits on every run, on Hopper's tensor cores (sm_90a): 16-bit types, one teacher head a
- * student head. backward.cuh mirrored: a block owns keys and streams the queries that see them, so that dk stays in
- * registers, is stored once, and needs no workspace. "Own" is the argument of the KL that gets its gradient, "other"
- * the remaining one.
+/* Deterministic dk on Hopper's tensor cores (sm_90a): 16-bit types, one teacher head per student head.
  *
- *   block    2 key warpgroups of 64 keys and 1 staging warpgroup; one block a multiprocessor
- *   regs     232 a key thread: other K (DIM / 4), own K (DIM / 4, less 8 at DIM = 128), logits of a stage (64),
- *            dk (DIM / 2), G (16), 24 for the rest; 40 a staging thread
- *   shared   DEPTH stages of 64 queries of both arguments, and what is known of them; half of own K at DIM = 128:
- *            214 KB there, 137 KB at DIM = 64
+ * The fused backward (fused_backward.cuh) transposed: a block keeps a tile of keys and streams the queries that
+ * attend to them. dk stays in registers and is stored once, so its bits are the same on every run and it needs no
+ * workspace.
+ *
+ * Bound: tensor cores (1,536 clocks per 128 x 64 pairs at DIM = 128); shared memory takes 1,280, exponentials 1,024.
+ *
+ *   block      2 consumer warpgroups of 64 keys and 1 producer warpgroup; one block per SM
+ *   registers  232 per consumer thread: K of the other argument (DIM / 4), K of the wrt argument (DIM / 4, minus 8 at
+ *              DIM = 128), logits of a stage (64), dk (DIM / 2), G (16), 24 for the rest; 40 per producer thread
+ *   shared     DEPTH stages of 64 queries of both arguments, and their row stats; at DIM = 128 half of the wrt
+ *              argument's K: 214 KB at DIM = 128, 137 KB at DIM = 64
  *
  *                stage n       stage n + 1
  *              +-------------+-------------+--
@@ -15,16 +18,22 @@
  *     64 keys  |             |             |
  *              +-------------+-------------+--
  *
- *   staging  copies stage n + DEPTH (TMA), loads the facts of its queries, cleans it if it is an edge
- *   key      logits of stage n, behind dk of stage n - 1  ->  exponentials  ->  dk of stage n is started
+ *   producer   loads stage n + DEPTH (TMA) and its queries' row stats, and sanitizes it if it is masked
+ *   consumer   issues logits of stage n  ->  waits for them and for dk of stage n - 1  ->  exponentials
+ *              ->  issues dk of stage n
  *
- * G^T comes out of the exponentials in the registers in which the product for dk wants it, and both products read the
- * same bytes of Q. While one warpgroup takes exponentials, the other one's products run. Under GQA the stages of all
- * query heads that share the key head follow one another, in the order of the heads.
+ * The exponentials leave G^T in the registers of the A operand of dk += G^T Q, and both products read the same bytes
+ * of Q. One warpgroup's exponentials overlap the other's wgmmas. Under GQA a block processes the stages of all query
+ * heads that share the key head, head by head.
  *
- * A query's facts belong to columns here: every thread needs those of 16 queries a stage, and reads them from shared
- * memory just in time. Registers are backward.cuh's wall: all 128 dimensions of both K would be 232, and it has to be
- * less. CAPPED: as there. */
+ * Queries are columns of the logits here: a thread needs the row stats of 16 queries per stage and reads them from
+ * shared memory just before it uses them.
+ *
+ * Registers are the limit, as in the fused backward: with all 128 dimensions of both K they would be 232, and ptxas
+ * needs less than that. So the last 32 dimensions of the wrt argument's K come from shared memory. (Not of the other
+ * argument's: under GQA that one may change from head to head.)
+ *
+ * CAPPED: instances for problems where at least one argument has a softcap. */
 #ifndef SKL_CUDA_SM90_ATTENTION_DK_CUH
 #define SKL_CUDA_SM90_ATTENTION_DK_CUH
 
@@ -37,7 +46,7 @@ namespace sm90
 constexpr int KEY_THREADS = 128 * (CONSUMERS + 1);
 typedef row_tile<2, true> key_tile; /* 128 keys */
 
-/* Own keys: dimensions that threads hold in registers. There is no room for the last ones. */
+/* Dimensions of the wrt argument's keys in registers. */
 template <int DIM> constexpr int WRT_REG_DIMS = DIM == 64 ? 64 : 96;
 
 template <int DIM> struct dk_smem {
@@ -47,10 +56,12 @@ template <int DIM> struct dk_smem {
     } stages[DEPTH];
     smem_rows<DIM / 64 - WRT_REG_DIMS<DIM> / 64> wrt_keys;
     stage_row_stats stats[DEPTH];
-    /* Of a stage: its rows are there; its facts are, too, and an edge is clean; all warps have left it. */
-    uint64_t full[DEPTH], stats_full[DEPTH], empty[DEPTH], keys_full;
-    key_tile tile; /* here, and not in the registers of every thread */
-    int count;     /* keys that there are */
+    uint64_t full[DEPTH];       /* rows are loaded */
+    uint64_t stats_full[DEPTH]; /* row stats are stored, and a masked stage is sanitized */
+    uint64_t empty[DEPTH];      /* all consumer threads have released the stage */
+    uint64_t keys_full;
+    key_tile tile; /* in shared memory to save registers */
+    int count;     /* keys of the tile that exist */
     int heads;     /* query heads that share the key head */
     row_stream queries;
 };
@@ -59,13 +70,13 @@ struct key_maps {
     CUtensorMap wrt_queries, other_queries, wrt_keys;
 };
 
-/* ---- Staging ------------------------------------------------------------------------------------------------ */
+/* ---- Producer ----------------------------------------------------------------------------------------------- */
 
-/* Each of the four warps brings every fourth stage: while one waits for facts, the next one's are on their way. */
-template <typename ELEMENT, int DIM, bool OF_B>
-__device__ inline void stage_queries(const backward_params &params, const key_maps &maps, dk_smem<DIM> &smem)
+/* Each of the four warps loads every fourth stage, so that the latency of the row stats of four stages overlaps. */
+template <typename ELEMENT, int DIM, bool WRT_B>
+__device__ inline void produce_queries(const backward_params &params, const key_maps &maps, dk_smem<DIM> &smem)
 {
-    const stage_order queries = warp_uniform(smem.queries);
+    const stage_schedule queries = warp_uniform(smem.queries);
     const int batch = warp_uniform((int)smem.tile.sequence.batch), warp = warp_in_warpgroup();
     const int heads = warp_uniform(smem.heads), first_head = warp_uniform((int)smem.tile.head) * heads;
     if constexpr (WRT_REG_DIMS<DIM> < DIM)
@@ -78,40 +89,40 @@ __device__ inline void stage_queries(const backward_params &params, const key_ma
     for (int n = warp; n < queries.stages * heads; n += 4) {
         const int stage = n % smem.DEPTH, phase = n / smem.DEPTH % 2;
         const int head = first_head + n / queries.stages;
-        const int first = queries.place_of(n % queries.stages) * STAGE_ROWS;
+        const int first = queries.stage_at(n % queries.stages) * STAGE_ROWS;
         barrier_wait(smem.empty[stage], phase ^ 1);
         barrier_expect_tx(smem.full[stage], (int)sizeof smem.stages[stage]);
 #pragma unroll
-        for (int half = 0; half < DIM / 64; half++) {
-            tma_load(smem.stages[stage].other.slabs[half], maps.other_queries, half * 64, queries.row + first, head,
+        for (int slab = 0; slab < DIM / 64; slab++) {
+            tma_load(smem.stages[stage].other.slabs[slab], maps.other_queries, slab * 64, queries.row + first, head,
                      batch, smem.full[stage]);
-            tma_load(smem.stages[stage].wrt.slabs[half], maps.wrt_queries, half * 64, queries.row + first, head,
+            tma_load(smem.stages[stage].wrt.slabs[slab], maps.wrt_queries, slab * 64, queries.row + first, head,
                      batch, smem.full[stage]);
         }
         stage_row_stats &stats = smem.stats[stage];
         store_stage_row_stats(
             stats, load_stage_row_stats(params, smem.tile.sequence, smem.queries, smem.count, head, first));
         if (n % queries.stages < queries.masked_stages) {
-            __syncwarp(); /* an LSE that becomes NaN has been written */
+            __syncwarp(); /* LSEs are stored before poison overwrites them */
             barrier_wait(smem.full[stage], phase);
-            clean_rows<ELEMENT>(smem.stages[stage].wrt, OF_B ? stats.lse_b : stats.lse_a);
-            fence_async_shared();
+            sanitize_rows<ELEMENT>(smem.stages[stage].wrt, WRT_B ? stats.lse_b : stats.lse_a);
+            fence_proxy_async();
         }
-        barrier_arrive(smem.stats_full[stage]); /* every lane: it wrote what others read */
+        barrier_arrive(smem.stats_full[stage]); /* every lane, because every lane has written row stats */
     }
 }
 
-/* ---- Keys --------------------------------------------------------------------------------------------------- */
+/* ---- Consumers ---------------------------------------------------------------------------------------------- */
 
-template <typename ELEMENT, int DIM, bool OF_B, bool CAPPED> struct dk_warpgroup {
+template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED> struct dk_warpgroup {
     const backward_params &params;
     dk_smem<DIM> &smem;
-    int group; /* of the warp, the same for all lanes */
+    int warpgroup; /* warp-uniform */
     uint32_t wrt_k[WRT_REG_DIMS<DIM> / 16][4], other_k[DIM / 16][4];
     float dk[DIM / 8][4];
     gradient_unit<ELEMENT> unit;
 
-    /* The block's keys of one argument, as a query head sees them. */
+    /* The tile's keys of one argument, for a query head. */
     __device__ row_source<ELEMENT> keys(const skl_cuda_argument &argument, int64_t head) const
     {
         return keys_of<ELEMENT>(argument, smem.tile.sequence, head).from(smem.tile.first);
@@ -124,51 +135,51 @@ template <typename ELEMENT, int DIM, bool OF_B, bool CAPPED> struct dk_warpgroup
             dk[e / 4][e % 4] *= factor;
     }
 
-    /* A bound of the stage's gradients: |S - P| <= 1; those of a first argument have none, and are looked at. */
-    template <bool MASKED>
-    __device__ float bound_of(const logits_of_stage &logits, const stage_row_stats &stats) const
+    /* A bound of |G| in the stage. With respect to B, |p_b - p_a| <= 1 and the upstream gradients bound it. With
+     * respect to A there is no such bound: computes G to find its maximum. */
+    template <bool MASKED> __device__ float g_bound(const argument_logits &logits, const stage_row_stats &stats) const
     {
-        if (OF_B)
+        if (WRT_B)
             return load_shared(stats.largest);
-        return largest_pair<MASKED, OF_B, CAPPED>(params, logits, smem.queries.band, smem.count,
-                                                  streamed_queries<OF_B>{stats});
+        return largest_logit_gradient<MASKED, WRT_B, CAPPED>(params, logits, smem.queries.band, smem.count,
+                                                             streamed_query_stats<WRT_B>{stats});
     }
 
-    /* The 64 x 64 pairs of stage n, which is stage `s` of its query head. */
+    /* Adds the 64 x 64 pairs of stage n, which is stage `s` of its query head. */
     template <bool MASKED> __device__ void add_stage(int n, int s)
     {
         const int stage = n % smem.DEPTH, phase = n / smem.DEPTH % 2;
         barrier_wait(smem.full[stage], phase);
         barrier_wait(smem.stats_full[stage], phase);
-        logits_of_stage logits = {MASKED ? smem.queries.place_of(s) * STAGE_ROWS : 0};
+        argument_logits logits = {MASKED ? smem.queries.stage_at(s) * STAGE_ROWS : 0};
         wgmma_fence();
-        start_products<ELEMENT, DIM, DIM>(logits.other, other_k, 0, row_operand(&smem.stages[stage].other));
-        start_products<ELEMENT, DIM, WRT_REG_DIMS<DIM>>(logits.wrt, wrt_k,
-                                                        row_operand(&smem.wrt_keys) + group * (64 * 128 / 16),
-                                                        row_operand(&smem.stages[stage].wrt));
+        issue_logits<ELEMENT, DIM, DIM>(logits.other, other_k, 0, k_major_operand(&smem.stages[stage].other));
+        issue_logits<ELEMENT, DIM, WRT_REG_DIMS<DIM>>(logits.wrt, wrt_k,
+                                                      k_major_operand(&smem.wrt_keys) + warpgroup * (64 * 128 / 16),
+                                                      k_major_operand(&smem.stages[stage].wrt));
         wgmma_commit();
         wgmma_wait<0>();
         fence_operand(logits.wrt);
         fence_operand(logits.other);
-        if (n > 0) /* every lane: it read facts; the product for dk has ended, too */
+        if (n > 0) /* dk of stage n - 1 is complete, too; every lane, because every lane has read row stats */
             barrier_arrive(smem.empty[(n - 1) % smem.DEPTH]);
         const stage_row_stats &stats = smem.stats[stage];
         if (unit.MOVES) {
             fence_operand(dk);
-            unit.fit(*this, bound_of<MASKED>(logits, stats));
+            unit.fit(*this, g_bound<MASKED>(logits, stats));
         }
         uint32_t g[4][4];
-        const float inverse = unit.inverse(); /* times upstream gradients it might overflow */
-        weigh_pairs<MASKED, OF_B, CAPPED>(params, logits, smem.queries.band, streamed_queries<OF_B>{stats},
-                                          [&](int i, int half, float low, float high) {
-                                              g[i / 2][i % 2 * 2 + half] =
-                                                  pack(low * inverse, high * inverse, ELEMENT());
-                                          });
+        const float inverse = unit.inverse(); /* applied last: times an upstream gradient it could overflow */
+        for_each_logit_gradient<MASKED, WRT_B, CAPPED>(
+            params, logits, smem.queries.band, streamed_query_stats<WRT_B>{stats},
+            [&](int i, int half, float low, float high) {
+                g[i / 2][i % 2 * 2 + half] = pack(low * inverse, high * inverse, ELEMENT());
+            });
         wgmma_fence();
-        const uint32_t q = column_operand(&smem.stages[stage].wrt, STAGE_ROWS * 128);
+        const uint32_t q = mn_major_operand(&smem.stages[stage].wrt, STAGE_ROWS * 128);
 #pragma unroll
         for (int step = 0; step < STAGE_ROWS / 16; step++)
-            wgmma<true>(dk, g[step], descriptor_of(q + step * 16 * 128 / 16), 1, ELEMENT());
+            wgmma<true>(dk, g[step], smem_descriptor(q + step * 16 * 128 / 16), 1, ELEMENT());
         wgmma_commit();
     }
 
@@ -177,17 +188,17 @@ template <typename ELEMENT, int DIM, bool OF_B, bool CAPPED> struct dk_warpgroup
 #pragma unroll
         for (int e = 0; e < DIM / 2; e++)
             dk[e / 4][e % 4] = 0.0F;
-        const stage_order queries = warp_uniform(smem.queries);
+        const stage_schedule queries = warp_uniform(smem.queries);
         const int heads = warp_uniform(smem.heads);
         const int64_t head = smem.tile.head * heads;
-        load_rows<WRT_REG_DIMS<DIM>>(wrt_k, keys(wrt_argument<OF_B>(params), head), smem.count);
+        load_a_frag<WRT_REG_DIMS<DIM>>(wrt_k, keys(wrt_argument<WRT_B>(params), head), smem.count);
         if (WRT_REG_DIMS<DIM> < DIM)
             barrier_wait(smem.keys_full, 0);
         for (int h = 0, n = 0; h < heads; h++) {
-            load_rows<DIM>(other_k, keys(other_argument<OF_B>(params), head + h), smem.count);
+            load_a_frag<DIM>(other_k, keys(other_argument<WRT_B>(params), head + h), smem.count);
             for (int s = 0; s < queries.masked_stages; s++, n++)
                 add_stage<true>(n, s);
-            wgmma_wait<0>(); /* so that both loops have G in the same registers */
+            wgmma_wait<0>(); /* lets ptxas keep G in the same registers in both loops */
             for (int s = queries.masked_stages; s < queries.stages; s++, n++)
                 add_stage<false>(n, s);
             wgmma_wait<0>();
@@ -195,7 +206,7 @@ template <typename ELEMENT, int DIM, bool OF_B, bool CAPPED> struct dk_warpgroup
         fence_operand(dk);
     }
 
-    /* Padding keys have a gradient of 0, whatever was multiplied for them. */
+    /* Padding keys get a gradient of 0, whatever their accumulators contain. */
     __device__ void store()
     {
         const key_tile &tile = smem.tile;
@@ -216,26 +227,26 @@ template <typename ELEMENT, int DIM, bool OF_B, bool CAPPED> struct dk_warpgroup
 
 /* ---- Kernel ------------------------------------------------------------------------------------------------- */
 
-template <typename ELEMENT, int DIM, bool OF_B, bool CAPPED>
+template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED>
 __global__ void __launch_bounds__(KEY_THREADS, 1)
     dk_kernel(const __grid_constant__ backward_params params, const __grid_constant__ key_maps maps)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char raw[];
     dk_smem<DIM> &smem = *(dk_smem<DIM> *)(void *)raw;
-    key_tile here;
-    if (!here.find(params))
+    key_tile tile;
+    if (!tile.find(params))
         return;
     if (threadIdx.x == 0) {
-        const skl_sequence &s = here.sequence;
-        const int64_t last = skl_min(here.first + CONSUMERS * 64, here.rows) - 1;
-        smem.tile = here;
-        smem.count = (int)(last + 1 - here.first);
-        smem.heads = wrt_argument<OF_B>(params).heads_per_key;
+        const skl_sequence &s = tile.sequence;
+        const int64_t last = skl_min(tile.first + CONSUMERS * 64, tile.rows) - 1;
+        smem.tile = tile;
+        smem.count = (int)(last + 1 - tile.first);
+        smem.heads = wrt_argument<WRT_B>(params).heads_per_key;
         smem.queries = {};
         if (smem.count > 0)
             smem.queries =
-                in_stages(stream_for(skl_query_band(&params.problem, &s), here.first, last), s.query_begin);
+                make_row_stream(stream_for(skl_query_band(&params.problem, &s), tile.first, last), s.query_begin);
         barrier_init(smem.keys_full, 1);
         for (int stage = 0; stage < smem.DEPTH; stage++) {
             barrier_init(smem.full[stage], 1);
@@ -245,15 +256,15 @@ __global__ void __launch_bounds__(KEY_THREADS, 1)
         barrier_init_fence();
     }
     __syncthreads();
-    const int group = warpgroup_index();
-    if (group == CONSUMERS) {
+    const int warpgroup = warpgroup_index();
+    if (warpgroup == CONSUMERS) {
         reg_dealloc<40>();
-        stage_queries<ELEMENT, DIM, OF_B>(params, maps, smem);
+        produce_queries<ELEMENT, DIM, WRT_B>(params, maps, smem);
     } else {
         reg_alloc<232>();
-        dk_warpgroup<ELEMENT, DIM, OF_B, CAPPED> own = {params, smem, group};
-        own.run();
-        own.store();
+        dk_warpgroup<ELEMENT, DIM, WRT_B, CAPPED> consumer = {params, smem, warpgroup};
+        consumer.run();
+        consumer.store();
     }
 #endif
 }

@@ -1,19 +1,29 @@
-/* Forward of heads of up to 128 dimensions: four warpgroups, one stage of logits each.
+/* Forward for head sizes up to 128: KL and LSEs of each row, in one pass over the keys.
  *
- *   block   4 warpgroups of 64 queries; one block a multiprocessor. It has one tile or, where all tiles see all keys
- *           (PERSISTENT), takes one after another
- *   regs    128 a thread: logits of a stage of 64 keys (64), 64 dimensions of the first argument's Q (16), row states
- *   shared  DEPTH stages of 64 keys of both arguments; the other dimensions of Q, 256 queries
+ * Bound: at 128 dimensions tensor cores, exponentials and shared memory are equally busy (1,024 clocks each per 128
+ * queries x 64 keys), and other arithmetic competes with them; at 64 dimensions the exponentials.
  *
- *   warpgroup   products of stage n (wgmma), then its exponentials and sums, with nothing of its own beside them:
- *               what runs beside them are the other three warpgroups, each somewhere else in its stage
- *   last one    its first warp also copies (TMA): at stage n it refills the place of stage n - 1; behind the last
- *               stages of a tile with the first ones of the next
- *   a change    of tiles is each warpgroup's own: queries of the next one are copied, then rows of the last written
+ *   block      4 warpgroups of 64 queries; one block per SM. A block processes one tile or, if every query attends to
+ *              all keys, is PERSISTENT and processes one tile after another
+ *   registers  128 per thread: logits of a stage of 64 keys (64), 64 dimensions of A's Q (16), row states
+ *   shared     DEPTH stages of 64 keys of both arguments; the remaining dimensions of Q for 256 queries
  *
- * Heads of this size take about as long for exponentials as for products, and more instructions than both: four warps
- * a scheduler keep it busier than two whose products and exponentials overlap. A fifth warpgroup for copies would
- * leave each thread 112 registers. */
+ * Each warpgroup alternates between its wgmmas (W) and its exponentials and sums (E). It overlaps nothing by itself:
+ * the four warpgroups drift apart, so that one's wgmmas overlap the others' arithmetic.
+ *
+ *   warpgroup 0   W W E E E E E E W W E E E E E E
+ *   warpgroup 1   E E W W E E E E E E W W E E E E
+ *   warpgroup 2   E E E E W W E E E E E E W W E E
+ *   warpgroup 3   E E E E E E W W E E E E E E W W      its first warp is also the producer (TMA): at stage n it
+ *                                                      refills the buffer of stage n - 1, at the end of a tile with
+ *                                                      the first stages of the next tile
+ *
+ * A warpgroup changes tiles independently of the others: it loads the next tile's queries, then writes the last
+ * tile's rows.
+ *
+ * Exponentials take about as long as wgmmas at these head sizes, and both together need fewer issue slots than the
+ * other arithmetic. Four warps per scheduler keep it busier than two that overlap wgmmas and exponentials themselves.
+ * A producer warpgroup would be the fifth and leave 112 registers per thread. */
 #ifndef SKL_CUDA_SM90_ATTENTION_FORWARD_NARROW_CUH
 #define SKL_CUDA_SM90_ATTENTION_FORWARD_NARROW_CUH
 
@@ -26,81 +36,81 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT> struct narrow
     static constexpr int GROUPS = 4;
     static constexpr int THREADS = 128 * GROUPS;
     typedef query_tile<GROUPS> tile_type;
-    static constexpr int REG_DIMS = CAPPED ? 0 : 64; /* dimensions of the first argument's queries in registers */
+    static constexpr int REG_DIMS = CAPPED ? 0 : 64; /* dimensions of A's queries in registers */
     static constexpr int PRODUCER_WARP = (GROUPS - 1) * 4;
-    static constexpr int DEPTH = DIM == 64 ? 8 : REG_DIMS > 0 ? 4 : 3; /* stages */
+    static constexpr int DEPTH = DIM == 64 ? 8 : REG_DIMS > 0 ? 4 : 3; /* pipeline stages */
 
     struct memory {
         key_stage<DIM> stages[DEPTH];
         smem_rows<DIM / 64, tile_type::ROWS> q_b;
         smem_rows<(DIM - REG_DIMS) / 64, tile_type::ROWS> q_a;
         uint64_t queries_full[GROUPS], full[DEPTH], empty[DEPTH];
-        row_stream keys;                     /* from one thread for all of them; the band is only here */
-        tile_type tiles[PERSISTENT ? 3 : 1]; /* in turns: some warps are still at the last one when the next is looked
-                                                for */
-        tma_coord next_coord;                /* of the warp that copies: the next one */
+        row_stream keys;                     /* the schedule is copied to registers, the band is not */
+        tile_type tiles[PERSISTENT ? 3 : 1]; /* ring: last, current and next tile */
+        tma_coord next_coord;                /* next tile, for the producer warp */
     };
-    static_assert(sizeof(memory) <= 227 * 1024, "a block's shared memory");
+    static_assert(sizeof(memory) <= 227 * 1024, "shared memory of a block");
 
     const forward_params &params;
     const forward_maps &maps;
     memory &smem;
-    /* The same for all lanes of a warp. */
-    int group, warp; /* of the block */
-    tma_coord from;  /* of the warp that copies */
-    stage_order keys;
-    int iteration, iterations; /* PERSISTENT: tiles done, and all of them */
-    int stage, phase;          /* the next stage's place, and the parity of the phase that fills it */
-    /* Of the thread. */
+    /* Warp-uniform: */
+    int warpgroup, warp; /* indices in the block */
+    tma_coord coord;     /* producer warp: the tile that it loads */
+    stage_schedule keys;
+    int iteration, iterations; /* PERSISTENT: index of the current tile, number of tiles */
+    int stage, phase;          /* pipeline state: the next stage to consume */
+    /* Per thread: */
     uint32_t q_frag[REG_DIMS / 16 + (REG_DIMS == 0)][4];
     skl_row_state state[2];
 
-    /* ---- Copies --------------------------------------------------------------------------------------------- */
+    /* ---- Producer ------------------------------------------------------------------------------------------- */
 
     __device__ void load_stage(int n, int to) const
     {
-        load_keys(smem.stages[to], maps, from, keys.row_of(n), smem.full[to]);
+        load_keys(smem.stages[to], maps, coord, keys.row_at(n), smem.full[to]);
     }
 
-    /* The queries of a warpgroup, but for those held. */
-    __device__ void load_queries_of(int of, const tma_coord &tile) const
+    /* Loads the queries of one warpgroup, except for the dimensions in registers. */
+    __device__ void load_queries_of(int of_warpgroup, const tma_coord &tile) const
     {
-        uint64_t &full = smem.queries_full[of];
+        uint64_t &full = smem.queries_full[of_warpgroup];
         barrier_expect_tx(full, (smem.q_a.SIZE + smem.q_b.SIZE) / GROUPS);
-        load_queries<REG_DIMS>(smem.q_a, maps.queries_a, tile, full, of * 64);
-        load_queries<0>(smem.q_b, maps.queries_b, tile, full, of * 64);
+        load_queries<REG_DIMS>(smem.q_a, maps.queries_a, tile, full, of_warpgroup * 64);
+        load_queries<0>(smem.q_b, maps.queries_b, tile, full, of_warpgroup * 64);
     }
 
-    /* Barriers are there for others when all warps have met. */
+    /* Initialises the barriers, which other warps may use after __syncthreads, and loads the first queries. */
     __device__ void start_loads(const tile_type &tile)
     {
         if (threadIdx.x % 32 == 0)
             init_barriers<narrow_forward>(smem);
         __syncwarp();
-        from = warp_uniform(tma_coord::of(params, tile));
+        coord = warp_uniform(tma_coord::of(params, tile));
         for (int of = 0; of < GROUPS; of++)
-            load_queries_of(of, from);
+            load_queries_of(of, coord);
     }
 
-    /* A block that stays leaves the last place to stage 0, which fills it in every tile. */
+    /* PERSISTENT: leaves the last buffer empty; advance_stage(0) fills it, as in every later tile. */
     __device__ void load_first_stages() const
     {
         for (int n = 0; n < min(DEPTH - PERSISTENT, keys.stages); n++)
             load_stage(n, n);
     }
 
-    /* Goes on behind stage n. The one before it, perhaps of the last tile, has been left by this warpgroup; the last
-     * of them to leave it is seldom far behind. */
-    __device__ void release_stage(int n)
+    /* Advances the pipeline state after stage n; the producer warp first refills the buffer of stage n - 1 (for n =
+     * 0: of the last tile's final stage). This warpgroup has released that buffer, and the slowest one is rarely far
+     * from doing so. */
+    __device__ void advance_stage(int n)
     {
-        const int later = n - 1 + DEPTH;
-        const bool has_next = later < keys.stages || (PERSISTENT && iteration + 1 < iterations);
+        const int refill = n - 1 + DEPTH;
+        const bool has_next = refill < keys.stages || (PERSISTENT && iteration + 1 < iterations);
         if (warp == PRODUCER_WARP && has_next && (PERSISTENT || n > 0)) {
-            const int last = stage == 0 ? DEPTH - 1 : stage - 1;
-            barrier_wait(smem.empty[last], stage == 0 ? phase ^ 1 : phase);
-            if (PERSISTENT && later == keys.stages)
-                from = warp_uniform(smem.next_coord);
-            load_stage(PERSISTENT && later >= keys.stages ? later - keys.stages : later, last);
+            const int previous = stage == 0 ? DEPTH - 1 : stage - 1;
+            barrier_wait(smem.empty[previous], stage == 0 ? phase ^ 1 : phase);
+            if (PERSISTENT && refill == keys.stages)
+                coord = warp_uniform(smem.next_coord);
+            load_stage(PERSISTENT && refill >= keys.stages ? refill - keys.stages : refill, previous);
         }
         if (++stage == DEPTH) {
             stage = 0;
@@ -110,22 +120,22 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT> struct narrow
 
     /* ---- Tiles ---------------------------------------------------------------------------------------------- */
 
-    __device__ tile_type &tile_of(int number) const
+    __device__ tile_type &tile_of(int index) const
     {
-        return smem.tiles[PERSISTENT ? number % 3 : 0];
+        return smem.tiles[PERSISTENT ? index % 3 : 0];
     }
 
     __device__ void load_q_frag(const tile_type &tile)
     {
         if constexpr (REG_DIMS > 0) {
             const int rows = (int)skl_min(tile.ROWS, tile.sequence.query_count - tile.first);
-            load_rows<REG_DIMS>(q_frag, queries_of<ELEMENT>(params.a, tile.sequence, tile.head).from(tile.first),
-                                rows);
+            load_a_frag<REG_DIMS>(q_frag, queries_of<ELEMENT>(params.a, tile.sequence, tile.head).from(tile.first),
+                                  rows);
         }
     }
 
-    /* Finds the tile behind this one. Others read it when they have waited for this one's last stage, which is copied
-     * later: there are more stages than places. */
+    /* Finds the next tile. Other warps read it after they have waited for this tile's last stage. That orders the
+     * two: a tile has more stages than the pipeline, so this warp issues the last stage's load later. */
     __device__ void prefetch_next_tile() const
     {
         if (iteration + 1 < iterations) {
@@ -138,47 +148,49 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT> struct narrow
 
     __device__ void start_next_tile(const tile_type &tile)
     {
-        named_barrier_sync(1 + group, 128); /* all four warps are done with the queries of the last one */
+        named_barrier_sync(1 + warpgroup, 128); /* all four warps are done with the last tile's queries */
         if (warp % 4 == 0)
-            load_queries_of(group, warp_uniform(tma_coord::of(params, tile)));
+            load_queries_of(warpgroup, warp_uniform(tma_coord::of(params, tile)));
         load_q_frag(tile);
         if (warp == PRODUCER_WARP)
             prefetch_next_tile();
     }
 
-    /* Writes the rows of a tile and begins the next; false: there is none. */
+    /* Writes a tile's rows and starts the next tile; false if there is none. */
     __device__ bool advance_tile()
     {
         const skl_row_state row = merge_two_rows(state[0], state[1]);
         const tile_type &done = tile_of(iteration);
-        const bool goes_on = PERSISTENT && ++iteration < iterations;
-        if (goes_on)
+        const bool has_next = PERSISTENT && ++iteration < iterations;
+        if (has_next)
             start_next_tile(tile_of(iteration));
         write_row_of_two(params, done, row);
-        __syncwarp(); /* else ptxas takes the lanes of the next tile for divided, and copies each of their operands */
-        return goes_on;
+        __syncwarp(); /* without it ptxas assumes divergent lanes in the next tile, and copies every wgmma operand
+                         from ordinary registers: 11 % slower */
+        return has_next;
     }
 
     /* ---- Stages --------------------------------------------------------------------------------------------- */
 
-    /* Logits of the next stage. */
-    __device__ void multiply(stage_logits &x, stage_logits &y)
+    /* Logits of the next stage. Releases the stage. */
+    __device__ void compute_logits(stage_logits &x, stage_logits &y)
     {
-        const uint32_t own = group * (64 * 128 / 16);
-        const uint32_t q_a = row_operand(&smem.q_a) + own, q_b = row_operand(&smem.q_b) + own;
-        const uint32_t k_a = row_operand(&smem.stages[stage].a), k_b = row_operand(&smem.stages[stage].b);
+        const uint32_t rows = warpgroup * (64 * 128 / 16);
+        const uint32_t q_a = k_major_operand(&smem.q_a) + rows, q_b = k_major_operand(&smem.q_b) + rows;
+        const uint32_t k_a = k_major_operand(&smem.stages[stage].a), k_b = k_major_operand(&smem.stages[stage].b);
         barrier_wait(smem.full[stage], phase);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < DIM / 16; step++)
             if (step < REG_DIMS / 16)
-                wgmma<false>(x, q_frag[step], step_of(k_a, step, STAGE_ROWS), step > 0, ELEMENT());
+                wgmma<false>(x, q_frag[step], k_step_descriptor(k_a, step, STAGE_ROWS), step > 0, ELEMENT());
             else
-                wgmma<false>(x, step_of(q_a, step - REG_DIMS / 16, tile_type::ROWS), step_of(k_a, step, STAGE_ROWS),
-                             step > 0, ELEMENT());
+                wgmma<false>(x, k_step_descriptor(q_a, step - REG_DIMS / 16, tile_type::ROWS),
+                             k_step_descriptor(k_a, step, STAGE_ROWS), step > 0, ELEMENT());
 #pragma unroll
         for (int step = 0; step < DIM / 16; step++)
-            wgmma<false>(y, step_of(q_b, step, tile_type::ROWS), step_of(k_b, step, STAGE_ROWS), step > 0, ELEMENT());
+            wgmma<false>(y, k_step_descriptor(q_b, step, tile_type::ROWS), k_step_descriptor(k_b, step, STAGE_ROWS),
+                         step > 0, ELEMENT());
         wgmma_commit();
         wgmma_wait<0>();
         fence_operand(x);
@@ -190,34 +202,34 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT> struct narrow
         }
     }
 
-    /* A tile. */
-    __device__ void run()
+    __device__ void run_tile()
     {
         state[0] = state[1] = skl_state_empty();
-        barrier_wait(smem.queries_full[group], PERSISTENT ? iteration % 2 : 0);
+        barrier_wait(smem.queries_full[warpgroup], PERSISTENT ? iteration % 2 : 0);
         const float scale_a = CAPPED ? 1.0F : params.a.scale, scale_b = CAPPED ? 1.0F : params.b.scale;
-        const int begun = max(keys.masked_stages, min(1, keys.stages)); /* a whole first stage gives stabilisers */
+        const int prologue = max(keys.masked_stages, min(1, keys.stages)); /* a first full stage initialises shifts */
         int n = 0;
 #pragma unroll 1
-        for (; n < begun; n++) {
+        for (; n < prologue; n++) {
             stage_logits x, y;
-            multiply(x, y);
-            const int first = keys.place_of(n) * STAGE_KEYS;
-            const reach sees = reach_of(smem.keys.band, group * 64, 64); /* an edge of the block, not of all */
+            compute_logits(x, y);
+            const int first = keys.stage_at(n) * STAGE_KEYS;
+            const reach sees =
+                reach_of(smem.keys.band, warpgroup * 64, 64); /* the stage is masked for some warpgroup */
             if (covers(sees.all, first, STAGE_KEYS)) {
                 init_shift(state, x, scale_a, y, scale_b);
                 add_full(state, x, scale_a, y, scale_b);
-            } else if (meets(sees.any, first, STAGE_KEYS)) {
+            } else if (overlaps(sees.any, first, STAGE_KEYS)) {
                 add_masked(state, x, scale_a, y, scale_b, smem.keys.band, first);
             }
-            release_stage(n);
+            advance_stage(n);
         }
 #pragma unroll 1
         for (; n < keys.stages; n++) {
             stage_logits x, y;
-            multiply(x, y);
+            compute_logits(x, y);
             add_full(state, x, scale_a, y, scale_b);
-            release_stage(n);
+            advance_stage(n);
         }
     }
 };
@@ -235,28 +247,28 @@ __global__ void __launch_bounds__(narrow_forward<ELEMENT, DIM, CAPPED, PERSISTEN
                    : !tile.find(params, params.num_splits, (unsigned)params.head_group))
         return;
     const int warp = warp_index();
-    forward own = {params, maps, smem, warp / 4, warp};
+    forward worker = {params, maps, smem, warp / 4, warp};
     if (warp == forward::PRODUCER_WARP)
-        own.start_loads(tile);
+        worker.start_loads(tile);
     if (threadIdx.x == 0) {
         smem.keys = keys_of_tile(params, tile, params.num_splits);
         smem.tiles[0] = tile;
     }
-    own.load_q_frag(tile);
+    worker.load_q_frag(tile);
     __syncthreads();
-    own.keys = warp_uniform(smem.keys);
+    worker.keys = warp_uniform(smem.keys);
     if (PERSISTENT) {
-        own.keys.left = 0; /* all keys are seen: an edge is at their end, and ptxas may know */
-        own.iterations = warp_uniform(tile.iterations(params));
+        worker.keys.left = 0; /* only the last stages are masked, and a constant helps ptxas */
+        worker.iterations = warp_uniform(tile.iterations(params));
     }
     if (warp == forward::PRODUCER_WARP) {
-        own.load_first_stages();
+        worker.load_first_stages();
         if (PERSISTENT)
-            own.prefetch_next_tile();
+            worker.prefetch_next_tile();
     }
     do
-        own.run();
-    while (own.advance_tile());
+        worker.run_tile();
+    while (worker.advance_tile());
 #endif
 }
 

@@ -1,6 +1,6 @@
-/* What both forwards on Hopper's tensor cores share: the sums of a stage of 64 keys, and what the copy engine brings.
+/* Building blocks of the Hopper forward kernels: TMA loads, and the row sums of a stage of 64 keys.
  *
- * Row states, the blind and the exact way of adding, and keys cut into parts are those of the sm80 forward. */
+ * Row states, the lazy shift and split_kv work as in the sm80 forward. */
 #ifndef SKL_CUDA_SM90_ATTENTION_FORWARD_STAGE_CUH
 #define SKL_CUDA_SM90_ATTENTION_FORWARD_STAGE_CUH
 
@@ -12,20 +12,19 @@ namespace sm90
 
 /* ---- Copies ------------------------------------------------------------------------------------------------- */
 
-/* Keys and queries of both arguments. */
 struct forward_maps {
     CUtensorMap keys_a, keys_b, queries_a, queries_b;
 };
 
-/* Keys of both arguments, [64 dimensions][64 keys] with the copy engine's 128-byte swizzle. */
+/* Keys of both arguments, [64 dimensions][64 keys] in TMA's 128-byte swizzle. */
 template <int DIM> struct key_stage {
     row_stage<DIM> a, b;
 };
 
-/* Where a tile's tensors lie, for the copy engine. */
+/* TMA coordinates of a tile's queries and keys. */
 struct tma_coord {
-    int batch, query;         /* row of the tensor */
-    int head, head_a, head_b; /* of the queries, of both keys */
+    int batch, query;         /* first row of the tile, in the tensor */
+    int head, head_a, head_b; /* query head, key heads of the two arguments */
 
     template <int M> __device__ static tma_coord of(const forward_params &params, const query_tile<M> &tile)
     {
@@ -35,21 +34,21 @@ struct tma_coord {
     }
 };
 
-__device__ inline tma_coord warp_uniform(const tma_coord &tile)
+__device__ inline tma_coord warp_uniform(const tma_coord &coord)
 {
-    return {warp_uniform(tile.batch), warp_uniform(tile.query), warp_uniform(tile.head), warp_uniform(tile.head_a),
-            warp_uniform(tile.head_b)};
+    return {warp_uniform(coord.batch), warp_uniform(coord.query), warp_uniform(coord.head),
+            warp_uniform(coord.head_a), warp_uniform(coord.head_b)};
 }
 
 template <int DIM>
-__device__ inline void load_keys(key_stage<DIM> &to, const forward_maps &maps, const tma_coord &tile, int row,
+__device__ inline void load_keys(key_stage<DIM> &to, const forward_maps &maps, const tma_coord &coord, int row,
                                  uint64_t &full)
 {
     barrier_expect_tx(full, (int)sizeof to);
 #pragma unroll
-    for (int half = 0; half < DIM / 64; half++) {
-        tma_load(to.a.slabs[half], maps.keys_a, half * 64, row, tile.head_a, tile.batch, full);
-        tma_load(to.b.slabs[half], maps.keys_b, half * 64, row, tile.head_b, tile.batch, full);
+    for (int slab = 0; slab < DIM / 64; slab++) {
+        tma_load(to.a.slabs[slab], maps.keys_a, slab * 64, row, coord.head_a, coord.batch, full);
+        tma_load(to.b.slabs[slab], maps.keys_b, slab * 64, row, coord.head_b, coord.batch, full);
     }
 }
 
@@ -64,40 +63,41 @@ template <typename FORWARD> __device__ inline void init_barriers(typename FORWAR
     barrier_init_fence();
 }
 
-/* Dimensions of the queries behind the first REG_DIMS, from row `first` of the tile on. */
-template <int REG_DIMS, int PARTS, int ROWS>
-__device__ inline void load_queries(smem_rows<PARTS, ROWS> &to, const CUtensorMap &queries, const tma_coord &tile,
+/* Loads the dimensions after the first REG_DIMS, from row `first` of the tile on. */
+template <int REG_DIMS, int SLABS, int ROWS>
+__device__ inline void load_queries(smem_rows<SLABS, ROWS> &to, const CUtensorMap &queries, const tma_coord &coord,
                                     uint64_t &full, int first = 0)
 {
-    if constexpr (PARTS > 0)
-        for (int part = 0; part < PARTS; part++)
-            tma_load(to.slabs[part][first], queries, REG_DIMS + part * 64, tile.query + first, tile.head, tile.batch,
-                     full);
+    if constexpr (SLABS > 0)
+        for (int slab = 0; slab < SLABS; slab++)
+            tma_load(to.slabs[slab][first], queries, REG_DIMS + slab * 64, coord.query + first, coord.head,
+                     coord.batch, full);
 }
 
 /* ---- Sums --------------------------------------------------------------------------------------------------- */
 
-/* Adds a stage that every row of the warp sees whole; false, and nothing added, if a stabiliser has to move. The
- * order is one in which ptxas spreads the exponentials: where two of them meet, a warp waits. */
+/* Adds a full stage with the current shifts. Returns false and adds nothing if a sum exceeds the bound, which means
+ * that its shift has to move. ptxas interleaves the exponentials with other instructions in this order of statements;
+ * a warp stalls where two exponentials are adjacent. */
 __device__ inline bool add_with_shift(skl_row_state (&state)[2], const stage_logits &x, float scale_a,
                                       const stage_logits &y, float scale_b)
 {
-    row_sums sums[2], right[2]; /* of the first and of the last 32 keys */
+    row_sums sums[2], right[2]; /* of the first 32 keys and of the last 32 */
 #pragma unroll
     for (int e = 0; e < 16; e++) {
-        const int n = e / 4, half = e / 2 % 2, at = half * 2 + e % 2;
+        const int n = e / 4, half = e / 2 % 2, element = half * 2 + e % 2;
         const float m_a = state[half].m_a, m_b = state[half].m_b;
         const bool first = n == 0 && e % 2 == 0;
-        add_pair(sums[half], fmaf(x[n][at], scale_a, -m_a), fmaf(y[n][at], scale_b, -m_b), first);
-        add_pair(right[half], fmaf(x[n + 4][at], scale_a, -m_a), fmaf(y[n + 4][at], scale_b, -m_b), first);
+        add_pair(sums[half], fmaf(x[n][element], scale_a, -m_a), fmaf(y[n][element], scale_b, -m_b), first);
+        add_pair(right[half], fmaf(x[n + 4][element], scale_a, -m_a), fmaf(y[n + 4][element], scale_b, -m_b), first);
     }
-    bool fine = true;
+    bool in_bounds = true;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         add_sums(sums[half], right[half]);
-        fine = fine && sums[half].l_a < SKL_LAZY_BOUND && sums[half].l_b < SKL_LAZY_BOUND;
+        in_bounds = in_bounds && sums[half].l_a < SKL_LAZY_BOUND && sums[half].l_b < SKL_LAZY_BOUND;
     }
-    if (__any_sync(~0U, !fine))
+    if (__any_sync(~0U, !in_bounds))
         return false;
 #pragma unroll
     for (int half = 0; half < 2; half++)
@@ -105,7 +105,7 @@ __device__ inline bool add_with_shift(skl_row_state (&state)[2], const stage_log
     return true;
 }
 
-/* Rows to which nothing was added take the first of the logits that come for their stabilisers; mostly it will do. */
+/* Shifts of rows that are still empty: the thread's first logit, which usually is close enough to the maximum. */
 __device__ inline void init_shift(skl_row_state (&state)[2], const stage_logits &x, float scale_a,
                                   const stage_logits &y, float scale_b)
 {
@@ -126,7 +126,7 @@ __device__ inline void add_full(skl_row_state (&state)[2], const stage_logits &x
         add_with_max<false>(state[half], x, scale_a, y, scale_b, half, {});
 }
 
-/* The keys from `first` on that each row sees. */
+/* Adds a masked stage, whose first key is `first` of the stream: for each row, the keys that it attends to. */
 __device__ inline void add_masked(skl_row_state (&state)[2], const stage_logits &x, float scale_a,
                                   const stage_logits &y, float scale_b, const band32 &band, int first)
 {
@@ -137,7 +137,7 @@ __device__ inline void add_masked(skl_row_state (&state)[2], const stage_logits 
     }
 }
 
-/* Logits of an argument in base 2, behind its cap if it has one. `to` may be x. */
+/* Logits in base 2, after the softcap if the argument has one. `to` may be x. */
 __device__ inline void cap_stage(stage_logits &to, const stage_logits &x, const skl_cuda_argument &argument)
 {
 #pragma unroll
@@ -149,8 +149,8 @@ __device__ inline void cap_stage(stage_logits &to, const stage_logits &x, const 
 
 /* ---- Rows --------------------------------------------------------------------------------------------------- */
 
-/* Of the two rows of a thread in a tile of 64 M queries, merged: the four lanes that have them share the logarithms,
- * which are long. */
+/* Writes one of a quad's two rows; `state` comes from merge_two_rows, even lanes have the first row and odd lanes the
+ * second. Each of the four lanes takes one of the slow logarithms: two rows, two arguments. */
 template <int M>
 __device__ inline void write_row_of_two(const forward_params &params, const query_tile<M> &tile,
                                         const skl_row_state &state)

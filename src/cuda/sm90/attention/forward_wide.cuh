@@ -1,16 +1,19 @@
-/* Forward of heads of 192 and 256 dimensions: two warpgroups, two stages of logits each.
+/* Forward for head sizes 192 and 256: KL and LSEs of each row, in one pass over the keys.
  *
- *   block   2 consumer warpgroups of 64 queries, 1 producer warp; one block a multiprocessor
- *   regs    240 a consumer thread: 128 dimensions of Q of both arguments (64), logits of two stages of 64 keys (128),
- *           row states
- *   shared  DEPTH stages of 64 keys of both arguments; the other dimensions of Q
+ * Bound: tensor cores. At 256 dimensions wgmmas take twice as long as the exponentials, and hide them.
  *
- *   producer   copies stage after stage (TMA) as consumers leave them
- *   consumer   products of stage n + 1 (wgmma)  ||  exponentials and sums of stage n
+ *   block      2 consumer warpgroups of 64 queries, 1 producer warp; one block per SM
+ *   registers  240 per consumer thread: 128 dimensions of Q of both arguments (64), logits of two stages of 64 keys
+ *              (128), row states
+ *   shared     DEPTH stages of 64 keys of both arguments; the remaining dimensions of Q
  *
- * Products take longer than exponentials here, and hide them. Softcap has instances of its own (CAPPED): logits
- * behind the cap need registers beside the accumulators, so they have those of the second stage, and products are
- * hidden behind the other warpgroup's arithmetic only. */
+ *   producer   TMA load of stage n + DEPTH, as soon as both consumers have released stage n
+ *   consumer   wgmma          | stage 0 | stage 1     | stage 2     | stage 3     |
+ *              exponentials             | stage 0     | stage 1     | stage 2     |
+ *
+ * CAPPED (softcap) is a separate instance. Logits after the cap need registers in addition to the accumulators and
+ * get those of the second stage. A warpgroup then waits for its own wgmmas, and only the other warpgroup's arithmetic
+ * overlaps them. */
 #ifndef SKL_CUDA_SM90_ATTENTION_FORWARD_WIDE_CUH
 #define SKL_CUDA_SM90_ATTENTION_FORWARD_WIDE_CUH
 
@@ -23,15 +26,15 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
     static constexpr int GROUPS = CONSUMERS;
     static constexpr int THREADS = 128 * (GROUPS + 1);
     typedef query_tile<GROUPS> tile_type;
-    static constexpr int DEPTH = DIM == 192 ? 4 : 2; /* stages */
-    static constexpr int REG_DIMS = 128;             /* dimensions of both queries in registers */
+    static constexpr int DEPTH = DIM == 192 ? 4 : 2; /* pipeline stages */
+    static constexpr int REG_DIMS = 128;             /* dimensions of both arguments' queries in registers */
 
     struct memory {
         key_stage<DIM> stages[DEPTH];
         smem_rows<(DIM - REG_DIMS) / 64> q_a, q_b;
         uint64_t queries_full[1], full[DEPTH], empty[DEPTH];
-        row_stream keys; /* these from one thread for all of them; the band is only here */
-        tma_coord from;
+        row_stream keys; /* the schedule is copied to registers, the band is not */
+        tma_coord coord;
         tile_type tile;
         float scale_a, scale_b;
     };
@@ -40,15 +43,15 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
 
     __device__ static void produce(const forward_maps &maps, memory &smem)
     {
-        const tma_coord from = warp_uniform(smem.from);
-        const stage_order keys = warp_uniform(smem.keys);
+        const tma_coord coord = warp_uniform(smem.coord);
+        const stage_schedule keys = warp_uniform(smem.keys);
         barrier_expect_tx(smem.queries_full[0], smem.q_a.SIZE + smem.q_b.SIZE);
-        load_queries<REG_DIMS>(smem.q_a, maps.queries_a, from, smem.queries_full[0]);
-        load_queries<REG_DIMS>(smem.q_b, maps.queries_b, from, smem.queries_full[0]);
+        load_queries<REG_DIMS>(smem.q_a, maps.queries_a, coord, smem.queries_full[0]);
+        load_queries<REG_DIMS>(smem.q_b, maps.queries_b, coord, smem.queries_full[0]);
         for (int n = 0; n < keys.stages; n++) {
             const int stage = n % DEPTH;
             barrier_wait(smem.empty[stage], n / DEPTH % 2 ^ 1);
-            load_keys(smem.stages[stage], maps, from, keys.row_of(n), smem.full[stage]);
+            load_keys(smem.stages[stage], maps, coord, keys.row_at(n), smem.full[stage]);
         }
     }
 
@@ -56,10 +59,10 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
 
     const forward_params &params;
     memory &smem;
-    /* The same for all lanes of a warp. */
-    int group;
-    stage_order keys;
-    /* Of the thread. */
+    /* Warp-uniform: */
+    int warpgroup;
+    stage_schedule keys;
+    /* Per thread: */
     uint32_t q_a[REG_DIMS / 16][4], q_b[REG_DIMS / 16][4];
     skl_row_state state[2];
 
@@ -67,25 +70,25 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
     {
         const skl_sequence &s = tile.sequence;
         const int rows = (int)skl_min(tile.ROWS, s.query_count - tile.first);
-        load_rows<REG_DIMS>(q_a, queries_of<ELEMENT>(params.a, s, tile.head).from(tile.first), rows);
-        load_rows<REG_DIMS>(q_b, queries_of<ELEMENT>(params.b, s, tile.head).from(tile.first), rows);
+        load_a_frag<REG_DIMS>(q_a, queries_of<ELEMENT>(params.a, s, tile.head).from(tile.first), rows);
+        load_a_frag<REG_DIMS>(q_b, queries_of<ELEMENT>(params.b, s, tile.head).from(tile.first), rows);
         barrier_wait(smem.queries_full[0], 0);
     }
 
-    __device__ void start(stage_logits &x, stage_logits &y, int n)
+    __device__ void issue_stage(stage_logits &x, stage_logits &y, int n)
     {
         const int stage = n % DEPTH;
         barrier_wait(smem.full[stage], n / DEPTH % 2);
         wgmma_fence();
-        const uint32_t queries = group * (64 * 128 / 16);
-        start_products<ELEMENT, DIM, REG_DIMS>(x, q_a, row_operand(&smem.q_a) + queries,
-                                               row_operand(&smem.stages[stage].a));
-        start_products<ELEMENT, DIM, REG_DIMS>(y, q_b, row_operand(&smem.q_b) + queries,
-                                               row_operand(&smem.stages[stage].b));
+        const uint32_t queries = warpgroup * (64 * 128 / 16);
+        issue_logits<ELEMENT, DIM, REG_DIMS>(x, q_a, k_major_operand(&smem.q_a) + queries,
+                                             k_major_operand(&smem.stages[stage].a));
+        issue_logits<ELEMENT, DIM, REG_DIMS>(y, q_b, k_major_operand(&smem.q_b) + queries,
+                                             k_major_operand(&smem.stages[stage].b));
         wgmma_commit();
     }
 
-    __device__ void finish(stage_logits &x, stage_logits &y, int n)
+    __device__ void wait_stage(stage_logits &x, stage_logits &y, int n)
     {
         wgmma_wait<0>();
         fence_operand(x);
@@ -96,11 +99,11 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
     __device__ void add_masked_stage(const stage_logits &x, float scale_a, const stage_logits &y, float scale_b,
                                      int n)
     {
-        add_masked(state, x, scale_a, y, scale_b, smem.keys.band, keys.place_of(n) * STAGE_KEYS);
+        add_masked(state, x, scale_a, y, scale_b, smem.keys.band, keys.stage_at(n) * STAGE_KEYS);
     }
 
-    /* The scales come from shared memory, so that no exponential is taken before the wait for the next stage's keys:
-     * its products have to start first. */
+    /* Reads the scales from shared memory, so that ptxas cannot move exponentials above the wait for the next stage's
+     * keys: the next stage's wgmmas have to be issued first. */
     __device__ void add_full_stage(const stage_logits &x, const stage_logits &y)
     {
         const float scale_a = load_shared(smem.scale_a), scale_b = load_shared(smem.scale_b);
@@ -111,8 +114,8 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
     {
         for (int n = 0; n < keys.stages; n++) {
             stage_logits x, y, capped_x, capped_y;
-            start(x, y, n);
-            finish(x, y, n);
+            issue_stage(x, y, n);
+            wait_stage(x, y, n);
             cap_stage(capped_x, x, params.a);
             cap_stage(capped_y, y, params.b);
             if (n < keys.masked_stages)
@@ -126,22 +129,23 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
     {
         stage_logits x[2], y[2];
         for (int n = 0; n < keys.masked_stages; n++) {
-            start(x[0], y[0], n);
-            finish(x[0], y[0], n);
+            issue_stage(x[0], y[0], n);
+            wait_stage(x[0], y[0], n);
             add_masked_stage(x[0], params.a.scale, y[0], params.b.scale, n);
         }
         const int end = keys.stages;
         if (keys.masked_stages == end)
             return;
-        /* Products are started unconditionally and with no branch before the sums: ptxas would wait for them at once,
-         * or not mix them with the exponentials. So the last ones are started twice, and not used. */
-        start(x[0], y[0], keys.masked_stages);
+        /* wgmmas are issued unconditionally, with no branch between them and the sums. Otherwise ptxas waits for them
+         * at once, or does not overlap them with the exponentials. So the last stage is issued twice, and its second
+         * result not used. */
+        issue_stage(x[0], y[0], keys.masked_stages);
         for (int n = keys.masked_stages; n < end; n += 2) {
-            finish(x[0], y[0], n);
-            start(x[1], y[1], n + 1);
+            wait_stage(x[0], y[0], n);
+            issue_stage(x[1], y[1], n + 1);
             add_full_stage(x[0], y[0]);
-            finish(x[1], y[1], n + 1);
-            start(x[0], y[0], min(n + 2, end - 1));
+            wait_stage(x[1], y[1], n + 1);
+            issue_stage(x[0], y[0], min(n + 2, end - 1));
             add_full_stage(x[1], y[1]);
         }
         wgmma_wait<0>();
@@ -161,28 +165,28 @@ __global__ void __launch_bounds__(wide_forward<ELEMENT, DIM, CAPPED>::THREADS, 1
         return;
     if (threadIdx.x == 0) {
         smem.keys = keys_of_tile(params, tile, params.num_splits);
-        smem.from = tma_coord::of(params, tile);
+        smem.coord = tma_coord::of(params, tile);
         smem.tile = tile;
         smem.scale_a = params.a.scale;
         smem.scale_b = params.b.scale;
         init_barriers<forward>(smem);
     }
     __syncthreads();
-    const int group = warpgroup_index();
-    if (group == forward::GROUPS) {
+    const int warpgroup = warpgroup_index();
+    if (warpgroup == forward::GROUPS) {
         reg_dealloc<24>();
         if (warp_index() == forward::GROUPS * 4)
             forward::produce(maps, smem);
     } else {
         reg_alloc<240>();
-        forward own = {params, smem, group, warp_uniform(smem.keys)};
-        own.load_q_frags(smem.tile);
-        own.state[0] = own.state[1] = skl_state_empty();
+        forward consumer = {params, smem, warpgroup, warp_uniform(smem.keys)};
+        consumer.load_q_frags(smem.tile);
+        consumer.state[0] = consumer.state[1] = skl_state_empty();
         if (CAPPED)
-            own.run_capped();
+            consumer.run_capped();
         else
-            own.run();
-        write_row_of_two(params, smem.tile, merge_two_rows(own.state[0], own.state[1]));
+            consumer.run();
+        write_row_of_two(params, smem.tile, merge_two_rows(consumer.state[0], consumer.state[1]));
     }
 #endif
 }

@@ -1,23 +1,28 @@
-/* Gradients of one side on Hopper's tensor cores (sm_90a), dq and dk in one sweep: 16-bit types, one teacher head a
- * student head. "Own" is the argument of the KL that gets its gradients, "other" the remaining one.
+/* Fused backward on Hopper's tensor cores (sm_90a): dq and dk with respect to one argument, and with respect to B
+ * also the KL, in one pass over the keys. 16-bit types, one teacher head per student head, head sizes up to 128.
  *
- *   block    2 query warpgroups of 64 queries and 1 key warpgroup; one block a multiprocessor
- *   regs     200 a query thread: other Q (DIM / 4), logits of a stage (64), dq (DIM / 2), G (16), 24 for the rest
- *            104 a key thread: dk of a stage (DIM / 2)
- *   shared   own Q, DEPTH stages of 64 keys of both arguments, G twice, dk of a stage in f32: 208 KB at DIM = 128
+ * Bound: tensor cores and shared memory nearly equally: 2,048 and 2,250 clocks per 128 queries x 64 keys at
+ * DIM = 128. Exponentials take 1,024.
  *
- *   query    X, Y (wgmma) -> exponentials -> dq += G K (wgmma), G to shared memory      of stage n
- *   key      copies stage n + 2 (TMA);  dk = G^T Q (wgmma) -> memory += dk (TMA)        of stage n - 1
+ *   block      2 dq warpgroups of 64 queries and 1 dk warpgroup, which is also the producer; one block per SM
+ *   registers  200 per dq thread: Q of the other argument (DIM / 4), logits of a stage (64), dq (DIM / 2), G (16), 24
+ *              for the rest; 104 per dk thread: dk of a stage (DIM / 2)
+ *   shared     Q of the wrt argument, DEPTH stages of 64 keys of both arguments, two buffers of G, dk of a stage in
+ *              f32: 208 KB at DIM = 128
  *
- * dq stays in registers. dk leaves with every stage, through shared memory and the copy engine, which adds it to f32
- * sums in memory: in any order, so its last bits differ between runs. The key warpgroup does nothing else, so that
- * the two query warpgroups never wait for those sums, nor for each other: one's exponentials run beside the other's
- * products. Under GQA all query heads add to the one key head that they share.
+ *   dq warpgroups   stage n       X, Y (wgmma)  ->  exponentials  ->  dq += G K (wgmma), G to shared memory
+ *   dk warpgroup    stage n - 1   dk = G^T Q (wgmma)  ->  shared memory  ->  global memory += dk (TMA)
+ *                   stage n + 2   TMA load (at DEPTH = 3)
  *
- * ptxas gives the first 24 registers to ordinary values and wants all accumulators and operands of wgmma behind them:
- * that is why no more than DIM - 32 dimensions of the other Q are held in registers.
+ * dq stays in registers. dk of a stage leaves through shared memory; TMA adds it to f32 sums in global memory, in any
+ * order, so its last bits differ between runs. A separate warpgroup for dk keeps these stores out of the path from
+ * logits to logits: the dq warpgroups wait neither for the sums nor for each other, and one's exponentials overlap
+ * the other's wgmmas. Under GQA all query heads add to the key head that they share.
  *
- * CAPPED: instances for arguments of which one has a softcap, or both. */
+ * ptxas reserves the first 24 registers for ordinary values and places accumulators and operands of wgmma after them.
+ * At DIM = 128 that leaves room for 96 dimensions of the other argument's Q; the last 32 come from shared memory.
+ *
+ * CAPPED: instances for problems where at least one argument has a softcap. */
 #ifndef SKL_CUDA_SM90_ATTENTION_FUSED_BACKWARD_CUH
 #define SKL_CUDA_SM90_ATTENTION_FUSED_BACKWARD_CUH
 
@@ -28,13 +33,13 @@
 namespace sm90
 {
 
-constexpr int DK_WARPGROUP = CONSUMERS; /* the warpgroup behind those of the queries */
+constexpr int DK_WARPGROUP = CONSUMERS; /* after the dq warpgroups */
 constexpr int FUSED_BACKWARD_THREADS = 128 * (CONSUMERS + 1);
 constexpr int TILE_QUERIES = block_tile::ROWS;
 
-template <int DIM> constexpr int FUSED_BACKWARD_STAGES = DIM == 64 ? 6 : 3; /* stages */
+template <int DIM> constexpr int FUSED_BACKWARD_STAGES = DIM == 64 ? 6 : 3; /* of the pipeline */
 
-/* Other queries: dimensions that threads hold in registers. There is no room for the last ones. */
+/* Dimensions of the other argument's queries in registers. */
 template <int DIM> constexpr int REG_DIMS = DIM == 64 ? 64 : 96;
 
 template <int DIM> struct fused_backward_smem {
@@ -43,79 +48,79 @@ template <int DIM> struct fused_backward_smem {
     struct {
         row_stage<DIM> wrt, other;
     } stages[DEPTH];
-    unsigned char g[2][TILE_QUERIES][128];         /* [query][key] */
-    unsigned char sums[DIM / 32][STAGE_KEYS][128]; /* f32, 32 dimensions each */
+    unsigned char g[2][TILE_QUERIES][128];       /* [query][key] */
+    unsigned char dk[DIM / 32][STAGE_KEYS][128]; /* of a stage, f32: slabs of 32 dimensions */
     smem_rows<DIM / 64 - REG_DIMS<DIM> / 64> other_queries;
-    uint64_t queries_full, full[DEPTH], clean[DEPTH], g_full[2], g_empty[2];
-    block_tile tile; /* here, and not in the registers of every thread */
-    int count;       /* queries that there are */
+    uint64_t queries_full, full[DEPTH], sanitized[DEPTH], g_full[2], g_empty[2];
+    block_tile tile; /* in shared memory to save registers */
+    int count;       /* queries of the tile that exist */
     row_stream keys;
     float unit;                      /* of G */
-    float poison[DEPTH][STAGE_KEYS]; /* NaN for own keys that are not finite, 0 for others */
-    row_stats stats[TILE_QUERIES];   /* LSEs in base 2, upstream gradients in the unit */
+    float poison[DEPTH][STAGE_KEYS]; /* NaN for non-finite keys of the wrt argument, else 0 */
+    row_stats stats[TILE_QUERIES];   /* LSEs in base 2, upstream gradients divided by the unit */
 };
 
-/* What the sweep reads, and where its sums for keys lie. */
+/* `sums`: f32 sums of dk in global memory. */
 struct fused_backward_maps {
     CUtensorMap wrt_queries, other_queries, wrt_keys, other_keys, sums;
 };
 
-/* ---- Copies ------------------------------------------------------------------------------------------------- */
+/* ---- TMA ---------------------------------------------------------------------------------------------------- */
 
-/* What one warp of the key warpgroup copies, and where the block's dk goes. All lanes have the same here. */
-template <int DIM> struct stage_loads {
+/* Loads and reduce-adds of the block, all issued by one warp. All members are warp-uniform. */
+template <int DIM> struct stage_loader {
     fused_backward_smem<DIM> &smem;
     const fused_backward_maps &maps;
-    stage_order keys;
+    stage_schedule keys;
     int batch, head, wrt_head, other_head;
 
     __device__ void load_queries(int row) const
     {
         barrier_expect_tx(smem.queries_full, smem.wrt_queries.SIZE + smem.other_queries.SIZE);
 #pragma unroll
-        for (int half = 0; half < DIM / 64; half++)
-            tma_load(smem.wrt_queries.slabs[half], maps.wrt_queries, half * 64, row, head, batch, smem.queries_full);
+        for (int slab = 0; slab < DIM / 64; slab++)
+            tma_load(smem.wrt_queries.slabs[slab], maps.wrt_queries, slab * 64, row, head, batch, smem.queries_full);
         if constexpr (REG_DIMS<DIM> < DIM)
             tma_load(smem.other_queries.slabs, maps.other_queries, DIM - 64, row, head, batch, smem.queries_full);
     }
 
-    /* Into memory that is free; nothing behind the last stage. */
+    /* The stage must have been released. Does nothing after the last stage. */
     __device__ void load_stage(int n) const
     {
         if (n >= keys.stages)
             return;
-        const int stage = n % smem.DEPTH, row = keys.row_of(n);
+        const int stage = n % smem.DEPTH, row = keys.row_at(n);
         barrier_expect_tx(smem.full[stage], (int)sizeof smem.stages[stage]);
 #pragma unroll
-        for (int half = 0; half < DIM / 64; half++) {
-            tma_load(smem.stages[stage].other.slabs[half], maps.other_keys, half * 64, row, other_head, batch,
+        for (int slab = 0; slab < DIM / 64; slab++) {
+            tma_load(smem.stages[stage].other.slabs[slab], maps.other_keys, slab * 64, row, other_head, batch,
                      smem.full[stage]);
-            tma_load(smem.stages[stage].wrt.slabs[half], maps.wrt_keys, half * 64, row, wrt_head, batch,
+            tma_load(smem.stages[stage].wrt.slabs[slab], maps.wrt_keys, slab * 64, row, wrt_head, batch,
                      smem.full[stage]);
         }
     }
 
-    __device__ void add_sums(int n) const
+    __device__ void reduce_add_dk(int n) const
     {
 #pragma unroll
-        for (int part = 0; part < DIM / 32; part++)
-            tma_reduce_add(maps.sums, part * 32, keys.row_of(n), wrt_head, batch, smem.sums[part]);
+        for (int slab = 0; slab < DIM / 32; slab++)
+            tma_reduce_add(maps.sums, slab * 32, keys.row_at(n), wrt_head, batch, smem.dk[slab]);
         tma_commit();
     }
 };
 
-/* ---- Queries ------------------------------------------------------------------------------------------------ */
+/* ---- dq ----------------------------------------------------------------------------------------------------- */
 
-/* G of f16 needs a unit: f16 holds 2^-24 .. 2^16 only. One warp finds it, from the block's largest upstream gradient;
- * G of the second argument is at most that. Rows whose upstream gradient is less than 2^-16 of it lose bits of dq.
- * bf16 has the range of f32. */
+/* G in f16 needs a unit, because f16 represents 2^-24 .. 2^16 only; bf16 has the range of f32. One warp derives it
+ * from the block's largest upstream gradient, which bounds G with respect to B. Rows whose upstream gradient is less
+ * than 2^-16 of that lose bits of dq. */
 template <typename ELEMENT>
-__device__ inline float unit_of(const backward_params &params, const block_tile &tile, ELEMENT)
+__device__ inline float find_g_unit(const backward_params &params, const block_tile &tile, ELEMENT)
 {
     return 1.0F;
 }
 
-__device__ inline float unit_of(const backward_params &params, const block_tile &tile, __half)
+__device__ inline float find_g_unit(const backward_params &params, const block_tile &tile, __half)
 {
     constexpr int LIMIT = 15; /* values stay below 2^LIMIT units */
     float largest = 0.0F;
@@ -123,7 +128,7 @@ __device__ inline float unit_of(const backward_params &params, const block_tile 
         const int64_t query = skl_min(tile.first + row, tile.sequence.query_count - 1);
         const skl_range sees = skl_visible(&params.problem, &tile.sequence, query);
         if (sees.begin >= sees.end)
-            continue; /* whatever comes from upstream, its gradient is 0 */
+            continue; /* its gradient is 0, whatever the upstream gradient is */
         const float size = fabsf(row_stat(params, 3, tile.sequence, tile.head, query));
         largest = size < INFINITY ? fmaxf(largest, size) : largest;
     }
@@ -131,21 +136,21 @@ __device__ inline float unit_of(const backward_params &params, const block_tile 
     return power_of_2(max(size - LIMIT, -126));
 }
 
-/* Facts of the warpgroup's 64 queries, two threads each. Own queries that are not finite become 0 and their LSE NaN:
- * dk of keys that they do not see stays what it is. Rows behind the last may be another sequence's: they become 0,
- * too, and have no probability anywhere. */
-template <typename ELEMENT, int DIM, bool OF_B>
+/* Row stats of the warpgroup's 64 queries, two threads each. Non-finite queries of the wrt argument become 0
+ * and their LSE NaN, so that they do not affect dk of keys that they do not attend to. Rows after the last one may
+ * belong to another sequence: they become 0, too, and an LSE of 1e30 makes all their probabilities 0. */
+template <typename ELEMENT, int DIM, bool WRT_B>
 __device__ inline void prepare_queries(const backward_params &params, fused_backward_smem<DIM> &smem,
                                        const block_tile &tile)
 {
     const int row = (int)threadIdx.x / 2, count = smem.count;
-    const bool finite = clean_row<ELEMENT, DIM>(smem.wrt_queries.slabs, row, row < count);
+    const bool finite = sanitize_row<ELEMENT, DIM>(smem.wrt_queries.slabs, row, row < count);
     if constexpr (REG_DIMS<DIM> < DIM)
         for (int c = (int)threadIdx.x % 2; c < 8 && row >= count; c += 2)
             *(uint4 *)(void *)&smem.other_queries.slabs[0][row][c * 16] = make_uint4(0, 0, 0, 0);
     if (threadIdx.x % 2 == 0) {
-        constexpr float NOWHERE = 1e30F;
-        row_stats stats = {NOWHERE, NOWHERE, 0.0F, 0.0F};
+        constexpr float HUGE_LSE = 1e30F;
+        row_stats stats = {HUGE_LSE, HUGE_LSE, 0.0F, 0.0F};
         if (row < count) {
             float stat[4];
 #pragma unroll
@@ -153,39 +158,39 @@ __device__ inline void prepare_queries(const backward_params &params, fused_back
                 stat[which] = row_stat(params, which, tile.sequence, tile.head, tile.first + row);
             stats = {stat[0] * SKL_LOG2E, stat[1] * SKL_LOG2E, stat[2], stat[3] / smem.unit};
             if (!finite)
-                (OF_B ? stats.lse_b : stats.lse_a) = NAN;
+                (WRT_B ? stats.lse_b : stats.lse_a) = NAN;
         }
         smem.stats[row] = stats;
     }
-    fence_async_shared();
+    fence_proxy_async();
     named_barrier_sync(1 + (int)threadIdx.x / 128, 128);
 }
 
-template <typename ELEMENT, int DIM, bool OF_B, bool CAPPED> struct dq_warpgroup {
+template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED> struct dq_warpgroup {
     const backward_params &params;
     fused_backward_smem<DIM> &smem;
-    int group; /* of the warp, the same for all lanes */
+    int warpgroup; /* warp-uniform */
     uint32_t other_q[REG_DIMS<DIM> / 16][4];
     float dq[DIM / 8][4];
-    row_sums sums[2]; /* of the second argument's sweep: what a KL is made of */
+    row_sums sums[2]; /* with respect to B: of the KL */
 
-    __device__ void start_logits(stage_logits &wrt, stage_logits &other, int stage)
+    __device__ void issue_stage_logits(stage_logits &wrt, stage_logits &other, int stage)
     {
-        const uint32_t queries = group * (64 * 128 / 16); /* of the warpgroup */
+        const uint32_t queries = warpgroup * (64 * 128 / 16); /* offset of the warpgroup's rows */
         wgmma_fence();
-        start_products<ELEMENT, DIM, REG_DIMS<DIM>>(other, other_q, row_operand(&smem.other_queries) + queries,
-                                                    row_operand(&smem.stages[stage].other));
-        start_products<ELEMENT, DIM, 0>(wrt, NULL, row_operand(&smem.wrt_queries) + queries,
-                                        row_operand(&smem.stages[stage].wrt));
+        issue_logits<ELEMENT, DIM, REG_DIMS<DIM>>(other, other_q, k_major_operand(&smem.other_queries) + queries,
+                                                  k_major_operand(&smem.stages[stage].other));
+        issue_logits<ELEMENT, DIM, 0>(wrt, NULL, k_major_operand(&smem.wrt_queries) + queries,
+                                      k_major_operand(&smem.stages[stage].wrt));
         wgmma_commit();
     }
 
-    /* G of a stage as A operands. MASKED: masked pairs are 0. The logits are only read: ptxas wants accumulators for
-     * itself. */
+    /* G of a stage as A operands. MASKED: masked pairs are 0. The logits are only read: ptxas serialises wgmmas whose
+     * accumulators are written by other instructions. */
     template <bool MASKED>
-    __device__ void weigh_pairs(uint32_t (&g)[4][4], const stage_logits &wrt, const stage_logits &other, int n)
+    __device__ void compute_g(uint32_t (&g)[4][4], const stage_logits &wrt, const stage_logits &other, int n)
     {
-        const int first = MASKED ? smem.keys.place_of(n) * STAGE_KEYS : 0;
+        const int first = MASKED ? smem.keys.stage_at(n) * STAGE_KEYS : 0;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = acc_row<1>(0, half);
@@ -197,19 +202,21 @@ template <typename ELEMENT, int DIM, bool OF_B, bool CAPPED> struct dq_warpgroup
 #pragma unroll
                 for (int parity = 0; parity < 2; parity++) {
                     const int column = acc_column(i, parity);
-                    const float lse = OF_B ? query.lse_b : query.lse_a;
+                    const float lse = WRT_B ? query.lse_b : query.lse_a;
                     const log_probability of_wrt =
-                        log_of<CAPPED>(wrt[i][half * 2 + parity], wrt_argument<OF_B>(params),
-                                       MASKED ? smem.poison[n % smem.DEPTH][column] - lse : -lse);
+                        log_probability_of<CAPPED>(wrt[i][half * 2 + parity], wrt_argument<WRT_B>(params),
+                                                   MASKED ? smem.poison[n % smem.DEPTH][column] - lse : -lse);
                     const log_probability of_other =
-                        log_of<CAPPED>(other[i][half * 2 + parity], other_argument<OF_B>(params),
-                                       -(OF_B ? query.lse_a : query.lse_b));
-                    const float u = (OF_B ? of_other : of_wrt).value, v = (OF_B ? of_wrt : of_other).value;
-                    const float p_a = ex2(u), p_b = OF_B ? ex2(v) : 0.0F;
+                        log_probability_of<CAPPED>(other[i][half * 2 + parity], other_argument<WRT_B>(params),
+                                                   -(WRT_B ? query.lse_a : query.lse_b));
+                    const float log_p_a = (WRT_B ? of_other : of_wrt).value;
+                    const float log_p_b = (WRT_B ? of_wrt : of_other).value;
+                    const float p_a = ex2(log_p_a), p_b = WRT_B ? ex2(log_p_b) : 0.0F;
                     const bool seen = !MASKED || (first + column >= sees.begin && first + column < sees.end);
-                    if (OF_B && seen)
-                        sums[half] = {sums[half].l_a + p_a, sums[half].l_b + p_b, fmaf(p_a, u - v, sums[half].w)};
-                    float gradient = OF_B ? p_b - p_a : p_a * fmaf(SKL_LN2, u - v, -query.kl);
+                    if (WRT_B && seen)
+                        sums[half] = {sums[half].l_a + p_a, sums[half].l_b + p_b,
+                                      fmaf(p_a, log_p_a - log_p_b, sums[half].w)};
+                    float gradient = WRT_B ? p_b - p_a : p_a * fmaf(SKL_LN2, log_p_a - log_p_b, -query.kl);
                     if (CAPPED)
                         gradient *= of_wrt.slope;
                     pair[parity] = seen ? gradient * query.grad : 0.0F;
@@ -219,23 +226,23 @@ template <typename ELEMENT, int DIM, bool OF_B, bool CAPPED> struct dq_warpgroup
         }
     }
 
-    /* The 64 x 64 pairs of a stage. */
+    /* Adds the 64 x 64 pairs of stage n. */
     template <bool MASKED> __device__ void add_stage(int n)
     {
         const int stage = n % smem.DEPTH, lane = (int)threadIdx.x % 32;
-        barrier_wait(MASKED ? smem.clean[stage] : smem.full[stage], n / smem.DEPTH % 2);
+        barrier_wait(MASKED ? smem.sanitized[stage] : smem.full[stage], n / smem.DEPTH % 2);
         stage_logits wrt, other;
-        start_logits(wrt, other, stage);
+        issue_stage_logits(wrt, other, stage);
         wgmma_wait<0>();
         fence_operand(wrt);
         fence_operand(other);
         uint32_t g[4][4];
-        weigh_pairs<MASKED>(g, wrt, other, n);
+        compute_g<MASKED>(g, wrt, other, n);
         wgmma_fence();
-        const uint32_t k = column_operand(&smem.stages[stage].wrt, STAGE_KEYS * 128);
+        const uint32_t k = mn_major_operand(&smem.stages[stage].wrt, STAGE_KEYS * 128);
 #pragma unroll
         for (int step = 0; step < STAGE_KEYS / 16; step++)
-            wgmma<true>(dq, g[step], descriptor_of(k + step * 16 * 128 / 16), 1, ELEMENT());
+            wgmma<true>(dq, g[step], smem_descriptor(k + step * 16 * 128 / 16), 1, ELEMENT());
         wgmma_commit();
         barrier_wait(smem.g_empty[n % 2], n / 2 % 2 ^ 1);
         const int row = (int)threadIdx.x / 32 * 16 + lane % 16;
@@ -243,10 +250,10 @@ template <typename ELEMENT, int DIM, bool OF_B, bool CAPPED> struct dq_warpgroup
 #pragma unroll
         for (int step = 0; step < STAGE_KEYS / 16; step++)
             stmatrix_x4(to ^ (uint32_t)(step * 32), g[step]);
-        fence_async_shared();
+        fence_proxy_async();
         __syncwarp();
         if (MASKED)
-            barrier_arrive(smem.g_full[n % 2]); /* every lane: it read marks that are written anew behind this */
+            barrier_arrive(smem.g_full[n % 2]); /* every lane: it has read poison, which is overwritten next */
         else if (lane == 0)
             barrier_arrive_count(smem.g_full[n % 2], 32);
     }
@@ -259,7 +266,7 @@ template <typename ELEMENT, int DIM, bool OF_B, bool CAPPED> struct dq_warpgroup
         sums[0] = sums[1] = {};
         for (int n = 0; n < smem.keys.masked_stages; n++)
             add_stage<true>(n);
-        wgmma_wait<0>(); /* so that both loops have G in the same registers */
+        wgmma_wait<0>(); /* lets ptxas keep G in the same registers in both loops */
         for (int n = smem.keys.masked_stages; n < smem.keys.stages; n++)
             add_stage<false>(n);
         wgmma_wait<0>();
@@ -275,7 +282,7 @@ template <typename ELEMENT, int DIM, bool OF_B, bool CAPPED> struct dq_warpgroup
         for (int half = 0; half < 2; half++) {
             const int row = acc_row<1>(0, half);
             const skl_row_state state =
-                merge_lanes({0.0F, sums[half].l_a, 0.0F, sums[half].l_b, sums[half].w}); /* less both LSEs */
+                merge_lanes({0.0F, sums[half].l_a, 0.0F, sums[half].l_b, sums[half].w}); /* shifts: the LSEs */
             if (row >= smem.count)
                 continue;
             if (params.kl_in_backward && threadIdx.x % 4 == 0)
@@ -287,25 +294,24 @@ template <typename ELEMENT, int DIM, bool OF_B, bool CAPPED> struct dq_warpgroup
     }
 };
 
-/* ---- Keys --------------------------------------------------------------------------------------------------- */
+/* ---- dk ----------------------------------------------------------------------------------------------------- */
 
-/* A masked pair weighs 0, but 0 times a value that is not finite is NaN: such keys become 0 before the product with
- * G, and give NaN to just those queries that see them. Only stages that come first have masked pairs. */
-template <typename ELEMENT, int DIM> __device__ inline void clean_stage(fused_backward_smem<DIM> &smem, int n)
+/* Executed by the dk warpgroup. Only masked stages need it: see logit_gradients.cuh. */
+template <typename ELEMENT, int DIM> __device__ inline void sanitize_stage(fused_backward_smem<DIM> &smem, int n)
 {
     const int stage = n % smem.DEPTH;
     const int row = (int)threadIdx.x % 128 / 2;
     barrier_wait(smem.full[stage], n / smem.DEPTH % 2);
-    const bool finite = clean_row<ELEMENT, DIM>(smem.stages[stage].wrt.slabs, row, true);
+    const bool finite = sanitize_row<ELEMENT, DIM>(smem.stages[stage].wrt.slabs, row, true);
     smem.poison[stage][row] = finite ? 0.0F : NAN;
-    fence_async_shared();
-    barrier_arrive(smem.clean[stage]); /* every thread: it wrote what others read */
+    fence_proxy_async();
+    barrier_arrive(smem.sanitized[stage]); /* every thread, because every thread has written rows or poison */
 }
 
-/* The stage's dk, to where the copy engine takes it from. Lanes of odd rows exchange every two blocks of 8 dimensions
- * with the two behind them: so no bank is met twice. */
+/* Writes dk of a stage to shared memory, in TMA's 128-byte swizzle. Lanes of odd rows swap pairs of 8-dimension
+ * blocks with the next pair, which avoids bank conflicts. */
 template <int DIM>
-__device__ inline void stage_sums(fused_backward_smem<DIM> &smem, const float (&dk)[DIM / 8][4], float factor)
+__device__ inline void write_dk(fused_backward_smem<DIM> &smem, const float (&dk)[DIM / 8][4], float factor)
 {
     const int lane = (int)threadIdx.x % 32;
     const int row = (int)threadIdx.x % 128 / 32 * 16 + lane / 4;
@@ -313,7 +319,7 @@ __device__ inline void stage_sums(fused_backward_smem<DIM> &smem, const float (&
 #pragma unroll
     for (int n = 0; n < DIM / 8; n++) {
         const int chunk = (n % 4 ^ (odd ? 2 : 0)) * 2 + lane % 4 / 2;
-        unsigned char *const to = &smem.sums[n / 4][row][(chunk ^ row % 8) * 16 + lane % 2 * 8];
+        unsigned char *const to = &smem.dk[n / 4][row][(chunk ^ row % 8) * 16 + lane % 2 * 8];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const float low = odd ? dk[n ^ 2][half * 2] : dk[n][half * 2];
@@ -323,55 +329,55 @@ __device__ inline void stage_sums(fused_backward_smem<DIM> &smem, const float (&
     }
 }
 
-/* Not wanted: the warpgroup copies stages only. */
+/* Without `with_dk` the warpgroup is only the producer. */
 template <typename ELEMENT, int DIM>
-__device__ inline void add_key_gradients(fused_backward_smem<DIM> &smem, const stage_loads<DIM> &loads, bool wanted,
-                                         float scale)
+__device__ inline void run_dk_warpgroup(fused_backward_smem<DIM> &smem, const stage_loader<DIM> &loader, bool with_dk,
+                                        float scale)
 {
-    const bool leads = warp_in_warpgroup() == 0; /* the warpgroup: this warp does */
-    const uint32_t q = column_operand(smem.wrt_queries.slabs, TILE_QUERIES * 128);
+    const bool is_leader = warp_in_warpgroup() == 0; /* the warp that issues TMA */
+    const uint32_t q = mn_major_operand(smem.wrt_queries.slabs, TILE_QUERIES * 128);
     float dk[DIM / 8][4];
-    if (loads.keys.masked_stages > 0)
-        clean_stage<ELEMENT>(smem, 0);
-    for (int n = 0; n < loads.keys.stages; n++) {
-        if (n + 1 < loads.keys.masked_stages)
-            clean_stage<ELEMENT>(smem, n + 1);
+    if (loader.keys.masked_stages > 0)
+        sanitize_stage<ELEMENT>(smem, 0);
+    for (int n = 0; n < loader.keys.stages; n++) {
+        if (n + 1 < loader.keys.masked_stages)
+            sanitize_stage<ELEMENT>(smem, n + 1);
         barrier_wait(smem.g_full[n % 2], n / 2 % 2);
-        if (leads && n > 0) /* where there is a G, the stage before it has been left */
-            loads.load_stage(n + smem.DEPTH - 1);
-        if (!wanted) {
-            __syncwarp(); /* no lane is still waiting for this G when the next one comes */
+        if (is_leader && n > 0) /* G of stage n is full, so both dq warpgroups have released stage n - 1 */
+            loader.load_stage(n + smem.DEPTH - 1);
+        if (!with_dk) {
+            __syncwarp(); /* all lanes have passed the wait before the buffer can be filled again */
             if (threadIdx.x % 32 == 0)
                 barrier_arrive(smem.g_empty[n % 2]);
             continue;
         }
         wgmma_fence();
-        const uint32_t g = column_operand(smem.g[n % 2], 0);
+        const uint32_t g = mn_major_operand(smem.g[n % 2], 0);
 #pragma unroll
         for (int step = 0; step < TILE_QUERIES / 16; step++)
-            wgmma<true>(dk, descriptor_of(g + step * 16 * 128 / 16), descriptor_of(q + step * 16 * 128 / 16),
+            wgmma<true>(dk, smem_descriptor(g + step * 16 * 128 / 16), smem_descriptor(q + step * 16 * 128 / 16),
                         step > 0, ELEMENT());
         wgmma_commit();
         wgmma_wait<0>();
         fence_operand(dk);
         if (threadIdx.x % 32 == 0)
             barrier_arrive(smem.g_empty[n % 2]);
-        if (leads)
+        if (is_leader)
             tma_wait_read();
         named_barrier_sync(1 + DK_WARPGROUP, 128);
-        stage_sums<DIM>(smem, dk, scale * smem.unit);
-        fence_async_shared();
+        write_dk<DIM>(smem, dk, scale * smem.unit);
+        fence_proxy_async();
         named_barrier_sync(1 + DK_WARPGROUP, 128);
-        if (leads)
-            loads.add_sums(n);
+        if (is_leader)
+            loader.reduce_add_dk(n);
     }
-    if (leads)
+    if (is_leader)
         tma_wait_read();
 }
 
 /* ---- Kernel ------------------------------------------------------------------------------------------------- */
 
-template <typename ELEMENT, int DIM, bool OF_B, bool CAPPED>
+template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED>
 __global__ void __launch_bounds__(FUSED_BACKWARD_THREADS, 1)
     fused_backward_kernel(const __grid_constant__ backward_params params,
                           const __grid_constant__ fused_backward_maps maps)
@@ -379,21 +385,21 @@ __global__ void __launch_bounds__(FUSED_BACKWARD_THREADS, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char raw[];
     fused_backward_smem<DIM> &smem = *(fused_backward_smem<DIM> *)(void *)raw;
-    block_tile here;
-    if (!here.find(params, 1, (unsigned)params.head_group))
+    block_tile assigned;
+    if (!assigned.find(params, 1, (unsigned)params.head_group))
         return;
     if (threadIdx.x < 32)
-        smem.unit = unit_of(params, here, ELEMENT());
+        smem.unit = find_g_unit(params, assigned, ELEMENT());
     if (threadIdx.x == 0) {
-        smem.tile = here;
-        smem.count = (int)skl_min(TILE_QUERIES, here.sequence.query_count - here.first);
-        smem.keys = keys_of_tile(params, here, 1);
-        if (smem.count < TILE_QUERIES) /* 0 times a key that is not finite: rows that are not there must be masked */
+        smem.tile = assigned;
+        smem.count = (int)skl_min(TILE_QUERIES, assigned.sequence.query_count - assigned.first);
+        smem.keys = keys_of_tile(params, assigned, 1);
+        if (smem.count < TILE_QUERIES) /* rows that do not exist must be masked: 0 times a non-finite key is NaN */
             smem.keys.masked_stages = smem.keys.stages;
         barrier_init(smem.queries_full, 1);
         for (int stage = 0; stage < smem.DEPTH; stage++) {
             barrier_init(smem.full[stage], 1);
-            barrier_init(smem.clean[stage], 128);
+            barrier_init(smem.sanitized[stage], 128);
         }
         for (int stage = 0; stage < 2; stage++) {
             barrier_init(smem.g_full[stage], CONSUMERS * 128);
@@ -403,34 +409,35 @@ __global__ void __launch_bounds__(FUSED_BACKWARD_THREADS, 1)
     }
     __syncthreads();
     const block_tile &tile = smem.tile;
-    const int group = warpgroup_index();
-    if (group == DK_WARPGROUP) {
+    const int warpgroup = warpgroup_index();
+    if (warpgroup == DK_WARPGROUP) {
         reg_dealloc<104>();
         const int head = warp_uniform((int)tile.head);
-        const stage_loads<DIM> loads = {smem,
-                                        maps,
-                                        warp_uniform(smem.keys),
-                                        warp_uniform((int)tile.sequence.batch),
-                                        head,
-                                        head / wrt_argument<OF_B>(params).heads_per_key,
-                                        head / other_argument<OF_B>(params).heads_per_key};
+        const stage_loader<DIM> loader = {smem,
+                                          maps,
+                                          warp_uniform(smem.keys),
+                                          warp_uniform((int)tile.sequence.batch),
+                                          head,
+                                          head / wrt_argument<WRT_B>(params).heads_per_key,
+                                          head / other_argument<WRT_B>(params).heads_per_key};
         if (warp_index() == DK_WARPGROUP * 4) {
-            loads.load_queries(warp_uniform((int)(tile.sequence.query_begin + tile.first)));
+            loader.load_queries(warp_uniform((int)(tile.sequence.query_begin + tile.first)));
             for (int n = 0; n < smem.DEPTH; n++)
-                loads.load_stage(n);
+                loader.load_stage(n);
         }
-        add_key_gradients<ELEMENT, DIM>(smem, loads, params.dk_sums.data != NULL,
-                                        params.teacher_side ? params.problem.scale_t : params.problem.scale_s);
+        run_dk_warpgroup<ELEMENT, DIM>(smem, loader, params.dk_sums.data != NULL,
+                                       params.teacher_side ? params.problem.scale_t : params.problem.scale_s);
     } else {
         reg_alloc<200>();
-        dq_warpgroup<ELEMENT, DIM, OF_B, CAPPED> own = {params, smem, group};
-        load_rows<REG_DIMS<DIM>>(
-            own.other_q, queries_of<ELEMENT>(other_argument<OF_B>(params), tile.sequence, tile.head).from(tile.first),
+        dq_warpgroup<ELEMENT, DIM, WRT_B, CAPPED> consumer = {params, smem, warpgroup};
+        load_a_frag<REG_DIMS<DIM>>(
+            consumer.other_q,
+            queries_of<ELEMENT>(other_argument<WRT_B>(params), tile.sequence, tile.head).from(tile.first),
             smem.count);
         barrier_wait(smem.queries_full, 0);
-        prepare_queries<ELEMENT, DIM, OF_B>(params, smem, tile);
-        own.run();
-        own.store(tile);
+        prepare_queries<ELEMENT, DIM, WRT_B>(params, smem, tile);
+        consumer.run();
+        consumer.store(tile);
     }
 #endif
 }

@@ -1,5 +1,8 @@
-/* What the gradient kernels on Hopper share. "Own" is the argument of the KL that gets its gradients, "other" the
- * remaining one. */
+/* Building blocks of the Hopper backward kernels.
+ *
+ * A launch computes gradients with respect to one argument of the KL: `wrt` in all names, A or B (WRT_B). The
+ * remaining argument is `other`. G is the matrix of logit gradients, g_ij = grad_i dKL_i / dlogit_ij; then dq = scale
+ * G k and dk = scale G^T q, with q and k of the wrt argument. */
 #ifndef SKL_CUDA_SM90_ATTENTION_LOGIT_GRADIENTS_CUH
 #define SKL_CUDA_SM90_ATTENTION_LOGIT_GRADIENTS_CUH
 
@@ -9,24 +12,25 @@
 namespace sm90
 {
 
-template <bool OF_B> __device__ inline const skl_cuda_argument &wrt_argument(const backward_params &params)
+template <bool WRT_B> __device__ inline const skl_cuda_argument &wrt_argument(const backward_params &params)
 {
-    return OF_B ? params.b : params.a;
+    return WRT_B ? params.b : params.a;
 }
 
-template <bool OF_B> __device__ inline const skl_cuda_argument &other_argument(const backward_params &params)
+template <bool WRT_B> __device__ inline const skl_cuda_argument &other_argument(const backward_params &params)
 {
-    return OF_B ? params.a : params.b;
+    return WRT_B ? params.a : params.b;
 }
 
-/* Log2 of a probability, and what its cap lets through of a gradient. */
+/* Log2 of a probability, and the derivative of its logit's softcap. */
 struct log_probability {
     float value, slope;
 };
 
-/* From a product of a query and a key. CAPPED: the argument may have a softcap. */
+/* `product`: of a query and a key. CAPPED: the argument may have a softcap. */
 template <bool CAPPED>
-__device__ inline log_probability log_of(float product, const skl_cuda_argument &argument, float minus_lse)
+__device__ inline log_probability log_probability_of(float product, const skl_cuda_argument &argument,
+                                                     float minus_lse)
 {
     if (!CAPPED || !argument.capped)
         return {fmaf(product, argument.scale, minus_lse), 1.0F};
@@ -34,57 +38,62 @@ __device__ inline log_probability log_of(float product, const skl_cuda_argument 
     return {fmaf(argument.softcap_2, ratio, minus_lse), 1.0F - ratio * ratio};
 }
 
-/* Two threads look at a row as the copy engine leaves it: whether all of it is finite. If not, or if it is not
- * wanted, it becomes 0. Each has every other chunk of 16 bytes; threads of different rows begin at different ones: so
- * no bank is met twice. */
+/* ---- Non-finite values -------------------------------------------------------------------------------------- */
+
+/* The gradient of a masked pair is 0, but 0 times a non-finite value is NaN. So rows with non-finite values are set
+ * to 0 in shared memory before the product with G (sanitized). Poison, a NaN in place of their LSE or added to their
+ * logits, makes G NaN for exactly the pairs that are not masked. */
+
+/* Two threads check whether all of a row is finite; they set it to 0 if it is not, or if `keep` is false. The row has
+ * TMA's swizzled layout. Each of the two threads checks every other chunk of 16 bytes. Threads of different rows
+ * start at different chunks, which avoids bank conflicts. */
 template <typename ELEMENT, int DIM, int ROWS>
-__device__ inline bool clean_row(unsigned char (&slabs)[DIM / 64][ROWS][128], int row, bool wanted)
+__device__ inline bool sanitize_row(unsigned char (&slabs)[DIM / 64][ROWS][128], int row, bool keep)
 {
-    constexpr int CHUNKS = 4; /* of a half, a thread's */
+    constexpr int CHUNKS = 4; /* per slab and thread */
     const int parity = (int)threadIdx.x % 2;
     bool finite = true;
-#pragma unroll(DIM > 128 ? 1 : DIM / 64) /* a staging warp has few registers */
-    for (int half = 0; half < DIM / 64; half++)
+#pragma unroll(DIM > 128 ? 1 : DIM / 64) /* a producer warp has few registers */
+    for (int slab = 0; slab < DIM / 64; slab++)
 #pragma unroll
         for (int c = 0; c < CHUNKS; c++) {
             const int chunk = (c ^ row % CHUNKS) * 2 + parity;
-            finite = all_finite<ELEMENT>(*(const uint4 *)(const void *)&slabs[half][row][chunk * 16]) && finite;
+            finite = all_finite<ELEMENT>(*(const uint4 *)(const void *)&slabs[slab][row][chunk * 16]) && finite;
         }
     finite = __shfl_xor_sync(~0U, (int)finite, 1) && finite;
-    if (!finite || !wanted)
-        for (int half = 0; half < DIM / 64; half++)
+    if (!finite || !keep)
+        for (int slab = 0; slab < DIM / 64; slab++)
             for (int c = 0; c < CHUNKS; c++)
-                *(uint4 *)(void *)&slabs[half][row][(c * 2 + parity) * 16] = make_uint4(0, 0, 0, 0);
+                *(uint4 *)(void *)&slabs[slab][row][(c * 2 + parity) * 16] = make_uint4(0, 0, 0, 0);
     return finite;
 }
 
-/* By a warp: a masked pair weighs 0, but 0 times a value that is not finite is NaN. Such rows become 0 before the
- * product with G, and their marks NaN, for just those own rows that see them. */
+/* Executed by one warp, for all rows of a stage. */
 template <typename ELEMENT, int DIM>
-__device__ inline void clean_rows(row_stage<DIM> &rows, float (&marks)[STAGE_ROWS])
+__device__ inline void sanitize_rows(row_stage<DIM> &rows, float (&poison)[STAGE_ROWS])
 {
     for (int row = (int)threadIdx.x % 32 / 2; row < STAGE_ROWS; row += 16)
-        if (!clean_row<ELEMENT, DIM>(rows.slabs, row, true))
-            marks[row] = NAN;
+        if (!sanitize_row<ELEMENT, DIM>(rows.slabs, row, true))
+            poison[row] = NAN;
 }
 
-/* ---- Gradients of logits ------------------------------------------------------------------------------------ */
+/* ---- Row stats ---------------------------------------------------------------------------------------------- */
 
-/* What is known of a stage's queries, each fact in a row, so that a thread loads those of two columns at once. LSEs
- * are in base 2. */
+/* Row stats of a stage of queries, one array per statistic: a thread loads those of two adjacent columns at once.
+ * LSEs are in base 2. */
 struct alignas(16) stage_row_stats {
     float lse_a[STAGE_ROWS], lse_b[STAGE_ROWS], kl[STAGE_ROWS], grad[STAGE_ROWS];
-    float largest; /* finite upstream gradient, of those queries that see a key of the block */
+    float largest; /* finite upstream gradient of the queries that attend to a key of the block */
 };
 
-/* Facts of two of the stage's queries, on their way to where all can read them: [query / 32][as row_stats]. */
+/* A lane's row stats of two queries of the stage, in registers between load and store: [query / 32][statistic]. */
 struct lane_row_stats {
-    float of[STAGE_ROWS / 32][4];
+    float stat[STAGE_ROWS / 32][4];
 };
 
-/* By a warp; `first`: of the stage, counted from the stream's first. Queries behind the last that one of the block's
- * `count` keys sees have none: they are masked everywhere, and whatever comes from upstream for them must not move
- * the unit. */
+/* Executed by one warp. `first`: the stage's first query, counted from the stream's first. Queries after the last one
+ * that attends to any of the block's `count` keys get zeros: they are masked everywhere, and their upstream gradients
+ * must not move the unit. */
 __device__ inline lane_row_stats load_stage_row_stats(const backward_params &params, const skl_sequence &s,
                                                       const row_stream &queries, int count, int64_t head, int first)
 {
@@ -96,7 +105,7 @@ __device__ inline lane_row_stats load_stage_row_stats(const backward_params &par
         const int query = first + n * 32 + (int)threadIdx.x % 32;
 #pragma unroll
         for (int which = 0; which < 4 && query < end; which++)
-            stats.of[n][which] = row_stat(params, which, s, head, origin + query);
+            stats.stat[n][which] = row_stat(params, which, s, head, origin + query);
     }
     return stats;
 }
@@ -107,25 +116,27 @@ __device__ inline void store_stage_row_stats(stage_row_stats &to, const lane_row
 #pragma unroll
     for (int n = 0; n < STAGE_ROWS / 32; n++) {
         const int row = n * 32 + (int)threadIdx.x % 32;
-        to.lse_a[row] = stats.of[n][0] * SKL_LOG2E;
-        to.lse_b[row] = stats.of[n][1] * SKL_LOG2E;
-        to.kl[row] = stats.of[n][2];
-        to.grad[row] = stats.of[n][3];
-        const float size = fabsf(stats.of[n][3]);
+        to.lse_a[row] = stats.stat[n][0] * SKL_LOG2E;
+        to.lse_b[row] = stats.stat[n][1] * SKL_LOG2E;
+        to.kl[row] = stats.stat[n][2];
+        to.grad[row] = stats.stat[n][3];
+        const float size = fabsf(stats.stat[n][3]);
         largest = size < INFINITY ? fmaxf(largest, size) : largest;
     }
     to.largest = warp_max(largest);
 }
 
-/* Facts of an own query, anew for every stage: they hold no registers while products are started. */
+/* Row stats of a stationary row. Loaded again in every stage: they need no registers while wgmmas are issued. */
 __device__ inline row_stats load_row_stats(const row_stats &from)
 {
     const float4 stats = load_shared(*(const float4 *)(const void *)&from);
     return {stats.x, stats.y, stats.z, stats.w};
 }
 
-/* Queries that are streamed: their facts belong to columns of the logits. */
-template <bool OF_B> struct streamed_queries {
+/* ---- Gradients of logits ------------------------------------------------------------------------------------ */
+
+/* Row stats where queries are streamed: they belong to columns of the logits. */
+template <bool WRT_B> struct streamed_query_stats {
     const stage_row_stats &stats;
     row_stats query[2];
 
@@ -133,7 +144,7 @@ template <bool OF_B> struct streamed_queries {
     {
         const int column = acc_column(column_block, 0);
         const float2 lse_a = load_shared_2(stats.lse_a[column]), lse_b = load_shared_2(stats.lse_b[column]);
-        const float2 kl = OF_B ? make_float2(0.0F, 0.0F) : load_shared_2(stats.kl[column]);
+        const float2 kl = WRT_B ? make_float2(0.0F, 0.0F) : load_shared_2(stats.kl[column]);
         const float2 grad = load_shared_2(stats.grad[column]);
         query[0] = {lse_a.x, lse_b.x, kl.x, grad.x};
         query[1] = {lse_a.y, lse_b.y, kl.y, grad.y};
@@ -144,74 +155,76 @@ template <bool OF_B> struct streamed_queries {
         return query[parity];
     }
 
-    __device__ void meet(int, float, float)
+    __device__ void add_to_kl(int, float, float)
     {
     }
 };
 
-/* Logits of a stage: 64 own rows of a warpgroup x 64 streamed rows. */
-struct logits_of_stage {
-    int first; /* streamed row of an edge, counted from the stream's first */
+/* Logits of a stage: 64 stationary rows of a warpgroup x 64 streamed rows. */
+struct argument_logits {
+    int first; /* MASKED: first row of the stage, counted from the stream's first */
     stage_logits wrt, other;
 };
 
-/* Gives the thread's gradients of logits to take(block of 8 columns, half, two neighbours). MASKED: those of masked
- * pairs are 0. The logits are only read: ptxas wants accumulators for itself. */
-template <bool MASKED, bool OF_B, bool CAPPED, typename QUERIES, typename TAKE>
-__device__ inline void weigh_pairs(const backward_params &params, const logits_of_stage &logits, const band32 &band,
-                                   QUERIES queries, TAKE take)
+/* Calls emit(block of 8 columns, half, gradient, gradient of the next column) for the thread's logits. MASKED:
+ * gradients of masked pairs are 0. `stats` is a streamed_query_stats or a stationary_query_stats. The logits are only
+ * read: ptxas serialises wgmmas whose accumulators are written by other instructions. */
+template <bool MASKED, bool WRT_B, bool CAPPED, typename QUERY_STATS, typename EMIT>
+__device__ inline void for_each_logit_gradient(const backward_params &params, const argument_logits &logits,
+                                               const band32 &band, QUERY_STATS stats, EMIT emit)
 {
-    const stage_logits &x = OF_B ? logits.other : logits.wrt, &y = OF_B ? logits.wrt : logits.other;
-    range32 meets[2]; /* counted from the thread's first column */
+    const stage_logits &x = WRT_B ? logits.other : logits.wrt, &y = WRT_B ? logits.wrt : logits.other;
+    range32 visible[2]; /* counted from the thread's first column */
 #pragma unroll
     for (int half = 0; half < 2 && MASKED; half++) {
         const range32 range = band.of(acc_row<1>(0, half));
         const int column = logits.first + acc_column(0, 0);
-        meets[half] = {range.begin - column, range.end - column};
+        visible[half] = {range.begin - column, range.end - column};
     }
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        queries.template load_columns<MASKED>(i);
+        stats.template load_columns<MASKED>(i);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float pair[2];
 #pragma unroll
             for (int parity = 0; parity < 2; parity++) {
-                const int e = half * 2 + parity, at = i * 8 + parity;
-                const row_stats query = queries.of(half, parity);
-                const log_probability u = log_of<CAPPED>(x[i][e], params.a, -query.lse_a);
-                const log_probability v = log_of<CAPPED>(y[i][e], params.b, -query.lse_b);
-                float gradient = pair_gradient<OF_B>(u.value, v.value, query) * query.grad;
+                const int e = half * 2 + parity, column = i * 8 + parity;
+                const row_stats query = stats.of(half, parity);
+                const log_probability log_p_a = log_probability_of<CAPPED>(x[i][e], params.a, -query.lse_a);
+                const log_probability log_p_b = log_probability_of<CAPPED>(y[i][e], params.b, -query.lse_b);
+                float gradient = pair_gradient<WRT_B>(log_p_a.value, log_p_b.value, query) * query.grad;
                 if (CAPPED)
-                    gradient *= (OF_B ? v : u).slope;
-                const bool seen = !MASKED || (at >= meets[half].begin && at < meets[half].end);
+                    gradient *= (WRT_B ? log_p_b : log_p_a).slope;
+                const bool seen = !MASKED || (column >= visible[half].begin && column < visible[half].end);
                 if (seen)
-                    queries.meet(half, u.value, v.value);
+                    stats.add_to_kl(half, log_p_a.value, log_p_b.value);
                 pair[parity] = seen ? gradient : 0.0F;
             }
-            take(i, half, pair[0], pair[1]);
+            emit(i, half, pair[0], pair[1]);
         }
     }
 }
 
-/* The warp's largest finite gradient of a logit, the same for all lanes. Own rows behind the last one hold anything,
- * and do not count. */
-template <bool MASKED, bool OF_B, bool CAPPED, typename QUERIES>
-__device__ inline float largest_pair(const backward_params &params, const logits_of_stage &logits, const band32 &band,
-                                     int count, const QUERIES &queries)
+/* The warp's largest finite logit gradient, warp-uniform. Stationary rows from `count` on are undefined and ignored.
+ */
+template <bool MASKED, bool WRT_B, bool CAPPED, typename QUERY_STATS>
+__device__ inline float largest_logit_gradient(const backward_params &params, const argument_logits &logits,
+                                               const band32 &band, int count, const QUERY_STATS &stats)
 {
     float largest[2] = {};
-    weigh_pairs<MASKED, OF_B, CAPPED>(params, logits, band, queries, [&](int, int half, float low, float high) {
-        const float size = fmaxf(fabsf(low), fabsf(high));
-        largest[half] = size < INFINITY ? fmaxf(largest[half], size) : largest[half];
-    });
+    for_each_logit_gradient<MASKED, WRT_B, CAPPED>(
+        params, logits, band, stats, [&](int, int half, float low, float high) {
+            const float size = fmaxf(fabsf(low), fabsf(high));
+            largest[half] = size < INFINITY ? fmaxf(largest[half], size) : largest[half];
+        });
     return warp_max(
         fmaxf(acc_row<1>(0, 0) < count ? largest[0] : 0.0F, acc_row<1>(0, 1) < count ? largest[1] : 0.0F));
 }
 
 /* ---- Stores ------------------------------------------------------------------------------------------------- */
 
-/* Elements of a gradient's row that the thread holds; `half` is that of acc_row. */
+/* Stores the thread's elements of a gradient row; `half` as in acc_row. */
 template <typename OUT, int BLOCKS>
 __device__ inline void store_elements(OUT *row, int dim, const float (&x)[BLOCKS][4], int half, float factor)
 {
@@ -223,15 +236,15 @@ __device__ inline void store_elements(OUT *row, int dim, const float (&x)[BLOCKS
                 row[acc_column(n, parity)] = (OUT)(x[n][half * 2 + parity] * factor);
 }
 
-/* The same, in the gradient's type; `at`: the row's first element. */
+/* The same in the gradient's type; `offset`: the row's first element. */
 template <typename ELEMENT, int BLOCKS>
-__device__ inline void store_row(void *gradient, int64_t at, const skl_side &side, const float (&x)[BLOCKS][4],
+__device__ inline void store_row(void *gradient, int64_t offset, const skl_side &side, const float (&x)[BLOCKS][4],
                                  int half, float factor)
 {
     if (side.grad_dtype == SKL_F32)
-        store_elements((float *)gradient + at, (int)side.dim, x, half, factor);
+        store_elements((float *)gradient + offset, (int)side.dim, x, half, factor);
     else
-        store_elements((ELEMENT *)gradient + at, (int)side.dim, x, half, factor);
+        store_elements((ELEMENT *)gradient + offset, (int)side.dim, x, half, factor);
 }
 
 } // namespace sm90

@@ -1,4 +1,4 @@
-/* The launches of an indexer on Hopper: rows in one, gradients in three a strip. */
+/* Launches of an indexer on Hopper: one for the row outputs, three per strip for gradients. */
 #ifndef SKL_CUDA_SM90_INDEXER_DENSE_CUH
 #define SKL_CUDA_SM90_INDEXER_DENSE_CUH
 
@@ -9,7 +9,7 @@
 namespace sm90
 {
 
-/* False where the copy engine cannot read such tensors. */
+/* False if TMA does not support one of the tensors. */
 inline bool encode_teacher(score_maps *maps, const index_params &params)
 {
     const skl_problem *const p = &params.problem;
@@ -18,7 +18,7 @@ inline bool encode_teacher(score_maps *maps, const index_params &params)
            skl_tensor_map(&maps->k_t, type, &params.call.inputs.k_t, p->dim_t, p->key_heads_t, skl_key_rows(p), SIDE);
 }
 
-/* The indexer's, in boxes of so many rows. */
+/* Queries and keys of the indexer, in boxes of `query_box` and `key_box` rows. */
 inline bool encode_indexer(CUtensorMap *q, CUtensorMap *k, const index_params &params, int query_box, int key_box)
 {
     const skl_problem *const p = &params.problem;
@@ -51,7 +51,7 @@ cudaError_t launch_index(KERNEL kernel, int64_t blocks, int threads, size_t memo
 inline cudaError_t launch_teacher_lse(index_params *own, const skl_index_layout &layout, const score_maps &maps)
 {
     const skl_problem *const p = &own->problem;
-    place_teacher_lse(own, layout);
+    assign_teacher_lse(own, layout);
     return launch_index(lse_kernel, p->batch * p->heads_t * skl_ceil_div(p->len_q, SIDE), SCORE_THREADS,
                         sizeof(score_smem), *own, maps);
 }
@@ -103,7 +103,7 @@ cudaError_t launch_index_sums(const index_params &own, const skl_index_layout &l
     return error;
 }
 
-/* One strip after the other: scores, queries, keys. */
+/* Strip by strip: scores, query kernel, key kernel. */
 inline cudaError_t launch_dense_gradients(const char *kernel, const skl_cuda_params *params,
                                           const skl_cuda_launch *launch)
 {

@@ -1,18 +1,25 @@
-/* Scores of an indexer and of its teacher on Hopper's tensor cores (sm_90a), bf16: row sums of a forward, or G.
+/* Scores of an indexer and its teacher on Hopper's tensor cores (sm_90a), bf16: the row sums of a forward, or G of a
+ * strip (see strip.cuh), from teacher probabilities P and index logits Y.
  *
- *   block    2 consumer warpgroups of 64 queries, 1 producer warp; one block a multiprocessor
- *   tile     128 queries x 128 keys, which stay while heads stream: all teacher heads, then all index heads
- *   regs     240 a consumer thread: P, Y and the products of a head (64 each), 24 and more for the rest
- *   shared   rings of steps, 128 rows x 128 dimensions: 4 of queries and 2 of keys, 192 KB
+ * Bound: at 128 dimensions a teacher head takes 1,024 clocks per tile on the tensor cores, 1,024 for exponentials,
+ * and 1,280 on shared memory (1,024 if it shares its keys); an index head has no exponentials.
  *
- *   producer   copies step after step (TMA); keys that the next head shares stay where they are
- *   consumer   X = Q_h K_h^T (wgmma)  ->  P += 2^(X - lse_h)          one warpgroup's exponentials run beside
- *              X = q_g k^T  (wgmma)  ->  Y += w_g relu(X)             the other one's products
- *              P, Y  ->  row sums, G
+ *   block      2 consumer warpgroups of 64 queries, 1 producer warp; one block per SM
+ *   tile       128 queries x 128 keys, stationary while heads stream: all teacher heads, then all index heads
+ *   registers  240 per consumer thread: P, Y and the logits of a head (64 each), at least 24 for the rest
+ *   shared     two pipelines with stages of 128 rows x 128 dimensions: 4 of queries and 2 of keys, 192 KB
  *
- * Head sizes are a matter of how many slabs a head has, so one kernel does them all: 128 teacher heads of 576
- * dimensions with one key head as well as 8 of 64. With as many slabs of keys as of queries a tile of 128 x 128 reads
- * 1 byte from the L2 cache for 65 FLOP, with shared keys for 131. */
+ *   producer   TMA load of one stage after another; keys stay in place for the next head if it shares them
+ *   consumer   teacher head h   X = Q_h K_h^T (wgmma)  ->  P += 2^(X - lse_h) / heads
+ *              index head g     X = q_g k^T  (wgmma)   ->  Y += w_g relu(X)
+ *              then             P, Y  ->  row sums, G
+ *
+ *   warpgroup 0   | wgmma      | arithmetic | wgmma      | arithmetic |      the warpgroups alternate on the tensor
+ *   warpgroup 1   | arithmetic | wgmma      | arithmetic | wgmma      |      cores (ordered_barrier.cuh)
+ *
+ * A head is a number of slabs of 64 dimensions, so one kernel handles all head sizes: 128 teacher heads of 576
+ * dimensions with one key head as well as 8 heads of 64. A tile does 65 FLOP per byte from the L2 cache if it loads
+ * as many slabs of keys as of queries, and 131 if heads share their keys. */
 #ifndef SKL_CUDA_SM90_INDEXER_DENSE_SCORES_CUH
 #define SKL_CUDA_SM90_INDEXER_DENSE_SCORES_CUH
 
@@ -23,25 +30,25 @@
 namespace sm90
 {
 
-static_assert(SIDE == block_tile::ROWS, "two warpgroups own a slot");
+static_assert(SIDE == block_tile::ROWS, "the consumer warpgroups cover a slot");
 
 constexpr int SCORE_THREADS = 128 * (CONSUMERS + 1);
-constexpr int QUERY_STEPS = 4, KEY_STEPS = 2;
+constexpr int QUERY_STAGES = 4, KEY_STAGES = 2;
 
 typedef unsigned char slab[SIDE][SLAB * 2];
-typedef float tile_logits[SIDE / 8][4]; /* 64 x 128 of a warpgroup: [8 keys][half * 2 + parity] of a thread */
+typedef float tile_logits[SIDE / 8][4]; /* a thread's accumulators of 64 x 128 logits: [8 keys][half * 2 + parity] */
 typedef __nv_bfloat16 score_element;
 
-/* Up to two slabs of a head; the last step of an odd number has one. */
-typedef slab step_slabs[2];
+/* A pipeline stage: two slabs of a head, or one if it is the last of an odd number. */
+typedef slab slab_pair[2];
 
 struct score_smem {
-    step_slabs queries[QUERY_STEPS], keys[KEY_STEPS];
-    uint64_t queries_full[QUERY_STEPS], queries_empty[QUERY_STEPS];
-    uint64_t keys_full[KEY_STEPS], keys_empty[KEY_STEPS];
+    slab_pair queries[QUERY_STAGES], keys[KEY_STAGES];
+    uint64_t queries_full[QUERY_STAGES], queries_empty[QUERY_STAGES];
+    uint64_t keys_full[KEY_STAGES], keys_empty[KEY_STAGES];
     uint64_t order[CONSUMERS];
-    query_slot tile; /* here, and not in the registers of every thread */
-    unsigned slot;
+    query_slot slot; /* in shared memory to save registers */
+    unsigned slot_index;
     int split, tile_begin, tile_end;
 };
 
@@ -51,39 +58,39 @@ struct score_maps {
 
 __device__ inline void init_pipelines(score_smem &smem)
 {
-    for (int at = 0; at < QUERY_STEPS; at++) {
-        barrier_init(smem.queries_full[at], 1);
-        barrier_init(smem.queries_empty[at], CONSUMERS * 4);
+    for (int stage = 0; stage < QUERY_STAGES; stage++) {
+        barrier_init(smem.queries_full[stage], 1);
+        barrier_init(smem.queries_empty[stage], CONSUMERS * 4);
     }
-    for (int at = 0; at < KEY_STEPS; at++) {
-        barrier_init(smem.keys_full[at], 1);
-        barrier_init(smem.keys_empty[at], CONSUMERS * 4);
+    for (int stage = 0; stage < KEY_STAGES; stage++) {
+        barrier_init(smem.keys_full[stage], 1);
+        barrier_init(smem.keys_empty[stage], CONSUMERS * 4);
     }
     ordered_barrier::init(smem.order);
     barrier_init_fence();
 }
 
-/* A place in a ring, and the parity of the phase in which it is filled. What depends on it stands before every
- * product, so it is counted, not divided. */
-template <int STEPS> struct pipeline_state {
+/* Stage index, and the parity of the phase that fills it. Counted, not divided: the instructions that depend on it
+ * are in front of every wgmma. */
+template <int STAGES> struct pipeline_state {
     int index, phase;
 
     __device__ void next()
     {
-        index = index + 1 == STEPS ? 0 : index + 1;
+        index = index + 1 == STAGES ? 0 : index + 1;
         phase ^= index == 0;
     }
 };
 
-/* ---- Heads, as producer and consumers meet them ------------------------------------------------------------- */
+/* ---- Heads, in the order of producer and consumers ---------------------------------------------------------- */
 
-struct head_walk {
+struct head_iterator {
     const head_list &heads;
     int head;
-    int left; /* heads that share the keys, this one among them */
+    int left; /* heads that still use these keys, including this one */
     bool loads_keys;
 
-    __device__ explicit head_walk(const head_list &list)
+    __device__ explicit head_iterator(const head_list &list)
         : heads(list), head(list.first), left(list.heads_per_key - list.first % list.heads_per_key), loads_keys(true)
     {
     }
@@ -93,7 +100,7 @@ struct head_walk {
         return head == heads.first + heads.count;
     }
 
-    /* The next head finds its keys where they are: it shares them, and there is room for those that follow. */
+    /* Whether the next head finds its keys in shared memory: it shares them, and a head's keys fit into one stage. */
     __device__ bool keys_are_reused() const
     {
         return heads.slabs <= 2 && left > 1 && head + 1 < heads.first + heads.count;
@@ -111,34 +118,35 @@ struct head_walk {
 
 struct slab_producer {
     score_smem &smem;
-    pipeline_state<QUERY_STEPS> query;
-    pipeline_state<KEY_STEPS> key;
+    pipeline_state<QUERY_STAGES> query;
+    pipeline_state<KEY_STAGES> key;
 
-    template <int STEPS>
-    __device__ static void load_step(step_slabs (&to)[STEPS], uint64_t (&full)[STEPS], uint64_t (&empty)[STEPS],
-                                     pipeline_state<STEPS> &state, const CUtensorMap &map, int c, int slabs, int row,
-                                     int head, int batch)
+    /* Loads slabs c and c + 1 of `slabs`. */
+    template <int STAGES>
+    __device__ static void load_stage(slab_pair (&to)[STAGES], uint64_t (&full)[STAGES], uint64_t (&empty)[STAGES],
+                                      pipeline_state<STAGES> &state, const CUtensorMap &map, int c, int slabs,
+                                      int row, int head, int batch)
     {
-        const int at = state.index, count = min(slabs - c, 2);
-        barrier_wait(empty[at], state.phase ^ 1);
-        barrier_expect_tx(full[at], count * (int)sizeof(slab));
+        const int stage = state.index, count = min(slabs - c, 2);
+        barrier_wait(empty[stage], state.phase ^ 1);
+        barrier_expect_tx(full[stage], count * (int)sizeof(slab));
         for (int n = 0; n < count; n++)
-            tma_load(to[at][n], map, (c + n) * SLAB, row, head, batch, full[at]);
+            tma_load(to[stage][n], map, (c + n) * SLAB, row, head, batch, full[stage]);
         state.next();
     }
 
     __device__ void load_heads(const head_list &heads, const CUtensorMap &q, const CUtensorMap &k, int tile)
     {
-        const skl_sequence &s = smem.tile.sequence;
-        const int query_row = warp_uniform((int)s.query_begin + smem.tile.first), batch = warp_uniform((int)s.batch);
+        const skl_sequence &s = smem.slot.sequence;
+        const int query_row = warp_uniform((int)s.query_begin + smem.slot.first), batch = warp_uniform((int)s.batch);
         const int key_row = warp_uniform((int)s.key_begin + tile * SIDE);
-        for (head_walk walk(heads); !walk.at_end(); walk.next())
+        for (head_iterator it(heads); !it.at_end(); it.next())
             for (int c = 0; c < heads.slabs; c += 2) {
-                if (walk.loads_keys)
-                    load_step(smem.keys, smem.keys_full, smem.keys_empty, key, k, c, heads.slabs, key_row,
-                              walk.head / heads.heads_per_key, batch);
-                load_step(smem.queries, smem.queries_full, smem.queries_empty, query, q, c, heads.slabs, query_row,
-                          walk.head, batch);
+                if (it.loads_keys)
+                    load_stage(smem.keys, smem.keys_full, smem.keys_empty, key, k, c, heads.slabs, key_row,
+                               it.head / heads.heads_per_key, batch);
+                load_stage(smem.queries, smem.queries_full, smem.queries_empty, query, q, c, heads.slabs, query_row,
+                           it.head, batch);
             }
     }
 };
@@ -147,22 +155,23 @@ struct slab_producer {
 
 struct slab_consumer {
     score_smem &smem;
-    int group; /* of the warp, the same for all lanes */
-    pipeline_state<QUERY_STEPS> query;
-    pipeline_state<KEY_STEPS> key;
+    int warpgroup; /* warp-uniform */
+    pipeline_state<QUERY_STAGES> query;
+    pipeline_state<KEY_STAGES> key;
     ordered_barrier order;
 
-    /* x = or += the product of a step, over so many slabs. */
-    template <int SLABS> __device__ void multiply_step(tile_logits &x, bool add)
+    /* x = or += queries times keys of a stage, which has SLABS slabs. */
+    template <int SLABS> __device__ void multiply_slabs(tile_logits &x, bool add)
     {
         constexpr int STEPS = SLABS * SLAB / 16;
-        const uint32_t a = row_operand(smem.queries[query.index]) + group * (64 * 128 / 16);
-        const uint32_t b = row_operand(smem.keys[key.index]);
+        const uint32_t a = k_major_operand(smem.queries[query.index]) + warpgroup * (64 * 128 / 16);
+        const uint32_t b = k_major_operand(smem.keys[key.index]);
         order.wait();
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
-            wgmma<false>(x, step_of(a, step, SIDE), step_of(b, step, SIDE), add || step > 0, score_element());
+            wgmma<false>(x, k_step_descriptor(a, step, SIDE), k_step_descriptor(b, step, SIDE), add || step > 0,
+                         score_element());
             if (step == STEPS / 2 - 1)
                 wgmma_commit();
         }
@@ -173,17 +182,17 @@ struct slab_consumer {
         fence_operand(x);
     }
 
-    /* x = queries of a head times its keys. */
+    /* x = queries times keys of a head. */
     __device__ void multiply(tile_logits &x, int slabs, bool keys_are_reused)
     {
         const bool elected = threadIdx.x % 32 == 0;
         for (int c = 0; c < slabs; c += 2) {
             barrier_wait(smem.keys_full[key.index], key.phase);
             barrier_wait(smem.queries_full[query.index], query.phase);
-            if (c + 1 < slabs) /* products of a branch end inside it: ptxas wants to see their registers */
-                multiply_step<2>(x, c > 0);
+            if (c + 1 < slabs) /* a branch waits for its wgmmas: ptxas has to see their registers */
+                multiply_slabs<2>(x, c > 0);
             else
-                multiply_step<1>(x, c > 0);
+                multiply_slabs<1>(x, c > 0);
             barrier_arrive_if(smem.queries_empty[query.index], elected);
             query.next();
             if (!keys_are_reused) {
@@ -193,7 +202,7 @@ struct slab_consumer {
         }
     }
 
-    /* sum += what combine makes of a product and of its row's value, over all heads. */
+    /* sum = combine(sum, x, value of the row) for every head; x are the head's logits. */
     template <typename VALUES, typename COMBINE>
     __device__ void add_heads(tile_logits &sum, const head_list &heads, VALUES (&values)[2], COMBINE combine)
     {
@@ -201,22 +210,22 @@ struct slab_consumer {
         if (heads.count == 0)
             return;
         typename VALUES::raw next[2] = {values[0].load(), values[1].load()};
-        for (head_walk walk(heads); !walk.at_end(); walk.next()) {
-            const typename VALUES::raw now[2] = {next[0], next[1]};
-            if (walk.head + 1 < heads.first + heads.count) {
+        for (head_iterator it(heads); !it.at_end(); it.next()) {
+            const typename VALUES::raw current[2] = {next[0], next[1]};
+            if (it.head + 1 < heads.first + heads.count) {
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     values[half].next();
                     next[half] = values[half].load();
                 }
             }
-            multiply(x, heads.slabs, walk.keys_are_reused());
-            const auto first = values[0].value(now[0]), of_b = values[1].value(now[1]);
+            multiply(x, heads.slabs, it.keys_are_reused());
+            const auto value_0 = values[0].value(current[0]), value_1 = values[1].value(current[1]);
 #pragma unroll
             for (int n = 0; n < SIDE / 8; n++)
 #pragma unroll
                 for (int e = 0; e < 4; e++)
-                    sum[n][e] = combine(sum[n][e], x[n][e], e < 2 ? first : of_b);
+                    sum[n][e] = combine(sum[n][e], x[n][e], e < 2 ? value_0 : value_1);
         }
     }
 };
@@ -228,44 +237,44 @@ __device__ inline void clear(tile_logits &x)
         x[e / 4][e % 4] = 0.0F;
 }
 
-__device__ inline slab_consumer begin_consumer(score_smem &smem, int group)
+__device__ inline slab_consumer make_consumer(score_smem &smem, int warpgroup)
 {
-    return {smem, group, {0, 0}, {0, 0}, ordered_barrier(smem.order, group)};
+    return {smem, warpgroup, {0, 0}, {0, 0}, ordered_barrier(smem.order, warpgroup)};
 }
 
 template <bool GRADIENTS>
-__device__ inline void consume_scores(const index_params &params, score_smem &smem, int group)
+__device__ inline void consume_scores(const index_params &params, score_smem &smem, int warpgroup)
 {
-    const query_slot &at = smem.tile;
-    slab_consumer slabs = begin_consumer(smem, group);
+    const query_slot &slot = smem.slot;
+    slab_consumer consumer = make_consumer(smem, warpgroup);
 #pragma unroll
     for (int half = 0; half < 2; half++)
         if (threadIdx.x % 4 == 0)
-            rows_of_split(params, smem.slot, smem.split)[acc_row<1>(0, half)] = empty_row();
+            rows_of_split(params, smem.slot_index, smem.split)[acc_row<1>(0, half)] = empty_row();
     const float scale_t = params.a.scale, least = params.least;
     for (int tile = smem.tile_begin; tile < smem.tile_end; tile++) {
         tile_logits p, y;
         clear(p);
-        const head_list teacher = teacher_heads(params, at.head);
-        head_lse lse[2] = {lse_of(params, at, teacher.first, query_of(at, acc_row<1>(0, 0))),
-                           lse_of(params, at, teacher.first, query_of(at, acc_row<1>(0, 1)))};
-        slabs.add_heads(p, teacher, lse, [=](float sum, float x, const split_lse &value) {
+        const head_list teacher = teacher_heads(params, slot.head);
+        head_lse lse[2] = {lse_of(params, slot, teacher.first, query_of(slot, acc_row<1>(0, 0))),
+                           lse_of(params, slot, teacher.first, query_of(slot, acc_row<1>(0, 1)))};
+        consumer.add_heads(p, teacher, lse, [=](float sum, float x, const split_lse &value) {
             return fmaf(ex2(fmaf(x, scale_t, -value.high)), value.factor, sum);
         });
         clear(y);
-        head_weight w[2] = {weight_of(params, at, query_of(at, acc_row<1>(0, 0))),
-                            weight_of(params, at, query_of(at, acc_row<1>(0, 1)))};
-        slabs.add_heads(y, index_heads(params, at.head), w,
-                        [=](float sum, float x, float value) { return fmaf(value, at_least(x, least), sum); });
+        head_weight w[2] = {weight_of(params, slot, query_of(slot, acc_row<1>(0, 0))),
+                            weight_of(params, slot, query_of(slot, acc_row<1>(0, 1)))};
+        consumer.add_heads(y, index_heads(params, slot.head), w,
+                           [=](float sum, float x, float value) { return fmaf(value, at_least(x, least), sum); });
         const int rows[2] = {acc_row<1>(0, 0), acc_row<1>(0, 1)};
         const bool sums_wanted = params.call.op != SKL_OP_BACKWARD;
         if (GRADIENTS)
-            store_tile<1>(params, at, g_block(params, smem.slot, tile, (int)threadIdx.x / 32, 0), p, y, rows,
+            store_tile<1>(params, slot, g_block(params, smem.slot_index, tile, (int)threadIdx.x / 32, 0), p, y, rows,
                           tile * SIDE);
 #pragma unroll
         for (int half = 0; sums_wanted && half < 2; half++)
-            add_to_row(rows_of_split(params, smem.slot, smem.split) + rows[half],
-                       sum_row(params, at, p, y, half, rows[half], tile * SIDE));
+            add_to_row(rows_of_split(params, smem.slot_index, smem.split) + rows[half],
+                       sum_row(params, slot, p, y, half, rows[half], tile * SIDE));
     }
 }
 
@@ -277,30 +286,30 @@ __global__ void __launch_bounds__(SCORE_THREADS, 1)
     extern __shared__ __align__(1024) unsigned char raw[];
     score_smem &smem = *(score_smem *)(void *)raw;
     if (threadIdx.x == 0) {
-        const slot_split own = slot_split_of_block(params);
-        smem.slot = own.slot;
-        smem.tile = slot_at(params, smem.slot, (unsigned)params.problem.heads_s);
-        smem.split = own.split;
-        const int tiles = smem.tile.tile_end - smem.tile.tile_begin;
+        const slot_split work = slot_split_of_block(params);
+        smem.slot_index = work.slot;
+        smem.slot = slot_at(params, smem.slot_index, (unsigned)params.problem.heads_s);
+        smem.split = work.split;
+        const int tiles = smem.slot.tile_end - smem.slot.tile_begin;
         const int share = (tiles + params.num_splits - 1) / params.num_splits;
-        smem.tile_begin = smem.tile.tile_begin + min(smem.split * share, tiles);
-        smem.tile_end = min(smem.tile_begin + share, smem.tile.tile_end);
+        smem.tile_begin = smem.slot.tile_begin + min(smem.split * share, tiles);
+        smem.tile_end = min(smem.tile_begin + share, smem.slot.tile_end);
         init_pipelines(smem);
     }
     __syncthreads();
-    const int group = warpgroup_index();
-    if (group == CONSUMERS) {
+    const int warpgroup = warpgroup_index();
+    if (warpgroup == CONSUMERS) {
         reg_dealloc<24>();
         if (warp_index() == CONSUMERS * 4) {
-            slab_producer slabs = {smem, {0, 0}, {0, 0}};
+            slab_producer producer = {smem, {0, 0}, {0, 0}};
             for (int tile = smem.tile_begin; tile < smem.tile_end; tile++) {
-                slabs.load_heads(teacher_heads(params, smem.tile.head), maps.q_t, maps.k_t, tile);
-                slabs.load_heads(index_heads(params, smem.tile.head), maps.q_s, maps.k_s, tile);
+                producer.load_heads(teacher_heads(params, smem.slot.head), maps.q_t, maps.k_t, tile);
+                producer.load_heads(index_heads(params, smem.slot.head), maps.q_s, maps.k_s, tile);
             }
         }
     } else {
         reg_alloc<240>();
-        consume_scores<GRADIENTS>(params, smem, group);
+        consume_scores<GRADIENTS>(params, smem, warpgroup);
     }
 #endif
 }

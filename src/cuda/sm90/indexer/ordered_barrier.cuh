@@ -1,4 +1,4 @@
-/* Warpgroups of an indexer's kernels take turns. */
+/* Lets the two consumer warpgroups of the indexer kernels alternate on the tensor cores. */
 #ifndef SKL_CUDA_SM90_INDEXER_ORDERED_BARRIER_CUH
 #define SKL_CUDA_SM90_INDEXER_ORDERED_BARRIER_CUH
 
@@ -7,35 +7,36 @@
 namespace sm90
 {
 
-/* Products of the two warpgroups take turns, so that one's run beside what the other one makes of its own. A turn is
- * passed on when half of its products are done: the next ones are in line when the last ones end. */
+/* A warpgroup issues its wgmmas between wait() and arrive(); the other warpgroup's arithmetic on its own results
+ * overlaps them. arrive() comes when half of the wgmmas are complete, so that the other warpgroup's are queued when
+ * the last ones end. */
 struct ordered_barrier {
     uint64_t (&barriers)[CONSUMERS];
-    int group; /* of the warp, the same for all lanes */
-    int phase; /* of the warpgroup's next turn */
+    int warpgroup; /* warp-uniform */
+    int phase;     /* of the warpgroup's next wait */
 
     __device__ static void init(uint64_t (&barriers)[CONSUMERS])
     {
-        for (int group = 0; group < CONSUMERS; group++)
-            barrier_init(barriers[group], 4);
+        for (int warpgroup = 0; warpgroup < CONSUMERS; warpgroup++)
+            barrier_init(barriers[warpgroup], 4);
     }
 
-    /* The first turn is warpgroup 0's. */
-    __device__ ordered_barrier(uint64_t (&of)[CONSUMERS], int warpgroup_index)
-        : barriers(of), group(warpgroup_index), phase(0)
+    /* Warpgroup 0 goes first. */
+    __device__ ordered_barrier(uint64_t (&shared_barriers)[CONSUMERS], int index)
+        : barriers(shared_barriers), warpgroup(index), phase(0)
     {
-        barrier_arrive_if(barriers[0], group == 1 && threadIdx.x % 32 == 0);
+        barrier_arrive_if(barriers[0], warpgroup == 1 && threadIdx.x % 32 == 0);
     }
 
     __device__ void wait()
     {
-        barrier_wait(barriers[group], phase);
+        barrier_wait(barriers[warpgroup], phase);
         phase ^= 1;
     }
 
     __device__ void arrive()
     {
-        barrier_arrive_if(barriers[1 - group], threadIdx.x % 32 == 0);
+        barrier_arrive_if(barriers[1 - warpgroup], threadIdx.x % 32 == 0);
     }
 };
 

@@ -1,0 +1,11 @@
+/* A report as CSV: one self-contained line per pass. */
+#ifndef STREAMKL_BENCH_CPU_CSV_H
+#define STREAMKL_BENCH_CPU_CSV_H
+
+#include "bench/cpu/report.h"
+#include "view/bytes.h"
+
+/* Columns that do not apply are empty. A skipped method has one line, with its memory and the status "skipped". */
+void csv_write(bytes *file, const bench_report *report);
+
+#endif

@@ -1,0 +1,441 @@
+#include "cli/check/cases.h"
+#include "distill/random.h"
+
+#include <stdlib.h>
+
+/* ---- The cases ---------------------------------------------------------------------------------------------- */
+
+/* Every case starts from this problem, 2 x 67 queries x 131 keys, and makes the changes that its name states. */
+static skl_problem base_problem(void)
+{
+    skl_problem problem = skl_problem_default();
+    problem.gradients = SKL_DQ_T | SKL_DK_T | SKL_DQ_S | SKL_DK_S;
+    problem.batch = 2;
+    problem.len_q = 67;
+    problem.len_k = 131;
+    problem.heads_t = problem.heads_s = 2;
+    problem.dim_t = 64;
+    problem.dim_s = 40;
+    return problem;
+}
+
+static const int32_t case_key_lengths[] = {0, 77};
+static const int32_t case_cu_seqlens_q[] = {0, 67, 67, 80}; /* one sequence without queries */
+static const int32_t case_cu_seqlens_k[] = {0, 70, 131,
+                                            131}; /* one sequence without keys, and unused rows at the end */
+
+static void plain(skl_problem *problem, skl_inputs *inputs)
+{
+    (void)problem;
+    (void)inputs;
+}
+
+static void reverse(skl_problem *problem, skl_inputs *inputs)
+{
+    (void)inputs;
+    problem->direction = SKL_KL_REVERSE;
+}
+
+static void causal(skl_problem *problem, skl_inputs *inputs)
+{
+    (void)inputs;
+    problem->causal = 1;
+}
+
+static void causal_with_empty_rows(skl_problem *problem, skl_inputs *inputs)
+{
+    causal(problem, inputs);
+    problem->len_q = 131;
+    problem->len_k = 67;
+}
+
+static void window(skl_problem *problem, skl_inputs *inputs)
+{
+    (void)inputs;
+    problem->window_left = 9;
+    problem->window_right = 3;
+}
+
+static void shard_of_a_window(skl_problem *problem, skl_inputs *inputs)
+{
+    causal(problem, inputs);
+    problem->window_left = 50;
+    problem->positions = SKL_POSITIONS_OFFSET;
+    problem->offset_q = 1000;
+    problem->offset_k = 920;
+}
+
+static void shard_outside_the_window(skl_problem *problem, skl_inputs *inputs)
+{
+    shard_of_a_window(problem, inputs);
+    problem->offset_q = 1000000;
+}
+
+static void key_lengths(skl_problem *problem, skl_inputs *inputs)
+{
+    (void)problem;
+    inputs->key_lengths = case_key_lengths;
+}
+
+static void packed(skl_problem *problem, skl_inputs *inputs)
+{
+    problem->packed = 1;
+    problem->causal = 1;
+    problem->batch = 3;
+    problem->total_q = 90;
+    problem->total_k = 140;
+    problem->len_k = 70;
+    inputs->cu_seqlens_q = case_cu_seqlens_q;
+    inputs->cu_seqlens_k = case_cu_seqlens_k;
+}
+
+static void softcap(skl_problem *problem, skl_inputs *inputs)
+{
+    (void)inputs;
+    problem->scale_t = problem->scale_s = 0.5F;
+    problem->softcap_t = 4;
+    problem->softcap_s = 3;
+}
+
+static void teacher_groups(skl_problem *problem, skl_inputs *inputs)
+{
+    causal(problem, inputs);
+    problem->heads_t = 6;
+}
+
+static void teacher_groups_reverse(skl_problem *problem, skl_inputs *inputs)
+{
+    teacher_groups(problem, inputs);
+    problem->direction = SKL_KL_REVERSE;
+}
+
+static void shared_key_heads(skl_problem *problem, skl_inputs *inputs)
+{
+    (void)inputs;
+    problem->heads_t = 8;
+    problem->heads_s = 4;
+    problem->key_heads_t = 2;
+    problem->key_heads_s = 1;
+}
+
+static void odd_head_sizes(skl_problem *problem, skl_inputs *inputs)
+{
+    (void)inputs;
+    problem->dim_t = 1;
+    problem->dim_s = 131;
+}
+
+static void large_logits(skl_problem *problem, skl_inputs *inputs)
+{
+    (void)inputs;
+    problem->scale_t = 100;
+    problem->scale_s = 70;
+}
+
+static void one_key(skl_problem *problem, skl_inputs *inputs)
+{
+    (void)inputs;
+    problem->len_q = problem->len_k = 1;
+}
+
+/* Problems that tensor-core kernels support; the problems above are too irregular for some of them. */
+static void heads_of(skl_problem *problem, int64_t dim)
+{
+    problem->heads_t = problem->heads_s = 2;
+    problem->dim_t = problem->dim_s = dim;
+}
+
+static void heads_of_128(skl_problem *problem, skl_inputs *inputs)
+{
+    (void)inputs;
+    heads_of(problem, 128);
+}
+
+static void heads_of_256_reverse(skl_problem *problem, skl_inputs *inputs)
+{
+    reverse(problem, inputs);
+    heads_of(problem, 256);
+}
+
+static void heads_of_128_and_64_reverse(skl_problem *problem, skl_inputs *inputs)
+{
+    reverse(problem, inputs);
+    problem->dim_t = 128;
+    problem->dim_s = 64;
+}
+
+static void shared_keys_and_lengths(skl_problem *problem, skl_inputs *inputs)
+{
+    key_lengths(problem, inputs);
+    problem->heads_t = problem->heads_s = 4;
+    problem->key_heads_t = 2;
+    problem->key_heads_s = 1;
+    problem->dim_t = problem->dim_s = 64;
+}
+
+static void softcap_of_64(skl_problem *problem, skl_inputs *inputs)
+{
+    softcap(problem, inputs);
+    heads_of(problem, 64);
+}
+
+static void several_tiles(skl_problem *problem, skl_inputs *inputs)
+{
+    causal(problem, inputs);
+    problem->batch = 1;
+    problem->heads_t = problem->heads_s = 1;
+    problem->len_q = problem->len_k = 521;
+    problem->dim_t = problem->dim_s = 96;
+}
+
+/* Indexers: groups of three teacher heads with two key heads, and f32 weights. */
+static void indexer(skl_problem *problem, skl_inputs *inputs)
+{
+    causal(problem, inputs);
+    problem->student = SKL_STUDENT_INDEXER;
+    problem->gradients = SKL_DQ_S | SKL_DK_S | SKL_DW_S;
+    problem->heads_t = 6;
+    problem->key_heads_t = 2;
+    problem->key_heads_s = 1;
+    problem->index_heads = 5;
+}
+
+static void indexer_linear(skl_problem *problem, skl_inputs *inputs)
+{
+    indexer(problem, inputs);
+    problem->index_linear = 1;
+}
+
+static void indexer_reverse_linear(skl_problem *problem, skl_inputs *inputs)
+{
+    indexer_linear(problem, inputs);
+    problem->direction = SKL_KL_REVERSE;
+}
+
+static void indexer_packed(skl_problem *problem, skl_inputs *inputs)
+{
+    indexer(problem, inputs);
+    packed(problem, inputs);
+    problem->dtype_w = problem->dtype_s;
+}
+
+/* The shapes of sparse models: one key head of compressed keys, one student head with 128 dimensions. */
+static void indexer_of_latents(skl_problem *problem, skl_inputs *inputs)
+{
+    indexer(problem, inputs);
+    problem->len_q = 35;
+    problem->heads_s = problem->key_heads_t = 1;
+    problem->dim_t = 576;
+    problem->dim_s = 128;
+}
+
+static void sparse_indexer(skl_problem *problem, skl_inputs *inputs)
+{
+    indexer(problem, inputs);
+    problem->top_k = 70;
+}
+
+static void sparse_indexer_reverse(skl_problem *problem, skl_inputs *inputs)
+{
+    sparse_indexer(problem, inputs);
+    problem->direction = SKL_KL_REVERSE;
+}
+
+static void sparse_indexer_packed(skl_problem *problem, skl_inputs *inputs)
+{
+    indexer_packed(problem, inputs);
+    problem->top_k = 70;
+}
+
+static void sparse_indexer_of_latents(skl_problem *problem, skl_inputs *inputs)
+{
+    indexer_of_latents(problem, inputs);
+    problem->top_k = 70;
+}
+
+typedef struct case_entry {
+    const char *name;
+    skl_dtype dtype_t, dtype_s;
+    int32_t grad_f32;
+    void (*change)(skl_problem *problem, skl_inputs *inputs);
+} case_entry;
+
+static const case_entry entries[] = {
+    {"f32", SKL_F32, SKL_F32, 0, plain},
+    {"f16", SKL_F16, SKL_F16, 1, plain},
+    {"bf16", SKL_BF16, SKL_BF16, 1, plain},
+    {"bf16 teacher, f16 student", SKL_BF16, SKL_F16, 0, causal},
+    {"reverse", SKL_F32, SKL_F32, 0, reverse},
+    {"causal", SKL_F32, SKL_F32, 0, causal},
+    {"causal, rows without keys", SKL_F32, SKL_F32, 0, causal_with_empty_rows},
+    {"window", SKL_F32, SKL_F32, 0, window},
+    {"shard of a window", SKL_BF16, SKL_BF16, 1, shard_of_a_window},
+    {"shard without visible keys", SKL_F32, SKL_F32, 0, shard_outside_the_window},
+    {"key lengths", SKL_F32, SKL_F32, 0, key_lengths},
+    {"packed", SKL_F32, SKL_F32, 0, packed},
+    {"packed, f16", SKL_F16, SKL_F16, 0, packed},
+    {"softcap", SKL_F32, SKL_F32, 0, softcap},
+    {"teacher groups", SKL_F32, SKL_F32, 0, teacher_groups},
+    {"teacher groups, reverse", SKL_F32, SKL_F32, 0, teacher_groups_reverse},
+    {"shared key heads", SKL_F32, SKL_F32, 0, shared_key_heads},
+    {"head sizes 1 and 131", SKL_F32, SKL_F32, 0, odd_head_sizes},
+    {"large logits", SKL_F32, SKL_F32, 0, large_logits},
+    {"one key", SKL_F32, SKL_F32, 0, one_key},
+    {"several tiles", SKL_F32, SKL_F32, 0, several_tiles},
+    {"several tiles, bf16", SKL_BF16, SKL_BF16, 0, several_tiles},
+    {"several tiles, f16", SKL_F16, SKL_F16, 1, several_tiles},
+    {"head size 128, bf16", SKL_BF16, SKL_BF16, 0, heads_of_128},
+    {"head size 128, f16", SKL_F16, SKL_F16, 0, heads_of_128},
+    {"head size 256, bf16, reverse", SKL_BF16, SKL_BF16, 1, heads_of_256_reverse},
+    {"head sizes 128 and 64, f16, reverse", SKL_F16, SKL_F16, 1, heads_of_128_and_64_reverse},
+    {"shared keys, key lengths, bf16", SKL_BF16, SKL_BF16, 0, shared_keys_and_lengths},
+    {"shared keys, key lengths, f16", SKL_F16, SKL_F16, 1, shared_keys_and_lengths},
+    {"window, bf16", SKL_BF16, SKL_BF16, 0, window},
+    {"causal, rows without keys, f16", SKL_F16, SKL_F16, 0, causal_with_empty_rows},
+    {"packed, bf16", SKL_BF16, SKL_BF16, 1, packed},
+    {"softcap, bf16", SKL_BF16, SKL_BF16, 1, softcap_of_64},
+    {"large logits, f16", SKL_F16, SKL_F16, 1, large_logits},
+    {"indexer", SKL_F32, SKL_F32, 0, indexer},
+    {"indexer, reverse, linear", SKL_F32, SKL_F32, 0, indexer_reverse_linear},
+    {"indexer, packed, f16", SKL_F16, SKL_F16, 0, indexer_packed},
+    {"indexer, latent keys, bf16", SKL_BF16, SKL_BF16, 0, indexer_of_latents},
+    {"indexer, latent keys, f16", SKL_F16, SKL_F16, 1, indexer_of_latents},
+    {"indexer, bf16", SKL_BF16, SKL_BF16, 1, indexer},
+    {"indexer, linear, bf16", SKL_BF16, SKL_BF16, 0, indexer_linear},
+    {"indexer, linear, f16", SKL_F16, SKL_F16, 0, indexer_linear},
+    {"sparse indexer", SKL_F32, SKL_F32, 0, sparse_indexer},
+    {"sparse indexer, reverse", SKL_F32, SKL_F32, 0, sparse_indexer_reverse},
+    {"sparse indexer, packed, f16", SKL_F16, SKL_F16, 1, sparse_indexer_packed},
+    {"sparse indexer, latent keys, bf16", SKL_BF16, SKL_BF16, 0, sparse_indexer_of_latents},
+    {"sparse indexer, latent keys, f16", SKL_F16, SKL_F16, 0, sparse_indexer_of_latents},
+    {"sparse indexer, reverse, bf16", SKL_BF16, SKL_BF16, 1, sparse_indexer_reverse},
+};
+
+int check_case_count(void)
+{
+    return (int)(sizeof entries / sizeof entries[0]);
+}
+
+/* ---- Data --------------------------------------------------------------------------------------------------- */
+
+static void store_bf16(uint16_t *to, float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    *to = (uint16_t)(bits >> 16);
+}
+
+/* Truncates. random_normal() is below 4; the few values below 2^-6 become 0. */
+static void store_f16(uint16_t *to, float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    const uint32_t exponent = bits >> 23 & 0xff, fraction = bits >> 13 & 0x3ff, sign = bits >> 16 & 0x8000;
+    const uint32_t f32_bias = 127, f16_bias = 15, least_exponent = f32_bias - 6;
+    const uint32_t size = exponent < least_exponent ? 0 : (exponent - f32_bias + f16_bias) << 10 | fraction;
+    *to = (uint16_t)(sign | size);
+}
+
+static void *random_tensor(skl_dtype dtype, int64_t count, uint64_t *state)
+{
+    float *const tensor = malloc((size_t)count * sizeof *tensor);
+    uint16_t *const halves = (uint16_t *)(void *)tensor;
+    for (int64_t i = 0; tensor && i < count; i++) {
+        const float value = random_normal(state);
+        if (dtype == SKL_F32)
+            tensor[i] = value;
+        else if (dtype == SKL_F16)
+            store_f16(&halves[i], value);
+        else
+            store_bf16(&halves[i], value);
+    }
+    return tensor;
+}
+
+/* Random keys of sequence b, some of them twice or masked; every fifth index is -1. */
+static void draw_indices(check_case *made, int64_t b, uint64_t *state)
+{
+    const oracle_sequence sequence = oracle_sequence_at(&made->problem, &made->inputs, b);
+    const skl_input *const layout = &made->inputs.indices;
+    for (int64_t h = 0; h < made->problem.heads_s; h++)
+        for (int64_t i = 0; i < sequence.len_q; i++) {
+            int32_t *const row = made->indices + sequence.batch * layout->stride_batch + h * layout->stride_head +
+                                 (sequence.first_q + i) * layout->stride_row;
+            for (int64_t n = 0; n < made->problem.top_k; n++)
+                row[n] = n % 5 == 4 || sequence.len_k == 0 ? -1 : (int32_t)random_below(state, sequence.len_k);
+        }
+}
+
+static bool make_indices(check_case *made, uint64_t *state)
+{
+    const skl_problem *const problem = &made->problem;
+    const int64_t rows_q = problem->packed ? problem->total_q : problem->len_q;
+    made->indices = calloc((size_t)(made->row_counts[1] * problem->top_k), sizeof *made->indices);
+    made->inputs.indices = skl_input_contiguous(made->indices, problem->heads_s, rows_q, problem->top_k);
+    for (int64_t b = 0; made->indices && b < problem->batch; b++)
+        draw_indices(made, b, state);
+    return made->indices != NULL;
+}
+
+static bool make_tensors(check_case *made, uint64_t seed)
+{
+    const skl_problem *const problem = &made->problem;
+    const int64_t key_heads_t = problem->key_heads_t ? problem->key_heads_t : problem->heads_t;
+    const int64_t key_heads_s = problem->key_heads_s ? problem->key_heads_s : problem->heads_s;
+    const int64_t rows_q = problem->packed ? problem->total_q : problem->len_q;
+    const int64_t rows_k = problem->packed ? problem->total_k : problem->len_k;
+    const int64_t batch = problem->packed ? 1 : problem->batch;
+    const int64_t query_heads_s = problem->heads_s * (problem->index_heads ? problem->index_heads : 1);
+    const struct {
+        skl_input *input;
+        skl_dtype dtype;
+        int64_t heads, rows, dim;
+    } shapes[CHECK_TENSORS] = {
+        {&made->inputs.q_t, problem->dtype_t, problem->heads_t, rows_q, problem->dim_t},
+        {&made->inputs.k_t, problem->dtype_t, key_heads_t, rows_k, problem->dim_t},
+        {&made->inputs.q_s, problem->dtype_s, query_heads_s, rows_q, problem->dim_s},
+        {&made->inputs.k_s, problem->dtype_s, key_heads_s, rows_k, problem->dim_s},
+        {&made->inputs.w_s, problem->dtype_w, problem->heads_s, rows_q, problem->index_heads},
+    };
+    uint64_t state = seed;
+    for (int t = 0; t < CHECK_TENSORS; t++) {
+        made->tensor_counts[t] = batch * shapes[t].heads * shapes[t].rows * shapes[t].dim;
+        if (shapes[t].dim == 0)
+            continue; /* attention has no weights */
+        made->tensors[t] = random_tensor(shapes[t].dtype, made->tensor_counts[t], &state);
+        if (made->tensors[t] == NULL)
+            return false;
+        *shapes[t].input = skl_input_contiguous(made->tensors[t], shapes[t].heads, shapes[t].rows, shapes[t].dim);
+    }
+    made->row_counts[0] = batch * problem->heads_t * rows_q;
+    made->row_counts[1] = batch * problem->heads_s * rows_q;
+    made->grad_kl = random_tensor(SKL_F32, made->row_counts[1], &state);
+    made->inputs.grad_kl = skl_input_contiguous(made->grad_kl, problem->heads_s, rows_q, 1);
+    return made->grad_kl != NULL && (problem->top_k == 0 || make_indices(made, &state));
+}
+
+bool check_case_make(check_case *made, int index)
+{
+    const case_entry *const entry = &entries[index];
+    *made =
+        (check_case){.name = entry->name, .problem = base_problem(), .inputs = {.struct_size = sizeof made->inputs}};
+    made->problem.dtype_t = entry->dtype_t;
+    made->problem.dtype_s = entry->dtype_s;
+    made->problem.grad_f32 = entry->grad_f32;
+    entry->change(&made->problem, &made->inputs);
+    if (!make_tensors(made, (uint64_t)index))
+        return false;
+    made->exact = oracle_run(&made->problem, &made->inputs);
+    made->naive = oracle_run_f32(&made->problem, &made->inputs);
+    return true;
+}
+
+void check_case_free(check_case *made)
+{
+    for (int t = 0; t < CHECK_TENSORS; t++)
+        free(made->tensors[t]);
+    free(made->grad_kl);
+    free(made->indices);
+    oracle_free(&made->exact);
+    oracle_free(&made->naive);
+}

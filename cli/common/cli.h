@@ -1,0 +1,49 @@
+/* Shared by all commands: exit codes, one-line errors, JSON on stdout. */
+#ifndef STREAMKL_CLI_COMMON_CLI_H
+#define STREAMKL_CLI_COMMON_CLI_H
+
+#include "streamkl.h"
+#include <jansson.h>
+
+/* Documented in `streamkl --help`; scripts rely on them. */
+enum {
+    CLI_OK = 0,
+    CLI_CHECK_FAILED = 1, /* `check`: a kernel disagrees with the oracle */
+    CLI_BAD_INPUT = 2,    /* a wrong argument or input file; argp uses the same code */
+    CLI_NO_MEMORY = 3,
+    CLI_NO_DEVICE = 4, /* the device is absent, failed, or does not support the request */
+    CLI_WRITE_FAILED = 5
+};
+
+/* A command gets argv[0] = "streamkl NAME" and returns an exit code. */
+int cmd_info(int argc, char **argv);
+int cmd_kl(int argc, char **argv);
+int cmd_distill(int argc, char **argv);
+int cmd_map(int argc, char **argv);
+int cmd_check(int argc, char **argv);
+int cmd_bench(int argc, char **argv);
+int cmd_demo(int argc, char **argv);
+
+/* Prints one line, "streamkl NAME: MESSAGE", on stderr and returns exit_code, so that a caller can write
+ * `return cli_fail(CLI_BAD_INPUT, "--window=%s: must be LEFT,RIGHT", text);` */
+int cli_fail(int exit_code, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* The same with the error text of the library or the device layer, whichever failed, and the exit code for the
+ * status. */
+int cli_fail_status(skl_status status);
+const char *cli_status_text(void);
+
+/* JSON has no NaN and no infinity: both become null. */
+json_t *cli_json_number(double value);
+
+/* Prints an object on one line of stdout and frees it. NULL stands for out of memory. */
+int cli_print_json(json_t *object);
+
+/* "12.5 MiB", "3.1 ms" */
+typedef struct cli_text {
+    char text[32];
+} cli_text;
+cli_text cli_bytes_text(double bytes);
+cli_text cli_seconds_text(double seconds);
+
+#endif

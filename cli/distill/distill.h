@@ -1,0 +1,126 @@
+/* streamkl distill: settings (command line) -> source of sequences -> training -> checkpoint and report. */
+#ifndef STREAMKL_CLI_DISTILL_DISTILL_H
+#define STREAMKL_CLI_DISTILL_DISTILL_H
+
+#include "distill/evaluate.h"
+#include "distill/task.h"
+#include "distill/train.h"
+#include "cli/io/tensor_file.h"
+
+#include <stdbool.h>
+
+/* Everything that affects the results of a run: a checkpoint can be resumed only with equal settings. Counts are
+ * int64_t, so that one table lists them all. */
+typedef struct distill_settings {
+    int64_t context, needles, hidden;
+    int64_t heads_t, dim_t, heads_s, dim_s;
+    int64_t steps, batch, held_out, seed;
+    int64_t control_queries; /* queries per sequence that the control student learns from; 0: no control */
+    float rate;
+    skl_direction direction;
+    const char *teacher_path, *student_path; /* NULL: the synthetic task */
+} distill_settings;
+
+enum { CONTROL_DEFAULT = -1 }; /* a sixteenth of the context, with files 0 */
+
+typedef struct distill_request {
+    distill_settings settings;
+    skl_options options;
+    const char *folder;
+    int64_t checkpoint_every;
+    int32_t resume, no_baseline, json;
+} distill_request;
+
+/* The settings that are counts, by name, for checkpoints, messages and the report. */
+typedef struct setting_name {
+    const char *name; /* of its option, without the dashes */
+    size_t offset;
+} setting_name;
+extern const setting_name distill_counts[];
+extern const size_t distill_counts_size;
+
+/* One line of JSON that the caller frees; NULL: out of memory. Equal settings give equal text. */
+char *distill_settings_text(const distill_settings *settings);
+
+/* Prints which setting of a checkpoint differs and returns CLI_BAD_INPUT; CLI_OK if none does. */
+int distill_settings_compare(const distill_settings *settings, const char *text, const char *path);
+
+/* ---- Sequences and layers ----------------------------------------------------------------------------------- */
+
+/* Sequences from the user's files, converted to f32 one at a time. */
+typedef struct distill_files {
+    tensor_file *teacher_file, *student_file;
+    const stored_tensor *hidden_t, *hidden_s; /* [sequences, context, width]; equal if the student file has none */
+    const void *data_t, *data_s;
+    float *buffer_t, *buffer_s; /* of one sequence */
+    int64_t context, sequences, held_out;
+    uint64_t seed;
+} distill_files;
+
+typedef struct distill_source {
+    attention_pair_shape shape;
+    sequence_source sequences;
+    const layer *teacher;
+    layer initial_student; /* before training */
+    bool retrieves;        /* the references of each sequence are known */
+    retrieval_task synthetic;
+    layer teacher_from_file;
+    distill_files files;
+} distill_source;
+
+/* Both set the shapes in `settings` that the source determines. On failure they print why. They return an exit code.
+ */
+int distill_source_open(distill_source *source, distill_settings *settings, int threads); /* CPU threads */
+int distill_files_open(distill_source *source, distill_settings *settings);
+void distill_source_close(distill_source *source);
+
+/* ---- The run ------------------------------------------------------------------------------------------------ */
+
+/* The loss of every step, and evaluations at regular intervals. */
+typedef struct distill_history {
+    float *loss; /* [steps] */
+    int64_t evaluation_count;
+    float *evaluation_step, *evaluation_kl, *evaluation_hits; /* at most [steps + 1] */
+    double seconds;        /* of training, including the runs that this one resumes */
+    double tokens;         /* trained on since the start or the resumption */
+    double tokens_seconds; /* time for these tokens */
+} distill_history;
+
+typedef struct distill_run {
+    const distill_request *request;
+    distill_source *source;
+    attention_pair pair;
+    student_model student, control; /* no control if settings.control_queries is 0 */
+    output_loss control_loss;
+    distill_history history;
+    evaluation before, after, after_control;
+    int64_t peak; /* resident bytes, without the baseline that the report times */
+} distill_run;
+
+extern volatile int distill_stop; /* set by Ctrl-C */
+
+int distill_train(distill_run *run);
+
+/* DIR/checkpoint.safetensors, written all or nothing. A missing checkpoint is no error: *found is false. */
+int distill_checkpoint_save(const distill_run *run);
+int distill_checkpoint_load(distill_run *run, bool *found);
+
+/* DIR/student.safetensors: w_q and w_k [heads, dim, hidden]. */
+int distill_student_save(const distill_run *run);
+
+/* DIR/report.html. Sets run->peak. */
+int distill_report_write(distill_run *run);
+
+void distill_print_result(const distill_run *run);
+int distill_print_json(const distill_run *run);
+
+/* A path in the output folder. */
+typedef struct distill_path {
+    char text[4096];
+} distill_path;
+distill_path distill_path_of(const distill_request *request, const char *name);
+
+/* KL before training / KL after training. */
+double distill_kl_ratio(const distill_run *run);
+
+#endif

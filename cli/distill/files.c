@@ -1,0 +1,236 @@
+/* Hidden states and projection weights from the user's safetensors files. */
+#include "cli/common/cli.h"
+#include "device/device.h"
+#include "cli/distill/distill.h"
+#include "distill/random.h"
+
+#include <inttypes.h>
+
+/* ---- Numbers ------------------------------------------------------------------------------------------------ */
+
+static float float_of_f16(uint16_t half)
+{
+    const uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = half >> 10 & 31, fraction = half & 0x3ff;
+    if (exponent == 0) { /* zero and subnormals: fraction * 2^-24 */
+        const float value = (float)fraction * 0x1p-24F;
+        return sign ? -value : value;
+    }
+    const uint32_t wide = exponent == 31 ? 255 : exponent + 112;
+    const uint32_t bits = sign | wide << 23 | fraction << 13;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static float float_of_bf16(uint16_t upper)
+{
+    const uint32_t bits = (uint32_t)upper << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static float number_at(const void *data, skl_dtype dtype, int64_t index)
+{
+    if (dtype == SKL_F32)
+        return ((const float *)data)[index];
+    const uint16_t bits = ((const uint16_t *)data)[index];
+    return dtype == SKL_F16 ? float_of_f16(bits) : float_of_bf16(bits);
+}
+
+/* ---- Weights ------------------------------------------------------------------------------------------------ */
+
+static const void *find_tensor(tensor_file *file, const char *name, const stored_tensor **tensor)
+{
+    tensor_error error;
+    *tensor = tensor_file_find(file, name, &error);
+    const void *const data = *tensor ? tensor_file_data(file, *tensor, &error) : NULL;
+    if (data == NULL)
+        cli_fail(CLI_BAD_INPUT, "%s", error.text);
+    return data;
+}
+
+/* Heads and head size of weights [heads, dim, width], or of [heads * dim, width] if `dim` or `heads` is known. */
+static int read_weight_shape(const stored_tensor *tensor, const char *path, int64_t *heads, int64_t *dim,
+                             int64_t *width)
+{
+    const int64_t rows = tensor->rank == 3 ? tensor->shape[0] * tensor->shape[1] : tensor->shape[0];
+    if (tensor->rank == 3) {
+        *heads = tensor->shape[0];
+        *dim = tensor->shape[1];
+    } else if (tensor->rank == 2 && *dim > 0) {
+        *heads = rows / *dim;
+    } else if (tensor->rank == 2 && *heads > 0) {
+        *dim = rows / *heads;
+    }
+    if (tensor->rank < 2 || tensor->rank > 3 || *heads < 1 || *dim < 1 || *heads * *dim != rows)
+        return cli_fail(CLI_BAD_INPUT,
+                        "%s: %s: must be [heads, dim, hidden], or [heads * dim, hidden] with --heads-t and --heads-s",
+                        path, tensor->name);
+    *width = tensor->shape[tensor->rank - 1];
+    return CLI_OK;
+}
+
+/* A file has [heads * dim, width], a layer [width, heads * dim]. */
+static void transpose_into(float *weights, const void *data, skl_dtype dtype, int64_t columns, int64_t width)
+{
+    for (int64_t c = 0; c < columns; c++)
+        for (int64_t i = 0; i < width; i++)
+            weights[i * columns + c] = number_at(data, dtype, c * width + i);
+}
+
+static int read_layer(layer *weights, tensor_file *file, const char *path, int64_t heads)
+{
+    const stored_tensor *q, *k;
+    const void *const q_data = find_tensor(file, "w_q", &q), *const k_data =
+                                                                 q_data ? find_tensor(file, "w_k", &k) : NULL;
+    if (q_data == NULL || k_data == NULL)
+        return CLI_BAD_INPUT;
+    layer_shape shape = {.heads = heads};
+    int64_t dim_k = 0, width_k = 0;
+    int exit_code = read_weight_shape(q, path, &shape.heads, &shape.dim, &shape.width);
+    if (exit_code == CLI_OK) {
+        dim_k = k->rank == 2 ? shape.dim : 0;
+        exit_code = read_weight_shape(k, path, &shape.key_heads, &dim_k, &width_k);
+    }
+    if (exit_code != CLI_OK)
+        return exit_code;
+    if (dim_k != shape.dim || width_k != shape.width || shape.heads % shape.key_heads != 0)
+        return cli_fail(CLI_BAD_INPUT,
+                        "%s: w_q has %" PRId64 " heads of %" PRId64 " for hidden states of %" PRId64 ", w_k %" PRId64
+                        " of %" PRId64 " for %" PRId64 ": must agree",
+                        path, shape.heads, shape.dim, shape.width, shape.key_heads, dim_k, width_k);
+    const skl_status status = layer_allocate(weights, shape);
+    if (status != SKL_OK)
+        return cli_fail_status(status);
+    transpose_into(weights->w_q, q_data, q->dtype, shape.heads * shape.dim, shape.width);
+    transpose_into(weights->w_k, k_data, k->dtype, shape.key_heads * shape.dim, shape.width);
+    return CLI_OK;
+}
+
+/* ---- Hidden states ------------------------------------------------------------------------------------------ */
+
+static void load_sequence(float *to, const stored_tensor *hidden, const void *data, int64_t index)
+{
+    const int64_t count = hidden->shape[1] * hidden->shape[2];
+    for (int64_t i = 0; i < count; i++)
+        to[i] = number_at(data, hidden->dtype, index * count + i);
+}
+
+/* The last sequences are held out. Training draws each of its sequences independently from the others. */
+static sequence file_at(void *state, sequence_split split, uint64_t index)
+{
+    distill_files *const files = state;
+    const int64_t training_count = files->sequences - files->held_out;
+    uint64_t draw = random_stream(files->seed, SPLIT_TRAINING, index);
+    const int64_t at =
+        split == SPLIT_HELD_OUT ? training_count + (int64_t)index : random_below(&draw, training_count);
+    load_sequence(files->buffer_t, files->hidden_t, files->data_t, at);
+    if (files->buffer_s == NULL)
+        return (sequence){files->buffer_t, files->buffer_t, NULL, 0};
+    load_sequence(files->buffer_s, files->hidden_s, files->data_s, at);
+    return (sequence){files->buffer_t, files->buffer_s, NULL, 0};
+}
+
+static int check_hidden(const stored_tensor *hidden, const char *path, int64_t width)
+{
+    if (hidden->rank != 3 || hidden->shape[2] != width)
+        return cli_fail(CLI_BAD_INPUT,
+                        "%s: hidden: must be [sequences, context, %" PRId64
+                        "], with the width of w_q of the same model",
+                        path, width);
+    return CLI_OK;
+}
+
+static int open_hidden(distill_source *source, const distill_settings *settings)
+{
+    distill_files *const files = &source->files;
+    files->data_t = find_tensor(files->teacher_file, "hidden", &files->hidden_t);
+    if (files->data_t == NULL)
+        return CLI_BAD_INPUT;
+    int exit_code = check_hidden(files->hidden_t, settings->teacher_path, source->teacher_from_file.shape.width);
+    const bool separate = tensor_file_find(files->student_file, "hidden", NULL) != NULL;
+    files->hidden_s = files->hidden_t;
+    files->data_s = files->data_t;
+    if (exit_code == CLI_OK && separate)
+        files->data_s = find_tensor(files->student_file, "hidden", &files->hidden_s);
+    if (files->data_s == NULL)
+        return CLI_BAD_INPUT;
+    if (exit_code == CLI_OK)
+        exit_code = check_hidden(files->hidden_s, separate ? settings->student_path : settings->teacher_path,
+                                 source->initial_student.shape.width);
+    if (exit_code != CLI_OK)
+        return exit_code;
+    for (int axis = 0; axis < 2; axis++)
+        if (files->hidden_t->shape[axis] != files->hidden_s->shape[axis])
+            return cli_fail(CLI_BAD_INPUT,
+                            "hidden: %s has %" PRId64 " sequences of %" PRId64 ", %s %" PRId64 " of %" PRId64
+                            ": must be equal",
+                            settings->teacher_path, files->hidden_t->shape[0], files->hidden_t->shape[1],
+                            settings->student_path, files->hidden_s->shape[0], files->hidden_s->shape[1]);
+    const size_t tokens = (size_t)files->hidden_t->shape[1];
+    skl_status status = device_allocate(SKL_CPU, tokens * (size_t)files->hidden_t->shape[2] * sizeof(float),
+                                        "hidden states", (void **)&files->buffer_t);
+    if (status == SKL_OK && separate)
+        status = device_allocate(SKL_CPU, tokens * (size_t)files->hidden_s->shape[2] * sizeof(float), "hidden states",
+                                 (void **)&files->buffer_s);
+    return status == SKL_OK ? CLI_OK : cli_fail_status(status);
+}
+
+/* ---- All of it ---------------------------------------------------------------------------------------------- */
+
+static tensor_file *open_file(const char *path)
+{
+    tensor_error error;
+    tensor_file *const file = tensor_file_open(path, &error);
+    if (file == NULL)
+        cli_fail(CLI_BAD_INPUT, "%s", error.text);
+    return file;
+}
+
+static int check_sequences(const distill_files *files, const distill_settings *settings)
+{
+    if (files->context < 1)
+        return cli_fail(CLI_BAD_INPUT, "%s: hidden: must have at least one token", settings->teacher_path);
+    if (files->held_out < files->sequences)
+        return CLI_OK;
+    return cli_fail(CLI_BAD_INPUT,
+                    "--held-out=%" PRId64 ": must be below the %" PRId64
+                    " sequences of %s, to leave some for training",
+                    files->held_out, files->sequences, settings->teacher_path);
+}
+
+int distill_files_open(distill_source *source, distill_settings *settings)
+{
+    distill_files *const files = &source->files;
+    files->teacher_file = open_file(settings->teacher_path);
+    files->student_file = files->teacher_file ? open_file(settings->student_path) : NULL;
+    if (files->student_file == NULL)
+        return CLI_BAD_INPUT;
+    int exit_code =
+        read_layer(&source->teacher_from_file, files->teacher_file, settings->teacher_path, settings->heads_t);
+    if (exit_code == CLI_OK)
+        exit_code =
+            read_layer(&source->initial_student, files->student_file, settings->student_path, settings->heads_s);
+    if (exit_code == CLI_OK)
+        exit_code = open_hidden(source, settings);
+    if (exit_code != CLI_OK)
+        return exit_code;
+    const layer_shape *const teacher = &source->teacher_from_file.shape, *const student =
+                                                                             &source->initial_student.shape;
+    files->sequences = files->hidden_t->shape[0];
+    files->context = files->hidden_t->shape[1];
+    files->held_out = settings->held_out;
+    files->seed = (uint64_t)settings->seed;
+    settings->context = files->context;
+    settings->hidden = teacher->width;
+    settings->heads_t = teacher->heads;
+    settings->dim_t = teacher->dim;
+    settings->heads_s = student->heads;
+    settings->dim_s = student->dim;
+    settings->needles = 0;
+    source->shape = (attention_pair_shape){files->context, *teacher, *student, settings->direction};
+    source->teacher = &source->teacher_from_file;
+    source->sequences = (sequence_source){files, file_at};
+    return check_sequences(files, settings);
+}

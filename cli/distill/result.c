@@ -1,0 +1,111 @@
+/* The result of a run: KL and hit rates before and after training, as text and as JSON. */
+#include "cli/common/cli.h"
+#include "cli/distill/distill.h"
+#include "cli/common/options.h"
+#include "cli/term/term.h"
+#include "cli/common/workload.h"
+
+#include <inttypes.h>
+#include <math.h>
+
+double distill_kl_ratio(const distill_run *run)
+{
+    return run->before.kl / run->after.kl;
+}
+
+static double mean_kl(const depth_score *score)
+{
+    return score->references ? score->kl / (double)score->references : NAN;
+}
+
+/* ---- Text --------------------------------------------------------------------------------------------------- */
+
+static void print_depths(const distill_run *run)
+{
+    const term_style style = term_style_for(stdout);
+    printf("\n%sHits and KL by depth%s of the definition in the context; 0 %% is the beginning\n", style.bold,
+           style.plain);
+    printf("  %12s %11s %9s %9s %9s %11s %11s\n", "depth", "references", "teacher", "before", "after", "KL before",
+           "KL after");
+    for (int d = 0; d < EVALUATE_DEPTHS; d++) {
+        const depth_score *const before = &run->before.depths[d], *const after = &run->after.depths[d];
+        if (after->references == 0)
+            continue;
+        const bool as_good = evaluate_hit_rate_s(after) >= 0.95 * evaluate_hit_rate_t(after);
+        printf("  %4d .. %2d %% %11" PRId64 " %7.1f %% %7.1f %% %s%7.1f %%%s %11.3g %11.3g\n",
+               100 * d / EVALUATE_DEPTHS, 100 * (d + 1) / EVALUATE_DEPTHS, after->references,
+               100 * evaluate_hit_rate_t(after), 100 * evaluate_hit_rate_s(before), as_good ? style.good : "",
+               100 * evaluate_hit_rate_s(after), as_good ? style.plain : "", mean_kl(before), mean_kl(after));
+    }
+}
+
+static void print_control(const distill_run *run)
+{
+    const term_style style = term_style_for(stdout);
+    printf("%sControl%s, trained on attention outputs for the same number of steps: KL %.4g", style.bold, style.plain,
+           run->after_control.kl);
+    if (run->source->retrieves)
+        printf(", hits %.1f %%", 100 * evaluate_hit_rate_s(&run->after_control.all));
+    printf("\n");
+}
+
+void distill_print_result(const distill_run *run)
+{
+    const term_style style = term_style_for(stdout);
+    const distill_settings *const settings = &run->request->settings;
+    const skl_inputs inputs = attention_pair_inputs(&run->pair);
+    const workload work = workload_of(&run->pair.problem, &inputs);
+    if (run->source->retrieves)
+        print_depths(run);
+    printf("\n%sHeld-out KL%s %.4g before, %.4g after: %s%.0f times%s smaller, on %" PRId64 " sequences of %" PRId64
+           " tokens\n",
+           style.bold, style.plain, run->before.kl, run->after.kl, style.good, distill_kl_ratio(run), style.plain,
+           settings->held_out, settings->context);
+    printf("%sPeak memory%s %s for the whole process; materialised, the matrices of a step would take %s\n",
+           style.bold, style.plain, cli_bytes_text((double)run->peak).text,
+           cli_bytes_text(work.materialised_size).text);
+    if (settings->control_queries)
+        print_control(run);
+    printf("%sTraining%s %s, kernel %s\n", style.bold, style.plain, cli_seconds_text(run->history.seconds).text,
+           skl_plan_kernel(run->pair.plan));
+}
+
+/* ---- JSON --------------------------------------------------------------------------------------------------- */
+
+static json_t *depths_json(const distill_run *run)
+{
+    json_t *const depths = json_array();
+    for (int d = 0; d < EVALUATE_DEPTHS; d++) {
+        const depth_score *const before = &run->before.depths[d], *const after = &run->after.depths[d];
+        json_array_append_new(depths, json_pack("{sI so so so so so}", "references", (json_int_t)after->references,
+                                                "teacher", cli_json_number(evaluate_hit_rate_t(after)), "before",
+                                                cli_json_number(evaluate_hit_rate_s(before)), "after",
+                                                cli_json_number(evaluate_hit_rate_s(after)), "kl_before",
+                                                cli_json_number(mean_kl(before)), "kl_after",
+                                                cli_json_number(mean_kl(after))));
+    }
+    return depths;
+}
+
+static json_t *heads_json(const distill_run *run, const evaluation *result)
+{
+    json_t *const heads = json_array();
+    for (int64_t head = 0; head < run->pair.problem.heads_s && head < EVALUATE_HEADS_MAX; head++)
+        json_array_append_new(heads, cli_json_number(result->kl_head[head]));
+    return heads;
+}
+
+int distill_print_json(const distill_run *run)
+{
+    const skl_inputs inputs = attention_pair_inputs(&run->pair);
+    return cli_print_json(json_pack(
+        "{so so sI sI so so so so so sI so ss ss}", "kl_control",
+        run->request->settings.control_queries ? cli_json_number(run->after_control.kl) : json_null(), "hits_control",
+        cli_json_number(evaluate_hit_rate_s(&run->after_control.all)), "step", (json_int_t)run->student.step, "steps",
+        (json_int_t)run->request->settings.steps, "kl_before", cli_json_number(run->before.kl), "kl_after",
+        cli_json_number(run->after.kl), "kl_head_before", heads_json(run, &run->before), "kl_head_after",
+        heads_json(run, &run->after), "depths", depths_json(run), "peak_bytes", (json_int_t)run->peak,
+        "materialised_bytes", cli_json_number(workload_of(&run->pair.problem, &inputs).materialised_size), "report",
+        distill_path_of(run->request, "report.html").text, "student",
+        distill_path_of(run->request, "student.safetensors").text));
+}

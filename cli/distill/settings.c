@@ -1,0 +1,83 @@
+#include "cli/common/cli.h"
+#include "cli/distill/distill.h"
+#include "cli/common/options.h"
+
+#include <inttypes.h>
+#include <stdlib.h>
+
+const setting_name distill_counts[] = {
+    {"context", offsetof(distill_settings, context)},
+    {"needles", offsetof(distill_settings, needles)},
+    {"hidden", offsetof(distill_settings, hidden)},
+    {"heads-t", offsetof(distill_settings, heads_t)},
+    {"dim-t", offsetof(distill_settings, dim_t)},
+    {"heads-s", offsetof(distill_settings, heads_s)},
+    {"dim-s", offsetof(distill_settings, dim_s)},
+    {"steps", offsetof(distill_settings, steps)},
+    {"batch", offsetof(distill_settings, batch)},
+    {"held-out", offsetof(distill_settings, held_out)},
+    {"seed", offsetof(distill_settings, seed)},
+    {"control-queries", offsetof(distill_settings, control_queries)},
+};
+const size_t distill_counts_size = sizeof distill_counts / sizeof distill_counts[0];
+
+static int64_t count_at(const distill_settings *settings, size_t offset)
+{
+    return *(const int64_t *)((const char *)settings + offset);
+}
+
+static json_t *text_or_null(const char *text)
+{
+    return text ? json_string(text) : json_null();
+}
+
+static json_t *settings_json(const distill_settings *settings)
+{
+    json_t *const object = json_object();
+    for (size_t c = 0; c < distill_counts_size; c++)
+        json_object_set_new(object, distill_counts[c].name,
+                            json_integer((json_int_t)count_at(settings, distill_counts[c].offset)));
+    json_object_set_new(object, "rate", json_real((double)settings->rate));
+    json_object_set_new(object, "direction", json_string(direction_name(settings->direction)));
+    json_object_set_new(object, "teacher", text_or_null(settings->teacher_path));
+    json_object_set_new(object, "student", text_or_null(settings->student_path));
+    return object;
+}
+
+char *distill_settings_text(const distill_settings *settings)
+{
+    json_t *const object = settings_json(settings);
+    char *const text = json_dumps(object, JSON_COMPACT);
+    json_decref(object);
+    return text;
+}
+
+int distill_settings_compare(const distill_settings *settings, const char *text, const char *path)
+{
+    json_t *const saved = json_loads(text, 0, NULL), *const now = settings_json(settings);
+    int exit_code = CLI_OK;
+    const char *name;
+    json_t *value;
+    json_object_foreach(now, name, value)
+    {
+        json_t *const before = json_object_get(saved, name);
+        if (exit_code != CLI_OK || json_equal(value, before))
+            continue;
+        char *const is = json_dumps(value, JSON_ENCODE_ANY);
+        char *const was = before ? json_dumps(before, JSON_ENCODE_ANY) : NULL;
+        exit_code = cli_fail(CLI_BAD_INPUT, "--%s=%s: %s was made with %s; settings must be equal to resume", name,
+                             is ? is : "?", path, was ? was : "none");
+        free(is);
+        free(was);
+    }
+    json_decref(saved);
+    json_decref(now);
+    return exit_code;
+}
+
+distill_path distill_path_of(const distill_request *request, const char *name)
+{
+    distill_path path;
+    snprintf(path.text, sizeof path.text, "%s/%s", request->folder, name);
+    return path;
+}

@@ -1,0 +1,99 @@
+/* The synthetic task as a source of sequences; files.c reads those of the user. */
+#include "cli/common/cli.h"
+#include "device/device.h"
+#include "cli/distill/distill.h"
+#include "distill/random.h"
+
+#include <inttypes.h>
+
+enum { STREAM_INITIAL_STUDENT = 301 };
+
+static sequence synthetic_at(void *state, sequence_split split, uint64_t index)
+{
+    return task_sequence(state, (uint64_t)split, index);
+}
+
+typedef struct count_rule {
+    const char *name;
+    int64_t value, least, most;
+} count_rule;
+
+static int check_counts(const distill_settings *settings)
+{
+    const count_rule rules[] = {
+        {"context", settings->context, TASK_CONTEXT_MIN, INT32_MAX},
+        {"hidden", settings->hidden, TASK_WIDTH_MIN, 65536},
+        {"needles", settings->needles, 1, TASK_NEEDLES_MAX},
+        {"dim-t", settings->dim_t, TASK_DIM_MIN, 512},
+        {"dim-s", settings->dim_s, 1, 512},
+        {"heads-t", settings->heads_t, 1, 1024},
+        {"heads-s", settings->heads_s, 1, 1024},
+        {"held-out", settings->held_out, 1, 1024},
+    };
+    for (size_t r = 0; r < sizeof rules / sizeof rules[0]; r++)
+        if (rules[r].value < rules[r].least || rules[r].value > rules[r].most)
+            return cli_fail(CLI_BAD_INPUT, "--%s=%" PRId64 ": must be %" PRId64 "..%" PRId64, rules[r].name,
+                            rules[r].value, rules[r].least, rules[r].most);
+    if (settings->heads_t % settings->heads_s != 0)
+        return cli_fail(CLI_BAD_INPUT, "--heads-t=%" PRId64 ": must be a multiple of --heads-s=%" PRId64,
+                        settings->heads_t, settings->heads_s);
+    if (settings->needles > settings->context / 4)
+        return cli_fail(CLI_BAD_INPUT, "--needles=%" PRId64 ": must be at most a quarter of --context=%" PRId64,
+                        settings->needles, settings->context);
+    return CLI_OK;
+}
+
+static int open_synthetic(distill_source *source, distill_settings *settings, int threads)
+{
+    settings->heads_t = settings->heads_t ? settings->heads_t : 4;
+    settings->heads_s = settings->heads_s ? settings->heads_s : 2;
+    const int exit_code = check_counts(settings);
+    if (exit_code != CLI_OK)
+        return exit_code;
+    const layer_shape teacher = {settings->hidden, settings->heads_t, settings->heads_t, settings->dim_t};
+    const layer_shape student = {settings->hidden, settings->heads_s, settings->heads_s, settings->dim_s};
+    const task_shape shape = {settings->context, settings->needles, teacher, settings->heads_t / settings->heads_s};
+    source->shape = (attention_pair_shape){settings->context, teacher, student, settings->direction};
+    skl_status status = task_create(&source->synthetic, &shape, (uint64_t)settings->seed, threads);
+    if (status == SKL_OK)
+        status = layer_allocate(&source->initial_student, student);
+    if (status != SKL_OK)
+        return cli_fail_status(status);
+    layer_randomise(&source->initial_student, random_stream((uint64_t)settings->seed, STREAM_INITIAL_STUDENT, 0));
+    source->teacher = &source->synthetic.teacher;
+    source->sequences = (sequence_source){&source->synthetic, synthetic_at};
+    source->retrieves = true;
+    return CLI_OK;
+}
+
+/* The limit depends on the context, which may come from a file. */
+static int check_control(distill_settings *settings)
+{
+    if (settings->control_queries == CONTROL_DEFAULT)
+        settings->control_queries = settings->teacher_path ? 0 : settings->context / 16;
+    if (settings->control_queries <= settings->context)
+        return CLI_OK;
+    return cli_fail(CLI_BAD_INPUT, "--control-queries=%" PRId64 ": must be at most the context, %" PRId64,
+                    settings->control_queries, settings->context);
+}
+
+int distill_source_open(distill_source *source, distill_settings *settings, int threads)
+{
+    if (!settings->teacher_path != !settings->student_path)
+        return cli_fail(CLI_BAD_INPUT, "--%s: --%s must be given too", settings->teacher_path ? "teacher" : "student",
+                        settings->teacher_path ? "student" : "teacher");
+    const int exit_code =
+        settings->teacher_path ? distill_files_open(source, settings) : open_synthetic(source, settings, threads);
+    return exit_code == CLI_OK ? check_control(settings) : exit_code;
+}
+
+void distill_source_close(distill_source *source)
+{
+    task_free(&source->synthetic);
+    layer_free(&source->initial_student);
+    layer_free(&source->teacher_from_file);
+    device_free(SKL_CPU, source->files.buffer_t);
+    device_free(SKL_CPU, source->files.buffer_s);
+    tensor_file_close(source->files.teacher_file);
+    tensor_file_close(source->files.student_file);
+}

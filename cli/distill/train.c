@@ -1,0 +1,155 @@
+/* The training loop: steps, evaluations, checkpoints, and a line of progress. */
+#include "cli/common/cli.h"
+#include "cli/distill/distill.h"
+#include "cli/common/resident.h"
+#include "cli/term/term.h"
+#include "device/clock.h"
+
+#include <inttypes.h>
+#include <math.h>
+#include <unistd.h>
+
+volatile int distill_stop;
+
+enum { EVALUATIONS = 6 }; /* during training, in addition to the first and the last */
+
+/* ---- Progress ----------------------------------------------------------------------------------------------- */
+
+static double tokens_per_second(const distill_history *history)
+{
+    return history->tokens_seconds > 0 ? history->tokens / history->tokens_seconds : 0;
+}
+
+static void print_heading(const distill_run *run)
+{
+    if (run->request->json)
+        return;
+    printf("  %9s %10s %12s %9s %11s %12s\n", "step", "loss", "held-out KL", "hits", "tokens/s", "peak memory");
+}
+
+static void print_row(const distill_run *run, double loss, double kl, double hits)
+{
+    if (run->request->json)
+        return;
+    char hit_text[16] = "-", loss_text[16] = "-", speed_text[16] = "-";
+    if (!isnan(hits))
+        snprintf(hit_text, sizeof hit_text, "%.1f %%", 100 * hits);
+    if (!isnan(loss))
+        snprintf(loss_text, sizeof loss_text, "%.4g", loss);
+    if (run->history.tokens_seconds > 0)
+        snprintf(speed_text, sizeof speed_text, "%.0f", tokens_per_second(&run->history));
+    printf("  %4" PRId64 "/%-4" PRId64 " %10s %12.4g %9s %11s %12s\n", run->student.step,
+           run->request->settings.steps, loss_text, kl, hit_text, speed_text,
+           cli_bytes_text((double)resident_peak()).text);
+    fflush(stdout);
+}
+
+/* The current state, on a terminal only; cleared before the next row of the table. */
+static void print_live(const distill_run *run, double loss)
+{
+    const int64_t steps = run->request->settings.steps, done = run->student.step;
+    const distill_history *const history = &run->history;
+    if (run->request->json || !isatty(STDERR_FILENO))
+        return;
+    const double left = history->seconds / (double)done * (double)(steps - done);
+    fprintf(stderr, "\r  step %" PRId64 "/%" PRId64 "  loss %.4g  %.0f tokens/s  %.0f s left \033[K", done, steps,
+            loss, tokens_per_second(history), left);
+    fflush(stderr);
+}
+
+static void clear_live(const distill_run *run)
+{
+    if (!run->request->json && isatty(STDERR_FILENO))
+        fputs("\r\033[K", stderr);
+}
+
+/* ---- Evaluation --------------------------------------------------------------------------------------------- */
+
+static int64_t evaluation_interval(int64_t steps)
+{
+    return steps > EVALUATIONS ? steps / EVALUATIONS : 1;
+}
+
+static bool evaluation_is_due(const distill_run *run)
+{
+    const int64_t step = run->student.step, count = run->history.evaluation_count;
+    const bool known = count > 0 && (int64_t)run->history.evaluation_step[count - 1] == step;
+    const int64_t steps = run->request->settings.steps;
+    return !known && (step % evaluation_interval(steps) == 0 || step == steps);
+}
+
+static int evaluate_now(distill_run *run, const layer *student, evaluation *result)
+{
+    const skl_status status = evaluate(result, &run->pair, run->source->teacher, student, &run->source->sequences,
+                                       run->request->settings.held_out, &distill_stop);
+    return status == SKL_OK ? CLI_OK : cli_fail_status(status);
+}
+
+static int record_evaluation(distill_run *run)
+{
+    distill_history *const history = &run->history;
+    evaluation now;
+    const int exit_code = evaluate_now(run, &run->student.weights, &now);
+    if (exit_code != CLI_OK || distill_stop)
+        return exit_code;
+    const int64_t step = run->student.step;
+    const double hits = evaluate_hit_rate_s(&now.all);
+    history->evaluation_step[history->evaluation_count] = (float)step;
+    history->evaluation_kl[history->evaluation_count] = (float)now.kl;
+    history->evaluation_hits[history->evaluation_count] = (float)hits;
+    history->evaluation_count++;
+    clear_live(run);
+    print_row(run, step > 0 ? (double)history->loss[step - 1] : NAN, now.kl, hits);
+    return CLI_OK;
+}
+
+/* ---- The loop ----------------------------------------------------------------------------------------------- */
+
+static int take_step(distill_run *run, const training_config *config)
+{
+    const int64_t step = run->student.step;
+    double loss;
+    const double began = clock_seconds();
+    const skl_status status =
+        train_step(&run->student, run->request->settings.control_queries > 0 ? &run->control : NULL, config,
+                   &run->pair, &run->control_loss, &loss, &distill_stop);
+    if (status != SKL_OK)
+        return cli_fail_status(status);
+    if (run->student.step == step)
+        return CLI_OK; /* stopped within the batch */
+    const double seconds = clock_seconds() - began;
+    run->history.seconds += seconds;
+    run->history.tokens_seconds += seconds;
+    run->history.tokens += (double)(config->batch * run->pair.problem.len_q);
+    run->history.loss[step] = (float)loss;
+    if (!isfinite(loss))
+        return cli_fail(CLI_BAD_INPUT, "--rate=%g: the loss of step %" PRId64 " is %g; a smaller rate may help",
+                        (double)config->rate, step, loss);
+    print_live(run, loss);
+    return CLI_OK;
+}
+
+int distill_train(distill_run *run)
+{
+    const distill_settings *const settings = &run->request->settings;
+    const training_config config = {run->source->teacher, &run->source->sequences, settings->steps,
+                                    settings->batch,      settings->rate,          (uint64_t)settings->seed};
+    int64_t saved = run->student.step;
+    int exit_code = CLI_OK;
+    print_heading(run);
+    while (exit_code == CLI_OK && !distill_stop) {
+        if (evaluation_is_due(run))
+            exit_code = record_evaluation(run);
+        if (exit_code != CLI_OK || distill_stop || run->student.step == settings->steps)
+            break;
+        exit_code = take_step(run, &config);
+        if (exit_code == CLI_OK && run->student.step - saved >= run->request->checkpoint_every) {
+            exit_code = distill_checkpoint_save(run);
+            saved = run->student.step;
+        }
+    }
+    clear_live(run);
+    if (exit_code == CLI_OK)
+        exit_code = distill_checkpoint_save(run);
+    return exit_code;
+}

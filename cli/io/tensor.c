@@ -1,0 +1,90 @@
+#include "cli/io/tensor.h"
+
+#include <assert.h>
+#include <inttypes.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "both formats are little-endian and used in memory order");
+_Static_assert(sizeof(size_t) >= sizeof(int64_t), "files and shapes are counted in 64 bits");
+
+static const struct {
+    const char *name;
+    size_t size;
+} dtypes[] = {[SKL_F32] = {"F32", 4}, [SKL_F16] = {"F16", 2}, [SKL_BF16] = {"BF16", 2}};
+
+const char *tensor_dtype_name(skl_dtype dtype)
+{
+    return dtypes[dtype].name;
+}
+
+size_t tensor_dtype_size(skl_dtype dtype)
+{
+    return dtypes[dtype].size;
+}
+
+/* ---- Messages and shapes ----------------------------------------------------------------------------------- */
+
+/* The end of a long path is more informative than its beginning. */
+static const char *path_tail(const char *path)
+{
+    const size_t shown_max = 300;
+    const size_t length = strlen(path);
+    return length > shown_max ? path + length - shown_max : path;
+}
+
+bool tensor_refuse(tensor_error *error, const char *path, const char *format, ...)
+{
+    if (!error)
+        return false;
+
+    const char *const tail = path_tail(path);
+    const int prefix_length = snprintf(error->text, sizeof error->text, "%s%s: ", tail == path ? "" : "...", tail);
+    assert(prefix_length > 0 && (size_t)prefix_length < sizeof error->text);
+
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(error->text + prefix_length, sizeof error->text - (size_t)prefix_length, format, arguments);
+    va_end(arguments);
+
+    for (char *c = error->text; *c; c++) {
+        const unsigned char byte = (unsigned char)*c;
+        if (byte < ' ' || byte == 0x7f)
+            *c = '?';
+    }
+    return false;
+}
+
+bool shape_size(const int64_t *shape, int rank, size_t item_size, size_t *size)
+{
+    assert(rank >= 0 && rank <= TENSOR_RANK_MAX);
+    int64_t product = (int64_t)item_size;
+    bool empty = false;
+    for (int d = 0; d < rank; d++) {
+        assert(shape[d] >= 0);
+        if (shape[d] == 0) {
+            empty = true;
+            continue;
+        }
+        if (product > INT64_MAX / shape[d])
+            return false;
+        product *= shape[d];
+    }
+    *size = empty ? 0 : (size_t)product;
+    return true;
+}
+
+shape_text shape_print(const int64_t *shape, int rank)
+{
+    shape_text shown = {"["};
+    size_t length = 1;
+    for (int d = 0; d < rank; d++) {
+        const int added =
+            snprintf(shown.text + length, sizeof shown.text - length, "%s%" PRId64, d ? ", " : "", shape[d]);
+        length += (size_t)added;
+    }
+    assert(length + 2 <= sizeof shown.text);
+    memcpy(shown.text + length, "]", 2);
+    return shown;
+}

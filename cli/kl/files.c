@@ -1,0 +1,125 @@
+#include "cli/kl/files.h"
+#include "cli/common/cli.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+const char *const kl_role_names[ROLE_COUNT] = {
+    [ROLE_Q_T] = "q_t",
+    [ROLE_K_T] = "k_t",
+    [ROLE_Q_S] = "q_s",
+    [ROLE_K_S] = "k_s",
+    [ROLE_LSE_T] = "lse_t",
+    [ROLE_KEY_LENGTHS] = "key_lengths",
+    [ROLE_CU_SEQLENS_Q] = "cu_seqlens_q",
+    [ROLE_CU_SEQLENS_K] = "cu_seqlens_k",
+    [ROLE_W_S] = "w_s",
+    [ROLE_INDICES] = "indices",
+};
+
+enum { ROLE_ANY = -1 };
+
+/* ---- Arguments ---------------------------------------------------------------------------------------------- */
+
+/* The role of "ROLE=FILE"; ROLE_ANY for a path, which may contain a '=' too. */
+static int role_of_argument(const char *argument)
+{
+    const char *const equals = strchr(argument, '=');
+    if (equals == NULL)
+        return ROLE_ANY;
+    const size_t length = (size_t)(equals - argument);
+    for (int role = 0; role < ROLE_COUNT; role++) {
+        if (strlen(kl_role_names[role]) == length && strncmp(argument, kl_role_names[role], length) == 0)
+            return role;
+    }
+    return ROLE_ANY;
+}
+
+static int open_argument(kl_file *file, const char *argument)
+{
+    file->role = role_of_argument(argument);
+    file->path = file->role == ROLE_ANY ? argument : strchr(argument, '=') + 1;
+    const char *const equals = strchr(argument, '=');
+    if (file->role == ROLE_ANY && equals && access(argument, F_OK) != 0)
+        return cli_fail(CLI_BAD_INPUT,
+                        "%s: '%.*s' is not a role; must be q_t, k_t, q_s, k_s, lse_t, key_lengths, cu_seqlens_q, "
+                        "cu_seqlens_k, w_s or indices",
+                        argument, (int)(equals - argument), argument);
+    tensor_error error;
+    file->contents = tensor_file_open(file->path, &error);
+    if (file->contents == NULL)
+        return cli_fail(CLI_BAD_INPUT, "%s", error.text);
+    const stored_tensor *const first = tensor_file_at(file->contents, 0);
+    const bool nameless = first && first->name[0] == '\0';
+    if (file->role == ROLE_ANY && nameless)
+        return cli_fail(CLI_BAD_INPUT, "%s: an array in an .npy file has no name; give its role, for example q_t=%s",
+                        file->path, file->path);
+    return CLI_OK;
+}
+
+int kl_files_open(kl_files *files, char *const *arguments, size_t count)
+{
+    files->files = calloc(count, sizeof *files->files);
+    if (files->files == NULL)
+        return cli_fail(CLI_NO_MEMORY, "out of memory for %zu files", count);
+    files->count = count;
+    for (size_t f = 0; f < count; f++) {
+        const int exit_code = open_argument(&files->files[f], arguments[f]);
+        if (exit_code != CLI_OK)
+            return exit_code;
+    }
+    return CLI_OK;
+}
+
+void kl_files_close(kl_files *files)
+{
+    for (size_t f = 0; f < files->count; f++)
+        tensor_file_close(files->files[f].contents);
+    free(files->files);
+    *files = (kl_files){NULL, 0};
+}
+
+/* ---- Roles -------------------------------------------------------------------------------------------------- */
+
+/* If a file is given as ROLE=FILE and has a single tensor, the name of the tensor does not matter. */
+static const stored_tensor *tensor_for_role(const kl_file *file, kl_role role, const char *name, tensor_error *error)
+{
+    const bool bound = file->role == (int)role;
+    if (!bound && file->role != ROLE_ANY)
+        return NULL;
+    const bool single = tensor_file_at(file->contents, 0) && !tensor_file_at(file->contents, 1);
+    if (bound && single)
+        return tensor_file_at(file->contents, 0);
+    return tensor_file_find(file->contents, name, error);
+}
+
+/* "--q-t" for "q_t". */
+static cli_text option_for_role(kl_role role)
+{
+    cli_text option;
+    snprintf(option.text, sizeof option.text, "--%s", kl_role_names[role]);
+    for (char *letter = option.text; *letter; letter++)
+        *letter = *letter == '_' ? '-' : *letter;
+    return option;
+}
+
+int kl_files_find(const kl_files *files, kl_role role, const char *name, bool required, kl_found *found)
+{
+    *found = (kl_found){NULL, NULL};
+    tensor_error error = {"no file was given"};
+    for (size_t f = 0; f < files->count; f++) {
+        const kl_file *const file = &files->files[f];
+        const stored_tensor *const tensor = tensor_for_role(file, role, name, &error);
+        if (tensor == NULL)
+            continue;
+        if (found->tensor)
+            return cli_fail(CLI_BAD_INPUT, "%s: found in %s and in %s; must be in only one", kl_role_names[role],
+                            found->file->path, file->path);
+        *found = (kl_found){file, tensor};
+    }
+    if (found->tensor || !required)
+        return CLI_OK;
+    return cli_fail(CLI_BAD_INPUT, "%s (use %s NAME if %s has another name)", error.text, option_for_role(role).text,
+                    kl_role_names[role]);
+}

@@ -1,0 +1,307 @@
+/* The output of `streamkl kl`: text, or one JSON object. */
+#include "cli/common/cli.h"
+#include "cli/kl/kl.h"
+#include "cli/common/explain.h"
+#include "cli/common/options.h"
+#include "cli/term/position_chart.h"
+#include "cli/common/workload.h"
+
+#include <inttypes.h>
+#include <math.h>
+#include <stdio.h>
+
+static double reduced(const kl_results *results, kl_reduction reduction)
+{
+    const bool mean = reduction != REDUCTION_SUM;
+    return mean && results->valid_rows > 0 ? results->sum / (double)results->valid_rows : results->sum;
+}
+
+/* Mean over the rows that attend to any key. */
+static double mean_of(const float *rows, const kl_results *results, const skl_problem *problem)
+{
+    const int64_t count = kl_row_batches(problem) * problem->heads_s * kl_row_length(problem);
+    double sum = 0;
+    for (int64_t i = 0; i < count; i++)
+        sum += (double)rows[i]; /* 0 for other rows */
+    return results->valid_rows > 0 ? sum / (double)results->valid_rows : 0;
+}
+
+static double total_seconds(const kl_results *results)
+{
+    return results->runner.forward_seconds + results->runner.backward_seconds;
+}
+
+/* ---- JSON --------------------------------------------------------------------------------------------------- */
+
+/* NULL: out of memory. All other values are small, so their allocations are not checked. */
+static json_t *row_json(const float *row, int64_t length)
+{
+    json_t *const values = json_array();
+    bool complete = values != NULL;
+    for (int64_t i = 0; i < length && complete; i++)
+        complete = json_array_append_new(values, cli_json_number((double)row[i])) == 0;
+    if (complete)
+        return values;
+    json_decref(values);
+    return NULL;
+}
+
+/* [batch][heads][length], packed [heads][total], like --out. */
+static json_t *rows_json(const float *rows, const skl_problem *problem)
+{
+    const int64_t length = kl_row_length(problem);
+    json_t *const batches = json_array();
+    bool complete = batches != NULL;
+    for (int64_t b = 0; b < kl_row_batches(problem) && complete; b++) {
+        json_t *const heads = json_array();
+        for (int64_t h = 0; h < problem->heads_s && complete; h++, rows += length)
+            complete = json_array_append_new(heads, row_json(rows, length)) == 0;
+        complete = json_array_append_new(batches, heads) == 0 && complete;
+    }
+    json_t *const nested = problem->packed ? json_array_get(batches, 0) : batches;
+    json_t *const result = complete ? json_incref(nested) : NULL;
+    json_decref(batches);
+    return result;
+}
+
+/* Exact if it fits into a JSON integer. */
+static json_t *count_json(double count)
+{
+    return count < 0x1p63 ? json_integer((json_int_t)count) : json_real(count);
+}
+
+static json_t *shapes_json(const kl_inputs *inputs)
+{
+    json_t *const shapes = json_object();
+    for (kl_role role = 0; role < ROLE_REQUIRED_COUNT; role++) {
+        const stored_tensor *const tensor = inputs->views[role].stored;
+        json_t *const shape = json_array();
+        for (int d = 0; d < tensor->rank; d++)
+            json_array_append_new(shape, json_integer(tensor->shape[d]));
+        json_object_set_new(shapes, kl_role_names[role], shape);
+    }
+    return shapes;
+}
+
+/* The operations that ran. NULL: out of memory. */
+static json_t *explanations_json(const plan_runner *runner)
+{
+    json_t *const object = json_object();
+    bool complete = object != NULL;
+    for (int op = 0; op < SKL_OP_PARTIAL; op++)
+        if (runner->explanations[op])
+            complete = explain_add_json(object, (skl_op)op, runner->explanations[op]) && complete;
+    if (complete)
+        return object;
+    json_decref(object);
+    return NULL;
+}
+
+static int print_json(const kl_results *results, const kl_inputs *inputs, const kl_request *request)
+{
+    const skl_problem *const problem = &inputs->problem;
+    const plan_runner *const runner = &results->runner;
+    const int64_t rows = kl_row_batches(problem) * problem->heads_s * kl_row_length(problem);
+    const workload work = workload_of(problem, &inputs->tensors);
+    const bool every_row = request->reduction == REDUCTION_NONE;
+    const struct {
+        const char *key;
+        json_t *value;
+    } members[] = {
+        {"kl", every_row ? rows_json(results->kl, problem) : cli_json_number(reduced(results, request->reduction))},
+        {"reduction", json_string(kl_reduction_name(request->reduction))},
+        {"direction", json_string(direction_name(problem->direction))},
+        {"rows", json_integer(results->valid_rows)},
+        {"masked_rows", json_integer(rows - results->valid_rows)},
+        {"nonfinite_rows", json_integer(results->nonfinite_rows)},
+        {"device", json_string(device_name(request->options.device))},
+        {"kernel", json_string(skl_plan_kernel(runner->plan))},
+        {"threads", json_integer(skl_plan_threads(runner->plan))},
+        {"seconds", json_real(total_seconds(results))},
+        {"forward_seconds", json_real(runner->forward_seconds)},
+        {"backward_seconds", json_real(runner->backward_seconds)},
+        {"pairs", count_json(work.pairs)},
+        {"extra_bytes", json_integer((json_int_t)runner->workspace_size)},
+        {"peak_growth_bytes", runner->peak_growth < 0 ? json_null() : json_integer(runner->peak_growth)},
+        {"materialised_bytes", count_json(work.materialised_size)},
+        {"shapes", shapes_json(inputs)},
+    };
+    json_t *const object = json_object();
+    bool complete = object != NULL;
+    for (size_t m = 0; m < sizeof members / sizeof members[0]; m++)
+        complete = json_object_set_new(object, members[m].key, members[m].value) == 0 && complete;
+    const struct {
+        const char *key;
+        const float *rows;
+    } parts[] = {{"cross_entropy", results->cross_entropy}, {"entropy", results->entropy}, {"mass", results->mass}};
+    for (size_t m = 0; kl_is_indexer(problem) && m < sizeof parts / sizeof parts[0]; m++)
+        complete = json_object_set_new(object, parts[m].key,
+                                       cli_json_number(mean_of(parts[m].rows, results, problem))) == 0 &&
+                   complete;
+    if (request->explain)
+        complete = json_object_set_new(object, "explain", explanations_json(runner)) == 0 && complete;
+    if (complete)
+        return cli_print_json(object);
+    json_decref(object);
+    return cli_print_json(NULL);
+}
+
+/* ---- Table -------------------------------------------------------------------------------------------------- */
+
+static const char *plural(int64_t count)
+{
+    return count == 1 ? "" : "s";
+}
+
+static void print_headline(const kl_results *results, const skl_problem *problem, kl_reduction reduction)
+{
+    static const char *const formulas[] = {
+        [SKL_KL_FORWARD] = "KL(teacher || student)",
+        [SKL_KL_REVERSE] = "KL(student || teacher)",
+    };
+    const term_style style = term_style_for(stdout);
+    printf("%s  %s%.9g%s  %s of %" PRId64 " row%s\n", formulas[problem->direction], style.bold,
+           reduced(results, reduction), style.plain, reduction == REDUCTION_SUM ? "sum" : "mean", results->valid_rows,
+           plural(results->valid_rows));
+    if (results->nonfinite_rows > 0)
+        printf("%s  %" PRId64 " row%s not finite: visible elements of q or k are NaN or infinite%s\n", style.bad,
+               results->nonfinite_rows, results->nonfinite_rows == 1 ? " is" : "s are", style.plain);
+}
+
+static void print_side(const char *side, const kl_view *q, const kl_view *k)
+{
+    printf("  %-8s %" PRId64 " head%s, %" PRId64 " key head%s, size %" PRId64 ", %s\n", side, q->extent[AXIS_HEADS],
+           plural(q->extent[AXIS_HEADS]), k->extent[AXIS_HEADS], plural(k->extent[AXIS_HEADS]), q->extent[AXIS_DIM],
+           dtype_name(q->stored->dtype));
+}
+
+static void print_shapes(const kl_inputs *inputs)
+{
+    const skl_problem *const problem = &inputs->problem;
+    const bool packed = problem->packed;
+    printf("  %-8s %" PRId64 " x %" PRId64 " queries x %" PRId64 " keys%s\n", packed ? "packed" : "batch",
+           problem->batch, problem->len_q, problem->len_k, packed ? ", at most" : "");
+    print_side("teacher", &inputs->views[ROLE_Q_T], &inputs->views[ROLE_K_T]);
+    print_side("student", &inputs->views[ROLE_Q_S], &inputs->views[ROLE_K_S]);
+}
+
+static void print_indexer(const kl_results *results, const skl_problem *problem)
+{
+    printf("  %-8s %" PRId64 " student head%s with %" PRId64 " index head%s", "indexer", problem->heads_s,
+           plural(problem->heads_s), problem->index_heads, plural(problem->index_heads));
+    if (problem->top_k > 0)
+        printf(", top-k %" PRId64, problem->top_k);
+    printf("\n  %-8s cross-entropy %.6g, entropy %.6g, mass %.6g\n", "mean",
+           mean_of(results->cross_entropy, results, problem), mean_of(results->entropy, results, problem),
+           mean_of(results->mass, results, problem));
+}
+
+typedef struct head_summary {
+    double sum, largest;
+    int64_t rows, largest_row;
+} head_summary;
+
+static head_summary summarise_head(const kl_results *results, const skl_problem *problem, int64_t head)
+{
+    head_summary summary = {0, 0, 0, -1};
+    const int64_t length = kl_row_length(problem);
+    for (int64_t b = 0; b < kl_row_batches(problem); b++) {
+        const int64_t first = (b * problem->heads_s + head) * length;
+        for (int64_t i = 0; i < length; i++) {
+            if (isinf(results->lse_s[first + i]))
+                continue;
+            const double kl = (double)results->kl[first + i];
+            summary.sum += kl;
+            summary.rows++;
+            if (summary.largest_row < 0 || kl > summary.largest) {
+                summary.largest = kl;
+                summary.largest_row = i;
+            }
+        }
+    }
+    return summary;
+}
+
+/* One line per head, for the first heads. */
+static void print_heads(const kl_results *results, const skl_problem *problem)
+{
+    enum { MOST_LINES = 32 };
+    const term_style style = term_style_for(stdout);
+    const int64_t lines = problem->heads_s < MOST_LINES ? problem->heads_s : MOST_LINES;
+    printf("\n%s  %8s %14s %14s %12s%s\n", style.dim, "head", "mean", "max", "at query", style.plain);
+    for (int64_t head = 0; head < lines; head++) {
+        const head_summary summary = summarise_head(results, problem, head);
+        if (summary.rows == 0) {
+            printf("  %8" PRId64 " %14s\n", head, "no visible key");
+            continue;
+        }
+        printf("  %8" PRId64 " %14.6g %14.6g %12" PRId64 "\n", head, summary.sum / (double)summary.rows,
+               summary.largest, summary.largest_row);
+    }
+    if (lines < problem->heads_s)
+        printf("  %8s %14s\n", "...", "--out FILE writes all rows");
+}
+
+static void print_timing(const char *label, double seconds, double flop)
+{
+    printf("  %-8s %10s %10.1f GFLOP/s\n", label, cli_seconds_text(seconds).text,
+           seconds > 0 ? 1e-9 * flop / seconds : 0);
+}
+
+static void print_costs(const kl_results *results, const kl_inputs *inputs)
+{
+    const plan_runner *const runner = &results->runner;
+    const workload work = workload_of(&inputs->problem, &inputs->tensors);
+    printf("\n");
+    print_timing("forward", runner->forward_seconds, work.forward_flop);
+    if (inputs->problem.gradients)
+        print_timing("backward", runner->backward_seconds, work.backward_flop);
+    printf("  %-8s %10s of workspace; materialised, %s\n", "memory",
+           cli_bytes_text((double)runner->workspace_size).text, cli_bytes_text(work.materialised_size).text);
+    printf("  %-8s %10s %s\n", "kernel", skl_plan_kernel(runner->plan), runner_location_of(runner).text);
+}
+
+static void print_explanations(const plan_runner *runner)
+{
+    printf("\n");
+    for (int op = 0; op < SKL_OP_PARTIAL; op++)
+        if (runner->explanations[op])
+            explain_print(stdout, (skl_op)op, runner->explanations[op]);
+}
+
+static void print_written(const char *path, const char *contents)
+{
+    if (path)
+        printf("  %-8s %s (%s)\n", "wrote", path, contents);
+}
+
+static void print_table(const kl_results *results, const kl_inputs *inputs, const kl_request *request)
+{
+    enum { SHORTEST_CHART = 16 };
+    const skl_problem *const problem = &inputs->problem;
+    print_headline(results, problem, request->reduction);
+    print_shapes(inputs);
+    if (kl_is_indexer(problem))
+        print_indexer(results, problem);
+    print_heads(results, problem);
+    if (!problem->packed && problem->len_q >= SHORTEST_CHART && results->valid_rows > 0) {
+        printf("\n");
+        position_chart_print(stdout, results->kl, results->lse_s, problem->batch * problem->heads_s, problem->len_q);
+    }
+    print_costs(results, inputs);
+    if (request->explain)
+        print_explanations(&results->runner);
+    const bool indexer = kl_is_indexer(problem);
+    print_written(request->out_path, indexer ? "kl, lse_t, lse_s, cross_entropy, entropy, mass" : "kl, lse_t, lse_s");
+    print_written(request->grad_path, request->grad_teacher ? "dq_s, dk_s, dq_t, dk_t"
+                                      : indexer             ? "dq_s, dk_s, dw_s"
+                                                            : "dq_s, dk_s");
+}
+
+int kl_report(const kl_results *results, const kl_inputs *inputs, const kl_request *request)
+{
+    if (request->json)
+        return print_json(results, inputs, request);
+    print_table(results, inputs, request);
+    return CLI_OK;
+}

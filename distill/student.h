@@ -1,0 +1,18 @@
+/* A student in training: everything that one step hands to the next. */
+#ifndef STREAMKL_DISTILL_STUDENT_H
+#define STREAMKL_DISTILL_STUDENT_H
+
+#include "distill/layer.h"
+
+typedef struct student_model {
+    layer weights;
+    layer gradient;                    /* of the current batch */
+    layer first_moment, second_moment; /* of Adam: running means of the gradient and of its square */
+    int64_t step;                      /* number of steps taken */
+} student_model;
+
+/* Starts with these weights. On failure device_error() says why; call student_free() in any case. */
+skl_status student_allocate(student_model *student, const layer *initial_weights);
+void student_free(student_model *student);
+
+#endif

@@ -1,0 +1,17 @@
+/* A pass of a call: select.c chooses it, schedule.c runs it. */
+#ifndef SKL_CPU_PASS_H
+#define SKL_CPU_PASS_H
+
+#include "cpu/kernel.h"
+
+/* One pass over the tiles of all heads. */
+typedef struct skl_cpu_pass {
+    void (*function)(const skl_task *task);
+    bool over_keys;    /* one item per key tile, not per query tile */
+    bool teacher_side; /* over_keys: dk_t, not dk_s */
+    bool fused;        /* also adds to the f32 key gradients */
+    bool one_pass;     /* also writes the KL of its rows */
+    const char *reason;
+} skl_cpu_pass;
+
+#endif

@@ -1,0 +1,87 @@
+"""--explain: the kernels that run and the reasons, the same text from info, kl and bench."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from test_bad_input import assert_refused
+from tool import kl_json, make_tensors, run, save
+
+LINE = re.compile(r"^[^:]+: \w+, .*\(.+\)$")  # STEP: KERNEL, VARIANT ... (REASON)
+
+
+def info_json(*options):
+    done = run("info", "--explain", "--json", *options)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_info_explains_three_operations():
+    answer = info_json("--kernel", "cpu_reference", "--threads", "1")
+    assert answer["kernel"] == "cpu_reference"
+    assert list(answer["explain"]) == ["forward", "backward", "one pass"]
+    for lines in answer["explain"].values():
+        assert lines and all(LINE.match(line) and "cpu_reference" in line for line in lines)
+    text = run("info", "--explain", "--kernel", "cpu_reference", "--threads", "1").stdout
+    assert "1 x 4096 queries x 4096 keys, 1 head of size 64, f32" in text
+    for operation, lines in answer["explain"].items():
+        assert f"\n  {operation}\n" in text
+        assert all(f"\n    {line}\n" in text for line in lines)
+
+
+def test_info_explains_the_shape_that_was_given():
+    """16-bit key gradients cannot be summed in place: the CPU needs another pass, and f32 gradients avoid it."""
+    in_16_bits = info_json("--dtype", "bf16")["explain"]["backward"]
+    in_f32 = info_json("--dtype", "bf16", "--grad-f32")["explain"]["backward"]
+    assert len(in_16_bits) > len(in_f32)
+    teacher = info_json("--grad-teacher")["explain"]["backward"]
+    assert any("dq_t" in line for line in teacher)
+    text = run("info", "--explain", "--heads", "8", "--index-heads", "4", "--top-k", "16", "--causal").stdout
+    assert "8 heads of size 64, f32, indexer with 4 heads, top-k 16, causal" in text
+    assert "dw_s" in text
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--heads", "2"], "--explain must be given too"),
+        (["--explain", "--top-k", "4"], "--top-k: --index-heads must be given too"),
+        (["--explain", "--index-heads", "4", "--grad-teacher"], "--grad-teacher: not available"),
+        (["--explain", "--dtype", "f64"], "--dtype=f64: must be f32, f16 or bf16"),
+        (["--explain", "--dim", "513"], "dim_t=513"),
+        (["--explain", "--kernel", "no_such"], "kernel=no_such"),
+    ],
+)
+def test_info_refusals(options, message):
+    assert_refused(run("info", *options), message)
+
+
+def test_kl_explains_what_it_runs(pair, tmp_path):
+    assert "explain" not in kl_json(pair)
+    forward_only = kl_json(pair, "--explain")
+    assert list(forward_only["explain"]) == ["forward"]
+    both = kl_json(pair, "--explain", "--grad", tmp_path / "grad")
+    assert list(both["explain"]) == ["forward", "backward"]
+    for lines in both["explain"].values():
+        assert lines and all(LINE.match(line) for line in lines)
+        assert both["kernel"] in lines[0]
+    text = run("kl", pair, "--explain", "--grad", tmp_path / "grad").stdout
+    assert all(f"    {line}\n" in text for lines in both["explain"].values() for line in lines)
+
+
+@pytest.mark.gpu
+def test_kl_explains_strides_on_the_gpu(tmp_path):
+    """Rows of 65 bf16 elements are not aligned to 16 bytes, so the general kernel runs."""
+    tensors = {name: np.asarray(array) for name, array in make_tensors(dim_t=65, dim_s=65).items()}
+    path = save(tmp_path / "in.safetensors", tensors, "bf16")
+    done = run("kl", path, "--device", "cuda", "--explain", "--json")
+    assert "cuda_general" in json.loads(done.stdout)["explain"]["forward"][0]
+
+
+def test_bench_explains_streaming():
+    sizes = ["--lengths", "64", "--dims", "16", "--repeat", "1", "--no-baseline", "--kernel", "cpu_reference"]
+    assert "(" not in run("bench", *sizes).stdout.split("speed-up")[1].replace("(apt", "")
+    text = run("bench", *sizes, "--explain").stdout
+    for operation in ("forward", "backward", "one pass"):
+        assert re.search(rf"^  {operation}\n    \S.*cpu_reference", text, re.MULTILINE)
