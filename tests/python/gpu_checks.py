@@ -63,6 +63,18 @@ def check_views():
         assert_close_in_norm(*(torch.autograd.grad(each, base)[0] for each in (loss, copied)))
 
 
+def check_explain():
+    """Launches of a forward and a backward; the choice depends on the alignment of the tensors."""
+    _, _, q_s, k_s = make_tensors(**BF16, len_q=256, len_k=256)
+    q_t, k_t = q_s.detach(), k_s.detach()
+    text = streamkl.explain(q_t, k_t, q_s, k_s, causal=True)
+    assert text.startswith("forward: cuda_") and "dq_s" in text and "dk_s" in text, text
+    misaligned = torch.nn.functional.pad(q_s, (1, 0))[..., 1:]
+    assert streamkl.explain(q_t, k_t, misaligned, k_s, causal=True) != text
+    indexer = streamkl.explain_indexer(*make_indexer(**INDEXER_BF16), causal=True)
+    assert indexer and all("cuda_" in line for line in indexer.splitlines()), indexer
+
+
 def check_map():
     """Equals the CPU, which tests/python/test_map.py compares with the full matrices."""
     options = dict(causal=True, window_size=(90, 0), buckets=(5, 7))
