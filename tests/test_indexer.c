@@ -153,23 +153,24 @@ static void test_keys_outside_indices_are_not_read(void **state)
 /* With all keys in its indices, including masked ones and in reverse order, a sparse row matches a dense one. */
 static void check_all_keys_in_indices(const test_case *c)
 {
-    for (int32_t k = 0; case_kernel(c, k); k++) {
-        test_memory keys = memory_create((size_t)c->len_k * sizeof(int32_t), sizeof(int32_t));
-        for (int32_t n = 0; n < c->len_k; n++)
-            ((int32_t *)keys.data)[n] = (int32_t)c->len_k - 1 - n;
-        fixture f;
-        fixture_create(&f, c);
-        fixture_solve(&f);
-        f.problem.top_k = c->len_k;
-        f.inputs.indices = (skl_input){keys.data, 0, 0, 0};
+    test_memory keys = memory_create((size_t)c->len_k * sizeof(int32_t), sizeof(int32_t));
+    for (int32_t n = 0; n < c->len_k; n++)
+        ((int32_t *)keys.data)[n] = (int32_t)c->len_k - 1 - n;
+    fixture f;
+    fixture_create(&f, c);
+    fixture_solve(&f);
+    f.problem.top_k = c->len_k;
+    f.inputs.indices = (skl_input){keys.data, 0, 0, 0};
+    for (int32_t k = 0; problem_kernel(&f.problem, k); k++) {
+        const char *const kernel = problem_kernel(&f.problem, k);
         fixture_results sparse = results_create(&f);
-        run_kernel(&f, case_kernel(c, k), 2, &sparse);
+        run_kernel(&f, kernel, 2, &sparse);
         assert_int_equal(rows_mismatch(&f, &sparse, c->name), 0);
-        assert_int_equal(gradients_mismatch(&f, &sparse, case_kernel(c, k), c->name), 0);
+        assert_int_equal(gradients_mismatch(&f, &sparse, kernel, c->name), 0);
         results_destroy(&sparse);
-        fixture_destroy(&f);
-        memory_destroy(&keys);
     }
+    fixture_destroy(&f);
+    memory_destroy(&keys);
 }
 
 static void test_indices_of_all_keys_match_dense(void **state)

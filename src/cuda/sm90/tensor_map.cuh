@@ -21,6 +21,13 @@ inline skl_dtype dtype_of_element(__half)
     return SKL_F16;
 }
 
+/* Of a launch whose tensors cannot be encoded, although select.c could: the device is broken. */
+inline cudaError_t encode_error()
+{
+    const cudaError_t error = cudaPeekAtLastError();
+    return error != cudaSuccess ? error : cudaErrorInvalidValue;
+}
+
 template <typename ELEMENT>
 inline bool encode_queries(CUtensorMap *map, const skl_problem *p, const skl_cuda_argument *side, int box_rows,
                            ELEMENT element)

@@ -453,7 +453,7 @@ cudaError_t launch_wide(const char *kernel, const skl_cuda_params *params, const
         !encode_queries(DK ? &maps.other_stream : &maps.other_rows, p, other, QUERY_ROWS, ELEMENT()) ||
         !encode_keys(DK ? &maps.wrt_rows : &maps.wrt_stream, p, wrt, KEY_ROWS, ELEMENT()) ||
         !encode_keys(DK ? &maps.other_rows : &maps.other_stream, p, other, KEY_ROWS, ELEMENT()))
-        return cudaErrorInvalidValue; /* select.c has tried */
+        return encode_error();
     if (DK)
         record_launch(kernel, capped ? SKL_VARIANT_DK_SOFTCAP : SKL_VARIANT_DK, 1);
     else

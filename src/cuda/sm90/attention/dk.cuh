@@ -295,7 +295,7 @@ cudaError_t launch_dk(const char *kernel, const skl_cuda_params *params, const s
     if (!encode_queries(&maps.wrt_queries, p, wrt, STAGE_ROWS, ELEMENT()) ||
         !encode_queries(&maps.other_queries, p, other, STAGE_ROWS, ELEMENT()) ||
         !encode_keys(&maps.wrt_keys, p, wrt, CONSUMERS * 64, ELEMENT()))
-        return cudaErrorInvalidValue; /* select.c has tried */
+        return encode_error();
     record_launch(kernel, capped ? SKL_VARIANT_DK_SOFTCAP : SKL_VARIANT_DK, 1);
     if (capped)
         return wrt_b ? launch_dk_tiles<ELEMENT, DIM, true, true>(kernel_params, maps)

@@ -53,7 +53,7 @@ cudaError_t launch_forward_of(const char *kernel, const forward_params &params, 
         !encode_keys(&maps.keys_b, p, &params.b, STAGE_KEYS, ELEMENT()) ||
         !encode_queries(&maps.queries_a, p, &params.a, BOX, ELEMENT()) ||
         !encode_queries(&maps.queries_b, p, &params.b, BOX, ELEMENT()))
-        return cudaErrorInvalidValue; /* select.c has tried */
+        return encode_error();
     if constexpr (NARROW && !CAPPED) {
         if (launch->persistent) {
             record_launch(kernel, SKL_VARIANT_PERSISTENT, 1);

@@ -486,7 +486,7 @@ cudaError_t launch_fused_backward(const char *kernel, const skl_cuda_params *par
     const bool wrt_b = is_grad_of_b(kernel_params), capped = kernel_params.a.capped || kernel_params.b.capped;
     fused_backward_maps maps;
     if (!(wrt_b || HAS_GRAD_OF_A<ELEMENT>) || !encode_all(&maps, kernel_params, ELEMENT()))
-        return cudaErrorInvalidValue; /* select.c has tried */
+        return encode_error();
     cudaError_t error = clear_dk_sums(&kernel_params);
     record_launch(kernel, capped ? SKL_VARIANT_FUSED_SOFTCAP : SKL_VARIANT_FUSED, 1);
     if (error == cudaSuccess && wrt_b)

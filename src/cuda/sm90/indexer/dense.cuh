@@ -71,7 +71,7 @@ inline cudaError_t launch_dense_rows(const char *kernel, const skl_cuda_params *
     index_params kernel_params = params_for(params, layout);
     score_maps maps;
     if (!encode_scores(&maps, kernel_params))
-        return cudaErrorInvalidValue; /* select.c has tried */
+        return encode_error();
     record_launch(kernel, SKL_VARIANT_ROWS, layout.num_splits);
     const cudaError_t error = kernel_params.with_teacher && !kernel_params.lse_given
                                   ? launch_teacher_lse(&kernel_params, layout, maps)
@@ -116,7 +116,7 @@ inline cudaError_t launch_dense_gradients(const char *kernel, const skl_cuda_par
     score_maps scores;
     gradient_index_maps maps;
     if (!encode_scores(&scores, kernel_params) || !encode_gradients(&maps, kernel_params))
-        return cudaErrorInvalidValue; /* select.c has tried */
+        return encode_error();
     record_launch(kernel, SKL_VARIANT_GRADIENTS, layout.num_splits);
     return launch_strips(&kernel_params, launch, [&](const index_params &strip) {
         const cudaError_t error = launch_scores<true>(strip, scores);
