@@ -1,79 +1,9 @@
 #include "cuda/select.h"
 
-#include <string.h>
-
 #include "base/needs.h"
 #include "cuda/common/tensor_map.h"
 
-/* ---- The kernel list ---------------------------------------------------------------------------------------- */
-
-enum { CAPABILITY_sm80 = 80, CAPABILITY_END_sm80 = 1000, CAPABILITY_sm90 = 90, CAPABILITY_END_sm90 = 91 };
-
 enum { ELEMENTS_16_BYTES = 8 }; /* 16-bit elements in a 16-byte copy */
-
-#define DTYPE_bf16 SKL_BF16
-#define DTYPE_f16  SKL_F16
-
-#define PRODUCTS_sm80 "mma.sync"
-#define PRODUCTS_sm90 "wgmma and TMA"
-
-#define ENTRY(arch, type, size, text)                                                                                \
-    .name = "cuda_" #arch "_" #type "_" #size, .detail = #type ", " text ": " PRODUCTS_##arch,                       \
-    .capability = CAPABILITY_##arch, .capability_end = CAPABILITY_END_##arch, .dtype = DTYPE_##type
-#define ATTENTION(arch, type, dim)                                                                                   \
-    ENTRY(arch, type, dim, "dim <= " #dim), .dim_max = dim, .forward = skl_cuda_##arch##_##type##_##dim##_forward,   \
-                                            .dk = skl_cuda_##arch##_##type##_##dim##_dk,                             \
-                                            .blocks_per_sm = skl_cuda_##arch##_##type##_##dim##_blocks_per_sm
-#define ATTENTION_FUSED(arch, type, dim)                                                                             \
-    {ATTENTION(arch, type, dim), .fused = skl_cuda_##arch##_##type##_##dim##_fused},
-#define ATTENTION_UNFUSED(arch, type, dim) {ATTENTION(arch, type, dim), .dq = skl_cuda_##arch##_##type##_##dim##_dq},
-#define INDEXER_KERNELS(arch, type, kind)                                                                            \
-    {ENTRY(arch, type, kind, #kind " indexer"), .dim_max = SKL_INDEX_DIM_MAX,                                        \
-     .kind##_rows = skl_cuda_##arch##_##type##_##kind##_rows,                                                        \
-     .kind##_gradients = skl_cuda_##arch##_##type##_##kind##_gradients},
-
-static const skl_cuda_kernel kernels[] = {
-#include "cuda/instances.def"
-    {.name = "cuda_general",
-     .detail = "any type, size and stride: f32 arithmetic without tensor cores",
-     .capability = CAPABILITY_sm80,
-     .capability_end = CAPABILITY_END_sm80,
-     .forward = skl_cuda_general_forward,
-     .dq = skl_cuda_general_dq,
-     .dk = skl_cuda_general_dk,
-     .dense_rows = skl_cuda_general_dense_rows,
-     .dense_gradients = skl_cuda_general_dense_gradients,
-     .sparse_rows = skl_cuda_general_sparse_rows,
-     .sparse_gradients = skl_cuda_general_sparse_gradients},
-};
-
-enum { KERNEL_COUNT = sizeof kernels / sizeof kernels[0] };
-
-static const skl_cuda_kernel *const general = &kernels[KERNEL_COUNT - 1];
-
-const skl_cuda_kernel *skl_cuda_kernel_at(int32_t index)
-{
-    return index < KERNEL_COUNT ? &kernels[index] : NULL;
-}
-
-/* Names of release 0.1.0, accepted until the next one. */
-static const struct {
-    const char *old_name, *name;
-} aliases[] = {
-    {"cuda_sm90_bf16_indexer", "cuda_sm90_bf16_dense"}, {"cuda_sm90_bf16_indexer", "cuda_sm80_bf16_sparse"},
-    {"cuda_sm80_bf16_indexer", "cuda_sm80_bf16_dense"}, {"cuda_sm80_bf16_indexer", "cuda_sm80_bf16_sparse"},
-    {"cuda_sm80_f16_indexer", "cuda_sm80_f16_dense"},   {"cuda_sm80_f16_indexer", "cuda_sm80_f16_sparse"},
-};
-
-static bool has_name(const skl_cuda_kernel *kernel, const char *name)
-{
-    if (strcmp(kernel->name, name) == 0)
-        return true;
-    for (size_t i = 0; i < sizeof aliases / sizeof aliases[0]; i++)
-        if (strcmp(aliases[i].old_name, name) == 0 && strcmp(aliases[i].name, kernel->name) == 0)
-            return true;
-    return false;
-}
 
 /* ---- Which kernel does a problem ----------------------------------------------------------------------------- */
 
@@ -113,7 +43,7 @@ static bool fits_sparse(const skl_cuda_kernel *kernel, const skl_problem *p)
 
 static bool fits_problem(const skl_cuda_kernel *kernel, const skl_problem *p)
 {
-    if (kernel == general)
+    if (kernel == skl_cuda_general)
         return true;
     if (p->dtype_t != kernel->dtype || p->dtype_s != kernel->dtype || !fits_copies(p->dim_t) ||
         !fits_copies(p->dim_s))
@@ -125,17 +55,18 @@ static bool fits_problem(const skl_cuda_kernel *kernel, const skl_problem *p)
 
 const skl_cuda_kernel *skl_cuda_select_kernel(const skl_problem *p, int capability, const char *forced)
 {
-    for (int i = 0; i < KERNEL_COUNT; i++)
-        if (skl_cuda_runs_on(&kernels[i], capability) && fits_problem(&kernels[i], p) &&
-            (forced == NULL || has_name(&kernels[i], forced)))
-            return &kernels[i];
-    return NULL;
+    const skl_cuda_kernel *kernel = NULL;
+    for (int32_t i = 0; (kernel = skl_cuda_kernel_at(i)) != NULL; i++)
+        if (skl_cuda_runs_on(kernel, capability) && fits_problem(kernel, p) &&
+            (forced == NULL || skl_cuda_has_name(kernel, forced)))
+            break;
+    return kernel;
 }
 
 /* The best kernel that needs no TMA. */
 static const skl_cuda_kernel *without_tma(const skl_problem *p)
 {
-    return skl_cuda_select_kernel(p, CAPABILITY_sm80, NULL);
+    return skl_cuda_select_kernel(p, SKL_CAPABILITY_sm80, NULL);
 }
 
 /* Why a problem has no tensor-core kernel; the first reason that applies. */
@@ -165,7 +96,7 @@ static const char *why_kernel(const skl_plan *plan, const skl_cuda_kernel *kerne
 {
     if (plan->forced_by != NULL)
         return "the kernel was named by the caller";
-    return kernel == general ? why_general(&plan->problem) : "best kernel for this type, head size and GPU";
+    return kernel == skl_cuda_general ? why_general(&plan->problem) : "best kernel for this type, head size and GPU";
 }
 
 /* ---- Workspace ---------------------------------------------------------------------------------------------- */
@@ -200,7 +131,7 @@ static size_t dk_sums_size(const skl_problem *p)
 
 static size_t attention_workspace_size(const skl_plan *plan, const skl_cuda_kernel *kernel, skl_op op)
 {
-    const size_t split_states = kernel != general && op != SKL_OP_BACKWARD
+    const size_t split_states = kernel != skl_cuda_general && op != SKL_OP_BACKWARD
                                     ? (size_t)plan->sm_count * SKL_SPLIT_ROWS_MAX * sizeof(skl_row_state)
                                     : 0;
     const size_t dk_sums =
@@ -229,10 +160,10 @@ static size_t indexer_workspace_size(const skl_plan *plan, const skl_cuda_kernel
     if (p->top_k > 0) {
         const skl_sparse_layout layout = sparse_layout_of(plan, gradients, true);
         size = larger(size, gradients ? layout.chunk.end : 0);
-        return kernel == general ? size : larger(size, layout.end);
+        return kernel == skl_cuda_general ? size : larger(size, layout.end);
     }
     size = larger(size, gradients ? skl_dense_chunk_of(p, plan->sm_count).end : 0);
-    return kernel == general ? size : larger(size, skl_index_layout_of(p, plan->sm_count, gradients).size);
+    return kernel == skl_cuda_general ? size : larger(size, skl_index_layout_of(p, plan->sm_count, gradients).size);
 }
 
 size_t skl_cuda_workspace_size(const skl_plan *plan, skl_op op)
@@ -280,7 +211,7 @@ static const char *why_misaligned(const skl_inputs *in)
 
 static bool is_tma_kernel(const skl_cuda_kernel *kernel)
 {
-    return kernel->capability == CAPABILITY_sm90;
+    return kernel->capability == SKL_CAPABILITY_sm90;
 }
 
 static bool tma_reads(skl_dtype dtype, const skl_input *tensor, int64_t dim, int64_t heads, skl_tensor_rows shape)
@@ -424,7 +355,7 @@ static void add_forward(const choice *s)
     const skl_cuda_kernel *const kernel = s->kernel;
     const bool capped = s->params->a.capped || s->params->b.capped;
     skl_cuda_launch *const launch = add(s, "forward", kernel, kernel->forward, SKL_VARIANT_TILES, s->reason);
-    if (kernel == general) {
+    if (kernel == skl_cuda_general) {
         const bool groups = skl_group_size(p) > 1;
         launch->variant = groups ? SKL_VARIANT_GROUPS : SKL_VARIANT_GRID_STRIDE;
         launch->workspace_size = groups ? group_lse_size(s->plan) : 0;
@@ -589,12 +520,12 @@ static void add_indexer(const choice *s, const char *step, bool gradients)
     skl_cuda_launch *const launch = add(s, step, kernel, gradients ? grads : rows,
                                         gradients ? SKL_VARIANT_GRADIENTS : SKL_VARIANT_ROWS, s->reason);
     launch->sparse = sparse_layout_of(s->plan, gradients, !skl_only_lse_s(s->call));
-    if (sparse && kernel != general) {
+    if (sparse && kernel != skl_cuda_general) {
         launch->variant = launch->sparse.resident ? SKL_VARIANT_RESIDENT : SKL_VARIANT_STREAMED;
         launch->workspace_size = launch->sparse.end;
     } else if (sparse) {
         launch->workspace_size = gradients ? launch->sparse.chunk.end : group_lse_size(s->plan);
-    } else if (kernel != general) {
+    } else if (kernel != skl_cuda_general) {
         launch->strips = skl_index_layout_of(p, s->plan->sm_count, gradients);
         launch->num_splits = launch->strips.num_splits;
         launch->workspace_size = launch->strips.size;
@@ -610,7 +541,7 @@ static void select_indexer(choice *s)
     const bool of_queries = s->gradients && s->some_rows && (grads->dq_s.data != NULL || grads->dw_s.data != NULL);
     const bool of_keys = s->gradients && s->some_keys && grads->dk_s.data != NULL;
     /* On tensor cores one launch gives gradients and rows. */
-    const bool rows_in_gradients = s->kernel != general && (of_queries || of_keys);
+    const bool rows_in_gradients = s->kernel != skl_cuda_general && (of_queries || of_keys);
     if (s->rows && s->some_rows && !rows_in_gradients)
         add_indexer(s, "forward", false);
     if (of_queries || of_keys)
@@ -632,9 +563,9 @@ void skl_cuda_select(const skl_plan *plan, const skl_call *call, skl_cuda_params
                 .rows = skl_call_has_rows(call),
                 .gradients = skl_call_needs(p, call).gradients};
     s.reason = why_kernel(plan, s.kernel);
-    const char *const misaligned = s.kernel != general ? why_misaligned(&call->inputs) : NULL;
+    const char *const misaligned = s.kernel != skl_cuda_general ? why_misaligned(&call->inputs) : NULL;
     if (misaligned != NULL) {
-        s.kernel = general;
+        s.kernel = skl_cuda_general;
         s.reason = misaligned;
     }
     const char *const no_tma = is_tma_kernel(s.kernel) ? why_no_tma(&s) : NULL;
@@ -643,7 +574,7 @@ void skl_cuda_select(const skl_plan *plan, const skl_call *call, skl_cuda_params
         s.reason = no_tma;
     }
     if (p->packed)
-        add(&s, "tails", general, skl_cuda_clear_tails, SKL_VARIANT_CLEAR,
+        add(&s, "tails", skl_cuda_general, skl_cuda_clear_tails, SKL_VARIANT_CLEAR,
             "rows after the last packed sequence become 0");
     if (skl_is_indexer(p))
         select_indexer(&s);

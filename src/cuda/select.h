@@ -4,22 +4,7 @@
 
 #include <stdbool.h>
 
-#include "cuda/launch.h"
-
-/* An entry of the kernel list: the launchers of one line of instances.def, or the general kernels. NULL: it has no
- * such launcher. */
-typedef struct skl_cuda_kernel {
-    const char *name, *detail;
-    int capability, capability_end; /* lowest compute capability, and the first beyond the highest: 90 is 9.0 */
-    skl_dtype dtype;
-    int64_t dim_max; /* of attention heads; 0: any size and type */
-    skl_cuda_launcher forward, fused, dq, dk;
-    int (*blocks_per_sm)(void); /* of the forward */
-    skl_cuda_launcher dense_rows, dense_gradients, sparse_rows, sparse_gradients;
-} skl_cuda_kernel;
-
-/* The kernel list, best first; NULL past its end. */
-const skl_cuda_kernel *skl_cuda_kernel_at(int32_t index);
+#include "cuda/kernels.h"
 
 bool skl_cuda_runs_on(const skl_cuda_kernel *kernel, int capability);
 

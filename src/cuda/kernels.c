@@ -1,0 +1,71 @@
+/* The kernel list, which follows from instances.def. */
+#include "cuda/kernels.h"
+
+#include <string.h>
+
+/* First compute capability beyond those that the code of an architecture runs on. */
+enum { CAPABILITY_END_sm80 = 1000, CAPABILITY_END_sm90 = 91 };
+
+#define DTYPE_bf16 SKL_BF16
+#define DTYPE_f16  SKL_F16
+
+#define PRODUCTS_sm80 "mma.sync"
+#define PRODUCTS_sm90 "wgmma and TMA"
+
+#define ENTRY(arch, type, size, text)                                                                                \
+    .name = "cuda_" #arch "_" #type "_" #size, .detail = #type ", " text ": " PRODUCTS_##arch,                       \
+    .capability = SKL_CAPABILITY_##arch, .capability_end = CAPABILITY_END_##arch, .dtype = DTYPE_##type
+#define ATTENTION(arch, type, dim)                                                                                   \
+    ENTRY(arch, type, dim, "dim <= " #dim), .dim_max = dim, .forward = skl_cuda_##arch##_##type##_##dim##_forward,   \
+                                            .dk = skl_cuda_##arch##_##type##_##dim##_dk,                             \
+                                            .blocks_per_sm = skl_cuda_##arch##_##type##_##dim##_blocks_per_sm
+#define ATTENTION_FUSED(arch, type, dim)                                                                             \
+    {ATTENTION(arch, type, dim), .fused = skl_cuda_##arch##_##type##_##dim##_fused},
+#define ATTENTION_UNFUSED(arch, type, dim) {ATTENTION(arch, type, dim), .dq = skl_cuda_##arch##_##type##_##dim##_dq},
+#define INDEXER_KERNELS(arch, type, kind)                                                                            \
+    {ENTRY(arch, type, kind, #kind " indexer"), .dim_max = SKL_INDEX_DIM_MAX,                                        \
+     .kind##_rows = skl_cuda_##arch##_##type##_##kind##_rows,                                                        \
+     .kind##_gradients = skl_cuda_##arch##_##type##_##kind##_gradients},
+
+static const skl_cuda_kernel kernels[] = {
+#include "cuda/instances.def"
+    {.name = "cuda_general",
+     .detail = "any type, size and stride: f32 arithmetic without tensor cores",
+     .capability = SKL_CAPABILITY_sm80,
+     .capability_end = CAPABILITY_END_sm80,
+     .forward = skl_cuda_general_forward,
+     .dq = skl_cuda_general_dq,
+     .dk = skl_cuda_general_dk,
+     .dense_rows = skl_cuda_general_dense_rows,
+     .dense_gradients = skl_cuda_general_dense_gradients,
+     .sparse_rows = skl_cuda_general_sparse_rows,
+     .sparse_gradients = skl_cuda_general_sparse_gradients},
+};
+
+enum { KERNEL_COUNT = sizeof kernels / sizeof kernels[0] };
+
+const skl_cuda_kernel *const skl_cuda_general = &kernels[KERNEL_COUNT - 1];
+
+const skl_cuda_kernel *skl_cuda_kernel_at(int32_t index)
+{
+    return index < KERNEL_COUNT ? &kernels[index] : NULL;
+}
+
+/* Names of release 0.1.0, accepted until the next one. */
+static const struct {
+    const char *old_name, *name;
+} aliases[] = {
+    {"cuda_sm90_bf16_indexer", "cuda_sm90_bf16_dense"}, {"cuda_sm90_bf16_indexer", "cuda_sm80_bf16_sparse"},
+    {"cuda_sm80_bf16_indexer", "cuda_sm80_bf16_dense"}, {"cuda_sm80_bf16_indexer", "cuda_sm80_bf16_sparse"},
+    {"cuda_sm80_f16_indexer", "cuda_sm80_f16_dense"},   {"cuda_sm80_f16_indexer", "cuda_sm80_f16_sparse"},
+};
+
+bool skl_cuda_has_name(const skl_cuda_kernel *kernel, const char *name)
+{
+    if (strcmp(kernel->name, name) == 0)
+        return true;
+    for (size_t i = 0; i < sizeof aliases / sizeof aliases[0]; i++)
+        if (strcmp(aliases[i].old_name, name) == 0 && strcmp(aliases[i].name, kernel->name) == 0)
+            return true;
+    return false;
+}
