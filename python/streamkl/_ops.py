@@ -46,8 +46,11 @@ def _plan_for(*specs_and_options) -> lib.Plan:
 
 def _specs(tensors, lse_t, lse_s, row_weight, lengths, options):
     """The arguments of describe()."""
-    given = (*tensors, lse_t, lse_s, row_weight, *lengths)
-    return *[None if each is None else (each.shape, each.dtype, each.device) for each in given], *options
+    return *map(_spec, (*tensors, lse_t, lse_s, row_weight, *lengths)), *options
+
+
+def _spec(tensor):
+    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
 
 
 # ---- Outputs -------------------------------------------------------------------------------------------------------
@@ -229,16 +232,19 @@ class OnePass(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, row_weight, rows, lengths, options):
         needed = _rows_needed(lib.FORWARD_BACKWARD, q_t, q_s, w_s, options) & lib.DOT_T
-        names = row_names(rows | needed | lib.KL)
         made = torch.ops.streamkl.forward_backward(
             q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, row_weight, rows | needed | lib.KL, *lengths, *options
         )
-        named = dict(zip(names, made))
+        names = row_names(rows | needed | lib.KL)
         ctx.save_for_backward(*made[len(names) :])
         ctx.gradients, ctx.function = options.gradients, _function_name(w_s)
+        loss = weighted(made[0], row_weight).sum()  # kl is the first row vector
+        if rows == 0:
+            return (loss,)
+        named = dict(zip(names, made))
         returned = [named[name] for name in row_names(rows)]
         ctx.mark_non_differentiable(*returned)
-        return weighted(named["kl"], row_weight).sum(), *returned
+        return loss, *returned
 
     @staticmethod
     def backward(ctx, grad_loss, *_):
