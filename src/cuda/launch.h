@@ -117,7 +117,7 @@ SKL_DECLARE_LAUNCHER(skl_cuda_general_sparse_rows)
 SKL_DECLARE_LAUNCHER(skl_cuda_general_sparse_gradients)
 
 /* Tensor cores. Blocks of a forward that an SM holds at once are asked for apart: splits depend on it. */
-#define ATTENTION_SPLIT(arch, dtype, dim)                                                                            \
+#define ATTENTION_UNFUSED(arch, dtype, dim)                                                                          \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##dim##_forward)                                                \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##dim##_dq)                                                     \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##dim##_dk)                                                     \
@@ -133,7 +133,7 @@ SKL_DECLARE_LAUNCHER(skl_cuda_general_sparse_gradients)
 #include "cuda/instances.def"
 #undef INDEXER_KERNELS
 #undef ATTENTION_FUSED
-#undef ATTENTION_SPLIT
+#undef ATTENTION_UNFUSED
 #undef SKL_DECLARE_LAUNCHER
 
 /* Clears the rows and gradients after the last packed sequence. */

@@ -26,7 +26,7 @@ enum { ELEMENTS_16_BYTES = 8 }; /* 16-bit elements in a 16-byte copy */
                                             .blocks_per_sm = skl_cuda_##arch##_##type##_##dim##_blocks_per_sm
 #define ATTENTION_FUSED(arch, type, dim)                                                                             \
     {ATTENTION(arch, type, dim), .fused = skl_cuda_##arch##_##type##_##dim##_fused},
-#define ATTENTION_SPLIT(arch, type, dim) {ATTENTION(arch, type, dim), .dq = skl_cuda_##arch##_##type##_##dim##_dq},
+#define ATTENTION_UNFUSED(arch, type, dim) {ATTENTION(arch, type, dim), .dq = skl_cuda_##arch##_##type##_##dim##_dq},
 #define INDEXER_KERNELS(arch, type, kind)                                                                            \
     {ENTRY(arch, type, kind, #kind " indexer"), .dim_max = SKL_INDEX_DIM_MAX,                                        \
      .kind##_rows = skl_cuda_##arch##_##type##_##kind##_rows,                                                        \
@@ -488,13 +488,13 @@ static const char *why_not_fused(const choice *s, const side_request *request)
     if (s->kernel->fused == NULL)
         return s->reason;
     if (!request->of_b && s->kernel->dtype == SKL_F16)
-        return "f16 gradients of the first argument have no bound: split backward";
+        return "f16 gradients of the first argument have no bound: separate dq and dk";
     if (s->plan->deterministic)
         return "deterministic: dk has a separate kernel";
     if (!s->some_rows || !s->some_keys)
-        return "no queries or no keys: split backward";
+        return "no queries or no keys: separate dq and dk";
     if (request->dk && !tma_adds_to(s, request))
-        return "TMA cannot add to dk: split backward";
+        return "TMA cannot add to dk: separate dq and dk";
     return NULL;
 }
 

@@ -43,7 +43,7 @@ namespace sm90
 {
 
 constexpr int WIDE_THREADS = 128 * (CONSUMERS + 1);
-constexpr int OWN_ROWS = CONSUMERS * 64;
+constexpr int STATIONARY_ROWS = CONSUMERS * 64;
 
 /* DK: row stats of streamed queries, per stage. Otherwise: row stats of the block's queries, and poison of streamed
  * keys. */
@@ -52,7 +52,7 @@ template <int DEPTH, bool DK> struct wide_row_stats {
 };
 
 template <int DEPTH> struct wide_row_stats<DEPTH, false> {
-    row_stats stationary[OWN_ROWS]; /* LSEs in base 2, without upstream gradients: store() multiplies by those */
+    row_stats stationary[STATIONARY_ROWS]; /* LSEs in base 2; no upstream gradients: store() multiplies by those */
     alignas(8) float poison[DEPTH][STAGE_ROWS];
 };
 
@@ -375,7 +375,7 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
 
 template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED>
 __global__ void __launch_bounds__(WIDE_THREADS, 1)
-    wide_kernel(const __grid_constant__ backward_params params, const __grid_constant__ wide_maps maps)
+    wide_backward_kernel(const __grid_constant__ backward_params params, const __grid_constant__ wide_maps maps)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char raw[];
@@ -385,7 +385,7 @@ __global__ void __launch_bounds__(WIDE_THREADS, 1)
         return;
     if (threadIdx.x == 0) {
         const skl_sequence &s = tile.sequence;
-        const int64_t last = skl_min(tile.first + OWN_ROWS, tile.rows) - 1;
+        const int64_t last = skl_min(tile.first + STATIONARY_ROWS, tile.rows) - 1;
         const skl_band band = DK ? skl_query_band(&params.problem, &s) : skl_key_band(&params.problem, &s);
         smem.tile = tile;
         smem.count = (int)(last + 1 - tile.first);
@@ -421,19 +421,20 @@ __global__ void __launch_bounds__(WIDE_THREADS, 1)
 #endif
 }
 
-template <typename ELEMENT, int DIM, bool DK, bool OF_B, bool CAPPED>
+template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED>
 cudaError_t launch_wide_tiles(const backward_params &params, const wide_maps &maps)
 {
     constexpr int MEMORY = sizeof(wide_smem<DIM, DK>);
     static_assert(MEMORY <= 227 * 1024, "shared memory per block");
-    const cudaError_t error = cudaFuncSetAttribute(wide_kernel<ELEMENT, DIM, DK, OF_B, CAPPED>,
+    const cudaError_t error = cudaFuncSetAttribute(wide_backward_kernel<ELEMENT, DIM, DK, WRT_B, CAPPED>,
                                                    cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
     if (error != cudaSuccess)
         return error;
     const skl_problem &p = params.problem;
     const dim3 blocks =
-        grid_of(p.batch, row_tile<2, DK>::heads(params), skl_ceil_div(DK ? p.len_k : p.len_q, OWN_ROWS));
-    wide_kernel<ELEMENT, DIM, DK, OF_B, CAPPED><<<blocks, WIDE_THREADS, MEMORY, params.call.stream>>>(params, maps);
+        grid_of(p.batch, row_tile<2, DK>::heads(params), skl_ceil_div(DK ? p.len_k : p.len_q, STATIONARY_ROWS));
+    wide_backward_kernel<ELEMENT, DIM, DK, WRT_B, CAPPED>
+        <<<blocks, WIDE_THREADS, MEMORY, params.call.stream>>>(params, maps);
     return cudaPeekAtLastError();
 }
 
@@ -441,12 +442,12 @@ cudaError_t launch_wide_tiles(const backward_params &params, const wide_maps &ma
 template <typename ELEMENT, int DIM, bool DK>
 cudaError_t launch_wide(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
-    const backward_params own = backward_params_of(params, launch);
-    const skl_problem *const p = &own.problem;
-    const bool of_b = is_grad_of_b(own), capped = own.a.capped || own.b.capped;
-    const skl_cuda_argument *const wrt = of_b ? &own.b : &own.a;
-    const skl_cuda_argument *const other = of_b ? &own.a : &own.b;
-    constexpr int QUERY_ROWS = DK ? STAGE_ROWS : OWN_ROWS, KEY_ROWS = DK ? OWN_ROWS : STAGE_ROWS;
+    const backward_params kernel_params = backward_params_of(params, launch);
+    const skl_problem *const p = &kernel_params.problem;
+    const bool wrt_b = is_grad_of_b(kernel_params), capped = kernel_params.a.capped || kernel_params.b.capped;
+    const skl_cuda_argument *const wrt = wrt_b ? &kernel_params.b : &kernel_params.a;
+    const skl_cuda_argument *const other = wrt_b ? &kernel_params.a : &kernel_params.b;
+    constexpr int QUERY_ROWS = DK ? STAGE_ROWS : STATIONARY_ROWS, KEY_ROWS = DK ? STATIONARY_ROWS : STAGE_ROWS;
     wide_maps maps;
     if (!encode_queries(DK ? &maps.wrt_stream : &maps.wrt_rows, p, wrt, QUERY_ROWS, ELEMENT()) ||
         !encode_queries(DK ? &maps.other_stream : &maps.other_rows, p, other, QUERY_ROWS, ELEMENT()) ||
@@ -458,10 +459,10 @@ cudaError_t launch_wide(const char *kernel, const skl_cuda_params *params, const
     else
         record_launch(kernel, capped ? SKL_VARIANT_DQ_SOFTCAP : SKL_VARIANT_DQ, 1);
     if (capped)
-        return of_b ? launch_wide_tiles<ELEMENT, DIM, DK, true, true>(own, maps)
-                    : launch_wide_tiles<ELEMENT, DIM, DK, false, true>(own, maps);
-    return of_b ? launch_wide_tiles<ELEMENT, DIM, DK, true, false>(own, maps)
-                : launch_wide_tiles<ELEMENT, DIM, DK, false, false>(own, maps);
+        return wrt_b ? launch_wide_tiles<ELEMENT, DIM, DK, true, true>(kernel_params, maps)
+                     : launch_wide_tiles<ELEMENT, DIM, DK, false, true>(kernel_params, maps);
+    return wrt_b ? launch_wide_tiles<ELEMENT, DIM, DK, true, false>(kernel_params, maps)
+                 : launch_wide_tiles<ELEMENT, DIM, DK, false, false>(kernel_params, maps);
 }
 
 } // namespace sm90

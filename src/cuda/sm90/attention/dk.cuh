@@ -43,7 +43,7 @@
 namespace sm90
 {
 
-constexpr int KEY_THREADS = 128 * (CONSUMERS + 1);
+constexpr int DK_THREADS = 128 * (CONSUMERS + 1);
 typedef row_tile<2, true> key_tile; /* 128 keys */
 
 /* Dimensions of the wrt argument's keys in registers. */
@@ -66,7 +66,7 @@ template <int DIM> struct dk_smem {
     row_stream queries;
 };
 
-struct key_maps {
+struct dk_maps {
     CUtensorMap wrt_queries, other_queries, wrt_keys;
 };
 
@@ -74,7 +74,7 @@ struct key_maps {
 
 /* Each of the four warps loads every fourth stage, so that the latency of the row stats of four stages overlaps. */
 template <typename ELEMENT, int DIM, bool WRT_B>
-__device__ inline void produce_queries(const backward_params &params, const key_maps &maps, dk_smem<DIM> &smem)
+__device__ inline void produce_queries(const backward_params &params, const dk_maps &maps, dk_smem<DIM> &smem)
 {
     const stage_schedule queries = warp_uniform(smem.queries);
     const int batch = warp_uniform((int)smem.tile.sequence.batch), warp = warp_in_warpgroup();
@@ -228,8 +228,8 @@ template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED> struct dk_warpgrou
 /* ---- Kernel ------------------------------------------------------------------------------------------------- */
 
 template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED>
-__global__ void __launch_bounds__(KEY_THREADS, 1)
-    dk_kernel(const __grid_constant__ backward_params params, const __grid_constant__ key_maps maps)
+__global__ void __launch_bounds__(DK_THREADS, 1)
+    dk_kernel(const __grid_constant__ backward_params params, const __grid_constant__ dk_maps maps)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char raw[];
@@ -269,39 +269,39 @@ __global__ void __launch_bounds__(KEY_THREADS, 1)
 #endif
 }
 
-template <typename ELEMENT, int DIM, bool OF_B, bool CAPPED>
-cudaError_t launch_key_tiles(const backward_params &params, const key_maps &maps)
+template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED>
+cudaError_t launch_dk_tiles(const backward_params &params, const dk_maps &maps)
 {
     constexpr int MEMORY = sizeof(dk_smem<DIM>);
-    const cudaError_t error = cudaFuncSetAttribute(dk_kernel<ELEMENT, DIM, OF_B, CAPPED>,
+    const cudaError_t error = cudaFuncSetAttribute(dk_kernel<ELEMENT, DIM, WRT_B, CAPPED>,
                                                    cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
     if (error != cudaSuccess)
         return error;
     const skl_problem &p = params.problem;
     const dim3 blocks = grid_of(p.batch, key_tile::heads(params), skl_ceil_div(p.len_k, CONSUMERS * 64));
-    dk_kernel<ELEMENT, DIM, OF_B, CAPPED><<<blocks, KEY_THREADS, MEMORY, params.call.stream>>>(params, maps);
+    dk_kernel<ELEMENT, DIM, WRT_B, CAPPED><<<blocks, DK_THREADS, MEMORY, params.call.stream>>>(params, maps);
     return cudaPeekAtLastError();
 }
 
 template <typename ELEMENT, int DIM>
 cudaError_t launch_dk(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
-    const backward_params own = backward_params_of(params, launch);
-    const skl_problem *const p = &own.problem;
-    const bool of_b = is_grad_of_b(own), capped = own.a.capped || own.b.capped;
-    const skl_cuda_argument *const wrt = of_b ? &own.b : &own.a;
-    const skl_cuda_argument *const other = of_b ? &own.a : &own.b;
-    key_maps maps;
+    const backward_params kernel_params = backward_params_of(params, launch);
+    const skl_problem *const p = &kernel_params.problem;
+    const bool wrt_b = is_grad_of_b(kernel_params), capped = kernel_params.a.capped || kernel_params.b.capped;
+    const skl_cuda_argument *const wrt = wrt_b ? &kernel_params.b : &kernel_params.a;
+    const skl_cuda_argument *const other = wrt_b ? &kernel_params.a : &kernel_params.b;
+    dk_maps maps;
     if (!encode_queries(&maps.wrt_queries, p, wrt, STAGE_ROWS, ELEMENT()) ||
         !encode_queries(&maps.other_queries, p, other, STAGE_ROWS, ELEMENT()) ||
         !encode_keys(&maps.wrt_keys, p, wrt, CONSUMERS * 64, ELEMENT()))
         return cudaErrorInvalidValue; /* select.c has tried */
     record_launch(kernel, capped ? SKL_VARIANT_DK_SOFTCAP : SKL_VARIANT_DK, 1);
     if (capped)
-        return of_b ? launch_key_tiles<ELEMENT, DIM, true, true>(own, maps)
-                    : launch_key_tiles<ELEMENT, DIM, false, true>(own, maps);
-    return of_b ? launch_key_tiles<ELEMENT, DIM, true, false>(own, maps)
-                : launch_key_tiles<ELEMENT, DIM, false, false>(own, maps);
+        return wrt_b ? launch_dk_tiles<ELEMENT, DIM, true, true>(kernel_params, maps)
+                     : launch_dk_tiles<ELEMENT, DIM, false, true>(kernel_params, maps);
+    return wrt_b ? launch_dk_tiles<ELEMENT, DIM, true, false>(kernel_params, maps)
+                 : launch_dk_tiles<ELEMENT, DIM, false, false>(kernel_params, maps);
 }
 
 } // namespace sm90

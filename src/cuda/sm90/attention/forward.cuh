@@ -71,9 +71,10 @@ cudaError_t launch_forward_of(const char *kernel, const forward_params &params, 
 template <typename ELEMENT, int DIM>
 cudaError_t launch_forward(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
-    const forward_params own = forward_params_of(params, launch);
-    return own.a.capped || own.b.capped ? launch_forward_of<ELEMENT, DIM, true>(kernel, own, launch)
-                                        : launch_forward_of<ELEMENT, DIM, false>(kernel, own, launch);
+    const forward_params kernel_params = forward_params_of(params, launch);
+    return kernel_params.a.capped || kernel_params.b.capped
+               ? launch_forward_of<ELEMENT, DIM, true>(kernel, kernel_params, launch)
+               : launch_forward_of<ELEMENT, DIM, false>(kernel, kernel_params, launch);
 }
 
 } // namespace sm90

@@ -214,8 +214,7 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT> struct narrow
             stage_logits x, y;
             compute_logits(x, y);
             const int first = keys.stage_at(n) * STAGE_KEYS;
-            const reach sees =
-                reach_of(smem.keys.band, warpgroup * 64, 64); /* the stage is masked for some warpgroup */
+            const reach sees = reach_of(smem.keys.band, warpgroup * 64, 64); /* masked for another warpgroup, maybe */
             if (covers(sees.all, first, STAGE_KEYS)) {
                 init_shift(state, x, scale_a, y, scale_b);
                 add_full(state, x, scale_a, y, scale_b);

@@ -442,17 +442,17 @@ __global__ void __launch_bounds__(FUSED_BACKWARD_THREADS, 1)
 #endif
 }
 
-template <typename ELEMENT, int DIM, bool OF_B, bool CAPPED>
+template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED>
 cudaError_t launch_fused_backward_tiles(const backward_params &params, const fused_backward_maps &maps)
 {
     constexpr int MEMORY = sizeof(fused_backward_smem<DIM>);
     static_assert(TILE_QUERIES == SKL_SM90_BACKWARD_ROWS, "select.c counts tiles");
-    const cudaError_t error = cudaFuncSetAttribute(fused_backward_kernel<ELEMENT, DIM, OF_B, CAPPED>,
+    const cudaError_t error = cudaFuncSetAttribute(fused_backward_kernel<ELEMENT, DIM, WRT_B, CAPPED>,
                                                    cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
     if (error != cudaSuccess)
         return error;
     const skl_problem &p = params.problem;
-    fused_backward_kernel<ELEMENT, DIM, OF_B, CAPPED>
+    fused_backward_kernel<ELEMENT, DIM, WRT_B, CAPPED>
         <<<grid_of(p.batch, p.heads_s, skl_ceil_div(p.len_q, TILE_QUERIES)), FUSED_BACKWARD_THREADS, MEMORY,
            params.call.stream>>>(params, maps);
     return cudaPeekAtLastError();
@@ -462,9 +462,9 @@ template <typename ELEMENT>
 inline bool encode_all(fused_backward_maps *maps, const backward_params &params, ELEMENT element)
 {
     const skl_problem *const p = &params.problem;
-    const bool of_b = is_grad_of_b(params);
-    const skl_cuda_argument *const wrt = of_b ? &params.b : &params.a;
-    const skl_cuda_argument *const other = of_b ? &params.a : &params.b;
+    const bool wrt_b = is_grad_of_b(params);
+    const skl_cuda_argument *const wrt = wrt_b ? &params.b : &params.a;
+    const skl_cuda_argument *const other = wrt_b ? &params.a : &params.b;
     const skl_output &out = params.dk_sums;
     const skl_input sums = {out.data, out.stride_batch, out.stride_head, out.stride_row};
     return encode_queries(&maps->wrt_queries, p, wrt, TILE_QUERIES, element) &&
@@ -482,21 +482,21 @@ template <> constexpr bool HAS_GRAD_OF_A<__half> = false;
 template <typename ELEMENT, int DIM>
 cudaError_t launch_fused_backward(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
-    const backward_params own = backward_params_of(params, launch);
-    const bool of_b = is_grad_of_b(own), capped = own.a.capped || own.b.capped;
+    const backward_params kernel_params = backward_params_of(params, launch);
+    const bool wrt_b = is_grad_of_b(kernel_params), capped = kernel_params.a.capped || kernel_params.b.capped;
     fused_backward_maps maps;
-    if (!(of_b || HAS_GRAD_OF_A<ELEMENT>) || !encode_all(&maps, own, ELEMENT()))
+    if (!(wrt_b || HAS_GRAD_OF_A<ELEMENT>) || !encode_all(&maps, kernel_params, ELEMENT()))
         return cudaErrorInvalidValue; /* select.c has tried */
-    cudaError_t error = clear_dk_sums(&own);
+    cudaError_t error = clear_dk_sums(&kernel_params);
     record_launch(kernel, capped ? SKL_VARIANT_FUSED_SOFTCAP : SKL_VARIANT_FUSED, 1);
-    if (error == cudaSuccess && of_b)
-        error = capped ? launch_fused_backward_tiles<ELEMENT, DIM, true, true>(own, maps)
-                       : launch_fused_backward_tiles<ELEMENT, DIM, true, false>(own, maps);
+    if (error == cudaSuccess && wrt_b)
+        error = capped ? launch_fused_backward_tiles<ELEMENT, DIM, true, true>(kernel_params, maps)
+                       : launch_fused_backward_tiles<ELEMENT, DIM, true, false>(kernel_params, maps);
     else if constexpr (HAS_GRAD_OF_A<ELEMENT>)
         if (error == cudaSuccess)
-            error = capped ? launch_fused_backward_tiles<ELEMENT, DIM, false, true>(own, maps)
-                           : launch_fused_backward_tiles<ELEMENT, DIM, false, false>(own, maps);
-    return error == cudaSuccess ? store_dk_sums(&own) : error;
+            error = capped ? launch_fused_backward_tiles<ELEMENT, DIM, false, true>(kernel_params, maps)
+                           : launch_fused_backward_tiles<ELEMENT, DIM, false, false>(kernel_params, maps);
+    return error == cudaSuccess ? store_dk_sums(&kernel_params) : error;
 }
 
 } // namespace sm90

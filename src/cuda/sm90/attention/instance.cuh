@@ -18,7 +18,7 @@
     SKL_LAUNCHER(arch, dtype, dim, dk, sm90::launch_dk<SKL_ELEMENT(dtype), dim>)                                     \
     SKL_ONE_BLOCK_PER_SM(arch, dtype, dim)
 
-#define ATTENTION_SPLIT(arch, dtype, dim)                                                                            \
+#define ATTENTION_UNFUSED(arch, dtype, dim)                                                                          \
     SKL_LAUNCHER(arch, dtype, dim, forward, sm90::launch_forward<SKL_ELEMENT(dtype), dim>)                           \
     SKL_LAUNCHER(arch, dtype, dim, dq, sm90::launch_wide<SKL_ELEMENT(dtype), dim, false>)                            \
     SKL_LAUNCHER(arch, dtype, dim, dk, sm90::launch_wide<SKL_ELEMENT(dtype), dim, true>)                             \

@@ -48,32 +48,35 @@ cudaError_t launch_index(KERNEL kernel, int64_t blocks, int threads, size_t memo
     return cudaPeekAtLastError();
 }
 
-inline cudaError_t launch_teacher_lse(index_params *own, const skl_index_layout &layout, const score_maps &maps)
+inline cudaError_t launch_teacher_lse(index_params *kernel_params, const skl_index_layout &layout,
+                                      const score_maps &maps)
 {
-    const skl_problem *const p = &own->problem;
-    assign_teacher_lse(own, layout);
+    const skl_problem *const p = &kernel_params->problem;
+    assign_teacher_lse(kernel_params, layout);
     return launch_index(lse_kernel, p->batch * p->heads_t * skl_ceil_div(p->len_q, SIDE), SCORE_THREADS,
-                        sizeof(score_smem), *own, maps);
+                        sizeof(score_smem), *kernel_params, maps);
 }
 
-template <bool GRADIENTS> cudaError_t launch_scores(const index_params &own, const score_maps &maps)
+template <bool GRADIENTS> cudaError_t launch_scores(const index_params &kernel_params, const score_maps &maps)
 {
-    const cudaError_t error = launch_index(score_kernel<GRADIENTS>, own.strip_count * own.num_splits, SCORE_THREADS,
-                                           sizeof(score_smem), own, maps);
-    return error == cudaSuccess ? launch_rows(own) : error;
+    const cudaError_t error =
+        launch_index(score_kernel<GRADIENTS>, kernel_params.strip_count * kernel_params.num_splits, SCORE_THREADS,
+                     sizeof(score_smem), kernel_params, maps);
+    return error == cudaSuccess ? launch_rows(kernel_params) : error;
 }
 
 inline cudaError_t launch_dense_rows(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     const skl_index_layout &layout = launch->strips;
-    index_params own = params_for(params, layout);
+    index_params kernel_params = params_for(params, layout);
     score_maps maps;
-    if (!encode_scores(&maps, own))
+    if (!encode_scores(&maps, kernel_params))
         return cudaErrorInvalidValue; /* select.c has tried */
     record_launch(kernel, SKL_VARIANT_ROWS, layout.num_splits);
-    const cudaError_t error =
-        own.with_teacher && !own.lse_given ? launch_teacher_lse(&own, layout, maps) : cudaSuccess;
-    return error == cudaSuccess ? launch_scores<false>(own, maps) : error;
+    const cudaError_t error = kernel_params.with_teacher && !kernel_params.lse_given
+                                  ? launch_teacher_lse(&kernel_params, layout, maps)
+                                  : cudaSuccess;
+    return error == cudaSuccess ? launch_scores<false>(kernel_params, maps) : error;
 }
 
 struct gradient_index_maps {
@@ -82,24 +85,24 @@ struct gradient_index_maps {
 
 inline bool encode_gradients(gradient_index_maps *maps, const index_params &params)
 {
-    return encode_indexer(&maps->queries.own, &maps->queries.streamed, params, SIDE, STAGE_KEYS) &&
-           encode_indexer(&maps->keys.streamed, &maps->keys.own, params, STAGE_KEYS, SIDE);
+    return encode_indexer(&maps->queries.stationary, &maps->queries.streamed, params, SIDE, STAGE_KEYS) &&
+           encode_indexer(&maps->keys.streamed, &maps->keys.stationary, params, STAGE_KEYS, SIDE);
 }
 
 template <int DIM>
-cudaError_t launch_index_sums(const index_params &own, const skl_index_layout &layout,
+cudaError_t launch_index_sums(const index_params &kernel_params, const skl_index_layout &layout,
                               const gradient_index_maps &maps)
 {
-    const skl_gradients *const grads = &own.call.gradients;
+    const skl_gradients *const grads = &kernel_params.call.gradients;
     cudaError_t error = cudaSuccess;
     if (grads->dq_s.data != NULL || grads->dw_s.data != NULL)
-        error = launch_index(index_query_kernel<DIM>, own.strip_count * own.problem.index_heads, INDEX_THREADS,
-                             sizeof(index_smem<DIM>), own, maps.queries);
-    index_params of_keys = own;
-    of_keys.num_splits = layout.num_dk_splits;
+        error = launch_index(index_query_kernel<DIM>, kernel_params.strip_count * kernel_params.problem.index_heads,
+                             INDEX_THREADS, sizeof(index_smem<DIM>), kernel_params, maps.queries);
+    index_params key_params = kernel_params;
+    key_params.num_splits = layout.num_dk_splits;
     if (error == cudaSuccess && grads->dk_s.data != NULL)
         error = launch_index(index_key_kernel<DIM>, layout.key_items * layout.num_dk_splits, INDEX_THREADS,
-                             sizeof(index_smem<DIM>), of_keys, maps.keys);
+                             sizeof(index_smem<DIM>), key_params, maps.keys);
     return error;
 }
 
@@ -109,13 +112,13 @@ inline cudaError_t launch_dense_gradients(const char *kernel, const skl_cuda_par
 {
     const skl_problem *const p = &params->problem;
     const skl_index_layout &layout = launch->strips;
-    index_params own = params_for(params, layout);
+    index_params kernel_params = params_for(params, layout);
     score_maps scores;
     gradient_index_maps maps;
-    if (!encode_scores(&scores, own) || !encode_gradients(&maps, own))
+    if (!encode_scores(&scores, kernel_params) || !encode_gradients(&maps, kernel_params))
         return cudaErrorInvalidValue; /* select.c has tried */
     record_launch(kernel, SKL_VARIANT_GRADIENTS, layout.num_splits);
-    return launch_strips(&own, launch, [&](const index_params &strip) {
+    return launch_strips(&kernel_params, launch, [&](const index_params &strip) {
         const cudaError_t error = launch_scores<true>(strip, scores);
         return error != cudaSuccess ? error
                : p->dim_s <= 64     ? launch_index_sums<64>(strip, layout, maps)

@@ -47,9 +47,8 @@ template <int DIM> struct index_smem {
     key_work work;   /* key kernel */
 };
 
-/* `own`: the stationary rows. */
 struct index_maps {
-    CUtensorMap own, streamed;
+    CUtensorMap stationary, streamed;
 };
 
 /* ---- Consumers ---------------------------------------------------------------------------------------------- */
@@ -284,7 +283,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
     switch (role_of_warp()) {
     case ROLE_PRODUCER:
         if (stages > 0)
-            load_stationary_rows(smem, maps.own, (int)slot.sequence.query_begin + slot.first, head, batch);
+            load_stationary_rows(smem, maps.stationary, (int)slot.sequence.query_begin + slot.first, head, batch);
         for (int n = 0; n < stages; n++)
             load_stage(smem, maps.streamed, n, (int)slot.sequence.key_begin + first + n * STAGE_KEYS,
                        slot.head / params.b.heads_per_key, batch);
@@ -363,7 +362,8 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
     int n = 0;
     switch (role_of_warp()) {
     case ROLE_PRODUCER:
-        load_stationary_rows(smem, maps.own, (int)work.sequence.key_begin + work.tile * SIDE, work.key_head, batch);
+        load_stationary_rows(smem, maps.stationary, (int)work.sequence.key_begin + work.tile * SIDE, work.key_head,
+                             batch);
         for_slots(params, work, [&](int slot_index) {
             const query_slot slot = slot_at(params, slot_index, (unsigned)params.problem.heads_s);
             for (int half = 0; half < SIDE / STAGE_ROWS; half++)

@@ -2,6 +2,6 @@
 #include "cuda/common/instance.cuh"
 #include "cuda/sm90/indexer/dense.cuh"
 
-#define INDEXER_KERNELS(arch, dtype, stage)                                                                          \
-    SKL_LAUNCHER(arch, dtype, stage, rows, sm90::launch_dense_rows)                                                  \
-    SKL_LAUNCHER(arch, dtype, stage, gradients, sm90::launch_dense_gradients)
+#define INDEXER_KERNELS(arch, dtype, kind)                                                                           \
+    SKL_LAUNCHER(arch, dtype, kind, rows, sm90::launch_dense_rows)                                                   \
+    SKL_LAUNCHER(arch, dtype, kind, gradients, sm90::launch_dense_gradients)
