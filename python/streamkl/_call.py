@@ -75,7 +75,8 @@ def call(
     """Executes `op` on tensors (q_t, k_t, q_s, k_s, w_s, indices), length arrays and row vectors."""
     q_t, k_t, q_s, k_s, w_s, indices = tensors
     cu_seqlens_q, cu_seqlens_k, key_lengths = lengths
-    problem, copies = plan.problem, []
+    problem = plan.problem
+    copies: list[torch.Tensor] = []
     inputs = lib.pack_inputs(
         _input_address(q_t, problem, copies), _input_address(k_t, problem, copies),
         _input_address(q_s, problem, copies), _input_address(k_s, problem, copies),

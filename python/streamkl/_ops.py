@@ -191,10 +191,14 @@ def _function_name(w_s) -> str:
 
 
 class Forward(torch.autograd.Function):
-    """streamkl::forward, whose kl streamkl::backward differentiates. Returns the row vectors of `rows`, kl first."""
+    """streamkl::forward, whose kl streamkl::backward differentiates. Returns the row vectors of `rows`, kl first.
+
+    `fixed` is a tuple of the arguments without a gradient, because autograd takes time for each argument.
+    """
 
     @staticmethod
-    def forward(ctx, q_t, k_t, q_s, k_s, w_s, indices, lse_t, rows, lengths, options):
+    def forward(ctx, q_t, k_t, q_s, k_s, w_s, fixed):
+        indices, lse_t, rows, lengths, options = fixed
         needed = _rows_needed(lib.BACKWARD, q_t, q_s, w_s, options)
         made = torch.ops.streamkl.forward(
             q_t, k_t, q_s, k_s, w_s, indices, lse_t, rows | needed, *lengths, *options
@@ -217,7 +221,7 @@ class Forward(torch.autograd.Function):
             )
         if torch.is_grad_enabled():  # create_graph=True
             made = _OnceDifferentiable.apply(_function_name(w_s), len(made), *made, *tensors)
-        return (*_per_tensor(made, ctx.options.gradients, None), None, None, None, None, None)
+        return *_per_tensor(made, ctx.options.gradients, None), None
 
 
 _SAVED_ROWS = (("lse_t", lib.LSE_T), ("lse_s", lib.LSE_S), ("kl", lib.KL), ("dot_t", lib.DOT_T))
@@ -230,7 +234,8 @@ class OnePass(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, row_weight, rows, lengths, options):
+    def forward(ctx, q_t, k_t, q_s, k_s, w_s, fixed):
+        indices, lse_t, lse_s, row_weight, rows, lengths, options = fixed
         needed = _rows_needed(lib.FORWARD_BACKWARD, q_t, q_s, w_s, options) & lib.DOT_T
         made = torch.ops.streamkl.forward_backward(
             q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, row_weight, rows | needed | lib.KL, *lengths, *options
@@ -255,7 +260,7 @@ class OnePass(torch.autograd.Function):
                 f"streamkl.reference.{ctx.function} can"
             )
         made = [gradient * grad_loss for gradient in ctx.saved_tensors]
-        return (*_per_tensor(made, ctx.gradients, None), *[None] * 7)
+        return *_per_tensor(made, ctx.gradients, None), None
 
 
 class _OnceDifferentiable(torch.autograd.Function):
