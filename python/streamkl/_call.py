@@ -29,10 +29,20 @@ def _in_numbers(value):
 
 
 def address(tensor: torch.Tensor, problem: Problem) -> tuple[int, int, int, int]:
-    """skl_input or skl_output of a tensor in the layout of the call."""
+    """skl_output of a tensor in the layout of the call."""
     strides = tensor.stride()
     batch, first, second = (0, strides[0], strides[1]) if problem.packed else strides[:3]
     return (tensor.data_ptr(), batch, first, second) if problem.heads_first else (tensor.data_ptr(), batch, second, first)
+
+
+def _input_address(tensor: torch.Tensor | None, problem: Problem, copies: list) -> tuple[int, int, int, int]:
+    """skl_input of a tensor. The library accepts any strides except in the last dimension: `copies` keeps a copy alive."""
+    if tensor is None:
+        return lib.ABSENT
+    if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
+        tensor = tensor.contiguous()
+        copies.append(tensor)
+    return address(tensor, problem)
 
 
 def row_address(rows: torch.Tensor | None) -> tuple[int, int, int, int]:
@@ -43,11 +53,8 @@ def row_address(rows: torch.Tensor | None) -> tuple[int, int, int, int]:
     return rows.data_ptr(), batch, head, row
 
 
-def _with_contiguous_rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The library accepts any strides, but the last dimension must be contiguous."""
-    if tensor is None or tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
-        return tensor
-    return tensor.contiguous()
+def _data_ptr(array: torch.Tensor | None) -> int:
+    return 0 if array is None else array.data_ptr()
 
 
 # ---- The call ------------------------------------------------------------------------------------------------------
@@ -66,14 +73,15 @@ def call(
     plan, op, tensors, lengths, outputs, lse_t=None, lse_s=None, kl=None, dot_t=None, grad_kl=None, execute=execute
 ) -> None:
     """Executes `op` on tensors (q_t, k_t, q_s, k_s, w_s, indices), length arrays and row vectors."""
+    q_t, k_t, q_s, k_s, w_s, indices = tensors
+    cu_seqlens_q, cu_seqlens_k, key_lengths = lengths
     problem = plan.problem
-    tensors = [_with_contiguous_rows(tensor) for tensor in tensors]  # the copies must live until the call returns
-    q_t, k_t, q_s, k_s, w_s, indices = [
-        lib.ABSENT if tensor is None else address(tensor, problem) for tensor in tensors
-    ]
-    cu_seqlens_q, cu_seqlens_k, key_lengths = [0 if array is None else array.data_ptr() for array in lengths]
+    copies: list[torch.Tensor] = []
     inputs = lib.pack_inputs(
-        q_t, k_t, q_s, k_s, row_address(lse_t), row_address(lse_s), row_address(kl), row_address(dot_t),
-        row_address(grad_kl), cu_seqlens_q, cu_seqlens_k, key_lengths, w_s, indices,
+        _input_address(q_t, problem, copies), _input_address(k_t, problem, copies),
+        _input_address(q_s, problem, copies), _input_address(k_s, problem, copies),
+        row_address(lse_t), row_address(lse_s), row_address(kl), row_address(dot_t), row_address(grad_kl),
+        _data_ptr(cu_seqlens_q), _data_ptr(cu_seqlens_k), _data_ptr(key_lengths),
+        _input_address(w_s, problem, copies), _input_address(indices, problem, copies),
     )  # fmt: skip
-    execute(plan, op, inputs, outputs, tensors[0].device)
+    execute(plan, op, inputs, outputs, q_t.device)

@@ -46,8 +46,11 @@ def _plan_for(*specs_and_options) -> lib.Plan:
 
 def _specs(tensors, lse_t, lse_s, row_weight, lengths, options):
     """The arguments of describe()."""
-    given = (*tensors, lse_t, lse_s, row_weight, *lengths)
-    return *[None if each is None else (each.shape, each.dtype, each.device) for each in given], *options
+    return *map(_spec, (*tensors, lse_t, lse_s, row_weight, *lengths)), *options
+
+
+def _spec(tensor):
+    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
 
 
 # ---- Outputs -------------------------------------------------------------------------------------------------------
@@ -188,10 +191,14 @@ def _function_name(w_s) -> str:
 
 
 class Forward(torch.autograd.Function):
-    """streamkl::forward, whose kl streamkl::backward differentiates. Returns the row vectors of `rows`, kl first."""
+    """streamkl::forward, whose kl streamkl::backward differentiates. Returns the row vectors of `rows`, kl first.
+
+    `fixed` is a tuple of the arguments without a gradient, because autograd takes time for each argument.
+    """
 
     @staticmethod
-    def forward(ctx, q_t, k_t, q_s, k_s, w_s, indices, lse_t, rows, lengths, options):
+    def forward(ctx, q_t, k_t, q_s, k_s, w_s, fixed):
+        indices, lse_t, rows, lengths, options = fixed
         needed = _rows_needed(lib.BACKWARD, q_t, q_s, w_s, options)
         made = torch.ops.streamkl.forward(
             q_t, k_t, q_s, k_s, w_s, indices, lse_t, rows | needed, *lengths, *options
@@ -214,7 +221,7 @@ class Forward(torch.autograd.Function):
             )
         if torch.is_grad_enabled():  # create_graph=True
             made = _OnceDifferentiable.apply(_function_name(w_s), len(made), *made, *tensors)
-        return (*_per_tensor(made, ctx.options.gradients, None), None, None, None, None, None)
+        return *_per_tensor(made, ctx.options.gradients, None), None
 
 
 _SAVED_ROWS = (("lse_t", lib.LSE_T), ("lse_s", lib.LSE_S), ("kl", lib.KL), ("dot_t", lib.DOT_T))
@@ -227,18 +234,22 @@ class OnePass(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, row_weight, rows, lengths, options):
+    def forward(ctx, q_t, k_t, q_s, k_s, w_s, fixed):
+        indices, lse_t, lse_s, row_weight, rows, lengths, options = fixed
         needed = _rows_needed(lib.FORWARD_BACKWARD, q_t, q_s, w_s, options) & lib.DOT_T
-        names = row_names(rows | needed | lib.KL)
         made = torch.ops.streamkl.forward_backward(
             q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, row_weight, rows | needed | lib.KL, *lengths, *options
         )
-        named = dict(zip(names, made))
+        names = row_names(rows | needed | lib.KL)
         ctx.save_for_backward(*made[len(names) :])
         ctx.gradients, ctx.function = options.gradients, _function_name(w_s)
+        loss = weighted(made[0], row_weight).sum()  # kl is the first row vector
+        if rows == 0:
+            return (loss,)
+        named = dict(zip(names, made))
         returned = [named[name] for name in row_names(rows)]
         ctx.mark_non_differentiable(*returned)
-        return weighted(named["kl"], row_weight).sum(), *returned
+        return loss, *returned
 
     @staticmethod
     def backward(ctx, grad_loss, *_):
@@ -249,7 +260,7 @@ class OnePass(torch.autograd.Function):
                 f"streamkl.reference.{ctx.function} can"
             )
         made = [gradient * grad_loss for gradient in ctx.saved_tensors]
-        return (*_per_tensor(made, ctx.gradients, None), *[None] * 7)
+        return *_per_tensor(made, ctx.gradients, None), None
 
 
 class _OnceDifferentiable(torch.autograd.Function):

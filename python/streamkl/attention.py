@@ -122,16 +122,16 @@ def attention_kl(
     if row_weight is not None:
         row_weight = expand_weight(row_weight, q_s, lengths, options)
 
-    tensors = (q_t, k_t, q_s, k_s, None, None)
+    tensors = (q_t, k_t, q_s, k_s, None)
     fixed_weight = row_weight is None or not row_weight.requires_grad
     if lse_t is not None and lse_s is not None and options.gradients and reduction != "none" and fixed_weight:
-        (loss,) = OnePass.apply(*tensors, lse_t, lse_s, row_weight, 0, lengths, options)
+        (loss,) = OnePass.apply(*tensors, (None, lse_t, lse_s, row_weight, 0, lengths, options))
     else:
         rows = lib.KL | (lib.LSE_T | lib.LSE_S if return_lse else 0)
         if options.gradients:
-            kl, *lses = Forward.apply(*tensors, lse_t, rows, lengths, options)
+            kl, *lses = Forward.apply(*tensors, (None, lse_t, rows, lengths, options))
         else:
-            kl, *lses = torch.ops.streamkl.forward(*tensors, lse_t, rows, *lengths, *options)
+            kl, *lses = torch.ops.streamkl.forward(*tensors, None, lse_t, rows, *lengths, *options)
         if return_lse:
             lse_t, lse_s = lses
         loss = weighted(kl, row_weight)

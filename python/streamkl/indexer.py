@@ -198,7 +198,8 @@ def _one_pass(tensors, lse_t, row_weight, return_rows, lengths, options):
         else:
             (lse_s,) = torch.ops.streamkl.forward(*tensors, lse_t, lib.LSE_S, *lengths, *options)
     wanted = lib.KL | (_ENTROPIES if return_rows else 0)
-    loss, *made = OnePass.apply(*tensors, lse_t, lse_s, row_weight, wanted, lengths, options)
+    *differentiable, indices = tensors
+    loss, *made = OnePass.apply(*differentiable, (indices, lse_t, lse_s, row_weight, wanted, lengths, options))
     return loss, {**dict(zip(row_names(wanted), made)), "lse_t": lse_t, "lse_s": lse_s}
 
 
@@ -208,7 +209,8 @@ def _forward(tensors, lse_t, lse_t_wider, return_rows, lengths, options):
     if return_rows:
         wanted |= lib.LSE_T | _ENTROPIES | (lib.MASS if lse_t_wider else 0)
     if options.gradients:
-        made = Forward.apply(*tensors, lse_t, wanted, lengths, options)
+        *differentiable, indices = tensors
+        made = Forward.apply(*differentiable, (indices, lse_t, wanted, lengths, options))
     else:
         made = torch.ops.streamkl.forward(*tensors, lse_t, wanted, *lengths, *options)
     return dict(zip(row_names(wanted), made))
