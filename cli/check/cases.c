@@ -229,6 +229,12 @@ static void indexer_of_latents(skl_problem *problem, skl_inputs *inputs)
     problem->dim_s = 128;
 }
 
+static void indexer_window(skl_problem *problem, skl_inputs *inputs)
+{
+    indexer(problem, inputs);
+    problem->window_left = 40;
+}
+
 static void sparse_indexer(skl_problem *problem, skl_inputs *inputs)
 {
     indexer(problem, inputs);
@@ -250,6 +256,12 @@ static void sparse_indexer_packed(skl_problem *problem, skl_inputs *inputs)
 static void sparse_indexer_of_latents(skl_problem *problem, skl_inputs *inputs)
 {
     indexer_of_latents(problem, inputs);
+    problem->top_k = 70;
+}
+
+static void sparse_indexer_window(skl_problem *problem, skl_inputs *inputs)
+{
+    indexer_window(problem, inputs);
     problem->top_k = 70;
 }
 
@@ -303,12 +315,22 @@ static const case_entry entries[] = {
     {"indexer, bf16", SKL_BF16, SKL_BF16, 1, indexer},
     {"indexer, linear, bf16", SKL_BF16, SKL_BF16, 0, indexer_linear},
     {"indexer, linear, f16", SKL_F16, SKL_F16, 0, indexer_linear},
+    {"indexer, packed, bf16", SKL_BF16, SKL_BF16, 0, indexer_packed},
+    {"indexer, f16", SKL_F16, SKL_F16, 1, indexer},
+    {"indexer, window, bf16", SKL_BF16, SKL_BF16, 1, indexer_window},
+    {"indexer, window, f16", SKL_F16, SKL_F16, 0, indexer_window},
     {"sparse indexer", SKL_F32, SKL_F32, 0, sparse_indexer},
     {"sparse indexer, reverse", SKL_F32, SKL_F32, 0, sparse_indexer_reverse},
     {"sparse indexer, packed, f16", SKL_F16, SKL_F16, 1, sparse_indexer_packed},
     {"sparse indexer, latent keys, bf16", SKL_BF16, SKL_BF16, 0, sparse_indexer_of_latents},
     {"sparse indexer, latent keys, f16", SKL_F16, SKL_F16, 0, sparse_indexer_of_latents},
     {"sparse indexer, reverse, bf16", SKL_BF16, SKL_BF16, 1, sparse_indexer_reverse},
+    {"sparse indexer, reverse, f16", SKL_F16, SKL_F16, 0, sparse_indexer_reverse},
+    {"sparse indexer, packed, bf16", SKL_BF16, SKL_BF16, 0, sparse_indexer_packed},
+    {"sparse indexer, bf16", SKL_BF16, SKL_BF16, 1, sparse_indexer},
+    {"sparse indexer, f16", SKL_F16, SKL_F16, 1, sparse_indexer},
+    {"sparse indexer, window, bf16", SKL_BF16, SKL_BF16, 0, sparse_indexer_window},
+    {"sparse indexer, window, f16", SKL_F16, SKL_F16, 0, sparse_indexer_window},
 };
 
 int check_case_count(void)

@@ -8,7 +8,6 @@
 
 /* ---- Devices ------------------------------------------------------------------------------------------------ */
 
-
 /* Compute capability of a device, 90 for 9.0; 0 and a reason if there is none. */
 static int capability_of(int device, char *reason, size_t reason_size)
 {
@@ -82,9 +81,10 @@ static skl_status plan_cuda(skl_plan *plan, const skl_options *options, const ch
                         "kernel=%s: no CUDA kernel of this name does this problem here; streamkl info lists them",
                         forced);
     if (kernel == NULL)
-        return skl_fail(
-            SKL_ERROR_UNSUPPORTED, "device %d has compute capability %d.%d: the kernels of this build need %d.%d",
-            options->device_index, capability / 10, capability % 10, SKL_CAPABILITY_sm80 / 10, SKL_CAPABILITY_sm80 % 10);
+        return skl_fail(SKL_ERROR_UNSUPPORTED,
+                        "device %d has compute capability %d.%d: the kernels of this build need %d.%d",
+                        options->device_index, capability / 10, capability % 10, SKL_CAPABILITY_sm80 / 10,
+                        SKL_CAPABILITY_sm80 % 10);
     plan->kernel = kernel;
     plan->kernel_name = kernel->name;
     plan->device_index = options->device_index;

@@ -217,8 +217,8 @@ static bool is_tma_kernel(const skl_cuda_kernel *kernel)
 static bool tma_reads(skl_dtype dtype, const skl_input *tensor, int64_t dim, int64_t heads, skl_tensor_rows shape)
 {
     CUtensorMap map;
-    return skl_tensor_map(&map, dtype, tensor, dim, heads, shape, SKL_SM90_STAGE_KEYS) ||
-           cudaPeekAtLastError() != cudaSuccess; /* a broken device: the launch reports it */
+    const CUresult result = skl_tensor_map(&map, dtype, tensor, dim, heads, shape, SKL_SM90_STAGE_KEYS);
+    return result != CUDA_ERROR_INVALID_VALUE && result != CUDA_ERROR_NOT_SUPPORTED;
 }
 
 /* Why TMA cannot address the call's tensors; NULL: it can. The descriptors are made and dropped: only the driver

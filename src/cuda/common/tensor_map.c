@@ -26,14 +26,16 @@ static CUtensorMapDataType map_type(skl_dtype dtype)
     return types[dtype];
 }
 
-bool skl_tensor_map(CUtensorMap *map, skl_dtype dtype, const skl_input *tensor, int64_t dim, int64_t heads,
-                    skl_tensor_rows shape, int box_rows)
+CUresult skl_tensor_map(CUtensorMap *map, skl_dtype dtype, const skl_input *tensor, int64_t dim, int64_t heads,
+                        skl_tensor_rows shape, int box_rows)
 {
     static _Thread_local PFN_cuTensorMapEncodeTiled_v12000 encoder = NULL;
     if (encoder == NULL)
         encoder = find_encoder();
-    if (encoder == NULL || shape.rows == 0)
-        return false;
+    if (encoder == NULL)
+        return CUDA_ERROR_NOT_SUPPORTED;
+    if (shape.rows == 0)
+        return CUDA_ERROR_INVALID_VALUE;
     const cuuint64_t size = skl_dtype_size(dtype);
     const int64_t batch_stride = shape.batch > 1 ? tensor->stride_batch : tensor->stride_head;
     const cuuint64_t sizes[4] = {(cuuint64_t)dim, (cuuint64_t)shape.rows, (cuuint64_t)heads, (cuuint64_t)shape.batch};
@@ -42,5 +44,5 @@ bool skl_tensor_map(CUtensorMap *map, skl_dtype dtype, const skl_input *tensor, 
     const cuuint32_t box[4] = {(cuuint32_t)(128 / size), (cuuint32_t)box_rows, 1, 1}, steps[4] = {1, 1, 1, 1};
     return encoder(map, map_type(dtype), 4, (void *)(uintptr_t)tensor->data, sizes, strides, box, steps,
                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }

@@ -3,7 +3,6 @@
 #define SKL_CUDA_COMMON_TENSOR_MAP_H
 
 #include <cuda.h>
-#include <stdbool.h>
 
 #include "base/backend.h"
 
@@ -28,10 +27,11 @@ static inline skl_tensor_rows skl_key_rows(const skl_problem *p)
     return shape;
 }
 
-/* Boxes of `box_rows` rows of one head, 128 bytes per row, 128-byte swizzle. False where TMA cannot address such a
- * tensor, or where the driver is too old to have TMA. */
-bool skl_tensor_map(CUtensorMap *map, skl_dtype dtype, const skl_input *tensor, int64_t dim, int64_t heads,
-                    skl_tensor_rows shape, int box_rows);
+/* Boxes of `box_rows` rows of one head, 128 bytes per row, 128-byte swizzle. Anything but CUDA_SUCCESS: there is no
+ * descriptor. CUDA_ERROR_INVALID_VALUE means that TMA cannot address such a tensor, CUDA_ERROR_NOT_SUPPORTED that the
+ * driver is too old to have TMA; what else the driver returns, such as an earlier fault, the next launch reports. */
+CUresult skl_tensor_map(CUtensorMap *map, skl_dtype dtype, const skl_input *tensor, int64_t dim, int64_t heads,
+                        skl_tensor_rows shape, int box_rows);
 
 #ifdef __cplusplus
 }

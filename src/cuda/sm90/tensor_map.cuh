@@ -21,10 +21,11 @@ inline skl_dtype dtype_of_element(__half)
     return SKL_F16;
 }
 
-/* Of a launch whose tensors cannot be encoded, although select.c could: the device is broken. */
+/* select.c has found that TMA can address the tensors: if there is no descriptor, an earlier launch has failed, which
+ * any call of the runtime reports. */
 inline cudaError_t encode_error()
 {
-    const cudaError_t error = cudaPeekAtLastError();
+    const cudaError_t error = cudaFree(NULL);
     return error != cudaSuccess ? error : cudaErrorInvalidValue;
 }
 
@@ -33,7 +34,7 @@ inline bool encode_queries(CUtensorMap *map, const skl_problem *p, const skl_cud
                            ELEMENT element)
 {
     return skl_tensor_map(map, dtype_of_element(element), &side->q, side->dim, p->heads_s, skl_query_rows(p),
-                          box_rows);
+                          box_rows) == CUDA_SUCCESS;
 }
 
 template <typename ELEMENT>
@@ -41,7 +42,7 @@ inline bool encode_keys(CUtensorMap *map, const skl_problem *p, const skl_cuda_a
                         ELEMENT element)
 {
     return skl_tensor_map(map, dtype_of_element(element), &side->k, side->dim, p->heads_s / side->heads_per_key,
-                          skl_key_rows(p), box_rows);
+                          skl_key_rows(p), box_rows) == CUDA_SUCCESS;
 }
 
 } // namespace sm90

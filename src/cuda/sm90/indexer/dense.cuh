@@ -14,8 +14,10 @@ inline bool encode_teacher(score_maps *maps, const index_params &params)
 {
     const skl_problem *const p = &params.problem;
     const skl_dtype type = SKL_BF16;
-    return skl_tensor_map(&maps->q_t, type, &params.call.inputs.q_t, p->dim_t, p->heads_t, skl_query_rows(p), SIDE) &&
-           skl_tensor_map(&maps->k_t, type, &params.call.inputs.k_t, p->dim_t, p->key_heads_t, skl_key_rows(p), SIDE);
+    return skl_tensor_map(&maps->q_t, type, &params.call.inputs.q_t, p->dim_t, p->heads_t, skl_query_rows(p), SIDE) ==
+               CUDA_SUCCESS &&
+           skl_tensor_map(&maps->k_t, type, &params.call.inputs.k_t, p->dim_t, p->key_heads_t, skl_key_rows(p),
+                          SIDE) == CUDA_SUCCESS;
 }
 
 /* Queries and keys of the indexer, in boxes of `query_box` and `key_box` rows. */
@@ -24,8 +26,9 @@ inline bool encode_indexer(CUtensorMap *q, CUtensorMap *k, const index_params &p
     const skl_problem *const p = &params.problem;
     const skl_dtype type = SKL_BF16;
     return skl_tensor_map(q, type, &params.call.inputs.q_s, p->dim_s, skl_query_heads_s(p), skl_query_rows(p),
-                          query_box) &&
-           skl_tensor_map(k, type, &params.call.inputs.k_s, p->dim_s, p->key_heads_s, skl_key_rows(p), key_box);
+                          query_box) == CUDA_SUCCESS &&
+           skl_tensor_map(k, type, &params.call.inputs.k_s, p->dim_s, p->key_heads_s, skl_key_rows(p), key_box) ==
+               CUDA_SUCCESS;
 }
 
 inline bool encode_scores(score_maps *maps, const index_params &params)
