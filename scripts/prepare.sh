@@ -91,9 +91,13 @@ prepare_packages() {
 
 # prepare_venv FOLDER PINS: creates a virtual environment with the packages of the file PINS, unless it is up to date.
 prepare_venv() {
-    if cmp -s "$2" "$1/requirements.txt" && "$1/bin/python" -c ''; then return; fi
-    echo "Creating $1, the Python environment of the tests" >&2
-    python3 -m venv --clear "$1"
-    "$1/bin/python" -m pip install --quiet --disable-pip-version-check -r "$2"
-    cp "$2" "$1/requirements.txt"
+    mkdir -p build
+    (
+        flock 8 # another call may be at it
+        if cmp -s "$2" "$1/requirements.txt" && "$1/bin/python" -c ''; then exit; fi
+        echo "Creating $1, the Python environment of the tests" >&2
+        python3 -m venv --clear "$1"
+        "$1/bin/python" -m pip install --quiet --disable-pip-version-check -r "$2"
+        cp "$2" "$1/requirements.txt"
+    ) 8>"build/$1.lock"
 }
