@@ -18,7 +18,11 @@
  *
  * Calls return a status. After a failure, skl_last_error() names the argument, its value and the accepted values.
  * A plan is immutable and can be shared between threads. Run calls never allocate, print or exit.
- * Every struct starts with its size, so that a library of a release with different structs refuses it.
+ *
+ * Every struct starts with struct_size, the size that the caller was compiled with. A library reads nothing else
+ * before it has checked that. It refuses a shorter struct than its own. It accepts a longer one, of a program for a
+ * newer release, if all bytes that it does not know are 0: new fields come last, and 0 keeps the former behaviour. So
+ * initialise the whole struct, and not field by field. Sizes above 4096 are refused.
  */
 #ifndef STREAMKL_H
 #define STREAMKL_H

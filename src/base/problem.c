@@ -4,6 +4,7 @@
 #include <math.h>
 
 #include "base/status.h"
+#include "base/structs.h"
 
 #define WINDOW_UNLIMITED (SKL_LENGTH_MAX * 4)
 
@@ -156,10 +157,8 @@ skl_status skl_problem_check(skl_problem *problem, const skl_problem *given)
 {
     if (given == NULL)
         return skl_fail(SKL_ERROR_ARGUMENT, "problem=NULL: must point to a skl_problem");
-    if (given->struct_size != sizeof(skl_problem))
-        return skl_fail(SKL_ERROR_ARGUMENT, "problem.struct_size=%zu: must be %zu; start from skl_problem_default()",
-                        given->struct_size, sizeof(skl_problem));
-    skl_problem p = *given;
+    skl_problem p;
+    TRY(skl_struct_copy(&p, given, sizeof p, "problem", "; start from skl_problem_default()"));
     TRY(check_ranges(&p));
     TRY(check_float("scale_t", p.scale_t, -INFINITY, "finite; 0 stands for 1/sqrt(dim_t)"));
     TRY(check_float("scale_s", p.scale_s, -INFINITY, "finite; 0 stands for 1/sqrt(dim_s)"));

@@ -253,20 +253,6 @@ static skl_status check_length_pointers(const skl_problem *p, const skl_inputs *
     return SKL_OK;
 }
 
-static skl_status check_structs(const skl_call *call)
-{
-    if (call->inputs.struct_size != sizeof(skl_inputs))
-        return skl_fail(SKL_ERROR_ARGUMENT, "inputs.struct_size=%zu: must be %zu", call->inputs.struct_size,
-                        sizeof(skl_inputs));
-    if (call->rows.struct_size != sizeof(skl_rows))
-        return skl_fail(SKL_ERROR_ARGUMENT, "rows.struct_size=%zu: must be %zu", call->rows.struct_size,
-                        sizeof(skl_rows));
-    if (call->gradients.struct_size != sizeof(skl_gradients))
-        return skl_fail(SKL_ERROR_ARGUMENT, "gradients.struct_size=%zu: must be %zu", call->gradients.struct_size,
-                        sizeof(skl_gradients));
-    return SKL_OK;
-}
-
 static skl_status check_workspace(const skl_plan *plan, const skl_call *call, size_t workspace_size)
 {
     const size_t needed = plan->workspace_size[call->op];
@@ -284,9 +270,7 @@ static skl_status check_workspace(const skl_plan *plan, const skl_call *call, si
 
 skl_status skl_call_check(const skl_plan *plan, const skl_call *call, size_t workspace_size)
 {
-    skl_status status = check_structs(call);
-    if (status == SKL_OK)
-        status = check_length_pointers(&plan->problem, &call->inputs);
+    skl_status status = check_length_pointers(&plan->problem, &call->inputs);
     if (status == SKL_OK)
         status = check_tensors(&plan->problem, call);
     if (status == SKL_OK && call->op == SKL_OP_PARTIAL && call->keys.begin > call->keys.end)
@@ -342,9 +326,7 @@ skl_status skl_inputs_check_layout(const skl_problem *problem, const skl_inputs 
                            .inputs = *inputs,
                            .rows = {.struct_size = sizeof(skl_rows)},
                            .gradients = {.struct_size = sizeof(skl_gradients)}};
-    skl_status status = check_structs(&call);
-    if (status == SKL_OK)
-        status = check_length_pointers(problem, inputs);
+    const skl_status status = check_length_pointers(problem, inputs);
     return status == SKL_OK ? check_tensors(problem, &call) : status;
 }
 
@@ -356,9 +338,6 @@ skl_status skl_inputs_check_values(const skl_problem *problem, const skl_inputs 
 
 skl_status skl_finish_check(const skl_problem *p, const skl_call *call)
 {
-    skl_status status = check_structs(call);
-    if (status != SKL_OK)
-        return status;
     const skl_rows *const rows = &call->rows;
     const bool teacher_groups = skl_has_teacher_groups(p);
     const char *const in_finish = " in skl_states_finish";
@@ -379,6 +358,7 @@ skl_status skl_finish_check(const skl_problem *p, const skl_call *call)
         TENSOR(rows->mass, "rows.mass", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, REFUSED, in_finish),
     };
     const size_t count = sizeof tensors / sizeof tensors[0];
+    skl_status status = SKL_OK;
     for (size_t i = 0; i < count && status == SKL_OK; i++)
         status = check_tensor(p, &tensors[i]);
     return status == SKL_OK ? check_overlaps(p, tensors, count) : status;
