@@ -104,6 +104,7 @@ typedef struct skl_problem {
     int64_t key_heads_s;
     int64_t dim_t; /* head dimension, 1..512; teacher of an indexer: 1..576 */
     int64_t dim_s;
+    /* Exactly 0 is the default; -0 and subnormal numbers are refused. A double below 2^-150 becomes 0 in a float. */
     float scale_t; /* logit scale; 0: 1 / sqrt(dim); indexer: 1 / sqrt(dim_s * index_heads) */
     float scale_s;
     float softcap_t; /* logit -> cap * tanh(logit / cap); 0: none */
