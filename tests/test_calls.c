@@ -1,7 +1,9 @@
 /* All rules about the arguments of run calls. A refused call writes nothing. */
+#define _DEFAULT_SOURCE /* alarm */
 #include "runner.h"
 
 #include <stdlib.h>
+#include <unistd.h>
 
 #include "case_words.h"
 #include "device.h"
@@ -506,6 +508,57 @@ static void test_empty_problems_need_no_tensors(void **state)
     skl_plan_destroy(plan);
 }
 
+/* A tensor without elements. */
+static skl_output no_elements(void)
+{
+    static float address;
+    return (skl_output){&address, 0, 0, 0};
+}
+
+static void check_huge_empty_problem(const skl_problem *problem, const char *kernel)
+{
+    skl_plan *const plan = test_plan(problem, kernel, 2);
+    const skl_output none = no_elements();
+    const skl_inputs inputs = {.struct_size = sizeof inputs};
+    const skl_rows rows = {.struct_size = sizeof rows, .kl = none, .lse_s = none};
+    const skl_rows kl_only = {.struct_size = sizeof rows, .kl = none};
+    skl_gradients gradients = {.struct_size = sizeof gradients, .dq_s = none, .dk_s = none};
+    if (problem->gradients & SKL_DW_S)
+        gradients.dw_s = none;
+    run_forward(plan, &inputs, &rows);
+    run_backward(plan, &inputs, &gradients);
+    run_forward_backward(plan, &inputs, &kl_only, &gradients);
+    run_finish(plan, NULL, NULL, &rows);
+    skl_plan_destroy(plan);
+}
+
+/* Any number of sequences and heads without rows is no work: a loop over them would take hours. */
+static void test_huge_empty_problems_end_at_once(void **state)
+{
+    (void)state;
+    if (test_device() != SKL_CPU)
+        skip();
+    enum { SECONDS_MAX = 60 };
+    alarm(SECONDS_MAX); /* ends the program */
+    for (int32_t k = 0; test_kernel(k); k++)
+        for (int32_t grad_f32 = 0; grad_f32 < 2; grad_f32++) {
+            skl_problem problem = skl_problem_default();
+            problem.batch = INT32_MAX;
+            problem.heads_t = problem.heads_s = 1000;
+            problem.dim_t = problem.dim_s = 4;
+            problem.dtype_t = problem.dtype_s = SKL_F16;
+            problem.grad_f32 = grad_f32;
+            check_huge_empty_problem(&problem, test_kernel(k));
+            problem.student = SKL_STUDENT_INDEXER;
+            problem.gradients = SKL_DQ_S | SKL_DK_S | SKL_DW_S;
+            problem.index_heads = 2;
+            check_huge_empty_problem(&problem, test_kernel(k));
+            problem.top_k = 3;
+            check_huge_empty_problem(&problem, test_kernel(k));
+        }
+    alarm(0);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -516,6 +569,7 @@ int main(void)
         cmocka_unit_test(test_rules_of_workspaces),
         cmocka_unit_test(test_views_of_one_buffer_may_interleave),
         cmocka_unit_test(test_empty_problems_need_no_tensors),
+        cmocka_unit_test(test_huge_empty_problems_end_at_once),
     };
     return test_run("calls", tests, COUNT_OF(tests));
 }

@@ -54,7 +54,8 @@ static void clear_gradient(const skl_output *grad, skl_dtype dtype, int64_t batc
                            int64_t row_end, int64_t dim)
 {
     const int64_t size = (int64_t)skl_dtype_size(dtype);
-    for (int64_t b = 0; grad->data != NULL && b < batch; b++)
+    const bool has_rows = grad->data != NULL && row_begin < row_end;
+    for (int64_t b = 0; has_rows && b < batch; b++)
         for (int64_t h = 0; h < heads; h++)
             for (int64_t i = row_begin; i < row_end; i++)
                 memset((char *)grad->data + SKL_ROW(*grad, b, h, i) * size, 0, (size_t)(dim * size));
@@ -156,7 +157,7 @@ static void finish_row(const skl_problem *p, const skl_call *call, const skl_seq
 static skl_status states_finish(const skl_plan *plan, const skl_call *call)
 {
     const skl_problem *const p = &plan->problem;
-    const int64_t batch = p->packed ? 1 : p->batch;
+    const int64_t batch = skl_state_count(p) == 0 ? 0 : p->packed ? 1 : p->batch;
     for (int64_t b = 0; b < batch; b++) {
         const skl_sequence all_rows = {b, 0, p->packed ? p->total_q : p->len_q, 0, 0, 0, 0};
         for (int64_t h = 0; h < p->heads_s; h++)
