@@ -310,6 +310,30 @@ static void test_workspace_does_not_grow_with_the_lengths(void **state)
     }
 }
 
+/* A problem of one tile needs the workspace of one thread, however many are allowed. */
+static void test_threads_without_work_need_no_workspace(void **state)
+{
+    (void)state;
+    for (int32_t k = 0; test_kernel(k); k++) {
+        skl_problem problem = good_problem();
+        problem.batch = problem.heads_t = problem.heads_s = 1;
+        problem.len_q = 8, problem.len_k = 9;
+        skl_plan *const one = test_plan(&problem, test_kernel(k), 1);
+        skl_plan *const many = test_plan(&problem, test_kernel(k), 1024);
+        problem.batch = 1024;
+        skl_plan *const busy = test_plan(&problem, test_kernel(k), 1024);
+        assert_int_equal(skl_plan_threads(many), 1024);
+        for (skl_op op = SKL_OP_FORWARD; op <= SKL_OP_PARTIAL; op++) {
+            const size_t size = skl_plan_workspace_size(one, op);
+            assert_int_equal(skl_plan_workspace_size(many, op), size);
+            assert_int_equal(skl_plan_workspace_size(busy, op), 1024 * size);
+        }
+        skl_plan_destroy(one);
+        skl_plan_destroy(many);
+        skl_plan_destroy(busy);
+    }
+}
+
 static void test_version_status_names_and_kernels(void **state)
 {
     (void)state;
@@ -351,6 +375,7 @@ int main(void)
         cmocka_unit_test(test_unusable_kernels_are_refused),
         cmocka_unit_test(test_environment_sets_threads_and_kernel),
         cmocka_unit_test(test_workspace_does_not_grow_with_the_lengths),
+        cmocka_unit_test(test_threads_without_work_need_no_workspace),
         cmocka_unit_test(test_version_status_names_and_kernels),
     };
     return test_run("problem", tests, COUNT_OF(tests));

@@ -41,10 +41,11 @@ static skl_status plan_cpu(skl_plan *plan, const skl_options *options, const cha
                                                         : kernel->indexer;
     plan->kernel = work;
     plan->kernel_name = kernel->name;
+    plan->workers = skl_cpu_select_workers(p, work, plan->threads);
     const size_t scratch_per_worker = work->scratch_size(p);
     for (int op = 0; op < SKL_OP_COUNT; op++)
-        plan->workspace_size[op] = ordered_sum_size(plan->threads) + (size_t)plan->threads * scratch_per_worker;
-    skl_pool_reserve(plan->threads);
+        plan->workspace_size[op] = ordered_sum_size(plan->workers) + (size_t)plan->workers * scratch_per_worker;
+    skl_pool_reserve(plan->workers);
     return SKL_OK;
 }
 
@@ -110,12 +111,12 @@ static skl_status run(const skl_plan *plan, const skl_call *call)
     const skl_cpu_work *const work = plan->kernel;
     const skl_cpu_passes passes = skl_cpu_select_passes(plan, call);
     skl_schedule s = {.plan = plan,
-                      .scratch = (char *)call->workspace + ordered_sum_size(plan->threads),
+                      .scratch = (char *)call->workspace + ordered_sum_size(plan->workers),
                       .scratch_size = work->scratch_size(p),
                       .task = {.problem = p,
                                .call = call,
                                .tiles = work->tiles(p),
-                               .ordered_sum = {call->workspace, skl_ordered_sum_count(plan->threads)},
+                               .ordered_sum = {call->workspace, skl_ordered_sum_count(plan->workers)},
                                .rows_known = passes.rows_first}};
     clear_query_tail(p, call);
     clear_key_gradients(p, call, passes.fused);
