@@ -132,8 +132,9 @@ typedef struct skl_problem {
  * given or not requested.
  *
  * Inputs may be expanded (stride 0). An output may interleave with other tensors, such as dq and dk in
- * [length, 2, dim], but must not share a byte with another output or an input. Calls refuse an overlap that they
- * find. Exception: rows->x may be the same tensor as inputs->x. */
+ * [length, 2, dim], but must not share a byte with another output or an input. No tensor may share a byte with the
+ * workspace that the plan needs. Calls refuse an overlap that they find. Exception: rows->x may be the same tensor as
+ * inputs->x. */
 typedef struct skl_input {
     const void *data;
     int64_t stride_batch, stride_head, stride_row;
@@ -223,7 +224,8 @@ SKL_API skl_status skl_plan_create(skl_plan **plan, const skl_problem *problem, 
 SKL_API void skl_plan_destroy(skl_plan *plan); /* NULL is fine */
 
 /* Bytes of workspace that an operation needs, aligned to SKL_WORKSPACE_ALIGNMENT. Concurrent calls need separate
- * workspaces. The size does not grow with len_q or len_k, with two exceptions on a GPU:
+ * workspaces. On the CPU it is proportional to the number of threads that can have work, one per tile of a head at
+ * most. The size does not grow with len_q or len_k otherwise, with two exceptions on a GPU:
  *   - On Hopper, a backward that need not be deterministic keeps f32 sums of 16-bit key gradients in it, for heads of
  *     up to 128 dimensions.
  *   - Indexers keep row sums and f32 sums of key gradients in it. Their backward also needs up to 256 MiB, or more if

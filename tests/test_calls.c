@@ -175,6 +175,11 @@ static const call_rule call_rules[] = {
     {FINISH, &plain, "states=", {COPY(rows.kl.data, states)}},
     {FINISH, &teacher_groups, NULL, {COPY(rows.lse_t, inputs.lse_t)}},
 
+    /* Outputs in the arrays of lengths. */
+    {FORWARD, &packed, "and rows.kl=", {COPY(rows.kl.data, inputs.cu_seqlens_q)}},
+    {FORWARD, &padded, "key_lengths=", {COPY(rows.lse_s.data, inputs.key_lengths), ADD(rows.lse_s.data, 8)}},
+    {FORWARD, &padded, "key_lengths=", {ADD(inputs.key_lengths, 2)}},
+
     /* Strides. */
     {FORWARD, &plain, "q_t.stride_row=-4: must be at least 0", {SET(inputs.q_t.stride_row, -4)}},
     {FORWARD, &plain, "k_t.stride_head=-1: must be at least 0", {SET(inputs.k_t.stride_head, -1)}},
@@ -308,6 +313,17 @@ static const call_rule workspace_rules[] = {
     {BACKWARD, &plain, "must be at least ", {ADD(workspace_size, -1)}},
     {ONE_PASS, &plain, "must be at least ", {ADD(workspace_size, -1)}},
     {PARTIAL, &plain, "must be aligned to 64 bytes", {ADD(workspace, 1)}},
+};
+
+/* Tensors in the workspace. A GPU may need none. */
+static const call_rule workspace_overlap_rules[] = {
+    {FORWARD, &plain, "rows.kl=", {COPY(rows.kl.data, workspace)}},
+    {FORWARD, &plain, "overlap: the workspace must not share memory with", {COPY(rows.lse_s.data, workspace)}},
+    {FORWARD, &plain, "q_s=", {COPY(inputs.q_s.data, workspace), ADD(inputs.q_s.data, -4 * 79)}},
+    {FORWARD, &packed, "cu_seqlens_k=", {COPY(inputs.cu_seqlens_k, workspace)}},
+    {BACKWARD, &plain, "dq_s=", {COPY(gradients.dq_s.data, workspace)}},
+    {ONE_PASS, &plain, "dk_t=", {COPY(gradients.dk_t.data, workspace), ADD(gradients.dk_t.data, -4 * 95)}},
+    {PARTIAL, &plain, "states=", {COPY(states, workspace)}},
 };
 
 static skl_status make_call(call_kind kind, const call *c)
@@ -451,6 +467,15 @@ static void test_rules_of_workspaces(void **state)
         check_rule(&workspace_rules[n], SKL_ERROR_WORKSPACE);
 }
 
+static void test_tensors_in_the_workspace(void **state)
+{
+    (void)state;
+    if (test_device() != SKL_CPU)
+        skip();
+    for (size_t n = 0; n < COUNT_OF(workspace_overlap_rules); n++)
+        check_rule(&workspace_overlap_rules[n], SKL_ERROR_ARGUMENT);
+}
+
 /* dq and dk interleaved in one [batch, length, 2, heads, dim], the layout of a fused projection. */
 static void test_views_of_one_buffer_may_interleave(void **state)
 {
@@ -567,6 +592,7 @@ int main(void)
         cmocka_unit_test(test_rules_of_indexers),
         cmocka_unit_test(test_rules_of_inputs_check),
         cmocka_unit_test(test_rules_of_workspaces),
+        cmocka_unit_test(test_tensors_in_the_workspace),
         cmocka_unit_test(test_views_of_one_buffer_may_interleave),
         cmocka_unit_test(test_empty_problems_need_no_tensors),
         cmocka_unit_test(test_huge_empty_problems_end_at_once),
