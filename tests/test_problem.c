@@ -139,6 +139,9 @@ static const problem_rule problem_rules[] = {
      {SET(batch, 2147483647), SET(heads_t, 2147483644), SET(len_q, LENGTH_MAX)}},
     {"batch=2147483647 x heads_t=4 x len_q=1099511627776: too many rows",
      {SET(batch, 2147483647), SET(len_q, LENGTH_MAX)}},
+    /* 2^57 - 1 = INT64_MAX / 64 rows are allowed, 2^57 are not. */
+    {NULL, {SET(batch, 226639), SET(heads_t, 1), SET(heads_s, 1), SET(len_q, 635879915089)}},
+    {"batch=32768 x heads_t=4 x len_q=1099511627776: too many rows", {SET(batch, 32768), SET(len_q, LENGTH_MAX)}},
 };
 
 static void test_rules_of_problems(void **state)
@@ -304,7 +307,9 @@ static void test_workspace_does_not_grow_with_the_lengths(void **state)
         skl_plan *const large = test_plan(&problem, test_kernel(k), 2);
         for (skl_op op = SKL_OP_FORWARD; op <= SKL_OP_PARTIAL; op++)
             assert_int_equal(skl_plan_workspace_size(small, op), skl_plan_workspace_size(large, op));
+        assert_int_equal(skl_plan_workspace_size(small, (skl_op)(SKL_OP_PARTIAL + 1)), 0);
         assert_int_equal(skl_plan_workspace_size(small, (skl_op)99), 0);
+        assert_int_equal(skl_plan_workspace_size(small, (skl_op)-1), 0);
         skl_plan_destroy(small);
         skl_plan_destroy(large);
     }
