@@ -18,7 +18,11 @@
  *
  * Calls return a status. After a failure, skl_last_error() names the argument, its value and the accepted values.
  * A plan is immutable and can be shared between threads. Run calls never allocate, print or exit.
- * Every struct starts with its size, so that a library of a release with different structs refuses it.
+ *
+ * Every struct starts with struct_size, the size that the caller was compiled with. A library reads nothing else
+ * before it has checked that. It refuses a shorter struct than its own. It accepts a longer one, of a program for a
+ * newer release, if all bytes that it does not know are 0: new fields come last, and 0 keeps the former behaviour. So
+ * initialise the whole struct, and not field by field. Sizes above 4096 are refused.
  */
 #ifndef STREAMKL_H
 #define STREAMKL_H
@@ -100,6 +104,7 @@ typedef struct skl_problem {
     int64_t key_heads_s;
     int64_t dim_t; /* head dimension, 1..512; teacher of an indexer: 1..576 */
     int64_t dim_s;
+    /* Exactly 0 is the default; -0 and subnormal numbers are refused. A double below 2^-150 becomes 0 in a float. */
     float scale_t; /* logit scale; 0: 1 / sqrt(dim); indexer: 1 / sqrt(dim_s * index_heads) */
     float scale_s;
     float softcap_t; /* logit -> cap * tanh(logit / cap); 0: none */
@@ -127,8 +132,9 @@ typedef struct skl_problem {
  * given or not requested.
  *
  * Inputs may be expanded (stride 0). An output may interleave with other tensors, such as dq and dk in
- * [length, 2, dim], but must not share a byte with another output or an input. Calls refuse an overlap that they
- * find. Exception: rows->x may be the same tensor as inputs->x. */
+ * [length, 2, dim], but must not share a byte with another output or an input. No tensor may share a byte with the
+ * workspace that the plan needs. Calls refuse an overlap that they find. Exception: rows->x may be the same tensor as
+ * inputs->x. */
 typedef struct skl_input {
     const void *data;
     int64_t stride_batch, stride_head, stride_row;
@@ -218,7 +224,8 @@ SKL_API skl_status skl_plan_create(skl_plan **plan, const skl_problem *problem, 
 SKL_API void skl_plan_destroy(skl_plan *plan); /* NULL is fine */
 
 /* Bytes of workspace that an operation needs, aligned to SKL_WORKSPACE_ALIGNMENT. Concurrent calls need separate
- * workspaces. The size does not grow with len_q or len_k, with two exceptions on a GPU:
+ * workspaces. On the CPU it is proportional to the number of threads that can have work, one per tile of a head at
+ * most. The size does not grow with len_q or len_k otherwise, with two exceptions on a GPU:
  *   - On Hopper, a backward that need not be deterministic keeps f32 sums of 16-bit key gradients in it, for heads of
  *     up to 128 dimensions.
  *   - Indexers keep row sums and f32 sums of key gradients in it. Their backward also needs up to 256 MiB, or more if

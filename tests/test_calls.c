@@ -1,7 +1,9 @@
 /* All rules about the arguments of run calls. A refused call writes nothing. */
+#define _DEFAULT_SOURCE /* alarm */
 #include "runner.h"
 
 #include <stdlib.h>
+#include <unistd.h>
 
 #include "case_words.h"
 #include "device.h"
@@ -163,6 +165,9 @@ static const call_rule call_rules[] = {
     {FORWARD, &plain, NULL, {COPY(rows.kl, inputs.kl)}},
     {FORWARD, &teacher_groups, NULL, {COPY(rows.lse_t, inputs.lse_t)}},
     {FORWARD, &teacher_groups, "overlap", {COPY(rows.lse_t, inputs.lse_t), ADD(rows.lse_t.data, 4)}},
+    {FORWARD, &teacher_groups, "overlap", {COPY(rows.lse_t, inputs.lse_t), SET(inputs.lse_t.stride_row, 0)}},
+    {FORWARD, &teacher_groups, "overlap", {COPY(rows.lse_t, inputs.lse_t), SET(inputs.lse_t.stride_head, 0)}},
+    {FORWARD, &teacher_groups, "overlap", {COPY(rows.lse_t, inputs.lse_t), SET(inputs.lse_t.stride_batch, 0)}},
     {BACKWARD, &plain, "dq_t=", {COPY(gradients.dq_s, gradients.dq_t)}},
     {BACKWARD, &plain, "q_s=", {COPY(gradients.dq_s, inputs.q_s)}},
     {BACKWARD, &plain, "overlap", {COPY(gradients.dq_s, gradients.dq_t), ADD(gradients.dq_s.data, 4 * 79)}},
@@ -172,6 +177,11 @@ static const call_rule call_rules[] = {
     {FINISH, &plain, "rows.kl=", {COPY(rows.lse_t, rows.kl)}},
     {FINISH, &plain, "states=", {COPY(rows.kl.data, states)}},
     {FINISH, &teacher_groups, NULL, {COPY(rows.lse_t, inputs.lse_t)}},
+
+    /* Outputs in the arrays of lengths. */
+    {FORWARD, &packed, "and rows.kl=", {COPY(rows.kl.data, inputs.cu_seqlens_q)}},
+    {FORWARD, &padded, "key_lengths=", {COPY(rows.lse_s.data, inputs.key_lengths), ADD(rows.lse_s.data, 8)}},
+    {FORWARD, &padded, "key_lengths=", {ADD(inputs.key_lengths, 2)}},
 
     /* Strides. */
     {FORWARD, &plain, "q_t.stride_row=-4: must be at least 0", {SET(inputs.q_t.stride_row, -4)}},
@@ -306,6 +316,17 @@ static const call_rule workspace_rules[] = {
     {BACKWARD, &plain, "must be at least ", {ADD(workspace_size, -1)}},
     {ONE_PASS, &plain, "must be at least ", {ADD(workspace_size, -1)}},
     {PARTIAL, &plain, "must be aligned to 64 bytes", {ADD(workspace, 1)}},
+};
+
+/* Tensors in the workspace. A GPU may need none. */
+static const call_rule workspace_overlap_rules[] = {
+    {FORWARD, &plain, "rows.kl=", {COPY(rows.kl.data, workspace)}},
+    {FORWARD, &plain, "overlap: the workspace must not share memory with", {COPY(rows.lse_s.data, workspace)}},
+    {FORWARD, &plain, "q_s=", {COPY(inputs.q_s.data, workspace), ADD(inputs.q_s.data, -4 * 79)}},
+    {FORWARD, &packed, "cu_seqlens_k=", {COPY(inputs.cu_seqlens_k, workspace)}},
+    {BACKWARD, &plain, "dq_s=", {COPY(gradients.dq_s.data, workspace)}},
+    {ONE_PASS, &plain, "dk_t=", {COPY(gradients.dk_t.data, workspace), ADD(gradients.dk_t.data, -4 * 95)}},
+    {PARTIAL, &plain, "states=", {COPY(states, workspace)}},
 };
 
 static skl_status make_call(call_kind kind, const call *c)
@@ -449,6 +470,15 @@ static void test_rules_of_workspaces(void **state)
         check_rule(&workspace_rules[n], SKL_ERROR_WORKSPACE);
 }
 
+static void test_tensors_in_the_workspace(void **state)
+{
+    (void)state;
+    if (test_device() != SKL_CPU)
+        skip();
+    for (size_t n = 0; n < COUNT_OF(workspace_overlap_rules); n++)
+        check_rule(&workspace_overlap_rules[n], SKL_ERROR_ARGUMENT);
+}
+
 /* dq and dk interleaved in one [batch, length, 2, heads, dim], the layout of a fused projection. */
 static void test_views_of_one_buffer_may_interleave(void **state)
 {
@@ -506,6 +536,57 @@ static void test_empty_problems_need_no_tensors(void **state)
     skl_plan_destroy(plan);
 }
 
+/* A tensor without elements. */
+static skl_output no_elements(void)
+{
+    static float address;
+    return (skl_output){&address, 0, 0, 0};
+}
+
+static void check_huge_empty_problem(const skl_problem *problem, const char *kernel)
+{
+    skl_plan *const plan = test_plan(problem, kernel, 2);
+    const skl_output none = no_elements();
+    const skl_inputs inputs = {.struct_size = sizeof inputs};
+    const skl_rows rows = {.struct_size = sizeof rows, .kl = none, .lse_s = none};
+    const skl_rows kl_only = {.struct_size = sizeof rows, .kl = none};
+    skl_gradients gradients = {.struct_size = sizeof gradients, .dq_s = none, .dk_s = none};
+    if (problem->gradients & SKL_DW_S)
+        gradients.dw_s = none;
+    run_forward(plan, &inputs, &rows);
+    run_backward(plan, &inputs, &gradients);
+    run_forward_backward(plan, &inputs, &kl_only, &gradients);
+    run_finish(plan, NULL, NULL, &rows);
+    skl_plan_destroy(plan);
+}
+
+/* Any number of sequences and heads without rows is no work: a loop over them would take hours. */
+static void test_huge_empty_problems_end_at_once(void **state)
+{
+    (void)state;
+    if (test_device() != SKL_CPU)
+        skip();
+    enum { SECONDS_MAX = 60 };
+    alarm(SECONDS_MAX); /* ends the program */
+    for (int32_t k = 0; test_kernel(k); k++)
+        for (int32_t grad_f32 = 0; grad_f32 < 2; grad_f32++) {
+            skl_problem problem = skl_problem_default();
+            problem.batch = INT32_MAX;
+            problem.heads_t = problem.heads_s = 1000;
+            problem.dim_t = problem.dim_s = 4;
+            problem.dtype_t = problem.dtype_s = SKL_F16;
+            problem.grad_f32 = grad_f32;
+            check_huge_empty_problem(&problem, test_kernel(k));
+            problem.student = SKL_STUDENT_INDEXER;
+            problem.gradients = SKL_DQ_S | SKL_DK_S | SKL_DW_S;
+            problem.index_heads = 2;
+            check_huge_empty_problem(&problem, test_kernel(k));
+            problem.top_k = 3;
+            check_huge_empty_problem(&problem, test_kernel(k));
+        }
+    alarm(0);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -514,8 +595,10 @@ int main(void)
         cmocka_unit_test(test_rules_of_indexers),
         cmocka_unit_test(test_rules_of_inputs_check),
         cmocka_unit_test(test_rules_of_workspaces),
+        cmocka_unit_test(test_tensors_in_the_workspace),
         cmocka_unit_test(test_views_of_one_buffer_may_interleave),
         cmocka_unit_test(test_empty_problems_need_no_tensors),
+        cmocka_unit_test(test_huge_empty_problems_end_at_once),
     };
     return test_run("calls", tests, COUNT_OF(tests));
 }

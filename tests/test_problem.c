@@ -2,11 +2,16 @@
 #define _DEFAULT_SOURCE /* setenv */
 #include "support.h"
 
+#include <float.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 
 #include "edit.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #define SET(member, to)       SET_IN(skl_problem, member, to)
 #define SET_FLOAT(member, to) SET_FLOAT_IN(skl_problem, member, to)
@@ -75,6 +80,13 @@ static const problem_rule problem_rules[] = {
     {"scale_t=inf: must be finite", {SET_FLOAT(scale_t, INFINITY)}},
     {"scale_s=-inf: must be finite; 0 stands for 1/sqrt(dim_s)", {SET_FLOAT(scale_s, -INFINITY)}},
     {NULL, {SET_FLOAT(scale_t, -1)}},
+    {NULL, {SET_FLOAT(scale_t, FLT_MIN), SET_FLOAT(scale_s, -FLT_MIN)}},
+    {"scale_t=1.4013e-45: must be 0, or at least 1.17549e-38 in magnitude", {SET_FLOAT(scale_t, 0x1p-149F)}},
+    {"scale_t=-0: must be 0, or at least", {SET_FLOAT(scale_t, -0.0F)}},
+    {"scale_s=-1.17549e-38: must be 0, or at least", {SET_FLOAT(scale_s, -0x1.fffffcp-127F)}},
+    {"softcap_t=5.87747e-39: must be 0, or at least", {SET_FLOAT(softcap_t, 0x1p-127F)}},
+    {"softcap_s=-0: must be 0, or at least", {SET_FLOAT(softcap_s, -0.0F)}},
+    {NULL, {SET_FLOAT(softcap_t, FLT_MIN), SET_FLOAT(softcap_s, FLT_MIN)}},
     {"softcap_t=-1: must be finite and at least 0; 0 stands for none", {SET_FLOAT(softcap_t, -1)}},
     {"softcap_t=nan: must be finite", {SET_FLOAT(softcap_t, NAN)}},
     {"softcap_s=inf: must be finite and at least 0", {SET_FLOAT(softcap_s, INFINITY)}},
@@ -127,6 +139,9 @@ static const problem_rule problem_rules[] = {
      {SET(batch, 2147483647), SET(heads_t, 2147483644), SET(len_q, LENGTH_MAX)}},
     {"batch=2147483647 x heads_t=4 x len_q=1099511627776: too many rows",
      {SET(batch, 2147483647), SET(len_q, LENGTH_MAX)}},
+    /* 2^57 - 1 = INT64_MAX / 64 rows are allowed, 2^57 are not. */
+    {NULL, {SET(batch, 226639), SET(heads_t, 1), SET(heads_s, 1), SET(len_q, 635879915089)}},
+    {"batch=32768 x heads_t=4 x len_q=1099511627776: too many rows", {SET(batch, 32768), SET(len_q, LENGTH_MAX)}},
 };
 
 static void test_rules_of_problems(void **state)
@@ -146,6 +161,36 @@ static void test_rules_of_problems(void **state)
             skl_plan_destroy(plan);
         }
     }
+}
+
+/* Makes this thread treat subnormals as 0, or not. */
+static void flush_subnormals(int flush)
+{
+#if defined(__x86_64__)
+    const unsigned bits = 0x8040; /* flush to zero, denormals are zero */
+    _mm_setcsr(flush ? _mm_getcsr() | bits : _mm_getcsr() & ~bits);
+#elif defined(__aarch64__)
+    const uint64_t bits = (uint64_t)1 << 24; /* FZ */
+    uint64_t control = 0;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(control));
+    control = flush ? control | bits : control & ~bits;
+    __asm__ volatile("msr fpcr, %0" : : "r"(control));
+#else
+    (void)flush;
+#endif
+}
+
+/* A thread that treats subnormals as 0 gets the same answer, and not the default scale. */
+static void test_subnormal_scales_are_refused_when_flushed(void **state)
+{
+    (void)state;
+    skl_problem problem = good_problem();
+    problem.scale_s = 0x1p-149F;
+    skl_plan *plan = NULL;
+    flush_subnormals(1);
+    const skl_status status = skl_plan_create(&plan, &problem, NULL);
+    flush_subnormals(0);
+    assert_refused(status, SKL_ERROR_ARGUMENT, "scale_s=1.4013e-45: must be 0, or at least 1.17549e-38");
 }
 
 static void test_rules_of_pointers(void **state)
@@ -262,9 +307,35 @@ static void test_workspace_does_not_grow_with_the_lengths(void **state)
         skl_plan *const large = test_plan(&problem, test_kernel(k), 2);
         for (skl_op op = SKL_OP_FORWARD; op <= SKL_OP_PARTIAL; op++)
             assert_int_equal(skl_plan_workspace_size(small, op), skl_plan_workspace_size(large, op));
+        assert_int_equal(skl_plan_workspace_size(small, (skl_op)(SKL_OP_PARTIAL + 1)), 0);
         assert_int_equal(skl_plan_workspace_size(small, (skl_op)99), 0);
+        assert_int_equal(skl_plan_workspace_size(small, (skl_op)-1), 0);
         skl_plan_destroy(small);
         skl_plan_destroy(large);
+    }
+}
+
+/* A problem of one tile needs the workspace of one thread, however many are allowed. */
+static void test_threads_without_work_need_no_workspace(void **state)
+{
+    (void)state;
+    for (int32_t k = 0; test_kernel(k); k++) {
+        skl_problem problem = good_problem();
+        problem.batch = problem.heads_t = problem.heads_s = 1;
+        problem.len_q = 8, problem.len_k = 9;
+        skl_plan *const one = test_plan(&problem, test_kernel(k), 1);
+        skl_plan *const many = test_plan(&problem, test_kernel(k), 1024);
+        problem.batch = 1024;
+        skl_plan *const busy = test_plan(&problem, test_kernel(k), 1024);
+        assert_int_equal(skl_plan_threads(many), 1024);
+        for (skl_op op = SKL_OP_FORWARD; op <= SKL_OP_PARTIAL; op++) {
+            const size_t size = skl_plan_workspace_size(one, op);
+            assert_int_equal(skl_plan_workspace_size(many, op), size);
+            assert_int_equal(skl_plan_workspace_size(busy, op), 1024 * size);
+        }
+        skl_plan_destroy(one);
+        skl_plan_destroy(many);
+        skl_plan_destroy(busy);
     }
 }
 
@@ -303,11 +374,13 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_rules_of_problems),
+        cmocka_unit_test(test_subnormal_scales_are_refused_when_flushed),
         cmocka_unit_test(test_rules_of_pointers),
         cmocka_unit_test(test_rules_of_options),
         cmocka_unit_test(test_unusable_kernels_are_refused),
         cmocka_unit_test(test_environment_sets_threads_and_kernel),
         cmocka_unit_test(test_workspace_does_not_grow_with_the_lengths),
+        cmocka_unit_test(test_threads_without_work_need_no_workspace),
         cmocka_unit_test(test_version_status_names_and_kernels),
     };
     return test_run("problem", tests, COUNT_OF(tests));

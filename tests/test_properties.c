@@ -436,6 +436,9 @@ static void test_rows_can_be_requested_one_by_one(void **state)
         const test_case c = {"one by one", SHAPE(1, 37, 131), HEADS(heads_t, 2), DIMS(16, 16), CAUSAL};
         case_in_every_type(&c, check_rows_one_by_one);
     }
+    const test_case wider = {"one by one, wider LSE", SHAPE(1, 37, 131), HEADS(4, 2), DIMS(16, 16), CAUSAL,
+                             .lse = LSE_WIDER};
+    case_in_every_type(&wider, check_rows_one_by_one);
 }
 
 int main(void)

@@ -1,6 +1,7 @@
 /* skl_plan_explain: builds the call that a caller would make, without its data, and lets the backend describe it. */
 #include "base/needs.h"
 #include "base/status.h"
+#include "base/structs.h"
 #include "base/tensors.h"
 
 /* Stands for the address of a tensor. Aligned for every copy instruction, and never read. */
@@ -99,23 +100,27 @@ static skl_call call_of(const skl_problem *p, const skl_inputs *inputs, skl_op o
     return call;
 }
 
-static skl_status check_arguments(const skl_plan *plan, const skl_inputs *inputs, skl_op op, const char *buffer,
-                                  size_t size)
+/* Copies the caller's inputs to `copy`, if there are any. */
+static skl_status check_arguments(const skl_plan *plan, const skl_inputs *inputs, skl_inputs *copy, skl_op op,
+                                  const char *buffer, size_t size)
 {
     if (plan == NULL)
         return skl_fail(SKL_ERROR_ARGUMENT, "plan=NULL: must be given");
     if (buffer == NULL && size > 0)
         return skl_fail(SKL_ERROR_ARGUMENT, "buffer=NULL: must be given unless size=0");
-    const skl_status status = skl_op_check(op);
-    return status == SKL_OK && inputs != NULL ? skl_inputs_check_layout(&plan->problem, inputs) : status;
+    skl_status status = skl_op_check(op);
+    if (status == SKL_OK && inputs != NULL)
+        status = skl_struct_copy(copy, inputs, sizeof *copy, "inputs", "");
+    return status == SKL_OK && inputs != NULL ? skl_inputs_check_layout(&plan->problem, copy) : status;
 }
 
 size_t skl_plan_explain(const skl_plan *plan, const skl_inputs *inputs, skl_op op, char *buffer, size_t size)
 {
     skl_text text = skl_text_start(buffer, buffer != NULL ? size : 0);
-    if (check_arguments(plan, inputs, op, buffer, size) != SKL_OK)
+    skl_inputs copy;
+    if (check_arguments(plan, inputs, &copy, op, buffer, size) != SKL_OK)
         return 0;
-    const skl_call call = call_of(&plan->problem, inputs, op);
+    const skl_call call = call_of(&plan->problem, inputs != NULL ? &copy : NULL, op);
     if (plan->backend->explain(plan, &call, &text) != SKL_OK) {
         (void)skl_text_start(buffer, size);
         return 0;

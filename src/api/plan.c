@@ -3,6 +3,7 @@
 
 #include "base/backend.h"
 #include "base/status.h"
+#include "base/structs.h"
 
 /* Backends of this build. */
 static const skl_backend *const backends[] = {
@@ -37,10 +38,10 @@ skl_status skl_plan_create(skl_plan **plan, const skl_problem *problem, const sk
     if (plan == NULL)
         return skl_fail(SKL_ERROR_ARGUMENT, "plan=NULL: must point to a skl_plan *");
     *plan = NULL;
-    const skl_options options = given_options != NULL ? *given_options : skl_options_default();
-    if (options.struct_size != sizeof(skl_options))
-        return skl_fail(SKL_ERROR_ARGUMENT, "options.struct_size=%zu: must be %zu; start from skl_options_default()",
-                        options.struct_size, sizeof(skl_options));
+    skl_options options = skl_options_default();
+    if (given_options != NULL && skl_struct_copy(&options, given_options, sizeof options, "options",
+                                                 "; start from skl_options_default()") != SKL_OK)
+        return SKL_ERROR_ARGUMENT;
     if (options.deterministic != 0 && options.deterministic != 1)
         return skl_fail(SKL_ERROR_ARGUMENT, "options.deterministic=%d: must be 0 or 1", (int)options.deterministic);
     skl_plan made = {.progress = options.progress, .progress_user = options.progress_user};

@@ -1,5 +1,6 @@
 #include "base/backend.h"
 #include "base/status.h"
+#include "base/structs.h"
 #include "base/tensors.h"
 
 static const skl_inputs no_inputs = {.struct_size = sizeof(skl_inputs)};
@@ -13,6 +14,25 @@ static skl_status check_given(const void *argument, const char *name)
     return argument != NULL ? SKL_OK : skl_fail(SKL_ERROR_ARGUMENT, "%s=NULL: must be given", name);
 }
 
+static skl_status copy_inputs(skl_inputs *to, const skl_inputs *inputs)
+{
+    return check_given(inputs, "inputs") || skl_struct_copy(to, inputs, sizeof *to, "inputs", "") ? SKL_ERROR_ARGUMENT
+                                                                                                  : SKL_OK;
+}
+
+static skl_status copy_rows(skl_rows *to, const skl_rows *rows)
+{
+    return check_given(rows, "rows") || skl_struct_copy(to, rows, sizeof *to, "rows", "") ? SKL_ERROR_ARGUMENT
+                                                                                          : SKL_OK;
+}
+
+static skl_status copy_gradients(skl_gradients *to, const skl_gradients *gradients)
+{
+    return check_given(gradients, "gradients") || skl_struct_copy(to, gradients, sizeof *to, "gradients", "")
+               ? SKL_ERROR_ARGUMENT
+               : SKL_OK;
+}
+
 static skl_status check_and_run(const skl_plan *plan, const skl_call *call, size_t workspace_size)
 {
     const skl_status status = skl_call_check(plan, call, workspace_size);
@@ -21,39 +41,30 @@ static skl_status check_and_run(const skl_plan *plan, const skl_call *call, size
 
 skl_status skl_inputs_check(const skl_plan *plan, const skl_inputs *inputs)
 {
-    if (check_given(plan, "plan") || check_given(inputs, "inputs"))
+    skl_inputs copy;
+    if (check_given(plan, "plan") || copy_inputs(&copy, inputs))
         return SKL_ERROR_ARGUMENT;
-    const skl_status status = skl_inputs_check_layout(&plan->problem, inputs);
-    return status == SKL_OK ? skl_inputs_check_values(&plan->problem, inputs) : status;
+    const skl_status status = skl_inputs_check_layout(&plan->problem, &copy);
+    return status == SKL_OK ? skl_inputs_check_values(&plan->problem, &copy) : status;
 }
 
 skl_status skl_forward(const skl_plan *plan, const skl_inputs *inputs, const skl_rows *rows, void *workspace,
                        size_t workspace_size, skl_stream stream)
 {
-    if (check_given(plan, "plan") || check_given(inputs, "inputs") || check_given(rows, "rows"))
+    skl_call call = {
+        .op = SKL_OP_FORWARD, .gradients = no_gradients, .keys = all_keys, .workspace = workspace, .stream = stream};
+    if (check_given(plan, "plan") || copy_inputs(&call.inputs, inputs) || copy_rows(&call.rows, rows))
         return SKL_ERROR_ARGUMENT;
-    const skl_call call = {.op = SKL_OP_FORWARD,
-                           .inputs = *inputs,
-                           .rows = *rows,
-                           .gradients = no_gradients,
-                           .keys = all_keys,
-                           .workspace = workspace,
-                           .stream = stream};
     return check_and_run(plan, &call, workspace_size);
 }
 
 skl_status skl_backward(const skl_plan *plan, const skl_inputs *inputs, const skl_gradients *gradients,
                         void *workspace, size_t workspace_size, skl_stream stream)
 {
-    if (check_given(plan, "plan") || check_given(inputs, "inputs") || check_given(gradients, "gradients"))
+    skl_call call = {
+        .op = SKL_OP_BACKWARD, .rows = no_rows, .keys = all_keys, .workspace = workspace, .stream = stream};
+    if (check_given(plan, "plan") || copy_inputs(&call.inputs, inputs) || copy_gradients(&call.gradients, gradients))
         return SKL_ERROR_ARGUMENT;
-    const skl_call call = {.op = SKL_OP_BACKWARD,
-                           .inputs = *inputs,
-                           .rows = no_rows,
-                           .gradients = *gradients,
-                           .keys = all_keys,
-                           .workspace = workspace,
-                           .stream = stream};
     return check_and_run(plan, &call, workspace_size);
 }
 
@@ -61,32 +72,25 @@ skl_status skl_forward_backward(const skl_plan *plan, const skl_inputs *inputs, 
                                 const skl_gradients *gradients, void *workspace, size_t workspace_size,
                                 skl_stream stream)
 {
-    if (check_given(plan, "plan") || check_given(inputs, "inputs") || check_given(rows, "rows") ||
-        check_given(gradients, "gradients"))
+    skl_call call = {.op = SKL_OP_FORWARD_BACKWARD, .keys = all_keys, .workspace = workspace, .stream = stream};
+    if (check_given(plan, "plan") || copy_inputs(&call.inputs, inputs) || copy_rows(&call.rows, rows) ||
+        copy_gradients(&call.gradients, gradients))
         return SKL_ERROR_ARGUMENT;
-    const skl_call call = {.op = SKL_OP_FORWARD_BACKWARD,
-                           .inputs = *inputs,
-                           .rows = *rows,
-                           .gradients = *gradients,
-                           .keys = all_keys,
-                           .workspace = workspace,
-                           .stream = stream};
     return check_and_run(plan, &call, workspace_size);
 }
 
 skl_status skl_partial(const skl_plan *plan, const skl_inputs *inputs, int64_t key_begin, int64_t key_end,
                        skl_row_state *states, void *workspace, size_t workspace_size, skl_stream stream)
 {
-    if (check_given(plan, "plan") || check_given(inputs, "inputs"))
+    skl_call call = {.op = SKL_OP_PARTIAL,
+                     .rows = no_rows,
+                     .gradients = no_gradients,
+                     .keys = {key_begin, key_end},
+                     .states = states,
+                     .workspace = workspace,
+                     .stream = stream};
+    if (check_given(plan, "plan") || copy_inputs(&call.inputs, inputs))
         return SKL_ERROR_ARGUMENT;
-    const skl_call call = {.op = SKL_OP_PARTIAL,
-                           .inputs = *inputs,
-                           .rows = no_rows,
-                           .gradients = no_gradients,
-                           .keys = {key_begin, key_end},
-                           .states = states,
-                           .workspace = workspace,
-                           .stream = stream};
     return check_and_run(plan, &call, workspace_size);
 }
 
@@ -104,16 +108,16 @@ skl_status skl_states_merge(const skl_plan *plan, skl_row_state *into, const skl
 skl_status skl_states_finish(const skl_plan *plan, const skl_inputs *inputs, const skl_row_state *states,
                              const skl_rows *rows, skl_stream stream)
 {
-    if (check_given(plan, "plan") || check_given(rows, "rows"))
+    skl_call call = {.op = SKL_OP_PARTIAL,
+                     .inputs = no_inputs,
+                     .gradients = no_gradients,
+                     .states = (skl_row_state *)(uintptr_t)states, /* skl_states_finish writes no state */
+                     .stream = stream};
+    if (check_given(plan, "plan") || copy_rows(&call.rows, rows) ||
+        (inputs != NULL && copy_inputs(&call.inputs, inputs)))
         return SKL_ERROR_ARGUMENT;
     if (states == NULL && skl_state_count(&plan->problem) > 0)
         return check_given(states, "states");
-    const skl_call call = {.op = SKL_OP_PARTIAL,
-                           .inputs = inputs != NULL ? *inputs : no_inputs,
-                           .rows = *rows,
-                           .gradients = no_gradients,
-                           .states = (skl_row_state *)(uintptr_t)states, /* skl_states_finish writes no state */
-                           .stream = stream};
     const skl_status status = skl_finish_check(&plan->problem, &call);
     return status == SKL_OK ? plan->backend->states_finish(plan, &call) : status;
 }

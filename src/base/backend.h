@@ -35,6 +35,7 @@ struct skl_plan {
     const char *forced_by; /* "options.kernel" or "STREAMKL_KERNEL"; NULL: the backend chose the kernel */
     size_t workspace_size[SKL_OP_COUNT];
     int32_t threads;      /* CPU */
+    int32_t workers;      /* CPU: threads that can have work at the same time, 1..threads */
     int32_t device_index; /* this and what follows: GPU */
     int32_t sm_count;
     int32_t smem_per_block, smem_per_sm; /* bytes of shared memory, at most */

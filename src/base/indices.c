@@ -1,6 +1,7 @@
 #include "base/indices.h"
 
 #include <inttypes.h>
+#include <stdbool.h>
 
 #include "base/status.h"
 
@@ -18,11 +19,12 @@ static skl_status check_row(const skl_problem *p, const int32_t *keys, int64_t k
 
 skl_status skl_indices_check(const skl_problem *p, const skl_inputs *inputs)
 {
-    for (int64_t b = 0; p->top_k > 0 && b < p->batch; b++) {
+    const bool has_indices = p->top_k > 0 && p->len_q > 0;
+    for (int64_t b = 0; has_indices && b < p->batch; b++) {
         const skl_range all_keys = {0, INT64_MAX};
         const skl_sequence s = skl_sequence_at(p, inputs, all_keys, b);
         const int64_t key_count = p->packed ? s.key_count : p->len_k; /* padding is allowed: it is masked */
-        for (int64_t head = 0; head < p->heads_s; head++)
+        for (int64_t head = 0; s.query_count > 0 && head < p->heads_s; head++)
             for (int64_t i = 0; i < s.query_count; i++) {
                 const skl_status status = check_row(p, skl_row_indices(inputs, &s, head, i), key_count, b, head, i);
                 if (status != SKL_OK)

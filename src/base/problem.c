@@ -1,9 +1,12 @@
 #include "base/problem.h"
 
+#include <float.h>
 #include <inttypes.h>
 #include <math.h>
+#include <string.h>
 
 #include "base/status.h"
+#include "base/structs.h"
 
 #define WINDOW_UNLIMITED (SKL_LENGTH_MAX * 4)
 
@@ -60,8 +63,17 @@ static skl_status check_multiple(const char *name, int64_t value, const char *of
                     of);
 }
 
+/* Only the bits of +0 stand for the default. Other zeros and subnormals are what a number becomes that a float can
+ * hardly represent or not at all, so they are refused. The bits decide: a thread that flushes subnormals, as PyTorch
+ * can, would compare them equal to 0. */
 static skl_status check_float(const char *name, float value, float lowest, const char *accepted)
 {
+    uint32_t bits = 0;
+    memcpy(&bits, &value, sizeof bits);
+    const uint32_t exponent = bits >> 23 & 0xFFU, mantissa = bits & 0x7FFFFFU;
+    if (bits != 0 && exponent == 0)
+        return skl_fail(SKL_ERROR_ARGUMENT, "%s=%s%g: must be 0, or at least %g in magnitude", name,
+                        bits >> 31 ? "-" : "", (double)mantissa * 0x1p-149, (double)FLT_MIN);
     if (isfinite(value) && value >= lowest)
         return SKL_OK;
     return skl_fail(SKL_ERROR_ARGUMENT, "%s=%g: must be %s", name, (double)value, accepted);
@@ -156,10 +168,8 @@ skl_status skl_problem_check(skl_problem *problem, const skl_problem *given)
 {
     if (given == NULL)
         return skl_fail(SKL_ERROR_ARGUMENT, "problem=NULL: must point to a skl_problem");
-    if (given->struct_size != sizeof(skl_problem))
-        return skl_fail(SKL_ERROR_ARGUMENT, "problem.struct_size=%zu: must be %zu; start from skl_problem_default()",
-                        given->struct_size, sizeof(skl_problem));
-    skl_problem p = *given;
+    skl_problem p;
+    TRY(skl_struct_copy(&p, given, sizeof p, "problem", "; start from skl_problem_default()"));
     TRY(check_ranges(&p));
     TRY(check_float("scale_t", p.scale_t, -INFINITY, "finite; 0 stands for 1/sqrt(dim_t)"));
     TRY(check_float("scale_s", p.scale_s, -INFINITY, "finite; 0 stands for 1/sqrt(dim_s)"));

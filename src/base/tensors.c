@@ -9,7 +9,7 @@
 #include "base/overlap.h"
 #include "base/status.h"
 
-typedef enum kind { INPUT, OUTPUT } kind;
+typedef enum kind { INPUT, OUTPUT, WORKSPACE } kind;
 typedef enum need { OPTIONAL, REQUIRED, REFUSED } need;
 
 /* One tensor of a call: its name, its address and strides, and its shape in the problem. */
@@ -129,21 +129,22 @@ static bool is_in_place(const tensor_rule *output, const tensor_rule *input)
            output->stride_head == input->stride_head && output->stride_row == input->stride_row;
 }
 
-/* An output must not share a byte with another tensor. */
+/* An output must not share a byte with another tensor, and the workspace with none. */
 static skl_status check_overlaps(const skl_problem *p, const tensor_rule *tensors, size_t count)
 {
     for (size_t i = 0; i < count; i++) {
-        if (tensors[i].kind != OUTPUT || tensors[i].data == NULL || !has_elements(p, &tensors[i]))
+        if (tensors[i].kind == INPUT || tensors[i].data == NULL || !has_elements(p, &tensors[i]))
             continue;
-        const skl_layout output = layout_of(p, &tensors[i]);
-        for (size_t k = 0; k < i; k++) { /* inputs come first in the tables */
+        const skl_layout written = layout_of(p, &tensors[i]);
+        for (size_t k = 0; k < i; k++) { /* inputs come first in the tables, the workspace last */
             if (tensors[k].data == NULL || !has_elements(p, &tensors[k]) || is_in_place(&tensors[i], &tensors[k]))
                 continue;
             const skl_layout other = layout_of(p, &tensors[k]);
-            if (skl_layouts_overlap(&output, &other))
+            if (skl_layouts_overlap(&written, &other))
                 return skl_fail(SKL_ERROR_ARGUMENT,
-                                "%s=%p and %s=%p overlap: an output must not share memory with another tensor",
-                                tensors[k].name, tensors[k].data, tensors[i].name, tensors[i].data);
+                                "%s=%p and %s=%p overlap: %s must not share memory with another tensor",
+                                tensors[k].name, tensors[k].data, tensors[i].name, tensors[i].data,
+                                tensors[i].kind == OUTPUT ? "an output" : "the workspace");
         }
     }
     return SKL_OK;
@@ -156,7 +157,14 @@ enum { STATE_FLOATS = sizeof(skl_row_state) / sizeof(float) };
         label, (t).data, (t).stride_batch, (t).stride_head, (t).stride_row, heads, rows, dim, dtype, kind, need, why \
     }
 
-static skl_status check_tensors(const skl_problem *p, const skl_call *call)
+/* A contiguous array of 4-byte elements that all sequences share. */
+#define ARRAY(address, label, count, kind)                                                                           \
+    {                                                                                                                \
+        label, address, 0, 0, 0, 1, 1, count, SKL_F32, kind, OPTIONAL, ""                                            \
+    }
+
+/* `workspace_size` is the part of the workspace that the call uses; 0: none. */
+static skl_status check_tensors(const skl_problem *p, const skl_call *call, size_t workspace_size)
 {
     const skl_inputs *const in = &call->inputs;
     const skl_rows *const rows = &call->rows;
@@ -213,6 +221,9 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call)
                indexer ? ": the weights of an indexer" : indexer_only),
         TENSOR(in->indices, "indices", p->heads_s, rows_q, p->top_k, SKL_F32, INPUT, /* int32 has the size of f32 */
                p->top_k > 0 ? REQUIRED : REFUSED, p->top_k > 0 ? ": top_k > 0" : " unless top_k > 0"),
+        ARRAY(in->cu_seqlens_q, "cu_seqlens_q", p->batch + 1, INPUT),
+        ARRAY(in->cu_seqlens_k, "cu_seqlens_k", p->batch + 1, INPUT),
+        ARRAY(in->key_lengths, "key_lengths", p->batch, INPUT),
         TENSOR(rows->kl, "rows.kl", p->heads_s, rows_q, 1, SKL_F32, OUTPUT,
                one_pass && needs.kl ? REQUIRED : OPTIONAL, for_first),
         TENSOR(rows->lse_t, "rows.lse_t", p->heads_t, rows_q, 1, SKL_F32, OUTPUT, lse_out_need, known),
@@ -229,6 +240,8 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call)
         TENSOR(grads->dq_s, "dq_s", query_heads_s, rows_q, p->dim_s, grad_s, OUTPUT, grad_need[2], unplanned),
         TENSOR(grads->dk_s, "dk_s", p->key_heads_s, rows_k, p->dim_s, grad_s, OUTPUT, grad_need[3], unplanned),
         TENSOR(grads->dw_s, "dw_s", p->heads_s, rows_q, p->index_heads, grad_w, OUTPUT, grad_need[4], unplanned),
+        ARRAY(workspace_size > 0 ? call->workspace : NULL, "workspace",
+              (int64_t)(workspace_size / skl_dtype_size(SKL_F32)), WORKSPACE),
     };
     const size_t count = sizeof tensors / sizeof tensors[0];
     for (size_t i = 0; i < count; i++) {
@@ -253,20 +266,6 @@ static skl_status check_length_pointers(const skl_problem *p, const skl_inputs *
     return SKL_OK;
 }
 
-static skl_status check_structs(const skl_call *call)
-{
-    if (call->inputs.struct_size != sizeof(skl_inputs))
-        return skl_fail(SKL_ERROR_ARGUMENT, "inputs.struct_size=%zu: must be %zu", call->inputs.struct_size,
-                        sizeof(skl_inputs));
-    if (call->rows.struct_size != sizeof(skl_rows))
-        return skl_fail(SKL_ERROR_ARGUMENT, "rows.struct_size=%zu: must be %zu", call->rows.struct_size,
-                        sizeof(skl_rows));
-    if (call->gradients.struct_size != sizeof(skl_gradients))
-        return skl_fail(SKL_ERROR_ARGUMENT, "gradients.struct_size=%zu: must be %zu", call->gradients.struct_size,
-                        sizeof(skl_gradients));
-    return SKL_OK;
-}
-
 static skl_status check_workspace(const skl_plan *plan, const skl_call *call, size_t workspace_size)
 {
     const size_t needed = plan->workspace_size[call->op];
@@ -284,17 +283,17 @@ static skl_status check_workspace(const skl_plan *plan, const skl_call *call, si
 
 skl_status skl_call_check(const skl_plan *plan, const skl_call *call, size_t workspace_size)
 {
-    skl_status status = check_structs(call);
+    const skl_status workspace_status = check_workspace(plan, call, workspace_size);
+    const size_t used_size = workspace_status == SKL_OK ? plan->workspace_size[call->op] : 0;
+    skl_status status = check_length_pointers(&plan->problem, &call->inputs);
     if (status == SKL_OK)
-        status = check_length_pointers(&plan->problem, &call->inputs);
-    if (status == SKL_OK)
-        status = check_tensors(&plan->problem, call);
+        status = check_tensors(&plan->problem, call, used_size);
     if (status == SKL_OK && call->op == SKL_OP_PARTIAL && call->keys.begin > call->keys.end)
         status = skl_fail(SKL_ERROR_ARGUMENT, "key_begin=%" PRId64 ": must be at most key_end=%" PRId64,
                           call->keys.begin, call->keys.end);
     if (status == SKL_OK && call->op == SKL_OP_PARTIAL && call->states == NULL)
         status = skl_fail(SKL_ERROR_ARGUMENT, "states=NULL: must be given");
-    return status == SKL_OK ? check_workspace(plan, call, workspace_size) : status;
+    return status == SKL_OK ? workspace_status : status;
 }
 
 static skl_status check_seqlens(const char *name, const int32_t *offsets, int64_t batch, int64_t longest,
@@ -342,10 +341,8 @@ skl_status skl_inputs_check_layout(const skl_problem *problem, const skl_inputs 
                            .inputs = *inputs,
                            .rows = {.struct_size = sizeof(skl_rows)},
                            .gradients = {.struct_size = sizeof(skl_gradients)}};
-    skl_status status = check_structs(&call);
-    if (status == SKL_OK)
-        status = check_length_pointers(problem, inputs);
-    return status == SKL_OK ? check_tensors(problem, &call) : status;
+    const skl_status status = check_length_pointers(problem, inputs);
+    return status == SKL_OK ? check_tensors(problem, &call, 0) : status;
 }
 
 skl_status skl_inputs_check_values(const skl_problem *problem, const skl_inputs *inputs)
@@ -356,9 +353,6 @@ skl_status skl_inputs_check_values(const skl_problem *problem, const skl_inputs 
 
 skl_status skl_finish_check(const skl_problem *p, const skl_call *call)
 {
-    skl_status status = check_structs(call);
-    if (status != SKL_OK)
-        return status;
     const skl_rows *const rows = &call->rows;
     const bool teacher_groups = skl_has_teacher_groups(p);
     const char *const in_finish = " in skl_states_finish";
@@ -379,6 +373,7 @@ skl_status skl_finish_check(const skl_problem *p, const skl_call *call)
         TENSOR(rows->mass, "rows.mass", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, REFUSED, in_finish),
     };
     const size_t count = sizeof tensors / sizeof tensors[0];
+    skl_status status = SKL_OK;
     for (size_t i = 0; i < count && status == SKL_OK; i++)
         status = check_tensor(p, &tensors[i]);
     return status == SKL_OK ? check_overlaps(p, tensors, count) : status;

@@ -1,4 +1,4 @@
-/* All rules about the tensors of a run call. */
+/* All rules about the tensors of a run call. The structs are copies: see structs.h. */
 #ifndef SKL_BASE_TENSORS_H
 #define SKL_BASE_TENSORS_H
 
@@ -8,7 +8,7 @@
  * skl_inputs_check_values. */
 skl_status skl_call_check(const skl_plan *plan, const skl_call *call, size_t workspace_size);
 
-/* Checks inputs alone: struct_size, pointers and strides, but no value. */
+/* Checks inputs alone: pointers and strides, but no value. */
 skl_status skl_inputs_check_layout(const skl_problem *problem, const skl_inputs *inputs);
 
 /* Checks the values of cu_seqlens, key_lengths and indices, in host memory. */

@@ -41,10 +41,11 @@ static skl_status plan_cpu(skl_plan *plan, const skl_options *options, const cha
                                                         : kernel->indexer;
     plan->kernel = work;
     plan->kernel_name = kernel->name;
+    plan->workers = skl_cpu_select_workers(p, work, plan->threads);
     const size_t scratch_per_worker = work->scratch_size(p);
     for (int op = 0; op < SKL_OP_COUNT; op++)
-        plan->workspace_size[op] = ordered_sum_size(plan->threads) + (size_t)plan->threads * scratch_per_worker;
-    skl_pool_reserve(plan->threads);
+        plan->workspace_size[op] = ordered_sum_size(plan->workers) + (size_t)plan->workers * scratch_per_worker;
+    skl_pool_reserve(plan->workers);
     return SKL_OK;
 }
 
@@ -54,7 +55,8 @@ static void clear_gradient(const skl_output *grad, skl_dtype dtype, int64_t batc
                            int64_t row_end, int64_t dim)
 {
     const int64_t size = (int64_t)skl_dtype_size(dtype);
-    for (int64_t b = 0; grad->data != NULL && b < batch; b++)
+    const bool has_rows = grad->data != NULL && row_begin < row_end;
+    for (int64_t b = 0; has_rows && b < batch; b++)
         for (int64_t h = 0; h < heads; h++)
             for (int64_t i = row_begin; i < row_end; i++)
                 memset((char *)grad->data + SKL_ROW(*grad, b, h, i) * size, 0, (size_t)(dim * size));
@@ -109,12 +111,12 @@ static skl_status run(const skl_plan *plan, const skl_call *call)
     const skl_cpu_work *const work = plan->kernel;
     const skl_cpu_passes passes = skl_cpu_select_passes(plan, call);
     skl_schedule s = {.plan = plan,
-                      .scratch = (char *)call->workspace + ordered_sum_size(plan->threads),
+                      .scratch = (char *)call->workspace + ordered_sum_size(plan->workers),
                       .scratch_size = work->scratch_size(p),
                       .task = {.problem = p,
                                .call = call,
                                .tiles = work->tiles(p),
-                               .ordered_sum = {call->workspace, skl_ordered_sum_count(plan->threads)},
+                               .ordered_sum = {call->workspace, skl_ordered_sum_count(plan->workers)},
                                .rows_known = passes.rows_first}};
     clear_query_tail(p, call);
     clear_key_gradients(p, call, passes.fused);
@@ -156,7 +158,7 @@ static void finish_row(const skl_problem *p, const skl_call *call, const skl_seq
 static skl_status states_finish(const skl_plan *plan, const skl_call *call)
 {
     const skl_problem *const p = &plan->problem;
-    const int64_t batch = p->packed ? 1 : p->batch;
+    const int64_t batch = skl_state_count(p) == 0 ? 0 : p->packed ? 1 : p->batch;
     for (int64_t b = 0; b < batch; b++) {
         const skl_sequence all_rows = {b, 0, p->packed ? p->total_q : p->len_q, 0, 0, 0, 0};
         for (int64_t h = 0; h < p->heads_s; h++)

@@ -12,7 +12,7 @@ static void locate_item(const skl_schedule *s, int64_t item, skl_task *task, int
 {
     const int64_t chain_items = s->chain_heads * s->tiles;
     const int64_t chain_count = s->item_count / chain_items;
-    const int64_t chains_per_wave = s->plan->threads;
+    const int64_t chains_per_wave = s->plan->workers;
     const int64_t wave = item / (chains_per_wave * chain_items);
     const int64_t wave_first = wave * chains_per_wave * chain_items;
     const int64_t wave_chains = skl_min(chains_per_wave, chain_count - wave * chains_per_wave);
@@ -128,7 +128,7 @@ void skl_schedule_run(skl_schedule *s, const skl_cpu_pass *pass)
     atomic_init(&s->next, 0);
     atomic_init(&s->done, 0);
     skl_ordered_sum_init(&s->task.ordered_sum);
-    const int64_t threads = skl_min(s->plan->threads, s->item_count); /* never more threads than items */
+    const int64_t threads = skl_min(s->plan->workers, s->item_count); /* never more threads than items */
     skl_pool_run((int)threads, run_tasks, s);
     s->work_before += s->item_count;
     if (s->plan->progress != NULL)

@@ -60,6 +60,22 @@ skl_status skl_cpu_select_threads(int32_t *threads, int32_t requested)
     return SKL_OK;
 }
 
+/* min(batch * heads * tiles, most), without overflow. */
+static int64_t items_up_to(int64_t most, int64_t batch, int64_t heads, int64_t tiles)
+{
+    return skl_min(skl_min(batch, most) * skl_min(heads, most) * skl_min(tiles, most), most);
+}
+
+int32_t skl_cpu_select_workers(const skl_problem *p, const skl_cpu_work *work, int32_t threads)
+{
+    const skl_tiles tiles = work->tiles(p);
+    const int64_t key_heads =
+        skl_max(p->gradients & SKL_DK_T ? p->key_heads_t : 0, p->gradients & SKL_DK_S ? p->key_heads_s : 0);
+    const int64_t over_queries = items_up_to(threads, p->batch, p->heads_s, skl_ceil_div(p->len_q, tiles.queries));
+    const int64_t over_keys = items_up_to(threads, p->batch, key_heads, skl_ceil_div(p->len_k, tiles.keys));
+    return (int32_t)skl_max(1, skl_max(over_queries, over_keys));
+}
+
 /* ---- Passes of a call --------------------------------------------------------------------------------------- */
 
 /* A fused backward sums f32 key gradients in the caller's buffer while it goes over the queries: 4 matrix products
@@ -186,7 +202,7 @@ skl_status skl_cpu_explain(const skl_plan *plan, const skl_call *call, skl_text 
             continue;
         const bool forward = pass->function == ((const skl_cpu_work *)plan->kernel)->forward;
         const bool kernel_reason = text->length == 0; /* the same for every pass, so it is printed once */
-        const int threads = (int)skl_min(plan->threads, items);
+        const int threads = (int)skl_min(plan->workers, items);
         if (forward)
             skl_text_add(text, "%s", call->op == SKL_OP_PARTIAL ? "partial states" : "forward");
         else

@@ -22,6 +22,10 @@ skl_status skl_cpu_select_kernel(const skl_cpu_kernel **chosen, const char *forc
 /* `requested` threads, else STREAMKL_THREADS, else one per core. */
 skl_status skl_cpu_select_threads(int32_t *threads, int32_t requested);
 
+/* At most `threads`, and no more than the tiles of the largest pass: others would have neither work nor use for their
+ * scratch memory. */
+int32_t skl_cpu_select_workers(const skl_problem *problem, const skl_cpu_work *work, int32_t threads);
+
 skl_cpu_passes skl_cpu_select_passes(const skl_plan *plan, const skl_call *call);
 
 /* One line per pass that has items. */
