@@ -154,13 +154,34 @@ static void stop_on_signal(int number)
     signal(number, SIG_DFL);
 }
 
+/* Every file that a run writes into its folder. */
+static const char *const output_names[] = {"checkpoint.safetensors", "student.safetensors", "report.html"};
+enum { OUTPUT_COUNT = sizeof output_names / sizeof output_names[0] };
+
+static int check_outputs(const distill_request *request)
+{
+    distill_path paths[OUTPUT_COUNT];
+    output_file outputs[OUTPUT_COUNT];
+    if (strlen(request->folder) + 32 > sizeof paths[0].text) /* 32: the longest name, and more */
+        return cli_fail(CLI_BAD_INPUT, "--out=%.60s...: must be shorter", request->folder);
+    for (int o = 0; o < OUTPUT_COUNT; o++) {
+        paths[o] = distill_path_of(request, output_names[o]);
+        outputs[o] = (output_file){"--out", paths[o].text};
+    }
+    const distill_settings *const settings = &request->settings;
+    const char *const inputs[] = {settings->teacher_path, settings->student_path};
+    return file_outputs_check(outputs, OUTPUT_COUNT, inputs,
+                              settings->teacher_path && settings->student_path ? 2 : 0);
+}
+
 static int make_folder(const distill_request *request)
 {
     if (mkdir(request->folder, 0777) != 0 && errno != EEXIST)
         return cli_fail(CLI_WRITE_FAILED, "--out=%s: %s", request->folder, strerror(errno));
-    const int exit_code = file_write_check(distill_path_of(request, "report.html").text);
-    return exit_code == CLI_OK ? file_write_check(distill_path_of(request, "checkpoint.safetensors").text)
-                               : exit_code;
+    int exit_code = CLI_OK;
+    for (int o = 0; o < OUTPUT_COUNT && exit_code == CLI_OK; o++)
+        exit_code = file_write_check(distill_path_of(request, output_names[o]).text);
+    return exit_code;
 }
 
 static float *allocate_history(int64_t count)
@@ -316,7 +337,9 @@ int cmd_distill(int argc, char **argv)
     distill_source source = {.retrieves = false};
     distill_run run = {.request = &request, .source = &source};
     run.pair.threads = request.options.threads > 0 ? request.options.threads : machine_cores();
-    int exit_code = distill_source_open(&source, &request.settings, run.pair.threads);
+    int exit_code = check_outputs(&request);
+    if (exit_code == CLI_OK)
+        exit_code = distill_source_open(&source, &request.settings, run.pair.threads);
     if (exit_code == CLI_OK)
         exit_code = run_all(&run);
     close_run(&run);

@@ -4,6 +4,16 @@
 
 #include "view/bytes.h"
 
+/* A file that a command is going to write, and the option that asks for it ("--out"). */
+typedef struct output_file {
+    const char *option, *path;
+} output_file;
+
+/* Call it before the work whose results the files get: refuses an output that is one of the inputs or a link to one,
+ * and two outputs that are one file. A missing input is no error here. Prints why, and returns an exit code. */
+int file_outputs_check(const output_file *outputs, size_t output_count, const char *const *inputs,
+                       size_t input_count);
+
 /* Call it before the work whose result the file gets: prints why the file could not be written, and returns an exit
  * code. */
 int file_write_check(const char *path);
