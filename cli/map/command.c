@@ -263,10 +263,8 @@ static int show(const map_request *request, const attention_map *map, const skl_
 {
     attention_map shown, mean = {0};
     if (request->png_prefix && cells_of(map) == 0)
-        return cli_fail(CLI_BAD_INPUT,
-                        "--png=%s: %" PRId64 " queries and %" PRId64
-                        " keys in the longest sequence: a picture needs at least one of each",
-                        request->png_prefix, map->rows, map->columns);
+        return cli_fail(CLI_BAD_INPUT, "--png=%s: no queries or no keys: a picture needs at least one of each",
+                        request->png_prefix);
     int exit_code = choose_heads(&shown, &mean, map, request->head);
     if (exit_code == CLI_OK && request->out_path)
         exit_code = write_tensors(request->out_path, map);
