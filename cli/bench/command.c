@@ -276,21 +276,24 @@ static int measure_all(bench_report *report, const blas *library)
 
 typedef void report_writer(bytes *file, const bench_report *report);
 
-static int write_report(const char *path, report_writer *write, const bench_report *report)
+static int write_report(file_set *set, const char *path, report_writer *write, const bench_report *report)
 {
     if (path == NULL)
         return CLI_OK;
     bytes file = {0};
     write(&file, report);
-    const int exit_code = file_write(path, &file);
+    const int exit_code = file_write_into(set, path, &file);
     bytes_free(&file);
     return exit_code;
 }
 
 static int write_files(const bench_request *request, const bench_report *report)
 {
-    const int exit_code = write_report(request->csv_path, csv_write, report);
-    return exit_code == CLI_OK ? write_report(request->plot_path, figure_draw, report) : exit_code;
+    file_set set = {NULL, NULL};
+    int exit_code = write_report(&set, request->csv_path, csv_write, report);
+    if (exit_code == CLI_OK)
+        exit_code = write_report(&set, request->plot_path, figure_draw, report);
+    return file_write_commit(&set, exit_code);
 }
 
 /* Checks the configuration, and notes machine and date. */

@@ -90,7 +90,7 @@ static float *transposed(const float *weights, int64_t width, int64_t columns)
     return out;
 }
 
-int distill_student_save(const distill_run *run)
+int distill_student_save(file_set *set, const distill_run *run)
 {
     const layer *const weights = &run->student.weights;
     const layer_shape *const shape = &weights->shape;
@@ -102,8 +102,8 @@ int distill_student_save(const distill_run *run)
     };
     tensor_error error = {"out of memory for the student's weights"};
     const bool written = w_q && w_k &&
-                         tensor_write(distill_path_of(run->request, "student.safetensors").text, output,
-                                      sizeof output / sizeof output[0], NULL, 0, &error);
+                         tensor_write_into(set, distill_path_of(run->request, "student.safetensors").text, output,
+                                           sizeof output / sizeof output[0], NULL, 0, &error);
     free(w_q);
     free(w_k);
     return written ? CLI_OK : cli_fail(CLI_WRITE_FAILED, "%s", error.text);

@@ -274,11 +274,13 @@ static int evaluate_all(distill_run *run)
 
 static int finish(distill_run *run)
 {
+    file_set set = {NULL, NULL};
     int exit_code = evaluate_all(run);
     if (exit_code == CLI_OK)
-        exit_code = distill_student_save(run);
+        exit_code = distill_student_save(&set, run);
     if (exit_code == CLI_OK)
-        exit_code = distill_report_write(run);
+        exit_code = distill_report_write(&set, run);
+    exit_code = file_write_commit(&set, exit_code);
     if (exit_code != CLI_OK)
         return exit_code;
     if (run->request->json)

@@ -5,6 +5,7 @@
 #include "distill/evaluate.h"
 #include "distill/task.h"
 #include "distill/train.h"
+#include "cli/io/file_set.h"
 #include "cli/io/tensor_file.h"
 
 #include <stdbool.h>
@@ -106,10 +107,10 @@ int distill_checkpoint_save(const distill_run *run);
 int distill_checkpoint_load(distill_run *run, bool *found);
 
 /* DIR/student.safetensors: w_q and w_k [heads, dim, hidden]. */
-int distill_student_save(const distill_run *run);
+int distill_student_save(file_set *set, const distill_run *run);
 
 /* DIR/report.html. Sets run->peak. */
-int distill_report_write(distill_run *run);
+int distill_report_write(file_set *set, distill_run *run);
 
 void distill_print_result(const distill_run *run);
 int distill_print_json(const distill_run *run);

@@ -77,6 +77,9 @@ int file_outputs_check(const output_file *outputs, size_t output_count, const ch
     for (size_t i = 0; i < input_count; i++)
         files[output_count + i] = identify(inputs[i]);
     const int exit_code = compare_outputs(outputs, files, output_count, input_count);
+    for (size_t o = 0; o < output_count && exit_code == CLI_OK; o++)
+        if (o == 0 || !same_inode(&files[o].folder, &files[o - 1].folder))
+            file_set_clean(files[o].path);
     free(files);
     return exit_code;
 }
@@ -94,20 +97,28 @@ int file_write_check(const char *path)
     return access(directory, W_OK) == 0 ? CLI_OK : fail_to_write(path);
 }
 
-int file_write(const char *path, const bytes *content)
+int file_write_into(file_set *set, const char *path, const bytes *content)
 {
     if (content->failed)
         return cli_fail(CLI_NO_MEMORY, "%s: out of memory for its contents", path);
-    char temporary[PATH_MAX];
-    snprintf(temporary, sizeof temporary, "%.*s.streamkl-%ld.tmp", directory_length(path), path, (long)getpid());
-    FILE *const stream = fopen(temporary, "wx");
-    if (stream == NULL)
-        return fail_to_write(path);
-    const bool written = fwrite(content->data, 1, content->size, stream) == content->size;
-    const bool closed = fclose(stream) == 0;
-    if (written && closed && rename(temporary, path) == 0)
-        return CLI_OK;
-    const int exit_code = fail_to_write(path);
-    remove(temporary);
+    tensor_error error;
+    const int fd = file_set_add(set, path, &error);
+    if (fd < 0)
+        return cli_fail(CLI_WRITE_FAILED, "%s", error.text);
+    for (size_t at = 0; at < content->size;) {
+        const ssize_t written = write(fd, content->data + at, content->size - at);
+        if (written < 0 && errno != EINTR)
+            return fail_to_write(path);
+        at += written > 0 ? (size_t)written : 0;
+    }
+    return file_set_close(set, &error) ? CLI_OK : cli_fail(CLI_WRITE_FAILED, "%s", error.text);
+}
+
+int file_write_commit(file_set *set, int exit_code)
+{
+    tensor_error error;
+    if (exit_code == CLI_OK && !file_set_commit(set, &error))
+        exit_code = cli_fail(CLI_WRITE_FAILED, "%s", error.text);
+    file_set_free(set);
     return exit_code;
 }

@@ -71,7 +71,7 @@ static output_tensor row_tensor(const char *name, const float *data, int64_t hea
     return tensor;
 }
 
-static int write_rows(const kl_results *results, const skl_problem *problem, const kl_request *request)
+static int write_rows(file_set *set, const kl_results *results, const skl_problem *problem, const kl_request *request)
 {
     const output_tensor tensors[] = {
         row_tensor("kl", results->kl, problem->heads_s, problem),
@@ -85,7 +85,7 @@ static int write_rows(const kl_results *results, const skl_problem *problem, con
         kl_is_indexer(problem) ? sizeof tensors / sizeof tensors[0] : 3; /* only an indexer has the last three */
     const output_metadata metadata[] = {{"direction", direction_name(problem->direction)}};
     tensor_error error;
-    if (tensor_write(request->out_path, tensors, count, metadata, 1, &error))
+    if (tensor_write_into(set, request->out_path, tensors, count, metadata, 1, &error))
         return CLI_OK;
     return cli_fail(CLI_WRITE_FAILED, "--out=%s", error.text);
 }
@@ -99,7 +99,8 @@ static output_tensor gradient_tensor(const char *name, const void *data, const k
     return tensor;
 }
 
-static int write_gradients(const kl_results *results, const kl_inputs *inputs, const kl_request *request)
+static int write_gradients(file_set *set, const kl_results *results, const kl_inputs *inputs,
+                           const kl_request *request)
 {
     static const char *const names[ROLE_REQUIRED_COUNT] = {"dq_t", "dk_t", "dq_s", "dk_s"};
     output_tensor tensors[ROLE_REQUIRED_COUNT + 1];
@@ -112,22 +113,20 @@ static int write_gradients(const kl_results *results, const kl_inputs *inputs, c
     const output_metadata metadata[] = {{"direction", direction_name(inputs->problem.direction)},
                                         {"reduction", kl_reduction_name(request->reduction)}};
     tensor_error error;
-    if (tensor_write(request->grad_path, tensors, count, metadata, 2, &error))
+    if (tensor_write_into(set, request->grad_path, tensors, count, metadata, 2, &error))
         return CLI_OK;
     return cli_fail(CLI_WRITE_FAILED, "--grad=%s", error.text);
 }
 
 static int write_both(const kl_results *results, const kl_inputs *inputs, const kl_request *request)
 {
+    file_set set = {NULL, NULL};
     int exit_code = CLI_OK;
     if (request->out_path)
-        exit_code = write_rows(results, &inputs->problem, request);
-    if (exit_code != CLI_OK || request->grad_path == NULL)
-        return exit_code;
-    exit_code = write_gradients(results, inputs, request);
-    if (exit_code != CLI_OK && request->out_path)
-        unlink(request->out_path); /* a single file would look like success */
-    return exit_code;
+        exit_code = write_rows(&set, results, &inputs->problem, request);
+    if (exit_code == CLI_OK && request->grad_path)
+        exit_code = write_gradients(&set, results, inputs, request);
+    return file_write_commit(&set, exit_code);
 }
 
 /* Blocks interrupts while files are written: otherwise a temporary file could remain. */

@@ -221,7 +221,7 @@ static png_path path_of_png(const map_request *request, int64_t head, const map_
     return path;
 }
 
-static int write_pngs(const map_request *request, const attention_map *shown)
+static int write_pngs(file_set *set, const map_request *request, const attention_map *shown)
 {
     enum { SIDE_LEAST = 512 }; /* pixels */
     const int64_t longer = shown->rows > shown->columns ? shown->rows : shown->columns;
@@ -232,14 +232,14 @@ static int write_pngs(const map_request *request, const attention_map *shown)
             bytes file = {0};
             picture_png(&file, pictures[p].palette, values_of(shown, &pictures[p]) + head * cells_of(shown),
                         shown->rows, shown->columns, top_of(shown, &pictures[p]), zoom);
-            exit_code = file_write(path_of_png(request, head, &pictures[p]).text, &file);
+            exit_code = file_write_into(set, path_of_png(request, head, &pictures[p]).text, &file);
             bytes_free(&file);
         }
     }
     return exit_code;
 }
 
-static int write_tensors(const char *path, const attention_map *map)
+static int write_tensors(file_set *set, const char *path, const attention_map *map)
 {
     const int64_t count = map->heads * cells_of(map);
     float *const values = malloc(((size_t)count * PICTURE_COUNT + 1) * sizeof *values);
@@ -254,7 +254,7 @@ static int write_tensors(const char *path, const attention_map *map)
             (output_tensor){pictures[p].name, SKL_F32, 3, {map->heads, map->rows, map->columns}, values + p * count};
     }
     tensor_error error;
-    const bool written = tensor_write(path, tensors, PICTURE_COUNT, NULL, 0, &error);
+    const bool written = tensor_write_into(set, path, tensors, PICTURE_COUNT, NULL, 0, &error);
     free(values);
     return written ? CLI_OK : cli_fail(CLI_WRITE_FAILED, "%s", error.text);
 }
@@ -266,10 +266,12 @@ static int show(const map_request *request, const attention_map *map, const skl_
         return cli_fail(CLI_BAD_INPUT, "--png=%s: no queries or no keys: a picture needs at least one of each",
                         request->png_prefix);
     int exit_code = choose_heads(&shown, &mean, map, request->head);
+    file_set set = {NULL, NULL};
     if (exit_code == CLI_OK && request->out_path)
-        exit_code = write_tensors(request->out_path, map);
+        exit_code = write_tensors(&set, request->out_path, map);
     if (exit_code == CLI_OK && request->png_prefix)
-        exit_code = write_pngs(request, &shown);
+        exit_code = write_pngs(&set, request, &shown);
+    exit_code = file_write_commit(&set, exit_code);
     if (exit_code == CLI_OK && request->json)
         exit_code = print_json(&shown, problem);
     else if (exit_code == CLI_OK)
