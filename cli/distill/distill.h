@@ -20,6 +20,7 @@ typedef struct distill_settings {
     float rate;
     skl_direction direction;
     const char *teacher_path, *student_path; /* NULL: the synthetic task */
+    uint64_t teacher_hash, student_hash;     /* of the contents of these files */
 } distill_settings;
 
 enum { CONTROL_DEFAULT = -1 }; /* a sixteenth of the context, with files 0 */
@@ -29,7 +30,7 @@ typedef struct distill_request {
     skl_options options;
     const char *folder;
     int64_t checkpoint_every;
-    int32_t resume, no_baseline, json;
+    int32_t resume, overwrite, no_baseline, json;
 } distill_request;
 
 /* The settings that are counts, by name, for checkpoints, messages and the report. */

@@ -150,6 +150,31 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path, trained):
     assert student(copy) == student(folder)
 
 
+def test_an_old_checkpoint_is_not_replaced_silently(tmp_path):
+    distill(tmp_path, "--steps", "2")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    done = run("distill", "--out", tmp_path, *SMALL, "--steps", "3")
+    assert done.returncode == 2 and "--resume" in done.stderr and "--overwrite" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    done = run("distill", "--out", tmp_path, *SMALL, "--steps", "2", "--resume", "--overwrite")
+    assert done.returncode == 2 and "--overwrite" in done.stderr
+    assert distill(tmp_path, "--steps", "3", "--overwrite")["step"] == 3
+    assert load(tmp_path / "checkpoint.safetensors")["loss"][1].size == 3
+
+
+@pytest.mark.parametrize("how", ["--resume", "--overwrite"])
+def test_two_runs_in_one_folder(tmp_path, how):
+    command = [TOOL, "distill", "--out", str(tmp_path), *SMALL, "--steps", "100000", "--checkpoint-every", "1"]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    while "/100000" not in first.stdout.readline():
+        pass
+    done = run("distill", "--out", tmp_path, *SMALL, "--steps", "2", how)
+    first.kill()
+    first.communicate()
+    assert done.returncode == 5 and "another run" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert distill(tmp_path, "--steps", "2", "--overwrite")["step"] == 2  # the lock ended with the process
+
+
 # ---- Files of the user ------------------------------------------------------------------------------------------------------------
 
 
@@ -217,6 +242,21 @@ def test_flat_weights_need_heads(tmp_path):
     refused = run(*options)
     assert refused.returncode == 2 and "w_q" in refused.stderr and "--heads-t" in refused.stderr
     assert run(*options, "--heads-t", "4").returncode == 0
+
+
+@pytest.mark.parametrize("changed", ["teacher", "student"])
+def test_resume_refuses_other_contents(tmp_path, changed):
+    teacher, initial = make_files(tmp_path)
+    options = ["distill", "--teacher", teacher, "--student", initial, "--steps", "3", "--no-baseline", "--out", tmp_path / "out"]
+    assert run(*options).returncode == 0
+    done = run(*options, "--resume")
+    assert done.returncode == 0, done.stderr
+    path = {"teacher": teacher, "student": initial}[changed]
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1  # a sign or an exponent of the last number
+    path.write_bytes(content)
+    done = run(*options, "--resume")
+    assert done.returncode == 2 and f"--{changed}={path}: its contents have changed" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 # ---- Bad input -----------------------------------------------------------------------------------------------------------
