@@ -1,5 +1,6 @@
 #include "view/picture.h"
 
+#include <assert.h>
 #include <math.h>
 #include <stdlib.h>
 
@@ -80,6 +81,7 @@ double picture_bright(const double *values, int64_t count)
 void picture_png(bytes *file, palette_kind kind, const double *values, int64_t rows, int64_t columns, double top,
                  int zoom)
 {
+    assert(rows > 0 && columns > 0 && zoom > 0); /* PNG has no empty pictures */
     const int64_t width = columns * zoom, height = rows * zoom;
     uint8_t *const pixels = malloc((size_t)(width * height) + 1);
     if (pixels == NULL) {

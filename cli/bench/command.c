@@ -177,6 +177,20 @@ static error_t parse_option(int key, char *text, struct argp_state *state)
     return options_store(fields, options, key, text, state->input);
 }
 
+static int check_outputs(const bench_request *request)
+{
+    output_file outputs[2];
+    size_t count = 0;
+    if (request->csv_path)
+        outputs[count++] = (output_file){"--csv", request->csv_path};
+    if (request->plot_path)
+        outputs[count++] = (output_file){"--plot", request->plot_path};
+    int exit_code = file_outputs_check(outputs, count, NULL, 0);
+    for (size_t o = 0; o < count && exit_code == CLI_OK; o++)
+        exit_code = file_write_check(outputs[o].path);
+    return exit_code;
+}
+
 static int parse_command_line(bench_request *request, int argc, char **argv)
 {
     static const struct argp argp = {.options = options, .parser = parse_option, .doc = doc};
@@ -200,8 +214,7 @@ static int parse_command_line(bench_request *request, int argc, char **argv)
         return cli_fail(CLI_BAD_INPUT, "--%s: --index-heads must be given too", needless);
     if (request->config.engine.device != SKL_CPU)
         request->config.threads = (bench_list){1, {1}}; /* a GPU has no thread count */
-    const int exit_code = request->csv_path ? file_write_check(request->csv_path) : CLI_OK;
-    return exit_code == CLI_OK && request->plot_path ? file_write_check(request->plot_path) : exit_code;
+    return check_outputs(request);
 }
 
 /* ---- Measurement -------------------------------------------------------------------------------------------- */
@@ -263,21 +276,24 @@ static int measure_all(bench_report *report, const blas *library)
 
 typedef void report_writer(bytes *file, const bench_report *report);
 
-static int write_report(const char *path, report_writer *write, const bench_report *report)
+static int write_report(file_set *set, const char *path, report_writer *write, const bench_report *report)
 {
     if (path == NULL)
         return CLI_OK;
     bytes file = {0};
     write(&file, report);
-    const int exit_code = file_write(path, &file);
+    const int exit_code = file_write_into(set, path, &file);
     bytes_free(&file);
     return exit_code;
 }
 
 static int write_files(const bench_request *request, const bench_report *report)
 {
-    const int exit_code = write_report(request->csv_path, csv_write, report);
-    return exit_code == CLI_OK ? write_report(request->plot_path, figure_draw, report) : exit_code;
+    file_set set = {NULL, NULL};
+    int exit_code = write_report(&set, request->csv_path, csv_write, report);
+    if (exit_code == CLI_OK)
+        exit_code = write_report(&set, request->plot_path, figure_draw, report);
+    return file_write_commit(&set, exit_code);
 }
 
 /* Checks the configuration, and notes machine and date. */

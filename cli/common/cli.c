@@ -1,20 +1,11 @@
 #include "cli/common/cli.h"
+#include "cli/term/printable.h"
 #include "device/device.h"
 
 #include <errno.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
-
-/* Keeps an error on one line, whatever the names of files and tensors contain. */
-static void blank_control_characters(char *text)
-{
-    for (; *text; text++) {
-        const unsigned char byte = (unsigned char)*text;
-        if (byte < 0x20 || byte == 0x7f)
-            *text = '?';
-    }
-}
 
 int cli_fail(int exit_code, const char *format, ...)
 {
@@ -23,7 +14,7 @@ int cli_fail(int exit_code, const char *format, ...)
     va_start(arguments, format);
     vsnprintf(message, sizeof message, format, arguments);
     va_end(arguments);
-    blank_control_characters(message);
+    printable_make(message); /* whatever the names of files and tensors contain */
     fprintf(stderr, "%s: %s\n", program_invocation_name, message);
     return exit_code;
 }

@@ -3,14 +3,18 @@
 #include "cli/common/cli.h"
 #include "cli/distill/distill.h"
 #include "cli/common/options.h"
+#include "cli/term/printable.h"
 #include "cli/term/term.h"
 #include "cli/io/file_write.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <inttypes.h>
 #include <signal.h>
 #include <stdlib.h>
+#include <sys/file.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 static const char doc[] =
     "Distill attention: train W_q and W_k of a student on the attention KL to a teacher at a long context, and "
@@ -18,7 +22,8 @@ static const char doc[] =
     "distractors, and references to definitions up to thousands of tokens back, which the teacher finds."
     "\vThe folder DIR gets checkpoint.safetensors, student.safetensors (w_q and w_k) and report.html. Ctrl-C ends a "
     "run with a checkpoint and a report; the exit status is 130. The same command with --resume continues from the "
-    "checkpoint. The final weights are bitwise equal to those of an uninterrupted run.\n"
+    "checkpoint, if the files of teacher and student have not changed. The final weights are bitwise equal to those "
+    "of an uninterrupted run.\n"
     "\n"
     "With --teacher and --student, the teacher's file contains hidden [sequences, context, hidden], w_q [heads, dim, "
     "hidden] and w_k [key heads, dim, hidden]. The student's file contains the initial w_q and w_k, and optionally "
@@ -55,6 +60,7 @@ enum {
     KEY_STUDENT,
     KEY_OUT,
     KEY_RESUME,
+    KEY_OVERWRITE,
     KEY_CHECKPOINT_EVERY,
     KEY_NO_BASELINE,
     KEY_JSON,
@@ -91,6 +97,7 @@ static const struct argp_option options[] = {
     {NULL, 0, NULL, 0, "Result:", GROUP_RESULT},
     {"out", KEY_OUT, "DIR", 0, "Folder for checkpoint, weights and report; default streamkl-distill", 0},
     {"resume", KEY_RESUME, NULL, 0, "Continue from the checkpoint in DIR, if there is one", 0},
+    {"overwrite", KEY_OVERWRITE, NULL, 0, "Replace the checkpoint in DIR, if there is one, and start again", 0},
     {"checkpoint-every", KEY_CHECKPOINT_EVERY, "N", 0, "Steps between checkpoints; default 10", 0},
     {"no-baseline", KEY_NO_BASELINE, NULL, 0,
      "Do not time the materialised baseline for the report, which saves some seconds", 0},
@@ -129,6 +136,7 @@ static const option_field fields[] = {
     {KEY_STUDENT, parse_string, SETTING(student_path)},
     {KEY_OUT, parse_string, offsetof(distill_request, folder)},
     {KEY_RESUME, parse_flag, offsetof(distill_request, resume)},
+    {KEY_OVERWRITE, parse_flag, offsetof(distill_request, overwrite)},
     {KEY_CHECKPOINT_EVERY, parse_count, offsetof(distill_request, checkpoint_every)},
     {KEY_NO_BASELINE, parse_flag, offsetof(distill_request, no_baseline)},
     {KEY_JSON, parse_flag, offsetof(distill_request, json)},
@@ -154,13 +162,58 @@ static void stop_on_signal(int number)
     signal(number, SIG_DFL);
 }
 
+/* Every file that a run writes into its folder. */
+static const char *const output_names[] = {"checkpoint.safetensors", "student.safetensors", "report.html"};
+enum { OUTPUT_COUNT = sizeof output_names / sizeof output_names[0] };
+
+static int check_outputs(const distill_request *request)
+{
+    distill_path paths[OUTPUT_COUNT];
+    output_file outputs[OUTPUT_COUNT];
+    if (strlen(request->folder) + 32 > sizeof paths[0].text) /* 32: the longest name, and more */
+        return cli_fail(CLI_BAD_INPUT, "--out=%.60s...: must be shorter", request->folder);
+    for (int o = 0; o < OUTPUT_COUNT; o++) {
+        paths[o] = distill_path_of(request, output_names[o]);
+        outputs[o] = (output_file){"--out", paths[o].text};
+    }
+    const distill_settings *const settings = &request->settings;
+    const char *const inputs[] = {settings->teacher_path, settings->student_path};
+    return file_outputs_check(outputs, OUTPUT_COUNT, inputs,
+                              settings->teacher_path && settings->student_path ? 2 : 0);
+}
+
+/* Two runs in one folder would replace each other's files. The lock ends with the process, however it ends. Some
+ * network file systems have no locks on folders: there it has no effect. */
+static int lock_folder(const char *folder)
+{
+    const int fd = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
+        close(fd);
+        return cli_fail(CLI_WRITE_FAILED, "--out=%s: another run is writing to this folder", folder);
+    }
+    return CLI_OK;
+}
+
+static int check_old_run(const distill_request *request)
+{
+    struct stat status;
+    if (request->resume || request->overwrite ||
+        lstat(distill_path_of(request, "checkpoint.safetensors").text, &status) != 0)
+        return CLI_OK;
+    return cli_fail(CLI_BAD_INPUT, "--out=%s: has a checkpoint; --resume continues from it, --overwrite replaces it",
+                    request->folder);
+}
+
 static int make_folder(const distill_request *request)
 {
     if (mkdir(request->folder, 0777) != 0 && errno != EEXIST)
         return cli_fail(CLI_WRITE_FAILED, "--out=%s: %s", request->folder, strerror(errno));
-    const int exit_code = file_write_check(distill_path_of(request, "report.html").text);
-    return exit_code == CLI_OK ? file_write_check(distill_path_of(request, "checkpoint.safetensors").text)
-                               : exit_code;
+    int exit_code = lock_folder(request->folder);
+    if (exit_code == CLI_OK)
+        exit_code = check_old_run(request);
+    for (int o = 0; o < OUTPUT_COUNT && exit_code == CLI_OK; o++)
+        exit_code = file_write_check(distill_path_of(request, output_names[o]).text);
+    return exit_code;
 }
 
 static float *allocate_history(int64_t count)
@@ -215,7 +268,7 @@ static int resume(distill_run *run)
     if (found)
         printf("Resuming at step %" PRId64 "\n", run->student.step);
     else
-        printf("No checkpoint in %s: starting from the beginning\n", run->request->folder);
+        printf("No checkpoint in %s: starting from the beginning\n", printable_of(run->request->folder).text);
     return CLI_OK;
 }
 
@@ -253,18 +306,20 @@ static int evaluate_all(distill_run *run)
 
 static int finish(distill_run *run)
 {
+    file_set set = {NULL, NULL};
     int exit_code = evaluate_all(run);
     if (exit_code == CLI_OK)
-        exit_code = distill_student_save(run);
+        exit_code = distill_student_save(&set, run);
     if (exit_code == CLI_OK)
-        exit_code = distill_report_write(run);
+        exit_code = distill_report_write(&set, run);
+    exit_code = file_write_commit(&set, exit_code);
     if (exit_code != CLI_OK)
         return exit_code;
     if (run->request->json)
         return distill_print_json(run);
     distill_print_result(run);
-    printf("\nReport   %s\nStudent  %s\n", distill_path_of(run->request, "report.html").text,
-           distill_path_of(run->request, "student.safetensors").text);
+    printf("\nReport   %s\nStudent  %s\n", printable_of(distill_path_of(run->request, "report.html").text).text,
+           printable_of(distill_path_of(run->request, "student.safetensors").text).text);
     return CLI_OK;
 }
 
@@ -316,7 +371,11 @@ int cmd_distill(int argc, char **argv)
     distill_source source = {.retrieves = false};
     distill_run run = {.request = &request, .source = &source};
     run.pair.threads = request.options.threads > 0 ? request.options.threads : machine_cores();
-    int exit_code = distill_source_open(&source, &request.settings, run.pair.threads);
+    int exit_code = request.resume && request.overwrite
+                        ? cli_fail(CLI_BAD_INPUT, "--overwrite: must not be given with --resume")
+                        : check_outputs(&request);
+    if (exit_code == CLI_OK)
+        exit_code = distill_source_open(&source, &request.settings, run.pair.threads);
     if (exit_code == CLI_OK)
         exit_code = run_all(&run);
     close_run(&run);

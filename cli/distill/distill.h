@@ -5,6 +5,7 @@
 #include "distill/evaluate.h"
 #include "distill/task.h"
 #include "distill/train.h"
+#include "cli/io/file_set.h"
 #include "cli/io/tensor_file.h"
 
 #include <stdbool.h>
@@ -19,6 +20,7 @@ typedef struct distill_settings {
     float rate;
     skl_direction direction;
     const char *teacher_path, *student_path; /* NULL: the synthetic task */
+    uint64_t teacher_hash, student_hash;     /* of the contents of these files */
 } distill_settings;
 
 enum { CONTROL_DEFAULT = -1 }; /* a sixteenth of the context, with files 0 */
@@ -28,7 +30,7 @@ typedef struct distill_request {
     skl_options options;
     const char *folder;
     int64_t checkpoint_every;
-    int32_t resume, no_baseline, json;
+    int32_t resume, overwrite, no_baseline, json;
 } distill_request;
 
 /* The settings that are counts, by name, for checkpoints, messages and the report. */
@@ -106,10 +108,10 @@ int distill_checkpoint_save(const distill_run *run);
 int distill_checkpoint_load(distill_run *run, bool *found);
 
 /* DIR/student.safetensors: w_q and w_k [heads, dim, hidden]. */
-int distill_student_save(const distill_run *run);
+int distill_student_save(file_set *set, const distill_run *run);
 
 /* DIR/report.html. Sets run->peak. */
-int distill_report_write(distill_run *run);
+int distill_report_write(file_set *set, distill_run *run);
 
 void distill_print_result(const distill_run *run);
 int distill_print_json(const distill_run *run);

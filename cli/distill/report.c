@@ -366,7 +366,7 @@ static void fill_page(bytes *page, const distill_run *run, const report_maps *ma
     page_end(page);
 }
 
-int distill_report_write(distill_run *run)
+int distill_report_write(file_set *set, distill_run *run)
 {
     report_maps maps = {.before = {0}};
     bytes page = {0};
@@ -374,7 +374,7 @@ int distill_report_write(distill_run *run)
     run->peak = resident_peak(); /* before the baseline allocates its matrices */
     if (exit_code == CLI_OK) {
         fill_page(&page, run, &maps);
-        exit_code = file_write(distill_path_of(run->request, "report.html").text, &page);
+        exit_code = file_write_into(set, distill_path_of(run->request, "report.html").text, &page);
     }
     attention_map_free(&maps.before);
     attention_map_free(&maps.after);

@@ -3,6 +3,7 @@
 #include "cli/common/options.h"
 
 #include <inttypes.h>
+#include <stdbool.h>
 #include <stdlib.h>
 
 const setting_name distill_counts[] = {
@@ -31,6 +32,15 @@ static json_t *text_or_null(const char *text)
     return text ? json_string(text) : json_null();
 }
 
+static const char teacher_content[] = "teacher-content", student_content[] = "student-content";
+
+static json_t *hash_json(uint64_t hash)
+{
+    char text[32];
+    snprintf(text, sizeof text, "%016" PRIx64, hash);
+    return json_string(text);
+}
+
 static json_t *settings_json(const distill_settings *settings)
 {
     json_t *const object = json_object();
@@ -41,7 +51,17 @@ static json_t *settings_json(const distill_settings *settings)
     json_object_set_new(object, "direction", json_string(direction_name(settings->direction)));
     json_object_set_new(object, "teacher", text_or_null(settings->teacher_path));
     json_object_set_new(object, "student", text_or_null(settings->student_path));
+    if (settings->teacher_path) {
+        json_object_set_new(object, teacher_content, hash_json(settings->teacher_hash));
+        json_object_set_new(object, student_content, hash_json(settings->student_hash));
+    }
     return object;
+}
+
+static int fail_content(const char *option, const char *file, const char *path)
+{
+    return cli_fail(CLI_BAD_INPUT, "--%s=%s: its contents have changed since %s was made; must be equal to resume",
+                    option, file, path);
 }
 
 char *distill_settings_text(const distill_settings *settings)
@@ -63,6 +83,12 @@ int distill_settings_compare(const distill_settings *settings, const char *text,
         json_t *const before = json_object_get(saved, name);
         if (exit_code != CLI_OK || json_equal(value, before))
             continue;
+        if (strcmp(name, teacher_content) == 0 || strcmp(name, student_content) == 0) {
+            const bool of_teacher = name[0] == 't';
+            exit_code = fail_content(of_teacher ? "teacher" : "student",
+                                     of_teacher ? settings->teacher_path : settings->student_path, path);
+            continue;
+        }
         char *const is = json_dumps(value, JSON_ENCODE_ANY);
         char *const was = before ? json_dumps(before, JSON_ENCODE_ANY) : NULL;
         exit_code = cli_fail(CLI_BAD_INPUT, "--%s=%s: %s was made with %s; settings must be equal to resume", name,

@@ -18,6 +18,25 @@ typedef struct count_rule {
     int64_t value, least, most;
 } count_rule;
 
+static int check_rules(const count_rule *rules, size_t count)
+{
+    for (size_t r = 0; r < count; r++)
+        if (rules[r].value < rules[r].least || rules[r].value > rules[r].most)
+            return cli_fail(CLI_BAD_INPUT, "--%s=%" PRId64 ": must be %" PRId64 "..%" PRId64, rules[r].name,
+                            rules[r].value, rules[r].least, rules[r].most);
+    return CLI_OK;
+}
+
+/* No product of the settings overflows 64 bits, and every step is a float of the history. */
+static int check_training(const distill_settings *settings)
+{
+    const count_rule rules[] = {
+        {"steps", settings->steps, 1, 1 << 24},
+        {"batch", settings->batch, 1, 1 << 20},
+    };
+    return check_rules(rules, sizeof rules / sizeof rules[0]);
+}
+
 static int check_counts(const distill_settings *settings)
 {
     const count_rule rules[] = {
@@ -30,10 +49,9 @@ static int check_counts(const distill_settings *settings)
         {"heads-s", settings->heads_s, 1, 1024},
         {"held-out", settings->held_out, 1, 1024},
     };
-    for (size_t r = 0; r < sizeof rules / sizeof rules[0]; r++)
-        if (rules[r].value < rules[r].least || rules[r].value > rules[r].most)
-            return cli_fail(CLI_BAD_INPUT, "--%s=%" PRId64 ": must be %" PRId64 "..%" PRId64, rules[r].name,
-                            rules[r].value, rules[r].least, rules[r].most);
+    const int exit_code = check_rules(rules, sizeof rules / sizeof rules[0]);
+    if (exit_code != CLI_OK)
+        return exit_code;
     if (settings->heads_t % settings->heads_s != 0)
         return cli_fail(CLI_BAD_INPUT, "--heads-t=%" PRId64 ": must be a multiple of --heads-s=%" PRId64,
                         settings->heads_t, settings->heads_s);
@@ -82,8 +100,10 @@ int distill_source_open(distill_source *source, distill_settings *settings, int 
     if (!settings->teacher_path != !settings->student_path)
         return cli_fail(CLI_BAD_INPUT, "--%s: --%s must be given too", settings->teacher_path ? "teacher" : "student",
                         settings->teacher_path ? "student" : "teacher");
-    const int exit_code =
-        settings->teacher_path ? distill_files_open(source, settings) : open_synthetic(source, settings, threads);
+    int exit_code = check_training(settings);
+    if (exit_code == CLI_OK)
+        exit_code =
+            settings->teacher_path ? distill_files_open(source, settings) : open_synthetic(source, settings, threads);
     return exit_code == CLI_OK ? check_control(settings) : exit_code;
 }
 

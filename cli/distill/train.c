@@ -5,6 +5,7 @@
 #include "cli/term/term.h"
 #include "device/clock.h"
 
+#include <assert.h>
 #include <inttypes.h>
 #include <math.h>
 #include <unistd.h>
@@ -94,6 +95,7 @@ static int record_evaluation(distill_run *run)
         return exit_code;
     const int64_t step = run->student.step;
     const double hits = evaluate_hit_rate_s(&now.all);
+    assert(history->evaluation_count <= run->request->settings.steps); /* one per step, and one before the first */
     history->evaluation_step[history->evaluation_count] = (float)step;
     history->evaluation_kl[history->evaluation_count] = (float)now.kl;
     history->evaluation_hits[history->evaluation_count] = (float)hits;

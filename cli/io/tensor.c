@@ -1,4 +1,5 @@
 #include "cli/io/tensor.h"
+#include "cli/term/printable.h"
 
 #include <assert.h>
 #include <inttypes.h>
@@ -48,11 +49,7 @@ bool tensor_refuse(tensor_error *error, const char *path, const char *format, ..
     vsnprintf(error->text + prefix_length, sizeof error->text - (size_t)prefix_length, format, arguments);
     va_end(arguments);
 
-    for (char *c = error->text; *c; c++) {
-        const unsigned char byte = (unsigned char)*c;
-        if (byte < ' ' || byte == 0x7f)
-            *c = '?';
-    }
+    printable_make(error->text);
     return false;
 }
 

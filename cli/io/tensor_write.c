@@ -2,12 +2,10 @@
 
 #include <assert.h>
 #include <errno.h>
-#include <fcntl.h>
 #include <jansson.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include "cli/io/tensor_write.h"
@@ -124,43 +122,6 @@ static bool make_header(file_contents *contents, const output_metadata *metadata
 
 /* ---- The file ---------------------------------------------------------------------------------------------- */
 
-/* rename() would replace a device or a link by a file: as root, even /dev/null. */
-static bool check_target(const char *path, tensor_error *error)
-{
-    struct stat status;
-    if (lstat(path, &status) != 0)
-        return errno == ENOENT || tensor_refuse(error, path, "cannot write: %s", strerror(errno));
-    if (S_ISDIR(status.st_mode))
-        return tensor_refuse(error, path, "cannot write: %s", strerror(EISDIR));
-    if (!S_ISREG(status.st_mode))
-        return tensor_refuse(error, path, "cannot write: exists and is not a regular file");
-    return true;
-}
-
-/* Unlike mkstemp(), respects the umask. Sets *temporary, which the caller frees, even if it returns -1. */
-static int create_temporary(const char *path, char **temporary, tensor_error *error)
-{
-    const char *const slash = strrchr(path, '/');
-    const int directory_length = slash ? (int)(slash + 1 - path) : 0;
-    const size_t name_size = (size_t)directory_length + 64;
-    *temporary = malloc(name_size);
-    if (!*temporary) {
-        tensor_refuse(error, path, "out of memory");
-        return -1;
-    }
-    const int attempt_max = 100; /* skips files that a killed process left */
-    for (int attempt = 0; attempt < attempt_max; attempt++) {
-        snprintf(*temporary, name_size, "%.*s.streamkl-%ld-%d.tmp", directory_length, path, (long)getpid(), attempt);
-        const int fd = open(*temporary, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-        if (fd >= 0)
-            return fd;
-        if (errno != EEXIST)
-            break;
-    }
-    tensor_refuse(error, path, "cannot create a temporary file next to it: %s", strerror(errno));
-    return -1;
-}
-
 /* On failure returns false and sets errno. */
 static bool write_all(int fd, const void *data, size_t size)
 {
@@ -187,32 +148,19 @@ static bool write_contents(int fd, const file_contents *contents)
     return fsync(fd) == 0;
 }
 
-static bool replace_file(const char *path, const file_contents *contents, tensor_error *error)
+static bool write_file(file_set *set, const char *path, const file_contents *contents, tensor_error *error)
 {
-    char *temporary = NULL;
-    const int fd = create_temporary(path, &temporary, error);
-    if (fd < 0) {
-        free(temporary);
+    const int fd = file_set_add(set, path, error);
+    if (fd < 0)
         return false;
-    }
-    bool written = write_contents(fd, contents);
-    if (!written)
-        tensor_refuse(error, path, "cannot write: %s", strerror(errno));
-    if (close(fd) != 0 && written) /* network file systems report a full disk here */
-        written = tensor_refuse(error, path, "cannot write: %s", strerror(errno));
-    if (written && rename(temporary, path) != 0)
-        written = tensor_refuse(error, path, "cannot rename the temporary file: %s", strerror(errno));
-    if (!written)
-        unlink(temporary);
-    free(temporary);
-    return written;
+    if (!write_contents(fd, contents))
+        return tensor_refuse(error, path, "cannot write: %s", strerror(errno));
+    return file_set_close(set, error);
 }
 
-bool tensor_write(const char *path, const output_tensor *tensors, size_t tensor_count,
-                  const output_metadata *metadata, size_t metadata_count, tensor_error *error)
+bool tensor_write_into(file_set *set, const char *path, const output_tensor *tensors, size_t tensor_count,
+                       const output_metadata *metadata, size_t metadata_count, tensor_error *error)
 {
-    if (!check_target(path, error))
-        return false;
     file_contents contents = {.tensor_count = tensor_count};
     contents.tensors = calloc(tensor_count + 1, sizeof *contents.tensors); /* + 1: the size is never 0 */
     if (!contents.tensors)
@@ -222,8 +170,18 @@ bool tensor_write(const char *path, const output_tensor *tensors, size_t tensor_
     qsort(contents.tensors, tensor_count, sizeof *contents.tensors, by_alignment_and_name);
 
     const bool written =
-        make_header(&contents, metadata, metadata_count, path, error) && replace_file(path, &contents, error);
+        make_header(&contents, metadata, metadata_count, path, error) && write_file(set, path, &contents, error);
     free(contents.header);
     free(contents.tensors);
+    return written;
+}
+
+bool tensor_write(const char *path, const output_tensor *tensors, size_t tensor_count,
+                  const output_metadata *metadata, size_t metadata_count, tensor_error *error)
+{
+    file_set set = {NULL, NULL};
+    const bool written = tensor_write_into(&set, path, tensors, tensor_count, metadata, metadata_count, error) &&
+                         file_set_commit(&set, error);
+    file_set_free(&set);
     return written;
 }

@@ -2,7 +2,7 @@
 #ifndef STREAMKL_CLI_IO_TENSOR_WRITE_H
 #define STREAMKL_CLI_IO_TENSOR_WRITE_H
 
-#include "cli/io/tensor.h"
+#include "cli/io/file_set.h"
 
 typedef struct output_tensor {
     const char *name;
@@ -22,5 +22,9 @@ typedef struct output_metadata {
  * would replace a link or a device. Equal arguments give equal bytes. */
 bool tensor_write(const char *path, const output_tensor *tensors, size_t tensor_count,
                   const output_metadata *metadata, size_t metadata_count, tensor_error *error);
+
+/* The same for one of several files that appear together: file_set_commit() renames it. */
+bool tensor_write_into(file_set *set, const char *path, const output_tensor *tensors, size_t tensor_count,
+                       const output_metadata *metadata, size_t metadata_count, tensor_error *error);
 
 #endif

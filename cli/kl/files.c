@@ -36,10 +36,15 @@ static int role_of_argument(const char *argument)
     return ROLE_ANY;
 }
 
+const char *kl_file_path(const char *argument)
+{
+    return role_of_argument(argument) == ROLE_ANY ? argument : strchr(argument, '=') + 1;
+}
+
 static int open_argument(kl_file *file, const char *argument)
 {
     file->role = role_of_argument(argument);
-    file->path = file->role == ROLE_ANY ? argument : strchr(argument, '=') + 1;
+    file->path = kl_file_path(argument);
     const char *const equals = strchr(argument, '=');
     if (file->role == ROLE_ANY && equals && access(argument, F_OK) != 0)
         return cli_fail(CLI_BAD_INPUT,

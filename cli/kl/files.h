@@ -33,6 +33,9 @@ typedef struct kl_files {
     size_t count;
 } kl_files;
 
+/* The path in an argument of the form FILE or ROLE=FILE. */
+const char *kl_file_path(const char *argument);
+
 /* Opens arguments of the form FILE or ROLE=FILE. On failure prints why. Returns an exit code. */
 int kl_files_open(kl_files *files, char *const *arguments, size_t count);
 void kl_files_close(kl_files *files);

@@ -3,6 +3,7 @@
 #define STREAMKL_CLI_KL_KL_H
 
 #include "cli/common/runner.h"
+#include "cli/io/file_write.h"
 #include "cli/kl/files.h"
 #include "cli/kl/reduction.h"
 #include "streamkl.h"
@@ -65,6 +66,9 @@ int kl_inputs_check(const kl_inputs *inputs, const skl_plan *plan);
 
 int kl_compute(kl_results *results, const kl_inputs *inputs, const kl_request *request);
 void kl_results_free(kl_results *results);
+
+/* Refuses outputs that are inputs of the request, or equal. */
+int kl_outputs_compare(const kl_request *request, const output_file *outputs, size_t count);
 
 /* --out and --grad: both files or none. kl_outputs_check() reports problems before the computation. */
 int kl_outputs_check(const kl_request *request);

@@ -9,19 +9,22 @@
 #include <limits.h>
 #include <signal.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 /* ---- Before the computation --------------------------------------------------------------------------------- */
 
-static bool same_file(const char *left, const char *right)
+int kl_outputs_compare(const kl_request *request, const output_file *outputs, size_t count)
 {
-    struct stat left_status, right_status;
-    if (strcmp(left, right) == 0)
-        return true;
-    if (stat(left, &left_status) != 0 || stat(right, &right_status) != 0)
-        return false;
-    return left_status.st_dev == right_status.st_dev && left_status.st_ino == right_status.st_ino;
+    const char **const inputs = calloc(request->file_count + 1, sizeof *inputs); /* + 1: never 0 */
+    if (inputs == NULL)
+        return cli_fail(CLI_NO_MEMORY, "out of memory for %zu file names", request->file_count);
+    for (size_t f = 0; f < request->file_count; f++)
+        inputs[f] = kl_file_path(request->files[f]);
+    const int exit_code = file_outputs_check(outputs, count, inputs, request->file_count);
+    free(inputs);
+    return exit_code;
 }
 
 /* The folder must be writable, for the temporary file and the output. */
@@ -39,28 +42,20 @@ static int check_folder(const char *option, const char *path)
     return CLI_OK;
 }
 
-static int check_output(const char *option, const char *path, const kl_request *request)
-{
-    if (path == NULL)
-        return CLI_OK;
-    for (size_t f = 0; f < request->file_count; f++) {
-        const char *const argument = request->files[f];
-        const char *const equals = strchr(argument, '=');
-        if (same_file(path, argument) || (equals && same_file(path, equals + 1)))
-            return cli_fail(CLI_BAD_INPUT, "%s=%s: must not be an input file", option, path);
-    }
-    return check_folder(option, path);
-}
-
 int kl_outputs_check(const kl_request *request)
 {
     if (request->grad_teacher && request->grad_path == NULL)
         return cli_fail(CLI_BAD_INPUT, "--grad-teacher: --grad FILE must be given too");
-    if (request->out_path && request->grad_path && same_file(request->out_path, request->grad_path))
-        return cli_fail(CLI_BAD_INPUT, "--out=%s and --grad=%s: must be different files", request->out_path,
-                        request->grad_path);
-    const int exit_code = check_output("--out", request->out_path, request);
-    return exit_code == CLI_OK ? check_output("--grad", request->grad_path, request) : exit_code;
+    output_file outputs[2];
+    size_t count = 0;
+    if (request->out_path)
+        outputs[count++] = (output_file){"--out", request->out_path};
+    if (request->grad_path)
+        outputs[count++] = (output_file){"--grad", request->grad_path};
+    int exit_code = kl_outputs_compare(request, outputs, count);
+    for (size_t o = 0; o < count && exit_code == CLI_OK; o++)
+        exit_code = check_folder(outputs[o].option, outputs[o].path);
+    return exit_code;
 }
 
 /* ---- After the computation ---------------------------------------------------------------------------------- */
@@ -76,7 +71,7 @@ static output_tensor row_tensor(const char *name, const float *data, int64_t hea
     return tensor;
 }
 
-static int write_rows(const kl_results *results, const skl_problem *problem, const kl_request *request)
+static int write_rows(file_set *set, const kl_results *results, const skl_problem *problem, const kl_request *request)
 {
     const output_tensor tensors[] = {
         row_tensor("kl", results->kl, problem->heads_s, problem),
@@ -90,7 +85,7 @@ static int write_rows(const kl_results *results, const skl_problem *problem, con
         kl_is_indexer(problem) ? sizeof tensors / sizeof tensors[0] : 3; /* only an indexer has the last three */
     const output_metadata metadata[] = {{"direction", direction_name(problem->direction)}};
     tensor_error error;
-    if (tensor_write(request->out_path, tensors, count, metadata, 1, &error))
+    if (tensor_write_into(set, request->out_path, tensors, count, metadata, 1, &error))
         return CLI_OK;
     return cli_fail(CLI_WRITE_FAILED, "--out=%s", error.text);
 }
@@ -104,7 +99,8 @@ static output_tensor gradient_tensor(const char *name, const void *data, const k
     return tensor;
 }
 
-static int write_gradients(const kl_results *results, const kl_inputs *inputs, const kl_request *request)
+static int write_gradients(file_set *set, const kl_results *results, const kl_inputs *inputs,
+                           const kl_request *request)
 {
     static const char *const names[ROLE_REQUIRED_COUNT] = {"dq_t", "dk_t", "dq_s", "dk_s"};
     output_tensor tensors[ROLE_REQUIRED_COUNT + 1];
@@ -117,22 +113,20 @@ static int write_gradients(const kl_results *results, const kl_inputs *inputs, c
     const output_metadata metadata[] = {{"direction", direction_name(inputs->problem.direction)},
                                         {"reduction", kl_reduction_name(request->reduction)}};
     tensor_error error;
-    if (tensor_write(request->grad_path, tensors, count, metadata, 2, &error))
+    if (tensor_write_into(set, request->grad_path, tensors, count, metadata, 2, &error))
         return CLI_OK;
     return cli_fail(CLI_WRITE_FAILED, "--grad=%s", error.text);
 }
 
 static int write_both(const kl_results *results, const kl_inputs *inputs, const kl_request *request)
 {
+    file_set set = {NULL, NULL};
     int exit_code = CLI_OK;
     if (request->out_path)
-        exit_code = write_rows(results, &inputs->problem, request);
-    if (exit_code != CLI_OK || request->grad_path == NULL)
-        return exit_code;
-    exit_code = write_gradients(results, inputs, request);
-    if (exit_code != CLI_OK && request->out_path)
-        unlink(request->out_path); /* a single file would look like success */
-    return exit_code;
+        exit_code = write_rows(&set, results, &inputs->problem, request);
+    if (exit_code == CLI_OK && request->grad_path)
+        exit_code = write_gradients(&set, results, inputs, request);
+    return file_write_commit(&set, exit_code);
 }
 
 /* Blocks interrupts while files are written: otherwise a temporary file could remain. */

@@ -1,4 +1,5 @@
 /* The output of `streamkl kl`: text, or one JSON object. */
+#include "cli/term/printable.h"
 #include "cli/common/cli.h"
 #include "cli/kl/kl.h"
 #include "cli/common/explain.h"
@@ -272,7 +273,7 @@ static void print_explanations(const plan_runner *runner)
 static void print_written(const char *path, const char *contents)
 {
     if (path)
-        printf("  %-8s %s (%s)\n", "wrote", path, contents);
+        printf("  %-8s %s (%s)\n", "wrote", printable_of(path).text, contents);
 }
 
 static void print_table(const kl_results *results, const kl_inputs *inputs, const kl_request *request)

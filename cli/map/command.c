@@ -207,7 +207,21 @@ static int print_json(const attention_map *shown, const skl_problem *problem)
 
 /* ---- Files -------------------------------------------------------------------------------------------------- */
 
-static int write_pngs(const map_request *request, const attention_map *shown)
+typedef struct png_path {
+    char text[PATH_MAX];
+} png_path;
+
+static png_path path_of_png(const map_request *request, int64_t head, const map_picture *picture)
+{
+    png_path path;
+    char which[32] = "";
+    if (request->head == HEAD_ALL)
+        snprintf(which, sizeof which, "h%" PRId64 "-", head);
+    snprintf(path.text, sizeof path.text, "%s-%s%s.png", request->png_prefix, which, picture->name);
+    return path;
+}
+
+static int write_pngs(file_set *set, const map_request *request, const attention_map *shown)
 {
     enum { SIDE_LEAST = 512 }; /* pixels */
     const int64_t longer = shown->rows > shown->columns ? shown->rows : shown->columns;
@@ -215,21 +229,17 @@ static int write_pngs(const map_request *request, const attention_map *shown)
     int exit_code = CLI_OK;
     for (int64_t head = 0; head < shown->heads; head++) {
         for (int p = 0; p < PICTURE_COUNT && exit_code == CLI_OK; p++) {
-            char path[PATH_MAX], which[32] = "";
-            if (request->head == HEAD_ALL)
-                snprintf(which, sizeof which, "h%" PRId64 "-", head);
-            snprintf(path, sizeof path, "%s-%s%s.png", request->png_prefix, which, pictures[p].name);
             bytes file = {0};
             picture_png(&file, pictures[p].palette, values_of(shown, &pictures[p]) + head * cells_of(shown),
                         shown->rows, shown->columns, top_of(shown, &pictures[p]), zoom);
-            exit_code = file_write(path, &file);
+            exit_code = file_write_into(set, path_of_png(request, head, &pictures[p]).text, &file);
             bytes_free(&file);
         }
     }
     return exit_code;
 }
 
-static int write_tensors(const char *path, const attention_map *map)
+static int write_tensors(file_set *set, const char *path, const attention_map *map)
 {
     const int64_t count = map->heads * cells_of(map);
     float *const values = malloc(((size_t)count * PICTURE_COUNT + 1) * sizeof *values);
@@ -244,7 +254,7 @@ static int write_tensors(const char *path, const attention_map *map)
             (output_tensor){pictures[p].name, SKL_F32, 3, {map->heads, map->rows, map->columns}, values + p * count};
     }
     tensor_error error;
-    const bool written = tensor_write(path, tensors, PICTURE_COUNT, NULL, 0, &error);
+    const bool written = tensor_write_into(set, path, tensors, PICTURE_COUNT, NULL, 0, &error);
     free(values);
     return written ? CLI_OK : cli_fail(CLI_WRITE_FAILED, "%s", error.text);
 }
@@ -252,11 +262,16 @@ static int write_tensors(const char *path, const attention_map *map)
 static int show(const map_request *request, const attention_map *map, const skl_problem *problem)
 {
     attention_map shown, mean = {0};
+    if (request->png_prefix && cells_of(map) == 0)
+        return cli_fail(CLI_BAD_INPUT, "--png=%s: no queries or no keys: a picture needs at least one of each",
+                        request->png_prefix);
     int exit_code = choose_heads(&shown, &mean, map, request->head);
+    file_set set = {NULL, NULL};
     if (exit_code == CLI_OK && request->out_path)
-        exit_code = write_tensors(request->out_path, map);
+        exit_code = write_tensors(&set, request->out_path, map);
     if (exit_code == CLI_OK && request->png_prefix)
-        exit_code = write_pngs(request, &shown);
+        exit_code = write_pngs(&set, request, &shown);
+    exit_code = file_write_commit(&set, exit_code);
     if (exit_code == CLI_OK && request->json)
         exit_code = print_json(&shown, problem);
     else if (exit_code == CLI_OK)
@@ -295,16 +310,40 @@ static int check_inputs(const map_request *request, const kl_inputs *inputs)
     return exit_code;
 }
 
-static int check_outputs(const map_request *request)
+/* The files to write; the caller frees *outputs and *paths, to which the pictures' names belong. */
+static int list_outputs(const map_request *request, int64_t heads, output_file **outputs, png_path **paths)
 {
-    if (request->png_prefix) {
-        char path[PATH_MAX];
-        snprintf(path, sizeof path, "%s-p.png", request->png_prefix);
-        const int exit_code = file_write_check(path);
-        if (exit_code != CLI_OK)
-            return exit_code;
+    const int64_t shown = request->png_prefix == NULL ? 0 : request->head == HEAD_ALL ? heads : 1;
+    int count = 0;
+    *outputs = calloc((size_t)shown * PICTURE_COUNT + 1, sizeof **outputs);
+    *paths = calloc((size_t)shown * PICTURE_COUNT + 1, sizeof **paths);
+    if (*outputs == NULL || *paths == NULL)
+        return -1;
+    for (int64_t head = 0; head < shown; head++) {
+        for (int p = 0; p < PICTURE_COUNT; p++, count++) {
+            (*paths)[count] = path_of_png(request, head, &pictures[p]);
+            (*outputs)[count] = (output_file){"--png", (*paths)[count].text};
+        }
     }
-    return request->out_path ? file_write_check(request->out_path) : CLI_OK;
+    if (request->out_path)
+        (*outputs)[count++] = (output_file){"--out", request->out_path};
+    return count;
+}
+
+static int check_outputs(const map_request *request, int64_t heads)
+{
+    if (request->png_prefix && strlen(request->png_prefix) + sizeof "-h9223372036854775807-kl.png" > PATH_MAX)
+        return cli_fail(CLI_BAD_INPUT, "--png=%.60s...: must be shorter", request->png_prefix);
+    output_file *outputs;
+    png_path *paths;
+    const int count = list_outputs(request, heads, &outputs, &paths);
+    int exit_code = count < 0 ? cli_fail(CLI_NO_MEMORY, "out of memory for the names of the pictures")
+                              : kl_outputs_compare(&request->input, outputs, (size_t)count);
+    for (int o = 0; o < count && exit_code == CLI_OK; o++)
+        exit_code = file_write_check(outputs[o].path);
+    free(outputs);
+    free(paths);
+    return exit_code;
 }
 
 int cmd_map(int argc, char **argv)
@@ -325,9 +364,9 @@ int cmd_map(int argc, char **argv)
         return CLI_BAD_INPUT;
     kl_inputs inputs = {.files = {NULL, 0}};
     attention_map map = {0};
-    int exit_code = check_outputs(&request);
+    int exit_code = kl_inputs_load(&inputs, &request.input);
     if (exit_code == CLI_OK)
-        exit_code = kl_inputs_load(&inputs, &request.input);
+        exit_code = check_outputs(&request, inputs.problem.heads_s);
     if (exit_code == CLI_OK)
         exit_code = check_inputs(&request, &inputs);
     if (exit_code == CLI_OK)

@@ -1,6 +1,7 @@
 """Errors in a command line or a file: exit code 2, one line that names the cause, and no output file."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -305,3 +306,20 @@ def test_out_of_memory_has_its_own_exit_code():
     done = run("demo", "--context", "1000000000", "--heads", "1000", env=quiet)
     assert done.returncode == 3
     assert "streamkl demo: out of memory" in done.stderr
+
+
+@pytest.mark.parametrize("code", [0x01, 0x1B, 0x7F, 0x85, 0x9B, 0x9D, 0x061C, 0x200E, 0x200F, 0x2028, 0x202A, 0x202E, 0x2066, 0x2069])
+def test_no_name_drives_the_terminal(tmp_path, code):
+    """Control and bidirectional characters, in names of tensors and files, in errors and in results."""
+    name = f"a{chr(code)}b"
+    hostile = tmp_path / name
+    hostile.write_bytes(raw_safetensors({name: {"dtype": "F32", "shape": [3], "data_offsets": [0, 4]}}, bytes(4)))
+    good = save(tmp_path / "good", make_tensors(len_q=3, len_k=3))
+    for done in (run("kl", hostile), run("kl", good, "--q-t", name), run("kl", good, "--out", tmp_path / name)):
+        assert chr(code) not in done.stdout + done.stderr and "a?" in done.stdout + done.stderr
+    assert "é" in run("kl", "é").stderr
+
+
+def test_raw_c1_bytes(tmp_path):
+    done = run("kl", os.fsdecode(b"a\x9bb\xe9c"), encoding="latin1")
+    assert "a?b\xe9c" in done.stderr

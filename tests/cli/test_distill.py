@@ -150,6 +150,31 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path, trained):
     assert student(copy) == student(folder)
 
 
+def test_an_old_checkpoint_is_not_replaced_silently(tmp_path):
+    distill(tmp_path, "--steps", "2")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    done = run("distill", "--out", tmp_path, *SMALL, "--steps", "3")
+    assert done.returncode == 2 and "--resume" in done.stderr and "--overwrite" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    done = run("distill", "--out", tmp_path, *SMALL, "--steps", "2", "--resume", "--overwrite")
+    assert done.returncode == 2 and "--overwrite" in done.stderr
+    assert distill(tmp_path, "--steps", "3", "--overwrite")["step"] == 3
+    assert load(tmp_path / "checkpoint.safetensors")["loss"][1].size == 3
+
+
+@pytest.mark.parametrize("how", ["--resume", "--overwrite"])
+def test_two_runs_in_one_folder(tmp_path, how):
+    command = [TOOL, "distill", "--out", str(tmp_path), *SMALL, "--steps", "100000", "--checkpoint-every", "1"]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    while "/100000" not in first.stdout.readline():
+        pass
+    done = run("distill", "--out", tmp_path, *SMALL, "--steps", "2", how)
+    first.kill()
+    first.communicate()
+    assert done.returncode == 5 and "another run" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert distill(tmp_path, "--steps", "2", "--overwrite")["step"] == 2  # the lock ended with the process
+
+
 # ---- Files of the user ------------------------------------------------------------------------------------------------------------
 
 
@@ -219,6 +244,21 @@ def test_flat_weights_need_heads(tmp_path):
     assert run(*options, "--heads-t", "4").returncode == 0
 
 
+@pytest.mark.parametrize("changed", ["teacher", "student"])
+def test_resume_refuses_other_contents(tmp_path, changed):
+    teacher, initial = make_files(tmp_path)
+    options = ["distill", "--teacher", teacher, "--student", initial, "--steps", "3", "--no-baseline", "--out", tmp_path / "out"]
+    assert run(*options).returncode == 0
+    done = run(*options, "--resume")
+    assert done.returncode == 0, done.stderr
+    path = {"teacher": teacher, "student": initial}[changed]
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1  # a sign or an exponent of the last number
+    path.write_bytes(content)
+    done = run(*options, "--resume")
+    assert done.returncode == 2 and f"--{changed}={path}: its contents have changed" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
 # ---- Bad input -----------------------------------------------------------------------------------------------------------
 
 BAD = {
@@ -231,6 +271,9 @@ BAD = {
     "dim_s": (["--dim-s", "513"], "--dim-s=513"),
     "heads": (["--heads-t", "3"], "--heads-t=3: must be a multiple of --heads-s=2"),
     "steps": (["--steps", "0"], "--steps=0"),
+    "steps_many": (["--steps", "9223372036854775807"], "--steps=9223372036854775807: must be 1..16777216"),
+    "batch_many": (["--batch", "9223372036854775807"], "--batch=9223372036854775807: must be 1..1048576"),
+    "steps_many_with_files": (["--steps", "16777217", "--teacher", "/no/such", "--student", "/no/such"], "--steps=16777217: must be 1..16777216"),
     "control_queries": (["--control-queries", "-2"], "--control-queries=-2"),
     "control_queries_many": (["--context", "512", "--control-queries", "513"], "--control-queries=513: must be at most the context, 512"),
     "control_queries_old_name": (["--unguided", "-2"], "--control-queries=-2"),
@@ -299,6 +342,94 @@ def test_damaged_checkpoints(tmp_path):
     refused(raw_safetensors({}, b""), "not a checkpoint")
     refused(whole.replace(b'"step":"4"', b'"step":"9"'), "step 9: must be 0..4")
     refused(whole.replace(b'"first_moment_q"', b'"first_xoment_q"'), "first_moment_q")
+
+
+def with_number(name, at, value):
+    def edit(tensors, metadata):
+        tensors[name][at] = value
+
+    return edit
+
+
+def with_metadata(**changes):
+    return lambda tensors, metadata: metadata.update(changes)
+
+
+def with_evaluations(steps):
+    def edit(tensors, metadata):
+        for name in ("evaluation_step", "evaluation_kl", "evaluation_hits"):
+            tensors[name] = np.zeros(len(steps), np.float32)
+        tensors["evaluation_step"][:] = steps
+
+    return edit
+
+
+def with_room_for_one_too_many(tensors, metadata):
+    """All evaluations that the history has room for, and none of the last step: one more is due."""
+    with_evaluations(range(1000, 1005))(tensors, metadata)
+
+
+def with_integers(tensors, metadata):
+    tensors["loss"] = tensors["loss"].astype(np.int32)
+
+
+def with_a_matrix(tensors, metadata):
+    tensors["evaluation_step"] = tensors["evaluation_step"].reshape(1, -1)
+
+
+HOSTILE = {
+    "room": (with_room_for_one_too_many, "evaluation_step"),
+    "more_than_steps": (with_evaluations(range(6)), "evaluation_step"),
+    "later_than_the_checkpoint": (with_evaluations([0, 5]), "evaluation_step"),
+    "order": (with_evaluations([2, 1]), "evaluation_step"),
+    "twice": (with_evaluations([1, 1]), "evaluation_step"),
+    "fraction": (with_evaluations([0.5]), "evaluation_step"),
+    "negative": (with_evaluations([-1]), "evaluation_step"),
+    "step_nan": (with_evaluations([np.nan]), "evaluation_step"),
+    "step_last_nan": (with_number("evaluation_step", -1, np.nan), "evaluation_step"),
+    "step_inf": (with_number("evaluation_step", -1, np.inf), "evaluation_step"),
+    "step_large": (with_number("evaluation_step", -1, 3e38), "evaluation_step"),
+    "matrix": (with_a_matrix, "evaluation_step"),
+    "kl_nan": (with_number("evaluation_kl", 0, np.nan), "evaluation_kl"),
+    "hits": (with_number("evaluation_hits", 0, 2), "evaluation_hits"),
+    "weights": (with_number("w_q", 7, np.nan), "w_q[7] is nan"),
+    "control": (with_number("control_w_k", 7, -np.inf), "control_w_k[7] is -inf"),
+    "first_moment": (with_number("first_moment_k", 0, np.inf), "first_moment_k[0] is inf"),
+    "second_moment": (with_number("second_moment_q", 3, -1), "second_moment_q[3] is -1"),
+    "loss": (with_number("loss", 2, np.nan), "loss[2] is nan"),
+    "loss_type": (with_integers, "loss"),
+    "step_text": (with_metadata(step="4x"), "step 4x: must be 0..4"),
+    "step_empty": (with_metadata(step=""), "step : must be 0..4"),
+    "step_wraps": (with_metadata(step="18446744073709551620"), "step 18446744073709551620"),
+    "seconds_nan": (with_metadata(seconds="nan"), "seconds nan"),
+    "seconds_negative": (with_metadata(seconds="-1"), "seconds -1"),
+    "seconds_text": (with_metadata(seconds="soon"), "seconds soon"),
+    "settings": (with_metadata(settings="[]"), "--context"),
+    "settings_text": (with_metadata(settings="{"), "--context"),
+}
+
+
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("short")
+    distill(folder, "--steps", "4", "--context", "128")
+    return folder / "checkpoint.safetensors"
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_checkpoints(tmp_path, short_run, name):
+    """A checkpoint is a file from a stranger: every count and every number is checked before it is used."""
+    edit, words = HOSTILE[name]
+    with safetensors.safe_open(short_run, "np") as opened:
+        metadata = opened.metadata()
+    tensors = safetensors.numpy.load_file(short_run)
+    edit(tensors, metadata)
+    path = tmp_path / "checkpoint.safetensors"
+    safetensors.numpy.save_file(tensors, path, metadata)
+    before = path.read_bytes()
+    done = run("distill", "--out", tmp_path, *SMALL, "--steps", "4", "--context", "128", "--resume")
+    assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+    assert path.read_bytes() == before and os.listdir(tmp_path) == [path.name]
 
 
 # ---- The report -------------------------------------------------------------------------------------------------------------------

@@ -152,6 +152,17 @@ def test_files(tmp_path, pair):
     assert (tmp_path / "each-h1-s.png").exists()
 
 
+@pytest.mark.parametrize("len_q, len_k", [(0, 0), (0, 5), (5, 0)])
+def test_nothing_to_draw(tmp_path, len_q, len_k):
+    """Maps without cells are no error, but there is no picture of them."""
+    path = save(tmp_path / "empty.safetensors", make_tensors(len_q=len_q, len_k=len_k))
+    done = run("map", path, "--png", tmp_path / "x", "--out", tmp_path / "maps.safetensors")
+    assert done.returncode == 2 and "--png" in done.stderr and "at least one of each" in done.stderr
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+    assert run("map", path, "--json", "--out", tmp_path / "maps.safetensors").returncode == 0
+    assert load(tmp_path / "maps.safetensors")["kl"][1].size == 0
+
+
 def decode_png(content):
     """Checks every CRC and returns the pixels [height, width, 3] of an indexed PNG without filters."""
     assert content[:8] == b"\x89PNG\r\n\x1a\n"

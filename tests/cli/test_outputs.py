@@ -1,0 +1,163 @@
+"""What commands write: never over an input, all files or none, no leftovers."""
+
+import os
+import resource
+import shutil
+import subprocess
+import time
+
+import numpy as np
+import pytest
+from test_distill import make_files
+from tool import TOOL, make_tensors, run, save
+
+# ---- Outputs that are inputs -----------------------------------------------------------------------------------------
+
+
+def same(path):
+    return path
+
+
+def spelled_differently(path):
+    return path.parent / "." / ".." / path.parent.name / path.name
+
+
+def hard_link(path):
+    link = path.with_name("link.safetensors")
+    os.link(path, link)
+    return link
+
+
+@pytest.mark.parametrize("spelling", [same, spelled_differently, hard_link])
+@pytest.mark.parametrize("command", [["kl", "--out"], ["kl", "--grad"], ["map", "--out"]])
+def test_output_is_an_input(pair, command, spelling):
+    before = pair.read_bytes()
+    name, option = command
+    done = run(name, pair, option, spelling(pair))
+    assert done.returncode == 2 and "must not be an input file" in done.stderr and option in done.stderr
+    assert done.stdout == "" and pair.read_bytes() == before
+
+
+@pytest.mark.parametrize("command", ["kl", "map"])
+def test_output_is_an_input_with_a_role(tmp_path, command):
+    tensors = make_tensors()
+    files = []
+    for name, array in tensors.items():
+        np.save(tmp_path / f"{name}.npy", array)
+        files.append(f"{name}={tmp_path / name}.npy")
+    before = (tmp_path / "k_s.npy").read_bytes()
+    done = run(command, *files, "--out", tmp_path / "k_s.npy")
+    assert done.returncode == 2 and "must not be an input file" in done.stderr
+    assert (tmp_path / "k_s.npy").read_bytes() == before
+
+
+@pytest.mark.parametrize("name, head", [("x-p.png", "mean"), ("x-kl.png", "1"), ("x-h1-s.png", "all")])
+def test_picture_is_an_input(tmp_path, name, head):
+    path = save(tmp_path / name, make_tensors())
+    before = path.read_bytes()
+    done = run("map", path, "--png", tmp_path / "x", "--head", head)
+    assert done.returncode == 2 and f"--png={path}: must not be an input file" in done.stderr
+    assert path.read_bytes() == before and os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("name", ["student.safetensors", "checkpoint.safetensors", "report.html"])
+def test_distill_replaces_no_input(tmp_path, which, name):
+    (tmp_path / "run").mkdir()
+    files = list(make_files(tmp_path))
+    files[which] = files[which].rename(tmp_path / "run" / name)
+    before = files[which].read_bytes()
+    command = ["--teacher", files[0], "--student", files[1], "--steps", "1", "--no-baseline"]
+    done = run("distill", *command, "--out", tmp_path / "run")
+    assert done.returncode == 2 and name in done.stderr and "must not be an input file" in done.stderr
+    assert files[which].read_bytes() == before and os.listdir(tmp_path / "run") == [name]
+
+
+def test_two_outputs_are_one_file(pair):
+    folder = pair.parent
+    done = run("kl", pair, "--out", folder / "new", "--grad", folder / "." / ".." / folder.name / "new")
+    assert done.returncode == 2 and "must be different files" in done.stderr
+    done = run("map", pair, "--png", folder / "x", "--out", folder / "x-s.png")
+    assert done.returncode == 2 and "must be different files" in done.stderr
+    done = run("bench", "--lengths", "16", "--csv", folder / "new", "--plot", folder / "new")
+    assert done.returncode == 2 and "must be different files" in done.stderr
+    assert os.listdir(folder) == [pair.name]
+
+
+# ---- Temporary files -------------------------------------------------------------------------------------------------
+
+
+def test_leftovers_are_removed_and_block_nothing(pair):
+    """Process ids repeat, in containers always: a file that a killed process left must not be in the way."""
+    for number in range(400):
+        (pair.parent / f".streamkl-{number}.tmp").write_text("left")
+        os.utime(pair.parent / f".streamkl-{number}.tmp", (0, time.time() - 7200))
+    (pair.parent / ".streamkl-new.tmp").write_text("being written")
+    (pair.parent / "streamkl-1.tmp").write_text("not ours")
+    done = run("map", pair, "--png", pair.parent / "x")
+    assert done.returncode == 0, done.stderr
+    assert sorted(os.listdir(pair.parent)) == sorted([pair.name, ".streamkl-new.tmp", "streamkl-1.tmp", "x-p.png", "x-s.png", "x-kl.png"])
+
+
+@pytest.mark.skipif(not shutil.which("unshare"), reason="needs unshare")
+def test_same_process_id(pair):
+    """As in a container, where the tool has the same process id every time."""
+    command = ["unshare", "--pid", "--fork", "--mount-proc", TOOL, "map", str(pair), "--png", str(pair.parent / "x")]
+    for number in range(1, 4):
+        (pair.parent / f".streamkl-{number}.tmp").write_text("left by an earlier one")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=80)
+    if "unshare" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.returncode == 0, done.stderr
+
+
+# ---- All or none -----------------------------------------------------------------------------------------------------
+
+
+def listing(folder):
+    return {entry.name: entry.read_bytes() for entry in folder.iterdir() if entry.is_file()}
+
+
+def run_on_a_small_disk(*arguments):
+    """No file can grow beyond 2 KiB."""
+    return run(*arguments, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048)))
+
+
+def test_kl_keeps_the_old_files(tmp_path):
+    """The rows fit onto the disk, the gradients do not."""
+    pair = save(tmp_path / "pair.safetensors", make_tensors(batch=1, heads_t=1, heads_s=1))
+    outputs = ["--out", tmp_path / "rows", "--grad", tmp_path / "grad"]
+    for old in ({}, {"rows": b"old rows"}, {"grad": b"old gradients"}, {"rows": b"old rows", "grad": b"old gradients"}):
+        for name in ("rows", "grad"):
+            (tmp_path / name).unlink(missing_ok=True)
+        for name, content in old.items():
+            (tmp_path / name).write_bytes(content)
+        before = listing(tmp_path)
+        done = run_on_a_small_disk("kl", pair, *outputs)
+        assert done.returncode == 5 and "--grad" in done.stderr, done.stderr
+        assert listing(tmp_path) == before
+    assert run("kl", pair, *outputs).returncode == 0
+    assert set(listing(tmp_path)) == {pair.name, "rows", "grad"}
+
+
+def test_map_keeps_the_old_files(pair):
+    """--out fits onto the disk, the pictures do not."""
+    folder = pair.parent
+    options = ["--buckets", "2", "--out", folder / "maps", "--png", folder / "x"]
+    (folder / "maps").write_text("old")
+    (folder / "x-s.png").write_text("old")
+    before = listing(folder)
+    done = run_on_a_small_disk("map", pair, *options)
+    assert done.returncode == 5 and "x-p.png" in done.stderr, done.stderr
+    assert listing(folder) == before
+    assert run("map", pair, *options).returncode == 0
+    assert set(listing(folder)) == {pair.name, "maps", "x-p.png", "x-s.png", "x-kl.png"}
+
+
+def test_many_pictures(tmp_path):
+    """More files than a process may have open."""
+    path = save(tmp_path / "pair.safetensors", make_tensors(batch=1, heads_t=80, heads_s=80, len_q=1, len_k=1))
+    limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))  # noqa: E731
+    done = run("map", path, "--head", "all", "--png", tmp_path / "x", "--json", preexec_fn=limit)
+    assert done.returncode == 0, done.stderr
+    assert len(os.listdir(tmp_path)) == 241
