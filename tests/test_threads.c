@@ -2,12 +2,22 @@
 #define _DEFAULT_SOURCE /* fork, usleep */
 #include "runner.h"
 
+#include <dirent.h>
 #include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include "case_words.h"
+
+#if defined(__SANITIZE_THREAD__)
+#define THREAD_SANITIZER 1
+#elif defined(__has_feature)
+#define THREAD_SANITIZER __has_feature(thread_sanitizer)
+#else
+#define THREAD_SANITIZER 0
+#endif
 
 /* Several query and key tiles per head, and several heads that add to one key head. */
 #define LARGE SHAPE(2, 410, 421), DIMS(24, 16)
@@ -307,6 +317,84 @@ static void test_a_forked_child_can_compute(void **state)
     fixture_destroy(&f);
 }
 
+/* Number of threads of this process; 0: unknown. */
+static int thread_count(void)
+{
+    DIR *const tasks = opendir("/proc/self/task");
+    int count = 0;
+    while (tasks && readdir(tasks))
+        count++;
+    if (tasks)
+        closedir(tasks);
+    return count > 2 ? count - 2 : 0; /* without "." and ".." */
+}
+
+/* What a child does that was forked in the middle of a call: it starts threads, computes with them and exits. */
+typedef struct fork_test {
+    const fixture *f;
+    const fixture_results *expected;
+    pid_t child;
+} fork_test;
+
+_Noreturn static void go_on_in_child(const fork_test *t)
+{
+    enum { THREADS = 4, SECONDS_MAX = 60, RUNS = 20 };
+    alarm(SECONDS_MAX); /* a wait for a thread of the parent would not end */
+    const int before = thread_count();
+    skl_plan *const plan = test_plan(&t->f->problem, NULL, THREADS);
+    int failures = before != 0 && (before != 1 || thread_count() != THREADS);
+    for (int n = 0; n < RUNS; n++) {
+        fixture_results results = results_create(t->f);
+        run_both(plan, t->f, &results);
+        failures += results_difference(&results, t->expected) != NULL;
+        results_destroy(&results);
+    }
+    skl_plan_destroy(plan);
+    exit(failures ? 1 : 0); /* joins the threads of the child */
+}
+
+static void fork_once(void *user, int64_t done, int64_t total)
+{
+    (void)done, (void)total;
+    fork_test *const t = user;
+    if (t->child != 0)
+        return;
+    fflush(NULL);
+    t->child = fork();
+    if (t->child == 0)
+        go_on_in_child(t);
+}
+
+/* The child starts with an empty pool, even if the parent forked while its helpers were at work. */
+static void test_a_child_forked_in_a_call_goes_on(void **state)
+{
+    (void)state;
+    if (THREAD_SANITIZER)
+        skip(); /* it allows no new thread after a fork with threads */
+    static const test_case c = {"fork in a call", SHAPE(2, 300, 300), HEADS(4, 4), DIMS(16, 16)};
+    fixture f;
+    fixture_create(&f, &c);
+    fixture_results expected = results_create(&f), results = results_create(&f);
+    run_kernel(&f, NULL, 3, &expected);
+    fork_test t = {&f, &expected, 0};
+    skl_options options = skl_options_default();
+    options.threads = 3;
+    options.progress = fork_once;
+    options.progress_user = &t;
+    skl_plan *plan = NULL;
+    assert_ok(skl_plan_create(&plan, &f.problem, &options));
+    run_both(plan, &f, &results);
+    assert_true(t.child > 0);
+    int status = -1;
+    assert_int_equal(waitpid(t.child, &status, 0), t.child);
+    assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    assert_null(results_difference(&results, &expected));
+    skl_plan_destroy(plan);
+    results_destroy(&expected);
+    results_destroy(&results);
+    fixture_destroy(&f);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -316,6 +404,7 @@ int main(void)
         cmocka_unit_test(test_error_messages_are_per_thread),
         cmocka_unit_test(test_progress_reaches_the_total),
         cmocka_unit_test(test_a_forked_child_can_compute),
+        cmocka_unit_test(test_a_child_forked_in_a_call_goes_on),
     };
     return test_run("threads", tests, COUNT_OF(tests));
 }
