@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
@@ -107,10 +108,18 @@ def translate(
         raise ValueError(f"reduction={reduction!r}: must be 'mean', 'sum' or 'none'")
     if layout not in ("bnhd", "bhnd"):
         raise ValueError(f"layout={layout!r}: must be 'bnhd' or 'bhnd'")
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise ValueError(f"window_size={window_size!r}: must be a pair (left, right), -1 for no limit")
-    if softmax_scale_t == 0 or softmax_scale_s == 0:
-        raise ValueError(f"softmax_scale_t={softmax_scale_t}, softmax_scale_s={softmax_scale_s}: must not be 0")
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2 or not all(map(is_whole, window_size)):
+        raise ValueError(f"window_size={window_size!r}: must be a pair (left, right) of whole numbers, -1 for no limit")
+    for name, scale in ("softmax_scale_t", softmax_scale_t), ("softmax_scale_s", softmax_scale_s):
+        if scale is not None and _is_zero_in_f32(name, scale):
+            raise ValueError(f"{name}={scale!r}: must not be 0 in float32")
+    for name, softcap in ("softcap_t", softcap_t), ("softcap_s", softcap_s):
+        if softcap and _is_zero_in_f32(name, softcap):
+            raise ValueError(f"{name}={softcap!r}: must not be 0 in float32; 0: no cap")
+    for name, longest in ("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k):
+        if longest is not None and (not is_whole(longest) or longest < 0):
+            raise ValueError(f"{name}={longest!r}: must be None or a whole number, at least 0")
+    check_flags(relu=relu, deterministic=deterministic, **unchanged)
     window_left, window_right = window_size
     options = Options(
         gradients=gradients,
@@ -130,11 +139,53 @@ def translate(
     )
     if cu_seqlens_q is None and cu_seqlens_k is None and key_lengths is None:
         return _NO_LENGTHS, options
-    return Lengths(_as_int32(cu_seqlens_q), _as_int32(cu_seqlens_k), _as_int32(key_lengths)), options
+    return Lengths(
+        _as_int32("cu_seqlens_q", cu_seqlens_q), _as_int32("cu_seqlens_k", cu_seqlens_k), _as_int32("key_lengths", key_lengths)
+    ), options  # fmt: skip
 
 
 _NO_LENGTHS = Lengths(None, None, None)
+_INT32 = torch.iinfo(torch.int32)
 
 
-def _as_int32(lengths: torch.Tensor | None) -> torch.Tensor | None:
-    return None if lengths is None else lengths.to(torch.int32).contiguous()
+def _as_int32(name: str, lengths: torch.Tensor | None) -> torch.Tensor | None:
+    if lengths is None:
+        return None
+    is_tensor = isinstance(lengths, torch.Tensor)
+    if not is_tensor or lengths.dtype not in (torch.int32, torch.int64):
+        given = f"dtype {lengths.dtype}" if is_tensor else type(lengths).__name__
+        raise ValueError(f"{name}: {given} must be {'' if is_tensor else 'a tensor of '}torch.int32 or torch.int64")
+    return to_int32(lengths).contiguous()
+
+
+def to_int32(values: torch.Tensor) -> torch.Tensor:
+    """A value out of range stays out of range, where a plain conversion wraps. Needs no host-device synchronisation."""
+    return values.clamp(_INT32.min, _INT32.max).to(torch.int32) if values.dtype == torch.int64 else values
+
+
+# ---- Types of numbers ------------------------------------------------------------------------------------------------
+#
+# Python and torch convert silently: True is 1, a tensor is its value (a host-device synchronisation on a GPU, without a
+# gradient). These checks refuse such values. A compiler's symbols are numbers.
+
+
+def is_whole(value: Any) -> bool:
+    return isinstance(value, (int, torch.SymInt, numbers.Integral)) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    numeric = (float, int, torch.SymFloat, torch.SymInt, numbers.Real)
+    return isinstance(value, numeric) and not isinstance(value, bool)
+
+
+def _is_zero_in_f32(name: str, value: Any) -> bool:
+    """Half the smallest f32, 2^-149, is rounded to 0."""
+    if not _is_number(value):
+        raise ValueError(f"{name}={value!r}: must be a number")
+    return abs(value) <= 2.0**-150
+
+
+def check_flags(**flags: Any) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ValueError(f"{name}={flag!r}: must be True or False")

@@ -9,7 +9,7 @@ import torch
 from . import _library as lib
 from ._checks import sizes
 from ._ops import Forward, OnePass, weighted
-from ._options import AllAttentionOptions, Direction, Layout, Reduction, translate
+from ._options import AllAttentionOptions, Direction, Layout, Reduction, check_flags, translate
 from ._problem import DK_S, DK_T, DQ_S, DQ_T
 
 if TYPE_CHECKING:
@@ -82,12 +82,15 @@ def attention_kl(
         softmax_scale_s: the same for the student; default ``1 / sqrt(dim_s)``.
         softcap_t: caps the teacher's logits: ``softcap * tanh(logit / softcap)``; 0: no cap.
         softcap_s: the same for the student.
-        cu_seqlens_q: ``[sequences + 1]`` int32, for packed sequences in tensors ``[total_q, heads, dim]``: sequence b has rows
-            ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``.
+        cu_seqlens_q: ``[sequences + 1]`` int32 or int64, for packed sequences in tensors ``[total_q, heads, dim]``: sequence b
+            has rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``. Each call converts int64 to int32, where a value out of
+            range becomes the nearest int32. The CPU refuses lengths outside of the tensors; a GPU limits them to the tensors,
+            because a check would need a host-device synchronisation.
         cu_seqlens_k: the same for the keys.
         max_seqlen_q: length of the longest sequence, or an upper bound. A tight bound saves time on a GPU. Default: ``total_q``.
         max_seqlen_k: the same for the keys.
-        key_lengths: ``[batch]`` int32: keys from ``key_lengths[b]`` on are padding. Padding does not move positions.
+        key_lengths: ``[batch]`` int32 or int64, converted like ``cu_seqlens_q``: keys from ``key_lengths[b]`` on are padding.
+            Padding does not move positions.
         direction: ``"forward"``: KL(P || S); ``"reverse"``: KL(S || P).
         reduction: ``"mean"``: weighted mean over the rows that attend to at least one key; ``"sum"``; ``"none"``.
         row_weight: weight of each row, ``[batch, len_q]`` or ``[batch, heads_s, len_q]``, packed ``[total_q]`` or
@@ -111,6 +114,7 @@ def attention_kl(
     Raises:
         ValueError: an argument does not fit; the message contains its name, its shape or value, and what is accepted.
     """
+    check_flags(return_lse=return_lse)
     lengths, options = translate(
         _wanted_gradients(q_t, k_t, q_s, k_s), causal=causal, window_size=window_size, softmax_scale_t=softmax_scale_t,
         softmax_scale_s=softmax_scale_s, softcap_t=softcap_t, softcap_s=softcap_s, cu_seqlens_q=cu_seqlens_q,
@@ -167,6 +171,8 @@ def expand_weight(row_weight: torch.Tensor, student: torch.Tensor, lengths, opti
     per_row, per_head = ((length,), (heads, length)) if packed else ((batch, length), (batch, heads, length))
     if tuple(row_weight.shape) not in (per_row, per_head):
         raise ValueError(f"row_weight: shape {list(row_weight.shape)} must be {list(per_row)} or {list(per_head)}")
+    if row_weight.is_complex():
+        raise ValueError(f"row_weight: dtype {row_weight.dtype} must be real")
     weight = row_weight.float()
     return weight if weight.dim() == len(per_head) else weight.unsqueeze(-2).expand(per_head)
 

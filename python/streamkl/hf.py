@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from ._hf_capture import Capture, Layer
-from .attention import Direction, attention_kl
+from ._options import Direction, is_whole
+from .attention import attention_kl
 
 
 class AttentionDistiller:
@@ -49,7 +50,7 @@ class AttentionDistiller:
         direction: Direction = "forward",
     ) -> None:
         self.teacher, self.student = Capture(teacher, "teacher"), Capture(student, "student")
-        self.layer_map, self.head_map, self.direction = _as_dict(layer_map), _as_dict(head_map), direction
+        self.layer_map, self.head_map, self.direction = _as_dict("layer_map", layer_map), _as_dict("head_map", head_map), direction
         self.attached = False
         self.last_losses: dict[int, torch.Tensor] = {}
         """KL of every student layer in the last `loss()`, detached, for logging."""
@@ -184,10 +185,13 @@ class AttentionDistiller:
         return *_heads(heads_t, q_t, k_t, lse_t), *_heads(heads_s, q_s, k_s, lse_s)
 
 
-def _as_dict(mapping: Mapping[int, int] | Sequence[int] | None) -> dict[int, int] | None:
+def _as_dict(name: str, mapping: Mapping[int, int] | Sequence[int] | None) -> dict[int, int] | None:
     if mapping is None:
         return None
-    return dict(mapping) if isinstance(mapping, Mapping) else dict(enumerate(mapping))
+    pairs = dict(mapping) if isinstance(mapping, Mapping) else dict(enumerate(mapping))
+    if not all(is_whole(index) for pair in pairs.items() for index in pair):
+        raise ValueError(f"{name}={mapping!r}: must contain whole numbers")
+    return pairs
 
 
 def _heads(heads, q, k, lse):

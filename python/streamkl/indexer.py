@@ -8,7 +8,7 @@ import torch
 
 from . import _library as lib
 from ._ops import Forward, OnePass, row_names, weighted
-from ._options import AllIndexerOptions, Direction, Layout, Reduction, translate
+from ._options import AllIndexerOptions, Direction, Layout, Reduction, check_flags, to_int32, translate
 from ._problem import DK_S, DQ_S, DW_S
 from .attention import expand_weight, promote_under_autocast
 
@@ -110,12 +110,12 @@ def indexer_kl(
         softmax_scale_s: factor of the indexer's weighted sum; default ``1 / sqrt(dim_s * G)``.
         softcap_t: caps the teacher's logits: ``softcap * tanh(logit / softcap)``; 0: no cap.
         relu: ``False``: the sum over index heads takes their dot products without a ReLU.
-        cu_seqlens_q: ``[sequences + 1]`` int32, for packed sequences in tensors without a batch dimension, as in
+        cu_seqlens_q: ``[sequences + 1]`` int32 or int64, for packed sequences in tensors without a batch dimension, as in
             :func:`streamkl.attention_kl`.
         cu_seqlens_k: the same for the keys.
         max_seqlen_q: length of the longest sequence, or an upper bound. A tight bound saves time on a GPU. Default: ``total_q``.
         max_seqlen_k: the same for the keys.
-        key_lengths: ``[batch]`` int32: keys from ``key_lengths[b]`` on are padding. Padding does not move positions.
+        key_lengths: ``[batch]`` int32 or int64: keys from ``key_lengths[b]`` on are padding. Padding does not move positions.
         direction: ``"forward"``: KL(P || S); ``"reverse"``: KL(S || P).
         reduction: ``"mean"``: weighted mean over the rows that attend to at least one key; ``"sum"``; ``"none"``.
         row_weight: weight of each row, ``[batch, len_q]`` or ``[batch, heads_s, len_q]``, packed ``[total_q]`` or
@@ -138,6 +138,7 @@ def indexer_kl(
     Raises:
         ValueError: an argument does not fit; the message contains its name, its shape or value, and what is accepted.
     """
+    check_flags(lse_t_wider=lse_t_wider, return_rows=return_rows)
     if lse_t_wider and lse_t is None:
         raise ValueError("lse_t_wider=True: needs lse_t")
     lengths, options = translate(
@@ -150,8 +151,7 @@ def indexer_kl(
         q_t, k_t, q_s, k_s = promote_under_autocast(q_t, k_t, q_s, k_s)
     k_s, w_s, indices = (_with_heads(tensor, lengths, options) for tensor in (k_s, w_s, indices))
     if indices is not None and indices.dtype == torch.int64:
-        limits = torch.iinfo(torch.int32)  # a value out of range stays out of range
-        indices = indices.clamp(limits.min, limits.max).to(torch.int32)
+        indices = to_int32(indices)
     if row_weight is not None:
         row_weight = expand_weight(row_weight, w_s, lengths, options)
 

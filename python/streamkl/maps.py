@@ -13,7 +13,7 @@ import torch
 
 from ._checks import sizes
 from ._ops import partial_states
-from ._options import Direction, Layout, translate
+from ._options import Direction, Layout, check_flags, is_whole, translate
 from .attention import attention_kl, promote_under_autocast
 
 
@@ -73,7 +73,8 @@ def attention_map(
     Raises:
         ValueError: an argument does not fit; the message contains its name, its shape or value, and what is accepted.
     """
-    if not (isinstance(buckets, (tuple, list)) and len(buckets) == 2 and all(_is_count(count) for count in buckets)):
+    check_flags(per_head=per_head)
+    if not (isinstance(buckets, (tuple, list)) and len(buckets) == 2 and all(is_whole(count) and count >= 1 for count in buckets)):
         raise ValueError(f"buckets={buckets!r}: must be a pair (rows, columns) of whole numbers, at least 1")
     options: dict[str, Any] = dict(
         causal=causal, window_size=window_size, softmax_scale_t=softmax_scale_t, softmax_scale_s=softmax_scale_s,
@@ -100,10 +101,6 @@ def attention_map(
     images = sums / counts.clamp(min=1)[:, None]
     images = (images if per_head else images.mean(1)).float()
     return AttentionMap(*images)
-
-
-def _is_count(value) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _unpack(tensors, lse_t, lse_s, bounds_q, bounds_k, heads_first) -> Iterator[tuple]:

@@ -216,7 +216,7 @@ def test_weight_zero_masks_a_nan():
 
 def test_no_row_attends_to_a_key():
     tensors = make_tensors()
-    for options in (dict(key_lengths=torch.zeros(2)), dict(row_weight=torch.zeros(2, 19))):
+    for options in (dict(key_lengths=torch.zeros(2, dtype=torch.int32)), dict(row_weight=torch.zeros(2, 19))):
         loss = streamkl.attention_kl(*tensors, **options)
         assert loss == 0
         assert all((g == 0).all() for g in torch.autograd.grad(loss, tensors))

@@ -46,8 +46,20 @@ BAD_OPTIONS = {
     "reduction": (dict(reduction="batchmean"), r"reduction='batchmean': must be 'mean', 'sum' or 'none'"),
     "layout": (dict(layout="thd"), r"layout='thd': must be 'bnhd' or 'bhnd'"),
     "window": (dict(window_size=4), r"window_size=4: must be a pair"),
+    "window type": (dict(window_size=(2.0, 0)), r"window_size=\(2.0, 0\): must be a pair \(left, right\) of whole numbers"),
+    "window flag": (dict(window_size=(0, True)), r"window_size=\(0, True\): must be a pair \(left, right\) of whole numbers"),
+    "window tensor": (dict(window_size=(torch.tensor(2), 0)), r"window_size=\(tensor\(2\), 0\): must be a pair \(left, right"),
+    "causal": (dict(causal=1), r"causal=1: must be True or False"),
+    "deterministic": (dict(deterministic="no"), r"deterministic='no': must be True or False"),
+    "return_lse": (dict(return_lse=0), r"return_lse=0: must be True or False"),
     "window value": (dict(window_size=(-2, 0)), r"window_left=-2: must be -1"),
     "scale": (dict(softmax_scale_s=0.0), r"softmax_scale_s=0.0: must not be 0"),
+    "teacher's scale": (dict(softmax_scale_t=0), r"softmax_scale_t=0: must not be 0"),
+    "tiny scale": (dict(softmax_scale_t=1e-46), r"softmax_scale_t=1e-46: must not be 0 in float32"),
+    "scale type": (dict(softmax_scale_s=True), r"softmax_scale_s=True: must be a number"),
+    "scale tensor": (dict(softmax_scale_t=torch.tensor(0.5)), r"softmax_scale_t=tensor\(0.5000\): must be a number"),
+    "tiny softcap": (dict(softcap_s=-(2.0**-150)), r"softcap_s=-7.006492321624085e-46: must not be 0 in float32; 0: no cap"),
+    "softcap type": (dict(softcap_t="30"), r"softcap_t='30': must be a number"),
     "infinite scale": (dict(softmax_scale_t=float("inf")), r"scale_t=inf: must be finite"),
     "softcap": (dict(softcap_t=-1.0), r"softcap_t=-1: must be finite and at least 0"),
     "cu_seqlens alone": (dict(cu_seqlens_q=CU), r"cu_seqlens_k is missing"),
@@ -61,6 +73,18 @@ BAD_OPTIONS = {
     ),
     "key_lengths shape": (dict(key_lengths=CU), r"key_lengths: shape \[3\] must be \[2\]"),
     "key_lengths value": (dict(key_lengths=torch.tensor([0, 24])), r"key_lengths\[1\]=24: must be 0..len_k=23"),
+    "key_lengths wrap": (dict(key_lengths=torch.tensor([2**32 + 3, 4])), r"key_lengths\[0\]=2147483647: must be 0..len_k=23"),
+    "key_lengths below": (dict(key_lengths=torch.tensor([4, 3 - 2**32])), r"key_lengths\[1\]=-2147483648: must be 0..len_k=23"),
+    "key_lengths float": (
+        dict(key_lengths=torch.tensor([3.7, 4.0])),
+        r"key_lengths: dtype torch.float32 must be torch.int32 or torch.int64",
+    ),
+    "key_lengths bool": (
+        dict(key_lengths=torch.tensor([True, True])),
+        r"key_lengths: dtype torch.bool must be torch.int32 or torch.int64",
+    ),
+    "key_lengths list": (dict(key_lengths=[3, 4]), r"key_lengths: list must be a tensor of torch.int32 or torch.int64"),
+    "weight type": (dict(row_weight=torch.ones(2, 19) * 1j), r"row_weight: dtype torch.complex64 must be real"),
     "lse shape": (dict(lse_t=torch.zeros(2, 19, 4)), r"lse_t: shape \[2, 19, 4\] must be \[2, 4, 19\]"),
     "lse type": (dict(lse_t=torch.zeros(2, 4, 19).half()), r"lse_t: dtype torch.float16 must be torch.float32"),
 }
@@ -85,11 +109,42 @@ def test_row_weight_shape():
     ([0, 9, 5], r"cu_seqlens_q\[2\]=5: must not be below cu_seqlens_q\[1\]=9"),
     ([1, 5, 9], r"cu_seqlens_q\[0\]=1: must be 0"),
     ([0, 5, 20], r"cu_seqlens_q\[2\]=20: must be at most 19"),
+    ([0, 5, 2**32 + 19], r"cu_seqlens_q\[2\]=2147483647: must be at most 19"),
+    ([0.0, 5.0, 19.0], r"cu_seqlens_q: dtype torch.float32 must be torch.int32 or torch.int64"),
+    ([False, True, True], r"cu_seqlens_q: dtype torch.bool must be torch.int32 or torch.int64"),
 ])  # fmt: skip
 def test_cu_seqlens(bounds, message):
     tensors = make_tensors(packed=True)
     with pytest.raises(ValueError, match=message):
         streamkl.attention_kl(*tensors, cu_seqlens_q=torch.tensor(bounds), cu_seqlens_k=torch.tensor([0, 9, 23]))
+
+
+def test_cu_seqlens_of_the_keys():
+    tensors = make_tensors(packed=True)
+    for bounds, message in (
+        (torch.tensor([0, 9, 2**32 + 23]), r"cu_seqlens_k\[2\]=2147483647: must be at most 23"),
+        (torch.tensor([0.0, 9.0, 23.0]), r"cu_seqlens_k: dtype torch.float32 must be torch.int32 or torch.int64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            streamkl.attention_kl(*tensors, cu_seqlens_q=CU, cu_seqlens_k=bounds)
+
+
+@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
+def test_max_seqlen(name):
+    """The longest sequence has 14 queries and 14 keys: a lower bound is refused, for queries and for keys."""
+    letter = name[-1]
+    packed, indexer = make_tensors(packed=True), make_indexer(packed=True)
+    lengths = dict(cu_seqlens_q=CU, cu_seqlens_k=torch.tensor([0, 9, 23]))
+    for function, tensors in (streamkl.attention_kl, packed), (streamkl.indexer_kl, indexer):
+        expected = function(*tensors, **lengths)
+        for longest in (14, 15, None):
+            assert torch.equal(function(*tensors, **lengths, **{name: longest}), expected)
+        too_short = rf"cu_seqlens_{letter}\[2\]={19 if letter == 'q' else 23}: sequence 1 has 14 rows; must be at most 13"
+        with pytest.raises(ValueError, match=too_short):
+            function(*tensors, **lengths, **{name: 13})
+        for value, text in (True, "True"), (14.0, "14.0"), (-1, "-1"), (torch.tensor(14), r"tensor\(14\)"):
+            with pytest.raises(ValueError, match=rf"{name}={text}: must be None or a whole number, at least 0"):
+                function(*tensors, **lengths, **{name: value})
 
 
 def test_sequence_counts():
@@ -133,6 +188,8 @@ BAD_INDEXERS = {
     "index type": ("indices", lambda t: t.float(), r"indices: dtype torch.float32 must be torch.int32 or torch.int64"),
     "index rank": ("indices", lambda t: t[0, 0], r"indices: shape \[1, 4\] must be \[batch, length, top_k\] or \["),
     "index heads": ("indices", lambda t: t.expand(2, 19, 2, 4), r"student heads 1 and 2 must be equal"),
+    "index wrap": ("indices", lambda t: t.long() + 2**32, r"indices\[0, 0, 0, 0\]=2147483647: must be -1 \(none\) or a key"),
+    "index flag": ("indices", lambda t: t > 3, r"indices: dtype torch.bool must be torch.int32 or torch.int64"),
     "no index": ("indices", lambda t: t[..., :0], r"indices: shape \[2, 19, 1, 0\] must list at least one key per row"),
     "device": ("w_s", lambda t: t.to("meta"), r"q_t is on cpu and w_s on meta: must be one device"),
 }
@@ -150,6 +207,12 @@ BAD_INDEXER_OPTIONS = {
     "lse shape": (dict(lse_t=torch.zeros(2, 19, 4)), r"lse_t: shape \[2, 19, 4\] must be \[2, 4, 19\]"),
     "wider than nothing": (dict(lse_t_wider=True), r"lse_t_wider=True: needs lse_t"),
     "scale": (dict(softmax_scale_s=0.0), r"softmax_scale_s=0.0: must not be 0"),
+    "relu": (dict(relu="no"), r"relu='no': must be True or False"),
+    "wider": (dict(lse_t_wider=1), r"lse_t_wider=1: must be True or False"),
+    "return_rows": (dict(return_rows=None), r"return_rows=None: must be True or False"),
+    "window": (dict(window_size=(True, 0)), r"window_size=\(True, 0\): must be a pair \(left, right\) of whole numbers"),
+    "key_lengths wrap": (dict(key_lengths=torch.tensor([4, 2**32 + 3])), r"key_lengths\[1\]=2147483647: must be 0..len_k=23"),
+    "key_lengths bool": (dict(key_lengths=torch.tensor([True, True])), r"key_lengths: dtype torch.bool must be torch.int32 or"),
     "reduction": (dict(reduction="batchmean"), r"reduction='batchmean': must be 'mean', 'sum' or 'none'"),
     "row weight": (dict(row_weight=torch.ones(2, 18)), r"row_weight: shape \[2, 18\] must be \[2, 19\] or \[2, 1, 19\]"),
 }

@@ -219,6 +219,14 @@ def test_unsupported_cases_are_errors():
             distiller.loss()
 
 
+@pytest.mark.parametrize("name", ["layer_map", "head_map"])
+@pytest.mark.parametrize("given", [[True, False], {0: 1.0}, {False: 1}, [torch.tensor(1), 0]])
+def test_maps_contain_whole_numbers(name, given):
+    """A list of flags would select heads as a mask does."""
+    with pytest.raises(ValueError, match=rf"{name}=.*: must contain whole numbers"):
+        AttentionDistiller(llama(), llama(), **{name: given})
+
+
 def test_other_modules_are_refused():
     teacher = llama()
     with pytest.raises(TypeError, match="student: Linear must be a transformers model"):

@@ -250,7 +250,7 @@ def test_rows_without_a_key():
 def test_no_row_attends_to_a_key():
     nothing = dict(indices=torch.full((2, 19, 1, 4), -1, dtype=torch.int32))
     for indexer, options in (
-        (make_indexer(), dict(key_lengths=torch.zeros(2))), (make_indexer()._replace(**nothing), {}),
+        (make_indexer(), dict(key_lengths=torch.zeros(2, dtype=torch.int32))), (make_indexer()._replace(**nothing), {}),
         (make_indexer(), dict(row_weight=torch.zeros(2, 19))),
     ):  # fmt: skip
         for reduction in ("mean", "sum", "none"):

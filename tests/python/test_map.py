@@ -154,3 +154,10 @@ def test_errors_are_those_of_attention_kl():
         streamkl.attention_map(*make_tensors(), direction="both")
     with pytest.raises(ValueError, match=r"key_lengths\[1\]=24: must be 0..len_k=23"):
         streamkl.attention_map(*make_tensors(), key_lengths=torch.tensor([0, 24]))
+    with pytest.raises(ValueError, match=r"key_lengths: dtype torch.float32 must be torch.int32 or torch.int64"):
+        streamkl.attention_map(*make_tensors(), key_lengths=torch.tensor([3.0, 4.0]))
+
+
+def test_per_head_is_a_flag():
+    with pytest.raises(ValueError, match=r"per_head=0: must be True or False"):
+        streamkl.attention_map(*make_tensors(), per_head=0)

@@ -71,6 +71,23 @@ def test_compile(dynamic):
             torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_takes_numbers_as_arguments(dynamic):
+    """The checks of options accept a compiler's symbols, and lengths of int64 need no graph break."""
+
+    def step(*tensors, left, scale, longest, cu_seqlens):
+        return streamkl.attention_kl(
+            *tensors, window_size=(left, 0), softmax_scale_s=scale, softcap_t=10 * scale, cu_seqlens_q=cu_seqlens,
+            cu_seqlens_k=cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest,
+        )  # fmt: skip
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="eager")
+    tensors = [t.detach() for t in make_tensors(len_q=16, len_k=16, packed=True)]
+    for left, scale, longest in ((3, 0.25, 9), (5, 0.5, 12)):
+        options = dict(left=left, scale=scale, longest=longest, cu_seqlens=torch.tensor([0, 7, 16]))
+        torch.testing.assert_close(compiled(*tensors, **options), step(*tensors, **options))
+
+
 def test_compile_without_gradients():
     tensors = [t.detach() for t in make_tensors()]
     compiled = torch.compile(streamkl.attention_kl, fullgraph=True)
