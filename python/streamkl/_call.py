@@ -9,12 +9,12 @@ from ._checks import describe
 from ._problem import Problem
 
 
-def describe_while_tracing(*call) -> Problem:
+def describe_while_tracing(*call, one_pass: bool = False) -> Problem:
     """A compiler's sizes may be symbols. Messages of errors contain numbers even then."""
     try:
-        return describe(*call)
+        return describe(*call, one_pass=one_pass)
     except ValueError:
-        describe(*map(_in_numbers, call))
+        describe(*map(_in_numbers, call), one_pass=one_pass)
         raise
 
 

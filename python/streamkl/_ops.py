@@ -7,6 +7,7 @@
 w_s is given if the student is an indexer, indices if that is sparse. Tensors and gradients have the layout of the call;
 row vectors are f32 [batch, heads, length], packed [heads, total]. An operator returns the row vectors of the bit mask
 `rows` (bits of _library), in the order of their bits, and the gradients of `gradients`, in the order of their tensors.
+A gradient has the type of its tensor, except that forward_backward returns f32 if one of them would be f16.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ for _name, _own in _OWN_ARGUMENTS.items():
 
 
 @lru_cache(maxsize=4096)  # packed batches have new lengths at every step; a plan takes less than a kilobyte
-def _plan_for(*specs_and_options) -> lib.Plan:
-    return lib.Plan(describe(*specs_and_options))
+def _plan_for(*specs_and_options, one_pass: bool = False) -> lib.Plan:
+    return lib.Plan(describe(*specs_and_options, one_pass=one_pass))
 
 
 def _specs(tensors, lse_t, lse_s, row_weight, lengths, options):
@@ -78,13 +79,14 @@ def _rows_struct(made, rows: int) -> bytes:
     return lib.pack_rows(**dict(zip(row_names(rows), map(row_address, made))))
 
 
-def _new_gradients(tensors, gradients: int) -> list[torch.Tensor]:
-    return [_new_gradient(tensor) for bit, tensor in enumerate(tensors[:5]) if gradients >> bit & 1]
+def _new_gradients(tensors, gradients: int, f32: bool = False) -> list[torch.Tensor]:
+    dtype = torch.float32 if f32 else None
+    return [_new_gradient(tensor, dtype) for bit, tensor in enumerate(tensors[:5]) if gradients >> bit & 1]
 
 
-def _new_gradient(tensor: torch.Tensor) -> torch.Tensor:
+def _new_gradient(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """With the strides of its tensor, so that it flows back through views without a copy."""
-    gradient = torch.empty_like(tensor)
+    gradient = torch.empty_like(tensor, dtype=dtype)
     return gradient if gradient.stride(-1) == 1 else gradient.new_empty(gradient.shape)
 
 
@@ -137,9 +139,10 @@ def _forward_backward(
     q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, row_weight, rows, cu_q, cu_k, key_lengths, *options, execute=execute
 ):
     tensors, lengths = (q_t, k_t, q_s, k_s, w_s, indices), (cu_q, cu_k, key_lengths)
-    plan = _plan_for(*_specs(tensors, lse_t, lse_s, row_weight, lengths, options))
-    made, gradients = _new_rows(q_t, rows, plan.problem), _new_gradients(tensors, plan.problem.gradients)
-    outputs = (_rows_struct(made, rows), _gradients_struct(gradients, plan.problem))
+    plan = _plan_for(*_specs(tensors, lse_t, lse_s, row_weight, lengths, options), one_pass=True)
+    problem = plan.problem
+    made, gradients = _new_rows(q_t, rows, problem), _new_gradients(tensors, problem.gradients, problem.grad_f32)
+    outputs = (_rows_struct(made, rows), _gradients_struct(gradients, problem))
     call(plan, lib.FORWARD_BACKWARD, tensors, lengths, outputs, lse_t, lse_s, grad_kl=row_weight, execute=execute)
     return [*made, *gradients]
 
@@ -148,8 +151,8 @@ def _forward_backward_fake(
     q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, row_weight, rows, cu_q, cu_k, key_lengths, *options
 ):
     tensors, lengths = (q_t, k_t, q_s, k_s, w_s, indices), (cu_q, cu_k, key_lengths)
-    problem = describe_while_tracing(*_specs(tensors, lse_t, lse_s, row_weight, lengths, options))
-    return [*_new_rows(q_t, rows, problem), *_new_gradients(tensors, problem.gradients)]
+    problem = describe_while_tracing(*_specs(tensors, lse_t, lse_s, row_weight, lengths, options), one_pass=True)
+    return [*_new_rows(q_t, rows, problem), *_new_gradients(tensors, problem.gradients, problem.grad_f32)]
 
 
 def partial_states(tensors, lse_t, key_begin, key_end, lengths, options) -> torch.Tensor:
@@ -230,7 +233,8 @@ _SAVED_ROWS = (("lse_t", lib.LSE_T), ("lse_s", lib.LSE_S), ("kl", lib.KL), ("dot
 class OnePass(torch.autograd.Function):
     """streamkl::forward_backward. Returns the sum of the weighted KLs and the row vectors of `rows`.
 
-    The backward multiplies the gradients by the upstream gradient.
+    The backward multiplies the gradients by the upstream gradient, which includes the division of a mean, and only then
+    rounds those of f16 tensors: see describe().
     """
 
     @staticmethod
@@ -243,6 +247,7 @@ class OnePass(torch.autograd.Function):
         names = row_names(rows | needed | lib.KL)
         ctx.save_for_backward(*made[len(names) :])
         ctx.gradients, ctx.function = options.gradients, _function_name(w_s)
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (q_t, k_t, q_s, k_s, w_s)]
         loss = weighted(made[0], row_weight).sum()  # kl is the first row vector
         if rows == 0:
             return (loss,)
@@ -259,8 +264,8 @@ class OnePass(torch.autograd.Function):
                 f"streamkl: {case[ctx.function]} cannot be differentiated twice, nor take create_graph=True; "
                 f"streamkl.reference.{ctx.function} can"
             )
-        made = [gradient * grad_loss for gradient in ctx.saved_tensors]
-        return *_per_tensor(made, ctx.gradients, None), None
+        made = _per_tensor([gradient * grad_loss for gradient in ctx.saved_tensors], ctx.gradients, None)
+        return *[None if each is None else each.to(dtype) for each, dtype in zip(made, ctx.dtypes)], None
 
 
 class _OnceDifferentiable(torch.autograd.Function):

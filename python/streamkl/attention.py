@@ -99,6 +99,7 @@ def attention_kl(
         lse_t: the teacher's log-sum-exp (natural log, f32) of each row, ``[batch, heads_t, len_q]``, packed
             ``[heads_t, total_q]``, as flash attention returns it. With both LSEs and a scalar reduction, the forward computes
             loss and gradients in one pass, which is two thirds of the work; both must then cover exactly the visible keys.
+            The backward multiplies the gradients by the upstream gradient; those of f16 tensors are f32 until then.
             ``lse_t`` alone saves a pass if ``heads_t > heads_s``, and may cover more keys: P is then the conditional
             distribution on the visible keys.
         lse_s: the same for the student, ``[batch, heads_s, len_q]``.

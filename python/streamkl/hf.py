@@ -50,7 +50,8 @@ class AttentionDistiller:
         direction: Direction = "forward",
     ) -> None:
         self.teacher, self.student = Capture(teacher, "teacher"), Capture(student, "student")
-        self.layer_map, self.head_map, self.direction = _as_dict("layer_map", layer_map), _as_dict("head_map", head_map), direction
+        self.layer_map, self.head_map = _as_dict("layer_map", layer_map), _as_dict("head_map", head_map)
+        self.direction = direction
         self.attached = False
         self.last_losses: dict[int, torch.Tensor] = {}
         """KL of every student layer in the last `loss()`, detached, for logging."""

@@ -85,7 +85,8 @@ def indexer_kl(
     refused; detach it. A row that attends to no key has KL 0 and gradient 0, and a mean leaves it out.
 
     With a scalar reduction the forward computes the loss and its gradients in one pass, and the backward only scales the
-    gradients. Call it under ``torch.no_grad()`` if you need no gradient.
+    gradients. Call it under ``torch.no_grad()`` if you need no gradient. Gradients of f16 tensors are f32 until the backward
+    has scaled them, so that only the scaled ones must be in the range of f16.
 
     Args:
         q_t: teacher queries, ``[batch, len_q, heads_t, dim_t]``; float32, float16 or bfloat16. Any strides are accepted:

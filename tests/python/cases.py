@@ -133,3 +133,47 @@ def check_threads(**shape):
     with ThreadPoolExecutor(len(problems)) as pool:
         right = list(pool.map(is_right, range(len(problems))))
     assert all(right), right
+
+
+# ---- The range of f16 ----------------------------------------------------------------------------------------------
+
+
+def make_disagreeing(rows=8192, dtype=torch.float16, device="cpu"):
+    """Two keys, of which the teacher attends to the first and the student to the second, in each of many rows.
+
+    A row adds -16 and 16 to the gradients of the student's keys: their sum exceeds the range of f16, 65504.
+    """
+
+    def tensor(values, length):
+        return torch.tensor(values).view(1, -1, 1, 1).expand(1, length, 1, 8).to(device, dtype, copy=True)
+
+    q_t, k_t = tensor([4.0], rows), tensor([0.5, -0.5], 2)
+    q_s, k_s = tensor([32.0], rows), tensor([0.0, 0.125], 2)
+    return [q_t, k_t, q_s.requires_grad_(), k_s.requires_grad_()]
+
+
+def check_f16_range(function, reference_function, tensors):
+    """Gradients of losses that are in the range of f16, although those of the sum over all rows are not."""
+    rows = tensors[2].shape[1]
+    weight = torch.full((1, rows), 8.0, device=tensors[0].device)
+    losses = {
+        "mean": (dict(reduction="mean"), 1.0),
+        "weighted mean": (dict(reduction="mean", row_weight=weight), 1.0),
+        "sum, scaled by the row weights": (dict(reduction="sum", row_weight=weight / (8 * rows)), 1.0),
+        "sum, scaled afterwards": (dict(reduction="sum"), 1.0 / rows),
+        "mean, with a loss scale": (dict(reduction="mean"), 1024.0),
+        "mean of a small loss, with a loss scale": (dict(reduction="mean", softmax_scale_s=1e-4), 65536.0),
+    }
+    floats = [tensor for tensor in tensors if tensor is not None and tensor.is_floating_point()]
+    others = tensors[len(floats) :]
+    trained = [tensor for tensor in floats if tensor.requires_grad]
+    for name, (reduction, upstream) in losses.items():
+        given = dict(softmax_scale_s=0.5) | reduction
+        exact_tensors = [tensor.detach().double().requires_grad_(tensor.requires_grad) for tensor in floats]
+        exact_trained = [tensor for tensor in exact_tensors if tensor.requires_grad]
+        exact = torch.autograd.grad(upstream * reference_function(*exact_tensors, *others, **given), exact_trained)
+        gradients = torch.autograd.grad(upstream * function(*tensors, **given), trained)
+        for tensor, gradient, expected in zip(trained, gradients, exact):
+            assert gradient.dtype == tensor.dtype and gradient.stride() == tensor.stride()
+            assert 0 < expected.abs().max() < 65504
+            assert_near(f"{name}: gradient {list(gradient.shape)}", gradient, expected, tensor.dtype)

@@ -15,6 +15,7 @@ from indexer_cases import make_indexer
 
 import streamkl
 from streamkl import _library as lib
+from streamkl import reference
 from streamkl._problem import DK_S, DQ_S, Options
 
 BF16 = dict(
@@ -267,6 +268,27 @@ def check_indexer_against_the_reference():
                     for mask in masks:
                         options = dict(direction=direction, reduction=reduction, **mask)
                         indexer_cases.compare(make_indexer(**shape, top_k=top_k), **options)
+
+
+def check_f16_gradients_stay_in_range():
+    def one_pass(*tensors, softmax_scale_s, **options):
+        _, lse_t, lse_s = streamkl.attention_kl(*tensors, softmax_scale_s=softmax_scale_s, return_lse=True)
+        return streamkl.attention_kl(*tensors, softmax_scale_s=softmax_scale_s, lse_t=lse_t, lse_s=lse_s, **options)
+
+    tensors = cases.make_disagreeing(device="cuda")
+    cases.check_f16_range(one_pass, reference.attention_kl, tensors)
+    for type_w in torch.float16, torch.float32:
+        w_s = torch.ones(1, tensors[2].shape[1], 1, 1, dtype=type_w, device="cuda", requires_grad=True)
+        for indices in None, torch.tensor([0, 1], device="cuda").expand(*w_s.shape[:-1], 2):
+            cases.check_f16_range(streamkl.indexer_kl, reference.indexer_kl, [*tensors, w_s, indices])
+
+
+def check_lengths_beyond_int32():
+    """They do not wrap: a GPU limits them to the tensors."""
+    tensors = make_tensors(device="cuda")
+    lengths = torch.tensor([2**32 + 3, 23], device="cuda")
+    limited = streamkl.attention_kl(*tensors, key_lengths=lengths, reduction="sum")
+    assert torch.equal(limited, streamkl.attention_kl(*tensors, key_lengths=torch.full_like(lengths, 23), reduction="sum"))
 
 
 def check_indexer_shapes():

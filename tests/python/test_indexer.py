@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import LONG
+from cases import LONG, check_f16_range, make_disagreeing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from indexer_cases import Indexer, compare, exact_of, gradients_of, make_indexer
@@ -78,6 +78,15 @@ def test_heads(keys, heads):
 def test_types(keys, types):
     """f32 weights with 16-bit queries, a single type, and a teacher of another type."""
     compare(make_indexer(top_k=TOP_K[keys], **dict(zip(("dtype_t", "dtype_s", "dtype_w"), types))), causal=True)
+
+
+@pytest.mark.parametrize("keys", TOP_K)
+@pytest.mark.parametrize("type_w", [torch.float16, torch.float32])
+def test_f16_gradients_stay_in_range(keys, type_w):
+    q_t, k_t, q_s, k_s = make_disagreeing()
+    w_s = torch.ones(1, q_s.shape[1], 1, 1, dtype=type_w, requires_grad=True)
+    indices = torch.tensor([0, 1]).expand(1, q_s.shape[1], 1, 2) if keys == "sparse" else None
+    check_f16_range(streamkl.indexer_kl, reference.indexer_kl, [q_t, k_t, q_s, k_s, w_s, indices])
 
 
 @pytest.mark.parametrize("wanted", range(8))

@@ -88,6 +88,20 @@ def test_compile_takes_numbers_as_arguments(dynamic):
         torch.testing.assert_close(compiled(*tensors, **options), step(*tensors, **options))
 
 
+def test_compile_f16_in_one_pass():
+    """The operator returns gradients in f32, those of the tensors are f16."""
+    tensors = make_tensors(dtype=torch.float16)
+    _, lse_t, lse_s = streamkl.attention_kl(*tensors, return_lse=True)
+
+    def step(*tensors):
+        return streamkl.attention_kl(*tensors, lse_t=lse_t, lse_s=lse_s)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for one, other in zip(torch.autograd.grad(compiled(*tensors), tensors), torch.autograd.grad(step(*tensors), tensors)):
+        assert one.dtype == other.dtype == torch.float16
+        torch.testing.assert_close(one, other)
+
+
 def test_compile_without_gradients():
     tensors = [t.detach() for t in make_tensors()]
     compiled = torch.compile(streamkl.attention_kl, fullgraph=True)
