@@ -173,9 +173,14 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, (int, torch.SymInt, numbers.Integral)) and not isinstance(value, bool)
 
 
+def _is_number(value: Any) -> bool:
+    numeric = (float, int, torch.SymFloat, torch.SymInt, numbers.Real)
+    return isinstance(value, numeric) and not isinstance(value, bool)
+
+
 def _is_zero_in_f32(name: str, value: Any) -> bool:
     """Half the smallest f32, 2^-149, is rounded to 0."""
-    if isinstance(value, bool) or not isinstance(value, (float, int, torch.SymFloat, torch.SymInt, numbers.Real)):
+    if not _is_number(value):
         raise ValueError(f"{name}={value!r}: must be a number")
     return abs(value) <= 2.0**-150
 
