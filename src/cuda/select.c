@@ -185,6 +185,7 @@ typedef struct choice {
     const char *reason;
     bool some_rows, some_keys;
     bool rows, gradients; /* that the call computes */
+    bool capped;          /* an argument has a softcap */
 } choice;
 
 static bool is_aligned(const skl_input *tensor)
@@ -353,7 +354,6 @@ static void add_forward(const choice *s)
 {
     const skl_problem *const p = &s->plan->problem;
     const skl_cuda_kernel *const kernel = s->kernel;
-    const bool capped = s->params->a.capped || s->params->b.capped;
     skl_cuda_launch *const launch = add(s, "forward", kernel, kernel->forward, SKL_VARIANT_TILES, s->reason);
     if (kernel == skl_cuda_general) {
         const bool groups = skl_group_size(p) > 1;
@@ -365,8 +365,8 @@ static void add_forward(const choice *s)
     } else {
         const int64_t tile_rows = SKL_SM90_FORWARD_ROWS(kernel->dim_max);
         launch->head_group = head_group_for(s, tile_rows, 2, 2);
-        launch->persistent = !capped && is_persistent(s);
-        if (capped)
+        launch->persistent = !s->capped && is_persistent(s);
+        if (s->capped)
             launch->variant = SKL_VARIANT_SOFTCAP;
         if (launch->persistent)
             launch->variant = SKL_VARIANT_PERSISTENT;
@@ -438,18 +438,24 @@ static const skl_cuda_kernel *dq_kernel_of(const choice *s, const side_request *
 }
 
 /* The kernel that computes dq or both gradients of B meets everything that the KL is made of. */
-static bool gives_kl(const choice *s, const side_request *request, bool alone)
+static bool gives_kl(const choice *s, const side_request *request, bool fused, bool alone)
 {
-    const bool fused = why_not_fused(s, request) == NULL;
     return s->gradients && s->rows && alone && request->of_b && (request->dq || request->dk) &&
            is_tma_kernel(s->kernel) && (fused || (s->some_keys && request->dq));
 }
 
+/* Keys of the side have their f32 dk sums streamed with them. */
+static int32_t fused_head_group(const choice *s, const side_request *request)
+{
+    const int64_t keys = 2, keys_and_sums = 2 + 4;
+    return head_group_for(s, SKL_SM90_BACKWARD_ROWS, request->of_b ? keys : keys_and_sums,
+                          request->of_b ? keys_and_sums : keys);
+}
+
 static void add_dq(const choice *s, const side_request *request, const char *reason, bool kl)
 {
-    const bool capped = s->params->a.capped || s->params->b.capped;
     const skl_cuda_kernel *const kernel = dq_kernel_of(s, request);
-    const bool fused = kernel->dq == NULL, softcap = is_tma_kernel(kernel) && capped;
+    const bool fused = kernel->dq == NULL, softcap = is_tma_kernel(kernel) && s->capped;
     const char *const variant = fused     ? (softcap ? SKL_VARIANT_FUSED_SOFTCAP : SKL_VARIANT_FUSED)
                                 : softcap ? SKL_VARIANT_DQ_SOFTCAP
                                           : SKL_VARIANT_DQ;
@@ -458,14 +464,12 @@ static void add_dq(const choice *s, const side_request *request, const char *rea
     launch->teacher_side = request->of_teacher;
     launch->kl_in_backward = kl;
     if (fused)
-        launch->head_group =
-            head_group_for(s, SKL_SM90_BACKWARD_ROWS, request->of_b ? 2 : 2 + 4, request->of_b ? 2 + 4 : 2);
+        launch->head_group = fused_head_group(s, request);
 }
 
 static void add_dk(const choice *s, const side_request *request, const char *reason)
 {
-    const bool capped = s->params->a.capped || s->params->b.capped;
-    const bool softcap = is_tma_kernel(s->kernel) && capped;
+    const bool softcap = is_tma_kernel(s->kernel) && s->capped;
     add(s, request->of_teacher ? "dk_t" : "dk_s", s->kernel, s->kernel->dk,
         softcap ? SKL_VARIANT_DK_SOFTCAP : SKL_VARIANT_DK, reason)
         ->teacher_side = request->of_teacher;
@@ -473,25 +477,23 @@ static void add_dk(const choice *s, const side_request *request, const char *rea
 
 static void add_fused(const choice *s, const side_request *request, bool kl)
 {
-    const bool capped = s->params->a.capped || s->params->b.capped;
     skl_cuda_launch *const launch =
         add(s, request->of_teacher ? "dq_t and dk_t" : "dq_s and dk_s", s->kernel, s->kernel->fused,
-            capped ? SKL_VARIANT_FUSED_SOFTCAP : SKL_VARIANT_FUSED, s->reason);
+            s->capped ? SKL_VARIANT_FUSED_SOFTCAP : SKL_VARIANT_FUSED, s->reason);
     launch->teacher_side = request->of_teacher;
     launch->kl_in_backward = kl;
     launch->dk_sums = dk_sums_of(s, request);
     launch->workspace_size = request->dk && request->side.grad_dtype != SKL_F32 ? dk_sums_size(&s->plan->problem) : 0;
-    /* Keys of the side have their dk sums streamed with them. */
-    launch->head_group =
-        head_group_for(s, SKL_SM90_BACKWARD_ROWS, request->of_b ? 2 : 2 + 4, request->of_b ? 2 + 4 : 2);
+    launch->head_group = fused_head_group(s, request);
 }
 
 static void select_attention(choice *s)
 {
     const side_request student = request_of(s, false), teacher = request_of(s, true);
     const bool of_s = student.dq || student.dk, of_t = teacher.dq || teacher.dk;
-    const bool kl_s = gives_kl(s, &student, !of_t), kl_t = gives_kl(s, &teacher, !of_s);
     const char *const split_s = why_not_fused(s, &student), *const split_t = why_not_fused(s, &teacher);
+    const bool kl_s = gives_kl(s, &student, split_s == NULL, !of_t);
+    const bool kl_t = gives_kl(s, &teacher, split_t == NULL, !of_s);
     if (s->rows && !kl_s && !kl_t && s->some_rows)
         add_forward(s);
     if (of_s && split_s == NULL)
@@ -519,7 +521,8 @@ static void add_indexer(const choice *s, const char *step, bool gradients)
     const skl_cuda_launcher grads = sparse ? kernel->sparse_gradients : kernel->dense_gradients;
     skl_cuda_launch *const launch = add(s, step, kernel, gradients ? grads : rows,
                                         gradients ? SKL_VARIANT_GRADIENTS : SKL_VARIANT_ROWS, s->reason);
-    launch->sparse = sparse_layout_of(s->plan, gradients, !skl_only_lse_s(s->call));
+    if (sparse)
+        launch->sparse = sparse_layout_of(s->plan, gradients, !skl_only_lse_s(s->call));
     if (sparse && kernel != skl_cuda_general) {
         launch->variant = launch->sparse.resident ? SKL_VARIANT_RESIDENT : SKL_VARIANT_STREAMED;
         launch->workspace_size = launch->sparse.end;
@@ -561,7 +564,8 @@ void skl_cuda_select(const skl_plan *plan, const skl_call *call, skl_cuda_params
                 .some_rows = p->batch > 0 && p->len_q > 0,
                 .some_keys = p->batch > 0 && p->len_k > 0,
                 .rows = skl_call_has_rows(call),
-                .gradients = skl_call_needs(p, call).gradients};
+                .gradients = skl_call_needs(p, call).gradients,
+                .capped = params->a.capped || params->b.capped};
     s.reason = why_kernel(plan, s.kernel);
     const char *const misaligned = s.kernel != skl_cuda_general ? why_misaligned(&call->inputs) : NULL;
     if (misaligned != NULL) {
