@@ -1,6 +1,9 @@
 """The mutants of scripts/mutate: kinds of changes to one line of C or Python."""
 
 import re
+from pathlib import Path
+
+EQUIVALENT = Path(__file__).with_name("mutants-equivalent.txt")
 
 NUMBER = r"(?<![\w.])(\d+)(?![\w.])"
 NAME = r"[\w.>\[\]-]+"
@@ -83,3 +86,21 @@ def of_file(path, text):
     for number, line in code_lines(text, is_python):
         for kind, mutant in of_line(PYTHON if is_python else C, line):
             yield {"path": path, "line": number, "kind": kind, "old": line, "new": mutant}
+
+
+def key(mutant):
+    """Names a mutant; lines may move."""
+    return mutant["path"], mutant["old"].strip(), mutant["new"].strip()
+
+
+def equivalents():
+    """Reasons by mutant. An entry is four lines: path, '- ' old, '+ ' new, '= ' reason."""
+    entries, path, old, new = {}, None, None, None
+    for line in EQUIVALENT.read_text().splitlines():
+        mark, text = line[:2], line[2:].strip()
+        old, new = (text if mark == "- " else old), (text if mark == "+ " else new)
+        if mark == "= ":
+            entries[path, old, new] = text
+        elif mark not in ("- ", "+ ", "# ", "#", ""):
+            path = line.strip()
+    return entries

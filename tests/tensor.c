@@ -91,7 +91,7 @@ test_tensor tensor_create(skl_dtype dtype, int64_t batch, int64_t heads, int64_t
     if (layout == LAYOUT_REPEATED)
         t.stride_row = 0;
     if (layout == LAYOUT_FREE_STRIDES) {
-        const int64_t unused = INT64_MAX; /* never multiplied by more than 0 */
+        const int64_t unused = INT64_MAX - 63; /* a multiple of 64, never multiplied by more than 0 */
         t.stride_batch = batch == 1 ? unused : t.stride_batch;
         t.stride_head = heads == 1 ? unused : t.stride_head;
         t.stride_row = length == 1 ? unused : t.stride_row;

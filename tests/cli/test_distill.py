@@ -213,6 +213,7 @@ def test_files(tmp_path, dtype, own_hidden):
     for name in ("w_q", "w_k"):
         assert weights[name][1].shape == first[name][1].shape
         assert not np.array_equal(weights[name][1], first[name][1])
+    assert "retrieval" not in (tmp_path / "out/report.html").read_text()  # only the synthetic task knows the right key
 
 
 def test_kl_before_equals_kl_of_the_projections(tmp_path):
