@@ -194,6 +194,7 @@ BAD = {
     "head": (["--head", "first"], "--head=first: must be mean, all or the number of a head"),
     "out": (["--out", "/no/such/folder/map.safetensors"], "/no/such/folder/map.safetensors"),
     "png": (["--png", "/no/such/folder/map"], "/no/such/folder/map-p.png"),
+    "png_length": (["--png", "x" * 5000], "--png=xxx"),
     "device": (["--device", "tpu"], "--device=tpu"),
     "lengths": (["--cu-seqlens-q", "0,50,40"], "cu_seqlens_q"),
 }
