@@ -445,6 +445,8 @@ def test_report_is_self_contained(trained):
     for words in ("use the whole context", "Attention maps", "KL by head", "KL by position", "Compared with materialising", "streamkl distill --context 1024"):
         assert words in page
     assert "nan" not in re.sub(r"base64,[^\"]*", "", page).lower()
+    by_step = page.split("<h3>KL by step</h3>")[1].split("<h3>")[0]
+    assert by_step.count("<circle") == len(load(folder / "checkpoint.safetensors")["evaluation_step"][1])
 
 
 def test_hostile_names_are_escaped(tmp_path):
