@@ -72,14 +72,20 @@ def load_bench():
 
 
 def draw(arguments):
+    from gpu.figures import draw_figures
+
+    return draw_figures(read_csv(arguments.csv), arguments.plot, arguments.dims, arguments.masks)
+
+
+def draw_or_exit(arguments, draw):
+    """Prints the paths of the charts that draw(arguments) writes from --csv."""
+    program = Path(sys.argv[0]).name
     try:
-        from gpu.figures import draw_figures
+        written = draw(arguments)
     except ImportError as error:
-        sys.exit(f"peers.py: --plot needs matplotlib: {error}")
-    try:
-        written = draw_figures(read_csv(arguments.csv), arguments.plot, arguments.dims, arguments.masks)
+        sys.exit(f"{program}: --plot needs matplotlib: {error}")
     except ValueError as error:
-        sys.exit(f"peers.py: --csv={arguments.csv}: {error}")
+        sys.exit(f"{program}: --csv={arguments.csv}: {error}")
     print("\n".join(map(str, written)))
 
 
@@ -97,6 +103,14 @@ def find_library():
 def current_commit():
     asked = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return asked.stdout.strip()
+
+
+def add_run_options(parser):
+    """The options that all benchmarks of the library on a GPU have."""
+    parser.add_argument("--library", type=Path, default=find_library(), help=LIBRARY_HELP)
+    parser.add_argument("--kernel", help="force a kernel that `streamkl info` lists")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="append the results")
+    parser.add_argument("--commit", default=current_commit(), help="the commit in the CSV; default: that of git")
 
 
 def numbers(text):
@@ -119,8 +133,7 @@ and the causal mask unless --masks is full"""
 
 def parser():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--library", type=Path, default=find_library(), help=LIBRARY_HELP)
-    parser.add_argument("--kernel", help="force a kernel that `streamkl info` lists")
+    add_run_options(parser)
     parser.add_argument("--heads", type=int, default=16, metavar="N", help="query heads; default 16")
     parser.add_argument("--key-heads", type=int, default=0, metavar="N", help="key heads; compares with as many key heads as heads")
     parser.add_argument("--packed", type=numbers, default=[], metavar="LIST", help="lengths of packed sequences; compares with a dense batch")
@@ -132,9 +145,7 @@ def parser():
     parser.add_argument("--deterministic", action="store_true", help="also time gradients with the same bits on every run")
     parser.add_argument("--rounds", type=int, default=9, metavar="N", help="samples per method; default 9")
     parser.add_argument("--sample-ms", type=float, default=20, metavar="X", help="minimum time of a sample; default 20")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="append the results")
     parser.add_argument("--plot", metavar="PREFIX", help=PLOT_HELP)
-    parser.add_argument("--commit", default=current_commit(), help="the commit in the CSV; default: that of git")
     return parser
 
 
@@ -151,7 +162,7 @@ def main():
     except (ValueError, OSError) as error:
         asked.error(f"--csv={arguments.csv}: {error}")
     if arguments.plot:
-        draw(arguments)
+        draw_or_exit(arguments, draw)
     else:
         measure(arguments, load_bench)
 

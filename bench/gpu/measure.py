@@ -128,11 +128,16 @@ def refusing(method):
     try:
         yield
     except Exception as error:  # from a compiler, from a driver, out of memory, ...
-        first_line = (str(error).strip() or "no reason given").split("\n")[0]
-        method.refusal = first_line if type(error) is RuntimeError else f"{type(error).__name__}: {first_line}"
+        method.refusal = refusal_of(error)
         method.passes, method.times, method.step = {}, {}, dict
     if method.refusal:
         release_memory()
+
+
+def refusal_of(error):
+    """One line that says why something was not measured."""
+    first_line = (str(error).strip() or "no reason given").split("\n")[0]
+    return first_line if type(error) is RuntimeError else f"{type(error).__name__}: {first_line}"
 
 
 def release_memory():
