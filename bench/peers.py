@@ -8,6 +8,7 @@
     bench/peers.py --heads 32 --key-heads 8          # GQA, compared with as many key heads as heads
     bench/peers.py --packed 8192,4096,2048,1024,512  # packed sequences, compared with a dense batch
     bench/peers.py --deterministic --only backward   # adds gradients with the same bits on every run
+    bench/peers.py --linearard DIR --peers '' --masks causal --rounds 3   # compared with LinearARD in the checkout DIR
 
 It imports the package streamkl: an installed one, or that of this repository.
 
@@ -20,6 +21,8 @@ The peers, on tensors of the same shape:
     flex     attention KL composed of FlexAttention calls: O(N) memory without a custom kernel
     compile  eager under torch.compile
     eager    plain attention KL: two N x N logits, two log_softmax, one sum
+    linearard   the Triton kernels of github.com/gracefulning/LinearARD, only with --linearard. They return the sum of all
+                rows, so the error of their KL is that of the sum
 
 All methods warm up. Then each round takes one sample per method: 0.3 s of untimed calls, so that the clock under the power
 limit is the method's own and not that of the previous method, then a few calls between two CUDA events. The median of the
@@ -34,7 +37,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gpu.cases import OPERATIONS, PEER_NAMES
+from gpu.cases import LINEARARD_ENTRY, OPERATIONS, PEER_NAMES
 from gpu.report import check_csv, read_csv
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -142,6 +145,7 @@ def parser():
     parser.add_argument("--masks", choices=["full", "causal", "both"], default="both")
     parser.add_argument("--only", action="append", choices=list(OPERATIONS), help="a pass; may be repeated; default: all")
     parser.add_argument("--peers", type=peer_names, default=PEER_NAMES, metavar="LIST", help="default: all; '' for none")
+    parser.add_argument("--linearard", type=Path, metavar="DIR", help=f"also time LinearARD: DIR has {LINEARARD_ENTRY}")
     parser.add_argument("--deterministic", action="store_true", help="also time gradients with the same bits on every run")
     parser.add_argument("--rounds", type=int, default=9, metavar="N", help="samples per method; default 9")
     parser.add_argument("--sample-ms", type=float, default=20, metavar="X", help="minimum time of a sample; default 20")
@@ -154,6 +158,10 @@ def main():
     arguments = asked.parse_args()
     if arguments.key_heads < 0 or arguments.heads < 1 or arguments.heads % (arguments.key_heads or 1):
         asked.error(f"--key-heads={arguments.key_heads}: must divide --heads={arguments.heads}")
+    if arguments.linearard and not (arguments.linearard / LINEARARD_ENTRY).is_file():
+        asked.error(f"--linearard={arguments.linearard}: must be a checkout of LinearARD, with {LINEARARD_ENTRY}")
+    if arguments.linearard and (arguments.packed or arguments.key_heads):
+        asked.error("--linearard: must be without --packed and --key-heads, which compare the library with itself")
     if arguments.plot and not (arguments.csv and arguments.csv.exists()):
         asked.error("--plot: needs --csv=FILE, with the results of earlier runs")
     try:

@@ -33,9 +33,9 @@ def draw_shapes(rows, path):
     last = next(iter(shapes.values()))
     about = next(iter(last.values()))
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(figsize=(8.6, 0.9 + 0.27 * len(shapes)))
+        figure, axes = plt.subplots(figsize=(8.6, 1.15 + 0.27 * len(shapes)))
         height = figure.get_figheight()
-        figure.subplots_adjust(left=0.31, right=0.97, top=1 - 0.62 / height, bottom=0.35 / height)
+        figure.subplots_adjust(left=0.31, right=0.97, top=1 - 0.82 / height, bottom=0.35 / height)
         for offset, (operation, colour) in zip((-0.19, 0.19), PASS_COLOURS.items()):
             bars = {
                 index: rate_of_base(passes[operation], BASE.flops(operation))
@@ -49,7 +49,8 @@ def draw_shapes(rows, path):
         axes.grid(False, axis="y")
         axes.tick_params(length=0)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:.0%}"))
-        axes.legend(loc="lower right", frameon=False)
+        axes.margins(y=0.01)
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
         title = "Useful TFLOP/s, as a share of the base shape's (longer is faster)"
         figure.text(0.012, 1 - 0.1 / height, title, fontsize=13, fontweight="bold", va="top")
         note = f"{about['gpu']}, 32/8 heads of 128, N = 8,192, causal, bf16 unless named; one pass: loss and gradients"
