@@ -6,6 +6,7 @@
     bench/shapes.py --only 'student heads' --only f32  # those whose name contains one of the texts
     bench/shapes.py --check                            # also compares results with float64
     bench/shapes.py --check --rounds 0                 # only compares
+    bench/shapes.py --only 'mean of' --eager           # also times eager PyTorch, which stores the matrices
     bench/shapes.py --csv bench/results/shapes.csv     # appends the results
     bench/shapes.py --csv bench/results/shapes.csv --plot docs/gpu-shapes.svg
     bench/shapes.py --dry-run                          # lists the shapes; needs no GPU
@@ -44,6 +45,8 @@ def parser():
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="part of a shape's name; may be repeated")
     parser.add_argument("--quick", action="store_true", help="ten of the shapes")
     parser.add_argument("--check", action="store_true", help="compare results with float64")
+    parser.add_argument("--seed", type=int, metavar="N", help="of the random inputs; default: another one in every run")
+    parser.add_argument("--eager", action="store_true", help="also time eager PyTorch; takes tens of GiB")
     parser.add_argument("--rounds", type=int, default=25, metavar="N", help="most samples per call; default 25; 0: none")
     parser.add_argument("--sample-ms", type=float, default=300, metavar="X", help="time of all samples of a shape; default 300")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="measure nothing; draw the results in --csv")

@@ -1,4 +1,4 @@
-"""The calls of one shape of bench/shapes.py: ours, attention by cuDNN, and exact results of some rows."""
+"""The calls of one shape of bench/shapes.py: ours, attention by cuDNN, eager PyTorch; exact results of some rows."""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from streamkl import reference
 from streamkl._problem import DK_S, DK_T, DQ_S, DQ_T, KL_FORWARD, KL_REVERSE
 
-from .cases import BACKWARD, FORWARD, ONE_PASS
+from .cases import BACKWARD, FORWARD, ONE_PASS, STEP
 from .library import Workspace, address, addresses, lib, make_plan
 from .measure import WRONG
 from .shape_cases import FORWARD_GIVEN
@@ -14,7 +14,6 @@ from .shape_cases import FORWARD_GIVEN
 DTYPES = {"f32": (0, torch.float32), "f16": (1, torch.float16), "bf16": (2, torch.bfloat16)}  # {name: (skl_dtype, of torch)}
 TENSORS = ("q_t", "k_t", "q_s", "k_s")
 ROWS = {"kl": "s", "lse_t": "t", "lse_s": "s", "dot_t": "t"}  # {row vector: the side whose heads it has}
-SAVED = ("kl", "dot_t", "lse_t", "lse_s")
 OPERATIONS = {FORWARD: lib.FORWARD, FORWARD_GIVEN: lib.FORWARD, BACKWARD: lib.BACKWARD, ONE_PASS: lib.FORWARD_BACKWARD}
 
 # A larger relative error of f32 gradients is a bug and not rounding; 16-bit ones have the limits of bench/peers.py.
@@ -54,7 +53,8 @@ class ShapePlan:
             dim_s=shape.dim_s, softcap_t=shape.softcap, softcap_s=shape.softcap, causal=shape.causal,
             window_left=shape.window, deterministic=shape.deterministic,
         )  # fmt: skip
-        self.workspace, self.keep = Workspace(plan, device), (tensors, row_weight)  # the structs hold only addresses
+        self.workspace = Workspace(plan, device)
+        self.shape, self.tensors, self.row_weight = shape, tensors, row_weight  # kept: the structs hold only addresses
         heads = {"t": shape.heads_t, "s": shape.heads_s}
         self.rows = {
             name: torch.zeros((shape.batch, heads[side], shape.length), device=device) for name, side in ROWS.items()
@@ -128,6 +128,42 @@ def cudnn_calls(shape, device):
     return {FORWARD: forward, BACKWARD: lambda: torch.autograd.grad(result, leaves, upstream, retain_graph=True)}
 
 
+# ---- Eager PyTorch -------------------------------------------------------------------------------------------------------
+
+
+def eager_kl(q_t, k_t, q_s, k_s, causal):
+    """KL of every row with stored matrices: bf16 products, f32 softmax, mean over each teacher group."""
+
+    def logits(q, k):
+        x = ((q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT) * q.shape[-1] ** -0.5).float()
+        return x.masked_fill_(hidden, -torch.inf) if causal else x
+
+    hidden = torch.ones((q_t.shape[2], k_t.shape[2]), dtype=torch.bool, device=q_t.device).triu(1)
+    with torch.no_grad():
+        p = torch.softmax(logits(q_t, k_t), -1).unflatten(1, (q_s.shape[1], -1)).mean(2)
+    log_s = torch.log_softmax(logits(q_s, k_s), -1)
+    if causal:
+        log_s = log_s.masked_fill(hidden, 0.0)  # where p is 0
+    return (torch.xlogy(p, p) - p * log_s).sum(-1)
+
+
+def eager_calls(tensors, shape):
+    """{pass: call} of eager PyTorch. Raises ValueError for shapes that it does not have."""
+    if shape.softcap or shape.reverse or shape.teacher_gradients or shape.window >= 0:
+        raise ValueError("only masks and shapes are compared with it")
+    q_t, k_t, *student = (tensors[name] for name in TENSORS)
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in student]
+
+    def forward():
+        with torch.no_grad():
+            return eager_kl(q_t, k_t, *leaves, shape.causal)
+
+    def step():
+        return torch.autograd.grad(eager_kl(q_t, k_t, *leaves, shape.causal).sum(), leaves)
+
+    return {FORWARD: forward, STEP: step}
+
+
 # ---- Exact results -------------------------------------------------------------------------------------------------------
 
 
@@ -161,9 +197,9 @@ class Check:
         q_t, k_t, q_s, k_s = (self.tensors[name][index].double() for name in TENSORS)
         parts = [tensor.requires_grad_() for tensor in (q_t[:, self.rows], k_t, q_s[:, self.rows], k_s)]
         keys = torch.arange(shape.length, device=device)
-        visible = keys <= self.rows[:, None] if shape.causal else torch.ones_like(keys, dtype=torch.bool).expand(len(self.rows), -1)
-        if shape.window >= 0:
-            visible = visible & (keys >= self.rows[:, None] - shape.window)
+        last = self.rows[:, None] if shape.causal else shape.length - 1
+        first = self.rows[:, None] - shape.window if shape.window >= 0 else 0
+        visible = ((keys <= last) & (keys >= first)).expand(len(self.rows), -1)
         kl, _, _ = reference.sequence_kl(*parts, visible, None, None, shape.softcap, shape.softcap, shape.reverse)
         weight = self.weight[index][:, self.rows].double()
         gradients = torch.autograd.grad((kl * weight).sum(), parts)

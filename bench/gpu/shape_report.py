@@ -9,14 +9,16 @@ from .shape_cases import ALL_PASSES, FORWARD_GIVEN
 
 COLUMNS = (
     "date gpu torch commit shape pass batch length mask heads_t key_heads_t dim_t dtype_t heads_s key_heads_s dim_s dtype_s"
-    " softcap teacher_gradients deterministic reverse ms fastest_ms tflops base_ms base_ratio cudnn_ms cudnn_ratio kernel"
-    " kl_error dq_error dk_error note"
+    " softcap teacher_gradients deterministic reverse ms fastest_ms tflops base_ms base_ratio cudnn_ms cudnn_ratio"
+    " eager_ms eager_ratio kernel kl_error dq_error dk_error note"
 ).split()
 
-# What a pass is compared with: cuDNN's forward has as many products as ours, its backward one more.
-CUDNN_PASSES = {FORWARD: FORWARD, FORWARD_GIVEN: FORWARD, BACKWARD: BACKWARD, ONE_PASS: BACKWARD}
-# The base shape has no teacher groups: its forward always computes the LSEs.
+# {our pass: the pass that it is compared with}. The base shape has no teacher groups: its forward computes all LSEs.
 BASE_PASSES = {FORWARD: FORWARD, FORWARD_GIVEN: FORWARD, BACKWARD: BACKWARD, ONE_PASS: ONE_PASS, STEP: STEP}
+# cuDNN's forward has as many products as ours, its backward one more. Eager PyTorch has no backward alone.
+CUDNN_PASSES = {FORWARD: FORWARD, FORWARD_GIVEN: FORWARD, BACKWARD: BACKWARD, ONE_PASS: BACKWARD, STEP: STEP}
+EAGER_PASSES = {FORWARD: FORWARD, FORWARD_GIVEN: FORWARD, ONE_PASS: STEP, STEP: STEP}
+COMPARED = {"base": BASE_PASSES, "cudnn": CUDNN_PASSES, "eager": EAGER_PASSES}
 
 
 @dataclass
@@ -27,35 +29,32 @@ class Measured:
     ours: dict = field(default_factory=dict)
     base: dict = field(default_factory=dict)
     cudnn: dict = field(default_factory=dict)
+    eager: dict = field(default_factory=dict)
     kernels: dict = field(default_factory=dict)  # {pass: names}
     errors: dict = field(default_factory=dict)  # {result: relative error}
     notes: list = field(default_factory=list)  # what went wrong or was not measured
 
-    def ms(self, of, operation):
-        """Median time, or None; the step without LSEs is the sum of its two passes."""
-        if operation == STEP:
-            both = [self.ms(of, one) for one in (FORWARD, BACKWARD)]
+    @staticmethod
+    def ms(of, operation):
+        """Median time, or None; a step that was not timed as a whole is the sum of its two passes."""
+        if operation == STEP and STEP not in of:
+            both = [Measured.ms(of, one) for one in (FORWARD, BACKWARD)]
             return sum(both) if all(both) else None
         timing = of.get(operation)
         return timing and timing.median
 
-    def cudnn_ms(self, operation):
-        if operation == STEP:
-            return self.ms(self.cudnn, STEP)
-        return self.ms(self.cudnn, CUDNN_PASSES[operation])
-
     @property
     def lines(self):
-        """One dict per pass that was measured."""
+        """One dict per pass that was measured; a ratio is our time divided by the other."""
         for operation in ALL_PASSES:
             ms = self.ms(self.ours, operation)
             if not ms:
                 continue
-            base, cudnn = self.ms(self.base, BASE_PASSES[operation]), self.cudnn_ms(operation)
-            yield {
-                "pass": operation, "ms": ms, "base": base, "base_ratio": ratio(ms, base), "cudnn": cudnn,
-                "cudnn_ratio": ratio(ms, cudnn), "tflops": self.shape.flops(operation) / ms * 1e-9,
-            }  # fmt: skip
+            line = {"pass": operation, "ms": ms, "tflops": self.shape.flops(operation) / ms * 1e-9}
+            for name, passes in COMPARED.items():
+                line[name] = self.ms(getattr(self, name), passes.get(operation))
+                line[f"{name}_ratio"] = ratio(ms, line[name])
+            yield line
 
     @property
     def all_kernels(self):
@@ -90,6 +89,9 @@ def print_measured(measured):
     print(f"{measured.shape.name:36} {shown}  {measured.all_kernels}")
     if FORWARD_GIVEN in by_pass:
         print(f"{'  lse_t given':36} {cells(by_pass[FORWARD_GIVEN])}")
+    if any(line["eager"] for line in by_pass.values()):
+        multiples = [f"{1 / line['eager_ratio']:.1f} x {name}" for name, line in by_pass.items() if line["eager"]]
+        print(f"  eager PyTorch takes {', '.join(multiples)}")
     if measured.errors:
         errors = ", ".join(f"{name} {error:.1e}" for name, error in measured.errors.items())
         print(f"  relative errors: {errors}")
@@ -103,8 +105,8 @@ def shape_columns(shape):
         "batch length mask heads_t key_heads_t dim_t dtype_t heads_s key_heads_s dim_s dtype_s softcap teacher_gradients"
         " deterministic reverse"
     ).split()
-    flags = {name: getattr(shape, name) for name in names}
-    return {"shape": shape.name} | {name: int(value) if value in (True, False) else value for name, value in flags.items()}
+    values = {name: getattr(shape, name) for name in names}
+    return {"shape": shape.name} | {name: int(value) if type(value) is bool else value for name, value in values.items()}
 
 
 def csv_rows(measured):
@@ -116,9 +118,9 @@ def csv_rows(measured):
         timing = measured.ours.get(line["pass"])
         yield common | {
             "pass": line["pass"], "ms": rounded(line["ms"], ".4f"), "fastest_ms": rounded(timing and timing.fastest, ".4f"),
-            "tflops": rounded(line["tflops"], ".1f"), "base_ms": rounded(line["base"], ".4f"),
-            "base_ratio": rounded(line["base_ratio"], ".3g"), "cudnn_ms": rounded(line["cudnn"], ".4f"),
-            "cudnn_ratio": rounded(line["cudnn_ratio"], ".3g"), "kernel": measured.kernels.get(line["pass"], ""),
+            "tflops": rounded(line["tflops"], ".1f"), "kernel": measured.kernels.get(line["pass"], ""),
+            **{f"{name}_ms": rounded(line[name], ".4f") for name in COMPARED},
+            **{f"{name}_ratio": rounded(line[f"{name}_ratio"], ".3g") for name in COMPARED},
         }  # fmt: skip
     if not lines:
         yield common

@@ -10,7 +10,7 @@ from .measure import refusal_of, release_memory
 from .report import append_csv
 from .run import LibraryBench
 from .shape_cases import BASE, chosen
-from .shape_methods import Check, ShapePlan, cudnn_calls, random_tensors
+from .shape_methods import Check, ShapePlan, cudnn_calls, eager_calls, random_tensors
 from .shape_report import COLUMNS, Measured, csv_rows, print_head, print_measured
 
 BASE_CALLS = (FORWARD, BACKWARD, ONE_PASS)
@@ -27,17 +27,21 @@ def calls_of(plan, operations, name):
     return {(name, operation): lambda operation=operation: plan.run(operation) for operation in operations}
 
 
-def measure(shape, base, device, rounds, sample_ms):
-    """Measured: our passes, those of the base shape and attention by cuDNN, which alternate one by one."""
+def measure(shape, base, device, rounds, sample_ms, with_eager=False):
+    """Measured: our passes, those of the base shape, attention by cuDNN, and eager PyTorch, which alternate one by one."""
     plan, measured = make_plan(shape, device), Measured(shape)
     measured.kernels = {operation: plan.kernels(operation) for operation in shape.passes}
     calls = calls_of(plan, shape.passes, "ours")
     if shape != base.shape:
         calls |= calls_of(base.plan, BASE_CALLS, "base")
-    try:
-        calls |= {("cudnn", operation): call for operation, call in cudnn_calls(shape, device).items()}
-    except Exception as error:  # it supports fewer types and masks
-        measured.notes.append(f"cuDNN not measured: {refusal_of(error)}")
+    others = {"cudnn": lambda: cudnn_calls(shape, device)}
+    if with_eager:
+        others["eager"] = lambda: eager_calls(plan.tensors, shape)
+    for name, make in others.items():
+        try:
+            calls |= {(name, operation): call for operation, call in make().items()}
+        except Exception as error:  # they support fewer types, masks and options
+            measured.notes.append(f"{name} not measured: {refusal_of(error)}")
     for (name, operation), timing in time_alternately(calls, device, rounds, sample_ms).items():
         getattr(measured, name)[operation] = timing
         if timing.refusal:
@@ -68,8 +72,8 @@ class ShapesBench(LibraryBench):
 
     def run(self):
         given = self.arguments
-        seed = torch.seed()  # fresh inputs in every run
-        print(f"{self.introduction()}; times in ms, seed {seed}\n")
+        self.seed = torch.seed() if given.seed is None else given.seed  # fresh inputs in every run
+        print(f"{self.introduction()} unless named; times in ms; --seed {self.seed}\n")
         print_head()
         base = Base(self.DEVICE) if given.rounds else None
         general, failed = [], []
@@ -88,13 +92,14 @@ class ShapesBench(LibraryBench):
     def one(self, shape, base):
         """Measured, with what went wrong in its notes."""
         given, measured, errors, wrong = self.arguments, Measured(shape), {}, []
+        torch.manual_seed(self.seed)
         if given.check:
             with noting("check", wrong):
                 errors, differences = Check(shape, self.DEVICE).run()
                 wrong += differences
         if given.rounds:
             with noting("timing", wrong):
-                measured = measure(shape, base, self.DEVICE, given.rounds, given.sample_ms)
+                measured = measure(shape, base, self.DEVICE, given.rounds, given.sample_ms, given.eager)
         wrong += [f"{operation} failed: {timing.refusal}" for operation, timing in measured.ours.items() if timing.refusal]
         self.is_right &= not wrong
         measured.errors, measured.notes = errors, [*wrong, *measured.notes]

@@ -119,7 +119,8 @@ def test_steps_fill_their_table(tree):
 
 def test_linearard_fills_its_table(tree):
     path = tree / "bench/results/peers.csv"
-    shape = dict(heads=16, key_heads=16, batch=1, length=8192, dim=128, mask="causal", kl_error="1e-7", dq_error="2e-3", dk_error="3e-3")
+    shape = dict(heads=16, key_heads=16, batch=1, length=8192, dim=128, mask="causal")
+    shape |= dict(kl_error="1e-7", dq_error="2e-3", dk_error="3e-3")
     for operation, ms in ("forward", 0.5), ("backward", 1.25), ("forward + backward", 1.75), ("one pass", 1.25):
         append(path, report.COLUMNS, method="streamkl", **{"pass": operation}, ms=ms, **shape)
     append(path, report.COLUMNS, method="linearard", **{"pass": "forward"}, ms=80, ours_ratio="0.00625", **shape)
