@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import streamkl
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
@@ -29,11 +30,14 @@ def setup(kind, student, **others):
 
 
 @pytest.mark.parametrize("student", STUDENTS, ids=str)
-def test_the_loss_of_layers_does_not_depend_on_where_the_lses_come_from(student):
+def test_the_loss_of_layers_does_not_depend_on_where_the_lses_come_from(student, monkeypatch):
     torch.manual_seed(1)
+    options, own = [], streamkl.attention_kl
+    monkeypatch.setattr(streamkl, "attention_kl", lambda *tensors, **given: options.append(given) or own(*tensors, **given))
     steps = step_models.layer_steps(setup(LAYERS, student), "cpu", "cpu")
     losses = {variant: step().item() for variant, step in steps.items()}
     assert list(losses) == [NO_LOSS, GIVEN, COMPUTED]
+    assert ["lse_s" in given and "lse_t" in given for given in options] == [True, True, False, False], "two layers each"
     assert losses[GIVEN] == pytest.approx(losses[COMPUTED], rel=1e-3)
     assert losses[GIVEN] > losses[NO_LOSS] * 1.0001
 
