@@ -120,11 +120,11 @@ static void test_style(void **state)
 static void test_chart(void **state)
 {
     (void)state;
-    /* 6 of 12 levels fill 2 of 4 lines; 7 levels reach the third; 1e-9 still shows. */
-    const double values[] = {0, 1e-9, 6, 7, 8, 9, 12, (double)NAN};
+    /* 8 of 16 fill 2 of 4 lines, and 9 reach the third; 1e-9 still shows. Powers of 2 leave no rounding. */
+    const double values[] = {0, 1e-9, 8, 9, 10, 12, 16, (double)NAN};
     screen *const file = open_file();
     term_chart(file->stream, values, 8, 4);
-    assert_string_equal(text_of(file), "         12 |      # \n"
+    assert_string_equal(text_of(file), "         16 |      # \n"
                                        "            |   .:## \n"
                                        "            |  ##### \n"
                                        "          0 | .##### \n");
