@@ -206,7 +206,9 @@ int distill_checkpoint_load(distill_run *run, bool *found)
     tensor_file *const file = tensor_file_open(path.text, &error);
     if (file == NULL)
         return cli_fail(CLI_BAD_INPUT, "%s", error.text);
-    const int exit_code = read_checkpoint(run, file, path.text);
+    int exit_code = read_checkpoint(run, file, path.text);
+    if (exit_code == CLI_OK && !tensor_file_unchanged(file, &error))
+        exit_code = cli_fail(CLI_BAD_INPUT, "%s", error.text);
     tensor_file_close(file);
     return exit_code;
 }

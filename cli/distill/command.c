@@ -312,6 +312,8 @@ static int finish(distill_run *run)
         exit_code = distill_student_save(&set, run);
     if (exit_code == CLI_OK)
         exit_code = distill_report_write(&set, run);
+    if (exit_code == CLI_OK)
+        exit_code = distill_source_unchanged(run->source);
     exit_code = file_write_commit(&set, exit_code);
     if (exit_code != CLI_OK)
         return exit_code;

@@ -76,6 +76,9 @@ int distill_source_open(distill_source *source, distill_settings *settings, int 
 int distill_files_open(distill_source *source, distill_settings *settings);
 void distill_source_close(distill_source *source);
 
+/* Call it before results are written: refuses files that changed since they were opened. */
+int distill_source_unchanged(const distill_source *source);
+
 /* ---- The run ------------------------------------------------------------------------------------------------ */
 
 /* The loss of every step, and evaluations at regular intervals. */

@@ -160,6 +160,8 @@ int cmd_kl(int argc, char **argv)
     if (exit_code == CLI_OK)
         exit_code = kl_compute(&results, &inputs, &request);
     if (exit_code == CLI_OK)
+        exit_code = kl_files_unchanged(&inputs.files);
+    if (exit_code == CLI_OK)
         exit_code = kl_outputs_write(&results, &inputs, &request);
     if (exit_code == CLI_OK)
         exit_code = kl_report(&results, &inputs, &request);

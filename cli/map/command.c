@@ -372,6 +372,8 @@ int cmd_map(int argc, char **argv)
     if (exit_code == CLI_OK)
         exit_code = compute(&map, &request, &inputs);
     if (exit_code == CLI_OK)
+        exit_code = kl_files_unchanged(&inputs.files);
+    if (exit_code == CLI_OK)
         exit_code = show(&request, &map, &inputs.problem);
     attention_map_free(&map);
     kl_inputs_free(&inputs);
