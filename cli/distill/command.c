@@ -366,8 +366,9 @@ int cmd_distill(int argc, char **argv)
         .folder = "streamkl-distill",
         .checkpoint_every = 10,
     };
-    if (argp_parse(&argp, argc, argv, 0, NULL, &request))
-        return CLI_BAD_INPUT;
+    const int refused = options_parse(&argp, argc, argv, 0, &request);
+    if (refused)
+        return refused;
     signal(SIGINT, stop_on_signal);
     signal(SIGTERM, stop_on_signal);
     distill_source source = {.retrieves = false};

@@ -136,8 +136,9 @@ static int parse_command_line(kl_request *request, int argc, char **argv)
         .options = options, .parser = parse_option, .args_doc = "FILE...", .doc = doc, .children = children};
     request->problem = skl_problem_default();
     request->options = skl_options_default();
-    if (argp_parse(&argp, argc, argv, 0, NULL, request))
-        return CLI_BAD_INPUT;
+    const int refused = options_parse(&argp, argc, argv, 0, request);
+    if (refused)
+        return refused;
     const int exit_code = check_student(request);
     if (exit_code != CLI_OK)
         return exit_code;
