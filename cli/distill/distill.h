@@ -110,6 +110,9 @@ int distill_train(distill_run *run);
 int distill_checkpoint_save(const distill_run *run);
 int distill_checkpoint_load(distill_run *run, bool *found);
 
+/* Reads an open file, which may contain anything, into a run with room for its settings. `path` is for messages. */
+int distill_checkpoint_read(distill_run *run, tensor_file *file, const char *path);
+
 /* DIR/student.safetensors: w_q and w_k [heads, dim, hidden]. */
 int distill_student_save(file_set *set, const distill_run *run);
 
