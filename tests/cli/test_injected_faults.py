@@ -54,7 +54,7 @@ def command(request, tmp_path):
     allowed = [old, new]
     if name == "distill":  # training ends with a checkpoint; the other files come later
         allowed.append({**old, "checkpoint.safetensors": new["checkpoint.safetensors"]})
-    return SimpleNamespace(name=name, arguments=arguments, inputs=inputs, outputs=outputs, restore=restore, new=new, allowed=allowed, mark=tmp_path / "mark")
+    return SimpleNamespace(name=name, arguments=arguments, inputs=inputs, out=out, outputs=outputs, restore=restore, new=new, allowed=allowed, mark=tmp_path / "mark")
 
 
 def assert_failed(command, number, done, *words):
