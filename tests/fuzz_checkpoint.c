@@ -229,7 +229,7 @@ static void add_tensor(writer *out, byte_source *source, const char *name, int64
           shape, (int)count, begin, out->data_size);
 }
 
-/* The settings with escapes, as they stand in the header. */
+/* The settings with the escapes that the header needs. */
 static char settings_text[1024];
 
 static void make_settings(void)

@@ -24,7 +24,7 @@ def without_times(file, content):
 
 @pytest.fixture(params=FILES)
 def command(request, tmp_path):
-    """A command in a folder of its own, its outputs before and after a run, and how to put the old ones back."""
+    """A command with its own folder, its outputs before and after a run, and how to put the old ones back."""
     name, inputs, out = request.param, tmp_path / "in", tmp_path / "out"
     inputs.mkdir()
     out.mkdir()
@@ -77,7 +77,7 @@ def test_failing_calls(command, call, number):
 
 
 def test_close_fails(command):
-    """Network file systems report a full disk here. Closing what was only read may fail."""
+    """Network file systems report a full disk here. An input may fail to close."""
     failed = 0
     for at, done in inject.runs("close", errno.EDQUOT, command.arguments, command.restore, command.mark):
         if done.returncode != 0:
