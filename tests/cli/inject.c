@@ -35,10 +35,27 @@ static struct {
     bool active;
 } plan;
 
-static __attribute__((constructor)) void read_plan(void)
+typedef int main_function(int argc, char **argv, char **environment);
+typedef int start_function(main_function *main, int argc, char **argv, void (*init)(void), void (*fini)(void),
+                           void (*end)(void), void *stack_end);
+
+static main_function *main_of_the_tool;
+
+/* Calls count from here: what runs before, such as the registration of GPU kernels, is not the tool's. */
+static int planned_main(int argc, char **argv, char **environment)
 {
     const char *const text = getenv("STREAMKL_INJECT");
     plan.active = text && sscanf(text, "%15s %ld %15s", plan.call, &plan.number, plan.action) == 3;
+    return main_of_the_tool(argc, argv, environment);
+}
+
+start_function __libc_start_main;
+int __libc_start_main(main_function *main, int argc, char **argv, void (*init)(void), void (*fini)(void),
+                      void (*end)(void), void *stack_end)
+{
+    main_of_the_tool = main;
+    start_function *const start = (start_function *)dlsym(RTLD_NEXT, "__libc_start_main");
+    return start(planned_main, argc, argv, init, fini, end, stack_end);
 }
 
 static bool action_is(const char *name)
