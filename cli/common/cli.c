@@ -7,6 +7,8 @@
 #include <stdarg.h>
 #include <stdbool.h>
 #include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 int cli_fail(int exit_code, const char *format, ...)
 {
@@ -48,6 +50,20 @@ const char *cli_status_text(void)
 json_t *cli_json_number(double value)
 {
     return isfinite(value) ? json_real(value) : json_null();
+}
+
+json_t *cli_json_path(const char *path)
+{
+    errno = 0;
+    json_t *text = json_string(path);
+    if (text || errno == ENOMEM)
+        return text;
+    char *const ascii = strdup(path);
+    for (char *letter = ascii; ascii && *letter; letter++)
+        *letter = (unsigned char)*letter < 0x80 ? *letter : '?';
+    text = ascii ? json_string(ascii) : NULL;
+    free(ascii);
+    return text;
 }
 
 /* Of Jansson, which accepts NULL for an array, an object and a value. */

@@ -36,6 +36,9 @@ const char *cli_status_text(void);
 /* JSON has no NaN and no infinity: both become null. */
 json_t *cli_json_number(double value);
 
+/* The name of a file. JSON is UTF-8: in a name that is not, bytes beyond ASCII become '?'. */
+json_t *cli_json_path(const char *path);
+
 /* Adds `value`, which becomes a part of the array or object. If memory runs out, frees the whole and sets it to NULL,
  * so that one check at the end is enough: an incomplete object is never printed. */
 void cli_json_append(json_t **array, json_t *value);

@@ -28,9 +28,9 @@ static int64_t count_at(const distill_settings *settings, size_t offset)
     return *(const int64_t *)((const char *)settings + offset);
 }
 
-static json_t *text_or_null(const char *text)
+static json_t *path_or_null(const char *path)
 {
-    return text ? json_string(text) : json_null();
+    return path ? cli_json_path(path) : json_null();
 }
 
 static const char teacher_content[] = "teacher-content", student_content[] = "student-content";
@@ -51,8 +51,8 @@ static json_t *settings_json(const distill_settings *settings)
                      json_integer((json_int_t)count_at(settings, distill_counts[c].offset)));
     cli_json_set(&object, "rate", json_real((double)settings->rate));
     cli_json_set(&object, "direction", json_string(direction_name(settings->direction)));
-    cli_json_set(&object, "teacher", text_or_null(settings->teacher_path));
-    cli_json_set(&object, "student", text_or_null(settings->student_path));
+    cli_json_set(&object, "teacher", path_or_null(settings->teacher_path));
+    cli_json_set(&object, "student", path_or_null(settings->student_path));
     if (settings->teacher_path) {
         cli_json_set(&object, teacher_content, hash_json(settings->teacher_hash));
         cli_json_set(&object, student_content, hash_json(settings->student_hash));

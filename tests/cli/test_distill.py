@@ -236,6 +236,18 @@ def test_kl_before_equals_kl_of_the_projections(tmp_path):
     assert json.loads(answer.stdout)["kl_before"] == pytest.approx(exact, rel=1e-5)
 
 
+def test_names_that_are_not_utf8(tmp_path):
+    """Checkpoints and JSON output are UTF-8, whatever the names of files are."""
+    teacher, initial = make_files(tmp_path)
+    teacher = teacher.rename(os.fsdecode(os.fsencode(teacher) + b"\xff"))
+    out = tmp_path / os.fsdecode(b"out\xe9")
+    options = ["distill", "--teacher", teacher, "--student", initial, "--steps", "1", "--no-baseline", "--out", out, "--json"]
+    for more in [], ["--resume"]:
+        done = run(*options, *more)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["report"] == f"{tmp_path}/out?/report.html"
+
+
 def test_flat_weights_need_heads(tmp_path):
     flat = np.random.default_rng(1).standard_normal((64, 24)).astype(np.float32)
     teacher, initial = make_files(tmp_path, own_hidden=False, teacher={"w_q": flat, "w_k": flat[:32]})
