@@ -4,16 +4,17 @@ import os
 import subprocess
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
 import tool
 
+FOLDER = TemporaryDirectory(prefix="streamkl-inject-")  # removed when the tests end
 LONG = os.environ.get("STREAMKL_TEST_LONG") == "1"
 
 
 @cache
 def library():
-    path = Path(mkdtemp(prefix="streamkl-inject-")) / "inject.so"
+    path = Path(FOLDER.name) / "inject.so"
     source = Path(__file__).with_name("inject.c")
     subprocess.run(["cc", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o", path, source], check=True)
     return path
