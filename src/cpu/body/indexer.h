@@ -14,13 +14,14 @@ typedef struct index_tile {
     tile base;
     int64_t heads; /* index heads, G */
     bool relu;
-    float *qT;            /* transposed queries: [G][panel][dim][PANEL] */
-    float *q;             /* queries as rows: [G][height][padded] */
-    float *w, *dw;        /* [G][height] */
-    float *dq;            /* [G][height][padded] */
-    float *dots;          /* of one index head and panel: [TILE_K][PANEL] */
-    float *zeros;         /* shaped like dots */
-    float *entropy_state; /* row states of (A, zeros), for the entropy of A: [5][height] */
+    float *qT;              /* transposed queries: [G][panel][dim][PANEL] */
+    float *q;               /* queries as rows: [G][height][padded] */
+    float *w, *dw;          /* [G][height] */
+    float *dq;              /* [G][height][padded] */
+    float *dots;            /* of one index head and panel: [TILE_K][PANEL] */
+    float *zeros;           /* shaped like dots */
+    float *entropy_shifts;  /* row states of (A, zeros), for the entropy of A: as in tile */
+    double *entropy_sums;
 } index_tile;
 
 /* ---- Buffers ------------------------------------------------------------------------------------------------ */
@@ -39,7 +40,8 @@ static float *index_lay_out(index_tile *x, const skl_problem *p, float *scratch)
     x->dq = cut(&next, p->gradients & SKL_DQ_S ? x->heads * height * width : 0);
     x->dots = cut(&next, TILE_K * PANEL);
     x->zeros = cut(&next, TILE_K * PANEL);
-    x->entropy_state = cut(&next, 5 * height);
+    x->entropy_shifts = cut(&next, 2 * height);
+    x->entropy_sums = cut_doubles(&next, 3 * height);
     return next;
 }
 
@@ -65,7 +67,7 @@ static void index_load_student(const index_tile *x)
     const skl_input *const w = &t->task->call->inputs.w_s;
     const int64_t row = SKL_ROW(*w, t->sequence.batch, t->head, t->sequence.query_begin + t->first);
     for (int64_t g = 0; g < x->heads; g++) {
-        load_queries(t, &t->student, t->head * x->heads + g, x->q + g * t->height * padded(t->student.dim),
+        load_queries(t, &t->student, 1.0F, t->head * x->heads + g, x->q + g * t->height * padded(t->student.dim),
                      x->qT + g * t->height * t->student.dim);
         for (int64_t i = 0; i < t->height; i++)
             x->w[g * t->height + i] =
@@ -96,14 +98,14 @@ SKL_INLINE ivec dots_pass(const index_tile *x, vec dots)
     return x->relu ? ~(ivec)(dots <= 0.0F) : ivec_of(-1);
 }
 
-/* t->y = sum_g w_g relu(a_g) of a panel */
+/* t->y = sum_g scale w_g relu(a_g) of a panel */
 static void index_logits(const index_tile *x, int64_t panel, const key_tile *keys)
 {
     const tile *const t = &x->base;
     for (int64_t g = 0; g < x->heads; g++) {
         index_dots(x, g, panel, keys);
         for (int64_t column = 0; column < panel_columns(t, panel); column += SKL_LANES) {
-            const vec w = vec_load(x->w + g * t->height + panel * PANEL + column);
+            const vec w = vec_load(x->w + g * t->height + panel * PANEL + column) * t->student.scale;
             for (int64_t key = 0; key < keys->count; key++) {
                 const int64_t at = key * PANEL + column;
                 const vec dots = vec_load(x->dots + at);
@@ -125,17 +127,17 @@ static bool entropy_wanted(const skl_call *call)
 static tile entropy_tile(const index_tile *x)
 {
     tile for_entropy = x->base;
-    for_entropy.row_state = x->entropy_state;
+    for_entropy.shifts = x->entropy_shifts;
+    for_entropy.sums = x->entropy_sums;
     return for_entropy;
 }
 
-static void entropy_panel(const index_tile *x, int64_t panel, logits a, const key_tile *keys, visibility seen)
+static void entropy_panel(const index_tile *x, int64_t panel, const float *a, const key_tile *keys, visibility seen)
 {
     if (!entropy_wanted(x->base.task->call))
         return;
     const tile for_entropy = entropy_tile(x);
-    const logits zero = {x->zeros, 0.0F};
-    reduce_panel(&for_entropy, panel, a, zero, keys, seen);
+    reduce_panel(&for_entropy, panel, a, x->zeros, keys, seen);
 }
 
 static void reset_states(const index_tile *x)
@@ -149,7 +151,6 @@ static void reset_states(const index_tile *x)
 static void index_reduce_states(const index_tile *x, bool with_teacher)
 {
     const tile *const t = &x->base;
-    const float scale_s = logit_scale(&t->student);
     reset_states(x);
     FOR_KEY_TILES(t, keys)
     {
@@ -161,32 +162,28 @@ static void index_reduce_states(const index_tile *x, bool with_teacher)
             if (seen == HIDDEN)
                 continue;
             index_logits(x, panel, &keys);
-            const logits student = {t->y, scale_s};
-            const logits mean = {t->x + panel * TILE_K * PANEL, 1.0F};
-            const logits teacher = with_teacher ? mean : student;
-            const logits a = t->reverse ? student : teacher;
-            reduce_panel(t, panel, a, t->reverse ? teacher : student, &keys, seen);
+            const float *const teacher = with_teacher ? t->x + panel * TILE_K * PANEL : t->y;
+            const float *const a = t->reverse ? t->y : teacher;
+            reduce_panel(t, panel, a, t->reverse ? teacher : t->y, &keys, seen);
             entropy_panel(x, panel, a, &keys, seen);
         }
     }
 }
 
-/* Entropy, cross-entropy and mass of every row. */
-static void finish_entropy(const index_tile *x)
+/* Entropy, cross-entropy and mass of a row. */
+static void finish_entropy(const index_tile *x, int64_t i, float kl)
 {
     const tile *const t = &x->base;
     const tile for_entropy = entropy_tile(x);
     const skl_rows *const rows = &t->task->call->rows;
     const bool lse_given = t->task->call->inputs.lse_t.data != NULL;
-    for (int64_t i = 0; i < t->count; i++) {
-        const skl_row_state state = state_of(t, i);
-        const skl_row_state entropy_total = state_of(&for_entropy, i);
-        const float entropy = skl_state_entropy(&entropy_total);
-        const float lse_t = t->reverse ? skl_lse(state.m_b, state.l_b) : skl_lse(state.m_a, state.l_a);
-        skl_row_set(&rows->entropy, &t->sequence, t->head, t->first + i, entropy);
-        skl_row_set(&rows->cross_entropy, &t->sequence, t->head, t->first + i, entropy + skl_state_kl(&state));
-        skl_row_set(&rows->mass, &t->sequence, t->head, t->first + i, skl_mass(lse_t, lse_given));
-    }
+    const row_sums sums = sums_of(t, i);
+    const row_sums entropy_total = sums_of(&for_entropy, i);
+    const float entropy = row_entropy(&entropy_total);
+    const float lse_t = t->reverse ? row_lse(sums.m_b, sums.l_b) : row_lse(sums.m_a, sums.l_a);
+    skl_row_set(&rows->entropy, &t->sequence, t->head, t->first + i, entropy);
+    skl_row_set(&rows->cross_entropy, &t->sequence, t->head, t->first + i, entropy + kl);
+    skl_row_set(&rows->mass, &t->sequence, t->head, t->first + i, skl_mass(lse_t, lse_given));
 }
 
 static void index_forward(const skl_task *task)
@@ -205,17 +202,19 @@ static void index_forward(const skl_task *task)
     }
     index_reduce_states(&x, with_teacher);
     for (int64_t i = 0; !with_teacher && i < t->count; i++) {
-        const skl_row_state state = state_of(t, i);
-        skl_row_set(&call->rows.lse_s, &t->sequence, t->head, t->first + i, skl_lse(state.m_a, state.l_a));
+        const row_sums sums = sums_of(t, i);
+        skl_row_set(&call->rows.lse_s, &t->sequence, t->head, t->first + i, row_lse(sums.m_a, sums.l_a));
     }
     if (!with_teacher)
         return;
     if (call->op == SKL_OP_PARTIAL) {
-        for (int64_t i = 0; i < t->count; i++)
-            call->states[skl_state_index(task->problem, &t->sequence, t->head, t->first + i)] = state_of(t, i);
+        write_states(t);
         return;
     }
-    finish_entropy(&x);
+    for (int64_t i = 0; i < t->count; i++) {
+        const row_sums sums = sums_of(t, i);
+        finish_entropy(&x, i, row_kl(&sums));
+    }
     finish_rows(t);
 }
 
@@ -233,9 +232,8 @@ static void index_gradients(const index_tile *x, const key_tile *keys, bool kl)
             continue;
         }
         index_logits(x, panel, keys);
-        const argument teacher = {{t->x + panel * TILE_K * PANEL, 1.0F}, t->zero, t->zero, 0.0F, 0.0F, NULL};
-        const argument student = {
-            {t->y, logit_scale(&t->student)}, t->lse_s, t->low_s, t->student.scale, 0.0F, t->g_s};
+        const argument teacher = {t->x + panel * TILE_K * PANEL, t->zero, 0.0F, 0.0F, NULL};
+        const argument student = {t->y, t->lse_s, t->student.scale, 0.0F, t->g_s};
         const argument *const a = t->reverse ? &student : &teacher;
         gradient_panel(t, panel, a, t->reverse ? &teacher : &student, keys, seen, kl);
         if (kl)
@@ -338,11 +336,11 @@ static void index_backward_queries(const skl_task *task)
     index_query_step(&x, &keys, kl);
     store_index_gradients(&x);
     for (int64_t i = 0; kl && i < t->count; i++) {
-        const skl_row_state state = state_of(t, i);
-        skl_row_set(&call->rows.kl, &t->sequence, t->head, t->first + i, skl_kl_report(skl_state_kl(&state)));
+        const row_sums sums = sums_of(t, i);
+        const float row = one_pass_kl(&sums, keys_seen(t, i));
+        skl_row_set(&call->rows.kl, &t->sequence, t->head, t->first + i, skl_kl_report(row));
+        finish_entropy(&x, i, row);
     }
-    if (kl)
-        finish_entropy(&x);
 }
 
 /* Adds the contribution of one query tile to the dk of a key block. */
