@@ -86,8 +86,7 @@ static void forward_row(const skl_task *t, const skl_sequence *sequence, int64_t
     for (int64_t h = 0; h < group_size; h++) {
         if (teacher_groups) /* the sum over visible keys renormalises a given LSE that covers more keys */
             lse[h] = lse_t == -INFINITY ? -INFINITY : lse[h] + (double)lse_t;
-        skl_row_set(&call->rows.lse_t, sequence, head * group_size + h, i,
-                    teacher_groups ? (float)lse[h] : lse_t);
+        skl_row_set(&call->rows.lse_t, sequence, head * group_size + h, i, teacher_groups ? (float)lse[h] : lse_t);
     }
     const skl_dot_rule rule = row_dot_rule(&sums, reverse, call->inputs.lse_t.data != NULL);
     for (int64_t h = 0; call->rows.dot_t.data != NULL && h < group_size; h++)
@@ -121,8 +120,7 @@ static float teacher_gradient(const known_row *r, const double *lse, int64_t h, 
         return slope * head_excess(r, lse, h, j, stored_dot(r, r->head * group_size + h));
     const float log_p = (float)(x_h - lse[0]);
     const float log_s = (float)(logit(&r->student, &r->sequence, r->head, r->i, j) - r->lse_s);
-    return slope *
-           (reverse ? expf(log_p) - expf(log_s) : mass_times(expf(log_p), log_p - log_s - r->kl));
+    return slope * (reverse ? expf(log_p) - expf(log_s) : mass_times(expf(log_p), log_p - log_s - r->kl));
 }
 
 /* sum += weight * row of `tensor` */

@@ -160,8 +160,8 @@ static inline double teacher_logit(const known_row *r, const double *lse, int64_
 }
 
 /* Loads LSEs, KL and upstream gradient of a row for a backward. If the upstream gradient is 0, the row contributes no
- * gradient even if it holds NaN: it then sees no key, since 0 * NaN is NaN. If the LSEs are those of the visible keys,
- * a row with one key has P = S = 1, and no gradient. */
+ * gradient even if it holds NaN: it then sees no key, since 0 * NaN is NaN. If the LSEs are those of the visible
+ * keys, a row with one key has P = S = 1, and no gradient. */
 static inline void load_known(known_row *r, double *lse)
 {
     const skl_task *const t = r->task;
@@ -189,8 +189,7 @@ static inline float student_gradient(const known_row *r, const double *lse, int6
     const float log_p = (float)(skl_has_teacher_groups(r->task->problem) ? x : x - lse[0]);
     const float log_s = (float)(y - r->lse_s);
     const bool reverse = r->task->problem->direction == SKL_KL_REVERSE;
-    const float dy =
-        reverse ? mass_times(expf(log_s), log_s - log_p - r->kl) : expf(log_s) - expf(log_p);
+    const float dy = reverse ? mass_times(expf(log_s), log_s - log_p - r->kl) : expf(log_s) - expf(log_p);
     return r->grad * dy * softcap_slope(&r->student, y);
 }
 

@@ -7,7 +7,8 @@
  * the peak of a row however large they are, and if the peak dominates, the LSE is the same number again. In base 2 it
  * would be rounded on the way there and on the way back, by hundreds at logits of 2^31.
  *
- * Double: kernels sum the keys of a tile in f32 and add the tile here, so that no error grows with the number of tiles.
+ * Double: kernels sum the keys of a tile in f32 and add the tile here, so that no error grows with the number of
+ * tiles.
  *
  * A row that has seen no key has m = -inf. One whose logits are all -inf has m = -FLT_MAX and l = 0. */
 #ifndef SKL_CPU_ROW_SUMS_H
@@ -57,8 +58,8 @@ static inline row_sums row_sums_merge(row_sums x, row_sums y)
     if (row_sums_is_empty(&y))
         return x;
     const double m_a = fmax(x.m_a, y.m_a), m_b = fmax(x.m_b, y.m_b);
-    const row_sums sum = {m_a, exp(x.m_a - m_a) * x.l_a + exp(y.m_a - m_a) * y.l_a,
-                          m_b, exp(x.m_b - m_b) * x.l_b + exp(y.m_b - m_b) * y.l_b,
+    const row_sums sum = {m_a, exp(x.m_a - m_a) * x.l_a + exp(y.m_a - m_a) * y.l_a, m_b,
+                          exp(x.m_b - m_b) * x.l_b + exp(y.m_b - m_b) * y.l_b,
                           moved_w(&x, x.m_a - m_a, x.m_b - m_b) + moved_w(&y, y.m_a - m_a, y.m_b - m_b)};
     return sum;
 }

@@ -198,8 +198,7 @@ static void head_gradient(const tile *t, int64_t h, const key_tile *keys)
                 const vec x = vec_load(z + key * PANEL + column);
                 const vec log_p = vec_load(t->x + at);
                 const vec log_s = vec_load(t->y + at) - lse_s;
-                const vec g =
-                    c * head_excess(x - lse_t, log_p, log_s, dot, t->reverse) * slope_of(x, cap);
+                const vec g = c * head_excess(x - lse_t, log_p, log_s, dot, t->reverse) * slope_of(x, cap);
                 vec_store(t->g_t + key * t->height + row, (vec)((ivec)g & lane_mask(&lanes, key)));
             }
         }

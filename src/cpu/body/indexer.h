@@ -14,13 +14,13 @@ typedef struct index_tile {
     tile base;
     int64_t heads; /* index heads, G */
     bool relu;
-    float *qT;              /* transposed queries: [G][panel][dim][PANEL] */
-    float *q;               /* queries as rows: [G][height][padded] */
-    float *w, *dw;          /* [G][height] */
-    float *dq;              /* [G][height][padded] */
-    float *dots;            /* of one index head and panel: [TILE_K][PANEL] */
-    float *zeros;           /* shaped like dots */
-    float *entropy_shifts;  /* row states of (A, zeros), for the entropy of A: as in tile */
+    float *qT;             /* transposed queries: [G][panel][dim][PANEL] */
+    float *q;              /* queries as rows: [G][height][padded] */
+    float *w, *dw;         /* [G][height] */
+    float *dq;             /* [G][height][padded] */
+    float *dots;           /* of one index head and panel: [TILE_K][PANEL] */
+    float *zeros;          /* shaped like dots */
+    float *entropy_shifts; /* row states of (A, zeros), for the entropy of A: as in tile */
     double *entropy_sums;
 } index_tile;
 

@@ -41,8 +41,8 @@ static void load_rows(float *to, const void *from, skl_dtype dtype, int64_t offs
     }
 }
 
-/* Transposes loaded rows into panels: to[panel][c][lane] = scale * from[panel * PANEL + lane][c], with zeros after the
- * last row. Done once per query tile, so that key tiles need no packing and products are logits. */
+/* Transposes loaded rows into panels: to[panel][c][lane] = scale * from[panel * PANEL + lane][c], with zeros after
+ * the last row. Done once per query tile, so that key tiles need no packing and products are logits. */
 static void transpose_to_panels(float *to, const float *from, float scale, int64_t count, int64_t dim,
                                 int64_t panel_width)
 {

@@ -23,8 +23,8 @@ typedef struct sparse_row {
     bool relu, reverse;
     skl_range visible, active; /* keys; of those in use: all visible ones, or those of a key block */
     const int32_t *indices;
-    int64_t next;   /* entry of `indices` */
-    int64_t count;  /* keys in the block */
+    int64_t next;          /* entry of `indices` */
+    int64_t count;         /* keys in the block */
     float grad, kl, lse_s; /* of a backward */
     row_sums sums, entropy_sums;
 

@@ -39,8 +39,7 @@ static void sparse_gradients(sparse_row *r)
         const vec log_p = vec_load(r->x + key);
         const vec log_s = vec_load(r->y + key) - r->lse_s;
         const vec s = exp_vec(log_s);
-        const vec dy =
-            r->reverse ? mass_times(s, log_s - log_p - r->kl) : s - exp_vec(log_p);
+        const vec dy = r->reverse ? mass_times(s, log_s - log_p - r->kl) : s - exp_vec(log_p);
         vec_store(r->dy + key, (vec)((ivec)(dy * c) & lanes_active(r, key)));
     }
     for (int64_t g = 0; g < r->heads; g++) {

@@ -47,7 +47,8 @@ typedef struct tile {
     double *dot_sum; /* the same, while it is summed */
     float *zero;     /* [height] of 0: the LSE of logits that are already normalised */
 
-    float *qT_t, *qT_s; /* transposed queries times the scale of the logits: [group_size][panel][dim][PANEL], [panel][dim][PANEL] */
+    float *qT_t, *qT_s; /* transposed queries times the scale of the logits: [group_size][panel][dim][PANEL],
+                           [panel][dim][PANEL] */
     float *q_t, *q_s;   /* queries as rows: [group_size][height][padded] (teacher gradients), [height][padded] */
     float *k_t, *k_s;   /* keys as rows: [TILE_K][padded] or [KEY_BLOCK][padded] */
     float *x, *y;       /* logits: [panel][TILE_K][PANEL] */

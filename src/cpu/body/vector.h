@@ -36,7 +36,7 @@ SKL_INLINE void vec_store(float *to, vec value)
 #define dvec_store(to, sum) (*(dvec_in_memory *)(void *)(to) = (sum))
 
 /* sum where the mask of floats is set, else 0. */
-#define dvec_masked(sum, mask) ((dvec)((lvec)(sum)&__builtin_convertvector(mask, lvec)))
+#define dvec_masked(sum, mask) ((dvec)((lvec)(sum) & __builtin_convertvector(mask, lvec)))
 
 /* value - 0 equals value, also for -0, so the compiler removes the subtraction. */
 SKL_INLINE vec vec_of(float value)
