@@ -359,6 +359,68 @@ static void test_any_softcap_matches_the_oracle(void **state)
     }
 }
 
+/* ---- The range of f16 -------------------------------------------------------------------------------------- */
+
+/* All rows have the same distributions, so their contributions to dk have the same sign and add up. */
+static void make_rows_equal(const fixture *f)
+{
+    for (int64_t n = 0; n < tensor_count(&f->q_t); n++)
+        tensor_set(&f->q_t, n, tensor_get(&f->q_t, n % f->q_t.dim));
+    for (int64_t n = 0; n < tensor_count(&f->q_s); n += f->q_s.dim)
+        tensor_set(&f->q_s, n, 4000);
+    for (int64_t n = 0; n < tensor_count(&f->k_s); n += f->k_s.dim)
+        tensor_set(&f->k_s, n, 0);
+}
+
+static int count_infinite(const test_tensor *tensor)
+{
+    int count = 0;
+    for (int64_t n = 0; n < tensor_count(tensor); n++)
+        count += !isfinite(tensor_get(tensor, n));
+    return count;
+}
+
+/* In a one-pass call the gradient of the sum over rows exceeds the range of f16. An upstream gradient of 1 / rows,
+ * one float for all rows, is applied before the rounding. */
+static void test_a_scale_keeps_f16_gradients_in_range(void **state)
+{
+    (void)state;
+    enum { ROWS = 512 };
+    static const test_case c = {"f16 sum",
+                                SHAPE(1, ROWS, 67),
+                                HEADS(1, 1),
+                                DIMS(16, 16),
+                                TYPES(F16, F16),
+                                .unit_upstream = 1,
+                                .without = SKL_DQ_T | SKL_DK_T};
+    fixture f;
+    fixture_create(&f, &c);
+    make_rows_equal(&f);
+    test_tensor one_float = tensor_create(SKL_F32, 1, 1, ROWS, 1, LAYOUT_REPEATED);
+    tensor_set(&one_float, 0, 1.0 / ROWS);
+    for (int32_t k = 0; case_kernel(&c, k); k++) {
+        skl_plan *const plan = test_plan(&f.problem, case_kernel(&c, k), 2);
+        fixture_results lse = results_create(&f), results = results_create(&f);
+        f.inputs.grad_kl.data = NULL;
+        run_both(plan, &f, &lse);
+        run_one_pass(plan, &f, &lse, &results);
+        assert_true(count_infinite(&results.dk_s) > 0);
+        f.inputs.grad_kl = tensor_input(&one_float);
+        fixture_solve(&f);
+        run_one_pass(plan, &f, &lse, &results);
+        assert_int_equal(count_infinite(&results.dk_s), 0);
+        assert_int_equal(gradients_mismatch(&f, &results, case_kernel(&c, k), case_kernel(&c, k)), 0);
+        oracle_free(&f.exact);
+        oracle_free(&f.naive);
+        f.exact = f.naive = (oracle_result){0};
+        results_destroy(&lse);
+        results_destroy(&results);
+        skl_plan_destroy(plan);
+    }
+    tensor_destroy(&one_float);
+    fixture_destroy(&f);
+}
+
 /* ---- Long rows --------------------------------------------------------------------------------------------- */
 
 enum { LONG_ROWS = 2 };
@@ -440,9 +502,13 @@ static void test_long_rows_stay_accurate(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_huge_logits_match_the_oracle),   cmocka_unit_test(test_rows_without_mass_are_nan),
-        cmocka_unit_test(test_wrong_lses_are_not_kl_0),        cmocka_unit_test(test_one_key_has_kl_0),
-        cmocka_unit_test(test_any_softcap_matches_the_oracle), cmocka_unit_test(test_long_rows_stay_accurate),
+        cmocka_unit_test(test_huge_logits_match_the_oracle),
+        cmocka_unit_test(test_rows_without_mass_are_nan),
+        cmocka_unit_test(test_wrong_lses_are_not_kl_0),
+        cmocka_unit_test(test_one_key_has_kl_0),
+        cmocka_unit_test(test_any_softcap_matches_the_oracle),
+        cmocka_unit_test(test_long_rows_stay_accurate),
+        cmocka_unit_test(test_a_scale_keeps_f16_gradients_in_range),
     };
     return test_run("extremes", tests, COUNT_OF(tests));
 }
