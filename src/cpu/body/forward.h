@@ -19,16 +19,17 @@ static void load_row_values(const tile *t, float *to, const skl_input *rows, int
          keys = key_tile_at(t, keys.index + 1))
 
 /* Adds the logits x of a panel to m_a and l_a of its row states. */
-static void reduce_lse(const tile *t, int64_t panel, const float *x, const key_tile *keys)
+static void reduce_lse(const tile *t, int64_t panel, logits x, const key_tile *keys)
 {
     for (int64_t column = 0; column < panel_columns(t, panel); column += SKL_LANES) {
         const lane_state s = lane_state_at(t, panel * PANEL + column);
         const lane_range lanes = lanes_visible(t, panel * PANEL + column, keys);
-        const vec m = highest(vec_load(s.m_a), x + column, (int32_t)keys->count, &lanes);
+        const logits lane_x = {x.data + column, x.scale};
+        const vec m = highest(vec_load(s.m_a), lane_x, (int32_t)keys->count, &lanes);
         const vec factor = exp_vec(shift_change(vec_load(s.m_a), m));
         vec sum = {0};
         for (int32_t key = 0; key < keys->count; key++) {
-            const vec p = exp_vec(vec_load(x + key * PANEL + column) - finite_shift(m));
+            const vec p = exp_vec(logit_at(lane_x, key) - finite_shift(m));
             sum += (vec)((ivec)p & lane_mask(&lanes, key));
         }
         vec_store(s.m_a, m);
@@ -49,7 +50,8 @@ static void head_lse(const tile *t, const skl_side *side, int64_t head, const fl
                 continue;
             panel_logits(t->x, side, loaded_keys(side, k), panel_queries(qT, side, panel), panel_columns(t, panel),
                          keys.count);
-            reduce_lse(t, panel, t->x, &keys);
+            const logits x = {t->x, logit_scale(side)};
+            reduce_lse(t, panel, x, &keys);
         }
     }
     for (int64_t i = 0; i < t->count; i++) {
@@ -93,7 +95,9 @@ static void reduce_states(const tile *t)
             if (!teacher_group)
                 panel_logits(x, &t->teacher, k_t, panel_queries(t->qT_t, &t->teacher, panel), columns, keys.count);
             panel_logits(t->y, &t->student, k_s, panel_queries(t->qT_s, &t->student, panel), columns, keys.count);
-            reduce_panel(t, panel, t->reverse ? t->y : x, t->reverse ? x : t->y, &keys, seen);
+            const logits teacher = {x, teacher_group ? 1.0F : logit_scale(&t->teacher)};
+            const logits student = {t->y, logit_scale(&t->student)};
+            reduce_panel(t, panel, t->reverse ? student : teacher, t->reverse ? teacher : student, &keys, seen);
         }
     }
 }
@@ -143,6 +147,7 @@ static void reduce_dots(const tile *t)
     float *const mean = t->kl; /* otherwise unused in a forward */
     for (int64_t i = 0; i < t->height; i++)
         mean[i] = i < t->count ? dot_rule_of(t, i).mean : 0.0F;
+    const float scale_s = logit_scale(&t->student);
     float *const z = t->g_s; /* otherwise unused in a forward */
     FOR_KEY_TILES(t, keys)
     {
@@ -166,7 +171,7 @@ static void reduce_dots(const tile *t)
                     for (int32_t key = 0; key < keys.count; key++) {
                         const int64_t at = key * PANEL + column;
                         const vec log_p = vec_load(t->x + panel * TILE_K * PANEL + at);
-                        const vec log_s = vec_load(t->y + at) - lse_s;
+                        const vec log_s = vec_load(t->y + at) * scale_s - lse_s;
                         const vec term = head_excess(vec_load(z + at), log_p, log_s, origin, t->reverse);
                         dot += (vec)((ivec)term & lane_mask(&lanes, key));
                     }

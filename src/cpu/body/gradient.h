@@ -11,7 +11,7 @@
 
 /* One argument of the KL in a panel. */
 typedef struct argument {
-    const float *x;    /* logits [key][PANEL] */
+    logits x;
     const float *lse;  /* [height] */
     float scale;       /* of the side, for the chain rule to q and k */
     float inverse_cap; /* 1 / softcap; 0: none */
@@ -65,26 +65,28 @@ SKL_INLINE bool gradient_lanes(const tile *t, int64_t row, int64_t column, const
     const vec c_a = grad * a->scale;
     const vec c_b = grad * b->scale;
     const vec kl = vec_load(t->kl + row);
+    const logits lane_a = {a->x.data + column, a->x.scale};
+    const logits lane_b = {b->x.data + column, b->x.scale};
     const key_sums none = {{0}, {0}, {0}};
     key_sums sums = none;
     key_sums block = none;
     for (int32_t key = 0; key < key_count; key++) {
-        const float *const at_a = a->x + key * PANEL + column;
-        const float *const at_b = b->x + key * PANEL + column;
-        const vec log_a = vec_load(at_a) - lse_a;
-        const vec log_b = vec_load(at_b) - lse_b;
+        const vec x_a = logit_at(lane_a, key);
+        const vec x_b = logit_at(lane_b, key);
+        const vec log_a = x_a - lse_a;
+        const vec log_b = x_b - lse_b;
         const vec p_a = exp_vec(log_a);
         const vec p_b = exp_vec(log_b);
         const ivec seen = general ? lane_mask(lanes, key) : ivec_of(-1);
         const ivec written = general ? lane_mask(with_gradient, key) : ivec_of(-1);
         if (with_a) {
-            const vec slope = slope_of(vec_load(at_a), a->inverse_cap);
+            const vec slope = slope_of(x_a, a->inverse_cap);
             const vec g = mass_times(c_a * p_a, log_a - log_b - kl) * slope;
             vec_store(a->gradient + key * t->height + row, (vec)((ivec)g & written));
         }
         if (with_b) {
             const vec g = c_b * (p_b - p_a);
-            const vec slope = slope_of(vec_load(at_b), b->inverse_cap);
+            const vec slope = slope_of(x_b, b->inverse_cap);
             const vec sloped = general ? g * slope : g;
             vec_store(b->gradient + key * t->height + row, (vec)((ivec)sloped & written));
         }
@@ -166,9 +168,13 @@ static void tile_gradients(const tile *t, const key_tile *keys, const wanted *wa
                          columns, keys->count);
         panel_logits(y, &t->student, loaded_keys(&t->student, t->k_s), panel_queries(t->qT_s, &t->student, panel),
                      columns, keys->count);
-        const argument teacher = {x, teacher_group ? t->zero : t->lse_t, t->teacher.scale,
-                                  teacher_group ? 0.0F : inverse_cap(&t->teacher), g_t};
-        const argument student = {y, t->lse_s, t->student.scale, inverse_cap(&t->student), g_s};
+        const argument teacher = {{x, teacher_group ? 1.0F : logit_scale(&t->teacher)},
+                                  teacher_group ? t->zero : t->lse_t,
+                                  t->teacher.scale,
+                                  teacher_group ? 0.0F : inverse_cap(&t->teacher),
+                                  g_t};
+        const argument student = {
+            {y, logit_scale(&t->student)}, t->lse_s, t->student.scale, inverse_cap(&t->student), g_s};
         if (g_t != NULL || g_s != NULL || want->kl)
             gradient_panel(t, panel, t->reverse ? &student : &teacher, t->reverse ? &teacher : &student, keys, seen,
                            want->kl);
@@ -178,6 +184,8 @@ static void tile_gradients(const tile *t, const key_tile *keys, const wanted *wa
 /* Logit gradient of one head of a teacher group into t->g_t, from the kept logits: c P_h (phi - dot_t[h]) / r */
 static void head_gradient(const tile *t, int64_t h, const key_tile *keys)
 {
+    const float scale_t = logit_scale(&t->teacher);
+    const float scale_s = logit_scale(&t->student);
     const float cap = inverse_cap(&t->teacher);
     float *const z = t->sum; /* group_logits no longer needs it */
     for (int64_t panel = 0; panel < panel_count(t); panel++) {
@@ -195,9 +203,9 @@ static void head_gradient(const tile *t, int64_t h, const key_tile *keys)
             const vec lse_s = vec_load(t->lse_s + row);
             for (int32_t key = 0; key < keys->count; key++) {
                 const int64_t at = panel * TILE_K * PANEL + key * PANEL + column;
-                const vec x = vec_load(z + key * PANEL + column);
+                const vec x = vec_load(z + key * PANEL + column) * scale_t;
                 const vec log_p = vec_load(t->x + at);
-                const vec log_s = vec_load(t->y + at) - lse_s;
+                const vec log_s = vec_load(t->y + at) * scale_s - lse_s;
                 const vec g = c * head_excess(x - lse_t, log_p, log_s, dot, t->reverse) * slope_of(x, cap);
                 vec_store(t->g_t + key * t->height + row, (vec)((ivec)g & lane_mask(&lanes, key)));
             }

@@ -14,7 +14,7 @@ static void load_group_keys(const tile *t, int64_t h, const key_tile *keys)
         load_keys(t, &t->teacher, key_head, keys->first, keys->count, t->k_t);
 }
 
-/* z = logits of teacher head h, for one panel. */
+/* z = stored logits of teacher head h, for one panel: see logit_scale. */
 static void head_logits(const tile *t, int64_t h, int64_t panel, const key_tile *keys, float *z)
 {
     const float *const qT = t->qT_t + h * t->height * t->teacher.dim;
@@ -27,11 +27,12 @@ static void head_log_probabilities(const tile *t, int64_t h, int64_t panel, cons
 {
     const int64_t columns = panel_columns(t, panel);
     const float *const lse = t->lse_t + h * t->height + panel * PANEL;
+    const float scale = logit_scale(&t->teacher);
     head_logits(t, h, panel, keys, z);
     for (int64_t key = 0; key < keys->count; key++)
         for (int64_t column = 0; column < columns; column += SKL_LANES) {
             float *const at = z + key * PANEL + column;
-            vec_store(at, vec_load(at) - vec_load(lse + column));
+            vec_store(at, vec_load(at) * scale - vec_load(lse + column));
         }
 }
 

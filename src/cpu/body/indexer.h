@@ -67,7 +67,7 @@ static void index_load_student(const index_tile *x)
     const skl_input *const w = &t->task->call->inputs.w_s;
     const int64_t row = SKL_ROW(*w, t->sequence.batch, t->head, t->sequence.query_begin + t->first);
     for (int64_t g = 0; g < x->heads; g++) {
-        load_queries(t, &t->student, 1.0F, t->head * x->heads + g, x->q + g * t->height * padded(t->student.dim),
+        load_queries(t, &t->student, t->head * x->heads + g, x->q + g * t->height * padded(t->student.dim),
                      x->qT + g * t->height * t->student.dim);
         for (int64_t i = 0; i < t->height; i++)
             x->w[g * t->height + i] =
@@ -87,9 +87,9 @@ static void index_load_keys(const index_tile *x, const key_tile *keys)
 static void index_dots(const index_tile *x, int64_t g, int64_t panel, const key_tile *keys)
 {
     const tile *const t = &x->base;
-    panel_logits(x->dots, &t->student, loaded_keys(&t->student, t->k_s),
-                 panel_queries(x->qT + g * t->height * t->student.dim, &t->student, panel), panel_columns(t, panel),
-                 keys->count);
+    const key_view k = loaded_keys(&t->student, t->k_s);
+    gemm(x->dots, PANEL, k.data, k.stride, panel_queries(x->qT + g * t->height * t->student.dim, &t->student, panel),
+         PANEL, keys->count, panel_columns(t, panel), t->student.dim);
 }
 
 /* Lanes whose dot passes the ReLU. NaN passes, so that it shows in the result. */
@@ -98,14 +98,14 @@ SKL_INLINE ivec dots_pass(const index_tile *x, vec dots)
     return x->relu ? ~(ivec)(dots <= 0.0F) : ivec_of(-1);
 }
 
-/* t->y = sum_g scale w_g relu(a_g) of a panel */
+/* t->y = sum_g w_g relu(a_g) of a panel */
 static void index_logits(const index_tile *x, int64_t panel, const key_tile *keys)
 {
     const tile *const t = &x->base;
     for (int64_t g = 0; g < x->heads; g++) {
         index_dots(x, g, panel, keys);
         for (int64_t column = 0; column < panel_columns(t, panel); column += SKL_LANES) {
-            const vec w = vec_load(x->w + g * t->height + panel * PANEL + column) * t->student.scale;
+            const vec w = vec_load(x->w + g * t->height + panel * PANEL + column);
             for (int64_t key = 0; key < keys->count; key++) {
                 const int64_t at = key * PANEL + column;
                 const vec dots = vec_load(x->dots + at);
@@ -132,12 +132,13 @@ static tile entropy_tile(const index_tile *x)
     return for_entropy;
 }
 
-static void entropy_panel(const index_tile *x, int64_t panel, const float *a, const key_tile *keys, visibility seen)
+static void entropy_panel(const index_tile *x, int64_t panel, logits a, const key_tile *keys, visibility seen)
 {
     if (!entropy_wanted(x->base.task->call))
         return;
     const tile for_entropy = entropy_tile(x);
-    reduce_panel(&for_entropy, panel, a, x->zeros, keys, seen);
+    const logits zero = {x->zeros, 1.0F};
+    reduce_panel(&for_entropy, panel, a, zero, keys, seen);
 }
 
 static void reset_states(const index_tile *x)
@@ -162,9 +163,11 @@ static void index_reduce_states(const index_tile *x, bool with_teacher)
             if (seen == HIDDEN)
                 continue;
             index_logits(x, panel, &keys);
-            const float *const teacher = with_teacher ? t->x + panel * TILE_K * PANEL : t->y;
-            const float *const a = t->reverse ? t->y : teacher;
-            reduce_panel(t, panel, a, t->reverse ? teacher : t->y, &keys, seen);
+            const logits student = {t->y, t->student.scale};
+            const logits mean = {t->x + panel * TILE_K * PANEL, 1.0F};
+            const logits teacher = with_teacher ? mean : student;
+            const logits a = t->reverse ? student : teacher;
+            reduce_panel(t, panel, a, t->reverse ? teacher : student, &keys, seen);
             entropy_panel(x, panel, a, &keys, seen);
         }
     }
@@ -232,8 +235,8 @@ static void index_gradients(const index_tile *x, const key_tile *keys, bool kl)
             continue;
         }
         index_logits(x, panel, keys);
-        const argument teacher = {t->x + panel * TILE_K * PANEL, t->zero, 0.0F, 0.0F, NULL};
-        const argument student = {t->y, t->lse_s, t->student.scale, 0.0F, t->g_s};
+        const argument teacher = {{t->x + panel * TILE_K * PANEL, 1.0F}, t->zero, 0.0F, 0.0F, NULL};
+        const argument student = {{t->y, t->student.scale}, t->lse_s, t->student.scale, 0.0F, t->g_s};
         const argument *const a = t->reverse ? &student : &teacher;
         gradient_panel(t, panel, a, t->reverse ? &teacher : &student, keys, seen, kl);
         if (kl)

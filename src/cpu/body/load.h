@@ -41,10 +41,9 @@ static void load_rows(float *to, const void *from, skl_dtype dtype, int64_t offs
     }
 }
 
-/* Transposes loaded rows into panels: to[panel][c][lane] = scale * from[panel * PANEL + lane][c], with zeros after
- * the last row. Done once per query tile, so that key tiles need no packing and products are logits. */
-static void transpose_to_panels(float *to, const float *from, float scale, int64_t count, int64_t dim,
-                                int64_t panel_width)
+/* Transposes loaded rows into panels: to[panel][c][lane] = from[panel * PANEL + lane][c], with zeros after the last
+ * row. Done once per query tile, so that key tiles need no packing. */
+static void transpose_to_panels(float *to, const float *from, int64_t count, int64_t dim, int64_t panel_width)
 {
     const int64_t width = padded(dim);
     for (int64_t first = 0; first < count; first += panel_width, to += dim * panel_width)
@@ -52,7 +51,7 @@ static void transpose_to_panels(float *to, const float *from, float scale, int64
             const float *const row = from + (first + lane) * width;
             const bool present = first + lane < count;
             for (int64_t c = 0; c < dim; c++)
-                to[c * panel_width + lane] = present ? scale * row[c] : 0.0F;
+                to[c * panel_width + lane] = present ? row[c] : 0.0F;
         }
 }
 

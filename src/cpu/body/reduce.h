@@ -4,6 +4,18 @@
 
 #include "cpu/body/tile.h"
 
+/* Logits of one argument of the KL: scale * data. */
+typedef struct logits {
+    const float *data; /* [key][PANEL] */
+    float scale;
+} logits;
+
+/* A logit is rounded to f32 before a shift or an LSE is subtracted, and not fused with it: see row_sums.h. */
+SKL_INLINE vec logit_at(logits x, int32_t key)
+{
+    return vec_load(x.data + key * PANEL) * x.scale;
+}
+
 typedef struct key_sums {
     vec l_a, l_b, w;
 } key_sums;
@@ -38,32 +50,31 @@ SKL_INLINE void add_key(key_sums *sums, vec a, vec b, ivec seen, const bool mask
     add_terms(sums, exp_vec(a), exp_vec(b), a - b, seen, masked);
 }
 
-/* Sums over keys in two interleaved chains: half the latency, and rounding errors grow half as fast. a and b are
- * logits [key][PANEL]. */
-SKL_INLINE key_sums sum_keys(const float *a, vec m_a, const float *b, vec m_b, int32_t key_count,
-                             const lane_range *lanes, const bool masked)
+/* Sums over keys in two interleaved chains: half the latency, and rounding errors grow half as fast. */
+SKL_INLINE key_sums sum_keys(logits a, vec m_a, logits b, vec m_b, int32_t key_count, const lane_range *lanes,
+                             const bool masked)
 {
     key_sums even = {{0}, {0}, {0}};
     key_sums odd = even;
     const ivec all = ivec_of(-1);
     int32_t key = 0;
-    for (; key + 1 < key_count; key += 2, a += 2 * PANEL, b += 2 * PANEL) {
-        add_key(&even, vec_load(a) - m_a, vec_load(b) - m_b, masked ? lane_mask(lanes, key) : all, masked);
-        add_key(&odd, vec_load(a + PANEL) - m_a, vec_load(b + PANEL) - m_b, masked ? lane_mask(lanes, key + 1) : all,
-                masked);
+    for (; key + 1 < key_count; key += 2) {
+        add_key(&even, logit_at(a, key) - m_a, logit_at(b, key) - m_b, masked ? lane_mask(lanes, key) : all, masked);
+        add_key(&odd, logit_at(a, key + 1) - m_a, logit_at(b, key + 1) - m_b,
+                masked ? lane_mask(lanes, key + 1) : all, masked);
     }
     if (key < key_count)
-        add_key(&even, vec_load(a) - m_a, vec_load(b) - m_b, masked ? lane_mask(lanes, key) : all, masked);
+        add_key(&even, logit_at(a, key) - m_a, logit_at(b, key) - m_b, masked ? lane_mask(lanes, key) : all, masked);
     add_sums(&even, &odd);
     return even;
 }
 
 /* Maximum of m and the visible logits of each lane; at least -FLT_MAX in a lane that sees a key: see row_sums.h. */
-static vec highest(vec m, const float *a, int32_t key_count, const lane_range *lanes)
+static vec highest(vec m, logits a, int32_t key_count, const lane_range *lanes)
 {
     m = vec_select((ivec)(lanes->begin < lanes->end) & (ivec)(m < -FLT_MAX), vec_of(-FLT_MAX), m);
     for (int32_t key = 0; key < key_count; key++) {
-        const vec x = vec_load(a + key * PANEL);
+        const vec x = logit_at(a, key);
         m = vec_select(lane_mask(lanes, key) & (ivec)(x > m), x, m);
     }
     return m;
@@ -135,8 +146,7 @@ static void move_state(const lane_state *s, vec m_a, vec m_b)
 
 /* Reduces with the row maximum as the shift: for masked tiles, the first tile of a row, and tiles whose sums outgrow
  * the lazy shift or that hold a logit of -inf. */
-static void reduce_exactly(const lane_state *s, const float *a, const float *b, int32_t key_count,
-                           const lane_range *lanes)
+static void reduce_exactly(const lane_state *s, logits a, logits b, int32_t key_count, const lane_range *lanes)
 {
     const vec m_a = highest(vec_load(s->m_a), a, key_count, lanes);
     const vec m_b = highest(vec_load(s->m_b), b, key_count, lanes);
@@ -146,7 +156,7 @@ static void reduce_exactly(const lane_state *s, const float *a, const float *b, 
 }
 
 /* Reduces with the current shift. Returns false and changes nothing if a sum passes the bound or is NaN. */
-static bool reduce_lazily(const lane_state *s, const float *a, const float *b, int32_t key_count)
+static bool reduce_lazily(const lane_state *s, logits a, logits b, int32_t key_count)
 {
     const key_sums sums = sum_keys(a, vec_load(s->m_a), b, vec_load(s->m_b), key_count, NULL, false);
     const ivec fine =
@@ -158,17 +168,18 @@ static bool reduce_lazily(const lane_state *s, const float *a, const float *b, i
 }
 
 /* Adds the keys of a panel to its row states; a and b are the logits of the two arguments of the KL. */
-static void reduce_panel(const tile *t, int64_t panel, const float *a, const float *b, const key_tile *keys,
-                         visibility seen)
+static void reduce_panel(const tile *t, int64_t panel, logits a, logits b, const key_tile *keys, visibility seen)
 {
     const int32_t key_count = (int32_t)keys->count;
     for (int64_t column = 0; column < panel_columns(t, panel); column += SKL_LANES) {
         const int64_t row = panel * PANEL + column;
         const lane_state state = lane_state_at(t, row);
-        if (seen == FULL && *state.m_a != -INFINITY && reduce_lazily(&state, a + column, b + column, key_count))
+        const logits lane_a = {a.data + column, a.scale};
+        const logits lane_b = {b.data + column, b.scale};
+        if (seen == FULL && *state.m_a != -INFINITY && reduce_lazily(&state, lane_a, lane_b, key_count))
             continue;
         const lane_range lanes = lanes_visible(t, row, keys);
-        reduce_exactly(&state, a + column, b + column, key_count, &lanes);
+        reduce_exactly(&state, lane_a, lane_b, key_count, &lanes);
     }
 }
 

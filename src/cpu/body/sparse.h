@@ -34,7 +34,7 @@ typedef struct sparse_row {
     float *q_t, *q_s;       /* queries as rows: [group_size][padded], [G][padded] */
     float *w, *dw;          /* [G] */
     float *k;               /* gathered keys: [INDEX_BLOCK][padded] */
-    float *qT_t, *qT_s;     /* transposed queries of heads that share keys: [panel][dim][PANEL]; qT_t is scaled */
+    float *qT_t, *qT_s;     /* transposed queries of heads that share keys: [panel][dim][PANEL] */
     int64_t qT_first;       /* first teacher head of the group in qT_t; -1: none yet */
     float *transposed_dots; /* dots of a panel of heads: [INDEX_BLOCK][PANEL] */
     float *z, *dots;        /* logits of the heads: [group_size][INDEX_BLOCK], [G][INDEX_BLOCK] */
@@ -134,7 +134,7 @@ static void sparse_load_row(sparse_row *r)
               t->q->stride_head, r->group_size, t->dim);
     load_rows(r->q_s, s->q->data, s->dtype, SKL_ROW(*s->q, r->sequence.batch, r->head * r->heads, query),
               s->q->stride_head, r->heads, s->dim);
-    transpose_to_panels(r->qT_s, r->q_s, 1.0F, r->heads, s->dim, PANEL);
+    transpose_to_panels(r->qT_s, r->q_s, r->heads, s->dim, PANEL);
     r->qT_first = -1;
     load_row(r->w, w->data, r->task->problem->dtype_w, weights, r->heads);
 }
@@ -173,7 +173,7 @@ static void teacher_block(sparse_row *r, bool minus_lse)
             end++;
         gather_keys(r, t, key_head);
         if (r->qT_first != h)
-            transpose_to_panels(r->qT_t, r->q_t + h * padded(t->dim), t->scale, end - h, t->dim, PANEL);
+            transpose_to_panels(r->qT_t, r->q_t + h * padded(t->dim), end - h, t->dim, PANEL);
         r->qT_first = h;
         head_dots(r, t, r->z + h * INDEX_BLOCK, r->qT_t, end - h);
     }
@@ -182,8 +182,8 @@ static void teacher_block(sparse_row *r, bool minus_lse)
         for (int64_t key = 0; key < r->count; key += SKL_LANES) {
             float *const z = r->z + h * INDEX_BLOCK + key;
             if (t->softcap > 0.0F)
-                vec_store(z, softcap_vec(vec_load(z), t->softcap));
-            vec_store(z, vec_load(z) - lse);
+                vec_store(z, softcap_vec(vec_load(z) * t->scale, t->softcap));
+            vec_store(z, vec_load(z) * logit_scale(t) - lse);
         }
     }
 }
@@ -213,9 +213,9 @@ static void student_block(const sparse_row *r)
         for (int64_t g = 0; g < r->heads; g++) {
             const vec dots = vec_load(r->dots + g * INDEX_BLOCK + key);
             const ivec pass = r->relu ? ~(ivec)(dots <= 0.0F) : ivec_of(-1);
-            sum = vec_fma(vec_of(r->w[g] * s->scale), (vec)((ivec)dots & pass), sum);
+            sum = vec_fma(vec_of(r->w[g]), (vec)((ivec)dots & pass), sum);
         }
-        vec_store(r->y + key, sum);
+        vec_store(r->y + key, sum * s->scale);
     }
 }
 

@@ -47,8 +47,7 @@ typedef struct tile {
     double *dot_sum; /* the same, while it is summed */
     float *zero;     /* [height] of 0: the LSE of logits that are already normalised */
 
-    float *qT_t, *qT_s; /* transposed queries times the scale of the logits: [group_size][panel][dim][PANEL],
-                           [panel][dim][PANEL] */
+    float *qT_t, *qT_s; /* transposed queries: [group_size][panel][dim][PANEL], [panel][dim][PANEL] */
     float *q_t, *q_s;   /* queries as rows: [group_size][height][padded] (teacher gradients), [height][padded] */
     float *k_t, *k_s;   /* keys as rows: [TILE_K][padded] or [KEY_BLOCK][padded] */
     float *x, *y;       /* logits: [panel][TILE_K][PANEL] */
@@ -132,12 +131,11 @@ static skl_tiles tiles(const skl_problem *p)
 
 /* ---- Queries and masks -------------------------------------------------------------------------------------- */
 
-static void load_queries(const tile *t, const skl_side *side, float scale, int64_t head, float *rows,
-                         float *transposed)
+static void load_queries(const tile *t, const skl_side *side, int64_t head, float *rows, float *transposed)
 {
     const int64_t offset = SKL_ROW(*side->q, t->sequence.batch, head, t->sequence.query_begin + t->first);
     load_rows(rows, side->q->data, side->dtype, offset, side->q->stride_row, t->count, side->dim);
-    transpose_to_panels(transposed, rows, scale, t->count, side->dim, PANEL);
+    transpose_to_panels(transposed, rows, t->count, side->dim, PANEL);
 }
 
 /* Prepares queries [first, first + height) of a student head. */
@@ -165,14 +163,13 @@ static void load_teacher_queries(const tile *t)
     const int64_t transposed = t->height * t->teacher.dim;
     const int64_t rows = t->task->problem->gradients & SKL_DK_T ? t->height * padded(t->teacher.dim) : 0;
     for (int64_t h = 0; h < t->group_size; h++)
-        load_queries(t, &t->teacher, t->teacher.scale, t->head * t->group_size + h, t->q_t + h * rows,
-                     t->qT_t + h * transposed);
+        load_queries(t, &t->teacher, t->head * t->group_size + h, t->q_t + h * rows, t->qT_t + h * transposed);
 }
 
 static void tile_load_queries(const tile *t)
 {
     load_teacher_queries(t);
-    load_queries(t, &t->student, t->student.scale, t->head, t->q_s, t->qT_s);
+    load_queries(t, &t->student, t->head, t->q_s, t->qT_s);
 }
 
 /* Keys that are visible to at least one query of the tile. */
@@ -273,7 +270,13 @@ static key_view keys_for_logits(const tile *t, const skl_side *side, const key_t
     return loaded_keys(side, buffer);
 }
 
-/* x[key][lane] = softcap(<k, scale q>) of one panel. */
+/* Factor from a stored number to a logit. Softcapped logits are stored as they are. */
+static float logit_scale(const skl_side *side)
+{
+    return side->softcap > 0.0F ? 1.0F : side->scale;
+}
+
+/* x[key][lane] = <k, q> of one panel; with a softcap, the capped logit. */
 static void panel_logits(float *x, const skl_side *side, key_view k, const float *qT, int64_t columns,
                          int64_t key_count)
 {
@@ -282,7 +285,7 @@ static void panel_logits(float *x, const skl_side *side, key_view k, const float
         return;
     for (int64_t at = 0; at < key_count * PANEL; at += SKL_LANES)
         if (at % PANEL < columns)
-            vec_store(x + at, softcap_vec(vec_load(x + at), side->softcap));
+            vec_store(x + at, softcap_vec(vec_load(x + at) * side->scale, side->softcap));
 }
 
 static const float *panel_queries(const float *qT, const skl_side *side, int64_t panel)

@@ -1,7 +1,7 @@
 /* Vectors as a compiler extension, and the few vector functions that the kernels need.
  *
- * The including file defines SKL_LANES, the floats per vector. It may define SKL_HAS_FMA and SKL_HAS_EXP and provide
- * vec_fma and exp_vec itself. */
+ * The including file defines SKL_LANES, the floats per vector. It may define SKL_HAS_FMA, SKL_HAS_BOUNDS and
+ * SKL_HAS_EXP and provide vec_fma, vec_at_least and vec_at_most, and exp_vec itself. */
 #ifndef SKL_CPU_BODY_VECTOR_H
 #define SKL_CPU_BODY_VECTOR_H
 
@@ -82,6 +82,22 @@ SKL_INLINE vec vec_fma(vec a, vec b, vec c)
 }
 #endif
 
+/* max(low, x) and min(high, x); NaN for NaN. */
+SKL_INLINE vec vec_at_least(vec low, vec x);
+SKL_INLINE vec vec_at_most(vec high, vec x);
+
+#ifndef SKL_HAS_BOUNDS
+SKL_INLINE vec vec_at_least(vec low, vec x)
+{
+    return vec_select(x < low, low, x);
+}
+
+SKL_INLINE vec vec_at_most(vec high, vec x)
+{
+    return vec_select(x > high, high, x);
+}
+#endif
+
 /* p * x + c: a step of Horner's rule. */
 SKL_INLINE vec horner(vec p, vec x, float c)
 {
@@ -103,17 +119,16 @@ SKL_INLINE vec exp2_fraction(vec f)
 SKL_INLINE vec exp_vec(vec x);
 
 #ifndef SKL_HAS_EXP
-/* e^x: 0 below 2^-126, inf from 2^127.5 on, NaN for NaN. Adding 1.5 * 2^23 rounds x log2 e to an integer n in the low
- * bits, which a left shift moves into the exponent. For n = 128 the power is inf. */
+/* e^x: 0 below 2^-126.5, inf from 2^127.5 on, NaN for NaN. Adding 1.5 * 2^23 rounds x log2 e to an integer n in the
+ * low bits, which a left shift moves into the exponent. For n = -127 the power is 0, for n = 128 it is inf. */
 SKL_INLINE vec exp_vec(vec x)
 {
     const float round_magic = 12582912.0F;
     const vec log2e = vec_of(SKL_LOG2E);
-    const vec bounded = vec_select(x > 128.0F * SKL_LN2, vec_of(128.0F * SKL_LN2), x);
+    const vec bounded = vec_at_least(vec_of(-127.0F * SKL_LN2), vec_at_most(vec_of(128.0F * SKL_LN2), x));
     const vec shifted = vec_fma(bounded, log2e, vec_of(round_magic));
     const vec power = (vec)(((uvec)shifted << 23) + 0x3F800000U);
-    const vec value = exp2_fraction(vec_fma(bounded, log2e, round_magic - shifted)) * power;
-    return (vec)((ivec)value & ~(ivec)(x < -126.0F * SKL_LN2));
+    return exp2_fraction(vec_fma(bounded, log2e, round_magic - shifted)) * power;
 }
 #endif
 
@@ -138,7 +153,7 @@ SKL_INLINE vec softcap_vec(vec z, float cap)
 {
     const ivec sign = (ivec)z & INT32_MIN;
     const vec ratio = (vec)((ivec)(z * (1.0F / cap)) ^ sign);
-    const vec bounded = vec_select(ratio > 20.0F, vec_of(20.0F), ratio); /* tanh(20) rounds to 1 */
+    const vec bounded = vec_at_most(vec_of(20.0F), ratio); /* tanh(20) rounds to 1 */
     const vec s = bounded * bounded;
     vec p = vec_of(-0.00628247F);
     p = horner(p, s, 0.02107776F);
