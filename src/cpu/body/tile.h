@@ -270,7 +270,7 @@ static key_view keys_for_logits(const tile *t, const skl_side *side, const key_t
     return loaded_keys(side, buffer);
 }
 
-/* Factor from a stored number to a logit. Softcapped logits are stored as they are. */
+/* Factor from a stored number to a logit. Softcapped logits are stored with factor 1. */
 static float logit_scale(const skl_side *side)
 {
     return side->softcap > 0.0F ? 1.0F : side->scale;
