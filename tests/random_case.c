@@ -4,16 +4,15 @@
 #include <math.h>
 #include <stdio.h>
 
-/* Limits of wide cases. SKL_TEST_EXTREME=1 selects those of f32 arithmetic; the usual ones are what all kernels hold
- * to the tolerance today. */
-typedef struct case_limits {
-    double logit_size; /* largest product of the sizes of queries and keys, relative to the usual one */
-    double softcap_min, softcap_max;
-} case_limits;
+/* Softcaps of wide cases. */
+#define SOFTCAP_MIN 1e-7
+#define SOFTCAP_MAX 3.4e38
 
-static case_limits limits_of_cases(void)
+/* The largest product of the sizes of queries and keys in a wide case, relative to the usual one. All kernels hold
+ * the tolerance up to the first; SKL_TEST_EXTREME=1 selects the second. */
+static double largest_product(void)
 {
-    return test_environment("SKL_TEST_EXTREME", 0) ? (case_limits){1e20, 1e-7, 3.4e38} : (case_limits){100, 1, 1e30};
+    return test_environment("SKL_TEST_EXTREME", 0) ? 1e20 : 100;
 }
 
 static int one_in(test_random *random, int64_t n)
@@ -204,13 +203,12 @@ static void draw_sizes(double *sizes, skl_dtype dtype, double product, test_rand
 /* Logits from hundredths to thousands, by way of the scale, of its sign, or of the tensors. */
 static void widen_logits(random_case *storage, test_random *random)
 {
-    const case_limits limits = limits_of_cases();
     test_case *const c = &storage->test_case;
     for (int n = 0; n < 4; n++)
         storage->sizes[n] = 1;
     if (one_in(random, 3)) {
-        draw_sizes(storage->sizes, c->dtype_t, draw_decades(random, 0.01, limits.logit_size), random);
-        draw_sizes(storage->sizes + 2, c->dtype_s, draw_decades(random, 0.01, limits.logit_size), random);
+        draw_sizes(storage->sizes, c->dtype_t, draw_decades(random, 0.01, largest_product()), random);
+        draw_sizes(storage->sizes + 2, c->dtype_s, draw_decades(random, 0.01, largest_product()), random);
         c->sizes = storage->sizes;
         c->growth = 0;
     }
@@ -220,9 +218,9 @@ static void widen_logits(random_case *storage, test_random *random)
     if (one_in(random, 4))
         c->scale_s = (float)(sign_s * draw_decades(random, 1e-4, 10));
     if (one_in(random, 4))
-        c->softcap_t = (float)draw_decades(random, limits.softcap_min, limits.softcap_max);
+        c->softcap_t = (float)draw_decades(random, SOFTCAP_MIN, SOFTCAP_MAX);
     if (one_in(random, 4) && !c->index_heads)
-        c->softcap_s = (float)draw_decades(random, limits.softcap_min, limits.softcap_max);
+        c->softcap_s = (float)draw_decades(random, SOFTCAP_MIN, SOFTCAP_MAX);
     if (one_in(random, 6) && c->dim_t == c->dim_s && c->heads_t == c->heads_s && !c->index_heads &&
         c->key_heads_t == c->key_heads_s && !c->sizes)
         c->apart = draw_decades(random, 1e-4, 1);
