@@ -109,6 +109,42 @@ static void teacher_groups_reverse(skl_problem *problem, skl_inputs *inputs)
     problem->direction = SKL_KL_REVERSE;
 }
 
+/* Teacher groups without gradients of the teacher: on a GPU they have tensor cores. */
+static void student_of_groups(skl_problem *problem, skl_inputs *inputs)
+{
+    (void)inputs;
+    problem->gradients = SKL_DQ_S | SKL_DK_S;
+    problem->heads_t = 4;
+    problem->key_heads_t = 2;
+}
+
+static void student_of_groups_causal(skl_problem *problem, skl_inputs *inputs)
+{
+    student_of_groups(problem, inputs);
+    causal(problem, inputs);
+    problem->heads_t = 6;
+}
+
+static void student_of_groups_window(skl_problem *problem, skl_inputs *inputs)
+{
+    window(problem, inputs);
+    student_of_groups(problem, inputs);
+    problem->heads_t = problem->key_heads_t = 8;
+}
+
+static void student_of_groups_packed(skl_problem *problem, skl_inputs *inputs)
+{
+    packed(problem, inputs);
+    student_of_groups(problem, inputs);
+}
+
+static void student_of_groups_of_128(skl_problem *problem, skl_inputs *inputs)
+{
+    student_of_groups(problem, inputs);
+    problem->heads_t = 8;
+    problem->dim_t = problem->dim_s = 128;
+}
+
 static void shared_key_heads(skl_problem *problem, skl_inputs *inputs)
 {
     (void)inputs;
@@ -307,6 +343,16 @@ static const case_entry entries[] = {
     {"packed, bf16", SKL_BF16, SKL_BF16, 1, packed},
     {"softcap, bf16", SKL_BF16, SKL_BF16, 1, softcap_of_64},
     {"large logits, f16", SKL_F16, SKL_F16, 1, large_logits},
+    {"student of teacher groups, bf16", SKL_BF16, SKL_BF16, 1, student_of_groups},
+    {"student of teacher groups, f16", SKL_F16, SKL_F16, 0, student_of_groups},
+    {"student of teacher groups, causal, bf16", SKL_BF16, SKL_BF16, 0, student_of_groups_causal},
+    {"student of teacher groups, causal, f16", SKL_F16, SKL_F16, 1, student_of_groups_causal},
+    {"student of teacher groups, window, bf16", SKL_BF16, SKL_BF16, 1, student_of_groups_window},
+    {"student of teacher groups, window, f16", SKL_F16, SKL_F16, 1, student_of_groups_window},
+    {"student of teacher groups, packed, bf16", SKL_BF16, SKL_BF16, 0, student_of_groups_packed},
+    {"student of teacher groups, packed, f16", SKL_F16, SKL_F16, 0, student_of_groups_packed},
+    {"student of teacher groups, head size 128, bf16", SKL_BF16, SKL_BF16, 1, student_of_groups_of_128},
+    {"student of teacher groups, head size 128, f16", SKL_F16, SKL_F16, 1, student_of_groups_of_128},
     {"indexer", SKL_F32, SKL_F32, 0, indexer},
     {"indexer, reverse, linear", SKL_F32, SKL_F32, 0, indexer_reverse_linear},
     {"indexer, packed, f16", SKL_F16, SKL_F16, 0, indexer_packed},

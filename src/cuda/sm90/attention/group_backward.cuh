@@ -230,6 +230,8 @@ template <typename ELEMENT, int DIM_S> __device__ inline void sanitize_stages(gr
 {
     for (int n = 0; n < smem.keys.masked_stages; n++) {
         barrier_wait(smem.barriers.keys_s_full, n % 2);
+        if (n > 0) /* all lanes have read the poison of the last stage; it is complete since its keys were replaced */
+            barrier_wait(smem.g_full, (n - 1) % 2);
         for (int key = (int)threadIdx.x % 32; key < STAGE_KEYS; key += 32)
             smem.poison[key] = 0.0F;
         __syncwarp();
