@@ -1,0 +1,126 @@
+"""The KL of one student layer and one of its teacher layers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from .._options import Direction
+from ..attention import attention_kl
+from . import _maps as maps
+from ._layers import Layer
+from ._masks import Visible
+from ._rows import Rows, pack_rows
+
+Relation = Literal["qk", "qq", "kk", "vv"]
+RELATIONS = ("qk", "qq", "kk", "vv")
+
+
+@dataclass
+class RowCache:
+    """Layers of a forward share their masks: what depends on values of a mask is computed once per loss."""
+
+    _padding: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=dict)
+    _rows: dict[tuple, Rows] = field(default_factory=dict)
+
+    def padding(self, *given: torch.Tensor | None) -> torch.Tensor | None:
+        """The tokens that all masks count; None if these are all."""
+        needed = [mask for mask in map(self._without_trivial, given) if mask is not None]
+        if len(needed) == 2 and needed[0] is not needed[1]:
+            return needed[0] & needed[1]
+        return needed[0] if needed else None
+
+    def _without_trivial(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        if mask is None:
+            return None
+        if id(mask) not in self._padding:
+            boolean = mask.bool()
+            self._padding[id(mask)] = (mask, None if bool(boolean.all()) else boolean)  # keeps the mask, and so its id
+        return self._padding[id(mask)][1]
+
+    def rows(self, t: Layer, s: Layer, visible: Visible, where: str) -> Rows:
+        shape = (s.q.shape[0], s.q.shape[2], s.k.shape[2])
+        masks = (t.padding, s.padding, t.row_padding, s.row_padding, *visible.segments)
+        key = (*map(id, masks), *shape, visible.windowed, s.kind)
+        if key not in self._rows:
+            padding, row_padding = self.padding(*masks[:2]), self.padding(*masks[2:4])
+            self._rows[key] = pack_rows(visible, padding, row_padding, *shape, s.kind == "cross", where, s.q.device)
+        return self._rows[key]
+
+
+@dataclass
+class Pair:
+    where: str
+    t: Layer
+    s: Layer
+    heads: dict[int, int] | None  # {student head: teacher head}
+
+    def loss(
+        self, row_weight: torch.Tensor | None, direction: Direction, relations: tuple[Relation, ...], temperature: float,
+        cache: RowCache, reduction: str = "mean",
+    ) -> torch.Tensor:  # fmt: skip
+        """The mean KL of the relations; with reduction="none" that of each row, [batch, heads, len_q], NaN for padding."""
+        self._check()
+        visible = self.t.visible.both(self.s.visible)
+        rows = cache.rows(self.t, self.s, visible, self.where)
+        losses = []
+        for relation in relations:
+            tensors, lses = self._tensors(relation, cache)
+            options = self._options(relation, temperature, visible)
+            packed_weight = None if row_weight is None else rows.pack_weight(self._fitting(row_weight))
+            kl = attention_kl(
+                rows.pack_queries(tensors[0]), rows.pack_keys(tensors[1]), rows.pack_queries(tensors[2]),
+                rows.pack_keys(tensors[3]), direction=direction, reduction=reduction, row_weight=packed_weight,
+                **{name: None if lse is None else rows.pack_queries(lse) for name, lse in lses.items()},
+                **options, **rows.lengths(),
+            )  # fmt: skip
+            losses.append(kl if reduction == "mean" else rows.unpack_rows(kl, self.s.q.shape[0], self.s.q.shape[2]))
+        loss = torch.stack(losses).mean(0)
+        return loss if temperature == 1.0 else loss * temperature**2
+
+    def _check(self) -> None:
+        shapes = [(layer.q.shape[0], layer.q.shape[2], layer.k.shape[2]) for layer in (self.t, self.s)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"{self.where}: [batch, queries, keys] {list(shapes[0])} and {list(shapes[1])} must be equal: did both read the same tokens?"
+            )
+        if self.t.causal != self.s.causal:
+            raise ValueError(f"{self.where}: one is causal and the other is not")
+
+    def _fitting(self, row_weight: torch.Tensor) -> torch.Tensor:
+        shape = (self.s.q.shape[0], self.s.q.shape[2])
+        if tuple(row_weight.shape) != shape:
+            raise ValueError(f"{self.where}: row_weight or labels {list(row_weight.shape)} must be {list(shape)}")
+        return row_weight.to(self.s.q.device)
+
+    def _tensors(self, relation: Relation, cache: RowCache):
+        """(q_t, k_t, q_s, k_s) and the LSEs of a relation. The teacher receives no gradient."""
+        named = [{"q": layer.q, "k": layer.k, "v": layer.v} for layer in (self.t, self.s)]
+        (q_t, k_t), (q_s, k_s) = ([tensors[letter] for letter in relation] for tensors in named)
+        q_t, k_t = (tensor.detach().to(q_s.device) for tensor in (q_t, k_t))
+        lse_t, lse_s = (self.t.lse, self.s.lse) if relation == "qk" and self._lses_cover_the_same(cache) else (None, None)
+        lse_t = None if lse_t is None else lse_t.to(q_s.device)
+        if self.heads is not None:
+            maps.check_heads(self.heads, q_t.shape[1], q_s.shape[1], self.where)
+            q_t, k_t, lse_t = maps.select_heads(list(self.heads.values()), q_t, k_t, lse_t)
+            q_s, k_s, lse_s = maps.select_heads(list(self.heads), q_s, k_s, lse_s)
+        elif q_t.shape[1] % q_s.shape[1] != 0:
+            raise ValueError(f"{self.where}: {q_t.shape[1]} heads are not a multiple of {q_s.shape[1]}: pass a head_map")
+        return (q_t, k_t, q_s, k_s), dict(lse_t=lse_t, lse_s=lse_s)
+
+    def _lses_cover_the_same(self, cache: RowCache) -> bool:
+        t, s = self.t, self.s
+        same_padding = (cache.padding(t.padding) is None) == (cache.padding(s.padding) is None)
+        return t.visible == s.visible and bool(t.visible.segments) == bool(s.visible.segments) and same_padding
+
+    def _options(self, relation: Relation, temperature: float, visible: Visible) -> dict[str, Any]:
+        options: dict[str, Any] = dict(causal=self.s.causal, window_size=visible.window_size(), layout="bhnd")
+        for side, layer in ("t", self.t), ("s", self.s):
+            last = {"q": layer.q, "k": layer.k, "v": layer.v}[relation[0]].shape[-1]
+            scale, softcap = (layer.scale, layer.softcap) if relation == "qk" else (1 / math.sqrt(last), 0.0)
+            options[f"softmax_scale_{side}"] = scale / temperature
+            options[f"softcap_{side}"] = softcap / temperature
+        return options
