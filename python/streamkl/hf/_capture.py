@@ -13,7 +13,7 @@ import itertools
 import re
 import weakref
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -44,6 +44,33 @@ def unwrap(model: Any, role: str) -> PreTrainedModel:
     return inside
 
 
+class Root(NamedTuple):
+    """The call of a model."""
+
+    module: torch.nn.Module
+    args: tuple
+    kwargs: dict[str, Any]
+    versions: tuple[tuple, dict[str, Any]]  # of the arguments: a tensor that changes in place gets another version
+    has_graph: bool  # it ran with gradients enabled
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments by name; those that are None are left out."""
+        return self._by_name(self.args, self.kwargs)
+
+    def versions_by_name(self) -> dict[str, Any]:
+        return self._by_name(*self.versions)
+
+    def _by_name(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        given = inspect.signature(self.module.forward).bind_partial(*args, **kwargs).arguments
+        given = {**given, **given.pop("kwargs", {})}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+def _version(value: Any) -> int | None:
+    is_tracked = isinstance(value, torch.Tensor) and not torch.compiler.is_compiling() and not value.is_inference()
+    return value._version if is_tracked else None
+
+
 class Recorder:
     """Records the forward of a model, from the first submodel that is called to its end, for its captures."""
 
@@ -53,7 +80,7 @@ class Recorder:
         self.depth = 0
         self.calls: list[Call] = []
         self.masks: list[Mask] = []
-        self.root: Any = None  # the module that was called, its arguments and whether gradients were enabled
+        self.root: Any = None  # of Root
         self._verified: set = set()
         self._hooks: list = []
         self._implementations: list[tuple[Any, str]] = []  # configs and their own implementation
@@ -135,7 +162,8 @@ class Recorder:
             return
         if self.depth == 0:
             self.calls, self.masks = [], []
-            self.root = (module, args, kwargs, torch.is_grad_enabled())
+            versions = (tuple(map(_version, args)), {name: _version(value) for name, value in kwargs.items()})
+            self.root = Root(module, args, kwargs, versions, torch.is_grad_enabled())
         self.depth += 1
 
     def _end(self, *_) -> None:
@@ -193,8 +221,8 @@ class Capture:
         self.root: Any = None
         self._layers: list[Layer] | None = None
 
-    def take(self, calls: list[Call], root) -> None:
-        if self.keep_graph and self.root is not None and self.root[3] and not root[3]:
+    def take(self, calls: list[Call], root: Root) -> None:
+        if self.keep_graph and self.root is not None and self.root.has_graph and not root.has_graph:
             return
         self.calls, self.root, self._layers = calls, root, None
 
@@ -207,10 +235,3 @@ class Capture:
         if self._layers is None:
             self._layers = as_layers(self.calls, self.model, self.role)
         return self._layers
-
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of the last forward by name; those that are None are left out."""
-        module, args, kwargs, _ = self.root
-        given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
-        given = {**given, **given.pop("kwargs", {})}
-        return {name: value for name, value in given.items() if value is not None}

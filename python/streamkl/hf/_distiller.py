@@ -184,7 +184,7 @@ class AttentionDistiller:
         if not layers:
             found = ", ".join(sorted({layer.kind for layer in capture.layers})) or "none"
             raise ValueError(
-                f"{capture.role}: the last forward of {type(capture.root[0]).__name__} has no layers for "
+                f"{capture.role}: the last forward of {type(capture.root.module).__name__} has no layers for "
                 f"attention={self.attention!r}; it has: {found}"
             )
         return layers
@@ -196,7 +196,7 @@ class AttentionDistiller:
         """With gradients enabled, a KL that trains nothing is an error."""
         if not torch.is_grad_enabled() or all(layer.has_graph and layer.q.requires_grad for layer in layers):
             return
-        if not self.student.root[3]:
+        if not self.student.root.has_graph:
             reason = "its last forward ran under torch.no_grad(), as a second forward for metrics does: call loss() before that"
         elif not all(layer.has_graph for layer in layers):
             reason = (
@@ -215,7 +215,7 @@ class AttentionDistiller:
     def _row_weight(self, labels: torch.Tensor | None, row_weight: torch.Tensor | None) -> torch.Tensor | None:
         if self.rows == "all":
             return row_weight
-        labels = labels if labels is not None else self.student.arguments().get("labels")
+        labels = labels if labels is not None else self.student.root.arguments().get("labels")
         if labels is None:
             raise ValueError("rows='labels': the student ran without labels: pass loss(labels=...)")
         counted = labels != -100

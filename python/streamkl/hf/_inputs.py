@@ -16,13 +16,13 @@ _ADVICE = "run the teacher on the student's batch after the last loss(), or not 
 
 def run_teacher(teacher: Capture, student: Capture) -> None:
     """Runs the teacher on the input of the student's last forward."""
-    given = student.arguments()
+    given = student.root.arguments()
     if "inputs_embeds" in given or "decoder_inputs_embeds" in given:
         raise ValueError(
             "AttentionDistiller: the student ran on inputs_embeds, which are its own embeddings and not the teacher's: run the "
             "teacher on the same tokens before loss(), and pass check_input=False"
         )
-    module = teacher.model if student.root[0] is student.model else teacher.model.base_model
+    module = teacher.model if student.root.module is student.model else teacher.model.base_model
     accepted = inspect.signature(module.forward).parameters
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
     unwanted = _NOT_FOR_TEACHER | ({"labels"} if not _needs_labels(student, given) else set())
@@ -53,16 +53,17 @@ def _check_vocabulary(teacher: Capture, student: Capture, given: dict[str, Any])
 
 def check_same_input(teacher: Capture, student: Capture) -> None:
     """The teacher that the caller ran has read what the student has read. Compares values only of different tensors."""
-    given_t, given_s = teacher.arguments(), student.arguments()
+    given_t, given_s = teacher.root.arguments(), student.root.arguments()
     if "input_ids" not in given_t or "input_ids" not in given_s:
         names = [next((name for name in ("input_ids", "inputs_embeds") if name in given), "other input") for given in (given_t, given_s)]
         raise ValueError(
             f"AttentionDistiller: the teacher ran on {names[0]} and the student on {names[1]}, which cannot be compared: pass "
             "check_input=False if both read the same tokens"
         )
+    versions_t, versions_s = teacher.root.versions_by_name(), student.root.versions_by_name()
     for name in _COMPARED:
         a, b = given_t.get(name), given_s.get(name)
-        if not _same(name, a, b):
+        if not _same(name, a, b) or (a is b and versions_t.get(name) != versions_s.get(name)):
             raise ValueError(
                 f"AttentionDistiller: the teacher ran on another {name} than the student {_shapes(a, b)}: {_ADVICE}"
             )

@@ -65,9 +65,10 @@ def as_layers(calls: list[Call], model: Any, role: str) -> list[Layer]:
     layers: list[Layer] = []
     for number, call in enumerate(_without_repetitions(calls)):
         name = names.get(call.module, type(call.module).__name__)
-        refusal, visible, padding = None, FULL, None
+        refusal, visible, padding = None, CAUSAL if call.causal else FULL, None
         try:
             visible, padding = _visible(call)
+            _refuse_features(call)
             _verify(call, visible, padding)
         except Refused as why:
             refusal = f"{role}: layer {number} ({name}) {why}; {WAY_OUT}"
@@ -109,14 +110,17 @@ def _kind(call: Call, visible: Visible, encoder: set[torch.nn.Module] | None) ->
     return "self" if visible.causal else "cross"  # a decoder is causal
 
 
+def _refuse_features(call: Call) -> None:
+    for name, refusal in REFUSALS.items():
+        if name in call.options:
+            raise Refused(refusal)
+
+
 # ---- Which keys a query attends to -----------------------------------------------------------------------------------
 
 
 def _visible(call: Call) -> tuple[Visible, torch.Tensor | None]:
     """(visible keys, padding) of a call."""
-    for name, refusal in REFUSALS.items():
-        if name in call.options:
-            raise Refused(refusal)
     len_q, len_k = call.query.shape[2], call.key.shape[2]
     if "flash" in call.implementation:
         return _visible_to_flash(call)
