@@ -222,8 +222,8 @@ def check_lses_of_torch():
     )
     for backend in SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION:
         with sdpa_kernel(backend):
-            answer, lse_t = _sdpa_with_lse(q_t, k_t, k_t, None, True)
-            _, lse_s = _sdpa_with_lse(q_s, k_s, k_s, None, True)
+            answer, lse_t = _sdpa_with_lse(None, q_t, k_t, k_t, None, True)
+            _, lse_s = _sdpa_with_lse(None, q_s, k_s, k_s, None, True)
             if answer is None:
                 print(f"skipped - {backend} is not for this GPU")
                 continue

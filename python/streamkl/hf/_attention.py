@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Callable
 
 import torch
+from transformers.integrations.sdpa_attention import repeat_kv, use_gqa_in_sdpa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 # Arguments of an attention function that change its distribution and are not modelled; see _layers.py for the messages.
@@ -62,11 +63,12 @@ def record_attention(recorder, implementation: str, module, query, key, value, a
     # The same kernel whether recorded or not: checkpointing expects the recomputation to save the same tensors.
     lse = None
     if implementation == "sdpa" and not args and not torch.compiler.is_compiling():
-        query, key, value, attention_mask = _as_autocast(query, key, value, attention_mask)
-        answer, lse = _sdpa_with_lse(query, key, value, attention_mask, causal, **kwargs)
+        answer, lse = _sdpa_with_lse(module, query, key, value, attention_mask, causal, **kwargs)
     if lse is None:
         answer = _run_own(implementation, module, query, key, value, attention_mask, *args, **kwargs)
     if recorder.depth > 0:
+        if lse is not None:
+            query, key = map(_as_autocast, (query, key))  # the LSE is that of the rounded ones
         call = Call(
             module, implementation, query, key, value, lse, _mask_of(recorder.masks, attention_mask), causal, kwargs.get("scaling"),
             kwargs.get("softcap") or 0.0, {name: kwargs[name] for name in _OPTIONS if kwargs.get(name) is not None},
@@ -130,31 +132,27 @@ def _probe(call: Call, answer, attention_mask, args, kwargs):
 # ---- torch's fused attention, with its LSE -------------------------------------------------------------------------
 
 
-def _as_autocast(query, key, value, attention_mask):
-    """What autocast makes of the arguments of scaled_dot_product_attention: the kernels below would not see it."""
-    kind = query.device.type
-    if not torch.is_autocast_enabled(kind):
-        return query, key, value, attention_mask
-    dtype = torch.get_autocast_dtype(kind)
-
-    def cast(tensor):
-        eligible = tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
-        return tensor.to(dtype) if eligible else tensor
-
-    return cast(query), cast(key), cast(value), cast(attention_mask)
+def _as_autocast(tensor):
+    """What autocast makes of an argument of scaled_dot_product_attention: the kernels below would not see it."""
+    eligible = tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
+    if not eligible or not torch.is_autocast_enabled(tensor.device.type):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
-def _sdpa_with_lse(query, key, value, attention_mask, causal, *, dropout=0.0, scaling=None, **kwargs):
+def _sdpa_with_lse(module, query, key, value, attention_mask, causal, *, dropout=0.0, scaling=None, **kwargs):
     """((output, None), lse) from the kernel that scaled_dot_product_attention chooses; (None, None) if it returns no LSE."""
     choose = getattr(torch, "_fused_sdp_choice", None)
     causal = causal and query.shape[2] > 1 and attention_mask is None
     others = [kwargs.get(name) for name in ("softcap", "position_bias", "cache")]
     if choose is None or any(other is not None for other in others) or (causal and query.shape[2] != key.shape[2]):
         return None, None
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    backend = choose(query, key, value, attention_mask, dropout, causal, scale=scaling)
+    groups = getattr(module, "num_key_value_groups", 1)
+    gqa = groups > 1 and use_gqa_in_sdpa(attention_mask, key, value)
+    if groups > 1 and not gqa:
+        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    query, key, value, attention_mask = map(_as_autocast, (query, key, value, attention_mask))
+    backend = choose(query, key, value, attention_mask, dropout, causal, scale=scaling, enable_gqa=gqa)
     aten, flash, efficient, cudnn = torch.ops.aten, 1, 2, 3  # torch.nn.attention.SDPBackend
     if query.device.type == "cpu" and backend == flash:
         if attention_mask is not None and attention_mask.dtype == torch.bool:

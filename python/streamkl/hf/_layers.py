@@ -134,9 +134,10 @@ def _visible(call: Call) -> tuple[Visible, torch.Tensor | None]:
         raise Refused(
             f"receives an attention mask {shape} that the model did not make from a 2-D attention_mask (4-D, or with a bias)"
         )
-    if not bool(call.mask.aligned):
+    visible = read_mask_function(call.mask.function, len_k)
+    if visible != FULL and not bool(call.mask.aligned):
         raise Refused("has a static cache, whose last key is not that of the last query: run the model without it")
-    return read_mask_function(call.mask.function, len_k), call.mask.padding
+    return visible, call.mask.padding
 
 
 def _visible_to_flash(call: Call) -> tuple[Visible, torch.Tensor | None]:

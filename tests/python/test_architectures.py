@@ -1,0 +1,31 @@
+"""The distiller on every text architecture of the installed transformers: exact, or refused with a reason.
+
+Loss and gradients are compared with those of the float64 attention weights that the model returns under eager. A sample of the
+architectures runs by default, all of them with STREAMKL_TEST_LONG=1.
+"""
+
+import os
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+import hf_architectures as architectures  # noqa: E402
+
+SAMPLE = (
+    "LlamaForCausalLM", "Gemma2ForCausalLM", "Llama4ForCausalLM", "GptOssForCausalLM", "DiffLlamaForCausalLM", "DogeForCausalLM",
+    "AfmoeForCausalLM", "BloomForCausalLM", "ModernBertForMaskedLM", "AlbertForMaskedLM", "BartForConditionalGeneration",
+    "T5ForConditionalGeneration",
+)  # fmt: skip
+LONG = os.environ.get("STREAMKL_TEST_LONG") == "1"
+
+
+@pytest.mark.parametrize("name", sorted(architectures.all_names()) if LONG else SAMPLE)
+def test_is_exact_or_refused(name):
+    transformers.logging.set_verbosity_error()
+    outcome = architectures.outcome_of(name)
+    print(f"{name}: {outcome}")
+    assert outcome.kind in ("exact", "refused", "not built", "no weights"), outcome.reason
+    if name in architectures.EXPECTED:
+        assert (outcome.kind, outcome.reason) == architectures.EXPECTED[name]
