@@ -72,28 +72,48 @@ def classes_of(name):
 def tiny_config(config_class):
     """A config of 2 layers, or of one layer of each type that its default has."""
     default = config_class()
-    text = default.get_text_config(decoder=True)
-    return _shrunk(type(text), text) if text is not default else _shrunk(config_class, default)
+    if config_class.sub_configs:
+        inner = {name: getattr(default, name, None) for name in config_class.sub_configs}
+        if set(inner) != {"encoder", "decoder"}:
+            raise ValueError("needs more than text: " + ", ".join(inner))
+        return config_class(**{name: _shrunk(config) for name, config in inner.items()}, **TOKENS)
+    return _shrunk(default)
 
 
-def _shrunk(config_class, default):
-    given = {name: size for name, size in {**SIZES, **NO_CHANCE}.items() if _is_number(getattr(default, name, None))}
+TOKENS = dict(pad_token_id=0, decoder_start_token_id=0, bos_token_id=1, eos_token_id=1)
+
+
+def _shrunk(default):
+    given = {name: size for name, size in {**SIZES, **NO_CHANCE}.items() if _may_be_set(default, name)}
+    if "qk_rope_head_dim" in given:
+        given.pop("head_dim", None)  # that of RoPE, which the config derives
     layers = 2
-    types = getattr(default, "layer_types", None)
-    if types:
-        distinct = list(dict.fromkeys(types))
+    if _may_be_set(default, "layer_types", list):
+        distinct = list(dict.fromkeys(default.layer_types))
         layers = max(2, len(distinct))
         given["layer_types"] = (distinct + distinct)[:layers]
-    for name in LAYERS:
-        if hasattr(default, name):
-            given[name] = layers
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
-        given[name] = {"pad_token_id": 0, "decoder_start_token_id": 0}.get(name, 1)
-    return config_class(**given)
+    given.update({name: layers for name in LAYERS if _may_be_set(default, name)})
+    if "num_encoder_layers" in given or "encoder_layers" in given:
+        given.pop("num_hidden_layers", None)
+    return type(default)(**{**given, **TOKENS, **EXTRAS.get(type(default).__name__, {})})
 
 
-def _is_number(value):
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+EXTRAS = {
+    "ZayaConfig": dict(num_experts_per_tok=1),
+    "XmodConfig": dict(default_language="en_XX"),
+    "FalconConfig": dict(num_kv_heads=2, new_decoder_architecture=True),
+}
+
+
+def _may_be_set(default, name, kind=(int, float)):
+    """Whether a config has a number of this name, or None for a head size that its models need."""
+    if isinstance(getattr(type(default), name, None), property) and getattr(type(default), name).fset is None:
+        return False
+    try:
+        value = getattr(default, name, "absent")
+    except Exception:  # differs from layer to layer
+        return False
+    return (isinstance(value, kind) and not isinstance(value, bool)) or (name == "head_dim" and value is None)
 
 
 def tiny_model(name, seed, factor=6.0):
@@ -196,8 +216,10 @@ def _from_weights(teacher, student, inputs, kind):
         with mock.patch.dict(AttentionMaskInterface._global_mapping, eager=_mask_of_f32):
             outputs = model.double()(**inputs, output_attentions=True)
         given = next((outputs[name] for name in KINDS[kind] if outputs.get(name) is not None), ())
-        weights.append([weight for weight in given if weight is not None and weight.dim() == 4])
+        weights.append([weight for weight in given if isinstance(weight, torch.Tensor) and weight.dim() == 4])
     if not weights[0] or not weights[1]:
+        return None
+    if any(weight.shape[-2] != inputs[_ids(inputs, kind)].shape[1] for weight in weights[0]):
         return None
     rows = inputs.get("decoder_attention_mask") if kind != "encoder" else None
     kept = (inputs["attention_mask"] if rows is None else rows).bool()
@@ -208,6 +230,10 @@ def _from_weights(teacher, student, inputs, kind):
         losses.append(terms.sum(-1).transpose(1, 2)[kept].mean())
     torch.stack(losses).mean().backward()
     return torch.stack(losses).detach(), _gradients(models[1])
+
+
+def _ids(inputs, kind):
+    return "decoder_input_ids" if kind != "encoder" and "decoder_input_ids" in inputs else "input_ids"
 
 
 def _mask_of_f32(**kwargs):
