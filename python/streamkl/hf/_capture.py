@@ -231,6 +231,10 @@ class Capture:
         return self.root is not None
 
     @property
+    def is_checkpointing(self) -> bool:
+        return self.model.training and self.model.is_gradient_checkpointing
+
+    @property
     def layers(self) -> list[Layer]:
         if self._layers is None:
             self._layers = as_layers(self.calls, self.model, self.role)

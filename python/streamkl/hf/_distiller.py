@@ -145,20 +145,20 @@ class AttentionDistiller:
         self, *, labels: torch.Tensor | None = None, row_weight: torch.Tensor | None = None
     ) -> dict[int, torch.Tensor]:
         """The terms of `loss()`: the KL of every student layer, with its gradient. Frees what was captured."""
-        pairs, weight = self._pairs(), self._row_weight(labels, row_weight)
-        cache = RowCache()
-        losses = {
-            i: torch.stack([pair.loss(weight, self.direction, self.relations, self.temperature, cache) for pair in many]).mean()
-            for i, many in pairs.items()
-        }
+        pairs, weight, cache = self.pairs(), self._row_weight(labels, row_weight), RowCache()
+        by_layer: dict[int, list[torch.Tensor]] = {}
+        for (i, _), pair in pairs.items():
+            loss = pair.loss(weight, self.direction, self.relations, self.temperature, cache)
+            by_layer.setdefault(i, []).append(loss)
+        losses = {i: torch.stack(many).mean() for i, many in by_layer.items()}
         losses = reach_all_parameters(losses, self.student.model)
         self.teacher.clear()
         self.student.clear()
         self.last_losses = {i: loss.detach() for i, loss in losses.items()}
         return losses
 
-    def _pairs(self) -> dict[int, list[Pair]]:
-        """{student layer: pairs}, after the teacher has run and everything is checked."""
+    def pairs(self) -> dict[tuple[int, int], Pair]:
+        """{(student layer, teacher layer): their captured layers}, after the teacher has run and everything is checked."""
         if not self.attached:
             raise RuntimeError(
                 "AttentionDistiller: call attach(), or use it as a context manager, before the models run"
@@ -174,10 +174,10 @@ class AttentionDistiller:
         maps.check_layers(chosen, len(layers_t), len(layers_s))
         self._check_graph([layers_s[i] for i in chosen])
         return {
-            i: [Pair(f"student layer {i} and teacher layer {j}", layers_t[j].require(), layers_s[i].require(), self._heads(i))
-                for j in many]
+            (i, j): Pair(f"student layer {i} and teacher layer {j}", layers_t[j].require(), layers_s[i].require(), self._heads(i))
             for i, many in chosen.items()
-        }  # fmt: skip
+            for j in many
+        }
 
     def _layers(self, capture: Capture) -> list[Layer]:
         layers = [layer for layer in capture.layers if layer.kind == self.attention]
@@ -198,7 +198,7 @@ class AttentionDistiller:
             return
         if not self.student.root.has_graph:
             reason = "its last forward ran under torch.no_grad(), as a second forward for metrics does: call loss() before that"
-        elif not all(layer.has_graph for layer in layers):
+        elif self.student.is_checkpointing and not all(layer.has_graph for layer in layers):
             reason = (
                 "reentrant checkpointing keeps no graph of its queries and keys: call "
                 "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})"

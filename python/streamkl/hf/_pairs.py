@@ -60,26 +60,35 @@ class Pair:
 
     def loss(
         self, row_weight: torch.Tensor | None, direction: Direction, relations: tuple[Relation, ...], temperature: float,
-        cache: RowCache, reduction: str = "mean",
+        cache: RowCache,
     ) -> torch.Tensor:  # fmt: skip
-        """The mean KL of the relations; with reduction="none" that of each row, [batch, heads, len_q], NaN for padding."""
+        """The mean KL of the relations."""
+        losses = []
+        for relation in relations:
+            tensors, options, rows = self.arguments(cache, relation, temperature)
+            weight = None if row_weight is None else rows.pack_weight(self._fitting(row_weight))
+            losses.append(attention_kl(*tensors, direction=direction, row_weight=weight, **options))
+        loss = torch.stack(losses).mean()
+        return loss if temperature == 1.0 else loss * temperature**2
+
+    def row_losses(self, direction: Direction, cache: RowCache) -> torch.Tensor:
+        """The attention KL of each row, [batch, heads_s, len_q], NaN for padding."""
+        tensors, options, rows = self.arguments(cache)
+        kl = attention_kl(*tensors, direction=direction, reduction="none", **options)
+        return rows.unpack_rows(kl, self.s.q.shape[0], self.s.q.shape[2])
+
+    def arguments(
+        self, cache: RowCache, relation: Relation = "qk", temperature: float = 1.0
+    ) -> tuple[list[torch.Tensor], dict[str, Any], Rows]:
+        """Tensors and options of attention_kl, and how the rows of the batch are packed in them."""
         self._check()
         visible = self.t.visible.both(self.s.visible)
         rows = cache.rows(self.t, self.s, visible, self.where)
-        losses = []
-        for relation in relations:
-            tensors, lses = self._tensors(relation, cache)
-            options = self._options(relation, temperature, visible)
-            packed_weight = None if row_weight is None else rows.pack_weight(self._fitting(row_weight))
-            kl = attention_kl(
-                rows.pack_queries(tensors[0]), rows.pack_keys(tensors[1]), rows.pack_queries(tensors[2]),
-                rows.pack_keys(tensors[3]), direction=direction, reduction=reduction, row_weight=packed_weight,
-                **{name: None if lse is None else rows.pack_queries(lse) for name, lse in lses.items()},
-                **options, **rows.lengths(),
-            )  # fmt: skip
-            losses.append(kl if reduction == "mean" else rows.unpack_rows(kl, self.s.q.shape[0], self.s.q.shape[2]))
-        loss = torch.stack(losses).mean(0)
-        return loss if temperature == 1.0 else loss * temperature**2
+        (q_t, k_t, q_s, k_s), lses = self._tensors(relation, cache, temperature)
+        options = self._options(relation, temperature, visible)
+        options.update({name: None if lse is None else rows.pack_queries(lse) for name, lse in lses.items()})
+        packed = [rows.pack_queries(q_t), rows.pack_keys(k_t), rows.pack_queries(q_s), rows.pack_keys(k_s)]
+        return packed, {**options, **rows.lengths()}, rows
 
     def _check(self) -> None:
         shapes = [(layer.q.shape[0], layer.q.shape[2], layer.k.shape[2]) for layer in (self.t, self.s)]
@@ -96,12 +105,13 @@ class Pair:
             raise ValueError(f"{self.where}: row_weight or labels {list(row_weight.shape)} must be {list(shape)}")
         return row_weight.to(self.s.q.device)
 
-    def _tensors(self, relation: Relation, cache: RowCache):
+    def _tensors(self, relation: Relation, cache: RowCache, temperature: float):
         """(q_t, k_t, q_s, k_s) and the LSEs of a relation. The teacher receives no gradient."""
         named = [{"q": layer.q, "k": layer.k, "v": layer.v} for layer in (self.t, self.s)]
         (q_t, k_t), (q_s, k_s) = ([tensors[letter] for letter in relation] for tensors in named)
         q_t, k_t = (tensor.detach().to(q_s.device) for tensor in (q_t, k_t))
-        lse_t, lse_s = (self.t.lse, self.s.lse) if relation == "qk" and self._lses_cover_the_same(cache) else (None, None)
+        use_lses = relation == "qk" and temperature == 1.0 and self._lses_cover_the_same(cache)
+        lse_t, lse_s = (self.t.lse, self.s.lse) if use_lses else (None, None)
         lse_t = None if lse_t is None else lse_t.to(q_s.device)
         if self.heads is not None:
             maps.check_heads(self.heads, q_t.shape[1], q_s.shape[1], self.where)
