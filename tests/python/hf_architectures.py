@@ -1,4 +1,9 @@
-"""Tiny models of all text architectures of transformers, made from their config classes."""
+"""Tiny models of all text architectures of transformers, made from their config classes, and what the distiller does with them.
+
+    python tests/python/hf_architectures.py > docs/guide/architectures.md
+
+writes the page that test_architectures.py checks.
+"""
 
 import re
 import warnings
@@ -142,6 +147,8 @@ def tiny_model(name, seed, factor=6.0):
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.copy_(torch.randn_like(parameter) * factor / 32)
+            elif not parameter.any():  # biases, and scales that start at 0
+                parameter.copy_(torch.randn_like(parameter) / 8)
     return model
 
 
@@ -153,16 +160,6 @@ class Outcome(NamedTuple):
     reason: str = ""
 
 
-EXPECTED = {
-    "LlamaForCausalLM": ("exact", ""),
-    "DiffLlamaForCausalLM": ("exact", ""),
-    "AfmoeForCausalLM": ("exact", ""),
-    "Llama4ForCausalLM": ("exact", ""),
-    "ModernBertForMaskedLM": ("exact", ""),
-    "BartForConditionalGeneration": ("exact", ""),
-    "GptOssForCausalLM": ("refused", "has attention sinks (s_aux), which the KL does not cover yet"),
-    "T5ForConditionalGeneration": ("refused", "adds a bias to its logits (position_bias), which the KL does not cover"),
-}
 KINDS = {"self": ("attentions", "decoder_attentions"), "cross": ("cross_attentions",), "encoder": ("encoder_attentions",)}
 
 
@@ -302,3 +299,42 @@ def _difference(found, expected):
         if not error <= 1e-3 * largest:
             return f"gradient of {name} differs by {error / largest:.2g} of the largest"
     return None
+
+
+# ---- The page --------------------------------------------------------------------------------------------------------------
+
+RESULTS = {"exact": "exact", "refused": "refused", "no weights": "not compared", "not built": "not tested"}
+
+
+def row_of(name, outcome):
+    return f"| {name} | {RESULTS[outcome.kind]} | {outcome.reason.replace(chr(124), chr(47))} |".replace("|  |", "| |")
+
+
+def page():
+    outcomes = {name: outcome_of(name) for name in sorted(all_names())}
+    counts = {kind: sum(outcome.kind == kind for outcome in outcomes.values()) for kind in RESULTS}
+    yield f"""# Model families
+
+What `AttentionDistiller` does with every causal, masked and encoder-decoder language model class of transformers
+{transformers.__version__}, with torch {torch.__version__.split("+")[0]}. tests/python/hf_architectures.py generates this page:
+`./test long` checks all of it, `./test` a sample.
+
+| result | classes | meaning |
+|---|---|---|
+| exact | {counts["exact"]} | loss and gradients equal those of the float64 attention weights; eager and sdpa, padded left, right and not |
+| refused | {counts["refused"]} | an error says why; nothing is computed |
+| not compared | {counts["no weights"]} | the model returns no attention weights of its softmax |
+| not tested | {counts["not built"]} | the test cannot build a tiny one from its config, or it needs more than text |
+
+| model class | result | why |
+|---|---|---|"""
+    for name, outcome in outcomes.items():
+        yield row_of(name, outcome)
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    for text in page():
+        print(text, flush=True)

@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from ._attention import Call, Mask, record_attention, record_mask
 from ._layers import Layer, as_layers
+from ._parameters import is_distributed
 
 _PREFIX = re.compile(r"^streamkl\d+_")
 _ids = itertools.count()
@@ -166,13 +167,13 @@ class Recorder:
             self.root = Root(module, args, kwargs, versions, torch.is_grad_enabled())
         self.depth += 1
 
-    def _end(self, *_) -> None:
+    def _end(self, module, args, output) -> None:
         if not self.captures:
             return
         self.depth -= 1
         if self.depth == 0:
             for capture in self.captures:
-                capture.take(self.calls, self.root)
+                capture.take(self.calls, self.root, output)
             self.calls, self.masks, self.root = [], [], None
 
     def is_new(self, call: Call) -> bool:
@@ -219,12 +220,14 @@ class Capture:
     def clear(self) -> None:
         self.calls: list[Call] = []
         self.root: Any = None
+        self.output: Any = None  # kept only on several processes: see _parameters.py
         self._layers: list[Layer] | None = None
 
-    def take(self, calls: list[Call], root: Root) -> None:
+    def take(self, calls: list[Call], root: Root, output: Any) -> None:
         if self.keep_graph and self.root is not None and self.root.has_graph and not root.has_graph:
             return
         self.calls, self.root, self._layers = calls, root, None
+        self.output = output if is_distributed() else None
 
     @property
     def has_run(self) -> bool:

@@ -14,7 +14,7 @@ from ._capture import Capture
 from ._inputs import check_same_input, run_teacher
 from ._layers import REFUSALS, Kind, Layer
 from ._pairs import RELATIONS, Pair, Relation, RowCache
-from ._parameters import reach_all_parameters
+from ._parameters import reach_everything
 
 
 class AttentionDistiller:
@@ -151,7 +151,8 @@ class AttentionDistiller:
             loss = pair.loss(weight, self.direction, self.relations, self.temperature, cache)
             by_layer.setdefault(i, []).append(loss)
         losses = {i: torch.stack(many).mean() for i, many in by_layer.items()}
-        losses = reach_all_parameters(losses, self.student.model)
+        first = next(iter(losses))
+        losses[first] = reach_everything(losses[first], self.student.model, self.student.output)
         self.teacher.clear()
         self.student.clear()
         self.last_losses = {i: loss.detach() for i, loss in losses.items()}
