@@ -199,7 +199,7 @@ _are_transforms_active = getattr(torch._C, "_are_functorch_transforms_active", l
 
 
 def refuse_transforms(function: str, *tensors: torch.Tensor) -> None:
-    """Without a rule of its own, an operator has a tangent of 0 in forward mode."""
+    """Without a forward-mode rule, an operator has a tangent of 0."""
     if torch.compiler.is_compiling():
         return
     if _are_transforms_active() and any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):

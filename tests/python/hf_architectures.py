@@ -6,6 +6,7 @@ writes the page that test_architectures.py checks.
 """
 
 import re
+import sys
 import warnings
 from typing import NamedTuple
 from unittest import mock
@@ -93,7 +94,7 @@ def _shrunk(default):
     given = {name: size for name, size in {**SIZES, **NO_CHANCE}.items() if _may_be_set(default, name)}
     if "qk_rope_head_dim" in given:
         given.pop("head_dim", None)  # that of RoPE, which the config derives
-        given["num_key_value_heads"] = 4  # MLA: every head has keys of its own
+        given["num_key_value_heads"] = 4  # MLA: every head has its own keys
     layers = 2
     if _may_be_set(default, "layer_types", list):
         distinct = list(dict.fromkeys(default.layer_types))
@@ -310,10 +311,10 @@ def row_of(name, outcome):
     return f"| {name} | {RESULTS[outcome.kind]} | {outcome.reason.replace(chr(124), chr(47))} |".replace("|  |", "| |")
 
 
-def page():
-    outcomes = {name: outcome_of(name) for name in sorted(all_names())}
-    counts = {kind: sum(outcome.kind == kind for outcome in outcomes.values()) for kind in RESULTS}
-    yield f"""# Model families
+def page(rows):
+    counts = {kind: sum(f"| {result} |" in row for row in rows) for kind, result in RESULTS.items()}
+    return [
+        f"""# Model families
 
 What `AttentionDistiller` does with every causal, masked and encoder-decoder language model class of transformers
 {transformers.__version__}, with torch {torch.__version__.split("+")[0]}. tests/python/hf_architectures.py generates this page:
@@ -327,14 +328,16 @@ What `AttentionDistiller` does with every causal, masked and encoder-decoder lan
 | not tested | {counts["not built"]} | the test cannot build a tiny one from its config, or it needs more than text |
 
 | model class | result | why |
-|---|---|---|"""
-    for name, outcome in outcomes.items():
-        yield row_of(name, outcome)
+|---|---|---|""",
+        *rows,
+    ]
 
 
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    for text in page():
-        print(text, flush=True)
+    if sys.argv[1:]:  # some rows only
+        print(*(row_of(name, outcome_of(name)) for name in sys.argv[1:]), sep="\n")
+    else:
+        print("\n".join(page([row_of(name, outcome_of(name)) for name in sorted(all_names())])))

@@ -237,24 +237,3 @@ def test_an_exception_in_forward_ends_the_capture():
         with pytest.raises(IndexError):
             student(input_ids=torch.tensor([[1000]]))
         assert Recorder.of(student).depth == 0
-
-
-def test_trainer_subclass(tmp_path):
-    """Two steps of the trainer in examples/distil_trainer.py."""
-    pytest.importorskip("accelerate")
-    import importlib.util
-    from pathlib import Path
-
-    path = Path(__file__).parents[2] / "examples" / "distil_trainer.py"
-    spec = importlib.util.spec_from_file_location("distil_trainer", path)
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    torch.manual_seed(0)
-    data = [dict(input_ids=ids, labels=ids) for ids in batch(size=8)["input_ids"]]
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=4, report_to=[], use_cpu=True, logging_steps=1,
-        save_strategy="no", gradient_checkpointing=True,
-    )  # fmt: skip
-    trainer = example.DistillingTrainer(model=llama(), args=arguments, train_dataset=data, teacher=llama())
-    trainer.train()
-    assert any("attention_kl" in entry for entry in trainer.state.log_history)

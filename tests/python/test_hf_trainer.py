@@ -1,10 +1,13 @@
 """DistillationMixin with the trainers of transformers and TRL."""
 
 import copy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
@@ -104,6 +107,16 @@ def test_options_are_checked(tmp_path):
         )
     with pytest.raises(ValueError, match="teacher=None: must be a transformers model"):
         DistillationTrainer(model=llama(), args=arguments(tmp_path))
+
+
+def test_example(tmp_path, monkeypatch):
+    from examples import distil_trainer
+
+    monkeypatch.chdir(tmp_path)
+    history = distil_trainer.main().state.log_history
+    values = [entry["attention_kl"] for entry in history if "attention_kl" in entry]
+    assert len(values) == 4 and values[-1] < values[0]
+    assert "eval_attention_kl" in history[-1]
 
 
 # ---- TRL ---------------------------------------------------------------------------------------------------------------

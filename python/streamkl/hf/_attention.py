@@ -36,7 +36,7 @@ class Call:
     implementation: str
     query: torch.Tensor  # [batch, heads, len_q, dim]
     key: torch.Tensor  # [batch, key_heads, len_k, dim]
-    value: torch.Tensor
+    value: torch.Tensor | None  # if it is needed: a teacher would keep it only for us
     lse: torch.Tensor | None  # [batch, heads, len_q], if the attention returns it
     mask: Any  # the Mask of a model; None: no mask tensor; otherwise the unknown mask tensor
     causal: bool  # what the attention does without a mask tensor
@@ -69,13 +69,15 @@ def record_attention(recorder, implementation: str, module, query, key, value, a
     if recorder.depth > 0:
         if lse is not None:
             query, key = map(_as_autocast, (query, key))  # the LSE is that of the rounded ones
+        options = {name: kwargs[name] for name in _OPTIONS if kwargs.get(name) is not None}
         call = Call(
             module, implementation, query, key, value, lse, _mask_of(recorder.masks, attention_mask), causal, kwargs.get("scaling"),
-            kwargs.get("softcap") or 0.0, {name: kwargs[name] for name in _OPTIONS if kwargs.get(name) is not None},
-            torch.is_grad_enabled(),
+            kwargs.get("softcap") or 0.0, options, torch.is_grad_enabled(),
         )  # fmt: skip
         if not torch.compiler.is_compiling() and recorder.is_new(call):
             call.probe = _probe(call, answer, attention_mask, args, kwargs)
+        elif not recorder.needs_values:
+            call.value = None
         recorder.calls.append(call)
     return answer
 

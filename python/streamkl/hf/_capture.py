@@ -1,6 +1,6 @@
 """Captures the queries and keys of Hugging Face models, after RoPE and before attention.
 
-Each attached model has one Recorder and an attention implementation of its own, `streamkl3_sdpa`, which wraps the model's own,
+Each attached model has one Recorder and a separate attention implementation, `streamkl3_sdpa`, which wraps the model's own,
 `sdpa`. The recorder records calls only while the forward of the model runs. So the recomputation of activation checkpointing,
 which runs in the backward, is not recorded a second time. Any number of Captures may listen to a recorder.
 """
@@ -34,9 +34,9 @@ def unwrap(model: Any, role: str) -> PreTrainedModel:
         if not isinstance(inside, torch.nn.Module):
             raise TypeError(f"{role}: {type(model).__name__} must be a transformers model")
         if hasattr(inside, "get_base_model"):  # peft
-            inside = inside.get_base_model()
+            inside = inside.get_base_model()  # type: ignore[operator]
         else:
-            wrapped = inside.__dict__.get("_orig_mod") or inside._modules.get("_orig_mod") or inside._modules.get("module")
+            wrapped = inside._modules.get("_orig_mod", inside._modules.get("module"))
             if wrapped is None:
                 raise TypeError(f"{role}: {type(model).__name__} must be a transformers model")
             inside = wrapped
@@ -78,6 +78,7 @@ class Recorder:
     def __init__(self, model: PreTrainedModel | None) -> None:
         self.number = next(_ids)
         self.captures: list[Capture] = []
+        self.needs_values = False
         self.depth = 0
         self.calls: list[Call] = []
         self.masks: list[Mask] = []
@@ -105,6 +106,7 @@ class Recorder:
         if not self.captures:
             self._attach()
         self.captures.append(capture)
+        self.needs_values = any(capture.needs_values for capture in self.captures)
 
     def remove(self, capture: Capture) -> None:
         self.captures = [other for other in self.captures if other is not capture]
@@ -114,6 +116,7 @@ class Recorder:
     def _attach(self) -> None:
         assert self._model is not None
         model = self._model()
+        assert model is not None
         self._own_shared_configs(model)
         for config in _configs(model):
             own = _PREFIX.sub("", config._attn_implementation or "eager")
@@ -173,7 +176,10 @@ class Recorder:
         self.depth -= 1
         if self.depth == 0:
             for capture in self.captures:
-                capture.take(self.calls, self.root, output)
+                if output is None:  # the forward raised an error
+                    capture.clear()
+                else:
+                    capture.take(self.calls, self.root, output)
             self.calls, self.masks, self.root = [], [], None
 
     def is_new(self, call: Call) -> bool:
@@ -201,8 +207,8 @@ def _configs(model: PreTrainedModel) -> list:
 class Capture:
     """The last forward of a model, between attach() and detach()."""
 
-    def __init__(self, model: Any, role: str) -> None:
-        self.model, self.role = unwrap(model, role), role
+    def __init__(self, model: Any, role: str, needs_values: bool = False) -> None:
+        self.model, self.role, self.needs_values = unwrap(model, role), role, needs_values
         self.keep_graph = False  # a forward without gradients does not replace one with gradients
         self._recorder: Recorder | None = None
         self.clear()

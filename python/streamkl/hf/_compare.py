@@ -52,7 +52,7 @@ def capture(model: torch.nn.Module) -> Iterator[Layers]:
             model(**batch)
         print(layers[0].q.shape, layers[0].scale, layers[0].causal)
     """
-    captured = Capture(model, "model")
+    captured = Capture(model, "model", needs_values=True)
     layers = Layers(captured)
     captured.attach()
     try:

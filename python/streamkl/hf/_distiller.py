@@ -68,7 +68,9 @@ class AttentionDistiller:
         sample_rows: float = 1,
         check_input: bool = True,
     ) -> None:
-        self.teacher, self.student = Capture(teacher, "teacher"), Capture(student, "student")
+        needs_values = "vv" in relations
+        self.teacher = Capture(teacher, "teacher", needs_values)
+        self.student = Capture(student, "student", needs_values)
         if self.teacher.model is self.student.model:
             raise ValueError("teacher: must be another model than the student; copy.deepcopy(student) makes one")
         self.layer_map, self.head_map = maps.layer_map_of(layer_map), maps.head_map_of(head_map)
@@ -82,8 +84,7 @@ class AttentionDistiller:
             raise ValueError(f"temperature={temperature!r}: must be a positive number")
         if sample_rows != 1:
             raise ValueError(f"sample_rows={sample_rows!r}: {REFUSALS['sample_rows']}")
-        encoder_decoder = any(capture.model.config.is_encoder_decoder for capture in (self.teacher, self.student))
-        maps.check_against_configs(self.layer_map, self.head_map, self.teacher.model, self.student.model, not encoder_decoder)
+        maps.check_against_configs(self.layer_map, self.head_map, self.teacher.model, self.student.model)
         self.direction, self.attention, self.relations = direction, attention, tuple(relations)
         self.temperature, self.rows, self.check_input = float(temperature), rows, check_input
         self.layer_weight = dict(layer_weight or {})

@@ -1,6 +1,6 @@
 """What the attention of a captured layer is: scale, softcap, and which keys its queries attend to.
 
-Whatever is not modelled is refused here, by name. Two guards stand behind that: a mask tensor must be one that the model made
+Whatever is not modelled is refused here, by name. Two guards follow: a mask tensor must be one that the model made
 from mask functions that _masks.py knows, and the first call of every layer is verified against its output.
 """
 
@@ -38,7 +38,7 @@ class Layer:
     kind: Kind
     q: torch.Tensor  # [batch, heads, len_q, dim], after RoPE
     k: torch.Tensor  # [batch, key_heads, len_k, dim]
-    v: torch.Tensor  # [batch, key_heads, len_k, dim_v]
+    v: torch.Tensor | None  # [batch, key_heads, len_k, dim_v], where it is needed
     lse: torch.Tensor | None  # [batch, heads, len_q], if the attention returns it
     scale: float
     softcap: float
@@ -51,6 +51,12 @@ class Layer:
     @property
     def causal(self) -> bool:
         return self.visible.causal
+
+    def operand(self, letter: str) -> torch.Tensor:
+        """q, k or v."""
+        tensor = {"q": self.q, "k": self.k, "v": self.v}[letter]
+        assert tensor is not None
+        return tensor
 
     def require(self) -> Layer:
         if self.refusal is not None:
@@ -116,7 +122,7 @@ def _refuse_features(call: Call) -> None:
             raise Refused(refusal)
 
 
-# ---- Which keys a query attends to -----------------------------------------------------------------------------------
+# ---- Visible keys -----------------------------------------------------------------------------------
 
 
 def _visible(call: Call) -> tuple[Visible, torch.Tensor | None]:
@@ -161,7 +167,7 @@ _TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 @torch.no_grad()
 def _verify(call: Call, visible: Visible, padding: torch.Tensor | None) -> None:
     """The output of the layer, for some rows, is softmax(q k) v over the visible keys. Otherwise something is not modelled."""
-    if call.probe is None:
+    if call.probe is None or call.value is None:
         return
     rows, output = call.probe
     q, k, v = (tensor.float() for tensor in (call.query[:, :, rows], call.key, call.value))

@@ -60,18 +60,20 @@ def _check(name: str, given, indices: list) -> None:
         raise ValueError(f"{name}={given!r}: must contain numbers from 0 on")
 
 
-def check_against_configs(layers, heads, teacher, student, is_decoder_only: bool) -> None:
+def check_against_configs(layers, heads, teacher, student) -> None:
     """Refuses indices that the models do not have, before anything runs, where their configs tell."""
-    counts = [(model.config.get_text_config(decoder=True), role) for model, role in ((teacher, "teacher"), (student, "student"))]
-    (config_t, _), (config_s, _) = counts
-    if layers is not None and is_decoder_only:
-        count_t, count_s = (getattr(config, "num_hidden_layers", None) for config in (config_t, config_s))
-        if is_whole(count_t) and is_whole(count_s):
-            check_layers(layers, count_t, count_s)
-    for heads_of_layer in (heads or {}).values():
-        count_t, count_s = (getattr(config, "num_attention_heads", None) for config in (config_t, config_s))
-        if is_whole(count_t) and is_whole(count_s):
-            check_heads(heads_of_layer, count_t, count_s, "every layer")
+    has_one_stack = not any(model.config.is_encoder_decoder for model in (teacher, student))
+    if layers is not None and has_one_stack and (counts := _counts("num_hidden_layers", teacher, student)):
+        check_layers(layers, *counts)
+    if counts := _counts("num_attention_heads", teacher, student):
+        for heads_of_layer in (heads or {}).values():
+            check_heads(heads_of_layer, *counts, "every layer")
+
+
+def _counts(name: str, teacher, student) -> tuple[int, int] | None:
+    """A number of both configs; None if one does not have it."""
+    a, b = (getattr(model.config.get_text_config(decoder=True), name, None) for model in (teacher, student))
+    return (int(a), int(b)) if is_whole(a) and is_whole(b) else None  # type: ignore[arg-type]
 
 
 def check_layers(layers: dict[int, list[int]], count_t: int, count_s: int) -> None:

@@ -1,4 +1,4 @@
-"""Reads the mask functions of transformers: which keys a query attends to.
+"""Reads the mask functions of transformers: which keys each query attends to.
 
 A model describes a mask as a tree of functions of (batch, head, query, key): `and_masks(sliding_window_overlay(4),
 causal_mask_function)`. Every function that is known here becomes a `Visible`; another one is refused by its name.
@@ -71,7 +71,7 @@ def _read_all(combine: Callable[[Visible, Visible], Visible]) -> Callable[[dict,
 
 
 def _chunks(cells: dict[str, Any], length: int) -> Visible:
-    """Chunked attention: each chunk of tokens, counted from the first that is not padding, is a sequence of its own."""
+    """Chunked attention: each chunk of tokens, counted from the first that is not padding, is a separate sequence."""
     begin = cells["left_padding"]
     position = torch.arange(length, device=begin.device)
     return Visible(segments=((position - begin[:, None]).div(cells["chunk_size"], rounding_mode="floor"),))

@@ -107,8 +107,7 @@ class Pair:
 
     def _tensors(self, relation: Relation, cache: RowCache, temperature: float):
         """(q_t, k_t, q_s, k_s) and the LSEs of a relation. The teacher receives no gradient."""
-        named = [{"q": layer.q, "k": layer.k, "v": layer.v} for layer in (self.t, self.s)]
-        (q_t, k_t), (q_s, k_s) = ([tensors[letter] for letter in relation] for tensors in named)
+        (q_t, k_t), (q_s, k_s) = (map(layer.operand, relation) for layer in (self.t, self.s))
         q_t, k_t = (tensor.detach().to(q_s.device) for tensor in (q_t, k_t))
         use_lses = relation == "qk" and temperature == 1.0 and self._lses_cover_the_same(cache)
         lse_t, lse_s = (self.t.lse, self.s.lse) if use_lses else (None, None)
@@ -129,8 +128,8 @@ class Pair:
     def _options(self, relation: Relation, temperature: float, visible: Visible) -> dict[str, Any]:
         options: dict[str, Any] = dict(causal=self.s.causal, window_size=visible.window_size(), layout="bhnd")
         for side, layer in ("t", self.t), ("s", self.s):
-            last = {"q": layer.q, "k": layer.k, "v": layer.v}[relation[0]].shape[-1]
-            scale, softcap = (layer.scale, layer.softcap) if relation == "qk" else (1 / math.sqrt(last), 0.0)
+            dim = layer.operand(relation[0]).shape[-1]
+            scale, softcap = (layer.scale, layer.softcap) if relation == "qk" else (1 / math.sqrt(dim), 0.0)
             options[f"softmax_scale_{side}"] = scale / temperature
             options[f"softcap_{side}"] = softcap / temperature
         return options

@@ -17,9 +17,9 @@ from ._capture import unwrap
 from ._distiller import AttentionDistiller
 
 if TYPE_CHECKING:
-    _Base = Trainer
+    from transformers import Trainer as _Trainer
 else:
-    _Base = object
+    _Trainer = object  # the trainer comes after the mixin in the list of bases
 
 
 class _Mean:
@@ -45,7 +45,7 @@ class _Mean:
         return dict(zip(names, (values[:-1] / values[-1]).tolist()))
 
 
-class DistillationMixin(_Base):
+class DistillationMixin(_Trainer):
     """Adds ``kl_weight`` times the attention KL to the loss of a Trainer. Put it before the trainer in the list of bases.
 
     The KL of a micro-batch counts as its share of the label tokens of the whole step, as the loss of the model does. So
