@@ -24,7 +24,12 @@ def main():
         save_strategy="no", report_to=[],
     )  # fmt: skip
     trainer = DistillationTrainer(
-        model=student, args=arguments, train_dataset=data[64:], eval_dataset=data[:64], teacher=teacher, kl_weight=10.0
+        model=student,
+        args=arguments,
+        train_dataset=data[64:],
+        eval_dataset=data[:64],
+        teacher=teacher,
+        kl_weight=10.0,
     )
     trainer.train()
     print(f"attention KL on held-out tokens: {trainer.evaluate()['eval_attention_kl']:.4f}")

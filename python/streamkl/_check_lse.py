@@ -21,7 +21,10 @@ def is_lse_check_on(check_lse: bool) -> bool:
 @torch.no_grad()
 def check_both_lses(teacher, student, lengths, options) -> None:
     """Raises ValueError if an LSE of teacher or student, given as (q, k, lse), is not that of the visible keys."""
-    for role, given, scale, softcap in ("t", teacher, options.scale_t, options.softcap_t), ("s", student, options.scale_s, options.softcap_s):
+    for role, given, scale, softcap in (
+        ("t", teacher, options.scale_t, options.softcap_t),
+        ("s", student, options.scale_s, options.softcap_s),
+    ):
         q, k, lse = given
         scale = scale or 1 / math.sqrt(q.shape[-1])
         for place, q_row, keys, found in _sample(q, k, lse, lengths, options):
@@ -52,7 +55,9 @@ def _sample(q, k, lse, lengths, options):
             end = min(keys, position + right + 1) if right >= 0 else keys
             if begin >= end:
                 continue
-            query, key, row = (q[:, q_0 + i], k[:, k_0:k_1], lse[:, q_0 + i]) if packed else (q[b, :, i], k[b], lse[b, :, i])
+            query, key, row = (
+                (q[:, q_0 + i], k[:, k_0:k_1], lse[:, q_0 + i]) if packed else (q[b, :, i], k[b], lse[b, :, i])
+            )
             key = key[:, begin:end].repeat_interleave(query.shape[0] // key.shape[0], 0)
             yield f"{place}, row {i}", query, key, row
 

@@ -161,7 +161,11 @@ class Outcome(NamedTuple):
     reason: str = ""
 
 
-KINDS = {"self": ("attentions", "decoder_attentions"), "cross": ("cross_attentions",), "encoder": ("encoder_attentions",)}
+KINDS = {
+    "self": ("attentions", "decoder_attentions"),
+    "cross": ("cross_attentions",),
+    "encoder": ("encoder_attentions",),
+}
 
 
 def outcome_of(name):
@@ -196,7 +200,9 @@ def _outcome(name, factor):
                     if (difference := _difference(found, expected)) is not None:
                         return Outcome("different", f"{kind}, {implementation}, padding {padding}: {difference}")
     except (ValueError, TypeError) as error:
-        refusal = re.match(r"(?:teacher|student): (?:layer \d+ \(.*?\) )?(.*?)(?:; leave the layer out.*)?$", str(error), re.DOTALL)
+        refusal = re.match(
+            r"(?:teacher|student): (?:layer \d+ \(.*?\) )?(.*?)(?:; leave the layer out.*)?$", str(error), re.DOTALL
+        )
         if refusal is None:
             raise
         return Outcome("refused", refusal[1])
@@ -228,7 +234,9 @@ def _inputs(padding, model):
     mask = mask.flip(1) if padding == "right" else mask
     inputs = dict(input_ids=ids.masked_fill(mask == 0, 0), attention_mask=mask)
     if model.config.is_encoder_decoder:
-        inputs.update(decoder_input_ids=inputs["input_ids"].flip(0)[:, 2:], decoder_attention_mask=mask.flip(0)[:, 2:])
+        inputs.update(
+            decoder_input_ids=inputs["input_ids"].flip(0)[:, 2:], decoder_attention_mask=mask.flip(0)[:, 2:]
+        )
     return inputs
 
 
@@ -308,7 +316,9 @@ RESULTS = {"exact": "exact", "refused": "refused", "no weights": "not compared",
 
 
 def row_of(name, outcome):
-    return f"| {name} | {RESULTS[outcome.kind]} | {outcome.reason.replace(chr(124), chr(47))} |".replace("|  |", "| |")
+    return f"| {name} | {RESULTS[outcome.kind]} | {outcome.reason.replace(chr(124), chr(47))} |".replace(
+        "|  |", "| |"
+    )
 
 
 def page(rows):

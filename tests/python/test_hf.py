@@ -59,7 +59,9 @@ def test_lses_lead_to_one_pass(monkeypatch):
 
     torch.manual_seed(0)
     calls = []
-    monkeypatch.setattr(attention.OnePass, "apply", lambda *a: calls.append(a) or (torch.zeros((), requires_grad=True),))
+    monkeypatch.setattr(
+        attention.OnePass, "apply", lambda *a: calls.append(a) or (torch.zeros((), requires_grad=True),)
+    )
     student = llama()
     with AttentionDistiller(llama(), student) as distiller:
         student(**batch())
@@ -212,7 +214,9 @@ def test_unsupported_cases_are_errors():
             distiller.loss()
     with AttentionDistiller(teacher, student) as distiller:
         student(input_ids=inputs["input_ids"], attention_mask=torch.ones(3, 1, 17, 17).tril().bool())
-        with pytest.raises(ValueError, match=r"layer 0 \(model.layers.0.self_attn\) receives an attention mask \[3, 1, 17, 17\]"):
+        with pytest.raises(
+            ValueError, match=r"layer 0 \(model.layers.0.self_attn\) receives an attention mask \[3, 1, 17, 17\]"
+        ):
             distiller.loss()
 
 
@@ -237,3 +241,21 @@ def test_an_exception_in_forward_ends_the_capture():
         with pytest.raises(IndexError):
             student(input_ids=torch.tensor([[1000]]))
         assert Recorder.of(student).depth == 0
+
+
+def test_bidirectional_gemma3():
+    """Embedding models of Gemma 3 unite two windows: a plain one on both sides."""
+    config = transformers.Gemma3TextConfig(
+        vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, sliding_window=4, layer_types=["sliding_attention", "full_attention"], use_bidirectional_attention=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    teacher, student = (transformers.Gemma3TextModel._from_config(config, attn_implementation="eager").eval() for _ in range(2))
+    inputs = batch("left")
+    with AttentionDistiller(teacher, student) as distiller:
+        student(**inputs)
+        side = config.sliding_window - 1  # of the half that the config makes of 4
+        assert [layer.visible.window_size() for layer in distiller.student.layers] == [(side, side), (-1, -1)]
+        loss = distiller.loss()
+    expected = kl_from_attentions(teacher, student, inputs, {0: 0, 1: 1})
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-7)

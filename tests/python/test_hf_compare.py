@@ -49,7 +49,10 @@ def test_compare():
     assert list(found.rows) == [(0, 1), (1, 3)] and found.rows[0, 1].shape == (3, 4, 17)
     torch.testing.assert_close(sum(found.per_layer().values()) / 2, expected.item(), rtol=1e-4, atol=1e-6)
     padded = inputs["attention_mask"] == 0
-    assert found.rows[0, 1].isnan().transpose(1, 2)[padded].all() and not found.rows[0, 1].isnan().transpose(1, 2)[~padded].any()
+    assert (
+        found.rows[0, 1].isnan().transpose(1, 2)[padded].all()
+        and not found.rows[0, 1].isnan().transpose(1, 2)[~padded].any()
+    )
     assert len(found.table()) == 8 and found.maps[0, 1].kl.shape == (4, 4, 4)
     assert "student layer  teacher layer" in str(found) and student.config._attn_implementation == "sdpa"
 
@@ -127,7 +130,9 @@ def test_relations(relation):
         student(**inputs)
     x, y = (dict(q=layer.q, k=layer.k, v=layer.v)[relation[0]] for layer in (t[1], s[1]))
     hidden = inputs["attention_mask"][:, None, None] == 0
-    log_p, log_s = ((a @ a.transpose(2, 3) / a.shape[-1] ** 0.5).masked_fill(hidden, -1e30).log_softmax(-1) for a in (x, y))
+    log_p, log_s = (
+        (a @ a.transpose(2, 3) / a.shape[-1] ** 0.5).masked_fill(hidden, -1e30).log_softmax(-1) for a in (x, y)
+    )
     kl = (log_p.exp() * (log_p - log_s)).sum(-1).transpose(1, 2)[inputs["attention_mask"].bool()].mean()
     torch.testing.assert_close(found, kl, rtol=1e-4, atol=1e-6)
     both = loss_of(teacher, student, inputs, layer_map={1: 1}, relations=("qk", relation))
@@ -145,7 +150,9 @@ def test_rows_of_labels():
     torch.testing.assert_close(found, rows.transpose(2, 3)[:, kept].mean())
     with AttentionDistiller(teacher, student, rows="labels") as distiller:
         student(**inputs)
-        with pytest.raises(ValueError, match=r"rows='labels': the student ran without labels: pass loss\(labels=...\)"):
+        with pytest.raises(
+            ValueError, match=r"rows='labels': the student ran without labels: pass loss\(labels=...\)"
+        ):
             distiller.loss()
         torch.testing.assert_close(distiller.loss(labels=labels), found)
         student(**inputs)

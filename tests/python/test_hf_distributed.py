@@ -19,4 +19,6 @@ def test_two_processes(cases):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     answer = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert answer.returncode == 0, answer.stderr[-3000:]
-    assert [f"{case} works" for case in cases] == [line for line in answer.stdout.splitlines() if line.endswith("works")]
+    assert [f"{case} works" for case in cases] == [
+        line for line in answer.stdout.splitlines() if line.endswith("works")
+    ]

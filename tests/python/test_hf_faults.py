@@ -26,7 +26,9 @@ def test_a_second_forward_without_gradients_is_an_error():
         student(**inputs)
         with torch.no_grad():
             student(**inputs)
-        with pytest.raises(RuntimeError, match=r"would not train the student: its last forward ran under torch.no_grad\(\)"):
+        with pytest.raises(
+            RuntimeError, match=r"would not train the student: its last forward ran under torch.no_grad\(\)"
+        ):
             distiller.loss()
         with torch.no_grad():
             assert distiller.loss() > 0
@@ -36,7 +38,9 @@ def test_a_frozen_student_is_an_error():
     student = llama().requires_grad_(False)
     with AttentionDistiller(llama(), student) as distiller:
         student(**batch())
-        with pytest.raises(RuntimeError, match="no parameter that its queries and keys depend on requires a gradient"):
+        with pytest.raises(
+            RuntimeError, match="no parameter that its queries and keys depend on requires a gradient"
+        ):
             distiller.loss()
         student.model.layers[1].requires_grad_(True)  # the layer below stays frozen
         student(**batch())
@@ -112,7 +116,9 @@ def test_a_larger_vocabulary_of_the_student():
         student(**batch())
         assert distiller.loss() > 0
         student(input_ids=torch.full((1, 5), 110))
-        with pytest.raises(ValueError, match="input_ids contains 110: the teacher has 100 tokens and the student 120"):
+        with pytest.raises(
+            ValueError, match="input_ids contains 110: the teacher has 100 tokens and the student 120"
+        ):
             distiller.loss()
 
 
@@ -123,7 +129,9 @@ def test_position_bias_is_refused():
     teacher, student, inputs = t5(), t5(), batch()
     with AttentionDistiller(teacher, student) as distiller:
         student(**inputs, decoder_input_ids=inputs["input_ids"])
-        with pytest.raises(ValueError, match=r"layer 2 \(decoder.*SelfAttention\) adds a bias to its logits \(position_bias\)"):
+        with pytest.raises(
+            ValueError, match=r"layer 2 \(decoder.*SelfAttention\) adds a bias to its logits \(position_bias\)"
+        ):
             distiller.loss()
 
 
@@ -140,7 +148,9 @@ def test_sinks_are_refused():
 
 
 def test_sample_rows_is_refused():
-    with pytest.raises(ValueError, match="sample_rows=0.125: must be 1: a step on a sample of the query rows needs bounds"):
+    with pytest.raises(
+        ValueError, match="sample_rows=0.125: must be 1: a step on a sample of the query rows needs bounds"
+    ):
         AttentionDistiller(llama(), llama(), sample_rows=1 / 8)
 
 
@@ -170,11 +180,16 @@ def test_a_hole_in_the_mask():
     inputs["attention_mask"][0, 6:9] = 0
     with AttentionDistiller(teacher, student) as distiller:
         student(**inputs)
-        torch.testing.assert_close(distiller.loss(), kl_from_attentions(teacher, student, inputs, {0: 0, 1: 1}), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            distiller.loss(), kl_from_attentions(teacher, student, inputs, {0: 0, 1: 1}), rtol=1e-4, atol=1e-6
+        )
     teacher, student = gemma2(), gemma2()
     with AttentionDistiller(teacher, student) as distiller:
         student(**inputs)
-        with pytest.raises(ValueError, match="student layer 0 and teacher layer 0: the attention_mask hides tokens between visible ones"):
+        with pytest.raises(
+            ValueError,
+            match="student layer 0 and teacher layer 0: the attention_mask hides tokens between visible ones",
+        ):
             distiller.loss()
 
 

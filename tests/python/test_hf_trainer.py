@@ -64,14 +64,18 @@ def test_accumulation_does_not_change_the_weight(tmp_path):
     with AttentionDistiller(teacher, student) as distiller:
         plain = student(**inputs).loss
         (plain + 100.0 * distiller.loss()).backward()
-    torch.testing.assert_close(gradients[0], student.model.layers[0].self_attn.q_proj.weight.grad, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(
+        gradients[0], student.model.layers[0].self_attn.q_proj.weight.grad, rtol=1e-3, atol=1e-5
+    )
 
 
 def test_logs_and_evaluation(tmp_path):
     """The log has the mean over its window; evaluation has the KL of the held-out data."""
     teacher, student, data = llama(), llama(), dataset()
     options = arguments(tmp_path, max_steps=4, per_device_train_batch_size=4, logging_steps=4, learning_rate=0.0)
-    trainer = DistillationTrainer(model=student, args=options, train_dataset=data, eval_dataset=data[:5], teacher=teacher)
+    trainer = DistillationTrainer(
+        model=student, args=options, train_dataset=data, eval_dataset=data[:5], teacher=teacher
+    )
     trainer.train()
     (entry,) = [entry for entry in trainer.state.log_history if "loss" in entry]
     metrics = trainer.evaluate()
@@ -92,7 +96,10 @@ def test_checkpoint_and_resume(tmp_path):
     for path, stops in (tmp_path / "whole", [4]), (tmp_path / "parts", [2, 4]):
         for stop in stops:
             trainer = DistillationTrainer(
-                model=copy.deepcopy(student), args=arguments(path, max_steps=stop, **options), train_dataset=data, teacher=teacher
+                model=copy.deepcopy(student),
+                args=arguments(path, max_steps=stop, **options),
+                train_dataset=data,
+                teacher=teacher,
             )
             trainer.train(resume_from_checkpoint=stop != stops[0])
         weights.append(trainer.model.state_dict())
@@ -138,7 +145,9 @@ def tokenizer():
 def texts(count=8):
     from datasets import Dataset
 
-    return Dataset.from_list([dict(text=" ".join(f"w{(3 * i + j * j) % 90}" for j in range(5 + i % 4))) for i in range(count)])
+    return Dataset.from_list(
+        [dict(text=" ".join(f"w{(3 * i + j * j) % 90}" for j in range(5 + i % 4))) for i in range(count)]
+    )
 
 
 def sft_gradient(tmp_path, tokenizer, weight, **options):
@@ -148,9 +157,16 @@ def sft_gradient(tmp_path, tokenizer, weight, **options):
         pass
 
     torch.manual_seed(0)
-    config = arguments(tmp_path, trl.SFTConfig, **{"max_length": 32, "per_device_train_batch_size": 4, "bf16": False, **options})
+    config = arguments(
+        tmp_path, trl.SFTConfig, **{"max_length": 32, "per_device_train_batch_size": 4, "bf16": False, **options}
+    )
     trainer = Trainer(
-        model=llama(), args=config, train_dataset=texts(), processing_class=tokenizer, teacher=llama(), kl_weight=weight
+        model=llama(),
+        args=config,
+        train_dataset=texts(),
+        processing_class=tokenizer,
+        teacher=llama(),
+        kl_weight=weight,
     )
     trainer.train()
     assert any("attention_kl" in entry for entry in trainer.state.log_history)
@@ -158,7 +174,9 @@ def sft_gradient(tmp_path, tokenizer, weight, **options):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, dict(label_smoothing_factor=0.1), dict(packing=True), dict(padding_free=True, max_length=None)], ids=["plain", "label smoothing", "packing", "padding-free"]
+    "options",
+    [{}, dict(label_smoothing_factor=0.1), dict(packing=True), dict(padding_free=True, max_length=None)],
+    ids=["plain", "label smoothing", "packing", "padding-free"],
 )
 def test_sft_trainer(options, tmp_path, tokenizer):
     """The KL trains: SFTTrainer once ran a second forward, whose KL had no graph, and the weight changed nothing."""
@@ -173,11 +191,16 @@ def test_gkd_trainer(tmp_path, tokenizer):
     class Trainer(RecordsGradients, DistillationMixin, gkd.GKDTrainer):
         pass
 
-    talks = [dict(messages=[dict(role="user", content=f"w{i} w{i + 1}"), dict(role="assistant", content="w3 w4 w5")]) for i in range(8)]
+    talks = [
+        dict(messages=[dict(role="user", content=f"w{i} w{i + 1}"), dict(role="assistant", content="w3 w4 w5")])
+        for i in range(8)
+    ]
     gradients = []
     for weight in 0.0, 1000.0:
         torch.manual_seed(0)
-        config = arguments(tmp_path, gkd.GKDConfig, max_length=32, per_device_train_batch_size=4, max_new_tokens=4, lmbda=0.0)
+        config = arguments(
+            tmp_path, gkd.GKDConfig, max_length=32, per_device_train_batch_size=4, max_new_tokens=4, lmbda=0.0
+        )
         trainer = Trainer(
             model=llama(), teacher_model=llama(), args=config, train_dataset=Dataset.from_list(talks), processing_class=tokenizer,
             kl_weight=weight,

@@ -42,7 +42,9 @@ class Call:
     causal: bool  # what the attention does without a mask tensor
     scale: float | None
     softcap: float
-    options: dict[str, Any]  # the other arguments that matter: sliding_window, cu_seq_lens_q, ... and those of UNMODELLED
+    options: dict[
+        str, Any
+    ]  # the other arguments that matter: sliding_window, cu_seq_lens_q, ... and those of UNMODELLED
     has_graph: bool  # it ran with gradients enabled
     probe: Any = None  # (rows, output of these rows) to verify the model of this attention, once
 
@@ -123,7 +125,14 @@ def _probe(call: Call, answer, attention_mask, args, kwargs):
     """Some query rows, and the output of the attention for them, without dropout."""
     if kwargs.get("dropout"):
         answer = _run_own(
-            call.implementation, call.module, call.query, call.key, call.value, attention_mask, *args, **{**kwargs, "dropout": 0.0}
+            call.implementation,
+            call.module,
+            call.query,
+            call.key,
+            call.value,
+            attention_mask,
+            *args,
+            **{**kwargs, "dropout": 0.0},
         )
     length = call.query.shape[2]
     rows = sorted({length // 3, length // 2, length - 1})

@@ -86,7 +86,9 @@ class Recorder:
         self._verified: set = set()
         self._hooks: list = []
         self._implementations: list[tuple[Any, str]] = []  # configs and their own implementation
-        self._shared: list[tuple[torch.nn.Module, Any]] = []  # modules and the config that they share with another model
+        self._shared: list[
+            tuple[torch.nn.Module, Any]
+        ] = []  # modules and the config that they share with another model
         self._model = None if model is None else weakref.ref(model)
 
     # A copy of an attached model, or a pickled one, runs its own attention and records nothing.

@@ -75,13 +75,21 @@ def save_pair(path: str | os.PathLike, teacher: Layer, student: Layer) -> list[s
     """
     from safetensors.torch import save_file
 
-    (q_t, k_t, q_s, k_s), options, _ = Pair("the pair", teacher.require(), student.require(), None).arguments(RowCache())
+    (q_t, k_t, q_s, k_s), options, _ = Pair("the pair", teacher.require(), student.require(), None).arguments(
+        RowCache()
+    )
     tensors = dict(q_t=q_t, k_t=k_t, q_s=q_s, k_s=k_s)
     if "cu_seqlens_q" in options:
         ends = {side: int(options[f"cu_seqlens_{side}"][-1]) for side in "qk"}
         tensors = {name: tensor[:, : ends[name[0]]] for name, tensor in tensors.items()}
         tensors.update(cu_seqlens_q=options["cu_seqlens_q"], cu_seqlens_k=options["cu_seqlens_k"])
-    save_file({name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}, os.fspath(path))
+    save_file(
+        {
+            name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+            for name, tensor in tensors.items()
+        },
+        os.fspath(path),
+    )
     left, right = options["window_size"]
     right = -1 if options["causal"] else right
     arguments = ["--causal"] if options["causal"] else []
@@ -132,7 +140,9 @@ class Comparison:
         lines = ["student layer  teacher layer  KL, nats  by position"]
         positions = self.per_position()
         for (i, j), kl in self.per_layer().items():
-            lines.append(f"{i:13}  {j:13}  {kl:8.4f}  " + " ".join(f"{part:.3f}" for part in positions[i, j].tolist()))
+            lines.append(
+                f"{i:13}  {j:13}  {kl:8.4f}  " + " ".join(f"{part:.3f}" for part in positions[i, j].tolist())
+            )
         return "\n".join(lines)
 
 

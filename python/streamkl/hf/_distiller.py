@@ -137,7 +137,9 @@ class AttentionDistiller:
         weights = {i: self.layer_weight.get(i, 1.0) for i in losses}
         total = sum(weights.values())
         if total == 0:
-            raise ValueError(f"layer_weight={self.layer_weight!r}: at least one of the layers {list(losses)} must count")
+            raise ValueError(
+                f"layer_weight={self.layer_weight!r}: at least one of the layers {list(losses)} must count"
+            )
         if len(set(weights.values())) == 1:
             return torch.stack(list(losses.values())).mean()
         return torch.stack([losses[i] * (weight / total) for i, weight in weights.items()]).sum()
@@ -176,7 +178,12 @@ class AttentionDistiller:
         maps.check_layers(chosen, len(layers_t), len(layers_s))
         self._check_graph([layers_s[i] for i in chosen])
         return {
-            (i, j): Pair(f"student layer {i} and teacher layer {j}", layers_t[j].require(), layers_s[i].require(), self._heads(i))
+            (i, j): Pair(
+                f"student layer {i} and teacher layer {j}",
+                layers_t[j].require(),
+                layers_s[i].require(),
+                self._heads(i),
+            )
             for i, many in chosen.items()
             for j in many
         }

@@ -9,8 +9,21 @@ import torch
 
 from ._capture import Capture
 
-_COMPARED = ("input_ids", "decoder_input_ids", "attention_mask", "decoder_attention_mask", "position_ids", "token_type_ids")
-_NOT_FOR_TEACHER = {"past_key_values", "num_items_in_batch", "return_dict", "output_attentions", "output_hidden_states"}
+_COMPARED = (
+    "input_ids",
+    "decoder_input_ids",
+    "attention_mask",
+    "decoder_attention_mask",
+    "position_ids",
+    "token_type_ids",
+)
+_NOT_FOR_TEACHER = {
+    "past_key_values",
+    "num_items_in_batch",
+    "return_dict",
+    "output_attentions",
+    "output_hidden_states",
+}
 _ADVICE = "run the teacher on the student's batch after the last loss(), or not at all: loss() runs it"
 
 
@@ -55,7 +68,10 @@ def check_same_input(teacher: Capture, student: Capture) -> None:
     """The teacher that the caller ran has read what the student has read. Compares values only of different tensors."""
     given_t, given_s = teacher.root.arguments(), student.root.arguments()
     if "input_ids" not in given_t or "input_ids" not in given_s:
-        names = [next((name for name in ("input_ids", "inputs_embeds") if name in given), "other input") for given in (given_t, given_s)]
+        names = [
+            next((name for name in ("input_ids", "inputs_embeds") if name in given), "other input")
+            for given in (given_t, given_s)
+        ]
         raise ValueError(
             f"AttentionDistiller: the teacher ran on {names[0]} and the student on {names[1]}, which cannot be compared: pass "
             "check_input=False if both read the same tokens"

@@ -155,7 +155,9 @@ def _visible_to_flash(call: Call) -> tuple[Visible, torch.Tensor | None]:
     mask = call.mask.tensor if isinstance(call.mask, Mask) else call.mask
     if (bounds := call.options.get("cu_seq_lens_q")) is not None:
         token = torch.arange(call.query.shape[2], device=bounds.device)
-        visible = visible.both(Visible(segments=(torch.searchsorted(bounds[1:].contiguous(), token, right=True)[None],)))
+        visible = visible.both(
+            Visible(segments=(torch.searchsorted(bounds[1:].contiguous(), token, right=True)[None],))
+        )
     return visible, mask
 
 

@@ -93,9 +93,13 @@ _READERS: dict[str, Callable[[dict[str, Any], int], Visible]] = {
     "and_masks.<locals>.and_mask": _read_all(Visible.both),
     "or_masks.<locals>.or_mask": _read_all(Visible.either),
     "sliding_window_overlay.<locals>.inner_mask": lambda cells, _: Visible(left=cells["sliding_window"] - 1),
-    "sliding_window_bidirectional_overlay.<locals>.inner_mask": lambda cells, _: Visible(*[cells["sliding_window"]] * 2),
+    "sliding_window_bidirectional_overlay.<locals>.inner_mask": lambda cells, _: Visible(
+        *[cells["sliding_window"]] * 2
+    ),
     "_bidirectional_window_overlay.<locals>.inner_mask": lambda cells, _: Visible(*[cells["sliding_window"] - 1] * 2),
     "sliding_window_mask_function.<locals>.inner_mask": _sides,
     "chunked_overlay.<locals>.inner_mask": _chunks,
-    "packed_sequence_mask_function.<locals>.inner_mask": lambda cells, _: Visible(segments=(cells["packed_sequence_mask"],)),
+    "packed_sequence_mask_function.<locals>.inner_mask": lambda cells, _: Visible(
+        segments=(cells["packed_sequence_mask"],)
+    ),
 }

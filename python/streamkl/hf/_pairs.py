@@ -38,7 +38,10 @@ class RowCache:
             return None
         if id(mask) not in self._padding:
             boolean = mask.bool()
-            self._padding[id(mask)] = (mask, None if bool(boolean.all()) else boolean)  # keeps the mask, and so its id
+            self._padding[id(mask)] = (
+                mask,
+                None if bool(boolean.all()) else boolean,
+            )  # keeps the mask, and so its id
         return self._padding[id(mask)][1]
 
     def rows(self, t: Layer, s: Layer, visible: Visible, where: str) -> Rows:
@@ -117,7 +120,9 @@ class Pair:
             q_t, k_t, lse_t = maps.select_heads(list(self.heads.values()), q_t, k_t, lse_t)
             q_s, k_s, lse_s = maps.select_heads(list(self.heads), q_s, k_s, lse_s)
         elif q_t.shape[1] % q_s.shape[1] != 0:
-            raise ValueError(f"{self.where}: {q_t.shape[1]} heads are not a multiple of {q_s.shape[1]}: pass a head_map")
+            raise ValueError(
+                f"{self.where}: {q_t.shape[1]} heads are not a multiple of {q_s.shape[1]}: pass a head_map"
+            )
         return (q_t, k_t, q_s, k_s), dict(lse_t=lse_t, lse_s=lse_s)
 
     def _lses_cover_the_same(self, cache: RowCache) -> bool:

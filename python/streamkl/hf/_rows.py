@@ -14,7 +14,9 @@ from ._masks import Visible
 class _Side:
     """The tokens of one side, queries or keys."""
 
-    order: torch.Tensor  # of the tokens of [batch * length]; padding follows after the last sequence, where it is ignored
+    order: (
+        torch.Tensor
+    )  # of the tokens of [batch * length]; padding follows after the last sequence, where it is ignored
     cu_seqlens: torch.Tensor
     longest: int
 
