@@ -22,11 +22,10 @@ run in float64, must agree to the last digits. Samples, medians and extra memory
 """
 
 import argparse
-from pathlib import Path
 
 from gpu.indexer_report import COLUMNS
 from gpu.report import check_csv
-from peers import LIBRARY_HELP, current_commit, find_library, measure
+from peers import add_run_options, measure
 
 
 def load_bench():
@@ -37,8 +36,7 @@ def load_bench():
 
 def parser():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--library", type=Path, default=find_library(), help=LIBRARY_HELP)
-    parser.add_argument("--kernel", help="force a kernel that `streamkl info` lists")
+    add_run_options(parser)
     parser.add_argument("--length", type=int, default=8192, metavar="N", help="queries and keys; default 8192")
     parser.add_argument("--heads", type=int, default=64, metavar="N", help="teacher heads; default 64")
     parser.add_argument("--key-heads", type=int, default=0, metavar="N", help="teacher key heads; default: the same")
@@ -52,8 +50,6 @@ def parser():
     parser.add_argument("--no-naive", action="store_true", help="leave the naive code out")
     parser.add_argument("--rounds", type=int, default=9, metavar="N", help="samples per method; default 9")
     parser.add_argument("--sample-ms", type=float, default=20, metavar="X", help="minimum time of a sample; default 20")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="append the results")
-    parser.add_argument("--commit", default=current_commit(), help="the commit in the CSV; default: that of git")
     return parser
 
 

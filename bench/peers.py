@@ -8,6 +8,7 @@
     bench/peers.py --heads 32 --key-heads 8          # GQA, compared with as many key heads as heads
     bench/peers.py --packed 8192,4096,2048,1024,512  # packed sequences, compared with a dense batch
     bench/peers.py --deterministic --only backward   # adds gradients with the same bits on every run
+    bench/peers.py --linearard DIR --peers '' --masks causal --rounds 3   # compared with LinearARD in the checkout DIR
 
 It imports the package streamkl: an installed one, or that of this repository.
 
@@ -20,6 +21,8 @@ The peers, on tensors of the same shape:
     flex     attention KL composed of FlexAttention calls: O(N) memory without a custom kernel
     compile  eager under torch.compile
     eager    plain attention KL: two N x N logits, two log_softmax, one sum
+    linearard   the Triton kernels of github.com/gracefulning/LinearARD, only with --linearard. They return the sum of all
+                rows, so the error of their KL is that of the sum
 
 All methods warm up. Then each round takes one sample per method: 0.3 s of untimed calls, so that the clock under the power
 limit is the method's own and not that of the previous method, then a few calls between two CUDA events. The median of the
@@ -34,7 +37,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gpu.cases import OPERATIONS, PEER_NAMES
+from gpu.cases import LINEARARD_ENTRY, OPERATIONS, PEER_NAMES
 from gpu.report import check_csv, read_csv
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,14 +75,20 @@ def load_bench():
 
 
 def draw(arguments):
+    from gpu.figures import draw_figures
+
+    return draw_figures(read_csv(arguments.csv), arguments.plot, arguments.dims, arguments.masks)
+
+
+def draw_or_exit(arguments, draw):
+    """Prints the paths of the charts that draw(arguments) writes from --csv."""
+    program = Path(sys.argv[0]).name
     try:
-        from gpu.figures import draw_figures
+        written = draw(arguments)
     except ImportError as error:
-        sys.exit(f"peers.py: --plot needs matplotlib: {error}")
-    try:
-        written = draw_figures(read_csv(arguments.csv), arguments.plot, arguments.dims, arguments.masks)
+        sys.exit(f"{program}: --plot needs matplotlib: {error}")
     except ValueError as error:
-        sys.exit(f"peers.py: --csv={arguments.csv}: {error}")
+        sys.exit(f"{program}: --csv={arguments.csv}: {error}")
     print("\n".join(map(str, written)))
 
 
@@ -97,6 +106,14 @@ def find_library():
 def current_commit():
     asked = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return asked.stdout.strip()
+
+
+def add_run_options(parser):
+    """The options that all benchmarks of the library on a GPU have."""
+    parser.add_argument("--library", type=Path, default=find_library(), help=LIBRARY_HELP)
+    parser.add_argument("--kernel", help="force a kernel that `streamkl info` lists")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="append the results")
+    parser.add_argument("--commit", default=current_commit(), help="the commit in the CSV; default: that of git")
 
 
 def numbers(text):
@@ -119,8 +136,7 @@ and the causal mask unless --masks is full"""
 
 def parser():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--library", type=Path, default=find_library(), help=LIBRARY_HELP)
-    parser.add_argument("--kernel", help="force a kernel that `streamkl info` lists")
+    add_run_options(parser)
     parser.add_argument("--heads", type=int, default=16, metavar="N", help="query heads; default 16")
     parser.add_argument("--key-heads", type=int, default=0, metavar="N", help="key heads; compares with as many key heads as heads")
     parser.add_argument("--packed", type=numbers, default=[], metavar="LIST", help="lengths of packed sequences; compares with a dense batch")
@@ -129,12 +145,11 @@ def parser():
     parser.add_argument("--masks", choices=["full", "causal", "both"], default="both")
     parser.add_argument("--only", action="append", choices=list(OPERATIONS), help="a pass; may be repeated; default: all")
     parser.add_argument("--peers", type=peer_names, default=PEER_NAMES, metavar="LIST", help="default: all; '' for none")
+    parser.add_argument("--linearard", type=Path, metavar="DIR", help=f"also time LinearARD: DIR has {LINEARARD_ENTRY}")
     parser.add_argument("--deterministic", action="store_true", help="also time gradients with the same bits on every run")
     parser.add_argument("--rounds", type=int, default=9, metavar="N", help="samples per method; default 9")
     parser.add_argument("--sample-ms", type=float, default=20, metavar="X", help="minimum time of a sample; default 20")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="append the results")
     parser.add_argument("--plot", metavar="PREFIX", help=PLOT_HELP)
-    parser.add_argument("--commit", default=current_commit(), help="the commit in the CSV; default: that of git")
     return parser
 
 
@@ -143,6 +158,10 @@ def main():
     arguments = asked.parse_args()
     if arguments.key_heads < 0 or arguments.heads < 1 or arguments.heads % (arguments.key_heads or 1):
         asked.error(f"--key-heads={arguments.key_heads}: must divide --heads={arguments.heads}")
+    if arguments.linearard and not (arguments.linearard / LINEARARD_ENTRY).is_file():
+        asked.error(f"--linearard={arguments.linearard}: must be a checkout of LinearARD, with {LINEARARD_ENTRY}")
+    if arguments.linearard and (arguments.packed or arguments.key_heads):
+        asked.error("--linearard: must be without --packed and --key-heads, which compare the library with itself")
     if arguments.plot and not (arguments.csv and arguments.csv.exists()):
         asked.error("--plot: needs --csv=FILE, with the results of earlier runs")
     try:
@@ -151,7 +170,7 @@ def main():
     except (ValueError, OSError) as error:
         asked.error(f"--csv={arguments.csv}: {error}")
     if arguments.plot:
-        draw(arguments)
+        draw_or_exit(arguments, draw)
     else:
         measure(arguments, load_bench)
 

@@ -216,7 +216,7 @@ fixture_results results_create(const fixture *f)
     }
     if (p->gradients & SKL_DW_S)
         results.dw_s = create_output(f, p->grad_f32 ? SKL_F32 : p->dtype_w, p->heads_s, f->length_q, p->index_heads);
-    if (p->heads_t > p->heads_s && !p->index_heads)
+    if (p->heads_t > p->heads_s && !p->index_heads && p->gradients & (SKL_DQ_T | SKL_DK_T))
         results.dot_t = create_output(f, SKL_F32, p->heads_t, f->length_q, 1);
     if (p->gradients & SKL_DQ_T)
         results.dq_t = create_output(f, dtype_t, p->heads_t, f->length_q, p->dim_t);

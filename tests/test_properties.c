@@ -2,6 +2,7 @@
 #include "runner.h"
 
 #include <math.h>
+#include <string.h>
 
 #include "case_words.h"
 
@@ -72,6 +73,44 @@ static void test_equal_models_have_kl_0(void **state)
                 run_kind(&f, case_kernel(&twins[c], k), kind, &results);
                 assert_kl_and_gradients_are_0(&results, case_kernel(&twins[c], k), twins[c].name);
             }
+            results_destroy(&results);
+            fixture_destroy(&f);
+        }
+}
+
+/* Head h of `to` becomes head h / repeat of `from`. */
+static void repeat_heads(const test_tensor *to, const test_tensor *from, int64_t repeat)
+{
+    const int64_t head_size = to->length * to->dim;
+    for (int64_t n = 0; n < tensor_count(to); n++) {
+        const int64_t batch = n / (head_size * to->heads), head = n / head_size % to->heads;
+        tensor_set(to, n, tensor_get(from, (batch * from->heads + head / repeat) * head_size + n % head_size));
+    }
+}
+
+/* A student that equals every teacher head of its group: the mean of equal heads is that head, for any number. */
+static void test_equal_heads_of_a_group_have_kl_0(void **state)
+{
+    (void)state;
+    const test_case groups[] = {
+        {"2 heads", SHAPE(1, 67, 131), HEADS(4, 2), DIMS(32, 32), STUDENT_ONLY},
+        {"4 heads", SHAPE(1, 150, 300), HEADS(8, 2), DIMS(128, 128), TYPES(BF16, BF16), CAUSAL, STUDENT_ONLY},
+        {"3 heads", SHAPE(2, 67, 300), HEADS(6, 2), DIMS(64, 64), TYPES(BF16, BF16), WINDOW(90, 9), STUDENT_ONLY},
+        {"5 heads", SHAPE(1, 131, 231), HEADS(5, 1), DIMS(64, 64), TYPES(F16, F16), STUDENT_ONLY, .growth = 2},
+    };
+    for (size_t c = 0; c < COUNT_OF(groups); c++)
+        for (int32_t k = 0; case_kernel(&groups[c], k); k++) {
+            if (strstr(case_kernel(&groups[c], k), "groups") == NULL)
+                continue; /* the others are exact up to rounding */
+            fixture f;
+            fixture_create(&f, &groups[c]);
+            const int64_t repeat = f.q_t.heads / f.q_s.heads;
+            repeat_heads(&f.q_t, &f.q_s, repeat);
+            repeat_heads(&f.k_t, &f.k_s, repeat);
+            fixture_results results = results_create(&f);
+            results_poison(&results);
+            run_kind(&f, case_kernel(&groups[c], k), 0, &results);
+            assert_kl_and_gradients_are_0(&results, case_kernel(&groups[c], k), groups[c].name);
             results_destroy(&results);
             fixture_destroy(&f);
         }
@@ -445,6 +484,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_equal_models_have_kl_0),
+        cmocka_unit_test(test_equal_heads_of_a_group_have_kl_0),
         cmocka_unit_test(test_kl_is_never_negative),
         cmocka_unit_test(test_shifted_keys_change_nothing),
         cmocka_unit_test(test_order_of_keys_does_not_matter),

@@ -6,6 +6,8 @@ FORWARD, BACKWARD, ONE_PASS = "forward", "backward", "one pass"
 STEP = "forward + backward"
 OPERATIONS = {FORWARD: 0, BACKWARD: 1, ONE_PASS: 2}  # skl_op
 PEER_NAMES = "cudnn fa2 triton flex compile eager".split()
+# A peer that is not in this repository: --linearard names a checkout with this file.
+LINEARARD, LINEARARD_ENTRY = "linearard", "kernels/attention_KL/integration.py"
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,7 @@ def append_csv(path, rows, run, columns=COLUMNS):
         writer.writerows({"date": date.today().isoformat(), **run, **row} for row in rows)
 
 
-def read_csv(path):
-    check_csv(path)
+def read_csv(path, columns=COLUMNS):
+    check_csv(path, columns)
     with path.open(newline="") as file:
         return list(csv.DictReader(file))

@@ -2,8 +2,9 @@
 
 import torch
 
-from .cases import BACKWARD, FORWARD, OPERATIONS, Case
+from .cases import BACKWARD, FORWARD, LINEARARD, OPERATIONS, Case
 from .library import lib
+from .linearard import linearard
 from .measure import PEER_WRONG, WRONG, Oracle, examine, random_tensors, refusing, release_memory, time_methods
 from .methods import PEERS, Method, ours
 from .report import append_csv, compared_with_dense, csv_rows, print_errors, print_explanations, print_table
@@ -25,11 +26,11 @@ def cases_of(arguments):
                 yield Case(arguments.heads, length, dim, causal, arguments.key_heads, packed=tuple(arguments.packed))
 
 
-def make_peer(name, tensors, case, wanted, oracle):
+def make_peer(name, make, tensors, case, wanted, oracle):
     """The peer, or a method with the reason why it cannot run or is not comparable."""
     refused = Method(name, case)
     with refusing(refused):
-        method = PEERS[name](tensors, case, wanted)
+        method = make(tensors, case, wanted)
         examine(method, oracle)
         wrong = [f"{result} is off by {error:.1e}" for result, error in method.errors.items() if not error <= PEER_WRONG]
         if not wrong:
@@ -57,6 +58,9 @@ class Bench(LibraryBench):
     def __init__(self, arguments):
         super().__init__(arguments)
         self.wanted = arguments.only or list(OPERATIONS)
+        self.peers = {name: PEERS[name] for name in arguments.peers}
+        if arguments.linearard:
+            self.peers[LINEARARD] = linearard(arguments.linearard)
 
     def run(self):
         print(self.introduction())
@@ -69,7 +73,8 @@ class Bench(LibraryBench):
         torch.compiler.reset()  # after a few shapes, torch.compile stops compiling
         methods, tensors, oracle = self.make_ours(case)
         if {FORWARD, BACKWARD} & set(self.wanted):
-            methods += [make_peer(name, tensors, case, self.wanted, oracle) for name in self.arguments.peers]
+            peers = self.peers.items()
+            methods += [make_peer(name, make, tensors, case, self.wanted, oracle) for name, make in peers]
         self.time(methods)
         self.report(methods)
 

@@ -63,7 +63,8 @@ static void add_required_rows(const skl_problem *p, const skl_needs *needs, skl_
         in->kl = new_input(p->heads_s, rows_q, 1);
     if (call->op == SKL_OP_BACKWARD && needs->dot_t && in->dot_t.data == NULL)
         in->dot_t = new_input(p->heads_t, rows_q, 1);
-    if (call->op == SKL_OP_FORWARD_BACKWARD && needs->dot_t)
+    const bool forward_of_dots = call->op == SKL_OP_FORWARD && skl_needs_of(p, SKL_OP_BACKWARD, p->gradients).dot_t;
+    if (forward_of_dots || (call->op == SKL_OP_FORWARD_BACKWARD && needs->dot_t))
         call->rows.dot_t = new_output(p->heads_t, rows_q, 1);
 }
 

@@ -22,6 +22,11 @@
  * range. A tile whose sum passes this bound is redone with a new shift. */
 #define SKL_LAZY_BOUND 4096.0F
 
+/* Logits in base 2 from here on are too coarse for exponents: the rounding error of a product, which a shift by the
+ * rounded maximum leaves, is no longer far below 1. Kernels on a GPU then round products before they subtract a
+ * shift, as eager PyTorch does, and refuse, by NaN, to recover probabilities from an LSE. */
+#define SKL_HUGE_LOGIT 1048576.0F
+
 SKL_HOST_DEVICE skl_row_state skl_state_empty(void)
 {
     const skl_row_state state = {-INFINITY, 0.0F, -INFINITY, 0.0F, 0.0F};
@@ -122,9 +127,16 @@ SKL_HOST_DEVICE skl_lse2 skl_lse2_split(double lse2)
     return split;
 }
 
+/* -inf, of a row without visible keys, stays; any other LSE beyond SKL_HUGE_LOGIT is NaN. */
+SKL_HOST_DEVICE int skl_lse2_is_usable(float lse2)
+{
+    return lse2 < SKL_HUGE_LOGIT && (lse2 > -SKL_HUGE_LOGIT || lse2 == -INFINITY);
+}
+
 SKL_HOST_DEVICE skl_lse2 skl_lse2_of(float lse)
 {
-    return skl_lse2_split((double)lse * SKL_LOG2E_DOUBLE);
+    const skl_lse2 nan = {NAN, 0.0F};
+    return skl_lse2_is_usable(lse * SKL_LOG2E) ? skl_lse2_split((double)lse * SKL_LOG2E_DOUBLE) : nan;
 }
 
 /* max(kl, 0) that keeps NaN. */

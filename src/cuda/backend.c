@@ -1,4 +1,4 @@
-/* The CUDA backend: runs the launches that select.c chooses, on the caller's stream. It never allocates nor
+/* The CUDA backend: runs the launches that cuda/select chooses, on the caller's stream. It never allocates nor
  * synchronises. */
 #include <stdbool.h>
 #include <stdio.h>
@@ -123,13 +123,13 @@ static skl_status run(const skl_plan *plan, const skl_call *call)
     const skl_status status = enter_device(plan->device_index, &former);
     if (status != SKL_OK)
         return status;
-    skl_cuda_params params;
+    skl_cuda_params params, halves;
     skl_cuda_launches launches;
     skl_cuda_select(plan, call, &params, &launches);
     cudaError_t error = cudaSuccess;
     int i = 0;
     for (; i < launches.count && error == cudaSuccess; i++)
-        error = launches.at[i].launcher(&params, &launches.at[i]);
+        error = launches.at[i].launcher(skl_cuda_launch_params(&params, &launches.at[i], &halves), &launches.at[i]);
     leave_device(plan->device_index, former);
     if (error == cudaSuccess)
         return SKL_OK;

@@ -12,6 +12,9 @@ enum { CAPABILITY_END_sm80 = 1000, CAPABILITY_END_sm90 = 91 };
 #define PRODUCTS_sm80 "mma.sync"
 #define PRODUCTS_sm90 "wgmma and TMA"
 
+#define INDEXER_DETAIL_dense  "dense indexer, teacher groups"
+#define INDEXER_DETAIL_sparse "sparse indexer"
+
 #define ENTRY(arch, type, size, text)                                                                                \
     .name = "cuda_" #arch "_" #type "_" #size, .detail = #type ", " text ": " PRODUCTS_##arch,                       \
     .capability = SKL_CAPABILITY_##arch, .capability_end = CAPABILITY_END_##arch, .dtype = DTYPE_##type
@@ -22,8 +25,12 @@ enum { CAPABILITY_END_sm80 = 1000, CAPABILITY_END_sm90 = 91 };
 #define ATTENTION_FUSED(arch, type, dim)                                                                             \
     {ATTENTION(arch, type, dim), .fused = skl_cuda_##arch##_##type##_##dim##_fused},
 #define ATTENTION_UNFUSED(arch, type, dim) {ATTENTION(arch, type, dim), .dq = skl_cuda_##arch##_##type##_##dim##_dq},
+#define GROUP_KERNELS(arch, type, name)                                                                              \
+    {ENTRY(arch, type, name, "teacher groups, dim <= 128"), .dim_max = SKL_GROUP_DIM_MAX,                            \
+     .group_lse = skl_cuda_##arch##_##type##_##name##_lse, .group_rows = skl_cuda_##arch##_##type##_##name##_rows,   \
+     .group_fused = skl_cuda_##arch##_##type##_##name##_fused},
 #define INDEXER_KERNELS(arch, type, kind)                                                                            \
-    {ENTRY(arch, type, kind, #kind " indexer"), .dim_max = SKL_INDEX_DIM_MAX,                                        \
+    {ENTRY(arch, type, kind, INDEXER_DETAIL_##kind), .dim_max = SKL_INDEX_DIM_MAX,                                   \
      .kind##_rows = skl_cuda_##arch##_##type##_##kind##_rows,                                                        \
      .kind##_gradients = skl_cuda_##arch##_##type##_##kind##_gradients},
 

@@ -1,4 +1,4 @@
-/* The kernel list: every kernel that select.c can choose. */
+/* The kernel list: every kernel that cuda/select can choose. */
 #ifndef SKL_CUDA_KERNELS_H
 #define SKL_CUDA_KERNELS_H
 
@@ -18,6 +18,7 @@ typedef struct skl_cuda_kernel {
     int64_t dim_max; /* of attention heads; 0: any size and type */
     skl_cuda_launcher forward, fused, dq, dk;
     int (*blocks_per_sm)(void); /* of the forward */
+    skl_cuda_launcher group_lse, group_rows, group_fused;
     skl_cuda_launcher dense_rows, dense_gradients, sparse_rows, sparse_gradients;
 } skl_cuda_kernel;
 

@@ -36,13 +36,14 @@ typedef struct skl_cuda_params {
 typedef struct skl_cuda_launch skl_cuda_launch;
 typedef cudaError_t (*skl_cuda_launcher)(const skl_cuda_params *params, const skl_cuda_launch *launch);
 
-/* One launch as select.c chose it. A launcher obeys: it neither chooses again nor falls back to another kernel. */
+/* One launch as cuda/select chose it. A launcher obeys: it neither chooses again nor falls back to another kernel. */
 struct skl_cuda_launch {
     const char *step;    /* "forward", "dq_s and dk_s", ... */
     const char *kernel;  /* its name in the kernel list */
     const char *variant; /* of the kernel */
     skl_cuda_launcher launcher;
     int32_t sm_count;
+    int32_t smem_per_block;  /* bytes, at most */
     int32_t persistent;      /* forward: resident blocks take one tile after another */
     int32_t num_splits;      /* forward: splits of the keys of a query tile, merged by a second kernel */
     int32_t head_group;      /* heads whose tiles run together so that their keys stay in the L2 cache */
@@ -50,14 +51,17 @@ struct skl_cuda_launch {
     int32_t kl_in_backward;  /* rows.kl comes out of the kernel that computes the gradients */
     int32_t rows_known;      /* an earlier launch of the same call stored kl and dot_t */
     skl_output dk_sums;      /* where a fused backward adds up dk in f32: dk itself or workspace; no data: no dk */
+    int32_t halves;          /* a forward whose arguments are the halves of a side's heads: gives their LSEs */
+    skl_output lse;          /* teacher groups: where a launch writes LSEs, or a forward finds the teacher's */
     skl_index_layout strips; /* of an indexer on tensor cores, dense */
     skl_dense_chunk dense;   /* of an indexer without them, dense */
     skl_sparse_layout sparse;
+    size_t states_at; /* forward: offset of split states in the workspace */
     size_t workspace_size;
     const char *reason; /* why this kernel and not another */
 };
 
-/* Variants, as select.c and the launchers name them. */
+/* Variants, as cuda/select and the launchers name them. */
 #define SKL_VARIANT_PERSISTENT    "persistent"
 #define SKL_VARIANT_TILES         "one tile per block"
 #define SKL_VARIANT_SOFTCAP       "softcap, one tile per block"
@@ -68,6 +72,8 @@ struct skl_cuda_launch {
 #define SKL_VARIANT_DK            "dk"
 #define SKL_VARIANT_DK_SOFTCAP    "dk, softcap"
 #define SKL_VARIANT_GROUPS        "teacher groups"
+#define SKL_VARIANT_FUSED_GROUPS  "fused backward, teacher groups"
+#define SKL_VARIANT_LSE           "LSE"
 #define SKL_VARIANT_ROWS          "rows"
 #define SKL_VARIANT_GRADIENTS     "gradients"
 #define SKL_VARIANT_RESIDENT      "rows, queries in shared memory"
@@ -76,7 +82,7 @@ struct skl_cuda_launch {
 #define SKL_VARIANT_STREAMED      "rows, streamed queries"
 
 /* The name of the kernel, its variant and the number of splits, as every launcher reports them when it launches. NULL
- * outside of tests, which compare them with what select.c chose. */
+ * outside of tests, which compare them with what cuda/select chose. */
 typedef void (*skl_launch_hook)(const char *kernel, const char *variant, int32_t num_splits);
 extern skl_launch_hook skl_cuda_launch_hook;
 
@@ -90,7 +96,10 @@ enum {
     SKL_SM90_STAGE_KEYS = 64,
     SKL_SM90_NARROW_DIM_MAX = 128, /* larger heads have the wide kernels */
     SKL_SM90_BACKWARD_ROWS = 128,  /* queries per tile of the fused backward */
-    SKL_HEAD_GROUP_MAX = 16
+    SKL_HEAD_GROUP_MAX = 16,
+    SKL_GROUP_DIM_MAX = 128,  /* head sizes with kernels for teacher groups, which are padded to 64 or 128 */
+    SKL_GROUP_DIMS_MAX = 512, /* of all teacher heads of a group: their queries stay in shared memory */
+    SKL_GROUP_TILE = 128      /* queries of a tile, keys of a forward's stage */
 };
 
 /* Tensor-core kernels count rows in 32 bits. */
@@ -127,11 +136,16 @@ SKL_DECLARE_LAUNCHER(skl_cuda_general_sparse_gradients)
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##dim##_fused)                                                  \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##dim##_dk)                                                     \
     int skl_cuda_##arch##_##dtype##_##dim##_blocks_per_sm(void);
+#define GROUP_KERNELS(arch, dtype, name)                                                                             \
+    SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_lse)                                                   \
+    SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_rows)                                                  \
+    SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_fused)
 #define INDEXER_KERNELS(arch, dtype, stage)                                                                          \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##stage##_rows)                                                 \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##stage##_gradients)
 #include "cuda/instances.def"
 #undef INDEXER_KERNELS
+#undef GROUP_KERNELS
 #undef ATTENTION_FUSED
 #undef ATTENTION_UNFUSED
 #undef SKL_DECLARE_LAUNCHER

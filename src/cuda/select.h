@@ -26,4 +26,8 @@ typedef struct skl_cuda_launches {
 void skl_cuda_select(const skl_plan *plan, const skl_call *call, skl_cuda_params *params,
                      skl_cuda_launches *launches);
 
+/* The parameters of one of them: those that all share or, in *halves, its own. */
+const skl_cuda_params *skl_cuda_launch_params(const skl_cuda_params *params, const skl_cuda_launch *launch,
+                                              skl_cuda_params *halves);
+
 #endif

@@ -50,11 +50,19 @@ def figures(path, lengths=(1024, 2048, 4096)):
         (["--heads", 32, "--key-heads", 12], "--key-heads=12: must divide --heads=32"),
         (["--packed", "128,0"], "--packed"),
         (["--plot", "x"], "needs --csv=FILE"),
+        (["--linearard", "/nowhere"], "--linearard=/nowhere: must be a checkout of LinearARD, with kernels/attention_KL/integration.py"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):
     ran = run_peers(*arguments)
     assert ran.returncode == 2 and message in ran.stderr
+
+
+def test_linearard_is_compared_on_dense_problems_only(tmp_path):
+    (tmp_path / "kernels/attention_KL").mkdir(parents=True)
+    (tmp_path / "kernels/attention_KL/integration.py").touch()
+    ran = run_peers("--linearard", tmp_path, "--packed", "64,32")
+    assert ran.returncode == 2 and "--linearard: must be without --packed and --key-heads" in ran.stderr
 
 
 def test_a_file_with_other_columns_is_refused_before_anything_is_measured(tmp_path):

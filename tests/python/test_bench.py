@@ -10,7 +10,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
 from gpu import indexer_methods as methods  # noqa: E402
 from gpu import methods as attention_methods  # noqa: E402
-from gpu.cases import FORWARD, OPERATIONS, STEP, Case, IndexerCase  # noqa: E402
+from gpu.cases import BACKWARD, FORWARD, OPERATIONS, STEP, Case, IndexerCase  # noqa: E402
+from gpu.linearard import linearard  # noqa: E402
 from gpu.measure import PEER_WRONG, WRONG, Oracle, random_tensors  # noqa: E402
 
 
@@ -22,6 +23,40 @@ def test_attention_agrees_with_float64(case):
     for method in two_passes, one_pass:
         assert all(error <= WRONG[name] for name, error in oracle.errors(method.step()).items())
     assert two_passes.explanation.startswith("forward: ") and "one-pass" in one_pass.explanation
+
+
+STAND_IN = """
+import torch
+from .scale import scale_of
+
+def attn_kl_align(qs, ks, qt, kt, attn_mask=None, causal=True):
+    hidden = torch.ones(qs.shape[2], ks.shape[2], dtype=torch.bool).triu(1 if causal else 1 << 20)
+    x, y = (scale_of(q) * (q.float() @ k.float().mT).masked_fill(hidden, -1e30) for q, k in ((qt, kt), (qs, ks)))
+    log_p, log_s = torch.log_softmax(x, -1), torch.log_softmax(y, -1)
+    return (log_p.exp() * (log_p - log_s)).sum()
+"""
+
+
+def make_checkout(folder, scale):
+    """A folder with the names of LinearARD's entry point, and other code."""
+    kernels = folder / "kernels/attention_KL"
+    kernels.mkdir(parents=True)
+    (kernels / "integration.py").write_text(STAND_IN)
+    (kernels / "scale.py").write_text(f"def scale_of(q):\n    return {scale} * q.shape[-1] ** -0.5\n")
+    return folder
+
+
+def test_linearard_is_imported_from_its_checkout_and_compared_by_its_sum(tmp_path):
+    case = Case(3, 40, 32, True)
+    tensors = random_tensors(case, "cpu")
+    oracle = Oracle(tensors, case)
+    for scale, is_right in (1, True), (2, False):
+        make = linearard(make_checkout(tmp_path / str(scale), scale))
+        method = make(tensors, case, [FORWARD, BACKWARD])
+        errors = oracle.errors(method.step())
+        assert errors.keys() == {"kl", "dq", "dk"}
+        assert all((error <= PEER_WRONG) is is_right for error in errors.values())
+        assert method.passes[FORWARD]()().dim() == 0 and len(method.passes[BACKWARD]()()) == 2
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -12,7 +12,8 @@ struct forward_params : skl_cuda_params {
 
 inline forward_params forward_params_of(const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
-    return {*params, launch->num_splits, launch->head_group, (skl_row_state *)params->call.workspace};
+    return {*params, launch->num_splits, launch->head_group,
+            (skl_row_state *)(void *)((char *)params->call.workspace + launch->states_at)};
 }
 
 struct backward_params : skl_cuda_params {

@@ -107,4 +107,12 @@ __device__ inline float ex2(float x)
     return y;
 }
 
+/* log2 x on the special function unit, for normal x. */
+__device__ inline float lg2(float x)
+{
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 #endif

@@ -24,6 +24,17 @@ __device__ inline void add_pair(row_sums &sums, float x, float y, bool first = f
     sums.w = first ? p_a * (x - y) : fmaf(p_a, x - y, sums.w);
 }
 
+__device__ inline bool is_huge(float m)
+{
+    return !(fabsf(m) < SKL_HUGE_LOGIT);
+}
+
+/* A logit minus its shift. */
+__device__ inline float minus_shift(float product, float scale, float m, bool huge)
+{
+    return huge ? __fsub_rn(__fmul_rn(product, scale), m) : fmaf(product, scale, -m);
+}
+
 /* SUMS: skl_row_state or row_sums, with the same shifts. */
 template <typename SUMS> __device__ inline void add_sums(SUMS &to, const row_sums &sums)
 {
@@ -53,6 +64,7 @@ __device__ inline void add_with_max(skl_row_state &state, const float (&a)[BLOCK
     if (!any)
         return;
     state = skl_state_move(state, m_a, m_b);
+    const bool huge_a = is_huge(m_a), huge_b = is_huge(m_b);
     row_sums sums = {};
 #pragma unroll
     for (int block = 0; block < BLOCKS; block++)
@@ -60,8 +72,8 @@ __device__ inline void add_with_max(skl_row_state &state, const float (&a)[BLOCK
         for (int parity = 0; parity < 2; parity++) {
             const int column = acc_column(block, parity);
             if (!MASKED || (column >= sees.begin && column < sees.end))
-                add_pair(sums, fmaf(a[block][half * 2 + parity], scale_a, -m_a),
-                         fmaf(b[block][half * 2 + parity], scale_b, -m_b));
+                add_pair(sums, minus_shift(a[block][half * 2 + parity], scale_a, m_a, huge_a),
+                         minus_shift(b[block][half * 2 + parity], scale_b, m_b, huge_b));
         }
     add_sums(state, sums);
 }

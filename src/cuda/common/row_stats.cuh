@@ -38,6 +38,22 @@ __device__ inline float row_stat(const backward_params &params, int which, const
     return source.data != NULL ? skl_row_value(&source, &s, head, query) : which == 3 ? 1.0F : 0.0F;
 }
 
+/* An LSE in base 2. */
+__device__ inline float lse2_of(float lse)
+{
+    return skl_lse2_is_usable(lse * SKL_LOG2E) ? lse * SKL_LOG2E : NAN;
+}
+
+/* KL of a one-pass kernel, whose shifts are the given LSEs. Over a single key it is 0, whatever the rounding of the
+ * LSEs; infinity and NaN still show. */
+__device__ inline float one_pass_kl(const skl_problem &problem, const skl_sequence &s, int64_t query,
+                                    const skl_row_state &state)
+{
+    const skl_range sees = skl_visible(&problem, &s, query);
+    const float kl = skl_kl_report(skl_state_kl(&state));
+    return sees.end - sees.begin == 1 && fabsf(kl) < INFINITY ? 0.0F : kl;
+}
+
 /* d KL / d logit of A, or of B (WRT_B), without the upstream gradient. log_p_a and log_p_b are in base 2.
  *
  *   wrt A   p_a (log p_a - log p_b - KL)       wrt B   p_b - p_a */

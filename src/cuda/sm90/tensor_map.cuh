@@ -21,8 +21,8 @@ inline skl_dtype dtype_of_element(__half)
     return SKL_F16;
 }
 
-/* select.c has found that TMA can address the tensors: if there is no descriptor, an earlier launch has failed, which
- * any call of the runtime reports. */
+/* cuda/select has found that TMA can address the tensors: if there is no descriptor, an earlier launch has failed,
+ * which any call of the runtime reports. */
 inline cudaError_t encode_error()
 {
     const cudaError_t error = cudaFree(NULL);

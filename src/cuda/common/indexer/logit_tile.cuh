@@ -6,6 +6,7 @@
 
 #include "base/convert.h"
 #include "cuda/common/indexer/strip.cuh"
+#include "cuda/common/row_stats.cuh"
 
 namespace tensor_core
 {
@@ -75,7 +76,8 @@ struct head_lse {
     {
         const float high = __fmul_rn(lse, SKL_LOG2E);
         const float low = fmaf(lse, (float)(SKL_LOG2E_DOUBLE - (double)SKL_LOG2E), fmaf(lse, SKL_LOG2E, -high));
-        return {high, fabsf(lse) < INFINITY ? fmaf(-low * SKL_LN2, mean, mean) : mean};
+        return {skl_lse2_is_usable(high) ? high : NAN,
+                fabsf(lse) < INFINITY ? fmaf(-low * SKL_LN2, mean, mean) : mean};
     }
 };
 
@@ -89,10 +91,14 @@ __device__ inline head_lse lse_of(const index_params &params, const query_slot &
             lse.stride_head, 1.0F / (float)skl_group_size(&params.problem)};
 }
 
+static __device__ const float unit_weight = 1.0F; /* of attention heads */
+
 __device__ inline head_weight weight_of(const index_params &params, const query_slot &slot, int64_t query)
 {
     const skl_input &w = params.call.inputs.w_s;
     const skl_dtype dtype = params.problem.dtype_w;
+    if (w.data == NULL)
+        return {(const char *)&unit_weight, 0, SKL_F32};
     const int64_t size = (int64_t)skl_dtype_size(dtype);
     return {(const char *)w.data +
                 SKL_ROW(w, slot.sequence.batch, slot.head, slot.sequence.query_begin + query) * size,
@@ -131,12 +137,13 @@ __device__ inline index_row sum_pairs(float (&p)[N][4], const float (&y)[N][4], 
         }
     if (!any)
         return row;
+    const bool huge = is_huge(row.state.m_b);
 #pragma unroll
     for (int n = 0; n < N; n++)
 #pragma unroll
         for (int parity = 0; parity < 2; parity++) {
             const float log_p_a = p[n][half * 2 + parity] - row.state.m_a, p_a = ex2(log_p_a);
-            const float log_p_b = fmaf(y[n][half * 2 + parity], scale, -row.state.m_b);
+            const float log_p_b = minus_shift(y[n][half * 2 + parity], scale, row.state.m_b, huge);
             if (acc_column(n, parity) < sees.begin || acc_column(n, parity) >= sees.end)
                 continue;
             row.state.l_a += p_a;
@@ -168,7 +175,8 @@ __device__ inline index_row sum_index(const float (&y)[N][4], float scale, int h
 #pragma unroll
         for (int parity = 0; parity < 2; parity++)
             if (!MASKED || (acc_column(n, parity) >= sees.begin && acc_column(n, parity) < sees.end))
-                row.state.l_b += ex2(fmaf(y[n][half * 2 + parity], scale, -row.state.m_b));
+                row.state.l_b +=
+                    ex2(minus_shift(y[n][half * 2 + parity], scale, row.state.m_b, is_huge(row.state.m_b)));
     return row;
 }
 
@@ -238,7 +246,7 @@ __device__ inline void store_tile(const index_params &params, const query_slot &
     for (int half = 0; half < 2; half++) {
         const int64_t query = query_of(slot, rows[half]);
         sees[half] = visible_range(params, slot, rows[half], first);
-        lse[half] = skl_row_value(&params.call.inputs.lse_s, &slot.sequence, slot.head, query) * SKL_LOG2E;
+        lse[half] = lse2_of(skl_row_value(&params.call.inputs.lse_s, &slot.sequence, slot.head, query));
         poison[half] = 0.0F * upstream_of(params, slot, query);
     }
     store_g<PLANES>(g, params.rest_at, p, y, params.b.scale, lse, poison, sees);
@@ -287,6 +295,20 @@ __device__ inline lse_row merge_rows(lse_row a, lse_row b)
     return {m, a.l + b.l};
 }
 
+/* Sum of 2^(x - m) over the thread's columns of a row. HUGE: as for minus_shift. */
+template <bool HUGE, int N, typename SEES>
+__device__ inline float sum_exponentials(const float (&x)[N][4], float scale, float m, int half, SEES sees)
+{
+    float sum = 0.0F;
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int parity = 0; parity < 2; parity++)
+            sum +=
+                sees(half, acc_column(n, parity)) ? ex2(minus_shift(x[n][half * 2 + parity], scale, m, HUGE)) : 0.0F;
+    return sum;
+}
+
 /* Adds a tile of logits to the thread's two rows. sees(half, column) says whether the row attends to the key. */
 template <int N, typename SEES>
 __device__ inline void add_tile(lse_row (&rows)[2], const float (&x)[N][4], float scale, SEES sees)
@@ -300,13 +322,8 @@ __device__ inline void add_tile(lse_row (&rows)[2], const float (&x)[N][4], floa
             for (int parity = 0; parity < 2; parity++)
                 m = sees(half, acc_column(n, parity)) ? fmaxf(m, x[n][half * 2 + parity] * scale) : m;
         rows[half].move(m);
-        float sum = 0.0F;
-#pragma unroll
-        for (int n = 0; n < N; n++)
-#pragma unroll
-            for (int parity = 0; parity < 2; parity++)
-                sum += sees(half, acc_column(n, parity)) ? ex2(fmaf(x[n][half * 2 + parity], scale, -m)) : 0.0F;
-        rows[half].l += sum;
+        rows[half].l += is_huge(m) && m > -INFINITY ? sum_exponentials<true>(x, scale, m, half, sees)
+                                                    : sum_exponentials<false>(x, scale, m, half, sees);
     }
 }
 

@@ -19,6 +19,7 @@
 #ifndef SKL_CUDA_COMMON_INDEXER_STRIP_CUH
 #define SKL_CUDA_COMMON_INDEXER_STRIP_CUH
 
+#include "base/convert.h"
 #include "cuda/common/indexer/strip_layout.h"
 #include "cuda/common/row_state.cuh"
 
@@ -132,6 +133,15 @@ __device__ inline int64_t query_of(const query_slot &slot, int row)
 __device__ inline bool is_full(const query_slot &slot, int first, int count)
 {
     return first >= slot.full_begin && first + count <= slot.full_end;
+}
+
+/* Weight of an index head. Attention heads have none: theirs is 1. `row`: of the tensor. */
+__device__ inline float weight_at(const index_params &params, int64_t batch, int64_t head, int64_t row,
+                                  int index_head)
+{
+    const skl_input &w = params.call.inputs.w_s;
+    return w.data == NULL ? 1.0F
+                          : skl_load(w.data, params.problem.dtype_w, SKL_ROW(w, batch, head, row) + index_head);
 }
 
 __device__ inline float upstream_of(const index_params &params, const query_slot &slot, int64_t query)

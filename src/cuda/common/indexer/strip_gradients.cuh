@@ -81,7 +81,7 @@ template <typename ELEMENT, int DIM> struct query_gradients {
     {
         const skl_problem &p = params.problem;
         const skl_output &dq = params.call.gradients.dq_s, &dw = params.call.gradients.dw_s;
-        const skl_input &w = params.call.inputs.w_s, &q = params.call.inputs.q_s;
+        const skl_input &q = params.call.inputs.q_s;
         const int index_head = head % (int)p.index_heads, dim = (int)p.dim_s;
         const int64_t batch = slot.sequence.batch;
         const int64_t query = slot.sequence.query_begin + slot.first + min(row, slot.count - 1);
@@ -99,7 +99,7 @@ template <typename ELEMENT, int DIM> struct query_gradients {
                       dot * scale);
         if (dq.data == NULL)
             return;
-        const float weight = skl_load(w.data, p.dtype_w, SKL_ROW(w, batch, slot.head, query) + index_head);
+        const float weight = weight_at(params, batch, slot.head, query, index_head);
         const float factor = blind ? 0.0F : scale * weight;
         const skl_dtype dtype = skl_grad_dtype(&p, dtype_of(ELEMENT()));
         const int64_t base = SKL_ROW(dq, batch, head, query);
@@ -169,8 +169,10 @@ template <int ROWS> __device__ inline key_work key_work_of_block(const index_par
         return work;
     const skl_band band = skl_query_band(&p, &work.sequence);
     const int64_t last = skl_min((int64_t)(work.tile + 1) * SIDE, work.sequence.key_count) - 1;
-    work.tile_begin = (int)(skl_band_range(&band, (int64_t)work.tile * SIDE).begin / SIDE);
-    work.tile_end = max(work.tile_begin, (int)skl_ceil_div(skl_band_range(&band, last).end, SIDE));
+    const int64_t begin = skl_band_range(&band, (int64_t)work.tile * SIDE).begin,
+                  end = skl_band_range(&band, last).end;
+    work.tile_begin = (int)(begin / SIDE);
+    work.tile_end = begin < end ? (int)skl_ceil_div(end, SIDE) : work.tile_begin;
     for_slots(params, work, [&](int) { work.stages += SIDE / ROWS * (int)p.index_heads; });
     return work;
 }

@@ -7,7 +7,7 @@
 namespace tensor_core
 {
 
-static_assert(sizeof(index_row) == SKL_INDEX_ROW_SIZE, "select.c plans the workspace");
+static_assert(sizeof(index_row) == SKL_INDEX_ROW_SIZE, "cuda/select plans the workspace");
 
 /* Parameters of a launch over all slots; launch_strips narrows them to a strip. */
 inline index_params params_for(const skl_cuda_params *params, const skl_index_layout &layout)
@@ -15,9 +15,13 @@ inline index_params params_for(const skl_cuda_params *params, const skl_index_la
     char *const workspace = (char *)params->call.workspace;
     index_params kernel_params = {};
     (skl_cuda_params &)kernel_params = *params;
+    if (!skl_is_indexer(&params->problem)) { /* an attention head is one index head without a ReLU */
+        kernel_params.problem.index_heads = 1;
+        kernel_params.problem.index_linear = 1;
+    }
     kernel_params.with_teacher = !skl_only_lse_s(&params->call);
     kernel_params.lse_given = params->call.inputs.lse_t.data != NULL;
-    kernel_params.least = params->problem.index_linear ? -INFINITY : 0.0F;
+    kernel_params.least = kernel_params.problem.index_linear ? -INFINITY : 0.0F;
     kernel_params.num_splits = layout.num_splits;
     kernel_params.strip_first = 0;
     kernel_params.strip_count = layout.slots;

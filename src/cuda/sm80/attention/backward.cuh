@@ -122,8 +122,8 @@ template <int M> struct query_row_stats<M, false> {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const int64_t query = first + min(acc_row<M>(m, half), last_row);
-                stationary[m][half] = {row_stat(params, 0, s, head, query) * SKL_LOG2E,
-                                       row_stat(params, 1, s, head, query) * SKL_LOG2E,
+                stationary[m][half] = {lse2_of(row_stat(params, 0, s, head, query)),
+                                       lse2_of(row_stat(params, 1, s, head, query)),
                                        row_stat(params, 2, s, head, query), 1.0F};
             }
     }
@@ -161,7 +161,7 @@ template <int M> struct query_row_stats<M, true> {
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             const float4 stat = *(const float4 *)(const void *)&first[acc_column(e / 2, e % 2)];
-            streamed[e / 2][e % 2] = {stat.x * SKL_LOG2E, stat.y * SKL_LOG2E, stat.z, stat.w};
+            streamed[e / 2][e % 2] = {lse2_of(stat.x), lse2_of(stat.y), stat.z, stat.w};
         }
     }
 

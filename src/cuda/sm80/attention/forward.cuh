@@ -55,7 +55,8 @@ __device__ inline bool add_with_shift(skl_row_state (&state)[M][2], const row_fr
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int half = 0; half < 2; half++)
-            in_range = in_range && sums[m][half].l_a < SKL_LAZY_BOUND && sums[m][half].l_b < SKL_LAZY_BOUND;
+            in_range = in_range && sums[m][half].l_a < SKL_LAZY_BOUND && sums[m][half].l_b < SKL_LAZY_BOUND &&
+                       !is_huge(state[m][half].m_a) && !is_huge(state[m][half].m_b);
     if (__any_sync(~0U, !in_range))
         return false;
 #pragma unroll
@@ -168,7 +169,7 @@ __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS_PER_SM<DIM>)
 
 template <typename ELEMENT, int DIM, int M> struct forward_launch {
     static constexpr int ROWS = query_tile<M>::ROWS, MEMORY = sizeof(forward_memory<DIM, M>);
-    static_assert(ROWS == SKL_SM80_FORWARD_ROWS(DIM), "select.c counts tiles");
+    static_assert(ROWS == SKL_SM80_FORWARD_ROWS(DIM), "cuda/select counts tiles");
     static_assert(SKL_SM80_BLOCKS_PER_SM_MAX * ROWS <= SKL_SPLIT_ROWS_MAX,
                   "the workspace holds the states of all splits");
 

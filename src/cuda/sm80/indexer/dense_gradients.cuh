@@ -187,15 +187,15 @@ template <typename ELEMENT, int DIM, int M> struct query_stream {
     {
         const query_slot &slot = smem.slot;
         const skl_sequence &s = slot.sequence;
-        const skl_input &q = params.b.q, &w = params.call.inputs.w_s;
+        const skl_input &q = params.b.q;
         const int first = n / heads * ROWS, head = n % heads;
         const row_source<ELEMENT> queries = {
             (const ELEMENT *)q.data + SKL_ROW(q, s.batch, slot.head * heads + head, s.query_begin + slot.first),
             q.stride_row, params.b.dim};
         copy_rows(smem.stages[n % STAGES], queries, first, slot.count);
         const int row = first + (int)threadIdx.x % ROWS;
-        const int64_t from = SKL_ROW(w, s.batch, slot.head, s.query_begin + query_of(slot, row)) + head;
-        const float weight = skl_load(w.data, params.problem.dtype_w, from) * smem.factors[row];
+        const float weight =
+            weight_at(params, s.batch, slot.head, s.query_begin + query_of(slot, row), head) * smem.factors[row];
         return fabsf(weight) < INFINITY ? weight : 0.0F;
     }
 

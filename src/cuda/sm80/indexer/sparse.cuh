@@ -10,7 +10,7 @@
 namespace sm80
 {
 
-static_assert(sizeof(lse_row) + sizeof(float) == SKL_SPARSE_SCORE_SIZE, "select.c plans the workspace");
+static_assert(sizeof(lse_row) + sizeof(float) == SKL_SPARSE_SCORE_SIZE, "cuda/select plans the workspace");
 
 inline sparse_params sparse_params_for(const skl_cuda_params *params, const skl_sparse_layout &layout)
 {
@@ -47,7 +47,7 @@ template <typename ELEMENT>
 cudaError_t launch_sparse_scores(const char *kernel, const sparse_params &kernel_params,
                                  const skl_sparse_layout &layout)
 {
-    static_assert(sizeof(sparse_smem<ELEMENT>) == SKL_SPARSE_FIXED_SIZE, "select.c plans shared memory");
+    static_assert(sizeof(sparse_smem<ELEMENT>) == SKL_SPARSE_FIXED_SIZE, "cuda/select plans shared memory");
     const int64_t blocks = skl_min(layout.num_blocks, kernel_params.row_end - kernel_params.row_first);
     const size_t size = (size_t)(layout.scores_smem), most = (size_t)layout.block_smem_max;
     const bool computes_lse = kernel_params.with_teacher && kernel_params.call.inputs.lse_t.data == NULL;

@@ -227,7 +227,7 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
 #pragma unroll
             for (int which = 0; which < 3; which++)
                 stat[which] = row_stat(params, which, smem.tile.sequence, smem.tile.head, smem.tile.first + row);
-            smem.stats.stationary[row] = {stat[0] * SKL_LOG2E, stat[1] * SKL_LOG2E, stat[2], 1.0F};
+            smem.stats.stationary[row] = {lse2_of(stat[0]), lse2_of(stat[1]), stat[2], 1.0F};
         }
         named_barrier_sync(1 + warpgroup, 128);
     }
@@ -334,7 +334,7 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
             merge_lanes({0.0F, sums[half].l_a, 0.0F, sums[half].l_b, sums[half].w}); /* shifts: the LSEs */
         if (row < smem.count && threadIdx.x % 4 == 0)
             skl_row_set(&params.call.rows.kl, &tile.sequence, tile.head, tile.first + row,
-                        skl_kl_report(skl_state_kl(&state)));
+                        one_pass_kl(params.problem, tile.sequence, tile.first + row, state));
     }
 
     /* Upstream gradient of a stationary row: 0 if it attends to no key. */

@@ -45,8 +45,8 @@ cudaError_t launch_forward_of(const char *kernel, const forward_params &params, 
     using FORWARD =
         std::conditional_t<NARROW, narrow_forward<ELEMENT, DIM, CAPPED, false>, wide_forward<ELEMENT, DIM, CAPPED>>;
     constexpr int ROWS = FORWARD::tile_type::ROWS, BOX = NARROW ? 64 : ROWS; /* queries per tile, and per TMA load */
-    static_assert(ROWS == SKL_SM90_FORWARD_ROWS(DIM), "select.c counts tiles");
-    static_assert(!NARROW || CAPPED || FORWARD::DEPTH == SKL_SM90_FORWARD_STAGES(DIM), "select.c counts stages");
+    static_assert(ROWS == SKL_SM90_FORWARD_ROWS(DIM), "cuda/select counts tiles");
+    static_assert(!NARROW || CAPPED || FORWARD::DEPTH == SKL_SM90_FORWARD_STAGES(DIM), "cuda/select counts stages");
     const skl_problem *const p = &params.problem;
     forward_maps maps;
     if (!encode_keys(&maps.keys_a, p, &params.a, STAGE_KEYS, ELEMENT()) ||

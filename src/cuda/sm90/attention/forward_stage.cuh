@@ -95,7 +95,8 @@ __device__ inline bool add_with_shift(skl_row_state (&state)[2], const stage_log
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         add_sums(sums[half], right[half]);
-        in_bounds = in_bounds && sums[half].l_a < SKL_LAZY_BOUND && sums[half].l_b < SKL_LAZY_BOUND;
+        in_bounds = in_bounds && sums[half].l_a < SKL_LAZY_BOUND && sums[half].l_b < SKL_LAZY_BOUND &&
+                    !is_huge(state[half].m_a) && !is_huge(state[half].m_b);
     }
     if (__any_sync(~0U, !in_bounds))
         return false;

@@ -156,7 +156,7 @@ __device__ inline void prepare_queries(const backward_params &params, fused_back
 #pragma unroll
             for (int which = 0; which < 4; which++)
                 stat[which] = row_stat(params, which, tile.sequence, tile.head, tile.first + row);
-            stats = {stat[0] * SKL_LOG2E, stat[1] * SKL_LOG2E, stat[2], stat[3] / smem.unit};
+            stats = {lse2_of(stat[0]), lse2_of(stat[1]), stat[2], stat[3] / smem.unit};
             if (!finite)
                 (WRT_B ? stats.lse_b : stats.lse_a) = NAN;
         }
@@ -287,7 +287,7 @@ template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED> struct dq_warpgrou
                 continue;
             if (params.kl_in_backward && threadIdx.x % 4 == 0)
                 skl_row_set(&params.call.rows.kl, &tile.sequence, tile.head, tile.first + row,
-                            skl_kl_report(skl_state_kl(&state)));
+                            one_pass_kl(params.problem, tile.sequence, tile.first + row, state));
             if (out.data != NULL)
                 store_row<ELEMENT>(out.data, base + row * out.stride_row, side, dq, half, smem.unit * side.scale);
         }
@@ -311,7 +311,8 @@ template <typename ELEMENT, int DIM> __device__ inline void sanitize_stage(fused
 /* Writes dk of a stage to shared memory, in TMA's 128-byte swizzle. Lanes of odd rows swap pairs of 8-dimension
  * blocks with the next pair, which avoids bank conflicts. */
 template <int DIM>
-__device__ inline void write_dk(fused_backward_smem<DIM> &smem, const float (&dk)[DIM / 8][4], float factor)
+__device__ inline void write_dk(unsigned char (&rows)[DIM / 32][STAGE_KEYS][128], const float (&dk)[DIM / 8][4],
+                                float factor)
 {
     const int lane = (int)threadIdx.x % 32;
     const int row = (int)threadIdx.x % 128 / 32 * 16 + lane / 4;
@@ -319,7 +320,7 @@ __device__ inline void write_dk(fused_backward_smem<DIM> &smem, const float (&dk
 #pragma unroll
     for (int n = 0; n < DIM / 8; n++) {
         const int chunk = (n % 4 ^ (odd ? 2 : 0)) * 2 + lane % 4 / 2;
-        unsigned char *const to = &smem.dk[n / 4][row][(chunk ^ row % 8) * 16 + lane % 2 * 8];
+        unsigned char *const to = &rows[n / 4][row][(chunk ^ row % 8) * 16 + lane % 2 * 8];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const float low = odd ? dk[n ^ 2][half * 2] : dk[n][half * 2];
@@ -365,7 +366,7 @@ __device__ inline void run_dk_warpgroup(fused_backward_smem<DIM> &smem, const st
         if (is_leader)
             tma_wait_read();
         named_barrier_sync(1 + DK_WARPGROUP, 128);
-        write_dk<DIM>(smem, dk, scale * smem.unit);
+        write_dk<DIM>(smem.dk, dk, scale * smem.unit);
         fence_proxy_async();
         named_barrier_sync(1 + DK_WARPGROUP, 128);
         if (is_leader)
@@ -446,7 +447,7 @@ template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED>
 cudaError_t launch_fused_backward_tiles(const backward_params &params, const fused_backward_maps &maps)
 {
     constexpr int MEMORY = sizeof(fused_backward_smem<DIM>);
-    static_assert(TILE_QUERIES == SKL_SM90_BACKWARD_ROWS, "select.c counts tiles");
+    static_assert(TILE_QUERIES == SKL_SM90_BACKWARD_ROWS, "cuda/select counts tiles");
     const cudaError_t error = cudaFuncSetAttribute(fused_backward_kernel<ELEMENT, DIM, WRT_B, CAPPED>,
                                                    cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
     if (error != cudaSuccess)

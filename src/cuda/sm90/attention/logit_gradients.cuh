@@ -116,8 +116,8 @@ __device__ inline void store_stage_row_stats(stage_row_stats &to, const lane_row
 #pragma unroll
     for (int n = 0; n < STAGE_ROWS / 32; n++) {
         const int row = n * 32 + (int)threadIdx.x % 32;
-        to.lse_a[row] = stats.stat[n][0] * SKL_LOG2E;
-        to.lse_b[row] = stats.stat[n][1] * SKL_LOG2E;
+        to.lse_a[row] = lse2_of(stats.stat[n][0]);
+        to.lse_b[row] = lse2_of(stats.stat[n][1]);
         to.kl[row] = stats.stat[n][2];
         to.grad[row] = stats.stat[n][3];
         const float size = fabsf(stats.stat[n][3]);

@@ -51,13 +51,10 @@ cudaError_t launch_index(KERNEL kernel, int64_t blocks, int threads, size_t memo
     return cudaPeekAtLastError();
 }
 
-inline cudaError_t launch_teacher_lse(index_params *kernel_params, const skl_index_layout &layout,
-                                      const score_maps &maps)
+inline cudaError_t launch_teacher_lse(index_params *kernel_params, const skl_index_layout &layout)
 {
-    const skl_problem *const p = &kernel_params->problem;
     assign_teacher_lse(kernel_params, layout);
-    return launch_index(lse_kernel, p->batch * p->heads_t * skl_ceil_div(p->len_q, SIDE), SCORE_THREADS,
-                        sizeof(score_smem), *kernel_params, maps);
+    return launch_lse(*kernel_params, false, kernel_params->call.rows.lse_t, __nv_bfloat16());
 }
 
 template <bool GRADIENTS> cudaError_t launch_scores(const index_params &kernel_params, const score_maps &maps)
@@ -77,7 +74,7 @@ inline cudaError_t launch_dense_rows(const char *kernel, const skl_cuda_params *
         return encode_error();
     record_launch(kernel, SKL_VARIANT_ROWS, layout.num_splits);
     const cudaError_t error = kernel_params.with_teacher && !kernel_params.lse_given
-                                  ? launch_teacher_lse(&kernel_params, layout, maps)
+                                  ? launch_teacher_lse(&kernel_params, layout)
                                   : cudaSuccess;
     return error == cudaSuccess ? launch_scores<false>(kernel_params, maps) : error;
 }

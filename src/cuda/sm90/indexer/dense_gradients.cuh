@@ -305,10 +305,10 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
 /* A query's weight times its upstream gradient. Non-finite values become 0: G is NaN where they count. */
 __device__ inline float scaled_weight_of(const index_params &params, const query_slot &slot, int row, int index_head)
 {
-    const skl_input &w = params.call.inputs.w_s;
     const int64_t query = slot.first + min(row, slot.count - 1);
-    const int64_t offset = SKL_ROW(w, slot.sequence.batch, slot.head, slot.sequence.query_begin + query) + index_head;
-    const float weight = skl_load(w.data, params.problem.dtype_w, offset) * upstream_of(params, slot, query) * G_UNIT;
+    const float weight =
+        weight_at(params, slot.sequence.batch, slot.head, slot.sequence.query_begin + query, index_head) *
+        upstream_of(params, slot, query) * G_UNIT;
     return fabsf(weight) < INFINITY ? weight : 0.0F;
 }
 

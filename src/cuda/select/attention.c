@@ -1,0 +1,216 @@
+/* Launches of attention with one teacher head per student head, and the parts that teacher groups share. */
+#include "cuda/select/choice.h"
+
+/* ---- Attention: forward -------------------------------------------------------------------------------------- */
+
+/* Every row attends to every key of its sequence: no window ends before the keys do. */
+static bool has_no_window(const skl_problem *p)
+{
+    return skl_is_unlimited(p->window_left) && skl_is_unlimited(p->window_right);
+}
+
+static int64_t query_tiles(const skl_problem *p, int64_t tile_rows)
+{
+    return p->batch * p->heads_s * skl_ceil_div(p->len_q, tile_rows);
+}
+
+int32_t skl_select_head_group_for(const choice *s, int64_t tile_rows, int64_t bytes_a, int64_t bytes_b)
+{
+    const int64_t l2_share = (int64_t)25 << 20, small_part = 32;
+    const skl_problem *const p = &s->plan->problem;
+    const skl_cuda_argument *const a = &s->params->a, *const b = &s->params->b;
+    if (!has_no_window(p) && query_tiles(p, tile_rows) < 2 * small_part * s->plan->sm_count)
+        return SKL_HEAD_GROUP_MAX;
+    const int64_t size_a = p->len_k * a->dim * bytes_a, size_b = p->len_k * b->dim * bytes_b;
+    const int64_t head_size = size_a * skl_group_size(p) / a->heads_per_key + size_b / b->heads_per_key;
+    return (int32_t)skl_max(1, skl_min(SKL_HEAD_GROUP_MAX, l2_share / skl_max(1, head_size)));
+}
+
+/* As many splits as `blocks` allow, with enough keys for each. */
+static int32_t num_splits_for(const skl_problem *p, int64_t tile_rows, int64_t blocks)
+{
+    const int64_t keys_min = 256;
+    return (int32_t)skl_max(1, skl_min(blocks / query_tiles(p, tile_rows), p->len_k / keys_min));
+}
+
+int64_t skl_select_blocks_to_fill(const skl_problem *p)
+{
+    const bool one_sided = skl_is_unlimited(p->window_left) != skl_is_unlimited(p->window_right);
+    return one_sided && 2 * p->len_q > p->len_k ? 2 : 1;
+}
+
+/* Resident blocks need tiles of equal length, more tiles than SMs, and more keys than the pipeline holds. */
+static bool is_persistent(const choice *s)
+{
+    const skl_problem *const p = &s->plan->problem;
+    const int64_t dim = s->kernel->dim_max, tiles = query_tiles(p, SKL_SM90_FORWARD_ROWS(dim));
+    const int64_t keys = skl_min(p->len_k, s->call->keys.end) - skl_max(0, s->call->keys.begin);
+    return dim <= SKL_SM90_NARROW_DIM_MAX && has_no_window(p) && !p->packed && s->call->inputs.key_lengths == NULL &&
+           keys > SKL_SM90_FORWARD_STAGES(dim) * SKL_SM90_STAGE_KEYS && tiles > s->plan->sm_count &&
+           tiles < SKL_ROWS_MAX;
+}
+
+void skl_select_set_splits(skl_cuda_launch *launch, const skl_problem *p, int64_t tile_rows, int64_t blocks)
+{
+    launch->num_splits = num_splits_for(p, tile_rows, blocks);
+    if (launch->num_splits == 1)
+        return;
+    launch->workspace_size =
+        (size_t)(query_tiles(p, tile_rows) * launch->num_splits * tile_rows) * sizeof(skl_row_state);
+    launch->reason = "too few query tiles to fill the GPU: their keys are split";
+}
+
+void skl_select_add_forward(const choice *s)
+{
+    const skl_problem *const p = &s->plan->problem;
+    const skl_cuda_kernel *const kernel = s->kernel;
+    skl_cuda_launch *const launch =
+        skl_select_add(s, "forward", kernel, kernel->forward, SKL_VARIANT_TILES, s->reason);
+    if (kernel == skl_cuda_general) {
+        const bool groups = skl_group_size(p) > 1;
+        launch->variant = groups ? SKL_VARIANT_GROUPS : SKL_VARIANT_GRID_STRIDE;
+        launch->workspace_size = groups ? skl_select_group_lse_size(s->plan) : 0;
+    } else if (!skl_select_is_tma_kernel(kernel)) {
+        const int64_t blocks_per_sm = skl_min(kernel->blocks_per_sm(), SKL_SM80_BLOCKS_PER_SM_MAX);
+        skl_select_set_splits(launch, p, SKL_SM80_FORWARD_ROWS(kernel->dim_max), s->plan->sm_count * blocks_per_sm);
+    } else {
+        const int64_t tile_rows = SKL_SM90_FORWARD_ROWS(kernel->dim_max);
+        launch->head_group = skl_select_head_group_for(s, tile_rows, 2, 2);
+        launch->persistent = !s->capped && is_persistent(s);
+        if (s->capped)
+            launch->variant = SKL_VARIANT_SOFTCAP;
+        if (launch->persistent)
+            launch->variant = SKL_VARIANT_PERSISTENT;
+        else
+            skl_select_set_splits(launch, p, tile_rows, s->plan->sm_count * skl_select_blocks_to_fill(p));
+    }
+}
+
+/* ---- Attention: backward ------------------------------------------------------------------------------------- */
+
+side_request skl_select_request_of(const choice *s, bool of_teacher)
+{
+    const skl_problem *const p = &s->plan->problem;
+    side_request request = {.side = of_teacher ? skl_teacher_of(p, s->call) : skl_student_of(p, s->call),
+                            .of_teacher = of_teacher,
+                            .of_b = (p->direction == SKL_KL_REVERSE) == of_teacher};
+    request.dq = s->gradients && request.side.dq->data != NULL;
+    request.dk = s->gradients && request.side.dk->data != NULL;
+    return request;
+}
+
+skl_output skl_select_dk_sums_of(const choice *s, const side_request *request)
+{
+    const skl_problem *const p = &s->plan->problem;
+    if (request->side.dk->data == NULL || request->side.grad_dtype == SKL_F32)
+        return *request->side.dk;
+    return skl_output_contiguous(s->call->workspace, request->side.key_heads, p->packed ? p->total_k : p->len_k,
+                                 request->side.dim);
+}
+
+bool skl_select_tma_adds_to(const choice *s, const side_request *request)
+{
+    const skl_output sums = skl_select_dk_sums_of(s, request);
+    /* Workspace is aligned and contiguous; its address is not known when a plan is explained. */
+    const skl_input tensor = {request->side.grad_dtype == SKL_F32 ? sums.data : (const void *)256, sums.stride_batch,
+                              sums.stride_head, sums.stride_row};
+    return skl_select_tma_reads(SKL_F32, &tensor, request->side.dim, request->side.key_heads,
+                                skl_key_rows(&s->plan->problem));
+}
+
+/* Why dq and dk of a side do not come out of one kernel; NULL: they do. */
+static const char *why_not_fused(const choice *s, const side_request *request)
+{
+    if (s->kernel->fused == NULL)
+        return s->reason;
+    if (!request->of_b && s->kernel->dtype == SKL_F16)
+        return "f16 gradients of the first argument have no bound: separate dq and dk";
+    if (s->plan->deterministic)
+        return "deterministic: dk has a separate kernel";
+    if (!s->some_rows || !s->some_keys)
+        return "no queries or no keys: separate dq and dk";
+    if (request->dk && !skl_select_tma_adds_to(s, request))
+        return "TMA cannot add to dk: separate dq and dk";
+    return NULL;
+}
+
+static const skl_cuda_kernel *dq_kernel_of(const choice *s, const side_request *request)
+{
+    const bool f16_of_a = !request->of_b && s->kernel->dtype == SKL_F16;
+    /* The fused kernel computes dq alone as well. */
+    return s->kernel->dq != NULL || !f16_of_a ? s->kernel : skl_select_without_tma(&s->plan->problem);
+}
+
+/* The kernel that computes dq or both gradients of B meets everything that the KL is made of. */
+static bool gives_kl(const choice *s, const side_request *request, bool fused, bool alone)
+{
+    return s->gradients && s->rows && alone && request->of_b && (request->dq || request->dk) &&
+           skl_select_is_tma_kernel(s->kernel) && (fused || (s->some_keys && request->dq));
+}
+
+/* Keys of the side have their f32 dk sums streamed with them. */
+static int32_t fused_head_group(const choice *s, const side_request *request)
+{
+    const int64_t keys = 2, keys_and_sums = 2 + 4;
+    return skl_select_head_group_for(s, SKL_SM90_BACKWARD_ROWS, request->of_b ? keys : keys_and_sums,
+                                     request->of_b ? keys_and_sums : keys);
+}
+
+void skl_select_add_dq(const choice *s, const side_request *request, const char *reason, bool kl)
+{
+    const skl_cuda_kernel *const kernel = dq_kernel_of(s, request);
+    const bool fused = kernel->dq == NULL, softcap = skl_select_is_tma_kernel(kernel) && s->capped;
+    const char *const variant = fused     ? (softcap ? SKL_VARIANT_FUSED_SOFTCAP : SKL_VARIANT_FUSED)
+                                : softcap ? SKL_VARIANT_DQ_SOFTCAP
+                                          : SKL_VARIANT_DQ;
+    skl_cuda_launch *const launch = skl_select_add(s, request->of_teacher ? "dq_t" : "dq_s", kernel,
+                                                   fused ? kernel->fused : kernel->dq, variant, reason);
+    launch->teacher_side = request->of_teacher;
+    launch->kl_in_backward = kl;
+    if (fused)
+        launch->head_group = fused_head_group(s, request);
+}
+
+void skl_select_add_dk(const choice *s, const side_request *request, const char *reason)
+{
+    const bool softcap = skl_select_is_tma_kernel(s->kernel) && s->capped;
+    skl_select_add(s, request->of_teacher ? "dk_t" : "dk_s", s->kernel, s->kernel->dk,
+                   softcap ? SKL_VARIANT_DK_SOFTCAP : SKL_VARIANT_DK, reason)
+        ->teacher_side = request->of_teacher;
+}
+
+static void add_fused(const choice *s, const side_request *request, bool kl)
+{
+    skl_cuda_launch *const launch =
+        skl_select_add(s, request->of_teacher ? "dq_t and dk_t" : "dq_s and dk_s", s->kernel, s->kernel->fused,
+                       s->capped ? SKL_VARIANT_FUSED_SOFTCAP : SKL_VARIANT_FUSED, s->reason);
+    launch->teacher_side = request->of_teacher;
+    launch->kl_in_backward = kl;
+    launch->dk_sums = skl_select_dk_sums_of(s, request);
+    launch->workspace_size =
+        request->dk && request->side.grad_dtype != SKL_F32 ? skl_select_dk_sums_size(&s->plan->problem) : 0;
+    launch->head_group = fused_head_group(s, request);
+}
+
+void skl_select_attention(choice *s)
+{
+    const side_request student = skl_select_request_of(s, false), teacher = skl_select_request_of(s, true);
+    const bool of_s = student.dq || student.dk, of_t = teacher.dq || teacher.dk;
+    const char *const split_s = why_not_fused(s, &student), *const split_t = why_not_fused(s, &teacher);
+    const bool kl_s = gives_kl(s, &student, split_s == NULL, !of_t);
+    const bool kl_t = gives_kl(s, &teacher, split_t == NULL, !of_s);
+    if (s->rows && !kl_s && !kl_t && s->some_rows)
+        skl_select_add_forward(s);
+    if (of_s && split_s == NULL)
+        add_fused(s, &student, kl_s);
+    if (of_t && split_t == NULL)
+        add_fused(s, &teacher, kl_t);
+    if (student.dq && split_s != NULL && s->some_rows)
+        skl_select_add_dq(s, &student, split_s, kl_s);
+    if (teacher.dq && split_t != NULL && s->some_rows)
+        skl_select_add_dq(s, &teacher, split_t, kl_t);
+    if (student.dk && split_s != NULL && s->some_keys)
+        skl_select_add_dk(s, &student, split_s);
+    if (teacher.dk && split_t != NULL && s->some_keys)
+        skl_select_add_dk(s, &teacher, split_t);
+}

@@ -1,0 +1,142 @@
+/* The launches of a call. */
+#include "cuda/select/choice.h"
+
+#include "base/needs.h"
+#include "cuda/common/tensor_map.h"
+
+static bool is_aligned(const skl_input *tensor)
+{
+    return (uintptr_t)tensor->data % 16 == 0 && tensor->stride_batch % ELEMENTS_16_BYTES == 0 &&
+           tensor->stride_head % ELEMENTS_16_BYTES == 0 && tensor->stride_row % ELEMENTS_16_BYTES == 0;
+}
+
+/* Why 16-byte copies cannot read the call's tensors; NULL: they can. */
+static const char *why_misaligned(const skl_inputs *in)
+{
+    const struct {
+        const skl_input *tensor;
+        const char *why;
+    } tensors[] = {{&in->q_t, "q_t: address or strides not a multiple of 16 bytes: general kernel"},
+                   {&in->k_t, "k_t: address or strides not a multiple of 16 bytes: general kernel"},
+                   {&in->q_s, "q_s: address or strides not a multiple of 16 bytes: general kernel"},
+                   {&in->k_s, "k_s: address or strides not a multiple of 16 bytes: general kernel"}};
+    for (size_t i = 0; i < sizeof tensors / sizeof tensors[0]; i++)
+        if (!is_aligned(tensors[i].tensor))
+            return tensors[i].why;
+    return NULL;
+}
+
+bool skl_select_is_tma_kernel(const skl_cuda_kernel *kernel)
+{
+    return kernel->capability == SKL_CAPABILITY_sm90;
+}
+
+bool skl_select_tma_reads(skl_dtype dtype, const skl_input *tensor, int64_t dim, int64_t heads, skl_tensor_rows shape)
+{
+    CUtensorMap map;
+    const CUresult result = skl_tensor_map(&map, dtype, tensor, dim, heads, shape, SKL_SM90_STAGE_KEYS);
+    return result != CUDA_ERROR_INVALID_VALUE && result != CUDA_ERROR_NOT_SUPPORTED;
+}
+
+/* Why TMA cannot address the call's tensors; NULL: it can. The descriptors are made and dropped: only the driver
+ * knows its limits, and it takes less than a microsecond. */
+static const char *why_no_tma(const choice *s)
+{
+    const skl_problem *const p = &s->plan->problem;
+    const skl_inputs *const in = &s->call->inputs;
+    const skl_tensor_rows queries = skl_query_rows(p), keys = skl_key_rows(p);
+    if (queries.rows == 0 || keys.rows == 0)
+        return "no queries or no keys: mma.sync kernel";
+    if (!skl_select_tma_reads(p->dtype_s, &in->q_s, p->dim_s, skl_query_heads_s(p), queries) ||
+        !skl_select_tma_reads(p->dtype_s, &in->k_s, p->dim_s, p->key_heads_s, keys))
+        return "TMA cannot address q_s or k_s: mma.sync kernel";
+    if (skl_is_indexer(p) && skl_only_lse_s(s->call))
+        return NULL;
+    if (!skl_select_tma_reads(p->dtype_t, &in->q_t, p->dim_t, p->heads_t, queries) ||
+        !skl_select_tma_reads(p->dtype_t, &in->k_t, p->dim_t, p->key_heads_t, keys))
+        return "TMA cannot address q_t or k_t: mma.sync kernel";
+    return NULL;
+}
+
+static skl_cuda_argument argument_of(const skl_side *side)
+{
+    const bool capped = side->softcap > 0.0F;
+    const skl_cuda_argument argument = {.q = *side->q,
+                                        .k = *side->k,
+                                        .heads_per_key = (int32_t)(side->heads / side->key_heads),
+                                        .dim = (int32_t)side->dim,
+                                        .capped = capped,
+                                        .scale = capped ? side->scale / side->softcap : side->scale * SKL_LOG2E,
+                                        .softcap_2 = side->softcap * SKL_LOG2E,
+                                        .inverse_softcap_2 = capped ? SKL_LN2 / side->softcap : 0.0F};
+    return argument;
+}
+
+skl_cuda_params skl_select_params_of(const skl_problem *p, const skl_call *call)
+{
+    const bool reverse = p->direction == SKL_KL_REVERSE;
+    const skl_side teacher = skl_teacher_of(p, call), student = skl_student_of(p, call);
+    const skl_cuda_params params = {.problem = *p,
+                                    .call = *call,
+                                    .a = argument_of(reverse ? &student : &teacher),
+                                    .b = argument_of(reverse ? &teacher : &student)};
+    return params;
+}
+
+skl_cuda_launch *skl_select_add(const choice *s, const char *step, const skl_cuda_kernel *kernel,
+                                skl_cuda_launcher launcher, const char *variant, const char *reason)
+{
+    skl_cuda_launch *const launch = &s->launches->at[s->launches->count++];
+    *launch = (skl_cuda_launch){.step = step,
+                                .kernel = kernel->name,
+                                .variant = variant,
+                                .launcher = launcher,
+                                .sm_count = s->plan->sm_count,
+                                .smem_per_block = s->plan->smem_per_block,
+                                .num_splits = 1,
+                                .head_group = SKL_HEAD_GROUP_MAX,
+                                .rows_known = s->gradients && s->rows,
+                                .reason = reason};
+    return launch;
+}
+
+void skl_cuda_select(const skl_plan *plan, const skl_call *call, skl_cuda_params *params, skl_cuda_launches *launches)
+{
+    const skl_problem *const p = &plan->problem;
+    *params = skl_select_params_of(p, call);
+    launches->count = 0;
+    choice s = {.plan = plan,
+                .call = call,
+                .params = params,
+                .launches = launches,
+                .kernel = plan->kernel,
+                .some_rows = p->batch > 0 && p->len_q > 0,
+                .some_keys = p->batch > 0 && p->len_k > 0,
+                .rows = skl_call_has_rows(call),
+                .gradients = skl_call_needs(p, call).gradients,
+                .capped = params->a.capped || params->b.capped};
+    s.reason = skl_select_why_kernel(plan, s.kernel);
+    const char *const misaligned = s.kernel != skl_cuda_general ? why_misaligned(&call->inputs) : NULL;
+    if (misaligned != NULL) {
+        s.kernel = skl_cuda_general;
+        s.reason = misaligned;
+    }
+    const char *const no_tma = skl_select_is_tma_kernel(s.kernel) ? why_no_tma(&s) : NULL;
+    if (no_tma != NULL) {
+        s.kernel = s.kernel->group_rows != NULL ? skl_cuda_general : skl_select_without_tma(p);
+        s.reason = no_tma;
+    }
+    if (s.kernel->group_rows != NULL && (!s.some_rows || !s.some_keys)) {
+        s.kernel = skl_cuda_general;
+        s.reason = "no queries or no keys: general kernel";
+    }
+    if (p->packed)
+        skl_select_add(&s, "tails", skl_cuda_general, skl_cuda_clear_tails, SKL_VARIANT_CLEAR,
+                       "rows after the last packed sequence become 0");
+    if (skl_is_indexer(p))
+        skl_select_indexer(&s);
+    else if (skl_select_is_attention_with_groups(p) && s.kernel != skl_cuda_general)
+        skl_select_groups(&s);
+    else
+        skl_select_attention(&s);
+}

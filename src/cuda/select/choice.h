@@ -1,0 +1,111 @@
+/* What the files of this folder share: a choice in progress. */
+#ifndef SKL_CUDA_SELECT_CHOICE_H
+#define SKL_CUDA_SELECT_CHOICE_H
+
+#include "cuda/common/tensor_map.h"
+#include "cuda/select.h"
+
+enum { ELEMENTS_16_BYTES = 8 }; /* 16-bit elements in a 16-byte copy */
+
+/* What the choice depends on besides the problem. */
+typedef struct choice {
+    const skl_plan *plan;
+    const skl_call *call;
+    const skl_cuda_params *params;
+    skl_cuda_launches *launches;
+    const skl_cuda_kernel *kernel; /* that the call's tensors allow */
+    const char *reason;
+    bool some_rows, some_keys;
+    bool rows, gradients; /* that the call computes */
+    bool capped;          /* an argument has a softcap */
+} choice;
+
+/* One side of the KL, and what is wanted of it. */
+typedef struct side_request {
+    skl_side side;
+    bool of_teacher, of_b;
+    bool dq, dk;
+} side_request;
+
+/* ---- kernel.c ------------------------------------------------------------------------------------------------ */
+
+/* A student of attention whose heads each learn the mean of several teacher heads. */
+bool skl_select_is_attention_with_groups(const skl_problem *p);
+
+/* The kernel that computes gradients of teacher groups in strips, where the best one cannot. */
+const skl_cuda_kernel *skl_select_strip_kernel_of(const skl_problem *p);
+
+/* The best kernel that needs no TMA. */
+const skl_cuda_kernel *skl_select_without_tma(const skl_problem *p);
+
+const char *skl_select_why_kernel(const skl_plan *plan, const skl_cuda_kernel *kernel);
+
+/* ---- workspace.c --------------------------------------------------------------------------------------------- */
+
+/* LSEs of a teacher group for each block of a general forward. */
+size_t skl_select_group_lse_size(const skl_plan *plan);
+
+/* f32 sums of dk, unless they are dk itself: those of the larger side. */
+size_t skl_select_dk_sums_size(const skl_problem *p);
+
+/* LSEs of the teacher, for a forward that computes them without returning them. */
+size_t skl_select_teacher_lse_size(const skl_problem *p);
+
+skl_sparse_layout skl_select_sparse_layout_of(const skl_plan *plan, bool gradients, bool with_teacher);
+
+/* ---- call.c -------------------------------------------------------------------------------------------------- */
+
+bool skl_select_is_tma_kernel(const skl_cuda_kernel *kernel);
+
+bool skl_select_tma_reads(skl_dtype dtype, const skl_input *tensor, int64_t dim, int64_t heads,
+                          skl_tensor_rows shape);
+
+skl_cuda_params skl_select_params_of(const skl_problem *p, const skl_call *call);
+
+skl_cuda_launch *skl_select_add(const choice *s, const char *step, const skl_cuda_kernel *kernel,
+                                skl_cuda_launcher launcher, const char *variant, const char *reason);
+
+/* ---- attention.c --------------------------------------------------------------------------------------------- */
+
+/* Heads whose keys, and what else is streamed with them, fill half of the L2 cache: with more of them at once they
+ * are read from memory again for every wave of tiles, and dk sums are read and written there. But where tiles differ
+ * in length, each group begins with its longest ones: there may be several groups only where the longest tile is a
+ * small part of an SM's work.
+ *
+ * `bytes_a`, `bytes_b`: per element of an argument's keys, with what else is streamed for it. */
+int32_t skl_select_head_group_for(const choice *s, int64_t tile_rows, int64_t bytes_a, int64_t bytes_b);
+
+void skl_select_set_splits(skl_cuda_launch *launch, const skl_problem *p, int64_t tile_rows, int64_t blocks);
+
+/* Blocks that keep an SM busy on Hopper, one at a time. A one-sided mask leaves tiles half of the longest one's keys
+ * on average: then two, or the longest tile takes as long as all of them together. */
+int64_t skl_select_blocks_to_fill(const skl_problem *p);
+
+void skl_select_add_forward(const choice *s);
+
+side_request skl_select_request_of(const choice *s, bool of_teacher);
+
+/* Where a fused backward adds up dk. */
+skl_output skl_select_dk_sums_of(const choice *s, const side_request *request);
+
+bool skl_select_tma_adds_to(const choice *s, const side_request *request);
+
+void skl_select_add_dq(const choice *s, const side_request *request, const char *reason, bool kl);
+
+void skl_select_add_dk(const choice *s, const side_request *request, const char *reason);
+
+void skl_select_attention(choice *s);
+
+/* ---- indexer.c ----------------------------------------------------------------------------------------------- */
+
+void skl_select_add_indexer(const choice *s, const char *step, bool gradients);
+
+void skl_select_indexer(choice *s);
+
+/* ---- groups.c ------------------------------------------------------------------------------------------------ */
+
+/* Rows and the student's gradients on tensor cores: by separate kernels, or by those of an indexer, since an
+ * attention head is an index head of weight 1 without a ReLU. The general kernels do what is about the teacher. */
+void skl_select_groups(choice *s);
+
+#endif

@@ -1,0 +1,201 @@
+/* Launches of attention with teacher groups. */
+#include "cuda/select/choice.h"
+
+/* Where the teacher's LSEs are written when the caller gives none. */
+static skl_output teacher_lse_of(const choice *s)
+{
+    const skl_problem *const p = &s->plan->problem;
+    return s->call->rows.lse_t.data != NULL
+               ? s->call->rows.lse_t
+               : skl_output_contiguous(s->call->workspace, p->heads_t, p->packed ? p->total_q : p->len_q, 1);
+}
+
+/* A forward gives the LSEs of both its arguments: those of a side, if they are the halves of its heads. */
+static bool has_halves(const skl_side *side)
+{
+    return side->heads % 2 == 0 && (side->key_heads % 2 == 0 || side->key_heads == 1);
+}
+
+static skl_input input_from(const skl_input *tensor, skl_dtype dtype, int64_t head)
+{
+    skl_input from = *tensor;
+    from.data = (const char *)tensor->data + (size_t)(head * tensor->stride_head) * skl_dtype_size(dtype);
+    return from;
+}
+
+/* The forward with the halves of a side's heads as its arguments. */
+static skl_cuda_params halves_of(const skl_problem *p, const skl_call *call, bool of_teacher, const skl_output *lse)
+{
+    const skl_side side = of_teacher ? skl_teacher_of(p, call) : skl_student_of(p, call);
+    const int64_t heads = side.heads / 2, key_heads = skl_max(1, side.key_heads / 2);
+    skl_problem halves = *p;
+    halves.heads_t = halves.heads_s = heads;
+    halves.key_heads_t = halves.key_heads_s = key_heads;
+    halves.dim_t = halves.dim_s = side.dim;
+    halves.dtype_t = halves.dtype_s = side.dtype;
+    halves.scale_t = halves.scale_s = side.scale;
+    halves.softcap_t = halves.softcap_s = side.softcap;
+    halves.gradients = 0;
+    skl_call forward = {.op = SKL_OP_FORWARD,
+                        .inputs = call->inputs,
+                        .keys = call->keys,
+                        .workspace = call->workspace,
+                        .stream = call->stream};
+    const skl_input none = {0};
+    forward.inputs.q_t = *side.q;
+    forward.inputs.k_t = *side.k;
+    forward.inputs.q_s = input_from(side.q, side.dtype, heads);
+    forward.inputs.k_s = input_from(side.k, side.dtype, side.key_heads == 1 ? 0 : key_heads);
+    forward.inputs.lse_t = forward.inputs.lse_s = none;
+    forward.rows.lse_t = forward.rows.lse_s = *lse;
+    forward.rows.lse_s.data = (float *)lse->data + heads * lse->stride_head;
+    return skl_select_params_of(&halves, &forward);
+}
+
+const skl_cuda_params *skl_cuda_launch_params(const skl_cuda_params *params, const skl_cuda_launch *launch,
+                                              skl_cuda_params *halves)
+{
+    if (!launch->halves)
+        return params;
+    *halves = halves_of(&params->problem, &params->call, launch->teacher_side != 0, &launch->lse);
+    return halves;
+}
+
+static void add_group_lse(const choice *s, bool of_teacher, const char *reason)
+{
+    const skl_problem *const p = &s->plan->problem;
+    const skl_output lse = of_teacher ? teacher_lse_of(s) : s->call->rows.lse_s;
+    const skl_side side = of_teacher ? skl_teacher_of(p, s->call) : skl_student_of(p, s->call);
+    const size_t lse_size = of_teacher && s->call->rows.lse_t.data == NULL ? skl_select_teacher_lse_size(p) : 0;
+    skl_cuda_launch *const launch = &s->launches->at[s->launches->count];
+    if (has_halves(&side)) {
+        const skl_cuda_params halves = halves_of(p, s->call, of_teacher, &lse);
+        skl_plan plan = *s->plan;
+        plan.problem = halves.problem;
+        choice forward = *s;
+        forward.plan = &plan;
+        forward.params = &halves;
+        forward.call = &halves.call;
+        forward.capped = false;
+        forward.kernel = skl_cuda_select_kernel(&plan.problem, s->kernel->capability, NULL);
+        forward.reason = reason;
+        skl_select_add_forward(&forward);
+        launch->step = of_teacher ? "lse_t" : "lse_s";
+        launch->halves = true;
+        launch->states_at = skl_select_teacher_lse_size(p);
+        launch->workspace_size += launch->num_splits > 1 ? launch->states_at : lse_size;
+    } else {
+        skl_select_add(s, of_teacher ? "lse_t" : "lse_s", s->kernel, s->kernel->group_lse, SKL_VARIANT_LSE, reason);
+        launch->workspace_size = lse_size;
+    }
+    launch->teacher_side = of_teacher;
+    launch->lse = lse;
+}
+
+/* Kernels of an indexer have no launcher for LSEs alone. */
+static bool can_add_lses(const choice *s)
+{
+    const skl_problem *const p = &s->plan->problem;
+    const skl_side teacher = skl_teacher_of(p, s->call), student = skl_student_of(p, s->call);
+    return s->kernel->group_lse != NULL ||
+           ((s->call->rows.lse_t.data == NULL || has_halves(&teacher)) && has_halves(&student));
+}
+
+/* Whether a call wants LSEs and nothing else; given LSEs have to be restricted to the visible keys by P. */
+static bool wants_only_lses(const choice *s)
+{
+    const skl_rows *const rows = &s->call->rows;
+    const bool given = s->call->inputs.lse_t.data != NULL;
+    return s->call->op == SKL_OP_FORWARD && rows->kl.data == NULL && !(given && rows->lse_t.data != NULL);
+}
+
+static void add_group_lses(const choice *s)
+{
+    const char *const reason = "no KL is wanted: LSEs only";
+    if (s->call->rows.lse_t.data != NULL)
+        add_group_lse(s, true, reason);
+    if (s->call->rows.lse_s.data != NULL)
+        add_group_lse(s, false, reason);
+}
+
+static void add_group_rows(const choice *s)
+{
+    const skl_problem *const p = &s->plan->problem;
+    const bool given = s->call->inputs.lse_t.data != NULL;
+    if (!given)
+        add_group_lse(s, true, "inputs.lse_t is not given");
+    skl_cuda_launch *const launch =
+        skl_select_add(s, "forward", s->kernel, s->kernel->group_rows, SKL_VARIANT_GROUPS, s->reason);
+    launch->lse = teacher_lse_of(s);
+    launch->head_group = skl_select_head_group_for(s, SKL_GROUP_TILE, 2, 2);
+    launch->states_at = given ? 0 : skl_select_teacher_lse_size(p);
+    skl_select_set_splits(launch, p, SKL_GROUP_TILE, s->plan->sm_count * skl_select_blocks_to_fill(p));
+    if (launch->num_splits > 1)
+        launch->workspace_size += launch->states_at;
+}
+
+static void add_group_fused(const choice *s, const side_request *student, bool kl)
+{
+    skl_cuda_launch *const launch =
+        skl_select_add(s, "dq_s and dk_s", s->kernel, s->kernel->group_fused, SKL_VARIANT_FUSED_GROUPS, s->reason);
+    launch->kl_in_backward = kl;
+    launch->dk_sums = skl_select_dk_sums_of(s, student);
+    launch->workspace_size =
+        student->dk && student->side.grad_dtype != SKL_F32 ? skl_select_dk_sums_size(&s->plan->problem) : 0;
+    launch->head_group = skl_select_head_group_for(s, SKL_SM90_BACKWARD_ROWS, 2, 2 + 4);
+}
+
+/* The kernel for the student's gradients, and why it is not the plan's. */
+static choice student_choice(const choice *s, const side_request *student)
+{
+    choice result = *s;
+    if (s->kernel->group_fused != NULL && s->plan->deterministic) {
+        result.kernel = skl_select_strip_kernel_of(&s->plan->problem);
+        result.reason = "deterministic: gradients in strips";
+    } else if (s->kernel->group_fused != NULL && student->dk && !skl_select_tma_adds_to(s, student)) {
+        result.kernel = skl_cuda_general;
+        result.reason = "TMA cannot add to dk_s: general kernel";
+    }
+    return result;
+}
+
+static void add_group_gradients(const choice *s, const side_request *request, const char *step, bool kl)
+{
+    if (s->kernel->group_fused != NULL) {
+        add_group_fused(s, request, kl);
+    } else if (s->kernel != skl_cuda_general) {
+        skl_select_add_indexer(s, step, true);
+    } else {
+        if (request->dq && s->some_rows)
+            skl_select_add_dq(s, request, s->reason, false);
+        if (request->dk && s->some_keys)
+            skl_select_add_dk(s, request, s->reason);
+    }
+}
+
+void skl_select_groups(choice *s)
+{
+    const side_request student = skl_select_request_of(s, false), teacher = skl_select_request_of(s, true);
+    const choice of_student = student_choice(s, &student);
+    const bool of_s = (student.dq && s->some_rows) || (student.dk && s->some_keys);
+    const bool rows = s->rows && s->some_rows, dots = rows && s->call->rows.dot_t.data != NULL;
+    /* On tensor cores one launch gives gradients and rows. */
+    const bool rows_in_gradients = rows && of_s && !dots && of_student.kernel != skl_cuda_general;
+    choice general = *s;
+    general.kernel = skl_cuda_general;
+    general.reason =
+        dots ? "rows.dot_t of a teacher group: no tensor cores" : "teacher gradients of a group: no tensor cores";
+    if (dots)
+        skl_select_add_forward(&general);
+    else if (rows && !rows_in_gradients && wants_only_lses(s) && can_add_lses(s))
+        add_group_lses(s);
+    else if (rows && !rows_in_gradients && s->kernel->group_rows != NULL)
+        add_group_rows(s);
+    else if (rows && !rows_in_gradients)
+        skl_select_add_indexer(s, "forward", false);
+    if (of_s)
+        add_group_gradients(&of_student, &student, rows_in_gradients ? "forward and gradients" : "gradients",
+                            rows_in_gradients);
+    if (teacher.dq || teacher.dk)
+        add_group_gradients(&general, &teacher, "", false);
+}

@@ -1,0 +1,122 @@
+/* Which kernel a plan is made for, and why. */
+#include "cuda/select/choice.h"
+
+bool skl_cuda_runs_on(const skl_cuda_kernel *kernel, int capability)
+{
+    return capability >= kernel->capability && capability < kernel->capability_end;
+}
+
+static bool fits_copies(int64_t dim)
+{
+    return dim % ELEMENTS_16_BYTES == 0;
+}
+
+bool skl_select_is_attention_with_groups(const skl_problem *p)
+{
+    return !skl_is_indexer(p) && skl_group_size(p) > 1;
+}
+
+static bool fits_attention(const skl_cuda_kernel *kernel, const skl_problem *p)
+{
+    const int64_t length = skl_max(p->len_q, p->len_k);
+    return kernel->forward != NULL && p->dim_t <= kernel->dim_max && p->dim_s <= kernel->dim_max &&
+           length < SKL_ROWS_MAX && p->heads_s < INT32_MAX / skl_ceil_div(length + 1, SKL_SM80_TILE_MIN);
+}
+
+/* The queries of all teacher heads of a group have to fit into shared memory, with two stages of keys if the heads
+ * do not share them. */
+static bool fits_groups(const skl_cuda_kernel *kernel, const skl_problem *p)
+{
+    const bool narrow = p->dim_s <= 64, shared = p->heads_t / p->key_heads_t % skl_group_size(p) == 0;
+    const int64_t padded_dim_t = p->dim_t <= 64 && narrow ? 64 : SKL_GROUP_DIM_MAX;
+    const int64_t dims_max = shared || narrow ? SKL_GROUP_DIMS_MAX : SKL_GROUP_DIMS_MAX - SKL_GROUP_DIM_MAX;
+    const int64_t length = skl_max(p->len_q, p->len_k);
+    return kernel->group_rows != NULL && p->softcap_t == 0.0F && p->softcap_s == 0.0F &&
+           p->direction == SKL_KL_FORWARD && p->dim_t <= kernel->dim_max && p->dim_s <= kernel->dim_max &&
+           skl_group_size(p) * padded_dim_t <= dims_max && length < SKL_ROWS_MAX &&
+           p->batch * p->heads_t < INT32_MAX / skl_ceil_div(length + 1, SKL_GROUP_TILE);
+}
+
+static bool fits_dense(const skl_cuda_kernel *kernel, const skl_problem *p)
+{
+    const int64_t heads = skl_max(p->heads_t, skl_query_heads_s(p));
+    const int64_t tiles = skl_ceil_div(skl_max(p->len_q, p->len_k) + 1, SKL_INDEX_TILE);
+    return kernel->dense_rows != NULL && p->softcap_t == 0.0F && p->softcap_s == 0.0F &&
+           p->dim_s <= kernel->dim_max && p->direction == SKL_KL_FORWARD && tiles < INT32_MAX / SKL_INDEX_TILE &&
+           p->batch < INT32_MAX / tiles / heads / SKL_INDEX_BLOCKS;
+}
+
+static bool fits_sparse(const skl_cuda_kernel *kernel, const skl_problem *p)
+{
+    const int64_t heads = skl_max(p->heads_t, skl_query_heads_s(p));
+    return kernel->sparse_rows != NULL && p->softcap_t == 0.0F && p->dim_s <= kernel->dim_max &&
+           heads < SKL_ROWS_MAX && p->len_k < SKL_ROWS_MAX && p->top_k < SKL_ROWS_MAX;
+}
+
+static bool fits_problem(const skl_cuda_kernel *kernel, const skl_problem *p)
+{
+    if (kernel == skl_cuda_general)
+        return true;
+    if (p->dtype_t != kernel->dtype || p->dtype_s != kernel->dtype || !fits_copies(p->dim_t) ||
+        !fits_copies(p->dim_s))
+        return false;
+    if (!skl_is_indexer(p) && !skl_select_is_attention_with_groups(p))
+        return fits_attention(kernel, p);
+    if (skl_select_is_attention_with_groups(p) && kernel->group_rows != NULL)
+        return fits_groups(kernel, p);
+    return p->top_k > 0 ? fits_sparse(kernel, p) : fits_dense(kernel, p);
+}
+
+const skl_cuda_kernel *skl_cuda_select_kernel(const skl_problem *p, int capability, const char *forced)
+{
+    const skl_cuda_kernel *kernel = NULL;
+    for (int32_t i = 0; (kernel = skl_cuda_kernel_at(i)) != NULL; i++)
+        if (skl_cuda_runs_on(kernel, capability) && fits_problem(kernel, p) &&
+            (forced == NULL || skl_cuda_has_name(kernel, forced)))
+            break;
+    return kernel;
+}
+
+const skl_cuda_kernel *skl_select_strip_kernel_of(const skl_problem *p)
+{
+    const skl_cuda_kernel *kernel = NULL;
+    for (int32_t i = 0; (kernel = skl_cuda_kernel_at(i)) != NULL; i++)
+        if (skl_cuda_runs_on(kernel, SKL_CAPABILITY_sm90) && kernel->dense_rows != NULL && fits_problem(kernel, p))
+            break;
+    return kernel;
+}
+
+const skl_cuda_kernel *skl_select_without_tma(const skl_problem *p)
+{
+    return skl_cuda_select_kernel(p, SKL_CAPABILITY_sm80, NULL);
+}
+
+/* Why a problem has no tensor-core kernel; the first reason that applies. */
+static const char *why_general(const skl_problem *p)
+{
+    const bool groups = skl_has_teacher_groups(p);
+    if (p->dtype_t == SKL_F32 || p->dtype_s == SKL_F32)
+        return "f32 inputs: no tensor cores; bf16 or f16 has them";
+    if (p->dtype_t != p->dtype_s)
+        return "teacher and student have different types: no tensor cores";
+    if (!fits_copies(p->dim_t) || !fits_copies(p->dim_s))
+        return "a head size is not a multiple of 8: no tensor cores";
+    if (groups && p->softcap_t != 0.0F)
+        return "softcap_t of a teacher group: no tensor cores";
+    if (groups && p->softcap_s != 0.0F)
+        return "softcap_s with teacher groups: no tensor cores";
+    if (groups && p->top_k == 0 && p->direction == SKL_KL_REVERSE)
+        return "reverse KL with teacher groups: no tensor cores";
+    if (!groups && skl_max(p->dim_t, p->dim_s) > 256)
+        return "a head size above 256: no tensor cores";
+    if (groups && p->dim_s > SKL_INDEX_DIM_MAX)
+        return "dim_s above 256: no tensor cores";
+    return "sizes beyond 32-bit tile numbers: no tensor cores";
+}
+
+const char *skl_select_why_kernel(const skl_plan *plan, const skl_cuda_kernel *kernel)
+{
+    if (plan->forced_by != NULL)
+        return "the kernel was named by the caller";
+    return kernel == skl_cuda_general ? why_general(&plan->problem) : "best kernel for this type, head size and GPU";
+}

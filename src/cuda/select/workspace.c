@@ -1,0 +1,89 @@
+/* Workspace of a plan. */
+#include "cuda/select/choice.h"
+
+static size_t larger(size_t a, size_t b)
+{
+    return a > b ? a : b;
+}
+
+size_t skl_select_group_lse_size(const skl_plan *plan)
+{
+    return (size_t)plan->sm_count * SKL_GENERAL_BLOCKS_PER_SM * (size_t)skl_group_size(&plan->problem) *
+           SKL_GENERAL_TILE * sizeof(skl_lse2);
+}
+
+static bool computes_gradients(skl_op op)
+{
+    return op == SKL_OP_BACKWARD || op == SKL_OP_FORWARD_BACKWARD;
+}
+
+size_t skl_select_dk_sums_size(const skl_problem *p)
+{
+    if (p->grad_f32)
+        return 0;
+    const int64_t rows = p->packed ? p->total_k : p->batch * p->len_k;
+    const int64_t of_teacher = p->gradients & SKL_DK_T ? p->key_heads_t * p->dim_t : 0;
+    const int64_t of_student = p->gradients & SKL_DK_S ? p->key_heads_s * p->dim_s : 0;
+    return (size_t)rows * (size_t)skl_max(of_teacher, of_student) * sizeof(float);
+}
+
+static size_t split_states_size(const skl_plan *plan)
+{
+    return (size_t)plan->sm_count * SKL_SPLIT_ROWS_MAX * sizeof(skl_row_state);
+}
+
+static size_t attention_workspace_size(const skl_plan *plan, const skl_cuda_kernel *kernel, skl_op op)
+{
+    const size_t split_states = kernel != skl_cuda_general && op != SKL_OP_BACKWARD ? split_states_size(plan) : 0;
+    const size_t dk_sums = kernel->fused != NULL && computes_gradients(op) && !plan->deterministic
+                               ? skl_select_dk_sums_size(&plan->problem)
+                               : 0;
+    return larger(larger(skl_select_group_lse_size(plan), split_states), dk_sums);
+}
+
+size_t skl_select_teacher_lse_size(const skl_problem *p)
+{
+    const int64_t rows = p->packed ? p->total_q : p->batch * p->len_q;
+    return skl_aligned_size((size_t)(rows * p->heads_t) * sizeof(float));
+}
+
+skl_sparse_layout skl_select_sparse_layout_of(const skl_plan *plan, bool gradients, bool with_teacher)
+{
+    const skl_problem *const p = &plan->problem;
+    skl_sparse_layout layout = {.chunk = skl_sparse_chunk_of(p),
+                                .num_blocks = (int64_t)plan->sm_count * SKL_GENERAL_BLOCKS_PER_SM};
+    layout.scores_at = gradients ? layout.chunk.end : 0;
+    layout.end = layout.scores_at + (size_t)layout.num_blocks * (size_t)p->top_k * SKL_SPARSE_SCORE_SIZE;
+    skl_sparse_plan_memory(&layout, p, with_teacher, p->heads_t / p->key_heads_t, plan->smem_per_block,
+                           plan->smem_per_sm);
+    return layout;
+}
+
+/* Of indexers and teacher groups. Enough for the general kernel too: it does what strides keep from tensor cores. */
+static size_t group_workspace_size(const skl_plan *plan, const skl_cuda_kernel *kernel, skl_op op)
+{
+    const skl_problem *const p = &plan->problem;
+    const bool gradients = computes_gradients(op);
+    size_t size = skl_select_group_lse_size(plan);
+    if (kernel->group_rows != NULL && gradients && plan->deterministic)
+        return group_workspace_size(plan, skl_select_strip_kernel_of(p), op);
+    if (skl_select_is_attention_with_groups(p) && !gradients && kernel != skl_cuda_general)
+        size = larger(size, skl_select_teacher_lse_size(p) + split_states_size(plan));
+    if (kernel->group_rows != NULL)
+        return larger(size, gradients ? skl_select_dk_sums_size(p) : 0);
+    if (p->top_k > 0) {
+        const skl_sparse_layout layout = skl_select_sparse_layout_of(plan, gradients, true);
+        size = larger(size, gradients ? layout.chunk.end : 0);
+        return kernel == skl_cuda_general ? size : larger(size, layout.end);
+    }
+    if (skl_is_indexer(p))
+        size = larger(size, gradients ? skl_dense_chunk_of(p, plan->sm_count).end : 0);
+    return kernel == skl_cuda_general ? size : larger(size, skl_index_layout_of(p, plan->sm_count, gradients).size);
+}
+
+size_t skl_cuda_workspace_size(const skl_plan *plan, skl_op op)
+{
+    const skl_cuda_kernel *const kernel = plan->kernel;
+    return skl_has_teacher_groups(&plan->problem) ? group_workspace_size(plan, kernel, op)
+                                                  : attention_workspace_size(plan, kernel, op);
+}

@@ -1,0 +1,301 @@
+/* Forward of a student with teacher groups on Hopper's tensor cores (sm_90a): 16-bit types, head sizes up to 128,
+ * KL(P || S). The teacher's LSEs are known: the caller's, or those of an earlier launch.
+ *
+ * Bound: the special function units. 128 queries x 128 keys take 6,100 clocks for the exponentials and logarithms of
+ * four teacher heads and the student, and 5,100 on the tensor cores at 128 dimensions.
+ *
+ *   block      2 consumer warpgroups of 64 queries, 1 producer warp; one block per SM
+ *   tile       128 queries x 128 keys
+ *   registers  240 per consumer thread: P and the logits of a head (64 each), two row states
+ *   shared     queries of all heads, a stage of 128 keys of both sides: 224 KB for four heads of 128 dimensions
+ *
+ * The row state has A = log2 P with the fixed shift -low (group_heads.cuh), because P is a probability already. B has
+ * the first head's LSE as its shift, so that the KL of equal inputs is exactly 0, until a tile's sum is out of range.
+ */
+#ifndef SKL_CUDA_SM90_ATTENTION_GROUP_FORWARD_CUH
+#define SKL_CUDA_SM90_ATTENTION_GROUP_FORWARD_CUH
+
+#include "cuda/common/row_stats.cuh"
+#include "cuda/sm90/attention/group_heads.cuh"
+
+namespace sm90
+{
+
+#ifndef GROUP_KEYS_VARIANT
+#define GROUP_KEYS_VARIANT 64
+#endif
+constexpr int GROUP_KEYS = GROUP_KEYS_VARIANT; /* of a stage */
+constexpr int GROUP_FORWARD_THREADS = 128 * (CONSUMERS + 1);
+
+/* A row's sums of S below this are redone with another shift, like those above SKL_LAZY_BOUND. */
+constexpr float GROUP_SUM_MIN = 0x1p-100F;
+
+typedef float group_logits[GROUP_KEYS / 8][4];
+
+template <int DIM_S> struct group_forward_smem {
+    smem_rows<DIM_S / 64> queries_s;
+    unsigned char keys_s[DIM_S / 64][GROUP_KEYS][128];
+    group_barriers barriers;
+    block_tile tile; /* this and the rest are in shared memory to save registers */
+    streamed_band keys;
+    range32 full; /* keys that all queries attend to */
+};
+
+template <int DIM_S>
+constexpr int GROUP_FORWARD_FIXED_SIZE = (sizeof(group_forward_smem<DIM_S>) + 1023) / 1024 * 1024;
+
+/* ---- Rows --------------------------------------------------------------------------------------------------- */
+
+__device__ inline void write_group_row(const forward_params &params, const skl_sequence &s, int64_t head,
+                                       int64_t query, const skl_row_state &state)
+{
+    const skl_problem &p = params.problem;
+    const skl_rows &rows = params.call.rows;
+    if (params.call.op == SKL_OP_PARTIAL) {
+        params.call.states[skl_state_index(&p, &s, head, query)] = state;
+        return;
+    }
+    const skl_input &lse_t = params.call.inputs.lse_t;
+    const bool computed = rows.lse_t.data == lse_t.data; /* by an earlier launch, for the visible keys */
+    const float mean_lse_t = skl_lse(state.m_a, state.l_a);
+    const auto visible_lse_t = [&](int64_t h) {
+        const float lse = skl_row_value(&lse_t, &s, h, query);
+        return computed ? lse : mean_lse_t == -INFINITY ? mean_lse_t : lse + mean_lse_t;
+    };
+    const int64_t group = skl_group_size(&p);
+    skl_row_set(&rows.kl, &s, head, query, one_pass_kl(p, s, query, state)); /* the shift of A is an LSE */
+    /* Where all pairs are equal, the LSEs are, too, to the last bit: a backward finds gradients of 0. */
+    const bool equal = state.w == 0.0F && state.l_a == state.l_b && state.l_a > 0.0F;
+    skl_row_set(&rows.lse_s, &s, head, query, equal ? visible_lse_t(head * group) : skl_lse(state.m_b, state.l_b));
+    for (int64_t h = head * group; rows.lse_t.data != NULL && !computed && h < (head + 1) * group; h++)
+        skl_row_set(&rows.lse_t, &s, h, query, visible_lse_t(h));
+}
+
+/* Merges the splits of a tile in a fixed order, one query per thread. */
+static __global__ void merge_group_splits(const __grid_constant__ forward_params params)
+{
+    block_tile tile;
+    const int row = (int)threadIdx.x;
+    if (!tile.find(params, 1, (unsigned)params.head_group) || tile.first + row >= tile.sequence.query_count)
+        return;
+    const skl_row_state *const splits = params.split_states + tile.index * params.num_splits * tile.ROWS;
+    skl_row_state state = splits[row];
+    for (int split = 1; split < params.num_splits; split++)
+        state = skl_state_merge(state, splits[split * tile.ROWS + row]);
+    write_group_row(params, tile.sequence, tile.head, tile.first + row, state);
+}
+
+/* ---- Consumers ---------------------------------------------------------------------------------------------- */
+
+/* Sums of the thread's pairs of a row, with the shift m_b. MASKED: only those in `sees`. */
+template <bool MASKED>
+__device__ inline row_sums sum_group_row(const group_logits &p, const group_logits &y, float scale, float m_b,
+                                         int half, const range32 &sees, bool huge = false)
+{
+    row_sums sums = {};
+#pragma unroll
+    for (int block = 0; block < GROUP_KEYS / 8; block++)
+#pragma unroll
+        for (int parity = 0; parity < 2; parity++) {
+            const int column = acc_column(block, parity), e = half * 2 + parity;
+            const float log_s = minus_shift(y[block][e], scale, m_b, huge), s = ex2(log_s);
+            const bool seen = !MASKED || (column >= sees.begin && column < sees.end);
+            add_probabilities(sums, seen ? p[block][e] : 0.0F, seen ? s : 0.0F, seen ? log_s : 0.0F);
+        }
+    return sums;
+}
+
+template <bool MASKED>
+__device__ inline float max_of_row(const group_logits &y, float scale, int half, const range32 &sees)
+{
+    float m = -INFINITY;
+#pragma unroll
+    for (int block = 0; block < GROUP_KEYS / 8; block++)
+#pragma unroll
+        for (int parity = 0; parity < 2; parity++) {
+            const int column = acc_column(block, parity);
+            if (!MASKED || (column >= sees.begin && column < sees.end))
+                m = fmaxf(m, y[block][half * 2 + parity] * scale);
+        }
+    return m;
+}
+
+/* Adds a tile to a row. A shift that leaves the sum of S out of range is replaced by the tile's maximum. */
+template <bool MASKED>
+__device__ inline void add_group_tile(skl_row_state &state, const group_logits &p, const group_logits &y, float scale,
+                                      int half, const range32 &sees)
+{
+    row_sums sums = sum_group_row<MASKED>(p, y, scale, state.m_b, half, sees);
+    const bool in_range = sums.l_b < SKL_LAZY_BOUND && state.l_b + sums.l_b >= GROUP_SUM_MIN && !is_huge(state.m_b);
+    if (__any_sync(~0U, !in_range)) {
+        const float m = max_of_row<MASKED>(y, scale, half, sees);
+        if (!in_range && m > -INFINITY)
+            state = skl_state_move(state, state.m_a, state.l_b > 0.0F ? fmaxf(state.m_b, m) : m);
+        sums = sum_group_row<MASKED>(p, y, scale, state.m_b, half, sees, is_huge(state.m_b));
+    }
+    add_sums(state, sums);
+}
+
+template <typename ELEMENT, int DIM_T, int DIM_S> struct group_forward {
+    const forward_params &params;
+    group_forward_smem<DIM_S> &smem;
+    head_products<ELEMENT, DIM_T, GROUP_KEYS> teacher;
+    int warpgroup, stages; /* warp-uniform */
+
+    template <bool MASKED>
+    __device__ void add_tile(skl_row_state (&state)[2], const group_logits &p, const group_logits &y, int n) const
+    {
+        const int first = n * GROUP_KEYS;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const range32 sees = MASKED ? smem.keys.band.of(acc_row<1>(0, half)) : range32{};
+            add_group_tile<MASKED>(state[half], p, y, params.b.scale, half, {sees.begin - first, sees.end - first});
+        }
+    }
+
+    __device__ void run(skl_row_state (&state)[2])
+    {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const skl_lse2 first = split_lse2(teacher.lse[half].load(0));
+            state[half] = {-first.low, 0.0F, fabsf(first.value) < INFINITY ? first.value : 0.0F, 0.0F, 0.0F};
+            teacher.low[half] = first.low;
+        }
+        barrier_wait(smem.barriers.queries_full, 0);
+        for (int n = 0; n < stages; n++) {
+            group_logits p, y;
+            teacher.run_stage(
+                p, y,
+                [&](group_logits &to) {
+                    barrier_wait(smem.barriers.keys_s_full, n % 2);
+                    wgmma_fence();
+                    issue_product<ELEMENT, DIM_S, GROUP_KEYS>(
+                        to, k_major_operand(&smem.queries_s) + warpgroup * (64 * 128 / 16),
+                        k_major_operand(smem.keys_s));
+                    wgmma_commit();
+                },
+                [] {});
+            barrier_arrive_if(smem.barriers.keys_s_empty, threadIdx.x % 32 == 0);
+            if (covers(smem.full, n * GROUP_KEYS, GROUP_KEYS))
+                add_tile<false>(state, p, y, n);
+            else
+                add_tile<true>(state, p, y, n);
+        }
+    }
+
+    __device__ void write(const skl_row_state (&state)[2]) const
+    {
+        const block_tile &tile = smem.tile;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int row = acc_row<1>(0, half);
+            const skl_row_state merged = merge_lanes(state[half]);
+            if (threadIdx.x % 4 != 0 || tile.first + row >= tile.sequence.query_count)
+                continue;
+            if (params.num_splits > 1)
+                params.split_states[tile.index * tile.ROWS + row] = merged;
+            else
+                write_group_row(params, tile.sequence, tile.head, tile.first + row, merged);
+        }
+    }
+};
+
+/* ---- Kernel ------------------------------------------------------------------------------------------------- */
+
+template <typename ELEMENT, int DIM_T, int DIM_S>
+__global__ void __launch_bounds__(GROUP_FORWARD_THREADS, 1)
+    group_forward_kernel(const __grid_constant__ forward_params params, const __grid_constant__ group_maps maps,
+                         int depth)
+{
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(1024) unsigned char raw[];
+    group_forward_smem<DIM_S> &smem = *(group_forward_smem<DIM_S> *)(void *)raw;
+    block_tile assigned;
+    if (!assigned.find(params, params.num_splits, (unsigned)params.head_group))
+        return;
+    if (threadIdx.x == 0) {
+        const int64_t last = skl_min(assigned.first + TILE_ROWS<2>, assigned.sequence.query_count) - 1;
+        const skl_band band = skl_key_band(&params.problem, &assigned.sequence);
+        smem.tile = assigned;
+        smem.keys =
+            streamed_split(stream_for(band, assigned.first, last), GROUP_KEYS, assigned.split, params.num_splits);
+        smem.full = reach_of(smem.keys.band, 0, TILE_ROWS<2>).all;
+        smem.full.end = min(smem.full.end, smem.keys.needed);
+        smem.barriers.init();
+        barrier_init_fence();
+    }
+    __syncthreads();
+    const int warpgroup = warpgroup_index(), head = warp_uniform((int)smem.tile.head);
+    const int stages = warp_uniform((smem.keys.needed + GROUP_KEYS - 1) / GROUP_KEYS);
+    const teacher_group group = teacher_group::of(params, head);
+    const teacher_smem<DIM_T, GROUP_KEYS> teacher = {raw + GROUP_FORWARD_FIXED_SIZE<DIM_S>, group.count};
+    if (warpgroup == CONSUMERS) {
+        reg_dealloc<24>();
+        if (warp_in_warpgroup() != 0)
+            return;
+        const block_tile &tile = smem.tile;
+        const group_loader<DIM_T, DIM_S, GROUP_KEYS> loader = {maps,        smem.barriers,
+                                                               teacher,     smem.queries_s.slabs,
+                                                               smem.keys_s, group,
+                                                               depth,       warp_uniform((int)tile.sequence.batch),
+                                                               head,        head / params.b.heads_per_key};
+        loader.load_queries(warp_uniform((int)(tile.sequence.query_begin + tile.first)));
+        const int row = warp_uniform((int)(tile.sequence.key_begin + smem.keys.origin));
+        loader.load_stages(stages, [=](int n) { return row + n * GROUP_KEYS; });
+    } else {
+        reg_alloc<240>();
+        group_forward<ELEMENT, DIM_T, DIM_S> consumer = {
+            params,
+            smem,
+            {teacher,
+             group,
+             smem.barriers,
+             k_major_operand(teacher.base) + warpgroup * (64 * 128 / 16),
+             depth,
+             params.a,
+             {teacher_lse::of(params, smem.tile, group.first, acc_row<1>(0, 0)),
+              teacher_lse::of(params, smem.tile, group.first, acc_row<1>(0, 1))},
+             {},
+             {0, 0},
+             {0, 0}},
+            warpgroup,
+            stages};
+        skl_row_state state[2];
+        consumer.run(state);
+        consumer.write(state);
+    }
+#endif
+}
+
+template <typename ELEMENT, int DIM_T, int DIM_S>
+cudaError_t launch_group_forward(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
+{
+    typedef teacher_smem<DIM_T, GROUP_KEYS> teacher;
+    const forward_params kernel_params = forward_params_of(params, launch);
+    const skl_problem *const p = &params->problem;
+    const int64_t heads = skl_group_size(p), tiles = skl_ceil_div(p->len_q, block_tile::ROWS);
+    const int depth = teacher::depth(GROUP_FORWARD_FIXED_SIZE<DIM_S>, heads, launch->smem_per_block);
+    const size_t size =
+        (size_t)(GROUP_FORWARD_FIXED_SIZE<DIM_S> + heads * teacher::HEAD_SIZE + depth * teacher::STAGE_SIZE);
+    group_maps maps;
+    if (depth == 0 || !encode_group_inputs(&maps, kernel_params, GROUP_KEYS, ELEMENT()))
+        return encode_error();
+    record_launch(kernel, SKL_VARIANT_GROUPS, launch->num_splits);
+    cudaError_t error = cudaFuncSetAttribute(group_forward_kernel<ELEMENT, DIM_T, DIM_S>,
+                                             cudaFuncAttributeMaxDynamicSharedMemorySize, (int)size);
+    if (error != cudaSuccess)
+        return error;
+    group_forward_kernel<ELEMENT, DIM_T, DIM_S>
+        <<<grid_of(p->batch, p->heads_s, tiles * launch->num_splits), GROUP_FORWARD_THREADS, size,
+           params->call.stream>>>(kernel_params, maps, depth);
+    error = cudaPeekAtLastError();
+    if (error != cudaSuccess || launch->num_splits == 1)
+        return error;
+    merge_group_splits<<<grid_of(p->batch, p->heads_s, tiles), block_tile::ROWS, 0, params->call.stream>>>(
+        kernel_params);
+    return cudaPeekAtLastError();
+}
+
+} // namespace sm90
+
+#endif

@@ -1,0 +1,343 @@
+/* Teacher groups on Hopper's tensor cores: what the forward and the fused backward share.
+ *
+ * A block has 128 queries of a student head. The queries of its r teacher heads stay in shared memory with the
+ * student's; keys stream past, KEYS per stage, and P of a stage stays in registers while the heads are multiplied:
+ *
+ *   head h     X = Q_h K_h^T (wgmma)  ->  P += (2^(X - lse_h) - P) / (h + 1)
+ *   student    Y = Q K^T (wgmma)
+ *
+ * A running mean, because the mean of equal heads is then exactly that head, for any r: equal inputs have KL 0. LSEs
+ * in base 2 are split into a float and the rest that it cannot hold (`low`). All P of a row carry the same factor
+ * 2^low, with the low of a reference: the student's LSE where it is known, otherwise the first head's. It cancels in
+ * the KL, and where head and reference are equal it is exactly 1. */
+#ifndef SKL_CUDA_SM90_ATTENTION_GROUP_HEADS_CUH
+#define SKL_CUDA_SM90_ATTENTION_GROUP_HEADS_CUH
+
+#include "cuda/sm90/pipeline.cuh"
+#include "cuda/sm90/tensor_map.cuh"
+
+namespace sm90
+{
+
+/* A pipeline of key stages with a depth that is known at run time. */
+struct slot_state {
+    int index, phase;
+
+    __device__ void next(int depth)
+    {
+        index = index + 1 == depth ? 0 : index + 1;
+        phase ^= index == 0;
+    }
+};
+
+constexpr int TEACHER_SLOTS_MAX = 4;
+
+/* Barriers of the pipelines. The student's keys have one slot: between two of its products are those of r heads. */
+struct group_barriers {
+    uint64_t queries_full;
+    uint64_t keys_t_full[TEACHER_SLOTS_MAX], keys_t_empty[TEACHER_SLOTS_MAX];
+    uint64_t keys_s_full, keys_s_empty;
+
+    __device__ void init()
+    {
+        barrier_init(queries_full, 1);
+        for (int slot = 0; slot < TEACHER_SLOTS_MAX; slot++) {
+            barrier_init(keys_t_full[slot], 1);
+            barrier_init(keys_t_empty[slot], CONSUMERS * 4);
+        }
+        barrier_init(keys_s_full, 1);
+        barrier_init(keys_s_empty, CONSUMERS * 4);
+    }
+};
+
+struct group_maps {
+    CUtensorMap queries_t, queries_s, keys_t, keys_s, sums;
+};
+
+/* Loads of `keys` keys. */
+template <typename ELEMENT>
+inline bool encode_group_inputs(group_maps *maps, const skl_cuda_params &params, int keys, ELEMENT element)
+{
+    const skl_problem *const p = &params.problem;
+    const skl_inputs *const in = &params.call.inputs;
+    const skl_dtype type = dtype_of_element(element);
+    const skl_tensor_rows query_rows = skl_query_rows(p), key_rows = skl_key_rows(p);
+    return skl_tensor_map(&maps->queries_t, type, &in->q_t, p->dim_t, p->heads_t, query_rows, block_tile::ROWS) ==
+               CUDA_SUCCESS &&
+           skl_tensor_map(&maps->queries_s, type, &in->q_s, p->dim_s, p->heads_s, query_rows, block_tile::ROWS) ==
+               CUDA_SUCCESS &&
+           skl_tensor_map(&maps->keys_t, type, &in->k_t, p->dim_t, p->key_heads_t, key_rows, keys) == CUDA_SUCCESS &&
+           skl_tensor_map(&maps->keys_s, type, &in->k_s, p->dim_s, p->key_heads_s, key_rows, keys) == CUDA_SUCCESS;
+}
+
+/* The teacher heads of a student head. All members are warp-uniform. */
+struct teacher_group {
+    int first, count, heads_per_key;
+
+    __device__ static teacher_group of(const skl_cuda_params &params, int head)
+    {
+        const int count = (int)skl_group_size(&params.problem);
+        return {warp_uniform(head) * count, count, params.a.heads_per_key};
+    }
+
+    /* Whether head n of the group has other keys than the one before it; the first has always. */
+    __device__ bool has_new_keys(int n) const
+    {
+        return n == 0 || (first + n) % heads_per_key == 0;
+    }
+};
+
+/* Shared memory after the fixed part: queries of r teacher heads, then `depth` stages of their keys. */
+template <int DIM_T, int KEYS> struct teacher_smem {
+    static constexpr int HEAD_SIZE = DIM_T / 64 * block_tile::ROWS * 128, STAGE_SIZE = DIM_T / 64 * KEYS * 128;
+    unsigned char *base;
+    int heads;
+
+    __device__ unsigned char *queries(int head, int slab) const
+    {
+        return base + head * HEAD_SIZE + slab * block_tile::ROWS * 128;
+    }
+
+    __device__ unsigned char *keys(int slot, int slab) const
+    {
+        return base + heads * HEAD_SIZE + slot * STAGE_SIZE + slab * KEYS * 128;
+    }
+
+    /* Slots that fit after a fixed part; 0: not even one. */
+    static int depth(int64_t fixed_size, int64_t heads, int64_t smem_max)
+    {
+        const int64_t left = smem_max - fixed_size - heads * HEAD_SIZE;
+        return left < STAGE_SIZE ? 0 : (int)skl_min(left / STAGE_SIZE, TEACHER_SLOTS_MAX);
+    }
+};
+
+/* ---- Producer ----------------------------------------------------------------------------------------------- */
+
+/* Executed by one warp. */
+template <int DIM_T, int DIM_S, int KEYS> struct group_loader {
+    const group_maps &maps;
+    group_barriers &barriers;
+    teacher_smem<DIM_T, KEYS> teacher;
+    unsigned char (*queries_s)[block_tile::ROWS][128];
+    unsigned char (*keys_s)[KEYS][128];
+    teacher_group group;
+    int depth, batch, head, key_head_s;
+
+    __device__ void load_queries(int row) const
+    {
+        barrier_expect_tx(barriers.queries_full,
+                          group.count * teacher.HEAD_SIZE + DIM_S / 64 * block_tile::ROWS * 128);
+        for (int n = 0; n < group.count; n++)
+#pragma unroll
+            for (int slab = 0; slab < DIM_T / 64; slab++)
+                tma_load(teacher.queries(n, slab), maps.queries_t, slab * 64, row, group.first + n, batch,
+                         barriers.queries_full);
+#pragma unroll
+        for (int slab = 0; slab < DIM_S / 64; slab++)
+            tma_load(queries_s[slab], maps.queries_s, slab * 64, row, head, batch, barriers.queries_full);
+    }
+
+    __device__ void load_teacher_keys(slot_state &slot, int n, int row) const
+    {
+        barrier_wait(barriers.keys_t_empty[slot.index], slot.phase ^ 1);
+        barrier_expect_tx(barriers.keys_t_full[slot.index], teacher.STAGE_SIZE);
+#pragma unroll
+        for (int slab = 0; slab < DIM_T / 64; slab++)
+            tma_load(teacher.keys(slot.index, slab), maps.keys_t, slab * 64, row,
+                     (group.first + n) / group.heads_per_key, batch, barriers.keys_t_full[slot.index]);
+        slot.next(depth);
+    }
+
+    /* row_at(n): first key of stage n, in the tensor. */
+    template <typename ROW_AT> __device__ void load_stages(int stages, ROW_AT row_at) const
+    {
+        slot_state slot = {0, 0};
+        for (int stage = 0; stage < stages; stage++) {
+            const int row = row_at(stage);
+            for (int n = 0; n < group.count; n++)
+                if (group.has_new_keys(n))
+                    load_teacher_keys(slot, n, row);
+            barrier_wait(barriers.keys_s_empty, stage % 2 ^ 1);
+            barrier_expect_tx(barriers.keys_s_full, DIM_S / 64 * KEYS * 128);
+#pragma unroll
+            for (int slab = 0; slab < DIM_S / 64; slab++)
+                tma_load(keys_s[slab], maps.keys_s, slab * 64, row, key_head_s, batch, barriers.keys_s_full);
+        }
+    }
+};
+
+/* ---- LSEs --------------------------------------------------------------------------------------------------- */
+
+/* An LSE in base 2 as a float and the rest. */
+__device__ inline skl_lse2 split_lse2(float lse)
+{
+    const float high = __fmul_rn(lse, SKL_LOG2E);
+    const float low = fmaf(lse, (float)(SKL_LOG2E_DOUBLE - (double)SKL_LOG2E), fmaf(lse, SKL_LOG2E, -high));
+    return {skl_lse2_is_usable(high) ? high : NAN, fabsf(lse) < INFINITY ? low : 0.0F};
+}
+
+/* The given LSEs of a row, head after head. */
+struct teacher_lse {
+    const float *next_head;
+    int64_t stride;
+
+    __device__ static teacher_lse of(const skl_cuda_params &params, const block_tile &tile, int first_head, int row)
+    {
+        const skl_input &lse = params.call.inputs.lse_t;
+        const int64_t query = skl_min(tile.first + row, tile.sequence.query_count - 1);
+        return {(const float *)lse.data +
+                    SKL_ROW(lse, tile.sequence.batch, first_head, tile.sequence.query_begin + query),
+                lse.stride_head};
+    }
+
+    __device__ float load(int n) const
+    {
+        return __ldg(next_head + n * stride);
+    }
+};
+
+/* ---- Products ----------------------------------------------------------------------------------------------- */
+
+/* Issues the wgmmas of x = rows times keys, both in shared memory. `queries`, `keys`: operands. */
+template <typename ELEMENT, int DIM, int KEYS, int BLOCKS>
+__device__ inline void issue_product(float (&x)[BLOCKS][4], uint32_t queries, uint32_t keys)
+{
+    static_assert(BLOCKS * 8 == KEYS, "one wgmma covers the keys of a stage");
+#pragma unroll
+    for (int step = 0; step < DIM / 16; step++)
+        wgmma<false>(x, k_step_descriptor(queries, step, block_tile::ROWS), k_step_descriptor(keys, step, KEYS),
+                     step > 0, ELEMENT());
+}
+
+/* The teacher's side of a consumer warpgroup: P of one stage after another. Two sets of accumulators: the wgmmas of a
+ * head run while the exponentials of the one before it are computed. */
+template <typename ELEMENT, int DIM_T, int KEYS> struct head_products {
+    typedef float logits[KEYS / 8][4];
+    teacher_smem<DIM_T, KEYS> teacher;
+    teacher_group group;
+    group_barriers &barriers;
+    uint32_t queries; /* operand: the warpgroup's rows of head 0 */
+    int depth;
+    const skl_cuda_argument &argument;
+    teacher_lse lse[2]; /* of the thread's two rows */
+    float low[2];       /* of their references */
+    slot_state issued, completed;
+
+    __device__ void issue(logits &x, int n)
+    {
+        barrier_wait(barriers.keys_t_full[issued.index], issued.phase);
+        wgmma_fence();
+        issue_product<ELEMENT, DIM_T, KEYS>(x, queries + n * (teacher.HEAD_SIZE / 16),
+                                            k_major_operand(teacher.keys(issued.index, 0)));
+        wgmma_commit();
+        if (is_last_with_keys(n))
+            issued.next(depth);
+    }
+
+    __device__ bool is_last_with_keys(int n) const
+    {
+        return n + 1 == group.count || group.has_new_keys(n + 1);
+    }
+
+    /* After the wgmmas of head n: releases its keys. */
+    __device__ void complete(logits &x, int n)
+    {
+        fence_operand(x);
+        const bool last = is_last_with_keys(n);
+        barrier_arrive_if(barriers.keys_t_empty[completed.index], last && threadIdx.x % 32 == 0);
+        if (last)
+            completed.next(depth);
+    }
+
+    /* Adds head n to the running mean. */
+    __device__ void add(logits &p, const logits &x, int n, const float (&of_rows)[2]) const
+    {
+        const skl_lse2 of_head[2] = {split_lse2(of_rows[0]), split_lse2(of_rows[1])};
+        const float factor[2] = {fmaf(low[0] - of_head[0].low, SKL_LN2, 1.0F),
+                                 fmaf(low[1] - of_head[1].low, SKL_LN2, 1.0F)};
+        const float share = __fdividef(1.0F, (float)(n + 1));
+#pragma unroll
+        for (int block = 0; block < KEYS / 8; block++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const float of_pair = ex2(fmaf(x[block][e], argument.scale, -of_head[e / 2].value));
+                float &mean = p[block][e];
+                mean = fmaf(fmaf(of_pair, factor[e / 2], -mean), share, mean);
+            }
+    }
+
+    /* p = P of a stage; y = what issue_student(y) issues, which runs during the last exponentials. Calls
+     * after_first() when the wgmmas that were issued before the stage have completed. */
+    template <typename ISSUE_STUDENT, typename AFTER_FIRST>
+    __device__ void run_stage(logits &p, logits &y, ISSUE_STUDENT issue_student, AFTER_FIRST after_first)
+    {
+        logits x;
+        const int count = group.count;
+        float even[2], odd[2];
+        const auto load_lse = [&](float(&to)[2], int n) {
+            to[0] = lse[0].load(n);
+            to[1] = lse[1].load(n);
+        };
+        load_lse(even, 0);
+#pragma unroll
+        for (int e = 0; e < KEYS / 2; e++)
+            p[e / 4][e % 4] = 0.0F;
+        issue(y, 0);
+        wgmma_wait<0>();
+        complete(y, 0);
+        after_first();
+        int n = 0;
+        if (count % 2 != 0) { /* an even number is left */
+            add(p, y, 0, even);
+            issue(y, 1);
+            load_lse(even, 1);
+            wgmma_wait<0>();
+            complete(y, 1);
+            n = 1;
+        }
+#pragma unroll 1
+        for (; n + 2 < count; n += 2) {
+            issue(x, n + 1);
+            load_lse(odd, n + 1);
+            add(p, y, n, even);
+            wgmma_wait<0>();
+            complete(x, n + 1);
+            issue(y, n + 2);
+            load_lse(even, n + 2);
+            add(p, x, n + 1, odd);
+            wgmma_wait<0>();
+            complete(y, n + 2);
+        }
+        issue(x, n + 1);
+        load_lse(odd, n + 1);
+        add(p, y, n, even);
+        wgmma_wait<0>();
+        complete(x, n + 1);
+        issue_student(y);
+        add(p, x, n + 1, odd);
+        wgmma_wait<0>();
+        fence_operand(y);
+    }
+};
+
+/* log2 p. The special function unit has an absolute error of 2^-22 near 1, and a relative error of 2^-22 elsewhere.
+ * So it gets the mantissa, and the exponent is added. For p = 0 the result is finite: 0 log 0 is 0. */
+__device__ inline float log2_probability(float p)
+{
+    const int bits = __float_as_int(fmaxf(p, 1e-37F));
+    const int exponent = (bits - __float_as_int(0.75F)) & 0xFF800000;
+    return fmaf((float)exponent, 1.0F / (1 << 23), lg2(__int_as_float(bits - exponent)));
+}
+
+/* Adds a pair: p relative to the row's factor, log2 s and s = 2^log_s. Pairs with p = s add exactly 0 to w: p is
+ * replaced by 0, because a choice between 0 and the logarithm would be compiled to a branch. */
+__device__ inline void add_probabilities(row_sums &sums, float p, float s, float log_s)
+{
+    sums.l_a += p;
+    sums.l_b += s;
+    sums.w = fmaf(p == s ? 0.0F : p, log2_probability(p) - log_s, sums.w);
+}
+
+} // namespace sm90
+
+#endif
