@@ -14,8 +14,10 @@ _SEQUENCES = 8
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 2e-2}  # of 1 + |LSE|
 
 
-def is_lse_check_on(check_lse: bool) -> bool:
-    return not torch.compiler.is_compiling() and (check_lse or os.environ.get("STREAMKL_CHECK_LSE") == "1")
+def is_lse_check_on(check_lse: bool, lse_t: torch.Tensor | None, lse_s: torch.Tensor | None) -> bool:
+    if lse_t is None or lse_s is None or torch.compiler.is_compiling():
+        return False
+    return check_lse or os.environ.get("STREAMKL_CHECK_LSE") == "1"
 
 
 @torch.no_grad()

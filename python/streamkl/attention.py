@@ -132,9 +132,7 @@ def attention_kl(
     if row_weight is not None:
         row_weight = expand_weight(row_weight, q_s, lengths, options)
 
-    if lse_t is not None and lse_s is not None and is_lse_check_on(check_lse):
-        check_both_lses((q_t, k_t, lse_t), (q_s, k_s, lse_s), lengths, options)
-    tensors = (q_t, k_t, q_s, k_s, None)
+    tensors, given_lses = (q_t, k_t, q_s, k_s, None), (lse_t, lse_s)
     one_pass = options.gradients and reduction != "none" and (row_weight is None or not row_weight.requires_grad)
     if one_pass and lse_t is None and lse_s is None and _lses_first(q_t, q_s, options):
         with torch.no_grad():
@@ -151,6 +149,8 @@ def attention_kl(
             lse_t, lse_s = lses
         loss = weighted(kl, row_weight)
         loss = loss if reduction == "none" else loss.sum()
+    if is_lse_check_on(check_lse, *given_lses):  # the operator has checked all shapes
+        check_both_lses((q_t, k_t, given_lses[0]), (q_s, k_s, given_lses[1]), lengths, options)
     if reduction == "mean":
         loss = _divide_by_rows(loss, q_s, k_s, row_weight, lengths, options)
     if not return_lse:

@@ -13,8 +13,8 @@ pytest.importorskip("accelerate")
 SCRIPT = Path(__file__).parent / "hf_distributed.py"
 
 
-@pytest.mark.parametrize("cases", [("ddp", "ddp_with_loss", "accelerate_loop"), ("fsdp2",)], ids=" ".join)
-def test_two_processes(cases):
+def test_two_processes():
+    cases = ("ddp", "ddp_with_loss", "fsdp2", "accelerate_loop")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", SCRIPT, *cases]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     answer = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
