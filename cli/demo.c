@@ -263,8 +263,9 @@ int cmd_demo(int argc, char **argv)
     static const struct argp_child children[] = {{&engine_argp, 0, NULL, 0}, {0}};
     static const struct argp argp = {.options = options, .parser = parse_option, .doc = doc, .children = children};
     demo_request request = {.context = 16384, .heads = 1, .dim = 64, .seed = 1, .options = skl_options_default()};
-    if (argp_parse(&argp, argc, argv, 0, NULL, &request))
-        return CLI_BAD_INPUT;
+    const int refused = options_parse(&argp, argc, argv, 0, &request);
+    if (refused)
+        return refused;
     demo_state demo = {.block = NULL};
     const int exit_code = run_demo(&demo, &request);
     runner_close(&demo.runner);

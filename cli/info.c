@@ -107,8 +107,9 @@ static int parse_command_line(info_request *request, int argc, char **argv)
     static const struct argp argp = {.options = options, .parser = parse_option, .doc = doc, .children = children};
     *request = (info_request){
         .context = 4096, .heads = 1, .dim = 64, .problem = skl_problem_default(), .options = skl_options_default()};
-    if (argp_parse(&argp, argc, argv, 0, NULL, request))
-        return CLI_BAD_INPUT;
+    const int refused = options_parse(&argp, argc, argv, 0, request);
+    if (refused)
+        return refused;
     const bool only_json = argc == 1 || (argc == 2 && request->json);
     if (!request->explain && !only_json)
         return cli_fail(CLI_BAD_INPUT, "--explain must be given too: the options describe a problem to explain");
@@ -227,19 +228,19 @@ static int print_json(const device_report *devices)
     json_t *device_list = json_array();
     for (int d = 0; d < DEVICE_COUNT; d++) {
         const device_report *report = &devices[d];
-        json_array_append_new(device_list, report->usable
-                                               ? json_pack("{s:s, s:b, s:s}", "device", device_name(report->device),
-                                                           "usable", 1, "kernel", report->kernel)
-                                               : json_pack("{s:s, s:b, s:s}", "device", device_name(report->device),
-                                                           "usable", 0, "why_not", report->why_not));
+        cli_json_append(&device_list, report->usable
+                                          ? json_pack("{s:s, s:b, s:s}", "device", device_name(report->device),
+                                                      "usable", 1, "kernel", report->kernel)
+                                          : json_pack("{s:s, s:b, s:s}", "device", device_name(report->device),
+                                                      "usable", 0, "why_not", report->why_not));
     }
     json_t *kernel_list = json_array();
     skl_kernel_info kernel;
     for (int32_t index = 0; skl_kernel_at(index, &kernel); index++) {
-        json_array_append_new(kernel_list, json_pack("{s:s, s:s, s:b, s:b, s:s}", "name", kernel.name, "device",
-                                                     device_name(kernel.device), "usable", kernel.usable, "chosen",
-                                                     strcmp(kernel.name, devices[kernel.device].kernel) == 0,
-                                                     "detail", kernel.detail));
+        cli_json_append(&kernel_list,
+                        json_pack("{s:s, s:s, s:b, s:b, s:s}", "name", kernel.name, "device",
+                                  device_name(kernel.device), "usable", kernel.usable, "chosen",
+                                  strcmp(kernel.name, devices[kernel.device].kernel) == 0, "detail", kernel.detail));
     }
     return cli_print_json(json_pack("{s:s, s:s, s:s, s:i, s:i, s:o, s:o}", "version", skl_version(), "build",
                                     skl_build_info(), "cpu_features", skl_cpu_features(), "cores", machine_cores(),

@@ -1,7 +1,7 @@
 /* streamkl: finds the command and passes it the rest of the command line. */
 #include "cli/common/cli.h"
+#include "cli/common/options.h"
 
-#include <argp.h>
 #include <errno.h>
 #include <locale.h>
 #include <signal.h>
@@ -198,8 +198,8 @@ int main(int argc, char **argv)
     argp_program_version_hook = print_version;
     argp_err_exit_status = CLI_BAD_INPUT;
     command_line line = {0, NULL};
-    const error_t refused = argp_parse(&top_argp, argc, argv, ARGP_IN_ORDER, NULL, &line);
-    if (refused || line.argv == NULL)
-        return CLI_BAD_INPUT;
-    return run_command(line);
+    const int refused = options_parse(&top_argp, argc, argv, ARGP_IN_ORDER, &line);
+    if (refused)
+        return refused;
+    return line.argv ? run_command(line) : CLI_BAD_INPUT;
 }

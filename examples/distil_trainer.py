@@ -15,10 +15,10 @@ def main():
     from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
     torch.manual_seed(0)
-    shape = dict(vocab_size=256, hidden_size=128, intermediate_size=256, num_attention_heads=8, num_key_value_heads=4)
+    shape = dict(vocab_size=256, hidden_size=64, intermediate_size=128, num_attention_heads=8, num_key_value_heads=4)
     teacher = LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=4))
     student = LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=2))
-    data = [dict(input_ids=ids, labels=ids) for ids in torch.randint(0, 256, (512, 64))]
+    data = [dict(input_ids=ids, labels=ids) for ids in torch.randint(0, 256, (384, 48))]
     arguments = TrainingArguments(
         output_dir="distilled", max_steps=40, per_device_train_batch_size=8, learning_rate=1e-3, logging_steps=10,
         save_strategy="no", report_to=[],

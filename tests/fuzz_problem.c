@@ -101,10 +101,20 @@ static skl_problem take_problem(byte_source *source)
     return p;
 }
 
+/* Products of a pair of query and key, over all pairs. */
+static double work_of(const skl_problem *p)
+{
+    const double rows = p->packed ? (double)p->total_q : (double)p->batch * (double)p->len_q;
+    const double heads_s = (double)p->heads_s * (p->student == SKL_STUDENT_INDEXER ? (double)p->index_heads : 1);
+    return rows * (double)p->len_k * ((double)p->heads_t * (double)p->dim_t + heads_s * (double)p->dim_s);
+}
+
+/* The usual values of take_problem() stay below the limit of work; larger ones would take seconds. */
 static int is_small(const skl_problem *p)
 {
+    const double work_max = 1 << 23;
     return p->batch <= 8 && p->len_q <= 200 && p->len_k <= 200 && p->heads_t <= 32 && p->total_q <= 400 &&
-           p->total_k <= 400 && p->top_k <= 200;
+           p->total_k <= 400 && p->top_k <= 200 && work_of(p) <= work_max;
 }
 
 /* ---- Memory of one call ------------------------------------------------------------------------------------- */

@@ -103,6 +103,48 @@ static void adam_steps_have_the_length_of_the_rate(void **state)
     layer_free(&zeros);
 }
 
+/* m' and v' are weighted means of all gradients so far, and of their squares: a closed form, in double. */
+static double exact_update(const float *gradients, int step)
+{
+    double m = 0, v = 0, weight_m = 0, weight_v = 0;
+    for (int t = 0; t < step; t++) {
+        const double age = step - 1 - t, g = (double)gradients[t];
+        m += pow(0.9, age) * g;
+        v += pow(0.95, age) * g * g;
+        weight_m += pow(0.9, age);
+        weight_v += pow(0.95, age);
+    }
+    return m / weight_m / sqrt(v / weight_v);
+}
+
+static void adam_follows_changing_gradients(void **state)
+{
+    enum { STEPS = 60 };
+    (void)state;
+    const layer_shape shape = {3, 1, 1, 2};
+    layer zeros;
+    student_model student;
+    assert_int_equal(layer_allocate(&zeros, shape), SKL_OK);
+    assert_int_equal(student_allocate(&student, &zeros), SKL_OK);
+    float *const of_q = random_matrix(STEPS, 1), *const of_k = random_matrix(STEPS, 2);
+    double q = 0, k = 0;
+    for (int step = 1; step <= STEPS; step++) {
+        const float rate = 0.01F * (float)step;
+        of_k[step - 1] *= step % 3 ? 1 : 100; /* also large ones */
+        student.gradient.w_q[2] = of_q[step - 1];
+        student.gradient.w_k[3] = of_k[step - 1];
+        adam_step(&student, rate);
+        q -= (double)rate * exact_update(of_q, step);
+        k -= (double)rate * exact_update(of_k, step);
+        assert_true(fabs((double)student.weights.w_q[2] - q) < 1e-6 * step); /* the largest update is 0.6 */
+        assert_true(fabs((double)student.weights.w_k[3] - k) < 1e-6 * step);
+    }
+    free(of_q);
+    free(of_k);
+    student_free(&student);
+    layer_free(&zeros);
+}
+
 /* ---- Data and teacher --------------------------------------------------------------------------------------- */
 
 static const task_shape small_task = {512, 8, {64, 4, 4, 32}, 2};
@@ -161,21 +203,28 @@ typedef struct fixture {
     sequence_source source;
 } fixture;
 
-static void fixture_open(fixture *f, skl_direction direction)
+static void fixture_open_with(fixture *f, skl_direction direction, int64_t context)
 {
     const layer_shape student_shape = {64, 2, 2, 24};
-    const attention_pair_shape shape = {small_task.context, small_task.teacher, student_shape, direction};
+    const attention_pair_shape shape = {context, small_task.teacher, student_shape, direction};
     const skl_options options = skl_options_default();
-    assert_int_equal(task_create(&f->task, &small_task, 1, 1), SKL_OK);
+    task_shape task = small_task;
+    task.context = context;
+    assert_int_equal(task_create(&f->task, &task, 1, 1), SKL_OK);
     assert_int_equal(attention_pair_open(&f->pair, &shape, &options, 1), SKL_OK);
     layer first;
     assert_int_equal(layer_allocate(&first, student_shape), SKL_OK);
     layer_randomise(&first, 5);
     assert_int_equal(student_allocate(&f->student, &first), SKL_OK);
     assert_int_equal(student_allocate(&f->control, &first), SKL_OK);
-    assert_int_equal(output_loss_open(&f->control_loss, &f->pair, 200, small_task.teacher.width), SKL_OK);
+    assert_int_equal(output_loss_open(&f->control_loss, &f->pair, context / 3, small_task.teacher.width), SKL_OK);
     layer_free(&first);
     f->source = (sequence_source){&f->task, from_task};
+}
+
+static void fixture_open(fixture *f, skl_direction direction)
+{
+    fixture_open_with(f, direction, small_task.context);
 }
 
 static void fixture_close(fixture *f)
@@ -204,6 +253,66 @@ static void teacher_finds_definitions_and_untrained_student_does_not(void **stat
     for (int b = 0; b < EVALUATE_POSITIONS; b++)
         mean += result.kl_position[b] / EVALUATE_POSITIONS;
     assert_true(fabs(result.kl - mean) < 1e-9); /* 512 rows fill all buckets equally */
+    fixture_close(&f);
+}
+
+/* The references of a test: the first and the last key of every depth, asked for by later queries. */
+typedef struct asked_references {
+    retrieval_task *task;
+    reference all[2 * EVALUATE_DEPTHS];
+} asked_references;
+
+static sequence with_references(void *state, sequence_split split, uint64_t index)
+{
+    asked_references *const asked = state;
+    sequence tokens = from_task(asked->task, split, index);
+    tokens.references = asked->all;
+    tokens.reference_count = 2 * EVALUATE_DEPTHS;
+    return tokens;
+}
+
+static void add_expected(depth_score *score, const attention_pair *pair, reference asked)
+{
+    for (int64_t head = 0; head < pair->problem.heads_s; head += 2) { /* even heads retrieve */
+        score->references++;
+        score->hits_t += attention_pair_p(pair, head, asked.query, asked.key) > 0.5;
+        score->hits_s += attention_pair_s(pair, head, asked.query, asked.key) > 0.5;
+        score->kl += (double)pair->kl[head * pair->problem.len_q + asked.query];
+    }
+}
+
+static void scores_are_those_of_their_depth(void **state)
+{
+    enum { CONTEXT = 520, DEPTH = CONTEXT / EVALUATE_DEPTHS };
+    (void)state;
+    fixture f;
+    fixture_open_with(&f, SKL_KL_FORWARD, CONTEXT);
+    asked_references asked = {&f.task, {{0}}};
+    const sequence tokens = task_sequence(&f.task, SPLIT_HELD_OUT, 0);
+    for (int d = 0; d < EVALUATE_DEPTHS; d++) {
+        asked.all[2 * d] = (reference){CONTEXT - 1 - d, d * DEPTH};
+        asked.all[2 * d + 1] = (reference){CONTEXT - 1, d * DEPTH + DEPTH - 1};
+        for (int64_t r = 0; r < tokens.reference_count; r++) /* a real one, where there is one, so that some hit */
+            if (tokens.references[r].key / DEPTH == d)
+                asked.all[2 * d] = tokens.references[r];
+    }
+    const sequence_source source = {&asked, with_references};
+    evaluation result;
+    assert_int_equal(evaluate(&result, &f.pair, &f.task.teacher, &f.student.weights, &source, 1, &go_on), SKL_OK);
+    depth_score all = {0};
+    for (int d = 0; d < EVALUATE_DEPTHS; d++) {
+        depth_score expected = {0};
+        add_expected(&expected, &f.pair, asked.all[2 * d]);
+        add_expected(&expected, &f.pair, asked.all[2 * d + 1]);
+        assert_memory_equal(&result.depths[d], &expected, sizeof expected);
+        all.references += expected.references;
+        all.hits_t += expected.hits_t;
+        all.hits_s += expected.hits_s;
+    }
+    assert_int_equal(result.all.references, all.references);
+    assert_int_equal(result.all.hits_t, all.hits_t);
+    assert_int_equal(result.all.hits_s, all.hits_s);
+    assert_true(all.hits_t > 0 && all.hits_t < all.references && all.hits_s != all.hits_t);
     fixture_close(&f);
 }
 
@@ -284,13 +393,12 @@ static double exact_output_loss(fixture *f, const sequence *tokens, const layer 
 }
 
 /* With as many rows as queries, each query is sampled once. */
-static void gradients_of_the_output_loss(void **state)
+static void check_output_loss(int64_t context)
 {
-    (void)state;
     fixture f;
-    fixture_open(&f, SKL_KL_FORWARD);
+    fixture_open_with(&f, SKL_KL_FORWARD, context);
     output_loss every;
-    assert_int_equal(output_loss_open(&every, &f.pair, small_task.context, small_task.teacher.width), SKL_OK);
+    assert_int_equal(output_loss_open(&every, &f.pair, context, small_task.teacher.width), SKL_OK);
     const sequence tokens = task_sequence(&f.task, SPLIT_TRAINING, 0);
     attention_pair_project_teacher(&f.pair, &f.task.teacher, &tokens);
     attention_pair_project_student(&f.pair, &f.control.weights, &tokens);
@@ -298,6 +406,14 @@ static void gradients_of_the_output_loss(void **state)
     check_slope(&f, &tokens, exact_output_loss, &f.control);
     output_loss_close(&every);
     fixture_close(&f);
+}
+
+static void gradients_of_the_output_loss(void **state)
+{
+    (void)state;
+    check_output_loss(512); /* whole blocks of 128 queries */
+    check_output_loss(200);
+    check_output_loss(129);
 }
 
 /* ---- Training ----------------------------------------------------------------------------------------------- */
@@ -332,9 +448,11 @@ int main(void)
         cmocka_unit_test(products_of_any_shape),
         cmocka_unit_test(rate_warms_up_and_decays),
         cmocka_unit_test(adam_steps_have_the_length_of_the_rate),
+        cmocka_unit_test(adam_follows_changing_gradients),
         cmocka_unit_test(sequences_are_a_function_of_seed_and_index),
         cmocka_unit_test(references_point_back_to_every_depth),
         cmocka_unit_test(teacher_finds_definitions_and_untrained_student_does_not),
+        cmocka_unit_test(scores_are_those_of_their_depth),
         cmocka_unit_test(gradients_of_the_weights),
         cmocka_unit_test(gradients_of_the_output_loss),
         cmocka_unit_test(training_lowers_the_loss_and_stops_between_steps),

@@ -115,7 +115,11 @@ static void scales(void **state)
     (void)state;
     double values[200] = {[0] = -8, [1] = (double)NAN, [2] = (double)INFINITY, [3] = 2};
     assert_true(picture_top(values, 200) == 8);
-    assert_true(picture_bright(values, 200) == values[3] || picture_bright(values, 200) == 8);
+    assert_true(picture_bright(values, 200) == 8); /* nearly all are 0: the largest */
+    for (int i = 0; i < 200; i++)
+        values[(i * 7) % 200] = i % 2 ? -1 - i : 1 + i;
+    assert_true(picture_bright(values, 200) == 198); /* only 1 % is brighter */
+    assert_true(picture_bright(values, 99) == picture_top(values, 99));
     const double nothing[3] = {0, 0, (double)NAN};
     assert_true(picture_top(nothing, 3) == 1);
     assert_true(picture_bright(nothing, 3) == 1);

@@ -203,8 +203,9 @@ static int parse_command_line(bench_request *request, int argc, char **argv)
         .max_memory = machine_available_memory() / 2,
         .engine = skl_options_default(),
     };
-    if (argp_parse(&argp, argc, argv, 0, NULL, request))
-        return CLI_BAD_INPUT;
+    const int refused = options_parse(&argp, argc, argv, 0, request);
+    if (refused)
+        return refused;
     const bench_config *const config = &request->config;
     const char *const needless = config->index_heads ? NULL
                                  : config->key_heads ? "key-heads"

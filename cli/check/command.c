@@ -117,13 +117,13 @@ static int check_kernels(checked_kernel *kernels, int count, const skl_options *
 
 static int print_json(const checked_kernel *kernels, int count, int failures, double seconds)
 {
-    json_t *const list = json_array();
+    json_t *list = json_array();
     for (int k = 0; k < count; k++) {
         const check_verdict *const verdict = &kernels[k].verdict;
-        json_array_append_new(list, json_pack("{s:s, s:b, s:i, s:o, s:s, s:s}", "name", kernels[k].info.name, "pass",
-                                              passed(&kernels[k]), "cases", verdict->cases, "worst",
-                                              cli_json_number(verdict->worst), "where", verdict->where, "failure",
-                                              verdict->failure));
+        cli_json_append(&list, json_pack("{s:s, s:b, s:i, s:o, s:s, s:s}", "name", kernels[k].info.name, "pass",
+                                         passed(&kernels[k]), "cases", verdict->cases, "worst",
+                                         cli_json_number(verdict->worst), "where", verdict->where, "failure",
+                                         verdict->failure));
     }
     return cli_print_json(json_pack("{s:b, s:i, s:f, s:o}", "pass", failures == 0, "cases", check_case_count(),
                                     "seconds", seconds, "kernels", list));
@@ -154,8 +154,9 @@ int cmd_check(int argc, char **argv)
     static const struct argp_child children[] = {{&engine_argp, 0, NULL, 0}, {0}};
     static const struct argp argp = {.options = options, .parser = parse_option, .doc = doc, .children = children};
     check_request request = {.options = skl_options_default()};
-    if (argp_parse(&argp, argc, argv, 0, NULL, &request))
-        return CLI_BAD_INPUT;
+    const int refused = options_parse(&argp, argc, argv, 0, &request);
+    if (refused)
+        return refused;
     static checked_kernel kernels[KERNELS_MAX];
     const double began = clock_seconds();
     const int count = collect_kernels(kernels, &request.options);

@@ -5,7 +5,10 @@
 #include <errno.h>
 #include <math.h>
 #include <stdarg.h>
+#include <stdbool.h>
 #include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 int cli_fail(int exit_code, const char *format, ...)
 {
@@ -49,15 +52,46 @@ json_t *cli_json_number(double value)
     return isfinite(value) ? json_real(value) : json_null();
 }
 
+json_t *cli_json_path(const char *path)
+{
+    errno = 0;
+    json_t *text = json_string(path);
+    if (text || errno == ENOMEM)
+        return text;
+    char *const ascii = strdup(path);
+    for (char *letter = ascii; ascii && *letter; letter++)
+        *letter = (unsigned char)*letter < 0x80 ? *letter : '?';
+    text = ascii ? json_string(ascii) : NULL;
+    free(ascii);
+    return text;
+}
+
+/* Of Jansson, which accepts NULL for an array, an object and a value. */
+static void keep_if(bool added, json_t **whole)
+{
+    if (added)
+        return;
+    json_decref(*whole);
+    *whole = NULL;
+}
+
+void cli_json_append(json_t **array, json_t *value)
+{
+    keep_if(json_array_append_new(*array, value) == 0, array);
+}
+
+void cli_json_set(json_t **object, const char *key, json_t *value)
+{
+    keep_if(json_object_set_new(*object, key, value) == 0, object);
+}
+
 int cli_print_json(json_t *object)
 {
-    if (object == NULL)
-        return cli_fail(CLI_NO_MEMORY, "out of memory for the JSON output");
     /* 9 digits distinguish any two f32 values. main() reports write errors when it closes stdout. */
-    json_dumpf(object, stdout, JSON_REAL_PRECISION(9));
-    putchar('\n');
+    const bool printed =
+        object && (json_dumpf(object, stdout, JSON_REAL_PRECISION(9)) == 0 || ferror(stdout)) && putchar('\n');
     json_decref(object);
-    return CLI_OK;
+    return printed ? CLI_OK : cli_fail(CLI_NO_MEMORY, "out of memory for the JSON output");
 }
 
 cli_text cli_bytes_text(double bytes)

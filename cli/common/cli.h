@@ -36,6 +36,14 @@ const char *cli_status_text(void);
 /* JSON has no NaN and no infinity: both become null. */
 json_t *cli_json_number(double value);
 
+/* The name of a file. JSON is UTF-8: in a name that is not, bytes beyond ASCII become '?'. */
+json_t *cli_json_path(const char *path);
+
+/* Adds `value`, which becomes a part of the array or object. If memory runs out, frees the whole and sets it to NULL,
+ * so that one check at the end is enough: an incomplete object is never printed. */
+void cli_json_append(json_t **array, json_t *value);
+void cli_json_set(json_t **object, const char *key, json_t *value);
+
 /* Prints an object on one line of stdout and frees it. NULL stands for out of memory. */
 int cli_print_json(json_t *object);
 

@@ -129,6 +129,14 @@ error_t options_store(const option_field *fields, const struct argp_option *opti
     return ARGP_ERR_UNKNOWN;
 }
 
+int options_parse(const struct argp *argp, int argc, char **argv, unsigned flags, void *request)
+{
+    const error_t refused = argp_parse(argp, argc, argv, flags, NULL, request);
+    if (refused == ENOMEM)
+        return cli_fail(CLI_NO_MEMORY, "out of memory for the command line");
+    return refused ? CLI_BAD_INPUT : CLI_OK; /* argp, or the parser of an option, has printed why */
+}
+
 /* ---- The problem: masks and scales -------------------------------------------------------------------------- */
 
 /* "LEFT,RIGHT" into an skl_problem; -1 stands for no limit. */

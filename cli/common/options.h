@@ -30,6 +30,9 @@ option_parser parse_device; /* skl_options: its device and device_index */
 error_t options_store(const option_field *fields, const struct argp_option *options, int key, const char *text,
                       void *target);
 
+/* Parses a command line into `request`. Prints why it failed, and returns an exit code. */
+int options_parse(const struct argp *argp, int argc, char **argv, unsigned flags, void *request);
+
 /* A child for a command's argp: masks, scales and direction. Input: the skl_problem to fill in. */
 extern const struct argp problem_argp;
 

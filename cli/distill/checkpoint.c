@@ -179,7 +179,7 @@ static int read_counts(distill_run *run, const tensor_file *file, const char *pa
     return CLI_OK;
 }
 
-static int read_checkpoint(distill_run *run, tensor_file *file, const char *path)
+int distill_checkpoint_read(distill_run *run, tensor_file *file, const char *path)
 {
     const char *const format = tensor_file_metadata(file, "format");
     const char *const settings = tensor_file_metadata(file, "settings");
@@ -206,7 +206,9 @@ int distill_checkpoint_load(distill_run *run, bool *found)
     tensor_file *const file = tensor_file_open(path.text, &error);
     if (file == NULL)
         return cli_fail(CLI_BAD_INPUT, "%s", error.text);
-    const int exit_code = read_checkpoint(run, file, path.text);
+    int exit_code = distill_checkpoint_read(run, file, path.text);
+    if (exit_code == CLI_OK && !tensor_file_unchanged(file, &error))
+        exit_code = cli_fail(CLI_BAD_INPUT, "%s", error.text);
     tensor_file_close(file);
     return exit_code;
 }

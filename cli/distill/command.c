@@ -312,6 +312,8 @@ static int finish(distill_run *run)
         exit_code = distill_student_save(&set, run);
     if (exit_code == CLI_OK)
         exit_code = distill_report_write(&set, run);
+    if (exit_code == CLI_OK)
+        exit_code = distill_source_unchanged(run->source);
     exit_code = file_write_commit(&set, exit_code);
     if (exit_code != CLI_OK)
         return exit_code;
@@ -364,8 +366,9 @@ int cmd_distill(int argc, char **argv)
         .folder = "streamkl-distill",
         .checkpoint_every = 10,
     };
-    if (argp_parse(&argp, argc, argv, 0, NULL, &request))
-        return CLI_BAD_INPUT;
+    const int refused = options_parse(&argp, argc, argv, 0, &request);
+    if (refused)
+        return refused;
     signal(SIGINT, stop_on_signal);
     signal(SIGTERM, stop_on_signal);
     distill_source source = {.retrieves = false};

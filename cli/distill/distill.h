@@ -76,6 +76,9 @@ int distill_source_open(distill_source *source, distill_settings *settings, int 
 int distill_files_open(distill_source *source, distill_settings *settings);
 void distill_source_close(distill_source *source);
 
+/* Call it before results are written: refuses files that changed since they were opened. */
+int distill_source_unchanged(const distill_source *source);
+
 /* ---- The run ------------------------------------------------------------------------------------------------ */
 
 /* The loss of every step, and evaluations at regular intervals. */
@@ -106,6 +109,9 @@ int distill_train(distill_run *run);
 /* DIR/checkpoint.safetensors, written all or nothing. A missing checkpoint is no error: *found is false. */
 int distill_checkpoint_save(const distill_run *run);
 int distill_checkpoint_load(distill_run *run, bool *found);
+
+/* Reads an open file, which may contain anything, into a run with room for its settings. `path` is for messages. */
+int distill_checkpoint_read(distill_run *run, tensor_file *file, const char *path);
 
 /* DIR/student.safetensors: w_q and w_k [heads, dim, hidden]. */
 int distill_student_save(file_set *set, const distill_run *run);

@@ -74,24 +74,24 @@ void distill_print_result(const distill_run *run)
 
 static json_t *depths_json(const distill_run *run)
 {
-    json_t *const depths = json_array();
+    json_t *depths = json_array();
     for (int d = 0; d < EVALUATE_DEPTHS; d++) {
         const depth_score *const before = &run->before.depths[d], *const after = &run->after.depths[d];
-        json_array_append_new(depths, json_pack("{sI so so so so so}", "references", (json_int_t)after->references,
-                                                "teacher", cli_json_number(evaluate_hit_rate_t(after)), "before",
-                                                cli_json_number(evaluate_hit_rate_s(before)), "after",
-                                                cli_json_number(evaluate_hit_rate_s(after)), "kl_before",
-                                                cli_json_number(mean_kl(before)), "kl_after",
-                                                cli_json_number(mean_kl(after))));
+        cli_json_append(&depths,
+                        json_pack("{sI so so so so so}", "references", (json_int_t)after->references, "teacher",
+                                  cli_json_number(evaluate_hit_rate_t(after)), "before",
+                                  cli_json_number(evaluate_hit_rate_s(before)), "after",
+                                  cli_json_number(evaluate_hit_rate_s(after)), "kl_before",
+                                  cli_json_number(mean_kl(before)), "kl_after", cli_json_number(mean_kl(after))));
     }
     return depths;
 }
 
 static json_t *heads_json(const distill_run *run, const evaluation *result)
 {
-    json_t *const heads = json_array();
+    json_t *heads = json_array();
     for (int64_t head = 0; head < run->pair.problem.heads_s && head < EVALUATE_HEADS_MAX; head++)
-        json_array_append_new(heads, cli_json_number(result->kl_head[head]));
+        cli_json_append(&heads, cli_json_number(result->kl_head[head]));
     return heads;
 }
 
@@ -99,13 +99,13 @@ int distill_print_json(const distill_run *run)
 {
     const skl_inputs inputs = attention_pair_inputs(&run->pair);
     return cli_print_json(json_pack(
-        "{so so sI sI so so so so so sI so ss ss}", "kl_control",
+        "{so so sI sI so so so so so sI so so so}", "kl_control",
         run->request->settings.control_queries ? cli_json_number(run->after_control.kl) : json_null(), "hits_control",
         cli_json_number(evaluate_hit_rate_s(&run->after_control.all)), "step", (json_int_t)run->student.step, "steps",
         (json_int_t)run->request->settings.steps, "kl_before", cli_json_number(run->before.kl), "kl_after",
         cli_json_number(run->after.kl), "kl_head_before", heads_json(run, &run->before), "kl_head_after",
         heads_json(run, &run->after), "depths", depths_json(run), "peak_bytes", (json_int_t)run->peak,
         "materialised_bytes", cli_json_number(workload_of(&run->pair.problem, &inputs).materialised_size), "report",
-        distill_path_of(run->request, "report.html").text, "student",
-        distill_path_of(run->request, "student.safetensors").text));
+        cli_json_path(distill_path_of(run->request, "report.html").text), "student",
+        cli_json_path(distill_path_of(run->request, "student.safetensors").text)));
 }

@@ -107,6 +107,16 @@ int distill_source_open(distill_source *source, distill_settings *settings, int 
     return exit_code == CLI_OK ? check_control(settings) : exit_code;
 }
 
+int distill_source_unchanged(const distill_source *source)
+{
+    const tensor_file *const files[] = {source->files.teacher_file, source->files.student_file};
+    tensor_error error;
+    for (size_t f = 0; f < sizeof files / sizeof files[0]; f++)
+        if (files[f] && !tensor_file_unchanged(files[f], &error))
+            return cli_fail(CLI_BAD_INPUT, "%s", error.text);
+    return CLI_OK;
+}
+
 void distill_source_close(distill_source *source)
 {
     task_free(&source->synthetic);

@@ -131,6 +131,12 @@ static int take_step(distill_run *run, const training_config *config)
     return CLI_OK;
 }
 
+static int save(const distill_run *run)
+{
+    const int exit_code = distill_source_unchanged(run->source);
+    return exit_code == CLI_OK ? distill_checkpoint_save(run) : exit_code;
+}
+
 int distill_train(distill_run *run)
 {
     const distill_settings *const settings = &run->request->settings;
@@ -146,12 +152,10 @@ int distill_train(distill_run *run)
             break;
         exit_code = take_step(run, &config);
         if (exit_code == CLI_OK && run->student.step - saved >= run->request->checkpoint_every) {
-            exit_code = distill_checkpoint_save(run);
+            exit_code = save(run);
             saved = run->student.step;
         }
     }
     clear_live(run);
-    if (exit_code == CLI_OK)
-        exit_code = distill_checkpoint_save(run);
-    return exit_code;
+    return exit_code == CLI_OK ? save(run) : exit_code;
 }

@@ -1,19 +1,13 @@
-#define _POSIX_C_SOURCE 200809L
-
 #include "cli/io/tensor_file.h"
+#include "cli/io/mapped_file.h"
 #include "cli/io/npy.h"
 #include "cli/io/safetensors.h"
 
 #include <assert.h>
-#include <errno.h>
-#include <fcntl.h>
 #include <jansson.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 /* A tensor that was copied to an aligned address. */
 typedef struct aligned_copy {
@@ -23,7 +17,7 @@ typedef struct aligned_copy {
 
 struct tensor_file {
     tensor_contents contents;
-    bool mapped; /* closing unmaps the bytes */
+    mapped_file *mapping; /* NULL: the bytes belong to the caller */
     aligned_copy *copies;
     char path[];
 };
@@ -56,53 +50,23 @@ tensor_file *tensor_file_parse(const void *bytes, size_t size, const char *path,
     return file;
 }
 
-static void *map_file(int fd, const char *path, size_t *size, tensor_error *error)
-{
-    struct stat status;
-    const char *problem = NULL;
-    if (fstat(fd, &status) != 0)
-        problem = strerror(errno);
-    else if (S_ISDIR(status.st_mode))
-        problem = strerror(EISDIR);
-    else if (!S_ISREG(status.st_mode))
-        problem = "not a regular file";
-    else if (status.st_size == 0)
-        problem = "empty file: must be safetensors or .npy";
-    if (problem) {
-        tensor_refuse(error, path, "%s", problem);
-        return NULL;
-    }
-
-    *size = (size_t)status.st_size;
-    void *const bytes = mmap(NULL, *size, PROT_READ, MAP_PRIVATE, fd, 0);
-    if (bytes == MAP_FAILED) {
-        tensor_refuse(error, path, "cannot map %zu bytes: %s", *size, strerror(errno));
-        return NULL;
-    }
-    return bytes;
-}
-
 tensor_file *tensor_file_open(const char *path, tensor_error *error)
 {
-    /* O_NONBLOCK: otherwise opening a FIFO would wait for a writer. */
-    const int fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
-    if (fd < 0) {
-        tensor_refuse(error, path, "cannot open: %s", strerror(errno));
+    mapped_file *const mapping = mapped_file_open(path, error);
+    if (!mapping)
         return NULL;
-    }
-    size_t size = 0;
-    void *const bytes = map_file(fd, path, &size, error);
-    close(fd); /* the mapping remains */
-    if (!bytes)
-        return NULL;
-
-    tensor_file *const file = tensor_file_parse(bytes, size, path, error);
+    tensor_file *const file = tensor_file_parse(mapped_file_bytes(mapping), mapped_file_size(mapping), path, error);
     if (!file) {
-        munmap(bytes, size);
+        mapped_file_close(mapping);
         return NULL;
     }
-    file->mapped = true;
+    file->mapping = mapping;
     return file;
+}
+
+bool tensor_file_unchanged(const tensor_file *file, tensor_error *error)
+{
+    return !file->mapping || mapped_file_unchanged(file->mapping, file->path, error);
 }
 
 void tensor_file_close(tensor_file *file)
@@ -116,8 +80,7 @@ void tensor_file_close(tensor_file *file)
     }
     free(file->contents.tensors);
     json_decref(file->contents.header);
-    if (file->mapped)
-        munmap((void *)file->contents.bytes, file->contents.size);
+    mapped_file_close(file->mapping);
     free(file);
 }
 

@@ -16,8 +16,12 @@
 
 typedef struct tensor_file tensor_file;
 
-/* The file must not shrink while it is open, because it is mapped. */
+/* The file is mapped: see tensor_file_unchanged(). */
 tensor_file *tensor_file_open(const char *path, tensor_error *error);
+
+/* Call it before results are used. False with a message if the file has changed since it was opened, or could not be
+ * read: its tensors may be neither the old nor the new ones. */
+bool tensor_file_unchanged(const tensor_file *file, tensor_error *error);
 
 /* The same for a file in memory, which must outlive the result. `path` is only for messages. */
 tensor_file *tensor_file_parse(const void *bytes, size_t size, const char *path, tensor_error *error);

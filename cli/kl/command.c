@@ -136,8 +136,9 @@ static int parse_command_line(kl_request *request, int argc, char **argv)
         .options = options, .parser = parse_option, .args_doc = "FILE...", .doc = doc, .children = children};
     request->problem = skl_problem_default();
     request->options = skl_options_default();
-    if (argp_parse(&argp, argc, argv, 0, NULL, request))
-        return CLI_BAD_INPUT;
+    const int refused = options_parse(&argp, argc, argv, 0, request);
+    if (refused)
+        return refused;
     const int exit_code = check_student(request);
     if (exit_code != CLI_OK)
         return exit_code;
@@ -159,6 +160,8 @@ int cmd_kl(int argc, char **argv)
     exit_code = kl_inputs_load(&inputs, &request);
     if (exit_code == CLI_OK)
         exit_code = kl_compute(&results, &inputs, &request);
+    if (exit_code == CLI_OK)
+        exit_code = kl_files_unchanged(&inputs.files);
     if (exit_code == CLI_OK)
         exit_code = kl_outputs_write(&results, &inputs, &request);
     if (exit_code == CLI_OK)

@@ -85,6 +85,15 @@ void kl_files_close(kl_files *files)
     *files = (kl_files){NULL, 0};
 }
 
+int kl_files_unchanged(const kl_files *files)
+{
+    tensor_error error;
+    for (size_t f = 0; f < files->count; f++)
+        if (!tensor_file_unchanged(files->files[f].contents, &error))
+            return cli_fail(CLI_BAD_INPUT, "%s", error.text);
+    return CLI_OK;
+}
+
 /* ---- Roles -------------------------------------------------------------------------------------------------- */
 
 /* If a file is given as ROLE=FILE and has a single tensor, the name of the tensor does not matter. */

@@ -40,6 +40,9 @@ const char *kl_file_path(const char *argument);
 int kl_files_open(kl_files *files, char *const *arguments, size_t count);
 void kl_files_close(kl_files *files);
 
+/* Call it after the computation and before its results are used: refuses files that changed during it. */
+int kl_files_unchanged(const kl_files *files);
+
 typedef struct kl_found {
     const kl_file *file;
     const stored_tensor *tensor; /* NULL: not found */

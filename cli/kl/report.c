@@ -73,13 +73,13 @@ static json_t *count_json(double count)
 
 static json_t *shapes_json(const kl_inputs *inputs)
 {
-    json_t *const shapes = json_object();
+    json_t *shapes = json_object();
     for (kl_role role = 0; role < ROLE_REQUIRED_COUNT; role++) {
         const stored_tensor *const tensor = inputs->views[role].stored;
-        json_t *const shape = json_array();
+        json_t *shape = json_array();
         for (int d = 0; d < tensor->rank; d++)
-            json_array_append_new(shape, json_integer(tensor->shape[d]));
-        json_object_set_new(shapes, kl_role_names[role], shape);
+            cli_json_append(&shape, json_integer(tensor->shape[d]));
+        cli_json_set(&shapes, kl_role_names[role], shape);
     }
     return shapes;
 }

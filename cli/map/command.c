@@ -183,16 +183,16 @@ static void print_maps(const map_request *request, const attention_map *map, con
 
 static json_t *json_cube(const attention_map *map, const double *values)
 {
-    json_t *const heads = json_array();
+    json_t *heads = json_array();
     for (int64_t head = 0; head < map->heads; head++) {
-        json_t *const rows = json_array();
+        json_t *rows = json_array();
         for (int64_t row = 0; row < map->rows; row++) {
-            json_t *const line = json_array();
+            json_t *line = json_array();
             for (int64_t column = 0; column < map->columns; column++)
-                json_array_append_new(line, cli_json_number(*values++));
-            json_array_append_new(rows, line);
+                cli_json_append(&line, cli_json_number(*values++));
+            cli_json_append(&rows, line);
         }
-        json_array_append_new(heads, rows);
+        cli_json_append(&heads, rows);
     }
     return heads;
 }
@@ -360,8 +360,9 @@ int cmd_map(int argc, char **argv)
     request.input.problem = skl_problem_default();
     request.input.problem.gradients = 0;
     request.input.options = skl_options_default();
-    if (argp_parse(&argp, argc, argv, 0, NULL, &request))
-        return CLI_BAD_INPUT;
+    const int refused = options_parse(&argp, argc, argv, 0, &request);
+    if (refused)
+        return refused;
     kl_inputs inputs = {.files = {NULL, 0}};
     attention_map map = {0};
     int exit_code = kl_inputs_load(&inputs, &request.input);
@@ -371,6 +372,8 @@ int cmd_map(int argc, char **argv)
         exit_code = check_inputs(&request, &inputs);
     if (exit_code == CLI_OK)
         exit_code = compute(&map, &request, &inputs);
+    if (exit_code == CLI_OK)
+        exit_code = kl_files_unchanged(&inputs.files);
     if (exit_code == CLI_OK)
         exit_code = show(&request, &map, &inputs.problem);
     attention_map_free(&map);

@@ -193,6 +193,9 @@ def test_missing_tensor(missing, tmp_path):
 def test_dtypes(tmp_path):
     assert_refused(run("kl", save(tmp_path / "a", make_tensors(), k_t="f16")), "q_t is F32", "k_t is F16")
     assert_refused(run("kl", save(tmp_path / "b", make_tensors(), q_s="f64")), "q_s", "F64")
+    with_lse = {**make_tensors(), "lse_t": np.zeros((2, 2, 37))}
+    for dtype in ("f16", "bf16"):
+        assert_refused(run("kl", save(tmp_path / dtype, with_lse, lse_t=dtype)), f"lse_t {dtype.upper()} [2, 2, 37]: must be F32")
     cuts = {**make_tensors(batch=1), "cu_seqlens_q": np.array([0, 37])}
     assert_refused(run("kl", save(tmp_path / "c", cuts)), "cu_seqlens_q", "F32", "I32 or I64")
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 
+import inject
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -103,7 +104,7 @@ def uninterrupted(tmp_path_factory):
     return folder, time.monotonic() - began
 
 
-@pytest.mark.parametrize("attempt", range(3))
+@pytest.mark.parametrize("attempt", range(8 if inject.LONG else 3))
 def test_resume_after_kills_at_random_moments(tmp_path, uninterrupted, attempt):
     """Killed repeatedly, then resumed to the end; a checkpoint is complete or absent."""
     reference, seconds = uninterrupted
@@ -233,6 +234,18 @@ def test_kl_before_equals_kl_of_the_projections(tmp_path):
     pair = save(tmp_path / "pair.safetensors", tensors)
     exact = json.loads(run("kl", pair, "--causal", "--json").stdout)["kl"]
     assert json.loads(answer.stdout)["kl_before"] == pytest.approx(exact, rel=1e-5)
+
+
+def test_names_that_are_not_utf8(tmp_path):
+    """Checkpoints and JSON output are UTF-8, whatever the names of files are."""
+    teacher, initial = make_files(tmp_path)
+    teacher = teacher.rename(os.fsdecode(os.fsencode(teacher) + b"\xff"))
+    out = tmp_path / os.fsdecode(b"out\xe9")
+    options = ["distill", "--teacher", teacher, "--student", initial, "--steps", "1", "--no-baseline", "--out", out, "--json"]
+    for more in [], ["--resume"]:
+        done = run(*options, *more)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["report"] == f"{tmp_path}/out?/report.html"
 
 
 def test_flat_weights_need_heads(tmp_path):

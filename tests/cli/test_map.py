@@ -1,5 +1,6 @@
 """streamkl map: equal to the pooled full matrix, with little memory at any length, and valid pictures."""
 
+import itertools
 import json
 import struct
 import zlib
@@ -93,22 +94,44 @@ def test_equals_the_pooled_full_matrix(tmp_path, name, device):
     assert_equal_maps(save(tmp_path / "pair.safetensors", tensors), tensors, problem, *options)
 
 
-def test_packed_sequences_are_averaged(tmp_path, device):
-    """Sequences of 40, 0 and 60 tokens: the buckets of each start at its beginning."""
-    tensors = {name: array[0] for name, array in make_tensors(batch=1, len_q=100, len_k=100).items()}
+PACKED = {
+    "equal": ([0, 40, 40, 100], None),
+    "more_keys": ([0, 40, 40, 100], [0, 43, 50, 130]),
+    "more_queries": ([0, 40, 90, 100], [0, 29, 70, 90]),  # some queries attend to no key
+    "no_keys": ([0, 40, 60, 100], [0, 50, 50, 90]),
+    "few_keys": ([0, 10, 30], [0, 5, 10]),  # fewer than buckets
+    "few_queries": ([0, 5, 10], [0, 10, 30]),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_sequences_are_averaged(tmp_path, device, name):
+    """The buckets of queries and those of keys start at the beginning of each sequence."""
+    begins_q, begins_k = PACKED[name]
+    options = ["--cu-seqlens-q", ",".join(map(str, begins_q))]
+    if begins_k:
+        options += ["--cu-seqlens-k", ",".join(map(str, begins_k))]
+    begins_k = begins_k or begins_q
+    tensors = {name: array[0] for name, array in make_tensors(batch=1, len_q=begins_q[-1], len_k=begins_k[-1]).items()}
     path = save(tmp_path / "packed.safetensors", tensors)
-    done = run("map", path, "--json", "--head", "all", "--buckets", 8, "--causal", "--cu-seqlens-q", "0,40,40,100", "--device", device)
+    done = run("map", path, "--json", "--head", "all", "--buckets", 8, "--causal", *options, "--device", device)
+    assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     whole = {name: 0 for name in ("p", "s", "kl")}
-    rows = np.zeros(8)
-    for begin, end in (0, 40), (40, 100):
-        part = pooled({name: array[None, :, begin:end] for name, array in tensors.items()}, 8, Problem(causal=True))
-        counts = np.diff(bucket_begins(8, end - begin))
-        rows += counts
+    rows = 0
+    for sequence in range(len(begins_q) - 1):
+        of_q, of_k = (slice(*begins[sequence : sequence + 2]) for begins in (begins_q, begins_k))
+        len_q, len_k = of_q.stop - of_q.start, of_k.stop - of_k.start
+        if len_q == 0 or len_k == 0:
+            continue
+        part = pooled({name: array[None, :, of_q if name[0] == "q" else of_k] for name, array in tensors.items()}, 8, Problem(causal=True))
+        attends = visible(Problem(causal=True), len_q, len_k, 0).any(-1)
+        counts = np.array([attends[begin:end].sum() for begin, end in itertools.pairwise(bucket_begins(min(8, len_q), len_q))])
+        rows = rows + counts
         for name in whole:
             whole[name] = whole[name] + part[name] * counts[None, :, None]
     for name in whole:
-        assert np.abs(np.array(answer[name]) - whole[name] / rows[None, :, None]).max() < TOLERANCE
+        assert np.abs(np.array(answer[name]) - whole[name] / np.maximum(rows, 1)[None, :, None]).max() < TOLERANCE
 
 
 def test_heads(tmp_path):

@@ -1,13 +1,13 @@
 /* Forward of a student with teacher groups on Hopper's tensor cores (sm_90a): 16-bit types, head sizes up to 128,
  * KL(P || S). The teacher's LSEs are known: the caller's, or those of an earlier launch.
  *
- * Bound: the special function units. 128 queries x 128 keys take 6,100 clocks for the exponentials and logarithms of
- * four teacher heads and the student, and 5,100 on the tensor cores at 128 dimensions.
+ * Bound: the special function units. 128 queries x 64 keys take 3,100 clocks for the exponentials and logarithms of
+ * four teacher heads and the student, and 2,600 on the tensor cores, and on shared memory, at 128 dimensions. It
+ * takes 7,400: two warpgroups have too little to overlap (docs/lab/2026-11-16-teacher-groups.md).
  *
  *   block      2 consumer warpgroups of 64 queries, 1 producer warp; one block per SM
- *   tile       128 queries x 128 keys
- *   registers  240 per consumer thread: P and the logits of a head (64 each), two row states
- *   shared     queries of all heads, a stage of 128 keys of both sides: 224 KB for four heads of 128 dimensions
+ *   registers  240 per consumer thread: P and the logits of two heads (32 each), two row states
+ *   shared     queries of all heads, a stage of 64 keys of the student, up to four of the teacher
  *
  * The row state has A = log2 P with the fixed shift -low (group_heads.cuh), because P is a probability already. B has
  * the first head's LSE as its shift, so that the KL of equal inputs is exactly 0, until a tile's sum is out of range.
@@ -21,10 +21,7 @@
 namespace sm90
 {
 
-#ifndef GROUP_KEYS_VARIANT
-#define GROUP_KEYS_VARIANT 64
-#endif
-constexpr int GROUP_KEYS = GROUP_KEYS_VARIANT; /* of a stage */
+constexpr int GROUP_KEYS = STAGE_KEYS;
 constexpr int GROUP_FORWARD_THREADS = 128 * (CONSUMERS + 1);
 
 /* A row's sums of S below this are redone with another shift, like those above SKL_LAZY_BOUND. */

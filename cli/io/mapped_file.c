@@ -1,0 +1,157 @@
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE /* MAP_ANONYMOUS */
+#endif
+
+#include "cli/io/mapped_file.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+struct mapped_file {
+    mapped_file *next;
+    void *bytes;
+    size_t size;
+    int fd;                           /* for mapped_file_unchanged() */
+    struct timespec modified;         /* when the file was opened */
+    volatile sig_atomic_t unreadable; /* a page was; now all of them are zeros */
+};
+
+/* ---- Bus errors --------------------------------------------------------------------------------------------- */
+
+static mapped_file *volatile open_files; /* changes only while no other thread reads a file */
+static struct sigaction other_handler;
+
+/* An access to a page that the file no longer has, or that the disk cannot read, ends the process by default. Zeros
+ * let the computation end in the usual way; its results are not used. Runs in the thread of the access. */
+static void replace_by_zeros(int number, siginfo_t *info, void *context)
+{
+    (void)context;
+    for (mapped_file *file = open_files; file; file = file->next) {
+        if ((uintptr_t)info->si_addr - (uintptr_t)file->bytes >= file->size)
+            continue;
+        file->unreadable = 1;
+        const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE;
+        if (mmap(file->bytes, file->size, PROT_READ, flags, -1, 0) != MAP_FAILED)
+            return;
+    }
+    sigaction(number, &other_handler, NULL); /* the access repeats, and is not ours to handle */
+}
+
+/* The handler is installed while files are open. */
+static void add_to_open_files(mapped_file *file)
+{
+    file->next = open_files;
+    open_files = file;
+    if (file->next)
+        return;
+    struct sigaction handler = {.sa_flags = SA_SIGINFO, .sa_sigaction = replace_by_zeros};
+    sigemptyset(&handler.sa_mask);
+    sigaction(SIGBUS, &handler, &other_handler);
+}
+
+static void remove_from_open_files(const mapped_file *file)
+{
+    if (open_files == file)
+        open_files = file->next;
+    for (mapped_file *before = open_files; before; before = before->next)
+        if (before->next == file)
+            before->next = file->next;
+    if (!open_files)
+        sigaction(SIGBUS, &other_handler, NULL);
+}
+
+/* ---- Open and close ----------------------------------------------------------------------------------------- */
+
+static const char *problem_of(int fd, struct stat *status)
+{
+    if (fstat(fd, status) != 0)
+        return strerror(errno);
+    if (S_ISDIR(status->st_mode))
+        return strerror(EISDIR);
+    if (!S_ISREG(status->st_mode))
+        return "not a regular file";
+    return status->st_size == 0 ? "empty file: must be safetensors or .npy" : NULL;
+}
+
+static bool map(mapped_file *file, const char *path, tensor_error *error)
+{
+    struct stat status;
+    const char *const problem = problem_of(file->fd, &status);
+    if (problem)
+        return tensor_refuse(error, path, "%s", problem);
+    file->size = (size_t)status.st_size;
+    file->modified = status.st_mtim;
+    file->bytes = mmap(NULL, file->size, PROT_READ, MAP_PRIVATE, file->fd, 0);
+    if (file->bytes == MAP_FAILED)
+        return tensor_refuse(error, path, "cannot map %zu bytes: %s", file->size, strerror(errno));
+    return true;
+}
+
+mapped_file *mapped_file_open(const char *path, tensor_error *error)
+{
+    mapped_file *const file = calloc(1, sizeof *file);
+    if (!file) {
+        tensor_refuse(error, path, "out of memory");
+        return NULL;
+    }
+    /* O_NONBLOCK: otherwise opening a FIFO would wait for a writer. */
+    file->fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+    if (file->fd < 0) {
+        tensor_refuse(error, path, "cannot open: %s", strerror(errno));
+        free(file);
+        return NULL;
+    }
+    if (!map(file, path, error)) {
+        close(file->fd);
+        free(file);
+        return NULL;
+    }
+    add_to_open_files(file);
+    return file;
+}
+
+void mapped_file_close(mapped_file *file)
+{
+    if (!file)
+        return;
+    remove_from_open_files(file);
+    munmap(file->bytes, file->size);
+    close(file->fd);
+    free(file);
+}
+
+const unsigned char *mapped_file_bytes(const mapped_file *file)
+{
+    return file->bytes;
+}
+
+size_t mapped_file_size(const mapped_file *file)
+{
+    return file->size;
+}
+
+/* ---- Changes ------------------------------------------------------------------------------------------------ */
+
+static bool same_time(struct timespec a, struct timespec b)
+{
+    return a.tv_sec == b.tv_sec && a.tv_nsec == b.tv_nsec;
+}
+
+bool mapped_file_unchanged(const mapped_file *file, const char *path, tensor_error *error)
+{
+    struct stat status;
+    if (fstat(file->fd, &status) != 0)
+        return tensor_refuse(error, path, "cannot read: %s", strerror(errno));
+    if ((size_t)status.st_size != file->size)
+        return tensor_refuse(error, path, "had %zu bytes and now has %lld: must not change while it is read",
+                             file->size, (long long)status.st_size);
+    if (!same_time(status.st_mtim, file->modified))
+        return tensor_refuse(error, path, "was written while it was read: must not change");
+    return !file->unreadable || tensor_refuse(error, path, "cannot read: %s", strerror(EIO));
+}
