@@ -170,7 +170,8 @@ typedef struct skl_inputs {
 /* Row results, f32. A row without visible keys has KL 0 and LSE -inf. */
 typedef struct skl_rows {
     size_t struct_size; /* sizeof(skl_rows) */
-    skl_output kl;      /* [batch, heads_s, len_q], never below 0 */
+    skl_output kl;      /* [batch, heads_s, len_q], never below 0. If numbers leave the range of floats it is NaN or
+                         * infinite, of either sign, and never a 0 that hides them */
     skl_output lse_t;   /* [batch, heads_t, len_q] */
     skl_output lse_s;   /* [batch, heads_s, len_q] */
     skl_output dot_t;   /* [batch, heads_t, len_q]: sum_j P_hj dKL/dP_j, or its equivalent under a wider LSE. Only
@@ -268,7 +269,11 @@ SKL_API skl_status skl_backward(const skl_plan *plan, const skl_inputs *inputs, 
 /* One-pass: loss and gradients in one pass over the keys, if both LSEs of the visible keys are known. Every flash
  * attention returns its LSE; for an indexer, skl_forward with only rows->lse_s requested computes it without the
  * teacher. Do not request rows->lse_* and rows->mass. Do request kl or dot_t in rows if skl_backward would need it;
- * this costs a second pass. For teacher gradients under wider LSEs, call skl_forward, then skl_backward. */
+ * this costs a second pass. For teacher gradients under wider LSEs, call skl_forward, then skl_backward.
+ *
+ * Gradients are those of the sum over rows, which can exceed the range of f16. A factor that is known at this time,
+ * such as 1 / rows of a mean or a loss scale, belongs in inputs->grad_kl: it is applied before gradients are rounded,
+ * and one float with strides of 0 serves all rows. A factor that follows later needs problem.grad_f32. */
 SKL_API skl_status skl_forward_backward(const skl_plan *plan, const skl_inputs *inputs, const skl_rows *rows,
                                         const skl_gradients *gradients, void *workspace, size_t workspace_size,
                                         skl_stream stream);

@@ -82,7 +82,8 @@ double oracle_product_rounding(const skl_problem *problem, skl_dtype dtype);
 
 double oracle_naive_error(const oracle_expectation *expected);
 
-/* The error of element n divided by its tolerance; infinite if exactly one of the two values is finite. */
+/* The error of element n divided by its tolerance. It is infinite if exactly one of the two values is finite, unless
+ * the exact one overflows the type, or f32: where the naive result is not finite, NaN and infinity are right, too. */
 double oracle_excess(const oracle_expectation *expected, double naive_error, int64_t n, double computed);
 
 /* Element `index` of an array. */

@@ -1,6 +1,7 @@
 /* How far a result may be from the exact one: docs/design/maths.md derives the rule. */
 #include "oracle.h"
 
+#include <float.h>
 #include <math.h>
 #include <stdbool.h>
 
@@ -28,9 +29,15 @@ double oracle_naive_error(const oracle_expectation *expected)
 {
     double largest = 0;
     for (int64_t n = 0; n < expected->count; n++)
-        if (isfinite(expected->exact[n]))
+        if (isfinite(expected->exact[n]) && isfinite(expected->naive[n]))
             largest = fmax(largest, fabs(expected->naive[n] - expected->exact[n]));
     return largest;
+}
+
+/* The largest finite value of a type. */
+static double largest_of(skl_dtype dtype)
+{
+    return dtype == SKL_F32 ? (double)FLT_MAX : dtype == SKL_F16 ? 65504 : 0x1.FEp127;
 }
 
 double oracle_excess(const oracle_expectation *expected, double naive_error, int64_t n, double computed)
@@ -38,12 +45,16 @@ double oracle_excess(const oracle_expectation *expected, double naive_error, int
     const double exact = expected->exact[n];
     if (computed == exact || (isnan(computed) && isnan(exact)))
         return 0;
-    if (!isfinite(computed) || !isfinite(exact))
+    if (!isfinite(exact))
         return INFINITY;
+    const double product = expected->terms ? expected->product_rounding * expected->terms[n] : 0;
+    const double allowed = 2 * naive_error + ORACLE_ROUNDING * expected->rounding[n] + product;
+    if (!isfinite(computed)) {
+        const bool overflows = isinf(computed) && fabs(exact) + allowed > largest_of(expected->dtype);
+        return overflows || !isfinite(expected->naive[n]) ? 0 : (double)INFINITY;
+    }
     /* The stored value may have been rounded up into the next binade, where the spacing is twice as large. */
     const double larger = fmax(fabs(exact), fabs(computed));
     const double stored = expected->dtype == SKL_F32 ? 0 : half_step(expected->dtype, larger);
-    const double product = expected->terms ? expected->product_rounding * expected->terms[n] : 0;
-    const double allowed = 2 * naive_error + ORACLE_ROUNDING * expected->rounding[n] + product;
     return fmax(0, fabs(computed - exact) - stored) / allowed;
 }

@@ -452,6 +452,11 @@ static int64_t longest(const int32_t *offsets, int64_t sequences)
     return length;
 }
 
+static int64_t smaller(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
 skl_problem case_problem(const test_case *c)
 {
     skl_problem p = skl_problem_default();
@@ -479,8 +484,9 @@ skl_problem case_problem(const test_case *c)
     }
     if (c->cu_seqlens_q) {
         p.packed = 1;
-        p.len_q = longest(c->cu_seqlens_q, c->batch), p.len_k = longest(c->cu_seqlens_k, c->batch);
         p.total_q = c->cu_seqlens_q[c->batch] + c->tail_q, p.total_k = c->cu_seqlens_k[c->batch] + c->tail_k;
+        p.len_q = smaller(longest(c->cu_seqlens_q, c->batch) + c->slack, p.total_q);
+        p.len_k = smaller(longest(c->cu_seqlens_k, c->batch) + c->slack, p.total_k);
     }
     return p;
 }

@@ -11,6 +11,9 @@ typedef enum test_lse {
     LSE_WIDER     /* of more keys than are visible */
 } test_lse;
 
+/* Tensors that have one layout in a random case. */
+typedef enum test_role { ROLE_QUERIES, ROLE_KEYS, ROLE_ROWS, ROLE_RESULTS, ROLE_COUNT } test_role;
+
 /* Members that a case does not set are 0, which is the plain choice. */
 typedef struct test_case {
     const char *name;
@@ -35,6 +38,11 @@ typedef struct test_case {
     skl_dtype dtype_w;
     int32_t index_linear;
     int64_t top_k;
+    /* For random cases. */
+    const test_layout *layouts; /* of each role, instead of `layout` */
+    const double *sizes;        /* of q_t, k_t, q_s, k_s, relative to the usual ones */
+    int64_t slack;              /* packed: named lengths exceed the longest sequence by up to this much */
+    int32_t zero_upstream;      /* one upstream gradient in so many is 0 */
     double growth; /* keys are scaled by 1 at the first to 1 + growth at the last; below 0: in reverse order */
     double apart;  /* > 0: the student is the teacher with noise of up to this much; 0: independent */
 } test_case;
@@ -49,14 +57,21 @@ extern const size_t test_case_count;
 
 skl_problem case_problem(const test_case *test_case);
 
-/* A small random case; its arrays are in `storage`. */
+/* A random case; its arrays are in `storage`. */
 typedef struct random_case {
     test_case test_case;
     char name[32];
     int64_t window[2], offsets[2];
     int32_t key_lengths[8], cu_seqlens_q[9], cu_seqlens_k[9];
+    test_layout layouts[ROLE_COUNT];
+    double sizes[4];
 } random_case;
 
+/* Small, with logits of a few units. */
 void case_draw(random_case *storage, int64_t number);
+
+/* The same with everything that a problem accepts: the largest sizes of heads, offsets and windows, scales of any
+ * sign, small and large logits and softcaps, and a layout for each role of tensors. */
+void case_draw_wide(random_case *storage, int64_t number);
 
 #endif

@@ -39,10 +39,12 @@ static int is_live(const test_tensor *tensor, const uint8_t *live, int64_t n)
     return live[batch * tensor->length + row % tensor->length];
 }
 
-/* Alternates NaN, inf and -inf wherever a kernel must not read. */
+/* Alternates NaN, inf and -inf wherever a kernel must not read. A shared element may be both dead and live. */
 static void poison_dead(const test_tensor *tensor, const uint8_t *live)
 {
     static const double poisons[] = {NAN, INFINITY, -INFINITY};
+    if (layout_shares(tensor->layout))
+        return;
     for (int64_t n = 0; n < tensor_count(tensor); n++)
         if (!is_live(tensor, live, n))
             tensor_set(tensor, n, poisons[n % 3]);
@@ -50,16 +52,24 @@ static void poison_dead(const test_tensor *tensor, const uint8_t *live)
 
 static void scale_keys(const test_tensor *k, double growth)
 {
+    if (layout_shares(k->layout))
+        return; /* the last key may be the first one */
     for (int64_t n = 0; n < tensor_count(k); n++) {
         const double progress = (double)(n / k->dim % k->length) / (double)k->length;
         tensor_set(k, n, tensor_get(k, n) * (1 + fabs(growth) * (growth > 0 ? progress : 1 - progress)));
     }
 }
 
-static test_tensor create_input(const fixture *f, skl_dtype dtype, int64_t heads, int64_t length, int64_t dim,
+static test_layout layout_of(const fixture *f, test_role role)
+{
+    return f->test_case->layouts ? f->test_case->layouts[role] : f->test_case->layout;
+}
+
+static test_tensor create_input(const fixture *f, test_role role, skl_dtype dtype, int64_t heads, int64_t dim,
                                 double size, test_random *random)
 {
-    const test_tensor tensor = tensor_create(dtype, f->batch, heads, length, dim, f->test_case->layout);
+    const int64_t length = role == ROLE_KEYS ? f->length_k : f->length_q;
+    const test_tensor tensor = tensor_create(dtype, f->batch, heads, length, dim, layout_of(f, role));
     tensor_fill(&tensor, random, -size, size);
     return tensor;
 }
@@ -74,7 +84,7 @@ static void move_near(const test_tensor *student, const test_tensor *teacher, do
 /* No two elements of an output may share an address, even if those of inputs do. */
 static test_tensor create_output(const fixture *f, skl_dtype dtype, int64_t heads, int64_t length, int64_t dim)
 {
-    const test_layout layout = f->test_case->layout;
+    const test_layout layout = layout_of(f, ROLE_RESULTS);
     return tensor_create(dtype, f->batch, heads, length, dim, layout_shares(layout) ? LAYOUT_GAPS : layout);
 }
 
@@ -99,7 +109,7 @@ static void give_lse(fixture *f, test_random *random)
 static void draw_indices(fixture *f, test_random *random)
 {
     const skl_problem *const p = &f->problem;
-    f->indices = tensor_create(SKL_F32, f->batch, p->heads_s, f->length_q, p->top_k, f->test_case->layout);
+    f->indices = tensor_create(SKL_F32, f->batch, p->heads_s, f->length_q, p->top_k, layout_of(f, ROLE_ROWS));
     f->inputs.indices = tensor_input(&f->indices);
     for (int64_t b = 0; b < p->batch; b++) {
         const oracle_sequence sequence = oracle_sequence_at(p, &f->inputs, b);
@@ -138,18 +148,23 @@ void fixture_create(fixture *f, const test_case *c)
     const int64_t key_heads_t = p->key_heads_t ? p->key_heads_t : p->heads_t;
     const int64_t key_heads_s = p->key_heads_s ? p->key_heads_s : p->heads_s;
     test_random random = random_for(c->name);
-    f->q_t = create_input(f, p->dtype_t, p->heads_t, f->length_q, p->dim_t, QUERY_SIZE, &random);
-    f->k_t = create_input(f, p->dtype_t, key_heads_t, f->length_k, p->dim_t, KEY_SIZE, &random);
+    static const double usual_sizes[] = {1, 1, 1, 1};
+    const double *const sizes = c->sizes ? c->sizes : usual_sizes;
+    f->q_t = create_input(f, ROLE_QUERIES, p->dtype_t, p->heads_t, p->dim_t, QUERY_SIZE * sizes[0], &random);
+    f->k_t = create_input(f, ROLE_KEYS, p->dtype_t, key_heads_t, p->dim_t, KEY_SIZE * sizes[1], &random);
     const int64_t query_heads_s = p->heads_s * (p->index_heads ? p->index_heads : 1);
-    f->q_s = create_input(f, p->dtype_s, query_heads_s, f->length_q, p->dim_s, QUERY_SIZE, &random);
-    f->k_s = create_input(f, p->dtype_s, key_heads_s, f->length_k, p->dim_s, KEY_SIZE, &random);
+    f->q_s = create_input(f, ROLE_QUERIES, p->dtype_s, query_heads_s, p->dim_s, QUERY_SIZE * sizes[2], &random);
+    f->k_s = create_input(f, ROLE_KEYS, p->dtype_s, key_heads_s, p->dim_s, KEY_SIZE * sizes[3], &random);
     if (c->apart != 0) {
         move_near(&f->q_s, &f->q_t, c->apart, &random);
         move_near(&f->k_s, &f->k_t, c->apart, &random);
     }
     if (!c->unit_upstream)
-        f->grad_kl = create_input(f, SKL_F32, p->heads_s, f->length_q, 1, 3, &random);
-    if (c->growth != 0 && !layout_shares(c->layout)) {
+        f->grad_kl = create_input(f, ROLE_ROWS, SKL_F32, p->heads_s, 1, 3, &random);
+    for (int64_t n = 0; c->zero_upstream && n < tensor_count(&f->grad_kl); n++)
+        if (random_between(&random, 1, c->zero_upstream) == 1)
+            tensor_set(&f->grad_kl, n, 0);
+    if (c->growth != 0) {
         scale_keys(&f->k_t, c->growth);
         scale_keys(&f->k_s, c->growth);
     }
@@ -162,18 +177,16 @@ void fixture_create(fixture *f, const test_case *c)
     f->inputs.cu_seqlens_k = create_lengths(&f->lengths[2], c->cu_seqlens_k, p->batch + 1);
 
     if (p->index_heads) {
-        f->w_s = create_input(f, p->dtype_w, p->heads_s, f->length_q, p->index_heads, WEIGHT_SIZE, &random);
+        f->w_s = create_input(f, ROLE_ROWS, p->dtype_w, p->heads_s, p->index_heads, WEIGHT_SIZE, &random);
         f->inputs.w_s = tensor_input(&f->w_s);
     }
     if (p->top_k)
         draw_indices(f, &random);
 
     mark_live(f);
-    if (!layout_shares(c->layout)) { /* else an element may be both dead and live */
-        poison_dead(&f->q_t, f->live_q), poison_dead(&f->k_t, f->live_k);
-        poison_dead(&f->q_s, f->live_q), poison_dead(&f->k_s, f->live_k);
-        poison_dead(&f->grad_kl, f->live_q), poison_dead(&f->w_s, f->live_q);
-    }
+    poison_dead(&f->q_t, f->live_q), poison_dead(&f->k_t, f->live_k);
+    poison_dead(&f->q_s, f->live_q), poison_dead(&f->k_s, f->live_k);
+    poison_dead(&f->grad_kl, f->live_q), poison_dead(&f->w_s, f->live_q);
     if (c->lse != LSE_COMPUTED)
         give_lse(f, &random);
 }
@@ -230,6 +243,7 @@ fixture_results results_create(const fixture *f)
 }
 
 enum { RESULT_COUNT = 12 };
+_Static_assert(ALL_RESULTS == (1 << RESULT_COUNT) - 1, "one bit for each result");
 
 static const char *const result_names[RESULT_COUNT] = {"kl",   "lse_t", "lse_s", "dot_t", "cross_entropy", "entropy",
                                                        "mass", "dq_t",  "dk_t",  "dq_s",  "dk_s",          "dw_s"};
@@ -254,6 +268,15 @@ void results_poison(const fixture_results *results)
     for (int t = 0; t < RESULT_COUNT; t++)
         if (result_at(&copy, t)->data)
             memory_poison(&result_at(&copy, t)->memory);
+}
+
+fixture_results results_subset(const fixture_results *results, uint32_t bits)
+{
+    fixture_results subset = *results;
+    for (int t = 0; t < RESULT_COUNT; t++)
+        if (!(bits >> t & 1))
+            result_at(&subset, t)->data = NULL;
+    return subset;
 }
 
 const char *results_difference(const fixture_results *a, const fixture_results *b)

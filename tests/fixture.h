@@ -32,6 +32,12 @@ typedef struct fixture_results {
     test_tensor dq_t, dk_t, dq_s, dk_s, dw_s; /* those that the case requests */
 } fixture_results;
 
+/* One bit for each member, in this order. */
+enum { ALL_RESULTS = (1 << 12) - 1 };
+
+/* The same buffers; those without a bit are not requested. */
+fixture_results results_subset(const fixture_results *results, uint32_t bits);
+
 fixture_results results_create(const fixture *f);
 void results_destroy(fixture_results *results);
 void results_poison(const fixture_results *results);

@@ -4,7 +4,10 @@
  *     SKL_TEST_SEED=n       repeats the random numbers of an earlier run; every run prints its seed
  *     SKL_TEST_SAMPLE=n     runs only every n-th case of the case table, for sanitizers and emulators
  *     SKL_TEST_RANDOM=n     number of random cases after the table
+ *     SKL_TEST_SECONDS=n    length of differential fuzzing
+ *     SKL_TEST_EXTREME=1    differential fuzzing with logits of any size
  *     SKL_TEST_DEVICE=cuda  runs on the GPU: see device.h
+ *     SKL_TEST_LONG=1       runs tests with more data, for the long tier
  *     SKL_TEST_REPORT=1     prints the error of every result relative to the allowed error
  *     SKL_TEST_FILTER=x     runs only tests whose name matches the pattern x, which may contain * and ?
  *     SKL_TEST_KERNELS=x    runs only kernels whose name matches the pattern x

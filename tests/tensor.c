@@ -83,13 +83,19 @@ static int64_t set_strides(test_tensor *t, const char *order, int64_t gap)
 test_tensor tensor_create(skl_dtype dtype, int64_t batch, int64_t heads, int64_t length, int64_t dim,
                           test_layout layout)
 {
-    static const char *const orders[LAYOUT_COUNT] = {"ihb", "hib", "hbi", "ibh", "ihb", "ihb", "ihb", "ihb"};
-    test_tensor t = {.dtype = dtype, .batch = batch, .heads = heads, .length = length, .dim = dim};
+    static const char *const orders[LAYOUT_COUNT] = {"ihb", "hib", "hbi", "ibh", "ihb", "ihb", "ihb", "ihb", "ihb"};
+    test_tensor t = {.dtype = dtype, .layout = layout, .batch = batch, .heads = heads, .length = length, .dim = dim};
     int64_t element_count = set_strides(&t, orders[layout], layout == LAYOUT_GAPS ? 3 : 0);
     if (layout == LAYOUT_EXPANDED)
         t.stride_batch = t.stride_head = 0;
     if (layout == LAYOUT_REPEATED)
         t.stride_row = 0;
+    if (layout == LAYOUT_FREE_STRIDES) {
+        const int64_t unused = INT64_MAX - 63; /* a multiple of 64, never multiplied by more than 0 */
+        t.stride_batch = batch == 1 ? unused : t.stride_batch;
+        t.stride_head = heads == 1 ? unused : t.stride_head;
+        t.stride_row = length == 1 ? unused : t.stride_row;
+    }
 
     const size_t size = (size_t)element_count * dtype_size(dtype);
     const size_t element = dtype_size(dtype);

@@ -12,6 +12,7 @@ typedef enum test_layout {
     LAYOUT_HEADS_FIRST,    /* [heads, batch, length, dim] */
     LAYOUT_GAPS,           /* contiguous, but with gaps after rows, heads and batches */
     LAYOUT_MISALIGNED,     /* contiguous, starting at an odd element, close to the end of the page */
+    LAYOUT_FREE_STRIDES,   /* contiguous, but dimensions of extent 1 have a stride that no address space has */
     LAYOUT_EXPANDED,       /* one batch and one head for all: inputs only */
     LAYOUT_REPEATED,       /* one row for all: inputs only */
     LAYOUT_COUNT
@@ -22,6 +23,7 @@ int layout_shares(test_layout layout);
 
 typedef struct test_tensor {
     skl_dtype dtype;
+    test_layout layout;
     int64_t batch, heads, length, dim;
     int64_t stride_batch, stride_head, stride_row;
     test_memory memory;

@@ -293,10 +293,11 @@ static void run_one_pass(const skl_plan *plan, const fixture *f, const fixture_r
     run_forward_backward(plan, &inputs, &rows, &gradients);
 }
 
-/* With NaN in rows without upstream gradient, their KL is NaN, and gradients match the oracle without the NaN. */
+/* With NaN in rows without upstream gradient, their KL is NaN, and gradients match the oracle without the NaN. The
+ * random indices of a sparse row may be none, which leaves its KL at 0. */
 static void check_zero_upstream_rows(const fixture *f, const fixture_results *results, const char *kernel)
 {
-    assert_true(isnan(tensor_get(&results->kl, LENGTH - 1)));
+    assert_true(isnan(tensor_get(&results->kl, LENGTH - 1)) || !f->live_q[LENGTH - 1]);
     assert_int_equal(gradients_mismatch(f, results, kernel, kernel), 0);
     assert_zero_upstream_is_zero(&results->dq_t);
     assert_zero_upstream_is_zero(&results->dq_s);

@@ -453,7 +453,9 @@ static void check_rows_one_by_one(const test_case *c)
         skl_plan *const plan = test_plan(&f.problem, case_kernel(c, k), 2);
         for (unsigned wanted = 0; wanted < 16; wanted++) {
             fixture_results all = results_create(&f), some = all;
-            test_tensor *const rows[] = {&some.kl, &some.lse_t, &some.lse_s, &some.dot_t};
+            test_tensor *const rows[] = {&some.kl, &some.lse_t, &some.lse_s,
+                                         c->index_heads ? &some.mass : &some.dot_t};
+            some.cross_entropy.data = some.entropy.data = NULL;
             for (unsigned r = 0; r < COUNT_OF(rows); r++)
                 if (!(wanted >> r & 1))
                     rows[r]->data = NULL;
@@ -478,6 +480,12 @@ static void test_rows_can_be_requested_one_by_one(void **state)
     const test_case wider = {"one by one, wider LSE", SHAPE(1, 37, 131), HEADS(4, 2), DIMS(16, 16), CAUSAL,
                              .lse = LSE_WIDER};
     case_in_every_type(&wider, check_rows_one_by_one);
+    for (int64_t top_k = 0; top_k <= 24; top_k += 24) {
+        const test_case indexer = {"one by one, indexer", SHAPE(1, 37, 131), HEADS(4, 2),
+                                   DIMS(16, 16),          INDEXER(3),        CAUSAL,
+                                   TOP_K(top_k),          .lse = LSE_WIDER};
+        case_in_every_type(&indexer, check_rows_one_by_one);
+    }
 }
 
 int main(void)

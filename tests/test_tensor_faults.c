@@ -1,7 +1,7 @@
 /* Injected faults: every allocation fails once, and so does every system call of the writer.
  *
  * Needs linker options: -Wl,--wrap=malloc,--wrap=calloc,--wrap=free,--wrap=mmap,--wrap=write,--wrap=fsync,
- * --wrap=close,--wrap=rename. */
+ * --wrap=close,--wrap=rename,--wrap=open. */
 #define _POSIX_C_SOURCE 200809L
 
 #include <setjmp.h>
@@ -32,6 +32,7 @@ static struct {
     size_t disk_left;                                       /* bytes until write() fails with ENOSPC */
     size_t write_max;                                       /* bytes that one write() takes */
     int interruptions;                                      /* number of EINTR before each success */
+    int names_taken;                                        /* number of new files whose name exists already */
 } faults;
 
 static void no_faults(void)
@@ -49,6 +50,7 @@ ssize_t __real_write(int fd, const void *data, size_t size);
 int __real_fsync(int fd);
 int __real_close(int fd);
 int __real_rename(const char *from, const char *to);
+int __real_open(const char *path, int flags, ...);
 
 void *__wrap_malloc(size_t size);
 void *__wrap_calloc(size_t count, size_t size);
@@ -58,6 +60,7 @@ ssize_t __wrap_write(int fd, const void *data, size_t size);
 int __wrap_fsync(int fd);
 int __wrap_close(int fd);
 int __wrap_rename(const char *from, const char *to);
+int __wrap_open(const char *path, int flags, ...);
 
 static bool allocation_fails(void)
 {
@@ -135,6 +138,16 @@ int __wrap_close(int fd)
 int __wrap_rename(const char *from, const char *to)
 {
     return faults.rename_errno ? fail_with(faults.rename_errno) : __real_rename(from, to);
+}
+
+int __wrap_open(const char *path, int flags, ...)
+{
+    if ((flags & O_EXCL) == 0)
+        return __real_open(path, flags);
+    if (faults.names_taken == 0)
+        return __real_open(path, flags, 0666);
+    faults.names_taken--;
+    return fail_with(EEXIST);
 }
 
 /* ---- Reading and writing ----------------------------------------------------------------------------------- */
@@ -318,6 +331,19 @@ static void failing_calls_keep_the_old_file(void **state)
     }
 }
 
+static void names_of_temporary_files_are_taken(void **state)
+{
+    (void)state;
+    tensor_error error = {""};
+    faults.names_taken = 3;
+    assert_true(write_example(8, &error));
+    expect_example(8);
+    faults.names_taken = 1 << 20;
+    assert_false(write_example(9, &error));
+    assert_string_equal(error.text, "out: cannot create a temporary file next to it: File exists");
+    expect_example(8);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -326,6 +352,7 @@ int main(void)
         cmocka_unit_test_setup(mapping_fails, clear_faults),
         cmocka_unit_test_setup(full_disk_keeps_the_old_file, clear_faults),
         cmocka_unit_test_setup(failing_calls_keep_the_old_file, clear_faults),
+        cmocka_unit_test_setup(names_of_temporary_files_are_taken, clear_faults),
     };
     return cmocka_run_group_tests_name("tensor_faults", tests, make_directory, remove_directory);
 }

@@ -139,10 +139,11 @@ SKL_HOST_DEVICE skl_lse2 skl_lse2_of(float lse)
     return skl_lse2_is_usable(lse * SKL_LOG2E) ? skl_lse2_split((double)lse * SKL_LOG2E_DOUBLE) : nan;
 }
 
-/* max(kl, 0) that keeps NaN. */
+/* max(kl, 0) that keeps NaN and -inf: rounding can make a KL slightly negative, but only sums that left the range of
+ * floats make it infinite. */
 SKL_HOST_DEVICE float skl_kl_report(float kl)
 {
-    return kl < 0.0F ? 0.0F : kl;
+    return kl < 0.0F && kl > -INFINITY ? 0.0F : kl;
 }
 
 #endif

@@ -5,12 +5,24 @@
 #define SKL_MICRO_ROWS 6
 #define SKL_MICRO_VECS 2
 #define SKL_HAS_FMA
+#define SKL_HAS_BOUNDS
 
 #include "cpu/body/vector.h"
 
 SKL_INLINE vec vec_fma(vec a, vec b, vec c)
 {
     return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+}
+
+/* vmaxps and vminps return their second operand if one is NaN. */
+SKL_INLINE vec vec_at_least(vec low, vec x)
+{
+    return (vec)_mm256_max_ps((__m256)low, (__m256)x);
+}
+
+SKL_INLINE vec vec_at_most(vec high, vec x)
+{
+    return (vec)_mm256_min_ps((__m256)high, (__m256)x);
 }
 
 #include "cpu/body/work.h"

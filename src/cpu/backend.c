@@ -4,10 +4,10 @@
 
 #include <string.h>
 
-#include "base/kl_math.h"
 #include "base/status.h"
 #include "base/tensors.h"
 #include "cpu/pool.h"
+#include "cpu/row_sums.h"
 
 static int kernel_at(int32_t index, skl_kernel_info *info)
 {
@@ -134,18 +134,20 @@ static skl_status states_merge(const skl_plan *plan, skl_row_state *into, const 
 {
     (void)stream;
     const int64_t count = skl_state_count(&plan->problem);
-    for (int64_t i = 0; i < count; i++)
-        into[i] = skl_state_merge(into[i], from[i]);
+    for (int64_t i = 0; i < count; i++) {
+        const row_sums merged = row_sums_merge(row_sums_of_state(&into[i]), row_sums_of_state(&from[i]));
+        into[i] = row_state_of(&merged);
+    }
     return SKL_OK;
 }
 
 static void finish_row(const skl_problem *p, const skl_call *call, const skl_sequence *s, int64_t head, int64_t i)
 {
-    const skl_row_state *const state = &call->states[skl_state_index(p, s, head, i)];
+    const row_sums sums = row_sums_of_state(&call->states[skl_state_index(p, s, head, i)]);
     const bool reverse = p->direction == SKL_KL_REVERSE;
-    const float lse_a = skl_lse(state->m_a, state->l_a);
-    const float lse_b = skl_lse(state->m_b, state->l_b);
-    skl_row_set(&call->rows.kl, s, head, i, skl_kl_report(skl_state_kl(state)));
+    const float lse_a = row_lse(sums.m_a, sums.l_a);
+    const float lse_b = row_lse(sums.m_b, sums.l_b);
+    skl_row_set(&call->rows.kl, s, head, i, skl_kl_report(row_kl(&sums)));
     skl_row_set(&call->rows.lse_s, s, head, i, reverse ? lse_a : lse_b);
     const int64_t group_size = skl_group_size(p);
     const float lse_t = reverse ? lse_b : lse_a; /* with teacher groups, relative to the given LSEs */

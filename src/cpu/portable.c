@@ -16,11 +16,23 @@
 #include <arm_neon.h>
 
 #define SKL_HAS_FMA
+#define SKL_HAS_BOUNDS
 #include "cpu/body/vector.h"
 
 SKL_INLINE vec vec_fma(vec a, vec b, vec c)
 {
     return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+}
+
+/* fmax and fmin return NaN if one operand is NaN. */
+SKL_INLINE vec vec_at_least(vec low, vec x)
+{
+    return (vec)vmaxq_f32((float32x4_t)low, (float32x4_t)x);
+}
+
+SKL_INLINE vec vec_at_most(vec high, vec x)
+{
+    return (vec)vminq_f32((float32x4_t)high, (float32x4_t)x);
 }
 #endif
 

@@ -36,16 +36,16 @@ static float head_excess(const known_row *r, const double *lse, int64_t h, int64
     const float log_p = (float)teacher_logit(r, lse, j);
     const float log_s = (float)(logit(&r->student, &r->sequence, r->head, r->i, j) - r->lse_s);
     const float log_p_head = (float)(logit(&r->teacher, &r->sequence, head, r->i, j) - lse[h]);
-    return reverse ? -exp2f(log_p_head - log_p + log_s) - exp2f(log_p_head) * origin
-                   : mass_times(exp2f(log_p_head), SKL_LN2 * (log_p - log_s) - origin);
+    return reverse ? -expf(log_p_head - log_p + log_s) - expf(log_p_head) * origin
+                   : mass_times(expf(log_p_head), log_p - log_s - origin);
 }
 
 static float head_dot(const known_row *r, const double *lse, int64_t h, skl_dot_rule rule)
 {
-    float sum = 0.0F;
+    double sum = 0.0;
     for (int64_t j = r->visible.begin; j < r->visible.end; j++)
-        sum += head_excess(r, lse, h, j, rule.mean);
-    return rule.mean + rule.share * sum;
+        sum += (double)head_excess(r, lse, h, j, rule.mean);
+    return (float)((double)rule.mean + (double)rule.share * sum);
 }
 
 static void forward_row(const skl_task *t, const skl_sequence *sequence, int64_t head, int64_t i)
@@ -58,40 +58,37 @@ static void forward_row(const skl_task *t, const skl_sequence *sequence, int64_t
     double *const lse = (double *)(void *)t->scratch;
     const bool teacher_groups = skl_has_teacher_groups(p);
     for (int64_t h = 0; teacher_groups && h < group_size; h++)
-        lse[h] = teacher_lse2(&r, head * group_size + h);
+        lse[h] = teacher_lse(&r, head * group_size + h);
 
-    long_state sum = long_state_empty();
-    long_state entropy_state = long_state_empty(); /* of (A, zeros), for the entropy of A */
+    row_sums sums = row_sums_empty();
+    row_sums entropy_sums = row_sums_empty(); /* of (A, zeros), for the entropy of A */
     FOR_KEYS(&r, j)
     {
         const double x = teacher_logit(&r, lse, j);
         const double y = student_logit(&r, j);
-        long_state_add(&sum, reverse ? y : x, reverse ? x : y);
-        long_state_add(&entropy_state, reverse ? y : x, 0.0);
+        sums = row_sums_merge(sums, row_sums_of_pair(reverse ? y : x, reverse ? x : y));
+        entropy_sums = row_sums_merge(entropy_sums, row_sums_of_pair(reverse ? y : x, 0.0));
     }
-    const skl_row_state state = long_state_total(&sum);
     if (call->op == SKL_OP_PARTIAL) {
-        call->states[skl_state_index(p, sequence, head, i)] = state;
+        call->states[skl_state_index(p, sequence, head, i)] = row_state_of(&sums);
         return;
     }
-    const float lse_a = skl_lse(state.m_a, state.l_a);
-    const float lse_b = skl_lse(state.m_b, state.l_b);
+    const float lse_a = row_lse(sums.m_a, sums.l_a);
+    const float lse_b = row_lse(sums.m_b, sums.l_b);
     const float lse_t = reverse ? lse_b : lse_a;
-    r.lse_s = (double)(reverse ? lse_a : lse_b) * SKL_LOG2E_DOUBLE;
-    skl_row_set(&call->rows.kl, sequence, head, i, skl_kl_report(skl_state_kl(&state)));
+    r.lse_s = (double)(reverse ? lse_a : lse_b);
+    skl_row_set(&call->rows.kl, sequence, head, i, skl_kl_report(row_kl(&sums)));
     skl_row_set(&call->rows.lse_s, sequence, head, i, reverse ? lse_a : lse_b);
-    const skl_row_state entropy_total = long_state_total(&entropy_state);
-    const float entropy = skl_state_entropy(&entropy_total);
+    const float entropy = row_entropy(&entropy_sums);
     skl_row_set(&call->rows.entropy, sequence, head, i, entropy);
-    skl_row_set(&call->rows.cross_entropy, sequence, head, i, entropy + skl_state_kl(&state));
+    skl_row_set(&call->rows.cross_entropy, sequence, head, i, entropy + row_kl(&sums));
     skl_row_set(&call->rows.mass, sequence, head, i, skl_mass(lse_t, call->inputs.lse_t.data != NULL));
     for (int64_t h = 0; h < group_size; h++) {
         if (teacher_groups) /* the sum over visible keys renormalises a given LSE that covers more keys */
-            lse[h] = lse_t == -INFINITY ? -INFINITY : lse[h] + (double)lse_t * SKL_LOG2E_DOUBLE;
-        skl_row_set(&call->rows.lse_t, sequence, head * group_size + h, i,
-                    teacher_groups ? (float)(lse[h] * SKL_LN2_DOUBLE) : lse_t);
+            lse[h] = lse_t == -INFINITY ? -INFINITY : lse[h] + (double)lse_t;
+        skl_row_set(&call->rows.lse_t, sequence, head * group_size + h, i, teacher_groups ? (float)lse[h] : lse_t);
     }
-    const skl_dot_rule rule = skl_dot_rule_of(&state, reverse, call->inputs.lse_t.data != NULL);
+    const skl_dot_rule rule = row_dot_rule(&sums, reverse, call->inputs.lse_t.data != NULL);
     for (int64_t h = 0; call->rows.dot_t.data != NULL && h < group_size; h++)
         skl_row_set(&call->rows.dot_t, sequence, head * group_size + h, i, head_dot(&r, lse, h, rule));
 }
@@ -123,8 +120,7 @@ static float teacher_gradient(const known_row *r, const double *lse, int64_t h, 
         return slope * head_excess(r, lse, h, j, stored_dot(r, r->head * group_size + h));
     const float log_p = (float)(x_h - lse[0]);
     const float log_s = (float)(logit(&r->student, &r->sequence, r->head, r->i, j) - r->lse_s);
-    return slope *
-           (reverse ? exp2f(log_p) - exp2f(log_s) : mass_times(exp2f(log_p), SKL_LN2 * (log_p - log_s) - r->kl));
+    return slope * (reverse ? expf(log_p) - expf(log_s) : mass_times(expf(log_p), log_p - log_s - r->kl));
 }
 
 /* sum += weight * row of `tensor` */

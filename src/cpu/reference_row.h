@@ -4,12 +4,11 @@
 
 #include <math.h>
 
-#include "base/kl_math.h"
 #include "base/indices.h"
 #include "cpu/kernel.h"
+#include "cpu/row_sums.h"
 
-/* softcap(scale <q[i], k[j]>) in base 2. Logits and LSEs are doubles, so that their difference stays accurate when
- * both are large. */
+/* softcap(scale <q[i], k[j]>), rounded to f32 like the LSEs: see row_sums.h. Differences of the two are in double. */
 static inline double logit(const skl_side *side, const skl_sequence *s, int64_t head, int64_t i, int64_t j)
 {
     const int64_t q = SKL_ROW(*side->q, s->batch, head, s->query_begin + i);
@@ -19,16 +18,16 @@ static inline double logit(const skl_side *side, const skl_sequence *s, int64_t 
         dot += skl_load(side->q->data, side->dtype, q + c) * skl_load(side->k->data, side->dtype, k + c);
     const double scaled = (double)dot * (double)side->scale;
     const double cap = (double)side->softcap;
-    return SKL_LOG2E_DOUBLE * (cap > 0.0 ? cap * tanh(scaled / cap) : scaled);
+    return (double)(float)(cap > 0.0 ? cap * tanh(scaled / cap) : scaled);
 }
 
-static inline float softcap_slope(const skl_side *side, double logit2)
+static inline float softcap_slope(const skl_side *side, double logit)
 {
-    const float ratio = side->softcap > 0.0F ? (float)logit2 * SKL_LN2 / side->softcap : 0.0F;
+    const float ratio = side->softcap > 0.0F ? (float)logit / side->softcap : 0.0F;
     return 1.0F - ratio * ratio;
 }
 
-/* One row with its row vectors. LSEs and logits are in base 2. */
+/* One row with its row vectors. */
 typedef struct known_row {
     const skl_task *task;
     skl_side teacher, student;
@@ -68,6 +67,14 @@ static inline int64_t key_at(const known_row *r, int64_t n)
     for (int64_t n_ = 0, j; n_ < (r)->key_count; n_++)                                                               \
         if ((j = key_at(r, n_)) >= 0)
 
+static inline int64_t keys_seen(const known_row *r)
+{
+    int64_t count = 0;
+    FOR_KEYS(r, j)
+    count++;
+    return count;
+}
+
 /* <q_g[i], k[j]> of an index head. */
 static inline float index_dot(const known_row *r, int64_t g, int64_t j)
 {
@@ -94,7 +101,7 @@ static inline float index_weight(const known_row *r, int64_t g)
     return skl_load(w->data, r->task->problem->dtype_w, row + g);
 }
 
-/* Logit of the student in base 2: of its head, or scale sum_g w_g relu(<q_g, k>) of an indexer. */
+/* Logit of the student: of its head, or scale sum_g w_g relu(<q_g, k>) of an indexer. */
 static inline double student_logit(const known_row *r, int64_t j)
 {
     if (!skl_is_indexer(r->task->problem))
@@ -105,29 +112,12 @@ static inline double student_logit(const known_row *r, int64_t j)
         if (index_active(r, dot))
             sum += (double)index_weight(r, g) * (double)dot;
     }
-    return SKL_LOG2E_DOUBLE * (double)r->student.scale * sum;
+    return (double)(float)((double)r->student.scale * sum);
 }
 
-static inline double lse2_of(const known_row *r, const skl_input *rows, int64_t head)
+static inline double lse_of(const known_row *r, const skl_input *rows, int64_t head)
 {
-    return (double)skl_row_value(rows, &r->sequence, head, r->i) * SKL_LOG2E_DOUBLE;
-}
-
-/* A state that is summed in blocks: over tens of thousands of keys, one long f32 sum would lose accuracy. */
-typedef struct long_state {
-    skl_row_state total, block;
-    int block_count;
-} long_state;
-
-static inline long_state long_state_empty(void)
-{
-    const long_state state = {skl_state_empty(), skl_state_empty(), 0};
-    return state;
-}
-
-static inline skl_row_state long_state_total(const long_state *state)
-{
-    return skl_state_merge(state->total, state->block);
+    return (double)skl_row_value(rows, &r->sequence, head, r->i);
 }
 
 /* p * value, but 0 if p is 0, where a logit of -inf makes the value infinite: 0 log 0 = 0. */
@@ -136,78 +126,55 @@ static inline float mass_times(float p, float value)
     return p == 0.0F ? 0.0F : p * value;
 }
 
-/* State of one pair of logits. A shift is the logit rounded to f32; the rounding error goes into the sums. A logit of
- * -inf has no mass and does not change the shift of a state that it is merged into. */
-static inline skl_row_state state_of_pair(double a, double b)
+/* log sum_j e^logit over the visible keys of one head. */
+static inline double lse_computed(const known_row *r, const skl_side *side, int64_t head)
 {
-    const float m_a = (float)a, m_b = (float)b;
-    const float rest_a = m_a == -INFINITY ? -INFINITY : (float)(a - (double)m_a);
-    const float rest_b = m_b == -INFINITY ? -INFINITY : (float)(b - (double)m_b);
-    const float l_a = exp2f(rest_a);
-    const skl_row_state state = {m_a, l_a, m_b, exp2f(rest_b), mass_times(l_a, rest_a - rest_b)};
-    return state;
-}
-
-static inline void long_state_add(long_state *state, double a, double b)
-{
-    enum { BLOCK_MAX = 128 };
-    state->block = skl_state_merge(state->block, state_of_pair(a, b));
-    state->block_count++;
-    if (state->block_count < BLOCK_MAX)
-        return;
-    state->total = long_state_total(state);
-    state->block = skl_state_empty();
-    state->block_count = 0;
-}
-
-/* log2 of the sum of 2^logit over the visible keys of one head. */
-static inline double lse2_computed(const known_row *r, const skl_side *side, int64_t head)
-{
-    long_state sum = long_state_empty();
+    row_sums sums = row_sums_empty();
     FOR_KEYS(r, j)
     {
         const double x = logit(side, &r->sequence, head, r->i, j);
-        long_state_add(&sum, x, x);
+        sums = row_sums_merge(sums, row_sums_of_pair(x, x));
     }
-    const skl_row_state state = long_state_total(&sum);
-    return state.l_a == 0.0F ? -INFINITY : (double)state.m_a + log2((double)state.l_a);
+    return (double)row_lse(sums.m_a, sums.l_a);
 }
 
-static inline double teacher_lse2(const known_row *r, int64_t head)
+static inline double teacher_lse(const known_row *r, int64_t head)
 {
     const skl_input *const given = &r->task->call->inputs.lse_t;
-    return given->data != NULL ? lse2_of(r, given, head) : lse2_computed(r, &r->teacher, head);
+    return given->data != NULL ? lse_of(r, given, head) : lse_computed(r, &r->teacher, head);
 }
 
-/* Logit of key j for the teacher: of its head, or log2 of the mean probability of its teacher group. `lse` holds the
- * LSEs of the heads of the group. */
+/* Logit of key j for the teacher: of its head, or the logarithm of the mean probability of its teacher group. `lse`
+ * holds the LSEs of the heads of the group. */
 static inline double teacher_logit(const known_row *r, const double *lse, int64_t j)
 {
     const int64_t group_size = skl_group_size(r->task->problem);
     if (!skl_has_teacher_groups(r->task->problem))
         return logit(&r->teacher, &r->sequence, r->head, r->i, j);
-    skl_row_state sum = skl_state_empty();
+    row_sums sums = row_sums_empty();
     for (int64_t h = 0; h < group_size; h++) {
-        const float log_p_head =
-            (float)(logit(&r->teacher, &r->sequence, r->head * group_size + h, r->i, j) - lse[h]);
-        sum = skl_state_merge(sum, state_of_pair(log_p_head, log_p_head));
+        const double log_p_head = logit(&r->teacher, &r->sequence, r->head * group_size + h, r->i, j) - lse[h];
+        sums = row_sums_merge(sums, row_sums_of_pair(log_p_head, log_p_head));
     }
-    return (double)sum.m_a + log2((double)sum.l_a / (double)group_size);
+    return sums.m_a + log(sums.l_a / (double)group_size);
 }
 
 /* Loads LSEs, KL and upstream gradient of a row for a backward. If the upstream gradient is 0, the row contributes no
- * gradient even if it holds NaN: it then sees no key, since 0 * NaN is NaN. */
+ * gradient even if it holds NaN: it then sees no key, since 0 * NaN is NaN. If the LSEs are those of the visible
+ * keys, a row with one key has P = S = 1, and no gradient. */
 static inline void load_known(known_row *r, double *lse)
 {
     const skl_task *const t = r->task;
     const skl_inputs *const in = &t->call->inputs;
     const int64_t group_size = skl_group_size(t->problem);
     for (int64_t h = 0; h < group_size; h++)
-        lse[h] = lse2_of(r, &in->lse_t, r->head * group_size + h);
-    r->lse_s = lse2_of(r, &in->lse_s, r->head);
+        lse[h] = lse_of(r, &in->lse_t, r->head * group_size + h);
+    r->lse_s = lse_of(r, &in->lse_s, r->head);
     r->grad = in->grad_kl.data != NULL ? skl_row_value(&in->grad_kl, &r->sequence, r->head, r->i) : 1.0F;
     const skl_input kl = skl_known_rows(t->rows_known, &in->kl, &t->call->rows.kl);
     r->kl = kl.data != NULL ? skl_row_value(&kl, &r->sequence, r->head, r->i) : 0.0F;
+    if (t->call->op == SKL_OP_FORWARD_BACKWARD && keys_seen(r) == 1)
+        r->grad = 0.0F;
     if (r->grad != 0.0F)
         return;
     r->visible.end = r->visible.begin;
@@ -222,8 +189,7 @@ static inline float student_gradient(const known_row *r, const double *lse, int6
     const float log_p = (float)(skl_has_teacher_groups(r->task->problem) ? x : x - lse[0]);
     const float log_s = (float)(y - r->lse_s);
     const bool reverse = r->task->problem->direction == SKL_KL_REVERSE;
-    const float dy =
-        reverse ? mass_times(exp2f(log_s), SKL_LN2 * (log_s - log_p) - r->kl) : exp2f(log_s) - exp2f(log_p);
+    const float dy = reverse ? mass_times(expf(log_s), log_s - log_p - r->kl) : expf(log_s) - expf(log_p);
     return r->grad * dy * softcap_slope(&r->student, y);
 }
 

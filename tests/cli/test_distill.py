@@ -214,6 +214,7 @@ def test_files(tmp_path, dtype, own_hidden):
     for name in ("w_q", "w_k"):
         assert weights[name][1].shape == first[name][1].shape
         assert not np.array_equal(weights[name][1], first[name][1])
+    assert "retrieval" not in (tmp_path / "out/report.html").read_text()  # only the synthetic task knows the right key
 
 
 def test_kl_before_equals_kl_of_the_projections(tmp_path):
@@ -457,6 +458,8 @@ def test_report_is_self_contained(trained):
     for words in ("use the whole context", "Attention maps", "KL by head", "KL by position", "Compared with materialising", "streamkl distill --context 1024"):
         assert words in page
     assert "nan" not in re.sub(r"base64,[^\"]*", "", page).lower()
+    by_step = page.split("<h3>KL by step</h3>")[1].split("<h3>")[0]
+    assert by_step.count("<circle") == len(load(folder / "checkpoint.safetensors")["evaluation_step"][1])
 
 
 def test_hostile_names_are_escaped(tmp_path):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from reference import Problem, attention_kl, packed_attention_kl
-from tool import kl_json, load, make_tensors, rounded, save
+from tool import kl_json, load, make_tensors, rounded, run, save
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -252,3 +252,26 @@ def test_json_fields(device, pair):
     assert answer["shapes"]["k_s"] == [2, 2, 53, 24]
     assert answer["seconds"] > 0
     assert answer["extra_bytes"] > 0
+
+
+@pytest.mark.parametrize("heads", [1, 3, 32, 33])
+def test_table_of_heads(heads, tmp_path):
+    """Mean, largest row and its query of the first 32 heads; head 0 sees no key in one batch."""
+    path, out = save(tmp_path / "in.safetensors", make_tensors(heads_t=heads, heads_s=heads, len_q=5)), tmp_path / "out.safetensors"
+    done = run("kl", path, "--key-lengths", "0,53", "--out", out)
+    assert done.returncode == 0, done.stderr
+    kl = load(out)["kl"][1][1]  # of the second batch; the rows of the first one do not count
+    lines = done.stdout.splitlines()
+    first = next(n for n, line in enumerate(lines) if line.split() == ["head", "mean", "max", "at", "query"]) + 1
+    table = [line.split() for line in lines[first : lines.index("", first)]]
+    assert table[32:] == ([["...", "--out", "FILE", "writes", "all", "rows"]] if heads > 32 else [])
+    assert [int(row[0]) for row in table[:32]] == list(range(min(heads, 32)))
+    for row in table[:32]:
+        rows = kl[int(row[0])]
+        assert float(row[1]) == pytest.approx(rows.mean(), rel=1e-5) and float(row[2]) == pytest.approx(rows.max(), rel=1e-5)
+        assert int(row[3]) == rows.argmax()
+
+
+def test_table_of_heads_without_keys(tmp_path):
+    done = run("kl", save(tmp_path / "in.safetensors", make_tensors(len_q=5)), "--key-lengths", "0,0")
+    assert done.stdout.count("no visible key") == 2

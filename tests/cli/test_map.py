@@ -175,6 +175,14 @@ def test_files(tmp_path, pair):
     assert (tmp_path / "each-h1-s.png").exists()
 
 
+@pytest.mark.parametrize("len_q, len_k", [(3, 9), (9, 3)])
+def test_size_of_pictures(tmp_path, len_q, len_k):
+    """The longer side has at least 512 pixels, in whole pixels per cell."""
+    path = save(tmp_path / "small.safetensors", make_tensors(len_q=len_q, len_k=len_k))
+    assert run("map", path, "--png", tmp_path / "map").returncode == 0
+    assert decode_png((tmp_path / "map-p.png").read_bytes()).shape == (57 * len_q, 57 * len_k, 3)
+
+
 @pytest.mark.parametrize("len_q, len_k", [(0, 0), (0, 5), (5, 0)])
 def test_nothing_to_draw(tmp_path, len_q, len_k):
     """Maps without cells are no error, but there is no picture of them."""
@@ -217,6 +225,7 @@ BAD = {
     "head": (["--head", "first"], "--head=first: must be mean, all or the number of a head"),
     "out": (["--out", "/no/such/folder/map.safetensors"], "/no/such/folder/map.safetensors"),
     "png": (["--png", "/no/such/folder/map"], "/no/such/folder/map-p.png"),
+    "png_length": (["--png", "x" * 5000], "--png=xxx"),
     "device": (["--device", "tpu"], "--device=tpu"),
     "lengths": (["--cu-seqlens-q", "0,50,40"], "cu_seqlens_q"),
 }

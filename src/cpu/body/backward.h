@@ -4,12 +4,9 @@
 
 #include "cpu/body/gradient.h"
 
-static void fill_rows(const tile *t, float *to, const skl_input *rows, int64_t head, float absent)
+static int64_t keys_seen(const tile *t, int64_t i)
 {
-    for (int64_t i = 0; i < t->height; i++) {
-        const bool known = rows->data != NULL && i < t->count;
-        to[i] = known ? skl_row_value(rows, &t->sequence, head, t->first + i) : absent;
-    }
+    return skl_max(0, t->visible[i].end - t->visible[i].begin);
 }
 
 /* Loads LSEs and upstream gradient and, where they are known, KL and dot_t. */
@@ -20,12 +17,16 @@ static void load_known_rows(const tile *t)
     const skl_input dot_t = skl_known_rows(t->task->rows_known, &call->inputs.dot_t, &call->rows.dot_t);
     for (int64_t h = 0; h < t->group_size; h++) {
         const int64_t head = t->head * t->group_size + h;
-        load_lse(t, t->lse_t + h * t->height, t->low_t + h * t->height, &call->inputs.lse_t, head);
-        fill_rows(t, t->dot_t + h * t->height, &dot_t, head, 0.0F);
+        load_row_values(t, t->lse_t + h * t->height, &call->inputs.lse_t, head, 0.0F);
+        load_row_values(t, t->dot_t + h * t->height, &dot_t, head, 0.0F);
     }
-    load_lse(t, t->lse_s, t->low_s, &call->inputs.lse_s, t->head);
-    fill_rows(t, t->grad, &call->inputs.grad_kl, t->head, 1.0F);
-    fill_rows(t, t->kl, &kl, t->head, 0.0F);
+    load_row_values(t, t->lse_s, &call->inputs.lse_s, t->head, 0.0F);
+    load_row_values(t, t->grad, &call->inputs.grad_kl, t->head, 1.0F);
+    load_row_values(t, t->kl, &kl, t->head, 0.0F);
+    /* If the LSEs are those of the visible keys, a row with one key has P = S = 1, and no gradient. */
+    for (int64_t i = 0; call->op == SKL_OP_FORWARD_BACKWARD && i < t->count; i++)
+        if (keys_seen(t, i) == 1)
+            t->grad[i] = 0.0F;
 }
 
 /* ---- Products with the logit gradients ---------------------------------------------------------------------- */
@@ -192,8 +193,9 @@ static void backward_query_tile(const tile *t)
     for (int64_t h = 0; dq_t && h < t->group_size; h++)
         store_dq(t, &t->teacher, t->head * t->group_size + h, t->dq_t + h * rows);
     for (int64_t i = 0; call->op == SKL_OP_FORWARD_BACKWARD && !t->task->rows_known && i < t->count; i++) {
-        const skl_row_state state = state_of(t, i);
-        skl_row_set(&call->rows.kl, &t->sequence, t->head, t->first + i, skl_kl_report(skl_state_kl(&state)));
+        const row_sums sums = sums_of(t, i);
+        const float kl = one_pass_kl(&sums, keys_seen(t, i));
+        skl_row_set(&call->rows.kl, &t->sequence, t->head, t->first + i, skl_kl_report(kl));
     }
 }
 

@@ -4,18 +4,12 @@
 
 #include "cpu/body/group.h"
 
-static void set_lse(float *lse, float *low, int64_t at, skl_lse2 split)
-{
-    lse[at] = split.value;
-    low[at] = split.low;
-}
-
-/* LSEs of a head from the caller; 0 where there is none. */
-static void load_lse(const tile *t, float *lse, float *low, const skl_input *given, int64_t head)
+/* A row vector of the caller; `absent` where there is none. */
+static void load_row_values(const tile *t, float *to, const skl_input *rows, int64_t head, float absent)
 {
     for (int64_t i = 0; i < t->height; i++) {
-        const bool known = given->data != NULL && i < t->count;
-        set_lse(lse, low, i, skl_lse2_of(known ? skl_row_value(given, &t->sequence, head, t->first + i) : 0.0F));
+        const bool known = rows->data != NULL && i < t->count;
+        to[i] = known ? skl_row_value(rows, &t->sequence, head, t->first + i) : absent;
     }
 }
 
@@ -24,10 +18,28 @@ static void load_lse(const tile *t, float *lse, float *low, const skl_input *giv
     for (key_tile keys = key_tile_at(t, tile_keys(t).begin / TILE_K); keys.first < tile_keys(t).end;                 \
          keys = key_tile_at(t, keys.index + 1))
 
-/* log2-sum-exp2 of one head into lse[height] and low[height]. */
-static void head_lse(const tile *t, const skl_side *side, int64_t head, const float *qT, float *lse, float *low)
+/* Adds the logits x of a panel to m_a and l_a of its row states. */
+static void reduce_lse(const tile *t, int64_t panel, logits x, const key_tile *keys)
 {
-    const float scale = logit_scale(side);
+    for (int64_t column = 0; column < panel_columns(t, panel); column += SKL_LANES) {
+        const lane_state s = lane_state_at(t, panel * PANEL + column);
+        const lane_range lanes = lanes_visible(t, panel * PANEL + column, keys);
+        const logits lane_x = {x.data + column, x.scale};
+        const vec m = highest(vec_load(s.m_a), lane_x, (int32_t)keys->count, &lanes);
+        const vec factor = exp_vec(shift_change(vec_load(s.m_a), m));
+        vec sum = {0};
+        for (int32_t key = 0; key < keys->count; key++) {
+            const vec p = exp_vec(logit_at(lane_x, key) - finite_shift(m));
+            sum += (vec)((ivec)p & lane_mask(&lanes, key));
+        }
+        vec_store(s.m_a, m);
+        dvec_store(s.l_a, dvec_of(factor) * dvec_load(s.l_a) + dvec_of(sum));
+    }
+}
+
+/* LSEs of one head into lse[height]. */
+static void head_lse(const tile *t, const skl_side *side, int64_t head, const float *qT, float *lse)
+{
     float *const k = side->q == t->teacher.q ? t->k_t : t->k_s;
     state_reset(t);
     FOR_KEY_TILES(t, keys)
@@ -38,26 +50,13 @@ static void head_lse(const tile *t, const skl_side *side, int64_t head, const fl
                 continue;
             panel_logits(t->x, side, loaded_keys(side, k), panel_queries(qT, side, panel), panel_columns(t, panel),
                          keys.count);
-            for (int64_t column = 0; column < panel_columns(t, panel); column += SKL_LANES) {
-                const lane_state s = lane_state_at(t, panel * PANEL + column);
-                const lane_range lanes = lanes_visible(t, panel * PANEL + column, &keys);
-                const float *const x = t->x + column;
-                const vec old = vec_load(s.m_a);
-                const vec m = highest(old, x, scale, (int32_t)keys.count, &lanes);
-                vec l = exp2_vec(shift_change(old, m)) * vec_load(s.l_a);
-                for (int32_t key = 0; key < keys.count; key++) {
-                    const vec p = exp2_vec(logit_minus(x + key * PANEL, scale, finite_shift(m)));
-                    l += (vec)((ivec)p & lane_mask(&lanes, key));
-                }
-                vec_store(s.m_a, m);
-                vec_store(s.l_a, l);
-            }
+            const logits x = {t->x, logit_scale(side)};
+            reduce_lse(t, panel, x, &keys);
         }
     }
     for (int64_t i = 0; i < t->count; i++) {
-        const lane_state s = lane_state_at(t, i);
-        const double lse2 = *s.l_a == 0.0F ? -INFINITY : (double)*s.m_a + log2((double)*s.l_a);
-        set_lse(lse, low, i, skl_lse2_split(lse2));
+        const row_sums sums = sums_of(t, i);
+        lse[i] = row_lse(sums.m_a, sums.l_a);
     }
 }
 
@@ -68,10 +67,9 @@ static void group_lse(const tile *t)
     for (int64_t h = 0; h < t->group_size; h++) {
         const int64_t head = t->head * t->group_size + h;
         float *const lse = t->lse_t + h * t->height;
-        float *const low = t->low_t + h * t->height;
-        load_lse(t, lse, low, given, head);
+        load_row_values(t, lse, given, head, 0.0F);
         if (given->data == NULL)
-            head_lse(t, &t->teacher, head, t->qT_t + h * t->height * t->teacher.dim, lse, low);
+            head_lse(t, &t->teacher, head, t->qT_t + h * t->height * t->teacher.dim, lse);
     }
 }
 
@@ -79,8 +77,6 @@ static void group_lse(const tile *t)
 static void reduce_states(const tile *t)
 {
     const bool teacher_group = t->group_size > 1;
-    const float scale_t = teacher_group ? 1.0F : logit_scale(&t->teacher);
-    const float scale_s = logit_scale(&t->student);
     state_reset(t);
     FOR_KEY_TILES(t, keys)
     {
@@ -99,18 +95,20 @@ static void reduce_states(const tile *t)
             if (!teacher_group)
                 panel_logits(x, &t->teacher, k_t, panel_queries(t->qT_t, &t->teacher, panel), columns, keys.count);
             panel_logits(t->y, &t->student, k_s, panel_queries(t->qT_s, &t->student, panel), columns, keys.count);
-            const logits teacher = {x, scale_t};
-            const logits student = {t->y, scale_s};
+            const logits teacher = {x, teacher_group ? 1.0F : logit_scale(&t->teacher)};
+            const logits student = {t->y, logit_scale(&t->student)};
             reduce_panel(t, panel, t->reverse ? student : teacher, t->reverse ? teacher : student, &keys, seen);
         }
     }
 }
 
-static skl_row_state state_of(const tile *t, int64_t i)
+static void write_states(const tile *t)
 {
-    const lane_state s = lane_state_at(t, i);
-    const skl_row_state state = {*s.m_a, *s.l_a, *s.m_b, *s.l_b, *s.w};
-    return state;
+    for (int64_t i = 0; i < t->count; i++) {
+        const row_sums sums = sums_of(t, i);
+        t->task->call->states[skl_state_index(t->task->problem, &t->sequence, t->head, t->first + i)] =
+            row_state_of(&sums);
+    }
 }
 
 /* Writes KL and LSEs, and stores the LSEs of the visible keys in t->lse_t and t->lse_s. */
@@ -118,39 +116,34 @@ static void finish_rows(const tile *t)
 {
     const skl_rows *const rows = &t->task->call->rows;
     for (int64_t i = 0; i < t->count; i++) {
-        const skl_row_state state = state_of(t, i);
-        const float lse_a = skl_lse(state.m_a, state.l_a);
-        const float lse_b = skl_lse(state.m_b, state.l_b);
+        const row_sums sums = sums_of(t, i);
+        const float lse_a = row_lse(sums.m_a, sums.l_a);
+        const float lse_b = row_lse(sums.m_b, sums.l_b);
         const float lse_t = t->reverse ? lse_b : lse_a;
-        const float lse_s = t->reverse ? lse_a : lse_b;
-        skl_row_set(&rows->kl, &t->sequence, t->head, t->first + i, skl_kl_report(skl_state_kl(&state)));
-        skl_row_set(&rows->lse_s, &t->sequence, t->head, t->first + i, lse_s);
-        set_lse(t->lse_s, t->low_s, i, skl_lse2_of(lse_s));
+        t->lse_s[i] = t->reverse ? lse_a : lse_b;
+        skl_row_set(&rows->kl, &t->sequence, t->head, t->first + i, skl_kl_report(row_kl(&sums)));
+        skl_row_set(&rows->lse_s, &t->sequence, t->head, t->first + i, t->lse_s[i]);
         for (int64_t h = 0; h < t->group_size; h++) {
-            float natural = lse_t;
+            float *const lse = t->lse_t + h * t->height + i;
             /* The sum over visible keys renormalises LSEs that cover more keys. */
-            if (skl_has_teacher_groups(t->task->problem) && lse_t != -INFINITY) {
-                const int64_t at = h * t->height + i;
-                const double lse2 = (double)t->lse_t[at] + (double)t->low_t[at] + (double)lse_t * SKL_LOG2E_DOUBLE;
-                set_lse(t->lse_t, t->low_t, at, skl_lse2_split(lse2));
-                natural = (float)(lse2 * SKL_LN2_DOUBLE);
-            }
-            skl_row_set(&rows->lse_t, &t->sequence, t->head * t->group_size + h, t->first + i, natural);
+            const bool renormalise = skl_has_teacher_groups(t->task->problem) && lse_t != -INFINITY;
+            *lse = renormalise ? *lse + lse_t : lse_t;
+            skl_row_set(&rows->lse_t, &t->sequence, t->head * t->group_size + h, t->first + i, *lse);
         }
     }
 }
 
 static skl_dot_rule dot_rule_of(const tile *t, int64_t i)
 {
-    const skl_row_state state = state_of(t, i);
-    return skl_dot_rule_of(&state, t->reverse, t->task->call->inputs.lse_t.data != NULL);
+    const row_sums sums = sums_of(t, i);
+    return row_dot_rule(&sums, t->reverse, t->task->call->inputs.lse_t.data != NULL);
 }
 
 /* dot_t of every teacher head: see skl_dot_rule. finish_rows must have run. */
 static void reduce_dots(const tile *t)
 {
     for (int64_t i = 0; i < t->group_size * t->height; i++)
-        t->dot_t[i] = 0.0F;
+        t->dot_sum[i] = 0.0;
     float *const mean = t->kl; /* otherwise unused in a forward */
     for (int64_t i = 0; i < t->height; i++)
         mean[i] = i < t->count ? dot_rule_of(t, i).mean : 0.0F;
@@ -173,18 +166,17 @@ static void reduce_dots(const tile *t)
                     const int64_t row = panel * PANEL + column;
                     const lane_range lanes = lanes_visible(t, row, &keys);
                     const vec lse_s = vec_load(t->lse_s + row);
-                    const vec low_s = vec_load(t->low_s + row);
                     const vec origin = vec_load(mean + row);
                     vec dot = {0};
                     for (int32_t key = 0; key < keys.count; key++) {
                         const int64_t at = key * PANEL + column;
                         const vec log_p = vec_load(t->x + panel * TILE_K * PANEL + at);
-                        const vec log_s = logit_minus(t->y + at, scale_s, lse_s) - low_s;
+                        const vec log_s = vec_load(t->y + at) * scale_s - lse_s;
                         const vec term = head_excess(vec_load(z + at), log_p, log_s, origin, t->reverse);
                         dot += (vec)((ivec)term & lane_mask(&lanes, key));
                     }
-                    float *const total = t->dot_t + h * t->height + row;
-                    vec_store(total, vec_load(total) + dot);
+                    double *const total = t->dot_sum + h * t->height + row;
+                    dvec_store(total, dvec_load(total) + dvec_of(dot));
                 }
             }
         }
@@ -193,7 +185,7 @@ static void reduce_dots(const tile *t)
         const skl_dot_rule rule = dot_rule_of(t, i);
         for (int64_t h = 0; h < t->group_size; h++)
             skl_row_set(&t->task->call->rows.dot_t, &t->sequence, t->head * t->group_size + h, t->first + i,
-                        rule.mean + rule.share * t->dot_t[h * t->height + i]);
+                        (float)((double)rule.mean + (double)rule.share * t->dot_sum[h * t->height + i]));
     }
 }
 
@@ -208,11 +200,9 @@ static void lse_only(const tile *t)
         if (out->data == NULL)
             continue;
         float *const lse = h < 0 ? t->lse_s : t->lse_t + h * t->height;
-        float *const low = h < 0 ? t->low_s : t->low_t + h * t->height;
-        head_lse(t, side, head, h < 0 ? t->qT_s : t->qT_t + h * t->height * side->dim, lse, low);
+        head_lse(t, side, head, h < 0 ? t->qT_s : t->qT_t + h * t->height * side->dim, lse);
         for (int64_t i = 0; i < t->count; i++)
-            skl_row_set(out, &t->sequence, head, t->first + i,
-                        (float)(((double)lse[i] + (double)low[i]) * SKL_LN2_DOUBLE));
+            skl_row_set(out, &t->sequence, head, t->first + i, lse[i]);
     }
 }
 
@@ -233,8 +223,7 @@ static void forward(const skl_task *task)
         group_lse(&t);
     reduce_states(&t);
     if (call->op == SKL_OP_PARTIAL) {
-        for (int64_t i = 0; i < t.count; i++)
-            call->states[skl_state_index(task->problem, &t.sequence, t.head, t.first + i)] = state_of(&t, i);
+        write_states(&t);
         return;
     }
     finish_rows(&t);

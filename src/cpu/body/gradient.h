@@ -1,7 +1,7 @@
 /* Logit gradients of a tile from known LSEs. With A the first argument of the KL, B the second, and log_a and log_b
- * the log2 of their probabilities:
+ * the logarithms of their probabilities:
  *
- *     g_a = c_a 2^log_a (ln2 (log_a - log_b) - KL)        g_b = c_b (2^log_b - 2^log_a)
+ *     g_a = c_a e^log_a (log_a - log_b - KL)        g_b = c_b (e^log_b - e^log_a)
  *
  * c is the upstream gradient times the scale of the side, times 1 - (logit / cap)^2 with a softcap. */
 #ifndef SKL_CPU_BODY_GRADIENT_H
@@ -12,10 +12,10 @@
 /* One argument of the KL in a panel. */
 typedef struct argument {
     logits x;
-    const float *lse, *low; /* [height], base 2 */
-    float scale;            /* of the side, for the chain rule to q and k */
-    float inverse_cap;      /* 1 / softcap in base 2; 0: none */
-    float *gradient;        /* [key][height] of the tile, or NULL */
+    const float *lse;  /* [height] */
+    float scale;       /* of the side, for the chain rule to q and k */
+    float inverse_cap; /* 1 / softcap; 0: none */
+    float *gradient;   /* [key][height] of the tile, or NULL */
 } argument;
 
 SKL_INLINE vec slope_of(vec logit, float inverse_cap)
@@ -62,36 +62,31 @@ SKL_INLINE bool gradient_lanes(const tile *t, int64_t row, int64_t column, const
     const vec lse_a = vec_load(a->lse + row);
     const vec lse_b = vec_load(b->lse + row);
     const vec grad = vec_load(t->grad + row);
-    /* The low part of an LSE is the same for all keys of a row, so it goes into factors of the row. If both sides are
-     * equal, the ratio is exactly 1. */
-    const vec low_a = vec_load(a->low + row);
-    const vec low_b = vec_load(b->low + row);
-    const vec factor = exp2_vec(-low_a);
-    const vec ratio = exp2_vec(low_a - low_b);
-    const vec c_a = grad * a->scale * factor;
-    const vec c_b = grad * b->scale * factor;
-    const vec ln2 = vec_of(SKL_LN2);
-    const vec kl = with_a ? vec_fma(low_a - low_b, ln2, vec_load(t->kl + row)) : vec_of(0.0F);
+    const vec c_a = grad * a->scale;
+    const vec c_b = grad * b->scale;
+    const vec kl = vec_load(t->kl + row);
+    const logits lane_a = {a->x.data + column, a->x.scale};
+    const logits lane_b = {b->x.data + column, b->x.scale};
     const key_sums none = {{0}, {0}, {0}};
     key_sums sums = none;
     key_sums block = none;
     for (int32_t key = 0; key < key_count; key++) {
-        const float *const at_a = a->x.data + key * PANEL + column;
-        const float *const at_b = b->x.data + key * PANEL + column;
-        const vec log_a = logit_minus(at_a, a->x.scale, lse_a);
-        const vec log_b = logit_minus(at_b, b->x.scale, lse_b);
-        const vec p_a = exp2_vec(log_a);
-        const vec p_b = exp2_vec(log_b);
+        const vec x_a = logit_at(lane_a, key);
+        const vec x_b = logit_at(lane_b, key);
+        const vec log_a = x_a - lse_a;
+        const vec log_b = x_b - lse_b;
+        const vec p_a = exp_vec(log_a);
+        const vec p_b = exp_vec(log_b);
         const ivec seen = general ? lane_mask(lanes, key) : ivec_of(-1);
         const ivec written = general ? lane_mask(with_gradient, key) : ivec_of(-1);
         if (with_a) {
-            const vec slope = slope_of(vec_load(at_a) * a->x.scale, a->inverse_cap);
-            const vec g = mass_times(c_a * p_a, vec_fma(log_a - log_b, ln2, -kl)) * slope;
+            const vec slope = slope_of(x_a, a->inverse_cap);
+            const vec g = mass_times(c_a * p_a, log_a - log_b - kl) * slope;
             vec_store(a->gradient + key * t->height + row, (vec)((ivec)g & written));
         }
         if (with_b) {
-            const vec g = c_b * vec_fma(p_b, ratio, -p_a);
-            const vec slope = slope_of(vec_load(at_b) * b->x.scale, b->inverse_cap);
+            const vec g = c_b * (p_b - p_a);
+            const vec slope = slope_of(x_b, b->inverse_cap);
             const vec sloped = general ? g * slope : g;
             vec_store(b->gradient + key * t->height + row, (vec)((ivec)sloped & written));
         }
@@ -109,9 +104,7 @@ SKL_INLINE bool gradient_lanes(const tile *t, int64_t row, int64_t column, const
     if (!general && ivec_any((ivec)(sums.w != sums.w)))
         return false;
     const lane_state state = lane_state_at(t, row);
-    vec_store(state.l_a, vec_load(state.l_a) + sums.l_a);
-    vec_store(state.l_b, vec_load(state.l_b) + sums.l_b);
-    vec_store(state.w, vec_load(state.w) + sums.w);
+    add_to_state(&state, &sums);
     return true;
 }
 
@@ -142,7 +135,7 @@ static void clear_panel(float *gradient, const tile *t, int64_t panel, const key
 
 static float inverse_cap(const skl_side *side)
 {
-    return side->softcap > 0.0F ? 1.0F / (side->softcap * SKL_LOG2E) : 0.0F;
+    return side->softcap > 0.0F ? 1.0F / side->softcap : 0.0F;
 }
 
 /* Results that a pass requests of each key tile. */
@@ -177,12 +170,11 @@ static void tile_gradients(const tile *t, const key_tile *keys, const wanted *wa
                      columns, keys->count);
         const argument teacher = {{x, teacher_group ? 1.0F : logit_scale(&t->teacher)},
                                   teacher_group ? t->zero : t->lse_t,
-                                  teacher_group ? t->zero : t->low_t,
                                   t->teacher.scale,
                                   teacher_group ? 0.0F : inverse_cap(&t->teacher),
                                   g_t};
-        const argument student = {{y, logit_scale(&t->student)}, t->lse_s, t->low_s, t->student.scale,
-                                  inverse_cap(&t->student),      g_s};
+        const argument student = {
+            {y, logit_scale(&t->student)}, t->lse_s, t->student.scale, inverse_cap(&t->student), g_s};
         if (g_t != NULL || g_s != NULL || want->kl)
             gradient_panel(t, panel, t->reverse ? &student : &teacher, t->reverse ? &teacher : &student, keys, seen,
                            want->kl);
@@ -192,6 +184,7 @@ static void tile_gradients(const tile *t, const key_tile *keys, const wanted *wa
 /* Logit gradient of one head of a teacher group into t->g_t, from the kept logits: c P_h (phi - dot_t[h]) / r */
 static void head_gradient(const tile *t, int64_t h, const key_tile *keys)
 {
+    const float scale_t = logit_scale(&t->teacher);
     const float scale_s = logit_scale(&t->student);
     const float cap = inverse_cap(&t->teacher);
     float *const z = t->sum; /* group_logits no longer needs it */
@@ -200,7 +193,7 @@ static void head_gradient(const tile *t, int64_t h, const key_tile *keys)
             clear_panel(t->g_t, t, panel, keys);
             continue;
         }
-        head_log_probabilities(t, h, panel, keys, z);
+        head_logits(t, h, panel, keys, z);
         for (int64_t column = 0; column < panel_columns(t, panel); column += SKL_LANES) {
             const int64_t row = panel * PANEL + column;
             const lane_range lanes = lanes_with_gradient(t, row, keys);
@@ -208,14 +201,12 @@ static void head_gradient(const tile *t, int64_t h, const key_tile *keys)
             const vec dot = vec_load(t->dot_t + h * t->height + row);
             const vec lse_t = vec_load(t->lse_t + h * t->height + row);
             const vec lse_s = vec_load(t->lse_s + row);
-            const vec low_s = vec_load(t->low_s + row);
             for (int32_t key = 0; key < keys->count; key++) {
                 const int64_t at = panel * TILE_K * PANEL + key * PANEL + column;
-                const vec log_p_head = vec_load(z + key * PANEL + column);
+                const vec x = vec_load(z + key * PANEL + column) * scale_t;
                 const vec log_p = vec_load(t->x + at);
-                const vec log_s = logit_minus(t->y + at, scale_s, lse_s) - low_s;
-                const vec g =
-                    c * head_excess(log_p_head, log_p, log_s, dot, t->reverse) * slope_of(log_p_head + lse_t, cap);
+                const vec log_s = vec_load(t->y + at) * scale_s - lse_s;
+                const vec g = c * head_excess(x - lse_t, log_p, log_s, dot, t->reverse) * slope_of(x, cap);
                 vec_store(t->g_t + key * t->height + row, (vec)((ivec)g & lane_mask(&lanes, key)));
             }
         }

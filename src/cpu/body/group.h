@@ -1,4 +1,4 @@
-/* A teacher group as one teacher: log2 of the mean probability of its heads serves as the logit. */
+/* A teacher group as one teacher: the logarithm of the mean probability of its heads serves as the logit. */
 #ifndef SKL_CPU_BODY_GROUP_H
 #define SKL_CPU_BODY_GROUP_H
 
@@ -14,36 +14,41 @@ static void load_group_keys(const tile *t, int64_t h, const key_tile *keys)
         load_keys(t, &t->teacher, key_head, keys->first, keys->count, t->k_t);
 }
 
-/* z = log2 of the probabilities of teacher head h, for one panel. */
-static void head_log_probabilities(const tile *t, int64_t h, int64_t panel, const key_tile *keys, float *z)
+/* z = stored logits of teacher head h, for one panel: see logit_scale. */
+static void head_logits(const tile *t, int64_t h, int64_t panel, const key_tile *keys, float *z)
 {
     const float *const qT = t->qT_t + h * t->height * t->teacher.dim;
+    panel_logits(z, &t->teacher, loaded_keys(&t->teacher, t->k_t), panel_queries(qT, &t->teacher, panel),
+                 panel_columns(t, panel), keys->count);
+}
+
+/* z = logarithms of its probabilities. */
+static void head_log_probabilities(const tile *t, int64_t h, int64_t panel, const key_tile *keys, float *z)
+{
     const int64_t columns = panel_columns(t, panel);
-    const float scale = logit_scale(&t->teacher);
     const float *const lse = t->lse_t + h * t->height + panel * PANEL;
-    const float *const low = t->low_t + h * t->height + panel * PANEL;
-    panel_logits(z, &t->teacher, loaded_keys(&t->teacher, t->k_t), panel_queries(qT, &t->teacher, panel), columns,
-                 keys->count);
+    const float scale = logit_scale(&t->teacher);
+    head_logits(t, h, panel, keys, z);
     for (int64_t key = 0; key < keys->count; key++)
         for (int64_t column = 0; column < columns; column += SKL_LANES) {
             float *const at = z + key * PANEL + column;
-            vec_store(at, logit_minus(at, scale, vec_load(lse + column)) - vec_load(low + column));
+            vec_store(at, vec_load(at) * scale - vec_load(lse + column));
         }
 }
 
-/* (x, sum) represents x + log2 sum. Adds 2^z with one exponential. */
+/* (x, sum) represents x + log sum. Adds e^z with one exponential. */
 SKL_INLINE void add_in_log_space(float *x, float *sum, vec z)
 {
     const vec old = vec_load(x);
     const vec difference = vec_select(z == old, vec_of(0.0F), z - old); /* 0 also if both are -inf */
     const ivec larger = difference > 0.0F;
-    const vec ratio = exp2_vec(vec_select(larger, -difference, difference));
+    const vec ratio = exp_vec(vec_select(larger, -difference, difference));
     const vec s = vec_load(sum);
     vec_store(x, vec_select(larger, z, old));
     vec_store(sum, vec_select(larger, horner(s, ratio, 1.0F), s + ratio));
 }
 
-/* t->x = log2 mean_h P_h for every panel that sees keys of the tile. t->lse_t holds the LSEs of the heads. */
+/* t->x = log mean_h P_h for every panel that sees keys of the tile. t->lse_t holds the LSEs of the heads. */
 static void group_logits(const tile *t, const key_tile *keys)
 {
     float *const z = t->g_t; /* not used yet */
@@ -64,24 +69,24 @@ static void group_logits(const tile *t, const key_tile *keys)
             }
         }
     }
-    const float mean = 1.0F / (float)t->group_size;
+    const float group_size = (float)t->group_size;
     for (int64_t panel = 0; panel < panel_count(t); panel++) {
         if (panel_visibility(t, panel, keys) == HIDDEN)
             continue;
         float *const x = t->x + panel * panel_size;
         const float *const sum = t->sum + panel * panel_size;
         for (int64_t at = 0; at < keys->count * PANEL; at += SKL_LANES)
-            vec_store(x + at, vec_load(x + at) + log2_vec(vec_load(sum + at) * mean));
+            vec_store(x + at, vec_load(x + at) + log_vec(vec_load(sum + at) / group_size));
     }
 }
 
 /* P_h (phi - origin) of a head, with phi = dKL/dP: log P - log S, or -S/P for the reverse KL, where P_h S/P is one
- * exponential. Takes log2 of P_h, P and S. */
+ * exponential. Takes logarithms of P_h, P and S. */
 SKL_INLINE vec head_excess(vec log_p_head, vec log_p, vec log_s, vec origin, bool reverse)
 {
-    const vec p_head = exp2_vec(log_p_head);
-    return reverse ? vec_fma(-p_head, origin, -exp2_vec(log_p_head - log_p + log_s))
-                   : mass_times(p_head, vec_fma(log_p - log_s, vec_of(SKL_LN2), -origin));
+    const vec p_head = exp_vec(log_p_head);
+    return reverse ? vec_fma(-p_head, origin, -exp_vec(log_p_head - log_p + log_s))
+                   : mass_times(p_head, log_p - log_s - origin);
 }
 
 #endif

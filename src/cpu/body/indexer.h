@@ -14,13 +14,14 @@ typedef struct index_tile {
     tile base;
     int64_t heads; /* index heads, G */
     bool relu;
-    float *qT;            /* transposed queries: [G][panel][dim][PANEL] */
-    float *q;             /* queries as rows: [G][height][padded] */
-    float *w, *dw;        /* [G][height] */
-    float *dq;            /* [G][height][padded] */
-    float *dots;          /* of one index head and panel: [TILE_K][PANEL] */
-    float *zeros;         /* shaped like dots */
-    float *entropy_state; /* row states of (A, zeros), for the entropy of A: [5][height] */
+    float *qT;             /* transposed queries: [G][panel][dim][PANEL] */
+    float *q;              /* queries as rows: [G][height][padded] */
+    float *w, *dw;         /* [G][height] */
+    float *dq;             /* [G][height][padded] */
+    float *dots;           /* of one index head and panel: [TILE_K][PANEL] */
+    float *zeros;          /* shaped like dots */
+    float *entropy_shifts; /* row states of (A, zeros), for the entropy of A: as in tile */
+    double *entropy_sums;
 } index_tile;
 
 /* ---- Buffers ------------------------------------------------------------------------------------------------ */
@@ -39,7 +40,8 @@ static float *index_lay_out(index_tile *x, const skl_problem *p, float *scratch)
     x->dq = cut(&next, p->gradients & SKL_DQ_S ? x->heads * height * width : 0);
     x->dots = cut(&next, TILE_K * PANEL);
     x->zeros = cut(&next, TILE_K * PANEL);
-    x->entropy_state = cut(&next, 5 * height);
+    x->entropy_shifts = cut(&next, 2 * height);
+    x->entropy_sums = cut_doubles(&next, 3 * height);
     return next;
 }
 
@@ -85,9 +87,9 @@ static void index_load_keys(const index_tile *x, const key_tile *keys)
 static void index_dots(const index_tile *x, int64_t g, int64_t panel, const key_tile *keys)
 {
     const tile *const t = &x->base;
-    panel_logits(x->dots, &t->student, loaded_keys(&t->student, t->k_s),
-                 panel_queries(x->qT + g * t->height * t->student.dim, &t->student, panel), panel_columns(t, panel),
-                 keys->count);
+    const key_view k = loaded_keys(&t->student, t->k_s);
+    gemm(x->dots, PANEL, k.data, k.stride, panel_queries(x->qT + g * t->height * t->student.dim, &t->student, panel),
+         PANEL, keys->count, panel_columns(t, panel), t->student.dim);
 }
 
 /* Lanes whose dot passes the ReLU. NaN passes, so that it shows in the result. */
@@ -125,7 +127,8 @@ static bool entropy_wanted(const skl_call *call)
 static tile entropy_tile(const index_tile *x)
 {
     tile for_entropy = x->base;
-    for_entropy.row_state = x->entropy_state;
+    for_entropy.shifts = x->entropy_shifts;
+    for_entropy.sums = x->entropy_sums;
     return for_entropy;
 }
 
@@ -134,7 +137,7 @@ static void entropy_panel(const index_tile *x, int64_t panel, logits a, const ke
     if (!entropy_wanted(x->base.task->call))
         return;
     const tile for_entropy = entropy_tile(x);
-    const logits zero = {x->zeros, 0.0F};
+    const logits zero = {x->zeros, 1.0F};
     reduce_panel(&for_entropy, panel, a, zero, keys, seen);
 }
 
@@ -149,7 +152,6 @@ static void reset_states(const index_tile *x)
 static void index_reduce_states(const index_tile *x, bool with_teacher)
 {
     const tile *const t = &x->base;
-    const float scale_s = logit_scale(&t->student);
     reset_states(x);
     FOR_KEY_TILES(t, keys)
     {
@@ -161,7 +163,7 @@ static void index_reduce_states(const index_tile *x, bool with_teacher)
             if (seen == HIDDEN)
                 continue;
             index_logits(x, panel, &keys);
-            const logits student = {t->y, scale_s};
+            const logits student = {t->y, t->student.scale};
             const logits mean = {t->x + panel * TILE_K * PANEL, 1.0F};
             const logits teacher = with_teacher ? mean : student;
             const logits a = t->reverse ? student : teacher;
@@ -171,22 +173,20 @@ static void index_reduce_states(const index_tile *x, bool with_teacher)
     }
 }
 
-/* Entropy, cross-entropy and mass of every row. */
-static void finish_entropy(const index_tile *x)
+/* Entropy, cross-entropy and mass of a row. */
+static void finish_entropy(const index_tile *x, int64_t i, float kl)
 {
     const tile *const t = &x->base;
     const tile for_entropy = entropy_tile(x);
     const skl_rows *const rows = &t->task->call->rows;
     const bool lse_given = t->task->call->inputs.lse_t.data != NULL;
-    for (int64_t i = 0; i < t->count; i++) {
-        const skl_row_state state = state_of(t, i);
-        const skl_row_state entropy_total = state_of(&for_entropy, i);
-        const float entropy = skl_state_entropy(&entropy_total);
-        const float lse_t = t->reverse ? skl_lse(state.m_b, state.l_b) : skl_lse(state.m_a, state.l_a);
-        skl_row_set(&rows->entropy, &t->sequence, t->head, t->first + i, entropy);
-        skl_row_set(&rows->cross_entropy, &t->sequence, t->head, t->first + i, entropy + skl_state_kl(&state));
-        skl_row_set(&rows->mass, &t->sequence, t->head, t->first + i, skl_mass(lse_t, lse_given));
-    }
+    const row_sums sums = sums_of(t, i);
+    const row_sums entropy_total = sums_of(&for_entropy, i);
+    const float entropy = row_entropy(&entropy_total);
+    const float lse_t = t->reverse ? row_lse(sums.m_b, sums.l_b) : row_lse(sums.m_a, sums.l_a);
+    skl_row_set(&rows->entropy, &t->sequence, t->head, t->first + i, entropy);
+    skl_row_set(&rows->cross_entropy, &t->sequence, t->head, t->first + i, entropy + kl);
+    skl_row_set(&rows->mass, &t->sequence, t->head, t->first + i, skl_mass(lse_t, lse_given));
 }
 
 static void index_forward(const skl_task *task)
@@ -205,17 +205,19 @@ static void index_forward(const skl_task *task)
     }
     index_reduce_states(&x, with_teacher);
     for (int64_t i = 0; !with_teacher && i < t->count; i++) {
-        const skl_row_state state = state_of(t, i);
-        skl_row_set(&call->rows.lse_s, &t->sequence, t->head, t->first + i, skl_lse(state.m_a, state.l_a));
+        const row_sums sums = sums_of(t, i);
+        skl_row_set(&call->rows.lse_s, &t->sequence, t->head, t->first + i, row_lse(sums.m_a, sums.l_a));
     }
     if (!with_teacher)
         return;
     if (call->op == SKL_OP_PARTIAL) {
-        for (int64_t i = 0; i < t->count; i++)
-            call->states[skl_state_index(task->problem, &t->sequence, t->head, t->first + i)] = state_of(t, i);
+        write_states(t);
         return;
     }
-    finish_entropy(&x);
+    for (int64_t i = 0; i < t->count; i++) {
+        const row_sums sums = sums_of(t, i);
+        finish_entropy(&x, i, row_kl(&sums));
+    }
     finish_rows(t);
 }
 
@@ -233,9 +235,8 @@ static void index_gradients(const index_tile *x, const key_tile *keys, bool kl)
             continue;
         }
         index_logits(x, panel, keys);
-        const argument teacher = {{t->x + panel * TILE_K * PANEL, 1.0F}, t->zero, t->zero, 0.0F, 0.0F, NULL};
-        const argument student = {
-            {t->y, logit_scale(&t->student)}, t->lse_s, t->low_s, t->student.scale, 0.0F, t->g_s};
+        const argument teacher = {{t->x + panel * TILE_K * PANEL, 1.0F}, t->zero, 0.0F, 0.0F, NULL};
+        const argument student = {{t->y, t->student.scale}, t->lse_s, t->student.scale, 0.0F, t->g_s};
         const argument *const a = t->reverse ? &student : &teacher;
         gradient_panel(t, panel, a, t->reverse ? &teacher : &student, keys, seen, kl);
         if (kl)
@@ -338,11 +339,11 @@ static void index_backward_queries(const skl_task *task)
     index_query_step(&x, &keys, kl);
     store_index_gradients(&x);
     for (int64_t i = 0; kl && i < t->count; i++) {
-        const skl_row_state state = state_of(t, i);
-        skl_row_set(&call->rows.kl, &t->sequence, t->head, t->first + i, skl_kl_report(skl_state_kl(&state)));
+        const row_sums sums = sums_of(t, i);
+        const float row = one_pass_kl(&sums, keys_seen(t, i));
+        skl_row_set(&call->rows.kl, &t->sequence, t->head, t->first + i, skl_kl_report(row));
+        finish_entropy(&x, i, row);
     }
-    if (kl)
-        finish_entropy(&x);
 }
 
 /* Adds the contribution of one query tile to the dk of a key block. */

@@ -4,21 +4,21 @@
 
 #include "cpu/body/tile.h"
 
-/* Logits of one argument of the KL. */
+/* Logits of one argument of the KL: scale * data. */
 typedef struct logits {
     const float *data; /* [key][PANEL] */
     float scale;
 } logits;
 
+/* A logit is rounded to f32 before a shift or an LSE is subtracted, and not fused with it: see row_sums.h. */
+SKL_INLINE vec logit_at(logits x, int32_t key)
+{
+    return vec_load(x.data + key * PANEL) * x.scale;
+}
+
 typedef struct key_sums {
     vec l_a, l_b, w;
 } key_sums;
-
-/* The base-2 logit of a key minus `origin`. */
-SKL_INLINE vec logit_minus(const float *x, float scale, vec origin)
-{
-    return vec_fma(vec_load(x), vec_of(scale), -origin);
-}
 
 /* p * value, but 0 if p is 0, where a logit of -inf makes the value infinite: 0 log 0 = 0. */
 SKL_INLINE vec mass_times(vec p, vec value)
@@ -44,10 +44,10 @@ SKL_INLINE void add_sums(key_sums *to, const key_sums *from)
     to->w += from->w;
 }
 
-/* Adds one key: 2^a, 2^b and 2^a (a - b), where a and b are logits minus their shifts m_a and m_b. */
+/* Adds one key: e^a, e^b and e^a (a - b), where a and b are logits minus their shifts m_a and m_b. */
 SKL_INLINE void add_key(key_sums *sums, vec a, vec b, ivec seen, const bool masked)
 {
-    add_terms(sums, exp2_vec(a), exp2_vec(b), a - b, seen, masked);
+    add_terms(sums, exp_vec(a), exp_vec(b), a - b, seen, masked);
 }
 
 /* Sums over keys in two interleaved chains: half the latency, and rounding errors grow half as fast. */
@@ -59,25 +59,22 @@ SKL_INLINE key_sums sum_keys(logits a, vec m_a, logits b, vec m_b, int32_t key_c
     const ivec all = ivec_of(-1);
     int32_t key = 0;
     for (; key + 1 < key_count; key += 2) {
-        const float *const at_a = a.data + key * PANEL;
-        const float *const at_b = b.data + key * PANEL;
-        add_key(&even, logit_minus(at_a, a.scale, m_a), logit_minus(at_b, b.scale, m_b),
-                masked ? lane_mask(lanes, key) : all, masked);
-        add_key(&odd, logit_minus(at_a + PANEL, a.scale, m_a), logit_minus(at_b + PANEL, b.scale, m_b),
+        add_key(&even, logit_at(a, key) - m_a, logit_at(b, key) - m_b, masked ? lane_mask(lanes, key) : all, masked);
+        add_key(&odd, logit_at(a, key + 1) - m_a, logit_at(b, key + 1) - m_b,
                 masked ? lane_mask(lanes, key + 1) : all, masked);
     }
     if (key < key_count)
-        add_key(&even, logit_minus(a.data + key * PANEL, a.scale, m_a),
-                logit_minus(b.data + key * PANEL, b.scale, m_b), masked ? lane_mask(lanes, key) : all, masked);
+        add_key(&even, logit_at(a, key) - m_a, logit_at(b, key) - m_b, masked ? lane_mask(lanes, key) : all, masked);
     add_sums(&even, &odd);
     return even;
 }
 
-/* Maximum of m and the visible logits of each lane. */
-static vec highest(vec m, const float *a, float scale, int32_t key_count, const lane_range *lanes)
+/* Maximum of m and the visible logits of each lane; at least -FLT_MAX in a lane that sees a key: see row_sums.h. */
+static vec highest(vec m, logits a, int32_t key_count, const lane_range *lanes)
 {
+    m = vec_select((ivec)(lanes->begin < lanes->end) & (ivec)(m < -FLT_MAX), vec_of(-FLT_MAX), m);
     for (int32_t key = 0; key < key_count; key++) {
-        const vec x = vec_load(a + key * PANEL) * scale;
+        const vec x = logit_at(a, key);
         m = vec_select(lane_mask(lanes, key) & (ivec)(x > m), x, m);
     }
     return m;
@@ -95,17 +92,24 @@ SKL_INLINE vec finite_shift(vec m)
     return vec_select(m == -INFINITY, vec_of(0.0F), m);
 }
 
-/* Row state of SKL_LANES rows. */
+/* Row states of SKL_LANES rows: see row_sums.h. */
 typedef struct lane_state {
-    float *m_a, *l_a, *m_b, *l_b, *w;
+    float *m_a, *m_b;
+    double *l_a, *l_b, *w;
 } lane_state;
 
 static lane_state lane_state_at(const tile *t, int64_t row)
 {
-    float *const base = t->row_state + row;
-    const lane_state state = {base, base + t->height, base + 2 * t->height, base + 3 * t->height,
-                              base + 4 * t->height};
+    const lane_state state = {t->shifts + row, t->shifts + t->height + row, t->sums + row, t->sums + t->height + row,
+                              t->sums + 2 * t->height + row};
     return state;
+}
+
+static row_sums sums_of(const tile *t, int64_t i)
+{
+    const lane_state s = lane_state_at(t, i);
+    const row_sums sums = {(double)*s.m_a, *s.l_a, (double)*s.m_b, *s.l_b, *s.w};
+    return sums;
 }
 
 static void state_reset(const tile *t)
@@ -113,28 +117,42 @@ static void state_reset(const tile *t)
     for (int64_t i = 0; i < t->height; i++) {
         const lane_state s = lane_state_at(t, i);
         *s.m_a = *s.m_b = -INFINITY;
-        *s.l_a = *s.l_b = *s.w = 0.0F;
+        *s.l_a = *s.l_b = *s.w = 0.0;
     }
+}
+
+static void add_to_state(const lane_state *s, const key_sums *sums)
+{
+    dvec_store(s->l_a, dvec_load(s->l_a) + dvec_of(sums->l_a));
+    dvec_store(s->l_b, dvec_load(s->l_b) + dvec_of(sums->l_b));
+    dvec_store(s->w, dvec_load(s->w) + dvec_of(sums->w));
+}
+
+/* Moves the sums to new shifts: l = e^d l and w = e^d_a (w + l_a (d_a - d_b)), as in row_sums_merge. */
+static void move_state(const lane_state *s, vec m_a, vec m_b)
+{
+    const vec d_a = shift_change(vec_load(s->m_a), m_a);
+    const vec d_b = shift_change(vec_load(s->m_b), m_b);
+    const vec factor_a = exp_vec(d_a);
+    const dvec wide_a = dvec_of(factor_a);
+    const dvec l_a = dvec_load(s->l_a);
+    const dvec w = wide_a * (dvec_load(s->w) + l_a * (dvec_of(d_a) - dvec_of(d_b)));
+    dvec_store(s->w, dvec_masked(w, (ivec)(factor_a != 0.0F)));
+    dvec_store(s->l_a, wide_a * l_a);
+    dvec_store(s->l_b, dvec_of(exp_vec(d_b)) * dvec_load(s->l_b));
+    vec_store(s->m_a, m_a);
+    vec_store(s->m_b, m_b);
 }
 
 /* Reduces with the row maximum as the shift: for masked tiles, the first tile of a row, and tiles whose sums outgrow
  * the lazy shift or that hold a logit of -inf. */
 static void reduce_exactly(const lane_state *s, logits a, logits b, int32_t key_count, const lane_range *lanes)
 {
-    const vec old_a = vec_load(s->m_a);
-    const vec old_b = vec_load(s->m_b);
-    const vec m_a = highest(old_a, a.data, a.scale, key_count, lanes);
-    const vec m_b = highest(old_b, b.data, b.scale, key_count, lanes);
-    const vec d_a = shift_change(old_a, m_a);
-    const vec d_b = shift_change(old_b, m_b);
-    const vec factor_a = exp2_vec(d_a);
-    const vec l_a = vec_load(s->l_a);
+    const vec m_a = highest(vec_load(s->m_a), a, key_count, lanes);
+    const vec m_b = highest(vec_load(s->m_b), b, key_count, lanes);
     const key_sums sums = sum_keys(a, finite_shift(m_a), b, finite_shift(m_b), key_count, lanes, true);
-    vec_store(s->w, vec_fma(factor_a, vec_fma(l_a, d_a - d_b, vec_load(s->w)), sums.w));
-    vec_store(s->l_a, vec_fma(factor_a, l_a, sums.l_a));
-    vec_store(s->l_b, vec_fma(exp2_vec(d_b), vec_load(s->l_b), sums.l_b));
-    vec_store(s->m_a, m_a);
-    vec_store(s->m_b, m_b);
+    move_state(s, m_a, m_b);
+    add_to_state(s, &sums);
 }
 
 /* Reduces with the current shift. Returns false and changes nothing if a sum passes the bound or is NaN. */
@@ -145,9 +163,7 @@ static bool reduce_lazily(const lane_state *s, logits a, logits b, int32_t key_c
         (ivec)(sums.l_a < SKL_LAZY_BOUND) & (ivec)(sums.l_b < SKL_LAZY_BOUND) & (ivec)(sums.w == sums.w);
     if (ivec_any(~fine))
         return false;
-    vec_store(s->l_a, vec_load(s->l_a) + sums.l_a);
-    vec_store(s->l_b, vec_load(s->l_b) + sums.l_b);
-    vec_store(s->w, vec_load(s->w) + sums.w);
+    add_to_state(s, &sums);
     return true;
 }
 

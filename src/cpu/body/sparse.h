@@ -21,27 +21,26 @@ typedef struct sparse_row {
     int64_t group_size, heads; /* teacher heads, index heads */
     int64_t head, i;           /* student head, query */
     bool relu, reverse;
-    skl_range active; /* keys in use: the visible ones, or those of a key block */
+    skl_range visible, active; /* keys; of those in use: all visible ones, or those of a key block */
     const int32_t *indices;
-    int64_t next;   /* entry of `indices` */
-    int64_t count;  /* keys in the block */
-    float grad, kl; /* of a backward */
-    skl_lse2 lse_s;
-    skl_row_state state, entropy_state;
+    int64_t next;          /* entry of `indices` */
+    int64_t count;         /* keys in the block */
+    float grad, kl, lse_s; /* of a backward */
+    row_sums sums, entropy_sums;
 
-    int32_t *keys;             /* [INDEX_BLOCK] */
-    skl_lse2 *lse_t;           /* [group_size] */
-    skl_row_state *head_state; /* [group_size] */
-    float *q_t, *q_s;          /* queries as rows: [group_size][padded], [G][padded] */
-    float *w, *dw;             /* [G] */
-    float *k;                  /* gathered keys: [INDEX_BLOCK][padded] */
-    float *qT_t, *qT_s;        /* transposed queries of heads that share keys: [panel][dim][PANEL] */
-    int64_t qT_first;          /* first teacher head of the group in qT_t; -1: none yet */
-    float *transposed_dots;    /* dots of a panel of heads: [INDEX_BLOCK][PANEL] */
-    float *z, *dots;           /* logits of the heads: [group_size][INDEX_BLOCK], [G][INDEX_BLOCK] */
-    float *x, *y, *dy;         /* [INDEX_BLOCK] */
-    float *dq;                 /* [G][padded] */
-    float *dk_block, *dk;      /* [INDEX_BLOCK][padded], [KEY_BLOCK][padded] */
+    int32_t *keys;          /* [INDEX_BLOCK] */
+    float *lse_t;           /* [group_size] */
+    row_sums *head_sums;    /* [group_size] */
+    float *q_t, *q_s;       /* queries as rows: [group_size][padded], [G][padded] */
+    float *w, *dw;          /* [G] */
+    float *k;               /* gathered keys: [INDEX_BLOCK][padded] */
+    float *qT_t, *qT_s;     /* transposed queries of heads that share keys: [panel][dim][PANEL] */
+    int64_t qT_first;       /* first teacher head of the group in qT_t; -1: none yet */
+    float *transposed_dots; /* dots of a panel of heads: [INDEX_BLOCK][PANEL] */
+    float *z, *dots;        /* logits of the heads: [group_size][INDEX_BLOCK], [G][INDEX_BLOCK] */
+    float *x, *y, *dy;      /* [INDEX_BLOCK] */
+    float *dq;              /* [G][padded] */
+    float *dk_block, *dk;   /* [INDEX_BLOCK][padded], [KEY_BLOCK][padded] */
 } sparse_row;
 
 /* ---- Buffers ------------------------------------------------------------------------------------------------ */
@@ -52,9 +51,8 @@ static float *sparse_lay_out(sparse_row *r, const skl_problem *p, float *scratch
     const int64_t width_t = padded(p->dim_t), width_s = padded(p->dim_s);
     const int64_t width = skl_max(width_t, width_s);
     r->keys = (int32_t *)(void *)cut(&scratch, INDEX_BLOCK);
-    r->lse_t = (skl_lse2 *)(void *)cut(&scratch, group_size * (int64_t)(sizeof(skl_lse2) / sizeof(float)));
-    r->head_state =
-        (skl_row_state *)(void *)cut(&scratch, group_size * (int64_t)(sizeof(skl_row_state) / sizeof(float)));
+    r->lse_t = cut(&scratch, group_size);
+    r->head_sums = (row_sums *)(void *)cut(&scratch, group_size * (int64_t)(sizeof(row_sums) / sizeof(float)));
     r->q_t = cut(&scratch, group_size * width_t);
     r->q_s = cut(&scratch, heads * width_s);
     r->w = cut(&scratch, heads);
@@ -105,14 +103,14 @@ static void sparse_begin(sparse_row *r, const skl_task *task)
 /* Starts a row. Of its indices, keys outside [begin, end) are ignored. */
 static void sparse_row_begin(sparse_row *r, int64_t head, int64_t i, int64_t begin, int64_t end)
 {
-    const skl_range visible = skl_visible(r->task->problem, &r->sequence, i);
+    r->visible = skl_visible(r->task->problem, &r->sequence, i);
     r->head = head;
     r->i = i;
-    r->active.begin = skl_max(visible.begin, begin);
-    r->active.end = skl_min(visible.end, end);
+    r->active.begin = skl_max(r->visible.begin, begin);
+    r->active.end = skl_min(r->visible.end, end);
     r->indices = skl_row_indices(&r->task->call->inputs, &r->sequence, head, i);
     r->next = 0;
-    r->state = r->entropy_state = skl_state_empty();
+    r->sums = r->entropy_sums = row_sums_empty();
 }
 
 /* Collects the next block of keys from `indices`; false if there is none. */
@@ -165,11 +163,10 @@ static void head_dots(const sparse_row *r, const skl_side *side, float *c, const
     }
 }
 
-/* r->z = logits of all teacher heads in base 2, minus their LSEs if those are known. */
+/* r->z = logits of all teacher heads, minus their LSEs if those are known. */
 static void teacher_block(sparse_row *r, bool minus_lse)
 {
     const skl_side *const t = &r->teacher;
-    const float scale = logit_scale(t);
     for (int64_t h = 0, end; h < r->group_size; h = end) {
         const int64_t key_head = skl_key_head(t, r->head * r->group_size + h);
         for (end = h + 1; end < r->group_size && skl_key_head(t, r->head * r->group_size + end) == key_head;)
@@ -181,18 +178,17 @@ static void teacher_block(sparse_row *r, bool minus_lse)
         head_dots(r, t, r->z + h * INDEX_BLOCK, r->qT_t, end - h);
     }
     for (int64_t h = 0; h < r->group_size; h++) {
-        const vec lse = vec_of(minus_lse ? r->lse_t[h].value : 0.0F),
-                  low = vec_of(minus_lse ? r->lse_t[h].low : 0.0F);
+        const vec lse = vec_of(minus_lse ? r->lse_t[h] : 0.0F);
         for (int64_t key = 0; key < r->count; key += SKL_LANES) {
             float *const z = r->z + h * INDEX_BLOCK + key;
             if (t->softcap > 0.0F)
-                vec_store(z, t->softcap * SKL_LOG2E * tanh_vec(vec_load(z) * (t->scale / t->softcap)));
-            vec_store(z, logit_minus(z, scale, lse) - low);
+                vec_store(z, softcap_vec(vec_load(z) * t->scale, t->softcap));
+            vec_store(z, vec_load(z) * logit_scale(t) - lse);
         }
     }
 }
 
-/* r->x = log2 mean_h 2^z_h */
+/* r->x = log mean_h e^z_h */
 static void mean_of_heads(const sparse_row *r)
 {
     for (int64_t key = 0; key < r->count; key += SKL_LANES) {
@@ -201,12 +197,12 @@ static void mean_of_heads(const sparse_row *r)
             m = vec_max(vec_load(r->z + h * INDEX_BLOCK + key), m);
         vec sum = {0};
         for (int64_t h = 0; h < r->group_size; h++)
-            sum += exp2_vec(vec_load(r->z + h * INDEX_BLOCK + key) - finite_shift(m));
-        vec_store(r->x + key, m + log2_vec(sum * (1.0F / (float)r->group_size)));
+            sum += exp_vec(vec_load(r->z + h * INDEX_BLOCK + key) - finite_shift(m));
+        vec_store(r->x + key, m + log_vec(sum / (float)r->group_size));
     }
 }
 
-/* r->y = logits of the student in base 2. Keeps r->dots and the keys in r->k. */
+/* r->y = logits of the student. Keeps r->dots and the keys in r->k. */
 static void student_block(const sparse_row *r)
 {
     const skl_side *const s = &r->student;
@@ -219,7 +215,7 @@ static void student_block(const sparse_row *r)
             const ivec pass = r->relu ? ~(ivec)(dots <= 0.0F) : ivec_of(-1);
             sum = vec_fma(vec_of(r->w[g]), (vec)((ivec)dots & pass), sum);
         }
-        vec_store(r->y + key, sum * logit_scale(s));
+        vec_store(r->y + key, sum * s->scale);
     }
 }
 
@@ -244,33 +240,33 @@ SKL_INLINE float lane_sum(vec v)
 
 static float highest_of(const sparse_row *r, const float *a)
 {
-    float m = -INFINITY;
+    float m = -FLT_MAX; /* a block has a key: see row_sums.h */
     for (int64_t key = 0; key < r->count; key++)
         m = a[key] > m ? a[key] : m;
     return m;
 }
 
-/* State of the keys of a block. b == NULL stands for zeros. */
-static skl_row_state block_state(const sparse_row *r, const float *a, const float *b)
+/* Sums over the keys of a block. b == NULL stands for zeros. */
+static row_sums block_sums(const sparse_row *r, const float *a, const float *b)
 {
     const float m_a = highest_of(r, a);
     const float m_b = b != NULL ? highest_of(r, b) : 0.0F;
-    const vec from_a = finite_shift(vec_of(m_a)), from_b = finite_shift(vec_of(m_b));
     key_sums sums = {{0}, {0}, {0}};
     for (int64_t key = 0; key < r->count; key += SKL_LANES)
-        add_key(&sums, vec_load(a + key) - from_a, (b != NULL ? vec_load(b + key) : vec_of(0.0F)) - from_b,
+        add_key(&sums, vec_load(a + key) - m_a, b != NULL ? vec_load(b + key) - m_b : vec_of(0.0F),
                 lanes_active(r, key), true);
-    const skl_row_state state = {m_a, lane_sum(sums.l_a), m_b, lane_sum(sums.l_b), lane_sum(sums.w)};
-    return state;
+    const row_sums total = {(double)m_a, (double)lane_sum(sums.l_a), (double)m_b, (double)lane_sum(sums.l_b),
+                            (double)lane_sum(sums.w)};
+    return total;
 }
 
-/* Adds the block to the states of the row. */
+/* Adds the block to the sums of the row. */
 static void reduce_block(sparse_row *r)
 {
     const float *const a = r->reverse ? r->y : r->x;
-    r->state = skl_state_merge(r->state, block_state(r, a, r->reverse ? r->x : r->y));
+    r->sums = row_sums_merge(r->sums, block_sums(r, a, r->reverse ? r->x : r->y));
     if (entropy_wanted(r->task->call))
-        r->entropy_state = skl_state_merge(r->entropy_state, block_state(r, a, NULL));
+        r->entropy_sums = row_sums_merge(r->entropy_sums, block_sums(r, a, NULL));
 }
 
 /* LSEs of the teacher heads: the caller's if given, else computed over the keys in `indices`. */
@@ -278,20 +274,20 @@ static void sparse_lse(sparse_row *r)
 {
     const skl_input *const given = &r->task->call->inputs.lse_t;
     for (int64_t h = 0; h < r->group_size; h++) {
-        r->head_state[h] = skl_state_empty();
+        r->head_sums[h] = row_sums_empty();
         if (given->data != NULL)
-            r->lse_t[h] = skl_lse2_of(skl_row_value(given, &r->sequence, r->head * r->group_size + h, r->i));
+            r->lse_t[h] = skl_row_value(given, &r->sequence, r->head * r->group_size + h, r->i);
     }
     if (given->data != NULL)
         return;
     while (next_block(r)) {
         teacher_block(r, false);
         for (int64_t h = 0; h < r->group_size; h++)
-            r->head_state[h] = skl_state_merge(r->head_state[h], block_state(r, r->z + h * INDEX_BLOCK, NULL));
+            r->head_sums[h] = row_sums_merge(r->head_sums[h], block_sums(r, r->z + h * INDEX_BLOCK, NULL));
     }
     r->next = 0;
     for (int64_t h = 0; h < r->group_size; h++)
-        r->lse_t[h] = skl_lse2_split((double)r->head_state[h].m_a + log2((double)r->head_state[h].l_a));
+        r->lse_t[h] = row_lse(r->head_sums[h].m_a, r->head_sums[h].l_a);
 }
 
 /* ---- Forward ------------------------------------------------------------------------------------------------ */
@@ -299,8 +295,8 @@ static void sparse_lse(sparse_row *r)
 static void set_kl_and_entropy(const sparse_row *r)
 {
     const skl_rows *const rows = &r->task->call->rows;
-    const float kl = skl_state_kl(&r->state);
-    const float entropy = skl_state_entropy(&r->entropy_state);
+    const float kl = row_kl(&r->sums);
+    const float entropy = row_entropy(&r->entropy_sums);
     skl_row_set(&rows->kl, &r->sequence, r->head, r->i, skl_kl_report(kl));
     skl_row_set(&rows->entropy, &r->sequence, r->head, r->i, entropy);
     skl_row_set(&rows->cross_entropy, &r->sequence, r->head, r->i, entropy + kl);
@@ -309,17 +305,15 @@ static void set_kl_and_entropy(const sparse_row *r)
 static void set_rows(const sparse_row *r)
 {
     const skl_call *const call = r->task->call;
-    const float lse_a = skl_lse(r->state.m_a, r->state.l_a);
-    const float lse_b = skl_lse(r->state.m_b, r->state.l_b);
+    const float lse_a = row_lse(r->sums.m_a, r->sums.l_a);
+    const float lse_b = row_lse(r->sums.m_b, r->sums.l_b);
     const float lse_t = r->reverse ? lse_b : lse_a;
     set_kl_and_entropy(r);
     skl_row_set(&call->rows.lse_s, &r->sequence, r->head, r->i, r->reverse ? lse_a : lse_b);
     skl_row_set(&call->rows.mass, &r->sequence, r->head, r->i, skl_mass(lse_t, call->inputs.lse_t.data != NULL));
-    for (int64_t h = 0; h < r->group_size; h++) {
-        const double lse2 = (double)r->lse_t[h].value + (double)r->lse_t[h].low + (double)lse_t * SKL_LOG2E_DOUBLE;
+    for (int64_t h = 0; h < r->group_size; h++)
         skl_row_set(&call->rows.lse_t, &r->sequence, r->head * r->group_size + h, r->i,
-                    lse_t == -INFINITY ? lse_t : (float)(lse2 * SKL_LN2_DOUBLE));
-    }
+                    lse_t == -INFINITY ? lse_t : r->lse_t[h] + lse_t);
 }
 
 static void sparse_forward(const skl_task *task)
@@ -345,7 +339,7 @@ static void sparse_forward(const skl_task *task)
             reduce_block(&r);
         }
         if (task->call->op == SKL_OP_PARTIAL)
-            task->call->states[skl_state_index(task->problem, &r.sequence, r.head, i)] = r.state;
+            task->call->states[skl_state_index(task->problem, &r.sequence, r.head, i)] = row_state_of(&r.sums);
         else
             set_rows(&r);
     }

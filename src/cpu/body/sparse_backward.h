@@ -4,18 +4,28 @@
 
 #include "cpu/body/sparse.h"
 
-/* Loads LSEs, upstream gradient and KL of the row. */
+/* Number of entries of `indices` in a range, at most `most`. */
+static int64_t count_indices(const sparse_row *r, skl_range range, int64_t most)
+{
+    int64_t count = 0;
+    for (int64_t n = 0; n < r->task->problem->top_k && count < most; n++)
+        count += skl_index_is_visible(r->indices[n], range);
+    return count;
+}
+
+/* Loads LSEs, upstream gradient and KL of the row. As in load_known_rows, a row with one key has no gradient. */
 static void sparse_load_known(sparse_row *r)
 {
     const skl_call *const call = r->task->call;
     const skl_input *const grad = &call->inputs.grad_kl;
     const skl_input kl = skl_known_rows(r->task->rows_known, &call->inputs.kl, &call->rows.kl);
     for (int64_t h = 0; h < r->group_size; h++)
-        r->lse_t[h] =
-            skl_lse2_of(skl_row_value(&call->inputs.lse_t, &r->sequence, r->head * r->group_size + h, r->i));
-    r->lse_s = skl_lse2_of(skl_row_value(&call->inputs.lse_s, &r->sequence, r->head, r->i));
+        r->lse_t[h] = skl_row_value(&call->inputs.lse_t, &r->sequence, r->head * r->group_size + h, r->i);
+    r->lse_s = skl_row_value(&call->inputs.lse_s, &r->sequence, r->head, r->i);
     r->grad = grad->data != NULL ? skl_row_value(grad, &r->sequence, r->head, r->i) : 1.0F;
     r->kl = kl.data != NULL ? skl_row_value(&kl, &r->sequence, r->head, r->i) : 0.0F;
+    if (call->op == SKL_OP_FORWARD_BACKWARD && count_indices(r, r->visible, 2) == 1)
+        r->grad = 0.0F;
 }
 
 /* r->dy = scale dy, 0 after the last key. Then r->dots = dy w_g [a_g > 0] and dw_g += sum_j dy_j relu(a_gj). */
@@ -27,10 +37,9 @@ static void sparse_gradients(sparse_row *r)
     student_block(r);
     for (int64_t key = 0; key < r->count; key += SKL_LANES) {
         const vec log_p = vec_load(r->x + key);
-        const vec log_s = vec_load(r->y + key) - r->lse_s.value - r->lse_s.low;
-        const vec s = exp2_vec(log_s);
-        const vec dy =
-            r->reverse ? mass_times(s, vec_fma(log_s - log_p, vec_of(SKL_LN2), vec_of(-r->kl))) : s - exp2_vec(log_p);
+        const vec log_s = vec_load(r->y + key) - r->lse_s;
+        const vec s = exp_vec(log_s);
+        const vec dy = r->reverse ? mass_times(s, log_s - log_p - r->kl) : s - exp_vec(log_p);
         vec_store(r->dy + key, (vec)((ivec)(dy * c) & lanes_active(r, key)));
     }
     for (int64_t g = 0; g < r->heads; g++) {
@@ -104,15 +113,6 @@ static void sparse_add_to_keys(sparse_row *r, int64_t first)
     }
 }
 
-/* Whether the row has a key in use. */
-static bool has_active_key(const sparse_row *r)
-{
-    for (int64_t n = 0; n < r->task->problem->top_k; n++)
-        if (skl_index_is_visible(r->indices[n], r->active))
-            return true;
-    return false;
-}
-
 static void sparse_backward_keys(const skl_task *task)
 {
     sparse_row r;
@@ -129,7 +129,7 @@ static void sparse_backward_keys(const skl_task *task)
     for (int64_t head = task->head * sharing; head < (task->head + 1) * sharing; head++)
         for (int64_t i = 0; i < r.sequence.query_count; i++) {
             sparse_row_begin(&r, head, i, first, end);
-            if (!has_active_key(&r))
+            if (count_indices(&r, r.active, 1) == 0)
                 continue;
             sparse_load_row(&r);
             sparse_load_known(&r);

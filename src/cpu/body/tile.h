@@ -8,6 +8,7 @@
 #include "cpu/body/gemm.h"
 #include "cpu/body/load.h"
 #include "cpu/kernel.h"
+#include "cpu/row_sums.h"
 
 enum {
     PANEL = SKL_LANES * MICRO_VECS,
@@ -38,12 +39,13 @@ typedef struct tile {
     bool reverse;
 
     skl_range *visible;   /* [height]; rows from `count` on repeat the last one */
-    float *row_state;     /* m_a, l_a, m_b, l_b, w: [5][height] */
-    float *lse_t, *low_t; /* [group_size][height], base 2, with the low part that f32 cannot hold: see skl_lse2 */
-    float *lse_s, *low_s;
+    float *shifts;        /* m_a, m_b: [2][height] */
+    double *sums;         /* l_a, l_b, w: [3][height] */
+    float *lse_t, *lse_s; /* [group_size][height], [height] */
     float *grad, *kl;
-    float *dot_t; /* [group_size][height] */
-    float *zero;  /* [height] of 0: the LSE of logits that are already normalised */
+    float *dot_t;    /* [group_size][height] */
+    double *dot_sum; /* the same, while it is summed */
+    float *zero;     /* [height] of 0: the LSE of logits that are already normalised */
 
     float *qT_t, *qT_s; /* transposed queries: [group_size][panel][dim][PANEL], [panel][dim][PANEL] */
     float *q_t, *q_s;   /* queries as rows: [group_size][height][padded] (teacher gradients), [height][padded] */
@@ -72,6 +74,11 @@ static float *cut(float **scratch, int64_t floats)
     return buffer;
 }
 
+static double *cut_doubles(float **scratch, int64_t count)
+{
+    return (double *)(void *)cut(scratch, count * (int64_t)(sizeof(double) / sizeof(float)));
+}
+
 /* Places all buffers in `scratch` and returns the end. */
 static float *lay_out(tile *t, const skl_problem *p, float *scratch)
 {
@@ -81,12 +88,12 @@ static float *lay_out(tile *t, const skl_problem *p, float *scratch)
     const int64_t width_s = padded(p->dim_s);
     t->height = height;
     t->visible = (skl_range *)(void *)cut(&scratch, height * (int64_t)(sizeof(skl_range) / sizeof(float)));
-    t->row_state = cut(&scratch, 5 * height);
+    t->shifts = cut(&scratch, 2 * height);
+    t->sums = cut_doubles(&scratch, 3 * height);
     t->lse_t = cut(&scratch, group_size * height);
-    t->low_t = cut(&scratch, group_size * height);
     t->dot_t = cut(&scratch, group_size * height);
+    t->dot_sum = cut_doubles(&scratch, group_size * height);
     t->lse_s = cut(&scratch, height);
-    t->low_s = cut(&scratch, height);
     t->grad = cut(&scratch, height);
     t->kl = cut(&scratch, height);
     t->zero = cut(&scratch, height);
@@ -263,24 +270,22 @@ static key_view keys_for_logits(const tile *t, const skl_side *side, const key_t
     return loaded_keys(side, buffer);
 }
 
-/* Factor from a stored logit to base 2. Softcapped logits are stored in base 2. */
+/* Factor from a stored number to a logit. Softcapped logits are stored with factor 1. */
 static float logit_scale(const skl_side *side)
 {
-    return side->softcap > 0.0F ? 1.0F : (float)((double)side->scale * SKL_LOG2E_DOUBLE);
+    return side->softcap > 0.0F ? 1.0F : side->scale;
 }
 
-/* x[key][lane] = <k, q> of one panel; with a softcap, the capped logit in base 2. */
+/* x[key][lane] = <k, q> of one panel; with a softcap, the capped logit. */
 static void panel_logits(float *x, const skl_side *side, key_view k, const float *qT, int64_t columns,
                          int64_t key_count)
 {
     gemm(x, PANEL, k.data, k.stride, qT, PANEL, key_count, columns, side->dim);
     if (side->softcap == 0.0F)
         return;
-    const float inner = side->scale / side->softcap;
-    const float outer = side->softcap * SKL_LOG2E;
     for (int64_t at = 0; at < key_count * PANEL; at += SKL_LANES)
         if (at % PANEL < columns)
-            vec_store(x + at, outer * tanh_vec(vec_load(x + at) * inner));
+            vec_store(x + at, softcap_vec(vec_load(x + at) * side->scale, side->softcap));
 }
 
 static const float *panel_queries(const float *qT, const skl_side *side, int64_t panel)

@@ -1,7 +1,7 @@
 /* Vectors as a compiler extension, and the few vector functions that the kernels need.
  *
- * The including file defines SKL_LANES, the floats per vector. It may define SKL_HAS_FMA and SKL_HAS_EXP2 and provide
- * vec_fma and exp2_vec itself. */
+ * The including file defines SKL_LANES, the floats per vector. It may define SKL_HAS_FMA, SKL_HAS_BOUNDS and
+ * SKL_HAS_EXP and provide vec_fma, vec_at_least and vec_at_most, and exp_vec itself. */
 #ifndef SKL_CPU_BODY_VECTOR_H
 #define SKL_CPU_BODY_VECTOR_H
 
@@ -14,6 +14,9 @@ typedef float vec __attribute__((vector_size(SKL_LANES * 4)));
 typedef int32_t ivec __attribute__((vector_size(SKL_LANES * 4)));
 typedef uint32_t uvec __attribute__((vector_size(SKL_LANES * 4))); /* bits: sums and shifts may wrap */
 typedef vec vec_in_memory __attribute__((may_alias));              /* floats of a buffer, seen as a vector */
+typedef double dvec __attribute__((vector_size(SKL_LANES * 8)));
+typedef int64_t lvec __attribute__((vector_size(SKL_LANES * 8)));
+typedef dvec dvec_in_memory __attribute__((may_alias));
 
 #define SKL_INLINE static inline __attribute__((always_inline))
 
@@ -26,6 +29,14 @@ SKL_INLINE void vec_store(float *to, vec value)
 {
     *(vec_in_memory *)(void *)to = value;
 }
+
+/* A vector of doubles is wider than a register, so it is not passed by value: its type would depend on the ABI. */
+#define dvec_of(value)      __builtin_convertvector(value, dvec)
+#define dvec_load(from)     (*(const dvec_in_memory *)(const void *)(from))
+#define dvec_store(to, sum) (*(dvec_in_memory *)(void *)(to) = (sum))
+
+/* sum where the mask of floats is set, else 0. */
+#define dvec_masked(sum, mask) ((dvec)((lvec)(sum) & __builtin_convertvector(mask, lvec)))
 
 /* value - 0 equals value, also for -0, so the compiler removes the subtraction. */
 SKL_INLINE vec vec_of(float value)
@@ -71,6 +82,22 @@ SKL_INLINE vec vec_fma(vec a, vec b, vec c)
 }
 #endif
 
+/* max(low, x) and min(high, x); NaN for NaN. */
+SKL_INLINE vec vec_at_least(vec low, vec x);
+SKL_INLINE vec vec_at_most(vec high, vec x);
+
+#ifndef SKL_HAS_BOUNDS
+SKL_INLINE vec vec_at_least(vec low, vec x)
+{
+    return vec_select(x < low, low, x);
+}
+
+SKL_INLINE vec vec_at_most(vec high, vec x)
+{
+    return vec_select(x > high, high, x);
+}
+#endif
+
 /* p * x + c: a step of Horner's rule. */
 SKL_INLINE vec horner(vec p, vec x, float c)
 {
@@ -89,24 +116,25 @@ SKL_INLINE vec exp2_fraction(vec f)
     return horner(p, f, 1.0F);
 }
 
-SKL_INLINE vec exp2_vec(vec x);
+SKL_INLINE vec exp_vec(vec x);
 
-#ifndef SKL_HAS_EXP2
-/* 2^x: 0 below 2^-126, at most 2^127, NaN for NaN. Adding 1.5 * 2^23 rounds x to an integer n in the low bits, which
- * a left shift moves into the exponent. */
-SKL_INLINE vec exp2_vec(vec x)
+#ifndef SKL_HAS_EXP
+/* e^x: 0 below 2^-126.5, inf from 2^127.5 on, NaN for NaN. Adding 1.5 * 2^23 rounds x log2 e to an integer n in the
+ * low bits, which a left shift moves into the exponent. For n = -127 the power is 0, for n = 128 it is inf. */
+SKL_INLINE vec exp_vec(vec x)
 {
     const float round_magic = 12582912.0F;
-    const vec bounded = vec_select(x > 127.0F, vec_of(127.0F), x);
-    const vec shifted = bounded + round_magic;
+    const vec log2e = vec_of(SKL_LOG2E);
+    const vec bounded = vec_at_least(vec_of(-127.0F * SKL_LN2), vec_at_most(vec_of(128.0F * SKL_LN2), x));
+    const vec shifted = vec_fma(bounded, log2e, vec_of(round_magic));
     const vec power = (vec)(((uvec)shifted << 23) + 0x3F800000U);
-    const vec value = exp2_fraction(bounded - (shifted - round_magic)) * power;
-    return (vec)((ivec)value & ~(ivec)(x < -126.0F));
+    return exp2_fraction(vec_fma(bounded, log2e, round_magic - shifted)) * power;
 }
 #endif
 
-/* log2 of a positive normal number: the exponent plus the odd series of (m - 1) / (m + 1) on [1/sqrt 2, sqrt 2]. */
-SKL_INLINE vec log2_vec(vec x)
+/* Logarithm of a positive normal number: ln 2 times the exponent plus the odd series of (m - 1) / (m + 1) on
+ * [1/sqrt 2, sqrt 2]. */
+SKL_INLINE vec log_vec(vec x)
 {
     const ivec exponent = (ivec)((uvec)x - 0x3F3504F3U) >> 23; /* relative to 1/sqrt 2 */
     const vec m = (vec)((uvec)x - ((uvec)exponent << 23));
@@ -116,23 +144,25 @@ SKL_INLINE vec log2_vec(vec x)
     p = horner(p, s, 0.57671438F);
     p = horner(p, s, 0.96179885F);
     p = horner(p, s, 2.88539008F);
-    return vec_fma(p, t, __builtin_convertvector(exponent, vec));
+    return vec_fma(p, t, __builtin_convertvector(exponent, vec)) * SKL_LN2;
 }
 
-/* Uses a polynomial near 0, where 1 - 2 / (e^2z + 1) would cancel. */
-SKL_INLINE vec tanh_vec(vec z)
+/* cap tanh(z / cap). Near 0, where 1 - 2 / (e^2z + 1) would cancel, z plus a polynomial: a large cap changes no bit,
+ * although 1 / cap may be too small for a normal number. */
+SKL_INLINE vec softcap_vec(vec z, float cap)
 {
     const ivec sign = (ivec)z & INT32_MIN;
-    const vec magnitude = (vec)((ivec)z ^ sign);
-    const vec s = z * z;
+    const vec ratio = (vec)((ivec)(z * (1.0F / cap)) ^ sign);
+    const vec bounded = vec_at_most(vec_of(20.0F), ratio); /* tanh(20) rounds to 1 */
+    const vec s = bounded * bounded;
     vec p = vec_of(-0.00628247F);
     p = horner(p, s, 0.02107776F);
     p = horner(p, s, -0.05385386F);
     p = horner(p, s, 0.13332602F);
     p = horner(p, s, -0.33333318F);
-    const vec near = vec_fma(magnitude * s, p, magnitude);
-    const vec far = 1.0F - 2.0F / (exp2_vec(magnitude * (2.0F * SKL_LOG2E)) + 1.0F);
-    return (vec)((ivec)vec_select(magnitude < 0.55F, near, far) | sign);
+    const vec near = vec_fma(z * s, p, z);
+    const vec far = cap * (1.0F - 2.0F / (exp_vec(bounded * 2.0F) + 1.0F));
+    return vec_select(ratio < 0.55F, near, (vec)((ivec)far ^ sign));
 }
 
 #endif

@@ -45,12 +45,13 @@ __device__ inline float lse2_of(float lse)
 }
 
 /* KL of a one-pass kernel, whose shifts are the given LSEs. Over a single key it is 0, whatever the rounding of the
- * LSEs; infinity and NaN still show. */
+ * LSEs; infinity and NaN still show. LSEs so large that no key has mass give NaN, not the KL 0 of a row without keys.
+ */
 __device__ inline float one_pass_kl(const skl_problem &problem, const skl_sequence &s, int64_t query,
                                     const skl_row_state &state)
 {
     const skl_range sees = skl_visible(&problem, &s, query);
-    const float kl = skl_kl_report(skl_state_kl(&state));
+    const float kl = sees.begin < sees.end && skl_state_is_empty(&state) ? NAN : skl_kl_report(skl_state_kl(&state));
     return sees.end - sees.begin == 1 && fabsf(kl) < INFINITY ? 0.0F : kl;
 }
 

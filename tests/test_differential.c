@@ -1,0 +1,206 @@
+/* Differential fuzzing: draws whole problems, runs every call of every kernel on them, and compares the results with
+ * an oracle in double that shares no code with the library.
+ *
+ *     test_differential [--seed N] [--count N | --seconds N] [--case N]
+ *
+ * Case n of a seed is always the same problem: shapes, types, scales, softcaps, teacher groups, indexers, masks,
+ * packed sequences, layouts and LSEs (case_draw_wide), and the way it is called: results that are requested, threads,
+ * in place, key ranges of partial states. Outputs, workspaces, and inputs that no kernel may read are poisoned.
+ *
+ * The bound. An element may be wrong by at most
+ *
+ *     2 x the largest error in its tensor of a naive implementation in f32, plus one f32 rounding of every number
+ *     that the element is computed from,
+ *
+ * plus half a step of a 16-bit output type; docs/design/maths.md, section 10, derives it. Rows that see no key and
+ * keys that no row sees have exactly 0. No byte between elements is written.
+ *
+ * It stops at the first case that fails, with its reproducer. --count is divided by SKL_TEST_SAMPLE; SKL_TEST_SECONDS
+ * replaces it. SKL_TEST_DEVICE=cuda tests the GPU kernels. */
+#define _POSIX_C_SOURCE 200809L
+#include <getopt.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "device.h"
+#include "kernel_check.h"
+#include "runner.h"
+
+enum { CASES = 150, CASE_TIMEOUT = 600 };
+
+static struct {
+    int64_t first, count, seconds;
+    int64_t current, kernels;
+    const char *program;
+} fuzz = {.count = -1, .current = -1};
+
+/* How the calls of a case are made: half of the time with everything requested. */
+static check_options draw_options(const fixture *f)
+{
+    char purpose[64];
+    snprintf(purpose, sizeof purpose, "options of %s", f->test_case->name);
+    test_random random = random_for(purpose);
+    check_options options = check_options_default();
+    options.threads = (int32_t)(random_between(&random, 1, 4) == 1 ? random_between(&random, 5, 40)
+                                                                   : random_between(&random, 1, 4));
+    options.range_count = (int32_t)random_between(&random, 1, 8);
+    options.in_place = (int32_t)random_between(&random, 0, 1);
+    options.sparing = (int32_t)random_between(&random, 0, 1);
+    if (random_between(&random, 0, 1))
+        options.results = (uint32_t)random_between(&random, 0, ALL_RESULTS);
+    return options;
+}
+
+/* The results of a CPU kernel do not depend on the number of threads. */
+static int check_threads(const fixture *f, const char *kernel, int32_t threads)
+{
+    fixture_results a = results_create(f), b = results_create(f);
+    run_kernel(f, kernel, 1, &a);
+    run_kernel(f, kernel, threads, &b);
+    const char *const different = results_difference(&a, &b);
+    if (different)
+        print_error("%s: %s: %s differs between 1 and %d threads\n", f->test_case->name, kernel, different, threads);
+    results_destroy(&a);
+    results_destroy(&b);
+    return different != NULL;
+}
+
+static const char *const type_names[] = {"f32", "f16", "bf16"};
+
+static void describe(const fixture *f, const check_options *o)
+{
+    const skl_problem *const p = &f->problem;
+    const test_case *const c = f->test_case;
+    print_error(
+        "batch %lld, len %lld %lld, total %lld %lld, heads %lld %lld, key heads %lld %lld, dim %lld %lld, %s %s, "
+        "grad_f32 %d, gradients %u, direction %d, scale %g %g, softcap %g %g, causal %d, window %lld %lld, "
+        "offsets %lld %lld, lse %d, index heads %lld (%s, linear %d), top_k %lld, growth %g, apart %g, "
+        "sizes %g %g %g %g; threads %d, results %x, in place %d, sparing %d, ranges %d\n",
+        (long long)p->batch, (long long)p->len_q, (long long)p->len_k, (long long)p->total_q, (long long)p->total_k,
+        (long long)p->heads_t, (long long)p->heads_s, (long long)p->key_heads_t, (long long)p->key_heads_s,
+        (long long)p->dim_t, (long long)p->dim_s, type_names[p->dtype_t], type_names[p->dtype_s], p->grad_f32,
+        p->gradients, (int)p->direction, (double)p->scale_t, (double)p->scale_s, (double)p->softcap_t,
+        (double)p->softcap_s, p->causal, (long long)p->window_left, (long long)p->window_right,
+        (long long)p->offset_q, (long long)p->offset_k, (int)c->lse, (long long)p->index_heads,
+        type_names[p->dtype_w], p->index_linear, (long long)p->top_k, c->growth, c->apart, c->sizes ? c->sizes[0] : 1,
+        c->sizes ? c->sizes[1] : 1, c->sizes ? c->sizes[2] : 1, c->sizes ? c->sizes[3] : 1, o->threads, o->results,
+        o->in_place, o->sparing, o->range_count);
+}
+
+static void check_case(int64_t number)
+{
+    random_case drawn;
+    case_draw_wide(&drawn, number);
+    fixture f;
+    fixture_create(&f, &drawn.test_case);
+    fixture_solve(&f);
+    const check_options options = draw_options(&f);
+    int mismatches = 0;
+    for (int32_t k = 0; problem_kernel(&f.problem, k); k++, fuzz.kernels++) {
+        const char *const kernel = problem_kernel(&f.problem, k);
+        mismatches += kernel_check(&f, kernel, &options);
+        if (test_device() == SKL_CPU && options.threads > 4)
+            mismatches += check_threads(&f, kernel, options.threads);
+    }
+    if (mismatches)
+        describe(&f, &options);
+    fixture_destroy(&f);
+    assert_int_equal(mismatches, 0);
+}
+
+static double seconds_now(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+static void test_random_problems(void **state)
+{
+    (void)state;
+    const double end = seconds_now() + (double)fuzz.seconds;
+    for (int64_t n = fuzz.first; n < fuzz.first + fuzz.count && (!fuzz.seconds || seconds_now() < end); n++) {
+        fuzz.current = n;
+        alarm(CASE_TIMEOUT);
+        check_case(n);
+    }
+    alarm(0);
+    print_message("%lld problems, %lld times a kernel\n", (long long)(fuzz.current + 1 - fuzz.first),
+                  (long long)fuzz.kernels);
+    assert_true(fuzz.kernels > 0);
+}
+
+static void print_reproducer(void)
+{
+    if (fuzz.current >= 0)
+        fprintf(stderr, "reproduce with: %s%s --seed %llu --case %lld\n",
+                test_device() == SKL_CUDA ? "SKL_TEST_DEVICE=cuda " : "", fuzz.program,
+                (unsigned long long)test_seed(), (long long)fuzz.current);
+}
+
+static void give_up(int number)
+{
+    (void)number;
+    fprintf(stderr, "a case did not end within %d s\n", CASE_TIMEOUT);
+    print_reproducer();
+    _exit(1);
+}
+
+/* Sanitizers end the process. They define this function. */
+void __sanitizer_set_death_callback(void (*callback)(void)) __attribute__((weak));
+
+static int64_t number_of(const char *option, const char *text)
+{
+    char *end;
+    const long long value = strtoll(text, &end, 10);
+    if (*text && !*end && value >= 0)
+        return value;
+    fprintf(stderr, "--%s %s: must be a number of at least 0\n", option, text);
+    exit(2);
+}
+
+static void parse_options(int argc, char **argv)
+{
+    static const struct option options[] = {{"seed", required_argument, NULL, 's'},
+                                            {"count", required_argument, NULL, 'c'},
+                                            {"seconds", required_argument, NULL, 't'},
+                                            {"case", required_argument, NULL, 'n'},
+                                            {NULL, 0, NULL, 0}};
+    int index = 0, option;
+    fuzz.seconds = test_environment("SKL_TEST_SECONDS", 0);
+    while ((option = getopt_long(argc, argv, "", options, &index)) != -1) {
+        if (option == '?')
+            exit(2);
+        const int64_t value = number_of(options[index].name, optarg);
+        if (option == 's')
+            setenv("SKL_TEST_SEED", optarg, 1);
+        if (option == 'c')
+            fuzz.count = value, fuzz.seconds = 0;
+        if (option == 't')
+            fuzz.seconds = value;
+        if (option == 'n')
+            fuzz.first = value, fuzz.count = 1, fuzz.seconds = 0;
+    }
+    if (fuzz.count < 0)
+        fuzz.count = fuzz.seconds ? INT64_MAX / 2 : CASES / test_environment("SKL_TEST_SAMPLE", 1);
+}
+
+int main(int argc, char **argv)
+{
+    fuzz.program = argv[0];
+    parse_options(argc, argv);
+    signal(SIGALRM, give_up);
+    if (__sanitizer_set_death_callback)
+        __sanitizer_set_death_callback(print_reproducer);
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_random_problems)};
+    const int failures = test_run("differential", tests, COUNT_OF(tests));
+    if (failures) {
+        print_reproducer();
+        fflush(NULL);
+        _exit(failures); /* after a crash inside a call, the library cannot clean up */
+    }
+    return 0;
+}

@@ -1,0 +1,543 @@
+/* Extreme numbers: logits beyond 2^31, softcaps from 1e-30 to 3e38, rows of one key and rows of millions of keys. */
+#include "runner.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+#include "case_words.h"
+#include "device.h"
+
+/* KL and gradients from the LSEs in `lse`, in one call. */
+static void run_one_pass(const skl_plan *plan, const fixture *f, const fixture_results *lse,
+                         const fixture_results *results)
+{
+    skl_inputs inputs = f->inputs;
+    inputs.lse_t = tensor_input(&lse->lse_t);
+    inputs.lse_s = tensor_input(&lse->lse_s);
+    fixture_results wanted = *results;
+    wanted.lse_t.data = wanted.lse_s.data = wanted.mass.data = NULL;
+    const skl_rows rows = results_rows(&wanted);
+    const skl_gradients gradients = results_gradients(&wanted);
+    run_forward_backward(plan, &inputs, &rows, &gradients);
+}
+
+/* KL and LSEs of two halves of the keys, merged. */
+static void run_halves(const skl_plan *plan, const fixture *f, const fixture_results *lse,
+                       const fixture_results *results)
+{
+    skl_inputs inputs = f->inputs;
+    if (f->problem.heads_t > f->problem.heads_s || f->problem.index_heads)
+        inputs.lse_t = tensor_input(&lse->lse_t);
+    skl_row_state *const first = states_create(f), *const second = states_create(f);
+    run_partial(plan, &inputs, 0, f->problem.len_k / 2, first);
+    run_partial(plan, &inputs, f->problem.len_k / 2, f->problem.len_k, second);
+    run_merge(plan, first, second);
+    const skl_rows rows = {.struct_size = sizeof rows, .kl = tensor_output(&results->kl)};
+    run_finish(plan, &inputs, first, &rows);
+    states_destroy(first);
+    states_destroy(second);
+}
+
+/* ---- Huge logits ------------------------------------------------------------------------------------------- */
+
+/* Entries n 2^power with whole n below 16, so that every product and every partial sum is exact in f32, in any order.
+ * One dimension counts the rows, in units of 2^(power - 12): no two keys of a row have the same logit, and their
+ * difference is far above 1, so a row is a single peak in f32 as in double. */
+static void fill_huge(const test_tensor *tensor, int power, int keys, test_random *random)
+{
+    for (int64_t n = 0; n < tensor_count(tensor); n++) {
+        const double whole = (double)random_between(random, -15, 15);
+        const double count = keys ? (double)(n / tensor->dim % tensor->length) * 0x1p-12 : 1;
+        tensor_set(tensor, n, ldexp(n % tensor->dim == 0 ? count : whole, power));
+    }
+}
+
+static double largest_magnitude(const double *values, int64_t count)
+{
+    double largest = 0;
+    for (int64_t n = 0; n < count; n++)
+        largest = fmax(largest, fabs(values[n]));
+    return largest;
+}
+
+/* Kernels on a GPU do not recover probabilities from LSEs beyond 2^20: results that need them are NaN there. */
+static int on_gpu(void)
+{
+    return test_device() == SKL_CUDA;
+}
+
+/* Every element is within 2^-20 of `scale`; on a GPU it may be NaN, unless it is the KL of a forward (`of_logits`),
+ * which needs no LSE. */
+static void assert_close(const test_tensor *tensor, const double *exact, double scale, const char *kernel,
+                         const char *what, int of_logits)
+{
+    const int may_be_nan = on_gpu() && !of_logits;
+    for (int64_t n = 0; tensor->data != NULL && n < tensor_count(tensor); n++)
+        if (!(fabs(tensor_get(tensor, n) - exact[n]) <= 0x1p-20 * scale) &&
+            !(may_be_nan && isnan(tensor_get(tensor, n))))
+            fail_msg("%s: %s[%d] is %g, not %g", kernel, what, (int)n, tensor_get(tensor, n), exact[n]);
+}
+
+/* Gradients of the student are differences of peaks, and exact. Those of the teacher are 0, but the difference of two
+ * numbers as large as the KL. */
+static void check_huge_results(const fixture *f, const fixture_results *r, int power, const char *kernel,
+                               int of_logits)
+{
+    const double kl = largest_magnitude(f->exact.kl, tensor_count(&r->kl));
+    const double entry = ldexp(16, power);
+    const int forward = f->problem.direction == SKL_KL_FORWARD;
+    assert_true(kl > 0x1p31);
+    assert_close(&r->kl, f->exact.kl, kl, kernel, "kl", of_logits);
+    const double of_b = entry, of_a = entry * kl;
+    assert_close(&r->dq_s, f->exact.dq_s, forward ? of_b : of_a, kernel, "dq_s", 0);
+    assert_close(&r->dk_s, f->exact.dk_s, forward ? of_b : of_a, kernel, "dk_s", 0);
+    assert_close(&r->dq_t, f->exact.dq_t, forward ? of_a : of_b, kernel, "dq_t", 0);
+    assert_close(&r->dk_t, f->exact.dk_t, forward ? of_a : of_b, kernel, "dk_t", 0);
+}
+
+static void check_huge(const test_case *c, int power)
+{
+    fixture f;
+    fixture_create(&f, c);
+    test_random random = random_for(c->name);
+    fill_huge(&f.q_t, power, 0, &random);
+    fill_huge(&f.k_t, power, 1, &random);
+    fill_huge(&f.q_s, power, 0, &random);
+    fill_huge(&f.k_s, power, 1, &random);
+    for (int64_t n = 0; f.w_s.data != NULL && n < tensor_count(&f.w_s); n++)
+        tensor_set(&f.w_s, n, 1);
+    fixture_solve(&f);
+    const int has_groups = c->heads_t > c->heads_s;
+    for (int32_t k = 0; case_kernel(c, k); k++) {
+        skl_plan *const plan = test_plan(&f.problem, case_kernel(c, k), 2);
+        fixture_results results = results_create(&f), again = results_create(&f);
+        run_both(plan, &f, &results);
+        check_huge_results(&f, &results, power, case_kernel(c, k), !has_groups);
+        run_one_pass(plan, &f, &results, &again);
+        check_huge_results(&f, &again, power, case_kernel(c, k), 0);
+        run_halves(plan, &f, &results, &again);
+        assert_close(&again.kl, f.exact.kl, largest_magnitude(f.exact.kl, tensor_count(&again.kl)), case_kernel(c, k),
+                     "kl of halves", !has_groups);
+        results_destroy(&results);
+        results_destroy(&again);
+        skl_plan_destroy(plan);
+    }
+    fixture_destroy(&f);
+}
+
+/* The largest entries of f16 make logits of 2^31; those of f32 and bf16 make logits up to 2^122. */
+static void test_huge_logits_match_the_oracle(void **state)
+{
+    (void)state;
+    enum { F16_POWER = 12 };
+    static const int powers[] = {F16_POWER, 40, 56};
+    static const test_case cases[] = {
+        {"huge", SHAPE(1, 37, 211), HEADS(2, 2), DIMS(16, 16), .grad_f32 = 1},
+        {"huge, causal", SHAPE(1, 211, 211), HEADS(1, 1), DIMS(16, 16), CAUSAL, .grad_f32 = 1},
+        {"huge, reverse", SHAPE(1, 37, 211), HEADS(2, 2), DIMS(16, 16), REVERSE, .grad_f32 = 1},
+        {"huge, one-pass", SHAPE(1, 37, 211), HEADS(2, 2), DIMS(16, 16), .grad_f32 = 1,
+         .without = SKL_DQ_T | SKL_DK_T},
+        {"huge, teacher groups", SHAPE(1, 37, 211), HEADS(4, 2), DIMS(16, 16), .grad_f32 = 1,
+         .without = SKL_DQ_T | SKL_DK_T},
+        {"huge, indexer", SHAPE(1, 37, 211), HEADS(2, 1), DIMS(16, 16), INDEXER(1), .grad_f32 = 1,
+         .without = SKL_DW_S},
+    };
+    for (size_t c = 0; c < COUNT_OF(cases); c++)
+        for (int dtype = SKL_F32; dtype <= SKL_BF16; dtype++)
+            for (size_t p = 0; p < COUNT_OF(powers); p++) {
+                test_case typed = cases[c];
+                typed.dtype_t = typed.dtype_s = (skl_dtype)dtype;
+                if (dtype != SKL_F16 || powers[p] == F16_POWER)
+                    check_huge(&typed, powers[p]);
+            }
+}
+
+/* ---- Sums without mass ------------------------------------------------------------------------------------- */
+
+static void assert_kl(const test_tensor *kl, int (*holds)(double), const char *kernel, const char *what)
+{
+    for (int64_t n = 0; n < tensor_count(kl); n++)
+        if (!holds(tensor_get(kl, n)))
+            fail_msg("%s: the KL is %g %s", kernel, tensor_get(kl, n), what);
+}
+
+static int is_nan(double value)
+{
+    return isnan(value);
+}
+
+static int is_not_finite(double value)
+{
+    return !isfinite(value);
+}
+
+static int is_zero(double value)
+{
+    return value == 0;
+}
+
+/* Makes every logit of a side -inf. */
+static void remove_mass(const test_tensor *q, const test_tensor *k)
+{
+    for (int64_t n = 0; n < tensor_count(q); n += q->dim)
+        tensor_set(q, n, 8);
+    for (int64_t n = 0; n < tensor_count(k); n += k->dim)
+        tensor_set(k, n, -3e38);
+}
+
+/* A softmax of logits that are all -inf is NaN in eager PyTorch, and so is the KL, from any call: it is not the KL 0
+ * of a row without keys. */
+static void test_rows_without_mass_are_nan(void **state)
+{
+    (void)state;
+    for (unsigned sides = 1; sides < 4; sides++) {
+        const test_case c = {"no mass", SHAPE(1, 37, 211), HEADS(2, 2), DIMS(16, 16), .without = SKL_DQ_T | SKL_DK_T};
+        fixture f;
+        fixture_create(&f, &c);
+        if (sides & 1)
+            remove_mass(&f.q_t, &f.k_t);
+        if (sides & 2)
+            remove_mass(&f.q_s, &f.k_s);
+        for (int32_t k = 0; case_kernel(&c, k); k++) {
+            skl_plan *const plan = test_plan(&f.problem, case_kernel(&c, k), 2);
+            fixture_results results = results_create(&f), again = results_create(&f);
+            run_both(plan, &f, &results);
+            assert_kl(&results.kl, is_nan, case_kernel(&c, k), "without mass");
+            run_one_pass(plan, &f, &results, &again);
+            assert_kl(&again.kl, is_nan, case_kernel(&c, k), "without mass, one-pass");
+            run_halves(plan, &f, &results, &again);
+            assert_kl(&again.kl, is_nan, case_kernel(&c, k), "without mass, merged");
+            results_destroy(&results);
+            results_destroy(&again);
+            skl_plan_destroy(plan);
+        }
+        fixture_destroy(&f);
+    }
+}
+
+static void shift(const test_tensor *lse, double by)
+{
+    for (int64_t n = 0; n < tensor_count(lse); n++)
+        tensor_set(lse, n, tensor_get(lse, n) + by);
+}
+
+/* LSEs that are far off move all probabilities of a row out of range. The KL of a one-pass call shows it: it is
+ * infinite, of either sign, or NaN, and never 0. The reference computes it from the logits alone. */
+static void test_wrong_lses_are_not_kl_0(void **state)
+{
+    (void)state;
+    static const double offsets[] = {-1e4, 1e4, -1e9, 1e9};
+    const skl_dtype dtype = on_gpu() ? SKL_BF16 : SKL_F32; /* with tensor cores */
+    const test_case c = {"wrong LSEs",
+                         SHAPE(1, 37, 211),
+                         HEADS(2, 2),
+                         DIMS(16, 16),
+                         .dtype_t = dtype,
+                         .dtype_s = dtype,
+                         .without = SKL_DQ_T | SKL_DK_T};
+    fixture f;
+    fixture_create(&f, &c);
+    for (int32_t k = 0; case_kernel(&c, k); k++) {
+        if (strcmp(case_kernel(&c, k), "cpu_reference") == 0)
+            continue;
+        skl_plan *const plan = test_plan(&f.problem, case_kernel(&c, k), 2);
+        for (size_t n = 0; n < COUNT_OF(offsets); n++)
+            for (unsigned sides = 1; sides < 4; sides++) {
+                fixture_results lse = results_create(&f), results = results_create(&f);
+                run_both(plan, &f, &lse);
+                shift(&lse.lse_t, sides & 1 ? offsets[n] : 0);
+                shift(&lse.lse_s, sides & 2 ? offsets[n] : 0);
+                run_one_pass(plan, &f, &lse, &results);
+                assert_kl(&results.kl, is_not_finite, case_kernel(&c, k), "with wrong LSEs");
+                results_destroy(&lse);
+                results_destroy(&results);
+            }
+        skl_plan_destroy(plan);
+    }
+    fixture_destroy(&f);
+}
+
+/* ---- Rows of one key --------------------------------------------------------------------------------------- */
+
+static void assert_no_gradient(const fixture_results *r, const char *kernel, const char *name)
+{
+    const test_tensor *const gradients[] = {&r->dq_t, &r->dk_t, &r->dq_s, &r->dk_s, &r->dw_s};
+    for (size_t g = 0; g < COUNT_OF(gradients); g++)
+        for (int64_t n = 0; gradients[g]->data != NULL && n < tensor_count(gradients[g]); n++)
+            if (tensor_get(gradients[g], n) != 0)
+                fail_msg("%s: %s: gradient %d is %g, not 0", kernel, name, (int)g, tensor_get(gradients[g], n));
+}
+
+/* Keeps the first key of every list of indices. */
+static void keep_one_index(const fixture *f)
+{
+    int32_t *const indices = f->indices.data;
+    for (int64_t row = 0; f->indices.data != NULL && row < tensor_count(&f->indices); row += f->problem.top_k) {
+        int found = 0;
+        for (int64_t n = row; n < row + f->problem.top_k; n++) {
+            indices[n] = found ? -1 : indices[n];
+            found |= indices[n] >= 0;
+        }
+    }
+}
+
+/* Another attention kernel rounds its LSEs differently. */
+static void disturb(const test_tensor *lse, test_random *random)
+{
+    for (int64_t n = 0; n < tensor_count(lse); n++)
+        tensor_set(lse, n, tensor_get(lse, n) * (1 + random_uniform(random, -1e-6, 1e-6)));
+}
+
+static void check_one_key(const test_case *c)
+{
+    fixture f;
+    fixture_create(&f, c);
+    keep_one_index(&f);
+    for (int32_t k = 0; case_kernel(c, k); k++) {
+        const char *const kernel = case_kernel(c, k);
+        skl_plan *const plan = test_plan(&f.problem, kernel, 2);
+        fixture_results results = results_create(&f), again = results_create(&f);
+        run_both(plan, &f, &results);
+        assert_kl(&results.kl, is_zero, kernel, c->name);
+        if (c->lse == LSE_COMPUTED && !on_gpu()) /* a given LSE is rounded once more on its way to the backward */
+            assert_no_gradient(&results, kernel, c->name);
+        run_halves(plan, &f, &results, &again);
+        assert_kl(&again.kl, is_zero, kernel, c->name);
+        test_random random = random_for(c->name);
+        disturb(&results.lse_t, &random);
+        disturb(&results.lse_s, &random);
+        run_one_pass(plan, &f, &results, &again);
+        assert_kl(&again.kl, is_zero, kernel, c->name);
+        if (!on_gpu()) /* there the KL of a row follows a rule for single keys, its gradient does not */
+            assert_no_gradient(&again, kernel, c->name);
+        results_destroy(&results);
+        results_destroy(&again);
+        skl_plan_destroy(plan);
+    }
+    fixture_destroy(&f);
+}
+
+static void test_one_key_has_kl_0(void **state)
+{
+    (void)state;
+#define ONE_KEY SHAPE(1, 211, 211), WINDOW(0, 0)
+    const test_case cases[] = {
+        {"one key", ONE_KEY, HEADS(2, 2), DIMS(16, 33)},
+        {"one key, one-pass", ONE_KEY, HEADS(2, 2), DIMS(16, 33), .without = SKL_DQ_T | SKL_DK_T},
+        {"one key, reverse", ONE_KEY, HEADS(2, 2), DIMS(16, 33), REVERSE},
+        {"one key, reverse, one-pass", ONE_KEY, HEADS(2, 2), DIMS(16, 33), REVERSE, .without = SKL_DQ_S | SKL_DK_S},
+        {"one key, softcap", ONE_KEY, HEADS(2, 2), DIMS(16, 33), SOFTCAPS(2, 3)},
+        {"one key, teacher groups", ONE_KEY, HEADS(6, 2), DIMS(16, 33)},
+        {"one key, teacher groups, reverse", ONE_KEY, HEADS(6, 2), DIMS(16, 33), REVERSE},
+        {"one key, given LSE", ONE_KEY, HEADS(6, 2), DIMS(16, 33), .lse = LSE_GIVEN},
+        {"one key, wider LSE", ONE_KEY, HEADS(6, 2), DIMS(16, 33), .lse = LSE_WIDER, .without = SKL_DQ_T | SKL_DK_T},
+        {"one key, 64 dimensions", ONE_KEY, HEADS(2, 2), DIMS(64, 64), .without = SKL_DQ_T | SKL_DK_T},
+        {"one key, teacher groups, 64 dimensions", ONE_KEY, HEADS(6, 2), DIMS(64, 64),
+         .without = SKL_DQ_T | SKL_DK_T},
+        {"one key, indexer, 64 dimensions", ONE_KEY, HEADS(3, 1), DIMS(64, 64), INDEXER(3)},
+        {"one key, indexer", ONE_KEY, HEADS(3, 1), DIMS(16, 33), INDEXER(3)},
+        {"one key, indexer, reverse", ONE_KEY, HEADS(3, 1), DIMS(16, 33), INDEXER(3), REVERSE},
+        {"one index", SHAPE(1, 211, 211), HEADS(3, 1), DIMS(16, 33), INDEXER(3), TOP_K(5)},
+        {"one index, reverse", SHAPE(1, 211, 211), HEADS(3, 1), DIMS(16, 33), INDEXER(3), TOP_K(5), REVERSE},
+    };
+    for (size_t c = 0; c < COUNT_OF(cases); c++)
+        case_in_every_type(&cases[c], check_one_key);
+}
+
+/* ---- Softcaps ---------------------------------------------------------------------------------------------- */
+
+static void check_softcap(const test_case *c)
+{
+    fixture f;
+    fixture_create(&f, c);
+    fixture_solve(&f);
+    for (int32_t k = 0; case_kernel(c, k); k++) {
+        fixture_results results = results_create(&f);
+        run_kernel(&f, case_kernel(c, k), 2, &results);
+        const int mismatches = rows_mismatch(&f, &results, case_kernel(c, k)) +
+                               gradients_mismatch(&f, &results, case_kernel(c, k), case_kernel(c, k));
+        if (mismatches != 0)
+            fail_msg("%s: %s: softcap %g: %d tensors", c->name, case_kernel(c, k), (double)c->softcap_t, mismatches);
+        results_destroy(&results);
+    }
+    fixture_destroy(&f);
+}
+
+/* Under a softcap far below 1 a logit is far below its LSE, and under a large one it is unchanged. */
+static void test_any_softcap_matches_the_oracle(void **state)
+{
+    (void)state;
+    static const float caps[] = {1e-37F, 1e-7F, 1e-4F, 0.1F, 1e4F, 1e30F, 3e38F};
+    for (size_t n = 0; n < COUNT_OF(caps); n++) {
+        const test_case cases[] = {
+            {"softcap", SHAPE(1, 37, 131), HEADS(2, 2), DIMS(16, 16), SOFTCAPS(caps[n], caps[n])},
+            {"softcap, teacher groups", SHAPE(1, 37, 131), HEADS(4, 2), DIMS(16, 16), SOFTCAPS(caps[n], 0)},
+            {"softcap, teacher groups, reverse", SHAPE(1, 37, 131), HEADS(4, 2), DIMS(16, 16), SOFTCAPS(caps[n], 0),
+             REVERSE},
+            {"softcap, sparse", SHAPE(1, 37, 131), HEADS(4, 1), DIMS(16, 16), SOFTCAPS(caps[n], 0), INDEXER(2),
+             TOP_K(50)},
+        };
+        for (size_t c = 0; c < COUNT_OF(cases); c++)
+            check_softcap(&cases[c]);
+    }
+}
+
+/* ---- The range of f16 -------------------------------------------------------------------------------------- */
+
+/* All rows have the same distributions, so their contributions to dk have the same sign and add up. */
+static void make_rows_equal(const fixture *f)
+{
+    for (int64_t n = 0; n < tensor_count(&f->q_t); n++)
+        tensor_set(&f->q_t, n, tensor_get(&f->q_t, n % f->q_t.dim));
+    for (int64_t n = 0; n < tensor_count(&f->q_s); n += f->q_s.dim)
+        tensor_set(&f->q_s, n, 4000);
+    for (int64_t n = 0; n < tensor_count(&f->k_s); n += f->k_s.dim)
+        tensor_set(&f->k_s, n, 0);
+}
+
+static int count_infinite(const test_tensor *tensor)
+{
+    int count = 0;
+    for (int64_t n = 0; n < tensor_count(tensor); n++)
+        count += !isfinite(tensor_get(tensor, n));
+    return count;
+}
+
+/* In a one-pass call the gradient of the sum over rows exceeds the range of f16. An upstream gradient of 1 / rows,
+ * one float for all rows, is applied before the rounding. */
+static void test_a_scale_keeps_f16_gradients_in_range(void **state)
+{
+    (void)state;
+    enum { ROWS = 512 };
+    static const test_case c = {"f16 sum",
+                                SHAPE(1, ROWS, 67),
+                                HEADS(1, 1),
+                                DIMS(16, 16),
+                                TYPES(F16, F16),
+                                .unit_upstream = 1,
+                                .without = SKL_DQ_T | SKL_DK_T};
+    fixture f;
+    fixture_create(&f, &c);
+    make_rows_equal(&f);
+    test_tensor one_float = tensor_create(SKL_F32, 1, 1, ROWS, 1, LAYOUT_REPEATED);
+    tensor_set(&one_float, 0, 1.0 / ROWS);
+    for (int32_t k = 0; case_kernel(&c, k); k++) {
+        skl_plan *const plan = test_plan(&f.problem, case_kernel(&c, k), 2);
+        fixture_results lse = results_create(&f), results = results_create(&f);
+        f.inputs.grad_kl.data = NULL;
+        run_both(plan, &f, &lse);
+        run_one_pass(plan, &f, &lse, &results);
+        assert_true(count_infinite(&results.dk_s) > 0);
+        f.inputs.grad_kl = tensor_input(&one_float);
+        fixture_solve(&f);
+        run_one_pass(plan, &f, &lse, &results);
+        assert_int_equal(count_infinite(&results.dk_s), 0);
+        assert_int_equal(gradients_mismatch(&f, &results, case_kernel(&c, k), case_kernel(&c, k)), 0);
+        oracle_free(&f.exact);
+        oracle_free(&f.naive);
+        f.exact = f.naive = (oracle_result){0};
+        results_destroy(&lse);
+        results_destroy(&results);
+        skl_plan_destroy(plan);
+    }
+    tensor_destroy(&one_float);
+    fixture_destroy(&f);
+}
+
+/* ---- Long rows --------------------------------------------------------------------------------------------- */
+
+enum { LONG_ROWS = 2 };
+
+/* Exact results of a row, in double. */
+typedef struct long_row {
+    double lse_t, lse_s, kl;
+} long_row;
+
+static long_row solve_long_row(const float *k_t, const float *k_s, int64_t length, double q)
+{
+    double sum_t = 0, sum_s = 0, sum_w = 0;
+    for (int64_t j = 0; j < length; j++) {
+        const double x = q * (double)k_t[j], y = q * (double)k_s[j], p = exp(x);
+        sum_t += p, sum_s += exp(y), sum_w += p * (x - y);
+    }
+    return (long_row){log(sum_t), log(sum_s), sum_w / sum_t - log(sum_t) + log(sum_s)};
+}
+
+static void check_long_row(const char *kernel, int64_t length)
+{
+    static const float q[LONG_ROWS] = {1, -0.5F};
+    float *const k_t = malloc((size_t)length * sizeof *k_t), *const k_s = malloc((size_t)length * sizeof *k_s);
+    assert_true(k_t && k_s);
+    test_random random = random_for("long rows");
+    for (int64_t j = 0; j < length; j++) { /* multiples of 2^-9: logits are exact */
+        k_t[j] = (float)random_between(&random, -1024, 1024) * 0x1p-9F;
+        k_s[j] = k_t[j] + (float)random_between(&random, -12, 12) * 0x1p-9F;
+    }
+    skl_problem p = skl_problem_default();
+    p.len_q = LONG_ROWS, p.len_k = length, p.dim_t = p.dim_s = 1, p.scale_t = p.scale_s = 1, p.gradients = SKL_DQ_S;
+    skl_plan *const plan = test_plan(&p, kernel, 2);
+    float lse_t[LONG_ROWS], lse_s[LONG_ROWS], kl[LONG_ROWS], kl_one_pass[LONG_ROWS], dq[LONG_ROWS];
+    skl_inputs inputs = {.struct_size = sizeof inputs,
+                         .q_t = skl_input_contiguous(q, 1, LONG_ROWS, 1),
+                         .k_t = skl_input_contiguous(k_t, 1, length, 1),
+                         .q_s = skl_input_contiguous(q, 1, LONG_ROWS, 1),
+                         .k_s = skl_input_contiguous(k_s, 1, length, 1)};
+    skl_rows rows = {.struct_size = sizeof rows,
+                     .kl = skl_output_contiguous(kl, 1, LONG_ROWS, 1),
+                     .lse_t = skl_output_contiguous(lse_t, 1, LONG_ROWS, 1),
+                     .lse_s = skl_output_contiguous(lse_s, 1, LONG_ROWS, 1)};
+    run_forward(plan, &inputs, &rows);
+    inputs.lse_t = skl_input_contiguous(lse_t, 1, LONG_ROWS, 1);
+    inputs.lse_s = skl_input_contiguous(lse_s, 1, LONG_ROWS, 1);
+    rows = (skl_rows){.struct_size = sizeof rows, .kl = skl_output_contiguous(kl_one_pass, 1, LONG_ROWS, 1)};
+    const skl_gradients gradients = {.struct_size = sizeof gradients,
+                                     .dq_s = skl_output_contiguous(dq, 1, LONG_ROWS, 1)};
+    run_forward_backward(plan, &inputs, &rows, &gradients);
+    for (int i = 0; i < LONG_ROWS; i++) {
+        const long_row exact = solve_long_row(k_t, k_s, length, (double)q[i]);
+        const double errors[] = {fabs((double)lse_t[i] - exact.lse_t) / (1 + exact.lse_t),
+                                 fabs((double)lse_s[i] - exact.lse_s) / (1 + exact.lse_s),
+                                 fabs((double)kl[i] - exact.kl), fabs((double)kl_one_pass[i] - exact.kl)};
+        if (test_environment("SKL_TEST_REPORT", 0))
+            print_message("%s: %.0f keys: in roundings: LSEs %.2f %.2f, KL of %.1e %.2f, one-pass %.2f\n", kernel,
+                          (double)length, errors[0] / 0x1p-24, errors[1] / 0x1p-24, exact.kl, errors[2] / 0x1p-24,
+                          errors[3] / 0x1p-24);
+        for (size_t n = 0; n < COUNT_OF(errors); n++)
+            if (!(errors[n] <= 2 * 0x1p-24))
+                fail_msg("%s: %.0f keys: result %d is off by %.2f roundings", kernel, (double)length, (int)n,
+                         errors[n] / 0x1p-24);
+    }
+    skl_plan_destroy(plan);
+    free(k_t);
+    free(k_s);
+}
+
+/* Errors of LSEs and KLs do not grow with the number of keys: see docs/design/maths.md. */
+static void test_long_rows_stay_accurate(void **state)
+{
+    (void)state;
+    const int64_t short_length = ((int64_t)1 << 22) / test_environment("SKL_TEST_SAMPLE", 1);
+    const int64_t length = test_environment("SKL_TEST_LONG", 0) ? (int64_t)1 << 24 : short_length;
+    for (int32_t k = 0; test_kernel(k); k++)
+        check_long_row(test_kernel(k), length);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_huge_logits_match_the_oracle),
+        cmocka_unit_test(test_rows_without_mass_are_nan),
+        cmocka_unit_test(test_wrong_lses_are_not_kl_0),
+        cmocka_unit_test(test_one_key_has_kl_0),
+        cmocka_unit_test(test_any_softcap_matches_the_oracle),
+        cmocka_unit_test(test_long_rows_stay_accurate),
+        cmocka_unit_test(test_a_scale_keeps_f16_gradients_in_range),
+    };
+    const struct CMUnitTest gpu_tests[] = {
+        cmocka_unit_test(test_huge_logits_match_the_oracle),
+        cmocka_unit_test(test_wrong_lses_are_not_kl_0),
+        cmocka_unit_test(test_one_key_has_kl_0),
+    };
+    return on_gpu() ? test_run("extremes", gpu_tests, COUNT_OF(gpu_tests))
+                    : test_run("extremes", tests, COUNT_OF(tests));
+}
