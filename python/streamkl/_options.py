@@ -6,6 +6,7 @@ import numbers
 from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
+from torch.autograd import forward_ad
 
 from ._problem import KL_FORWARD, KL_REVERSE, Options
 
@@ -32,6 +33,7 @@ class AttentionOptions(_ModelOptions, total=False):
     """Options of attention_kl that stay the same from batch to batch."""
 
     softcap_s: float
+    check_lse: bool
 
 
 class IndexerOptions(_ModelOptions, total=False):
@@ -189,3 +191,24 @@ def check_flags(**flags: Any) -> None:
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise ValueError(f"{name}={flag!r}: must be True or False")
+
+
+# ---- Transforms of torch.func --------------------------------------------------------------------------------------------
+
+_are_transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+
+
+def refuse_transforms(function: str, *tensors: torch.Tensor) -> None:
+    """Without a forward-mode rule, an operator has a tangent of 0."""
+    if torch.compiler.is_compiling():
+        return
+    if _are_transforms_active() and any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
+        case = "torch.func transforms (jvp, grad, vmap, hessian)"
+    elif forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(each).tangent is not None for each in tensors):
+        case = "forward-mode differentiation"
+    else:
+        return
+    raise RuntimeError(
+        f"streamkl.{function} does not support {case}: use backward() or torch.autograd.grad, and the batch dimension for vmap; "
+        f"streamkl.reference.{function} supports them"
+    )

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 
 from . import _library as lib
+from ._check_lse import check_both_lses, is_lse_check_on
 from ._checks import sizes
 from ._ops import Forward, OnePass, weighted
-from ._options import AllAttentionOptions, Direction, Layout, Reduction, check_flags, translate
+from ._options import AllAttentionOptions, Direction, Layout, Reduction, check_flags, refuse_transforms, translate
 from ._problem import DK_S, DK_T, DQ_S, DQ_T, KL_FORWARD
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def attention_kl(
     lse_t: torch.Tensor | None = None,
     lse_s: torch.Tensor | None = None,
     deterministic: bool = False,
+    check_lse: bool = False,
     return_lse: bool = False,
     layout: Layout = "bnhd",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -105,6 +107,8 @@ def attention_kl(
         lse_s: the same for the student, ``[batch, heads_s, len_q]``.
         deterministic: gradients have the same bits on every run. ``torch.use_deterministic_algorithms(True)`` does the same.
             Only Hopper GPUs are faster without it, for heads of up to 128 dimensions.
+        check_lse: compute both given LSEs again for some rows, and raise an error if they differ: wrong LSEs give a wrong loss and
+            nothing else tells. Waits for the GPU. The environment variable ``STREAMKL_CHECK_LSE=1`` does the same.
         return_lse: also return both LSEs.
         layout: ``"bnhd"``, as above, or ``"bhnd"``: ``[batch, heads, length, dim]``, packed ``[heads, total, dim]``.
 
@@ -115,7 +119,8 @@ def attention_kl(
     Raises:
         ValueError: an argument does not fit; the message contains its name, its shape or value, and what is accepted.
     """
-    check_flags(return_lse=return_lse)
+    refuse_transforms("attention_kl", q_t, k_t, q_s, k_s)
+    check_flags(return_lse=return_lse, check_lse=check_lse)
     lengths, options = translate(
         _wanted_gradients(q_t, k_t, q_s, k_s), causal=causal, window_size=window_size, softmax_scale_t=softmax_scale_t,
         softmax_scale_s=softmax_scale_s, softcap_t=softcap_t, softcap_s=softcap_s, cu_seqlens_q=cu_seqlens_q,
@@ -127,7 +132,7 @@ def attention_kl(
     if row_weight is not None:
         row_weight = expand_weight(row_weight, q_s, lengths, options)
 
-    tensors = (q_t, k_t, q_s, k_s, None)
+    tensors, given_lses = (q_t, k_t, q_s, k_s, None), (lse_t, lse_s)
     one_pass = options.gradients and reduction != "none" and (row_weight is None or not row_weight.requires_grad)
     if one_pass and lse_t is None and lse_s is None and _lses_first(q_t, q_s, options):
         with torch.no_grad():
@@ -144,6 +149,8 @@ def attention_kl(
             lse_t, lse_s = lses
         loss = weighted(kl, row_weight)
         loss = loss if reduction == "none" else loss.sum()
+    if is_lse_check_on(check_lse, *given_lses):  # the operator has checked all shapes
+        check_both_lses((q_t, k_t, given_lses[0]), (q_s, k_s, given_lses[1]), lengths, options)
     if reduction == "mean":
         loss = _divide_by_rows(loss, q_s, k_s, row_weight, lengths, options)
     if not return_lse:

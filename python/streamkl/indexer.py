@@ -8,7 +8,7 @@ import torch
 
 from . import _library as lib
 from ._ops import Forward, OnePass, row_names, weighted
-from ._options import AllIndexerOptions, Direction, Layout, Reduction, check_flags, to_int32, translate
+from ._options import AllIndexerOptions, Direction, Layout, Reduction, check_flags, refuse_transforms, to_int32, translate
 from ._problem import DK_S, DQ_S, DW_S
 from .attention import expand_weight, promote_under_autocast
 
@@ -139,6 +139,7 @@ def indexer_kl(
     Raises:
         ValueError: an argument does not fit; the message contains its name, its shape or value, and what is accepted.
     """
+    refuse_transforms("indexer_kl", q_t, k_t, q_s, k_s, w_s)
     check_flags(lse_t_wider=lse_t_wider, return_rows=return_rows)
     if lse_t_wider and lse_t is None:
         raise ValueError("lse_t_wider=True: needs lse_t")

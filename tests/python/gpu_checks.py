@@ -213,7 +213,7 @@ def check_lses_of_torch():
     """attention_kl takes the LSEs of torch's fused attention: one pass equals two passes."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    from streamkl._hf_capture import _sdpa_with_lse
+    from streamkl.hf._attention import _sdpa_with_lse
 
     shape = dict(BF16, key_heads_t=4, len_q=200, len_k=200, layout="bhnd")
     q_t, k_t, q_s, k_s = make_tensors(**shape)
@@ -222,8 +222,8 @@ def check_lses_of_torch():
     )
     for backend in SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION:
         with sdpa_kernel(backend):
-            answer, lse_t = _sdpa_with_lse(q_t, k_t, k_t, None, True)
-            _, lse_s = _sdpa_with_lse(q_s, k_s, k_s, None, True)
+            answer, lse_t = _sdpa_with_lse(None, q_t, k_t, k_t, None, True)
+            _, lse_s = _sdpa_with_lse(None, q_s, k_s, k_s, None, True)
             if answer is None:
                 print(f"skipped - {backend} is not for this GPU")
                 continue

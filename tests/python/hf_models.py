@@ -2,7 +2,8 @@
 
 import torch
 from transformers import (
-    BertConfig, BertModel, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM,
+    BartConfig, BartForConditionalGeneration, BertConfig, BertModel, Gemma2Config, Gemma2ForCausalLM, LlamaConfig,
+    LlamaForCausalLM, T5Config, T5ForConditionalGeneration,
 )  # fmt: skip
 
 
@@ -39,6 +40,21 @@ def bert(layers=2, heads=4, hidden=32, implementation="sdpa", vocabulary=100):
         num_attention_heads=heads,
     )  # fmt: skip
     return BertModel._from_config(config, attn_implementation=implementation, add_pooling_layer=False)
+
+
+def bart(layers=2, heads=4, hidden=32, implementation="sdpa", factor=8.0):
+    config = BartConfig(
+        vocab_size=100, d_model=hidden, encoder_layers=layers, decoder_layers=layers, encoder_attention_heads=heads,
+        decoder_attention_heads=heads, encoder_ffn_dim=64, decoder_ffn_dim=64, dropout=0.0, pad_token_id=1,
+    )  # fmt: skip
+    return _sharpen(BartForConditionalGeneration._from_config(config, attn_implementation=implementation), factor)
+
+
+def t5(layers=2, heads=4, hidden=32, implementation="eager"):
+    config = T5Config(
+        vocab_size=100, d_model=hidden, d_kv=8, d_ff=64, num_layers=layers, num_heads=heads, decoder_start_token_id=0
+    )
+    return T5ForConditionalGeneration._from_config(config, attn_implementation=implementation)
 
 
 def batch(padding="none", size=3, length=17, seed=0):

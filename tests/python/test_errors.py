@@ -228,3 +228,33 @@ def test_indexer_options(fault):
 def test_index_heads():
     with pytest.raises(ValueError, match=r"index_heads=257: must be 1..256"):
         streamkl.indexer_kl(*make_indexer(index_heads=257))
+
+
+LENGTHS = torch.tensor([0, 7, 7, 20])
+LSE_CASES = {
+    "dense": dict(),
+    "causal window": dict(causal=True, window_size=(4, 0)),
+    "softcap and scale": dict(softcap_s=2.0, softmax_scale_s=0.3, softcap_t=3.0),
+    "key lengths": dict(key_lengths=torch.tensor([9, 20])),
+    "heads first": dict(layout="bhnd", causal=True),
+    "packed": dict(cu_seqlens_q=LENGTHS, cu_seqlens_k=LENGTHS, causal=True),
+}
+
+
+@pytest.mark.parametrize("case", LSE_CASES)
+def test_check_lse(case, monkeypatch):
+    torch.manual_seed(0)
+    options = LSE_CASES[case]
+    shape = (20, 4, 8) if case == "packed" else (2, 20, 4, 8)
+    shape = (2, 4, 20, 8) if case == "heads first" else shape
+    tensors = [torch.randn(shape) for _ in range(4)]
+    tensors[2].requires_grad_()
+    plain, lse_t, lse_s = streamkl.attention_kl(*tensors, return_lse=True, **options)
+    loss = streamkl.attention_kl(*tensors, lse_t=lse_t, lse_s=lse_s, check_lse=True, **options)
+    torch.testing.assert_close(loss, plain)
+    streamkl.attention_kl(*tensors, lse_t=lse_t, lse_s=lse_s * 1.4427, **options)  # of base 2: nothing tells
+    with pytest.raises(ValueError, match=r"lse_s: .* row 0, head 0 must be .* \(natural logarithm\)"):
+        streamkl.attention_kl(*tensors, lse_t=lse_t, lse_s=lse_s * 1.4427, check_lse=True, **options)
+    monkeypatch.setenv("STREAMKL_CHECK_LSE", "1")
+    with pytest.raises(ValueError, match="lse_t: .* must be"):
+        streamkl.attention_kl(*tensors, lse_t=lse_t + 0.1, lse_s=lse_s, **options)

@@ -7,8 +7,8 @@ transformers = pytest.importorskip("transformers")
 
 from hf_models import batch, bert, gemma2, kl_from_attentions, llama  # noqa: E402
 
-from streamkl import _hf_capture  # noqa: E402
 from streamkl.hf import AttentionDistiller  # noqa: E402
+from streamkl.hf._capture import Recorder  # noqa: E402
 
 PAIRS = {
     "llama sdpa": (lambda: llama(4, 8, 4, 64), lambda: llama(2, 4, 2), {0: 1, 1: 3}),
@@ -59,7 +59,9 @@ def test_lses_lead_to_one_pass(monkeypatch):
 
     torch.manual_seed(0)
     calls = []
-    monkeypatch.setattr(attention.OnePass, "apply", lambda *a: calls.append(a) or (torch.zeros((), requires_grad=True),))
+    monkeypatch.setattr(
+        attention.OnePass, "apply", lambda *a: calls.append(a) or (torch.zeros((), requires_grad=True),)
+    )
     student = llama()
     with AttentionDistiller(llama(), student) as distiller:
         student(**batch())
@@ -157,7 +159,7 @@ def test_captures_nothing_when_detached():
         assert len(distiller.student.layers) == 2
     assert (teacher.config._attn_implementation, student.config._attn_implementation) == ("sdpa", "eager")
     student(**inputs)
-    assert distiller.student.layers == [] and distiller.student.arguments is None
+    assert distiller.student.layers == [] and not distiller.student.has_run
     assert not student._forward_hooks and not student._forward_pre_hooks
 
 
@@ -204,17 +206,16 @@ def test_models_that_share_a_config():
 def test_unsupported_cases_are_errors():
     torch.manual_seed(0)
     teacher, student, inputs = llama(), llama(), batch()
-    with AttentionDistiller(teacher, student, layer_map={0: 2}) as distiller:
-        student(**inputs)
-        with pytest.raises(ValueError, match=r"layer_map\[0\]=2: the student has layers 0..1, the teacher 0..1"):
-            distiller.loss()
-        packed = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]])
-        with pytest.raises(ValueError, match="student: layer 0 uses an attention mask we do not support"):
-            student(input_ids=inputs["input_ids"][:1], position_ids=packed, use_cache=False)
     with AttentionDistiller(bert(), student) as distiller:
         student(**inputs)
         with pytest.raises(
             ValueError, match="student layer 0 and teacher layer 0: one is causal and the other is not"
+        ):
+            distiller.loss()
+    with AttentionDistiller(teacher, student) as distiller:
+        student(input_ids=inputs["input_ids"], attention_mask=torch.ones(3, 1, 17, 17).tril().bool())
+        with pytest.raises(
+            ValueError, match=r"layer 0 \(model.layers.0.self_attn\) receives an attention mask \[3, 1, 17, 17\]"
         ):
             distiller.loss()
 
@@ -239,25 +240,22 @@ def test_an_exception_in_forward_ends_the_capture():
     with AttentionDistiller(llama(), student):
         with pytest.raises(IndexError):
             student(input_ids=torch.tensor([[1000]]))
-        assert _hf_capture._running.capture is None
+        assert Recorder.of(student).depth == 0
 
 
-def test_trainer_subclass(tmp_path):
-    """Two steps of the trainer in examples/distil_trainer.py."""
-    pytest.importorskip("accelerate")
-    import importlib.util
-    from pathlib import Path
-
-    path = Path(__file__).parents[2] / "examples" / "distil_trainer.py"
-    spec = importlib.util.spec_from_file_location("distil_trainer", path)
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    torch.manual_seed(0)
-    data = [dict(input_ids=ids, labels=ids) for ids in batch(size=8)["input_ids"]]
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=4, report_to=[], use_cpu=True, logging_steps=1,
-        save_strategy="no", gradient_checkpointing=True,
+def test_bidirectional_gemma3():
+    """Embedding models of Gemma 3 unite two windows: a plain one on both sides."""
+    config = transformers.Gemma3TextConfig(
+        vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, sliding_window=4, layer_types=["sliding_attention", "full_attention"], use_bidirectional_attention=True,
     )  # fmt: skip
-    trainer = example.DistillingTrainer(model=llama(), args=arguments, train_dataset=data, teacher=llama())
-    trainer.train()
-    assert any("attention_kl" in entry for entry in trainer.state.log_history)
+    torch.manual_seed(0)
+    teacher, student = (transformers.Gemma3TextModel._from_config(config, attn_implementation="eager").eval() for _ in range(2))
+    inputs = batch("left")
+    with AttentionDistiller(teacher, student) as distiller:
+        student(**inputs)
+        side = config.sliding_window - 1  # of the half that the config makes of 4
+        assert [layer.visible.window_size() for layer in distiller.student.layers] == [(side, side), (-1, -1)]
+        loss = distiller.loss()
+    expected = kl_from_attentions(teacher, student, inputs, {0: 0, 1: 1})
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-7)

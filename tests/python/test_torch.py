@@ -147,6 +147,34 @@ def test_double_backward_is_an_error():
         torch.autograd.grad(streamkl.attention_kl(*tensors, lse_t=lse_t, lse_s=lse_s), tensors, create_graph=True)
 
 
+TRANSFORMS = {
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),)),
+    "grad": lambda f, x: torch.func.grad(f)(x),
+    "vmap": lambda f, x: torch.func.vmap(f)(x.expand(2, *x.shape)),
+    "hessian": lambda f, x: torch.func.hessian(f)(x),
+}
+
+
+@pytest.mark.parametrize("function", ["attention_kl", "indexer_kl"])
+@pytest.mark.parametrize("name", [*TRANSFORMS, "dual"])
+def test_transforms_are_refused(name, function):
+    """In forward mode the operator would have a tangent of 0."""
+    torch.manual_seed(0)
+    q, w = torch.randn(1, 5, 2, 8), torch.randn(1, 5, 2)
+
+    def loss(x):
+        if function == "attention_kl":
+            return streamkl.attention_kl(q, q, x, q)
+        return streamkl.indexer_kl(q, q, x, q[:, :, :1], w)
+
+    with pytest.raises(RuntimeError, match=f"streamkl.{function} does not support .*streamkl.reference.{function} supports them"):
+        if name != "dual":
+            TRANSFORMS[name](loss, torch.randn_like(q))
+        else:
+            with torch.autograd.forward_ad.dual_level():
+                loss(torch.autograd.forward_ad.make_dual(torch.randn_like(q), q))
+
+
 @pytest.mark.parametrize("one_pass", [False, True])
 def test_backward_twice_with_retain_graph(one_pass):
     tensors = make_tensors()

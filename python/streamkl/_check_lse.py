@@ -1,0 +1,79 @@
+"""check_lse: the LSEs that a caller passes for one pass, compared with those of some rows."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import torch
+
+from ._checks import sizes
+
+_ROWS = 4  # per sequence
+_SEQUENCES = 8
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 2e-2}  # of 1 + |LSE|
+
+
+def is_lse_check_on(check_lse: bool, lse_t: torch.Tensor | None, lse_s: torch.Tensor | None) -> bool:
+    if lse_t is None or lse_s is None or torch.compiler.is_compiling():
+        return False
+    return check_lse or os.environ.get("STREAMKL_CHECK_LSE") == "1"
+
+
+@torch.no_grad()
+def check_both_lses(teacher, student, lengths, options) -> None:
+    """Raises ValueError if an LSE of teacher or student, given as (q, k, lse), is not that of the visible keys."""
+    for role, given, scale, softcap in (
+        ("t", teacher, options.scale_t, options.softcap_t),
+        ("s", student, options.scale_s, options.softcap_s),
+    ):
+        q, k, lse = given
+        scale = scale or 1 / math.sqrt(q.shape[-1])
+        for place, q_row, keys, found in _sample(q, k, lse, lengths, options):
+            logits = torch.einsum("hd,hnd->hn", q_row.float(), keys.float()) * scale
+            logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+            expected = logits.logsumexp(-1)
+            error = (found - expected).abs()
+            wrong = ~(error <= _TOLERANCE[q.dtype] * (1 + expected.abs()))
+            if wrong.any():
+                head = int(wrong.int().argmax())
+                raise ValueError(
+                    f"lse_{role}: {found[head]:.5g} at {place}, head {head} must be {expected[head]:.5g}, the log-sum-exp of the "
+                    "scaled and capped logits of the visible keys (natural logarithm)"
+                )
+
+
+def _sample(q, k, lse, lengths, options):
+    """(place, query [heads, dim], visible keys [heads, keys, dim], LSE [heads]) of some rows."""
+    if not options.heads_first:
+        q, k = q.transpose(-3, -2), k.transpose(-3, -2)
+    packed = lengths.cu_seqlens_q is not None
+    for place, q_0, q_1, k_0, k_1, keys, b in _sequences(q, k, lengths, packed):
+        len_q, len_k = q_1 - q_0, k_1 - k_0
+        for i in sorted({len_q * part // _ROWS for part in range(_ROWS)} | {len_q - 1}) if len_q else ():
+            position = i + len_k - len_q
+            right = 0 if options.causal else options.window_right
+            begin = max(0, position - options.window_left) if options.window_left >= 0 else 0
+            end = min(keys, position + right + 1) if right >= 0 else keys
+            if begin >= end:
+                continue
+            query, key, row = (
+                (q[:, q_0 + i], k[:, k_0:k_1], lse[:, q_0 + i]) if packed else (q[b, :, i], k[b], lse[b, :, i])
+            )
+            key = key[:, begin:end].repeat_interleave(query.shape[0] // key.shape[0], 0)
+            yield f"{place}, row {i}", query, key, row
+
+
+def _sequences(q, k, lengths, packed):
+    """(name, first and last query, first and last key, visible keys, batch index)"""
+    if packed:
+        bounds_q, bounds_k = lengths.cu_seqlens_q.tolist(), lengths.cu_seqlens_k.tolist()
+        for b, (q_0, q_1, k_0, k_1) in enumerate(zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:])):
+            if b < _SEQUENCES:
+                yield f"sequence {b}", q_0, q_1, k_0, k_1, k_1 - k_0, 0
+        return
+    batch, _, len_q = sizes(q.shape, False, True)
+    len_k = k.shape[2]
+    counts = [len_k] * batch if lengths.key_lengths is None else lengths.key_lengths.tolist()
+    for b in range(min(batch, _SEQUENCES)):
+        yield f"batch {b}", 0, len_q, 0, len_k, counts[b], b

@@ -1,0 +1,238 @@
+"""streamkl.hf.AttentionDistiller."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from .._options import Direction, check_flags
+from . import _maps as maps
+from ._capture import Capture
+from ._inputs import check_same_input, run_teacher
+from ._layers import REFUSALS, Kind, Layer
+from ._pairs import RELATIONS, Pair, Relation, RowCache
+from ._parameters import reach_everything
+
+
+class AttentionDistiller:
+    """The KL between the attention of a teacher and that of a student, averaged over pairs of layers.
+
+    Between `attach()` and `detach()`, or inside a ``with`` block, both models run their own attention as before, bit for bit,
+    and the queries and keys of their last forward are kept, after RoPE. `loss()` compares them and frees them. Several
+    distillers may share a student or a teacher: with one per teacher, a student learns from several.
+
+    Supported are padding (2-D ``attention_mask``), packed sequences (``position_ids``), causal, bidirectional and chunked
+    attention, sliding windows, softcap, GQA, encoder-decoders, and gradient checkpointing with ``use_reentrant=False``
+    (transformers' default). Another kind of attention is refused by name. If teacher and student attend to different keys, the
+    KL covers the keys that both attend to. If the attention of both models returns its LSEs, as torch's fused kernels do under
+    ``attn_implementation="sdpa"``, loss and gradients take one pass.
+
+    Args:
+        teacher: a transformers model, or a wrapper of one (DDP, FSDP, torch.compile, peft). It is put into eval mode and receives
+            no gradients.
+        student: the same for the student, which reads the same tokens.
+        layer_map: the teacher layer, or layers, of each student layer: ``{student: teacher}``, ``{student: [teacher, ...]}``, or
+            a sequence with one entry per student layer. Default: evenly spread, ending at the last layer, preferably among
+            layers of the same window.
+        head_map: the teacher head of each student head: ``{student: teacher}`` or a sequence with one teacher head per student
+            head, in every layer; or such a map per student layer, ``{layer: head_map}``. Default: head i to head i, or the mean
+            of ``heads_t / heads_s`` consecutive heads.
+        direction: ``"forward"``: KL(teacher || student); ``"reverse"``: KL(student || teacher).
+        attention: of an encoder-decoder, the self-attention (``"self"``) or cross-attention (``"cross"``) of the decoder, or the
+            self-attention of the encoder (``"encoder"``). Layers are counted within that kind.
+        relations: which products are compared, as in MiniLMv2: ``"qk"`` is the attention, ``"qq"``, ``"kk"`` and ``"vv"`` are
+            softmax(q q), softmax(k k) and softmax(v v) with scale 1 / sqrt(dim). Their KLs are averaged.
+        temperature: divides the logits of both; the loss is multiplied by its square, which keeps the size of the gradients.
+        layer_weight: ``{student layer: weight}`` of each layer in the mean; 1 where it is left out.
+        rows: ``"all"`` rows that are not padding, or only those that predict a token of the ``labels`` (not -100).
+        sample_rows: reserved: must be 1.
+        check_input: raise an error if teacher and student have read different tokens.
+    """
+
+    def __init__(
+        self,
+        teacher: torch.nn.Module,
+        student: torch.nn.Module,
+        *,
+        layer_map: maps.LayerMap | None = None,
+        head_map: maps.HeadMap | None = None,
+        direction: Direction = "forward",
+        attention: Kind = "self",
+        relations: Sequence[Relation] = ("qk",),
+        temperature: float = 1.0,
+        layer_weight: Mapping[int, float] | None = None,
+        rows: Literal["all", "labels"] = "all",
+        sample_rows: float = 1,
+        check_input: bool = True,
+    ) -> None:
+        needs_values = "vv" in relations
+        self.teacher = Capture(teacher, "teacher", needs_values)
+        self.student = Capture(student, "student", needs_values)
+        if self.teacher.model is self.student.model:
+            raise ValueError("teacher: must be another model than the student; copy.deepcopy(student) makes one")
+        self.layer_map, self.head_map = maps.layer_map_of(layer_map), maps.head_map_of(head_map)
+        check_flags(check_input=check_input)
+        _check_choice("direction", direction, ("forward", "reverse"))
+        _check_choice("attention", attention, ("self", "cross", "encoder"))
+        _check_choice("rows", rows, ("all", "labels"))
+        if not relations or isinstance(relations, str) or not all(relation in RELATIONS for relation in relations):
+            raise ValueError(f"relations={relations!r}: must be one or more of {', '.join(map(repr, RELATIONS))}")
+        if not (isinstance(temperature, (int, float)) and math.isfinite(temperature) and temperature > 0):
+            raise ValueError(f"temperature={temperature!r}: must be a positive number")
+        if sample_rows != 1:
+            raise ValueError(f"sample_rows={sample_rows!r}: {REFUSALS['sample_rows']}")
+        maps.check_against_configs(self.layer_map, self.head_map, self.teacher.model, self.student.model)
+        self.direction, self.attention, self.relations = direction, attention, tuple(relations)
+        self.temperature, self.rows, self.check_input = float(temperature), rows, check_input
+        self.layer_weight = dict(layer_weight or {})
+        if any(weight < 0 for weight in self.layer_weight.values()):
+            raise ValueError(f"layer_weight={layer_weight!r}: must not be negative")
+        self._depth = 0
+        self.last_losses: dict[int, torch.Tensor] = {}
+        """KL of every student layer in the last `loss()`, detached, for logging."""
+
+    # ---- Attaching -----------------------------------------------------------------------------------------------------
+
+    @property
+    def attached(self) -> bool:
+        return self._depth > 0
+
+    def attach(self) -> AttentionDistiller:
+        """Start to record queries and keys. May be nested: the last detach() counts."""
+        if self._depth == 0:
+            self.teacher.attach()
+            self.student.attach()
+            self.teacher.model.eval()
+        self._depth += 1
+        return self
+
+    def detach(self) -> None:
+        """Restore the attention of both models and free everything that was captured."""
+        if self._depth == 1:
+            self.student.detach()
+            self.teacher.detach()
+        self._depth = max(self._depth - 1, 0)
+
+    def __enter__(self) -> AttentionDistiller:
+        return self.attach()
+
+    def __exit__(self, *_) -> None:
+        self.detach()
+
+    # ---- The loss ----------------------------------------------------------------------------------------------------
+
+    def loss(self, *, labels: torch.Tensor | None = None, row_weight: torch.Tensor | None = None) -> torch.Tensor:
+        """Attention KL of the student's last forward, f32: mean over layer pairs, heads and rows that are not padding.
+
+        If the teacher has not run since the last loss(), it runs now on the same input.
+
+        Args:
+            labels: as the student takes them, for ``rows="labels"``, if it did not receive them.
+            row_weight: weight of every row in the mean, ``[batch, len_q]``.
+        """
+        losses = self.losses(labels=labels, row_weight=row_weight)
+        weights = {i: self.layer_weight.get(i, 1.0) for i in losses}
+        total = sum(weights.values())
+        if total == 0:
+            raise ValueError(
+                f"layer_weight={self.layer_weight!r}: at least one of the layers {list(losses)} must count"
+            )
+        if len(set(weights.values())) == 1:
+            return torch.stack(list(losses.values())).mean()
+        return torch.stack([losses[i] * (weight / total) for i, weight in weights.items()]).sum()
+
+    def losses(
+        self, *, labels: torch.Tensor | None = None, row_weight: torch.Tensor | None = None
+    ) -> dict[int, torch.Tensor]:
+        """The terms of `loss()`: the KL of every student layer, with its gradient. Frees what was captured."""
+        pairs, weight, cache = self.pairs(), self._row_weight(labels, row_weight), RowCache()
+        by_layer: dict[int, list[torch.Tensor]] = {}
+        for (i, _), pair in pairs.items():
+            loss = pair.loss(weight, self.direction, self.relations, self.temperature, cache)
+            by_layer.setdefault(i, []).append(loss)
+        losses = {i: torch.stack(many).mean() for i, many in by_layer.items()}
+        first = next(iter(losses))
+        losses[first] = reach_everything(losses[first], self.student.model, self.student.output)
+        self.teacher.clear()
+        self.student.clear()
+        self.last_losses = {i: loss.detach() for i, loss in losses.items()}
+        return losses
+
+    def pairs(self) -> dict[tuple[int, int], Pair]:
+        """{(student layer, teacher layer): their captured layers}, after the teacher has run and everything is checked."""
+        if not self.attached:
+            raise RuntimeError(
+                "AttentionDistiller: call attach(), or use it as a context manager, before the models run"
+            )
+        if not self.student.has_run:
+            raise RuntimeError("AttentionDistiller: the student has not run since the last loss()")
+        if not self.teacher.has_run:
+            run_teacher(self.teacher, self.student)
+        elif self.check_input:
+            check_same_input(self.teacher, self.student)
+        layers_t, layers_s = self._layers(self.teacher), self._layers(self.student)
+        chosen = self.layer_map if self.layer_map is not None else maps.default_layers(layers_t, layers_s)
+        maps.check_layers(chosen, len(layers_t), len(layers_s))
+        self._check_graph([layers_s[i] for i in chosen])
+        return {
+            (i, j): Pair(
+                f"student layer {i} and teacher layer {j}",
+                layers_t[j].require(),
+                layers_s[i].require(),
+                self._heads(i),
+            )
+            for i, many in chosen.items()
+            for j in many
+        }
+
+    def _layers(self, capture: Capture) -> list[Layer]:
+        layers = [layer for layer in capture.layers if layer.kind == self.attention]
+        if not layers:
+            found = ", ".join(sorted({layer.kind for layer in capture.layers})) or "none"
+            raise ValueError(
+                f"{capture.role}: the last forward of {type(capture.root.module).__name__} has no layers for "
+                f"attention={self.attention!r}; it has: {found}"
+            )
+        return layers
+
+    def _heads(self, i: int) -> dict[int, int] | None:
+        return None if self.head_map is None else self.head_map.get(i, self.head_map.get(None))
+
+    def _check_graph(self, layers: list[Layer]) -> None:
+        """With gradients enabled, a KL that trains nothing is an error."""
+        if not torch.is_grad_enabled() or all(layer.has_graph and layer.q.requires_grad for layer in layers):
+            return
+        if not self.student.root.has_graph:
+            reason = "its last forward ran under torch.no_grad(), as a second forward for metrics does: call loss() before that"
+        elif self.student.is_checkpointing and not all(layer.has_graph for layer in layers):
+            reason = (
+                "reentrant checkpointing keeps no graph of its queries and keys: call "
+                "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})"
+            )
+        elif any(layer.q.requires_grad or layer.k.requires_grad for layer in layers):
+            return  # the lower layers are frozen
+        else:
+            reason = "no parameter that its queries and keys depend on requires a gradient"
+        raise RuntimeError(
+            f"AttentionDistiller: the KL would not train the student: {reason}; to only measure the KL, call loss() under "
+            "torch.no_grad()"
+        )
+
+    def _row_weight(self, labels: torch.Tensor | None, row_weight: torch.Tensor | None) -> torch.Tensor | None:
+        if self.rows == "all":
+            return row_weight
+        labels = labels if labels is not None else self.student.root.arguments().get("labels")
+        if labels is None:
+            raise ValueError("rows='labels': the student ran without labels: pass loss(labels=...)")
+        counted = labels != -100
+        if self.attention == "self" and not self.student.model.config.is_encoder_decoder:
+            counted = torch.nn.functional.pad(counted[:, 1:], (0, 1))  # row i predicts token i + 1
+        return counted.float() if row_weight is None else counted * row_weight
+
+
+def _check_choice(name: str, value: Any, accepted: tuple[str, ...]) -> None:
+    if value not in accepted:
+        raise ValueError(f"{name}={value!r}: must be {' or '.join(map(repr, accepted))}")

@@ -1,0 +1,110 @@
+"""Which teacher layer and head each student layer and head learns from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Union
+
+import torch
+
+from .._options import is_whole
+from ._layers import Layer
+
+IntMap = Union[Mapping[int, int], Sequence[int]]
+LayerMap = Union[Mapping[int, Union[int, Sequence[int]]], Sequence[Union[int, Sequence[int]]]]
+HeadMap = Union[IntMap, Mapping[int, IntMap]]
+
+
+def layer_map_of(given: LayerMap | None) -> dict[int, list[int]] | None:
+    """{student layer: teacher layers}, checked."""
+    if given is None:
+        return None
+    pairs = _as_dict("layer_map", given)
+    layers = {i: list(j) if isinstance(j, (list, tuple)) else [j] for i, j in pairs.items()}
+    _check("layer_map", given, [*layers, *(j for many in layers.values() for j in many)])
+    if not all(layers.values()):
+        raise ValueError(f"layer_map={given!r}: a student layer must have at least one teacher layer")
+    return layers
+
+
+def head_map_of(given: HeadMap | None) -> dict[int | None, dict[int, int]] | None:
+    """{student layer: {student head: teacher head}}, checked; the key None holds for all layers."""
+    if given is None:
+        return None
+    pairs = _as_dict("head_map", given)
+    if any(isinstance(value, (Mapping, list, tuple)) for value in pairs.values()):
+        _check("head_map", given, list(pairs))
+        return {i: _head_pairs(given, heads) for i, heads in pairs.items()}
+    return {None: _head_pairs(given, pairs)}
+
+
+def _head_pairs(given, heads) -> dict[int, int]:
+    pairs = _as_dict("head_map", heads)
+    _check("head_map", given, [*pairs, *pairs.values()])
+    return pairs
+
+
+def _as_dict(name: str, given) -> dict[int, Any]:
+    if not isinstance(given, (Mapping, Sequence)) or isinstance(given, (str, bytes)):
+        raise ValueError(f"{name}={given!r}: must be a mapping {{student: teacher}} or a sequence of teachers")
+    pairs = dict(given) if isinstance(given, Mapping) else dict(enumerate(given))
+    if not pairs:
+        raise ValueError(f"{name}={given!r}: must contain at least one pair")
+    return pairs
+
+
+def _check(name: str, given, indices: list) -> None:
+    if not all(is_whole(index) for index in indices):
+        raise ValueError(f"{name}={given!r}: must contain whole numbers")
+    if any(index < 0 for index in indices):
+        raise ValueError(f"{name}={given!r}: must contain numbers from 0 on")
+
+
+def check_against_configs(layers, heads, teacher, student) -> None:
+    """Refuses indices that the models do not have, before anything runs, where their configs tell."""
+    has_one_stack = not any(model.config.is_encoder_decoder for model in (teacher, student))
+    if layers is not None and has_one_stack and (counts := _counts("num_hidden_layers", teacher, student)):
+        check_layers(layers, *counts)
+    if counts := _counts("num_attention_heads", teacher, student):
+        for heads_of_layer in (heads or {}).values():
+            check_heads(heads_of_layer, *counts, "every layer")
+
+
+def _counts(name: str, teacher, student) -> tuple[int, int] | None:
+    """A number of both configs; None if one does not have it."""
+    a, b = (getattr(model.config.get_text_config(decoder=True), name, None) for model in (teacher, student))
+    return (int(a), int(b)) if is_whole(a) and is_whole(b) else None  # type: ignore[arg-type]
+
+
+def check_layers(layers: dict[int, list[int]], count_t: int, count_s: int) -> None:
+    for i, many in layers.items():
+        for j in many:
+            if not (i < count_s and j < count_t):
+                raise ValueError(
+                    f"layer_map[{i}]={j}: the student has layers 0..{count_s - 1}, the teacher 0..{count_t - 1}"
+                )
+
+
+def check_heads(heads: dict[int, int], count_t: int, count_s: int, where: str) -> None:
+    for role, chosen, count in ("student", list(heads), count_s), ("teacher", list(heads.values()), count_t):
+        if not all(0 <= head < count for head in chosen):
+            raise ValueError(f"head_map: {role} heads {chosen} must be 0..{count - 1} at {where}")
+
+
+def default_layers(teacher: list[Layer], student: list[Layer]) -> dict[int, list[int]]:
+    """Evenly spread, ending at the last layer; the nearest layer of the same window if there is one."""
+
+    def of(i: int) -> int:
+        even = (i + 1) * len(teacher) / len(student) - 1
+        window = student[i].visible.window_size()
+        alike = [j for j, layer in enumerate(teacher) if layer.visible.window_size() == window]
+        return min(alike or range(len(teacher)), key=lambda j: abs(j - even))
+
+    return {i: [of(i)] for i in range(len(student))}
+
+
+def select_heads(heads: list[int], q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor | None):
+    """The given heads and the key head of each."""
+    group = q.shape[1] // k.shape[1]
+    index = torch.tensor(heads, device=q.device)
+    return q[:, index], k[:, index // group], None if lse is None else lse[:, index]

@@ -1,0 +1,140 @@
+"""The KL of one student layer and one of its teacher layers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from .._options import Direction
+from ..attention import attention_kl
+from . import _maps as maps
+from ._layers import Layer
+from ._masks import Visible
+from ._rows import Rows, pack_rows
+
+Relation = Literal["qk", "qq", "kk", "vv"]
+RELATIONS = ("qk", "qq", "kk", "vv")
+
+
+@dataclass
+class RowCache:
+    """Layers of a forward share their masks: what depends on values of a mask is computed once per loss."""
+
+    _padding: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=dict)
+    _rows: dict[tuple, Rows] = field(default_factory=dict)
+
+    def padding(self, *given: torch.Tensor | None) -> torch.Tensor | None:
+        """The tokens that all masks count; None if these are all."""
+        needed = [mask for mask in map(self._without_trivial, given) if mask is not None]
+        if len(needed) == 2 and needed[0] is not needed[1]:
+            return needed[0] & needed[1]
+        return needed[0] if needed else None
+
+    def _without_trivial(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        if mask is None:
+            return None
+        if id(mask) not in self._padding:
+            boolean = mask.bool()
+            self._padding[id(mask)] = (
+                mask,
+                None if bool(boolean.all()) else boolean,
+            )  # keeps the mask, and so its id
+        return self._padding[id(mask)][1]
+
+    def rows(self, t: Layer, s: Layer, visible: Visible, where: str) -> Rows:
+        shape = (s.q.shape[0], s.q.shape[2], s.k.shape[2])
+        masks = (t.padding, s.padding, t.row_padding, s.row_padding, *visible.segments)
+        key = (*map(id, masks), *shape, visible.windowed, s.kind)
+        if key not in self._rows:
+            padding, row_padding = self.padding(*masks[:2]), self.padding(*masks[2:4])
+            self._rows[key] = pack_rows(visible, padding, row_padding, *shape, s.kind == "cross", where, s.q.device)
+        return self._rows[key]
+
+
+@dataclass
+class Pair:
+    where: str
+    t: Layer
+    s: Layer
+    heads: dict[int, int] | None  # {student head: teacher head}
+
+    def loss(
+        self, row_weight: torch.Tensor | None, direction: Direction, relations: tuple[Relation, ...], temperature: float,
+        cache: RowCache,
+    ) -> torch.Tensor:  # fmt: skip
+        """The mean KL of the relations."""
+        losses = []
+        for relation in relations:
+            tensors, options, rows = self.arguments(cache, relation, temperature)
+            weight = None if row_weight is None else rows.pack_weight(self._fitting(row_weight))
+            losses.append(attention_kl(*tensors, direction=direction, row_weight=weight, **options))
+        loss = torch.stack(losses).mean()
+        return loss if temperature == 1.0 else loss * temperature**2
+
+    def row_losses(self, direction: Direction, cache: RowCache) -> torch.Tensor:
+        """The attention KL of each row, [batch, heads_s, len_q], NaN for padding."""
+        tensors, options, rows = self.arguments(cache)
+        kl = attention_kl(*tensors, direction=direction, reduction="none", **options)
+        return rows.unpack_rows(kl, self.s.q.shape[0], self.s.q.shape[2])
+
+    def arguments(
+        self, cache: RowCache, relation: Relation = "qk", temperature: float = 1.0
+    ) -> tuple[list[torch.Tensor], dict[str, Any], Rows]:
+        """Tensors and options of attention_kl, and how the rows of the batch are packed in them."""
+        self._check()
+        visible = self.t.visible.both(self.s.visible)
+        rows = cache.rows(self.t, self.s, visible, self.where)
+        (q_t, k_t, q_s, k_s), lses = self._tensors(relation, cache, temperature)
+        options = self._options(relation, temperature, visible)
+        options.update({name: None if lse is None else rows.pack_queries(lse) for name, lse in lses.items()})
+        packed = [rows.pack_queries(q_t), rows.pack_keys(k_t), rows.pack_queries(q_s), rows.pack_keys(k_s)]
+        return packed, {**options, **rows.lengths()}, rows
+
+    def _check(self) -> None:
+        shapes = [(layer.q.shape[0], layer.q.shape[2], layer.k.shape[2]) for layer in (self.t, self.s)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"{self.where}: [batch, queries, keys] {list(shapes[0])} and {list(shapes[1])} must be equal: did both read the same tokens?"
+            )
+        if self.t.causal != self.s.causal:
+            raise ValueError(f"{self.where}: one is causal and the other is not")
+
+    def _fitting(self, row_weight: torch.Tensor) -> torch.Tensor:
+        shape = (self.s.q.shape[0], self.s.q.shape[2])
+        if tuple(row_weight.shape) != shape:
+            raise ValueError(f"{self.where}: row_weight or labels {list(row_weight.shape)} must be {list(shape)}")
+        return row_weight.to(self.s.q.device)
+
+    def _tensors(self, relation: Relation, cache: RowCache, temperature: float):
+        """(q_t, k_t, q_s, k_s) and the LSEs of a relation. The teacher receives no gradient."""
+        (q_t, k_t), (q_s, k_s) = (map(layer.operand, relation) for layer in (self.t, self.s))
+        q_t, k_t = (tensor.detach().to(q_s.device) for tensor in (q_t, k_t))
+        use_lses = relation == "qk" and temperature == 1.0 and self._lses_cover_the_same(cache)
+        lse_t, lse_s = (self.t.lse, self.s.lse) if use_lses else (None, None)
+        lse_t = None if lse_t is None else lse_t.to(q_s.device)
+        if self.heads is not None:
+            maps.check_heads(self.heads, q_t.shape[1], q_s.shape[1], self.where)
+            q_t, k_t, lse_t = maps.select_heads(list(self.heads.values()), q_t, k_t, lse_t)
+            q_s, k_s, lse_s = maps.select_heads(list(self.heads), q_s, k_s, lse_s)
+        elif q_t.shape[1] % q_s.shape[1] != 0:
+            raise ValueError(
+                f"{self.where}: {q_t.shape[1]} heads are not a multiple of {q_s.shape[1]}: pass a head_map"
+            )
+        return (q_t, k_t, q_s, k_s), dict(lse_t=lse_t, lse_s=lse_s)
+
+    def _lses_cover_the_same(self, cache: RowCache) -> bool:
+        t, s = self.t, self.s
+        same_padding = (cache.padding(t.padding) is None) == (cache.padding(s.padding) is None)
+        return t.visible == s.visible and bool(t.visible.segments) == bool(s.visible.segments) and same_padding
+
+    def _options(self, relation: Relation, temperature: float, visible: Visible) -> dict[str, Any]:
+        options: dict[str, Any] = dict(causal=self.s.causal, window_size=visible.window_size(), layout="bhnd")
+        for side, layer in ("t", self.t), ("s", self.s):
+            dim = layer.operand(relation[0]).shape[-1]
+            scale, softcap = (layer.scale, layer.softcap) if relation == "qk" else (1 / math.sqrt(dim), 0.0)
+            options[f"softmax_scale_{side}"] = scale / temperature
+            options[f"softcap_{side}"] = softcap / temperature
+        return options

@@ -1,0 +1,38 @@
+"""The distiller on every text architecture of the installed transformers: exact, or refused with a reason.
+
+Loss and gradients are compared with those of the float64 attention weights that the model returns under eager. A sample of the
+architectures runs by default, all of them with STREAMKL_TEST_LONG=1.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+import hf_architectures as architectures  # noqa: E402
+
+SAMPLE = (
+    "LlamaForCausalLM", "Gemma2ForCausalLM", "Llama4ForCausalLM", "GptOssForCausalLM", "DiffLlamaForCausalLM", "DogeForCausalLM",
+    "AfmoeForCausalLM", "BloomForCausalLM", "ModernBertForMaskedLM", "AlbertForMaskedLM", "BartForConditionalGeneration",
+    "T5ForConditionalGeneration",
+)  # fmt: skip
+LONG = os.environ.get("STREAMKL_TEST_LONG") == "1"
+
+
+PAGE = (Path(__file__).parents[2] / "docs/guide/architectures.md").read_text()
+
+
+@pytest.mark.parametrize("name", sorted(architectures.all_names()) if LONG else SAMPLE)
+def test_is_exact_or_refused(name):
+    transformers.logging.set_verbosity_error()
+    outcome = architectures.outcome_of(name)
+    assert outcome.kind != "different", outcome.reason
+    assert architectures.row_of(name, outcome) in PAGE
+
+
+def test_most_are_exact():
+    """A page that refuses what it once computed is not a result."""
+    assert PAGE.count("| exact | |") >= 135 and PAGE.count("| not tested |") <= 70

@@ -1,0 +1,308 @@
+"""Ways to use the distiller that once trained nothing, or the wrong thing, without a word."""
+
+import copy
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from hf_models import batch, bert, gemma2, kl_from_attentions, llama, t5  # noqa: E402
+
+from streamkl.hf import AttentionDistiller  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+# ---- A KL that trains nothing ----------------------------------------------------------------------------------------
+
+
+def test_a_second_forward_without_gradients_is_an_error():
+    student, inputs = llama(), batch()
+    with AttentionDistiller(llama(), student) as distiller:
+        student(**inputs)
+        with torch.no_grad():
+            student(**inputs)
+        with pytest.raises(
+            RuntimeError, match=r"would not train the student: its last forward ran under torch.no_grad\(\)"
+        ):
+            distiller.loss()
+        with torch.no_grad():
+            assert distiller.loss() > 0
+
+
+def test_a_frozen_student_is_an_error():
+    student = llama().requires_grad_(False)
+    with AttentionDistiller(llama(), student) as distiller:
+        student(**batch())
+        with pytest.raises(
+            RuntimeError, match="no parameter that its queries and keys depend on requires a gradient"
+        ):
+            distiller.loss()
+        student.model.layers[1].requires_grad_(True)  # the layer below stays frozen
+        student(**batch())
+        distiller.loss().backward()
+
+
+def test_only_reentrant_checkpointing_is_blamed_for_itself():
+    student = llama().train()
+    student.gradient_checkpointing_enable()
+    with AttentionDistiller(llama(), student) as distiller:
+        with torch.no_grad():
+            student(**batch(), use_cache=False)
+        with pytest.raises(RuntimeError, match="no_grad") as error:
+            distiller.loss()
+        assert "reentrant" not in str(error.value)
+
+
+# ---- The teacher -----------------------------------------------------------------------------------------------------
+
+
+def test_the_teacher_receives_no_gradient():
+    teacher, student, inputs = llama(), llama(), batch()
+    with AttentionDistiller(teacher, student) as distiller:
+        teacher(**inputs)
+        student(**inputs)
+        distiller.loss().backward()
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+    assert any(parameter.grad is not None for parameter in student.parameters())
+
+
+@pytest.mark.parametrize("difference", ["tokens", "padding", "changed in place"])
+def test_a_teacher_that_ran_on_other_input_is_an_error(difference):
+    teacher, student, inputs = llama(), llama(), batch("left")
+    other = {name: tensor.clone() for name, tensor in inputs.items()}
+    with AttentionDistiller(teacher, student) as distiller, torch.no_grad():
+        teacher(**other)
+        student(**inputs)
+        distiller.loss()  # equal values
+        name = "attention_mask" if difference == "padding" else "input_ids"
+        if difference == "changed in place":
+            teacher(**inputs)
+            inputs["input_ids"].random_(100)
+        else:
+            other[name] = other[name].flip(1)
+            teacher(**other)
+        student(**inputs)
+        with pytest.raises(ValueError, match=f"the teacher ran on another {name} than the student"):
+            distiller.loss()
+
+
+def test_embeddings_of_the_student_are_not_the_teachers():
+    teacher, student, inputs = llama(), llama(), batch()
+    embeddings = student.get_input_embeddings()(inputs["input_ids"])
+    with AttentionDistiller(teacher, student) as distiller:
+        student(inputs_embeds=embeddings)
+        with pytest.raises(ValueError, match="the student ran on inputs_embeds, which are its own embeddings"):
+            distiller.loss()
+        teacher(**inputs)
+        with pytest.raises(ValueError, match="cannot be compared: pass check_input=False"):
+            distiller.loss()
+    with AttentionDistiller(teacher, student, check_input=False) as distiller:
+        teacher(**inputs)
+        student(inputs_embeds=embeddings)
+        loss = distiller.loss()
+        student(**inputs)
+        torch.testing.assert_close(loss, distiller.loss())
+
+
+def test_a_larger_vocabulary_of_the_student():
+    student = llama()
+    student.resize_token_embeddings(120)
+    with AttentionDistiller(llama(), student) as distiller:
+        student(**batch())
+        assert distiller.loss() > 0
+        student(input_ids=torch.full((1, 5), 110))
+        with pytest.raises(
+            ValueError, match="input_ids contains 110: the teacher has 100 tokens and the student 120"
+        ):
+            distiller.loss()
+
+
+# ---- Attention that is not modelled --------------------------------------------------------------------------------
+
+
+def test_position_bias_is_refused():
+    teacher, student, inputs = t5(), t5(), batch()
+    with AttentionDistiller(teacher, student) as distiller:
+        student(**inputs, decoder_input_ids=inputs["input_ids"])
+        with pytest.raises(
+            ValueError, match=r"layer 2 \(decoder.*SelfAttention\) adds a bias to its logits \(position_bias\)"
+        ):
+            distiller.loss()
+
+
+def test_sinks_are_refused():
+    config = transformers.GptOssConfig(
+        vocab_size=100, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, num_local_experts=2, num_experts_per_tok=1,
+    )  # fmt: skip
+    student = transformers.GptOssForCausalLM._from_config(config, attn_implementation="eager")
+    with AttentionDistiller(copy.deepcopy(student), student) as distiller:
+        student(**batch())
+        with pytest.raises(ValueError, match=r"layer 0 \(model.layers.0.self_attn\) has attention sinks \(s_aux\)"):
+            distiller.loss()
+
+
+def test_sample_rows_is_refused():
+    with pytest.raises(
+        ValueError, match="sample_rows=0.125: must be 1: a step on a sample of the query rows needs bounds"
+    ):
+        AttentionDistiller(llama(), llama(), sample_rows=1 / 8)
+
+
+def test_attention_that_differs_from_its_arguments_is_refused():
+    """The first call of a layer is compared with its output: here another scale than the one that it is called with."""
+    transformers.AttentionInterface.register("sharper", _sharper)
+    transformers.AttentionMaskInterface.register("sharper", transformers.masking_utils.sdpa_mask)
+    student = llama(implementation="sharper")
+    with AttentionDistiller(llama(), student) as distiller:
+        student(**batch())
+        with pytest.raises(ValueError, match=r"student: layer 0 .* does not compute softmax\(q k\) v over the keys"):
+            distiller.loss()
+
+
+def _sharper(module, query, key, value, attention_mask, scaling, **kwargs):
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling * 1.2, **kwargs)
+
+
+# ---- Masks -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_hole_in_the_mask():
+    """Without a window only the order of the tokens matters. A window counts hidden tokens too."""
+    teacher, student, inputs = llama().eval(), llama().eval(), batch()
+    inputs["attention_mask"][0, 6:9] = 0
+    with AttentionDistiller(teacher, student) as distiller:
+        student(**inputs)
+        torch.testing.assert_close(
+            distiller.loss(), kl_from_attentions(teacher, student, inputs, {0: 0, 1: 1}), rtol=1e-4, atol=1e-6
+        )
+    teacher, student = gemma2(), gemma2()
+    with AttentionDistiller(teacher, student) as distiller:
+        student(**inputs)
+        with pytest.raises(
+            ValueError,
+            match="student layer 0 and teacher layer 0: the attention_mask hides tokens between visible ones",
+        ):
+            distiller.loss()
+
+
+# ---- Models and distillers -----------------------------------------------------------------------------------------
+
+
+def test_several_distillers_share_models():
+    teachers, student, inputs = [llama(), llama()], llama(), batch("right")
+    alone = []
+    for teacher in teachers:
+        with AttentionDistiller(teacher, student) as distiller:
+            student(**inputs)
+            alone.append(distiller.loss())
+    with AttentionDistiller(teachers[0], student) as one, AttentionDistiller(teachers[1], student) as two:
+        student(**inputs)
+        assert torch.equal(one.loss(), alone[0]) and torch.equal(two.loss(), alone[1])
+    other = llama()
+    with AttentionDistiller(teachers[0], student) as one, AttentionDistiller(teachers[0], other) as two:
+        student(**inputs)
+        other(**inputs)
+        assert torch.equal(one.loss(), alone[0]) and two.loss() > 0
+    for model in (*teachers, student, other):
+        assert model.config._attn_implementation == "sdpa" and not model._forward_hooks
+
+
+def test_nested_blocks():
+    student, inputs = llama(), batch()
+    distiller = AttentionDistiller(llama(), student)
+    with distiller:
+        with distiller:
+            student(**inputs)
+        assert distiller.loss() > 0
+    assert not distiller.attached and student.config._attn_implementation == "sdpa"
+
+
+def test_a_copy_of_an_attached_model(tmp_path):
+    student, inputs = llama(), batch()
+    with AttentionDistiller(llama(), student) as distiller:
+        student(**inputs)
+        copied = copy.deepcopy(student)
+        torch.save(student, tmp_path / "student.pt")
+        loss = distiller.loss()
+        student(**inputs)
+        expected = copied(**inputs).logits  # of a copy: not captured
+        assert torch.equal(distiller.loss(), loss)
+        student.save_pretrained(tmp_path / "saved")
+    assert torch.equal(copied(**inputs).logits, expected)
+    assert torch.equal(torch.load(tmp_path / "student.pt", weights_only=False)(**inputs).logits, expected)
+    assert "streamkl" not in (tmp_path / "saved/config.json").read_text()
+    with AttentionDistiller(copied, student) as distiller:
+        student(**inputs)
+        assert distiller.loss().abs() < 1e-6
+    assert copied.config._attn_implementation == "sdpa"
+
+
+def test_wrapped_models():
+    peft = pytest.importorskip("peft")
+    teacher, student, inputs = llama(), llama(), batch()
+    with AttentionDistiller(teacher, student) as distiller:
+        student(**inputs)
+        expected = distiller.loss()
+    adapted = peft.get_peft_model(copy.deepcopy(student), peft.LoraConfig(target_modules=["q_proj"], r=2))
+    wrapped = torch.nn.Module()
+    wrapped.module, wrapped.forward = student, student.forward
+    for wrapper in adapted, torch.compile(student, backend="eager"), wrapped:
+        with AttentionDistiller(teacher, wrapper) as distiller:
+            (wrapped.module if wrapper is wrapped else wrapper)(**inputs)
+            loss = distiller.loss()
+            torch.testing.assert_close(loss, expected)
+            loss.backward()
+    assert adapted.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight.grad.abs().sum() > 0
+
+
+def test_the_inner_model_may_be_called():
+    teacher, student, inputs = llama(), llama(), batch()
+    with AttentionDistiller(teacher, student) as distiller:
+        student(**inputs)
+        whole = distiller.loss()
+        student.model(**inputs)
+        assert torch.equal(distiller.loss(), whole)
+
+
+def test_teacher_and_student_are_two_models():
+    student = llama()
+    with pytest.raises(ValueError, match="teacher: must be another model than the student"):
+        AttentionDistiller(student, student)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(layer_map={}), r"layer_map=\{\}: must contain at least one pair"),
+        (dict(layer_map={0: []}), "must have at least one teacher layer"),
+        (dict(layer_map=[0, -1]), "must contain numbers from 0 on"),
+        (dict(layer_map=[0, 1, 1]), r"layer_map\[2\]=1: the student has layers 0..1"),
+        (dict(layer_map={0: 2}), r"layer_map\[0\]=2: the student has layers 0..1, the teacher 0..1"),
+        (dict(layer_map=3), "layer_map=3: must be a mapping"),
+        (dict(head_map=[]), "head_map=.*: must contain at least one pair"),
+        (dict(head_map={9: 0}), r"head_map: student heads \[9\] must be 0..3"),
+        (dict(head_map={0: {0: 7}}), r"head_map: teacher heads \[7\] must be 0..3"),
+        (dict(attention="decoder"), "attention='decoder': must be 'self' or 'cross' or 'encoder'"),
+        (dict(relations=("qv",)), "relations=.*: must be one or more of 'qk', 'qq', 'kk', 'vv'"),
+        (dict(temperature=0), "temperature=0: must be a positive number"),
+        (dict(direction="both"), "direction='both': must be 'forward' or 'reverse'"),
+    ],
+)
+def test_options_are_checked_at_construction(options, message):
+    with pytest.raises(ValueError, match=message):
+        AttentionDistiller(llama(), llama(), **options)
+
+
+def test_other_attention_is_named():
+    with AttentionDistiller(bert(), bert(), attention="cross") as distiller:
+        distiller.student.model(**batch())
+        with pytest.raises(ValueError, match="BertModel has no layers for attention='cross'; it has: self"):
+            distiller.loss()
