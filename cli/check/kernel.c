@@ -43,8 +43,8 @@ static void poison(check_run *run, int array)
         memset(run->arrays[array].data, 0xff, (size_t)run->arrays[array].expected.count * sizeof(float));
 }
 
-/* The arrays of a case: dot_t only for gradients with teacher groups, no teacher gradients for an indexer, and some
- * row vectors only for an indexer. */
+/* The arrays of a case: dot_t only for gradients with teacher groups, teacher gradients if they are requested, and
+ * some row vectors only for an indexer. */
 static bool has_array(const check_case *of, int array)
 {
     const skl_problem *const p = &of->problem;
@@ -53,8 +53,9 @@ static bool has_array(const check_case *of, int array)
     case DOT_T:
         return skl_problem_needs(p, SKL_OP_BACKWARD) & SKL_ROW_DOT_T;
     case DQ_T:
+        return p->gradients & SKL_DQ_T;
     case DK_T:
-        return !indexer;
+        return p->gradients & SKL_DK_T;
     case CROSS_ENTROPY:
     case ENTROPY:
     case MASS:
