@@ -112,6 +112,24 @@ static int check_agreement(const kl_view *views)
     return CLI_OK;
 }
 
+/* Tensors in another layout than the default are read without an error if all heads are shared by both models. More
+ * heads than rows on every side give it away. */
+static void warn_about_layout(const kl_view *views, kl_layout layout)
+{
+    bool suspicious = layout == LAYOUT_DEFAULT;
+    for (kl_role role = 0; role < ROLE_REQUIRED_COUNT; role++)
+        suspicious = suspicious && views[role].extent[AXIS_HEADS] > views[role].extent[AXIS_LENGTH] &&
+                     views[role].extent[AXIS_HEADS] == views[role % 2 == 0 ? ROLE_Q_T : ROLE_K_T].extent[AXIS_HEADS];
+    const int64_t *const extent = views[ROLE_Q_T].extent;
+    if (suspicious)
+        (void)cli_fail(
+            CLI_OK,
+            "warning: q_t %s has %" PRId64 " heads and %" PRId64
+            " queries in the layout bhnd, the default; for [batch, length, heads, dim] pass --layout=bnhd, "
+            "and --layout=bhnd to confirm",
+            shape_of(views[ROLE_Q_T].stored).text, extent[AXIS_HEADS], extent[AXIS_LENGTH]);
+}
+
 static void fill_problem(skl_problem *problem, const kl_view *views)
 {
     problem->dtype_t = views[ROLE_Q_T].stored->dtype;
@@ -294,6 +312,7 @@ int kl_inputs_load(kl_inputs *inputs, const kl_request *request)
         exit_code = check_agreement(inputs->views);
     if (exit_code != CLI_OK)
         return exit_code;
+    warn_about_layout(inputs->views, request->layout);
     fill_problem(&inputs->problem, inputs->views);
     inputs->tensors.q_t = inputs->views[ROLE_Q_T].input;
     inputs->tensors.k_t = inputs->views[ROLE_K_T].input;

@@ -9,7 +9,7 @@
 #include "streamkl.h"
 #include <argp.h>
 
-typedef enum kl_layout { LAYOUT_BHND = 0, LAYOUT_BNHD = 1 } kl_layout;
+typedef enum kl_layout { LAYOUT_DEFAULT, LAYOUT_BHND, LAYOUT_BNHD } kl_layout; /* default: bhnd */
 
 typedef struct kl_request {
     skl_problem problem; /* masks, scales, direction; the files determine shapes and types */

@@ -16,7 +16,10 @@ static const struct argp_option options[] = {
     {"q-s", KEY_NAME + ROLE_Q_S, "NAME", 0, "Name of the student's queries; default q_s", 0},
     {"k-s", KEY_NAME + ROLE_K_S, "NAME", 0, "Name of the student's keys; default k_s", 0},
     {"lse-t", KEY_NAME + ROLE_LSE_T, "NAME", 0, "Name of the teacher's log-sum-exp; default lse_t, if present", 0},
-    {"layout", KEY_LAYOUT, "bhnd|bnhd", 0, "Order of the axes; default bhnd", 0},
+    {"layout", KEY_LAYOUT, "bhnd|bnhd", 0,
+     "Order of the axes: batch, heads, length, dim (default), or batch, length, heads, dim, which PyTorch's flash "
+     "attention and streamkl.attention_kl have",
+     0},
     {"key-lengths", KEY_NAME + ROLE_KEY_LENGTHS, "LIST|NAME", 0,
      "Number of keys per sequence that are not padding: integers separated by commas, or a tensor", 0},
     {"cu-seqlens-q", KEY_NAME + ROLE_CU_SEQLENS_Q, "LIST|NAME", 0,

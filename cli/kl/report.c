@@ -98,6 +98,11 @@ static json_t *explanations_json(const plan_runner *runner)
     return NULL;
 }
 
+static const char *layout_name(kl_layout layout)
+{
+    return layout == LAYOUT_BNHD ? "bnhd" : "bhnd";
+}
+
 static int print_json(const kl_results *results, const kl_inputs *inputs, const kl_request *request)
 {
     const skl_problem *const problem = &inputs->problem;
@@ -126,6 +131,7 @@ static int print_json(const kl_results *results, const kl_inputs *inputs, const 
         {"peak_growth_bytes", runner->peak_growth < 0 ? json_null() : json_integer(runner->peak_growth)},
         {"materialised_bytes", count_json(work.materialised_size)},
         {"shapes", shapes_json(inputs)},
+        {"layout", json_string(layout_name(request->layout))},
     };
     json_t *const object = json_object();
     bool complete = object != NULL;
@@ -176,7 +182,7 @@ static void print_side(const char *side, const kl_view *q, const kl_view *k)
            dtype_name(q->stored->dtype));
 }
 
-static void print_shapes(const kl_inputs *inputs)
+static void print_shapes(const kl_inputs *inputs, kl_layout layout)
 {
     const skl_problem *const problem = &inputs->problem;
     const bool packed = problem->packed;
@@ -184,6 +190,7 @@ static void print_shapes(const kl_inputs *inputs)
            problem->batch, problem->len_q, problem->len_k, packed ? ", at most" : "");
     print_side("teacher", &inputs->views[ROLE_Q_T], &inputs->views[ROLE_K_T]);
     print_side("student", &inputs->views[ROLE_Q_S], &inputs->views[ROLE_K_S]);
+    printf("  %-8s %s%s\n", "layout", layout_name(layout), layout == LAYOUT_DEFAULT ? ", the default" : "");
 }
 
 static void print_indexer(const kl_results *results, const skl_problem *problem)
@@ -281,7 +288,7 @@ static void print_table(const kl_results *results, const kl_inputs *inputs, cons
     enum { SHORTEST_CHART = 16 };
     const skl_problem *const problem = &inputs->problem;
     print_headline(results, problem, request->reduction);
-    print_shapes(inputs);
+    print_shapes(inputs, request->layout);
     if (kl_is_indexer(problem))
         print_indexer(results, problem);
     print_heads(results, problem);

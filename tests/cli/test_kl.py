@@ -167,6 +167,20 @@ def test_layout_bnhd_is_the_transpose(tmp_path):
     assert_gradients_agree(grads, {name: array.transpose(0, 2, 1, 3) for name, array in exact.items()})
 
 
+def test_layout_is_named_and_doubted(tmp_path):
+    """A file of [batch, length, heads, dim] is read as 37 heads of 2 rows without an error: the tool says so."""
+    transposed = {name: np.ascontiguousarray(a.transpose(0, 2, 1, 3)) for name, a in make_tensors(len_k=37).items()}
+    path = save(tmp_path / "bnhd.safetensors", transposed)
+    doubted = run("kl", path)
+    assert doubted.returncode == 0 and "layout   bhnd, the default" in doubted.stdout
+    assert "warning: q_t [2, 37, 2, 16] has 37 heads and 2 queries" in doubted.stderr and "--layout=bnhd" in doubted.stderr
+    for layout in "bnhd", "bhnd":
+        done = run("kl", path, "--layout", layout)
+        assert done.stderr == "" and f"layout   {layout}\n" in done.stdout
+        assert kl_json(path, "--layout", layout)["layout"] == layout
+    assert run("kl", save(tmp_path / "bhnd.safetensors", make_tensors())).stderr == ""
+
+
 def test_leading_axes_may_be_missing(tmp_path):
     tensors = make_tensors(batch=1, heads_t=1, heads_s=1)
     whole = kl_json(save(tmp_path / "a.safetensors", tensors))["kl"]
