@@ -113,12 +113,13 @@ static int check_agreement(const kl_view *views)
 }
 
 /* Tensors in another layout than the default are read without an error if all heads are shared by both models. More
- * heads than rows on every side give it away. */
+ * heads than rows on every side give it away, except for a single row. */
 static void warn_about_layout(const kl_view *views, kl_layout layout)
 {
     bool suspicious = layout == LAYOUT_DEFAULT;
     for (kl_role role = 0; role < ROLE_REQUIRED_COUNT; role++)
-        suspicious = suspicious && views[role].extent[AXIS_HEADS] > views[role].extent[AXIS_LENGTH] &&
+        suspicious = suspicious && views[role].extent[AXIS_LENGTH] > 1 &&
+                     views[role].extent[AXIS_HEADS] > views[role].extent[AXIS_LENGTH] &&
                      views[role].extent[AXIS_HEADS] == views[role % 2 == 0 ? ROLE_Q_T : ROLE_K_T].extent[AXIS_HEADS];
     const int64_t *const extent = views[ROLE_Q_T].extent;
     if (suspicious)
