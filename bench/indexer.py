@@ -24,8 +24,7 @@ run in float64, must agree to the last digits. Samples, medians and extra memory
 import argparse
 
 from gpu.indexer_report import COLUMNS
-from gpu.report import check_csv
-from peers import add_run_options, measure
+from peers import add_run_options, measure, require_csv
 
 
 def load_bench():
@@ -63,11 +62,7 @@ def main():
         asked.error(f"--top-k={arguments.top_k}: must be at least 0")
     if arguments.key_heads < 0 or arguments.heads % (arguments.key_heads or 1):
         asked.error(f"--key-heads={arguments.key_heads}: must divide --heads={arguments.heads}")
-    try:
-        if arguments.csv:
-            check_csv(arguments.csv, COLUMNS)  # before minutes of measuring
-    except (ValueError, OSError) as error:
-        asked.error(f"--csv={arguments.csv}: {error}")
+    require_csv(asked, arguments.csv, COLUMNS)
     measure(arguments, load_bench)
 
 

@@ -38,7 +38,7 @@ import sys
 from pathlib import Path
 
 from gpu.cases import LINEARARD_ENTRY, OPERATIONS, PEER_NAMES
-from gpu.report import check_csv, read_csv
+from gpu.report import COLUMNS, check_csv, read_csv
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -108,6 +108,15 @@ def current_commit():
     return asked.stdout.strip()
 
 
+def require_csv(asked, path, columns=COLUMNS):
+    """Refuses a --csv that cannot take the rows, before minutes of measuring."""
+    try:
+        if path:
+            check_csv(path, columns)
+    except (ValueError, OSError) as error:
+        asked.error(f"--csv={path}: {error}")
+
+
 def add_run_options(parser):
     """The options that all benchmarks of the library on a GPU have."""
     parser.add_argument("--library", type=Path, default=find_library(), help=LIBRARY_HELP)
@@ -164,11 +173,7 @@ def main():
         asked.error("--linearard: must be without --packed and --key-heads, which compare the library with itself")
     if arguments.plot and not (arguments.csv and arguments.csv.exists()):
         asked.error("--plot: needs --csv=FILE, with the results of earlier runs")
-    try:
-        if arguments.csv:
-            check_csv(arguments.csv)  # before minutes of measuring
-    except (ValueError, OSError) as error:
-        asked.error(f"--csv={arguments.csv}: {error}")
+    require_csv(asked, arguments.csv)
     if arguments.plot:
         draw_or_exit(arguments, draw)
     else:

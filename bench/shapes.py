@@ -28,10 +28,10 @@ the exit status is then 1.
 import argparse
 from pathlib import Path
 
-from gpu.report import check_csv, read_csv
+from gpu.report import read_csv
 from gpu.shape_cases import chosen
 from gpu.shape_report import COLUMNS
-from peers import add_run_options, draw_or_exit, measure
+from peers import add_run_options, draw_or_exit, measure, require_csv
 
 
 def load_bench():
@@ -74,11 +74,7 @@ def main():
         asked.error("--rounds=0: must be at least 1 without --check")
     if arguments.plot and not (arguments.csv and arguments.csv.exists()):
         asked.error("--plot: needs --csv=FILE, with the results of earlier runs")
-    try:
-        if arguments.csv:
-            check_csv(arguments.csv, COLUMNS)  # before measuring
-    except (ValueError, OSError) as error:
-        asked.error(f"--csv={arguments.csv}: {error}")
+    require_csv(asked, arguments.csv, COLUMNS)
     if arguments.dry_run:
         print("\n".join(f"{shape.name:36} {shape}" for shape in shapes))
     elif arguments.plot:

@@ -21,10 +21,9 @@ variants of a setup alternate one by one after 0.3 s; medians count. Peak memory
 
 import argparse
 
-from gpu.report import check_csv
 from gpu.step_cases import VARIANTS, chosen
 from gpu.step_report import COLUMNS
-from peers import add_run_options, measure, numbers
+from peers import add_run_options, measure, numbers, require_csv
 
 
 def load_bench():
@@ -55,11 +54,7 @@ def main():
         asked.error(f"--lengths: {error}")
     if arguments.rounds < 1:
         asked.error(f"--rounds={arguments.rounds}: must be at least 1")
-    try:
-        if arguments.csv:
-            check_csv(arguments.csv, COLUMNS)  # before measuring
-    except (ValueError, OSError) as error:
-        asked.error(f"--csv={arguments.csv}: {error}")
+    require_csv(asked, arguments.csv, COLUMNS)
     if arguments.dry_run:
         print("\n".join(f"{setup}: {', '.join(setup.variants)}" for setup in setups))
     else:
