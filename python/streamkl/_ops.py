@@ -45,7 +45,7 @@ def _plan_for(*specs_and_options, one_pass: bool = False) -> lib.Plan:
     return lib.Plan(describe(*specs_and_options, one_pass=one_pass))
 
 
-def _specs(tensors, lse_t, lse_s, row_weight, lengths, options):
+def specs_of(tensors, lse_t, lse_s, row_weight, lengths, options):
     """The arguments of describe()."""
     return *map(_spec, (*tensors, lse_t, lse_s, row_weight, *lengths)), *options
 
@@ -90,7 +90,7 @@ def _new_gradient(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tens
     return gradient if gradient.stride(-1) == 1 else gradient.new_empty(gradient.shape)
 
 
-def _per_tensor(made, gradients: int, absent):
+def per_tensor(made, gradients: int, absent):
     """The gradients of q_t, k_t, q_s, k_s and w_s; `absent` for those that are not in the bit mask `gradients`."""
     remaining = iter(made)
     return [next(remaining) if gradients >> bit & 1 else absent for bit in range(5)]
@@ -98,7 +98,7 @@ def _per_tensor(made, gradients: int, absent):
 
 def _gradients_struct(made, problem: Problem) -> bytes:
     addresses = [address(gradient, problem) for gradient in made]
-    return lib.pack_gradients(*_per_tensor(addresses, problem.gradients, lib.ABSENT))
+    return lib.pack_gradients(*per_tensor(addresses, problem.gradients, lib.ABSENT))
 
 
 # ---- The operators -------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def _gradients_struct(made, problem: Problem) -> bytes:
 
 def _forward(q_t, k_t, q_s, k_s, w_s, indices, lse_t, rows, cu_q, cu_k, key_lengths, *options, execute=execute):
     tensors, lengths = (q_t, k_t, q_s, k_s, w_s, indices), (cu_q, cu_k, key_lengths)
-    plan = _plan_for(*_specs(tensors, lse_t, None, None, lengths, options))
+    plan = _plan_for(*specs_of(tensors, lse_t, None, None, lengths, options))
     made = _new_rows(q_t, rows, plan.problem)
     call(plan, lib.FORWARD, tensors, lengths, (_rows_struct(made, rows),), lse_t, execute=execute)
     return made
@@ -114,7 +114,7 @@ def _forward(q_t, k_t, q_s, k_s, w_s, indices, lse_t, rows, cu_q, cu_k, key_leng
 
 def _forward_fake(q_t, k_t, q_s, k_s, w_s, indices, lse_t, rows, cu_q, cu_k, key_lengths, *options):
     tensors, lengths = (q_t, k_t, q_s, k_s, w_s, indices), (cu_q, cu_k, key_lengths)
-    problem = describe_while_tracing(*_specs(tensors, lse_t, None, None, lengths, options))
+    problem = describe_while_tracing(*specs_of(tensors, lse_t, None, None, lengths, options))
     return _new_rows(q_t, rows, problem)
 
 
@@ -122,8 +122,8 @@ def _backward(
     q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, kl, dot_t, grad_kl, cu_q, cu_k, key_lengths, *options, execute=execute
 ):
     tensors, lengths = (q_t, k_t, q_s, k_s, w_s, indices), (cu_q, cu_k, key_lengths)
-    plan = _plan_for(*_specs(tensors, lse_t, lse_s, grad_kl, lengths, options))
-    made = _new_gradients(tensors, plan.problem.gradients)
+    plan = _plan_for(*specs_of(tensors, lse_t, lse_s, grad_kl, lengths, options))
+    made = _new_gradients(tensors, plan.problem.gradients, plan.problem.grad_f32)
     outputs = (_gradients_struct(made, plan.problem),)
     call(plan, lib.BACKWARD, tensors, lengths, outputs, lse_t, lse_s, kl, dot_t, grad_kl, execute=execute)
     return made
@@ -132,14 +132,15 @@ def _backward(
 def _backward_fake(
     q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, kl, dot_t, grad_kl, cu_q, cu_k, key_lengths, *options
 ):
-    return _new_gradients((q_t, k_t, q_s, k_s, w_s), Options(*options).gradients)
+    asked = Options(*options)
+    return _new_gradients((q_t, k_t, q_s, k_s, w_s), asked.gradients, asked.grad_f32)
 
 
 def _forward_backward(
     q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, row_weight, rows, cu_q, cu_k, key_lengths, *options, execute=execute
 ):
     tensors, lengths = (q_t, k_t, q_s, k_s, w_s, indices), (cu_q, cu_k, key_lengths)
-    plan = _plan_for(*_specs(tensors, lse_t, lse_s, row_weight, lengths, options), one_pass=True)
+    plan = _plan_for(*specs_of(tensors, lse_t, lse_s, row_weight, lengths, options), one_pass=True)
     problem = plan.problem
     made, gradients = _new_rows(q_t, rows, problem), _new_gradients(tensors, problem.gradients, problem.grad_f32)
     outputs = (_rows_struct(made, rows), _gradients_struct(gradients, problem))
@@ -151,17 +152,8 @@ def _forward_backward_fake(
     q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, row_weight, rows, cu_q, cu_k, key_lengths, *options
 ):
     tensors, lengths = (q_t, k_t, q_s, k_s, w_s, indices), (cu_q, cu_k, key_lengths)
-    problem = describe_while_tracing(*_specs(tensors, lse_t, lse_s, row_weight, lengths, options), one_pass=True)
+    problem = describe_while_tracing(*specs_of(tensors, lse_t, lse_s, row_weight, lengths, options), one_pass=True)
     return [*_new_rows(q_t, rows, problem), *_new_gradients(tensors, problem.gradients, problem.grad_f32)]
-
-
-def partial_states(tensors, lse_t, key_begin, key_end, lengths, options) -> torch.Tensor:
-    """skl_row_state of every row over a range of keys: f32 [batch, heads_s, len_q, 5]. Not a torch operator."""
-    plan = _plan_for(*_specs(tensors, lse_t, None, None, lengths, options))
-    problem = plan.problem
-    states = tensors[0].new_empty((*problem.row_shape(problem.heads_s), 5), dtype=torch.float32)
-    call(plan, lib.PARTIAL, tensors, lengths, (key_begin, key_end, states.data_ptr()), lse_t)
-    return states
 
 
 KERNELS = {}  # {torch operator: its implementation}
@@ -176,7 +168,7 @@ for _kernel, _fake in (
 # ---- Autograd: around the operators, because torch.library.register_autograd takes 200 us per call -----------------
 
 
-def _rows_needed(op: int, q_t, q_s, w_s, options) -> int:
+def rows_needed_by(op: int, q_t, q_s, w_s, options) -> int:
     """Row vectors that `op` needs for all gradients of the options."""
     heads = -3 if options.heads_first else -2
     student = ATTENTION if w_s is None else INDEXER
@@ -196,20 +188,19 @@ def _function_name(w_s) -> str:
 class Forward(torch.autograd.Function):
     """streamkl::forward, whose kl streamkl::backward differentiates. Returns the row vectors of `rows`, kl first.
 
-    `fixed` is a tuple of the arguments without a gradient, because autograd takes time for each argument.
+    `fixed` is a tuple of the arguments without a gradient, because autograd takes time for each argument. Its first element
+    has the three operators as attributes: torch.ops.streamkl, or those of a process group.
     """
 
     @staticmethod
     def forward(ctx, q_t, k_t, q_s, k_s, w_s, fixed):
-        indices, lse_t, rows, lengths, options = fixed
-        needed = _rows_needed(lib.BACKWARD, q_t, q_s, w_s, options)
-        made = torch.ops.streamkl.forward(
-            q_t, k_t, q_s, k_s, w_s, indices, lse_t, rows | needed, *lengths, *options
-        )
+        operators, indices, lse_t, rows, lengths, options = fixed
+        needed = rows_needed_by(lib.BACKWARD, q_t, q_s, w_s, options)
+        made = operators.forward(q_t, k_t, q_s, k_s, w_s, indices, lse_t, rows | needed, *lengths, *options)
         named = dict(zip(row_names(rows | needed), made))
         saved = [named[name] if needed & bit else None for name, bit in _SAVED_ROWS]
         ctx.save_for_backward(q_t, k_t, q_s, k_s, w_s, indices, *saved, *lengths)
-        ctx.options = options
+        ctx.operators, ctx.options = operators, options
         returned = tuple([named[name] for name in row_names(rows)])
         ctx.mark_non_differentiable(*returned[1:])
         return returned
@@ -219,12 +210,12 @@ class Forward(torch.autograd.Function):
         q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, kl, dot_t, *lengths = ctx.saved_tensors
         tensors = (q_t, k_t, q_s, k_s, w_s)
         with torch.no_grad():
-            made = torch.ops.streamkl.backward(
+            made = ctx.operators.backward(
                 *tensors, indices, lse_t, lse_s, kl, dot_t, grad_kl, *lengths, *ctx.options
             )
         if torch.is_grad_enabled():  # create_graph=True
             made = _OnceDifferentiable.apply(_function_name(w_s), len(made), *made, *tensors)
-        return *_per_tensor(made, ctx.options.gradients, None), None
+        return *per_tensor(made, ctx.options.gradients, None), None
 
 
 _SAVED_ROWS = (("lse_t", lib.LSE_T), ("lse_s", lib.LSE_S), ("kl", lib.KL), ("dot_t", lib.DOT_T))
@@ -239,9 +230,9 @@ class OnePass(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q_t, k_t, q_s, k_s, w_s, fixed):
-        indices, lse_t, lse_s, row_weight, rows, lengths, options = fixed
-        needed = _rows_needed(lib.FORWARD_BACKWARD, q_t, q_s, w_s, options) & lib.DOT_T
-        made = torch.ops.streamkl.forward_backward(
+        operators, indices, lse_t, lse_s, row_weight, rows, lengths, options = fixed
+        needed = rows_needed_by(lib.FORWARD_BACKWARD, q_t, q_s, w_s, options) & lib.DOT_T
+        made = operators.forward_backward(
             q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, row_weight, rows | needed | lib.KL, *lengths, *options
         )
         names = row_names(rows | needed | lib.KL)
@@ -264,7 +255,7 @@ class OnePass(torch.autograd.Function):
                 f"streamkl: {case[ctx.function]} cannot be differentiated twice, nor take create_graph=True; "
                 f"streamkl.reference.{ctx.function} can"
             )
-        made = _per_tensor([gradient * grad_loss for gradient in ctx.saved_tensors], ctx.gradients, None)
+        made = per_tensor([gradient * grad_loss for gradient in ctx.saved_tensors], ctx.gradients, None)
         return *[None if each is None else each.to(dtype) for each, dtype in zip(made, ctx.dtypes)], None
 
 
