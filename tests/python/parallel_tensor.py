@@ -146,6 +146,52 @@ def unequal_batches():
     compare_gradients(torch.autograd.grad(loss, own), expected)
 
 
+def megatron():
+    """Context parallel, and the teacher heads over ranks, agree with megatron-core's loss of whole score matrices."""
+    from types import SimpleNamespace
+
+    from megatron.core.transformer.experimental_attention_variant.dsa import compute_dsa_indexer_loss
+
+    rank, world = rank_and_world()
+    group, length = dist.group.WORLD, 8 * world
+    for top_k in 0, 6:
+        tensors = make_indexer(len_q=length, len_k=length, heads_t=2 * world, key_heads_t=2 * world, top_k=top_k)
+        future = torch.ones(length, length).triu(1).bool()
+        index = None
+        if top_k:  # Megatron's lists have no key twice, and no masked key
+            scores = torch.rand(2, length, length).masked_fill(future, -1)
+            scores[:, :, 0] = 2  # all rows list a key
+            dist.broadcast(scores, 0)
+            values, index = scores.topk(top_k)
+            ours = torch.where(values < 0, -1, index).int()
+        q_t, k_t, q_s, k_s, w_s = tensors[:5]
+
+        def loss_of_megatron():
+            dots = torch.einsum("bigd,bjhd->bgij", q_s, k_s).relu()
+            y = torch.einsum("bihg,bgij->bij", w_s, dots) * (q_s.shape[-1] * w_s.shape[-1]) ** -0.5
+            lists = index if top_k else torch.arange(length).expand(2, length, length)
+            one_rank = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))
+            scale = q_t.shape[-1] ** -0.5
+            return compute_dsa_indexer_loss(
+                y.masked_fill(future, -torch.inf), lists, q_t.transpose(0, 1), k_t.transpose(0, 1), scale, 1.0, bool(top_k), one_rank
+            )
+
+        whole = loss_of_megatron()
+        expected = torch.autograd.grad(whole, tensors.trained)
+        cut = [shard(tensor.detach(), group) for tensor in tensors[:5]]
+        student = [tensor.requires_grad_() for tensor in cut[2:]]
+        own_index = shard(ours, group) if top_k else None
+        loss = streamkl.indexer_kl(*cut[:2], *student, own_index, causal=True, cp_group=group)
+        near("loss", loss, whole, 1e-5)  # Megatron adds 1e-10 to probabilities
+        found = torch.autograd.grad(loss, student)
+        for gradient, of_whole in zip(found, expected):
+            near("gradient", gradient, shard(of_whole, group), 1e-4)
+        given = (own_heads(q_t), own_heads(k_t), q_s, k_s, w_s, ours if top_k else None)
+        by_heads = streamkl.indexer_kl(*given, causal=True, tp_group=group)
+        for gradient, of_whole in zip(torch.autograd.grad(by_heads, tensors.trained), expected):
+            near("gradient", gradient, of_whole, 1e-4)
+
+
 # ---- DTensor -------------------------------------------------------------------------------------------------------------
 
 
