@@ -16,9 +16,8 @@ import torch
 
 from . import _library as lib
 from ._call import call, describe_while_tracing
-from ._ops import _LENGTHS, _TAGS, _TENSORS, KERNELS, _new_rows, _plan_for, _rows_struct, specs_of
+from ._ops import _LENGTHS, _TAGS, _TENSORS, KERNELS, _new_rows, _parted, _plan_for, _rows_struct, specs_of
 from ._ops import execute as run
-from ._options import Lengths
 from ._problem import CPU, CUDA, OPTIONS_SCHEMA, Problem
 
 _PARTIAL = f"({_TENSORS}, Tensor? lse_t, SymInt first_key, SymInt end_key, {_LENGTHS}, {OPTIONS_SCHEMA}) -> Tensor"
@@ -27,12 +26,7 @@ torch.library.define("streamkl::partial", _PARTIAL, tags=_TAGS)
 torch.library.define("streamkl::states_merge", "(Tensor states, Tensor others) -> Tensor", tags=_TAGS)
 torch.library.define("streamkl::states_finish", _FINISH, tags=_TAGS)
 
-_LENGTH_COUNT = len(Lengths._fields)
 _STATE = 5  # floats of a skl_row_state
-
-
-def _split(lengths_and_options):
-    return lengths_and_options[:_LENGTH_COUNT], lengths_and_options[_LENGTH_COUNT:]
 
 
 def _new_states(q_t: torch.Tensor, problem: Problem) -> torch.Tensor:
@@ -40,7 +34,7 @@ def _new_states(q_t: torch.Tensor, problem: Problem) -> torch.Tensor:
 
 
 def _partial(q_t, k_t, q_s, k_s, w_s, indices, lse_t, first_key, end_key, *lengths_and_options, execute=run):
-    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, indices), _split(lengths_and_options)
+    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, indices), _parted(lengths_and_options)
     plan = _plan_for(*specs_of(tensors, lse_t, None, None, lengths, options))
     states = _new_states(q_t, plan.problem)
     call(plan, lib.PARTIAL, tensors, lengths, (first_key, end_key, states.data_ptr()), lse_t, execute=execute)
@@ -48,12 +42,12 @@ def _partial(q_t, k_t, q_s, k_s, w_s, indices, lse_t, first_key, end_key, *lengt
 
 
 def _partial_fake(q_t, k_t, q_s, k_s, w_s, indices, lse_t, first_key, end_key, *lengths_and_options):
-    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, indices), _split(lengths_and_options)
+    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, indices), _parted(lengths_and_options)
     return _new_states(q_t, describe_while_tracing(*specs_of(tensors, lse_t, None, None, lengths, options)))
 
 
 def _states_finish(q_t, k_t, q_s, k_s, w_s, indices, states, lse_t, rows, *lengths_and_options):
-    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, indices), _split(lengths_and_options)
+    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, indices), _parted(lengths_and_options)
     plan = _plan_for(*specs_of(tensors, lse_t, None, None, lengths, options))
     made = _new_rows(q_t, rows, plan.problem)
 
@@ -66,7 +60,7 @@ def _states_finish(q_t, k_t, q_s, k_s, w_s, indices, states, lse_t, rows, *lengt
 
 
 def _states_finish_fake(q_t, k_t, q_s, k_s, w_s, indices, states, lse_t, rows, *lengths_and_options):
-    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, indices), _split(lengths_and_options)
+    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, indices), _parted(lengths_and_options)
     return _new_rows(q_t, rows, describe_while_tracing(*specs_of(tensors, lse_t, None, None, lengths, options)))
 
 
