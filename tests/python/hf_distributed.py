@@ -75,6 +75,25 @@ def fsdp2():
     compare(student)
 
 
+def fsdp2_both():
+    """Sharded teacher and student; the student recomputes its layers in the backward."""
+    from torch.distributed.fsdp import fully_shard
+
+    teacher, student = models()
+    student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    student.train()
+    for model in teacher, student:
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    with AttentionDistiller(teacher, student) as distiller:
+        for _ in range(2):
+            student.zero_grad()
+            student(**shard(batch(size=4)))
+            distiller.loss().backward()
+    compare(student)
+
+
 def accelerate_loop():
     """Two processes and two micro-batches per step give the gradient of one process with the whole batch."""
     from accelerate import Accelerator
@@ -181,7 +200,7 @@ def context_parallel_region():
     check_context_parallel(student, loss, tokens, positions)
 
 
-CASES = (ddp, ddp_with_loss, fsdp2, accelerate_loop, context_parallel_group, context_parallel_region)
+CASES = (ddp, ddp_with_loss, fsdp2, fsdp2_both, accelerate_loop, context_parallel_group, context_parallel_region)
 
 
 def main():

@@ -1,4 +1,4 @@
-"""Calls on several processes, compared with the same call on one. Run by test_parallel.py with torchrun.
+"""Calls on several processes, compared with the same call on one: see parallel_run.py.
 
 Every rank makes the whole problem from the same seed, computes it alone, cuts it, and computes its shard with the others.
 Prints one line per case that works.
@@ -312,6 +312,34 @@ def half_precision():
                     near("gradient", gradient, shard(whole, dist.group.WORLD), 2 * tolerance)
 
 
+def peak_bytes(function):
+    """The answer, and the most bytes of torch's CPU allocator that it has in use at a time."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        answer = function()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return answer, int(torch.tensor(sizes).cumsum(0).max())
+
+
+def memory():
+    """Of all-gather: two slices of keys and, in a backward, two of f32 key gradients, beyond results that a rank keeps.
+
+    gloo copies what it sends or receives once more. An unsliced all-gather would hold four slices of ordered keys alone.
+    """
+    world, heads, length, dim, slices = dist.get_world_size(), 8, 2048, 64, 4
+    own = [torch.randn(1, length, heads, dim).requires_grad_(i > 1) for i in range(4)]
+    keys = 2 * world * length * heads * dim * 4 / slices  # of both models
+    gradients = world * length * heads * dim * 4 / slices  # f32, of the student
+    kept = 2 * length * heads * dim * 4  # dq and dk of the shard
+    small = 2**21 + 64 * length * world + kept / slices  # workspace; rows, orders and bounds; a slice of the shard to be sent
+    options = dict(causal=True, window_size=(64, 0), cp_group=dist.group.WORLD)  # a window is fast
+    loss, peak = peak_bytes(lambda: streamkl.attention_kl(*own, **options))
+    assert keys < peak <= (2 + 1) * keys + small, (peak, keys, small)
+    _, peak = peak_bytes(lambda: torch.autograd.grad(loss, own[2:]))
+    # Slices of dq and dk are joined in the end: both are there twice.
+    assert keys < peak <= (2 + 1) * (keys + gradients) + 2 * kept + small, (peak, keys, gradients, kept, small)
+
+
 # ---- Faults --------------------------------------------------------------------------------------------------------------
 
 
@@ -370,7 +398,3 @@ def run_cases(cases):
         if dist.get_rank() == 0:
             print(f"{name} works", flush=True)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    run_cases(globals())

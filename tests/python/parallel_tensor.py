@@ -1,10 +1,10 @@
-"""Heads on several processes, compared with one: tensor parallelism, Ulysses, DTensor. Run by test_parallel.py with torchrun."""
+"""Heads on several processes, compared with one: tensor parallelism, Ulysses, DTensor: see parallel_run.py."""
 
 import torch
 import torch.distributed as dist
 from cases import make_tensors
 from indexer_cases import make_indexer
-from parallel_cases import GRADIENT, LOSS, equal_on_all_ranks, near, run_cases
+from parallel_cases import GRADIENT, LOSS, equal_on_all_ranks, near
 
 import streamkl
 from streamkl.parallel import shard
@@ -237,7 +237,3 @@ def dtensor():
             assert expected in str(error), error
         else:
             raise AssertionError(f"no error: {expected}")
-
-
-if __name__ == "__main__":
-    run_cases(globals())

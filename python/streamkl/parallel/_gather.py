@@ -1,7 +1,8 @@
 """Context parallelism by all-gather: every rank gets all keys, computes its own rows, and gets back the sum of its dk.
 
-Key heads are gathered in slices, and the next slice travels while one is computed. So a rank holds at most three slices of
-keys beyond its shards: the one that is computed, in the order of the sequence, and the next one, before and after ordering.
+Key heads are gathered in slices, and the next slice travels while one is computed. So a rank holds at most two slices of keys
+beyond its shards: the one that is computed, in the order of the sequence, and the next one, as it arrives. In a backward it
+also holds at most two slices of f32 key gradients: the one that is computed, and the one that is being summed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from .. import _library as lib
 from .._checks import rounds_later
 from .._ops import per_tensor, row_names
 from .._problem import DK_S, DK_T
+from ._groups import all_gather, reduce_scatter
 from ._layout import Layout, inverse_of
 from ._shards import Shards
 
@@ -66,6 +68,7 @@ class AllGather:
         reads_teacher = rows != lib.LSE_S or tensors[4] is None
         for part in self._slices(shards, reads_teacher):
             made.append(streamkl.forward(*part.tensors, part.heads(lse_t), rows, *lengths, *shards.options))
+            del part  # frees its keys before the next ones are ordered
         return [_join(list(each), -2) for each in zip(*made)]
 
     def backward(self, *arguments) -> list[torch.Tensor]:
@@ -74,6 +77,7 @@ class AllGather:
         lengths, gradients = shards.lengths_of_all_keys(), _Gradients(self.group, shards, one_pass=False)
         for part in self._slices(shards):
             gradients.add(streamkl.backward(*part.tensors, *map(part.heads, rows), *lengths, *shards.options))
+            del part
         return gradients.finish()
 
     def forward_backward(self, *arguments) -> list[torch.Tensor]:
@@ -85,6 +89,7 @@ class AllGather:
             answer = streamkl.forward_backward(*part.tensors, *map(part.heads, given), rows, *lengths, *shards.options)
             made.append(answer[:row_count])
             gradients.add(answer[row_count:])
+            del part, answer
         return [*(_join(list(each), -2) for each in zip(*made)), *gradients.finish()]
 
     def _slices(self, shards: Shards, reads_teacher: bool = True) -> Iterator[_Slice]:
@@ -98,11 +103,12 @@ class AllGather:
 
         following = start(0)
         for index in range(count):
-            *keys_t, keys_s = (gathering.ordered() for gathering in following)
+            *keys_t, keys_s = [gathering.ordered() for gathering in following]
             following = start(index + 1) if index + 1 < count else []
-            own_t, own_s, *of_indexer = (_cut(tensor, dim, index, count) for tensor in (q_t, q_s, w_s, indices))
             read_t = keys_t[0] if reads_teacher else _unread(_cut(k_t, dim, index, count), keys_s, shards)
+            own_t, own_s, *of_indexer = (_cut(tensor, dim, index, count) for tensor in (q_t, q_s, w_s, indices))
             yield _Slice(index, count, (own_t, read_t, own_s, keys_s, *of_indexer))
+            del keys_t, keys_s, read_t
 
 
 def _unread(k_t: torch.Tensor, keys_s: torch.Tensor, shards: Shards) -> torch.Tensor:
@@ -117,13 +123,14 @@ class _Gathering:
 
     def __init__(self, group, shards: Shards, keys: torch.Tensor) -> None:
         self.shards, self.own = shards, shards.length_first(keys).contiguous()
-        self.gathered = self.own.new_empty(shards.layout.world * self.own.shape[0], *self.own.shape[1:])
-        self.work = dist.all_gather_into_tensor(self.gathered, self.own, group=group, async_op=True)
+        self.gathered: Any = self.own.new_empty(shards.layout.world * self.own.shape[0], *self.own.shape[1:])
+        self.work: Any = all_gather(self.gathered, self.own, group=group, async_op=True)
 
     def ordered(self) -> torch.Tensor:
         """The keys of all ranks, in the order of the sequence."""
         self.work.wait()
-        return self.shards.length_back(self.gathered.index_select(0, self.shards.order))
+        gathered, self.gathered, self.work = self.gathered, None, None
+        return self.shards.length_back(gathered.index_select(0, self.shards.order))
 
 
 class _Gradients:
@@ -146,10 +153,10 @@ class _Gradients:
         return gradient if self.stays_f32 else gradient.to(self.shards.tensors[bit].dtype)
 
     def _scatter(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.wait()
         by_rank = self.shards.length_first(gradient).index_select(0, self.inverse)
         own = by_rank.new_empty(by_rank.shape[0] // self.shards.layout.world, *by_rank.shape[1:])
-        self.wait()
-        work = dist.reduce_scatter_tensor(own, by_rank, group=self.group, async_op=True)
+        work = reduce_scatter(own, by_rank, group=self.group, async_op=True)
         self.pending.append((work, by_rank))
         return self.shards.length_back(own)
 

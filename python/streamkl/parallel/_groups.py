@@ -9,6 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+# Newer releases of torch have other names for the collectives on one tensor.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def group_of(name: str, given: Any) -> dist.ProcessGroup:
     """The process group of an argument: a ProcessGroup, or a DeviceMesh of one dimension."""
@@ -33,7 +37,7 @@ def agree(group: dist.ProcessGroup, device: torch.device, facts: dict[str, Any],
     own = torch.tensor([0 if fault is None else 1, *sums], device=device)
     world = dist.get_world_size(group)
     all_ranks = own.new_empty(world * len(own))
-    dist.all_gather_into_tensor(all_ranks, own, group=group)
+    all_gather(all_ranks, own, group=group)
     if fault is not None:
         raise fault
     all_ranks = all_ranks.view(world, -1)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from .._options import CpLayout
-from ._groups import group_of
+from ._groups import all_gather, group_of
 from ._layout import Layout, gather_order, inverse_of
 
 
@@ -52,6 +52,6 @@ def unshard(
     cut = Layout(layout, dist.get_world_size(group))
     own = tensor.detach().movedim(dim, 0).contiguous()
     gathered = own.new_empty(cut.world * own.shape[0], *own.shape[1:])
-    dist.all_gather_into_tensor(gathered, own, group=group)
+    all_gather(gathered, own, group=group)
     order = gather_order(cut, own.shape[0], cu_seqlens, tensor.device)
     return gathered.index_select(0, order).movedim(0, dim)
