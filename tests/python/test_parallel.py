@@ -1,6 +1,7 @@
 """Losses over several processes with gloo. The cases are in parallel_cases.py and parallel_tensor.py."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,8 +24,8 @@ HEADS = (
 SEQUENCES = ("layout_of_torch", "gradients_for_averaging", "half_precision", "memory", "different_calls")
 
 
-def torchrun(processes, *cases):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", SCRIPT, *cases]
+def torchrun(processes, *cases, script=SCRIPT):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", script, *cases]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
 
@@ -56,6 +57,16 @@ def test_a_rank_that_dies(processes):
 def test_megatron():
     pytest.importorskip("megatron.core.transformer.experimental_attention_variant.dsa")
     run(2, "megatron")
+
+
+@pytest.mark.skipif(not LONG, reason="./test long")
+@pytest.mark.parametrize("comm", ["allgather", "ring"])
+def test_the_example_trains_a_student_over_four_processes(comm):
+    script = Path(__file__).parents[2] / "examples/context_parallel.py"
+    answer = torchrun(4, "--length=1024", "--steps=20", f"--comm={comm}", script=script)
+    assert answer.returncode == 0, answer.stderr[-3000:]
+    values = [float(value) for value in re.findall(r"attention KL ([\d.]+)", answer.stdout)]
+    assert len(values) == 20 and values[-1] < 0.7 * values[0]
 
 
 # ---- Without other processes ---------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ class Region:
 def active_region() -> Region | None:
     """The region of torch.distributed.tensor.experimental.context_parallel that a model runs in now, if any."""
     module: Any = sys.modules.get(_TORCH)
-    if module is None:  # nobody has imported it, and nothing is split
+    if module is None:  # not imported: nothing is split
         return None
     layout = "zigzag" if module._cp_options.enable_load_balance else "contiguous"
     attention = torch.nn.functional.scaled_dot_product_attention

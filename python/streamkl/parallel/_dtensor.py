@@ -73,9 +73,9 @@ def _split_of(given: dict[str, Any], mesh, dim: int, heads: int) -> str:
     if len(split) == 1 and "?" not in split:
         return split.pop()
     where = f"mesh dimension {mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else dim}"
-    listed = ", ".join(f"{name} {placement}" for name, placement in by_name.items())
+    given_text = ", ".join(f"{name} {placement}" for name, placement in by_name.items())
     raise ValueError(
-        f"{listed} on {where}: all must be Shard(0) (batch), Shard({heads}) (heads) or Replicate(); for shards of the sequence pass "
+        f"{given_text} on {where}: all must be Shard(0) (batch), Shard({heads}) (heads) or Replicate(); for shards of the sequence pass "
         "local tensors and cp_group"
     )
 

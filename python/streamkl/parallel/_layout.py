@@ -56,7 +56,7 @@ class Layout:
 
 
 def _at_least_1(size: Any) -> Any:
-    """A divisor: nothing lies in an empty chunk."""
+    """A divisor: an empty chunk contains nothing."""
     return size.clamp(min=1) if isinstance(size, torch.Tensor) else max(size, 1)
 
 
