@@ -105,6 +105,23 @@ def teacher_heads_and_context():
     compare_gradients(torch.autograd.grad(loss, student), [shard(each, mesh["cp"]) for each in expected])
 
 
+def faults_in_a_mesh():
+    """A rank that refuses its arguments ends the call on the ranks of both of its groups."""
+    rank, world = rank_and_world()
+    if world != 4:
+        return
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "cp"))
+    tensors = [tensor.detach() for tensor in make_indexer(len_q=8, len_k=8)[:5]]
+    if rank == 0:
+        tensors[2] = tensors[2][:, :6]
+    try:
+        streamkl.indexer_kl(*tensors, cp_group=mesh["cp"], tp_group=mesh["tp"])
+    except (ValueError, RuntimeError) as error:
+        assert rank == 0 or "refused its arguments" in str(error), error
+    else:
+        raise AssertionError("no error")
+
+
 # ---- Heads of both models ------------------------------------------------------------------------------------------------
 
 

@@ -44,7 +44,7 @@ def test_two_processes():
 @pytest.mark.parametrize("processes", [2, 4, 8])
 def test_every_problem(processes):
     """Every layout and communication, packed and not, teacher groups, one pass, indexers dense and sparse."""
-    run(processes, "all_problems", "sub_groups", *SEQUENCES, *HEADS, "teacher_heads_and_context")
+    run(processes, "all_problems", "sub_groups", *SEQUENCES, *HEADS, "teacher_heads_and_context", "faults_in_a_mesh")
 
 
 @pytest.mark.parametrize("processes", [2, 4] if LONG else [2])

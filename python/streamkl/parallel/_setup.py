@@ -53,27 +53,20 @@ class Groups:
     def operators(self, tensors: tuple, rows: tuple, lengths, options) -> Any:
         """The operators of _ops.py on the tensors of this rank, after all ranks have agreed on the call.
 
-        `rows` are lse_t, lse_s and row_weight. A rank that finds a fault takes part in the agreement before it raises an error:
-        the others would wait for it.
+        `rows` are lse_t, lse_s and row_weight. A rank that finds a fault takes part in the agreements of all its groups before it
+        raises an error: the others would wait for it.
         """
-        fault = None
-        try:
-            self._check(tensors, rows, lengths, options)
-        except ValueError as error:
-            fault = error
         names = ("q_t", "k_t", "q_s", "k_s", "w_s", "indices", "lse_t", "lse_s", "row_weight", *lengths._fields)
         given = dict(zip(names, map(_fact, (*tensors, *rows, *lengths))))
         facts = {**given, "options": (*options, self.layout.name, self.comm, self.grads)}
-        operators: Any = torch.ops.streamkl
-        if self.is_split:
-            agree(self.cp, tensors[0].device, facts, fault)
-            operators = _COMMS[self.comm](self.cp, self.layout)
-        if self.tp is not None and dist.get_world_size(self.tp) > 1:
-            agree(self.tp, tensors[0].device, facts, fault)
-            operators = TeacherShards(self.tp, operators)
+        is_spread = self.tp is not None and dist.get_world_size(self.tp) > 1
+        fault = _fault_of(self._check, tensors, rows, lengths, options)
+        for group in [self.cp] * self.is_split + [self.tp] * is_spread:
+            fault = _fault_of(agree, group, tensors[0].device, facts, fault) or fault
         if fault is not None:
             raise fault
-        return operators
+        operators = _COMMS[self.comm](self.cp, self.layout) if self.is_split else torch.ops.streamkl
+        return TeacherShards(self.tp, operators) if is_spread else operators
 
     def _check(self, tensors: tuple, rows: tuple, lengths, options) -> None:
         describe(*specs_of(tensors, *rows, lengths, options))
@@ -107,6 +100,14 @@ class Groups:
             factor = self.layout.world if group is self.cp and self.grads == "mean" else 1
             loss, count = SumOverRanks.apply(loss, count, group, factor)
         return loss if total is None else loss / torch.where(count == 0, 1.0, count)
+
+
+def _fault_of(function, *arguments) -> Exception | None:
+    try:
+        function(*arguments)
+    except Exception as error:
+        return error
+    return None
 
 
 def _fact(tensor: torch.Tensor | None) -> str | None:
