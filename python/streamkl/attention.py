@@ -170,7 +170,9 @@ def attention_kl(
         from .parallel import Groups
 
         groups = Groups(cp_group, cp_layout, cp_comm, cp_grads, tp_group, loss_group)
-        operators = groups.operators((*tensors, None), (lse_t, lse_s, row_weight), lengths, options)
+        operators = groups.operators(
+            (*tensors, None), (lse_t, lse_s, row_weight), lengths, options, reduction=reduction, return_lse=return_lse
+        )
     is_split = groups is not None and groups.is_split
     one_pass = options.gradients and reduction != "none" and (row_weight is None or not row_weight.requires_grad)
     if one_pass and lse_t is None and lse_s is None and _lses_first(q_t, q_s, options):

@@ -186,7 +186,8 @@ def indexer_kl(
         from .parallel import Groups
 
         groups = Groups(cp_group, cp_layout, cp_comm, cp_grads, tp_group, loss_group)
-        operators = groups.operators(tensors, (lse_t, None, row_weight), lengths, options)
+        asked = dict(reduction=reduction, return_rows=return_rows, lse_t_wider=lse_t_wider)
+        operators = groups.operators(tensors, (lse_t, None, row_weight), lengths, options, **asked)
     fixed_weight = row_weight is None or not row_weight.requires_grad
     if options.gradients and reduction != "none" and fixed_weight and not lse_t_wider:
         loss, rows = _one_pass(operators, tensors, lse_t, row_weight, return_rows, lengths, options)

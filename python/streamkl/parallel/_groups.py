@@ -34,7 +34,7 @@ def agree(group: dist.ProcessGroup, device: torch.device, facts: dict[str, Any],
     the device, so that the host does not wait for it.
     """
     sums = [zlib.crc32(repr(fact).encode()) for fact in facts.values()]
-    own = torch.tensor([0 if fault is None else 1, *sums], device=device)
+    own = _to_device(torch.tensor([0 if fault is None else 1, *sums]), device)
     world = dist.get_world_size(group)
     all_ranks = own.new_empty(world * len(own))
     all_gather(all_ranks, own, group=group)
@@ -52,6 +52,11 @@ def agree(group: dist.ProcessGroup, device: torch.device, facts: dict[str, Any],
             raise ValueError(f"{name}: {fact} on rank {dist.get_rank(group)} of the group differs from that on rank {ranks.index(True)}")
 
 
+def _to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Without host-device synchronisation, which a copy of pageable memory needs."""
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
+
+
 class SumOverRanks(torch.autograd.Function):
     """(sum of the losses of all ranks, sum of their row counts).
 
@@ -62,7 +67,7 @@ class SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, loss, count, group, factor):
         ctx.factor = factor
-        sums = torch.stack([loss.double(), torch.as_tensor(count, device=loss.device).double()])
+        sums = torch.stack([loss.double(), count.double()])
         dist.all_reduce(sums, group=group)
         loss, count = sums.to(loss.dtype)
         ctx.mark_non_differentiable(count)

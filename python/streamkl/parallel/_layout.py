@@ -36,9 +36,9 @@ class Layout:
     def positions(self, rank: int, index: torch.Tensor, length: Any) -> torch.Tensor:
         """The position in its sequence of each `index` of a shard."""
         size = _at_least_1(length // self.chunks_per_rank)
-        chunks = torch.tensor(self._chunks(rank), device=index.device)
-        which = (index // size).clamp(0, self.chunks_per_rank - 1)
-        return (chunks[which] - which) * size + index
+        first, last = self._chunks(rank)[0], self._chunks(rank)[-1]
+        is_tail = index >= size if self.name == "zigzag" else torch.zeros_like(index, dtype=torch.bool)
+        return (first + is_tail * (last - first - 1)) * size + index
 
     def count_before(self, rank: int, position: torch.Tensor, length: Any) -> torch.Tensor:
         """How many elements of a shard come before a position of the sequence."""

@@ -50,15 +50,15 @@ class Groups:
         """Whether the loss is a sum over ranks."""
         return bool(self.loss)
 
-    def operators(self, tensors: tuple, rows: tuple, lengths, options) -> Any:
+    def operators(self, tensors: tuple, rows: tuple, lengths, options, **asked: Any) -> Any:
         """The operators of _ops.py on the tensors of this rank, after all ranks have agreed on the call.
 
-        `rows` are lse_t, lse_s and row_weight. A rank that finds a fault takes part in the agreements of all its groups before it
+        `rows` are lse_t, lse_s and row_weight; `asked` are further options that decide what is exchanged. A rank that finds a fault takes part in the agreements of all its groups before it
         raises an error: the others would wait for it.
         """
         names = ("q_t", "k_t", "q_s", "k_s", "w_s", "indices", "lse_t", "lse_s", "row_weight", *lengths._fields)
         given = dict(zip(names, map(_fact, (*tensors, *rows, *lengths))))
-        facts = {**given, "options": (*options, self.layout.name, self.comm, self.grads)}
+        facts = {**given, "options": {**options._asdict(), **asked, "cp_layout": self.layout.name, "cp_comm": self.comm}}
         is_spread = self.tp is not None and dist.get_world_size(self.tp) > 1
         fault = _fault_of(self._check, tensors, rows, lengths, options)
         for group in [self.cp] * self.is_split + [self.tp] * is_spread:
@@ -95,7 +95,7 @@ class Groups:
 
     def reduced(self, loss: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
         """The loss of all ranks from their sums: a sum, or a mean over rows of total weight `total`."""
-        count: Any = 0 if total is None else total
+        count = torch.zeros_like(loss) if total is None else total
         for group in self.loss:
             factor = self.layout.world if group is self.cp and self.grads == "mean" else 1
             loss, count = SumOverRanks.apply(loss, count, group, factor)
@@ -111,4 +111,4 @@ def _fault_of(function, *arguments) -> Exception | None:
 
 
 def _fact(tensor: torch.Tensor | None) -> str | None:
-    return None if tensor is None else f"{list(tensor.shape)} {tensor.dtype}"
+    return None if tensor is None else f"{list(tensor.shape)} {tensor.dtype}{', with a gradient' * tensor.requires_grad}"

@@ -72,10 +72,10 @@ class Shards:
         if cu_q is not None:
             index = index - cu_q.long()[self._sequence]
         position = self.layout.positions(self.rank, index, len_q) + world * (len_k - len_q)
-        keys = torch.as_tensor(world * len_k, device=self.device)
+        keys = world * len_k if isinstance(len_k, torch.Tensor) else torch.full_like(position, world * len_k)
         left, right = self.asked.window_left, 0 if self.asked.causal else self.asked.window_right
         begin = position - left if left >= 0 else torch.zeros_like(position)
-        end = torch.minimum(position + right + 1, keys) if right >= 0 else keys.expand(len(position))
+        end = torch.minimum(position + right + 1, keys) if right >= 0 else keys
         if cu_q is None:
             begin, end = (bound.expand(self.tensors[0].shape[0], -1) for bound in (begin, end))
         if key_lengths is not None:
