@@ -73,8 +73,8 @@ def newest_rates(path, dim):
         raise SystemExit(f"scaling.py: {path} has no causal rows of streamkl with heads of {dim}")
     longest = max(int(row["length"]) for row in rows)
     newest = {row["pass"]: row for row in rows if int(row["length"]) == longest}  # later rows are newer
-    about = "; ".join(f"{name} {row['tflops']} TFLOP/s ({row['gpu']}, {row['commit']}, {row['date']})" for name, row in newest.items())
-    return {name: float(row["tflops"]) for name, row in newest.items()}, f"N = {longest}: {about}"
+    figures = (f"{name} {row['tflops']} TFLOP/s ({row['gpu']}, {row['commit']})" for name, row in newest.items())
+    return {name: float(row["tflops"]) for name, row in newest.items()}, f"N = {longest}: {'; '.join(figures)}"
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def parser():
     parser.add_argument("--node-link", type=float, default=50, metavar="X", help="GB/s per GPU between nodes; default 50: 400 Gb/s")
     parser.add_argument("--nvlink", type=float, default=450, metavar="X", help="GB/s per GPU inside a node; default 450: NVLink 4")
     parser.add_argument("--efficiency", type=float, default=0.8, metavar="X", help="of links; default 0.8")
-    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="measured rates; default bench/results/peers.csv")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="measured rates; default peers.csv")
     return parser
 
 
@@ -178,7 +178,8 @@ def main():
     cluster = Cluster(given.node_size, given.node_link, given.nvlink, given.efficiency)
     rates, about = newest_rates(given.results, given.dim)
     print(f"rates of one GPU at {about}")
-    print(f"{model.layers} layers, {model.heads} query heads and {model.key_heads} key heads of {model.dim}, causal, bf16; memory of one layer")
+    heads = f"{model.heads} query heads and {model.key_heads} key heads of {model.dim}"
+    print(f"{model.layers} layers, {heads}, causal, bf16; memory of one layer")
     print("\n".join(table([Plan(model, cluster, rates, *size, given.two_passes) for size in SIZES])))
 
 

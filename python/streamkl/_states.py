@@ -76,8 +76,8 @@ def _states_merge(states: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 @lru_cache(maxsize=256)
 def _plan_of_states(count: int, device: torch.device) -> lib.Plan:
     """A merge depends only on the number of rows."""
-    where = dict(device=CUDA if device.type == "cuda" else CPU, device_index=device.index or 0)
-    return lib.Plan(Problem(batch=1, len_q=count, heads_t=1, heads_s=1, dim_t=1, dim_s=1, **where))
+    kind, index = CUDA if device.type == "cuda" else CPU, device.index or 0
+    return lib.Plan(Problem(batch=1, len_q=count, heads_t=1, heads_s=1, dim_t=1, dim_s=1, device=kind, device_index=index))
 
 
 def _stream(device: torch.device):
@@ -92,3 +92,7 @@ for _name, _kernel, _fake in (
     torch.library.impl(f"streamkl::{_name}", ("cpu", "cuda"), _kernel)
     torch.library.register_fake(f"streamkl::{_name}", _fake)
 KERNELS[torch.ops.streamkl.partial.default] = _partial
+
+partial, states_merge, states_finish = (
+    getattr(torch.ops.streamkl, name) for name in ("partial", "states_merge", "states_finish")
+)

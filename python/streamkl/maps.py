@@ -11,9 +11,9 @@ from typing import Any, Iterator, NamedTuple
 
 import torch
 
-from . import _states  # noqa: F401: defines torch.ops.streamkl.partial
 from ._checks import sizes
 from ._options import Direction, Layout, check_flags, is_whole, translate
+from ._states import partial
 from .attention import attention_kl, promote_under_autocast
 
 
@@ -135,7 +135,7 @@ def _add_sequence(sums, counts, tensors, lse_t, lse_s, len_q, len_k, lengths_and
         if begin == end:
             continue
         lengths, options = lengths_and_options
-        states = torch.ops.streamkl.partial(*tensors, lse_t, begin, end, *lengths, *options)
+        states = partial(*tensors, lse_t, begin, end, *lengths, *options)
         mass_a, mass_b, kl = _shares(states, lse_a, lse_b)
         shares = (mass_b, mass_a, kl) if reverse else (mass_a, mass_b, kl)
         for image, share in zip(sums, shares):

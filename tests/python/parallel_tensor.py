@@ -244,7 +244,7 @@ def dtensor():
 
     cut = [distribute_tensor(tensor.detach(), mesh, [Shard(1)]) for tensor in tensors]
     for given, expected in (
-        ([distribute_tensor(t.detach(), mesh, [Shard(2)]) for t in tensors], "all must be Shard(0) (batch), Shard(1) (heads)"),
+        ([distribute_tensor(t.detach(), mesh, [Shard(2)]) for t in tensors], "must be Shard(0) (batch), Shard(1) (heads)"),
         ([*cut[:3], tensors[3]], "k_s: a plain tensor with DTensors"),
         ([*cut[:3], distribute_tensor(tensors[3].detach(), mesh, [Shard(0)])], "k_s S"),
     ):

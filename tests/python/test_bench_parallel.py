@@ -37,7 +37,8 @@ def test_a_wrong_share_is_reported():
 
 def plan(length, ranks, two_passes=False, **links):
     cluster = scaling.Cluster(**{**dict(node_size=8, node_link=50, nvlink=450, efficiency=1.0), **links})
-    return scaling.Plan(scaling.Model(32, 8, 128, 32), cluster, {"forward": 500, "backward": 400, "one pass": 450}, length, ranks, two_passes)
+    rates = {"forward": 500, "backward": 400, "one pass": 450}
+    return scaling.Plan(scaling.Model(32, 8, 128, 32), cluster, rates, length, ranks, two_passes)
 
 
 def test_a_plan_counts_pairs_bytes_and_slices():
@@ -59,7 +60,7 @@ def test_the_plan_of_the_guide_is_that_of_the_script(capsys, monkeypatch):
     scaling.main()
     printed = [line.split() for line in capsys.readouterr().out.splitlines()[3:]]
     guide = (BENCH.parent / "docs/guide/many-gpus.md").read_text()
-    rows = [line.strip("| ").split(" | ") for line in guide.splitlines() if line.startswith("| 1") or line.startswith("| 2") or line.startswith("| 5")]
+    rows = [line.strip("| ").split(" | ") for line in guide.splitlines() if line.startswith(("| 1", "| 2", "| 5"))]
     found = {(int(row[0].replace(",", "")), int(row[1])): list(map(float, row[2:])) for row in rows}
     assert len(found) == 5
     for length, ranks, *figures in printed:

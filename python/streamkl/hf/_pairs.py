@@ -71,8 +71,8 @@ class Pair:
             tensors, options, rows = self.arguments(cache, relation, temperature)
             weight = None if row_weight is None else rows.pack_weight(self._fitting(row_weight))
             if parallel:
-                options = self._of_shards(options, rows)
-            losses.append(attention_kl(*tensors, direction=direction, row_weight=weight, **options, **parallel))
+                options = {**self._of_shards(options, rows), **parallel}
+            losses.append(attention_kl(*tensors, direction=direction, row_weight=weight, **options))
         loss = torch.stack(losses).mean()
         return loss if temperature == 1.0 else loss * temperature**2
 

@@ -75,8 +75,8 @@ def _split_of(given: dict[str, Any], mesh, dim: int, heads: int) -> str:
     where = f"mesh dimension {mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else dim}"
     given_text = ", ".join(f"{name} {placement}" for name, placement in by_name.items())
     raise ValueError(
-        f"{given_text} on {where}: all must be Shard(0) (batch), Shard({heads}) (heads) or Replicate(); for shards of the sequence pass "
-        "local tensors and cp_group"
+        f"{given_text} on {where}: all must be Shard(0) (batch), Shard({heads}) (heads) or Replicate(); for shards of the "
+        "sequence pass local tensors and cp_group"
     )
 
 

@@ -8,7 +8,8 @@ also holds at most two slices of f32 key gradients: the one that is computed, an
 from __future__ import annotations
 
 import math
-from typing import Any, Iterator, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Iterator
 
 import torch
 import torch.distributed as dist
@@ -26,16 +27,17 @@ _MAX_SLICES = 4  # each computes a part of the heads: more of them would be smal
 streamkl = torch.ops.streamkl
 
 
-class _Slice(NamedTuple):
-    """Part `index` of `count` of the heads, with the keys of all ranks."""
+@dataclass
+class _Slice:
+    """Part `number` of `count` of the heads, with the keys of all ranks."""
 
-    index: int
+    number: int
     count: int
     tensors: tuple
 
     def heads(self, rows: torch.Tensor | None) -> torch.Tensor | None:
         """The heads of row vectors."""
-        return _cut(rows, -2, self.index, self.count)
+        return _cut(rows, -2, self.number, self.count)
 
 
 def _cut(tensor: Any, dim: int, index: int, count: int) -> Any:
@@ -139,7 +141,7 @@ class _Gradients:
     def __init__(self, group, shards: Shards, one_pass: bool) -> None:
         self.group, self.shards = group, shards
         self.inverse = inverse_of(shards.order)
-        self.stays_f32 = one_pass and rounds_later(shards.asked.gradients, [None if each is None else each.dtype for each in shards.tensors[:5]])
+        self.stays_f32 = one_pass and rounds_later(shards.asked.gradients, shards.dtypes)
         self.parts: list[list] = [[] for _ in range(5)]
         self.pending: list = []
 

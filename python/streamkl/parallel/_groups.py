@@ -49,7 +49,8 @@ def agree(group: dist.ProcessGroup, device: torch.device, facts: dict[str, Any],
         raise RuntimeError(f"streamkl: rank {faulty.index(True)} of the group refused its arguments: see its message")
     for (name, fact), ranks in zip(facts.items(), differing):
         if any(ranks):
-            raise ValueError(f"{name}: {fact} on rank {dist.get_rank(group)} of the group differs from that on rank {ranks.index(True)}")
+            own_rank, other = dist.get_rank(group), ranks.index(True)
+            raise ValueError(f"{name}: {fact} on rank {own_rank} of the group differs from that on rank {other}")
 
 
 def _to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:

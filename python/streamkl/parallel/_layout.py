@@ -74,7 +74,9 @@ def check_lengths(layout: Layout, name: str, length: int, cu_seqlens: torch.Tens
         lengths = [] if cu_seqlens.is_cuda else cu_seqlens.diff().tolist()
     for each in lengths:
         if each % 2:
-            raise ValueError(f"{name}: a shard of {each} tokens: cp_layout='zigzag' needs two chunks of equal length; pad the sequence")
+            raise ValueError(
+                f"{name}: a shard of {each} tokens: cp_layout='zigzag' needs two chunks of equal length; pad the sequence"
+            )
 
 
 def gather_order(layout: Layout, length: int, cu_seqlens: torch.Tensor | None, device: torch.device) -> torch.Tensor:

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from .. import _library as lib
-from .. import _states  # noqa: F401: defines the operators of partial states
 from .._checks import rounds_later
 from .._ops import per_tensor, row_names
-from .._problem import DK_S, DK_T, DQ_T, INDEXER
+from .._problem import DK_S, DK_T
+from .._states import partial, states_finish, states_merge
 from ._layout import Layout
 from ._shards import Shards
 
@@ -45,16 +45,16 @@ class Ring:
         if lse_t is None and _needs_lse_t(shards):
             (lse_t,) = self._lses(shards, None, lib.LSE_T)
         merged = None
-        for source, called, lengths in self._visits(shards):
+        for called, lengths in self._visits(shards):
             end = called[1].shape[shards.length_dim]
-            states = streamkl.partial(*called, lse_t, 0, end, *lengths, *shards.options)
-            merged = states if merged is None else streamkl.states_merge(merged, states)
-        return streamkl.states_finish(*called, merged, lse_t, rows, *lengths, *shards.options)
+            states = partial(*called, lse_t, 0, end, *lengths, *shards.options)
+            merged = states if merged is None else states_merge(merged, states)
+        return states_finish(*called, merged, lse_t, rows, *lengths, *shards.options)
 
     def _lses(self, shards: Shards, lse_t, rows: int) -> list[torch.Tensor]:
         """LSEs of all keys from those of the shards."""
         found: list[torch.Tensor] = []
-        for _, called, lengths in self._visits(shards):
+        for called, lengths in self._visits(shards):
             made = streamkl.forward(*called, lse_t, rows, *lengths, *shards.options)
             found = [torch.logaddexp(*pair) for pair in zip(found, made)] if found else made
         return found
@@ -77,7 +77,7 @@ class Ring:
         wanted_keys = [place for place, bit in _KEYS.items() if asked & bit]
         sums: dict[int, torch.Tensor] = {}
         travelling = _Travelling(self)
-        for source, called, lengths in self._visits(shards):
+        for called, lengths in self._visits(shards):
             made = per_tensor(streamkl.backward(*called, *rows, *lengths, *shards.options), asked, None)
             arrived = travelling.wait()
             for place, gradient in enumerate(made):
@@ -91,12 +91,11 @@ class Ring:
             travelling.send([sums[place] for place in wanted_keys])
         for place, gradient in zip(wanted_keys, travelling.wait()):  # the last step brings them home
             sums[place] = shards.length_back(gradient)
-        dtypes = [None if each is None else each.dtype for each in shards.tensors[:5]]
-        stays_f32 = one_pass and rounds_later(asked, dtypes)
-        return [sums[place] if stays_f32 else sums[place].to(dtypes[place]) for place in sorted(sums)]
+        stays_f32 = one_pass and rounds_later(asked, shards.dtypes)
+        return [sums[place] if stays_f32 else sums[place].to(shards.dtypes[place]) for place in sorted(sums)]
 
     def _visits(self, shards: Shards) -> Iterator[tuple]:
-        """(rank, tensors with its keys, lengths) of all ranks, starting with this one."""
+        """(tensors, lengths) with the keys of each rank, starting with this one."""
         q_t, k_t, q_s, k_s, w_s, _ = shards.tensors
         keys = [shards.length_first(key).contiguous() for key in (k_t, k_s)]
         travelling = _Travelling(self)
@@ -105,7 +104,7 @@ class Ring:
             if step + 1 < self.layout.world:
                 travelling.send(keys)
             here_t, here_s = map(shards.length_back, keys)
-            yield source, (q_t, here_t, q_s, here_s, w_s, shards.indices_of_shard(source)), shards.lengths_of_shard(source)
+            yield (q_t, here_t, q_s, here_s, w_s, shards.indices_of_shard(source)), shards.lengths_of_shard(source)
             if step + 1 < self.layout.world:
                 keys = travelling.wait()
 
@@ -120,7 +119,10 @@ class _Travelling:
     """Tensors on their way to the next rank, while those of the previous rank arrive."""
 
     def __init__(self, ring: Ring) -> None:
-        self.ring, self.works, self.received, self.sent = ring, [], [], []
+        self.ring = ring
+        self.works: list = []
+        self.sent: list[torch.Tensor] = []
+        self.received: list[torch.Tensor] = []
 
     def send(self, tensors: list[torch.Tensor]) -> None:
         ring = self.ring

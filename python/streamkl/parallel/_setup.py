@@ -32,13 +32,15 @@ class Groups:
         ):  # fmt: skip
             if value not in accepted:
                 raise ValueError(f"{name}={value!r}: must be {' or '.join(map(repr, accepted))}")
-        self.cp = None if cp_group is None else group_of("cp_group", cp_group)
-        self.tp = None if tp_group is None else group_of("tp_group", tp_group)
+        self.cp: Any = None if cp_group is None else group_of("cp_group", cp_group)
+        self.tp: Any = None if tp_group is None else group_of("tp_group", tp_group)
         world = 1 if self.cp is None else dist.get_world_size(self.cp)
         self.layout, self.comm, self.grads = Layout(cp_layout, world), cp_comm, cp_grads  # type: ignore[arg-type]
         self.rank = dist.get_rank(self.cp) if self.is_split else 0
         given = loss_group if isinstance(loss_group, (list, tuple)) else [] if loss_group is None else [loss_group]
-        self.loss = [group_of("loss_group", group) for group in given] + ([self.cp] if self.is_split else [])
+        self.loss: list[Any] = [group_of("loss_group", group) for group in given]
+        if self.is_split:
+            self.loss.append(self.cp)
 
     @property
     def is_split(self) -> bool:
@@ -53,8 +55,8 @@ class Groups:
     def operators(self, tensors: tuple, rows: tuple, lengths, options, **asked: Any) -> Any:
         """The operators of _ops.py on the tensors of this rank, after all ranks have agreed on the call.
 
-        `rows` are lse_t, lse_s and row_weight; `asked` are further options that decide what is exchanged. A rank that finds a fault takes part in the agreements of all its groups before it
-        raises an error: the others would wait for it.
+        `rows` are lse_t, lse_s and row_weight; `asked` are further options that decide what is exchanged. A rank that finds
+        a fault takes part in the agreements of all its groups before it raises an error: the others would wait for it.
         """
         names = ("q_t", "k_t", "q_s", "k_s", "w_s", "indices", "lse_t", "lse_s", "row_weight", *lengths._fields)
         given = dict(zip(names, map(_fact, (*tensors, *rows, *lengths))))
@@ -69,7 +71,8 @@ class Groups:
         return TeacherShards(self.tp, operators) if is_spread else operators
 
     def _check(self, tensors: tuple, rows: tuple, lengths, options) -> None:
-        describe(*specs_of(tensors, *rows, lengths, options))
+        lse_t, lse_s, row_weight = rows
+        describe(*specs_of(tensors, lse_t, lse_s, row_weight, lengths, options))
         if self.is_split:
             length = -2 if options.heads_first else -3
             check_lengths(self.layout, "queries", tensors[0].shape[length], lengths.cu_seqlens_q)

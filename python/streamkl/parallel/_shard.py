@@ -32,7 +32,9 @@ def shard(
     lengths = [length] if cu_seqlens is None else cu_seqlens.diff().tolist()
     for each in lengths:
         if each % chunks:
-            raise ValueError(f"{each} tokens: must be a multiple of {chunks} for {cut.world} ranks and layout={layout!r}; pad the sequence")
+            raise ValueError(
+                f"{each} tokens: must be a multiple of {chunks} for {cut.world} ranks and layout={layout!r}; pad the sequence"
+            )
     if length % cut.world:
         raise ValueError(f"{length} tokens: must be a multiple of {cut.world}, the size of the group")
     own_cu_seqlens = None if cu_seqlens is None else cu_seqlens // cut.world

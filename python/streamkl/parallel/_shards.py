@@ -26,6 +26,11 @@ class Shards:
     def device(self) -> torch.device:
         return self.tensors[0].device
 
+    @property
+    def dtypes(self) -> list[Any]:
+        """Of q_t, k_t, q_s, k_s and w_s."""
+        return [None if tensor is None else tensor.dtype for tensor in self.tensors[:5]]
+
     def length_first(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.movedim(self.length_dim, 0)
 
@@ -46,25 +51,25 @@ class Shards:
     # ---- Masks -----------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _shard_lengths(self) -> tuple[Any, Any]:
+    def _shard_lengths(self) -> tuple[Any, ...]:
         """Queries and keys of the shard of a sequence; packed: of the sequence of each row."""
         cu_q, cu_k, *_ = self.lengths
         if cu_q is None or cu_k is None:
-            return tuple(self.tensors[i].shape[self.length_dim] for i in (0, 1))  # type: ignore[return-value]
+            return tuple(self.tensors[place].shape[self.length_dim] for place in (0, 1))
         return cu_q.long().diff()[self._sequence], cu_k.long().diff()[self._sequence]
 
     @cached_property
     def _sequence(self) -> torch.Tensor:
         """Packed: the sequence of each row; rows after the last sequence are given to it."""
-        cu_q = self.lengths.cu_seqlens_q
+        cu_q: Any = self.lengths.cu_seqlens_q
         row = torch.arange(self.tensors[0].shape[self.length_dim], device=self.device)
         return torch.searchsorted(cu_q[1:], row, right=True).clamp(max=max(len(cu_q) - 2, 0))
 
     @cached_property
     def bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(begin, end) of the keys of the whole sequence that each row attends to under all masks: [batch, len_q], packed [total_q].
+        """(begin, end) of the keys of the whole sequence that each row attends to under all masks.
 
-        The last query of the sequence is aligned with its last key, as on one rank.
+        [batch, len_q], packed [total_q]. The last query of the sequence is aligned with its last key, as on one rank.
         """
         cu_q, cu_k, key_lengths, key_begin, key_end = self.lengths
         world, (len_q, len_k) = self.layout.world, self._shard_lengths
