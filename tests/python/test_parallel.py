@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import LONG, make_tensors
+from parallel_one_device import check_group_of_one_rank, check_shards
 
 import streamkl
 from streamkl.parallel import shard, unshard
@@ -115,6 +116,15 @@ def test_a_group_of_one_rank_changes_nothing(one_rank, cp_comm):
         assert torch.equal(found, whole)
     mesh = dist.init_device_mesh("cpu", (1,))
     assert torch.equal(streamkl.AttentionKLLoss(causal=True, cp_group=mesh)(*tensors), expected)
+
+
+def test_all_collective_calls_of_one_rank(one_rank):
+    check_group_of_one_rank("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shards_of_all_ranks_on_one_device(dtype):
+    check_shards("cpu", dtype)
 
 
 def test_shards_of_one_rank(one_rank):
