@@ -58,7 +58,7 @@ class Split:
         dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         heads, key_heads = arguments.heads, arguments.key_heads or arguments.heads
         shapes = [(1, arguments.length, count, arguments.dim) for count in (heads, key_heads) * 2]
-        self.tensors = (*(torch.randn(shape, device=self.device, dtype=dtype) for shape in shapes), None, None)
+        self.tensors = (*(torch.randn(shape, device=self.device, dtype=dtype) for shape in shapes), None, None, None, None)
         self.options = Options(gradients=DQ_S | DK_S, causal=True)
         self.no_lengths = Lengths(None, None, None, None, None)
         layout = Layout(arguments.layout, arguments.ranks)
@@ -69,7 +69,7 @@ class Split:
             own = tuple(None if each is None else each.index_select(1, rows) for each in self.tensors)
             shard = Shards(layout, rank, own, (*self.no_lengths, *self.options))
             q_t, _, q_s, *_ = own
-            called = (q_t, self.tensors[1], q_s, self.tensors[3], None, None)
+            called = (q_t, self.tensors[1], q_s, self.tensors[3], None, None, None, None)
             self.shards.append((called, shard.lengths_of_all_keys(), shard.options))
 
     def steps(self, name):

@@ -4,8 +4,8 @@
     streamkl::states_merge    row states over the keys of both
     streamkl::states_finish   row vectors of merged states: kl, lse_t, lse_s
 
-Tensors, lengths and options are those of the operators in _ops.py; `states_finish` reads only their shapes. With teacher groups
-and for indexers, lse_t must be given and cover all keys.
+Tensors, lengths and options are those of the operators in _ops.py. `states_finish` reads only their shapes, and the sinks,
+which states do not contain. With teacher groups and for indexers, lse_t must be given and cover all keys.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ def _new_states(q_t: torch.Tensor, problem: Problem) -> torch.Tensor:
     return q_t.new_empty((*problem.row_shape(problem.heads_s), _STATE), dtype=torch.float32)
 
 
-def _partial(q_t, k_t, q_s, k_s, w_s, indices, lse_t, first_key, end_key, *lengths_and_options, execute=run):
-    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, indices), _parted(lengths_and_options)
+def _partial(q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices, lse_t, first_key, end_key, *lengths_and_options, execute=run):
+    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices), _parted(lengths_and_options)
     plan = _plan_for(*specs_of(tensors, lse_t, None, None, lengths, options))
     states = _new_states(q_t, plan.problem)
     call(plan, lib.PARTIAL, tensors, lengths, (first_key, end_key, states.data_ptr()), lse_t, execute=execute)
     return states
 
 
-def _partial_fake(q_t, k_t, q_s, k_s, w_s, indices, lse_t, first_key, end_key, *lengths_and_options):
-    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, indices), _parted(lengths_and_options)
+def _partial_fake(q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices, lse_t, first_key, end_key, *lengths_and_options):
+    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices), _parted(lengths_and_options)
     return _new_states(q_t, describe_while_tracing(*specs_of(tensors, lse_t, None, None, lengths, options)))
 
 
-def _states_finish(q_t, k_t, q_s, k_s, w_s, indices, states, lse_t, rows, *lengths_and_options):
-    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, indices), _parted(lengths_and_options)
+def _states_finish(q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices, states, lse_t, rows, *lengths_and_options):
+    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices), _parted(lengths_and_options)
     plan = _plan_for(*specs_of(tensors, lse_t, None, None, lengths, options))
     made = _new_rows(q_t, rows, plan.problem)
 
@@ -59,8 +59,8 @@ def _states_finish(q_t, k_t, q_s, k_s, w_s, indices, states, lse_t, rows, *lengt
     return made
 
 
-def _states_finish_fake(q_t, k_t, q_s, k_s, w_s, indices, states, lse_t, rows, *lengths_and_options):
-    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, indices), _parted(lengths_and_options)
+def _states_finish_fake(q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices, states, lse_t, rows, *lengths_and_options):
+    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices), _parted(lengths_and_options)
     return _new_rows(q_t, rows, describe_while_tracing(*specs_of(tensors, lse_t, None, None, lengths, options)))
 
 

@@ -180,7 +180,7 @@ def indexer_kl(
     if row_weight is not None:
         row_weight = expand_weight(row_weight, w_s, lengths, options)
 
-    tensors = (q_t, k_t, q_s, k_s, w_s, indices)
+    tensors = (q_t, k_t, q_s, k_s, w_s, None, None, indices)
     operators, groups = torch.ops.streamkl, None
     if cp_group is not None or tp_group is not None or loss_group is not None:
         from .parallel import Groups

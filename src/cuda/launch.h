@@ -164,6 +164,9 @@ cudaError_t skl_cuda_bounds_by_key(const skl_cuda_params *params, const skl_cuda
 cudaError_t skl_cuda_states_merge(int64_t count, skl_row_state *into, const skl_row_state *from, cudaStream_t stream);
 cudaError_t skl_cuda_states_finish(const skl_cuda_params *params);
 
+cudaError_t skl_cuda_sink_rows(const skl_cuda_params *params, const skl_sink_rows *rows);
+cudaError_t skl_cuda_sink_gradients(const skl_cuda_params *params, const skl_input *kl);
+
 #ifdef __cplusplus
 }
 #endif

@@ -181,6 +181,30 @@ def only_padding(world):
     return "attention_kl", attention(world), dict(key_lengths=lengths, row_weight=weight, **CAUSAL)
 
 
+def chunked(world):
+    """Row bounds of the caller, in the whole sequence."""
+    begin = (torch.arange(world * 8) // 6 * 6).expand(2, -1)
+    end = (begin + 5).clamp(max=world * 8)
+    return "attention_kl", attention(world), dict(key_begin=begin, key_end=end, **CAUSAL)
+
+
+def make_sinks(heads_t, heads_s):
+    return dict(sink_t=torch.linspace(-1, 1, heads_t), sink_s=torch.linspace(0.5, -2, heads_s))
+
+
+def sinks(world):
+    return "attention_kl", attention(world), dict(**make_sinks(4, 4), **CAUSAL)
+
+
+def sinks_one_pass(world):
+    tensors, given = attention(world), dict(**make_sinks(4, 4), causal=True, window_size=(5, 0))
+    return "attention_kl", tensors, dict(**given, **lses_of(tensors, **given))
+
+
+def sinks_of_groups(world):
+    return "attention_kl", attention(world, heads_s=2, key_heads_s=1), dict(**make_sinks(4, 2), **CAUSAL)
+
+
 def packed_attention(world):
     tensors = attention(world, packed_length(world), packed=True)
     return "attention_kl", tensors, dict(causal=True, window_size=(9, -1), **packed(world))
@@ -229,7 +253,7 @@ def wider_lse(world):
 
 PROBLEMS = (
     plain, window_and_weight, both_windows_reverse, teacher_gradients, one_pass, groups, groups_one_pass, no_gradients,
-    key_lengths, only_padding, packed_attention, packed_bhnd, dense_indexer, dense_indexer_with_lse, sparse_indexer,
+    key_lengths, only_padding, chunked, sinks, sinks_one_pass, sinks_of_groups, packed_attention, packed_bhnd, dense_indexer, dense_indexer_with_lse, sparse_indexer,
     sparse_indexer_rows, sparse_packed_indexer, wider_lse,
 )  # fmt: skip
 
@@ -293,6 +317,21 @@ def gradients_for_averaging():
         (gradient,) = torch.autograd.grad(loss, weight)
         dist.all_reduce(gradient)
         near(cp_grads, gradient / divisor, expected, GRADIENT)
+
+
+def gradients_of_sinks():
+    """Those of a rank are of its own rows: their sum is that of one process, as for weights."""
+    tensors = attention(dist.get_world_size(), without_teacher=False)
+    given = {name: sink.requires_grad_() for name, sink in make_sinks(4, 4).items()}
+    whole = streamkl.attention_kl(*tensors, **given, **CAUSAL)
+    expected = torch.autograd.grad(whole, given.values())
+    own = [shard(tensor.detach(), dist.group.WORLD) for tensor in tensors]
+    loss = streamkl.attention_kl(*own, cp_group=dist.group.WORLD, **given, **CAUSAL)
+    near("loss", loss, whole, LOSS)
+    for gradient, of_whole in zip(torch.autograd.grad(loss, given.values()), expected):
+        dist.all_reduce(gradient)
+        near("gradient of a sink", gradient, of_whole, GRADIENT)
+    expect(ValueError, "gradients of sinks need cp_comm='allgather'", *own, cp_comm="ring", **given)
 
 
 def half_precision():

@@ -26,10 +26,10 @@ def problems(device, dtype, length):
     types = dict(dtype_t=dtype, dtype_s=dtype)
     dense = make_indexer(**shape, **types, heads_t=4, key_heads_t=2, index_heads=8, dim_t=64, dim_s=64)
     sparse = make_indexer(**shape, **types, heads_t=4, key_heads_t=2, index_heads=8, dim_t=64, dim_s=64, top_k=8)
-    yield "attention", (*attention, None, None), DQ_S | DK_S
-    yield "teacher groups", (*groups, None, None), DQ_S | DK_S
-    yield "dense indexer", (*dense[:5], None), DQ_S | DK_S | DW_S
-    yield "sparse indexer", sparse, DQ_S | DK_S | DW_S
+    yield "attention", (*attention, None, None, None, None), DQ_S | DK_S
+    yield "teacher groups", (*groups, None, None, None, None), DQ_S | DK_S
+    yield "dense indexer", (*dense[:5], None, None, None), DQ_S | DK_S | DW_S
+    yield "sparse indexer", (*sparse[:5], None, None, sparse.indices), DQ_S | DK_S | DW_S
 
 
 def near(name, found, expected, share):
@@ -80,7 +80,7 @@ def check_shards(device, dtype=torch.float32, length=96, world=4):
 
 
 def with_keys(own, source, indices):
-    return own[0], source[1], own[2], source[3], own[4], indices
+    return own[0], source[1], own[2], source[3], own[4], None, None, indices
 
 
 def check_group_of_one_rank(device, dtype=torch.float32, length=96):

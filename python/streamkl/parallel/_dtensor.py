@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 _TENSORS = ("q_t", "k_t", "q_s", "k_s", "w_s", "indices")
 _KEYS = ("k_t", "k_s")
-_ROWS = ("row_weight", "lse_t", "lse_s", "key_begin", "key_end")
+_ROWS = ("row_weight", "lse_t", "lse_s", "key_begin", "key_end", "key_lengths")
+_SINKS = ("sink_t", "sink_s")
 
 
 def call_on_shards(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -26,7 +27,7 @@ def call_on_shards(function: Callable, args: tuple, kwargs: dict[str, Any]) -> A
     mesh = given["q_t"].device_mesh
     heads = 1 if given["layout"] == "bhnd" else 2
     splits = [_split_of(given, mesh, dim, heads) for dim in range(mesh.ndim)]
-    for name in (*_TENSORS, *_ROWS, "key_lengths"):
+    for name in (*_TENSORS, *_ROWS, *_SINKS):
         if given.get(name) is not None:
             given[name] = _local(name, given[name], splits, heads)
     groups = [mesh.get_group(dim) for dim, split in enumerate(splits) if split != "all"]
@@ -50,7 +51,7 @@ def call_on_shards(function: Callable, args: tuple, kwargs: dict[str, Any]) -> A
 
 
 def _check_types(given: dict[str, Any]) -> None:
-    for name in (*_TENSORS, *_ROWS, "key_lengths"):
+    for name in (*_TENSORS, *_ROWS, *_SINKS):
         value = given.get(name)
         if value is not None and not isinstance(value, DTensor):
             raise ValueError(f"{name}: a plain tensor with DTensors: must be a DTensor, too")
@@ -86,13 +87,14 @@ def _is_shared(given: dict[str, Any], name: str, found: dict[str, str], heads: i
 
 
 def _local(name: str, tensor: DTensor, splits: list[str], heads: int) -> torch.Tensor:
-    """The local shard. The gradient of a shared key head is a sum over ranks."""
+    """The local shard. The gradient of what ranks share is a sum over them: of a single key head, and of sinks."""
     grad_placements = []
     for placement, split in zip(tensor.placements, splits):
-        if name in _ROWS or name == "key_lengths":
-            expected = {"all": Replicate(), "batch": Shard(0), "heads": Shard(1) if tensor.dim() == 3 else Replicate()}[split]
-            if placement != expected:
-                raise ValueError(f"{name}: {placement} must be {expected}, as the tensors are split by {split}")
-        shared = split == "heads" and placement == Replicate() and name in _KEYS
+        expected = {"all": Replicate(), "batch": Shard(0), "heads": Shard(1) if tensor.dim() == 3 else Replicate()}[split]
+        if name in _SINKS:
+            expected = Shard(0) if split == "heads" else Replicate()
+        if name not in _TENSORS and placement != expected:
+            raise ValueError(f"{name}: {placement} must be {expected}, as the tensors are split by {split}")
+        shared = placement == Replicate() and (name in _KEYS and split == "heads" or name in _SINKS and split == "batch")
         grad_placements.append(Partial() if shared else placement)
     return tensor.to_local(grad_placements=grad_placements)

@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from .. import _library as lib
 from .._checks import rounds_later
-from .._ops import per_tensor, row_names
+from .._ops import TENSOR_COUNT, per_tensor, row_names
 from .._problem import DK_S, DK_T
 from ._groups import all_gather, reduce_scatter
 from ._layout import Layout, inverse_of
-from ._shards import Shards
+from ._shards import Shards, split_arguments
 
 _MAX_SLICES = 4  # each computes a part of the heads: more of them would be small launches
 
@@ -64,17 +64,17 @@ class AllGather:
         self.group, self.layout, self.rank = group, layout, dist.get_rank(group)
 
     def forward(self, *arguments) -> list[torch.Tensor]:
-        tensors, (lse_t, rows), rest = arguments[:6], arguments[6:8], arguments[8:]
+        tensors, (lse_t, rows), rest = split_arguments(arguments, 2)
         shards = Shards(self.layout, self.rank, tensors, rest)
         lengths, made = shards.lengths_of_all_keys(), []
-        reads_teacher = rows != lib.LSE_S or tensors[4] is None
+        reads_teacher = rows != lib.LSE_S or tensors[4] is None  # the LSE of an indexer does not read it
         for part in self._slices(shards, reads_teacher):
             made.append(streamkl.forward(*part.tensors, part.heads(lse_t), rows, *lengths, *shards.options))
             del part  # frees its keys before the next ones are ordered
         return [_join(list(each), -2) for each in zip(*made)]
 
     def backward(self, *arguments) -> list[torch.Tensor]:
-        tensors, rows, rest = arguments[:6], arguments[6:11], arguments[11:]
+        tensors, rows, rest = split_arguments(arguments, 5)
         shards = Shards(self.layout, self.rank, tensors, rest)
         lengths, gradients = shards.lengths_of_all_keys(), _Gradients(self.group, shards, one_pass=False)
         for part in self._slices(shards):
@@ -83,7 +83,7 @@ class AllGather:
         return gradients.finish()
 
     def forward_backward(self, *arguments) -> list[torch.Tensor]:
-        tensors, given, rows, rest = arguments[:6], arguments[6:9], arguments[9], arguments[10:]
+        tensors, (*given, rows), rest = split_arguments(arguments, 4)
         shards = Shards(self.layout, self.rank, tensors, rest)
         lengths, gradients, made = shards.lengths_of_all_keys(), _Gradients(self.group, shards, one_pass=True), []
         row_count = len(row_names(rows))
@@ -95,7 +95,7 @@ class AllGather:
         return [*(_join(list(each), -2) for each in zip(*made)), *gradients.finish()]
 
     def _slices(self, shards: Shards, reads_teacher: bool = True) -> Iterator[_Slice]:
-        q_t, k_t, q_s, k_s, w_s, indices = shards.tensors
+        q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices = shards.tensors
         dim = shards.heads_dim
         count = slice_count(k_t.shape[dim], k_s.shape[dim])
 
@@ -108,8 +108,9 @@ class AllGather:
             *keys_t, keys_s = [gathering.ordered() for gathering in following]
             following = start(index + 1) if index + 1 < count else []
             read_t = keys_t[0] if reads_teacher else _unread(_cut(k_t, dim, index, count), keys_s, shards)
-            own_t, own_s, *of_indexer = (_cut(tensor, dim, index, count) for tensor in (q_t, q_s, w_s, indices))
-            yield _Slice(index, count, (own_t, read_t, own_s, keys_s, *of_indexer))
+            own_t, own_s, own_w, own_indices = (_cut(tensor, dim, index, count) for tensor in (q_t, q_s, w_s, indices))
+            sinks = (_cut(sink, 0, index, count) for sink in (sink_t, sink_s))
+            yield _Slice(index, count, (own_t, read_t, own_s, keys_s, own_w, *sinks, own_indices))
             del keys_t, keys_s, read_t
 
 
@@ -142,7 +143,7 @@ class _Gradients:
         self.group, self.shards = group, shards
         self.inverse = inverse_of(shards.order)
         self.stays_f32 = one_pass and rounds_later(shards.asked.gradients, shards.dtypes)
-        self.parts: list[list] = [[] for _ in range(5)]
+        self.parts: list[list] = [[] for _ in range(TENSOR_COUNT - 1)]
         self.pending: list = []
 
     def add(self, made: list[torch.Tensor]) -> None:
@@ -170,4 +171,5 @@ class _Gradients:
 
     def finish(self) -> list[torch.Tensor]:
         self.wait()
-        return [self._rounded(bit, _join(each, self.shards.heads_dim)) for bit, each in enumerate(self.parts) if each]
+        dim = [self.shards.heads_dim] * 5 + [0, 0]  # a sink is a number per head
+        return [self._rounded(bit, _join(each, dim[bit])) for bit, each in enumerate(self.parts) if each]

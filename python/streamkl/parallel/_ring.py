@@ -15,10 +15,11 @@ import torch.distributed as dist
 from .. import _library as lib
 from .._checks import rounds_later
 from .._ops import per_tensor, row_names
+from .._options import Lengths
 from .._problem import DK_S, DK_T
 from .._states import partial, states_finish, states_merge
 from ._layout import Layout
-from ._shards import Shards
+from ._shards import Shards, split_arguments
 
 streamkl = torch.ops.streamkl
 
@@ -35,7 +36,7 @@ class Ring:
         self.next, self.previous = (dist.get_global_rank(group, (self.rank + step) % layout.world) for step in (1, -1))
 
     def forward(self, *arguments) -> list[torch.Tensor]:
-        tensors, (lse_t, rows), rest = arguments[:6], arguments[6:8], arguments[8:]
+        tensors, (lse_t, rows), rest = split_arguments(arguments, 2)
         shards = Shards(self.layout, self.rank, tensors, rest)
         if rows & ~_OF_STATES:
             names = ", ".join(row_names(rows & ~_OF_STATES))
@@ -49,23 +50,40 @@ class Ring:
             end = called[1].shape[shards.length_dim]
             states = partial(*called, lse_t, 0, end, *lengths, *shards.options)
             merged = states if merged is None else states_merge(merged, states)
-        return states_finish(*called, merged, lse_t, rows, *lengths, *shards.options)
+        if tensors[5] is None:
+            return states_finish(*called, merged, lse_t, rows, *lengths, *shards.options)
+        return self._finish_with_sinks(shards, called, merged, lse_t, rows)
+
+    def _finish_with_sinks(self, shards: Shards, called: tuple, merged, lse_t, rows: int) -> list[torch.Tensor]:
+        """Whether a row attends to a key, and so has a sink, does not depend on the last shard: its bounds are left out.
+
+        The KL is made of both LSEs, which are computed even if they are not asked for.
+        """
+        lengths = Lengths(shards.lengths.cu_seqlens_q, shards.lengths.cu_seqlens_k, None, None, None)
+        made = states_finish(*called, merged, lse_t, _OF_STATES, *lengths, *shards.options)
+        begin, end = shards.bounds
+        attending = (end > begin).unsqueeze(-2)
+        named = zip(row_names(_OF_STATES), made)
+        found = {name: torch.where(attending, row, 0.0 if name == "kl" else -torch.inf) for name, row in named}
+        return [found[name] for name in row_names(rows)]
 
     def _lses(self, shards: Shards, lse_t, rows: int) -> list[torch.Tensor]:
-        """LSEs of all keys from those of the shards."""
+        """LSEs of all keys from those of the shards, to which sinks are added once."""
         found: list[torch.Tensor] = []
         for called, lengths in self._visits(shards):
-            made = streamkl.forward(*called, lse_t, rows, *lengths, *shards.options)
+            *before, _, _, indices = called
+            made = streamkl.forward(*before, None, None, indices, lse_t, rows, *lengths, *shards.options)
             found = [torch.logaddexp(*pair) for pair in zip(found, made)] if found else made
-        return found
+        sinks = dict(lse_t=shards.tensors[5], lse_s=shards.tensors[6])
+        return [_with_sink(lse, sinks[name]) for name, lse in zip(row_names(rows), found)]
 
     def backward(self, *arguments) -> list[torch.Tensor]:
-        tensors, rows, rest = arguments[:6], arguments[6:11], arguments[11:]
+        tensors, rows, rest = split_arguments(arguments, 5)
         return self._backward(Shards(self.layout, self.rank, tensors, rest), rows, one_pass=False)
 
     def forward_backward(self, *arguments) -> list[torch.Tensor]:
         """Two passes over the ring: a KL of a shard alone can be negative, which one pass over the keys does not return."""
-        tensors, (lse_t, lse_s, row_weight, rows), rest = arguments[:6], arguments[6:10], arguments[10:]
+        tensors, (lse_t, lse_s, row_weight, rows), rest = split_arguments(arguments, 4)
         shards = Shards(self.layout, self.rank, tensors, rest)
         made = self.forward(*tensors, lse_t, rows, *rest)
         kl = made[0]  # OnePass always asks for it
@@ -96,7 +114,7 @@ class Ring:
 
     def _visits(self, shards: Shards) -> Iterator[tuple]:
         """(tensors, lengths) with the keys of each rank, starting with this one."""
-        q_t, k_t, q_s, k_s, w_s, _ = shards.tensors
+        q_t, k_t, q_s, k_s, w_s, *sinks, _ = shards.tensors
         keys = [shards.length_first(key).contiguous() for key in (k_t, k_s)]
         travelling = _Travelling(self)
         for step in range(self.layout.world):
@@ -104,14 +122,20 @@ class Ring:
             if step + 1 < self.layout.world:
                 travelling.send(keys)
             here_t, here_s = map(shards.length_back, keys)
-            yield (q_t, here_t, q_s, here_s, w_s, shards.indices_of_shard(source)), shards.lengths_of_shard(source)
+            called = (q_t, here_t, q_s, here_s, w_s, *sinks, shards.indices_of_shard(source))
+            yield called, shards.lengths_of_shard(source)
             if step + 1 < self.layout.world:
                 keys = travelling.wait()
 
 
+def _with_sink(lse: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
+    """A row that attends to no key has no sink."""
+    return lse if sink is None else torch.where(lse == -torch.inf, lse, torch.logaddexp(lse, sink.unsqueeze(-1)))
+
+
 def _needs_lse_t(shards: Shards) -> bool:
     """Teacher groups and indexers average probabilities, which need normalised ones."""
-    q_t, _, q_s, _, w_s, _ = shards.tensors
+    q_t, _, q_s, _, w_s, *_ = shards.tensors
     return w_s is not None or q_t.shape[shards.heads_dim] != q_s.shape[shards.heads_dim]
 
 

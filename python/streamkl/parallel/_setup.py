@@ -10,7 +10,7 @@ import torch.distributed as dist
 from .. import _library as lib
 from .._checks import describe
 from .._ops import rows_needed_by, specs_of
-from .._problem import DK_T, DQ_T, KL_REVERSE
+from .._problem import DK_T, DQ_T, DSINK_S, DSINK_T, KL_REVERSE
 from ._gather import AllGather
 from ._groups import SumOverRanks, agree, group_of
 from ._layout import LAYOUTS, Layout, check_lengths
@@ -58,7 +58,9 @@ class Groups:
         `rows` are lse_t, lse_s and row_weight; `asked` are further options that decide what is exchanged. A rank that finds
         a fault takes part in the agreements of all its groups before it raises an error: the others would wait for it.
         """
-        names = ("q_t", "k_t", "q_s", "k_s", "w_s", "indices", "lse_t", "lse_s", "row_weight", *lengths._fields)
+        names = (
+            "q_t", "k_t", "q_s", "k_s", "w_s", "sink_t", "sink_s", "indices", "lse_t", "lse_s", "row_weight", *lengths._fields,
+        )  # fmt: skip
         given = dict(zip(names, map(_fact, (*tensors, *rows, *lengths))))
         facts = {**given, "options": {**options._asdict(), **asked, "cp_layout": self.layout.name, "cp_comm": self.comm}}
         is_spread = self.tp is not None and dist.get_world_size(self.tp) > 1
@@ -79,11 +81,13 @@ class Groups:
             check_lengths(self.layout, "keys", tensors[1].shape[length], lengths.cu_seqlens_k)
         if self.tp is not None and options.direction == KL_REVERSE:
             raise ValueError("tp_group: direction must be 'forward', which is linear in the teacher's probabilities")
-        if self.tp is not None and options.gradients & (DQ_T | DK_T):
+        if self.tp is not None and options.gradients & (DQ_T | DK_T | DSINK_T):
             raise ValueError("tp_group: the teacher must not require gradients: detach q_t and k_t")
-        q_t, _, q_s, _, w_s, _ = tensors
+        q_t, _, q_s, _, w_s, *_ = tensors
         if self.is_split and self.comm == "ring" and rows_needed_by(lib.BACKWARD, q_t, q_s, w_s, options) & lib.DOT_T:
             raise ValueError("cp_comm='ring': gradients of a teacher with teacher groups need cp_comm='allgather'")
+        if self.is_split and self.comm == "ring" and options.gradients & (DSINK_T | DSINK_S):
+            raise ValueError("cp_comm='ring': gradients of sinks need cp_comm='allgather'")
 
     # ---- The loss --------------------------------------------------------------------------------------------------------
 

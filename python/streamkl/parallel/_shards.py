@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .._ops import TENSOR_COUNT
 from .._options import Lengths
 from .._problem import Options
 from ._layout import Layout, gather_order
@@ -14,8 +15,14 @@ from ._layout import Layout, gather_order
 LENGTHS = len(Lengths._fields)
 
 
+def split_arguments(arguments: tuple, own: int) -> tuple[tuple, tuple, tuple]:
+    """The tensors, the `own` next arguments, and the lengths and options of an operator."""
+    end = TENSOR_COUNT + own
+    return arguments[:TENSOR_COUNT], arguments[TENSOR_COUNT:end], arguments[end:]
+
+
 class Shards:
-    """Tensors (q_t, k_t, q_s, k_s, w_s, indices), lengths and options of an operator, on a rank."""
+    """Tensors (q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices), lengths and options of an operator, on a rank."""
 
     def __init__(self, layout: Layout, rank: int, tensors: tuple, lengths_and_options: tuple) -> None:
         self.layout, self.rank, self.tensors = layout, rank, tensors
@@ -28,8 +35,8 @@ class Shards:
 
     @property
     def dtypes(self) -> list[Any]:
-        """Of q_t, k_t, q_s, k_s and w_s."""
-        return [None if tensor is None else tensor.dtype for tensor in self.tensors[:5]]
+        """Of the tensors that may have a gradient."""
+        return [None if tensor is None else tensor.dtype for tensor in self.tensors[:-1]]
 
     def length_first(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.movedim(self.length_dim, 0)
@@ -106,7 +113,7 @@ class Shards:
 
     def indices_of_shard(self, rank: int) -> torch.Tensor | None:
         """The indices of keys of a rank, counted in its shard; -1 for all others."""
-        indices = self.tensors[5]
+        indices = self.tensors[-1]
         if indices is None:
             return None
         length = self._shard_lengths[1]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from .. import _library as lib
 from .._ops import row_names
+from ._shards import split_arguments
 
 _LINEAR = ("kl", "cross_entropy", "entropy", "mass")
 
@@ -28,7 +29,7 @@ class TeacherShards:
         self.share: torch.Tensor | float = 1 / self.world  # c_n, of each row if an LSE is wider
 
     def forward(self, *arguments) -> list[torch.Tensor]:
-        tensors, (lse_t, rows), rest = arguments[:6], arguments[6:8], arguments[8:]
+        tensors, (lse_t, rows), rest = split_arguments(arguments, 2)
         wanted = rows | (0 if lse_t is None else lib.LSE_T)
         named = dict(zip(row_names(wanted), self.operators.forward(*tensors, lse_t, wanted, *rest)))
         if lse_t is not None and rows & lib.KL:
@@ -54,11 +55,11 @@ class TeacherShards:
             named.update(zip(linear, sums))
 
     def backward(self, *arguments) -> list[torch.Tensor]:
-        *before, grad_kl = arguments[:11]
-        return self._sum(self.operators.backward(*before, grad_kl * self.share, *arguments[11:]))
+        tensors, (*rows, grad_kl), rest = split_arguments(arguments, 5)
+        return self._sum(self.operators.backward(*tensors, *rows, grad_kl * self.share, *rest))
 
     def forward_backward(self, *arguments) -> list[torch.Tensor]:
-        tensors, (lse_t, lse_s, row_weight, rows), rest = arguments[:6], arguments[6:10], arguments[10:]
+        tensors, (lse_t, lse_s, row_weight, rows), rest = split_arguments(arguments, 4)
         weight = torch.full_like(lse_s, 1 / self.world) if row_weight is None else row_weight / self.world
         made = self.operators.forward_backward(*tensors, lse_t, lse_s, weight, rows, *rest)
         names = row_names(rows)

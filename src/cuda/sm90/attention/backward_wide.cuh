@@ -334,8 +334,7 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
         const skl_row_state state =
             merge_lanes({0.0F, sums[half].l_a, 0.0F, sums[half].l_b, sums[half].w}); /* shifts: the LSEs */
         if (row < smem.count && threadIdx.x % 4 == 0)
-            skl_row_set(&params.call.rows.kl, &tile.sequence, tile.head, tile.first + row,
-                        one_pass_kl(params.problem, tile.sequence, tile.first + row, state));
+            write_one_pass_row(params, tile.sequence, tile.head, tile.first + row, state);
     }
 
     /* Upstream gradient of a stationary row: 0 if it attends to no key. */
