@@ -22,7 +22,7 @@ HEADS = (
     "teacher_heads_of_indexer", "teacher_heads_under_a_wider_lse", "teacher_heads_of_attention", "refusals", "ulysses",
     "unequal_batches", "dtensor",
 )  # fmt: skip
-SEQUENCES = ("layout_of_torch", "gradients_for_averaging", "gradients_of_sinks", "half_precision", "memory", "different_calls")
+SEQUENCES = ("layout_of_torch", "gradients_for_averaging", "gradients_of_sinks", "half_precision", "different_calls")
 
 
 def torchrun(processes, *cases, script=SCRIPT):
@@ -50,10 +50,10 @@ def test_every_problem(processes):
 
 @pytest.mark.parametrize("processes", [2, 4] if LONG else [2])
 def test_a_rank_that_dies(processes):
-    """The others get an error before the timeout of the group, 30 s, and nothing hangs."""
+    """The others get an error before the timeout of the group, and nothing hangs."""
     answer = torchrun(processes, "dying_rank")
     expected = [f"rank {rank}: RuntimeError" for rank in range(processes - 1)]
-    assert sorted(answer.stdout.splitlines()) == expected, answer.stderr[-3000:]
+    assert sorted(re.findall(r"rank \d+: \w+", answer.stdout)) == expected, answer.stderr[-3000:]
 
 
 def test_megatron():

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-_TORCH = "torch.distributed.tensor.experimental._context_parallel._attention"
+_EXPERIMENTAL = "torch.distributed.tensor.experimental"
+_CONTEXT_PARALLEL = f"{_EXPERIMENTAL}._context_parallel._attention"
 
 
 @dataclass(frozen=True)
@@ -24,16 +25,19 @@ class Region:
 
 
 def active_region() -> Region | None:
-    """The region of torch.distributed.tensor.experimental.context_parallel that a model runs in now, if any."""
-    module: Any = sys.modules.get(_TORCH)
-    if module is None:  # not imported: nothing is split
-        return None
-    layout = "zigzag" if module._cp_options.enable_load_balance else "contiguous"
+    """The region of torch's context_parallel that a model runs in now, if any. It replaces scaled_dot_product_attention."""
     attention = torch.nn.functional.scaled_dot_product_attention
-    if attention in module._replaced_functions:
-        return Region(inspect.getclosurevars(attention).nonlocals.get("device_mesh"), layout)
-    handlers = module.DTensor._op_dispatcher._custom_op_handlers
-    return None if handlers is module.existing_custom_ops else Region(None, layout)
+    name = getattr(attention, "__module__", None) or ""
+    if name.startswith(_EXPERIMENTAL):
+        return Region(inspect.getclosurevars(attention).nonlocals.get("device_mesh"), _layout(sys.modules[name]))
+    module: Any = sys.modules.get(_CONTEXT_PARALLEL)
+    if module is None or module.DTensor._op_dispatcher._custom_op_handlers is module.existing_custom_ops:
+        return None
+    return Region(None, _layout(module))  # a region of modules, which keep their mesh to themselves
+
+
+def _layout(module: Any) -> str:
+    return "zigzag" if module._cp_options.enable_load_balance else "contiguous"
 
 
 def options_of(region: Region | None, cp_group: Any, cp_layout: str | None, cp_grads: str) -> dict[str, Any]:
