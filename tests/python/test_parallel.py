@@ -48,7 +48,8 @@ def test_every_problem(processes):
     run(processes, "all_problems", "sub_groups", *SEQUENCES, *HEADS, "teacher_heads_and_context", "faults_in_a_mesh")
 
 
-@pytest.mark.parametrize("processes", [2, 4] if LONG else [2])
+@pytest.mark.skipif(not LONG, reason="./test long")
+@pytest.mark.parametrize("processes", [2, 4])
 def test_a_rank_that_dies(processes):
     """The others get an error before the timeout of the group, and nothing hangs."""
     answer = torchrun(processes, "dying_rank")
