@@ -33,7 +33,7 @@ def logits(q, k, scale, softcap) -> torch.Tensor:
     return softcap * torch.tanh(x / softcap) if softcap else x
 
 
-def sequence_kl(q_t, k_t, q_s, k_s, visible, scale_t, scale_s, softcap_t, softcap_s, reverse, sink_t, sink_s):
+def sequence_kl(q_t, k_t, q_s, k_s, visible, scale_t, scale_s, softcap_t, softcap_s, reverse, sink_t=None, sink_s=None):
     """(KL, lse_t, lse_s) of one sequence: [heads, len_q] each, from tensors [heads, length, dim]."""
     x, y = logits(q_t, k_t, scale_t, softcap_t), logits(q_s, k_s, scale_s, softcap_s)
     if sink_t is not None:  # one more outcome of every row that attends to a key
