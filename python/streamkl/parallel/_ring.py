@@ -2,7 +2,7 @@
 
 A step computes with the shard of one rank while the next shard travels. Row states of the shards merge into the LSEs and the KL
 of all keys. The backward of a shard uses these global LSEs; its dk travels along with it, summed in f32, and arrives
-complete at its own rank. A rank holds two shards of keys at a time, whatever the number of ranks.
+complete at its own rank. A rank holds two shards of keys and three of f32 dk at a time, whatever the number of ranks.
 """
 
 from __future__ import annotations
