@@ -8,18 +8,20 @@
 
 /* ---- Devices ------------------------------------------------------------------------------------------------ */
 
-/* Why the runtime finds no device. A driver of an older CUDA release is the usual reason where there is a GPU. */
+/* Why the runtime finds no device. It reports a missing driver as it reports one of an older CUDA release. */
 static void why_no_device(cudaError_t error, char *reason, size_t reason_size)
 {
     int driver = 0; /* 12080 is CUDA 12.8; stays 0 where there is no driver */
     (void)cudaDriverGetVersion(&driver);
-    if (error == cudaErrorInsufficientDriver && driver > 0)
+    if (error != cudaErrorInsufficientDriver)
+        snprintf(reason, reason_size, "no CUDA device: %s",
+                 error != cudaSuccess ? cudaGetErrorString(error) : "none");
+    else if (driver == 0)
+        snprintf(reason, reason_size, "no CUDA driver");
+    else
         snprintf(reason, reason_size,
                  "the driver supports CUDA %d.%d at most, this build needs a driver for CUDA %d.0 or later",
                  driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000);
-    else
-        snprintf(reason, reason_size, "no CUDA device: %s",
-                 error != cudaSuccess ? cudaGetErrorString(error) : "none");
     (void)cudaGetLastError(); /* not sticky: the CPU goes on */
 }
 
