@@ -9,8 +9,9 @@ set(CMAKE_CUDA_COMPILER ${tools}/cuda/bin/nvcc)
 set(CMAKE_CUDA_COMPILER_FORCED ON) # else CMake starts a test program to find GPUs, and that may be for another processor
 set(CMAKE_CUDA_HOST_COMPILER ${CMAKE_SYSTEM_PROCESSOR}-linux-gnu-g++)
 
-# Without symbol tables: they name temporary files, and no two builds would be equal.
-set(CMAKE_SHARED_LINKER_FLAGS_INIT -s)
+# Without symbol tables: they name temporary files, and no two builds would be equal. A shared library, too, must find
+# every function that it calls.
+set(CMAKE_SHARED_LINKER_FLAGS_INIT "-s -Wl,-z,defs")
 set(CMAKE_EXE_LINKER_FLAGS_INIT -s)
 
 # The libraries of the CUDA runtime are named where they are linked. Zig has librt.
