@@ -22,17 +22,18 @@ def is_lse_check_on(check_lse: bool, lse_t: torch.Tensor | None, lse_s: torch.Te
 
 @torch.no_grad()
 def check_both_lses(teacher, student, lengths, options) -> None:
-    """Raises ValueError if an LSE of teacher or student, given as (q, k, lse), is not that of the visible keys."""
+    """Raises ValueError if an LSE of teacher or student, given as (q, k, lse, sink), is not that of the visible keys."""
     for role, given, scale, softcap in (
         ("t", teacher, options.scale_t, options.softcap_t),
         ("s", student, options.scale_s, options.softcap_s),
     ):
-        q, k, lse = given
+        q, k, lse, sink = given
         scale = scale or 1 / math.sqrt(q.shape[-1])
         for place, q_row, keys, found in _sample(q, k, lse, lengths, options):
             logits = torch.einsum("hd,hnd->hn", q_row.float(), keys.float()) * scale
             logits = softcap * torch.tanh(logits / softcap) if softcap else logits
             expected = logits.logsumexp(-1)
+            expected = expected if sink is None else torch.logaddexp(expected, sink)
             error = (found - expected).abs()
             wrong = ~(error <= _TOLERANCE[q.dtype] * (1 + expected.abs()))
             if wrong.any():

@@ -165,7 +165,7 @@ def indexer_kl(
     if row_weight is not None:
         row_weight = expand_weight(row_weight, w_s, lengths, options)
 
-    tensors = (q_t, k_t, q_s, k_s, w_s, indices)
+    tensors = (q_t, k_t, q_s, k_s, w_s, None, None, indices)
     fixed_weight = row_weight is None or not row_weight.requires_grad
     if options.gradients and reduction != "none" and fixed_weight and not lse_t_wider:
         loss, rows = _one_pass(tensors, lse_t, row_weight, return_rows, lengths, options)

@@ -175,8 +175,7 @@ template <typename ELEMENT, int DIM_T, int DIM_S> struct group_dq_warpgroup {
             if (row >= smem.count)
                 continue;
             if (params.kl_in_backward && threadIdx.x % 4 == 0)
-                skl_row_set(&params.call.rows.kl, &tile.sequence, tile.head, tile.first + row,
-                            one_pass_kl(params.problem, tile.sequence, tile.first + row, state));
+                write_one_pass_row(params, tile.sequence, tile.head, tile.first + row, state);
             if (out.data != NULL)
                 store_row<ELEMENT>(out.data, base + row * out.stride_row, side, dq, half, smem.unit * side.scale);
         }
