@@ -71,14 +71,14 @@ if(STREAMKL_CUDA_ARCHITECTURES STREQUAL "native" AND NOT cuda_code_9 IN_LIST cud
 endif()
 message(STATUS "GPU kernels for ${cuda_architectures}")
 
-# nvcc's options for a list of architectures. Half of a compilation turns C++ into PTX. It is shared: PTX of 8.0 becomes
-# the same machine code for 9.0a as its own PTX, and slightly smaller code for 10.0. Code for 12.0 from it would spill.
-function(cuda_code_options result)
+# Sets `result` to nvcc's options for a list of architectures. Half of a compilation turns C++ into PTX, so it is
+# shared: architectures below `own_from` are compiled from PTX of 8.0. Code for 9.0a from it is the same as from its own.
+function(cuda_code_options result own_from)
   set(options)
   foreach(architecture ${ARGN})
     string(REGEX MATCH "^([0-9]+)a?" name ${architecture})
     set(ptx ${name})
-    if(CMAKE_MATCH_1 LESS 120)
+    if(CMAKE_MATCH_1 LESS own_from)
       set(ptx 80)
     endif()
     list(APPEND options --generate-code=arch=compute_${ptx},code=sm_${name})
