@@ -123,6 +123,8 @@ typedef struct skl_problem {
     skl_dtype dtype_w;    /* indexer: type of the weights w_s */
     int32_t index_linear; /* indexer: 1: without the ReLU */
     int64_t top_k;        /* indexer: > 0: sparse, a row attends only to the top_k keys in inputs.indices; 0: dense */
+    int32_t row_bounds;   /* 1: a query attends only to keys within the bounds of its row, in inputs.key_begin and
+                           * inputs.key_end, besides all other masks */
 } skl_problem;
 
 /* ---- Tensors: address, and strides in elements ------------------------------------------------------------- */
@@ -165,6 +167,13 @@ typedef struct skl_inputs {
     skl_input indices; /* sparse: int32 [batch, heads_s, len_q, top_k], keys of the row's sequence in any order. -1
                         * means none, and so does a key that is masked for the row. A key that occurs twice counts
                         * twice. The CPU refuses other values; a GPU treats them as none: see skl_inputs_check */
+    /* row_bounds, [batch, len_q], packed [total_q]: query i attends to keys key_begin[i] <= j < key_end[i] of its
+     * sequence. Neither array may decrease within a sequence, but a row may be empty. At least one is given; without
+     * the other, keys are not limited on that side. They serve shards of a context-parallel sequence, chunked
+     * attention and sampled rows. The CPU refuses invalid bounds. A GPU cannot check them: it limits them to the keys
+     * of the sequence, and the rows of tiles in which they decrease have undefined results. */
+    const int32_t *key_begin;
+    const int32_t *key_end;
 } skl_inputs;
 
 /* Row results, f32. A row without visible keys has KL 0 and LSE -inf. */
@@ -226,9 +235,10 @@ SKL_API void skl_plan_destroy(skl_plan *plan); /* NULL is fine */
 
 /* Bytes of workspace that an operation needs, aligned to SKL_WORKSPACE_ALIGNMENT. Concurrent calls need separate
  * workspaces. On the CPU it is proportional to the number of threads that can have work, one per tile of a head at
- * most. The size does not grow with len_q or len_k otherwise, with two exceptions on a GPU:
+ * most. The size does not grow with len_q or len_k otherwise, with three exceptions on a GPU:
  *   - On Hopper, a backward that need not be deterministic keeps f32 sums of 16-bit key gradients in it, for heads of
  *     up to 128 dimensions.
+ *   - With row bounds, a backward with key gradients keeps 8 bytes per key.
  *   - Indexers keep row sums and f32 sums of key gradients in it. Their backward also needs up to 256 MiB, or more if
  *     the indices of one row or 128 queries require it. */
 #define SKL_WORKSPACE_ALIGNMENT 64
@@ -288,8 +298,8 @@ enum { SKL_ROW_KL = 1, SKL_ROW_LSE_T = 2, SKL_ROW_LSE_S = 4, SKL_ROW_DOT_T = 8 }
  * the gradients then read them. Returns 0 and sets skl_last_error() if an argument is invalid. */
 SKL_API uint32_t skl_problem_needs(const skl_problem *problem, skl_op op);
 
-/* Checks inputs whose cu_seqlens, key_lengths and indices are in host memory: struct_size, pointers, strides, and the
- * values of those three. Run calls on the CPU do this themselves; a GPU cannot, so check before the arrays are copied
+/* Checks inputs whose cu_seqlens, key_lengths, row bounds and indices are in host memory: struct_size, pointers,
+ * strides, and the values of those arrays. Run calls on the CPU do this themselves; a GPU cannot, so check before the arrays are copied
  * to it. The plan may be for either device. */
 SKL_API skl_status skl_inputs_check(const skl_plan *plan, const skl_inputs *inputs);
 

@@ -57,6 +57,11 @@ oracle_keys oracle_visible_keys(const skl_problem *problem, const skl_inputs *in
         keys.end = position + right + 1;
     if (problem->window_left >= 0 && position - problem->window_left > keys.begin)
         keys.begin = position - problem->window_left;
+    const int64_t bounds = sequence.batch * problem->len_q + sequence.first_q + i; /* packed: batch is 0 */
+    if (problem->row_bounds && inputs->key_begin && inputs->key_begin[bounds] > keys.begin)
+        keys.begin = inputs->key_begin[bounds];
+    if (problem->row_bounds && inputs->key_end && inputs->key_end[bounds] < keys.end)
+        keys.end = inputs->key_end[bounds];
     if (keys.end <= keys.begin)
         return (oracle_keys){0, 0};
     return keys;

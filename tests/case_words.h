@@ -23,6 +23,7 @@
 #define INDEXER(g)       .index_heads = g
 #define TOP_K(k)         .top_k = k
 #define WEIGHTS(type)    .dtype_w = SKL_##type
+#define BOUNDS(kind)     .bounds = BOUNDS_##kind
 #define STUDENT_ONLY     .without = SKL_DQ_T | SKL_DK_T
 /* clang-format on */
 

@@ -93,6 +93,39 @@ const test_case test_cases[] = {
     {"window_right", SHAPE(1, 97, 130), HEADS(1, 1), DIMS(32, 32), WINDOW(-1, 4)},
     {"window_diagonal", SHAPE(1, 67, 67), HEADS(2, 2), DIMS(16, 16), WINDOW(0, 0)},
     {"window_tall", SHAPE(1, 131, 31), HEADS(1, 1), DIMS(16, 16), WINDOW(7, 9)},
+    /* Row bounds. */
+    {"bounds_random", SHAPE(3, 97, 131), HEADS(2, 2), DIMS(16, 16), BOUNDS(RANDOM)},
+    {"bounds_begin", SHAPE(2, 65, 97), HEADS(2, 2), DIMS(16, 16), BOUNDS(BEGIN)},
+    {"bounds_sampled", SHAPE(2, 33, 257), HEADS(2, 2), DIMS(16, 16), BOUNDS(SAMPLED)},
+    {"bounds_zigzag", SHAPE(2, 64, 256), HEADS(4, 4), KEY_HEADS(2, 1), DIMS(32, 16), BOUNDS(ZIGZAG)},
+    {"bounds_chunks", SHAPE(1, 131, 131), HEADS(2, 2), DIMS(16, 16), BOUNDS(CHUNKS)},
+    {"bounds_compressed", SHAPE(1, 131, 33), HEADS(2, 2), DIMS(16, 16), BOUNDS(COMPRESSED)},
+    {"bounds_and_window", SHAPE(2, 97, 97), HEADS(2, 2), DIMS(16, 16), BOUNDS(RANDOM), WINDOW(20, 5),
+     KEY_LENGTHS(60, 97)},
+    {"bounds_packed", PACKED(4, LENGTHS(0, 37, 37, 101, 130), LENGTHS(0, 65, 70, 70, 130)), TAILS(3, 5), HEADS(2, 2),
+     DIMS(16, 16), BOUNDS(RANDOM)},
+    {"bounds_group", SHAPE(1, 97, 131), HEADS(6, 2), DIMS(16, 16), BOUNDS(RANDOM)},
+    {"bounds_reverse_softcap", SHAPE(1, 97, 131), HEADS(2, 2), DIMS(16, 16), BOUNDS(RANDOM), REVERSE, SOFTCAPS(3, 4)},
+    {"bounds_indexer", SHAPE(1, 97, 131), HEADS(4, 1), DIMS(16, 16), INDEXER(3), BOUNDS(RANDOM)},
+    {"bounds_sparse", SHAPE(1, 65, 131), HEADS(4, 1), DIMS(16, 16), INDEXER(3), TOP_K(17), BOUNDS(RANDOM)},
+    {"bounds_bf16", SHAPE(2, 300, 500), HEADS(2, 2), DIMS(64, 64), TYPES(BF16, BF16), BOUNDS(RANDOM)},
+    {"bounds_128_f16", SHAPE(1, 301, 421), HEADS(4, 4), KEY_HEADS(2, 1), DIMS(128, 128), TYPES(F16, F16),
+     BOUNDS(ZIGZAG), STUDENT_ONLY},
+    {"bounds_chunks_128_bf16", SHAPE(1, 301, 301), HEADS(2, 2), DIMS(128, 128), TYPES(BF16, BF16), BOUNDS(CHUNKS)},
+    {"bounds_sampled_bf16", SHAPE(1, 100, 900), HEADS(2, 2), DIMS(64, 64), TYPES(BF16, BF16), BOUNDS(SAMPLED)},
+    {"bounds_256_bf16", SHAPE(1, 200, 333), HEADS(2, 2), DIMS(256, 256), TYPES(BF16, BF16), BOUNDS(RANDOM)},
+    {"bounds_packed_bf16", PACKED(3, LENGTHS(0, 130, 130, 400), LENGTHS(0, 200, 205, 333)), TAILS(3, 5), HEADS(2, 2),
+     DIMS(64, 64), TYPES(BF16, BF16), BOUNDS(RANDOM)},
+    {"bounds_softcap_bf16", SHAPE(1, 200, 333), HEADS(2, 2), DIMS(64, 64), TYPES(BF16, BF16), BOUNDS(RANDOM),
+     SOFTCAPS(3, 4)},
+    {"bounds_group_bf16", SHAPE(1, 300, 400), HEADS(4, 2), DIMS(64, 64), TYPES(BF16, BF16), BOUNDS(RANDOM),
+     STUDENT_ONLY},
+    {"bounds_group_5_f16", SHAPE(1, 200, 300), HEADS(10, 2), DIMS(128, 64), TYPES(F16, F16), BOUNDS(ZIGZAG),
+     STUDENT_ONLY},
+    {"bounds_indexer_bf16", SHAPE(1, 300, 400), HEADS(8, 1), KEY_HEADS(1, 1), DIMS(64, 64), TYPES(BF16, BF16),
+     INDEXER(4), BOUNDS(RANDOM)},
+    {"bounds_sparse_bf16", SHAPE(1, 97, 400), HEADS(8, 1), KEY_HEADS(1, 1), DIMS(64, 64), TYPES(BF16, BF16),
+     INDEXER(4), TOP_K(64), BOUNDS(RANDOM)},
     {"window_wider_than_keys", SHAPE(1, 31, 37), HEADS(1, 1), DIMS(16, 16), WINDOW(1000, 1000)},
     {"causal_window", SHAPE(1, 193, 193), HEADS(1, 1), DIMS(32, 32), CAUSAL, WINDOW(31, -1)},
     {"causal_window_right", SHAPE(1, 61, 61), HEADS(1, 1), DIMS(16, 16), CAUSAL, WINDOW(13, 7)},
@@ -476,6 +509,7 @@ skl_problem case_problem(const test_case *c)
     p.dtype_w = c->dtype_w;
     p.top_k = c->top_k;
     p.causal = c->causal;
+    p.row_bounds = c->bounds != BOUNDS_NONE;
     if (c->window)
         p.window_left = c->window[0], p.window_right = c->window[1];
     if (c->offsets) {

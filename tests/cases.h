@@ -11,6 +11,18 @@ typedef enum test_lse {
     LSE_WIDER     /* of more keys than are visible */
 } test_lse;
 
+/* Row bounds: the ranges of keys that rows of a sequence may attend to. */
+typedef enum test_bounds {
+    BOUNDS_NONE,
+    BOUNDS_RANDOM,     /* neither bound decreases; some rows are empty */
+    BOUNDS_BEGIN,      /* the same without key_end */
+    BOUNDS_SAMPLED,    /* without key_begin: causal, for rows at increasing random positions */
+    BOUNDS_ZIGZAG,     /* without key_begin: causal, for the first and the last chunk of a sequence */
+    BOUNDS_CHUNKS,     /* causal within chunks of 16 keys */
+    BOUNDS_COMPRESSED, /* causal, with one key for four positions */
+    BOUNDS_COUNT
+} test_bounds;
+
 /* Tensors that have one layout in a random case. */
 typedef enum test_role { ROLE_QUERIES, ROLE_KEYS, ROLE_ROWS, ROLE_RESULTS, ROLE_COUNT } test_role;
 
@@ -31,6 +43,7 @@ typedef struct test_case {
     const int32_t *key_lengths; /* [batch] */
     const int32_t *cu_seqlens_q, *cu_seqlens_k;
     int64_t tail_q, tail_k; /* rows of packed buffers after the last sequence */
+    test_bounds bounds;
     test_lse lse;
     test_layout layout;
     int32_t unit_upstream; /* 1: no grad_kl */

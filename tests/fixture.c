@@ -137,6 +137,46 @@ static const int32_t *create_lengths(test_memory *memory, const int32_t *lengths
     return (const int32_t *)(const void *)memory->data;
 }
 
+/* Bounds of the rows of one sequence. */
+static void draw_bounds(test_bounds kind, oracle_sequence sequence, int32_t *begin, int32_t *end, test_random *random)
+{
+    const int64_t rows = sequence.len_q, keys = sequence.len_k;
+    int64_t position = 0, other = 0;
+    for (int64_t i = 0; i < rows; i++) {
+        const int64_t diagonal = keys - rows + i; /* position of row i where the last row has that of the last key */
+        const int64_t step = random_between(random, 0, 2 * (keys / rows + 1));
+        position = kind == BOUNDS_ZIGZAG       ? i < rows / 2 || diagonal < i ? i : diagonal
+                   : kind == BOUNDS_CHUNKS     ? diagonal
+                   : kind == BOUNDS_COMPRESSED ? (i + 1) / 4 - 1
+                                               : position + step;
+        other = kind == BOUNDS_CHUNKS ? position - position % 16 : other + random_between(random, 0, 2 * step);
+        const int64_t limited = position < 0 ? 0 : position + 1 > keys ? keys : position + 1;
+        end[i] = (int32_t)limited;
+        begin[i] = (int32_t)(other < 0 ? 0 : other > keys ? keys : other);
+    }
+}
+
+static void create_bounds(fixture *f, test_random *random)
+{
+    const skl_problem *const p = &f->problem;
+    const test_bounds kind = f->test_case->bounds;
+    int32_t *arrays[2];
+    for (int n = 0; n < 2; n++) {
+        f->bounds[n] = memory_create((size_t)(f->batch * f->length_q) * sizeof(int32_t), sizeof(int32_t));
+        arrays[n] = (int32_t *)(void *)f->bounds[n].data;
+        for (int64_t i = 0; i < f->batch * f->length_q; i++)
+            arrays[n][i] = -7; /* rows after the last packed sequence have no bounds */
+    }
+    for (int64_t b = 0; b < p->batch; b++) {
+        const oracle_sequence sequence = oracle_sequence_at(p, &f->inputs, b);
+        const int64_t first = sequence.batch * p->len_q + sequence.first_q;
+        draw_bounds(kind, sequence, arrays[0] + first, arrays[1] + first, random);
+    }
+    const int with_begin = kind == BOUNDS_RANDOM || kind == BOUNDS_BEGIN || kind == BOUNDS_CHUNKS;
+    f->inputs.key_begin = with_begin ? arrays[0] : NULL;
+    f->inputs.key_end = kind != BOUNDS_BEGIN ? arrays[1] : NULL;
+}
+
 void fixture_create(fixture *f, const test_case *c)
 {
     *f = (fixture){.test_case = c, .problem = case_problem(c), .inputs = {.struct_size = sizeof(skl_inputs)}};
@@ -176,6 +216,9 @@ void fixture_create(fixture *f, const test_case *c)
     f->inputs.cu_seqlens_q = create_lengths(&f->lengths[1], c->cu_seqlens_q, p->batch + 1);
     f->inputs.cu_seqlens_k = create_lengths(&f->lengths[2], c->cu_seqlens_k, p->batch + 1);
 
+    if (c->bounds != BOUNDS_NONE)
+        create_bounds(f, &random);
+
     if (p->index_heads) {
         f->w_s = create_input(f, ROLE_ROWS, p->dtype_w, p->heads_s, p->index_heads, WEIGHT_SIZE, &random);
         f->inputs.w_s = tensor_input(&f->w_s);
@@ -204,6 +247,8 @@ void fixture_destroy(fixture *f)
         tensor_destroy(tensors[t]);
     for (size_t n = 0; n < COUNT_OF(f->lengths); n++)
         memory_destroy(&f->lengths[n]);
+    for (size_t n = 0; n < COUNT_OF(f->bounds); n++)
+        memory_destroy(&f->bounds[n]);
     oracle_free(&f->exact);
     oracle_free(&f->naive);
     free(f->live_q);

@@ -13,6 +13,7 @@ typedef struct fixture {
     test_tensor w_s;        /* indexer */
     test_tensor indices;    /* int32 values in an f32 tensor */
     test_memory lengths[3]; /* key_lengths, cu_seqlens_q, cu_seqlens_k */
+    test_memory bounds[2];  /* key_begin, key_end */
     skl_inputs inputs;      /* inputs of a forward, and grad_kl */
     uint8_t *live_q;        /* [batch, length_q]: 1 if the row sees a key */
     uint8_t *live_k;        /* [batch, length_k]: 1 if a row sees the key */

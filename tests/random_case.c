@@ -90,6 +90,13 @@ static void draw_masks(random_case *storage, test_random *random)
     }
 }
 
+/* Only sometimes, and last: other members of the case are drawn as before. */
+static void draw_bounds(test_case *c, test_random *random)
+{
+    if (one_in(random, 5))
+        c->bounds = (test_bounds)random_between(random, BOUNDS_NONE + 1, BOUNDS_COUNT - 1);
+}
+
 /* Turns the case into an indexer. */
 static void draw_indexer(test_case *c, test_random *random)
 {
@@ -131,6 +138,7 @@ static void draw_case(random_case *storage, test_random *random)
     c->growth = one_in(random, 4) ? random_uniform(random, -30, 30) : 0;
     if (one_in(random, 4))
         draw_indexer(c, random);
+    draw_bounds(c, random);
 }
 
 void case_draw(random_case *storage, int64_t number)

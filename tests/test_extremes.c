@@ -529,8 +529,9 @@ int main(void)
         cmocka_unit_test(test_long_rows_stay_accurate),
         cmocka_unit_test(test_a_scale_keeps_f16_gradients_in_range),
     };
-    /* There a forward leaves 2e-8 for a single key, and kernels that compute the KL from logits ignore wrong LSEs. */
-    const struct CMUnitTest gpu_tests[] = {cmocka_unit_test(test_huge_logits_match_the_oracle)};
+    /* There kernels that compute the KL from logits ignore wrong LSEs. */
+    const struct CMUnitTest gpu_tests[] = {cmocka_unit_test(test_huge_logits_match_the_oracle),
+                                           cmocka_unit_test(test_one_key_has_kl_0)};
     return on_gpu() ? test_run("extremes", gpu_tests, COUNT_OF(gpu_tests))
                     : test_run("extremes", tests, COUNT_OF(tests));
 }

@@ -10,7 +10,8 @@ static void test_one_case(void **state)
     fixture f;
     fixture_create(&f, *state);
     fixture_solve(&f);
-    const check_options options = check_options_default();
+    check_options options = check_options_default();
+    options.in_place = f.test_case->lse != LSE_COMPUTED;
     int mismatches = 0;
     int32_t count = 0;
     for (; problem_kernel(&f.problem, count); count++)

@@ -74,7 +74,7 @@ def call(
 ) -> None:
     """Executes `op` on tensors (q_t, k_t, q_s, k_s, w_s, indices), length arrays and row vectors."""
     q_t, k_t, q_s, k_s, w_s, indices = tensors
-    cu_seqlens_q, cu_seqlens_k, key_lengths = lengths
+    cu_seqlens_q, cu_seqlens_k, key_lengths, key_begin, key_end = lengths
     problem = plan.problem
     copies: list[torch.Tensor] = []
     inputs = lib.pack_inputs(
@@ -83,5 +83,6 @@ def call(
         row_address(lse_t), row_address(lse_s), row_address(kl), row_address(dot_t), row_address(grad_kl),
         _data_ptr(cu_seqlens_q), _data_ptr(cu_seqlens_k), _data_ptr(key_lengths),
         _input_address(w_s, problem, copies), _input_address(indices, problem, copies),
+        _data_ptr(key_begin), _data_ptr(key_end),
     )  # fmt: skip
     execute(plan, op, inputs, outputs, q_t.device)

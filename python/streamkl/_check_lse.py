@@ -66,6 +66,9 @@ def _sample(q, k, lse, indices, lengths, options):
             right = 0 if options.causal else options.window_right
             begin = max(0, position - options.window_left) if options.window_left >= 0 else 0
             end = min(keys, position + right + 1) if right >= 0 else keys
+            bounds = q_0 + i if packed else (b, i)
+            begin = begin if lengths.key_begin is None else max(begin, int(lengths.key_begin[bounds]))
+            end = end if lengths.key_end is None else min(end, int(lengths.key_end[bounds]))
             if begin >= end:
                 continue
             query, key, row = (

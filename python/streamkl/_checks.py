@@ -111,18 +111,22 @@ def _check_heads(size: _Sizes, heads_s: int, q_t: Spec, student_name: str, stude
 
 
 def _check_rows(
-    size: _Sizes, heads_s: int, packed: bool, lse_t: Spec, lse_s: Spec, row_weight: Spec, key_lengths: Spec
-) -> None:
-    """Rules about row vectors and key_lengths."""
+    size: _Sizes, heads_s: int, packed: bool, lse_t: Spec, lse_s: Spec, row_weight: Spec, key_lengths: Spec,
+    key_begin: Spec, key_end: Spec,
+) -> None:  # fmt: skip
+    """Rules about row vectors, key_lengths and row bounds."""
 
     def rows(heads):
         return (heads, size.len_q) if packed else (size.batch, heads, size.len_q)
 
+    bounds = (size.len_q,) if packed else (size.batch, size.len_q)
     expected = {
         "lse_t": (lse_t, rows(size.heads_t), torch.float32),
         "lse_s": (lse_s, rows(heads_s), torch.float32),
         "row_weight": (row_weight, rows(heads_s), torch.float32),
         "key_lengths": (key_lengths, (size.batch,), torch.int32),
+        "key_begin": (key_begin, bounds, torch.int32),
+        "key_end": (key_end, bounds, torch.int32),
     }
     for name, (given, shape, dtype) in expected.items():
         if given is not None:
@@ -157,7 +161,8 @@ def _check_device(q_t: Spec, **others: Spec) -> torch.device:
 
 def describe(
     q_t: Spec, k_t: Spec, q_s: Spec, k_s: Spec, w_s: Spec, indices: Spec, lse_t: Spec, lse_s: Spec, row_weight: Spec,
-    cu_seqlens_q: Spec, cu_seqlens_k: Spec, key_lengths: Spec, *options, one_pass: bool = False,
+    cu_seqlens_q: Spec, cu_seqlens_k: Spec, key_lengths: Spec, key_begin: Spec, key_end: Spec, *options,
+    one_pass: bool = False,
 ) -> Problem:  # fmt: skip
     """The problem of a call with these tensors and options. With w_s the student is an indexer.
 
@@ -176,11 +181,12 @@ def describe(
         _check_heads(size, heads_s, q_t, "q_s", q_s)
     else:
         heads_s, of_indexer = _check_indexer(q_t, q_s, w_s, indices, size, packed, asked.heads_first)
-    _check_rows(size, heads_s, packed, lse_t, lse_s, row_weight, key_lengths)
+    _check_rows(size, heads_s, packed, lse_t, lse_s, row_weight, key_lengths, key_begin, key_end)
     sequences = _check_sequences(size, packed, cu_seqlens_q, cu_seqlens_k)
     device = _check_device(
         q_t, k_t=k_t, q_s=q_s, k_s=k_s, w_s=w_s, indices=indices, lse_t=lse_t, lse_s=lse_s, row_weight=row_weight,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, key_lengths=key_lengths,
+        key_begin=key_begin, key_end=key_end,
     )  # fmt: skip
     return Problem(
         **asked._asdict(),
@@ -205,6 +211,7 @@ def describe(
         packed=packed,
         total_q=size.len_q if packed else 0,
         total_k=size.len_k if packed else 0,
+        row_bounds=key_begin is not None or key_end is not None,
     )
 
 

@@ -40,19 +40,19 @@ class _KernelInfo(ctypes.Structure):
 
 _TENSOR = "Pqqq"  # skl_input, skl_output: address, stride_batch, stride_head, stride_row
 ABSENT = (0, 0, 0, 0)
-_INPUTS = struct.Struct("@N" + 9 * _TENSOR + "3P" + 2 * _TENSOR)
+_INPUTS = struct.Struct("@N" + 9 * _TENSOR + "3P" + 2 * _TENSOR + "2P")
 _ROWS = struct.Struct("@N" + 7 * _TENSOR)
 _GRADIENTS = struct.Struct("@N" + 5 * _TENSOR)
 
 
 def pack_inputs(
     q_t, k_t, q_s, k_s, lse_t=ABSENT, lse_s=ABSENT, kl=ABSENT, dot_t=ABSENT, grad_kl=ABSENT,
-    cu_seqlens_q=0, cu_seqlens_k=0, key_lengths=0, w_s=ABSENT, indices=ABSENT,
+    cu_seqlens_q=0, cu_seqlens_k=0, key_lengths=0, w_s=ABSENT, indices=ABSENT, key_begin=0, key_end=0,
 ) -> bytes:  # fmt: skip
     """skl_inputs. A tensor is (address, stride_batch, stride_head, stride_row) or ABSENT; a length array an address."""
     return _INPUTS.pack(
         _INPUTS.size, *q_t, *k_t, *q_s, *k_s, *lse_t, *lse_s, *kl, *dot_t, *grad_kl,
-        cu_seqlens_q, cu_seqlens_k, key_lengths, *w_s, *indices,
+        cu_seqlens_q, cu_seqlens_k, key_lengths, *w_s, *indices, key_begin, key_end,
     )  # fmt: skip
 
 

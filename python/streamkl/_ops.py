@@ -22,7 +22,8 @@ from ._checks import describe
 from ._problem import ATTENTION, INDEXER, OPTIONS_SCHEMA, Options, Problem
 
 _TENSORS = "Tensor q_t, Tensor k_t, Tensor q_s, Tensor k_s, Tensor? w_s, Tensor? indices"
-_LENGTHS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? key_lengths"
+_LENGTHS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? key_lengths, Tensor? key_begin, Tensor? key_end"
+_LENGTH_COUNT = 5
 _OWN_ARGUMENTS = {
     "forward": "Tensor? lse_t, int rows",
     "backward": "Tensor lse_t, Tensor lse_s, Tensor? kl, Tensor? dot_t, Tensor grad_kl",
@@ -104,24 +105,29 @@ def _gradients_struct(made, problem: Problem) -> bytes:
 # ---- The operators -------------------------------------------------------------------------------------------------
 
 
-def _forward(q_t, k_t, q_s, k_s, w_s, indices, lse_t, rows, cu_q, cu_k, key_lengths, *options, execute=execute):
-    tensors, lengths = (q_t, k_t, q_s, k_s, w_s, indices), (cu_q, cu_k, key_lengths)
+def _parted(lengths_and_options):
+    return lengths_and_options[:_LENGTH_COUNT], lengths_and_options[_LENGTH_COUNT:]
+
+
+
+def _forward(q_t, k_t, q_s, k_s, w_s, indices, lse_t, rows, *lengths_and_options, execute=execute):
+    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, indices), _parted(lengths_and_options)
     plan = _plan_for(*_specs(tensors, lse_t, None, None, lengths, options))
     made = _new_rows(q_t, rows, plan.problem)
     call(plan, lib.FORWARD, tensors, lengths, (_rows_struct(made, rows),), lse_t, execute=execute)
     return made
 
 
-def _forward_fake(q_t, k_t, q_s, k_s, w_s, indices, lse_t, rows, cu_q, cu_k, key_lengths, *options):
-    tensors, lengths = (q_t, k_t, q_s, k_s, w_s, indices), (cu_q, cu_k, key_lengths)
+def _forward_fake(q_t, k_t, q_s, k_s, w_s, indices, lse_t, rows, *lengths_and_options):
+    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, indices), _parted(lengths_and_options)
     problem = describe_while_tracing(*_specs(tensors, lse_t, None, None, lengths, options))
     return _new_rows(q_t, rows, problem)
 
 
 def _backward(
-    q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, kl, dot_t, grad_kl, cu_q, cu_k, key_lengths, *options, execute=execute
+    q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, kl, dot_t, grad_kl, *lengths_and_options, execute=execute
 ):
-    tensors, lengths = (q_t, k_t, q_s, k_s, w_s, indices), (cu_q, cu_k, key_lengths)
+    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, indices), _parted(lengths_and_options)
     plan = _plan_for(*_specs(tensors, lse_t, lse_s, grad_kl, lengths, options))
     made = _new_gradients(tensors, plan.problem.gradients)
     outputs = (_gradients_struct(made, plan.problem),)
@@ -130,15 +136,16 @@ def _backward(
 
 
 def _backward_fake(
-    q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, kl, dot_t, grad_kl, cu_q, cu_k, key_lengths, *options
+    q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, kl, dot_t, grad_kl, *lengths_and_options
 ):
+    _, options = _parted(lengths_and_options)
     return _new_gradients((q_t, k_t, q_s, k_s, w_s), Options(*options).gradients)
 
 
 def _forward_backward(
-    q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, row_weight, rows, cu_q, cu_k, key_lengths, *options, execute=execute
+    q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, row_weight, rows, *lengths_and_options, execute=execute
 ):
-    tensors, lengths = (q_t, k_t, q_s, k_s, w_s, indices), (cu_q, cu_k, key_lengths)
+    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, indices), _parted(lengths_and_options)
     plan = _plan_for(*_specs(tensors, lse_t, lse_s, row_weight, lengths, options), one_pass=True)
     problem = plan.problem
     made, gradients = _new_rows(q_t, rows, problem), _new_gradients(tensors, problem.gradients, problem.grad_f32)
@@ -148,9 +155,9 @@ def _forward_backward(
 
 
 def _forward_backward_fake(
-    q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, row_weight, rows, cu_q, cu_k, key_lengths, *options
+    q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, row_weight, rows, *lengths_and_options
 ):
-    tensors, lengths = (q_t, k_t, q_s, k_s, w_s, indices), (cu_q, cu_k, key_lengths)
+    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, indices), _parted(lengths_and_options)
     problem = describe_while_tracing(*_specs(tensors, lse_t, lse_s, row_weight, lengths, options), one_pass=True)
     return [*_new_rows(q_t, rows, problem), *_new_gradients(tensors, problem.gradients, problem.grad_f32)]
 

@@ -51,6 +51,8 @@ class IndexerBatch(TypedDict, total=False):
     max_seqlen_q: int | None
     max_seqlen_k: int | None
     key_lengths: torch.Tensor | None
+    key_begin: torch.Tensor | None
+    key_end: torch.Tensor | None
     row_weight: torch.Tensor | None
     lse_t: torch.Tensor | None
 
@@ -78,6 +80,8 @@ class Lengths(NamedTuple):
     cu_seqlens_q: torch.Tensor | None
     cu_seqlens_k: torch.Tensor | None
     key_lengths: torch.Tensor | None
+    key_begin: torch.Tensor | None
+    key_end: torch.Tensor | None
 
 
 def translate(
@@ -94,6 +98,8 @@ def translate(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     key_lengths: torch.Tensor | None,
+    key_begin: torch.Tensor | None = None,
+    key_end: torch.Tensor | None = None,
     direction: Direction,
     reduction: Reduction = "none",
     deterministic: bool = False,
@@ -139,14 +145,13 @@ def translate(
         heads_first=layout == "bhnd",
         **unchanged,
     )
-    if cu_seqlens_q is None and cu_seqlens_k is None and key_lengths is None:
+    given = Lengths(cu_seqlens_q, cu_seqlens_k, key_lengths, key_begin, key_end)
+    if all(lengths is None for lengths in given):
         return _NO_LENGTHS, options
-    return Lengths(
-        _as_int32("cu_seqlens_q", cu_seqlens_q), _as_int32("cu_seqlens_k", cu_seqlens_k), _as_int32("key_lengths", key_lengths)
-    ), options  # fmt: skip
+    return Lengths(*(_as_int32(name, lengths) for name, lengths in zip(Lengths._fields, given))), options
 
 
-_NO_LENGTHS = Lengths(None, None, None)
+_NO_LENGTHS = Lengths(None, None, None, None, None)
 _INT32 = torch.iinfo(torch.int32)
 
 

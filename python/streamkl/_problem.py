@@ -66,6 +66,7 @@ class Problem:
     dtype_w: int = _derived(ctypes.c_int)
     index_linear: bool = _option("bool", False, ctypes.c_int32)
     top_k: int = _derived(ctypes.c_int64)
+    row_bounds: bool = _derived(ctypes.c_int32)
 
     # skl_options
     device: int = _derived(ctypes.c_int, _SKL_OPTIONS)

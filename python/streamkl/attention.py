@@ -48,6 +48,8 @@ def attention_kl(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     key_lengths: torch.Tensor | None = None,
+    key_begin: torch.Tensor | None = None,
+    key_end: torch.Tensor | None = None,
     direction: Direction = "forward",
     reduction: Reduction = "mean",
     row_weight: torch.Tensor | None = None,
@@ -93,6 +95,12 @@ def attention_kl(
         max_seqlen_k: the same for the keys.
         key_lengths: ``[batch]`` int32 or int64, converted like ``cu_seqlens_q``: keys from ``key_lengths[b]`` on are padding.
             Padding does not move positions.
+        key_begin: row bounds, ``[batch, len_q]``, packed ``[total_q]``, int32 or int64: a query attends to no key before
+            ``key_begin``, counted from the start of its own sequence. Row bounds come on top of all other masks. They must
+            not decrease within a sequence; a row may be empty. One call serves what is not a single causal mask: a zigzag
+            shard of a context-parallel sequence, chunked attention, compressed keys, a sample of the rows. The CPU refuses
+            invalid bounds; a GPU limits them to the keys, and where they decrease results are undefined.
+        key_end: a query attends to the keys before ``key_end``. Default of both: no bound.
         direction: ``"forward"``: KL(P || S); ``"reverse"``: KL(S || P).
         reduction: ``"mean"``: weighted mean over the rows that attend to at least one key; ``"sum"``; ``"none"``.
         row_weight: weight of each row, ``[batch, len_q]`` or ``[batch, heads_s, len_q]``, packed ``[total_q]`` or
@@ -125,7 +133,7 @@ def attention_kl(
         _wanted_gradients(q_t, k_t, q_s, k_s), causal=causal, window_size=window_size, softmax_scale_t=softmax_scale_t,
         softmax_scale_s=softmax_scale_s, softcap_t=softcap_t, softcap_s=softcap_s, cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, key_lengths=key_lengths,
-        direction=direction, reduction=reduction, deterministic=deterministic, layout=layout,
+        key_begin=key_begin, key_end=key_end, direction=direction, reduction=reduction, deterministic=deterministic, layout=layout,
     )  # fmt: skip
     if q_t.dtype != k_t.dtype or q_s.dtype != k_s.dtype:
         q_t, k_t, q_s, k_s = promote_under_autocast(q_t, k_t, q_s, k_s)
@@ -208,11 +216,16 @@ def expand_weight(row_weight: torch.Tensor, student: torch.Tensor, lengths, opti
 
 
 def _divide_by_rows(loss, q_s, k_s, row_weight, lengths, options):
-    cu_seqlens_q, cu_seqlens_k, key_lengths = lengths
+    cu_seqlens_q, cu_seqlens_k, key_lengths, key_begin, key_end = lengths
     heads_first, left = options.heads_first, options.window_left
     right = 0 if options.causal else options.window_right
     batch, heads, len_q = sizes(q_s.shape, cu_seqlens_q is not None, heads_first)
     len_k = k_s.shape[-2 if heads_first else -3]
+    if key_begin is not None or key_end is not None:
+        attending = _attending_mask(batch, len_q, len_k, lengths, left, right)
+        if row_weight is None:
+            return loss / (attending.sum() * heads).clamp(min=1)
+        return _divide_by_weight(loss, (row_weight * attending.unsqueeze(-2)).sum())
     if cu_seqlens_q is None and key_lengths is None:
         first, end = _attending_rows(len_q, len_k, len_k, left, right)
         if row_weight is None:
@@ -227,11 +240,34 @@ def _divide_by_rows(loss, q_s, k_s, row_weight, lengths, options):
     row = torch.arange(len_q, device=loss.device)
     if cu_seqlens_q is None:
         attending = (row >= first) & (row < end.unsqueeze(-1))
-    else:  # a row after the last sequence is compared with that sequence, and is outside of it
-        sequence = torch.searchsorted(cu_seqlens_q[1:], row, right=True).clamp(max=cu_seqlens_q.shape[0] - 2)
-        row = row - cu_seqlens_q[sequence]
+    else:
+        sequence, row = _place_in_sequence(cu_seqlens_q, row)
         attending = (row >= (first if isinstance(first, int) else first[sequence])) & (row < end[sequence])
     return _divide_by_weight(loss, (row_weight * attending.unsqueeze(-2)).sum())
+
+
+def _place_in_sequence(cu_seqlens_q, row):
+    """(sequence, index in it) of packed rows. A row after the last sequence gets that sequence, and an index outside of it."""
+    sequence = torch.searchsorted(cu_seqlens_q[1:], row, right=True).clamp(max=cu_seqlens_q.shape[0] - 2)
+    return sequence, row - cu_seqlens_q[sequence]
+
+
+def _attending_mask(batch, len_q, len_k, lengths, left, right):
+    """bool [batch, len_q], packed [total_q]: the rows that attend to a key, with row bounds."""
+    cu_seqlens_q, cu_seqlens_k, key_lengths, key_begin, key_end = lengths
+    row = torch.arange(len_q, device=(key_end if key_begin is None else key_begin).device)
+    if cu_seqlens_q is None:
+        keys = len_k if key_lengths is None else key_lengths.unsqueeze(-1)
+        position, exists = (row + (len_k - len_q)).expand(batch, len_q), True
+    else:
+        sequence, row = _place_in_sequence(cu_seqlens_q, row)
+        queries, keys = cu_seqlens_q.diff()[sequence], cu_seqlens_k.diff()[sequence]
+        position, exists = row + keys - queries, row < queries
+    begin = position - left if left >= 0 else torch.zeros_like(position)
+    end = position + (right + 1) if right >= 0 else torch.full_like(position, len_k)
+    begin = begin.clamp(min=0) if key_begin is None else begin.clamp(min=0).maximum(key_begin)
+    end = end if key_end is None else end.minimum(key_end)
+    return exists & (begin < end) & (begin < keys)
 
 
 def _attending_rows(len_q, len_k, keys, left, right):

@@ -65,6 +65,8 @@ def indexer_kl(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     key_lengths: torch.Tensor | None = None,
+    key_begin: torch.Tensor | None = None,
+    key_end: torch.Tensor | None = None,
     direction: Direction = "forward",
     reduction: Reduction = "mean",
     row_weight: torch.Tensor | None = None,
@@ -119,6 +121,12 @@ def indexer_kl(
         max_seqlen_q: length of the longest sequence, or an upper bound. A tight bound saves time on a GPU. Default: ``total_q``.
         max_seqlen_k: the same for the keys.
         key_lengths: ``[batch]`` int32 or int64: keys from ``key_lengths[b]`` on are padding. Padding does not move positions.
+        key_begin: row bounds, ``[batch, len_q]``, packed ``[total_q]``, int32 or int64: a query attends to no key before
+            ``key_begin``, counted from the start of its own sequence. Row bounds come on top of all other masks. They must
+            not decrease within a sequence; a row may be empty. One call serves what is not a single causal mask: a zigzag
+            shard of a context-parallel sequence, chunked attention, compressed keys, a sample of the rows. The CPU refuses
+            invalid bounds; a GPU limits them to the keys, and where they decrease results are undefined.
+        key_end: a query attends to the keys before ``key_end``. Default of both: no bound.
         direction: ``"forward"``: KL(P || S); ``"reverse"``: KL(S || P).
         reduction: ``"mean"``: weighted mean over the rows that attend to at least one key; ``"sum"``; ``"none"``.
         row_weight: weight of each row, ``[batch, len_q]`` or ``[batch, heads_s, len_q]``, packed ``[total_q]`` or
@@ -152,7 +160,7 @@ def indexer_kl(
         _wanted_gradients(q_t, k_t, q_s, k_s, w_s), causal=causal, window_size=window_size, softmax_scale_t=softmax_scale_t,
         softmax_scale_s=softmax_scale_s, softcap_t=softcap_t, relu=relu, cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, key_lengths=key_lengths,
-        direction=direction, reduction=reduction, deterministic=deterministic, layout=layout,
+        key_begin=key_begin, key_end=key_end, direction=direction, reduction=reduction, deterministic=deterministic, layout=layout,
     )  # fmt: skip
     if q_t.dtype != k_t.dtype or q_s.dtype != k_s.dtype:
         q_t, k_t, q_s, k_s = promote_under_autocast(q_t, k_t, q_s, k_s)

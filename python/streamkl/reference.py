@@ -12,12 +12,16 @@ from typing import NamedTuple
 import torch
 
 
-def visible_keys(len_q, len_k, *, causal=False, window_size=(-1, -1), keys=None, device=None) -> torch.Tensor:
+def visible_keys(
+    len_q, len_k, *, causal=False, window_size=(-1, -1), keys=None, key_begin=None, key_end=None, device=None
+) -> torch.Tensor:
     """bool [len_q, len_k]: the keys j < `keys` that a query attends to. The last query is aligned with the last key."""
     left, right = window_size
     position = torch.arange(len_q, device=device)[:, None] + (len_k - len_q)
     j = torch.arange(len_k, device=device)[None, :]
     visible = j < (len_k if keys is None else keys)
+    visible = visible if key_begin is None else visible & (j >= key_begin[:, None])
+    visible = visible if key_end is None else visible & (j < key_end[:, None])
     visible = visible & (j <= position + (0 if causal else right)) if causal or right >= 0 else visible
     return visible & (j >= position - left) if left >= 0 else visible.expand(len_q, len_k)
 
@@ -89,17 +93,21 @@ def sequence_indexer_kl(q_t, k_t, q_s, k_s, w_s, indices, lse_t, visible, scale_
     return rows_of_logits(x, y, visible, lse_t, reverse)
 
 
-def sequences(len_q, len_k, batch, cu_seqlens_q, cu_seqlens_k, key_lengths, causal, window_size, device):
+def sequences(len_q, len_k, batch, cu_seqlens_q, cu_seqlens_k, key_lengths, key_begin, key_end, causal, window_size, device):
     """Yields for each sequence its index in the batch, slices of its queries and keys, and its mask."""
     mask = dict(causal=causal, window_size=window_size, device=device)
+
+    def bounds(rows):
+        return dict(key_begin=None if key_begin is None else key_begin[rows], key_end=None if key_end is None else key_end[rows])
+
     if cu_seqlens_q is None:
         for b in range(batch):
             keys = None if key_lengths is None else int(key_lengths[b])
-            yield b, slice(None), slice(None), visible_keys(len_q, len_k, keys=keys, **mask)
+            yield b, slice(None), slice(None), visible_keys(len_q, len_k, keys=keys, **bounds(b), **mask)
         return
     bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for q_0, q_1, k_0, k_1 in zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:]):
-        yield ..., slice(q_0, q_1), slice(k_0, k_1), visible_keys(q_1 - q_0, k_1 - k_0, **mask)
+        yield ..., slice(q_0, q_1), slice(k_0, k_1), visible_keys(q_1 - q_0, k_1 - k_0, **bounds(slice(q_0, q_1)), **mask)
 
 
 def join(parts, packed, len_q, value=0.0) -> torch.Tensor:
@@ -126,14 +134,15 @@ def reduced(kl, attending, row_weight, reduction) -> torch.Tensor:
 def attention_kl(
     q_t, k_t, q_s, k_s, *, causal=False, window_size=(-1, -1), softmax_scale_t=None, softmax_scale_s=None,
     softcap_t=0.0, softcap_s=0.0, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
-    key_lengths=None, direction="forward", reduction="mean", row_weight=None, lse_t=None, lse_s=None,
+    key_lengths=None, key_begin=None, key_end=None, direction="forward", reduction="mean", row_weight=None, lse_t=None, lse_s=None,
     deterministic=False, return_lse=False, layout="bnhd",
 ):  # fmt: skip
     """streamkl.attention_kl with matrices. Ignores given LSEs and computes its own."""
     q_t, k_t, q_s, k_s = (t if layout == "bhnd" else t.transpose(-3, -2) for t in (q_t, k_t, q_s, k_s))
     packed, len_q = cu_seqlens_q is not None, q_t.shape[-2]
     cuts = sequences(
-        len_q, k_t.shape[-2], q_t.shape[0], cu_seqlens_q, cu_seqlens_k, key_lengths, causal, window_size, q_t.device
+        len_q, k_t.shape[-2], q_t.shape[0], cu_seqlens_q, cu_seqlens_k, key_lengths, key_begin, key_end, causal, window_size,
+        q_t.device,
     )
     options = (softmax_scale_t, softmax_scale_s, softcap_t, softcap_s, direction == "reverse")
     rows = []
@@ -148,7 +157,7 @@ def attention_kl(
 def indexer_kl(
     q_t, k_t, q_s, k_s, w_s, indices=None, *, causal=False, window_size=(-1, -1), softmax_scale_t=None, softmax_scale_s=None,
     softcap_t=0.0, relu=True, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, key_lengths=None,
-    direction="forward", reduction="mean", row_weight=None, lse_t=None, lse_t_wider=False, deterministic=False,
+    key_begin=None, key_end=None, direction="forward", reduction="mean", row_weight=None, lse_t=None, lse_t_wider=False, deterministic=False,
     return_rows=False, layout="bnhd",
 ):  # fmt: skip
     """streamkl.indexer_kl with matrices. Normalises the teacher on the visible keys, whatever lse_t covers."""
@@ -159,7 +168,8 @@ def indexer_kl(
     )
     len_q = q_t.shape[-2]
     cuts = sequences(
-        len_q, k_t.shape[-2], q_t.shape[0], cu_seqlens_q, cu_seqlens_k, key_lengths, causal, window_size, q_t.device
+        len_q, k_t.shape[-2], q_t.shape[0], cu_seqlens_q, cu_seqlens_k, key_lengths, key_begin, key_end, causal, window_size,
+        q_t.device,
     )
     options = (softmax_scale_t, softmax_scale_s, softcap_t, relu, direction == "reverse")
     rows = []

@@ -45,6 +45,7 @@ static skl_status check_ranges(const skl_problem *p)
         {"dtype_w", p->dtype_w, SKL_F32, SKL_BF16},
         {"index_linear", p->index_linear, 0, 1},
         {"top_k", p->top_k, 0, INT32_MAX},
+        {"row_bounds", p->row_bounds, 0, 1},
     };
     for (size_t i = 0; i < sizeof rules / sizeof rules[0]; i++) {
         const int_rule *const rule = &rules[i];

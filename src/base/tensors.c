@@ -198,6 +198,7 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call, size
 
     const int64_t rows_q = p->packed ? p->total_q : p->len_q;
     const int64_t rows_k = p->packed ? p->total_k : p->len_k;
+    const int64_t bounded_rows = p->packed ? p->total_q : p->batch * p->len_q;
     const skl_output states = skl_output_contiguous(call->states, p->heads_s, rows_q, STATE_FLOATS);
     const skl_dtype grad_t = skl_grad_dtype(p, p->dtype_t);
     const skl_dtype grad_s = skl_grad_dtype(p, p->dtype_s);
@@ -224,6 +225,8 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call, size
         ARRAY(in->cu_seqlens_q, "cu_seqlens_q", p->batch + 1, INPUT),
         ARRAY(in->cu_seqlens_k, "cu_seqlens_k", p->batch + 1, INPUT),
         ARRAY(in->key_lengths, "key_lengths", p->batch, INPUT),
+        ARRAY(in->key_begin, "key_begin", bounded_rows, INPUT),
+        ARRAY(in->key_end, "key_end", bounded_rows, INPUT),
         TENSOR(rows->kl, "rows.kl", p->heads_s, rows_q, 1, SKL_F32, OUTPUT,
                one_pass && needs.kl ? REQUIRED : OPTIONAL, for_first),
         TENSOR(rows->lse_t, "rows.lse_t", p->heads_t, rows_q, 1, SKL_F32, OUTPUT, lse_out_need, known),
@@ -263,6 +266,11 @@ static skl_status check_length_pointers(const skl_problem *p, const skl_inputs *
                         packed ? "= NULL" : "given");
     if (packed && in->key_lengths != NULL)
         return skl_fail(SKL_ERROR_ARGUMENT, "key_lengths given: must be NULL when packed=1");
+    if (!p->row_bounds && (in->key_begin != NULL || in->key_end != NULL))
+        return skl_fail(SKL_ERROR_ARGUMENT, "%s given: must be NULL unless row_bounds=1",
+                        in->key_begin != NULL ? "key_begin" : "key_end");
+    if (p->row_bounds && in->key_begin == NULL && in->key_end == NULL)
+        return skl_fail(SKL_ERROR_ARGUMENT, "key_begin=NULL, key_end=NULL: row_bounds=1 needs at least one of them");
     return SKL_OK;
 }
 
@@ -334,6 +342,38 @@ static skl_status check_lengths(const skl_problem *p, const skl_inputs *inputs)
     return SKL_OK;
 }
 
+/* Row bounds of one sequence, `first` the index of its first row in the array. */
+static skl_status check_bounds(const char *name, const int32_t *bounds, int64_t first, int64_t count, int64_t keys)
+{
+    for (int64_t i = first; bounds != NULL && i < first + count; i++) {
+        if (bounds[i] < 0 || bounds[i] > keys)
+            return skl_fail(SKL_ERROR_ARGUMENT,
+                            "%s[%" PRId64 "]=%" PRId32 ": must be 0..%" PRId64 ", the keys of the sequence", name, i,
+                            bounds[i], keys);
+        if (i > first && bounds[i] < bounds[i - 1])
+            return skl_fail(SKL_ERROR_ARGUMENT,
+                            "%s[%" PRId64 "]=%" PRId32 ": must not be below %s[%" PRId64 "]=%" PRId32
+                            " of the same sequence",
+                            name, i, bounds[i], name, i - 1, bounds[i - 1]);
+    }
+    return SKL_OK;
+}
+
+static skl_status check_row_bounds(const skl_problem *p, const skl_inputs *inputs)
+{
+    for (int64_t b = 0; p->row_bounds && b < p->batch; b++) {
+        const int64_t first = p->packed ? inputs->cu_seqlens_q[b] : b * p->len_q;
+        const int64_t count = p->packed ? inputs->cu_seqlens_q[b + 1] - first : p->len_q;
+        const int64_t keys = p->packed ? inputs->cu_seqlens_k[b + 1] - inputs->cu_seqlens_k[b] : p->len_k;
+        skl_status status = check_bounds("key_begin", inputs->key_begin, first, count, keys);
+        if (status == SKL_OK)
+            status = check_bounds("key_end", inputs->key_end, first, count, keys);
+        if (status != SKL_OK)
+            return status;
+    }
+    return SKL_OK;
+}
+
 skl_status skl_inputs_check_layout(const skl_problem *problem, const skl_inputs *inputs)
 {
     /* A forward without results requires no row vector and has no output. */
@@ -347,7 +387,9 @@ skl_status skl_inputs_check_layout(const skl_problem *problem, const skl_inputs 
 
 skl_status skl_inputs_check_values(const skl_problem *problem, const skl_inputs *inputs)
 {
-    const skl_status status = check_lengths(problem, inputs);
+    skl_status status = check_lengths(problem, inputs);
+    if (status == SKL_OK)
+        status = check_row_bounds(problem, inputs);
     return status == SKL_OK ? skl_indices_check(problem, inputs) : status;
 }
 

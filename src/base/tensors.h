@@ -11,7 +11,7 @@ skl_status skl_call_check(const skl_plan *plan, const skl_call *call, size_t wor
 /* Checks inputs alone: pointers and strides, but no value. */
 skl_status skl_inputs_check_layout(const skl_problem *problem, const skl_inputs *inputs);
 
-/* Checks the values of cu_seqlens, key_lengths and indices, in host memory. */
+/* Checks the values of cu_seqlens, key_lengths, row bounds and indices, in host memory. */
 skl_status skl_inputs_check_values(const skl_problem *problem, const skl_inputs *inputs);
 
 /* Checks the arguments of skl_states_finish. */

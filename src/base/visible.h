@@ -1,5 +1,5 @@
-/* Which keys a query sees. All masks (causal, window, key lengths, packing, offsets, key ranges) combine into one key
- * range per row, so that no other file needs to know about masks. */
+/* Which keys a query sees. All masks (causal, window, key lengths, packing, offsets, key ranges, row bounds) combine
+ * into one key range per row, so that no other file needs to know about masks. */
 #ifndef SKL_BASE_VISIBLE_H
 #define SKL_BASE_VISIBLE_H
 
@@ -12,6 +12,8 @@ typedef struct skl_sequence {
     int64_t key_begin;                /* row of key 0 in the key buffers */
     int64_t key_first, key_count;     /* keys in use: [key_first, key_count) */
     int64_t diagonal;                 /* position of query 0 minus position of key 0 */
+    const int32_t *key_begins, *key_ends;     /* row bounds of its queries; NULL: none */
+    const int32_t *query_begins, *query_ends; /* the same for its keys, where a GPU has tabulated them; NULL: none */
 } skl_sequence;
 
 typedef struct skl_range {
@@ -37,7 +39,10 @@ SKL_HOST_DEVICE int64_t skl_ceil_div(int64_t a, int64_t b)
 SKL_HOST_DEVICE skl_sequence skl_sequence_at(const skl_problem *p, const skl_inputs *inputs, skl_range keys,
                                              int64_t b)
 {
-    skl_sequence s = {b, 0, p->len_q, 0, 0, p->len_k, 0};
+    skl_sequence s = {b, 0, p->len_q, 0, 0, p->len_k, 0, NULL, NULL, NULL, NULL};
+    const int64_t first_row = p->packed ? inputs->cu_seqlens_q[b] : b * p->len_q;
+    s.key_begins = inputs->key_begin != NULL ? inputs->key_begin + first_row : NULL;
+    s.key_ends = inputs->key_end != NULL ? inputs->key_end + first_row : NULL;
     if (p->packed) {
         s.batch = 0;
         s.query_begin = inputs->cu_seqlens_q[b];
@@ -53,32 +58,52 @@ SKL_HOST_DEVICE skl_sequence skl_sequence_at(const skl_problem *p, const skl_inp
     return s;
 }
 
-/* Row i of one tensor sees rows [i + begin, i + end) of the other, clipped to [first, count). */
+/* Row i of one tensor sees rows [i + begin, i + end) of the other, within the bounds of row i, clipped to
+ * [first, count). */
 typedef struct skl_band {
     int64_t begin, end, first, count;
+    const int32_t *begins, *ends; /* bounds of rows 0 .. rows - 1; NULL: none */
+    int64_t rows;
 } skl_band;
 
 /* Keys visible to a query. */
 SKL_HOST_DEVICE skl_band skl_key_band(const skl_problem *p, const skl_sequence *s)
 {
-    const skl_band band = {s->diagonal - p->window_left, s->diagonal + p->window_right + 1, s->key_first,
+    const skl_band band = {s->diagonal - p->window_left,
+                           s->diagonal + p->window_right + 1,
+                           s->key_first,
+                           s->key_count,
+                           s->key_begins,
+                           s->key_ends,
+                           s->query_count};
+    return band;
+}
+
+/* Queries that see a key in use: the same band from the other side. On a GPU only: see skl_queries_of_key. */
+SKL_HOST_DEVICE skl_band skl_query_band(const skl_problem *p, const skl_sequence *s)
+{
+    const skl_band band = {-s->diagonal - p->window_right,
+                           -s->diagonal + p->window_left + 1,
+                           0,
+                           s->query_count,
+                           s->query_begins,
+                           s->query_ends,
                            s->key_count};
     return band;
 }
 
-/* Queries that see a key in use: the same band from the other side. */
-SKL_HOST_DEVICE skl_band skl_query_band(const skl_problem *p, const skl_sequence *s)
-{
-    const skl_band band = {-s->diagonal - p->window_right, -s->diagonal + p->window_left + 1, 0, s->query_count};
-    return band;
-}
-
 /* Rows that row i sees, inside [first, count]; begin == end if there are none. Neither begin nor end decreases from
- * one row to the next. */
+ * one row to the next. Rows after the last one have its bounds. */
 SKL_HOST_DEVICE skl_range skl_band_range(const skl_band *band, int64_t i)
 {
-    const int64_t end = skl_max(band->first, skl_min(band->count, i + band->end));
-    const int64_t begin = skl_max(band->first, skl_min(end, i + band->begin));
+    const int64_t row = skl_min(i, band->rows - 1);
+    int64_t begin = i + band->begin, end = i + band->end;
+    if (band->begins != NULL && row >= 0)
+        begin = skl_max(begin, band->begins[row]);
+    if (band->ends != NULL && row >= 0)
+        end = skl_min(end, band->ends[row]);
+    end = skl_max(band->first, skl_min(band->count, end));
+    begin = skl_max(band->first, skl_min(end, begin));
     const skl_range range = {begin, end};
     return range;
 }
@@ -90,12 +115,40 @@ SKL_HOST_DEVICE skl_range skl_visible(const skl_problem *p, const skl_sequence *
     return skl_band_range(&band, i);
 }
 
+/* The first of `count` values, none below the one before, that is larger than `limit`; `count` if none is. */
+SKL_HOST_DEVICE int64_t skl_first_above(const int32_t *values, int64_t count, int64_t limit)
+{
+    int64_t begin = 0, end = count;
+    while (begin < end) {
+        const int64_t middle = (begin + end) / 2;
+        if (values[middle] > limit)
+            end = middle;
+        else
+            begin = middle + 1;
+    }
+    return begin;
+}
+
+/* Queries whose row bounds include key j: those before the first with a larger key_begin, from the first with a larger
+ * key_end on. */
+SKL_HOST_DEVICE skl_range skl_queries_in_bounds(const skl_sequence *s, int64_t j)
+{
+    const skl_range queries = {s->key_ends != NULL ? skl_first_above(s->key_ends, s->query_count, j) : 0,
+                               s->key_begins != NULL ? skl_first_above(s->key_begins, s->query_count, j)
+                                                     : s->query_count};
+    return queries;
+}
+
 /* Queries that see key j. */
-SKL_HOST_DEVICE skl_range skl_queries_of_key(const skl_problem *p, const skl_sequence *s, int64_t j)
+static inline skl_range skl_queries_of_key(const skl_problem *p, const skl_sequence *s, int64_t j)
 {
     const skl_range none = {0, 0};
+    if (j < s->key_first || j >= s->key_count)
+        return none;
     const skl_band band = skl_query_band(p, s);
-    return j < s->key_first || j >= s->key_count ? none : skl_band_range(&band, j);
+    const skl_range seeing = skl_band_range(&band, j), bounded = skl_queries_in_bounds(s, j);
+    const skl_range both = {skl_max(seeing.begin, bounded.begin), skl_min(seeing.end, bounded.end)};
+    return both;
 }
 
 #endif

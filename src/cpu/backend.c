@@ -79,7 +79,7 @@ static void clear_query_tail(const skl_problem *p, const skl_call *call)
     if (!p->packed)
         return;
     const int64_t used = call->inputs.cu_seqlens_q[p->batch];
-    const skl_sequence tail = {0, used, p->total_q - used, 0, 0, 0, 0};
+    const skl_sequence tail = {.query_begin = used, .query_count = p->total_q - used};
     for (int64_t i = 0; i < tail.query_count; i++)
         for (int64_t h = 0; h < p->heads_t; h++) {
             skl_row_set(&call->rows.lse_t, &tail, h, i, -INFINITY);
@@ -162,7 +162,7 @@ static skl_status states_finish(const skl_plan *plan, const skl_call *call)
     const skl_problem *const p = &plan->problem;
     const int64_t batch = skl_state_count(p) == 0 ? 0 : p->packed ? 1 : p->batch;
     for (int64_t b = 0; b < batch; b++) {
-        const skl_sequence all_rows = {b, 0, p->packed ? p->total_q : p->len_q, 0, 0, 0, 0};
+        const skl_sequence all_rows = {.batch = b, .query_count = p->packed ? p->total_q : p->len_q};
         for (int64_t h = 0; h < p->heads_s; h++)
             for (int64_t i = 0; i < all_rows.query_count; i++)
                 finish_row(p, call, &all_rows, h, i);

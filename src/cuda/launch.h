@@ -52,7 +52,7 @@ struct skl_cuda_launch {
     int32_t rows_known;      /* an earlier launch of the same call stored kl and dot_t */
     skl_output dk_sums;      /* where a fused backward adds up dk in f32: dk itself or workspace; no data: no dk */
     int32_t halves;          /* a forward whose arguments are the halves of a side's heads: gives their LSEs */
-    skl_output lse;          /* teacher groups: where a launch writes LSEs, or a forward finds the teacher's */
+    skl_output lse;          /* teacher groups: where a launch writes LSEs, and a forward finds the computed ones */
     skl_index_layout strips; /* of an indexer on tensor cores, dense */
     skl_dense_chunk dense;   /* of an indexer without them, dense */
     skl_sparse_layout sparse;

@@ -176,4 +176,5 @@ def check_f16_range(function, reference_function, tensors):
         for tensor, gradient, expected in zip(trained, gradients, exact):
             assert gradient.dtype == tensor.dtype and gradient.stride() == tensor.stride()
             assert 0 < expected.abs().max() < 65504
-            assert_near(f"{name}: gradient {list(gradient.shape)}", gradient, expected, tensor.dtype)
+            # Tensor cores round logit gradients to the type of q and k, also for f32 weights.
+            assert_near(f"{name}: gradient {list(gradient.shape)}", gradient, expected, tensors[0].dtype)

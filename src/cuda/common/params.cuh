@@ -8,12 +8,13 @@ struct forward_params : skl_cuda_params {
     int32_t num_splits;          /* splits of the keys of a query tile */
     int32_t head_group;          /* heads whose tiles run together */
     skl_row_state *split_states; /* [tile][split][query], with more than one split */
+    int32_t lse_computed;        /* teacher groups: an earlier launch wrote the teacher's LSEs, of the visible keys */
 };
 
 inline forward_params forward_params_of(const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     return {*params, launch->num_splits, launch->head_group,
-            (skl_row_state *)(void *)((char *)params->call.workspace + launch->states_at)};
+            (skl_row_state *)(void *)((char *)params->call.workspace + launch->states_at), launch->lse.data != NULL};
 }
 
 struct backward_params : skl_cuda_params {

@@ -121,7 +121,7 @@ __device__ inline skl_row_state merge_two_rows(const skl_row_state &first, const
 __device__ inline void write_kl(const skl_cuda_params &params, const skl_sequence &s, int64_t head, int64_t query,
                                 const skl_row_state &state)
 {
-    skl_row_set(&params.call.rows.kl, &s, head, query, skl_kl_report(skl_state_kl(&state)));
+    skl_row_set(&params.call.rows.kl, &s, head, query, reported_kl(params.problem, s, query, skl_state_kl(&state)));
 }
 
 /* Writes the LSE of argument A, or of B (of_b). Lanes with different arguments execute the same instructions. */

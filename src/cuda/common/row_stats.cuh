@@ -44,15 +44,14 @@ __device__ inline float lse2_of(float lse)
     return skl_lse2_is_usable(lse * SKL_LOG2E) ? lse * SKL_LOG2E : NAN;
 }
 
-/* KL of a one-pass kernel, whose shifts are the given LSEs. Over a single key it is 0, whatever the rounding of the
- * LSEs; infinity and NaN still show. LSEs so large that no key has mass give NaN, not the KL 0 of a row without keys.
- */
+/* KL of a one-pass kernel, whose shifts are the given LSEs. LSEs so large that no key has mass give NaN, not the KL 0
+ * of a row without keys. */
 __device__ inline float one_pass_kl(const skl_problem &problem, const skl_sequence &s, int64_t query,
                                     const skl_row_state &state)
 {
     const skl_range sees = skl_visible(&problem, &s, query);
-    const float kl = sees.begin < sees.end && skl_state_is_empty(&state) ? NAN : skl_kl_report(skl_state_kl(&state));
-    return sees.end - sees.begin == 1 && fabsf(kl) < INFINITY ? 0.0F : kl;
+    return sees.begin < sees.end && skl_state_is_empty(&state) ? NAN
+                                                               : reported_kl(problem, s, query, skl_state_kl(&state));
 }
 
 /* d KL / d logit of A, or of B (WRT_B), without the upstream gradient. log_p_a and log_p_b are in base 2.

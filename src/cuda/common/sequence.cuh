@@ -21,4 +21,12 @@ __device__ inline skl_sequence device_sequence(const skl_cuda_params &params, in
     return s;
 }
 
+/* The KL that a kernel reports for a row. Over a single key it is 0, whatever the rounding of its logits; infinity and
+ * NaN still show. */
+__device__ inline float reported_kl(const skl_problem &problem, const skl_sequence &s, int64_t query, float kl)
+{
+    const skl_range sees = skl_visible(&problem, &s, query);
+    return sees.end - sees.begin == 1 && fabsf(kl) < INFINITY ? 0.0F : skl_kl_report(kl);
+}
+
 #endif

@@ -126,7 +126,8 @@ static void add_group_rows(const choice *s)
         add_group_lse(s, true, "inputs.lse_t is not given");
     skl_cuda_launch *const launch =
         skl_select_add(s, "forward", s->kernel, s->kernel->group_rows, SKL_VARIANT_GROUPS, s->reason);
-    launch->lse = teacher_lse_of(s);
+    if (!given)
+        launch->lse = teacher_lse_of(s);
     launch->head_group = skl_select_head_group_for(s, SKL_GROUP_TILE, 2, 2);
     launch->states_at = given ? 0 : skl_select_teacher_lse_size(p);
     skl_select_set_splits(launch, p, SKL_GROUP_TILE, s->plan->sm_count * skl_select_blocks_to_fill(p));

@@ -53,18 +53,17 @@ __device__ inline void write_group_row(const forward_params &params, const skl_s
         return;
     }
     const skl_input &lse_t = params.call.inputs.lse_t;
-    const bool computed = rows.lse_t.data == lse_t.data; /* by an earlier launch, for the visible keys */
     const float mean_lse_t = skl_lse(state.m_a, state.l_a);
     const auto visible_lse_t = [&](int64_t h) {
         const float lse = skl_row_value(&lse_t, &s, h, query);
-        return computed ? lse : mean_lse_t == -INFINITY ? mean_lse_t : lse + mean_lse_t;
+        return params.lse_computed ? lse : mean_lse_t == -INFINITY ? mean_lse_t : lse + mean_lse_t;
     };
     const int64_t group = skl_group_size(&p);
     skl_row_set(&rows.kl, &s, head, query, one_pass_kl(p, s, query, state)); /* the shift of A is an LSE */
     /* Where all pairs are equal, the LSEs are, too, to the last bit: a backward finds gradients of 0. */
     const bool equal = state.w == 0.0F && state.l_a == state.l_b && state.l_a > 0.0F;
     skl_row_set(&rows.lse_s, &s, head, query, equal ? visible_lse_t(head * group) : skl_lse(state.m_b, state.l_b));
-    for (int64_t h = head * group; rows.lse_t.data != NULL && !computed && h < (head + 1) * group; h++)
+    for (int64_t h = head * group; rows.lse_t.data != NULL && !params.lse_computed && h < (head + 1) * group; h++)
         skl_row_set(&rows.lse_t, &s, h, query, visible_lse_t(h));
 }
 

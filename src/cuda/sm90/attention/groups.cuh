@@ -52,7 +52,7 @@ template <typename ELEMENT>
 cudaError_t launch_group_rows(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     skl_cuda_params known = *params;
-    if (known.call.inputs.lse_t.data == NULL) /* an earlier launch of the call wrote them */
+    if (launch->lse.data != NULL) /* an earlier launch of the call wrote them */
         known.call.inputs.lse_t = {launch->lse.data, launch->lse.stride_batch, launch->lse.stride_head,
                                    launch->lse.stride_row};
     return with_head_sizes(&params->problem, group_forward_launch<ELEMENT>{kernel, &known, launch});
