@@ -34,26 +34,26 @@ def check_teacher_lse(teacher, indices, wider, lengths, options) -> None:
 @torch.no_grad()
 def _check(name, q, k, lse, scale, softcap, lengths, options, indices=None, wider=False) -> None:
     scale = scale or 1 / math.sqrt(q.shape[-1])
-    for place, q_row, keys, found, listed in _sample(q, k, lse, indices, lengths, options):
+    for place, q_row, keys, found, in_indices in _sample(q, k, lse, indices, lengths, options):
         logits = torch.einsum("hd,hnd->hn", q_row.float(), keys.float()) * scale
         logits = softcap * torch.tanh(logits / softcap) if softcap else logits
-        if listed is not None:
-            logits = logits.gather(1, listed.clamp(min=0)).masked_fill(listed < 0, -torch.inf)
+        if in_indices is not None:
+            logits = logits.gather(1, in_indices.clamp(min=0)).masked_fill(in_indices < 0, -torch.inf)
         expected = logits.logsumexp(-1)
         difference = found - expected if wider else -(found - expected).abs()
-        wrong = (expected > -torch.inf) & ~(difference >= -_TOLERANCE[q.dtype] * (1 + expected.abs()))
+        wrong = (expected != -torch.inf) & ~(difference >= -_TOLERANCE[q.dtype] * (1 + expected.abs()))
         if wrong.any():
-            head = int(wrong.int().argmax())
+            head, least = int(wrong.int().argmax()), "at least " if wider else ""
             raise ValueError(
-                f"{name}: {found[head]:.5g} at {place}, head {head} must be {'at least ' if wider else ''}{expected[head]:.5g}, the "
+                f"{name}: {found[head]:.5g} at {place}, head {head} must be {least}{expected[head]:.5g}, the "
                 "log-sum-exp of the scaled and capped logits of the visible keys (natural logarithm)"
             )
 
 
 def _sample(q, k, lse, indices, lengths, options):
-    """(place, query [heads, dim], visible keys [heads, keys, dim], LSE [heads], listed) of some rows.
+    """(place, query [heads, dim], visible keys [heads, keys, dim], LSE [heads], in_indices) of some rows.
 
-    listed: which of these keys the row attends to, [heads, top_k], -1 for none; None: all of them.
+    in_indices: which of these keys the row attends to, [heads, top_k], -1 for none; None: all of them.
     """
     if not options.heads_first:
         q, k = q.transpose(-3, -2), k.transpose(-3, -2)
@@ -75,12 +75,12 @@ def _sample(q, k, lse, indices, lengths, options):
                 (q[:, q_0 + i], k[:, k_0:k_1], lse[:, q_0 + i]) if packed else (q[b, :, i], k[b], lse[b, :, i])
             )
             key = key[:, begin:end].repeat_interleave(query.shape[0] // key.shape[0], 0)
-            listed = None
+            in_indices = None
             if indices is not None:
-                listed = (indices[:, q_0 + i] if packed else indices[b, :, i]).long()
-                listed = torch.where((listed >= begin) & (listed < end), listed - begin, -1)
-                listed = listed.repeat_interleave(query.shape[0] // listed.shape[0], 0)
-            yield f"{place}, row {i}", query, key, row, listed
+                in_indices = (indices[:, q_0 + i] if packed else indices[b, :, i]).long()
+                in_indices = torch.where((in_indices >= begin) & (in_indices < end), in_indices - begin, -1)
+                in_indices = in_indices.repeat_interleave(query.shape[0] // in_indices.shape[0], 0)
+            yield f"{place}, row {i}", query, key, row, in_indices
 
 
 def _sequences(q, k, lengths, packed):
