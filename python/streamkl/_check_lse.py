@@ -22,17 +22,18 @@ def is_lse_check_on(check_lse: bool, *lses: torch.Tensor | None) -> bool:
 
 def check_both_lses(teacher, student, lengths, options) -> None:
     """Raises ValueError if an LSE of teacher or student, given as (q, k, lse), is not that of the visible keys."""
-    _check("lse_t", *teacher, options.scale_t, options.softcap_t, lengths, options)
-    _check("lse_s", *student, options.scale_s, options.softcap_s, lengths, options)
+    _check("lse_t", teacher, options.scale_t, options.softcap_t, lengths, options)
+    _check("lse_s", student, options.scale_s, options.softcap_s, lengths, options)
 
 
 def check_teacher_lse(teacher, indices, wider, lengths, options) -> None:
     """The same for the teacher of an indexer. `wider`: the LSE may cover more keys, and is then larger."""
-    _check("lse_t", *teacher, options.scale_t, options.softcap_t, lengths, options, indices, wider)
+    _check("lse_t", teacher, options.scale_t, options.softcap_t, lengths, options, indices, wider)
 
 
 @torch.no_grad()
-def _check(name, q, k, lse, scale, softcap, lengths, options, indices=None, wider=False) -> None:
+def _check(name, given, scale, softcap, lengths, options, indices=None, wider=False) -> None:
+    q, k, lse = given
     scale = scale or 1 / math.sqrt(q.shape[-1])
     for place, q_row, keys, found, in_indices in _sample(q, k, lse, indices, lengths, options):
         logits = torch.einsum("hd,hnd->hn", q_row.float(), keys.float()) * scale
