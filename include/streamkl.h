@@ -83,8 +83,9 @@ typedef enum skl_student {
     SKL_STUDENT_INDEXER = 1    /* y_ij = scale_s * sum_g w_s[i,g] relu(<q_s[g,i], k_s[j]>), over index heads g */
 } skl_student;
 
-/* Gradients that a plan can compute. The teacher of an indexer has none; only an indexer has weights w_s. */
-enum { SKL_DQ_T = 1, SKL_DK_T = 2, SKL_DQ_S = 4, SKL_DK_S = 8, SKL_DW_S = 16 };
+/* Gradients that a plan can compute. The teacher of an indexer has none; only an indexer has weights w_s; only heads
+ * with sinks have SKL_DSINK_*. */
+enum { SKL_DQ_T = 1, SKL_DK_T = 2, SKL_DQ_S = 4, SKL_DK_S = 8, SKL_DW_S = 16, SKL_DSINK_T = 32, SKL_DSINK_S = 64 };
 
 /* Start from skl_problem_default(). Lengths may be 0. heads_t is a multiple of heads_s, and heads_t and heads_s are
  * multiples of key_heads_t and key_heads_s. */
@@ -125,6 +126,11 @@ typedef struct skl_problem {
     int64_t top_k;        /* indexer: > 0: sparse, a row attends only to the top_k keys in inputs.indices; 0: dense */
     int32_t row_bounds;   /* 1: a query attends only to keys within the bounds of its row, in inputs.key_begin and
                            * inputs.key_end, besides all other masks */
+    int32_t
+        sinks; /* 1: the softmax of every head has one more outcome, a sink, whose logit is a number per
+                * head (inputs.sink_t, inputs.sink_s) and that belongs to no key. It is an outcome of P and
+                * S like the keys, and all LSEs include it. Not for indexers; with r > 1 neither for
+                * KL(S || P) nor for teacher gradients. Without sinks, P and S are distributions on the keys alone */
 } skl_problem;
 
 /* ---- Tensors: address, and strides in elements ------------------------------------------------------------- */
@@ -174,6 +180,9 @@ typedef struct skl_inputs {
      * of the sequence, and the rows of tiles in which they decrease have undefined results. */
     const int32_t *key_begin;
     const int32_t *key_end;
+    /* sinks: logits of the sinks, natural log, without scale or softcap. A row without visible keys has no sink. */
+    const float *sink_t; /* [heads_t] */
+    const float *sink_s; /* [heads_s] */
 } skl_inputs;
 
 /* Row results, f32. A row without visible keys has KL 0 and LSE -inf. */
@@ -198,6 +207,8 @@ typedef struct skl_gradients {
     size_t struct_size; /* sizeof(skl_gradients) */
     skl_output dq_t, dk_t, dq_s, dk_s;
     skl_output dw_s; /* indexer */
+    float *dsink_t;  /* sinks, f32 [heads_t]; NULL: not requested */
+    float *dsink_s;  /* [heads_s] */
 } skl_gradients;
 
 /* ---- The plan ---------------------------------------------------------------------------------------------- */
@@ -235,7 +246,8 @@ SKL_API void skl_plan_destroy(skl_plan *plan); /* NULL is fine */
 
 /* Bytes of workspace that an operation needs, aligned to SKL_WORKSPACE_ALIGNMENT. Concurrent calls need separate
  * workspaces. On the CPU it is proportional to the number of threads that can have work, one per tile of a head at
- * most. The size does not grow with len_q or len_k otherwise, with three exceptions on a GPU:
+ * most. The size does not grow with len_q or len_k otherwise, except that skl_forward_backward with sinks
+ * keeps 4 bytes per row, and with three exceptions on a GPU:
  *   - On Hopper, a backward that need not be deterministic keeps f32 sums of 16-bit key gradients in it, for heads of
  *     up to 128 dimensions.
  *   - With row bounds, a backward with key gradients keeps 8 bytes per key.
@@ -264,9 +276,11 @@ typedef struct CUstream_st *skl_stream;
 /* Row results: KL, LSEs and whatever else `rows` requests. Where the teacher's LSEs come from:
  *   - Attention with r = 1: always computed; inputs->lse_t is not read.
  *   - r > 1 or an indexer: inputs->lse_t if given, else computed in an extra pass over the keys.
+ * With sinks, request both LSEs together with the KL, which is made of them.
  * A given LSE may be wider, that is, cover more keys than are visible. P is then the conditional distribution on the
  * visible keys, and teacher gradients treat the share of the other keys as constant. rows->lse_t always normalises P
- * over the visible keys: pass it to skl_backward. */
+ * over the visible keys: pass it to skl_backward. With sinks an LSE covers the visible keys and the sink, and nothing
+ * else. */
 SKL_API skl_status skl_forward(const skl_plan *plan, const skl_inputs *inputs, const skl_rows *rows, void *workspace,
                                size_t workspace_size, skl_stream stream);
 
@@ -299,8 +313,8 @@ enum { SKL_ROW_KL = 1, SKL_ROW_LSE_T = 2, SKL_ROW_LSE_S = 4, SKL_ROW_DOT_T = 8 }
 SKL_API uint32_t skl_problem_needs(const skl_problem *problem, skl_op op);
 
 /* Checks inputs whose cu_seqlens, key_lengths, row bounds and indices are in host memory: struct_size, pointers,
- * strides, and the values of those arrays. Run calls on the CPU do this themselves; a GPU cannot, so check before the arrays are copied
- * to it. The plan may be for either device. */
+ * strides, and the values of those arrays. Run calls on the CPU do this themselves; a GPU cannot, so check before the
+ * arrays are copied to it. The plan may be for either device. */
 SKL_API skl_status skl_inputs_check(const skl_plan *plan, const skl_inputs *inputs);
 
 /* ---- Partial states: keys split over calls, devices or ranks ----------------------------------------------- */
@@ -325,8 +339,8 @@ SKL_API skl_status skl_partial(const skl_plan *plan, const skl_inputs *inputs, i
 SKL_API skl_status skl_states_merge(const skl_plan *plan, skl_row_state *into, const skl_row_state *from,
                                     skl_stream stream);
 
-/* KL and LSEs of merged states. With r > 1 and for indexers, rows->lse_t needs inputs->lse_t; otherwise inputs may be
- * NULL. Other row results cannot be requested. */
+/* KL and LSEs of merged states. With r > 1 and for indexers, rows->lse_t needs inputs->lse_t; sinks, which states do
+ * not contain, are added here, from inputs; otherwise inputs may be NULL. Other row results cannot be requested. */
 SKL_API skl_status skl_states_finish(const skl_plan *plan, const skl_inputs *inputs, const skl_row_state *states,
                                      const skl_rows *rows, skl_stream stream);
 

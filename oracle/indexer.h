@@ -30,7 +30,7 @@ static struct offsets find_index_offsets(const struct run *run, const struct row
     const struct model *const s = &run->student;
     const int64_t head = row->h_s * s->index_heads + g;
     const int64_t line_q = (row->batch * s->heads * s->index_heads + head) * run->length_q + row->row_q;
-    return (struct offsets){line_q * s->dim, find_offsets(run, row, s, row->h_s).k};
+    return (struct offsets){line_q * s->dim, find_offsets(run, row, s, row->h_s).k, row->h_s};
 }
 
 /* Roundings: the dot as a logit, its product with the weight, the sum. */

@@ -17,6 +17,7 @@ struct model {
     real *q, *k, *dq, *dk;
     real *dq_rounding, *dk_rounding, *dq_terms, *dk_terms;
     real *w, *dw, *dw_rounding, *dw_terms; /* indexer: [batch, heads, length, index_heads] */
+    real *sink, *dsink, *dsink_rounding;   /* [heads] */
 };
 
 /* A logarithm of a sum of exponentials, as the sum of two numbers: logits of 1e20 minus their LSE are then exact. */
@@ -33,7 +34,7 @@ struct run {
     real *kl, *lse_t, *lse_s, *dot_t; /* results */
     real *kl_rounding, *lse_t_rounding, *lse_s_rounding, *dot_t_rounding;
     real *cross_entropy, *entropy, *mass, *cross_entropy_rounding, *entropy_rounding, *mass_rounding;
-    int64_t row_length;   /* most keys of a row: max(length_k, top_k) */
+    int64_t row_length;   /* most outcomes of a row: max(length_k, top_k), and a sink */
     int64_t *keys;        /* of one row, as rows of the key buffers */
     struct log_sum *lses; /* of one row: of the teacher heads, then of the student */
     real *scratch;        /* of one row; the arrays below, [group_size, row_length] for teacher heads */
@@ -106,6 +107,14 @@ static void load_weights(const struct run *run, struct model *model, const skl_i
     model->dw = filled(count, 0), model->dw_rounding = filled(count, 0), model->dw_terms = filled(count, 0);
 }
 
+static void load_sinks(const struct run *run, struct model *model, const float *sink)
+{
+    const int64_t count = run->problem->sinks ? model->heads : 0;
+    model->sink = filled(count, 0), model->dsink = filled(count, 0), model->dsink_rounding = filled(count, 0);
+    for (int64_t h = 0; h < count; h++)
+        model->sink[h] = (real)sink[h];
+}
+
 /* Converts an array to double and frees it. */
 static double *widened(real *array, int64_t count)
 {
@@ -121,8 +130,9 @@ static double *widened(real *array, int64_t count)
 /* Moves the results out and frees everything else. */
 static oracle_result take_results(const struct run *run)
 {
-    real *const inputs_and_scratch[] = {run->teacher.q,   run->teacher.k, run->student.q, run->student.k,
-                                        run->given_lse_t, run->grad_kl,   run->scratch,   run->student.w};
+    real *const inputs_and_scratch[] = {run->teacher.q,    run->teacher.k,   run->student.q, run->student.k,
+                                        run->given_lse_t,  run->grad_kl,     run->scratch,   run->student.w,
+                                        run->teacher.sink, run->student.sink};
     for (size_t a = 0; a < sizeof inputs_and_scratch / sizeof *inputs_and_scratch; a++)
         free(inputs_and_scratch[a]);
     free(run->keys);
@@ -130,6 +140,7 @@ static oracle_result take_results(const struct run *run)
 
     const struct model *const t = &run->teacher, *const s = &run->student;
     const int64_t rows = run->batch * run->length_q, keys = run->batch * run->length_k;
+    const int64_t sinks_t = run->problem->sinks ? t->heads : 0, sinks_s = run->problem->sinks ? s->heads : 0;
     const int64_t weights = weight_count(run), query_heads = s->heads * s->index_heads;
     return (oracle_result){
         .kl = widened(run->kl, rows * s->heads),
@@ -144,6 +155,8 @@ static oracle_result take_results(const struct run *run)
         .dq_s = widened(s->dq, rows * query_heads * s->dim),
         .dk_s = widened(s->dk, keys * s->key_heads * s->dim),
         .dw_s = widened(s->dw, weights),
+        .dsink_t = widened(t->dsink, sinks_t),
+        .dsink_s = widened(s->dsink, sinks_s),
         .rounding =
             {
                 .kl = widened(run->kl_rounding, rows * s->heads),
@@ -158,6 +171,8 @@ static oracle_result take_results(const struct run *run)
                 .dq_s = widened(s->dq_rounding, rows * query_heads * s->dim),
                 .dk_s = widened(s->dk_rounding, keys * s->key_heads * s->dim),
                 .dw_s = widened(s->dw_rounding, weights),
+                .dsink_t = widened(t->dsink_rounding, sinks_t),
+                .dsink_s = widened(s->dsink_rounding, sinks_s),
             },
         .terms =
             {
@@ -184,6 +199,8 @@ static struct run prepare(const skl_problem *p, const skl_inputs *inputs)
     load_model(&run, &run.teacher, p->dtype_t, &inputs->q_t, &inputs->k_t);
     load_model(&run, &run.student, p->dtype_s, &inputs->q_s, &inputs->k_s);
     load_weights(&run, &run.student, &inputs->w_s);
+    load_sinks(&run, &run.teacher, inputs->sink_t);
+    load_sinks(&run, &run.student, inputs->sink_s);
     run.given_lse_t = contiguous_copy(&run, &inputs->lse_t, SKL_F32, p->heads_t, run.length_q, 1);
     run.grad_kl = contiguous_copy(&run, &inputs->grad_kl, SKL_F32, p->heads_s, run.length_q, 1);
 
@@ -199,7 +216,7 @@ static struct run prepare(const skl_problem *p, const skl_inputs *inputs)
     run.entropy = filled(rows * p->heads_s, 0), run.entropy_rounding = filled(rows * p->heads_s, 0);
     run.mass = filled(rows * p->heads_s, 0), run.mass_rounding = filled(rows * p->heads_s, 0);
 
-    run.row_length = p->top_k > run.length_k ? p->top_k : run.length_k;
+    run.row_length = (p->top_k > run.length_k ? p->top_k : run.length_k) + (p->sinks ? 1 : 0);
     run.keys = malloc(((size_t)run.row_length + 1) * sizeof *run.keys);
     run.lses = malloc(((size_t)run.group_size + 1) * sizeof *run.lses);
     if (!run.keys || !run.lses)

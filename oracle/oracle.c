@@ -18,7 +18,11 @@ struct row {
 /* Offsets of the query of a row and of the first key of the buffer, in the tensors of a model. */
 struct offsets {
     int64_t q, k;
+    int64_t head;
 };
+
+/* The key that stands for a sink: one more outcome, whose logit is a number per head. */
+enum { SINK = -1 };
 
 static struct offsets find_offsets(const struct run *run, const struct row *row, const struct model *model,
                                    int64_t head)
@@ -26,7 +30,7 @@ static struct offsets find_offsets(const struct run *run, const struct row *row,
     const int64_t key_head = head / (model->heads / model->key_heads);
     const int64_t line_q = (row->batch * model->heads + head) * run->length_q + row->row_q;
     const int64_t line_k = (row->batch * model->key_heads + key_head) * run->length_k;
-    return (struct offsets){line_q * model->dim, line_k * model->dim};
+    return (struct offsets){line_q * model->dim, line_k * model->dim, head};
 }
 
 /* Derivative of the softcap at a capped logit. */
@@ -42,6 +46,11 @@ static void compute_logits(const struct model *model, struct offsets at, const s
 {
     const real *const q = model->q + at.q;
     for (int64_t j = 0; j < row->key_count; j++) {
+        if (row->keys[j] == SINK) {
+            logits[j] = model->sink[at.head];
+            roundings[j] = fabs(logits[j]);
+            continue;
+        }
         const real *const k = model->k + at.k + row->keys[j] * model->dim;
         real dot = 0, products = 0;
         for (int64_t d = 0; d < model->dim; d++) {
@@ -64,6 +73,11 @@ static void add_gradients(const struct run *run, const struct model *model, stru
     real *const dq = model->dq + at.q, *const dq_rounding = model->dq_rounding + at.q;
     real *const dq_terms = model->dq_terms + at.q;
     for (int64_t j = 0; j < row->key_count; j++) {
+        if (row->keys[j] == SINK) {
+            model->dsink[at.head] += run->gradient[j];
+            model->dsink_rounding[at.head] += run->gradient_rounding[j] + fabs(run->gradient[j]);
+            continue;
+        }
         const int64_t at_k = at.k + row->keys[j] * model->dim;
         const real *const k = model->k + at_k;
         real *const dk = model->dk + at_k;
@@ -411,9 +425,9 @@ static void forward_row(const struct run *run, const struct row *row)
 static void backward_row(const struct run *run, const struct row *row)
 {
     const real g = run->grad_kl ? run->grad_kl[row->at_s] : 1;
-    if (run->problem->gradients & (SKL_DQ_S | SKL_DK_S | SKL_DW_S))
+    if (run->problem->gradients & (SKL_DQ_S | SKL_DK_S | SKL_DW_S | SKL_DSINK_S))
         student_gradients(run, row, g);
-    if (run->problem->gradients & (SKL_DQ_T | SKL_DK_T))
+    if (run->problem->gradients & (SKL_DQ_T | SKL_DK_T | SKL_DSINK_T))
         for (int64_t h = 0; h < run->group_size; h++)
             teacher_gradients(run, row, h, g);
 }
@@ -429,6 +443,8 @@ static void compute_sequence(const struct run *run, const skl_inputs *inputs, in
                 continue; /* keeps the initial values */
             for (int64_t j = 0; j < row.key_count; j++)
                 run->keys[j] += sequence.first_k;
+            if (run->problem->sinks)
+                run->keys[row.key_count++] = SINK;
             row.at_s = (row.batch * run->student.heads + h_s) * run->length_q + row.row_q;
             row.at_t = (row.batch * run->teacher.heads + h_s * run->group_size) * run->length_q + row.row_q;
             forward_row(run, &row);

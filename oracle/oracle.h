@@ -19,19 +19,20 @@ typedef struct oracle_result {
     double *cross_entropy, *entropy, *mass; /* 0 for a row that sees nothing */
     double *dq_t, *dk_t, *dq_s, *dk_s;      /* 0 unless problem->gradients has dq or dk of the same model */
     double *dw_s;                           /* empty unless the student is an indexer */
+    double *dsink_t, *dsink_s;              /* [heads]; empty without sinks */
     /* Condition numbers: a result changes by at most this much times e if every intermediate number (products,
      * logits, LSEs, exponentials, terms of sums) has a relative error of e, all in the worst direction. */
     struct {
         double *kl, *lse_t, *lse_s, *dot_t, *cross_entropy, *entropy, *mass;
-        double *dq_t, *dk_t, *dq_s, *dk_s, *dw_s;
+        double *dq_t, *dk_t, *dq_s, *dk_s, *dw_s, *dsink_t, *dsink_s;
     } rounding;
     struct {
         double *dq_t, *dk_t, *dq_s, *dk_s, *dw_s;
     } terms; /* sum of the magnitudes of the terms of each element */
 } oracle_result;
 
-/* Reads these inputs: q, k, grad_kl; lse_t with teacher groups or an indexer; w_s and indices; cu_seqlens and
- * key_lengths. Aborts when memory runs out. */
+/* Reads these inputs: q, k, grad_kl; lse_t with teacher groups or an indexer; w_s and indices; cu_seqlens,
+ * key_lengths, row bounds and sinks. Aborts when memory runs out. */
 oracle_result oracle_run(const skl_problem *problem, const skl_inputs *inputs);
 
 /* The same code compiled in float. Its error is that of a naive implementation in the precision of the kernels. */

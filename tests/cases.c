@@ -126,6 +126,25 @@ const test_case test_cases[] = {
      INDEXER(4), BOUNDS(RANDOM)},
     {"bounds_sparse_bf16", SHAPE(1, 97, 400), HEADS(8, 1), KEY_HEADS(1, 1), DIMS(64, 64), TYPES(BF16, BF16),
      INDEXER(4), TOP_K(64), BOUNDS(RANDOM)},
+    /* Sinks. */
+    {"sinks", SHAPE(2, 65, 97), HEADS(2, 2), DIMS(16, 16), SINKS},
+    {"sinks_causal", SHAPE(1, 97, 97), HEADS(4, 4), KEY_HEADS(2, 1), DIMS(16, 32), SINKS, CAUSAL},
+    {"sinks_reverse", SHAPE(1, 65, 97), HEADS(2, 2), DIMS(16, 16), SINKS, REVERSE},
+    {"sinks_reverse_student", SHAPE(1, 65, 97), HEADS(2, 2), DIMS(16, 16), SINKS, REVERSE, STUDENT_ONLY},
+    {"sinks_one_key", SHAPE(1, 65, 65), HEADS(2, 2), DIMS(16, 16), SINKS, WINDOW(0, 0)},
+    {"sinks_softcap", SHAPE(1, 65, 97), HEADS(2, 2), DIMS(16, 16), SINKS, SOFTCAPS(3, 4), WINDOW(20, 0)},
+    {"sinks_packed", PACKED(4, LENGTHS(0, 37, 37, 101, 130), LENGTHS(0, 65, 70, 70, 130)), TAILS(3, 5), HEADS(2, 2),
+     DIMS(16, 16), SINKS, CAUSAL},
+    {"sinks_padded", SHAPE(3, 37, 67), HEADS(2, 2), DIMS(16, 16), SINKS, KEY_LENGTHS(0, 20, 67)},
+    {"sinks_bounds", SHAPE(2, 97, 131), HEADS(2, 2), DIMS(16, 16), SINKS, BOUNDS(RANDOM)},
+    {"sinks_group", SHAPE(1, 65, 97), HEADS(6, 2), DIMS(16, 16), SINKS, CAUSAL},
+    {"sinks_group_given", SHAPE(2, 65, 97), HEADS(4, 2), DIMS(16, 16), SINKS, .lse = LSE_GIVEN},
+    {"sinks_bf16", SHAPE(2, 300, 500), HEADS(2, 2), DIMS(64, 64), TYPES(BF16, BF16), SINKS, CAUSAL},
+    {"sinks_128_f16", SHAPE(1, 301, 421), HEADS(4, 4), KEY_HEADS(2, 1), DIMS(128, 128), TYPES(F16, F16), SINKS},
+    {"sinks_group_bf16", SHAPE(1, 300, 400), HEADS(4, 2), DIMS(64, 64), TYPES(BF16, BF16), SINKS, CAUSAL,
+     STUDENT_ONLY},
+    {"sinks_group_given_bf16", SHAPE(1, 300, 400), HEADS(4, 2), DIMS(128, 128), TYPES(BF16, BF16), SINKS,
+     .lse = LSE_GIVEN, STUDENT_ONLY},
     {"window_wider_than_keys", SHAPE(1, 31, 37), HEADS(1, 1), DIMS(16, 16), WINDOW(1000, 1000)},
     {"causal_window", SHAPE(1, 193, 193), HEADS(1, 1), DIMS(32, 32), CAUSAL, WINDOW(31, -1)},
     {"causal_window_right", SHAPE(1, 61, 61), HEADS(1, 1), DIMS(16, 16), CAUSAL, WINDOW(13, 7)},
@@ -510,6 +529,12 @@ skl_problem case_problem(const test_case *c)
     p.top_k = c->top_k;
     p.causal = c->causal;
     p.row_bounds = c->bounds != BOUNDS_NONE;
+    p.sinks = c->sinks;
+    if (c->sinks) {
+        p.gradients |= (p.gradients & SKL_DQ_T ? SKL_DSINK_T : 0U) | (p.gradients & SKL_DQ_S ? SKL_DSINK_S : 0U);
+        if (c->heads_t > c->heads_s) /* a group of heads with sinks has no teacher gradients */
+            p.gradients &= ~(uint32_t)(SKL_DQ_T | SKL_DK_T | SKL_DSINK_T);
+    }
     if (c->window)
         p.window_left = c->window[0], p.window_right = c->window[1];
     if (c->offsets) {

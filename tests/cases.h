@@ -44,6 +44,7 @@ typedef struct test_case {
     const int32_t *cu_seqlens_q, *cu_seqlens_k;
     int64_t tail_q, tail_k; /* rows of packed buffers after the last sequence */
     test_bounds bounds;
+    int32_t sinks;
     test_lse lse;
     test_layout layout;
     int32_t unit_upstream; /* 1: no grad_kl */

@@ -35,6 +35,8 @@ static void mark_live(fixture *f)
 
 static int is_live(const test_tensor *tensor, const uint8_t *live, int64_t n)
 {
+    if (!live)
+        return 1;
     const int64_t row = n / tensor->dim, batch = row / tensor->length / tensor->heads;
     return live[batch * tensor->length + row % tensor->length];
 }
@@ -156,6 +158,16 @@ static void draw_bounds(test_bounds kind, oracle_sequence sequence, int32_t *beg
     }
 }
 
+/* Of the size of the largest logits of a row, so that a sink has a part of the mass that is neither 0 nor 1. */
+static const float *create_sinks(test_memory *memory, int64_t heads, test_random *random)
+{
+    *memory = memory_create((size_t)heads * sizeof(float), sizeof(float));
+    float *const sinks = (float *)(void *)memory->data;
+    for (int64_t h = 0; h < heads; h++)
+        sinks[h] = (float)random_uniform(random, -1, 4);
+    return sinks;
+}
+
 static void create_bounds(fixture *f, test_random *random)
 {
     const skl_problem *const p = &f->problem;
@@ -218,6 +230,10 @@ void fixture_create(fixture *f, const test_case *c)
 
     if (c->bounds != BOUNDS_NONE)
         create_bounds(f, &random);
+    if (c->sinks) {
+        f->inputs.sink_t = create_sinks(&f->sinks[0], p->heads_t, &random);
+        f->inputs.sink_s = create_sinks(&f->sinks[1], p->heads_s, &random);
+    }
 
     if (p->index_heads) {
         f->w_s = create_input(f, ROLE_ROWS, p->dtype_w, p->heads_s, p->index_heads, WEIGHT_SIZE, &random);
@@ -249,6 +265,8 @@ void fixture_destroy(fixture *f)
         memory_destroy(&f->lengths[n]);
     for (size_t n = 0; n < COUNT_OF(f->bounds); n++)
         memory_destroy(&f->bounds[n]);
+    for (size_t n = 0; n < COUNT_OF(f->sinks); n++)
+        memory_destroy(&f->sinks[n]);
     oracle_free(&f->exact);
     oracle_free(&f->naive);
     free(f->live_q);
@@ -284,20 +302,25 @@ fixture_results results_create(const fixture *f)
         results.dq_s = create_output(f, dtype_s, f->q_s.heads, f->length_q, p->dim_s);
     if (p->gradients & SKL_DK_S)
         results.dk_s = create_output(f, dtype_s, f->k_s.heads, f->length_k, p->dim_s);
+    if (p->gradients & SKL_DSINK_T)
+        results.dsink_t = tensor_create(SKL_F32, 1, 1, 1, p->heads_t, LAYOUT_CONTIGUOUS);
+    if (p->gradients & SKL_DSINK_S)
+        results.dsink_s = tensor_create(SKL_F32, 1, 1, 1, p->heads_s, LAYOUT_CONTIGUOUS);
     return results;
 }
 
-enum { RESULT_COUNT = 12 };
+enum { RESULT_COUNT = 14 };
 _Static_assert(ALL_RESULTS == (1 << RESULT_COUNT) - 1, "one bit for each result");
 
-static const char *const result_names[RESULT_COUNT] = {"kl",   "lse_t", "lse_s", "dot_t", "cross_entropy", "entropy",
-                                                       "mass", "dq_t",  "dk_t",  "dq_s",  "dk_s",          "dw_s"};
+static const char *const result_names[RESULT_COUNT] = {"kl",      "lse_t", "lse_s",   "dot_t",  "cross_entropy",
+                                                       "entropy", "mass",  "dq_t",    "dk_t",   "dq_s",
+                                                       "dk_s",    "dw_s",  "dsink_t", "dsink_s"};
 
 static test_tensor *result_at(fixture_results *r, int index)
 {
-    test_tensor *const tensors[RESULT_COUNT] = {&r->kl,      &r->lse_t, &r->lse_s, &r->dot_t, &r->cross_entropy,
-                                                &r->entropy, &r->mass,  &r->dq_t,  &r->dk_t,  &r->dq_s,
-                                                &r->dk_s,    &r->dw_s};
+    test_tensor *const tensors[RESULT_COUNT] = {&r->kl,      &r->lse_t, &r->lse_s,   &r->dot_t,  &r->cross_entropy,
+                                                &r->entropy, &r->mass,  &r->dq_t,    &r->dk_t,   &r->dq_s,
+                                                &r->dk_s,    &r->dw_s,  &r->dsink_t, &r->dsink_s};
     return tensors[index];
 }
 
@@ -352,7 +375,9 @@ skl_gradients results_gradients(const fixture_results *r)
                            .dk_t = tensor_output(&r->dk_t),
                            .dq_s = tensor_output(&r->dq_s),
                            .dk_s = tensor_output(&r->dk_s),
-                           .dw_s = tensor_output(&r->dw_s)};
+                           .dw_s = tensor_output(&r->dw_s),
+                           .dsink_t = r->dsink_t.data,
+                           .dsink_s = r->dsink_s.data};
 }
 
 skl_inputs results_backward_inputs(const fixture *f, const fixture_results *r)
@@ -432,9 +457,17 @@ int rows_mismatch(const fixture *f, const fixture_results *r, const char *label)
                                           tensor_count(&r->member)},                                                 \
                     live, label, #member)
 
+/* No product follows the gradient of a sink's logit. */
+#define SINK_MISMATCH(member)                                                                                        \
+    tensor_mismatch(&r->member,                                                                                      \
+                    &(oracle_expectation){f->exact.member, f->naive.member, f->exact.rounding.member, NULL, 0,       \
+                                          r->member.dtype, tensor_count(&r->member)},                                \
+                    NULL, label, #member)
+
 int gradients_mismatch(const fixture *f, const fixture_results *r, const char *kernel, const char *label)
 {
     return GRADIENT_MISMATCH(dq_t, dtype_t, f->live_q) + GRADIENT_MISMATCH(dk_t, dtype_t, f->live_k) +
            GRADIENT_MISMATCH(dq_s, dtype_s, f->live_q) + GRADIENT_MISMATCH(dk_s, dtype_s, f->live_k) +
-           GRADIENT_MISMATCH(dw_s, dtype_s, f->live_q); /* the type of the logits, not of the weights */
+           GRADIENT_MISMATCH(dw_s, dtype_s, f->live_q) + /* the type of the logits, not of the weights */
+           SINK_MISMATCH(dsink_t) + SINK_MISMATCH(dsink_s);
 }

@@ -14,6 +14,7 @@ typedef struct fixture {
     test_tensor indices;    /* int32 values in an f32 tensor */
     test_memory lengths[3]; /* key_lengths, cu_seqlens_q, cu_seqlens_k */
     test_memory bounds[2];  /* key_begin, key_end */
+    test_memory sinks[2];   /* sink_t, sink_s */
     skl_inputs inputs;      /* inputs of a forward, and grad_kl */
     uint8_t *live_q;        /* [batch, length_q]: 1 if the row sees a key */
     uint8_t *live_k;        /* [batch, length_k]: 1 if a row sees the key */
@@ -31,10 +32,11 @@ typedef struct fixture_results {
     test_tensor kl, lse_t, lse_s, dot_t;      /* dot_t only with teacher groups */
     test_tensor cross_entropy, entropy, mass; /* indexer */
     test_tensor dq_t, dk_t, dq_s, dk_s, dw_s; /* those that the case requests */
+    test_tensor dsink_t, dsink_s;             /* [1, 1, 1, heads] */
 } fixture_results;
 
 /* One bit for each member, in this order. */
-enum { ALL_RESULTS = (1 << 12) - 1 };
+enum { ALL_RESULTS = (1 << 14) - 1 };
 
 /* The same buffers; those without a bit are not requested. */
 fixture_results results_subset(const fixture_results *results, uint32_t bits);

@@ -32,7 +32,8 @@ static const char *begin_call(kernel_run *run, const char *call)
 static uint32_t requested_gradients(const fixture_results *r)
 {
     return (r->dq_t.data ? SKL_DQ_T : 0U) | (r->dk_t.data ? SKL_DK_T : 0U) | (r->dq_s.data ? SKL_DQ_S : 0U) |
-           (r->dk_s.data ? SKL_DK_S : 0U) | (r->dw_s.data ? SKL_DW_S : 0U);
+           (r->dk_s.data ? SKL_DK_S : 0U) | (r->dw_s.data ? SKL_DW_S : 0U) | (r->dsink_t.data ? SKL_DSINK_T : 0U) |
+           (r->dsink_s.data ? SKL_DSINK_S : 0U);
 }
 
 static uint32_t needs_of(const kernel_run *run, const fixture_results *wanted, skl_op op)
@@ -60,6 +61,15 @@ static skl_input lse_in_place(const kernel_run *run, const skl_input *given, con
     return tensor_input(&run->results.lse_t);
 }
 
+/* With sinks, the KL comes with both LSEs. */
+static void add_lses(const kernel_run *run, fixture_results *wanted)
+{
+    if (run->fixture->problem.sinks && wanted->kl.data) {
+        wanted->lse_t = run->results.lse_t;
+        wanted->lse_s = run->results.lse_s;
+    }
+}
+
 static int check_some_rows(kernel_run *run)
 {
     const fixture *const f = run->fixture;
@@ -69,6 +79,7 @@ static int check_some_rows(kernel_run *run)
     inputs.lse_t = lse_in_place(run, &inputs.lse_t, &f->lse_t);
     if (inputs.lse_t.data == run->results.lse_t.data)
         wanted.lse_t = run->results.lse_t;
+    add_lses(run, &wanted);
     const skl_rows rows = results_rows(&wanted);
     run_forward(run->plan, &inputs, &rows);
     return rows_mismatch(f, &wanted, label);
@@ -153,6 +164,7 @@ static int check_partial(kernel_run *run)
 
     fixture_results wanted = results_subset(&run->results, run->options->results);
     wanted.dot_t.data = wanted.cross_entropy.data = wanted.entropy.data = wanted.mass.data = NULL;
+    add_lses(run, &wanted);
     inputs.lse_t = lse_in_place(run, &inputs.lse_t, lse_t);
     if (inputs.lse_t.data == run->results.lse_t.data)
         wanted.lse_t = run->results.lse_t;

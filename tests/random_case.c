@@ -91,10 +91,12 @@ static void draw_masks(random_case *storage, test_random *random)
 }
 
 /* Only sometimes, and last: other members of the case are drawn as before. */
-static void draw_bounds(test_case *c, test_random *random)
+static void draw_bounds_and_sinks(test_case *c, test_random *random)
 {
     if (one_in(random, 5))
         c->bounds = (test_bounds)random_between(random, BOUNDS_NONE + 1, BOUNDS_COUNT - 1);
+    const int reverse_group = c->heads_t > c->heads_s && c->direction == SKL_KL_REVERSE;
+    c->sinks = one_in(random, 6) && !c->index_heads && c->lse != LSE_WIDER && !reverse_group;
 }
 
 /* Turns the case into an indexer. */
@@ -138,7 +140,7 @@ static void draw_case(random_case *storage, test_random *random)
     c->growth = one_in(random, 4) ? random_uniform(random, -30, 30) : 0;
     if (one_in(random, 4))
         draw_indexer(c, random);
-    draw_bounds(c, random);
+    draw_bounds_and_sinks(c, random);
 }
 
 void case_draw(random_case *storage, int64_t number)
@@ -172,6 +174,7 @@ static void widen_sizes(test_case *c, test_random *random)
     if (one_in(random, 12) && !indexer) { /* many teacher heads, as for an indexer */
         c->heads_s = 1, c->heads_t = random_between(random, 5, 24);
         c->key_heads_s = 1, c->key_heads_t = draw_divisor(random, c->heads_t);
+        c->sinks = c->sinks && c->direction == SKL_KL_FORWARD;
         c->len_q = c->len_q % 20;
     }
     if (one_in(random, 12) && indexer) {

@@ -21,6 +21,9 @@ static const test_case packed = {"packed", PACKED(3, LENGTHS(0, 3, 3, 7), LENGTH
                                  DIMS(4, 4), TAILS(1, 2)};
 
 static const test_case indexer = {"indexer", SHAPE(2, 5, 6), HEADS(2, 2), DIMS(4, 4), INDEXER(3)};
+static const test_case bounded = {"bounded", SHAPE(2, 5, 6), HEADS(2, 2), DIMS(4, 4), BOUNDS(CHUNKS)};
+static const test_case sinks = {"sinks", SHAPE(2, 5, 6), HEADS(2, 2), DIMS(4, 4), SINKS};
+static const test_case sink_groups = {"sink groups", SHAPE(2, 5, 6), HEADS(4, 2), DIMS(4, 4), SINKS};
 static const test_case sparse = {"sparse", SHAPE(2, 5, 6), HEADS(4, 2), DIMS(4, 4), INDEXER(3), TOP_K(2)};
 
 typedef enum call_kind { FORWARD, BACKWARD, ONE_PASS, PARTIAL, MERGE, FINISH, CHECK } call_kind;
@@ -35,7 +38,7 @@ typedef struct call {
     skl_row_state *states, *from;
     void *workspace;
     size_t workspace_size;
-    int32_t cu_seqlens_q[4], cu_seqlens_k[4], key_lengths[3];
+    int32_t cu_seqlens_q[4], cu_seqlens_k[4], key_lengths[3], key_begin_of[10], key_end_of[10];
     const skl_inputs *inputs_address;
     const skl_rows *rows_address;
     const skl_gradients *gradients_address;
@@ -234,6 +237,43 @@ static const call_rule call_rules[] = {
      "cu_seqlens_k given: must be given exactly when packed=1",
      {COPY(inputs.cu_seqlens_k, inputs.q_t.data)}},
     {PARTIAL, &plain, "key_begin=3: must be at most key_end=2", {SET(key_begin, 3), SET(key_end, 2)}},
+
+    /* Row bounds. */
+    {FORWARD, &bounded, NULL, {NO(inputs.key_begin)}},
+    {BACKWARD, &bounded, NULL, {NO(inputs.key_end)}},
+    {FORWARD,
+     &bounded,
+     "key_begin=NULL, key_end=NULL: row_bounds=1 needs at least one of them",
+     {NO(inputs.key_begin), NO(inputs.key_end)}},
+    {FORWARD, &plain, "key_begin given: must be NULL unless row_bounds=1", {COPY(inputs.key_begin, inputs.q_t.data)}},
+    {ONE_PASS, &plain, "key_end given: must be NULL unless row_bounds=1", {COPY(inputs.key_end, inputs.q_t.data)}},
+    {FORWARD, &bounded, "key_end=", {COPY(rows.lse_s.data, inputs.key_end), ADD(rows.lse_s.data, 36)}},
+
+    /* Sinks. */
+    {FORWARD, &sinks, NULL, {{0}}},
+    {BACKWARD, &sinks, NULL, {{0}}},
+    {ONE_PASS, &sinks, NULL, {{0}}},
+    {FINISH, &sinks, NULL, {{0}}},
+    {FORWARD, &sinks, NULL, {NO(rows.kl.data), NO(rows.lse_t.data)}},
+    {FORWARD,
+     &sinks,
+     "sink_t=NULL: must be given when sinks=1; sinks=0 gives the KL of the distributions on the keys alone",
+     {NO(inputs.sink_t)}},
+    {BACKWARD, &sinks, "sink_s=NULL: must be given when sinks=1", {NO(inputs.sink_s)}},
+    {FINISH, &sinks, "sink_s=NULL: must be given when sinks=1", {NO(inputs.sink_s)}},
+    {FORWARD, &plain, "sink_t given: must be NULL unless sinks=1", {COPY(inputs.sink_t, inputs.q_t.data)}},
+    {CHECK, &plain, "sink_s given: must be NULL unless sinks=1", {COPY(inputs.sink_s, inputs.q_t.data)}},
+    {BACKWARD, &plain, "dsink_t given: must be NULL: the plan's", {COPY(gradients.dsink_t, inputs.q_t.data)}},
+    {BACKWARD, &plain, "dsink_s given: must be NULL: the plan's", {COPY(gradients.dsink_s, inputs.q_t.data)}},
+    {BACKWARD, &sinks, "and dsink_s=", {COPY(gradients.dsink_s, inputs.sink_s)}},
+    {FORWARD,
+     &sinks,
+     "rows.lse_t=NULL: must be given: with sinks, the KL is made of both LSEs",
+     {NO(rows.lse_t.data)}},
+    {FINISH, &sinks, "rows.lse_s=NULL: must be given: with sinks", {NO(rows.lse_s.data)}},
+    {FORWARD, &sink_groups, NULL, {{0}}},
+    {FORWARD, &sink_groups, "rows.dot_t given: must be NULL with sinks", {COPY(rows.dot_t, inputs.lse_t)}},
+    {FINISH, &sink_groups, "lse_t=NULL: must be given", {NO(inputs.lse_t.data)}},
 };
 
 /* Values of lengths are checked if they are in host memory. */
@@ -250,6 +290,13 @@ static const call_rule length_rules[] = {
      {SET(cu_seqlens_q[3], 8)}},
     {FORWARD, &padded, "key_lengths[1]=-1: must be 0..len_k=6", {SET(key_lengths[1], -1)}},
     {BACKWARD, &padded, "key_lengths[2]=7: must be 0..len_k=6", {SET(key_lengths[2], 7)}},
+    {FORWARD, &bounded, "key_begin[4]=-1: must be 0..6, the keys of the sequence", {SET(key_begin_of[4], -1)}},
+    {BACKWARD, &bounded, "key_end[9]=7: must be 0..6, the keys of the sequence", {SET(key_end_of[9], 7)}},
+    {ONE_PASS,
+     &bounded,
+     "key_end[6]=1: must not be below key_end[5]=2 of the same sequence",
+     {SET(key_end_of[6], 1)}},
+    {FORWARD, &bounded, NULL, {SET(key_end_of[5], 0)}}, /* lower than the last row of the sequence before */
 };
 
 /* Indexers have additional tensors. */
@@ -314,6 +361,8 @@ static const call_rule check_rules[] = {
     {CHECK, &packed, "cu_seqlens_k[3]=11: must be at most 10, the rows of the buffer", {SET(cu_seqlens_k[3], 11)}},
     {CHECK, &padded, "key_lengths[1]=-1: must be 0..len_k=6", {SET(key_lengths[1], -1)}},
     {CHECK, &padded, "key_lengths[2]=7: must be 0..len_k=6", {SET(key_lengths[2], 7)}},
+    {CHECK, &bounded, NULL, {{0}}},
+    {CHECK, &bounded, "key_begin[2]=7: must be 0..6, the keys of the sequence", {SET(key_begin_of[2], 7)}},
     {CHECK,
      &sparse,
      ": must be -1 (none) or a key of the sequence, 0..5",
@@ -403,6 +452,11 @@ static void call_init(call *c, call_kind kind, const fixture *f, const fixture_r
     if (f->inputs.key_lengths) {
         memcpy(c->key_lengths, f->inputs.key_lengths, sizeof c->key_lengths);
         c->inputs.key_lengths = c->key_lengths;
+    }
+    if (f->inputs.key_begin) {
+        memcpy(c->key_begin_of, f->inputs.key_begin, sizeof c->key_begin_of);
+        memcpy(c->key_end_of, f->inputs.key_end, sizeof c->key_end_of);
+        c->inputs.key_begin = c->key_begin_of, c->inputs.key_end = c->key_end_of;
     }
 }
 

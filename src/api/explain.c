@@ -47,6 +47,10 @@ static skl_inputs contiguous_inputs(const skl_problem *p)
         in.indices = new_input(p->heads_s, rows_q, p->top_k);
     if (p->packed)
         in.cu_seqlens_q = in.cu_seqlens_k = PLACEHOLDER;
+    if (p->row_bounds)
+        in.key_begin = in.key_end = PLACEHOLDER;
+    if (p->sinks)
+        in.sink_t = in.sink_s = PLACEHOLDER;
     return in;
 }
 
@@ -126,6 +130,8 @@ size_t skl_plan_explain(const skl_plan *plan, const skl_inputs *inputs, skl_op o
         (void)skl_text_start(buffer, size);
         return 0;
     }
+    if (text.length > 0 && plan->problem.sinks && op != SKL_OP_PARTIAL)
+        skl_text_add(&text, "sinks: a step over the rows (a sink is no key: it is added to LSEs and KLs)\n");
     if (text.length == 0)
         skl_text_add(&text, "nothing to launch (no row, no key or no gradient)\n");
     return text.length;

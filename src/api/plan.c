@@ -1,6 +1,7 @@
 #include <stdbool.h>
 #include <stdlib.h>
 
+#include "api/sinks.h"
 #include "base/backend.h"
 #include "base/status.h"
 #include "base/structs.h"
@@ -56,6 +57,8 @@ skl_status skl_plan_create(skl_plan **plan, const skl_problem *problem, const sk
     status = made.backend->plan(&made, &options, forced);
     if (status != SKL_OK)
         return status;
+    if (made.problem.sinks)
+        skl_sinks_extend_workspace(&made);
     skl_plan *const kept = malloc(sizeof *kept);
     if (kept == NULL)
         return skl_fail(SKL_ERROR_MEMORY, "plan: %zu bytes could not be allocated", sizeof *kept);

@@ -1,3 +1,4 @@
+#include "api/sinks.h"
 #include "base/backend.h"
 #include "base/status.h"
 #include "base/structs.h"
@@ -36,7 +37,9 @@ static skl_status copy_gradients(skl_gradients *to, const skl_gradients *gradien
 static skl_status check_and_run(const skl_plan *plan, const skl_call *call, size_t workspace_size)
 {
     const skl_status status = skl_call_check(plan, call, workspace_size);
-    return status == SKL_OK ? plan->backend->run(plan, call) : status;
+    if (status != SKL_OK)
+        return status;
+    return plan->problem.sinks ? skl_run_with_sinks(plan, call) : plan->backend->run(plan, call);
 }
 
 skl_status skl_inputs_check(const skl_plan *plan, const skl_inputs *inputs)
@@ -119,5 +122,7 @@ skl_status skl_states_finish(const skl_plan *plan, const skl_inputs *inputs, con
     if (states == NULL && skl_state_count(&plan->problem) > 0)
         return check_given(states, "states");
     const skl_status status = skl_finish_check(&plan->problem, &call);
-    return status == SKL_OK ? plan->backend->states_finish(plan, &call) : status;
+    if (status != SKL_OK)
+        return status;
+    return plan->problem.sinks ? skl_finish_with_sinks(plan, &call) : plan->backend->states_finish(plan, &call);
 }

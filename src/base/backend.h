@@ -44,6 +44,15 @@ struct skl_plan {
     void *progress_user;
 };
 
+/* Turns row results of the keys into those of keys and sink: see base/sinks.h. */
+typedef struct skl_sink_rows {
+    skl_inputs inputs;           /* sinks, lengths and bounds */
+    skl_input lse_t, lse_s;      /* of the row; no data: that side is not needed */
+    int covers_t, covers_s;      /* an LSE includes the sink already */
+    skl_output kl, out_t, out_s; /* kl: of the keys, becomes that of keys and sink; LSEs; no data: not requested */
+    skl_stream stream;
+} skl_sink_rows;
+
 struct skl_backend {
     skl_device device;
     /* Chooses a kernel and sets workspace sizes and threads. `kernel` is the name of a forced kernel, or NULL. */
@@ -55,6 +64,9 @@ struct skl_backend {
     /* Adds one line per launch of the call: see skl_plan_explain. Reads no tensor; data may be placeholders. */
     skl_status (*explain)(const skl_plan *plan, const skl_call *call, skl_text *text);
     int (*kernel_at)(int32_t index, skl_kernel_info *info);
+    skl_status (*sink_rows)(const skl_plan *plan, const skl_sink_rows *rows);
+    /* dsink_t and dsink_s of a call from inputs.lse_*, which include the sinks, and kl where it is needed. */
+    skl_status (*sink_gradients)(const skl_plan *plan, const skl_call *call, const skl_input *kl);
 };
 
 extern const skl_backend skl_cpu_backend;

@@ -6,8 +6,8 @@ skl_needs skl_needs_of(const skl_problem *p, skl_op op, uint32_t gradients)
 {
     const bool has_gradients = op == SKL_OP_BACKWARD || op == SKL_OP_FORWARD_BACKWARD;
     const bool groups = skl_has_teacher_groups(p);
-    const bool teacher = has_gradients && (gradients & (SKL_DQ_T | SKL_DK_T)) != 0;
-    const bool student = has_gradients && (gradients & (SKL_DQ_S | SKL_DK_S | SKL_DW_S)) != 0;
+    const bool teacher = has_gradients && (gradients & (SKL_DQ_T | SKL_DK_T | SKL_DSINK_T)) != 0;
+    const bool student = has_gradients && (gradients & (SKL_DQ_S | SKL_DK_S | SKL_DW_S | SKL_DSINK_S)) != 0;
     const bool kl = p->direction == SKL_KL_REVERSE ? student : teacher && !groups;
     const bool dot_t = teacher && groups && !skl_is_indexer(p); /* an indexer's teacher is fixed */
     const skl_needs needs = {.gradients = has_gradients,
@@ -48,6 +48,8 @@ uint32_t skl_gradient_bits(const skl_gradients *gradients)
     uint32_t bits = 0;
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++)
         bits |= all[i].gradient->data != NULL ? all[i].bit : 0;
+    bits |= gradients->dsink_t != NULL ? SKL_DSINK_T : 0;
+    bits |= gradients->dsink_s != NULL ? SKL_DSINK_S : 0;
     return bits;
 }
 

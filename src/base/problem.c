@@ -21,7 +21,8 @@ static skl_status check_ranges(const skl_problem *p)
         {"dtype_t", p->dtype_t, SKL_F32, SKL_BF16},
         {"dtype_s", p->dtype_s, SKL_F32, SKL_BF16},
         {"grad_f32", p->grad_f32, 0, 1},
-        {"gradients", p->gradients, 0, SKL_DQ_T | SKL_DK_T | SKL_DQ_S | SKL_DK_S | SKL_DW_S},
+        {"gradients", p->gradients, 0,
+         SKL_DQ_T | SKL_DK_T | SKL_DQ_S | SKL_DK_S | SKL_DW_S | SKL_DSINK_T | SKL_DSINK_S},
         {"student", p->student, SKL_STUDENT_ATTENTION, SKL_STUDENT_INDEXER},
         {"direction", p->direction, SKL_KL_FORWARD, SKL_KL_REVERSE},
         {"batch", p->batch, 0, INT32_MAX},
@@ -46,6 +47,7 @@ static skl_status check_ranges(const skl_problem *p)
         {"index_linear", p->index_linear, 0, 1},
         {"top_k", p->top_k, 0, INT32_MAX},
         {"row_bounds", p->row_bounds, 0, 1},
+        {"sinks", p->sinks, 0, 1},
     };
     for (size_t i = 0; i < sizeof rules / sizeof rules[0]; i++) {
         const int_rule *const rule = &rules[i];
@@ -132,6 +134,28 @@ static skl_status check_student(const skl_problem *p)
     return SKL_OK;
 }
 
+static skl_status check_sinks(const skl_problem *p)
+{
+    const uint32_t of_sinks = SKL_DSINK_T | SKL_DSINK_S, of_teacher = SKL_DQ_T | SKL_DK_T | SKL_DSINK_T;
+    if (!p->sinks && p->gradients & of_sinks)
+        return skl_fail(SKL_ERROR_ARGUMENT, "gradients=%" PRIu32 ": SKL_DSINK_* need sinks=1", p->gradients);
+    if (p->sinks && skl_is_indexer(p))
+        return skl_fail(
+            SKL_ERROR_ARGUMENT,
+            "sinks=1: must be 0 for an indexer; a given lse_t that includes the teacher's sink gives the KL "
+            "on the keys");
+    if (p->sinks && p->heads_t != p->heads_s && p->direction == SKL_KL_REVERSE)
+        return skl_fail(SKL_ERROR_ARGUMENT,
+                        "direction=%d: with sinks, KL(S || P) needs heads_t=%" PRId64 " to be heads_s=%" PRId64,
+                        (int)p->direction, p->heads_t, p->heads_s);
+    if (p->sinks && p->heads_t != p->heads_s && p->gradients & of_teacher)
+        return skl_fail(SKL_ERROR_ARGUMENT,
+                        "gradients=%" PRIu32 ": with sinks, teacher gradients need heads_t=%" PRId64
+                        " to be heads_s=%" PRId64,
+                        p->gradients, p->heads_t, p->heads_s);
+    return SKL_OK;
+}
+
 static void fill_defaults(skl_problem *p)
 {
     if (p->key_heads_t == 0)
@@ -178,6 +202,7 @@ skl_status skl_problem_check(skl_problem *problem, const skl_problem *given)
     TRY(check_float("softcap_s", p.softcap_s, 0.0F, "finite and at least 0; 0 stands for none"));
     TRY(check_layout(&p));
     TRY(check_student(&p));
+    TRY(check_sinks(&p));
     fill_defaults(&p);
     TRY(check_multiple("heads_t", p.heads_t, "heads_s", p.heads_s));
     TRY(check_multiple("heads_t", p.heads_t, "key_heads_t", p.key_heads_t));

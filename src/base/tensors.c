@@ -22,6 +22,7 @@ typedef struct tensor_rule {
     kind kind;
     need need;
     const char *why; /* completes "NULL: must be given ..." or "given: must be NULL ..." */
+    bool shared;     /* by all sequences: no batch dimension */
 } tensor_rule;
 
 static int64_t span_of(int64_t extent, int64_t stride, int64_t inner_span)
@@ -44,7 +45,8 @@ static void dimensions_of(const skl_problem *p, const tensor_rule *t, dimension 
 {
     dimensions[0] = (dimension){"stride_row", t->rows, t->stride_row};
     dimensions[1] = (dimension){"stride_head", t->heads, t->stride_head};
-    dimensions[2] = (dimension){"stride_batch", p->packed ? 1 : p->batch, p->packed ? 0 : t->stride_batch};
+    const bool one = p->packed || t->shared;
+    dimensions[2] = (dimension){"stride_batch", one ? 1 : p->batch, one ? 0 : t->stride_batch};
 }
 
 /* Sorts by increasing stride. */
@@ -154,13 +156,14 @@ enum { STATE_FLOATS = sizeof(skl_row_state) / sizeof(float) };
 
 #define TENSOR(t, label, heads, rows, dim, dtype, kind, need, why)                                                   \
     {                                                                                                                \
-        label, (t).data, (t).stride_batch, (t).stride_head, (t).stride_row, heads, rows, dim, dtype, kind, need, why \
+        label, (t).data, (t).stride_batch, (t).stride_head, (t).stride_row, heads, rows, dim, dtype, kind, need,     \
+            why, false                                                                                               \
     }
 
 /* A contiguous array of 4-byte elements that all sequences share. */
 #define ARRAY(address, label, count, kind)                                                                           \
     {                                                                                                                \
-        label, address, 0, 0, 0, 1, 1, count, SKL_F32, kind, OPTIONAL, ""                                            \
+        label, address, 0, 0, 0, 1, 1, count, SKL_F32, kind, OPTIONAL, "", true                                      \
     }
 
 /* `workspace_size` is the part of the workspace that the call uses; 0: none. */
@@ -182,12 +185,17 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call, size
     const char *const for_partial = indexer ? ": partial states of an indexer need the LSE of all keys"
                                             : ": partial states with heads_t > heads_s need the LSE of all keys";
     const char *const lse_t_why = call->op == SKL_OP_PARTIAL ? for_partial : for_backward;
-    const need lse_out_need = call->op == SKL_OP_FORWARD_BACKWARD ? REFUSED : OPTIONAL;
     const bool one_pass = call->op == SKL_OP_FORWARD_BACKWARD;
-    const need dot_out_need = !teacher_groups || indexer ? REFUSED : one_pass && needs.dot_t ? REQUIRED : OPTIONAL;
-    const char *const dot_out_why = indexer          ? " for an indexer: its teacher is fixed"
+    const bool kl_of_lses = p->sinks && call->op == SKL_OP_FORWARD && rows->kl.data != NULL;
+    const need dot_out_need = !teacher_groups || indexer || p->sinks ? REFUSED
+                              : one_pass && needs.dot_t              ? REQUIRED
+                                                                     : OPTIONAL;
+    const char *const dot_out_why = p->sinks  ? " with sinks: there are no teacher gradients with heads_t > heads_s"
+                                    : indexer ? " for an indexer: its teacher is fixed"
                                     : teacher_groups ? for_dots
                                                      : teacher_groups_only;
+    const need lse_out_need = one_pass ? REFUSED : kl_of_lses ? REQUIRED : OPTIONAL;
+    const char *const lse_out_why = one_pass ? known : ": with sinks, the KL is made of both LSEs";
     const char *const indexer_only = " unless student=SKL_STUDENT_INDEXER";
     const need indexer_out_need = indexer ? OPTIONAL : REFUSED;
     const need grad_need[5] = {
@@ -227,10 +235,12 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call, size
         ARRAY(in->key_lengths, "key_lengths", p->batch, INPUT),
         ARRAY(in->key_begin, "key_begin", bounded_rows, INPUT),
         ARRAY(in->key_end, "key_end", bounded_rows, INPUT),
+        ARRAY(in->sink_t, "sink_t", p->heads_t, INPUT),
+        ARRAY(in->sink_s, "sink_s", p->heads_s, INPUT),
         TENSOR(rows->kl, "rows.kl", p->heads_s, rows_q, 1, SKL_F32, OUTPUT,
                one_pass && needs.kl ? REQUIRED : OPTIONAL, for_first),
-        TENSOR(rows->lse_t, "rows.lse_t", p->heads_t, rows_q, 1, SKL_F32, OUTPUT, lse_out_need, known),
-        TENSOR(rows->lse_s, "rows.lse_s", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, lse_out_need, known),
+        TENSOR(rows->lse_t, "rows.lse_t", p->heads_t, rows_q, 1, SKL_F32, OUTPUT, lse_out_need, lse_out_why),
+        TENSOR(rows->lse_s, "rows.lse_s", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, lse_out_need, lse_out_why),
         TENSOR(rows->dot_t, "rows.dot_t", p->heads_t, rows_q, 1, SKL_F32, OUTPUT, dot_out_need, dot_out_why),
         TENSOR(rows->cross_entropy, "rows.cross_entropy", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, indexer_out_need,
                indexer_only),
@@ -243,6 +253,8 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call, size
         TENSOR(grads->dq_s, "dq_s", query_heads_s, rows_q, p->dim_s, grad_s, OUTPUT, grad_need[2], unplanned),
         TENSOR(grads->dk_s, "dk_s", p->key_heads_s, rows_k, p->dim_s, grad_s, OUTPUT, grad_need[3], unplanned),
         TENSOR(grads->dw_s, "dw_s", p->heads_s, rows_q, p->index_heads, grad_w, OUTPUT, grad_need[4], unplanned),
+        ARRAY(grads->dsink_t, "dsink_t", p->heads_t, OUTPUT),
+        ARRAY(grads->dsink_s, "dsink_s", p->heads_s, OUTPUT),
         ARRAY(workspace_size > 0 ? call->workspace : NULL, "workspace",
               (int64_t)(workspace_size / skl_dtype_size(SKL_F32)), WORKSPACE),
     };
@@ -274,6 +286,35 @@ static skl_status check_length_pointers(const skl_problem *p, const skl_inputs *
     return SKL_OK;
 }
 
+/* A sink on one side only would be an outcome that the other distribution does not have. */
+static skl_status check_sink_pointers(const skl_problem *p, const skl_inputs *in)
+{
+    const struct {
+        const char *name;
+        const float *sink;
+    } sides[] = {{"sink_t", in->sink_t}, {"sink_s", in->sink_s}};
+    for (int n = 0; n < 2; n++) {
+        if (p->sinks && sides[n].sink == NULL)
+            return skl_fail(SKL_ERROR_ARGUMENT,
+                            "%s=NULL: must be given when sinks=1; sinks=0 gives the KL of the distributions on the "
+                            "keys alone",
+                            sides[n].name);
+        if (!p->sinks && sides[n].sink != NULL)
+            return skl_fail(SKL_ERROR_ARGUMENT, "%s given: must be NULL unless sinks=1", sides[n].name);
+    }
+    return SKL_OK;
+}
+
+static skl_status check_sink_gradients(const skl_problem *p, const skl_gradients *grads)
+{
+    const bool of_t = grads->dsink_t != NULL && !(p->gradients & SKL_DSINK_T);
+    const bool of_s = grads->dsink_s != NULL && !(p->gradients & SKL_DSINK_S);
+    return of_t || of_s
+               ? skl_fail(SKL_ERROR_ARGUMENT, "%s given: must be NULL: the plan's problem.gradients does not name it",
+                          of_t ? "dsink_t" : "dsink_s")
+               : SKL_OK;
+}
+
 static skl_status check_workspace(const skl_plan *plan, const skl_call *call, size_t workspace_size)
 {
     const size_t needed = plan->workspace_size[call->op];
@@ -294,6 +335,10 @@ skl_status skl_call_check(const skl_plan *plan, const skl_call *call, size_t wor
     const skl_status workspace_status = check_workspace(plan, call, workspace_size);
     const size_t used_size = workspace_status == SKL_OK ? plan->workspace_size[call->op] : 0;
     skl_status status = check_length_pointers(&plan->problem, &call->inputs);
+    if (status == SKL_OK)
+        status = check_sink_pointers(&plan->problem, &call->inputs);
+    if (status == SKL_OK)
+        status = check_sink_gradients(&plan->problem, &call->gradients);
     if (status == SKL_OK)
         status = check_tensors(&plan->problem, call, used_size);
     if (status == SKL_OK && call->op == SKL_OP_PARTIAL && call->keys.begin > call->keys.end)
@@ -381,7 +426,9 @@ skl_status skl_inputs_check_layout(const skl_problem *problem, const skl_inputs 
                            .inputs = *inputs,
                            .rows = {.struct_size = sizeof(skl_rows)},
                            .gradients = {.struct_size = sizeof(skl_gradients)}};
-    const skl_status status = check_length_pointers(problem, inputs);
+    skl_status status = check_length_pointers(problem, inputs);
+    if (status == SKL_OK)
+        status = check_sink_pointers(problem, inputs);
     return status == SKL_OK ? check_tensors(problem, &call, 0) : status;
 }
 
@@ -399,7 +446,10 @@ skl_status skl_finish_check(const skl_problem *p, const skl_call *call)
     const bool teacher_groups = skl_has_teacher_groups(p);
     const char *const in_finish = " in skl_states_finish";
     const int64_t rows_q = p->packed ? p->total_q : p->len_q;
-    const need lse_need = teacher_groups && rows->lse_t.data != NULL ? REQUIRED : OPTIONAL;
+    const need lse_need =
+        teacher_groups && (rows->lse_t.data != NULL || (p->sinks && rows->kl.data != NULL)) ? REQUIRED : OPTIONAL;
+    const need lse_out_need = p->sinks && rows->kl.data != NULL ? REQUIRED : OPTIONAL;
+    const char *const of_sinks = ": with sinks, the KL is made of both LSEs";
     const skl_output states = skl_output_contiguous(call->states, p->heads_s, rows_q, STATE_FLOATS);
     const tensor_rule tensors[] = {
         TENSOR(states, "states", p->heads_s, rows_q, STATE_FLOATS, SKL_F32, INPUT, OPTIONAL, ""),
@@ -407,15 +457,17 @@ skl_status skl_finish_check(const skl_problem *p, const skl_call *call)
                skl_is_indexer(p) ? ": rows.lse_t of an indexer needs it"
                                  : ": rows.lse_t with heads_t > heads_s needs it"),
         TENSOR(rows->kl, "rows.kl", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, OPTIONAL, ""),
-        TENSOR(rows->lse_t, "rows.lse_t", p->heads_t, rows_q, 1, SKL_F32, OUTPUT, OPTIONAL, ""),
-        TENSOR(rows->lse_s, "rows.lse_s", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, OPTIONAL, ""),
+        TENSOR(rows->lse_t, "rows.lse_t", p->heads_t, rows_q, 1, SKL_F32, OUTPUT, lse_out_need, of_sinks),
+        TENSOR(rows->lse_s, "rows.lse_s", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, lse_out_need, of_sinks),
         TENSOR(rows->dot_t, "rows.dot_t", p->heads_t, rows_q, 1, SKL_F32, OUTPUT, REFUSED, in_finish),
         TENSOR(rows->cross_entropy, "rows.cross_entropy", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, REFUSED, in_finish),
         TENSOR(rows->entropy, "rows.entropy", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, REFUSED, in_finish),
         TENSOR(rows->mass, "rows.mass", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, REFUSED, in_finish),
     };
     const size_t count = sizeof tensors / sizeof tensors[0];
-    skl_status status = SKL_OK;
+    skl_status status = check_sink_pointers(p, &call->inputs);
+    if (status == SKL_OK && p->sinks) /* sinks depend on the rows of sequences */
+        status = check_length_pointers(p, &call->inputs);
     for (size_t i = 0; i < count && status == SKL_OK; i++)
         status = check_tensor(p, &tensors[i]);
     return status == SKL_OK ? check_overlaps(p, tensors, count) : status;

@@ -7,11 +7,11 @@
 
 /* One sequence of the batch, located in the buffers. */
 typedef struct skl_sequence {
-    int64_t batch;                    /* index for stride_batch; 0 if packed */
-    int64_t query_begin, query_count; /* rows of the query buffers */
-    int64_t key_begin;                /* row of key 0 in the key buffers */
-    int64_t key_first, key_count;     /* keys in use: [key_first, key_count) */
-    int64_t diagonal;                 /* position of query 0 minus position of key 0 */
+    int64_t batch;                            /* index for stride_batch; 0 if packed */
+    int64_t query_begin, query_count;         /* rows of the query buffers */
+    int64_t key_begin;                        /* row of key 0 in the key buffers */
+    int64_t key_first, key_count;             /* keys in use: [key_first, key_count) */
+    int64_t diagonal;                         /* position of query 0 minus position of key 0 */
     const int32_t *key_begins, *key_ends;     /* row bounds of its queries; NULL: none */
     const int32_t *query_begins, *query_ends; /* the same for its keys, where a GPU has tabulated them; NULL: none */
 } skl_sequence;
@@ -129,8 +129,8 @@ SKL_HOST_DEVICE int64_t skl_first_above(const int32_t *values, int64_t count, in
     return begin;
 }
 
-/* Queries whose row bounds include key j: those before the first with a larger key_begin, from the first with a larger
- * key_end on. */
+/* Queries whose row bounds include key j: those before the first with a larger key_begin, from the first with a
+ * larger key_end on. */
 SKL_HOST_DEVICE skl_range skl_queries_in_bounds(const skl_sequence *s, int64_t j)
 {
     const skl_range queries = {s->key_ends != NULL ? skl_first_above(s->key_ends, s->query_count, j) : 0,

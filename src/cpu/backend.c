@@ -4,6 +4,7 @@
 
 #include <string.h>
 
+#include "base/sinks.h"
 #include "base/status.h"
 #include "base/tensors.h"
 #include "cpu/pool.h"
@@ -170,4 +171,55 @@ static skl_status states_finish(const skl_plan *plan, const skl_call *call)
     return SKL_OK;
 }
 
-const skl_backend skl_cpu_backend = {SKL_CPU, plan_cpu, run, states_merge, states_finish, skl_cpu_explain, kernel_at};
+/* ---- Sinks -------------------------------------------------------------------------------------------------- */
+
+static skl_status sink_rows(const skl_plan *plan, const skl_sink_rows *rows)
+{
+    const skl_problem *const p = &plan->problem;
+    const skl_range all_keys = {0, INT64_MAX};
+    for (int64_t b = 0; b < p->batch; b++) {
+        const skl_sequence s = skl_sequence_at(p, &rows->inputs, all_keys, b);
+        for (int64_t h = 0; h < p->heads_s; h++)
+            for (int64_t i = 0; i < s.query_count; i++)
+                skl_sink_row(p, rows, &s, h, i);
+    }
+    const int64_t used = p->packed ? rows->inputs.cu_seqlens_q[p->batch] : 0;
+    const skl_sequence tail = {.query_begin = used, .query_count = p->packed ? p->total_q - used : 0};
+    for (int64_t h = 0; h < p->heads_s; h++)
+        for (int64_t i = 0; i < tail.query_count; i++)
+            skl_sink_tail(p, rows, &tail, h, i);
+    return SKL_OK;
+}
+
+/* Teacher gradients have one teacher head per student head. */
+static void add_sink_gradient(const skl_plan *plan, const skl_call *call, const skl_input *kl, int64_t head,
+                              bool of_teacher)
+{
+    const skl_problem *const p = &plan->problem;
+    double sum = 0.0;
+    for (int64_t b = 0; b < p->batch; b++) {
+        const skl_sequence s = skl_sequence_at(p, &call->inputs, call->keys, b);
+        for (int64_t i = 0; i < s.query_count; i++) {
+            const skl_range sees = skl_visible(p, &s, i);
+            const skl_input *const grad_kl = &call->inputs.grad_kl;
+            const float grad = grad_kl->data != NULL ? skl_row_value(grad_kl, &s, head, i) : 1.0F;
+            if (sees.begin < sees.end && grad != 0.0F)
+                sum += (double)grad * skl_sink_gradient(p, &call->inputs, kl, &s, head, i, of_teacher);
+        }
+    }
+    (of_teacher ? call->gradients.dsink_t : call->gradients.dsink_s)[head] = (float)sum;
+}
+
+static skl_status sink_gradients(const skl_plan *plan, const skl_call *call, const skl_input *kl)
+{
+    for (int64_t h = 0; h < plan->problem.heads_s; h++) {
+        if (call->gradients.dsink_s != NULL)
+            add_sink_gradient(plan, call, kl, h, false);
+        if (call->gradients.dsink_t != NULL)
+            add_sink_gradient(plan, call, kl, h, true);
+    }
+    return SKL_OK;
+}
+
+const skl_backend skl_cpu_backend = {SKL_CPU,         plan_cpu,  run,       states_merge,  states_finish,
+                                     skl_cpu_explain, kernel_at, sink_rows, sink_gradients};

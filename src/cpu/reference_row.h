@@ -173,7 +173,7 @@ static inline void load_known(known_row *r, double *lse)
     r->grad = in->grad_kl.data != NULL ? skl_row_value(&in->grad_kl, &r->sequence, r->head, r->i) : 1.0F;
     const skl_input kl = skl_known_rows(t->rows_known, &in->kl, &t->call->rows.kl);
     r->kl = kl.data != NULL ? skl_row_value(&kl, &r->sequence, r->head, r->i) : 0.0F;
-    if (t->call->op == SKL_OP_FORWARD_BACKWARD && keys_seen(r) == 1)
+    if (t->call->op == SKL_OP_FORWARD_BACKWARD && !t->problem->sinks && keys_seen(r) == 1)
         r->grad = 0.0F;
     if (r->grad != 0.0F)
         return;

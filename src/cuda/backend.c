@@ -158,31 +158,73 @@ static skl_status explain(const skl_plan *plan, const skl_call *call, skl_text *
 
 /* ---- States ------------------------------------------------------------------------------------------------- */
 
-static skl_status states_merge(const skl_plan *plan, skl_row_state *into, const skl_row_state *from,
-                               skl_stream stream)
-{
-    int former = 0;
-    const skl_status status = enter_device(plan->device_index, &former);
-    if (status != SKL_OK)
-        return status;
-    const cudaError_t error = skl_cuda_states_merge(skl_state_count(&plan->problem), into, from, stream);
-    leave_device(plan->device_index, former);
-    return error == cudaSuccess ? SKL_OK : skl_fail(SKL_ERROR_DEVICE, "states, merge: %s", cudaGetErrorString(error));
-}
+/* Runs one launch outside of skl_cuda_select on the plan's device. */
+typedef struct row_step {
+    cudaError_t (*launch)(const skl_cuda_params *params, const void *argument);
+    const char *name;
+} row_step;
 
-static skl_status states_finish(const skl_plan *plan, const skl_call *call)
+static skl_status run_step(const skl_plan *plan, const skl_call *call, row_step step, const void *argument)
 {
-    if (skl_state_count(&plan->problem) == 0)
-        return SKL_OK;
     int former = 0;
     const skl_status status = enter_device(plan->device_index, &former);
     if (status != SKL_OK)
         return status;
     const skl_cuda_params params = {.problem = plan->problem, .call = *call};
-    const cudaError_t error = skl_cuda_states_finish(&params);
+    const cudaError_t error = step.launch(&params, argument);
     leave_device(plan->device_index, former);
-    return error == cudaSuccess ? SKL_OK
-                                : skl_fail(SKL_ERROR_DEVICE, "states, finish: %s", cudaGetErrorString(error));
+    return error == cudaSuccess ? SKL_OK : skl_fail(SKL_ERROR_DEVICE, "%s: %s", step.name, cudaGetErrorString(error));
 }
 
-const skl_backend skl_cuda_backend = {SKL_CUDA, plan_cuda, run, states_merge, states_finish, explain, kernel_at};
+static cudaError_t launch_merge(const skl_cuda_params *params, const void *from)
+{
+    return skl_cuda_states_merge(skl_state_count(&params->problem), params->call.states, from, params->call.stream);
+}
+
+static skl_status states_merge(const skl_plan *plan, skl_row_state *into, const skl_row_state *from,
+                               skl_stream stream)
+{
+    const skl_call call = {.states = into, .stream = stream};
+    const row_step merge = {launch_merge, "states, merge"};
+    return run_step(plan, &call, merge, from);
+}
+
+static cudaError_t launch_finish(const skl_cuda_params *params, const void *unused)
+{
+    (void)unused;
+    return skl_cuda_states_finish(params);
+}
+
+static skl_status states_finish(const skl_plan *plan, const skl_call *call)
+{
+    const row_step finish = {launch_finish, "states, finish"};
+    return skl_state_count(&plan->problem) == 0 ? SKL_OK : run_step(plan, call, finish, NULL);
+}
+
+/* ---- Sinks -------------------------------------------------------------------------------------------------- */
+
+static cudaError_t launch_sink_rows(const skl_cuda_params *params, const void *rows)
+{
+    return skl_cuda_sink_rows(params, rows);
+}
+
+static skl_status sink_rows(const skl_plan *plan, const skl_sink_rows *rows)
+{
+    const skl_call call = {.inputs = rows->inputs, .keys = {0, INT64_MAX}, .stream = rows->stream};
+    const row_step step = {launch_sink_rows, "sinks, rows"};
+    return run_step(plan, &call, step, rows);
+}
+
+static cudaError_t launch_sink_gradients(const skl_cuda_params *params, const void *kl)
+{
+    return skl_cuda_sink_gradients(params, kl);
+}
+
+static skl_status sink_gradients(const skl_plan *plan, const skl_call *call, const skl_input *kl)
+{
+    const row_step step = {launch_sink_gradients, "sinks, gradients"};
+    return run_step(plan, call, step, kl);
+}
+
+const skl_backend skl_cuda_backend = {SKL_CUDA, plan_cuda, run,       states_merge,  states_finish,
+                                      explain,  kernel_at, sink_rows, sink_gradients};

@@ -29,6 +29,9 @@ typedef struct skl_cuda_params {
     skl_problem problem;
     skl_call call;
     skl_cuda_argument a, b; /* teacher and student; the other way round when the KL is reversed */
+    int32_t *key_bounds;    /* row bounds from the keys' side, for kernels that stream queries: the first query that
+                             * attends to each key [batch, len_k], packed [total_k], and then the one after the last;
+                             * NULL: none */
 } skl_cuda_params;
 
 /* ---- Launches ----------------------------------------------------------------------------------------------- */
@@ -51,6 +54,7 @@ struct skl_cuda_launch {
     int32_t kl_in_backward;  /* rows.kl comes out of the kernel that computes the gradients */
     int32_t rows_known;      /* an earlier launch of the same call stored kl and dot_t */
     skl_output dk_sums;      /* where a fused backward adds up dk in f32: dk itself or workspace; no data: no dk */
+    int32_t streams_queries; /* a gradient whose tiles are keys: with row bounds it reads params.key_bounds */
     int32_t halves;          /* a forward whose arguments are the halves of a side's heads: gives their LSEs */
     skl_output lse;          /* teacher groups: where a launch writes LSEs, and a forward finds the computed ones */
     skl_index_layout strips; /* of an indexer on tensor cores, dense */
@@ -79,6 +83,7 @@ struct skl_cuda_launch {
 #define SKL_VARIANT_RESIDENT      "rows, queries in shared memory"
 #define SKL_VARIANT_GRID_STRIDE   "grid stride"
 #define SKL_VARIANT_CLEAR         "clear"
+#define SKL_VARIANT_BOUNDS        "row bounds by key"
 #define SKL_VARIANT_STREAMED      "rows, streamed queries"
 
 /* The name of the kernel, its variant and the number of splits, as every launcher reports them when it launches. NULL
@@ -153,8 +158,14 @@ SKL_DECLARE_LAUNCHER(skl_cuda_general_sparse_gradients)
 /* Clears the rows and gradients after the last packed sequence. */
 cudaError_t skl_cuda_clear_tails(const skl_cuda_params *params, const skl_cuda_launch *launch);
 
+/* Fills params->key_bounds. */
+cudaError_t skl_cuda_bounds_by_key(const skl_cuda_params *params, const skl_cuda_launch *launch);
+
 cudaError_t skl_cuda_states_merge(int64_t count, skl_row_state *into, const skl_row_state *from, cudaStream_t stream);
 cudaError_t skl_cuda_states_finish(const skl_cuda_params *params);
+
+cudaError_t skl_cuda_sink_rows(const skl_cuda_params *params, const skl_sink_rows *rows);
+cudaError_t skl_cuda_sink_gradients(const skl_cuda_params *params, const skl_input *kl);
 
 #ifdef __cplusplus
 }

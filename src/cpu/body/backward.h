@@ -24,7 +24,8 @@ static void load_known_rows(const tile *t)
     load_row_values(t, t->grad, &call->inputs.grad_kl, t->head, 1.0F);
     load_row_values(t, t->kl, &kl, t->head, 0.0F);
     /* If the LSEs are those of the visible keys, a row with one key has P = S = 1, and no gradient. */
-    for (int64_t i = 0; call->op == SKL_OP_FORWARD_BACKWARD && i < t->count; i++)
+    const bool lses_of_keys = call->op == SKL_OP_FORWARD_BACKWARD && !t->task->problem->sinks;
+    for (int64_t i = 0; lses_of_keys && i < t->count; i++)
         if (keys_seen(t, i) == 1)
             t->grad[i] = 0.0F;
 }
@@ -196,6 +197,10 @@ static void backward_query_tile(const tile *t)
         const row_sums sums = sums_of(t, i);
         const float kl = one_pass_kl(&sums, keys_seen(t, i));
         skl_row_set(&call->rows.kl, &t->sequence, t->head, t->first + i, skl_kl_report(kl));
+        /* Requested with sinks: the LSE of the keys alone, of B. */
+        const skl_output *const of_b = t->reverse ? &call->rows.lse_t : &call->rows.lse_s;
+        const float lse_b = t->reverse ? t->lse_t[i] : t->lse_s[i];
+        skl_row_set(of_b, &t->sequence, t->head, t->first + i, lse_b + row_lse(0.0, sums.l_b));
     }
 }
 

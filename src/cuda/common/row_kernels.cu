@@ -2,6 +2,7 @@
 #include "base/convert.h"
 #include "base/kl_math.h"
 #include "cuda/common/dk_sums.cuh"
+#include "cuda/common/sequence.cuh"
 
 constexpr int THREADS = 256;
 
@@ -81,6 +82,31 @@ extern "C" cudaError_t skl_cuda_clear_tails(const skl_cuda_params *params, const
     return cudaPeekAtLastError();
 }
 
+/* ---- Row bounds by key -------------------------------------------------------------------------------------- */
+
+static __global__ void __launch_bounds__(THREADS) bounds_by_key(const __grid_constant__ skl_cuda_params params)
+{
+    const skl_problem &p = params.problem;
+    const int64_t count = p.packed ? p.total_k : p.batch * p.len_k;
+    for (int64_t index = first_index(); index < p.batch * p.len_k; index += index_step()) {
+        const skl_sequence s = device_sequence(params, index / p.len_k);
+        const int64_t key = index % p.len_k, to = (p.packed ? s.key_begin : index - key) + key;
+        if (key >= s.key_count)
+            continue;
+        const skl_range queries = skl_queries_in_bounds(&s, key);
+        params.key_bounds[to] = (int32_t)queries.begin;
+        params.key_bounds[count + to] = (int32_t)queries.end;
+    }
+}
+
+extern "C" cudaError_t skl_cuda_bounds_by_key(const skl_cuda_params *params, const skl_cuda_launch *)
+{
+    const skl_problem *const p = &params->problem;
+    record_launch("cuda_general", SKL_VARIANT_BOUNDS, 1);
+    bounds_by_key<<<blocks_for(p->batch * p->len_k), THREADS, 0, params->call.stream>>>(*params);
+    return cudaPeekAtLastError();
+}
+
 /* ---- States ------------------------------------------------------------------------------------------------- */
 
 static __global__ void __launch_bounds__(THREADS)
@@ -107,7 +133,9 @@ static __global__ void __launch_bounds__(THREADS) finish_states(const __grid_con
     for (int64_t index = first_index(); index < skl_state_count(&p); index += index_step()) {
         const int64_t i = index % length;
         const int64_t head = index / length % p.heads_s;
-        const skl_sequence all_rows = {index / length / p.heads_s, 0, length, 0, 0, 0, 0};
+        skl_sequence all_rows = {};
+        all_rows.batch = index / length / p.heads_s;
+        all_rows.query_count = length;
         const skl_row_state state = params.call.states[index];
         const float lse_a = skl_lse(state.m_a, state.l_a);
         const float lse_b = skl_lse(state.m_b, state.l_b);

@@ -54,6 +54,17 @@ __device__ inline float one_pass_kl(const skl_problem &problem, const skl_sequen
                                                                : reported_kl(problem, s, query, skl_state_kl(&state));
 }
 
+/* Row results of a one-pass kernel: the KL and, where it is requested for sinks, the LSE of the keys alone, of B. */
+__device__ inline void write_one_pass_row(const backward_params &params, const skl_sequence &s, int64_t head,
+                                          int64_t query, const skl_row_state &state)
+{
+    const skl_rows &rows = params.call.rows;
+    skl_row_set(&rows.kl, &s, head, query, one_pass_kl(params.problem, s, query, state));
+    const skl_output &of_b = params.problem.direction == SKL_KL_REVERSE ? rows.lse_t : rows.lse_s;
+    if (of_b.data != NULL)
+        skl_row_set(&of_b, &s, head, query, row_stat(params, 1, s, head, query) + skl_lse(0.0F, state.l_b));
+}
+
 /* d KL / d logit of A, or of B (WRT_B), without the upstream gradient. log_p_a and log_p_b are in base 2.
  *
  *   wrt A   p_a (log p_a - log p_b - KL)       wrt B   p_b - p_a */

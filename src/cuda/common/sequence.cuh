@@ -5,7 +5,7 @@
 #include "cuda/launch.h"
 
 /* cu_seqlens and key_lengths are in device memory and cannot be checked before the launch. Their values are clamped
- * here, so that no kernel forms an address outside the buffers. */
+ * here, so that no kernel forms an address outside the buffers. Row bounds are clamped where they are read. */
 __device__ inline skl_sequence device_sequence(const skl_cuda_params &params, int64_t b)
 {
     const skl_problem &p = params.problem;
@@ -18,15 +18,27 @@ __device__ inline skl_sequence device_sequence(const skl_cuda_params &params, in
     }
     s.key_count = skl_max(0, skl_min(s.key_count, p.len_k));
     s.key_first = skl_min(s.key_first, s.key_count);
+    const int64_t first_query = p.packed ? s.query_begin : b * p.len_q;
+    s.key_begins = params.call.inputs.key_begin != NULL ? params.call.inputs.key_begin + first_query : NULL;
+    s.key_ends = params.call.inputs.key_end != NULL ? params.call.inputs.key_end + first_query : NULL;
+    if (params.key_bounds != NULL) {
+        s.query_begins = params.key_bounds + (p.packed ? s.key_begin : b * p.len_k);
+        s.query_ends = s.query_begins + (p.packed ? p.total_k : p.batch * p.len_k);
+    }
     return s;
 }
 
-/* The KL that a kernel reports for a row. Over a single key it is 0, whatever the rounding of its logits; infinity and
- * NaN still show. */
-__device__ inline float reported_kl(const skl_problem &problem, const skl_sequence &s, int64_t query, float kl)
+__device__ inline bool sees_one_key(const skl_problem &problem, const skl_sequence &s, int64_t query)
 {
     const skl_range sees = skl_visible(&problem, &s, query);
-    return sees.end - sees.begin == 1 && fabsf(kl) < INFINITY ? 0.0F : skl_kl_report(kl);
+    return sees.end - sees.begin == 1;
+}
+
+/* The KL that a kernel reports for a row. Over a single key it is 0, whatever the rounding of its logits; infinity
+ * and NaN still show. */
+__device__ inline float reported_kl(const skl_problem &problem, const skl_sequence &s, int64_t query, float kl)
+{
+    return sees_one_key(problem, s, query) && fabsf(kl) < INFINITY ? 0.0F : skl_kl_report(kl);
 }
 
 #endif

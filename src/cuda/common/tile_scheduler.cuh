@@ -82,10 +82,26 @@ struct band32 {
     }
 };
 
+/* The same within the bounds of each row, which are in global memory and count from the sequence's first row. */
+struct bounded_band : band32 {
+    int origin, last;             /* of the streamed rows; the last stationary row that has bounds */
+    const int32_t *begins, *ends; /* of the block's first row; NULL: none */
+
+    __device__ range32 of(int row) const
+    {
+        range32 range = band32::of(row);
+        if (begins != NULL)
+            range.begin = max(range.begin, min(max(begins[min(row, last)], 0) - origin, count));
+        if (ends != NULL)
+            range.end = min(range.end, max(ends[min(row, last)], 0) - origin);
+        return range;
+    }
+};
+
 /* The streamed rows of a block. None of its rows needs a streamed row before the origin. */
 struct streamed_band {
     int64_t origin;
-    band32 band;
+    bounded_band band;
     int needed; /* streamed rows up to the last one that some row of the block needs */
 };
 
@@ -100,8 +116,12 @@ __device__ inline streamed_band stream_for(const skl_band &band, int64_t first, 
     const int64_t origin = skl_band_range(&band, first).begin;
     return {
         origin,
-        {saturated(first + band.begin - origin), saturated(first + band.end - origin), (int)(band.count - origin)},
-        (int)(skl_band_range(&band, last).end - origin)};
+        {{saturated(first + band.begin - origin), saturated(first + band.end - origin), (int)(band.count - origin)},
+         (int)origin,
+         (int)(last - first),
+         band.begins != NULL ? band.begins + first : NULL,
+         band.ends != NULL ? band.ends + first : NULL},
+        (int)skl_max(0, skl_band_range(&band, last).end - origin)};
 }
 
 /* One of num_splits splits of the streamed rows; splits begin at multiples of a stage. */
@@ -110,9 +130,30 @@ __device__ inline streamed_band streamed_split(const streamed_band &all, int sta
     const unsigned stages = (unsigned)(all.needed + stage_rows - 1) / (unsigned)stage_rows;
     const int rows = (int)((stages + (unsigned)num_splits - 1) / (unsigned)num_splits) * stage_rows;
     const int begin = min(split * rows, all.needed), end = min(begin + rows, all.needed);
-    const band32 &band = all.band;
-    return {all.origin + begin, {band.begin - begin, band.end - begin, band.count - begin}, end - begin};
+    streamed_band part = {all.origin + begin, all.band, end - begin};
+    part.band.begin -= begin;
+    part.band.end -= begin;
+    part.band.count -= begin;
+    part.band.origin += begin;
+    return part;
 }
+
+/* What bounded_band::of() gives for every stationary row, in shared memory: a load takes fewer registers. */
+template <int ROWS> struct row_ranges {
+    range32 ranges[ROWS];
+
+    /* Executed by all threads of the block, and followed by a barrier. */
+    __device__ void fill(const bounded_band &band)
+    {
+        for (int row = (int)threadIdx.x; row < ROWS; row += (int)blockDim.x)
+            ranges[row] = band.of(row);
+    }
+
+    __device__ range32 of(int row) const
+    {
+        return ranges[row];
+    }
+};
 
 /* Streamed rows that several stationary rows see: `any` covers those that at least one row sees, `all` those that
  * every row sees. Rows after the tensor's last row count, too: they are 0, and their results are not stored. */
@@ -120,9 +161,10 @@ struct reach {
     range32 any, all;
 };
 
-__device__ inline reach reach_of(const band32 &band, int first, int count)
+/* VISIBLE: bounded_band or row_ranges. */
+template <typename VISIBLE> __device__ inline reach reach_of(const VISIBLE &visible, int first, int count)
 {
-    const range32 low = band.of(first), high = band.of(first + count - 1);
+    const range32 low = visible.of(first), high = visible.of(first + count - 1);
     return {{low.begin, high.end}, {high.begin, low.end}};
 }
 

@@ -21,14 +21,14 @@ enum { TEACHER = 0, STUDENT = 1 };
 
 __device__ inline tile_side tile_side_of(const skl_side &side)
 {
-    const bool capped = side.softcap > 0.0F;
+    const bool capped = skl_caps_logits(side.softcap);
     const tile_side result = {*side.q,
                               *side.k,
                               side.heads / side.key_heads,
                               side.dim,
                               side.dtype,
                               capped ? side.scale / side.softcap : side.scale * SKL_LOG2E,
-                              side.softcap * SKL_LOG2E};
+                              capped ? side.softcap * SKL_LOG2E : 0.0F};
     return result;
 }
 

@@ -6,7 +6,7 @@
 /* Every row attends to every key of its sequence: no window ends before the keys do. */
 static bool has_no_window(const skl_problem *p)
 {
-    return skl_is_unlimited(p->window_left) && skl_is_unlimited(p->window_right);
+    return skl_is_unlimited(p->window_left) && skl_is_unlimited(p->window_right) && !p->row_bounds;
 }
 
 static int64_t query_tiles(const skl_problem *p, int64_t tile_rows)
@@ -36,7 +36,7 @@ static int32_t num_splits_for(const skl_problem *p, int64_t tile_rows, int64_t b
 int64_t skl_select_blocks_to_fill(const skl_problem *p)
 {
     const bool one_sided = skl_is_unlimited(p->window_left) != skl_is_unlimited(p->window_right);
-    return one_sided && 2 * p->len_q > p->len_k ? 2 : 1;
+    return (one_sided || p->row_bounds) && 2 * p->len_q > p->len_k ? 2 : 1;
 }
 
 /* Resident blocks need tiles of equal length, more tiles than SMs, and more keys than the pipeline holds. */
@@ -174,9 +174,10 @@ void skl_select_add_dq(const choice *s, const side_request *request, const char 
 void skl_select_add_dk(const choice *s, const side_request *request, const char *reason)
 {
     const bool softcap = skl_select_is_tma_kernel(s->kernel) && s->capped;
-    skl_select_add(s, request->of_teacher ? "dk_t" : "dk_s", s->kernel, s->kernel->dk,
-                   softcap ? SKL_VARIANT_DK_SOFTCAP : SKL_VARIANT_DK, reason)
-        ->teacher_side = request->of_teacher;
+    skl_cuda_launch *const launch = skl_select_add(s, request->of_teacher ? "dk_t" : "dk_s", s->kernel, s->kernel->dk,
+                                                   softcap ? SKL_VARIANT_DK_SOFTCAP : SKL_VARIANT_DK, reason);
+    launch->teacher_side = request->of_teacher;
+    launch->streams_queries = true;
 }
 
 static void add_fused(const choice *s, const side_request *request, bool kl)

@@ -1,6 +1,8 @@
 /* The launches of a call. */
 #include "cuda/select/choice.h"
 
+#include <string.h>
+
 #include "base/needs.h"
 #include "cuda/common/tensor_map.h"
 
@@ -60,14 +62,14 @@ static const char *why_no_tma(const choice *s)
 
 static skl_cuda_argument argument_of(const skl_side *side)
 {
-    const bool capped = side->softcap > 0.0F;
+    const bool capped = skl_caps_logits(side->softcap);
     const skl_cuda_argument argument = {.q = *side->q,
                                         .k = *side->k,
                                         .heads_per_key = (int32_t)(side->heads / side->key_heads),
                                         .dim = (int32_t)side->dim,
                                         .capped = capped,
                                         .scale = capped ? side->scale / side->softcap : side->scale * SKL_LOG2E,
-                                        .softcap_2 = side->softcap * SKL_LOG2E,
+                                        .softcap_2 = capped ? side->softcap * SKL_LOG2E : 0.0F,
                                         .inverse_softcap_2 = capped ? SKL_LN2 / side->softcap : 0.0F};
     return argument;
 }
@@ -100,6 +102,30 @@ skl_cuda_launch *skl_select_add(const choice *s, const char *step, const skl_cud
     return launch;
 }
 
+static bool is_wide_backward(const choice *s)
+{
+    return skl_select_is_tma_kernel(s->kernel) && s->kernel->fused == NULL && s->kernel->dq != NULL && s->gradients;
+}
+
+/* Before the other launches, where one of them streams queries. */
+static void add_bounds_by_key(const choice *s, skl_cuda_params *params)
+{
+    skl_cuda_launches *const launches = s->launches;
+    bool needed = false;
+    for (int n = 0; n < launches->count; n++)
+        needed = needed || launches->at[n].streams_queries;
+    if (!needed || !s->plan->problem.row_bounds)
+        return;
+    const size_t at = skl_select_key_bounds_at(s->plan, s->call->op);
+    params->key_bounds = (int32_t *)(void *)((char *)s->call->workspace + at);
+    skl_select_add(s, "bounds", skl_cuda_general, skl_cuda_bounds_by_key, SKL_VARIANT_BOUNDS,
+                   "kernels with tiles of keys need the queries that attend to each key");
+    const skl_cuda_launch bounds = launches->at[launches->count - 1];
+    memmove(&launches->at[1], &launches->at[0], (size_t)(launches->count - 1) * sizeof bounds);
+    launches->at[0] = bounds;
+    launches->at[0].workspace_size = skl_select_key_bounds_size(&s->plan->problem);
+}
+
 void skl_cuda_select(const skl_plan *plan, const skl_call *call, skl_cuda_params *params, skl_cuda_launches *launches)
 {
     const skl_problem *const p = &plan->problem;
@@ -121,7 +147,9 @@ void skl_cuda_select(const skl_plan *plan, const skl_call *call, skl_cuda_params
         s.kernel = skl_cuda_general;
         s.reason = misaligned;
     }
-    const char *const no_tma = skl_select_is_tma_kernel(s.kernel) ? why_no_tma(&s) : NULL;
+    const char *no_tma = skl_select_is_tma_kernel(s.kernel) ? why_no_tma(&s) : NULL;
+    if (no_tma == NULL && is_wide_backward(&s) && p->row_bounds)
+        no_tma = "gradients of heads above 128 dimensions with row bounds: mma.sync kernel";
     if (no_tma != NULL) {
         s.kernel = s.kernel->group_rows != NULL ? skl_cuda_general : skl_select_without_tma(p);
         s.reason = no_tma;
@@ -139,4 +167,5 @@ void skl_cuda_select(const skl_plan *plan, const skl_call *call, skl_cuda_params
         skl_select_groups(&s);
     else
         skl_select_attention(&s);
+    add_bounds_by_key(&s, params);
 }

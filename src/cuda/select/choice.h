@@ -51,6 +51,10 @@ size_t skl_select_dk_sums_size(const skl_problem *p);
 /* LSEs of the teacher, for a forward that computes them without returning them. */
 size_t skl_select_teacher_lse_size(const skl_problem *p);
 
+/* Where params.key_bounds begin, after what the other launches use, and their size. */
+size_t skl_select_key_bounds_at(const skl_plan *plan, skl_op op);
+size_t skl_select_key_bounds_size(const skl_problem *p);
+
 skl_sparse_layout skl_select_sparse_layout_of(const skl_plan *plan, bool gradients, bool with_teacher);
 
 /* ---- call.c -------------------------------------------------------------------------------------------------- */

@@ -10,6 +10,7 @@ void skl_select_add_indexer(const choice *s, const char *step, bool gradients)
     const skl_cuda_launcher grads = sparse ? kernel->sparse_gradients : kernel->dense_gradients;
     skl_cuda_launch *const launch = skl_select_add(s, step, kernel, gradients ? grads : rows,
                                                    gradients ? SKL_VARIANT_GRADIENTS : SKL_VARIANT_ROWS, s->reason);
+    launch->streams_queries = gradients && !sparse;
     if (sparse)
         launch->sparse = skl_select_sparse_layout_of(s->plan, gradients, !skl_only_lse_s(s->call));
     if (sparse && kernel != skl_cuda_general) {

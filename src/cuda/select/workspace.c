@@ -81,9 +81,21 @@ static size_t group_workspace_size(const skl_plan *plan, const skl_cuda_kernel *
     return kernel == skl_cuda_general ? size : larger(size, skl_index_layout_of(p, plan->sm_count, gradients).size);
 }
 
-size_t skl_cuda_workspace_size(const skl_plan *plan, skl_op op)
+size_t skl_select_key_bounds_at(const skl_plan *plan, skl_op op)
 {
     const skl_cuda_kernel *const kernel = plan->kernel;
-    return skl_has_teacher_groups(&plan->problem) ? group_workspace_size(plan, kernel, op)
-                                                  : attention_workspace_size(plan, kernel, op);
+    return skl_aligned_size(skl_has_teacher_groups(&plan->problem) ? group_workspace_size(plan, kernel, op)
+                                                                   : attention_workspace_size(plan, kernel, op));
+}
+
+size_t skl_select_key_bounds_size(const skl_problem *p)
+{
+    const int64_t rows = p->packed ? p->total_k : p->batch * p->len_k;
+    return 2 * (size_t)rows * sizeof(int32_t);
+}
+
+size_t skl_cuda_workspace_size(const skl_plan *plan, skl_op op)
+{
+    const bool bounds = plan->problem.row_bounds && computes_gradients(op);
+    return skl_select_key_bounds_at(plan, op) + (bounds ? skl_select_key_bounds_size(&plan->problem) : 0);
 }

@@ -99,7 +99,7 @@ __device__ inline stage_schedule warp_uniform(const stage_schedule &schedule)
 
 /* The rows that a tile streams, and the mask. */
 struct row_stream : stage_schedule {
-    band32 band; /* streamed rows that each stationary row is paired with */
+    bounded_band band; /* streamed rows that each stationary row is paired with */
 };
 
 /* `begin`: row of the tensor that `streamed` counts from. */

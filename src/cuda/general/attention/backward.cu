@@ -125,7 +125,7 @@ static __device__ void logit_gradients(fragment<COLUMNS> &x, const fragment<COLU
             const float log_ratio = wrt_group_head ? x_ij : reverse ? log_y - log_x : log_x - log_y;
             const float log_p_a = wrt_group_head ? log_p + log_ratio : reverse ? log_y : log_x;
             float g = stats.factor * pair_gradient(wrt_b, log_p, log_p_a, log_ratio, stats.offset);
-            if (softcap > 0.0F)
+            if (skl_caps_logits(softcap))
                 g *= softcap_slope(softcap, logit);
             x_ij = sees(span, DK ? acc_row(key) : acc_column(key)) ? g : 0.0F;
         }

@@ -34,8 +34,9 @@ constexpr int STEP_ROWS = 16; /* streamed rows of a step: G is the 16 x 16 opera
 template <int DIM> struct backward_memory {
     static constexpr int ROWS = STAGE_ROWS<DIM>;
     smem_stage<DIM> stages[STAGES];
-    row_stats stats[STAGES][ROWS]; /* DK: copied unchanged, LSEs in nats */
-    int poisoned[ROWS];            /* whether a streamed row has a non-finite value */
+    row_stats stats[STAGES][ROWS];  /* DK: copied unchanged, LSEs in nats */
+    int poisoned[ROWS];             /* whether a streamed row has a non-finite value */
+    row_ranges<WARPS * 32> visible; /* of up to two tiles of 16 rows per warp */
 };
 
 /* ---- Gradient of the logits --------------------------------------------------------------------------------- */
@@ -252,7 +253,7 @@ template <typename ELEMENT, int DIM, int M, bool DK>
 __device__ inline void add_masked_stage(gradient_acc<SLICE<DIM>, M> &gradient, gradient_unit<ELEMENT> &unit,
                                         const row_frags<DIM, M> &frags_a, const row_frags<DIM, M> &frags_b,
                                         const backward_params &params, bool wrt_b, const stage_operands &operands,
-                                        query_row_stats<M, DK> &queries, const int *poisoned, const band32 &band,
+                                        query_row_stats<M, DK> &queries, const backward_memory<DIM> &memory,
                                         int last_row, int first)
 {
     const skl_cuda_argument &wrt = wrt_b ? params.b : params.a;
@@ -281,10 +282,10 @@ __device__ inline void add_masked_stage(gradient_acc<SLICE<DIM>, M> &gradient, g
                         g *= 1.0F - ratio * ratio;
                     }
                     const int column = row + acc_column(block, e % 2);
-                    const range32 sees = band.of(acc_row<M>(m, e / 2));
+                    const range32 sees = memory.visible.of(acc_row<M>(m, e / 2));
                     const bool seen = first + column >= sees.begin && first + column < sees.end &&
                                       (!unit.MOVES || acc_row<M>(m, e / 2) <= last_row);
-                    g = poisoned[column] ? NAN : queries.weighted(g, query);
+                    g = memory.poisoned[column] ? NAN : queries.weighted(g, query);
                     x.at[m][block][e] = seen ? g : 0.0F;
                 }
         if (unit.MOVES)
@@ -332,6 +333,7 @@ __device__ inline void sum_streamed(gradient_acc<SLICE<DIM>, M> &gradient, gradi
 
     const skl_band band = DK ? skl_query_band(&params.problem, &s) : skl_key_band(&params.problem, &s);
     const streamed_band streamed = stream_for(band, first_row, first_row + last_row);
+    memory.visible.fill(streamed.band);
     const reach warp = reach_of(streamed.band, (int)threadIdx.x / 32 * 16 * M, 16 * M);
     const row_source<ELEMENT> from_a =
         (DK ? queries_of<ELEMENT>(a, s, head) : keys_of<ELEMENT>(a, s, head)).from(streamed.origin);
@@ -371,7 +373,7 @@ __device__ inline void sum_streamed(gradient_acc<SLICE<DIM>, M> &gradient, gradi
             continue;
         if (masked)
             add_masked_stage<ELEMENT, DIM, M, DK>(gradient, unit, frags_a, frags_b, params, wrt_b, operands, queries,
-                                                  memory.poisoned, streamed.band, last_row, first);
+                                                  memory, last_row, first);
         else if (wrt_b)
             add_full_stage<ELEMENT, DIM, M, DK, true>(gradient, unit, frags_a, a.scale, frags_b, b.scale, operands,
                                                       queries);
@@ -436,10 +438,13 @@ __global__ void __launch_bounds__(THREADS, 2) gradient_kernel(const __grid_const
     if (DK)
         clear_row_stats(memory.stats); /* visible to all threads after the first barrier */
     const int last_row = (int)skl_min(WARPS * 16 * M, tile.rows - tile.first) - 1;
-    for (int n = 0; n < sharing && last_row >= 0; n++)
-        sum_streamed<ELEMENT, DIM, M, DK>(gradient, unit, params, memory, tile.sequence, tile.head * sharing + n,
-                                          tile.first, last_row);
-    row_tile<M, DK> stored; /* the same tile, recomputed: `tile` need not stay in registers during the loop */
+    for (int n = 0; n < sharing && last_row >= 0; n++) {
+        row_tile<M, DK> streamed; /* the same tile, recomputed: it need not stay in registers during a loop */
+        (void)streamed.find(params);
+        sum_streamed<ELEMENT, DIM, M, DK>(gradient, unit, params, memory, streamed.sequence,
+                                          streamed.head * sharing + n, streamed.first, last_row);
+    }
+    row_tile<M, DK> stored;
     (void)stored.find(params);
     store_gradient(gradient, params, stored,
                    unit.value() * (params.teacher_side ? params.problem.scale_t : params.problem.scale_s));

@@ -27,9 +27,12 @@
 namespace sm80
 {
 
-template <int DIM, int M> union forward_memory {
-    smem_stage<DIM> stages[STAGES];
-    skl_row_state rows[WARPS * 16 * M];
+template <int DIM, int M> struct forward_memory {
+    union {
+        smem_stage<DIM> stages[STAGES];
+        skl_row_state rows[WARPS * 16 * M];
+    };
+    row_ranges<WARPS * 16 * M> visible;
 };
 
 /* Adds a full tile with the current shifts. Returns false, and adds nothing, if a shift has to change. */
@@ -80,6 +83,7 @@ __device__ inline void sum_keys(skl_row_state (&state)[M][2], const forward_para
     const streamed_band keys =
         streamed_split(stream_for(skl_key_band(&params.problem, &s), query_first, query_first + last_row),
                        STAGE_ROWS<DIM>, split, params.num_splits);
+    memory.visible.fill(keys.band);
     const reach warp = reach_of(keys.band, (int)threadIdx.x / 32 * 16 * M, 16 * M);
     const row_source<ELEMENT> from_a = keys_of<ELEMENT>(a, s, head).from(keys.origin);
     const row_source<ELEMENT> from_b = keys_of<ELEMENT>(b, s, head).from(keys.origin);
@@ -120,7 +124,7 @@ __device__ inline void sum_keys(skl_row_state (&state)[M][2], const forward_para
             for (int m = 0; m < M; m++)
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
-                    const range32 sees = keys.band.of(acc_row<M>(m, half));
+                    const range32 sees = memory.visible.of(acc_row<M>(m, half));
                     add_with_max<true>(state[m][half], x.at[m], scale_a, y.at[m], scale_b, half,
                                        {sees.begin - first - row, sees.end - first - row});
                 }

@@ -82,7 +82,8 @@ template <int DIM, bool DK> struct wide_smem {
     row_tile<2, DK> tile;           /* in shared memory to save registers */
     int count;                      /* stationary rows that exist */
     int heads;                      /* query heads to process: 0 if the stream is empty */
-    row_stream stream;
+    stage_schedule stream;
+    band32 visible; /* without row bounds: for those there are neither registers nor shared memory left */
 
     __device__ int query_head(int h) const
     {
@@ -145,15 +146,15 @@ __device__ inline void load_argument(const wide_smem<DIM, DK> &smem, const skl_c
 template <typename ELEMENT, int DIM, bool DK, bool WRT_B>
 __device__ inline void produce_row_stats(const backward_params &params, wide_smem<DIM, DK> &smem)
 {
-    const row_stream &stream = smem.stream;
+    const stage_schedule &stream = smem.stream;
     const int stages = DK ? stream.stages : stream.masked_stages; /* full stages of keys have neither */
     for (int n = 0; n < stages * smem.heads; n++) {
         const int stage = n % smem.WRT_DEPTH, phase = n / smem.WRT_DEPTH % 2, s = n % stages;
         float(*poison)[STAGE_ROWS];
         if constexpr (DK) {
             const lane_row_stats loaded =
-                load_stage_row_stats(params, smem.tile.sequence, stream, smem.count, smem.query_head(n / stages),
-                                     stream.stage_at(s) * STAGE_ROWS);
+                load_stage_row_stats(params, smem.tile.sequence, stream, smem.visible.of(smem.count - 1).end,
+                                     smem.query_head(n / stages), stream.stage_at(s) * STAGE_ROWS);
             barrier_wait(smem.wrt.empty[stage], phase ^ 1); /* the loads are in flight meanwhile */
             stage_row_stats &stats = smem.stats.staged[stage];
             store_stage_row_stats(stats, loaded);
@@ -253,8 +254,8 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
     {
         fence_operand(gradient);
         if constexpr (!WRT_B)
-            unit.fit(*this, largest_logit_gradient<MASKED, WRT_B, CAPPED>(params, logits, smem.stream.band,
-                                                                          smem.count, stats_of_stage(stage)));
+            unit.fit(*this, largest_logit_gradient<MASKED, WRT_B, CAPPED>(params, logits, smem.visible, smem.count,
+                                                                          stats_of_stage(stage)));
         else if constexpr (DK)
             unit.fit(*this, load_shared(smem.stats.staged[stage].largest));
         else
@@ -291,7 +292,7 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
         uint32_t g[4][4];
         const float inverse = unit.inverse(); /* applied last: times an upstream gradient it could overflow */
         for_each_logit_gradient<MASKED, WRT_B, CAPPED>(
-            params, logits, smem.stream.band, stats_of_stage(wrt_stage), [&](int i, int half, float low, float high) {
+            params, logits, smem.visible, stats_of_stage(wrt_stage), [&](int i, int half, float low, float high) {
                 g[i / 2][i % 2 * 2 + half] = pack(low * inverse, high * inverse, ELEMENT());
             });
         wgmma_fence();
@@ -333,14 +334,13 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
         const skl_row_state state =
             merge_lanes({0.0F, sums[half].l_a, 0.0F, sums[half].l_b, sums[half].w}); /* shifts: the LSEs */
         if (row < smem.count && threadIdx.x % 4 == 0)
-            skl_row_set(&params.call.rows.kl, &tile.sequence, tile.head, tile.first + row,
-                        one_pass_kl(params.problem, tile.sequence, tile.first + row, state));
+            write_one_pass_row(params, tile.sequence, tile.head, tile.first + row, state);
     }
 
     /* Upstream gradient of a stationary row: 0 if it attends to no key. */
     __device__ float upstream_of(int row) const
     {
-        const range32 sees = smem.stream.band.of(row);
+        const range32 sees = smem.visible.of(row);
         return sees.begin < sees.end ? row_stat(params, 3, smem.tile.sequence, smem.tile.head, smem.tile.first + row)
                                      : 0.0F;
     }
@@ -389,9 +389,11 @@ __global__ void __launch_bounds__(WIDE_THREADS, 1)
         const skl_band band = DK ? skl_query_band(&params.problem, &s) : skl_key_band(&params.problem, &s);
         smem.tile = tile;
         smem.count = (int)(last + 1 - tile.first);
-        smem.stream = {};
+        row_stream stream = {};
         if (smem.count > 0)
-            smem.stream = make_row_stream(stream_for(band, tile.first, last), DK ? s.query_begin : s.key_begin);
+            stream = make_row_stream(stream_for(band, tile.first, last), DK ? s.query_begin : s.key_begin);
+        smem.stream = stream;
+        smem.visible = stream.band;
         smem.heads = smem.stream.stages == 0 ? 0 : DK ? wrt_argument<WRT_B>(params).heads_per_key : 1;
         smem.wrt.init(CONSUMERS * 128);
         smem.other.init(CONSUMERS * 4);

@@ -63,7 +63,9 @@ template <int DIM> struct dk_smem {
     key_tile tile; /* in shared memory to save registers */
     int count;     /* keys of the tile that exist */
     int heads;     /* query heads that share the key head */
-    row_stream queries;
+    stage_schedule queries;
+    int queries_needed; /* up to the last one that attends to a key of the tile */
+    row_ranges<CONSUMERS * 64> visible;
 };
 
 struct dk_maps {
@@ -101,7 +103,7 @@ __device__ inline void produce_queries(const backward_params &params, const dk_m
         }
         stage_row_stats &stats = smem.stats[stage];
         store_stage_row_stats(
-            stats, load_stage_row_stats(params, smem.tile.sequence, smem.queries, smem.count, head, first));
+            stats, load_stage_row_stats(params, smem.tile.sequence, smem.queries, smem.queries_needed, head, first));
         if (n % queries.stages < queries.masked_stages) {
             __syncwarp(); /* LSEs are stored before poison overwrites them */
             barrier_wait(smem.full[stage], phase);
@@ -141,7 +143,7 @@ template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED> struct dk_warpgrou
     {
         if (WRT_B)
             return load_shared(stats.largest);
-        return largest_logit_gradient<MASKED, WRT_B, CAPPED>(params, logits, smem.queries.band, smem.count,
+        return largest_logit_gradient<MASKED, WRT_B, CAPPED>(params, logits, smem.visible, smem.count,
                                                              streamed_query_stats<WRT_B>{stats});
     }
 
@@ -171,7 +173,7 @@ template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED> struct dk_warpgrou
         uint32_t g[4][4];
         const float inverse = unit.inverse(); /* applied last: times an upstream gradient it could overflow */
         for_each_logit_gradient<MASKED, WRT_B, CAPPED>(
-            params, logits, smem.queries.band, streamed_query_stats<WRT_B>{stats},
+            params, logits, smem.visible, streamed_query_stats<WRT_B>{stats},
             [&](int i, int half, float low, float high) {
                 g[i / 2][i % 2 * 2 + half] = pack(low * inverse, high * inverse, ELEMENT());
             });
@@ -237,16 +239,18 @@ __global__ void __launch_bounds__(DK_THREADS, 1)
     key_tile tile;
     if (!tile.find(params))
         return;
+    const skl_sequence &s = tile.sequence;
+    const int64_t last = skl_min(tile.first + CONSUMERS * 64, tile.rows) - 1;
+    row_stream queries = {};
+    if (last >= tile.first)
+        queries = make_row_stream(stream_for(skl_query_band(&params.problem, &s), tile.first, last), s.query_begin);
+    smem.visible.fill(queries.band);
     if (threadIdx.x == 0) {
-        const skl_sequence &s = tile.sequence;
-        const int64_t last = skl_min(tile.first + CONSUMERS * 64, tile.rows) - 1;
         smem.tile = tile;
         smem.count = (int)(last + 1 - tile.first);
         smem.heads = wrt_argument<WRT_B>(params).heads_per_key;
-        smem.queries = {};
-        if (smem.count > 0)
-            smem.queries =
-                make_row_stream(stream_for(skl_query_band(&params.problem, &s), tile.first, last), s.query_begin);
+        smem.queries = queries;
+        smem.queries_needed = queries.band.of((int)(last - tile.first)).end;
         barrier_init(smem.keys_full, 1);
         for (int stage = 0; stage < smem.DEPTH; stage++) {
             barrier_init(smem.full[stage], 1);

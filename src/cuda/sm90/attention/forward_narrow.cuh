@@ -45,7 +45,8 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT> struct narrow
         smem_rows<DIM / 64, tile_type::ROWS> q_b;
         smem_rows<(DIM - REG_DIMS) / 64, tile_type::ROWS> q_a;
         uint64_t queries_full[GROUPS], full[DEPTH], empty[DEPTH];
-        row_stream keys;                     /* the schedule is copied to registers, the band is not */
+        stage_schedule keys;
+        row_ranges<tile_type::ROWS> visible;
         tile_type tiles[PERSISTENT ? 3 : 1]; /* ring: last, current and next tile */
         tma_coord next_coord;                /* next tile, for the producer warp */
     };
@@ -214,12 +215,12 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT> struct narrow
             stage_logits x, y;
             compute_logits(x, y);
             const int first = keys.stage_at(n) * STAGE_KEYS;
-            const reach sees = reach_of(smem.keys.band, warpgroup * 64, 64); /* masked for another warpgroup, maybe */
+            const reach sees = reach_of(smem.visible, warpgroup * 64, 64); /* masked for another warpgroup, maybe */
             if (covers(sees.all, first, STAGE_KEYS)) {
                 init_shift(state, x, scale_a, y, scale_b);
                 add_full(state, x, scale_a, y, scale_b);
             } else if (overlaps(sees.any, first, STAGE_KEYS)) {
-                add_masked(state, x, scale_a, y, scale_b, smem.keys.band, first);
+                add_masked(state, x, scale_a, y, scale_b, smem.visible, first);
             }
             advance_stage(n);
         }
@@ -249,8 +250,10 @@ __global__ void __launch_bounds__(narrow_forward<ELEMENT, DIM, CAPPED, PERSISTEN
     forward worker = {params, maps, smem, warp / 4, warp};
     if (warp == forward::PRODUCER_WARP)
         worker.start_loads(tile);
+    const row_stream keys = keys_of_tile(params, tile, params.num_splits);
+    smem.visible.fill(keys.band);
     if (threadIdx.x == 0) {
-        smem.keys = keys_of_tile(params, tile, params.num_splits);
+        smem.keys = keys;
         smem.tiles[0] = tile;
     }
     worker.load_q_frag(tile);

@@ -128,12 +128,13 @@ __device__ inline void add_full(skl_row_state (&state)[2], const stage_logits &x
 }
 
 /* Adds a masked stage, whose first key is `first` of the stream: for each row, the keys that it attends to. */
+template <int ROWS>
 __device__ inline void add_masked(skl_row_state (&state)[2], const stage_logits &x, float scale_a,
-                                  const stage_logits &y, float scale_b, const band32 &band, int first)
+                                  const stage_logits &y, float scale_b, const row_ranges<ROWS> &visible, int first)
 {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const range32 sees = band.of(acc_row<1>(0, half));
+        const range32 sees = visible.of(acc_row<1>(0, half));
         add_with_max<true>(state[half], x, scale_a, y, scale_b, half, {sees.begin - first, sees.end - first});
     }
 }

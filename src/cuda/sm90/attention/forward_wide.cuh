@@ -33,7 +33,8 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
         key_stage<DIM> stages[DEPTH];
         smem_rows<(DIM - REG_DIMS) / 64> q_a, q_b;
         uint64_t queries_full[1], full[DEPTH], empty[DEPTH];
-        row_stream keys; /* the schedule is copied to registers, the band is not */
+        stage_schedule keys;
+        row_ranges<tile_type::ROWS> visible;
         tma_coord coord;
         tile_type tile;
         float scale_a, scale_b;
@@ -99,7 +100,7 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
     __device__ void add_masked_stage(const stage_logits &x, float scale_a, const stage_logits &y, float scale_b,
                                      int n)
     {
-        add_masked(state, x, scale_a, y, scale_b, smem.keys.band, keys.stage_at(n) * STAGE_KEYS);
+        add_masked(state, x, scale_a, y, scale_b, smem.visible, keys.stage_at(n) * STAGE_KEYS);
     }
 
     /* Reads the scales from shared memory, so that ptxas cannot move exponentials above the wait for the next stage's
@@ -163,8 +164,10 @@ __global__ void __launch_bounds__(wide_forward<ELEMENT, DIM, CAPPED>::THREADS, 1
     typename forward::tile_type tile;
     if (!tile.find(params, params.num_splits, (unsigned)params.head_group))
         return;
+    const row_stream keys = keys_of_tile(params, tile, params.num_splits);
+    smem.visible.fill(keys.band);
     if (threadIdx.x == 0) {
-        smem.keys = keys_of_tile(params, tile, params.num_splits);
+        smem.keys = keys;
         smem.coord = tma_coord::of(params, tile);
         smem.tile = tile;
         smem.scale_a = params.a.scale;

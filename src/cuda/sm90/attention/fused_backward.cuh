@@ -54,7 +54,8 @@ template <int DIM> struct fused_backward_smem {
     uint64_t queries_full, full[DEPTH], sanitized[DEPTH], g_full[2], g_empty[2];
     block_tile tile; /* in shared memory to save registers */
     int count;       /* queries of the tile that exist */
-    row_stream keys;
+    stage_schedule keys;
+    row_ranges<TILE_QUERIES> visible;
     float unit;                      /* of G */
     float poison[DEPTH][STAGE_KEYS]; /* NaN for non-finite keys of the wrt argument, else 0 */
     row_stats stats[TILE_QUERIES];   /* LSEs in base 2, upstream gradients divided by the unit */
@@ -195,7 +196,7 @@ template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED> struct dq_warpgrou
         for (int half = 0; half < 2; half++) {
             const int row = acc_row<1>(0, half);
             const row_stats query = load_row_stats(smem.stats[row]);
-            const range32 sees = MASKED && row < smem.count ? smem.keys.band.of(row) : range32{};
+            const range32 sees = MASKED && row < smem.count ? smem.visible.of(row) : range32{};
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 float pair[2];
@@ -286,8 +287,7 @@ template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED> struct dq_warpgrou
             if (row >= smem.count)
                 continue;
             if (params.kl_in_backward && threadIdx.x % 4 == 0)
-                skl_row_set(&params.call.rows.kl, &tile.sequence, tile.head, tile.first + row,
-                            one_pass_kl(params.problem, tile.sequence, tile.first + row, state));
+                write_one_pass_row(params, tile.sequence, tile.head, tile.first + row, state);
             if (out.data != NULL)
                 store_row<ELEMENT>(out.data, base + row * out.stride_row, side, dq, half, smem.unit * side.scale);
         }
@@ -391,10 +391,12 @@ __global__ void __launch_bounds__(FUSED_BACKWARD_THREADS, 1)
         return;
     if (threadIdx.x < 32)
         smem.unit = find_g_unit(params, assigned, ELEMENT());
+    const row_stream keys = keys_of_tile(params, assigned, 1);
+    smem.visible.fill(keys.band);
     if (threadIdx.x == 0) {
         smem.tile = assigned;
         smem.count = (int)skl_min(TILE_QUERIES, assigned.sequence.query_count - assigned.first);
-        smem.keys = keys_of_tile(params, assigned, 1);
+        smem.keys = keys;
         if (smem.count < TILE_QUERIES) /* rows that do not exist must be masked: 0 times a non-finite key is NaN */
             smem.keys.masked_stages = smem.keys.stages;
         barrier_init(smem.queries_full, 1);

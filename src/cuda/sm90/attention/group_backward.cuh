@@ -31,6 +31,7 @@ constexpr int DK_DIMS = 64; /* of dk at a time */
 /* Of a query, by the LSE of the student. */
 struct alignas(16) student_stats {
     float lse, low, grad; /* LSE in base 2 as two floats; upstream gradient divided by the unit, times 2^-low */
+    int key_begin;        /* first visible key, counted as in row_stream */
 };
 
 template <int DIM_S> struct group_backward_smem {
@@ -44,8 +45,9 @@ template <int DIM_S> struct group_backward_smem {
     uint64_t sanitized, g_full, g_empty;
     block_tile tile; /* this and the rest are in shared memory to save registers */
     int count;
-    row_stream keys;
-    float unit; /* of G */
+    stage_schedule keys;
+    int key_ends[TILE_QUERIES]; /* of visible keys; they begin at student_stats.key_begin: every byte counts here */
+    float unit;                 /* of G */
 };
 
 template <int DIM_S> constexpr int GROUP_FIXED_SIZE = (sizeof(group_backward_smem<DIM_S>) + 1023) / 1024 * 1024;
@@ -64,7 +66,8 @@ __device__ inline void prepare_student_queries(const backward_params &params, gr
         const int64_t query = tile.first + min(row, smem.count - 1);
         const skl_lse2 lse = split_lse2(row_stat(params, 1, tile.sequence, tile.head, query));
         const float grad = row_stat(params, 3, tile.sequence, tile.head, query) / smem.unit;
-        smem.stats[row] = {finite ? lse.value : NAN, lse.low, fmaf(grad, -lse.low * SKL_LN2, grad)};
+        smem.stats[row] = {finite ? lse.value : NAN, lse.low, fmaf(grad, -lse.low * SKL_LN2, grad),
+                           smem.stats[row].key_begin};
     }
     fence_proxy_async();
     named_barrier_sync(1 + (int)threadIdx.x / 128, 128);
@@ -88,7 +91,8 @@ template <typename ELEMENT, int DIM_T, int DIM_S> struct group_dq_warpgroup {
         for (int half = 0; half < 2; half++) {
             const int row = acc_row<1>(0, half);
             const float4 stats = load_shared(*(const float4 *)(const void *)&smem.stats[row]);
-            const range32 sees = MASKED && row < smem.count ? smem.keys.band.of(row) : range32{};
+            const range32 sees =
+                MASKED && row < smem.count ? range32{__float_as_int(stats.w), smem.key_ends[row]} : range32{};
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 float pair[2];
@@ -171,8 +175,7 @@ template <typename ELEMENT, int DIM_T, int DIM_S> struct group_dq_warpgroup {
             if (row >= smem.count)
                 continue;
             if (params.kl_in_backward && threadIdx.x % 4 == 0)
-                skl_row_set(&params.call.rows.kl, &tile.sequence, tile.head, tile.first + row,
-                            one_pass_kl(params.problem, tile.sequence, tile.first + row, state));
+                write_one_pass_row(params, tile.sequence, tile.head, tile.first + row, state);
             if (out.data != NULL)
                 store_row<ELEMENT>(out.data, base + row * out.stride_row, side, dq, half, smem.unit * side.scale);
         }
@@ -256,10 +259,16 @@ __global__ void __launch_bounds__(GROUP_BACKWARD_THREADS, 1)
         return;
     if (threadIdx.x < 32)
         smem.unit = find_g_unit(params, assigned, ELEMENT());
+    const row_stream keys = keys_of_tile(params, assigned, 1);
+    if (threadIdx.x < TILE_QUERIES) {
+        const range32 visible = keys.band.of((int)threadIdx.x);
+        smem.stats[threadIdx.x].key_begin = visible.begin;
+        smem.key_ends[threadIdx.x] = visible.end;
+    }
     if (threadIdx.x == 0) {
         smem.tile = assigned;
         smem.count = (int)skl_min(TILE_QUERIES, assigned.sequence.query_count - assigned.first);
-        smem.keys = keys_of_tile(params, assigned, 1);
+        smem.keys = keys;
         if (smem.count < TILE_QUERIES) /* rows that do not exist must be masked: 0 times a non-finite key is NaN */
             smem.keys.masked_stages = smem.keys.stages;
         smem.barriers.init();

@@ -34,8 +34,10 @@ template <int DIM_S> struct group_forward_smem {
     unsigned char keys_s[DIM_S / 64][GROUP_KEYS][128];
     group_barriers barriers;
     block_tile tile; /* this and the rest are in shared memory to save registers */
-    streamed_band keys;
-    range32 full; /* keys that all queries attend to */
+    int64_t origin;  /* key that the keys below count from */
+    int needed;      /* keys up to the last one that some query attends to */
+    range32 full;    /* keys that all queries attend to */
+    row_ranges<TILE_ROWS<2>> visible;
 };
 
 template <int DIM_S>
@@ -49,7 +51,8 @@ __device__ inline void write_group_row(const forward_params &params, const skl_s
     const skl_problem &p = params.problem;
     const skl_rows &rows = params.call.rows;
     if (params.call.op == SKL_OP_PARTIAL) {
-        params.call.states[skl_state_index(&p, &s, head, query)] = state;
+        params.call.states[skl_state_index(&p, &s, head, query)] =
+            sees_one_key(p, s, query) ? skl_state_of_one_key(state) : state;
         return;
     }
     const skl_input &lse_t = params.call.inputs.lse_t;
@@ -144,7 +147,7 @@ template <typename ELEMENT, int DIM_T, int DIM_S> struct group_forward {
         const int first = n * GROUP_KEYS;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const range32 sees = MASKED ? smem.keys.band.of(acc_row<1>(0, half)) : range32{};
+            const range32 sees = MASKED ? smem.visible.of(acc_row<1>(0, half)) : range32{};
             add_group_tile<MASKED>(state[half], p, y, params.b.scale, half, {sees.begin - first, sees.end - first});
         }
     }
@@ -209,20 +212,23 @@ __global__ void __launch_bounds__(GROUP_FORWARD_THREADS, 1)
     block_tile assigned;
     if (!assigned.find(params, params.num_splits, (unsigned)params.head_group))
         return;
+    const int64_t last = skl_min(assigned.first + TILE_ROWS<2>, assigned.sequence.query_count) - 1;
+    const skl_band band = skl_key_band(&params.problem, &assigned.sequence);
+    const streamed_band keys =
+        streamed_split(stream_for(band, assigned.first, last), GROUP_KEYS, assigned.split, params.num_splits);
+    smem.visible.fill(keys.band);
     if (threadIdx.x == 0) {
-        const int64_t last = skl_min(assigned.first + TILE_ROWS<2>, assigned.sequence.query_count) - 1;
-        const skl_band band = skl_key_band(&params.problem, &assigned.sequence);
         smem.tile = assigned;
-        smem.keys =
-            streamed_split(stream_for(band, assigned.first, last), GROUP_KEYS, assigned.split, params.num_splits);
-        smem.full = reach_of(smem.keys.band, 0, TILE_ROWS<2>).all;
-        smem.full.end = min(smem.full.end, smem.keys.needed);
+        smem.origin = keys.origin;
+        smem.needed = keys.needed;
+        smem.full = reach_of(keys.band, 0, TILE_ROWS<2>).all;
+        smem.full.end = min(smem.full.end, keys.needed);
         smem.barriers.init();
         barrier_init_fence();
     }
     __syncthreads();
     const int warpgroup = warpgroup_index(), head = warp_uniform((int)smem.tile.head);
-    const int stages = warp_uniform((smem.keys.needed + GROUP_KEYS - 1) / GROUP_KEYS);
+    const int stages = warp_uniform((smem.needed + GROUP_KEYS - 1) / GROUP_KEYS);
     const teacher_group group = teacher_group::of(params, head);
     const teacher_smem<DIM_T, GROUP_KEYS> teacher = {raw + GROUP_FORWARD_FIXED_SIZE<DIM_S>, group.count};
     if (warpgroup == CONSUMERS) {
@@ -236,7 +242,7 @@ __global__ void __launch_bounds__(GROUP_FORWARD_THREADS, 1)
                                                                depth,       warp_uniform((int)tile.sequence.batch),
                                                                head,        head / params.b.heads_per_key};
         loader.load_queries(warp_uniform((int)(tile.sequence.query_begin + tile.first)));
-        const int row = warp_uniform((int)(tile.sequence.key_begin + smem.keys.origin));
+        const int row = warp_uniform((int)(tile.sequence.key_begin + smem.origin));
         loader.load_stages(stages, [=](int n) { return row + n * GROUP_KEYS; });
     } else {
         reg_alloc<240>();

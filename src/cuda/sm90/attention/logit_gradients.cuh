@@ -91,14 +91,13 @@ struct lane_row_stats {
     float stat[STAGE_ROWS / 32][4];
 };
 
-/* Executed by one warp. `first`: the stage's first query, counted from the stream's first. Queries after the last one
- * that attends to any of the block's `count` keys get zeros: they are masked everywhere, and their upstream gradients
- * must not move the unit. */
+/* Executed by one warp. `first`: the stage's first query, counted from the stream's first. Queries from `end` on,
+ * after the last one that attends to any key of the block, get zeros: they are masked everywhere, and their upstream
+ * gradients must not move the unit. */
 __device__ inline lane_row_stats load_stage_row_stats(const backward_params &params, const skl_sequence &s,
-                                                      const row_stream &queries, int count, int64_t head, int first)
+                                                      const stage_schedule &queries, int end, int64_t head, int first)
 {
     const int64_t origin = queries.row - s.query_begin;
-    const int end = queries.band.of(count - 1).end;
     lane_row_stats stats = {};
 #pragma unroll
     for (int n = 0; n < STAGE_ROWS / 32; n++) {
@@ -167,17 +166,18 @@ struct argument_logits {
 };
 
 /* Calls emit(block of 8 columns, half, gradient, gradient of the next column) for the thread's logits. MASKED:
- * gradients of masked pairs are 0. `stats` is a streamed_query_stats or a stationary_query_stats. The logits are only
- * read: ptxas serialises wgmmas whose accumulators are written by other instructions. */
-template <bool MASKED, bool WRT_B, bool CAPPED, typename QUERY_STATS, typename EMIT>
+ * gradients of masked pairs are 0. VISIBLE: band32 or row_ranges. `stats` is a streamed_query_stats or a
+ * stationary_query_stats. The logits are only read: ptxas serialises wgmmas whose accumulators are written by other
+ * instructions. */
+template <bool MASKED, bool WRT_B, bool CAPPED, typename VISIBLE, typename QUERY_STATS, typename EMIT>
 __device__ inline void for_each_logit_gradient(const backward_params &params, const argument_logits &logits,
-                                               const band32 &band, QUERY_STATS stats, EMIT emit)
+                                               const VISIBLE &visible_rows, QUERY_STATS stats, EMIT emit)
 {
     const stage_logits &x = WRT_B ? logits.other : logits.wrt, &y = WRT_B ? logits.wrt : logits.other;
     range32 visible[2]; /* counted from the thread's first column */
 #pragma unroll
     for (int half = 0; half < 2 && MASKED; half++) {
-        const range32 range = band.of(acc_row<1>(0, half));
+        const range32 range = visible_rows.of(acc_row<1>(0, half));
         const int column = logits.first + acc_column(0, 0);
         visible[half] = {range.begin - column, range.end - column};
     }
@@ -208,13 +208,13 @@ __device__ inline void for_each_logit_gradient(const backward_params &params, co
 
 /* The warp's largest finite logit gradient, warp-uniform. Stationary rows from `count` on are undefined and ignored.
  */
-template <bool MASKED, bool WRT_B, bool CAPPED, typename QUERY_STATS>
+template <bool MASKED, bool WRT_B, bool CAPPED, typename VISIBLE, typename QUERY_STATS>
 __device__ inline float largest_logit_gradient(const backward_params &params, const argument_logits &logits,
-                                               const band32 &band, int count, const QUERY_STATS &stats)
+                                               const VISIBLE &visible_rows, int count, const QUERY_STATS &stats)
 {
     float largest[2] = {};
     for_each_logit_gradient<MASKED, WRT_B, CAPPED>(
-        params, logits, band, stats, [&](int, int half, float low, float high) {
+        params, logits, visible_rows, stats, [&](int, int half, float low, float high) {
             const float size = fmaxf(fabsf(low), fabsf(high));
             largest[half] = size < INFINITY ? fmaxf(largest[half], size) : largest[half];
         });
