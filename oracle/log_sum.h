@@ -70,10 +70,10 @@ static real lse_rounding(struct log_sum lse, int given)
     return given && size >= COARSE ? (real)INFINITY : size;
 }
 
-/* A backward reads the LSE of equal logits as their value, and takes each of them for all of the mass. */
-static int lse_is_lost(struct log_sum lse)
+/* What a coarse LSE loses as a float: of equal logits it has only their value. */
+static real lost_part(struct log_sum lse)
 {
-    return lse.rest != 0 && fabs(value_of(lse)) >= COARSE;
+    return fabs(value_of(lse)) >= COARSE ? fabs(lse.rest) : 0;
 }
 
 #endif

@@ -187,6 +187,16 @@ static real normalise(const struct run *run, const struct row *row)
     return log_z;
 }
 
+/* If this is not 0, a backward takes each of several equal logits for all of the mass. A one-pass KL is still right:
+ * its logarithms are off by this much, and the KL is the difference of two sums. */
+static real lost_parts(const struct run *run)
+{
+    real lost = 0;
+    for (int64_t n = 0; n <= run->group_size; n++)
+        lost += lost_part(run->lses[n]);
+    return lost;
+}
+
 /* The two distributions of KL(A || B). */
 struct arguments {
     const real *log_a, *log_b, *a_rounding, *b_rounding;
@@ -254,15 +264,6 @@ static real weighted_excess_rounding(const struct run *run, int64_t h, int64_t j
            exp(run->log_p_head[at]) * (fabs(origin) * (1 + run->log_p_head_rounding[at]) + origin_rounding);
 }
 
-/* Whether a backward can recover the two distributions from LSEs that are stored as floats. */
-static int lses_are_lost(const struct run *run)
-{
-    int lost = 0;
-    for (int64_t n = 0; n <= run->group_size; n++)
-        lost |= lse_is_lost(run->lses[n]);
-    return lost;
-}
-
 /* g A (log A - log B - KL) */
 static void gradient_of_a(const struct run *run, const struct row *row, real g)
 {
@@ -303,7 +304,7 @@ static void head_gradient(const struct run *run, const struct row *row, int64_t 
 
 static void mark_lost_gradients(const struct run *run, const struct row *row)
 {
-    if (!lses_are_lost(run))
+    if (lost_parts(run) == 0)
         return;
     for (int64_t j = 0; j < row->key_count; j++)
         run->gradient_rounding[j] = INFINITY;
@@ -349,7 +350,7 @@ struct share {
  * back, and cannot know that they cover the visible keys only. */
 static void head_dot(const struct run *run, const struct row *row, int64_t h, struct share share)
 {
-    real plain = 0, sum = 0, rounding = lses_are_lost(run) ? (real)INFINITY : 0;
+    real plain = 0, sum = 0, rounding = lost_parts(run) > 0 ? (real)INFINITY : 0;
     for (int64_t j = 0; j < row->key_count; j++) {
         plain += weighted_phi(run, h, j);
         sum += weighted_excess(run, h, j, share.mean);
@@ -414,7 +415,8 @@ static void forward_row(const struct run *run, const struct row *row)
     const struct arguments arguments = arguments_of(run);
     const real kl = divergence(&arguments, count);
     run->kl[row->at_s] = kl < 0 ? 0 : kl; /* keeps NaN */
-    run->kl_rounding[row->at_s] = divergence_rounding(&arguments, kl, count);
+    const real of_sums = (real)count * lost_parts(run); /* in any order: one rounding per term */
+    run->kl_rounding[row->at_s] = divergence_rounding(&arguments, kl, count) + of_sums;
     row_entropies(run, row, &arguments, kl, log_z);
     const struct share share = share_of(run, row, kl, log_z);
     for (int64_t h = 0; h < group_size; h++)
