@@ -414,7 +414,7 @@ static void forward_row(const struct run *run, const struct row *row)
 
     const struct arguments arguments = arguments_of(run);
     const real kl = divergence(&arguments, count);
-    run->kl[row->at_s] = kl < 0 ? 0 : kl; /* keeps NaN */
+    run->kl[row->at_s] = kl < 0 ? 0 : kl;               /* keeps NaN */
     const real of_sums = (real)count * lost_parts(run); /* in any order: one rounding per term */
     run->kl_rounding[row->at_s] = divergence_rounding(&arguments, kl, count) + of_sums;
     row_entropies(run, row, &arguments, kl, log_z);
