@@ -48,8 +48,8 @@ static real minus_lse(real value, struct log_sum lse)
 }
 
 /* A logit that differs from the largest by no more than the roundings of the two can be the largest in f32. If they
- * are coarse, such rows are undetermined: these logits get an infinite rounding. Equal logits are equal in f32 too.
- */
+ * are coarse, such rows are undetermined: these logits get an infinite rounding. Logits of equal keys are equal in
+ * f32 too; those that are both 0 after a ReLU need not be. */
 static void mark_undetermined(const real *logits, real *roundings, int64_t count, int64_t stride)
 {
     const int64_t largest = find_largest(logits, count, stride) * stride;
@@ -57,7 +57,8 @@ static void mark_undetermined(const real *logits, real *roundings, int64_t count
     for (int64_t n = 0; n < count; n++) {
         const real gap = logits[largest] - logits[n * stride];
         const real both = roundings[n * stride] + largest_rounding;
-        if (gap > 0 && both >= COARSE && gap <= (real)ORACLE_ROUNDING * both + NEGLIGIBLE)
+        const int same = gap == 0 && roundings[n * stride] == largest_rounding;
+        if (!same && both >= COARSE && gap <= (real)ORACLE_ROUNDING * both + NEGLIGIBLE)
             roundings[n * stride] = roundings[largest] = INFINITY;
     }
 }
