@@ -34,8 +34,8 @@ def gpu_calls(device, heads, length, dim):
     """{name: call}: attention_kl with its gradients, and its operators alone, on the same tensors."""
     tensors = [torch.randn((1, heads, length, dim), device=device, dtype=torch.bfloat16) for _ in range(4)]
     leaves = [*tensors[:2], *(tensor.clone().requires_grad_() for tensor in tensors[2:])]
-    problem = (None, None, None, *Options(gradients=DQ_S | DK_S, causal=True, heads_first=True))
-    inputs, rows = (*tensors, None, None), lib.KL | lib.LSE_T | lib.LSE_S
+    problem = (*[None] * 5, *Options(gradients=DQ_S | DK_S, causal=True, heads_first=True))
+    inputs, rows = (*tensors, *[None] * 4), lib.KL | lib.LSE_T | lib.LSE_S
     kl, lse_t, lse_s = torch.ops.streamkl.forward(*inputs, None, rows, *problem)
     weight = torch.full_like(kl, 1 / kl.numel())
 

@@ -114,6 +114,8 @@ const test_case test_cases[] = {
     {"bounds_chunks_128_bf16", SHAPE(1, 301, 301), HEADS(2, 2), DIMS(128, 128), TYPES(BF16, BF16), BOUNDS(CHUNKS)},
     {"bounds_sampled_bf16", SHAPE(1, 100, 900), HEADS(2, 2), DIMS(64, 64), TYPES(BF16, BF16), BOUNDS(SAMPLED)},
     {"bounds_256_bf16", SHAPE(1, 200, 333), HEADS(2, 2), DIMS(256, 256), TYPES(BF16, BF16), BOUNDS(RANDOM)},
+    {"bounds_192_f16", SHAPE(1, 200, 333), HEADS(2, 2), DIMS(192, 192), TYPES(F16, F16), BOUNDS(RANDOM)},
+    {"bounds_256_f16", SHAPE(1, 130, 200), HEADS(2, 2), DIMS(256, 256), TYPES(F16, F16), BOUNDS(ZIGZAG)},
     {"bounds_packed_bf16", PACKED(3, LENGTHS(0, 130, 130, 400), LENGTHS(0, 200, 205, 333)), TAILS(3, 5), HEADS(2, 2),
      DIMS(64, 64), TYPES(BF16, BF16), BOUNDS(RANDOM)},
     {"bounds_softcap_bf16", SHAPE(1, 200, 333), HEADS(2, 2), DIMS(64, 64), TYPES(BF16, BF16), BOUNDS(RANDOM),

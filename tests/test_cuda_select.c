@@ -42,6 +42,8 @@ static launch_log explained(const skl_plan *plan, const skl_inputs *inputs, skl_
     if (strncmp(text, "nothing to launch", strlen("nothing to launch")) == 0)
         return log;
     for (char *line = strtok(text, "\n"); line != NULL; line = strtok(NULL, "\n")) {
+        if (strncmp(line, "sinks: ", strlen("sinks: ")) == 0)
+            continue; /* not a launch of cuda/select */
         char *const first = strstr(line, ": "), *const splits = strstr(line, " split");
         assert_non_null(first);
         assert_non_null(splits);
@@ -117,7 +119,8 @@ static void test_every_case_runs_the_kernels_that_are_explained(void **state)
 {
     (void)state;
     for (size_t n = 0; n < test_case_count; n++)
-        check_case(&test_cases[n]);
+        if (!test_cases[n].sinks) /* one call with sinks is several without */
+            check_case(&test_cases[n]);
 }
 
 /* ---- Reasons ------------------------------------------------------------------------------------------------ */

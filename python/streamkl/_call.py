@@ -72,8 +72,8 @@ def execute(plan: lib.Plan, op: int, inputs: bytes, outputs: tuple, device: torc
 def call(
     plan, op, tensors, lengths, outputs, lse_t=None, lse_s=None, kl=None, dot_t=None, grad_kl=None, execute=execute
 ) -> None:
-    """Executes `op` on tensors (q_t, k_t, q_s, k_s, w_s, indices), length arrays and row vectors."""
-    q_t, k_t, q_s, k_s, w_s, indices = tensors
+    """Executes `op` on tensors (q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices), length arrays and row vectors."""
+    q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices = tensors
     cu_seqlens_q, cu_seqlens_k, key_lengths, key_begin, key_end = lengths
     problem = plan.problem
     copies: list[torch.Tensor] = []
@@ -83,6 +83,6 @@ def call(
         row_address(lse_t), row_address(lse_s), row_address(kl), row_address(dot_t), row_address(grad_kl),
         _data_ptr(cu_seqlens_q), _data_ptr(cu_seqlens_k), _data_ptr(key_lengths),
         _input_address(w_s, problem, copies), _input_address(indices, problem, copies),
-        _data_ptr(key_begin), _data_ptr(key_end),
+        _data_ptr(key_begin), _data_ptr(key_end), _data_ptr(sink_t), _data_ptr(sink_s),
     )  # fmt: skip
     execute(plan, op, inputs, outputs, q_t.device)

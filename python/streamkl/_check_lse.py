@@ -21,7 +21,7 @@ def is_lse_check_on(check_lse: bool, *lses: torch.Tensor | None) -> bool:
 
 
 def check_both_lses(teacher, student, lengths, options) -> None:
-    """Raises ValueError if an LSE of teacher or student, given as (q, k, lse), is not that of the visible keys."""
+    """Raises ValueError if an LSE of teacher or student, given as (q, k, lse, sink), is not that of the visible keys."""
     _check("lse_t", teacher, options.scale_t, options.softcap_t, lengths, options)
     _check("lse_s", student, options.scale_s, options.softcap_s, lengths, options)
 
@@ -33,7 +33,7 @@ def check_teacher_lse(teacher, indices, wider, lengths, options) -> None:
 
 @torch.no_grad()
 def _check(name, given, scale, softcap, lengths, options, indices=None, wider=False) -> None:
-    q, k, lse = given
+    q, k, lse, sink = given
     scale = scale or 1 / math.sqrt(q.shape[-1])
     for place, q_row, keys, found, in_indices in _sample(q, k, lse, indices, lengths, options):
         logits = torch.einsum("hd,hnd->hn", q_row.float(), keys.float()) * scale
@@ -41,6 +41,7 @@ def _check(name, given, scale, softcap, lengths, options, indices=None, wider=Fa
         if in_indices is not None:
             logits = logits.gather(1, in_indices.clamp(min=0)).masked_fill(in_indices < 0, -torch.inf)
         expected = logits.logsumexp(-1)
+        expected = expected if sink is None else torch.logaddexp(expected, sink)
         difference = found - expected if wider else -(found - expected).abs()
         wrong = (expected != -torch.inf) & ~(difference >= -_TOLERANCE[q.dtype] * (1 + expected.abs()))
         if wrong.any():

@@ -134,6 +134,17 @@ def _check_rows(
             _require(given[1] == dtype, f"{name}: dtype {given[1]} must be {dtype}")
 
 
+def _check_sinks(size: _Sizes, heads_s: int, sink_t: Spec, sink_s: Spec) -> None:
+    _require(
+        (sink_t is None) == (sink_s is None),
+        f"sink_{'s' if sink_s is None else 't'} is missing: a sink is an outcome of both distributions; without both sinks the "
+        "KL is that of the distributions on the keys alone",
+    )
+    for name, given, heads in ("sink_t", sink_t, size.heads_t), ("sink_s", sink_s, heads_s):
+        if given is not None:
+            _require(tuple(given[0]) == (heads,), f"{name}: shape {_shape_text(given[0])} must be [{heads}], one per head")
+
+
 def _check_sequences(size: _Sizes, packed: bool, cu_seqlens_q: Spec, cu_seqlens_k: Spec) -> int:
     """Returns the number of sequences."""
     if not packed:
@@ -160,7 +171,8 @@ def _check_device(q_t: Spec, **others: Spec) -> torch.device:
 
 
 def describe(
-    q_t: Spec, k_t: Spec, q_s: Spec, k_s: Spec, w_s: Spec, indices: Spec, lse_t: Spec, lse_s: Spec, row_weight: Spec,
+    q_t: Spec, k_t: Spec, q_s: Spec, k_s: Spec, w_s: Spec, sink_t: Spec, sink_s: Spec, indices: Spec, lse_t: Spec,
+    lse_s: Spec, row_weight: Spec,
     cu_seqlens_q: Spec, cu_seqlens_k: Spec, key_lengths: Spec, key_begin: Spec, key_end: Spec, *options,
     one_pass: bool = False,
 ) -> Problem:  # fmt: skip
@@ -182,11 +194,12 @@ def describe(
     else:
         heads_s, of_indexer = _check_indexer(q_t, q_s, w_s, indices, size, packed, asked.heads_first)
     _check_rows(size, heads_s, packed, lse_t, lse_s, row_weight, key_lengths, key_begin, key_end)
+    _check_sinks(size, heads_s, sink_t, sink_s)
     sequences = _check_sequences(size, packed, cu_seqlens_q, cu_seqlens_k)
     device = _check_device(
         q_t, k_t=k_t, q_s=q_s, k_s=k_s, w_s=w_s, indices=indices, lse_t=lse_t, lse_s=lse_s, row_weight=row_weight,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, key_lengths=key_lengths,
-        key_begin=key_begin, key_end=key_end,
+        key_begin=key_begin, key_end=key_end, sink_t=sink_t, sink_s=sink_s,
     )  # fmt: skip
     return Problem(
         **asked._asdict(),
@@ -197,7 +210,7 @@ def describe(
         dtype_s=DTYPES[q_s[1]],
         grad_f32=one_pass and any(
             tensor is not None and tensor[1] == torch.float16 and asked.gradients >> bit & 1
-            for bit, tensor in enumerate((q_t, k_t, q_s, k_s, w_s))
+            for bit, tensor in enumerate((q_t, k_t, q_s, k_s, w_s, sink_t, sink_s))
         ),
         batch=sequences,
         len_q=asked.max_seqlen_q if packed and asked.max_seqlen_q >= 0 else size.len_q,
@@ -212,6 +225,7 @@ def describe(
         total_q=size.len_q if packed else 0,
         total_k=size.len_k if packed else 0,
         row_bounds=key_begin is not None or key_end is not None,
+        sinks=sink_t is not None,
     )
 
 

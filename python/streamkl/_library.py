@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ._problem import (
-    ATTENTION, INDEXER, KL_FORWARD, KL_REVERSE, Problem, SklOptions, SklProblem, skl_options, skl_problem,
+    ATTENTION, DSINK_T, INDEXER, KL_FORWARD, KL_REVERSE, Problem, SklOptions, SklProblem, skl_options, skl_problem,
 )  # fmt: skip
 
 FORWARD, BACKWARD, FORWARD_BACKWARD, PARTIAL = 0, 1, 2, 3  # skl_op
@@ -40,19 +40,20 @@ class _KernelInfo(ctypes.Structure):
 
 _TENSOR = "Pqqq"  # skl_input, skl_output: address, stride_batch, stride_head, stride_row
 ABSENT = (0, 0, 0, 0)
-_INPUTS = struct.Struct("@N" + 9 * _TENSOR + "3P" + 2 * _TENSOR + "2P")
+_INPUTS = struct.Struct("@N" + 9 * _TENSOR + "3P" + 2 * _TENSOR + "4P")
 _ROWS = struct.Struct("@N" + 7 * _TENSOR)
-_GRADIENTS = struct.Struct("@N" + 5 * _TENSOR)
+_GRADIENTS = struct.Struct("@N" + 5 * _TENSOR + "2P")
 
 
 def pack_inputs(
     q_t, k_t, q_s, k_s, lse_t=ABSENT, lse_s=ABSENT, kl=ABSENT, dot_t=ABSENT, grad_kl=ABSENT,
     cu_seqlens_q=0, cu_seqlens_k=0, key_lengths=0, w_s=ABSENT, indices=ABSENT, key_begin=0, key_end=0,
+    sink_t=0, sink_s=0,
 ) -> bytes:  # fmt: skip
     """skl_inputs. A tensor is (address, stride_batch, stride_head, stride_row) or ABSENT; a length array an address."""
     return _INPUTS.pack(
         _INPUTS.size, *q_t, *k_t, *q_s, *k_s, *lse_t, *lse_s, *kl, *dot_t, *grad_kl,
-        cu_seqlens_q, cu_seqlens_k, key_lengths, *w_s, *indices, key_begin, key_end,
+        cu_seqlens_q, cu_seqlens_k, key_lengths, *w_s, *indices, key_begin, key_end, sink_t, sink_s,
     )  # fmt: skip
 
 
@@ -63,9 +64,9 @@ def pack_rows(
     return _ROWS.pack(_ROWS.size, *kl, *lse_t, *lse_s, *dot_t, *cross_entropy, *entropy, *mass)
 
 
-def pack_gradients(dq_t=ABSENT, dk_t=ABSENT, dq_s=ABSENT, dk_s=ABSENT, dw_s=ABSENT) -> bytes:
-    """skl_gradients."""
-    return _GRADIENTS.pack(_GRADIENTS.size, *dq_t, *dk_t, *dq_s, *dk_s, *dw_s)
+def pack_gradients(dq_t=ABSENT, dk_t=ABSENT, dq_s=ABSENT, dk_s=ABSENT, dw_s=ABSENT, dsink_t=ABSENT, dsink_s=ABSENT) -> bytes:
+    """skl_gradients. The gradient of a sink is contiguous: only its address counts."""
+    return _GRADIENTS.pack(_GRADIENTS.size, *dq_t, *dk_t, *dq_s, *dk_s, *dw_s, dsink_t[0], dsink_s[0])
 
 
 # ---- Loading -------------------------------------------------------------------------------------------------------
@@ -185,19 +186,20 @@ def rows_needed(op: int, gradients: int, direction: int, student: int, has_teach
 
 
 def _index_of_needs(op, gradients, direction, student, has_teacher_groups) -> int:
-    return (op == FORWARD_BACKWARD) << 8 | has_teacher_groups << 7 | student << 6 | direction << 5 | gradients
+    return (op == FORWARD_BACKWARD) << 10 | has_teacher_groups << 9 | student << 8 | direction << 7 | gradients
 
 
 def _table_of_needs() -> bytes:
     """skl_problem_needs of the smallest problem of each kind; 0 for invalid ones, such as DW_S without an indexer."""
-    table = bytearray(1 << 9)
+    table = bytearray(1 << 11)
     problem = skl_problem(Problem(batch=1, heads_s=1, dim_t=1, dim_s=1))
     every = itertools.product(
-        (BACKWARD, FORWARD_BACKWARD), range(1 << 5), (KL_FORWARD, KL_REVERSE), (ATTENTION, INDEXER), (False, True)
+        (BACKWARD, FORWARD_BACKWARD), range(1 << 7), (KL_FORWARD, KL_REVERSE), (ATTENTION, INDEXER), (False, True)
     )
     for op, gradients, direction, student, has_teacher_groups in every:
         problem.gradients, problem.direction, problem.heads_t = gradients, direction, 1 + has_teacher_groups
         problem.student = problem.index_heads = student
+        problem.sinks = gradients >= DSINK_T
         index = _index_of_needs(op, gradients, direction, student, has_teacher_groups)
         table[index] = library().skl_problem_needs(ctypes.byref(problem), op)
     return bytes(table)

@@ -21,7 +21,8 @@ from ._call import address, call, describe_while_tracing, execute, row_address
 from ._checks import describe
 from ._problem import ATTENTION, INDEXER, OPTIONS_SCHEMA, Options, Problem
 
-_TENSORS = "Tensor q_t, Tensor k_t, Tensor q_s, Tensor k_s, Tensor? w_s, Tensor? indices"
+_TENSORS = "Tensor q_t, Tensor k_t, Tensor q_s, Tensor k_s, Tensor? w_s, Tensor? sink_t, Tensor? sink_s, Tensor? indices"
+_TENSOR_COUNT = 8  # the last has no gradient
 _LENGTHS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? key_lengths, Tensor? key_begin, Tensor? key_end"
 _LENGTH_COUNT = 5
 _OWN_ARGUMENTS = {
@@ -82,23 +83,23 @@ def _rows_struct(made, rows: int) -> bytes:
 
 def _new_gradients(tensors, gradients: int, f32: bool = False) -> list[torch.Tensor]:
     dtype = torch.float32 if f32 else None
-    return [_new_gradient(tensor, dtype) for bit, tensor in enumerate(tensors[:5]) if gradients >> bit & 1]
+    return [_new_gradient(tensor, dtype) for bit, tensor in enumerate(tensors[:-1]) if gradients >> bit & 1]
 
 
 def _new_gradient(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """With the strides of its tensor, so that it flows back through views without a copy."""
+    """With the strides of its tensor, so that it flows back through views without a copy. Sinks are contiguous."""
     gradient = torch.empty_like(tensor, dtype=dtype)
     return gradient if gradient.stride(-1) == 1 else gradient.new_empty(gradient.shape)
 
 
 def _per_tensor(made, gradients: int, absent):
-    """The gradients of q_t, k_t, q_s, k_s and w_s; `absent` for those that are not in the bit mask `gradients`."""
+    """The gradients of the tensors; `absent` for those that are not in the bit mask `gradients`."""
     remaining = iter(made)
-    return [next(remaining) if gradients >> bit & 1 else absent for bit in range(5)]
+    return [next(remaining) if gradients >> bit & 1 else absent for bit in range(_TENSOR_COUNT - 1)]
 
 
 def _gradients_struct(made, problem: Problem) -> bytes:
-    addresses = [address(gradient, problem) for gradient in made]
+    addresses = [address(gradient, problem) if gradient.dim() > 1 else (gradient.data_ptr(), 0, 0, 0) for gradient in made]
     return lib.pack_gradients(*_per_tensor(addresses, problem.gradients, lib.ABSENT))
 
 
@@ -110,24 +111,24 @@ def _parted(lengths_and_options):
 
 
 
-def _forward(q_t, k_t, q_s, k_s, w_s, indices, lse_t, rows, *lengths_and_options, execute=execute):
-    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, indices), _parted(lengths_and_options)
+def _forward(q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices, lse_t, rows, *lengths_and_options, execute=execute):
+    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices), _parted(lengths_and_options)
     plan = _plan_for(*_specs(tensors, lse_t, None, None, lengths, options))
     made = _new_rows(q_t, rows, plan.problem)
     call(plan, lib.FORWARD, tensors, lengths, (_rows_struct(made, rows),), lse_t, execute=execute)
     return made
 
 
-def _forward_fake(q_t, k_t, q_s, k_s, w_s, indices, lse_t, rows, *lengths_and_options):
-    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, indices), _parted(lengths_and_options)
+def _forward_fake(q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices, lse_t, rows, *lengths_and_options):
+    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices), _parted(lengths_and_options)
     problem = describe_while_tracing(*_specs(tensors, lse_t, None, None, lengths, options))
     return _new_rows(q_t, rows, problem)
 
 
 def _backward(
-    q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, kl, dot_t, grad_kl, *lengths_and_options, execute=execute
+    q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices, lse_t, lse_s, kl, dot_t, grad_kl, *lengths_and_options, execute=execute
 ):
-    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, indices), _parted(lengths_and_options)
+    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices), _parted(lengths_and_options)
     plan = _plan_for(*_specs(tensors, lse_t, lse_s, grad_kl, lengths, options))
     made = _new_gradients(tensors, plan.problem.gradients)
     outputs = (_gradients_struct(made, plan.problem),)
@@ -136,16 +137,16 @@ def _backward(
 
 
 def _backward_fake(
-    q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, kl, dot_t, grad_kl, *lengths_and_options
+    q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices, lse_t, lse_s, kl, dot_t, grad_kl, *lengths_and_options
 ):
     _, options = _parted(lengths_and_options)
-    return _new_gradients((q_t, k_t, q_s, k_s, w_s), Options(*options).gradients)
+    return _new_gradients((q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, None), Options(*options).gradients)
 
 
 def _forward_backward(
-    q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, row_weight, rows, *lengths_and_options, execute=execute
+    q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices, lse_t, lse_s, row_weight, rows, *lengths_and_options, execute=execute
 ):
-    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, indices), _parted(lengths_and_options)
+    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices), _parted(lengths_and_options)
     plan = _plan_for(*_specs(tensors, lse_t, lse_s, row_weight, lengths, options), one_pass=True)
     problem = plan.problem
     made, gradients = _new_rows(q_t, rows, problem), _new_gradients(tensors, problem.gradients, problem.grad_f32)
@@ -155,9 +156,9 @@ def _forward_backward(
 
 
 def _forward_backward_fake(
-    q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, row_weight, rows, *lengths_and_options
+    q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices, lse_t, lse_s, row_weight, rows, *lengths_and_options
 ):
-    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, indices), _parted(lengths_and_options)
+    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices), _parted(lengths_and_options)
     problem = describe_while_tracing(*_specs(tensors, lse_t, lse_s, row_weight, lengths, options), one_pass=True)
     return [*_new_rows(q_t, rows, problem), *_new_gradients(tensors, problem.gradients, problem.grad_f32)]
 
@@ -207,15 +208,16 @@ class Forward(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q_t, k_t, q_s, k_s, w_s, fixed):
+    def forward(ctx, q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, fixed):
         indices, lse_t, rows, lengths, options = fixed
         needed = _rows_needed(lib.BACKWARD, q_t, q_s, w_s, options)
+        computed = rows | needed | (BOTH_LSES if sink_t is not None else 0)  # the KL with sinks is made of both LSEs
         made = torch.ops.streamkl.forward(
-            q_t, k_t, q_s, k_s, w_s, indices, lse_t, rows | needed, *lengths, *options
+            q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices, lse_t, computed, *lengths, *options
         )
-        named = dict(zip(row_names(rows | needed), made))
+        named = dict(zip(row_names(computed), made))
         saved = [named[name] if needed & bit else None for name, bit in _SAVED_ROWS]
-        ctx.save_for_backward(q_t, k_t, q_s, k_s, w_s, indices, *saved, *lengths)
+        ctx.save_for_backward(q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices, *saved, *lengths)
         ctx.options = options
         returned = tuple([named[name] for name in row_names(rows)])
         ctx.mark_non_differentiable(*returned[1:])
@@ -223,17 +225,19 @@ class Forward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_kl, *_):
-        q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, kl, dot_t, *lengths = ctx.saved_tensors
-        tensors = (q_t, k_t, q_s, k_s, w_s)
+        saved = ctx.saved_tensors  # once: under checkpointing, every access computes them again
+        *tensors, indices, lse_t, lse_s, kl, dot_t = saved[: _TENSOR_COUNT + 4]
+        lengths = saved[_TENSOR_COUNT + 4 :]
         with torch.no_grad():
             made = torch.ops.streamkl.backward(
                 *tensors, indices, lse_t, lse_s, kl, dot_t, grad_kl, *lengths, *ctx.options
             )
         if torch.is_grad_enabled():  # create_graph=True
-            made = _OnceDifferentiable.apply(_function_name(w_s), len(made), *made, *tensors)
+            made = _OnceDifferentiable.apply(_function_name(tensors[4]), len(made), *made, *tensors)
         return *_per_tensor(made, ctx.options.gradients, None), None
 
 
+BOTH_LSES = lib.LSE_T | lib.LSE_S
 _SAVED_ROWS = (("lse_t", lib.LSE_T), ("lse_s", lib.LSE_S), ("kl", lib.KL), ("dot_t", lib.DOT_T))
 
 
@@ -245,16 +249,17 @@ class OnePass(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q_t, k_t, q_s, k_s, w_s, fixed):
+    def forward(ctx, q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, fixed):
         indices, lse_t, lse_s, row_weight, rows, lengths, options = fixed
         needed = _rows_needed(lib.FORWARD_BACKWARD, q_t, q_s, w_s, options) & lib.DOT_T
         made = torch.ops.streamkl.forward_backward(
-            q_t, k_t, q_s, k_s, w_s, indices, lse_t, lse_s, row_weight, rows | needed | lib.KL, *lengths, *options
+            q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices, lse_t, lse_s, row_weight, rows | needed | lib.KL,
+            *lengths, *options,
         )
         names = row_names(rows | needed | lib.KL)
         ctx.save_for_backward(*made[len(names) :])
         ctx.gradients, ctx.function = options.gradients, _function_name(w_s)
-        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (q_t, k_t, q_s, k_s, w_s)]
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (q_t, k_t, q_s, k_s, w_s, sink_t, sink_s)]
         loss = weighted(made[0], row_weight).sum()  # kl is the first row vector
         if rows == 0:
             return (loss,)

@@ -61,6 +61,8 @@ class AttentionBatch(IndexerBatch, total=False):
     """Options of attention_kl that belong to one batch."""
 
     lse_s: torch.Tensor | None
+    sink_t: torch.Tensor | None
+    sink_s: torch.Tensor | None
 
 
 class AllAttentionOptions(AttentionOptions, AttentionBatch, total=False):

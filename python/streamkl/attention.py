@@ -9,9 +9,9 @@ import torch
 from . import _library as lib
 from ._check_lse import check_both_lses, is_lse_check_on
 from ._checks import sizes
-from ._ops import Forward, OnePass, weighted
+from ._ops import BOTH_LSES, Forward, OnePass, weighted
 from ._options import AllAttentionOptions, Direction, Layout, Reduction, check_flags, refuse_transforms, translate
-from ._problem import DK_S, DK_T, DQ_S, DQ_T, KL_FORWARD
+from ._problem import DK_S, DK_T, DQ_S, DQ_T, DSINK_S, DSINK_T, KL_FORWARD
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -50,6 +50,8 @@ def attention_kl(
     key_lengths: torch.Tensor | None = None,
     key_begin: torch.Tensor | None = None,
     key_end: torch.Tensor | None = None,
+    sink_t: torch.Tensor | None = None,
+    sink_s: torch.Tensor | None = None,
     direction: Direction = "forward",
     reduction: Reduction = "mean",
     row_weight: torch.Tensor | None = None,
@@ -101,6 +103,11 @@ def attention_kl(
             shard of a context-parallel sequence, chunked attention, compressed keys, a sample of the rows. The CPU refuses
             invalid bounds; a GPU limits them to the keys, and where they decrease results are undefined.
         key_end: a query attends to the keys before ``key_end``. Default of both: no bound.
+        sink_t: attention sinks of the teacher, ``[heads_t]``: the softmax of a head has one more outcome with this logit (natural
+            log, neither scaled nor capped), which belongs to no key. A sink is an outcome of both distributions, so both or
+            none must be given. All LSEs include it. A row that attends to no key has no sink.
+        sink_s: the same for the student, ``[heads_s]``. Gradients flow to both. With ``heads_t > heads_s`` sinks need
+            ``direction="forward"`` and a teacher without gradients.
         direction: ``"forward"``: KL(P || S); ``"reverse"``: KL(S || P).
         reduction: ``"mean"``: weighted mean over the rows that attend to at least one key; ``"sum"``; ``"none"``.
         row_weight: weight of each row, ``[batch, len_q]`` or ``[batch, heads_s, len_q]``, packed ``[total_q]`` or
@@ -128,9 +135,10 @@ def attention_kl(
         ValueError: an argument does not fit; the message contains its name, its shape or value, and what is accepted.
     """
     refuse_transforms("attention_kl", q_t, k_t, q_s, k_s)
+    sink_t, sink_s = _as_f32("sink_t", sink_t), _as_f32("sink_s", sink_s)
     check_flags(return_lse=return_lse, check_lse=check_lse)
     lengths, options = translate(
-        _wanted_gradients(q_t, k_t, q_s, k_s), causal=causal, window_size=window_size, softmax_scale_t=softmax_scale_t,
+        _wanted_gradients(q_t, k_t, q_s, k_s, sink_t, sink_s), causal=causal, window_size=window_size, softmax_scale_t=softmax_scale_t,
         softmax_scale_s=softmax_scale_s, softcap_t=softcap_t, softcap_s=softcap_s, cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, key_lengths=key_lengths,
         key_begin=key_begin, key_end=key_end, direction=direction, reduction=reduction, deterministic=deterministic, layout=layout,
@@ -140,7 +148,7 @@ def attention_kl(
     if row_weight is not None:
         row_weight = expand_weight(row_weight, q_s, lengths, options)
 
-    tensors, given_lses = (q_t, k_t, q_s, k_s, None), (lse_t, lse_s)
+    tensors, given_lses = (q_t, k_t, q_s, k_s, None, sink_t, sink_s), (lse_t, lse_s)
     one_pass = options.gradients and reduction != "none" and (row_weight is None or not row_weight.requires_grad)
     if one_pass and lse_t is None and lse_s is None and _lses_first(q_t, q_s, options):
         with torch.no_grad():
@@ -152,13 +160,14 @@ def attention_kl(
         if options.gradients:
             kl, *lses = Forward.apply(*tensors, (None, lse_t, rows, lengths, options))
         else:
+            rows |= BOTH_LSES if sink_t is not None else 0
             kl, *lses = torch.ops.streamkl.forward(*tensors, None, lse_t, rows, *lengths, *options)
         if return_lse:
             lse_t, lse_s = lses
         loss = weighted(kl, row_weight)
         loss = loss if reduction == "none" else loss.sum()
     if is_lse_check_on(check_lse, *given_lses):  # the operator has checked all shapes
-        check_both_lses((q_t, k_t, given_lses[0]), (q_s, k_s, given_lses[1]), lengths, options)
+        check_both_lses((q_t, k_t, given_lses[0], sink_t), (q_s, k_s, given_lses[1], sink_s), lengths, options)
     if reduction == "mean":
         loss = _divide_by_rows(loss, q_s, k_s, row_weight, lengths, options)
     if not return_lse:
@@ -167,10 +176,22 @@ def attention_kl(
     return loss, lse_t, lse_s
 
 
-def _wanted_gradients(q_t, k_t, q_s, k_s) -> int:
+def _wanted_gradients(q_t, k_t, q_s, k_s, sink_t, sink_s) -> int:
     if not torch.is_grad_enabled():
         return 0
-    return q_t.requires_grad * DQ_T + k_t.requires_grad * DK_T + q_s.requires_grad * DQ_S + k_s.requires_grad * DK_S
+    gradients = q_t.requires_grad * DQ_T + k_t.requires_grad * DK_T + q_s.requires_grad * DQ_S + k_s.requires_grad * DK_S
+    if sink_t is not None and sink_s is not None:
+        gradients += sink_t.requires_grad * DSINK_T + sink_s.requires_grad * DSINK_S
+    return gradients
+
+
+def _as_f32(name: str, sink: torch.Tensor | None) -> torch.Tensor | None:
+    """Sinks are a number per head: models keep them in any type."""
+    if sink is None:
+        return None
+    if not isinstance(sink, torch.Tensor) or not sink.is_floating_point():
+        raise ValueError(f"{name}: must be a tensor of floating-point numbers")
+    return sink.float().contiguous()
 
 
 def _lses_first(q_t, q_s, options) -> bool:

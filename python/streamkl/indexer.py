@@ -170,7 +170,7 @@ def indexer_kl(
     if row_weight is not None:
         row_weight = expand_weight(row_weight, w_s, lengths, options)
 
-    tensors = (q_t, k_t, q_s, k_s, w_s, indices)
+    tensors = (q_t, k_t, q_s, k_s, w_s, None, None, indices)
     fixed_weight = row_weight is None or not row_weight.requires_grad
     if options.gradients and reduction != "none" and fixed_weight and not lse_t_wider:
         loss, rows = _one_pass(tensors, lse_t, row_weight, return_rows, lengths, options)
@@ -179,7 +179,7 @@ def indexer_kl(
         loss = weighted(rows["kl"], row_weight)
         loss = loss if reduction == "none" else loss.sum()
     if is_lse_check_on(check_lse, lse_t):  # the operator has checked all shapes
-        check_teacher_lse((q_t, k_t, lse_t), indices, lse_t_wider, lengths, options)
+        check_teacher_lse((q_t, k_t, lse_t, None), indices, lse_t_wider, lengths, options)
     if reduction == "mean":
         loss = _divide_by_rows(loss, rows["lse_s"], row_weight)
     if not return_rows:

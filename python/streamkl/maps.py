@@ -85,7 +85,7 @@ def attention_map(
     )
     lengths_and_options = translate(0, cu_seqlens_q=None, cu_seqlens_k=None, **options)
     reverse, heads_first = direction == "reverse", layout == "bhnd"
-    tensors = (*promote_under_autocast(q_t, k_t, q_s, k_s), None, None)
+    tensors = (*promote_under_autocast(q_t, k_t, q_s, k_s), None, None, None, None)
 
     if cu_seqlens_q is None or cu_seqlens_k is None:
         sequences: list[tuple] = [(tensors, lse_t, lse_s)]
@@ -109,7 +109,7 @@ def _unpack(tensors, lse_t, lse_s, bounds_q, bounds_k, heads_first) -> Iterator[
     for q_0, q_1, k_0, k_1 in zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:]):
         bounds = ((q_0, q_1 - q_0), (k_0, k_1 - k_0)) * 2
         parts = [t.narrow(length, *bound).unsqueeze(0) for t, bound in zip(tensors, bounds)]
-        yield (*parts, None, None), lse_t[None, :, q_0:q_1], lse_s[None, :, q_0:q_1]
+        yield (*parts, None, None, None, None), lse_t[None, :, q_0:q_1], lse_s[None, :, q_0:q_1]
 
 
 def _edges(count: int, length: int) -> list[int]:

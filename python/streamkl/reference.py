@@ -33,9 +33,12 @@ def logits(q, k, scale, softcap) -> torch.Tensor:
     return softcap * torch.tanh(x / softcap) if softcap else x
 
 
-def sequence_kl(q_t, k_t, q_s, k_s, visible, scale_t, scale_s, softcap_t, softcap_s, reverse):
+def sequence_kl(q_t, k_t, q_s, k_s, visible, scale_t, scale_s, softcap_t, softcap_s, reverse, sink_t=None, sink_s=None):
     """(KL, lse_t, lse_s) of one sequence: [heads, len_q] each, from tensors [heads, length, dim]."""
     x, y = logits(q_t, k_t, scale_t, softcap_t), logits(q_s, k_s, scale_s, softcap_s)
+    if sink_t is not None:  # one more outcome of every row that attends to a key
+        x, y = (torch.cat([z, sink.to(z.dtype)[:, None, None].expand(*z.shape[:2], 1)], -1) for z, sink in ((x, sink_t), (y, sink_s)))
+        visible = torch.cat([visible, visible.any(-1, keepdim=True)], -1)
     rows = rows_of_logits(x, y, visible, None, reverse)
     return rows.kl, rows.lse_t, rows.lse_s
 
@@ -134,7 +137,7 @@ def reduced(kl, attending, row_weight, reduction) -> torch.Tensor:
 def attention_kl(
     q_t, k_t, q_s, k_s, *, causal=False, window_size=(-1, -1), softmax_scale_t=None, softmax_scale_s=None,
     softcap_t=0.0, softcap_s=0.0, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
-    key_lengths=None, key_begin=None, key_end=None, direction="forward", reduction="mean", row_weight=None, lse_t=None, lse_s=None,
+    key_lengths=None, key_begin=None, key_end=None, sink_t=None, sink_s=None, direction="forward", reduction="mean", row_weight=None, lse_t=None, lse_s=None,
     deterministic=False, return_lse=False, layout="bnhd",
 ):  # fmt: skip
     """streamkl.attention_kl with matrices. Ignores given LSEs and computes its own."""
@@ -144,7 +147,7 @@ def attention_kl(
         len_q, k_t.shape[-2], q_t.shape[0], cu_seqlens_q, cu_seqlens_k, key_lengths, key_begin, key_end, causal, window_size,
         q_t.device,
     )
-    options = (softmax_scale_t, softmax_scale_s, softcap_t, softcap_s, direction == "reverse")
+    options = (softmax_scale_t, softmax_scale_s, softcap_t, softcap_s, direction == "reverse", sink_t, sink_s)
     rows = []
     for b, q, k, visible in cuts:
         parts = (q_t[b][:, q], k_t[b][:, k], q_s[b][:, q], k_s[b][:, k])

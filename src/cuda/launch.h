@@ -99,8 +99,9 @@ enum {
     SKL_SM80_BLOCKS_PER_SM_MAX = 3, /* that splits are made for */
     SKL_SPLIT_ROWS_MAX = 512,       /* rows of split states per SM: bounds the workspace */
     SKL_SM90_STAGE_KEYS = 64,
-    SKL_SM90_NARROW_DIM_MAX = 128, /* larger heads have the wide kernels */
-    SKL_SM90_BACKWARD_ROWS = 128,  /* queries per tile of the fused backward */
+    SKL_SM90_NARROW_DIM_MAX = 128,    /* larger heads have the wide kernels */
+    SKL_SM90_BACKWARD_ROWS = 128,     /* queries per tile of the fused backward */
+    SKL_SM90_UNBOUNDED_F16_DIM = 256, /* f16 kernels whose gradients have no row bounds */
     SKL_HEAD_GROUP_MAX = 16,
     SKL_GROUP_DIM_MAX = 128,  /* head sizes with kernels for teacher groups, which are padded to 64 or 128 */
     SKL_GROUP_DIMS_MAX = 512, /* of all teacher heads of a group: their queries stay in shared memory */

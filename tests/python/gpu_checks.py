@@ -98,8 +98,8 @@ def check_map():
 
 def check_opcheck():
     options = Options(gradients=DQ_S | DK_S, causal=True, window_left=5, scale_s=0.3, softcap_s=4.0)
-    problem = (None, None, None, *options)
-    tensors = [*(t.detach() for t in make_tensors(**BF16)), None, None]
+    problem = (*[None] * 5, *options)
+    tensors = [*(t.detach() for t in make_tensors(**BF16)), None, None, None, None]
     rows = lib.KL | lib.LSE_T | lib.LSE_S
     kl, lse_t, lse_s = torch.ops.streamkl.forward(*tensors, None, rows, *problem)
     torch.library.opcheck(torch.ops.streamkl.forward, (*tensors, None, rows, *problem))

@@ -209,8 +209,8 @@ def test_given_lse_means_one_pass_over_the_teacher(monkeypatch):
     torch.autograd.grad(loss, indexer.trained)
     assert calls == [lib.FORWARD, lib.FORWARD_BACKWARD]
     poisoned = [torch.full_like(tensor, torch.nan) for tensor in indexer[:2]]
-    problem = (None, None, None, *Options(causal=True))
-    (lse_s,) = torch.ops.streamkl.forward(*poisoned, *indexer[2:], lse_t, lib.LSE_S, *problem)
+    problem = (*[None] * 5, *Options(causal=True))
+    (lse_s,) = torch.ops.streamkl.forward(*poisoned, *indexer[2:5], None, None, None, lse_t, lib.LSE_S, *problem)
     assert lse_s.isfinite().all()
 
 
@@ -342,12 +342,13 @@ def test_opcheck(form):
         None if tensor is None else tensor.detach()
         for tensor in make_indexer(len_q=11, len_k=11, heads_s=2, packed=form == "packed", top_k=3 * (form == "sparse"))
     ]
+    indexer[5:5] = [None, None]  # no sinks
     bounds = torch.tensor([0, 4, 10], dtype=torch.int32) if form == "packed" else None
     key_lengths = torch.tensor([3, 11], dtype=torch.int32) if form == "key lengths" else None
     all_rows = lib.KL | lib.LSE_T | lib.LSE_S | lib.CROSS_ENTROPY | lib.ENTROPY | lib.MASS
     for gradients in (STUDENT, DW_S):
         options = Options(gradients=gradients, causal=True, window_left=5, scale_s=0.3, softcap_t=2.0)
-        problem = (bounds, bounds, key_lengths, *options)
+        problem = (bounds, bounds, key_lengths, None, None, *options)
         torch.library.opcheck(torch.ops.streamkl.forward, (*indexer, None, all_rows, *problem))
         kl, lse_t, lse_s = torch.ops.streamkl.forward(*indexer, None, lib.KL | lib.LSE_T | lib.LSE_S, *problem)
         ones = torch.ones_like(kl)

@@ -85,7 +85,7 @@ def test_problem_of_a_call():
     streamkl.attention_kl(*tensors, layout="bhnd")
     specs = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
     options = Options(heads_first=True, gradients=15)
-    problem = _ops._plan_for(*specs, *[None] * 8, *options).problem
+    problem = _ops._plan_for(*specs, *[None] * 12, *options).problem
     assert (problem.batch, problem.len_q, problem.len_k) == (2, 19, 23)
     assert (problem.heads_t, problem.heads_s, problem.key_heads_t, problem.key_heads_s) == (4, 2, 2, 1)
     assert (problem.dim_t, problem.dim_s, problem.dtype_t, problem.packed) == (8, 5, 2, False)

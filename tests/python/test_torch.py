@@ -19,11 +19,11 @@ STUDENT = DQ_S | DK_S
 @pytest.mark.parametrize("form", ["dense", "packed", "key lengths"])
 def test_opcheck(form, gradients):
     tensors = [t.detach() for t in make_tensors(len_q=11, len_k=11, packed=form == "packed")]
-    tensors += [None, None]  # no indexer
+    tensors += [None, None, None, None]  # no indexer, no sinks
     cu_seqlens = torch.tensor([0, 4, 10], dtype=torch.int32) if form == "packed" else None
     key_lengths = torch.tensor([3, 11], dtype=torch.int32) if form == "key lengths" else None
     options = Options(gradients=gradients, causal=True, window_left=5, scale_s=0.3, softcap_s=4.0)
-    problem = (cu_seqlens, cu_seqlens, key_lengths, *options)
+    problem = (cu_seqlens, cu_seqlens, key_lengths, None, None, *options)
     needs_dot_t = gradients & ~STUDENT
     rows = lib.KL | lib.LSE_T | lib.LSE_S | (lib.DOT_T if needs_dot_t else 0)
     torch.library.opcheck(torch.ops.streamkl.forward, (*tensors, None, rows, *problem))

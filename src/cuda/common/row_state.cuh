@@ -140,7 +140,7 @@ __device__ inline void write_row(const skl_cuda_params &params, const skl_sequen
 {
     if (params.call.op == SKL_OP_PARTIAL) {
         params.call.states[skl_state_index(&params.problem, &s, head, query)] =
-            sees_one_key(params.problem, s, query) ? skl_state_of_one_key(state) : state;
+            partial_state(params.problem, s, query, state);
         return;
     }
     write_kl(params, s, head, query, state);

@@ -34,6 +34,16 @@ __device__ inline bool sees_one_key(const skl_problem &problem, const skl_sequen
     return sees.end - sees.begin == 1;
 }
 
+/* The partial state that a kernel returns: without a shift for a row that sees no key, and exact for a single key. */
+__device__ inline skl_row_state partial_state(const skl_problem &problem, const skl_sequence &s, int64_t query,
+                                              const skl_row_state &state)
+{
+    const skl_range sees = skl_visible(&problem, &s, query);
+    return sees.begin >= sees.end       ? skl_state_empty()
+           : sees.end - sees.begin == 1 ? skl_state_of_one_key(state)
+                                        : state;
+}
+
 /* The KL that a kernel reports for a row. Over a single key it is 0, whatever the rounding of its logits; infinity
  * and NaN still show. */
 __device__ inline float reported_kl(const skl_problem &problem, const skl_sequence &s, int64_t query, float kl)

@@ -102,9 +102,10 @@ skl_cuda_launch *skl_select_add(const choice *s, const char *step, const skl_cud
     return launch;
 }
 
-static bool is_wide_backward(const choice *s)
+static bool has_unbounded_gradients(const skl_cuda_kernel *kernel)
 {
-    return skl_select_is_tma_kernel(s->kernel) && s->kernel->fused == NULL && s->kernel->dq != NULL && s->gradients;
+    return skl_select_is_tma_kernel(kernel) && kernel->dq != NULL && kernel->dtype == SKL_F16 &&
+           kernel->dim_max == SKL_SM90_UNBOUNDED_F16_DIM;
 }
 
 /* Before the other launches, where one of them streams queries. */
@@ -148,8 +149,8 @@ void skl_cuda_select(const skl_plan *plan, const skl_call *call, skl_cuda_params
         s.reason = misaligned;
     }
     const char *no_tma = skl_select_is_tma_kernel(s.kernel) ? why_no_tma(&s) : NULL;
-    if (no_tma == NULL && is_wide_backward(&s) && p->row_bounds)
-        no_tma = "gradients of heads above 128 dimensions with row bounds: mma.sync kernel";
+    if (no_tma == NULL && p->row_bounds && s.gradients && has_unbounded_gradients(s.kernel))
+        no_tma = "f16 gradients of heads above 192 dimensions with row bounds: mma.sync kernel";
     if (no_tma != NULL) {
         s.kernel = s.kernel->group_rows != NULL ? skl_cuda_general : skl_select_without_tma(p);
         s.reason = no_tma;

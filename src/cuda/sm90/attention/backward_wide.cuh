@@ -45,6 +45,14 @@ namespace sm90
 constexpr int WIDE_THREADS = 128 * (CONSUMERS + 1);
 constexpr int STATIONARY_ROWS = CONSUMERS * 64;
 
+/* Instances whose registers leave no room for row bounds: cuda/select chooses another kernel for those. */
+template <typename ELEMENT, int DIM> struct wide_visible {
+    typedef bounded_band band;
+};
+template <> struct wide_visible<__half, SKL_SM90_UNBOUNDED_F16_DIM> {
+    typedef band32 band;
+};
+
 /* DK: row stats of streamed queries, per stage. Otherwise: row stats of the block's queries, and poison of streamed
  * keys. */
 template <int DEPTH, bool DK> struct wide_row_stats {
@@ -83,7 +91,7 @@ template <int DIM, bool DK> struct wide_smem {
     int count;                      /* stationary rows that exist */
     int heads;                      /* query heads to process: 0 if the stream is empty */
     stage_schedule stream;
-    band32 visible; /* without row bounds: for those there are neither registers nor shared memory left */
+    bounded_band visible;
 
     __device__ int query_head(int h) const
     {
@@ -212,6 +220,11 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
     row_sums sums[2]; /* dq with respect to B: of the KL */
     gradient_unit<ELEMENT> unit;
 
+    __device__ const typename wide_visible<ELEMENT, DIM>::band &visible() const
+    {
+        return smem.visible;
+    }
+
     __device__ void scale(float factor)
     {
 #pragma unroll
@@ -254,7 +267,7 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
     {
         fence_operand(gradient);
         if constexpr (!WRT_B)
-            unit.fit(*this, largest_logit_gradient<MASKED, WRT_B, CAPPED>(params, logits, smem.visible, smem.count,
+            unit.fit(*this, largest_logit_gradient<MASKED, WRT_B, CAPPED>(params, logits, visible(), smem.count,
                                                                           stats_of_stage(stage)));
         else if constexpr (DK)
             unit.fit(*this, load_shared(smem.stats.staged[stage].largest));
@@ -292,7 +305,7 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
         uint32_t g[4][4];
         const float inverse = unit.inverse(); /* applied last: times an upstream gradient it could overflow */
         for_each_logit_gradient<MASKED, WRT_B, CAPPED>(
-            params, logits, smem.visible, stats_of_stage(wrt_stage), [&](int i, int half, float low, float high) {
+            params, logits, visible(), stats_of_stage(wrt_stage), [&](int i, int half, float low, float high) {
                 g[i / 2][i % 2 * 2 + half] = pack(low * inverse, high * inverse, ELEMENT());
             });
         wgmma_fence();
@@ -340,7 +353,7 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
     /* Upstream gradient of a stationary row: 0 if it attends to no key. */
     __device__ float upstream_of(int row) const
     {
-        const range32 sees = smem.visible.of(row);
+        const range32 sees = visible().of(row);
         return sees.begin < sees.end ? row_stat(params, 3, smem.tile.sequence, smem.tile.head, smem.tile.first + row)
                                      : 0.0F;
     }
