@@ -26,6 +26,7 @@ class _ModelOptions(TypedDict, total=False):
     direction: Direction
     reduction: Reduction
     deterministic: bool
+    check_lse: bool
     layout: Layout
 
 
@@ -33,7 +34,6 @@ class AttentionOptions(_ModelOptions, total=False):
     """Options of attention_kl that stay the same from batch to batch."""
 
     softcap_s: float
-    check_lse: bool
 
 
 class IndexerOptions(_ModelOptions, total=False):
