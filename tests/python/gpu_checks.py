@@ -9,7 +9,9 @@ import traceback
 
 import cases
 import indexer_cases
+import parallel_one_device
 import torch
+import torch.distributed as dist
 from cases import compare, gradients_of, make_tensors
 from indexer_cases import make_indexer
 
@@ -416,6 +418,20 @@ def check_indexer_in_a_cuda_graph():
         graph.replay()
         torch.cuda.synchronize()
         assert all(torch.equal(one, other) for one, other in zip(captured, step()))
+
+
+def check_shards_of_all_ranks():
+    for dtype in torch.float32, torch.bfloat16:
+        parallel_one_device.check_shards("cuda", dtype, length=512)
+
+
+def check_nccl_with_one_rank():
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for dtype in torch.float32, torch.bfloat16:
+            parallel_one_device.check_group_of_one_rank("cuda", dtype, length=512)
+    finally:
+        dist.destroy_process_group()
 
 
 CHECKS = {
