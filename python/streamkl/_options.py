@@ -13,6 +13,9 @@ from ._problem import KL_FORWARD, KL_REVERSE, Options
 Direction = Literal["forward", "reverse"]
 Reduction = Literal["mean", "sum", "none"]
 Layout = Literal["bnhd", "bhnd"]
+CpLayout = Literal["zigzag", "contiguous"]
+CpComm = Literal["allgather", "ring"]
+CpGrads = Literal["sum", "mean"]
 
 # ---- Types of keyword arguments: for functions that pass them on -----------------------------------------------------
 
@@ -28,6 +31,12 @@ class _ModelOptions(TypedDict, total=False):
     deterministic: bool
     check_lse: bool
     layout: Layout
+    cp_group: Any
+    cp_layout: CpLayout
+    cp_comm: CpComm
+    cp_grads: CpGrads
+    tp_group: Any
+    loss_group: Any
 
 
 class AttentionOptions(_ModelOptions, total=False):
