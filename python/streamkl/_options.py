@@ -29,6 +29,7 @@ class _ModelOptions(TypedDict, total=False):
     direction: Direction
     reduction: Reduction
     deterministic: bool
+    check_lse: bool
     layout: Layout
     cp_group: Any
     cp_layout: CpLayout
@@ -42,7 +43,6 @@ class AttentionOptions(_ModelOptions, total=False):
     """Options of attention_kl that stay the same from batch to batch."""
 
     softcap_s: float
-    check_lse: bool
 
 
 class IndexerOptions(_ModelOptions, total=False):

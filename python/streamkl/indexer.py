@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import torch
 
 from . import _library as lib
+from ._check_lse import check_teacher_lse, is_lse_check_on
 from ._ops import Forward, OnePass, row_names, weighted
 from ._dtensor import accepts_dtensors
 from ._options import (
@@ -76,6 +77,7 @@ def indexer_kl(
     lse_t: torch.Tensor | None = None,
     lse_t_wider: bool = False,
     deterministic: bool = False,
+    check_lse: bool = False,
     return_rows: bool = False,
     layout: Layout = "bnhd",
     cp_group: Any = None,
@@ -147,6 +149,9 @@ def indexer_kl(
             other branches. The teacher is then its conditional distribution on the visible keys, which costs one more pass
             over its logits.
         deterministic: gradients have the same bits on every run. ``torch.use_deterministic_algorithms(True)`` does the same.
+        check_lse: compute a given ``lse_t`` again for some rows, and raise an error if it differs, or with ``lse_t_wider`` if it
+            is smaller: wrong LSEs give a wrong loss and nothing else tells. Waits for the GPU. The environment variable
+            ``STREAMKL_CHECK_LSE=1`` does the same.
         return_rows: also return the row vectors.
         layout: ``"bnhd"``, as above, or ``"bhnd"``: ``[batch, heads, length, dim]``, packed ``[heads, total, dim]``.
         cp_group: context parallelism, with ``cp_layout``, ``cp_comm`` and ``cp_grads`` as in :func:`streamkl.attention_kl`.
@@ -163,7 +168,7 @@ def indexer_kl(
         ValueError: an argument does not fit; the message contains its name, its shape or value, and what is accepted.
     """
     refuse_transforms("indexer_kl", q_t, k_t, q_s, k_s, w_s)
-    check_flags(lse_t_wider=lse_t_wider, return_rows=return_rows)
+    check_flags(lse_t_wider=lse_t_wider, check_lse=check_lse, return_rows=return_rows)
     if lse_t_wider and lse_t is None:
         raise ValueError("lse_t_wider=True: needs lse_t")
     lengths, options = translate(
@@ -195,6 +200,8 @@ def indexer_kl(
         rows = _forward(operators, tensors, lse_t, lse_t_wider, return_rows, lengths, options)
         loss = weighted(rows["kl"], row_weight)
         loss = loss if reduction == "none" else loss.sum()
+    if groups is None and is_lse_check_on(check_lse, lse_t):  # the operator has checked all shapes
+        check_teacher_lse((q_t, k_t, lse_t, None), indices, lse_t_wider, lengths, options)
     if groups is not None and groups.reduces and reduction != "none":
         loss = groups.reduced(loss, _total_weight(rows["lse_s"], row_weight) if reduction == "mean" else None)
     elif reduction == "mean":
