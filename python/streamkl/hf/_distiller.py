@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 import torch
 
-from .._options import Direction, check_flags
+from .._options import CpGrads, CpLayout, Direction, check_flags
 from . import _maps as maps
 from ._capture import Capture
+from ._context import options_of
 from ._inputs import check_same_input, run_teacher
 from ._layers import REFUSALS, Kind, Layer
 from ._pairs import RELATIONS, Pair, Relation, RowCache
@@ -50,6 +51,11 @@ class AttentionDistiller:
         rows: ``"all"`` rows that are not padding, or only those that predict a token of the ``labels`` (not -100).
         sample_rows: reserved: must be 1.
         check_input: raise an error if teacher and student have read different tokens.
+        cp_group: context parallelism: the process group, or mesh of one dimension, over which the sequences of both models are
+            split. Default: that of torch's ``context_parallel`` region in which the student runs, which accelerate's
+            ``maybe_context_parallel`` opens, too. LSEs of the models are not used then.
+        cp_layout: ``"zigzag"`` or ``"contiguous"``; default: that of the region, else zigzag.
+        cp_grads: ``"mean"``: gradients of weights are averaged over ``cp_group``, as DDP and FSDP do; ``"sum"``: they are added.
     """
 
     def __init__(
@@ -67,6 +73,9 @@ class AttentionDistiller:
         rows: Literal["all", "labels"] = "all",
         sample_rows: float = 1,
         check_input: bool = True,
+        cp_group: Any = None,
+        cp_layout: CpLayout | None = None,
+        cp_grads: CpGrads = "mean",
     ) -> None:
         needs_values = "vv" in relations
         self.teacher = Capture(teacher, "teacher", needs_values)
@@ -90,6 +99,7 @@ class AttentionDistiller:
         self.layer_weight = dict(layer_weight or {})
         if any(weight < 0 for weight in self.layer_weight.values()):
             raise ValueError(f"layer_weight={layer_weight!r}: must not be negative")
+        self.cp_group, self.cp_layout, self.cp_grads = cp_group, cp_layout, cp_grads
         self._depth = 0
         self.last_losses: dict[int, torch.Tensor] = {}
         """KL of every student layer in the last `loss()`, detached, for logging."""
@@ -148,10 +158,10 @@ class AttentionDistiller:
         self, *, labels: torch.Tensor | None = None, row_weight: torch.Tensor | None = None
     ) -> dict[int, torch.Tensor]:
         """The terms of `loss()`: the KL of every student layer, with its gradient. Frees what was captured."""
-        pairs, weight, cache = self.pairs(), self._row_weight(labels, row_weight), RowCache()
+        pairs, weight, cache, parallel = self.pairs(), self._row_weight(labels, row_weight), RowCache(), self.parallel()
         by_layer: dict[int, list[torch.Tensor]] = {}
         for (i, _), pair in pairs.items():
-            loss = pair.loss(weight, self.direction, self.relations, self.temperature, cache)
+            loss = pair.loss(weight, self.direction, self.relations, self.temperature, cache, parallel)
             by_layer.setdefault(i, []).append(loss)
         losses = {i: torch.stack(many).mean() for i, many in by_layer.items()}
         first = next(iter(losses))
@@ -173,6 +183,12 @@ class AttentionDistiller:
             run_teacher(self.teacher, self.student)
         elif self.check_input:
             check_same_input(self.teacher, self.student)
+        if self.teacher.root.region != self.student.root.region:
+            raise RuntimeError(
+                "AttentionDistiller: one model ran inside a context-parallel region and the other did not: run both, and loss(), "
+                "inside the region"
+            )
+        self.teacher.is_split = self.student.is_split = bool(self.parallel())
         layers_t, layers_s = self._layers(self.teacher), self._layers(self.student)
         chosen = self.layer_map if self.layer_map is not None else maps.default_layers(layers_t, layers_s)
         maps.check_layers(chosen, len(layers_t), len(layers_s))
@@ -187,6 +203,10 @@ class AttentionDistiller:
             for i, many in chosen.items()
             for j in many
         }
+
+    def parallel(self) -> dict[str, Any]:
+        """Options of attention_kl, if the student ran on shards of its sequences."""
+        return options_of(self.student.root.region, self.cp_group, self.cp_layout, self.cp_grads)
 
     def _layers(self, capture: Capture) -> list[Layer]:
         layers = [layer for layer in capture.layers if layer.kind == self.attention]
@@ -224,6 +244,8 @@ class AttentionDistiller:
     def _row_weight(self, labels: torch.Tensor | None, row_weight: torch.Tensor | None) -> torch.Tensor | None:
         if self.rows == "all":
             return row_weight
+        if self.parallel():
+            raise ValueError("rows='labels': a shard of labels does not contain the next token of all its rows: pass row_weight")
         labels = labels if labels is not None else self.student.root.arguments().get("labels")
         if labels is None:
             raise ValueError("rows='labels': the student ran without labels: pass loss(labels=...)")
