@@ -1,7 +1,6 @@
 /* Sinks: the logits of one more outcome per head, on the command line or in a file. */
 #include "cli/common/cli.h"
 #include "cli/kl/kl.h"
-#include "oracle.h"
 
 #include <ctype.h>
 #include <inttypes.h>
@@ -50,7 +49,7 @@ static int sinks_from_tensor(kl_role role, const kl_found *found, float *sinks, 
     if (data == NULL)
         return cli_fail(CLI_BAD_INPUT, "%s: %s", kl_role_names[role], error.text);
     for (int64_t h = 0; h < heads; h++) {
-        sinks[h] = (float)oracle_read(tensor->dtype, data, h);
+        sinks[h] = tensor_number_at(data, tensor->dtype, h);
         if (!is_logit(sinks[h]))
             return cli_fail(CLI_BAD_INPUT, "%s[%" PRId64 "]=%g: must be a number below infinity", kl_role_names[role],
                             h, (double)sinks[h]);
