@@ -142,7 +142,7 @@ def test_map_refuses_sinks(tmp_path):
 
 
 ROWS = [0] * (BATCH * LEN_Q)
-BAD_LISTS = {
+BAD_OPTIONS = {
     "bound_text": (["--key-begin", "0,x"], "key_begin=0,x", "integers"),
     "bound_count": (["--key-end", "1,2,3"], "key_end has 3 entries", "one per query, 74"),
     "bound_negative": (["--key-begin", listed([-1] + ROWS[1:])], "key_begin[0", "=-1"),
@@ -160,9 +160,9 @@ BAD_LISTS = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_LISTS)
-def test_bad_lists(name, pair, tmp_path):
-    options, *fragments = BAD_LISTS[name]
+@pytest.mark.parametrize("name", BAD_OPTIONS)
+def test_bad_options(name, pair, tmp_path):
+    options, *fragments = BAD_OPTIONS[name]
     assert_refused(run("kl", pair, *options, "--out", tmp_path / "out"), *fragments)
     assert list(tmp_path.iterdir()) == [pair]
 
