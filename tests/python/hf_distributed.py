@@ -194,7 +194,7 @@ def context_parallel_region():
         try:
             distiller.loss()  # the teacher would run outside
         except RuntimeError as error:
-            assert "inside the region" in str(error), error
+            assert "inside one context-parallel region" in str(error), error
         else:
             raise AssertionError("loss() outside of the region is not refused")
     check_context_parallel(student, loss, tokens, positions)

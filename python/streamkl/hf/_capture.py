@@ -54,7 +54,7 @@ class Root(NamedTuple):
     kwargs: dict[str, Any]
     versions: tuple[tuple, dict[str, Any]]  # of the arguments: a tensor that changes in place gets another version
     has_graph: bool  # it ran with gradients enabled
-    region: Region | None = None  # the context-parallel region that it ran in
+    region: Region | None = None  # the context-parallel region that it ran in; a compiled model does not know
 
     def arguments(self) -> dict[str, Any]:
         """The arguments by name; those that are None are left out."""
@@ -171,7 +171,8 @@ class Recorder:
         if self.depth == 0:
             self.calls, self.masks = [], []
             versions = (tuple(map(_version, args)), {name: _version(value) for name, value in kwargs.items()})
-            self.root = Root(module, args, kwargs, versions, torch.is_grad_enabled(), active_region())
+            region = None if torch.compiler.is_compiling() else active_region()
+            self.root = Root(module, args, kwargs, versions, torch.is_grad_enabled(), region)
         self.depth += 1
 
     def _end(self, module, args, output) -> None:

@@ -11,7 +11,7 @@ import torch
 from .._options import CpGrads, CpLayout, Direction, check_flags
 from . import _maps as maps
 from ._capture import Capture
-from ._context import options_of
+from ._context import active_region, options_of
 from ._inputs import check_same_input, run_teacher
 from ._layers import REFUSALS, Kind, Layer
 from ._pairs import RELATIONS, Pair, Relation, RowCache
@@ -183,10 +183,9 @@ class AttentionDistiller:
             run_teacher(self.teacher, self.student)
         elif self.check_input:
             check_same_input(self.teacher, self.student)
-        if self.teacher.root.region != self.student.root.region:
+        if self.cp_group is None and not self.teacher.root.region == self.student.root.region == active_region():
             raise RuntimeError(
-                "AttentionDistiller: one model ran inside a context-parallel region and the other did not: run both, and loss(), "
-                "inside the region"
+                "AttentionDistiller: run both models, uncompiled, and loss() inside one context-parallel region, or pass cp_group"
             )
         self.teacher.is_split = self.student.is_split = bool(self.parallel())
         layers_t, layers_s = self._layers(self.teacher), self._layers(self.student)
