@@ -92,6 +92,22 @@ static skl_status map_lengths(mirror *tensors, const char *name, const int32_t *
     return status;
 }
 
+static skl_status map_sinks(mirror *tensors, const char *name, const float **sinks, int64_t heads)
+{
+    void *address = (void *)(uintptr_t)*sinks;
+    const skl_status status = map_tensor(tensors, name, &address, (size_t)heads * sizeof **sinks, false);
+    *sinks = address;
+    return status;
+}
+
+static skl_status map_sink_gradients(mirror *tensors, const char *name, float **gradients, int64_t heads)
+{
+    void *address = *gradients;
+    const skl_status status = map_tensor(tensors, name, &address, (size_t)heads * sizeof **gradients, true);
+    *gradients = address;
+    return status;
+}
+
 /* ---- The tensors of a call ---------------------------------------------------------------------------------- */
 
 static size_t size_of(skl_dtype dtype)
@@ -143,12 +159,24 @@ static skl_status map_inputs(mirror *tensors, skl_inputs *inputs)
     skl_status status = SKL_OK;
     for (size_t t = 0; t < sizeof all / sizeof all[0] && status == SKL_OK; t++)
         status = map_input(tensors, all[t].tensor, all[t].shape);
+    const int64_t bounds = (p->packed ? 1 : p->batch) * rows_q(p);
+    const struct {
+        const char *name;
+        const int32_t **lengths;
+        int64_t count;
+    } integers[] = {
+        {"cu_seqlens_q", &inputs->cu_seqlens_q, p->batch + 1},
+        {"cu_seqlens_k", &inputs->cu_seqlens_k, p->batch + 1},
+        {"key_lengths", &inputs->key_lengths, p->batch},
+        {"key_begin", &inputs->key_begin, bounds},
+        {"key_end", &inputs->key_end, bounds},
+    };
+    for (size_t n = 0; n < sizeof integers / sizeof integers[0] && status == SKL_OK; n++)
+        status = map_lengths(tensors, integers[n].name, integers[n].lengths, integers[n].count);
     if (status == SKL_OK)
-        status = map_lengths(tensors, "cu_seqlens_q", &inputs->cu_seqlens_q, p->batch + 1);
+        status = map_sinks(tensors, "sink_t", &inputs->sink_t, p->heads_t);
     if (status == SKL_OK)
-        status = map_lengths(tensors, "cu_seqlens_k", &inputs->cu_seqlens_k, p->batch + 1);
-    if (status == SKL_OK)
-        status = map_lengths(tensors, "key_lengths", &inputs->key_lengths, p->batch);
+        status = map_sinks(tensors, "sink_s", &inputs->sink_s, p->heads_s);
     return status;
 }
 
@@ -192,6 +220,10 @@ static skl_status map_gradients(mirror *tensors, skl_gradients *gradients)
     skl_status status = SKL_OK;
     for (size_t t = 0; t < sizeof all / sizeof all[0] && status == SKL_OK; t++)
         status = map_output(tensors, all[t].tensor, all[t].shape);
+    if (status == SKL_OK)
+        status = map_sink_gradients(tensors, "dsink_t", &gradients->dsink_t, p->heads_t);
+    if (status == SKL_OK)
+        status = map_sink_gradients(tensors, "dsink_s", &gradients->dsink_s, p->heads_s);
     return status;
 }
 

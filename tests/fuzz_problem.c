@@ -1,8 +1,8 @@
 /* A libFuzzer target: skl_plan_create accepts or refuses every problem, and calls on accepted small problems access
  * no memory out of bounds.
  *
- * Bytes become the fields of a problem, then cu_seqlens, key_lengths and the elements of all tensors. Tensors have
- * exactly the size that the problem gives them, so that a sanitizer finds every access out of bounds. */
+ * Bytes become the fields of a problem, then cu_seqlens, key_lengths, row bounds and the elements of all tensors.
+ * Tensors have exactly the size that the problem gives them, so that a sanitizer finds every access out of bounds. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -98,6 +98,10 @@ static skl_problem take_problem(byte_source *source)
         p.gradients = (uint32_t)take_number(source, 8) * SKL_DQ_S; /* student gradients */
         p.softcap_s = 0;
     }
+    p.row_bounds = (int32_t)take_number(source, 2);
+    p.sinks = (int32_t)take_number(source, 2);
+    if (p.sinks)
+        p.gradients |= (uint32_t)take_number(source, 4) * SKL_DSINK_T; /* any of both */
     return p;
 }
 
@@ -119,7 +123,7 @@ static int is_small(const skl_problem *p)
 
 /* ---- Memory of one call ------------------------------------------------------------------------------------- */
 
-enum { BLOCKS_MAX = 32 };
+enum { BLOCKS_MAX = 40 };
 
 typedef struct arena {
     void *blocks[BLOCKS_MAX];
@@ -162,6 +166,30 @@ static const int32_t *take_lengths(arena *arena, byte_source *source, int64_t co
     return lengths;
 }
 
+/* Bounds of all rows. Mostly they do not decrease within a sequence; sometimes one has any value. */
+static const int32_t *take_bounds(arena *arena, byte_source *source, const skl_inputs *in, const skl_problem *p)
+{
+    const int64_t count = p->packed ? p->total_q : p->batch * p->len_q;
+    int32_t *const bounds = allocate(arena, source, (size_t)count * sizeof *bounds);
+    int64_t steps[4];
+    for (int n = 0; n < 4; n++)
+        steps[n] = take(source, 1) % 4;
+    int64_t bound = 0, sequence = 0;
+    for (int64_t n = 0; n < count; n++) {
+        bound += steps[n % 4];
+        while (p->packed && sequence < p->batch && in->cu_seqlens_q[sequence] <= n) {
+            sequence++;
+            bound = 0;
+        }
+        if (!p->packed && n % p->len_q == 0)
+            bound = 0;
+        bounds[n] = (int32_t)(bound < p->len_k ? bound : p->len_k);
+    }
+    if (count > 0 && take(source, 1) % 8 == 7)
+        bounds[take(source, 1) % count] = (int32_t)take_number(source, 50);
+    return bounds;
+}
+
 /* Indices, a few of which may not be keys of the sequence. */
 static skl_input take_indices(arena *arena, byte_source *source, const skl_problem *p, int64_t length)
 {
@@ -177,7 +205,7 @@ static skl_input take_indices(arena *arena, byte_source *source, const skl_probl
 
 /* ---- The calls --------------------------------------------------------------------------------------------- */
 
-/* Errors are fine, since calls check lengths and indices; crashes are not. */
+/* Errors are fine, since calls check lengths, row bounds and indices; crashes are not. */
 static void run(const skl_plan *plan, skl_problem p, byte_source *source)
 {
     arena arena = {.count = 0};
@@ -203,6 +231,15 @@ static void run(const skl_plan *plan, skl_problem p, byte_source *source)
     } else if (take(source, 1) % 2) {
         in.key_lengths = take_lengths(&arena, source, p.batch, p.len_k, 0);
     }
+    const int64_t sides = p.row_bounds ? 1 + take(source, 1) % 3 : 0; /* of bounds: 1, 2 or both */
+    if (sides & 1)
+        in.key_begin = take_bounds(&arena, source, &in, &p);
+    if (sides & 2)
+        in.key_end = take_bounds(&arena, source, &in, &p);
+    if (p.sinks) {
+        in.sink_t = allocate(&arena, source, (size_t)p.heads_t * sizeof *in.sink_t);
+        in.sink_s = allocate(&arena, source, (size_t)p.heads_s * sizeof *in.sink_s);
+    }
 
     skl_rows rows = {.struct_size = sizeof rows};
     rows.kl = make_tensor(&arena, source, &p, SKL_F32, p.heads_s, length_q, 1);
@@ -213,7 +250,7 @@ static void run(const skl_plan *plan, skl_problem p, byte_source *source)
         rows.entropy = make_tensor(&arena, source, &p, SKL_F32, p.heads_s, length_q, 1);
         rows.mass = make_tensor(&arena, source, &p, SKL_F32, p.heads_s, length_q, 1);
     }
-    if (teacher_groups && !indexer)
+    if (teacher_groups && !indexer && !p.sinks)
         rows.dot_t = make_tensor(&arena, source, &p, SKL_F32, p.heads_t, length_q, 1);
     skl_gradients gradients = {.struct_size = sizeof gradients};
     if (p.gradients & SKL_DQ_T)
@@ -227,6 +264,10 @@ static void run(const skl_plan *plan, skl_problem p, byte_source *source)
     if (p.gradients & SKL_DW_S)
         gradients.dw_s =
             make_tensor(&arena, source, &p, p.grad_f32 ? SKL_F32 : p.dtype_w, p.heads_s, length_q, p.index_heads);
+    if (p.gradients & SKL_DSINK_T)
+        gradients.dsink_t = allocate(&arena, source, (size_t)p.heads_t * sizeof *gradients.dsink_t);
+    if (p.gradients & SKL_DSINK_S)
+        gradients.dsink_s = allocate(&arena, source, (size_t)p.heads_s * sizeof *gradients.dsink_s);
 
     size_t size = 0;
     for (skl_op op = SKL_OP_FORWARD; op <= SKL_OP_PARTIAL; op++)
@@ -237,7 +278,7 @@ static void run(const skl_plan *plan, skl_problem p, byte_source *source)
     const skl_status checked = skl_inputs_check(plan, &in);
     const skl_status status = skl_forward(plan, &in, &rows, workspace, size, NULL);
     if (checked != status)
-        abort(); /* all else is valid, so both must agree on lengths and indices */
+        abort(); /* all else is valid, so both must agree on lengths, row bounds and indices */
     for (skl_op op = SKL_OP_FORWARD; op <= SKL_OP_PARTIAL; op++) {
         char text[64];
         if (skl_plan_explain(plan, &in, op, text, sizeof text) == 0)
@@ -253,7 +294,7 @@ static void run(const skl_plan *plan, skl_problem p, byte_source *source)
         if (skl_partial(plan, &in, take_number(source, 50), 1000, states, workspace, size, NULL) == SKL_OK) {
             in.lse_t.data = teacher_groups ? in.lse_t.data : NULL;
             rows.dot_t.data = rows.cross_entropy.data = rows.entropy.data = rows.mass.data = NULL;
-            rows.lse_t.data = teacher_groups ? NULL : rows.lse_t.data; /* it is an input now */
+            rows.lse_t.data = teacher_groups && !p.sinks ? NULL : rows.lse_t.data; /* it is an input now */
             if (skl_states_finish(plan, &in, states, &rows, NULL) != SKL_OK)
                 abort();
         }

@@ -91,6 +91,9 @@ static const test_case cases[] = {
     {"packed", PACKED(3, LENGTHS(0, 5, 38, 60), LENGTHS(0, 9, 9, 57)), HEADS(2, 2), DIMS(16, 16), TAILS(3, 5)},
     {"indexer", SHAPE(2, 37, 41), HEADS(6, 2), DIMS(16, 24), INDEXER(3), TYPES(BF16, F16), .grad_f32 = 1},
     {"sparse indexer", SHAPE(2, 37, 41), HEADS(6, 2), DIMS(16, 24), INDEXER(3), TOP_K(7), LAYOUT(GAPS)},
+    {"row bounds", SHAPE(3, 37, 41), MODELS, BOUNDS(RANDOM), SINKS},
+    {"packed row bounds", PACKED(3, LENGTHS(0, 5, 38, 60), LENGTHS(0, 9, 9, 57)), HEADS(2, 2), DIMS(16, 16),
+     TAILS(3, 5), BOUNDS(RANDOM), SINKS},
     {"no queries", SHAPE(2, 0, 5), HEADS(2, 2), DIMS(8, 8)},
     {"no batch", SHAPE(0, 5, 5), HEADS(2, 2), DIMS(8, 8)},
 };
@@ -110,7 +113,7 @@ static void run_on_copies(const skl_plan *plan, const fixture *f, const fixture_
     inputs = results_backward_inputs(f, results);
     skl_gradients gradients = results_gradients(results);
     assert_ok(mirror_call(&tensors, &inputs, NULL, &gradients));
-    const int gradient_count = f->problem.student == SKL_STUDENT_INDEXER ? 3 : 4;
+    const int gradient_count = (f->problem.student == SKL_STUDENT_INDEXER ? 3 : 4) + (f->problem.sinks ? 2 : 0);
     assert_int_equal(tensors.count, before + gradient_count); /* everything else had been copied before */
     run_backward(plan, &inputs, &gradients);
     assert_ok(mirror_fetch(&tensors));
@@ -169,20 +172,24 @@ static void test_states_are_copied(void **state)
     fixture_destroy(&f);
 }
 
-/* Whichever allocation fails, the message names the tensor, and nothing leaks. */
+/* Whichever allocation fails, the message names the tensor, and nothing leaks. The case has both row bounds. */
 static void test_every_allocation_can_fail(void **state)
 {
     (void)state;
     fixture f;
-    fixture_create(&f, &cases[0]);
+    static const test_case bounds_and_sinks = {"bounds and sinks", SHAPE(2, 5, 6), MODELS, BOUNDS(CHUNKS), SINKS};
+    fixture_create(&f, &bounds_and_sinks);
     fixture_results results = results_create(&f);
-    static const char *const names[] = {"q_t", "k_t", "q_s", "k_s", "grad_kl", "kl", "lse_t", "lse_s"};
+    static const char *const names[] = {"q_t",     "k_t",    "q_s",    "k_s",  "grad_kl", "key_begin",
+                                        "key_end", "sink_t", "sink_s", "kl",   "lse_t",   "lse_s",
+                                        "dq_t",    "dk_t",   "dq_s",   "dk_s", "dsink_t", "dsink_s"};
     for (int allowed = 0; allowed < (int)COUNT_OF(names); allowed++) {
         allocations_allowed = allowed;
         mirror tensors = mirror_of(&f.problem, SKL_CUDA);
         skl_inputs inputs = f.inputs;
         skl_rows rows = results_rows(&results);
-        assert_int_equal(mirror_call(&tensors, &inputs, &rows, NULL), SKL_ERROR_MEMORY);
+        skl_gradients gradients = results_gradients(&results);
+        assert_int_equal(mirror_call(&tensors, &inputs, &rows, &gradients), SKL_ERROR_MEMORY);
         assert_memory_equal(device_error(), names[allowed], strlen(names[allowed]));
         mirror_destroy(&tensors);
         assert_int_equal(allocations, 0);

@@ -44,11 +44,20 @@ static void advance(skl_input *tensor, int64_t elements, size_t size)
         tensor->data = (const char *)tensor->data + elements * (int64_t)size;
 }
 
+static void advance_bounds(skl_inputs *inputs, int64_t rows)
+{
+    if (inputs->key_begin)
+        inputs->key_begin += rows;
+    if (inputs->key_end)
+        inputs->key_end += rows;
+}
+
 static void advance_queries(skl_inputs *inputs, const skl_problem *problem, int64_t rows)
 {
     advance(&inputs->q_t, rows * inputs->q_t.stride_row, element_size(problem->dtype_t));
     advance(&inputs->q_s, rows * inputs->q_s.stride_row, element_size(problem->dtype_s));
     advance(&inputs->lse_t, rows * inputs->lse_t.stride_row, sizeof(float));
+    advance_bounds(inputs, rows);
 }
 
 static void advance_keys(skl_inputs *inputs, const skl_problem *problem, int64_t rows)
@@ -64,6 +73,7 @@ static void advance_batch(skl_inputs *inputs, const skl_problem *problem, int64_
     advance(&inputs->q_s, b * inputs->q_s.stride_batch, element_size(problem->dtype_s));
     advance(&inputs->k_s, b * inputs->k_s.stride_batch, element_size(problem->dtype_s));
     advance(&inputs->lse_t, b * inputs->lse_t.stride_batch, sizeof(float));
+    advance_bounds(inputs, b * problem->len_q);
     if (inputs->key_lengths)
         inputs->key_lengths += b;
 }

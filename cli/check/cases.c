@@ -1,5 +1,4 @@
 #include "cli/check/cases.h"
-#include "distill/random.h"
 
 #include <stdlib.h>
 
@@ -301,6 +300,88 @@ static void sparse_indexer_window(skl_problem *problem, skl_inputs *inputs)
     problem->top_k = 70;
 }
 
+static void row_bounds(skl_problem *problem, skl_inputs *inputs)
+{
+    (void)inputs;
+    problem->row_bounds = 1;
+}
+
+static void row_bounds_packed(skl_problem *problem, skl_inputs *inputs)
+{
+    packed(problem, inputs);
+    row_bounds(problem, inputs);
+}
+
+static void row_bounds_of_128(skl_problem *problem, skl_inputs *inputs)
+{
+    row_bounds(problem, inputs);
+    heads_of(problem, 128);
+}
+
+static void row_bounds_of_256(skl_problem *problem, skl_inputs *inputs)
+{
+    row_bounds(problem, inputs);
+    heads_of(problem, 256);
+    problem->batch = 1;
+}
+
+static void row_bounds_of_groups(skl_problem *problem, skl_inputs *inputs)
+{
+    student_of_groups(problem, inputs);
+    row_bounds(problem, inputs);
+}
+
+static void row_bounds_of_indexer(skl_problem *problem, skl_inputs *inputs)
+{
+    indexer(problem, inputs);
+    row_bounds(problem, inputs);
+}
+
+static void row_bounds_of_sparse_indexer(skl_problem *problem, skl_inputs *inputs)
+{
+    sparse_indexer(problem, inputs);
+    row_bounds(problem, inputs);
+}
+
+/* All gradients that the problem has, and those of the sinks. */
+static void sinks(skl_problem *problem, skl_inputs *inputs)
+{
+    (void)inputs;
+    problem->sinks = 1;
+    problem->gradients |= SKL_DSINK_S | (problem->gradients & SKL_DQ_T ? SKL_DSINK_T : 0U);
+}
+
+static void sinks_reverse(skl_problem *problem, skl_inputs *inputs)
+{
+    reverse(problem, inputs);
+    sinks(problem, inputs);
+}
+
+static void sinks_packed(skl_problem *problem, skl_inputs *inputs)
+{
+    packed(problem, inputs);
+    sinks(problem, inputs);
+}
+
+static void sinks_and_row_bounds(skl_problem *problem, skl_inputs *inputs)
+{
+    row_bounds(problem, inputs);
+    sinks(problem, inputs);
+}
+
+static void sinks_of_groups(skl_problem *problem, skl_inputs *inputs)
+{
+    student_of_groups_causal(problem, inputs);
+    sinks(problem, inputs);
+}
+
+static void sinks_of_128(skl_problem *problem, skl_inputs *inputs)
+{
+    causal(problem, inputs);
+    heads_of(problem, 128);
+    sinks(problem, inputs);
+}
+
 typedef struct case_entry {
     const char *name;
     skl_dtype dtype_t, dtype_s;
@@ -377,109 +458,38 @@ static const case_entry entries[] = {
     {"sparse indexer, f16", SKL_F16, SKL_F16, 1, sparse_indexer},
     {"sparse indexer, window, bf16", SKL_BF16, SKL_BF16, 0, sparse_indexer_window},
     {"sparse indexer, window, f16", SKL_F16, SKL_F16, 0, sparse_indexer_window},
+    {"row bounds", SKL_F32, SKL_F32, 0, row_bounds},
+    {"row bounds, bf16", SKL_BF16, SKL_BF16, 1, row_bounds},
+    {"row bounds, f16", SKL_F16, SKL_F16, 0, row_bounds},
+    {"row bounds, packed", SKL_F32, SKL_F32, 0, row_bounds_packed},
+    {"row bounds, packed, bf16", SKL_BF16, SKL_BF16, 0, row_bounds_packed},
+    {"row bounds, head size 128, bf16", SKL_BF16, SKL_BF16, 0, row_bounds_of_128},
+    {"row bounds, head size 128, f16", SKL_F16, SKL_F16, 1, row_bounds_of_128},
+    {"row bounds, head size 256, bf16", SKL_BF16, SKL_BF16, 1, row_bounds_of_256},
+    {"row bounds, head size 256, f16", SKL_F16, SKL_F16, 0, row_bounds_of_256},
+    {"row bounds, student of teacher groups, bf16", SKL_BF16, SKL_BF16, 0, row_bounds_of_groups},
+    {"row bounds, student of teacher groups, f16", SKL_F16, SKL_F16, 1, row_bounds_of_groups},
+    {"row bounds, indexer", SKL_F32, SKL_F32, 0, row_bounds_of_indexer},
+    {"row bounds, indexer, bf16", SKL_BF16, SKL_BF16, 0, row_bounds_of_indexer},
+    {"row bounds, indexer, f16", SKL_F16, SKL_F16, 1, row_bounds_of_indexer},
+    {"row bounds, sparse indexer", SKL_F32, SKL_F32, 0, row_bounds_of_sparse_indexer},
+    {"row bounds, sparse indexer, bf16", SKL_BF16, SKL_BF16, 1, row_bounds_of_sparse_indexer},
+    {"row bounds, sparse indexer, f16", SKL_F16, SKL_F16, 0, row_bounds_of_sparse_indexer},
+    {"sinks", SKL_F32, SKL_F32, 0, sinks},
+    {"sinks, reverse", SKL_F32, SKL_F32, 0, sinks_reverse},
+    {"sinks, packed", SKL_F32, SKL_F32, 0, sinks_packed},
+    {"sinks, row bounds", SKL_F32, SKL_F32, 0, sinks_and_row_bounds},
+    {"sinks, row bounds, bf16", SKL_BF16, SKL_BF16, 1, sinks_and_row_bounds},
+    {"sinks, student of teacher groups", SKL_F32, SKL_F32, 0, sinks_of_groups},
+    {"sinks, student of teacher groups, bf16", SKL_BF16, SKL_BF16, 0, sinks_of_groups},
+    {"sinks, student of teacher groups, f16", SKL_F16, SKL_F16, 1, sinks_of_groups},
+    {"sinks, head size 128, bf16", SKL_BF16, SKL_BF16, 1, sinks_of_128},
+    {"sinks, head size 128, f16", SKL_F16, SKL_F16, 0, sinks_of_128},
 };
 
 int check_case_count(void)
 {
     return (int)(sizeof entries / sizeof entries[0]);
-}
-
-/* ---- Data --------------------------------------------------------------------------------------------------- */
-
-static void store_bf16(uint16_t *to, float value)
-{
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    *to = (uint16_t)(bits >> 16);
-}
-
-/* Truncates. random_normal() is below 4; the few values below 2^-6 become 0. */
-static void store_f16(uint16_t *to, float value)
-{
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    const uint32_t exponent = bits >> 23 & 0xff, fraction = bits >> 13 & 0x3ff, sign = bits >> 16 & 0x8000;
-    const uint32_t f32_bias = 127, f16_bias = 15, least_exponent = f32_bias - 6;
-    const uint32_t size = exponent < least_exponent ? 0 : (exponent - f32_bias + f16_bias) << 10 | fraction;
-    *to = (uint16_t)(sign | size);
-}
-
-static void *random_tensor(skl_dtype dtype, int64_t count, uint64_t *state)
-{
-    float *const tensor = malloc((size_t)count * sizeof *tensor);
-    uint16_t *const halves = (uint16_t *)(void *)tensor;
-    for (int64_t i = 0; tensor && i < count; i++) {
-        const float value = random_normal(state);
-        if (dtype == SKL_F32)
-            tensor[i] = value;
-        else if (dtype == SKL_F16)
-            store_f16(&halves[i], value);
-        else
-            store_bf16(&halves[i], value);
-    }
-    return tensor;
-}
-
-/* Random keys of sequence b, some of them twice or masked; every fifth index is -1. */
-static void draw_indices(check_case *made, int64_t b, uint64_t *state)
-{
-    const oracle_sequence sequence = oracle_sequence_at(&made->problem, &made->inputs, b);
-    const skl_input *const layout = &made->inputs.indices;
-    for (int64_t h = 0; h < made->problem.heads_s; h++)
-        for (int64_t i = 0; i < sequence.len_q; i++) {
-            int32_t *const row = made->indices + sequence.batch * layout->stride_batch + h * layout->stride_head +
-                                 (sequence.first_q + i) * layout->stride_row;
-            for (int64_t n = 0; n < made->problem.top_k; n++)
-                row[n] = n % 5 == 4 || sequence.len_k == 0 ? -1 : (int32_t)random_below(state, sequence.len_k);
-        }
-}
-
-static bool make_indices(check_case *made, uint64_t *state)
-{
-    const skl_problem *const problem = &made->problem;
-    const int64_t rows_q = problem->packed ? problem->total_q : problem->len_q;
-    made->indices = calloc((size_t)(made->row_counts[1] * problem->top_k), sizeof *made->indices);
-    made->inputs.indices = skl_input_contiguous(made->indices, problem->heads_s, rows_q, problem->top_k);
-    for (int64_t b = 0; made->indices && b < problem->batch; b++)
-        draw_indices(made, b, state);
-    return made->indices != NULL;
-}
-
-static bool make_tensors(check_case *made, uint64_t seed)
-{
-    const skl_problem *const problem = &made->problem;
-    const int64_t key_heads_t = problem->key_heads_t ? problem->key_heads_t : problem->heads_t;
-    const int64_t key_heads_s = problem->key_heads_s ? problem->key_heads_s : problem->heads_s;
-    const int64_t rows_q = problem->packed ? problem->total_q : problem->len_q;
-    const int64_t rows_k = problem->packed ? problem->total_k : problem->len_k;
-    const int64_t batch = problem->packed ? 1 : problem->batch;
-    const int64_t query_heads_s = problem->heads_s * (problem->index_heads ? problem->index_heads : 1);
-    const struct {
-        skl_input *input;
-        skl_dtype dtype;
-        int64_t heads, rows, dim;
-    } shapes[CHECK_TENSORS] = {
-        {&made->inputs.q_t, problem->dtype_t, problem->heads_t, rows_q, problem->dim_t},
-        {&made->inputs.k_t, problem->dtype_t, key_heads_t, rows_k, problem->dim_t},
-        {&made->inputs.q_s, problem->dtype_s, query_heads_s, rows_q, problem->dim_s},
-        {&made->inputs.k_s, problem->dtype_s, key_heads_s, rows_k, problem->dim_s},
-        {&made->inputs.w_s, problem->dtype_w, problem->heads_s, rows_q, problem->index_heads},
-    };
-    uint64_t state = seed;
-    for (int t = 0; t < CHECK_TENSORS; t++) {
-        made->tensor_counts[t] = batch * shapes[t].heads * shapes[t].rows * shapes[t].dim;
-        if (shapes[t].dim == 0)
-            continue; /* attention has no weights */
-        made->tensors[t] = random_tensor(shapes[t].dtype, made->tensor_counts[t], &state);
-        if (made->tensors[t] == NULL)
-            return false;
-        *shapes[t].input = skl_input_contiguous(made->tensors[t], shapes[t].heads, shapes[t].rows, shapes[t].dim);
-    }
-    made->row_counts[0] = batch * problem->heads_t * rows_q;
-    made->row_counts[1] = batch * problem->heads_s * rows_q;
-    made->grad_kl = random_tensor(SKL_F32, made->row_counts[1], &state);
-    made->inputs.grad_kl = skl_input_contiguous(made->grad_kl, problem->heads_s, rows_q, 1);
-    return made->grad_kl != NULL && (problem->top_k == 0 || make_indices(made, &state));
 }
 
 bool check_case_make(check_case *made, int index)
@@ -491,7 +501,7 @@ bool check_case_make(check_case *made, int index)
     made->problem.dtype_s = entry->dtype_s;
     made->problem.grad_f32 = entry->grad_f32;
     entry->change(&made->problem, &made->inputs);
-    if (!make_tensors(made, (uint64_t)index))
+    if (!check_case_draw(made, (uint64_t)index))
         return false;
     made->exact = oracle_run(&made->problem, &made->inputs);
     made->naive = oracle_run_f32(&made->problem, &made->inputs);
@@ -504,6 +514,10 @@ void check_case_free(check_case *made)
         free(made->tensors[t]);
     free(made->grad_kl);
     free(made->indices);
+    free(made->key_begin);
+    free(made->key_end);
+    free(made->sink_t);
+    free(made->sink_s);
     oracle_free(&made->exact);
     oracle_free(&made->naive);
 }

@@ -16,6 +16,8 @@ typedef struct check_case {
     int64_t tensor_counts[CHECK_TENSORS]; /* elements */
     int64_t row_counts[2];                /* of a teacher and of a student row vector */
     int32_t *indices;                     /* of a sparse indexer, else NULL */
+    int32_t *key_begin, *key_end;         /* row bounds, or NULL */
+    float *sink_t, *sink_s;               /* or NULL */
     float *grad_kl;
     oracle_result exact; /* float64 */
     oracle_result naive; /* the same in float32, to calibrate the allowed error */
@@ -25,6 +27,10 @@ int check_case_count(void);
 
 /* Makes a case and computes its results. False: out of memory. Call check_case_free() in any case. */
 bool check_case_make(check_case *made, int index);
+
+/* For check_case_make(): draws the data of made->problem, and sets made->inputs. False: out of memory. */
+bool check_case_draw(check_case *made, uint64_t seed);
+
 void check_case_free(check_case *made);
 
 #endif

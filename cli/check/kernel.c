@@ -8,10 +8,27 @@
 
 /* ---- Results ------------------------------------------------------------------------------------------------ */
 
-enum { KL, LSE_T, LSE_S, DOT_T, CROSS_ENTROPY, ENTROPY, MASS, DQ_T, DK_T, DQ_S, DK_S, DW_S, ARRAY_COUNT };
+enum {
+    KL,
+    LSE_T,
+    LSE_S,
+    DOT_T,
+    CROSS_ENTROPY,
+    ENTROPY,
+    MASS,
+    DQ_T,
+    DK_T,
+    DQ_S,
+    DK_S,
+    DW_S,
+    DSINK_T,
+    DSINK_S,
+    ARRAY_COUNT
+};
 
-static const char *const array_names[ARRAY_COUNT] = {"kl",   "lse_t", "lse_s", "dot_t", "cross_entropy", "entropy",
-                                                     "mass", "dq_t",  "dk_t",  "dq_s",  "dk_s",          "dw_s"};
+static const char *const array_names[ARRAY_COUNT] = {"kl",      "lse_t", "lse_s",   "dot_t",  "cross_entropy",
+                                                     "entropy", "mass",  "dq_t",    "dk_t",   "dq_s",
+                                                     "dk_s",    "dw_s",  "dsink_t", "dsink_s"};
 
 typedef struct result_array {
     void *data;
@@ -43,8 +60,8 @@ static void poison(check_run *run, int array)
         memset(run->arrays[array].data, 0xff, (size_t)run->arrays[array].expected.count * sizeof(float));
 }
 
-/* The arrays of a case: dot_t only for gradients with teacher groups, teacher gradients if they are requested, and
- * some row vectors only for an indexer. */
+/* The arrays of a case: dot_t only for gradients with teacher groups, gradients of the teacher and of sinks if they
+ * are requested, and some row vectors only for an indexer. */
 static bool has_array(const check_case *of, int array)
 {
     const skl_problem *const p = &of->problem;
@@ -56,6 +73,10 @@ static bool has_array(const check_case *of, int array)
         return p->gradients & SKL_DQ_T;
     case DK_T:
         return p->gradients & SKL_DK_T;
+    case DSINK_T:
+        return p->gradients & SKL_DSINK_T;
+    case DSINK_S:
+        return p->gradients & SKL_DSINK_S;
     case CROSS_ENTROPY:
     case ENTROPY:
     case MASS:
@@ -98,6 +119,8 @@ static bool make_arrays(check_run *run, bool rounds_gradients)
         [DQ_S] = GRADIENT(dq_s, product_s, grad_s, elements[2]),
         [DK_S] = GRADIENT(dk_s, product_s, grad_s, elements[3]),
         [DW_S] = GRADIENT(dw_s, product_s, grad_w, elements[4]),
+        [DSINK_T] = ROWS(dsink_t, p->heads_t), /* like rows: no product follows the gradient of a logit */
+        [DSINK_S] = ROWS(dsink_s, p->heads_s),
     };
 #undef ROWS
 #undef GRADIENT
@@ -174,6 +197,8 @@ static skl_gradients gradient_outputs(const check_run *run)
         .dq_s = like_input(run, DQ_S, &inputs->q_s),
         .dk_s = like_input(run, DK_S, &inputs->k_s),
         .dw_s = like_input(run, DW_S, &inputs->w_s),
+        .dsink_t = run->arrays[DSINK_T].data,
+        .dsink_s = run->arrays[DSINK_S].data,
     };
 }
 
@@ -238,6 +263,9 @@ static skl_status run_halves(check_run *run)
     skl_inputs inputs = with_saved_rows(run);
     const int64_t middle = run->of->problem.len_k / 2;
     skl_rows rows = {.struct_size = sizeof rows, .kl = row_output(run, KL), .lse_s = row_output(run, LSE_S)};
+    const bool sinks = run->of->problem.sinks; /* they are added at the end, and need both LSEs */
+    if (sinks)
+        rows.lse_t = row_output(run, LSE_T);
     skl_row_state *left = run->states[0], *right = run->states[1];
     skl_status status = mirror_call(&run->tensors, &inputs, &rows, NULL);
     if (status == SKL_OK)
@@ -252,7 +280,7 @@ static skl_status run_halves(check_run *run)
     if (status == SKL_OK)
         status = skl_states_merge(run->plan, left, right, NULL);
     if (status == SKL_OK)
-        status = skl_states_finish(run->plan, NULL, left, &rows, NULL);
+        status = skl_states_finish(run->plan, sinks ? &inputs : NULL, left, &rows, NULL);
     return status;
 }
 
@@ -263,7 +291,7 @@ typedef struct check_pass {
     uint32_t writes; /* bits of arrays */
 } check_pass;
 
-enum { GRADIENTS = 1 << DQ_T | 1 << DK_T | 1 << DQ_S | 1 << DK_S | 1 << DW_S };
+enum { GRADIENTS = 1 << DQ_T | 1 << DK_T | 1 << DQ_S | 1 << DK_S | 1 << DW_S | 1 << DSINK_T | 1 << DSINK_S };
 enum { PARTS = 1 << CROSS_ENTROPY | 1 << ENTROPY };
 
 static const check_pass passes[] = {

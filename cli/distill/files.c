@@ -6,38 +6,6 @@
 
 #include <inttypes.h>
 
-/* ---- Numbers ------------------------------------------------------------------------------------------------ */
-
-static float float_of_f16(uint16_t half)
-{
-    const uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = half >> 10 & 31, fraction = half & 0x3ff;
-    if (exponent == 0) { /* zero and subnormals: fraction * 2^-24 */
-        const float value = (float)fraction * 0x1p-24F;
-        return sign ? -value : value;
-    }
-    const uint32_t wide = exponent == 31 ? 255 : exponent + 112;
-    const uint32_t bits = sign | wide << 23 | fraction << 13;
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-static float float_of_bf16(uint16_t upper)
-{
-    const uint32_t bits = (uint32_t)upper << 16;
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-static float number_at(const void *data, skl_dtype dtype, int64_t index)
-{
-    if (dtype == SKL_F32)
-        return ((const float *)data)[index];
-    const uint16_t bits = ((const uint16_t *)data)[index];
-    return dtype == SKL_F16 ? float_of_f16(bits) : float_of_bf16(bits);
-}
-
 /* ---- Weights ------------------------------------------------------------------------------------------------ */
 
 static const void *find_tensor(tensor_file *file, const char *name, const stored_tensor **tensor)
@@ -76,7 +44,7 @@ static void transpose_into(float *weights, const void *data, skl_dtype dtype, in
 {
     for (int64_t c = 0; c < columns; c++)
         for (int64_t i = 0; i < width; i++)
-            weights[i * columns + c] = number_at(data, dtype, c * width + i);
+            weights[i * columns + c] = tensor_number_at(data, dtype, c * width + i);
 }
 
 static int read_layer(layer *weights, tensor_file *file, const char *path, int64_t heads)
@@ -114,7 +82,7 @@ static void load_sequence(float *to, const stored_tensor *hidden, const void *da
 {
     const int64_t count = hidden->shape[1] * hidden->shape[2];
     for (int64_t i = 0; i < count; i++)
-        to[i] = number_at(data, hidden->dtype, index * count + i);
+        to[i] = tensor_number_at(data, hidden->dtype, index * count + i);
 }
 
 /* The last sequences are held out. Training draws each of its sequences independently from the others. */

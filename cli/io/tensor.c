@@ -25,6 +25,36 @@ size_t tensor_dtype_size(skl_dtype dtype)
     return dtypes[dtype].size;
 }
 
+static float float_of_f16(uint16_t half)
+{
+    const uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = half >> 10 & 31, fraction = half & 0x3ff;
+    if (exponent == 0) { /* zero and subnormals: fraction * 2^-24 */
+        const float value = (float)fraction * 0x1p-24F;
+        return sign ? -value : value;
+    }
+    const uint32_t wide = exponent == 31 ? 255 : exponent + 112;
+    const uint32_t bits = sign | wide << 23 | fraction << 13;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static float float_of_bf16(uint16_t upper)
+{
+    const uint32_t bits = (uint32_t)upper << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+float tensor_number_at(const void *data, skl_dtype dtype, int64_t index)
+{
+    if (dtype == SKL_F32)
+        return ((const float *)data)[index];
+    const uint16_t bits = ((const uint16_t *)data)[index];
+    return dtype == SKL_F16 ? float_of_f16(bits) : float_of_bf16(bits);
+}
+
 /* ---- Messages and shapes ----------------------------------------------------------------------------------- */
 
 /* The end of a long path is more informative than its beginning. */

@@ -39,6 +39,9 @@ typedef struct tensor_contents {
 const char *tensor_dtype_name(skl_dtype dtype); /* "F32", "F16", "BF16" */
 size_t tensor_dtype_size(skl_dtype dtype);      /* bytes of an element */
 
+/* Element `index` of aligned data. */
+float tensor_number_at(const void *data, skl_dtype dtype, int64_t index);
+
 /* Sets "path: message" and returns false, for the caller to return. `error` may be NULL. */
 bool tensor_refuse(tensor_error *error, const char *path, const char *format, ...)
     __attribute__((format(printf, 3, 4)));

@@ -14,7 +14,14 @@ static const char doc[] =
     "teacher "
     "row; key_lengths [B]; cu_seqlens_q and cu_seqlens_k [sequences + 1], the offsets of packed sequences in [H, "
     "total, "
-    "D].\n"
+    "D]; key_begin and key_end [B, N], packed [total]; sink_t and sink_s [H].\n"
+    "\n"
+    "Row bounds limit the keys of every query to key_begin <= j < key_end, besides all other masks. One of the two "
+    "is "
+    "enough. Neither may decrease within a sequence.\n"
+    "\n"
+    "A sink is one more outcome of the softmax of a head. Its logit is a number per head, and it belongs to no key. "
+    "Teacher and student must both have sinks, and all LSEs include them. A head without a sink has -inf.\n"
     "\n"
     "With --student indexer the student's logits are sum_g w_s[g] relu(<q_s[g], k_s>): w_s [B, H, N, G] holds the "
     "weights of G index heads, q_s [B, H * G, N, D] their queries. The student head learns the mean of its teacher "
@@ -34,6 +41,7 @@ static const char doc[] =
     "  streamkl kl teacher.safetensors student.safetensors --q-t q --k-t k\n"
     "  streamkl kl pair.safetensors --causal --window 1024,0 --softcap-t 50\n"
     "  streamkl kl packed.safetensors --causal --cu-seqlens-q 0,512,2048\n"
+    "  streamkl kl pair.safetensors --key-end ends --sink-t 0.5,-1.25 --sink-s 0.5,-1.25\n"
     "  streamkl kl pair.safetensors --out rows.safetensors --grad grad.safetensors\n"
     "  streamkl kl layer.safetensors --student indexer --causal --lse-t lse --grad grad.safetensors\n"
     "  streamkl kl pair.safetensors --device cuda:1 --explain";
@@ -50,9 +58,11 @@ enum {
     KEY_W_S,
     KEY_INDICES,
     KEY_INDEX_LINEAR,
+    KEY_SINK_T,
+    KEY_SINK_S,
 };
 
-enum { GROUP_INPUT = 1, GROUP_STUDENT, GROUP_RESULT, GROUP_PROBLEM, GROUP_ENGINE };
+enum { GROUP_INPUT = 1, GROUP_STUDENT, GROUP_SINKS, GROUP_RESULT, GROUP_PROBLEM, GROUP_ENGINE };
 
 static const struct argp_option options[] = {
     {NULL, 0, NULL, 0, "Student:", GROUP_STUDENT},
@@ -61,12 +71,19 @@ static const struct argp_option options[] = {
     {"indices", KEY_INDICES, "NAME", 0, "Name of the top-k indices of a sparse indexer; default indices, if present",
      0},
     {"index-linear", KEY_INDEX_LINEAR, NULL, 0, "An indexer without ReLU", 0},
+    {NULL, 0, NULL, 0, "Sinks:", GROUP_SINKS},
+    {"sink-t", KEY_SINK_T, "LIST|NAME", 0,
+     "Logits of the teacher's sinks: one number per head, separated by commas, or a tensor; default sink_t, if "
+     "present",
+     0},
+    {"sink-s", KEY_SINK_S, "LIST|NAME", 0, "Logits of the student's sinks; default sink_s, if present", 0},
     {NULL, 0, NULL, 0, "Result:", GROUP_RESULT},
     {"reduction", KEY_REDUCTION, "mean|sum|none", 0, "One number, or one per row; default mean", 0},
     {"out", KEY_OUT, "FILE", 0,
      "Write kl, lse_t, lse_s of every row as safetensors; for an indexer also cross_entropy, entropy, mass", 0},
-    {"grad", KEY_GRAD, "FILE", 0, "Write the gradients dq_s, dk_s as safetensors; for an indexer also dw_s", 0},
-    {"grad-teacher", KEY_GRAD_TEACHER, NULL, 0, "Write dq_t, dk_t to the same file", 0},
+    {"grad", KEY_GRAD, "FILE", 0,
+     "Write the gradients dq_s, dk_s as safetensors; for an indexer also dw_s, with sinks also dsink_s", 0},
+    {"grad-teacher", KEY_GRAD_TEACHER, NULL, 0, "Write dq_t, dk_t to the same file, with sinks also dsink_t", 0},
     {"grad-f32", KEY_GRAD_F32, NULL, 0, "Gradients in f32 instead of the type of their tensors", 0},
     {"explain", KEY_EXPLAIN, NULL, 0, "Show the kernels that run, and the reason for each choice", 0},
     {"json", KEY_JSON, NULL, 0, "Print one JSON object instead of the table", 0},
@@ -87,6 +104,8 @@ static const option_field fields[] = {
     {KEY_W_S, parse_string, offsetof(kl_request, names[ROLE_W_S])},
     {KEY_INDICES, parse_string, offsetof(kl_request, names[ROLE_INDICES])},
     {KEY_INDEX_LINEAR, parse_flag, offsetof(kl_request, problem.index_linear)},
+    {KEY_SINK_T, parse_string, offsetof(kl_request, names[ROLE_SINK_T])},
+    {KEY_SINK_S, parse_string, offsetof(kl_request, names[ROLE_SINK_S])},
     {KEY_REDUCTION, parse_reduction, offsetof(kl_request, reduction)},
     {KEY_OUT, parse_string, offsetof(kl_request, out_path)},
     {KEY_GRAD, parse_string, offsetof(kl_request, grad_path)},

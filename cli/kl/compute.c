@@ -79,10 +79,17 @@ static int allocate_gradients(kl_results *results, const kl_inputs *inputs)
         if (results->gradients[role] == NULL)
             return CLI_NO_MEMORY;
     }
-    if (!(inputs->problem.gradients & SKL_DW_S))
-        return CLI_OK;
-    results->dw_s = allocate_gradient(inputs, &inputs->w_s, ROLE_W_S);
-    return results->dw_s ? CLI_OK : CLI_NO_MEMORY;
+    const skl_problem *const problem = &inputs->problem;
+    if (problem->gradients & SKL_DW_S)
+        results->dw_s = allocate_gradient(inputs, &inputs->w_s, ROLE_W_S);
+    if (problem->gradients & SKL_DSINK_T)
+        results->dsink_t = allocate_output((size_t)problem->heads_t * sizeof(float), "dsink_t");
+    if (problem->gradients & SKL_DSINK_S)
+        results->dsink_s = allocate_output((size_t)problem->heads_s * sizeof(float), "dsink_s");
+    const bool complete = (results->dw_s || !(problem->gradients & SKL_DW_S)) &&
+                          (results->dsink_t || !(problem->gradients & SKL_DSINK_T)) &&
+                          (results->dsink_s || !(problem->gradients & SKL_DSINK_S));
+    return complete ? CLI_OK : CLI_NO_MEMORY;
 }
 
 /* ---- Forward and reduction ---------------------------------------------------------------------------------- */
@@ -151,6 +158,8 @@ static int backward(kl_results *results, const kl_inputs *inputs, kl_reduction r
         .dq_s = gradient_output(results, inputs, ROLE_Q_S),
         .dk_s = gradient_output(results, inputs, ROLE_K_S),
         .dw_s = output_like(results->dw_s, &inputs->w_s.input),
+        .dsink_t = results->dsink_t,
+        .dsink_s = results->dsink_s,
     };
     return runner_backward(&results->runner, &saved, &gradients);
 }
@@ -190,6 +199,8 @@ void kl_results_free(kl_results *results)
     free(results->entropy);
     free(results->mass);
     free(results->dw_s);
+    free(results->dsink_t);
+    free(results->dsink_s);
     for (kl_role role = 0; role < ROLE_REQUIRED_COUNT; role++)
         free(results->gradients[role]);
 }

@@ -16,6 +16,10 @@ const char *const kl_role_names[ROLE_COUNT] = {
     [ROLE_CU_SEQLENS_K] = "cu_seqlens_k",
     [ROLE_W_S] = "w_s",
     [ROLE_INDICES] = "indices",
+    [ROLE_KEY_BEGIN] = "key_begin",
+    [ROLE_KEY_END] = "key_end",
+    [ROLE_SINK_T] = "sink_t",
+    [ROLE_SINK_S] = "sink_s",
 };
 
 enum { ROLE_ANY = -1 };
@@ -49,7 +53,7 @@ static int open_argument(kl_file *file, const char *argument)
     if (file->role == ROLE_ANY && equals && access(argument, F_OK) != 0)
         return cli_fail(CLI_BAD_INPUT,
                         "%s: '%.*s' is not a role; must be q_t, k_t, q_s, k_s, lse_t, key_lengths, cu_seqlens_q, "
-                        "cu_seqlens_k, w_s or indices",
+                        "cu_seqlens_k, w_s, indices, key_begin, key_end, sink_t or sink_s",
                         argument, (int)(equals - argument), argument);
     tensor_error error;
     file->contents = tensor_file_open(file->path, &error);

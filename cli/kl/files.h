@@ -16,6 +16,10 @@ typedef enum kl_role {
     ROLE_CU_SEQLENS_K,
     ROLE_W_S,
     ROLE_INDICES,
+    ROLE_KEY_BEGIN,
+    ROLE_KEY_END,
+    ROLE_SINK_T,
+    ROLE_SINK_S,
     ROLE_COUNT,
     ROLE_REQUIRED_COUNT = ROLE_LSE_T
 } kl_role;

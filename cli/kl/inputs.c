@@ -209,6 +209,26 @@ static int load_key_lengths(kl_inputs *inputs, const kl_request *request)
     return CLI_OK;
 }
 
+static int load_row_bounds(kl_inputs *inputs, const kl_request *request)
+{
+    const struct {
+        kl_role role;
+        int32_t **values;
+    } sides[] = {{ROLE_KEY_BEGIN, &inputs->key_begin}, {ROLE_KEY_END, &inputs->key_end}};
+    skl_problem *const problem = &inputs->problem;
+    for (size_t side = 0; side < sizeof sides / sizeof sides[0]; side++) {
+        const kl_role role = sides[side].role;
+        const int exit_code = kl_bounds_load(&inputs->files, role, request->names[role], kl_row_batches(problem),
+                                             kl_row_length(problem), sides[side].values);
+        if (exit_code != CLI_OK)
+            return exit_code;
+    }
+    problem->row_bounds = inputs->key_begin || inputs->key_end;
+    inputs->tensors.key_begin = inputs->key_begin;
+    inputs->tensors.key_end = inputs->key_end;
+    return CLI_OK;
+}
+
 /* ---- The teacher's LSE -------------------------------------------------------------------------------------- */
 
 static int load_lse_t(kl_inputs *inputs, const kl_request *request)
@@ -327,6 +347,10 @@ int kl_inputs_load(kl_inputs *inputs, const kl_request *request)
         exit_code = load_packing(inputs, request);
     if (exit_code == CLI_OK)
         exit_code = load_key_lengths(inputs, request);
+    if (exit_code == CLI_OK)
+        exit_code = load_row_bounds(inputs, request);
+    if (exit_code == CLI_OK)
+        exit_code = kl_sinks_load(inputs, request);
     return exit_code;
 }
 
@@ -343,4 +367,8 @@ void kl_inputs_free(kl_inputs *inputs)
     free(inputs->cu_seqlens_q);
     free(inputs->cu_seqlens_k);
     free(inputs->indices);
+    free(inputs->key_begin);
+    free(inputs->key_end);
+    free(inputs->sink_t);
+    free(inputs->sink_s);
 }

@@ -16,7 +16,7 @@ typedef struct kl_request {
     skl_options options;
     char **files; /* FILE or ROLE=FILE */
     size_t file_count;
-    const char *names[ROLE_COUNT]; /* name of the tensor for a role, or a list of integers; NULL: default */
+    const char *names[ROLE_COUNT]; /* name of the tensor for a role, or a list of numbers; NULL: default */
     kl_layout layout;
     kl_reduction reduction;
     const char *out_path, *grad_path; /* NULL: none */
@@ -39,9 +39,10 @@ typedef struct kl_inputs {
     kl_view views[ROLE_REQUIRED_COUNT];
     skl_problem problem; /* complete */
     skl_inputs tensors;
-    int32_t *key_lengths, *cu_seqlens_q, *cu_seqlens_k; /* owned; NULL: not given */
-    kl_view w_s;                                        /* of an indexer */
-    int32_t *indices;                                   /* owned; NULL: not given */
+    kl_view w_s; /* of an indexer */
+    /* Owned; NULL: not given. */
+    int32_t *key_lengths, *cu_seqlens_q, *cu_seqlens_k, *indices, *key_begin, *key_end;
+    float *sink_t, *sink_s;
 } kl_inputs;
 
 /* Row vectors and gradients, contiguous; a gradient has the layout of its tensor. */
@@ -50,6 +51,7 @@ typedef struct kl_results {
     float *kl, *lse_t, *lse_s, *dot_t;
     float *cross_entropy, *entropy, *mass; /* of an indexer */
     void *dw_s;
+    float *dsink_t, *dsink_s;             /* NULL: not requested */
     void *gradients[ROLE_REQUIRED_COUNT]; /* by role: dq_t, dk_t, dq_s, dk_s; NULL: not requested */
     int64_t valid_rows;                   /* rows that attend to any key: the denominator of a mean */
     int64_t nonfinite_rows;               /* rows whose KL is NaN or infinite */
@@ -76,8 +78,16 @@ int kl_outputs_write(const kl_results *results, const kl_inputs *inputs, const k
 
 int kl_report(const kl_results *results, const kl_inputs *inputs, const kl_request *request);
 
-/* Integers for a role, from a list in `text` ("3,5,8") or from a tensor. Without either, *values is NULL. */
+/* Integers for a role, from a list in `text` ("3,5,8") or from a tensor with 1 dimension. Without either, *values is
+ * NULL. */
 int kl_lengths_load(const kl_files *files, kl_role role, const char *text, int32_t **values, int64_t *count);
+
+/* The same for one integer per query: a tensor is [batch, length]; for a batch of 1 also [length]. */
+int kl_bounds_load(const kl_files *files, kl_role role, const char *text, int64_t batch, int64_t length,
+                   int32_t **values);
+
+/* sink_t and sink_s of inputs whose shapes are known, and their gradients if those of q are requested. */
+int kl_sinks_load(kl_inputs *inputs, const kl_request *request);
 
 /* The elements of an I32 or I64 tensor of any shape, in row-major order. */
 int kl_integers_load(kl_role role, const kl_found *found, int32_t **values, int64_t *count);

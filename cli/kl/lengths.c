@@ -1,4 +1,4 @@
-/* Sequence lengths: integers on the command line or in a file. */
+/* Sequence lengths and row bounds: integers on the command line or in a file. */
 #include "cli/common/cli.h"
 #include "cli/kl/kl.h"
 
@@ -74,25 +74,51 @@ int kl_integers_load(kl_role role, const kl_found *found, int32_t **values, int6
     return CLI_OK;
 }
 
-static int lengths_from_tensor(kl_role role, const kl_found *found, int32_t **values, int64_t *count)
+/* The list, or else the tensor in *found. */
+static int list_or_tensor(const kl_files *files, kl_role role, const char *text, kl_found *found, int32_t **values,
+                          int64_t *count)
 {
-    if (found->tensor->rank != 1)
-        return cli_fail(CLI_BAD_INPUT, "%s: %s has %d dimensions; must have 1", found->file->path,
-                        kl_role_names[role], found->tensor->rank);
-    return kl_integers_load(role, found, values, count);
-}
-
-int kl_lengths_load(const kl_files *files, kl_role role, const char *text, int32_t **values, int64_t *count)
-{
+    *found = (kl_found){NULL, NULL};
     *values = NULL;
     *count = 0;
     const bool is_list = text && (isdigit((unsigned char)text[0]) || text[0] == '-');
     if (is_list)
         return lengths_from_list(role, text, values, count);
-    kl_found found;
     const bool required = text != NULL;
-    const int exit_code = kl_files_find(files, role, text ? text : kl_role_names[role], required, &found);
+    return kl_files_find(files, role, text ? text : kl_role_names[role], required, found);
+}
+
+int kl_lengths_load(const kl_files *files, kl_role role, const char *text, int32_t **values, int64_t *count)
+{
+    kl_found found;
+    const int exit_code = list_or_tensor(files, role, text, &found, values, count);
     if (exit_code != CLI_OK || found.tensor == NULL)
         return exit_code;
-    return lengths_from_tensor(role, &found, values, count);
+    if (found.tensor->rank != 1)
+        return cli_fail(CLI_BAD_INPUT, "%s: %s has %d dimensions; must have 1", found.file->path, kl_role_names[role],
+                        found.tensor->rank);
+    return kl_integers_load(role, &found, values, count);
+}
+
+int kl_bounds_load(const kl_files *files, kl_role role, const char *text, int64_t batch, int64_t length,
+                   int32_t **values)
+{
+    kl_found found;
+    int64_t count;
+    const int exit_code = list_or_tensor(files, role, text, &found, values, &count);
+    if (exit_code != CLI_OK || (found.tensor == NULL && *values == NULL))
+        return exit_code;
+    if (found.tensor == NULL)
+        return count == batch * length
+                   ? CLI_OK
+                   : cli_fail(CLI_BAD_INPUT, "%s has %" PRId64 " entries: must be one per query, %" PRId64,
+                              kl_role_names[role], count, batch * length);
+    const int64_t *const shape = found.tensor->shape;
+    const int rank = found.tensor->rank;
+    const bool fits =
+        (rank == 2 && shape[0] == batch && shape[1] == length) || (rank == 1 && batch == 1 && shape[0] == length);
+    if (!fits)
+        return cli_fail(CLI_BAD_INPUT, "%s %s: must be [B, N] of the queries, [%" PRId64 ", %" PRId64 "]",
+                        kl_role_names[role], shape_print(shape, rank).text, batch, length);
+    return kl_integers_load(role, &found, values, &count);
 }

@@ -25,6 +25,9 @@ static const struct argp_option options[] = {
     {"cu-seqlens-q", KEY_NAME + ROLE_CU_SEQLENS_Q, "LIST|NAME", 0,
      "Packed queries: the offset of each sequence, and the end of the last one", 0},
     {"cu-seqlens-k", KEY_NAME + ROLE_CU_SEQLENS_K, "LIST|NAME", 0, "Packed keys; default equal to the queries", 0},
+    {"key-begin", KEY_NAME + ROLE_KEY_BEGIN, "LIST|NAME", 0,
+     "Row bounds: the first key that a query may attend to, one integer per query", 0},
+    {"key-end", KEY_NAME + ROLE_KEY_END, "LIST|NAME", 0, "Row bounds: the key after the last one", 0},
     {0},
 };
 
@@ -51,6 +54,8 @@ static const option_field fields[] = {
     NAME_FIELD(ROLE_KEY_LENGTHS),
     NAME_FIELD(ROLE_CU_SEQLENS_Q),
     NAME_FIELD(ROLE_CU_SEQLENS_K),
+    NAME_FIELD(ROLE_KEY_BEGIN),
+    NAME_FIELD(ROLE_KEY_END),
     {KEY_LAYOUT, parse_layout, offsetof(kl_request, layout)},
     {0, NULL, 0},
 };

@@ -99,17 +99,26 @@ static output_tensor gradient_tensor(const char *name, const void *data, const k
     return tensor;
 }
 
+static output_tensor sink_gradient(const char *name, const float *data, int64_t heads)
+{
+    return (output_tensor){.name = name, .dtype = SKL_F32, .rank = 1, .shape = {heads}, .data = data};
+}
+
 static int write_gradients(file_set *set, const kl_results *results, const kl_inputs *inputs,
                            const kl_request *request)
 {
     static const char *const names[ROLE_REQUIRED_COUNT] = {"dq_t", "dk_t", "dq_s", "dk_s"};
-    output_tensor tensors[ROLE_REQUIRED_COUNT + 1];
+    output_tensor tensors[ROLE_REQUIRED_COUNT + 3];
     size_t count = 0;
     for (kl_role role = 0; role < ROLE_REQUIRED_COUNT; role++)
         if (results->gradients[role])
             tensors[count++] = gradient_tensor(names[role], results->gradients[role], &inputs->views[role], inputs);
     if (results->dw_s)
         tensors[count++] = gradient_tensor("dw_s", results->dw_s, &inputs->w_s, inputs);
+    if (results->dsink_t)
+        tensors[count++] = sink_gradient("dsink_t", results->dsink_t, inputs->problem.heads_t);
+    if (results->dsink_s)
+        tensors[count++] = sink_gradient("dsink_s", results->dsink_s, inputs->problem.heads_s);
     const output_metadata metadata[] = {{"direction", direction_name(inputs->problem.direction)},
                                         {"reduction", kl_reduction_name(request->reduction)}};
     tensor_error error;

@@ -132,6 +132,8 @@ static int print_json(const kl_results *results, const kl_inputs *inputs, const 
         {"materialised_bytes", count_json(work.materialised_size)},
         {"shapes", shapes_json(inputs)},
         {"layout", json_string(layout_name(request->layout))},
+        {"row_bounds", json_boolean(problem->row_bounds)},
+        {"sinks", json_boolean(problem->sinks)},
     };
     json_t *const object = json_object();
     bool complete = object != NULL;
@@ -191,6 +193,16 @@ static void print_shapes(const kl_inputs *inputs, kl_layout layout)
     print_side("teacher", &inputs->views[ROLE_Q_T], &inputs->views[ROLE_K_T]);
     print_side("student", &inputs->views[ROLE_Q_S], &inputs->views[ROLE_K_S]);
     printf("  %-8s %s%s\n", "layout", layout_name(layout), layout == LAYOUT_DEFAULT ? ", the default" : "");
+}
+
+/* What limits keys or adds an outcome without being an option: files may contain it. */
+static void print_bounds_and_sinks(const kl_inputs *inputs)
+{
+    if (inputs->problem.row_bounds)
+        printf("  %-8s %s%s%s of every query\n", "bounds", inputs->key_begin ? "key_begin" : "",
+               inputs->key_begin && inputs->key_end ? " and " : "", inputs->key_end ? "key_end" : "");
+    if (inputs->problem.sinks)
+        printf("  %-8s sink_t and sink_s of every head\n", "sinks");
 }
 
 static void print_indexer(const kl_results *results, const skl_problem *problem)
@@ -289,6 +301,7 @@ static void print_table(const kl_results *results, const kl_inputs *inputs, cons
     const skl_problem *const problem = &inputs->problem;
     print_headline(results, problem, request->reduction);
     print_shapes(inputs, request->layout);
+    print_bounds_and_sinks(inputs);
     if (kl_is_indexer(problem))
         print_indexer(results, problem);
     print_heads(results, problem);
@@ -301,9 +314,10 @@ static void print_table(const kl_results *results, const kl_inputs *inputs, cons
         print_explanations(&results->runner);
     const bool indexer = kl_is_indexer(problem);
     print_written(request->out_path, indexer ? "kl, lse_t, lse_s, cross_entropy, entropy, mass" : "kl, lse_t, lse_s");
-    print_written(request->grad_path, request->grad_teacher ? "dq_s, dk_s, dq_t, dk_t"
-                                      : indexer             ? "dq_s, dk_s, dw_s"
-                                                            : "dq_s, dk_s");
+    char gradients[64];
+    snprintf(gradients, sizeof gradients, "dq_s, dk_s%s%s%s%s", request->grad_teacher ? ", dq_t, dk_t" : "",
+             indexer ? ", dw_s" : "", results->dsink_s ? ", dsink_s" : "", results->dsink_t ? ", dsink_t" : "");
+    print_written(request->grad_path, gradients);
 }
 
 int kl_report(const kl_results *results, const kl_inputs *inputs, const kl_request *request)

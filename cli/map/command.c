@@ -299,9 +299,13 @@ static int compute(attention_map *map, const map_request *request, const kl_inpu
     return device_error()[0] ? cli_fail_status(status) : fail_plan(status, &request->input.options);
 }
 
-/* The map reads lengths itself, so they are checked before. */
+/* The map reads lengths itself, so they are checked before. It shows attention to keys, and a sink is none. */
 static int check_inputs(const map_request *request, const kl_inputs *inputs)
 {
+    if (inputs->problem.sinks)
+        return cli_fail(CLI_BAD_INPUT,
+                        "sink_t, sink_s: streamkl map has no place for sinks; name the files as q_t=FILE k_t=FILE "
+                        "q_s=FILE k_s=FILE for a map of the distributions on the keys alone");
     skl_plan *plan = NULL;
     const skl_status status = skl_plan_create(&plan, &inputs->problem, &request->input.options);
     const int exit_code =

@@ -3,7 +3,7 @@
 It shares no code with the library or with its C oracle.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,6 +20,10 @@ class Problem:
     softcap_s: float = 0
     reverse: bool = False
     lse_t: np.ndarray | None = None
+    key_begin: np.ndarray | None = None  # row bounds: [B, N], packed [total]
+    key_end: np.ndarray | None = None
+    sink_t: np.ndarray | None = None  # [H_t]
+    sink_s: np.ndarray | None = None  # [H_s]
 
 
 def visible(problem, len_q, len_k, batch):
@@ -36,6 +40,10 @@ def visible(problem, len_q, len_k, batch):
         mask &= ahead <= right
     if problem.key_lengths is not None:
         mask &= np.arange(len_k)[None, :] < problem.key_lengths[batch]
+    if problem.key_begin is not None:
+        mask &= np.arange(len_k)[None, :] >= problem.key_begin[batch][:, None]
+    if problem.key_end is not None:
+        mask &= np.arange(len_k)[None, :] < problem.key_end[batch][:, None]
     return mask
 
 
@@ -46,6 +54,14 @@ def logits(q, k, scale, softcap):
         return x, np.ones_like(x)
     capped = np.tanh(x / softcap)
     return softcap * capped, 1 - capped**2
+
+
+def with_sink(x, slope, sinks, head):
+    """One more column: the logit of the sink, which is no product of q and k."""
+    if sinks is None:
+        return x, slope
+    column = np.ones((len(x), 1))
+    return np.hstack([x, sinks[head] * column]), np.hstack([slope, column])
 
 
 def log_softmax(x, mask):
@@ -89,11 +105,15 @@ def attention_kl(tensors, problem=None, upstream=1.0):
         {"dq_t": np.zeros_like(q_t), "dk_t": np.zeros_like(k_t), "dq_s": np.zeros_like(q_s), "dk_s": np.zeros_like(k_s)},
     )
     grads = result.gradients
+    if problem.sink_s is not None:
+        grads |= {"dsink_t": np.zeros(heads_t), "dsink_s": np.zeros(heads_s)}
     for b in range(batch):
         mask = visible(problem, len_q, len_k, b)
+        if problem.sink_s is not None:
+            mask = np.hstack([mask, mask.any(-1, keepdims=True)])  # a row without keys has no sink
         for h in range(heads_s):
             key_s = h // (heads_s // k_s.shape[1])
-            y, slope_s = logits(q_s[b, h], k_s[b, key_s], scale_s, problem.softcap_s)
+            y, slope_s = with_sink(*logits(q_s[b, h], k_s[b, key_s], scale_s, problem.softcap_s), problem.sink_s, h)
             log_s, result.lse_s[b, h] = log_softmax(y, mask)
             s = np.exp(log_s)
 
@@ -101,7 +121,7 @@ def attention_kl(tensors, problem=None, upstream=1.0):
             p_heads, slopes_t = [], []
             for t in members:
                 key_t = t // (heads_t // k_t.shape[1])
-                x, slope = logits(q_t[b, t], k_t[b, key_t], scale_t, problem.softcap_t)
+                x, slope = with_sink(*logits(q_t[b, t], k_t[b, key_t], scale_t, problem.softcap_t), problem.sink_t, t)
                 log_p, result.lse_t[b, t] = log_softmax(x, mask)
                 p_heads.append(np.exp(log_p))
                 slopes_t.append(slope)
@@ -122,15 +142,29 @@ def attention_kl(tensors, problem=None, upstream=1.0):
             else:
                 d_s = np.where(mask & (s > 0), -p / np.where(s > 0, s, 1), 0)
                 d_p = np.where(mask, log_ratio, 0)
-            dy = upstream * s * (d_s - (s * d_s).sum(-1, keepdims=True)) * slope_s * scale_s
+            dy = upstream * s * (d_s - (s * d_s).sum(-1, keepdims=True)) * slope_s
+            if problem.sink_s is not None:
+                grads["dsink_s"][h] += dy[:, len_k].sum()
+            dy = dy[:, :len_k] * scale_s
             grads["dq_s"][b, h] += dy @ k_s[b, key_s]
             grads["dk_s"][b, key_s] += dy.T @ q_s[b, h]
             for t, p_head, slope in zip(members, p_heads, slopes_t):
                 key_t = t // (heads_t // k_t.shape[1])
-                dx = upstream / group_size * p_head * (d_p - (p_head * d_p).sum(-1, keepdims=True)) * slope * scale_t
+                dx = upstream / group_size * p_head * (d_p - (p_head * d_p).sum(-1, keepdims=True)) * slope
+                if problem.sink_t is not None:
+                    grads["dsink_t"][t] += dx[:, len_k].sum()
+                dx = dx[:, :len_k] * scale_t
                 grads["dq_t"][b, t] += dx @ k_t[b, key_t]
                 grads["dk_t"][b, key_t] += dx.T @ q_t[b, t]
     return result
+
+
+def rows_of(problem, rows):
+    """The problem of one packed sequence."""
+    if problem is None:
+        return None
+    begin, end = (bounds if bounds is None else bounds[None, rows] for bounds in (problem.key_begin, problem.key_end))
+    return replace(problem, key_begin=begin, key_end=end)
 
 
 def packed_attention_kl(tensors, cu_q, cu_k, problem=None, upstream=1.0):
@@ -146,7 +180,7 @@ def packed_attention_kl(tensors, cu_q, cu_k, problem=None, upstream=1.0):
     for begin_q, end_q, begin_k, end_k in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:]):
         rows = {"q": slice(begin_q, end_q), "k": slice(begin_k, end_k)}
         part = {name: array[None, :, rows[name[0]]] for name, array in tensors.items()}
-        one = attention_kl(part, problem, upstream)
+        one = attention_kl(part, rows_of(problem, rows["q"]), upstream)
         total.kl[:, rows["q"]] = one.kl[0]
         total.lse_t[:, rows["q"]] = one.lse_t[0]
         total.lse_s[:, rows["q"]] = one.lse_s[0]
