@@ -21,7 +21,8 @@ endif()
 configure_file(${CMAKE_CURRENT_LIST_DIR}/streamkl.pc.in streamkl.pc @ONLY)
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/streamkl.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
 
-# The library inside the Python package, as one file without a version in its name: see pyproject.toml.
+# The Python package: one library without a version in its name, and the tool next to it. See pyproject.toml.
 if(SKBUILD)
-  install(FILES $<TARGET_FILE:streamkl> DESTINATION streamkl/lib RENAME libstreamkl.so COMPONENT python)
+  add_custom_target(streamkl_python DEPENDS streamkl)
+  install(FILES $<TARGET_FILE:streamkl> DESTINATION streamkl/lib COMPONENT python)
 endif()

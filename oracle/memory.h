@@ -20,6 +20,11 @@ struct model {
     real *sink, *dsink, *dsink_rounding;   /* [heads] */
 };
 
+/* A logarithm of a sum of exponentials, as the sum of two numbers: logits of 1e20 minus their LSE are then exact. */
+struct log_sum {
+    real largest, rest;
+};
+
 struct run {
     const skl_problem *problem;
     int64_t batch, length_q, length_k; /* of the buffers; packed: batch 1, length total */
@@ -29,13 +34,15 @@ struct run {
     real *kl, *lse_t, *lse_s, *dot_t; /* results */
     real *kl_rounding, *lse_t_rounding, *lse_s_rounding, *dot_t_rounding;
     real *cross_entropy, *entropy, *mass, *cross_entropy_rounding, *entropy_rounding, *mass_rounding;
-    int64_t row_length;  /* most outcomes of a row: max(length_k, top_k), and a sink */
-    int64_t *keys;       /* of one row, as rows of the key buffers */
-    real *scratch;       /* of one row; the arrays below, [group_size, row_length] for teacher heads */
-    real *x, *y;         /* logits */
-    real *log_p_head;    /* log P of each teacher head */
-    real *log_p, *log_s; /* the two distributions of the KL */
-    real *gradient;      /* with respect to the logits of one head */
+    int64_t row_length;   /* most outcomes of a row: max(length_k, top_k), and a sink */
+    int64_t *keys;        /* of one row, as rows of the key buffers */
+    struct log_sum *lses; /* of one row: of the teacher heads, then of the student */
+    real *scratch;        /* of one row; the arrays below, [group_size, row_length] for teacher heads */
+    real *x, *y;          /* logits */
+    real *log_p_head;     /* log P of each teacher head */
+    real *log_ratio;      /* log (P_h / P) of each teacher head */
+    real *log_p, *log_s;  /* the two distributions of the KL */
+    real *gradient;       /* with respect to the logits of one head */
     real *x_rounding, *y_rounding, *log_p_head_rounding, *log_p_rounding, *log_s_rounding, *gradient_rounding;
 };
 
@@ -129,6 +136,7 @@ static oracle_result take_results(const struct run *run)
     for (size_t a = 0; a < sizeof inputs_and_scratch / sizeof *inputs_and_scratch; a++)
         free(inputs_and_scratch[a]);
     free(run->keys);
+    free(run->lses);
 
     const struct model *const t = &run->teacher, *const s = &run->student;
     const int64_t rows = run->batch * run->length_q, keys = run->batch * run->length_k;
@@ -210,11 +218,12 @@ static struct run prepare(const skl_problem *p, const skl_inputs *inputs)
 
     run.row_length = (p->top_k > run.length_k ? p->top_k : run.length_k) + (p->sinks ? 1 : 0);
     run.keys = malloc(((size_t)run.row_length + 1) * sizeof *run.keys);
-    if (!run.keys)
+    run.lses = malloc(((size_t)run.group_size + 1) * sizeof *run.lses);
+    if (!run.keys || !run.lses)
         abort();
-    run.scratch = filled((4 * run.group_size + 8) * run.row_length, 0);
+    run.scratch = filled((5 * run.group_size + 8) * run.row_length, 0);
     real *next = run.scratch;
-    real **const of_heads[] = {&run.x, &run.x_rounding, &run.log_p_head, &run.log_p_head_rounding};
+    real **const of_heads[] = {&run.x, &run.x_rounding, &run.log_p_head, &run.log_p_head_rounding, &run.log_ratio};
     real **const of_row[] = {&run.y,     &run.y_rounding,     &run.log_p,    &run.log_p_rounding,
                              &run.log_s, &run.log_s_rounding, &run.gradient, &run.gradient_rounding};
     for (size_t a = 0; a < sizeof of_heads / sizeof *of_heads; a++, next += run.group_size * run.row_length)

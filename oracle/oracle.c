@@ -102,18 +102,17 @@ static void add_gradients(const struct run *run, const struct model *model, stru
 }
 
 #include "indexer.h"
+#include "log_sum.h"
 
-/* log sum_n exp(values[n * stride]) */
-static real log_sum_exp(const real *values, int64_t count, int64_t stride)
+/* The teacher is a mean of heads. An indexer always has a teacher group, possibly of one head. */
+static int has_teacher_groups(const struct run *run)
 {
-    real largest = values[0];
-    for (int64_t n = 1; n < count; n++)
-        largest = values[n * stride] > largest ? values[n * stride] : largest;
+    return run->group_size > 1 || is_indexer(run);
+}
 
-    real sum = 0;
-    for (int64_t n = 0; n < count; n++)
-        sum += exp(values[n * stride] - largest);
-    return largest + log(sum);
+static int uses_given_lse(const struct run *run)
+{
+    return has_teacher_groups(run) && run->given_lse_t;
 }
 
 /* log S from lse_s; log P of each teacher head from lse_t; log P of their mean. An LSE is rounded like a logit. The
@@ -121,26 +120,29 @@ static real log_sum_exp(const real *values, int64_t count, int64_t stride)
 static void distributions(const struct run *run, const struct row *row)
 {
     const int64_t group_size = run->group_size, count = row->key_count;
+    const struct log_sum lse_s = run->lses[group_size];
     for (int64_t j = 0; j < count; j++) {
-        run->log_s[j] = run->y[j] - run->lse_s[row->at_s];
-        run->log_s_rounding[j] = run->y_rounding[j] + fabs(run->lse_s[row->at_s]);
+        run->log_s[j] = minus_lse(run->y[j], lse_s);
+        run->log_s_rounding[j] = run->y_rounding[j] + lse_rounding(lse_s, 0);
     }
     for (int64_t h = 0; h < group_size; h++) {
         const int64_t line = h * run->row_length;
-        const real lse = run->lse_t[row->at_t + h * run->length_q];
         for (int64_t j = line; j < line + count; j++) {
-            run->log_p_head[j] = run->x[j] - lse;
-            run->log_p_head_rounding[j] = run->x_rounding[j] + fabs(lse);
+            run->log_p_head[j] = minus_lse(run->x[j], run->lses[h]);
+            run->log_p_head_rounding[j] = run->x_rounding[j] + lse_rounding(run->lses[h], uses_given_lse(run));
         }
     }
     for (int64_t j = 0; j < count; j++) {
-        const real *const heads = run->log_p_head + j;
-        run->log_p[j] =
-            group_size == 1 ? *heads : log_sum_exp(heads, group_size, run->row_length) - log((real)group_size);
+        mark_undetermined(run->log_p_head + j, run->log_p_head_rounding + j, group_size, run->row_length);
+        struct log_sum mean = log_sum_exp(run->log_p_head + j, group_size, run->row_length);
+        mean.rest -= log((real)group_size);
+        mean = as_stored(mean);
+        run->log_p[j] = value_of(mean);
         run->log_p_rounding[j] = 0;
         for (int64_t h = 0; h < group_size; h++) {
-            const real share = exp(heads[h * run->row_length] - run->log_p[j]) / (real)group_size;
-            run->log_p_rounding[j] += share * run->log_p_head_rounding[h * run->row_length + j];
+            const int64_t at = h * run->row_length + j;
+            run->log_ratio[at] = minus_lse(run->log_p_head[at], mean);
+            run->log_p_rounding[j] += exp(run->log_ratio[at]) / (real)group_size * run->log_p_head_rounding[at];
         }
     }
 }
@@ -154,37 +156,27 @@ static real log_sum_rounding(const real *log_terms, const real *roundings, int64
     return rounding;
 }
 
-/* The teacher is a mean of heads. An indexer always has a teacher group, possibly of one head. */
-static int has_teacher_groups(const struct run *run)
-{
-    return run->group_size > 1 || is_indexer(run);
-}
-
-static int uses_given_lse(const struct run *run)
-{
-    return has_teacher_groups(run) && run->given_lse_t;
-}
-
 /* LSEs and the distributions that follow from them. A given LSE may cover more keys than the visible ones: then the
  * mean of the teacher heads is divided by z, its sum over the visible keys. Returns log z. */
 static real normalise(const struct run *run, const struct row *row)
 {
     const int use_given = uses_given_lse(run);
     real log_z = 0;
-    run->lse_s[row->at_s] = log_sum_exp(run->y, row->key_count, 1);
-    for (int64_t h = 0; h < run->group_size; h++) {
-        const int64_t at = row->at_t + h * run->length_q;
-        const real computed = log_sum_exp(run->x + h * run->row_length, row->key_count, 1);
-        run->lse_t[at] = use_given ? run->given_lse_t[at] : computed;
-    }
+    run->lses[run->group_size] = log_sum_exp(run->y, row->key_count, 1);
+    for (int64_t h = 0; h < run->group_size; h++)
+        run->lses[h] = use_given ? (struct log_sum){run->given_lse_t[row->at_t + h * run->length_q], 0}
+                                 : log_sum_exp(run->x + h * run->row_length, row->key_count, 1);
     distributions(run, row);
     if (use_given) {
-        log_z = log_sum_exp(run->log_p, row->key_count, 1);
+        log_z = value_of(log_sum_exp(run->log_p, row->key_count, 1));
         for (int64_t h = 0; h < run->group_size; h++)
-            run->lse_t[row->at_t + h * run->length_q] += log_z;
+            run->lses[h] = as_stored((struct log_sum){run->lses[h].largest, log_z});
         distributions(run, row);
     }
 
+    run->lse_s[row->at_s] = value_of(run->lses[run->group_size]);
+    for (int64_t h = 0; h < run->group_size; h++)
+        run->lse_t[row->at_t + h * run->length_q] = value_of(run->lses[h]);
     run->lse_s_rounding[row->at_s] = log_sum_rounding(run->log_s, run->log_s_rounding, row->key_count);
     const real of_mean =
         has_teacher_groups(run) ? log_sum_rounding(run->log_p, run->log_p_rounding, row->key_count) : 0;
@@ -193,6 +185,16 @@ static real normalise(const struct run *run, const struct row *row)
             of_mean + log_sum_rounding(run->log_p_head + h * run->row_length,
                                        run->log_p_head_rounding + h * run->row_length, row->key_count);
     return log_z;
+}
+
+/* If this is not 0, a backward takes each of several equal logits for all of the mass. A one-pass KL is still right:
+ * its logarithms are off by this much, and the KL is the difference of two sums. */
+static real lost_parts(const struct run *run)
+{
+    real lost = 0;
+    for (int64_t n = 0; n <= run->group_size; n++)
+        lost += lost_part(run->lses[n]);
+    return lost;
 }
 
 /* The two distributions of KL(A || B). */
@@ -236,7 +238,7 @@ static real weighted_phi(const struct run *run, int64_t h, int64_t j)
     const real log_p_head = run->log_p_head[h * run->row_length + j];
     if (run->problem->direction == SKL_KL_FORWARD)
         return exp(log_p_head) * (run->log_p[j] - run->log_s[j]);
-    return -exp(log_p_head - run->log_p[j] + run->log_s[j]);
+    return -exp(run->log_ratio[h * run->row_length + j] + run->log_s[j]);
 }
 
 static real weighted_phi_rounding(const struct run *run, int64_t h, int64_t j)
@@ -244,8 +246,9 @@ static real weighted_phi_rounding(const struct run *run, int64_t h, int64_t j)
     const real head = run->log_p_head_rounding[h * run->row_length + j];
     const real both = run->log_p_rounding[j] + run->log_s_rounding[j];
     if (run->problem->direction == SKL_KL_REVERSE)
-        return fabs(weighted_phi(run, h, j)) * (1 + head + both);
-    return fabs(weighted_phi(run, h, j)) * (1 + head) + exp(run->log_p_head[h * run->row_length + j]) * both;
+        return fabs(weighted_phi(run, h, j)) * (1 + head + both) + UNDERFLOW;
+    return fabs(weighted_phi(run, h, j)) * (1 + head) + exp(run->log_p_head[h * run->row_length + j]) * both +
+           UNDERFLOW * fabs(run->log_p[j] - run->log_s[j]);
 }
 
 /* P_hj (phi_j - origin) */
@@ -269,9 +272,9 @@ static void gradient_of_a(const struct run *run, const struct row *row, real g)
         const real a = exp(args.log_a[j]);
         const real excess = args.log_a[j] - args.log_b[j] - run->kl[row->at_s];
         run->gradient[j] = g * a * excess;
-        run->gradient_rounding[j] = fabs(g) * a *
-                                    (fabs(excess) * (1 + args.a_rounding[j]) + args.a_rounding[j] +
-                                     args.b_rounding[j] + run->kl_rounding[row->at_s]);
+        run->gradient_rounding[j] = fabs(g) * (a * (fabs(excess) * (1 + args.a_rounding[j]) + args.a_rounding[j] +
+                                                    args.b_rounding[j] + run->kl_rounding[row->at_s]) +
+                                               UNDERFLOW * fabs(excess));
     }
 }
 
@@ -282,7 +285,8 @@ static void gradient_of_b(const struct run *run, const struct row *row, real g)
     for (int64_t j = 0; j < row->key_count; j++) {
         const real a = exp(args.log_a[j]), b = exp(args.log_b[j]);
         run->gradient[j] = g * (b - a);
-        run->gradient_rounding[j] = fabs(g) * (b * (1 + args.b_rounding[j]) + a * (1 + args.a_rounding[j]));
+        run->gradient_rounding[j] =
+            fabs(g) * (b * (1 + args.b_rounding[j]) + a * (1 + args.a_rounding[j]) + 2 * UNDERFLOW);
     }
 }
 
@@ -298,6 +302,14 @@ static void head_gradient(const struct run *run, const struct row *row, int64_t 
     }
 }
 
+static void mark_lost_gradients(const struct run *run, const struct row *row)
+{
+    if (lost_parts(run) == 0)
+        return;
+    for (int64_t j = 0; j < row->key_count; j++)
+        run->gradient_rounding[j] = INFINITY;
+}
+
 static void teacher_gradients(const struct run *run, const struct row *row, int64_t h, real g)
 {
     if (run->group_size > 1)
@@ -306,6 +318,7 @@ static void teacher_gradients(const struct run *run, const struct row *row, int6
         gradient_of_a(run, row, g);
     else
         gradient_of_b(run, row, g);
+    mark_lost_gradients(run, row);
     const struct offsets at = find_offsets(run, row, &run->teacher, row->h_s * run->group_size + h);
     const int64_t line = h * run->row_length;
     add_gradients(run, &run->teacher, at, row, run->x + line, run->x_rounding + line);
@@ -317,6 +330,7 @@ static void student_gradients(const struct run *run, const struct row *row, real
         gradient_of_b(run, row, g);
     else
         gradient_of_a(run, row, g);
+    mark_lost_gradients(run, row);
     if (is_indexer(run)) {
         add_index_gradients(run, row);
         return;
@@ -331,25 +345,25 @@ struct share {
     real z, log_z_rounding;   /* probability of the visible keys under the given LSEs */
 };
 
-/* dot_h = mean + z sum_j P_hj (phi_j - mean) */
+/* dot_h = mean + z sum_j P_hj (phi_j - mean). With computed LSEs, z = 1 and sum_j P_hj = 1, so any mean gives the
+ * same dot, and 0 needs the fewest roundings. The rounding is that of the formula: a one-pass call reads these LSEs
+ * back, and cannot know that they cover the visible keys only. */
 static void head_dot(const struct run *run, const struct row *row, int64_t h, struct share share)
 {
-    real sum = 0, rounding = 0;
+    real plain = 0, sum = 0, rounding = lost_parts(run) > 0 ? (real)INFINITY : 0;
     for (int64_t j = 0; j < row->key_count; j++) {
+        plain += weighted_phi(run, h, j);
         sum += weighted_excess(run, h, j, share.mean);
         rounding += weighted_excess_rounding(run, h, j, share.mean, share.mean_rounding);
     }
-    run->dot_t[row->at_t + h * run->length_q] = share.mean + share.z * sum;
+    run->dot_t[row->at_t + h * run->length_q] = uses_given_lse(run) ? share.mean + share.z * sum : plain;
     run->dot_t_rounding[row->at_t + h * run->length_q] =
         share.mean_rounding + share.z * (rounding + fabs(sum) * share.log_z_rounding);
 }
 
-/* The mean of phi is the KL, or -sum_j S_j = -1; log z is an LSE of the mean of the heads. Computed LSEs have z = 1
- * and sum_j P_hj = 1, so any mean gives the same dot, and 0 needs the fewest roundings. */
+/* The mean of phi is the KL, or -sum_j S_j = -1; log z is an LSE of the mean of the heads. */
 static struct share share_of(const struct run *run, const struct row *row, real kl, real log_z)
 {
-    if (!uses_given_lse(run))
-        return (struct share){.mean = 0, .z = 1};
     const int forward = run->problem->direction == SKL_KL_FORWARD;
     return (struct share){
         .mean = forward ? kl : -1,
@@ -393,12 +407,16 @@ static void forward_row(const struct run *run, const struct row *row)
         const struct offsets at = find_offsets(run, row, &run->teacher, row->h_s * group_size + h);
         compute_logits(&run->teacher, at, row, run->x + h * run->row_length, run->x_rounding + h * run->row_length);
     }
+    mark_undetermined(run->y, run->y_rounding, count, 1);
+    for (int64_t h = 0; h < group_size; h++)
+        mark_undetermined(run->x + h * run->row_length, run->x_rounding + h * run->row_length, count, 1);
     const real log_z = normalise(run, row);
 
     const struct arguments arguments = arguments_of(run);
     const real kl = divergence(&arguments, count);
-    run->kl[row->at_s] = kl < 0 ? 0 : kl; /* keeps NaN */
-    run->kl_rounding[row->at_s] = divergence_rounding(&arguments, kl, count);
+    run->kl[row->at_s] = kl < 0 ? 0 : kl;               /* keeps NaN */
+    const real of_sums = (real)count * lost_parts(run); /* in any order: one rounding per term */
+    run->kl_rounding[row->at_s] = divergence_rounding(&arguments, kl, count) + of_sums;
     row_entropies(run, row, &arguments, kl, log_z);
     const struct share share = share_of(run, row, kl, log_z);
     for (int64_t h = 0; h < group_size; h++)

@@ -29,7 +29,7 @@ double oracle_naive_error(const oracle_expectation *expected)
 {
     double largest = 0;
     for (int64_t n = 0; n < expected->count; n++)
-        if (isfinite(expected->exact[n]) && isfinite(expected->naive[n]))
+        if (isfinite(expected->exact[n]) && isfinite(expected->naive[n]) && isfinite(expected->rounding[n]))
             largest = fmax(largest, fabs(expected->naive[n] - expected->exact[n]));
     return largest;
 }
@@ -44,6 +44,8 @@ double oracle_excess(const oracle_expectation *expected, double naive_error, int
 {
     const double exact = expected->exact[n];
     if (computed == exact || (isnan(computed) && isnan(exact)))
+        return 0;
+    if (!isfinite(expected->rounding[n])) /* undetermined */
         return 0;
     if (!isfinite(exact))
         return INFINITY;

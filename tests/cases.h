@@ -85,7 +85,8 @@ typedef struct random_case {
 void case_draw(random_case *storage, int64_t number);
 
 /* The same with everything that a problem accepts: the largest sizes of heads, offsets and windows, scales of any
- * sign, small and large logits and softcaps, and a layout for each role of tensors. */
-void case_draw_wide(random_case *storage, int64_t number);
+ * sign, small and large logits and softcaps, and a layout for each role of tensors. `extreme`: logits
+ * of up to 1e25. */
+void case_draw_wide(random_case *storage, int64_t number, int extreme);
 
 #endif

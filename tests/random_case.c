@@ -8,12 +8,9 @@
 #define SOFTCAP_MIN 1e-7
 #define SOFTCAP_MAX 3.4e38
 
-/* The largest product of the sizes of queries and keys in a wide case, relative to the usual one. All kernels hold
- * the tolerance up to the first; SKL_TEST_EXTREME=1 selects the second. */
-static double largest_product(void)
-{
-    return test_environment("SKL_TEST_EXTREME", 0) ? 1e20 : 100;
-}
+/* The largest product of the sizes of queries and keys in a wide case, relative to the usual one. */
+#define WIDE_PRODUCT    100
+#define EXTREME_PRODUCT 1e20
 
 static int one_in(test_random *random, int64_t n)
 {
@@ -211,15 +208,17 @@ static void draw_sizes(double *sizes, skl_dtype dtype, double product, test_rand
     sizes[1] = dtype == SKL_F16 ? fmin(product / sizes[0], most) : product / sizes[0];
 }
 
-/* Logits from hundredths to thousands, by way of the scale, of its sign, or of the tensors. */
-static void widen_logits(random_case *storage, test_random *random)
+/* Logits from hundredths to thousands, or to 1e25, by way of the scale, of its sign, or of the tensors. */
+static void widen_logits(random_case *storage, test_random *random, int extreme)
 {
+    const double largest_product = extreme ? EXTREME_PRODUCT : WIDE_PRODUCT;
     test_case *const c = &storage->test_case;
     for (int n = 0; n < 4; n++)
         storage->sizes[n] = 1;
-    if (one_in(random, 3)) {
-        draw_sizes(storage->sizes, c->dtype_t, draw_decades(random, 0.01, largest_product()), random);
-        draw_sizes(storage->sizes + 2, c->dtype_s, draw_decades(random, 0.01, largest_product()), random);
+    const int unusual = one_in(random, 3);
+    if (unusual || extreme) {
+        draw_sizes(storage->sizes, c->dtype_t, draw_decades(random, 0.01, largest_product), random);
+        draw_sizes(storage->sizes + 2, c->dtype_s, draw_decades(random, 0.01, largest_product), random);
         c->sizes = storage->sizes;
         c->growth = 0;
     }
@@ -247,7 +246,7 @@ static void draw_layouts(random_case *storage, test_random *random)
     c->layouts = storage->layouts;
 }
 
-void case_draw_wide(random_case *storage, int64_t number)
+void case_draw_wide(random_case *storage, int64_t number, int extreme)
 {
     *storage = (random_case){0};
     snprintf(storage->name, sizeof storage->name, "wide_%lld", (long long)number);
@@ -259,7 +258,7 @@ void case_draw_wide(random_case *storage, int64_t number)
     for (int64_t b = 0; c->key_lengths && b < c->batch; b++) /* the keys may have become fewer */
         storage->key_lengths[b] %= (int32_t)c->len_k + 1;
     widen_masks(storage, &random);
-    widen_logits(storage, &random);
+    widen_logits(storage, &random, extreme);
     if (one_in(&random, 2))
         draw_layouts(storage, &random);
     c->slack = one_in(&random, 3) ? random_between(&random, 1, 50) : 0;

@@ -5,7 +5,6 @@
  *     SKL_TEST_SAMPLE=n     runs only every n-th case of the case table, for sanitizers and emulators
  *     SKL_TEST_RANDOM=n     number of random cases after the table
  *     SKL_TEST_SECONDS=n    length of differential fuzzing
- *     SKL_TEST_EXTREME=1    differential fuzzing with logits of any size
  *     SKL_TEST_DEVICE=cuda  runs on the GPU: see device.h
  *     SKL_TEST_LONG=1       runs tests with more data, for the long tier
  *     SKL_TEST_REPORT=1     prints the error of every result relative to the allowed error

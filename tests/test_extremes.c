@@ -375,17 +375,54 @@ static void test_any_softcap_matches_the_oracle(void **state)
     }
 }
 
+/* ---- Tiny probabilities ------------------------------------------------------------------------------------ */
+
+/* The student's mass is where all teacher heads have P_h = e^-3e9. Two heads share it equally: dot_h = -P_h/P S is
+ * -3/2 there, and nearly 0 for the third head. log P_h is half-way between two floats, and log P below it: rounded,
+ * they differ by 256. */
+static void test_ratio_of_tiny_probabilities_is_finite(void **state)
+{
+    (void)state;
+    enum { HEADS_T = 3, KEYS = 2 };
+    const float high = 0x1.8p30F, low = -0x1.8p30F - 128, lowest = -0x1p32F, one = 1;
+    const float q[HEADS_T] = {1, 1, 1}, k_t[HEADS_T * KEYS] = {high, low, high, low, high, lowest},
+                k_s[KEYS] = {0, 100};
+    skl_problem p = skl_problem_default();
+    p.len_q = 1, p.len_k = KEYS, p.heads_t = p.key_heads_t = HEADS_T, p.heads_s = 1, p.dim_t = p.dim_s = 1;
+    p.scale_t = p.scale_s = 1, p.direction = SKL_KL_REVERSE, p.gradients = SKL_DQ_T;
+    const skl_inputs inputs = {.struct_size = sizeof inputs,
+                               .q_t = skl_input_contiguous(q, HEADS_T, 1, 1),
+                               .k_t = skl_input_contiguous(k_t, HEADS_T, KEYS, 1),
+                               .q_s = skl_input_contiguous(&one, 1, 1, 1),
+                               .k_s = skl_input_contiguous(k_s, 1, KEYS, 1)};
+    for (int32_t n = 0; problem_kernel(&p, n); n++) {
+        float dot[HEADS_T];
+        const skl_rows rows = {.struct_size = sizeof rows, .dot_t = skl_output_contiguous(dot, HEADS_T, 1, 1)};
+        skl_plan *const plan = test_plan(&p, problem_kernel(&p, n), 1);
+        run_forward(plan, &inputs, &rows);
+        for (int h = 0; h < HEADS_T; h++)
+            if (!(dot[h] <= 0 && dot[h] >= -HEADS_T))
+                fail_msg("%s: dot_t[%d] is %g", problem_kernel(&p, n), h, (double)dot[h]);
+        assert_true(dot[0] == dot[1] && dot[0] < -0.5F && dot[2] > -1e-30F);
+        skl_plan_destroy(plan);
+    }
+}
+
 /* ---- The range of f16 -------------------------------------------------------------------------------------- */
 
-/* All rows have the same distributions, so their contributions to dk have the same sign and add up. */
+/* All rows have the same distributions, so their contributions to dk have the same sign and add up. The teacher has
+ * nearly all of its mass at key 0, where the student's logit is 0, so that its mass there is small. */
 static void make_rows_equal(const fixture *f)
 {
     for (int64_t n = 0; n < tensor_count(&f->q_t); n++)
-        tensor_set(&f->q_t, n, tensor_get(&f->q_t, n % f->q_t.dim));
-    for (int64_t n = 0; n < tensor_count(&f->q_s); n += f->q_s.dim)
-        tensor_set(&f->q_s, n, 4000);
-    for (int64_t n = 0; n < tensor_count(&f->k_s); n += f->k_s.dim)
-        tensor_set(&f->k_s, n, 0);
+        tensor_set(&f->q_t, n, n % f->q_t.dim == 0 ? 4 : tensor_get(&f->q_t, n % f->q_t.dim));
+    for (int64_t n = 0; n < tensor_count(&f->k_t); n += f->k_t.dim)
+        tensor_set(&f->k_t, n, n == 0 ? 40 : 0);
+    for (int64_t n = 0; n < tensor_count(&f->q_s); n++)
+        tensor_set(&f->q_s, n, n % f->q_s.dim == 0 ? 4000 : tensor_get(&f->q_s, n % f->q_s.dim));
+    for (int64_t n = 0; n < tensor_count(&f->k_s); n++)
+        if (n < f->k_s.dim || n % f->k_s.dim == 0)
+            tensor_set(&f->k_s, n, 0);
 }
 
 static int count_infinite(const test_tensor *tensor)
@@ -523,6 +560,7 @@ int main(void)
         cmocka_unit_test(test_wrong_lses_are_not_kl_0),
         cmocka_unit_test(test_one_key_has_kl_0),
         cmocka_unit_test(test_any_softcap_matches_the_oracle),
+        cmocka_unit_test(test_ratio_of_tiny_probabilities_is_finite),
         cmocka_unit_test(test_long_rows_stay_accurate),
         cmocka_unit_test(test_a_scale_keeps_f16_gradients_in_range),
     };

@@ -1,4 +1,5 @@
 /* Checks the oracle against closed forms, masks written as text and central differences. */
+#include "case_words.h"
 #include "fixture.h"
 
 #include <math.h>
@@ -65,6 +66,7 @@ typedef struct mask_picture {
     int64_t offset_q, offset_k; /* not both 0: SKL_POSITIONS_OFFSET is set */
     int32_t key_length;         /* below 0: not given */
     const char *rows[5];
+    const int32_t *key_begin, *key_end; /* row bounds; NULL: not given */
 } mask_picture;
 
 static const mask_picture mask_pictures[] = {
@@ -83,6 +85,10 @@ static const mask_picture mask_pictures[] = {
     {"later queries", 3, 4, 1, -1, -1, 1, 0, -1, {"##..", "###.", "####"}},
     {"later keys", 4, 3, 1, -1, -1, 0, 2, -1, {"...", "...", "#..", "##."}},
     {"a window before the keys", 3, 3, 0, 1, 0, 2, 0, -1, {".##", "..#", "..."}},
+    {"bounds", 4, 4, 0, -1, -1, 0, 0, -1, {"#...", "....", ".##.", "..##"}, LENGTHS(0, 1, 1, 2), LENGTHS(1, 1, 3, 4)},
+    {"a first bound", 3, 4, 0, -1, -1, 0, 0, -1, {"####", "..##", "...."}, LENGTHS(0, 2, 4), NULL},
+    {"causal chunks", 4, 4, 1, -1, -1, 0, 0, -1, {"#...", "##..", "..#.", "..##"}, LENGTHS(0, 0, 2, 2), NULL},
+    {"last bounds and a window", 3, 4, 0, 1, -1, 0, 0, 3, {"#...", ".##.", "..#."}, NULL, LENGTHS(1, 4, 4)},
 };
 
 static void test_masks_match_pictures(void **state)
@@ -96,7 +102,10 @@ static void test_masks_match_pictures(void **state)
         p.window_left = mask->window_left, p.window_right = mask->window_right;
         p.positions = mask->offset_q || mask->offset_k ? SKL_POSITIONS_OFFSET : SKL_POSITIONS_BOTTOM_RIGHT;
         p.offset_q = mask->offset_q, p.offset_k = mask->offset_k;
-        const skl_inputs inputs = {.key_lengths = mask->key_length < 0 ? NULL : &mask->key_length};
+        p.row_bounds = mask->key_begin || mask->key_end;
+        const skl_inputs inputs = {.key_lengths = mask->key_length < 0 ? NULL : &mask->key_length,
+                                   .key_begin = mask->key_begin,
+                                   .key_end = mask->key_end};
         for (int64_t i = 0; i < p.len_q; i++) {
             const oracle_keys keys = oracle_visible_keys(&p, &inputs, 0, i);
             for (int64_t j = 0; j < p.len_k; j++)
@@ -203,6 +212,36 @@ static void test_two_keys_wider_lse(void **state)
     assert_near(r.dot_t[1], 0.5 * kl + 0.5 * (0.5 * phi[0] + 0.5 * phi[1]));
     assert_near(r.dk_t[0], 0.5 * 0.75 * (phi[0] - r.dot_t[0]));
     oracle_free(&r);
+}
+
+/* P = (1, e, e^2) / Z and S = (1, 1, e) / Z with the sink last: KL and gradients by hand. */
+static void test_two_keys_and_a_sink(void **state)
+{
+    (void)state;
+    const float k_t[] = {0, 1}, k_s[] = {0, 0}, one = 1, sink_t = 2, sink_s = 1;
+    skl_problem p = skl_problem_default();
+    p.len_q = 1, p.len_k = 2, p.dim_t = p.dim_s = 1, p.scale_t = p.scale_s = 1, p.sinks = 1;
+    p.gradients = SKL_DQ_T | SKL_DQ_S | SKL_DSINK_T | SKL_DSINK_S;
+    const skl_inputs inputs = {.q_t = skl_input_contiguous(&one, 1, 1, 1),
+                               .k_t = skl_input_contiguous(k_t, 1, 2, 1),
+                               .q_s = skl_input_contiguous(&one, 1, 1, 1),
+                               .k_s = skl_input_contiguous(k_s, 1, 2, 1),
+                               .sink_t = &sink_t,
+                               .sink_s = &sink_s};
+    oracle_result result = oracle_run(&p, &inputs);
+    const double x[] = {0, 1, 2}, y[] = {0, 0, 1};
+    double z_t = 0, z_s = 0, kl = 0;
+    for (int j = 0; j < 3; j++)
+        z_t += exp(x[j]), z_s += exp(y[j]);
+    for (int j = 0; j < 3; j++)
+        kl += exp(x[j]) / z_t * (x[j] - log(z_t) - y[j] + log(z_s));
+    const double p_sink = exp(2.0) / z_t, s_sink = exp(1.0) / z_s;
+    assert_near(result.kl[0], kl);
+    assert_near(result.lse_t[0], log(z_t));
+    assert_near(result.lse_s[0], log(z_s));
+    assert_near(result.dsink_s[0], s_sink - p_sink);
+    assert_near(result.dsink_t[0], p_sink * (log(p_sink / s_sink) - kl));
+    oracle_free(&result);
 }
 
 static void test_two_keys_softcap(void **state)
@@ -337,6 +376,15 @@ static void align_row_signs(const test_tensor *x)
     }
 }
 
+/* The sinks of one side as a tensor. */
+static void check_sinks(const fixture *f, int side, int64_t heads, const double *gradient, double step,
+                        const char *name)
+{
+    const test_tensor sinks = {
+        .dtype = SKL_F32, .batch = 1, .heads = 1, .length = 1, .dim = heads, .data = f->sinks[side].data};
+    check_direction(f, NULL, &sinks, gradient, step, name);
+}
+
 static void check_gradients(const test_case *c)
 {
     fixture f;
@@ -353,10 +401,14 @@ static void check_gradients(const test_case *c)
     const double step_q = step / (1 + fabs(c->growth) / 3); /* smaller with large keys */
     if (indexer)
         check_direction(&f, hidden, &f.w_s, f.exact.dw_s, step, "dw_s");
-    if (!indexer) {
+    if (f.problem.gradients & SKL_DQ_T) {
         check_direction(&f, hidden, &f.q_t, f.exact.dq_t, step_q, "dq_t");
         check_direction(&f, hidden, &f.k_t, f.exact.dk_t, step, "dk_t");
     }
+    if (f.problem.gradients & SKL_DSINK_T)
+        check_sinks(&f, 0, f.problem.heads_t, f.exact.dsink_t, step, "dsink_t");
+    if (f.problem.gradients & SKL_DSINK_S)
+        check_sinks(&f, 1, f.problem.heads_s, f.exact.dsink_s, step, "dsink_s");
     check_direction(&f, hidden, &f.q_s, f.exact.dq_s, step_q, "dq_s");
     check_direction(&f, hidden, &f.k_s, f.exact.dk_s, step, "dk_s");
     free(hidden);
@@ -412,8 +464,8 @@ static void test_gradients_are_differences_with_hidden_keys(void **state)
     (void)state;
     for (size_t n = 0; n < test_case_count; n++) {
         test_case c = test_cases[n];
-        if (c.lse == LSE_COMPUTED || c.heads_t == c.heads_s || c.growth != 0 || c.without)
-            continue;
+        if (c.lse == LSE_COMPUTED || c.heads_t == c.heads_s || c.growth != 0 || c.without || c.sinks)
+            continue; /* with sinks, no key is hidden */
         c.dtype_t = c.dtype_s = c.dtype_w = SKL_F32;
         c.layout = LAYOUT_CONTIGUOUS;
         for (c.direction = SKL_KL_FORWARD; c.direction <= SKL_KL_REVERSE; c.direction++)
@@ -438,6 +490,7 @@ int main(void)
         cmocka_unit_test(test_two_keys),
         cmocka_unit_test(test_two_keys_two_teachers),
         cmocka_unit_test(test_two_keys_wider_lse),
+        cmocka_unit_test(test_two_keys_and_a_sink),
         cmocka_unit_test(test_two_keys_softcap),
         cmocka_unit_test(test_differences_of_large_and_small_steps),
         cmocka_unit_test(test_gradients_are_differences),

@@ -16,11 +16,14 @@
 #include <time.h>
 #include <unistd.h>
 
-static const char temporary_begin[] = ".streamkl-", temporary_end[] = ".tmp", backup_end[] = ".old";
+#define NAME_BEGIN ".streamkl-"
+
+static const char temporary_begin[] = NAME_BEGIN, temporary_end[] = ".tmp";
 enum {
     NAME_SIZE = 64, /* of a temporary name, with room to spare */
     LOCKS_MAX = 64  /* of a set: processes have a limit of open files */
 };
+static const time_t stale_age = 3600;
 
 typedef struct new_file {
     struct new_file *next;
@@ -51,11 +54,28 @@ static unsigned long long unique_number(void)
     return (unsigned long long)now.tv_sec << 32 ^ (unsigned long long)now.tv_nsec << 8 ^ (unsigned long long)getpid();
 }
 
-static void make_name(char *name, const char *path, const char *end)
+static void make_temporary_name(char *name, const char *path)
 {
     const int length = directory_length(path);
     snprintf(name, (size_t)length + NAME_SIZE, "%.*s%s%016llx%s", length, path, temporary_begin, unique_number(),
-             end);
+             temporary_end);
+}
+
+/* Contains the time: a link has the times of its file, and cannot be locked without it. */
+static void make_backup_name(char *name, const char *path)
+{
+    const int length = directory_length(path);
+    snprintf(name, (size_t)length + NAME_SIZE, "%.*s" NAME_BEGIN "%llx-%016llx.old", length, path,
+             (unsigned long long)time(NULL), unique_number());
+}
+
+/* The time in the name of a backup; 0: the name is that of another file. */
+static time_t backup_time(const char *name)
+{
+    unsigned long long seconds, number;
+    int end = 0;
+    const int found = sscanf(name, NAME_BEGIN "%llx-%16llx.old%n", &seconds, &number, &end);
+    return found == 2 && end > 0 && name[end] == '\0' ? (time_t)seconds : 0;
 }
 
 static bool is_temporary(const char *name)
@@ -70,14 +90,18 @@ static bool is_temporary(const char *name)
 /* A writer holds the lock, or has written recently. Where locks do not work, nothing is removed. */
 static bool is_stale(int fd)
 {
-    const time_t hour = 3600;
     struct stat status;
-    return fstat(fd, &status) == 0 && S_ISREG(status.st_mode) && status.st_mtime + hour < time(NULL) &&
+    return fstat(fd, &status) == 0 && S_ISREG(status.st_mode) && status.st_mtime + stale_age < time(NULL) &&
            flock(fd, LOCK_EX | LOCK_NB) == 0;
 }
 
 static void remove_if_stale(int folder, const char *name)
 {
+    const time_t saved = backup_time(name);
+    if (saved > 0 && time(NULL) - saved > stale_age)
+        unlinkat(folder, name, 0); /* a commit takes milliseconds */
+    if (!is_temporary(name))
+        return;
     const int fd = openat(folder, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
     if (fd < 0)
         return;
@@ -98,8 +122,7 @@ void file_set_clean(const char *path)
     if (entries == NULL)
         return;
     for (const struct dirent *entry; (entry = readdir(entries));)
-        if (is_temporary(entry->d_name))
-            remove_if_stale(dirfd(entries), entry->d_name);
+        remove_if_stale(dirfd(entries), entry->d_name);
     closedir(entries);
 }
 
@@ -129,7 +152,7 @@ static bool create_temporary(new_file *file)
 {
     const int attempt_max = 100;
     for (int attempt = 0; attempt < attempt_max; attempt++) {
-        make_name(file->temporary, file->path, temporary_end);
+        make_temporary_name(file->temporary, file->path);
         file->fd = open(file->temporary, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
         if (file->fd < 0 && errno != EEXIST)
             return false;
@@ -196,7 +219,7 @@ bool file_set_close(file_set *set, tensor_error *error)
 /* A second name for the old file. File systems without links have none: then an old file cannot be restored. */
 static void save_old(new_file *file)
 {
-    make_name(file->backup, file->path, backup_end);
+    make_backup_name(file->backup, file->path);
     file->saved = link(file->path, file->backup) == 0;
     file->existed = file->saved || errno != ENOENT;
 }

@@ -30,7 +30,8 @@ bool file_set_commit(file_set *set, tensor_error *error);
 
 void file_set_free(file_set *set);
 
-/* Removes the temporary files in the folder of `path` that no process writes any more: unlocked, and an hour old. */
+/* Removes what killed processes left in the folder of `path`: temporary files that are unlocked and an hour old, and
+ * links to old files that a commit made more than an hour ago. */
 void file_set_clean(const char *path);
 
 #endif

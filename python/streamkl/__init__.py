@@ -7,6 +7,7 @@ indexer_kl, IndexerKLLoss        the same for a student that is the indexer of a
 attention_map                    where two models attend, and where their KL comes from
 explain, explain_indexer         the launches of a call, and the reasons
 hf.AttentionDistiller            distills Hugging Face models without changes to their code
+parallel                         sequences, split over the ranks of torch.distributed
 reference                        plain implementations that store the matrices
 """
 
@@ -19,14 +20,14 @@ from .maps import AttentionMap, attention_map
 
 __all__ = [
     "AttentionKLLoss", "AttentionMap", "IndexerKLLoss", "IndexerRows", "attention_kl", "attention_map", "explain",
-    "explain_indexer", "hf", "indexer_kl", "reference",
+    "explain_indexer", "hf", "indexer_kl", "parallel", "reference",
 ]  # fmt: skip
 __version__: str = _load_library().skl_version().decode()
 
 
 def __getattr__(name: str):
-    """Imports hf and reference on first use: transformers takes seconds."""
-    if name in ("hf", "reference"):
+    """Imports hf, parallel and reference on first use: transformers takes seconds."""
+    if name in ("hf", "parallel", "reference"):
         import importlib
 
         return importlib.import_module(f"{__name__}.{name}")

@@ -1,4 +1,4 @@
-"""check_lse: the LSEs that a caller passes for one pass, compared with those of some rows."""
+"""check_lse: the LSEs that a caller passes, compared with those of some rows."""
 
 from __future__ import annotations
 
@@ -14,40 +14,52 @@ _SEQUENCES = 8
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 2e-2}  # of 1 + |LSE|
 
 
-def is_lse_check_on(check_lse: bool, lse_t: torch.Tensor | None, lse_s: torch.Tensor | None) -> bool:
-    if lse_t is None or lse_s is None or torch.compiler.is_compiling():
+def is_lse_check_on(check_lse: bool, *lses: torch.Tensor | None) -> bool:
+    if any(lse is None for lse in lses) or torch.compiler.is_compiling():
         return False
     return check_lse or os.environ.get("STREAMKL_CHECK_LSE") == "1"
 
 
-@torch.no_grad()
 def check_both_lses(teacher, student, lengths, options) -> None:
     """Raises ValueError if an LSE of teacher or student, given as (q, k, lse, sink), is not that of the visible keys."""
-    for role, given, scale, softcap in (
-        ("t", teacher, options.scale_t, options.softcap_t),
-        ("s", student, options.scale_s, options.softcap_s),
-    ):
-        q, k, lse, sink = given
-        scale = scale or 1 / math.sqrt(q.shape[-1])
-        for place, q_row, keys, found in _sample(q, k, lse, lengths, options):
-            logits = torch.einsum("hd,hnd->hn", q_row.float(), keys.float()) * scale
-            logits = softcap * torch.tanh(logits / softcap) if softcap else logits
-            expected = logits.logsumexp(-1)
-            expected = expected if sink is None else torch.logaddexp(expected, sink)
-            error = (found - expected).abs()
-            wrong = ~(error <= _TOLERANCE[q.dtype] * (1 + expected.abs()))
-            if wrong.any():
-                head = int(wrong.int().argmax())
-                raise ValueError(
-                    f"lse_{role}: {found[head]:.5g} at {place}, head {head} must be {expected[head]:.5g}, the log-sum-exp of the "
-                    "scaled and capped logits of the visible keys (natural logarithm)"
-                )
+    _check("lse_t", teacher, options.scale_t, options.softcap_t, lengths, options)
+    _check("lse_s", student, options.scale_s, options.softcap_s, lengths, options)
 
 
-def _sample(q, k, lse, lengths, options):
-    """(place, query [heads, dim], visible keys [heads, keys, dim], LSE [heads]) of some rows."""
+def check_teacher_lse(teacher, indices, wider, lengths, options) -> None:
+    """The same for the teacher of an indexer. `wider`: the LSE may cover more keys, and is then larger."""
+    _check("lse_t", teacher, options.scale_t, options.softcap_t, lengths, options, indices, wider)
+
+
+@torch.no_grad()
+def _check(name, given, scale, softcap, lengths, options, indices=None, wider=False) -> None:
+    q, k, lse, sink = given
+    scale = scale or 1 / math.sqrt(q.shape[-1])
+    for place, q_row, keys, found, in_indices in _sample(q, k, lse, indices, lengths, options):
+        logits = torch.einsum("hd,hnd->hn", q_row.float(), keys.float()) * scale
+        logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+        if in_indices is not None:
+            logits = logits.gather(1, in_indices.clamp(min=0)).masked_fill(in_indices < 0, -torch.inf)
+        expected = logits.logsumexp(-1)
+        expected = expected if sink is None else torch.logaddexp(expected, sink)
+        difference = found - expected if wider else -(found - expected).abs()
+        wrong = (expected != -torch.inf) & ~(difference >= -_TOLERANCE[q.dtype] * (1 + expected.abs()))
+        if wrong.any():
+            head, least = int(wrong.int().argmax()), "at least " if wider else ""
+            raise ValueError(
+                f"{name}: {found[head]:.5g} at {place}, head {head} must be {least}{expected[head]:.5g}, the "
+                "log-sum-exp of the scaled and capped logits of the visible keys (natural logarithm)"
+            )
+
+
+def _sample(q, k, lse, indices, lengths, options):
+    """(place, query [heads, dim], visible keys [heads, keys, dim], LSE [heads], in_indices) of some rows.
+
+    in_indices: which of these keys the row attends to, [heads, top_k], -1 for none; None: all of them.
+    """
     if not options.heads_first:
         q, k = q.transpose(-3, -2), k.transpose(-3, -2)
+        indices = None if indices is None else indices.transpose(-3, -2)
     packed = lengths.cu_seqlens_q is not None
     for place, q_0, q_1, k_0, k_1, keys, b in _sequences(q, k, lengths, packed):
         len_q, len_k = q_1 - q_0, k_1 - k_0
@@ -65,7 +77,12 @@ def _sample(q, k, lse, lengths, options):
                 (q[:, q_0 + i], k[:, k_0:k_1], lse[:, q_0 + i]) if packed else (q[b, :, i], k[b], lse[b, :, i])
             )
             key = key[:, begin:end].repeat_interleave(query.shape[0] // key.shape[0], 0)
-            yield f"{place}, row {i}", query, key, row
+            in_indices = None
+            if indices is not None:
+                in_indices = (indices[:, q_0 + i] if packed else indices[b, :, i]).long()
+                in_indices = torch.where((in_indices >= begin) & (in_indices < end), in_indices - begin, -1)
+                in_indices = in_indices.repeat_interleave(query.shape[0] // in_indices.shape[0], 0)
+            yield f"{place}, row {i}", query, key, row, in_indices
 
 
 def _sequences(q, k, lengths, packed):

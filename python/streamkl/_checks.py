@@ -170,6 +170,14 @@ def _check_device(q_t: Spec, **others: Spec) -> torch.device:
     return device
 
 
+def rounds_later(gradients: int, dtypes) -> bool:
+    """Whether one-pass gradients of tensors of these types are f32, and rounded when they are multiplied by the upstream gradient.
+
+    If one of them is f16: the sum over all rows may exceed its range where the mean does not.
+    """
+    return any(dtype == torch.float16 and gradients >> bit & 1 for bit, dtype in enumerate(dtypes))
+
+
 def describe(
     q_t: Spec, k_t: Spec, q_s: Spec, k_s: Spec, w_s: Spec, sink_t: Spec, sink_s: Spec, indices: Spec, lse_t: Spec,
     lse_s: Spec, row_weight: Spec,
@@ -177,9 +185,6 @@ def describe(
     one_pass: bool = False,
 ) -> Problem:  # fmt: skip
     """The problem of a call with these tensors and options. With w_s the student is an indexer.
-
-    One-pass gradients are multiplied by the upstream gradient later: the sum over all rows may exceed the range of f16
-    where its mean does not. So they are f32 if one of them would be f16.
 
     Raises:
         ValueError: an argument does not fit.
@@ -201,17 +206,15 @@ def describe(
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, key_lengths=key_lengths,
         key_begin=key_begin, key_end=key_end, sink_t=sink_t, sink_s=sink_s,
     )  # fmt: skip
+    dtypes = [tensor and tensor[1] for tensor in (q_t, k_t, q_s, k_s, w_s, sink_t, sink_s)]
+    grad_f32 = asked.grad_f32 or (one_pass and rounds_later(asked.gradients, dtypes))
     return Problem(
-        **asked._asdict(),
+        **asked._replace(grad_f32=grad_f32)._asdict(),
         **of_indexer,
         device=CUDA if device.type == "cuda" else CPU,
         device_index=device.index or 0,
         dtype_t=DTYPES[q_t[1]],
         dtype_s=DTYPES[q_s[1]],
-        grad_f32=one_pass and any(
-            tensor is not None and tensor[1] == torch.float16 and asked.gradients >> bit & 1
-            for bit, tensor in enumerate((q_t, k_t, q_s, k_s, w_s, sink_t, sink_s))
-        ),
         batch=sequences,
         len_q=asked.max_seqlen_q if packed and asked.max_seqlen_q >= 0 else size.len_q,
         len_k=asked.max_seqlen_k if packed and asked.max_seqlen_k >= 0 else size.len_k,

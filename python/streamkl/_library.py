@@ -100,6 +100,8 @@ _SIGNATURES = {
         ctypes.c_int,
         [_POINTER, _BYTES, ctypes.c_int64, ctypes.c_int64, _POINTER, _POINTER, _SIZE, _POINTER],
     ),
+    "skl_states_merge": (ctypes.c_int, [_POINTER, _POINTER, _POINTER, _POINTER]),
+    "skl_states_finish": (ctypes.c_int, [_POINTER, _BYTES, _POINTER, _BYTES, _POINTER]),
 }
 
 

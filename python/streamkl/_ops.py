@@ -22,7 +22,7 @@ from ._checks import describe
 from ._problem import ATTENTION, INDEXER, OPTIONS_SCHEMA, Options, Problem
 
 _TENSORS = "Tensor q_t, Tensor k_t, Tensor q_s, Tensor k_s, Tensor? w_s, Tensor? sink_t, Tensor? sink_s, Tensor? indices"
-_TENSOR_COUNT = 8  # the last has no gradient
+TENSOR_COUNT = 8  # the last has no gradient
 _LENGTHS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? key_lengths, Tensor? key_begin, Tensor? key_end"
 _LENGTH_COUNT = 5
 _OWN_ARGUMENTS = {
@@ -47,7 +47,7 @@ def _plan_for(*specs_and_options, one_pass: bool = False) -> lib.Plan:
     return lib.Plan(describe(*specs_and_options, one_pass=one_pass))
 
 
-def _specs(tensors, lse_t, lse_s, row_weight, lengths, options):
+def specs_of(tensors, lse_t, lse_s, row_weight, lengths, options):
     """The arguments of describe()."""
     return *map(_spec, (*tensors, lse_t, lse_s, row_weight, *lengths)), *options
 
@@ -92,15 +92,15 @@ def _new_gradient(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tens
     return gradient if gradient.stride(-1) == 1 else gradient.new_empty(gradient.shape)
 
 
-def _per_tensor(made, gradients: int, absent):
+def per_tensor(made, gradients: int, absent):
     """The gradients of the tensors; `absent` for those that are not in the bit mask `gradients`."""
     remaining = iter(made)
-    return [next(remaining) if gradients >> bit & 1 else absent for bit in range(_TENSOR_COUNT - 1)]
+    return [next(remaining) if gradients >> bit & 1 else absent for bit in range(TENSOR_COUNT - 1)]
 
 
 def _gradients_struct(made, problem: Problem) -> bytes:
     addresses = [address(gradient, problem) if gradient.dim() > 1 else (gradient.data_ptr(), 0, 0, 0) for gradient in made]
-    return lib.pack_gradients(*_per_tensor(addresses, problem.gradients, lib.ABSENT))
+    return lib.pack_gradients(*per_tensor(addresses, problem.gradients, lib.ABSENT))
 
 
 # ---- The operators -------------------------------------------------------------------------------------------------
@@ -110,10 +110,9 @@ def _parted(lengths_and_options):
     return lengths_and_options[:_LENGTH_COUNT], lengths_and_options[_LENGTH_COUNT:]
 
 
-
 def _forward(q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices, lse_t, rows, *lengths_and_options, execute=execute):
     tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices), _parted(lengths_and_options)
-    plan = _plan_for(*_specs(tensors, lse_t, None, None, lengths, options))
+    plan = _plan_for(*specs_of(tensors, lse_t, None, None, lengths, options))
     made = _new_rows(q_t, rows, plan.problem)
     call(plan, lib.FORWARD, tensors, lengths, (_rows_struct(made, rows),), lse_t, execute=execute)
     return made
@@ -121,7 +120,7 @@ def _forward(q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices, lse_t, rows, *len
 
 def _forward_fake(q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices, lse_t, rows, *lengths_and_options):
     tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices), _parted(lengths_and_options)
-    problem = describe_while_tracing(*_specs(tensors, lse_t, None, None, lengths, options))
+    problem = describe_while_tracing(*specs_of(tensors, lse_t, None, None, lengths, options))
     return _new_rows(q_t, rows, problem)
 
 
@@ -129,8 +128,8 @@ def _backward(
     q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices, lse_t, lse_s, kl, dot_t, grad_kl, *lengths_and_options, execute=execute
 ):
     tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices), _parted(lengths_and_options)
-    plan = _plan_for(*_specs(tensors, lse_t, lse_s, grad_kl, lengths, options))
-    made = _new_gradients(tensors, plan.problem.gradients)
+    plan = _plan_for(*specs_of(tensors, lse_t, lse_s, grad_kl, lengths, options))
+    made = _new_gradients(tensors, plan.problem.gradients, plan.problem.grad_f32)
     outputs = (_gradients_struct(made, plan.problem),)
     call(plan, lib.BACKWARD, tensors, lengths, outputs, lse_t, lse_s, kl, dot_t, grad_kl, execute=execute)
     return made
@@ -139,15 +138,15 @@ def _backward(
 def _backward_fake(
     q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices, lse_t, lse_s, kl, dot_t, grad_kl, *lengths_and_options
 ):
-    _, options = _parted(lengths_and_options)
-    return _new_gradients((q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, None), Options(*options).gradients)
+    asked = Options(*_parted(lengths_and_options)[1])
+    return _new_gradients((q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, None), asked.gradients, asked.grad_f32)
 
 
 def _forward_backward(
     q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices, lse_t, lse_s, row_weight, rows, *lengths_and_options, execute=execute
 ):
     tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices), _parted(lengths_and_options)
-    plan = _plan_for(*_specs(tensors, lse_t, lse_s, row_weight, lengths, options), one_pass=True)
+    plan = _plan_for(*specs_of(tensors, lse_t, lse_s, row_weight, lengths, options), one_pass=True)
     problem = plan.problem
     made, gradients = _new_rows(q_t, rows, problem), _new_gradients(tensors, problem.gradients, problem.grad_f32)
     outputs = (_rows_struct(made, rows), _gradients_struct(gradients, problem))
@@ -159,17 +158,8 @@ def _forward_backward_fake(
     q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices, lse_t, lse_s, row_weight, rows, *lengths_and_options
 ):
     tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices), _parted(lengths_and_options)
-    problem = describe_while_tracing(*_specs(tensors, lse_t, lse_s, row_weight, lengths, options), one_pass=True)
+    problem = describe_while_tracing(*specs_of(tensors, lse_t, lse_s, row_weight, lengths, options), one_pass=True)
     return [*_new_rows(q_t, rows, problem), *_new_gradients(tensors, problem.gradients, problem.grad_f32)]
-
-
-def partial_states(tensors, lse_t, key_begin, key_end, lengths, options) -> torch.Tensor:
-    """skl_row_state of every row over a range of keys: f32 [batch, heads_s, len_q, 5]. Not a torch operator."""
-    plan = _plan_for(*_specs(tensors, lse_t, None, None, lengths, options))
-    problem = plan.problem
-    states = tensors[0].new_empty((*problem.row_shape(problem.heads_s), 5), dtype=torch.float32)
-    call(plan, lib.PARTIAL, tensors, lengths, (key_begin, key_end, states.data_ptr()), lse_t)
-    return states
 
 
 KERNELS = {}  # {torch operator: its implementation}
@@ -184,7 +174,7 @@ for _kernel, _fake in (
 # ---- Autograd: around the operators, because torch.library.register_autograd takes 200 us per call -----------------
 
 
-def _rows_needed(op: int, q_t, q_s, w_s, options) -> int:
+def rows_needed_by(op: int, q_t, q_s, w_s, options) -> int:
     """Row vectors that `op` needs for all gradients of the options."""
     heads = -3 if options.heads_first else -2
     student = ATTENTION if w_s is None else INDEXER
@@ -204,21 +194,22 @@ def _function_name(w_s) -> str:
 class Forward(torch.autograd.Function):
     """streamkl::forward, whose kl streamkl::backward differentiates. Returns the row vectors of `rows`, kl first.
 
-    `fixed` is a tuple of the arguments without a gradient, because autograd takes time for each argument.
+    `fixed` is a tuple of the arguments without a gradient, because autograd takes time for each argument. Its first element
+    has the three operators as attributes: torch.ops.streamkl, or those of a process group.
     """
 
     @staticmethod
     def forward(ctx, q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, fixed):
-        indices, lse_t, rows, lengths, options = fixed
-        needed = _rows_needed(lib.BACKWARD, q_t, q_s, w_s, options)
+        operators, indices, lse_t, rows, lengths, options = fixed
+        needed = rows_needed_by(lib.BACKWARD, q_t, q_s, w_s, options)
         computed = rows | needed | (BOTH_LSES if sink_t is not None else 0)  # the KL with sinks is made of both LSEs
-        made = torch.ops.streamkl.forward(
+        made = operators.forward(
             q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices, lse_t, computed, *lengths, *options
         )
         named = dict(zip(row_names(computed), made))
         saved = [named[name] if needed & bit else None for name, bit in _SAVED_ROWS]
         ctx.save_for_backward(q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices, *saved, *lengths)
-        ctx.options = options
+        ctx.operators, ctx.options = operators, options
         returned = tuple([named[name] for name in row_names(rows)])
         ctx.mark_non_differentiable(*returned[1:])
         return returned
@@ -226,15 +217,15 @@ class Forward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_kl, *_):
         saved = ctx.saved_tensors  # once: under checkpointing, every access computes them again
-        *tensors, indices, lse_t, lse_s, kl, dot_t = saved[: _TENSOR_COUNT + 4]
-        lengths = saved[_TENSOR_COUNT + 4 :]
+        *tensors, indices, lse_t, lse_s, kl, dot_t = saved[: TENSOR_COUNT + 4]
+        lengths = saved[TENSOR_COUNT + 4 :]
         with torch.no_grad():
-            made = torch.ops.streamkl.backward(
+            made = ctx.operators.backward(
                 *tensors, indices, lse_t, lse_s, kl, dot_t, grad_kl, *lengths, *ctx.options
             )
         if torch.is_grad_enabled():  # create_graph=True
             made = _OnceDifferentiable.apply(_function_name(tensors[4]), len(made), *made, *tensors)
-        return *_per_tensor(made, ctx.options.gradients, None), None
+        return *per_tensor(made, ctx.options.gradients, None), None
 
 
 BOTH_LSES = lib.LSE_T | lib.LSE_S
@@ -250,9 +241,9 @@ class OnePass(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, fixed):
-        indices, lse_t, lse_s, row_weight, rows, lengths, options = fixed
-        needed = _rows_needed(lib.FORWARD_BACKWARD, q_t, q_s, w_s, options) & lib.DOT_T
-        made = torch.ops.streamkl.forward_backward(
+        operators, indices, lse_t, lse_s, row_weight, rows, lengths, options = fixed
+        needed = rows_needed_by(lib.FORWARD_BACKWARD, q_t, q_s, w_s, options) & lib.DOT_T
+        made = operators.forward_backward(
             q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices, lse_t, lse_s, row_weight, rows | needed | lib.KL,
             *lengths, *options,
         )
@@ -276,7 +267,7 @@ class OnePass(torch.autograd.Function):
                 f"streamkl: {case[ctx.function]} cannot be differentiated twice, nor take create_graph=True; "
                 f"streamkl.reference.{ctx.function} can"
             )
-        made = _per_tensor([gradient * grad_loss for gradient in ctx.saved_tensors], ctx.gradients, None)
+        made = per_tensor([gradient * grad_loss for gradient in ctx.saved_tensors], ctx.gradients, None)
         return *[None if each is None else each.to(dtype) for each, dtype in zip(made, ctx.dtypes)], None
 
 

@@ -13,6 +13,9 @@ from ._problem import KL_FORWARD, KL_REVERSE, Options
 Direction = Literal["forward", "reverse"]
 Reduction = Literal["mean", "sum", "none"]
 Layout = Literal["bnhd", "bhnd"]
+CpLayout = Literal["zigzag", "contiguous"]
+CpComm = Literal["allgather", "ring"]
+CpGrads = Literal["sum", "mean"]
 
 # ---- Types of keyword arguments: for functions that pass them on -----------------------------------------------------
 
@@ -26,14 +29,20 @@ class _ModelOptions(TypedDict, total=False):
     direction: Direction
     reduction: Reduction
     deterministic: bool
+    check_lse: bool
     layout: Layout
+    cp_group: Any
+    cp_layout: CpLayout
+    cp_comm: CpComm
+    cp_grads: CpGrads
+    tp_group: Any
+    loss_group: Any
 
 
 class AttentionOptions(_ModelOptions, total=False):
     """Options of attention_kl that stay the same from batch to batch."""
 
     softcap_s: float
-    check_lse: bool
 
 
 class IndexerOptions(_ModelOptions, total=False):

@@ -36,7 +36,7 @@ class Problem:
     # skl_problem, in the order of the C struct
     dtype_t: int = _derived(ctypes.c_int)
     dtype_s: int = _derived(ctypes.c_int)
-    grad_f32: int = _derived(ctypes.c_int32)
+    grad_f32: bool = _option("bool", False, ctypes.c_int32)
     gradients: int = _option("int", 0, ctypes.c_uint32)
     direction: int = _option("int", KL_FORWARD, ctypes.c_int)
     batch: int = _derived(ctypes.c_int64)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
 from . import _library as lib
 from ._check_lse import check_both_lses, is_lse_check_on
 from ._checks import sizes
+from ._dtensor import accepts_dtensors
 from ._ops import BOTH_LSES, Forward, OnePass, weighted
-from ._options import AllAttentionOptions, Direction, Layout, Reduction, check_flags, refuse_transforms, translate
+from ._options import (
+    AllAttentionOptions, CpComm, CpGrads, CpLayout, Direction, Layout, Reduction, check_flags, refuse_transforms, translate,
+)  # fmt: skip
 from ._problem import DK_S, DK_T, DQ_S, DQ_T, DSINK_S, DSINK_T, KL_FORWARD
 
 if TYPE_CHECKING:
@@ -31,6 +34,7 @@ def attention_kl(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
+@accepts_dtensors
 def attention_kl(
     q_t: torch.Tensor,
     k_t: torch.Tensor,
@@ -61,6 +65,12 @@ def attention_kl(
     check_lse: bool = False,
     return_lse: bool = False,
     layout: Layout = "bnhd",
+    cp_group: Any = None,
+    cp_layout: CpLayout = "zigzag",
+    cp_comm: CpComm = "allgather",
+    cp_grads: CpGrads = "sum",
+    tp_group: Any = None,
+    loss_group: Any = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """KL divergence between a teacher's and a student's attention, without the N x N matrices.
 
@@ -126,6 +136,20 @@ def attention_kl(
             nothing else tells. Waits for the GPU. The environment variable ``STREAMKL_CHECK_LSE=1`` does the same.
         return_lse: also return both LSEs.
         layout: ``"bnhd"``, as above, or ``"bhnd"``: ``[batch, heads, length, dim]``, packed ``[heads, total, dim]``.
+        cp_group: context parallelism: a process group whose ranks hold equal shards of the queries and keys of every sequence,
+            each its own ``q``, ``k``, ``row_weight`` and LSEs. ``cu_seqlens`` are those of the shard; masks and ``key_lengths``
+            count in the whole sequence. The loss is that of the whole batch on every rank, and gradients are those of
+            the rank's shards. Every rank must also run the backward, with the same upstream gradient.
+        cp_layout: ``"zigzag"``: sequences are cut into 2 W chunks, and rank r of W holds chunks r and 2 W - 1 - r, in this order;
+            ``"contiguous"``: rank r holds the r-th of W chunks.
+        cp_comm: ``"allgather"``: ranks gather all keys, in slices of heads; ``"ring"``: key shards visit every rank.
+        cp_grads: how you reduce the gradients of weights over ``cp_group``: ``"sum"``, or ``"mean"`` as DDP and FSDP do, which
+            multiplies all gradients by the size of the group.
+        tp_group: tensor parallelism over teacher heads: all ranks hold the same student and equally many of the teacher heads of
+            every student head. The loss is the mean of the ranks' KLs, each to the mean of its own teacher heads; its
+            gradients are those of the KL to the mean of all. Needs ``direction="forward"`` and a detached teacher.
+        loss_group: ranks that hold other heads, or other batches, of the same call. Only the loss is reduced over them: sums and
+            row counts, so that ranks with more rows count more.
 
     Returns:
         The loss, f32: a scalar, or with ``reduction="none"`` the weighted KL of each row, ``[batch, heads_s, len_q]``, packed
@@ -149,26 +173,37 @@ def attention_kl(
         row_weight = expand_weight(row_weight, q_s, lengths, options)
 
     tensors, given_lses = (q_t, k_t, q_s, k_s, None, sink_t, sink_s), (lse_t, lse_s)
+    operators, groups = torch.ops.streamkl, None
+    if cp_group is not None or tp_group is not None or loss_group is not None:
+        from .parallel import Groups
+
+        groups = Groups(cp_group, cp_layout, cp_comm, cp_grads, tp_group, loss_group)
+        operators = groups.operators(
+            (*tensors, None), (lse_t, lse_s, row_weight), lengths, options, reduction=reduction, return_lse=return_lse
+        )
+    is_split = groups is not None and groups.is_split
     one_pass = options.gradients and reduction != "none" and (row_weight is None or not row_weight.requires_grad)
     if one_pass and lse_t is None and lse_s is None and _lses_first(q_t, q_s, options):
         with torch.no_grad():
-            lse_t, lse_s = torch.ops.streamkl.forward(*tensors, None, None, lib.LSE_T | lib.LSE_S, *lengths, *options)
+            lse_t, lse_s = operators.forward(*tensors, None, None, lib.LSE_T | lib.LSE_S, *lengths, *options)
     if one_pass and lse_t is not None and lse_s is not None:
-        (loss,) = OnePass.apply(*tensors, (None, lse_t, lse_s, row_weight, 0, lengths, options))
+        (loss,) = OnePass.apply(*tensors, (operators, None, lse_t, lse_s, row_weight, 0, lengths, options))
     else:
         rows = lib.KL | (lib.LSE_T | lib.LSE_S if return_lse else 0)
         if options.gradients:
-            kl, *lses = Forward.apply(*tensors, (None, lse_t, rows, lengths, options))
+            kl, *lses = Forward.apply(*tensors, (operators, None, lse_t, rows, lengths, options))
         else:
             rows |= BOTH_LSES if sink_t is not None else 0
-            kl, *lses = torch.ops.streamkl.forward(*tensors, None, lse_t, rows, *lengths, *options)
+            kl, *lses = operators.forward(*tensors, None, lse_t, rows, *lengths, *options)
         if return_lse:
             lse_t, lse_s = lses
         loss = weighted(kl, row_weight)
         loss = loss if reduction == "none" else loss.sum()
-    if is_lse_check_on(check_lse, *given_lses):  # the operator has checked all shapes
+    if is_lse_check_on(check_lse, *given_lses) and not is_split:  # the operator has checked all shapes
         check_both_lses((q_t, k_t, given_lses[0], sink_t), (q_s, k_s, given_lses[1], sink_s), lengths, options)
-    if reduction == "mean":
+    if groups is not None and groups.reduces and reduction != "none":
+        loss = groups.reduced_over_rows(loss, reduction, (*tensors, None), row_weight, lengths, options)
+    elif reduction == "mean":
         loss = _divide_by_rows(loss, q_s, k_s, row_weight, lengths, options)
     if not return_lse:
         return loss

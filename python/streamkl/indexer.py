@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 
 from . import _library as lib
+from ._check_lse import check_teacher_lse, is_lse_check_on
 from ._ops import Forward, OnePass, row_names, weighted
-from ._options import AllIndexerOptions, Direction, Layout, Reduction, check_flags, refuse_transforms, to_int32, translate
+from ._dtensor import accepts_dtensors
+from ._options import (
+    AllIndexerOptions, CpComm, CpGrads, CpLayout, Direction, Layout, Reduction, check_flags, refuse_transforms, to_int32, translate,
+)  # fmt: skip
 from ._problem import DK_S, DQ_S, DW_S
 from .attention import expand_weight, promote_under_autocast
 
@@ -45,6 +49,7 @@ def indexer_kl(
 ) -> tuple[torch.Tensor, IndexerRows]: ...  # fmt: skip
 
 
+@accepts_dtensors
 def indexer_kl(
     q_t: torch.Tensor,
     k_t: torch.Tensor,
@@ -72,8 +77,15 @@ def indexer_kl(
     lse_t: torch.Tensor | None = None,
     lse_t_wider: bool = False,
     deterministic: bool = False,
+    check_lse: bool = False,
     return_rows: bool = False,
     layout: Layout = "bnhd",
+    cp_group: Any = None,
+    cp_layout: CpLayout = "zigzag",
+    cp_comm: CpComm = "allgather",
+    cp_grads: CpGrads = "sum",
+    tp_group: Any = None,
+    loss_group: Any = None,
 ) -> torch.Tensor | tuple[torch.Tensor, IndexerRows]:
     """KL divergence between a teacher's attention, averaged over its heads, and an indexer's, without the N x N matrices.
 
@@ -137,8 +149,16 @@ def indexer_kl(
             other branches. The teacher is then its conditional distribution on the visible keys, which costs one more pass
             over its logits.
         deterministic: gradients have the same bits on every run. ``torch.use_deterministic_algorithms(True)`` does the same.
+        check_lse: compute a given ``lse_t`` again for some rows, and raise an error if it differs, or with ``lse_t_wider`` if it
+            is smaller: wrong LSEs give a wrong loss and nothing else tells. Waits for the GPU. The environment variable
+            ``STREAMKL_CHECK_LSE=1`` does the same.
         return_rows: also return the row vectors.
         layout: ``"bnhd"``, as above, or ``"bhnd"``: ``[batch, heads, length, dim]``, packed ``[heads, total, dim]``.
+        cp_group: context parallelism, with ``cp_layout``, ``cp_comm`` and ``cp_grads`` as in :func:`streamkl.attention_kl`.
+            ``indices`` of a shard count in the whole sequence.
+        tp_group: tensor parallelism over teacher heads, as in :func:`streamkl.attention_kl`. ``rows.cross_entropy`` is that of
+            the mean of all teacher heads; ``kl`` and ``entropy`` are means over ranks.
+        loss_group: as in :func:`streamkl.attention_kl`.
 
     Returns:
         The loss, f32: a scalar, or with ``reduction="none"`` the weighted KL of each row, ``[batch, heads_s, len_q]``, packed
@@ -148,7 +168,7 @@ def indexer_kl(
         ValueError: an argument does not fit; the message contains its name, its shape or value, and what is accepted.
     """
     refuse_transforms("indexer_kl", q_t, k_t, q_s, k_s, w_s)
-    check_flags(lse_t_wider=lse_t_wider, return_rows=return_rows)
+    check_flags(lse_t_wider=lse_t_wider, check_lse=check_lse, return_rows=return_rows)
     if lse_t_wider and lse_t is None:
         raise ValueError("lse_t_wider=True: needs lse_t")
     lengths, options = translate(
@@ -166,15 +186,27 @@ def indexer_kl(
         row_weight = expand_weight(row_weight, w_s, lengths, options)
 
     tensors = (q_t, k_t, q_s, k_s, w_s, None, None, indices)
+    operators, groups = torch.ops.streamkl, None
+    if cp_group is not None or tp_group is not None or loss_group is not None:
+        from .parallel import Groups
+
+        groups = Groups(cp_group, cp_layout, cp_comm, cp_grads, tp_group, loss_group)
+        asked = dict(reduction=reduction, return_rows=return_rows, lse_t_wider=lse_t_wider)
+        operators = groups.operators(tensors, (lse_t, None, row_weight), lengths, options, **asked)
     fixed_weight = row_weight is None or not row_weight.requires_grad
     if options.gradients and reduction != "none" and fixed_weight and not lse_t_wider:
-        loss, rows = _one_pass(tensors, lse_t, row_weight, return_rows, lengths, options)
+        loss, rows = _one_pass(operators, tensors, lse_t, row_weight, return_rows, lengths, options)
     else:
-        rows = _forward(tensors, lse_t, lse_t_wider, return_rows, lengths, options)
+        rows = _forward(operators, tensors, lse_t, lse_t_wider, return_rows, lengths, options)
         loss = weighted(rows["kl"], row_weight)
         loss = loss if reduction == "none" else loss.sum()
-    if reduction == "mean":
-        loss = _divide_by_rows(loss, rows["lse_s"], row_weight)
+    if groups is None and is_lse_check_on(check_lse, lse_t):  # the operator has checked all shapes
+        check_teacher_lse((q_t, k_t, lse_t, None), indices, lse_t_wider, lengths, options)
+    if groups is not None and groups.reduces and reduction != "none":
+        loss = groups.reduced(loss, _total_weight(rows["lse_s"], row_weight) if reduction == "mean" else None)
+    elif reduction == "mean":
+        total = _total_weight(rows["lse_s"], row_weight)
+        loss = loss / torch.where(total == 0, 1, total)
     if not return_rows:
         return loss
     rows["kl"] = rows["kl"].detach()
@@ -200,34 +232,33 @@ def _with_heads(tensor, lengths, options):
 _ENTROPIES = lib.CROSS_ENTROPY | lib.ENTROPY
 
 
-def _one_pass(tensors, lse_t, row_weight, return_rows, lengths, options):
+def _one_pass(operators, tensors, lse_t, row_weight, return_rows, lengths, options):
     """The LSE of the indexer, which does not read the teacher, then everything else in one pass."""
     with torch.no_grad():
         if lse_t is None:
-            lse_t, lse_s = torch.ops.streamkl.forward(*tensors, None, lib.LSE_T | lib.LSE_S, *lengths, *options)
+            lse_t, lse_s = operators.forward(*tensors, None, lib.LSE_T | lib.LSE_S, *lengths, *options)
         else:
-            (lse_s,) = torch.ops.streamkl.forward(*tensors, lse_t, lib.LSE_S, *lengths, *options)
+            (lse_s,) = operators.forward(*tensors, lse_t, lib.LSE_S, *lengths, *options)
     wanted = lib.KL | (_ENTROPIES if return_rows else 0)
     *differentiable, indices = tensors
-    loss, *made = OnePass.apply(*differentiable, (indices, lse_t, lse_s, row_weight, wanted, lengths, options))
+    loss, *made = OnePass.apply(*differentiable, (operators, indices, lse_t, lse_s, row_weight, wanted, lengths, options))
     return loss, {**dict(zip(row_names(wanted), made)), "lse_t": lse_t, "lse_s": lse_s}
 
 
-def _forward(tensors, lse_t, lse_t_wider, return_rows, lengths, options):
+def _forward(operators, tensors, lse_t, lse_t_wider, return_rows, lengths, options):
     """The row vectors. kl is differentiable if gradients are wanted."""
     wanted = lib.KL | lib.LSE_S
     if return_rows:
         wanted |= lib.LSE_T | _ENTROPIES | (lib.MASS if lse_t_wider else 0)
     if options.gradients:
         *differentiable, indices = tensors
-        made = Forward.apply(*differentiable, (indices, lse_t, wanted, lengths, options))
+        made = Forward.apply(*differentiable, (operators, indices, lse_t, wanted, lengths, options))
     else:
-        made = torch.ops.streamkl.forward(*tensors, lse_t, wanted, *lengths, *options)
+        made = operators.forward(*tensors, lse_t, wanted, *lengths, *options)
     return dict(zip(row_names(wanted), made))
 
 
-def _divide_by_rows(loss, lse_s, row_weight):
-    """The mean over rows that attend to a key; 0 if there is no such row, or if all weights are 0."""
+def _total_weight(lse_s, row_weight):
+    """Of the rows that attend to a key. A mean is 0 if there is no such row, or if all weights are 0."""
     attending = lse_s != -torch.inf
-    total = attending.sum() if row_weight is None else torch.where(attending, row_weight, 0.0).sum()
-    return loss / torch.where(total == 0, 1, total)
+    return attending.sum() if row_weight is None else torch.where(attending, row_weight, 0.0).sum()

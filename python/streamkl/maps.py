@@ -12,8 +12,8 @@ from typing import Any, Iterator, NamedTuple
 import torch
 
 from ._checks import sizes
-from ._ops import partial_states
 from ._options import Direction, Layout, check_flags, is_whole, translate
+from ._states import partial
 from .attention import attention_kl, promote_under_autocast
 
 
@@ -134,7 +134,9 @@ def _add_sequence(sums, counts, tensors, lse_t, lse_s, len_q, len_k, lengths_and
     for column, (begin, end) in enumerate(zip(edges_k, edges_k[1:])):
         if begin == end:
             continue
-        mass_a, mass_b, kl = _shares(partial_states(tensors, lse_t, begin, end, *lengths_and_options), lse_a, lse_b)
+        lengths, options = lengths_and_options
+        states = partial(*tensors, lse_t, begin, end, *lengths, *options)
+        mass_a, mass_b, kl = _shares(states, lse_a, lse_b)
         shares = (mass_b, mass_a, kl) if reverse else (mass_a, mass_b, kl)
         for image, share in zip(sums, shares):
             image[..., column].index_add_(-1, row_of_query, share.sum(0))

@@ -18,7 +18,7 @@
 #endif
 
 #if defined(SKL_WITH_CUDA)
-#define BACKENDS "cpu cuda"
+#define BACKENDS "cpu cuda, CUDA " SKL_CUDA_VERSION ", GPU code: " SKL_CUDA_CODE
 #else
 #define BACKENDS "cpu"
 #endif

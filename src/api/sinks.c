@@ -101,7 +101,7 @@ static skl_output scratch_of(const skl_plan *plan, const skl_call *call)
 
 void skl_sinks_extend_workspace(skl_plan *plan)
 {
-    /* Gradients may follow rows in a call of their own. */
+    /* Gradients may follow rows in a separate call. */
     size_t *const sizes = plan->workspace_size, backward_size = sizes[SKL_OP_BACKWARD];
     const size_t larger =
         backward_size > sizes[SKL_OP_FORWARD_BACKWARD] ? backward_size : sizes[SKL_OP_FORWARD_BACKWARD];

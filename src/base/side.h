@@ -48,8 +48,8 @@ SKL_HOST_DEVICE skl_side skl_student_of(const skl_problem *p, const skl_call *ca
     return student;
 }
 
-/* Whether a softcap changes logits on a GPU. A cap of 2^100 leaves all logits that kernels can use as they are, but
- * the numbers made of it leave the range of floats. */
+/* Whether a softcap changes logits on a GPU. A cap of 2^100 changes no logit that kernels can use, but the
+ * numbers made of it leave the range of floats. */
 SKL_HOST_DEVICE int skl_caps_logits(float softcap)
 {
     return softcap > 0.0F && softcap < 0x1p100F;

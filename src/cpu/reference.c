@@ -28,16 +28,18 @@ static size_t scratch_size(const skl_problem *problem)
 }
 
 /* P_hj (phi_j - origin) of one head of a teacher group, with phi = dKL/dP: log P - log S, or -S/P for the reverse KL,
- * where P_h S/P is one exponential. lse and lse_s are the LSEs of the two distributions. */
+ * where P_h S/P is one exponential. lse and lse_s are the LSEs of the two distributions. Logarithms are in double:
+ * those of P_h and P, each rounded to f32, could differ by a step where P_h/P is at most group_size. */
 static float head_excess(const known_row *r, const double *lse, int64_t h, int64_t j, float origin)
 {
     const bool reverse = r->task->problem->direction == SKL_KL_REVERSE;
     const int64_t head = r->head * skl_group_size(r->task->problem) + h;
-    const float log_p = (float)teacher_logit(r, lse, j);
-    const float log_s = (float)(logit(&r->student, &r->sequence, r->head, r->i, j) - r->lse_s);
-    const float log_p_head = (float)(logit(&r->teacher, &r->sequence, head, r->i, j) - lse[h]);
-    return reverse ? -expf(log_p_head - log_p + log_s) - expf(log_p_head) * origin
-                   : mass_times(expf(log_p_head), log_p - log_s - origin);
+    const double log_p = teacher_logit(r, lse, j);
+    const double log_s = logit(&r->student, &r->sequence, r->head, r->i, j) - r->lse_s;
+    const double log_p_head = logit(&r->teacher, &r->sequence, head, r->i, j) - lse[h];
+    const float p_head = (float)exp(log_p_head);
+    return reverse ? (float)-exp(log_p_head - log_p + log_s) - p_head * origin
+                   : mass_times(p_head, (float)(log_p - log_s) - origin);
 }
 
 static float head_dot(const known_row *r, const double *lse, int64_t h, skl_dot_rule rule)

@@ -8,15 +8,30 @@
 
 /* ---- Devices ------------------------------------------------------------------------------------------------ */
 
+/* Why the runtime finds no device. It reports a missing driver as it reports one of an older CUDA release. */
+static void why_no_device(cudaError_t error, char *reason, size_t reason_size)
+{
+    int driver = 0; /* 12080 is CUDA 12.8; stays 0 where there is no driver */
+    (void)cudaDriverGetVersion(&driver);
+    if (error != cudaErrorInsufficientDriver)
+        snprintf(reason, reason_size, "no CUDA device: %s",
+                 error != cudaSuccess ? cudaGetErrorString(error) : "none");
+    else if (driver == 0)
+        snprintf(reason, reason_size, "no CUDA driver");
+    else
+        snprintf(reason, reason_size,
+                 "the driver supports CUDA %d.%d at most, this build needs a driver for CUDA %d.0 or later",
+                 driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000);
+    (void)cudaGetLastError(); /* not sticky: the CPU goes on */
+}
+
 /* Compute capability of a device, 90 for 9.0; 0 and a reason if there is none. */
 static int capability_of(int device, char *reason, size_t reason_size)
 {
     int count = 0;
     cudaError_t error = cudaGetDeviceCount(&count);
     if (error != cudaSuccess || count == 0) {
-        (void)cudaGetLastError(); /* not sticky: the CPU goes on */
-        snprintf(reason, reason_size, "no CUDA device: %s",
-                 error != cudaSuccess ? cudaGetErrorString(error) : "none");
+        why_no_device(error, reason, reason_size);
         return 0;
     }
     if (device < 0 || device >= count) {

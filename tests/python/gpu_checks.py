@@ -9,7 +9,9 @@ import traceback
 
 import cases
 import indexer_cases
+import parallel_one_device
 import torch
+import torch.distributed as dist
 from cases import compare, gradients_of, make_tensors
 from indexer_cases import make_indexer
 
@@ -283,6 +285,37 @@ def check_f16_gradients_stay_in_range():
             cases.check_f16_range(streamkl.indexer_kl, reference.indexer_kl, [*tensors, w_s, indices])
 
 
+def check_row_bounds():
+    rows = torch.arange(130, device="cuda").expand(2, -1)
+    for dtype in torch.float32, torch.bfloat16:
+        for heads_t in 2, 4:
+            tensors = make_tensors(
+                len_q=130, len_k=300, heads_t=heads_t, dim_t=64, dim_s=64, dtype=dtype, device="cuda"
+            )  # fmt: skip
+            compare(tensors, key_begin=rows // 16 * 16, key_end=2 * rows + 5)
+
+
+def check_sinks():
+    for dtype in torch.float32, torch.bfloat16:
+        for heads_t in 2, 4:
+            tensors = make_tensors(
+                len_q=130, len_k=300, heads_t=heads_t, dim_t=64, dim_s=64, dtype=dtype, device="cuda"
+            )  # fmt: skip
+            for tensor in tensors[:2]:
+                tensor.requires_grad_(heads_t == 2)
+            sinks = [torch.linspace(-1, 3, heads, device="cuda").requires_grad_() for heads in (heads_t, 2)]
+            sinks[0].requires_grad_(heads_t == 2)
+            compare(tensors, sink_t=sinks[0].detach(), sink_s=sinks[1].detach(), causal=True)
+            exact = [tensor.detach().double() for tensor in tensors]
+            exact_sinks = [sink.detach().double().requires_grad_(sink.requires_grad) for sink in sinks]
+            trained, exact_trained = ([sink for sink in given if sink.requires_grad] for given in (sinks, exact_sinks))
+            loss = streamkl.attention_kl(*tensors, sink_t=sinks[0], sink_s=sinks[1])
+            exact_loss = reference.attention_kl(*exact, sink_t=exact_sinks[0], sink_s=exact_sinks[1])
+            made, expected = torch.autograd.grad(loss, trained), torch.autograd.grad(exact_loss, exact_trained)
+            for gradient, wanted in zip(made, expected):
+                cases.assert_near("gradient of sinks", gradient, wanted, torch.float32, floor=1e-5)
+
+
 def check_lengths_beyond_int32():
     """They do not wrap: a GPU limits them to the tensors."""
     tensors = make_tensors(device="cuda")
@@ -416,6 +449,20 @@ def check_indexer_in_a_cuda_graph():
         graph.replay()
         torch.cuda.synchronize()
         assert all(torch.equal(one, other) for one, other in zip(captured, step()))
+
+
+def check_shards_of_all_ranks():
+    for dtype in torch.float32, torch.bfloat16:
+        parallel_one_device.check_shards("cuda", dtype, length=512)
+
+
+def check_nccl_with_one_rank():
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for dtype in torch.float32, torch.bfloat16:
+            parallel_one_device.check_group_of_one_rank("cuda", dtype, length=512)
+    finally:
+        dist.destroy_process_group()
 
 
 CHECKS = {

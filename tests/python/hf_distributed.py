@@ -75,6 +75,25 @@ def fsdp2():
     compare(student)
 
 
+def fsdp2_both():
+    """Sharded teacher and student; the student recomputes its layers in the backward."""
+    from torch.distributed.fsdp import fully_shard
+
+    teacher, student = models()
+    student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    student.train()
+    for model in teacher, student:
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    with AttentionDistiller(teacher, student) as distiller:
+        for _ in range(2):
+            student.zero_grad()
+            student(**shard(batch(size=4)))
+            distiller.loss().backward()
+    compare(student)
+
+
 def accelerate_loop():
     """Two processes and two micro-batches per step give the gradient of one process with the whole batch."""
     from accelerate import Accelerator
@@ -92,10 +111,102 @@ def accelerate_loop():
     compare(accelerator.unwrap_model(student))
 
 
+def cp_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    """Attention over the zigzag shards of all ranks: what torch's context parallelism computes, on a CPU."""
+    from torch.distributed.nn.functional import all_gather
+
+    world, length = dist.get_world_size(), query.shape[2]
+    order = torch.argsort(torch.cat([shard_positions(length, rank) for rank in range(world)]))
+    keys, values = (torch.cat(all_gather(each.contiguous()), 2)[:, :, order] for each in (key, value))
+    seen = torch.arange(world * length) <= shard_positions(length, dist.get_rank())[:, None]
+    keys, values = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (keys, values))
+    logits = (scaling * query @ keys.mT).masked_fill(~seen, -torch.inf)
+    return (logits.softmax(-1) @ values).transpose(1, 2), None
+
+
+def shard_positions(length, rank):
+    half, world = length // 2, dist.get_world_size()
+    chunk = torch.arange(half)
+    return torch.cat([rank * half + chunk, (2 * world - 1 - rank) * half + chunk])
+
+
+def context_parallel_models():
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("cp_attention", cp_attention)
+    pair = models()
+    for model in pair:
+        model.set_attn_implementation("cp_attention")
+    return pair
+
+
+def context_inputs():
+    """The whole batch, without padding."""
+    tokens = batch(size=4, length=8 * dist.get_world_size())["input_ids"]
+    return tokens, torch.arange(tokens.shape[1])[None].expand_as(tokens).contiguous()
+
+
+def check_context_parallel(student, loss, tokens, positions):
+    """Loss and averaged gradients are those of one process with whole sequences."""
+    teacher_whole, student_whole = models()
+    with AttentionDistiller(teacher_whole, student_whole) as distiller:
+        student_whole(input_ids=tokens, position_ids=positions)
+        expected = distiller.loss()
+        expected.backward()
+    torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-5, atol=1e-7)
+    for name, parameter in student_whole.named_parameters():
+        gradient = student.get_parameter(name).grad
+        if parameter.grad is not None and gradient is not None:
+            dist.all_reduce(gradient)
+            torch.testing.assert_close(
+                gradient / dist.get_world_size(), parameter.grad, rtol=1e-3, atol=1e-6, msg=lambda text: f"{name}: {text}"
+            )
+
+
+def context_parallel_group():
+    """A group that the caller passes."""
+    from streamkl.parallel import shard
+
+    tokens, positions = context_inputs()
+    teacher, student = context_parallel_models()
+    with AttentionDistiller(teacher, student, cp_group=dist.group.WORLD) as distiller:
+        own = [shard(each, dist.group.WORLD) for each in (tokens, positions)]
+        student(input_ids=own[0], position_ids=own[1])
+        loss = distiller.loss()
+        loss.backward()
+    check_context_parallel(student, loss, tokens, positions)
+
+
+def context_parallel_region():
+    """torch's region, which accelerate opens, too: the distiller finds its mesh and its layout."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    tokens, positions = context_inputs()
+    teacher, student = context_parallel_models()
+    buffers = [tokens.clone(), positions.clone()]
+    with AttentionDistiller(teacher, student) as distiller:
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1]):
+            student(input_ids=buffers[0], position_ids=buffers[1])
+            loss = distiller.loss()
+            loss.backward()
+            student(input_ids=buffers[0], position_ids=buffers[1])
+        try:
+            distiller.loss()  # the teacher would run outside
+        except RuntimeError as error:
+            assert "inside one context-parallel region" in str(error), error
+        else:
+            raise AssertionError("loss() outside of the region is not refused")
+    check_context_parallel(student, loss, tokens, positions)
+
+
+CASES = (ddp, ddp_with_loss, fsdp2, fsdp2_both, accelerate_loop, context_parallel_group, context_parallel_region)
+
+
 def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for case in ddp, ddp_with_loss, fsdp2, accelerate_loop:
+    for case in CASES:
         if case.__name__ in sys.argv[1:]:
             case()
             dist.barrier()

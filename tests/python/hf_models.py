@@ -48,7 +48,7 @@ def gpt_oss(layers=2, heads=4, key_heads=2, window=5, factor=12.0):
 
 
 def llama4(layers=2, heads=4, key_heads=2, chunk=5, factor=12.0):
-    """Chunked attention, which starts anew with every chunk; the last layer attends to all tokens."""
+    """Chunked attention: a query attends to its own chunk; the last layer attends to all tokens."""
     config = Llama4TextConfig(
         vocab_size=100, hidden_size=32, intermediate_size=32, intermediate_size_mlp=32, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=key_heads, head_dim=8, num_local_experts=2, attention_chunk_size=chunk,

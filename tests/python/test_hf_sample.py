@@ -74,7 +74,7 @@ def test_the_mean_over_all_draws_is_the_loss_of_all_rows(name, weighted, monkeyp
     make, inputs_of, attention = CASES[name]
     teacher, student = make().eval(), make().eval()
     inputs = inputs_of(student)
-    options = dict(direction="forward", relations=("qk",), temperature=1.0)
+    options = dict(direction="forward", relations=("qk",), temperature=1.0, parallel={})
     with AttentionDistiller(teacher, student, attention=attention) as distiller:
         student(**inputs)
         pairs = list(distiller.pairs().values())

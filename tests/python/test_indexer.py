@@ -241,6 +241,33 @@ def test_wider_lse_without_indices():
     torch.testing.assert_close(wider.lse_t, rows.lse_t)
 
 
+CHECKED = {
+    "dense": (dict(), dict()),
+    "masks and softcap": (dict(heads_s=2), dict(causal=True, window_size=(9, 0), softcap_t=2.0, softmax_scale_t=0.7, key_lengths=torch.tensor([9, 23]))),
+    "row bounds": (dict(top_k=9), dict(key_begin=torch.arange(19).expand(2, 19) // 4, key_end=torch.full((2, 19), 20))),
+    "sparse": (dict(top_k=9, heads_s=2), dict(causal=True)),
+    "sparse, packed": (dict(top_k=9, packed=True, layout="bhnd"), dict(cu_seqlens_q=torch.tensor([0, 8, 8, 19]), cu_seqlens_k=torch.tensor([0, 11, 11, 23]), layout="bhnd")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CHECKED)
+def test_check_lse(case, monkeypatch):
+    shape, options = CHECKED[case]
+    indexer = make_indexer(**shape)
+    if indexer.indices is not None:
+        indexer.indices.clamp_(max=10)
+    loss, rows = streamkl.indexer_kl(*indexer, return_rows=True, **options)
+    torch.testing.assert_close(streamkl.indexer_kl(*indexer, lse_t=rows.lse_t, check_lse=True, **options), loss)
+    streamkl.indexer_kl(*indexer, lse_t=rows.lse_t + 0.1, lse_t_wider=True, check_lse=True, **options)
+    streamkl.indexer_kl(*indexer, lse_t=rows.lse_t + 0.1, **options)  # nothing tells
+    with pytest.raises(ValueError, match=r"lse_t: .*, row \d+, head \d must be -?\d.* \(natural logarithm\)"):
+        streamkl.indexer_kl(*indexer, lse_t=rows.lse_t + 0.1, check_lse=True, **options)
+    monkeypatch.setenv("STREAMKL_CHECK_LSE", "1")
+    for reduction in ("mean", "none"):
+        with pytest.raises(ValueError, match="lse_t: .* must be at least"):
+            streamkl.indexer_kl(*indexer, lse_t=rows.lse_t - 0.1, lse_t_wider=True, reduction=reduction, **options)
+
+
 # ---- Special values ------------------------------------------------------------------------------------------------
 
 

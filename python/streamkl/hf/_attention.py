@@ -14,6 +14,8 @@ import torch
 from transformers.integrations.sdpa_attention import repeat_kv, use_gqa_in_sdpa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ._context import active_region
+
 # Arguments of an attention function that change its distribution and are not modelled; see _layers.py for the messages.
 UNMODELLED = ("position_bias", "indices", "block_indices", "cache")
 
@@ -65,7 +67,8 @@ def record_attention(recorder, implementation: str, module, query, key, value, a
     causal = getattr(module, "is_causal", True) if causal is None else causal
     # The same kernel whether recorded or not: checkpointing expects the recomputation to save the same tensors.
     lse = None
-    if implementation == "sdpa" and not args and not torch.compiler.is_compiling():
+    is_whole = not torch.compiler.is_compiling() and active_region() is None  # a region replaces SDPA, not its kernels
+    if implementation == "sdpa" and not args and is_whole:
         answer, lse = _sdpa_with_lse(module, query, key, value, attention_mask, causal, **kwargs)
     if lse is None:
         answer = _run_own(implementation, module, query, key, value, attention_mask, *args, **kwargs)

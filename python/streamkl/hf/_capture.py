@@ -19,6 +19,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ._attention import Call, Mask, record_attention, record_mask
+from ._context import Region, active_region
 from ._layers import Layer, as_layers
 from ._parameters import is_distributed
 
@@ -53,6 +54,7 @@ class Root(NamedTuple):
     kwargs: dict[str, Any]
     versions: tuple[tuple, dict[str, Any]]  # of the arguments: a tensor that changes in place gets another version
     has_graph: bool  # it ran with gradients enabled
+    region: Region | None = None  # the context-parallel region that it ran in; a compiled model does not know
 
     def arguments(self) -> dict[str, Any]:
         """The arguments by name; those that are None are left out."""
@@ -169,7 +171,8 @@ class Recorder:
         if self.depth == 0:
             self.calls, self.masks = [], []
             versions = (tuple(map(_version, args)), {name: _version(value) for name, value in kwargs.items()})
-            self.root = Root(module, args, kwargs, versions, torch.is_grad_enabled())
+            region = None if torch.compiler.is_compiling() else active_region()
+            self.root = Root(module, args, kwargs, versions, torch.is_grad_enabled(), region)
         self.depth += 1
 
     def _end(self, module, args, output) -> None:
@@ -211,6 +214,7 @@ class Capture:
 
     def __init__(self, model: Any, role: str, needs_values: bool = False) -> None:
         self.model, self.role, self.needs_values = unwrap(model, role), role, needs_values
+        self.is_split = False  # its attention reads keys of other ranks
         self.keep_graph = False  # a forward without gradients does not replace one with gradients
         self._recorder: Recorder | None = None
         self.clear()
@@ -248,5 +252,5 @@ class Capture:
     @property
     def layers(self) -> list[Layer]:
         if self._layers is None:
-            self._layers = as_layers(self.calls, self.model, self.role)
+            self._layers = as_layers(self.calls, self.model, self.role, verify=not self.is_split)
         return self._layers

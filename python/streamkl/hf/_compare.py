@@ -173,6 +173,8 @@ def compare(
         with AttentionDistiller(teacher, student, **options) as distiller:
             student(**batch)
             pairs, cache = distiller.pairs(), RowCache()
+            if distiller.parallel():
+                raise RuntimeError("streamkl.hf.compare: run it without context parallelism: it compares whole sequences")
             rows = {key: pair.row_losses(distiller.direction, cache) for key, pair in pairs.items()}
             maps = {}
             if buckets is not None:

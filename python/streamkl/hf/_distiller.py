@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 import torch
 
-from .._options import Direction, check_flags
+from .._options import CpGrads, CpLayout, Direction, check_flags
 from . import _maps as maps
 from ._capture import Capture
+from ._context import active_region, options_of
 from ._inputs import check_same_input, run_teacher
 from ._layers import Kind, Layer
 from ._pairs import RELATIONS, Pair, Relation, RowCache, Sinks
@@ -54,6 +55,11 @@ class AttentionDistiller:
         sinks: ``"both"``: the attention sink of a layer is an outcome of both distributions, so both models or none must have
             sinks. ``"keys only"``: sinks are left out, and the KL is that of the conditional distributions on the keys.
         check_input: raise an error if teacher and student have read different tokens.
+        cp_group: context parallelism: the process group, or mesh of one dimension, over which the sequences of both models are
+            split. Default: that of torch's ``context_parallel`` region in which the student runs, which accelerate's
+            ``maybe_context_parallel`` opens, too. LSEs of the models are not used then.
+        cp_layout: ``"zigzag"`` or ``"contiguous"``; default: that of the region, else zigzag.
+        cp_grads: ``"mean"``: gradients of weights are averaged over ``cp_group``, as DDP and FSDP do; ``"sum"``: they are added.
     """
 
     def __init__(
@@ -72,6 +78,9 @@ class AttentionDistiller:
         sample_rows: float = 1,
         sinks: Sinks = "both",
         check_input: bool = True,
+        cp_group: Any = None,
+        cp_layout: CpLayout | None = None,
+        cp_grads: CpGrads = "mean",
     ) -> None:
         needs_values = "vv" in relations
         self.teacher = Capture(teacher, "teacher", needs_values)
@@ -95,6 +104,7 @@ class AttentionDistiller:
         self.layer_weight = dict(layer_weight or {})
         if any(weight < 0 for weight in self.layer_weight.values()):
             raise ValueError(f"layer_weight={layer_weight!r}: must not be negative")
+        self.cp_group, self.cp_layout, self.cp_grads = cp_group, cp_layout, cp_grads
         self._depth = 0
         self.last_losses: dict[int, torch.Tensor] = {}
         """KL of every student layer in the last `loss()`, detached, for logging."""
@@ -156,11 +166,13 @@ class AttentionDistiller:
         self, *, labels: torch.Tensor | None = None, row_weight: torch.Tensor | None = None, sample_rows: float | None = None
     ) -> dict[int, torch.Tensor]:  # fmt: skip
         """The terms of `loss()`: the KL of every student layer, with its gradient. Frees what was captured."""
-        pairs, weight = self.pairs(), self._row_weight(labels, row_weight)
+        pairs, weight, parallel = self.pairs(), self._row_weight(labels, row_weight), self.parallel()
         cache = RowCache(self._share(sample_rows))
+        if parallel and cache.share < 1:
+            raise ValueError(f"sample_rows={cache.share:g}: must be 1 under context parallelism")
         by_layer: dict[int, list[torch.Tensor]] = {}
         for (i, _), pair in pairs.items():
-            loss = pair.loss(weight, self.direction, self.relations, self.temperature, cache)
+            loss = pair.loss(weight, self.direction, self.relations, self.temperature, cache, parallel)
             by_layer.setdefault(i, []).append(loss)
         losses = {i: torch.stack(many).mean() for i, many in by_layer.items()}
         first = next(iter(losses))
@@ -182,6 +194,11 @@ class AttentionDistiller:
             run_teacher(self.teacher, self.student)
         elif self.check_input:
             check_same_input(self.teacher, self.student)
+        if self.cp_group is None and not self.teacher.root.region == self.student.root.region == active_region():
+            raise RuntimeError(
+                "AttentionDistiller: run both models, uncompiled, and loss() inside one context-parallel region, or pass cp_group"
+            )
+        self.teacher.is_split = self.student.is_split = bool(self.parallel())
         layers_t, layers_s = self._layers(self.teacher), self._layers(self.student)
         chosen = self.layer_map if self.layer_map is not None else maps.default_layers(layers_t, layers_s)
         maps.check_layers(chosen, len(layers_t), len(layers_s))
@@ -197,6 +214,10 @@ class AttentionDistiller:
             for i, many in chosen.items()
             for j in many
         }
+
+    def parallel(self) -> dict[str, Any]:
+        """Options of attention_kl, if the student ran on shards of its sequences."""
+        return options_of(self.student.root.region, self.cp_group, self.cp_layout, self.cp_grads)
 
     def _layers(self, capture: Capture) -> list[Layer]:
         layers = [layer for layer in capture.layers if layer.kind == self.attention]
@@ -239,6 +260,8 @@ class AttentionDistiller:
     def _row_weight(self, labels: torch.Tensor | None, row_weight: torch.Tensor | None) -> torch.Tensor | None:
         if self.rows == "all":
             return row_weight
+        if self.parallel():
+            raise ValueError("rows='labels': a shard of labels does not contain the next token of all its rows: pass row_weight")
         labels = labels if labels is not None else self.student.root.arguments().get("labels")
         if labels is None:
             raise ValueError("rows='labels': the student ran without labels: pass loss(labels=...)")

@@ -78,18 +78,26 @@ class Pair:
 
     def loss(
         self, row_weight: torch.Tensor | None, direction: Direction, relations: tuple[Relation, ...], temperature: float,
-        cache: RowCache,
+        cache: RowCache, parallel: dict[str, Any],
     ) -> torch.Tensor:  # fmt: skip
-        """The mean KL of the relations."""
+        """The mean KL of the relations; `parallel` are options of attention_kl."""
         losses = []
         for relation in relations:
             tensors, options, rows = self.arguments(cache, relation, temperature)
+            if parallel:
+                options = {**self._of_shards(options, rows), **parallel}
             weight = None if row_weight is None else self._fitting(row_weight)
             mean, factor = rows.mean(weight, heads=tensors[2].shape[-3])
             loss = attention_kl(*tensors, direction=direction, **mean, **options)
             losses.append(loss if factor is None else loss * factor)
         loss = torch.stack(losses).mean()
         return loss if temperature == 1.0 else loss * temperature**2
+
+    def _of_shards(self, options: dict[str, Any], rows: Rows) -> dict[str, Any]:
+        """The LSEs of a model may be those of its own keys alone."""
+        if rows.queries is not None:
+            raise ValueError(f"{self.where}: padding and packed sequences are not supported under context parallelism")
+        return {**options, "lse_t": None, "lse_s": None}
 
     def row_losses(self, direction: Direction, cache: RowCache) -> torch.Tensor:
         """The attention KL of each row, [batch, heads_s, len_q], NaN for padding."""

@@ -116,19 +116,24 @@ SKL_INLINE vec exp2_fraction(vec f)
     return horner(p, f, 1.0F);
 }
 
+/* 2^(c x) for -127 <= c x <= 128, NaN for NaN. Adding 1.5 * 2^23 rounds c x to an integer n in the low bits, which a
+ * left shift moves into the exponent. For n = -127 the power is 0, for n = 128 it is inf. */
+SKL_INLINE vec exp2_of_product(float c, vec x)
+{
+    const float round_magic = 12582912.0F;
+    const vec shifted = vec_fma(x, vec_of(c), vec_of(round_magic));
+    const vec power = (vec)(((uvec)shifted << 23) + 0x3F800000U);
+    return exp2_fraction(vec_fma(x, vec_of(c), round_magic - shifted)) * power;
+}
+
 SKL_INLINE vec exp_vec(vec x);
 
 #ifndef SKL_HAS_EXP
-/* e^x: 0 below 2^-126.5, inf from 2^127.5 on, NaN for NaN. Adding 1.5 * 2^23 rounds x log2 e to an integer n in the
- * low bits, which a left shift moves into the exponent. For n = -127 the power is 0, for n = 128 it is inf. */
+/* e^x: 0 below 2^-126.5, inf from 2^127.5 on, NaN for NaN. */
 SKL_INLINE vec exp_vec(vec x)
 {
-    const float round_magic = 12582912.0F;
-    const vec log2e = vec_of(SKL_LOG2E);
     const vec bounded = vec_at_least(vec_of(-127.0F * SKL_LN2), vec_at_most(vec_of(128.0F * SKL_LN2), x));
-    const vec shifted = vec_fma(bounded, log2e, vec_of(round_magic));
-    const vec power = (vec)(((uvec)shifted << 23) + 0x3F800000U);
-    return exp2_fraction(vec_fma(bounded, log2e, round_magic - shifted)) * power;
+    return exp2_of_product(SKL_LOG2E, bounded);
 }
 #endif
 
@@ -147,8 +152,8 @@ SKL_INLINE vec log_vec(vec x)
     return vec_fma(p, t, __builtin_convertvector(exponent, vec)) * SKL_LN2;
 }
 
-/* cap tanh(z / cap). Near 0, where 1 - 2 / (e^2z + 1) would cancel, z plus a polynomial: a large cap changes no bit,
- * although 1 / cap may be too small for a normal number. */
+/* cap tanh(z / cap) = cap - cap / (e^2r / 2 + 1/2) with r = z / cap. Near 0, where that would cancel, z plus a
+ * polynomial: a large cap changes no bit, although 1 / cap may be too small for a normal number. */
 SKL_INLINE vec softcap_vec(vec z, float cap)
 {
     const ivec sign = (ivec)z & INT32_MIN;
@@ -161,7 +166,7 @@ SKL_INLINE vec softcap_vec(vec z, float cap)
     p = horner(p, s, 0.13332602F);
     p = horner(p, s, -0.33333318F);
     const vec near = vec_fma(z * s, p, z);
-    const vec far = cap * (1.0F - 2.0F / (exp_vec(bounded * 2.0F) + 1.0F));
+    const vec far = cap - cap / horner(exp2_of_product(2.0F * SKL_LOG2E, bounded), vec_of(0.5F), 0.5F);
     return vec_select(ratio < 0.55F, near, (vec)((ivec)far ^ sign));
 }
 

@@ -19,8 +19,7 @@ __device__ inline void finish_row(const index_params &params, const skl_sequence
     const skl_rows &rows = params.call.rows;
     const skl_input &lse_t = params.call.inputs.lse_t;
     if (params.call.op == SKL_OP_PARTIAL) {
-        params.call.states[skl_state_index(&p, &s, head, query)] =
-            partial_state(p, s, query, row.state);
+        params.call.states[skl_state_index(&p, &s, head, query)] = partial_state(p, s, query, row.state);
         return;
     }
     if (rows.lse_s.data != NULL)

@@ -51,8 +51,7 @@ __device__ inline void write_group_row(const forward_params &params, const skl_s
     const skl_problem &p = params.problem;
     const skl_rows &rows = params.call.rows;
     if (params.call.op == SKL_OP_PARTIAL) {
-        params.call.states[skl_state_index(&p, &s, head, query)] =
-            partial_state(p, s, query, state);
+        params.call.states[skl_state_index(&p, &s, head, query)] = partial_state(p, s, query, state);
         return;
     }
     const skl_input &lse_t = params.call.inputs.lse_t;

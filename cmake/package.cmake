@@ -1,0 +1,15 @@
+# `cpack` in a build folder writes streamkl_VERSION_ARCHITECTURE.deb: libraries, header, tool and man pages in /usr.
+set(CPACK_GENERATOR DEB)
+set(CPACK_PACKAGE_CONTACT "The StreamKL authors")
+set(CPACK_PACKAGE_DESCRIPTION_SUMMARY "KL divergence between two attention distributions, without the N x N matrices")
+set(CPACK_PACKAGING_INSTALL_PREFIX /usr)
+set(CPACK_STRIP_FILES ON)
+set(CPACK_RESOURCE_FILE_LICENSE ${PROJECT_SOURCE_DIR}/LICENSE)
+set(CPACK_DEBIAN_FILE_NAME DEB-DEFAULT)
+set(CPACK_DEBIAN_PACKAGE_SECTION libs)
+# Versions of the system's libraries that the programs need; from dpkg-dev.
+find_program(DPKG_SHLIBDEPS dpkg-shlibdeps)
+if(DPKG_SHLIBDEPS)
+  set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS ON)
+endif()
+include(CPack)

@@ -1,0 +1,100 @@
+"""attention_kl and indexer_kl on DTensors that are sharded on batch or heads.
+
+Rows of different batches and heads are independent: every rank computes the local shards, and the sums of the loss are reduced.
+The operators return lists, for which torch.distributed.tensor.experimental.register_sharding has no placements.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Callable
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+_TENSORS = ("q_t", "k_t", "q_s", "k_s", "w_s", "indices")
+_KEYS = ("k_t", "k_s")
+_ROWS = ("row_weight", "lse_t", "lse_s", "key_begin", "key_end", "key_lengths")
+_SINKS = ("sink_t", "sink_s")
+
+
+def call_on_shards(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """`function` with its DTensors as local shards. The loss is that of all ranks, a replicated DTensor."""
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    _check_types(given)
+    mesh = given["q_t"].device_mesh
+    heads = 1 if given["layout"] == "bhnd" else 2
+    splits = [_split_of(given, mesh, dim, heads) for dim in range(mesh.ndim)]
+    for name in (*_TENSORS, *_ROWS, *_SINKS):
+        if given.get(name) is not None:
+            given[name] = _local(name, given[name], splits, heads)
+    groups = [mesh.get_group(dim) for dim, split in enumerate(splits) if split != "all"]
+    bound.arguments["loss_group"] = groups or None
+    answer = function(*bound.args, **bound.kwargs)
+
+    row_split = [{"batch": Shard(0), "heads": Shard(1), "all": Replicate()}[split] for split in splits]
+
+    def whole(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        placements = row_split if value.dim() else [Replicate()] * mesh.ndim
+        return DTensor.from_local(value, mesh, placements, run_check=False)
+
+    if not isinstance(answer, tuple):
+        return whole(answer)
+    loss, *others = answer
+    if isinstance(others[0], tuple):  # IndexerRows
+        return whole(loss), type(others[0])(*map(whole, others[0]))
+    return (whole(loss), *map(whole, others))
+
+
+def _check_types(given: dict[str, Any]) -> None:
+    for name in (*_TENSORS, *_ROWS, *_SINKS):
+        value = given.get(name)
+        if value is not None and not isinstance(value, DTensor):
+            raise ValueError(f"{name}: a plain tensor with DTensors: must be a DTensor, too")
+        if value is not None and value.device_mesh != given["q_t"].device_mesh:
+            raise ValueError(f"{name}: must be on the mesh of q_t")
+    for name in "cu_seqlens_q", "cu_seqlens_k":
+        if given.get(name) is not None:
+            raise ValueError(f"{name}: packed sequences have no batch to shard: pass local tensors")
+    if given["loss_group"] is not None:
+        raise ValueError("loss_group: DTensors bring their own groups")
+
+
+def _split_of(given: dict[str, Any], mesh, dim: int, heads: int) -> str:
+    """What a mesh dimension splits: "batch", "heads", or nothing ("all")."""
+    by_name = {name: given[name].placements[dim] for name in _TENSORS if given.get(name) is not None}
+    meanings = {Replicate(): "all", Shard(0): "batch", Shard(heads): "heads"}
+    found = {name: meanings.get(placement, "?") for name, placement in by_name.items()}
+    # A single key head serves the query heads of all ranks.
+    split = {kind for name, kind in found.items() if not _is_shared(given, name, found, heads)}
+    if len(split) == 1 and "?" not in split:
+        return split.pop()
+    where = f"mesh dimension {mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else dim}"
+    given_text = ", ".join(f"{name} {placement}" for name, placement in by_name.items())
+    raise ValueError(
+        f"{given_text} on {where}: all must be Shard(0) (batch), Shard({heads}) (heads) or Replicate(); for shards of the "
+        "sequence pass local tensors and cp_group"
+    )
+
+
+def _is_shared(given: dict[str, Any], name: str, found: dict[str, str], heads: int) -> bool:
+    has_one_head = given[name].dim() == 3 or given[name].shape[heads] == 1
+    return name in _KEYS and has_one_head and found[name] == "all" and found["q_s"] == "heads"
+
+
+def _local(name: str, tensor: DTensor, splits: list[str], heads: int) -> torch.Tensor:
+    """The local shard. The gradient of what ranks share is a sum over them: of a single key head, and of sinks."""
+    grad_placements = []
+    for placement, split in zip(tensor.placements, splits):
+        expected = {"all": Replicate(), "batch": Shard(0), "heads": Shard(1) if tensor.dim() == 3 else Replicate()}[split]
+        if name in _SINKS:
+            expected = Shard(0) if split == "heads" else Replicate()
+        if name not in _TENSORS and placement != expected:
+            raise ValueError(f"{name}: {placement} must be {expected}, as the tensors are split by {split}")
+        shared = placement == Replicate() and (name in _KEYS and split == "heads" or name in _SINKS and split == "batch")
+        grad_placements.append(Partial() if shared else placement)
+    return tensor.to_local(grad_placements=grad_placements)

@@ -1,0 +1,162 @@
+"""Context parallelism as a ring: key shards visit every rank, and ranks keep row states, not keys.
+
+A step computes with the shard of one rank while the next shard travels. Row states of the shards merge into the LSEs and the KL
+of all keys. The backward of a shard uses these global LSEs; its dk travels along with it, summed in f32, and arrives
+complete at its own rank. A rank holds two shards of keys and three of f32 dk at a time, whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from .. import _library as lib
+from .._checks import rounds_later
+from .._ops import per_tensor, row_names
+from .._options import Lengths
+from .._problem import DK_S, DK_T
+from .._states import partial, states_finish, states_merge
+from ._layout import Layout
+from ._shards import Shards, split_arguments
+
+streamkl = torch.ops.streamkl
+
+_LSES = lib.LSE_T | lib.LSE_S
+_OF_STATES = lib.KL | _LSES
+_KEYS = {1: DK_T, 3: DK_S}  # places of the keys among the tensors
+
+
+class Ring:
+    """The operators of _ops.py on shards. Row vectors and dq are those of the rank's rows, dk of its keys."""
+
+    def __init__(self, group: dist.ProcessGroup, layout: Layout) -> None:
+        self.group, self.layout, self.rank = group, layout, dist.get_rank(group)
+        self.next, self.previous = (dist.get_global_rank(group, (self.rank + step) % layout.world) for step in (1, -1))
+
+    def forward(self, *arguments) -> list[torch.Tensor]:
+        tensors, (lse_t, rows), rest = split_arguments(arguments, 2)
+        shards = Shards(self.layout, self.rank, tensors, rest)
+        if rows & ~_OF_STATES:
+            names = ", ".join(row_names(rows & ~_OF_STATES))
+            raise ValueError(f"cp_comm='ring': row states do not give {names}; use cp_comm='allgather'")
+        if rows & ~_LSES == 0:
+            return self._lses(shards, lse_t, rows)
+        if lse_t is None and _needs_lse_t(shards):
+            (lse_t,) = self._lses(shards, None, lib.LSE_T)
+        merged = None
+        for called, lengths in self._visits(shards):
+            end = called[1].shape[shards.length_dim]
+            states = partial(*called, lse_t, 0, end, *lengths, *shards.options)
+            merged = states if merged is None else states_merge(merged, states)
+        if tensors[5] is None:
+            return states_finish(*called, merged, lse_t, rows, *lengths, *shards.options)
+        return self._finish_with_sinks(shards, called, merged, lse_t, rows)
+
+    def _finish_with_sinks(self, shards: Shards, called: tuple, merged, lse_t, rows: int) -> list[torch.Tensor]:
+        """Whether a row attends to a key, and so has a sink, does not depend on the last shard: its bounds are left out.
+
+        The KL is made of both LSEs, which are computed even if they are not asked for.
+        """
+        lengths = Lengths(shards.lengths.cu_seqlens_q, shards.lengths.cu_seqlens_k, None, None, None)
+        made = states_finish(*called, merged, lse_t, _OF_STATES, *lengths, *shards.options)
+        begin, end = shards.bounds
+        attending = (end > begin).unsqueeze(-2)
+        named = zip(row_names(_OF_STATES), made)
+        found = {name: torch.where(attending, row, 0.0 if name == "kl" else -torch.inf) for name, row in named}
+        return [found[name] for name in row_names(rows)]
+
+    def _lses(self, shards: Shards, lse_t, rows: int) -> list[torch.Tensor]:
+        """LSEs of all keys from those of the shards, to which sinks are added once."""
+        found: list[torch.Tensor] = []
+        for called, lengths in self._visits(shards):
+            *before, _, _, indices = called
+            made = streamkl.forward(*before, None, None, indices, lse_t, rows, *lengths, *shards.options)
+            found = [torch.logaddexp(*pair) for pair in zip(found, made)] if found else made
+        sinks = dict(lse_t=shards.tensors[5], lse_s=shards.tensors[6])
+        return [_with_sink(lse, sinks[name]) for name, lse in zip(row_names(rows), found)]
+
+    def backward(self, *arguments) -> list[torch.Tensor]:
+        tensors, rows, rest = split_arguments(arguments, 5)
+        return self._backward(Shards(self.layout, self.rank, tensors, rest), rows, one_pass=False)
+
+    def forward_backward(self, *arguments) -> list[torch.Tensor]:
+        """Two passes over the ring: a KL of a shard alone can be negative, which one pass over the keys does not return."""
+        tensors, (lse_t, lse_s, row_weight, rows), rest = split_arguments(arguments, 4)
+        shards = Shards(self.layout, self.rank, tensors, rest)
+        made = self.forward(*tensors, lse_t, rows, *rest)
+        kl = made[0]  # OnePass always asks for it
+        weight = torch.ones_like(kl) if row_weight is None else row_weight
+        return [*made, *self._backward(shards, (lse_t, lse_s, kl, None, weight), one_pass=True)]
+
+    def _backward(self, shards: Shards, rows: Sequence, one_pass: bool) -> list[torch.Tensor]:
+        asked = shards.asked.gradients
+        wanted_keys = [place for place, bit in _KEYS.items() if asked & bit]
+        sums: dict[int, torch.Tensor] = {}
+        travelling = _Travelling(self)
+        for called, lengths in self._visits(shards):
+            made = per_tensor(streamkl.backward(*called, *rows, *lengths, *shards.options), asked, None)
+            arrived = travelling.wait()
+            for place, gradient in enumerate(made):
+                if gradient is None:
+                    continue
+                if place in wanted_keys:
+                    total = shards.length_first(gradient)
+                    sums[place] = (total + arrived.pop(0) if arrived else total).contiguous()
+                else:
+                    sums[place] = sums[place] + gradient if place in sums else gradient
+            travelling.send([sums[place] for place in wanted_keys])
+        for place, gradient in zip(wanted_keys, travelling.wait()):  # the last step brings them home
+            sums[place] = shards.length_back(gradient)
+        stays_f32 = one_pass and rounds_later(asked, shards.dtypes)
+        return [sums[place] if stays_f32 else sums[place].to(shards.dtypes[place]) for place in sorted(sums)]
+
+    def _visits(self, shards: Shards) -> Iterator[tuple]:
+        """(tensors, lengths) with the keys of each rank, starting with this one."""
+        q_t, k_t, q_s, k_s, w_s, *sinks, _ = shards.tensors
+        keys = [shards.length_first(key).contiguous() for key in (k_t, k_s)]
+        travelling = _Travelling(self)
+        for step in range(self.layout.world):
+            source = (self.rank - step) % self.layout.world
+            if step + 1 < self.layout.world:
+                travelling.send(keys)
+            here_t, here_s = map(shards.length_back, keys)
+            called = (q_t, here_t, q_s, here_s, w_s, *sinks, shards.indices_of_shard(source))
+            yield called, shards.lengths_of_shard(source)
+            if step + 1 < self.layout.world:
+                keys = travelling.wait()
+
+
+def _with_sink(lse: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
+    """A row that attends to no key has no sink."""
+    return lse if sink is None else torch.where(lse == -torch.inf, lse, torch.logaddexp(lse, sink.unsqueeze(-1)))
+
+
+def _needs_lse_t(shards: Shards) -> bool:
+    """Teacher groups and indexers average probabilities, which need normalised ones."""
+    q_t, _, q_s, _, w_s, *_ = shards.tensors
+    return w_s is not None or q_t.shape[shards.heads_dim] != q_s.shape[shards.heads_dim]
+
+
+class _Travelling:
+    """Tensors on their way to the next rank, while those of the previous rank arrive."""
+
+    def __init__(self, ring: Ring) -> None:
+        self.ring = ring
+        self.works: list = []
+        self.sent: list[torch.Tensor] = []
+        self.received: list[torch.Tensor] = []
+
+    def send(self, tensors: list[torch.Tensor]) -> None:
+        ring = self.ring
+        self.sent, self.received = tensors, [torch.empty_like(tensor) for tensor in tensors]
+        sends = [dist.P2POp(dist.isend, tensor, ring.next, ring.group) for tensor in self.sent]
+        receives = [dist.P2POp(dist.irecv, tensor, ring.previous, ring.group) for tensor in self.received]
+        self.works = dist.batch_isend_irecv(sends + receives) if tensors else []
+
+    def wait(self) -> list[torch.Tensor]:
+        for work in self.works:
+            work.wait()
+        self.works, self.sent = [], []
+        return self.received

@@ -1,0 +1,70 @@
+"""bench/zigzag.py on the CPU, and the plan of bench/scaling.py."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+sys.path.insert(0, str(BENCH))
+
+import scaling  # noqa: E402
+import zigzag  # noqa: E402
+from gpu.report import append_csv, check_csv  # noqa: E402
+
+SMALL = "--device cpu --length 64 --heads 4 --key-heads 2 --dim 16 --ranks 4 --rounds 1 --sample-ms 1".split()
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_the_shares_of_all_ranks_sum_to_the_unsplit_call(layout, tmp_path, capsys):
+    arguments = zigzag.parser().parse_args([*SMALL, "--layout", layout])
+    rows, is_right = zigzag.run(arguments)
+    assert is_right
+    assert [row["rank"] for row in rows] == 2 * ["unsplit", "rank 0", "rank 1", "rank 2", "rank 3", "ordering"]
+    assert all(float(row["ms"]) > 0 and not row["note"] for row in rows)
+    assert "slowest / mean" in capsys.readouterr().out
+    append_csv(tmp_path / "zigzag.csv", rows, {}, zigzag.COLUMNS)
+    check_csv(tmp_path / "zigzag.csv", zigzag.COLUMNS)
+
+
+def test_a_wrong_share_is_reported():
+    split = zigzag.Split(zigzag.parser().parse_args(SMALL))
+    steps = split.steps("one pass")
+    own = steps["rank 1"]
+    steps["rank 1"] = lambda: [2 * result for result in own()]
+    assert all(split.errors(steps)[name] > limit for name, limit in zigzag.LIMITS.items())
+
+
+def plan(length, ranks, two_passes=False, **links):
+    cluster = scaling.Cluster(**{**dict(node_size=8, node_link=50, nvlink=450, efficiency=1.0), **links})
+    rates = {"forward": 500, "backward": 400, "one pass": 450}
+    return scaling.Plan(scaling.Model(32, 8, 128, 32), cluster, rates, length, ranks, two_passes)
+
+
+def test_a_plan_counts_pairs_bytes_and_slices():
+    one = plan(1024, 8)
+    assert one.compute == pytest.approx(32 * 1024 * 1025 / 2 / 8 * 2 * 128 * 4 / 450e12)
+    assert one.gathered == 2 * 1024 * 8 * 128 * 2 and one.scattered == 1024 * 8 * 128 * 4
+    assert one.communication == pytest.approx((one.gathered + one.scattered) * 7 / 8 / 450e9)  # one node: NVLink
+    assert one.memory["gathered"] == 2 / 4 * (one.gathered + one.scattered)
+    assert plan(1024, 8, two_passes=True).gathered == 2 * one.gathered
+    wide = plan(1024, 64)
+    assert wide.compute == pytest.approx(one.compute / 8)
+    assert plan(1024, 64, node_link=5).communication == pytest.approx((one.gathered + one.scattered) * 56 / 64 / 40e9)
+    assert wide.exposed >= wide.communication / 4
+
+
+def test_the_plan_of_the_guide_is_that_of_the_script(capsys, monkeypatch):
+    """The table of docs/guide/many-gpus.md has rounded numbers of the default run."""
+    monkeypatch.setattr(sys, "argv", ["scaling.py"])
+    scaling.main()
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()[3:]]
+    guide = (BENCH.parent / "docs/guide/many-gpus.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in guide.splitlines() if line.startswith(("| 1", "| 2", "| 5"))]
+    found = {(int(row[0].replace(",", "")), int(row[1])): list(map(float, row[2:])) for row in rows}
+    assert len(found) == 5
+    for length, ranks, *figures in printed:
+        if (int(length), int(ranks)) in found:
+            compute, communication, exposed, step, _, gathered, _ = map(float, figures)
+            expected = (compute, communication, exposed, step, gathered)
+            assert found[int(length), int(ranks)] == pytest.approx(expected, rel=5e-3, abs=6e-3), (length, ranks)

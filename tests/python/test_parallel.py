@@ -1,0 +1,141 @@
+"""Losses over several processes with gloo. The cases are in parallel_cases.py and parallel_tensor.py."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import LONG, make_tensors
+from parallel_one_device import check_group_of_one_rank, check_shards
+
+import streamkl
+from streamkl.parallel import shard, unshard
+from streamkl.parallel._gather import slice_count
+from streamkl.parallel._layout import Layout, gather_order, inverse_of
+
+SCRIPT = Path(__file__).parent / "parallel_run.py"
+HEADS = (
+    "teacher_heads_of_indexer", "teacher_heads_under_a_wider_lse", "teacher_heads_of_attention", "refusals", "ulysses",
+    "unequal_batches", "dtensor",
+)  # fmt: skip
+SEQUENCES = ("layout_of_torch", "gradients_for_averaging", "gradients_of_sinks", "half_precision", "different_calls")
+
+
+def torchrun(processes, *cases, script=SCRIPT):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", script, *cases]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+
+
+def run(processes, *cases):
+    answer = torchrun(processes, *cases)
+    assert answer.returncode == 0, answer.stderr[-3000:]
+    assert [line for line in answer.stdout.splitlines() if line.endswith("works")] == [f"{case} works" for case in cases]
+
+
+def test_two_processes():
+    run(2, "some_problems", *SEQUENCES, *HEADS)
+
+
+@pytest.mark.skipif(not LONG, reason="./test long")
+@pytest.mark.parametrize("processes", [2, 4, 8])
+def test_every_problem(processes):
+    """Every layout and communication, packed and not, teacher groups, one pass, indexers dense and sparse."""
+    run(processes, "all_problems", "sub_groups", *SEQUENCES, *HEADS, "teacher_heads_and_context", "faults_in_a_mesh")
+
+
+@pytest.mark.skipif(not LONG, reason="./test long")
+@pytest.mark.parametrize("processes", [2, 4])
+def test_a_rank_that_dies(processes):
+    """The others get an error before the timeout of the group, and nothing hangs."""
+    answer = torchrun(processes, "dying_rank")
+    expected = [f"rank {rank}: RuntimeError" for rank in range(processes - 1)]
+    assert sorted(re.findall(r"rank \d+: \w+", answer.stdout)) == expected, answer.stderr[-3000:]
+
+
+def test_megatron():
+    pytest.importorskip("megatron.core.transformer.experimental_attention_variant.dsa")
+    run(2, "megatron")
+
+
+@pytest.mark.skipif(not LONG, reason="./test long")
+@pytest.mark.parametrize("comm", ["allgather", "ring"])
+def test_the_example_trains_a_student_over_four_processes(comm):
+    script = Path(__file__).parents[2] / "examples/context_parallel.py"
+    answer = torchrun(4, "--length=1024", "--steps=20", f"--comm={comm}", script=script)
+    assert answer.returncode == 0, answer.stderr[-3000:]
+    values = [float(value) for value in re.findall(r"attention KL ([\d.]+)", answer.stdout)]
+    assert len(values) == 20 and values[-1] < 0.7 * values[0]
+
+
+# ---- Without other processes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_a_layout_is_a_permutation_that_increases_on_every_rank(name, world):
+    layout, length = Layout(name, world), 6
+    order = gather_order(layout, length, None, torch.device("cpu"))
+    assert torch.equal(order.sort().values, torch.arange(world * length))
+    by_rank = inverse_of(order).view(world, length)
+    for rank in range(world):
+        positions = layout.positions(rank, torch.arange(length), length)
+        assert torch.equal(positions, by_rank[rank]) and (positions.diff() > 0).all()
+        everything = torch.arange(world * length + 1)
+        assert torch.equal(layout.count_before(rank, everything, length), (positions < everything[:, None]).sum(1))
+
+
+def test_packed_shards_hold_a_part_of_every_sequence():
+    """Sequences of 4, 0 and 8 tokens on two ranks, and a row of padding on each."""
+    own = torch.tensor([0, 2, 2, 6])
+    order = inverse_of(gather_order(Layout("zigzag", 2), 7, own, torch.device("cpu"))).view(2, 7)
+    assert order.tolist() == [[0, 3, 4, 5, 10, 11, 12], [1, 2, 6, 7, 8, 9, 13]]
+
+
+def test_slices_have_whole_key_heads_of_both_models():
+    assert [slice_count(*heads) for heads in ((8, 8), (8, 1), (6, 4), (9, 3), (5, 5))] == [4, 1, 2, 3, 1]
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("cp_comm", ["allgather", "ring"])
+def test_a_group_of_one_rank_changes_nothing(one_rank, cp_comm):
+    tensors = make_tensors()
+    expected = streamkl.attention_kl(*tensors, causal=True)
+    loss = streamkl.attention_kl(*tensors, causal=True, cp_group=one_rank, cp_comm=cp_comm, tp_group=None)
+    assert torch.equal(loss, expected)
+    for found, whole in zip(torch.autograd.grad(loss, tensors), torch.autograd.grad(expected, tensors)):
+        assert torch.equal(found, whole)
+    mesh = dist.init_device_mesh("cpu", (1,))
+    assert torch.equal(streamkl.AttentionKLLoss(causal=True, cp_group=mesh)(*tensors), expected)
+
+
+def test_all_collective_calls_of_one_rank(one_rank):
+    check_group_of_one_rank("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shards_of_all_ranks_on_one_device(dtype):
+    check_shards("cpu", dtype)
+
+
+def test_shards_of_one_rank(one_rank):
+    tokens = torch.arange(12).view(1, 12)
+    assert torch.equal(shard(tokens, one_rank), tokens) and torch.equal(unshard(tokens, one_rank), tokens)
+    with pytest.raises(ValueError, match="7 tokens: must be a multiple of 2 for 1 ranks"):
+        shard(tokens[:, :7], one_rank)
+
+
+@pytest.mark.parametrize("name", ["cp_group", "tp_group", "loss_group"])
+def test_something_else_than_a_group(name):
+    with pytest.raises(ValueError, match=f"{name}='cuda': must be a torch.distributed process group"):
+        streamkl.attention_kl(*make_tensors(), **{name: "cuda"})
