@@ -7,7 +7,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import batch, bert, gemma2, kl_from_attentions, llama, t5  # noqa: E402
+from hf_models import batch, bert, gemma2, kl_from_attentions, llama, llama4, t5  # noqa: E402
 
 from streamkl.hf import AttentionDistiller  # noqa: E402
 
@@ -166,6 +166,17 @@ def test_a_hole_in_the_mask():
             torch.testing.assert_close(
                 distiller.loss(), kl_from_attentions(teacher, student, inputs, {0: 0, 1: 1}), rtol=1e-4, atol=1e-6
             )
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+def test_chunks(padding):
+    """Chunks count from the first token that is not padding."""
+    teacher, student, inputs = llama4().eval(), llama4().eval(), batch(padding)
+    with AttentionDistiller(teacher, student) as distiller:
+        student(**inputs)
+        torch.testing.assert_close(
+            distiller.loss(), kl_from_attentions(teacher, student, inputs, {0: 0, 1: 1}), rtol=1e-4, atol=1e-6
+        )
 
 
 # ---- Models and distillers -----------------------------------------------------------------------------------------
