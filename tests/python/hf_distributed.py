@@ -215,7 +215,9 @@ def context_parallel_region():
     check_context_parallel(student, loss, tokens, positions)
 
 
-CASES = (ddp, ddp_with_loss, fsdp2, fsdp2_both, accelerate_loop, context_parallel_group, context_parallel_region)
+CASES = (
+    ddp, ddp_with_loss, fsdp2, fsdp2_both, fsdp2_sinks, accelerate_loop, context_parallel_group, context_parallel_region,
+)  # fmt: skip
 
 
 def main():
