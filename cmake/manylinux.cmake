@@ -18,10 +18,12 @@ set(CMAKE_EXE_LINKER_FLAGS_INIT -s)
 set(CMAKE_CUDA_RUNTIME_LIBRARY None)
 set(CUDA_rt_LIBRARY -lrt)
 
+# What gcc's code calls, such as the detection of instruction sets on x86_64.
+execute_process(COMMAND ${CMAKE_C_COMPILER} -print-libgcc-file-name OUTPUT_VARIABLE libgcc OUTPUT_STRIP_TRAILING_WHITESPACE)
 set(CMAKE_C_LINK_EXECUTABLE
-  "${tools}/zig-cc <FLAGS> <CMAKE_C_LINK_FLAGS> <LINK_FLAGS> <OBJECTS> -o <TARGET> <LINK_LIBRARIES>")
+  "${tools}/zig-cc <FLAGS> <CMAKE_C_LINK_FLAGS> <LINK_FLAGS> <OBJECTS> -o <TARGET> <LINK_LIBRARIES> ${libgcc}")
 set(CMAKE_C_CREATE_SHARED_LIBRARY
-  "${tools}/zig-cc -shared <LINK_FLAGS> <SONAME_FLAG><TARGET_SONAME> -o <TARGET> <OBJECTS> <LINK_LIBRARIES>")
+  "${tools}/zig-cc -shared <LINK_FLAGS> <SONAME_FLAG><TARGET_SONAME> -o <TARGET> <OBJECTS> <LINK_LIBRARIES> ${libgcc}")
 
 set(CMAKE_FIND_ROOT_PATH ${tools} ${tools}/cuda)
 set(CMAKE_FIND_ROOT_PATH_MODE_PROGRAM NEVER)

@@ -37,6 +37,7 @@ template <int DIM> struct backward_memory {
     row_stats stats[STAGES][ROWS];  /* DK: copied unchanged, LSEs in nats */
     int poisoned[ROWS];             /* whether a streamed row has a non-finite value */
     row_ranges<WARPS * 32> visible; /* of up to two tiles of 16 rows per warp */
+    skl_sequence sequence;          /* in shared memory to save registers */
 };
 
 /* ---- Gradient of the logits --------------------------------------------------------------------------------- */
@@ -315,12 +316,21 @@ __device__ inline void clear_non_finite(smem_rows<DIM> &rows, int (&poisoned)[ST
 
 /* ---- One tile ----------------------------------------------------------------------------------------------- */
 
+/* The rows that a block streams for every head, without what only their mask needs. */
+struct streamed_rows {
+    int64_t origin;
+    int needed, count;
+    reach warp; /* that the rows of this warp see */
+};
+
 /* Adds all streamed rows of a head to the gradient of the block's rows first_row .. first_row + last_row. */
 template <typename ELEMENT, int DIM, int M, bool DK>
 __device__ inline void sum_streamed(gradient_acc<SLICE<DIM>, M> &gradient, gradient_unit<ELEMENT> &unit,
                                     const backward_params &params, backward_memory<DIM> &memory,
-                                    const skl_sequence &s, int64_t head, int64_t first_row, int last_row)
+                                    const streamed_rows &streamed, int64_t head, int64_t first_row, int last_row)
 {
+    const skl_sequence &s = memory.sequence;
+    const reach &warp = streamed.warp;
     constexpr int ROWS = STAGE_ROWS<DIM>;
     const skl_cuda_argument &a = params.a, &b = params.b;
     const bool wrt_b = is_grad_of_b(params);
@@ -331,10 +341,6 @@ __device__ inline void sum_streamed(gradient_acc<SLICE<DIM>, M> &gradient, gradi
     load_frags(frags_b, memory.stages,
                (DK ? keys_of<ELEMENT>(b, s, head) : queries_of<ELEMENT>(b, s, head)).from(first_row), last_row + 1);
 
-    const skl_band band = DK ? skl_query_band(&params.problem, &s) : skl_key_band(&params.problem, &s);
-    const streamed_band streamed = stream_for(band, first_row, first_row + last_row);
-    memory.visible.fill(streamed.band);
-    const reach warp = reach_of(streamed.band, (int)threadIdx.x / 32 * 16 * M, 16 * M);
     const row_source<ELEMENT> from_a =
         (DK ? queries_of<ELEMENT>(a, s, head) : keys_of<ELEMENT>(a, s, head)).from(streamed.origin);
     const row_source<ELEMENT> from_b =
@@ -343,9 +349,9 @@ __device__ inline void sum_streamed(gradient_acc<SLICE<DIM>, M> &gradient, gradi
     query_row_stats<M, DK> queries;
     queries.load_stationary(params, s, head, first_row, last_row);
     if (DK)
-        copy_row_stats(memory.stats[0], params, s, head, streamed.origin, streamed.band.count);
-    copy_rows(memory.stages[0].a, from_a, 0, streamed.band.count);
-    copy_rows(memory.stages[0].b, from_b, 0, streamed.band.count);
+        copy_row_stats(memory.stats[0], params, s, head, streamed.origin, streamed.count);
+    copy_rows(memory.stages[0].a, from_a, 0, streamed.count);
+    copy_rows(memory.stages[0].b, from_b, 0, streamed.count);
     cp_async_commit();
     for (int first = 0, stage = 0; first < streamed.needed; first += ROWS, stage = 1 - stage) {
         cp_async_wait<0>();
@@ -355,11 +361,11 @@ __device__ inline void sum_streamed(gradient_acc<SLICE<DIM>, M> &gradient, gradi
         const bool any_masked =
             __syncthreads_or(masked); /* also: this stage is complete, and the other one is free */
         if (first + ROWS < streamed.needed) {
-            copy_rows(memory.stages[1 - stage].a, from_a, first + ROWS, streamed.band.count);
-            copy_rows(memory.stages[1 - stage].b, from_b, first + ROWS, streamed.band.count);
+            copy_rows(memory.stages[1 - stage].a, from_a, first + ROWS, streamed.count);
+            copy_rows(memory.stages[1 - stage].b, from_b, first + ROWS, streamed.count);
             if (DK)
                 copy_row_stats(memory.stats[1 - stage], params, s, head, streamed.origin + first + ROWS,
-                               streamed.band.count - first - ROWS);
+                               streamed.count - first - ROWS);
         }
         cp_async_commit();
         smem_stage<DIM> &rows = memory.stages[stage];
@@ -431,20 +437,29 @@ __global__ void __launch_bounds__(THREADS, 2) gradient_kernel(const __grid_const
     row_tile<M, DK> tile;
     if (!tile.find(params))
         return;
+    const int last_row = (int)skl_min(WARPS * 16 * M, tile.rows - tile.first) - 1;
+    streamed_rows streamed = {};
+    if (last_row >= 0) {
+        const skl_sequence &s = tile.sequence;
+        const skl_band band = DK ? skl_query_band(&params.problem, &s) : skl_key_band(&params.problem, &s);
+        const streamed_band all = stream_for(band, tile.first, tile.first + last_row);
+        memory.visible.fill(all.band);
+        streamed = {all.origin, all.needed, all.band.count,
+                    reach_of(all.band, (int)threadIdx.x / 32 * 16 * M, 16 * M)};
+    }
+    if (threadIdx.x == 0)
+        memory.sequence = tile.sequence;
+    __syncthreads();
     gradient_acc<SLICE<DIM>, M> gradient = {};
     gradient_unit<ELEMENT> unit;
     const skl_cuda_argument &side = is_grad_of_b(params) ? params.b : params.a;
     const int sharing = DK ? side.heads_per_key : 1;
     if (DK)
         clear_row_stats(memory.stats); /* visible to all threads after the first barrier */
-    const int last_row = (int)skl_min(WARPS * 16 * M, tile.rows - tile.first) - 1;
-    for (int n = 0; n < sharing && last_row >= 0; n++) {
-        row_tile<M, DK> streamed; /* the same tile, recomputed: it need not stay in registers during a loop */
-        (void)streamed.find(params);
-        sum_streamed<ELEMENT, DIM, M, DK>(gradient, unit, params, memory, streamed.sequence,
-                                          streamed.head * sharing + n, streamed.first, last_row);
-    }
-    row_tile<M, DK> stored;
+    for (int n = 0; n < sharing && last_row >= 0; n++)
+        sum_streamed<ELEMENT, DIM, M, DK>(gradient, unit, params, memory, streamed, tile.head * sharing + n,
+                                          tile.first, last_row);
+    row_tile<M, DK> stored; /* the same tile, recomputed: `tile` need not stay in registers during the loop */
     (void)stored.find(params);
     store_gradient(gradient, params, stored,
                    unit.value() * (params.teacher_side ? params.problem.scale_t : params.problem.scale_s));
