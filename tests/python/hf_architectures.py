@@ -291,12 +291,12 @@ def _sink_weights(model):
     modeling = sys.modules[type(model).__module__]
     own = getattr(modeling, "eager_attention_forward", None)
 
-    def with_sink(module, query, key, value, attention_mask, scaling, **kwargs):
-        output, weights = own(module, query, key, value, attention_mask, scaling, **kwargs)
+    def with_sink(module, query, key, value, attention_mask, *args, **kwargs):
+        output, weights = own(module, query, key, value, attention_mask, *args, **kwargs)
         if kwargs.get("s_aux") is None:
             return output, weights
         key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
-        logits = query @ key.transpose(2, 3) * scaling + (0 if attention_mask is None else attention_mask)
+        logits = query @ key.transpose(2, 3) * kwargs["scaling"] + (0 if attention_mask is None else attention_mask)
         sink = kwargs["s_aux"][:, None, None].expand(*logits.shape[:3], 1)
         weights = torch.cat([logits, sink], -1).softmax(-1)
         torch.testing.assert_close(output, (weights[..., :-1] @ value).transpose(1, 2), rtol=1e-4, atol=1e-4)
