@@ -8,6 +8,7 @@ writes the page that test_architectures.py checks.
 import re
 import sys
 import warnings
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 from unittest import mock
 
@@ -263,7 +264,7 @@ def _from_weights(models, inputs, kind):
     for model in models:
         model.set_attn_implementation("eager")
         model.set_experts_implementation("eager")  # the others know no float64
-        with mock.patch.dict(AttentionMaskInterface._global_mapping, eager=_mask_of_f32):
+        with mock.patch.dict(AttentionMaskInterface._global_mapping, eager=_mask_of_f32), _sink_weights(model):
             outputs = model(**inputs, output_attentions=True)
         given = next((outputs[name] for name in KINDS[kind] if outputs.get(name) is not None), ())
         weights.append([weight for weight in given if isinstance(weight, torch.Tensor) and weight.dim() == 4])
@@ -282,6 +283,27 @@ def _from_weights(models, inputs, kind):
         losses.append(terms.sum(-1).transpose(1, 2)[kept].mean())
     torch.stack(losses).mean().backward()
     return torch.stack(losses).detach(), _gradients(models[1])
+
+
+@contextmanager
+def _sink_weights(model):
+    """Models return weights without that of the sink, some of them normalised without it: its weight comes last here."""
+    modeling = sys.modules[type(model).__module__]
+    own = getattr(modeling, "eager_attention_forward", None)
+
+    def with_sink(module, query, key, value, attention_mask, *args, **kwargs):
+        output, weights = own(module, query, key, value, attention_mask, *args, **kwargs)
+        if kwargs.get("s_aux") is None:
+            return output, weights
+        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
+        logits = query @ key.transpose(2, 3) * kwargs["scaling"] + (0 if attention_mask is None else attention_mask)
+        sink = kwargs["s_aux"][:, None, None].expand(*logits.shape[:3], 1)
+        weights = torch.cat([logits, sink], -1).softmax(-1)
+        torch.testing.assert_close(output, (weights[..., :-1] @ value).transpose(1, 2), rtol=1e-4, atol=1e-4)
+        return output, weights
+
+    with mock.patch.object(modeling, "eager_attention_forward", with_sink) if own else nullcontext():
+        yield
 
 
 def _ids(inputs, kind):

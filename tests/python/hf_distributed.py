@@ -4,15 +4,15 @@ import sys
 
 import torch
 import torch.distributed as dist
-from hf_models import batch, llama
+from hf_models import batch, gpt_oss, llama
 from torch.nn.parallel import DistributedDataParallel
 
 from streamkl.hf import AttentionDistiller
 
 
-def models():
+def models(make=llama):
     torch.manual_seed(0)
-    return llama(), llama()
+    return make(), make()
 
 
 def shard(inputs):
@@ -20,9 +20,9 @@ def shard(inputs):
     return {name: tensor.chunk(dist.get_world_size())[dist.get_rank()] for name, tensor in inputs.items()}
 
 
-def expected_gradients(steps=1):
+def expected_gradients(make, steps=1):
     """Of one process with the whole batch."""
-    teacher, student = models()
+    teacher, student = models(make)
     with AttentionDistiller(teacher, student) as distiller:
         for _ in range(steps):
             student.zero_grad()
@@ -31,8 +31,8 @@ def expected_gradients(steps=1):
     return {name: p.grad for name, p in student.named_parameters() if p.grad is not None}
 
 
-def compare(student):
-    for name, expected in expected_gradients().items():
+def compare(student, make=llama):
+    for name, expected in expected_gradients(make).items():
         gradient = student.get_parameter(name).grad
         gradient = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
         torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-6, msg=lambda text: f"{name}: {text}")
@@ -73,6 +73,21 @@ def fsdp2():
             student(**shard(batch(size=4)))
             distiller.loss().backward()
     compare(student)
+
+
+def fsdp2_sinks():
+    """The sinks are parameters, which FSDP frees after the forward of their layer."""
+    from torch.distributed.fsdp import fully_shard
+
+    teacher, student = models(gpt_oss)
+    for model in teacher, student:
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    with AttentionDistiller(teacher, student) as distiller:
+        student(**shard(batch(size=4)))
+        distiller.loss().backward()
+    compare(student, gpt_oss)
 
 
 def fsdp2_both():
@@ -200,7 +215,9 @@ def context_parallel_region():
     check_context_parallel(student, loss, tokens, positions)
 
 
-CASES = (ddp, ddp_with_loss, fsdp2, fsdp2_both, accelerate_loop, context_parallel_group, context_parallel_region)
+CASES = (
+    ddp, ddp_with_loss, fsdp2, fsdp2_both, fsdp2_sinks, accelerate_loop, context_parallel_group, context_parallel_region,
+)  # fmt: skip
 
 
 def main():

@@ -2,8 +2,8 @@
 
 import torch
 from transformers import (
-    BartConfig, BartForConditionalGeneration, BertConfig, BertModel, Gemma2Config, Gemma2ForCausalLM, LlamaConfig,
-    LlamaForCausalLM, T5Config, T5ForConditionalGeneration,
+    BartConfig, BartForConditionalGeneration, BertConfig, BertModel, Gemma2Config, Gemma2ForCausalLM, GptOssConfig,
+    GptOssForCausalLM, Llama4ForCausalLM, Llama4TextConfig, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration,
 )  # fmt: skip
 
 
@@ -32,6 +32,29 @@ def gemma2(layers=2, heads=4, key_heads=2, hidden=32, head_dim=16, window=5, imp
         query_pre_attn_scalar=head_dim,
     )  # fmt: skip
     return _sharpen(Gemma2ForCausalLM._from_config(config, attn_implementation=implementation), factor)
+
+
+def gpt_oss(layers=2, heads=4, key_heads=2, window=5, factor=12.0):
+    """Every head has an attention sink; every other layer has a sliding window."""
+    config = GptOssConfig(
+        vocab_size=100, hidden_size=32, intermediate_size=32, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=key_heads, head_dim=8, num_local_experts=2, num_experts_per_tok=1, sliding_window=window,
+    )  # fmt: skip
+    model = _sharpen(GptOssForCausalLM._from_config(config, attn_implementation="eager"), factor)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.sinks.normal_()
+    return model
+
+
+def llama4(layers=2, heads=4, key_heads=2, chunk=5, factor=12.0):
+    """Chunked attention: a query attends to its own chunk; the last layer attends to all tokens."""
+    config = Llama4TextConfig(
+        vocab_size=100, hidden_size=32, intermediate_size=32, intermediate_size_mlp=32, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=key_heads, head_dim=8, num_local_experts=2, attention_chunk_size=chunk,
+        layer_types=["chunked_attention"] * (layers - 1) + ["full_attention"],
+    )  # fmt: skip
+    return _sharpen(Llama4ForCausalLM._from_config(config, attn_implementation="eager"), factor)
 
 
 def bert(layers=2, heads=4, hidden=32, implementation="sdpa", vocabulary=100):

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ._context import active_region
 
 # Arguments of an attention function that change its distribution and are not modelled; see _layers.py for the messages.
-UNMODELLED = ("position_bias", "s_aux", "indices", "block_indices", "cache")
+UNMODELLED = ("position_bias", "indices", "block_indices", "cache")
 
 
 @dataclass
@@ -44,6 +44,7 @@ class Call:
     causal: bool  # what the attention does without a mask tensor
     scale: float | None
     softcap: float
+    sink: torch.Tensor | None  # [heads], logits
     options: dict[
         str, Any
     ]  # the other arguments that matter: sliding_window, cu_seq_lens_q, ... and those of UNMODELLED
@@ -75,9 +76,11 @@ def record_attention(recorder, implementation: str, module, query, key, value, a
         if lse is not None:
             query, key = map(_as_autocast, (query, key))  # the LSE is that of the rounded ones
         options = {name: kwargs[name] for name in _OPTIONS if kwargs.get(name) is not None}
+        sink = kwargs.get("s_aux")
+        sink = None if sink is None else sink.clone()  # FSDP frees a parameter after the forward of its module
         call = Call(
             module, implementation, query, key, value, lse, _mask_of(recorder.masks, attention_mask), causal, kwargs.get("scaling"),
-            kwargs.get("softcap") or 0.0, options, torch.is_grad_enabled(),
+            kwargs.get("softcap") or 0.0, sink, options, torch.is_grad_enabled(),
         )  # fmt: skip
         if not torch.compiler.is_compiling() and recorder.is_new(call):
             call.probe = _probe(call, answer, attention_mask, args, kwargs)
@@ -158,7 +161,7 @@ def _sdpa_with_lse(module, query, key, value, attention_mask, causal, *, dropout
     """((output, None), lse) from the kernel that scaled_dot_product_attention chooses; (None, None) if it returns no LSE."""
     choose = getattr(torch, "_fused_sdp_choice", None)
     causal = causal and query.shape[2] > 1 and attention_mask is None
-    others = [kwargs.get(name) for name in ("softcap", "position_bias", "cache")]
+    others = [kwargs.get(name) for name in ("softcap", "s_aux", "position_bias", "cache")]
     if choose is None or any(other is not None for other in others) or (causal and query.shape[2] != key.shape[2]):
         return None, None
     groups = getattr(module, "num_key_value_groups", 1)

@@ -189,7 +189,7 @@ class Recorder:
 
     def is_new(self, call: Call) -> bool:
         """Whether a call of this kind has not been seen yet."""
-        kind = (id(call.module), call.implementation, call.mask is None, *call.options)
+        kind = (id(call.module), call.implementation, call.mask is None, call.sink is None, *call.options)
         if kind in self._verified:
             return False
         self._verified.add(kind)

@@ -14,7 +14,7 @@ from ..maps import AttentionMap, attention_map
 from ._capture import Capture
 from ._distiller import AttentionDistiller
 from ._layers import Layer
-from ._pairs import Pair, RowCache
+from ._pairs import Pair, RowCache, Sinks
 
 
 class Layers:
@@ -65,19 +65,20 @@ def capture(model: torch.nn.Module) -> Iterator[Layers]:
 # ---- save_pair -------------------------------------------------------------------------------------------------------
 
 
-def save_pair(path: str | os.PathLike, teacher: Layer, student: Layer) -> list[str]:
+def save_pair(path: str | os.PathLike, teacher: Layer, student: Layer, *, sinks: Sinks = "both") -> list[str]:
     """Writes the queries and keys of two captured layers as safetensors that ``streamkl kl`` and ``streamkl map`` read.
 
-    Tokens that are padding are left out; the file then contains ``cu_seqlens_q`` and ``cu_seqlens_k``.
+    Tokens that are padding are left out; the file then contains ``cu_seqlens_q`` and ``cu_seqlens_k``. The tool knows no
+    attention sinks: for layers with sinks, ``sinks="keys only"`` is needed.
 
     Returns:
         The options that the tool needs: masks, windows, scales and softcaps, such as ``["--causal", "--scale-t=0.125", ...]``.
     """
     from safetensors.torch import save_file
 
-    (q_t, k_t, q_s, k_s), options, _ = Pair("the pair", teacher.require(), student.require(), None).arguments(
-        RowCache()
-    )
+    pair = Pair("the pair", teacher.require(), student.require(), None, sinks)
+    (q_t, k_t, q_s, k_s), options, _ = pair.arguments(RowCache())
+    _refuse_more_than_keys("save_pair", options)
     tensors = dict(q_t=q_t, k_t=k_t, q_s=q_s, k_s=k_s)
     if "cu_seqlens_q" in options:
         ends = {side: int(options[f"cu_seqlens_{side}"][-1]) for side in "qk"}
@@ -99,6 +100,14 @@ def save_pair(path: str | os.PathLike, teacher: Layer, student: Layer) -> list[s
         if options[f"softcap_{side}"]:
             arguments.append(f"--softcap-{side}={options[f'softcap_{side}']!r}")
     return arguments
+
+
+def _refuse_more_than_keys(where: str, options: dict[str, Any]) -> None:
+    """Files and maps have neither sinks nor row bounds."""
+    if "sink_t" in options:
+        raise ValueError(f"{where}: the layers have attention sinks: pass sinks='keys only' to leave them out")
+    if "key_begin" in options:
+        raise ValueError(f"{where}: the layers have a sliding window, and the attention_mask hides tokens between visible ones")
 
 
 # ---- compare ---------------------------------------------------------------------------------------------------------
@@ -156,7 +165,7 @@ def compare(
     Args:
         batch: arguments of both models.
         buckets: ``(rows, columns)`` of attention maps; default: no maps.
-        options: ``layer_map``, ``head_map``, ``direction``, ``attention`` of :class:`AttentionDistiller`.
+        options: ``layer_map``, ``head_map``, ``direction``, ``attention``, ``sinks`` of :class:`AttentionDistiller`.
     """
     was_training = student.training
     student.eval()
@@ -177,6 +186,7 @@ def compare(
 
 def _map(pair: Pair, cache: RowCache, buckets, direction) -> AttentionMap:
     tensors, options, _ = pair.arguments(cache)
+    _refuse_more_than_keys(f"maps of {pair.where}", options)
     unused = ("lse_t", "lse_s", "max_seqlen_q", "max_seqlen_k")
     options = {name: value for name, value in options.items() if name not in unused}
     return attention_map(*tensors, buckets=buckets, direction=direction, **options)

@@ -13,8 +13,8 @@ from . import _maps as maps
 from ._capture import Capture
 from ._context import active_region, options_of
 from ._inputs import check_same_input, run_teacher
-from ._layers import REFUSALS, Kind, Layer
-from ._pairs import RELATIONS, Pair, Relation, RowCache
+from ._layers import Kind, Layer
+from ._pairs import RELATIONS, Pair, Relation, RowCache, Sinks
 from ._parameters import reach_everything
 
 
@@ -49,7 +49,11 @@ class AttentionDistiller:
         temperature: divides the logits of both; the loss is multiplied by its square, which keeps the size of the gradients.
         layer_weight: ``{student layer: weight}`` of each layer in the mean; 1 where it is left out.
         rows: ``"all"`` rows that are not padding, or only those that predict a token of the ``labels`` (not -100).
-        sample_rows: reserved: must be 1.
+        sample_rows: the share of the rows that `loss()` compares, such as 1/8, which costs an eighth: random rows, the same in all
+            layers, drawn with torch's random numbers. The loss is an unbiased estimate of that of all rows. It holds while the
+            student trains: in eval mode, or without gradients, all rows count.
+        sinks: ``"both"``: the attention sink of a layer is an outcome of both distributions, so both models or none must have
+            sinks. ``"keys only"``: sinks are left out, and the KL is that of the conditional distributions on the keys.
         check_input: raise an error if teacher and student have read different tokens.
         cp_group: context parallelism: the process group, or mesh of one dimension, over which the sequences of both models are
             split. Default: that of torch's ``context_parallel`` region in which the student runs, which accelerate's
@@ -72,6 +76,7 @@ class AttentionDistiller:
         layer_weight: Mapping[int, float] | None = None,
         rows: Literal["all", "labels"] = "all",
         sample_rows: float = 1,
+        sinks: Sinks = "both",
         check_input: bool = True,
         cp_group: Any = None,
         cp_layout: CpLayout | None = None,
@@ -91,11 +96,11 @@ class AttentionDistiller:
             raise ValueError(f"relations={relations!r}: must be one or more of {', '.join(map(repr, RELATIONS))}")
         if not (isinstance(temperature, (int, float)) and math.isfinite(temperature) and temperature > 0):
             raise ValueError(f"temperature={temperature!r}: must be a positive number")
-        if sample_rows != 1:
-            raise ValueError(f"sample_rows={sample_rows!r}: {REFUSALS['sample_rows']}")
+        _check_choice("sinks", sinks, ("both", "keys only"))
         maps.check_against_configs(self.layer_map, self.head_map, self.teacher.model, self.student.model)
         self.direction, self.attention, self.relations = direction, attention, tuple(relations)
         self.temperature, self.rows, self.check_input = float(temperature), rows, check_input
+        self.sample_rows, self.sinks = _checked_share(sample_rows), sinks
         self.layer_weight = dict(layer_weight or {})
         if any(weight < 0 for weight in self.layer_weight.values()):
             raise ValueError(f"layer_weight={layer_weight!r}: must not be negative")
@@ -134,7 +139,9 @@ class AttentionDistiller:
 
     # ---- The loss ----------------------------------------------------------------------------------------------------
 
-    def loss(self, *, labels: torch.Tensor | None = None, row_weight: torch.Tensor | None = None) -> torch.Tensor:
+    def loss(
+        self, *, labels: torch.Tensor | None = None, row_weight: torch.Tensor | None = None, sample_rows: float | None = None
+    ) -> torch.Tensor:  # fmt: skip
         """Attention KL of the student's last forward, f32: mean over layer pairs, heads and rows that are not padding.
 
         If the teacher has not run since the last loss(), it runs now on the same input.
@@ -142,8 +149,9 @@ class AttentionDistiller:
         Args:
             labels: as the student takes them, for ``rows="labels"``, if it did not receive them.
             row_weight: weight of every row in the mean, ``[batch, len_q]``.
+            sample_rows: the share of the rows for this loss, also in eval mode. Default: that of the distiller.
         """
-        losses = self.losses(labels=labels, row_weight=row_weight)
+        losses = self.losses(labels=labels, row_weight=row_weight, sample_rows=sample_rows)
         weights = {i: self.layer_weight.get(i, 1.0) for i in losses}
         total = sum(weights.values())
         if total == 0:
@@ -155,10 +163,13 @@ class AttentionDistiller:
         return torch.stack([losses[i] * (weight / total) for i, weight in weights.items()]).sum()
 
     def losses(
-        self, *, labels: torch.Tensor | None = None, row_weight: torch.Tensor | None = None
-    ) -> dict[int, torch.Tensor]:
+        self, *, labels: torch.Tensor | None = None, row_weight: torch.Tensor | None = None, sample_rows: float | None = None
+    ) -> dict[int, torch.Tensor]:  # fmt: skip
         """The terms of `loss()`: the KL of every student layer, with its gradient. Frees what was captured."""
-        pairs, weight, cache, parallel = self.pairs(), self._row_weight(labels, row_weight), RowCache(), self.parallel()
+        pairs, weight, parallel = self.pairs(), self._row_weight(labels, row_weight), self.parallel()
+        cache = RowCache(self._share(sample_rows))
+        if parallel and cache.share < 1:
+            raise ValueError(f"sample_rows={cache.share:g}: must be 1 under context parallelism")
         by_layer: dict[int, list[torch.Tensor]] = {}
         for (i, _), pair in pairs.items():
             loss = pair.loss(weight, self.direction, self.relations, self.temperature, cache, parallel)
@@ -198,6 +209,7 @@ class AttentionDistiller:
                 layers_t[j].require(),
                 layers_s[i].require(),
                 self._heads(i),
+                self.sinks,
             )
             for i, many in chosen.items()
             for j in many
@@ -220,6 +232,11 @@ class AttentionDistiller:
     def _heads(self, i: int) -> dict[int, int] | None:
         return None if self.head_map is None else self.head_map.get(i, self.head_map.get(None))
 
+    def _share(self, asked: float | None) -> float:
+        if asked is not None:
+            return _checked_share(asked)
+        return self.sample_rows if torch.is_grad_enabled() and self.student.model.training else 1.0
+
     def _check_graph(self, layers: list[Layer]) -> None:
         """With gradients enabled, a KL that trains nothing is an error."""
         if not torch.is_grad_enabled() or all(layer.has_graph and layer.q.requires_grad for layer in layers):
@@ -231,7 +248,7 @@ class AttentionDistiller:
                 "reentrant checkpointing keeps no graph of its queries and keys: call "
                 "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})"
             )
-        elif any(layer.q.requires_grad or layer.k.requires_grad for layer in layers):
+        elif any(tensor is not None and tensor.requires_grad for layer in layers for tensor in (layer.q, layer.k, layer.sink)):
             return  # the lower layers are frozen
         else:
             reason = "no parameter that its queries and keys depend on requires a gradient"
@@ -252,6 +269,12 @@ class AttentionDistiller:
         if self.attention == "self" and not self.student.model.config.is_encoder_decoder:
             counted = torch.nn.functional.pad(counted[:, 1:], (0, 1))  # row i predicts token i + 1
         return counted.float() if row_weight is None else counted * row_weight
+
+
+def _checked_share(share: float) -> float:
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+        raise ValueError(f"sample_rows={share!r}: must be a number above 0, up to 1")
+    return float(share)
 
 
 def _check_choice(name: str, value: Any, accepted: tuple[str, ...]) -> None:

@@ -20,12 +20,9 @@ Kind = Literal["self", "cross", "encoder"]
 # The one place that refuses a feature of an attention layer. Support for a feature replaces its line.
 REFUSALS = {
     "position_bias": "adds a bias to its logits (position_bias), which the KL does not cover",
-    "s_aux": "has attention sinks (s_aux), which the KL does not cover yet",
     "indices": "attends to a list of keys per query (indices): use streamkl.indexer_kl, which takes such a list",
     "block_indices": "attends to a list of key blocks per query (block_indices), which the KL does not cover",
     "cache": "reads a paged cache: run the model without one (use_cache=False)",
-    "sample_rows": "must be 1: a step on a sample of the query rows needs bounds of keys per row, which the kernels do not take "
-    "yet; distil fewer layers (layer_map) or shorter batches",
 }
 WAY_OUT = "leave the layer out of layer_map, or use a model without it"
 
@@ -42,6 +39,7 @@ class Layer:
     lse: torch.Tensor | None  # [batch, heads, len_q], if the attention returns it
     scale: float
     softcap: float
+    sink: torch.Tensor | None  # [heads], logits of the attention sinks
     visible: Visible
     padding: torch.Tensor | None  # of the keys, [batch, len_k] bool: False is padding
     row_padding: torch.Tensor | None  # of the queries, [batch, len_q]
@@ -86,8 +84,8 @@ def as_layers(calls: list[Call], model: Any, role: str, verify: bool = True) -> 
             of_decoder = [layer.row_padding for layer in layers if layer.kind == "self"]
             row_padding = of_decoder[-1] if of_decoder else None
         layers.append(
-            Layer(name, kind, call.query, call.key, call.value, call.lse, scale, call.softcap, visible, padding, row_padding,
-                  call.has_graph, refusal)
+            Layer(name, kind, call.query, call.key, call.value, call.lse, scale, call.softcap, call.sink, visible, padding,
+                  row_padding, call.has_graph, refusal)
         )  # fmt: skip
         call.probe = None
     return layers
@@ -180,7 +178,10 @@ def _verify(call: Call, visible: Visible, padding: torch.Tensor | None) -> None:
     if call.softcap:
         logits = call.softcap * torch.tanh(logits / call.softcap)
     seen = visible_keys(visible, padding, torch.tensor(rows, device=q.device), call.query.shape[2], k.shape[2])
-    expected = (logits.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(1, 2)
+    logits = logits.masked_fill(~seen, -torch.inf)
+    if call.sink is not None:  # its column goes after the softmax: it has no value
+        logits = torch.cat([logits, call.sink.float()[:, None, None].expand(*logits.shape[:3], 1)], -1)
+    expected = (logits.softmax(-1)[..., : k.shape[2]] @ v).transpose(1, 2)
     if output.shape != expected.shape:
         raise Refused(f"returns an output {list(output.shape)} for {list(expected.shape)} of softmax(q k) v")
     kept = seen.any(-1).transpose(1, 2).unsqueeze(-1)

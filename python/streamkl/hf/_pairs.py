@@ -13,18 +13,24 @@ from ..attention import attention_kl
 from . import _maps as maps
 from ._layers import Layer
 from ._masks import Visible
-from ._rows import Rows, pack_rows
+from ._rows import Rows, pack_rows, sample_rows
 
 Relation = Literal["qk", "qq", "kk", "vv"]
 RELATIONS = ("qk", "qq", "kk", "vv")
+Sinks = Literal["both", "keys only"]
 
 
 @dataclass
 class RowCache:
-    """Layers of a forward share their masks: what depends on values of a mask is computed once per loss."""
+    """Layers of a forward share their masks: what depends on values of a mask is computed once per loss.
 
+    They also share the sample of their rows, of which `share` is the size.
+    """
+
+    share: float = 1.0
     _padding: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=dict)
     _rows: dict[tuple, Rows] = field(default_factory=dict)
+    _uniform: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def padding(self, *given: torch.Tensor | None) -> torch.Tensor | None:
         """The tokens that all masks count; None if these are all."""
@@ -47,11 +53,19 @@ class RowCache:
     def rows(self, t: Layer, s: Layer, visible: Visible, where: str) -> Rows:
         shape = (s.q.shape[0], s.q.shape[2], s.k.shape[2])
         masks = (t.padding, s.padding, t.row_padding, s.row_padding, *visible.segments)
-        key = (*map(id, masks), *shape, visible.windowed, s.kind)
+        key = (*map(id, masks), *shape, visible.left, visible.right, s.kind)
         if key not in self._rows:
             padding, row_padding = self.padding(*masks[:2]), self.padding(*masks[2:4])
-            self._rows[key] = pack_rows(visible, padding, row_padding, *shape, s.kind == "cross", where, s.q.device)
+            is_cross, is_sample = s.kind == "cross", self.share < 1
+            rows = pack_rows(visible, padding, row_padding, *shape, is_cross, where, s.q.device, pack_always=is_sample)
+            self._rows[key] = sample_rows(rows, self.share, self._draw, padding, *shape) if is_sample else rows
         return self._rows[key]
+
+    def _draw(self, count: int) -> torch.Tensor:
+        """Random numbers of torch's generator on the CPU: neither the device nor the number of layers changes them."""
+        if count not in self._uniform:
+            self._uniform[count] = torch.rand(count, dtype=torch.float64)
+        return self._uniform[count]
 
 
 @dataclass
@@ -60,6 +74,7 @@ class Pair:
     t: Layer
     s: Layer
     heads: dict[int, int] | None  # {student head: teacher head}
+    sinks: Sinks = "both"
 
     def loss(
         self, row_weight: torch.Tensor | None, direction: Direction, relations: tuple[Relation, ...], temperature: float,
@@ -69,10 +84,12 @@ class Pair:
         losses = []
         for relation in relations:
             tensors, options, rows = self.arguments(cache, relation, temperature)
-            weight = None if row_weight is None else rows.pack_weight(self._fitting(row_weight))
             if parallel:
                 options = {**self._of_shards(options, rows), **parallel}
-            losses.append(attention_kl(*tensors, direction=direction, row_weight=weight, **options))
+            weight = None if row_weight is None else self._fitting(row_weight)
+            mean, factor = rows.mean(weight, heads=tensors[2].shape[-3])
+            loss = attention_kl(*tensors, direction=direction, **mean, **options)
+            losses.append(loss if factor is None else loss * factor)
         loss = torch.stack(losses).mean()
         return loss if temperature == 1.0 else loss * temperature**2
 
@@ -96,10 +113,10 @@ class Pair:
         visible = self.t.visible.both(self.s.visible)
         rows = cache.rows(self.t, self.s, visible, self.where)
         (q_t, k_t, q_s, k_s), lses = self._tensors(relation, cache, temperature)
-        options = self._options(relation, temperature, visible)
+        options = {**self._logits(relation, temperature), **rows.masks(), "layout": "bhnd"}
         options.update({name: None if lse is None else rows.pack_queries(lse) for name, lse in lses.items()})
         packed = [rows.pack_queries(q_t), rows.pack_keys(k_t), rows.pack_queries(q_s), rows.pack_keys(k_s)]
-        return packed, {**options, **rows.lengths()}, rows
+        return packed, options, rows
 
     def _check(self) -> None:
         shapes = [(layer.q.shape[0], layer.q.shape[2], layer.k.shape[2]) for layer in (self.t, self.s)]
@@ -138,11 +155,28 @@ class Pair:
         same_padding = (cache.padding(t.padding) is None) == (cache.padding(s.padding) is None)
         return t.visible == s.visible and bool(t.visible.segments) == bool(s.visible.segments) and same_padding
 
-    def _options(self, relation: Relation, temperature: float, visible: Visible) -> dict[str, Any]:
-        options: dict[str, Any] = dict(causal=self.s.causal, window_size=visible.window_size(), layout="bhnd")
+    def _logits(self, relation: Relation, temperature: float) -> dict[str, Any]:
+        """Scales, softcaps and sinks. Only the attention itself has sinks."""
+        options: dict[str, Any] = {}
         for side, layer in ("t", self.t), ("s", self.s):
             dim = layer.operand(relation[0]).shape[-1]
             scale, softcap = (layer.scale, layer.softcap) if relation == "qk" else (1 / math.sqrt(dim), 0.0)
             options[f"softmax_scale_{side}"] = scale / temperature
             options[f"softcap_{side}"] = softcap / temperature
+        if relation == "qk" and self.sinks == "both":
+            options.update({name: sink / temperature for name, sink in self._sinks().items()})
         return options
+
+    def _sinks(self) -> dict[str, torch.Tensor]:
+        """The sinks of both layers, for the heads that are compared, if they have any."""
+        sink_t, sink_s = self.t.sink, self.s.sink
+        if sink_t is None and sink_s is None:
+            return {}
+        if sink_t is None or sink_s is None:
+            role = "student" if sink_t is None else "teacher"
+            raise ValueError(f"{self.where}: only the {role} has attention sinks (s_aux), and a sink is an outcome of both "
+                             "distributions: pass sinks='keys only' to compare the distributions on the keys")  # fmt: skip
+        sink_t = sink_t.detach().to(sink_s.device)
+        if self.heads is not None:
+            sink_t, sink_s = sink_t[list(self.heads.values())], sink_s[list(self.heads)]
+        return dict(sink_t=sink_t, sink_s=sink_s)
