@@ -88,7 +88,8 @@ class Pair:
                 options = {**self._of_shards(options, rows), **parallel}
             weight = None if row_weight is None else self._fitting(row_weight)
             mean, factor = rows.mean(weight, heads=tensors[2].shape[-3])
-            loss = attention_kl(*tensors, direction=direction, **mean, **options)
+            options |= mean
+            loss = attention_kl(*tensors, direction=direction, **options)
             losses.append(loss if factor is None else loss * factor)
         loss = torch.stack(losses).mean()
         return loss if temperature == 1.0 else loss * temperature**2
@@ -122,7 +123,8 @@ class Pair:
         shapes = [(layer.q.shape[0], layer.q.shape[2], layer.k.shape[2]) for layer in (self.t, self.s)]
         if shapes[0] != shapes[1]:
             raise ValueError(
-                f"{self.where}: [batch, queries, keys] {list(shapes[0])} and {list(shapes[1])} must be equal: did both read the same tokens?"
+                f"{self.where}: [batch, queries, keys] {list(shapes[0])} and {list(shapes[1])} must be equal: "
+                "did both read the same tokens?"
             )
         if self.t.causal != self.s.causal:
             raise ValueError(f"{self.where}: one is causal and the other is not")
