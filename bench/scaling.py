@@ -1,23 +1,29 @@
 #!/usr/bin/env python3
 """A plan on paper: time and memory per rank of the loss under context parallelism, up to 1M tokens on 64 GPUs.
 
-    bench/scaling.py                                     # an 8B-like model: 32 query heads, 8 key heads of 128, 32 layers
-    bench/scaling.py --heads 16 --key-heads 16           # another one
-    bench/scaling.py --two-passes                        # without the LSEs of the attention
-    bench/scaling.py --node-link 50 --node-size 8        # GB/s of a GPU's network link, GPUs per node
+    bench/scaling.py                                # an 8B-like model: 32 query heads, 8 key heads of 128, 32 layers
+    bench/scaling.py --heads 16 --key-heads 16      # another one
+    bench/scaling.py --two-passes                   # without the LSEs of the attention
+    bench/scaling.py --node-link 50 --node-size 8   # GB/s of a GPU's network link, GPUs per node
 
-Nothing is measured here. Computed from the newest rows of bench/results/peers.csv that one GPU has measured, and from link rates:
+Nothing is measured here. Computed from the newest rows of bench/results/peers.csv that one GPU has measured, and from
+link rates:
 
-    compute         pairs / W x 2 dim x products / rate: zigzag gives every rank the same number of visible pairs. The rate is that
-                    of the longest causal sequence in the file, of heads of the same size, whatever the number of heads
-    communication   all-gather of k_t and k_s (once per pass), reduce-scatter of dk in f32, per layer. All GPUs of a node receive
-                    over their network links what the other nodes hold, and pass it on over NVLink; the slower one counts
-    exposed         the first slice of keys before the first computation, and the last slice of dk after the last; the other slices
-                    overlap with computation. If communication takes longer than computation, the difference as well
-    memory          of one layer: shards of q, k, dq and dk, row vectors, and at most two slices of gathered keys and of f32 dk
+    compute         pairs / W x 2 dim x products / rate: zigzag gives every rank the same number of visible pairs.
+                    The rate is that of the longest causal sequence in the file, of heads of the same size,
+                    whatever the number of heads
+    communication   all-gather of k_t and k_s (once per pass), reduce-scatter of dk in f32, per layer. All GPUs of a
+                    node receive over their network links what the other nodes hold, and pass it on over NVLink;
+                    the slower one counts
+    exposed         the first slice of keys before the first computation, and the last slice of dk after the last;
+                    the other slices overlap with computation. If communication takes longer than computation, the
+                    difference as well
+    memory          of one layer: shards of q, k, dq and dk, row vectors, and at most two slices of gathered keys and
+                    of f32 dk
 
-Assumptions: bf16; teacher and student of the same shape; the rates of links are those of their data sheets times --efficiency;
-power and clocks do not change with the number of GPUs; layers run one after the other; nothing else uses the links.
+Assumptions: bf16; teacher and student of the same shape; the rates of links are those of their data sheets times
+--efficiency; power and clocks do not change with the number of GPUs; layers run one after the other; nothing else
+uses the links.
 """
 
 import argparse

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The work of each rank of a context-parallel group, one after the other on one device: is it balanced, and what is added?
+"""The work of each rank of a context-parallel group, one after the other on one device: is it balanced?
 
     bench/zigzag.py                                # 131072 tokens, 16 heads of 128, bf16, causal, 8 ranks
     bench/zigzag.py --layout contiguous            # the layout that zigzag balances
@@ -7,12 +7,13 @@
     bench/zigzag.py --csv bench/results/zigzag.csv # appends the results
 
 A rank computes its own query rows against the keys of all ranks, in the order of the sequence, as
-streamkl.attention_kl(cp_group=...) does between its collective calls; the ranks' key gradients are f32. Compared are the times of
-the ranks with each other (balance: slowest / mean), and their sum with the unsplit call. `ordering` is what a rank adds around
-the collective calls: the copies that bring keys into the order of the sequence, and their gradients back.
+streamkl.attention_kl(cp_group=...) does between its collective calls; the ranks' key gradients are f32. Compared are
+the times of the ranks with each other (balance: slowest / mean), and their sum with the unsplit call: what is added.
+`ordering` is what a rank adds around the collective calls: the copies that bring keys into the order of the sequence,
+and their gradients back.
 
-The sum of the ranks' losses and key gradients must be that of the unsplit call. All calls alternate one by one after 0.3 s;
-medians count.
+The sum of the ranks' losses and key gradients must be that of the unsplit call. All calls alternate one by one after
+0.3 s; medians count.
 """
 
 import argparse

@@ -4,13 +4,7 @@
 
 #include "base/needs.h"
 #include "base/side.h"
-
-#define TRY(call)                                                                                                    \
-    do {                                                                                                             \
-        const skl_status status_ = (call);                                                                           \
-        if (status_ != SKL_OK)                                                                                       \
-            return status_;                                                                                          \
-    } while (0)
+#include "base/status.h"
 
 static const skl_output none = {NULL, 0, 0, 0};
 
@@ -47,14 +41,14 @@ static skl_status group_forward(const skl_plan *plan, const skl_call *call)
     if (call->inputs.lse_t.data == NULL && call->rows.lse_t.data != NULL) {
         skl_call lses = *call;
         lses.rows.kl = lses.rows.lse_s = none;
-        TRY(plan->backend->run(plan, &lses));
+        SKL_TRY(plan->backend->run(plan, &lses));
         const skl_sink_rows step = step_of(&lses, false, false);
-        TRY(plan->backend->sink_rows(plan, &step));
+        SKL_TRY(plan->backend->sink_rows(plan, &step));
         inner.inputs.lse_t = as_input(call->rows.lse_t);
     }
     inner.rows.lse_t = none;
     if (inner.rows.kl.data != NULL || inner.rows.lse_s.data != NULL)
-        TRY(plan->backend->run(plan, &inner));
+        SKL_TRY(plan->backend->run(plan, &inner));
     inner.rows.lse_t = call->rows.lse_t;
     const skl_sink_rows step = step_of(&inner, inner.inputs.lse_t.data != NULL, false);
     return plan->backend->sink_rows(plan, &step);
@@ -64,24 +58,20 @@ static skl_status forward(const skl_plan *plan, const skl_call *call)
 {
     if (skl_has_teacher_groups(&plan->problem))
         return group_forward(plan, call);
-    TRY(plan->backend->run(plan, call));
+    SKL_TRY(plan->backend->run(plan, call));
     const skl_sink_rows step = step_of(call, false, false);
     return plan->backend->sink_rows(plan, &step);
 }
 
-static bool has_gradients(const skl_gradients *gradients)
-{
-    return gradients->dsink_t != NULL || gradients->dsink_s != NULL;
-}
-
 static skl_status sink_gradients(const skl_plan *plan, const skl_call *call, skl_input kl)
 {
-    return has_gradients(&call->gradients) ? plan->backend->sink_gradients(plan, call, &kl) : SKL_OK;
+    const bool wanted = call->gradients.dsink_t != NULL || call->gradients.dsink_s != NULL;
+    return wanted ? plan->backend->sink_gradients(plan, call, &kl) : SKL_OK;
 }
 
 static skl_status backward(const skl_plan *plan, const skl_call *call)
 {
-    TRY(plan->backend->run(plan, call));
+    SKL_TRY(plan->backend->run(plan, call));
     return sink_gradients(plan, call, call->inputs.kl);
 }
 
@@ -119,18 +109,18 @@ static skl_status forward_backward(const skl_plan *plan, const skl_call *call)
         const skl_gradients no_gradients = {.struct_size = sizeof(skl_gradients)};
         rows.gradients = no_gradients;
     }
-    TRY(plan->backend->run(plan, &rows));
+    SKL_TRY(plan->backend->run(plan, &rows));
     if (call->rows.kl.data != NULL) {
         skl_sink_rows step = step_of(&rows, !reverse, reverse);
         step.out_t = step.out_s = none;
-        TRY(plan->backend->sink_rows(plan, &step));
+        SKL_TRY(plan->backend->sink_rows(plan, &step));
     }
     if (kl_first) {
         skl_call gradients = *call;
         gradients.op = SKL_OP_BACKWARD;
         gradients.inputs.kl = as_input(call->rows.kl);
         gradients.rows.kl = none;
-        TRY(plan->backend->run(plan, &gradients));
+        SKL_TRY(plan->backend->run(plan, &gradients));
     }
     return sink_gradients(plan, call, as_input(call->rows.kl));
 }
@@ -155,7 +145,7 @@ skl_status skl_finish_with_sinks(const skl_plan *plan, const skl_call *call)
     skl_call keys = *call;
     if (groups)
         keys.rows.lse_t = none; /* the given ones are returned */
-    TRY(plan->backend->states_finish(plan, &keys));
+    SKL_TRY(plan->backend->states_finish(plan, &keys));
     const skl_sink_rows step = step_of(call, groups, false);
     return plan->backend->sink_rows(plan, &step);
 }

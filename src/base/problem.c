@@ -182,31 +182,24 @@ skl_status skl_op_check(skl_op op)
                : skl_fail(SKL_ERROR_ARGUMENT, "op=%d: must be 0..%d", value, SKL_OP_COUNT - 1);
 }
 
-#define TRY(call)                                                                                                    \
-    do {                                                                                                             \
-        const skl_status status_ = (call);                                                                           \
-        if (status_ != SKL_OK)                                                                                       \
-            return status_;                                                                                          \
-    } while (0)
-
 skl_status skl_problem_check(skl_problem *problem, const skl_problem *given)
 {
     if (given == NULL)
         return skl_fail(SKL_ERROR_ARGUMENT, "problem=NULL: must point to a skl_problem");
     skl_problem p;
-    TRY(skl_struct_copy(&p, given, sizeof p, "problem", "; start from skl_problem_default()"));
-    TRY(check_ranges(&p));
-    TRY(check_float("scale_t", p.scale_t, -INFINITY, "finite; 0 stands for 1/sqrt(dim_t)"));
-    TRY(check_float("scale_s", p.scale_s, -INFINITY, "finite; 0 stands for 1/sqrt(dim_s)"));
-    TRY(check_float("softcap_t", p.softcap_t, 0.0F, "finite and at least 0; 0 stands for none"));
-    TRY(check_float("softcap_s", p.softcap_s, 0.0F, "finite and at least 0; 0 stands for none"));
-    TRY(check_layout(&p));
-    TRY(check_student(&p));
-    TRY(check_sinks(&p));
+    SKL_TRY(skl_struct_copy(&p, given, sizeof p, "problem", "; start from skl_problem_default()"));
+    SKL_TRY(check_ranges(&p));
+    SKL_TRY(check_float("scale_t", p.scale_t, -INFINITY, "finite; 0 stands for 1/sqrt(dim_t)"));
+    SKL_TRY(check_float("scale_s", p.scale_s, -INFINITY, "finite; 0 stands for 1/sqrt(dim_s)"));
+    SKL_TRY(check_float("softcap_t", p.softcap_t, 0.0F, "finite and at least 0; 0 stands for none"));
+    SKL_TRY(check_float("softcap_s", p.softcap_s, 0.0F, "finite and at least 0; 0 stands for none"));
+    SKL_TRY(check_layout(&p));
+    SKL_TRY(check_student(&p));
+    SKL_TRY(check_sinks(&p));
     fill_defaults(&p);
-    TRY(check_multiple("heads_t", p.heads_t, "heads_s", p.heads_s));
-    TRY(check_multiple("heads_t", p.heads_t, "key_heads_t", p.key_heads_t));
-    TRY(check_multiple("heads_s", p.heads_s, "key_heads_s", p.key_heads_s));
+    SKL_TRY(check_multiple("heads_t", p.heads_t, "heads_s", p.heads_s));
+    SKL_TRY(check_multiple("heads_t", p.heads_t, "key_heads_t", p.key_heads_t));
+    SKL_TRY(check_multiple("heads_s", p.heads_s, "key_heads_s", p.key_heads_s));
     *problem = p;
     return SKL_OK;
 }

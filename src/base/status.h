@@ -7,4 +7,12 @@
 /* Stores the message for skl_last_error() in this thread and returns `status`. */
 __attribute__((format(printf, 2, 3))) skl_status skl_fail(skl_status status, const char *format, ...);
 
+/* Returns the status of a call that fails from the calling function. */
+#define SKL_TRY(call)                                                                                                \
+    do {                                                                                                             \
+        const skl_status status_ = (call);                                                                           \
+        if (status_ != SKL_OK)                                                                                       \
+            return status_;                                                                                          \
+    } while (0)
+
 #endif

@@ -60,13 +60,19 @@ def ddp_with_loss():
             (loss + distiller.loss()).backward()
 
 
-def fsdp2():
+def shard_parameters(*models):
+    """FSDP2: every layer, and the rest of each model."""
     from torch.distributed.fsdp import fully_shard
 
+    for model in models:
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+
+
+def fsdp2():
     teacher, student = models()
-    for layer in student.model.layers:
-        fully_shard(layer)
-    fully_shard(student)
+    shard_parameters(student)
     with AttentionDistiller(teacher, student) as distiller:
         for _ in range(2):
             student.zero_grad()
@@ -77,13 +83,8 @@ def fsdp2():
 
 def fsdp2_sinks():
     """The sinks are parameters, which FSDP frees after the forward of their layer."""
-    from torch.distributed.fsdp import fully_shard
-
     teacher, student = models(gpt_oss)
-    for model in teacher, student:
-        for layer in model.model.layers:
-            fully_shard(layer)
-        fully_shard(model)
+    shard_parameters(teacher, student)
     with AttentionDistiller(teacher, student) as distiller:
         student(**shard(batch(size=4)))
         distiller.loss().backward()
@@ -92,15 +93,10 @@ def fsdp2_sinks():
 
 def fsdp2_both():
     """Sharded teacher and student; the student recomputes its layers in the backward."""
-    from torch.distributed.fsdp import fully_shard
-
     teacher, student = models()
     student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     student.train()
-    for model in teacher, student:
-        for layer in model.model.layers:
-            fully_shard(layer)
-        fully_shard(model)
+    shard_parameters(teacher, student)
     with AttentionDistiller(teacher, student) as distiller:
         for _ in range(2):
             student.zero_grad()

@@ -200,7 +200,8 @@ static void backward_query_tile(const tile *t)
         /* Requested with sinks: the LSE of the keys alone, of B. */
         const skl_output *const of_b = t->reverse ? &call->rows.lse_t : &call->rows.lse_s;
         const float lse_b = t->reverse ? t->lse_t[i] : t->lse_s[i];
-        skl_row_set(of_b, &t->sequence, t->head, t->first + i, lse_b + row_lse(0.0, sums.l_b));
+        if (of_b->data != NULL)
+            skl_row_set(of_b, &t->sequence, t->head, t->first + i, lse_b + row_lse(0.0, sums.l_b));
     }
 }
 
