@@ -8,6 +8,7 @@ enum { CAPABILITY_END_sm80 = 1000, CAPABILITY_END_sm90 = 91 };
 
 #define DTYPE_bf16 SKL_BF16
 #define DTYPE_f16  SKL_F16
+#define DTYPE_f32  SKL_F32
 
 #define PRODUCTS_sm80 "mma.sync"
 #define PRODUCTS_sm90 "wgmma and TMA"

@@ -22,6 +22,7 @@ typedef struct skl_cuda_argument {
     float scale;     /* turns a product into a logit in base 2; with a softcap into the argument of tanh */
     float softcap_2; /* softcap in base 2, and its inverse */
     float inverse_softcap_2;
+    skl_input q_factors, k_factors; /* of split rows (common/split_rows.cu), where q and k hold such rows */
 } skl_cuda_argument;
 
 /* Common to all kernels; each kernel family extends it by its own members (common/params.cuh). */
@@ -85,6 +86,7 @@ struct skl_cuda_launch {
 #define SKL_VARIANT_CLEAR         "clear"
 #define SKL_VARIANT_BOUNDS        "row bounds by key"
 #define SKL_VARIANT_STREAMED      "rows, streamed queries"
+#define SKL_VARIANT_SPLIT         "split rows"
 
 /* The name of the kernel, its variant and the number of splits, as every launcher reports them when it launches. NULL
  * outside of tests, which compare them with what cuda/select chose. */
@@ -100,6 +102,7 @@ enum {
     SKL_SPLIT_ROWS_MAX = 512,       /* rows of split states per SM: bounds the workspace */
     SKL_SM90_STAGE_KEYS = 64,
     SKL_SM90_NARROW_DIM_MAX = 128,    /* larger heads have the wide kernels */
+    SKL_SM90_WIDE_ROWS = 128,         /* queries per tile of the wide forward */
     SKL_SM90_BACKWARD_ROWS = 128,     /* queries per tile of the fused backward */
     SKL_SM90_UNBOUNDED_F16_DIM = 256, /* f16 kernels whose gradients have no row bounds */
     SKL_HEAD_GROUP_MAX = 16,
@@ -113,7 +116,7 @@ enum {
 
 /* Queries per tile of a forward. */
 #define SKL_SM80_FORWARD_ROWS(dim) ((dim) <= 128 ? 128 : 64)
-#define SKL_SM90_FORWARD_ROWS(dim) ((dim) <= SKL_SM90_NARROW_DIM_MAX ? 256 : 128)
+#define SKL_SM90_FORWARD_ROWS(dim) ((dim) <= SKL_SM90_NARROW_DIM_MAX ? 256 : SKL_SM90_WIDE_ROWS)
 
 /* Pipeline stages of the narrow forward without a softcap. */
 #define SKL_SM90_FORWARD_STAGES(dim) ((dim) == 64 ? 8 : 4)
@@ -161,6 +164,9 @@ cudaError_t skl_cuda_clear_tails(const skl_cuda_params *params, const skl_cuda_l
 
 /* Fills params->key_bounds. */
 cudaError_t skl_cuda_bounds_by_key(const skl_cuda_params *params, const skl_cuda_launch *launch);
+
+/* Splits all rows of q and k into pairs of f16 rows: q and k of params->a and params->b. */
+cudaError_t skl_cuda_split_rows(const skl_cuda_params *params, const skl_cuda_launch *launch);
 
 cudaError_t skl_cuda_states_merge(int64_t count, skl_row_state *into, const skl_row_state *from, cudaStream_t stream);
 cudaError_t skl_cuda_states_finish(const skl_cuda_params *params);

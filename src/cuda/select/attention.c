@@ -45,7 +45,7 @@ static bool is_persistent(const choice *s)
     const skl_problem *const p = &s->plan->problem;
     const int64_t dim = s->kernel->dim_max, tiles = query_tiles(p, SKL_SM90_FORWARD_ROWS(dim));
     const int64_t keys = skl_min(p->len_k, s->call->keys.end) - skl_max(0, s->call->keys.begin);
-    return dim <= SKL_SM90_NARROW_DIM_MAX && has_no_window(p) && !p->packed && s->call->inputs.key_lengths == NULL &&
+    return dim <= SKL_SM90_NARROW_DIM_MAX && !skl_select_splits_rows(s->kernel) && has_no_window(p) && !p->packed && s->call->inputs.key_lengths == NULL &&
            keys > SKL_SM90_FORWARD_STAGES(dim) * SKL_SM90_STAGE_KEYS && tiles > s->plan->sm_count &&
            tiles < SKL_ROWS_MAX;
 }
@@ -74,7 +74,8 @@ void skl_select_add_forward(const choice *s)
         const int64_t blocks_per_sm = skl_min(kernel->blocks_per_sm(), SKL_SM80_BLOCKS_PER_SM_MAX);
         skl_select_set_splits(launch, p, SKL_SM80_FORWARD_ROWS(kernel->dim_max), s->plan->sm_count * blocks_per_sm);
     } else {
-        const int64_t tile_rows = SKL_SM90_FORWARD_ROWS(kernel->dim_max);
+        const int64_t tile_rows =
+            skl_select_splits_rows(kernel) ? SKL_SM90_WIDE_ROWS : SKL_SM90_FORWARD_ROWS(kernel->dim_max);
         launch->head_group = skl_select_head_group_for(s, tile_rows, 2, 2);
         launch->persistent = !s->capped && is_persistent(s);
         if (s->capped)

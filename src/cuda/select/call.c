@@ -48,7 +48,10 @@ static const char *why_no_tma(const choice *s)
     const skl_inputs *const in = &s->call->inputs;
     const skl_tensor_rows queries = skl_query_rows(p), keys = skl_key_rows(p);
     if (queries.rows == 0 || keys.rows == 0)
-        return "no queries or no keys: mma.sync kernel";
+        return skl_select_splits_rows(s->kernel) ? "no queries or no keys: general kernel"
+                                                 : "no queries or no keys: mma.sync kernel";
+    if (skl_select_splits_rows(s->kernel))
+        return NULL; /* split rows are contiguous */
     if (!skl_select_tma_reads(p->dtype_s, &in->q_s, p->dim_s, skl_query_heads_s(p), queries) ||
         !skl_select_tma_reads(p->dtype_s, &in->k_s, p->dim_s, p->key_heads_s, keys))
         return "TMA cannot address q_s or k_s: mma.sync kernel";
@@ -143,7 +146,8 @@ void skl_cuda_select(const skl_plan *plan, const skl_call *call, skl_cuda_params
                 .gradients = skl_call_needs(p, call).gradients,
                 .capped = params->a.capped || params->b.capped};
     s.reason = skl_select_why_kernel(plan, s.kernel);
-    const char *const misaligned = s.kernel != skl_cuda_general ? why_misaligned(&call->inputs) : NULL;
+    const bool splits = skl_select_splits_rows(s.kernel);
+    const char *const misaligned = s.kernel != skl_cuda_general && !splits ? why_misaligned(&call->inputs) : NULL;
     if (misaligned != NULL) {
         s.kernel = skl_cuda_general;
         s.reason = misaligned;
@@ -152,7 +156,7 @@ void skl_cuda_select(const skl_plan *plan, const skl_call *call, skl_cuda_params
     if (no_tma == NULL && p->row_bounds && s.gradients && has_unbounded_gradients(s.kernel))
         no_tma = "f16 gradients of heads above 192 dimensions with row bounds: mma.sync kernel";
     if (no_tma != NULL) {
-        s.kernel = s.kernel->group_rows != NULL ? skl_cuda_general : skl_select_without_tma(p);
+        s.kernel = s.kernel->group_rows != NULL || splits ? skl_cuda_general : skl_select_without_tma(p);
         s.reason = no_tma;
     }
     if (s.kernel->group_rows != NULL && (!s.some_rows || !s.some_keys)) {
@@ -162,6 +166,8 @@ void skl_cuda_select(const skl_plan *plan, const skl_call *call, skl_cuda_params
     if (p->packed)
         skl_select_add(&s, "tails", skl_cuda_general, skl_cuda_clear_tails, SKL_VARIANT_CLEAR,
                        "rows after the last packed sequence become 0");
+    if (skl_select_splits_rows(s.kernel) && p->batch > 0)
+        skl_select_split(&s, params);
     if (skl_is_indexer(p))
         skl_select_indexer(&s);
     else if (skl_select_is_attention_with_groups(p) && s.kernel != skl_cuda_general)

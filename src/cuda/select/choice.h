@@ -57,6 +57,19 @@ size_t skl_select_key_bounds_size(const skl_problem *p);
 
 skl_sparse_layout skl_select_sparse_layout_of(const skl_plan *plan, bool gradients, bool with_teacher);
 
+/* Where split rows begin: after what the other launches use, except for key bounds. */
+size_t skl_select_split_at(const skl_plan *plan, skl_op op);
+
+/* ---- split.c ------------------------------------------------------------------------------------------------- */
+
+/* Whether a kernel multiplies split rows: f32, mixed types, and sizes without a kernel of their own type. */
+bool skl_select_splits_rows(const skl_cuda_kernel *kernel);
+
+size_t skl_select_split_size(const skl_problem *p, const skl_cuda_kernel *kernel);
+
+/* Adds the launch that splits all rows, and makes the split rows q and k of both arguments. */
+void skl_select_split(const choice *s, skl_cuda_params *params);
+
 /* ---- call.c -------------------------------------------------------------------------------------------------- */
 
 bool skl_select_is_tma_kernel(const skl_cuda_kernel *kernel);

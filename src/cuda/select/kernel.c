@@ -57,6 +57,8 @@ static bool fits_problem(const skl_cuda_kernel *kernel, const skl_problem *p)
 {
     if (kernel == skl_cuda_general)
         return true;
+    if (skl_select_splits_rows(kernel)) /* rows of any type and size */
+        return !skl_is_indexer(p) && !skl_select_is_attention_with_groups(p) && fits_attention(kernel, p);
     if (p->dtype_t != kernel->dtype || p->dtype_s != kernel->dtype || !fits_copies(p->dim_t) ||
         !fits_copies(p->dim_s))
         return false;

@@ -41,18 +41,19 @@ cudaError_t launch_query_tiles(forward_kernel *kernel, const forward_params &par
 template <typename ELEMENT, int DIM, bool CAPPED>
 cudaError_t launch_forward_of(const char *kernel, const forward_params &params, const skl_cuda_launch *launch)
 {
-    constexpr bool NARROW = DIM <= SKL_SM90_NARROW_DIM_MAX;
+    constexpr bool NARROW = DIM <= SKL_SM90_NARROW_DIM_MAX && !operand<ELEMENT>::SPLIT;
     using FORWARD =
         std::conditional_t<NARROW, narrow_forward<ELEMENT, DIM, CAPPED, false>, wide_forward<ELEMENT, DIM, CAPPED>>;
     constexpr int ROWS = FORWARD::tile_type::ROWS, BOX = NARROW ? 64 : ROWS; /* queries per tile, and per TMA load */
-    static_assert(ROWS == SKL_SM90_FORWARD_ROWS(DIM), "cuda/select counts tiles");
+    static_assert(ROWS == (NARROW ? SKL_SM90_FORWARD_ROWS(DIM) : SKL_SM90_WIDE_ROWS), "cuda/select counts tiles");
     static_assert(!NARROW || CAPPED || FORWARD::DEPTH == SKL_SM90_FORWARD_STAGES(DIM), "cuda/select counts stages");
+    typedef typename operand<ELEMENT>::type element;
     const skl_problem *const p = &params.problem;
     forward_maps maps;
-    if (!encode_keys(&maps.keys_a, p, &params.a, STAGE_KEYS, ELEMENT()) ||
-        !encode_keys(&maps.keys_b, p, &params.b, STAGE_KEYS, ELEMENT()) ||
-        !encode_queries(&maps.queries_a, p, &params.a, BOX, ELEMENT()) ||
-        !encode_queries(&maps.queries_b, p, &params.b, BOX, ELEMENT()))
+    if (!encode_keys(&maps.keys_a, p, &params.a, STAGE_KEYS, element()) ||
+        !encode_keys(&maps.keys_b, p, &params.b, STAGE_KEYS, element()) ||
+        !encode_queries(&maps.queries_a, p, &params.a, BOX, element()) ||
+        !encode_queries(&maps.queries_b, p, &params.b, BOX, element()))
         return encode_error();
     if constexpr (NARROW && !CAPPED) {
         if (launch->persistent) {

@@ -198,8 +198,8 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT> struct narrow
         fence_operand(y);
         barrier_arrive_if(smem.empty[stage], threadIdx.x % 32 == 0);
         if (CAPPED) {
-            cap_stage(x, x, params.a);
-            cap_stage(y, y, params.b);
+            cap_stage(x, x, params.a.scale, params.a);
+            cap_stage(y, y, params.b.scale, params.b);
         }
     }
 

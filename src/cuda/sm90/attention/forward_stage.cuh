@@ -52,12 +52,13 @@ __device__ inline void load_keys(key_stage<DIM> &to, const forward_maps &maps, c
     }
 }
 
-template <typename FORWARD> __device__ inline void init_barriers(typename FORWARD::memory &smem)
+/* `loads`: arrivals that fill a stage of keys. */
+template <typename FORWARD> __device__ inline void init_barriers(typename FORWARD::memory &smem, int loads = 1)
 {
     for (uint64_t &queries : smem.queries_full)
         barrier_init(queries, 1);
     for (int stage = 0; stage < FORWARD::DEPTH; stage++) {
-        barrier_init(smem.full[stage], 1);
+        barrier_init(smem.full[stage], loads);
         barrier_init(smem.empty[stage], FORWARD::GROUPS * 4);
     }
     barrier_init_fence();
@@ -76,20 +77,35 @@ __device__ inline void load_queries(smem_rows<SLABS, ROWS> &to, const CUtensorMa
 
 /* ---- Sums --------------------------------------------------------------------------------------------------- */
 
+/* Scale of one of a thread's two rows: all rows of a tile have the same, except those of split rows. */
+__device__ inline float scale_of(float scale, int)
+{
+    return scale;
+}
+
 /* Adds a full stage with the current shifts. Returns false and adds nothing if a sum exceeds the bound, which means
  * that its shift has to move. ptxas interleaves the exponentials with other instructions in this order of statements;
  * a warp stalls where two exponentials are adjacent. */
-__device__ inline bool add_with_shift(skl_row_state (&state)[2], const stage_logits &x, float scale_a,
-                                      const stage_logits &y, float scale_b)
+template <typename X, typename Y, typename SCALE>
+__device__ inline bool add_with_shift(skl_row_state (&state)[2], const X &x, const SCALE &scale_a, const Y &y,
+                                      const SCALE &scale_b)
 {
     row_sums sums[2], right[2]; /* of the first 32 keys and of the last 32 */
 #pragma unroll
-    for (int e = 0; e < 16; e++) {
-        const int n = e / 4, half = e / 2 % 2, element = half * 2 + e % 2;
-        const float m_a = state[half].m_a, m_b = state[half].m_b;
-        const bool first = n == 0 && e % 2 == 0;
-        add_pair(sums[half], fmaf(x[n][element], scale_a, -m_a), fmaf(y[n][element], scale_b, -m_b), first);
-        add_pair(right[half], fmaf(x[n + 4][element], scale_a, -m_a), fmaf(y[n + 4][element], scale_b, -m_b), first);
+    for (int n = 0; n < 4; n++) {
+        const auto factors_x = factors_of(x, n), factors_y = factors_of(y, n);
+        const auto right_x = factors_of(x, n + 4), right_y = factors_of(y, n + 4);
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int half = e / 2;
+            const float a = scale_of(scale_a, half), b = scale_of(scale_b, half);
+            const float m_a = state[half].m_a, m_b = state[half].m_b;
+            const bool first = n == 0 && e % 2 == 0;
+            add_pair(sums[half], fmaf(product_of(x, factors_x, n, e), a, -m_a),
+                     fmaf(product_of(y, factors_y, n, e), b, -m_b), first);
+            add_pair(right[half], fmaf(product_of(x, right_x, n + 4, e), a, -m_a),
+                     fmaf(product_of(y, right_y, n + 4, e), b, -m_b), first);
+        }
     }
     bool in_bounds = true;
 #pragma unroll
@@ -117,35 +133,43 @@ __device__ inline void init_shift(skl_row_state (&state)[2], const stage_logits 
     }
 }
 
-__device__ inline void add_full(skl_row_state (&state)[2], const stage_logits &x, float scale_a,
-                                const stage_logits &y, float scale_b)
+template <typename X, typename Y, typename SCALE>
+__device__ inline void add_full(skl_row_state (&state)[2], const X &x, const SCALE &scale_a, const Y &y,
+                                const SCALE &scale_b)
 {
     if (add_with_shift(state, x, scale_a, y, scale_b))
         return;
 #pragma unroll
     for (int half = 0; half < 2; half++)
-        add_with_max<false>(state[half], x, scale_a, y, scale_b, half, {});
+        add_with_max<false, 8>(state[half], x, scale_of(scale_a, half), y, scale_of(scale_b, half), half, {});
 }
 
 /* Adds a masked stage, whose first key is `first` of the stream: for each row, the keys that it attends to. */
-template <int ROWS>
-__device__ inline void add_masked(skl_row_state (&state)[2], const stage_logits &x, float scale_a,
-                                  const stage_logits &y, float scale_b, const row_ranges<ROWS> &visible, int first)
+template <typename X, typename Y, typename SCALE, int ROWS>
+__device__ inline void add_masked(skl_row_state (&state)[2], const X &x, const SCALE &scale_a, const Y &y,
+                                  const SCALE &scale_b, const row_ranges<ROWS> &visible, int first)
 {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const range32 sees = visible.of(acc_row<1>(0, half));
-        add_with_max<true>(state[half], x, scale_a, y, scale_b, half, {sees.begin - first, sees.end - first});
+        add_with_max<true, 8>(state[half], x, scale_of(scale_a, half), y, scale_of(scale_b, half), half,
+                              {sees.begin - first, sees.end - first});
     }
 }
 
 /* Logits in base 2, after the softcap if the argument has one. `to` may be x. */
-__device__ inline void cap_stage(stage_logits &to, const stage_logits &x, const skl_cuda_argument &argument)
+template <typename PRODUCTS, typename SCALE>
+__device__ inline void cap_stage(stage_logits &to, const PRODUCTS &x, const SCALE &scale,
+                                 const skl_cuda_argument &argument)
 {
 #pragma unroll
-    for (int e = 0; e < 32; e++) {
-        const float scaled = x[e / 4][e % 4] * argument.scale;
-        to[e / 4][e % 4] = argument.capped ? argument.softcap_2 * tanhf(scaled) : scaled;
+    for (int n = 0; n < 8; n++) {
+        const auto factors = factors_of(x, n);
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const float scaled = product_of(x, factors, n, e) * scale_of(scale, e / 2);
+            to[n][e] = argument.capped ? argument.softcap_2 * tanhf(scaled) : scaled;
+        }
     }
 }
 

@@ -7,7 +7,7 @@
 #define SKL_CUDA_SM90_ATTENTION_LOGIT_GRADIENTS_CUH
 
 #include "cuda/common/row_stats.cuh"
-#include "cuda/sm90/pipeline.cuh"
+#include "cuda/sm90/split.cuh"
 
 namespace sm90
 {
@@ -29,13 +29,20 @@ struct log_probability {
 
 /* `product`: of a query and a key. CAPPED: the argument may have a softcap. */
 template <bool CAPPED>
-__device__ inline log_probability log_probability_of(float product, const skl_cuda_argument &argument,
+__device__ inline log_probability log_probability_of(float product, float scale, const skl_cuda_argument &argument,
                                                      float minus_lse)
 {
     if (!CAPPED || !argument.capped)
-        return {fmaf(product, argument.scale, minus_lse), 1.0F};
-    const float ratio = tanhf(product * argument.scale);
+        return {fmaf(product, scale, minus_lse), 1.0F};
+    const float ratio = tanhf(product * scale);
     return {fmaf(argument.softcap_2, ratio, minus_lse), 1.0F - ratio * ratio};
+}
+
+template <bool CAPPED>
+__device__ inline log_probability log_probability_of(float product, const skl_cuda_argument &argument,
+                                                     float minus_lse)
+{
+    return log_probability_of<CAPPED>(product, argument.scale, argument, minus_lse);
 }
 
 /* ---- Non-finite values -------------------------------------------------------------------------------------- */
@@ -134,13 +141,33 @@ __device__ inline row_stats load_row_stats(const row_stats &from)
 
 /* ---- Gradients of logits ------------------------------------------------------------------------------------ */
 
-/* Row stats where queries are streamed: they belong to columns of the logits. */
-template <bool WRT_B> struct streamed_query_stats {
+/* Rows without factors: a product becomes a logit by the scale of its argument. */
+struct plain_products {
+    __device__ void load_columns(int)
+    {
+    }
+
+    template <bool OF_B> __device__ float product(float product, int) const
+    {
+        return product;
+    }
+
+    template <bool OF_B> __device__ float scale(const skl_cuda_argument &argument, int) const
+    {
+        return argument.scale;
+    }
+};
+
+/* Row stats where queries are streamed: they belong to columns of the logits. PRODUCTS: plain_products or
+ * factored_products. */
+template <bool WRT_B, typename PRODUCTS = plain_products> struct streamed_query_stats {
     const stage_row_stats &stats;
+    PRODUCTS products;
     row_stats query[2];
 
     template <bool MASKED> __device__ void load_columns(int column_block)
     {
+        products.load_columns(column_block);
         const int column = acc_column(column_block, 0);
         const float2 lse_a = load_shared_2(stats.lse_a[column]), lse_b = load_shared_2(stats.lse_b[column]);
         const float2 kl = WRT_B ? make_float2(0.0F, 0.0F) : load_shared_2(stats.kl[column]);
@@ -191,8 +218,12 @@ __device__ inline void for_each_logit_gradient(const backward_params &params, co
             for (int parity = 0; parity < 2; parity++) {
                 const int e = half * 2 + parity, column = i * 8 + parity;
                 const row_stats query = stats.of(half, parity);
-                const log_probability log_p_a = log_probability_of<CAPPED>(x[i][e], params.a, -query.lse_a);
-                const log_probability log_p_b = log_probability_of<CAPPED>(y[i][e], params.b, -query.lse_b);
+                const log_probability log_p_a = log_probability_of<CAPPED>(
+                    stats.products.template product<false>(x[i][e], parity),
+                    stats.products.template scale<false>(params.a, half), params.a, -query.lse_a);
+                const log_probability log_p_b = log_probability_of<CAPPED>(
+                    stats.products.template product<true>(y[i][e], parity),
+                    stats.products.template scale<true>(params.b, half), params.b, -query.lse_b);
                 float gradient = pair_gradient<WRT_B>(log_p_a.value, log_p_b.value, query) * query.grad;
                 if (CAPPED)
                     gradient *= (WRT_B ? log_p_b : log_p_a).slope;
@@ -243,8 +274,12 @@ __device__ inline void store_row(void *gradient, int64_t offset, const skl_side 
 {
     if (side.grad_dtype == SKL_F32)
         store_elements((float *)gradient + offset, (int)side.dim, x, half, factor);
+    else if (!operand<ELEMENT>::SPLIT)
+        store_elements((typename operand<ELEMENT>::type *)gradient + offset, (int)side.dim, x, half, factor);
+    else if (side.grad_dtype == SKL_F16)
+        store_elements((__half *)gradient + offset, (int)side.dim, x, half, factor);
     else
-        store_elements((ELEMENT *)gradient + offset, (int)side.dim, x, half, factor);
+        store_elements((__nv_bfloat16 *)gradient + offset, (int)side.dim, x, half, factor);
 }
 
 } // namespace sm90
