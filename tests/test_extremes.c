@@ -337,22 +337,77 @@ static void test_one_key_has_kl_0(void **state)
         case_in_every_type(&cases[c], check_one_key);
 }
 
+/* ---- Rows of any magnitude --------------------------------------------------------------------------------- */
+
+/* Every kernel against the oracle. */
+static void check_kernels(fixture *f)
+{
+    const test_case *const c = f->test_case;
+    fixture_solve(f);
+    for (int32_t k = 0; case_kernel(c, k); k++) {
+        fixture_results results = results_create(f);
+        run_kernel(f, case_kernel(c, k), 2, &results);
+        const int mismatches = rows_mismatch(f, &results, case_kernel(c, k)) +
+                               gradients_mismatch(f, &results, case_kernel(c, k), case_kernel(c, k));
+        if (mismatches != 0)
+            fail_msg("%s: %s: %d tensors", c->name, case_kernel(c, k), mismatches);
+        results_destroy(&results);
+    }
+}
+
+/* Multiplies every row by a power of two, from 2^-range to 1; one row in eight becomes 0. */
+static void vary_rows(const test_tensor *tensor, int range, test_random *random)
+{
+    for (int64_t row = 0; row < tensor_count(tensor) / tensor->dim; row++) {
+        const int power = -(int)random_between(random, 0, range);
+        const double factor = random_between(random, 1, 8) == 1 ? 0 : ldexp(1, power);
+        for (int64_t n = row * tensor->dim; n < (row + 1) * tensor->dim; n++)
+            tensor_set(tensor, n, tensor_get(tensor, n) * factor);
+    }
+}
+
+/* The last key is 2^60 times as large as the others, and only the last query attends to it: it makes no other row
+ * less accurate. */
+static void enlarge_last_key(const test_tensor *k)
+{
+    for (int64_t head = 0; head < k->heads; head++)
+        for (int64_t n = ((head + 1) * k->length - 1) * k->dim; n < (head + 1) * k->length * k->dim; n++)
+            tensor_set(k, n, ldexp(tensor_get(k, n), 60));
+}
+
+static void test_rows_of_any_magnitude_match_the_oracle(void **state)
+{
+    (void)state;
+    static const test_case cases[] = {
+        {"magnitudes", SHAPE(1, 150, 211), HEADS(2, 1), DIMS(64, 64)},
+        {"magnitudes, causal", SHAPE(1, 211, 211), HEADS(1, 1), DIMS(100, 128), CAUSAL},
+        {"magnitudes, mixed types", SHAPE(1, 150, 211), HEADS(2, 2), DIMS(48, 80), TYPES(BF16, F32)},
+        {"magnitudes, last key", SHAPE(1, 211, 211), HEADS(1, 1), DIMS(64, 64), CAUSAL},
+    };
+    for (size_t c = 0; c < COUNT_OF(cases); c++) {
+        fixture f;
+        fixture_create(&f, &cases[c]);
+        test_random random = random_for(cases[c].name);
+        if (c == COUNT_OF(cases) - 1) {
+            enlarge_last_key(&f.k_t);
+            enlarge_last_key(&f.k_s);
+        } else {
+            const test_tensor *const tensors[] = {&f.q_t, &f.k_t, &f.q_s, &f.k_s};
+            for (size_t n = 0; n < COUNT_OF(tensors); n++)
+                vary_rows(tensors[n], 40, &random);
+        }
+        check_kernels(&f);
+        fixture_destroy(&f);
+    }
+}
+
 /* ---- Softcaps ---------------------------------------------------------------------------------------------- */
 
 static void check_softcap(const test_case *c)
 {
     fixture f;
     fixture_create(&f, c);
-    fixture_solve(&f);
-    for (int32_t k = 0; case_kernel(c, k); k++) {
-        fixture_results results = results_create(&f);
-        run_kernel(&f, case_kernel(c, k), 2, &results);
-        const int mismatches = rows_mismatch(&f, &results, case_kernel(c, k)) +
-                               gradients_mismatch(&f, &results, case_kernel(c, k), case_kernel(c, k));
-        if (mismatches != 0)
-            fail_msg("%s: %s: softcap %g: %d tensors", c->name, case_kernel(c, k), (double)c->softcap_t, mismatches);
-        results_destroy(&results);
-    }
+    check_kernels(&f);
     fixture_destroy(&f);
 }
 
@@ -559,6 +614,7 @@ int main(void)
         cmocka_unit_test(test_rows_without_mass_are_nan),
         cmocka_unit_test(test_wrong_lses_are_not_kl_0),
         cmocka_unit_test(test_one_key_has_kl_0),
+        cmocka_unit_test(test_rows_of_any_magnitude_match_the_oracle),
         cmocka_unit_test(test_any_softcap_matches_the_oracle),
         cmocka_unit_test(test_ratio_of_tiny_probabilities_is_finite),
         cmocka_unit_test(test_long_rows_stay_accurate),
@@ -566,7 +622,8 @@ int main(void)
     };
     /* There kernels that compute the KL from logits ignore wrong LSEs. */
     const struct CMUnitTest gpu_tests[] = {cmocka_unit_test(test_huge_logits_match_the_oracle),
-                                           cmocka_unit_test(test_one_key_has_kl_0)};
+                                           cmocka_unit_test(test_one_key_has_kl_0),
+                                           cmocka_unit_test(test_rows_of_any_magnitude_match_the_oracle)};
     return on_gpu() ? test_run("extremes", gpu_tests, COUNT_OF(gpu_tests))
                     : test_run("extremes", tests, COUNT_OF(tests));
 }

@@ -14,8 +14,8 @@ enum { SKL_CAPABILITY_sm80 = 80, SKL_CAPABILITY_sm90 = 90 };
 typedef struct skl_cuda_kernel {
     const char *name, *detail;
     int capability, capability_end; /* lowest compute capability, and the first beyond the highest: 90 is 9.0 */
-    skl_dtype dtype;
-    int64_t dim_max; /* of attention heads; 0: any size and type */
+    skl_dtype dtype;                /* f32: rows of any type, which are split */
+    int64_t dim_max;                /* of attention heads; 0: any size and type */
     skl_cuda_launcher forward, fused, dq, dk;
     int (*blocks_per_sm)(void); /* of the forward */
     skl_cuda_launcher group_lse, group_rows, group_fused;

@@ -43,8 +43,8 @@ template <typename SUMS> __device__ inline void add_sums(SUMS &to, const row_sum
     to.w += sums.w;
 }
 
-/* A logit is a product times a scale. Products are accumulators, [block of 8 columns][half * 2 + parity], or a view of
- * them in which columns have factors (sm90/split.cuh). */
+/* A logit is a product times a scale. Products are accumulators, [block of 8 columns][half * 2 + parity], or a view
+ * of them in which columns have factors (sm90/split.cuh). */
 struct no_factors {
 };
 

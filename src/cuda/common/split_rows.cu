@@ -2,12 +2,13 @@
  *
  *   row = factor (high + low)      high = f16(row / factor), low = f16(row / factor - high)
  *
- * The factor is a power of two that takes the largest magnitude of the row to 2^14 .. 2^15. high and low together have
- * the 24 bits of f32; only elements below 2^-15 of the largest lose some, and never more than 2^-39 of the largest.
+ * The factor is a power of two that takes the largest magnitude of the row to 2^14 .. 2^15. high and low together
+ * have the 24 bits of f32; only elements below 2^-15 of the largest lose some, and never more than 2^-39 of the
+ * largest.
  *
- * high and low are finite, whatever the row holds. The factor of a row with infinities is infinite, and high has their
- * signs; the factor of a row with a NaN is NaN. So a product is not finite exactly where a kernel multiplies it by the
- * factor, and masked rows need no further care.
+ * high and low are finite, whatever the row holds. The factor of a row with infinities is infinite, and high has
+ * their signs; the factor of a row with a NaN is NaN. So a product is not finite exactly where a kernel multiplies it
+ * by the factor, and masked rows need no further care.
  *
  * Memory bound: one warp per row, 4 elements per lane. */
 #include "base/convert.h"
@@ -68,13 +69,13 @@ static __device__ float sign_of_infinity(float value)
 static __device__ void split_row(const split_task &task, int64_t index)
 {
     constexpr uint32_t INFINITE = 0x7F800000U, LARGEST = 14; /* exponent of a row's largest magnitude */
-    constexpr uint32_t SMALLEST = 127 - 110; /* of a factor, biased: leaves room for the unit of gradients */
     const int lane = (int)threadIdx.x % 32, c = lane * QUAD;
-    const int64_t row = index % task.rows, head = index / task.rows % task.heads, batch = index / task.rows / task.heads;
+    const int64_t row = index % task.rows, head = index / task.rows % task.heads,
+                  batch = index / task.rows / task.heads;
     float4 x = load_quad(task, SKL_ROW(task.from, batch, head, row), c);
     const uint32_t largest = __reduce_max_sync(
         ~0U, max(max(magnitude_of(x.x), magnitude_of(x.y)), max(magnitude_of(x.z), magnitude_of(x.w))));
-    const uint32_t exponent = max(largest >> 23, LARGEST + SMALLEST);
+    const uint32_t exponent = max(largest >> 23, LARGEST + 1); /* biased; the factor is a normal number */
     float factor = power_of_2(exponent - LARGEST);
     if (largest < INFINITE) {
         const float inverse = power_of_2(254 + LARGEST - exponent);
@@ -114,11 +115,11 @@ static split_task task_of(const skl_input *from, skl_dtype dtype, int64_t dim, i
     const int64_t size = QUAD * (int64_t)skl_dtype_size(dtype);
     const bool vectorized = (uintptr_t)from->data % (uintptr_t)size == 0 && dim % QUAD == 0 &&
                             (from->stride_batch | from->stride_head | from->stride_row) % QUAD == 0;
-    return {*from,      *to,   *factors,   dtype, (int)dim, pair_dim / 2,
-            vectorized, heads, shape.rows, shape.batch * heads * shape.rows};
+    return {*from,        *to,        *factors, dtype,      (int)dim,
+            pair_dim / 2, vectorized, heads,    shape.rows, shape.batch * heads * shape.rows};
 }
 
-extern "C" cudaError_t skl_cuda_split_rows(const skl_cuda_params *params, const skl_cuda_launch *)
+extern "C" cudaError_t skl_cuda_split_rows(const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     const skl_problem *const p = &params->problem;
     const bool reverse = p->direction == SKL_KL_REVERSE;
@@ -135,7 +136,7 @@ extern "C" cudaError_t skl_cuda_split_rows(const skl_cuda_params *params, const 
     for (const split_task &task : tasks.at)
         rows = skl_max(rows, task.count);
     const int64_t blocks_max = 1 << 14; /* grid-stride loops do the rest */
-    record_launch("cuda_general", SKL_VARIANT_SPLIT, 1);
+    record_launch(launch->kernel, SKL_VARIANT_SPLIT, 1);
     split_rows<<<dim3((unsigned)skl_min(blocks_max, skl_ceil_div(rows, THREADS / 32)), 4), THREADS, 0,
                  params->call.stream>>>(tasks);
     return cudaPeekAtLastError();

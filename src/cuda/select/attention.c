@@ -45,9 +45,9 @@ static bool is_persistent(const choice *s)
     const skl_problem *const p = &s->plan->problem;
     const int64_t dim = s->kernel->dim_max, tiles = query_tiles(p, SKL_SM90_FORWARD_ROWS(dim));
     const int64_t keys = skl_min(p->len_k, s->call->keys.end) - skl_max(0, s->call->keys.begin);
-    return dim <= SKL_SM90_NARROW_DIM_MAX && !skl_select_splits_rows(s->kernel) && has_no_window(p) && !p->packed && s->call->inputs.key_lengths == NULL &&
-           keys > SKL_SM90_FORWARD_STAGES(dim) * SKL_SM90_STAGE_KEYS && tiles > s->plan->sm_count &&
-           tiles < SKL_ROWS_MAX;
+    return dim <= SKL_SM90_NARROW_DIM_MAX && !skl_select_splits_rows(s->kernel) && has_no_window(p) && !p->packed &&
+           s->call->inputs.key_lengths == NULL && keys > SKL_SM90_FORWARD_STAGES(dim) * SKL_SM90_STAGE_KEYS &&
+           tiles > s->plan->sm_count && tiles < SKL_ROWS_MAX;
 }
 
 void skl_select_set_splits(skl_cuda_launch *launch, const skl_problem *p, int64_t tile_rows, int64_t blocks)

@@ -21,7 +21,8 @@ static void place(const void *workspace, size_t *next, int64_t heads, skl_tensor
     const int64_t count = heads * shape.rows;
     *rows = (skl_input){take(workspace, next, (size_t)(shape.batch * count * dim) * sizeof(uint16_t)), count * dim,
                         shape.rows * dim, dim};
-    *factors = (skl_input){take(workspace, next, (size_t)(shape.batch * count) * sizeof(float)), count, shape.rows, 1};
+    *factors =
+        (skl_input){take(workspace, next, (size_t)(shape.batch * count) * sizeof(float)), count, shape.rows, 1};
 }
 
 static size_t place_all(const skl_problem *p, int64_t dim_max, const void *workspace, skl_cuda_argument *teacher,
@@ -48,9 +49,8 @@ void skl_select_split(const choice *s, skl_cuda_params *params)
     const skl_problem *const p = &s->plan->problem;
     const bool reverse = p->direction == SKL_KL_REVERSE;
     const char *const at = (const char *)s->call->workspace + skl_select_split_at(s->plan, s->call->op);
-    skl_cuda_launch *const launch =
-        skl_select_add(s, "split", skl_cuda_general, skl_cuda_split_rows, SKL_VARIANT_SPLIT,
-                       "f32 products on tensor cores are sums of three products of f16");
-    launch->workspace_size = place_all(p, s->kernel->dim_max, at, reverse ? &params->b : &params->a,
-                                       reverse ? &params->a : &params->b);
+    skl_cuda_launch *const launch = skl_select_add(s, "split", s->kernel, skl_cuda_split_rows, SKL_VARIANT_SPLIT,
+                                                   "f32 products on tensor cores are sums of three products of f16");
+    launch->workspace_size =
+        place_all(p, s->kernel->dim_max, at, reverse ? &params->b : &params->a, reverse ? &params->a : &params->b);
 }

@@ -2,9 +2,9 @@
  *
  *   q k = factor_q factor_k (q_high k_high + q_high k_low + q_low k_high)
  *
- * common/split_rows.cu splits rows into high and low. f16 has the 11 significant bits of TF32 at twice its rate; what it
- * lacks in range, the factors of the rows make up for. The product q_low k_low, which is left out, is below 2^-24 of the
- * others. Small products are added first, while the accumulators are small, too.
+ * common/split_rows.cu splits rows into high and low. f16 has the 11 significant bits of TF32 at twice its rate; what
+ * it lacks in range, the factors of the rows make up for. The product q_low k_low, which is left out, is below 2^-24
+ * of the others. Small products are added first, while the accumulators are small, too.
  *
  * A split row in memory is [high | low], 2 DIM elements. */
 #ifndef SKL_CUDA_SM90_SPLIT_CUH
@@ -18,6 +18,8 @@ namespace sm90
 
 using tensor_core::factors_of;
 using tensor_core::product_of;
+
+constexpr float SPLIT_LARGEST = 0x1p14F; /* to its double: the largest magnitude of a split row, before its factor */
 
 /* The element type of kernels for split rows. */
 struct split_f32 {
@@ -140,8 +142,8 @@ __device__ inline split_pair split(float first, float second)
     return {high, pack(first - rounded.x, second - rounded.y, __half())};
 }
 
-/* Issues the wgmmas of x = stationary rows times streamed rows. high(step), low(step): operands of the stationary rows,
- * in registers or shared memory. */
+/* Issues the wgmmas of x = stationary rows times streamed rows. high(step), low(step): operands of the stationary
+ * rows, in registers or shared memory. */
 template <int DIM, typename HIGH, typename LOW>
 __device__ inline void issue_split_logits(stage_logits &x, HIGH high, LOW low, uint32_t stage_smem)
 {
@@ -156,30 +158,54 @@ __device__ inline void issue_split_logits(stage_logits &x, HIGH high, LOW low, u
         wgmma<false>(x, high(step), k_step_descriptor(stage_smem, step, STAGE_ROWS), 1, __half());
 }
 
-/* Issues the wgmmas of gradient += g times the 64 streamed rows of a stage. */
+/* Issues the wgmmas of sum = g times the 64 streamed rows of a stage. */
 template <int DIM>
-__device__ inline void issue_split_gradient(float (&gradient)[DIM / 8][4], const uint32_t (&high)[4][4],
+__device__ inline void issue_split_gradient(float (&sum)[DIM / 8][4], const uint32_t (&high)[4][4],
                                             const uint32_t (&low)[4][4], const row_stage<2 * DIM> &stage)
 {
     constexpr int STEPS = STAGE_ROWS / 16, STEP = 16 * 128 / 16, LOW = DIM / 64 * STAGE_ROWS * 128 / 16;
     const uint32_t rows = mn_major_operand(&stage, STAGE_ROWS * 128);
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
-        wgmma<true>(gradient, low[step], smem_descriptor(rows + step * STEP), 1, __half());
-        wgmma<true>(gradient, high[step], smem_descriptor(rows + LOW + step * STEP), 1, __half());
-        wgmma<true>(gradient, high[step], smem_descriptor(rows + step * STEP), 1, __half());
+        wgmma<true>(sum, low[step], smem_descriptor(rows + step * STEP), step > 0, __half());
+        wgmma<true>(sum, high[step], smem_descriptor(rows + LOW + step * STEP), 1, __half());
     }
+#pragma unroll
+    for (int step = 0; step < STEPS; step++)
+        wgmma<true>(sum, high[step], smem_descriptor(rows + step * STEP), 1, __half());
 }
 
-} // namespace sm90
+/* Units of f16 gradients (common/row_stats.cuh), one per stationary row: what one row attends to, such as a key much
+ * larger than all others, makes no other row less accurate. */
+struct row_units {
+    gradient_unit<__half> of[2] = {{-126}, {-126}}; /* the thread's rows */
 
-namespace tensor_core
-{
+    /* Grows the units for values up to `largest` and rescales the gradient. */
+    template <int BLOCKS> __device__ void fit(float (&gradient)[BLOCKS][4], const float (&largest)[2])
+    {
+        const int former[2] = {of[0].exponent, of[1].exponent};
+        no_gradient none;
+        of[0].fit(none, largest[0]);
+        of[1].fit(none, largest[1]);
+        if (!__any_sync(~0U, of[0].exponent != former[0] || of[1].exponent != former[1]))
+            return;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const float factor = power_of_2(max(former[half] - of[half].exponent, -127));
+#pragma unroll
+            for (int e = 0; e < BLOCKS * 2; e++)
+                gradient[e / 2][half * 2 + e % 2] *= factor;
+        }
+    }
 
-/* Logit gradients are split into f16, too, and have its units. */
-template <> struct gradient_unit<sm90::split_f32> : gradient_unit<__half> {
+  private:
+    struct no_gradient {
+        __device__ void scale(float)
+        {
+        }
+    };
 };
 
-} // namespace tensor_core
+} // namespace sm90
 
 #endif

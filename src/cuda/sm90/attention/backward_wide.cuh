@@ -1,6 +1,6 @@
 /* dq and dk with respect to one argument for head sizes 192 and 256, on Hopper's tensor cores (sm_90a): 16-bit types,
  * one teacher head per student head. And for split rows (sm90/split.cuh) of up to 128 dimensions, which take the same
- * memory: G is split like them, after the factors of the streamed rows are multiplied into it.
+ * memory: G is multiplied by the factors of the streamed rows, and split like them.
  *
  * Two kernels, as in sm80/attention/backward.cuh: one computes dq and keeps a tile of queries stationary; its
  * transpose (DK) computes dk and keeps a tile of keys. The gradient stays in registers: its bits are the same on
@@ -37,6 +37,8 @@
 #ifndef SKL_CUDA_SM90_ATTENTION_BACKWARD_WIDE_CUH
 #define SKL_CUDA_SM90_ATTENTION_BACKWARD_WIDE_CUH
 
+#include <type_traits>
+
 #include "cuda/sm90/attention/logit_gradients.cuh"
 #include "cuda/sm90/split.cuh"
 #include "cuda/sm90/tensor_map.cuh"
@@ -53,12 +55,6 @@ template <typename ELEMENT, int DIM> struct wide_visible {
 };
 template <> struct wide_visible<__half, SKL_SM90_UNBOUNDED_F16_DIM> {
     typedef band32 band;
-};
-
-/* Registers per thread. Split rows need fewer for the gradient, and their producer more. */
-template <typename ELEMENT> struct wide_regs {
-    static constexpr int CONSUMER = operand<ELEMENT>::SPLIT ? 200 : 224;
-    static constexpr int PRODUCER = operand<ELEMENT>::SPLIT ? 104 : 56;
 };
 
 /* DK: row stats of streamed queries, per stage. Otherwise: row stats of the block's queries, and poison of streamed
@@ -82,7 +78,6 @@ template <int DEPTH> struct wide_row_stats<DEPTH, false, false> {
 template <int DEPTH> struct wide_row_stats<DEPTH, false, true> {
     row_stats stationary[STATIONARY_ROWS];
     stage_factors factors[DEPTH];
-    float largest[DEPTH]; /* finite factor of the wrt argument's keys that a query of the block attends to */
 };
 
 /* Barriers of one argument's stationary rows (rows_full) and pipeline. */
@@ -186,7 +181,7 @@ __device__ inline void produce_factors(const backward_params &params, wide_smem<
         if constexpr (DK)
             loaded = load_stage_row_stats(params, sequence, stream, end - stream.row, head,
                                           stream.stage_at(s) * STAGE_ROWS);
-        float a[STAGE_ROWS / 32], b[STAGE_ROWS / 32], largest = 0.0F;
+        float a[STAGE_ROWS / 32], b[STAGE_ROWS / 32];
 #pragma unroll
         for (int half = 0; half < STAGE_ROWS / 32; half++) {
             const int row = stream.row_at(s) + half * 32 + lane;
@@ -194,16 +189,12 @@ __device__ inline void produce_factors(const backward_params &params, wide_smem<
                          : row_factor(params.a.k_factors, sequence.batch, head / params.a.heads_per_key, row, end);
             b[half] = DK ? row_factor(params.b.q_factors, sequence.batch, head, row, end)
                          : row_factor(params.b.k_factors, sequence.batch, head / params.b.heads_per_key, row, end);
-            const float wrt = WRT_B ? b[half] : a[half];
-            largest = wrt < INFINITY ? fmaxf(largest, wrt) : largest;
             if constexpr (DK)
-                loaded.stat[half][3] *= wrt;
+                loaded.stat[half][3] *= (WRT_B ? b[half] : a[half]) * SPLIT_LARGEST;
         }
         barrier_wait(smem.wrt.empty[stage], phase ^ 1); /* the loads are in flight meanwhile */
         if constexpr (DK)
             store_stage_row_stats(smem.stats.staged[stage], loaded);
-        else
-            smem.stats.largest[stage] = warp_max(largest);
 #pragma unroll
         for (int half = 0; half < STAGE_ROWS / 32; half++)
             smem.stats.factors[stage].set(half * 32 + lane, a[half], b[half]);
@@ -288,7 +279,7 @@ template <bool WRT_B> struct split_query_stats {
     __device__ row_stats of(int half, int parity) const
     {
         row_stats stats = query[half];
-        stats.grad = products.template factor<WRT_B>(parity);
+        stats.grad = products.template factor<WRT_B>(parity) * SPLIT_LARGEST;
         return stats;
     }
 
@@ -306,7 +297,7 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
     int warpgroup; /* warp-uniform */
     float gradient[DIM / 8][4];
     row_sums sums[2]; /* dq with respect to B: of the KL */
-    gradient_unit<ELEMENT> unit;
+    std::conditional_t<SPLIT, row_units, gradient_unit<ELEMENT>> unit;
     row_scales scales_a, scales_b; /* SPLIT */
 
     __device__ const typename wide_visible<ELEMENT, DIM>::band &visible() const
@@ -354,8 +345,8 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
     __device__ auto stats_of_stage(int stage)
     {
         if constexpr (DK && SPLIT) {
-            return streamed_query_stats<WRT_B, factored_products>{
-                smem.stats.staged[stage], {smem.stats.factors[stage], scales_a, scales_b}};
+            return streamed_query_stats<WRT_B, factored_products>{smem.stats.staged[stage],
+                                                                  {smem.stats.factors[stage], scales_a, scales_b}};
         } else if constexpr (DK) {
             return streamed_query_stats<WRT_B>{smem.stats.staged[stage]};
         } else if constexpr (SPLIT) {
@@ -385,8 +376,6 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
                                                                           stats_of_stage(stage)));
         else if constexpr (DK)
             unit.fit(*this, load_shared(smem.stats.staged[stage].largest));
-        else if constexpr (SPLIT)
-            unit.template fit<0>(*this, load_shared(smem.stats.largest[stage]));
         else
             unit.template fit<0>(*this, 1.0F);
     }
@@ -403,6 +392,74 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
         else
             issue_logits<ELEMENT, DIM, 0>(x, NULL, operand, k_major_operand(stage));
         wgmma_commit();
+    }
+
+    template <bool MASKED> __device__ void add_gradient(const argument_logits &logits, int stage)
+    {
+        if (unit.MOVES)
+            fit_unit<MASKED>(logits, stage);
+        uint32_t g[4][4];
+        const float inverse = unit.inverse(); /* applied last: times an upstream gradient it could overflow */
+        for_each_logit_gradient<MASKED, WRT_B, CAPPED>(
+            params, logits, visible(), stats_of_stage(stage), [&](int i, int half, float low, float high) {
+                g[i / 2][i % 2 * 2 + half] = pack(low * inverse, high * inverse, ELEMENT());
+            });
+        wgmma_fence();
+        const uint32_t rows = mn_major_operand(&smem.wrt_stages[stage], STAGE_ROWS * 128);
+#pragma unroll
+        for (int step = 0; step < STAGE_ROWS / 16; step++)
+            wgmma<true>(gradient, g[step], smem_descriptor(rows + step * 16 * 128 / 16), 1, ELEMENT());
+        wgmma_commit();
+        wgmma_wait<0>();
+    }
+
+    /* Tensor cores truncate their sums. So a stage has its own, in the registers of the logits, and they are added
+     * here.
+     */
+    template <bool MASKED> __device__ void add_split_gradient(const argument_logits &logits, int stage)
+    {
+        float values[8][4], largest[2] = {};
+        for_each_logit_gradient<MASKED, WRT_B, CAPPED>(
+            params, logits, visible(), stats_of_stage(stage), [&](int i, int half, float first, float second) {
+                values[i][half * 2] = first;
+                values[i][half * 2 + 1] = second;
+                const float size = fmaxf(fabsf(first), fabsf(second));
+                largest[half] = size < INFINITY ? fmaxf(largest[half], size) : largest[half];
+            });
+#pragma unroll
+        for (int half = 0; half < 2; half++) /* of the four lanes that hold a row */
+#pragma unroll
+            for (int lane = 1; lane < 4; lane *= 2)
+                largest[half] = fmaxf(largest[half], __shfl_xor_sync(~0U, largest[half], lane));
+        unit.fit(gradient, largest);
+        uint32_t high[4][4], low[4][4];
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const float inverse = unit.of[half].inverse();
+                const split_pair pair = split(values[i][half * 2] * inverse, values[i][half * 2 + 1] * inverse);
+                high[i / 2][i % 2 * 2 + half] = pair.high;
+                low[i / 2][i % 2 * 2 + half] = pair.low;
+            }
+        float sum[DIM / 8][4];
+        wgmma_fence();
+        issue_split_gradient<DIM>(sum, high, low, smem.wrt_stages[stage]);
+        wgmma_commit();
+        wgmma_wait<0>();
+        fence_operand(sum);
+#pragma unroll
+        for (int e = 0; e < DIM / 2; e++)
+            gradient[e / 4][e % 4] += sum[e / 4][e % 4];
+    }
+
+    /* Unit of one of the thread's rows. */
+    __device__ float unit_of(int half) const
+    {
+        if constexpr (SPLIT)
+            return unit.of[half].value() / SPLIT_LARGEST;
+        else
+            return unit.value();
     }
 
     /* Adds the 64 x 64 pairs of stage n, which is stage `s` of its query head. */
@@ -422,32 +479,10 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
         wgmma_wait<0>();
         fence_operand(logits.other);
         fence_operand(logits.wrt);
-        if (unit.MOVES)
-            fit_unit<MASKED>(logits, wrt_stage);
-        uint32_t g[4][4], g_low[4][4]; /* g_low: SPLIT */
-        const float inverse = unit.inverse(); /* applied last: times an upstream gradient it could overflow */
-        for_each_logit_gradient<MASKED, WRT_B, CAPPED>(
-            params, logits, visible(), stats_of_stage(wrt_stage), [&](int i, int half, float first, float second) {
-                uint32_t &to = g[i / 2][i % 2 * 2 + half];
-                if constexpr (SPLIT) {
-                    const split_pair pair = split(first * inverse, second * inverse);
-                    to = pair.high;
-                    g_low[i / 2][i % 2 * 2 + half] = pair.low;
-                } else {
-                    to = pack(first * inverse, second * inverse, ELEMENT());
-                }
-            });
-        wgmma_fence();
-        if constexpr (SPLIT) {
-            issue_split_gradient<DIM>(gradient, g, g_low, smem.wrt_stages[wrt_stage]);
-        } else {
-            const uint32_t rows = mn_major_operand(&smem.wrt_stages[wrt_stage], STAGE_ROWS * 128);
-#pragma unroll
-            for (int step = 0; step < STAGE_ROWS / 16; step++)
-                wgmma<true>(gradient, g[step], smem_descriptor(rows + step * 16 * 128 / 16), 1, ELEMENT());
-        }
-        wgmma_commit();
-        wgmma_wait<0>();
+        if constexpr (SPLIT)
+            add_split_gradient<MASKED>(logits, wrt_stage);
+        else
+            add_gradient<MASKED>(logits, wrt_stage);
         barrier_arrive(smem.wrt.empty[wrt_stage]); /* every lane, because every lane has read row stats or poison */
     }
 
@@ -514,7 +549,7 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
                 continue;
             const float weight = DK ? 1.0F : upstream_of(row);
             store_row<ELEMENT>(out.data, base + row * out.stride_row, side, gradient, half,
-                               unit.value() * side.scale * weight);
+                               unit_of(half) * side.scale * weight);
         }
     }
 };
@@ -552,7 +587,7 @@ __global__ void __launch_bounds__(WIDE_THREADS, 1)
     __syncthreads();
     const int warpgroup = warpgroup_index();
     if (warpgroup == CONSUMERS) {
-        reg_dealloc<wide_regs<ELEMENT>::PRODUCER>();
+        reg_dealloc<56>();
         const int warp = warp_in_warpgroup();
         if (warp == 0) {
             if constexpr (operand<ELEMENT>::SPLIT)
@@ -567,7 +602,7 @@ __global__ void __launch_bounds__(WIDE_THREADS, 1)
                               smem.other_rows, smem.other_stages, smem.other);
         }
     } else {
-        reg_alloc<wide_regs<ELEMENT>::CONSUMER>();
+        reg_alloc<224>();
         wide_warpgroup<ELEMENT, DIM, DK, WRT_B, CAPPED> consumer = {params, smem, warpgroup};
         consumer.run();
         consumer.store();

@@ -12,8 +12,9 @@
  *   consumer   wgmma          | stage 0 | stage 1     | stage 2     | stage 3     |
  *              exponentials             | stage 0     | stage 1     | stage 2     |
  *
- * Split rows (sm90/split.cuh): high is in registers and low in shared memory. A second producer warp copies the factors of
- * the keys. They are read after their stage is released, so there are twice as many places for them as stages.
+ * Split rows (sm90/split.cuh): high is in registers and low in shared memory. A second producer warp copies the
+ * factors of the keys. They are read after their stage is released, so there are twice as many places for them as
+ * stages.
  *
  * CAPPED (softcap) is a separate instance. Logits after the cap need registers in addition to the accumulators and
  * get those of the second stage. A warpgroup then waits for its own wgmmas, and only the other warpgroup's arithmetic
@@ -37,7 +38,8 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
     static constexpr int DEPTH = ROW_DIM == 256 ? 2 : 4;          /* pipeline stages */
     static constexpr int REG_DIMS = SPLIT ? DIM : 128; /* elements of both arguments' queries in registers */
     static constexpr int FACTOR_DEPTH = SPLIT ? 2 * DEPTH : 0;
-    static constexpr int LOADS = SPLIT ? 1 + 32 : 1; /* arrivals that fill a stage: TMA's, those of the factors' warp */
+    static constexpr int LOADS =
+        SPLIT ? 1 + 32 : 1; /* arrivals that fill a stage: TMA's, those of the factors' warp */
 
     struct memory {
         key_stage<ROW_DIM> stages[DEPTH];
@@ -144,10 +146,11 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
         barrier_arrive_if(smem.empty[n % DEPTH], threadIdx.x % 32 == 0);
     }
 
-    /* Calls use(products of A, their scale, products of B, their scale) for stage n. Reads scales or factors from shared
-     * memory, so that ptxas cannot move exponentials above the wait for the next stage's keys: the next stage's wgmmas
-     * have to be issued first. */
-    template <typename USE> __device__ void with_products(const stage_logits &x, const stage_logits &y, int n, USE use)
+    /* Calls use(products of A, their scale, products of B, their scale) for stage n. Reads scales or factors from
+     * shared memory, so that ptxas cannot move exponentials above the wait for the next stage's keys: the next
+     * stage's wgmmas have to be issued first. */
+    template <typename USE>
+    __device__ void with_products(const stage_logits &x, const stage_logits &y, int n, USE use)
     {
         if constexpr (SPLIT) {
             const stage_factors &factors = smem.factors.at[n % FACTOR_DEPTH];
