@@ -196,6 +196,10 @@ const test_case test_cases[] = {
     {"many_stages_bf16", SHAPE(1, 5, 1100), HEADS(70, 70), DIMS(8, 8), TYPES(BF16, BF16), .without = ALL_GRADIENTS},
     {"many_stages_128_bf16", SHAPE(1, 3, 700), HEADS(70, 70), DIMS(128, 104), TYPES(BF16, BF16),
      .without = ALL_GRADIENTS},
+    /* Too many keys for two blocks per SM at 128 dimensions. */
+    {"long_keys_bf16", SHAPE(1, 270, 2150), HEADS(1, 1), DIMS(128, 72), TYPES(BF16, BF16), CAUSAL, STUDENT_ONLY},
+    {"long_keys_f16", SHAPE(2, 140, 2100), HEADS(1, 1), DIMS(100, 128), TYPES(F16, F16), WINDOW(1900, 90),
+     KEY_LENGTHS(2100, 70), .without = ALL_GRADIENTS},
     {"many_stages_softcap_bf16", SHAPE(1, 5, 1100), HEADS(70, 70), DIMS(8, 8), TYPES(BF16, BF16), SOFTCAPS(3, 0),
      .without = ALL_GRADIENTS},
     {"many_stages_192_bf16", SHAPE(1, 3, 500), HEADS(70, 70), DIMS(192, 192), TYPES(BF16, BF16),

@@ -48,6 +48,7 @@ struct skl_cuda_launch {
     int32_t sm_count;
     int32_t smem_per_block;  /* bytes, at most */
     int32_t persistent;      /* forward: resident blocks take one tile after another */
+    int32_t paired;          /* forward: two blocks of smaller tiles per SM */
     int32_t num_splits;      /* forward: splits of the keys of a query tile, merged by a second kernel */
     int32_t head_group;      /* heads whose tiles run together so that their keys stay in the L2 cache */
     int32_t teacher_side;    /* gradients of q_t or k_t, not of q_s or k_s */
@@ -68,6 +69,7 @@ struct skl_cuda_launch {
 /* Variants, as cuda/select and the launchers name them. */
 #define SKL_VARIANT_PERSISTENT    "persistent"
 #define SKL_VARIANT_TILES         "one tile per block"
+#define SKL_VARIANT_PAIRED        "one tile per block, two blocks per SM"
 #define SKL_VARIANT_SOFTCAP       "softcap, one tile per block"
 #define SKL_VARIANT_FUSED         "fused backward"
 #define SKL_VARIANT_FUSED_SOFTCAP "fused backward, softcap"
@@ -100,6 +102,7 @@ enum {
     SKL_SPLIT_ROWS_MAX = 512,       /* rows of split states per SM: bounds the workspace */
     SKL_SM90_STAGE_KEYS = 64,
     SKL_SM90_NARROW_DIM_MAX = 128,    /* larger heads have the wide kernels */
+    SKL_SM90_PAIRED_ROWS = 128,       /* queries per tile of the narrow forward with two blocks per SM */
     SKL_SM90_BACKWARD_ROWS = 128,     /* queries per tile of the fused backward */
     SKL_SM90_UNBOUNDED_F16_DIM = 256, /* f16 kernels whose gradients have no row bounds */
     SKL_HEAD_GROUP_MAX = 16,
@@ -114,6 +117,9 @@ enum {
 /* Queries per tile of a forward. */
 #define SKL_SM80_FORWARD_ROWS(dim) ((dim) <= 128 ? 128 : 64)
 #define SKL_SM90_FORWARD_ROWS(dim) ((dim) <= SKL_SM90_NARROW_DIM_MAX ? 256 : 128)
+
+/* Keys, at most, of a narrow forward with two blocks per SM. */
+#define SKL_SM90_PAIRED_KEYS_MAX(dim) ((dim) == 64 ? SKL_ROWS_MAX : (int64_t)2048)
 
 /* Pipeline stages of the narrow forward without a softcap. */
 #define SKL_SM90_FORWARD_STAGES(dim) ((dim) == 64 ? 8 : 4)

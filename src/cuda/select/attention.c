@@ -16,13 +16,15 @@ static int64_t query_tiles(const skl_problem *p, int64_t tile_rows)
 
 int32_t skl_select_head_group_for(const choice *s, int64_t tile_rows, int64_t bytes_a, int64_t bytes_b)
 {
-    const int64_t l2_share = (int64_t)25 << 20, small_part = 32;
+    const int64_t l2_share = (int64_t)25 << 20, small_part = 32, few_heads = 4;
     const skl_problem *const p = &s->plan->problem;
     const skl_cuda_argument *const a = &s->params->a, *const b = &s->params->b;
-    if (!has_no_window(p) && query_tiles(p, tile_rows) < 2 * small_part * s->plan->sm_count)
-        return SKL_HEAD_GROUP_MAX;
     const int64_t size_a = p->len_k * a->dim * bytes_a, size_b = p->len_k * b->dim * bytes_b;
     const int64_t head_size = size_a * skl_group_size(p) / a->heads_per_key + size_b / b->heads_per_key;
+    /* Where tiles differ in length and are few, the last group would end late. A few heads at a time are enough to
+     * avoid that, and better than all of them if the keys of one do not fit. */
+    if (!has_no_window(p) && query_tiles(p, tile_rows) < 2 * small_part * s->plan->sm_count)
+        return (int32_t)(head_size > 2 * l2_share ? few_heads : SKL_HEAD_GROUP_MAX);
     return (int32_t)skl_max(1, skl_min(SKL_HEAD_GROUP_MAX, l2_share / skl_max(1, head_size)));
 }
 
@@ -50,6 +52,13 @@ static bool is_persistent(const choice *s)
            tiles < SKL_ROWS_MAX;
 }
 
+/* Two blocks of few queries per SM: one computes while the other begins or ends, and a mask cuts fewer pairs. */
+static bool is_paired(const choice *s)
+{
+    const int64_t dim = s->kernel->dim_max;
+    return dim <= SKL_SM90_NARROW_DIM_MAX && s->plan->problem.len_k <= SKL_SM90_PAIRED_KEYS_MAX(dim);
+}
+
 void skl_select_set_splits(skl_cuda_launch *launch, const skl_problem *p, int64_t tile_rows, int64_t blocks)
 {
     launch->num_splits = num_splits_for(p, tile_rows, blocks);
@@ -74,15 +83,18 @@ void skl_select_add_forward(const choice *s)
         const int64_t blocks_per_sm = skl_min(kernel->blocks_per_sm(), SKL_SM80_BLOCKS_PER_SM_MAX);
         skl_select_set_splits(launch, p, SKL_SM80_FORWARD_ROWS(kernel->dim_max), s->plan->sm_count * blocks_per_sm);
     } else {
-        const int64_t tile_rows = SKL_SM90_FORWARD_ROWS(kernel->dim_max);
-        launch->head_group = skl_select_head_group_for(s, tile_rows, 2, 2);
         launch->persistent = !s->capped && is_persistent(s);
-        if (s->capped)
-            launch->variant = SKL_VARIANT_SOFTCAP;
-        if (launch->persistent)
-            launch->variant = SKL_VARIANT_PERSISTENT;
-        else
-            skl_select_set_splits(launch, p, tile_rows, s->plan->sm_count * skl_select_blocks_to_fill(p));
+        launch->paired = !s->capped && !launch->persistent && is_paired(s);
+        const int64_t tile_rows = launch->paired ? SKL_SM90_PAIRED_ROWS : SKL_SM90_FORWARD_ROWS(kernel->dim_max);
+        const int64_t blocks_per_sm = launch->paired ? 2 : 1;
+        launch->head_group = skl_select_head_group_for(s, tile_rows, 2, 2);
+        launch->variant = s->capped            ? SKL_VARIANT_SOFTCAP
+                          : launch->persistent ? SKL_VARIANT_PERSISTENT
+                          : launch->paired     ? SKL_VARIANT_PAIRED
+                                               : SKL_VARIANT_TILES;
+        if (!launch->persistent)
+            skl_select_set_splits(launch, p, tile_rows,
+                                  s->plan->sm_count * blocks_per_sm * skl_select_blocks_to_fill(p));
     }
 }
 

@@ -41,7 +41,7 @@ cudaError_t launch_query_tiles(forward_kernel *kernel, const forward_params &par
 template <typename ELEMENT, int DIM, bool CAPPED>
 cudaError_t launch_forward_of(const char *kernel, const forward_params &params, const skl_cuda_launch *launch)
 {
-    constexpr bool NARROW = DIM <= SKL_SM90_NARROW_DIM_MAX;
+    constexpr bool NARROW = DIM <= SKL_SM90_NARROW_DIM_MAX, ALWAYS_PAIRED = DIM == 64 && !CAPPED;
     using FORWARD =
         std::conditional_t<NARROW, narrow_forward<ELEMENT, DIM, CAPPED, false>, wide_forward<ELEMENT, DIM, CAPPED>>;
     constexpr int ROWS = FORWARD::tile_type::ROWS, BOX = NARROW ? 64 : ROWS; /* queries per tile, and per TMA load */
@@ -55,15 +55,23 @@ cudaError_t launch_forward_of(const char *kernel, const forward_params &params, 
         !encode_queries(&maps.queries_b, p, &params.b, BOX, ELEMENT()))
         return encode_error();
     if constexpr (NARROW && !CAPPED) {
+        using PERSISTENT = narrow_forward<ELEMENT, DIM, false, true>;
+        using PAIRED = narrow_forward<ELEMENT, DIM, false, false, SKL_SM90_PAIRED_ROWS / 64>;
         if (launch->persistent) {
             record_launch(kernel, SKL_VARIANT_PERSISTENT, 1);
-            return launch_blocks<narrow_forward<ELEMENT, DIM, false, true>>(
-                narrow_forward_kernel<ELEMENT, DIM, false, true>, dim3((unsigned)launch->sm_count), params, maps);
+            return launch_blocks<PERSISTENT>(narrow_forward_kernel<PERSISTENT, true>,
+                                             dim3((unsigned)launch->sm_count), params, maps);
+        }
+        if (launch->paired || ALWAYS_PAIRED) {
+            record_launch(kernel, SKL_VARIANT_PAIRED, params.num_splits);
+            return launch_query_tiles<PAIRED>(narrow_forward_kernel<PAIRED, false>, params, maps);
         }
     }
     record_launch(kernel, CAPPED ? SKL_VARIANT_SOFTCAP : SKL_VARIANT_TILES, params.num_splits);
-    if constexpr (NARROW)
-        return launch_query_tiles<FORWARD>(narrow_forward_kernel<ELEMENT, DIM, CAPPED, false>, params, maps);
+    if constexpr (ALWAYS_PAIRED)
+        return cudaErrorInvalidValue;
+    else if constexpr (NARROW)
+        return launch_query_tiles<FORWARD>(narrow_forward_kernel<FORWARD, false>, params, maps);
     else
         return launch_query_tiles<FORWARD>(wide_forward_kernel<ELEMENT, DIM, CAPPED>, params, maps);
 }

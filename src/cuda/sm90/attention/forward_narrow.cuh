@@ -4,7 +4,7 @@
  * queries x 64 keys), and other arithmetic competes with them; at 64 dimensions the exponentials.
  *
  *   block      4 warpgroups of 64 queries; one block per SM. A block processes one tile or, if every query attends to
- *              all keys, is PERSISTENT and processes one tile after another
+ *              all keys, is PERSISTENT and processes one tile after another. Or two blocks of 2 warpgroups per SM
  *   registers  128 per thread: logits of a stage of 64 keys (64), 64 dimensions of A's Q (16), row states
  *   shared     DEPTH stages of 64 keys of both arguments; the remaining dimensions of Q for 256 queries
  *
@@ -21,6 +21,10 @@
  * A warpgroup changes tiles independently of the others: it loads the next tile's queries, then writes the last
  * tile's rows.
  *
+ * Two blocks per SM pay at 64 dimensions and for few keys: one computes while the other begins or ends, and a mask
+ * cuts fewer pairs. In return each loads the keys for itself, and at 128 dimensions two stages are all it has room
+ * for.
+ *
  * Exponentials take about as long as wgmmas at these head sizes, and both together need fewer issue slots than the
  * other arithmetic. Four warps per scheduler keep it busier than two that overlap wgmmas and exponentials themselves.
  * A producer warpgroup would be the fifth and leave 112 registers per thread. */
@@ -32,13 +36,18 @@
 namespace sm90
 {
 
-template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT> struct narrow_forward {
-    static constexpr int GROUPS = 4;
+template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT, int WARPGROUPS = 4> struct narrow_forward {
+    static constexpr int GROUPS = WARPGROUPS;
     static constexpr int THREADS = 128 * GROUPS;
+    static constexpr int BLOCKS_PER_SM = 4 / GROUPS;
     typedef query_tile<GROUPS> tile_type;
     static constexpr int REG_DIMS = CAPPED ? 0 : 64; /* dimensions of A's queries in registers */
     static constexpr int PRODUCER_WARP = (GROUPS - 1) * 4;
-    static constexpr int DEPTH = DIM == 64 ? 8 : REG_DIMS > 0 ? 4 : 3; /* pipeline stages */
+    static constexpr int DEPTH = (DIM == 64 ? 8 : REG_DIMS > 0 ? 4 : 3) * GROUPS / 4; /* pipeline stages */
+    /* Two stages: refills a buffer before the sums of a stage. After them its keys would be needed at once. */
+    static constexpr bool REFILL_FIRST = DEPTH == 2;
+    /* Computes no stage that is masked for all of a warpgroup's rows. With many keys the branch costs more. */
+    static constexpr bool SKIPS_STAGES = BLOCKS_PER_SM > 1;
 
     struct memory {
         key_stage<DIM> stages[DEPTH];
@@ -46,11 +55,11 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT> struct narrow
         smem_rows<(DIM - REG_DIMS) / 64, tile_type::ROWS> q_a;
         uint64_t queries_full[GROUPS], full[DEPTH], empty[DEPTH];
         stage_schedule keys;
-        row_ranges<tile_type::ROWS> visible;
+        row_ranges<tile_type::ROWS, std::conditional_t<DIM == 64 || BLOCKS_PER_SM == 1, int, uint16_t>> visible;
         tile_type tiles[PERSISTENT ? 3 : 1]; /* ring: last, current and next tile */
         tma_coord next_coord;                /* next tile, for the producer warp */
     };
-    static_assert(sizeof(memory) <= 227 * 1024, "shared memory of a block");
+    static_assert(sizeof(memory) <= 228 * 1024 / BLOCKS_PER_SM - 1024, "shared memory of a block");
 
     const forward_params &params;
     const forward_maps &maps;
@@ -203,6 +212,14 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT> struct narrow
         }
     }
 
+    /* Releases a stage without computing it. */
+    __device__ void skip_stage() const
+    {
+        barrier_wait(smem.full[stage], phase);
+        __syncwarp();
+        barrier_arrive_if(smem.empty[stage], threadIdx.x % 32 == 0);
+    }
+
     __device__ void run_tile()
     {
         state[0] = state[1] = skl_state_empty();
@@ -212,34 +229,45 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT> struct narrow
         int n = 0;
 #pragma unroll 1
         for (; n < prologue; n++) {
-            stage_logits x, y;
-            compute_logits(x, y);
             const int first = keys.stage_at(n) * STAGE_KEYS;
             const reach sees = reach_of(smem.visible, warpgroup * 64, 64); /* masked for another warpgroup, maybe */
+            if (SKIPS_STAGES && !overlaps(sees.any, first, STAGE_KEYS)) {
+                skip_stage();
+                advance_stage(n);
+                continue;
+            }
+            stage_logits x, y;
+            compute_logits(x, y);
+            if (REFILL_FIRST)
+                advance_stage(n);
             if (covers(sees.all, first, STAGE_KEYS)) {
                 init_shift(state, x, scale_a, y, scale_b);
                 add_full(state, x, scale_a, y, scale_b);
             } else if (overlaps(sees.any, first, STAGE_KEYS)) {
                 add_masked(state, x, scale_a, y, scale_b, smem.visible, first);
             }
-            advance_stage(n);
+            if (!REFILL_FIRST)
+                advance_stage(n);
         }
 #pragma unroll 1
         for (; n < keys.stages; n++) {
             stage_logits x, y;
             compute_logits(x, y);
+            if (REFILL_FIRST)
+                advance_stage(n);
             add_full(state, x, scale_a, y, scale_b);
-            advance_stage(n);
+            if (!REFILL_FIRST)
+                advance_stage(n);
         }
     }
 };
 
-template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT>
-__global__ void __launch_bounds__(narrow_forward<ELEMENT, DIM, CAPPED, PERSISTENT>::THREADS, 1)
+template <typename FORWARD, bool PERSISTENT>
+__global__ void __launch_bounds__(FORWARD::THREADS, FORWARD::BLOCKS_PER_SM)
     narrow_forward_kernel(const __grid_constant__ forward_params params, const __grid_constant__ forward_maps maps)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    typedef narrow_forward<ELEMENT, DIM, CAPPED, PERSISTENT> forward;
+    typedef FORWARD forward;
     extern __shared__ __align__(1024) unsigned char raw[];
     typename forward::memory &smem = *(typename forward::memory *)(void *)raw;
     typename forward::tile_type tile;

@@ -128,9 +128,9 @@ __device__ inline void add_full(skl_row_state (&state)[2], const stage_logits &x
 }
 
 /* Adds a masked stage, whose first key is `first` of the stream: for each row, the keys that it attends to. */
-template <int ROWS>
+template <typename VISIBLE>
 __device__ inline void add_masked(skl_row_state (&state)[2], const stage_logits &x, float scale_a,
-                                  const stage_logits &y, float scale_b, const row_ranges<ROWS> &visible, int first)
+                                  const stage_logits &y, float scale_b, const VISIBLE &visible, int first)
 {
 #pragma unroll
     for (int half = 0; half < 2; half++) {

@@ -59,6 +59,7 @@ template <int DIM> struct fused_backward_smem {
     float unit;                      /* of G */
     float poison[DEPTH][STAGE_KEYS]; /* NaN for non-finite keys of the wrt argument, else 0 */
     row_stats stats[TILE_QUERIES];   /* LSEs in base 2, upstream gradients divided by the unit */
+    long_sums<CONSUMERS * 128> totals;
 };
 
 /* `sums`: f32 sums of dk in global memory. */
@@ -265,11 +266,16 @@ template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED> struct dq_warpgrou
         for (int e = 0; e < DIM / 2; e++)
             dq[e / 4][e % 4] = 0.0F;
         sums[0] = sums[1] = {};
+        smem.totals.clear();
         for (int n = 0; n < smem.keys.masked_stages; n++)
             add_stage<true>(n);
         wgmma_wait<0>(); /* lets ptxas keep G in the same registers in both loops */
-        for (int n = smem.keys.masked_stages; n < smem.keys.stages; n++)
+        for (int n = smem.keys.masked_stages; n < smem.keys.stages; n++) {
             add_stage<false>(n);
+            if (WRT_B && n % FLUSH_STAGES == FLUSH_STAGES - 1)
+                smem.totals.flush(sums);
+        }
+        smem.totals.flush(sums);
         wgmma_wait<0>();
         fence_operand(dq);
     }
@@ -282,8 +288,7 @@ template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED> struct dq_warpgrou
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = acc_row<1>(0, half);
-            const skl_row_state state =
-                merge_lanes({0.0F, sums[half].l_a, 0.0F, sums[half].l_b, sums[half].w}); /* shifts: the LSEs */
+            const skl_row_state state = merge_lanes(smem.totals.state(half));
             if (row >= smem.count)
                 continue;
             if (params.kl_in_backward && threadIdx.x % 4 == 0)
