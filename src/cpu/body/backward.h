@@ -198,8 +198,8 @@ static void backward_query_tile(const tile *t)
         /* Requested with sinks: the LSE of the keys alone, of B. */
         const skl_output *const of_b = t->reverse ? &call->rows.lse_t : &call->rows.lse_s;
         const float lse_b = t->reverse ? t->lse_t[i] : t->lse_s[i];
-        const float kl = of_b->data != NULL ? one_pass_kl_beside_sinks(&sums, keys_seen(t, i))
-                                            : one_pass_kl(&sums, keys_seen(t, i));
+        const float kl =
+            of_b->data != NULL ? one_pass_kl_with_sinks(&sums, keys_seen(t, i)) : one_pass_kl(&sums, keys_seen(t, i));
         skl_row_set(&call->rows.kl, &t->sequence, t->head, t->first + i, skl_kl_report(kl));
         skl_row_set(of_b, &t->sequence, t->head, t->first + i, lse_b + row_lse(0.0, sums.l_b));
     }
