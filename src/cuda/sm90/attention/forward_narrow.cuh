@@ -1,4 +1,4 @@
-/* Forward for head sizes up to 128: KL and LSEs of each row, in one pass over the keys.
+/* Forward for head sizes up to 128, and for pairs of sizes with a sum of at most 256: KL and LSEs of each row, in one pass over the keys.
  *
  * Bound: at 128 dimensions tensor cores, exponentials and shared memory are equally busy (1,024 clocks each per 128
  * queries x 64 keys), and other arithmetic competes with them; at 64 dimensions the exponentials.
@@ -32,25 +32,28 @@
 namespace sm90
 {
 
-template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT> struct narrow_forward {
+template <typename ELEMENT, int DIM_A, int DIM_B, bool CAPPED, bool PERSISTENT> struct narrow_forward {
     static constexpr int GROUPS = 4;
     static constexpr int THREADS = 128 * GROUPS;
     typedef query_tile<GROUPS> tile_type;
     static constexpr int REG_DIMS = CAPPED ? 0 : 64; /* dimensions of A's queries in registers */
     static constexpr int PRODUCER_WARP = (GROUPS - 1) * 4;
-    static constexpr int DEPTH = DIM == 64 ? 8 : REG_DIMS > 0 ? 4 : 3; /* pipeline stages */
+    typedef smem_rows<SLABS_OF<DIM_B>, tile_type::ROWS> q_b_rows;
+    typedef smem_rows<SLABS_OF<DIM_A> - REG_DIMS / 64, tile_type::ROWS> q_a_rows;
+    static constexpr int DEPTH =
+        depth_for(sizeof(key_stage<DIM_A, DIM_B>), q_b_rows::SIZE + q_a_rows::SIZE, 8); /* pipeline stages */
 
     struct memory {
-        key_stage<DIM> stages[DEPTH];
-        smem_rows<DIM / 64, tile_type::ROWS> q_b;
-        smem_rows<(DIM - REG_DIMS) / 64, tile_type::ROWS> q_a;
+        key_stage<DIM_A, DIM_B> stages[DEPTH];
+        q_b_rows q_b;
+        q_a_rows q_a;
         uint64_t queries_full[GROUPS], full[DEPTH], empty[DEPTH];
         stage_schedule keys;
         row_ranges<tile_type::ROWS> visible;
         tile_type tiles[PERSISTENT ? 3 : 1]; /* ring: last, current and next tile */
         tma_coord next_coord;                /* next tile, for the producer warp */
     };
-    static_assert(sizeof(memory) <= 227 * 1024, "shared memory of a block");
+    static_assert(sizeof(memory) <= SMEM_MAX, "shared memory of a block");
 
     const forward_params &params;
     const forward_maps &maps;
@@ -182,14 +185,14 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT> struct narrow
         barrier_wait(smem.full[stage], phase);
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < DIM / 16; step++)
+        for (int step = 0; step < DIM_A / 16; step++)
             if (step < REG_DIMS / 16)
                 wgmma<false>(x, q_frag[step], k_step_descriptor(k_a, step, STAGE_ROWS), step > 0, ELEMENT());
             else
                 wgmma<false>(x, k_step_descriptor(q_a, step - REG_DIMS / 16, tile_type::ROWS),
                              k_step_descriptor(k_a, step, STAGE_ROWS), step > 0, ELEMENT());
 #pragma unroll
-        for (int step = 0; step < DIM / 16; step++)
+        for (int step = 0; step < DIM_B / 16; step++)
             wgmma<false>(y, k_step_descriptor(q_b, step, tile_type::ROWS), k_step_descriptor(k_b, step, STAGE_ROWS),
                          step > 0, ELEMENT());
         wgmma_commit();
@@ -197,10 +200,6 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT> struct narrow
         fence_operand(x);
         fence_operand(y);
         barrier_arrive_if(smem.empty[stage], threadIdx.x % 32 == 0);
-        if (CAPPED) {
-            cap_stage(x, x, params.a);
-            cap_stage(y, y, params.b);
-        }
     }
 
     __device__ void run_tile()
@@ -211,16 +210,22 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT> struct narrow
         const int prologue = max(keys.masked_stages, min(1, keys.stages)); /* a first full stage initialises shifts */
         int n = 0;
 #pragma unroll 1
-        for (; n < prologue; n++) {
+        for (; n < (CAPPED ? keys.stages : prologue); n++) {
             stage_logits x, y;
             compute_logits(x, y);
-            const int first = keys.stage_at(n) * STAGE_KEYS;
-            const reach sees = reach_of(smem.visible, warpgroup * 64, 64); /* masked for another warpgroup, maybe */
-            if (covers(sees.all, first, STAGE_KEYS)) {
-                init_shift(state, x, scale_a, y, scale_b);
-                add_full(state, x, scale_a, y, scale_b);
-            } else if (overlaps(sees.any, first, STAGE_KEYS)) {
-                add_masked(state, x, scale_a, y, scale_b, smem.visible, first);
+            if (!CAPPED || n < prologue || !add_capped(state, x, y, params)) {
+                if (CAPPED) {
+                    cap_stage(x, x, params.a);
+                    cap_stage(y, y, params.b);
+                }
+                const int first = keys.stage_at(n) * STAGE_KEYS;
+                const reach sees = reach_of(smem.visible, warpgroup * 64, 64); /* masked for another warpgroup, maybe */
+                if (covers(sees.all, first, STAGE_KEYS)) {
+                    init_shift(state, x, scale_a, y, scale_b);
+                    add_full(state, x, scale_a, y, scale_b);
+                } else if (overlaps(sees.any, first, STAGE_KEYS)) {
+                    add_masked(state, x, scale_a, y, scale_b, smem.visible, first);
+                }
             }
             advance_stage(n);
         }
@@ -234,12 +239,12 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT> struct narrow
     }
 };
 
-template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT>
-__global__ void __launch_bounds__(narrow_forward<ELEMENT, DIM, CAPPED, PERSISTENT>::THREADS, 1)
+template <typename ELEMENT, int DIM_A, int DIM_B, bool CAPPED, bool PERSISTENT>
+__global__ void __launch_bounds__(narrow_forward<ELEMENT, DIM_A, DIM_B, CAPPED, PERSISTENT>::THREADS, 1)
     narrow_forward_kernel(const __grid_constant__ forward_params params, const __grid_constant__ forward_maps maps)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    typedef narrow_forward<ELEMENT, DIM, CAPPED, PERSISTENT> forward;
+    typedef narrow_forward<ELEMENT, DIM_A, DIM_B, CAPPED, PERSISTENT> forward;
     extern __shared__ __align__(1024) unsigned char raw[];
     typename forward::memory &smem = *(typename forward::memory *)(void *)raw;
     typename forward::tile_type tile;
