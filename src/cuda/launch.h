@@ -13,8 +13,6 @@
 extern "C" {
 #endif
 
-enum { SKL_TANH_TERMS = 6 };
-
 /* One argument of the KL. */
 typedef struct skl_cuda_argument {
     skl_input q, k;
@@ -24,8 +22,7 @@ typedef struct skl_cuda_argument {
     float scale;     /* turns a product into a logit in base 2; with a softcap into the argument of tanh */
     float softcap_2; /* softcap in base 2, and its inverse */
     float inverse_softcap_2;
-    float tanh_terms[SKL_TANH_TERMS]; /* logit in base 2 = u (terms[0] + terms[1] u^2 + ...), u = scale product, for ... */
-    float product_max;                /* ... products of at most this size */
+    float tanh_scale, tanh_factor, product_max; /* sm90/attention/softcap.cuh */
 } skl_cuda_argument;
 
 /* Common to all kernels; each kernel family extends it by its own members (common/params.cuh). */
@@ -119,6 +116,9 @@ enum {
 /* Queries per tile of a forward. */
 #define SKL_SM80_FORWARD_ROWS(dim) ((dim) <= 128 ? 128 : 64)
 #define SKL_SM90_FORWARD_ROWS(dims) ((dims) <= SKL_SM90_NARROW_DIMS_MAX ? 256 : 128) /* of both arguments */
+
+/* Largest argument of the polynomial for tanh. */
+#define SKL_TANH_MAX 0.75F
 
 /* Pipeline stages of the narrow forward, at most. */
 #define SKL_SM90_FORWARD_STAGES(dims) ((dims) <= 128 ? 8 : (dims) <= 192 ? 6 : 4)

@@ -61,16 +61,11 @@ static const char *why_no_tma(const choice *s)
     return NULL;
 }
 
-/* tanh u = u (tanh_terms[0] + tanh_terms[1] u^2 + ...) with a relative error of 2^-24.9, for |u| <= TANH_MAX: the
- * minimax polynomial. */
-static const float tanh_terms[SKL_TANH_TERMS] = {1.0F,           -0.333330691F,  0.133265212F,
-                                                   -0.0533902384F, 0.0196648687F, -0.00476945797F};
-static const float TANH_MAX = 0.75F;
-
 static skl_cuda_argument argument_of(const skl_side *side)
 {
     const bool capped = skl_caps_logits(side->softcap);
-    const float squares_max = 1e30F; /* of an argument without a softcap: the polynomial's squares stay finite */
+    /* Where only the other argument has a softcap, one so large that tanh u is u to the last bit. */
+    const float no_softcap = 0x1p22F, tanh_max = capped ? SKL_TANH_MAX : 1e-4F;
     skl_cuda_argument argument = {.q = *side->q,
                                         .k = *side->k,
                                         .heads_per_key = (int32_t)(side->heads / side->key_heads),
@@ -79,9 +74,9 @@ static skl_cuda_argument argument_of(const skl_side *side)
                                         .scale = capped ? side->scale / side->softcap : side->scale * SKL_LOG2E,
                                         .softcap_2 = capped ? side->softcap * SKL_LOG2E : 0.0F,
                                         .inverse_softcap_2 = capped ? SKL_LN2 / side->softcap : 0.0F};
-    for (int term = 0; term < SKL_TANH_TERMS; term++)
-        argument.tanh_terms[term] = capped ? argument.softcap_2 * tanh_terms[term] : term == 0 ? 1.0F : 0.0F;
-    argument.product_max = (capped ? TANH_MAX : sqrtf(squares_max)) / fabsf(argument.scale);
+    argument.tanh_factor = capped ? argument.softcap_2 : no_softcap;
+    argument.tanh_scale = capped ? argument.scale : argument.scale / no_softcap;
+    argument.product_max = tanh_max / fabsf(argument.tanh_scale);
     return argument;
 }
 

@@ -36,7 +36,7 @@ template <typename ELEMENT, int DIM_A, int DIM_B, bool CAPPED, bool PERSISTENT> 
     static constexpr int GROUPS = 4;
     static constexpr int THREADS = 128 * GROUPS;
     typedef query_tile<GROUPS> tile_type;
-    static constexpr int REG_DIMS = CAPPED ? 0 : 64; /* dimensions of A's queries in registers */
+    static constexpr int REG_DIMS = 64; /* dimensions of A's queries in registers */
     static constexpr int PRODUCER_WARP = (GROUPS - 1) * 4;
     typedef smem_rows<SLABS_OF<DIM_B>, tile_type::ROWS> q_b_rows;
     typedef smem_rows<SLABS_OF<DIM_A> - REG_DIMS / 64, tile_type::ROWS> q_a_rows;
@@ -65,7 +65,7 @@ template <typename ELEMENT, int DIM_A, int DIM_B, bool CAPPED, bool PERSISTENT> 
     int iteration, iterations; /* PERSISTENT: index of the current tile, number of tiles */
     int stage, phase;          /* pipeline state: the next stage to consume */
     /* Per thread: */
-    uint32_t q_frag[REG_DIMS / 16 + (REG_DIMS == 0)][4];
+    uint32_t q_frag[REG_DIMS / 16][4];
     skl_row_state state[2];
 
     /* ---- Producer ------------------------------------------------------------------------------------------- */
@@ -131,11 +131,8 @@ template <typename ELEMENT, int DIM_A, int DIM_B, bool CAPPED, bool PERSISTENT> 
 
     __device__ void load_q_frag(const tile_type &tile)
     {
-        if constexpr (REG_DIMS > 0) {
-            const int rows = (int)skl_min(tile.ROWS, tile.sequence.query_count - tile.first);
-            load_a_frag<REG_DIMS>(q_frag, queries_of<ELEMENT>(params.a, tile.sequence, tile.head).from(tile.first),
-                                  rows);
-        }
+        const int rows = (int)skl_min(tile.ROWS, tile.sequence.query_count - tile.first);
+        load_a_frag<REG_DIMS>(q_frag, queries_of<ELEMENT>(params.a, tile.sequence, tile.head).from(tile.first), rows);
     }
 
     /* Finds the next tile. Other warps read it after they have waited for this tile's last stage. That orders the

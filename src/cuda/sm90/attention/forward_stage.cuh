@@ -96,8 +96,7 @@ struct capped_logit {
 
     __device__ float minus_shift(float product, float m) const
     {
-        const float scaled = product * argument.scale;
-        return fmaf(scaled, polynomial_slope(scaled, argument), -m);
+        return fmaf(polynomial_tanh(product, argument), argument.tanh_factor, -m);
     }
 };
 

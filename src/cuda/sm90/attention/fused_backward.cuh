@@ -300,8 +300,7 @@ template <typename ELEMENT, int DIM, int OTHER_DIM, bool WRT_B, bool CAPPED> str
         fence_operand(other);
         uint32_t g[4][4];
         constexpr logits_kind OTHERWISE = CAPPED ? logits_kind::EXACT : logits_kind::LINEAR;
-        constexpr bool HAS_POLYNOMIAL = CAPPED && !MASKED && WRT_B; /* gradients of A have no registers for it */
-        if (HAS_POLYNOMIAL &&
+        if (CAPPED && !MASKED &&
             polynomials_cover(wrt, wrt_argument<WRT_B>(params), other, other_argument<WRT_B>(params)))
             compute_g<MASKED, logits_kind::POLYNOMIAL>(g, wrt, other, n);
         else

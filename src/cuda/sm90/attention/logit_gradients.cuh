@@ -37,9 +37,8 @@ __device__ inline log_probability log_probability_of(float product, const skl_cu
                                                      float minus_lse)
 {
     if (LOGITS == logits_kind::POLYNOMIAL) {
-        const float scaled = product * argument.scale, logit = scaled * polynomial_slope(scaled, argument);
-        const float ratio = logit * argument.inverse_softcap_2;
-        return {logit + minus_lse, fmaf(-ratio, ratio, 1.0F)};
+        const float ratio = polynomial_tanh(product, argument);
+        return {fmaf(argument.tanh_factor, ratio, minus_lse), fmaf(-ratio, ratio, 1.0F)};
     }
     if (LOGITS == logits_kind::LINEAR || !argument.capped)
         return {fmaf(product, argument.scale, minus_lse), 1.0F};

@@ -2,7 +2,11 @@
  *
  * tanhf takes two special function instructions and a division of cases. Most logits are far below their cap. There an
  * odd polynomial, on the FMA pipes, is as accurate: a warp uses it for a stage whose products it covers, and tanhf for
- * the others. */
+ * the others.
+ *
+ *   logit = tanh_factor tanh(tanh_scale product)      for |product| <= product_max
+ *
+ * holds for an argument without a softcap, too, so that one polynomial path serves all softcapped problems. */
 #ifndef SKL_CUDA_SM90_ATTENTION_SOFTCAP_CUH
 #define SKL_CUDA_SM90_ATTENTION_SOFTCAP_CUH
 
@@ -26,15 +30,16 @@ __device__ inline void cap_stage(stage_logits &to, const stage_logits &x, const 
         to[e / 4][e % 4] = exact_logit(x[e / 4][e % 4], argument);
 }
 
-/* Logit / scaled product by the polynomial. Its coefficients are those of an argument without a softcap, too. */
-__device__ inline float polynomial_slope(float scaled, const skl_cuda_argument &argument)
+/* tanh(tanh_scale product). The minimax polynomial for |u| <= SKL_TANH_MAX, relative error 2^-24.9. */
+__device__ inline float polynomial_tanh(float product, const skl_cuda_argument &argument)
 {
-    const float square = scaled * scaled;
-    float slope = argument.tanh_terms[SKL_TANH_TERMS - 1];
-#pragma unroll
-    for (int term = SKL_TANH_TERMS - 2; term >= 0; term--)
-        slope = fmaf(slope, square, argument.tanh_terms[term]);
-    return slope;
+    const float u = product * argument.tanh_scale, square = u * u;
+    float ratio = fmaf(square, -0.00476945797F, 0.0196648687F);
+    ratio = fmaf(ratio, square, -0.0533902384F);
+    ratio = fmaf(ratio, square, 0.133265212F);
+    ratio = fmaf(ratio, square, -0.333330691F);
+    ratio = fmaf(ratio, square, 1.0F);
+    return u * ratio;
 }
 
 __device__ inline float largest_product(const stage_logits &x)
