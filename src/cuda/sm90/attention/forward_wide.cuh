@@ -36,7 +36,7 @@ template <typename ELEMENT, int DIM_A, int DIM_B, bool CAPPED> struct wide_forwa
     struct memory {
         key_stage<DIM_A, DIM_B> stages[DEPTH];
         q_a_rows q_a;
-        q_b_rows q_b;
+        alignas(1024) q_b_rows q_b; /* q_a has one byte if it has no slab */
         uint64_t queries_full[1], full[DEPTH], empty[DEPTH];
         stage_schedule keys;
         row_ranges<tile_type::ROWS> visible;
