@@ -22,6 +22,7 @@ typedef struct skl_cuda_argument {
     float scale;     /* turns a product into a logit in base 2; with a softcap into the argument of tanh */
     float softcap_2; /* softcap in base 2, and its inverse */
     float inverse_softcap_2;
+    float tanh_scale, tanh_factor, product_max; /* sm90/attention/softcap.cuh */
 } skl_cuda_argument;
 
 /* Common to all kernels; each kernel family extends it by its own members (common/params.cuh). */
@@ -101,8 +102,9 @@ enum {
     SKL_SM80_BLOCKS_PER_SM_MAX = 3, /* that splits are made for */
     SKL_SPLIT_ROWS_MAX = 512,       /* rows of split states per SM: bounds the workspace */
     SKL_SM90_STAGE_KEYS = 64,
-    SKL_SM90_NARROW_DIM_MAX = 128,    /* larger heads have the wide kernels */
+    SKL_SM90_NARROW_DIMS_MAX = 256,   /* of both arguments: larger ones have the wide forward */
     SKL_SM90_PAIRED_ROWS = 128,       /* queries per tile of the narrow forward with two blocks per SM */
+    SKL_SM90_FUSED_DIM_MAX = 128,     /* of the gradients of a fused backward */
     SKL_SM90_BACKWARD_ROWS = 128,     /* queries per tile of the fused backward */
     SKL_SM90_UNBOUNDED_F16_DIM = 256, /* f16 kernels whose gradients have no row bounds */
     SKL_HEAD_GROUP_MAX = 16,
@@ -115,14 +117,17 @@ enum {
 #define SKL_ROWS_MAX ((int64_t)1 << 30)
 
 /* Queries per tile of a forward. */
-#define SKL_SM80_FORWARD_ROWS(dim) ((dim) <= 128 ? 128 : 64)
-#define SKL_SM90_FORWARD_ROWS(dim) ((dim) <= SKL_SM90_NARROW_DIM_MAX ? 256 : 128)
+#define SKL_SM80_FORWARD_ROWS(dim)  ((dim) <= 128 ? 128 : 64)
+#define SKL_SM90_FORWARD_ROWS(dims) ((dims) <= SKL_SM90_NARROW_DIMS_MAX ? 256 : 128) /* of both arguments */
 
 /* Keys, at most, of a narrow forward with two blocks per SM. */
-#define SKL_SM90_PAIRED_KEYS_MAX(dim) ((dim) == 64 ? SKL_ROWS_MAX : (int64_t)2048)
+#define SKL_SM90_PAIRED_KEYS_MAX(dims) ((dims) <= 128 ? SKL_ROWS_MAX : (int64_t)2048)
 
-/* Pipeline stages of the narrow forward without a softcap. */
-#define SKL_SM90_FORWARD_STAGES(dim) ((dim) == 64 ? 8 : 4)
+/* Largest argument of the polynomial for tanh. */
+#define SKL_TANH_MAX 0.75F
+
+/* Pipeline stages of the narrow forward, at most. */
+#define SKL_SM90_FORWARD_STAGES(dims) ((dims) <= 128 ? 8 : (dims) <= 192 ? 6 : 4)
 
 /* ---- Launchers ---------------------------------------------------------------------------------------------- */
 
@@ -148,6 +153,9 @@ SKL_DECLARE_LAUNCHER(skl_cuda_general_sparse_gradients)
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##dim##_fused)                                                  \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##dim##_dk)                                                     \
     int skl_cuda_##arch##_##dtype##_##dim##_blocks_per_sm(void);
+#define ATTENTION_PAIR(arch, dtype, large, small)                                                                    \
+    SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##large##_##small##_forward)                                    \
+    SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##large##_##small##_fused)
 #define GROUP_KERNELS(arch, dtype, name)                                                                             \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_lse)                                                   \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_rows)                                                  \
@@ -158,6 +166,7 @@ SKL_DECLARE_LAUNCHER(skl_cuda_general_sparse_gradients)
 #include "cuda/instances.def"
 #undef INDEXER_KERNELS
 #undef GROUP_KERNELS
+#undef ATTENTION_PAIR
 #undef ATTENTION_FUSED
 #undef ATTENTION_UNFUSED
 #undef SKL_DECLARE_LAUNCHER

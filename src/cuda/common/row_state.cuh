@@ -14,6 +14,12 @@ struct row_sums {
     float l_a, l_b, w;
 };
 
+/* A state of a one-pass kernel. Its logits are relative to the LSEs, so its shifts are 0. */
+__device__ inline skl_row_state state_of(const row_sums &sums)
+{
+    return {0.0F, sums.l_a, 0.0F, sums.l_b, sums.w};
+}
+
 /* Sums of rows of any length, for each thread in shared memory. An f32 sum loses digits as a row grows
  * (docs/design/maths.md, section 13), so a kernel adds its sums to these once in FLUSH_STAGES stages of 64 keys. */
 constexpr int FLUSH_STAGES = 64;
@@ -38,11 +44,9 @@ template <int THREADS> struct long_sums {
         }
     }
 
-    /* A row as a state whose shifts are 0: those of a one-pass kernel, whose logits are relative to the LSEs. */
     __device__ skl_row_state state(int half) const
     {
-        return {0.0F, (float)l_a[half][threadIdx.x], 0.0F, (float)l_b[half][threadIdx.x],
-                (float)w[half][threadIdx.x]};
+        return state_of({(float)l_a[half][threadIdx.x], (float)l_b[half][threadIdx.x], (float)w[half][threadIdx.x]});
     }
 };
 
