@@ -143,7 +143,7 @@ static void draw_case(random_case *storage, test_random *random)
     draw_bounds_and_sinks(c, random);
 }
 
-/* The last draw of a case, so that it leaves the others as they are. */
+/* The last draw of a case, so that the other draws stay the same. */
 static void draw_attention(test_case *c, test_random *random)
 {
     c->attention = one_in(random, 3) && !c->index_heads && !c->sinks;

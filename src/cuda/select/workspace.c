@@ -91,6 +91,8 @@ size_t skl_select_key_bounds_size(const skl_problem *p)
 
 size_t skl_cuda_workspace_size(const skl_plan *plan, skl_op op)
 {
+    if (op == SKL_OP_ATTENTION_BACKWARD)
+        return skl_select_attention_backward_size(plan);
     const bool bounds = plan->problem.row_bounds && skl_op_has_gradients(op);
     return skl_select_key_bounds_at(plan, op) + (bounds ? skl_select_key_bounds_size(&plan->problem) : 0);
 }
