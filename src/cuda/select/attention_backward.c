@@ -119,18 +119,18 @@ static void add_output_gradients(const choice *s, const skl_gradients *of_kl, co
 void skl_select_attention_backward(const skl_plan *plan, const skl_call *call, skl_cuda_params *params,
                                    skl_cuda_launches *launches)
 {
-    const choice whole = skl_select_begin(plan, call, params, launches);
+    const choice both = skl_select_begin(plan, call, params, launches);
     const skl_cuda_kernel *kernel = NULL;
-    const char *const apart = why_apart(&whole, &kernel);
+    const char *const apart = why_apart(&both, &kernel);
     if (apart == NULL) {
-        skl_select_add(&whole, "dq_s, dk_s and dv_s", kernel, kernel->carrying, SKL_VARIANT_CARRYING, whole.reason);
-        skl_select_add_bounds(&whole, params);
+        skl_select_add(&both, "dq_s, dk_s and dv_s", kernel, kernel->carrying, SKL_VARIANT_CARRYING, both.reason);
+        skl_select_add_bounds(&both, params);
         return;
     }
     const skl_plan kl_plan = kl_plan_of(plan);
     const skl_call kl_call = kl_call_of(plan, call);
     choice kl = skl_select_begin(&kl_plan, &kl_call, params, launches);
     skl_select_kl(&kl);
-    add_output_gradients(&whole, &kl_call.gradients, apart);
+    add_output_gradients(&both, &kl_call.gradients, apart);
     skl_select_add_bounds(&kl, params);
 }
