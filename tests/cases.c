@@ -486,6 +486,38 @@ const test_case test_cases[] = {
     {"indexer_no_keys", SHAPE(2, 5, 0), HEADS(2, 1), DIMS(8, 8), INDEXER(2)},
     {"indexer_no_queries", SHAPE(2, 0, 5), HEADS(2, 1), DIMS(8, 8), INDEXER(2)},
 
+    /* The student's attention, with its KL. */
+    {"attention", PLAIN, ATTENTION},
+    {"attention_causal", SHAPE(1, 97, 97), HEADS(2, 2), DIMS(64, 64), CAUSAL, ATTENTION},
+    {"attention_gqa", SHAPE(1, 65, 97), HEADS(6, 6), KEY_HEADS(2, 3), DIMS(32, 24), CAUSAL, ATTENTION},
+    {"attention_window", SHAPE(1, 193, 201), HEADS(1, 1), DIMS(24, 32), WINDOW(40, 9), ATTENTION},
+    {"attention_key_lengths", SHAPE(3, 37, 97), HEADS(2, 2), DIMS(16, 16), KEY_LENGTHS(0, 33, 97), ATTENTION},
+    {"attention_packed", PACKED(4, LENGTHS(0, 5, 5, 70, 103), LENGTHS(0, 9, 40, 40, 141)), TAILS(7, 5), HEADS(4, 4),
+     KEY_HEADS(4, 2), DIMS(16, 16), CAUSAL, ATTENTION},
+    {"attention_bounds", SHAPE(2, 97, 141), HEADS(2, 2), DIMS(16, 16), BOUNDS(RANDOM), ATTENTION},
+    {"attention_groups", SHAPE(1, 67, 131), HEADS(6, 2), KEY_HEADS(3, 1), DIMS(24, 16), CAUSAL, ATTENTION},
+    {"attention_reverse", PLAIN, REVERSE, ATTENTION},
+    {"attention_softcaps", PLAIN, SOFTCAPS(3, 2), CAUSAL, ATTENTION},
+    {"attention_zero_upstream", PLAIN, CAUSAL, .zero_upstream = 2, ATTENTION},
+    {"attention_unit_upstream", PLAIN, .unit_upstream = 1, ATTENTION},
+    {"attention_only_dq", PLAIN, .without = SKL_DK_S, ATTENTION},
+    {"attention_only_dk", PLAIN, .without = SKL_DQ_S, ATTENTION},
+    {"attention_only_dv", PLAIN, .without = SKL_DQ_S | SKL_DK_S, ATTENTION},
+    {"attention_no_keys", SHAPE(2, 5, 0), HEADS(2, 2), DIMS(8, 8), ATTENTION},
+    {"attention_no_queries", SHAPE(2, 0, 5), HEADS(2, 2), DIMS(8, 8), ATTENTION},
+    {"attention_bf16_64", SHAPE(1, 193, 137), HEADS(2, 2), KEY_HEADS(1, 2), DIMS(64, 64), TYPES(BF16, BF16), CAUSAL,
+     ATTENTION},
+    {"attention_bf16_128", SHAPE(1, 130, 161), HEADS(2, 2), KEY_HEADS(1, 1), DIMS(128, 128), TYPES(BF16, BF16),
+     ATTENTION},
+    {"attention_bf16_packed", PACKED(4, LENGTHS(0, 5, 5, 140, 173), LENGTHS(0, 9, 40, 180, 241)), TAILS(7, 5),
+     HEADS(2, 2), KEY_HEADS(1, 2), DIMS(64, 128), TYPES(BF16, BF16), CAUSAL, ATTENTION},
+    {"attention_bf16_groups", SHAPE(1, 67, 131), HEADS(8, 2), KEY_HEADS(2, 1), DIMS(64, 64), TYPES(BF16, BF16),
+     CAUSAL, ATTENTION},
+    {"attention_f16_window", SHAPE(1, 137, 131), HEADS(1, 1), DIMS(128, 64), TYPES(F16, F16), WINDOW(70, 0),
+     .grad_f32 = 1, ATTENTION},
+    {"attention_f16_512", SHAPE(1, 33, 67), HEADS(1, 1), DIMS(40, 512), TYPES(F16, F16), ATTENTION},
+    LAYOUTS("attention", SHAPE(2, 37, 41), HEADS(4, 4), KEY_HEADS(2, 2), DIMS(16, 16), TYPES(BF16, BF16), ATTENTION),
+
     /* Sparse indexers. */
     {"sparse", SHAPE(2, 33, 141), HEADS(4, 1), DIMS(16, 16), INDEXER(4), TOP_K(16)},
     {"sparse_causal", SHAPE(1, 130, 130), HEADS(4, 1), KEY_HEADS(1, 1), DIMS(32, 32), INDEXER(4), TOP_K(40), CAUSAL},
@@ -549,6 +581,8 @@ skl_problem case_problem(const test_case *c)
     p.dtype_t = c->dtype_t, p.dtype_s = c->dtype_s;
     p.grad_f32 = c->grad_f32;
     p.gradients = (uint32_t)(c->index_heads ? INDEXER_GRADIENTS : ALL_GRADIENTS) & ~c->without;
+    if (c->attention)
+        p.gradients = (p.gradients & ~(uint32_t)(SKL_DQ_T | SKL_DK_T)) | SKL_DV_S;
     p.direction = c->direction;
     p.batch = c->batch;
     p.len_q = c->len_q, p.len_k = c->len_k;

@@ -35,6 +35,9 @@ enum { CAPABILITY_END_sm80 = 1000, CAPABILITY_END_sm90 = 91 };
     {ENTRY(arch, type, name, "teacher groups, dim <= 128"), .dim_max = SKL_GROUP_DIM_MAX,                            \
      .group_lse = skl_cuda_##arch##_##type##_##name##_lse, .group_rows = skl_cuda_##arch##_##type##_##name##_rows,   \
      .group_fused = skl_cuda_##arch##_##type##_##name##_fused},
+#define CARRYING_KERNEL(arch, type, name)                                                                            \
+    {ENTRY(arch, type, name, "attention backward with KL, dim <= 128"), .dim_max = SKL_CARRYING_DIM_MAX,             \
+     .carrying = skl_cuda_##arch##_##type##_##name##_carrying},
 #define INDEXER_KERNELS(arch, type, kind)                                                                            \
     {ENTRY(arch, type, kind, INDEXER_DETAIL_##kind), .dim_max = SKL_INDEX_DIM_MAX,                                   \
      .kind##_rows = skl_cuda_##arch##_##type##_##kind##_rows,                                                        \

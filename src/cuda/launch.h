@@ -62,7 +62,11 @@ struct skl_cuda_launch {
     skl_index_layout strips; /* of an indexer on tensor cores, dense */
     skl_dense_chunk dense;   /* of an indexer without them, dense */
     skl_sparse_layout sparse;
-    size_t states_at; /* forward: offset of split states in the workspace */
+    skl_output gradient;      /* backward of the student's attention: what a launch computes, and its type */
+    skl_dtype gradient_dtype; /* and the f32 gradient of the KL that it adds, which may be the same */
+    skl_output added;
+    float *output_dots; /* <do, o> of each row, in the workspace */
+    size_t states_at;   /* forward: offset of split states in the workspace */
     size_t workspace_size;
     const char *reason; /* why this kernel and not another */
 };
@@ -88,6 +92,11 @@ struct skl_cuda_launch {
 #define SKL_VARIANT_CLEAR         "clear"
 #define SKL_VARIANT_BOUNDS        "row bounds by key"
 #define SKL_VARIANT_STREAMED      "rows, streamed queries"
+#define SKL_VARIANT_CARRYING      "attention backward with KL"
+#define SKL_VARIANT_DOTS          "output dots"
+#define SKL_VARIANT_OUTPUT_DQ     "attention backward, dq"
+#define SKL_VARIANT_OUTPUT_DK     "attention backward, dk"
+#define SKL_VARIANT_OUTPUT_DV     "attention backward, dv"
 
 /* The name of the kernel, its variant and the number of splits, as every launcher reports them when it launches. NULL
  * outside of tests, which compare them with what cuda/select chose. */
@@ -108,9 +117,10 @@ enum {
     SKL_SM90_BACKWARD_ROWS = 128,     /* queries per tile of the fused backward */
     SKL_SM90_UNBOUNDED_F16_DIM = 256, /* f16 kernels whose gradients have no row bounds */
     SKL_HEAD_GROUP_MAX = 16,
-    SKL_GROUP_DIM_MAX = 128,  /* head sizes with kernels for teacher groups, which are padded to 64 or 128 */
-    SKL_GROUP_DIMS_MAX = 512, /* of all teacher heads of a group: their queries stay in shared memory */
-    SKL_GROUP_TILE = 128      /* queries of a tile, keys of a forward's stage */
+    SKL_GROUP_DIM_MAX = 128,    /* head sizes with kernels for teacher groups, which are padded to 64 or 128 */
+    SKL_GROUP_DIMS_MAX = 512,   /* of all teacher heads of a group: their queries stay in shared memory */
+    SKL_CARRYING_DIM_MAX = 128, /* head sizes with an attention backward that carries the KL */
+    SKL_GROUP_TILE = 128        /* queries of a tile, keys of a forward's stage */
 };
 
 /* Tensor-core kernels count rows in 32 bits. */
@@ -137,6 +147,10 @@ enum {
 SKL_DECLARE_LAUNCHER(skl_cuda_general_forward)
 SKL_DECLARE_LAUNCHER(skl_cuda_general_dq)
 SKL_DECLARE_LAUNCHER(skl_cuda_general_dk)
+SKL_DECLARE_LAUNCHER(skl_cuda_general_output_dots)
+SKL_DECLARE_LAUNCHER(skl_cuda_general_output_dq)
+SKL_DECLARE_LAUNCHER(skl_cuda_general_output_dk)
+SKL_DECLARE_LAUNCHER(skl_cuda_general_output_dv)
 SKL_DECLARE_LAUNCHER(skl_cuda_general_dense_rows)
 SKL_DECLARE_LAUNCHER(skl_cuda_general_dense_gradients)
 SKL_DECLARE_LAUNCHER(skl_cuda_general_sparse_rows)
@@ -160,11 +174,13 @@ SKL_DECLARE_LAUNCHER(skl_cuda_general_sparse_gradients)
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_lse)                                                   \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_rows)                                                  \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_fused)
+#define CARRYING_KERNEL(arch, dtype, name) SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_carrying)
 #define INDEXER_KERNELS(arch, dtype, stage)                                                                          \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##stage##_rows)                                                 \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##stage##_gradients)
 #include "cuda/instances.def"
 #undef INDEXER_KERNELS
+#undef CARRYING_KERNEL
 #undef GROUP_KERNELS
 #undef ATTENTION_PAIR
 #undef ATTENTION_FUSED

@@ -114,8 +114,7 @@ static bool has_unbounded_gradients(const skl_cuda_kernel *kernel)
            kernel->dim_max == SKL_SM90_UNBOUNDED_F16_DIM;
 }
 
-/* Before the other launches, where one of them streams queries. */
-static void add_bounds_by_key(const choice *s, skl_cuda_params *params)
+void skl_select_add_bounds(const choice *s, skl_cuda_params *params)
 {
     skl_cuda_launches *const launches = s->launches;
     bool needed = false;
@@ -133,7 +132,8 @@ static void add_bounds_by_key(const choice *s, skl_cuda_params *params)
     launches->at[0].workspace_size = skl_select_key_bounds_size(&s->plan->problem);
 }
 
-void skl_cuda_select(const skl_plan *plan, const skl_call *call, skl_cuda_params *params, skl_cuda_launches *launches)
+choice skl_select_begin(const skl_plan *plan, const skl_call *call, skl_cuda_params *params,
+                        skl_cuda_launches *launches)
 {
     const skl_problem *const p = &plan->problem;
     *params = skl_select_params_of(p, call);
@@ -165,14 +165,30 @@ void skl_cuda_select(const skl_plan *plan, const skl_call *call, skl_cuda_params
         s.kernel = skl_cuda_general;
         s.reason = "no queries or no keys: general kernel";
     }
+    return s;
+}
+
+void skl_select_kl(choice *s)
+{
+    const skl_problem *const p = &s->plan->problem;
     if (p->packed)
-        skl_select_add(&s, "tails", skl_cuda_general, skl_cuda_clear_tails, SKL_VARIANT_CLEAR,
+        skl_select_add(s, "tails", skl_cuda_general, skl_cuda_clear_tails, SKL_VARIANT_CLEAR,
                        "rows after the last packed sequence become 0");
     if (skl_is_indexer(p))
-        skl_select_indexer(&s);
-    else if (skl_select_is_attention_with_groups(p) && s.kernel != skl_cuda_general)
-        skl_select_groups(&s);
+        skl_select_indexer(s);
+    else if (skl_select_is_attention_with_groups(p) && s->kernel != skl_cuda_general)
+        skl_select_groups(s);
     else
-        skl_select_attention(&s);
-    add_bounds_by_key(&s, params);
+        skl_select_attention(s);
+}
+
+void skl_cuda_select(const skl_plan *plan, const skl_call *call, skl_cuda_params *params, skl_cuda_launches *launches)
+{
+    if (call->op == SKL_OP_ATTENTION_BACKWARD) {
+        skl_select_attention_backward(plan, call, params, launches);
+        return;
+    }
+    choice s = skl_select_begin(plan, call, params, launches);
+    skl_select_kl(&s);
+    skl_select_add_bounds(&s, params);
 }

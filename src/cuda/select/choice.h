@@ -42,6 +42,9 @@ const skl_cuda_kernel *skl_select_strip_kernel_of(const skl_problem *p);
 /* The best kernel that needs no TMA. */
 const skl_cuda_kernel *skl_select_without_tma(const skl_problem *p);
 
+/* The kernel that computes the student's attention backward together with the KL; NULL: there is none. */
+const skl_cuda_kernel *skl_select_carrying_kernel(const skl_problem *p, int capability);
+
 const char *skl_select_why_kernel(const skl_plan *plan, const skl_cuda_kernel *kernel);
 
 /* ---- workspace.c --------------------------------------------------------------------------------------------- */
@@ -67,6 +70,16 @@ bool skl_select_is_tma_kernel(const skl_cuda_kernel *kernel);
 
 bool skl_select_tma_reads(skl_dtype dtype, const skl_input *tensor, int64_t dim, int64_t heads,
                           skl_tensor_rows shape);
+
+/* The choice of a call, which has no launch yet, and the parameters of its launches. */
+choice skl_select_begin(const skl_plan *plan, const skl_call *call, skl_cuda_params *params,
+                        skl_cuda_launches *launches);
+
+/* Adds the launches of a call about the KL. */
+void skl_select_kl(choice *s);
+
+/* Adds the launch that tabulates row bounds by key, before the others, where one of them needs it. */
+void skl_select_add_bounds(const choice *s, skl_cuda_params *params);
 
 skl_cuda_params skl_select_params_of(const skl_problem *p, const skl_call *call);
 
@@ -103,6 +116,14 @@ void skl_select_add_dq(const choice *s, const side_request *request, const char 
 void skl_select_add_dk(const choice *s, const side_request *request, const char *reason);
 
 void skl_select_attention(choice *s);
+
+/* ---- attention_backward.c ------------------------------------------------------------------------------------ */
+
+void skl_select_attention_backward(const skl_plan *plan, const skl_call *call, skl_cuda_params *params,
+                                   skl_cuda_launches *launches);
+
+/* Bytes of workspace for it. */
+size_t skl_select_attention_backward_size(const skl_plan *plan);
 
 /* ---- indexer.c ----------------------------------------------------------------------------------------------- */
 

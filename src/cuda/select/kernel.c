@@ -99,6 +99,24 @@ const skl_cuda_kernel *skl_select_strip_kernel_of(const skl_problem *p)
     return kernel;
 }
 
+static bool fits_carrying(const skl_cuda_kernel *kernel, const skl_problem *p)
+{
+    const int64_t length = skl_max(p->len_q, p->len_k);
+    return kernel->carrying != NULL && p->dtype_t == kernel->dtype && p->dtype_s == kernel->dtype &&
+           fits_copies(p->dim_t) && fits_copies(p->dim_s) && p->dim_t <= kernel->dim_max &&
+           p->dim_s <= kernel->dim_max && length < SKL_ROWS_MAX &&
+           p->heads_s < INT32_MAX / skl_ceil_div(length + 1, SKL_SM80_TILE_MIN);
+}
+
+const skl_cuda_kernel *skl_select_carrying_kernel(const skl_problem *p, int capability)
+{
+    const skl_cuda_kernel *kernel = NULL;
+    for (int32_t i = 0; (kernel = skl_cuda_kernel_at(i)) != NULL; i++)
+        if (skl_cuda_runs_on(kernel, capability) && fits_carrying(kernel, p))
+            break;
+    return kernel;
+}
+
 const skl_cuda_kernel *skl_select_without_tma(const skl_problem *p)
 {
     return skl_cuda_select_kernel(p, SKL_CAPABILITY_sm80, NULL);
