@@ -203,7 +203,7 @@ static void test_calls_do_not_allocate(void **state)
     with_every_kernel(&problem, 0, check_no_allocation);
 }
 
-/* The exception: split rows are as large as f32 inputs. Every row of the four tensors becomes two f16 rows and a
+/* The exception: two-term rows are as large as f32 inputs. Every row of the four tensors becomes two f16 rows and a
  * factor. */
 static size_t split_size(const char *kernel, int64_t length)
 {

@@ -14,6 +14,7 @@ import torch
 from transformers.integrations.sdpa_attention import repeat_kv, use_gqa_in_sdpa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .._sdpa import as_autocast, sdpa_with_lse
 from ._context import active_region
 
 # Arguments of an attention function that change its distribution and are not modelled; see _layers.py for the messages.
@@ -74,7 +75,7 @@ def record_attention(recorder, implementation: str, module, query, key, value, a
         answer = _run_own(implementation, module, query, key, value, attention_mask, *args, **kwargs)
     if recorder.depth > 0:
         if lse is not None:
-            query, key = map(_as_autocast, (query, key))  # the LSE is that of the rounded ones
+            query, key = map(as_autocast, (query, key))  # the LSE is that of the rounded ones
         options = {name: kwargs[name] for name in _OPTIONS if kwargs.get(name) is not None}
         sink = kwargs.get("s_aux")
         sink = None if sink is None else sink.clone()  # FSDP frees a parameter after the forward of its module
@@ -149,51 +150,19 @@ def _probe(call: Call, answer, attention_mask, args, kwargs):
 # ---- torch's fused attention, with its LSE -------------------------------------------------------------------------
 
 
-def _as_autocast(tensor):
-    """What autocast makes of an argument of scaled_dot_product_attention: the kernels below would not see it."""
-    eligible = tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
-    if not eligible or not torch.is_autocast_enabled(tensor.device.type):
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
-
-
 def _sdpa_with_lse(module, query, key, value, attention_mask, causal, *, dropout=0.0, scaling=None, **kwargs):
     """((output, None), lse) from the kernel that scaled_dot_product_attention chooses; (None, None) if it returns no LSE."""
-    choose = getattr(torch, "_fused_sdp_choice", None)
     causal = causal and query.shape[2] > 1 and attention_mask is None
     others = [kwargs.get(name) for name in ("softcap", "s_aux", "position_bias", "cache")]
-    if choose is None or any(other is not None for other in others) or (causal and query.shape[2] != key.shape[2]):
+    if any(other is not None for other in others):
         return None, None
     groups = getattr(module, "num_key_value_groups", 1)
     gqa = groups > 1 and use_gqa_in_sdpa(attention_mask, key, value)
     if groups > 1 and not gqa:
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    query, key, value, attention_mask = map(_as_autocast, (query, key, value, attention_mask))
-    backend = choose(query, key, value, attention_mask, dropout, causal, scale=scaling, enable_gqa=gqa)
-    aten, flash, efficient, cudnn = torch.ops.aten, 1, 2, 3  # torch.nn.attention.SDPBackend
-    if query.device.type == "cpu" and backend == flash:
-        if attention_mask is not None and attention_mask.dtype == torch.bool:
-            attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(
-                ~attention_mask, -torch.inf
-            )
-        output, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, dropout, causal, attn_mask=attention_mask, scale=scaling
-        )
-    elif query.device.type != "cuda" or attention_mask is not None or query.shape[-1] % 8 != 0:
+    given = map(as_autocast, (query, key, value, attention_mask))
+    answer = sdpa_with_lse(*given, dropout, causal, scaling, gqa)
+    if answer is None:
         return None, None
-    elif backend == flash:
-        output, lse, *_ = aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout, causal, False, scale=scaling
-        )
-    elif backend == efficient:
-        output, lse, *_ = aten._scaled_dot_product_efficient_attention(
-            query, key, value, None, True, dropout, causal, scale=scaling
-        )
-    elif backend == cudnn:
-        output, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-            query, key, value, None, True, dropout, causal, False, scale=scaling
-        )
-    else:
-        return None, None
-    lse = lse.detach().flatten(2)[..., : query.shape[2]]  # some kernels round the length up, or add a dimension of 1
+    output, lse = answer
     return (output.transpose(1, 2).contiguous(), None), lse

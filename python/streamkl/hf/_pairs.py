@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from .._options import Direction
-from ..attention import attention_kl
+from .._attention_kl import attention_kl
 from . import _maps as maps
 from ._layers import Layer
 from ._masks import Visible

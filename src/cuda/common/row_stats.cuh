@@ -64,7 +64,7 @@ __device__ inline void write_one_pass_row(const backward_params &params, const s
         skl_row_set(&rows.kl, &s, head, query, one_pass_kl(params.problem, s, query, state));
         return;
     }
-    /* Beside sinks the keys may have no mass: see skl_kl_with_sinks. */
+    /* Next to sinks the keys may have no mass: see skl_kl_with_sinks. */
     const bool no_mass_b = state.l_b < (float)SKL_NO_MASS;
     skl_row_state keys = state;
     keys.l_b = no_mass_b ? 1.0F : state.l_b;

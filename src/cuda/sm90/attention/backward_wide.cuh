@@ -1,6 +1,6 @@
 /* dq and dk with respect to one argument for head sizes 192 and 256, on Hopper's tensor cores (sm_90a): 16-bit types,
- * one teacher head per student head. And for split rows (sm90/split.cuh) of up to 128 dimensions, which take the same
- * memory: G is multiplied by the factors of the streamed rows, and split like them.
+ * one teacher head per student head. And for two-term rows (sm90/two_term.cuh) of up to 128 dimensions, which take
+ * the same memory: G is multiplied by the factors of the streamed rows, and has two terms like them.
  *
  * Two kernels, as in sm80/attention/backward.cuh: one computes dq and keeps a tile of queries stationary; its
  * transpose (DK) computes dk and keeps a tile of keys. The gradient stays in registers: its bits are the same on
@@ -40,7 +40,7 @@
 #include <type_traits>
 
 #include "cuda/sm90/attention/logit_gradients.cuh"
-#include "cuda/sm90/split.cuh"
+#include "cuda/sm90/two_term.cuh"
 #include "cuda/sm90/tensor_map.cuh"
 
 namespace sm90
@@ -58,8 +58,8 @@ template <> struct wide_visible<__half, SKL_SM90_UNBOUNDED_F16_DIM> {
 };
 
 /* DK: row stats of streamed queries, per stage. Otherwise: row stats of the block's queries, and poison of streamed
- * keys. SPLIT: factors of streamed rows; there is no poison, because split rows are finite. */
-template <int DEPTH, bool DK, bool SPLIT> struct wide_row_stats;
+ * keys. TWO_TERM: factors of streamed rows; there is no poison, because two-term rows are finite. */
+template <int DEPTH, bool DK, bool TWO_TERM> struct wide_row_stats;
 
 template <int DEPTH> struct wide_row_stats<DEPTH, true, false> {
     stage_row_stats staged[DEPTH];
@@ -96,11 +96,11 @@ template <int DEPTH> struct wide_barriers {
 };
 
 template <typename ELEMENT, int DIM, bool DK> struct wide_smem {
-    static constexpr int ROW_DIM = DIM * operand<ELEMENT>::PARTS; /* elements of a row in memory */
+    static constexpr int ROW_DIM = DIM * operand<ELEMENT>::TERMS; /* elements of a row in memory */
     static constexpr int WRT_DEPTH = 2, OTHER_DEPTH = ROW_DIM == 256 ? 1 : 2;
     smem_rows<ROW_DIM / 64> wrt_rows, other_rows;
     row_stage<ROW_DIM> wrt_stages[WRT_DEPTH], other_stages[OTHER_DEPTH];
-    wide_row_stats<WRT_DEPTH, DK, operand<ELEMENT>::SPLIT> stats;
+    wide_row_stats<WRT_DEPTH, DK, operand<ELEMENT>::TWO_TERM> stats;
     wide_barriers<WRT_DEPTH> wrt;
     wide_barriers<OTHER_DEPTH> other;
     uint64_t stats_full[WRT_DEPTH]; /* row stats or poison are stored, and a masked stage is sanitized */
@@ -166,13 +166,12 @@ __device__ inline void load_argument(const SMEM &smem, const skl_cuda_argument &
     }
 }
 
-/* Executed by one warp: factors of split rows, with the row stats of streamed queries. */
+/* Executed by one warp: factors of two-term rows, with the row stats of streamed queries. */
 template <int DIM, bool DK, bool WRT_B>
-__device__ inline void produce_factors(const backward_params &params, wide_smem<split_f32, DIM, DK> &smem)
+__device__ inline void produce_factors(const backward_params &params, wide_smem<two_term_f32, DIM, DK> &smem)
 {
     const stage_schedule &stream = smem.stream;
     const skl_sequence &sequence = smem.tile.sequence;
-    const int lane = (int)threadIdx.x % 32;
     const int end = stream.row + smem.visible.of(smem.count - 1).end; /* of the rows that some row needs */
     for (int n = 0; n < stream.stages * smem.heads; n++) {
         const int stage = n % smem.WRT_DEPTH, phase = n / smem.WRT_DEPTH % 2, s = n % stream.stages;
@@ -181,23 +180,17 @@ __device__ inline void produce_factors(const backward_params &params, wide_smem<
         if constexpr (DK)
             loaded = load_stage_row_stats(params, sequence, stream, end - stream.row, head,
                                           stream.stage_at(s) * STAGE_ROWS);
-        float a[STAGE_ROWS / 32], b[STAGE_ROWS / 32];
-#pragma unroll
-        for (int half = 0; half < STAGE_ROWS / 32; half++) {
-            const int row = stream.row_at(s) + half * 32 + lane;
-            a[half] = DK ? row_factor(params.a.q_factors, sequence.batch, head, row, end)
-                         : row_factor(params.a.k_factors, sequence.batch, head / params.a.heads_per_key, row, end);
-            b[half] = DK ? row_factor(params.b.q_factors, sequence.batch, head, row, end)
-                         : row_factor(params.b.k_factors, sequence.batch, head / params.b.heads_per_key, row, end);
-            if constexpr (DK)
-                loaded.stat[half][3] *= (WRT_B ? b[half] : a[half]) * SPLIT_LARGEST;
-        }
+        const skl_cuda_argument &a = params.a, &b = params.b;
+        const lane_factors factors =
+            DK ? load_stage_factors(a.q_factors, head, b.q_factors, head, sequence.batch, stream.row_at(s), end)
+               : load_stage_factors(a.k_factors, head / a.heads_per_key, b.k_factors, head / b.heads_per_key,
+                                    sequence.batch, stream.row_at(s), end);
+        for (int n = 0; n < STAGE_ROWS / 32 && DK; n++)
+            loaded.stat[n][3] *= (WRT_B ? factors.b : factors.a)[n] * TWO_TERM_LARGEST;
         barrier_wait(smem.wrt.empty[stage], phase ^ 1); /* the loads are in flight meanwhile */
         if constexpr (DK)
             store_stage_row_stats(smem.stats.staged[stage], loaded);
-#pragma unroll
-        for (int half = 0; half < STAGE_ROWS / 32; half++)
-            smem.stats.factors[stage].set(half * 32 + lane, a[half], b[half]);
+        store_stage_factors(smem.stats.factors[stage], factors);
         barrier_arrive(smem.stats_full[stage]); /* every lane, because every lane has written */
     }
 }
@@ -244,7 +237,7 @@ template <bool WRT_B> struct stationary_query_stats {
     const float (&poison)[STAGE_ROWS]; /* of streamed keys: NaN for non-finite keys, else 0 */
     row_sums (&sums)[2];
     float2 column_poison;
-    plain_products products;
+    no_row_factors factors;
 
     template <bool MASKED> __device__ void load_columns(int column_block)
     {
@@ -265,21 +258,21 @@ template <bool WRT_B> struct stationary_query_stats {
     }
 };
 
-/* The same for split rows: factors of the keys take the place of upstream gradients. */
-template <bool WRT_B> struct split_query_stats {
+/* The same for two-term rows: factors of the keys take the place of upstream gradients. */
+template <bool WRT_B> struct two_term_query_stats {
     row_stats query[2];
     row_sums (&sums)[2];
-    factored_products products;
+    two_term_factors factors;
 
     template <bool> __device__ void load_columns(int column_block)
     {
-        products.load_columns(column_block);
+        factors.load_columns(column_block);
     }
 
     __device__ row_stats of(int half, int parity) const
     {
         row_stats stats = query[half];
-        stats.grad = products.template factor<WRT_B>(parity) * SPLIT_LARGEST;
+        stats.grad = factors.template of_column<WRT_B>(parity) * TWO_TERM_LARGEST;
         return stats;
     }
 
@@ -291,14 +284,14 @@ template <bool WRT_B> struct split_query_stats {
 };
 
 template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wide_warpgroup {
-    static constexpr bool SPLIT = operand<ELEMENT>::SPLIT;
+    static constexpr bool TWO_TERM = operand<ELEMENT>::TWO_TERM;
     const backward_params &params;
     wide_smem<ELEMENT, DIM, DK> &smem;
     int warpgroup; /* warp-uniform */
     float gradient[DIM / 8][4];
     row_sums sums[2]; /* dq with respect to B: of the KL */
-    std::conditional_t<SPLIT, row_units, gradient_unit<ELEMENT>> unit;
-    row_scales scales_a, scales_b; /* SPLIT */
+    std::conditional_t<TWO_TERM, row_units, gradient_unit<ELEMENT>> unit;
+    row_factors factors_a, factors_b; /* TWO_TERM: of the stationary rows */
 
     __device__ const typename wide_visible<ELEMENT, DIM>::band &visible() const
     {
@@ -326,31 +319,25 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
         named_barrier_sync(1 + warpgroup, 128);
     }
 
-    /* Scales of the thread's stationary rows for a query head. */
-    __device__ void load_scales(int head)
+    /* Factors of the thread's stationary rows for a query head. */
+    __device__ row_factors load_factors_of(const skl_cuda_argument &argument, int head) const
     {
         const skl_sequence &s = smem.tile.sequence;
         const int64_t begin = DK ? s.key_begin : s.query_begin;
-        const skl_cuda_argument &a = params.a, &b = params.b;
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int64_t row = begin + smem.tile.first + acc_row<1>(0, half), end = begin + smem.tile.rows;
-            scales_a.of[half] = a.scale * (DK ? row_factor(a.k_factors, s.batch, head / a.heads_per_key, row, end)
-                                              : row_factor(a.q_factors, s.batch, head, row, end));
-            scales_b.of[half] = b.scale * (DK ? row_factor(b.k_factors, s.batch, head / b.heads_per_key, row, end)
-                                              : row_factor(b.q_factors, s.batch, head, row, end));
-        }
+        return load_row_factors(DK ? argument.k_factors : argument.q_factors, s.batch,
+                                DK ? head / argument.heads_per_key : head, begin + smem.tile.first,
+                                begin + smem.tile.rows);
     }
 
     __device__ auto stats_of_stage(int stage)
     {
-        if constexpr (DK && SPLIT) {
-            return streamed_query_stats<WRT_B, factored_products>{smem.stats.staged[stage],
-                                                                  {smem.stats.factors[stage], scales_a, scales_b}};
+        if constexpr (DK && TWO_TERM) {
+            return streamed_query_stats<WRT_B, two_term_factors>{smem.stats.staged[stage],
+                                                                 {smem.stats.factors[stage], factors_a, factors_b}};
         } else if constexpr (DK) {
             return streamed_query_stats<WRT_B>{smem.stats.staged[stage]};
-        } else if constexpr (SPLIT) {
-            split_query_stats<WRT_B> stats = {{}, sums, {smem.stats.factors[stage], scales_a, scales_b}};
+        } else if constexpr (TWO_TERM) {
+            two_term_query_stats<WRT_B> stats = {{}, sums, {smem.stats.factors[stage], factors_a, factors_b}};
 #pragma unroll
             for (int half = 0; half < 2; half++)
                 stats.query[half] = load_row_stats(smem.stats.stationary[acc_row<1>(0, half)]);
@@ -384,8 +371,8 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
     {
         wgmma_fence();
         const uint32_t operand = k_major_operand(rows) + warpgroup * (64 * 128 / 16);
-        if constexpr (SPLIT)
-            issue_split_logits<DIM>(
+        if constexpr (TWO_TERM)
+            issue_two_term_logits<DIM>(
                 x, [&](int step) { return k_step_descriptor(operand, step, STATIONARY_ROWS); },
                 [&](int step) { return k_step_descriptor(operand, DIM / 16 + step, STATIONARY_ROWS); },
                 k_major_operand(stage));
@@ -416,7 +403,7 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
     /* Tensor cores truncate their sums. So a stage has its own, in the registers of the logits, and they are added
      * here.
      */
-    template <bool MASKED> __device__ void add_split_gradient(const argument_logits &logits, int stage)
+    template <bool MASKED> __device__ void add_two_term_gradient(const argument_logits &logits, int stage)
     {
         float values[8][4], largest[2] = {};
         for_each_logit_gradient<MASKED, WRT_B, CAPPED>(
@@ -438,13 +425,13 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const float inverse = unit.of[half].inverse();
-                const split_pair pair = split(values[i][half * 2] * inverse, values[i][half * 2 + 1] * inverse);
+                const two_terms pair = two_terms_of(values[i][half * 2] * inverse, values[i][half * 2 + 1] * inverse);
                 high[i / 2][i % 2 * 2 + half] = pair.high;
                 low[i / 2][i % 2 * 2 + half] = pair.low;
             }
         float sum[DIM / 8][4];
         wgmma_fence();
-        issue_split_gradient<DIM>(sum, high, low, smem.wrt_stages[stage]);
+        issue_two_term_gradient<DIM>(sum, high, low, smem.wrt_stages[stage]);
         wgmma_commit();
         wgmma_wait<0>();
         fence_operand(sum);
@@ -456,8 +443,8 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
     /* Unit of one of the thread's rows. */
     __device__ float unit_of(int half) const
     {
-        if constexpr (SPLIT)
-            return unit.of[half].value() / SPLIT_LARGEST;
+        if constexpr (TWO_TERM)
+            return unit.of[half].value() / TWO_TERM_LARGEST;
         else
             return unit.value();
     }
@@ -471,7 +458,7 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
         barrier_wait(smem.other.full[other_stage], n / smem.OTHER_DEPTH % 2);
         issue_argument(logits.other, &smem.other_rows, &smem.other_stages[other_stage]);
         barrier_wait(smem.wrt.full[wrt_stage], wrt_phase);
-        if (DK || MASKED || SPLIT)
+        if (DK || MASKED || TWO_TERM)
             barrier_wait(smem.stats_full[wrt_stage], wrt_phase);
         issue_argument(logits.wrt, &smem.wrt_rows, &smem.wrt_stages[wrt_stage]);
         wgmma_wait<1>();
@@ -479,8 +466,8 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
         wgmma_wait<0>();
         fence_operand(logits.other);
         fence_operand(logits.wrt);
-        if constexpr (SPLIT)
-            add_split_gradient<MASKED>(logits, wrt_stage);
+        if constexpr (TWO_TERM)
+            add_two_term_gradient<MASKED>(logits, wrt_stage);
         else
             add_gradient<MASKED>(logits, wrt_stage);
         barrier_arrive(smem.wrt.empty[wrt_stage]); /* every lane, because every lane has read row stats or poison */
@@ -498,8 +485,10 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
         const int heads = warp_uniform(smem.heads);
         const skl_cuda_argument &other = other_argument<WRT_B>(params);
         for (int h = 0, n = 0; h < heads; h++) {
-            if constexpr (SPLIT)
-                load_scales(smem.query_head(h));
+            if constexpr (TWO_TERM) {
+                factors_a = load_factors_of(params.a, smem.query_head(h));
+                factors_b = load_factors_of(params.b, smem.query_head(h));
+            }
             barrier_wait(smem.other.rows_full, smem.row_changes(h, other) % 2);
             barrier_wait(smem.wrt.rows_full, 0);
             for (int s = 0; s < stream.masked_stages; s++, n++)
@@ -514,8 +503,7 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
     __device__ void store_kl(int half, int row) const
     {
         const row_tile<2, DK> &tile = smem.tile;
-        const skl_row_state state =
-            merge_lanes({0.0F, sums[half].l_a, 0.0F, sums[half].l_b, sums[half].w}); /* shifts: the LSEs */
+        const skl_row_state state = merge_lanes(state_of(sums[half]));
         if (row < smem.count && threadIdx.x % 4 == 0)
             write_one_pass_row(params, tile.sequence, tile.head, tile.first + row, state);
     }
@@ -590,7 +578,7 @@ __global__ void __launch_bounds__(WIDE_THREADS, 1)
         reg_dealloc<56>();
         const int warp = warp_in_warpgroup();
         if (warp == 0) {
-            if constexpr (operand<ELEMENT>::SPLIT)
+            if constexpr (operand<ELEMENT>::TWO_TERM)
                 produce_factors<DIM, DK, WRT_B>(params, smem);
             else
                 produce_row_stats<ELEMENT, DIM, DK, WRT_B>(params, smem);

@@ -1,4 +1,4 @@
-/* Splits rows of any type into pairs of f16 rows, for kernels that multiply f32 on tensor cores (sm90/split.cuh):
+/* Splits rows of any type into pairs of f16 rows, for kernels that multiply f32 on tensor cores (sm90/two_term.cuh):
  *
  *   row = factor (high + low)      high = f16(row / factor), low = f16(row / factor - high)
  *
@@ -20,19 +20,19 @@ constexpr int THREADS = 256;
 constexpr int QUAD = 4; /* elements per lane */
 
 /* One of the four tensors. */
-struct split_task {
+struct two_term_task {
     skl_input from, to, factors;
     skl_dtype dtype;
-    int dim, split_dim; /* of a row, and of its high or low row */
-    bool vectorized;    /* one load per quad */
+    int dim, term_dim; /* of a row, and of its high or low row */
+    bool vectorized;   /* one load per quad */
     int64_t heads, rows, count;
 };
 
-struct split_tasks {
-    split_task at[4];
+struct two_term_tasks {
+    two_term_task at[4];
 };
 
-static __device__ float4 load_quad(const split_task &task, int64_t offset, int c)
+static __device__ float4 load_quad(const two_term_task &task, int64_t offset, int c)
 {
     if (task.vectorized && c < task.dim) {
         if (task.dtype == SKL_F32)
@@ -66,7 +66,7 @@ static __device__ float sign_of_infinity(float value)
     return isinf(value) ? copysignf(1.0F, value) : 0.0F;
 }
 
-static __device__ void split_row(const split_task &task, int64_t index)
+static __device__ void store_terms(const two_term_task &task, int64_t index)
 {
     constexpr uint32_t INFINITE = 0x7F800000U, LARGEST = 14; /* exponent of a row's largest magnitude */
     const int lane = (int)threadIdx.x % 32, c = lane * QUAD;
@@ -87,30 +87,30 @@ static __device__ void split_row(const split_task &task, int64_t index)
         factor = NAN;
         x = make_float4(0.0F, 0.0F, 0.0F, 0.0F);
     }
-    if (c < task.split_dim) {
+    if (c < task.term_dim) {
         const uint2 high = make_uint2(pack(x.x, x.y, __half()), pack(x.z, x.w, __half()));
         const float2 left = unpack(high.x, __half()), right = unpack(high.y, __half());
         const uint2 low =
             make_uint2(pack(x.x - left.x, x.y - left.y, __half()), pack(x.z - right.x, x.w - right.y, __half()));
         uint16_t *const to = (uint16_t *)task.to.data + SKL_ROW(task.to, batch, head, row) + c;
         *(uint2 *)(void *)to = high;
-        *(uint2 *)(void *)(to + task.split_dim) = low;
+        *(uint2 *)(void *)(to + task.term_dim) = low;
     }
     if (lane == 0)
         ((float *)task.factors.data)[SKL_ROW(task.factors, batch, head, row)] = factor;
 }
 
-static __global__ void __launch_bounds__(THREADS) split_rows(const __grid_constant__ split_tasks tasks)
+static __global__ void __launch_bounds__(THREADS) two_term_rows(const __grid_constant__ two_term_tasks tasks)
 {
-    const split_task &task = tasks.at[blockIdx.y];
+    const two_term_task &task = tasks.at[blockIdx.y];
     constexpr int WARPS = THREADS / 32;
     for (int64_t index = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32; index < task.count;
          index += (int64_t)gridDim.x * WARPS)
-        split_row(task, index);
+        store_terms(task, index);
 }
 
-static split_task task_of(const skl_input *from, skl_dtype dtype, int64_t dim, int64_t heads, skl_tensor_rows shape,
-                          const skl_input *to, const skl_input *factors, int32_t pair_dim)
+static two_term_task task_of(const skl_input *from, skl_dtype dtype, int64_t dim, int64_t heads,
+                             skl_tensor_rows shape, const skl_input *to, const skl_input *factors, int32_t pair_dim)
 {
     const int64_t size = QUAD * (int64_t)skl_dtype_size(dtype);
     const bool vectorized = (uintptr_t)from->data % (uintptr_t)size == 0 && dim % QUAD == 0 &&
@@ -119,25 +119,25 @@ static split_task task_of(const skl_input *from, skl_dtype dtype, int64_t dim, i
             pair_dim / 2, vectorized, heads,    shape.rows, shape.batch * heads * shape.rows};
 }
 
-extern "C" cudaError_t skl_cuda_split_rows(const skl_cuda_params *params, const skl_cuda_launch *launch)
+extern "C" cudaError_t skl_cuda_two_term_rows(const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     const skl_problem *const p = &params->problem;
     const bool reverse = p->direction == SKL_KL_REVERSE;
     const skl_cuda_argument &t = reverse ? params->b : params->a, &s = reverse ? params->a : params->b;
     const skl_inputs &in = params->call.inputs;
     const skl_tensor_rows queries = skl_query_rows(p), keys = skl_key_rows(p);
-    const split_tasks tasks = {{
+    const two_term_tasks tasks = {{
         task_of(&in.q_t, p->dtype_t, p->dim_t, p->heads_t, queries, &t.q, &t.q_factors, t.dim),
         task_of(&in.q_s, p->dtype_s, p->dim_s, p->heads_s, queries, &s.q, &s.q_factors, s.dim),
         task_of(&in.k_t, p->dtype_t, p->dim_t, p->key_heads_t, keys, &t.k, &t.k_factors, t.dim),
         task_of(&in.k_s, p->dtype_s, p->dim_s, p->key_heads_s, keys, &s.k, &s.k_factors, s.dim),
     }};
     int64_t rows = 1;
-    for (const split_task &task : tasks.at)
+    for (const two_term_task &task : tasks.at)
         rows = skl_max(rows, task.count);
     const int64_t blocks_max = 1 << 14; /* grid-stride loops do the rest */
-    record_launch(launch->kernel, SKL_VARIANT_SPLIT, 1);
-    split_rows<<<dim3((unsigned)skl_min(blocks_max, skl_ceil_div(rows, THREADS / 32)), 4), THREADS, 0,
-                 params->call.stream>>>(tasks);
+    record_launch(launch->kernel, SKL_VARIANT_TWO_TERM, 1);
+    two_term_rows<<<dim3((unsigned)skl_min(blocks_max, skl_ceil_div(rows, THREADS / 32)), 4), THREADS, 0,
+                    params->call.stream>>>(tasks);
     return cudaPeekAtLastError();
 }

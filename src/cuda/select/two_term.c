@@ -1,7 +1,7 @@
-/* Split rows of the kernels that multiply f32 on tensor cores: where they are in the workspace. */
+/* Two-term rows of the kernels that multiply f32 on tensor cores: where they are in the workspace. */
 #include "cuda/select/choice.h"
 
-bool skl_select_splits_rows(const skl_cuda_kernel *kernel)
+bool skl_select_has_two_terms(const skl_cuda_kernel *kernel)
 {
     return kernel != skl_cuda_general && kernel->dtype == SKL_F32;
 }
@@ -14,7 +14,7 @@ static const void *take(const void *workspace, size_t *next, size_t size)
     return at;
 }
 
-/* A tensor of split rows and its factors. `dim`: of a split row, high and low. */
+/* A tensor of two-term rows and its factors. `dim`: of a two-term row, high and low. */
 static void place(const void *workspace, size_t *next, int64_t heads, skl_tensor_rows shape, int64_t dim,
                   skl_input *rows, skl_input *factors)
 {
@@ -38,19 +38,20 @@ static size_t place_all(const skl_problem *p, int64_t dim_max, const void *works
     return next;
 }
 
-size_t skl_select_split_size(const skl_problem *p, const skl_cuda_kernel *kernel)
+size_t skl_select_two_term_size(const skl_problem *p, const skl_cuda_kernel *kernel)
 {
     skl_cuda_argument teacher, student;
     return place_all(p, kernel->dim_max, NULL, &teacher, &student);
 }
 
-void skl_select_split(const choice *s, skl_cuda_params *params)
+void skl_select_two_term_rows(const choice *s, skl_cuda_params *params)
 {
     const skl_problem *const p = &s->plan->problem;
     const bool reverse = p->direction == SKL_KL_REVERSE;
-    const char *const at = (const char *)s->call->workspace + skl_select_split_at(s->plan, s->call->op);
-    skl_cuda_launch *const launch = skl_select_add(s, "split", s->kernel, skl_cuda_split_rows, SKL_VARIANT_SPLIT,
-                                                   "f32 products on tensor cores are sums of three products of f16");
+    const char *const at = (const char *)s->call->workspace + skl_select_two_term_at(s->plan, s->call->op);
+    skl_cuda_launch *const launch =
+        skl_select_add(s, "terms", s->kernel, skl_cuda_two_term_rows, SKL_VARIANT_TWO_TERM,
+                       "f32 products on tensor cores are sums of three products of f16");
     launch->workspace_size =
         place_all(p, s->kernel->dim_max, at, reverse ? &params->b : &params->a, reverse ? &params->a : &params->b);
 }
