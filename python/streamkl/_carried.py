@@ -127,7 +127,7 @@ def _unpack(tensor: torch.Tensor, batch: int) -> torch.Tensor:
     return tensor.unflatten(1, (batch, -1)).transpose(0, 1)
 
 
-@torch.compiler.disable  # the KL reaches its handle in the backward: a side effect that no graph has
+@torch._disable_dynamo  # the KL reaches its handle in the backward: a side effect that no graph has
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,

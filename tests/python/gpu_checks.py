@@ -7,6 +7,7 @@ STREAMKL_LIBRARY=build/gpu/src/libstreamkl.so PYTHONPATH=python python3 tests/py
 import sys
 import traceback
 
+import carried_cases
 import cases
 import indexer_cases
 import parallel_one_device
@@ -256,6 +257,17 @@ def check_distiller():
 
 
 # ---- Indexers ------------------------------------------------------------------------------------------------------
+
+
+def check_attention_that_carries_its_kl():
+    for case in carried_cases.CASES.values():
+        carried_cases.check_against_the_reference(**case, device="cuda")
+    for dims in (64, 64), (128, 128), (128, 64):
+        more = dict(dtype=torch.bfloat16, dims=dims, causal=True, heads=(4, 2, 4, 2), device="cuda")
+        carried_cases.check_against_the_reference(**more)
+        carried_cases.check_against_the_reference(**more, window_size=(9, 0))
+        bounds = carried_cases.CU
+        carried_cases.check_against_the_reference(**more, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=21, max_seqlen_k=21)
 
 
 def check_indexer_against_the_reference():
