@@ -16,6 +16,7 @@ from ._problem import DK_S, DQ_S, DV_S
 from ._sdpa import as_autocast, attend
 
 GRADIENTS = DQ_S | DK_S | DV_S
+_NO_LENGTHS = dict(cu_seqlens_q=None, cu_seqlens_k=None, key_lengths=None)
 
 
 @dataclass
@@ -30,6 +31,10 @@ class Term:
     options: Any  # Options
     packs_batch: bool = False  # lengths are those of packed sequences, in which the rows of the batch follow each other
 
+    def rows(self, kl: torch.Tensor) -> torch.Tensor:
+        """The weights, in the layout of the call."""
+        return _unpack(self.row_weight, kl.shape[0]) if self.packs_batch and self.row_weight.dim() else self.row_weight
+
 
 class CarriedKL:
     """The KL that an attention carries. Its value comes with the backward.
@@ -41,7 +46,10 @@ class CarriedKL:
 
     def __init__(self, inject: bool) -> None:
         self.loss: torch.Tensor | None = None
-        self._inject, self._term, self._kl = inject, None, None
+        self._inject = inject
+        self._term: Term | None = None
+        self._kl: torch.Tensor | None = None
+        self._value: torch.Tensor | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -59,12 +67,17 @@ class CarriedKL:
         """Sets what the backward adds. Without it, that is the backward of the attention alone."""
         self._term = term
 
+    @property
+    def is_bound(self) -> bool:
+        return self._term is not None
+
     def value(self) -> torch.Tensor:
         """The value of the KL in the loss: the weighted KLs, added up; NaN before the backward."""
-        if self._kl is None or self._term is None:
-            return torch.tensor(torch.nan)
-        weight = self._term.row_weight
-        return torch.where(weight == 0, 0.0, self._kl * weight).sum()
+        return torch.tensor(torch.nan) if self._value is None else self._value
+
+    def finish(self, kl: torch.Tensor, weight: torch.Tensor) -> None:
+        """Keeps the result and frees the teacher."""
+        self._kl, self._value, self._term = kl, torch.where(weight == 0, 0.0, kl * weight).sum(), None
 
 
 class Carried(torch.autograd.Function):
@@ -83,12 +96,14 @@ class Carried(torch.autograd.Function):
     def backward(ctx, grad_output, grad_loss):
         q, k, v, output, lse = ctx.saved_tensors
         handle, term = ctx.handle, ctx.handle._term
+        if handle.is_ready:
+            raise RuntimeError("streamkl.attention: the backward runs once, and frees the teacher: no retain_graph=True")
         scale = 1.0 if handle._inject else grad_loss
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output
         if term is None or scale is None:
             return *_own_backward(ctx.compute, q, k, v, grad_output), None, None
         kl, *gradients = carried_backward(term, q, k, v, output, grad_output, lse, scale)
-        handle._kl = kl
+        handle.finish(kl, term.rows(kl))
         return *gradients, None, None
 
 
@@ -125,6 +140,13 @@ def _pack(tensor: torch.Tensor) -> torch.Tensor:
 
 def _unpack(tensor: torch.Tensor, batch: int) -> torch.Tensor:
     return tensor.unflatten(1, (batch, -1)).transpose(0, 1)
+
+
+def term_of(q_t, k_t, q_s, k_s, lse_t, direction, *, row_weight, packs_batch, **options) -> Term:
+    """The mean KL over rows, with the arguments of attention_kl."""
+    lengths, translated = translate(GRADIENTS, direction=direction, **{**_NO_LENGTHS, **options})
+    weight = _weight_of_rows(q_s, k_s, 1.0, row_weight, "mean", lengths, translated)
+    return Term(q_t, k_t, lse_t, weight, lengths, translated, packs_batch)
 
 
 @torch._disable_dynamo  # the KL reaches its handle in the backward: a side effect that no graph has
