@@ -26,8 +26,10 @@ enum { CAPABILITY_END_sm80 = 1000, CAPABILITY_END_sm90 = 91 };
 #define ATTENTION_FUSED(arch, type, dim)                                                                             \
     {ATTENTION(arch, type, dim), .fused_dim_max = dim, .fused = skl_cuda_##arch##_##type##_##dim##_fused},
 #define ATTENTION_PAIR(arch, type, large, small)                                                                     \
-    {ENTRY(arch, type, large##_##small, "dim <= " #large " and <= " #small ", no softcap"), .dim_max = large,        \
-     .small_dim_max = small, .fused_dim_max = (large) <= SKL_SM90_FUSED_DIM_MAX ? (large) : (small),                 \
+    {ENTRY(arch, type, large##_##small, "dim <= " #large " and <= " #small ", no softcap"),                          \
+     .dim_max = large,                                                                                               \
+     .small_dim_max = small,                                                                                         \
+     .fused_dim_max = (large) <= SKL_SM90_FUSED_DIM_MAX ? (large) : (small),                                         \
      .forward = skl_cuda_##arch##_##type##_##large##_##small##_forward,                                              \
      .fused = skl_cuda_##arch##_##type##_##large##_##small##_fused},
 #define ATTENTION_UNFUSED(arch, type, dim) {ATTENTION(arch, type, dim), .dq = skl_cuda_##arch##_##type##_##dim##_dq},
