@@ -176,6 +176,9 @@ static real normalise(const struct run *run, const struct row *row)
         for (int64_t h = 0; h < run->group_size; h++)
             run->lses[h] = as_stored((struct log_sum){run->lses[h].largest, log_z});
         distributions(run, row);
+        /* With sinks log z is the rounding of the given LSEs, and a kernel need not divide by z. */
+        for (int64_t j = 0; run->problem->sinks && j < row->key_count; j++)
+            run->log_p_rounding[j] += fabs(log_z) / (real)ORACLE_ROUNDING;
     }
 
     run->lse_s[row->at_s] = value_of(run->lses[run->group_size]);

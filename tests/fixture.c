@@ -161,13 +161,14 @@ static void draw_bounds(test_bounds kind, oracle_sequence sequence, int32_t *beg
     }
 }
 
-/* Of the size of the largest logits of a row, so that a sink has a part of the mass that is neither 0 nor 1. */
-static const float *create_sinks(test_memory *memory, int64_t heads, test_random *random)
+/* Of the size of the largest logits of a row, so that a sink has a part of the mass that is neither 0 nor 1, unless
+ * the case wants them above (or below) the logits. */
+static const float *create_sinks(test_memory *memory, int64_t heads, double above, test_random *random)
 {
     *memory = memory_create((size_t)heads * sizeof(float), sizeof(float));
     float *const sinks = (float *)(void *)memory->data;
     for (int64_t h = 0; h < heads; h++)
-        sinks[h] = (float)random_uniform(random, -1, 4);
+        sinks[h] = (float)(above + random_uniform(random, -1, 4));
     return sinks;
 }
 
@@ -255,8 +256,8 @@ void fixture_create(fixture *f, const test_case *c)
     if (c->bounds != BOUNDS_NONE)
         create_bounds(f, &random);
     if (c->sinks) {
-        f->inputs.sink_t = create_sinks(&f->sinks[0], p->heads_t, &random);
-        f->inputs.sink_s = create_sinks(&f->sinks[1], p->heads_s, &random);
+        f->inputs.sink_t = create_sinks(&f->sinks[0], p->heads_t, c->sinks_above[0], &random);
+        f->inputs.sink_s = create_sinks(&f->sinks[1], p->heads_s, c->sinks_above[1], &random);
     }
 
     if (p->index_heads) {

@@ -19,11 +19,19 @@ enum { CAPABILITY_END_sm80 = 1000, CAPABILITY_END_sm90 = 91 };
     .name = "cuda_" #arch "_" #type "_" #size, .detail = #type ", " text ": " PRODUCTS_##arch,                       \
     .capability = SKL_CAPABILITY_##arch, .capability_end = CAPABILITY_END_##arch, .dtype = DTYPE_##type
 #define ATTENTION(arch, type, dim)                                                                                   \
-    ENTRY(arch, type, dim, "dim <= " #dim), .dim_max = dim, .forward = skl_cuda_##arch##_##type##_##dim##_forward,   \
+    ENTRY(arch, type, dim, "dim <= " #dim), .dim_max = dim, .small_dim_max = dim, .softcap = true,                   \
+                                            .forward = skl_cuda_##arch##_##type##_##dim##_forward,                   \
                                             .dk = skl_cuda_##arch##_##type##_##dim##_dk,                             \
                                             .blocks_per_sm = skl_cuda_##arch##_##type##_##dim##_blocks_per_sm
 #define ATTENTION_FUSED(arch, type, dim)                                                                             \
-    {ATTENTION(arch, type, dim), .fused = skl_cuda_##arch##_##type##_##dim##_fused},
+    {ATTENTION(arch, type, dim), .fused_dim_max = dim, .fused = skl_cuda_##arch##_##type##_##dim##_fused},
+#define ATTENTION_PAIR(arch, type, large, small)                                                                     \
+    {ENTRY(arch, type, large##_##small, "dim <= " #large " and <= " #small ", no softcap"),                          \
+     .dim_max = large,                                                                                               \
+     .small_dim_max = small,                                                                                         \
+     .fused_dim_max = (large) <= SKL_SM90_FUSED_DIM_MAX ? (large) : (small),                                         \
+     .forward = skl_cuda_##arch##_##type##_##large##_##small##_forward,                                              \
+     .fused = skl_cuda_##arch##_##type##_##large##_##small##_fused},
 #define ATTENTION_UNFUSED(arch, type, dim) {ATTENTION(arch, type, dim), .dq = skl_cuda_##arch##_##type##_##dim##_dq},
 #define GROUP_KERNELS(arch, type, name)                                                                              \
     {ENTRY(arch, type, name, "teacher groups, dim <= 128"), .dim_max = SKL_GROUP_DIM_MAX,                            \

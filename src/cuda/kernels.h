@@ -15,7 +15,10 @@ typedef struct skl_cuda_kernel {
     const char *name, *detail;
     int capability, capability_end; /* lowest compute capability, and the first beyond the highest: 90 is 9.0 */
     skl_dtype dtype;
-    int64_t dim_max; /* of attention heads; 0: any size and type */
+    int64_t dim_max;       /* of attention heads; 0: any size and type */
+    int64_t small_dim_max; /* of the smaller of an attention's two head sizes */
+    int64_t fused_dim_max; /* of the gradients of `fused` */
+    bool softcap;          /* attention with one */
     skl_cuda_launcher forward, fused, dq, dk;
     int (*blocks_per_sm)(void); /* of the forward */
     skl_cuda_launcher group_lse, group_rows, group_fused;

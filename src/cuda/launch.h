@@ -22,6 +22,7 @@ typedef struct skl_cuda_argument {
     float scale;     /* turns a product into a logit in base 2; with a softcap into the argument of tanh */
     float softcap_2; /* softcap in base 2, and its inverse */
     float inverse_softcap_2;
+    float tanh_scale, tanh_factor, product_max; /* sm90/attention/softcap.cuh */
 } skl_cuda_argument;
 
 /* Common to all kernels; each kernel family extends it by its own members (common/params.cuh). */
@@ -48,6 +49,7 @@ struct skl_cuda_launch {
     int32_t sm_count;
     int32_t smem_per_block;  /* bytes, at most */
     int32_t persistent;      /* forward: resident blocks take one tile after another */
+    int32_t paired;          /* forward: two blocks of smaller tiles per SM */
     int32_t num_splits;      /* forward: splits of the keys of a query tile, merged by a second kernel */
     int32_t head_group;      /* heads whose tiles run together so that their keys stay in the L2 cache */
     int32_t teacher_side;    /* gradients of q_t or k_t, not of q_s or k_s */
@@ -72,6 +74,7 @@ struct skl_cuda_launch {
 /* Variants, as cuda/select and the launchers name them. */
 #define SKL_VARIANT_PERSISTENT    "persistent"
 #define SKL_VARIANT_TILES         "one tile per block"
+#define SKL_VARIANT_PAIRED        "one tile per block, two blocks per SM"
 #define SKL_VARIANT_SOFTCAP       "softcap, one tile per block"
 #define SKL_VARIANT_FUSED         "fused backward"
 #define SKL_VARIANT_FUSED_SOFTCAP "fused backward, softcap"
@@ -108,7 +111,9 @@ enum {
     SKL_SM80_BLOCKS_PER_SM_MAX = 3, /* that splits are made for */
     SKL_SPLIT_ROWS_MAX = 512,       /* rows of split states per SM: bounds the workspace */
     SKL_SM90_STAGE_KEYS = 64,
-    SKL_SM90_NARROW_DIM_MAX = 128,    /* larger heads have the wide kernels */
+    SKL_SM90_NARROW_DIMS_MAX = 256,   /* of both arguments: larger ones have the wide forward */
+    SKL_SM90_PAIRED_ROWS = 128,       /* queries per tile of the narrow forward with two blocks per SM */
+    SKL_SM90_FUSED_DIM_MAX = 128,     /* of the gradients of a fused backward */
     SKL_SM90_BACKWARD_ROWS = 128,     /* queries per tile of the fused backward */
     SKL_SM90_UNBOUNDED_F16_DIM = 256, /* f16 kernels whose gradients have no row bounds */
     SKL_HEAD_GROUP_MAX = 16,
@@ -122,11 +127,17 @@ enum {
 #define SKL_ROWS_MAX ((int64_t)1 << 30)
 
 /* Queries per tile of a forward. */
-#define SKL_SM80_FORWARD_ROWS(dim) ((dim) <= 128 ? 128 : 64)
-#define SKL_SM90_FORWARD_ROWS(dim) ((dim) <= SKL_SM90_NARROW_DIM_MAX ? 256 : 128)
+#define SKL_SM80_FORWARD_ROWS(dim)  ((dim) <= 128 ? 128 : 64)
+#define SKL_SM90_FORWARD_ROWS(dims) ((dims) <= SKL_SM90_NARROW_DIMS_MAX ? 256 : 128) /* of both arguments */
 
-/* Pipeline stages of the narrow forward without a softcap. */
-#define SKL_SM90_FORWARD_STAGES(dim) ((dim) == 64 ? 8 : 4)
+/* Keys, at most, of a narrow forward with two blocks per SM. */
+#define SKL_SM90_PAIRED_KEYS_MAX(dims) ((dims) <= 128 ? SKL_ROWS_MAX : (int64_t)2048)
+
+/* Largest argument of the polynomial for tanh. */
+#define SKL_TANH_MAX 0.75F
+
+/* Pipeline stages of the narrow forward, at most. */
+#define SKL_SM90_FORWARD_STAGES(dims) ((dims) <= 128 ? 8 : (dims) <= 192 ? 6 : 4)
 
 /* ---- Launchers ---------------------------------------------------------------------------------------------- */
 
@@ -156,6 +167,9 @@ SKL_DECLARE_LAUNCHER(skl_cuda_general_sparse_gradients)
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##dim##_fused)                                                  \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##dim##_dk)                                                     \
     int skl_cuda_##arch##_##dtype##_##dim##_blocks_per_sm(void);
+#define ATTENTION_PAIR(arch, dtype, large, small)                                                                    \
+    SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##large##_##small##_forward)                                    \
+    SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##large##_##small##_fused)
 #define GROUP_KERNELS(arch, dtype, name)                                                                             \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_lse)                                                   \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_rows)                                                  \
@@ -168,6 +182,7 @@ SKL_DECLARE_LAUNCHER(skl_cuda_general_sparse_gradients)
 #undef INDEXER_KERNELS
 #undef CARRYING_KERNEL
 #undef GROUP_KERNELS
+#undef ATTENTION_PAIR
 #undef ATTENTION_FUSED
 #undef ATTENTION_UNFUSED
 #undef SKL_DECLARE_LAUNCHER

@@ -14,6 +14,42 @@ struct row_sums {
     float l_a, l_b, w;
 };
 
+/* A state of a one-pass kernel. Its logits are relative to the LSEs, so its shifts are 0. */
+__device__ inline skl_row_state state_of(const row_sums &sums)
+{
+    return {0.0F, sums.l_a, 0.0F, sums.l_b, sums.w};
+}
+
+/* Sums of rows of any length, for each thread in shared memory. An f32 sum loses digits as a row grows
+ * (docs/design/maths.md, section 13), so a kernel adds its sums to these once in FLUSH_STAGES stages of 64 keys. */
+constexpr int FLUSH_STAGES = 64;
+
+template <int THREADS> struct long_sums {
+    double l_a[2][THREADS], l_b[2][THREADS], w[2][THREADS]; /* of a thread's two rows */
+
+    __device__ void clear()
+    {
+        for (int half = 0; half < 2; half++)
+            l_a[half][threadIdx.x] = l_b[half][threadIdx.x] = w[half][threadIdx.x] = 0.0;
+    }
+
+    /* Adds the sums and clears them. */
+    __device__ void flush(row_sums (&sums)[2])
+    {
+        for (int half = 0; half < 2; half++) {
+            l_a[half][threadIdx.x] += (double)sums[half].l_a;
+            l_b[half][threadIdx.x] += (double)sums[half].l_b;
+            w[half][threadIdx.x] += (double)sums[half].w;
+            sums[half] = {};
+        }
+    }
+
+    __device__ skl_row_state state(int half) const
+    {
+        return state_of({(float)l_a[half][threadIdx.x], (float)l_b[half][threadIdx.x], (float)w[half][threadIdx.x]});
+    }
+};
+
 /* Adds a pair of logits in base 2, each minus its shift: l_a += 2^x, l_b += 2^y, w += 2^x (x - y). `first` starts the
  * sums with this pair, which saves the additions to 0. */
 __device__ inline void add_pair(row_sums &sums, float x, float y, bool first = false)

@@ -1,6 +1,7 @@
 /* The launches of a call. */
 #include "cuda/select/choice.h"
 
+#include <math.h>
 #include <string.h>
 
 #include "base/needs.h"
@@ -63,14 +64,19 @@ static const char *why_no_tma(const choice *s)
 static skl_cuda_argument argument_of(const skl_side *side)
 {
     const bool capped = skl_caps_logits(side->softcap);
-    const skl_cuda_argument argument = {.q = *side->q,
-                                        .k = *side->k,
-                                        .heads_per_key = (int32_t)(side->heads / side->key_heads),
-                                        .dim = (int32_t)side->dim,
-                                        .capped = capped,
-                                        .scale = capped ? side->scale / side->softcap : side->scale * SKL_LOG2E,
-                                        .softcap_2 = capped ? side->softcap * SKL_LOG2E : 0.0F,
-                                        .inverse_softcap_2 = capped ? SKL_LN2 / side->softcap : 0.0F};
+    /* Where only the other argument has a softcap, one so large that tanh u is u to the last bit. */
+    const float no_softcap = 0x1p22F, tanh_max = capped ? SKL_TANH_MAX : 1e-4F;
+    skl_cuda_argument argument = {.q = *side->q,
+                                  .k = *side->k,
+                                  .heads_per_key = (int32_t)(side->heads / side->key_heads),
+                                  .dim = (int32_t)side->dim,
+                                  .capped = capped,
+                                  .scale = capped ? side->scale / side->softcap : side->scale * SKL_LOG2E,
+                                  .softcap_2 = capped ? side->softcap * SKL_LOG2E : 0.0F,
+                                  .inverse_softcap_2 = capped ? SKL_LN2 / side->softcap : 0.0F};
+    argument.tanh_factor = capped ? argument.softcap_2 : no_softcap;
+    argument.tanh_scale = capped ? argument.scale : argument.scale / no_softcap;
+    argument.product_max = tanh_max / fabsf(argument.tanh_scale);
     return argument;
 }
 

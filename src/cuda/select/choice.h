@@ -32,6 +32,10 @@ typedef struct side_request {
 /* A student of attention whose heads each learn the mean of several teacher heads. */
 bool skl_select_is_attention_with_groups(const skl_problem *p);
 
+/* `kernel` or, if it is for a pair of head sizes, the one of its architecture that has dq or a fused backward, and
+ * dk, for every head size of the problem. */
+const skl_cuda_kernel *skl_select_with_dk(const skl_cuda_kernel *kernel, const skl_problem *p);
+
 /* The kernel that computes gradients of teacher groups in strips, where the best one cannot. */
 const skl_cuda_kernel *skl_select_strip_kernel_of(const skl_problem *p);
 

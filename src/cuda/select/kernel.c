@@ -19,8 +19,10 @@ bool skl_select_is_attention_with_groups(const skl_problem *p)
 static bool fits_attention(const skl_cuda_kernel *kernel, const skl_problem *p)
 {
     const int64_t length = skl_max(p->len_q, p->len_k);
-    return kernel->forward != NULL && p->dim_t <= kernel->dim_max && p->dim_s <= kernel->dim_max &&
-           length < SKL_ROWS_MAX && p->heads_s < INT32_MAX / skl_ceil_div(length + 1, SKL_SM80_TILE_MIN);
+    return kernel->forward != NULL && skl_max(p->dim_t, p->dim_s) <= kernel->dim_max &&
+           skl_min(p->dim_t, p->dim_s) <= kernel->small_dim_max &&
+           (kernel->softcap || (p->softcap_t == 0.0F && p->softcap_s == 0.0F)) && length < SKL_ROWS_MAX &&
+           p->heads_s < INT32_MAX / skl_ceil_div(length + 1, SKL_SM80_TILE_MIN);
 }
 
 /* The queries of all teacher heads of a group have to fit into shared memory, with two stages of keys if the heads
@@ -75,6 +77,17 @@ const skl_cuda_kernel *skl_cuda_select_kernel(const skl_problem *p, int capabili
             (forced == NULL || skl_cuda_has_name(kernel, forced)))
             break;
     return kernel;
+}
+
+const skl_cuda_kernel *skl_select_with_dk(const skl_cuda_kernel *kernel, const skl_problem *p)
+{
+    if (kernel->dk != NULL)
+        return kernel;
+    const skl_cuda_kernel *next = NULL;
+    for (int32_t i = 0; (next = skl_cuda_kernel_at(i)) != NULL; i++)
+        if (next->capability == kernel->capability && next->dk != NULL && fits_problem(next, p))
+            break;
+    return next;
 }
 
 const skl_cuda_kernel *skl_select_strip_kernel_of(const skl_problem *p)

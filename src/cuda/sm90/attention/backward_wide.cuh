@@ -344,8 +344,7 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
     __device__ void store_kl(int half, int row) const
     {
         const row_tile<2, DK> &tile = smem.tile;
-        const skl_row_state state =
-            merge_lanes({0.0F, sums[half].l_a, 0.0F, sums[half].l_b, sums[half].w}); /* shifts: the LSEs */
+        const skl_row_state state = merge_lanes(state_of(sums[half]));
         if (row < smem.count && threadIdx.x % 4 == 0)
             write_one_pass_row(params, tile.sequence, tile.head, tile.first + row, state);
     }

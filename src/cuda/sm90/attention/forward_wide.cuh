@@ -1,4 +1,4 @@
-/* Forward for head sizes 192 and 256: KL and LSEs of each row, in one pass over the keys.
+/* Forward for head sizes 192 and 256, of one argument or both: KL and LSEs of each row, in one pass over the keys.
  *
  * Bound: tensor cores. At 256 dimensions wgmmas take twice as long as the exponentials, and hide them.
  *
@@ -22,16 +22,21 @@
 namespace sm90
 {
 
-template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
+template <typename ELEMENT, int DIM_A, int DIM_B, bool CAPPED> struct wide_forward {
     static constexpr int GROUPS = CONSUMERS;
     static constexpr int THREADS = 128 * (GROUPS + 1);
     typedef query_tile<GROUPS> tile_type;
-    static constexpr int DEPTH = DIM == 192 ? 4 : 2; /* pipeline stages */
-    static constexpr int REG_DIMS = 128;             /* dimensions of both arguments' queries in registers */
+    /* Dimensions of the queries in registers. */
+    static constexpr int REG_DIMS_A = DIM_A < 128 ? DIM_A : 128, REG_DIMS_B = DIM_B < 128 ? DIM_B : 128;
+    typedef smem_rows<(DIM_A - REG_DIMS_A) / 64> q_a_rows;
+    typedef smem_rows<(DIM_B - REG_DIMS_B) / 64> q_b_rows;
+    static constexpr int DEPTH =
+        depth_for(sizeof(key_stage<DIM_A, DIM_B>), q_a_rows::SIZE + q_b_rows::SIZE, 4); /* pipeline stages */
 
     struct memory {
-        key_stage<DIM> stages[DEPTH];
-        smem_rows<(DIM - REG_DIMS) / 64> q_a, q_b;
+        key_stage<DIM_A, DIM_B> stages[DEPTH];
+        q_a_rows q_a;
+        alignas(1024) q_b_rows q_b; /* q_a has one byte if it has no slab */
         uint64_t queries_full[1], full[DEPTH], empty[DEPTH];
         stage_schedule keys;
         row_ranges<tile_type::ROWS> visible;
@@ -47,8 +52,8 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
         const tma_coord coord = warp_uniform(smem.coord);
         const stage_schedule keys = warp_uniform(smem.keys);
         barrier_expect_tx(smem.queries_full[0], smem.q_a.SIZE + smem.q_b.SIZE);
-        load_queries<REG_DIMS>(smem.q_a, maps.queries_a, coord, smem.queries_full[0]);
-        load_queries<REG_DIMS>(smem.q_b, maps.queries_b, coord, smem.queries_full[0]);
+        load_queries<REG_DIMS_A>(smem.q_a, maps.queries_a, coord, smem.queries_full[0]);
+        load_queries<REG_DIMS_B>(smem.q_b, maps.queries_b, coord, smem.queries_full[0]);
         for (int n = 0; n < keys.stages; n++) {
             const int stage = n % DEPTH;
             barrier_wait(smem.empty[stage], n / DEPTH % 2 ^ 1);
@@ -64,15 +69,15 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
     int warpgroup;
     stage_schedule keys;
     /* Per thread: */
-    uint32_t q_a[REG_DIMS / 16][4], q_b[REG_DIMS / 16][4];
+    uint32_t q_a[REG_DIMS_A / 16][4], q_b[REG_DIMS_B / 16][4];
     skl_row_state state[2];
 
     __device__ void load_q_frags(const tile_type &tile)
     {
         const skl_sequence &s = tile.sequence;
         const int rows = (int)skl_min(tile.ROWS, s.query_count - tile.first);
-        load_a_frag<REG_DIMS>(q_a, queries_of<ELEMENT>(params.a, s, tile.head).from(tile.first), rows);
-        load_a_frag<REG_DIMS>(q_b, queries_of<ELEMENT>(params.b, s, tile.head).from(tile.first), rows);
+        load_a_frag<REG_DIMS_A>(q_a, queries_of<ELEMENT>(params.a, s, tile.head).from(tile.first), rows);
+        load_a_frag<REG_DIMS_B>(q_b, queries_of<ELEMENT>(params.b, s, tile.head).from(tile.first), rows);
         barrier_wait(smem.queries_full[0], 0);
     }
 
@@ -82,10 +87,10 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
         barrier_wait(smem.full[stage], n / DEPTH % 2);
         wgmma_fence();
         const uint32_t queries = warpgroup * (64 * 128 / 16);
-        issue_logits<ELEMENT, DIM, REG_DIMS>(x, q_a, k_major_operand(&smem.q_a) + queries,
-                                             k_major_operand(&smem.stages[stage].a));
-        issue_logits<ELEMENT, DIM, REG_DIMS>(y, q_b, k_major_operand(&smem.q_b) + queries,
-                                             k_major_operand(&smem.stages[stage].b));
+        issue_logits<ELEMENT, DIM_A, REG_DIMS_A>(x, q_a, k_major_operand(&smem.q_a) + queries,
+                                                 k_major_operand(&smem.stages[stage].a));
+        issue_logits<ELEMENT, DIM_B, REG_DIMS_B>(y, q_b, k_major_operand(&smem.q_b) + queries,
+                                                 k_major_operand(&smem.stages[stage].b));
         wgmma_commit();
     }
 
@@ -117,6 +122,8 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
             stage_logits x, y, capped_x, capped_y;
             issue_stage(x, y, n);
             wait_stage(x, y, n);
+            if (n >= keys.masked_stages && add_capped(state, x, y, params))
+                continue;
             cap_stage(capped_x, x, params.a);
             cap_stage(capped_y, y, params.b);
             if (n < keys.masked_stages)
@@ -153,12 +160,12 @@ template <typename ELEMENT, int DIM, bool CAPPED> struct wide_forward {
     }
 };
 
-template <typename ELEMENT, int DIM, bool CAPPED>
-__global__ void __launch_bounds__(wide_forward<ELEMENT, DIM, CAPPED>::THREADS, 1)
+template <typename ELEMENT, int DIM_A, int DIM_B, bool CAPPED>
+__global__ void __launch_bounds__(wide_forward<ELEMENT, DIM_A, DIM_B, CAPPED>::THREADS, 1)
     wide_forward_kernel(const __grid_constant__ forward_params params, const __grid_constant__ forward_maps maps)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    typedef wide_forward<ELEMENT, DIM, CAPPED> forward;
+    typedef wide_forward<ELEMENT, DIM_A, DIM_B, CAPPED> forward;
     extern __shared__ __align__(1024) unsigned char raw[];
     typename forward::memory &smem = *(typename forward::memory *)(void *)raw;
     typename forward::tile_type tile;
