@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Callable, Literal
+from typing import Any, Callable, Literal, NamedTuple
 
 import torch
 
 from . import _library as lib
 from ._attention_kl import divide_by_rows, expand_weight
 from ._checks import check_attention, describe
-from ._ops import specs_of
+from ._ops import carries_kl, specs_of
 from ._options import Direction, Layout, Lengths, check_flags, refuse_transforms, translate
 from ._problem import DK_S, DQ_S, DV_S
 from ._sdpa import as_autocast, attend
@@ -31,9 +31,16 @@ class Term:
     options: Any  # Options
     packs_batch: bool = False  # lengths are those of packed sequences, in which the rows of the batch follow each other
 
+    def packed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[batch, heads, length, ...] as [heads, batch * length, ...]."""
+        return tensor.transpose(0, 1).flatten(1, 2) if self.packs_batch else tensor
+
+    def unpacked(self, tensor: torch.Tensor, batch: int) -> torch.Tensor:
+        return tensor.unflatten(1, (batch, -1)).transpose(0, 1) if self.packs_batch else tensor
+
     def rows(self, kl: torch.Tensor) -> torch.Tensor:
         """The weights, in the layout of the call."""
-        return _unpack(self.row_weight, kl.shape[0]) if self.packs_batch and self.row_weight.dim() else self.row_weight
+        return self.unpacked(self.row_weight, kl.shape[0]) if self.row_weight.dim() else self.row_weight
 
 
 class CarriedKL:
@@ -102,7 +109,11 @@ class Carried(torch.autograd.Function):
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output
         if term is None or scale is None:
             return *_own_backward(ctx.compute, q, k, v, grad_output), None, None
-        kl, *gradients = carried_backward(term, q, k, v, output, grad_output, lse, scale)
+        operands = _Operands.of(term, q, k, lse, scale)
+        if term.options.deterministic or carries_kl(*operands):
+            kl, *gradients = _in_one_call(operands, term, v, output, grad_output)
+        else:  # torch's backward is faster than general kernels
+            kl, *gradients = _apart(operands, term, _own_backward(ctx.compute, q, k, v, grad_output))
         handle.finish(kl, term.rows(kl))
         return *gradients, None, None
 
@@ -114,32 +125,52 @@ def _own_backward(compute, q, k, v, grad_output):
         return torch.autograd.grad(compute(*inputs)[0], inputs, grad_output)
 
 
-def carried_backward(term: Term, q, k, v, output, grad_output, lse_s, scale):
-    """[kl, dq, dk, dv]; `scale` multiplies the weights of the term."""
-    batch = q.shape[0]
-    if term.packs_batch:
-        q, k, v, output, grad_output = map(_pack, (q, k, v, output, grad_output))
-        lse_s = None if lse_s is None else _pack(lse_s)
-    lse_t, arguments = term.lse_t, (*term.lengths, *term.options)
-    if lse_t is None or lse_s is None:
-        computed_t, computed_s = torch.ops.streamkl.forward(
-            term.q_t, term.k_t, q, k, None, None, None, None, lse_t, lib.LSE_T | lib.LSE_S, *arguments
-        )
-        lse_t, lse_s = computed_t if lse_t is None else lse_t, computed_s if lse_s is None else lse_s
-    weight = (term.row_weight * scale).expand(lse_s.shape)
+class _Operands(NamedTuple):
+    """What a call of the library takes: packed where the lengths of the term are those of packed sequences."""
+
+    q_t: torch.Tensor
+    k_t: torch.Tensor
+    q_s: torch.Tensor
+    k_s: torch.Tensor
+    lse_t: torch.Tensor
+    lse_s: torch.Tensor
+    row_weight: torch.Tensor
+    lengths: Lengths
+    options: Any
+
+    @staticmethod
+    def of(term: Term, q, k, lse_s, scale) -> _Operands:
+        """`scale` multiplies the weights of the term. LSEs that are not known are computed."""
+        q, k, lse_s = term.packed(q), term.packed(k), None if lse_s is None else term.packed(lse_s)
+        lse_t = term.lse_t
+        if lse_t is None or lse_s is None:
+            computed_t, computed_s = torch.ops.streamkl.forward(
+                term.q_t, term.k_t, q, k, None, None, None, None, lse_t, lib.LSE_T | lib.LSE_S, *term.lengths, *term.options
+            )
+            lse_t, lse_s = computed_t if lse_t is None else lse_t, computed_s if lse_s is None else lse_s
+        weight = (term.row_weight * scale).expand(lse_s.shape)
+        return _Operands(term.q_t, term.k_t, q, k, lse_t, lse_s, weight, term.lengths, term.options)
+
+
+def _in_one_call(operands: _Operands, term: Term, v, output, grad_output):
+    """[kl, dq, dk, dv]"""
+    q_t, k_t, q_s, k_s, lse_t, lse_s, weight, lengths, options = operands
+    of_values = map(term.packed, (v, output, grad_output))
     made = torch.ops.streamkl.attention_backward(
-        term.q_t, term.k_t, q, k, v, output, grad_output, lse_t, lse_s, weight, *arguments
+        q_t, k_t, q_s, k_s, *of_values, lse_t, lse_s, weight, *lengths, *options
     )
-    return [_unpack(each, batch) for each in made] if term.packs_batch else made
+    return [term.unpacked(each, v.shape[0]) for each in made]
 
 
-def _pack(tensor: torch.Tensor) -> torch.Tensor:
-    """[batch, heads, length, ...] as [heads, batch * length, ...]."""
-    return tensor.transpose(0, 1).flatten(1, 2)
-
-
-def _unpack(tensor: torch.Tensor, batch: int) -> torch.Tensor:
-    return tensor.unflatten(1, (batch, -1)).transpose(0, 1)
+def _apart(operands: _Operands, term: Term, own):
+    """[kl, dq, dk, dv] from the attention's own gradients and a one-pass call, whose sum is rounded once."""
+    q_t, k_t, q_s, k_s, lse_t, lse_s, weight, lengths, options = operands
+    options = options._replace(gradients=DQ_S | DK_S, grad_f32=True)
+    made = torch.ops.streamkl.forward_backward(
+        q_t, k_t, q_s, k_s, None, None, None, None, lse_t, lse_s, weight, lib.KL, *lengths, *options
+    )
+    kl, dq, dk = (term.unpacked(each, own[0].shape[0]) for each in made)
+    return [kl, (own[0] + dq).to(own[0].dtype), (own[1] + dk).to(own[1].dtype), own[2]]
 
 
 def term_of(q_t, k_t, q_s, k_s, lse_t, direction, *, row_weight, packs_batch, **options) -> Term:

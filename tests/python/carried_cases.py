@@ -57,7 +57,9 @@ class Call:
     def reference(self, kl_weight=1.0, out_weight=1.0):
         """(output, KLs, gradients) in float64."""
         q, k, v = (tensor.detach().double().requires_grad_() for tensor in self.inputs)
-        unused = ("direction", "reduction", "row_weight", "softmax_scale_t", "softcap_t")
+        unused = (
+            "direction", "reduction", "row_weight", "softmax_scale_t", "softcap_t", "deterministic", "max_seqlen_q", "max_seqlen_k",
+        )  # fmt: skip
         out, _ = reference.attention(q, k, v, **{name: x for name, x in self.options.items() if name not in unused})
         teacher = self.q_t.double(), self.k_t.double()
         loss = reference.attention_kl(*teacher, q, k, **self.kl_options)

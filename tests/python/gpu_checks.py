@@ -260,8 +260,10 @@ def check_distiller():
 
 
 def check_attention_that_carries_its_kl():
+    """By default torch's own backward where no kernel carries the KL; deterministic, always skl_attention_backward."""
     for case in carried_cases.CASES.values():
         carried_cases.check_against_the_reference(**case, device="cuda")
+        carried_cases.check_against_the_reference(**case, device="cuda", deterministic=True)
     for dims in (64, 64), (128, 128), (128, 64):
         more = dict(dtype=torch.bfloat16, dims=dims, causal=True, heads=(4, 2, 4, 2), device="cuda")
         carried_cases.check_against_the_reference(**more)

@@ -13,6 +13,14 @@ def test_matches_the_reference(name):
     check_against_the_reference(**CASES[name])
 
 
+@pytest.mark.parametrize("name", ["bf16", "f16", "teacher_groups", "packed", "reverse", "row_weight"])
+def test_apart(name, monkeypatch):
+    """Where a GPU has no kernel for both: torch's own backward, and a one-pass call."""
+    monkeypatch.setattr(streamkl._carried, "carries_kl", lambda *_: False)
+    monkeypatch.setattr(streamkl._carried, "_in_one_call", None)
+    check_against_the_reference(**CASES[name])
+
+
 def test_given_lse_is_used():
     call = Call(causal=True)
     _, lse_t, _ = streamkl.attention_kl(call.q_t, call.k_t, call.q.detach(), call.k.detach(), return_lse=True, **call.options)

@@ -7,6 +7,7 @@ import torch
 from hf_models import gpt_oss, llama
 from transformers import TrainingArguments
 
+import streamkl
 from streamkl.hf import AttentionDistiller
 from streamkl.hf.trainer import DistillationTrainer
 
@@ -59,6 +60,16 @@ def test_gradients_are_those_of_the_separate_loss(name):
     plain, _, _, _ = gradients(teacher, student, batch, kl_weight=0.0)
     name = "model.layers.0.self_attn.q_proj.weight"
     assert (plain[name] - apart[name]).norm() > 0.01 * apart[name].norm()  # the KL matters in what was compared
+
+
+def test_packed_apart(monkeypatch):
+    monkeypatch.setattr(streamkl._carried, "carries_kl", lambda *_: False)
+    teacher, student = models()
+    batch, layers = BATCHES["packed"]
+    apart, _, _, _ = gradients(teacher, student, batch)
+    fused, _, _, carried = gradients(teacher, student, batch, fused=True)
+    assert carried == layers
+    assert_same(fused, apart)
 
 
 OPTIONS = {
