@@ -254,9 +254,11 @@ def check_distiller():
             loss = distiller.loss()
         loss.backward()
         torch.testing.assert_close(loss, expected, rtol=1e-3, atol=1e-5)
-
-
-# ---- Indexers ------------------------------------------------------------------------------------------------------
+        with AttentionDistiller(teacher, student, fused=True) as distiller:
+            student(**inputs)
+            distiller.loss().backward()
+        assert distiller.carried_layers == ([0, 1] if padding == "none" else [])
+        torch.testing.assert_close(distiller.last_loss, expected.detach(), rtol=1e-3, atol=1e-5)
 
 
 def check_attention_that_carries_its_kl():
@@ -270,6 +272,9 @@ def check_attention_that_carries_its_kl():
         carried_cases.check_against_the_reference(**more, window_size=(9, 0))
         bounds = carried_cases.CU
         carried_cases.check_against_the_reference(**more, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=21, max_seqlen_k=21)
+
+
+# ---- Indexers ------------------------------------------------------------------------------------------------------
 
 
 def check_indexer_against_the_reference():
