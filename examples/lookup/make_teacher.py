@@ -1,0 +1,130 @@
+"""Trains a small decoder on real text to copy and look up, and writes it with its data for streamkl-distill.
+
+    python examples/lookup/make_teacher.py --out lookup --context 8192
+
+The text is the documentation of the installed Debian packages. Records of random tokens are inserted into it and repeated
+far away: only a model that finds the first copy can continue the second one. Training starts with short sequences, where
+copying is learnt quickly, and ends at the full context. Writes OUT/teacher, OUT/train.npy and OUT/held-out.npy.
+"""
+
+import argparse
+import gzip
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import ByteLevelBPETokenizer
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+SUFFIXES = ("", ".md", ".txt", ".gz")
+VOCABULARY = 1024
+
+
+def read_text(folder: Path, size: int) -> str:
+    """Up to `size` characters of documentation, a little of each file, in the order of the paths."""
+    parts, total = [], 0
+    for path in sorted(folder.rglob("*")):
+        if path.suffix not in SUFFIXES or not path.is_file():
+            continue
+        data = path.read_bytes()
+        try:
+            text = (gzip.decompress(data) if path.suffix == ".gz" else data)[:30000].decode()
+        except (OSError, EOFError, UnicodeDecodeError):
+            continue  # a picture, or not a text
+        parts.append(text)
+        total += len(text)
+        if total >= size:
+            break
+    return "\n".join(parts)
+
+
+def make_tokenizer(text: str) -> PreTrainedTokenizerFast:
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator([text[:2_000_000]], vocab_size=VOCABULARY, special_tokens=["<s>", "</s>"], show_progress=False)
+    return PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+def make_sequences(tokens: np.ndarray, count: int, length: int, rng: np.random.Generator, share=0.5, size=24):
+    """[count, length] of text in which records of random tokens cover a `share`, each of them at two or more places."""
+    starts = rng.integers(0, len(tokens) - length, count)
+    sequences = np.stack([tokens[start : start + length] for start in starts]).astype(np.int64)
+    copied = np.zeros_like(sequences, dtype=bool)  # the tokens that can be found earlier in the sequence
+    slots = length // size
+    for row, is_copied in zip(sequences, copied):
+        used = rng.permutation(slots)[: max(2, int(share * slots))]
+        seen: dict[int, np.ndarray] = {}
+        for slot in np.sort(used):
+            at = slot * size
+            record = int(rng.integers(0, max(1, len(used) // 2)))
+            if record in seen:
+                is_copied[at + 3 : at + size] = True  # the first tokens only say which record it is
+            else:
+                seen[record] = rng.integers(4, VOCABULARY, size)
+            row[at : at + size] = seen[record]
+    return torch.from_numpy(sequences), torch.from_numpy(copied)
+
+
+def train(model, tokens, stages, rng) -> None:
+    parameters = [p for p in model.parameters()]
+    for length, batch, steps, rate in stages:
+        optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
+        begin, found = time.monotonic(), 0.0
+        for step in range(steps):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * min(1.0, (step + 1) / 20) * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+            ids, copied = make_sequences(tokens, batch, length, rng)
+            logits = model(ids).logits[:, :-1]
+            losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+            weight = torch.where(copied[:, 1:], 1.0, 0.2).flatten()
+            loss = (losses * weight).sum() / weight.sum()
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            right = (logits.argmax(-1) == ids[:, 1:])[copied[:, 1:]].float().mean().item()
+            found += 0.05 * (right - found)
+            if step % 50 == 0 or step == steps - 1:
+                print(f"length {length:5} step {step:5}: loss {loss.item():.3f}, copied tokens right {100 * found:.1f} %, "
+                      f"{time.monotonic() - begin:.0f} s", flush=True)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--text", type=Path, default=Path("/usr/share/doc"), help="folder with text files")
+    parser.add_argument("--out", type=Path, default=Path("lookup"))
+    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--sequences", type=int, default=200, help="number of training sequences to write")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of the number of training steps of the teacher")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    rng = np.random.default_rng(0)
+
+    text = read_text(options.text, 12_000_000)
+    tokenizer = make_tokenizer(text)
+    tokens = np.asarray(tokenizer(text)["input_ids"], dtype=np.int32)
+    held_out = tokens[-len(tokens) // 10 :]
+    tokens = tokens[: -len(tokens) // 10]
+    print(f"{len(tokens)} tokens of text, {len(held_out)} held out", flush=True)
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=32, max_position_embeddings=options.context, tie_word_embeddings=True,
+        rope_parameters=dict(rope_type="default", rope_theta=1e7), bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    stages = [(128, 16, int(700 * options.scale), 3e-3), (512, 4, int(150 * options.scale), 2e-3)]  # length, batch, steps, rate
+    if options.context > 512:
+        stages.append((options.context, max(2048 // options.context, 1), int(60 * options.scale), 1e-3))
+    train(model, tokens, stages, rng)
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(options.out / "teacher")
+    tokenizer.save_pretrained(options.out / "teacher")
+    for name, source, count in ("train", tokens, options.sequences), ("held-out", held_out, 16):
+        np.save(options.out / f"{name}.npy", make_sequences(source, count, options.context, rng)[0].numpy().astype(np.int32))
+
+
+if __name__ == "__main__":
+    main()
