@@ -204,9 +204,9 @@ def _thinned(values: list[float]) -> list[float]:
 def _where(evaluations: dict[str, Evaluation]) -> dict[str, Any] | None:
     main = _main(evaluations)
     heads = max(map(len, main.kl_head))
-    blocks: list[dict[str, Any] | None] = [_by_position(evaluations, None), _by_distance(evaluations)]
+    blocks: list[dict[str, Any] | None] = [_by_position(evaluations, None), _by_distance(evaluations, None)]
     if len(main.pairs) > 1:
-        choices = [dict(name=f"{i}", blocks=[_by_position(evaluations, n)]) for n, (i, _) in enumerate(main.pairs)]
+        choices = [dict(name=f"{i}", blocks=[_by_position(evaluations, n), _by_distance(evaluations, n)]) for n, (i, _) in enumerate(main.pairs)]
         blocks.append(dict(kind="choice", label="layer", choices=choices))
     for name, found in evaluations.items():
         rows = [[f"{i} (teacher {j})", mean, *kls] for (i, j), mean, kls in zip(found.pairs, found.kl_layer, found.kl_head)]
@@ -224,18 +224,21 @@ def _by_position(evaluations: dict[str, Evaluation], pair: int | None) -> dict[s
         values = np.array([[np.nan if value is None else value for value in row] for row in rows]).mean(0)
         x = [(bucket + 0.5) * context / len(values) for bucket in range(len(values))]
         series.append(dict(name=name, style=_STYLES[name], x=x, y=[None if np.isnan(value) else float(value) for value in values]))
-    of = "" if pair is None else f", layer {_main(evaluations).pairs[pair][0]}"
+    of = _of_layer(evaluations, pair)
     return dict(kind="lines", title=f"KL by position{of}", x_label="position of the query", log_y=True, x_max=context, series=series)
 
 
-def _by_distance(evaluations: dict[str, Evaluation]) -> dict[str, Any]:
-    main = _main(evaluations)
-    header = ["tokens between query and key", *evaluations]
-    rows = [
-        [f"{a}..{b}", *(float(np.mean([pair[n] for pair in found.kl_distance])) for found in evaluations.values())]
-        for n, (a, b) in enumerate(zip(main.distance_edges, main.distance_edges[1:]))
+def _by_distance(evaluations: dict[str, Evaluation], pair: int | None) -> dict[str, Any]:
+    edges, of = _main(evaluations).distance_edges, _of_layer(evaluations, pair)
+    columns = [
+        np.mean(found.kl_distance, 0) if pair is None else np.array(found.kl_distance[pair]) for found in evaluations.values()
     ]
-    return dict(kind="table", title="KL by distance", header=header, rows=rows)
+    rows = [[f"{a}..{b}", *(float(column[n]) for column in columns)] for n, (a, b) in enumerate(zip(edges, edges[1:]))]
+    return dict(kind="table", title=f"KL by distance{of}", header=["tokens apart", *evaluations], rows=rows)
+
+
+def _of_layer(evaluations: dict[str, Evaluation], pair: int | None) -> str:
+    return "" if pair is None else f", layer {_main(evaluations).pairs[pair][0]}"
 
 
 def _language(evaluations: dict[str, Evaluation]) -> dict[str, Any] | None:
