@@ -9,8 +9,8 @@ copying is learnt quickly, and ends at the full context. Writes OUT/teacher, OUT
 
 import argparse
 import gzip
-import math
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -66,28 +66,43 @@ def make_sequences(tokens: np.ndarray, count: int, length: int, rng: np.random.G
     return torch.from_numpy(sequences), torch.from_numpy(copied)
 
 
-def train(model, tokens, stages, rng) -> None:
-    parameters = [p for p in model.parameters()]
-    for length, batch, steps, rate in stages:
-        optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
-        begin, found = time.monotonic(), 0.0
-        for step in range(steps):
-            for group in optimizer.param_groups:
-                group["lr"] = rate * min(1.0, (step + 1) / 20) * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / steps)))
-            ids, copied = make_sequences(tokens, batch, length, rng)
-            logits = model(ids).logits[:, :-1]
-            losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-            weight = torch.where(copied[:, 1:], 1.0, 0.2).flatten()
-            loss = (losses * weight).sum() / weight.sum()
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
-            right = (logits.argmax(-1) == ids[:, 1:])[copied[:, 1:]].float().mean().item()
-            found += 0.05 * (right - found)
-            if step % 50 == 0 or step == steps - 1:
-                print(f"length {length:5} step {step:5}: loss {loss.item():.3f}, copied tokens right {100 * found:.1f} %, "
-                      f"{time.monotonic() - begin:.0f} s", flush=True)  # fmt: skip
+@dataclass
+class Stage:
+    """Training at one length, until the model continues almost all records, or for `steps`."""
+
+    length: int
+    batch: int
+    steps: int
+    rate: float
+    share: float  # of the tokens that are records
+
+
+ENOUGH = 0.98  # of the tokens that can be copied
+
+
+def train(model, tokens, stage: Stage, rng) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=stage.rate, betas=(0.9, 0.98), weight_decay=0.01)
+    begin, found = time.monotonic(), 0.0
+    for step in range(stage.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = stage.rate * min((step + 1) / 20, 1.0) * min((stage.steps - step) / (0.3 * stage.steps), 1.0)
+        ids, copied = make_sequences(tokens, stage.batch, stage.length, rng, stage.share)
+        logits = model(ids).logits[:, :-1]
+        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        weight = torch.where(copied[:, 1:], 1.0, 0.2).flatten()
+        loss = (losses * weight).sum() / weight.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        right = (logits.argmax(-1) == ids[:, 1:])[copied[:, 1:]].float().mean().item()
+        found += 0.05 * (right - found)
+        is_last = found > ENOUGH or step == stage.steps - 1
+        if step % 50 == 0 or is_last:
+            print(f"length {stage.length:5} step {step:5}: loss {loss.item():.3f}, copied tokens right {100 * found:.1f} %, "
+                  f"{time.monotonic() - begin:.0f} s", flush=True)  # fmt: skip
+        if is_last:
+            return
 
 
 def main() -> None:
@@ -96,7 +111,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("lookup"))
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--sequences", type=int, default=200, help="number of training sequences to write")
-    parser.add_argument("--scale", type=float, default=1.0, help="factor of the number of training steps of the teacher")
     options = parser.parse_args()
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
@@ -114,12 +128,12 @@ def main() -> None:
         rope_parameters=dict(rope_type="default", rope_theta=1e7), bos_token_id=0, eos_token_id=1,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
-    stages = [(128, 16, int(700 * options.scale), 3e-3), (512, 4, int(150 * options.scale), 2e-3)]  # length, batch, steps, rate
-    if options.context > 512:
-        stages.append((options.context, max(2048 // options.context, 1), int(60 * options.scale), 1e-3))
-    train(model, tokens, stages, rng)
-
     options.out.mkdir(parents=True, exist_ok=True)
+    stages = [Stage(128, 16, 2000, 3e-3, share=1.0), Stage(512, 4, 200, 2e-3, share=0.5)]
+    if options.context > 512:
+        stages.append(Stage(options.context, max(2048 // options.context, 1), 150, 1e-3, share=0.5))
+    for stage in stages:
+        train(model, tokens, stage, rng)
     model.save_pretrained(options.out / "teacher")
     tokenizer.save_pretrained(options.out / "teacher")
     for name, source, count in ("train", tokens, options.sequences), ("held-out", held_out, 16):

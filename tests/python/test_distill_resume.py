@@ -167,7 +167,7 @@ def test_a_foreign_file_is_no_checkpoint(folder, capsys):
 # ---- Other processes -------------------------------------------------------------------------------------------------
 
 
-def start(folder, out, *more, before="", **options):
+def start(folder, out, *more, before="pass", **options):
     code = f"import sys, torch; torch.set_num_threads(1); {before}; from streamkl.distill.cli import main; sys.exit(main(sys.argv[1:]))"
     given = {**FAST, "sample_rows": 0.5, **options}
     return subprocess.Popen([sys.executable, "-c", code, *arguments(folder, out, *more, **given)], stderr=subprocess.PIPE, text=True)
@@ -186,14 +186,14 @@ def test_kill_9_at_random_moments(tmp_path):
         while not (tmp_path / "killed/log.jsonl").exists() and process.poll() is None:
             time.sleep(0.05)  # the imports of a process take seconds
         try:
-            process.communicate(timeout=draw.uniform(0, 12))
+            error = process.communicate(timeout=draw.uniform(0, 12))[1]
             break
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
             kills += 1
             assert kills < 60
-    assert process.returncode == 0
+    assert process.returncode == 0, error
     print(f"{kills} kills")
     assert kills > 0 and same(tmp_path / "whole", tmp_path / "killed")
 

@@ -71,6 +71,12 @@ def save(path: Path, model: torch.nn.Module, optimizer: Any, state: dict[str, An
     write_whole(path, lambda new: save_file(tensors, new, metadata={"state": json.dumps(state)}))
 
 
+def full_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The weights of the student inside an Objective, on the CPU. All ranks take part."""
+    weights = distributed.get_model_state_dict(model, options=_FULL)
+    return {name.removeprefix("module."): tensor for name, tensor in weights.items()}
+
+
 def read_state(path: Path, options: Options, digest: str) -> dict[str, Any]:
     """What save() was given, after a check that this run is the same one."""
     with _opened(path) as file:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Callable
 
 import numpy as np
@@ -46,9 +47,12 @@ class Evaluation:
 @torch.no_grad()
 def evaluate(
     teacher: Any, student: Any, held_out: Sequences, options: Options, *, context: Callable[[], Any] = nullcontext,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[int, int], None] = lambda done, total: None, inside: Callable[[Callable[[], Any]], Any] = lambda f: f(),
 ) -> Evaluation:  # fmt: skip
-    """Runs both models on held-out sequences and on needles. `context` is entered around forwards, for autocast."""
+    """Runs both models on held-out sequences and on needles.
+
+    `context` is entered around forwards, for autocast; `inside` runs a function inside the module that wraps the student.
+    """
     was_training = student.training
     student.eval()
     count = min(options.eval_sequences, len(held_out))
@@ -58,18 +62,19 @@ def evaluate(
         if length <= options.context and options.needles
     }
     total, done = count + sum(map(len, batches.values())), 0
-    outputs = (Outputs(teacher), Outputs(student))
+    outputs, device = inside(lambda: (Outputs(teacher), Outputs(student))), student.device
     try:
         with context(), AttentionDistiller(teacher, student, **options.distiller()) as distiller:
             sums = _Sums(options)
             for index in range(count):
-                sums.add(distiller, outputs, held_out.batch([index]).to(student.device))
+                ids = held_out.batch([index]).to(device)
+                inside(partial(sums.add, distiller, outputs, ids))
                 progress(done := done + 1, total)
             result = sums.result(count)
             for length, parts in batches.items():
                 retrieval = Retrieval()
                 for ids, depths, places in parts:
-                    _retrieve(retrieval, distiller, outputs, held_out, ids.to(student.device), depths, places)
+                    inside(partial(_retrieve, retrieval, distiller, outputs, held_out, ids.to(device), depths, places))
                     progress(done := done + 1, total)
                 if parts:
                     result.retrieval.append(retrieval.result(length, _has_answers(outputs)))

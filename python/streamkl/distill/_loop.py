@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedType, set_seed
+from torch.distributed.fsdp import fully_shard
 from tqdm import tqdm
 
 from . import _checkpoint as checkpoints
@@ -77,14 +78,12 @@ class Run:
         self.step, self.seconds = 0, 0.0
         self.history: list[dict[str, float]] = []
         state = checkpoints.read_state(self.checkpoint, options, self.digest) if self._resumes else None
-        self.before = self._evaluated_before()
-        if options.gradient_checkpointing:
-            self.student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.objective = Objective(self.teacher, self.student, options)
-        self.student.train()
+        self.wrapped = self._wrap()
         trained = [parameter for parameter in self.student.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=options.rate, weight_decay=options.weight_decay)
-        self.wrapped, self.optimizer = self.accelerator.prepare(self.objective, optimizer)
+        self.optimizer = torch.optim.AdamW(trained, lr=options.rate, weight_decay=options.weight_decay)
+        self.before = self._evaluated_before()
+        self.student.train()
         if state is not None:
             checkpoints.load(self.checkpoint, self.wrapped, self.optimizer)
             self.step, self.seconds, self.history = state["step"], state["seconds"], state["history"]
@@ -112,6 +111,20 @@ class Run:
                 (self.out / name).unlink(missing_ok=True)
         checkpoints.write_text(self.out / "options.toml", self.options.as_toml())
 
+    def _wrap(self) -> Any:
+        """The objective for one process, for data-parallel processes (DDP), or sharded over them (FSDP2)."""
+        if self.options.gradient_checkpointing:
+            self.student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if self.accelerator.distributed_type is DistributedType.FSDP:
+            raise UserError("accelerate's FSDP: leave it out of its configuration and pass --shard, which is FSDP2, too")
+        if not self.options.shard or self.accelerator.num_processes == 1:
+            return self.accelerator.prepare(self.objective)
+        for model in self.teacher, self.student:
+            for module in list(model.modules()):
+                if type(module).__name__ in (model._no_split_modules or ()):
+                    fully_shard(module)  # what is outside of the teacher's layers stays whole: its parts are called one by one
+        return fully_shard(self.objective)
+
     def _evaluated_before(self) -> Evaluation:
         """Of the student as it starts. A resumed run finds it on disk."""
         path = self.out / "before.json"
@@ -133,8 +146,9 @@ class Run:
                     raise KeyboardInterrupt
 
             return evaluate(
-                self.teacher, self.student, self.held_out, self.options, context=self.accelerator.autocast, progress=progress
-            )
+                self.teacher, self.student, self.held_out, self.options, context=self.accelerator.autocast, progress=progress,
+                inside=self.wrapped,
+            )  # fmt: skip
 
     # ---- Training ----------------------------------------------------------------------------------------------------
 
@@ -179,7 +193,8 @@ class Run:
             ids = self.training.batch(indices).to(self.accelerator.device)
             is_last = micro == options.accumulate - 1
             with nullcontext() if is_last else self.accelerator.no_sync(self.wrapped):
-                losses = self.wrapped(ids)
+                with self.accelerator.autocast():
+                    losses = self.wrapped(ids)
                 self.accelerator.backward(losses["loss"] / options.accumulate)
             for name, loss in losses.items():
                 sums[name] = sums.get(name, 0) + loss.detach().float() / options.accumulate
@@ -217,9 +232,8 @@ class Run:
     def finish(self, control: Evaluation | None) -> None:
         """Evaluates the student and writes model, model card, report and its data."""
         self.after = self._evaluate("after training")
-        weights = self.accelerator.get_state_dict(self.wrapped)
+        weights = checkpoints.full_weights(self.wrapped)
         if self._is_main:
-            weights = {name.removeprefix("module."): tensor for name, tensor in weights.items()}
             write_results(self, weights, control)
         self.accelerator.wait_for_everyone()
 

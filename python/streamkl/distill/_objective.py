@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Callable
 
 import torch
 import torch.nn.functional as F
@@ -41,8 +41,13 @@ class Objective(torch.nn.Module):
     def config(self) -> Any:
         return self.module.config
 
-    def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """{"loss", "attention", "output", "language"}, as far as they have a weight."""
+    def forward(self, ids: torch.Tensor | Callable[[], Any]) -> Any:
+        """{"loss", "attention", "output", "language"}, as far as they have a weight.
+
+        Or the result of a function that runs the student: a sharded one must run inside this module.
+        """
+        if callable(ids):
+            return ids()
         outputs_t, outputs_s = self._others
         hidden_s, hidden_t = outputs_s.hidden(ids), None
         if "output" in self.weights:

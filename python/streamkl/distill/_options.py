@@ -62,6 +62,8 @@ class Options:
                              choices=("float32", "bfloat16"))  # fmt: skip
     gradient_checkpointing: bool = _option(False, "recompute the student's layers in the backward: less memory, more time")
 
+    shard: bool = _option(False, "FSDP2: share weights, gradients and optimiser state among the processes", affects=False)
+
     attention_weight: float = _option(1.0, "weight of the attention KL")
     output_weight: float = _option(1.0, "weight of the KL between the output distributions; for a model without a language "
                                    "head, of the squared error of its last hidden states")  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -47,7 +48,8 @@ def _distil(given: list[str]) -> int:
     except Stopped as stopped:
         print(f"streamkl-distill: {stopped}", file=sys.stderr)
         return INTERRUPTED
-    print(f"model  {out / 'student'}\nreport {out / 'report.html'}")
+    if os.environ.get("RANK", "0") == "0":
+        print(f"model  {out / 'student'}\nreport {out / 'report.html'}")
     return 0
 
 
