@@ -46,23 +46,28 @@ def make_tokenizer(text: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, bos_token="<s>", eos_token="</s>")
 
 
-def make_sequences(tokens: np.ndarray, count: int, length: int, rng: np.random.Generator, share=0.5, size=24):
-    """[count, length] of text in which records of random tokens cover a `share`, each of them at two or more places."""
+def make_sequences(tokens: np.ndarray, count: int, length: int, rng: np.random.Generator, share: float = 0.5):
+    """[count, length] of text in which records of random tokens cover about a `share`, and the tokens that can be copied.
+
+    A record is new, or one that has been in the sequence before. Sizes and gaps are random: a record cannot be found by its
+    distance.
+    """
     starts = rng.integers(0, len(tokens) - length, count)
     sequences = np.stack([tokens[start : start + length] for start in starts]).astype(np.int64)
-    copied = np.zeros_like(sequences, dtype=bool)  # the tokens that can be found earlier in the sequence
-    slots = length // size
+    copied = np.zeros_like(sequences, dtype=bool)
+    gap = 48 * (1 - share)  # between records of 24 tokens, on average
     for row, is_copied in zip(sequences, copied):
-        used = rng.permutation(slots)[: max(2, int(share * slots))]
-        seen: dict[int, np.ndarray] = {}
-        for slot in np.sort(used):
-            at = slot * size
-            record = int(rng.integers(0, max(1, len(used) // 2)))
-            if record in seen:
-                is_copied[at + 3 : at + size] = True  # the first tokens only say which record it is
+        records: list[np.ndarray] = []
+        at = int(rng.integers(0, 8))
+        while at < length:
+            if records and rng.random() < 0.6:
+                record = records[rng.integers(len(records))]
+                is_copied[at + 2 : at + len(record)] = True  # the first tokens only say which record it is
             else:
-                seen[record] = rng.integers(4, VOCABULARY, size)
-            row[at : at + size] = seen[record]
+                record = rng.integers(4, VOCABULARY, rng.integers(12, 37))
+                records.append(record)
+            row[at : at + len(record)] = record[: length - at]
+            at += len(record) + int(rng.integers(0, 2 * gap + 1))
     return torch.from_numpy(sequences), torch.from_numpy(copied)
 
 
@@ -125,7 +130,7 @@ def main() -> None:
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=4, head_dim=32, max_position_embeddings=options.context, tie_word_embeddings=True,
-        rope_parameters=dict(rope_type="default", rope_theta=1e7), bos_token_id=0, eos_token_id=1,
+        rope_parameters=dict(rope_type="default", rope_theta=3e4), bos_token_id=0, eos_token_id=1, initializer_range=0.06,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     options.out.mkdir(parents=True, exist_ok=True)

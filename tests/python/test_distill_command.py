@@ -176,7 +176,7 @@ ERRORS = {
     "layers": (dict(student_layers=9), "--student-layers=9: must be 1..4"),
     "heads": (dict(student_heads=3), "--student-heads=3: must divide 4"),
     "init layers": (dict(init_layers="0,9"), "--init-layers=[0, 9]: must be 2 numbers from 0 to 3"),
-    "both students": (["--student", "x"], "--student: has a shape of its own"),
+    "both students": (["--student", "x"], "--student: its folder says its shape"),
     "too long": (dict(context=4096), "--context=4096: the teacher has positions for 2048"),
     "map layers": (dict(map_layers="7"), "--map-layers=[7]: the student has the layers [0, 1]"),
     "missing data": (dict(data="nowhere.npy"), "nowhere.npy: cannot be read"),

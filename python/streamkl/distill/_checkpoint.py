@@ -87,9 +87,9 @@ def read_state(path: Path, options: Options, digest: str) -> dict[str, Any]:
     for name, value in options.affecting().items():
         if state["options"].get(name) != value:
             raise UserError(f"{path}: was written with --{name.replace('_', '-')} {state['options'].get(name)}, and this run has "
-                            f"{value}: use the same, or start anew with --overwrite")  # fmt: skip
+                            f"{value}: use the same, or start again with --overwrite")  # fmt: skip
     if state["data"] != digest:
-        raise UserError(f"{path}: was written by a run on other data: use the same files, or start anew with --overwrite")
+        raise UserError(f"{path}: was written by a run on other data: use the same files, or start again with --overwrite")
     return state
 
 
@@ -116,4 +116,4 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, "pt") as file:
             yield file
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: cannot be read: {error}: the checkpoint is broken; start anew with --overwrite") from error
+        raise UserError(f"{path}: cannot be read: {error}: the checkpoint is broken; start again with --overwrite") from error

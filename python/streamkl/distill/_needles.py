@@ -1,6 +1,6 @@
 """Retrieval: does the student's attention find what the teacher's finds, at every depth and length?
 
-A needle is a key and a value, tokens drawn from the held-out data. It stands at some depth of a held-out text, and the text
+A needle is a key and a value, tokens drawn from the held-out data. It is put at some depth of a held-out text, which
 ends with the key and the beginning of the value. Each of the last rows has to continue the value, so a retrieval head puts
 its largest probability somewhere in the needle. Only these rows are computed: nothing grows with the square of the length.
 """

@@ -104,7 +104,7 @@ class Options:
             if not (math.isfinite(value) and least <= value <= most):
                 raise UserError(f"--{_dashed(name)}={value}: must be {least}..{'' if most == math.inf else most}")
         if self.student and (self.student_layers or self.student_heads or self.student_key_heads or self.init_layers):
-            raise UserError("--student: has a shape of its own: leave out --student-layers, --student-heads, --student-key-heads "
+            raise UserError("--student: its folder says its shape: leave out --student-layers, --student-heads, --student-key-heads "
                             "and --init-layers")  # fmt: skip
         if self.attention_weight + self.output_weight + self.language_weight == 0:
             raise UserError("--attention-weight, --output-weight, --language-weight: at least one must be above 0")
@@ -179,7 +179,7 @@ def _checked(where: str, value: Any, about: Any) -> Any:
 
 
 def add_arguments(parser: argparse.ArgumentParser, names: set[str] | None = None) -> None:
-    """An argument for every option, or for those of `names`. What is not given is left out of the result."""
+    """An argument for every option, or for those of `names`. The result has only options that are given."""
     parser.add_argument("--options", metavar="FILE.toml", help="read options from a file; those of the command line win")
     for f in dataclasses.fields(Options):
         if names is not None and f.name not in names:

@@ -133,7 +133,7 @@ def _retrieval(evaluations: dict[str, Evaluation]) -> dict[str, Any] | None:
     if not choices:
         return None
     return _section("Does the student use the whole context?", lead,
-                    dict(kind="choice", label="length", choices=choices, selected=len(choices) - 1))  # fmt: skip
+                    dict(kind="choice", label="length", choices=choices, shown=len(choices) - 1))  # fmt: skip
 
 
 def _depth_bars(evaluations, number: int, kind: str, title: str) -> dict[str, Any] | None:
