@@ -1,7 +1,7 @@
 /* Pictures and pages: checksums compared with published values, palettes, hostile texts, plots of special values.
  * tests/cli/test_map.py decodes the compressed pixels with zlib. */
 #include "view/page.h"
-#include "view/picture.h"
+#include "view/figure.h"
 #include "view/plot.h"
 
 #include <math.h>
@@ -67,8 +67,9 @@ static void constant_picture_is_small(void **state)
     (void)state;
     static const double values[64 * 64] = {0};
     bytes file = {0};
-    picture_png(&file, PALETTE_SHARE, values, 64, 64, 1, 8);
-    assert_true(file.size < 4096); /* 262,144 pixels */
+    const figure drawn = {"P", PALETTE_SHARE, values, 64, 64, 1, 64, 64};
+    figure_png(&file, &drawn);
+    assert_true(file.size < 16384); /* 448,440 pixels */
     bytes_free(&file);
 }
 

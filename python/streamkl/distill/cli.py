@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import sys
-from pathlib import Path
+from importlib.util import find_spec
 
 from ._options import UserError, add_arguments, options_from
 
@@ -41,7 +41,8 @@ def _distil(given: list[str]) -> int:
     )  # fmt: skip
     add_arguments(parser)
     options = options_from(parser.parse_args(given)).check()
-    from ._loop import Stopped, distil  # torch and transformers take seconds: mistakes are found before
+    _check_packages()
+    from ._loop import Stopped, distil  # transformers takes seconds: mistakes are found before
 
     try:
         out = distil(options)
@@ -63,12 +64,19 @@ def _evaluate(given: list[str]) -> int:
     if not options.student:
         raise UserError("--student: is missing: the folder of a transformers model")
     options = dataclasses.replace(options, student_layers=0, student_heads=0, student_key_heads=0, init_layers=[]).check()
+    _check_packages()
     from ._compare_models import compare_models
 
     out, found = compare_models(options)
     print(json.dumps({name: found[name] for name in ("kl", "output_kl", "kl_layer")}))
     print(f"report {out / 'report.html'}")
     return 0
+
+
+def _check_packages() -> None:
+    missing = [name for name in ("transformers", "accelerate", "safetensors") if find_spec(name) is None]
+    if missing:
+        raise UserError(f"needs {', '.join(missing)}: pip install 'streamkl[distill]'")
 
 
 if __name__ == "__main__":
