@@ -14,7 +14,7 @@ from ..hf import AttentionDistiller
 from ..hf._compare import compare_captured
 from ._data import Sequences
 from ._needles import KEY, VALUE, Retrieval, needle_batches
-from ._objective import Outputs, row_losses
+from ._objective import Outputs, next_tokens, row_losses
 from ._options import Options, UserError
 
 POSITIONS = 16  # buckets of a sequence
@@ -128,9 +128,11 @@ class _Sums:
         if outputs_s.head is None or outputs_t.head is None:
             return
         is_same = outputs_t.model.config.vocab_size == outputs_s.model.config.vocab_size
-        losses = row_losses(outputs_t, outputs_s, hidden_t if is_same else None, hidden_s, ids)
-        self.losses.setdefault("student", []).append(losses["language"].cpu())
-        self.losses.setdefault("teacher", []).append(row_losses(outputs_s, outputs_t, None, hidden_t, ids)["language"].cpu())
+        labels = next_tokens(ids)
+        losses = row_losses(outputs_t, outputs_s, hidden_t if is_same else None, hidden_s, labels)
+        of_teacher = row_losses(outputs_s, outputs_t, None, hidden_t, labels)
+        self.losses.setdefault("student", []).append(losses["language"][:, :-1].cpu())
+        self.losses.setdefault("teacher", []).append(of_teacher["language"][:, :-1].cpu())
         if is_same:
             self.losses.setdefault("output", []).append(losses["output"].cpu())
         if not outputs_s.is_causal:

@@ -8,21 +8,23 @@ import math
 import resource
 import signal
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Iterator
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.experimental import context_parallel
 from tqdm import tqdm
 
 from . import _checkpoint as checkpoints
 from ._data import load, order
 from ._evaluate import Evaluation, evaluate
 from ._logs import Log
-from ._objective import Objective
+from ._objective import Objective, next_tokens
 from ._options import Options, UserError
 from ._output import write_results
 from ._student import load_model, load_student, load_tokenizer
@@ -66,6 +68,7 @@ class Run:
         mixed = {"float32": "no", "bfloat16": "bf16"}[options.precision]
         self.accelerator = Accelerator(cpu=options.cpu, mixed_precision=mixed)
         self.checkpoint = self.out / checkpoints.NAME
+        self.mesh = self._make_mesh()
         self._claim_folder()
         set_seed(options.seed)  # a student may have weights that its folder lacks
         self.teacher = load_model("teacher", options.teacher).requires_grad_(False).eval()
@@ -110,6 +113,15 @@ class Run:
             for name in (checkpoints.NAME, f"control/{checkpoints.NAME}", "before.json", "log.jsonl"):
                 (self.out / name).unlink(missing_ok=True)
         checkpoints.write_text(self.out / "options.toml", self.options.as_toml())
+
+    def _make_mesh(self) -> Any:
+        """Processes that share sequences are neighbours."""
+        share, processes = self.options.context_parallel, self.accelerator.num_processes
+        if processes % share != 0:
+            raise UserError(f"--context-parallel={share}: must divide {processes}, the number of processes")
+        if share == 1:
+            return None
+        return init_device_mesh(self.accelerator.device.type, (processes // share, share), mesh_dim_names=("data", "context"))
 
     def _wrap(self) -> Any:
         """The objective for one process, for data-parallel processes (DDP), or sharded over them (FSDP2)."""
@@ -185,16 +197,17 @@ class Run:
         """Data, dropout and sampled rows depend on nothing but the seed, the step and the rank."""
         options, ranks = self.options, self.accelerator.num_processes
         set_seed((options.seed * 1_000_003 + self.step * ranks + self.accelerator.process_index) % 2**32)
-        per_micro = options.batch * ranks
-        first = self.step * options.accumulate * per_micro + self.accelerator.process_index * options.batch
+        per_micro = options.batch * ranks // options.context_parallel
+        reader = self.accelerator.process_index // options.context_parallel  # ranks that share a sequence read the same
+        first = self.step * options.accumulate * per_micro + reader * options.batch
         sums: dict[str, torch.Tensor] = {}
         for micro in range(options.accumulate):
             indices = order(len(self.training), options.seed, first + micro * per_micro, options.batch)
             ids = self.training.batch(indices).to(self.accelerator.device)
             is_last = micro == options.accumulate - 1
-            with nullcontext() if is_last else self.accelerator.no_sync(self.wrapped):
+            with nullcontext() if is_last else self.accelerator.no_sync(self.wrapped), self._split(ids) as shards:
                 with self.accelerator.autocast():
-                    losses = self.wrapped(ids)
+                    losses = self.wrapped(*shards)
                 self.accelerator.backward(losses["loss"] / options.accumulate)
             for name, loss in losses.items():
                 sums[name] = sums.get(name, 0) + loss.detach().float() / options.accumulate
@@ -207,8 +220,20 @@ class Run:
         means = self.accelerator.reduce(torch.stack(list(sums.values())), "mean").tolist()
         return dict(zip(sums, means))
 
+    @contextmanager
+    def _split(self, ids: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+        """The arguments of the objective; under context parallelism, shards of them, with torch's attention over all shards."""
+        if self.mesh is None:
+            yield [ids]
+            return
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids).contiguous()
+        buffers = [ids, next_tokens(ids), positions]
+        with context_parallel(self.mesh["context"], buffers=buffers, buffer_seq_dims=[1, 1, 1]):
+            yield buffers
+
     def _tokens(self) -> int:
-        return self.options.context * self.options.batch * self.options.accumulate * self.accelerator.num_processes
+        readers = self.accelerator.num_processes // self.options.context_parallel
+        return self.options.context * self.options.batch * self.options.accumulate * readers
 
     def _rate(self, step: int) -> float:
         """Linear warm-up, then cosine decay to a tenth."""

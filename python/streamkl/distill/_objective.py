@@ -32,6 +32,7 @@ class Objective(torch.nn.Module):
         self.weights = {name: weight for name, weight in weights.items() if weight > 0}
         self._others = (Outputs(teacher), Outputs(student))  # in a tuple: the teacher is no part of this module
         _check(*self._others, self.weights)
+        self.ranks = options.context_parallel
 
     def attached(self) -> Any:
         """Inside this context the attention of both models is recorded, if the loss needs it."""
@@ -41,36 +42,44 @@ class Objective(torch.nn.Module):
     def config(self) -> Any:
         return self.module.config
 
-    def forward(self, ids: torch.Tensor | Callable[[], Any]) -> Any:
+    def forward(self, ids: Any, labels: torch.Tensor | None = None, positions: torch.Tensor | None = None) -> Any:
         """{"loss", "attention", "output", "language"}, as far as they have a weight.
 
-        Or the result of a function that runs the student: a sharded one must run inside this module.
+        `labels` and `positions` are those of a shard of the sequences, under context parallelism. If `ids` is a function, its
+        result: a sharded student must run inside this module.
         """
         if callable(ids):
             return ids()
         outputs_t, outputs_s = self._others
-        hidden_s, hidden_t = outputs_s.hidden(ids), None
+        hidden_s, hidden_t = outputs_s.hidden(ids, positions), None
         if "output" in self.weights:
             with torch.no_grad():
-                hidden_t = outputs_t.hidden(ids)
+                hidden_t = outputs_t.hidden(ids, positions)
         losses = {"attention": self.distiller.loss()} if "attention" in self.weights else {}
         if "output" in self.weights and outputs_s.head is None:
             losses["output"] = F.mse_loss(hidden_s.float(), hidden_t.float())
         elif self.weights.keys() & {"output", "language"}:
-            rows = row_losses(outputs_t, outputs_s, hidden_t, hidden_s, ids)
+            labels = next_tokens(ids) if labels is None else labels
+            rows = row_losses(outputs_t, outputs_s, hidden_t, hidden_s, labels)
+            length = ids.shape[1] * self.ranks  # of a sequence, whose last token predicts nothing
+            rows["language"] = rows["language"] * (length / (length - 1))
             losses |= {name: loss.mean() for name, loss in rows.items() if name in self.weights}
         losses["loss"] = sum(self.weights[name] * loss for name, loss in losses.items())
         return losses
 
 
-def row_losses(outputs_t: Any, outputs_s: Any, hidden_t, hidden_s, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """{"output": KL of the output distributions, [batch, length]; "language": cross-entropy of the next token, one fewer}.
+def next_tokens(ids: torch.Tensor) -> torch.Tensor:
+    """The label of every row; the last one has none."""
+    return F.pad(ids[:, 1:], (0, 1), value=-100)
 
-    Without `hidden_t`, there is no output KL.
+
+def row_losses(outputs_t: Any, outputs_s: Any, hidden_t, hidden_s, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """{"output": KL of the output distributions, "language": cross-entropy of the next token}, [batch, length] each.
+
+    Rows without a label have the language loss 0. Without `hidden_t`, there is no output KL.
     """
-    labels = F.pad(ids[:, 1:], (0, 1), value=-100)
     parts: dict[str, list[torch.Tensor]] = {}
-    for begin in range(0, ids.shape[1], CHUNK):
+    for begin in range(0, labels.shape[1], CHUNK):
         rows = slice(begin, begin + CHUNK)
         chunk_t = None if hidden_t is None else hidden_t[:, rows]
         arguments = (outputs_t.head, outputs_s.head, chunk_t, hidden_s[:, rows], labels[:, rows])
@@ -80,9 +89,7 @@ def row_losses(outputs_t: Any, outputs_s: Any, hidden_t, hidden_s, ids: torch.Te
             found = _chunk_losses(*arguments)
         for name, loss in found.items():
             parts.setdefault(name, []).append(loss)
-    losses = {name: torch.cat(chunks, 1) for name, chunks in parts.items()}
-    losses["language"] = losses["language"][:, :-1]  # the last token predicts nothing
-    return losses
+    return {name: torch.cat(chunks, 1) for name, chunks in parts.items()}
 
 
 def _chunk_losses(head_t, head_s, hidden_t, hidden_s, labels) -> dict[str, torch.Tensor]:
@@ -105,10 +112,11 @@ class Outputs:
         if embeddings is not None and not _is_plain_head(model, embeddings):
             self.head = torch.nn.Identity()  # "hidden" states are the logits
 
-    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+    def hidden(self, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         module = self.model if isinstance(self.head, torch.nn.Identity) else self.model.base_model
         takes_cache = "use_cache" in inspect.signature(module.forward).parameters
-        answer = module(input_ids=ids, **({"use_cache": False} if takes_cache else {}))
+        options = {"use_cache": False} if takes_cache else {}
+        answer = module(input_ids=ids, **options, **({} if positions is None else {"position_ids": positions}))
         return answer.logits if isinstance(self.head, torch.nn.Identity) else answer.last_hidden_state
 
 

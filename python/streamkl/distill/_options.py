@@ -64,6 +64,8 @@ class Options:
 
     shard: bool = _option(False, "FSDP2: share weights, gradients and optimiser state among the processes", affects=False)
 
+    context_parallel: int = _option(1, "processes that share every sequence, zigzag", affects=False)
+
     attention_weight: float = _option(1.0, "weight of the attention KL")
     output_weight: float = _option(1.0, "weight of the KL between the output distributions; for a model without a language "
                                    "head, of the squared error of its last hidden states")  # fmt: skip
@@ -110,6 +112,9 @@ class Options:
             raise UserError("--attention-weight, --output-weight, --language-weight: at least one must be above 0")
         if self.control and self.output_weight + self.language_weight == 0:
             raise UserError("--control: needs --output-weight or --language-weight above 0: the control learns from nothing else")
+        if self.context_parallel > 1 and (self.context % (2 * self.context_parallel) or self.sample_rows < 1):
+            raise UserError(f"--context-parallel={self.context_parallel}: --context must be a multiple of twice as many, and "
+                            "--sample-rows 1")  # fmt: skip
         if self.resume and self.overwrite:
             raise UserError("--resume and --overwrite: only one of them")
         return self
@@ -144,7 +149,7 @@ _RANGES = {
     "attention_weight": (0, math.inf), "output_weight": (0, math.inf), "language_weight": (0, math.inf),
     "sample_rows": (1e-6, 1), "eval_sequences": (1, math.inf), "needles": (0, math.inf), "checkpoint_every": (0, math.inf),
     "log_every": (1, math.inf), "student_layers": (0, math.inf), "student_heads": (0, math.inf),
-    "student_key_heads": (0, math.inf),
+    "student_key_heads": (0, math.inf), "context_parallel": (1, math.inf),
 }  # fmt: skip
 
 
