@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Callable, Literal
+from typing import Any, Callable, Literal, NamedTuple
 
 import torch
 
 from . import _library as lib
 from ._attention_kl import divide_by_rows, expand_weight
 from ._checks import check_attention, describe
-from ._ops import specs_of
+from ._ops import carries_kl, specs_of
 from ._options import Direction, Layout, Lengths, check_flags, refuse_transforms, translate
 from ._problem import DK_S, DQ_S, DV_S
 from ._sdpa import as_autocast, attend
 
 GRADIENTS = DQ_S | DK_S | DV_S
+_NO_LENGTHS = dict(cu_seqlens_q=None, cu_seqlens_k=None, key_lengths=None)
 
 
 @dataclass
@@ -30,6 +31,17 @@ class Term:
     options: Any  # Options
     packs_batch: bool = False  # lengths are those of packed sequences, in which the rows of the batch follow each other
 
+    def packed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[batch, heads, length, ...] as [heads, batch * length, ...]."""
+        return tensor.transpose(0, 1).flatten(1, 2) if self.packs_batch else tensor
+
+    def unpacked(self, tensor: torch.Tensor, batch: int) -> torch.Tensor:
+        return tensor.unflatten(1, (batch, -1)).transpose(0, 1) if self.packs_batch else tensor
+
+    def rows(self, kl: torch.Tensor) -> torch.Tensor:
+        """The weights, in the layout of the call."""
+        return self.unpacked(self.row_weight, kl.shape[0]) if self.row_weight.dim() else self.row_weight
+
 
 class CarriedKL:
     """The KL that an attention carries. Its value comes with the backward.
@@ -41,7 +53,10 @@ class CarriedKL:
 
     def __init__(self, inject: bool) -> None:
         self.loss: torch.Tensor | None = None
-        self._inject, self._term, self._kl = inject, None, None
+        self._inject = inject
+        self._term: Term | None = None
+        self._kl: torch.Tensor | None = None
+        self._value: torch.Tensor | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -59,12 +74,17 @@ class CarriedKL:
         """Sets what the backward adds. Without it, that is the backward of the attention alone."""
         self._term = term
 
+    @property
+    def is_bound(self) -> bool:
+        return self._term is not None
+
     def value(self) -> torch.Tensor:
         """The value of the KL in the loss: the weighted KLs, added up; NaN before the backward."""
-        if self._kl is None or self._term is None:
-            return torch.tensor(torch.nan)
-        weight = self._term.row_weight
-        return torch.where(weight == 0, 0.0, self._kl * weight).sum()
+        return torch.tensor(torch.nan) if self._value is None else self._value
+
+    def finish(self, kl: torch.Tensor, weight: torch.Tensor) -> None:
+        """Keeps the result and frees the teacher."""
+        self._kl, self._value, self._term = kl, torch.where(weight == 0, 0.0, kl * weight).sum(), None
 
 
 class Carried(torch.autograd.Function):
@@ -83,12 +103,18 @@ class Carried(torch.autograd.Function):
     def backward(ctx, grad_output, grad_loss):
         q, k, v, output, lse = ctx.saved_tensors
         handle, term = ctx.handle, ctx.handle._term
+        if handle.is_ready:
+            raise RuntimeError("streamkl.attention: the backward runs once, and frees the teacher: no retain_graph=True")
         scale = 1.0 if handle._inject else grad_loss
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output
         if term is None or scale is None:
             return *_own_backward(ctx.compute, q, k, v, grad_output), None, None
-        kl, *gradients = carried_backward(term, q, k, v, output, grad_output, lse, scale)
-        handle._kl = kl
+        operands = _Operands.of(term, q, k, lse, scale)
+        if term.options.deterministic or carries_kl(*operands):
+            kl, *gradients = _in_one_call(operands, term, v, output, grad_output)
+        else:  # torch's backward is faster than general kernels
+            kl, *gradients = _apart(operands, term, _own_backward(ctx.compute, q, k, v, grad_output))
+        handle.finish(kl, term.rows(kl))
         return *gradients, None, None
 
 
@@ -99,35 +125,62 @@ def _own_backward(compute, q, k, v, grad_output):
         return torch.autograd.grad(compute(*inputs)[0], inputs, grad_output)
 
 
-def carried_backward(term: Term, q, k, v, output, grad_output, lse_s, scale):
-    """[kl, dq, dk, dv]; `scale` multiplies the weights of the term."""
-    batch = q.shape[0]
-    if term.packs_batch:
-        q, k, v, output, grad_output = map(_pack, (q, k, v, output, grad_output))
-        lse_s = None if lse_s is None else _pack(lse_s)
-    lse_t, arguments = term.lse_t, (*term.lengths, *term.options)
-    if lse_t is None or lse_s is None:
-        computed_t, computed_s = torch.ops.streamkl.forward(
-            term.q_t, term.k_t, q, k, None, None, None, None, lse_t, lib.LSE_T | lib.LSE_S, *arguments
-        )
-        lse_t, lse_s = computed_t if lse_t is None else lse_t, computed_s if lse_s is None else lse_s
-    weight = (term.row_weight * scale).expand(lse_s.shape)
+class _Operands(NamedTuple):
+    """What a call of the library takes: packed where the lengths of the term are those of packed sequences."""
+
+    q_t: torch.Tensor
+    k_t: torch.Tensor
+    q_s: torch.Tensor
+    k_s: torch.Tensor
+    lse_t: torch.Tensor
+    lse_s: torch.Tensor
+    row_weight: torch.Tensor
+    lengths: Lengths
+    options: Any
+
+    @staticmethod
+    def of(term: Term, q, k, lse_s, scale) -> _Operands:
+        """`scale` multiplies the weights of the term. LSEs that are not known are computed."""
+        q, k, lse_s = term.packed(q), term.packed(k), None if lse_s is None else term.packed(lse_s)
+        lse_t = term.lse_t
+        if lse_t is None or lse_s is None:
+            computed_t, computed_s = torch.ops.streamkl.forward(
+                term.q_t, term.k_t, q, k, None, None, None, None, lse_t, lib.LSE_T | lib.LSE_S, *term.lengths, *term.options
+            )
+            lse_t, lse_s = computed_t if lse_t is None else lse_t, computed_s if lse_s is None else lse_s
+        weight = (term.row_weight * scale).expand(lse_s.shape)
+        return _Operands(term.q_t, term.k_t, q, k, lse_t, lse_s, weight, term.lengths, term.options)
+
+
+def _in_one_call(operands: _Operands, term: Term, v, output, grad_output):
+    """[kl, dq, dk, dv]"""
+    q_t, k_t, q_s, k_s, lse_t, lse_s, weight, lengths, options = operands
+    of_values = map(term.packed, (v, output, grad_output))
     made = torch.ops.streamkl.attention_backward(
-        term.q_t, term.k_t, q, k, v, output, grad_output, lse_t, lse_s, weight, *arguments
+        q_t, k_t, q_s, k_s, *of_values, lse_t, lse_s, weight, *lengths, *options
     )
-    return [_unpack(each, batch) for each in made] if term.packs_batch else made
+    return [term.unpacked(each, v.shape[0]) for each in made]
 
 
-def _pack(tensor: torch.Tensor) -> torch.Tensor:
-    """[batch, heads, length, ...] as [heads, batch * length, ...]."""
-    return tensor.transpose(0, 1).flatten(1, 2)
+def _apart(operands: _Operands, term: Term, own):
+    """[kl, dq, dk, dv] from the attention's own gradients and a one-pass call, whose sum is rounded once."""
+    q_t, k_t, q_s, k_s, lse_t, lse_s, weight, lengths, options = operands
+    options = options._replace(gradients=DQ_S | DK_S, grad_f32=True)
+    made = torch.ops.streamkl.forward_backward(
+        q_t, k_t, q_s, k_s, None, None, None, None, lse_t, lse_s, weight, lib.KL, *lengths, *options
+    )
+    kl, dq, dk = (term.unpacked(each, own[0].shape[0]) for each in made)
+    return [kl, (own[0] + dq).to(own[0].dtype), (own[1] + dk).to(own[1].dtype), own[2]]
 
 
-def _unpack(tensor: torch.Tensor, batch: int) -> torch.Tensor:
-    return tensor.unflatten(1, (batch, -1)).transpose(0, 1)
+def term_of(q_t, k_t, q_s, k_s, lse_t, direction, *, row_weight, packs_batch, **options) -> Term:
+    """The mean KL over rows, with the arguments of attention_kl."""
+    lengths, translated = translate(GRADIENTS, direction=direction, **{**_NO_LENGTHS, **options})
+    weight = _weight_of_rows(q_s, k_s, 1.0, row_weight, "mean", lengths, translated)
+    return Term(q_t, k_t, lse_t, weight, lengths, translated, packs_batch)
 
 
-@torch.compiler.disable  # the KL reaches its handle in the backward: a side effect that no graph has
+@torch._disable_dynamo  # the KL reaches its handle in the backward: a side effect that no graph has
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -197,6 +197,19 @@ def _attention_backward_fake(
     return [*_new_rows(q_t, lib.KL, problem), *_attention_gradients(q_s, k_s, v_s, problem)]
 
 
+def carries_kl(q_t, k_t, q_s, k_s, lse_t, lse_s, row_weight, lengths, options) -> bool:
+    """Whether attention_backward is fast: a CPU, or a GPU with a kernel for the KL and the attention backward together."""
+    if q_t.device.type == "cpu":
+        return True
+    plan = _plan_for(*specs_of((q_t, k_t, q_s, k_s, None, None, None, None), lse_t, lse_s, row_weight, lengths, options))
+    return _has_carrying_kernel(plan)
+
+
+@lru_cache(maxsize=4096)
+def _has_carrying_kernel(plan: lib.Plan) -> bool:
+    return "cuda_general, attention backward" not in plan.explain(lib.ATTENTION_BACKWARD)
+
+
 def _attention_gradients(q_s, k_s, v_s, problem: Problem) -> list[torch.Tensor]:
     return [_new_gradient(tensor, torch.float32 if problem.grad_f32 else None) for tensor in (q_s, k_s, v_s)]
 

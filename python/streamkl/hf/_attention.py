@@ -14,6 +14,7 @@ import torch
 from transformers.integrations.sdpa_attention import repeat_kv, use_gqa_in_sdpa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .._carried import Carried, CarriedKL
 from .._sdpa import as_autocast, sdpa_with_lse
 from ._context import active_region
 
@@ -50,6 +51,7 @@ class Call:
         str, Any
     ]  # the other arguments that matter: sliding_window, cu_seq_lens_q, ... and those of UNMODELLED
     has_graph: bool  # it ran with gradients enabled
+    handle: CarriedKL | None = None  # if its backward can carry the KL
     probe: Any = None  # (rows, output of these rows) to verify the model of this attention, once
 
 
@@ -67,11 +69,15 @@ def record_attention(recorder, implementation: str, module, query, key, value, a
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     # The same kernel whether recorded or not: checkpointing expects the recomputation to save the same tensors.
-    lse = None
+    lse, handle = None, None
     is_whole = not torch.compiler.is_compiling() and active_region() is None  # a region replaces SDPA, not its kernels
     if implementation == "sdpa" and not args and is_whole:
-        answer, lse = _sdpa_with_lse(module, query, key, value, attention_mask, causal, **kwargs)
-    if lse is None:
+        if recorder.carries and _can_carry(query, key, value, **kwargs):
+            query, key, value = map(as_autocast, (query, key, value))
+            answer, lse, handle = _carried(module, query, key, value, attention_mask, causal, **kwargs)
+        else:
+            answer, lse = _sdpa_with_lse(module, query, key, value, attention_mask, causal, **kwargs)
+    if lse is None and handle is None:
         answer = _run_own(implementation, module, query, key, value, attention_mask, *args, **kwargs)
     if recorder.depth > 0:
         if lse is not None:
@@ -81,7 +87,7 @@ def record_attention(recorder, implementation: str, module, query, key, value, a
         sink = None if sink is None else sink.clone()  # FSDP frees a parameter after the forward of its module
         call = Call(
             module, implementation, query, key, value, lse, _mask_of(recorder.masks, attention_mask), causal, kwargs.get("scaling"),
-            kwargs.get("softcap") or 0.0, sink, options, torch.is_grad_enabled(),
+            kwargs.get("softcap") or 0.0, sink, options, torch.is_grad_enabled(), handle,
         )  # fmt: skip
         if not torch.compiler.is_compiling() and recorder.is_new(call):
             call.probe = _probe(call, answer, attention_mask, args, kwargs)
@@ -145,6 +151,29 @@ def _probe(call: Call, answer, attention_mask, args, kwargs):
     rows = sorted({length // 3, length // 2, length - 1})
     output = answer[0]
     return rows, output[:, rows].clone() if output.dim() == 4 and output.shape[1] == length else output
+
+
+# ---- Attention whose backward carries the KL -------------------------------------------------------------------------
+
+
+def _can_carry(query, key, value, dropout=0.0, **kwargs) -> bool:
+    others = (kwargs.get(name) for name in ("softcap", "s_aux", *UNMODELLED))
+    return torch.is_grad_enabled() and not dropout and key.shape == value.shape and all(other is None for other in others)
+
+
+def _carried(module, query, key, value, attention_mask, causal, **kwargs):
+    """(answer, lse, handle): the same answer, with a backward that adds the KL which the handle is given."""
+    handle, lses = CarriedKL(inject=False), []
+
+    def compute(q, k, v):
+        answer, lse = _sdpa_with_lse(module, q, k, v, attention_mask, causal, **kwargs)
+        if lse is None:
+            answer = _run_own("sdpa", module, q, k, v, attention_mask, **kwargs)
+        lses.append(lse)
+        return answer[0].transpose(1, 2), lse
+
+    output, handle.loss = Carried.apply(query, key, value, handle, compute)
+    return (output.transpose(1, 2), None), lses[0], handle
 
 
 # ---- torch's fused attention, with its LSE -------------------------------------------------------------------------

@@ -246,7 +246,7 @@ __device__ inline work_item query_item(const skl_cuda_params &params, int64_t in
 }
 
 /* A key tile of one of `heads` key heads, and the queries that attend to it. */
-__device__ inline work_item key_item(const skl_cuda_params &params, int64_t index, int64_t heads)
+__device__ inline work_item key_tile_item(const skl_cuda_params &params, int64_t index, int64_t heads)
 {
     const skl_problem &p = params.problem;
     const int64_t tiles = skl_ceil_div(p.len_k, TILE);

@@ -238,7 +238,7 @@ static __global__ void __launch_bounds__(THREADS, 1) general_gradient(const __gr
     extern __shared__ __align__(16) unsigned char raw[];
     backward_memory &memory = *(backward_memory *)(void *)raw;
     const auto find = [&](int64_t index) {
-        return DK ? key_item(params, index, side_of(params).key_heads)
+        return DK ? key_tile_item(params, index, side_of(params).key_heads)
                   : query_item(params, index, params.teacher_side != 0);
     };
     for_each_item(memory.work, find, [&] {

@@ -247,7 +247,8 @@ static __global__ void __launch_bounds__(THREADS, 1)
     output_memory &memory = *(output_memory *)(void *)raw;
     const skl_problem &p = params.problem;
     const auto find = [&](int64_t index) {
-        return with_output(KIND == DQ ? query_item(params, index) : key_item(params, index, p.key_heads_s), params);
+        return with_output(KIND == DQ ? query_item(params, index) : key_tile_item(params, index, p.key_heads_s),
+                           params);
     };
     for_each_item(memory.work, find, [&] {
         if (KIND != DQ && memory.work.keys.begin < key_rows(p, memory.work.sequence))
