@@ -103,7 +103,7 @@ class Pair:
             return None
         (q_t, k_t, q_s, k_s), options, rows = self.arguments(cache)
         if cache.padding(self.t.padding, self.s.padding) is not None or rows.bounds is not None:
-            return None  # rows of padding have gradients of their own
+            return None  # rows of padding may have gradients too
         weight = None if row_weight is None else self._fitting(row_weight)
         mean, _ = rows.mean(weight, heads=q_s.shape[-3])
         lse_t = options.pop("lse_t")
