@@ -6,7 +6,8 @@
  *     student  y_ij = softcap_s(scale_s * <q_s[i], k_s[j]>)    S = softmax_j(y)
  *     KL_i = sum_j P_ij (log P_ij - log S_ij)                  (or KL(S || P): see skl_direction)
  *
- * The student can also be the indexer of a sparse attention: see skl_student.
+ * The student can also be the indexer of a sparse attention: see skl_student. The KL can come with the backward of
+ * the student's own attention: see skl_attention_backward.
  *
  * Describe a problem, create a plan, run it as often as you like:
  *
@@ -84,8 +85,18 @@ typedef enum skl_student {
 } skl_student;
 
 /* Gradients that a plan can compute. The teacher of an indexer has none; only an indexer has weights w_s; only heads
- * with sinks have SKL_DSINK_*. */
-enum { SKL_DQ_T = 1, SKL_DK_T = 2, SKL_DQ_S = 4, SKL_DK_S = 8, SKL_DW_S = 16, SKL_DSINK_T = 32, SKL_DSINK_S = 64 };
+ * with sinks have SKL_DSINK_*. SKL_DV_S makes a plan for skl_attention_backward, where the student is attention
+ * without sinks and the teacher has no gradients. */
+enum {
+    SKL_DQ_T = 1,
+    SKL_DK_T = 2,
+    SKL_DQ_S = 4,
+    SKL_DK_S = 8,
+    SKL_DW_S = 16,
+    SKL_DSINK_T = 32,
+    SKL_DSINK_S = 64,
+    SKL_DV_S = 128
+};
 
 /* Start from skl_problem_default(). Lengths may be 0. heads_t is a multiple of heads_s, and heads_t and heads_s are
  * multiples of key_heads_t and key_heads_s. */
@@ -211,6 +222,16 @@ typedef struct skl_gradients {
     float *dsink_s;  /* [heads_s] */
 } skl_gradients;
 
+/* The student's own attention o_s = S v_s, for skl_attention_backward. Values have the head size and the type of the
+ * keys, dim_s and dtype_s. */
+typedef struct skl_attention {
+    size_t struct_size; /* sizeof(skl_attention) */
+    skl_input v_s;      /* values: [batch, key_heads_s, len_k, dim_s] */
+    skl_input o_s;      /* output: [batch, heads_s, len_q, dim_s] */
+    skl_input do_s;     /* upstream gradient of the output, of the same shape and type */
+    skl_output dv_s;    /* gradient of the values; no data: not requested */
+} skl_attention;
+
 /* ---- The plan ---------------------------------------------------------------------------------------------- */
 
 typedef enum skl_device { SKL_CPU = 0, SKL_CUDA = 1 } skl_device;
@@ -238,7 +259,8 @@ typedef enum skl_op {
     SKL_OP_FORWARD = 0,
     SKL_OP_BACKWARD = 1,
     SKL_OP_FORWARD_BACKWARD = 2,
-    SKL_OP_PARTIAL = 3
+    SKL_OP_PARTIAL = 3,
+    SKL_OP_ATTENTION_BACKWARD = 4
 } skl_op;
 
 SKL_API skl_status skl_plan_create(skl_plan **plan, const skl_problem *problem, const skl_options *options);
@@ -302,14 +324,31 @@ SKL_API skl_status skl_forward_backward(const skl_plan *plan, const skl_inputs *
                                         const skl_gradients *gradients, void *workspace, size_t workspace_size,
                                         skl_stream stream);
 
+/* Attention that carries its KL: the backward of the student's attention o_s = S v_s, with the gradients of
+ * sum_i grad_kl[i] * KL_i added to its own. With dP = do_s v_s^T and D_i = <do_s[i], o_s[i]>, KL(P || S) makes it
+ *
+ *     dS_ij = S_ij (dP_ij - D_i) + grad_kl[i] (S_ij - P_ij)
+ *     dq_s = scale_s dS k_s      dk_s = scale_s dS^T q_s      dv_s = S^T do_s
+ *
+ * It takes the place of the attention's own backward: both need S, and multiply it by the same queries and keys.
+ * inputs->lse_s is what the attention's forward returned, inputs->lse_t the teacher's; both cover the visible keys.
+ * Give every gradient of the loss but this KL's in do_s, and the weight of each row's KL in grad_kl. Rows are as in
+ * skl_forward_backward: rows->kl is optional, unless direction is SKL_KL_REVERSE; gradients->dq_s, dk_s and
+ * attention->dv_s are those to compute. The plan's problem.gradients must include SKL_DV_S. */
+SKL_API skl_status skl_attention_backward(const skl_plan *plan, const skl_inputs *inputs,
+                                          const skl_attention *attention, const skl_rows *rows,
+                                          const skl_gradients *gradients, void *workspace, size_t workspace_size,
+                                          skl_stream stream);
+
 /* ---- Before a call: what it needs, and whether its lengths and indices are valid --------------------------- */
 
 /* Row vectors as bits. */
 enum { SKL_ROW_KL = 1, SKL_ROW_LSE_T = 2, SKL_ROW_LSE_S = 4, SKL_ROW_DOT_T = 8 };
 
 /* The row vectors that an operation with all of problem.gradients requires. SKL_OP_BACKWARD and SKL_OP_PARTIAL read
- * them from inputs. SKL_OP_FORWARD_BACKWARD reads the LSEs from inputs; kl and dot_t must be requested in rows, where
- * the gradients then read them. Returns 0 and sets skl_last_error() if an argument is invalid. */
+ * them from inputs. SKL_OP_FORWARD_BACKWARD and SKL_OP_ATTENTION_BACKWARD read the LSEs from inputs; kl and dot_t
+ * must be requested in rows, where the gradients then read them. Returns 0 and sets skl_last_error() if an argument
+ * is invalid. */
 SKL_API uint32_t skl_problem_needs(const skl_problem *problem, skl_op op);
 
 /* Checks inputs whose cu_seqlens, key_lengths, row bounds and indices are in host memory: struct_size, pointers,

@@ -34,6 +34,8 @@ struct run {
     real *kl, *lse_t, *lse_s, *dot_t; /* results */
     real *kl_rounding, *lse_t_rounding, *lse_s_rounding, *dot_t_rounding;
     real *cross_entropy, *entropy, *mass, *cross_entropy_rounding, *entropy_rounding, *mass_rounding;
+    real *v, *o, *d_o; /* student's attention: NULL: not given */
+    real *output, *dv, *dv_rounding, *dv_terms;
     int64_t row_length;   /* most outcomes of a row: max(length_k, top_k), and a sink */
     int64_t *keys;        /* of one row, as rows of the key buffers */
     struct log_sum *lses; /* of one row: of the teacher heads, then of the student */
@@ -43,6 +45,7 @@ struct run {
     real *log_ratio;      /* log (P_h / P) of each teacher head */
     real *log_p, *log_s;  /* the two distributions of the KL */
     real *gradient;       /* with respect to the logits of one head */
+    real *parts;          /* sum of the magnitudes of its parts */
     real *x_rounding, *y_rounding, *log_p_head_rounding, *log_p_rounding, *log_s_rounding, *gradient_rounding;
 };
 
@@ -115,6 +118,19 @@ static void load_sinks(const struct run *run, struct model *model, const float *
         model->sink[h] = (real)sink[h];
 }
 
+static void load_attention(struct run *run, const skl_attention *of)
+{
+    const struct model *const s = &run->student;
+    const skl_dtype dtype = run->problem->dtype_s;
+    const int64_t count_q = run->batch * s->heads * run->length_q * s->dim;
+    const int64_t count_k = run->batch * s->key_heads * run->length_k * s->dim;
+    run->v = contiguous_copy(run, &of->v_s, dtype, s->key_heads, run->length_k, s->dim);
+    run->o = contiguous_copy(run, &of->o_s, dtype, s->heads, run->length_q, s->dim);
+    run->d_o = contiguous_copy(run, &of->do_s, dtype, s->heads, run->length_q, s->dim);
+    run->output = filled(count_q, 0);
+    run->dv = filled(count_k, 0), run->dv_rounding = filled(count_k, 0), run->dv_terms = filled(count_k, 0);
+}
+
 /* Converts an array to double and frees it. */
 static double *widened(real *array, int64_t count)
 {
@@ -130,9 +146,10 @@ static double *widened(real *array, int64_t count)
 /* Moves the results out and frees everything else. */
 static oracle_result take_results(const struct run *run)
 {
-    real *const inputs_and_scratch[] = {run->teacher.q,    run->teacher.k,   run->student.q, run->student.k,
-                                        run->given_lse_t,  run->grad_kl,     run->scratch,   run->student.w,
-                                        run->teacher.sink, run->student.sink};
+    real *const inputs_and_scratch[] = {run->teacher.q,    run->teacher.k,    run->student.q, run->student.k,
+                                        run->given_lse_t,  run->grad_kl,      run->scratch,   run->student.w,
+                                        run->teacher.sink, run->student.sink, run->v,         run->o,
+                                        run->d_o};
     for (size_t a = 0; a < sizeof inputs_and_scratch / sizeof *inputs_and_scratch; a++)
         free(inputs_and_scratch[a]);
     free(run->keys);
@@ -141,6 +158,7 @@ static oracle_result take_results(const struct run *run)
     const struct model *const t = &run->teacher, *const s = &run->student;
     const int64_t rows = run->batch * run->length_q, keys = run->batch * run->length_k;
     const int64_t sinks_t = run->problem->sinks ? t->heads : 0, sinks_s = run->problem->sinks ? s->heads : 0;
+    const int64_t of_v = run->v ? s->dim : 0; /* elements per row: the arrays are NULL without the attention */
     const int64_t weights = weight_count(run), query_heads = s->heads * s->index_heads;
     return (oracle_result){
         .kl = widened(run->kl, rows * s->heads),
@@ -157,6 +175,8 @@ static oracle_result take_results(const struct run *run)
         .dw_s = widened(s->dw, weights),
         .dsink_t = widened(t->dsink, sinks_t),
         .dsink_s = widened(s->dsink, sinks_s),
+        .o_s = widened(run->output, rows * s->heads * of_v),
+        .dv_s = widened(run->dv, keys * s->key_heads * of_v),
         .rounding =
             {
                 .kl = widened(run->kl_rounding, rows * s->heads),
@@ -173,6 +193,7 @@ static oracle_result take_results(const struct run *run)
                 .dw_s = widened(s->dw_rounding, weights),
                 .dsink_t = widened(t->dsink_rounding, sinks_t),
                 .dsink_s = widened(s->dsink_rounding, sinks_s),
+                .dv_s = widened(run->dv_rounding, keys * s->key_heads * of_v),
             },
         .terms =
             {
@@ -181,11 +202,12 @@ static oracle_result take_results(const struct run *run)
                 .dq_s = widened(s->dq_terms, rows * query_heads * s->dim),
                 .dk_s = widened(s->dk_terms, keys * s->key_heads * s->dim),
                 .dw_s = widened(s->dw_terms, weights),
+                .dv_s = widened(run->dv_terms, keys * s->key_heads * of_v),
             },
     };
 }
 
-static struct run prepare(const skl_problem *p, const skl_inputs *inputs)
+static struct run prepare(const skl_problem *p, const skl_inputs *inputs, const skl_attention *attention)
 {
     struct run run = {.problem = p};
     run.batch = p->packed ? 1 : p->batch;
@@ -204,6 +226,9 @@ static struct run prepare(const skl_problem *p, const skl_inputs *inputs)
     run.given_lse_t = contiguous_copy(&run, &inputs->lse_t, SKL_F32, p->heads_t, run.length_q, 1);
     run.grad_kl = contiguous_copy(&run, &inputs->grad_kl, SKL_F32, p->heads_s, run.length_q, 1);
 
+    if (attention)
+        load_attention(&run, attention);
+
     const int64_t rows = run.batch * run.length_q;
     run.kl = filled(rows * p->heads_s, 0);
     run.lse_s = filled(rows * p->heads_s, -(real)INFINITY);
@@ -221,11 +246,12 @@ static struct run prepare(const skl_problem *p, const skl_inputs *inputs)
     run.lses = malloc(((size_t)run.group_size + 1) * sizeof *run.lses);
     if (!run.keys || !run.lses)
         abort();
-    run.scratch = filled((5 * run.group_size + 8) * run.row_length, 0);
+    run.scratch = filled((5 * run.group_size + 9) * run.row_length, 0);
     real *next = run.scratch;
     real **const of_heads[] = {&run.x, &run.x_rounding, &run.log_p_head, &run.log_p_head_rounding, &run.log_ratio};
     real **const of_row[] = {&run.y,     &run.y_rounding,     &run.log_p,    &run.log_p_rounding,
-                             &run.log_s, &run.log_s_rounding, &run.gradient, &run.gradient_rounding};
+                             &run.log_s, &run.log_s_rounding, &run.gradient, &run.gradient_rounding,
+                             &run.parts};
     for (size_t a = 0; a < sizeof of_heads / sizeof *of_heads; a++, next += run.group_size * run.row_length)
         *of_heads[a] = next;
     for (size_t a = 0; a < sizeof of_row / sizeof *of_row; a++, next += run.row_length)

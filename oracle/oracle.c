@@ -3,8 +3,9 @@
  * Every number has a `_rounding`: how much it changes, in units of a relative rounding error, if each number it is
  * computed from is rounded once, all in the worst direction. docs/design/maths.md derives them. */
 #ifndef REAL
-#define REAL       double
-#define ORACLE_RUN oracle_run
+#define REAL                 double
+#define ORACLE_RUN           oracle_run
+#define ORACLE_RUN_ATTENTION oracle_run_attention
 #endif
 #include "memory.h"
 
@@ -65,9 +66,10 @@ static void compute_logits(const struct model *model, struct offsets at, const s
 }
 
 /* dq += scale * gradient[j] * k[j];  dk[j] += scale * gradient[j] * q;  both times the slope of the softcap. The
- * slope is rounded and changes with the logit; a slope of 0 still counts as one rounding. */
+ * slope is rounded and changes with the logit; a slope of 0 still counts as one rounding. `parts`: sizes of the
+ * parts that a gradient is the sum of; NULL: it has no parts. */
 static void add_gradients(const struct run *run, const struct model *model, struct offsets at, const struct row *row,
-                          const real *logits, const real *logit_roundings)
+                          const real *logits, const real *logit_roundings, const real *parts)
 {
     const real *const q = model->q + at.q;
     real *const dq = model->dq + at.q, *const dq_rounding = model->dq_rounding + at.q;
@@ -87,6 +89,7 @@ static void add_gradients(const struct run *run, const struct model *model, stru
         const real capped = model->softcap > 0 ? fabs(logits[j]) / model->softcap : 0;
         const real slope_rounding = model->softcap > 0 ? 1 + 2 * capped * logit_roundings[j] / model->softcap : 0;
         const real dot_gradient = model->scale * run->gradient[j] * slope;
+        const real size = parts ? fabs(model->scale) * parts[j] * slope : fabs(dot_gradient);
         const real of_gradient = run->gradient_rounding[j] * (slope + (real)ORACLE_ROUNDING * slope_rounding);
         const real of_slope = fabs(run->gradient[j]) * slope_rounding;
         const real rounding = fabs(dot_gradient) + fabs(model->scale) * (of_gradient + of_slope);
@@ -95,14 +98,15 @@ static void add_gradients(const struct run *run, const struct model *model, stru
             dk[d] += dot_gradient * q[d];
             dq_rounding[d] += rounding * fabs(k[d]);
             dk_rounding[d] += rounding * fabs(q[d]);
-            dq_terms[d] += fabs(dot_gradient * k[d]);
-            dk_terms[d] += fabs(dot_gradient * q[d]);
+            dq_terms[d] += size * fabs(k[d]);
+            dk_terms[d] += size * fabs(q[d]);
         }
     }
 }
 
 #include "indexer.h"
 #include "log_sum.h"
+#include "attention.h"
 
 /* The teacher is a mean of heads. An indexer always has a teacher group, possibly of one head. */
 static int has_teacher_groups(const struct run *run)
@@ -172,6 +176,9 @@ static real normalise(const struct run *run, const struct row *row)
         for (int64_t h = 0; h < run->group_size; h++)
             run->lses[h] = as_stored((struct log_sum){run->lses[h].largest, log_z});
         distributions(run, row);
+        /* With sinks log z is the rounding of the given LSEs, and a kernel need not divide by z. */
+        for (int64_t j = 0; run->problem->sinks && j < row->key_count; j++)
+            run->log_p_rounding[j] += fabs(log_z) / (real)ORACLE_ROUNDING;
     }
 
     run->lse_s[row->at_s] = value_of(run->lses[run->group_size]);
@@ -321,7 +328,7 @@ static void teacher_gradients(const struct run *run, const struct row *row, int6
     mark_lost_gradients(run, row);
     const struct offsets at = find_offsets(run, row, &run->teacher, row->h_s * run->group_size + h);
     const int64_t line = h * run->row_length;
-    add_gradients(run, &run->teacher, at, row, run->x + line, run->x_rounding + line);
+    add_gradients(run, &run->teacher, at, row, run->x + line, run->x_rounding + line, NULL);
 }
 
 static void student_gradients(const struct run *run, const struct row *row, real g)
@@ -336,7 +343,9 @@ static void student_gradients(const struct run *run, const struct row *row, real
         return;
     }
     const struct offsets at = find_offsets(run, row, &run->student, row->h_s);
-    add_gradients(run, &run->student, at, row, run->y, run->y_rounding);
+    if (run->v)
+        add_attention_gradients(run, row, run->parts);
+    add_gradients(run, &run->student, at, row, run->y, run->y_rounding, run->v ? run->parts : NULL);
 }
 
 /* Turns the P_hj phi_j of a head into its dot. */
@@ -427,7 +436,7 @@ static void forward_row(const struct run *run, const struct row *row)
 static void backward_row(const struct run *run, const struct row *row)
 {
     const real g = run->grad_kl ? run->grad_kl[row->at_s] : 1;
-    if (run->problem->gradients & (SKL_DQ_S | SKL_DK_S | SKL_DW_S | SKL_DSINK_S))
+    if (run->problem->gradients & (SKL_DQ_S | SKL_DK_S | SKL_DW_S | SKL_DSINK_S | SKL_DV_S))
         student_gradients(run, row, g);
     if (run->problem->gradients & (SKL_DQ_T | SKL_DK_T | SKL_DSINK_T))
         for (int64_t h = 0; h < run->group_size; h++)
@@ -450,6 +459,8 @@ static void compute_sequence(const struct run *run, const skl_inputs *inputs, in
             row.at_s = (row.batch * run->student.heads + h_s) * run->length_q + row.row_q;
             row.at_t = (row.batch * run->teacher.heads + h_s * run->group_size) * run->length_q + row.row_q;
             forward_row(run, &row);
+            if (run->v)
+                attention_output(run, &row);
             if (run->problem->gradients)
                 backward_row(run, &row);
         }
@@ -457,7 +468,13 @@ static void compute_sequence(const struct run *run, const skl_inputs *inputs, in
 
 oracle_result ORACLE_RUN(const skl_problem *problem, const skl_inputs *inputs)
 {
-    const struct run run = prepare(problem, inputs);
+    return ORACLE_RUN_ATTENTION(problem, inputs, NULL);
+}
+
+oracle_result ORACLE_RUN_ATTENTION(const skl_problem *problem, const skl_inputs *inputs,
+                                   const skl_attention *attention)
+{
+    const struct run run = prepare(problem, inputs, attention);
     for (int64_t b = 0; b < problem->batch; b++)
         compute_sequence(&run, inputs, b);
     return take_results(&run);

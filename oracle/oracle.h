@@ -20,14 +20,15 @@ typedef struct oracle_result {
     double *dq_t, *dk_t, *dq_s, *dk_s;      /* 0 unless problem->gradients has dq or dk of the same model */
     double *dw_s;                           /* empty unless the student is an indexer */
     double *dsink_t, *dsink_s;              /* [heads]; empty without sinks */
+    double *o_s, *dv_s;                     /* S v, and the gradient of v; empty without the student's attention */
     /* Condition numbers: a result changes by at most this much times e if every intermediate number (products,
      * logits, LSEs, exponentials, terms of sums) has a relative error of e, all in the worst direction. */
     struct {
         double *kl, *lse_t, *lse_s, *dot_t, *cross_entropy, *entropy, *mass;
-        double *dq_t, *dk_t, *dq_s, *dk_s, *dw_s, *dsink_t, *dsink_s;
+        double *dq_t, *dk_t, *dq_s, *dk_s, *dw_s, *dsink_t, *dsink_s, *dv_s;
     } rounding;
     struct {
-        double *dq_t, *dk_t, *dq_s, *dk_s, *dw_s;
+        double *dq_t, *dk_t, *dq_s, *dk_s, *dw_s, *dv_s;
     } terms; /* sum of the magnitudes of the terms of each element */
 } oracle_result;
 
@@ -37,6 +38,13 @@ oracle_result oracle_run(const skl_problem *problem, const skl_inputs *inputs);
 
 /* The same code compiled in float. Its error is that of a naive implementation in the precision of the kernels. */
 oracle_result oracle_run_f32(const skl_problem *problem, const skl_inputs *inputs);
+
+/* The same with the student's attention, of which v_s, o_s and do_s are read: dq_s and dk_s are those of
+ * skl_attention_backward. NULL: without it. */
+oracle_result oracle_run_attention(const skl_problem *problem, const skl_inputs *inputs,
+                                   const skl_attention *attention);
+oracle_result oracle_run_attention_f32(const skl_problem *problem, const skl_inputs *inputs,
+                                       const skl_attention *attention);
 
 void oracle_free(oracle_result *result);
 

@@ -25,6 +25,8 @@
 #define WEIGHTS(type)    .dtype_w = SKL_##type
 #define BOUNDS(kind)     .bounds = BOUNDS_##kind
 #define SINKS            .sinks = 1
+#define SINKS_ABOVE(t, s) .sinks = 1, .sinks_above = {t, s}
+#define ATTENTION        .attention = 1
 #define STUDENT_ONLY     .without = SKL_DQ_T | SKL_DK_T
 /* clang-format on */
 

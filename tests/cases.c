@@ -141,6 +141,12 @@ const test_case test_cases[] = {
     {"sinks_bounds", SHAPE(2, 97, 131), HEADS(2, 2), DIMS(16, 16), SINKS, BOUNDS(RANDOM)},
     {"sinks_group", SHAPE(1, 65, 97), HEADS(6, 2), DIMS(16, 16), SINKS, CAUSAL},
     {"sinks_group_given", SHAPE(2, 65, 97), HEADS(4, 2), DIMS(16, 16), SINKS, .lse = LSE_GIVEN},
+    {"sinks_above_student", SHAPE(1, 65, 97), HEADS(2, 2), DIMS(16, 16), SINKS_ABOVE(0, 200), STUDENT_ONLY},
+    {"sinks_above_teacher", SHAPE(1, 65, 97), HEADS(2, 2), DIMS(16, 16), SINKS_ABOVE(200, 0), STUDENT_ONLY},
+    {"sinks_above_both", SHAPE(1, 65, 97), HEADS(2, 2), DIMS(16, 16), SINKS_ABOVE(8, 200), REVERSE},
+    {"sinks_below", SHAPE(1, 65, 97), HEADS(2, 2), DIMS(16, 16), SINKS_ABOVE(-200, -60)},
+    {"sinks_above_bf16", SHAPE(1, 300, 400), HEADS(2, 2), DIMS(64, 64), TYPES(BF16, BF16), SINKS_ABOVE(0, 200),
+     CAUSAL, STUDENT_ONLY},
     {"sinks_bf16", SHAPE(2, 300, 500), HEADS(2, 2), DIMS(64, 64), TYPES(BF16, BF16), SINKS, CAUSAL},
     {"sinks_128_f16", SHAPE(1, 301, 421), HEADS(4, 4), KEY_HEADS(2, 1), DIMS(128, 128), TYPES(F16, F16), SINKS},
     {"sinks_group_bf16", SHAPE(1, 300, 400), HEADS(4, 2), DIMS(64, 64), TYPES(BF16, BF16), SINKS, CAUSAL,
@@ -190,6 +196,10 @@ const test_case test_cases[] = {
     {"many_stages_bf16", SHAPE(1, 5, 1100), HEADS(70, 70), DIMS(8, 8), TYPES(BF16, BF16), .without = ALL_GRADIENTS},
     {"many_stages_128_bf16", SHAPE(1, 3, 700), HEADS(70, 70), DIMS(128, 104), TYPES(BF16, BF16),
      .without = ALL_GRADIENTS},
+    /* Too many keys for two blocks per SM at 128 dimensions. */
+    {"long_keys_bf16", SHAPE(1, 270, 2150), HEADS(1, 1), DIMS(128, 72), TYPES(BF16, BF16), CAUSAL, STUDENT_ONLY},
+    {"long_keys_f16", SHAPE(2, 140, 2100), HEADS(1, 1), DIMS(100, 128), TYPES(F16, F16), WINDOW(1900, 90),
+     KEY_LENGTHS(2100, 70), .without = ALL_GRADIENTS},
     {"many_stages_softcap_bf16", SHAPE(1, 5, 1100), HEADS(70, 70), DIMS(8, 8), TYPES(BF16, BF16), SOFTCAPS(3, 0),
      .without = ALL_GRADIENTS},
     {"many_stages_192_bf16", SHAPE(1, 3, 500), HEADS(70, 70), DIMS(192, 192), TYPES(BF16, BF16),
@@ -219,6 +229,26 @@ const test_case test_cases[] = {
     {"wide_softcap_f16", SHAPE(1, 67, 200), HEADS(1, 1), DIMS(192, 184), TYPES(F16, F16), SOFTCAPS(0, 2), REVERSE},
     {"wide_packed_bf16", PACKED(3, LENGTHS(0, 1, 70, 210), LENGTHS(0, 60, 131, 300)), HEADS(2, 2), KEY_HEADS(2, 1),
      DIMS(256, 200), TYPES(BF16, BF16), CAUSAL, TAILS(7, 3)},
+
+    /* Pairs of head sizes that have kernels, both ways round, and sizes between them. */
+    {"pair_128_64_bf16", SHAPE(1, 200, 421), HEADS(2, 2), KEY_HEADS(1, 2), DIMS(128, 64), TYPES(BF16, BF16), CAUSAL},
+    {"pair_64_128_reverse_bf16", SHAPE(1, 200, 330), HEADS(2, 2), DIMS(64, 128), TYPES(BF16, BF16), REVERSE,
+     WINDOW(190, 40)},
+    {"pair_256_64_bf16", SHAPE(1, 140, 421), HEADS(2, 2), KEY_HEADS(2, 1), DIMS(256, 64), TYPES(BF16, BF16), CAUSAL},
+    {"pair_56_200_reverse_bf16", PACKED(3, LENGTHS(0, 1, 70, 210), LENGTHS(0, 60, 131, 500)), HEADS(1, 1),
+     DIMS(56, 200), TYPES(BF16, BF16), REVERSE, TAILS(7, 3)},
+    {"pair_256_128_bf16", SHAPE(1, 140, 700), HEADS(1, 1), DIMS(256, 128), TYPES(BF16, BF16)},
+    {"pair_120_248_reverse_bf16", SHAPE(1, 200, 260), HEADS(2, 2), KEY_HEADS(1, 2), DIMS(120, 248), TYPES(BF16, BF16),
+     REVERSE, CAUSAL},
+    {"pair_192_128_bf16", SHAPE(1, 140, 421), HEADS(2, 2), KEY_HEADS(1, 1), DIMS(192, 128), TYPES(BF16, BF16),
+     .grad_f32 = 1, CAUSAL},
+    {"pair_72_184_bf16", SHAPE(2, 100, 330), HEADS(1, 1), DIMS(72, 184), TYPES(BF16, BF16), KEY_LENGTHS(330, 65)},
+    {"dim_96_bf16", SHAPE(1, 200, 421), HEADS(2, 2), KEY_HEADS(1, 2), DIMS(96, 96), TYPES(BF16, BF16), CAUSAL},
+    {"dim_80_and_96_reverse_bf16", SHAPE(1, 140, 330), HEADS(1, 1), DIMS(80, 96), TYPES(BF16, BF16), REVERSE},
+    {"many_stages_pair_bf16", SHAPE(1, 3, 1100), HEADS(70, 70), DIMS(256, 64), TYPES(BF16, BF16),
+     .without = ALL_GRADIENTS},
+    {"persistent_pair_bf16", SHAPE(1, 5, 600), HEADS(140, 140), DIMS(72, 64), TYPES(BF16, BF16),
+     .without = ALL_GRADIENTS},
 
     /* Packed sequences. */
     {"packed", PACKED(3, LENGTHS(0, 5, 38, 135), LENGTHS(0, 9, 20, 117)), HEADS(2, 2), DIMS(32, 32)},
@@ -320,6 +350,8 @@ const test_case test_cases[] = {
     {"softcap_bf16", SHAPE(1, 65, 97), HEADS(1, 1), DIMS(64, 64), SOFTCAPS(3, 3), TYPES(BF16, BF16)},
     {"softcap_long_bf16", SHAPE(1, 200, 421), HEADS(2, 2), KEY_HEADS(1, 2), DIMS(16, 8), SOFTCAPS(3, 0),
      TYPES(BF16, BF16), CAUSAL},
+    {"softcap_far_bf16", SHAPE(1, 200, 421), HEADS(2, 2), DIMS(128, 96), SOFTCAPS(50, 30), TYPES(BF16, BF16), CAUSAL},
+    {"softcap_near_bf16", SHAPE(1, 140, 330), HEADS(1, 1), DIMS(64, 128), SOFTCAPS(5, 4), TYPES(BF16, BF16)},
     {"softcap_f16", SHAPE(1, 33, 300), HEADS(1, 1), DIMS(128, 128), SOFTCAPS(0, 2), TYPES(F16, F16), REVERSE},
     {"softcap_growing_bf16", SHAPE(1, 37, 513), HEADS(1, 1), DIMS(16, 16), SOFTCAPS(40, 30), TYPES(BF16, BF16),
      .growth = 30},
@@ -454,6 +486,38 @@ const test_case test_cases[] = {
     {"indexer_no_keys", SHAPE(2, 5, 0), HEADS(2, 1), DIMS(8, 8), INDEXER(2)},
     {"indexer_no_queries", SHAPE(2, 0, 5), HEADS(2, 1), DIMS(8, 8), INDEXER(2)},
 
+    /* The student's attention, with its KL. */
+    {"attention", PLAIN, ATTENTION},
+    {"attention_causal", SHAPE(1, 97, 97), HEADS(2, 2), DIMS(64, 64), CAUSAL, ATTENTION},
+    {"attention_gqa", SHAPE(1, 65, 97), HEADS(6, 6), KEY_HEADS(2, 3), DIMS(32, 24), CAUSAL, ATTENTION},
+    {"attention_window", SHAPE(1, 193, 201), HEADS(1, 1), DIMS(24, 32), WINDOW(40, 9), ATTENTION},
+    {"attention_key_lengths", SHAPE(3, 37, 97), HEADS(2, 2), DIMS(16, 16), KEY_LENGTHS(0, 33, 97), ATTENTION},
+    {"attention_packed", PACKED(4, LENGTHS(0, 5, 5, 70, 103), LENGTHS(0, 9, 40, 40, 141)), TAILS(7, 5), HEADS(4, 4),
+     KEY_HEADS(4, 2), DIMS(16, 16), CAUSAL, ATTENTION},
+    {"attention_bounds", SHAPE(2, 97, 141), HEADS(2, 2), DIMS(16, 16), BOUNDS(RANDOM), ATTENTION},
+    {"attention_groups", SHAPE(1, 67, 131), HEADS(6, 2), KEY_HEADS(3, 1), DIMS(24, 16), CAUSAL, ATTENTION},
+    {"attention_reverse", PLAIN, REVERSE, ATTENTION},
+    {"attention_softcaps", PLAIN, SOFTCAPS(3, 2), CAUSAL, ATTENTION},
+    {"attention_zero_upstream", PLAIN, CAUSAL, .zero_upstream = 2, ATTENTION},
+    {"attention_unit_upstream", PLAIN, .unit_upstream = 1, ATTENTION},
+    {"attention_only_dq", PLAIN, .without = SKL_DK_S, ATTENTION},
+    {"attention_only_dk", PLAIN, .without = SKL_DQ_S, ATTENTION},
+    {"attention_only_dv", PLAIN, .without = SKL_DQ_S | SKL_DK_S, ATTENTION},
+    {"attention_no_keys", SHAPE(2, 5, 0), HEADS(2, 2), DIMS(8, 8), ATTENTION},
+    {"attention_no_queries", SHAPE(2, 0, 5), HEADS(2, 2), DIMS(8, 8), ATTENTION},
+    {"attention_bf16_64", SHAPE(1, 193, 137), HEADS(2, 2), KEY_HEADS(1, 2), DIMS(64, 64), TYPES(BF16, BF16), CAUSAL,
+     ATTENTION},
+    {"attention_bf16_128", SHAPE(1, 130, 161), HEADS(2, 2), KEY_HEADS(1, 1), DIMS(128, 128), TYPES(BF16, BF16),
+     ATTENTION},
+    {"attention_bf16_packed", PACKED(4, LENGTHS(0, 5, 5, 140, 173), LENGTHS(0, 9, 40, 180, 241)), TAILS(7, 5),
+     HEADS(2, 2), KEY_HEADS(1, 2), DIMS(64, 128), TYPES(BF16, BF16), CAUSAL, ATTENTION},
+    {"attention_bf16_groups", SHAPE(1, 67, 131), HEADS(8, 2), KEY_HEADS(2, 1), DIMS(64, 64), TYPES(BF16, BF16),
+     CAUSAL, ATTENTION},
+    {"attention_f16_window", SHAPE(1, 137, 131), HEADS(1, 1), DIMS(128, 64), TYPES(F16, F16), WINDOW(70, 0),
+     .grad_f32 = 1, ATTENTION},
+    {"attention_f16_512", SHAPE(1, 33, 67), HEADS(1, 1), DIMS(40, 512), TYPES(F16, F16), ATTENTION},
+    LAYOUTS("attention", SHAPE(2, 37, 41), HEADS(4, 4), KEY_HEADS(2, 2), DIMS(16, 16), TYPES(BF16, BF16), ATTENTION),
+
     /* Sparse indexers. */
     {"sparse", SHAPE(2, 33, 141), HEADS(4, 1), DIMS(16, 16), INDEXER(4), TOP_K(16)},
     {"sparse_causal", SHAPE(1, 130, 130), HEADS(4, 1), KEY_HEADS(1, 1), DIMS(32, 32), INDEXER(4), TOP_K(40), CAUSAL},
@@ -517,6 +581,8 @@ skl_problem case_problem(const test_case *c)
     p.dtype_t = c->dtype_t, p.dtype_s = c->dtype_s;
     p.grad_f32 = c->grad_f32;
     p.gradients = (uint32_t)(c->index_heads ? INDEXER_GRADIENTS : ALL_GRADIENTS) & ~c->without;
+    if (c->attention)
+        p.gradients = (p.gradients & ~(uint32_t)(SKL_DQ_T | SKL_DK_T)) | SKL_DV_S;
     p.direction = c->direction;
     p.batch = c->batch;
     p.len_q = c->len_q, p.len_k = c->len_k;

@@ -45,9 +45,11 @@ typedef struct test_case {
     int64_t tail_q, tail_k; /* rows of packed buffers after the last sequence */
     test_bounds bounds;
     int32_t sinks;
+    double sinks_above[2]; /* added to the logits of the sinks of teacher and student */
     test_lse lse;
     test_layout layout;
     int32_t unit_upstream; /* 1: no grad_kl */
+    int32_t attention;     /* 1: also skl_attention_backward, which knows no teacher gradients */
     int64_t index_heads;   /* > 0: the student is an indexer */
     skl_dtype dtype_w;
     int32_t index_linear;

@@ -12,6 +12,9 @@
 /* The same for the logits of an indexer. */
 #define WEIGHT_SIZE 4.0
 
+/* Gradients of an output that are as large as those of the KL. */
+#define VALUE_SIZE 1.0
+
 static void mark_live(fixture *f)
 {
     f->live_q = calloc((size_t)(f->batch * f->length_q) + 1, 1);
@@ -158,13 +161,14 @@ static void draw_bounds(test_bounds kind, oracle_sequence sequence, int32_t *beg
     }
 }
 
-/* Of the size of the largest logits of a row, so that a sink has a part of the mass that is neither 0 nor 1. */
-static const float *create_sinks(test_memory *memory, int64_t heads, test_random *random)
+/* Of the size of the largest logits of a row, so that a sink has a part of the mass that is neither 0 nor 1, unless
+ * the case wants them above (or below) the logits. */
+static const float *create_sinks(test_memory *memory, int64_t heads, double above, test_random *random)
 {
     *memory = memory_create((size_t)heads * sizeof(float), sizeof(float));
     float *const sinks = (float *)(void *)memory->data;
     for (int64_t h = 0; h < heads; h++)
-        sinks[h] = (float)random_uniform(random, -1, 4);
+        sinks[h] = (float)(above + random_uniform(random, -1, 4));
     return sinks;
 }
 
@@ -187,6 +191,27 @@ static void create_bounds(fixture *f, test_random *random)
     const int with_begin = kind == BOUNDS_RANDOM || kind == BOUNDS_BEGIN || kind == BOUNDS_CHUNKS;
     f->inputs.key_begin = with_begin ? arrays[0] : NULL;
     f->inputs.key_end = kind != BOUNDS_BEGIN ? arrays[1] : NULL;
+}
+
+/* Values and upstream gradients, and the output that belongs to them. */
+static void create_attention(fixture *f, test_random *random)
+{
+    const skl_problem *const p = &f->problem;
+    f->v_s = create_input(f, ROLE_KEYS, p->dtype_s, f->k_s.heads, p->dim_s, VALUE_SIZE, random);
+    f->o_s = create_input(f, ROLE_QUERIES, p->dtype_s, p->heads_s, p->dim_s, VALUE_SIZE, random);
+    f->do_s = create_input(f, ROLE_QUERIES, p->dtype_s, p->heads_s, p->dim_s, VALUE_SIZE, random);
+    f->attention = (skl_attention){.struct_size = sizeof(skl_attention),
+                                   .v_s = tensor_input(&f->v_s),
+                                   .o_s = tensor_input(&f->o_s),
+                                   .do_s = tensor_input(&f->do_s)};
+    poison_dead(&f->v_s, f->live_k);
+    skl_problem forward_only = *p;
+    forward_only.gradients = 0;
+    oracle_result result = oracle_run_attention(&forward_only, &f->inputs, &f->attention);
+    for (int64_t n = 0; n < tensor_count(&f->o_s); n++)
+        tensor_set(&f->o_s, n, result.o_s[n]);
+    oracle_free(&result);
+    poison_dead(&f->o_s, f->live_q), poison_dead(&f->do_s, f->live_q);
 }
 
 void fixture_create(fixture *f, const test_case *c)
@@ -231,8 +256,8 @@ void fixture_create(fixture *f, const test_case *c)
     if (c->bounds != BOUNDS_NONE)
         create_bounds(f, &random);
     if (c->sinks) {
-        f->inputs.sink_t = create_sinks(&f->sinks[0], p->heads_t, &random);
-        f->inputs.sink_s = create_sinks(&f->sinks[1], p->heads_s, &random);
+        f->inputs.sink_t = create_sinks(&f->sinks[0], p->heads_t, c->sinks_above[0], &random);
+        f->inputs.sink_s = create_sinks(&f->sinks[1], p->heads_s, c->sinks_above[1], &random);
     }
 
     if (p->index_heads) {
@@ -248,17 +273,24 @@ void fixture_create(fixture *f, const test_case *c)
     poison_dead(&f->grad_kl, f->live_q), poison_dead(&f->w_s, f->live_q);
     if (c->lse != LSE_COMPUTED)
         give_lse(f, &random);
+    if (c->attention)
+        create_attention(f, &random);
 }
 
 void fixture_solve(fixture *f)
 {
     f->exact = oracle_run(&f->problem, &f->inputs);
     f->naive = oracle_run_f32(&f->problem, &f->inputs);
+    if (f->test_case->attention) {
+        f->attention_exact = oracle_run_attention(&f->problem, &f->inputs, &f->attention);
+        f->attention_naive = oracle_run_attention_f32(&f->problem, &f->inputs, &f->attention);
+    }
 }
 
 void fixture_destroy(fixture *f)
 {
-    test_tensor *const tensors[] = {&f->q_t, &f->k_t, &f->q_s, &f->k_s, &f->lse_t, &f->grad_kl, &f->w_s, &f->indices};
+    test_tensor *const tensors[] = {&f->q_t, &f->k_t,     &f->q_s, &f->k_s, &f->lse_t, &f->grad_kl,
+                                    &f->w_s, &f->indices, &f->v_s, &f->o_s, &f->do_s};
     for (size_t t = 0; t < COUNT_OF(tensors); t++)
         tensor_destroy(tensors[t]);
     for (size_t n = 0; n < COUNT_OF(f->lengths); n++)
@@ -269,6 +301,8 @@ void fixture_destroy(fixture *f)
         memory_destroy(&f->sinks[n]);
     oracle_free(&f->exact);
     oracle_free(&f->naive);
+    oracle_free(&f->attention_exact);
+    oracle_free(&f->attention_naive);
     free(f->live_q);
     free(f->live_k);
     *f = (fixture){0};
@@ -306,21 +340,23 @@ fixture_results results_create(const fixture *f)
         results.dsink_t = tensor_create(SKL_F32, 1, 1, 1, p->heads_t, LAYOUT_CONTIGUOUS);
     if (p->gradients & SKL_DSINK_S)
         results.dsink_s = tensor_create(SKL_F32, 1, 1, 1, p->heads_s, LAYOUT_CONTIGUOUS);
+    if (p->gradients & SKL_DV_S)
+        results.dv_s = create_output(f, dtype_s, f->k_s.heads, f->length_k, p->dim_s);
     return results;
 }
 
-enum { RESULT_COUNT = 14 };
+enum { RESULT_COUNT = 15 };
 _Static_assert(ALL_RESULTS == (1 << RESULT_COUNT) - 1, "one bit for each result");
 
-static const char *const result_names[RESULT_COUNT] = {"kl",      "lse_t", "lse_s",   "dot_t",  "cross_entropy",
-                                                       "entropy", "mass",  "dq_t",    "dk_t",   "dq_s",
-                                                       "dk_s",    "dw_s",  "dsink_t", "dsink_s"};
+static const char *const result_names[RESULT_COUNT] = {"kl",      "lse_t", "lse_s",   "dot_t",   "cross_entropy",
+                                                       "entropy", "mass",  "dq_t",    "dk_t",    "dq_s",
+                                                       "dk_s",    "dw_s",  "dsink_t", "dsink_s", "dv_s"};
 
 static test_tensor *result_at(fixture_results *r, int index)
 {
-    test_tensor *const tensors[RESULT_COUNT] = {&r->kl,      &r->lse_t, &r->lse_s,   &r->dot_t,  &r->cross_entropy,
-                                                &r->entropy, &r->mass,  &r->dq_t,    &r->dk_t,   &r->dq_s,
-                                                &r->dk_s,    &r->dw_s,  &r->dsink_t, &r->dsink_s};
+    test_tensor *const tensors[RESULT_COUNT] = {&r->kl,      &r->lse_t, &r->lse_s,   &r->dot_t,   &r->cross_entropy,
+                                                &r->entropy, &r->mass,  &r->dq_t,    &r->dk_t,    &r->dq_s,
+                                                &r->dk_s,    &r->dw_s,  &r->dsink_t, &r->dsink_s, &r->dv_s};
     return tensors[index];
 }
 
@@ -378,6 +414,13 @@ skl_gradients results_gradients(const fixture_results *r)
                            .dw_s = tensor_output(&r->dw_s),
                            .dsink_t = r->dsink_t.data,
                            .dsink_s = r->dsink_s.data};
+}
+
+skl_attention results_attention(const fixture *f, const fixture_results *r)
+{
+    skl_attention attention = f->attention;
+    attention.dv_s = tensor_output(&r->dv_s);
+    return attention;
 }
 
 skl_inputs results_backward_inputs(const fixture *f, const fixture_results *r)
@@ -470,4 +513,11 @@ int gradients_mismatch(const fixture *f, const fixture_results *r, const char *k
            GRADIENT_MISMATCH(dq_s, dtype_s, f->live_q) + GRADIENT_MISMATCH(dk_s, dtype_s, f->live_k) +
            GRADIENT_MISMATCH(dw_s, dtype_s, f->live_q) + /* the type of the logits, not of the weights */
            SINK_MISMATCH(dsink_t) + SINK_MISMATCH(dsink_s);
+}
+
+int attention_mismatch(const fixture *given, const fixture_results *r, const char *kernel, const char *label)
+{
+    fixture with_attention = *given, *const f = &with_attention;
+    f->exact = given->attention_exact, f->naive = given->attention_naive;
+    return gradients_mismatch(f, r, kernel, label) + GRADIENT_MISMATCH(dv_s, dtype_s, f->live_k);
 }

@@ -10,16 +10,19 @@ typedef struct fixture {
     skl_problem problem;
     int64_t batch, length_q, length_k; /* of the buffers; packed buffers have batch 1 */
     test_tensor q_t, k_t, q_s, k_s, lse_t, grad_kl;
-    test_tensor w_s;        /* indexer */
-    test_tensor indices;    /* int32 values in an f32 tensor */
-    test_memory lengths[3]; /* key_lengths, cu_seqlens_q, cu_seqlens_k */
-    test_memory bounds[2];  /* key_begin, key_end */
-    test_memory sinks[2];   /* sink_t, sink_s */
-    skl_inputs inputs;      /* inputs of a forward, and grad_kl */
-    uint8_t *live_q;        /* [batch, length_q]: 1 if the row sees a key */
-    uint8_t *live_k;        /* [batch, length_k]: 1 if a row sees the key */
-    oracle_result exact;    /* in double */
-    oracle_result naive;    /* in float: defines the allowed error */
+    test_tensor v_s, o_s, do_s;                     /* attention: o_s is that of the oracle, rounded */
+    skl_attention attention;                        /* without dv_s */
+    test_tensor w_s;                                /* indexer */
+    test_tensor indices;                            /* int32 values in an f32 tensor */
+    test_memory lengths[3];                         /* key_lengths, cu_seqlens_q, cu_seqlens_k */
+    test_memory bounds[2];                          /* key_begin, key_end */
+    test_memory sinks[2];                           /* sink_t, sink_s */
+    skl_inputs inputs;                              /* inputs of a forward, and grad_kl */
+    uint8_t *live_q;                                /* [batch, length_q]: 1 if the row sees a key */
+    uint8_t *live_k;                                /* [batch, length_k]: 1 if a row sees the key */
+    oracle_result exact;                            /* in double */
+    oracle_result naive;                            /* in float: defines the allowed error */
+    oracle_result attention_exact, attention_naive; /* the same of skl_attention_backward */
 } fixture;
 
 /* Creates inputs only; fixture_solve computes `exact` and `naive`. */
@@ -33,10 +36,11 @@ typedef struct fixture_results {
     test_tensor cross_entropy, entropy, mass; /* indexer */
     test_tensor dq_t, dk_t, dq_s, dk_s, dw_s; /* those that the case requests */
     test_tensor dsink_t, dsink_s;             /* [1, 1, 1, heads] */
+    test_tensor dv_s;                         /* attention */
 } fixture_results;
 
 /* One bit for each member, in this order. */
-enum { ALL_RESULTS = (1 << 14) - 1 };
+enum { ALL_RESULTS = (1 << 15) - 1 };
 
 /* The same buffers; those without a bit are not requested. */
 fixture_results results_subset(const fixture_results *results, uint32_t bits);
@@ -46,6 +50,7 @@ void results_destroy(fixture_results *results);
 void results_poison(const fixture_results *results);
 skl_rows results_rows(const fixture_results *results);
 skl_gradients results_gradients(const fixture_results *results);
+skl_attention results_attention(const fixture *f, const fixture_results *results);
 
 /* Inputs of a backward: those of the fixture, with the row results of a forward. */
 skl_inputs results_backward_inputs(const fixture *f, const fixture_results *results);
@@ -55,6 +60,9 @@ skl_inputs results_backward_inputs(const fixture *f, const fixture_results *resu
  * `label`, and return the number of such tensors. */
 int rows_mismatch(const fixture *f, const fixture_results *results, const char *label);
 int gradients_mismatch(const fixture *f, const fixture_results *results, const char *kernel, const char *label);
+
+/* The same for the gradients of skl_attention_backward. */
+int attention_mismatch(const fixture *f, const fixture_results *results, const char *kernel, const char *label);
 
 /* Name of the first tensor whose bits differ between two results of one fixture; NULL if there is none. */
 const char *results_difference(const fixture_results *a, const fixture_results *b);

@@ -100,9 +100,9 @@ static int check_backward(kernel_run *run)
     return gradients_mismatch(run->fixture, &wanted, skl_plan_kernel(run->plan), label);
 }
 
-static int check_forward_backward(kernel_run *run)
+/* Inputs of a one-pass call. */
+static skl_inputs one_pass_inputs(const kernel_run *run)
 {
-    const char *const label = begin_call(run, "forward_backward");
     skl_inputs inputs = run->fixture->inputs;
     inputs.lse_t = tensor_input(&run->saved.lse_t);
     inputs.lse_s = tensor_input(&run->saved.lse_s);
@@ -110,6 +110,13 @@ static int check_forward_backward(kernel_run *run)
         inputs.kl = tensor_input(&run->results.kl);
         inputs.dot_t = tensor_input(&run->results.dot_t);
     }
+    return inputs;
+}
+
+static int check_forward_backward(kernel_run *run)
+{
+    const char *const label = begin_call(run, "forward_backward");
+    const skl_inputs inputs = one_pass_inputs(run);
     fixture_results wanted = results_subset(&run->results, run->options->results);
     wanted.lse_t.data = wanted.lse_s.data = wanted.mass.data = NULL;
     if (run->fixture->test_case->lse == LSE_WIDER) /* these need the LSE that includes hidden keys */
@@ -122,6 +129,22 @@ static int check_forward_backward(kernel_run *run)
     run_forward_backward(run->plan, &inputs, &rows, &gradients);
     return rows_mismatch(run->fixture, &wanted, label) +
            gradients_mismatch(run->fixture, &wanted, skl_plan_kernel(run->plan), label);
+}
+
+static int check_attention_backward(kernel_run *run)
+{
+    const fixture *const f = run->fixture;
+    const char *const label = begin_call(run, "attention_backward");
+    const skl_inputs inputs = one_pass_inputs(run);
+    fixture_results wanted = results_subset(&run->results, run->options->results);
+    wanted.lse_t.data = wanted.lse_s.data = NULL;
+    if (needs_of(run, &wanted, SKL_OP_ATTENTION_BACKWARD) & SKL_ROW_KL)
+        wanted.kl = run->results.kl;
+    const skl_rows rows = results_rows(&wanted);
+    const skl_gradients gradients = results_gradients(&wanted);
+    const skl_attention attention = results_attention(f, &wanted);
+    run_attention_backward(run->plan, &inputs, &attention, &rows, &gradients);
+    return rows_mismatch(f, &wanted, label) + attention_mismatch(f, &wanted, skl_plan_kernel(run->plan), label);
 }
 
 enum { MOST_RANGES = 8 };
@@ -186,6 +209,7 @@ static int check_deterministic(kernel_run *run)
         print_error("%s: %s differs between two runs\n", label, different);
         mismatches++;
     }
+    mismatches += run->fixture->test_case->attention ? check_attention_backward(run) : 0;
     return mismatches + check_forward_backward(run);
 }
 
@@ -199,6 +223,7 @@ int kernel_check(const fixture *f, const char *kernel, const check_options *opti
         mismatches += check_some_rows(&run);
     mismatches += check_backward(&run);
     mismatches += check_forward_backward(&run);
+    mismatches += f->test_case->attention ? check_attention_backward(&run) : 0;
     mismatches += check_partial(&run);
     for (int32_t kind = 1; kind < test_plan_kinds(); kind++) {
         skl_plan_destroy(run.plan);

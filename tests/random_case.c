@@ -143,12 +143,19 @@ static void draw_case(random_case *storage, test_random *random)
     draw_bounds_and_sinks(c, random);
 }
 
+/* The last draw of a case, so that the other draws stay the same. */
+static void draw_attention(test_case *c, test_random *random)
+{
+    c->attention = one_in(random, 3) && !c->index_heads && !c->sinks;
+}
+
 void case_draw(random_case *storage, int64_t number)
 {
     *storage = (random_case){0};
     snprintf(storage->name, sizeof storage->name, "random_%lld", (long long)number);
     test_random random = random_for(storage->name);
     draw_case(storage, &random);
+    draw_attention(&storage->test_case, &random);
 }
 
 /* ---- Wide cases -------------------------------------------------------------------------------------------- */
@@ -263,4 +270,5 @@ void case_draw_wide(random_case *storage, int64_t number, int extreme)
         draw_layouts(storage, &random);
     c->slack = one_in(&random, 3) ? random_between(&random, 1, 50) : 0;
     c->zero_upstream = one_in(&random, 4) ? (int32_t)random_between(&random, 1, 5) : 0;
+    draw_attention(c, &random);
 }

@@ -70,6 +70,15 @@ void run_forward_backward(const skl_plan *plan, const skl_inputs *inputs, const 
     memory_destroy(&workspace);
 }
 
+void run_attention_backward(const skl_plan *plan, const skl_inputs *inputs, const skl_attention *attention,
+                            const skl_rows *rows, const skl_gradients *gradients)
+{
+    test_memory workspace = create_workspace(plan, SKL_OP_ATTENTION_BACKWARD);
+    assert_ok(skl_attention_backward(plan, inputs, attention, rows, gradients, workspace.data, workspace.size, NULL));
+    device_wait();
+    memory_destroy(&workspace);
+}
+
 void run_partial(const skl_plan *plan, const skl_inputs *inputs, int64_t key_begin, int64_t key_end,
                  skl_row_state *states)
 {

@@ -17,6 +17,8 @@ void run_forward(const skl_plan *plan, const skl_inputs *inputs, const skl_rows 
 void run_backward(const skl_plan *plan, const skl_inputs *inputs, const skl_gradients *gradients);
 void run_forward_backward(const skl_plan *plan, const skl_inputs *inputs, const skl_rows *rows,
                           const skl_gradients *gradients);
+void run_attention_backward(const skl_plan *plan, const skl_inputs *inputs, const skl_attention *attention,
+                            const skl_rows *rows, const skl_gradients *gradients);
 void run_partial(const skl_plan *plan, const skl_inputs *inputs, int64_t key_begin, int64_t key_end,
                  skl_row_state *states);
 

@@ -138,8 +138,8 @@ static const call_rule call_rules[] = {
 
     /* Tensors that must not be given. */
     {FORWARD, &plain, "rows.dot_t given: must be NULL unless heads_t > heads_s", {COPY(rows.dot_t, rows.kl)}},
-    {ONE_PASS, &plain, "rows.lse_t given: must be NULL in skl_forward_backward", {COPY(rows.lse_t, gradients.dq_t)}},
-    {ONE_PASS, &plain, "rows.lse_s given: must be NULL in skl_forward_backward", {COPY(rows.lse_s, gradients.dq_t)}},
+    {ONE_PASS, &plain, "rows.lse_t given: must be NULL in a one-pass call", {COPY(rows.lse_t, gradients.dq_t)}},
+    {ONE_PASS, &plain, "rows.lse_s given: must be NULL in a one-pass call", {COPY(rows.lse_s, gradients.dq_t)}},
     {FINISH,
      &teacher_groups,
      "rows.dot_t given: must be NULL in skl_states_finish",
@@ -320,7 +320,7 @@ static const call_rule indexer_rules[] = {
     {BACKWARD, &indexer, "w_s=", {COPY(gradients.dw_s, inputs.w_s)}},
     {BACKWARD, &indexer, "dq_t given: must be NULL", {COPY(gradients.dq_t, inputs.q_t)}},
     {BACKWARD, &indexer, "dw_s.stride_row=2: elements of an output overlap", {SET(gradients.dw_s.stride_row, 2)}},
-    {ONE_PASS, &indexer, "rows.mass given: must be NULL in skl_forward_backward", {COPY(rows.mass, inputs.lse_s)}},
+    {ONE_PASS, &indexer, "rows.mass given: must be NULL in a one-pass call", {COPY(rows.mass, inputs.lse_s)}},
     {PARTIAL,
      &indexer,
      "lse_t=NULL: must be given: partial states of an indexer need the LSE of all keys",

@@ -55,7 +55,7 @@ static launch_log explained(const skl_plan *plan, const skl_inputs *inputs, skl_
 
 static void assert_ran(const test_case *c, const skl_plan *plan, const skl_inputs *inputs, skl_op op)
 {
-    static const char *const names[] = {"forward", "backward", "forward_backward", "partial"};
+    static const char *const names[] = {"forward", "backward", "forward_backward", "partial", "attention_backward"};
     const launch_log expected = explained(plan, inputs, op);
     if (strcmp(expected.text, recorded.text) != 0)
         fail_msg("%s: %s: %s\nexplained:\n%sran:\n%s", c->name, skl_plan_kernel(plan), names[op], expected.text,
@@ -87,6 +87,17 @@ static void check_plan(const fixture *f, const skl_plan *plan, const fixture_res
         recorded = (launch_log){.text = ""};
         run_forward_backward(plan, &known, &wanted_rows, &gradients);
         assert_ran(c, plan, &known, SKL_OP_FORWARD_BACKWARD);
+    }
+
+    if (c->attention) {
+        skl_inputs known = f->inputs;
+        known.lse_t = saved.lse_t;
+        known.lse_s = saved.lse_s;
+        const skl_rows only_kl = {.struct_size = sizeof only_kl, .kl = rows.kl};
+        const skl_attention attention = results_attention(f, results);
+        recorded = (launch_log){.text = ""};
+        run_attention_backward(plan, &known, &attention, &only_kl, &gradients);
+        assert_ran(c, plan, &known, SKL_OP_ATTENTION_BACKWARD);
     }
 
     skl_inputs partial = f->inputs;
@@ -125,18 +136,23 @@ static void test_every_case_runs_the_kernels_that_are_explained(void **state)
 
 /* ---- Reasons ------------------------------------------------------------------------------------------------ */
 
-/* The explanation of a forward holds these words. */
-static void assert_reason(const test_case *c, const char *kernel, const char *words)
+/* The explanation of an operation holds these words. */
+static void assert_reason_of(skl_op op, const test_case *c, const char *kernel, const char *words)
 {
-    char text[1024];
+    char text[4096];
     fixture f;
     fixture_create(&f, c);
     skl_plan *const plan = test_plan(&f.problem, NULL, 0);
-    skl_plan_explain(plan, &f.inputs, SKL_OP_FORWARD, text, sizeof text);
+    skl_plan_explain(plan, &f.inputs, op, text, sizeof text);
     if (strstr(text, kernel) == NULL || strstr(text, words) == NULL)
         fail_msg("%s: %s\nmust name %s and: %s", c->name, text, kernel, words);
     skl_plan_destroy(plan);
     fixture_destroy(&f);
+}
+
+static void assert_reason(const test_case *c, const char *kernel, const char *words)
+{
+    assert_reason_of(SKL_OP_FORWARD, c, kernel, words);
 }
 
 static void test_strides_and_addresses_that_copies_cannot_read(void **state)
@@ -158,12 +174,28 @@ static void test_strides_and_addresses_that_copies_cannot_read(void **state)
 static void test_problems_that_tensor_cores_do_not_do(void **state)
 {
     (void)state;
-    const test_case f32 = {"f32", SHAPE(1, 64, 64), HEADS(2, 2), DIMS(64, 64)};
+    const test_case f32 = {"f32", SHAPE(1, 64, 64), HEADS(2, 2), DIMS(160, 64)};
     const test_case groups = {"groups", SHAPE(1, 64, 64), HEADS(4, 2), DIMS(64, 64), TYPES(BF16, BF16), REVERSE};
-    const test_case odd = {"odd", SHAPE(1, 64, 64), HEADS(2, 2), DIMS(60, 60), TYPES(F16, F16)};
-    assert_reason(&f32, "cuda_general", "f32 inputs");
+    const test_case odd = {"odd", SHAPE(1, 64, 64), HEADS(2, 2), DIMS(132, 60), TYPES(F16, F16)};
+    assert_reason(&f32, "cuda_general", "f32 or mixed types with a head size above 128");
     assert_reason(&groups, "cuda_general", "reverse KL with teacher groups");
     assert_reason(&odd, "cuda_general", "not a multiple of 8");
+}
+
+/* Where no kernel carries the KL, the general kernels add the attention backward to a one-pass call. */
+static void test_attention_backward_apart_from_the_kl(void **state)
+{
+    (void)state;
+    test_case c = {"groups", SHAPE(1, 64, 64), HEADS(4, 2), DIMS(64, 64), TYPES(BF16, BF16), ATTENTION};
+    assert_reason_of(SKL_OP_ATTENTION_BACKWARD, &c, "dv_s: cuda_general, attention backward, dv",
+                     "teacher groups: the KL");
+    c.heads_t = 2, c.direction = SKL_KL_REVERSE;
+    assert_reason_of(SKL_OP_ATTENTION_BACKWARD, &c, "dk_s: cuda_general, attention backward, dk",
+                     "reverse KL: the KL");
+    c.direction = SKL_KL_FORWARD, c.softcap_s = 5;
+    assert_reason_of(SKL_OP_ATTENTION_BACKWARD, &c, "dq_s: cuda_general, attention backward, dq", "softcap: the KL");
+    c.softcap_s = 0, c.dtype_t = c.dtype_s = SKL_F32;
+    assert_reason_of(SKL_OP_ATTENTION_BACKWARD, &c, "<do, o>: cuda_general, output dots", "f32 inputs");
 }
 
 static void test_old_kernel_names_are_accepted(void **state)
@@ -188,6 +220,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_strides_and_addresses_that_copies_cannot_read),
         cmocka_unit_test(test_problems_that_tensor_cores_do_not_do),
+        cmocka_unit_test(test_attention_backward_apart_from_the_kl),
         cmocka_unit_test(test_old_kernel_names_are_accepted),
         cmocka_unit_test(test_every_case_runs_the_kernels_that_are_explained),
     };

@@ -47,6 +47,8 @@ static const test_case both_sides = {"both_sides", MEDIUM};
 static const test_case both_sides_bf16 = {"both_sides_bf16", MEDIUM, TYPES(BF16, BF16)};
 static const test_case reverse = {"reverse", MEDIUM, REVERSE, WITHOUT(TEACHER_GRADIENTS)};
 static const test_case groups = {"groups", SHAPE(1, 400, 400), HEADS(4, 2), DIMS(8, 8), WITHOUT(STUDENT_GRADIENTS)};
+static const test_case attention_f32 = {"attention_f32", MEDIUM, ATTENTION};
+static const test_case attention_bf16 = {"attention_bf16", MEDIUM, TYPES(BF16, BF16), ATTENTION};
 static const test_case none = {"none", MEDIUM, WITHOUT(ALL_GRADIENTS)};
 static const test_case one_row = {"one_row", SHAPE(1, 1, 3), HEADS(1, 1), DIMS(4, 4)};
 static const test_case empty = {"empty", SHAPE(0, 4, 4), HEADS(1, 1), DIMS(4, 4)};
@@ -58,6 +60,7 @@ static const test_case packed = {"packed", PACKED(2, LENGTHS(0, 3, 7), LENGTHS(0
 #define BACKWARD SKL_OP_BACKWARD
 #define ONE_PASS SKL_OP_FORWARD_BACKWARD
 #define PARTIAL  SKL_OP_PARTIAL
+#define CARRIED  SKL_OP_ATTENTION_BACKWARD
 
 /* Lines in order, without the workspace; "|" divides them. NAMED stands for the reason of a forced kernel. */
 #define NAMED "options.kernel names the kernel"
@@ -96,6 +99,16 @@ static const explain_rule explain_rules[] = {
     {BACKWARD, &sparse, VECTOR,
      "dq_s and dw_s: " VECTOR ", 2 threads (" NAMED "; key gradients follow)|"
      "dk_s: " VECTOR ", 2 threads (indices come in any order, so key gradients are summed key by key)"},
+    {CARRIED, &attention_f32, VECTOR,
+     "KL, dq_s, dk_s and dv_s: " VECTOR ", fused, one-pass, 2 threads (" NAMED
+     "; both LSEs are given, and f32 key gradients are summed in place)"},
+    {CARRIED, &attention_bf16, VECTOR,
+     "KL and dq_s: " VECTOR ", one-pass, 2 threads (" NAMED "; both LSEs are given; key gradients follow)|"
+     "dk_s and dv_s: " VECTOR ", 2 threads (16-bit"},
+    {CARRIED, &attention_f32, "cpu_reference",
+     "forward: cpu_reference, 2 threads (" NAMED "; this kernel computes the KL separately)|"
+     "dq_s: cpu_reference, 2 threads (key gradients follow)|"
+     "dk_s and dv_s: cpu_reference, 2 threads (this kernel computes key gradients separately)"},
     {BACKWARD, &none, VECTOR, "nothing to launch (no row, no key or no gradient)"},
     {FORWARD, &empty, VECTOR, "nothing to launch (no row, no key or no gradient)"},
 
@@ -238,8 +251,8 @@ static void test_explain_refuses_bad_arguments(void **state)
     const skl_problem problem = case_problem(&student_f32);
     skl_plan *const plan = plan_for(&problem, NULL);
     assert_unexplained(NULL, NULL, SKL_OP_FORWARD, "plan=NULL: must be given");
-    assert_unexplained(plan, NULL, 4, "op=4: must be 0..3");
-    assert_unexplained(plan, NULL, -1, "op=-1: must be 0..3");
+    assert_unexplained(plan, NULL, 5, "op=5: must be 0..4");
+    assert_unexplained(plan, NULL, -1, "op=-1: must be 0..4");
     assert_int_equal(skl_plan_explain(plan, NULL, SKL_OP_FORWARD, NULL, 7), 0);
     assert_string_equal(skl_last_error(), "buffer=NULL: must be given unless size=0");
     skl_inputs inputs = unread_inputs(&problem);
@@ -250,6 +263,7 @@ static void test_explain_refuses_bad_arguments(void **state)
     assert_unexplained(plan, &inputs, SKL_OP_BACKWARD, "k_s=NULL: must be given");
     inputs = unread_inputs(&problem);
     inputs.q_t.stride_row = -1;
+    assert_unexplained(plan, NULL, SKL_OP_ATTENTION_BACKWARD, "skl_attention_backward needs a plan whose");
     assert_unexplained(plan, &inputs, SKL_OP_PARTIAL, "q_t.stride_row=-1: must be at least 0");
     skl_plan_destroy(plan);
 }

@@ -84,10 +84,10 @@ static void test_needs_of_bad_arguments(void **state)
     skl_problem problem = problem_of(FORWARD, 2, ATTENTION, SKL_DQ_S);
     assert_int_equal(skl_problem_needs(NULL, SKL_OP_BACKWARD), 0);
     assert_string_equal(skl_last_error(), "problem=NULL: must point to a skl_problem");
-    assert_int_equal(skl_problem_needs(&problem, (skl_op)4), 0);
-    assert_string_equal(skl_last_error(), "op=4: must be 0..3");
+    assert_int_equal(skl_problem_needs(&problem, (skl_op)5), 0);
+    assert_string_equal(skl_last_error(), "op=5: must be 0..4");
     assert_int_equal(skl_problem_needs(&problem, (skl_op)-1), 0);
-    assert_string_equal(skl_last_error(), "op=-1: must be 0..3");
+    assert_string_equal(skl_last_error(), "op=-1: must be 0..4");
     problem.dim_t = 0;
     assert_int_equal(skl_problem_needs(&problem, SKL_OP_BACKWARD), 0);
     assert_string_equal(skl_last_error(), "dim_t=0: must be 1..512");
@@ -104,7 +104,7 @@ static skl_status run_with(const skl_plan *plan, const skl_problem *p, skl_op op
     static float zeros[FLOATS];
     static float outputs[8][FLOATS];
     const bool indexer = p->student == SKL_STUDENT_INDEXER;
-    const bool both = op == SKL_OP_FORWARD_BACKWARD;
+    const bool both = skl_op_is_one_pass(op);
     skl_inputs in = {.struct_size = sizeof in};
     in.q_t = skl_input_contiguous(zeros, p->heads_t, 1, DIM);
     in.k_t = skl_input_contiguous(zeros, p->heads_t, LEN_K, DIM);
@@ -140,14 +140,17 @@ static skl_status run_with(const skl_plan *plan, const skl_problem *p, skl_op op
     if (p->gradients & SKL_DW_S)
         grads.dw_s = skl_output_contiguous(outputs[6], p->heads_s, 1, 1);
     skl_row_state states[2];
+    const skl_attention attention = {.struct_size = sizeof attention, .v_s = in.k_s, .o_s = in.q_s, .do_s = in.q_s};
 
     const size_t size = skl_plan_workspace_size(plan, op);
     test_memory workspace = memory_create(size, SKL_WORKSPACE_ALIGNMENT);
-    const skl_status status = op == SKL_OP_FORWARD    ? skl_forward(plan, &in, &rows, workspace.data, size, NULL)
-                              : op == SKL_OP_BACKWARD ? skl_backward(plan, &in, &grads, workspace.data, size, NULL)
-                              : op == SKL_OP_PARTIAL
-                                  ? skl_partial(plan, &in, 0, LEN_K, states, workspace.data, size, NULL)
-                                  : skl_forward_backward(plan, &in, &rows, &grads, workspace.data, size, NULL);
+    const skl_status status =
+        op == SKL_OP_FORWARD    ? skl_forward(plan, &in, &rows, workspace.data, size, NULL)
+        : op == SKL_OP_BACKWARD ? skl_backward(plan, &in, &grads, workspace.data, size, NULL)
+        : op == SKL_OP_PARTIAL  ? skl_partial(plan, &in, 0, LEN_K, states, workspace.data, size, NULL)
+        : op == SKL_OP_FORWARD_BACKWARD
+            ? skl_forward_backward(plan, &in, &rows, &grads, workspace.data, size, NULL)
+            : skl_attention_backward(plan, &in, &attention, &rows, &grads, workspace.data, size, NULL);
     memory_destroy(&workspace);
     return status;
 }
@@ -160,6 +163,8 @@ static void check_calls(const skl_problem *problem)
     skl_plan *plan = NULL;
     assert_ok(skl_plan_create(&plan, problem, &options));
     for (int op = 0; op < SKL_OP_COUNT; op++) {
+        if (skl_op_check_for(problem, (skl_op)op) != SKL_OK)
+            continue;
         const uint32_t needed = skl_problem_needs(problem, (skl_op)op);
         assert_ok(run_with(plan, problem, (skl_op)op, needed));
         for (uint32_t bit = 1; bit < ROW_BITS; bit <<= 1)
@@ -179,7 +184,10 @@ static void test_needs_as_calls_check_them(void **state)
                 const skl_problem attention = problem_of((skl_direction)direction, heads_t, ATTENTION, gradients);
                 const skl_problem indexer =
                     problem_of((skl_direction)direction, heads_t, INDEXER, gradients & ~3U ? gradients << 1 & 28 : 0);
+                const skl_problem with_values =
+                    problem_of((skl_direction)direction, heads_t, ATTENTION, (gradients & ~3U) | SKL_DV_S);
                 check_calls(&attention);
+                check_calls(&with_values);
                 check_calls(&indexer);
             }
 }

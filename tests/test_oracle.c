@@ -291,18 +291,22 @@ static void update_lse(const fixture *f, const double *hidden)
     free(lse);
 }
 
-/* sum_i grad_kl_i KL_i */
+/* sum_i grad_kl_i KL_i, and <do_s, o_s> */
 static double loss_of(const fixture *f, const double *hidden)
 {
     if (hidden)
         update_lse(f, hidden);
     skl_problem forward_only = f->problem;
     forward_only.gradients = 0;
-    oracle_result result = oracle_run(&forward_only, &f->inputs);
+    oracle_result result =
+        oracle_run_attention(&forward_only, &f->inputs, f->test_case->attention ? &f->attention : NULL);
     double loss = 0;
     for (int64_t n = 0; n < f->batch * f->problem.heads_s * f->length_q; n++)
         if (result.kl[n] != 0)
             loss += result.kl[n] * (f->grad_kl.data ? tensor_get(&f->grad_kl, n) : 1);
+    for (int64_t n = 0; n < tensor_count(&f->do_s); n++)
+        if (result.o_s[n] != 0)
+            loss += result.o_s[n] * tensor_get(&f->do_s, n);
     oracle_free(&result);
     return loss;
 }
@@ -409,8 +413,11 @@ static void check_gradients(const test_case *c)
         check_sinks(&f, 0, f.problem.heads_t, f.exact.dsink_t, step, "dsink_t");
     if (f.problem.gradients & SKL_DSINK_S)
         check_sinks(&f, 1, f.problem.heads_s, f.exact.dsink_s, step, "dsink_s");
-    check_direction(&f, hidden, &f.q_s, f.exact.dq_s, step_q, "dq_s");
-    check_direction(&f, hidden, &f.k_s, f.exact.dk_s, step, "dk_s");
+    const oracle_result *const student = c->attention ? &f.attention_exact : &f.exact;
+    check_direction(&f, hidden, &f.q_s, student->dq_s, step_q, "dq_s");
+    check_direction(&f, hidden, &f.k_s, student->dk_s, step, "dk_s");
+    if (c->attention)
+        check_direction(&f, hidden, &f.v_s, student->dv_s, step, "dv_s");
     free(hidden);
     fixture_destroy(&f);
 }

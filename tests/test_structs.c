@@ -11,6 +11,7 @@ typedef struct calls {
     skl_inputs inputs;
     skl_rows rows;
     skl_gradients gradients;
+    skl_attention attention;
 } calls;
 
 static skl_status plan_of_problem(const calls *c, const void *at)
@@ -81,6 +82,26 @@ static skl_status one_pass_gradients(const calls *c, const void *at)
     return skl_forward_backward(c->plan, &c->inputs, &c->rows, at, NULL, 0, NULL);
 }
 
+static skl_status attention_inputs(const calls *c, const void *at)
+{
+    return skl_attention_backward(c->plan, at, &c->attention, &c->rows, &c->gradients, NULL, 0, NULL);
+}
+
+static skl_status attention_attention(const calls *c, const void *at)
+{
+    return skl_attention_backward(c->plan, &c->inputs, at, &c->rows, &c->gradients, NULL, 0, NULL);
+}
+
+static skl_status attention_rows(const calls *c, const void *at)
+{
+    return skl_attention_backward(c->plan, &c->inputs, &c->attention, at, &c->gradients, NULL, 0, NULL);
+}
+
+static skl_status attention_gradients(const calls *c, const void *at)
+{
+    return skl_attention_backward(c->plan, &c->inputs, &c->attention, &c->rows, at, NULL, 0, NULL);
+}
+
 static skl_status partial_inputs(const calls *c, const void *at)
 {
     static skl_row_state states[1];
@@ -116,6 +137,10 @@ static const struct_call struct_calls[] = {
     {"inputs", one_pass_inputs, sizeof(skl_inputs)},
     {"rows", one_pass_rows, sizeof(skl_rows)},
     {"gradients", one_pass_gradients, sizeof(skl_gradients)},
+    {"inputs", attention_inputs, sizeof(skl_inputs)},
+    {"attention", attention_attention, sizeof(skl_attention)},
+    {"rows", attention_rows, sizeof(skl_rows)},
+    {"gradients", attention_gradients, sizeof(skl_gradients)},
     {"inputs", partial_inputs, sizeof(skl_inputs)},
     {"inputs", finish_inputs, sizeof(skl_inputs)},
     {"rows", finish_rows, sizeof(skl_rows)},
@@ -127,7 +152,9 @@ static void calls_create(calls *c, skl_plan **plan)
     *c = (calls){.problem = skl_problem_default(),
                  .inputs = {.struct_size = sizeof(skl_inputs)},
                  .rows = {.struct_size = sizeof(skl_rows)},
-                 .gradients = {.struct_size = sizeof(skl_gradients)}};
+                 .gradients = {.struct_size = sizeof(skl_gradients)},
+                 .attention = {.struct_size = sizeof(skl_attention)}};
+    c->problem.gradients |= SKL_DV_S;
     c->problem.dim_t = c->problem.dim_s = 4;
     c->plan = *plan = test_plan(&c->problem, NULL, 1);
 }
@@ -136,11 +163,12 @@ static void calls_create(calls *c, skl_plan **plan)
 static test_memory place_struct(const calls *c, const struct_call *s, size_t size)
 {
     const skl_options options = skl_options_default();
-    const void *const content = strcmp(s->name, "problem") == 0   ? (const void *)&c->problem
-                                : strcmp(s->name, "options") == 0 ? (const void *)&options
-                                : strcmp(s->name, "inputs") == 0  ? (const void *)&c->inputs
-                                : strcmp(s->name, "rows") == 0    ? (const void *)&c->rows
-                                                                  : (const void *)&c->gradients;
+    const void *const content = strcmp(s->name, "problem") == 0     ? (const void *)&c->problem
+                                : strcmp(s->name, "options") == 0   ? (const void *)&options
+                                : strcmp(s->name, "inputs") == 0    ? (const void *)&c->inputs
+                                : strcmp(s->name, "rows") == 0      ? (const void *)&c->rows
+                                : strcmp(s->name, "attention") == 0 ? (const void *)&c->attention
+                                                                    : (const void *)&c->gradients;
     const test_memory memory = memory_create(size, sizeof(size_t));
     memset(memory.data, 0, size);
     memcpy(memory.data, content, size < s->size ? size : s->size);

@@ -35,7 +35,7 @@ def address(tensor: torch.Tensor, problem: Problem) -> tuple[int, int, int, int]
     return (tensor.data_ptr(), batch, first, second) if problem.heads_first else (tensor.data_ptr(), batch, second, first)
 
 
-def _input_address(tensor: torch.Tensor | None, problem: Problem, copies: list) -> tuple[int, int, int, int]:
+def input_address(tensor: torch.Tensor | None, problem: Problem, copies: list) -> tuple[int, int, int, int]:
     """skl_input of a tensor. The library accepts any strides except in the last dimension: `copies` keeps a copy alive."""
     if tensor is None:
         return lib.ABSENT
@@ -78,11 +78,11 @@ def call(
     problem = plan.problem
     copies: list[torch.Tensor] = []
     inputs = lib.pack_inputs(
-        _input_address(q_t, problem, copies), _input_address(k_t, problem, copies),
-        _input_address(q_s, problem, copies), _input_address(k_s, problem, copies),
+        input_address(q_t, problem, copies), input_address(k_t, problem, copies),
+        input_address(q_s, problem, copies), input_address(k_s, problem, copies),
         row_address(lse_t), row_address(lse_s), row_address(kl), row_address(dot_t), row_address(grad_kl),
         _data_ptr(cu_seqlens_q), _data_ptr(cu_seqlens_k), _data_ptr(key_lengths),
-        _input_address(w_s, problem, copies), _input_address(indices, problem, copies),
+        input_address(w_s, problem, copies), input_address(indices, problem, copies),
         _data_ptr(key_begin), _data_ptr(key_end), _data_ptr(sink_t), _data_ptr(sink_s),
     )  # fmt: skip
     execute(plan, op, inputs, outputs, q_t.device)

@@ -273,3 +273,15 @@ def _check_row_vectors(name: str, given: Spec, size: _Sizes, packed: bool, heads
         + (f"{size.len_q} rows" if packed else f"batch {size.batch} and length {size.len_q}")
         + ", as q_t has",
     )
+
+
+def check_attention(student, of_output) -> None:
+    """Values, output and its gradient have the shapes and the type of the student's keys and queries."""
+    q_s, k_s = student
+    v_s, o_s, do_s = of_output
+    for name, tensor, other, like in ("v", v_s, "k", k_s), ("out", o_s, "q", q_s), ("the gradient of out", do_s, "q", q_s):
+        _require(
+            tensor.shape == like.shape and tensor.dtype == like.dtype and tensor.device == like.device,
+            f"{name}: {tensor.dtype} {_shape_text(tensor.shape)} on {tensor.device} must be {like.dtype} "
+            f"{_shape_text(like.shape)} on {like.device}, as {other} is",
+        )

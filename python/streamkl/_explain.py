@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._ops import KERNELS
 from ._options import AllAttentionOptions, AllIndexerOptions
-from .attention import attention_kl
+from ._attention_kl import attention_kl
 from .indexer import indexer_kl
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from ._problem import (
     ATTENTION, DSINK_T, INDEXER, KL_FORWARD, KL_REVERSE, Problem, SklOptions, SklProblem, skl_options, skl_problem,
 )  # fmt: skip
 
-FORWARD, BACKWARD, FORWARD_BACKWARD, PARTIAL = 0, 1, 2, 3  # skl_op
+FORWARD, BACKWARD, FORWARD_BACKWARD, PARTIAL, ATTENTION_BACKWARD = range(5)  # skl_op
 
 # Row vectors: the members of skl_rows, bit by bit. The first four are the bits of skl_problem_needs.
 ROW_NAMES = ("kl", "lse_t", "lse_s", "dot_t", "cross_entropy", "entropy", "mass")
@@ -43,6 +43,7 @@ ABSENT = (0, 0, 0, 0)
 _INPUTS = struct.Struct("@N" + 9 * _TENSOR + "3P" + 2 * _TENSOR + "4P")
 _ROWS = struct.Struct("@N" + 7 * _TENSOR)
 _GRADIENTS = struct.Struct("@N" + 5 * _TENSOR + "2P")
+_ATTENTION = struct.Struct("@N" + 4 * _TENSOR)
 
 
 def pack_inputs(
@@ -67,6 +68,11 @@ def pack_rows(
 def pack_gradients(dq_t=ABSENT, dk_t=ABSENT, dq_s=ABSENT, dk_s=ABSENT, dw_s=ABSENT, dsink_t=ABSENT, dsink_s=ABSENT) -> bytes:
     """skl_gradients. The gradient of a sink is contiguous: only its address counts."""
     return _GRADIENTS.pack(_GRADIENTS.size, *dq_t, *dk_t, *dq_s, *dk_s, *dw_s, dsink_t[0], dsink_s[0])
+
+
+def pack_attention(v_s, o_s, do_s, dv_s=ABSENT) -> bytes:
+    """skl_attention."""
+    return _ATTENTION.pack(_ATTENTION.size, *v_s, *o_s, *do_s, *dv_s)
 
 
 # ---- Loading -------------------------------------------------------------------------------------------------------
@@ -96,6 +102,7 @@ _SIGNATURES = {
     "skl_forward": (ctypes.c_int, [_POINTER, _BYTES, _BYTES, _POINTER, _SIZE, _POINTER]),
     "skl_backward": (ctypes.c_int, [_POINTER, _BYTES, _BYTES, _POINTER, _SIZE, _POINTER]),
     "skl_forward_backward": (ctypes.c_int, [_POINTER, _BYTES, _BYTES, _BYTES, _POINTER, _SIZE, _POINTER]),
+    "skl_attention_backward": (ctypes.c_int, [_POINTER, _BYTES, _BYTES, _BYTES, _BYTES, _POINTER, _SIZE, _POINTER]),
     "skl_partial": (
         ctypes.c_int,
         [_POINTER, _BYTES, ctypes.c_int64, ctypes.c_int64, _POINTER, _POINTER, _SIZE, _POINTER],
@@ -121,9 +128,10 @@ def library() -> ctypes.CDLL:
 
 
 def run_function(op: int):
-    """skl_forward, skl_backward, skl_forward_backward or skl_partial."""
+    """skl_forward, skl_backward, skl_forward_backward, skl_partial or skl_attention_backward."""
     calls = library()
-    return (calls.skl_forward, calls.skl_backward, calls.skl_forward_backward, calls.skl_partial)[op]
+    names = "skl_forward", "skl_backward", "skl_forward_backward", "skl_partial", "skl_attention_backward"
+    return getattr(calls, names[op])
 
 
 def check(status: int) -> None:
@@ -145,7 +153,7 @@ class Plan:
         c_problem, c_options, handle = skl_problem(problem), skl_options(problem), ctypes.c_void_p()
         check(calls.skl_plan_create(ctypes.byref(handle), ctypes.byref(c_problem), ctypes.byref(c_options)))
         self.handle, self.problem = handle, problem
-        self.workspace_sizes = tuple(calls.skl_plan_workspace_size(handle, op) for op in range(4))
+        self.workspace_sizes = tuple(calls.skl_plan_workspace_size(handle, op) for op in range(5))
         self.kernel = calls.skl_plan_kernel(handle).decode()
         self._destroy = calls.skl_plan_destroy
 

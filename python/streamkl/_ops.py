@@ -3,6 +3,7 @@
     streamkl::forward            row vectors: KL, LSEs, ...
     streamkl::backward           gradients, from the row vectors of a forward
     streamkl::forward_backward   one pass: row vectors and gradients, when both LSEs are known
+    streamkl::attention_backward KL and gradients of the student's attention, which include those of its KL
 
 w_s is given if the student is an indexer, indices if that is sparse. Tensors and gradients have the layout of the call;
 row vectors are f32 [batch, heads, length], packed [heads, total]. An operator returns the row vectors of the bit mask
@@ -17,8 +18,8 @@ from functools import lru_cache
 import torch
 
 from . import _library as lib
-from ._call import address, call, describe_while_tracing, execute, row_address
-from ._checks import describe
+from ._call import address, call, describe_while_tracing, execute, input_address, row_address
+from ._checks import check_attention, describe
 from ._problem import ATTENTION, INDEXER, OPTIONS_SCHEMA, Options, Problem
 
 _TENSORS = "Tensor q_t, Tensor k_t, Tensor q_s, Tensor k_s, Tensor? w_s, Tensor? sink_t, Tensor? sink_s, Tensor? indices"
@@ -38,6 +39,13 @@ _TAGS = (
 for _name, _own in _OWN_ARGUMENTS.items():
     _schema = f"({_TENSORS}, {_own}, {_LENGTHS}, {OPTIONS_SCHEMA}) -> Tensor[]"
     torch.library.define(f"streamkl::{_name}", _schema, tags=_TAGS)
+
+torch.library.define(
+    "streamkl::attention_backward",
+    "(Tensor q_t, Tensor k_t, Tensor q_s, Tensor k_s, Tensor v_s, Tensor o_s, Tensor do_s, Tensor lse_t, Tensor lse_s, "
+    f"Tensor? row_weight, {_LENGTHS}, {OPTIONS_SCHEMA}) -> Tensor[]",
+    tags=_TAGS,
+)
 
 # ---- Plans ---------------------------------------------------------------------------------------------------------
 
@@ -162,9 +170,54 @@ def _forward_backward_fake(
     return [*_new_rows(q_t, rows, problem), *_new_gradients(tensors, problem.gradients, problem.grad_f32)]
 
 
+def _attention_backward(
+    q_t, k_t, q_s, k_s, v_s, o_s, do_s, lse_t, lse_s, row_weight, *lengths_and_options, execute=execute
+):
+    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, None, None, None, None), _parted(lengths_and_options)
+    plan = _plan_for(*specs_of(tensors, lse_t, lse_s, row_weight, lengths, options))
+    problem, copies = plan.problem, []
+    check_attention((q_s, k_s), (v_s, o_s, do_s))
+    made, gradients = _new_rows(q_t, lib.KL, problem), _attention_gradients(q_s, k_s, v_s, problem)
+    addresses = [address(gradient, problem) for gradient in gradients]
+    of_values = (input_address(tensor, problem, copies) for tensor in (v_s, o_s, do_s))
+    outputs = (
+        lib.pack_attention(*of_values, addresses[2]), lib.pack_rows(row_address(made[0])),
+        lib.pack_gradients(dq_s=addresses[0], dk_s=addresses[1]),
+    )  # fmt: skip
+    call(plan, lib.ATTENTION_BACKWARD, tensors, lengths, outputs, lse_t, lse_s, grad_kl=row_weight, execute=execute)
+    return [*made, *gradients]
+
+
+def _attention_backward_fake(
+    q_t, k_t, q_s, k_s, v_s, o_s, do_s, lse_t, lse_s, row_weight, *lengths_and_options
+):
+    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, None, None, None, None), _parted(lengths_and_options)
+    problem = describe_while_tracing(*specs_of(tensors, lse_t, lse_s, row_weight, lengths, options))
+    check_attention((q_s, k_s), (v_s, o_s, do_s))
+    return [*_new_rows(q_t, lib.KL, problem), *_attention_gradients(q_s, k_s, v_s, problem)]
+
+
+def carries_kl(q_t, k_t, q_s, k_s, lse_t, lse_s, row_weight, lengths, options) -> bool:
+    """Whether attention_backward is fast: a CPU, or a GPU with a kernel for the KL and the attention backward together."""
+    if q_t.device.type == "cpu":
+        return True
+    plan = _plan_for(*specs_of((q_t, k_t, q_s, k_s, None, None, None, None), lse_t, lse_s, row_weight, lengths, options))
+    return _has_carrying_kernel(plan)
+
+
+@lru_cache(maxsize=4096)
+def _has_carrying_kernel(plan: lib.Plan) -> bool:
+    return "cuda_general, attention backward" not in plan.explain(lib.ATTENTION_BACKWARD)
+
+
+def _attention_gradients(q_s, k_s, v_s, problem: Problem) -> list[torch.Tensor]:
+    return [_new_gradient(tensor, torch.float32 if problem.grad_f32 else None) for tensor in (q_s, k_s, v_s)]
+
+
 KERNELS = {}  # {torch operator: its implementation}
 for _kernel, _fake in (
     (_forward, _forward_fake), (_backward, _backward_fake), (_forward_backward, _forward_backward_fake),
+    (_attention_backward, _attention_backward_fake),
 ):  # fmt: skip
     _name = _kernel.__name__.removeprefix("_")
     torch.library.impl(f"streamkl::{_name}", ("cpu", "cuda"), _kernel)

@@ -11,7 +11,7 @@ from collections import namedtuple
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-DQ_T, DK_T, DQ_S, DK_S, DW_S, DSINK_T, DSINK_S = (1 << bit for bit in range(7))  # skl_problem.gradients
+DQ_T, DK_T, DQ_S, DK_S, DW_S, DSINK_T, DSINK_S, DV_S = (1 << bit for bit in range(8))  # skl_problem.gradients
 KL_FORWARD, KL_REVERSE = 0, 1  # skl_direction
 ATTENTION, INDEXER = 0, 1  # skl_student
 CPU, CUDA = 0, 1  # skl_device

@@ -14,7 +14,7 @@ from ._options import (
     AllIndexerOptions, CpComm, CpGrads, CpLayout, Direction, Layout, Reduction, check_flags, refuse_transforms, to_int32, translate,
 )  # fmt: skip
 from ._problem import DK_S, DQ_S, DW_S
-from .attention import expand_weight, promote_under_autocast
+from ._attention_kl import expand_weight, promote_under_autocast
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Callable
 import torch
 
 from ._options import AttentionBatch, AttentionOptions, IndexerBatch, IndexerOptions
-from .attention import attention_kl
+from ._attention_kl import attention_kl
 from .indexer import indexer_kl
 
 if TYPE_CHECKING:

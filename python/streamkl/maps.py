@@ -14,7 +14,7 @@ import torch
 from ._checks import sizes
 from ._options import Direction, Layout, check_flags, is_whole, translate
 from ._states import partial
-from .attention import attention_kl, promote_under_autocast
+from ._attention_kl import attention_kl, promote_under_autocast
 
 
 class AttentionMap(NamedTuple):

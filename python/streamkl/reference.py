@@ -157,6 +157,28 @@ def attention_kl(
     return (loss, out_t.detach(), out_s.detach()) if return_lse else loss
 
 
+def attention(
+    q, k, v, *, causal=False, window_size=(-1, -1), softmax_scale=None, softcap=0.0, cu_seqlens_q=None, cu_seqlens_k=None,
+    key_lengths=None, key_begin=None, key_end=None, layout="bnhd",
+):  # fmt: skip
+    """(output, LSE) of attention, with matrices. A row that attends to no key has output 0 and LSE -inf."""
+    q, k, v = (t if layout == "bhnd" else t.transpose(-3, -2) for t in (q, k, v))
+    packed, len_q = cu_seqlens_q is not None, q.shape[-2]
+    cuts = sequences(
+        len_q, k.shape[-2], q.shape[0], cu_seqlens_q, cu_seqlens_k, key_lengths, key_begin, key_end, causal, window_size, q.device
+    )
+    outputs, lses = [], []
+    for b, rows, keys, visible in cuts:
+        x = logits(q[b][:, rows], k[b][:, keys], softmax_scale, softcap)
+        x = torch.where(visible, x, -torch.inf)
+        attending = visible.any(-1)[:, None]
+        s = torch.where(attending, torch.softmax(torch.where(attending, x, 0.0), -1), 0.0)
+        outputs.append((s @ v[b][:, keys].repeat_interleave(q.shape[-3] // k.shape[-3], dim=0)).transpose(-2, -1))
+        lses.append(torch.logsumexp(x, -1))
+    output = join(outputs, packed, len_q).transpose(-2, -1)
+    return output if layout == "bhnd" else output.transpose(-3, -2), join(lses, packed, len_q, -torch.inf)
+
+
 def indexer_kl(
     q_t, k_t, q_s, k_s, w_s, indices=None, *, causal=False, window_size=(-1, -1), softmax_scale_t=None, softmax_scale_s=None,
     softcap_t=0.0, relu=True, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, key_lengths=None,

@@ -68,7 +68,7 @@ static void add_required_rows(const skl_problem *p, const skl_needs *needs, skl_
     if (call->op == SKL_OP_BACKWARD && needs->dot_t && in->dot_t.data == NULL)
         in->dot_t = new_input(p->heads_t, rows_q, 1);
     const bool forward_of_dots = call->op == SKL_OP_FORWARD && skl_needs_of(p, SKL_OP_BACKWARD, p->gradients).dot_t;
-    if (forward_of_dots || (call->op == SKL_OP_FORWARD_BACKWARD && needs->dot_t))
+    if (forward_of_dots || (skl_op_is_one_pass(call->op) && needs->dot_t))
         call->rows.dot_t = new_output(p->heads_t, rows_q, 1);
 }
 
@@ -86,6 +86,16 @@ static skl_gradients requested_gradients(const skl_problem *p)
     return gradients;
 }
 
+static skl_attention contiguous_attention(const skl_problem *p)
+{
+    const skl_attention attention = {.struct_size = sizeof(skl_attention),
+                                     .v_s = new_input(p->key_heads_s, key_rows(p), p->dim_s),
+                                     .o_s = new_input(p->heads_s, query_rows(p), p->dim_s),
+                                     .do_s = new_input(p->heads_s, query_rows(p), p->dim_s),
+                                     .dv_s = new_output(p->key_heads_s, key_rows(p), p->dim_s)};
+    return attention;
+}
+
 static skl_call call_of(const skl_problem *p, const skl_inputs *inputs, skl_op op)
 {
     const skl_needs needs = skl_needs_of(p, op, p->gradients);
@@ -96,7 +106,7 @@ static skl_call call_of(const skl_problem *p, const skl_inputs *inputs, skl_op o
                      .keys = {0, INT64_MAX},
                      .workspace = PLACEHOLDER};
     add_required_rows(p, &needs, &call);
-    if (op == SKL_OP_FORWARD || op == SKL_OP_FORWARD_BACKWARD)
+    if (op == SKL_OP_FORWARD || skl_op_is_one_pass(op))
         call.rows.kl = new_output(p->heads_s, query_rows(p), 1);
     if (needs.gradients)
         call.gradients = requested_gradients(p);
@@ -114,6 +124,8 @@ static skl_status check_arguments(const skl_plan *plan, const skl_inputs *inputs
     if (buffer == NULL && size > 0)
         return skl_fail(SKL_ERROR_ARGUMENT, "buffer=NULL: must be given unless size=0");
     skl_status status = skl_op_check(op);
+    if (status == SKL_OK)
+        status = skl_op_check_for(&plan->problem, op);
     if (status == SKL_OK && inputs != NULL)
         status = skl_struct_copy(copy, inputs, sizeof *copy, "inputs", "");
     return status == SKL_OK && inputs != NULL ? skl_inputs_check_layout(&plan->problem, copy) : status;
@@ -125,7 +137,9 @@ size_t skl_plan_explain(const skl_plan *plan, const skl_inputs *inputs, skl_op o
     skl_inputs copy;
     if (check_arguments(plan, inputs, &copy, op, buffer, size) != SKL_OK)
         return 0;
-    const skl_call call = call_of(&plan->problem, inputs != NULL ? &copy : NULL, op);
+    const skl_attention attention = contiguous_attention(&plan->problem);
+    skl_call call = call_of(&plan->problem, inputs != NULL ? &copy : NULL, op);
+    call.attention = op == SKL_OP_ATTENTION_BACKWARD ? &attention : NULL;
     if (plan->backend->explain(plan, &call, &text) != SKL_OK) {
         (void)skl_text_start(buffer, size);
         return 0;

@@ -34,6 +34,13 @@ static skl_status copy_gradients(skl_gradients *to, const skl_gradients *gradien
                : SKL_OK;
 }
 
+static skl_status copy_attention(skl_attention *to, const skl_attention *attention)
+{
+    return check_given(attention, "attention") || skl_struct_copy(to, attention, sizeof *to, "attention", "")
+               ? SKL_ERROR_ARGUMENT
+               : SKL_OK;
+}
+
 static skl_status check_and_run(const skl_plan *plan, const skl_call *call, size_t workspace_size)
 {
     const skl_status status = skl_call_check(plan, call, workspace_size);
@@ -78,6 +85,22 @@ skl_status skl_forward_backward(const skl_plan *plan, const skl_inputs *inputs, 
     skl_call call = {.op = SKL_OP_FORWARD_BACKWARD, .keys = all_keys, .workspace = workspace, .stream = stream};
     if (check_given(plan, "plan") || copy_inputs(&call.inputs, inputs) || copy_rows(&call.rows, rows) ||
         copy_gradients(&call.gradients, gradients))
+        return SKL_ERROR_ARGUMENT;
+    return check_and_run(plan, &call, workspace_size);
+}
+
+skl_status skl_attention_backward(const skl_plan *plan, const skl_inputs *inputs, const skl_attention *attention,
+                                  const skl_rows *rows, const skl_gradients *gradients, void *workspace,
+                                  size_t workspace_size, skl_stream stream)
+{
+    skl_attention copy;
+    skl_call call = {.op = SKL_OP_ATTENTION_BACKWARD,
+                     .attention = &copy,
+                     .keys = all_keys,
+                     .workspace = workspace,
+                     .stream = stream};
+    if (check_given(plan, "plan") || copy_inputs(&call.inputs, inputs) || copy_attention(&copy, attention) ||
+        copy_rows(&call.rows, rows) || copy_gradients(&call.gradients, gradients))
         return SKL_ERROR_ARGUMENT;
     return check_and_run(plan, &call, workspace_size);
 }

@@ -11,7 +11,8 @@ typedef struct skl_call {
     skl_inputs inputs;
     skl_rows rows;
     skl_gradients gradients;
-    skl_range keys; /* all keys, or the range of skl_partial */
+    const skl_attention *attention; /* of SKL_OP_ATTENTION_BACKWARD, in host memory; else NULL */
+    skl_range keys;                 /* all keys, or the range of skl_partial */
     skl_row_state *states;
     void *workspace;
     skl_stream stream;

@@ -4,7 +4,7 @@
 
 skl_needs skl_needs_of(const skl_problem *p, skl_op op, uint32_t gradients)
 {
-    const bool has_gradients = op == SKL_OP_BACKWARD || op == SKL_OP_FORWARD_BACKWARD;
+    const bool has_gradients = skl_op_has_gradients(op);
     const bool groups = skl_has_teacher_groups(p);
     const bool teacher = has_gradients && (gradients & (SKL_DQ_T | SKL_DK_T | SKL_DSINK_T)) != 0;
     const bool student = has_gradients && (gradients & (SKL_DQ_S | SKL_DK_S | SKL_DW_S | SKL_DSINK_S)) != 0;
@@ -31,7 +31,7 @@ bool skl_call_has_rows(const skl_call *call)
     const skl_rows *const rows = &call->rows;
     if (call->op == SKL_OP_BACKWARD)
         return false;
-    return call->op != SKL_OP_FORWARD_BACKWARD || rows->kl.data != NULL || rows->dot_t.data != NULL ||
+    return !skl_op_is_one_pass(call->op) || rows->kl.data != NULL || rows->dot_t.data != NULL ||
            rows->cross_entropy.data != NULL || rows->entropy.data != NULL;
 }
 

@@ -22,7 +22,7 @@ static skl_status check_ranges(const skl_problem *p)
         {"dtype_s", p->dtype_s, SKL_F32, SKL_BF16},
         {"grad_f32", p->grad_f32, 0, 1},
         {"gradients", p->gradients, 0,
-         SKL_DQ_T | SKL_DK_T | SKL_DQ_S | SKL_DK_S | SKL_DW_S | SKL_DSINK_T | SKL_DSINK_S},
+         SKL_DQ_T | SKL_DK_T | SKL_DQ_S | SKL_DK_S | SKL_DW_S | SKL_DSINK_T | SKL_DSINK_S | SKL_DV_S},
         {"student", p->student, SKL_STUDENT_ATTENTION, SKL_STUDENT_INDEXER},
         {"direction", p->direction, SKL_KL_FORWARD, SKL_KL_REVERSE},
         {"batch", p->batch, 0, INT32_MAX},
@@ -156,6 +156,24 @@ static skl_status check_sinks(const skl_problem *p)
     return SKL_OK;
 }
 
+/* A plan for skl_attention_backward. */
+static skl_status check_values(const skl_problem *p)
+{
+    if (!(p->gradients & SKL_DV_S))
+        return SKL_OK;
+    if (skl_is_indexer(p))
+        return skl_fail(SKL_ERROR_ARGUMENT, "gradients=%" PRIu32 ": SKL_DV_S needs student=SKL_STUDENT_ATTENTION",
+                        p->gradients);
+    if (p->gradients & (SKL_DQ_T | SKL_DK_T))
+        return skl_fail(SKL_ERROR_ARGUMENT,
+                        "gradients=%" PRIu32 ": with SKL_DV_S the teacher has no gradients; must be SKL_DQ_S | "
+                        "SKL_DK_S | SKL_DV_S or fewer",
+                        p->gradients);
+    if (p->sinks)
+        return skl_fail(SKL_ERROR_ARGUMENT, "gradients=%" PRIu32 ": SKL_DV_S needs sinks=0", p->gradients);
+    return SKL_OK;
+}
+
 static void fill_defaults(skl_problem *p)
 {
     if (p->key_heads_t == 0)
@@ -182,6 +200,16 @@ skl_status skl_op_check(skl_op op)
                : skl_fail(SKL_ERROR_ARGUMENT, "op=%d: must be 0..%d", value, SKL_OP_COUNT - 1);
 }
 
+skl_status skl_op_check_for(const skl_problem *p, skl_op op)
+{
+    return op == SKL_OP_ATTENTION_BACKWARD && !(p->gradients & SKL_DV_S)
+               ? skl_fail(SKL_ERROR_ARGUMENT,
+                          "gradients=%" PRIu32 ": skl_attention_backward needs a plan whose problem.gradients "
+                          "include SKL_DV_S",
+                          p->gradients)
+               : SKL_OK;
+}
+
 skl_status skl_problem_check(skl_problem *problem, const skl_problem *given)
 {
     if (given == NULL)
@@ -196,6 +224,7 @@ skl_status skl_problem_check(skl_problem *problem, const skl_problem *given)
     SKL_TRY(check_layout(&p));
     SKL_TRY(check_student(&p));
     SKL_TRY(check_sinks(&p));
+    SKL_TRY(check_values(&p));
     fill_defaults(&p);
     SKL_TRY(check_multiple("heads_t", p.heads_t, "heads_s", p.heads_s));
     SKL_TRY(check_multiple("heads_t", p.heads_t, "key_heads_t", p.key_heads_t));

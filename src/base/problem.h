@@ -5,7 +5,7 @@
 #include "base/host_device.h"
 #include "streamkl.h"
 
-enum { SKL_OP_COUNT = 4 };
+enum { SKL_OP_COUNT = 5 };
 
 enum {
     SKL_DIM_MAX = 512,
@@ -21,6 +21,21 @@ enum {
 skl_status skl_problem_check(skl_problem *problem, const skl_problem *given);
 
 skl_status skl_op_check(skl_op op);
+
+/* Whether a checked problem is one for this operation. */
+skl_status skl_op_check_for(const skl_problem *problem, skl_op op);
+
+/* Whether an operation has gradients. */
+SKL_HOST_DEVICE int skl_op_has_gradients(skl_op op)
+{
+    return op == SKL_OP_BACKWARD || op == SKL_OP_FORWARD_BACKWARD || op == SKL_OP_ATTENTION_BACKWARD;
+}
+
+/* Whether it computes them together with rows, from both LSEs. */
+SKL_HOST_DEVICE int skl_op_is_one_pass(skl_op op)
+{
+    return op == SKL_OP_FORWARD_BACKWARD || op == SKL_OP_ATTENTION_BACKWARD;
+}
 
 /* For a window of a checked problem. */
 SKL_HOST_DEVICE int skl_is_unlimited(int64_t window)

@@ -49,9 +49,11 @@ SKL_HOST_DEVICE double skl_share_times(double log_p, double value)
     return log_p == -INFINITY ? 0.0 : exp(log_p) * value;
 }
 
+/* One pass: keys of B without mass (SKL_NO_MASS) have an LSE of -inf, and kl_keys already contains -b.keys. */
 SKL_HOST_DEVICE double skl_kl_with_sinks(skl_shares a, skl_shares b, double kl_keys)
 {
-    return skl_share_times(a.sink, a.sink - b.sink) + skl_share_times(a.keys, a.keys - b.keys + kl_keys);
+    const double log_b_keys = b.keys == -INFINITY ? 0.0 : b.keys;
+    return skl_share_times(a.sink, a.sink - b.sink) + skl_share_times(a.keys, a.keys - log_b_keys + kl_keys);
 }
 
 /* Shares of the teacher of student head h, from LSEs of its group. */

@@ -172,6 +172,9 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call, size
     const skl_inputs *const in = &call->inputs;
     const skl_rows *const rows = &call->rows;
     const skl_gradients *const grads = &call->gradients;
+    static const skl_attention no_attention = {.struct_size = sizeof(skl_attention)};
+    const bool attends = call->op == SKL_OP_ATTENTION_BACKWARD;
+    const skl_attention *const attention = attends ? call->attention : &no_attention;
     const bool backward = call->op == SKL_OP_BACKWARD;
     const bool indexer = skl_is_indexer(p);
     const bool teacher_groups = skl_has_teacher_groups(p);
@@ -181,11 +184,11 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call, size
     const char *const for_first = ": gradients of the first argument of the KL need it";
     const char *const for_dots = ": teacher gradients with heads_t > heads_s need it";
     const char *const teacher_groups_only = " unless heads_t > heads_s";
-    const char *const known = " in skl_forward_backward: the LSEs are inputs";
+    const char *const known = " in a one-pass call: the LSEs are inputs";
     const char *const for_partial = indexer ? ": partial states of an indexer need the LSE of all keys"
                                             : ": partial states with heads_t > heads_s need the LSE of all keys";
     const char *const lse_t_why = call->op == SKL_OP_PARTIAL ? for_partial : for_backward;
-    const bool one_pass = call->op == SKL_OP_FORWARD_BACKWARD;
+    const bool one_pass = skl_op_is_one_pass(call->op);
     const bool kl_of_lses = p->sinks && call->op == SKL_OP_FORWARD && rows->kl.data != NULL;
     const need dot_out_need = !teacher_groups || indexer || p->sinks ? REFUSED
                               : one_pass && needs.dot_t              ? REQUIRED
@@ -230,6 +233,12 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call, size
                indexer ? ": the weights of an indexer" : indexer_only),
         TENSOR(in->indices, "indices", p->heads_s, rows_q, p->top_k, SKL_F32, INPUT, /* int32 has the size of f32 */
                p->top_k > 0 ? REQUIRED : REFUSED, p->top_k > 0 ? ": top_k > 0" : " unless top_k > 0"),
+        TENSOR(attention->v_s, "v_s", p->key_heads_s, rows_k, p->dim_s, p->dtype_s, INPUT,
+               attends ? REQUIRED : OPTIONAL, ""),
+        TENSOR(attention->o_s, "o_s", p->heads_s, rows_q, p->dim_s, p->dtype_s, INPUT, attends ? REQUIRED : OPTIONAL,
+               ""),
+        TENSOR(attention->do_s, "do_s", p->heads_s, rows_q, p->dim_s, p->dtype_s, INPUT,
+               attends ? REQUIRED : OPTIONAL, ""),
         ARRAY(in->cu_seqlens_q, "cu_seqlens_q", p->batch + 1, INPUT),
         ARRAY(in->cu_seqlens_k, "cu_seqlens_k", p->batch + 1, INPUT),
         ARRAY(in->key_lengths, "key_lengths", p->batch, INPUT),
@@ -253,6 +262,7 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call, size
         TENSOR(grads->dq_s, "dq_s", query_heads_s, rows_q, p->dim_s, grad_s, OUTPUT, grad_need[2], unplanned),
         TENSOR(grads->dk_s, "dk_s", p->key_heads_s, rows_k, p->dim_s, grad_s, OUTPUT, grad_need[3], unplanned),
         TENSOR(grads->dw_s, "dw_s", p->heads_s, rows_q, p->index_heads, grad_w, OUTPUT, grad_need[4], unplanned),
+        TENSOR(attention->dv_s, "dv_s", p->key_heads_s, rows_k, p->dim_s, grad_s, OUTPUT, OPTIONAL, ""),
         ARRAY(grads->dsink_t, "dsink_t", p->heads_t, OUTPUT),
         ARRAY(grads->dsink_s, "dsink_s", p->heads_s, OUTPUT),
         ARRAY(workspace_size > 0 ? call->workspace : NULL, "workspace",
@@ -334,7 +344,9 @@ skl_status skl_call_check(const skl_plan *plan, const skl_call *call, size_t wor
 {
     const skl_status workspace_status = check_workspace(plan, call, workspace_size);
     const size_t used_size = workspace_status == SKL_OK ? plan->workspace_size[call->op] : 0;
-    skl_status status = check_length_pointers(&plan->problem, &call->inputs);
+    skl_status status = skl_op_check_for(&plan->problem, call->op);
+    if (status == SKL_OK)
+        status = check_length_pointers(&plan->problem, &call->inputs);
     if (status == SKL_OK)
         status = check_sink_pointers(&plan->problem, &call->inputs);
     if (status == SKL_OK)

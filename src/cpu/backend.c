@@ -73,6 +73,9 @@ static void clear_key_gradients(const skl_problem *p, const skl_call *call, bool
     const int64_t batch = p->packed ? 1 : p->batch;
     clear_gradient(&grads->dk_t, skl_grad_dtype(p, p->dtype_t), batch, p->key_heads_t, begin, rows, p->dim_t);
     clear_gradient(&grads->dk_s, skl_grad_dtype(p, p->dtype_s), batch, p->key_heads_s, begin, rows, p->dim_s);
+    if (call->attention != NULL)
+        clear_gradient(&call->attention->dv_s, skl_grad_dtype(p, p->dtype_s), batch, p->key_heads_s, begin, rows,
+                       p->dim_s);
 }
 
 static void clear_query_tail(const skl_problem *p, const skl_call *call)

@@ -23,13 +23,13 @@ typedef struct skl_task {
     float *scratch; /* private to the thread, 64-byte aligned */
     skl_ordered_sum ordered_sum;
     bool fused;        /* backward_queries also adds to the f32 key gradients, in chain order */
-    bool rows_known;   /* SKL_OP_FORWARD_BACKWARD: an earlier pass has stored kl and dot_t in rows */
+    bool rows_known;   /* one-pass calls: an earlier pass has stored kl and dot_t in rows */
     bool teacher_side; /* backward_keys: computes dk_t, not dk_s */
 } skl_task;
 
 /* The functions of a kernel for one kind of student. */
 typedef struct skl_cpu_work {
-    bool fuses; /* backward_queries can also add to dk, and write the KL of SKL_OP_FORWARD_BACKWARD */
+    bool fuses; /* backward_queries can also add to dk, and write the KL of a one-pass call */
     skl_tiles (*tiles)(const skl_problem *problem);
     size_t (*scratch_size)(const skl_problem *problem); /* bytes per thread */
     void (*forward)(const skl_task *task);              /* row results or states of a query tile */

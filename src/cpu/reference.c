@@ -22,7 +22,7 @@ static skl_tiles tiles(const skl_problem *problem)
 static size_t scratch_size(const skl_problem *problem)
 {
     const size_t lse_size = (size_t)skl_group_size(problem) * sizeof(double); /* of a teacher group */
-    const size_t row_size = SKL_DIM_MAX * sizeof(float);                      /* of a gradient */
+    const size_t row_size = 2 * SKL_DIM_MAX * sizeof(float);                  /* of a gradient, and of dv */
     const size_t index_size = (size_t)(problem->index_heads * (problem->dim_s + 1)) * sizeof(float); /* dq, dw */
     return (lse_size + (row_size > index_size ? row_size : index_size) + 63) / 64 * 64;
 }
@@ -134,7 +134,7 @@ static void add_row(float *sum, float weight, const skl_input *tensor, skl_dtype
 
 static void store_row(const skl_side *side, const skl_output *grad, int64_t row, const float *sum)
 {
-    for (int64_t c = 0; c < side->dim; c++)
+    for (int64_t c = 0; grad->data != NULL && c < side->dim; c++)
         skl_store(grad->data, side->grad_dtype, row + c, side->scale * sum[c]);
 }
 
@@ -156,7 +156,9 @@ static void backward_queries(const skl_task *t)
                 continue;
             memset(sum, 0, SKL_DIM_MAX * sizeof *sum);
             for (int64_t j = r.visible.begin; j < r.visible.end; j++) {
-                const float weight = h < 0 ? student_gradient(&r, lse, j) : teacher_gradient(&r, lse, h, j);
+                float weight = h < 0 ? student_gradient(&r, lse, j) : teacher_gradient(&r, lse, h, j);
+                if (attends(&r))
+                    weight += attention_pair_at(&r, j).gradient;
                 const int64_t k = SKL_ROW(*side->k, sequence.batch, skl_key_head(side, head), sequence.key_begin + j);
                 add_row(sum, weight, side->k, side->dtype, k, side->dim);
             }
@@ -165,33 +167,52 @@ static void backward_queries(const skl_task *t)
     }
 }
 
+/* Adds a pair to dk and, in skl_attention_backward, to dv. */
+static void add_pair(const known_row *r, const double *lse, const skl_side *side, int64_t head, int64_t j, float *dk,
+                     float *dv)
+{
+    const skl_sequence *const s = &r->sequence;
+    const int64_t q = SKL_ROW(*side->q, s->batch, head, s->query_begin + r->i);
+    float weight = r->task->teacher_side ? teacher_gradient(r, lse, head % skl_group_size(r->task->problem), j)
+                                         : student_gradient(r, lse, j);
+    if (attends(r)) {
+        const attention_pair pair = attention_pair_at(r, j);
+        const skl_input *const do_s = &r->task->call->attention->do_s;
+        weight += pair.gradient;
+        add_row(dv, pair.s, do_s, side->dtype, SKL_ROW(*do_s, s->batch, head, s->query_begin + r->i), side->dim);
+    }
+    add_row(dk, weight, side->q, side->dtype, q, side->dim);
+}
+
 static void backward_keys(const skl_task *t)
 {
     const skl_sequence sequence = skl_sequence_at(t->problem, &t->call->inputs, t->call->keys, t->batch);
     const int64_t group_size = skl_group_size(t->problem);
     const skl_side side = t->teacher_side ? skl_teacher_of(t->problem, t->call) : skl_student_of(t->problem, t->call);
+    const skl_output *const dv_s = t->call->attention != NULL ? &t->call->attention->dv_s : NULL;
     const int64_t sharing = side.heads / side.key_heads;
     const int64_t key_rows = t->problem->packed ? sequence.key_count : t->problem->len_k;
     double *const lse = (double *)(void *)t->scratch;
-    float *const sum = (float *)(void *)(lse + group_size);
+    float *const sum = (float *)(void *)(lse + group_size), *const dv = sum + SKL_DIM_MAX;
     const int64_t begin = t->tile * t->tiles.keys;
     const int64_t end = skl_min(begin + t->tiles.keys, key_rows);
     for (int64_t j = begin; j < end; j++) {
         const skl_range queries = skl_queries_of_key(t->problem, &sequence, j);
-        memset(sum, 0, SKL_DIM_MAX * sizeof *sum);
+        memset(sum, 0, 2 * SKL_DIM_MAX * sizeof *sum);
         for (int64_t head = t->head * sharing; head < (t->head + 1) * sharing; head++)
             for (int64_t i = queries.begin; i < queries.end; i++) {
                 known_row r = row_at(t, &sequence, t->teacher_side ? head / group_size : head, i);
                 assert(r.visible.begin <= j && j < r.visible.end);
                 load_known(&r, lse);
-                if (r.grad == 0.0F)
-                    continue;
-                const float weight =
-                    t->teacher_side ? teacher_gradient(&r, lse, head % group_size, j) : student_gradient(&r, lse, j);
-                const int64_t q = SKL_ROW(*side.q, sequence.batch, head, sequence.query_begin + i);
-                add_row(sum, weight, side.q, side.dtype, q, side.dim);
+                if (!is_silent(&r))
+                    add_pair(&r, lse, &side, head, j, sum, dv);
             }
         store_row(&side, side.dk, SKL_ROW(*side.dk, sequence.batch, t->head, sequence.key_begin + j), sum);
+        if (dv_s == NULL)
+            continue;
+        skl_side values = side;
+        values.scale = 1.0F;
+        store_row(&values, dv_s, SKL_ROW(*dv_s, sequence.batch, t->head, sequence.key_begin + j), dv);
     }
 }
 

@@ -37,6 +37,7 @@ typedef struct known_row {
     int64_t key_count;      /* entries of `indices`, or visible keys */
     int64_t head, i;        /* student head, query */
     double lse_s;
+    double d; /* skl_attention_backward: <do, o> */
     float kl, grad;
 } known_row;
 
@@ -159,6 +160,37 @@ static inline double teacher_logit(const known_row *r, const double *lse, int64_
     return sums.m_a + log(sums.l_a / (double)group_size);
 }
 
+/* The call computes the gradients of the student's attention as well. */
+static inline bool attends(const known_row *r)
+{
+    return r->task->call->op == SKL_OP_ATTENTION_BACKWARD;
+}
+
+/* A row without gradients. */
+static inline bool is_silent(const known_row *r)
+{
+    return r->grad == 0.0F && !attends(r);
+}
+
+/* <u, v> of two rows of dim_s elements. */
+static inline double dot_of(const known_row *r, const skl_input *u, int64_t row_u, const skl_input *v, int64_t row_v)
+{
+    const skl_dtype dtype = r->student.dtype;
+    double dot = 0.0;
+    for (int64_t c = 0; c < r->student.dim; c++)
+        dot += (double)skl_load(u->data, dtype, row_u + c) * (double)skl_load(v->data, dtype, row_v + c);
+    return dot;
+}
+
+/* D = <do, o> = sum_j S_j dP_j */
+static inline double output_dot(const known_row *r)
+{
+    const skl_attention *const of = r->task->call->attention;
+    const int64_t row = r->sequence.query_begin + r->i;
+    return dot_of(r, &of->do_s, SKL_ROW(of->do_s, r->sequence.batch, r->head, row), &of->o_s,
+                  SKL_ROW(of->o_s, r->sequence.batch, r->head, row));
+}
+
 /* Loads LSEs, KL and upstream gradient of a row for a backward. If the upstream gradient is 0, the row contributes no
  * gradient even if it holds NaN: it then sees no key, since 0 * NaN is NaN. If the LSEs are those of the visible
  * keys, a row with one key has P = S = 1, and no gradient. */
@@ -173,9 +205,10 @@ static inline void load_known(known_row *r, double *lse)
     r->grad = in->grad_kl.data != NULL ? skl_row_value(&in->grad_kl, &r->sequence, r->head, r->i) : 1.0F;
     const skl_input kl = skl_known_rows(t->rows_known, &in->kl, &t->call->rows.kl);
     r->kl = kl.data != NULL ? skl_row_value(&kl, &r->sequence, r->head, r->i) : 0.0F;
-    if (t->call->op == SKL_OP_FORWARD_BACKWARD && !t->problem->sinks && keys_seen(r) == 1)
+    if (skl_op_is_one_pass(t->call->op) && !t->problem->sinks && keys_seen(r) == 1)
         r->grad = 0.0F;
-    if (r->grad != 0.0F)
+    r->d = attends(r) ? output_dot(r) : 0.0;
+    if (!is_silent(r))
         return;
     r->visible.end = r->visible.begin;
     r->key_count = 0;
@@ -184,6 +217,8 @@ static inline void load_known(known_row *r, double *lse)
 /* Gradient of the loss with respect to the student's logit of key j, in natural units. */
 static inline float student_gradient(const known_row *r, const double *lse, int64_t j)
 {
+    if (r->grad == 0.0F)
+        return 0.0F;
     const double y = student_logit(r, j);
     const double x = teacher_logit(r, lse, j);
     const float log_p = (float)(skl_has_teacher_groups(r->task->problem) ? x : x - lse[0]);
@@ -191,6 +226,23 @@ static inline float student_gradient(const known_row *r, const double *lse, int6
     const bool reverse = r->task->problem->direction == SKL_KL_REVERSE;
     const float dy = reverse ? mass_times(expf(log_s), log_s - log_p - r->kl) : expf(log_s) - expf(log_p);
     return r->grad * dy * softcap_slope(&r->student, y);
+}
+
+/* S_j, and the gradient S_j (dP_j - D) of its logit that comes from the output of the student's attention. */
+typedef struct attention_pair {
+    float s, gradient;
+} attention_pair;
+
+static inline attention_pair attention_pair_at(const known_row *r, int64_t j)
+{
+    const skl_attention *const of = r->task->call->attention;
+    const skl_sequence *const s = &r->sequence;
+    const double y = student_logit(r, j);
+    const double p = exp(y - r->lse_s);
+    const double dp = dot_of(r, &of->do_s, SKL_ROW(of->do_s, s->batch, r->head, s->query_begin + r->i), &of->v_s,
+                             SKL_ROW(of->v_s, s->batch, skl_key_head(&r->student, r->head), s->key_begin + j));
+    const attention_pair pair = {(float)p, (float)(p * (dp - r->d) * (double)softcap_slope(&r->student, y))};
+    return pair;
 }
 
 #endif

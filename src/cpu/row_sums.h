@@ -83,6 +83,18 @@ static inline float one_pass_kl(const row_sums *s, int64_t key_count)
     return key_count == 1 && isfinite(kl) ? 0.0F : kl;
 }
 
+/* The same where the given LSEs include sinks, next to which the keys may have no mass. Then there is no KL of the
+ * keys alone. The result leaves out what skl_kl_with_sinks leaves out, too: the mass of B, whose LSE is -inf. */
+static inline float one_pass_kl_with_sinks(row_sums *s, int64_t key_count)
+{
+    if (s->l_a < SKL_NO_MASS)
+        return 0.0F;
+    if (s->l_b >= SKL_NO_MASS || key_count == 0)
+        return one_pass_kl(s, key_count);
+    s->l_b = 0.0;
+    return (float)kl_of_sums(s->l_a, 1.0, s->w);
+}
+
 static inline float row_lse(double m, double l)
 {
     return l == 0.0 ? -INFINITY : (float)(m + log(l));

@@ -69,8 +69,8 @@ static int64_t items_up_to(int64_t most, int64_t batch, int64_t heads, int64_t t
 int32_t skl_cpu_select_workers(const skl_problem *p, const skl_cpu_work *work, int32_t threads)
 {
     const skl_tiles tiles = work->tiles(p);
-    const int64_t key_heads =
-        skl_max(p->gradients & SKL_DK_T ? p->key_heads_t : 0, p->gradients & SKL_DK_S ? p->key_heads_s : 0);
+    const int64_t key_heads = skl_max(p->gradients & SKL_DK_T ? p->key_heads_t : 0,
+                                      p->gradients & (SKL_DK_S | SKL_DV_S) ? p->key_heads_s : 0);
     const int64_t over_queries = items_up_to(threads, p->batch, p->heads_s, skl_ceil_div(p->len_q, tiles.queries));
     const int64_t over_keys = items_up_to(threads, p->batch, key_heads, skl_ceil_div(p->len_k, tiles.keys));
     return (int32_t)skl_max(1, skl_max(over_queries, over_keys));
@@ -78,12 +78,18 @@ int32_t skl_cpu_select_workers(const skl_problem *p, const skl_cpu_work *work, i
 
 /* ---- Passes of a call --------------------------------------------------------------------------------------- */
 
+static bool wants_dv(const skl_call *call)
+{
+    return call->attention != NULL && call->attention->dv_s.data != NULL;
+}
+
 /* A fused backward sums f32 key gradients in the caller's buffer while it goes over the queries: 4 matrix products
  * per tile instead of 6. Returns NULL if the call allows it, else the reason for a separate pass over the keys. */
-static const char *why_not_fused(const skl_problem *p, const skl_cpu_work *work, const skl_gradients *grads)
+static const char *why_not_fused(const skl_problem *p, const skl_cpu_work *work, const skl_call *call)
 {
+    const skl_gradients *const grads = &call->gradients;
     const bool f32_t = grads->dk_t.data == NULL || skl_grad_dtype(p, p->dtype_t) == SKL_F32;
-    const bool f32_s = grads->dk_s.data == NULL || skl_grad_dtype(p, p->dtype_s) == SKL_F32;
+    const bool f32_s = (grads->dk_s.data == NULL && !wants_dv(call)) || skl_grad_dtype(p, p->dtype_s) == SKL_F32;
     const int64_t items = p->batch * p->heads_s * skl_ceil_div(p->len_q, work->tiles(p).queries);
     if (!work->fuses)
         return "this kernel computes key gradients separately";
@@ -130,9 +136,10 @@ skl_cpu_passes skl_cpu_select_passes(const skl_plan *plan, const skl_call *call)
     const skl_cpu_work *const work = plan->kernel;
     const skl_gradients *const grads = &call->gradients;
     const skl_needs needs = skl_call_needs(p, call);
-    const bool dk_wanted = grads->dk_t.data != NULL || grads->dk_s.data != NULL;
+    const bool student_keys = grads->dk_s.data != NULL || wants_dv(call);
+    const bool dk_wanted = grads->dk_t.data != NULL || student_keys;
     const bool dq_wanted = grads->dq_t.data != NULL || grads->dq_s.data != NULL || grads->dw_s.data != NULL;
-    const char *const not_fused = why_not_fused(p, work, grads);
+    const char *const not_fused = why_not_fused(p, work, call);
     const bool fused = needs.gradients && dk_wanted && not_fused == NULL;
     const bool over_queries = needs.gradients && (fused || dq_wanted);
     const char *const forward_first = why_rows_first(work, &needs, &call->rows, over_queries);
@@ -149,7 +156,7 @@ skl_cpu_passes skl_cpu_select_passes(const skl_plan *plan, const skl_call *call)
                                          .fused = fused,
                                          .one_pass = one_pass,
                                          .reason = reason_of_query_pass(not_fused, one_pass, dk_wanted)});
-    if (needs.gradients && !fused && grads->dk_s.data != NULL)
+    if (needs.gradients && !fused && student_keys)
         add_pass(&passes, (skl_cpu_pass){.function = work->backward_keys, .over_keys = true, .reason = not_fused});
     if (needs.gradients && !fused && grads->dk_t.data != NULL)
         add_pass(&passes,
@@ -173,6 +180,7 @@ static void add_results(skl_text *text, const skl_call *call, const skl_cpu_pass
                    {"dk_t", grads->dk_t.data != NULL && (queries ? pass->fused : pass->teacher_side)},
                    {"dq_s", queries && grads->dq_s.data != NULL},
                    {"dk_s", grads->dk_s.data != NULL && (queries ? pass->fused : !pass->teacher_side)},
+                   {"dv_s", wants_dv(call) && (queries ? pass->fused : !pass->teacher_side)},
                    {"dw_s", queries && grads->dw_s.data != NULL}};
     enum { RESULT_COUNT = sizeof results / sizeof results[0] };
     int left = 0;

@@ -8,6 +8,11 @@ enum { CAPABILITY_END_sm80 = 1000, CAPABILITY_END_sm90 = 91 };
 
 #define DTYPE_bf16 SKL_BF16
 #define DTYPE_f16  SKL_F16
+#define DTYPE_f32  SKL_F32
+
+#define TYPES_bf16 "bf16"
+#define TYPES_f16  "f16"
+#define TYPES_f32  "f32 and mixed types"
 
 #define PRODUCTS_sm80 "mma.sync"
 #define PRODUCTS_sm90 "wgmma and TMA"
@@ -16,19 +21,30 @@ enum { CAPABILITY_END_sm80 = 1000, CAPABILITY_END_sm90 = 91 };
 #define INDEXER_DETAIL_sparse "sparse indexer"
 
 #define ENTRY(arch, type, size, text)                                                                                \
-    .name = "cuda_" #arch "_" #type "_" #size, .detail = #type ", " text ": " PRODUCTS_##arch,                       \
+    .name = "cuda_" #arch "_" #type "_" #size, .detail = TYPES_##type ", " text ": " PRODUCTS_##arch,                \
     .capability = SKL_CAPABILITY_##arch, .capability_end = CAPABILITY_END_##arch, .dtype = DTYPE_##type
 #define ATTENTION(arch, type, dim)                                                                                   \
-    ENTRY(arch, type, dim, "dim <= " #dim), .dim_max = dim, .forward = skl_cuda_##arch##_##type##_##dim##_forward,   \
+    ENTRY(arch, type, dim, "dim <= " #dim), .dim_max = dim, .small_dim_max = dim, .softcap = true,                   \
+                                            .forward = skl_cuda_##arch##_##type##_##dim##_forward,                   \
                                             .dk = skl_cuda_##arch##_##type##_##dim##_dk,                             \
                                             .blocks_per_sm = skl_cuda_##arch##_##type##_##dim##_blocks_per_sm
 #define ATTENTION_FUSED(arch, type, dim)                                                                             \
-    {ATTENTION(arch, type, dim), .fused = skl_cuda_##arch##_##type##_##dim##_fused},
+    {ATTENTION(arch, type, dim), .fused_dim_max = dim, .fused = skl_cuda_##arch##_##type##_##dim##_fused},
+#define ATTENTION_PAIR(arch, type, large, small)                                                                     \
+    {ENTRY(arch, type, large##_##small, "dim <= " #large " and <= " #small ", no softcap"),                          \
+     .dim_max = large,                                                                                               \
+     .small_dim_max = small,                                                                                         \
+     .fused_dim_max = (large) <= SKL_SM90_FUSED_DIM_MAX ? (large) : (small),                                         \
+     .forward = skl_cuda_##arch##_##type##_##large##_##small##_forward,                                              \
+     .fused = skl_cuda_##arch##_##type##_##large##_##small##_fused},
 #define ATTENTION_UNFUSED(arch, type, dim) {ATTENTION(arch, type, dim), .dq = skl_cuda_##arch##_##type##_##dim##_dq},
 #define GROUP_KERNELS(arch, type, name)                                                                              \
     {ENTRY(arch, type, name, "teacher groups, dim <= 128"), .dim_max = SKL_GROUP_DIM_MAX,                            \
      .group_lse = skl_cuda_##arch##_##type##_##name##_lse, .group_rows = skl_cuda_##arch##_##type##_##name##_rows,   \
      .group_fused = skl_cuda_##arch##_##type##_##name##_fused},
+#define CARRYING_KERNEL(arch, type, name)                                                                            \
+    {ENTRY(arch, type, name, "attention backward with KL, dim <= 128"), .dim_max = SKL_CARRYING_DIM_MAX,             \
+     .carrying = skl_cuda_##arch##_##type##_##name##_carrying},
 #define INDEXER_KERNELS(arch, type, kind)                                                                            \
     {ENTRY(arch, type, kind, INDEXER_DETAIL_##kind), .dim_max = SKL_INDEX_DIM_MAX,                                   \
      .kind##_rows = skl_cuda_##arch##_##type##_##kind##_rows,                                                        \

@@ -22,6 +22,8 @@ typedef struct skl_cuda_argument {
     float scale;     /* turns a product into a logit in base 2; with a softcap into the argument of tanh */
     float softcap_2; /* softcap in base 2, and its inverse */
     float inverse_softcap_2;
+    float tanh_scale, tanh_factor, product_max; /* sm90/attention/softcap.cuh */
+    skl_input q_factors, k_factors;             /* of two-term rows (common/two_term_rows.cu), if q and k have such */
 } skl_cuda_argument;
 
 /* Common to all kernels; each kernel family extends it by its own members (common/params.cuh). */
@@ -48,6 +50,7 @@ struct skl_cuda_launch {
     int32_t sm_count;
     int32_t smem_per_block;  /* bytes, at most */
     int32_t persistent;      /* forward: resident blocks take one tile after another */
+    int32_t paired;          /* forward: two blocks of smaller tiles per SM */
     int32_t num_splits;      /* forward: splits of the keys of a query tile, merged by a second kernel */
     int32_t head_group;      /* heads whose tiles run together so that their keys stay in the L2 cache */
     int32_t teacher_side;    /* gradients of q_t or k_t, not of q_s or k_s */
@@ -60,7 +63,11 @@ struct skl_cuda_launch {
     skl_index_layout strips; /* of an indexer on tensor cores, dense */
     skl_dense_chunk dense;   /* of an indexer without them, dense */
     skl_sparse_layout sparse;
-    size_t states_at; /* forward: offset of split states in the workspace */
+    skl_output gradient;      /* backward of the student's attention: what a launch computes, and its type */
+    skl_dtype gradient_dtype; /* and the f32 gradient of the KL that it adds, which may be the same */
+    skl_output added;
+    float *output_dots; /* <do, o> of each row, in the workspace */
+    size_t states_at;   /* forward: offset of split states in the workspace */
     size_t workspace_size;
     const char *reason; /* why this kernel and not another */
 };
@@ -68,6 +75,7 @@ struct skl_cuda_launch {
 /* Variants, as cuda/select and the launchers name them. */
 #define SKL_VARIANT_PERSISTENT    "persistent"
 #define SKL_VARIANT_TILES         "one tile per block"
+#define SKL_VARIANT_PAIRED        "one tile per block, two blocks per SM"
 #define SKL_VARIANT_SOFTCAP       "softcap, one tile per block"
 #define SKL_VARIANT_FUSED         "fused backward"
 #define SKL_VARIANT_FUSED_SOFTCAP "fused backward, softcap"
@@ -85,6 +93,12 @@ struct skl_cuda_launch {
 #define SKL_VARIANT_CLEAR         "clear"
 #define SKL_VARIANT_BOUNDS        "row bounds by key"
 #define SKL_VARIANT_STREAMED      "rows, streamed queries"
+#define SKL_VARIANT_TWO_TERM      "two-term rows"
+#define SKL_VARIANT_CARRYING      "attention backward with KL"
+#define SKL_VARIANT_DOTS          "output dots"
+#define SKL_VARIANT_OUTPUT_DQ     "attention backward, dq"
+#define SKL_VARIANT_OUTPUT_DK     "attention backward, dk"
+#define SKL_VARIANT_OUTPUT_DV     "attention backward, dv"
 
 /* The name of the kernel, its variant and the number of splits, as every launcher reports them when it launches. NULL
  * outside of tests, which compare them with what cuda/select chose. */
@@ -99,13 +113,18 @@ enum {
     SKL_SM80_BLOCKS_PER_SM_MAX = 3, /* that splits are made for */
     SKL_SPLIT_ROWS_MAX = 512,       /* rows of split states per SM: bounds the workspace */
     SKL_SM90_STAGE_KEYS = 64,
-    SKL_SM90_NARROW_DIM_MAX = 128,    /* larger heads have the wide kernels */
+    SKL_SM90_NARROW_DIMS_MAX = 256,   /* of both arguments: larger ones have the wide forward */
+    SKL_TWO_TERM_DIM_MAX = 128,       /* head sizes with kernels for two-term rows */
+    SKL_SM90_WIDE_ROWS = 128,         /* queries per tile of the wide forward */
+    SKL_SM90_PAIRED_ROWS = 128,       /* queries per tile of the narrow forward with two blocks per SM */
+    SKL_SM90_FUSED_DIM_MAX = 128,     /* of the gradients of a fused backward */
     SKL_SM90_BACKWARD_ROWS = 128,     /* queries per tile of the fused backward */
     SKL_SM90_UNBOUNDED_F16_DIM = 256, /* f16 kernels whose gradients have no row bounds */
     SKL_HEAD_GROUP_MAX = 16,
-    SKL_GROUP_DIM_MAX = 128,  /* head sizes with kernels for teacher groups, which are padded to 64 or 128 */
-    SKL_GROUP_DIMS_MAX = 512, /* of all teacher heads of a group: their queries stay in shared memory */
-    SKL_GROUP_TILE = 128      /* queries of a tile, keys of a forward's stage */
+    SKL_GROUP_DIM_MAX = 128,    /* head sizes with kernels for teacher groups, which are padded to 64 or 128 */
+    SKL_GROUP_DIMS_MAX = 512,   /* of all teacher heads of a group: their queries stay in shared memory */
+    SKL_CARRYING_DIM_MAX = 128, /* head sizes with an attention backward that carries the KL */
+    SKL_GROUP_TILE = 128        /* queries of a tile, keys of a forward's stage */
 };
 
 /* Tensor-core kernels count rows in 32 bits. */
@@ -113,10 +132,17 @@ enum {
 
 /* Queries per tile of a forward. */
 #define SKL_SM80_FORWARD_ROWS(dim) ((dim) <= 128 ? 128 : 64)
-#define SKL_SM90_FORWARD_ROWS(dim) ((dim) <= SKL_SM90_NARROW_DIM_MAX ? 256 : 128)
+#define SKL_SM90_FORWARD_ROWS(dims)                                                                                  \
+    ((dims) <= SKL_SM90_NARROW_DIMS_MAX ? 256 : SKL_SM90_WIDE_ROWS) /* of both arguments */
 
-/* Pipeline stages of the narrow forward without a softcap. */
-#define SKL_SM90_FORWARD_STAGES(dim) ((dim) == 64 ? 8 : 4)
+/* Keys, at most, of a narrow forward with two blocks per SM. */
+#define SKL_SM90_PAIRED_KEYS_MAX(dims) ((dims) <= 128 ? SKL_ROWS_MAX : (int64_t)2048)
+
+/* Largest argument of the polynomial for tanh. */
+#define SKL_TANH_MAX 0.75F
+
+/* Pipeline stages of the narrow forward, at most. */
+#define SKL_SM90_FORWARD_STAGES(dims) ((dims) <= 128 ? 8 : (dims) <= 192 ? 6 : 4)
 
 /* ---- Launchers ---------------------------------------------------------------------------------------------- */
 
@@ -126,6 +152,10 @@ enum {
 SKL_DECLARE_LAUNCHER(skl_cuda_general_forward)
 SKL_DECLARE_LAUNCHER(skl_cuda_general_dq)
 SKL_DECLARE_LAUNCHER(skl_cuda_general_dk)
+SKL_DECLARE_LAUNCHER(skl_cuda_general_output_dots)
+SKL_DECLARE_LAUNCHER(skl_cuda_general_output_dq)
+SKL_DECLARE_LAUNCHER(skl_cuda_general_output_dk)
+SKL_DECLARE_LAUNCHER(skl_cuda_general_output_dv)
 SKL_DECLARE_LAUNCHER(skl_cuda_general_dense_rows)
 SKL_DECLARE_LAUNCHER(skl_cuda_general_dense_gradients)
 SKL_DECLARE_LAUNCHER(skl_cuda_general_sparse_rows)
@@ -142,16 +172,22 @@ SKL_DECLARE_LAUNCHER(skl_cuda_general_sparse_gradients)
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##dim##_fused)                                                  \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##dim##_dk)                                                     \
     int skl_cuda_##arch##_##dtype##_##dim##_blocks_per_sm(void);
+#define ATTENTION_PAIR(arch, dtype, large, small)                                                                    \
+    SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##large##_##small##_forward)                                    \
+    SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##large##_##small##_fused)
 #define GROUP_KERNELS(arch, dtype, name)                                                                             \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_lse)                                                   \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_rows)                                                  \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_fused)
+#define CARRYING_KERNEL(arch, dtype, name) SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_carrying)
 #define INDEXER_KERNELS(arch, dtype, stage)                                                                          \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##stage##_rows)                                                 \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##stage##_gradients)
 #include "cuda/instances.def"
 #undef INDEXER_KERNELS
+#undef CARRYING_KERNEL
 #undef GROUP_KERNELS
+#undef ATTENTION_PAIR
 #undef ATTENTION_FUSED
 #undef ATTENTION_UNFUSED
 #undef SKL_DECLARE_LAUNCHER
@@ -161,6 +197,9 @@ cudaError_t skl_cuda_clear_tails(const skl_cuda_params *params, const skl_cuda_l
 
 /* Fills params->key_bounds. */
 cudaError_t skl_cuda_bounds_by_key(const skl_cuda_params *params, const skl_cuda_launch *launch);
+
+/* Makes two-term rows of all rows: q and k of params->a and params->b. */
+cudaError_t skl_cuda_two_term_rows(const skl_cuda_params *params, const skl_cuda_launch *launch);
 
 cudaError_t skl_cuda_states_merge(int64_t count, skl_row_state *into, const skl_row_state *from, cudaStream_t stream);
 cudaError_t skl_cuda_states_finish(const skl_cuda_params *params);

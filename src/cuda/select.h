@@ -14,7 +14,7 @@ const skl_cuda_kernel *skl_cuda_select_kernel(const skl_problem *problem, int ca
 /* Bytes of workspace for an operation of a plan, whatever the strides of its tensors are. */
 size_t skl_cuda_workspace_size(const skl_plan *plan, skl_op op);
 
-enum { SKL_LAUNCHES_MAX = 8 };
+enum { SKL_LAUNCHES_MAX = 12 };
 
 typedef struct skl_cuda_launches {
     int count;

@@ -7,6 +7,7 @@ STREAMKL_LIBRARY=build/gpu/src/libstreamkl.so PYTHONPATH=python python3 tests/py
 import sys
 import traceback
 
+import carried_cases
 import cases
 import indexer_cases
 import parallel_one_device
@@ -253,6 +254,24 @@ def check_distiller():
             loss = distiller.loss()
         loss.backward()
         torch.testing.assert_close(loss, expected, rtol=1e-3, atol=1e-5)
+        with AttentionDistiller(teacher, student, fused=True) as distiller:
+            student(**inputs)
+            distiller.loss().backward()
+        assert distiller.carried_layers == ([0, 1] if padding == "none" else [])
+        torch.testing.assert_close(distiller.last_loss, expected.detach(), rtol=1e-3, atol=1e-5)
+
+
+def check_attention_that_carries_its_kl():
+    """By default torch's own backward where no kernel carries the KL; deterministic, always skl_attention_backward."""
+    for case in carried_cases.CASES.values():
+        carried_cases.check_against_the_reference(**case, device="cuda")
+        carried_cases.check_against_the_reference(**case, device="cuda", deterministic=True)
+    for dims in (64, 64), (128, 128), (128, 64):
+        more = dict(dtype=torch.bfloat16, dims=dims, causal=True, heads=(4, 2, 4, 2), device="cuda")
+        carried_cases.check_against_the_reference(**more)
+        carried_cases.check_against_the_reference(**more, window_size=(9, 0))
+        bounds = carried_cases.CU
+        carried_cases.check_against_the_reference(**more, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=21, max_seqlen_k=21)
 
 
 # ---- Indexers ------------------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ import torch
 from transformers.integrations.sdpa_attention import repeat_kv, use_gqa_in_sdpa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .._carried import Carried, CarriedKL
+from .._sdpa import as_autocast, sdpa_with_lse
 from ._context import active_region
 
 # Arguments of an attention function that change its distribution and are not modelled; see _layers.py for the messages.
@@ -49,6 +51,7 @@ class Call:
         str, Any
     ]  # the other arguments that matter: sliding_window, cu_seq_lens_q, ... and those of UNMODELLED
     has_graph: bool  # it ran with gradients enabled
+    handle: CarriedKL | None = None  # if its backward can carry the KL
     probe: Any = None  # (rows, output of these rows) to verify the model of this attention, once
 
 
@@ -66,21 +69,25 @@ def record_attention(recorder, implementation: str, module, query, key, value, a
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     # The same kernel whether recorded or not: checkpointing expects the recomputation to save the same tensors.
-    lse = None
+    lse, handle = None, None
     is_whole = not torch.compiler.is_compiling() and active_region() is None  # a region replaces SDPA, not its kernels
     if implementation == "sdpa" and not args and is_whole:
-        answer, lse = _sdpa_with_lse(module, query, key, value, attention_mask, causal, **kwargs)
-    if lse is None:
+        if recorder.carries and _can_carry(query, key, value, **kwargs):
+            query, key, value = map(as_autocast, (query, key, value))
+            answer, lse, handle = _carried(module, query, key, value, attention_mask, causal, **kwargs)
+        else:
+            answer, lse = _sdpa_with_lse(module, query, key, value, attention_mask, causal, **kwargs)
+    if lse is None and handle is None:
         answer = _run_own(implementation, module, query, key, value, attention_mask, *args, **kwargs)
     if recorder.depth > 0:
         if lse is not None:
-            query, key = map(_as_autocast, (query, key))  # the LSE is that of the rounded ones
+            query, key = map(as_autocast, (query, key))  # the LSE is that of the rounded ones
         options = {name: kwargs[name] for name in _OPTIONS if kwargs.get(name) is not None}
         sink = kwargs.get("s_aux")
         sink = None if sink is None else sink.clone()  # FSDP frees a parameter after the forward of its module
         call = Call(
             module, implementation, query, key, value, lse, _mask_of(recorder.masks, attention_mask), causal, kwargs.get("scaling"),
-            kwargs.get("softcap") or 0.0, sink, options, torch.is_grad_enabled(),
+            kwargs.get("softcap") or 0.0, sink, options, torch.is_grad_enabled(), handle,
         )  # fmt: skip
         if not torch.compiler.is_compiling() and recorder.is_new(call):
             call.probe = _probe(call, answer, attention_mask, args, kwargs)
@@ -146,54 +153,45 @@ def _probe(call: Call, answer, attention_mask, args, kwargs):
     return rows, output[:, rows].clone() if output.dim() == 4 and output.shape[1] == length else output
 
 
+# ---- Attention whose backward carries the KL -------------------------------------------------------------------------
+
+
+def _can_carry(query, key, value, dropout=0.0, **kwargs) -> bool:
+    others = (kwargs.get(name) for name in ("softcap", "s_aux", *UNMODELLED))
+    return torch.is_grad_enabled() and not dropout and key.shape == value.shape and all(other is None for other in others)
+
+
+def _carried(module, query, key, value, attention_mask, causal, **kwargs):
+    """(answer, lse, handle): the same answer, with a backward that adds the KL which the handle is given."""
+    handle, lses = CarriedKL(inject=False), []
+
+    def compute(q, k, v):
+        answer, lse = _sdpa_with_lse(module, q, k, v, attention_mask, causal, **kwargs)
+        if lse is None:
+            answer = _run_own("sdpa", module, q, k, v, attention_mask, **kwargs)
+        lses.append(lse)
+        return answer[0].transpose(1, 2), lse
+
+    output, handle.loss = Carried.apply(query, key, value, handle, compute)
+    return (output.transpose(1, 2), None), lses[0], handle
+
+
 # ---- torch's fused attention, with its LSE -------------------------------------------------------------------------
-
-
-def _as_autocast(tensor):
-    """What autocast makes of an argument of scaled_dot_product_attention: the kernels below would not see it."""
-    eligible = tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
-    if not eligible or not torch.is_autocast_enabled(tensor.device.type):
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
 def _sdpa_with_lse(module, query, key, value, attention_mask, causal, *, dropout=0.0, scaling=None, **kwargs):
     """((output, None), lse) from the kernel that scaled_dot_product_attention chooses; (None, None) if it returns no LSE."""
-    choose = getattr(torch, "_fused_sdp_choice", None)
     causal = causal and query.shape[2] > 1 and attention_mask is None
     others = [kwargs.get(name) for name in ("softcap", "s_aux", "position_bias", "cache")]
-    if choose is None or any(other is not None for other in others) or (causal and query.shape[2] != key.shape[2]):
+    if any(other is not None for other in others):
         return None, None
     groups = getattr(module, "num_key_value_groups", 1)
     gqa = groups > 1 and use_gqa_in_sdpa(attention_mask, key, value)
     if groups > 1 and not gqa:
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    query, key, value, attention_mask = map(_as_autocast, (query, key, value, attention_mask))
-    backend = choose(query, key, value, attention_mask, dropout, causal, scale=scaling, enable_gqa=gqa)
-    aten, flash, efficient, cudnn = torch.ops.aten, 1, 2, 3  # torch.nn.attention.SDPBackend
-    if query.device.type == "cpu" and backend == flash:
-        if attention_mask is not None and attention_mask.dtype == torch.bool:
-            attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(
-                ~attention_mask, -torch.inf
-            )
-        output, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, dropout, causal, attn_mask=attention_mask, scale=scaling
-        )
-    elif query.device.type != "cuda" or attention_mask is not None or query.shape[-1] % 8 != 0:
+    given = map(as_autocast, (query, key, value, attention_mask))
+    answer = sdpa_with_lse(*given, dropout, causal, scaling, gqa)
+    if answer is None:
         return None, None
-    elif backend == flash:
-        output, lse, *_ = aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout, causal, False, scale=scaling
-        )
-    elif backend == efficient:
-        output, lse, *_ = aten._scaled_dot_product_efficient_attention(
-            query, key, value, None, True, dropout, causal, scale=scaling
-        )
-    elif backend == cudnn:
-        output, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-            query, key, value, None, True, dropout, causal, False, scale=scaling
-        )
-    else:
-        return None, None
-    lse = lse.detach().flatten(2)[..., : query.shape[2]]  # some kernels round the length up, or add a dimension of 1
+    output, lse = answer
     return (output.transpose(1, 2).contiguous(), None), lse

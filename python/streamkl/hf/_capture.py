@@ -81,6 +81,7 @@ class Recorder:
         self.number = next(_ids)
         self.captures: list[Capture] = []
         self.needs_values = False
+        self.carries = False  # its attention can carry the KL
         self.depth = 0
         self.calls: list[Call] = []
         self.masks: list[Mask] = []
@@ -111,9 +112,11 @@ class Recorder:
             self._attach()
         self.captures.append(capture)
         self.needs_values = any(capture.needs_values for capture in self.captures)
+        self.carries = any(capture.carries for capture in self.captures)
 
     def remove(self, capture: Capture) -> None:
         self.captures = [other for other in self.captures if other is not capture]
+        self.carries = any(other.carries for other in self.captures)
         if not self.captures:
             self._detach()
 
@@ -212,8 +215,8 @@ def _configs(model: PreTrainedModel) -> list:
 class Capture:
     """The last forward of a model, between attach() and detach()."""
 
-    def __init__(self, model: Any, role: str, needs_values: bool = False) -> None:
-        self.model, self.role, self.needs_values = unwrap(model, role), role, needs_values
+    def __init__(self, model: Any, role: str, needs_values: bool = False, carries: bool = False) -> None:
+        self.model, self.role, self.needs_values, self.carries = unwrap(model, role), role, needs_values, carries
         self.is_split = False  # its attention reads keys of other ranks
         self.keep_graph = False  # a forward without gradients does not replace one with gradients
         self._recorder: Recorder | None = None

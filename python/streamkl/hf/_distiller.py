@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from .._carried import CarriedKL
 from .._options import CpGrads, CpLayout, Direction, check_flags
 from . import _maps as maps
 from ._capture import Capture
@@ -52,6 +53,11 @@ class AttentionDistiller:
         sample_rows: the share of the rows that `loss()` compares, such as 1/8, which costs an eighth: random rows, the same in all
             layers, drawn with torch's random numbers. The loss is an unbiased estimate of that of all rows. It holds while the
             student trains: in eval mode, or without gradients, all rows count.
+        fused: the student's attention carries the KL: its backward adds the KL's gradient, which costs little there, and `loss()`
+            computes nothing. So `loss()` is 0 until the backward of what it is added to: log `last_loss` and `last_losses`
+            after it. Needs ``attn_implementation="sdpa"`` without dropout, ``relations=("qk",)``, ``temperature=1`` and
+            ``sample_rows=1``. A layer pair whose student attention cannot carry it is compared as without `fused`: padding,
+            sinks, a ``head_map``, other visible keys, a second teacher layer, a compiled student, context parallelism.
         sinks: ``"both"``: the attention sink of a layer is an outcome of both distributions, so both models or none must have
             sinks. ``"keys only"``: sinks are left out, and the KL is that of the conditional distributions on the keys.
         check_input: raise an error if teacher and student have read different tokens.
@@ -76,6 +82,7 @@ class AttentionDistiller:
         layer_weight: Mapping[int, float] | None = None,
         rows: Literal["all", "labels"] = "all",
         sample_rows: float = 1,
+        fused: bool = False,
         sinks: Sinks = "both",
         check_input: bool = True,
         cp_group: Any = None,
@@ -84,11 +91,11 @@ class AttentionDistiller:
     ) -> None:
         needs_values = "vv" in relations
         self.teacher = Capture(teacher, "teacher", needs_values)
-        self.student = Capture(student, "student", needs_values)
+        self.student = Capture(student, "student", needs_values, carries=fused)
         if self.teacher.model is self.student.model:
             raise ValueError("teacher: must be another model than the student; copy.deepcopy(student) makes one")
         self.layer_map, self.head_map = maps.layer_map_of(layer_map), maps.head_map_of(head_map)
-        check_flags(check_input=check_input)
+        check_flags(check_input=check_input, fused=fused)
         _check_choice("direction", direction, ("forward", "reverse"))
         _check_choice("attention", attention, ("self", "cross", "encoder"))
         _check_choice("rows", rows, ("all", "labels"))
@@ -101,13 +108,30 @@ class AttentionDistiller:
         self.direction, self.attention, self.relations = direction, attention, tuple(relations)
         self.temperature, self.rows, self.check_input = float(temperature), rows, check_input
         self.sample_rows, self.sinks = _checked_share(sample_rows), sinks
+        self.fused = fused
+        if fused and (self.relations != ("qk",) or self.temperature != 1 or self.sample_rows != 1):
+            raise ValueError("fused=True: needs relations=('qk',), temperature=1 and sample_rows=1")
         self.layer_weight = dict(layer_weight or {})
         if any(weight < 0 for weight in self.layer_weight.values()):
             raise ValueError(f"layer_weight={layer_weight!r}: must not be negative")
         self.cp_group, self.cp_layout, self.cp_grads = cp_group, cp_layout, cp_grads
         self._depth = 0
-        self.last_losses: dict[int, torch.Tensor] = {}
-        """KL of every student layer in the last `loss()`, detached, for logging."""
+        self._last: dict[int, list[torch.Tensor | CarriedKL]] = {}
+
+    @property
+    def last_losses(self) -> dict[int, torch.Tensor]:
+        """KL of every student layer in the last `loss()`, detached, for logging; of a fused layer, NaN before the backward."""
+        return {i: torch.stack([_value_of(each) for each in many]).mean() for i, many in self._last.items()}
+
+    @property
+    def last_loss(self) -> torch.Tensor:
+        """The value of the last `loss()`, from `last_losses`."""
+        return self._mean_of_layers(self.last_losses)
+
+    @property
+    def carried_layers(self) -> list[int]:
+        """The student layers whose KL in the last `loss()` comes with the backward."""
+        return [i for i, many in self._last.items() if any(isinstance(each, CarriedKL) for each in many)]
 
     # ---- Attaching -----------------------------------------------------------------------------------------------------
 
@@ -151,7 +175,9 @@ class AttentionDistiller:
             row_weight: weight of every row in the mean, ``[batch, len_q]``.
             sample_rows: the share of the rows for this loss, also in eval mode. Default: that of the distiller.
         """
-        losses = self.losses(labels=labels, row_weight=row_weight, sample_rows=sample_rows)
+        return self._mean_of_layers(self.losses(labels=labels, row_weight=row_weight, sample_rows=sample_rows))
+
+    def _mean_of_layers(self, losses: dict[int, torch.Tensor]) -> torch.Tensor:
         weights = {i: self.layer_weight.get(i, 1.0) for i in losses}
         total = sum(weights.values())
         if total == 0:
@@ -171,15 +197,21 @@ class AttentionDistiller:
         if parallel and cache.share < 1:
             raise ValueError(f"sample_rows={cache.share:g}: must be 1 under context parallelism")
         by_layer: dict[int, list[torch.Tensor]] = {}
+        self._last = {}
         for (i, _), pair in pairs.items():
-            loss = pair.loss(weight, self.direction, self.relations, self.temperature, cache, parallel)
+            may_carry = self.fused and not parallel and cache.share == 1
+            handle = pair.carry(weight, self.direction, cache) if may_carry else None
+            if handle is None:
+                loss = pair.loss(weight, self.direction, self.relations, self.temperature, cache, parallel)
+            else:
+                loss = handle.loss
             by_layer.setdefault(i, []).append(loss)
+            self._last.setdefault(i, []).append(loss.detach() if handle is None else handle)
         losses = {i: torch.stack(many).mean() for i, many in by_layer.items()}
         first = next(iter(losses))
         losses[first] = reach_everything(losses[first], self.student.model, self.student.output)
         self.teacher.clear()
         self.student.clear()
-        self.last_losses = {i: loss.detach() for i, loss in losses.items()}
         return losses
 
     def pairs(self) -> dict[tuple[int, int], Pair]:
@@ -269,6 +301,10 @@ class AttentionDistiller:
         if self.attention == "self" and not self.student.model.config.is_encoder_decoder:
             counted = torch.nn.functional.pad(counted[:, 1:], (0, 1))  # row i predicts token i + 1
         return counted.float() if row_weight is None else counted * row_weight
+
+
+def _value_of(last: torch.Tensor | CarriedKL) -> torch.Tensor:
+    return last.value() if isinstance(last, CarriedKL) else last
 
 
 def _checked_share(share: float) -> float:

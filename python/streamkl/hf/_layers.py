@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from .._carried import CarriedKL
 from ._attention import Call, Mask
 from ._masks import CAUSAL, FULL, Refused, Visible, read_mask_function
 
@@ -44,6 +45,7 @@ class Layer:
     padding: torch.Tensor | None  # of the keys, [batch, len_k] bool: False is padding
     row_padding: torch.Tensor | None  # of the queries, [batch, len_q]
     has_graph: bool
+    handle: CarriedKL | None = None  # if its backward can carry the KL
     refusal: str | None = None  # why its attention is not modelled
 
     @property
@@ -85,7 +87,7 @@ def as_layers(calls: list[Call], model: Any, role: str, verify: bool = True) -> 
             row_padding = of_decoder[-1] if of_decoder else None
         layers.append(
             Layer(name, kind, call.query, call.key, call.value, call.lse, scale, call.softcap, call.sink, visible, padding,
-                  row_padding, call.has_graph, refusal)
+                  row_padding, call.has_graph, call.handle, refusal)
         )  # fmt: skip
         call.probe = None
     return layers

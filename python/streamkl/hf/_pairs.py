@@ -9,7 +9,8 @@ from typing import Any, Literal
 import torch
 
 from .._options import Direction
-from ..attention import attention_kl
+from .._attention_kl import attention_kl
+from .._carried import CarriedKL, term_of
 from . import _maps as maps
 from ._layers import Layer, probabilities, visible_keys
 from ._masks import Visible
@@ -93,6 +94,22 @@ class Pair:
             losses.append(loss if factor is None else loss * factor)
         loss = torch.stack(losses).mean()
         return loss if temperature == 1.0 else loss * temperature**2
+
+    def carry(self, row_weight: torch.Tensor | None, direction: Direction, cache: RowCache) -> CarriedKL | None:
+        """Gives this KL to the backward of the student's attention. None: that cannot carry it."""
+        handle = self.s.handle
+        has_sinks = self.sinks == "both" and (self.t.sink is not None or self.s.sink is not None)
+        if handle is None or handle.is_bound or self.heads is not None or has_sinks or not self._lses_cover_the_same(cache):
+            return None
+        (q_t, k_t, q_s, k_s), options, rows = self.arguments(cache)
+        if cache.padding(self.t.padding, self.s.padding) is not None or rows.bounds is not None:
+            return None  # rows of padding may have gradients too
+        weight = None if row_weight is None else self._fitting(row_weight)
+        mean, _ = rows.mean(weight, heads=q_s.shape[-3])
+        lse_t = options.pop("lse_t")
+        del options["lse_s"]  # the backward has it
+        handle.bind(term_of(q_t, k_t, q_s, k_s, lse_t, direction, **mean, **options, packs_batch=rows.queries is not None))
+        return handle
 
     def _of_shards(self, options: dict[str, Any], rows: Rows) -> dict[str, Any]:
         """The LSEs of a model may be those of its own keys alone."""

@@ -56,7 +56,8 @@ class DistillationMixin(_Trainer):
     Args:
         teacher: the teacher; default: the ``teacher_model`` of the trainer, which GKDTrainer has.
         kl_weight: factor of the KL in the loss.
-        distiller_options: options of :class:`streamkl.hf.AttentionDistiller`.
+        distiller_options: options of :class:`streamkl.hf.AttentionDistiller`. With ``fused=True`` the KL comes with the backward: the
+            logged ``loss`` does not contain it, ``attention_kl`` does.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class DistillationMixin(_Trainer):
         self._teacher = teacher.to(self.args.device)
         self._distiller: AttentionDistiller | None = None
         self._kl_means = {True: _Mean(), False: _Mean()}  # of training and evaluation
+        self._uncounted: tuple[bool, Any] | None = None  # (training, weight) of a KL that the means lack
         assert self.distiller  # its options are checked now
 
     @property
@@ -105,10 +107,23 @@ class DistillationMixin(_Trainer):
             self.distiller.student.keep_graph = False
         loss, outputs = answer if return_outputs else (answer, None)
         kl = self.distiller.loss(labels=labels)
-        self._kl_means[model.training].add({"all": kl, **self.distiller.last_losses}, 1 if items is None else items)
+        self._uncounted = (model.training, 1 if items is None else items)
+        if not self.distiller.carried_layers:
+            self._count_kl()
         share = self._share(items, num_items_in_batch) if model.training else 1.0
         loss = loss + self.kl_weight * share * kl.to(loss.device)
         return (loss, outputs) if return_outputs else loss
+
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        self._count_kl()  # if the backward had to bring it
+        return loss
+
+    def _count_kl(self) -> None:
+        if self._uncounted is not None:
+            training, weight = self._uncounted
+            self._kl_means[training].add({"all": self.distiller.last_loss, **self.distiller.last_losses}, weight)
+            self._uncounted = None
 
     def _count_items(self, inputs) -> torch.Tensor | None:
         """Label tokens of a micro-batch, counted as Trainer counts those of the step."""

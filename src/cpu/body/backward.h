@@ -24,19 +24,27 @@ static void load_known_rows(const tile *t)
     load_row_values(t, t->grad, &call->inputs.grad_kl, t->head, 1.0F);
     load_row_values(t, t->kl, &kl, t->head, 0.0F);
     /* If the LSEs are those of the visible keys, a row with one key has P = S = 1, and no gradient. */
-    const bool lses_of_keys = call->op == SKL_OP_FORWARD_BACKWARD && !t->task->problem->sinks;
+    const bool lses_of_keys = skl_op_is_one_pass(call->op) && !t->task->problem->sinks;
     for (int64_t i = 0; lses_of_keys && i < t->count; i++)
         if (keys_seen(t, i) == 1)
             t->grad[i] = 0.0F;
+    if (attends(t))
+        load_outputs(t);
 }
 
 /* ---- Products with the logit gradients ---------------------------------------------------------------------- */
+
+/* A row without an upstream gradient of its KL still has that of its output. */
+static bool adds_gradient(const tile *t, int64_t i)
+{
+    return attends(t) || has_gradient(t, i);
+}
 
 /* In a tile with masked pairs, or with rows whose upstream gradient is 0, a logit gradient of 0 may meet a key or
  * query that is not finite. 0 * inf is NaN, so such a tile takes a slow path that skips those pairs. */
 static bool must_skip_pairs(const tile *t, const key_tile *keys, const float *rows, int64_t count, int64_t dim)
 {
-    bool zeros = !all_have_gradient(t, 0, t->count);
+    bool zeros = !attends(t) && !all_have_gradient(t, 0, t->count);
     for (int64_t panel = 0; panel < panel_count(t) && !zeros; panel++)
         zeros = panel_visibility(t, panel, keys) != FULL;
     return zeros && any_nonfinite(rows, count, dim);
@@ -48,7 +56,7 @@ static skl_range keys_with_gradient(const tile *t, int64_t i, const key_tile *ke
     const skl_range none = {0, 0};
     const skl_range seen = {skl_max(0, t->visible[i].begin - keys->first),
                             skl_min(keys->count, t->visible[i].end - keys->first)};
-    return has_gradient(t, i) ? seen : none;
+    return adds_gradient(t, i) ? seen : none;
 }
 
 /* to += weight * row, with the same operations as the matrix product. */
@@ -100,11 +108,12 @@ static void clear_rows(float *rows, int64_t count, int64_t dim)
 
 /* ---- Queries: dq and, in a fused backward, the contribution of the tile to dk ------------------------------- */
 
-static void add_to_caller(const tile *t, const skl_side *side, int64_t head, const key_tile *keys, const float *dk)
+static void add_to_caller(const tile *t, const skl_side *side, const skl_output *to, int64_t head,
+                          const key_tile *keys, const float *dk)
 {
     const int64_t offset =
-        SKL_ROW(*side->dk, t->sequence.batch, skl_key_head(side, head), t->sequence.key_begin + keys->first);
-    add_rows((float *)side->dk->data + offset, side->dk->stride_row, dk, keys->count, side->dim);
+        SKL_ROW(*to, t->sequence.batch, skl_key_head(side, head), t->sequence.key_begin + keys->first);
+    add_rows((float *)to->data + offset, to->stride_row, dk, keys->count, side->dim);
 }
 
 static void wait_for_order(const tile *t, const key_tile *keys)
@@ -126,20 +135,24 @@ static void teacher_group_step(const tile *t, const key_tile *keys, bool dq, boo
         clear_rows(t->dk_t, TILE_K, t->teacher.dim);
         add_to_dk(t, keys, t->dk_t, t->g_t, t->q_t + h * rows, t->teacher.dim);
         wait_for_order(t, keys);
-        add_to_caller(t, &t->teacher, t->head * t->group_size + h, keys, t->dk_t);
+        add_to_caller(t, &t->teacher, t->teacher.dk, t->head * t->group_size + h, keys, t->dk_t);
     }
 }
 
 /* Adds the gradients of one key tile to dq in the tile's buffers and to dk in the caller's. */
-static void query_step(const tile *t, const key_tile *keys, bool dk_t, bool dk_s)
+static void query_step(const tile *t, const key_tile *keys, bool fused)
 {
     const skl_call *const call = t->task->call;
+    const bool dk_t = fused && call->gradients.dk_t.data != NULL, dk_s = fused && call->gradients.dk_s.data != NULL;
+    const bool dv_s = fused && attends(t) && call->attention->dv_s.data != NULL, any_dk = dk_t || dk_s || dv_s;
     const bool teacher_group = t->group_size > 1;
     const bool dq_t = call->gradients.dq_t.data != NULL;
     const bool dq_s = call->gradients.dq_s.data != NULL;
-    const bool kl = call->op == SKL_OP_FORWARD_BACKWARD && !t->task->rows_known && call->rows.kl.data != NULL;
+    const bool kl = skl_op_is_one_pass(call->op) && !t->task->rows_known && call->rows.kl.data != NULL;
     const wanted want = {dq_s || dk_s, dq_t || dk_t, kl, teacher_group && (dq_t || dk_t)};
     load_keys(t, &t->student, skl_key_head(&t->student, t->head), keys->first, keys->count, t->k_s);
+    if (attends(t))
+        load_values(t, skl_key_head(&t->student, t->head), keys->first, keys->count);
     if (!teacher_group)
         load_keys(t, &t->teacher, skl_key_head(&t->teacher, t->head), keys->first, keys->count, t->k_t);
     tile_gradients(t, keys, &want);
@@ -149,21 +162,27 @@ static void query_step(const tile *t, const key_tile *keys, bool dk_t, bool dk_s
         clear_rows(t->dk_s, TILE_K, t->student.dim);
         add_to_dk(t, keys, t->dk_s, t->g_s, t->q_s, t->student.dim);
     }
+    if (dv_s) {
+        clear_rows(t->dv, TILE_K, t->student.dim);
+        add_to_dk(t, keys, t->dv, t->s, t->d_o, t->student.dim);
+    }
     if (dq_t && !teacher_group)
         add_to_dq(t, keys, t->dq_t, t->g_t, t->k_t, t->teacher.dim);
     if (dk_t && !teacher_group) {
         clear_rows(t->dk_t, TILE_K, t->teacher.dim);
         add_to_dk(t, keys, t->dk_t, t->g_t, t->q_t, t->teacher.dim);
     }
-    if (dk_t || dk_s)
+    if (any_dk)
         wait_for_order(t, keys);
     if (dk_s)
-        add_to_caller(t, &t->student, t->head, keys, t->dk_s);
+        add_to_caller(t, &t->student, t->student.dk, t->head, keys, t->dk_s);
+    if (dv_s)
+        add_to_caller(t, &t->student, &call->attention->dv_s, t->head, keys, t->dv);
     if (dk_t && !teacher_group)
-        add_to_caller(t, &t->teacher, t->head, keys, t->dk_t);
+        add_to_caller(t, &t->teacher, t->teacher.dk, t->head, keys, t->dk_t);
     if (teacher_group && (dq_t || dk_t))
         teacher_group_step(t, keys, dq_t, dk_t);
-    if (dk_t || dk_s)
+    if (any_dk)
         skl_ordered_sum_advance(&t->task->ordered_sum, t->task->item, keys->index + 1);
 }
 
@@ -187,21 +206,20 @@ static void backward_query_tile(const tile *t)
     if (dq_s)
         clear_rows(t->dq_s, t->height, t->student.dim);
     FOR_KEY_TILES(t, keys)
-    query_step(t, &keys, t->task->fused && call->gradients.dk_t.data != NULL,
-               t->task->fused && call->gradients.dk_s.data != NULL);
+    query_step(t, &keys, t->task->fused);
     if (dq_s)
         store_dq(t, &t->student, t->head, t->dq_s);
     for (int64_t h = 0; dq_t && h < t->group_size; h++)
         store_dq(t, &t->teacher, t->head * t->group_size + h, t->dq_t + h * rows);
-    for (int64_t i = 0; call->op == SKL_OP_FORWARD_BACKWARD && !t->task->rows_known && i < t->count; i++) {
-        const row_sums sums = sums_of(t, i);
-        const float kl = one_pass_kl(&sums, keys_seen(t, i));
-        skl_row_set(&call->rows.kl, &t->sequence, t->head, t->first + i, skl_kl_report(kl));
+    for (int64_t i = 0; skl_op_is_one_pass(call->op) && !t->task->rows_known && i < t->count; i++) {
+        row_sums sums = sums_of(t, i);
         /* Requested with sinks: the LSE of the keys alone, of B. */
         const skl_output *const of_b = t->reverse ? &call->rows.lse_t : &call->rows.lse_s;
         const float lse_b = t->reverse ? t->lse_t[i] : t->lse_s[i];
-        if (of_b->data != NULL)
-            skl_row_set(of_b, &t->sequence, t->head, t->first + i, lse_b + row_lse(0.0, sums.l_b));
+        const float kl =
+            of_b->data != NULL ? one_pass_kl_with_sinks(&sums, keys_seen(t, i)) : one_pass_kl(&sums, keys_seen(t, i));
+        skl_row_set(&call->rows.kl, &t->sequence, t->head, t->first + i, skl_kl_report(kl));
+        skl_row_set(of_b, &t->sequence, t->head, t->first + i, lse_b + row_lse(0.0, sums.l_b));
     }
 }
 
@@ -222,20 +240,23 @@ static void key_block_step(const tile *t, int64_t block_first, int64_t block_end
     const bool teacher_group = t->group_size > 1;
     const skl_side *const side = teacher_side ? &t->teacher : &t->student;
     const int64_t rows = t->height * padded(t->teacher.dim);
-    const wanted want = {!teacher_side, teacher_side, false, teacher_group && teacher_side};
+    const wanted want = {!teacher_side && side->dk->data != NULL, teacher_side, false, teacher_group && teacher_side};
     float *const dk = teacher_side ? t->dk_t : t->dk_s;
     for (int64_t first = block_first; first < skl_min(block_end, tile_keys(t).end); first += TILE_K) {
         const int64_t key = first - block_first;
         tile step = *t;
         const key_tile keys = {first / TILE_K, first, skl_min(TILE_K, skl_min(block_end, tile_keys(t).end) - first)};
         step.k_s += key * padded(t->student.dim);
+        step.v += key * padded(t->student.dim);
         if (!teacher_group)
             step.k_t += key * padded(t->teacher.dim);
         tile_gradients(&step, &keys, &want);
         float *const step_dk = dk + key * padded(side->dim);
-        if (!teacher_side)
+        if (want.student)
             add_to_dk(&step, &keys, step_dk, step.g_s, step.q_s, side->dim);
-        else if (!teacher_group)
+        if (attends(t))
+            add_to_dk(&step, &keys, t->dv + key * padded(side->dim), step.s, step.d_o, side->dim);
+        if (teacher_side && !teacher_group)
             add_to_dk(&step, &keys, step_dk, step.g_t, step.q_t, side->dim);
         for (int64_t h = 0; teacher_side && teacher_group && h < t->group_size; h++) {
             load_group_keys(&step, h, &keys);
@@ -245,6 +266,14 @@ static void key_block_step(const tile *t, int64_t block_first, int64_t block_end
             add_to_dk(&step, &keys, step_dk, step.g_t, step.q_t + h * rows, side->dim);
         }
     }
+}
+
+static void store_dk(const tile *t, const skl_side *side, const skl_output *to, int64_t first, int64_t count,
+                     const float *dk)
+{
+    const int64_t offset = SKL_ROW(*to, t->sequence.batch, t->task->head, t->sequence.key_begin + first);
+    if (to->data != NULL)
+        store_rows(to->data, side->grad_dtype, offset, to->stride_row, dk, count, side->dim);
 }
 
 static void backward_keys(const skl_task *task)
@@ -259,7 +288,10 @@ static void backward_keys(const skl_task *task)
     if (row_end <= block_first)
         return;
     float *const dk = task->teacher_side ? t.dk_t : t.dk_s;
-    clear_rows(dk, KEY_BLOCK, side->dim);
+    if (side->dk->data != NULL)
+        clear_rows(dk, KEY_BLOCK, side->dim);
+    if (attends(&t))
+        clear_rows(t.dv, KEY_BLOCK, side->dim);
 
     const int64_t sharing = side->heads / side->key_heads;
     const int64_t per_student = task->teacher_side ? t.group_size : 1;
@@ -267,6 +299,8 @@ static void backward_keys(const skl_task *task)
     const int64_t head_last = ((task->head + 1) * sharing - 1) / per_student;
     for (int64_t head = head_first; block_end > block_first && head <= head_last; head++) {
         load_keys(&t, &t.student, skl_key_head(&t.student, head), block_first, block_end - block_first, t.k_s);
+        if (attends(&t))
+            load_values(&t, skl_key_head(&t.student, head), block_first, block_end - block_first);
         if (t.group_size == 1)
             load_keys(&t, &t.teacher, skl_key_head(&t.teacher, head), block_first, block_end - block_first, t.k_t);
         for (int64_t first = 0; first < t.sequence.query_count; first += t.height) {
@@ -279,8 +313,9 @@ static void backward_keys(const skl_task *task)
             key_block_step(&t, block_first, block_end);
         }
     }
-    const int64_t offset = SKL_ROW(*side->dk, t.sequence.batch, task->head, t.sequence.key_begin + block_first);
-    store_rows(side->dk->data, side->grad_dtype, offset, side->dk->stride_row, dk, row_end - block_first, side->dim);
+    store_dk(&t, side, side->dk, block_first, row_end - block_first, dk);
+    if (attends(&t))
+        store_dk(&t, side, &task->call->attention->dv_s, block_first, row_end - block_first, t.dv);
 }
 
 #endif

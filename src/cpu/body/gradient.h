@@ -7,7 +7,7 @@
 #ifndef SKL_CPU_BODY_GRADIENT_H
 #define SKL_CPU_BODY_GRADIENT_H
 
-#include "cpu/body/forward.h"
+#include "cpu/body/attention.h"
 
 /* One argument of the KL in a panel. */
 typedef struct argument {
@@ -17,12 +17,6 @@ typedef struct argument {
     float inverse_cap; /* 1 / softcap; 0: none */
     float *gradient;   /* [key][height] of the tile, or NULL */
 } argument;
-
-SKL_INLINE vec slope_of(vec logit, float inverse_cap)
-{
-    const vec ratio = inverse_cap == 0.0F ? vec_of(0.0F) : logit * inverse_cap; /* an infinite logit has no cap */
-    return vec_fma(-ratio, ratio, vec_of(1.0F));
-}
 
 /* Equal keys have equal probabilities, and a long sum of them rounds in the same direction at every step. Summing
  * blocks avoids this. */
@@ -133,11 +127,6 @@ static void clear_panel(float *gradient, const tile *t, int64_t panel, const key
         memset(gradient + key * t->height + panel * PANEL, 0, PANEL * sizeof *gradient);
 }
 
-static float inverse_cap(const skl_side *side)
-{
-    return side->softcap > 0.0F ? 1.0F / side->softcap : 0.0F;
-}
-
 /* Results that a pass requests of each key tile. */
 typedef struct wanted {
     bool student, teacher; /* logit gradients of a side; a teacher group's follow head by head: see head_gradient */
@@ -158,6 +147,7 @@ static void tile_gradients(const tile *t, const key_tile *keys, const wanted *wa
         if (seen == HIDDEN) {
             clear_panel(g_t, t, panel, keys);
             clear_panel(g_s, t, panel, keys);
+            clear_panel(attends(t) ? t->s : NULL, t, panel, keys);
             continue;
         }
         const int64_t columns = panel_columns(t, panel);
@@ -178,6 +168,8 @@ static void tile_gradients(const tile *t, const key_tile *keys, const wanted *wa
         if (g_t != NULL || g_s != NULL || want->kl)
             gradient_panel(t, panel, t->reverse ? &student : &teacher, t->reverse ? &teacher : &student, keys, seen,
                            want->kl);
+        if (attends(t))
+            attention_panel(t, panel, y, x, keys, g_s);
     }
 }
 

@@ -300,7 +300,7 @@ static void index_query_step(const index_tile *x, const key_tile *keys, bool kl)
     if (!fused_dk)
         return;
     wait_for_order(t, keys);
-    add_to_caller(t, &t->student, t->head, keys, t->dk_s);
+    add_to_caller(t, &t->student, t->student.dk, t->head, keys, t->dk_s);
     skl_ordered_sum_advance(&t->task->ordered_sum, t->task->item, keys->index + 1);
 }
 
@@ -325,7 +325,7 @@ static void index_backward_queries(const skl_task *task)
     index_begin(&x, task, task->head, task->tile * task->tiles.queries);
     const tile *const t = &x.base;
     const skl_call *const call = task->call;
-    const bool one_pass = call->op == SKL_OP_FORWARD_BACKWARD && !task->rows_known;
+    const bool one_pass = skl_op_is_one_pass(call->op) && !task->rows_known;
     const bool kl = one_pass && (call->rows.kl.data != NULL || entropy_wanted(call));
     if (t->count == 0)
         return;

@@ -24,7 +24,7 @@ static void sparse_load_known(sparse_row *r)
     r->lse_s = skl_row_value(&call->inputs.lse_s, &r->sequence, r->head, r->i);
     r->grad = grad->data != NULL ? skl_row_value(grad, &r->sequence, r->head, r->i) : 1.0F;
     r->kl = kl.data != NULL ? skl_row_value(&kl, &r->sequence, r->head, r->i) : 0.0F;
-    if (call->op == SKL_OP_FORWARD_BACKWARD && count_indices(r, r->visible, 2) == 1)
+    if (skl_op_is_one_pass(call->op) && count_indices(r, r->visible, 2) == 1)
         r->grad = 0.0F;
 }
 
@@ -78,7 +78,7 @@ static void sparse_backward_queries(const skl_task *task)
     const int64_t width = padded(r.student.dim);
     const int64_t begin = task->tile * task->tiles.queries;
     const int64_t end = skl_min(begin + task->tiles.queries, r.sequence.query_count);
-    const bool one_pass = call->op == SKL_OP_FORWARD_BACKWARD && !task->rows_known;
+    const bool one_pass = skl_op_is_one_pass(call->op) && !task->rows_known;
     for (int64_t i = begin; i < end; i++) {
         sparse_row_begin(&r, task->head, i, 0, INT64_MAX);
         sparse_load_row(&r);

@@ -55,6 +55,10 @@ typedef struct tile {
     float *g_t, *g_s;   /* logit gradients: [TILE_K][height] */
     float *dq_t, *dq_s; /* sums: [group_size][height][padded], [height][padded] */
     float *dk_t, *dk_s; /* of one key tile, or sums of a key block */
+    float *v, *dv;      /* skl_attention_backward: values of a key tile or a key block, like k_s, and their sums */
+    float *o, *d_o;     /* output and its upstream gradient, as rows like q_s */
+    float *doT, *d;     /* the latter transposed like qT_s, and <do, o>: [height] */
+    float *s;           /* probabilities of the student, same shape as g_s */
     float *rest;        /* last rows of dk, which do not fill a micro-kernel: [MICRO_ROWS][padded] */
 } tile;
 
@@ -112,6 +116,14 @@ static float *lay_out(tile *t, const skl_problem *p, float *scratch)
     t->dq_s = cut(&scratch, p->gradients & SKL_DQ_S ? height * width_s : 0);
     t->dk_t = cut(&scratch, p->gradients & SKL_DK_T ? KEY_BLOCK * width_t : 0);
     t->dk_s = cut(&scratch, p->gradients & SKL_DK_S ? KEY_BLOCK * width_s : 0);
+    const int64_t attends = p->gradients & SKL_DV_S ? 1 : 0;
+    t->v = cut(&scratch, attends * KEY_BLOCK * width_s);
+    t->dv = cut(&scratch, attends * KEY_BLOCK * width_s);
+    t->o = cut(&scratch, attends * height * width_s);
+    t->d_o = cut(&scratch, attends * height * width_s);
+    t->doT = cut(&scratch, attends * height * p->dim_s);
+    t->d = cut(&scratch, attends * height);
+    t->s = cut(&scratch, attends * height * TILE_K);
     t->rest = cut(&scratch, MICRO_ROWS * (width_t > width_s ? width_t : width_s));
     return scratch;
 }
@@ -286,6 +298,18 @@ static void panel_logits(float *x, const skl_side *side, key_view k, const float
     for (int64_t at = 0; at < key_count * PANEL; at += SKL_LANES)
         if (at % PANEL < columns)
             vec_store(x + at, softcap_vec(vec_load(x + at) * side->scale, side->softcap));
+}
+
+static float inverse_cap(const skl_side *side)
+{
+    return side->softcap > 0.0F ? 1.0F / side->softcap : 0.0F;
+}
+
+/* Derivative of the softcap at a capped logit. */
+SKL_INLINE vec slope_of(vec logit, float inverse_cap)
+{
+    const vec ratio = inverse_cap == 0.0F ? vec_of(0.0F) : logit * inverse_cap; /* an infinite logit has no cap */
+    return vec_fma(-ratio, ratio, vec_of(1.0F));
 }
 
 static const float *panel_queries(const float *qT, const skl_side *side, int64_t panel)

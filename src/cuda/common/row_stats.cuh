@@ -59,10 +59,21 @@ __device__ inline void write_one_pass_row(const backward_params &params, const s
                                           int64_t query, const skl_row_state &state)
 {
     const skl_rows &rows = params.call.rows;
-    skl_row_set(&rows.kl, &s, head, query, one_pass_kl(params.problem, s, query, state));
     const skl_output &of_b = params.problem.direction == SKL_KL_REVERSE ? rows.lse_t : rows.lse_s;
-    if (of_b.data != NULL)
-        skl_row_set(&of_b, &s, head, query, row_stat(params, 1, s, head, query) + skl_lse(0.0F, state.l_b));
+    if (of_b.data == NULL) {
+        skl_row_set(&rows.kl, &s, head, query, one_pass_kl(params.problem, s, query, state));
+        return;
+    }
+    /* Next to sinks the keys may have no mass: see skl_kl_with_sinks. */
+    const bool no_mass_b = state.l_b < (float)SKL_NO_MASS;
+    skl_row_state keys = state;
+    keys.l_b = no_mass_b ? 1.0F : state.l_b;
+    const float kl = state.l_a < (float)SKL_NO_MASS ? 0.0F
+                     : no_mass_b                    ? skl_kl_report(skl_state_kl(&keys))
+                                                    : one_pass_kl(params.problem, s, query, state);
+    skl_row_set(&rows.kl, &s, head, query, kl);
+    skl_row_set(&of_b, &s, head, query,
+                row_stat(params, 1, s, head, query) + skl_lse(0.0F, no_mass_b ? 0.0F : state.l_b));
 }
 
 /* d KL / d logit of A, or of B (WRT_B), without the upstream gradient. log_p_a and log_p_b are in base 2.

@@ -138,20 +138,25 @@ __device__ inline streamed_band streamed_split(const streamed_band &all, int sta
     return part;
 }
 
-/* What bounded_band::of() gives for every stationary row, in shared memory: a load takes fewer registers. */
-template <int ROWS> struct row_ranges {
-    range32 ranges[ROWS];
+/* What bounded_band::of() gives for every stationary row, in shared memory: a load takes fewer registers. INDEX holds
+ * the number of streamed rows. */
+template <int ROWS, typename INDEX = int> struct row_ranges {
+    struct {
+        INDEX begin, end;
+    } ranges[ROWS];
 
     /* Executed by all threads of the block, and followed by a barrier. */
     __device__ void fill(const bounded_band &band)
     {
-        for (int row = (int)threadIdx.x; row < ROWS; row += (int)blockDim.x)
-            ranges[row] = band.of(row);
+        for (int row = (int)threadIdx.x; row < ROWS; row += (int)blockDim.x) {
+            const range32 range = band.of(row);
+            ranges[row] = {(INDEX)range.begin, (INDEX)max(0, range.end)};
+        }
     }
 
     __device__ range32 of(int row) const
     {
-        return ranges[row];
+        return {(int)ranges[row].begin, (int)ranges[row].end};
     }
 };
 

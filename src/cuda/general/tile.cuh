@@ -245,6 +245,20 @@ __device__ inline work_item query_item(const skl_cuda_params &params, int64_t in
     return work;
 }
 
+/* A key tile of one of `heads` key heads, and the queries that attend to it. */
+__device__ inline work_item key_tile_item(const skl_cuda_params &params, int64_t index, int64_t heads)
+{
+    const skl_problem &p = params.problem;
+    const int64_t tiles = skl_ceil_div(p.len_k, TILE);
+    work_item work = work_item_at(params, index, heads * tiles);
+    if (!work.exists)
+        return work;
+    work.keys.begin = index % tiles * TILE;
+    work.keys.end = work.sequence.key_count;
+    work.queries = queries_seeing(p, work.sequence, work.keys.begin);
+    return work;
+}
+
 /* Calls visit() for each work item of this block: items blockIdx.x, blockIdx.x + gridDim.x, ... find(index) returns
  * an item; `work`, in shared memory, holds the current one. */
 template <typename FIND, typename VISIT> __device__ inline void for_each_item(work_item &work, FIND find, VISIT visit)

@@ -16,13 +16,15 @@ static int64_t query_tiles(const skl_problem *p, int64_t tile_rows)
 
 int32_t skl_select_head_group_for(const choice *s, int64_t tile_rows, int64_t bytes_a, int64_t bytes_b)
 {
-    const int64_t l2_share = (int64_t)25 << 20, small_part = 32;
+    const int64_t l2_share = (int64_t)25 << 20, small_part = 32, few_heads = 4;
     const skl_problem *const p = &s->plan->problem;
     const skl_cuda_argument *const a = &s->params->a, *const b = &s->params->b;
-    if (!has_no_window(p) && query_tiles(p, tile_rows) < 2 * small_part * s->plan->sm_count)
-        return SKL_HEAD_GROUP_MAX;
     const int64_t size_a = p->len_k * a->dim * bytes_a, size_b = p->len_k * b->dim * bytes_b;
     const int64_t head_size = size_a * skl_group_size(p) / a->heads_per_key + size_b / b->heads_per_key;
+    /* Where tiles differ in length and are few, the last group would end late. A few heads at a time are enough to
+     * avoid that, and better than all of them if the keys of one do not fit. */
+    if (!has_no_window(p) && query_tiles(p, tile_rows) < 2 * small_part * s->plan->sm_count)
+        return (int32_t)(head_size > 2 * l2_share ? few_heads : SKL_HEAD_GROUP_MAX);
     return (int32_t)skl_max(1, skl_min(SKL_HEAD_GROUP_MAX, l2_share / skl_max(1, head_size)));
 }
 
@@ -39,15 +41,32 @@ int64_t skl_select_blocks_to_fill(const skl_problem *p)
     return (one_sided || p->row_bounds) && 2 * p->len_q > p->len_k ? 2 : 1;
 }
 
+/* Head sizes of both arguments, as the kernel pads them. */
+static int64_t dims_of(const skl_cuda_kernel *kernel)
+{
+    return kernel->dim_max + kernel->small_dim_max;
+}
+
+static bool has_narrow_forward(const skl_cuda_kernel *kernel)
+{
+    return dims_of(kernel) <= SKL_SM90_NARROW_DIMS_MAX && !skl_select_has_two_terms(kernel);
+}
+
 /* Resident blocks need tiles of equal length, more tiles than SMs, and more keys than the pipeline holds. */
 static bool is_persistent(const choice *s)
 {
     const skl_problem *const p = &s->plan->problem;
-    const int64_t dim = s->kernel->dim_max, tiles = query_tiles(p, SKL_SM90_FORWARD_ROWS(dim));
+    const int64_t dims = dims_of(s->kernel), tiles = query_tiles(p, SKL_SM90_FORWARD_ROWS(dims));
     const int64_t keys = skl_min(p->len_k, s->call->keys.end) - skl_max(0, s->call->keys.begin);
-    return dim <= SKL_SM90_NARROW_DIM_MAX && has_no_window(p) && !p->packed && s->call->inputs.key_lengths == NULL &&
-           keys > SKL_SM90_FORWARD_STAGES(dim) * SKL_SM90_STAGE_KEYS && tiles > s->plan->sm_count &&
+    return has_narrow_forward(s->kernel) && has_no_window(p) && !p->packed && s->call->inputs.key_lengths == NULL &&
+           keys > SKL_SM90_FORWARD_STAGES(dims) * SKL_SM90_STAGE_KEYS && tiles > s->plan->sm_count &&
            tiles < SKL_ROWS_MAX;
+}
+
+/* Two blocks of few queries per SM: one computes while the other begins or ends, and a mask cuts fewer pairs. */
+static bool is_paired(const choice *s)
+{
+    return has_narrow_forward(s->kernel) && s->plan->problem.len_k <= SKL_SM90_PAIRED_KEYS_MAX(dims_of(s->kernel));
 }
 
 void skl_select_set_splits(skl_cuda_launch *launch, const skl_problem *p, int64_t tile_rows, int64_t blocks)
@@ -74,15 +93,20 @@ void skl_select_add_forward(const choice *s)
         const int64_t blocks_per_sm = skl_min(kernel->blocks_per_sm(), SKL_SM80_BLOCKS_PER_SM_MAX);
         skl_select_set_splits(launch, p, SKL_SM80_FORWARD_ROWS(kernel->dim_max), s->plan->sm_count * blocks_per_sm);
     } else {
-        const int64_t tile_rows = SKL_SM90_FORWARD_ROWS(kernel->dim_max);
-        launch->head_group = skl_select_head_group_for(s, tile_rows, 2, 2);
         launch->persistent = !s->capped && is_persistent(s);
-        if (s->capped)
-            launch->variant = SKL_VARIANT_SOFTCAP;
-        if (launch->persistent)
-            launch->variant = SKL_VARIANT_PERSISTENT;
-        else
-            skl_select_set_splits(launch, p, tile_rows, s->plan->sm_count * skl_select_blocks_to_fill(p));
+        launch->paired = !s->capped && !launch->persistent && is_paired(s);
+        const int64_t tile_rows = launch->paired               ? SKL_SM90_PAIRED_ROWS
+                                  : has_narrow_forward(kernel) ? SKL_SM90_FORWARD_ROWS(dims_of(kernel))
+                                                               : SKL_SM90_WIDE_ROWS;
+        const int64_t blocks_per_sm = launch->paired ? 2 : 1;
+        launch->head_group = skl_select_head_group_for(s, tile_rows, 2, 2);
+        launch->variant = s->capped            ? SKL_VARIANT_SOFTCAP
+                          : launch->persistent ? SKL_VARIANT_PERSISTENT
+                          : launch->paired     ? SKL_VARIANT_PAIRED
+                                               : SKL_VARIANT_TILES;
+        if (!launch->persistent)
+            skl_select_set_splits(launch, p, tile_rows,
+                                  s->plan->sm_count * blocks_per_sm * skl_select_blocks_to_fill(p));
     }
 }
 
@@ -118,13 +142,24 @@ bool skl_select_tma_adds_to(const choice *s, const side_request *request)
                                 skl_key_rows(&s->plan->problem));
 }
 
-/* Why dq and dk of a side do not come out of one kernel; NULL: they do. */
-static const char *why_not_fused(const choice *s, const side_request *request)
+/* Why the plan's fused backward computes no gradient of a side; NULL: it does. */
+static const char *why_no_fused_kernel(const choice *s, const side_request *request)
 {
     if (s->kernel->fused == NULL)
         return s->reason;
+    if (request->side.dim > s->kernel->fused_dim_max)
+        return "gradients of more than 128 dimensions: separate dq and dk";
     if (!request->of_b && s->kernel->dtype == SKL_F16)
         return "f16 gradients of the first argument have no bound: separate dq and dk";
+    return NULL;
+}
+
+/* Why dq and dk of a side do not come out of one kernel; NULL: they do. */
+static const char *why_not_fused(const choice *s, const side_request *request)
+{
+    const char *const no_kernel = why_no_fused_kernel(s, request);
+    if (no_kernel != NULL)
+        return no_kernel;
     if (s->plan->deterministic)
         return "deterministic: dk has a separate kernel";
     if (!s->some_rows || !s->some_keys)
@@ -136,9 +171,10 @@ static const char *why_not_fused(const choice *s, const side_request *request)
 
 static const skl_cuda_kernel *dq_kernel_of(const choice *s, const side_request *request)
 {
-    const bool f16_of_a = !request->of_b && s->kernel->dtype == SKL_F16;
-    /* The fused kernel computes dq alone as well. */
-    return s->kernel->dq != NULL || !f16_of_a ? s->kernel : skl_select_without_tma(&s->plan->problem);
+    if (s->kernel->fused != NULL && why_no_fused_kernel(s, request) == NULL)
+        return s->kernel; /* it computes dq alone as well */
+    const skl_cuda_kernel *const kernel = skl_select_with_dk(s->kernel, &s->plan->problem);
+    return kernel->dq != NULL ? kernel : skl_select_without_tma(&s->plan->problem);
 }
 
 /* The kernel that computes dq or both gradients of B meets everything that the KL is made of. */
@@ -174,7 +210,8 @@ void skl_select_add_dq(const choice *s, const side_request *request, const char 
 void skl_select_add_dk(const choice *s, const side_request *request, const char *reason)
 {
     const bool softcap = skl_select_is_tma_kernel(s->kernel) && s->capped;
-    skl_cuda_launch *const launch = skl_select_add(s, request->of_teacher ? "dk_t" : "dk_s", s->kernel, s->kernel->dk,
+    const skl_cuda_kernel *const kernel = skl_select_with_dk(s->kernel, &s->plan->problem);
+    skl_cuda_launch *const launch = skl_select_add(s, request->of_teacher ? "dk_t" : "dk_s", kernel, kernel->dk,
                                                    softcap ? SKL_VARIANT_DK_SOFTCAP : SKL_VARIANT_DK, reason);
     launch->teacher_side = request->of_teacher;
     launch->streams_queries = true;

@@ -1,6 +1,7 @@
 /* The launches of a call. */
 #include "cuda/select/choice.h"
 
+#include <math.h>
 #include <string.h>
 
 #include "base/needs.h"
@@ -48,7 +49,10 @@ static const char *why_no_tma(const choice *s)
     const skl_inputs *const in = &s->call->inputs;
     const skl_tensor_rows queries = skl_query_rows(p), keys = skl_key_rows(p);
     if (queries.rows == 0 || keys.rows == 0)
-        return "no queries or no keys: mma.sync kernel";
+        return skl_select_has_two_terms(s->kernel) ? "no queries or no keys: general kernel"
+                                                   : "no queries or no keys: mma.sync kernel";
+    if (skl_select_has_two_terms(s->kernel))
+        return NULL; /* two-term rows are contiguous */
     if (!skl_select_tma_reads(p->dtype_s, &in->q_s, p->dim_s, skl_query_heads_s(p), queries) ||
         !skl_select_tma_reads(p->dtype_s, &in->k_s, p->dim_s, p->key_heads_s, keys))
         return "TMA cannot address q_s or k_s: mma.sync kernel";
@@ -63,14 +67,19 @@ static const char *why_no_tma(const choice *s)
 static skl_cuda_argument argument_of(const skl_side *side)
 {
     const bool capped = skl_caps_logits(side->softcap);
-    const skl_cuda_argument argument = {.q = *side->q,
-                                        .k = *side->k,
-                                        .heads_per_key = (int32_t)(side->heads / side->key_heads),
-                                        .dim = (int32_t)side->dim,
-                                        .capped = capped,
-                                        .scale = capped ? side->scale / side->softcap : side->scale * SKL_LOG2E,
-                                        .softcap_2 = capped ? side->softcap * SKL_LOG2E : 0.0F,
-                                        .inverse_softcap_2 = capped ? SKL_LN2 / side->softcap : 0.0F};
+    /* Where only the other argument has a softcap, one so large that tanh u is u to the last bit. */
+    const float no_softcap = 0x1p22F, tanh_max = capped ? SKL_TANH_MAX : 1e-4F;
+    skl_cuda_argument argument = {.q = *side->q,
+                                  .k = *side->k,
+                                  .heads_per_key = (int32_t)(side->heads / side->key_heads),
+                                  .dim = (int32_t)side->dim,
+                                  .capped = capped,
+                                  .scale = capped ? side->scale / side->softcap : side->scale * SKL_LOG2E,
+                                  .softcap_2 = capped ? side->softcap * SKL_LOG2E : 0.0F,
+                                  .inverse_softcap_2 = capped ? SKL_LN2 / side->softcap : 0.0F};
+    argument.tanh_factor = capped ? argument.softcap_2 : no_softcap;
+    argument.tanh_scale = capped ? argument.scale : argument.scale / no_softcap;
+    argument.product_max = tanh_max / fabsf(argument.tanh_scale);
     return argument;
 }
 
@@ -108,8 +117,7 @@ static bool has_unbounded_gradients(const skl_cuda_kernel *kernel)
            kernel->dim_max == SKL_SM90_UNBOUNDED_F16_DIM;
 }
 
-/* Before the other launches, where one of them streams queries. */
-static void add_bounds_by_key(const choice *s, skl_cuda_params *params)
+void skl_select_add_bounds(const choice *s, skl_cuda_params *params)
 {
     skl_cuda_launches *const launches = s->launches;
     bool needed = false;
@@ -127,7 +135,8 @@ static void add_bounds_by_key(const choice *s, skl_cuda_params *params)
     launches->at[0].workspace_size = skl_select_key_bounds_size(&s->plan->problem);
 }
 
-void skl_cuda_select(const skl_plan *plan, const skl_call *call, skl_cuda_params *params, skl_cuda_launches *launches)
+choice skl_select_begin(const skl_plan *plan, const skl_call *call, skl_cuda_params *params,
+                        skl_cuda_launches *launches)
 {
     const skl_problem *const p = &plan->problem;
     *params = skl_select_params_of(p, call);
@@ -143,7 +152,8 @@ void skl_cuda_select(const skl_plan *plan, const skl_call *call, skl_cuda_params
                 .gradients = skl_call_needs(p, call).gradients,
                 .capped = params->a.capped || params->b.capped};
     s.reason = skl_select_why_kernel(plan, s.kernel);
-    const char *const misaligned = s.kernel != skl_cuda_general ? why_misaligned(&call->inputs) : NULL;
+    const bool has_two_terms = skl_select_has_two_terms(s.kernel), copies = s.kernel != skl_cuda_general;
+    const char *const misaligned = copies && !has_two_terms ? why_misaligned(&call->inputs) : NULL;
     if (misaligned != NULL) {
         s.kernel = skl_cuda_general;
         s.reason = misaligned;
@@ -152,21 +162,39 @@ void skl_cuda_select(const skl_plan *plan, const skl_call *call, skl_cuda_params
     if (no_tma == NULL && p->row_bounds && s.gradients && has_unbounded_gradients(s.kernel))
         no_tma = "f16 gradients of heads above 192 dimensions with row bounds: mma.sync kernel";
     if (no_tma != NULL) {
-        s.kernel = s.kernel->group_rows != NULL ? skl_cuda_general : skl_select_without_tma(p);
+        s.kernel = s.kernel->group_rows != NULL || has_two_terms ? skl_cuda_general : skl_select_without_tma(p);
         s.reason = no_tma;
     }
     if (s.kernel->group_rows != NULL && (!s.some_rows || !s.some_keys)) {
         s.kernel = skl_cuda_general;
         s.reason = "no queries or no keys: general kernel";
     }
+    return s;
+}
+
+void skl_select_kl(choice *s, skl_cuda_params *params)
+{
+    const skl_problem *const p = &s->plan->problem;
     if (p->packed)
-        skl_select_add(&s, "tails", skl_cuda_general, skl_cuda_clear_tails, SKL_VARIANT_CLEAR,
+        skl_select_add(s, "tails", skl_cuda_general, skl_cuda_clear_tails, SKL_VARIANT_CLEAR,
                        "rows after the last packed sequence become 0");
+    if (skl_select_has_two_terms(s->kernel) && s->some_rows)
+        skl_select_two_term_rows(s, params);
     if (skl_is_indexer(p))
-        skl_select_indexer(&s);
-    else if (skl_select_is_attention_with_groups(p) && s.kernel != skl_cuda_general)
-        skl_select_groups(&s);
+        skl_select_indexer(s);
+    else if (skl_select_is_attention_with_groups(p) && s->kernel != skl_cuda_general)
+        skl_select_groups(s);
     else
-        skl_select_attention(&s);
-    add_bounds_by_key(&s, params);
+        skl_select_attention(s);
+}
+
+void skl_cuda_select(const skl_plan *plan, const skl_call *call, skl_cuda_params *params, skl_cuda_launches *launches)
+{
+    if (call->op == SKL_OP_ATTENTION_BACKWARD) {
+        skl_select_attention_backward(plan, call, params, launches);
+        return;
+    }
+    choice s = skl_select_begin(plan, call, params, launches);
+    skl_select_kl(&s, params);
+    skl_select_add_bounds(&s, params);
 }

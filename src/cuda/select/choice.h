@@ -32,11 +32,18 @@ typedef struct side_request {
 /* A student of attention whose heads each learn the mean of several teacher heads. */
 bool skl_select_is_attention_with_groups(const skl_problem *p);
 
+/* `kernel` or, if it is for a pair of head sizes, the one of its architecture that has dq or a fused backward, and
+ * dk, for every head size of the problem. */
+const skl_cuda_kernel *skl_select_with_dk(const skl_cuda_kernel *kernel, const skl_problem *p);
+
 /* The kernel that computes gradients of teacher groups in strips, where the best one cannot. */
 const skl_cuda_kernel *skl_select_strip_kernel_of(const skl_problem *p);
 
 /* The best kernel that needs no TMA. */
 const skl_cuda_kernel *skl_select_without_tma(const skl_problem *p);
+
+/* The kernel that computes the student's attention backward together with the KL; NULL: there is none. */
+const skl_cuda_kernel *skl_select_carrying_kernel(const skl_problem *p, int capability);
 
 const char *skl_select_why_kernel(const skl_plan *plan, const skl_cuda_kernel *kernel);
 
@@ -57,12 +64,36 @@ size_t skl_select_key_bounds_size(const skl_problem *p);
 
 skl_sparse_layout skl_select_sparse_layout_of(const skl_plan *plan, bool gradients, bool with_teacher);
 
+/* Where two-term rows begin: after what the other launches use, except for key bounds. */
+size_t skl_select_two_term_at(const skl_plan *plan, skl_op op);
+
+/* ---- two_term.c ---------------------------------------------------------------------------------------------- */
+
+/* Whether a kernel multiplies two-term rows: f32, mixed types, and 16-bit types in sizes that 16-byte copies do not
+ * fit. */
+bool skl_select_has_two_terms(const skl_cuda_kernel *kernel);
+
+size_t skl_select_two_term_size(const skl_problem *p, const skl_cuda_kernel *kernel);
+
+/* Adds the launch that makes two-term rows, and makes them q and k of both arguments. */
+void skl_select_two_term_rows(const choice *s, skl_cuda_params *params);
+
 /* ---- call.c -------------------------------------------------------------------------------------------------- */
 
 bool skl_select_is_tma_kernel(const skl_cuda_kernel *kernel);
 
 bool skl_select_tma_reads(skl_dtype dtype, const skl_input *tensor, int64_t dim, int64_t heads,
                           skl_tensor_rows shape);
+
+/* The choice of a call, which has no launch yet, and the parameters of its launches. */
+choice skl_select_begin(const skl_plan *plan, const skl_call *call, skl_cuda_params *params,
+                        skl_cuda_launches *launches);
+
+/* Adds the launches of a call about the KL. */
+void skl_select_kl(choice *s, skl_cuda_params *params);
+
+/* Adds the launch that tabulates row bounds by key, before the others, where one of them needs it. */
+void skl_select_add_bounds(const choice *s, skl_cuda_params *params);
 
 skl_cuda_params skl_select_params_of(const skl_problem *p, const skl_call *call);
 
@@ -99,6 +130,14 @@ void skl_select_add_dq(const choice *s, const side_request *request, const char 
 void skl_select_add_dk(const choice *s, const side_request *request, const char *reason);
 
 void skl_select_attention(choice *s);
+
+/* ---- attention_backward.c ------------------------------------------------------------------------------------ */
+
+void skl_select_attention_backward(const skl_plan *plan, const skl_call *call, skl_cuda_params *params,
+                                   skl_cuda_launches *launches);
+
+/* Bytes of workspace for it. */
+size_t skl_select_attention_backward_size(const skl_plan *plan);
 
 /* ---- indexer.c ----------------------------------------------------------------------------------------------- */
 

@@ -12,11 +12,6 @@ size_t skl_select_group_lse_size(const skl_plan *plan)
            SKL_GENERAL_TILE * sizeof(skl_lse2);
 }
 
-static bool computes_gradients(skl_op op)
-{
-    return op == SKL_OP_BACKWARD || op == SKL_OP_FORWARD_BACKWARD;
-}
-
 size_t skl_select_dk_sums_size(const skl_problem *p)
 {
     if (p->grad_f32)
@@ -32,13 +27,25 @@ static size_t split_states_size(const skl_plan *plan)
     return (size_t)plan->sm_count * SKL_SPLIT_ROWS_MAX * sizeof(skl_row_state);
 }
 
-static size_t attention_workspace_size(const skl_plan *plan, const skl_cuda_kernel *kernel, skl_op op)
+static size_t own_workspace_size(const skl_plan *plan, const skl_cuda_kernel *kernel, skl_op op)
 {
     const size_t split_states = kernel != skl_cuda_general && op != SKL_OP_BACKWARD ? split_states_size(plan) : 0;
-    const size_t dk_sums = kernel->fused != NULL && computes_gradients(op) && !plan->deterministic
+    const size_t dk_sums = kernel->fused != NULL && skl_op_has_gradients(op) && !plan->deterministic
                                ? skl_select_dk_sums_size(&plan->problem)
                                : 0;
     return larger(larger(skl_select_group_lse_size(plan), split_states), dk_sums);
+}
+
+size_t skl_select_two_term_at(const skl_plan *plan, skl_op op)
+{
+    return skl_aligned_size(own_workspace_size(plan, plan->kernel, op));
+}
+
+static size_t attention_workspace_size(const skl_plan *plan, const skl_cuda_kernel *kernel, skl_op op)
+{
+    return skl_select_has_two_terms(kernel)
+               ? skl_select_two_term_at(plan, op) + skl_select_two_term_size(&plan->problem, kernel)
+               : own_workspace_size(plan, kernel, op);
 }
 
 size_t skl_select_teacher_lse_size(const skl_problem *p)
@@ -63,7 +70,7 @@ skl_sparse_layout skl_select_sparse_layout_of(const skl_plan *plan, bool gradien
 static size_t group_workspace_size(const skl_plan *plan, const skl_cuda_kernel *kernel, skl_op op)
 {
     const skl_problem *const p = &plan->problem;
-    const bool gradients = computes_gradients(op);
+    const bool gradients = skl_op_has_gradients(op);
     size_t size = skl_select_group_lse_size(plan);
     if (kernel->group_rows != NULL && gradients && plan->deterministic)
         return group_workspace_size(plan, skl_select_strip_kernel_of(p), op);
@@ -96,6 +103,8 @@ size_t skl_select_key_bounds_size(const skl_problem *p)
 
 size_t skl_cuda_workspace_size(const skl_plan *plan, skl_op op)
 {
-    const bool bounds = plan->problem.row_bounds && computes_gradients(op);
+    if (op == SKL_OP_ATTENTION_BACKWARD)
+        return skl_select_attention_backward_size(plan);
+    const bool bounds = plan->problem.row_bounds && skl_op_has_gradients(op);
     return skl_select_key_bounds_at(plan, op) + (bounds ? skl_select_key_bounds_size(&plan->problem) : 0);
 }

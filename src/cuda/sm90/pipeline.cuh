@@ -25,9 +25,12 @@ static_assert(block_tile::ROWS == CONSUMERS * 64, "the consumer warpgroups cover
 /* A thread's accumulators of a warpgroup's 64 x 64 logits: [8 streamed rows][half * 2 + parity]. */
 typedef float stage_logits[8][4];
 
-/* Streamed rows of one argument. A slab is 64 dimensions of the rows: 128 bytes per row, one TMA box. */
+/* A slab is 64 dimensions of some rows: 128 bytes per row, one TMA box. */
+template <int DIM> constexpr int SLABS_OF = (DIM + 63) / 64;
+
+/* Streamed rows of one argument. */
 template <int DIM> struct row_stage {
-    unsigned char slabs[DIM / 64][STAGE_ROWS][128];
+    unsigned char slabs[SLABS_OF<DIM>][STAGE_ROWS][128];
 };
 
 /* Stationary rows in shared memory. */
@@ -39,6 +42,16 @@ template <int SLABS, int ROWS = block_tile::ROWS> struct smem_rows {
 template <int ROWS> struct smem_rows<0, ROWS> {
     static constexpr int SIZE = 0;
 };
+
+constexpr int SMEM_MAX = 227 * 1024;           /* bytes of a block */
+constexpr int SMEM_BOOKKEEPING = 5 * 1024 / 2; /* barriers, the tile, visible ranges */
+
+/* Stages that fit into shared memory next to `fixed` bytes, at most `most`. */
+constexpr int depth_for(int stage_size, int fixed, int most, int smem = SMEM_MAX - SMEM_BOOKKEEPING)
+{
+    const int depth = (smem - fixed) / stage_size;
+    return depth < most ? depth : most;
+}
 
 /* ---- Streamed rows ------------------------------------------------------------------------------------------ */
 

@@ -219,6 +219,7 @@ __device__ inline uint64_t smem_descriptor(uint32_t operand)
 #define SKL_REGS_32                                                                                                  \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, "      \
     "%23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define SKL_REGS_48 SKL_REGS_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define SKL_REGS_64                                                                                                  \
     SKL_REGS_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "       \
                 "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
@@ -241,6 +242,13 @@ __device__ inline uint64_t smem_descriptor(uint32_t operand)
     {                                                                                                                \
         asm volatile(SKL_WGMMA("64", type, SKL_REGS_32, "{%32, %33, %34, %35}, %36, add, 1, 1, %38", "%37")          \
                      : SKL_OUT_32(c, 0)                                                                              \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(MN_MAJOR));                 \
+    }                                                                                                                \
+    template <bool MN_MAJOR>                                                                                         \
+    __device__ inline void wgmma(float(&c)[12][4], const uint32_t(&a)[4], uint64_t b, int add, element)              \
+    {                                                                                                                \
+        asm volatile(SKL_WGMMA("96", type, SKL_REGS_48, "{%48, %49, %50, %51}, %52, add, 1, 1, %54", "%53")          \
+                     : SKL_OUT_32(c, 0), SKL_OUT_8(c, 8), SKL_OUT_8(c, 10)                                           \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(MN_MAJOR));                 \
     }                                                                                                                \
     template <bool MN_MAJOR>                                                                                         \
@@ -271,6 +279,13 @@ __device__ inline uint64_t smem_descriptor(uint32_t operand)
                      : "l"(a), "l"(b), "r"(add), "n"(MN_MAJOR));                                                     \
     }                                                                                                                \
     template <bool MN_MAJOR>                                                                                         \
+    __device__ inline void wgmma(float(&c)[12][4], uint64_t a, uint64_t b, int add, element)                         \
+    {                                                                                                                \
+        asm volatile(SKL_WGMMA("96", type, SKL_REGS_48, "%48, %49, add, 1, 1, %51, %51", "%50")                      \
+                     : SKL_OUT_32(c, 0), SKL_OUT_8(c, 8), SKL_OUT_8(c, 10)                                           \
+                     : "l"(a), "l"(b), "r"(add), "n"(MN_MAJOR));                                                     \
+    }                                                                                                                \
+    template <bool MN_MAJOR>                                                                                         \
     __device__ inline void wgmma(float(&c)[16][4], uint64_t a, uint64_t b, int add, element)                         \
     {                                                                                                                \
         asm volatile(SKL_WGMMA("128", type, SKL_REGS_64, "%64, %65, add, 1, 1, %67, %67", "%66")                     \
@@ -285,6 +300,7 @@ SKL_DEFINE_WGMMA(__half, "f16")
 #undef SKL_REGS_128
 #undef SKL_REGS_96
 #undef SKL_REGS_64
+#undef SKL_REGS_48
 #undef SKL_REGS_32
 #undef SKL_OUT_32
 #undef SKL_OUT_8

@@ -197,21 +197,6 @@ static __device__ void dq_tile(const backward_params &params, backward_memory &m
 
 /* ---- dk ----------------------------------------------------------------------------------------------------- */
 
-/* A key tile of one key head, and the queries that attend to it. */
-static __device__ work_item key_item(const backward_params &params, int64_t index)
-{
-    const skl_problem &p = params.problem;
-    const int64_t heads = params.teacher_side ? p.key_heads_t : p.key_heads_s;
-    const int64_t tiles = skl_ceil_div(p.len_k, TILE);
-    work_item work = work_item_at(params, index, heads * tiles);
-    if (!work.exists)
-        return work;
-    work.keys.begin = index % tiles * TILE;
-    work.keys.end = work.sequence.key_count;
-    work.queries = queries_seeing(p, work.sequence, work.keys.begin);
-    return work;
-}
-
 static __device__ void dk_tile(const backward_params &params, backward_memory &memory)
 {
     const skl_problem &p = params.problem;
@@ -253,7 +238,8 @@ static __global__ void __launch_bounds__(THREADS, 1) general_gradient(const __gr
     extern __shared__ __align__(16) unsigned char raw[];
     backward_memory &memory = *(backward_memory *)(void *)raw;
     const auto find = [&](int64_t index) {
-        return DK ? key_item(params, index) : query_item(params, index, params.teacher_side != 0);
+        return DK ? key_tile_item(params, index, side_of(params).key_heads)
+                  : query_item(params, index, params.teacher_side != 0);
     };
     for_each_item(memory.work, find, [&] {
         if (DK && memory.work.keys.begin < key_rows(params.problem, memory.work.sequence))

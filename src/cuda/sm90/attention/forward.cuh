@@ -1,4 +1,4 @@
-/* Launches of the Hopper forward: 16-bit types, one teacher head per student head. */
+/* Launches of the Hopper forward: one teacher head per student head. */
 #ifndef SKL_CUDA_SM90_ATTENTION_FORWARD_CUH
 #define SKL_CUDA_SM90_ATTENTION_FORWARD_CUH
 
@@ -38,34 +38,45 @@ cudaError_t launch_query_tiles(forward_kernel *kernel, const forward_params &par
     return cudaPeekAtLastError();
 }
 
-template <typename ELEMENT, int DIM, bool CAPPED>
+template <typename ELEMENT, int DIM_A, int DIM_B, bool CAPPED>
 cudaError_t launch_forward_of(const char *kernel, const forward_params &params, const skl_cuda_launch *launch)
 {
-    constexpr bool NARROW = DIM <= SKL_SM90_NARROW_DIM_MAX;
-    using FORWARD =
-        std::conditional_t<NARROW, narrow_forward<ELEMENT, DIM, CAPPED, false>, wide_forward<ELEMENT, DIM, CAPPED>>;
+    typedef typename operand<ELEMENT>::type element;
+    constexpr int DIMS = DIM_A + DIM_B;
+    constexpr bool NARROW = DIMS <= SKL_SM90_NARROW_DIMS_MAX && !operand<ELEMENT>::TWO_TERM;
+    constexpr bool ALWAYS_PAIRED = NARROW && DIMS <= 128 && !CAPPED;
+    using FORWARD = std::conditional_t<NARROW, narrow_forward<ELEMENT, DIM_A, DIM_B, CAPPED, false>,
+                                       wide_forward<ELEMENT, DIM_A, DIM_B, CAPPED>>;
     constexpr int ROWS = FORWARD::tile_type::ROWS, BOX = NARROW ? 64 : ROWS; /* queries per tile, and per TMA load */
-    static_assert(ROWS == SKL_SM90_FORWARD_ROWS(DIM), "cuda/select counts tiles");
-    static_assert(!NARROW || CAPPED || FORWARD::DEPTH == SKL_SM90_FORWARD_STAGES(DIM), "cuda/select counts stages");
+    static_assert(ROWS == (NARROW ? SKL_SM90_FORWARD_ROWS(DIMS) : SKL_SM90_WIDE_ROWS), "cuda/select counts tiles");
+    static_assert(!NARROW || FORWARD::DEPTH <= SKL_SM90_FORWARD_STAGES(DIMS), "cuda/select counts stages");
     const skl_problem *const p = &params.problem;
     forward_maps maps;
-    if (!encode_keys(&maps.keys_a, p, &params.a, STAGE_KEYS, ELEMENT()) ||
-        !encode_keys(&maps.keys_b, p, &params.b, STAGE_KEYS, ELEMENT()) ||
-        !encode_queries(&maps.queries_a, p, &params.a, BOX, ELEMENT()) ||
-        !encode_queries(&maps.queries_b, p, &params.b, BOX, ELEMENT()))
+    if (!encode_keys(&maps.keys_a, p, &params.a, STAGE_KEYS, element()) ||
+        !encode_keys(&maps.keys_b, p, &params.b, STAGE_KEYS, element()) ||
+        !encode_queries(&maps.queries_a, p, &params.a, BOX, element()) ||
+        !encode_queries(&maps.queries_b, p, &params.b, BOX, element()))
         return encode_error();
     if constexpr (NARROW && !CAPPED) {
+        using PERSISTENT = narrow_forward<ELEMENT, DIM_A, DIM_B, false, true>;
+        using PAIRED = narrow_forward<ELEMENT, DIM_A, DIM_B, false, false, SKL_SM90_PAIRED_ROWS / 64>;
         if (launch->persistent) {
             record_launch(kernel, SKL_VARIANT_PERSISTENT, 1);
-            return launch_blocks<narrow_forward<ELEMENT, DIM, false, true>>(
-                narrow_forward_kernel<ELEMENT, DIM, false, true>, dim3((unsigned)launch->sm_count), params, maps);
+            return launch_blocks<PERSISTENT>(narrow_forward_kernel<PERSISTENT, true>,
+                                             dim3((unsigned)launch->sm_count), params, maps);
+        }
+        if (launch->paired || ALWAYS_PAIRED) {
+            record_launch(kernel, SKL_VARIANT_PAIRED, params.num_splits);
+            return launch_query_tiles<PAIRED>(narrow_forward_kernel<PAIRED, false>, params, maps);
         }
     }
     record_launch(kernel, CAPPED ? SKL_VARIANT_SOFTCAP : SKL_VARIANT_TILES, params.num_splits);
-    if constexpr (NARROW)
-        return launch_query_tiles<FORWARD>(narrow_forward_kernel<ELEMENT, DIM, CAPPED, false>, params, maps);
+    if constexpr (ALWAYS_PAIRED)
+        return cudaErrorInvalidValue;
+    else if constexpr (NARROW)
+        return launch_query_tiles<FORWARD>(narrow_forward_kernel<FORWARD, false>, params, maps);
     else
-        return launch_query_tiles<FORWARD>(wide_forward_kernel<ELEMENT, DIM, CAPPED>, params, maps);
+        return launch_query_tiles<FORWARD>(wide_forward_kernel<ELEMENT, DIM_A, DIM_B, CAPPED>, params, maps);
 }
 
 template <typename ELEMENT, int DIM>
@@ -73,8 +84,19 @@ cudaError_t launch_forward(const char *kernel, const skl_cuda_params *params, co
 {
     const forward_params kernel_params = forward_params_of(params, launch);
     return kernel_params.a.capped || kernel_params.b.capped
-               ? launch_forward_of<ELEMENT, DIM, true>(kernel, kernel_params, launch)
-               : launch_forward_of<ELEMENT, DIM, false>(kernel, kernel_params, launch);
+               ? launch_forward_of<ELEMENT, DIM, DIM, true>(kernel, kernel_params, launch)
+               : launch_forward_of<ELEMENT, DIM, DIM, false>(kernel, kernel_params, launch);
+}
+
+/* Head sizes that differ: one argument has at most SMALL dimensions, the other one at most LARGE. */
+template <typename ELEMENT, int LARGE, int SMALL>
+cudaError_t launch_forward_pair(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
+{
+    const forward_params kernel_params = forward_params_of(params, launch);
+    if constexpr (LARGE > SMALL)
+        if (kernel_params.b.dim > SMALL)
+            return launch_forward_of<ELEMENT, SMALL, LARGE, false>(kernel, kernel_params, launch);
+    return launch_forward_of<ELEMENT, LARGE, SMALL, false>(kernel, kernel_params, launch);
 }
 
 } // namespace sm90

@@ -1,10 +1,11 @@
-/* Forward for head sizes up to 128: KL and LSEs of each row, in one pass over the keys.
+/* Forward for head sizes up to 128, and for pairs of sizes with a sum of at most 256: KL and LSEs of each row, in one
+ * pass over the keys.
  *
  * Bound: at 128 dimensions tensor cores, exponentials and shared memory are equally busy (1,024 clocks each per 128
  * queries x 64 keys), and other arithmetic competes with them; at 64 dimensions the exponentials.
  *
  *   block      4 warpgroups of 64 queries; one block per SM. A block processes one tile or, if every query attends to
- *              all keys, is PERSISTENT and processes one tile after another
+ *              all keys, is PERSISTENT and processes one tile after another. Or two blocks of 2 warpgroups per SM
  *   registers  128 per thread: logits of a stage of 64 keys (64), 64 dimensions of A's Q (16), row states
  *   shared     DEPTH stages of 64 keys of both arguments; the remaining dimensions of Q for 256 queries
  *
@@ -21,6 +22,10 @@
  * A warpgroup changes tiles independently of the others: it loads the next tile's queries, then writes the last
  * tile's rows.
  *
+ * Two blocks per SM pay at 64 dimensions and for few keys: one computes while the other begins or ends, and a mask
+ * cuts fewer pairs. In return each loads the keys for itself, and at 128 dimensions two stages are all it has room
+ * for.
+ *
  * Exponentials take about as long as wgmmas at these head sizes, and both together need fewer issue slots than the
  * other arithmetic. Four warps per scheduler keep it busier than two that overlap wgmmas and exponentials themselves.
  * A producer warpgroup would be the fifth and leave 112 registers per thread. */
@@ -32,25 +37,38 @@
 namespace sm90
 {
 
-template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT> struct narrow_forward {
-    static constexpr int GROUPS = 4;
+template <typename ELEMENT, int DIM_A, int DIM_B, bool CAPPED, bool PERSISTENT, int WARPGROUPS = 4>
+struct narrow_forward {
+    static constexpr int GROUPS = WARPGROUPS;
     static constexpr int THREADS = 128 * GROUPS;
+    static constexpr int BLOCKS_PER_SM = 4 / GROUPS;
     typedef query_tile<GROUPS> tile_type;
-    static constexpr int REG_DIMS = CAPPED ? 0 : 64; /* dimensions of A's queries in registers */
+    static constexpr int REG_DIMS = 64; /* dimensions of A's queries in registers */
     static constexpr int PRODUCER_WARP = (GROUPS - 1) * 4;
-    static constexpr int DEPTH = DIM == 64 ? 8 : REG_DIMS > 0 ? 4 : 3; /* pipeline stages */
+    typedef smem_rows<SLABS_OF<DIM_B>, tile_type::ROWS> q_b_rows;
+    typedef smem_rows<SLABS_OF<DIM_A> - REG_DIMS / 64, tile_type::ROWS> q_a_rows;
+    static constexpr int SMEM = (SMEM_MAX + 1024) / BLOCKS_PER_SM - 1024; /* each block reserves 1,024 bytes */
+    static constexpr int BOOKKEEPING = BLOCKS_PER_SM == 1 ? SMEM_BOOKKEEPING : 1024;
+    static constexpr int DEPTH = depth_for(sizeof(key_stage<DIM_A, DIM_B>), q_b_rows::SIZE + q_a_rows::SIZE,
+                                           8 / BLOCKS_PER_SM, SMEM - BOOKKEEPING); /* pipeline stages */
+    /* Two stages: refills a buffer before the sums of a stage. After them its keys would be needed at once. */
+    static constexpr bool REFILL_FIRST = DEPTH == 2;
+    /* Computes no stage that is masked for all of a warpgroup's rows. With many keys the branch costs more. */
+    static constexpr bool SKIPS_STAGES = BLOCKS_PER_SM > 1;
+    /* The ranges of visible keys take the last bytes where few keys are allowed. */
+    typedef std::conditional_t<BLOCKS_PER_SM == 1 || DIM_A + DIM_B <= 128, int, uint16_t> key_index;
 
     struct memory {
-        key_stage<DIM> stages[DEPTH];
-        smem_rows<DIM / 64, tile_type::ROWS> q_b;
-        smem_rows<(DIM - REG_DIMS) / 64, tile_type::ROWS> q_a;
+        key_stage<DIM_A, DIM_B> stages[DEPTH];
+        q_b_rows q_b;
+        q_a_rows q_a;
         uint64_t queries_full[GROUPS], full[DEPTH], empty[DEPTH];
         stage_schedule keys;
-        row_ranges<tile_type::ROWS> visible;
+        row_ranges<tile_type::ROWS, key_index> visible;
         tile_type tiles[PERSISTENT ? 3 : 1]; /* ring: last, current and next tile */
         tma_coord next_coord;                /* next tile, for the producer warp */
     };
-    static_assert(sizeof(memory) <= 227 * 1024, "shared memory of a block");
+    static_assert(sizeof(memory) <= SMEM, "shared memory of a block");
 
     const forward_params &params;
     const forward_maps &maps;
@@ -62,7 +80,7 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT> struct narrow
     int iteration, iterations; /* PERSISTENT: index of the current tile, number of tiles */
     int stage, phase;          /* pipeline state: the next stage to consume */
     /* Per thread: */
-    uint32_t q_frag[REG_DIMS / 16 + (REG_DIMS == 0)][4];
+    uint32_t q_frag[REG_DIMS / 16][4];
     skl_row_state state[2];
 
     /* ---- Producer ------------------------------------------------------------------------------------------- */
@@ -128,11 +146,8 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT> struct narrow
 
     __device__ void load_q_frag(const tile_type &tile)
     {
-        if constexpr (REG_DIMS > 0) {
-            const int rows = (int)skl_min(tile.ROWS, tile.sequence.query_count - tile.first);
-            load_a_frag<REG_DIMS>(q_frag, queries_of<ELEMENT>(params.a, tile.sequence, tile.head).from(tile.first),
-                                  rows);
-        }
+        const int rows = (int)skl_min(tile.ROWS, tile.sequence.query_count - tile.first);
+        load_a_frag<REG_DIMS>(q_frag, queries_of<ELEMENT>(params.a, tile.sequence, tile.head).from(tile.first), rows);
     }
 
     /* Finds the next tile. Other warps read it after they have waited for this tile's last stage. That orders the
@@ -182,14 +197,14 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT> struct narrow
         barrier_wait(smem.full[stage], phase);
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < DIM / 16; step++)
+        for (int step = 0; step < DIM_A / 16; step++)
             if (step < REG_DIMS / 16)
                 wgmma<false>(x, q_frag[step], k_step_descriptor(k_a, step, STAGE_ROWS), step > 0, ELEMENT());
             else
                 wgmma<false>(x, k_step_descriptor(q_a, step - REG_DIMS / 16, tile_type::ROWS),
                              k_step_descriptor(k_a, step, STAGE_ROWS), step > 0, ELEMENT());
 #pragma unroll
-        for (int step = 0; step < DIM / 16; step++)
+        for (int step = 0; step < DIM_B / 16; step++)
             wgmma<false>(y, k_step_descriptor(q_b, step, tile_type::ROWS), k_step_descriptor(k_b, step, STAGE_ROWS),
                          step > 0, ELEMENT());
         wgmma_commit();
@@ -197,10 +212,14 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT> struct narrow
         fence_operand(x);
         fence_operand(y);
         barrier_arrive_if(smem.empty[stage], threadIdx.x % 32 == 0);
-        if (CAPPED) {
-            cap_stage(x, x, params.a);
-            cap_stage(y, y, params.b);
-        }
+    }
+
+    /* Releases a stage without computing it. */
+    __device__ void skip_stage() const
+    {
+        barrier_wait(smem.full[stage], phase);
+        __syncwarp();
+        barrier_arrive_if(smem.empty[stage], threadIdx.x % 32 == 0);
     }
 
     __device__ void run_tile()
@@ -211,35 +230,52 @@ template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT> struct narrow
         const int prologue = max(keys.masked_stages, min(1, keys.stages)); /* a first full stage initialises shifts */
         int n = 0;
 #pragma unroll 1
-        for (; n < prologue; n++) {
-            stage_logits x, y;
-            compute_logits(x, y);
+        for (; n < (CAPPED ? keys.stages : prologue); n++) {
             const int first = keys.stage_at(n) * STAGE_KEYS;
             const reach sees = reach_of(smem.visible, warpgroup * 64, 64); /* masked for another warpgroup, maybe */
-            if (covers(sees.all, first, STAGE_KEYS)) {
-                init_shift(state, x, scale_a, y, scale_b);
-                add_full(state, x, scale_a, y, scale_b);
-            } else if (overlaps(sees.any, first, STAGE_KEYS)) {
-                add_masked(state, x, scale_a, y, scale_b, smem.visible, first);
+            if (SKIPS_STAGES && !overlaps(sees.any, first, STAGE_KEYS)) {
+                skip_stage();
+                advance_stage(n);
+                continue;
             }
-            advance_stage(n);
+            stage_logits x, y;
+            compute_logits(x, y);
+            if (REFILL_FIRST)
+                advance_stage(n);
+            if (!CAPPED || n < prologue || !add_capped(state, x, y, params)) {
+                if (CAPPED) {
+                    cap_stage(x, x, params.a);
+                    cap_stage(y, y, params.b);
+                }
+                if (covers(sees.all, first, STAGE_KEYS)) {
+                    init_shift(state, x, scale_a, y, scale_b);
+                    add_full(state, x, scale_a, y, scale_b);
+                } else if (overlaps(sees.any, first, STAGE_KEYS)) {
+                    add_masked(state, x, scale_a, y, scale_b, smem.visible, first);
+                }
+            }
+            if (!REFILL_FIRST)
+                advance_stage(n);
         }
 #pragma unroll 1
         for (; n < keys.stages; n++) {
             stage_logits x, y;
             compute_logits(x, y);
+            if (REFILL_FIRST)
+                advance_stage(n);
             add_full(state, x, scale_a, y, scale_b);
-            advance_stage(n);
+            if (!REFILL_FIRST)
+                advance_stage(n);
         }
     }
 };
 
-template <typename ELEMENT, int DIM, bool CAPPED, bool PERSISTENT>
-__global__ void __launch_bounds__(narrow_forward<ELEMENT, DIM, CAPPED, PERSISTENT>::THREADS, 1)
+template <typename FORWARD, bool PERSISTENT>
+__global__ void __launch_bounds__(FORWARD::THREADS, FORWARD::BLOCKS_PER_SM)
     narrow_forward_kernel(const __grid_constant__ forward_params params, const __grid_constant__ forward_maps maps)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    typedef narrow_forward<ELEMENT, DIM, CAPPED, PERSISTENT> forward;
+    typedef FORWARD forward;
     extern __shared__ __align__(1024) unsigned char raw[];
     typename forward::memory &smem = *(typename forward::memory *)(void *)raw;
     typename forward::tile_type tile;

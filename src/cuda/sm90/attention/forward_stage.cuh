@@ -4,8 +4,8 @@
 #ifndef SKL_CUDA_SM90_ATTENTION_FORWARD_STAGE_CUH
 #define SKL_CUDA_SM90_ATTENTION_FORWARD_STAGE_CUH
 
+#include "cuda/sm90/attention/softcap.cuh"
 #include "cuda/sm90/tensor_map.cuh"
-#include "cuda/sm90/pipeline.cuh"
 
 namespace sm90
 {
@@ -17,8 +17,9 @@ struct forward_maps {
 };
 
 /* Keys of both arguments, [64 dimensions][64 keys] in TMA's 128-byte swizzle. */
-template <int DIM> struct key_stage {
-    row_stage<DIM> a, b;
+template <int DIM_A, int DIM_B> struct key_stage {
+    row_stage<DIM_A> a;
+    row_stage<DIM_B> b;
 };
 
 /* TMA coordinates of a tile's queries and keys. */
@@ -40,24 +41,28 @@ __device__ inline tma_coord warp_uniform(const tma_coord &coord)
             warp_uniform(coord.head_a), warp_uniform(coord.head_b)};
 }
 
-template <int DIM>
-__device__ inline void load_keys(key_stage<DIM> &to, const forward_maps &maps, const tma_coord &coord, int row,
-                                 uint64_t &full)
+template <int DIM_A, int DIM_B>
+__device__ inline void load_keys(key_stage<DIM_A, DIM_B> &to, const forward_maps &maps, const tma_coord &coord,
+                                 int row, uint64_t &full)
 {
+    constexpr int SLABS_A = SLABS_OF<DIM_A>, SLABS_B = SLABS_OF<DIM_B>;
     barrier_expect_tx(full, (int)sizeof to);
 #pragma unroll
-    for (int slab = 0; slab < DIM / 64; slab++) {
-        tma_load(to.a.slabs[slab], maps.keys_a, slab * 64, row, coord.head_a, coord.batch, full);
-        tma_load(to.b.slabs[slab], maps.keys_b, slab * 64, row, coord.head_b, coord.batch, full);
+    for (int slab = 0; slab < (SLABS_A > SLABS_B ? SLABS_A : SLABS_B); slab++) {
+        if (slab < SLABS_A)
+            tma_load(to.a.slabs[slab], maps.keys_a, slab * 64, row, coord.head_a, coord.batch, full);
+        if (slab < SLABS_B)
+            tma_load(to.b.slabs[slab], maps.keys_b, slab * 64, row, coord.head_b, coord.batch, full);
     }
 }
 
-template <typename FORWARD> __device__ inline void init_barriers(typename FORWARD::memory &smem)
+/* `loads`: arrivals that fill a stage of keys. */
+template <typename FORWARD> __device__ inline void init_barriers(typename FORWARD::memory &smem, int loads = 1)
 {
     for (uint64_t &queries : smem.queries_full)
         barrier_init(queries, 1);
     for (int stage = 0; stage < FORWARD::DEPTH; stage++) {
-        barrier_init(smem.full[stage], 1);
+        barrier_init(smem.full[stage], loads);
         barrier_init(smem.empty[stage], FORWARD::GROUPS * 4);
     }
     barrier_init_fence();
@@ -76,20 +81,48 @@ __device__ inline void load_queries(smem_rows<SLABS, ROWS> &to, const CUtensorMa
 
 /* ---- Sums --------------------------------------------------------------------------------------------------- */
 
+/* From a product to a logit in base 2 minus its shift. */
+struct linear_logit {
+    float scale;
+
+    __device__ float minus_shift(float product, float m) const
+    {
+        return fmaf(product, scale, -m);
+    }
+};
+
+/* By the polynomial. */
+struct capped_logit {
+    const skl_cuda_argument &argument;
+
+    __device__ float minus_shift(float product, float m) const
+    {
+        return fmaf(polynomial_tanh(product, argument), argument.tanh_factor, -m);
+    }
+};
+
 /* Adds a full stage with the current shifts. Returns false and adds nothing if a sum exceeds the bound, which means
  * that its shift has to move. ptxas interleaves the exponentials with other instructions in this order of statements;
  * a warp stalls where two exponentials are adjacent. */
-__device__ inline bool add_with_shift(skl_row_state (&state)[2], const stage_logits &x, float scale_a,
-                                      const stage_logits &y, float scale_b)
+template <typename LOGIT, typename X, typename Y>
+__device__ inline bool add_with_shift(skl_row_state (&state)[2], const X &x, const LOGIT &logit_a, const Y &y,
+                                      const LOGIT &logit_b)
 {
     row_sums sums[2], right[2]; /* of the first 32 keys and of the last 32 */
 #pragma unroll
-    for (int e = 0; e < 16; e++) {
-        const int n = e / 4, half = e / 2 % 2, element = half * 2 + e % 2;
-        const float m_a = state[half].m_a, m_b = state[half].m_b;
-        const bool first = n == 0 && e % 2 == 0;
-        add_pair(sums[half], fmaf(x[n][element], scale_a, -m_a), fmaf(y[n][element], scale_b, -m_b), first);
-        add_pair(right[half], fmaf(x[n + 4][element], scale_a, -m_a), fmaf(y[n + 4][element], scale_b, -m_b), first);
+    for (int n = 0; n < 4; n++) {
+        const auto factors_x = factors_of(x, n), right_x = factors_of(x, n + 4);
+        const auto factors_y = factors_of(y, n), right_y = factors_of(y, n + 4);
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int half = e / 2;
+            const float m_a = state[half].m_a, m_b = state[half].m_b;
+            const bool first = n == 0 && e % 2 == 0;
+            add_pair(sums[half], logit_a.minus_shift(product_of(x, factors_x, n, e), m_a),
+                     logit_b.minus_shift(product_of(y, factors_y, n, e), m_b), first);
+            add_pair(right[half], logit_a.minus_shift(product_of(x, right_x, n + 4, e), m_a),
+                     logit_b.minus_shift(product_of(y, right_y, n + 4, e), m_b), first);
+        }
     }
     bool in_bounds = true;
 #pragma unroll
@@ -117,35 +150,33 @@ __device__ inline void init_shift(skl_row_state (&state)[2], const stage_logits 
     }
 }
 
-__device__ inline void add_full(skl_row_state (&state)[2], const stage_logits &x, float scale_a,
-                                const stage_logits &y, float scale_b)
+template <typename X, typename Y>
+__device__ inline void add_full(skl_row_state (&state)[2], const X &x, float scale_a, const Y &y, float scale_b)
 {
-    if (add_with_shift(state, x, scale_a, y, scale_b))
+    if (add_with_shift(state, x, linear_logit{scale_a}, y, linear_logit{scale_b}))
         return;
 #pragma unroll
     for (int half = 0; half < 2; half++)
-        add_with_max<false>(state[half], x, scale_a, y, scale_b, half, {});
+        add_with_max<false, 8>(state[half], x, scale_a, y, scale_b, half, {});
+}
+
+/* Adds a full stage with softcaps, or returns false: then it has to be capped and added as above. */
+__device__ inline bool add_capped(skl_row_state (&state)[2], const stage_logits &x, const stage_logits &y,
+                                  const forward_params &params)
+{
+    return polynomials_cover(x, params.a, y, params.b) &&
+           add_with_shift(state, x, capped_logit{params.a}, y, capped_logit{params.b});
 }
 
 /* Adds a masked stage, whose first key is `first` of the stream: for each row, the keys that it attends to. */
-template <int ROWS>
-__device__ inline void add_masked(skl_row_state (&state)[2], const stage_logits &x, float scale_a,
-                                  const stage_logits &y, float scale_b, const row_ranges<ROWS> &visible, int first)
+template <typename X, typename Y, typename VISIBLE>
+__device__ inline void add_masked(skl_row_state (&state)[2], const X &x, float scale_a, const Y &y, float scale_b,
+                                  const VISIBLE &visible, int first)
 {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const range32 sees = visible.of(acc_row<1>(0, half));
-        add_with_max<true>(state[half], x, scale_a, y, scale_b, half, {sees.begin - first, sees.end - first});
-    }
-}
-
-/* Logits in base 2, after the softcap if the argument has one. `to` may be x. */
-__device__ inline void cap_stage(stage_logits &to, const stage_logits &x, const skl_cuda_argument &argument)
-{
-#pragma unroll
-    for (int e = 0; e < 32; e++) {
-        const float scaled = x[e / 4][e % 4] * argument.scale;
-        to[e / 4][e % 4] = argument.capped ? argument.softcap_2 * tanhf(scaled) : scaled;
+        add_with_max<true, 8>(state[half], x, scale_a, y, scale_b, half, {sees.begin - first, sees.end - first});
     }
 }
 

@@ -1,14 +1,15 @@
 /* Fused backward on Hopper's tensor cores (sm_90a): dq and dk with respect to one argument, and with respect to B
- * also the KL, in one pass over the keys. 16-bit types, one teacher head per student head, head sizes up to 128.
+ * also the KL, in one pass over the keys. 16-bit types, one teacher head per student head. DIM is the head size of
+ * the wrt argument, up to 128, and OTHER_DIM that of the other one, up to 256.
  *
  * Bound: tensor cores and shared memory nearly equally: 2,048 and 2,250 clocks per 128 queries x 64 keys at
- * DIM = 128. Exponentials take 1,024.
+ * DIM = OTHER_DIM = 128. Exponentials take 1,024.
  *
  *   block      2 dq warpgroups of 64 queries and 1 dk warpgroup, which is also the producer; one block per SM
- *   registers  200 per dq thread: Q of the other argument (DIM / 4), logits of a stage (64), dq (DIM / 2), G (16), 24
- *              for the rest; 104 per dk thread: dk of a stage (DIM / 2)
+ *   registers  200 per dq thread: Q of the other argument (OTHER_DIM / 4), logits of a stage (64), dq (DIM / 2), G
+ *              (16), 24 for the rest; 104 per dk thread: dk of a stage (DIM / 2)
  *   shared     Q of the wrt argument, DEPTH stages of 64 keys of both arguments, two buffers of G, dk of a stage in
- *              f32: 208 KB at DIM = 128
+ *              f32: 208 KB at DIM = OTHER_DIM = 128
  *
  *   dq warpgroups   stage n       X, Y (wgmma)  ->  exponentials  ->  dq += G K (wgmma), G to shared memory
  *   dk warpgroup    stage n - 1   dk = G^T Q (wgmma)  ->  shared memory  ->  global memory += dk (TMA)
@@ -20,7 +21,14 @@
  * the other's wgmmas. Under GQA all query heads add to the key head that they share.
  *
  * ptxas reserves the first 24 registers for ordinary values and places accumulators and operands of wgmma after them.
- * At DIM = 128 that leaves room for 96 dimensions of the other argument's Q; the last 32 come from shared memory.
+ * At DIM = OTHER_DIM = 128 that leaves room for 96 dimensions of the other argument's Q; the last 32 come from shared
+ * memory.
+ *
+ * WIDE_OTHER: an other argument of more than 128 dimensions needs more of both. dk is then multiplied and staged 64
+ * dimensions at a time, which leaves 216 registers per dq thread and takes half of the shared memory. The two
+ * arguments of a stage arrive separately: the dq warpgroups release the other argument's keys as soon as they have
+ * the logits, so that its next load starts one stage earlier, and the load of the wrt argument's keys overlaps the
+ * products of the other argument.
  *
  * CAPPED: instances for problems where at least one argument has a softcap. */
 #ifndef SKL_CUDA_SM90_ATTENTION_FUSED_BACKWARD_CUH
@@ -37,28 +45,51 @@ constexpr int DK_WARPGROUP = CONSUMERS; /* after the dq warpgroups */
 constexpr int FUSED_BACKWARD_THREADS = 128 * (CONSUMERS + 1);
 constexpr int TILE_QUERIES = block_tile::ROWS;
 
-template <int DIM> constexpr int FUSED_BACKWARD_STAGES = DIM == 64 ? 6 : 3; /* of the pipeline */
+template <int DIM, int OTHER_DIM> struct fused_backward_shape {
+    static constexpr bool WIDE_OTHER = OTHER_DIM > 128;
+    static constexpr int DK_DIMS = WIDE_OTHER ? 64 : DIM; /* dimensions of dk at a time */
 
-/* Dimensions of the other argument's queries in registers. */
-template <int DIM> constexpr int REG_DIMS = DIM == 64 ? 64 : 96;
+    /* Registers of a thread. Ordinary values, logits, G and dq come first; ptxas does not succeed without spare ones.
+     */
+    static constexpr int DK_REGS = WIDE_OTHER ? 72 : 104, DQ_REGS = (504 - DK_REGS) / CONSUMERS;
+    static constexpr int Q_REGS = DQ_REGS - 24 - 64 - 16 - DIM / 2 - 8;
 
-template <int DIM> struct fused_backward_smem {
-    static constexpr int DEPTH = FUSED_BACKWARD_STAGES<DIM>;
-    smem_rows<DIM / 64> wrt_queries;
+    /* Dimensions of the other argument's queries in registers, and slabs of the rest in shared memory. */
+    static constexpr int REG_DIMS = Q_REGS * 4 < OTHER_DIM ? Q_REGS / 8 * 32 : OTHER_DIM;
+    static constexpr int OTHER_SLABS = REG_DIMS < OTHER_DIM ? SLABS_OF<OTHER_DIM> - REG_DIMS / 64 : 0;
+
+    /* WIDE_OTHER: stages of the pipeline take the place of sums in double. */
+    static constexpr bool HAS_LONG_SUMS = !WIDE_OTHER;
+    typedef long_sums<HAS_LONG_SUMS ? CONSUMERS * 128 : 1> totals_type;
+
+    static constexpr int FIXED = (SLABS_OF<DIM> + OTHER_SLABS + 2) * TILE_QUERIES * 128 +
+                                 DK_DIMS / 32 * STAGE_KEYS * 128 + TILE_QUERIES * (int)sizeof(row_stats) + 1024 +
+                                 (int)sizeof(totals_type);
+    static constexpr int DEPTH =
+        depth_for((int)(sizeof(row_stage<DIM>) + sizeof(row_stage<OTHER_DIM>)), FIXED, 6); /* pipeline stages */
+};
+
+template <int DIM, int OTHER_DIM> struct fused_backward_smem : fused_backward_shape<DIM, OTHER_DIM> {
+    using shape = fused_backward_shape<DIM, OTHER_DIM>;
+    using shape::DEPTH;
+    smem_rows<SLABS_OF<DIM>> wrt_queries;
     struct {
-        row_stage<DIM> wrt, other;
+        row_stage<DIM> wrt;
+        row_stage<OTHER_DIM> other;
     } stages[DEPTH];
-    unsigned char g[2][TILE_QUERIES][128];       /* [query][key] */
-    unsigned char dk[DIM / 32][STAGE_KEYS][128]; /* of a stage, f32: slabs of 32 dimensions */
-    smem_rows<DIM / 64 - REG_DIMS<DIM> / 64> other_queries;
+    unsigned char g[2][TILE_QUERIES][128];                  /* [query][key] */
+    unsigned char dk[shape::DK_DIMS / 32][STAGE_KEYS][128]; /* of a stage, f32: slabs of 32 dimensions */
+    smem_rows<shape::OTHER_SLABS> other_queries;
     uint64_t queries_full, full[DEPTH], sanitized[DEPTH], g_full[2], g_empty[2];
     block_tile tile; /* in shared memory to save registers */
     int count;       /* queries of the tile that exist */
     stage_schedule keys;
     row_ranges<TILE_QUERIES> visible;
-    float unit;                      /* of G */
-    float poison[DEPTH][STAGE_KEYS]; /* NaN for non-finite keys of the wrt argument, else 0 */
-    row_stats stats[TILE_QUERIES];   /* LSEs in base 2, upstream gradients divided by the unit */
+    float unit;                                         /* of G */
+    float poison[DEPTH][STAGE_KEYS];                    /* NaN for non-finite keys of the wrt argument, else 0 */
+    row_stats stats[TILE_QUERIES];                      /* LSEs in base 2, upstream gradients divided by the unit */
+    uint64_t other_full[shape::WIDE_OTHER ? DEPTH : 1]; /* WIDE_OTHER: `full` is of the wrt argument alone */
+    typename shape::totals_type totals;                 /* of the KL */
 };
 
 /* `sums`: f32 sums of dk in global memory. */
@@ -69,8 +100,9 @@ struct fused_backward_maps {
 /* ---- TMA ---------------------------------------------------------------------------------------------------- */
 
 /* Loads and reduce-adds of the block, all issued by one warp. All members are warp-uniform. */
-template <int DIM> struct stage_loader {
-    fused_backward_smem<DIM> &smem;
+template <int DIM, int OTHER_DIM> struct stage_loader {
+    using shape = fused_backward_shape<DIM, OTHER_DIM>;
+    fused_backward_smem<DIM, OTHER_DIM> &smem;
     const fused_backward_maps &maps;
     stage_schedule keys;
     int batch, head, wrt_head, other_head;
@@ -79,10 +111,24 @@ template <int DIM> struct stage_loader {
     {
         barrier_expect_tx(smem.queries_full, smem.wrt_queries.SIZE + smem.other_queries.SIZE);
 #pragma unroll
-        for (int slab = 0; slab < DIM / 64; slab++)
+        for (int slab = 0; slab < SLABS_OF<DIM>; slab++)
             tma_load(smem.wrt_queries.slabs[slab], maps.wrt_queries, slab * 64, row, head, batch, smem.queries_full);
-        if constexpr (REG_DIMS<DIM> < DIM)
-            tma_load(smem.other_queries.slabs, maps.other_queries, DIM - 64, row, head, batch, smem.queries_full);
+        if constexpr (shape::OTHER_SLABS > 0)
+#pragma unroll
+            for (int slab = 0; slab < shape::OTHER_SLABS; slab++)
+                tma_load(smem.other_queries.slabs[slab], maps.other_queries, (shape::REG_DIMS / 64 + slab) * 64, row,
+                         head, batch, smem.queries_full);
+    }
+
+    __device__ void load_wrt(int stage, int row, int slab) const
+    {
+        tma_load(smem.stages[stage].wrt.slabs[slab], maps.wrt_keys, slab * 64, row, wrt_head, batch,
+                 smem.full[stage]);
+    }
+
+    __device__ void load_other(int stage, int row, int slab, uint64_t &full) const
+    {
+        tma_load(smem.stages[stage].other.slabs[slab], maps.other_keys, slab * 64, row, other_head, batch, full);
     }
 
     /* The stage must have been released. Does nothing after the last stage. */
@@ -90,22 +136,35 @@ template <int DIM> struct stage_loader {
     {
         if (n >= keys.stages)
             return;
+        constexpr int WRT = SLABS_OF<DIM>, OTHER = shape::WIDE_OTHER ? 0 : SLABS_OF<OTHER_DIM>;
         const int stage = n % smem.DEPTH, row = keys.row_at(n);
-        barrier_expect_tx(smem.full[stage], (int)sizeof smem.stages[stage]);
+        barrier_expect_tx(smem.full[stage], (WRT + OTHER) * STAGE_ROWS * 128);
 #pragma unroll
-        for (int slab = 0; slab < DIM / 64; slab++) {
-            tma_load(smem.stages[stage].other.slabs[slab], maps.other_keys, slab * 64, row, other_head, batch,
-                     smem.full[stage]);
-            tma_load(smem.stages[stage].wrt.slabs[slab], maps.wrt_keys, slab * 64, row, wrt_head, batch,
-                     smem.full[stage]);
+        for (int slab = 0; slab < (WRT > OTHER ? WRT : OTHER); slab++) {
+            if (slab < OTHER)
+                load_other(stage, row, slab, smem.full[stage]);
+            if (slab < WRT)
+                load_wrt(stage, row, slab);
         }
     }
 
-    __device__ void reduce_add_dk(int n) const
+    /* WIDE_OTHER: the other argument's keys of a stage. */
+    __device__ void load_other_stage(int n) const
+    {
+        if (n >= keys.stages)
+            return;
+        const int stage = n % smem.DEPTH, row = keys.row_at(n);
+        barrier_expect_tx(smem.other_full[stage], (int)sizeof smem.stages[stage].other);
+#pragma unroll
+        for (int slab = 0; slab < SLABS_OF<OTHER_DIM>; slab++)
+            load_other(stage, row, slab, smem.other_full[stage]);
+    }
+
+    __device__ void reduce_add_dk(int n, int first_dim) const
     {
 #pragma unroll
-        for (int slab = 0; slab < DIM / 32; slab++)
-            tma_reduce_add(maps.sums, slab * 32, keys.row_at(n), wrt_head, batch, smem.dk[slab]);
+        for (int slab = 0; slab < shape::DK_DIMS / 32; slab++)
+            tma_reduce_add(maps.sums, first_dim + slab * 32, keys.row_at(n), wrt_head, batch, smem.dk[slab]);
         tma_commit();
     }
 };
@@ -140,15 +199,16 @@ __device__ inline float find_g_unit(const backward_params &params, const block_t
 /* Row stats of the warpgroup's 64 queries, two threads each. Non-finite queries of the wrt argument become 0
  * and their LSE NaN, so that they do not affect dk of keys that they do not attend to. Rows after the last one may
  * belong to another sequence: they become 0, too, and an LSE of 1e30 makes all their probabilities 0. */
-template <typename ELEMENT, int DIM, bool WRT_B>
-__device__ inline void prepare_queries(const backward_params &params, fused_backward_smem<DIM> &smem,
+template <typename ELEMENT, bool WRT_B, int DIM, int OTHER_DIM>
+__device__ inline void prepare_queries(const backward_params &params, fused_backward_smem<DIM, OTHER_DIM> &smem,
                                        const block_tile &tile)
 {
     const int row = (int)threadIdx.x / 2, count = smem.count;
     const bool finite = sanitize_row<ELEMENT, DIM>(smem.wrt_queries.slabs, row, row < count);
-    if constexpr (REG_DIMS<DIM> < DIM)
-        for (int c = (int)threadIdx.x % 2; c < 8 && row >= count; c += 2)
-            *(uint4 *)(void *)&smem.other_queries.slabs[0][row][c * 16] = make_uint4(0, 0, 0, 0);
+    if constexpr (smem.OTHER_SLABS > 0)
+        for (int slab = 0; slab < smem.OTHER_SLABS; slab++)
+            for (int c = (int)threadIdx.x % 2; c < 8 && row >= count; c += 2)
+                *(uint4 *)(void *)&smem.other_queries.slabs[slab][row][c * 16] = make_uint4(0, 0, 0, 0);
     if (threadIdx.x % 2 == 0) {
         constexpr float HUGE_LSE = 1e30F;
         row_stats stats = {HUGE_LSE, HUGE_LSE, 0.0F, 0.0F};
@@ -167,20 +227,30 @@ __device__ inline void prepare_queries(const backward_params &params, fused_back
     named_barrier_sync(1 + (int)threadIdx.x / 128, 128);
 }
 
-template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED> struct dq_warpgroup {
+template <typename ELEMENT, int DIM, int OTHER_DIM, bool WRT_B, bool CAPPED> struct dq_warpgroup {
+    using shape = fused_backward_shape<DIM, OTHER_DIM>;
     const backward_params &params;
-    fused_backward_smem<DIM> &smem;
+    fused_backward_smem<DIM, OTHER_DIM> &smem;
     int warpgroup; /* warp-uniform */
-    uint32_t other_q[REG_DIMS<DIM> / 16][4];
+    uint32_t other_q[shape::REG_DIMS / 16][4];
     float dq[DIM / 8][4];
+    static constexpr bool HAS_LONG_SUMS = WRT_B && fused_backward_smem<DIM, OTHER_DIM>::HAS_LONG_SUMS;
     row_sums sums[2]; /* with respect to B: of the KL */
 
-    __device__ void issue_stage_logits(stage_logits &wrt, stage_logits &other, int stage)
+    template <bool MASKED> __device__ void issue_stage_logits(stage_logits &wrt, stage_logits &other, int n)
     {
+        const int stage = n % smem.DEPTH, phase = n / smem.DEPTH % 2;
         const uint32_t queries = warpgroup * (64 * 128 / 16); /* offset of the warpgroup's rows */
+        uint64_t &wrt_full = MASKED ? smem.sanitized[stage] : smem.full[stage];
+        barrier_wait(shape::WIDE_OTHER ? smem.other_full[stage] : wrt_full, phase);
         wgmma_fence();
-        issue_logits<ELEMENT, DIM, REG_DIMS<DIM>>(other, other_q, k_major_operand(&smem.other_queries) + queries,
-                                                  k_major_operand(&smem.stages[stage].other));
+        issue_logits<ELEMENT, OTHER_DIM, shape::REG_DIMS>(other, other_q,
+                                                          k_major_operand(&smem.other_queries) + queries,
+                                                          k_major_operand(&smem.stages[stage].other));
+        if (shape::WIDE_OTHER) {
+            barrier_wait(wrt_full, phase);
+            wgmma_fence();
+        }
         issue_logits<ELEMENT, DIM, 0>(wrt, NULL, k_major_operand(&smem.wrt_queries) + queries,
                                       k_major_operand(&smem.stages[stage].wrt));
         wgmma_commit();
@@ -188,7 +258,7 @@ template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED> struct dq_warpgrou
 
     /* G of a stage as A operands. MASKED: masked pairs are 0. The logits are only read: ptxas serialises wgmmas whose
      * accumulators are written by other instructions. */
-    template <bool MASKED>
+    template <bool MASKED, logits_kind LOGITS>
     __device__ void compute_g(uint32_t (&g)[4][4], const stage_logits &wrt, const stage_logits &other, int n)
     {
         const int first = MASKED ? smem.keys.stage_at(n) * STAGE_KEYS : 0;
@@ -205,10 +275,10 @@ template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED> struct dq_warpgrou
                     const int column = acc_column(i, parity);
                     const float lse = WRT_B ? query.lse_b : query.lse_a;
                     const log_probability of_wrt =
-                        log_probability_of<CAPPED>(wrt[i][half * 2 + parity], wrt_argument<WRT_B>(params),
+                        log_probability_of<LOGITS>(wrt[i][half * 2 + parity], wrt_argument<WRT_B>(params),
                                                    MASKED ? smem.poison[n % smem.DEPTH][column] - lse : -lse);
                     const log_probability of_other =
-                        log_probability_of<CAPPED>(other[i][half * 2 + parity], other_argument<WRT_B>(params),
+                        log_probability_of<LOGITS>(other[i][half * 2 + parity], other_argument<WRT_B>(params),
                                                    -(WRT_B ? query.lse_a : query.lse_b));
                     const float log_p_a = (WRT_B ? of_other : of_wrt).value;
                     const float log_p_b = (WRT_B ? of_wrt : of_other).value;
@@ -218,7 +288,7 @@ template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED> struct dq_warpgrou
                         sums[half] = {sums[half].l_a + p_a, sums[half].l_b + p_b,
                                       fmaf(p_a, log_p_a - log_p_b, sums[half].w)};
                     float gradient = WRT_B ? p_b - p_a : p_a * fmaf(SKL_LN2, log_p_a - log_p_b, -query.kl);
-                    if (CAPPED)
+                    if (LOGITS != logits_kind::LINEAR)
                         gradient *= of_wrt.slope;
                     pair[parity] = seen ? gradient * query.grad : 0.0F;
                 }
@@ -231,14 +301,18 @@ template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED> struct dq_warpgrou
     template <bool MASKED> __device__ void add_stage(int n)
     {
         const int stage = n % smem.DEPTH, lane = (int)threadIdx.x % 32;
-        barrier_wait(MASKED ? smem.sanitized[stage] : smem.full[stage], n / smem.DEPTH % 2);
         stage_logits wrt, other;
-        issue_stage_logits(wrt, other, stage);
+        issue_stage_logits<MASKED>(wrt, other, n);
         wgmma_wait<0>();
         fence_operand(wrt);
         fence_operand(other);
         uint32_t g[4][4];
-        compute_g<MASKED>(g, wrt, other, n);
+        constexpr logits_kind OTHERWISE = CAPPED ? logits_kind::EXACT : logits_kind::LINEAR;
+        if (CAPPED && !MASKED &&
+            polynomials_cover(wrt, wrt_argument<WRT_B>(params), other, other_argument<WRT_B>(params)))
+            compute_g<MASKED, logits_kind::POLYNOMIAL>(g, wrt, other, n);
+        else
+            compute_g<MASKED, OTHERWISE>(g, wrt, other, n);
         wgmma_fence();
         const uint32_t k = mn_major_operand(&smem.stages[stage].wrt, STAGE_KEYS * 128);
 #pragma unroll
@@ -265,11 +339,18 @@ template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED> struct dq_warpgrou
         for (int e = 0; e < DIM / 2; e++)
             dq[e / 4][e % 4] = 0.0F;
         sums[0] = sums[1] = {};
+        if (HAS_LONG_SUMS)
+            smem.totals.clear();
         for (int n = 0; n < smem.keys.masked_stages; n++)
             add_stage<true>(n);
         wgmma_wait<0>(); /* lets ptxas keep G in the same registers in both loops */
-        for (int n = smem.keys.masked_stages; n < smem.keys.stages; n++)
+        for (int n = smem.keys.masked_stages; n < smem.keys.stages; n++) {
             add_stage<false>(n);
+            if (HAS_LONG_SUMS && n % FLUSH_STAGES == FLUSH_STAGES - 1)
+                smem.totals.flush(sums);
+        }
+        if (HAS_LONG_SUMS)
+            smem.totals.flush(sums);
         wgmma_wait<0>();
         fence_operand(dq);
     }
@@ -282,8 +363,7 @@ template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED> struct dq_warpgrou
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = acc_row<1>(0, half);
-            const skl_row_state state =
-                merge_lanes({0.0F, sums[half].l_a, 0.0F, sums[half].l_b, sums[half].w}); /* shifts: the LSEs */
+            const skl_row_state state = merge_lanes(HAS_LONG_SUMS ? smem.totals.state(half) : state_of(sums[half]));
             if (row >= smem.count)
                 continue;
             if (params.kl_in_backward && threadIdx.x % 4 == 0)
@@ -297,7 +377,8 @@ template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED> struct dq_warpgrou
 /* ---- dk ----------------------------------------------------------------------------------------------------- */
 
 /* Executed by the dk warpgroup. Only masked stages need it: see logit_gradients.cuh. */
-template <typename ELEMENT, int DIM> __device__ inline void sanitize_stage(fused_backward_smem<DIM> &smem, int n)
+template <typename ELEMENT, int DIM, int OTHER_DIM>
+__device__ inline void sanitize_stage(fused_backward_smem<DIM, OTHER_DIM> &smem, int n)
 {
     const int stage = n % smem.DEPTH;
     const int row = (int)threadIdx.x % 128 / 2;
@@ -331,46 +412,56 @@ __device__ inline void write_dk(unsigned char (&rows)[DIM / 32][STAGE_KEYS][128]
 }
 
 /* Without `with_dk` the warpgroup is only the producer. */
-template <typename ELEMENT, int DIM>
-__device__ inline void run_dk_warpgroup(fused_backward_smem<DIM> &smem, const stage_loader<DIM> &loader, bool with_dk,
-                                        float scale)
+template <typename ELEMENT, int DIM, int OTHER_DIM>
+__device__ inline void run_dk_warpgroup(fused_backward_smem<DIM, OTHER_DIM> &smem,
+                                        const stage_loader<DIM, OTHER_DIM> &loader, bool with_dk, float scale)
 {
+    constexpr int DK_DIMS = smem.DK_DIMS;
+    constexpr bool LOADS_LATE = smem.DEPTH == 2; /* the next stage is not requested before G of this one is full */
     const bool is_leader = warp_in_warpgroup() == 0; /* the warp that issues TMA */
     const uint32_t q = mn_major_operand(smem.wrt_queries.slabs, TILE_QUERIES * 128);
-    float dk[DIM / 8][4];
+    float dk[DK_DIMS / 8][4];
     if (loader.keys.masked_stages > 0)
         sanitize_stage<ELEMENT>(smem, 0);
     for (int n = 0; n < loader.keys.stages; n++) {
-        if (n + 1 < loader.keys.masked_stages)
+        if (!LOADS_LATE && n + 1 < loader.keys.masked_stages)
             sanitize_stage<ELEMENT>(smem, n + 1);
         barrier_wait(smem.g_full[n % 2], n / 2 % 2);
         if (is_leader && n > 0) /* G of stage n is full, so both dq warpgroups have released stage n - 1 */
             loader.load_stage(n + smem.DEPTH - 1);
+        if (is_leader && smem.WIDE_OTHER) /* ... and the other argument's keys of stage n */
+            loader.load_other_stage(n + smem.DEPTH);
+        if (LOADS_LATE && n + 1 < loader.keys.masked_stages)
+            sanitize_stage<ELEMENT>(smem, n + 1);
         if (!with_dk) {
             __syncwarp(); /* all lanes have passed the wait before the buffer can be filled again */
             if (threadIdx.x % 32 == 0)
                 barrier_arrive(smem.g_empty[n % 2]);
             continue;
         }
-        wgmma_fence();
         const uint32_t g = mn_major_operand(smem.g[n % 2], 0);
 #pragma unroll
-        for (int step = 0; step < TILE_QUERIES / 16; step++)
-            wgmma<true>(dk, smem_descriptor(g + step * 16 * 128 / 16), smem_descriptor(q + step * 16 * 128 / 16),
-                        step > 0, ELEMENT());
-        wgmma_commit();
-        wgmma_wait<0>();
-        fence_operand(dk);
-        if (threadIdx.x % 32 == 0)
-            barrier_arrive(smem.g_empty[n % 2]);
-        if (is_leader)
-            tma_wait_read();
-        named_barrier_sync(1 + DK_WARPGROUP, 128);
-        write_dk<DIM>(smem.dk, dk, scale * smem.unit);
-        fence_proxy_async();
-        named_barrier_sync(1 + DK_WARPGROUP, 128);
-        if (is_leader)
-            loader.reduce_add_dk(n);
+        for (int first_dim = 0; first_dim < DIM; first_dim += DK_DIMS) {
+            const uint32_t q_slice = q + first_dim / 64 * (TILE_QUERIES * 128 / 16);
+            wgmma_fence();
+#pragma unroll
+            for (int step = 0; step < TILE_QUERIES / 16; step++)
+                wgmma<true>(dk, smem_descriptor(g + step * 16 * 128 / 16),
+                            smem_descriptor(q_slice + step * 16 * 128 / 16), step > 0, ELEMENT());
+            wgmma_commit();
+            wgmma_wait<0>();
+            fence_operand(dk);
+            if (first_dim + DK_DIMS == DIM && threadIdx.x % 32 == 0)
+                barrier_arrive(smem.g_empty[n % 2]);
+            if (is_leader)
+                tma_wait_read();
+            named_barrier_sync(1 + DK_WARPGROUP, 128);
+            write_dk<DK_DIMS>(smem.dk, dk, scale * smem.unit);
+            fence_proxy_async();
+            named_barrier_sync(1 + DK_WARPGROUP, 128);
+            if (is_leader)
+                loader.reduce_add_dk(n, first_dim);
+        }
     }
     if (is_leader)
         tma_wait_read();
@@ -378,14 +469,15 @@ __device__ inline void run_dk_warpgroup(fused_backward_smem<DIM> &smem, const st
 
 /* ---- Kernel ------------------------------------------------------------------------------------------------- */
 
-template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED>
+template <typename ELEMENT, int DIM, int OTHER_DIM, bool WRT_B, bool CAPPED>
 __global__ void __launch_bounds__(FUSED_BACKWARD_THREADS, 1)
     fused_backward_kernel(const __grid_constant__ backward_params params,
                           const __grid_constant__ fused_backward_maps maps)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char raw[];
-    fused_backward_smem<DIM> &smem = *(fused_backward_smem<DIM> *)(void *)raw;
+    typedef fused_backward_smem<DIM, OTHER_DIM> memory;
+    memory &smem = *(memory *)(void *)raw;
     block_tile assigned;
     if (!assigned.find(params, 1, (unsigned)params.head_group))
         return;
@@ -403,6 +495,8 @@ __global__ void __launch_bounds__(FUSED_BACKWARD_THREADS, 1)
         for (int stage = 0; stage < smem.DEPTH; stage++) {
             barrier_init(smem.full[stage], 1);
             barrier_init(smem.sanitized[stage], 128);
+            if (smem.WIDE_OTHER)
+                barrier_init(smem.other_full[stage], 1);
         }
         for (int stage = 0; stage < 2; stage++) {
             barrier_init(smem.g_full[stage], CONSUMERS * 128);
@@ -414,48 +508,52 @@ __global__ void __launch_bounds__(FUSED_BACKWARD_THREADS, 1)
     const block_tile &tile = smem.tile;
     const int warpgroup = warpgroup_index();
     if (warpgroup == DK_WARPGROUP) {
-        reg_dealloc<104>();
+        reg_dealloc<memory::DK_REGS>();
         const int head = warp_uniform((int)tile.head);
-        const stage_loader<DIM> loader = {smem,
-                                          maps,
-                                          warp_uniform(smem.keys),
-                                          warp_uniform((int)tile.sequence.batch),
-                                          head,
-                                          head / wrt_argument<WRT_B>(params).heads_per_key,
-                                          head / other_argument<WRT_B>(params).heads_per_key};
+        const stage_loader<DIM, OTHER_DIM> loader = {smem,
+                                                     maps,
+                                                     warp_uniform(smem.keys),
+                                                     warp_uniform((int)tile.sequence.batch),
+                                                     head,
+                                                     head / wrt_argument<WRT_B>(params).heads_per_key,
+                                                     head / other_argument<WRT_B>(params).heads_per_key};
         if (warp_index() == DK_WARPGROUP * 4) {
             loader.load_queries(warp_uniform((int)(tile.sequence.query_begin + tile.first)));
-            for (int n = 0; n < smem.DEPTH; n++)
+            for (int n = 0; n < smem.DEPTH; n++) {
+                if (smem.WIDE_OTHER)
+                    loader.load_other_stage(n);
                 loader.load_stage(n);
+            }
         }
-        run_dk_warpgroup<ELEMENT, DIM>(smem, loader, params.dk_sums.data != NULL,
-                                       params.teacher_side ? params.problem.scale_t : params.problem.scale_s);
+        run_dk_warpgroup<ELEMENT>(smem, loader, params.dk_sums.data != NULL,
+                                  params.teacher_side ? params.problem.scale_t : params.problem.scale_s);
     } else {
-        reg_alloc<200>();
-        dq_warpgroup<ELEMENT, DIM, WRT_B, CAPPED> consumer = {params, smem, warpgroup};
-        load_a_frag<REG_DIMS<DIM>>(
+        reg_alloc<memory::DQ_REGS>();
+        dq_warpgroup<ELEMENT, DIM, OTHER_DIM, WRT_B, CAPPED> consumer = {params, smem, warpgroup};
+        load_a_frag<memory::REG_DIMS>(
             consumer.other_q,
             queries_of<ELEMENT>(other_argument<WRT_B>(params), tile.sequence, tile.head).from(tile.first),
             smem.count);
         barrier_wait(smem.queries_full, 0);
-        prepare_queries<ELEMENT, DIM, WRT_B>(params, smem, tile);
+        prepare_queries<ELEMENT, WRT_B>(params, smem, tile);
         consumer.run();
         consumer.store(tile);
     }
 #endif
 }
 
-template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED>
+template <typename ELEMENT, int DIM, int OTHER_DIM, bool WRT_B, bool CAPPED>
 cudaError_t launch_fused_backward_tiles(const backward_params &params, const fused_backward_maps &maps)
 {
-    constexpr int MEMORY = sizeof(fused_backward_smem<DIM>);
+    constexpr int MEMORY = sizeof(fused_backward_smem<DIM, OTHER_DIM>);
+    static_assert(MEMORY <= SMEM_MAX, "shared memory of a block");
     static_assert(TILE_QUERIES == SKL_SM90_BACKWARD_ROWS, "cuda/select counts tiles");
-    const cudaError_t error = cudaFuncSetAttribute(fused_backward_kernel<ELEMENT, DIM, WRT_B, CAPPED>,
+    const cudaError_t error = cudaFuncSetAttribute(fused_backward_kernel<ELEMENT, DIM, OTHER_DIM, WRT_B, CAPPED>,
                                                    cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
     if (error != cudaSuccess)
         return error;
     const skl_problem &p = params.problem;
-    fused_backward_kernel<ELEMENT, DIM, WRT_B, CAPPED>
+    fused_backward_kernel<ELEMENT, DIM, OTHER_DIM, WRT_B, CAPPED>
         <<<grid_of(p.batch, p.heads_s, skl_ceil_div(p.len_q, TILE_QUERIES)), FUSED_BACKWARD_THREADS, MEMORY,
            params.call.stream>>>(params, maps);
     return cudaPeekAtLastError();
@@ -483,24 +581,43 @@ inline bool encode_all(fused_backward_maps *maps, const backward_params &params,
 template <typename ELEMENT> constexpr bool HAS_GRAD_OF_A = true;
 template <> constexpr bool HAS_GRAD_OF_A<__half> = false;
 
+template <typename ELEMENT, int DIM, int OTHER_DIM, bool CAPPED>
+cudaError_t launch_fused_backward_of(const char *kernel, const backward_params &params)
+{
+    const bool wrt_b = is_grad_of_b(params);
+    fused_backward_maps maps;
+    if (!(wrt_b || HAS_GRAD_OF_A<ELEMENT>) || !encode_all(&maps, params, ELEMENT()))
+        return encode_error();
+    cudaError_t error = clear_dk_sums(&params);
+    record_launch(kernel, CAPPED ? SKL_VARIANT_FUSED_SOFTCAP : SKL_VARIANT_FUSED, 1);
+    if (error == cudaSuccess && wrt_b)
+        error = launch_fused_backward_tiles<ELEMENT, DIM, OTHER_DIM, true, CAPPED>(params, maps);
+    else if constexpr (HAS_GRAD_OF_A<ELEMENT>)
+        if (error == cudaSuccess)
+            error = launch_fused_backward_tiles<ELEMENT, DIM, OTHER_DIM, false, CAPPED>(params, maps);
+    return error == cudaSuccess ? store_dk_sums(&params) : error;
+}
+
 template <typename ELEMENT, int DIM>
 cudaError_t launch_fused_backward(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     const backward_params kernel_params = backward_params_of(params, launch);
-    const bool wrt_b = is_grad_of_b(kernel_params), capped = kernel_params.a.capped || kernel_params.b.capped;
-    fused_backward_maps maps;
-    if (!(wrt_b || HAS_GRAD_OF_A<ELEMENT>) || !encode_all(&maps, kernel_params, ELEMENT()))
-        return encode_error();
-    cudaError_t error = clear_dk_sums(&kernel_params);
-    record_launch(kernel, capped ? SKL_VARIANT_FUSED_SOFTCAP : SKL_VARIANT_FUSED, 1);
-    if (error == cudaSuccess && wrt_b)
-        error = capped ? launch_fused_backward_tiles<ELEMENT, DIM, true, true>(kernel_params, maps)
-                       : launch_fused_backward_tiles<ELEMENT, DIM, true, false>(kernel_params, maps);
-    else if constexpr (HAS_GRAD_OF_A<ELEMENT>)
-        if (error == cudaSuccess)
-            error = capped ? launch_fused_backward_tiles<ELEMENT, DIM, false, true>(kernel_params, maps)
-                           : launch_fused_backward_tiles<ELEMENT, DIM, false, false>(kernel_params, maps);
-    return error == cudaSuccess ? store_dk_sums(&kernel_params) : error;
+    return kernel_params.a.capped || kernel_params.b.capped
+               ? launch_fused_backward_of<ELEMENT, DIM, DIM, true>(kernel, kernel_params)
+               : launch_fused_backward_of<ELEMENT, DIM, DIM, false>(kernel, kernel_params);
+}
+
+/* Head sizes that differ: one argument has at most SMALL dimensions, the other one at most LARGE. cuda/select asks
+ * for no gradient of more than 128 dimensions, and not with softcaps. */
+template <typename ELEMENT, int LARGE, int SMALL>
+cudaError_t launch_fused_pair(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
+{
+    const backward_params kernel_params = backward_params_of(params, launch);
+    const skl_cuda_argument &wrt = is_grad_of_b(kernel_params) ? kernel_params.b : kernel_params.a;
+    if constexpr (LARGE > SMALL && LARGE <= SKL_SM90_FUSED_DIM_MAX)
+        if (wrt.dim > SMALL)
+            return launch_fused_backward_of<ELEMENT, LARGE, SMALL, false>(kernel, kernel_params);
+    return launch_fused_backward_of<ELEMENT, SMALL, LARGE, false>(kernel, kernel_params);
 }
 
 } // namespace sm90

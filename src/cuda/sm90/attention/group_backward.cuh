@@ -170,8 +170,7 @@ template <typename ELEMENT, int DIM_T, int DIM_S> struct group_dq_warpgroup {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = acc_row<1>(0, half);
-            const skl_row_state state =
-                merge_lanes({0.0F, sums[half].l_a, 0.0F, sums[half].l_b, sums[half].w}); /* shifts: the LSEs */
+            const skl_row_state state = merge_lanes(state_of(sums[half]));
             if (row >= smem.count)
                 continue;
             if (params.kl_in_backward && threadIdx.x % 4 == 0)

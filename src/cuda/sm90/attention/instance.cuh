@@ -5,6 +5,8 @@
 #include "cuda/sm90/attention/forward.cuh"
 #include "cuda/sm90/attention/fused_backward.cuh"
 
+typedef sm90::two_term_f32 skl_element_f32;
+
 /* Shared memory leaves room for one block per SM. */
 #define SKL_ONE_BLOCK_PER_SM(arch, dtype, dim)                                                                       \
     extern "C" int skl_cuda_##arch##_##dtype##_##dim##_blocks_per_sm(void)                                           \
@@ -17,6 +19,10 @@
     SKL_LAUNCHER(arch, dtype, dim, fused, sm90::launch_fused_backward<SKL_ELEMENT(dtype), dim>)                      \
     SKL_LAUNCHER(arch, dtype, dim, dk, sm90::launch_dk<SKL_ELEMENT(dtype), dim>)                                     \
     SKL_ONE_BLOCK_PER_SM(arch, dtype, dim)
+
+#define ATTENTION_PAIR(arch, dtype, large, small)                                                                    \
+    SKL_LAUNCHER(arch, dtype, large##_##small, forward, sm90::launch_forward_pair<SKL_ELEMENT(dtype), large, small>) \
+    SKL_LAUNCHER(arch, dtype, large##_##small, fused, sm90::launch_fused_pair<SKL_ELEMENT(dtype), large, small>)
 
 #define ATTENTION_UNFUSED(arch, dtype, dim)                                                                          \
     SKL_LAUNCHER(arch, dtype, dim, forward, sm90::launch_forward<SKL_ELEMENT(dtype), dim>)                           \

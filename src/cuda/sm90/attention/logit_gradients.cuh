@@ -7,7 +7,8 @@
 #define SKL_CUDA_SM90_ATTENTION_LOGIT_GRADIENTS_CUH
 
 #include "cuda/common/row_stats.cuh"
-#include "cuda/sm90/pipeline.cuh"
+#include "cuda/sm90/attention/softcap.cuh"
+#include "cuda/sm90/two_term.cuh"
 
 namespace sm90
 {
@@ -27,12 +28,20 @@ struct log_probability {
     float value, slope;
 };
 
-/* `product`: of a query and a key. CAPPED: the argument may have a softcap. */
-template <bool CAPPED>
+/* How logits come from products: no argument has a softcap; by the polynomial of softcap.cuh, which covers the
+ * products; by tanhf. */
+enum class logits_kind { LINEAR, POLYNOMIAL, EXACT };
+
+/* `product`: of a query and a key. */
+template <logits_kind LOGITS>
 __device__ inline log_probability log_probability_of(float product, const skl_cuda_argument &argument,
                                                      float minus_lse)
 {
-    if (!CAPPED || !argument.capped)
+    if (LOGITS == logits_kind::POLYNOMIAL) {
+        const float ratio = polynomial_tanh(product, argument);
+        return {fmaf(argument.tanh_factor, ratio, minus_lse), fmaf(-ratio, ratio, 1.0F)};
+    }
+    if (LOGITS == logits_kind::LINEAR || !argument.capped)
         return {fmaf(product, argument.scale, minus_lse), 1.0F};
     const float ratio = tanhf(product * argument.scale);
     return {fmaf(argument.softcap_2, ratio, minus_lse), 1.0F - ratio * ratio};
@@ -48,13 +57,13 @@ __device__ inline log_probability log_probability_of(float product, const skl_cu
  * TMA's swizzled layout. Each of the two threads checks every other chunk of 16 bytes. Threads of different rows
  * start at different chunks, which avoids bank conflicts. */
 template <typename ELEMENT, int DIM, int ROWS>
-__device__ inline bool sanitize_row(unsigned char (&slabs)[DIM / 64][ROWS][128], int row, bool keep)
+__device__ inline bool sanitize_row(unsigned char (&slabs)[SLABS_OF<DIM>][ROWS][128], int row, bool keep)
 {
     constexpr int CHUNKS = 4; /* per slab and thread */
     const int parity = (int)threadIdx.x % 2;
     bool finite = true;
-#pragma unroll(DIM > 128 ? 1 : DIM / 64) /* a producer warp has few registers */
-    for (int slab = 0; slab < DIM / 64; slab++)
+#pragma unroll(DIM > 128 ? 1 : SLABS_OF <DIM>) /* a producer warp has few registers */
+    for (int slab = 0; slab < SLABS_OF<DIM>; slab++)
 #pragma unroll
         for (int c = 0; c < CHUNKS; c++) {
             const int chunk = (c ^ row % CHUNKS) * 2 + parity;
@@ -62,7 +71,7 @@ __device__ inline bool sanitize_row(unsigned char (&slabs)[DIM / 64][ROWS][128],
         }
     finite = __shfl_xor_sync(~0U, (int)finite, 1) && finite;
     if (!finite || !keep)
-        for (int slab = 0; slab < DIM / 64; slab++)
+        for (int slab = 0; slab < SLABS_OF<DIM>; slab++)
             for (int c = 0; c < CHUNKS; c++)
                 *(uint4 *)(void *)&slabs[slab][row][(c * 2 + parity) * 16] = make_uint4(0, 0, 0, 0);
     return finite;
@@ -134,13 +143,27 @@ __device__ inline row_stats load_row_stats(const row_stats &from)
 
 /* ---- Gradients of logits ------------------------------------------------------------------------------------ */
 
+/* Products are what the accumulators hold; for two-term rows see two_term_factors. */
+struct no_row_factors {
+    __device__ void load_columns(int)
+    {
+    }
+
+    template <bool OF_B> __device__ float product(float accumulator, int, int) const
+    {
+        return accumulator;
+    }
+};
+
 /* Row stats where queries are streamed: they belong to columns of the logits. */
-template <bool WRT_B> struct streamed_query_stats {
+template <bool WRT_B, typename FACTORS = no_row_factors> struct streamed_query_stats {
     const stage_row_stats &stats;
+    FACTORS factors;
     row_stats query[2];
 
     template <bool MASKED> __device__ void load_columns(int column_block)
     {
+        factors.load_columns(column_block);
         const int column = acc_column(column_block, 0);
         const float2 lse_a = load_shared_2(stats.lse_a[column]), lse_b = load_shared_2(stats.lse_b[column]);
         const float2 kl = WRT_B ? make_float2(0.0F, 0.0F) : load_shared_2(stats.kl[column]);
@@ -173,6 +196,7 @@ template <bool MASKED, bool WRT_B, bool CAPPED, typename VISIBLE, typename QUERY
 __device__ inline void for_each_logit_gradient(const backward_params &params, const argument_logits &logits,
                                                const VISIBLE &visible_rows, QUERY_STATS stats, EMIT emit)
 {
+    constexpr logits_kind LOGITS = CAPPED ? logits_kind::EXACT : logits_kind::LINEAR;
     const stage_logits &x = WRT_B ? logits.other : logits.wrt, &y = WRT_B ? logits.wrt : logits.other;
     range32 visible[2]; /* counted from the thread's first column */
 #pragma unroll
@@ -191,8 +215,10 @@ __device__ inline void for_each_logit_gradient(const backward_params &params, co
             for (int parity = 0; parity < 2; parity++) {
                 const int e = half * 2 + parity, column = i * 8 + parity;
                 const row_stats query = stats.of(half, parity);
-                const log_probability log_p_a = log_probability_of<CAPPED>(x[i][e], params.a, -query.lse_a);
-                const log_probability log_p_b = log_probability_of<CAPPED>(y[i][e], params.b, -query.lse_b);
+                const float product_a = stats.factors.template product<false>(x[i][e], half, parity);
+                const float product_b = stats.factors.template product<true>(y[i][e], half, parity);
+                const log_probability log_p_a = log_probability_of<LOGITS>(product_a, params.a, -query.lse_a);
+                const log_probability log_p_b = log_probability_of<LOGITS>(product_b, params.b, -query.lse_b);
                 float gradient = pair_gradient<WRT_B>(log_p_a.value, log_p_b.value, query) * query.grad;
                 if (CAPPED)
                     gradient *= (WRT_B ? log_p_b : log_p_a).slope;
@@ -243,8 +269,10 @@ __device__ inline void store_row(void *gradient, int64_t offset, const skl_side 
 {
     if (side.grad_dtype == SKL_F32)
         store_elements((float *)gradient + offset, (int)side.dim, x, half, factor);
+    else if (operand<ELEMENT>::TWO_TERM && side.grad_dtype == SKL_BF16)
+        store_elements((__nv_bfloat16 *)gradient + offset, (int)side.dim, x, half, factor);
     else
-        store_elements((ELEMENT *)gradient + offset, (int)side.dim, x, half, factor);
+        store_elements((typename operand<ELEMENT>::type *)gradient + offset, (int)side.dim, x, half, factor);
 }
 
 } // namespace sm90

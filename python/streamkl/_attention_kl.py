@@ -204,7 +204,7 @@ def attention_kl(
     if groups is not None and groups.reduces and reduction != "none":
         loss = groups.reduced_over_rows(loss, reduction, (*tensors, None), row_weight, lengths, options)
     elif reduction == "mean":
-        loss = _divide_by_rows(loss, q_s, k_s, row_weight, lengths, options)
+        loss = divide_by_rows(loss, q_s, k_s, row_weight, lengths, options)
     if not return_lse:
         return loss
     assert lse_t is not None and lse_s is not None
@@ -271,7 +271,7 @@ def expand_weight(row_weight: torch.Tensor, student: torch.Tensor, lengths, opti
 #     first = len_q - len_k - right        end = len_q - len_k + keys + left        within 0..len_q
 
 
-def _divide_by_rows(loss, q_s, k_s, row_weight, lengths, options):
+def divide_by_rows(loss, q_s, k_s, row_weight, lengths, options):
     cu_seqlens_q, cu_seqlens_k, key_lengths, key_begin, key_end = lengths
     heads_first, left = options.heads_first, options.window_left
     right = 0 if options.causal else options.window_right

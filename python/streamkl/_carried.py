@@ -1,0 +1,290 @@
+"""streamkl.attention: attention that carries its KL."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable, Literal, NamedTuple
+
+import torch
+
+from . import _library as lib
+from ._attention_kl import divide_by_rows, expand_weight
+from ._checks import check_attention, describe
+from ._ops import carries_kl, specs_of
+from ._options import Direction, Layout, Lengths, check_flags, refuse_transforms, translate
+from ._problem import DK_S, DQ_S, DV_S
+from ._sdpa import as_autocast, attend
+
+GRADIENTS = DQ_S | DK_S | DV_S
+_NO_LENGTHS = dict(cu_seqlens_q=None, cu_seqlens_k=None, key_lengths=None)
+
+
+@dataclass
+class Term:
+    """The KL that an attention carries: its teacher, and the weight of each row in the loss."""
+
+    q_t: torch.Tensor
+    k_t: torch.Tensor
+    lse_t: torch.Tensor | None  # None: computed in the backward
+    row_weight: torch.Tensor  # f32, [batch, heads_s, len_q] or packed [heads_s, total_q]
+    lengths: Lengths
+    options: Any  # Options
+    packs_batch: bool = False  # lengths are those of packed sequences, in which the rows of the batch follow each other
+
+    def packed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[batch, heads, length, ...] as [heads, batch * length, ...]."""
+        return tensor.transpose(0, 1).flatten(1, 2) if self.packs_batch else tensor
+
+    def unpacked(self, tensor: torch.Tensor, batch: int) -> torch.Tensor:
+        return tensor.unflatten(1, (batch, -1)).transpose(0, 1) if self.packs_batch else tensor
+
+    def rows(self, kl: torch.Tensor) -> torch.Tensor:
+        """The weights, in the layout of the call."""
+        return self.unpacked(self.row_weight, kl.shape[0]) if self.row_weight.dim() else self.row_weight
+
+
+class CarriedKL:
+    """The KL that an attention carries. Its value comes with the backward.
+
+    Attributes:
+        loss: a scalar of value 0, whose gradient is that of the KL. With ``inject=False`` add it to the loss of the model, and
+            the KL has the weight that this loss has: a loss scale, or a factor of gradient accumulation.
+    """
+
+    def __init__(self, inject: bool) -> None:
+        self.loss: torch.Tensor | None = None
+        self._inject = inject
+        self._term: Term | None = None
+        self._kl: torch.Tensor | None = None
+        self._value: torch.Tensor | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the backward has run."""
+        return self._kl is not None
+
+    @property
+    def kl(self) -> torch.Tensor:
+        """The KL of each row, f32 ``[batch, heads, len_q]``, packed ``[heads, total_q]``, not weighted."""
+        if self._kl is None:
+            raise RuntimeError("streamkl.attention: the KL comes with the backward, which has not run")
+        return self._kl
+
+    def bind(self, term: Term) -> None:
+        """Sets what the backward adds. Without it, that is the backward of the attention alone."""
+        self._term = term
+
+    @property
+    def is_bound(self) -> bool:
+        return self._term is not None
+
+    def value(self) -> torch.Tensor:
+        """The value of the KL in the loss: the weighted KLs, added up; NaN before the backward."""
+        return torch.tensor(torch.nan) if self._value is None else self._value
+
+    def finish(self, kl: torch.Tensor, weight: torch.Tensor) -> None:
+        """Keeps the result and frees the teacher."""
+        self._kl, self._value, self._term = kl, torch.where(weight == 0, 0.0, kl * weight).sum(), None
+
+
+class Carried(torch.autograd.Function):
+    """Runs `compute` (q, k, v) -> (output, lse or None). The backward is that of this attention and of the KL in `handle`."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, handle: CarriedKL, compute: Callable):
+        output, lse = compute(q, k, v)
+        ctx.handle, ctx.compute = handle, compute
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, output, lse)
+        return output, q.new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_output, grad_loss):
+        q, k, v, output, lse = ctx.saved_tensors
+        handle, term = ctx.handle, ctx.handle._term
+        if handle.is_ready:
+            raise RuntimeError("streamkl.attention: the backward runs once, and frees the teacher: no retain_graph=True")
+        scale = 1.0 if handle._inject else grad_loss
+        grad_output = torch.zeros_like(output) if grad_output is None else grad_output
+        if term is None or scale is None:
+            return *_own_backward(ctx.compute, q, k, v, grad_output), None, None
+        operands = _Operands.of(term, q, k, lse, scale)
+        if term.options.deterministic or carries_kl(*operands):
+            kl, *gradients = _in_one_call(operands, term, v, output, grad_output)
+        else:  # torch's backward is faster than general kernels
+            kl, *gradients = _apart(operands, term, _own_backward(ctx.compute, q, k, v, grad_output))
+        handle.finish(kl, term.rows(kl))
+        return *gradients, None, None
+
+
+def _own_backward(compute, q, k, v, grad_output):
+    """Of an attention without a KL: by torch, from a second forward."""
+    with torch.enable_grad():
+        inputs = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+        return torch.autograd.grad(compute(*inputs)[0], inputs, grad_output)
+
+
+class _Operands(NamedTuple):
+    """What a call of the library takes: packed where the lengths of the term are those of packed sequences."""
+
+    q_t: torch.Tensor
+    k_t: torch.Tensor
+    q_s: torch.Tensor
+    k_s: torch.Tensor
+    lse_t: torch.Tensor
+    lse_s: torch.Tensor
+    row_weight: torch.Tensor
+    lengths: Lengths
+    options: Any
+
+    @staticmethod
+    def of(term: Term, q, k, lse_s, scale) -> _Operands:
+        """`scale` multiplies the weights of the term. LSEs that are not known are computed."""
+        q, k, lse_s = term.packed(q), term.packed(k), None if lse_s is None else term.packed(lse_s)
+        lse_t = term.lse_t
+        if lse_t is None or lse_s is None:
+            computed_t, computed_s = torch.ops.streamkl.forward(
+                term.q_t, term.k_t, q, k, None, None, None, None, lse_t, lib.LSE_T | lib.LSE_S, *term.lengths, *term.options
+            )
+            lse_t, lse_s = computed_t if lse_t is None else lse_t, computed_s if lse_s is None else lse_s
+        weight = (term.row_weight * scale).expand(lse_s.shape)
+        return _Operands(term.q_t, term.k_t, q, k, lse_t, lse_s, weight, term.lengths, term.options)
+
+
+def _in_one_call(operands: _Operands, term: Term, v, output, grad_output):
+    """[kl, dq, dk, dv]"""
+    q_t, k_t, q_s, k_s, lse_t, lse_s, weight, lengths, options = operands
+    of_values = map(term.packed, (v, output, grad_output))
+    made = torch.ops.streamkl.attention_backward(
+        q_t, k_t, q_s, k_s, *of_values, lse_t, lse_s, weight, *lengths, *options
+    )
+    return [term.unpacked(each, v.shape[0]) for each in made]
+
+
+def _apart(operands: _Operands, term: Term, own):
+    """[kl, dq, dk, dv] from the attention's own gradients and a one-pass call, whose sum is rounded once."""
+    q_t, k_t, q_s, k_s, lse_t, lse_s, weight, lengths, options = operands
+    options = options._replace(gradients=DQ_S | DK_S, grad_f32=True)
+    made = torch.ops.streamkl.forward_backward(
+        q_t, k_t, q_s, k_s, None, None, None, None, lse_t, lse_s, weight, lib.KL, *lengths, *options
+    )
+    kl, dq, dk = (term.unpacked(each, own[0].shape[0]) for each in made)
+    return [kl, (own[0] + dq).to(own[0].dtype), (own[1] + dk).to(own[1].dtype), own[2]]
+
+
+def term_of(q_t, k_t, q_s, k_s, lse_t, direction, *, row_weight, packs_batch, **options) -> Term:
+    """The mean KL over rows, with the arguments of attention_kl."""
+    lengths, translated = translate(GRADIENTS, direction=direction, **{**_NO_LENGTHS, **options})
+    weight = _weight_of_rows(q_s, k_s, 1.0, row_weight, "mean", lengths, translated)
+    return Term(q_t, k_t, lse_t, weight, lengths, translated, packs_batch)
+
+
+@torch._disable_dynamo  # the KL reaches its handle in the backward: a side effect that no graph has
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    q_t: torch.Tensor,
+    k_t: torch.Tensor,
+    lse_t: torch.Tensor | None = None,
+    kl_weight: float | torch.Tensor = 1.0,
+    inject: bool = True,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softmax_scale_t: float | None = None,
+    softcap: float = 0.0,
+    softcap_t: float = 0.0,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    key_lengths: torch.Tensor | None = None,
+    key_begin: torch.Tensor | None = None,
+    key_end: torch.Tensor | None = None,
+    direction: Direction = "forward",
+    reduction: Literal["mean", "sum"] = "mean",
+    row_weight: torch.Tensor | None = None,
+    deterministic: bool = False,
+    layout: Layout = "bnhd",
+) -> tuple[torch.Tensor, CarriedKL]:
+    """Attention of a student whose backward adds the gradient of its KL to a teacher.
+
+    The forward is torch's own fused attention, ``softmax(softmax_scale <q, k>) v``. The backward computes its gradients and those
+    of ``kl_weight`` times the attention KL in one call: both need the same probabilities and the same products. So the KL has
+    no value before the backward.
+
+    Args:
+        q: queries, ``[batch, len_q, heads, dim]``; float32, float16 or bfloat16.
+        k: keys, ``[batch, len_k, key_heads, dim]``.
+        v: values, of the shape of the keys.
+        q_t: teacher queries, as in :func:`streamkl.attention_kl`. The teacher receives no gradient.
+        k_t: teacher keys.
+        lse_t: the teacher's log-sum-exp of each row, ``[batch, heads_t, len_q]``, packed ``[heads_t, total_q]``, over the visible
+            keys. Default: the backward computes it, in a separate pass.
+        kl_weight: factor of the KL in the loss: a number, or a tensor with one element.
+        inject: ``True``: the gradient of the KL counts with ``kl_weight``, whatever the loss is. A loss scale belongs in
+            ``kl_weight``: ``scaler.scale(torch.tensor(0.1, device=q.device))``. ``False``: ``handle.loss``, a scalar of value 0,
+            is part of your loss, and its upstream gradient multiplies ``kl_weight``.
+        causal: a query attends to no later key. The last query is aligned with the last key (bottom-right).
+        window_size: as in :func:`streamkl.attention_kl`, like all options below. Off a GPU, or with f32, windows and lengths make
+            the forward store the matrix of probabilities.
+        softmax_scale: factor of the dot products; default ``1 / sqrt(dim)``.
+        softmax_scale_t: the same for the teacher.
+        softcap: caps the logits: ``softcap * tanh(logit / softcap)``; 0: no cap.
+        softcap_t: the same for the teacher.
+        cu_seqlens_q: for packed sequences in tensors ``[total_q, heads, dim]``.
+        cu_seqlens_k: the same for the keys.
+        max_seqlen_q: length of the longest sequence, or an upper bound.
+        max_seqlen_k: the same for the keys.
+        key_lengths: ``[batch]``: keys from ``key_lengths[b]`` on are padding.
+        key_begin: row bounds, ``[batch, len_q]``, packed ``[total_q]``.
+        key_end: the same for the first key that a query does not attend to.
+        direction: ``"forward"``: KL(teacher || student); ``"reverse"``: KL(student || teacher).
+        reduction: ``"mean"``: weighted mean over the rows that attend to at least one key; ``"sum"``.
+        row_weight: weight of each row, ``[batch, len_q]`` or ``[batch, heads, len_q]``, packed ``[total_q]`` or ``[heads, total_q]``.
+        deterministic: gradients have the same bits on every run.
+        layout: ``"bnhd"``, as above, or ``"bhnd"``: ``[batch, heads, length, dim]``, packed ``[heads, total, dim]``.
+
+    Returns:
+        ``(out, handle)``: the output, of the shape of ``q``, and a handle with ``handle.kl`` after the backward.
+
+    Raises:
+        ValueError: an argument does not fit.
+    """
+    refuse_transforms("attention", q, k, v)
+    check_flags(inject=inject)
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction={reduction!r}: must be 'mean' or 'sum'")
+    q, k, v = map(as_autocast, (q, k, v))
+    lengths, options = translate(
+        GRADIENTS, causal=causal, window_size=window_size, softmax_scale_t=softmax_scale_t, softmax_scale_s=softmax_scale,
+        softcap_t=softcap_t, softcap_s=softcap, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k, key_lengths=key_lengths, key_begin=key_begin, key_end=key_end, direction=direction,
+        deterministic=deterministic, layout=layout,
+    )  # fmt: skip
+    check_call(q_t, k_t, q, k, v, lse_t, lengths, options)
+    weight = _weight_of_rows(q, k, kl_weight, row_weight, reduction, lengths, options)
+    handle = CarriedKL(inject)
+    handle.bind(Term(q_t.detach(), k_t.detach(), None if lse_t is None else lse_t.detach(), weight, lengths, options))
+    out, handle.loss = Carried.apply(q, k, v, handle, lambda q, k, v: attend(q, k, v, lengths, options))
+    return out, handle
+
+
+def check_call(q_t, k_t, q, k, v, lse_t, lengths, options) -> None:
+    """The rules of the operator, at once and not in the backward."""
+    describe(*specs_of((q_t, k_t, q, k, None, None, None, None), lse_t, None, None, lengths, options))
+    check_attention((q, k), (v, q, q))
+
+
+def _weight_of_rows(q, k, kl_weight, row_weight, reduction, lengths, options) -> torch.Tensor:
+    """The factor of each KL in the loss, f32: one number, or one per row."""
+    if isinstance(kl_weight, torch.Tensor) and (kl_weight.numel() != 1 or kl_weight.requires_grad):
+        raise ValueError("kl_weight: must be a number, or a tensor with one element and without a gradient; row_weight weighs rows")
+    weight = torch.as_tensor(kl_weight, dtype=torch.float32, device=q.device).reshape(())
+    if row_weight is not None:
+        row_weight = expand_weight(row_weight, q, lengths, options)
+        weight = weight * row_weight
+    return divide_by_rows(weight, q, k, row_weight, lengths, options) if reduction == "mean" else weight

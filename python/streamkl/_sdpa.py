@@ -1,0 +1,98 @@
+"""torch's fused attention, with its LSE."""
+
+from __future__ import annotations
+
+import torch
+
+from . import reference
+from ._checks import sizes
+
+_FLASH, _EFFICIENT, _CUDNN = 1, 2, 3  # torch.nn.attention.SDPBackend
+
+
+def as_autocast(tensor):
+    """What autocast makes of an argument of scaled_dot_product_attention: the kernels below would not see it."""
+    eligible = tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
+    if not eligible or not torch.is_autocast_enabled(tensor.device.type):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
+
+
+def sdpa_with_lse(query, key, value, mask=None, dropout=0.0, causal=False, scale=None, gqa=False):
+    """(output, lse) of the kernel that scaled_dot_product_attention chooses; None if it returns no LSE.
+
+    Tensors are [batch, heads, length, dim], the LSE [batch, heads, length].
+    """
+    choose = getattr(torch, "_fused_sdp_choice", None)
+    if choose is None or (causal and query.shape[2] != key.shape[2]):
+        return None
+    backend = choose(query, key, value, mask, dropout, causal, scale=scale, enable_gqa=gqa)
+    aten = torch.ops.aten
+    if query.device.type == "cpu" and backend == _FLASH:
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
+        output, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, dropout, causal, attn_mask=mask, scale=scale
+        )
+    elif query.device.type != "cuda" or mask is not None or query.shape[-1] % 8 != 0:
+        return None
+    elif backend == _FLASH:
+        output, lse, *_ = aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, False, scale=scale)
+    elif backend == _EFFICIENT:
+        output, lse, *_ = aten._scaled_dot_product_efficient_attention(
+            query, key, value, None, True, dropout, causal, scale=scale
+        )
+    elif backend == _CUDNN:
+        output, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, True, dropout, causal, False, scale=scale
+        )
+    else:
+        return None
+    return output, lse.detach().flatten(2)[..., : query.shape[2]]  # some round the length up, or add a dimension of 1
+
+
+def attend(q, k, v, lengths, options) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output, lse) of a call's student, in the layout of the call; the LSE is [batch, heads, length], packed [heads, total].
+
+    Windows and lengths need flash attention on a GPU. Elsewhere the matrices are stored.
+    """
+    packed = lengths.cu_seqlens_q is not None
+    is_plain = all(given is None for given in lengths) and options.window_left < 0 and options.softcap_s == 0
+    right = 0 if options.causal else options.window_right
+    scale = options.scale_s or q.shape[-1] ** -0.5
+    if is_plain and (options.causal or right < 0):
+        heads_first = [tensor if options.heads_first else tensor.transpose(1, 2) for tensor in (q, k, v)]
+        gqa = heads_first[0].shape[1] != heads_first[1].shape[1]
+        answer = sdpa_with_lse(*heads_first, causal=options.causal, scale=scale, gqa=gqa)
+        if answer is not None:
+            output, lse = answer
+            return output if options.heads_first else output.transpose(1, 2), lse
+    bounded = lengths.key_begin is not None or lengths.key_end is not None or lengths.key_lengths is not None
+    if q.is_cuda and q.dtype != torch.float32 and not bounded and options.softcap_s == 0 and q.shape[-1] % 8 == 0:
+        return _flash(q, k, v, lengths, options, scale, packed)
+    return _with_matrices(q, k, v, lengths, options, scale)
+
+
+def _flash(q, k, v, lengths, options, scale, packed):
+    length_first = [tensor.transpose(-3, -2) if options.heads_first else tensor for tensor in (q, k, v)]
+    _, _, len_q = sizes(q.shape, packed, options.heads_first)
+    _, _, len_k = sizes(k.shape, packed, options.heads_first)
+    left, right = options.window_left, 0 if options.causal else options.window_right
+    output, lse, *_ = torch.ops.aten._flash_attention_forward(
+        *length_first, lengths.cu_seqlens_q, lengths.cu_seqlens_k,
+        options.max_seqlen_q if options.max_seqlen_q >= 0 else len_q,
+        options.max_seqlen_k if options.max_seqlen_k >= 0 else len_k,
+        0.0, options.causal, False, scale=scale, window_size_left=None if left < 0 else left,
+        window_size_right=None if right < 0 else right,
+    )  # fmt: skip
+    return output.transpose(-3, -2) if options.heads_first else output, lse[..., :len_q]
+
+
+def _with_matrices(q, k, v, lengths, options, scale):
+    q, k, v = (tensor if options.heads_first else tensor.transpose(-3, -2) for tensor in (q, k, v))
+    output, lse = reference.attention(
+        q.float(), k.float(), v.float(), causal=options.causal, window_size=(options.window_left, options.window_right),
+        softmax_scale=scale, softcap=options.softcap_s, layout="bhnd", **lengths._asdict(),
+    )  # fmt: skip
+    output = output.to(q.dtype)
+    return output if options.heads_first else output.transpose(-3, -2), lse

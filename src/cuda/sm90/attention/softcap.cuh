@@ -1,0 +1,68 @@
+/* Softcapped logits: softcap tanh(scale product / softcap), in base 2.
+ *
+ * tanhf takes two special function instructions and a division of cases. Most logits are far below their cap. There
+ * an odd polynomial, on the FMA pipes, is as accurate: a warp uses it for a stage whose products it covers, and tanhf
+ * for the others.
+ *
+ *   logit = tanh_factor tanh(tanh_scale product)      for |product| <= product_max
+ *
+ * holds for an argument without a softcap, too, so that one polynomial path serves all softcapped problems. */
+#ifndef SKL_CUDA_SM90_ATTENTION_SOFTCAP_CUH
+#define SKL_CUDA_SM90_ATTENTION_SOFTCAP_CUH
+
+#include "cuda/sm90/pipeline.cuh"
+
+namespace sm90
+{
+
+/* With tanhf; right for every product. */
+__device__ inline float exact_logit(float product, const skl_cuda_argument &argument)
+{
+    const float scaled = product * argument.scale;
+    return argument.capped ? argument.softcap_2 * tanhf(scaled) : scaled;
+}
+
+/* Logits of a stage; `to` may be x. */
+template <typename X>
+__device__ inline void cap_stage(stage_logits &to, const X &x, const skl_cuda_argument &argument)
+{
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+        const auto factors = factors_of(x, n);
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            to[n][e] = exact_logit(product_of(x, factors, n, e), argument);
+    }
+}
+
+/* tanh(tanh_scale product). The minimax polynomial for |u| <= SKL_TANH_MAX, relative error 2^-24.9. */
+__device__ inline float polynomial_tanh(float product, const skl_cuda_argument &argument)
+{
+    const float u = product * argument.tanh_scale, square = u * u;
+    float ratio = fmaf(square, -0.00476945797F, 0.0196648687F);
+    ratio = fmaf(ratio, square, -0.0533902384F);
+    ratio = fmaf(ratio, square, 0.133265212F);
+    ratio = fmaf(ratio, square, -0.333330691F);
+    ratio = fmaf(ratio, square, 1.0F);
+    return u * ratio;
+}
+
+__device__ inline float largest_product(const stage_logits &x)
+{
+    float largest[2] = {};
+#pragma unroll
+    for (int e = 0; e < 32; e++)
+        largest[e % 2] = fmaxf(largest[e % 2], fabsf(x[e / 4][e % 4]));
+    return fmaxf(largest[0], largest[1]);
+}
+
+/* Whether the polynomials cover all of the warp's products. NaN is covered: it remains NaN. */
+__device__ inline bool polynomials_cover(const stage_logits &x, const skl_cuda_argument &of_x, const stage_logits &y,
+                                         const skl_cuda_argument &of_y)
+{
+    return __all_sync(~0U, largest_product(x) <= of_x.product_max && largest_product(y) <= of_y.product_max);
+}
+
+} // namespace sm90
+
+#endif

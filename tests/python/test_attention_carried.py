@@ -1,0 +1,172 @@
+"""streamkl.attention: its output is torch's, its gradients are those of the attention and of the KL."""
+
+import pytest
+import torch
+from carried_cases import CASES, Call, assert_gradients, assert_near, check_against_the_reference
+from torch.utils.checkpoint import checkpoint
+
+import streamkl
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_matches_the_reference(name):
+    check_against_the_reference(**CASES[name])
+
+
+@pytest.mark.parametrize("name", ["bf16", "f16", "teacher_groups", "packed", "reverse", "row_weight"])
+def test_apart(name, monkeypatch):
+    """Where a GPU has no kernel for both: torch's own backward, and a one-pass call."""
+    monkeypatch.setattr(streamkl._carried, "carries_kl", lambda *_: False)
+    monkeypatch.setattr(streamkl._carried, "_in_one_call", None)
+    check_against_the_reference(**CASES[name])
+
+
+def test_given_lse_is_used():
+    call = Call(causal=True)
+    _, lse_t, _ = streamkl.attention_kl(call.q_t, call.k_t, call.q.detach(), call.k.detach(), return_lse=True, **call.options)
+    expected = call.reference(kl_weight=3000.0)[2]
+    out, _ = call.attention(lse_t=lse_t, kl_weight=3000.0)
+    (out * call.upstream).sum().backward()
+    assert_gradients(call, expected)
+    call.q.grad = None
+    out, _ = call.attention(lse_t=lse_t + 1, kl_weight=3000.0)
+    (out * call.upstream).sum().backward()
+    assert (call.q.grad - expected[0]).norm() > 0.1 * expected[0].norm()
+
+
+def test_the_loss_of_the_handle_carries_the_weight():
+    """inject=False: a loss scale, and a factor of gradient accumulation, reach the KL."""
+    call = Call(causal=True)
+    expected = call.reference(kl_weight=0.5 * 1024, out_weight=1024.0)[2]
+    for _ in range(2):  # two micro-batches
+        out, handle = call.attention(kl_weight=0.5, inject=False)
+        loss = (out * call.upstream).sum() + handle.loss
+        (loss * (1024 / 2)).backward()
+    assert_gradients(call, expected)
+
+
+def test_without_its_loss_nothing_is_carried():
+    call = Call(causal=True)
+    out, handle = call.attention(inject=False)
+    (out * call.upstream).sum().backward()
+    assert_gradients(call, call.reference(kl_weight=0.0)[2])
+    assert not handle.is_ready
+    with pytest.raises(RuntimeError, match="comes with the backward"):
+        handle.kl
+
+
+def test_grad_scaler():
+    """Injected with the scale of a GradScaler, the gradient of the KL is unscaled with the others."""
+    call = Call(causal=True)
+    expected = call.reference(kl_weight=0.5)[2]
+    scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
+    optimizer = torch.optim.SGD(call.inputs, lr=0.0)
+    out, _ = call.attention(kl_weight=scaler.scale(torch.tensor(0.5)))
+    scaler.scale((out * call.upstream).sum()).backward()
+    scaler.unscale_(optimizer)
+    assert_gradients(call, expected)
+
+
+def test_gradient_accumulation():
+    call = Call(causal=True)
+    expected = call.reference(kl_weight=0.5)[2]
+    for _ in range(3):
+        out, _ = call.attention(kl_weight=0.5)
+        (out * call.upstream).sum().backward()
+    assert_gradients(call, expected, factor=3.0)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing(use_reentrant):
+    call = Call(causal=True)
+    expected = call.reference(kl_weight=3.0)[2]
+    handles = []
+
+    def block(q, k, v):
+        out, handle = streamkl.attention(q, k, v, q_t=call.q_t, k_t=call.k_t, kl_weight=3.0, **call.options)
+        handles.append(handle)
+        return out
+
+    out = checkpoint(block, *call.inputs, use_reentrant=use_reentrant)
+    (out * call.upstream).sum().backward()
+    assert_gradients(call, expected)
+    assert any(handle.is_ready for handle in handles)
+
+
+def test_autocast():
+    call = Call(causal=True)
+    rounded = Call(causal=True, dtype=torch.bfloat16)
+    expected = call.reference(kl_weight=3000.0)[2]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, handle = call.attention(kl_weight=3000.0)
+    assert out.dtype == torch.bfloat16
+    (out * call.upstream).sum().backward()
+    for tensor, gradient in zip(call.inputs, expected):
+        assert tensor.grad.dtype == torch.float32
+        assert_near(tensor.grad, gradient, rounded.tolerance())
+
+
+def test_compile():
+    call = Call(causal=True)
+    expected = call.reference(kl_weight=3.0)[2]
+    handles = []
+
+    @torch.compile(backend="aot_eager")
+    def step(q, k, v):
+        out, handle = streamkl.attention(q * 1.0, k, v, q_t=call.q_t, k_t=call.k_t, kl_weight=3.0, **call.options)
+        handles.append(handle)
+        return (out * call.upstream).sum()
+
+    step(*call.inputs).backward()
+    assert_gradients(call, expected)
+    assert handles[-1].kl.shape == (2, 4, 37)
+
+
+def test_teacher_gets_no_gradient_and_runs_without_any():
+    call = Call(causal=True)
+    q_t = call.q_t.requires_grad_()
+    out, _ = call.attention()
+    out.sum().backward()
+    assert q_t.grad is None
+    with torch.no_grad():
+        out, handle = call.attention()
+    assert not out.requires_grad and not handle.is_ready
+
+
+def test_only_some_gradients():
+    call = Call(causal=True)
+    expected = call.reference()[2]
+    call.k.requires_grad_(False)
+    out, _ = call.attention()
+    (out * call.upstream).sum().backward()
+    assert call.k.grad is None
+    assert_near(call.q.grad, expected[0], 2e-6)
+    assert_near(call.v.grad, expected[2], 2e-6)
+
+
+ERRORS = {
+    "v": (lambda c: dict(v=torch.randn(2, 4, 37, 8)), r"v: .* must be torch.float32 \[2, 4, 37, 16\]"),
+    "q_t": (lambda c: dict(q_t=c.q_t[:, :3]), "3 teacher heads must be a multiple of 4 student heads"),
+    "lse_t": (lambda c: dict(lse_t=torch.zeros(2, 4, 36)), r"lse_t: shape \[2, 4, 36\] must be"),
+    "reduction": (lambda c: dict(reduction="none"), "must be 'mean' or 'sum'"),
+    "kl_weight": (lambda c: dict(kl_weight=torch.ones(3)), "kl_weight: must be a number"),
+    "inject": (lambda c: dict(inject=1), "inject=1: must be True or False"),
+    "row_weight": (lambda c: dict(row_weight=torch.ones(2, 3)), r"row_weight: shape \[2, 3\] must be"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name):
+    change, message = ERRORS[name]
+    call = Call(causal=True)
+    arguments = dict(q=call.q, k=call.k, v=call.v, q_t=call.q_t, k_t=call.k_t, **call.options) | change(call)
+    with pytest.raises(ValueError, match=message):
+        streamkl.attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
+
+
+def test_cannot_be_differentiated_twice():
+    call = Call(causal=True)
+    out, _ = call.attention()
+    (gradient,) = torch.autograd.grad((out * call.upstream).sum(), call.q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable|does not require grad"):
+        gradient.sum().backward()
