@@ -329,7 +329,8 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
                                 begin + smem.tile.rows);
     }
 
-    __device__ auto stats_of_stage(int stage)
+    /* kl_sums: where the KL is added up. */
+    __device__ auto stats_of_stage(int stage, row_sums (&kl_sums)[2])
     {
         if constexpr (DK && TWO_TERM) {
             return streamed_query_stats<WRT_B, two_term_factors>{smem.stats.staged[stage],
@@ -337,13 +338,13 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
         } else if constexpr (DK) {
             return streamed_query_stats<WRT_B>{smem.stats.staged[stage]};
         } else if constexpr (TWO_TERM) {
-            two_term_query_stats<WRT_B> stats = {{}, sums, {smem.stats.factors[stage], factors_a, factors_b}};
+            two_term_query_stats<WRT_B> stats = {{}, kl_sums, {smem.stats.factors[stage], factors_a, factors_b}};
 #pragma unroll
             for (int half = 0; half < 2; half++)
                 stats.query[half] = load_row_stats(smem.stats.stationary[acc_row<1>(0, half)]);
             return stats;
         } else {
-            stationary_query_stats<WRT_B> stats = {{}, smem.stats.poison[stage], sums};
+            stationary_query_stats<WRT_B> stats = {{}, smem.stats.poison[stage], kl_sums};
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 stats.query[half] = load_row_stats(smem.stats.stationary[acc_row<1>(0, half)]);
@@ -360,7 +361,7 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
         fence_operand(gradient);
         if constexpr (!WRT_B)
             unit.fit(*this, largest_logit_gradient<MASKED, WRT_B, CAPPED>(params, logits, visible(), smem.count,
-                                                                          stats_of_stage(stage)));
+                                                                          stats_of_stage(stage, sums)));
         else if constexpr (DK)
             unit.fit(*this, load_shared(smem.stats.staged[stage].largest));
         else
@@ -388,7 +389,7 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
         uint32_t g[4][4];
         const float inverse = unit.inverse(); /* applied last: times an upstream gradient it could overflow */
         for_each_logit_gradient<MASKED, WRT_B, CAPPED>(
-            params, logits, visible(), stats_of_stage(stage), [&](int i, int half, float low, float high) {
+            params, logits, visible(), stats_of_stage(stage, sums), [&](int i, int half, float low, float high) {
                 g[i / 2][i % 2 * 2 + half] = pack(low * inverse, high * inverse, ELEMENT());
             });
         wgmma_fence();
@@ -400,24 +401,28 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
         wgmma_wait<0>();
     }
 
-    /* Tensor cores truncate their sums. So a stage has its own, in the registers of the logits, and they are added
-     * here.
-     */
+    /* Tensor cores truncate their sums. So a stage has its own, in the registers of the logits, and they are added to
+     * the gradient here. The same for the sums of the KL: an f32 sum over all keys has three times the error. */
     template <bool MASKED> __device__ void add_two_term_gradient(const argument_logits &logits, int stage)
     {
         float values[8][4], largest[2] = {};
-        for_each_logit_gradient<MASKED, WRT_B, CAPPED>(
-            params, logits, visible(), stats_of_stage(stage), [&](int i, int half, float first, float second) {
-                values[i][half * 2] = first;
-                values[i][half * 2 + 1] = second;
-                const float size = fmaxf(fabsf(first), fabsf(second));
-                largest[half] = size < INFINITY ? fmaxf(largest[half], size) : largest[half];
-            });
+        row_sums of_stage[2] = {};
+        for_each_logit_gradient<MASKED, WRT_B, CAPPED>(params, logits, visible(), stats_of_stage(stage, of_stage),
+                                                       [&](int i, int half, float first, float second) {
+                                                           values[i][half * 2] = first;
+                                                           values[i][half * 2 + 1] = second;
+                                                           const float size = fmaxf(fabsf(first), fabsf(second));
+                                                           largest[half] = size < INFINITY
+                                                                               ? fmaxf(largest[half], size)
+                                                                               : largest[half];
+                                                       });
 #pragma unroll
-        for (int half = 0; half < 2; half++) /* of the four lanes that hold a row */
+        for (int half = 0; half < 2; half++) {
+            add_sums(sums[half], of_stage[half]);
 #pragma unroll
-            for (int lane = 1; lane < 4; lane *= 2)
+            for (int lane = 1; lane < 4; lane *= 2) /* of the four lanes that hold a row */
                 largest[half] = fmaxf(largest[half], __shfl_xor_sync(~0U, largest[half], lane));
+        }
         unit.fit(gradient, largest);
         uint32_t high[4][4], low[4][4];
 #pragma unroll
