@@ -42,11 +42,15 @@ def read_text(folder: Path, size: int) -> str:
 
 def make_tokenizer(text: str) -> PreTrainedTokenizerFast:
     trained = ByteLevelBPETokenizer()
-    trained.train_from_iterator([text[:2_000_000]], vocab_size=VOCABULARY, special_tokens=["<s>", "</s>"], show_progress=False)
+    trained.train_from_iterator(
+        [text[:2_000_000]], vocab_size=VOCABULARY, special_tokens=["<s>", "</s>"], show_progress=False
+    )
     return PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, bos_token="<s>", eos_token="</s>")
 
 
-def make_sequences(tokens: np.ndarray, count: int, length: int, rng: np.random.Generator, share: float = 0.5):
+def make_sequences(
+    tokens: np.ndarray, count: int, length: int, rng: np.random.Generator, share=0.5, letters=VOCABULARY
+):
     """[count, length] of text in which records of random tokens cover about a `share`, and the tokens that can be copied.
 
     A record is new, or one that has been in the sequence before. Sizes and gaps are random: a record cannot be found by its
@@ -72,20 +76,41 @@ def make_sequences(tokens: np.ndarray, count: int, length: int, rng: np.random.G
 
 
 @torch.no_grad()
-def start_with_previous_token(model) -> None:
-    """The first head starts to attend to the token before, by its biases alone.
+def start_with_attention(model) -> None:
+    """Gives some heads the attention that copying needs. What they do with it is left to the training, like all other weights.
 
-    Copying needs such a head, and a head that builds on it. On its own, the first takes most of the training to appear. The
-    logit of a key at distance n is the sum over the fast frequencies f of RoPE of 8 cos(f (n - 1)): largest for n = 1.
+    From random weights, such attention appears after hours on a CPU. In layer 1, head 0 attends to the token before and adds a
+    projection of it to the residual stream. In layer 3, heads 0 and 1 compare the same projection of the current token with
+    it: they attend to tokens that came after an earlier copy of the current one.
     """
-    attention, dim = model.model.layers[0].self_attn, model.config.head_dim
-    frequency = model.model.rotary_emb.inv_freq[:6]
-    size = (8 * dim**0.5) ** 0.5
-    for projection, angle in (attention.q_proj, 0 * frequency), (attention.k_proj, frequency):
-        projection.weight[:dim] = 0
-        projection.bias[:dim] = 0
-        projection.bias[: len(frequency)] = size * angle.cos()
-        projection.bias[dim // 2 : dim // 2 + len(frequency)] = size * angle.sin()
+    rows, dim = 40, model.config.head_dim  # dimensions of a head that RoPE hardly turns
+    frequency = model.model.rotary_emb.inv_freq
+    slow = torch.cat([torch.arange(dim // 2 - rows // 2, dim // 2), torch.arange(dim - rows // 2, dim)])
+    hidden = model.config.hidden_size
+    own, before = slice(0, hidden - dim), slice(hidden - dim, hidden - dim + rows)  # in the residual stream
+    model.model.embed_tokens.weight.normal_()[:, hidden - dim :] = 0
+    projection = torch.linalg.qr(torch.randn(hidden - dim, rows))[0].T
+
+    first = model.model.layers[1].self_attn
+    for part, angle in (first.q_proj, 0 * frequency), (first.k_proj, frequency):
+        part.weight[:dim], part.bias[:dim] = 0, 0
+        part.bias[:4] = (16 * dim**0.5) ** 0.5 * angle[:4].cos()  # a logit of 16 sum cos(f (n - 1)) at distance n
+        part.bias[dim // 2 : dim // 2 + 4] = (16 * dim**0.5) ** 0.5 * angle[:4].sin()
+    first.v_proj.weight[slow], first.v_proj.bias[slow] = 0, 0
+    first.v_proj.weight[slow, own] = projection
+    first.o_proj.weight[:, :dim] = 0
+    first.o_proj.weight[before, slow] = torch.eye(rows)
+
+    second = model.model.layers[3].self_attn
+    for head in 0, 1:
+        at = head * dim
+        for part in second.q_proj, second.k_proj:
+            part.weight[at : at + dim], part.bias[at : at + dim] = 0, 0
+        second.q_proj.weight[at + slow, own] = 4 * projection
+        second.k_proj.weight[at + slow, before] = 4 * torch.eye(rows)
+
+
+ENOUGH = 0.98  # of the tokens that can be copied
 
 
 @dataclass
@@ -99,15 +124,14 @@ class Stage:
     share: float  # of the tokens that are records
 
 
-ENOUGH = 0.98  # of the tokens that can be copied
-
-
 def train(model, tokens, stage: Stage, rng) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=stage.rate, betas=(0.9, 0.98), weight_decay=0.01)
     begin, found = time.monotonic(), 0.0
     for step in range(stage.steps):
         for group in optimizer.param_groups:
-            group["lr"] = stage.rate * min((step + 1) / 20, 1.0) * min((stage.steps - step) / (0.3 * stage.steps), 1.0)
+            group["lr"] = (
+                stage.rate * min((step + 1) / 20, 1.0) * min((stage.steps - step) / (0.3 * stage.steps), 1.0)
+            )
         ids, copied = make_sequences(tokens, stage.batch, stage.length, rng, stage.share)
         logits = model(ids).logits[:, :-1]
         losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
@@ -137,7 +161,7 @@ def main() -> None:
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
 
-    text = read_text(options.text, 12_000_000)
+    text = read_text(options.text, 2_000_000)
     tokenizer = make_tokenizer(text)
     tokens = np.asarray(tokenizer(text)["input_ids"], dtype=np.int32)
     held_out = tokens[-len(tokens) // 10 :]
@@ -146,22 +170,23 @@ def main() -> None:
 
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=4, head_dim=32, max_position_embeddings=options.context, tie_word_embeddings=True,
-        rope_parameters=dict(rope_type="default", rope_theta=3e4), bos_token_id=0, eos_token_id=1, initializer_range=0.06,
+        num_key_value_heads=4, head_dim=64, max_position_embeddings=options.context, tie_word_embeddings=True,
+        rope_parameters=dict(rope_type="default", rope_theta=1e12), bos_token_id=0, eos_token_id=1, initializer_range=0.03,
         attention_bias=True,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
-    start_with_previous_token(model)
+    start_with_attention(model)
     options.out.mkdir(parents=True, exist_ok=True)
-    stages = [Stage(128, 16, 2000, 3e-3, share=1.0), Stage(512, 4, 200, 2e-3, share=0.5)]
-    if options.context > 512:
-        stages.append(Stage(options.context, max(2048 // options.context, 1), 150, 1e-3, share=0.5))
+    stages = [Stage(128, 8, 400, 3e-3, share=0.7), Stage(options.context, max(1024 // options.context, 1), 60, 1e-3, share=0.5)]
     for stage in stages:
         train(model, tokens, stage, rng)
     model.save_pretrained(options.out / "teacher")
     tokenizer.save_pretrained(options.out / "teacher")
     for name, source, count in ("train", tokens, options.sequences), ("held-out", held_out, 16):
-        np.save(options.out / f"{name}.npy", make_sequences(source, count, options.context, rng)[0].numpy().astype(np.int32))
+        np.save(
+            options.out / f"{name}.npy",
+            make_sequences(source, count, options.context, rng)[0].numpy().astype(np.int32),
+        )
 
 
 if __name__ == "__main__":

@@ -33,7 +33,12 @@ def arguments(folder, out, *more, steps=6, **options):
         student_layers=2, student_heads=2, eval_sequences=2, needles=1, needle_lengths=CONTEXT, checkpoint_every=2,
     )  # fmt: skip
     given.update(options)
-    flags = [part for name, value in given.items() if value is not None for part in (f"--{name.replace('_', '-')}", str(value))]
+    flags = [
+        part
+        for name, value in given.items()
+        if value is not None
+        for part in (f"--{name.replace('_', '-')}", str(value))
+    ]
     return ["--cpu", *flags, *more]
 
 

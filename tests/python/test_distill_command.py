@@ -45,7 +45,9 @@ def test_held_out_kl_is_that_of_the_attention_weights(folder, trained):
     student = LlamaForCausalLM.from_pretrained(trained / "student")
     assert student.config.num_hidden_layers == 2 and student.config.num_attention_heads == 2
     ids = torch.from_numpy(np.load(folder / "data.npy")[-2:]).long()
-    expected = kl_from_attentions(teacher, student, dict(input_ids=ids, attention_mask=torch.ones_like(ids)), {0: 1, 1: 3})
+    expected = kl_from_attentions(
+        teacher, student, dict(input_ids=ids, attention_mask=torch.ones_like(ids)), {0: 1, 1: 3}
+    )
     found = evaluation(trained)["after"]
     assert found["kl"] == pytest.approx(expected.item(), rel=1e-4)
     for pair in range(2):
@@ -54,7 +56,9 @@ def test_held_out_kl_is_that_of_the_attention_weights(folder, trained):
         assert sum(found["kl_distance"][pair]) == pytest.approx(found["kl_layer"][pair], rel=1e-4)
     logits = student(input_ids=ids).logits[:, :-1]
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-    assert np.mean(found["language"]["student"]) == pytest.approx(loss.item(), rel=2e-2)  # buckets are not all equally long
+    assert np.mean(found["language"]["student"]) == pytest.approx(
+        loss.item(), rel=2e-2
+    )  # buckets are not all equally long
 
 
 def test_writes(trained):
@@ -78,7 +82,9 @@ def test_eval_repeats_the_evaluation(folder, trained, capsys):
     out = str(folder / "eval")
     options = ["--options", str(trained / "options.toml"), "--student", str(trained / "student"), "--out", out]
     assert main(["eval", *options, "--data", str(folder / "held-out.npy")]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[0])["kl"] == pytest.approx(evaluation(trained)["after"]["kl"], rel=1e-5)
+    assert json.loads(capsys.readouterr().out.splitlines()[0])["kl"] == pytest.approx(
+        evaluation(trained)["after"]["kl"], rel=1e-5
+    )
 
 
 def test_accumulation_is_a_larger_batch(folder):
@@ -251,6 +257,8 @@ def test_command_line_wins_over_the_file(tmp_path, folder):
 
     parser = ArgumentParser()
     add_arguments(parser)
-    found = options_from(parser.parse_args([*arguments(folder, "x", rate=None), "--options", str(tmp_path / "options.toml")]))
+    found = options_from(
+        parser.parse_args([*arguments(folder, "x", rate=None), "--options", str(tmp_path / "options.toml")])
+    )
     assert (found.rate, found.steps, found.layer_map) == (1.0, 6, [2, 3])
     assert options_from(parser.parse_args([])) == Options()

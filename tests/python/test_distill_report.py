@@ -32,7 +32,10 @@ def test_report_is_complete_and_self_contained(report):
         "Reproducing this run",
     ]  # fmt: skip
     (choice,) = document["sections"][1]["blocks"]
-    assert [option["name"] for option in choice["choices"]] == ["0, learns from teacher layer 1", "1, learns from teacher layer 3"]
+    assert [option["name"] for option in choice["choices"]] == [
+        "0, learns from teacher layer 1",
+        "1, learns from teacher layer 3",
+    ]
     captions = [each["caption"] for each in choice["choices"][0]["blocks"][0]["maps"]]
     assert captions == ["teacher", "student before", "student after", "control", "contributions to the KL, before",
                         "contributions to the KL, after"]  # fmt: skip

@@ -131,9 +131,15 @@ def test_a_failed_write_keeps_the_last_checkpoint(folder, monkeypatch, capsys, w
 
     with monkeypatch.context() as patched:
         if where == "write":
-            patched.setattr(checkpoints, "save_file", fails(checkpoints.save_file, OSError(errno.ENOSPC, "No space left on device")))
+            patched.setattr(
+                checkpoints,
+                "save_file",
+                fails(checkpoints.save_file, OSError(errno.ENOSPC, "No space left on device")),
+            )
         else:
-            patched.setattr(checkpoints.os, "replace", fails(os.replace, PermissionError(errno.EACCES, "Permission denied")))
+            patched.setattr(
+                checkpoints.os, "replace", fails(os.replace, PermissionError(errno.EACCES, "Permission denied"))
+            )
         assert run(folder, out, sample_rows=0.5, **FAST) == 2
     error = capsys.readouterr().err
     assert f"{checkpoints.NAME}: cannot be written" in error and "Traceback" not in error
@@ -169,7 +175,9 @@ def test_a_foreign_file_is_no_checkpoint(folder, capsys):
 def start(folder, out, *more, before="pass", **options):
     code = f"import sys, torch; torch.set_num_threads(1); {before}; from streamkl.distill.cli import main; sys.exit(main(sys.argv[1:]))"
     given = {**FAST, "sample_rows": 0.5, **options}
-    return subprocess.Popen([sys.executable, "-c", code, *arguments(folder, out, *more, **given)], stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments(folder, out, *more, **given)], stderr=subprocess.PIPE, text=True
+    )
 
 
 @pytest.mark.skipif(not LONG, reason="takes a minute")
@@ -190,7 +198,8 @@ def test_kill_9_at_random_moments(tmp_path):
 @pytest.mark.skipif(not LONG, reason="takes seconds")
 def test_a_full_disk(folder):
     """The limit of a file's size is that of a full disk, for this process: the checkpoint does not fit."""
-    limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (150000, 150000))"
+    ignore = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)"
+    limit = f"{ignore}; resource.setrlimit(resource.RLIMIT_FSIZE, (150000, 150000))"
     process = start(folder, "full", before=limit)
     error = process.communicate(timeout=300)[1]
     assert process.returncode == 2, error

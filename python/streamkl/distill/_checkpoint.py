@@ -50,7 +50,11 @@ def clear_errors(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         number = getattr(error, "errno", None)
-        is_full = number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "os error 28" in str(error) or "os error 27" in str(error)
+        is_full = (
+            number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            or "os error 28" in str(error)
+            or "os error 27" in str(error)
+        )
         advice = "; free some space, then continue with --resume" if is_full else ""
         raise UserError(f"{path}: cannot be written: {error}{advice}") from error
 
@@ -61,6 +65,8 @@ def write_text(path: Path, text: str) -> None:
 
 def save(path: Path, model: torch.nn.Module, optimizer: Any, state: dict[str, Any], is_main: bool) -> None:
     """All ranks take part, the main one writes."""
+    weights: Any
+    moments: Any
     weights, moments = distributed.get_state_dict(model, optimizer, options=_FULL)
     if not is_main:
         return
@@ -73,7 +79,7 @@ def save(path: Path, model: torch.nn.Module, optimizer: Any, state: dict[str, An
 
 def full_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The weights of the student inside an Objective, on the CPU. All ranks take part."""
-    weights = distributed.get_model_state_dict(model, options=_FULL)
+    weights: dict[str, Any] = distributed.get_model_state_dict(model, options=_FULL)
     return {name.removeprefix("module."): tensor for name, tensor in weights.items()}
 
 
@@ -86,17 +92,20 @@ def read_state(path: Path, options: Options, digest: str) -> dict[str, Any]:
     state = json.loads(metadata)
     for name, value in options.affecting().items():
         if state["options"].get(name) != value:
-            raise UserError(f"{path}: was written with --{name.replace('_', '-')} {state['options'].get(name)}, and this run has "
-                            f"{value}: use the same, or start again with --overwrite")  # fmt: skip
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"{path}: was written with {flag} {state['options'].get(name)}, and this run has {value}: "
+                            "use the same, or start again with --overwrite")  # fmt: skip
     if state["data"] != digest:
-        raise UserError(f"{path}: was written by a run on other data: use the same files, or start again with --overwrite")
+        raise UserError(
+            f"{path}: was written by a run on other data: use the same files, or start again with --overwrite"
+        )
     return state
 
 
 def load(path: Path, model: torch.nn.Module, optimizer: Any) -> None:
     """Sets the weights and the optimiser."""
-    weights: dict[str, torch.Tensor] = {}
-    moments: dict[str, dict[str, torch.Tensor]] = {}
+    weights: dict[str, Any] = {}
+    moments: dict[str, Any] = {}
     with _opened(path) as file:
         for name in file.keys():
             kind, rest = name.split(".", 1)
@@ -116,4 +125,6 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, "pt") as file:
             yield file
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: cannot be read: {error}: the checkpoint is broken; start again with --overwrite") from error
+        raise UserError(
+            f"{path}: cannot be read: {error}: the checkpoint is broken; start again with --overwrite"
+        ) from error

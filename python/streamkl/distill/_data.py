@@ -26,14 +26,16 @@ class Sequences:
     def batch(self, indices: list[int]) -> torch.Tensor:
         """[indices, context]"""
         rows = torch.from_numpy(np.stack([self.tokens[i] for i in indices]).astype(np.int64))
-        begin, end = (torch.tensor(ids, dtype=torch.int64).expand(len(indices), -1) for ids in (self.prefix, self.suffix))
+        begin, end = (
+            torch.tensor(ids, dtype=torch.int64).expand(len(indices), -1) for ids in (self.prefix, self.suffix)
+        )
         return torch.cat([begin, rows, end], 1)
 
     def digest(self) -> str:
         """Of all tokens: a resumed run must read the same ones."""
         hasher = hashlib.blake2b(repr((self.tokens.shape, self.prefix, self.suffix)).encode(), digest_size=16)
         for begin in range(0, len(self.tokens), 256):
-            hasher.update(np.ascontiguousarray(self.tokens[begin : begin + 256], dtype=np.int32))
+            hasher.update(np.asarray(self.tokens[begin : begin + 256], dtype=np.int32).tobytes())
         return hasher.hexdigest()
 
     def split(self, count: int) -> tuple[Sequences, Sequences]:
@@ -93,7 +95,9 @@ def load_all(paths: list[str], options: Options, tokenizer: Any, teacher: Any) -
     bounds = bounds if is_text else ([], [])
     length = options.context - sum(map(len, bounds))
     if length < 1:
-        raise UserError(f"--context={options.context}: must be above {sum(map(len, bounds))}, the special tokens of a sequence")
+        raise UserError(
+            f"--context={options.context}: must be above {sum(map(len, bounds))}, the special tokens of a sequence"
+        )
     rows = _cut(paths, parts, length)
     lowest, highest = (int(rows.min()), int(rows.max())) if rows.size else (0, 0)
     vocabulary = teacher.get_input_embeddings().num_embeddings
@@ -134,18 +138,26 @@ def _read_safetensors(path: str, options: Options, tokenizer: Any) -> np.ndarray
 
 def _as_tokens(path: str, array: np.ndarray) -> np.ndarray:
     if array.ndim not in (1, 2) or array.dtype.kind not in "iu":
-        raise UserError(f"{path}: {array.dtype}{list(array.shape)}: must be whole numbers, [tokens] or [sequences, tokens]")
+        raise UserError(
+            f"{path}: {array.dtype}{list(array.shape)}: must be whole numbers, [tokens] or [sequences, tokens]"
+        )
     return array
 
 
 def _read_text(path: str, options: Options, tokenizer: Any) -> np.ndarray:
     """The tokens of all documents, each followed by the end of a text."""
     if tokenizer is None:
-        raise UserError(f"{path}: is text, and the teacher's folder has no tokenizer: pass --tokenizer, or tokens as .npy")
+        raise UserError(
+            f"{path}: is text, and the teacher's folder has no tokenizer: pass --tokenizer, or tokens as .npy"
+        )
     end = next((i for i in (tokenizer.eos_token_id, tokenizer.sep_token_id) if i is not None), None)
     ids: list[int] = []
     for document in _documents(path, options.text_field):
-        ids += tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"] if isinstance(document, str) else document
+        ids += (
+            tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
+            if isinstance(document, str)
+            else document
+        )
         ids += [] if end is None else [end]
     return np.asarray(ids, dtype=np.int32)
 

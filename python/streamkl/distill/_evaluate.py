@@ -36,7 +36,9 @@ class Evaluation:
     distance_edges: list[int]  # tokens between a query and a key
     kl_distance: list[list[float]]  # [pair][distance]: what the keys of a distance contribute
     output_kl: float | None = None  # nats; None: there is no language head
-    language: dict[str, list[float | None]] = field(default_factory=dict)  # loss of {"teacher", "student"} by position
+    language: dict[str, list[float | None]] = field(
+        default_factory=dict
+    )  # loss of {"teacher", "student"} by position
     retrieval: list[dict[str, Any]] = field(default_factory=list)  # one per length
     maps: list[dict[str, Any]] = field(default_factory=list)  # {"pair", "head", "teacher", "student", "kl"}
 
@@ -74,7 +76,9 @@ def evaluate(
             for length, parts in batches.items():
                 retrieval = Retrieval()
                 for ids, depths, places in parts:
-                    inside(partial(_retrieve, retrieval, distiller, outputs, held_out, ids.to(device), depths, places))
+                    inside(
+                        partial(_retrieve, retrieval, distiller, outputs, held_out, ids.to(device), depths, places)
+                    )
                     progress(done := done + 1, total)
                 if parts:
                     result.retrieval.append(retrieval.result(length, _has_answers(outputs)))
@@ -145,8 +149,8 @@ class _Sums:
         edges, distances = self._distances(pairs, count)
         output = self.losses.get("output")
         return Evaluation(
-            sequences=count, context=self.length, pairs=[list(pair) for pair in pairs], kl=float(np.mean(layers)), kl_layer=layers,
-            kl_head=heads, kl_position=[_without_nan(self.positions[pair] / count) for pair in pairs], distance_edges=edges,
+            sequences=count, context=self.length, pairs=[list(pair) for pair in pairs], kl=float(np.mean(layers)),
+            kl_layer=layers, kl_head=heads, kl_position=[_without_nan(self.positions[pair] / count) for pair in pairs], distance_edges=edges,
             kl_distance=distances, output_kl=None if output is None else torch.cat(output).mean().item(),
             language={role: self._by_position(role) for role in ("teacher", "student") if role in self.losses},
             maps=self._chosen_maps(pairs),
@@ -166,12 +170,16 @@ class _Sums:
         distances = []
         for pair in pairs:
             image = self.kl_maps[pair] / count
-            distances.append([image[(apart >= a) & (apart < b)].sum().item() / size for a, b in zip(steps, steps[1:])])
+            distances.append(
+                [image[(apart >= a) & (apart < b)].sum().item() / size for a, b in zip(steps, steps[1:])]
+            )
         return [step * self.length // size for step in steps], distances
 
     def _chosen_maps(self, pairs: list) -> list[dict[str, Any]]:
         layers = sorted({i for i, _ in pairs})
-        chosen = self.options.map_layers or [layers[at] for at in np.unique(np.linspace(0, len(layers) - 1, MAP_LAYERS).round().astype(int))]
+        chosen = self.options.map_layers or [
+            layers[at] for at in np.unique(np.linspace(0, len(layers) - 1, MAP_LAYERS).round().astype(int))
+        ]
         if missing := set(chosen) - set(layers):
             raise UserError(f"--map-layers={sorted(missing)}: the student has the layers {layers}")
         return [

@@ -24,7 +24,9 @@ class Log:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
                 raise UserError("--tensorboard: needs the package tensorboard: pip install tensorboard") from error
-            self._writer = SummaryWriter(out / "tensorboard", purge_step=len(history) and int(history[-1]["step"]) + 1)
+            self._writer = SummaryWriter(
+                out / "tensorboard", purge_step=len(history) and int(history[-1]["step"]) + 1
+            )
 
     def __enter__(self) -> Log:
         return self

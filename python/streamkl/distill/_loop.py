@@ -105,7 +105,9 @@ class Run:
     def _claim_folder(self) -> None:
         has_run = self.checkpoint.exists() or (self.out / "student").exists()
         if has_run and not (self.options.resume or self.options.overwrite):
-            raise UserError(f"--out {self.out}: contains an earlier run: pass --resume to continue it, or --overwrite to replace it")
+            raise UserError(
+                f"--out {self.out}: contains an earlier run: pass --resume to continue it, or --overwrite to replace it"
+            )
         self.accelerator.wait_for_everyone()
         if not self._is_main:
             return
@@ -121,20 +123,26 @@ class Run:
             raise UserError(f"--context-parallel={share}: must divide {processes}, the number of processes")
         if share == 1:
             return None
-        return init_device_mesh(self.accelerator.device.type, (processes // share, share), mesh_dim_names=("data", "context"))
+        return init_device_mesh(
+            self.accelerator.device.type, (processes // share, share), mesh_dim_names=("data", "context")
+        )
 
     def _wrap(self) -> Any:
         """The objective for one process, for data-parallel processes (DDP), or sharded over them (FSDP2)."""
         if self.options.gradient_checkpointing:
             self.student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if self.accelerator.distributed_type is DistributedType.FSDP:
-            raise UserError("accelerate's FSDP: leave it out of its configuration and pass --shard, which is FSDP2, too")
+            raise UserError(
+                "accelerate's FSDP: leave it out of its configuration and pass --shard, which is FSDP2, too"
+            )
         if not self.options.shard or self.accelerator.num_processes == 1:
             return self.accelerator.prepare(self.objective)
         for model in self.teacher, self.student:
             for module in list(model.modules()):
                 if type(module).__name__ in (model._no_split_modules or ()):
-                    fully_shard(module)  # what is outside of the teacher's layers stays whole: its parts are called one by one
+                    fully_shard(
+                        module
+                    )  # what is outside of the teacher's layers stays whole: its parts are called one by one
         return fully_shard(self.objective)
 
     def _evaluated_before(self) -> Evaluation:
@@ -149,7 +157,9 @@ class Run:
 
     def _evaluate(self, when: str) -> Evaluation:
         """All ranks compute the same: a sharded model needs all of them."""
-        with tqdm(total=1, desc=f"evaluate {when}", disable=not self._is_main, leave=False, bar_format="{desc} {n}/{total}") as bar:
+        with tqdm(
+            total=1, desc=f"evaluate {when}", disable=not self._is_main, leave=False, bar_format="{desc} {n}/{total}"
+        ) as bar:
 
             def progress(done: int, total: int) -> None:
                 bar.total, bar.n = total, done
@@ -177,8 +187,8 @@ class Run:
                 now = time.monotonic()
                 self.seconds = now - begin
                 entry = dict(
-                    step=self.step, **losses, rate=self._rate(self.step - 1), tokens_per_second=self._tokens() / (now - started),
-                    memory=_memory(), seconds=self.seconds,
+                    step=self.step, **losses, rate=self._rate(self.step - 1), memory=_memory(),
+                    tokens_per_second=self._tokens() / (now - started), seconds=self.seconds,
                 )  # fmt: skip
                 _check_finite(entry)
                 if self.step % options.log_every == 0 or self.step == options.steps:
@@ -198,7 +208,9 @@ class Run:
         options, ranks = self.options, self.accelerator.num_processes
         set_seed((options.seed * 1_000_003 + self.step * ranks + self.accelerator.process_index) % 2**32)
         per_micro = options.batch * ranks // options.context_parallel
-        reader = self.accelerator.process_index // options.context_parallel  # ranks that share a sequence read the same
+        reader = (
+            self.accelerator.process_index // options.context_parallel
+        )  # ranks that share a sequence read the same
         first = self.step * options.accumulate * per_micro + reader * options.batch
         sums: dict[str, torch.Tensor] = {}
         for micro in range(options.accumulate):
@@ -248,7 +260,11 @@ class Run:
 
     def _save(self) -> None:
         state = dict(
-            step=self.step, seconds=self.seconds, history=self.history, data=self.digest, options=self.options.affecting()
+            step=self.step,
+            seconds=self.seconds,
+            history=self.history,
+            data=self.digest,
+            options=self.options.affecting(),
         )
         checkpoints.save(self.checkpoint, self.wrapped, self.optimizer, state, self._is_main)
 
@@ -292,9 +308,13 @@ def _memory() -> int:
 
 def _check_finite(entry: dict[str, float]) -> None:
     if not math.isfinite(entry["loss"]):
-        raise UserError(f"step {entry['step']}: the loss is {entry['loss']}: use a smaller --rate; the last checkpoint is whole")
+        raise UserError(
+            f"step {entry['step']}: the loss is {entry['loss']}: use a smaller --rate; the last checkpoint is whole"
+        )
 
 
 def _postfix(entry: dict[str, float]) -> str:
     kl = f"KL {entry['attention']:.4g}, " if "attention" in entry else ""
-    return f"loss {entry['loss']:.4g}, {kl}{entry['tokens_per_second']:.0f} tokens/s, {entry['memory'] / 2**20:.0f} MiB"
+    return (
+        f"loss {entry['loss']:.4g}, {kl}{entry['tokens_per_second']:.0f} tokens/s, {entry['memory'] / 2**20:.0f} MiB"
+    )

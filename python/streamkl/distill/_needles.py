@@ -21,11 +21,16 @@ RETRIEVES = 0.5  # a head retrieves if the teacher finds this share of all needl
 _TOKENS_PER_BATCH = 8192
 
 
-def needle_batches(held_out: Sequences, length: int, count: int, seed: int) -> list[tuple[torch.Tensor, list[int], list[int]]]:
+def needle_batches(
+    held_out: Sequences, length: int, count: int, seed: int
+) -> list[tuple[torch.Tensor, list[int], list[int]]]:
     """Batches of (ids [needles, length], their depths 0..DEPTHS-1, the places of their needles)."""
     rng = np.random.default_rng([seed, length])
     size = KEY + VALUE
-    first, end = len(held_out.prefix), length - len(held_out.suffix) - size  # a text ends with all but the value's last token
+    first, end = (
+        len(held_out.prefix),
+        length - len(held_out.suffix) - size,
+    )  # a text ends with all but the value's last token
     room = end - first - size
     if room < DEPTHS:
         return []
@@ -35,7 +40,9 @@ def needle_batches(held_out: Sequences, length: int, count: int, seed: int) -> l
             ids = held_out.batch([int(rng.integers(len(held_out)))])[0][:length].clone()
             if held_out.suffix:
                 ids[length - len(held_out.suffix) :] = torch.tensor(held_out.suffix)
-            needle = torch.from_numpy(rng.choice(np.asarray(held_out.tokens[number % len(held_out)]), size).astype(np.int64))
+            needle = torch.from_numpy(
+                rng.choice(np.asarray(held_out.tokens[number % len(held_out)]), size).astype(np.int64)
+            )
             place = first + int(room * (depth + rng.random()) / DEPTHS)
             ids[place : place + size] = needle
             ids[end + 1 : end + size] = needle[:-1]
@@ -44,7 +51,8 @@ def needle_batches(held_out: Sequences, length: int, count: int, seed: int) -> l
             places.append(place)
     step = max(1, _TOKENS_PER_BATCH // length)
     return [
-        (torch.stack(rows[at : at + step]), depths[at : at + step], places[at : at + step]) for at in range(0, len(rows), step)
+        (torch.stack(rows[at : at + step]), depths[at : at + step], places[at : at + step])
+        for at in range(0, len(rows), step)
     ]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import nullcontext
-from typing import Any, Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,9 @@ class Objective(torch.nn.Module):
         self.module = student  # the name by which streamkl.hf finds the model inside wrappers
         self._no_split_modules = student._no_split_modules
         self.distiller = AttentionDistiller(teacher, student, sample_rows=options.sample_rows, **options.distiller())
-        weights = dict(attention=options.attention_weight, output=options.output_weight, language=options.language_weight)
+        weights = dict(
+            attention=options.attention_weight, output=options.output_weight, language=options.language_weight
+        )
         self.weights = {name: weight for name, weight in weights.items() if weight > 0}
         self._others = (Outputs(teacher), Outputs(student))  # in a tuple: the teacher is no part of this module
         _check(*self._others, self.weights)
@@ -51,7 +53,8 @@ class Objective(torch.nn.Module):
         if callable(ids):
             return ids()
         outputs_t, outputs_s = self._others
-        hidden_s, hidden_t = outputs_s.hidden(ids, positions), None
+        hidden_s: Any = outputs_s.hidden(ids, positions)
+        hidden_t: Any = None
         if "output" in self.weights:
             with torch.no_grad():
                 hidden_t = outputs_t.hidden(ids, positions)
@@ -64,7 +67,7 @@ class Objective(torch.nn.Module):
             length = ids.shape[1] * self.ranks  # of a sequence, whose last token predicts nothing
             rows["language"] = rows["language"] * (length / (length - 1))
             losses |= {name: loss.mean() for name, loss in rows.items() if name in self.weights}
-        losses["loss"] = sum(self.weights[name] * loss for name, loss in losses.items())
+        losses["loss"] = torch.stack([self.weights[name] * loss for name, loss in losses.items()]).sum()
         return losses
 
 

@@ -21,7 +21,9 @@ class UserError(Exception):
     """Something that the user can fix. The command prints the message without a traceback."""
 
 
-def _option(default: Any, help: str, kind: Any = None, *, many: bool = False, choices: tuple = (), affects: bool = True) -> Any:
+def _option(
+    default: Any, help: str, kind: Any = None, *, many: bool = False, choices: tuple = (), affects: bool = True
+) -> Any:
     """`affects`: a checkpoint can be resumed only with the same value, because it changes the weights."""
     kind = kind or type(default)
     values = dict(help=help, kind=kind, many=many, choices=choices, affects=affects)
@@ -39,14 +41,18 @@ class Options:
     student_layers: int = _option(0, "layers of a student made from the teacher; 0: as many as the teacher", int)
     student_heads: int = _option(0, "its attention heads; 0: as many as the teacher", int)
     student_key_heads: int = _option(0, "its key and value heads; 0: in proportion to its heads", int)
-    init_layers: list[int] = _option((), "teacher layers that its layers start from; default: evenly spread", int, many=True)
+    init_layers: list[int] = _option(
+        (), "teacher layers that its layers start from; default: evenly spread", int, many=True
+    )
     init_heads: str = _option("mean", "its heads start as the mean of neighbouring teacher heads, or pick the first of them",
                               choices=("mean", "pick"))  # fmt: skip
     tokenizer: str = _option("", "folder of the tokenizer; default: the teacher's", affects=False)
     out: str = _option("distilled", "folder for checkpoint, model, report and logs", affects=False)
 
     data: list[str] = _option((), "training data: text, .jsonl, or tokens as .npy or .safetensors", str, many=True)
-    held_out: list[str] = _option((), "held-out data; default: the last sequences of the training data", str, many=True)
+    held_out: list[str] = _option(
+        (), "held-out data; default: the last sequences of the training data", str, many=True
+    )
     text_field: str = _option("text", "the field of a .jsonl record with its text (or a list of tokens)")
     context: int = _option(2048, "tokens per sequence")
 
@@ -60,9 +66,13 @@ class Options:
     seed: int = _option(0, "seed of the data order, of sampled rows and of dropout")
     precision: str = _option("float32", "type of computations; weights and optimiser stay in float32",
                              choices=("float32", "bfloat16"))  # fmt: skip
-    gradient_checkpointing: bool = _option(False, "recompute the student's layers in the backward: less memory, more time")
+    gradient_checkpointing: bool = _option(
+        False, "recompute the student's layers in the backward: less memory, more time"
+    )
 
-    shard: bool = _option(False, "FSDP2: share weights, gradients and optimiser state among the processes", affects=False)
+    shard: bool = _option(
+        False, "FSDP2: share weights, gradients and optimiser state among the processes", affects=False
+    )
 
     context_parallel: int = _option(1, "processes that share every sequence, zigzag", affects=False)
 
@@ -86,7 +96,9 @@ class Options:
                                     int, many=True, affects=False)  # fmt: skip
     control: bool = _option(False, "also train the same student without the attention KL, and compare", affects=False)
 
-    checkpoint_every: int = _option(100, "steps between checkpoints; 0: only when the run ends or is stopped", affects=False)
+    checkpoint_every: int = _option(
+        100, "steps between checkpoints; 0: only when the run ends or is stopped", affects=False
+    )
     log_every: int = _option(1, "steps between lines of log.jsonl", affects=False)
     tensorboard: bool = _option(False, "also write TensorBoard logs to OUT/tensorboard", affects=False)
     resume: bool = _option(False, "continue from the checkpoint in OUT", affects=False)
@@ -106,12 +118,14 @@ class Options:
             if not (math.isfinite(value) and least <= value <= most):
                 raise UserError(f"--{_dashed(name)}={value}: must be {least}..{'' if most == math.inf else most}")
         if self.student and (self.student_layers or self.student_heads or self.student_key_heads or self.init_layers):
-            raise UserError("--student: its folder says its shape: leave out --student-layers, --student-heads, --student-key-heads "
-                            "and --init-layers")  # fmt: skip
+            raise UserError("--student: its folder says its shape: leave out --student-layers, --student-heads, "
+                            "--student-key-heads and --init-layers")  # fmt: skip
         if self.attention_weight + self.output_weight + self.language_weight == 0:
             raise UserError("--attention-weight, --output-weight, --language-weight: at least one must be above 0")
         if self.control and self.output_weight + self.language_weight == 0:
-            raise UserError("--control: needs --output-weight or --language-weight above 0: the control learns from nothing else")
+            raise UserError(
+                "--control: needs --output-weight or --language-weight above 0: the control learns from nothing else"
+            )
         if self.context_parallel > 1 and (self.context % (2 * self.context_parallel) or self.sample_rows < 1):
             raise UserError(f"--context-parallel={self.context_parallel}: --context must be a multiple of twice as many, and "
                             "--sample-rows 1")  # fmt: skip
@@ -185,7 +199,9 @@ def _checked(where: str, value: Any, about: Any) -> Any:
 
 def add_arguments(parser: argparse.ArgumentParser, names: set[str] | None = None) -> None:
     """An argument for every option, or for those of `names`. The result has only options that are given."""
-    parser.add_argument("--options", metavar="FILE.toml", help="read options from a file; those of the command line win")
+    parser.add_argument(
+        "--options", metavar="FILE.toml", help="read options from a file; those of the command line win"
+    )
     for f in dataclasses.fields(Options):
         if names is not None and f.name not in names:
             continue

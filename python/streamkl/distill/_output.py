@@ -68,8 +68,8 @@ def model_card(run: Run) -> str:
         f"| attention heads | {config_t.num_attention_heads} | {config_s.num_attention_heads} |",
         f"| parameters | {run.teacher.num_parameters():,} | {run.student.num_parameters():,} |",
         "",
-        f"Data: {', '.join(_text(Path(path).name) for path in options.data)}: {len(run.training)} sequences of {options.context} "
-        f"tokens, digest {run.digest}. {run.step} steps of {run._tokens()} tokens.",
+        f"Data: {', '.join(_text(Path(path).name) for path in options.data)}: {len(run.training)} sequences of "
+        f"{options.context} tokens, digest {run.digest}. {run.step} steps of {run._tokens()} tokens.",
         "",
         f"| on {after.sequences} held-out sequences | before | after |",
         "|---|---|---|",

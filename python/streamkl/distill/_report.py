@@ -68,14 +68,16 @@ def _figures(evaluations, history, options) -> list[dict[str, str]]:
     main, before, control = _main(evaluations), evaluations.get("before"), evaluations.get("control")
     figures = [_figure(f"{main.kl:.3g}", "held-out attention KL", "nats; mean over layers, rows and heads")]
     if before is not None:
-        detail = f"{before.kl / max(main.kl, 1e-30):.1f} times smaller" + (f"; control {control.kl:.3g}" if control else "")
+        detail = f"{before.kl / max(main.kl, 1e-30):.1f} times smaller" + (
+            f"; control {control.kl:.3g}" if control else ""
+        )
         figures = [_figure(f"{before.kl:.3g} → {main.kl:.2g}", "held-out attention KL", detail)]
     for result in main.retrieval[-1:]:
         rates = result["attention"]
         if rates["teacher"] is not None:
-            share = np.mean(rates["student"])
-            detail = f"teacher {100 * np.mean(rates['teacher']):.0f} %, {len(result['heads'])} retrieval heads, {result['length']} tokens"
-            figures.append(_figure(f"{100 * share:.1f} %", "needles found by attention", detail))
+            share_t, share_s = (100 * np.mean(rates[role]) for role in ("teacher", "student"))
+            detail = f"teacher {share_t:.0f} %; {len(result['heads'])} retrieval heads, {result['length']} tokens"
+            figures.append(_figure(f"{share_s:.1f} %", "needles found by attention", detail))
         if result["answers"]["student"] is not None:
             detail = f"teacher {100 * np.mean(result['answers']['teacher']):.0f} %" + _control_answers(control)
             figures.append(_figure(f"{100 * np.mean(result['answers']['student']):.1f} %", "values answered", detail))
@@ -84,8 +86,16 @@ def _figures(evaluations, history, options) -> list[dict[str, str]]:
         figures.append(_figure(f"{main.output_kl:.3g}", "held-out output KL", detail))
     if history:
         tokens = options.context * options.batch * options.accumulate
-        figures.append(_figure(f"{history[-1]['seconds']:.0f} s", "of training", f"{int(history[-1]['step'])} steps of {tokens} tokens"))
-        figures.append(_figure(_bytes(max(entry["memory"] for entry in history)), "peak memory", "of a process or its GPU"))
+        figures.append(
+            _figure(
+                f"{history[-1]['seconds']:.0f} s",
+                "of training",
+                f"{int(history[-1]['step'])} steps of {tokens} tokens",
+            )
+        )
+        figures.append(
+            _figure(_bytes(max(entry["memory"] for entry in history)), "peak memory", "of a process or its GPU")
+        )
     return figures
 
 
@@ -113,8 +123,8 @@ def _bytes(size: float) -> str:
 def _retrieval(evaluations: dict[str, Evaluation]) -> dict[str, Any] | None:
     main = _main(evaluations)
     lead = (
-        f"A needle is {KEY} tokens of a key and {VALUE} of a value, drawn from the held-out data, at some depth of a held-out text "
-        "that ends with the key and begins the value again. The attention of a row finds it if its largest probability is "
+        f"A needle is {KEY} tokens of a key and {VALUE} of a value, drawn from the held-out data, at some depth of a held-out "
+        "text that ends with the key and begins the value again. The attention of a row finds it if its largest probability is "
         "inside the needle; rates are means over the heads with which the teacher finds at least half of all needles. A value "
         "is answered if the model predicts its tokens."
     )
@@ -126,9 +136,17 @@ def _retrieval(evaluations: dict[str, Evaluation]) -> dict[str, Any] | None:
         ]
         heads = [[f"layer {i}, head {h}", f"teacher layer {j}"] for i, j, h in result["heads"]]
         if heads:
-            blocks.append(dict(kind="table", title="Retrieval heads", header=["student head", "learns from"], rows=heads))
+            blocks.append(
+                dict(kind="table", title="Retrieval heads", header=["student head", "learns from"], rows=heads)
+            )
         else:
-            blocks.append(dict(kind="text", title="Retrieval heads", text="None: no head of the teacher finds half of these needles."))
+            blocks.append(
+                dict(
+                    kind="text",
+                    title="Retrieval heads",
+                    text="None: no head of the teacher finds half of these needles.",
+                )
+            )
         choices.append(dict(name=f"{result['length']} tokens", blocks=[block for block in blocks if block]))
     if not choices:
         return None
@@ -144,14 +162,16 @@ def _depth_bars(evaluations, number: int, kind: str, title: str) -> dict[str, An
     series = [dict(name="teacher", style="teacher", y=of_teacher)]
     series += [dict(name=name, style=_STYLES[name], y=result[kind]["student"]) for name, result in results.items()]
     groups = [str(100 * depth // DEPTHS) for depth in range(DEPTHS)]
-    return dict(kind="bars", title=title, x_label="depth of the needle, % of the context", groups=groups, series=series)
+    return dict(
+        kind="bars", title=title, x_label="depth of the needle, % of the context", groups=groups, series=series
+    )
 
 
 def _maps(evaluations: dict[str, Evaluation]) -> dict[str, Any] | None:
     lead = (
-        "Attention on one held-out sequence, pooled into buckets: queries from top to bottom, keys from left to right. Brightness "
-        "is the square root of the attention, with one scale per head, clipped at the 99th percentile of the teacher. In the KL, "
-        "orange marks attention that the student misses, blue attention that it gives in excess."
+        "Attention on one held-out sequence, pooled into buckets: queries from top to bottom, keys from left to right. "
+        "Brightness is the square root of the attention, with one scale per head, clipped at the 99th percentile of the "
+        "teacher. In the KL, orange marks attention that the student misses, blue attention that it gives in excess."
     )
     by_pair: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for index, found in enumerate(_main(evaluations).maps):
@@ -167,9 +187,17 @@ def _head_maps(head: int, maps: dict[str, dict[str, Any]]) -> dict[str, Any]:
     top, kl_top = _bright(first["teacher"]), _bright(first["kl"])
     drawn = [dict(caption="teacher", palette="share", top=top, values=first["teacher"])]
     names = {"before": "student before", "after": "student after"}
-    drawn += [dict(caption=names.get(name, name), palette="share", top=top, values=found["student"]) for name, found in maps.items()]
     drawn += [
-        dict(caption=f"contributions to the KL{'' if name == 'student' else ', ' + name}", palette="signed", top=kl_top, values=found["kl"])
+        dict(caption=names.get(name, name), palette="share", top=top, values=found["student"])
+        for name, found in maps.items()
+    ]
+    drawn += [
+        dict(
+            caption=f"contributions to the KL{'' if name == 'student' else ', ' + name}",
+            palette="signed",
+            top=kl_top,
+            values=found["kl"],
+        )
         for name, found in maps.items()
         if name != "control"
     ]
@@ -206,14 +234,20 @@ def _where(evaluations: dict[str, Evaluation]) -> dict[str, Any] | None:
     heads = max(map(len, main.kl_head))
     blocks: list[dict[str, Any] | None] = [_by_position(evaluations, None), _by_distance(evaluations, None)]
     if len(main.pairs) > 1:
-        choices = [dict(name=f"{i}", blocks=[_by_position(evaluations, n), _by_distance(evaluations, n)]) for n, (i, _) in enumerate(main.pairs)]
+        choices = [
+            dict(name=f"{i}", blocks=[_by_position(evaluations, n), _by_distance(evaluations, n)])
+            for n, (i, _) in enumerate(main.pairs)
+        ]
         blocks.append(dict(kind="choice", label="layer", choices=choices))
     for name, found in evaluations.items():
-        rows = [[f"{i} (teacher {j})", mean, *kls] for (i, j), mean, kls in zip(found.pairs, found.kl_layer, found.kl_head)]
+        rows = [
+            [f"{i} (teacher {j})", mean, *kls]
+            for (i, j), mean, kls in zip(found.pairs, found.kl_layer, found.kl_head)
+        ]
         header = ["layer", "mean", *(f"head {head}" for head in range(heads))]
         blocks.append(dict(kind="table", title=f"KL by layer and head: {name}", header=header, rows=rows, heat=True))
-    return _section("Where does the KL come from?", "Held-out attention KL in nats. By distance: what the keys of each distance "
-                    "contribute, as a mean over rows; contributions may be negative, and their sum is the KL.", *blocks)  # fmt: skip
+    return _section("Where does the KL come from?", "Held-out attention KL in nats. By distance: what the keys of each "
+                    "distance contribute, as a mean over rows; they may be negative, and their sum is the KL.", *blocks)  # fmt: skip
 
 
 def _by_position(evaluations: dict[str, Evaluation], pair: int | None) -> dict[str, Any]:
@@ -223,17 +257,31 @@ def _by_position(evaluations: dict[str, Evaluation], pair: int | None) -> dict[s
         rows = found.kl_position if pair is None else [found.kl_position[pair]]
         values = np.array([[np.nan if value is None else value for value in row] for row in rows]).mean(0)
         x = [(bucket + 0.5) * context / len(values) for bucket in range(len(values))]
-        series.append(dict(name=name, style=_STYLES[name], x=x, y=[None if np.isnan(value) else float(value) for value in values]))
+        series.append(
+            dict(
+                name=name, style=_STYLES[name], x=x, y=[None if np.isnan(value) else float(value) for value in values]
+            )
+        )
     of = _of_layer(evaluations, pair)
-    return dict(kind="lines", title=f"KL by position{of}", x_label="position of the query", log_y=True, x_max=context, series=series)
+    return dict(
+        kind="lines",
+        title=f"KL by position{of}",
+        x_label="position of the query",
+        log_y=True,
+        x_max=context,
+        series=series,
+    )
 
 
 def _by_distance(evaluations: dict[str, Evaluation], pair: int | None) -> dict[str, Any]:
     edges, of = _main(evaluations).distance_edges, _of_layer(evaluations, pair)
     columns = [
-        np.mean(found.kl_distance, 0) if pair is None else np.array(found.kl_distance[pair]) for found in evaluations.values()
+        np.mean(found.kl_distance, 0) if pair is None else np.array(found.kl_distance[pair])
+        for found in evaluations.values()
     ]
-    rows = [[f"{a}..{b}", *(float(column[n]) for column in columns)] for n, (a, b) in enumerate(zip(edges, edges[1:]))]
+    rows = [
+        [f"{a}..{b}", *(float(column[n]) for column in columns)] for n, (a, b) in enumerate(zip(edges, edges[1:]))
+    ]
     return dict(kind="table", title=f"KL by distance{of}", header=["tokens apart", *evaluations], rows=rows)
 
 
@@ -245,10 +293,13 @@ def _language(evaluations: dict[str, Evaluation]) -> dict[str, Any] | None:
     main = _main(evaluations)
     if not main.language:
         return None
-    losses = {"teacher": main.language["teacher"], **{name: found.language["student"] for name, found in evaluations.items()}}
+    losses = {
+        "teacher": main.language["teacher"],
+        **{name: found.language["student"] for name, found in evaluations.items()},
+    }
     x = [(bucket + 0.5) * main.context / len(losses["teacher"]) for bucket in range(len(losses["teacher"]))]
     series = [dict(name=name, style=_STYLES[name], x=x, y=values) for name, values in losses.items()]
-    rows = [[name, float(np.mean(values))] for name, values in losses.items()]
+    rows = [[name, float(np.mean(np.array(values, dtype=float)))] for name, values in losses.items()]
     return _section(
         "Language loss", "Cross-entropy of the next token on held-out data, in nats.",
         dict(kind="lines", title="Loss by position", x_label="position of the token", x_max=main.context, series=series),
@@ -265,7 +316,10 @@ def _settings(options: Options, student: Any, teacher: Any) -> dict[str, Any] | 
     }
     rows = [[name.replace("_", "-"), ", ".join(map(str, value)) if isinstance(value, list) else str(value)]
             for name, value in changed.items()]  # fmt: skip
-    rows += [[f"parameters of the {role}", f"{model.num_parameters():,}"] for role, model in (("teacher", teacher), ("student", student))]
+    rows += [
+        [f"parameters of the {role}", f"{model.num_parameters():,}"]
+        for role, model in (("teacher", teacher), ("student", student))
+    ]
     return _section(
         "Reproducing this run", "All other options have their defaults; options.toml lists every option.",
         dict(kind="command", text=_command(changed)), dict(kind="table", rows=rows, plain=True),

@@ -107,8 +107,8 @@ def _with_fewer_heads(name: str, weight: torch.Tensor, shape: torch.Size, head_d
         return weight
     different = [d for d, (a, b) in enumerate(zip(weight.shape, shape)) if a != b]
     if len(different) != 1 or weight.shape[different[0]] % (shape[different[0]] or 1) != 0:
-        raise UserError(f"--student-heads: {name} is {list(weight.shape)} in the teacher and {list(shape)} in the student: pass "
-                        "--student DIR")  # fmt: skip
+        raise UserError(f"--student-heads: {name} is {list(weight.shape)} in the teacher and {list(shape)} in the student: "
+                        "pass --student DIR")  # fmt: skip
     (d,) = different
     heads = weight.unflatten(d, (-1, weight.shape[d] // shape[d], head_dim))  # [..., heads, group, head_dim, ...]
     if pick:

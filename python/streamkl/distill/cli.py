@@ -63,7 +63,9 @@ def _evaluate(given: list[str]) -> int:
     options = options_from(parser.parse_args(given))
     if not options.student:
         raise UserError("--student: is missing: the folder of a transformers model")
-    options = dataclasses.replace(options, student_layers=0, student_heads=0, student_key_heads=0, init_layers=[]).check()
+    options = dataclasses.replace(
+        options, student_layers=0, student_heads=0, student_key_heads=0, init_layers=[]
+    ).check()
     _check_packages()
     from ._compare_models import compare_models
 
