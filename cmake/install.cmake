@@ -25,4 +25,5 @@ install(FILES ${CMAKE_CURRENT_BINARY_DIR}/streamkl.pc DESTINATION ${CMAKE_INSTAL
 if(SKBUILD)
   add_custom_target(streamkl_python DEPENDS streamkl)
   install(FILES $<TARGET_FILE:streamkl> DESTINATION streamkl/lib COMPONENT python)
+  install(FILES ${PROJECT_SOURCE_DIR}/view/report.html DESTINATION streamkl/distill COMPONENT python) # for streamkl-distill
 endif()

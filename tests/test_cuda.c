@@ -6,6 +6,7 @@
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -202,6 +203,16 @@ static void test_calls_do_not_allocate(void **state)
     with_every_kernel(&problem, 0, check_no_allocation);
 }
 
+/* The exception: two-term rows are as large as f32 inputs. Every row of the four tensors becomes two f16 rows and a
+ * factor. */
+static size_t split_size(const char *kernel, int64_t length)
+{
+    const size_t dim = strcmp(kernel, "cuda_sm90_f32_64") == 0    ? 64
+                       : strcmp(kernel, "cuda_sm90_f32_128") == 0 ? 128
+                                                                  : 0;
+    return dim == 0 ? 0 : (size_t)(4 * length) * (2 * dim * sizeof(uint16_t) + sizeof(float));
+}
+
 static void test_workspace_does_not_grow_with_length(void **state)
 {
     (void)state;
@@ -215,8 +226,9 @@ static void test_workspace_does_not_grow_with_length(void **state)
                 size_t sizes[COUNT_OF(lengths)];
                 for (size_t n = 0; n < COUNT_OF(lengths); n++) {
                     const skl_problem problem = problem_of(dtypes[d], 1, 1, lengths[n], 64);
-                    skl_plan *const plan = test_deterministic_plan(&problem, problem_kernel(&shortest, k));
-                    sizes[n] = skl_plan_workspace_size(plan, (skl_op)op);
+                    const char *const kernel = problem_kernel(&shortest, k);
+                    skl_plan *const plan = test_deterministic_plan(&problem, kernel);
+                    sizes[n] = skl_plan_workspace_size(plan, (skl_op)op) - split_size(kernel, lengths[n]);
                     skl_plan_destroy(plan);
                     assert_int_equal(sizes[n], sizes[0]);
                 }

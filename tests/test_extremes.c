@@ -337,22 +337,114 @@ static void test_one_key_has_kl_0(void **state)
         case_in_every_type(&cases[c], check_one_key);
 }
 
+/* ---- Rows of any magnitude --------------------------------------------------------------------------------- */
+
+/* Every kernel against the oracle. */
+static void check_kernels(fixture *f)
+{
+    const test_case *const c = f->test_case;
+    fixture_solve(f);
+    for (int32_t k = 0; case_kernel(c, k); k++) {
+        fixture_results results = results_create(f);
+        run_kernel(f, case_kernel(c, k), 2, &results);
+        const int mismatches = rows_mismatch(f, &results, case_kernel(c, k)) +
+                               gradients_mismatch(f, &results, case_kernel(c, k), case_kernel(c, k));
+        if (mismatches != 0)
+            fail_msg("%s: %s: %d tensors", c->name, case_kernel(c, k), mismatches);
+        results_destroy(&results);
+    }
+}
+
+/* Multiplies every row by a power of two, from 2^-range to 1; one row in eight becomes 0. */
+static void vary_rows(const test_tensor *tensor, int range, test_random *random)
+{
+    for (int64_t row = 0; row < tensor_count(tensor) / tensor->dim; row++) {
+        const int power = -(int)random_between(random, 0, range);
+        const double factor = random_between(random, 1, 8) == 1 ? 0 : ldexp(1, power);
+        for (int64_t n = row * tensor->dim; n < (row + 1) * tensor->dim; n++)
+            tensor_set(tensor, n, tensor_get(tensor, n) * factor);
+    }
+}
+
+static void test_rows_of_any_magnitude_match_the_oracle(void **state)
+{
+    (void)state;
+    static const test_case cases[] = {
+        {"magnitudes", SHAPE(1, 150, 211), HEADS(2, 1), DIMS(64, 64)},
+        {"magnitudes, causal", SHAPE(1, 211, 211), HEADS(1, 1), DIMS(100, 128), CAUSAL},
+        {"magnitudes, mixed types", SHAPE(1, 150, 211), HEADS(2, 2), DIMS(48, 80), TYPES(BF16, F32)},
+    };
+    for (size_t c = 0; c < COUNT_OF(cases); c++) {
+        fixture f;
+        fixture_create(&f, &cases[c]);
+        test_random random = random_for(cases[c].name);
+        const test_tensor *const tensors[] = {&f.q_t, &f.k_t, &f.q_s, &f.k_s};
+        for (size_t n = 0; n < COUNT_OF(tensors); n++)
+            vary_rows(tensors[n], 40, &random);
+        check_kernels(&f);
+        fixture_destroy(&f);
+    }
+}
+
+/* Multiplies the last row by 2^power. */
+static void scale_last_row(const test_tensor *tensor, int power)
+{
+    const int64_t end = tensor_count(tensor);
+    for (int64_t n = end - tensor->dim; n < end; n++)
+        tensor_set(tensor, n, ldexp(tensor_get(tensor, n), power));
+}
+
+/* Of all rows but the last: largest difference in a row, compared with the largest element of the row. */
+static double largest_row_difference(const test_tensor *one, const test_tensor *other)
+{
+    double worst = 0;
+    for (int64_t row = 0; row < tensor_count(one) / one->dim - 1; row++) {
+        double difference = 0, largest = 0;
+        for (int64_t n = row * one->dim; n < (row + 1) * one->dim; n++) {
+            difference = fmax(difference, fabs(tensor_get(one, n) - tensor_get(other, n)));
+            largest = fmax(largest, fabs(tensor_get(one, n)));
+            if (isnan(tensor_get(other, n)))
+                return INFINITY;
+        }
+        worst = fmax(worst, difference == 0 ? 0 : difference / largest);
+    }
+    return worst;
+}
+
+/* Only the last query attends to the last key. That key may be 2^60 times as large as the others, and the query as
+ * much smaller: no other row becomes less accurate. */
+static void test_a_huge_masked_key_changes_no_other_row(void **state)
+{
+    (void)state;
+    const test_case c = {"huge masked key", SHAPE(1, 211, 211), HEADS(1, 1), DIMS(64, 64), CAUSAL};
+    for (int32_t k = 0; case_kernel(&c, k); k++) {
+        fixture f;
+        fixture_create(&f, &c);
+        fixture_results before = results_create(&f), after = results_create(&f);
+        run_kernel(&f, case_kernel(&c, k), 2, &before);
+        scale_last_row(&f.q_t, -60), scale_last_row(&f.q_s, -60);
+        scale_last_row(&f.k_t, 60), scale_last_row(&f.k_s, 60);
+        run_kernel(&f, case_kernel(&c, k), 2, &after);
+        const test_tensor *const pairs[][2] = {{&before.kl, &after.kl},
+                                               {&before.lse_t, &after.lse_t},
+                                               {&before.dq_t, &after.dq_t},
+                                               {&before.dq_s, &after.dq_s}};
+        for (size_t n = 0; n < COUNT_OF(pairs); n++)
+            if (!(largest_row_difference(pairs[n][0], pairs[n][1]) < 0x1p-18))
+                fail_msg("%s: tensor %d", case_kernel(&c, k), (int)n);
+        results_destroy(&before);
+        results_destroy(&after);
+        fixture_destroy(&f);
+    }
+}
+
 /* ---- Softcaps ---------------------------------------------------------------------------------------------- */
 
 static void check_softcap(const test_case *c)
 {
     fixture f;
     fixture_create(&f, c);
-    fixture_solve(&f);
-    for (int32_t k = 0; case_kernel(c, k); k++) {
-        fixture_results results = results_create(&f);
-        run_kernel(&f, case_kernel(c, k), 2, &results);
-        const int mismatches = rows_mismatch(&f, &results, case_kernel(c, k)) +
-                               gradients_mismatch(&f, &results, case_kernel(c, k), case_kernel(c, k));
-        if (mismatches != 0)
-            fail_msg("%s: %s: softcap %g: %d tensors", c->name, case_kernel(c, k), (double)c->softcap_t, mismatches);
-        results_destroy(&results);
-    }
+    check_kernels(&f);
     fixture_destroy(&f);
 }
 
@@ -559,6 +651,8 @@ int main(void)
         cmocka_unit_test(test_rows_without_mass_are_nan),
         cmocka_unit_test(test_wrong_lses_are_not_kl_0),
         cmocka_unit_test(test_one_key_has_kl_0),
+        cmocka_unit_test(test_rows_of_any_magnitude_match_the_oracle),
+        cmocka_unit_test(test_a_huge_masked_key_changes_no_other_row),
         cmocka_unit_test(test_any_softcap_matches_the_oracle),
         cmocka_unit_test(test_ratio_of_tiny_probabilities_is_finite),
         cmocka_unit_test(test_long_rows_stay_accurate),
@@ -566,7 +660,9 @@ int main(void)
     };
     /* There kernels that compute the KL from logits ignore wrong LSEs. */
     const struct CMUnitTest gpu_tests[] = {cmocka_unit_test(test_huge_logits_match_the_oracle),
-                                           cmocka_unit_test(test_one_key_has_kl_0)};
+                                           cmocka_unit_test(test_one_key_has_kl_0),
+                                           cmocka_unit_test(test_rows_of_any_magnitude_match_the_oracle),
+                                           cmocka_unit_test(test_a_huge_masked_key_changes_no_other_row)};
     return on_gpu() ? test_run("extremes", gpu_tests, COUNT_OF(gpu_tests))
                     : test_run("extremes", tests, COUNT_OF(tests));
 }

@@ -1,7 +1,7 @@
-/* Pictures and pages: checksums and encodings compared with published values, palettes, charts of special values.
+/* Pictures and pages: checksums compared with published values, palettes, hostile texts, plots of special values.
  * tests/cli/test_map.py decodes the compressed pixels with zlib. */
-#include "view/chart.h"
 #include "view/page.h"
+#include "view/figure.h"
 #include "view/plot.h"
 
 #include <math.h>
@@ -38,24 +38,6 @@ static void checksums(void **state)
     assert_int_equal(png_adler32("", 0), 1);
 }
 
-static void base64_of_rfc_4648(void **state)
-{
-    static const char *const vectors[][2] = {{"", ""},
-                                             {"f", "Zg=="},
-                                             {"fo", "Zm8="},
-                                             {"foo", "Zm9v"},
-                                             {"foob", "Zm9vYg=="},
-                                             {"fooba", "Zm9vYmE="},
-                                             {"foobar", "Zm9vYmFy"}};
-    (void)state;
-    for (size_t v = 0; v < sizeof vectors / sizeof vectors[0]; v++) {
-        bytes text = {0};
-        bytes_add_base64(&text, vectors[v][0], strlen(vectors[v][0]));
-        assert_bytes(&text, vectors[v][1]);
-        bytes_free(&text);
-    }
-}
-
 static void escaping(void **state)
 {
     (void)state;
@@ -85,8 +67,9 @@ static void constant_picture_is_small(void **state)
     (void)state;
     static const double values[64 * 64] = {0};
     bytes file = {0};
-    picture_png(&file, PALETTE_SHARE, values, 64, 64, 1, 8);
-    assert_true(file.size < 4096); /* 262,144 pixels */
+    const figure drawn = {"P", PALETTE_SHARE, values, 64, 64, 1, 64, 64};
+    figure_png(&file, &drawn);
+    assert_true(file.size < 16384); /* 448,440 pixels */
     bytes_free(&file);
 }
 
@@ -125,32 +108,19 @@ static void scales(void **state)
     assert_true(picture_bright(nothing, 3) == 1);
 }
 
-static void charts_of_special_values(void **state)
+/* A text of the document ends neither the script that contains it nor the page. */
+static void pages_of_hostile_documents(void **state)
 {
     (void)state;
-    const double x[] = {0, 1, 2, 3}, y[] = {1, 0, (double)NAN, (double)INFINITY}, none[] = {(double)NAN};
-    const char *const names[] = {"a"};
-    chart lines = {.description = "d",
-                   .x_label = "x",
-                   .log_y = true,
-                   .x_max = 3,
-                   .series_count = 1,
-                   .series = {{"s", "after", x, y, 4, true}}};
     bytes page = {0};
-    chart_lines(&page, &lines);
-    lines.log_y = false;
-    chart_lines(&page, &lines);
-    lines.series[0].count = 0;
-    chart_lines(&page, &lines);
-    lines.series[0].y = none;
-    chart_bars(&page, &lines, names, 1);
+    page_print(&page, "{\"title\":\"</script><b>\"}");
     assert_false(page.failed);
-    assert_false(contains(&page, "nan"));
-    assert_false(contains(&page, "inf"));
+    assert_true(contains(&page, ">{\"title\":\"\\u003c/script>\\u003cb>\"}</script>"));
+    assert_false(contains(&page, "@DOCUMENT@"));
+    assert_memory_equal(page.data + page.size - strlen("</html>\n"), "</html>\n", strlen("</html>\n"));
     bytes_free(&page);
 }
 
-/* A panel without points, one with a single point, one with a hollow point; texts that need escaping. */
 static void plots_of_special_values(void **state)
 {
     (void)state;
@@ -187,13 +157,12 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(checksums),
-        cmocka_unit_test(base64_of_rfc_4648),
         cmocka_unit_test(escaping),
         cmocka_unit_test(png_header_and_trailer),
         cmocka_unit_test(constant_picture_is_small),
         cmocka_unit_test(palettes),
         cmocka_unit_test(scales),
-        cmocka_unit_test(charts_of_special_values),
+        cmocka_unit_test(pages_of_hostile_documents),
         cmocka_unit_test(plots_of_special_values),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

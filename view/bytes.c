@@ -46,20 +46,6 @@ void bytes_add_u32(bytes *buffer, uint32_t value)
         bytes_add_u8(buffer, (uint8_t)(value >> shift));
 }
 
-void bytes_add_base64(bytes *buffer, const void *data, size_t size)
-{
-    static const char digits[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-    const unsigned char *const in = data;
-    for (size_t at = 0; at < size; at += 3) {
-        const size_t left = size - at;
-        const uint32_t group = (uint32_t)in[at] << 16 | (left > 1 ? (uint32_t)in[at + 1] << 8 : 0) |
-                               (left > 2 ? (uint32_t)in[at + 2] : 0);
-        const char text[4] = {digits[group >> 18], digits[group >> 12 & 63], left > 1 ? digits[group >> 6 & 63] : '=',
-                              left > 2 ? digits[group & 63] : '='};
-        bytes_add(buffer, text, sizeof text);
-    }
-}
-
 void bytes_print(bytes *buffer, const char *format, ...)
 {
     va_list arguments;

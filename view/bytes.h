@@ -17,7 +17,6 @@ void bytes_free(bytes *buffer);
 void bytes_add(bytes *buffer, const void *data, size_t size);
 void bytes_add_u8(bytes *buffer, uint8_t value);
 void bytes_add_u32(bytes *buffer, uint32_t value); /* most significant byte first */
-void bytes_add_base64(bytes *buffer, const void *data, size_t size);
 void bytes_print(bytes *buffer, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 /* Text with the five special characters of HTML escaped. */

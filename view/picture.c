@@ -1,6 +1,5 @@
 #include "view/picture.h"
 
-#include <assert.h>
 #include <math.h>
 #include <stdlib.h>
 
@@ -76,21 +75,4 @@ double picture_bright(const double *values, int64_t count)
     const double bright = count ? sorted[count - 1 - count / 100] : 0;
     free(sorted);
     return bright > 0 ? bright : picture_top(values, count);
-}
-
-void picture_png(bytes *file, palette_kind kind, const double *values, int64_t rows, int64_t columns, double top,
-                 int zoom)
-{
-    assert(rows > 0 && columns > 0 && zoom > 0); /* PNG has no empty pictures */
-    const int64_t width = columns * zoom, height = rows * zoom;
-    uint8_t *const pixels = malloc((size_t)(width * height) + 1);
-    if (pixels == NULL) {
-        file->failed = true;
-        return;
-    }
-    for (int64_t y = 0; y < height; y++)
-        for (int64_t x = 0; x < width; x++)
-            pixels[y * width + x] = palette_index(kind, values[y / zoom * columns + x / zoom], top);
-    png_encode(file, pixels, (uint32_t)width, (uint32_t)height, palette_of(kind));
-    free(pixels);
 }

@@ -21,8 +21,4 @@ double picture_top(const double *values, int64_t count);
 /* The 99th percentile of the magnitudes: a scale that a few bright cells do not dominate. */
 double picture_bright(const double *values, int64_t count);
 
-/* A PNG of rows x columns values, each zoom x zoom pixels; at least one pixel. */
-void picture_png(bytes *file, palette_kind kind, const double *values, int64_t rows, int64_t columns, double top,
-                 int zoom);
-
 #endif

@@ -239,7 +239,7 @@ void plot_draw(bytes *svg, const plot *drawn)
     const int width = columns * PANEL_WIDTH;
     const int height = HEADER_HEIGHT + rows * PANEL_HEIGHT + FOOTER_HEIGHT;
     svg_begin_file(svg, width, height, drawn->title, style);
-    svg_rect(svg, "paper", 0, 0, width, height, 0, NULL);
+    svg_rect(svg, "paper", 0, 0, width, height);
     svg_text(svg, "title", SVG_START, 24, 36, drawn->title);
     svg_text(svg, "muted", SVG_START, 24, 58, drawn->subtitle);
     for (int i = 0; i < drawn->panel_count; i++)

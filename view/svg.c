@@ -2,13 +2,6 @@
 
 static const char *const anchors[] = {[SVG_START] = "start", [SVG_MIDDLE] = "middle", [SVG_END] = "end"};
 
-void svg_begin_inline(bytes *svg, const char *css_class, int width, int height, const char *description)
-{
-    bytes_print(svg, "<svg class=\"%s\" viewBox=\"0 0 %d %d\" role=\"img\" aria-label=\"", css_class, width, height);
-    bytes_add_escaped(svg, description);
-    bytes_print(svg, "\">");
-}
-
 void svg_begin_file(bytes *svg, int width, int height, const char *title, const char *style)
 {
     bytes_print(
@@ -54,17 +47,10 @@ void svg_circle(bytes *svg, const char *css_class, double x, double y, double ra
     bytes_print(svg, "<circle class=\"%s\" cx=\"%.1f\" cy=\"%.1f\" r=\"%.1f\"/>\n", css_class, x, y, radius);
 }
 
-void svg_rect(bytes *svg, const char *css_class, double x, double y, double width, double height, double radius,
-              const char *tooltip)
+void svg_rect(bytes *svg, const char *css_class, double x, double y, double width, double height)
 {
-    bytes_print(svg, "<rect class=\"%s\" x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%.1f\" rx=\"%.1f\">",
-                css_class, x, y, width, height, radius);
-    if (tooltip) {
-        bytes_print(svg, "<title>");
-        bytes_add_escaped(svg, tooltip);
-        bytes_print(svg, "</title>");
-    }
-    bytes_print(svg, "</rect>\n");
+    bytes_print(svg, "<rect class=\"%s\" x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%.1f\"/>\n", css_class, x, y,
+                width, height);
 }
 
 void svg_path_begin(bytes *svg, const char *css_class)

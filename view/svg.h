@@ -5,9 +5,6 @@
 
 #include "view/bytes.h"
 
-/* A picture inside a page, which has the style sheet. Screen readers read `description`. */
-void svg_begin_inline(bytes *svg, const char *css_class, int width, int height, const char *description);
-
 /* A standalone file with its style sheet. */
 void svg_begin_file(bytes *svg, int width, int height, const char *title, const char *style);
 void svg_end(bytes *svg);
@@ -22,9 +19,7 @@ void svg_text_pair(bytes *svg, const char *css_class, double x, double y, const 
 void svg_line(bytes *svg, const char *css_class, double x1, double y1, double x2, double y2);
 void svg_circle(bytes *svg, const char *css_class, double x, double y, double radius);
 
-/* Corners are rounded by `radius`. `tooltip` may be NULL. */
-void svg_rect(bytes *svg, const char *css_class, double x, double y, double width, double height, double radius,
-              const char *tooltip);
+void svg_rect(bytes *svg, const char *css_class, double x, double y, double width, double height);
 
 /* A line through any number of points. */
 void svg_path_begin(bytes *svg, const char *css_class);

@@ -1,15 +1,15 @@
 /* report.html: the result of a run on one self-contained page. */
 #include "device/machine.h"
 #include "cli/common/cli.h"
+#include "cli/distill/document.h"
 #include "cli/distill/distill.h"
 #include "cli/distill/timing.h"
 #include "cli/common/options.h"
 #include "cli/common/resident.h"
-#include "cli/io/file_write.h"
-#include "view/attention_map.h"
-#include "view/chart.h"
-#include "view/page.h"
 #include "cli/common/workload.h"
+#include "view/attention_map.h"
+#include "view/bytes.h"
+#include "view/picture.h"
 
 #include <inttypes.h>
 #include <math.h>
@@ -19,40 +19,46 @@ enum { MAP_BUCKETS = 64, MAP_HEADS_MAX = 8 };
 
 /* ---- Key figures -------------------------------------------------------------------------------------------- */
 
-static void add_figures(bytes *page, const distill_run *run)
+static json_t *figure(json_t *value, const char *label, json_t *detail)
+{
+    return json_pack("{so ss so}", "value", value, "label", label, "detail", detail);
+}
+
+static json_t *hits_detail(const distill_run *run)
+{
+    const double teacher = 100 * evaluate_hit_rate_t(&run->after.all);
+    const double before = 100 * evaluate_hit_rate_s(&run->before.all);
+    if (!run->request->settings.control_queries)
+        return json_sprintf("teacher %.0f %%, before training %.0f %%", teacher, before);
+    return json_sprintf("teacher %.0f %%, before training %.0f %%, control %.0f %%", teacher, before,
+                        100 * evaluate_hit_rate_s(&run->after_control.all));
+}
+
+static json_t *figures(const distill_run *run)
 {
     const skl_inputs inputs = attention_pair_inputs(&run->pair);
     const double materialised = workload_of(&run->pair.problem, &inputs).materialised_size;
-    char value[96], detail[160];
-    bytes_print(page, "<div class=\"figures\">");
-    snprintf(value, sizeof value, "%.3g &rarr; %.2g", run->before.kl, run->after.kl);
-    snprintf(detail, sizeof detail, "%.0f times smaller; mean over rows and heads", distill_kl_ratio(run));
-    page_figure(page, value, "held-out attention KL", detail);
-    if (run->source->retrieves) {
-        snprintf(value, sizeof value, "%.1f %%", 100 * evaluate_hit_rate_s(&run->after.all));
-        const int length =
-            snprintf(detail, sizeof detail, "teacher %.0f %%, before training %.0f %%",
-                     100 * evaluate_hit_rate_t(&run->after.all), 100 * evaluate_hit_rate_s(&run->before.all));
-        if (run->request->settings.control_queries)
-            snprintf(detail + length, sizeof detail - (size_t)length, ", control %.0f %%",
-                     100 * evaluate_hit_rate_s(&run->after_control.all));
-        page_figure(page, value, "definitions found", detail);
-    }
-    snprintf(detail, sizeof detail, "materialised, the matrices of a step would take %s",
-             cli_bytes_text(materialised).text);
-    page_figure(page, cli_bytes_text((double)run->peak).text, "peak memory of the process", detail);
-    snprintf(value, sizeof value, "%.0f s", run->history.seconds);
-    snprintf(detail, sizeof detail, "%" PRId64 " steps of %" PRId64 " tokens", run->student.step,
-             run->request->settings.batch * run->request->settings.context);
-    page_figure(page, value, "of training", detail);
-    bytes_print(page, "</div>\n");
+    json_t *all = json_array();
+    cli_json_append(&all,
+                    figure(json_sprintf("%.3g → %.2g", run->before.kl, run->after.kl), "held-out attention KL",
+                           json_sprintf("%.0f times smaller; mean over rows and heads", distill_kl_ratio(run))));
+    if (run->source->retrieves)
+        cli_json_append(&all, figure(json_sprintf("%.1f %%", 100 * evaluate_hit_rate_s(&run->after.all)),
+                                     "definitions found", hits_detail(run)));
+    cli_json_append(&all, figure(json_string(cli_bytes_text((double)run->peak).text), "peak memory of the process",
+                                 json_sprintf("materialised, the matrices of a step would take %s",
+                                              cli_bytes_text(materialised).text)));
+    cli_json_append(&all, figure(json_sprintf("%.0f s", run->history.seconds), "of training",
+                                 json_sprintf("%" PRId64 " steps of %" PRId64 " tokens", run->student.step,
+                                              run->request->settings.batch * run->request->settings.context)));
+    return all;
 }
 
 /* ---- Curves ------------------------------------------------------------------------------------------------- */
 
 enum { CURVE_POINTS = 300 };
 
-static void add_loss(bytes *page, const distill_run *run)
+static json_t *kl_by_step(const distill_run *run)
 {
     const distill_history *const history = &run->history;
     const int64_t steps = run->student.step, points = steps < CURVE_POINTS ? steps : CURVE_POINTS;
@@ -65,114 +71,109 @@ static void add_loss(bytes *page, const distill_run *run)
         x[p] = (double)begin;
         y[p] = sum / (double)(end - begin);
     }
-    double *const held_out = malloc(((size_t)history->evaluation_count * 2 + 1) * sizeof *held_out);
-    page->failed |= held_out == NULL;
-    for (int64_t e = 0; held_out && e < history->evaluation_count; e++) {
-        held_out[e] = (double)history->evaluation_step[e];
-        held_out[history->evaluation_count + e] = (double)history->evaluation_kl[e];
+    json_t *held_out_x = json_array(), *held_out_y = json_array();
+    for (int64_t e = 0; e < history->evaluation_count; e++) {
+        cli_json_append(&held_out_x, json_integer((json_int_t)history->evaluation_step[e]));
+        cli_json_append(&held_out_y, cli_json_number((double)history->evaluation_kl[e]));
     }
-    const chart curves = {
-        .description = "Attention KL by training step, on a logarithmic scale",
-        .x_label = "step",
-        .log_y = true,
-        .x_max = (double)run->request->settings.steps,
-        .series_count = held_out ? 2 : 1,
-        .series = {{"training", "loss", x, y, points, false},
-                   {"held out", "after", held_out, held_out + (held_out ? history->evaluation_count : 0),
-                    history->evaluation_count, true}},
-    };
-    page_section_begin(
-        page, "Training",
-        "Attention KL in nats, mean over rows and heads. The student is never trained on held-out sequences; each "
-        "sequence has different definitions.");
-    bytes_print(page, "<div class=\"pair\"><div class=\"card\"><h3>KL by step</h3>");
-    chart_lines(page, &curves);
-    bytes_print(page, "</div>");
-    free(held_out);
+    json_t *const held_out = json_pack("{ss ss so so sb}", "name", "held out", "style", "after", "x", held_out_x, "y",
+                                       held_out_y, "dots", 1);
+    return document_lines("KL by step", "step", (double)run->request->settings.steps,
+                          json_pack("[oo]", document_series("training", "loss", x, y, points, false), held_out));
 }
 
-static void add_positions(bytes *page, const distill_run *run)
+static json_t *kl_by_position(const distill_run *run)
 {
     double x[EVALUATE_POSITIONS];
     for (int b = 0; b < EVALUATE_POSITIONS; b++)
         x[b] = (b + 0.5) * (double)run->pair.problem.len_q / EVALUATE_POSITIONS;
     const int64_t count = run->pair.problem.len_q < EVALUATE_POSITIONS ? 0 : EVALUATE_POSITIONS;
-    const chart curves = {
-        .description = "Attention KL by the position of the query, before and after training",
-        .x_label = "position of the query",
-        .log_y = true,
-        .x_max = (double)run->pair.problem.len_q,
-        .series_count = 2,
-        .series = {{"before", "before", x, run->before.kl_position, count, false},
-                   {"after", "after", x, run->after.kl_position, count, false}},
-    };
-    bytes_print(page, "<div class=\"card\"><h3>KL by position</h3>");
-    chart_lines(page, &curves);
-    bytes_print(page,
-                "</div></div>\n<h3>KL by head</h3><div class=\"card scroll\"><table><tr><th>head</th><th>learns the "
-                "mean of</th><th>before</th><th>after</th><th>times smaller</th></tr>");
+    return document_lines("KL by position", "position of the query", (double)run->pair.problem.len_q,
+                          json_pack("[oo]",
+                                    document_series("before", "before", x, run->before.kl_position, count, false),
+                                    document_series("after", "after", x, run->after.kl_position, count, false)));
+}
+
+static json_t *kl_by_head(const distill_run *run)
+{
+    static const char *const header[] = {"head", "learns the mean of", "before", "after", "times smaller", NULL};
     const int64_t heads = run->pair.problem.heads_s, group_size = run->pair.problem.heads_t / heads;
+    json_t *rows = json_array();
     for (int64_t head = 0; head < heads && head < EVALUATE_HEADS_MAX; head++) {
         const double before = run->before.kl_head[head], after = run->after.kl_head[head];
-        bytes_print(page,
-                    "<tr><td>%" PRId64 "%s</td><td>teacher heads %" PRId64 "..%" PRId64
-                    "</td><td>%.3g</td><td>%.3g</td><td>%.0f</td></tr>",
-                    head,
-                    !run->source->retrieves     ? ""
-                    : task_head_retrieves(head) ? ", retrieval"
-                                                : ", topic",
-                    head * group_size, (head + 1) * group_size - 1, before, after, before / after);
+        const char *const kind = !run->source->retrieves ? "" : task_head_retrieves(head) ? ", retrieval" : ", topic";
+        cli_json_append(&rows, json_pack("[oooo o]", json_sprintf("%" PRId64 "%s", head, kind),
+                                         json_sprintf("teacher heads %" PRId64 "..%" PRId64, head * group_size,
+                                                      (head + 1) * group_size - 1),
+                                         cli_json_number(before), cli_json_number(after),
+                                         json_sprintf("%.0f", before / after)));
     }
-    bytes_print(page, "</table></div>");
-    page_section_end(page);
+    return document_table("KL by head", header, rows, json_null());
+}
+
+static json_t *training_section(const distill_run *run)
+{
+    return document_section(
+        "Training",
+        "Attention KL in nats, mean over rows and heads. The student is never trained on held-out sequences; each "
+        "sequence has different definitions.",
+        json_pack("[ooo]", kl_by_step(run), kl_by_position(run), kl_by_head(run)));
 }
 
 /* ---- Depths ------------------------------------------------------------------------------------------------- */
 
-static void add_depths(bytes *page, const distill_run *run)
+static json_t *found_by_depth(const distill_run *run)
 {
-    static const char *const names[EVALUATE_DEPTHS] = {"0", "12", "25", "37", "50", "62", "75", "87"};
     double teacher[EVALUATE_DEPTHS], before[EVALUATE_DEPTHS], after[EVALUATE_DEPTHS], control[EVALUATE_DEPTHS];
+    json_t *groups = json_array();
     for (int d = 0; d < EVALUATE_DEPTHS; d++) {
         teacher[d] = evaluate_hit_rate_t(&run->after.depths[d]);
         before[d] = evaluate_hit_rate_s(&run->before.depths[d]);
         after[d] = evaluate_hit_rate_s(&run->after.depths[d]);
         control[d] = evaluate_hit_rate_s(&run->after_control.depths[d]);
+        cli_json_append(&groups, json_sprintf("%d", 100 * d / EVALUATE_DEPTHS));
     }
-    const chart bars = {
-        .description = "Share of references that find their definition, by depth of the definition in the context",
-        .x_label = "depth of the definition, % of the context",
-        .series_count = run->request->settings.control_queries ? 4 : 3,
-        .series = {{"teacher", "teacher", NULL, teacher, 0, false},
-                   {"before", "before", NULL, before, 0, false},
-                   {"after", "after", NULL, after, 0, false},
-                   {"control", "control", NULL, control, 0, false}},
-    };
-    page_section_begin(
-        page, "Does the student use the whole context?",
-        "A reference needs one definition before it. It counts as found if a retrieval head gives the definition "
-        "more than half of its attention, despite distractors all over the context.");
+    json_t *series = json_pack("[ooo]", document_series("teacher", "teacher", NULL, teacher, EVALUATE_DEPTHS, false),
+                               document_series("before", "before", NULL, before, EVALUATE_DEPTHS, false),
+                               document_series("after", "after", NULL, after, EVALUATE_DEPTHS, false));
     if (run->request->settings.control_queries)
-        bytes_print(page,
-                    "<p class=\"lead\">The control starts with the same weights and takes the same steps on the same "
-                    "sequences. It learns from the outputs of attention instead of the attention KL, with %" PRId64
-                    " queries per sequence.</p>",
-                    run->request->settings.control_queries);
-    bytes_print(page, "<div class=\"pair\"><div class=\"card\"><h3>Definitions found, by depth</h3>");
-    chart_bars(page, &bars, names, EVALUATE_DEPTHS);
-    bytes_print(
-        page,
-        "</div><div class=\"card scroll\"><h3>KL of the references</h3><table><tr><th>depth</th><th>references</th>"
-        "<th>KL before</th><th>KL after</th></tr>");
+        cli_json_append(&series, document_series("control", "control", NULL, control, EVALUATE_DEPTHS, false));
+    return json_pack("{ss ss ss so so}", "kind", "bars", "title", "Definitions found, by depth", "x_label",
+                     "depth of the definition, % of the context", "groups", groups, "series", series);
+}
+
+static json_t *kl_by_depth(const distill_run *run)
+{
+    static const char *const header[] = {"depth", "references", "KL before", "KL after", NULL};
+    json_t *rows = json_array();
     for (int d = 0; d < EVALUATE_DEPTHS; d++) {
         const depth_score *const first = &run->before.depths[d], *const last = &run->after.depths[d];
         if (last->references)
-            bytes_print(page, "<tr><td>%d..%d %%</td><td>%" PRId64 "</td><td>%.3g</td><td>%.3g</td></tr>",
-                        100 * d / EVALUATE_DEPTHS, 100 * (d + 1) / EVALUATE_DEPTHS, last->references,
-                        first->kl / (double)first->references, last->kl / (double)last->references);
+            cli_json_append(
+                &rows,
+                json_pack("[oIoo]",
+                          json_sprintf("%d..%d %%", 100 * d / EVALUATE_DEPTHS, 100 * (d + 1) / EVALUATE_DEPTHS),
+                          (json_int_t)last->references, cli_json_number(first->kl / (double)first->references),
+                          cli_json_number(last->kl / (double)last->references)));
     }
-    bytes_print(page, "</table></div></div>");
-    page_section_end(page);
+    return document_table("KL of the references", header, rows, json_null());
+}
+
+static json_t *depths_section(const distill_run *run)
+{
+    char lead[768];
+    const int length = snprintf(
+        lead, sizeof lead,
+        "A reference needs one definition before it. It counts as found if a retrieval head gives the definition "
+        "more than half of its attention, despite distractors all over the context.");
+    if (run->request->settings.control_queries)
+        snprintf(lead + length, sizeof lead - (size_t)length,
+                 " The control starts with the same weights and takes the same steps on the same sequences. It "
+                 "learns from the outputs of attention instead of the attention KL, with %" PRId64
+                 " queries per sequence.",
+                 run->request->settings.control_queries);
+    return document_section("Does the student use the whole context?", lead,
+                            json_pack("[oo]", found_by_depth(run), kl_by_depth(run)));
 }
 
 /* ---- Maps --------------------------------------------------------------------------------------------------- */
@@ -194,26 +195,6 @@ static skl_status map_student(attention_map *map, distill_run *run, const layer 
     return attention_map_compute(map, MAP_BUCKETS, MAP_BUCKETS, &problem, &inputs, &run->request->options);
 }
 
-static void add_head_maps(bytes *page, const report_maps *maps, int64_t head)
-{
-    const attention_map *const before = &maps->before, *const after = &maps->after;
-    const int64_t cells = after->rows * after->columns, at = head * cells;
-    const double top = picture_bright(after->p + at, cells);
-    const double kl_top = picture_bright(before->kl + at, cells);
-    bytes_print(page, "<h3>Head %" PRId64 "</h3><div class=\"maps\">", head);
-    page_map(page, PALETTE_SHARE, after->p + at, after->rows, after->columns, top, "teacher");
-    page_map(page, PALETTE_SHARE, before->s + at, after->rows, after->columns, top, "student before");
-    page_map(page, PALETTE_SHARE, after->s + at, after->rows, after->columns, top, "student after");
-    page_map(page, PALETTE_SIGNED, before->kl + at, after->rows, after->columns, kl_top,
-             "contributions to the KL, before");
-    if (maps->control.s)
-        page_map(page, PALETTE_SHARE, maps->control.s + at, after->rows, after->columns, top, "control");
-    else
-        page_map(page, PALETTE_SIGNED, after->kl + at, after->rows, after->columns, kl_top,
-                 "contributions to the KL, after, same scale");
-    bytes_print(page, "</div>\n");
-}
-
 static int compute_maps(report_maps *maps, distill_run *run)
 {
     skl_status status = map_student(&maps->before, run, &run->source->initial_student);
@@ -224,161 +205,167 @@ static int compute_maps(report_maps *maps, distill_run *run)
     return status == SKL_OK ? CLI_OK : cli_fail_status(status);
 }
 
-static void add_maps(bytes *page, const report_maps *maps)
+static json_t *drawn_map(const char *caption, const char *palette, const attention_map *map, const double *values,
+                         double top)
 {
-    page_section_begin(
-        page, "Attention maps",
+    return json_pack("{ss ss sf so}", "caption", caption, "palette", palette, "top", top, "values",
+                     document_matrix(values, map->rows, map->columns));
+}
+
+static json_t *head_maps(const report_maps *maps, int64_t head)
+{
+    const attention_map *const before = &maps->before, *const after = &maps->after, *const control = &maps->control;
+    const int64_t cells = after->rows * after->columns, at = head * cells;
+    const double top = picture_bright(after->p + at, cells), kl_top = picture_bright(before->kl + at, cells);
+    json_t *const last = control->s
+                             ? drawn_map("control", "share", control, control->s + at, top)
+                             : drawn_map("contributions to the KL, after", "signed", after, after->kl + at, kl_top);
+    json_t *const drawn =
+        json_pack("[ooooo]", drawn_map("teacher", "share", after, after->p + at, top),
+                  drawn_map("student before", "share", before, before->s + at, top),
+                  drawn_map("student after", "share", after, after->s + at, top),
+                  drawn_map("contributions to the KL, before", "signed", before, before->kl + at, kl_top), last);
+    return json_pack("{ss so so}", "kind", "maps", "title", json_sprintf("Head %" PRId64, head), "maps", drawn);
+}
+
+static json_t *maps_section(const report_maps *maps)
+{
+    json_t *blocks = json_array();
+    for (int64_t head = 0; head < maps->after.heads && head < MAP_HEADS_MAX; head++)
+        cli_json_append(&blocks, head_maps(maps, head));
+    return document_section(
+        "Attention maps",
         "Attention on one held-out sequence, pooled into 64 x 64 buckets: queries from top to bottom, keys from left "
         "to right. Brightness is the square root of the attention, with one scale per head, clipped at the 99th "
         "percentile of the teacher. In the KL, orange marks attention that the student misses, blue attention that "
-        "it "
-        "gives in excess.");
-    for (int64_t head = 0; head < maps->after.heads && head < MAP_HEADS_MAX; head++)
-        add_head_maps(page, maps, head);
-    page_section_end(page);
+        "it gives in excess.",
+        blocks);
 }
 
 /* ---- Costs -------------------------------------------------------------------------------------------------- */
 
-static void add_costs(bytes *page, const distill_run *run)
+static json_t *memory_table(const distill_run *run)
 {
+    static const char *const header[] = {"context", "matrices", "this library", NULL};
     const skl_inputs inputs = attention_pair_inputs(&run->pair);
     const double matrices = workload_of(&run->pair.problem, &inputs).materialised_size;
-    page_section_begin(
-        page, "Compared with materialising",
+    json_t *rows = json_array();
+    for (int64_t factor = 1; factor <= 64; factor *= 4)
+        cli_json_append(&rows, json_pack("[Iss]", (json_int_t)(run->pair.problem.len_q * factor),
+                                         cli_bytes_text((double)(factor * factor) * matrices).text,
+                                         cli_bytes_text((double)run->pair.workspace_size).text));
+    return document_table("Memory", header, rows,
+                          json_sprintf("The workspace does not grow with the context. The peak of the whole process, "
+                                       "including data and weights, was %s.",
+                                       cli_bytes_text((double)run->peak).text));
+}
+
+static json_t *costs_section(const distill_run *run)
+{
+    json_t *const time = run->request->no_baseline ? distill_timing_refused("--no-baseline") : distill_timing(run);
+    return document_section(
+        "Compared with materialising",
         "Attention KL is usually computed from whole matrices: P of every teacher head, S and its gradient of every "
-        "student head, in f32.");
-    bytes_print(
-        page,
-        "<div class=\"pair\"><div class=\"card scroll\"><h3>Memory</h3><table><tr><th>context</th><th>matrices</th>"
-        "<th>this library</th></tr>");
-    for (int64_t factor = 1; factor <= 64; factor *= 4) {
-        bytes_print(page, "<tr><td>%" PRId64 "</td><td>%s</td><td>%s</td></tr>", run->pair.problem.len_q * factor,
-                    cli_bytes_text((double)(factor * factor) * matrices).text,
-                    cli_bytes_text((double)run->pair.workspace_size).text);
-    }
-    bytes_print(page,
-                "</table><p class=\"lead\"><small>The workspace does not grow with the context. The peak of the "
-                "whole process, "
-                "including data and weights, was %s.</small></p></div><div class=\"card scroll\"><h3>Time</h3>",
-                cli_bytes_text((double)run->peak).text);
-    if (run->request->no_baseline)
-        bytes_print(page, "<p>Not measured: --no-baseline.</p>");
-    else
-        distill_timing_add(page, run);
-    bytes_print(page, "</div></div>");
-    page_section_end(page);
+        "student head, in f32.",
+        json_pack("[oo]", memory_table(run), time));
 }
 
 /* ---- Settings ----------------------------------------------------------------------------------------------- */
 
-static void add_setting(bytes *page, const char *name, const char *value)
+static int64_t count_of(const distill_settings *settings, size_t index)
 {
-    bytes_print(page, "<tr><td>%s</td><td>", name);
-    bytes_add_escaped(page, value);
-    bytes_print(page, "</td></tr>");
+    return *(const int64_t *)((const char *)settings + distill_counts[index].offset);
 }
 
-static void add_command(bytes *page, const distill_settings *settings)
+static json_t *command_block(const distill_settings *settings)
 {
-    bytes_print(page, "<pre>streamkl distill");
-    if (settings->teacher_path) {
-        bytes_print(page, " --teacher ");
-        bytes_add_escaped(page, settings->teacher_path);
-        bytes_print(page, " --student ");
-        bytes_add_escaped(page, settings->student_path);
-    }
-    for (size_t c = 0; c < distill_counts_size; c++) {
-        const int64_t value = *(const int64_t *)((const char *)settings + distill_counts[c].offset);
+    bytes text = {0};
+    bytes_print(&text, "streamkl distill");
+    if (settings->teacher_path)
+        bytes_print(&text, " --teacher %s --student %s", settings->teacher_path, settings->student_path);
+    for (size_t c = 0; c < distill_counts_size; c++)
         if (!settings->teacher_path || distill_counts[c].offset >= offsetof(distill_settings, steps))
-            bytes_print(page, " --%s %" PRId64, distill_counts[c].name, value);
-    }
-    bytes_print(page, " --rate %g --direction %s</pre>", (double)settings->rate, direction_name(settings->direction));
+            bytes_print(&text, " --%s %" PRId64, distill_counts[c].name, count_of(settings, c));
+    bytes_print(&text, " --rate %g --direction %s", (double)settings->rate, direction_name(settings->direction));
+    bytes_add_u8(&text, 0);
+    json_t *const block =
+        json_pack("{ss so}", "kind", "command", "text", text.failed ? NULL : cli_json_path((const char *)text.data));
+    bytes_free(&text);
+    return block;
 }
 
-static void add_settings(bytes *page, const distill_run *run)
+static void add_setting(json_t **rows, const char *name, json_t *value)
+{
+    cli_json_append(rows, json_pack("[so]", name, value));
+}
+
+static json_t *settings_section(const distill_run *run)
 {
     const distill_settings *const settings = &run->request->settings;
     char text[160];
-    page_section_begin(page, "Reproducing this run",
-                       "The same command on the same machine gives bitwise equal weights.");
-    add_command(page, settings);
-    bytes_print(page, "<div class=\"card\"><table class=\"plain\">");
-    for (size_t c = 0; c < distill_counts_size; c++) {
-        snprintf(text, sizeof text, "%" PRId64,
-                 *(const int64_t *)((const char *)settings + distill_counts[c].offset));
-        add_setting(page, distill_counts[c].name, text);
-    }
-    snprintf(text, sizeof text, "%g, warm-up over 5 %% of the steps, then cosine decay", (double)settings->rate);
-    add_setting(page, "rate", text);
-    add_setting(page, "direction", direction_name(settings->direction));
+    json_t *rows = json_array();
+    for (size_t c = 0; c < distill_counts_size; c++)
+        add_setting(&rows, distill_counts[c].name, json_sprintf("%" PRId64, count_of(settings, c)));
+    add_setting(&rows, "rate",
+                json_sprintf("%g, warm-up over 5 %% of the steps, then cosine decay", (double)settings->rate));
+    add_setting(&rows, "direction", json_string(direction_name(settings->direction)));
     if (settings->teacher_path) {
-        add_setting(page, "teacher", settings->teacher_path);
-        add_setting(page, "student", settings->student_path);
+        add_setting(&rows, "teacher", cli_json_path(settings->teacher_path));
+        add_setting(&rows, "student", cli_json_path(settings->student_path));
     }
-    snprintf(text, sizeof text, "%" PRId64 " of %" PRId64, run->student.step, settings->steps);
-    add_setting(page, "steps done", text);
-    add_setting(page, "kernel", skl_plan_kernel(run->pair.plan));
+    add_setting(&rows, "steps done", json_sprintf("%" PRId64 " of %" PRId64, run->student.step, settings->steps));
+    add_setting(&rows, "kernel", json_string(skl_plan_kernel(run->pair.plan)));
     machine_cpu_model(text, sizeof text);
-    add_setting(page, "CPU", text);
-    snprintf(text, sizeof text, "%d", run->pair.threads);
-    add_setting(page, "threads", text);
+    add_setting(&rows, "CPU", cli_json_path(text));
+    add_setting(&rows, "threads", json_sprintf("%d", run->pair.threads));
     machine_date(text, sizeof text);
-    add_setting(page, "date", text);
-    add_setting(page, "library", skl_build_info());
-    bytes_print(page, "</table></div>");
-    page_section_end(page);
+    add_setting(&rows, "date", cli_json_path(text));
+    add_setting(&rows, "library", json_string(skl_build_info()));
+    json_t *const table = json_pack("{ss so sb}", "kind", "table", "rows", rows, "plain", 1);
+    return document_section("Reproducing this run",
+                            "The same command on the same machine gives bitwise equal weights.",
+                            json_pack("[oo]", command_block(settings), table));
 }
 
 /* ---- The page ----------------------------------------------------------------------------------------------- */
 
-static void add_title(bytes *page, const distill_run *run)
+static json_t *lead(const distill_run *run)
 {
     const distill_settings *const s = &run->request->settings;
-    bytes_print(page, "<h1>Attention distillation</h1><p class=\"lead\">");
-    bytes_print(
-        page,
+    char stopped[96] = "";
+    if (run->student.step < s->steps)
+        snprintf(stopped, sizeof stopped, " The run was stopped at step %" PRId64 " of %" PRId64 ".",
+                 run->student.step, s->steps);
+    return json_sprintf(
         "%" PRId64 " student heads of size %" PRId64 " learned the attention of %" PRId64
         " teacher heads of size %" PRId64 " at a context of %" PRId64
-        " tokens. W_q and W_k were trained on KL(%s). The KL was streamed: no N&nbsp;&times;&nbsp;N matrix was "
-        "stored.",
+        " tokens. W_q and W_k were trained on KL(%s). The KL was streamed: no N × N matrix was stored.%s",
         s->heads_s, s->dim_s, s->heads_t, s->dim_t, s->context,
-        s->direction == SKL_KL_FORWARD ? "teacher&nbsp;||&nbsp;student" : "student&nbsp;||&nbsp;teacher");
-    if (run->student.step < s->steps)
-        bytes_print(page, " <b>The run was stopped at step %" PRId64 " of %" PRId64 ".</b>", run->student.step,
-                    s->steps);
-    bytes_print(page, "</p>");
+        s->direction == SKL_KL_FORWARD ? "teacher || student" : "student || teacher", stopped);
 }
 
-static void fill_page(bytes *page, const distill_run *run, const report_maps *maps)
+static json_t *document_of(const distill_run *run, const report_maps *maps)
 {
-    page_begin(page, "StreamKL: attention distillation");
-    add_title(page, run);
-    add_figures(page, run);
+    json_t *sections = json_array();
     if (run->source->retrieves)
-        add_depths(page, run);
-    add_maps(page, maps);
-    add_loss(page, run);
-    add_positions(page, run);
-    add_costs(page, run);
-    add_settings(page, run);
-    bytes_print(page, "<footer>StreamKL %s</footer>", skl_version());
-    page_end(page);
+        cli_json_append(&sections, depths_section(run));
+    cli_json_append(&sections, maps_section(maps));
+    cli_json_append(&sections, training_section(run));
+    cli_json_append(&sections, costs_section(run));
+    cli_json_append(&sections, settings_section(run));
+    return json_pack("{ss so so so so}", "title", "Attention distillation", "lead", lead(run), "figures",
+                     figures(run), "sections", sections, "footer", json_sprintf("StreamKL %s", skl_version()));
 }
 
 int distill_report_write(file_set *set, distill_run *run)
 {
     report_maps maps = {.before = {0}};
-    bytes page = {0};
     int exit_code = compute_maps(&maps, run);
     run->peak = resident_peak(); /* before the baseline allocates its matrices */
-    if (exit_code == CLI_OK) {
-        fill_page(&page, run, &maps);
-        exit_code = file_write_into(set, distill_path_of(run->request, "report.html").text, &page);
-    }
+    if (exit_code == CLI_OK)
+        exit_code = document_write(set, distill_path_of(run->request, "report.html").text, document_of(run, &maps));
     attention_map_free(&maps.before);
     attention_map_free(&maps.after);
     attention_map_free(&maps.control);
-    bytes_free(&page);
     return exit_code;
 }

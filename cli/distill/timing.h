@@ -3,9 +3,11 @@
 #define STREAMKL_CLI_DISTILL_TIMING_H
 
 #include "cli/distill/distill.h"
-#include "view/bytes.h"
 
-/* Adds a table to the page, or the reason why there is none. */
-void distill_timing_add(bytes *page, const distill_run *run);
+#include <jansson.h>
+
+/* A table for the report, or the reason why there is none; NULL: out of memory. */
+json_t *distill_timing(const distill_run *run);
+json_t *distill_timing_refused(const char *reason);
 
 #endif

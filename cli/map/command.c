@@ -7,10 +7,10 @@
 #include "cli/io/tensor_write.h"
 #include "cli/io/file_write.h"
 #include "view/attention_map.h"
+#include "view/figure.h"
 
 #include <inttypes.h>
 #include <limits.h>
-#include <math.h>
 #include <stdlib.h>
 
 static const char doc[] =
@@ -118,13 +118,12 @@ static int64_t cells_of(const attention_map *map)
     return map->rows * map->columns;
 }
 
-/* The scale of a picture: P and S share one, so that equal colours mean equal attention. */
+/* The scale of a picture, as in the report of `streamkl distill`: a few bright cells do not darken the rest. P and S
+ * share one, so that equal colours mean equal attention. */
 static double top_of(const attention_map *shown, const map_picture *picture)
 {
-    const int64_t count = shown->heads * cells_of(shown);
-    if (picture->palette == PALETTE_SIGNED)
-        return picture_top(values_of(shown, picture), count);
-    return fmax(picture_top(shown->p, count), picture_top(shown->s, count));
+    const double *const values = picture->palette == PALETTE_SIGNED ? values_of(shown, picture) : shown->p;
+    return picture_bright(values, shown->heads * cells_of(shown));
 }
 
 /* The requested heads: a view of `map`, or the mean over heads, which `mean` owns. */
@@ -174,7 +173,7 @@ static void print_maps(const map_request *request, const attention_map *map, con
             const double top = top_of(shown, &pictures[p]);
             printf("\n  %s%s%s", style.bold, pictures[p].title, style.plain);
             print_head(request, map, head);
-            printf("; maximum %.3g\n", top);
+            printf("; colours up to %.3g\n", top);
             map_print(stdout, pictures[p].palette, values_of(shown, &pictures[p]) + head * cells_of(shown),
                       shown->rows, shown->columns, top);
         }
@@ -221,17 +220,24 @@ static png_path path_of_png(const map_request *request, int64_t head, const map_
     return path;
 }
 
-static int write_pngs(file_set *set, const map_request *request, const attention_map *shown)
+static int write_pngs(file_set *set, const map_request *request, const attention_map *shown,
+                      const skl_problem *problem)
 {
-    enum { SIDE_LEAST = 512 }; /* pixels */
-    const int64_t longer = shown->rows > shown->columns ? shown->rows : shown->columns;
-    const int zoom = (int)(longer < SIDE_LEAST ? (SIDE_LEAST + longer - 1) / longer : 1);
     int exit_code = CLI_OK;
     for (int64_t head = 0; head < shown->heads; head++) {
         for (int p = 0; p < PICTURE_COUNT && exit_code == CLI_OK; p++) {
+            const figure drawn = {
+                .title = pictures[p].title,
+                .palette = pictures[p].palette,
+                .values = values_of(shown, &pictures[p]) + head * cells_of(shown),
+                .rows = shown->rows,
+                .columns = shown->columns,
+                .top = top_of(shown, &pictures[p]),
+                .len_q = problem->len_q,
+                .len_k = problem->len_k,
+            };
             bytes file = {0};
-            picture_png(&file, pictures[p].palette, values_of(shown, &pictures[p]) + head * cells_of(shown),
-                        shown->rows, shown->columns, top_of(shown, &pictures[p]), zoom);
+            figure_png(&file, &drawn);
             exit_code = file_write_into(set, path_of_png(request, head, &pictures[p]).text, &file);
             bytes_free(&file);
         }
@@ -270,7 +276,7 @@ static int show(const map_request *request, const attention_map *map, const skl_
     if (exit_code == CLI_OK && request->out_path)
         exit_code = write_tensors(&set, request->out_path, map);
     if (exit_code == CLI_OK && request->png_prefix)
-        exit_code = write_pngs(&set, request, &shown);
+        exit_code = write_pngs(&set, request, &shown, problem);
     exit_code = file_write_commit(&set, exit_code);
     if (exit_code == CLI_OK && request->json)
         exit_code = print_json(&shown, problem);

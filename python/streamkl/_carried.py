@@ -223,7 +223,7 @@ def attention(
         q_t: teacher queries, as in :func:`streamkl.attention_kl`. The teacher receives no gradient.
         k_t: teacher keys.
         lse_t: the teacher's log-sum-exp of each row, ``[batch, heads_t, len_q]``, packed ``[heads_t, total_q]``, over the visible
-            keys. Default: the backward computes it, in a pass of its own.
+            keys. Default: the backward computes it, in a separate pass.
         kl_weight: factor of the KL in the loss: a number, or a tensor with one element.
         inject: ``True``: the gradient of the KL counts with ``kl_weight``, whatever the loss is. A loss scale belongs in
             ``kl_weight``: ``scaler.scale(torch.tensor(0.1, device=q.device))``. ``False``: ``handle.loss``, a scalar of value 0,

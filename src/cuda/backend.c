@@ -60,8 +60,8 @@ static int kernel_at(int32_t index, skl_kernel_info *info)
     if (capability != 0 && !usable)
         snprintf(reason, sizeof reason, "device 0 has compute capability %d.%d, the kernel needs %d.%d",
                  capability / 10, capability % 10, kernel->capability / 10, kernel->capability % 10);
-    const bool has_tensor_cores = kernel->dim_max > 0;
-    *info = (skl_kernel_info){kernel->name, SKL_CUDA, usable, usable ? kernel->detail : reason, has_tensor_cores};
+    const bool rounds_gradients = kernel->dtype != SKL_F32;
+    *info = (skl_kernel_info){kernel->name, SKL_CUDA, usable, usable ? kernel->detail : reason, rounds_gradients};
     return 1;
 }
 

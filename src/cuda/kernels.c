@@ -8,6 +8,11 @@ enum { CAPABILITY_END_sm80 = 1000, CAPABILITY_END_sm90 = 91 };
 
 #define DTYPE_bf16 SKL_BF16
 #define DTYPE_f16  SKL_F16
+#define DTYPE_f32  SKL_F32
+
+#define TYPES_bf16 "bf16"
+#define TYPES_f16  "f16"
+#define TYPES_f32  "f32 and mixed types"
 
 #define PRODUCTS_sm80 "mma.sync"
 #define PRODUCTS_sm90 "wgmma and TMA"
@@ -16,7 +21,7 @@ enum { CAPABILITY_END_sm80 = 1000, CAPABILITY_END_sm90 = 91 };
 #define INDEXER_DETAIL_sparse "sparse indexer"
 
 #define ENTRY(arch, type, size, text)                                                                                \
-    .name = "cuda_" #arch "_" #type "_" #size, .detail = #type ", " text ": " PRODUCTS_##arch,                       \
+    .name = "cuda_" #arch "_" #type "_" #size, .detail = TYPES_##type ", " text ": " PRODUCTS_##arch,                \
     .capability = SKL_CAPABILITY_##arch, .capability_end = CAPABILITY_END_##arch, .dtype = DTYPE_##type
 #define ATTENTION(arch, type, dim)                                                                                   \
     ENTRY(arch, type, dim, "dim <= " #dim), .dim_max = dim, .small_dim_max = dim, .softcap = true,                   \

@@ -14,11 +14,11 @@ enum { SKL_CAPABILITY_sm80 = 80, SKL_CAPABILITY_sm90 = 90 };
 typedef struct skl_cuda_kernel {
     const char *name, *detail;
     int capability, capability_end; /* lowest compute capability, and the first beyond the highest: 90 is 9.0 */
-    skl_dtype dtype;
-    int64_t dim_max;       /* of attention heads; 0: any size and type */
-    int64_t small_dim_max; /* of the smaller of an attention's two head sizes */
-    int64_t fused_dim_max; /* of the gradients of `fused` */
-    bool softcap;          /* attention with one */
+    skl_dtype dtype;                /* f32: rows of any type, as two-term rows */
+    int64_t dim_max;                /* of attention heads; 0: any size and type */
+    int64_t small_dim_max;          /* of the smaller of an attention's two head sizes */
+    int64_t fused_dim_max;          /* of the gradients of `fused` */
+    bool softcap;                   /* attention with one */
     skl_cuda_launcher forward, fused, dq, dk;
     int (*blocks_per_sm)(void); /* of the forward */
     skl_cuda_launcher group_lse, group_rows, group_fused;

@@ -23,6 +23,7 @@ typedef struct skl_cuda_argument {
     float softcap_2; /* softcap in base 2, and its inverse */
     float inverse_softcap_2;
     float tanh_scale, tanh_factor, product_max; /* sm90/attention/softcap.cuh */
+    skl_input q_factors, k_factors;             /* of two-term rows (common/two_term_rows.cu), if q and k have such */
 } skl_cuda_argument;
 
 /* Common to all kernels; each kernel family extends it by its own members (common/params.cuh). */
@@ -92,6 +93,7 @@ struct skl_cuda_launch {
 #define SKL_VARIANT_CLEAR         "clear"
 #define SKL_VARIANT_BOUNDS        "row bounds by key"
 #define SKL_VARIANT_STREAMED      "rows, streamed queries"
+#define SKL_VARIANT_TWO_TERM      "two-term rows"
 #define SKL_VARIANT_CARRYING      "attention backward with KL"
 #define SKL_VARIANT_DOTS          "output dots"
 #define SKL_VARIANT_OUTPUT_DQ     "attention backward, dq"
@@ -112,6 +114,8 @@ enum {
     SKL_SPLIT_ROWS_MAX = 512,       /* rows of split states per SM: bounds the workspace */
     SKL_SM90_STAGE_KEYS = 64,
     SKL_SM90_NARROW_DIMS_MAX = 256,   /* of both arguments: larger ones have the wide forward */
+    SKL_TWO_TERM_DIM_MAX = 128,       /* head sizes with kernels for two-term rows */
+    SKL_SM90_WIDE_ROWS = 128,         /* queries per tile of the wide forward */
     SKL_SM90_PAIRED_ROWS = 128,       /* queries per tile of the narrow forward with two blocks per SM */
     SKL_SM90_FUSED_DIM_MAX = 128,     /* of the gradients of a fused backward */
     SKL_SM90_BACKWARD_ROWS = 128,     /* queries per tile of the fused backward */
@@ -127,8 +131,9 @@ enum {
 #define SKL_ROWS_MAX ((int64_t)1 << 30)
 
 /* Queries per tile of a forward. */
-#define SKL_SM80_FORWARD_ROWS(dim)  ((dim) <= 128 ? 128 : 64)
-#define SKL_SM90_FORWARD_ROWS(dims) ((dims) <= SKL_SM90_NARROW_DIMS_MAX ? 256 : 128) /* of both arguments */
+#define SKL_SM80_FORWARD_ROWS(dim) ((dim) <= 128 ? 128 : 64)
+#define SKL_SM90_FORWARD_ROWS(dims)                                                                                  \
+    ((dims) <= SKL_SM90_NARROW_DIMS_MAX ? 256 : SKL_SM90_WIDE_ROWS) /* of both arguments */
 
 /* Keys, at most, of a narrow forward with two blocks per SM. */
 #define SKL_SM90_PAIRED_KEYS_MAX(dims) ((dims) <= 128 ? SKL_ROWS_MAX : (int64_t)2048)
@@ -192,6 +197,9 @@ cudaError_t skl_cuda_clear_tails(const skl_cuda_params *params, const skl_cuda_l
 
 /* Fills params->key_bounds. */
 cudaError_t skl_cuda_bounds_by_key(const skl_cuda_params *params, const skl_cuda_launch *launch);
+
+/* Makes two-term rows of all rows: q and k of params->a and params->b. */
+cudaError_t skl_cuda_two_term_rows(const skl_cuda_params *params, const skl_cuda_launch *launch);
 
 cudaError_t skl_cuda_states_merge(int64_t count, skl_row_state *into, const skl_row_state *from, cudaStream_t stream);
 cudaError_t skl_cuda_states_finish(const skl_cuda_params *params);

@@ -159,18 +159,22 @@ def test_equal_to_kl(tmp_path, pair):
     assert np.allclose(np.array(answer["kl"])[:, 0, 0], kl.mean((0, 2)), atol=1e-6)
 
 
+LEFT, TOP, RIGHT, BOTTOM = 96, 34, 132, 60  # pixels around the map of a picture: view/figure.h
+
+
 def test_files(tmp_path, pair):
     done = run("map", pair, "--buckets", 8, "--out", tmp_path / "maps.safetensors", "--png", tmp_path / "map", "--json")
     assert done.returncode == 0, done.stderr
     maps = load(tmp_path / "maps.safetensors")
     assert {name: array.shape for name, (_, array) in maps.items()} == {name: (2, 8, 8) for name in ("p", "s", "kl")}
-    brightest = decode_png((tmp_path / "map-p.png").read_bytes())
+    picture = decode_png((tmp_path / "map-p.png").read_bytes())
+    assert picture.shape == (TOP + 512 + BOTTOM, LEFT + 512 + RIGHT, 3)
+    assert decode_png((tmp_path / "map-kl.png").read_bytes()).shape == picture.shape
+    cells = picture[TOP + 32 : TOP + 512 : 64, LEFT + 32 : LEFT + 512 : 64].astype(int).sum(-1)
     mean = maps["p"][1].mean(0)
-    row, column = np.unravel_index(brightest.sum(-1).argmax(), brightest.shape[:2])
-    top = max(mean.max(), maps["s"][1].mean(0).max())
-    assert brightest.shape == (512, 512, 3) and mean[row // 64, column // 64] == pytest.approx(mean.max())
-    assert mean.max() <= top
-    assert decode_png((tmp_path / "map-kl.png").read_bytes()).shape == (512, 512, 3)
+    assert cells.flat[mean.argmax()] == cells.max()
+    ordered = cells.flatten()[mean.flatten().argsort()]
+    assert (np.diff(ordered) >= -2).all()  # brighter where there is more attention; colours are whole numbers
     assert run("map", pair, "--head", "all", "--png", tmp_path / "each").returncode == 0
     assert (tmp_path / "each-h1-s.png").exists()
 
@@ -180,7 +184,34 @@ def test_size_of_pictures(tmp_path, len_q, len_k):
     """The longer side has at least 512 pixels, in whole pixels per cell."""
     path = save(tmp_path / "small.safetensors", make_tensors(len_q=len_q, len_k=len_k))
     assert run("map", path, "--png", tmp_path / "map").returncode == 0
-    assert decode_png((tmp_path / "map-p.png").read_bytes()).shape == (57 * len_q, 57 * len_k, 3)
+    assert decode_png((tmp_path / "map-p.png").read_bytes()).shape == (TOP + 57 * len_q + BOTTOM, LEFT + 57 * len_k + RIGHT, 3)
+
+
+def test_one_bright_cell_does_not_darken_a_picture(tmp_path):
+    """Colours end at the 99th percentile of the teacher: the first query attends to one key alone, the others to many."""
+    tensors = make_tensors(batch=1, heads_t=1, heads_s=1, len_q=256, len_k=256)
+    tensors = {name: 0 * each for name, each in tensors.items()}
+    path = save(tmp_path / "flat.safetensors", tensors)
+    done = run("map", path, "--causal", "--buckets", 16, "--png", tmp_path / "map", "--json")
+    assert done.returncode == 0, done.stderr
+    picture = decode_png((tmp_path / "map-p.png").read_bytes()).astype(int).sum(-1)
+    cells = picture[TOP + 16 : TOP + 512 : 32, LEFT + 16 : LEFT + 512 : 32]
+    p = np.array(json.loads(done.stdout)["p"])[0]
+    bright = np.sort(p.flatten())[-1 - p.size // 100]
+    assert p.max() > 1.5 * bright
+    assert cells[0, 0] == cells[p >= bright].max() == cells[p >= bright].min()
+
+
+def test_axes_and_colour_bar(tmp_path):
+    """Left of the map are the positions of queries, below those of keys, on the right a bar of all colours with numbers."""
+    path = save(tmp_path / "small.safetensors", make_tensors(len_q=64, len_k=64))
+    assert run("map", path, "--buckets", 8, "--png", tmp_path / "map").returncode == 0
+    picture = decode_png((tmp_path / "map-p.png").read_bytes())
+    is_ink = (picture == (32, 36, 44)).all(-1)
+    for part in (slice(None), slice(0, LEFT)), (slice(TOP + 512, None), slice(None)), (slice(None), slice(LEFT + 550, None)), (slice(0, TOP), slice(LEFT, LEFT + 512)):
+        assert is_ink[part].sum() > 100
+    bar = picture[TOP : TOP + 512, LEFT + 512 + 25].astype(int).sum(-1)
+    assert (np.diff(bar) <= 0).all() and len(set(bar)) > 150
 
 
 @pytest.mark.parametrize("len_q, len_k", [(0, 0), (0, 5), (5, 0)])

@@ -172,15 +172,22 @@ def compare(
     try:
         with AttentionDistiller(teacher, student, **options) as distiller:
             student(**batch)
-            pairs, cache = distiller.pairs(), RowCache()
-            if distiller.parallel():
-                raise RuntimeError("streamkl.hf.compare: run it without context parallelism: it compares whole sequences")
-            rows = {key: pair.row_losses(distiller.direction, cache) for key, pair in pairs.items()}
-            maps = {}
-            if buckets is not None:
-                maps = {key: _map(pair, cache, buckets, distiller.direction) for key, pair in pairs.items()}
+            return compare_captured(distiller, buckets)
     finally:
         student.train(was_training)
+
+
+def compare_captured(distiller: AttentionDistiller, buckets: tuple[int, int] | None = None) -> Comparison:
+    """The same for the student's last forward under an attached distiller. Frees what was captured."""
+    pairs, cache = distiller.pairs(), RowCache()
+    if distiller.parallel():
+        raise RuntimeError("streamkl.hf.compare: run it without context parallelism: it compares whole sequences")
+    rows = {key: pair.row_losses(distiller.direction, cache) for key, pair in pairs.items()}
+    maps = {}
+    if buckets is not None:
+        maps = {key: _map(pair, cache, buckets, distiller.direction) for key, pair in pairs.items()}
+    distiller.teacher.clear()
+    distiller.student.clear()
     return Comparison(rows, maps)
 
 

@@ -173,17 +173,12 @@ def _verify(call: Call, visible: Visible, padding: torch.Tensor | None) -> None:
     if call.probe is None or call.value is None:
         return
     rows, output = call.probe
-    q, k, v = (tensor.float() for tensor in (call.query[:, :, rows], call.key, call.value))
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-    logits = q @ k.transpose(2, 3) * (1 / math.sqrt(q.shape[-1]) if call.scale is None else call.scale)
-    if call.softcap:
-        logits = call.softcap * torch.tanh(logits / call.softcap)
-    seen = visible_keys(visible, padding, torch.tensor(rows, device=q.device), call.query.shape[2], k.shape[2])
-    logits = logits.masked_fill(~seen, -torch.inf)
-    if call.sink is not None:  # its column goes after the softmax: it has no value
-        logits = torch.cat([logits, call.sink.float()[:, None, None].expand(*logits.shape[:3], 1)], -1)
-    expected = (logits.softmax(-1)[..., : k.shape[2]] @ v).transpose(1, 2)
+    q, v = call.query[:, :, rows], call.value.float()
+    v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+    scale = 1 / math.sqrt(q.shape[-1]) if call.scale is None else call.scale
+    seen = visible_keys(visible, padding, torch.tensor(rows, device=q.device), call.query.shape[2], v.shape[2])
+    p = probabilities(q, call.key, scale, call.softcap, call.sink, seen)
+    expected = (p @ v).transpose(1, 2)
     if output.shape != expected.shape:
         raise Refused(f"returns an output {list(output.shape)} for {list(expected.shape)} of softmax(q k) v")
     kept = seen.any(-1).transpose(1, 2).unsqueeze(-1)
@@ -206,3 +201,17 @@ def visible_keys(visible: Visible, padding, rows: torch.Tensor, len_q: int, len_
     if padding is not None:
         seen = seen & padding[:, None, :len_k]
     return seen[:, None]
+
+
+def probabilities(
+    q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float, sink: torch.Tensor | None, seen: torch.Tensor
+) -> torch.Tensor:
+    """softmax(q k) of some rows, [batch, heads, rows, len_k]: for single rows only, because it stores them."""
+    q, k = q.float(), k.float().repeat_interleave(q.shape[1] // k.shape[1], 1)
+    logits = q @ k.transpose(2, 3) * scale
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.masked_fill(~seen, -torch.inf)
+    if sink is not None:  # its column goes after the softmax: it has no key
+        logits = torch.cat([logits, sink.float()[:, None, None].expand(*logits.shape[:3], 1)], -1)
+    return logits.softmax(-1)[..., : k.shape[2]]

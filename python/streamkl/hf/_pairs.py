@@ -12,7 +12,7 @@ from .._options import Direction
 from .._attention_kl import attention_kl
 from .._carried import CarriedKL, term_of
 from . import _maps as maps
-from ._layers import Layer
+from ._layers import Layer, probabilities, visible_keys
 from ._masks import Visible
 from ._rows import Rows, pack_rows, sample_rows
 
@@ -103,7 +103,7 @@ class Pair:
             return None
         (q_t, k_t, q_s, k_s), options, rows = self.arguments(cache)
         if cache.padding(self.t.padding, self.s.padding) is not None or rows.bounds is not None:
-            return None  # rows of padding have gradients of their own
+            return None  # rows of padding may have gradients too
         weight = None if row_weight is None else self._fitting(row_weight)
         mean, _ = rows.mean(weight, heads=q_s.shape[-3])
         lse_t = options.pop("lse_t")
@@ -122,6 +122,20 @@ class Pair:
         tensors, options, rows = self.arguments(cache)
         kl = attention_kl(*tensors, direction=direction, reduction="none", **options)
         return rows.unpack_rows(kl, self.s.q.shape[0], self.s.q.shape[2])
+
+    def row_probabilities(self, rows: list[int], cache: RowCache) -> tuple[torch.Tensor, torch.Tensor]:
+        """The attention of some rows, [batch, heads_s, rows, len_k] of teacher and student.
+
+        A head's teacher is the mean of its group.
+        """
+        self._check()
+        (q_t, k_t, q_s, k_s), _ = self._tensors("qk", cache, 1.0)
+        visible, padding = self.t.visible.both(self.s.visible), cache.padding(self.t.padding, self.s.padding)
+        seen = visible_keys(visible, padding, torch.tensor(rows, device=q_s.device), q_s.shape[2], k_s.shape[2])
+        sinks = self._sinks() if self.sinks == "both" else {}
+        p = probabilities(q_t[:, :, rows], k_t, self.t.scale, self.t.softcap, sinks.get("sink_t"), seen)
+        s = probabilities(q_s[:, :, rows], k_s, self.s.scale, self.s.softcap, sinks.get("sink_s"), seen)
+        return p.unflatten(1, (s.shape[1], -1)).mean(2), s
 
     def arguments(
         self, cache: RowCache, relation: Relation = "qk", temperature: float = 1.0

@@ -9,7 +9,7 @@
 
 typedef __nv_bfloat16 skl_element_bf16;
 typedef __half skl_element_f16;
-#define SKL_ELEMENT(dtype) skl_element_##dtype
+#define SKL_ELEMENT(dtype) skl_element_##dtype /* f32: sm90/attention/instance.cuh */
 
 /* A launcher with the name of its kernel, which it reports. `function` may hold commas. */
 #define SKL_LAUNCHER(arch, dtype, size, role, ...)                                                                   \

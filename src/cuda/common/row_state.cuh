@@ -89,38 +89,58 @@ template <typename SUMS> __device__ inline void add_sums(SUMS &to, const row_sum
     to.w += sums.w;
 }
 
+/* A logit is a product times a scale. Products are accumulators, [block of 8 columns][half * 2 + parity], or a view
+ * of them in which columns have factors (sm90/two_term.cuh). */
+struct no_factors {
+};
+
+template <int BLOCKS> __device__ inline no_factors factors_of(const float (&)[BLOCKS][4], int)
+{
+    return {};
+}
+
+template <int BLOCKS>
+__device__ inline float product_of(const float (&products)[BLOCKS][4], no_factors, int block, int e)
+{
+    return products[block][e];
+}
+
 /* Adds a row's columns of one step, with their true maximum as the shift. MASKED: only the columns in `sees`, which
  * counts from the step's first key. */
-template <bool MASKED, int BLOCKS>
-__device__ inline void add_with_max(skl_row_state &state, const float (&a)[BLOCKS][4], float scale_a,
-                                    const float (&b)[BLOCKS][4], float scale_b, int half, const range32 &sees)
+template <bool MASKED, int BLOCKS, typename A, typename B>
+__device__ inline void add_with_max(skl_row_state &state, const A &a, float scale_a, const B &b, float scale_b,
+                                    int half, const range32 &sees)
 {
     float m_a = state.m_a, m_b = state.m_b;
     bool any = !MASKED;
 #pragma unroll
-    for (int block = 0; block < BLOCKS; block++)
+    for (int block = 0; block < BLOCKS; block++) {
+        const auto factors_a = factors_of(a, block), factors_b = factors_of(b, block);
 #pragma unroll
         for (int parity = 0; parity < 2; parity++) {
-            const int column = acc_column(block, parity);
+            const int column = acc_column(block, parity), e = half * 2 + parity;
             const bool seen = !MASKED || (column >= sees.begin && column < sees.end);
-            m_a = seen ? fmaxf(m_a, a[block][half * 2 + parity] * scale_a) : m_a;
-            m_b = seen ? fmaxf(m_b, b[block][half * 2 + parity] * scale_b) : m_b;
+            m_a = seen ? fmaxf(m_a, product_of(a, factors_a, block, e) * scale_a) : m_a;
+            m_b = seen ? fmaxf(m_b, product_of(b, factors_b, block, e) * scale_b) : m_b;
             any = any || seen;
         }
+    }
     if (!any)
         return;
     state = skl_state_move(state, m_a, m_b);
     const bool huge_a = is_huge(m_a), huge_b = is_huge(m_b);
     row_sums sums = {};
 #pragma unroll
-    for (int block = 0; block < BLOCKS; block++)
+    for (int block = 0; block < BLOCKS; block++) {
+        const auto factors_a = factors_of(a, block), factors_b = factors_of(b, block);
 #pragma unroll
         for (int parity = 0; parity < 2; parity++) {
-            const int column = acc_column(block, parity);
+            const int column = acc_column(block, parity), e = half * 2 + parity;
             if (!MASKED || (column >= sees.begin && column < sees.end))
-                add_pair(sums, minus_shift(a[block][half * 2 + parity], scale_a, m_a, huge_a),
-                         minus_shift(b[block][half * 2 + parity], scale_b, m_b, huge_b));
+                add_pair(sums, minus_shift(product_of(a, factors_a, block, e), scale_a, m_a, huge_a),
+                         minus_shift(product_of(b, factors_b, block, e), scale_b, m_b, huge_b));
         }
+    }
     add_sums(state, sums);
 }
 

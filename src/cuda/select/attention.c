@@ -47,22 +47,26 @@ static int64_t dims_of(const skl_cuda_kernel *kernel)
     return kernel->dim_max + kernel->small_dim_max;
 }
 
+static bool has_narrow_forward(const skl_cuda_kernel *kernel)
+{
+    return dims_of(kernel) <= SKL_SM90_NARROW_DIMS_MAX && !skl_select_has_two_terms(kernel);
+}
+
 /* Resident blocks need tiles of equal length, more tiles than SMs, and more keys than the pipeline holds. */
 static bool is_persistent(const choice *s)
 {
     const skl_problem *const p = &s->plan->problem;
     const int64_t dims = dims_of(s->kernel), tiles = query_tiles(p, SKL_SM90_FORWARD_ROWS(dims));
     const int64_t keys = skl_min(p->len_k, s->call->keys.end) - skl_max(0, s->call->keys.begin);
-    return dims <= SKL_SM90_NARROW_DIMS_MAX && has_no_window(p) && !p->packed &&
-           s->call->inputs.key_lengths == NULL && keys > SKL_SM90_FORWARD_STAGES(dims) * SKL_SM90_STAGE_KEYS &&
-           tiles > s->plan->sm_count && tiles < SKL_ROWS_MAX;
+    return has_narrow_forward(s->kernel) && has_no_window(p) && !p->packed && s->call->inputs.key_lengths == NULL &&
+           keys > SKL_SM90_FORWARD_STAGES(dims) * SKL_SM90_STAGE_KEYS && tiles > s->plan->sm_count &&
+           tiles < SKL_ROWS_MAX;
 }
 
 /* Two blocks of few queries per SM: one computes while the other begins or ends, and a mask cuts fewer pairs. */
 static bool is_paired(const choice *s)
 {
-    const int64_t dims = dims_of(s->kernel);
-    return dims <= SKL_SM90_NARROW_DIMS_MAX && s->plan->problem.len_k <= SKL_SM90_PAIRED_KEYS_MAX(dims);
+    return has_narrow_forward(s->kernel) && s->plan->problem.len_k <= SKL_SM90_PAIRED_KEYS_MAX(dims_of(s->kernel));
 }
 
 void skl_select_set_splits(skl_cuda_launch *launch, const skl_problem *p, int64_t tile_rows, int64_t blocks)
@@ -91,7 +95,9 @@ void skl_select_add_forward(const choice *s)
     } else {
         launch->persistent = !s->capped && is_persistent(s);
         launch->paired = !s->capped && !launch->persistent && is_paired(s);
-        const int64_t tile_rows = launch->paired ? SKL_SM90_PAIRED_ROWS : SKL_SM90_FORWARD_ROWS(dims_of(kernel));
+        const int64_t tile_rows = launch->paired               ? SKL_SM90_PAIRED_ROWS
+                                  : has_narrow_forward(kernel) ? SKL_SM90_FORWARD_ROWS(dims_of(kernel))
+                                                               : SKL_SM90_WIDE_ROWS;
         const int64_t blocks_per_sm = launch->paired ? 2 : 1;
         launch->head_group = skl_select_head_group_for(s, tile_rows, 2, 2);
         launch->variant = s->capped            ? SKL_VARIANT_SOFTCAP

@@ -130,7 +130,7 @@ void skl_select_attention_backward(const skl_plan *plan, const skl_call *call, s
     const skl_plan kl_plan = kl_plan_of(plan);
     const skl_call kl_call = kl_call_of(plan, call);
     choice kl = skl_select_begin(&kl_plan, &kl_call, params, launches);
-    skl_select_kl(&kl);
+    skl_select_kl(&kl, params);
     add_output_gradients(&both, &kl_call.gradients, apart);
     skl_select_add_bounds(&kl, params);
 }

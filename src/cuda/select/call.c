@@ -49,7 +49,10 @@ static const char *why_no_tma(const choice *s)
     const skl_inputs *const in = &s->call->inputs;
     const skl_tensor_rows queries = skl_query_rows(p), keys = skl_key_rows(p);
     if (queries.rows == 0 || keys.rows == 0)
-        return "no queries or no keys: mma.sync kernel";
+        return skl_select_has_two_terms(s->kernel) ? "no queries or no keys: general kernel"
+                                                   : "no queries or no keys: mma.sync kernel";
+    if (skl_select_has_two_terms(s->kernel))
+        return NULL; /* two-term rows are contiguous */
     if (!skl_select_tma_reads(p->dtype_s, &in->q_s, p->dim_s, skl_query_heads_s(p), queries) ||
         !skl_select_tma_reads(p->dtype_s, &in->k_s, p->dim_s, p->key_heads_s, keys))
         return "TMA cannot address q_s or k_s: mma.sync kernel";
@@ -149,7 +152,8 @@ choice skl_select_begin(const skl_plan *plan, const skl_call *call, skl_cuda_par
                 .gradients = skl_call_needs(p, call).gradients,
                 .capped = params->a.capped || params->b.capped};
     s.reason = skl_select_why_kernel(plan, s.kernel);
-    const char *const misaligned = s.kernel != skl_cuda_general ? why_misaligned(&call->inputs) : NULL;
+    const bool has_two_terms = skl_select_has_two_terms(s.kernel), copies = s.kernel != skl_cuda_general;
+    const char *const misaligned = copies && !has_two_terms ? why_misaligned(&call->inputs) : NULL;
     if (misaligned != NULL) {
         s.kernel = skl_cuda_general;
         s.reason = misaligned;
@@ -158,7 +162,7 @@ choice skl_select_begin(const skl_plan *plan, const skl_call *call, skl_cuda_par
     if (no_tma == NULL && p->row_bounds && s.gradients && has_unbounded_gradients(s.kernel))
         no_tma = "f16 gradients of heads above 192 dimensions with row bounds: mma.sync kernel";
     if (no_tma != NULL) {
-        s.kernel = s.kernel->group_rows != NULL ? skl_cuda_general : skl_select_without_tma(p);
+        s.kernel = s.kernel->group_rows != NULL || has_two_terms ? skl_cuda_general : skl_select_without_tma(p);
         s.reason = no_tma;
     }
     if (s.kernel->group_rows != NULL && (!s.some_rows || !s.some_keys)) {
@@ -168,12 +172,14 @@ choice skl_select_begin(const skl_plan *plan, const skl_call *call, skl_cuda_par
     return s;
 }
 
-void skl_select_kl(choice *s)
+void skl_select_kl(choice *s, skl_cuda_params *params)
 {
     const skl_problem *const p = &s->plan->problem;
     if (p->packed)
         skl_select_add(s, "tails", skl_cuda_general, skl_cuda_clear_tails, SKL_VARIANT_CLEAR,
                        "rows after the last packed sequence become 0");
+    if (skl_select_has_two_terms(s->kernel) && s->some_rows)
+        skl_select_two_term_rows(s, params);
     if (skl_is_indexer(p))
         skl_select_indexer(s);
     else if (skl_select_is_attention_with_groups(p) && s->kernel != skl_cuda_general)
@@ -189,6 +195,6 @@ void skl_cuda_select(const skl_plan *plan, const skl_call *call, skl_cuda_params
         return;
     }
     choice s = skl_select_begin(plan, call, params, launches);
-    skl_select_kl(&s);
+    skl_select_kl(&s, params);
     skl_select_add_bounds(&s, params);
 }

@@ -64,6 +64,20 @@ size_t skl_select_key_bounds_size(const skl_problem *p);
 
 skl_sparse_layout skl_select_sparse_layout_of(const skl_plan *plan, bool gradients, bool with_teacher);
 
+/* Where two-term rows begin: after what the other launches use, except for key bounds. */
+size_t skl_select_two_term_at(const skl_plan *plan, skl_op op);
+
+/* ---- two_term.c ---------------------------------------------------------------------------------------------- */
+
+/* Whether a kernel multiplies two-term rows: f32, mixed types, and 16-bit types in sizes that 16-byte copies do not
+ * fit. */
+bool skl_select_has_two_terms(const skl_cuda_kernel *kernel);
+
+size_t skl_select_two_term_size(const skl_problem *p, const skl_cuda_kernel *kernel);
+
+/* Adds the launch that makes two-term rows, and makes them q and k of both arguments. */
+void skl_select_two_term_rows(const choice *s, skl_cuda_params *params);
+
 /* ---- call.c -------------------------------------------------------------------------------------------------- */
 
 bool skl_select_is_tma_kernel(const skl_cuda_kernel *kernel);
@@ -76,7 +90,7 @@ choice skl_select_begin(const skl_plan *plan, const skl_call *call, skl_cuda_par
                         skl_cuda_launches *launches);
 
 /* Adds the launches of a call about the KL. */
-void skl_select_kl(choice *s);
+void skl_select_kl(choice *s, skl_cuda_params *params);
 
 /* Adds the launch that tabulates row bounds by key, before the others, where one of them needs it. */
 void skl_select_add_bounds(const choice *s, skl_cuda_params *params);

@@ -59,6 +59,8 @@ static bool fits_problem(const skl_cuda_kernel *kernel, const skl_problem *p)
 {
     if (kernel == skl_cuda_general)
         return true;
+    if (skl_select_has_two_terms(kernel)) /* rows of any type and size */
+        return !skl_is_indexer(p) && !skl_select_is_attention_with_groups(p) && fits_attention(kernel, p);
     if (p->dtype_t != kernel->dtype || p->dtype_s != kernel->dtype || !fits_copies(p->dim_t) ||
         !fits_copies(p->dim_s))
         return false;
@@ -126,10 +128,13 @@ const skl_cuda_kernel *skl_select_without_tma(const skl_problem *p)
 static const char *why_general(const skl_problem *p)
 {
     const bool groups = skl_has_teacher_groups(p);
-    if (p->dtype_t == SKL_F32 || p->dtype_s == SKL_F32)
-        return "f32 inputs: no tensor cores; bf16 or f16 has them";
-    if (p->dtype_t != p->dtype_s)
-        return "teacher and student have different types: no tensor cores";
+    const bool of_16_bits = p->dtype_t == p->dtype_s && p->dtype_t != SKL_F32;
+    if (!of_16_bits && groups)
+        return "f32 or mixed types with teacher groups: no tensor cores; bf16 or f16 has them";
+    if (!of_16_bits && skl_max(p->dim_t, p->dim_s) > SKL_TWO_TERM_DIM_MAX)
+        return "f32 or mixed types with a head size above 128: no tensor cores; bf16 or f16 has them";
+    if (!of_16_bits)
+        return "f32 or mixed types on a GPU other than Hopper: no tensor cores; bf16 or f16 has them";
     if (!fits_copies(p->dim_t) || !fits_copies(p->dim_s))
         return "a head size is not a multiple of 8: no tensor cores";
     if (groups && p->softcap_t != 0.0F)
@@ -149,5 +154,8 @@ const char *skl_select_why_kernel(const skl_plan *plan, const skl_cuda_kernel *k
 {
     if (plan->forced_by != NULL)
         return "the kernel was named by the caller";
-    return kernel == skl_cuda_general ? why_general(&plan->problem) : "best kernel for this type, head size and GPU";
+    if (kernel == skl_cuda_general)
+        return why_general(&plan->problem);
+    return skl_select_has_two_terms(kernel) ? "f32, mixed types or an odd head size: two-term rows"
+                                            : "best kernel for this type, head size and GPU";
 }

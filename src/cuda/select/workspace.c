@@ -27,13 +27,25 @@ static size_t split_states_size(const skl_plan *plan)
     return (size_t)plan->sm_count * SKL_SPLIT_ROWS_MAX * sizeof(skl_row_state);
 }
 
-static size_t attention_workspace_size(const skl_plan *plan, const skl_cuda_kernel *kernel, skl_op op)
+static size_t own_workspace_size(const skl_plan *plan, const skl_cuda_kernel *kernel, skl_op op)
 {
     const size_t split_states = kernel != skl_cuda_general && op != SKL_OP_BACKWARD ? split_states_size(plan) : 0;
     const size_t dk_sums = kernel->fused != NULL && skl_op_has_gradients(op) && !plan->deterministic
                                ? skl_select_dk_sums_size(&plan->problem)
                                : 0;
     return larger(larger(skl_select_group_lse_size(plan), split_states), dk_sums);
+}
+
+size_t skl_select_two_term_at(const skl_plan *plan, skl_op op)
+{
+    return skl_aligned_size(own_workspace_size(plan, plan->kernel, op));
+}
+
+static size_t attention_workspace_size(const skl_plan *plan, const skl_cuda_kernel *kernel, skl_op op)
+{
+    return skl_select_has_two_terms(kernel)
+               ? skl_select_two_term_at(plan, op) + skl_select_two_term_size(&plan->problem, kernel)
+               : own_workspace_size(plan, kernel, op);
 }
 
 size_t skl_select_teacher_lse_size(const skl_problem *p)

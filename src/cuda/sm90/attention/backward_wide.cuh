@@ -1,5 +1,6 @@
 /* dq and dk with respect to one argument for head sizes 192 and 256, on Hopper's tensor cores (sm_90a): 16-bit types,
- * one teacher head per student head.
+ * one teacher head per student head. And for two-term rows (sm90/two_term.cuh) of up to 128 dimensions, which take
+ * the same memory: G is multiplied by the factors of the streamed rows, and has two terms like them.
  *
  * Two kernels, as in sm80/attention/backward.cuh: one computes dq and keeps a tile of queries stationary; its
  * transpose (DK) computes dk and keeps a tile of keys. The gradient stays in registers: its bits are the same on
@@ -36,7 +37,10 @@
 #ifndef SKL_CUDA_SM90_ATTENTION_BACKWARD_WIDE_CUH
 #define SKL_CUDA_SM90_ATTENTION_BACKWARD_WIDE_CUH
 
+#include <type_traits>
+
 #include "cuda/sm90/attention/logit_gradients.cuh"
+#include "cuda/sm90/two_term.cuh"
 #include "cuda/sm90/tensor_map.cuh"
 
 namespace sm90
@@ -54,14 +58,26 @@ template <> struct wide_visible<__half, SKL_SM90_UNBOUNDED_F16_DIM> {
 };
 
 /* DK: row stats of streamed queries, per stage. Otherwise: row stats of the block's queries, and poison of streamed
- * keys. */
-template <int DEPTH, bool DK> struct wide_row_stats {
+ * keys. TWO_TERM: factors of streamed rows; there is no poison, because two-term rows are finite. */
+template <int DEPTH, bool DK, bool TWO_TERM> struct wide_row_stats;
+
+template <int DEPTH> struct wide_row_stats<DEPTH, true, false> {
     stage_row_stats staged[DEPTH];
 };
 
-template <int DEPTH> struct wide_row_stats<DEPTH, false> {
+template <int DEPTH> struct wide_row_stats<DEPTH, true, true> {
+    stage_row_stats staged[DEPTH]; /* upstream gradients are multiplied by the factors of the wrt argument */
+    stage_factors factors[DEPTH];
+};
+
+template <int DEPTH> struct wide_row_stats<DEPTH, false, false> {
     row_stats stationary[STATIONARY_ROWS]; /* LSEs in base 2; no upstream gradients: store() multiplies by those */
     alignas(8) float poison[DEPTH][STAGE_ROWS];
+};
+
+template <int DEPTH> struct wide_row_stats<DEPTH, false, true> {
+    row_stats stationary[STATIONARY_ROWS];
+    stage_factors factors[DEPTH];
 };
 
 /* Barriers of one argument's stationary rows (rows_full) and pipeline. */
@@ -79,11 +95,12 @@ template <int DEPTH> struct wide_barriers {
     }
 };
 
-template <int DIM, bool DK> struct wide_smem {
-    static constexpr int WRT_DEPTH = 2, OTHER_DEPTH = DIM == 192 ? 2 : 1;
-    smem_rows<DIM / 64> wrt_rows, other_rows;
-    row_stage<DIM> wrt_stages[WRT_DEPTH], other_stages[OTHER_DEPTH];
-    wide_row_stats<WRT_DEPTH, DK> stats;
+template <typename ELEMENT, int DIM, bool DK> struct wide_smem {
+    static constexpr int ROW_DIM = DIM * operand<ELEMENT>::TERMS; /* elements of a row in memory */
+    static constexpr int WRT_DEPTH = 2, OTHER_DEPTH = ROW_DIM == 256 ? 1 : 2;
+    smem_rows<ROW_DIM / 64> wrt_rows, other_rows;
+    row_stage<ROW_DIM> wrt_stages[WRT_DEPTH], other_stages[OTHER_DEPTH];
+    wide_row_stats<WRT_DEPTH, DK, operand<ELEMENT>::TWO_TERM> stats;
     wide_barriers<WRT_DEPTH> wrt;
     wide_barriers<OTHER_DEPTH> other;
     uint64_t stats_full[WRT_DEPTH]; /* row stats or poison are stored, and a masked stage is sanitized */
@@ -118,11 +135,10 @@ struct wide_maps {
 /* ---- Producer ----------------------------------------------------------------------------------------------- */
 
 /* Executed by one warp: all TMA loads of one argument. */
-template <int DIM, bool DK, int DEPTH>
-__device__ inline void load_argument(const wide_smem<DIM, DK> &smem, const skl_cuda_argument &argument,
-                                     const CUtensorMap &rows_map, const CUtensorMap &stream_map,
-                                     smem_rows<DIM / 64> &rows, row_stage<DIM> (&stages)[DEPTH],
-                                     wide_barriers<DEPTH> &barriers)
+template <bool DK, typename SMEM, int DIM, int DEPTH>
+__device__ inline void load_argument(const SMEM &smem, const skl_cuda_argument &argument, const CUtensorMap &rows_map,
+                                     const CUtensorMap &stream_map, smem_rows<SMEM::ROW_DIM / 64> &rows,
+                                     row_stage<DIM> (&stages)[DEPTH], wide_barriers<DEPTH> &barriers)
 {
     const skl_sequence &sequence = smem.tile.sequence;
     const stage_schedule stream = warp_uniform(smem.stream);
@@ -150,9 +166,38 @@ __device__ inline void load_argument(const wide_smem<DIM, DK> &smem, const skl_c
     }
 }
 
+/* Executed by one warp: factors of two-term rows, with the row stats of streamed queries. */
+template <int DIM, bool DK, bool WRT_B>
+__device__ inline void produce_factors(const backward_params &params, wide_smem<two_term_f32, DIM, DK> &smem)
+{
+    const stage_schedule &stream = smem.stream;
+    const skl_sequence &sequence = smem.tile.sequence;
+    const int end = stream.row + smem.visible.of(smem.count - 1).end; /* of the rows that some row needs */
+    for (int n = 0; n < stream.stages * smem.heads; n++) {
+        const int stage = n % smem.WRT_DEPTH, phase = n / smem.WRT_DEPTH % 2, s = n % stream.stages;
+        const int64_t head = smem.query_head(n / stream.stages);
+        lane_row_stats loaded;
+        if constexpr (DK)
+            loaded = load_stage_row_stats(params, sequence, stream, end - stream.row, head,
+                                          stream.stage_at(s) * STAGE_ROWS);
+        const skl_cuda_argument &a = params.a, &b = params.b;
+        const lane_factors factors =
+            DK ? load_stage_factors(a.q_factors, head, b.q_factors, head, sequence.batch, stream.row_at(s), end)
+               : load_stage_factors(a.k_factors, head / a.heads_per_key, b.k_factors, head / b.heads_per_key,
+                                    sequence.batch, stream.row_at(s), end);
+        for (int n = 0; n < STAGE_ROWS / 32 && DK; n++)
+            loaded.stat[n][3] *= (WRT_B ? factors.b : factors.a)[n] * TWO_TERM_LARGEST;
+        barrier_wait(smem.wrt.empty[stage], phase ^ 1); /* the loads are in flight meanwhile */
+        if constexpr (DK)
+            store_stage_row_stats(smem.stats.staged[stage], loaded);
+        store_stage_factors(smem.stats.factors[stage], factors);
+        barrier_arrive(smem.stats_full[stage]); /* every lane, because every lane has written */
+    }
+}
+
 /* Executed by one warp: row stats of streamed queries or poison of streamed keys, and masked stages. */
 template <typename ELEMENT, int DIM, bool DK, bool WRT_B>
-__device__ inline void produce_row_stats(const backward_params &params, wide_smem<DIM, DK> &smem)
+__device__ inline void produce_row_stats(const backward_params &params, wide_smem<ELEMENT, DIM, DK> &smem)
 {
     const stage_schedule &stream = smem.stream;
     const int stages = DK ? stream.stages : stream.masked_stages; /* full stages of keys have neither */
@@ -192,6 +237,7 @@ template <bool WRT_B> struct stationary_query_stats {
     const float (&poison)[STAGE_ROWS]; /* of streamed keys: NaN for non-finite keys, else 0 */
     row_sums (&sums)[2];
     float2 column_poison;
+    no_row_factors factors;
 
     template <bool MASKED> __device__ void load_columns(int column_block)
     {
@@ -212,13 +258,40 @@ template <bool WRT_B> struct stationary_query_stats {
     }
 };
 
+/* The same for two-term rows: factors of the keys take the place of upstream gradients. */
+template <bool WRT_B> struct two_term_query_stats {
+    row_stats query[2];
+    row_sums (&sums)[2];
+    two_term_factors factors;
+
+    template <bool> __device__ void load_columns(int column_block)
+    {
+        factors.load_columns(column_block);
+    }
+
+    __device__ row_stats of(int half, int parity) const
+    {
+        row_stats stats = query[half];
+        stats.grad = factors.template of_column<WRT_B>(parity) * TWO_TERM_LARGEST;
+        return stats;
+    }
+
+    __device__ void add_to_kl(int half, float log_p_a, float log_p_b)
+    {
+        if (WRT_B)
+            add_pair(sums[half], log_p_a, log_p_b);
+    }
+};
+
 template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wide_warpgroup {
+    static constexpr bool TWO_TERM = operand<ELEMENT>::TWO_TERM;
     const backward_params &params;
-    wide_smem<DIM, DK> &smem;
+    wide_smem<ELEMENT, DIM, DK> &smem;
     int warpgroup; /* warp-uniform */
     float gradient[DIM / 8][4];
     row_sums sums[2]; /* dq with respect to B: of the KL */
-    gradient_unit<ELEMENT> unit;
+    std::conditional_t<TWO_TERM, row_units, gradient_unit<ELEMENT>> unit;
+    row_factors factors_a, factors_b; /* TWO_TERM: of the stationary rows */
 
     __device__ const typename wide_visible<ELEMENT, DIM>::band &visible() const
     {
@@ -246,10 +319,29 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
         named_barrier_sync(1 + warpgroup, 128);
     }
 
+    /* Factors of the thread's stationary rows for a query head. */
+    __device__ row_factors load_factors_of(const skl_cuda_argument &argument, int head) const
+    {
+        const skl_sequence &s = smem.tile.sequence;
+        const int64_t begin = DK ? s.key_begin : s.query_begin;
+        return load_row_factors(DK ? argument.k_factors : argument.q_factors, s.batch,
+                                DK ? head / argument.heads_per_key : head, begin + smem.tile.first,
+                                begin + smem.tile.rows);
+    }
+
     __device__ auto stats_of_stage(int stage)
     {
-        if constexpr (DK) {
+        if constexpr (DK && TWO_TERM) {
+            return streamed_query_stats<WRT_B, two_term_factors>{smem.stats.staged[stage],
+                                                                 {smem.stats.factors[stage], factors_a, factors_b}};
+        } else if constexpr (DK) {
             return streamed_query_stats<WRT_B>{smem.stats.staged[stage]};
+        } else if constexpr (TWO_TERM) {
+            two_term_query_stats<WRT_B> stats = {{}, sums, {smem.stats.factors[stage], factors_a, factors_b}};
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                stats.query[half] = load_row_stats(smem.stats.stationary[acc_row<1>(0, half)]);
+            return stats;
         } else {
             stationary_query_stats<WRT_B> stats = {{}, smem.stats.poison[stage], sums};
 #pragma unroll
@@ -278,9 +370,83 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
     __device__ void issue_argument(stage_logits &x, const void *rows, const void *stage)
     {
         wgmma_fence();
-        issue_logits<ELEMENT, DIM, 0>(x, NULL, k_major_operand(rows) + warpgroup * (64 * 128 / 16),
-                                      k_major_operand(stage));
+        const uint32_t operand = k_major_operand(rows) + warpgroup * (64 * 128 / 16);
+        if constexpr (TWO_TERM)
+            issue_two_term_logits<DIM>(
+                x, [&](int step) { return k_step_descriptor(operand, step, STATIONARY_ROWS); },
+                [&](int step) { return k_step_descriptor(operand, DIM / 16 + step, STATIONARY_ROWS); },
+                k_major_operand(stage));
+        else
+            issue_logits<ELEMENT, DIM, 0>(x, NULL, operand, k_major_operand(stage));
         wgmma_commit();
+    }
+
+    template <bool MASKED> __device__ void add_gradient(const argument_logits &logits, int stage)
+    {
+        if (unit.MOVES)
+            fit_unit<MASKED>(logits, stage);
+        uint32_t g[4][4];
+        const float inverse = unit.inverse(); /* applied last: times an upstream gradient it could overflow */
+        for_each_logit_gradient<MASKED, WRT_B, CAPPED>(
+            params, logits, visible(), stats_of_stage(stage), [&](int i, int half, float low, float high) {
+                g[i / 2][i % 2 * 2 + half] = pack(low * inverse, high * inverse, ELEMENT());
+            });
+        wgmma_fence();
+        const uint32_t rows = mn_major_operand(&smem.wrt_stages[stage], STAGE_ROWS * 128);
+#pragma unroll
+        for (int step = 0; step < STAGE_ROWS / 16; step++)
+            wgmma<true>(gradient, g[step], smem_descriptor(rows + step * 16 * 128 / 16), 1, ELEMENT());
+        wgmma_commit();
+        wgmma_wait<0>();
+    }
+
+    /* Tensor cores truncate their sums. So a stage has its own, in the registers of the logits, and they are added
+     * here.
+     */
+    template <bool MASKED> __device__ void add_two_term_gradient(const argument_logits &logits, int stage)
+    {
+        float values[8][4], largest[2] = {};
+        for_each_logit_gradient<MASKED, WRT_B, CAPPED>(
+            params, logits, visible(), stats_of_stage(stage), [&](int i, int half, float first, float second) {
+                values[i][half * 2] = first;
+                values[i][half * 2 + 1] = second;
+                const float size = fmaxf(fabsf(first), fabsf(second));
+                largest[half] = size < INFINITY ? fmaxf(largest[half], size) : largest[half];
+            });
+#pragma unroll
+        for (int half = 0; half < 2; half++) /* of the four lanes that hold a row */
+#pragma unroll
+            for (int lane = 1; lane < 4; lane *= 2)
+                largest[half] = fmaxf(largest[half], __shfl_xor_sync(~0U, largest[half], lane));
+        unit.fit(gradient, largest);
+        uint32_t high[4][4], low[4][4];
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const float inverse = unit.of[half].inverse();
+                const two_terms pair = two_terms_of(values[i][half * 2] * inverse, values[i][half * 2 + 1] * inverse);
+                high[i / 2][i % 2 * 2 + half] = pair.high;
+                low[i / 2][i % 2 * 2 + half] = pair.low;
+            }
+        float sum[DIM / 8][4];
+        wgmma_fence();
+        issue_two_term_gradient<DIM>(sum, high, low, smem.wrt_stages[stage]);
+        wgmma_commit();
+        wgmma_wait<0>();
+        fence_operand(sum);
+#pragma unroll
+        for (int e = 0; e < DIM / 2; e++)
+            gradient[e / 4][e % 4] += sum[e / 4][e % 4];
+    }
+
+    /* Unit of one of the thread's rows. */
+    __device__ float unit_of(int half) const
+    {
+        if constexpr (TWO_TERM)
+            return unit.of[half].value() / TWO_TERM_LARGEST;
+        else
+            return unit.value();
     }
 
     /* Adds the 64 x 64 pairs of stage n, which is stage `s` of its query head. */
@@ -292,7 +458,7 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
         barrier_wait(smem.other.full[other_stage], n / smem.OTHER_DEPTH % 2);
         issue_argument(logits.other, &smem.other_rows, &smem.other_stages[other_stage]);
         barrier_wait(smem.wrt.full[wrt_stage], wrt_phase);
-        if (DK || MASKED)
+        if (DK || MASKED || TWO_TERM)
             barrier_wait(smem.stats_full[wrt_stage], wrt_phase);
         issue_argument(logits.wrt, &smem.wrt_rows, &smem.wrt_stages[wrt_stage]);
         wgmma_wait<1>();
@@ -300,21 +466,10 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
         wgmma_wait<0>();
         fence_operand(logits.other);
         fence_operand(logits.wrt);
-        if (unit.MOVES)
-            fit_unit<MASKED>(logits, wrt_stage);
-        uint32_t g[4][4];
-        const float inverse = unit.inverse(); /* applied last: times an upstream gradient it could overflow */
-        for_each_logit_gradient<MASKED, WRT_B, CAPPED>(
-            params, logits, visible(), stats_of_stage(wrt_stage), [&](int i, int half, float low, float high) {
-                g[i / 2][i % 2 * 2 + half] = pack(low * inverse, high * inverse, ELEMENT());
-            });
-        wgmma_fence();
-        const uint32_t rows = mn_major_operand(&smem.wrt_stages[wrt_stage], STAGE_ROWS * 128);
-#pragma unroll
-        for (int step = 0; step < STAGE_ROWS / 16; step++)
-            wgmma<true>(gradient, g[step], smem_descriptor(rows + step * 16 * 128 / 16), 1, ELEMENT());
-        wgmma_commit();
-        wgmma_wait<0>();
+        if constexpr (TWO_TERM)
+            add_two_term_gradient<MASKED>(logits, wrt_stage);
+        else
+            add_gradient<MASKED>(logits, wrt_stage);
         barrier_arrive(smem.wrt.empty[wrt_stage]); /* every lane, because every lane has read row stats or poison */
     }
 
@@ -330,6 +485,10 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
         const int heads = warp_uniform(smem.heads);
         const skl_cuda_argument &other = other_argument<WRT_B>(params);
         for (int h = 0, n = 0; h < heads; h++) {
+            if constexpr (TWO_TERM) {
+                factors_a = load_factors_of(params.a, smem.query_head(h));
+                factors_b = load_factors_of(params.b, smem.query_head(h));
+            }
             barrier_wait(smem.other.rows_full, smem.row_changes(h, other) % 2);
             barrier_wait(smem.wrt.rows_full, 0);
             for (int s = 0; s < stream.masked_stages; s++, n++)
@@ -378,7 +537,7 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
                 continue;
             const float weight = DK ? 1.0F : upstream_of(row);
             store_row<ELEMENT>(out.data, base + row * out.stride_row, side, gradient, half,
-                               unit.value() * side.scale * weight);
+                               unit_of(half) * side.scale * weight);
         }
     }
 };
@@ -391,7 +550,7 @@ __global__ void __launch_bounds__(WIDE_THREADS, 1)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char raw[];
-    wide_smem<DIM, DK> &smem = *(wide_smem<DIM, DK> *)(void *)raw;
+    wide_smem<ELEMENT, DIM, DK> &smem = *(wide_smem<ELEMENT, DIM, DK> *)(void *)raw;
     row_tile<2, DK> tile;
     if (!tile.find(params))
         return;
@@ -418,14 +577,18 @@ __global__ void __launch_bounds__(WIDE_THREADS, 1)
     if (warpgroup == CONSUMERS) {
         reg_dealloc<56>();
         const int warp = warp_in_warpgroup();
-        if (warp == 0)
-            produce_row_stats<ELEMENT, DIM, DK, WRT_B>(params, smem);
-        else if (warp == 1)
-            load_argument<DIM, DK>(smem, wrt_argument<WRT_B>(params), maps.wrt_rows, maps.wrt_stream, smem.wrt_rows,
-                                   smem.wrt_stages, smem.wrt);
-        else if (warp == 2)
-            load_argument<DIM, DK>(smem, other_argument<WRT_B>(params), maps.other_rows, maps.other_stream,
-                                   smem.other_rows, smem.other_stages, smem.other);
+        if (warp == 0) {
+            if constexpr (operand<ELEMENT>::TWO_TERM)
+                produce_factors<DIM, DK, WRT_B>(params, smem);
+            else
+                produce_row_stats<ELEMENT, DIM, DK, WRT_B>(params, smem);
+        } else if (warp == 1) {
+            load_argument<DK>(smem, wrt_argument<WRT_B>(params), maps.wrt_rows, maps.wrt_stream, smem.wrt_rows,
+                              smem.wrt_stages, smem.wrt);
+        } else if (warp == 2) {
+            load_argument<DK>(smem, other_argument<WRT_B>(params), maps.other_rows, maps.other_stream,
+                              smem.other_rows, smem.other_stages, smem.other);
+        }
     } else {
         reg_alloc<224>();
         wide_warpgroup<ELEMENT, DIM, DK, WRT_B, CAPPED> consumer = {params, smem, warpgroup};
@@ -438,7 +601,7 @@ __global__ void __launch_bounds__(WIDE_THREADS, 1)
 template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED>
 cudaError_t launch_wide_tiles(const backward_params &params, const wide_maps &maps)
 {
-    constexpr int MEMORY = sizeof(wide_smem<DIM, DK>);
+    constexpr int MEMORY = sizeof(wide_smem<ELEMENT, DIM, DK>);
     static_assert(MEMORY <= 227 * 1024, "shared memory per block");
     const cudaError_t error = cudaFuncSetAttribute(wide_backward_kernel<ELEMENT, DIM, DK, WRT_B, CAPPED>,
                                                    cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
@@ -461,12 +624,13 @@ cudaError_t launch_wide(const char *kernel, const skl_cuda_params *params, const
     const bool wrt_b = is_grad_of_b(kernel_params), capped = kernel_params.a.capped || kernel_params.b.capped;
     const skl_cuda_argument *const wrt = wrt_b ? &kernel_params.b : &kernel_params.a;
     const skl_cuda_argument *const other = wrt_b ? &kernel_params.a : &kernel_params.b;
+    typedef typename operand<ELEMENT>::type element;
     constexpr int QUERY_ROWS = DK ? STAGE_ROWS : STATIONARY_ROWS, KEY_ROWS = DK ? STATIONARY_ROWS : STAGE_ROWS;
     wide_maps maps;
-    if (!encode_queries(DK ? &maps.wrt_stream : &maps.wrt_rows, p, wrt, QUERY_ROWS, ELEMENT()) ||
-        !encode_queries(DK ? &maps.other_stream : &maps.other_rows, p, other, QUERY_ROWS, ELEMENT()) ||
-        !encode_keys(DK ? &maps.wrt_rows : &maps.wrt_stream, p, wrt, KEY_ROWS, ELEMENT()) ||
-        !encode_keys(DK ? &maps.other_rows : &maps.other_stream, p, other, KEY_ROWS, ELEMENT()))
+    if (!encode_queries(DK ? &maps.wrt_stream : &maps.wrt_rows, p, wrt, QUERY_ROWS, element()) ||
+        !encode_queries(DK ? &maps.other_stream : &maps.other_rows, p, other, QUERY_ROWS, element()) ||
+        !encode_keys(DK ? &maps.wrt_rows : &maps.wrt_stream, p, wrt, KEY_ROWS, element()) ||
+        !encode_keys(DK ? &maps.other_rows : &maps.other_stream, p, other, KEY_ROWS, element()))
         return encode_error();
     if (DK)
         record_launch(kernel, capped ? SKL_VARIANT_DK_SOFTCAP : SKL_VARIANT_DK, 1);

@@ -1,4 +1,4 @@
-/* Launches of the Hopper forward: 16-bit types, one teacher head per student head. */
+/* Launches of the Hopper forward: one teacher head per student head. */
 #ifndef SKL_CUDA_SM90_ATTENTION_FORWARD_CUH
 #define SKL_CUDA_SM90_ATTENTION_FORWARD_CUH
 
@@ -41,19 +41,21 @@ cudaError_t launch_query_tiles(forward_kernel *kernel, const forward_params &par
 template <typename ELEMENT, int DIM_A, int DIM_B, bool CAPPED>
 cudaError_t launch_forward_of(const char *kernel, const forward_params &params, const skl_cuda_launch *launch)
 {
+    typedef typename operand<ELEMENT>::type element;
     constexpr int DIMS = DIM_A + DIM_B;
-    constexpr bool NARROW = DIMS <= SKL_SM90_NARROW_DIMS_MAX, ALWAYS_PAIRED = DIMS <= 128 && !CAPPED;
+    constexpr bool NARROW = DIMS <= SKL_SM90_NARROW_DIMS_MAX && !operand<ELEMENT>::TWO_TERM;
+    constexpr bool ALWAYS_PAIRED = NARROW && DIMS <= 128 && !CAPPED;
     using FORWARD = std::conditional_t<NARROW, narrow_forward<ELEMENT, DIM_A, DIM_B, CAPPED, false>,
                                        wide_forward<ELEMENT, DIM_A, DIM_B, CAPPED>>;
     constexpr int ROWS = FORWARD::tile_type::ROWS, BOX = NARROW ? 64 : ROWS; /* queries per tile, and per TMA load */
-    static_assert(ROWS == SKL_SM90_FORWARD_ROWS(DIMS), "cuda/select counts tiles");
+    static_assert(ROWS == (NARROW ? SKL_SM90_FORWARD_ROWS(DIMS) : SKL_SM90_WIDE_ROWS), "cuda/select counts tiles");
     static_assert(!NARROW || FORWARD::DEPTH <= SKL_SM90_FORWARD_STAGES(DIMS), "cuda/select counts stages");
     const skl_problem *const p = &params.problem;
     forward_maps maps;
-    if (!encode_keys(&maps.keys_a, p, &params.a, STAGE_KEYS, ELEMENT()) ||
-        !encode_keys(&maps.keys_b, p, &params.b, STAGE_KEYS, ELEMENT()) ||
-        !encode_queries(&maps.queries_a, p, &params.a, BOX, ELEMENT()) ||
-        !encode_queries(&maps.queries_b, p, &params.b, BOX, ELEMENT()))
+    if (!encode_keys(&maps.keys_a, p, &params.a, STAGE_KEYS, element()) ||
+        !encode_keys(&maps.keys_b, p, &params.b, STAGE_KEYS, element()) ||
+        !encode_queries(&maps.queries_a, p, &params.a, BOX, element()) ||
+        !encode_queries(&maps.queries_b, p, &params.b, BOX, element()))
         return encode_error();
     if constexpr (NARROW && !CAPPED) {
         using PERSISTENT = narrow_forward<ELEMENT, DIM_A, DIM_B, false, true>;

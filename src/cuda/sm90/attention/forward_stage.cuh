@@ -56,12 +56,13 @@ __device__ inline void load_keys(key_stage<DIM_A, DIM_B> &to, const forward_maps
     }
 }
 
-template <typename FORWARD> __device__ inline void init_barriers(typename FORWARD::memory &smem)
+/* `loads`: arrivals that fill a stage of keys. */
+template <typename FORWARD> __device__ inline void init_barriers(typename FORWARD::memory &smem, int loads = 1)
 {
     for (uint64_t &queries : smem.queries_full)
         barrier_init(queries, 1);
     for (int stage = 0; stage < FORWARD::DEPTH; stage++) {
-        barrier_init(smem.full[stage], 1);
+        barrier_init(smem.full[stage], loads);
         barrier_init(smem.empty[stage], FORWARD::GROUPS * 4);
     }
     barrier_init_fence();
@@ -103,19 +104,25 @@ struct capped_logit {
 /* Adds a full stage with the current shifts. Returns false and adds nothing if a sum exceeds the bound, which means
  * that its shift has to move. ptxas interleaves the exponentials with other instructions in this order of statements;
  * a warp stalls where two exponentials are adjacent. */
-template <typename LOGIT>
-__device__ inline bool add_with_shift(skl_row_state (&state)[2], const stage_logits &x, const LOGIT &logit_a,
-                                      const stage_logits &y, const LOGIT &logit_b)
+template <typename LOGIT, typename X, typename Y>
+__device__ inline bool add_with_shift(skl_row_state (&state)[2], const X &x, const LOGIT &logit_a, const Y &y,
+                                      const LOGIT &logit_b)
 {
     row_sums sums[2], right[2]; /* of the first 32 keys and of the last 32 */
 #pragma unroll
-    for (int e = 0; e < 16; e++) {
-        const int n = e / 4, half = e / 2 % 2, element = half * 2 + e % 2;
-        const float m_a = state[half].m_a, m_b = state[half].m_b;
-        const bool first = n == 0 && e % 2 == 0;
-        add_pair(sums[half], logit_a.minus_shift(x[n][element], m_a), logit_b.minus_shift(y[n][element], m_b), first);
-        add_pair(right[half], logit_a.minus_shift(x[n + 4][element], m_a),
-                 logit_b.minus_shift(y[n + 4][element], m_b), first);
+    for (int n = 0; n < 4; n++) {
+        const auto factors_x = factors_of(x, n), right_x = factors_of(x, n + 4);
+        const auto factors_y = factors_of(y, n), right_y = factors_of(y, n + 4);
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int half = e / 2;
+            const float m_a = state[half].m_a, m_b = state[half].m_b;
+            const bool first = n == 0 && e % 2 == 0;
+            add_pair(sums[half], logit_a.minus_shift(product_of(x, factors_x, n, e), m_a),
+                     logit_b.minus_shift(product_of(y, factors_y, n, e), m_b), first);
+            add_pair(right[half], logit_a.minus_shift(product_of(x, right_x, n + 4, e), m_a),
+                     logit_b.minus_shift(product_of(y, right_y, n + 4, e), m_b), first);
+        }
     }
     bool in_bounds = true;
 #pragma unroll
@@ -143,14 +150,14 @@ __device__ inline void init_shift(skl_row_state (&state)[2], const stage_logits 
     }
 }
 
-__device__ inline void add_full(skl_row_state (&state)[2], const stage_logits &x, float scale_a,
-                                const stage_logits &y, float scale_b)
+template <typename X, typename Y>
+__device__ inline void add_full(skl_row_state (&state)[2], const X &x, float scale_a, const Y &y, float scale_b)
 {
     if (add_with_shift(state, x, linear_logit{scale_a}, y, linear_logit{scale_b}))
         return;
 #pragma unroll
     for (int half = 0; half < 2; half++)
-        add_with_max<false>(state[half], x, scale_a, y, scale_b, half, {});
+        add_with_max<false, 8>(state[half], x, scale_a, y, scale_b, half, {});
 }
 
 /* Adds a full stage with softcaps, or returns false: then it has to be capped and added as above. */
@@ -162,14 +169,14 @@ __device__ inline bool add_capped(skl_row_state (&state)[2], const stage_logits 
 }
 
 /* Adds a masked stage, whose first key is `first` of the stream: for each row, the keys that it attends to. */
-template <typename VISIBLE>
-__device__ inline void add_masked(skl_row_state (&state)[2], const stage_logits &x, float scale_a,
-                                  const stage_logits &y, float scale_b, const VISIBLE &visible, int first)
+template <typename X, typename Y, typename VISIBLE>
+__device__ inline void add_masked(skl_row_state (&state)[2], const X &x, float scale_a, const Y &y, float scale_b,
+                                  const VISIBLE &visible, int first)
 {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const range32 sees = visible.of(acc_row<1>(0, half));
-        add_with_max<true>(state[half], x, scale_a, y, scale_b, half, {sees.begin - first, sees.end - first});
+        add_with_max<true, 8>(state[half], x, scale_a, y, scale_b, half, {sees.begin - first, sees.end - first});
     }
 }
 

@@ -5,6 +5,8 @@
 #include "cuda/sm90/attention/forward.cuh"
 #include "cuda/sm90/attention/fused_backward.cuh"
 
+typedef sm90::two_term_f32 skl_element_f32;
+
 /* Shared memory leaves room for one block per SM. */
 #define SKL_ONE_BLOCK_PER_SM(arch, dtype, dim)                                                                       \
     extern "C" int skl_cuda_##arch##_##dtype##_##dim##_blocks_per_sm(void)                                           \

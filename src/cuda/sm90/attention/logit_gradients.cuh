@@ -8,6 +8,7 @@
 
 #include "cuda/common/row_stats.cuh"
 #include "cuda/sm90/attention/softcap.cuh"
+#include "cuda/sm90/two_term.cuh"
 
 namespace sm90
 {
@@ -142,13 +143,27 @@ __device__ inline row_stats load_row_stats(const row_stats &from)
 
 /* ---- Gradients of logits ------------------------------------------------------------------------------------ */
 
+/* Products are what the accumulators hold; for two-term rows see two_term_factors. */
+struct no_row_factors {
+    __device__ void load_columns(int)
+    {
+    }
+
+    template <bool OF_B> __device__ float product(float accumulator, int, int) const
+    {
+        return accumulator;
+    }
+};
+
 /* Row stats where queries are streamed: they belong to columns of the logits. */
-template <bool WRT_B> struct streamed_query_stats {
+template <bool WRT_B, typename FACTORS = no_row_factors> struct streamed_query_stats {
     const stage_row_stats &stats;
+    FACTORS factors;
     row_stats query[2];
 
     template <bool MASKED> __device__ void load_columns(int column_block)
     {
+        factors.load_columns(column_block);
         const int column = acc_column(column_block, 0);
         const float2 lse_a = load_shared_2(stats.lse_a[column]), lse_b = load_shared_2(stats.lse_b[column]);
         const float2 kl = WRT_B ? make_float2(0.0F, 0.0F) : load_shared_2(stats.kl[column]);
@@ -200,8 +215,10 @@ __device__ inline void for_each_logit_gradient(const backward_params &params, co
             for (int parity = 0; parity < 2; parity++) {
                 const int e = half * 2 + parity, column = i * 8 + parity;
                 const row_stats query = stats.of(half, parity);
-                const log_probability log_p_a = log_probability_of<LOGITS>(x[i][e], params.a, -query.lse_a);
-                const log_probability log_p_b = log_probability_of<LOGITS>(y[i][e], params.b, -query.lse_b);
+                const float product_a = stats.factors.template product<false>(x[i][e], half, parity);
+                const float product_b = stats.factors.template product<true>(y[i][e], half, parity);
+                const log_probability log_p_a = log_probability_of<LOGITS>(product_a, params.a, -query.lse_a);
+                const log_probability log_p_b = log_probability_of<LOGITS>(product_b, params.b, -query.lse_b);
                 float gradient = pair_gradient<WRT_B>(log_p_a.value, log_p_b.value, query) * query.grad;
                 if (CAPPED)
                     gradient *= (WRT_B ? log_p_b : log_p_a).slope;
@@ -252,8 +269,10 @@ __device__ inline void store_row(void *gradient, int64_t offset, const skl_side 
 {
     if (side.grad_dtype == SKL_F32)
         store_elements((float *)gradient + offset, (int)side.dim, x, half, factor);
+    else if (operand<ELEMENT>::TWO_TERM && side.grad_dtype == SKL_BF16)
+        store_elements((__nv_bfloat16 *)gradient + offset, (int)side.dim, x, half, factor);
     else
-        store_elements((ELEMENT *)gradient + offset, (int)side.dim, x, half, factor);
+        store_elements((typename operand<ELEMENT>::type *)gradient + offset, (int)side.dim, x, half, factor);
 }
 
 } // namespace sm90

@@ -23,11 +23,16 @@ __device__ inline float exact_logit(float product, const skl_cuda_argument &argu
 }
 
 /* Logits of a stage; `to` may be x. */
-__device__ inline void cap_stage(stage_logits &to, const stage_logits &x, const skl_cuda_argument &argument)
+template <typename X>
+__device__ inline void cap_stage(stage_logits &to, const X &x, const skl_cuda_argument &argument)
 {
 #pragma unroll
-    for (int e = 0; e < 32; e++)
-        to[e / 4][e % 4] = exact_logit(x[e / 4][e % 4], argument);
+    for (int n = 0; n < 8; n++) {
+        const auto factors = factors_of(x, n);
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            to[n][e] = exact_logit(product_of(x, factors, n, e), argument);
+    }
 }
 
 /* tanh(tanh_scale product). The minimax polynomial for |u| <= SKL_TANH_MAX, relative error 2^-24.9. */

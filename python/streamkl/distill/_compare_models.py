@@ -1,0 +1,33 @@
+"""streamkl-distill eval: two models on held-out data, without training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from ._checkpoint import write_text
+from ._data import load_all
+from ._evaluate import evaluate
+from ._options import Options
+from ._report import document, page
+from ._student import load_model, load_tokenizer
+
+
+def compare_models(options: Options) -> tuple[Path, dict[str, Any]]:
+    """Writes OUT/report.html and OUT/evaluation.json. All data counts as held out."""
+    mixed = {"float32": "no", "bfloat16": "bf16"}[options.precision]
+    accelerator = Accelerator(cpu=options.cpu, mixed_precision=mixed)
+    teacher, student = (load_model(role, getattr(options, role)).eval() for role in ("teacher", "student"))
+    held_out = load_all(options.data, options, load_tokenizer(options), teacher)
+    teacher.to(accelerator.device, dtype=torch.bfloat16 if options.precision == "bfloat16" else None)
+    student.to(accelerator.device)
+    found = evaluate(teacher, student, held_out, options, context=accelerator.autocast)
+    out = Path(options.out)
+    if accelerator.is_main_process:
+        write_text(out / "evaluation.json", json.dumps({"student": found.as_json()}))
+        write_text(out / "report.html", page(document(options, {"student": found}, [], student, teacher)))
+    return out, found.as_json()

@@ -1,0 +1,199 @@
+"""What a student has learnt: its attention KL on held-out data, retrieval by depth, language loss and attention maps."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any, Callable
+
+import numpy as np
+import torch
+
+from ..hf import AttentionDistiller
+from ..hf._compare import compare_captured
+from ._data import Sequences
+from ._needles import KEY, VALUE, Retrieval, needle_batches
+from ._objective import Outputs, next_tokens, row_losses
+from ._options import Options, UserError
+
+POSITIONS = 16  # buckets of a sequence
+BUCKETS = 64  # of queries and of keys in a map
+MAP_LAYERS, MAP_HEADS = 4, 8  # at most, unless layers are named
+
+
+@dataclass
+class Evaluation:
+    """Results of a student, and of its teacher, on held-out sequences. A pair is [student layer, teacher layer]."""
+
+    sequences: int
+    context: int
+    pairs: list[list[int]]
+    kl: float  # nats, mean over pairs, heads and rows
+    kl_layer: list[float]  # of each pair
+    kl_head: list[list[float]]  # [pair][student head]
+    kl_position: list[list[float | None]]  # [pair][bucket of positions]; None: no row is there
+    distance_edges: list[int]  # tokens between a query and a key
+    kl_distance: list[list[float]]  # [pair][distance]: what the keys of a distance contribute
+    output_kl: float | None = None  # nats; None: there is no language head
+    language: dict[str, list[float | None]] = field(
+        default_factory=dict
+    )  # loss of {"teacher", "student"} by position
+    retrieval: list[dict[str, Any]] = field(default_factory=list)  # one per length
+    maps: list[dict[str, Any]] = field(default_factory=list)  # {"pair", "head", "teacher", "student", "kl"}
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@torch.no_grad()
+def evaluate(
+    teacher: Any, student: Any, held_out: Sequences, options: Options, *, context: Callable[[], Any] = nullcontext,
+    progress: Callable[[int, int], None] = lambda done, total: None, inside: Callable[[Callable[[], Any]], Any] = lambda f: f(),
+) -> Evaluation:  # fmt: skip
+    """Runs both models on held-out sequences and on needles.
+
+    `context` is entered around forwards, for autocast; `inside` runs a function inside the module that wraps the student.
+    """
+    was_training = student.training
+    student.eval()
+    count = min(options.eval_sequences, len(held_out))
+    batches = {
+        length: needle_batches(held_out, length, options.needles, options.seed)
+        for length in options.lengths
+        if length <= options.context and options.needles
+    }
+    total, done = count + sum(map(len, batches.values())), 0
+    outputs, device = inside(lambda: (Outputs(teacher), Outputs(student))), student.device
+    try:
+        with context(), AttentionDistiller(teacher, student, **options.distiller()) as distiller:
+            sums = _Sums(options)
+            for index in range(count):
+                ids = held_out.batch([index]).to(device)
+                inside(partial(sums.add, distiller, outputs, ids))
+                progress(done := done + 1, total)
+            result = sums.result(count)
+            for length, parts in batches.items():
+                retrieval = Retrieval()
+                for ids, depths, places in parts:
+                    inside(
+                        partial(_retrieve, retrieval, distiller, outputs, held_out, ids.to(device), depths, places)
+                    )
+                    progress(done := done + 1, total)
+                if parts:
+                    result.retrieval.append(retrieval.result(length, _has_answers(outputs)))
+    finally:
+        student.train(was_training)
+    return result
+
+
+def _has_answers(outputs: tuple[Outputs, Outputs]) -> bool:
+    return all(each.head is not None and each.is_causal for each in outputs)
+
+
+def _retrieve(retrieval, distiller, outputs, held_out, ids, depths, places) -> None:
+    last = ids.shape[1] - len(held_out.suffix) - 1
+    rows = list(range(last - VALUE + 1, last + 1))
+    hidden = {role: each.hidden(ids) for role, each in zip(("student", "teacher"), reversed(outputs))}
+    retrieval.add_attention(distiller.pairs(), depths, places, rows)
+    distiller.student.clear()
+    distiller.teacher.clear()
+    if not _has_answers(outputs):
+        return
+    begin = torch.tensor(places, device=ids.device)[:, None]
+    answers = ids.gather(1, begin + torch.arange(KEY, KEY + VALUE, device=ids.device))
+    for role, each in zip(("teacher", "student"), outputs):
+        retrieval.add_answers(role, depths, each.head(hidden[role][:, rows]).argmax(-1) == answers)
+
+
+class _Sums:
+    """Sums over held-out sequences."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.heads: dict[tuple[int, int], torch.Tensor] = {}
+        self.positions: dict[tuple[int, int], np.ndarray] = {}
+        self.maps: dict[tuple[int, int], Any] = {}  # of the first sequence
+        self.kl_maps: dict[tuple[int, int], torch.Tensor] = {}
+        self.losses: dict[str, list[torch.Tensor]] = {}
+        self.length = 0
+
+    def add(self, distiller: AttentionDistiller, outputs: tuple[Outputs, Outputs], ids: torch.Tensor) -> None:
+        outputs_t, outputs_s = outputs
+        hidden_s, hidden_t = outputs_s.hidden(ids), outputs_t.hidden(ids)
+        self.length = ids.shape[1]
+        found = compare_captured(distiller, (BUCKETS, BUCKETS))
+        for key, rows in found.rows.items():
+            self.heads[key] = self.heads.get(key, 0) + rows.nanmean((0, 2)).double().cpu()
+            parts = [part.nanmean().item() for part in rows.tensor_split(min(POSITIONS, self.length), 2)]
+            self.positions[key] = self.positions.get(key, 0) + np.array(parts)
+            self.kl_maps[key] = self.kl_maps.get(key, 0) + found.maps[key].kl.mean(0).double().cpu()
+        self.maps = self.maps or found.maps
+        if outputs_s.head is None or outputs_t.head is None:
+            return
+        is_same = outputs_t.model.config.vocab_size == outputs_s.model.config.vocab_size
+        labels = next_tokens(ids)
+        losses = row_losses(outputs_t, outputs_s, hidden_t if is_same else None, hidden_s, labels)
+        of_teacher = row_losses(outputs_s, outputs_t, None, hidden_t, labels)
+        self.losses.setdefault("student", []).append(losses["language"][:, :-1].cpu())
+        self.losses.setdefault("teacher", []).append(of_teacher["language"][:, :-1].cpu())
+        if is_same:
+            self.losses.setdefault("output", []).append(losses["output"].cpu())
+        if not outputs_s.is_causal:
+            del self.losses["student"], self.losses["teacher"]
+
+    def result(self, count: int) -> Evaluation:
+        pairs = list(self.heads)
+        heads = [(self.heads[pair] / count).tolist() for pair in pairs]
+        layers = [float(np.mean(each)) for each in heads]
+        edges, distances = self._distances(pairs, count)
+        output = self.losses.get("output")
+        return Evaluation(
+            sequences=count, context=self.length, pairs=[list(pair) for pair in pairs], kl=float(np.mean(layers)),
+            kl_layer=layers, kl_head=heads, kl_position=[_without_nan(self.positions[pair] / count) for pair in pairs], distance_edges=edges,
+            kl_distance=distances, output_kl=None if output is None else torch.cat(output).mean().item(),
+            language={role: self._by_position(role) for role in ("teacher", "student") if role in self.losses},
+            maps=self._chosen_maps(pairs),
+        )  # fmt: skip
+
+    def _by_position(self, role: str) -> list[float | None]:
+        losses = torch.cat(self.losses[role])
+        return [part.mean().item() for part in losses.tensor_split(min(POSITIONS, losses.shape[1]), 1)]
+
+    def _distances(self, pairs: list, count: int) -> tuple[list[int], list[list[float]]]:
+        """KL by the distance of a key, in doubling steps of map cells: a cell is as wide as the context / BUCKETS."""
+        size = next(iter(self.kl_maps.values())).shape[0]
+        apart = (torch.arange(size)[:, None] - torch.arange(size)).abs()
+        steps = [0, 1]
+        while steps[-1] < size:
+            steps.append(min(2 * steps[-1], size))
+        distances = []
+        for pair in pairs:
+            image = self.kl_maps[pair] / count
+            distances.append(
+                [image[(apart >= a) & (apart < b)].sum().item() / size for a, b in zip(steps, steps[1:])]
+            )
+        return [step * self.length // size for step in steps], distances
+
+    def _chosen_maps(self, pairs: list) -> list[dict[str, Any]]:
+        layers = sorted({i for i, _ in pairs})
+        chosen = self.options.map_layers or [
+            layers[at] for at in np.unique(np.linspace(0, len(layers) - 1, MAP_LAYERS).round().astype(int))
+        ]
+        if missing := set(chosen) - set(layers):
+            raise UserError(f"--map-layers={sorted(missing)}: the student has the layers {layers}")
+        return [
+            dict(pair=list(pair), head=head, **{name: _rounded(getattr(found, name)[head]) for name in found._fields})
+            for pair, found in self.maps.items()
+            if pair[0] in chosen
+            for head in range(min(found.kl.shape[0], MAP_HEADS))
+        ]
+
+
+def _without_nan(values: np.ndarray) -> list[float | None]:
+    return [None if np.isnan(value) else float(value) for value in values]
+
+
+def _rounded(image: torch.Tensor) -> list[list[float]]:
+    """Three digits: a map is looked at, and pages stay small."""
+    return [[float(f"{value:.3g}") for value in row] for row in image.double().cpu().tolist()]

@@ -1,0 +1,320 @@
+"""The training loop: data and models, steps, checkpoints, and what a run writes at its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import resource
+import signal
+import time
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Iterator
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, set_seed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.experimental import context_parallel
+from tqdm import tqdm
+
+from . import _checkpoint as checkpoints
+from ._data import load, order
+from ._evaluate import Evaluation, evaluate
+from ._logs import Log
+from ._objective import Objective, next_tokens
+from ._options import Options, UserError
+from ._output import write_results
+from ._student import load_model, load_student, load_tokenizer
+
+
+class Stopped(Exception):
+    """Ctrl-C: the run has written a checkpoint."""
+
+
+def distil(options: Options) -> Path:
+    """Trains a student as the options say. Returns the folder with the model, the report and the checkpoint."""
+    options.check()
+    with _Interrupts() as interrupts:
+        run = Run(options, interrupts)
+        run.train()
+        control = None
+        if options.control:
+            control = _control(options, interrupts)
+        run.finish(control)
+    return Path(options.out)
+
+
+def _control(options: Options, interrupts: _Interrupts) -> Evaluation:
+    """The same student, trained without the attention KL, evaluated."""
+    out = Path(options.out) / "control"
+    resume = (out / checkpoints.NAME).exists()  # of this run: an earlier one is gone
+    options = dataclasses.replace(
+        options, attention_weight=0.0, out=str(out), control=False, resume=resume, overwrite=not resume
+    )
+    run = Run(options, interrupts)
+    run.train()
+    run.finish(None)
+    return run.after
+
+
+class Run:
+    """One student in training."""
+
+    def __init__(self, options: Options, interrupts: _Interrupts) -> None:
+        self.options, self.interrupts, self.out = options, interrupts, Path(options.out)
+        mixed = {"float32": "no", "bfloat16": "bf16"}[options.precision]
+        self.accelerator = Accelerator(cpu=options.cpu, mixed_precision=mixed)
+        self.checkpoint = self.out / checkpoints.NAME
+        self.mesh = self._make_mesh()
+        self._claim_folder()
+        set_seed(options.seed)  # a student may have weights that its folder lacks
+        self.teacher = load_model("teacher", options.teacher).requires_grad_(False).eval()
+        self.student = load_student(options, self.teacher)
+        self.tokenizer = load_tokenizer(options)
+        self.training, self.held_out = load(options, self.tokenizer, self.teacher)
+        self.digest = self.training.digest()
+        self.teacher.to(self.accelerator.device, dtype=torch.bfloat16 if options.precision == "bfloat16" else None)
+        self.student.to(self.accelerator.device)
+        self.step, self.seconds = 0, 0.0
+        self.history: list[dict[str, float]] = []
+        state = checkpoints.read_state(self.checkpoint, options, self.digest) if self._resumes else None
+        self.objective = Objective(self.teacher, self.student, options)
+        self.wrapped = self._wrap()
+        trained = [parameter for parameter in self.student.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=options.rate, weight_decay=options.weight_decay)
+        self.before = self._evaluated_before()
+        self.student.train()
+        if state is not None:
+            checkpoints.load(self.checkpoint, self.wrapped, self.optimizer)
+            self.step, self.seconds, self.history = state["step"], state["seconds"], state["history"]
+        self.after = self.before
+
+    # ---- Before training ---------------------------------------------------------------------------------------------
+
+    @property
+    def _is_main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    @property
+    def _resumes(self) -> bool:
+        return self.options.resume and self.checkpoint.exists()
+
+    def _claim_folder(self) -> None:
+        has_run = self.checkpoint.exists() or (self.out / "student").exists()
+        if has_run and not (self.options.resume or self.options.overwrite):
+            raise UserError(
+                f"--out {self.out}: contains an earlier run: pass --resume to continue it, or --overwrite to replace it"
+            )
+        self.accelerator.wait_for_everyone()
+        if not self._is_main:
+            return
+        if not self._resumes:
+            for name in (checkpoints.NAME, f"control/{checkpoints.NAME}", "before.json", "log.jsonl"):
+                (self.out / name).unlink(missing_ok=True)
+        checkpoints.write_text(self.out / "options.toml", self.options.as_toml())
+
+    def _make_mesh(self) -> Any:
+        """Processes that share sequences are neighbours."""
+        share, processes = self.options.context_parallel, self.accelerator.num_processes
+        if processes % share != 0:
+            raise UserError(f"--context-parallel={share}: must divide {processes}, the number of processes")
+        if share == 1:
+            return None
+        return init_device_mesh(
+            self.accelerator.device.type, (processes // share, share), mesh_dim_names=("data", "context")
+        )
+
+    def _wrap(self) -> Any:
+        """The objective for one process, for data-parallel processes (DDP), or sharded over them (FSDP2)."""
+        if self.options.gradient_checkpointing:
+            self.student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if self.accelerator.distributed_type is DistributedType.FSDP:
+            raise UserError(
+                "accelerate's FSDP: leave it out of its configuration and pass --shard, which is FSDP2, too"
+            )
+        if not self.options.shard or self.accelerator.num_processes == 1:
+            return self.accelerator.prepare(self.objective)
+        for model in self.teacher, self.student:
+            for module in list(model.modules()):
+                if type(module).__name__ in (model._no_split_modules or ()):
+                    fully_shard(
+                        module
+                    )  # what is outside of the teacher's layers stays whole: its parts are called one by one
+        return fully_shard(self.objective)
+
+    def _evaluated_before(self) -> Evaluation:
+        """Of the student as it starts. A resumed run finds it on disk."""
+        path = self.out / "before.json"
+        if self._resumes and path.exists():
+            return Evaluation(**json.loads(path.read_text()))
+        found = self._evaluate("before training")
+        if self._is_main:
+            checkpoints.write_text(path, json.dumps(found.as_json()))
+        return found
+
+    def _evaluate(self, when: str) -> Evaluation:
+        """All ranks compute the same: a sharded model needs all of them."""
+        with tqdm(
+            total=1, desc=f"evaluate {when}", disable=not self._is_main, leave=False, bar_format="{desc} {n}/{total}"
+        ) as bar:
+
+            def progress(done: int, total: int) -> None:
+                bar.total, bar.n = total, done
+                bar.refresh()
+                if self.interrupts.pressed > 1:
+                    raise KeyboardInterrupt
+
+            return evaluate(
+                self.teacher, self.student, self.held_out, self.options, context=self.accelerator.autocast, progress=progress,
+                inside=self.wrapped,
+            )  # fmt: skip
+
+    # ---- Training ----------------------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        options, begin = self.options, time.monotonic() - self.seconds
+        log = Log(self.out, self.history, options.tensorboard, self._is_main)
+        with self.objective.attached(), log, tqdm(
+            total=options.steps, initial=self.step, desc="distil", disable=not self._is_main, unit="step", dynamic_ncols=True
+        ) as bar:  # fmt: skip
+            while self.step < options.steps:
+                started = time.monotonic()
+                losses = self._one_step()
+                self.step += 1
+                now = time.monotonic()
+                self.seconds = now - begin
+                entry = dict(
+                    step=self.step, **losses, rate=self._rate(self.step - 1), memory=_memory(),
+                    tokens_per_second=self._tokens() / (now - started), seconds=self.seconds,
+                )  # fmt: skip
+                _check_finite(entry)
+                if self.step % options.log_every == 0 or self.step == options.steps:
+                    self.history.append(entry)
+                    log.add(entry)
+                bar.set_postfix_str(_postfix(entry))
+                bar.update()
+                stops = self._stops()
+                every = options.checkpoint_every
+                if stops or self.step == options.steps or (every and self.step % every == 0):
+                    self._save()
+                if stops and self.step < options.steps:
+                    raise Stopped(f"stopped at step {self.step} of {options.steps}; continue with --resume")
+
+    def _one_step(self) -> dict[str, float]:
+        """Data, dropout and sampled rows depend on nothing but the seed, the step and the rank."""
+        options, ranks = self.options, self.accelerator.num_processes
+        set_seed((options.seed * 1_000_003 + self.step * ranks + self.accelerator.process_index) % 2**32)
+        per_micro = options.batch * ranks // options.context_parallel
+        reader = (
+            self.accelerator.process_index // options.context_parallel
+        )  # ranks that share a sequence read the same
+        first = self.step * options.accumulate * per_micro + reader * options.batch
+        sums: dict[str, torch.Tensor] = {}
+        for micro in range(options.accumulate):
+            indices = order(len(self.training), options.seed, first + micro * per_micro, options.batch)
+            ids = self.training.batch(indices).to(self.accelerator.device)
+            is_last = micro == options.accumulate - 1
+            with nullcontext() if is_last else self.accelerator.no_sync(self.wrapped), self._split(ids) as shards:
+                with self.accelerator.autocast():
+                    losses = self.wrapped(*shards)
+                self.accelerator.backward(losses["loss"] / options.accumulate)
+            for name, loss in losses.items():
+                sums[name] = sums.get(name, 0) + loss.detach().float() / options.accumulate
+        if options.clip:
+            self.accelerator.clip_grad_norm_(self.wrapped.parameters(), options.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._rate(self.step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        means = self.accelerator.reduce(torch.stack(list(sums.values())), "mean").tolist()
+        return dict(zip(sums, means))
+
+    @contextmanager
+    def _split(self, ids: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+        """The arguments of the objective; under context parallelism, shards of them, with torch's attention over all shards."""
+        if self.mesh is None:
+            yield [ids]
+            return
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids).contiguous()
+        buffers = [ids, next_tokens(ids), positions]
+        with context_parallel(self.mesh["context"], buffers=buffers, buffer_seq_dims=[1, 1, 1]):
+            yield buffers
+
+    def _tokens(self) -> int:
+        readers = self.accelerator.num_processes // self.options.context_parallel
+        return self.options.context * self.options.batch * self.options.accumulate * readers
+
+    def _rate(self, step: int) -> float:
+        """Linear warm-up, then cosine decay to a tenth."""
+        warm = max(round(self.options.warmup * self.options.steps), 1)
+        decayed = 0.1 + 0.45 * (1 + math.cos(math.pi * step / self.options.steps))
+        return self.options.rate * min((step + 1) / warm, 1.0) * decayed
+
+    def _stops(self) -> bool:
+        """Whether any rank was interrupted."""
+        flag = torch.tensor(float(self.interrupts.pressed > 0), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(flag, "sum") > 0) if self.accelerator.num_processes > 1 else bool(flag)
+
+    def _save(self) -> None:
+        state = dict(
+            step=self.step,
+            seconds=self.seconds,
+            history=self.history,
+            data=self.digest,
+            options=self.options.affecting(),
+        )
+        checkpoints.save(self.checkpoint, self.wrapped, self.optimizer, state, self._is_main)
+
+    # ---- After training ----------------------------------------------------------------------------------------------
+
+    def finish(self, control: Evaluation | None) -> None:
+        """Evaluates the student and writes model, model card, report and its data."""
+        self.after = self._evaluate("after training")
+        weights = checkpoints.full_weights(self.wrapped)
+        if self._is_main:
+            write_results(self, weights, control)
+        self.accelerator.wait_for_everyone()
+
+
+class _Interrupts:
+    """Ctrl-C and SIGTERM end a run after its current step; a second one ends it at once."""
+
+    def __init__(self) -> None:
+        self.pressed = 0
+
+    def __enter__(self) -> _Interrupts:
+        self._before = {number: signal.signal(number, self._press) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _press(self, *_) -> None:
+        self.pressed += 1
+        if self.pressed > 1:
+            raise KeyboardInterrupt
+
+
+def _memory() -> int:
+    """Peak bytes of this process: of the GPU if there is one."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _check_finite(entry: dict[str, float]) -> None:
+    if not math.isfinite(entry["loss"]):
+        raise UserError(
+            f"step {entry['step']}: the loss is {entry['loss']}: use a smaller --rate; the last checkpoint is whole"
+        )
+
+
+def _postfix(entry: dict[str, float]) -> str:
+    kl = f"KL {entry['attention']:.4g}, " if "attention" in entry else ""
+    return (
+        f"loss {entry['loss']:.4g}, {kl}{entry['tokens_per_second']:.0f} tokens/s, {entry['memory'] / 2**20:.0f} MiB"
+    )

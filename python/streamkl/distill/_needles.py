@@ -1,0 +1,99 @@
+"""Retrieval: does the student's attention find what the teacher's finds, at every depth and length?
+
+A needle is a key and a value, tokens drawn from the held-out data. It is put at some depth of a held-out text, which
+ends with the key and the beginning of the value. Each of the last rows has to continue the value, so a retrieval head puts
+its largest probability somewhere in the needle. Only these rows are computed: nothing grows with the square of the length.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..hf._pairs import RowCache
+from ._data import Sequences
+
+KEY, VALUE = 8, 4  # tokens
+DEPTHS = 8
+RETRIEVES = 0.5  # a head retrieves if the teacher finds this share of all needles with it
+_TOKENS_PER_BATCH = 8192
+
+
+def needle_batches(
+    held_out: Sequences, length: int, count: int, seed: int
+) -> list[tuple[torch.Tensor, list[int], list[int]]]:
+    """Batches of (ids [needles, length], their depths 0..DEPTHS-1, the places of their needles)."""
+    rng = np.random.default_rng([seed, length])
+    size = KEY + VALUE
+    first, end = (
+        len(held_out.prefix),
+        length - len(held_out.suffix) - size,
+    )  # a text ends with all but the value's last token
+    room = end - first - size
+    if room < DEPTHS:
+        return []
+    rows, depths, places = [], [], []
+    for depth in range(DEPTHS):
+        for number in range(count):
+            ids = held_out.batch([int(rng.integers(len(held_out)))])[0][:length].clone()
+            if held_out.suffix:
+                ids[length - len(held_out.suffix) :] = torch.tensor(held_out.suffix)
+            needle = torch.from_numpy(
+                rng.choice(np.asarray(held_out.tokens[number % len(held_out)]), size).astype(np.int64)
+            )
+            place = first + int(room * (depth + rng.random()) / DEPTHS)
+            ids[place : place + size] = needle
+            ids[end + 1 : end + size] = needle[:-1]
+            rows.append(ids)
+            depths.append(depth)
+            places.append(place)
+    step = max(1, _TOKENS_PER_BATCH // length)
+    return [
+        (torch.stack(rows[at : at + step]), depths[at : at + step], places[at : at + step])
+        for at in range(0, len(rows), step)
+    ]
+
+
+class Retrieval:
+    """Counts by depth and by head: [depths, pairs, heads] for teacher and student, and right answers [depths]."""
+
+    def __init__(self) -> None:
+        self.rows = np.zeros(DEPTHS)
+        self.found: dict[str, dict[Any, np.ndarray]] = {"teacher": {}, "student": {}}
+        self.right = {"teacher": np.zeros(DEPTHS), "student": np.zeros(DEPTHS)}
+
+    def add_attention(self, pairs: dict, depths: list[int], places: list[int], rows: list[int]) -> None:
+        """The rows of a batch whose forward was captured."""
+        cache = RowCache()
+        np.add.at(self.rows, depths, len(rows))
+        for key, pair in pairs.items():
+            begin = torch.tensor(places, device=pair.s.q.device)[:, None, None]
+            for role, p in zip(("teacher", "student"), pair.row_probabilities(rows, cache)):
+                best = p.argmax(-1)  # [needles, heads, rows]
+                hits = ((best >= begin) & (best < begin + KEY + VALUE)).sum(-1).cpu().numpy()
+                total = self.found[role].setdefault(key, np.zeros((DEPTHS, hits.shape[1])))
+                np.add.at(total, depths, hits)
+
+    def add_answers(self, role: str, depths: list[int], right: torch.Tensor) -> None:
+        np.add.at(self.right[role], depths, right.sum(1).cpu().numpy())
+
+    def result(self, length: int, has_answers: bool) -> dict[str, Any]:
+        """Rates by depth. Those of the attention are means over the heads with which the teacher retrieves."""
+        rows = np.maximum(self.rows, 1)
+        heads = [
+            (pair, head)
+            for pair, found in self.found["teacher"].items()
+            for head in range(found.shape[1])
+            if found[:, head].sum() >= RETRIEVES * self.rows.sum()
+        ]
+        rates = {
+            role: np.mean([found[pair][:, head] for pair, head in heads], 0) / rows if heads else None
+            for role, found in self.found.items()
+        }
+        answers = {role: (right / rows).tolist() if has_answers else None for role, right in self.right.items()}
+        return dict(
+            length=length, rows=int(self.rows.sum()), heads=[[*pair, head] for pair, head in heads],
+            attention={role: None if rate is None else rate.tolist() for role, rate in rates.items()}, answers=answers,
+        )  # fmt: skip

@@ -1,0 +1,147 @@
+"""The loss of a step: attention KL, output KL and language loss of a batch.
+
+The output distributions take length x vocabulary numbers. They are computed a chunk of rows at a time, and again in the
+backward, so that no step stores them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ..hf import AttentionDistiller
+from ._options import Options, UserError
+
+CHUNK = 1024  # rows
+
+
+class Objective(torch.nn.Module):
+    """A student with its loss: wrappers such as DDP and FSDP wrap this module, so that all of a step runs inside them."""
+
+    def __init__(self, teacher: Any, student: Any, options: Options) -> None:
+        super().__init__()
+        self.module = student  # the name by which streamkl.hf finds the model inside wrappers
+        self._no_split_modules = student._no_split_modules
+        self.distiller = AttentionDistiller(teacher, student, sample_rows=options.sample_rows, **options.distiller())
+        weights = dict(
+            attention=options.attention_weight, output=options.output_weight, language=options.language_weight
+        )
+        self.weights = {name: weight for name, weight in weights.items() if weight > 0}
+        self._others = (Outputs(teacher), Outputs(student))  # in a tuple: the teacher is no part of this module
+        _check(*self._others, self.weights)
+        self.ranks = options.context_parallel
+
+    def attached(self) -> Any:
+        """Inside this context the attention of both models is recorded, if the loss needs it."""
+        return self.distiller if "attention" in self.weights else nullcontext()
+
+    @property
+    def config(self) -> Any:
+        return self.module.config
+
+    def forward(self, ids: Any, labels: torch.Tensor | None = None, positions: torch.Tensor | None = None) -> Any:
+        """{"loss", "attention", "output", "language"}, as far as they have a weight.
+
+        `labels` and `positions` are those of a shard of the sequences, under context parallelism. If `ids` is a function, its
+        result: a sharded student must run inside this module.
+        """
+        if callable(ids):
+            return ids()
+        outputs_t, outputs_s = self._others
+        hidden_s: Any = outputs_s.hidden(ids, positions)
+        hidden_t: Any = None
+        if "output" in self.weights:
+            with torch.no_grad():
+                hidden_t = outputs_t.hidden(ids, positions)
+        losses = {"attention": self.distiller.loss()} if "attention" in self.weights else {}
+        if "output" in self.weights and outputs_s.head is None:
+            losses["output"] = F.mse_loss(hidden_s.float(), hidden_t.float())
+        elif self.weights.keys() & {"output", "language"}:
+            labels = next_tokens(ids) if labels is None else labels
+            rows = row_losses(outputs_t, outputs_s, hidden_t, hidden_s, labels)
+            length = ids.shape[1] * self.ranks  # of a sequence, whose last token predicts nothing
+            rows["language"] = rows["language"] * (length / (length - 1))
+            losses |= {name: loss.mean() for name, loss in rows.items() if name in self.weights}
+        losses["loss"] = torch.stack([self.weights[name] * loss for name, loss in losses.items()]).sum()
+        return losses
+
+
+def next_tokens(ids: torch.Tensor) -> torch.Tensor:
+    """The label of every row; the last one has none."""
+    return F.pad(ids[:, 1:], (0, 1), value=-100)
+
+
+def row_losses(outputs_t: Any, outputs_s: Any, hidden_t, hidden_s, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """{"output": KL of the output distributions, "language": cross-entropy of the next token}, [batch, length] each.
+
+    Rows without a label have the language loss 0. Without `hidden_t`, there is no output KL.
+    """
+    parts: dict[str, list[torch.Tensor]] = {}
+    for begin in range(0, labels.shape[1], CHUNK):
+        rows = slice(begin, begin + CHUNK)
+        chunk_t = None if hidden_t is None else hidden_t[:, rows]
+        arguments = (outputs_t.head, outputs_s.head, chunk_t, hidden_s[:, rows], labels[:, rows])
+        if torch.is_grad_enabled():
+            found = checkpoint(_chunk_losses, *arguments, use_reentrant=False)
+        else:
+            found = _chunk_losses(*arguments)
+        for name, loss in found.items():
+            parts.setdefault(name, []).append(loss)
+    return {name: torch.cat(chunks, 1) for name, chunks in parts.items()}
+
+
+def _chunk_losses(head_t, head_s, hidden_t, hidden_s, labels) -> dict[str, torch.Tensor]:
+    logits_s = head_s(hidden_s).float()
+    losses = {"language": F.cross_entropy(logits_s.transpose(1, 2), labels, ignore_index=-100, reduction="none")}
+    if hidden_t is not None:
+        log_s, log_p = logits_s.log_softmax(-1), head_t(hidden_t).detach().float().log_softmax(-1)
+        losses["output"] = (log_p.exp() * (log_p - log_s)).sum(-1)
+    return losses
+
+
+class Outputs:
+    """The last hidden states of a model and the head that makes its logits of them, apart from each other."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        embeddings = model.get_output_embeddings()
+        self.head: Any = embeddings
+        self.is_causal = model.can_generate() and not model.config.is_encoder_decoder
+        if embeddings is not None and not _is_plain_head(model, embeddings):
+            self.head = torch.nn.Identity()  # "hidden" states are the logits
+
+    def hidden(self, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        module = self.model if isinstance(self.head, torch.nn.Identity) else self.model.base_model
+        takes_cache = "use_cache" in inspect.signature(module.forward).parameters
+        options = {"use_cache": False} if takes_cache else {}
+        answer = module(input_ids=ids, **options, **({} if positions is None else {"position_ids": positions}))
+        return answer.logits if isinstance(self.head, torch.nn.Identity) else answer.last_hidden_state
+
+
+@torch.no_grad()
+def _is_plain_head(model: Any, head: torch.nn.Module) -> bool:
+    """Whether the logits are the head's output for the last hidden states: not for models that scale or cap them."""
+    was_training = model.training
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+    logits = model.eval()(input_ids=ids).logits
+    plain = head(model.base_model(input_ids=ids).last_hidden_state)
+    model.train(was_training)
+    return logits.shape == plain.shape and bool(torch.allclose(logits, plain, rtol=1e-3, atol=1e-4))
+
+
+def _check(outputs_t: Outputs, outputs_s: Outputs, weights: dict[str, float]) -> None:
+    if "language" in weights and not (outputs_s.head is not None and outputs_s.is_causal):
+        raise UserError(f"--language-weight: {type(outputs_s.model).__name__} predicts no next token: must be 0")
+    if "output" not in weights:
+        return
+    if (outputs_t.head is None) != (outputs_s.head is None):
+        raise UserError("--output-weight: only one of teacher and student has a language head: must be 0")
+    name = "hidden_size" if outputs_s.head is None else "vocab_size"
+    size_t, size_s = (getattr(each.model.config.get_text_config(), name, None) for each in (outputs_t, outputs_s))
+    if size_t != size_s:
+        raise UserError(f"--output-weight: {name} is {size_t} in the teacher and {size_s} in the student: must be 0")

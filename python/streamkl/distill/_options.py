@@ -1,0 +1,232 @@
+"""Everything that a run can be told: one table, from which the command line, the TOML file and their checks follow."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+class UserError(Exception):
+    """Something that the user can fix. The command prints the message without a traceback."""
+
+
+def _option(
+    default: Any, help: str, kind: Any = None, *, many: bool = False, choices: tuple = (), affects: bool = True
+) -> Any:
+    """`affects`: a checkpoint can be resumed only with the same value, because it changes the weights."""
+    kind = kind or type(default)
+    values = dict(help=help, kind=kind, many=many, choices=choices, affects=affects)
+    if many:
+        return field(default_factory=lambda: list(default), metadata=values)
+    return field(default=default, metadata=values)
+
+
+@dataclass
+class Options:
+    """Options of ``streamkl-distill``; ``student_layers`` is ``--student-layers`` there, and ``student-layers`` in TOML."""
+
+    teacher: str = _option("", "folder of the teacher, as save_pretrained writes it")
+    student: str = _option("", "folder of the student; without it, one is made from the teacher")
+    student_layers: int = _option(0, "layers of a student made from the teacher; 0: as many as the teacher", int)
+    student_heads: int = _option(0, "its attention heads; 0: as many as the teacher", int)
+    student_key_heads: int = _option(0, "its key and value heads; 0: in proportion to its heads", int)
+    init_layers: list[int] = _option(
+        (), "teacher layers that its layers start from; default: evenly spread", int, many=True
+    )
+    init_heads: str = _option("mean", "its heads start as the mean of neighbouring teacher heads, or pick the first of them",
+                              choices=("mean", "pick"))  # fmt: skip
+    tokenizer: str = _option("", "folder of the tokenizer; default: the teacher's", affects=False)
+    out: str = _option("distilled", "folder for checkpoint, model, report and logs", affects=False)
+
+    data: list[str] = _option((), "training data: text, .jsonl, or tokens as .npy or .safetensors", str, many=True)
+    held_out: list[str] = _option(
+        (), "held-out data; default: the last sequences of the training data", str, many=True
+    )
+    text_field: str = _option("text", "the field of a .jsonl record with its text (or a list of tokens)")
+    context: int = _option(2048, "tokens per sequence")
+
+    steps: int = _option(1000, "optimiser steps")
+    batch: int = _option(1, "sequences per process and micro-batch")
+    accumulate: int = _option(1, "micro-batches per step")
+    rate: float = _option(3e-4, "peak learning rate: linear warm-up, then cosine decay to a tenth")
+    warmup: float = _option(0.05, "share of the steps for the warm-up")
+    weight_decay: float = _option(0.0, "weight decay of AdamW")
+    clip: float = _option(1.0, "largest norm of the gradient; 0: no limit")
+    seed: int = _option(0, "seed of the data order, of sampled rows and of dropout")
+    precision: str = _option("float32", "type of computations; weights and optimiser stay in float32",
+                             choices=("float32", "bfloat16"))  # fmt: skip
+    gradient_checkpointing: bool = _option(
+        False, "recompute the student's layers in the backward: less memory, more time"
+    )
+
+    shard: bool = _option(
+        False, "FSDP2: share weights, gradients and optimiser state among the processes", affects=False
+    )
+
+    context_parallel: int = _option(1, "processes that share every sequence, zigzag", affects=False)
+
+    attention_weight: float = _option(1.0, "weight of the attention KL")
+    output_weight: float = _option(1.0, "weight of the KL between the output distributions; for a model without a language "
+                                   "head, of the squared error of its last hidden states")  # fmt: skip
+    language_weight: float = _option(0.0, "weight of the language loss: cross-entropy of the next token")
+    direction: str = _option("forward", "forward: KL(teacher || student); reverse: KL(student || teacher)",
+                             choices=("forward", "reverse"))  # fmt: skip
+    layer_map: list[int] = _option((), "teacher layer that each student layer learns from; default: evenly spread", int,
+                                   many=True)  # fmt: skip
+    head_map: list[int] = _option((), "teacher head of each student head; default: the mean of neighbouring heads", int,
+                                  many=True)  # fmt: skip
+    sample_rows: float = _option(1.0, "share of the rows that the attention KL compares in a step")
+
+    eval_sequences: int = _option(8, "held-out sequences that are evaluated", affects=False)
+    needles: int = _option(4, "needles per depth and length; 0: no retrieval test", affects=False)
+    needle_lengths: list[int] = _option((), "lengths of the retrieval test; default: a quarter of the context, half of it, and "
+                                        "all of it", int, many=True, affects=False)  # fmt: skip
+    map_layers: list[int] = _option((), "student layers with attention maps in the report; default: up to 4, evenly spread",
+                                    int, many=True, affects=False)  # fmt: skip
+    control: bool = _option(False, "also train the same student without the attention KL, and compare", affects=False)
+
+    checkpoint_every: int = _option(
+        100, "steps between checkpoints; 0: only when the run ends or is stopped", affects=False
+    )
+    log_every: int = _option(1, "steps between lines of log.jsonl", affects=False)
+    tensorboard: bool = _option(False, "also write TensorBoard logs to OUT/tensorboard", affects=False)
+    resume: bool = _option(False, "continue from the checkpoint in OUT", affects=False)
+    overwrite: bool = _option(False, "replace an earlier run in OUT", affects=False)
+    cpu: bool = _option(False, "run on the CPU even if there is a GPU")
+
+    # ---- Checks ------------------------------------------------------------------------------------------------------
+
+    def check(self) -> Options:
+        """Every rule about single options. Returns itself."""
+        if not self.teacher:
+            raise UserError("--teacher: is missing: the folder of a transformers model")
+        if not self.data:
+            raise UserError("--data: is missing: one or more files with text or tokens")
+        for name, (least, most) in _RANGES.items():
+            value = getattr(self, name)
+            if not (math.isfinite(value) and least <= value <= most):
+                raise UserError(f"--{_dashed(name)}={value}: must be {least}..{'' if most == math.inf else most}")
+        if self.student and (self.student_layers or self.student_heads or self.student_key_heads or self.init_layers):
+            raise UserError("--student: its folder says its shape: leave out --student-layers, --student-heads, "
+                            "--student-key-heads and --init-layers")  # fmt: skip
+        if self.attention_weight + self.output_weight + self.language_weight == 0:
+            raise UserError("--attention-weight, --output-weight, --language-weight: at least one must be above 0")
+        if self.control and self.output_weight + self.language_weight == 0:
+            raise UserError(
+                "--control: needs --output-weight or --language-weight above 0: the control learns from nothing else"
+            )
+        if self.context_parallel > 1 and (self.context % (2 * self.context_parallel) or self.sample_rows < 1):
+            raise UserError(f"--context-parallel={self.context_parallel}: --context must be a multiple of twice as many, and "
+                            "--sample-rows 1")  # fmt: skip
+        if self.resume and self.overwrite:
+            raise UserError("--resume and --overwrite: only one of them")
+        return self
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of the retrieval test."""
+        return self.needle_lengths or sorted({max(self.context // 4, 1), max(self.context // 2, 1), self.context})
+
+    def distiller(self) -> dict[str, Any]:
+        """Options of AttentionDistiller."""
+        return dict(layer_map=self.layer_map or None, head_map=self.head_map or None, direction=self.direction)
+
+    # ---- TOML --------------------------------------------------------------------------------------------------------
+
+    def as_toml(self) -> str:
+        lines = ["# Options of streamkl-distill; --options FILE reads them again."]
+        for name, value in dataclasses.asdict(self).items():
+            if name in ("resume", "overwrite"):  # of this call, not of the run
+                continue
+            lines.append(f"{_dashed(name)} = {json.dumps(value, ensure_ascii=False)}")  # these values are valid TOML
+        return "\n".join(lines) + "\n"
+
+    def affecting(self) -> dict[str, Any]:
+        """The options that change the weights."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["affects"]}
+
+
+_RANGES = {
+    "context": (2, math.inf), "steps": (1, math.inf), "batch": (1, math.inf), "accumulate": (1, math.inf),
+    "rate": (0, math.inf), "warmup": (0, 1), "weight_decay": (0, math.inf), "clip": (0, math.inf), "seed": (0, 2**31 - 1),
+    "attention_weight": (0, math.inf), "output_weight": (0, math.inf), "language_weight": (0, math.inf),
+    "sample_rows": (1e-6, 1), "eval_sequences": (1, math.inf), "needles": (0, math.inf), "checkpoint_every": (0, math.inf),
+    "log_every": (1, math.inf), "student_layers": (0, math.inf), "student_heads": (0, math.inf),
+    "student_key_heads": (0, math.inf), "context_parallel": (1, math.inf),
+}  # fmt: skip
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def read_toml(path: str) -> dict[str, Any]:
+    """{field: value} of a file, checked."""
+    try:
+        given = tomllib.loads(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{path}: {error}") from error
+    fields = {_dashed(f.name): f for f in dataclasses.fields(Options)}
+    values = {}
+    for name, value in given.items():
+        if name not in fields:
+            raise UserError(f"{path}: {name}: is no option; `streamkl-distill --help` lists them")
+        values[fields[name].name] = _checked(f"{path}: {name}", value, fields[name].metadata)
+    return values
+
+
+def _checked(where: str, value: Any, about: Any) -> Any:
+    kind, many = about["kind"], about["many"]
+    for each in value if many and isinstance(value, list) else [value]:
+        fits = isinstance(each, (int, float) if kind is float else kind) and (kind is bool) == isinstance(each, bool)
+        if not fits or many != isinstance(value, list):
+            raise UserError(f"{where}={value!r}: must be {'a list of ' * many}{kind.__name__}")
+        if about["choices"] and each not in about["choices"]:
+            raise UserError(f"{where}={value!r}: must be {' or '.join(about['choices'])}")
+    return kind(value) if kind is float and not many else value
+
+
+def add_arguments(parser: argparse.ArgumentParser, names: set[str] | None = None) -> None:
+    """An argument for every option, or for those of `names`. The result has only options that are given."""
+    parser.add_argument(
+        "--options", metavar="FILE.toml", help="read options from a file; those of the command line win"
+    )
+    for f in dataclasses.fields(Options):
+        if names is not None and f.name not in names:
+            continue
+        about, flag = f.metadata, f"--{_dashed(f.name)}"
+        default = f.default if f.default is not dataclasses.MISSING else None
+        text = about["help"].replace("%", "%%") + ("" if default in (None, "", 0, False) else f" [{default}]")
+        common: dict[str, Any] = dict(dest=f.name, help=text, default=argparse.SUPPRESS)
+        if about["kind"] is bool:
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
+        elif about["many"] and about["kind"] is int:
+            parser.add_argument(flag, type=_numbers, metavar="N,N,...", **common)
+        elif about["many"]:
+            parser.add_argument(flag, nargs="+", metavar="FILE", **common)
+        else:
+            metavar = None if about["choices"] else {int: "N", float: "X"}.get(about["kind"], "DIR")
+            parser.add_argument(flag, type=about["kind"], choices=about["choices"] or None, metavar=metavar, **common)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def options_from(arguments: argparse.Namespace) -> Options:
+    """The options of the file, if one is given, and of the command line."""
+    given = dict(vars(arguments))
+    path = given.pop("options", None)
+    values = read_toml(path) if path else {}
+    return Options(**{**values, **given})

@@ -1,0 +1,339 @@
+"""OUT/report.html: the results of a run, drawn by the page that `streamkl distill` uses, too (view/report.html)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import __version__
+from ._evaluate import Evaluation
+from ._needles import DEPTHS, KEY, VALUE
+from ._options import Options
+
+_STYLES = {"teacher": "teacher", "before": "before", "after": "after", "student": "after", "control": "control"}
+_CURVE_POINTS = 300
+
+
+def page(report: dict[str, Any]) -> str:
+    """The page with its data. `<` is escaped, so that no text can end the script that contains it."""
+    installed, in_source = Path(__file__).with_name("report.html"), Path(__file__).parents[3] / "view" / "report.html"
+    template = (installed if installed.exists() else in_source).read_text()
+    data = json.dumps(report, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    before, _, after = template.partition("@DOCUMENT@")
+    return before + data + after
+
+
+def document(
+    options: Options, evaluations: dict[str, Evaluation], history: list[dict[str, float]], student: Any, teacher: Any
+) -> dict[str, Any]:
+    """`evaluations` are those of the student: "before", "after" and "control", or "student" alone."""
+    main = evaluations.get("after") or evaluations["student"]
+    sections = [
+        _retrieval(evaluations), _maps(evaluations), _training(history, options), _where(evaluations), _language(evaluations),
+        _settings(options, student, teacher),
+    ]  # fmt: skip
+    return dict(
+        title="Attention distillation",
+        lead=_lead(options, student, teacher, main, history),
+        figures=_figures(evaluations, history, options),
+        sections=[section for section in sections if section is not None],
+        footer=f"StreamKL {__version__}",
+    )
+
+
+def _section(title: str, lead: str, *blocks: dict[str, Any] | None) -> dict[str, Any] | None:
+    kept = [block for block in blocks if block is not None]
+    return dict(title=title, lead=lead, blocks=kept) if kept else None
+
+
+def _lead(options, student, teacher, main, history) -> str:
+    a, b = student.config, teacher.config
+    told = f"after {int(history[-1]['step'])} steps" if history else "as it is"
+    return (
+        f"A student with {a.num_hidden_layers} layers of {a.num_attention_heads} heads, compared with its teacher with "
+        f"{b.num_hidden_layers} layers of {b.num_attention_heads} heads, {told}, on {main.sequences} held-out sequences of "
+        f"{main.context} tokens. The attention KL is streamed: no N × N matrix is stored."
+    )
+
+
+# ---- Key figures -----------------------------------------------------------------------------------------------------
+
+
+def _figures(evaluations, history, options) -> list[dict[str, str]]:
+    main, before, control = _main(evaluations), evaluations.get("before"), evaluations.get("control")
+    figures = [_figure(f"{main.kl:.3g}", "held-out attention KL", "nats; mean over layers, rows and heads")]
+    if before is not None:
+        detail = f"{before.kl / max(main.kl, 1e-30):.1f} times smaller" + (
+            f"; control {control.kl:.3g}" if control else ""
+        )
+        figures = [_figure(f"{before.kl:.3g} → {main.kl:.2g}", "held-out attention KL", detail)]
+    for result in main.retrieval[-1:]:
+        rates = result["attention"]
+        if rates["teacher"] is not None:
+            share_t, share_s = (100 * np.mean(rates[role]) for role in ("teacher", "student"))
+            detail = f"teacher {share_t:.0f} %; {len(result['heads'])} retrieval heads, {result['length']} tokens"
+            figures.append(_figure(f"{share_s:.1f} %", "needles found by attention", detail))
+        if result["answers"]["student"] is not None:
+            detail = f"teacher {100 * np.mean(result['answers']['teacher']):.0f} %" + _control_answers(control)
+            figures.append(_figure(f"{100 * np.mean(result['answers']['student']):.1f} %", "values answered", detail))
+    if main.output_kl is not None:
+        detail = "nats" if before is None else f"nats; before training {before.output_kl:.3g}"
+        figures.append(_figure(f"{main.output_kl:.3g}", "held-out output KL", detail))
+    if history:
+        tokens = options.context * options.batch * options.accumulate
+        figures.append(
+            _figure(
+                f"{history[-1]['seconds']:.0f} s",
+                "of training",
+                f"{int(history[-1]['step'])} steps of {tokens} tokens",
+            )
+        )
+        figures.append(
+            _figure(_bytes(max(entry["memory"] for entry in history)), "peak memory", "of a process or its GPU")
+        )
+    return figures
+
+
+def _control_answers(control: Evaluation | None) -> str:
+    if control is None or not control.retrieval:
+        return ""
+    return f", control {100 * np.mean(control.retrieval[-1]['answers']['student']):.0f} %"
+
+
+def _main(evaluations: dict[str, Evaluation]) -> Evaluation:
+    return evaluations.get("after") or evaluations["student"]
+
+
+def _figure(value: str, label: str, detail: str) -> dict[str, str]:
+    return dict(value=value, label=label, detail=detail)
+
+
+def _bytes(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+
+
+# ---- Sections --------------------------------------------------------------------------------------------------------
+
+
+def _retrieval(evaluations: dict[str, Evaluation]) -> dict[str, Any] | None:
+    main = _main(evaluations)
+    lead = (
+        f"A needle is {KEY} tokens of a key and {VALUE} of a value, drawn from the held-out data, at some depth of a held-out "
+        "text that ends with the key and begins the value again. The attention of a row finds it if its largest probability is "
+        "inside the needle; rates are means over the heads with which the teacher finds at least half of all needles. A value "
+        "is answered if the model predicts its tokens."
+    )
+    choices = []
+    for number, result in enumerate(main.retrieval):
+        blocks = [
+            _depth_bars(evaluations, number, "attention", "Needles found by attention, by depth"),
+            _depth_bars(evaluations, number, "answers", "Values answered, by depth"),
+        ]
+        heads = [[f"layer {i}, head {h}", f"teacher layer {j}"] for i, j, h in result["heads"]]
+        if heads:
+            blocks.append(
+                dict(kind="table", title="Retrieval heads", header=["student head", "learns from"], rows=heads)
+            )
+        else:
+            blocks.append(
+                dict(
+                    kind="text",
+                    title="Retrieval heads",
+                    text="None: no head of the teacher finds half of these needles.",
+                )
+            )
+        choices.append(dict(name=f"{result['length']} tokens", blocks=[block for block in blocks if block]))
+    if not choices:
+        return None
+    return _section("Does the student use the whole context?", lead,
+                    dict(kind="choice", label="length", choices=choices, shown=len(choices) - 1))  # fmt: skip
+
+
+def _depth_bars(evaluations, number: int, kind: str, title: str) -> dict[str, Any] | None:
+    results = {name: found.retrieval[number] for name, found in evaluations.items() if number < len(found.retrieval)}
+    of_teacher = next(iter(results.values()))[kind]["teacher"]
+    if of_teacher is None:
+        return None
+    series = [dict(name="teacher", style="teacher", y=of_teacher)]
+    series += [dict(name=name, style=_STYLES[name], y=result[kind]["student"]) for name, result in results.items()]
+    groups = [str(100 * depth // DEPTHS) for depth in range(DEPTHS)]
+    return dict(
+        kind="bars", title=title, x_label="depth of the needle, % of the context", groups=groups, series=series
+    )
+
+
+def _maps(evaluations: dict[str, Evaluation]) -> dict[str, Any] | None:
+    lead = (
+        "Attention on one held-out sequence, pooled into buckets: queries from top to bottom, keys from left to right. "
+        "Brightness is the square root of the attention, with one scale per head, clipped at the 99th percentile of the "
+        "teacher. In the KL, orange marks attention that the student misses, blue attention that it gives in excess."
+    )
+    by_pair: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for index, found in enumerate(_main(evaluations).maps):
+        maps = {name: each.maps[index] for name, each in evaluations.items() if index < len(each.maps)}
+        by_pair.setdefault(tuple(found["pair"]), []).append(_head_maps(found["head"], maps))
+    choices = [dict(name=f"{i}, learns from teacher layer {j}", blocks=blocks) for (i, j), blocks in by_pair.items()]
+    return _section("Attention maps", lead, dict(kind="choice", label="layer", choices=choices) if choices else None)
+
+
+def _head_maps(head: int, maps: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Teacher, students and contributions to the KL, on common scales."""
+    first = next(iter(maps.values()))
+    top, kl_top = _bright(first["teacher"]), _bright(first["kl"])
+    drawn = [dict(caption="teacher", palette="share", top=top, values=first["teacher"])]
+    names = {"before": "student before", "after": "student after"}
+    drawn += [
+        dict(caption=names.get(name, name), palette="share", top=top, values=found["student"])
+        for name, found in maps.items()
+    ]
+    drawn += [
+        dict(
+            caption=f"contributions to the KL{'' if name == 'student' else ', ' + name}",
+            palette="signed",
+            top=kl_top,
+            values=found["kl"],
+        )
+        for name, found in maps.items()
+        if name != "control"
+    ]
+    return dict(kind="maps", title=f"Head {head}", maps=drawn)
+
+
+def _bright(values: list[list[float]]) -> float:
+    """The 99th percentile of the magnitudes, as picture_bright of view/picture.c: a few bright cells do not dominate."""
+    sizes = np.sort(np.abs(np.array(values)).ravel())
+    bright = sizes[len(sizes) - 1 - len(sizes) // 100]
+    return float(bright or sizes[-1] or 1.0)
+
+
+def _training(history: list[dict[str, float]], options: Options) -> dict[str, Any] | None:
+    if not history:
+        return None
+    names = {"loss": "loss", "attention": "attention KL", "output": "output loss", "language": "language loss"}
+    blocks = []
+    for name, label in names.items():
+        if name in history[0]:
+            x, y = _thinned([entry["step"] for entry in history]), _thinned([entry[name] for entry in history])
+            series = [dict(name=label, style="after" if name == "attention" else "loss", x=x, y=y)]
+            blocks.append(dict(kind="lines", title=f"{label[0].upper()}{label[1:]} by step", x_label="step", log_y=True,
+                               x_max=options.steps, series=series))  # fmt: skip
+    return _section("Training", "Losses of the training data, in nats.", *blocks)
+
+
+def _thinned(values: list[float]) -> list[float]:
+    return [float(part.mean()) for part in np.array_split(np.array(values), min(_CURVE_POINTS, len(values)))]
+
+
+def _where(evaluations: dict[str, Evaluation]) -> dict[str, Any] | None:
+    main = _main(evaluations)
+    heads = max(map(len, main.kl_head))
+    blocks: list[dict[str, Any] | None] = [_by_position(evaluations, None), _by_distance(evaluations, None)]
+    if len(main.pairs) > 1:
+        choices = [
+            dict(name=f"{i}", blocks=[_by_position(evaluations, n), _by_distance(evaluations, n)])
+            for n, (i, _) in enumerate(main.pairs)
+        ]
+        blocks.append(dict(kind="choice", label="layer", choices=choices))
+    for name, found in evaluations.items():
+        rows = [
+            [f"{i} (teacher {j})", mean, *kls]
+            for (i, j), mean, kls in zip(found.pairs, found.kl_layer, found.kl_head)
+        ]
+        header = ["layer", "mean", *(f"head {head}" for head in range(heads))]
+        blocks.append(dict(kind="table", title=f"KL by layer and head: {name}", header=header, rows=rows, heat=True))
+    return _section("Where does the KL come from?", "Held-out attention KL in nats. By distance: what the keys of each "
+                    "distance contribute, as a mean over rows; they may be negative, and their sum is the KL.", *blocks)  # fmt: skip
+
+
+def _by_position(evaluations: dict[str, Evaluation], pair: int | None) -> dict[str, Any]:
+    """Of one pair of layers, or of their mean."""
+    series, context = [], _main(evaluations).context
+    for name, found in evaluations.items():
+        rows = found.kl_position if pair is None else [found.kl_position[pair]]
+        values = np.array([[np.nan if value is None else value for value in row] for row in rows]).mean(0)
+        x = [(bucket + 0.5) * context / len(values) for bucket in range(len(values))]
+        series.append(
+            dict(
+                name=name, style=_STYLES[name], x=x, y=[None if np.isnan(value) else float(value) for value in values]
+            )
+        )
+    of = _of_layer(evaluations, pair)
+    return dict(
+        kind="lines",
+        title=f"KL by position{of}",
+        x_label="position of the query",
+        log_y=True,
+        x_max=context,
+        series=series,
+    )
+
+
+def _by_distance(evaluations: dict[str, Evaluation], pair: int | None) -> dict[str, Any]:
+    edges, of = _main(evaluations).distance_edges, _of_layer(evaluations, pair)
+    columns = [
+        np.mean(found.kl_distance, 0) if pair is None else np.array(found.kl_distance[pair])
+        for found in evaluations.values()
+    ]
+    rows = [
+        [f"{a}..{b}", *(float(column[n]) for column in columns)] for n, (a, b) in enumerate(zip(edges, edges[1:]))
+    ]
+    return dict(kind="table", title=f"KL by distance{of}", header=["tokens apart", *evaluations], rows=rows)
+
+
+def _of_layer(evaluations: dict[str, Evaluation], pair: int | None) -> str:
+    return "" if pair is None else f", layer {_main(evaluations).pairs[pair][0]}"
+
+
+def _language(evaluations: dict[str, Evaluation]) -> dict[str, Any] | None:
+    main = _main(evaluations)
+    if not main.language:
+        return None
+    losses = {
+        "teacher": main.language["teacher"],
+        **{name: found.language["student"] for name, found in evaluations.items()},
+    }
+    x = [(bucket + 0.5) * main.context / len(losses["teacher"]) for bucket in range(len(losses["teacher"]))]
+    series = [dict(name=name, style=_STYLES[name], x=x, y=values) for name, values in losses.items()]
+    rows = [[name, float(np.mean(np.array(values, dtype=float)))] for name, values in losses.items()]
+    return _section(
+        "Language loss", "Cross-entropy of the next token on held-out data, in nats.",
+        dict(kind="lines", title="Loss by position", x_label="position of the token", x_max=main.context, series=series),
+        dict(kind="table", title="Mean", header=["model", "language loss"], rows=rows),
+    )  # fmt: skip
+
+
+def _settings(options: Options, student: Any, teacher: Any) -> dict[str, Any] | None:
+    default = Options()
+    changed = {
+        f.name: getattr(options, f.name)
+        for f in dataclasses.fields(options)
+        if getattr(options, f.name) != getattr(default, f.name) and f.name not in ("resume", "overwrite")
+    }
+    rows = [[name.replace("_", "-"), ", ".join(map(str, value)) if isinstance(value, list) else str(value)]
+            for name, value in changed.items()]  # fmt: skip
+    rows += [
+        [f"parameters of the {role}", f"{model.num_parameters():,}"]
+        for role, model in (("teacher", teacher), ("student", student))
+    ]
+    return _section(
+        "Reproducing this run", "All other options have their defaults; options.toml lists every option.",
+        dict(kind="command", text=_command(changed)), dict(kind="table", rows=rows, plain=True),
+    )  # fmt: skip
+
+
+def _command(changed: dict[str, Any]) -> str:
+    parts = ["streamkl-distill"]
+    for name, value in changed.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            parts.append(flag)
+        elif isinstance(value, list) and value and isinstance(value[0], int):
+            parts += [flag, ",".join(map(str, value))]
+        else:
+            parts += [flag, *(value if isinstance(value, list) else [str(value)])]
+    return shlex.join(parts)

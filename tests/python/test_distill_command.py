@@ -1,0 +1,264 @@
+"""streamkl-distill: what it trains, evaluates and writes, its options, and its errors."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from distill_cases import CONTEXT, arguments, evaluation, make_teacher, run, same, weights  # noqa: E402
+from hf_models import bert, kl_from_attentions  # noqa: E402
+from transformers import AutoModel, LlamaForCausalLM  # noqa: E402
+
+from streamkl.distill import _data as data  # noqa: E402
+from streamkl.distill._needles import DEPTHS, KEY, VALUE, needle_batches  # noqa: E402
+from streamkl.distill._options import Options, UserError, read_toml  # noqa: E402
+from streamkl.distill.cli import main  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_teacher(tmp_path_factory.mktemp("distill"))
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    assert run(folder, "trained", "--control", steps=12) == 0
+    return folder / "trained"
+
+
+# ---- A run -----------------------------------------------------------------------------------------------------------
+
+
+def test_learns(trained):
+    found = evaluation(trained)
+    assert found["after"]["kl"] < 0.95 * found["before"]["kl"]
+    assert found["after"]["kl"] < found["control"]["kl"]
+    assert found["after"]["pairs"] == [[0, 1], [1, 3]]
+
+
+def test_held_out_kl_is_that_of_the_attention_weights(folder, trained):
+    teacher = LlamaForCausalLM.from_pretrained(folder / "teacher")
+    student = LlamaForCausalLM.from_pretrained(trained / "student")
+    assert student.config.num_hidden_layers == 2 and student.config.num_attention_heads == 2
+    ids = torch.from_numpy(np.load(folder / "data.npy")[-2:]).long()
+    expected = kl_from_attentions(
+        teacher, student, dict(input_ids=ids, attention_mask=torch.ones_like(ids)), {0: 1, 1: 3}
+    )
+    found = evaluation(trained)["after"]
+    assert found["kl"] == pytest.approx(expected.item(), rel=1e-4)
+    for pair in range(2):
+        assert np.mean(found["kl_head"][pair]) == pytest.approx(found["kl_layer"][pair], rel=1e-6)
+        assert np.mean(found["kl_position"][pair]) == pytest.approx(found["kl_layer"][pair], rel=1e-4)
+        assert sum(found["kl_distance"][pair]) == pytest.approx(found["kl_layer"][pair], rel=1e-4)
+    logits = student(input_ids=ids).logits[:, :-1]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    assert np.mean(found["language"]["student"]) == pytest.approx(
+        loss.item(), rel=2e-2
+    )  # buckets are not all equally long
+
+
+def test_writes(trained):
+    card = (trained / "student/README.md").read_text()
+    found = evaluation(trained)
+    for words in ("teacher", "data.npy", f"{found['before']['kl']:.4g}", f"{found['after']['kl']:.4g}"):
+        assert words in card
+    log = [json.loads(line) for line in (trained / "log.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in log] == list(range(1, 13))
+    assert {"loss", "attention", "output", "rate", "tokens_per_second", "memory", "seconds"} < log[0].keys()
+    assert not list(trained.glob(".*"))
+
+
+def test_options_of_a_run_repeat_it(folder, trained):
+    assert main(["--options", str(trained / "options.toml"), "--no-control", "--out", str(folder / "again")]) == 0
+    assert same(trained, folder / "again")
+
+
+def test_eval_repeats_the_evaluation(folder, trained, capsys):
+    np.save(folder / "held-out.npy", np.load(folder / "data.npy")[-2:])
+    out = str(folder / "eval")
+    options = ["--options", str(trained / "options.toml"), "--student", str(trained / "student"), "--out", out]
+    assert main(["eval", *options, "--data", str(folder / "held-out.npy")]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[0])["kl"] == pytest.approx(
+        evaluation(trained)["after"]["kl"], rel=1e-5
+    )
+
+
+def test_accumulation_is_a_larger_batch(folder):
+    common = dict(steps=2, needles=0, eval_sequences=1)
+    assert run(folder, "whole", "--batch", "4", **common) == 0
+    assert run(folder, "parts", "--batch", "2", "--accumulate", "2", **common) == 0
+    a, b = weights(folder / "whole"), weights(folder / "parts")
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-5)
+
+
+def test_language_loss_checkpointing_and_samples(folder):
+    options = dict(steps=2, needles=0, eval_sequences=1, language_weight=1.0, sample_rows=0.5)
+    assert run(folder, "sampled", "--gradient-checkpointing", **options) == 0
+    log = [json.loads(line) for line in (folder / "sampled/log.jsonl").read_text().splitlines()]
+    assert log[0]["loss"] == pytest.approx(log[0]["attention"] + log[0]["output"] + log[0]["language"], rel=1e-5)
+
+
+def test_encoder(tmp_path):
+    """A model without a language head learns the hidden states. Its heads become fewer and wider."""
+    make_teacher(tmp_path, bert)
+    assert run(tmp_path, "out", steps=4) == 0
+    found = evaluation(tmp_path / "out")
+    assert found["after"]["output_kl"] is None and found["after"]["kl"] < found["before"]["kl"]
+    assert AutoModel.from_pretrained(tmp_path / "out/student").config.num_attention_heads == 2
+
+
+def test_student_of_all_layers_and_heads_is_the_teacher(folder):
+    assert run(folder, "copy", steps=1, student_layers=4, student_heads=4, rate=0.0, needles=0) == 0
+    found = evaluation(folder / "copy")["before"]
+    assert found["kl"] < 1e-6 and found["output_kl"] < 1e-6
+
+
+@pytest.mark.parametrize("how", ["mean", "pick"])
+def test_heads_of_the_student(folder, how):
+    """Of 4 heads and 2 key heads, 2 and 1 are left: means of neighbours, whose outputs add up, or the first of them."""
+    options = dict(steps=1, rate=0.0, student_layers=1, init_layers=2, init_heads=how, needles=0, eval_sequences=1)
+    assert run(folder, how, **options) == 0
+    teacher, student = LlamaForCausalLM.from_pretrained(folder / "teacher").state_dict(), weights(folder / how)
+    layer_t, layer_s = "model.layers.2.self_attn", "model.layers.0.self_attn"
+    q = teacher[f"{layer_t}.q_proj.weight"].unflatten(0, (2, 2, 8))
+    o = teacher[f"{layer_t}.o_proj.weight"].unflatten(1, (2, 2, 8))
+    expected = (q.mean(1), o.sum(2)) if how == "mean" else (q[:, 0], o[:, :, 0])
+    torch.testing.assert_close(student[f"{layer_s}.q_proj.weight"], expected[0].flatten(0, 1))
+    torch.testing.assert_close(student[f"{layer_s}.o_proj.weight"], expected[1].flatten(1, 2))
+
+
+# ---- Data ------------------------------------------------------------------------------------------------------------
+
+
+def test_order_visits_every_sequence_once_per_epoch():
+    whole = data.order(7, 3, 0, 21)
+    assert [sorted(whole[at : at + 7]) for at in (0, 7, 14)] == [list(range(7))] * 3
+    assert whole[:7] != whole[7:14]
+    assert whole[5:16] == data.order(7, 3, 5, 11)
+
+
+def test_needles():
+    sequences = data.Sequences(np.random.default_rng(0).integers(10, 100, (3, 60)), ([1], [2]))
+    for ids, depths, places in needle_batches(sequences, 62, 2, seed=0):
+        for row, depth, place in zip(ids, depths, places):
+            needle = row[place : place + KEY + VALUE]
+            assert row[0] == 1 and row[-1] == 2
+            assert torch.equal(row[-KEY - VALUE : -1], needle[:-1])
+            assert depth * 37 / DEPTHS <= place - 1 + 1 and place < 62 - 2 * (KEY + VALUE)
+
+
+class Words:
+    """A tokenizer: one token per letter, between 1 and 2."""
+
+    eos_token_id, sep_token_id = 3, None
+
+    def __call__(self, text, add_special_tokens=True, **_):
+        ids = [ord(letter) - ord("a") + 10 for letter in text]
+        return {"input_ids": [1, *ids, 2] if add_special_tokens else ids}
+
+
+def test_text_and_jsonl(folder, tmp_path):
+    (tmp_path / "a.txt").write_text("abcdef")
+    (tmp_path / "b.jsonl").write_text('{"text": "abc"}\n\n{"text": [20, 21]}\n')
+    teacher = LlamaForCausalLM.from_pretrained(folder / "teacher")
+    options = Options(context=6)
+    found = data.load_all([str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")], options, Words(), teacher)
+    assert found.batch([0, 1, 2]).tolist() == [[1, 10, 11, 12, 13, 2], [1, 14, 15, 3, 10, 2], [1, 11, 12, 3, 20, 2]]
+
+
+# ---- Errors ----------------------------------------------------------------------------------------------------------
+
+
+ERRORS = {
+    "context=1": (dict(context=1), "--context=1: must be 2.."),
+    "no loss": (dict(attention_weight=0, output_weight=0), "at least one must be above 0"),
+    "no control": (["--control", "--output-weight", "0"], "--control: needs"),
+    "teacher": (dict(teacher="nowhere"), "--teacher nowhere: must be a folder with a config.json"),
+    "layers": (dict(student_layers=9), "--student-layers=9: must be 1..4"),
+    "heads": (dict(student_heads=3), "--student-heads=3: must divide 4"),
+    "init layers": (dict(init_layers="0,9"), "--init-layers=[0, 9]: must be 2 numbers from 0 to 3"),
+    "both students": (["--student", "x"], "--student: its folder says its shape"),
+    "too long": (dict(context=4096), "--context=4096: the teacher has positions for 2048"),
+    "map layers": (dict(map_layers="7"), "--map-layers=[7]: the student has the layers [0, 1]"),
+    "missing data": (dict(data="nowhere.npy"), "nowhere.npy: cannot be read"),
+    "few": (dict(context=49), "data.npy: has sequences of 48 tokens: --context needs 49"),
+    "TOML": (["--options", "nowhere.toml"], "nowhere.toml: "),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(folder, capsys, case):
+    given, message = ERRORS[case]
+    more, options = (given, {}) if isinstance(given, list) else ([], given)
+    assert run(folder, "errors", *more, **options) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("broken.npy", b"\x93NUMPY\x01\x00garbage", "broken.npy: cannot be read"),
+        ("floats.npy", None, r"float64\[2, 3\]: must be whole numbers"),
+        ("broken.safetensors", b"\xff" * 40, "broken.safetensors: cannot be read"),
+        ("broken.jsonl", b'{"text": \n', "broken.jsonl: cannot be read"),
+        ("other.jsonl", b'{"words": "a"}\n', "other.jsonl:1: has no field 'text'"),
+        ("latin.txt", b"\xe4\xf6\xfc" * 9, "latin.txt: cannot be read"),
+        ("short.txt", b"abc", "short.txt: has 4 tokens: a sequence needs 46"),
+    ],
+)
+def test_broken_data(folder, tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_bytes(content) if content else np.save(path, np.zeros((2, 3)))
+    teacher = LlamaForCausalLM.from_pretrained(folder / "teacher")
+    with pytest.raises(UserError, match=message):
+        data.load_all([str(path)], Options(context=CONTEXT), Words(), teacher)
+
+
+def test_text_needs_a_tokenizer(folder, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("abc")
+    assert run(folder, "errors", data=tmp_path / "a.txt") == 2
+    assert "the teacher's folder has no tokenizer" in capsys.readouterr().err
+
+
+def test_tokens_that_the_teacher_does_not_know(folder, tmp_path, capsys):
+    np.save(tmp_path / "tokens.npy", np.full((9, CONTEXT), 100))
+    assert run(folder, "errors", data=tmp_path / "tokens.npy") == 2
+    assert "has tokens 100..100: the teacher knows 0..99" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("steps = 'many'", "steps='many': must be int"),
+        ("steps = true", "steps=True: must be int"),
+        ("layer-map = 3", "layer-map=3: must be a list of int"),
+        ("precision = 'int8'", "must be float32 or bfloat16"),
+        ("colour = 3", "colour: is no option"),
+        ("steps =", "options.toml: "),
+    ],
+)
+def test_toml_errors(tmp_path, text, message):
+    (tmp_path / "options.toml").write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_toml(str(tmp_path / "options.toml"))
+
+
+def test_command_line_wins_over_the_file(tmp_path, folder):
+    (tmp_path / "options.toml").write_text("rate = 1\nsteps = 99\nlayer-map = [2, 3]\n")
+    from argparse import ArgumentParser
+
+    from streamkl.distill._options import add_arguments, options_from
+
+    parser = ArgumentParser()
+    add_arguments(parser)
+    found = options_from(
+        parser.parse_args([*arguments(folder, "x", rate=None), "--options", str(tmp_path / "options.toml")])
+    )
+    assert (found.rate, found.steps, found.layer_map) == (1.0, 6, [2, 3])
+    assert options_from(parser.parse_args([])) == Options()

@@ -1,0 +1,207 @@
+"""Checkpoints of streamkl-distill: a resumed run ends with the same bits, and no failure leaves half a checkpoint."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from cases import LONG  # noqa: E402
+from distill_cases import arguments, evaluation, make_teacher, run, same  # noqa: E402
+
+from streamkl.distill import _checkpoint as checkpoints  # noqa: E402
+from streamkl.distill import _loop as loop  # noqa: E402
+
+FAST = dict(needles=0, eval_sequences=1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """With the result of a run that nothing interrupts. Half of the rows are drawn at random."""
+    folder = make_teacher(tmp_path_factory.mktemp("resume"))
+    assert run(folder, "whole", sample_rows=0.5, **FAST) == 0
+    return folder
+
+
+def resume(folder, out):
+    assert run(folder, out, "--resume", sample_rows=0.5, **FAST) == 0
+    assert same(folder / "whole", folder / out)
+    a, b = (evaluation(folder / each)["after"] for each in ("whole", out))
+    assert a == b
+    assert (folder / out / "log.jsonl").read_text().count("\n") == 6
+
+
+def stop_at(monkeypatch, step, what):
+    """Does something at the beginning of a step, counted from 0."""
+    own = loop.Run._one_step
+
+    def one_step(run):
+        if run.step == step:
+            what()
+        return own(run)
+
+    monkeypatch.setattr(loop.Run, "_one_step", one_step)
+
+
+class Killed(BaseException):
+    """Nothing handles it, as a kill."""
+
+
+def kill():
+    raise Killed
+
+
+@pytest.mark.parametrize("step", [0, 3, 4])
+def test_resumes_with_the_same_bits(folder, monkeypatch, step):
+    """Checkpoints are written after the steps 2 and 4."""
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        stop_at(patched, step, kill)
+        run(folder, f"killed-{step}", sample_rows=0.5, **FAST)
+    resume(folder, f"killed-{step}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_writes_a_checkpoint(folder, monkeypatch, capsys, number):
+    out = f"stopped-{number}"
+    with monkeypatch.context() as patched:
+        stop_at(patched, 2, lambda: os.kill(os.getpid(), number))
+        assert run(folder, out, sample_rows=0.5, **FAST, checkpoint_every=0) == 130
+    assert "stopped at step 3 of 6; continue with --resume" in capsys.readouterr().err
+    assert run(folder, out, "--resume", sample_rows=0.5, **FAST, checkpoint_every=0) == 0
+    assert same(folder / "whole", folder / out)
+
+
+def test_an_earlier_run_is_not_replaced_by_accident(folder, capsys):
+    assert run(folder, "whole", sample_rows=0.5, **FAST) == 2
+    assert "contains an earlier run: pass --resume to continue it, or --overwrite" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option, message", [
+    (dict(rate=1e-4), "was written with --rate 0.003, and this run has 0.0001"),
+    (dict(data="other.npy"), "was written with --data"),
+])  # fmt: skip
+def test_another_run_is_not_resumed(folder, capsys, option, message):
+    import numpy as np
+
+    np.save(folder / "other.npy", np.load(folder / "data.npy")[::-1])
+    option = {name: folder / value if name == "data" else value for name, value in option.items()}
+    assert run(folder, "whole", "--resume", sample_rows=0.5, **{**FAST, **option}) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_changed_data_is_noticed(tmp_path, capsys):
+    import numpy as np
+
+    make_teacher(tmp_path)
+    assert run(tmp_path, "out", **FAST, steps=2) == 0
+    np.save(tmp_path / "data.npy", np.load(tmp_path / "data.npy")[::-1])
+    assert run(tmp_path, "out", "--resume", **FAST, steps=2) == 2
+    assert "was written by a run on other data" in capsys.readouterr().err
+
+
+# ---- Failures --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["write", "replace"])
+def test_a_failed_write_keeps_the_last_checkpoint(folder, monkeypatch, capsys, where):
+    """The second checkpoint fails: the disk is full, or the file cannot be put in its place."""
+    out = f"failed-{where}"
+    calls = []
+
+    def fails(own, error):
+        def function(*arguments, **options):
+            path = Path(arguments[1])
+            if path.name in (checkpoints.NAME, f".{checkpoints.NAME}.new"):
+                calls.append(path)
+                if len(calls) == 2:
+                    if where == "write":
+                        path.write_bytes(b"half of it")
+                    raise error
+            return own(*arguments, **options)
+
+        return function
+
+    with monkeypatch.context() as patched:
+        if where == "write":
+            patched.setattr(
+                checkpoints,
+                "save_file",
+                fails(checkpoints.save_file, OSError(errno.ENOSPC, "No space left on device")),
+            )
+        else:
+            patched.setattr(
+                checkpoints.os, "replace", fails(os.replace, PermissionError(errno.EACCES, "Permission denied"))
+            )
+        assert run(folder, out, sample_rows=0.5, **FAST) == 2
+    error = capsys.readouterr().err
+    assert f"{checkpoints.NAME}: cannot be written" in error and "Traceback" not in error
+    assert ("free some space, then continue with --resume" in error) == (where == "write")
+    assert not list((folder / out).glob(".*"))
+    resume(folder, out)
+
+
+def test_a_broken_checkpoint_is_refused(folder, capsys):
+    out = folder / "broken"
+    out.mkdir()
+    whole = (folder / "whole" / checkpoints.NAME).read_bytes()
+    for broken in whole[: len(whole) // 2], b"", b"\xff" * 100:
+        (out / checkpoints.NAME).write_bytes(broken)
+        assert run(folder, "broken", "--resume", sample_rows=0.5, **FAST) == 2
+        error = capsys.readouterr().err
+        assert "the checkpoint is broken; start again with --overwrite" in error and "Traceback" not in error
+
+
+def test_a_foreign_file_is_no_checkpoint(folder, capsys):
+    from safetensors.torch import save_file
+
+    out = folder / "foreign"
+    out.mkdir()
+    save_file({"a": torch.zeros(1)}, out / checkpoints.NAME)
+    assert run(folder, "foreign", "--resume", sample_rows=0.5, **FAST) == 2
+    assert "is no checkpoint of streamkl-distill" in capsys.readouterr().err
+
+
+# ---- Other processes -------------------------------------------------------------------------------------------------
+
+
+def start(folder, out, *more, before="pass", **options):
+    code = f"import sys, torch; torch.set_num_threads(1); {before}; from streamkl.distill.cli import main; sys.exit(main(sys.argv[1:]))"
+    given = {**FAST, "sample_rows": 0.5, **options}
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments(folder, out, *more, **given)], stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.skipif(not LONG, reason="takes a minute")
+def test_kill_9_at_random_moments(tmp_path):
+    make_teacher(tmp_path)
+    options = dict(**FAST, sample_rows=0.5, steps=60, checkpoint_every=1)
+    assert run(tmp_path, "whole", **options) == 0
+    seed = os.environ.get("SKL_TEST_SEED", str(time.time_ns() % 10**6))
+    script = Path(__file__).parent / "distill_kill.py"
+    command = [sys.executable, script, seed, *arguments(tmp_path, "killed", "--resume", **options)]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    print(f"seed {seed}: {answer.stdout}")
+    assert answer.returncode == 0, answer.stderr[-2000:]
+    assert int(answer.stdout.splitlines()[-1].split()[0]) > 0
+    assert same(tmp_path / "whole", tmp_path / "killed")
+
+
+@pytest.mark.skipif(not LONG, reason="takes seconds")
+def test_a_full_disk(folder):
+    """The limit of a file's size is that of a full disk, for this process: the checkpoint does not fit."""
+    ignore = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)"
+    limit = f"{ignore}; resource.setrlimit(resource.RLIMIT_FSIZE, (150000, 150000))"
+    process = start(folder, "full", before=limit)
+    error = process.communicate(timeout=300)[1]
+    assert process.returncode == 2, error
+    assert "cannot be written" in error and "continue with --resume" in error and "Traceback" not in error
+    resume(folder, "full")
