@@ -232,8 +232,8 @@ struct narrow_forward {
 #pragma unroll 1
         for (; n < (CAPPED ? keys.stages : prologue); n++) {
             const int first = keys.stage_at(n) * STAGE_KEYS;
-            const auto reach_of_rows = [&] { return reach_of(smem.visible, warpgroup * 64, 64); };
-            if (SKIPS_STAGES && !overlaps(reach_of_rows().any, first, STAGE_KEYS)) {
+            const reach sees = reach_of(smem.visible, warpgroup * 64, 64); /* masked for another warpgroup, maybe */
+            if (SKIPS_STAGES && !overlaps(sees.any, first, STAGE_KEYS)) {
                 skip_stage();
                 advance_stage(n);
                 continue;
@@ -247,7 +247,6 @@ struct narrow_forward {
                     cap_stage(x, x, params.a);
                     cap_stage(y, y, params.b);
                 }
-                const reach sees = reach_of_rows(); /* masked for another warpgroup, maybe */
                 if (covers(sees.all, first, STAGE_KEYS)) {
                     init_shift(state, x, scale_a, y, scale_b);
                     add_full(state, x, scale_a, y, scale_b);
