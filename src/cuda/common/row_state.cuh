@@ -20,43 +20,33 @@ __device__ inline skl_row_state state_of(const row_sums &sums)
     return {0.0F, sums.l_a, 0.0F, sums.l_b, sums.w};
 }
 
-/* Sum over the four lanes that hold a row; each of them gets the result. */
-__device__ inline float quad_sum(float value)
-{
-    value += __shfl_xor_sync(~0U, value, 1);
-    return value + __shfl_xor_sync(~0U, value, 2);
-}
-
-/* Sums of rows of any length, in shared memory. An f32 sum loses digits as a row grows (docs/design/maths.md, section
- * 13), so a kernel adds its sums to these once in FLUSH_STAGES stages of 64 keys. */
+/* Sums of rows of any length, for each thread in shared memory. An f32 sum loses digits as a row grows
+ * (docs/design/maths.md, section 13), so a kernel adds its sums to these once in FLUSH_STAGES stages of 64 keys. */
 constexpr int FLUSH_STAGES = 64;
 
 template <int THREADS> struct long_sums {
-    double total[2][THREADS]; /* of a thread's two rows: l_a in the first of the row's four lanes, then l_b and w */
+    double l_a[2][THREADS], l_b[2][THREADS], w[2][THREADS]; /* of a thread's two rows */
 
     __device__ void clear()
     {
-        total[0][threadIdx.x] = total[1][threadIdx.x] = 0.0;
+        for (int half = 0; half < 2; half++)
+            l_a[half][threadIdx.x] = l_b[half][threadIdx.x] = w[half][threadIdx.x] = 0.0;
     }
 
     /* Adds the sums and clears them. */
     __device__ void flush(row_sums (&sums)[2])
     {
-        const int lane = (int)threadIdx.x % 4;
         for (int half = 0; half < 2; half++) {
-            const float l_a = quad_sum(sums[half].l_a), l_b = quad_sum(sums[half].l_b), w = quad_sum(sums[half].w);
-            total[half][threadIdx.x] += (double)(lane == 0 ? l_a : lane == 1 ? l_b : w);
+            l_a[half][threadIdx.x] += (double)sums[half].l_a;
+            l_b[half][threadIdx.x] += (double)sums[half].l_b;
+            w[half][threadIdx.x] += (double)sums[half].w;
             sums[half] = {};
         }
-        __syncwarp(); /* state() reads those of other lanes */
     }
 
-    /* Of the whole row in its first lane, empty in the others. */
     __device__ skl_row_state state(int half) const
     {
-        const double *const row = &total[half][threadIdx.x / 4 * 4];
-        const bool first = threadIdx.x % 4 == 0;
-        return state_of({first ? (float)row[0] : 0.0F, first ? (float)row[1] : 0.0F, first ? (float)row[2] : 0.0F});
+        return state_of({(float)l_a[half][threadIdx.x], (float)l_b[half][threadIdx.x], (float)w[half][threadIdx.x]});
     }
 };
 

@@ -24,10 +24,6 @@
  * At DIM = OTHER_DIM = 128 that leaves room for 96 dimensions of the other argument's Q; the last 32 come from shared
  * memory.
  *
- * At DIM = 64, OTHER_DIM = 128 there are 3 dq warpgroups. Exponentials and the chain from logits to logits take most
- * of the time there, and a third warpgroup overlaps them with the others'. It leaves 144 registers per dq thread: all
- * of the other argument's Q comes from shared memory.
- *
  * WIDE_OTHER: an other argument of more than 128 dimensions needs more of both. dk is then multiplied and staged 64
  * dimensions at a time, which leaves 216 registers per dq thread and takes half of the shared memory. The two
  * arguments of a stage arrive separately: the dq warpgroups release the other argument's keys as soon as they have
@@ -45,53 +41,55 @@
 namespace sm90
 {
 
-template <int D_WRT, int D_OTHER> struct fused_backward_shape {
-    static constexpr int DIM = D_WRT, OTHER_DIM = D_OTHER;
+constexpr int DK_WARPGROUP = CONSUMERS; /* after the dq warpgroups */
+constexpr int FUSED_BACKWARD_THREADS = 128 * (CONSUMERS + 1);
+constexpr int TILE_QUERIES = block_tile::ROWS;
+
+template <int DIM, int OTHER_DIM> struct fused_backward_shape {
     static constexpr bool WIDE_OTHER = OTHER_DIM > 128;
-    static constexpr int DK_DIMS = WIDE_OTHER ? 64 : DIM;                   /* dimensions of dk at a time */
-    static constexpr int DQ_GROUPS = DIM == 64 && OTHER_DIM == 128 ? 3 : 2; /* dq warpgroups */
-    static constexpr int DK_WARPGROUP = DQ_GROUPS;                          /* after the dq warpgroups */
-    static constexpr int THREADS = 128 * (DQ_GROUPS + 1);
-    typedef query_tile<DQ_GROUPS> tile_type;
-    static constexpr int ROWS = tile_type::ROWS; /* queries */
+    static constexpr int DK_DIMS = WIDE_OTHER ? 64 : DIM; /* dimensions of dk at a time */
 
     /* Registers of a thread. Ordinary values, logits, G and dq come first; ptxas does not succeed without spare ones.
      */
-    static constexpr int DK_REGS = WIDE_OTHER || DQ_GROUPS == 3 ? 72 : 104;
-    static constexpr int DQ_REGS = (65536 / THREADS / 8 * 8 * (DQ_GROUPS + 1) - DK_REGS) / DQ_GROUPS / 8 * 8;
+    static constexpr int DK_REGS = WIDE_OTHER ? 72 : 104, DQ_REGS = (504 - DK_REGS) / CONSUMERS;
     static constexpr int Q_REGS = DQ_REGS - 24 - 64 - 16 - DIM / 2 - 8;
 
     /* Dimensions of the other argument's queries in registers, and slabs of the rest in shared memory. */
     static constexpr int REG_DIMS = Q_REGS * 4 < OTHER_DIM ? Q_REGS / 8 * 32 : OTHER_DIM;
     static constexpr int OTHER_SLABS = REG_DIMS < OTHER_DIM ? SLABS_OF<OTHER_DIM> - REG_DIMS / 64 : 0;
 
-    typedef long_sums<DQ_GROUPS * 128> totals_type;
-    static constexpr int FIXED = (SLABS_OF<DIM> + OTHER_SLABS + 2) * ROWS * 128 + DK_DIMS / 32 * STAGE_KEYS * 128 +
-                                 ROWS * (int)sizeof(row_stats) + 1024 + (int)sizeof(totals_type);
+    /* WIDE_OTHER: stages of the pipeline take the place of sums in double. */
+    static constexpr bool HAS_LONG_SUMS = !WIDE_OTHER;
+    typedef long_sums<HAS_LONG_SUMS ? CONSUMERS * 128 : 1> totals_type;
+
+    static constexpr int FIXED = (SLABS_OF<DIM> + OTHER_SLABS + 2) * TILE_QUERIES * 128 +
+                                 DK_DIMS / 32 * STAGE_KEYS * 128 + TILE_QUERIES * (int)sizeof(row_stats) + 1024 +
+                                 (int)sizeof(totals_type);
     static constexpr int DEPTH =
         depth_for((int)(sizeof(row_stage<DIM>) + sizeof(row_stage<OTHER_DIM>)), FIXED, 6); /* pipeline stages */
 };
 
-template <typename SHAPE> struct fused_backward_smem : SHAPE {
-    using SHAPE::DEPTH;
-    smem_rows<SLABS_OF<SHAPE::DIM>, SHAPE::ROWS> wrt_queries;
+template <int DIM, int OTHER_DIM> struct fused_backward_smem : fused_backward_shape<DIM, OTHER_DIM> {
+    using shape = fused_backward_shape<DIM, OTHER_DIM>;
+    using shape::DEPTH;
+    smem_rows<SLABS_OF<DIM>> wrt_queries;
     struct {
-        row_stage<SHAPE::DIM> wrt;
-        row_stage<SHAPE::OTHER_DIM> other;
+        row_stage<DIM> wrt;
+        row_stage<OTHER_DIM> other;
     } stages[DEPTH];
-    unsigned char g[2][SHAPE::ROWS][128];                   /* [query][key] */
-    unsigned char dk[SHAPE::DK_DIMS / 32][STAGE_KEYS][128]; /* of a stage, f32: slabs of 32 dimensions */
-    smem_rows<SHAPE::OTHER_SLABS, SHAPE::ROWS> other_queries;
+    unsigned char g[2][TILE_QUERIES][128];                  /* [query][key] */
+    unsigned char dk[shape::DK_DIMS / 32][STAGE_KEYS][128]; /* of a stage, f32: slabs of 32 dimensions */
+    smem_rows<shape::OTHER_SLABS> other_queries;
     uint64_t queries_full, full[DEPTH], sanitized[DEPTH], g_full[2], g_empty[2];
-    typename SHAPE::tile_type tile; /* in shared memory to save registers */
-    int count;                      /* queries of the tile that exist */
+    block_tile tile; /* in shared memory to save registers */
+    int count;       /* queries of the tile that exist */
     stage_schedule keys;
-    row_ranges<SHAPE::ROWS> visible;
+    row_ranges<TILE_QUERIES> visible;
     float unit;                                         /* of G */
     float poison[DEPTH][STAGE_KEYS];                    /* NaN for non-finite keys of the wrt argument, else 0 */
-    row_stats stats[SHAPE::ROWS];                       /* LSEs in base 2, upstream gradients divided by the unit */
-    uint64_t other_full[SHAPE::WIDE_OTHER ? DEPTH : 1]; /* WIDE_OTHER: `full` is of the wrt argument alone */
-    typename SHAPE::totals_type totals;                 /* of the KL */
+    row_stats stats[TILE_QUERIES];                      /* LSEs in base 2, upstream gradients divided by the unit */
+    uint64_t other_full[shape::WIDE_OTHER ? DEPTH : 1]; /* WIDE_OTHER: `full` is of the wrt argument alone */
+    typename shape::totals_type totals;                 /* of the KL */
 };
 
 /* `sums`: f32 sums of dk in global memory. */
@@ -102,8 +100,9 @@ struct fused_backward_maps {
 /* ---- TMA ---------------------------------------------------------------------------------------------------- */
 
 /* Loads and reduce-adds of the block, all issued by one warp. All members are warp-uniform. */
-template <typename SHAPE> struct stage_loader {
-    fused_backward_smem<SHAPE> &smem;
+template <int DIM, int OTHER_DIM> struct stage_loader {
+    using shape = fused_backward_shape<DIM, OTHER_DIM>;
+    fused_backward_smem<DIM, OTHER_DIM> &smem;
     const fused_backward_maps &maps;
     stage_schedule keys;
     int batch, head, wrt_head, other_head;
@@ -112,12 +111,12 @@ template <typename SHAPE> struct stage_loader {
     {
         barrier_expect_tx(smem.queries_full, smem.wrt_queries.SIZE + smem.other_queries.SIZE);
 #pragma unroll
-        for (int slab = 0; slab < SLABS_OF<SHAPE::DIM>; slab++)
+        for (int slab = 0; slab < SLABS_OF<DIM>; slab++)
             tma_load(smem.wrt_queries.slabs[slab], maps.wrt_queries, slab * 64, row, head, batch, smem.queries_full);
-        if constexpr (SHAPE::OTHER_SLABS > 0)
+        if constexpr (shape::OTHER_SLABS > 0)
 #pragma unroll
-            for (int slab = 0; slab < SHAPE::OTHER_SLABS; slab++)
-                tma_load(smem.other_queries.slabs[slab], maps.other_queries, (SHAPE::REG_DIMS / 64 + slab) * 64, row,
+            for (int slab = 0; slab < shape::OTHER_SLABS; slab++)
+                tma_load(smem.other_queries.slabs[slab], maps.other_queries, (shape::REG_DIMS / 64 + slab) * 64, row,
                          head, batch, smem.queries_full);
     }
 
@@ -137,7 +136,7 @@ template <typename SHAPE> struct stage_loader {
     {
         if (n >= keys.stages)
             return;
-        constexpr int WRT = SLABS_OF<SHAPE::DIM>, OTHER = SHAPE::WIDE_OTHER ? 0 : SLABS_OF<SHAPE::OTHER_DIM>;
+        constexpr int WRT = SLABS_OF<DIM>, OTHER = shape::WIDE_OTHER ? 0 : SLABS_OF<OTHER_DIM>;
         const int stage = n % smem.DEPTH, row = keys.row_at(n);
         barrier_expect_tx(smem.full[stage], (WRT + OTHER) * STAGE_ROWS * 128);
 #pragma unroll
@@ -157,14 +156,14 @@ template <typename SHAPE> struct stage_loader {
         const int stage = n % smem.DEPTH, row = keys.row_at(n);
         barrier_expect_tx(smem.other_full[stage], (int)sizeof smem.stages[stage].other);
 #pragma unroll
-        for (int slab = 0; slab < SLABS_OF<SHAPE::OTHER_DIM>; slab++)
+        for (int slab = 0; slab < SLABS_OF<OTHER_DIM>; slab++)
             load_other(stage, row, slab, smem.other_full[stage]);
     }
 
     __device__ void reduce_add_dk(int n, int first_dim) const
     {
 #pragma unroll
-        for (int slab = 0; slab < SHAPE::DK_DIMS / 32; slab++)
+        for (int slab = 0; slab < shape::DK_DIMS / 32; slab++)
             tma_reduce_add(maps.sums, first_dim + slab * 32, keys.row_at(n), wrt_head, batch, smem.dk[slab]);
         tma_commit();
     }
@@ -175,18 +174,17 @@ template <typename SHAPE> struct stage_loader {
 /* G in f16 needs a unit, because f16 represents 2^-24 .. 2^16 only; bf16 has the range of f32. One warp derives it
  * from the block's largest upstream gradient, which bounds G with respect to B. Rows whose upstream gradient is less
  * than 2^-16 of that lose bits of dq. */
-template <typename ELEMENT, int GROUPS>
-__device__ inline float find_g_unit(const backward_params &params, const query_tile<GROUPS> &tile, ELEMENT)
+template <typename ELEMENT>
+__device__ inline float find_g_unit(const backward_params &params, const block_tile &tile, ELEMENT)
 {
     return 1.0F;
 }
 
-template <int GROUPS>
-__device__ inline float find_g_unit(const backward_params &params, const query_tile<GROUPS> &tile, __half)
+__device__ inline float find_g_unit(const backward_params &params, const block_tile &tile, __half)
 {
     constexpr int LIMIT = 15; /* values stay below 2^LIMIT units */
     float largest = 0.0F;
-    for (int row = (int)threadIdx.x % 32; row < tile.ROWS; row += 32) {
+    for (int row = (int)threadIdx.x % 32; row < TILE_QUERIES; row += 32) {
         const int64_t query = skl_min(tile.first + row, tile.sequence.query_count - 1);
         const skl_range sees = skl_visible(&params.problem, &tile.sequence, query);
         if (sees.begin >= sees.end)
@@ -201,12 +199,12 @@ __device__ inline float find_g_unit(const backward_params &params, const query_t
 /* Row stats of the warpgroup's 64 queries, two threads each. Non-finite queries of the wrt argument become 0
  * and their LSE NaN, so that they do not affect dk of keys that they do not attend to. Rows after the last one may
  * belong to another sequence: they become 0, too, and an LSE of 1e30 makes all their probabilities 0. */
-template <typename ELEMENT, bool WRT_B, typename SHAPE>
-__device__ inline void prepare_queries(const backward_params &params, fused_backward_smem<SHAPE> &smem,
-                                       const typename SHAPE::tile_type &tile)
+template <typename ELEMENT, bool WRT_B, int DIM, int OTHER_DIM>
+__device__ inline void prepare_queries(const backward_params &params, fused_backward_smem<DIM, OTHER_DIM> &smem,
+                                       const block_tile &tile)
 {
     const int row = (int)threadIdx.x / 2, count = smem.count;
-    const bool finite = sanitize_row<ELEMENT, SHAPE::DIM>(smem.wrt_queries.slabs, row, row < count);
+    const bool finite = sanitize_row<ELEMENT, DIM>(smem.wrt_queries.slabs, row, row < count);
     if constexpr (smem.OTHER_SLABS > 0)
         for (int slab = 0; slab < smem.OTHER_SLABS; slab++)
             for (int c = (int)threadIdx.x % 2; c < 8 && row >= count; c += 2)
@@ -229,13 +227,14 @@ __device__ inline void prepare_queries(const backward_params &params, fused_back
     named_barrier_sync(1 + (int)threadIdx.x / 128, 128);
 }
 
-template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED> struct dq_warpgroup {
-    static constexpr int DIM = SHAPE::DIM;
+template <typename ELEMENT, int DIM, int OTHER_DIM, bool WRT_B, bool CAPPED> struct dq_warpgroup {
+    using shape = fused_backward_shape<DIM, OTHER_DIM>;
     const backward_params &params;
-    fused_backward_smem<SHAPE> &smem;
+    fused_backward_smem<DIM, OTHER_DIM> &smem;
     int warpgroup; /* warp-uniform */
-    uint32_t other_q[SHAPE::REG_DIMS / 16 + (SHAPE::REG_DIMS == 0)][4];
+    uint32_t other_q[shape::REG_DIMS / 16][4];
     float dq[DIM / 8][4];
+    static constexpr bool HAS_LONG_SUMS = WRT_B && fused_backward_smem<DIM, OTHER_DIM>::HAS_LONG_SUMS;
     row_sums sums[2]; /* with respect to B: of the KL */
 
     template <bool MASKED> __device__ void issue_stage_logits(stage_logits &wrt, stage_logits &other, int n)
@@ -243,17 +242,17 @@ template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED> struct dq_w
         const int stage = n % smem.DEPTH, phase = n / smem.DEPTH % 2;
         const uint32_t queries = warpgroup * (64 * 128 / 16); /* offset of the warpgroup's rows */
         uint64_t &wrt_full = MASKED ? smem.sanitized[stage] : smem.full[stage];
-        barrier_wait(SHAPE::WIDE_OTHER ? smem.other_full[stage] : wrt_full, phase);
+        barrier_wait(shape::WIDE_OTHER ? smem.other_full[stage] : wrt_full, phase);
         wgmma_fence();
-        issue_logits<ELEMENT, SHAPE::OTHER_DIM, SHAPE::REG_DIMS, SHAPE::ROWS>(
-            other, other_q, k_major_operand(&smem.other_queries) + queries,
-            k_major_operand(&smem.stages[stage].other));
-        if (SHAPE::WIDE_OTHER) {
+        issue_logits<ELEMENT, OTHER_DIM, shape::REG_DIMS>(other, other_q,
+                                                          k_major_operand(&smem.other_queries) + queries,
+                                                          k_major_operand(&smem.stages[stage].other));
+        if (shape::WIDE_OTHER) {
             barrier_wait(wrt_full, phase);
             wgmma_fence();
         }
-        issue_logits<ELEMENT, DIM, 0, SHAPE::ROWS>(wrt, NULL, k_major_operand(&smem.wrt_queries) + queries,
-                                                   k_major_operand(&smem.stages[stage].wrt));
+        issue_logits<ELEMENT, DIM, 0>(wrt, NULL, k_major_operand(&smem.wrt_queries) + queries,
+                                      k_major_operand(&smem.stages[stage].wrt));
         wgmma_commit();
     }
 
@@ -340,23 +339,23 @@ template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED> struct dq_w
         for (int e = 0; e < DIM / 2; e++)
             dq[e / 4][e % 4] = 0.0F;
         sums[0] = sums[1] = {};
-        if (WRT_B)
+        if (HAS_LONG_SUMS)
             smem.totals.clear();
         for (int n = 0; n < smem.keys.masked_stages; n++)
             add_stage<true>(n);
         wgmma_wait<0>(); /* lets ptxas keep G in the same registers in both loops */
         for (int n = smem.keys.masked_stages; n < smem.keys.stages; n++) {
             add_stage<false>(n);
-            if (WRT_B && n % FLUSH_STAGES == FLUSH_STAGES - 1)
+            if (HAS_LONG_SUMS && n % FLUSH_STAGES == FLUSH_STAGES - 1)
                 smem.totals.flush(sums);
         }
-        if (WRT_B)
+        if (HAS_LONG_SUMS)
             smem.totals.flush(sums);
         wgmma_wait<0>();
         fence_operand(dq);
     }
 
-    __device__ void store(const typename SHAPE::tile_type &tile) const
+    __device__ void store(const block_tile &tile) const
     {
         const skl_side side = side_of(params);
         const skl_output out = *side.dq;
@@ -364,7 +363,7 @@ template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED> struct dq_w
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = acc_row<1>(0, half);
-            const skl_row_state state = merge_lanes(WRT_B ? smem.totals.state(half) : state_of(sums[half]));
+            const skl_row_state state = merge_lanes(HAS_LONG_SUMS ? smem.totals.state(half) : state_of(sums[half]));
             if (row >= smem.count)
                 continue;
             if (params.kl_in_backward && threadIdx.x % 4 == 0)
@@ -378,13 +377,13 @@ template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED> struct dq_w
 /* ---- dk ----------------------------------------------------------------------------------------------------- */
 
 /* Executed by the dk warpgroup. Only masked stages need it: see logit_gradients.cuh. */
-template <typename ELEMENT, typename SHAPE>
-__device__ inline void sanitize_stage(fused_backward_smem<SHAPE> &smem, int n)
+template <typename ELEMENT, int DIM, int OTHER_DIM>
+__device__ inline void sanitize_stage(fused_backward_smem<DIM, OTHER_DIM> &smem, int n)
 {
     const int stage = n % smem.DEPTH;
     const int row = (int)threadIdx.x % 128 / 2;
     barrier_wait(smem.full[stage], n / smem.DEPTH % 2);
-    const bool finite = sanitize_row<ELEMENT, SHAPE::DIM>(smem.stages[stage].wrt.slabs, row, true);
+    const bool finite = sanitize_row<ELEMENT, DIM>(smem.stages[stage].wrt.slabs, row, true);
     smem.poison[stage][row] = finite ? 0.0F : NAN;
     fence_proxy_async();
     barrier_arrive(smem.sanitized[stage]); /* every thread, because every thread has written rows or poison */
@@ -413,14 +412,14 @@ __device__ inline void write_dk(unsigned char (&rows)[DIM / 32][STAGE_KEYS][128]
 }
 
 /* Without `with_dk` the warpgroup is only the producer. */
-template <typename ELEMENT, typename SHAPE>
-__device__ inline void run_dk_warpgroup(fused_backward_smem<SHAPE> &smem, const stage_loader<SHAPE> &loader,
-                                        bool with_dk, float scale)
+template <typename ELEMENT, int DIM, int OTHER_DIM>
+__device__ inline void run_dk_warpgroup(fused_backward_smem<DIM, OTHER_DIM> &smem,
+                                        const stage_loader<DIM, OTHER_DIM> &loader, bool with_dk, float scale)
 {
-    constexpr int DIM = SHAPE::DIM, DK_DIMS = SHAPE::DK_DIMS;
+    constexpr int DK_DIMS = smem.DK_DIMS;
     constexpr bool LOADS_LATE = smem.DEPTH == 2; /* the next stage is not requested before G of this one is full */
     const bool is_leader = warp_in_warpgroup() == 0; /* the warp that issues TMA */
-    const uint32_t q = mn_major_operand(smem.wrt_queries.slabs, smem.ROWS * 128);
+    const uint32_t q = mn_major_operand(smem.wrt_queries.slabs, TILE_QUERIES * 128);
     float dk[DK_DIMS / 8][4];
     if (loader.keys.masked_stages > 0)
         sanitize_stage<ELEMENT>(smem, 0);
@@ -443,10 +442,10 @@ __device__ inline void run_dk_warpgroup(fused_backward_smem<SHAPE> &smem, const 
         const uint32_t g = mn_major_operand(smem.g[n % 2], 0);
 #pragma unroll
         for (int first_dim = 0; first_dim < DIM; first_dim += DK_DIMS) {
-            const uint32_t q_slice = q + first_dim / 64 * (smem.ROWS * 128 / 16);
+            const uint32_t q_slice = q + first_dim / 64 * (TILE_QUERIES * 128 / 16);
             wgmma_fence();
 #pragma unroll
-            for (int step = 0; step < smem.ROWS / 16; step++)
+            for (int step = 0; step < TILE_QUERIES / 16; step++)
                 wgmma<true>(dk, smem_descriptor(g + step * 16 * 128 / 16),
                             smem_descriptor(q_slice + step * 16 * 128 / 16), step > 0, ELEMENT());
             wgmma_commit();
@@ -456,10 +455,10 @@ __device__ inline void run_dk_warpgroup(fused_backward_smem<SHAPE> &smem, const 
                 barrier_arrive(smem.g_empty[n % 2]);
             if (is_leader)
                 tma_wait_read();
-            named_barrier_sync(1 + smem.DK_WARPGROUP, 128);
+            named_barrier_sync(1 + DK_WARPGROUP, 128);
             write_dk<DK_DIMS>(smem.dk, dk, scale * smem.unit);
             fence_proxy_async();
-            named_barrier_sync(1 + smem.DK_WARPGROUP, 128);
+            named_barrier_sync(1 + DK_WARPGROUP, 128);
             if (is_leader)
                 loader.reduce_add_dk(n, first_dim);
         }
@@ -471,16 +470,15 @@ __device__ inline void run_dk_warpgroup(fused_backward_smem<SHAPE> &smem, const 
 /* ---- Kernel ------------------------------------------------------------------------------------------------- */
 
 template <typename ELEMENT, int DIM, int OTHER_DIM, bool WRT_B, bool CAPPED>
-__global__ void __launch_bounds__(fused_backward_shape<DIM, OTHER_DIM>::THREADS, 1)
+__global__ void __launch_bounds__(FUSED_BACKWARD_THREADS, 1)
     fused_backward_kernel(const __grid_constant__ backward_params params,
                           const __grid_constant__ fused_backward_maps maps)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char raw[];
-    typedef fused_backward_shape<DIM, OTHER_DIM> shape;
-    typedef fused_backward_smem<shape> memory;
+    typedef fused_backward_smem<DIM, OTHER_DIM> memory;
     memory &smem = *(memory *)(void *)raw;
-    typename shape::tile_type assigned;
+    block_tile assigned;
     if (!assigned.find(params, 1, (unsigned)params.head_group))
         return;
     if (threadIdx.x < 32)
@@ -489,9 +487,9 @@ __global__ void __launch_bounds__(fused_backward_shape<DIM, OTHER_DIM>::THREADS,
     smem.visible.fill(keys.band);
     if (threadIdx.x == 0) {
         smem.tile = assigned;
-        smem.count = (int)skl_min(smem.ROWS, assigned.sequence.query_count - assigned.first);
+        smem.count = (int)skl_min(TILE_QUERIES, assigned.sequence.query_count - assigned.first);
         smem.keys = keys;
-        if (smem.count < smem.ROWS) /* rows that do not exist must be masked: 0 times a non-finite key is NaN */
+        if (smem.count < TILE_QUERIES) /* rows that do not exist must be masked: 0 times a non-finite key is NaN */
             smem.keys.masked_stages = smem.keys.stages;
         barrier_init(smem.queries_full, 1);
         for (int stage = 0; stage < smem.DEPTH; stage++) {
@@ -501,25 +499,25 @@ __global__ void __launch_bounds__(fused_backward_shape<DIM, OTHER_DIM>::THREADS,
                 barrier_init(smem.other_full[stage], 1);
         }
         for (int stage = 0; stage < 2; stage++) {
-            barrier_init(smem.g_full[stage], shape::DQ_GROUPS * 128);
+            barrier_init(smem.g_full[stage], CONSUMERS * 128);
             barrier_init(smem.g_empty[stage], 4);
         }
         barrier_init_fence();
     }
     __syncthreads();
-    const typename shape::tile_type &tile = smem.tile;
+    const block_tile &tile = smem.tile;
     const int warpgroup = warpgroup_index();
-    if (warpgroup == shape::DK_WARPGROUP) {
-        reg_dealloc<shape::DK_REGS>();
+    if (warpgroup == DK_WARPGROUP) {
+        reg_dealloc<memory::DK_REGS>();
         const int head = warp_uniform((int)tile.head);
-        const stage_loader<shape> loader = {smem,
-                                            maps,
-                                            warp_uniform(smem.keys),
-                                            warp_uniform((int)tile.sequence.batch),
-                                            head,
-                                            head / wrt_argument<WRT_B>(params).heads_per_key,
-                                            head / other_argument<WRT_B>(params).heads_per_key};
-        if (warp_index() == shape::DK_WARPGROUP * 4) {
+        const stage_loader<DIM, OTHER_DIM> loader = {smem,
+                                                     maps,
+                                                     warp_uniform(smem.keys),
+                                                     warp_uniform((int)tile.sequence.batch),
+                                                     head,
+                                                     head / wrt_argument<WRT_B>(params).heads_per_key,
+                                                     head / other_argument<WRT_B>(params).heads_per_key};
+        if (warp_index() == DK_WARPGROUP * 4) {
             loader.load_queries(warp_uniform((int)(tile.sequence.query_begin + tile.first)));
             for (int n = 0; n < smem.DEPTH; n++) {
                 if (smem.WIDE_OTHER)
@@ -530,13 +528,12 @@ __global__ void __launch_bounds__(fused_backward_shape<DIM, OTHER_DIM>::THREADS,
         run_dk_warpgroup<ELEMENT>(smem, loader, params.dk_sums.data != NULL,
                                   params.teacher_side ? params.problem.scale_t : params.problem.scale_s);
     } else {
-        reg_alloc<shape::DQ_REGS>();
-        dq_warpgroup<ELEMENT, shape, WRT_B, CAPPED> consumer = {params, smem, warpgroup};
-        if constexpr (shape::REG_DIMS > 0)
-            load_a_frag<shape::REG_DIMS>(
-                consumer.other_q,
-                queries_of<ELEMENT>(other_argument<WRT_B>(params), tile.sequence, tile.head).from(tile.first),
-                smem.count);
+        reg_alloc<memory::DQ_REGS>();
+        dq_warpgroup<ELEMENT, DIM, OTHER_DIM, WRT_B, CAPPED> consumer = {params, smem, warpgroup};
+        load_a_frag<memory::REG_DIMS>(
+            consumer.other_q,
+            queries_of<ELEMENT>(other_argument<WRT_B>(params), tile.sequence, tile.head).from(tile.first),
+            smem.count);
         barrier_wait(smem.queries_full, 0);
         prepare_queries<ELEMENT, WRT_B>(params, smem, tile);
         consumer.run();
@@ -548,24 +545,22 @@ __global__ void __launch_bounds__(fused_backward_shape<DIM, OTHER_DIM>::THREADS,
 template <typename ELEMENT, int DIM, int OTHER_DIM, bool WRT_B, bool CAPPED>
 cudaError_t launch_fused_backward_tiles(const backward_params &params, const fused_backward_maps &maps)
 {
-    typedef fused_backward_shape<DIM, OTHER_DIM> shape;
-    constexpr int MEMORY = sizeof(fused_backward_smem<shape>);
-    static_assert(shape::DEPTH > 2 || shape::WIDE_OTHER, "loads of a joint stage need time");
+    constexpr int MEMORY = sizeof(fused_backward_smem<DIM, OTHER_DIM>);
     static_assert(MEMORY <= SMEM_MAX, "shared memory of a block");
-    static_assert(shape::ROWS >= SKL_SM90_BACKWARD_ROWS, "cuda/select counts tiles");
+    static_assert(TILE_QUERIES == SKL_SM90_BACKWARD_ROWS, "cuda/select counts tiles");
     const cudaError_t error = cudaFuncSetAttribute(fused_backward_kernel<ELEMENT, DIM, OTHER_DIM, WRT_B, CAPPED>,
                                                    cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
     if (error != cudaSuccess)
         return error;
     const skl_problem &p = params.problem;
     fused_backward_kernel<ELEMENT, DIM, OTHER_DIM, WRT_B, CAPPED>
-        <<<grid_of(p.batch, p.heads_s, skl_ceil_div(p.len_q, shape::ROWS)), shape::THREADS, MEMORY,
+        <<<grid_of(p.batch, p.heads_s, skl_ceil_div(p.len_q, TILE_QUERIES)), FUSED_BACKWARD_THREADS, MEMORY,
            params.call.stream>>>(params, maps);
     return cudaPeekAtLastError();
 }
 
 template <typename ELEMENT>
-inline bool encode_all(fused_backward_maps *maps, const backward_params &params, int tile_rows, ELEMENT element)
+inline bool encode_all(fused_backward_maps *maps, const backward_params &params, ELEMENT element)
 {
     const skl_problem *const p = &params.problem;
     const bool wrt_b = is_grad_of_b(params);
@@ -573,8 +568,8 @@ inline bool encode_all(fused_backward_maps *maps, const backward_params &params,
     const skl_cuda_argument *const other = wrt_b ? &params.a : &params.b;
     const skl_output &out = params.dk_sums;
     const skl_input sums = {out.data, out.stride_batch, out.stride_head, out.stride_row};
-    return encode_queries(&maps->wrt_queries, p, wrt, tile_rows, element) &&
-           encode_queries(&maps->other_queries, p, other, tile_rows, element) &&
+    return encode_queries(&maps->wrt_queries, p, wrt, TILE_QUERIES, element) &&
+           encode_queries(&maps->other_queries, p, other, TILE_QUERIES, element) &&
            encode_keys(&maps->wrt_keys, p, wrt, STAGE_KEYS, element) &&
            encode_keys(&maps->other_keys, p, other, STAGE_KEYS, element) &&
            (sums.data == NULL ||
@@ -591,8 +586,7 @@ cudaError_t launch_fused_backward_of(const char *kernel, const backward_params &
 {
     const bool wrt_b = is_grad_of_b(params);
     fused_backward_maps maps;
-    if (!(wrt_b || HAS_GRAD_OF_A<ELEMENT>) ||
-        !encode_all(&maps, params, fused_backward_shape<DIM, OTHER_DIM>::ROWS, ELEMENT()))
+    if (!(wrt_b || HAS_GRAD_OF_A<ELEMENT>) || !encode_all(&maps, params, ELEMENT()))
         return encode_error();
     cudaError_t error = clear_dk_sums(&params);
     record_launch(kernel, CAPPED ? SKL_VARIANT_FUSED_SOFTCAP : SKL_VARIANT_FUSED, 1);
