@@ -199,6 +199,13 @@ static void heads_of_128_and_64_reverse(skl_problem *problem, skl_inputs *inputs
     problem->dim_s = 64;
 }
 
+static void heads_of_256_and_64(skl_problem *problem, skl_inputs *inputs)
+{
+    causal(problem, inputs);
+    problem->dim_t = 256;
+    problem->dim_s = 64;
+}
+
 static void shared_keys_and_lengths(skl_problem *problem, skl_inputs *inputs)
 {
     key_lengths(problem, inputs);
@@ -417,6 +424,8 @@ static const case_entry entries[] = {
     {"head size 128, f16", SKL_F16, SKL_F16, 0, heads_of_128},
     {"head size 256, bf16, reverse", SKL_BF16, SKL_BF16, 1, heads_of_256_reverse},
     {"head sizes 128 and 64, f16, reverse", SKL_F16, SKL_F16, 1, heads_of_128_and_64_reverse},
+    {"head sizes 128 and 64, bf16, reverse", SKL_BF16, SKL_BF16, 0, heads_of_128_and_64_reverse},
+    {"head sizes 256 and 64, bf16", SKL_BF16, SKL_BF16, 0, heads_of_256_and_64},
     {"shared keys, key lengths, bf16", SKL_BF16, SKL_BF16, 0, shared_keys_and_lengths},
     {"shared keys, key lengths, f16", SKL_F16, SKL_F16, 1, shared_keys_and_lengths},
     {"window, bf16", SKL_BF16, SKL_BF16, 0, window},
