@@ -165,7 +165,7 @@ choice skl_select_begin(const skl_plan *plan, const skl_call *call, skl_cuda_par
         s.kernel = s.kernel->group_rows != NULL || has_two_terms ? skl_cuda_general : skl_select_without_tma(p);
         s.reason = no_tma;
     }
-    if (s.kernel->group_rows != NULL && (!s.some_rows || !s.some_keys)) {
+    if ((s.kernel->group_rows != NULL || skl_select_has_two_terms(s.kernel)) && (!s.some_rows || !s.some_keys)) {
         s.kernel = skl_cuda_general;
         s.reason = "no queries or no keys: general kernel";
     }
@@ -178,7 +178,7 @@ void skl_select_kl(choice *s, skl_cuda_params *params)
     if (p->packed)
         skl_select_add(s, "tails", skl_cuda_general, skl_cuda_clear_tails, SKL_VARIANT_CLEAR,
                        "rows after the last packed sequence become 0");
-    if (skl_select_has_two_terms(s->kernel) && s->some_rows)
+    if (skl_select_has_two_terms(s->kernel))
         skl_select_two_term_rows(s, params);
     if (skl_is_indexer(p))
         skl_select_indexer(s);
