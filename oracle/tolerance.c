@@ -12,8 +12,11 @@ double oracle_type_rounding(skl_dtype dtype)
 
 double oracle_product_rounding(const skl_problem *problem, skl_dtype dtype)
 {
-    /* A dense indexer stores it as f16 before it becomes a bf16 operand. */
-    const bool twice = problem->student == SKL_STUDENT_INDEXER && problem->top_k == 0 && dtype == SKL_BF16;
+    /* Kernels that go by strips, for dense indexers and teacher groups, store it as f16 before it becomes a bf16
+     * operand. */
+    const bool strips =
+        (problem->student == SKL_STUDENT_INDEXER && problem->top_k == 0) || problem->heads_t > problem->heads_s;
+    const bool twice = strips && dtype == SKL_BF16;
     return oracle_type_rounding(dtype) + (twice ? oracle_type_rounding(SKL_F16) : 0);
 }
 

@@ -102,6 +102,8 @@ static skl_problem take_problem(byte_source *source)
     p.sinks = (int32_t)take_number(source, 2);
     if (p.sinks)
         p.gradients |= (uint32_t)take_number(source, 4) * SKL_DSINK_T; /* any of both */
+    if (take_number(source, 3) == 2) /* now and then with what SKL_DV_S excludes */
+        p.gradients = (p.gradients & ~(uint32_t)(SKL_DQ_T | SKL_DK_T)) | SKL_DV_S;
     return p;
 }
 
@@ -270,7 +272,7 @@ static void run(const skl_plan *plan, skl_problem p, byte_source *source)
         gradients.dsink_s = allocate(&arena, source, (size_t)p.heads_s * sizeof *gradients.dsink_s);
 
     size_t size = 0;
-    for (skl_op op = SKL_OP_FORWARD; op <= SKL_OP_PARTIAL; op++)
+    for (skl_op op = SKL_OP_FORWARD; op <= SKL_OP_ATTENTION_BACKWARD; op++)
         size = skl_plan_workspace_size(plan, op) > size ? skl_plan_workspace_size(plan, op) : size;
     void *const workspace = aligned_alloc(SKL_WORKSPACE_ALIGNMENT, (size + 63) / 64 * 64);
     if (!workspace)
@@ -279,7 +281,8 @@ static void run(const skl_plan *plan, skl_problem p, byte_source *source)
     const skl_status status = skl_forward(plan, &in, &rows, workspace, size, NULL);
     if (checked != status)
         abort(); /* all else is valid, so both must agree on lengths, row bounds and indices */
-    for (skl_op op = SKL_OP_FORWARD; op <= SKL_OP_PARTIAL; op++) {
+    const skl_op last_op = p.gradients & SKL_DV_S ? SKL_OP_ATTENTION_BACKWARD : SKL_OP_PARTIAL;
+    for (skl_op op = SKL_OP_FORWARD; op <= last_op; op++) {
         char text[64];
         if (skl_plan_explain(plan, &in, op, text, sizeof text) == 0)
             abort();
@@ -289,6 +292,16 @@ static void run(const skl_plan *plan, skl_problem p, byte_source *source)
         in.kl = as_input(rows.kl), in.dot_t = as_input(rows.dot_t);
         if (skl_backward(plan, &in, &gradients, workspace, size, NULL) != SKL_OK)
             abort(); /* the lengths are valid, and all required rows are given */
+        if (p.gradients & SKL_DV_S) {
+            skl_attention attention = {.struct_size = sizeof attention};
+            attention.v_s = as_input(make_tensor(&arena, source, &p, p.dtype_s, key_heads_s, length_k, p.dim_s));
+            attention.o_s = as_input(make_tensor(&arena, source, &p, p.dtype_s, p.heads_s, length_q, p.dim_s));
+            attention.do_s = as_input(make_tensor(&arena, source, &p, p.dtype_s, p.heads_s, length_q, p.dim_s));
+            attention.dv_s = make_tensor(&arena, source, &p, grad_s, key_heads_s, length_k, p.dim_s);
+            const skl_rows only_kl = {.struct_size = sizeof only_kl, .kl = rows.kl};
+            if (skl_attention_backward(plan, &in, &attention, &only_kl, &gradients, workspace, size, NULL) != SKL_OK)
+                abort();
+        }
         skl_row_state *const states = allocate(
             &arena, source, (size_t)((p.packed ? 1 : p.batch) * p.heads_s * length_q) * sizeof(skl_row_state));
         if (skl_partial(plan, &in, take_number(source, 50), 1000, states, workspace, size, NULL) == SKL_OK) {

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
-NO_LOSS, GIVEN, COMPUTED, DISTILLER = "no loss", "LSEs given", "LSEs computed", "AttentionDistiller"
+NO_LOSS, GIVEN, COMPUTED, CARRIED = "no loss", "LSEs given", "LSEs computed", "carried"
+DISTILLER, FUSED_DISTILLER = "AttentionDistiller", "AttentionDistiller, fused"
 LAYERS, HUGGING_FACE = "layers", "hugging face"
-VARIANTS = {LAYERS: (NO_LOSS, GIVEN, COMPUTED), HUGGING_FACE: (NO_LOSS, DISTILLER)}
+VARIANTS = {LAYERS: (NO_LOSS, GIVEN, COMPUTED, CARRIED), HUGGING_FACE: (NO_LOSS, DISTILLER, FUSED_DISTILLER)}
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import torch
 
 import streamkl
 
-from .step_cases import COMPUTED, DISTILLER, GIVEN, NO_LOSS
+from .step_cases import CARRIED, COMPUTED, DISTILLER, FUSED_DISTILLER, GIVEN, NO_LOSS
 
 ATEN = torch.ops.aten
 
@@ -45,11 +45,17 @@ class Layer(torch.nn.Module):
         self.gate, self.up = linear(model.hidden, model.mlp), linear(model.hidden, model.mlp)
         self.down = linear(model.mlp, model.hidden)
 
-    def forward(self, x):
-        """The output, and the queries, keys and LSE of the attention."""
+    def forward(self, x, teacher=None, kl_weight=1.0):
+        """The output, and the queries, keys and LSE of the attention, which carries the KL to those of a `teacher`."""
         normed = self.norm(x)
         q, k, v = (project(normed).unflatten(-1, (-1, self.model.dim)).transpose(1, 2) for project in (self.q, self.k, self.v))
-        attended, lse = attend(q, k, v, self.attention)
+        if teacher is None:
+            attended, lse = attend(q, k, v, self.attention)
+        else:
+            q_t, k_t, lse_t = teacher
+            attended, lse = streamkl.attention(
+                q, k, v, q_t=q_t, k_t=k_t, lse_t=lse_t, causal=True, layout="bhnd", kl_weight=kl_weight
+            )
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         normed = self.mlp_norm(x)
         return x + self.down(torch.nn.functional.silu(self.gate(normed)) * self.up(normed)), (q, k, lse)
@@ -60,10 +66,10 @@ class Stack(torch.nn.Module):
         super().__init__()
         self.layers = torch.nn.ModuleList(Layer(model, attention) for _ in range(layers))
 
-    def forward(self, x, keeps):
+    def forward(self, x, keeps, teacher=None):
         kept = []
-        for layer in self.layers:
-            x, attention = layer(x)
+        for number, layer in enumerate(self.layers):
+            x, attention = layer(x, teacher and teacher[number], 1 / len(self.layers))
             if keeps:
                 kept.append(attention)
         return x, kept
@@ -80,7 +86,8 @@ def layer_steps(setup, device, attention):
     def step(variant):
         with torch.no_grad():
             _, kept_t = teacher(tokens_t, variant != NO_LOSS)
-        output, kept_s = student(tokens_s, variant != NO_LOSS)
+        is_carried = variant == CARRIED
+        output, kept_s = student(tokens_s, variant != NO_LOSS and not is_carried, kept_t if is_carried else None)
         loss = output.float().square().mean()
         for (q_t, k_t, lse_t), (q_s, k_s, lse_s) in zip(kept_t, kept_s):
             lses = dict(lse_t=lse_t, lse_s=lse_s) if variant == GIVEN else {}
@@ -89,7 +96,7 @@ def layer_steps(setup, device, attention):
         student.zero_grad()
         return loss.detach()
 
-    return {variant: lambda variant=variant: step(variant) for variant in (NO_LOSS, GIVEN, COMPUTED)}
+    return {variant: lambda variant=variant: step(variant) for variant in (NO_LOSS, GIVEN, COMPUTED, CARRIED)}
 
 
 # ---- Models of transformers ----------------------------------------------------------------------------------------------
@@ -130,11 +137,13 @@ def hugging_face_steps(setup, device):
         student.zero_grad()
         return loss.detach()
 
-    def with_distiller():
-        with AttentionDistiller(teacher, student) as distiller:
+    def with_distiller(fused):
+        with AttentionDistiller(teacher, student, fused=fused) as distiller:
             loss = student(**batch).loss + distiller.loss()  # runs the teacher
             loss.backward()
         student.zero_grad()
-        return loss.detach()
+        return loss.detach() + (distiller.last_loss if fused else 0)
 
-    return {NO_LOSS: without_loss, DISTILLER: with_distiller}
+    return {
+        NO_LOSS: without_loss, DISTILLER: lambda: with_distiller(False), FUSED_DISTILLER: lambda: with_distiller(True)
+    }  # fmt: skip

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from cases import LONG
 from hf_models import gpt_oss, llama
 from transformers import TrainingArguments
 
@@ -82,7 +83,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", OPTIONS if LONG else ("reverse", "two_teachers"))
 def test_options(name):
     options, expected_layers = OPTIONS[name]
     teacher, student = models()

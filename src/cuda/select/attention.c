@@ -174,14 +174,15 @@ static const skl_cuda_kernel *dq_kernel_of(const choice *s, const side_request *
     if (s->kernel->fused != NULL && why_no_fused_kernel(s, request) == NULL)
         return s->kernel; /* it computes dq alone as well */
     const skl_cuda_kernel *const kernel = skl_select_with_dk(s->kernel, &s->plan->problem);
-    return kernel->dq != NULL ? kernel : skl_select_without_tma(&s->plan->problem);
+    const bool f16_of_a = !request->of_b && kernel->dtype == SKL_F16;
+    return kernel->dq != NULL || !f16_of_a ? kernel : skl_select_without_tma(&s->plan->problem);
 }
 
-/* The kernel that computes dq or both gradients of B meets everything that the KL is made of. */
+/* The Hopper kernel that computes dq or both gradients of B meets everything that the KL is made of. */
 static bool gives_kl(const choice *s, const side_request *request, bool fused, bool alone)
 {
     return s->gradients && s->rows && alone && request->of_b && (request->dq || request->dk) &&
-           skl_select_is_tma_kernel(s->kernel) && (fused || (s->some_keys && request->dq));
+           (fused || (s->some_keys && request->dq)) && skl_select_is_tma_kernel(dq_kernel_of(s, request));
 }
 
 /* Keys of the side have their f32 dk sums streamed with them. */

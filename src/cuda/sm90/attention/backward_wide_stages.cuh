@@ -1,0 +1,187 @@
+/* Shared memory and producers of the gradients of wide heads and of two-term rows (backward_wide.cuh). */
+#ifndef SKL_CUDA_SM90_ATTENTION_BACKWARD_WIDE_STAGES_CUH
+#define SKL_CUDA_SM90_ATTENTION_BACKWARD_WIDE_STAGES_CUH
+
+#include "cuda/sm90/attention/logit_gradients.cuh"
+#include "cuda/sm90/two_term.cuh"
+
+namespace sm90
+{
+
+constexpr int WIDE_THREADS = 128 * (CONSUMERS + 1);
+constexpr int STATIONARY_ROWS = CONSUMERS * 64;
+
+/* DK: row stats of streamed queries, per stage. Otherwise: row stats of the block's queries, and poison of streamed
+ * keys. TWO_TERM: factors of streamed rows; there is no poison, because two-term rows are finite. */
+template <int DEPTH, bool DK, bool TWO_TERM> struct wide_row_stats;
+
+template <int DEPTH> struct wide_row_stats<DEPTH, true, false> {
+    stage_row_stats staged[DEPTH];
+};
+
+template <int DEPTH> struct wide_row_stats<DEPTH, true, true> {
+    stage_row_stats staged[DEPTH]; /* upstream gradients are multiplied by the factors of the wrt argument */
+    stage_factors factors[DEPTH];
+};
+
+template <int DEPTH> struct wide_row_stats<DEPTH, false, false> {
+    row_stats stationary[STATIONARY_ROWS]; /* LSEs in base 2; no upstream gradients: store() multiplies by those */
+    alignas(8) float poison[DEPTH][STAGE_ROWS];
+};
+
+template <int DEPTH> struct wide_row_stats<DEPTH, false, true> {
+    row_stats stationary[STATIONARY_ROWS];
+    stage_factors factors[DEPTH];
+};
+
+/* Barriers of one argument's stationary rows (rows_full) and pipeline. */
+template <int DEPTH> struct wide_barriers {
+    uint64_t rows_full, full[DEPTH], empty[DEPTH];
+
+    /* `releases`: arrivals that release a stage. */
+    __device__ void init(int releases)
+    {
+        barrier_init(rows_full, 1);
+        for (int stage = 0; stage < DEPTH; stage++) {
+            barrier_init(full[stage], 1);
+            barrier_init(empty[stage], releases);
+        }
+    }
+};
+
+template <typename ELEMENT, int DIM, bool DK> struct wide_smem {
+    static constexpr int ROW_DIM = DIM * operand<ELEMENT>::TERMS; /* elements of a row in memory */
+    static constexpr int WRT_DEPTH = 2, OTHER_DEPTH = ROW_DIM == 256 ? 1 : 2;
+    smem_rows<ROW_DIM / 64> wrt_rows, other_rows;
+    row_stage<ROW_DIM> wrt_stages[WRT_DEPTH], other_stages[OTHER_DEPTH];
+    wide_row_stats<WRT_DEPTH, DK, operand<ELEMENT>::TWO_TERM> stats;
+    wide_barriers<WRT_DEPTH> wrt;
+    wide_barriers<OTHER_DEPTH> other;
+    uint64_t stats_full[WRT_DEPTH]; /* row stats or poison are stored, and a masked stage is sanitized */
+    row_tile<2, DK> tile;           /* in shared memory to save registers */
+    int count;                      /* stationary rows that exist */
+    int heads;                      /* query heads to process: 0 if the stream is empty */
+    stage_schedule stream;
+    bounded_band visible;
+
+    __device__ int query_head(int h) const
+    {
+        return (int)tile.head * heads + h;
+    }
+
+    /* How often an argument's stationary rows have changed up to query head h of the block. */
+    __device__ int row_changes(int h, const skl_cuda_argument &argument) const
+    {
+        return DK ? query_head(h) / argument.heads_per_key - query_head(0) / argument.heads_per_key : 0;
+    }
+
+    __device__ bool has_new_rows(int h, const skl_cuda_argument &argument) const
+    {
+        return h == 0 || row_changes(h, argument) > row_changes(h - 1, argument);
+    }
+};
+
+/* `rows` are the stationary rows. */
+struct wide_maps {
+    CUtensorMap wrt_rows, other_rows, wrt_stream, other_stream;
+};
+
+/* ---- Producer ----------------------------------------------------------------------------------------------- */
+
+/* Executed by one warp: all TMA loads of one argument. */
+template <bool DK, typename SMEM, int DIM, int DEPTH>
+__device__ inline void load_argument(const SMEM &smem, const skl_cuda_argument &argument, const CUtensorMap &rows_map,
+                                     const CUtensorMap &stream_map, smem_rows<SMEM::ROW_DIM / 64> &rows,
+                                     row_stage<DIM> (&stages)[DEPTH], wide_barriers<DEPTH> &barriers)
+{
+    const skl_sequence &sequence = smem.tile.sequence;
+    const stage_schedule stream = warp_uniform(smem.stream);
+    const int batch = warp_uniform((int)sequence.batch), heads = warp_uniform(smem.heads);
+    for (int h = 0, n = 0; h < heads; h++) {
+        const int head = warp_uniform(smem.query_head(h)), key_head = head / argument.heads_per_key;
+        if (smem.has_new_rows(h, argument)) {
+            const int first = warp_uniform((int)((DK ? sequence.key_begin : sequence.query_begin) + smem.tile.first));
+            if (h > 0) /* until no wgmma reads the last rows any more */
+                barrier_wait(barriers.empty[(n - 1) % DEPTH], (n - 1) / DEPTH % 2);
+            barrier_expect_tx(barriers.rows_full, rows.SIZE);
+            for (int slab = 0; slab < DIM / 64; slab++)
+                tma_load(rows.slabs[slab], rows_map, slab * 64, first, DK ? key_head : head, batch,
+                         barriers.rows_full);
+        }
+        for (int s = 0; s < stream.stages; s++, n++) {
+            const int stage = n % DEPTH, row = stream.row_at(s);
+            barrier_wait(barriers.empty[stage], n / DEPTH % 2 ^ 1);
+            barrier_expect_tx(barriers.full[stage], (int)sizeof stages[stage]);
+#pragma unroll
+            for (int slab = 0; slab < DIM / 64; slab++)
+                tma_load(stages[stage].slabs[slab], stream_map, slab * 64, row, DK ? head : key_head, batch,
+                         barriers.full[stage]);
+        }
+    }
+}
+
+/* Executed by one warp: factors of two-term rows, with the row stats of streamed queries. */
+template <int DIM, bool DK, bool WRT_B>
+__device__ inline void produce_factors(const backward_params &params, wide_smem<two_term_f32, DIM, DK> &smem)
+{
+    const stage_schedule &stream = smem.stream;
+    const skl_sequence &sequence = smem.tile.sequence;
+    const int end = stream.row + smem.visible.of(smem.count - 1).end; /* of the rows that some row needs */
+    for (int n = 0; n < stream.stages * smem.heads; n++) {
+        const int stage = n % smem.WRT_DEPTH, phase = n / smem.WRT_DEPTH % 2, s = n % stream.stages;
+        const int64_t head = smem.query_head(n / stream.stages);
+        lane_row_stats loaded;
+        if constexpr (DK)
+            loaded = load_stage_row_stats(params, sequence, stream, end - stream.row, head,
+                                          stream.stage_at(s) * STAGE_ROWS);
+        const skl_cuda_argument &a = params.a, &b = params.b;
+        const lane_factors factors =
+            DK ? load_stage_factors(a.q_factors, head, b.q_factors, head, sequence.batch, stream.row_at(s), end)
+               : load_stage_factors(a.k_factors, head / a.heads_per_key, b.k_factors, head / b.heads_per_key,
+                                    sequence.batch, stream.row_at(s), end);
+        for (int n = 0; n < STAGE_ROWS / 32 && DK; n++)
+            loaded.stat[n][3] *= (WRT_B ? factors.b : factors.a)[n] * TWO_TERM_LARGEST;
+        barrier_wait(smem.wrt.empty[stage], phase ^ 1); /* the loads are in flight meanwhile */
+        if constexpr (DK)
+            store_stage_row_stats(smem.stats.staged[stage], loaded);
+        store_stage_factors(smem.stats.factors[stage], factors);
+        barrier_arrive(smem.stats_full[stage]); /* every lane, because every lane has written */
+    }
+}
+
+/* Executed by one warp: row stats of streamed queries or poison of streamed keys, and masked stages. */
+template <typename ELEMENT, int DIM, bool DK, bool WRT_B>
+__device__ inline void produce_row_stats(const backward_params &params, wide_smem<ELEMENT, DIM, DK> &smem)
+{
+    const stage_schedule &stream = smem.stream;
+    const int stages = DK ? stream.stages : stream.masked_stages; /* full stages of keys have neither */
+    for (int n = 0; n < stages * smem.heads; n++) {
+        const int stage = n % smem.WRT_DEPTH, phase = n / smem.WRT_DEPTH % 2, s = n % stages;
+        float(*poison)[STAGE_ROWS];
+        if constexpr (DK) {
+            const lane_row_stats loaded =
+                load_stage_row_stats(params, smem.tile.sequence, stream, smem.visible.of(smem.count - 1).end,
+                                     smem.query_head(n / stages), stream.stage_at(s) * STAGE_ROWS);
+            barrier_wait(smem.wrt.empty[stage], phase ^ 1); /* the loads are in flight meanwhile */
+            stage_row_stats &stats = smem.stats.staged[stage];
+            store_stage_row_stats(stats, loaded);
+            poison = WRT_B ? &stats.lse_b : &stats.lse_a;
+        } else {
+            barrier_wait(smem.wrt.empty[stage], phase ^ 1);
+            poison = &smem.stats.poison[stage];
+            for (int row = (int)threadIdx.x % 32; row < STAGE_ROWS; row += 32)
+                (*poison)[row] = 0.0F;
+        }
+        if (s < stream.masked_stages) {
+            __syncwarp(); /* LSEs or zeros are stored before poison overwrites them */
+            barrier_wait(smem.wrt.full[stage], phase);
+            sanitize_rows<ELEMENT>(smem.wrt_stages[stage], *poison);
+            fence_proxy_async();
+        }
+        barrier_arrive(smem.stats_full[stage]); /* every lane, because every lane has written row stats or poison */
+    }
+}
+
+} // namespace sm90
+
+#endif
