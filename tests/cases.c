@@ -506,6 +506,8 @@ const test_case test_cases[] = {
     {"attention_only_dk", PLAIN, .without = SKL_DQ_S, ATTENTION},
     {"attention_only_dv", PLAIN, .without = SKL_DQ_S | SKL_DK_S, ATTENTION},
     {"attention_no_keys", SHAPE(2, 5, 0), HEADS(2, 2), DIMS(8, 8), ATTENTION},
+    {"attention_packed_none", PACKED(2, LENGTHS(0, 0, 0), LENGTHS(0, 0, 0)), TAILS(7, 5), HEADS(2, 2), DIMS(8, 8),
+     ATTENTION},
     {"attention_no_queries", SHAPE(2, 0, 5), HEADS(2, 2), DIMS(8, 8), ATTENTION},
     {"attention_bf16_64", SHAPE(1, 193, 137), HEADS(2, 2), KEY_HEADS(1, 2), DIMS(64, 64), TYPES(BF16, BF16), CAUSAL,
      ATTENTION},

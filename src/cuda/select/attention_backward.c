@@ -90,31 +90,31 @@ static void add_output_gradients(const choice *s, const skl_gradients *of_kl, co
     const skl_problem *const p = &s->plan->problem;
     const skl_gradients *const grads = &s->call->gradients;
     const skl_output *const dv = &s->call->attention->dv_s;
-    /* A launch also clears the rows after the last packed sequence. */
-    const bool writes_queries = s->some_rows || p->packed, writes_keys = s->some_keys || p->packed;
+    /* Each launch also clears the rows after the last packed sequence, which may be all rows. */
+    const bool of_rows = s->some_rows || p->packed, of_keys = s->some_keys || p->packed;
     if (s->some_rows)
         add_launch(s, "<do, o>", skl_cuda_general_output_dots, SKL_VARIANT_DOTS, reason)->workspace_size =
             dots_size(p);
-    if (grads->dq_s.data != NULL && writes_queries) {
+    if (grads->dq_s.data != NULL && of_rows) {
         skl_cuda_launch *const launch =
             add_launch(s, "dq_s", skl_cuda_general_output_dq, SKL_VARIANT_OUTPUT_DQ, reason);
         launch->gradient = grads->dq_s;
         launch->added = of_kl->dq_s;
         launch->workspace_size = dq_size(p);
     }
-    if (grads->dk_s.data != NULL && writes_keys) {
+    if (grads->dk_s.data != NULL && of_keys) {
         skl_cuda_launch *const launch =
             add_launch(s, "dk_s", skl_cuda_general_output_dk, SKL_VARIANT_OUTPUT_DK, reason);
         launch->gradient = grads->dk_s;
         launch->added = of_kl->dk_s;
         launch->workspace_size = dk_size(p);
-        launch->streams_queries = true;
+        launch->streams_queries = s->some_keys;
     }
-    if (dv->data != NULL && writes_keys) {
+    if (dv->data != NULL && of_keys) {
         skl_cuda_launch *const launch =
             add_launch(s, "dv_s", skl_cuda_general_output_dv, SKL_VARIANT_OUTPUT_DV, reason);
         launch->gradient = *dv;
-        launch->streams_queries = true;
+        launch->streams_queries = s->some_keys;
     }
 }
 
