@@ -256,6 +256,8 @@ const test_case test_cases[] = {
     {"packed_empty_sequences", PACKED(6, LENGTHS(0, 0, 13, 13, 50, 57, 57), LENGTHS(0, 0, 17, 30, 30, 66, 66)),
      HEADS(2, 2), DIMS(16, 16)},
     {"packed_all_empty", PACKED(2, LENGTHS(0, 0, 0), LENGTHS(0, 0, 0)), HEADS(2, 2), DIMS(16, 16), TAILS(3, 4)},
+    {"packed_no_queries", PACKED(2, LENGTHS(0, 0, 0), LENGTHS(0, 9, 20)), HEADS(2, 2), DIMS(16, 16), TAILS(3, 4)},
+    {"packed_no_keys", PACKED(2, LENGTHS(0, 9, 20), LENGTHS(0, 0, 0)), HEADS(2, 2), DIMS(16, 16), TAILS(3, 4)},
     {"packed_no_sequence", PACKED(0, LENGTHS(0), LENGTHS(0)), HEADS(2, 2), DIMS(16, 16), TAILS(3, 4)},
     {"packed_tails", PACKED(2, LENGTHS(0, 33, 70), LENGTHS(0, 41, 74)), HEADS(2, 2), DIMS(16, 16), TAILS(11, 23)},
     {"packed_causal", PACKED(4, LENGTHS(0, 1, 65, 98, 105), LENGTHS(0, 1, 65, 100, 101)), HEADS(2, 2), DIMS(32, 32),

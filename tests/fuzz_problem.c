@@ -102,7 +102,7 @@ static skl_problem take_problem(byte_source *source)
     p.sinks = (int32_t)take_number(source, 2);
     if (p.sinks)
         p.gradients |= (uint32_t)take_number(source, 4) * SKL_DSINK_T; /* any of both */
-    if (take_number(source, 3) == 2) /* now and then with what SKL_DV_S excludes */
+    if (take_number(source, 3) == 2)                                   /* now and then with what SKL_DV_S excludes */
         p.gradients = (p.gradients & ~(uint32_t)(SKL_DQ_T | SKL_DK_T)) | SKL_DV_S;
     return p;
 }

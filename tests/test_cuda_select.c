@@ -1,5 +1,6 @@
 /* The kernels that run are those that skl_plan_explain names: for every case of the table, every kernel and every
  * operation, with the tensors' real strides and addresses. Run by ./test gpu. */
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -182,6 +183,32 @@ static void test_problems_that_tensor_cores_do_not_do(void **state)
     assert_reason(&odd, "cuda_general", "not a multiple of 8");
 }
 
+static bool is_usable(const char *name)
+{
+    for (int32_t k = 0; test_kernel(k) != NULL; k++)
+        if (strcmp(test_kernel(k), name) == 0)
+            return true;
+    return false;
+}
+
+/* The kernel for a pair of head sizes; the padded one for the gradients that it does not compute. */
+static void test_pairs_of_head_sizes(void **state)
+{
+    (void)state;
+    if (!is_usable("cuda_sm90_bf16_256_128"))
+        skip();
+    test_case c = {"pair", SHAPE(1, 64, 64), HEADS(2, 2), DIMS(256, 96), TYPES(BF16, BF16)};
+    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_bf16_256_128, fused backward", "best kernel");
+    assert_reason_of(SKL_OP_BACKWARD, &c, "dk_t: cuda_sm90_bf16_256, dk", "gradients of more than 128 dimensions");
+    c.dim_t = 64, c.dim_s = 128;
+    assert_reason(&c, "forward: cuda_sm90_bf16_128_64", "best kernel");
+    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_t and dk_t: cuda_sm90_bf16_128_64, fused backward", "best kernel");
+    c.dim_t = c.dim_s = 80;
+    assert_reason(&c, "forward: cuda_sm90_bf16_96_96", "best kernel");
+    c.softcap_s = 30;
+    assert_reason(&c, "forward: cuda_sm90_bf16_128, softcap", "best kernel");
+}
+
 /* Where no kernel carries the KL, the general kernels add the attention backward to a one-pass call. */
 static void test_attention_backward_apart_from_the_kl(void **state)
 {
@@ -221,6 +248,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_strides_and_addresses_that_copies_cannot_read),
         cmocka_unit_test(test_problems_that_tensor_cores_do_not_do),
+        cmocka_unit_test(test_pairs_of_head_sizes),
         cmocka_unit_test(test_attention_backward_apart_from_the_kl),
         cmocka_unit_test(test_old_kernel_names_are_accepted),
         cmocka_unit_test(test_every_case_runs_the_kernels_that_are_explained),

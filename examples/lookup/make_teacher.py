@@ -77,18 +77,18 @@ def make_sequences(
 
 @torch.no_grad()
 def start_with_attention(model) -> None:
-    """Gives some heads the attention that copying needs. What they do with it is left to the training, like all other weights.
+    """Some heads start with the weights that copying needs: from random weights, they take hours on a CPU to appear.
 
-    From random weights, such attention appears after hours on a CPU. In layer 1, head 0 attends to the token before and adds a
+    In layer 1, head 0 attends to the token before and adds a
     projection of it to the residual stream. In layer 3, heads 0 and 1 compare the same projection of the current token with
-    it: they attend to tokens that came after an earlier copy of the current one.
+    it: they attend to tokens that came after an earlier copy of the current one, and predict them.
     """
     rows, dim = 40, model.config.head_dim  # dimensions of a head that RoPE hardly turns
     frequency = model.model.rotary_emb.inv_freq
     slow = torch.cat([torch.arange(dim // 2 - rows // 2, dim // 2), torch.arange(dim - rows // 2, dim)])
     hidden = model.config.hidden_size
     own, before = slice(0, hidden - dim), slice(hidden - dim, hidden - dim + rows)  # in the residual stream
-    model.model.embed_tokens.weight.normal_()[:, hidden - dim :] = 0
+    model.model.embed_tokens.weight.normal_(std=0.2)[:, hidden - dim :] = 0
     projection = torch.linalg.qr(torch.randn(hidden - dim, rows))[0].T
 
     first = model.model.layers[1].self_attn
@@ -99,7 +99,7 @@ def start_with_attention(model) -> None:
     first.v_proj.weight[slow], first.v_proj.bias[slow] = 0, 0
     first.v_proj.weight[slow, own] = projection
     first.o_proj.weight[:, :dim] = 0
-    first.o_proj.weight[before, slow] = torch.eye(rows)
+    first.o_proj.weight[before, slow] = 0.2 * torch.eye(rows)
 
     second = model.model.layers[3].self_attn
     for head in 0, 1:
@@ -108,14 +108,15 @@ def start_with_attention(model) -> None:
             part.weight[at : at + dim], part.bias[at : at + dim] = 0, 0
         second.q_proj.weight[at + slow, own] = 4 * projection
         second.k_proj.weight[at + slow, before] = 4 * torch.eye(rows)
-
-
-ENOUGH = 0.98  # of the tokens that can be copied
+        second.v_proj.weight[at : at + dim] = 0
+        second.v_proj.weight[at : at + dim, own] = torch.eye(dim)
+        second.o_proj.weight[:, at : at + dim] = 0
+        second.o_proj.weight[own, at : at + dim] = 0.6 * torch.eye(dim)
 
 
 @dataclass
 class Stage:
-    """Training at one length, until the model continues almost all records, or for `steps`."""
+    """Training at one length."""
 
     length: int
     batch: int
@@ -143,12 +144,9 @@ def train(model, tokens, stage: Stage, rng) -> None:
         optimizer.step()
         right = (logits.argmax(-1) == ids[:, 1:])[copied[:, 1:]].float().mean().item()
         found += 0.05 * (right - found)
-        is_last = found > ENOUGH or step == stage.steps - 1
-        if step % 50 == 0 or is_last:
+        if step % 20 == 0 or step == stage.steps - 1:
             print(f"length {stage.length:5} step {step:5}: loss {loss.item():.3f}, copied tokens right {100 * found:.1f} %, "
                   f"{time.monotonic() - begin:.0f} s", flush=True)  # fmt: skip
-        if is_last:
-            return
 
 
 def main() -> None:
@@ -177,7 +175,10 @@ def main() -> None:
     model = LlamaForCausalLM(config)
     start_with_attention(model)
     options.out.mkdir(parents=True, exist_ok=True)
-    stages = [Stage(128, 8, 400, 3e-3, share=0.7), Stage(options.context, max(1024 // options.context, 1), 60, 1e-3, share=0.5)]
+    stages = [
+        Stage(128, 8, 200, 5e-4, share=0.5),
+        Stage(options.context, max(1024 // options.context, 1), 40, 3e-4, share=0.5),
+    ]
     for stage in stages:
         train(model, tokens, stage, rng)
     model.save_pretrained(options.out / "teacher")

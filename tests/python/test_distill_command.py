@@ -149,6 +149,7 @@ def test_needles():
             needle = row[place : place + KEY + VALUE]
             assert row[0] == 1 and row[-1] == 2
             assert torch.equal(row[-KEY - VALUE : -1], needle[:-1])
+            assert all((row == token).sum() <= 3 for token in needle)  # the needle, its copy, and once in the text
             assert depth * 37 / DEPTHS <= place - 1 + 1 and place < 62 - 2 * (KEY + VALUE)
 
 

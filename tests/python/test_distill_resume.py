@@ -173,7 +173,7 @@ def test_a_foreign_file_is_no_checkpoint(folder, capsys):
 
 
 def start(folder, out, *more, before="pass", **options):
-    code = f"import sys, torch; torch.set_num_threads(1); {before}; from streamkl.distill.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = f"import sys, torch; torch.set_num_threads(1); {before}; from streamkl.distill.cli import main; sys.exit(main())"
     given = {**FAST, "sample_rows": 0.5, **options}
     return subprocess.Popen(
         [sys.executable, "-c", code, *arguments(folder, out, *more, **given)], stderr=subprocess.PIPE, text=True

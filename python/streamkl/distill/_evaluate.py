@@ -150,8 +150,8 @@ class _Sums:
         output = self.losses.get("output")
         return Evaluation(
             sequences=count, context=self.length, pairs=[list(pair) for pair in pairs], kl=float(np.mean(layers)),
-            kl_layer=layers, kl_head=heads, kl_position=[_without_nan(self.positions[pair] / count) for pair in pairs], distance_edges=edges,
-            kl_distance=distances, output_kl=None if output is None else torch.cat(output).mean().item(),
+            kl_layer=layers, kl_head=heads, kl_position=[_without_nan(self.positions[pair] / count) for pair in pairs],
+            distance_edges=edges, kl_distance=distances, output_kl=None if output is None else torch.cat(output).mean().item(),
             language={role: self._by_position(role) for role in ("teacher", "student") if role in self.losses},
             maps=self._chosen_maps(pairs),
         )  # fmt: skip

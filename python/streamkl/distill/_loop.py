@@ -188,7 +188,7 @@ class Run:
                 self.seconds = now - begin
                 entry = dict(
                     step=self.step, **losses, rate=self._rate(self.step - 1), memory=_memory(),
-                    tokens_per_second=self._tokens() / (now - started), seconds=self.seconds,
+                    tokens_per_second=self.tokens_per_step() / (now - started), seconds=self.seconds,
                 )  # fmt: skip
                 _check_finite(entry)
                 if self.step % options.log_every == 0 or self.step == options.steps:
@@ -243,7 +243,7 @@ class Run:
         with context_parallel(self.mesh["context"], buffers=buffers, buffer_seq_dims=[1, 1, 1]):
             yield buffers
 
-    def _tokens(self) -> int:
+    def tokens_per_step(self) -> int:
         readers = self.accelerator.num_processes // self.options.context_parallel
         return self.options.context * self.options.batch * self.options.accumulate * readers
 

@@ -1,8 +1,8 @@
 """Retrieval: does the student's attention find what the teacher's finds, at every depth and length?
 
-A needle is a key and a value, tokens drawn from the held-out data. It is put at some depth of a held-out text, which
-ends with the key and the beginning of the value. Each of the last rows has to continue the value, so a retrieval head puts
-its largest probability somewhere in the needle. Only these rows are computed: nothing grows with the square of the length.
+A needle is a key and a value: tokens that are rare in a held-out text. It is put at some depth of the text, which ends with
+the key and the beginning of the value. Each of the last rows has to continue the value, so a retrieval head puts its largest
+probability somewhere in the needle. Only these rows are computed: nothing grows with the square of the length.
 """
 
 from __future__ import annotations
@@ -34,15 +34,14 @@ def needle_batches(
     room = end - first - size
     if room < DEPTHS:
         return []
+    known = np.unique(held_out.tokens)
     rows, depths, places = [], [], []
     for depth in range(DEPTHS):
         for number in range(count):
             ids = held_out.batch([int(rng.integers(len(held_out)))])[0][:length].clone()
             if held_out.suffix:
                 ids[length - len(held_out.suffix) :] = torch.tensor(held_out.suffix)
-            needle = torch.from_numpy(
-                rng.choice(np.asarray(held_out.tokens[number % len(held_out)]), size).astype(np.int64)
-            )
+            needle = _rare_tokens(known, ids.numpy(), size, rng)
             place = first + int(room * (depth + rng.random()) / DEPTHS)
             ids[place : place + size] = needle
             ids[end + 1 : end + size] = needle[:-1]
@@ -54,6 +53,16 @@ def needle_batches(
         (torch.stack(rows[at : at + step]), depths[at : at + step], places[at : at + step])
         for at in range(0, len(rows), step)
     ]
+
+
+def _rare_tokens(known: np.ndarray, text: np.ndarray, size: int, rng: np.random.Generator) -> torch.Tensor:
+    """Tokens of the held-out data that occur nowhere in the text, or as rarely as possible: a needle is there once."""
+    shuffled = rng.permutation(known)
+    tokens, counts = np.unique(text, return_counts=True)
+    at = np.searchsorted(tokens, shuffled).clip(max=len(tokens) - 1)
+    occurrences = np.where(tokens[at] == shuffled, counts[at], 0)
+    rarest = shuffled[np.argsort(occurrences, kind="stable")]
+    return torch.from_numpy(np.resize(rarest[: max(size, 1)], size).astype(np.int64))
 
 
 class Retrieval:

@@ -69,7 +69,7 @@ def model_card(run: Run) -> str:
         f"| parameters | {run.teacher.num_parameters():,} | {run.student.num_parameters():,} |",
         "",
         f"Data: {', '.join(_text(Path(path).name) for path in options.data)}: {len(run.training)} sequences of "
-        f"{options.context} tokens, digest {run.digest}. {run.step} steps of {run._tokens()} tokens.",
+        f"{options.context} tokens, digest {run.digest}. {run.step} steps of {run.tokens_per_step()} tokens.",
         "",
         f"| on {after.sequences} held-out sequences | before | after |",
         "|---|---|---|",

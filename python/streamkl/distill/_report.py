@@ -123,10 +123,10 @@ def _bytes(size: float) -> str:
 def _retrieval(evaluations: dict[str, Evaluation]) -> dict[str, Any] | None:
     main = _main(evaluations)
     lead = (
-        f"A needle is {KEY} tokens of a key and {VALUE} of a value, drawn from the held-out data, at some depth of a held-out "
-        "text that ends with the key and begins the value again. The attention of a row finds it if its largest probability is "
-        "inside the needle; rates are means over the heads with which the teacher finds at least half of all needles. A value "
-        "is answered if the model predicts its tokens."
+        f"A needle is {KEY} tokens of a key and {VALUE} of a value that are rare in a held-out text. It is put at some depth "
+        "of the text, which ends with the key and begins the value again. The attention of a row finds it if its largest "
+        "probability is inside the needle; rates are means over the heads with which the teacher finds at least "
+        "half of all needles. A value is answered if the model predicts its tokens."
     )
     choices = []
     for number, result in enumerate(main.retrieval):
@@ -246,8 +246,11 @@ def _where(evaluations: dict[str, Evaluation]) -> dict[str, Any] | None:
         ]
         header = ["layer", "mean", *(f"head {head}" for head in range(heads))]
         blocks.append(dict(kind="table", title=f"KL by layer and head: {name}", header=header, rows=rows, heat=True))
-    return _section("Where does the KL come from?", "Held-out attention KL in nats. By distance: what the keys of each "
-                    "distance contribute, as a mean over rows; they may be negative, and their sum is the KL.", *blocks)  # fmt: skip
+    lead = (
+        "Held-out attention KL in nats. By distance: what the keys of each distance contribute, as a mean over rows; "
+        "contributions may be negative, and their sum is the KL."
+    )
+    return _section("Where does the KL come from?", lead, *blocks)
 
 
 def _by_position(evaluations: dict[str, Evaluation], pair: int | None) -> dict[str, Any]:

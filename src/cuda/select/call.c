@@ -48,11 +48,10 @@ static const char *why_no_tma(const choice *s)
     const skl_problem *const p = &s->plan->problem;
     const skl_inputs *const in = &s->call->inputs;
     const skl_tensor_rows queries = skl_query_rows(p), keys = skl_key_rows(p);
-    if (queries.rows == 0 || keys.rows == 0)
-        return skl_select_has_two_terms(s->kernel) ? "no queries or no keys: general kernel"
-                                                   : "no queries or no keys: mma.sync kernel";
     if (skl_select_has_two_terms(s->kernel))
         return NULL; /* two-term rows are contiguous */
+    if (queries.rows == 0 || keys.rows == 0)
+        return "no queries or no keys: mma.sync kernel";
     if (!skl_select_tma_reads(p->dtype_s, &in->q_s, p->dim_s, skl_query_heads_s(p), queries) ||
         !skl_select_tma_reads(p->dtype_s, &in->k_s, p->dim_s, p->key_heads_s, keys))
         return "TMA cannot address q_s or k_s: mma.sync kernel";
@@ -162,10 +161,10 @@ choice skl_select_begin(const skl_plan *plan, const skl_call *call, skl_cuda_par
     if (no_tma == NULL && p->row_bounds && s.gradients && has_unbounded_gradients(s.kernel))
         no_tma = "f16 gradients of heads above 192 dimensions with row bounds: mma.sync kernel";
     if (no_tma != NULL) {
-        s.kernel = s.kernel->group_rows != NULL || has_two_terms ? skl_cuda_general : skl_select_without_tma(p);
+        s.kernel = s.kernel->group_rows != NULL ? skl_cuda_general : skl_select_without_tma(p);
         s.reason = no_tma;
     }
-    if (s.kernel->group_rows != NULL && (!s.some_rows || !s.some_keys)) {
+    if ((s.kernel->group_rows != NULL || has_two_terms) && (!s.some_rows || !s.some_keys)) {
         s.kernel = skl_cuda_general;
         s.reason = "no queries or no keys: general kernel";
     }
@@ -178,7 +177,7 @@ void skl_select_kl(choice *s, skl_cuda_params *params)
     if (p->packed)
         skl_select_add(s, "tails", skl_cuda_general, skl_cuda_clear_tails, SKL_VARIANT_CLEAR,
                        "rows after the last packed sequence become 0");
-    if (skl_select_has_two_terms(s->kernel) && s->some_rows)
+    if (skl_select_has_two_terms(s->kernel))
         skl_select_two_term_rows(s, params);
     if (skl_is_indexer(p))
         skl_select_indexer(s);

@@ -126,7 +126,7 @@ __device__ inline void sum_keys(skl_row_state (&state)[M][2], const forward_para
                 for (int half = 0; half < 2; half++) {
                     const range32 sees = memory.visible.of(acc_row<M>(m, half));
                     add_with_max<true, BLOCKS>(state[m][half], x.at[m], scale_a, y.at[m], scale_b, half,
-                                       {sees.begin - first - row, sees.end - first - row});
+                                               {sees.begin - first - row, sees.end - first - row});
                 }
         }
     }
