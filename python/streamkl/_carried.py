@@ -106,7 +106,7 @@ class Carried(torch.autograd.Function):
         q, k, v, output, lse = ctx.saved_tensors
         slot, term = ctx.slot, ctx.slot.term
         if slot.kl is not None:
-            raise RuntimeError("streamkl.attention: the backward runs once, and frees the teacher: no retain_graph=True")
+            raise RuntimeError("streamkl.attention: the backward runs once and frees the teacher: no retain_graph=True")
         scale = 1.0 if slot.inject else grad_loss
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output
         if term is None or scale is None:
@@ -284,7 +284,7 @@ def check_call(q_t, k_t, q, k, v, lse_t, lengths, options) -> None:
 def _weight_of_rows(q, k, kl_weight, row_weight, reduction, lengths, options) -> torch.Tensor:
     """The factor of each KL in the loss, f32: one number, or one per row."""
     if isinstance(kl_weight, torch.Tensor) and (kl_weight.numel() != 1 or kl_weight.requires_grad):
-        raise ValueError("kl_weight: must be a number, or a tensor with one element and without a gradient; row_weight weighs rows")
+        raise ValueError("kl_weight: must be a number, or a tensor of one element without a gradient; row_weight weights rows")
     weight = torch.as_tensor(kl_weight, dtype=torch.float32, device=q.device).reshape(())
     if row_weight is not None:
         row_weight = expand_weight(row_weight, q, lengths, options)
