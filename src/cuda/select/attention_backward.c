@@ -87,8 +87,6 @@ static const char *why_apart(const choice *s, const skl_cuda_kernel **kernel)
         return "no queries or no keys: the KL and the attention backward apart";
     if (s->plan->deterministic)
         return "deterministic: the KL and the attention backward apart";
-    if (p->sinks && s->rows)
-        return "rows with sinks: the KL and the attention backward apart";
     const skl_attention *const of = s->call->attention;
     if (!skl_select_tma_reads(p->dtype_s, &of->v_s, p->dim_s, p->key_heads_s, skl_key_rows(p)) ||
         !skl_select_tma_reads(p->dtype_s, &of->o_s, p->dim_s, p->heads_s, skl_query_rows(p)) ||
