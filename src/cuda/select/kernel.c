@@ -59,8 +59,11 @@ static bool fits_problem(const skl_cuda_kernel *kernel, const skl_problem *p)
 {
     if (kernel == skl_cuda_general)
         return true;
-    if (skl_select_has_two_terms(kernel)) /* rows of any type and size */
-        return !skl_is_indexer(p) && !skl_select_is_attention_with_groups(p) && fits_attention(kernel, p);
+    /* Rows of any type and size. The attention backward of such rows runs on the general kernel: tensor cores
+     * truncate sums, so its logits would not match LSEs of a forward that they computed. */
+    if (skl_select_has_two_terms(kernel))
+        return !skl_is_indexer(p) && !skl_select_is_attention_with_groups(p) && (p->gradients & SKL_DV_S) == 0 &&
+               fits_attention(kernel, p);
     if (p->dtype_t != kernel->dtype || p->dtype_s != kernel->dtype || !fits_copies(p->dim_t) ||
         !fits_copies(p->dim_s))
         return false;
@@ -131,6 +134,8 @@ static const char *why_general(const skl_problem *p)
     const bool of_16_bits = p->dtype_t == p->dtype_s && p->dtype_t != SKL_F32;
     if (!of_16_bits && groups)
         return "f32 or mixed types with teacher groups: no tensor cores; bf16 or f16 has them";
+    if (!of_16_bits && p->gradients & SKL_DV_S)
+        return "f32 or mixed types with an attention backward: no tensor cores; bf16 or f16 has them";
     if (!of_16_bits && skl_max(p->dim_t, p->dim_s) > SKL_TWO_TERM_DIM_MAX)
         return "f32 or mixed types with a head size above 128: no tensor cores; bf16 or f16 has them";
     if (!of_16_bits)

@@ -227,7 +227,7 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
     }
 
     /* Tensor cores truncate their sums. So a stage has its own, in the registers of the logits, and they are added to
-     * the gradient here. The same for the sums of the KL: an f32 sum over all keys has three times the error. */
+     * the gradient here. The same for the sums of the KL: an f32 sum loses digits as a row grows. */
     template <bool MASKED> __device__ void add_two_term_gradient(const argument_logits &logits, int stage)
     {
         float values[8][4], largest[2] = {};
