@@ -43,6 +43,24 @@ class Term:
         return self.unpacked(self.row_weight, kl.shape[0]) if self.row_weight.dim() else self.row_weight
 
 
+class Slot:
+    """What the backward of an attention reads and writes. It does not refer to the graph, which refers to it."""
+
+    def __init__(self, inject: bool) -> None:
+        self.inject = inject  # the weight of the KL does not depend on an upstream gradient
+        self.term: Term | None = None  # None: the backward is that of the attention alone
+        self.kl: torch.Tensor | None = None  # after the backward
+        self._value: torch.Tensor | None = None
+
+    def finish(self, kl: torch.Tensor, weight: torch.Tensor) -> None:
+        """Keeps the result and frees the teacher."""
+        self.kl, self._value, self.term = kl, torch.where(weight == 0, 0.0, kl * weight).sum(), None
+
+    def value(self) -> torch.Tensor:
+        """The weighted KLs, added up; NaN before the backward."""
+        return torch.tensor(torch.nan) if self._value is None else self._value
+
+
 class CarriedKL:
     """The KL that an attention carries. Its value comes with the backward.
 
@@ -51,49 +69,33 @@ class CarriedKL:
             the KL has the weight that this loss has: a loss scale, or a factor of gradient accumulation.
     """
 
-    def __init__(self, inject: bool) -> None:
-        self.loss: torch.Tensor | None = None
-        self._inject = inject
-        self._term: Term | None = None
-        self._kl: torch.Tensor | None = None
-        self._value: torch.Tensor | None = None
+    def __init__(self, loss: torch.Tensor, slot: Slot) -> None:
+        self.loss, self.slot = loss, slot
 
     @property
     def is_ready(self) -> bool:
         """Whether the backward has run."""
-        return self._kl is not None
+        return self.slot.kl is not None
 
     @property
     def kl(self) -> torch.Tensor:
         """The KL of each row, f32 ``[batch, heads, len_q]``, packed ``[heads, total_q]``, not weighted."""
-        if self._kl is None:
+        if self.slot.kl is None:
             raise RuntimeError("streamkl.attention: the KL comes with the backward, which has not run")
-        return self._kl
-
-    def bind(self, term: Term) -> None:
-        """Sets what the backward adds. Without it, that is the backward of the attention alone."""
-        self._term = term
-
-    @property
-    def is_bound(self) -> bool:
-        return self._term is not None
+        return self.slot.kl
 
     def value(self) -> torch.Tensor:
         """The value of the KL in the loss: the weighted KLs, added up; NaN before the backward."""
-        return torch.tensor(torch.nan) if self._value is None else self._value
-
-    def finish(self, kl: torch.Tensor, weight: torch.Tensor) -> None:
-        """Keeps the result and frees the teacher."""
-        self._kl, self._value, self._term = kl, torch.where(weight == 0, 0.0, kl * weight).sum(), None
+        return self.slot.value()
 
 
 class Carried(torch.autograd.Function):
-    """Runs `compute` (q, k, v) -> (output, lse or None). The backward is that of this attention and of the KL in `handle`."""
+    """Runs `compute` (q, k, v) -> (output, lse or None). The backward is that of this attention and of the KL in `slot`."""
 
     @staticmethod
-    def forward(ctx, q, k, v, handle: CarriedKL, compute: Callable):
+    def forward(ctx, q, k, v, slot: Slot, compute: Callable):
         output, lse = compute(q, k, v)
-        ctx.handle, ctx.compute = handle, compute
+        ctx.slot, ctx.compute = slot, compute
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, output, lse)
         return output, q.new_zeros((), dtype=torch.float32)
@@ -102,10 +104,10 @@ class Carried(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_output, grad_loss):
         q, k, v, output, lse = ctx.saved_tensors
-        handle, term = ctx.handle, ctx.handle._term
-        if handle.is_ready:
-            raise RuntimeError("streamkl.attention: the backward runs once, and frees the teacher: no retain_graph=True")
-        scale = 1.0 if handle._inject else grad_loss
+        slot, term = ctx.slot, ctx.slot.term
+        if slot.kl is not None:
+            raise RuntimeError("streamkl.attention: the backward runs once and frees the teacher: no retain_graph=True")
+        scale = 1.0 if slot.inject else grad_loss
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output
         if term is None or scale is None:
             return *_own_backward(ctx.compute, q, k, v, grad_output), None, None
@@ -114,7 +116,7 @@ class Carried(torch.autograd.Function):
             kl, *gradients = _in_one_call(operands, term, v, output, grad_output)
         else:  # torch's backward is faster than general kernels
             kl, *gradients = _apart(operands, term, _own_backward(ctx.compute, q, k, v, grad_output))
-        handle.finish(kl, term.rows(kl))
+        slot.finish(kl, term.rows(kl))
         return *gradients, None, None
 
 
@@ -267,10 +269,10 @@ def attention(
     )  # fmt: skip
     check_call(q_t, k_t, q, k, v, lse_t, lengths, options)
     weight = _weight_of_rows(q, k, kl_weight, row_weight, reduction, lengths, options)
-    handle = CarriedKL(inject)
-    handle.bind(Term(q_t.detach(), k_t.detach(), None if lse_t is None else lse_t.detach(), weight, lengths, options))
-    out, handle.loss = Carried.apply(q, k, v, handle, lambda q, k, v: attend(q, k, v, lengths, options))
-    return out, handle
+    slot = Slot(inject)
+    slot.term = Term(q_t.detach(), k_t.detach(), None if lse_t is None else lse_t.detach(), weight, lengths, options)
+    out, loss = Carried.apply(q, k, v, slot, lambda q, k, v: attend(q, k, v, lengths, options))
+    return out, CarriedKL(loss, slot)
 
 
 def check_call(q_t, k_t, q, k, v, lse_t, lengths, options) -> None:
@@ -282,7 +284,7 @@ def check_call(q_t, k_t, q, k, v, lse_t, lengths, options) -> None:
 def _weight_of_rows(q, k, kl_weight, row_weight, reduction, lengths, options) -> torch.Tensor:
     """The factor of each KL in the loss, f32: one number, or one per row."""
     if isinstance(kl_weight, torch.Tensor) and (kl_weight.numel() != 1 or kl_weight.requires_grad):
-        raise ValueError("kl_weight: must be a number, or a tensor with one element and without a gradient; row_weight weighs rows")
+        raise ValueError("kl_weight: must be a number, or a tensor of one element without a gradient; row_weight weights rows")
     weight = torch.as_tensor(kl_weight, dtype=torch.float32, device=q.device).reshape(())
     if row_weight is not None:
         row_weight = expand_weight(row_weight, q, lengths, options)

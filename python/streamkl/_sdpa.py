@@ -61,9 +61,9 @@ def attend(q, k, v, lengths, options) -> tuple[torch.Tensor, torch.Tensor]:
     right = 0 if options.causal else options.window_right
     scale = options.scale_s or q.shape[-1] ** -0.5
     if is_plain and (options.causal or right < 0):
-        heads_first = [tensor if options.heads_first else tensor.transpose(1, 2) for tensor in (q, k, v)]
-        gqa = heads_first[0].shape[1] != heads_first[1].shape[1]
-        answer = sdpa_with_lse(*heads_first, causal=options.causal, scale=scale, gqa=gqa)
+        query, key, value = (tensor if options.heads_first else tensor.transpose(1, 2) for tensor in (q, k, v))
+        gqa = query.shape[1] != key.shape[1]
+        answer = sdpa_with_lse(query, key, value, causal=options.causal, scale=scale, gqa=gqa)
         if answer is not None:
             output, lse = answer
             return output if options.heads_first else output.transpose(1, 2), lse

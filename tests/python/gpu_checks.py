@@ -335,6 +335,35 @@ def check_sinks():
                 cases.assert_near("gradient of sinks", gradient, wanted, torch.float32, floor=1e-5)
 
 
+def exact_row(q, k_t, k_s):
+    """(KL, lse_t, lse_s) of one query in float64, a million keys at a time."""
+
+    def logits(keys):
+        return torch.cat([part.double() @ q.double() for part in keys.split(1 << 20)]) * q.numel() ** -0.5
+
+    x, y = logits(k_t), logits(k_s)
+    lse_t, lse_s = x.logsumexp(0), y.logsumexp(0)
+    return ((x - lse_t).exp() * (x - lse_t - (y - lse_s))).sum(), lse_t, lse_s
+
+
+def check_long_rows():
+    """Errors at 2^24 keys. Multiples of 2^-6 keep the logits exact; the KL is 4e-5."""
+    keys, rows, dim = 1 << 24, 4, 64
+    for dtype in torch.bfloat16, torch.float16:
+        q = torch.randint(-2, 3, (1, rows, 1, dim), device="cuda").to(dtype) / 2
+        k_t = torch.randint(-64, 65, (1, keys, 1, dim), device="cuda", dtype=torch.int8).to(dtype) / 64
+        k_s = k_t + torch.randint(-1, 2, (1, keys, 1, dim), device="cuda", dtype=torch.int8).to(dtype) / 64
+        tensors = (q, k_t, q, k_s, None, None, None, None)
+        lengths, options = (None,) * 5, Options(gradients=DQ_S)
+        kl, lse_t, lse_s = torch.ops.streamkl.forward(*tensors, None, lib.KL | lib.LSE_T | lib.LSE_S, *lengths, *options)
+        one_pass, _ = torch.ops.streamkl.forward_backward(*tensors, lse_t, lse_s, None, lib.KL, *lengths, *options)
+        for row in range(rows):
+            exact = exact_row(q[0, row, 0], k_t[0, :, 0], k_s[0, :, 0])
+            found = [result.flatten()[row].item() for result in (kl, lse_t, lse_s, one_pass)]
+            errors = [abs(value - right.item()) for value, right in zip(found, (*exact, exact[0]))]
+            assert max(errors) <= 2e-6, (dtype, row, errors)
+
+
 def check_lengths_beyond_int32():
     """They do not wrap: a GPU limits them to the tensors."""
     tensors = make_tensors(device="cuda")

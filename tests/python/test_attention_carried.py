@@ -1,5 +1,7 @@
 """streamkl.attention: its output is torch's, its gradients are those of the attention and of the KL."""
 
+import weakref
+
 import pytest
 import torch
 from carried_cases import CASES, Call, assert_gradients, assert_near, check_against_the_reference
@@ -142,6 +144,14 @@ def test_only_some_gradients():
     assert call.k.grad is None
     assert_near(call.q.grad, expected[0], 2e-6)
     assert_near(call.v.grad, expected[2], 2e-6)
+
+
+def test_a_graph_without_a_backward_is_freed():
+    call = Call(causal=True)
+    out, handle = call.attention()
+    alive = weakref.ref(handle.slot)
+    del out, handle
+    assert alive() is None
 
 
 ERRORS = {

@@ -55,12 +55,12 @@ def test_equals_kl_from_attentions(pair, padding):
 
 
 def test_lses_lead_to_one_pass(monkeypatch):
-    from streamkl import attention
+    from streamkl import _attention_kl
 
     torch.manual_seed(0)
     calls = []
     monkeypatch.setattr(
-        attention.OnePass, "apply", lambda *a: calls.append(a) or (torch.zeros((), requires_grad=True),)
+        _attention_kl.OnePass, "apply", lambda *a: calls.append(a) or (torch.zeros((), requires_grad=True),)
     )
     student = llama()
     with AttentionDistiller(llama(), student) as distiller:

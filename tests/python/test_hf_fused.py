@@ -125,10 +125,10 @@ def test_the_output_is_unchanged_and_the_teacher_is_freed():
         assert torch.equal(logits, expected)
         loss = distiller.loss()
         assert loss.item() == 0 and distiller.last_loss.isnan()
-        handle = distiller._last[0][0]
-        assert handle.is_bound
+        slot = distiller._last[0][0]
+        assert slot.term is not None
         loss.backward()
-        assert handle.is_ready and not handle.is_bound and not distiller.last_loss.isnan()
+        assert slot.kl is not None and slot.term is None and not distiller.last_loss.isnan()
 
 
 def test_without_a_loss_it_is_the_plain_backward():

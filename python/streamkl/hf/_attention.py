@@ -14,7 +14,7 @@ import torch
 from transformers.integrations.sdpa_attention import repeat_kv, use_gqa_in_sdpa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .._carried import Carried, CarriedKL
+from .._carried import Carried, CarriedKL, Slot
 from .._sdpa import as_autocast, sdpa_with_lse
 from ._context import active_region
 
@@ -163,7 +163,7 @@ def _can_carry(query, key, value, dropout=0.0, **kwargs) -> bool:
 
 def _carried(module, query, key, value, attention_mask, causal, **kwargs):
     """(answer, lse, handle): the same answer, with a backward that adds the KL which the handle is given."""
-    handle, lses = CarriedKL(inject=False), []
+    slot, lses = Slot(inject=False), []
 
     def compute(q, k, v):
         answer, lse = _sdpa_with_lse(module, q, k, v, attention_mask, causal, **kwargs)
@@ -172,8 +172,8 @@ def _carried(module, query, key, value, attention_mask, causal, **kwargs):
         lses.append(lse)
         return answer[0].transpose(1, 2), lse
 
-    output, handle.loss = Carried.apply(query, key, value, handle, compute)
-    return (output.transpose(1, 2), None), lses[0], handle
+    output, loss = Carried.apply(query, key, value, slot, compute)
+    return (output.transpose(1, 2), None), lses[0], CarriedKL(loss, slot)
 
 
 # ---- torch's fused attention, with its LSE -------------------------------------------------------------------------

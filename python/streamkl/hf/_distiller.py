@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from .._carried import CarriedKL
+from .._carried import Slot
 from .._options import CpGrads, CpLayout, Direction, check_flags
 from . import _maps as maps
 from ._capture import Capture
@@ -116,7 +116,7 @@ class AttentionDistiller:
             raise ValueError(f"layer_weight={layer_weight!r}: must not be negative")
         self.cp_group, self.cp_layout, self.cp_grads = cp_group, cp_layout, cp_grads
         self._depth = 0
-        self._last: dict[int, list[torch.Tensor | CarriedKL]] = {}
+        self._last: dict[int, list[torch.Tensor | Slot]] = {}
 
     @property
     def last_losses(self) -> dict[int, torch.Tensor]:
@@ -131,7 +131,7 @@ class AttentionDistiller:
     @property
     def carried_layers(self) -> list[int]:
         """The student layers whose KL in the last `loss()` comes with the backward."""
-        return [i for i, many in self._last.items() if any(isinstance(each, CarriedKL) for each in many)]
+        return [i for i, many in self._last.items() if any(isinstance(each, Slot) for each in many)]
 
     # ---- Attaching -----------------------------------------------------------------------------------------------------
 
@@ -206,7 +206,7 @@ class AttentionDistiller:
             else:
                 loss = handle.loss
             by_layer.setdefault(i, []).append(loss)
-            self._last.setdefault(i, []).append(loss.detach() if handle is None else handle)
+            self._last.setdefault(i, []).append(loss.detach() if handle is None else handle.slot)
         losses = {i: torch.stack(many).mean() for i, many in by_layer.items()}
         first = next(iter(losses))
         losses[first] = reach_everything(losses[first], self.student.model, self.student.output)
@@ -303,8 +303,8 @@ class AttentionDistiller:
         return counted.float() if row_weight is None else counted * row_weight
 
 
-def _value_of(last: torch.Tensor | CarriedKL) -> torch.Tensor:
-    return last.value() if isinstance(last, CarriedKL) else last
+def _value_of(last: torch.Tensor | Slot) -> torch.Tensor:
+    return last.value() if isinstance(last, Slot) else last
 
 
 def _checked_share(share: float) -> float:

@@ -99,8 +99,10 @@ class Pair:
         """Gives this KL to the backward of the student's attention. None: that cannot carry it."""
         handle = self.s.handle
         has_sinks = self.sinks == "both" and (self.t.sink is not None or self.s.sink is not None)
-        if handle is None or handle.is_bound or self.heads is not None or has_sinks or not self._lses_cover_the_same(cache):
+        if handle is None or handle.slot.term is not None or self.heads is not None or has_sinks:
             return None
+        if not self._lses_cover_the_same(cache):
+            return None  # the student's attention has other keys than the KL
         (q_t, k_t, q_s, k_s), options, rows = self.arguments(cache)
         if cache.padding(self.t.padding, self.s.padding) is not None or rows.bounds is not None:
             return None  # rows of padding may have gradients too
@@ -108,7 +110,8 @@ class Pair:
         mean, _ = rows.mean(weight, heads=q_s.shape[-3])
         lse_t = options.pop("lse_t")
         del options["lse_s"]  # the backward has it
-        handle.bind(term_of(q_t, k_t, q_s, k_s, lse_t, direction, **mean, **options, packs_batch=rows.queries is not None))
+        packs_batch = rows.queries is not None
+        handle.slot.term = term_of(q_t, k_t, q_s, k_s, lse_t, direction, **mean, **options, packs_batch=packs_batch)
         return handle
 
     def _of_shards(self, options: dict[str, Any], rows: Rows) -> dict[str, Any]:
