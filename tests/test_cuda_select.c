@@ -226,6 +226,29 @@ static void test_attention_backward_apart_from_the_kl(void **state)
                      "no kernel of this type and head size carries the KL");
 }
 
+static bool runs_on_hopper(const test_case *c)
+{
+    const skl_problem problem = case_problem(c);
+    skl_plan *const plan = test_plan(&problem, NULL, 0);
+    const bool hopper = strncmp(skl_plan_kernel(plan), "cuda_sm90", strlen("cuda_sm90")) == 0;
+    skl_plan_destroy(plan);
+    return hopper;
+}
+
+static void test_attention_backward_with_the_kl_on_hopper(void **state)
+{
+    (void)state;
+    test_case c = {"carried", SHAPE(1, 64, 64), HEADS(2, 2), DIMS(128, 64), TYPES(BF16, BF16), ATTENTION};
+    if (!runs_on_hopper(&c))
+        skip();
+    assert_reason_of(SKL_OP_ATTENTION_BACKWARD, &c, "forward: cuda_sm90", "1 split");
+    assert_reason_of(SKL_OP_ATTENTION_BACKWARD, &c,
+                     "dq_s, dk_s and dv_s: cuda_sm90_bf16_attention, attention backward with KL", "1 split");
+    c.dtype_t = c.dtype_s = SKL_F16;
+    assert_reason_of(SKL_OP_ATTENTION_BACKWARD, &c, "dv_s: cuda_general, attention backward, dv",
+                     "no kernel of this type and head size carries the KL");
+}
+
 static void test_old_kernel_names_are_accepted(void **state)
 {
     (void)state;
@@ -250,6 +273,7 @@ int main(void)
         cmocka_unit_test(test_problems_that_tensor_cores_do_not_do),
         cmocka_unit_test(test_pairs_of_head_sizes),
         cmocka_unit_test(test_attention_backward_apart_from_the_kl),
+        cmocka_unit_test(test_attention_backward_with_the_kl_on_hopper),
         cmocka_unit_test(test_old_kernel_names_are_accepted),
         cmocka_unit_test(test_every_case_runs_the_kernels_that_are_explained),
     };

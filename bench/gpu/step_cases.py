@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
-NO_LOSS, GIVEN, COMPUTED, CARRIED = "no loss", "LSEs given", "LSEs computed", "carried"
+NO_LOSS, GIVEN, COMPUTED = "no loss", "LSEs given", "LSEs computed"
+CARRIED, GRADIENT_ONLY = "carried", "carried, no value"
 DISTILLER, FUSED_DISTILLER = "AttentionDistiller", "AttentionDistiller, fused"
 LAYERS, HUGGING_FACE = "layers", "hugging face"
-VARIANTS = {LAYERS: (NO_LOSS, GIVEN, COMPUTED, CARRIED), HUGGING_FACE: (NO_LOSS, DISTILLER, FUSED_DISTILLER)}
+VARIANTS = {LAYERS: (NO_LOSS, GIVEN, COMPUTED, CARRIED, GRADIENT_ONLY), HUGGING_FACE: (NO_LOSS, DISTILLER, FUSED_DISTILLER)}
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import torch
 
 import streamkl
 
-from .step_cases import CARRIED, COMPUTED, DISTILLER, FUSED_DISTILLER, GIVEN, NO_LOSS
+from .step_cases import CARRIED, DISTILLER, FUSED_DISTILLER, GIVEN, GRADIENT_ONLY, LAYERS, NO_LOSS, VARIANTS
 
 ATEN = torch.ops.aten
 
@@ -45,7 +45,7 @@ class Layer(torch.nn.Module):
         self.gate, self.up = linear(model.hidden, model.mlp), linear(model.hidden, model.mlp)
         self.down = linear(model.mlp, model.hidden)
 
-    def forward(self, x, teacher=None, kl_weight=1.0):
+    def forward(self, x, teacher=None, **carried):
         """The output, and the queries, keys and LSE of the attention, which carries the KL to those of a `teacher`."""
         normed = self.norm(x)
         q, k, v = (project(normed).unflatten(-1, (-1, self.model.dim)).transpose(1, 2) for project in (self.q, self.k, self.v))
@@ -54,7 +54,7 @@ class Layer(torch.nn.Module):
         else:
             q_t, k_t, lse_t = teacher
             attended, lse = streamkl.attention(
-                q, k, v, q_t=q_t, k_t=k_t, lse_t=lse_t, causal=True, layout="bhnd", kl_weight=kl_weight
+                q, k, v, q_t=q_t, k_t=k_t, lse_t=lse_t, causal=True, layout="bhnd", **carried
             )
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         normed = self.mlp_norm(x)
@@ -66,10 +66,10 @@ class Stack(torch.nn.Module):
         super().__init__()
         self.layers = torch.nn.ModuleList(Layer(model, attention) for _ in range(layers))
 
-    def forward(self, x, keeps, teacher=None):
+    def forward(self, x, keeps, teacher=None, kl_value=True):
         kept = []
         for number, layer in enumerate(self.layers):
-            x, attention = layer(x, teacher and teacher[number], 1 / len(self.layers))
+            x, attention = layer(x, teacher and teacher[number], kl_weight=1 / len(self.layers), kl_value=kl_value)
             if keeps:
                 kept.append(attention)
         return x, kept
@@ -86,8 +86,10 @@ def layer_steps(setup, device, attention):
     def step(variant):
         with torch.no_grad():
             _, kept_t = teacher(tokens_t, variant != NO_LOSS)
-        is_carried = variant == CARRIED
-        output, kept_s = student(tokens_s, variant != NO_LOSS and not is_carried, kept_t if is_carried else None)
+        if variant in (CARRIED, GRADIENT_ONLY):
+            output, kept_s = student(tokens_s, False, kept_t, kl_value=variant == CARRIED)
+        else:
+            output, kept_s = student(tokens_s, variant != NO_LOSS)
         loss = output.float().square().mean()
         for (q_t, k_t, lse_t), (q_s, k_s, lse_s) in zip(kept_t, kept_s):
             lses = dict(lse_t=lse_t, lse_s=lse_s) if variant == GIVEN else {}
@@ -96,7 +98,7 @@ def layer_steps(setup, device, attention):
         student.zero_grad()
         return loss.detach()
 
-    return {variant: lambda variant=variant: step(variant) for variant in (NO_LOSS, GIVEN, COMPUTED, CARRIED)}
+    return {variant: lambda variant=variant: step(variant) for variant in VARIANTS[LAYERS]}
 
 
 # ---- Models of transformers ----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from ._attention_kl import divide_by_rows, expand_weight
 from ._checks import check_attention, describe
 from ._ops import carries_kl, specs_of
 from ._options import Direction, Layout, Lengths, check_flags, refuse_transforms, translate
-from ._problem import DK_S, DQ_S, DV_S
+from ._problem import DK_S, DQ_S, DV_S, KL_REVERSE
 from ._sdpa import as_autocast, attend
 
 GRADIENTS = DQ_S | DK_S | DV_S
@@ -29,6 +29,7 @@ class Term:
     row_weight: torch.Tensor  # f32, [batch, heads_s, len_q] or packed [heads_s, total_q]
     lengths: Lengths
     options: Any  # Options
+    with_value: bool = True  # the backward computes the KL of each row
     packs_batch: bool = False  # lengths are those of packed sequences, in which the rows of the batch follow each other
 
     def packed(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -37,6 +38,11 @@ class Term:
 
     def unpacked(self, tensor: torch.Tensor, batch: int) -> torch.Tensor:
         return tensor.unflatten(1, (batch, -1)).transpose(0, 1) if self.packs_batch else tensor
+
+    @property
+    def row_vectors(self) -> int:
+        """Bits of _library. Gradients of KL(S || P) need the KL."""
+        return lib.KL if self.with_value or self.options.direction == KL_REVERSE else 0
 
     def rows(self, kl: torch.Tensor) -> torch.Tensor:
         """The weights, in the layout of the call."""
@@ -49,12 +55,17 @@ class Slot:
     def __init__(self, inject: bool) -> None:
         self.inject = inject  # the weight of the KL does not depend on an upstream gradient
         self.term: Term | None = None  # None: the backward is that of the attention alone
-        self.kl: torch.Tensor | None = None  # after the backward
+        self.is_done = False  # the backward has run
+        self.kl: torch.Tensor | None = None  # after the backward, if the term asks for it
         self._value: torch.Tensor | None = None
 
-    def finish(self, kl: torch.Tensor, weight: torch.Tensor) -> None:
-        """Keeps the result and frees the teacher."""
-        self.kl, self._value, self.term = kl, torch.where(weight == 0, 0.0, kl * weight).sum(), None
+    def finish(self, rows: list[torch.Tensor]) -> None:
+        """Keeps the KL, if it was computed, and frees the teacher."""
+        assert self.term is not None
+        for kl in rows:
+            weight = self.term.rows(kl)
+            self.kl, self._value = kl, torch.where(weight == 0, 0.0, kl * weight).sum()
+        self.is_done, self.term = True, None
 
     def value(self) -> torch.Tensor:
         """The weighted KLs, added up; NaN before the backward."""
@@ -75,13 +86,15 @@ class CarriedKL:
     @property
     def is_ready(self) -> bool:
         """Whether the backward has run."""
-        return self.slot.kl is not None
+        return self.slot.is_done
 
     @property
     def kl(self) -> torch.Tensor:
         """The KL of each row, f32 ``[batch, heads, len_q]``, packed ``[heads, total_q]``, not weighted."""
-        if self.slot.kl is None:
+        if not self.slot.is_done:
             raise RuntimeError("streamkl.attention: the KL comes with the backward, which has not run")
+        if self.slot.kl is None:
+            raise RuntimeError("streamkl.attention: kl_value=False leaves out the KL of each row")
         return self.slot.kl
 
     def value(self) -> torch.Tensor:
@@ -105,7 +118,7 @@ class Carried(torch.autograd.Function):
     def backward(ctx, grad_output, grad_loss):
         q, k, v, output, lse = ctx.saved_tensors
         slot, term = ctx.slot, ctx.slot.term
-        if slot.kl is not None:
+        if slot.is_done:
             raise RuntimeError("streamkl.attention: the backward runs once and frees the teacher: no retain_graph=True")
         scale = 1.0 if slot.inject else grad_loss
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output
@@ -113,11 +126,11 @@ class Carried(torch.autograd.Function):
             return *_own_backward(ctx.compute, q, k, v, grad_output), None, None
         operands = _Operands.of(term, q, k, lse, scale)
         if term.options.deterministic or carries_kl(*operands):
-            kl, *gradients = _in_one_call(operands, term, v, output, grad_output)
+            *rows, dq, dk, dv = _in_one_call(operands, term, v, output, grad_output)
         else:  # torch's backward is faster than general kernels
-            kl, *gradients = _apart(operands, term, _own_backward(ctx.compute, q, k, v, grad_output))
-        slot.finish(kl, term.rows(kl))
-        return *gradients, None, None
+            *rows, dq, dk, dv = _apart(operands, term, _own_backward(ctx.compute, q, k, v, grad_output))
+        slot.finish(rows)
+        return dq, dk, dv, None, None
 
 
 def _own_backward(compute, q, k, v, grad_output):
@@ -155,31 +168,31 @@ class _Operands(NamedTuple):
 
 
 def _in_one_call(operands: _Operands, term: Term, v, output, grad_output):
-    """[kl, dq, dk, dv]"""
+    """[kl, dq, dk, dv], or without the KL"""
     q_t, k_t, q_s, k_s, lse_t, lse_s, weight, lengths, options = operands
     of_values = map(term.packed, (v, output, grad_output))
     made = torch.ops.streamkl.attention_backward(
-        q_t, k_t, q_s, k_s, *of_values, lse_t, lse_s, weight, *lengths, *options
+        q_t, k_t, q_s, k_s, *of_values, lse_t, lse_s, weight, term.row_vectors, *lengths, *options
     )
     return [term.unpacked(each, v.shape[0]) for each in made]
 
 
 def _apart(operands: _Operands, term: Term, own):
-    """[kl, dq, dk, dv] from the attention's own gradients and a one-pass call, whose sum is rounded once."""
+    """The same from the attention's own gradients and a one-pass call, whose sum is rounded once."""
     q_t, k_t, q_s, k_s, lse_t, lse_s, weight, lengths, options = operands
     options = options._replace(gradients=DQ_S | DK_S, grad_f32=True)
     made = torch.ops.streamkl.forward_backward(
-        q_t, k_t, q_s, k_s, None, None, None, None, lse_t, lse_s, weight, lib.KL, *lengths, *options
+        q_t, k_t, q_s, k_s, None, None, None, None, lse_t, lse_s, weight, term.row_vectors, *lengths, *options
     )
-    kl, dq, dk = (term.unpacked(each, own[0].shape[0]) for each in made)
-    return [kl, (own[0] + dq).to(own[0].dtype), (own[1] + dk).to(own[1].dtype), own[2]]
+    *rows, dq, dk = (term.unpacked(each, own[0].shape[0]) for each in made)
+    return [*rows, (own[0] + dq).to(own[0].dtype), (own[1] + dk).to(own[1].dtype), own[2]]
 
 
-def term_of(q_t, k_t, q_s, k_s, lse_t, direction, *, row_weight, packs_batch, **options) -> Term:
+def term_of(q_t, k_t, q_s, k_s, lse_t, direction, *, row_weight, with_value, packs_batch, **options) -> Term:
     """The mean KL over rows, with the arguments of attention_kl."""
     lengths, translated = translate(GRADIENTS, direction=direction, **{**_NO_LENGTHS, **options})
     weight = _weight_of_rows(q_s, k_s, 1.0, row_weight, "mean", lengths, translated)
-    return Term(q_t, k_t, lse_t, weight, lengths, translated, packs_batch)
+    return Term(q_t, k_t, lse_t, weight, lengths, translated, with_value, packs_batch)
 
 
 @torch._disable_dynamo  # the KL reaches its handle in the backward: a side effect that no graph has
@@ -193,6 +206,7 @@ def attention(
     lse_t: torch.Tensor | None = None,
     kl_weight: float | torch.Tensor = 1.0,
     inject: bool = True,
+    kl_value: bool = True,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
@@ -230,6 +244,7 @@ def attention(
         inject: ``True``: the gradient of the KL counts with ``kl_weight``, whatever the loss is. A loss scale belongs in
             ``kl_weight``: ``scaler.scale(torch.tensor(0.1, device=q.device))``. ``False``: ``handle.loss``, a scalar of value 0,
             is part of your loss, and its upstream gradient multiplies ``kl_weight``.
+        kl_value: the backward computes ``handle.kl``. On a GPU this takes a forward pass; without it there is only the gradient.
         causal: a query attends to no later key. The last query is aligned with the last key (bottom-right).
         window_size: as in :func:`streamkl.attention_kl`, like all options below. Off a GPU, or with f32, windows and lengths make
             the forward store the matrix of probabilities.
@@ -257,7 +272,7 @@ def attention(
         ValueError: an argument does not fit.
     """
     refuse_transforms("attention", q, k, v)
-    check_flags(inject=inject)
+    check_flags(inject=inject, kl_value=kl_value)
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction={reduction!r}: must be 'mean' or 'sum'")
     q, k, v = map(as_autocast, (q, k, v))
@@ -270,7 +285,8 @@ def attention(
     check_call(q_t, k_t, q, k, v, lse_t, lengths, options)
     weight = _weight_of_rows(q, k, kl_weight, row_weight, reduction, lengths, options)
     slot = Slot(inject)
-    slot.term = Term(q_t.detach(), k_t.detach(), None if lse_t is None else lse_t.detach(), weight, lengths, options)
+    lse_t = None if lse_t is None else lse_t.detach()
+    slot.term = Term(q_t.detach(), k_t.detach(), lse_t, weight, lengths, options, kl_value)
     out, loss = Carried.apply(q, k, v, slot, lambda q, k, v: attend(q, k, v, lengths, options))
     return out, CarriedKL(loss, slot)
 

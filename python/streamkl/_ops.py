@@ -43,7 +43,7 @@ for _name, _own in _OWN_ARGUMENTS.items():
 torch.library.define(
     "streamkl::attention_backward",
     "(Tensor q_t, Tensor k_t, Tensor q_s, Tensor k_s, Tensor v_s, Tensor o_s, Tensor do_s, Tensor lse_t, Tensor lse_s, "
-    f"Tensor? row_weight, {_LENGTHS}, {OPTIONS_SCHEMA}) -> Tensor[]",
+    f"Tensor? row_weight, int rows, {_LENGTHS}, {OPTIONS_SCHEMA}) -> Tensor[]",
     tags=_TAGS,
 )
 
@@ -171,17 +171,17 @@ def _forward_backward_fake(
 
 
 def _attention_backward(
-    q_t, k_t, q_s, k_s, v_s, o_s, do_s, lse_t, lse_s, row_weight, *lengths_and_options, execute=execute
+    q_t, k_t, q_s, k_s, v_s, o_s, do_s, lse_t, lse_s, row_weight, rows, *lengths_and_options, execute=execute
 ):
     tensors, (lengths, options) = (q_t, k_t, q_s, k_s, None, None, None, None), _parted(lengths_and_options)
     plan = _plan_for(*specs_of(tensors, lse_t, lse_s, row_weight, lengths, options))
     problem, copies = plan.problem, []
     check_attention((q_s, k_s), (v_s, o_s, do_s))
-    made, gradients = _new_rows(q_t, lib.KL, problem), _attention_gradients(q_s, k_s, v_s, problem)
+    made, gradients = _new_rows(q_t, rows, problem), _attention_gradients(q_s, k_s, v_s, problem)
     addresses = [address(gradient, problem) for gradient in gradients]
     of_values = (input_address(tensor, problem, copies) for tensor in (v_s, o_s, do_s))
     outputs = (
-        lib.pack_attention(*of_values, addresses[2]), lib.pack_rows(row_address(made[0])),
+        lib.pack_attention(*of_values, addresses[2]), _rows_struct(made, rows),
         lib.pack_gradients(dq_s=addresses[0], dk_s=addresses[1]),
     )  # fmt: skip
     call(plan, lib.ATTENTION_BACKWARD, tensors, lengths, outputs, lse_t, lse_s, grad_kl=row_weight, execute=execute)
@@ -189,12 +189,12 @@ def _attention_backward(
 
 
 def _attention_backward_fake(
-    q_t, k_t, q_s, k_s, v_s, o_s, do_s, lse_t, lse_s, row_weight, *lengths_and_options
+    q_t, k_t, q_s, k_s, v_s, o_s, do_s, lse_t, lse_s, row_weight, rows, *lengths_and_options
 ):
     tensors, (lengths, options) = (q_t, k_t, q_s, k_s, None, None, None, None), _parted(lengths_and_options)
     problem = describe_while_tracing(*specs_of(tensors, lse_t, lse_s, row_weight, lengths, options))
     check_attention((q_s, k_s), (v_s, o_s, do_s))
-    return [*_new_rows(q_t, lib.KL, problem), *_attention_gradients(q_s, k_s, v_s, problem)]
+    return [*_new_rows(q_t, rows, problem), *_attention_gradients(q_s, k_s, v_s, problem)]
 
 
 def carries_kl(q_t, k_t, q_s, k_s, lse_t, lse_s, row_weight, lengths, options) -> bool:

@@ -66,8 +66,10 @@ struct skl_cuda_launch {
     skl_output gradient;      /* backward of the student's attention: what a launch computes, and its type */
     skl_dtype gradient_dtype; /* and the f32 gradient of the KL that it adds, which may be the same */
     skl_output added;
-    float *output_dots; /* <do, o> of each row, in the workspace */
-    size_t states_at;   /* forward: offset of split states in the workspace */
+    float *output_dots;   /* <do, o> of each row, in the workspace */
+    skl_output dq_sums;   /* attention backward with KL: where it adds up dq in f32, in the workspace */
+    void *attention_rows; /* and what it reads per row, in the workspace */
+    size_t states_at;     /* forward: offset of split states in the workspace */
     size_t workspace_size;
     const char *reason; /* why this kernel and not another */
 };
@@ -124,6 +126,8 @@ enum {
     SKL_GROUP_DIM_MAX = 128,    /* head sizes with kernels for teacher groups, which are padded to 64 or 128 */
     SKL_GROUP_DIMS_MAX = 512,   /* of all teacher heads of a group: their queries stay in shared memory */
     SKL_CARRYING_DIM_MAX = 128, /* head sizes with an attention backward that carries the KL */
+    SKL_CARRYING_KEYS = 128,    /* per tile of such a backward */
+    SKL_CARRYING_ROW_SIZE = 16, /* bytes that it reads per query */
     SKL_GROUP_TILE = 128        /* queries of a tile, keys of a forward's stage */
 };
 

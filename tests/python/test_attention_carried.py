@@ -23,6 +23,22 @@ def test_apart(name, monkeypatch):
     check_against_the_reference(**CASES[name])
 
 
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("name", ["causal", "reverse"])
+def test_gradients_without_the_value(name, apart, monkeypatch):
+    if apart:
+        monkeypatch.setattr(streamkl._carried, "carries_kl", lambda *_: False)
+    call = Call(**CASES[name])
+    expected = call.reference(kl_weight=3000.0)[2]
+    out, handle = call.attention(kl_weight=3000.0, kl_value=False)
+    (out * call.upstream).sum().backward()
+    assert_gradients(call, expected)
+    assert handle.is_ready
+    if name == "causal":
+        with pytest.raises(RuntimeError, match="kl_value=False"):
+            handle.kl
+
+
 def test_given_lse_is_used():
     call = Call(causal=True)
     _, lse_t, _ = streamkl.attention_kl(call.q_t, call.k_t, call.q.detach(), call.k.detach(), return_lse=True, **call.options)

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
 from gpu import report, step_models, step_report, step_run  # noqa: E402
 from gpu.step_cases import (  # noqa: E402
-    CARRIED, COMPUTED, DISTILLER, FUSED_DISTILLER, GIVEN, HUGGING_FACE, LAYERS, NO_LOSS, Model, Setup,
+    CARRIED, COMPUTED, DISTILLER, FUSED_DISTILLER, GIVEN, GRADIENT_ONLY, HUGGING_FACE, LAYERS, NO_LOSS, Model, Setup,
 )  # fmt: skip
 
 TEACHER = Model(8, 2, 16, hidden=64, mlp=96)
@@ -38,8 +38,8 @@ def test_the_loss_of_layers_does_not_depend_on_where_the_lses_come_from(student,
     monkeypatch.setattr(streamkl, "attention_kl", lambda *tensors, **given: options.append(given) or own(*tensors, **given))
     steps = step_models.layer_steps(setup(LAYERS, student), "cpu", "cpu")
     losses = {variant: step().item() for variant, step in steps.items()}
-    assert list(losses) == [NO_LOSS, GIVEN, COMPUTED, CARRIED]
-    assert losses[CARRIED] == losses[NO_LOSS]  # the KL comes with the backward
+    assert list(losses) == [NO_LOSS, GIVEN, COMPUTED, CARRIED, GRADIENT_ONLY]
+    assert losses[CARRIED] == losses[GRADIENT_ONLY] == losses[NO_LOSS]  # the KL comes with the backward
     assert ["lse_s" in given and "lse_t" in given for given in options] == [True, True, False, False], "two layers each"
     assert losses[GIVEN] == pytest.approx(losses[COMPUTED], rel=1e-3)
     assert losses[GIVEN] > losses[NO_LOSS] * 1.0001
@@ -73,7 +73,7 @@ def test_a_run_goes_on_after_a_setup_that_fails(monkeypatch, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert not bench.is_right and "LSEs given failed: ValueError: q_t [1, 8, 24, 16]" in shown
     rows = report.read_csv(tmp_path / "step.csv", step_report.COLUMNS)
-    variants = [NO_LOSS, NO_LOSS, GIVEN, COMPUTED, CARRIED, NO_LOSS, DISTILLER, FUSED_DISTILLER]
+    variants = [NO_LOSS, NO_LOSS, GIVEN, COMPUTED, CARRIED, GRADIENT_ONLY, NO_LOSS, DISTILLER, FUSED_DISTILLER]
     assert [row["variant"] for row in rows] == variants
     assert [bool(row["percent"]) for row in rows] == [variant != NO_LOSS for variant in variants]
     assert "failed" in rows[0]["note"] and {row["attention"] for row in rows} == {"cpu", "sdpa"}

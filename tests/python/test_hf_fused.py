@@ -131,6 +131,14 @@ def test_the_output_is_unchanged_and_the_teacher_is_freed():
         assert slot.kl is not None and slot.term is None and not distiller.last_loss.isnan()
 
 
+def test_gradients_without_values():
+    teacher, student = models()
+    apart, _, _, _ = gradients(teacher, student, {})
+    fused, value, _, carried = gradients(teacher, student, {}, fused=True, fused_values=False)
+    assert carried == [0, 1] and value.isnan()
+    assert_same(fused, apart)
+
+
 def test_without_a_loss_it_is_the_plain_backward():
     teacher, student = models()
     expected, _, _, _ = gradients(teacher, student, {}, kl_weight=0.0)

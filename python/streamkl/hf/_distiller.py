@@ -58,6 +58,8 @@ class AttentionDistiller:
             after it. Needs ``attn_implementation="sdpa"`` without dropout, ``relations=("qk",)``, ``temperature=1`` and
             ``sample_rows=1``. A layer pair whose student attention cannot carry it is compared as without `fused`: padding,
             sinks, a ``head_map``, other visible keys, a second teacher layer, a compiled student, context parallelism.
+        fused_values: with `fused`, compute the KL as well, which takes a forward pass on a GPU. Without it `last_losses` of the
+            fused layers stay NaN. It may be changed between steps, to measure the KL now and then.
         sinks: ``"both"``: the attention sink of a layer is an outcome of both distributions, so both models or none must have
             sinks. ``"keys only"``: sinks are left out, and the KL is that of the conditional distributions on the keys.
         check_input: raise an error if teacher and student have read different tokens.
@@ -83,6 +85,7 @@ class AttentionDistiller:
         rows: Literal["all", "labels"] = "all",
         sample_rows: float = 1,
         fused: bool = False,
+        fused_values: bool = True,
         sinks: Sinks = "both",
         check_input: bool = True,
         cp_group: Any = None,
@@ -95,7 +98,7 @@ class AttentionDistiller:
         if self.teacher.model is self.student.model:
             raise ValueError("teacher: must be another model than the student; copy.deepcopy(student) makes one")
         self.layer_map, self.head_map = maps.layer_map_of(layer_map), maps.head_map_of(head_map)
-        check_flags(check_input=check_input, fused=fused)
+        check_flags(check_input=check_input, fused=fused, fused_values=fused_values)
         _check_choice("direction", direction, ("forward", "reverse"))
         _check_choice("attention", attention, ("self", "cross", "encoder"))
         _check_choice("rows", rows, ("all", "labels"))
@@ -108,7 +111,7 @@ class AttentionDistiller:
         self.direction, self.attention, self.relations = direction, attention, tuple(relations)
         self.temperature, self.rows, self.check_input = float(temperature), rows, check_input
         self.sample_rows, self.sinks = _checked_share(sample_rows), sinks
-        self.fused = fused
+        self.fused, self.fused_values = fused, fused_values
         if fused and (self.relations != ("qk",) or self.temperature != 1 or self.sample_rows != 1):
             raise ValueError("fused=True: needs relations=('qk',), temperature=1 and sample_rows=1")
         self.layer_weight = dict(layer_weight or {})
@@ -200,7 +203,7 @@ class AttentionDistiller:
         self._last = {}
         for (i, _), pair in pairs.items():
             may_carry = self.fused and not parallel and cache.share == 1
-            handle = pair.carry(weight, self.direction, cache) if may_carry else None
+            handle = pair.carry(weight, self.direction, cache, self.fused_values) if may_carry else None
             if handle is None:
                 loss = pair.loss(weight, self.direction, self.relations, self.temperature, cache, parallel)
             else:

@@ -95,7 +95,9 @@ class Pair:
         loss = torch.stack(losses).mean()
         return loss if temperature == 1.0 else loss * temperature**2
 
-    def carry(self, row_weight: torch.Tensor | None, direction: Direction, cache: RowCache) -> CarriedKL | None:
+    def carry(
+        self, row_weight: torch.Tensor | None, direction: Direction, cache: RowCache, with_value: bool
+    ) -> CarriedKL | None:
         """Gives this KL to the backward of the student's attention. None: that cannot carry it."""
         handle = self.s.handle
         has_sinks = self.sinks == "both" and (self.t.sink is not None or self.s.sink is not None)
@@ -110,8 +112,8 @@ class Pair:
         mean, _ = rows.mean(weight, heads=q_s.shape[-3])
         lse_t = options.pop("lse_t")
         del options["lse_s"]  # the backward has it
-        packs_batch = rows.queries is not None
-        handle.slot.term = term_of(q_t, k_t, q_s, k_s, lse_t, direction, **mean, **options, packs_batch=packs_batch)
+        how = dict(with_value=with_value, packs_batch=rows.queries is not None)
+        handle.slot.term = term_of(q_t, k_t, q_s, k_s, lse_t, direction, **mean, **options, **how)
         return handle
 
     def _of_shards(self, options: dict[str, Any], rows: Rows) -> dict[str, Any]:

@@ -14,18 +14,23 @@ static int64_t query_tiles(const skl_problem *p, int64_t tile_rows)
     return p->batch * p->heads_s * skl_ceil_div(p->len_q, tile_rows);
 }
 
-int32_t skl_select_head_group_for(const choice *s, int64_t tile_rows, int64_t bytes_a, int64_t bytes_b)
+int32_t skl_select_head_group_of(const choice *s, int64_t tiles, int64_t head_size)
 {
     const int64_t l2_share = (int64_t)25 << 20, small_part = 32, few_heads = 4;
+    /* Where tiles differ in length and are few, the last group would end late. A few heads at a time are enough to
+     * avoid that, and better than all of them if the rows of one do not fit. */
+    if (!has_no_window(&s->plan->problem) && tiles < 2 * small_part * s->plan->sm_count)
+        return (int32_t)(head_size > 2 * l2_share ? few_heads : SKL_HEAD_GROUP_MAX);
+    return (int32_t)skl_max(1, skl_min(SKL_HEAD_GROUP_MAX, l2_share / skl_max(1, head_size)));
+}
+
+int32_t skl_select_head_group_for(const choice *s, int64_t tile_rows, int64_t bytes_a, int64_t bytes_b)
+{
     const skl_problem *const p = &s->plan->problem;
     const skl_cuda_argument *const a = &s->params->a, *const b = &s->params->b;
     const int64_t size_a = p->len_k * a->dim * bytes_a, size_b = p->len_k * b->dim * bytes_b;
-    const int64_t head_size = size_a * skl_group_size(p) / a->heads_per_key + size_b / b->heads_per_key;
-    /* Where tiles differ in length and are few, the last group would end late. A few heads at a time are enough to
-     * avoid that, and better than all of them if the keys of one do not fit. */
-    if (!has_no_window(p) && query_tiles(p, tile_rows) < 2 * small_part * s->plan->sm_count)
-        return (int32_t)(head_size > 2 * l2_share ? few_heads : SKL_HEAD_GROUP_MAX);
-    return (int32_t)skl_max(1, skl_min(SKL_HEAD_GROUP_MAX, l2_share / skl_max(1, head_size)));
+    return skl_select_head_group_of(s, query_tiles(p, tile_rows),
+                                    size_a * skl_group_size(p) / a->heads_per_key + size_b / b->heads_per_key);
 }
 
 /* As many splits as `blocks` allow, with enough keys for each. */

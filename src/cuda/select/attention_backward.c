@@ -36,10 +36,22 @@ static size_t sums_at(const skl_plan *plan)
     return skl_aligned_size(skl_cuda_workspace_size(&kl_plan, SKL_OP_FORWARD_BACKWARD));
 }
 
+/* Of the kernel that does both: what it reads per row, a flag after that, and sums of dq. */
+static size_t rows_size(const skl_problem *p)
+{
+    return skl_aligned_size((size_t)skl_state_count(p) * SKL_CARRYING_ROW_SIZE + sizeof(int32_t));
+}
+
+static size_t carrying_size(const skl_problem *p)
+{
+    return rows_size(p) + skl_aligned_size((size_t)(skl_state_count(p) * p->dim_s) * sizeof(float));
+}
+
 size_t skl_select_attention_backward_size(const skl_plan *plan)
 {
     const skl_problem *const p = &plan->problem;
-    return sums_at(plan) + dots_size(p) + dq_size(p) + dk_size(p);
+    const size_t apart = sums_at(plan) + dots_size(p) + dq_size(p) + dk_size(p);
+    return apart > carrying_size(p) ? apart : carrying_size(p);
 }
 
 /* The one-pass call: its gradients are f32, in the workspace where those of the caller are not. */
@@ -71,6 +83,17 @@ static const char *why_apart(const choice *s, const skl_cuda_kernel **kernel)
         return "softcap: the KL and the attention backward apart";
     if (!skl_select_is_tma_kernel(s->kernel))
         return s->reason;
+    if (!s->some_rows || !s->some_keys)
+        return "no queries or no keys: the KL and the attention backward apart";
+    if (s->plan->deterministic)
+        return "deterministic: the KL and the attention backward apart";
+    if (p->sinks && s->rows)
+        return "rows with sinks: the KL and the attention backward apart";
+    const skl_attention *const of = s->call->attention;
+    if (!skl_select_tma_reads(p->dtype_s, &of->v_s, p->dim_s, p->key_heads_s, skl_key_rows(p)) ||
+        !skl_select_tma_reads(p->dtype_s, &of->o_s, p->dim_s, p->heads_s, skl_query_rows(p)) ||
+        !skl_select_tma_reads(p->dtype_s, &of->do_s, p->dim_s, p->heads_s, skl_query_rows(p)))
+        return "TMA cannot address v_s, o_s or do_s: the KL and the attention backward apart";
     *kernel = skl_select_carrying_kernel(p, s->kernel->capability);
     return *kernel == NULL ? "no kernel of this type and head size carries the KL" : NULL;
 }
@@ -118,6 +141,27 @@ static void add_output_gradients(const choice *s, const skl_gradients *of_kl, co
     }
 }
 
+/* The kernel that does both. Its tiles are keys: it has no KL of a row, which is a sum over tiles. */
+static void add_carrying(const choice *s, const skl_cuda_kernel *kernel)
+{
+    const skl_problem *const p = &s->plan->problem;
+    if (p->packed)
+        skl_select_add_tails(s);
+    if (s->rows)
+        skl_select_add_forward(s);
+    skl_cuda_launch *const launch =
+        skl_select_add(s, "dq_s, dk_s and dv_s", kernel, kernel->carrying, SKL_VARIANT_CARRYING, s->reason);
+    char *const rows = s->call->workspace;
+    launch->attention_rows = rows;
+    launch->dq_sums =
+        skl_output_contiguous(rows + rows_size(p), p->heads_s, p->packed ? p->total_q : p->len_q, p->dim_s);
+    launch->workspace_size = carrying_size(p);
+    const int64_t tiles = p->batch * p->key_heads_s * skl_ceil_div(p->len_k, SKL_CARRYING_KEYS);
+    const int64_t bytes = 2 * p->dim_t + (2 + 2 + 4) * p->dim_s; /* of a query: q_t; q_s, do_s and the sums of dq_s */
+    launch->head_group = skl_select_head_group_of(s, tiles, p->heads_s / p->key_heads_s * p->len_q * bytes);
+    launch->streams_queries = true;
+}
+
 void skl_select_attention_backward(const skl_plan *plan, const skl_call *call, skl_cuda_params *params,
                                    skl_cuda_launches *launches)
 {
@@ -125,7 +169,7 @@ void skl_select_attention_backward(const skl_plan *plan, const skl_call *call, s
     const skl_cuda_kernel *kernel = NULL;
     const char *const apart = why_apart(&both, &kernel);
     if (apart == NULL) {
-        skl_select_add(&both, "dq_s, dk_s and dv_s", kernel, kernel->carrying, SKL_VARIANT_CARRYING, both.reason);
+        add_carrying(&both, kernel);
         skl_select_add_bounds(&both, params);
         return;
     }

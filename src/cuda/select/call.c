@@ -171,12 +171,17 @@ choice skl_select_begin(const skl_plan *plan, const skl_call *call, skl_cuda_par
     return s;
 }
 
+void skl_select_add_tails(const choice *s)
+{
+    skl_select_add(s, "tails", skl_cuda_general, skl_cuda_clear_tails, SKL_VARIANT_CLEAR,
+                   "rows after the last packed sequence become 0");
+}
+
 void skl_select_kl(choice *s, skl_cuda_params *params)
 {
     const skl_problem *const p = &s->plan->problem;
     if (p->packed)
-        skl_select_add(s, "tails", skl_cuda_general, skl_cuda_clear_tails, SKL_VARIANT_CLEAR,
-                       "rows after the last packed sequence become 0");
+        skl_select_add_tails(s);
     if (skl_select_has_two_terms(s->kernel))
         skl_select_two_term_rows(s, params);
     if (skl_is_indexer(p))

@@ -89,6 +89,9 @@ bool skl_select_tma_reads(skl_dtype dtype, const skl_input *tensor, int64_t dim,
 choice skl_select_begin(const skl_plan *plan, const skl_call *call, skl_cuda_params *params,
                         skl_cuda_launches *launches);
 
+/* Adds the launch that clears what comes after the last packed sequence. */
+void skl_select_add_tails(const choice *s);
+
 /* Adds the launches of a call about the KL. */
 void skl_select_kl(choice *s, skl_cuda_params *params);
 
@@ -102,12 +105,14 @@ skl_cuda_launch *skl_select_add(const choice *s, const char *step, const skl_cud
 
 /* ---- attention.c --------------------------------------------------------------------------------------------- */
 
-/* Heads whose keys, and what else is streamed with them, fill half of the L2 cache: with more of them at once they
- * are read from memory again for every wave of tiles, and dk sums are read and written there. But where tiles differ
+/* Heads whose streamed rows, `head_size` bytes of a head, fill half of the L2 cache: with more of them at once they
+ * are read from memory again for every wave of tiles, and f32 sums are read and written there. But where tiles differ
  * in length, each group begins with its longest ones: there may be several groups only where the longest tile is a
- * small part of an SM's work.
- *
- * `bytes_a`, `bytes_b`: per element of an argument's keys, with what else is streamed for it. */
+ * small part of an SM's work. */
+int32_t skl_select_head_group_of(const choice *s, int64_t tiles, int64_t head_size);
+
+/* The same for tiles of queries. `bytes_a`, `bytes_b`: per element of an argument's keys, with what else is streamed
+ * for it. */
 int32_t skl_select_head_group_for(const choice *s, int64_t tile_rows, int64_t bytes_a, int64_t bytes_b);
 
 void skl_select_set_splits(skl_cuda_launch *launch, const skl_problem *p, int64_t tile_rows, int64_t blocks);

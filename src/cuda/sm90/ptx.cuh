@@ -211,11 +211,12 @@ __device__ inline uint64_t smem_descriptor(uint32_t operand)
 }
 
 /* c = a b, or c += a b if `add`: 64 x N += 64 x 16 . 16 x N. a is in registers or, like b, in shared memory.
- * MN_MAJOR: operands in shared memory are MN-major. */
+ * MN_MAJOR: operands in shared memory are MN-major; A_MN_MAJOR: a is, where it differs from b. */
 #define SKL_OUT_8(c, n)                                                                                              \
     "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3]), "+f"(c[n + 1][0]), "+f"(c[n + 1][1]),                \
         "+f"(c[n + 1][2]), "+f"(c[n + 1][3])
 #define SKL_OUT_32(c, n) SKL_OUT_8(c, n), SKL_OUT_8(c, n + 2), SKL_OUT_8(c, n + 4), SKL_OUT_8(c, n + 6)
+#define SKL_REGS_16      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define SKL_REGS_32                                                                                                  \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, "      \
     "%23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -272,11 +273,19 @@ __device__ inline uint64_t smem_descriptor(uint32_t operand)
                      : SKL_OUT_32(c, 0), SKL_OUT_32(c, 8), SKL_OUT_32(c, 16), SKL_OUT_32(c, 24)                      \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(MN_MAJOR));                 \
     }                                                                                                                \
-    template <bool MN_MAJOR> __device__ inline void wgmma(float(&c)[8][4], uint64_t a, uint64_t b, int add, element) \
+    template <bool MN_MAJOR, bool A_MN_MAJOR = MN_MAJOR>                                                             \
+    __device__ inline void wgmma(float(&c)[4][4], uint64_t a, uint64_t b, int add, element)                          \
     {                                                                                                                \
-        asm volatile(SKL_WGMMA("64", type, SKL_REGS_32, "%32, %33, add, 1, 1, %35, %35", "%34")                      \
+        asm volatile(SKL_WGMMA("32", type, SKL_REGS_16, "%16, %17, add, 1, 1, %19, %20", "%18")                      \
+                     : SKL_OUT_8(c, 0), SKL_OUT_8(c, 2)                                                              \
+                     : "l"(a), "l"(b), "r"(add), "n"(A_MN_MAJOR), "n"(MN_MAJOR));                                    \
+    }                                                                                                                \
+    template <bool MN_MAJOR, bool A_MN_MAJOR = MN_MAJOR>                                                             \
+    __device__ inline void wgmma(float(&c)[8][4], uint64_t a, uint64_t b, int add, element)                          \
+    {                                                                                                                \
+        asm volatile(SKL_WGMMA("64", type, SKL_REGS_32, "%32, %33, add, 1, 1, %35, %36", "%34")                      \
                      : SKL_OUT_32(c, 0)                                                                              \
-                     : "l"(a), "l"(b), "r"(add), "n"(MN_MAJOR));                                                     \
+                     : "l"(a), "l"(b), "r"(add), "n"(A_MN_MAJOR), "n"(MN_MAJOR));                                    \
     }                                                                                                                \
     template <bool MN_MAJOR>                                                                                         \
     __device__ inline void wgmma(float(&c)[12][4], uint64_t a, uint64_t b, int add, element)                         \
@@ -285,12 +294,12 @@ __device__ inline uint64_t smem_descriptor(uint32_t operand)
                      : SKL_OUT_32(c, 0), SKL_OUT_8(c, 8), SKL_OUT_8(c, 10)                                           \
                      : "l"(a), "l"(b), "r"(add), "n"(MN_MAJOR));                                                     \
     }                                                                                                                \
-    template <bool MN_MAJOR>                                                                                         \
+    template <bool MN_MAJOR, bool A_MN_MAJOR = MN_MAJOR>                                                             \
     __device__ inline void wgmma(float(&c)[16][4], uint64_t a, uint64_t b, int add, element)                         \
     {                                                                                                                \
-        asm volatile(SKL_WGMMA("128", type, SKL_REGS_64, "%64, %65, add, 1, 1, %67, %67", "%66")                     \
+        asm volatile(SKL_WGMMA("128", type, SKL_REGS_64, "%64, %65, add, 1, 1, %67, %68", "%66")                     \
                      : SKL_OUT_32(c, 0), SKL_OUT_32(c, 8)                                                            \
-                     : "l"(a), "l"(b), "r"(add), "n"(MN_MAJOR));                                                     \
+                     : "l"(a), "l"(b), "r"(add), "n"(A_MN_MAJOR), "n"(MN_MAJOR));                                    \
     }
 SKL_DEFINE_WGMMA(__nv_bfloat16, "bf16")
 SKL_DEFINE_WGMMA(__half, "f16")
@@ -302,6 +311,7 @@ SKL_DEFINE_WGMMA(__half, "f16")
 #undef SKL_REGS_64
 #undef SKL_REGS_48
 #undef SKL_REGS_32
+#undef SKL_REGS_16
 #undef SKL_OUT_32
 #undef SKL_OUT_8
 

@@ -1,0 +1,195 @@
+/* Memory-bound kernels around the attention backward that carries its KL. 16 lanes share a row, and a warp has
+ * several rows in flight. */
+#include "cuda/common/attention_rows.cuh"
+
+#include "base/convert.h"
+#include "cuda/common/ptx.cuh"
+#include "cuda/common/row_stats.cuh"
+
+constexpr int THREADS = 256, ROW_LANES = 16, ROWS = 2;            /* lanes of a row; rows of a lane in flight */
+constexpr int BLOCK_ROWS = THREADS / ROW_LANES * ROWS, OCTET = 8; /* elements of a lane */
+static_assert(ROW_LANES * OCTET >= SKL_CARRYING_DIM_MAX, "a row in one step");
+
+/* A row of one head of one batch. */
+struct row_position {
+    int64_t batch, head, row;
+};
+
+static __host__ __device__ int64_t rows_per_head(const skl_problem &p)
+{
+    return p.packed ? p.total_q : p.len_q;
+}
+
+/* Rows of a head are in x, heads of all batches in y. */
+static dim3 grid_for(const skl_problem &p)
+{
+    const int64_t y_max = 65535, x_max = 1 << 16; /* grid-stride loops do the rest */
+    const int64_t heads = (p.packed ? 1 : p.batch) * p.heads_s;
+    return dim3((unsigned)skl_min(x_max, skl_ceil_div(rows_per_head(p), BLOCK_ROWS)),
+                (unsigned)skl_min(y_max, heads));
+}
+
+/* Calls visit(positions, whether each exists) for the rows of these lanes, ROWS at a time. */
+template <typename VISIT> static __device__ void for_each_row(const skl_problem &p, VISIT visit)
+{
+    const int64_t rows = rows_per_head(p);
+    const unsigned heads = (unsigned)p.heads_s, all_heads = (unsigned)((p.packed ? 1 : p.batch) * p.heads_s);
+    for (unsigned head = blockIdx.y; head < all_heads; head += gridDim.y)
+        for (int64_t first = blockIdx.x * BLOCK_ROWS; first < rows; first += gridDim.x * BLOCK_ROWS) {
+            row_position at[ROWS];
+            bool exists[ROWS];
+#pragma unroll
+            for (int n = 0; n < ROWS; n++) {
+                const int64_t row = first + n * (THREADS / ROW_LANES) + threadIdx.x / ROW_LANES;
+                exists[n] = row < rows;
+                at[n] = {head / heads, head % heads, skl_min(row, rows - 1)};
+            }
+            visit(at, exists);
+        }
+}
+
+static __device__ float row_value(const skl_input &rows, const row_position &at)
+{
+    return ((const float *)rows.data)[SKL_ROW(rows, at.batch, at.head, at.row)];
+}
+
+/* dv of the keys after the last packed sequence. */
+static __device__ void clear_dv_tail(const attention_backward_params &params)
+{
+    const skl_problem &p = params.problem;
+    const skl_output &dv = params.of.dv_s;
+    if (!p.packed || dv.data == NULL)
+        return;
+    const int64_t begin = skl_max(0, skl_min(p.total_k, params.call.inputs.cu_seqlens_k[p.batch]));
+    for (int64_t head = blockIdx.y; head < p.key_heads_s; head += gridDim.y)
+        for (int64_t row = begin + blockIdx.x; row < p.total_k; row += gridDim.x)
+            for (int c = (int)threadIdx.x; c < (int)p.dim_s; c += THREADS)
+                skl_store(dv.data, skl_grad_dtype(&p, p.dtype_s), SKL_ROW(dv, 0, head, row) + c, 0.0F);
+}
+
+/* Rows of o and do are aligned for TMA. */
+static __device__ uint4 load_octet(const skl_input &tensor, const row_position &at, int c)
+{
+    const int64_t offset = SKL_ROW(tensor, at.batch, at.head, at.row) + c;
+    return *(const uint4 *)(const void *)((const uint16_t *)tensor.data + offset);
+}
+
+static __device__ float dot_of_pairs(uint32_t a, uint32_t b, skl_dtype dtype)
+{
+    const float2 x = dtype == SKL_BF16 ? unpack(a, __nv_bfloat16()) : unpack(a, __half());
+    const float2 y = dtype == SKL_BF16 ? unpack(b, __nv_bfloat16()) : unpack(b, __half());
+    return fmaf(x.x, y.x, x.y * y.y);
+}
+
+static __device__ attention_row stats_of(const attention_backward_params &params, const row_position &at, float dot)
+{
+    const skl_inputs &in = params.call.inputs;
+    const float weight = in.grad_kl.data != NULL ? row_value(in.grad_kl, at) : 1.0F;
+    if (weight < 0.0F)
+        *params.negative = 1;
+    return {tensor_core::lse2_of(row_value(in.lse_s, at)), dot - weight,
+            tensor_core::lse2_of(row_value(in.lse_t, at)) - log2f(fabsf(weight)), weight};
+}
+
+static __global__ void __launch_bounds__(THREADS)
+    prepare_rows(const __grid_constant__ attention_backward_params params)
+{
+    const skl_problem &p = params.problem;
+    const int lane = (int)threadIdx.x % ROW_LANES, c = lane * OCTET;
+    const bool inside = c < (int)p.dim_s;
+    clear_dv_tail(params);
+    for_each_row(p, [&](const row_position(&at)[ROWS], const bool(&exists)[ROWS]) {
+        uint4 o[ROWS], d_o[ROWS];
+#pragma unroll
+        for (int n = 0; n < ROWS; n++) {
+            o[n] = inside ? load_octet(params.of.o_s, at[n], c) : make_uint4(0, 0, 0, 0);
+            d_o[n] = inside ? load_octet(params.of.do_s, at[n], c) : make_uint4(0, 0, 0, 0);
+        }
+#pragma unroll
+        for (int n = 0; n < ROWS; n++) {
+            float dot = dot_of_pairs(o[n].x, d_o[n].x, p.dtype_s) + dot_of_pairs(o[n].y, d_o[n].y, p.dtype_s) +
+                        dot_of_pairs(o[n].z, d_o[n].z, p.dtype_s) + dot_of_pairs(o[n].w, d_o[n].w, p.dtype_s);
+#pragma unroll
+            for (int offset = ROW_LANES / 2; offset > 0; offset /= 2)
+                dot += __shfl_xor_sync(~0U, dot, offset);
+            if (!exists[n])
+                continue;
+            if (lane == 0)
+                params.rows[(at[n].batch * p.heads_s + at[n].head) * rows_per_head(p) + at[n].row] =
+                    stats_of(params, at[n], dot);
+            float4 *const sums = (float4 *)(void *)((float *)params.dq_sums.data +
+                                                    SKL_ROW(params.dq_sums, at[n].batch, at[n].head, at[n].row) + c);
+            if (inside)
+                sums[0] = sums[1] = make_float4(0.0F, 0.0F, 0.0F, 0.0F);
+        }
+    });
+}
+
+static __global__ void __launch_bounds__(THREADS) store_sums(const __grid_constant__ attention_backward_params params)
+{
+    const skl_problem &p = params.problem;
+    const skl_output &sums = params.dq_sums, &dq = params.call.gradients.dq_s;
+    const skl_dtype dtype = skl_grad_dtype(&p, p.dtype_s);
+    const int c = (int)threadIdx.x % ROW_LANES * OCTET;
+    const int64_t size = (int64_t)skl_dtype_size(dtype);
+    const bool aligned = size == 2 && ((uintptr_t)dq.data | (uintptr_t)(dq.stride_batch * size) |
+                                       (uintptr_t)(dq.stride_head * size) | (uintptr_t)(dq.stride_row * size)) %
+                                              16 ==
+                                          0;
+    if (c >= (int)p.dim_s)
+        return;
+    for_each_row(p, [&](const row_position(&at)[ROWS], const bool(&exists)[ROWS]) {
+        float4 even[ROWS], odd[ROWS]; /* dimensions */
+#pragma unroll
+        for (int n = 0; n < ROWS; n++) {
+            const float4 *const from =
+                (const float4 *)(const void *)((const float *)sums.data +
+                                               SKL_ROW(sums, at[n].batch, at[n].head, at[n].row) + c);
+            even[n] = from[0];
+            odd[n] = from[1];
+        }
+#pragma unroll
+        for (int n = 0; n < ROWS; n++) {
+            const float values[OCTET] = {even[n].x, odd[n].x, even[n].y, odd[n].y,
+                                         even[n].z, odd[n].z, even[n].w, odd[n].w};
+            const int64_t to = SKL_ROW(dq, at[n].batch, at[n].head, at[n].row) + c;
+            if (!exists[n])
+                continue;
+            uint32_t pairs[OCTET / 2];
+#pragma unroll
+            for (int i = 0; i < OCTET / 2 && aligned; i++) {
+                const float low = values[i * 2] * p.scale_s, high = values[i * 2 + 1] * p.scale_s;
+                pairs[i] = dtype == SKL_BF16 ? pack(low, high, __nv_bfloat16()) : pack(low, high, __half());
+            }
+            if (aligned)
+                *(uint4 *)(void *)((uint16_t *)dq.data + to) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+#pragma unroll
+            for (int i = 0; i < OCTET && !aligned; i++)
+                skl_store(dq.data, dtype, to + i, values[i] * p.scale_s);
+        }
+    });
+}
+
+attention_backward_params attention_backward_params_of(const skl_cuda_params *params, const skl_cuda_launch *launch)
+{
+    attention_row *const rows = (attention_row *)(void *)launch->attention_rows;
+    int32_t *const negative = (int32_t *)(void *)(rows + skl_state_count(&params->problem));
+    return {*params, *params->call.attention, rows, negative, launch->dq_sums, launch->head_group};
+}
+
+cudaError_t prepare_attention_rows(const attention_backward_params *params)
+{
+    const cudaError_t error = cudaMemsetAsync(params->negative, 0, sizeof *params->negative, params->call.stream);
+    if (error != cudaSuccess)
+        return error;
+    prepare_rows<<<grid_for(params->problem), THREADS, 0, params->call.stream>>>(*params);
+    return cudaPeekAtLastError();
+}
+
+cudaError_t store_dq_sums(const attention_backward_params *params)
+{
+    if (params->call.gradients.dq_s.data == NULL)
+        return cudaSuccess;
+    store_sums<<<grid_for(params->problem), THREADS, 0, params->call.stream>>>(*params);
+    return cudaPeekAtLastError();
+}

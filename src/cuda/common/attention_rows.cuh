@@ -1,0 +1,32 @@
+/* Rows around the attention backward that carries its KL: what its kernel reads per query, and f32 sums of dq. */
+#ifndef SKL_CUDA_COMMON_ATTENTION_ROWS_CUH
+#define SKL_CUDA_COMMON_ATTENTION_ROWS_CUH
+
+#include "cuda/common/params.cuh"
+
+/* What the kernel reads per query. LSEs are in base 2; the teacher's is minus log2 |g|, so that it gives |g| P. g is
+ * the weight of the row's KL, D = <do, o>. */
+struct alignas(16) attention_row {
+    float lse_b, shift; /* of the student, D - g */
+    float lse_a, weight;
+};
+static_assert(sizeof(attention_row) == SKL_CARRYING_ROW_SIZE, "cuda/select sizes the workspace");
+
+struct attention_backward_params : skl_cuda_params {
+    skl_attention of;    /* in the constant bank: call.attention is a host address */
+    attention_row *rows; /* [batch, heads_s, len_q], packed [heads_s, total_q] */
+    int32_t *negative;   /* whether a weight is negative */
+    skl_output dq_sums;  /* where the kernel adds up dq in f32, without its scale, in blocks of 8 dimensions:
+                          * first the even ones */
+    int32_t head_group;  /* key heads whose tiles run together */
+};
+
+attention_backward_params attention_backward_params_of(const skl_cuda_params *params, const skl_cuda_launch *launch);
+
+/* Computes the rows, and clears the sums. */
+cudaError_t prepare_attention_rows(const attention_backward_params *params);
+
+/* dq = scale sums, in dq's type. */
+cudaError_t store_dq_sums(const attention_backward_params *params);
+
+#endif

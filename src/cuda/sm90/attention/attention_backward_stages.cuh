@@ -1,0 +1,142 @@
+/* Shared memory of the attention backward that carries its KL, and its producer. */
+#ifndef SKL_CUDA_SM90_ATTENTION_ATTENTION_BACKWARD_STAGES_CUH
+#define SKL_CUDA_SM90_ATTENTION_ATTENTION_BACKWARD_STAGES_CUH
+
+#include "cuda/common/attention_rows.cuh"
+#include "cuda/sm90/attention/logit_gradients.cuh"
+
+namespace sm90
+{
+
+constexpr int TILE_KEYS = CONSUMERS * 64;
+constexpr int ATTENTION_BACKWARD_THREADS = 128 * (CONSUMERS + 1);
+
+/* Whether dk of a stage is multiplied during the exponentials of the next one. */
+template <int DIM> constexpr bool LATE_DK = DIM == 128;
+
+/* Barriers of a streamed tensor. */
+template <int COUNT> struct ring_barriers {
+    uint64_t full[COUNT], empty[COUNT];
+};
+
+/* Of two adjacent queries, so that a thread loads those of its columns at once. */
+struct alignas(16) stage_pair {
+    float lse_b[2], shift[2], lse_a[2], weight[2];
+};
+
+template <int DIM> struct attention_backward_smem {
+    static constexpr int DEPTH = DIM == 64 ? 4 : 2, Q_A_DEPTH = DIM == 64 ? 4 : 1;
+    smem_rows<DIM / 64> k_a, k_b, v;
+    row_stage<DIM> q_b[DEPTH], d_out[DEPTH], q_a[Q_A_DEPTH];
+    unsigned char ds[TILE_KEYS][128];                       /* [key][query] */
+    unsigned char dq[CONSUMERS][DIM / 64][STAGE_ROWS][128]; /* of a stage, f32: slabs of 32 dimensions */
+    stage_pair stats[DEPTH][STAGE_ROWS / 2];
+    ring_barriers<DEPTH> of_q_b;
+    ring_barriers<DEPTH> of_d_out; /* empty: of the stats, too */
+    uint64_t stats_full[DEPTH];
+    ring_barriers<Q_A_DEPTH> of_q_a;
+    uint64_t k_a_full, k_a_empty, keys_full, ds_empty;
+    skl_sequence sequence; /* in shared memory to save registers */
+    int first, count;      /* keys of the tile; those that exist */
+    int key_head, heads;   /* query heads that share the key head */
+    stage_schedule queries;
+    int queries_needed; /* up to the last one that attends to a key of the tile */
+    bounded_band visible;
+    int poisoned;            /* whether a key is not finite */
+    float poison[TILE_KEYS]; /* NaN for keys that are not finite, else 0 */
+};
+
+struct attention_backward_maps {
+    CUtensorMap q_a, q_b, d_out, k_a, k_b, v, dq_sums;
+};
+
+/* ---- Producer ----------------------------------------------------------------------------------------------- */
+
+template <int DIM>
+__device__ inline void load_rows(smem_rows<DIM / 64> &to, const CUtensorMap &map, int row, int head, int batch,
+                                 uint64_t &barrier)
+{
+#pragma unroll
+    for (int slab = 0; slab < DIM / 64; slab++)
+        tma_load(to.slabs[slab], map, slab * 64, row, head, batch, barrier);
+}
+
+/* Waits until stage n of a ring is free, and loads it. */
+template <int DIM, int DEPTH>
+__device__ inline void load_stage(row_stage<DIM> (&to)[DEPTH], ring_barriers<DEPTH> &barriers, const CUtensorMap &map,
+                                  int n, int row, int head, int batch)
+{
+    const int stage = n % DEPTH;
+    barrier_wait(barriers.empty[stage], n / DEPTH % 2 ^ 1);
+    barrier_expect_tx(barriers.full[stage], (int)sizeof to[stage]);
+#pragma unroll
+    for (int slab = 0; slab < DIM / 64; slab++)
+        tma_load(to[stage].slabs[slab], map, slab * 64, row, head, batch, barriers.full[stage]);
+}
+
+/* All loads of the block, issued by one warp. Stage n belongs to query head n / stages of those that share the key
+ * head. */
+template <int DIM>
+__device__ inline void produce(const attention_backward_params &params, const attention_backward_maps &maps,
+                               attention_backward_smem<DIM> &smem)
+{
+    const stage_schedule queries = warp_uniform(smem.queries);
+    const int batch = warp_uniform((int)smem.sequence.batch), heads = warp_uniform(smem.heads);
+    const int key_head = warp_uniform(smem.key_head), first_head = key_head * heads;
+    const int key_row = warp_uniform((int)smem.sequence.key_begin + smem.first);
+    const int heads_per_k_a = params.a.heads_per_key;
+    if (queries.stages == 0)
+        return;
+    barrier_expect_tx(smem.keys_full, smem.k_b.SIZE + smem.v.SIZE);
+    load_rows<DIM>(smem.k_b, maps.k_b, key_row, key_head, batch, smem.keys_full);
+    load_rows<DIM>(smem.v, maps.v, key_row, key_head, batch, smem.keys_full);
+    for (int h = 0, n = 0, k_a_loads = 0; h < heads; h++) {
+        const int head = first_head + h;
+        const bool new_k_a = h == 0 || head / heads_per_k_a != (head - 1) / heads_per_k_a;
+        for (int s = 0; s < queries.stages; s++, n++) {
+            const int row = queries.row_at(s);
+            load_stage<DIM>(smem.d_out, smem.of_d_out, maps.d_out, n, row, head, batch);
+            load_stage<DIM>(smem.q_b, smem.of_q_b, maps.q_b, n, row, head, batch);
+            if (s == 0 && new_k_a) {
+                barrier_wait(smem.k_a_empty, k_a_loads++ % 2 ^ 1);
+                barrier_expect_tx(smem.k_a_full, smem.k_a.SIZE);
+                load_rows<DIM>(smem.k_a, maps.k_a, key_row, head / heads_per_k_a, batch, smem.k_a_full);
+            }
+            load_stage<DIM>(smem.q_a, smem.of_q_a, maps.q_a, n, row, head, batch);
+        }
+    }
+}
+
+/* Row stats of all stages, by another warp. */
+template <int DIM>
+__device__ inline void produce_stats(const attention_backward_params &params, attention_backward_smem<DIM> &smem)
+{
+    const stage_schedule queries = warp_uniform(smem.queries);
+    const int heads = warp_uniform(smem.heads), needed = warp_uniform(smem.queries_needed);
+    const attention_row *const rows =
+        params.rows + skl_state_index(&params.problem, &smem.sequence, (int64_t)smem.key_head * heads, 0) +
+        queries.row - smem.sequence.query_begin;
+    const int64_t rows_per_head = params.problem.packed ? params.problem.total_q : params.problem.len_q;
+    for (int h = 0, n = 0; h < heads; h++)
+        for (int s = 0; s < queries.stages; s++, n++) {
+            const int stage = n % smem.DEPTH, first = queries.stage_at(s) * STAGE_ROWS;
+            barrier_wait(smem.of_d_out.empty[stage], n / smem.DEPTH % 2 ^ 1);
+            for (int row = (int)threadIdx.x % 32; row < STAGE_ROWS; row += 32) {
+                const float4 stats = first + row < needed
+                                         ? *(const float4 *)(const void *)&rows[h * rows_per_head + first + row]
+                                         : make_float4(0.0F, 0.0F, 0.0F, 0.0F);
+                stage_pair &to = smem.stats[stage][row / 2];
+                to.lse_b[row % 2] = stats.x;
+                to.shift[row % 2] = stats.y;
+                to.lse_a[row % 2] = stats.z;
+                to.weight[row % 2] = stats.w;
+            }
+            __syncwarp();
+            if (threadIdx.x % 32 == 0)
+                barrier_arrive(smem.stats_full[stage]);
+        }
+}
+
+} // namespace sm90
+
+#endif
