@@ -16,6 +16,7 @@ pytest.importorskip("accelerate")
 
 from cases import LONG  # noqa: E402
 from distill_cases import arguments, evaluation, make_teacher, run, same  # noqa: E402
+from hf_models import bert  # noqa: E402
 
 from streamkl.distill import _checkpoint as checkpoints  # noqa: E402
 from streamkl.distill import _loop as loop  # noqa: E402
@@ -66,6 +67,17 @@ def test_resumes_with_the_same_bits(folder, monkeypatch, step):
         stop_at(patched, step, kill)
         run(folder, f"killed-{step}", sample_rows=0.5, **FAST)
     resume(folder, f"killed-{step}")
+
+
+def test_weights_without_a_gradient(tmp_path, monkeypatch):
+    """The pooler of a BERT is no part of the loss, and the optimiser has no state of it."""
+    make_teacher(tmp_path, bert)
+    assert run(tmp_path, "whole", **FAST) == 0
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        stop_at(patched, 3, kill)
+        run(tmp_path, "killed", **FAST)
+    assert run(tmp_path, "killed", "--resume", **FAST) == 0
+    assert same(tmp_path / "whole", tmp_path / "killed")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -21,6 +21,7 @@ from ._options import Options, UserError
 
 NAME = "checkpoint.safetensors"
 _FULL = distributed.StateDictOptions(full_state_dict=True, cpu_offload=True)
+_SOME = distributed.StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False)  # a weight may have no gradient
 
 
 def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
@@ -116,7 +117,8 @@ def load(path: Path, model: torch.nn.Module, optimizer: Any) -> None:
                 moments.setdefault(parameter, {})[key] = file.get_tensor(name)
     state = distributed.get_optimizer_state_dict(model, optimizer, options=_FULL)
     state["state"] = moments
-    distributed.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state, options=_FULL)
+    distributed.set_model_state_dict(model, weights, options=_FULL)
+    distributed.set_optimizer_state_dict(model, optimizer, state, options=_SOME)
 
 
 @contextmanager
