@@ -108,6 +108,15 @@ SKL_HOST_DEVICE skl_range skl_band_range(const skl_band *band, int64_t i)
     return range;
 }
 
+/* The beginning of row i's range before it is cut off at the range's end: of a row that sees nothing it may be after
+ * the end. */
+SKL_HOST_DEVICE int64_t skl_band_begin(const skl_band *band, int64_t i)
+{
+    const int64_t row = skl_min(i, band->rows - 1), begin = i + band->begin;
+    const int64_t bounded = band->begins != NULL && row >= 0 ? skl_max(begin, band->begins[row]) : begin;
+    return skl_max(band->first, skl_min(band->count, bounded));
+}
+
 /* Keys visible to query i. */
 SKL_HOST_DEVICE skl_range skl_visible(const skl_problem *p, const skl_sequence *s, int64_t i)
 {

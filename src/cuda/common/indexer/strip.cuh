@@ -69,7 +69,7 @@ struct query_slot {
     skl_sequence sequence;
     int head;
     int first, count;         /* queries; count is 0 or less for a slot after the sequence's end */
-    int tile_begin, tile_end; /* key tiles that some of them attend to */
+    int tile_begin, tile_end; /* key tiles that some of them may attend to */
     int full_begin, full_end; /* keys that all of them attend to */
 };
 
@@ -86,10 +86,11 @@ __device__ inline query_slot slot_at(const index_params &params, unsigned index,
         return slot;
     const skl_range top = skl_visible(&p, &slot.sequence, slot.first);
     const skl_range bottom = skl_visible(&p, &slot.sequence, slot.first + slot.count - 1);
-    if (top.begin < bottom.end) {
-        slot.tile_begin = (int)(top.begin / SIDE);
-        slot.tile_end = (int)skl_ceil_div(bottom.end, SIDE);
-    }
+    /* Also if no query attends to any of these tiles, between a `begin` that exceeds the `end` of row bounds: dk
+     * reads G of every slot from the first query whose `end` is after a tile's first key to the last whose `begin` is
+     * not after its last key. */
+    slot.tile_begin = (int)(top.begin / SIDE);
+    slot.tile_end = max(slot.tile_begin, (int)skl_ceil_div(bottom.end, SIDE));
     /* Both ends of the visible range are non-decreasing in the query. Missing rows attend to nothing. */
     slot.full_begin = (int)bottom.begin;
     slot.full_end = slot.count == SIDE ? (int)top.end : 0;

@@ -169,8 +169,7 @@ template <int ROWS> __device__ inline key_work key_work_of_block(const index_par
         return work;
     const skl_band band = skl_query_band(&p, &work.sequence);
     const int64_t last = skl_min((int64_t)(work.tile + 1) * SIDE, work.sequence.key_count) - 1;
-    const int64_t begin = skl_band_range(&band, (int64_t)work.tile * SIDE).begin,
-                  end = skl_band_range(&band, last).end;
+    const int64_t begin = skl_band_begin(&band, (int64_t)work.tile * SIDE), end = skl_band_range(&band, last).end;
     work.tile_begin = (int)(begin / SIDE);
     work.tile_end = begin < end ? (int)skl_ceil_div(end, SIDE) : work.tile_begin;
     for_slots(params, work, [&](int) { work.stages += SIDE / ROWS * (int)p.index_heads; });
