@@ -34,6 +34,8 @@
 #ifndef SKL_CUDA_SM90_ATTENTION_FUSED_BACKWARD_CUH
 #define SKL_CUDA_SM90_ATTENTION_FUSED_BACKWARD_CUH
 
+#include <type_traits>
+
 #include "cuda/common/dk_sums.cuh"
 #include "cuda/sm90/attention/logit_gradients.cuh"
 #include "cuda/sm90/tensor_map.cuh"
@@ -58,15 +60,16 @@ template <int DIM, int OTHER_DIM> struct fused_backward_shape {
     static constexpr int REG_DIMS = Q_REGS * 4 < OTHER_DIM ? Q_REGS / 8 * 32 : OTHER_DIM;
     static constexpr int OTHER_SLABS = REG_DIMS < OTHER_DIM ? SLABS_OF<OTHER_DIM> - REG_DIMS / 64 : 0;
 
-    /* WIDE_OTHER: stages of the pipeline take the place of sums in double. */
-    static constexpr bool HAS_LONG_SUMS = !WIDE_OTHER;
-    typedef long_sums<HAS_LONG_SUMS ? CONSUMERS * 128 : 1> totals_type;
-
     static constexpr int FIXED = (SLABS_OF<DIM> + OTHER_SLABS + 2) * TILE_QUERIES * 128 +
-                                 DK_DIMS / 32 * STAGE_KEYS * 128 + TILE_QUERIES * (int)sizeof(row_stats) + 1024 +
-                                 (int)sizeof(totals_type);
-    static constexpr int DEPTH =
-        depth_for((int)(sizeof(row_stage<DIM>) + sizeof(row_stage<OTHER_DIM>)), FIXED, 6); /* pipeline stages */
+                                 DK_DIMS / 32 * STAGE_KEYS * 128 + TILE_QUERIES * (int)sizeof(row_stats) + 1024;
+    static constexpr int STAGE_SIZE = (int)(sizeof(row_stage<DIM>) + sizeof(row_stage<OTHER_DIM>));
+    static constexpr int DEPTH = depth_for(STAGE_SIZE, FIXED, 6); /* pipeline stages */
+
+    /* Sums of the KL in double, where they do not take the place of a stage. */
+    typedef long_sums<CONSUMERS * 128> long_totals;
+    static constexpr bool HAS_LONG_SUMS =
+        !WIDE_OTHER && depth_for(STAGE_SIZE, FIXED + (int)sizeof(long_totals), 6) == DEPTH;
+    typedef std::conditional_t<HAS_LONG_SUMS, long_totals, long_sums<1>> totals_type;
 };
 
 template <int DIM, int OTHER_DIM> struct fused_backward_smem : fused_backward_shape<DIM, OTHER_DIM> {
