@@ -425,13 +425,13 @@ __global__ void __launch_bounds__(ATTENTION_BACKWARD_THREADS, 1)
     __syncthreads();
     const int warpgroup = warpgroup_index();
     if (warpgroup == CONSUMERS) {
-        reg_dealloc<32>();
+        reg_dealloc<PRODUCER_REGS>();
         if (warp_index() == CONSUMERS * 4)
             produce(params, maps, smem);
         else if (warp_index() == CONSUMERS * 4 + 1)
             produce_stats(params, smem);
     } else {
-        reg_alloc<240>();
+        reg_alloc<KEY_WARPGROUP_REGS>();
         key_warpgroup<ELEMENT, DIM> consumer = {params, maps, smem, warpgroup, warp_in_warpgroup()};
         consumer.run();
         consumer.store_sum(params.call.gradients.dk_s, consumer.dk, params.problem.scale_s);

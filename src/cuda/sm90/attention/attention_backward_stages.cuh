@@ -11,6 +11,10 @@ namespace sm90
 constexpr int TILE_KEYS = CONSUMERS * 64;
 constexpr int ATTENTION_BACKWARD_THREADS = 128 * (CONSUMERS + 1);
 
+/* Registers of a thread. A block starts with 168 of them: more than those in total would never become free. */
+constexpr int KEY_WARPGROUP_REGS = 240, PRODUCER_REGS = 24;
+static_assert(CONSUMERS * KEY_WARPGROUP_REGS + PRODUCER_REGS <= (CONSUMERS + 1) * 168, "registers of a block");
+
 /* Whether dk of a stage is multiplied during the exponentials of the next one. */
 template <int DIM> constexpr bool LATE_DK = DIM == 128;
 
@@ -107,29 +111,27 @@ __device__ inline void produce(const attention_backward_params &params, const at
     }
 }
 
-/* Row stats of all stages, by another warp. */
+/* Row stats of all stages, by another warp: a float at a time, because it has few registers. */
 template <int DIM>
 __device__ inline void produce_stats(const attention_backward_params &params, attention_backward_smem<DIM> &smem)
 {
+    static_assert(sizeof(attention_row) == 4 * sizeof(float), "lse_b, shift, lse_a, weight");
     const stage_schedule queries = warp_uniform(smem.queries);
     const int heads = warp_uniform(smem.heads), needed = warp_uniform(smem.queries_needed);
-    const attention_row *const rows =
-        params.rows + skl_state_index(&params.problem, &smem.sequence, (int64_t)smem.key_head * heads, 0) +
-        queries.row - smem.sequence.query_begin;
     const int64_t rows_per_head = params.problem.packed ? params.problem.total_q : params.problem.len_q;
-    for (int h = 0, n = 0; h < heads; h++)
+    const float *rows = (const float *)(const void *)(params.rows +
+                                                      skl_state_index(&params.problem, &smem.sequence,
+                                                                      (int64_t)smem.key_head * heads, 0) +
+                                                      queries.row - smem.sequence.query_begin);
+    for (int h = 0, n = 0; h < heads; h++, rows += 4 * rows_per_head)
         for (int s = 0; s < queries.stages; s++, n++) {
             const int stage = n % smem.DEPTH, first = queries.stage_at(s) * STAGE_ROWS;
             barrier_wait(smem.of_d_out.empty[stage], n / smem.DEPTH % 2 ^ 1);
-            for (int row = (int)threadIdx.x % 32; row < STAGE_ROWS; row += 32) {
-                const float4 stats = first + row < needed
-                                         ? *(const float4 *)(const void *)&rows[h * rows_per_head + first + row]
-                                         : make_float4(0.0F, 0.0F, 0.0F, 0.0F);
-                stage_pair &to = smem.stats[stage][row / 2];
-                to.lse_b[row % 2] = stats.x;
-                to.shift[row % 2] = stats.y;
-                to.lse_a[row % 2] = stats.z;
-                to.weight[row % 2] = stats.w;
+#pragma unroll 1
+            for (int i = (int)threadIdx.x % 32; i < STAGE_ROWS * 4; i += 32) {
+                const int row = i / 4;
+                float *const to = &smem.stats[stage][row / 2].lse_b[row % 2];
+                to[i % 4 * 2] = first + row < needed ? rows[first * 4 + i] : 0.0F;
             }
             __syncwarp();
             if (threadIdx.x % 32 == 0)
