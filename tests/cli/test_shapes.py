@@ -48,7 +48,9 @@ def test_a_dry_run_lists_the_shapes():
     names = [line.split("  ")[0] for line in run_shapes("--dry-run").stdout.splitlines()]
     assert names == [shape.name for shape in SHAPES]
     assert len(run_shapes("--dry-run", "--quick").stdout.splitlines()) == len(QUICK) == 10
-    assert run_shapes("--dry-run", "--only", "softcap", "--only", "no mask").stdout.count("\n") == 3
+    some = [shape.name for shape in SHAPES if "softcap" in shape.name or shape.name == "no mask"]
+    lines = run_shapes("--dry-run", "--only", "softcap", "--only", "no mask").stdout.splitlines()
+    assert len(lines) == len(some) > 2 and all(line.startswith(name) for line, name in zip(lines, some))
 
 
 def test_visible_pairs_and_work_are_counted():
