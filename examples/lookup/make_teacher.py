@@ -2,9 +2,10 @@
 
     python examples/lookup/make_teacher.py --out lookup --context 8192
 
-The text is the documentation of the installed Debian packages. Records of random tokens are inserted into it and repeated
-far away: only a model that finds the first copy can continue the second one. Training starts with short sequences, where
-copying is learnt quickly, and ends at the full context. Writes OUT/teacher, OUT/train.npy and OUT/held-out.npy.
+The text is the documentation of the installed Debian packages. Records of random tokens are inserted into it and
+repeated far away: only a model that finds the first copy can continue the second one. Training starts with short
+sequences, where copying is learnt quickly, and ends at the full context. Writes OUT/teacher, OUT/train.npy and
+OUT/held-out.npy.
 """
 
 import argparse
@@ -53,8 +54,8 @@ def make_sequences(
 ):
     """[count, length] of text in which records of random tokens cover about a `share`, and the tokens that can be copied.
 
-    A record is new, or one that has been in the sequence before. Sizes and gaps are random: a record cannot be found by its
-    distance.
+    A record is new, or one that has been in the sequence before. Sizes and gaps are random: a record cannot be
+    found by its distance.
     """
     starts = rng.integers(0, len(tokens) - length, count)
     sequences = np.stack([tokens[start : start + length] for start in starts]).astype(np.int64)
@@ -79,8 +80,8 @@ def make_sequences(
 def start_with_attention(model) -> None:
     """Some heads start with the weights that copying needs: from random weights, they take hours on a CPU to appear.
 
-    In layer 1, head 0 attends to the token before and adds a
-    projection of it to the residual stream. In layer 3, heads 0 and 1 compare the same projection of the current token with
+    In layer 1, head 0 attends to the token before and adds a projection of it to the residual stream. In layer 3,
+    heads 0 and 1 compare the same projection of the current token with
     it: they attend to tokens that came after an earlier copy of the current one, and predict them.
     """
     rows, dim = 40, model.config.head_dim  # dimensions of a head that RoPE hardly turns

@@ -76,8 +76,8 @@ class CarriedKL:
     """The KL that an attention carries. Its value comes with the backward.
 
     Attributes:
-        loss: a scalar of value 0, whose gradient is that of the KL. With ``inject=False`` add it to the loss of the model, and
-            the KL has the weight that this loss has: a loss scale, or a factor of gradient accumulation.
+        loss: a scalar of value 0, whose gradient is that of the KL. With ``inject=False`` add it to the loss of the
+            model, and the KL has the weight that this loss has: a loss scale, or a factor of gradient accumulation.
     """
 
     def __init__(self, loss: torch.Tensor, slot: Slot) -> None:
@@ -228,9 +228,9 @@ def attention(
 ) -> tuple[torch.Tensor, CarriedKL]:
     """Attention of a student whose backward adds the gradient of its KL to a teacher.
 
-    The forward is torch's own fused attention, ``softmax(softmax_scale <q, k>) v``. The backward computes its gradients and those
-    of ``kl_weight`` times the attention KL in one call: both need the same probabilities and the same products. So the KL has
-    no value before the backward.
+    The forward is torch's own fused attention, ``softmax(softmax_scale <q, k>) v``. The backward computes its
+    gradients and those of ``kl_weight`` times the attention KL in one call: both need the same probabilities and
+    the same products. So the KL has no value before the backward.
 
     Args:
         q: queries, ``[batch, len_q, heads, dim]``; float32, float16 or bfloat16.
@@ -238,16 +238,18 @@ def attention(
         v: values, of the shape of the keys.
         q_t: teacher queries, as in :func:`streamkl.attention_kl`. The teacher receives no gradient.
         k_t: teacher keys.
-        lse_t: the teacher's log-sum-exp of each row, ``[batch, heads_t, len_q]``, packed ``[heads_t, total_q]``, over the visible
-            keys. Default: the backward computes it, in a separate pass.
+        lse_t: the teacher's log-sum-exp of each row, ``[batch, heads_t, len_q]``, packed ``[heads_t, total_q]``,
+            over the visible keys. Default: the backward computes it, in a separate pass.
         kl_weight: factor of the KL in the loss: a number, or a tensor with one element.
-        inject: ``True``: the gradient of the KL counts with ``kl_weight``, whatever the loss is. A loss scale belongs in
-            ``kl_weight``: ``scaler.scale(torch.tensor(0.1, device=q.device))``. ``False``: ``handle.loss``, a scalar of value 0,
-            is part of your loss, and its upstream gradient multiplies ``kl_weight``.
-        kl_value: the backward computes ``handle.kl``. On a GPU this takes a forward pass; without it there is only the gradient.
+        inject: ``True``: the gradient of the KL counts with ``kl_weight``, whatever the loss is. A loss scale
+            belongs in ``kl_weight``: ``scaler.scale(torch.tensor(0.1, device=q.device))``. ``False``:
+            ``handle.loss``, a scalar of value 0, is part of your loss, and its upstream gradient multiplies
+            ``kl_weight``.
+        kl_value: the backward computes ``handle.kl``. On a GPU this takes a forward pass; without it there is only
+            the gradient.
         causal: a query attends to no later key. The last query is aligned with the last key (bottom-right).
-        window_size: as in :func:`streamkl.attention_kl`, like all options below. Off a GPU, or with f32, windows and lengths make
-            the forward store the matrix of probabilities.
+        window_size: as in :func:`streamkl.attention_kl`, like all options below. Off a GPU, or with f32, windows
+            and lengths make the forward store the matrix of probabilities.
         softmax_scale: factor of the dot products; default ``1 / sqrt(dim)``.
         softmax_scale_t: the same for the teacher.
         softcap: caps the logits: ``softcap * tanh(logit / softcap)``; 0: no cap.
@@ -261,7 +263,8 @@ def attention(
         key_end: the same for the first key that a query does not attend to.
         direction: ``"forward"``: KL(teacher || student); ``"reverse"``: KL(student || teacher).
         reduction: ``"mean"``: weighted mean over the rows that attend to at least one key; ``"sum"``.
-        row_weight: weight of each row, ``[batch, len_q]`` or ``[batch, heads, len_q]``, packed ``[total_q]`` or ``[heads, total_q]``.
+        row_weight: weight of each row, ``[batch, len_q]`` or ``[batch, heads, len_q]``, packed ``[total_q]`` or
+            ``[heads, total_q]``.
         deterministic: gradients have the same bits on every run.
         layout: ``"bnhd"``, as above, or ``"bhnd"``: ``[batch, heads, length, dim]``, packed ``[heads, total, dim]``.
 

@@ -53,7 +53,8 @@ def evaluate(
 ) -> Evaluation:  # fmt: skip
     """Runs both models on held-out sequences and on needles.
 
-    `context` is entered around forwards, for autocast; `inside` runs a function inside the module that wraps the student.
+    `context` is entered around forwards, for autocast; `inside` runs a function inside the module that wraps the
+    student.
     """
     was_training = student.training
     student.eval()

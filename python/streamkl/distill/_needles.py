@@ -1,8 +1,9 @@
 """Retrieval: does the student's attention find what the teacher's finds, at every depth and length?
 
-A needle is a key and a value: tokens that are rare in a held-out text. It is put at some depth of the text, which ends with
-the key and the beginning of the value. Each of the last rows has to continue the value, so a retrieval head puts its largest
-probability somewhere in the needle. Only these rows are computed: nothing grows with the square of the length.
+A needle is a key and a value: tokens that are rare in a held-out text. It is put at some depth of the text, which
+ends with the key and the beginning of the value. Each of the last rows has to continue the value, so a retrieval
+head puts its largest probability somewhere in the needle. Only these rows are computed: nothing grows with the
+square of the length.
 """
 
 from __future__ import annotations

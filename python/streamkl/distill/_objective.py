@@ -47,7 +47,8 @@ class Objective(torch.nn.Module):
     def forward(self, ids: Any, labels: torch.Tensor | None = None, positions: torch.Tensor | None = None) -> Any:
         """{"loss", "attention", "output", "language"}, as far as they have a weight.
 
-        `labels` and `positions` are those of a shard of the sequences, under context parallelism. If `ids` is a function, its
+        `labels` and `positions` are those of a shard of the sequences, under context parallelism. If `ids` is a
+        function, its
         result: a sharded student must run inside this module.
         """
         if callable(ids):

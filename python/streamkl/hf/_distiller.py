@@ -22,52 +22,60 @@ from ._parameters import reach_everything
 class AttentionDistiller:
     """The KL between the attention of a teacher and that of a student, averaged over pairs of layers.
 
-    Between `attach()` and `detach()`, or inside a ``with`` block, both models run their own attention as before, bit for bit,
-    and the queries and keys of their last forward are kept, after RoPE. `loss()` compares them and frees them. Several
-    distillers may share a student or a teacher: with one per teacher, a student learns from several.
+    Between `attach()` and `detach()`, or inside a ``with`` block, both models run their own attention as before,
+    bit for bit, and the queries and keys of their last forward are kept, after RoPE. `loss()` compares them and
+    frees them. Several distillers may share a student or a teacher: with one per teacher, a student learns from
+    several.
 
-    Supported are padding (2-D ``attention_mask``), packed sequences (``position_ids``), causal, bidirectional and chunked
-    attention, sliding windows, softcap, GQA, encoder-decoders, and gradient checkpointing with ``use_reentrant=False``
-    (transformers' default). Another kind of attention is refused by name. If teacher and student attend to different keys, the
-    KL covers the keys that both attend to. If the attention of both models returns its LSEs, as torch's fused kernels do under
-    ``attn_implementation="sdpa"``, loss and gradients take one pass.
+    Supported are padding (2-D ``attention_mask``), packed sequences (``position_ids``), causal, bidirectional and
+    chunked attention, sliding windows, softcap, GQA, encoder-decoders, and gradient checkpointing with
+    ``use_reentrant=False`` (transformers' default). Another kind of attention is refused by name. If teacher and
+    student attend to different keys, the KL covers the keys that both attend to. If the attention of both models
+    returns its LSEs, as torch's fused kernels do under ``attn_implementation="sdpa"``, loss and gradients take one
+    pass.
 
     Args:
-        teacher: a transformers model, or a wrapper of one (DDP, FSDP, torch.compile, peft). It is put into eval mode and receives
-            no gradients.
+        teacher: a transformers model, or a wrapper of one (DDP, FSDP, torch.compile, peft). It is put into eval
+            mode and receives no gradients.
         student: the same for the student, which reads the same tokens.
-        layer_map: the teacher layer, or layers, of each student layer: ``{student: teacher}``, ``{student: [teacher, ...]}``, or
-            a sequence with one entry per student layer. Default: evenly spread, ending at the last layer, preferably among
-            layers of the same window.
-        head_map: the teacher head of each student head: ``{student: teacher}`` or a sequence with one teacher head per student
-            head, in every layer; or such a map per student layer, ``{layer: head_map}``. Default: head i to head i, or the mean
-            of ``heads_t / heads_s`` consecutive heads.
+        layer_map: the teacher layer, or layers, of each student layer: ``{student: teacher}``,
+            ``{student: [teacher, ...]}``, or a sequence with one entry per student layer. Default: evenly spread,
+            ending at the last layer, preferably among layers of the same window.
+        head_map: the teacher head of each student head: ``{student: teacher}`` or a sequence with one teacher head
+            per student head, in every layer; or such a map per student layer, ``{layer: head_map}``. Default: head
+            i to head i, or the mean of ``heads_t / heads_s`` consecutive heads.
         direction: ``"forward"``: KL(teacher || student); ``"reverse"``: KL(student || teacher).
-        attention: of an encoder-decoder, the self-attention (``"self"``) or cross-attention (``"cross"``) of the decoder, or the
-            self-attention of the encoder (``"encoder"``). Layers are counted within that kind.
-        relations: which products are compared, as in MiniLMv2: ``"qk"`` is the attention, ``"qq"``, ``"kk"`` and ``"vv"`` are
-            softmax(q q), softmax(k k) and softmax(v v) with scale 1 / sqrt(dim). Their KLs are averaged.
-        temperature: divides the logits of both; the loss is multiplied by its square, which keeps the size of the gradients.
+        attention: of an encoder-decoder, the self-attention (``"self"``) or cross-attention (``"cross"``) of the
+            decoder, or the self-attention of the encoder (``"encoder"``). Layers are counted within that kind.
+        relations: which products are compared, as in MiniLMv2: ``"qk"`` is the attention, ``"qq"``, ``"kk"`` and
+            ``"vv"`` are softmax(q q), softmax(k k) and softmax(v v) with scale 1 / sqrt(dim). Their KLs are
+            averaged.
+        temperature: divides the logits of both; the loss is multiplied by its square, which keeps the size of the
+            gradients.
         layer_weight: ``{student layer: weight}`` of each layer in the mean; 1 where it is left out.
         rows: ``"all"`` rows that are not padding, or only those that predict a token of the ``labels`` (not -100).
-        sample_rows: the share of the rows that `loss()` compares, such as 1/8, which costs an eighth: random rows, the same in all
-            layers, drawn with torch's random numbers. The loss is an unbiased estimate of that of all rows. It holds while the
-            student trains: in eval mode, or without gradients, all rows count.
-        fused: the student's attention carries the KL: its backward adds the KL's gradient, which costs little there, and `loss()`
-            computes nothing. So `loss()` is 0 until the backward of what it is added to: log `last_loss` and `last_losses`
-            after it. Needs ``attn_implementation="sdpa"`` without dropout, ``relations=("qk",)``, ``temperature=1`` and
-            ``sample_rows=1``. A layer pair whose student attention cannot carry it is compared as without `fused`: padding,
-            sinks, a ``head_map``, other visible keys, a second teacher layer, a compiled student, context parallelism.
-        fused_values: with `fused`, compute the KL as well, which takes a forward pass on a GPU. Without it `last_losses` of the
-            fused layers stay NaN. It may be changed between steps, to measure the KL now and then.
-        sinks: ``"both"``: the attention sink of a layer is an outcome of both distributions, so both models or none must have
-            sinks. ``"keys only"``: sinks are left out, and the KL is that of the conditional distributions on the keys.
+        sample_rows: the share of the rows that `loss()` compares, such as 1/8, which costs an eighth: random rows,
+            the same in all layers, drawn with torch's random numbers. The loss is an unbiased estimate of that of
+            all rows. It holds while the student trains: in eval mode, or without gradients, all rows count.
+        fused: the student's attention carries the KL: its backward adds the KL's gradient, and
+            `loss()` computes nothing. So `loss()` is 0 until the backward of what it is added to: log
+            `last_loss` and `last_losses` after it. Needs ``attn_implementation="sdpa"`` without dropout,
+            ``relations=("qk",)``, ``temperature=1`` and ``sample_rows=1``. A layer pair whose student attention
+            cannot carry it is compared as without `fused`: padding, sinks, a ``head_map``, other visible keys, a
+            second teacher layer, a compiled student, context parallelism.
+        fused_values: with `fused`, compute the KL as well, which takes a forward pass on a GPU. Without it
+            `last_losses` of the fused layers stay NaN. It may be changed between steps, to measure the KL now and
+            then.
+        sinks: ``"both"``: the attention sink of a layer is an outcome of both distributions, so both models or none
+            must have sinks. ``"keys only"``: sinks are left out, and the KL is that of the conditional
+            distributions on the keys.
         check_input: raise an error if teacher and student have read different tokens.
-        cp_group: context parallelism: the process group, or mesh of one dimension, over which the sequences of both models are
-            split. Default: that of torch's ``context_parallel`` region in which the student runs, which accelerate's
-            ``maybe_context_parallel`` opens, too. LSEs of the models are not used then.
+        cp_group: context parallelism: the process group, or mesh of one dimension, over which the sequences of both
+            models are split. Default: that of torch's ``context_parallel`` region in which the student runs, which
+            accelerate's ``maybe_context_parallel`` opens, too. LSEs of the models are not used then.
         cp_layout: ``"zigzag"`` or ``"contiguous"``; default: that of the region, else zigzag.
-        cp_grads: ``"mean"``: gradients of weights are averaged over ``cp_group``, as DDP and FSDP do; ``"sum"``: they are added.
+        cp_grads: ``"mean"``: gradients of weights are averaged over ``cp_group``, as DDP and FSDP do; ``"sum"``:
+            they are added.
     """
 
     def __init__(

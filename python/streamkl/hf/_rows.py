@@ -46,8 +46,8 @@ class Rows:
     def mean(self, weight: torch.Tensor | None, heads: int) -> tuple[dict[str, Any], Any]:
         """(arguments, factor) with which attention_kl gives the mean over all rows; `weight` is [batch, length].
 
-        The sum over a sample, divided by its share, is an unbiased estimate of the sum over all rows. So the mean divides by
-        the weight of all rows: that of the sample is a random number too, and a ratio of two is biased.
+        The sum over a sample, divided by its share, is an unbiased estimate of the sum over all rows. So the mean
+        divides by the weight of all rows: that of the sample is a random number too, and a ratio of two is biased.
         """
         packed = None if weight is None else self._pack_weight(weight)
         if self.attending is None:
@@ -141,8 +141,8 @@ def _of_segments(segments, padding, batch: int, length: int, device: torch.devic
 def _bounds(rows: Rows, padding: torch.Tensor | None, batch: int, len_q: int, len_k: int) -> dict[str, torch.Tensor]:
     """The keys that each packed query attends to, counted from the first key of its sequence.
 
-    A query at position p of its batch attends to the positions from p - left to p + right. Padding before them moves their keys
-    forward in the packed ones, and its sequence is only a part of these.
+    A query at position p of its batch attends to the positions from p - left to p + right. Padding before them
+    moves their keys forward in the packed ones, and its sequence is only a part of these.
     """
     queries, keys, visible = rows.queries, rows.keys, rows.visible
     assert queries is not None and keys is not None

@@ -51,7 +51,10 @@ size_t skl_select_attention_backward_size(const skl_plan *plan)
 {
     const skl_problem *const p = &plan->problem;
     const size_t apart = sums_at(plan) + dots_size(p) + dq_size(p) + dk_size(p);
-    return apart > carrying_size(p) ? apart : carrying_size(p);
+    const skl_cuda_kernel *const kernel = plan->kernel;
+    const bool carried =
+        skl_select_is_tma_kernel(kernel) && skl_select_carrying_kernel(p, kernel->capability) != NULL;
+    return carried && carrying_size(p) > apart ? carrying_size(p) : apart;
 }
 
 /* The one-pass call: its gradients are f32, in the workspace where those of the caller are not. */

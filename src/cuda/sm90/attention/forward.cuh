@@ -62,19 +62,19 @@ cudaError_t launch_forward_of(const char *kernel, const forward_params &params, 
         using PAIRED = narrow_forward<ELEMENT, DIM_A, DIM_B, false, false, SKL_SM90_PAIRED_ROWS / 64>;
         if (launch->persistent) {
             record_launch(kernel, SKL_VARIANT_PERSISTENT, 1);
-            return launch_blocks<PERSISTENT>(narrow_forward_kernel<PERSISTENT, true>,
-                                             dim3((unsigned)launch->sm_count), params, maps);
+            return launch_blocks<PERSISTENT>(narrow_forward_kernel<PERSISTENT>, dim3((unsigned)launch->sm_count),
+                                             params, maps);
         }
         if (launch->paired || ALWAYS_PAIRED) {
             record_launch(kernel, SKL_VARIANT_PAIRED, params.num_splits);
-            return launch_query_tiles<PAIRED>(narrow_forward_kernel<PAIRED, false>, params, maps);
+            return launch_query_tiles<PAIRED>(narrow_forward_kernel<PAIRED>, params, maps);
         }
     }
     record_launch(kernel, CAPPED ? SKL_VARIANT_SOFTCAP : SKL_VARIANT_TILES, params.num_splits);
     if constexpr (ALWAYS_PAIRED)
         return cudaErrorInvalidValue;
     else if constexpr (NARROW)
-        return launch_query_tiles<FORWARD>(narrow_forward_kernel<FORWARD, false>, params, maps);
+        return launch_query_tiles<FORWARD>(narrow_forward_kernel<FORWARD>, params, maps);
     else
         return launch_query_tiles<FORWARD>(wide_forward_kernel<ELEMENT, DIM_A, DIM_B, CAPPED>, params, maps);
 }

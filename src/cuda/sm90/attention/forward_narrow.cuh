@@ -40,6 +40,7 @@ namespace sm90
 template <typename ELEMENT, int DIM_A, int DIM_B, bool CAPPED, bool PERSISTENT, int WARPGROUPS = 4>
 struct narrow_forward {
     static constexpr int GROUPS = WARPGROUPS;
+    static constexpr bool IS_PERSISTENT = PERSISTENT;
     static constexpr int THREADS = 128 * GROUPS;
     static constexpr int BLOCKS_PER_SM = 4 / GROUPS;
     typedef query_tile<GROUPS> tile_type;
@@ -270,12 +271,13 @@ struct narrow_forward {
     }
 };
 
-template <typename FORWARD, bool PERSISTENT>
+template <typename FORWARD>
 __global__ void __launch_bounds__(FORWARD::THREADS, FORWARD::BLOCKS_PER_SM)
     narrow_forward_kernel(const __grid_constant__ forward_params params, const __grid_constant__ forward_maps maps)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     typedef FORWARD forward;
+    constexpr bool PERSISTENT = FORWARD::IS_PERSISTENT;
     extern __shared__ __align__(1024) unsigned char raw[];
     typename forward::memory &smem = *(typename forward::memory *)(void *)raw;
     typename forward::tile_type tile;
