@@ -241,6 +241,8 @@ void fixture_create(fixture *f, const test_case *c)
     for (int64_t n = 0; c->zero_upstream && n < tensor_count(&f->grad_kl); n++)
         if (random_between(&random, 1, c->zero_upstream) == 1)
             tensor_set(&f->grad_kl, n, 0);
+    for (int64_t n = 0; c->positive_upstream && n < tensor_count(&f->grad_kl); n++)
+        tensor_set(&f->grad_kl, n, fabs(tensor_get(&f->grad_kl, n)));
     if (c->growth != 0) {
         scale_keys(&f->k_t, c->growth);
         scale_keys(&f->k_s, c->growth);

@@ -1,4 +1,4 @@
-/* Memory-bound kernels around the attention backward that carries its KL. 16 lanes share a row, and a warp has
+/* Memory-bound kernels around the attention backward that carries its KL. LANES lanes share a row, and each has
  * several rows in flight. */
 #include "cuda/common/attention_rows.cuh"
 
@@ -6,9 +6,15 @@
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/row_stats.cuh"
 
-constexpr int THREADS = 256, ROW_LANES = 16, ROWS = 2;            /* lanes of a row; rows of a lane in flight */
-constexpr int BLOCK_ROWS = THREADS / ROW_LANES * ROWS, OCTET = 8; /* elements of a lane */
-static_assert(ROW_LANES * OCTET >= SKL_CARRYING_DIM_MAX, "a row in one step");
+constexpr int THREADS = 256, ROWS = 4, OCTET = 8;              /* rows of a lane in flight; elements of a lane */
+constexpr int WIDE = SKL_CARRYING_DIM_MAX / OCTET, NARROW = 8; /* lanes of a row, in one step */
+
+template <int LANES> constexpr int BLOCK_ROWS = THREADS / LANES *ROWS;
+
+static int lanes_for(const skl_problem &p)
+{
+    return p.dim_s > NARROW * OCTET ? WIDE : NARROW;
+}
 
 /* A row of one head of one batch. */
 struct row_position {
@@ -21,26 +27,26 @@ static __host__ __device__ int64_t rows_per_head(const skl_problem &p)
 }
 
 /* Rows of a head are in x, heads of all batches in y. */
-static dim3 grid_for(const skl_problem &p)
+template <int LANES> static dim3 grid_for(const skl_problem &p)
 {
     const int64_t y_max = 65535, x_max = 1 << 16; /* grid-stride loops do the rest */
     const int64_t heads = (p.packed ? 1 : p.batch) * p.heads_s;
-    return dim3((unsigned)skl_min(x_max, skl_ceil_div(rows_per_head(p), BLOCK_ROWS)),
+    return dim3((unsigned)skl_min(x_max, skl_ceil_div(rows_per_head(p), BLOCK_ROWS<LANES>)),
                 (unsigned)skl_min(y_max, heads));
 }
 
 /* Calls visit(positions, whether each exists) for the rows of these lanes, ROWS at a time. */
-template <typename VISIT> static __device__ void for_each_row(const skl_problem &p, VISIT visit)
+template <int LANES, typename VISIT> static __device__ void for_each_row(const skl_problem &p, VISIT visit)
 {
     const int64_t rows = rows_per_head(p);
     const unsigned heads = (unsigned)p.heads_s, all_heads = (unsigned)((p.packed ? 1 : p.batch) * p.heads_s);
     for (unsigned head = blockIdx.y; head < all_heads; head += gridDim.y)
-        for (int64_t first = blockIdx.x * BLOCK_ROWS; first < rows; first += gridDim.x * BLOCK_ROWS) {
+        for (int64_t first = blockIdx.x * BLOCK_ROWS<LANES>; first < rows; first += gridDim.x * BLOCK_ROWS<LANES>) {
             row_position at[ROWS];
             bool exists[ROWS];
 #pragma unroll
             for (int n = 0; n < ROWS; n++) {
-                const int64_t row = first + n * (THREADS / ROW_LANES) + threadIdx.x / ROW_LANES;
+                const int64_t row = first + n * (THREADS / LANES) + threadIdx.x / LANES;
                 exists[n] = row < rows;
                 at[n] = {head / heads, head % heads, skl_min(row, rows - 1)};
             }
@@ -81,27 +87,30 @@ static __device__ float dot_of_pairs(uint32_t a, uint32_t b, skl_dtype dtype)
     return fmaf(x.x, y.x, x.y * y.y);
 }
 
-static __device__ attention_row stats_of(const attention_backward_params &params, const row_position &at, float dot)
+/* The row without <do, o>, which its shift lacks. All lanes of a row load the same: that takes no more time, and the
+ * loads are in flight together with those of o and do. */
+static __device__ attention_row row_without_dot(const attention_backward_params &params, const row_position &at)
 {
     const skl_inputs &in = params.call.inputs;
     const float weight = in.grad_kl.data != NULL ? row_value(in.grad_kl, at) : 1.0F;
-    if (weight < 0.0F)
-        *params.negative = 1;
-    return {tensor_core::lse2_of(row_value(in.lse_s, at)), dot - weight,
+    return {tensor_core::lse2_of(row_value(in.lse_s, at)), -weight,
             tensor_core::lse2_of(row_value(in.lse_t, at)) - log2f(fabsf(weight)), weight};
 }
 
+template <int LANES>
 static __global__ void __launch_bounds__(THREADS)
     prepare_rows(const __grid_constant__ attention_backward_params params)
 {
     const skl_problem &p = params.problem;
-    const int lane = (int)threadIdx.x % ROW_LANES, c = lane * OCTET;
+    const int lane = (int)threadIdx.x % LANES, c = lane * OCTET;
     const bool inside = c < (int)p.dim_s;
     clear_dv_tail(params);
-    for_each_row(p, [&](const row_position(&at)[ROWS], const bool(&exists)[ROWS]) {
+    for_each_row<LANES>(p, [&](const row_position(&at)[ROWS], const bool(&exists)[ROWS]) {
         uint4 o[ROWS], d_o[ROWS];
+        attention_row row[ROWS];
 #pragma unroll
         for (int n = 0; n < ROWS; n++) {
+            row[n] = row_without_dot(params, at[n]);
             o[n] = inside ? load_octet(params.of.o_s, at[n], c) : make_uint4(0, 0, 0, 0);
             d_o[n] = inside ? load_octet(params.of.do_s, at[n], c) : make_uint4(0, 0, 0, 0);
         }
@@ -110,13 +119,15 @@ static __global__ void __launch_bounds__(THREADS)
             float dot = dot_of_pairs(o[n].x, d_o[n].x, p.dtype_s) + dot_of_pairs(o[n].y, d_o[n].y, p.dtype_s) +
                         dot_of_pairs(o[n].z, d_o[n].z, p.dtype_s) + dot_of_pairs(o[n].w, d_o[n].w, p.dtype_s);
 #pragma unroll
-            for (int offset = ROW_LANES / 2; offset > 0; offset /= 2)
+            for (int offset = LANES / 2; offset > 0; offset /= 2)
                 dot += __shfl_xor_sync(~0U, dot, offset);
             if (!exists[n])
                 continue;
+            row[n].shift += dot;
             if (lane == 0)
-                params.rows[(at[n].batch * p.heads_s + at[n].head) * rows_per_head(p) + at[n].row] =
-                    stats_of(params, at[n], dot);
+                params.rows[(at[n].batch * p.heads_s + at[n].head) * rows_per_head(p) + at[n].row] = row[n];
+            if (lane == 0 && row[n].weight < 0.0F)
+                *params.negative = 1;
             float4 *const sums = (float4 *)(void *)((float *)params.dq_sums.data +
                                                     SKL_ROW(params.dq_sums, at[n].batch, at[n].head, at[n].row) + c);
             if (inside)
@@ -125,12 +136,13 @@ static __global__ void __launch_bounds__(THREADS)
     });
 }
 
+template <int LANES>
 static __global__ void __launch_bounds__(THREADS) store_sums(const __grid_constant__ attention_backward_params params)
 {
     const skl_problem &p = params.problem;
     const skl_output &sums = params.dq_sums, &dq = params.call.gradients.dq_s;
     const skl_dtype dtype = skl_grad_dtype(&p, p.dtype_s);
-    const int c = (int)threadIdx.x % ROW_LANES * OCTET;
+    const int c = (int)threadIdx.x % LANES * OCTET;
     const int64_t size = (int64_t)skl_dtype_size(dtype);
     const bool aligned = size == 2 && ((uintptr_t)dq.data | (uintptr_t)(dq.stride_batch * size) |
                                        (uintptr_t)(dq.stride_head * size) | (uintptr_t)(dq.stride_row * size)) %
@@ -138,7 +150,7 @@ static __global__ void __launch_bounds__(THREADS) store_sums(const __grid_consta
                                           0;
     if (c >= (int)p.dim_s)
         return;
-    for_each_row(p, [&](const row_position(&at)[ROWS], const bool(&exists)[ROWS]) {
+    for_each_row<LANES>(p, [&](const row_position(&at)[ROWS], const bool(&exists)[ROWS]) {
         float4 even[ROWS], odd[ROWS]; /* dimensions */
 #pragma unroll
         for (int n = 0; n < ROWS; n++) {
@@ -182,7 +194,11 @@ cudaError_t prepare_attention_rows(const attention_backward_params *params)
     const cudaError_t error = cudaMemsetAsync(params->negative, 0, sizeof *params->negative, params->call.stream);
     if (error != cudaSuccess)
         return error;
-    prepare_rows<<<grid_for(params->problem), THREADS, 0, params->call.stream>>>(*params);
+    const skl_problem &p = params->problem;
+    if (lanes_for(p) == WIDE)
+        prepare_rows<WIDE><<<grid_for<WIDE>(p), THREADS, 0, params->call.stream>>>(*params);
+    else
+        prepare_rows<NARROW><<<grid_for<NARROW>(p), THREADS, 0, params->call.stream>>>(*params);
     return cudaPeekAtLastError();
 }
 
@@ -190,6 +206,10 @@ cudaError_t store_dq_sums(const attention_backward_params *params)
 {
     if (params->call.gradients.dq_s.data == NULL)
         return cudaSuccess;
-    store_sums<<<grid_for(params->problem), THREADS, 0, params->call.stream>>>(*params);
+    const skl_problem &p = params->problem;
+    if (lanes_for(p) == WIDE)
+        store_sums<WIDE><<<grid_for<WIDE>(p), THREADS, 0, params->call.stream>>>(*params);
+    else
+        store_sums<NARROW><<<grid_for<NARROW>(p), THREADS, 0, params->call.stream>>>(*params);
     return cudaPeekAtLastError();
 }

@@ -29,7 +29,7 @@ static skl_plan kl_plan_of(const skl_plan *plan)
     return kl_plan;
 }
 
-/* After the workspace of the one-pass call. */
+/* After the workspace of the one-pass call, which has room for a forward and for key bounds. */
 static size_t sums_at(const skl_plan *plan)
 {
     const skl_plan kl_plan = kl_plan_of(plan);
@@ -50,11 +50,11 @@ static size_t carrying_size(const skl_problem *p)
 size_t skl_select_attention_backward_size(const skl_plan *plan)
 {
     const skl_problem *const p = &plan->problem;
-    const size_t apart = sums_at(plan) + dots_size(p) + dq_size(p) + dk_size(p);
+    const size_t apart = dots_size(p) + dq_size(p) + dk_size(p);
     const skl_cuda_kernel *const kernel = plan->kernel;
     const bool carried =
         skl_select_is_tma_kernel(kernel) && skl_select_carrying_kernel(p, kernel->capability) != NULL;
-    return carried && carrying_size(p) > apart ? carrying_size(p) : apart;
+    return sums_at(plan) + (carried && carrying_size(p) > apart ? carrying_size(p) : apart);
 }
 
 /* The one-pass call: its gradients are f32, in the workspace where those of the caller are not. */
@@ -76,8 +76,6 @@ static skl_call kl_call_of(const skl_plan *plan, const skl_call *call)
 static const char *why_apart(const choice *s, const skl_cuda_kernel **kernel)
 {
     const skl_problem *const p = &s->plan->problem;
-    if (s->plan->forced_by != NULL)
-        return "the kernel was named by the caller: the KL and the attention backward apart";
     if (skl_has_teacher_groups(p))
         return "teacher groups: the KL and the attention backward apart";
     if (p->direction == SKL_KL_REVERSE)
@@ -145,14 +143,15 @@ static void add_output_gradients(const choice *s, const skl_gradients *of_kl, co
 /* The kernel that does both. Its tiles are keys: it has no KL of a row, which is a sum over tiles. */
 static void add_carrying(const choice *s, const skl_cuda_kernel *kernel)
 {
+    static const char *const reason = "one kernel for the attention backward and the gradient of the KL";
     const skl_problem *const p = &s->plan->problem;
     if (p->packed)
         skl_select_add_tails(s);
     if (s->rows)
         skl_select_add_forward(s);
     skl_cuda_launch *const launch =
-        skl_select_add(s, "dq_s, dk_s and dv_s", kernel, kernel->carrying, SKL_VARIANT_CARRYING, s->reason);
-    char *const rows = s->call->workspace;
+        skl_select_add(s, "dq_s, dk_s and dv_s", kernel, kernel->carrying, SKL_VARIANT_CARRYING, reason);
+    char *const rows = (char *)s->call->workspace + sums_at(s->plan);
     launch->attention_rows = rows;
     launch->dq_sums =
         skl_output_contiguous(rows + rows_size(p), p->heads_s, p->packed ? p->total_q : p->len_q, p->dim_s);
@@ -167,17 +166,18 @@ void skl_select_attention_backward(const skl_plan *plan, const skl_call *call, s
                                    skl_cuda_launches *launches)
 {
     const choice both = skl_select_begin(plan, call, params, launches);
-    const skl_cuda_kernel *kernel = NULL;
-    const char *const apart = why_apart(&both, &kernel);
-    if (apart == NULL) {
-        add_carrying(&both, kernel);
-        skl_select_add_bounds(&both, params);
-        return;
-    }
     const skl_plan kl_plan = kl_plan_of(plan);
     const skl_call kl_call = kl_call_of(plan, call);
-    choice kl = skl_select_begin(&kl_plan, &kl_call, params, launches);
-    skl_select_kl(&kl, params);
-    add_output_gradients(&both, &kl_call.gradients, apart);
+    const skl_cuda_kernel *kernel = NULL;
+    const char *const apart = why_apart(&both, &kernel);
+    choice kl = both;
+    if (apart == NULL) {
+        add_carrying(&both, kernel);
+        kl.plan = &kl_plan, kl.call = &kl_call; /* whose workspace has the key bounds */
+    } else {
+        kl = skl_select_begin(&kl_plan, &kl_call, params, launches);
+        skl_select_kl(&kl, params);
+        add_output_gradients(&both, &kl_call.gradients, apart);
+    }
     skl_select_add_bounds(&kl, params);
 }
