@@ -36,10 +36,10 @@ static size_t sums_at(const skl_plan *plan)
     return skl_aligned_size(skl_cuda_workspace_size(&kl_plan, SKL_OP_FORWARD_BACKWARD));
 }
 
-/* Of the kernel that does both: what it reads per row, a flag after that, and sums of dq. */
+/* Of the kernel that does both: what it reads per row and about all rows, and sums of dq. */
 static size_t rows_size(const skl_problem *p)
 {
-    return skl_aligned_size((size_t)skl_state_count(p) * SKL_CARRYING_ROW_SIZE + sizeof(int32_t));
+    return skl_aligned_size((size_t)skl_state_count(p) * SKL_CARRYING_ROW_SIZE + SKL_CARRYING_LARGEST_SIZE);
 }
 
 static size_t carrying_size(const skl_problem *p)

@@ -316,7 +316,7 @@ template <typename ELEMENT, int DIM> struct key_warpgroup {
             return;
         barrier_wait(smem.keys_full, 0);
         /* Only masked stages know keys that are not finite, and negative weights. */
-        const bool all_masked = warp_uniform(sanitize_keys() || *params.negative != 0);
+        const bool all_masked = warp_uniform(sanitize_keys() || params.largest->negative != 0);
         const int masked_stages = all_masked ? queries.stages : queries.masked_stages;
         const int batch = warp_uniform((int)smem.sequence.batch);
         stage_logits dp;
@@ -429,13 +429,14 @@ __global__ void __launch_bounds__(ATTENTION_BACKWARD_THREADS, 1)
         if (warp_index() == CONSUMERS * 4)
             produce(params, maps, smem);
         else if (warp_index() == CONSUMERS * 4 + 1)
-            produce_stats(params, smem);
+            produce_stats<ELEMENT>(params, smem);
     } else {
         reg_alloc<KEY_WARPGROUP_REGS>();
         key_warpgroup<ELEMENT, DIM> consumer = {params, maps, smem, warpgroup, warp_in_warpgroup()};
         consumer.run();
-        consumer.store_sum(params.call.gradients.dk_s, consumer.dk, params.problem.scale_s);
-        consumer.store_sum(params.of.dv_s, consumer.dv, 1.0F);
+        const float unit = exp2f(-log2_unit<ELEMENT>(*params.largest));
+        consumer.store_sum(params.call.gradients.dk_s, consumer.dk, params.problem.scale_s * unit);
+        consumer.store_sum(params.of.dv_s, consumer.dv, unit);
     }
 #endif
 }

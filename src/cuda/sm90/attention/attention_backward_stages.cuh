@@ -112,10 +112,11 @@ __device__ inline void produce(const attention_backward_params &params, const at
 }
 
 /* Row stats of all stages, by another warp: a float at a time, because it has few registers. */
-template <int DIM>
+template <typename ELEMENT, int DIM>
 __device__ inline void produce_stats(const attention_backward_params &params, attention_backward_smem<DIM> &smem)
 {
     static_assert(sizeof(attention_row) == 4 * sizeof(float), "lse_b, shift, lse_a, weight");
+    const float unit = threadIdx.x % 2 == 0 ? log2_unit<ELEMENT>(*params.largest) : 0.0F; /* of LSEs */
     const stage_schedule queries = warp_uniform(smem.queries);
     const int heads = warp_uniform(smem.heads), needed = warp_uniform(smem.queries_needed);
     const int64_t rows_per_head = params.problem.packed ? params.problem.total_q : params.problem.len_q;
@@ -131,7 +132,7 @@ __device__ inline void produce_stats(const attention_backward_params &params, at
             for (int i = (int)threadIdx.x % 32; i < STAGE_ROWS * 4; i += 32) {
                 const int row = i / 4;
                 float *const to = &smem.stats[stage][row / 2].lse_b[row % 2];
-                to[i % 4 * 2] = first + row < needed ? rows[first * 4 + i] : 0.0F;
+                to[i % 4 * 2] = first + row < needed ? rows[first * 4 + i] - unit : 0.0F;
             }
             __syncwarp();
             if (threadIdx.x % 32 == 0)
