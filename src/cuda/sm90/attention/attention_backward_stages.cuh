@@ -15,9 +15,6 @@ constexpr int ATTENTION_BACKWARD_THREADS = 128 * (CONSUMERS + 1);
 constexpr int KEY_WARPGROUP_REGS = 240, PRODUCER_REGS = 24;
 static_assert(CONSUMERS * KEY_WARPGROUP_REGS + PRODUCER_REGS <= (CONSUMERS + 1) * 168, "registers of a block");
 
-/* Whether dk of a stage is multiplied during the exponentials of the next one. */
-template <int DIM> constexpr bool LATE_DK = DIM == 128;
-
 /* Barriers of a streamed tensor. */
 template <int COUNT> struct ring_barriers {
     uint64_t full[COUNT], empty[COUNT];
@@ -28,22 +25,32 @@ struct alignas(16) stage_pair {
     float lse_b[2], shift[2], lse_a[2], weight[2];
 };
 
+/* What consumers know about a stage: in shared memory, because they have no registers for it. */
+struct stage_info {
+    int row, head; /* its first query, in the tensor */
+    int flags;
+};
+enum { STAGE_NEW_K_A = 1, STAGE_LAST_OF_K_A = 2, STAGE_K_A_PHASE = 4 }; /* the phase that has the new K */
+
 template <int DIM> struct attention_backward_smem {
+    static constexpr int INFOS = 8; /* more than DEPTH: a stage is still needed while the next one runs */
     static constexpr int DEPTH = DIM == 64 ? 4 : 2, Q_A_DEPTH = DIM == 64 ? 4 : 1;
     smem_rows<DIM / 64> k_a, k_b, v;
     row_stage<DIM> q_b[DEPTH], d_out[DEPTH], q_a[Q_A_DEPTH];
-    unsigned char ds[TILE_KEYS][128];                       /* [key][query] */
-    unsigned char dq[CONSUMERS][DIM / 64][STAGE_ROWS][128]; /* of a stage, f32: slabs of 32 dimensions */
+    unsigned char ds[2][TILE_KEYS][128];          /* [key][query] */
+    unsigned char dq[CONSUMERS][STAGE_ROWS][128]; /* of a stage, f32: 32 dimensions */
     stage_pair stats[DEPTH][STAGE_ROWS / 2];
     ring_barriers<DEPTH> of_q_b;
     ring_barriers<DEPTH> of_d_out; /* empty: of the stats, too */
     uint64_t stats_full[DEPTH];
     ring_barriers<Q_A_DEPTH> of_q_a;
-    uint64_t k_a_full, k_a_empty, keys_full, ds_empty;
+    uint64_t k_a_full, k_a_empty, keys_full, ds_full[2], ds_empty[2];
     skl_sequence sequence; /* in shared memory to save registers */
-    int first, count;      /* keys of the tile; those that exist */
-    int key_head, heads;   /* query heads that share the key head */
+    int batch;
+    int first, count;    /* keys of the tile; those that exist */
+    int key_head, heads; /* query heads that share the key head */
     stage_schedule queries;
+    stage_info info[INFOS];
     int queries_needed; /* up to the last one that attends to a key of the tile */
     bounded_band visible;
     int poisoned;            /* whether a key is not finite */
@@ -124,10 +131,19 @@ __device__ inline void produce_stats(const attention_backward_params &params, at
                                                       skl_state_index(&params.problem, &smem.sequence,
                                                                       (int64_t)smem.key_head * heads, 0) +
                                                       queries.row - smem.sequence.query_begin);
-    for (int h = 0, n = 0; h < heads; h++, rows += 4 * rows_per_head)
+    const int first_head = warp_uniform(smem.key_head) * heads, heads_per_k_a = params.a.heads_per_key;
+    for (int h = 0, n = 0, k_a_loads = 0; h < heads; h++, rows += 4 * rows_per_head)
         for (int s = 0; s < queries.stages; s++, n++) {
-            const int stage = n % smem.DEPTH, first = queries.stage_at(s) * STAGE_ROWS;
+            const int stage = n % smem.DEPTH, first = queries.stage_at(s) * STAGE_ROWS, head = first_head + h;
             barrier_wait(smem.of_d_out.empty[stage], n / smem.DEPTH % 2 ^ 1);
+            if (threadIdx.x % 32 == 0) {
+                int flags = 0;
+                if (s == 0 && (h == 0 || head / heads_per_k_a != (head - 1) / heads_per_k_a))
+                    flags |= STAGE_NEW_K_A | (k_a_loads++ % 2 != 0 ? STAGE_K_A_PHASE : 0);
+                if (s == queries.stages - 1 && h + 1 < heads && (head + 1) / heads_per_k_a != head / heads_per_k_a)
+                    flags |= STAGE_LAST_OF_K_A;
+                smem.info[n % smem.INFOS] = {queries.row + first, head, flags};
+            }
 #pragma unroll 1
             for (int i = (int)threadIdx.x % 32; i < STAGE_ROWS * 4; i += 32) {
                 const int row = i / 4;
