@@ -9,7 +9,7 @@
  * Bound: shared memory. At DIM = 128 it takes 4,000 clocks per 128 keys x 64 queries, tensor cores 3,072,
  * exponentials 1,024.
  *
- *   block      2 consumer warpgroups of 64 keys, and a producer warpgroup of which 2 warps work; one block per SM
+ *   block      2 consumer warpgroups of 64 keys, and a producer warpgroup of which 3 warps work; one block per SM
  *   registers  240 per consumer thread: dk and dv (DIM), Y or X (32), dP or T (32), S (16), 32 for the rest
  *   shared     K and V of the tile, the teacher's K; stages of 64 queries of Q, dO and the teacher's Q; dS of two
  *              stages; dq of a stage in f32, 32 dimensions per warpgroup: 226 KB at DIM = 128
@@ -68,24 +68,25 @@ __device__ inline int load_again(const int &from)
 
 constexpr int CONSUMERS_SYNC = 1; /* named barrier */
 
-template <typename ELEMENT, int DIM> struct key_warpgroup {
+template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
     const attention_backward_params &params;
     const attention_backward_maps &maps;
-    attention_backward_smem<DIM> &smem;
+    attention_backward_smem<DIM, DIM_A> &smem;
     int warpgroup, warp; /* warp-uniform; of the block, of the warpgroup */
     float dk[DIM / 8][4], dv[DIM / 8][4];
 
-    __device__ void issue_product(stage_logits &x, const smem_rows<DIM / 64> &keys, const row_stage<DIM> &stage)
+    template <int SIZE>
+    __device__ void issue_product(stage_logits &x, const smem_rows<SIZE / 64> &keys, const row_stage<SIZE> &stage)
     {
-        issue_logits<ELEMENT, DIM, 0>(x, NULL, k_major_operand(&keys) + warpgroup * (64 * 128 / 16),
-                                      k_major_operand(&stage));
+        issue_logits<ELEMENT, SIZE, 0>(x, NULL, k_major_operand(&keys) + warpgroup * (64 * 128 / 16),
+                                       k_major_operand(&stage));
     }
 
     __device__ void issue_dp(stage_logits &dp, int n)
     {
         barrier_wait(smem.of_d_out.full[n % smem.DEPTH], n / smem.DEPTH % 2);
         wgmma_fence();
-        issue_product(dp, smem.v, smem.d_out[n % smem.DEPTH]);
+        issue_product<DIM>(dp, smem.v, smem.d_out[n % smem.DEPTH]);
         wgmma_commit();
     }
 
@@ -93,7 +94,7 @@ template <typename ELEMENT, int DIM> struct key_warpgroup {
     {
         barrier_wait(smem.of_q_b.full[n % smem.DEPTH], n / smem.DEPTH % 2);
         wgmma_fence();
-        issue_product(y, smem.k_b, smem.q_b[n % smem.DEPTH]);
+        issue_product<DIM>(y, smem.k_b, smem.q_b[n % smem.DEPTH]);
         wgmma_commit();
     }
 
@@ -306,7 +307,7 @@ template <typename ELEMENT, int DIM> struct key_warpgroup {
         compute_t(t, dp, stats);
         fence_operand(t); /* else it is computed later, and its factors take more registers */
         wgmma_fence();
-        issue_product(y, smem.k_a, smem.q_a[q_a_stage]);
+        issue_product<DIM_A>(y, smem.k_a, smem.q_a[q_a_stage]);
         wgmma_commit();
         wgmma_fence();
         issue_dv(s, smem.d_out[stage]);
@@ -408,14 +409,14 @@ template <typename ELEMENT, int DIM> struct key_warpgroup {
 
 /* ---- Kernel ------------------------------------------------------------------------------------------------- */
 
-template <typename ELEMENT, int DIM>
+template <typename ELEMENT, int DIM, int DIM_A>
 __global__ void __launch_bounds__(ATTENTION_BACKWARD_THREADS, 1)
     attention_backward_kernel(const __grid_constant__ attention_backward_params params,
                               const __grid_constant__ attention_backward_maps maps)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char raw[];
-    attention_backward_smem<DIM> &smem = *(attention_backward_smem<DIM> *)(void *)raw;
+    attention_backward_smem<DIM, DIM_A> &smem = *(attention_backward_smem<DIM, DIM_A> *)(void *)raw;
     const skl_problem &p = params.problem;
     const unsigned tiles = (unsigned)skl_ceil_div(p.len_k, TILE_KEYS);
     const tile_coord tile = tile_of_block((unsigned)p.key_heads_s, tiles, (unsigned)params.head_group);
@@ -453,7 +454,7 @@ __global__ void __launch_bounds__(ATTENTION_BACKWARD_THREADS, 1)
         barrier_init(smem.k_a_empty, CONSUMERS * 4);
         for (int stage = 0; stage < smem.DEPTH; stage++) {
             barrier_init(smem.of_d_out.full[stage], 1);
-            barrier_init(smem.stats_full[stage], 1);
+            barrier_init(smem.stats_full[stage], STATS_WARPS);
             barrier_init(smem.of_d_out.empty[stage], CONSUMERS * 4);
             barrier_init(smem.of_q_b.full[stage], 1);
             barrier_init(smem.of_q_b.empty[stage], CONSUMERS * 4);
@@ -470,11 +471,11 @@ __global__ void __launch_bounds__(ATTENTION_BACKWARD_THREADS, 1)
         reg_dealloc<PRODUCER_REGS>();
         if (warp_index() == CONSUMERS * 4)
             produce(params, maps, smem);
-        else if (warp_index() == CONSUMERS * 4 + 1)
+        else if (warp_index() >= CONSUMERS * 4 + 4 - STATS_WARPS)
             produce_stats<ELEMENT>(params, smem);
     } else {
         reg_alloc<KEY_WARPGROUP_REGS>();
-        key_warpgroup<ELEMENT, DIM> consumer = {params, maps, smem, warpgroup, warp_in_warpgroup()};
+        key_warpgroup<ELEMENT, DIM, DIM_A> consumer = {params, maps, smem, warpgroup, warp_in_warpgroup()};
         consumer.run();
         const float unit = exp2f(-log2_unit<ELEMENT>(*params.largest));
         consumer.store_sum(params.call.gradients.dk_s, consumer.dk, params.problem.scale_s * unit);
@@ -483,19 +484,20 @@ __global__ void __launch_bounds__(ATTENTION_BACKWARD_THREADS, 1)
 #endif
 }
 
-template <typename ELEMENT, int DIM>
+template <typename ELEMENT, int DIM, int DIM_A>
 cudaError_t launch_attention_backward_tiles(const attention_backward_params &params,
                                             const attention_backward_maps &maps)
 {
-    constexpr int MEMORY = sizeof(attention_backward_smem<DIM>);
+    constexpr int MEMORY = sizeof(attention_backward_smem<DIM, DIM_A>);
     static_assert(MEMORY <= 227 * 1024, "shared memory of a block");
     const skl_problem *const p = &params.problem;
-    const cudaError_t error = cudaFuncSetAttribute(attention_backward_kernel<ELEMENT, DIM>,
+    const cudaError_t error = cudaFuncSetAttribute(attention_backward_kernel<ELEMENT, DIM, DIM_A>,
                                                    cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
     if (error != cudaSuccess)
         return error;
-    attention_backward_kernel<ELEMENT, DIM><<<grid_of(p->batch, p->key_heads_s, skl_ceil_div(p->len_k, TILE_KEYS)),
-                                              ATTENTION_BACKWARD_THREADS, MEMORY, params.call.stream>>>(params, maps);
+    attention_backward_kernel<ELEMENT, DIM, DIM_A>
+        <<<grid_of(p->batch, p->key_heads_s, skl_ceil_div(p->len_k, TILE_KEYS)), ATTENTION_BACKWARD_THREADS, MEMORY,
+           params.call.stream>>>(params, maps);
     return cudaPeekAtLastError();
 }
 
@@ -523,15 +525,16 @@ cudaError_t launch_attention_backward(const char *kernel, const skl_cuda_params 
                                       const skl_cuda_launch *launch)
 {
     const attention_backward_params kernel_params = attention_backward_params_of(params, launch);
-    const bool wide = skl_max(params->problem.dim_t, params->problem.dim_s) > 64;
+    const bool wide = params->problem.dim_s > 64, wide_a = params->problem.dim_t > 64;
     attention_backward_maps maps;
     if (!encode_all(&maps, kernel_params, ELEMENT()))
         return encode_error();
     cudaError_t error = prepare_attention_rows(&kernel_params);
     record_launch(kernel, SKL_VARIANT_CARRYING, 1);
     if (error == cudaSuccess)
-        error = wide ? launch_attention_backward_tiles<ELEMENT, 128>(kernel_params, maps)
-                     : launch_attention_backward_tiles<ELEMENT, 64>(kernel_params, maps);
+        error = wide     ? launch_attention_backward_tiles<ELEMENT, 128, 128>(kernel_params, maps)
+                : wide_a ? launch_attention_backward_tiles<ELEMENT, 64, 128>(kernel_params, maps)
+                         : launch_attention_backward_tiles<ELEMENT, 64, 64>(kernel_params, maps);
     return error == cudaSuccess ? store_dq_sums(&kernel_params) : error;
 }
 

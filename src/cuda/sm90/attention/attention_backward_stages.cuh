@@ -10,6 +10,7 @@ namespace sm90
 
 constexpr int TILE_KEYS = CONSUMERS * 64;
 constexpr int ATTENTION_BACKWARD_THREADS = 128 * (CONSUMERS + 1);
+constexpr int STATS_WARPS = STAGE_ROWS / 32; /* the last ones of the producer */
 
 /* Registers of a thread. A block starts with 168 of them: more than those in total would never become free. */
 constexpr int KEY_WARPGROUP_REGS = 240, PRODUCER_REGS = 24;
@@ -32,11 +33,14 @@ struct stage_info {
 };
 enum { STAGE_NEW_K_A = 1, STAGE_LAST_OF_K_A = 2, STAGE_K_A_PHASE = 4 }; /* the phase that has the new K */
 
-template <int DIM> struct attention_backward_smem {
+/* DIM: head size of the student, DIM_A: of the teacher. */
+template <int DIM, int DIM_A> struct attention_backward_smem {
     static constexpr int INFOS = 8; /* more than DEPTH: a stage is still needed while the next one runs */
-    static constexpr int DEPTH = DIM == 64 ? 4 : 2, Q_A_DEPTH = DIM == 64 ? 4 : 1;
-    smem_rows<DIM / 64> k_a, k_b, v;
-    row_stage<DIM> q_b[DEPTH], d_out[DEPTH], q_a[Q_A_DEPTH];
+    static constexpr int DEPTH = DIM == 64 ? 4 : 2, Q_A_DEPTH = DIM_A == 64 ? 4 : DIM == 64 ? 2 : 1;
+    smem_rows<DIM / 64> k_b, v;
+    smem_rows<DIM_A / 64> k_a;
+    row_stage<DIM> q_b[DEPTH], d_out[DEPTH];
+    row_stage<DIM_A> q_a[Q_A_DEPTH];
     unsigned char ds[2][TILE_KEYS][128];          /* [key][query] */
     unsigned char dq[CONSUMERS][STAGE_ROWS][128]; /* of a stage, f32: 32 dimensions */
     stage_pair stats[DEPTH][STAGE_ROWS / 2];
@@ -87,9 +91,9 @@ __device__ inline void load_stage(row_stage<DIM> (&to)[DEPTH], ring_barriers<DEP
 
 /* All loads of the block, issued by one warp. Stage n belongs to query head n / stages of those that share the key
  * head. */
-template <int DIM>
+template <int DIM, int DIM_A>
 __device__ inline void produce(const attention_backward_params &params, const attention_backward_maps &maps,
-                               attention_backward_smem<DIM> &smem)
+                               attention_backward_smem<DIM, DIM_A> &smem)
 {
     const stage_schedule queries = warp_uniform(smem.queries);
     const int batch = warp_uniform((int)smem.sequence.batch), heads = warp_uniform(smem.heads);
@@ -111,32 +115,32 @@ __device__ inline void produce(const attention_backward_params &params, const at
             if (s == 0 && new_k_a) {
                 barrier_wait(smem.k_a_empty, k_a_loads++ % 2 ^ 1);
                 barrier_expect_tx(smem.k_a_full, smem.k_a.SIZE);
-                load_rows<DIM>(smem.k_a, maps.k_a, key_row, head / heads_per_k_a, batch, smem.k_a_full);
+                load_rows<DIM_A>(smem.k_a, maps.k_a, key_row, head / heads_per_k_a, batch, smem.k_a_full);
             }
-            load_stage<DIM>(smem.q_a, smem.of_q_a, maps.q_a, n, row, head, batch);
+            load_stage<DIM_A>(smem.q_a, smem.of_q_a, maps.q_a, n, row, head, batch);
         }
     }
 }
 
-/* Row stats of all stages, by another warp: a float at a time, because it has few registers. */
-template <typename ELEMENT, int DIM>
-__device__ inline void produce_stats(const attention_backward_params &params, attention_backward_smem<DIM> &smem)
+/* Row stats of all stages, by two more warps: a row per lane, so that each stage waits for global memory once. */
+template <typename ELEMENT, int DIM, int DIM_A>
+__device__ inline void produce_stats(const attention_backward_params &params,
+                                     attention_backward_smem<DIM, DIM_A> &smem)
 {
-    static_assert(sizeof(attention_row) == 4 * sizeof(float), "lse_b, shift, lse_a, weight");
-    const float unit = threadIdx.x % 2 == 0 ? log2_unit<ELEMENT>(*params.largest) : 0.0F; /* of LSEs */
+    const float unit = log2_unit<ELEMENT>(*params.largest);
     const stage_schedule queries = warp_uniform(smem.queries);
     const int heads = warp_uniform(smem.heads), needed = warp_uniform(smem.queries_needed);
     const int64_t rows_per_head = params.problem.packed ? params.problem.total_q : params.problem.len_q;
-    const float *rows = (const float *)(const void *)(params.rows +
-                                                      skl_state_index(&params.problem, &smem.sequence,
-                                                                      (int64_t)smem.key_head * heads, 0) +
-                                                      queries.row - smem.sequence.query_begin);
+    const int row = (int)threadIdx.x % 64; /* of the stage */
+    const attention_row *rows = params.rows +
+                                skl_state_index(&params.problem, &smem.sequence, (int64_t)smem.key_head * heads, 0) +
+                                queries.row - smem.sequence.query_begin + row;
     const int first_head = warp_uniform(smem.key_head) * heads, heads_per_k_a = params.a.heads_per_key;
-    for (int h = 0, n = 0, k_a_loads = 0; h < heads; h++, rows += 4 * rows_per_head)
+    for (int h = 0, n = 0, k_a_loads = 0; h < heads; h++, rows += rows_per_head)
         for (int s = 0; s < queries.stages; s++, n++) {
             const int stage = n % smem.DEPTH, first = queries.stage_at(s) * STAGE_ROWS, head = first_head + h;
             barrier_wait(smem.of_d_out.empty[stage], n / smem.DEPTH % 2 ^ 1);
-            if (threadIdx.x % 32 == 0) {
+            if (row == 0) {
                 int flags = 0;
                 if (s == 0 && (h == 0 || head / heads_per_k_a != (head - 1) / heads_per_k_a))
                     flags |= STAGE_NEW_K_A | (k_a_loads++ % 2 != 0 ? STAGE_K_A_PHASE : 0);
@@ -144,12 +148,14 @@ __device__ inline void produce_stats(const attention_backward_params &params, at
                     flags |= STAGE_LAST_OF_K_A;
                 smem.info[n % smem.INFOS] = {queries.row + first, head, flags};
             }
-#pragma unroll 1
-            for (int i = (int)threadIdx.x % 32; i < STAGE_ROWS * 4; i += 32) {
-                const int row = i / 4;
-                float *const to = &smem.stats[stage][row / 2].lse_b[row % 2];
-                to[i % 4 * 2] = first + row < needed ? rows[first * 4 + i] - unit : 0.0F;
-            }
+            attention_row stats = {};
+            if (first + row < needed)
+                stats = rows[first];
+            stage_pair &to = smem.stats[stage][row / 2];
+            to.lse_b[row % 2] = stats.lse_b - unit;
+            to.shift[row % 2] = stats.shift;
+            to.lse_a[row % 2] = stats.lse_a - unit;
+            to.weight[row % 2] = stats.weight;
             __syncwarp();
             if (threadIdx.x % 32 == 0)
                 barrier_arrive(smem.stats_full[stage]);
