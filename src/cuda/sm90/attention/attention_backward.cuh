@@ -386,7 +386,39 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
         tma_wait_read();
     }
 
-    __device__ void store_sum(const skl_output &out, float (&sum)[DIM / 8][4], float factor) const
+    /* Rows of whole 16-byte vectors, by way of shared memory. */
+    __device__ void store_vectors(ELEMENT *rows, int64_t stride, int64_t stored, const float (&sum)[DIM / 8][4],
+                                  float factor)
+    {
+        unsigned char(*const staged)[128] = &smem.dq[warpgroup][warp * 16];
+        const int lane = (int)threadIdx.x % 32, row = lane % 16, first = warpgroup * 64 + warp * 16;
+#pragma unroll
+        for (int slab = 0; slab < DIM / 64; slab++) {
+            __syncwarp();
+#pragma unroll
+            for (int n = 0; n < 8; n += 2) {
+                uint32_t pairs[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const float *const from = &sum[slab * 8 + n + i / 2][i % 2 * 2];
+                    pairs[i] = pack(from[0] * factor, from[1] * factor, ELEMENT());
+                }
+                stmatrix_x4(shared_address(&staged[row][((n + lane / 16) ^ row % 8) * 16]), pairs);
+            }
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int r = i * 4 + lane / 8, chunk = lane % 8, column = slab * 64 + chunk * 8;
+                const int64_t key = smem.first + first + r;
+                const uint4 vector = *(const uint4 *)(const void *)&staged[r][(chunk ^ r % 8) * 16];
+                if (key < stored && column < params.b.dim)
+                    *(uint4 *)(void *)(rows + key * stride + column) =
+                        first + r < smem.count ? vector : make_uint4(0, 0, 0, 0); /* padding keys */
+            }
+        }
+    }
+
+    __device__ void store_sum(const skl_output &out, float (&sum)[DIM / 8][4], float factor)
     {
         if (out.data == NULL)
             return;
@@ -394,6 +426,11 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
         const int64_t stored = params.problem.packed ? s.key_count : params.problem.len_k;
         const int64_t base = SKL_ROW(out, s.batch, (int64_t)smem.key_head, s.key_begin);
         const skl_side side = skl_student_of(&params.problem, &params.call);
+        const int64_t offsets = (int64_t)(uintptr_t)out.data / (int64_t)sizeof(ELEMENT) | base | out.stride_row;
+        if (side.grad_dtype != SKL_F32 && offsets % 8 == 0) {
+            store_vectors((ELEMENT *)out.data + base, out.stride_row, stored, sum, factor);
+            return;
+        }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = acc_row<1>(0, half);
