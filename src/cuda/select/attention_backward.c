@@ -140,6 +140,16 @@ static void add_output_gradients(const choice *s, const skl_gradients *of_kl, co
     }
 }
 
+/* Key heads whose tiles fill the GPU twice; more of them only if the L2 cache holds what they stream. */
+static int32_t head_group_of(const choice *s)
+{
+    const skl_problem *const p = &s->plan->problem;
+    const int64_t bytes = 2 * p->dim_t + (2 + 2 + 4) * p->dim_s; /* of a query: q_t; q_s, do_s and the sums of dq_s */
+    const int64_t head_size = p->heads_s / p->key_heads_s * p->len_q * bytes, l2_share = (int64_t)44 << 20;
+    const int64_t full = 2 * s->plan->sm_count / skl_ceil_div(p->len_k, SKL_CARRYING_KEYS);
+    return (int32_t)skl_max(1, skl_min(SKL_HEAD_GROUP_MAX, skl_max(full, l2_share / head_size)));
+}
+
 /* The kernel that does both. Its tiles are keys: it has no KL of a row, which is a sum over tiles. */
 static void add_carrying(const choice *s, const skl_cuda_kernel *kernel)
 {
@@ -156,9 +166,7 @@ static void add_carrying(const choice *s, const skl_cuda_kernel *kernel)
     launch->dq_sums =
         skl_output_contiguous(rows + rows_size(p), p->heads_s, p->packed ? p->total_q : p->len_q, p->dim_s);
     launch->workspace_size = carrying_size(p);
-    const int64_t tiles = p->batch * p->key_heads_s * skl_ceil_div(p->len_k, SKL_CARRYING_KEYS);
-    const int64_t bytes = 2 * p->dim_t + (2 + 2 + 4) * p->dim_s; /* of a query: q_t; q_s, do_s and the sums of dq_s */
-    launch->head_group = skl_select_head_group_of(s, tiles, p->heads_s / p->key_heads_s * p->len_q * bytes);
+    launch->head_group = head_group_of(s);
     launch->streams_queries = true;
 }
 

@@ -157,10 +157,16 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
             wgmma<true>(dv, s[step], smem_descriptor(operand + step * 16 * 128 / 16), 1, ELEMENT());
     }
 
-    /* dk += dS^T Q, with dS of the warpgroup's keys from shared memory. */
-    __device__ void issue_dk(const row_stage<DIM> &rows, int buffer)
+    /* dk += dS^T Q, with dS of the warpgroup's keys from registers, or from shared memory where there are too few. */
+    __device__ void issue_dk(const uint32_t (&from)[4][4], const row_stage<DIM> &rows, int buffer)
     {
         const uint32_t operand = mn_major_operand(&rows, STAGE_ROWS * 128);
+        if constexpr (DIM == 64) {
+#pragma unroll
+            for (int step = 0; step < STAGE_ROWS / 16; step++)
+                wgmma<true>(dk, from[step], smem_descriptor(operand + step * 16 * 128 / 16), 1, ELEMENT());
+            return;
+        }
         const uint32_t ds = k_major_operand(smem.ds[buffer]) + warpgroup * (64 * 128 / 16);
 #pragma unroll
         for (int step = 0; step < STAGE_ROWS / 16; step++)
@@ -241,10 +247,10 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
         }
     }
 
-    /* dS = T - g P, to shared memory. */
+    /* dS = T - g P, to shared memory, and as A operands. */
     template <bool MASKED>
-    __device__ void compute_ds(const float (&t)[8][4], const stage_logits &x, const stage_pair *stats, int first,
-                               int n)
+    __device__ void compute_ds(uint32_t (&ds)[4][4], const float (&t)[8][4], const stage_logits &x,
+                               const stage_pair *stats, int first, int n)
     {
         const range32 sees[2] = {visible_columns<MASKED>(0, first), visible_columns<MASKED>(1, first)};
         const int thread = thread_again(), lane = thread % 32, key = thread / 32 * 16 + lane % 16;
@@ -252,7 +258,6 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
         const uint32_t to = shared_address(&smem.ds[n % 2][key][(lane / 16 ^ key % 8) * 16]);
 #pragma unroll
         for (int step = 0; step < STAGE_ROWS / 16; step++) {
-            uint32_t ds[4];
 #pragma unroll
             for (int i = step * 2; i < step * 2 + 2; i++) {
                 const stage_pair &columns = mine[i * 4];
@@ -269,12 +274,12 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
                         const float value = t[i][e] - (MASKED ? copysignf(p, parity == 0 ? weight.x : weight.y) : p);
                         pair[parity] = seen ? value : 0.0F;
                     }
-                    ds[i % 2 * 2 + half] = pack(pair[0], pair[1], ELEMENT());
+                    ds[step][i % 2 * 2 + half] = pack(pair[0], pair[1], ELEMENT());
                 }
             }
             if (step == 0)
                 barrier_wait(smem.ds_empty[n % 2], n / 2 % 2 ^ 1);
-            stmatrix_x4(to ^ (uint32_t)(step * 32), ds);
+            stmatrix_x4(to ^ (uint32_t)(step * 32), ds[step]);
         }
     }
 
@@ -316,18 +321,21 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
         fence_operand(y);
         if (thread_again() % 32 == 0)
             barrier_arrive(smem.of_q_a.empty[q_a_stage]);
-        compute_ds<MASKED>(t, y, stats, first, n);
+        uint32_t ds[4][4];
+        compute_ds<MASKED>(ds, t, y, stats, first, n);
         fence_proxy_async();
         named_barrier_sync(2 + warpgroup, 128);
         if (thread_again() % 128 == 0)
             barrier_arrive(smem.ds_full[buffer]);
+        if (DIM == 64)
+            wgmma_wait<0>(); /* for dv, whose operands leave room for those of dk */
         float dq[DIM / 16][4];
         barrier_wait(smem.ds_full[buffer ^ 1], (n + 1) / 2 % 2 ^ 1);
         wgmma_fence();
         issue_dq(dq, buffer ^ 1);
         wgmma_commit();
         wgmma_fence();
-        issue_dk(smem.q_b[stage], buffer);
+        issue_dk(ds, smem.q_b[stage], buffer);
         wgmma_commit();
         wgmma_wait<1>();
         fence_operand(dq);
