@@ -134,7 +134,7 @@ def train(model, tokens, stage: Stage, rng) -> None:
             group["lr"] = (
                 stage.rate * min((step + 1) / 20, 1.0) * min((stage.steps - step) / (0.3 * stage.steps), 1.0)
             )
-        ids, copied = make_sequences(tokens, stage.batch, stage.length, rng, stage.share)
+        ids, copied = (x.to(model.device) for x in make_sequences(tokens, stage.batch, stage.length, rng, stage.share))
         logits = model(ids).logits[:, :-1]
         losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
         weight = torch.where(copied[:, 1:], 1.0, 0.2).flatten()
@@ -175,6 +175,7 @@ def main() -> None:
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     start_with_attention(model)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
     options.out.mkdir(parents=True, exist_ok=True)
     stages = [
         Stage(128, 8, 200, 5e-4, share=0.5),
