@@ -49,9 +49,7 @@ def make_tokenizer(text: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, bos_token="<s>", eos_token="</s>")
 
 
-def make_sequences(
-    tokens: np.ndarray, count: int, length: int, rng: np.random.Generator, share=0.5, letters=VOCABULARY
-):
+def make_sequences(tokens: np.ndarray, count: int, length: int, rng: np.random.Generator, share=0.5):
     """[count, length] of text in which records of random tokens cover about a `share`, and the tokens that can be copied.
 
     A record is new, or one that has been in the sequence before. Sizes and gaps are random: a record cannot be
