@@ -32,7 +32,8 @@ def main() -> None:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = LlamaForCausalLM(config)
     model.save_pretrained(options.out / "teacher")
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (options.sequences, options.context), dtype=np.int32)
+    shape = (options.sequences, options.context)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, shape, dtype=np.int32)
     np.save(options.out / "tokens.npy", tokens)
 
 

@@ -116,7 +116,8 @@ def test_short_sequences_are_parts_of_long_ones(folder):
     np.save(folder / "whole.npy", np.load(folder / "data.npy")[:1])
     common = dict(batch=1, needles=0, eval_sequences=1, held_out=folder / "data.npy")
     assert run(folder, "short", **common, data=folder / "whole.npy", steps=1, start_context=24) == 0
-    assert run(folder, "cut", **{**common, "batch": 2}, data=folder / "halves.npy", steps=1, context=24, needle_lengths=24) == 0
+    common |= dict(batch=2, context=24, needle_lengths=24)
+    assert run(folder, "cut", **common, data=folder / "halves.npy", steps=1) == 0
     a, b = weights(folder / "short"), weights(folder / "cut")
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-5)
@@ -244,7 +245,7 @@ def test_broken_data(folder, tmp_path, name, content, message):
 def test_sequences_with_special_tokens_cannot_be_cut(folder, tmp_path):
     (tmp_path / "a.txt").write_text("abcdef" * 20)
     teacher = LlamaForCausalLM.from_pretrained(folder / "teacher")
-    with pytest.raises(UserError, match="--start-context: the tokenizer puts special tokens around a sequence"):
+    with pytest.raises(UserError, match="--start-context: must be 0: the tokenizer puts special tokens"):
         data.load(Options(data=[str(tmp_path / "a.txt")], context=16, start_context=8), Words(), teacher)
 
 

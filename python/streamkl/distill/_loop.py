@@ -140,10 +140,9 @@ class Run:
             return self.accelerator.prepare(self.objective)
         for model in self.teacher, self.student:
             for module in list(model.modules()):
+                # What is outside of the teacher's layers stays whole: its parts are called one by one.
                 if type(module).__name__ in (model._no_split_modules or ()):
-                    fully_shard(
-                        module
-                    )  # what is outside of the teacher's layers stays whole: its parts are called one by one
+                    fully_shard(module)
         return fully_shard(self.objective)
 
     def _evaluated_before(self) -> Evaluation:
@@ -209,9 +208,7 @@ class Run:
         options, ranks = self.options, self.accelerator.num_processes
         set_seed((options.seed * 1_000_003 + self.step * ranks + self.accelerator.process_index) % 2**32)
         per_micro = options.batch * ranks // options.context_parallel
-        reader = (
-            self.accelerator.process_index // options.context_parallel
-        )  # ranks that share a sequence read the same
+        reader = self.accelerator.process_index // options.context_parallel  # who shares a sequence reads the same
         first = self.step * options.accumulate * per_micro + reader * options.batch
         sums: dict[str, torch.Tensor] = {}
         for micro in range(options.accumulate):

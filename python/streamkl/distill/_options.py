@@ -56,7 +56,7 @@ class Options:
     text_field: str = _option("text", "the field of a .jsonl record with its text (or a list of tokens)")
     context: int = _option(2048, "tokens per sequence")
     start_context: int = _option(
-        0, "tokens per sequence of the first steps; the length doubles up to --context; 0: --context from the start", int
+        0, "tokens per sequence of the first steps, doubled up to --context; 0: --context from the start", int
     )
 
     steps: int = _option(1000, "optimiser steps")
