@@ -178,8 +178,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     stages = [
         Stage(128, 8, 200, 5e-4, share=0.5),
-        Stage(min(options.context, 1024), 1, 40, 3e-4, share=0.5),
-        Stage(options.context, 1, 8, 1e-4, share=0.5),
+        Stage(options.context, max(1024 // options.context, 1), 40, 3e-4, share=0.5),
     ]
     for stage in stages:
         train(model, tokens, stage, rng)

@@ -187,7 +187,7 @@ class Run:
                 now = time.monotonic()
                 self.seconds = now - begin
                 entry = dict(
-                    step=self.step, **losses, rate=self._rate(self.step - 1), memory=_memory(),
+                    step=self.step, **losses, rate=self._rate(self.step - 1), memory=_memory(self.accelerator.device),
                     tokens_per_second=self.tokens_per_step() / (now - started), seconds=self.seconds,
                 )  # fmt: skip
                 _check_finite(entry)
@@ -297,10 +297,10 @@ class _Interrupts:
             raise KeyboardInterrupt
 
 
-def _memory() -> int:
-    """Peak bytes of this process: of the GPU if there is one."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
+def _memory(device: torch.device) -> int:
+    """Peak bytes of this process, on the device that it trains on."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
