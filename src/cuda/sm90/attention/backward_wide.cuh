@@ -205,8 +205,7 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
     }
 
     /* G of a stage as A operands. */
-    template <bool MASKED>
-    __device__ void compute_g(uint32_t (&g)[4][4], const argument_logits &logits, int stage)
+    template <bool MASKED> __device__ void compute_g(uint32_t (&g)[4][4], const argument_logits &logits, int stage)
     {
         if constexpr (decltype(unit)::MOVES && !WRT_B) { /* only G itself tells how large it is */
             stage_logits values;

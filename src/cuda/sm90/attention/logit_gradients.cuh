@@ -232,8 +232,8 @@ __device__ inline void for_each_logit_gradient(const backward_params &params, co
     }
 }
 
-/* G of a stage in f32. Returns its largest finite element in the warp, warp-uniform. Stationary rows from `count` on are
- * undefined and ignored. */
+/* G of a stage in f32. Returns its largest finite element in the warp, warp-uniform. Stationary rows from `count` on
+ * are undefined and ignored. */
 template <bool MASKED, bool WRT_B, bool CAPPED, typename VISIBLE, typename QUERY_STATS>
 __device__ inline float compute_logit_gradients(stage_logits &g, const backward_params &params,
                                                 const argument_logits &logits, const VISIBLE &visible_rows, int count,
