@@ -653,3 +653,12 @@ skl_problem case_problem(const test_case *c)
     }
     return p;
 }
+
+int case_is_small(const test_case *c)
+{
+    const skl_problem p = case_problem(c);
+    const int64_t pairs = p.batch * p.len_q * (p.top_k > 0 ? p.top_k : p.len_k);
+    const int64_t heads_s = p.index_heads > 0 ? p.heads_s * p.index_heads : p.heads_s;
+    const int64_t million = 1000000, work = pairs * (p.heads_t * p.dim_t + heads_s * p.dim_s);
+    return work <= test_environment("SKL_TEST_WORK", INT64_MAX / million) * million;
+}
