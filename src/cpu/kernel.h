@@ -41,6 +41,7 @@ typedef struct skl_cpu_kernel {
     const char *name;
     const char *detail;
     bool (*usable)(void);
+    bool rounds_gradients; /* see skl_kernel_info */
     const skl_cpu_work *attention;
     const skl_cpu_work *indexer;
     const skl_cpu_work *sparse_indexer; /* top_k > 0 */
@@ -50,5 +51,6 @@ extern const skl_cpu_kernel skl_cpu_reference;
 extern const skl_cpu_kernel skl_cpu_portable;
 extern const skl_cpu_kernel skl_cpu_avx2;
 extern const skl_cpu_kernel skl_cpu_avx512;
+extern const skl_cpu_kernel skl_cpu_amx;
 
 #endif

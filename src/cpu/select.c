@@ -15,7 +15,7 @@
 /* Best first; the reference is last. */
 static const skl_cpu_kernel *const kernels[] = {
 #if defined(__x86_64__)
-    &skl_cpu_avx512, &skl_cpu_avx2,
+    &skl_cpu_amx, &skl_cpu_avx512, &skl_cpu_avx2,
 #endif
     &skl_cpu_portable, &skl_cpu_reference};
 

@@ -69,7 +69,7 @@ static void group_lse(const tile *t)
         float *const lse = t->lse_t + h * t->height;
         load_row_values(t, lse, given, head, 0.0F);
         if (given->data == NULL)
-            head_lse(t, &t->teacher, head, t->qT_t + h * t->height * t->teacher.dim, lse);
+            head_lse(t, &t->teacher, head, t->qT_t + h * t->height * query_width(t->teacher.dim), lse);
     }
 }
 
@@ -200,7 +200,7 @@ static void lse_only(const tile *t)
         if (out->data == NULL)
             continue;
         float *const lse = h < 0 ? t->lse_s : t->lse_t + h * t->height;
-        head_lse(t, side, head, h < 0 ? t->qT_s : t->qT_t + h * t->height * side->dim, lse);
+        head_lse(t, side, head, h < 0 ? t->qT_s : t->qT_t + h * t->height * query_width(side->dim), lse);
         for (int64_t i = 0; i < t->count; i++)
             skl_row_set(out, &t->sequence, head, t->first + i, lse[i]);
     }

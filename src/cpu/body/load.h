@@ -5,11 +5,23 @@
 #include "base/convert.h"
 #include "cpu/body/vector.h"
 
+#if defined(SKL_MATRIX_GROUP)
+enum { ROW_UNIT = 32 }; /* 16-bit numbers of a cache line */
+#else
+enum { ROW_UNIT = 16 }; /* floats of a cache line */
+#endif
+
 /* Row stride of a tile buffer: room for full vectors, plus one cache line so that rows do not map to the same cache
  * sets when the dimension is a power of two. */
 static inline int64_t padded(int64_t dim)
 {
-    return (dim + 15) / 16 * 16 + 16;
+    return (dim + ROW_UNIT - 1) / ROW_UNIT * ROW_UNIT + ROW_UNIT;
+}
+
+/* Elements that a transposed query takes in its panel. */
+static inline int64_t query_width(int64_t dim)
+{
+    return padded(dim) - ROW_UNIT;
 }
 
 static void load_row(float *to, const void *from, skl_dtype dtype, int64_t offset, int64_t dim)
@@ -46,7 +58,7 @@ static void load_rows(float *to, const void *from, skl_dtype dtype, int64_t offs
 static void transpose_to_panels(float *to, const float *from, int64_t count, int64_t dim, int64_t panel_width)
 {
     const int64_t width = padded(dim);
-    for (int64_t first = 0; first < count; first += panel_width, to += dim * panel_width)
+    for (int64_t first = 0; first < count; first += panel_width, to += query_width(dim) * panel_width)
         for (int64_t lane = 0; lane < panel_width; lane++) {
             const float *const row = from + (first + lane) * width;
             const bool present = first + lane < count;
