@@ -174,12 +174,74 @@ static void clear_rows(float *rows, int64_t count, int64_t dim)
 
 /* ---- Queries: dq and, in a fused backward, the contribution of the tile to dk ------------------------------- */
 
-static void add_to_caller(const tile *t, const skl_side *side, const skl_output *to, int64_t head,
-                          const key_tile *keys, const float *dk)
+/* Adds dk of a key tile to its sums, in the caller's buffer or in key_sums. */
+static void add_to_sums(const tile *t, const skl_side *side, const skl_output *to, float *sums, int64_t head,
+                        const key_tile *keys, const float *dk)
 {
+    if (sums != NULL) {
+        add_rows(sums + keys->first * side->dim, side->dim, dk, keys->count, side->dim);
+        return;
+    }
     const int64_t offset =
         SKL_ROW(*to, t->sequence.batch, skl_key_head(side, head), t->sequence.key_begin + keys->first);
     add_rows((float *)to->data + offset, to->stride_row, dk, keys->count, side->dim);
+}
+
+/* Student heads whose queries attend to one key head. */
+static int64_t heads_per_key_head(const tile *t, const skl_side *side)
+{
+    return side->heads / side->key_heads / (side->heads / t->task->problem->heads_s);
+}
+
+/* One gradient in key_sums. */
+typedef struct summed_gradient {
+    float *sums;
+    const skl_side *side;
+    const skl_output *to;
+} summed_gradient;
+
+enum { SUMMED_GRADIENTS = 3 };
+
+static summed_gradient summed_gradient_at(const tile *t, int n)
+{
+    const skl_key_sums *const sums = &t->task->key_sums;
+    const skl_attention *const attention = t->task->call->attention;
+    const summed_gradient all[SUMMED_GRADIENTS] = {{sums->dk_t, &t->teacher, t->teacher.dk},
+                                                   {sums->dk_s, &t->student, t->student.dk},
+                                                   {sums->dv_s, &t->student, attention ? &attention->dv_s : NULL}};
+    const summed_gradient none = {NULL, NULL, NULL};
+    const bool requested = t->task->fused && all[n].sums != NULL && all[n].to != NULL && all[n].to->data != NULL;
+    return requested ? all[n] : none;
+}
+
+/* The first item that adds to a key head clears its sums. Items of a head go from the last tile to the first. */
+static void begin_key_sums(const tile *t)
+{
+    const skl_task *const task = t->task;
+    const int64_t last_tile = skl_ceil_div(task->problem->len_q, task->tiles.queries) - 1;
+    for (int n = 0; n < SUMMED_GRADIENTS; n++) {
+        const summed_gradient of = summed_gradient_at(t, n);
+        if (of.sums == NULL || task->tile != last_tile || task->head % heads_per_key_head(t, of.side) != 0)
+            continue;
+        skl_ordered_sum_wait(&task->ordered_sum, task->before, SKL_ALL_TILES);
+        memset(of.sums, 0, (size_t)(t->sequence.key_count * of.side->dim) * sizeof *of.sums);
+    }
+}
+
+/* The last one rounds them into the caller's buffer. */
+static void end_key_sums(const tile *t)
+{
+    const skl_task *const task = t->task;
+    for (int n = 0; n < SUMMED_GRADIENTS; n++) {
+        const summed_gradient of = summed_gradient_at(t, n);
+        if (of.sums == NULL || task->tile != 0 || (task->head + 1) % heads_per_key_head(t, of.side) != 0)
+            continue;
+        const int64_t key_head = task->head / heads_per_key_head(t, of.side), dim = of.side->dim;
+        const int64_t offset = SKL_ROW(*of.to, t->sequence.batch, key_head, t->sequence.key_begin);
+        skl_ordered_sum_wait(&task->ordered_sum, task->previous, SKL_ALL_TILES);
+        store_rows_from(of.to->data, of.side->grad_dtype, offset, of.to->stride_row, of.sums, dim,
+                        t->sequence.key_count, dim);
+    }
 }
 
 static void wait_for_order(const tile *t, const key_tile *keys)
@@ -202,7 +264,8 @@ static void teacher_group_step(const tile *t, const key_tile *keys, bool dq, boo
         clear_rows(t->dk_t, TILE_K, t->teacher.dim);
         add_to_dk(t, &t->teacher, keys, t->dk_t, t->g_t, t->q_t + h * rows);
         wait_for_order(t, keys);
-        add_to_caller(t, &t->teacher, t->teacher.dk, t->head * t->group_size + h, keys, t->dk_t);
+        add_to_sums(t, &t->teacher, t->teacher.dk, t->task->key_sums.dk_t, t->head * t->group_size + h, keys,
+                    t->dk_t);
     }
 }
 
@@ -210,6 +273,7 @@ static void teacher_group_step(const tile *t, const key_tile *keys, bool dq, boo
 static void query_step(const tile *t, const key_tile *keys, bool fused)
 {
     const skl_call *const call = t->task->call;
+    const skl_key_sums *const sums = &t->task->key_sums;
     const bool dk_t = fused && call->gradients.dk_t.data != NULL, dk_s = fused && call->gradients.dk_s.data != NULL;
     const bool dv_s = fused && attends(t) && call->attention->dv_s.data != NULL, any_dk = dk_t || dk_s || dv_s;
     const bool teacher_group = t->group_size > 1;
@@ -246,11 +310,11 @@ static void query_step(const tile *t, const key_tile *keys, bool fused)
     if (any_dk)
         wait_for_order(t, keys);
     if (dk_s)
-        add_to_caller(t, &t->student, t->student.dk, t->head, keys, t->dk_s);
+        add_to_sums(t, &t->student, t->student.dk, sums->dk_s, t->head, keys, t->dk_s);
     if (dv_s)
-        add_to_caller(t, &t->student, &call->attention->dv_s, t->head, keys, t->dv);
+        add_to_sums(t, &t->student, &call->attention->dv_s, sums->dv_s, t->head, keys, t->dv);
     if (dk_t && !teacher_group)
-        add_to_caller(t, &t->teacher, t->teacher.dk, t->head, keys, t->dk_t);
+        add_to_sums(t, &t->teacher, t->teacher.dk, sums->dk_t, t->head, keys, t->dk_t);
     if (teacher_group && (dq_t || dk_t))
         teacher_group_step(t, keys, dq_t, dk_t);
     if (any_dk)
@@ -306,8 +370,10 @@ static void backward_queries(const skl_task *task)
 {
     tile t;
     tile_begin(&t, task, task->head, task->tile * task->tiles.queries);
+    begin_key_sums(&t);
     if (t.count > 0)
         backward_query_tile(&t);
+    end_key_sums(&t);
 }
 
 /* ---- Keys: dk of a key block, summed over all queries ------------------------------------------------------- */

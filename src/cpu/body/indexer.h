@@ -301,7 +301,7 @@ static void index_query_step(const index_tile *x, const key_tile *keys, bool kl)
     if (!fused_dk)
         return;
     wait_for_order(t, keys);
-    add_to_caller(t, &t->student, t->student.dk, t->head, keys, t->dk_s);
+    add_to_sums(t, &t->student, t->student.dk, t->task->key_sums.dk_s, t->head, keys, t->dk_s);
     skl_ordered_sum_advance(&t->task->ordered_sum, t->task->item, keys->index + 1);
 }
 
@@ -320,31 +320,38 @@ static void store_index_gradients(const index_tile *x)
     }
 }
 
-static void index_backward_queries(const skl_task *task)
+static void index_backward_query_tile(const index_tile *x)
 {
-    index_tile x;
-    index_begin(&x, task, task->head, task->tile * task->tiles.queries);
-    const tile *const t = &x.base;
+    const tile *const t = &x->base;
+    const skl_task *const task = t->task;
     const skl_call *const call = task->call;
     const bool one_pass = skl_op_is_one_pass(call->op) && !task->rows_known;
     const bool kl = one_pass && (call->rows.kl.data != NULL || entropy_wanted(call));
-    if (t->count == 0)
-        return;
     load_teacher_queries(t);
-    index_load_student(&x);
+    index_load_student(x);
     load_known_rows(t);
-    reset_states(&x);
+    reset_states(x);
     if (call->gradients.dq_s.data != NULL)
-        clear_rows(x.dq, x.heads * t->height, t->student.dim);
+        clear_rows(x->dq, x->heads * t->height, t->student.dim);
     FOR_KEY_TILES(t, keys)
-    index_query_step(&x, &keys, kl);
-    store_index_gradients(&x);
+    index_query_step(x, &keys, kl);
+    store_index_gradients(x);
     for (int64_t i = 0; kl && i < t->count; i++) {
         const row_sums sums = sums_of(t, i);
         const float row = one_pass_kl(&sums, keys_seen(t, i));
         skl_row_set(&call->rows.kl, &t->sequence, t->head, t->first + i, skl_kl_report(row));
-        finish_entropy(&x, i, row);
+        finish_entropy(x, i, row);
     }
+}
+
+static void index_backward_queries(const skl_task *task)
+{
+    index_tile x;
+    index_begin(&x, task, task->head, task->tile * task->tiles.queries);
+    begin_key_sums(&x.base);
+    if (x.base.count > 0)
+        index_backward_query_tile(&x);
+    end_key_sums(&x.base);
 }
 
 /* Adds the contribution of one query tile to the dk of a key block. */

@@ -67,12 +67,24 @@ static void transpose_to_panels(float *to, const float *from, int64_t count, int
         }
 }
 
+/* Stores rows that are `from_stride` apart. */
+static void store_rows_from(void *to, skl_dtype dtype, int64_t offset, int64_t stride, const float *from,
+                            int64_t from_stride, int64_t count, int64_t dim)
+{
+    for (int64_t i = 0; i < count; i++, offset += stride, from += from_stride) {
+        if (dtype == SKL_BF16) /* a loop that vectorises */
+            for (int64_t c = 0; c < dim; c++)
+                ((uint16_t *)to)[offset + c] = skl_to_bf16(from[c]);
+        else
+            for (int64_t c = 0; c < dim; c++)
+                skl_store(to, dtype, offset + c, from[c]);
+    }
+}
+
 static void store_rows(void *to, skl_dtype dtype, int64_t offset, int64_t stride, const float *from, int64_t count,
                        int64_t dim)
 {
-    for (int64_t i = 0; i < count; i++, offset += stride, from += padded(dim))
-        for (int64_t c = 0; c < dim; c++)
-            skl_store(to, dtype, offset + c, from[c]);
+    store_rows_from(to, dtype, offset, stride, from, padded(dim), count, dim);
 }
 
 /* Adds rows to an f32 gradient. */
