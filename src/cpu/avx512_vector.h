@@ -30,14 +30,18 @@ SKL_INLINE vec vec_at_most(vec high, vec x)
     return (vec)_mm512_min_ps((__m512)high, (__m512)x);
 }
 
-/* The lower bound, where e^x is 0, keeps x log2 e finite. */
+/* Adding 1.5 * 2^23 rounds x log2 e to an integer. */
+SKL_INLINE vec exp_in_range(vec x)
+{
+    const vec log2e = vec_of(SKL_LOG2E), round_magic = vec_of(12582912.0F);
+    const vec whole = vec_fma(x, log2e, round_magic) - round_magic;
+    return (vec)_mm512_scalef_ps((__m512)exp2_fraction(vec_fma(x, log2e, -whole)), (__m512)whole);
+}
+
+/* The lower bound, where e^x is 0, keeps x in range. */
 SKL_INLINE vec exp_vec(vec x)
 {
-    const vec log2e = vec_of(SKL_LOG2E);
-    const vec bounded = vec_at_least(vec_of(-200.0F), x);
-    const __m512 whole =
-        _mm512_roundscale_ps((__m512)(bounded * log2e), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    return (vec)_mm512_scalef_ps((__m512)exp2_fraction(vec_fma(bounded, log2e, -(vec)whole)), whole);
+    return exp_in_range(vec_at_least(vec_of(-200.0F), x));
 }
 
 #endif

@@ -8,6 +8,8 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <sys/syscall.h>
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
 #endif
 
 #include "streamkl.h"
@@ -23,6 +25,11 @@ bool skl_cpu_has_avx512(void)
 {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+
+bool skl_cpu_has_avx512_bf16(void)
+{
+    return skl_cpu_has_avx512() && __builtin_cpu_supports("avx512bf16");
 }
 
 /* Linux saves the tiles of a process that has asked for it: see Documentation/arch/x86/xstate.rst. It refuses if it is
@@ -50,7 +57,9 @@ bool skl_cpu_has_amx(void)
 const char *skl_cpu_features(void)
 {
     if (skl_cpu_has_amx())
-        return "sse2 avx2 fma avx512 amx";
+        return "sse2 avx2 fma avx512 avx512_bf16 amx";
+    if (skl_cpu_has_avx512_bf16())
+        return "sse2 avx2 fma avx512 avx512_bf16";
     if (skl_cpu_has_avx512())
         return "sse2 avx2 fma avx512";
     return skl_cpu_has_avx2() ? "sse2 avx2 fma" : "sse2";
@@ -68,18 +77,45 @@ bool skl_cpu_has_avx512(void)
     return false;
 }
 
+bool skl_cpu_has_avx512_bf16(void)
+{
+    return false;
+}
+
 bool skl_cpu_has_amx(void)
 {
     return false;
 }
 
+#endif
+
+#if defined(__aarch64__)
+
+bool skl_cpu_has_neon_bf16(void)
+{
+    const unsigned long bf16 = 1UL << 14; /* HWCAP2_BF16 */
+    return getauxval(AT_HWCAP2) & bf16;
+}
+
 const char *skl_cpu_features(void)
 {
-#if defined(__aarch64__)
-    return "neon";
+    return skl_cpu_has_neon_bf16() ? "neon bf16" : "neon";
+}
+
 #else
-    return "none known";
+
+bool skl_cpu_has_neon_bf16(void)
+{
+    return false;
+}
+
 #endif
+
+#if !defined(__x86_64__) && !defined(__aarch64__)
+
+const char *skl_cpu_features(void)
+{
+    return "none known";
 }
 
 #endif

@@ -54,6 +54,8 @@ extern const skl_cpu_kernel skl_cpu_reference;
 extern const skl_cpu_kernel skl_cpu_portable;
 extern const skl_cpu_kernel skl_cpu_avx2;
 extern const skl_cpu_kernel skl_cpu_avx512;
+extern const skl_cpu_kernel skl_cpu_avx512_bf16;
 extern const skl_cpu_kernel skl_cpu_amx;
+extern const skl_cpu_kernel skl_cpu_neon_bf16;
 
 #endif

@@ -16,7 +16,9 @@
 /* Best first; the reference is last. */
 static const skl_cpu_kernel *const kernels[] = {
 #if defined(__x86_64__)
-    &skl_cpu_amx, &skl_cpu_avx512, &skl_cpu_avx2,
+    &skl_cpu_amx, &skl_cpu_avx512_bf16, &skl_cpu_avx512, &skl_cpu_avx2,
+#elif defined(__aarch64__)
+    &skl_cpu_neon_bf16,
 #endif
     &skl_cpu_portable, &skl_cpu_reference};
 

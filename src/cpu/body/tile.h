@@ -244,9 +244,19 @@ static visibility panel_visibility(const tile *t, int64_t panel, const key_tile 
     const skl_range first = t->visible[panel * PANEL];
     const skl_range last = t->visible[panel * PANEL + PANEL - 1];
     const int64_t end = keys->first + keys->count;
+    if (keys->count == 0)
+        return HIDDEN;
     if (last.begin <= keys->first && first.end >= end)
         return FULL;
     return first.begin < end && last.end > keys->first ? MASKED : HIDDEN;
+}
+
+/* A key tile without the keys after the last one that a panel sees. */
+static key_tile panel_keys(const tile *t, int64_t panel, const key_tile *keys)
+{
+    const int64_t end = t->visible[panel * PANEL + PANEL - 1].end;
+    const key_tile seen = {keys->index, keys->first, skl_max(0, skl_min(keys->count, end - keys->first))};
+    return seen;
 }
 
 /* Keys [begin, end) of a tile that are visible to each lane, relative to the first key of the tile. */
