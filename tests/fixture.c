@@ -495,8 +495,8 @@ int rows_mismatch(const fixture *f, const fixture_results *r, const char *label)
     tensor_mismatch(&r->member,                                                                                      \
                     &(oracle_expectation){f->exact.member, f->naive.member, f->exact.rounding.member,                \
                                           f->exact.terms.member,                                                     \
-                                          kernel_product_rounding(kernel, &f->problem, f->problem.type), r->member.dtype,   \
-                                          tensor_count(&r->member)},                                                 \
+                                          kernel_product_rounding(kernel, &f->problem, f->problem.type),             \
+                                          r->member.dtype, tensor_count(&r->member)},                                \
                     live, label, #member)
 
 /* No product follows the gradient of a sink's logit. */

@@ -42,7 +42,8 @@ static const test_case student_bf16 = {"student_bf16", MEDIUM, TYPES(BF16, BF16)
 static const test_case student_grad_f32 = {"student_grad_f32", MEDIUM, TYPES(BF16, BF16), .grad_f32 = 1,
                                            WITHOUT(TEACHER_GRADIENTS)};
 static const test_case only_dq = {"only_dq", MEDIUM, WITHOUT(TEACHER_GRADIENTS | SKL_DK_S)};
-static const test_case only_dk = {"only_dk", SHAPE(1, 400, 8193), HEADS(2, 2), DIMS(8, 8), TYPES(BF16, BF16), WITHOUT(TEACHER_GRADIENTS | SKL_DQ_S)};
+static const test_case only_dk = {"only_dk",  SHAPE(1, 400, 8193), HEADS(2, 2),
+                                  DIMS(8, 8), TYPES(BF16, BF16),   WITHOUT(TEACHER_GRADIENTS | SKL_DQ_S)};
 static const test_case both_sides = {"both_sides", MEDIUM};
 static const test_case both_sides_bf16 = {"both_sides_bf16", MEDIUM, TYPES(BF16, BF16)};
 static const test_case long_bf16 = {"long_bf16", SHAPE(1, 400, 8193), HEADS(2, 2), DIMS(8, 8), TYPES(BF16, BF16)};

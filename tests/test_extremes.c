@@ -73,13 +73,12 @@ static void assert_close(const test_tensor *tensor, const double *exact, double 
 {
     const int may_be_nan = on_gpu() && !of_logits;
     for (int64_t n = 0; tensor->data != NULL && n < tensor_count(tensor); n++)
-        if (!(fabs(tensor_get(tensor, n) - exact[n]) <= error) &&
-            !(may_be_nan && isnan(tensor_get(tensor, n))))
+        if (!(fabs(tensor_get(tensor, n) - exact[n]) <= error) && !(may_be_nan && isnan(tensor_get(tensor, n))))
             fail_msg("%s: %s[%d] is %g, not %g", kernel, what, (int)n, tensor_get(tensor, n), exact[n]);
 }
 
-/* Gradients of the student are differences of peaks, and exact, unless the kernel rounds logit gradients. Those of the
- * teacher are 0, but the difference of two numbers as large as the KL. */
+/* Gradients of the student are differences of peaks, and exact, unless the kernel rounds logit gradients. Those of
+ * the teacher are 0, but the difference of two numbers as large as the KL. */
 static void check_huge_results(const fixture *f, const fixture_results *r, int power, const char *kernel,
                                int of_logits)
 {

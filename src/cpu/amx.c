@@ -1,8 +1,8 @@
-/* AMX: tiles of 16 rows of 64 bytes. One instruction adds the product of 16 x 32 and 32 x 16 numbers of bf16 to 16 x 16
- * sums in f32. Everything else is AVX-512. */
-#define SKL_MATRIX_GROUP 2
-#define SKL_MATRIX_ROWS  16
-#define SKL_MATRIX_DEPTH 32
+/* AMX: tiles of 16 rows of 64 bytes. One instruction adds the product of 16 x 32 and 32 x 16 numbers of bf16 to 16 x
+ * 16 sums in f32. Everything else is AVX-512. */
+#define SKL_MATRIX_INTERLEAVE 2
+#define SKL_MATRIX_ROWS       16
+#define SKL_MATRIX_DEPTH      32
 
 #include "cpu/avx512_vector.h"
 #include "cpu/body/matrix.h"
@@ -34,13 +34,13 @@ SKL_INLINE void multiply_blocks(const matrix_operands *m, int64_t row, int64_t c
         _tile_zero(3);
     }
     const uint16_t *a = m->a + row * m->a_stride;
-    const uint16_t *b = m->b + column * MATRIX_GROUP;
+    const uint16_t *b = m->b + column * MATRIX_INTERLEAVE;
     for (int64_t k = 0; k < m->depth; k += MATRIX_DEPTH) {
         _tile_loadd(4, a, a_bytes);
         _tile_loadd(6, b, b_bytes);
         _tile_dpbf16ps(0, 4, 6);
         if (columns > 1) {
-            _tile_loadd(7, b + BLOCK * MATRIX_GROUP, b_bytes);
+            _tile_loadd(7, b + BLOCK * MATRIX_INTERLEAVE, b_bytes);
             _tile_dpbf16ps(1, 4, 7);
         }
         if (rows > 1) {
@@ -87,10 +87,7 @@ static void matrix_product(const matrix_operands *m, bool accumulate)
         multiply_matrices(m, false);
 }
 
-#include "cpu/body/work.h"
-#include "cpu/features.h"
-
-/* ---- Tile registers: all tiles of a thread are set up at the start of a task and freed at its end ------------ */
+/* ---- Tile registers: those of a thread are set up at the start of a task and freed at its end ---------------- */
 
 typedef struct tile_configuration {
     _Alignas(64) uint8_t palette;
@@ -99,57 +96,33 @@ typedef struct tile_configuration {
     uint8_t rows[16];
 } tile_configuration;
 
-static void with_tiles(const skl_task *task, void (*work)(const skl_task *task))
+static void begin_task(void)
 {
-    enum { TILES = 8 };
-    tile_configuration tiles_16x64 = {.palette = 1};
+    enum { TILES = 8, ROW_BYTES = 64 };
+    tile_configuration configuration = {.palette = 1};
     for (int n = 0; n < TILES; n++) {
-        tiles_16x64.row_bytes[n] = 64;
-        tiles_16x64.rows[n] = BLOCK;
+        configuration.row_bytes[n] = ROW_BYTES;
+        configuration.rows[n] = BLOCK;
     }
     MEMORY_BARRIER();
-    _tile_loadconfig(&tiles_16x64);
-    work(task);
+    _tile_loadconfig(&configuration);
+}
+
+static void end_task(void)
+{
     _tile_release();
 }
 
-#define WITH_TILES(name)                                                                                             \
-    static void tiled_##name(const skl_task *task)                                                                   \
-    {                                                                                                                \
-        with_tiles(task, name);                                                                                      \
-    }
-
-WITH_TILES(forward)
-WITH_TILES(backward_queries)
-WITH_TILES(backward_keys)
-WITH_TILES(index_forward)
-WITH_TILES(index_backward_queries)
-WITH_TILES(index_backward_keys)
-
-static const skl_cpu_work tiled_attention_work = {
-    .fuses = true,
-    .tiles = tiles,
-    .scratch_size = scratch_size,
-    .forward = tiled_forward,
-    .backward_queries = tiled_backward_queries,
-    .backward_keys = tiled_backward_keys,
-};
-
-static const skl_cpu_work tiled_indexer_work = {
-    .fuses = true,
-    .tiles = tiles,
-    .scratch_size = index_scratch_size,
-    .forward = tiled_index_forward,
-    .backward_queries = tiled_index_backward_queries,
-    .backward_keys = tiled_index_backward_keys,
-};
+#define SKL_HAS_TASK_SETUP
+#include "cpu/body/work.h"
+#include "cpu/features.h"
 
 const skl_cpu_kernel skl_cpu_amx = {
     .name = "cpu_amx",
     .detail = "AMX for bf16, AVX-512, 192 x 96 tiles, 32 x 32 micro-kernel",
     .usable = skl_cpu_has_amx,
     .rounds_gradients = true,
-    .attention = &tiled_attention_work,
-    .indexer = &tiled_indexer_work,
+    .attention = &attention_work,
+    .indexer = &indexer_work,
     .sparse_indexer = &sparse_indexer_work,
 };

@@ -1,7 +1,7 @@
 /* AVX512-BF16: one instruction adds the products of 16 pairs of bf16 to 16 sums in f32. */
-#define SKL_MATRIX_GROUP 2
-#define SKL_MATRIX_ROWS  12
-#define SKL_MATRIX_DEPTH 2
+#define SKL_MATRIX_INTERLEAVE 2
+#define SKL_MATRIX_ROWS       12
+#define SKL_MATRIX_DEPTH      2
 
 #include "cpu/avx512_vector.h"
 #include "cpu/body/matrix.h"
@@ -20,12 +20,12 @@ SKL_INLINE void multiply_block(const matrix_operands *m, int64_t row, int64_t co
         for (int v = 0; v < vecs; v++)
             sum[r][v] = accumulate ? (__m512)vec_load(c + r * m->c_stride + v * SKL_LANES) : (__m512)vec_of(0.0F);
     const uint16_t *a = m->a + row * m->a_stride;
-    const uint16_t *b = m->b + column * MATRIX_GROUP;
-    for (int64_t k = 0; k < m->depth; k += MATRIX_GROUP) {
+    const uint16_t *b = m->b + column * MATRIX_INTERLEAVE;
+    for (int64_t k = 0; k < m->depth; k += MATRIX_INTERLEAVE) {
         __m512bh columns[COLUMN_VECS];
 #pragma GCC unroll 2
         for (int v = 0; v < vecs; v++)
-            columns[v] = (__m512bh)_mm512_loadu_ps(b + v * SKL_LANES * MATRIX_GROUP);
+            columns[v] = (__m512bh)_mm512_loadu_ps(b + v * SKL_LANES * MATRIX_INTERLEAVE);
 #pragma GCC unroll 12
         for (int r = 0; r < MATRIX_ROWS; r++) {
             int32_t pair;
@@ -35,8 +35,8 @@ SKL_INLINE void multiply_block(const matrix_operands *m, int64_t row, int64_t co
             for (int v = 0; v < vecs; v++)
                 sum[r][v] = _mm512_dpbf16_ps(sum[r][v], rows, columns[v]);
         }
-        a += MATRIX_GROUP;
-        b += MATRIX_GROUP * m->b_stride;
+        a += MATRIX_INTERLEAVE;
+        b += MATRIX_INTERLEAVE * m->b_stride;
     }
 #pragma GCC unroll 12
     for (int r = 0; r < MATRIX_ROWS; r++)

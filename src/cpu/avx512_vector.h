@@ -1,5 +1,5 @@
-/* The vectors of AVX-512 for the shared body: 32 registers of 16 floats, of which 12 x 2 hold C; scalef multiplies by a
- * power of 2. */
+/* The vectors of AVX-512 for the shared body: 32 registers of 16 floats, of which 12 x 2 hold C; scalef multiplies by
+ * a power of 2. */
 #ifndef SKL_CPU_AVX512_VECTOR_H
 #define SKL_CPU_AVX512_VECTOR_H
 

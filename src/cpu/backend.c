@@ -16,9 +16,9 @@ static int kernel_at(int32_t index, skl_kernel_info *info)
     if (kernel == NULL)
         return 0;
     const bool usable = kernel->usable();
-    *info = (skl_kernel_info){kernel->name, SKL_CPU, usable,
-                              usable ? kernel->detail : "this CPU lacks the instruction set",
-                              kernel->rounds_gradients};
+    *info =
+        (skl_kernel_info){kernel->name, SKL_CPU, usable,
+                          usable ? kernel->detail : "this CPU lacks the instruction set", kernel->rounds_gradients};
     return 1;
 }
 

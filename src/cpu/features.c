@@ -32,8 +32,8 @@ bool skl_cpu_has_avx512_bf16(void)
     return skl_cpu_has_avx512() && __builtin_cpu_supports("avx512bf16");
 }
 
-/* Linux saves the tiles of a process that has asked for it: see Documentation/arch/x86/xstate.rst. It refuses if it is
- * too old, if a filter of system calls forbids it, or if an alternate signal stack is too small for them. */
+/* Linux saves the tiles of a process that has asked for it: see Documentation/arch/x86/xstate.rst. It refuses if it
+ * is too old, if a filter of system calls forbids it, or if an alternate signal stack is too small for them. */
 static bool allowed_to_use_tiles(void)
 {
     enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };

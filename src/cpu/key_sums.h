@@ -3,7 +3,7 @@
  * An f32 key gradient is summed in the caller's buffer. A 16-bit one would be rounded at every query tile, so the
  * workspace has a buffer for each chain that runs: the keys of one key head. The first item of a key head clears it,
  * the last one rounds it into the caller's buffer. Its size is bounded: calls with more than SKL_SUMMED_KEYS keys
- * compute 16-bit key gradients in a pass of their own. */
+ * compute 16-bit key gradients in a separate pass. */
 #ifndef SKL_CPU_KEY_SUMS_H
 #define SKL_CPU_KEY_SUMS_H
 
@@ -26,12 +26,13 @@ static inline int64_t skl_sum_floats(const skl_problem *p, uint32_t gradient, sk
 static inline const char *skl_why_no_key_sums(const skl_problem *p)
 {
     const int64_t sharing_t = p->heads_t / p->key_heads_t;
-    const bool many_key_heads = skl_sum_floats(p, SKL_DK_T, p->dtype_t, p->dim_t) > 0 &&
-                                sharing_t % skl_group_size(p) != 0;
+    const bool many_key_heads =
+        skl_sum_floats(p, SKL_DK_T, p->dtype_t, p->dim_t) > 0 && sharing_t % skl_group_size(p) != 0;
     if (p->len_k > SKL_SUMMED_KEYS)
         return "16-bit gradients of more than 8192 keys are summed in f32 in a separate pass";
-    return many_key_heads ? "a teacher group has several key heads, whose 16-bit gradients are summed in f32 in a separate pass"
-                          : NULL;
+    return many_key_heads
+               ? "a teacher group has several key heads, whose 16-bit gradients are summed in f32 in a separate pass"
+               : NULL;
 }
 
 /* Floats of the sums of one chain. */

@@ -1,8 +1,8 @@
-/* BF16 of 64-bit Arm: BFMMLA adds the product of 2 x 4 and 4 x 2 numbers of bf16 to 2 x 2 sums in f32. Everything else is
- * NEON. */
-#define SKL_MATRIX_GROUP 4
-#define SKL_MATRIX_ROWS  8
-#define SKL_MATRIX_DEPTH 4
+/* BF16 of 64-bit Arm: BFMMLA adds the product of 2 x 4 and 4 x 2 numbers of bf16 to 2 x 2 sums in f32. Everything
+ * else is NEON. */
+#define SKL_MATRIX_INTERLEAVE 4
+#define SKL_MATRIX_ROWS       8
+#define SKL_MATRIX_DEPTH      4
 
 #include "cpu/neon_vector.h"
 #include "cpu/body/matrix.h"
@@ -43,12 +43,12 @@ SKL_INLINE void multiply_block(const matrix_operands *m, int64_t row, int64_t co
             sum[r][v + 1] = right_block(upper, lower);
         }
     const uint16_t *a = m->a + row * m->a_stride;
-    const uint16_t *b = m->b + column * MATRIX_GROUP;
+    const uint16_t *b = m->b + column * MATRIX_INTERLEAVE;
     for (int64_t k = 0; k < m->depth; k += MATRIX_DEPTH) {
         bfloat16x8_t columns[COLUMN_PAIRS];
 #pragma GCC unroll 4
         for (int v = 0; v < column_pairs; v++)
-            columns[v] = vreinterpretq_bf16_u16(vld1q_u16(b + 2 * v * MATRIX_GROUP));
+            columns[v] = vreinterpretq_bf16_u16(vld1q_u16(b + 2 * v * MATRIX_INTERLEAVE));
 #pragma GCC unroll 4
         for (int r = 0; r < ROW_PAIRS; r++) {
             const bfloat16x8_t rows = two_rows(a + 2 * r * m->a_stride, a + (2 * r + 1) * m->a_stride);

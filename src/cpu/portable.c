@@ -1,5 +1,5 @@
-/* Vectors of 4 floats, which every architecture has or the compiler emulates: NEON on aarch64; SSE2 on x86_64, with 16
- * registers, of which 6 x 2 hold C. */
+/* Vectors of 4 floats, which every architecture has or the compiler emulates: NEON on aarch64; SSE2 on x86_64, with
+ * 16 registers, of which 6 x 2 hold C. */
 #if defined(__aarch64__)
 #include "cpu/neon_vector.h"
 #define KERNEL_NAME   "cpu_neon"

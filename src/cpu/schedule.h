@@ -15,7 +15,7 @@ typedef struct skl_schedule {
     const skl_plan *plan;
     char *scratch;
     size_t scratch_size;
-    float *key_sums; /* one set per worker */
+    float *key_sums;     /* one set per worker */
     int64_t tiles;       /* per head */
     int64_t heads;       /* per sequence */
     int64_t chain_heads; /* heads per chain */

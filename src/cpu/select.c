@@ -16,7 +16,7 @@
 /* Best first; the reference is last. */
 static const skl_cpu_kernel *const kernels[] = {
 #if defined(__x86_64__)
-    &skl_cpu_amx, &skl_cpu_avx512_bf16, &skl_cpu_avx512, &skl_cpu_avx2,
+    &skl_cpu_amx,      &skl_cpu_avx512_bf16, &skl_cpu_avx512, &skl_cpu_avx2,
 #elif defined(__aarch64__)
     &skl_cpu_neon_bf16,
 #endif
@@ -87,7 +87,8 @@ static bool wants_dv(const skl_call *call)
 }
 
 /* A fused backward sums key gradients while it goes over the queries, f32 ones in the caller's buffer and 16-bit ones
- * in key_sums: 4 matrix products per tile instead of 6. Returns NULL if the call allows it, else the reason for a separate pass over the keys. */
+ * in key_sums: 4 matrix products per tile instead of 6. Returns NULL if the call allows it, else the reason for a
+ * separate pass over the keys. */
 static const char *why_not_fused(const skl_problem *p, const skl_cpu_work *work, const skl_call *call)
 {
     const skl_gradients *const grads = &call->gradients;
@@ -125,7 +126,8 @@ static const char *reason_of_query_pass(const skl_problem *p, const char *not_fu
     if (not_fused != NULL)
         return one_pass ? "both LSEs are given; key gradients follow" : "key gradients follow";
     if (skl_key_sums_floats(p) > 0)
-        return one_pass ? "both LSEs are given, and key gradients are summed in f32" : "key gradients are summed in f32";
+        return one_pass ? "both LSEs are given, and key gradients are summed in f32"
+                        : "key gradients are summed in f32";
     return one_pass ? "both LSEs are given, and f32 key gradients are summed in place"
                     : "f32 key gradients are summed in place";
 }

@@ -101,8 +101,8 @@ static void add_pairs_to_dk(const tile *t, const skl_side *side, const key_tile 
                 add_weighted(dk + j * width, g[j * t->height + i], q + i * width, side->dim);
 }
 
-/* On a side on the matrix unit: rounds g, the operand of the next products. Rows of keys and queries that do not exist
- * are 0. */
+/* On a side on the matrix unit: rounds g, the operand of the next products. Rows of keys and queries that do not
+ * exist are 0. */
 static void round_gradient(const tile *t, const skl_side *side, const key_tile *keys, const float *g)
 {
     if (!side->on_matrix)
@@ -115,7 +115,7 @@ static void round_gradient(const tile *t, const skl_side *side, const key_tile *
         memset(t->g_rows + j * height + t->count, 0, (size_t)(columns - t->count) * sizeof *t->g_rows);
     }
     memset(t->g_rows + keys->count * height, 0, (size_t)((depth - keys->count) * height) * sizeof *t->g_rows);
-    group_rows(t->g_groups, height, t->g_rows, height, depth, columns);
+    interleave_rows(t->g_interleaved, height, t->g_rows, height, depth, columns);
 }
 
 /* dq += g^T k */
@@ -123,8 +123,9 @@ static void add_to_dq(const tile *t, const skl_side *side, const key_tile *keys,
                       const float *k)
 {
     const int64_t width = padded(side->dim);
-    const matrix_operands transposed = {dq,        t->height, transposed_keys(side, k), TILE_K,     t->g_groups,
-                                        t->height, side->dim, t->count,                 keys->count};
+    const matrix_operands transposed = {dq,        t->height,        transposed_keys(side, k),
+                                        TILE_K,    t->g_interleaved, t->height,
+                                        side->dim, t->count,         keys->count};
     if (must_skip_pairs(t, side, keys, k, keys->count))
         add_pairs_to_dq(t, side, keys, dq, g, k);
     else if (side->on_matrix)
@@ -138,8 +139,9 @@ static void add_rows_to_dk(const tile *t, const skl_side *side, float *dk, int64
                            const float *g, const float *q)
 {
     const int64_t width = padded(side->dim);
-    const matrix_operands operands = {dk,    width, t->g_rows + first * t->height, t->height, query_groups(t, side, q),
-                                      width, count, side->dim,                     t->count};
+    const matrix_operands operands = {
+        dk,        width,   t->g_rows + first * t->height, t->height, interleaved_queries(t, side, q), width, count,
+        side->dim, t->count};
     if (side->on_matrix)
         matrix_product(&operands, true);
     else
@@ -330,8 +332,8 @@ static void store_dq(const tile *t, const skl_side *side, int64_t head, const fl
     }
     for (int64_t first = 0; first < t->count; first += TRANSPOSED_BLOCK) {
         transpose_floats(t->x, padded(side->dim), dq + first, t->height, side->dim, TRANSPOSED_BLOCK);
-        store_rows(side->dq->data, side->grad_dtype, offset + first * side->dq->stride_row, side->dq->stride_row, t->x,
-                   skl_min(TRANSPOSED_BLOCK, t->count - first), side->dim);
+        store_rows(side->dq->data, side->grad_dtype, offset + first * side->dq->stride_row, side->dq->stride_row,
+                   t->x, skl_min(TRANSPOSED_BLOCK, t->count - first), side->dim);
     }
 }
 

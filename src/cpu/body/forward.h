@@ -96,7 +96,8 @@ static void reduce_states(const tile *t)
             if (!teacher_group)
                 panel_logits(x, &t->teacher, k_t, panel_queries(t->qT_t, &t->teacher, panel), columns,
                              seen_keys.count);
-            panel_logits(t->y, &t->student, k_s, panel_queries(t->qT_s, &t->student, panel), columns, seen_keys.count);
+            panel_logits(t->y, &t->student, k_s, panel_queries(t->qT_s, &t->student, panel), columns,
+                         seen_keys.count);
             const logits teacher = {x, teacher_group ? 1.0F : logit_scale(&t->teacher)};
             const logits student = {t->y, logit_scale(&t->student)};
             reduce_panel(t, panel, t->reverse ? student : teacher, t->reverse ? teacher : student, &seen_keys, seen);

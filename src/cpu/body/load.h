@@ -5,7 +5,7 @@
 #include "base/convert.h"
 #include "cpu/body/vector.h"
 
-#if defined(SKL_MATRIX_GROUP)
+#if defined(SKL_MATRIX_INTERLEAVE)
 enum { ROW_UNIT = 32 }; /* 16-bit numbers of a cache line */
 #else
 enum { ROW_UNIT = 16 }; /* floats of a cache line */

@@ -1,31 +1,32 @@
 /* Products of 16-bit operands on a matrix unit: C[r][c] = or += sum_k A[r][k] B[k][c], summed in f32.
  *
- *     logits   X[j][i]   = sum_c k[j][c] q[i][c]       A keys as rows          B queries, grouped along c
- *     dq       dqT[c][i] += sum_j k[j][c] G[j][i]      A keys, transposed      B G, grouped along j
- *     dk       dk[j][c]  += sum_i G[j][i] q[i][c]      A G as rows             B queries, grouped along i
+ *     logits   X[j][i]   = sum_c k[j][c] q[i][c]       A keys as rows          B queries, interleaved along c
+ *     dq       dqT[c][i] += sum_j k[j][c] G[j][i]      A keys, transposed      B G, interleaved along j
+ *     dk       dk[j][c]  += sum_i G[j][i] q[i][c]      A G as rows             B queries, interleaved along i
  *
- * A is row-major. A matrix unit multiplies MATRIX_GROUP consecutive steps k at once, so B is grouped:
- * b[k / MATRIX_GROUP][c][k % MATRIX_GROUP]. Queries are packed once per query tile, keys once per key tile; the logit
- * gradients G are rounded and packed once for both products. Only dq is stored transposed, until it is complete.
+ * A is row-major. A matrix unit multiplies MATRIX_INTERLEAVE consecutive steps k at once, so they are neighbours in B
+ * (the VNNI layout): b[k / MATRIX_INTERLEAVE][c][k % MATRIX_INTERLEAVE]. Queries are packed once per query tile, keys
+ * once per key tile; the logit gradients G are rounded and packed once for both products. Only dq is stored
+ * transposed, until it is complete.
  *
- * An instruction set with a matrix unit defines SKL_MATRIX_GROUP, SKL_MATRIX_ROWS and SKL_MATRIX_DEPTH and provides
- * matrix_product. It rounds rows up to MATRIX_ROWS, columns to SKL_LANES and the depth to MATRIX_DEPTH: operands are 0
- * between the depth and its multiple, and rows and columns of C beyond the others are never read. */
+ * An instruction set with a matrix unit defines SKL_MATRIX_INTERLEAVE, SKL_MATRIX_ROWS and SKL_MATRIX_DEPTH and
+ * provides matrix_product. It rounds rows up to MATRIX_ROWS, columns to SKL_LANES and the depth to MATRIX_DEPTH:
+ * operands are 0 between the depth and its multiple, and rows and columns of C beyond the others are never read. */
 #ifndef SKL_CPU_BODY_MATRIX_H
 #define SKL_CPU_BODY_MATRIX_H
 
 #include "cpu/body/gemm.h"
 #include "cpu/body/load.h"
 
-#if defined(SKL_MATRIX_GROUP)
+#if defined(SKL_MATRIX_INTERLEAVE)
 enum {
     HAS_MATRIX = 1,
-    MATRIX_GROUP = SKL_MATRIX_GROUP,
+    MATRIX_INTERLEAVE = SKL_MATRIX_INTERLEAVE,
     MATRIX_ROWS = SKL_MATRIX_ROWS,
     MATRIX_DEPTH = SKL_MATRIX_DEPTH
 };
 #else
-enum { HAS_MATRIX = 0, MATRIX_GROUP = 2, MATRIX_ROWS = 1, MATRIX_DEPTH = 2 };
+enum { HAS_MATRIX = 0, MATRIX_INTERLEAVE = 2, MATRIX_ROWS = 1, MATRIX_DEPTH = 2 };
 #endif
 
 typedef struct matrix_operands {
@@ -40,7 +41,7 @@ typedef struct matrix_operands {
 
 static void matrix_product(const matrix_operands *m, bool accumulate);
 
-#if !defined(SKL_MATRIX_GROUP)
+#if !defined(SKL_MATRIX_INTERLEAVE)
 static void matrix_product(const matrix_operands *m, bool accumulate)
 {
     (void)m, (void)accumulate; /* no side is on_matrix */
@@ -74,14 +75,15 @@ static void copy_halves(uint16_t *to, const uint16_t *from, int64_t stride, int6
     memset(to + count * width, 0, (size_t)((capacity - count) * width) * sizeof *to);
 }
 
-/* Groups rows along the rows: to[r / MATRIX_GROUP][c][r % MATRIX_GROUP] = from[r][c]. */
-static void group_rows(uint16_t *restrict to, int64_t to_stride, const uint16_t *restrict from, int64_t stride,
-                       int64_t rows, int64_t columns)
+/* to[r / MATRIX_INTERLEAVE][c][r % MATRIX_INTERLEAVE] = from[r][c]. */
+static void interleave_rows(uint16_t *restrict to, int64_t to_stride, const uint16_t *restrict from, int64_t stride,
+                            int64_t rows, int64_t columns)
 {
-    for (int64_t r = 0; r < rows; r += MATRIX_GROUP, to += to_stride * MATRIX_GROUP, from += stride * MATRIX_GROUP)
+    for (int64_t r = 0; r < rows;
+         r += MATRIX_INTERLEAVE, to += to_stride * MATRIX_INTERLEAVE, from += stride * MATRIX_INTERLEAVE)
         for (int64_t c = 0; c < columns; c++)
-            for (int64_t step = 0; step < MATRIX_GROUP; step++)
-                to[c * MATRIX_GROUP + step] = from[step * stride + c];
+            for (int64_t step = 0; step < MATRIX_INTERLEAVE; step++)
+                to[c * MATRIX_INTERLEAVE + step] = from[step * stride + c];
 }
 
 #if SKL_LANES == 16
@@ -136,19 +138,19 @@ static void transpose_floats(float *to, int64_t to_stride, const float *from, in
             transpose_block(to + c * to_stride + r, to_stride, from + r * from_stride + c, from_stride);
 }
 
-/* The same of groups of halves; strides are in halves. */
-static void transpose_groups(uint16_t *to, int64_t to_stride, const uint16_t *from, int64_t from_stride, int64_t rows,
-                             int64_t groups)
+/* The same of MATRIX_INTERLEAVE halves at a time; strides are in halves. */
+static void transpose_interleaved(uint16_t *to, int64_t to_stride, const uint16_t *from, int64_t from_stride,
+                                  int64_t rows, int64_t columns)
 {
-    if (MATRIX_GROUP == 2) {
+    if (MATRIX_INTERLEAVE == 2) {
         transpose_floats((float *)(void *)to, to_stride / 2, (const float *)(const void *)from, from_stride / 2, rows,
-                         groups);
+                         columns);
         return;
     }
-    for (int64_t c = 0; c < groups; c++)
+    for (int64_t c = 0; c < columns; c++)
         for (int64_t r = 0; r < rows; r++)
-            memcpy(to + c * to_stride + r * MATRIX_GROUP, from + r * from_stride + c * MATRIX_GROUP,
-                   MATRIX_GROUP * sizeof *to);
+            memcpy(to + c * to_stride + r * MATRIX_INTERLEAVE, from + r * from_stride + c * MATRIX_INTERLEAVE,
+                   MATRIX_INTERLEAVE * sizeof *to);
 }
 
 /* Whether a row holds an infinity or a NaN. */

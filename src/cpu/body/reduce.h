@@ -47,7 +47,8 @@ SKL_INLINE void add_sums(key_sums *to, const key_sums *from)
 /* Adds one key: e^a, e^b and e^a (a - b), where a and b are logits minus their shifts m_a and m_b. */
 SKL_INLINE void add_key(key_sums *sums, vec a, vec b, ivec seen, const bool masked)
 {
-    add_terms(sums, masked ? exp_vec(a) : exp_in_range(a), masked ? exp_vec(b) : exp_in_range(b), a - b, seen, masked);
+    add_terms(sums, masked ? exp_vec(a) : exp_in_range(a), masked ? exp_vec(b) : exp_in_range(b), a - b, seen,
+              masked);
 }
 
 /* Sums over keys in two interleaved chains: half the latency, and rounding errors grow half as fast. */
@@ -155,7 +156,8 @@ static void reduce_exactly(const lane_state *s, logits a, logits b, int32_t key_
     add_to_state(s, &sums);
 }
 
-/* Adds sums over the current shifts. Returns false and changes nothing if one passes the bound, is negative or NaN. */
+/* Adds sums over the current shifts. Returns false and changes nothing if one passes the bound, is negative or NaN.
+ */
 static bool add_lazy_sums(const lane_state *s, const key_sums *sums)
 {
     const ivec low = (ivec)(sums->l_a < SKL_LAZY_BOUND) & (ivec)(sums->l_b < SKL_LAZY_BOUND);
@@ -171,8 +173,8 @@ static bool reduce_lazily(const lane_state *s, logits a, logits b, int32_t key_c
                           bool masked)
 {
     const vec m_a = vec_load(s->m_a), m_b = vec_load(s->m_b);
-    const key_sums sums = masked ? sum_keys(a, m_a, b, m_b, key_count, lanes, true)
-                                 : sum_keys(a, m_a, b, m_b, key_count, NULL, false);
+    const key_sums sums =
+        masked ? sum_keys(a, m_a, b, m_b, key_count, lanes, true) : sum_keys(a, m_a, b, m_b, key_count, NULL, false);
     return add_lazy_sums(s, &sums);
 }
 

@@ -155,8 +155,8 @@ static void head_dots(const sparse_row *r, const skl_side *side, float *c, const
 {
     for (int64_t first = 0; first < heads; first += PANEL) {
         const int64_t columns = skl_min(PANEL, heads - first);
-        gemm(r->transposed_dots, PANEL, r->k, padded(side->dim), qT + first * query_width(side->dim), PANEL, r->count, columns,
-             side->dim);
+        gemm(r->transposed_dots, PANEL, r->k, padded(side->dim), qT + first * query_width(side->dim), PANEL, r->count,
+             columns, side->dim);
         for (int64_t h = 0; h < columns; h++)
             for (int64_t key = 0; key < r->count; key++)
                 c[(first + h) * INDEX_BLOCK + key] = r->transposed_dots[key * PANEL + h];

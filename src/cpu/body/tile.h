@@ -55,7 +55,8 @@ typedef struct tile {
     float *sum;         /* of the probabilities of a teacher group, same shape as x */
     float *g_t, *g_s;   /* logit gradients: [TILE_K][height] */
     uint16_t *g_rows;   /* on a matrix unit: those of one side rounded to bf16, [TILE_K][height], ... */
-    uint16_t *g_groups; /* ... and grouped along keys, [TILE_K / MATRIX_GROUP][height][MATRIX_GROUP] */
+    uint16_t
+        *g_interleaved; /* ... and interleaved along keys, [TILE_K / MATRIX_INTERLEAVE][height][MATRIX_INTERLEAVE] */
     float *dq_t, *dq_s; /* sums: [group_size][height][padded], [height][padded]; on a matrix unit [dim][height] */
     float *dk_t, *dk_s; /* of one key tile, or sums of a key block */
     float *v, *dv;      /* skl_attention_backward: values of a key tile or a key block, like k_s, and their sums */
@@ -116,7 +117,7 @@ static float *lay_out(tile *t, const skl_problem *p, float *scratch)
     t->g_t = cut(&scratch, height * TILE_K);
     t->g_s = cut(&scratch, height * TILE_K);
     t->g_rows = halves(cut(&scratch, HAS_MATRIX * height * TILE_K / 2));
-    t->g_groups = halves(cut(&scratch, HAS_MATRIX * height * TILE_K / 2));
+    t->g_interleaved = halves(cut(&scratch, HAS_MATRIX * height * TILE_K / 2));
     t->dq_t = cut(&scratch, p->gradients & SKL_DQ_T ? group_size * height * width_t : 0);
     t->dq_s = cut(&scratch, p->gradients & SKL_DQ_S ? height * width_s : 0);
     t->dk_t = cut(&scratch, p->gradients & SKL_DK_T ? KEY_BLOCK * width_t : 0);
@@ -148,8 +149,8 @@ static skl_tiles tiles(const skl_problem *p)
 
 /* ---- Queries and masks -------------------------------------------------------------------------------------- */
 
-/* Queries of a side on the matrix unit, grouped along the queries: they follow its rows. */
-static uint16_t *query_groups(const tile *t, const skl_side *side, const float *rows)
+/* Queries of a side on the matrix unit, interleaved: they follow its rows. */
+static uint16_t *interleaved_queries(const tile *t, const skl_side *side, const float *rows)
 {
     return halves(rows) + t->height * padded(side->dim);
 }
@@ -162,14 +163,14 @@ static void load_queries(const tile *t, const skl_side *side, int64_t head, floa
         transpose_to_panels(transposed, rows, t->count, side->dim, PANEL);
         return;
     }
-    const int64_t width = padded(side->dim), groups = round_up(side->dim, MATRIX_DEPTH) / MATRIX_GROUP;
+    const int64_t width = padded(side->dim), columns = round_up(side->dim, MATRIX_DEPTH) / MATRIX_INTERLEAVE;
     const uint16_t *const from = (const uint16_t *)side->q->data + offset;
     copy_halves(halves(rows), from, side->q->stride_row, t->count, t->height, side->dim);
     for (int64_t first = 0; first < t->count; first += PANEL)
-        transpose_groups(halves(transposed + first * query_width(side->dim)), PANEL * MATRIX_GROUP,
-                         halves(rows) + first * width, width, PANEL, groups);
+        transpose_interleaved(halves(transposed + first * query_width(side->dim)), PANEL * MATRIX_INTERLEAVE,
+                              halves(rows) + first * width, width, PANEL, columns);
     if (side->dk->data != NULL)
-        group_rows(query_groups(t, side, rows), width, halves(rows), width, t->height, width);
+        interleave_rows(interleaved_queries(t, side, rows), width, halves(rows), width, t->height, width);
 }
 
 /* Prepares queries [first, first + height) of a student head. */
@@ -282,8 +283,8 @@ SKL_INLINE ivec lane_mask(const lane_range *lanes, int32_t key)
 
 /* ---- Logits ------------------------------------------------------------------------------------------------- */
 
-/* Keys of a tile, transposed, on a side on the matrix unit: [dim][TILE_K]. They follow its rows, of which there may be
- * KEY_BLOCK. */
+/* Keys of a tile, transposed, on a side on the matrix unit: [dim][TILE_K]. They follow its rows, of which there may
+ * be KEY_BLOCK. */
 static uint16_t *transposed_keys(const skl_side *side, const float *rows)
 {
     return halves(rows) + KEY_BLOCK * padded(side->dim);
@@ -292,9 +293,9 @@ static uint16_t *transposed_keys(const skl_side *side, const float *rows)
 static void transpose_keys(const skl_side *side, const float *rows, int64_t count)
 {
     const int64_t width = padded(side->dim);
-    uint16_t *const to = transposed_keys(side, rows), *const grouped = to + width * TILE_K;
-    group_rows(grouped, width, halves(rows), width, count, width);
-    transpose_groups(to, TILE_K, grouped, width * MATRIX_GROUP, count / MATRIX_GROUP, side->dim);
+    uint16_t *const to = transposed_keys(side, rows), *const interleaved = to + width * TILE_K;
+    interleave_rows(interleaved, width, halves(rows), width, count, width);
+    transpose_interleaved(to, TILE_K, interleaved, width * MATRIX_INTERLEAVE, count / MATRIX_INTERLEAVE, side->dim);
 }
 
 static void load_keys(const tile *t, const skl_side *side, int64_t key_head, int64_t first, int64_t count,
@@ -353,8 +354,8 @@ static void panel_dots(float *x, const skl_side *side, key_view k, const float *
         gemm(x, PANEL, k.data, k.stride, qT, PANEL, key_count, columns, side->dim);
         return;
     }
-    const matrix_operands operands = {
-        x, PANEL, halves(k.data), k.stride, halves(qT), PANEL, key_count, columns, side->dim};
+    const matrix_operands operands = {x,     PANEL,     halves(k.data), k.stride, halves(qT),
+                                      PANEL, key_count, columns,        side->dim};
     matrix_product(&operands, false);
 }
 
