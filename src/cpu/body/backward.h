@@ -299,6 +299,7 @@ static void query_step(const tile *t, const key_tile *keys, bool fused)
     }
     if (dv_s) {
         clear_rows(t->dv, TILE_K, t->student.dim);
+        round_gradient(t, &t->student, keys, t->s);
         add_to_dk(t, &t->student, keys, t->dv, t->s, t->d_o);
     }
     if ((dq_t || dk_t) && !teacher_group)
@@ -400,7 +401,7 @@ static void key_block_step(const tile *t, int64_t block_first, int64_t block_end
         tile step = *t;
         const key_tile keys = {first / TILE_K, first, skl_min(TILE_K, skl_min(block_end, tile_keys(t).end) - first)};
         step.k_s = key_rows(&t->student, t->k_s, key);
-        step.v += key * padded(t->student.dim);
+        step.v = key_rows(&t->student, t->v, key);
         if (!teacher_group)
             step.k_t = key_rows(&t->teacher, t->k_t, key);
         tile_gradients(&step, &keys, &want);
@@ -409,6 +410,8 @@ static void key_block_step(const tile *t, int64_t block_first, int64_t block_end
             round_gradient(&step, side, &keys, teacher_side ? step.g_t : step.g_s);
         if (want.student)
             add_to_dk(&step, side, &keys, step_dk, step.g_s, step.q_s);
+        if (attends(t))
+            round_gradient(&step, side, &keys, step.s);
         if (attends(t))
             add_to_dk(&step, side, &keys, t->dv + key * padded(side->dim), step.s, step.d_o);
         if (teacher_side && !teacher_group)

@@ -155,22 +155,29 @@ static uint16_t *interleaved_queries(const tile *t, const skl_side *side, const 
     return halves(rows) + t->height * padded(side->dim);
 }
 
-static void load_queries(const tile *t, const skl_side *side, int64_t head, float *rows, float *transposed)
+/* Loads rows of a tensor like q, as rows and transposed; if `of_dk`, also as an operand of key gradients. */
+static void load_query_rows(const tile *t, const skl_side *side, const skl_input *from, int64_t head, bool of_dk,
+                            float *rows, float *transposed)
 {
-    const int64_t offset = SKL_ROW(*side->q, t->sequence.batch, head, t->sequence.query_begin + t->first);
+    const int64_t offset = SKL_ROW(*from, t->sequence.batch, head, t->sequence.query_begin + t->first);
     if (!side->on_matrix) {
-        load_rows(rows, side->q->data, side->dtype, offset, side->q->stride_row, t->count, side->dim);
+        load_rows(rows, from->data, side->dtype, offset, from->stride_row, t->count, side->dim);
         transpose_to_panels(transposed, rows, t->count, side->dim, PANEL);
         return;
     }
     const int64_t width = padded(side->dim), columns = round_up(side->dim, MATRIX_DEPTH) / MATRIX_INTERLEAVE;
-    const uint16_t *const from = (const uint16_t *)side->q->data + offset;
-    copy_halves(halves(rows), from, side->q->stride_row, t->count, t->height, side->dim);
+    copy_halves(halves(rows), (const uint16_t *)from->data + offset, from->stride_row, t->count, t->height,
+                side->dim);
     for (int64_t first = 0; first < t->count; first += PANEL)
         transpose_interleaved(halves(transposed + first * query_width(side->dim)), PANEL * MATRIX_INTERLEAVE,
                               halves(rows) + first * width, width, PANEL, columns);
-    if (side->dk->data != NULL)
+    if (of_dk)
         interleave_rows(interleaved_queries(t, side, rows), width, halves(rows), width, t->height, width);
+}
+
+static void load_queries(const tile *t, const skl_side *side, int64_t head, float *rows, float *transposed)
+{
+    load_query_rows(t, side, side->q, head, side->dk->data != NULL, rows, transposed);
 }
 
 /* Prepares queries [first, first + height) of a student head. */
@@ -182,7 +189,7 @@ static void tile_begin(tile *t, const skl_task *task, int64_t head, int64_t firs
     t->teacher = skl_teacher_of(task->problem, task->call);
     t->student = skl_student_of(task->problem, task->call);
     t->teacher.on_matrix = HAS_MATRIX && t->teacher.dtype == SKL_BF16;
-    t->student.on_matrix = HAS_MATRIX && t->student.dtype == SKL_BF16 && task->call->op != SKL_OP_ATTENTION_BACKWARD;
+    t->student.on_matrix = HAS_MATRIX && t->student.dtype == SKL_BF16;
     t->sequence = skl_sequence_at(p, &task->call->inputs, task->call->keys, task->batch);
     t->group_size = skl_group_size(p);
     t->head = head;
