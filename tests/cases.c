@@ -80,6 +80,10 @@ const test_case test_cases[] = {
     {"f16_and_f32", PLAIN, TYPES(F16, F32)},
     {"f16_and_bf16", PLAIN, TYPES(F16, BF16)},
     {"bf16_and_f16_grad_f32", PLAIN, TYPES(BF16, F16), .grad_f32 = 1},
+    /* More keys than the CPU kernels sum 16-bit gradients of in one pass. */
+    {"bf16_many_keys", SHAPE(1, 5, 8200), HEADS(2, 2), KEY_HEADS(1, 2), DIMS(9, 8), TYPES(BF16, BF16)},
+    {"bf16_many_keys_indexer", SHAPE(1, 5, 8200), HEADS(2, 1), DIMS(9, 8), INDEXER(2), TYPES(BF16, BF16)},
+    {"bf16_many_keys_attention", SHAPE(1, 5, 8200), HEADS(1, 1), DIMS(9, 8), TYPES(BF16, BF16), ATTENTION},
     {"f16_dim_512", SHAPE(1, 17, 67), HEADS(1, 1), DIMS(512, 512), TYPES(F16, F16)},
 
     /* Masks. */
