@@ -9,7 +9,7 @@ import torch
 from . import _library as lib
 from ._check_lse import check_both_lses, is_lse_check_on
 from ._checks import sizes
-from ._dtensor import accepts_dtensors
+from ._distributed import may_be_distributed
 from ._ops import BOTH_LSES, Forward, OnePass, weighted
 from ._options import (
     AllAttentionOptions, CpComm, CpGrads, CpLayout, Direction, Layout, Reduction, check_flags, refuse_transforms, translate,
@@ -34,7 +34,7 @@ def attention_kl(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
-@accepts_dtensors
+@may_be_distributed
 def attention_kl(
     q_t: torch.Tensor,
     k_t: torch.Tensor,
