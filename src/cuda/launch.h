@@ -124,12 +124,13 @@ enum {
     SKL_SM90_BACKWARD_ROWS = 128,     /* queries per tile of the fused backward */
     SKL_SM90_UNBOUNDED_F16_DIM = 256, /* f16 kernels whose gradients have no row bounds */
     SKL_HEAD_GROUP_MAX = 16,
-    SKL_GROUP_DIM_MAX = 128,    /* head sizes with kernels for teacher groups, which are padded to 64 or 128 */
-    SKL_GROUP_DIMS_MAX = 512,   /* of all teacher heads of a group: their queries stay in shared memory */
-    SKL_CARRYING_DIM_MAX = 128, /* head sizes with an attention backward that carries the KL */
-    SKL_CARRYING_KEYS = 128,    /* per tile of such a backward */
-    SKL_CARRYING_ROW_SIZE = 16, /* bytes that it reads per query */
-    SKL_GROUP_TILE = 128        /* queries of a tile, keys of a forward's stage */
+    SKL_GROUP_DIM_MAX = 128,        /* head sizes with kernels for teacher groups, which are padded to 64 or 128 */
+    SKL_GROUP_DIMS_MAX = 512,       /* of all teacher heads of a group: their queries stay in shared memory */
+    SKL_CARRYING_DIM_MAX = 128,     /* head sizes with an attention backward that carries the KL */
+    SKL_CARRYING_KEYS = 128,        /* per tile of such a backward */
+    SKL_CARRYING_ROW_SIZE = 16,     /* bytes that it reads per query */
+    SKL_CARRYING_LARGEST_SIZE = 16, /* and about all of them */
+    SKL_GROUP_TILE = 128            /* queries of a tile, keys of a forward's stage */
 };
 
 /* Tensor-core kernels count rows in 32 bits. */
