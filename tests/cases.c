@@ -223,6 +223,15 @@ const test_case test_cases[] = {
     {"persistent_one_row_tiles_f16", SHAPE(1, 257, 320), HEADS(67, 67), DIMS(8, 72), TYPES(F16, F16), .growth = 20,
      .without = ALL_GRADIENTS},
 
+    /* More tiles of 128 queries than two per SM of that GPU, under one mask: a persistent forward of short tiles.
+     * Tiles of two rows, three tiles per block with a window that ends on both sides, tiles without keys. */
+    {"short_bf16", SHAPE(1, 130, 70), HEADS(133, 133), KEY_HEADS(133, 1), DIMS(8, 8), TYPES(BF16, BF16), CAUSAL,
+     .without = ALL_GRADIENTS},
+    {"short_window_f16", SHAPE(3, 2, 400), HEADS(201, 201), DIMS(8, 72), TYPES(F16, F16), REVERSE, WINDOW(70, 20),
+     .growth = 20, .without = ALL_GRADIENTS},
+    {"short_no_keys_bf16", SHAPE(1, 257, 20), HEADS(90, 90), KEY_HEADS(9, 45), DIMS(72, 24), TYPES(BF16, BF16),
+     CAUSAL, .without = ALL_GRADIENTS},
+
     /* Heads of more than 128 dimensions in 16-bit types: separate kernels, which keep more in shared memory. */
     {"wide_bf16", SHAPE(1, 140, 330), HEADS(1, 1), DIMS(256, 256), TYPES(BF16, BF16)},
     {"wide_causal_bf16", SHAPE(1, 140, 200), HEADS(2, 2), KEY_HEADS(2, 1), DIMS(256, 192), TYPES(BF16, BF16), CAUSAL},

@@ -78,6 +78,7 @@ struct skl_cuda_launch {
 #define SKL_VARIANT_PERSISTENT    "persistent"
 #define SKL_VARIANT_TILES         "one tile per block"
 #define SKL_VARIANT_PAIRED        "one tile per block, two blocks per SM"
+#define SKL_VARIANT_SHORT         "persistent, two blocks per SM"
 #define SKL_VARIANT_SOFTCAP       "softcap, one tile per block"
 #define SKL_VARIANT_FUSED         "fused backward"
 #define SKL_VARIANT_FUSED_SOFTCAP "fused backward, softcap"
@@ -142,6 +143,9 @@ enum {
 
 /* Keys, at most, of a narrow forward with two blocks per SM. */
 #define SKL_SM90_PAIRED_KEYS_MAX(dims) ((dims) <= 128 ? SKL_ROWS_MAX : (int64_t)2048)
+
+/* Keys, at most, of the persistent forward with two blocks per SM. */
+#define SKL_SM90_SHORT_KEYS_MAX(dims) ((dims) <= 128 ? 1024 : 2048)
 
 /* Largest argument of the polynomial for tanh. */
 #define SKL_TANH_MAX 0.75F
