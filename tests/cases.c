@@ -80,6 +80,10 @@ const test_case test_cases[] = {
     {"f16_and_f32", PLAIN, TYPES(F16, F32)},
     {"f16_and_bf16", PLAIN, TYPES(F16, BF16)},
     {"bf16_and_f16_grad_f32", PLAIN, TYPES(BF16, F16), .grad_f32 = 1},
+    /* More keys than the CPU kernels sum 16-bit gradients of in one pass. */
+    {"bf16_many_keys", SHAPE(1, 5, 8200), HEADS(2, 2), KEY_HEADS(1, 2), DIMS(9, 8), TYPES(BF16, BF16)},
+    {"bf16_many_keys_indexer", SHAPE(1, 5, 8200), HEADS(2, 1), DIMS(9, 8), INDEXER(2), TYPES(BF16, BF16)},
+    {"bf16_many_keys_attention", SHAPE(1, 5, 8200), HEADS(1, 1), DIMS(9, 8), TYPES(BF16, BF16), ATTENTION},
     {"f16_dim_512", SHAPE(1, 17, 67), HEADS(1, 1), DIMS(512, 512), TYPES(F16, F16)},
 
     /* Masks. */
@@ -652,4 +656,13 @@ skl_problem case_problem(const test_case *c)
         p.len_k = smaller(longest(c->cu_seqlens_k, c->batch) + c->slack, p.total_k);
     }
     return p;
+}
+
+int case_is_small(const test_case *c)
+{
+    const skl_problem p = case_problem(c);
+    const int64_t pairs = p.batch * p.len_q * (p.top_k > 0 ? p.top_k : p.len_k);
+    const int64_t heads_s = p.index_heads > 0 ? p.heads_s * p.index_heads : p.heads_s;
+    const int64_t million = 1000000, work = pairs * (p.heads_t * p.dim_t + heads_s * p.dim_s);
+    return work <= test_environment("SKL_TEST_WORK", INT64_MAX / million) * million;
 }

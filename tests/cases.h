@@ -74,6 +74,9 @@ extern const size_t test_case_count;
 
 skl_problem case_problem(const test_case *test_case);
 
+/* Whether a pass over the case takes at most SKL_TEST_WORK million multiplications, without a mask. */
+int case_is_small(const test_case *test_case);
+
 /* A random case; its arrays are in `storage`. */
 typedef struct random_case {
     test_case test_case;

@@ -163,7 +163,7 @@ static void test_teacher_of_weight_0_may_be_nan(void **state)
     fixture_destroy(&poisoned);
 }
 
-/* f32: key gradients are summed in place; bf16: in a separate pass. */
+/* f32: key gradients are summed in place; bf16: in the workspace. */
 static void check_threads(const test_case *c)
 {
     fixture f;
