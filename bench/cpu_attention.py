@@ -9,7 +9,8 @@ It imports the package streamkl: an installed one, or that of this repository, w
 
 Forward: attention_kl without gradients; scaled_dot_product_attention without gradients. Step: both with the gradients of
 the student's queries and keys, or of queries, keys and values. One pass: the same step with both LSEs given. The calls
-alternate after a warm-up, and medians count. A ratio below 1 means that StreamKL takes less time.
+alternate, each after an untimed one, during which the threads of the other library fall asleep. Medians count. A ratio
+below 1 means that StreamKL takes less time.
 """
 
 import argparse
@@ -40,12 +41,12 @@ def parse():
 def sample(calls, rounds):
     """{name: median seconds} of calls that alternate."""
     times = {name: [] for name in calls}
-    for number in range(rounds + 2):  # two rounds to warm up
+    for _ in range(rounds):
         for name, call in calls.items():
+            call()
             begin = time.perf_counter()
             call()
-            if number >= 2:
-                times[name].append(time.perf_counter() - begin)
+            times[name].append(time.perf_counter() - begin)
     return {name: statistics.median(taken) for name, taken in times.items()}
 
 

@@ -57,6 +57,7 @@ static const test_case one_row = {"one_row", SHAPE(1, 1, 3), HEADS(1, 1), DIMS(4
 static const test_case empty = {"empty", SHAPE(0, 4, 4), HEADS(1, 1), DIMS(4, 4)};
 static const test_case dense = {"dense", MEDIUM, INDEXER(2)};
 static const test_case sparse = {"sparse", MEDIUM, INDEXER(2), TOP_K(16)};
+static const test_case sparse_bf16 = {"sparse_bf16", MEDIUM, INDEXER(2), TOP_K(16), TYPES(BF16, BF16)};
 static const test_case packed = {"packed", PACKED(2, LENGTHS(0, 3, 7), LENGTHS(0, 2, 7)), HEADS(2, 2), DIMS(4, 4)};
 
 #define FORWARD  SKL_OP_FORWARD
@@ -187,6 +188,32 @@ static void test_explain_passes(void **state)
     }
 }
 
+/* The kernel that a plan chooses for a case. */
+static skl_kernel_info chosen_kernel(const test_case *c)
+{
+    const skl_problem problem = case_problem(c);
+    skl_plan *const plan = plan_for(&problem, NULL);
+    skl_kernel_info info;
+    int32_t index = 0;
+    while (skl_kernel_at(index, &info) && strcmp(info.name, skl_plan_kernel(plan)) != 0)
+        index++;
+    skl_plan_destroy(plan);
+    return info;
+}
+
+/* Matrix units multiply bf16. Other types would gain nothing, and sparse indexers do not use them. */
+static void test_only_bf16_is_multiplied_on_a_matrix_unit(void **state)
+{
+    (void)state;
+    skl_kernel_info info;
+    int32_t index = 0;
+    while (skl_kernel_at(index, &info) && (info.device != SKL_CPU || !info.usable))
+        index++;
+    assert_string_equal(chosen_kernel(&student_bf16).name, info.name);
+    assert_false(chosen_kernel(&student_f32).rounds_gradients);
+    assert_false(chosen_kernel(&sparse_bf16).rounds_gradients);
+}
+
 static void test_explain_who_chose_the_kernel(void **state)
 {
     (void)state;
@@ -314,6 +341,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_explain_passes),
+        cmocka_unit_test(test_only_bf16_is_multiplied_on_a_matrix_unit),
         cmocka_unit_test(test_explain_who_chose_the_kernel),
         cmocka_unit_test(test_explain_fills_a_buffer_as_snprintf_does),
         cmocka_unit_test(test_explain_refuses_bad_arguments),

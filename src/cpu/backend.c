@@ -16,9 +16,8 @@ static int kernel_at(int32_t index, skl_kernel_info *info)
     if (kernel == NULL)
         return 0;
     const bool usable = kernel->usable();
-    *info =
-        (skl_kernel_info){kernel->name, SKL_CPU, usable,
-                          usable ? kernel->detail : "this CPU lacks the instruction set", kernel->rounds_gradients};
+    *info = (skl_kernel_info){kernel->name, SKL_CPU, usable,
+                              usable ? kernel->detail : "this CPU lacks the instruction set", kernel->on_matrix};
     return 1;
 }
 
@@ -46,7 +45,7 @@ static size_t key_sums_size(const skl_plan *plan)
 static skl_status plan_cpu(skl_plan *plan, const skl_options *options, const char *forced)
 {
     const skl_cpu_kernel *kernel = NULL;
-    skl_status status = skl_cpu_select_kernel(&kernel, forced);
+    skl_status status = skl_cpu_select_kernel(&kernel, &plan->problem, forced);
     if (status == SKL_OK)
         status = skl_cpu_select_threads(&plan->threads, options->threads);
     if (status != SKL_OK)

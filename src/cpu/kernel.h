@@ -44,7 +44,8 @@ typedef struct skl_cpu_kernel {
     const char *name;
     const char *detail;
     bool (*usable)(void);
-    bool rounds_gradients; /* see skl_kernel_info */
+    bool
+        on_matrix; /* multiplies bf16 on a matrix unit, for which it rounds logit gradients; else like the next one */
     const skl_cpu_work *attention;
     const skl_cpu_work *indexer;
     const skl_cpu_work *sparse_indexer; /* top_k > 0 */

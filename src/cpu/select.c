@@ -29,11 +29,22 @@ const skl_cpu_kernel *skl_cpu_kernel_number(int32_t index)
     return index < KERNEL_COUNT ? kernels[index] : NULL;
 }
 
-skl_status skl_cpu_select_kernel(const skl_cpu_kernel **chosen, const char *forced)
+/* Other types and sparse indexers would run the same code on the vector units. */
+static bool has_matrix_products(const skl_problem *p)
+{
+    return p->top_k == 0 && (p->dtype_t == SKL_BF16 || p->dtype_s == SKL_BF16);
+}
+
+static bool is_choice(const skl_cpu_kernel *kernel, const skl_problem *p)
+{
+    return kernel->usable() && (!kernel->on_matrix || has_matrix_products(p));
+}
+
+skl_status skl_cpu_select_kernel(const skl_cpu_kernel **chosen, const skl_problem *p, const char *forced)
 {
     for (int i = 0; i < KERNEL_COUNT; i++) {
         const bool wanted = forced == NULL || strcmp(forced, kernels[i]->name) == 0;
-        if (!wanted || (forced == NULL && !kernels[i]->usable()))
+        if (!wanted || (forced == NULL && !is_choice(kernels[i], p)))
             continue;
         if (!kernels[i]->usable())
             return skl_fail(SKL_ERROR_UNSUPPORTED, "kernel=%s: this CPU lacks the instruction set (it has %s)",
