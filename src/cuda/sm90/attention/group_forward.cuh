@@ -134,6 +134,13 @@ __device__ inline void add_group_tile(skl_row_state &state, const group_logits &
     add_sums(state, sums);
 }
 
+/* A thread without visible keys has the shift of its reference, to which no other state must move. */
+__device__ inline skl_row_state without_shift_if_empty(skl_row_state state)
+{
+    state.m_b = state.l_b == 0.0F ? -INFINITY : state.m_b;
+    return state;
+}
+
 template <typename ELEMENT, int DIM_T, int DIM_S> struct group_forward {
     const forward_params &params;
     group_forward_smem<DIM_S> &smem;
@@ -187,7 +194,7 @@ template <typename ELEMENT, int DIM_T, int DIM_S> struct group_forward {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = acc_row<1>(0, half);
-            const skl_row_state merged = merge_lanes(state[half]);
+            const skl_row_state merged = merge_lanes(without_shift_if_empty(state[half]));
             if (threadIdx.x % 4 != 0 || tile.first + row >= tile.sequence.query_count)
                 continue;
             if (params.num_splits > 1)
