@@ -15,7 +15,6 @@
 #ifndef SKL_CUDA_SM90_ATTENTION_GROUP_FORWARD_CUH
 #define SKL_CUDA_SM90_ATTENTION_GROUP_FORWARD_CUH
 
-#include "cuda/common/row_stats.cuh"
 #include "cuda/sm90/attention/group_heads.cuh"
 
 namespace sm90
@@ -23,9 +22,6 @@ namespace sm90
 
 constexpr int GROUP_KEYS = STAGE_KEYS;
 constexpr int GROUP_FORWARD_THREADS = 128 * (CONSUMERS + 1);
-
-/* A row's sums of S below this are redone with another shift, like those above SKL_LAZY_BOUND. */
-constexpr float GROUP_SUM_MIN = 0x1p-100F;
 
 typedef float group_logits[GROUP_KEYS / 8][4];
 
@@ -43,103 +39,7 @@ template <int DIM_S> struct group_forward_smem {
 template <int DIM_S>
 constexpr int GROUP_FORWARD_FIXED_SIZE = (sizeof(group_forward_smem<DIM_S>) + 1023) / 1024 * 1024;
 
-/* ---- Rows --------------------------------------------------------------------------------------------------- */
-
-__device__ inline void write_group_row(const forward_params &params, const skl_sequence &s, int64_t head,
-                                       int64_t query, const skl_row_state &state)
-{
-    const skl_problem &p = params.problem;
-    const skl_rows &rows = params.call.rows;
-    if (params.call.op == SKL_OP_PARTIAL) {
-        params.call.states[skl_state_index(&p, &s, head, query)] = partial_state(p, s, query, state);
-        return;
-    }
-    const skl_input &lse_t = params.call.inputs.lse_t;
-    const float mean_lse_t = skl_lse(state.m_a, state.l_a);
-    const auto visible_lse_t = [&](int64_t h) {
-        const float lse = skl_row_value(&lse_t, &s, h, query);
-        return params.lse_computed ? lse : mean_lse_t == -INFINITY ? mean_lse_t : lse + mean_lse_t;
-    };
-    const int64_t group = skl_group_size(&p);
-    skl_row_set(&rows.kl, &s, head, query, one_pass_kl(p, s, query, state)); /* the shift of A is an LSE */
-    /* Where all pairs are equal, the LSEs are, too, to the last bit: a backward finds gradients of 0. */
-    const bool equal = state.w == 0.0F && state.l_a == state.l_b && state.l_a > 0.0F;
-    skl_row_set(&rows.lse_s, &s, head, query, equal ? visible_lse_t(head * group) : skl_lse(state.m_b, state.l_b));
-    for (int64_t h = head * group; rows.lse_t.data != NULL && !params.lse_computed && h < (head + 1) * group; h++)
-        skl_row_set(&rows.lse_t, &s, h, query, visible_lse_t(h));
-}
-
-/* Merges the splits of a tile in a fixed order, one query per thread. */
-static __global__ void merge_group_splits(const __grid_constant__ forward_params params)
-{
-    block_tile tile;
-    const int row = (int)threadIdx.x;
-    if (!tile.find(params, 1, (unsigned)params.head_group) || tile.first + row >= tile.sequence.query_count)
-        return;
-    const skl_row_state *const splits = params.split_states + tile.index * params.num_splits * tile.ROWS;
-    skl_row_state state = splits[row];
-    for (int split = 1; split < params.num_splits; split++)
-        state = skl_state_merge(state, splits[split * tile.ROWS + row]);
-    write_group_row(params, tile.sequence, tile.head, tile.first + row, state);
-}
-
 /* ---- Consumers ---------------------------------------------------------------------------------------------- */
-
-/* Sums of the thread's pairs of a row, with the shift m_b. MASKED: only those in `sees`. */
-template <bool MASKED>
-__device__ inline row_sums sum_group_row(const group_logits &p, const group_logits &y, float scale, float m_b,
-                                         int half, const range32 &sees, bool huge = false)
-{
-    row_sums sums = {};
-#pragma unroll
-    for (int block = 0; block < GROUP_KEYS / 8; block++)
-#pragma unroll
-        for (int parity = 0; parity < 2; parity++) {
-            const int column = acc_column(block, parity), e = half * 2 + parity;
-            const float log_s = minus_shift(y[block][e], scale, m_b, huge), s = ex2(log_s);
-            const bool seen = !MASKED || (column >= sees.begin && column < sees.end);
-            add_probabilities(sums, seen ? p[block][e] : 0.0F, seen ? s : 0.0F, seen ? log_s : 0.0F);
-        }
-    return sums;
-}
-
-template <bool MASKED>
-__device__ inline float max_of_row(const group_logits &y, float scale, int half, const range32 &sees)
-{
-    float m = -INFINITY;
-#pragma unroll
-    for (int block = 0; block < GROUP_KEYS / 8; block++)
-#pragma unroll
-        for (int parity = 0; parity < 2; parity++) {
-            const int column = acc_column(block, parity);
-            if (!MASKED || (column >= sees.begin && column < sees.end))
-                m = fmaxf(m, y[block][half * 2 + parity] * scale);
-        }
-    return m;
-}
-
-/* Adds a tile to a row. A shift that leaves the sum of S out of range is replaced by the tile's maximum. */
-template <bool MASKED>
-__device__ inline void add_group_tile(skl_row_state &state, const group_logits &p, const group_logits &y, float scale,
-                                      int half, const range32 &sees)
-{
-    row_sums sums = sum_group_row<MASKED>(p, y, scale, state.m_b, half, sees);
-    const bool in_range = sums.l_b < SKL_LAZY_BOUND && state.l_b + sums.l_b >= GROUP_SUM_MIN && !is_huge(state.m_b);
-    if (__any_sync(~0U, !in_range)) {
-        const float m = max_of_row<MASKED>(y, scale, half, sees);
-        if (!in_range && m > -INFINITY)
-            state = skl_state_move(state, state.m_a, state.l_b > 0.0F ? fmaxf(state.m_b, m) : m);
-        sums = sum_group_row<MASKED>(p, y, scale, state.m_b, half, sees, is_huge(state.m_b));
-    }
-    add_sums(state, sums);
-}
-
-/* A thread without visible keys has the shift of its reference, to which no other state must move. */
-__device__ inline skl_row_state without_shift_if_empty(skl_row_state state)
-{
-    state.m_b = state.l_b == 0.0F ? -INFINITY : state.m_b;
-    return state;
-}
 
 template <typename ELEMENT, int DIM_T, int DIM_S> struct group_forward {
     const forward_params &params;

@@ -13,6 +13,7 @@
 #ifndef SKL_CUDA_SM90_ATTENTION_GROUP_HEADS_CUH
 #define SKL_CUDA_SM90_ATTENTION_GROUP_HEADS_CUH
 
+#include "cuda/common/group_rows.cuh"
 #include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/tensor_map.cuh"
 
@@ -168,14 +169,6 @@ template <int DIM_T, int DIM_S, int KEYS> struct group_loader {
 
 /* ---- LSEs --------------------------------------------------------------------------------------------------- */
 
-/* An LSE in base 2 as a float and the rest. */
-__device__ inline skl_lse2 split_lse2(float lse)
-{
-    const float high = __fmul_rn(lse, SKL_LOG2E);
-    const float low = fmaf(lse, (float)(SKL_LOG2E_DOUBLE - (double)SKL_LOG2E), fmaf(lse, SKL_LOG2E, -high));
-    return {skl_lse2_is_usable(high) ? high : NAN, fabsf(lse) < INFINITY ? low : 0.0F};
-}
-
 /* The given LSEs of a row, head after head. */
 struct teacher_lse {
     const float *next_head;
@@ -319,24 +312,6 @@ template <typename ELEMENT, int DIM_T, int KEYS> struct head_products {
         fence_operand(y);
     }
 };
-
-/* log2 p. The special function unit has an absolute error of 2^-22 near 1, and a relative error of 2^-22 elsewhere.
- * So it gets the mantissa, and the exponent is added. For p = 0 the result is finite: 0 log 0 is 0. */
-__device__ inline float log2_probability(float p)
-{
-    const int bits = __float_as_int(fmaxf(p, 1e-37F));
-    const int exponent = (bits - __float_as_int(0.75F)) & 0xFF800000;
-    return fmaf((float)exponent, 1.0F / (1 << 23), lg2(__int_as_float(bits - exponent)));
-}
-
-/* Adds a pair: p relative to the row's factor, log2 s and s = 2^log_s. Pairs with p = s add exactly 0 to w: p is
- * replaced by 0, because a choice between 0 and the logarithm would be compiled to a branch. */
-__device__ inline void add_probabilities(row_sums &sums, float p, float s, float log_s)
-{
-    sums.l_a += p;
-    sums.l_b += s;
-    sums.w = fmaf(p == s ? 0.0F : p, log2_probability(p) - log_s, sums.w);
-}
 
 } // namespace sm90
 

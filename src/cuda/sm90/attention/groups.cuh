@@ -51,10 +51,7 @@ cudaError_t launch_group_lse(const char *kernel, const skl_cuda_params *params, 
 template <typename ELEMENT>
 cudaError_t launch_group_rows(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
-    skl_cuda_params known = *params;
-    if (launch->lse.data != NULL) /* an earlier launch of the call wrote them */
-        known.call.inputs.lse_t = {launch->lse.data, launch->lse.stride_batch, launch->lse.stride_head,
-                                   launch->lse.stride_row};
+    const skl_cuda_params known = with_computed_lse(params, launch);
     return with_head_sizes(&params->problem, group_forward_launch<ELEMENT>{kernel, &known, launch});
 }
 

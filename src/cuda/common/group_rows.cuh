@@ -1,0 +1,158 @@
+/* Rows of teacher groups on tensor cores: P is the mean of several heads' probabilities. See
+ * sm90/attention/group_heads.cuh for P. */
+#ifndef SKL_CUDA_COMMON_GROUP_ROWS_CUH
+#define SKL_CUDA_COMMON_GROUP_ROWS_CUH
+
+#include "cuda/common/row_state.cuh"
+#include "cuda/common/row_stats.cuh"
+
+namespace tensor_core
+{
+
+/* ---- Pairs -------------------------------------------------------------------------------------------------- */
+
+/* An LSE in base 2 as a float and the rest. */
+__device__ inline skl_lse2 split_lse2(float lse)
+{
+    const float high = __fmul_rn(lse, SKL_LOG2E);
+    const float low = fmaf(lse, (float)(SKL_LOG2E_DOUBLE - (double)SKL_LOG2E), fmaf(lse, SKL_LOG2E, -high));
+    return {skl_lse2_is_usable(high) ? high : NAN, fabsf(lse) < INFINITY ? low : 0.0F};
+}
+
+/* log2 p. The special function unit has an absolute error of 2^-22 near 1, and a relative error of 2^-22 elsewhere.
+ * So it gets the mantissa, and the exponent is added. For p = 0 the result is finite: 0 log 0 is 0. */
+__device__ inline float log2_probability(float p)
+{
+    const int bits = __float_as_int(fmaxf(p, 1e-37F));
+    const int exponent = (bits - __float_as_int(0.75F)) & 0xFF800000;
+    return fmaf((float)exponent, 1.0F / (1 << 23), lg2(__int_as_float(bits - exponent)));
+}
+
+/* Adds a pair: p relative to the row's factor, log2 s and s = 2^log_s. Pairs with p = s add exactly 0 to w: p is
+ * replaced by 0, because a choice between 0 and the logarithm would be compiled to a branch. */
+__device__ inline void add_probabilities(row_sums &sums, float p, float s, float log_s)
+{
+    sums.l_a += p;
+    sums.l_b += s;
+    sums.w = fmaf(p == s ? 0.0F : p, log2_probability(p) - log_s, sums.w);
+}
+
+/* Parameters of a forward whose LSEs of the teacher may be those of an earlier launch of the call. */
+inline skl_cuda_params with_computed_lse(const skl_cuda_params *params, const skl_cuda_launch *launch)
+{
+    skl_cuda_params known = *params;
+    const skl_output &lse = launch->lse;
+    if (lse.data != NULL)
+        known.call.inputs.lse_t = {lse.data, lse.stride_batch, lse.stride_head, lse.stride_row};
+    return known;
+}
+
+/* ---- Rows --------------------------------------------------------------------------------------------------- */
+
+__device__ inline void write_group_row(const forward_params &params, const skl_sequence &s, int64_t head,
+                                       int64_t query, const skl_row_state &state)
+{
+    const skl_problem &p = params.problem;
+    const skl_rows &rows = params.call.rows;
+    if (params.call.op == SKL_OP_PARTIAL) {
+        params.call.states[skl_state_index(&p, &s, head, query)] = partial_state(p, s, query, state);
+        return;
+    }
+    const skl_input &lse_t = params.call.inputs.lse_t;
+    const float mean_lse_t = skl_lse(state.m_a, state.l_a);
+    const auto visible_lse_t = [&](int64_t h) {
+        const float lse = skl_row_value(&lse_t, &s, h, query);
+        return params.lse_computed ? lse : mean_lse_t == -INFINITY ? mean_lse_t : lse + mean_lse_t;
+    };
+    const int64_t group = skl_group_size(&p);
+    skl_row_set(&rows.kl, &s, head, query, one_pass_kl(p, s, query, state)); /* the shift of A is an LSE */
+    /* Where all pairs are equal, the LSEs are, too, to the last bit: a backward finds gradients of 0. */
+    const bool equal = state.w == 0.0F && state.l_a == state.l_b && state.l_a > 0.0F;
+    skl_row_set(&rows.lse_s, &s, head, query, equal ? visible_lse_t(head * group) : skl_lse(state.m_b, state.l_b));
+    for (int64_t h = head * group; rows.lse_t.data != NULL && !params.lse_computed && h < (head + 1) * group; h++)
+        skl_row_set(&rows.lse_t, &s, h, query, visible_lse_t(h));
+}
+
+/* Merges the splits of a tile in a fixed order, one query per thread. */
+static __global__ void merge_group_splits(const __grid_constant__ forward_params params)
+{
+    query_tile<2> tile;
+    const int row = (int)threadIdx.x;
+    if (!tile.find(params, 1, (unsigned)params.head_group) || tile.first + row >= tile.sequence.query_count)
+        return;
+    const skl_row_state *const splits = params.split_states + tile.index * params.num_splits * tile.ROWS;
+    skl_row_state state = splits[row];
+    for (int split = 1; split < params.num_splits; split++)
+        state = skl_state_merge(state, splits[split * tile.ROWS + row]);
+    write_group_row(params, tile.sequence, tile.head, tile.first + row, state);
+}
+
+/* ---- Tiles of a forward ------------------------------------------------------------------------------------- */
+
+/* A row's sums of S below this are redone with another shift, like those above SKL_LAZY_BOUND. */
+constexpr float GROUP_SUM_MIN = 0x1p-100F;
+
+/* Sums of the thread's pairs of a row, with the shift m_b. MASKED: only those in `sees`. */
+template <bool MASKED, int BLOCKS>
+__device__ inline row_sums sum_group_row(const float (&p)[BLOCKS][4], const float (&y)[BLOCKS][4], float scale,
+                                         float m_b, int half, const range32 &sees, bool huge = false)
+{
+    row_sums sums = {};
+#pragma unroll
+    for (int block = 0; block < BLOCKS; block++)
+#pragma unroll
+        for (int parity = 0; parity < 2; parity++) {
+            const int column = acc_column(block, parity), e = half * 2 + parity;
+            const float log_s = minus_shift(y[block][e], scale, m_b, huge), s = ex2(log_s);
+            const bool seen = !MASKED || (column >= sees.begin && column < sees.end);
+            add_probabilities(sums, seen ? p[block][e] : 0.0F, seen ? s : 0.0F, seen ? log_s : 0.0F);
+        }
+    return sums;
+}
+
+template <bool MASKED, int BLOCKS>
+__device__ inline float max_of_row(const float (&y)[BLOCKS][4], float scale, int half, const range32 &sees)
+{
+    float m = -INFINITY;
+#pragma unroll
+    for (int block = 0; block < BLOCKS; block++)
+#pragma unroll
+        for (int parity = 0; parity < 2; parity++) {
+            const int column = acc_column(block, parity);
+            if (!MASKED || (column >= sees.begin && column < sees.end))
+                m = fmaxf(m, y[block][half * 2 + parity] * scale);
+        }
+    return m;
+}
+
+__device__ inline bool is_in_range(const skl_row_state &state, const row_sums &sums)
+{
+    return sums.l_b < SKL_LAZY_BOUND && state.l_b + sums.l_b >= GROUP_SUM_MIN && !is_huge(state.m_b);
+}
+
+/* Adds a tile to a row. A shift that leaves the sum of S out of range is replaced by the tile's maximum. */
+template <bool MASKED, int BLOCKS>
+__device__ inline void add_group_tile(skl_row_state &state, const float (&p)[BLOCKS][4], const float (&y)[BLOCKS][4],
+                                      float scale, int half, const range32 &sees)
+{
+    row_sums sums = sum_group_row<MASKED>(p, y, scale, state.m_b, half, sees);
+    const bool in_range = is_in_range(state, sums);
+    if (__any_sync(~0U, !in_range)) {
+        const float m = max_of_row<MASKED>(y, scale, half, sees);
+        if (!in_range && m > -INFINITY)
+            state = skl_state_move(state, state.m_a, state.l_b > 0.0F ? fmaxf(state.m_b, m) : m);
+        sums = sum_group_row<MASKED>(p, y, scale, state.m_b, half, sees, is_huge(state.m_b));
+    }
+    add_sums(state, sums);
+}
+
+/* A thread without visible keys has the shift of its reference, to which no other state must move. */
+__device__ inline skl_row_state without_shift_if_empty(skl_row_state state)
+{
+    state.m_b = state.l_b == 0.0F ? -INFINITY : state.m_b;
+    return state;
+}
+
+} // namespace tensor_core
+
+#endif
