@@ -38,10 +38,14 @@ enum { CAPABILITY_END_sm80 = 1000, CAPABILITY_END_sm90 = 91 };
      .forward = skl_cuda_##arch##_##type##_##large##_##small##_forward,                                              \
      .fused = skl_cuda_##arch##_##type##_##large##_##small##_fused},
 #define ATTENTION_UNFUSED(arch, type, dim) {ATTENTION(arch, type, dim), .dq = skl_cuda_##arch##_##type##_##dim##_dq},
-#define GROUP_KERNELS(arch, type, name)                                                                              \
+#define GROUP_FUSED(arch, type, name)                                                                                \
     {ENTRY(arch, type, name, "teacher groups, dim <= 128"), .dim_max = SKL_GROUP_DIM_MAX,                            \
      .group_lse = skl_cuda_##arch##_##type##_##name##_lse, .group_rows = skl_cuda_##arch##_##type##_##name##_rows,   \
      .group_fused = skl_cuda_##arch##_##type##_##name##_fused},
+#define GROUP_UNFUSED(arch, type, name)                                                                              \
+    {ENTRY(arch, type, name, "teacher groups, dim <= 128"), .dim_max = SKL_GROUP_DIM_MAX,                            \
+     .group_rows = skl_cuda_##arch##_##type##_##name##_rows, .group_dq = skl_cuda_##arch##_##type##_##name##_dq,     \
+     .group_dk = skl_cuda_##arch##_##type##_##name##_dk},
 #define CARRYING_KERNEL(arch, type, name)                                                                            \
     {ENTRY(arch, type, name, "attention backward with KL, dim <= 128"), .dim_max = SKL_CARRYING_DIM_MAX,             \
      .carrying = skl_cuda_##arch##_##type##_##name##_carrying},

@@ -88,6 +88,8 @@ struct skl_cuda_launch {
 #define SKL_VARIANT_DK_SOFTCAP    "dk, softcap"
 #define SKL_VARIANT_GROUPS        "teacher groups"
 #define SKL_VARIANT_FUSED_GROUPS  "fused backward, teacher groups"
+#define SKL_VARIANT_DQ_GROUPS     "dq, teacher groups"
+#define SKL_VARIANT_DK_GROUPS     "dk, teacher groups"
 #define SKL_VARIANT_LSE           "LSE"
 #define SKL_VARIANT_ROWS          "rows"
 #define SKL_VARIANT_GRADIENTS     "gradients"
@@ -184,10 +186,14 @@ SKL_DECLARE_LAUNCHER(skl_cuda_general_sparse_gradients)
 #define ATTENTION_PAIR(arch, dtype, large, small)                                                                    \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##large##_##small##_forward)                                    \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##large##_##small##_fused)
-#define GROUP_KERNELS(arch, dtype, name)                                                                             \
+#define GROUP_FUSED(arch, dtype, name)                                                                               \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_lse)                                                   \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_rows)                                                  \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_fused)
+#define GROUP_UNFUSED(arch, dtype, name)                                                                             \
+    SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_rows)                                                  \
+    SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_dq)                                                    \
+    SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_dk)
 #define CARRYING_KERNEL(arch, dtype, name) SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_carrying)
 #define INDEXER_KERNELS(arch, dtype, stage)                                                                          \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##stage##_rows)                                                 \
@@ -195,7 +201,8 @@ SKL_DECLARE_LAUNCHER(skl_cuda_general_sparse_gradients)
 #include "cuda/instances.def"
 #undef INDEXER_KERNELS
 #undef CARRYING_KERNEL
-#undef GROUP_KERNELS
+#undef GROUP_UNFUSED
+#undef GROUP_FUSED
 #undef ATTENTION_PAIR
 #undef ATTENTION_FUSED
 #undef ATTENTION_UNFUSED

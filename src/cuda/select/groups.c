@@ -23,11 +23,13 @@ static skl_input input_from(const skl_input *tensor, skl_dtype dtype, int64_t he
     return from;
 }
 
-/* The forward with the halves of a side's heads as its arguments. */
+/* The forward with the halves of a side's heads as its arguments; where there are none, with all heads as both. */
 static skl_cuda_params halves_of(const skl_problem *p, const skl_call *call, bool of_teacher, const skl_output *lse)
 {
     const skl_side side = of_teacher ? skl_teacher_of(p, call) : skl_student_of(p, call);
-    const int64_t heads = side.heads / 2, key_heads = skl_max(1, side.key_heads / 2);
+    const bool two = has_halves(&side);
+    const int64_t heads = two ? side.heads / 2 : side.heads;
+    const int64_t key_heads = two ? skl_max(1, side.key_heads / 2) : side.key_heads;
     skl_problem halves = *p;
     halves.heads_t = halves.heads_s = heads;
     halves.key_heads_t = halves.key_heads_s = key_heads;
@@ -44,11 +46,14 @@ static skl_cuda_params halves_of(const skl_problem *p, const skl_call *call, boo
     const skl_input none = {0};
     forward.inputs.q_t = *side.q;
     forward.inputs.k_t = *side.k;
-    forward.inputs.q_s = input_from(side.q, side.dtype, heads);
-    forward.inputs.k_s = input_from(side.k, side.dtype, side.key_heads == 1 ? 0 : key_heads);
+    forward.inputs.q_s = input_from(side.q, side.dtype, two ? heads : 0);
+    forward.inputs.k_s = input_from(side.k, side.dtype, !two || side.key_heads == 1 ? 0 : key_heads);
     forward.inputs.lse_t = forward.inputs.lse_s = none;
-    forward.rows.lse_t = forward.rows.lse_s = *lse;
-    forward.rows.lse_s.data = (float *)lse->data + heads * lse->stride_head;
+    forward.rows.lse_t = *lse;
+    if (two) {
+        forward.rows.lse_s = *lse;
+        forward.rows.lse_s.data = (float *)lse->data + heads * lse->stride_head;
+    }
     return skl_select_params_of(&halves, &forward);
 }
 
@@ -68,7 +73,7 @@ static void add_group_lse(const choice *s, bool of_teacher, const char *reason)
     const skl_side side = of_teacher ? skl_teacher_of(p, s->call) : skl_student_of(p, s->call);
     const size_t lse_size = of_teacher && s->call->rows.lse_t.data == NULL ? skl_select_teacher_lse_size(p) : 0;
     skl_cuda_launch *const launch = &s->launches->at[s->launches->count];
-    if (has_halves(&side)) {
+    if (has_halves(&side) || s->kernel->group_lse == NULL) {
         const skl_cuda_params halves = halves_of(p, s->call, of_teacher, &lse);
         skl_plan plan = *s->plan;
         plan.problem = halves.problem;
@@ -92,12 +97,12 @@ static void add_group_lse(const choice *s, bool of_teacher, const char *reason)
     launch->lse = lse;
 }
 
-/* Kernels of an indexer have no launcher for LSEs alone. */
+/* Kernels of an indexer have no launcher for LSEs alone. Where there are no halves, a forward computes LSEs twice. */
 static bool can_add_lses(const choice *s)
 {
     const skl_problem *const p = &s->plan->problem;
     const skl_side teacher = skl_teacher_of(p, s->call), student = skl_student_of(p, s->call);
-    return s->kernel->group_lse != NULL ||
+    return s->kernel->group_rows != NULL ||
            ((s->call->rows.lse_t.data == NULL || has_halves(&teacher)) && has_halves(&student));
 }
 
@@ -146,6 +151,15 @@ static void add_group_fused(const choice *s, const side_request *student, bool k
     launch->head_group = skl_select_head_group_for(s, SKL_SM90_BACKWARD_ROWS, 2, 2 + 4);
 }
 
+static void add_group_dq_and_dk(const choice *s, const side_request *student)
+{
+    if (student->dq)
+        skl_select_add(s, "dq_s", s->kernel, s->kernel->group_dq, SKL_VARIANT_DQ_GROUPS, s->reason);
+    if (student->dk)
+        skl_select_add(s, "dk_s", s->kernel, s->kernel->group_dk, SKL_VARIANT_DK_GROUPS, s->reason)->streams_queries =
+            true;
+}
+
 /* The kernel for the student's gradients, and why it is not the plan's. */
 static choice student_choice(const choice *s, const side_request *student)
 {
@@ -164,6 +178,8 @@ static void add_group_gradients(const choice *s, const side_request *request, co
 {
     if (s->kernel->group_fused != NULL) {
         add_group_fused(s, request, kl);
+    } else if (s->kernel->group_dq != NULL) {
+        add_group_dq_and_dk(s, request);
     } else if (s->kernel != skl_cuda_general) {
         skl_select_add_indexer(s, step, true);
     } else {
@@ -180,8 +196,9 @@ void skl_select_groups(choice *s)
     const choice of_student = student_choice(s, &student);
     const bool of_s = (student.dq && s->some_rows) || (student.dk && s->some_keys);
     const bool rows = s->rows && s->some_rows, dots = rows && s->call->rows.dot_t.data != NULL;
-    /* On tensor cores one launch gives gradients and rows. */
-    const bool rows_in_gradients = rows && of_s && !dots && of_student.kernel != skl_cuda_general;
+    /* On tensor cores one launch gives gradients and rows, unless dq and dk are separate. */
+    const bool rows_in_gradients =
+        rows && of_s && !dots && of_student.kernel != skl_cuda_general && of_student.kernel->group_dq == NULL;
     choice general = *s;
     general.kernel = skl_cuda_general;
     general.reason =

@@ -25,17 +25,22 @@ static bool fits_attention(const skl_cuda_kernel *kernel, const skl_problem *p)
            p->heads_s < INT32_MAX / skl_ceil_div(length + 1, SKL_SM80_TILE_MIN);
 }
 
-/* The queries of all teacher heads of a group have to fit into shared memory, with two stages of keys if the heads
- * do not share them. */
-static bool fits_groups(const skl_cuda_kernel *kernel, const skl_problem *p)
+/* On Hopper the queries of all teacher heads of a group have to fit into shared memory, with two stages of keys if
+ * the heads do not share them. */
+static bool fits_group_memory(const skl_problem *p)
 {
     const bool narrow = p->dim_s <= 64, shared = p->heads_t / p->key_heads_t % skl_group_size(p) == 0;
     const int64_t padded_dim_t = p->dim_t <= 64 && narrow ? 64 : SKL_GROUP_DIM_MAX;
     const int64_t dims_max = shared || narrow ? SKL_GROUP_DIMS_MAX : SKL_GROUP_DIMS_MAX - SKL_GROUP_DIM_MAX;
+    return skl_group_size(p) * padded_dim_t <= dims_max;
+}
+
+static bool fits_groups(const skl_cuda_kernel *kernel, const skl_problem *p)
+{
     const int64_t length = skl_max(p->len_q, p->len_k);
-    return kernel->group_rows != NULL && p->softcap_t == 0.0F && p->softcap_s == 0.0F &&
-           p->direction == SKL_KL_FORWARD && p->dim_t <= kernel->dim_max && p->dim_s <= kernel->dim_max &&
-           skl_group_size(p) * padded_dim_t <= dims_max && length < SKL_ROWS_MAX &&
+    return kernel->group_rows != NULL && (kernel->group_fused == NULL || fits_group_memory(p)) &&
+           p->softcap_t == 0.0F && p->softcap_s == 0.0F && p->direction == SKL_KL_FORWARD &&
+           p->dim_t <= kernel->dim_max && p->dim_s <= kernel->dim_max && length < SKL_ROWS_MAX &&
            p->batch * p->heads_t < INT32_MAX / skl_ceil_div(length + 1, SKL_GROUP_TILE);
 }
 

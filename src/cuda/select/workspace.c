@@ -72,12 +72,13 @@ static size_t group_workspace_size(const skl_plan *plan, const skl_cuda_kernel *
     const skl_problem *const p = &plan->problem;
     const bool gradients = skl_op_has_gradients(op);
     size_t size = skl_select_group_lse_size(plan);
-    if (kernel->group_rows != NULL && gradients && plan->deterministic)
+    if (kernel->group_fused != NULL && gradients && plan->deterministic)
         return group_workspace_size(plan, skl_select_strip_kernel_of(p), op);
-    if (skl_select_is_attention_with_groups(p) && !gradients && kernel != skl_cuda_general)
+    const bool forward = !gradients || (kernel->group_dq != NULL && op == SKL_OP_FORWARD_BACKWARD);
+    if (skl_select_is_attention_with_groups(p) && forward && kernel != skl_cuda_general)
         size = larger(size, skl_select_teacher_lse_size(p) + split_states_size(plan));
     if (kernel->group_rows != NULL)
-        return larger(size, gradients ? skl_select_dk_sums_size(p) : 0);
+        return larger(size, gradients && kernel->group_fused != NULL ? skl_select_dk_sums_size(p) : 0);
     if (p->top_k > 0) {
         const skl_sparse_layout layout = skl_select_sparse_layout_of(plan, gradients, true);
         size = larger(size, gradients ? layout.chunk.end : 0);

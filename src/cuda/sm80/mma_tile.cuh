@@ -48,29 +48,43 @@ template <int DIM> struct smem_stage {
     smem_rows<DIM> a, b;
 };
 
-/* Starts copying rows [first, first + STAGE_ROWS<DIM>). Rows >= count and dimensions >= from.dim become 0. */
+/* Starts copying rows [first, first + ROWS) into swizzled rows of shared memory, with all of the block's THREAD_COUNT
+ * threads. Rows >= count and dimensions >= from.dim become 0. */
+template <int DIM, int ROWS, int THREAD_COUNT, typename ELEMENT>
+__device__ inline void copy_chunks(uint4 (*to)[DIM / 8], const row_source<ELEMENT> &from, int first, int count,
+                                   int thread = (int)threadIdx.x)
+{
+    constexpr int CHUNKS = DIM / 8;
+    constexpr int AT_ONCE = THREAD_COUNT / CHUNKS; /* rows per copy of the whole block */
+    static_assert(ROWS % AT_ONCE == 0 && AT_ONCE >= 4, "every thread copies the same number of chunks");
+    const int row = thread / CHUNKS;
+    const int chunk = thread % CHUNKS;
+    const ELEMENT *const source = from.rows + (first + row) * from.stride + chunk * 8;
+    const uint32_t target = shared_address(&to[row][chunk ^ (row & 7)]);
+    const int left = chunk * 8 < from.dim ? count - first - row : 0;
+#pragma unroll
+    for (int n = 0; n < ROWS / AT_ONCE; n++)
+        cp_async_16((target ^ (uint32_t)(n * AT_ONCE % 8 * 16)) + (uint32_t)(n * AT_ONCE * DIM * 2),
+                    source + n * AT_ONCE * from.stride, n * AT_ONCE < left ? 16 : 0);
+}
+
+/* The rows of a stage. */
 template <int DIM, typename ELEMENT>
 __device__ inline void copy_rows(smem_rows<DIM> &to, const row_source<ELEMENT> &from, int first, int count)
 {
-    constexpr int CHUNKS = DIM / 8;
-    constexpr int ROWS = THREADS / CHUNKS; /* rows per copy of the whole block */
-    static_assert(STAGE_ROWS<DIM> % ROWS == 0 && ROWS >= 4, "every thread copies the same number of chunks");
-    const int row = (int)threadIdx.x / CHUNKS;
-    const int chunk = (int)threadIdx.x % CHUNKS;
-    const ELEMENT *const source = from.rows + (first + row) * from.stride + chunk * 8;
-    const uint32_t target = shared_address(&to.chunks[row][chunk ^ (row & 7)]);
-    const int left = chunk * 8 < from.dim ? count - first - row : 0;
-#pragma unroll
-    for (int n = 0; n < STAGE_ROWS<DIM> / ROWS; n++)
-        cp_async_16((target ^ (uint32_t)(n * ROWS % 8 * 16)) + (uint32_t)(n * ROWS * DIM * 2),
-                    source + n * ROWS * from.stride, n * ROWS < left ? 16 : 0);
+    copy_chunks<DIM, STAGE_ROWS<DIM>, THREADS>(to.chunks, from, first, count);
+}
+
+__device__ inline int lane_index()
+{
+    return (int)threadIdx.x % 32;
 }
 
 /* The lane's row address for ldmatrix, in the 8 x 8 matrix `down` matrices down and `right` chunks to the right. Rows
  * have 128 bytes or more, so the address of chunk c is this one with 16 c XORed into bits 4..6: at_chunk. */
-template <int DIM> __device__ inline uint32_t matrix_address(const smem_rows<DIM> &rows, int down, int right)
+template <int DIM>
+__device__ inline uint32_t matrix_address(const smem_rows<DIM> &rows, int lane, int down, int right)
 {
-    const int lane = (int)threadIdx.x % 32;
     return shared_address(&rows.chunks[down * 8 + lane % 8][right ^ lane % 8]);
 }
 
@@ -80,25 +94,37 @@ template <int DIM> __device__ inline uint32_t at_chunk(uint32_t address, int row
 }
 
 /* For A operands: {rows 0..7, 8..15} x {dimensions 0..7, 8..15}, rows fastest. */
-template <int DIM> __device__ inline uint32_t a_address(const smem_rows<DIM> &rows)
+template <int DIM> __device__ inline uint32_t a_address(const smem_rows<DIM> &rows, int lane = lane_index())
 {
-    const int lane = (int)threadIdx.x % 32;
-    return matrix_address(rows, lane / 8 % 2, lane / 16);
+    return matrix_address(rows, lane, lane / 8 % 2, lane / 16);
 }
 
 /* For the B operands of logits, in steps of 8 BLOCKS streamed rows: {rows 0..7, 8..15} x {dimensions 0..7, 8..15}, or
  * 8 rows x 4 times 8 dimensions. */
-template <int BLOCKS, int DIM> __device__ inline uint32_t logit_b_address(const smem_rows<DIM> &rows)
+template <int BLOCKS, int DIM>
+__device__ inline uint32_t logit_b_address(const smem_rows<DIM> &rows, int lane = lane_index())
 {
-    const int lane = (int)threadIdx.x % 32;
-    return BLOCKS == 2 ? matrix_address(rows, lane / 16, lane / 8 % 2) : matrix_address(rows, 0, lane / 8);
+    return BLOCKS == 2 ? matrix_address(rows, lane, lane / 16, lane / 8 % 2)
+                       : matrix_address(rows, lane, 0, lane / 8);
 }
 
 /* For the B operands of a gradient, transposed: {dimensions 0..7, 8..15} x {rows 0..7, 8..15}. */
-template <int DIM> __device__ inline uint32_t gradient_b_address(const smem_rows<DIM> &rows)
+template <int DIM> __device__ inline uint32_t gradient_b_address(const smem_rows<DIM> &rows, int lane = lane_index())
 {
-    const int lane = (int)threadIdx.x % 32;
-    return matrix_address(rows, lane / 8 % 2, lane / 16);
+    return matrix_address(rows, lane, lane / 8 % 2, lane / 16);
+}
+
+/* Reads the warp's stationary rows, from warp_row on, from shared memory. */
+template <int DIM, int M>
+__device__ inline void read_frags(row_frags<DIM, M> &frags, const smem_rows<DIM> *smem, int warp_row,
+                                  int lane = lane_index())
+{
+    const uint32_t address = a_address(smem[warp_row / STAGE_ROWS<DIM>], lane);
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int k = 0; k < DIM / 16; k++)
+            ldmatrix_x4(frags.a[m][k], at_chunk<DIM>(address, warp_row % STAGE_ROWS<DIM> + m * 16, 2 * k));
 }
 
 /* Loads the block's stationary rows through shared memory with room for all of them. Rows >= count become 0. */
@@ -113,13 +139,7 @@ __device__ inline void load_frags(row_frags<DIM, M> &frags, smem_rows<DIM> *smem
     cp_async_commit();
     cp_async_wait<0>();
     __syncthreads();
-    const int warp_row = (int)threadIdx.x / 32 * 16 * M;
-    const uint32_t address = a_address(smem[warp_row / STAGE_ROWS<DIM>]);
-#pragma unroll
-    for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int k = 0; k < DIM / 16; k++)
-            ldmatrix_x4(frags.a[m][k], at_chunk<DIM>(address, warp_row % STAGE_ROWS<DIM> + m * 16, 2 * k));
+    read_frags(frags, smem, (int)threadIdx.x / 32 * 16 * M);
     __syncthreads();
 }
 

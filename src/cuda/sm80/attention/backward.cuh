@@ -401,9 +401,10 @@ __device__ inline bool is_live(const backward_params &params, const row_tile<M, 
     return row < tile.rows && (DK || sees.begin < sees.end);
 }
 
+/* Stores the warp's rows, from warp_row of the tile on, and their dimensions from dim_first on. */
 template <int WIDTH, int M, bool DK>
 __device__ inline void store_gradient(const gradient_acc<WIDTH, M> &gradient, const backward_params &params,
-                                      const row_tile<M, DK> &tile, float factor)
+                                      const row_tile<M, DK> &tile, float factor, int warp_row, int dim_first)
 {
     const skl_side side = side_of(params);
     const skl_output out = DK ? *side.dk : *side.dq;
@@ -413,7 +414,7 @@ __device__ inline void store_gradient(const gradient_acc<WIDTH, M> &gradient, co
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int64_t row = tile.first + acc_row<M>(m, half);
+            const int64_t row = tile.first + warp_row + m * 16 + (int)threadIdx.x % 32 / 4 + half * 8;
             if (row >= tile.stored)
                 continue;
             const bool live = is_live(params, tile, row);
@@ -421,7 +422,7 @@ __device__ inline void store_gradient(const gradient_acc<WIDTH, M> &gradient, co
 #pragma unroll
             for (int n = 0; n < WIDTH / 4; n++) {
                 const float sum = gradient.sum[m][n / 2][half * 2 + n % 2];
-                const int c = (int)params.dim_first + acc_column(n / 2, n % 2);
+                const int c = dim_first + acc_column(n / 2, n % 2);
                 if (c < side.dim)
                     skl_store(out.data, side.grad_dtype, base + row * out.stride_row + c,
                               live ? sum * factor * weight : 0.0F);
@@ -462,7 +463,8 @@ __global__ void __launch_bounds__(THREADS, 2) gradient_kernel(const __grid_const
     row_tile<M, DK> stored; /* the same tile, recomputed: `tile` need not stay in registers during the loop */
     (void)stored.find(params);
     store_gradient(gradient, params, stored,
-                   unit.value() * (params.teacher_side ? params.problem.scale_t : params.problem.scale_s));
+                   unit.value() * (params.teacher_side ? params.problem.scale_t : params.problem.scale_s),
+                   (int)threadIdx.x / 32 * 16 * M, (int)params.dim_first);
 }
 
 /* One launch per slice of the gradient. */

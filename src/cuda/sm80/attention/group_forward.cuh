@@ -1,0 +1,178 @@
+/* Forward of a student with teacher groups by mma.sync, sm_80 and up: KL and the student's LSE of each row.
+ * group_products.cuh describes the tiles, sm90/attention/group_forward.cuh the row state: its shifts are the first
+ * head's LSE, until a sum is out of range.
+ *
+ * Splits over the keys as in forward.cuh. */
+#ifndef SKL_CUDA_SM80_ATTENTION_GROUP_FORWARD_CUH
+#define SKL_CUDA_SM80_ATTENTION_GROUP_FORWARD_CUH
+
+#include "cuda/sm80/attention/group_products.cuh"
+
+namespace sm80
+{
+
+template <typename ELEMENT, int DIM> struct group_forward_pass {
+    const forward_params &params;
+    group_smem<DIM> &smem;
+    skl_row_state state[GROUP_M][2];
+
+    __device__ void clear()
+    {
+        const group_thread thread = group_thread::read();
+#pragma unroll
+        for (int m = 0; m < GROUP_M; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int row = min(thread.acc_row(m, half), smem.block.rows - 1);
+                const skl_lse2 first = split_lse2(
+                    group_lse(params, smem.block.sequence, smem.block.head, 0, smem.block.first_row + row));
+                state[m][half] = {0.0F, 0.0F, fabsf(first.value) < INFINITY ? first.value : 0.0F, 0.0F, 0.0F};
+            }
+    }
+
+    __device__ raw_stats load(const skl_sequence &s, const group_product &of, int64_t query) const
+    {
+        if (of.n == (int)skl_group_size(&params.problem))
+            return {};
+        return {group_lse(params, s, of.head, of.n, query), group_lse(params, s, of.head, 0, query)};
+    }
+
+    __device__ query_stats student_stats(const raw_stats &) const
+    {
+        return {};
+    }
+
+    __device__ bool keeps_stationary() const
+    {
+        return false;
+    }
+
+    /* Adds a full tile with the current shifts. Returns false, and adds nothing, if a shift has to change. */
+    __device__ bool add_with_shifts(const group_mean &p, const row_frags<DIM, GROUP_M> &frags,
+                                    const group_tile<DIM> &streamed)
+    {
+        const group_thread thread = group_thread::read();
+        const uint32_t b_address = logit_b_address<GROUP_BLOCKS>(streamed[thread.half()], thread.lane);
+        row_sums sums[GROUP_M][2] = {};
+#pragma unroll
+        for (int step = 0; step < GROUP_STEPS; step++) {
+            step_logits y;
+            multiply<ELEMENT>(y, frags, b_address, step * GROUP_STEP);
+#pragma unroll
+            for (int m = 0; m < GROUP_M; m++)
+#pragma unroll
+                for (int e = 0; e < 4 * GROUP_BLOCKS; e++) {
+                    const float log_s = fmaf(y.at[m][e / 4][e % 4], params.b.scale, -state[m][e % 4 / 2].m_b);
+                    add_probabilities(sums[m][e % 4 / 2], p[step].at[m][e / 4][e % 4], ex2(log_s), log_s);
+                }
+        }
+        bool in_range = true;
+#pragma unroll
+        for (int m = 0; m < GROUP_M; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                in_range = in_range && is_in_range(state[m][half], sums[m][half]);
+        if (__any_sync(~0U, !in_range))
+            return false;
+#pragma unroll
+        for (int m = 0; m < GROUP_M; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                add_sums(state[m][half], sums[m][half]);
+        return true;
+    }
+
+    __device__ void student(const group_mean &p, const row_frags<DIM, GROUP_M> &frags,
+                            const group_tile<DIM> &streamed, const group_product &at)
+    {
+        if (covers(smem.block.full, at.first, GROUP_TILE_ROWS) && add_with_shifts(p, frags, streamed))
+            return;
+        const group_thread thread = group_thread::read();
+        const uint32_t b_address = logit_b_address<GROUP_BLOCKS>(streamed[thread.half()], thread.lane);
+#pragma unroll
+        for (int step = 0; step < GROUP_STEPS; step++) {
+            const int column = thread.column + step * GROUP_STEP;
+            step_logits y;
+            multiply<ELEMENT>(y, frags, b_address, step * GROUP_STEP);
+#pragma unroll
+            for (int m = 0; m < GROUP_M; m++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const stage_range seen = smem.seen[thread.acc_row(m, half)];
+                    add_group_tile<true>(state[m][half], p[step].at[m], y.at[m], params.b.scale, half,
+                                         {seen.begin - column, seen.end - column});
+                }
+        }
+    }
+};
+
+template <typename ELEMENT, int DIM>
+__global__ void __launch_bounds__(GROUP_THREADS, 1)
+    group_forward_kernel(const __grid_constant__ forward_params params)
+{
+    extern __shared__ __align__(128) unsigned char raw[];
+    group_smem<DIM> &smem = *(group_smem<DIM> *)(void *)raw;
+    query_tile<GROUP_M> tile;
+    if (!tile.find(params, params.num_splits, (unsigned)params.head_group))
+        return;
+    const int rows = (int)skl_min(GROUP_TILE_ROWS, tile.sequence.query_count - tile.first);
+    if (threadIdx.x == 0) {
+        const skl_band band = skl_key_band(&params.problem, &tile.sequence);
+        set_group_block(smem, tile.sequence, tile.first, rows,
+                        streamed_split(stream_for(band, tile.first, tile.first + rows - 1), GROUP_TILE_ROWS,
+                                       tile.split, params.num_splits),
+                        tile.head, tile.head + 1);
+        smem.block.full.end = min(smem.block.full.end, smem.block.needed); /* a split's end, within its last stage */
+    }
+    __syncthreads();
+    group_forward_pass<ELEMENT, DIM> pass = {params, smem, {}};
+    pass.clear();
+    run_group_products<ELEMENT, DIM, false>(params, smem, pass);
+
+    const group_thread thread = group_thread::read();
+    skl_row_state(*const merged)[GROUP_TILE_ROWS] = (skl_row_state(*)[GROUP_TILE_ROWS])(void *)smem.stationary;
+#pragma unroll
+    for (int m = 0; m < GROUP_M; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const skl_row_state state = merge_lanes(without_shift_if_empty(pass.state[m][half]));
+            if (thread.lane % 4 == 0)
+                merged[thread.half()][thread.acc_row(m, half)] = state;
+        }
+    __syncthreads();
+    query_tile<GROUP_M> written; /* the same tile, recomputed: `tile` need not stay in registers during the loop */
+    (void)written.find(params, params.num_splits, (unsigned)params.head_group);
+    const int row = (int)threadIdx.x;
+    if (row >= GROUP_TILE_ROWS || written.first + row >= written.sequence.query_count)
+        return;
+    skl_row_state state = skl_state_merge(merged[0][row], merged[1][row]);
+    state.m_a = -split_lse2(group_lse(params, written.sequence, written.head, 0, written.first + row)).low;
+    if (params.num_splits > 1)
+        params.split_states[written.index * written.ROWS + row] = state;
+    else
+        write_group_row(params, written.sequence, written.head, written.first + row, state);
+}
+
+template <typename ELEMENT, int DIM>
+cudaError_t launch_group_forward(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
+{
+    const forward_params kernel_params = forward_params_of(params, launch);
+    const skl_problem *const p = &params->problem;
+    const int64_t tiles = skl_ceil_div(p->len_q, GROUP_TILE_ROWS);
+    record_launch(kernel, SKL_VARIANT_GROUPS, launch->num_splits);
+    const cudaError_t error =
+        cudaFuncSetAttribute(group_forward_kernel<ELEMENT, DIM>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             (int)sizeof(group_smem<DIM>));
+    if (error != cudaSuccess)
+        return error;
+    group_forward_kernel<ELEMENT, DIM><<<grid_of(p->batch, p->heads_s, tiles * launch->num_splits), GROUP_THREADS,
+                                         sizeof(group_smem<DIM>), params->call.stream>>>(kernel_params);
+    if (launch->num_splits > 1)
+        merge_group_splits<<<grid_of(p->batch, p->heads_s, tiles), GROUP_TILE_ROWS, 0, params->call.stream>>>(
+            kernel_params);
+    return cudaPeekAtLastError();
+}
+
+} // namespace sm80
+
+#endif

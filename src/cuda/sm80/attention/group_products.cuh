@@ -1,0 +1,338 @@
+/* Teacher groups by mma.sync, sm_80 and up: the products that the forward, dq and dk share. 16-bit types, head sizes
+ * up to 128, KL(P || S); the teacher's LSEs are known.
+ *
+ * A block has 128 stationary rows and streams stages of 128 rows: queries and keys, or for dk keys and queries
+ * (mma_tile.cuh). P of a stage stays in registers while the heads of the group are multiplied, and then the student:
+ *
+ *   head n    X = rows_n streamed_n^T (mma)   ->  P += (2^(X - lse_n) - P) / (n + 1)
+ *   student   Y = rows streamed^T (mma)       ->  row states, or G and its product with streamed rows
+ *
+ *   block      8 warps of 32 stationary rows x 64 streamed rows; 1 block per SM
+ *   registers  stationary rows of one head (DIM / 2), P (64), logits of a step (8)
+ *   shared     one tile of stationary rows, two of streamed rows: 96 KB at DIM = 128
+ *
+ *   cp.async   | rows of the next product               | ...
+ *   warps      | stationary rows to registers, barrier; |
+ *              | steps of 8 streamed rows:              |
+ *              |   X (mma), 2^x, P                      |
+ *
+ * Every product reads its rows again: the L2 cache holds the queries of a block's heads, which shared memory cannot
+ * (32 KB per head). Rows that the product before it had, as keys of heads that share them, are not copied again.
+ *
+ * See common/group_rows.cuh for P and LSEs, which are those of sm90/attention/group_heads.cuh. */
+#ifndef SKL_CUDA_SM80_ATTENTION_GROUP_PRODUCTS_CUH
+#define SKL_CUDA_SM80_ATTENTION_GROUP_PRODUCTS_CUH
+
+#include "cuda/common/group_rows.cuh"
+#include "cuda/sm80/mma_tile.cuh"
+
+namespace sm80
+{
+
+constexpr int GROUP_THREADS = 256;
+constexpr int GROUP_M = 2;           /* tiles of 16 stationary rows per warp */
+constexpr int GROUP_TILE_ROWS = 128; /* stationary rows of a block, streamed rows of a stage */
+constexpr int GROUP_ROW_WARPS = 4; /* the other four have the same stationary rows, and the second half of a stage */
+constexpr int GROUP_BLOCKS = 1;    /* of 8 streamed rows per step: more of them spill */
+constexpr int GROUP_STEPS = 8;     /* of a warp per stage */
+constexpr int GROUP_STEP = 8 * GROUP_BLOCKS;
+
+static_assert(GROUP_ROW_WARPS * 16 * GROUP_M == GROUP_TILE_ROWS && GROUP_TILE_ROWS == TILE_ROWS<GROUP_M>, "");
+
+template <int DIM> using group_tile = smem_rows<DIM>[2]; /* 128 rows */
+
+typedef logits<GROUP_M, GROUP_BLOCKS> step_logits; /* of a warp: 32 stationary rows x 8 streamed rows */
+typedef step_logits group_mean[GROUP_STEPS];       /* P */
+
+/* Of a query. Teacher: LSE in base 2, and the factor that all P of the row share, relative to the head's own.
+ * Student: LSE, and the factor of G. */
+struct alignas(8) query_stats {
+    float lse, factor;
+};
+
+/* Streamed rows of a stage that a stationary row sees. */
+struct stage_range {
+    unsigned char begin, end;
+
+    __device__ static stage_range of(const range32 &sees, int first)
+    {
+        return {(unsigned char)min(max(sees.begin - first, 0), GROUP_TILE_ROWS),
+                (unsigned char)min(max(sees.end - first, 0), GROUP_TILE_ROWS)};
+    }
+};
+
+/* What all products of a block share, in shared memory to save registers. */
+struct group_block {
+    skl_sequence sequence;
+    int64_t first_row; /* stationary */
+    int64_t origin;    /* streamed row that the rows of the stages count from */
+    int rows, needed;  /* stationary rows that exist; streamed rows up to the last one that some row needs */
+    int head, end;     /* student heads */
+    range32 full;      /* streamed rows that all stationary rows see */
+    bounded_band band;
+};
+
+template <int DIM> struct group_smem {
+    group_tile<DIM> stationary, streamed[STAGES];
+    query_stats stats[GROUP_TILE_ROWS];
+    stage_range seen[GROUP_TILE_ROWS]; /* of the stationary rows, in the student's product */
+    group_block block;
+};
+
+/* One product of a block. */
+struct group_product {
+    int head;  /* of the student */
+    int n;     /* teacher head of its group; after the last one: the student */
+    int first; /* streamed row of the stage */
+
+    __device__ group_product next(int count, int needed) const
+    {
+        const bool last_head = n == count, last_stage = last_head && first + GROUP_TILE_ROWS >= needed;
+        return {last_stage ? head + 1 : head, last_head ? 0 : n + 1,
+                last_stage  ? 0
+                : last_head ? first + GROUP_TILE_ROWS
+                            : first};
+    }
+};
+
+/* Where a thread is in the tile. Read again for every product, by instructions that the compiler does not move: it
+ * would keep dozens of addresses that follow from it in registers during the whole loop. */
+struct group_thread {
+    int lane;
+    int row;    /* first of the warp's stationary rows */
+    int column; /* first of its streamed rows within a stage */
+
+    __device__ static int index()
+    {
+        int thread;
+        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+        return thread;
+    }
+
+    __device__ static group_thread read()
+    {
+        const int thread = index();
+        return {thread % 32, thread / 32 % GROUP_ROW_WARPS * 16 * GROUP_M,
+                thread / 32 / GROUP_ROW_WARPS * (GROUP_STEP * GROUP_STEPS)};
+    }
+
+    __device__ int half() const /* of the stage */
+    {
+        return column / (GROUP_STEP * GROUP_STEPS);
+    }
+
+    /* Stationary row of an accumulator, and streamed row within a stage. */
+    __device__ int acc_row(int m, int half) const
+    {
+        return row + m * 16 + lane / 4 + half * 8;
+    }
+
+    __device__ int acc_column(int step, int block, int parity) const
+    {
+        return column + step * GROUP_STEP + block * 8 + lane % 4 * 2 + parity;
+    }
+};
+
+/* Executed by one thread, before a barrier; `band` of stream_for(). */
+template <int DIM>
+__device__ inline void set_group_block(group_smem<DIM> &smem, const skl_sequence &sequence, int64_t first_row,
+                                       int rows, const streamed_band &all, int head, int end)
+{
+    const range32 full = reach_of(all.band, 0, GROUP_TILE_ROWS).all;
+    smem.block = {sequence, first_row, all.origin, rows, all.needed, head, end, full, all.band};
+}
+
+/* ---- Row stats ---------------------------------------------------------------------------------------------- */
+
+/* Stats of the query of thread threadIdx.x < 128, as they are in global memory: loaded a product ahead. */
+struct raw_stats {
+    float lse, other; /* teacher: the LSE of the row's reference; student: the upstream gradient */
+};
+
+__device__ inline query_stats teacher_stats(const raw_stats &raw)
+{
+    const skl_lse2 lse = split_lse2(raw.lse);
+    return {lse.value, fmaf(split_lse2(raw.other).low - lse.low, SKL_LN2, 1.0F)};
+}
+
+/* LSE of teacher head n of a group. */
+__device__ inline float group_lse(const skl_cuda_params &params, const skl_sequence &s, int64_t head, int n,
+                                  int64_t query)
+{
+    return skl_row_value(&params.call.inputs.lse_t, &s, head * skl_group_size(&params.problem) + n, query);
+}
+
+/* Stats of a step: of its stationary rows, or for dk of its streamed ones. */
+template <bool DK> struct step_stats;
+
+template <> struct step_stats<false> {
+    query_stats stationary[GROUP_M][2];
+
+    __device__ step_stats(const query_stats *stats, const group_thread &thread)
+    {
+#pragma unroll
+        for (int m = 0; m < GROUP_M; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                stationary[m][half] = stats[thread.acc_row(m, half)];
+    }
+
+    __device__ void load(const query_stats *, const group_thread &, int)
+    {
+    }
+
+    __device__ query_stats of(int m, int, int e) const
+    {
+        return stationary[m][e / 2];
+    }
+};
+
+template <> struct step_stats<true> {
+    query_stats streamed[GROUP_BLOCKS][2];
+
+    __device__ step_stats(const query_stats *, const group_thread &)
+    {
+    }
+
+    __device__ void load(const query_stats *stats, const group_thread &thread, int step)
+    {
+#pragma unroll
+        for (int block = 0; block < GROUP_BLOCKS; block++) {
+            const float4 two = *(const float4 *)(const void *)&stats[thread.acc_column(step, block, 0)];
+            streamed[block][0] = {two.x, two.y};
+            streamed[block][1] = {two.z, two.w};
+        }
+    }
+
+    __device__ query_stats of(int, int block, int e) const
+    {
+        return streamed[block][e % 2];
+    }
+};
+
+/* ---- Products ----------------------------------------------------------------------------------------------- */
+
+/* Adds teacher head n to the running mean, for the stage_rows rows of the stage that some row needs. The branch also
+ * keeps the compiler from mixing the products of more steps than there are registers for. */
+template <typename ELEMENT, int DIM, bool DK>
+__device__ inline void add_head(group_mean &p, const row_frags<DIM, GROUP_M> &frags, const group_tile<DIM> &streamed,
+                                const query_stats *stats, float scale, int n, int stage_rows)
+{
+    const group_thread thread = group_thread::read();
+    const uint32_t b_address = logit_b_address<GROUP_BLOCKS>(streamed[thread.half()], thread.lane);
+    const float share = __fdividef(1.0F, (float)(n + 1));
+    const int left = stage_rows - thread.column;
+    step_stats<DK> queries(stats, thread);
+#pragma unroll
+    for (int step = 0; step < GROUP_STEPS; step++) {
+        if (step % 2 == 0 && step * GROUP_STEP >= left)
+            break;
+        step_logits x;
+        multiply<ELEMENT>(x, frags, b_address, step * GROUP_STEP);
+        queries.load(stats, thread, step);
+#pragma unroll
+        for (int m = 0; m < GROUP_M; m++)
+#pragma unroll
+            for (int e = 0; e < 4 * GROUP_BLOCKS; e++) {
+                const query_stats of_row = queries.of(m, e / 4, e % 4);
+                const float of_pair = ex2(fmaf(x.at[m][e / 4][e % 4], scale, -of_row.lse));
+                float &mean = p[step].at[m][e / 4][e % 4];
+                mean = fmaf(fmaf(of_pair, of_row.factor, -mean), share, mean);
+            }
+    }
+}
+
+/* All products of the block. PASS has the rest:
+ *
+ *     raw_stats load(const skl_sequence &, group_product, int64_t query)    from global memory
+ *     query_stats student_stats(raw_stats)
+ *     bool keeps_stationary()                      the student's product uses the memory of the stationary rows
+ *     void student(p, frags, streamed, product)    for each stage
+ */
+template <typename ELEMENT, int DIM, bool DK, typename PASS>
+__device__ inline void run_group_products(const skl_cuda_params &params, group_smem<DIM> &smem, PASS &pass)
+{
+    const int count = (int)skl_group_size(&params.problem);
+    const group_block &block = smem.block;
+    const auto source = [&](const group_product &at, bool of_keys) {
+        const bool of_student = at.n == count;
+        const skl_cuda_argument &argument = of_student ? params.b : params.a;
+        const int head = of_student ? at.head : at.head * count + at.n;
+        return of_keys ? keys_of<ELEMENT>(argument, block.sequence, head)
+                       : queries_of<ELEMENT>(argument, block.sequence, head);
+    };
+    const auto copy_stationary = [&](const group_product &of) {
+        copy_chunks<DIM, GROUP_TILE_ROWS, GROUP_THREADS>(
+            smem.stationary[0].chunks, source(of, DK).from(block.first_row), 0, block.rows, group_thread::index());
+    };
+    const auto copy_streamed = [&](const group_product &of, int slot) {
+        copy_chunks<DIM, GROUP_TILE_ROWS, GROUP_THREADS>(smem.streamed[slot][0].chunks,
+                                                         source(of, !DK).from(block.origin), of.first,
+                                                         block.band.count, group_thread::index());
+    };
+    const auto load_stats = [&](const group_product &of) {
+        const int row = group_thread::index() % GROUP_TILE_ROWS;
+        const int64_t query = DK ? block.origin + of.first + row : block.first_row + row;
+        return pass.load(block.sequence, of, skl_min(query, block.sequence.query_count - 1));
+    };
+
+    group_product now = {block.head, 0, 0};
+    if (block.needed == 0)
+        return;
+    copy_stationary(now);
+    copy_streamed(now, 0);
+    cp_async_commit();
+    raw_stats raw = load_stats(now);
+    row_frags<DIM, GROUP_M> frags = {};
+    group_mean p = {};
+    int slot = 0;
+    bool new_stationary = true;
+    while (now.head < block.end) {
+        const group_product next = now.next(count, block.needed);
+        const bool of_student = now.n == count, more = next.head < block.end;
+        const bool other_side = of_student || next.n == count; /* the same rows may have another head size */
+        cp_async_wait<0>();
+        __syncthreads(); /* the rows are complete, and all warps have finished the product before */
+        const int index = group_thread::index();
+        if (index < GROUP_TILE_ROWS)
+            smem.stats[index] = of_student ? pass.student_stats(raw) : teacher_stats(raw);
+        if (index < GROUP_TILE_ROWS && of_student)
+            smem.seen[index] = stage_range::of(block.band.of(index), now.first);
+        if (more)
+            raw = load_stats(next);
+        const bool new_streamed = more && (other_side || source(next, !DK).rows != source(now, !DK).rows);
+        if (new_streamed)
+            copy_streamed(next, 1 - slot);
+        if (!DK || new_stationary) { /* queries of every head differ */
+            const group_thread thread = group_thread::read();
+            read_frags(frags, smem.stationary, thread.row, thread.lane);
+        }
+        __syncthreads(); /* the memory of the stationary rows is free */
+        new_stationary = more && (other_side || source(next, DK).rows != source(now, DK).rows);
+        const bool later = of_student && pass.keeps_stationary();
+        if (new_stationary && !later)
+            copy_stationary(next);
+        cp_async_commit();
+        if (of_student) {
+            pass.student(p, frags, smem.streamed[slot], now);
+#pragma unroll
+            for (int step = 0; step < GROUP_STEPS; step++)
+                p[step] = {};
+        } else
+            add_head<ELEMENT, DIM, DK>(p, frags, smem.streamed[slot], smem.stats, params.a.scale, now.n,
+                                       block.needed - now.first);
+        if (new_stationary && later) {
+            __syncthreads();
+            copy_stationary(next);
+            cp_async_commit();
+        }
+        slot = new_streamed ? 1 - slot : slot;
+        now = next;
+    }
+    cp_async_wait<0>();
+    __syncthreads();
+}
+
+} // namespace sm80
+
+#endif
