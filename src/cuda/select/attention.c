@@ -183,11 +183,12 @@ static const skl_cuda_kernel *dq_kernel_of(const choice *s, const side_request *
     return kernel->dq != NULL || !f16_of_a ? kernel : skl_select_without_tma(&s->plan->problem);
 }
 
-/* The Hopper kernel that computes dq or both gradients of B meets everything that the KL is made of. */
-static bool gives_kl(const choice *s, const side_request *request, bool fused, bool alone)
+/* The Hopper kernel that computes dq or both gradients of B meets everything that the KL is made of. Gradients of A,
+ * which read it, come later. */
+static bool gives_kl(const choice *s, const side_request *of_b, bool fused)
 {
-    return s->gradients && s->rows && alone && request->of_b && (request->dq || request->dk) &&
-           (fused || (s->some_keys && request->dq)) && skl_select_is_tma_kernel(dq_kernel_of(s, request));
+    return s->gradients && s->rows && (of_b->dq || of_b->dk) && (fused || (s->some_keys && of_b->dq)) &&
+           skl_select_is_tma_kernel(dq_kernel_of(s, of_b));
 }
 
 /* Keys of the side have their f32 dk sums streamed with them. */
@@ -236,25 +237,25 @@ static void add_fused(const choice *s, const side_request *request, bool kl)
     launch->head_group = fused_head_group(s, request);
 }
 
+/* `why_split`: why dq and dk do not come out of one kernel; NULL: they do. */
+static void add_gradients(const choice *s, const side_request *request, const char *why_split, bool kl)
+{
+    if ((request->dq || request->dk) && why_split == NULL)
+        add_fused(s, request, kl);
+    if (request->dq && why_split != NULL && s->some_rows)
+        skl_select_add_dq(s, request, why_split, kl);
+    if (request->dk && why_split != NULL && s->some_keys)
+        skl_select_add_dk(s, request, why_split);
+}
+
 void skl_select_attention(choice *s)
 {
-    const side_request student = skl_select_request_of(s, false), teacher = skl_select_request_of(s, true);
-    const bool of_s = student.dq || student.dk, of_t = teacher.dq || teacher.dk;
-    const char *const split_s = why_not_fused(s, &student), *const split_t = why_not_fused(s, &teacher);
-    const bool kl_s = gives_kl(s, &student, split_s == NULL, !of_t);
-    const bool kl_t = gives_kl(s, &teacher, split_t == NULL, !of_s);
-    if (s->rows && !kl_s && !kl_t && s->some_rows)
+    const bool reverse = s->plan->problem.direction == SKL_KL_REVERSE;
+    const side_request of_a = skl_select_request_of(s, !reverse), of_b = skl_select_request_of(s, reverse);
+    const char *const split_a = why_not_fused(s, &of_a), *const split_b = why_not_fused(s, &of_b);
+    const bool kl = gives_kl(s, &of_b, split_b == NULL);
+    if (s->rows && !kl && s->some_rows)
         skl_select_add_forward(s);
-    if (of_s && split_s == NULL)
-        add_fused(s, &student, kl_s);
-    if (of_t && split_t == NULL)
-        add_fused(s, &teacher, kl_t);
-    if (student.dq && split_s != NULL && s->some_rows)
-        skl_select_add_dq(s, &student, split_s, kl_s);
-    if (teacher.dq && split_t != NULL && s->some_rows)
-        skl_select_add_dq(s, &teacher, split_t, kl_t);
-    if (student.dk && split_s != NULL && s->some_keys)
-        skl_select_add_dk(s, &student, split_s);
-    if (teacher.dk && split_t != NULL && s->some_keys)
-        skl_select_add_dk(s, &teacher, split_t);
+    add_gradients(s, &of_b, split_b, kl);
+    add_gradients(s, &of_a, split_a, false);
 }
