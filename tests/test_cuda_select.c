@@ -176,10 +176,10 @@ static void test_problems_that_tensor_cores_do_not_do(void **state)
 {
     (void)state;
     const test_case f32 = {"f32", SHAPE(1, 64, 64), HEADS(2, 2), DIMS(160, 64)};
-    const test_case groups = {"groups", SHAPE(1, 64, 64), HEADS(4, 2), DIMS(64, 64), TYPES(BF16, BF16), REVERSE};
+    const test_case groups = {"groups", SHAPE(1, 64, 64), HEADS(4, 2), DIMS(64, 136), TYPES(BF16, BF16), REVERSE};
     const test_case odd = {"odd", SHAPE(1, 64, 64), HEADS(2, 2), DIMS(132, 60), TYPES(F16, F16)};
     assert_reason(&f32, "cuda_general", "f32 or mixed types with a head size above 128");
-    assert_reason(&groups, "cuda_general", "reverse KL with teacher groups");
+    assert_reason(&groups, "cuda_general", "softcap or reverse KL of teacher groups with a head size above 128");
     assert_reason(&odd, "cuda_general", "not a multiple of 8");
 }
 
@@ -207,6 +207,27 @@ static void test_pairs_of_head_sizes(void **state)
     assert_reason(&c, "forward: cuda_sm90_bf16_96_96", "best kernel");
     c.softcap_s = 30;
     assert_reason(&c, "forward: cuda_sm90_bf16_128, softcap", "best kernel");
+}
+
+/* The reverse KL and gradients of the teacher are computed in strips; Hopper has softcaps without them. */
+static void test_teacher_groups(void **state)
+{
+    (void)state;
+    test_case c = {"groups", SHAPE(1, 64, 64), HEADS(4, 2), DIMS(64, 64), TYPES(BF16, BF16), REVERSE, STUDENT_ONLY};
+    assert_reason(&c, "forward: cuda_sm80_bf16_groups, rows", "best kernel");
+    assert_reason_of(SKL_OP_BACKWARD, &c, "gradients of the student: cuda_sm80_bf16_groups, gradients",
+                     "best kernel");
+    c.direction = SKL_KL_FORWARD, c.without = 0;
+    assert_reason(&c, "forward: cuda_sm80_bf16_groups, rows", "teacher gradients of a group: in strips");
+    assert_reason_of(SKL_OP_BACKWARD, &c, "gradients of the teacher: cuda_sm80_bf16_groups, gradients",
+                     "teacher gradients of a group: in strips");
+    c.dim_t = 136;
+    assert_reason_of(SKL_OP_BACKWARD, &c, "dk_t: cuda_general, dk", "a group with more than 128 dimensions");
+    c.dim_t = 64, c.without = SKL_DQ_T | SKL_DK_T, c.softcap_s = 30;
+    const char *const capped = is_usable("cuda_sm90_bf16_groups")
+                                   ? "dq_s and dk_s: cuda_sm90_bf16_groups, fused backward, teacher groups, softcap"
+                                   : "gradients of the student: cuda_sm80_bf16_groups, gradients";
+    assert_reason_of(SKL_OP_BACKWARD, &c, capped, "best kernel");
 }
 
 /* Where no kernel carries the KL, the general kernels add the attention backward to a one-pass call. */
@@ -271,6 +292,7 @@ int main(void)
         cmocka_unit_test(test_strides_and_addresses_that_copies_cannot_read),
         cmocka_unit_test(test_problems_that_tensor_cores_do_not_do),
         cmocka_unit_test(test_pairs_of_head_sizes),
+        cmocka_unit_test(test_teacher_groups),
         cmocka_unit_test(test_attention_backward_apart_from_the_kl),
         cmocka_unit_test(test_attention_backward_with_the_kl_on_hopper),
         cmocka_unit_test(test_old_kernel_names_are_accepted),

@@ -40,8 +40,12 @@ enum { CAPABILITY_END_sm80 = 1000, CAPABILITY_END_sm90 = 91 };
 #define ATTENTION_UNFUSED(arch, type, dim) {ATTENTION(arch, type, dim), .dq = skl_cuda_##arch##_##type##_##dim##_dq},
 #define GROUP_KERNELS(arch, type, name)                                                                              \
     {ENTRY(arch, type, name, "teacher groups, dim <= 128"), .dim_max = SKL_GROUP_DIM_MAX,                            \
-     .group_lse = skl_cuda_##arch##_##type##_##name##_lse, .group_rows = skl_cuda_##arch##_##type##_##name##_rows,   \
+     .group_rows = skl_cuda_##arch##_##type##_##name##_rows,                                                         \
      .group_fused = skl_cuda_##arch##_##type##_##name##_fused},
+#define GROUP_STRIPS(arch, type, name)                                                                               \
+    {ENTRY(arch, type, name, "teacher groups in strips, dim <= 128"), .dim_max = SKL_GROUP_DIM_MAX,                  \
+     .strip_rows = skl_cuda_##arch##_##type##_##name##_rows,                                                         \
+     .strip_gradients = skl_cuda_##arch##_##type##_##name##_gradients},
 #define CARRYING_KERNEL(arch, type, name)                                                                            \
     {ENTRY(arch, type, name, "attention backward with KL, dim <= 128"), .dim_max = SKL_CARRYING_DIM_MAX,             \
      .carrying = skl_cuda_##arch##_##type##_##name##_carrying},

@@ -21,8 +21,9 @@ typedef struct skl_cuda_kernel {
     bool softcap;                   /* attention with one */
     skl_cuda_launcher forward, fused, dq, dk;
     int (*blocks_per_sm)(void); /* of the forward */
-    skl_cuda_launcher group_lse, group_rows, group_fused;
-    skl_cuda_launcher carrying; /* the student's attention backward, with the KL */
+    skl_cuda_launcher group_rows, group_fused;
+    skl_cuda_launcher strip_rows, strip_gradients; /* teacher groups with softcaps, both directions, both sides */
+    skl_cuda_launcher carrying;                    /* the student's attention backward, with the KL */
     skl_cuda_launcher dense_rows, dense_gradients, sparse_rows, sparse_gradients;
 } skl_cuda_kernel;
 

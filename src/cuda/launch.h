@@ -75,32 +75,34 @@ struct skl_cuda_launch {
 };
 
 /* Variants, as cuda/select and the launchers name them. */
-#define SKL_VARIANT_PERSISTENT    "persistent"
-#define SKL_VARIANT_TILES         "one tile per block"
-#define SKL_VARIANT_PAIRED        "one tile per block, two blocks per SM"
-#define SKL_VARIANT_SOFTCAP       "softcap, one tile per block"
-#define SKL_VARIANT_FUSED         "fused backward"
-#define SKL_VARIANT_FUSED_SOFTCAP "fused backward, softcap"
-#define SKL_VARIANT_DQ            "dq"
-#define SKL_VARIANT_DQ_SOFTCAP    "dq, softcap"
-#define SKL_VARIANT_DK            "dk"
-#define SKL_VARIANT_DK_SOFTCAP    "dk, softcap"
-#define SKL_VARIANT_GROUPS        "teacher groups"
-#define SKL_VARIANT_FUSED_GROUPS  "fused backward, teacher groups"
-#define SKL_VARIANT_LSE           "LSE"
-#define SKL_VARIANT_ROWS          "rows"
-#define SKL_VARIANT_GRADIENTS     "gradients"
-#define SKL_VARIANT_RESIDENT      "rows, queries in shared memory"
-#define SKL_VARIANT_GRID_STRIDE   "grid stride"
-#define SKL_VARIANT_CLEAR         "clear"
-#define SKL_VARIANT_BOUNDS        "row bounds by key"
-#define SKL_VARIANT_STREAMED      "rows, streamed queries"
-#define SKL_VARIANT_TWO_TERM      "two-term rows"
-#define SKL_VARIANT_CARRYING      "attention backward with KL"
-#define SKL_VARIANT_DOTS          "output dots"
-#define SKL_VARIANT_OUTPUT_DQ     "attention backward, dq"
-#define SKL_VARIANT_OUTPUT_DK     "attention backward, dk"
-#define SKL_VARIANT_OUTPUT_DV     "attention backward, dv"
+#define SKL_VARIANT_PERSISTENT           "persistent"
+#define SKL_VARIANT_TILES                "one tile per block"
+#define SKL_VARIANT_PAIRED               "one tile per block, two blocks per SM"
+#define SKL_VARIANT_SOFTCAP              "softcap, one tile per block"
+#define SKL_VARIANT_FUSED                "fused backward"
+#define SKL_VARIANT_FUSED_SOFTCAP        "fused backward, softcap"
+#define SKL_VARIANT_DQ                   "dq"
+#define SKL_VARIANT_DQ_SOFTCAP           "dq, softcap"
+#define SKL_VARIANT_DK                   "dk"
+#define SKL_VARIANT_DK_SOFTCAP           "dk, softcap"
+#define SKL_VARIANT_GROUPS               "teacher groups"
+#define SKL_VARIANT_FUSED_GROUPS         "fused backward, teacher groups"
+#define SKL_VARIANT_GROUPS_SOFTCAP       "teacher groups, softcap"
+#define SKL_VARIANT_FUSED_GROUPS_SOFTCAP "fused backward, teacher groups, softcap"
+#define SKL_VARIANT_LSE                  "LSE"
+#define SKL_VARIANT_ROWS                 "rows"
+#define SKL_VARIANT_GRADIENTS            "gradients"
+#define SKL_VARIANT_RESIDENT             "rows, queries in shared memory"
+#define SKL_VARIANT_GRID_STRIDE          "grid stride"
+#define SKL_VARIANT_CLEAR                "clear"
+#define SKL_VARIANT_BOUNDS               "row bounds by key"
+#define SKL_VARIANT_STREAMED             "rows, streamed queries"
+#define SKL_VARIANT_TWO_TERM             "two-term rows"
+#define SKL_VARIANT_CARRYING             "attention backward with KL"
+#define SKL_VARIANT_DOTS                 "output dots"
+#define SKL_VARIANT_OUTPUT_DQ            "attention backward, dq"
+#define SKL_VARIANT_OUTPUT_DK            "attention backward, dk"
+#define SKL_VARIANT_OUTPUT_DV            "attention backward, dv"
 
 /* The name of the kernel, its variant and the number of splits, as every launcher reports them when it launches. NULL
  * outside of tests, which compare them with what cuda/select chose. */
@@ -180,9 +182,11 @@ SKL_DECLARE_LAUNCHER(skl_cuda_general_sparse_gradients)
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##large##_##small##_forward)                                    \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##large##_##small##_fused)
 #define GROUP_KERNELS(arch, dtype, name)                                                                             \
-    SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_lse)                                                   \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_rows)                                                  \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_fused)
+#define GROUP_STRIPS(arch, dtype, name)                                                                              \
+    SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_rows)                                                  \
+    SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_gradients)
 #define CARRYING_KERNEL(arch, dtype, name) SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_carrying)
 #define INDEXER_KERNELS(arch, dtype, stage)                                                                          \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##stage##_rows)                                                 \
@@ -190,6 +194,7 @@ SKL_DECLARE_LAUNCHER(skl_cuda_general_sparse_gradients)
 #include "cuda/instances.def"
 #undef INDEXER_KERNELS
 #undef CARRYING_KERNEL
+#undef GROUP_STRIPS
 #undef GROUP_KERNELS
 #undef ATTENTION_PAIR
 #undef ATTENTION_FUSED

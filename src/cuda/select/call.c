@@ -164,7 +164,8 @@ choice skl_select_begin(const skl_plan *plan, const skl_call *call, skl_cuda_par
         s.kernel = s.kernel->group_rows != NULL ? skl_cuda_general : skl_select_without_tma(p);
         s.reason = no_tma;
     }
-    if ((s.kernel->group_rows != NULL || has_two_terms) && (!s.some_rows || !s.some_keys)) {
+    const bool of_groups = s.kernel->group_rows != NULL || s.kernel->strip_rows != NULL;
+    if ((of_groups || has_two_terms) && (!s.some_rows || !s.some_keys)) {
         s.kernel = skl_cuda_general;
         s.reason = "no queries or no keys: general kernel";
     }

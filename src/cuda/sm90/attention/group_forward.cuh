@@ -15,7 +15,7 @@
 #ifndef SKL_CUDA_SM90_ATTENTION_GROUP_FORWARD_CUH
 #define SKL_CUDA_SM90_ATTENTION_GROUP_FORWARD_CUH
 
-#include "cuda/common/row_stats.cuh"
+#include "cuda/common/group_rows.cuh"
 #include "cuda/sm90/attention/group_heads.cuh"
 
 namespace sm90
@@ -45,28 +45,11 @@ constexpr int GROUP_FORWARD_FIXED_SIZE = (sizeof(group_forward_smem<DIM_S>) + 10
 
 /* ---- Rows --------------------------------------------------------------------------------------------------- */
 
-__device__ inline void write_group_row(const forward_params &params, const skl_sequence &s, int64_t head,
-                                       int64_t query, const skl_row_state &state)
+__device__ inline void write_group_results(const forward_params &params, const skl_sequence &s, int64_t head,
+                                           int64_t query, const skl_row_state &state)
 {
-    const skl_problem &p = params.problem;
-    const skl_rows &rows = params.call.rows;
-    if (params.call.op == SKL_OP_PARTIAL) {
-        params.call.states[skl_state_index(&p, &s, head, query)] = partial_state(p, s, query, state);
-        return;
-    }
-    const skl_input &lse_t = params.call.inputs.lse_t;
-    const float mean_lse_t = skl_lse(state.m_a, state.l_a);
-    const auto visible_lse_t = [&](int64_t h) {
-        const float lse = skl_row_value(&lse_t, &s, h, query);
-        return params.lse_computed ? lse : mean_lse_t == -INFINITY ? mean_lse_t : lse + mean_lse_t;
-    };
-    const int64_t group = skl_group_size(&p);
-    skl_row_set(&rows.kl, &s, head, query, one_pass_kl(p, s, query, state)); /* the shift of A is an LSE */
-    /* Where all pairs are equal, the LSEs are, too, to the last bit: a backward finds gradients of 0. */
-    const bool equal = state.w == 0.0F && state.l_a == state.l_b && state.l_a > 0.0F;
-    skl_row_set(&rows.lse_s, &s, head, query, equal ? visible_lse_t(head * group) : skl_lse(state.m_b, state.l_b));
-    for (int64_t h = head * group; rows.lse_t.data != NULL && !params.lse_computed && h < (head + 1) * group; h++)
-        skl_row_set(&rows.lse_t, &s, h, query, visible_lse_t(h));
+    const group_row_lses lses = write_group_row(params, params.lse_computed, s, head, query, state);
+    write_group_lse_t(params, params.lse_computed, s, head, query, lses.mean_lse_t);
 }
 
 /* Merges the splits of a tile in a fixed order, one query per thread. */
@@ -80,10 +63,27 @@ static __global__ void merge_group_splits(const __grid_constant__ forward_params
     skl_row_state state = splits[row];
     for (int split = 1; split < params.num_splits; split++)
         state = skl_state_merge(state, splits[split * tile.ROWS + row]);
-    write_group_row(params, tile.sequence, tile.head, tile.first + row, state);
+    write_group_results(params, tile.sequence, tile.head, tile.first + row, state);
 }
 
 /* ---- Consumers ---------------------------------------------------------------------------------------------- */
+
+template <logits_kind LOGITS>
+__device__ inline void cap_logits_as(group_logits &to, const group_logits &y, const skl_cuda_argument &argument)
+{
+#pragma unroll
+    for (int e = 0; e < GROUP_KEYS / 2; e++)
+        to[e / 4][e % 4] = capped_log_probability<LOGITS>(y[e / 4][e % 4], argument, 0.0F).value;
+}
+
+/* Logits of a student with softcaps; `to` is not y. */
+__device__ inline void cap_logits(group_logits &to, const group_logits &y, const skl_cuda_argument &argument)
+{
+    if (polynomial_covers(y, argument))
+        cap_logits_as<logits_kind::POLYNOMIAL>(to, y, argument);
+    else
+        cap_logits_as<logits_kind::EXACT>(to, y, argument);
+}
 
 /* Sums of the thread's pairs of a row, with the shift m_b. MASKED: only those in `sees`. */
 template <bool MASKED>
@@ -134,21 +134,38 @@ __device__ inline void add_group_tile(skl_row_state &state, const group_logits &
     add_sums(state, sums);
 }
 
-template <typename ELEMENT, int DIM_T, int DIM_S> struct group_forward {
+/* A thread without visible keys has the shift of its reference, to which no other state must move. */
+__device__ inline skl_row_state without_shift_if_empty(skl_row_state state)
+{
+    state.m_b = state.l_b == 0.0F ? -INFINITY : state.m_b;
+    return state;
+}
+
+template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED> struct group_forward {
     const forward_params &params;
     group_forward_smem<DIM_S> &smem;
-    head_products<ELEMENT, DIM_T, GROUP_KEYS> teacher;
+    head_products<ELEMENT, DIM_T, GROUP_KEYS, CAPPED> teacher;
     int warpgroup, stages; /* warp-uniform */
 
     template <bool MASKED>
-    __device__ void add_tile(skl_row_state (&state)[2], const group_logits &p, const group_logits &y, int n) const
+    __device__ void add_tile(skl_row_state (&state)[2], const group_logits &p, const group_logits &y, float scale,
+                             int n) const
     {
         const int first = n * GROUP_KEYS;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const range32 sees = MASKED ? smem.visible.of(acc_row<1>(0, half)) : range32{};
-            add_group_tile<MASKED>(state[half], p, y, params.b.scale, half, {sees.begin - first, sees.end - first});
+            add_group_tile<MASKED>(state[half], p, y, scale, half, {sees.begin - first, sees.end - first});
         }
+    }
+
+    __device__ void add_tile(skl_row_state (&state)[2], const group_logits &p, const group_logits &y, float scale,
+                             int n) const
+    {
+        if (covers(smem.full, n * GROUP_KEYS, GROUP_KEYS))
+            add_tile<false>(state, p, y, scale, n);
+        else
+            add_tile<true>(state, p, y, scale, n);
     }
 
     __device__ void run(skl_row_state (&state)[2])
@@ -174,10 +191,13 @@ template <typename ELEMENT, int DIM_T, int DIM_S> struct group_forward {
                 },
                 [] {});
             barrier_arrive_if(smem.barriers.keys_s_empty, threadIdx.x % 32 == 0);
-            if (covers(smem.full, n * GROUP_KEYS, GROUP_KEYS))
-                add_tile<false>(state, p, y, n);
-            else
-                add_tile<true>(state, p, y, n);
+            if (CAPPED) { /* not in place: ptxas serialises wgmmas whose accumulators are written */
+                group_logits capped;
+                cap_logits(capped, y, params.b);
+                add_tile(state, p, capped, 1.0F, n);
+            } else {
+                add_tile(state, p, y, params.b.scale, n);
+            }
         }
     }
 
@@ -187,20 +207,20 @@ template <typename ELEMENT, int DIM_T, int DIM_S> struct group_forward {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = acc_row<1>(0, half);
-            const skl_row_state merged = merge_lanes(state[half]);
+            const skl_row_state merged = merge_lanes(without_shift_if_empty(state[half]));
             if (threadIdx.x % 4 != 0 || tile.first + row >= tile.sequence.query_count)
                 continue;
             if (params.num_splits > 1)
                 params.split_states[tile.index * tile.ROWS + row] = merged;
             else
-                write_group_row(params, tile.sequence, tile.head, tile.first + row, merged);
+                write_group_results(params, tile.sequence, tile.head, tile.first + row, merged);
         }
     }
 };
 
 /* ---- Kernel ------------------------------------------------------------------------------------------------- */
 
-template <typename ELEMENT, int DIM_T, int DIM_S>
+template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED>
 __global__ void __launch_bounds__(GROUP_FORWARD_THREADS, 1)
     group_forward_kernel(const __grid_constant__ forward_params params, const __grid_constant__ group_maps maps,
                          int depth)
@@ -245,7 +265,7 @@ __global__ void __launch_bounds__(GROUP_FORWARD_THREADS, 1)
         loader.load_stages(stages, [=](int n) { return row + n * GROUP_KEYS; });
     } else {
         reg_alloc<240>();
-        group_forward<ELEMENT, DIM_T, DIM_S> consumer = {
+        group_forward<ELEMENT, DIM_T, DIM_S, CAPPED> consumer = {
             params,
             smem,
             {teacher,
@@ -268,7 +288,7 @@ __global__ void __launch_bounds__(GROUP_FORWARD_THREADS, 1)
 #endif
 }
 
-template <typename ELEMENT, int DIM_T, int DIM_S>
+template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED>
 cudaError_t launch_group_forward(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     typedef teacher_smem<DIM_T, GROUP_KEYS> teacher;
@@ -281,12 +301,12 @@ cudaError_t launch_group_forward(const char *kernel, const skl_cuda_params *para
     group_maps maps;
     if (depth == 0 || !encode_group_inputs(&maps, kernel_params, GROUP_KEYS, ELEMENT()))
         return encode_error();
-    record_launch(kernel, SKL_VARIANT_GROUPS, launch->num_splits);
-    cudaError_t error = cudaFuncSetAttribute(group_forward_kernel<ELEMENT, DIM_T, DIM_S>,
+    record_launch(kernel, CAPPED ? SKL_VARIANT_GROUPS_SOFTCAP : SKL_VARIANT_GROUPS, launch->num_splits);
+    cudaError_t error = cudaFuncSetAttribute(group_forward_kernel<ELEMENT, DIM_T, DIM_S, CAPPED>,
                                              cudaFuncAttributeMaxDynamicSharedMemorySize, (int)size);
     if (error != cudaSuccess)
         return error;
-    group_forward_kernel<ELEMENT, DIM_T, DIM_S>
+    group_forward_kernel<ELEMENT, DIM_T, DIM_S, CAPPED>
         <<<grid_of(p->batch, p->heads_s, tiles * launch->num_splits), GROUP_FORWARD_THREADS, size,
            params->call.stream>>>(kernel_params, maps, depth);
     error = cudaPeekAtLastError();

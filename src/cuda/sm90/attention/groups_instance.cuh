@@ -3,6 +3,5 @@
 #include "cuda/sm90/attention/groups.cuh"
 
 #define GROUP_KERNELS(arch, dtype, name)                                                                             \
-    SKL_LAUNCHER(arch, dtype, name, lse, sm90::launch_group_lse<SKL_ELEMENT(dtype)>)                                 \
     SKL_LAUNCHER(arch, dtype, name, rows, sm90::launch_group_rows<SKL_ELEMENT(dtype)>)                               \
     SKL_LAUNCHER(arch, dtype, name, fused, sm90::launch_group_fused<SKL_ELEMENT(dtype)>)

@@ -56,7 +56,13 @@ __device__ inline float largest_product(const stage_logits &x)
     return fmaxf(largest[0], largest[1]);
 }
 
-/* Whether the polynomials cover all of the warp's products. NaN is covered: it remains NaN. */
+/* Whether the polynomial covers all of the warp's products. NaN is covered: it remains NaN. */
+__device__ inline bool polynomial_covers(const stage_logits &x, const skl_cuda_argument &argument)
+{
+    return __all_sync(~0U, largest_product(x) <= argument.product_max);
+}
+
+/* The same for both arguments. */
 __device__ inline bool polynomials_cover(const stage_logits &x, const skl_cuda_argument &of_x, const stage_logits &y,
                                          const skl_cuda_argument &of_y)
 {
