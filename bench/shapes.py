@@ -18,7 +18,8 @@ untimed rounds, so that they share one power state; medians count.
     forward    KL and LSEs. With teacher groups also with the teacher's LSEs given
     backward   both student gradients from saved LSEs; /cuDNN: compared with its attention backward
     one pass   KL and gradients, both LSEs given; /cuDNN: compared with its attention backward
-    no LSEs    forward + backward, which is a step without given LSEs; /cuDNN: the same sum
+    no LSEs    a step without given LSEs: forward + backward or, with teacher groups, the LSEs and then one pass, as
+               attention_kl does; /cuDNN: its forward + backward
 
 The last column has the kernels that skl_plan_explain names. --check draws fresh random inputs and gives a weight to a sample
 of rows; KL, dq and dk of all heads are compared with float64 there. A shape that fails is reported, and the others go on;

@@ -237,6 +237,22 @@ skl_status mirror_call(mirror *tensors, skl_inputs *inputs, skl_rows *rows, skl_
     return status;
 }
 
+skl_status mirror_attention(mirror *tensors, skl_attention *attention)
+{
+    const skl_problem *const p = &tensors->problem;
+    const size_t size = size_of(p->dtype_s), gradient_size = p->grad_f32 ? sizeof(float) : size;
+    skl_status status =
+        map_input(tensors, &attention->v_s, (tensor_shape){"v_s", p->key_heads_s, rows_k(p), p->dim_s, size});
+    if (status == SKL_OK)
+        status = map_input(tensors, &attention->o_s, (tensor_shape){"o_s", p->heads_s, rows_q(p), p->dim_s, size});
+    if (status == SKL_OK)
+        status = map_input(tensors, &attention->do_s, (tensor_shape){"do_s", p->heads_s, rows_q(p), p->dim_s, size});
+    if (status == SKL_OK)
+        status = map_output(tensors, &attention->dv_s,
+                            (tensor_shape){"dv_s", p->key_heads_s, rows_k(p), p->dim_s, gradient_size});
+    return status;
+}
+
 skl_status mirror_states(mirror *tensors, skl_row_state **states)
 {
     const skl_problem *const p = &tensors->problem;

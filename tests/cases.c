@@ -80,6 +80,10 @@ const test_case test_cases[] = {
     {"f16_and_f32", PLAIN, TYPES(F16, F32)},
     {"f16_and_bf16", PLAIN, TYPES(F16, BF16)},
     {"bf16_and_f16_grad_f32", PLAIN, TYPES(BF16, F16), .grad_f32 = 1},
+    /* More keys than the CPU kernels sum 16-bit gradients of in one pass. */
+    {"bf16_many_keys", SHAPE(1, 5, 8200), HEADS(2, 2), KEY_HEADS(1, 2), DIMS(9, 8), TYPES(BF16, BF16)},
+    {"bf16_many_keys_indexer", SHAPE(1, 5, 8200), HEADS(2, 1), DIMS(9, 8), INDEXER(2), TYPES(BF16, BF16)},
+    {"bf16_many_keys_attention", SHAPE(1, 5, 8200), HEADS(1, 1), DIMS(9, 8), TYPES(BF16, BF16), ATTENTION},
     {"f16_dim_512", SHAPE(1, 17, 67), HEADS(1, 1), DIMS(512, 512), TYPES(F16, F16)},
 
     /* Masks. */
@@ -218,6 +222,15 @@ const test_case test_cases[] = {
      .without = ALL_GRADIENTS},
     {"persistent_one_row_tiles_f16", SHAPE(1, 257, 320), HEADS(67, 67), DIMS(8, 72), TYPES(F16, F16), .growth = 20,
      .without = ALL_GRADIENTS},
+
+    /* More tiles of 128 queries than two per SM of that GPU, under one mask: a persistent forward of short tiles.
+     * Tiles of two rows, three tiles per block with a window that ends on both sides, tiles without keys. */
+    {"short_bf16", SHAPE(1, 130, 70), HEADS(133, 133), KEY_HEADS(133, 1), DIMS(8, 8), TYPES(BF16, BF16), CAUSAL,
+     .without = ALL_GRADIENTS},
+    {"short_window_f16", SHAPE(3, 2, 400), HEADS(201, 201), DIMS(8, 72), TYPES(F16, F16), REVERSE, WINDOW(70, 20),
+     .growth = 20, .without = ALL_GRADIENTS},
+    {"short_no_keys_bf16", SHAPE(1, 257, 20), HEADS(90, 90), KEY_HEADS(9, 45), DIMS(72, 24), TYPES(BF16, BF16),
+     CAUSAL, .without = ALL_GRADIENTS},
 
     /* Heads of more than 128 dimensions in 16-bit types: separate kernels, which keep more in shared memory. */
     {"wide_bf16", SHAPE(1, 140, 330), HEADS(1, 1), DIMS(256, 256), TYPES(BF16, BF16)},
@@ -542,6 +555,38 @@ const test_case test_cases[] = {
      HEADS(2, 2), KEY_HEADS(1, 2), DIMS(64, 128), TYPES(BF16, BF16), CAUSAL, ATTENTION},
     {"attention_bf16_groups", SHAPE(1, 67, 131), HEADS(8, 2), KEY_HEADS(2, 1), DIMS(64, 64), TYPES(BF16, BF16),
      CAUSAL, ATTENTION},
+    {"attention_bf16_full", SHAPE(1, 325, 200), HEADS(2, 2), KEY_HEADS(2, 1), DIMS(128, 128), TYPES(BF16, BF16),
+     WEIGHTED, ATTENTION},
+    {"attention_bf16_causal", SHAPE(1, 333, 333), HEADS(1, 1), DIMS(128, 128), TYPES(BF16, BF16), CAUSAL, WEIGHTED,
+     ATTENTION},
+    {"attention_bf16_64_causal", SHAPE(1, 333, 391), HEADS(2, 2), KEY_HEADS(1, 1), DIMS(64, 64), TYPES(BF16, BF16),
+     CAUSAL, WEIGHTED, ATTENTION},
+    {"attention_bf16_window", SHAPE(1, 391, 333), HEADS(2, 2), KEY_HEADS(1, 2), DIMS(128, 64), TYPES(BF16, BF16),
+     WINDOW(130, 33), WEIGHTED, ATTENTION},
+    {"attention_bf16_gqa", SHAPE(1, 197, 261), HEADS(4, 4), KEY_HEADS(1, 2), DIMS(64, 64), TYPES(BF16, BF16), CAUSAL,
+     WEIGHTED, ATTENTION},
+    {"attention_bf16_gqa_of_teacher", SHAPE(1, 130, 140), HEADS(4, 4), KEY_HEADS(2, 1), DIMS(128, 128),
+     TYPES(BF16, BF16), WEIGHTED, ATTENTION},
+    {"attention_bf16_packed_128", PACKED(4, LENGTHS(0, 5, 5, 220, 333), LENGTHS(0, 9, 40, 255, 401)), TAILS(7, 5),
+     HEADS(2, 2), KEY_HEADS(2, 1), DIMS(128, 128), TYPES(BF16, BF16), CAUSAL, WEIGHTED, ATTENTION},
+    {"attention_bf16_key_lengths", SHAPE(4, 67, 297), HEADS(2, 2), DIMS(64, 64), TYPES(BF16, BF16),
+     KEY_LENGTHS(0, 1, 164, 297), WEIGHTED, ATTENTION},
+    {"attention_bf16_bounds", SHAPE(1, 297, 341), HEADS(2, 2), KEY_HEADS(2, 1), DIMS(64, 128), TYPES(BF16, BF16),
+     BOUNDS(RANDOM), WEIGHTED, ATTENTION},
+    {"attention_bf16_zero_upstream", SHAPE(1, 200, 200), HEADS(2, 2), DIMS(64, 64), TYPES(BF16, BF16), CAUSAL,
+     .zero_upstream = 2, WEIGHTED, ATTENTION},
+    {"attention_bf16_unit_upstream", SHAPE(1, 200, 161), HEADS(2, 2), DIMS(24, 40), TYPES(BF16, BF16),
+     .unit_upstream = 1, .grad_f32 = 1, ATTENTION},
+    {"attention_bf16_one_query", SHAPE(2, 1, 261), HEADS(2, 2), KEY_HEADS(1, 1), DIMS(128, 128), TYPES(BF16, BF16),
+     CAUSAL, WEIGHTED, ATTENTION},
+    {"attention_bf16_only_dq", SHAPE(1, 137, 161), HEADS(2, 2), DIMS(64, 64), TYPES(BF16, BF16), WEIGHTED,
+     .without = SKL_DK_S, ATTENTION},
+    {"attention_bf16_only_dv", SHAPE(1, 137, 161), HEADS(2, 2), DIMS(64, 64), TYPES(BF16, BF16), WEIGHTED,
+     .without = SKL_DQ_S | SKL_DK_S, ATTENTION},
+    {"attention_f16_64", SHAPE(1, 325, 200), HEADS(2, 2), KEY_HEADS(1, 2), DIMS(64, 64), TYPES(F16, F16), CAUSAL,
+     WEIGHTED, ATTENTION},
+    {"attention_f16_128", SHAPE(1, 200, 130), HEADS(2, 2), KEY_HEADS(2, 1), DIMS(128, 128), TYPES(F16, F16), WEIGHTED,
+     ATTENTION},
     {"attention_f16_window", SHAPE(1, 137, 131), HEADS(1, 1), DIMS(128, 64), TYPES(F16, F16), WINDOW(70, 0),
      .grad_f32 = 1, ATTENTION},
     {"attention_f16_512", SHAPE(1, 33, 67), HEADS(1, 1), DIMS(40, 512), TYPES(F16, F16), ATTENTION},
@@ -645,4 +690,13 @@ skl_problem case_problem(const test_case *c)
         p.len_k = smaller(longest(c->cu_seqlens_k, c->batch) + c->slack, p.total_k);
     }
     return p;
+}
+
+int case_is_small(const test_case *c)
+{
+    const skl_problem p = case_problem(c);
+    const int64_t pairs = p.batch * p.len_q * (p.top_k > 0 ? p.top_k : p.len_k);
+    const int64_t heads_s = p.index_heads > 0 ? p.heads_s * p.index_heads : p.heads_s;
+    const int64_t million = 1000000, work = pairs * (p.heads_t * p.dim_t + heads_s * p.dim_s);
+    return work <= test_environment("SKL_TEST_WORK", INT64_MAX / million) * million;
 }

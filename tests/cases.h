@@ -48,9 +48,10 @@ typedef struct test_case {
     double sinks_above[2]; /* added to the logits of the sinks of teacher and student */
     test_lse lse;
     test_layout layout;
-    int32_t unit_upstream; /* 1: no grad_kl */
-    int32_t attention;     /* 1: also skl_attention_backward, which knows no teacher gradients */
-    int64_t index_heads;   /* > 0: the student is an indexer */
+    int32_t unit_upstream;     /* 1: no grad_kl */
+    int32_t positive_upstream; /* 1: no negative grad_kl */
+    int32_t attention;         /* 1: also skl_attention_backward, which knows no teacher gradients */
+    int64_t index_heads;       /* > 0: the student is an indexer */
     skl_dtype dtype_w;
     int32_t index_linear;
     int64_t top_k;
@@ -72,6 +73,9 @@ extern const test_case test_cases[];
 extern const size_t test_case_count;
 
 skl_problem case_problem(const test_case *test_case);
+
+/* Whether a pass over the case takes at most SKL_TEST_WORK million multiplications, without a mask. */
+int case_is_small(const test_case *test_case);
 
 /* A random case; its arrays are in `storage`. */
 typedef struct random_case {

@@ -241,6 +241,8 @@ void fixture_create(fixture *f, const test_case *c)
     for (int64_t n = 0; c->zero_upstream && n < tensor_count(&f->grad_kl); n++)
         if (random_between(&random, 1, c->zero_upstream) == 1)
             tensor_set(&f->grad_kl, n, 0);
+    for (int64_t n = 0; c->positive_upstream && n < tensor_count(&f->grad_kl); n++)
+        tensor_set(&f->grad_kl, n, fabs(tensor_get(&f->grad_kl, n)));
     if (c->growth != 0) {
         scale_keys(&f->k_t, c->growth);
         scale_keys(&f->k_s, c->growth);
@@ -470,8 +472,7 @@ static int tensor_mismatch(const test_tensor *actual, const oracle_expectation *
     return strays != 0;
 }
 
-/* Error that a kernel may have because it rounds logit gradients. */
-static double product_rounding(const char *kernel, const skl_problem *problem, skl_dtype dtype)
+double kernel_product_rounding(const char *kernel, const skl_problem *problem, skl_dtype dtype)
 {
     skl_kernel_info info;
     for (int32_t index = 0; skl_kernel_at(index, &info); index++)
@@ -496,8 +497,8 @@ int rows_mismatch(const fixture *f, const fixture_results *r, const char *label)
     tensor_mismatch(&r->member,                                                                                      \
                     &(oracle_expectation){f->exact.member, f->naive.member, f->exact.rounding.member,                \
                                           f->exact.terms.member,                                                     \
-                                          product_rounding(kernel, &f->problem, f->problem.type), r->member.dtype,   \
-                                          tensor_count(&r->member)},                                                 \
+                                          kernel_product_rounding(kernel, &f->problem, f->problem.type),             \
+                                          r->member.dtype, tensor_count(&r->member)},                                \
                     live, label, #member)
 
 /* No product follows the gradient of a sink's logit. */

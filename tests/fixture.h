@@ -55,6 +55,9 @@ skl_attention results_attention(const fixture *f, const fixture_results *results
 /* Inputs of a backward: those of the fixture, with the row results of a forward. */
 skl_inputs results_backward_inputs(const fixture *f, const fixture_results *results);
 
+/* Error that a kernel may have, relative to the terms of a gradient, because it rounds logit gradients. */
+double kernel_product_rounding(const char *kernel, const skl_problem *problem, skl_dtype dtype);
+
 /* Compare with the oracle: non-finite values at the same positions; exactly 0 where nothing is visible; no byte
  * written between elements; elsewhere no more error than oracle_excess() allows. Print each tensor that fails, after
  * `label`, and return the number of such tensors. */

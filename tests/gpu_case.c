@@ -1,6 +1,7 @@
 #include "gpu_case.h"
 
 #include <math.h>
+#include <stdbool.h>
 #include <stdlib.h>
 
 #include "oracle.h"
@@ -86,15 +87,29 @@ static void attach(gpu_case *g)
         .dq_s = skl_output_contiguous(g->dq_s, heads, len_q, p->dim_s),
         .dk_s = skl_output_contiguous(g->dk_s, heads, len_k, p->dim_s),
     };
+    g->attention = (skl_attention){
+        .struct_size = sizeof g->attention,
+        .v_s = g->inputs.k_t,
+        .o_s = g->inputs.q_t,
+        .do_s = g->inputs.q_s,
+        .dv_s = skl_output_contiguous(g->dv_s, heads, len_k, p->dim_s),
+    };
+}
+
+static bool has_attention(const gpu_case *g)
+{
+    return (g->problem.gradients & SKL_DV_S) != 0;
 }
 
 void gpu_case_create(gpu_case *g, const skl_problem *problem, const char *kernel, int deterministic)
 {
     *g = (gpu_case){.problem = *problem,
+                    .deterministic = deterministic,
                     .plan = deterministic ? test_deterministic_plan(problem, kernel) : test_plan(problem, kernel, 0)};
     const skl_problem *const p = &g->problem;
     const size_t forward = skl_plan_workspace_size(g->plan, SKL_OP_FORWARD);
-    const size_t backward = skl_plan_workspace_size(g->plan, SKL_OP_BACKWARD);
+    const size_t backward =
+        skl_plan_workspace_size(g->plan, has_attention(g) ? SKL_OP_ATTENTION_BACKWARD : SKL_OP_BACKWARD);
     g->workspace_size = forward > backward ? forward : backward;
     g->workspace = gpu_allocate(g->workspace_size);
     const int64_t heads = p->batch * p->heads_s;
@@ -107,14 +122,16 @@ void gpu_case_create(gpu_case *g, const skl_problem *problem, const char *kernel
     g->lse_s = gpu_allocate(row_count(p) * sizeof(float));
     g->dq_s = gpu_allocate((size_t)(heads * p->len_q * p->dim_s) * gradient_size(p));
     g->dk_s = gpu_allocate((size_t)(heads * p->len_k * p->dim_s) * gradient_size(p));
+    if (has_attention(g))
+        g->dv_s = gpu_allocate((size_t)(heads * p->len_k * p->dim_s) * gradient_size(p));
     attach(g);
     assert_cuda(cudaDeviceSynchronize());
 }
 
 void gpu_case_destroy(gpu_case *g)
 {
-    void *const owned[] = {g->workspace, g->tensors[0], g->tensors[1], g->tensors[2], g->tensors[3],
-                           g->kl,        g->lse_t,      g->lse_s,      g->dq_s,       g->dk_s};
+    void *const owned[] = {g->workspace, g->tensors[0], g->tensors[1], g->tensors[2], g->tensors[3], g->kl,
+                           g->lse_t,     g->lse_s,      g->dq_s,       g->dk_s,       g->dv_s};
     for (size_t n = 0; n < COUNT_OF(owned); n++)
         assert_cuda(cudaFree(owned[n]));
     for (int t = 0; t < 4; t++)
@@ -125,7 +142,12 @@ void gpu_case_destroy(gpu_case *g)
 void gpu_case_launch(const gpu_case *g, skl_stream stream)
 {
     assert_ok(skl_forward(g->plan, &g->inputs, &g->rows, g->workspace, g->workspace_size, stream));
-    assert_ok(skl_backward(g->plan, &g->saved, &g->gradients, g->workspace, g->workspace_size, stream));
+    const skl_rows no_rows = {.struct_size = sizeof no_rows};
+    if (has_attention(g))
+        assert_ok(skl_attention_backward(g->plan, &g->saved, &g->attention, &no_rows, &g->gradients, g->workspace,
+                                         g->workspace_size, stream));
+    else
+        assert_ok(skl_backward(g->plan, &g->saved, &g->gradients, g->workspace, g->workspace_size, stream));
 }
 
 /* ---- Results ------------------------------------------------------------------------------------------------ */
@@ -135,7 +157,7 @@ typedef struct result_buffer {
     size_t size;
 } result_buffer;
 
-enum { RESULT_COUNT = 5 };
+enum { RESULT_COUNT = 6 };
 
 static void list_results(const gpu_case *g, result_buffer *list)
 {
@@ -143,8 +165,11 @@ static void list_results(const gpu_case *g, result_buffer *list)
     const size_t rows_size = row_count(p) * sizeof(float);
     const size_t dq_size = row_count(p) * (size_t)p->dim_s * gradient_size(p);
     const size_t dk_size = (size_t)(p->batch * p->heads_s * p->len_k * p->dim_s) * gradient_size(p);
-    const result_buffer all[RESULT_COUNT] = {
-        {g->kl, rows_size}, {g->lse_t, rows_size}, {g->lse_s, rows_size}, {g->dq_s, dq_size}, {g->dk_s, dk_size}};
+    /* dq of an attention backward is a sum in any order, unless it is deterministic. */
+    const bool stable_dq = !has_attention(g) || g->deterministic;
+    const result_buffer all[RESULT_COUNT] = {{g->kl, rows_size},    {g->lse_t, rows_size},
+                                             {g->lse_s, rows_size}, {g->dq_s, stable_dq ? dq_size : 0},
+                                             {g->dk_s, dk_size},    {g->dv_s, has_attention(g) ? dk_size : 0}};
     memcpy(list, all, sizeof all);
 }
 

@@ -1,5 +1,6 @@
 /* A problem with contiguous tensors in GPU memory, its plan and its calls: for tests of streams, graphs, repeats, and
- * sizes that do not suit host memory. Student gradients only; teacher and student have the same number of heads. */
+ * sizes that do not suit host memory. Student gradients only; teacher and student have the same number of heads. With
+ * SKL_DV_S they come from skl_attention_backward. Its v, o and do are k_t, q_t and q_s, so head sizes are equal. */
 #ifndef SKL_TESTS_GPU_CASE_H
 #define SKL_TESTS_GPU_CASE_H
 
@@ -21,20 +22,23 @@ typedef struct gpu_case {
     uint16_t *pattern[4]; /* in host memory: one period of q_t, k_t, q_s, k_s */
     void *tensors[4];     /* in GPU memory, in the same order */
     float *kl, *lse_t, *lse_s;
-    void *dq_s, *dk_s;
+    void *dq_s, *dk_s, *dv_s;
     skl_inputs inputs, saved; /* of the forward; of the backward */
     skl_rows rows;
     skl_gradients gradients;
+    skl_attention attention;
+    int deterministic;
 } gpu_case;
 
 /* Teacher and student must have the same 16-bit type. kernel NULL: the best one. */
 void gpu_case_create(gpu_case *g, const skl_problem *problem, const char *kernel, int deterministic);
 void gpu_case_destroy(gpu_case *g);
 
-/* Launches forward and backward on a stream, and does not synchronise. */
+/* Launches forward and backward, or forward and attention backward, on a stream, and does not synchronise. */
 void gpu_case_launch(const gpu_case *g, skl_stream stream);
 
-/* Copies all results to the host, one after another. The caller frees them. */
+/* Copies all results to the host, one after another, and of an attention backward those that have the same bits in
+ * every run. The caller frees them. */
 size_t gpu_case_result_size(const gpu_case *g);
 unsigned char *gpu_case_results(const gpu_case *g);
 

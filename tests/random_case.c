@@ -147,6 +147,7 @@ static void draw_case(random_case *storage, test_random *random)
 static void draw_attention(test_case *c, test_random *random)
 {
     c->attention = one_in(random, 3) && !c->index_heads && !c->sinks;
+    c->positive_upstream = c->attention && one_in(random, 2);
 }
 
 void case_draw(random_case *storage, int64_t number)

@@ -8,7 +8,7 @@
 #include "device.h"
 
 static const test_case plain = {
-    "attention_plain", SHAPE(1, 197, 101), HEADS(2, 2), KEY_HEADS(1, 1), DIMS(16, 24), CAUSAL, ATTENTION};
+    "attention_plain", SHAPE(1, 197, 101), HEADS(2, 2), KEY_HEADS(1, 1), DIMS(16, 24), CAUSAL, WEIGHTED, ATTENTION};
 
 /* Results of skl_attention_backward, from the LSEs of a forward. */
 static fixture_results attention_results(const fixture *f, const char *kernel, int32_t threads, int with_kl)
@@ -115,6 +115,30 @@ static void test_no_weight_is_plain_attention(void **state)
     case_in_every_type(&plain, check_no_weight);
 }
 
+static void scale(const test_tensor *tensor, double factor)
+{
+    for (int64_t n = 0; n < tensor_count(tensor); n++)
+        tensor_set(tensor, n, tensor_get(tensor, n) * factor);
+}
+
+/* f16 gradients of logits of 1e-7 and less: they are as accurate as larger ones. */
+static void test_small_gradients_do_not_underflow(void **state)
+{
+    (void)state;
+    const test_case c = {"attention_small", SHAPE(1, 197, 301), HEADS(2, 2), DIMS(64, 64),
+                         TYPES(F16, F16),   .grad_f32 = 1,      WEIGHTED,    ATTENTION};
+    fixture f;
+    fixture_create(&f, &c);
+    scale(&f.do_s, 0x1p-12), scale(&f.grad_kl, 0x1p-20);
+    fixture_solve(&f);
+    for (int32_t k = 0; problem_kernel(&f.problem, k); k++) {
+        fixture_results results = attention_results(&f, problem_kernel(&f.problem, k), 2, 0);
+        assert_int_equal(attention_mismatch(&f, &results, problem_kernel(&f.problem, k), "small gradients"), 0);
+        results_destroy(&results);
+    }
+    fixture_destroy(&f);
+}
+
 /* A row of weight 0 has no gradient of its KL, even if its teacher is NaN; on a GPU, NaN propagates. */
 static void test_teacher_of_weight_0_may_be_nan(void **state)
 {
@@ -139,7 +163,7 @@ static void test_teacher_of_weight_0_may_be_nan(void **state)
     fixture_destroy(&poisoned);
 }
 
-/* f32: key gradients are summed in place; bf16: in a separate pass. */
+/* f32: key gradients are summed in place; bf16: in the workspace. */
 static void check_threads(const test_case *c)
 {
     fixture f;
@@ -271,6 +295,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_no_output_gradient_is_one_pass),
         cmocka_unit_test(test_no_weight_is_plain_attention),
+        cmocka_unit_test(test_small_gradients_do_not_underflow),
         cmocka_unit_test(test_teacher_of_weight_0_may_be_nan),
         cmocka_unit_test(test_bits_depend_on_no_thread_count),
         cmocka_unit_test(test_refused_problems),

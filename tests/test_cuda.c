@@ -35,6 +35,12 @@ static skl_problem windowed(skl_problem problem, int64_t left)
     return problem;
 }
 
+static skl_problem with_attention(skl_problem problem)
+{
+    problem.gradients = SKL_DQ_S | SKL_DK_S | SKL_DV_S;
+    return problem;
+}
+
 static void with_kernel(const skl_problem *problem, const char *kernel, int deterministic, void (*check)(gpu_case *g))
 {
     gpu_case g;
@@ -123,6 +129,9 @@ static void test_graph_replay_gives_the_same_bits(void **state)
     const skl_problem bf16 = problem_of(SKL_BF16, 2, 3, 257, 64), f16 = problem_of(SKL_F16, 1, 2, 300, 128);
     with_every_kernel(&bf16, 1, check_graph);
     with_every_kernel(&f16, 1, check_graph);
+    const skl_problem attention = with_attention(bf16), attention_f16 = with_attention(f16);
+    with_every_kernel(&attention, 0, check_graph);
+    with_every_kernel(&attention_f16, 0, check_graph);
 }
 
 /* ---- Streams ------------------------------------------------------------------------------------------------ */
@@ -174,7 +183,9 @@ static void test_calls_do_not_synchronise(void **state)
 {
     (void)state;
     const skl_problem problem = problem_of(SKL_BF16, 1, 4, 513, 64);
+    const skl_problem attention = with_attention(problem);
     with_every_kernel(&problem, 1, check_stream);
+    with_every_kernel(&attention, 0, check_stream);
 }
 
 /* ---- Memory ------------------------------------------------------------------------------------------------- */
@@ -200,7 +211,9 @@ static void test_calls_do_not_allocate(void **state)
 {
     (void)state;
     const skl_problem problem = problem_of(SKL_F16, 2, 4, 257, 128);
+    const skl_problem attention = with_attention(problem);
     with_every_kernel(&problem, 0, check_no_allocation);
+    with_every_kernel(&attention, 0, check_no_allocation);
 }
 
 /* The exception: two-term rows are as large as f32 inputs. Every row of the four tensors becomes two f16 rows and a
@@ -244,16 +257,27 @@ static void test_a_thousand_repeats_give_the_same_bits(void **state)
 {
     (void)state;
     const skl_problem problems[] = {
-        problem_of(SKL_BF16, 8, 8, 129, 64),  problem_of(SKL_BF16, 16, 8, 65, 128),
-        problem_of(SKL_F16, 4, 16, 193, 64),  problem_of(SKL_F16, 64, 2, 67, 32),
-        problem_of(SKL_BF16, 1, 1, 1025, 64), windowed(problem_of(SKL_BF16, 2, 40, 257, 64), 33),
-        problem_of(SKL_F16, 1, 2, 511, 128),  windowed(problem_of(SKL_F16, 1, 3, 1500, 40), 100),
-        problem_of(SKL_BF16, 2, 8, 321, 256), problem_of(SKL_F16, 4, 3, 200, 192),
+        problem_of(SKL_BF16, 8, 8, 129, 64),
+        problem_of(SKL_BF16, 16, 8, 65, 128),
+        problem_of(SKL_F16, 4, 16, 193, 64),
+        problem_of(SKL_F16, 64, 2, 67, 32),
+        problem_of(SKL_BF16, 1, 1, 1025, 64),
+        windowed(problem_of(SKL_BF16, 2, 40, 257, 64), 33),
+        problem_of(SKL_F16, 1, 2, 511, 128),
+        windowed(problem_of(SKL_F16, 1, 3, 1500, 40), 100),
+        problem_of(SKL_BF16, 2, 8, 321, 256),
+        problem_of(SKL_F16, 4, 3, 200, 192),
+        with_attention(problem_of(SKL_BF16, 1, 2, 129, 64)),
+        /* Not deterministic from here on. */
+        with_attention(problem_of(SKL_BF16, 2, 8, 513, 128)),
+        with_attention(problem_of(SKL_BF16, 8, 8, 257, 64)),
+        with_attention(windowed(problem_of(SKL_F16, 1, 16, 400, 128), 100)),
     };
+    const size_t in_any_order = 3;
     gpu_case cases[COUNT_OF(problems)];
     unsigned char *first[COUNT_OF(problems)];
     for (size_t p = 0; p < COUNT_OF(problems); p++) {
-        gpu_case_create(&cases[p], &problems[p], NULL, 1);
+        gpu_case_create(&cases[p], &problems[p], NULL, p + in_any_order < COUNT_OF(problems));
         gpu_case_launch(&cases[p], NULL);
         first[p] = gpu_case_results(&cases[p]);
     }

@@ -247,24 +247,19 @@ static void test_attention_backward_apart_from_the_kl(void **state)
                      "f32 or mixed types with an attention backward");
 }
 
-static bool has_kernel(const char *name)
-{
-    for (int32_t k = 0; test_kernel(k); k++)
-        if (strcmp(test_kernel(k), name) == 0)
-            return true;
-    return false;
-}
-
 static void test_attention_backward_with_the_kl_on_hopper(void **state)
 {
     (void)state;
     test_case c = {"carried", SHAPE(1, 64, 64), HEADS(2, 2), DIMS(128, 64), TYPES(BF16, BF16), ATTENTION};
-    if (!has_kernel("cuda_sm90_bf16_attention")) /* experimental */
+    if (!is_usable("cuda_sm90_bf16_attention"))
         skip();
     assert_reason_of(SKL_OP_ATTENTION_BACKWARD, &c, "forward: cuda_sm90", "1 split");
     assert_reason_of(SKL_OP_ATTENTION_BACKWARD, &c,
                      "dq_s, dk_s and dv_s: cuda_sm90_bf16_attention, attention backward with KL", "1 split");
     c.dtype_t = c.dtype_s = SKL_F16;
+    assert_reason_of(SKL_OP_ATTENTION_BACKWARD, &c, "dq_s, dk_s and dv_s: cuda_sm90_f16_attention",
+                     "one kernel for the attention backward and the gradient of the KL");
+    c.dim_t = 192;
     assert_reason_of(SKL_OP_ATTENTION_BACKWARD, &c, "dv_s: cuda_general, attention backward, dv",
                      "no kernel of this type and head size carries the KL");
 }

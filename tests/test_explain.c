@@ -42,9 +42,12 @@ static const test_case student_bf16 = {"student_bf16", MEDIUM, TYPES(BF16, BF16)
 static const test_case student_grad_f32 = {"student_grad_f32", MEDIUM, TYPES(BF16, BF16), .grad_f32 = 1,
                                            WITHOUT(TEACHER_GRADIENTS)};
 static const test_case only_dq = {"only_dq", MEDIUM, WITHOUT(TEACHER_GRADIENTS | SKL_DK_S)};
-static const test_case only_dk = {"only_dk", MEDIUM, TYPES(BF16, BF16), WITHOUT(TEACHER_GRADIENTS | SKL_DQ_S)};
+static const test_case only_dk = {"only_dk",  SHAPE(1, 400, 8193), HEADS(2, 2),
+                                  DIMS(8, 8), TYPES(BF16, BF16),   WITHOUT(TEACHER_GRADIENTS | SKL_DQ_S)};
 static const test_case both_sides = {"both_sides", MEDIUM};
 static const test_case both_sides_bf16 = {"both_sides_bf16", MEDIUM, TYPES(BF16, BF16)};
+static const test_case long_bf16 = {"long_bf16", SHAPE(1, 400, 8193), HEADS(2, 2), DIMS(8, 8), TYPES(BF16, BF16)};
+static const test_case groups_bf16 = {"groups_bf16", SHAPE(1, 400, 400), HEADS(4, 2), DIMS(8, 8), TYPES(BF16, BF16)};
 static const test_case reverse = {"reverse", MEDIUM, REVERSE, WITHOUT(TEACHER_GRADIENTS)};
 static const test_case groups = {"groups", SHAPE(1, 400, 400), HEADS(4, 2), DIMS(8, 8), WITHOUT(STUDENT_GRADIENTS)};
 static const test_case attention_f32 = {"attention_f32", MEDIUM, ATTENTION};
@@ -54,6 +57,7 @@ static const test_case one_row = {"one_row", SHAPE(1, 1, 3), HEADS(1, 1), DIMS(4
 static const test_case empty = {"empty", SHAPE(0, 4, 4), HEADS(1, 1), DIMS(4, 4)};
 static const test_case dense = {"dense", MEDIUM, INDEXER(2)};
 static const test_case sparse = {"sparse", MEDIUM, INDEXER(2), TOP_K(16)};
+static const test_case sparse_bf16 = {"sparse_bf16", MEDIUM, INDEXER(2), TOP_K(16), TYPES(BF16, BF16)};
 static const test_case packed = {"packed", PACKED(2, LENGTHS(0, 3, 7), LENGTHS(0, 2, 7)), HEADS(2, 2), DIMS(4, 4)};
 
 #define FORWARD  SKL_OP_FORWARD
@@ -84,12 +88,17 @@ static const explain_rule explain_rules[] = {
     {BACKWARD, &both_sides, VECTOR,
      "dq_t, dk_t, dq_s and dk_s: " VECTOR ", fused, 2 threads (" NAMED "; f32 key gradients are summed in place)"},
     {BACKWARD, &student_bf16, VECTOR,
-     "dq_s: " VECTOR ", 2 threads (" NAMED "; key gradients follow)|"
-     "dk_s: " VECTOR ", 2 threads (16-bit key gradients would round at every tile, so each is summed in f32 in a "
-     "separate pass)"},
+     "dq_s and dk_s: " VECTOR ", fused, 2 threads (" NAMED "; key gradients are summed in f32)"},
     {BACKWARD, &both_sides_bf16, VECTOR,
-     "dq_t and dq_s: " VECTOR ", 2 threads (" NAMED "; key gradients follow)|dk_s: " VECTOR ", 2 threads (16-bit|"
+     "dq_t, dk_t, dq_s and dk_s: " VECTOR ", fused, 2 threads (" NAMED "; key gradients are summed in f32)"},
+    {BACKWARD, &long_bf16, VECTOR,
+     "dq_t and dq_s: " VECTOR ", 2 threads (" NAMED "; key gradients follow)|"
+     "dk_s: " VECTOR ", 2 threads (16-bit gradients of more than 8192 keys are summed in f32 in a separate pass)|"
      "dk_t: " VECTOR ", 2 threads (16-bit"},
+    {BACKWARD, &groups_bf16, VECTOR,
+     "dq_t and dq_s: " VECTOR ", 2 threads (" NAMED "; key gradients follow)|"
+     "dk_s: " VECTOR ", 2 threads (a teacher group has several key heads|"
+     "dk_t: " VECTOR ", 2 threads (a teacher group has several key heads"},
     {BACKWARD, &only_dq, VECTOR, "dq_s: " VECTOR ", 2 threads (" NAMED "; no key gradient is requested)"},
     {BACKWARD, &student_f32, "cpu_reference",
      "dq_s: cpu_reference, 2 threads (" NAMED "; key gradients follow)|"
@@ -103,8 +112,8 @@ static const explain_rule explain_rules[] = {
      "KL, dq_s, dk_s and dv_s: " VECTOR ", fused, one-pass, 2 threads (" NAMED
      "; both LSEs are given, and f32 key gradients are summed in place)"},
     {CARRIED, &attention_bf16, VECTOR,
-     "KL and dq_s: " VECTOR ", one-pass, 2 threads (" NAMED "; both LSEs are given; key gradients follow)|"
-     "dk_s and dv_s: " VECTOR ", 2 threads (16-bit"},
+     "KL, dq_s, dk_s and dv_s: " VECTOR ", fused, one-pass, 2 threads (" NAMED
+     "; both LSEs are given, and key gradients are summed in f32)"},
     {CARRIED, &attention_f32, "cpu_reference",
      "forward: cpu_reference, 2 threads (" NAMED "; this kernel computes the KL separately)|"
      "dq_s: cpu_reference, 2 threads (key gradients follow)|"
@@ -116,8 +125,8 @@ static const explain_rule explain_rules[] = {
      "KL, dq_s and dk_s: " VECTOR ", fused, one-pass, 2 threads (" NAMED
      "; both LSEs are given, and f32 key gradients are summed in place)"},
     {ONE_PASS, &student_bf16, VECTOR,
-     "KL and dq_s: " VECTOR ", one-pass, 2 threads (" NAMED "; both LSEs are given; key gradients follow)|"
-     "dk_s: " VECTOR ", 2 threads (16-bit"},
+     "KL, dq_s and dk_s: " VECTOR ", fused, one-pass, 2 threads (" NAMED
+     "; both LSEs are given, and key gradients are summed in f32)"},
     {ONE_PASS, &only_dq, VECTOR,
      "KL and dq_s: " VECTOR ", one-pass, 2 threads (" NAMED "; both LSEs are given, so P and S are exact at once)"},
     {ONE_PASS, &only_dk, VECTOR,
@@ -177,6 +186,32 @@ static void test_explain_passes(void **state)
         assert_lines(text, rule->lines);
         skl_plan_destroy(plan);
     }
+}
+
+/* The kernel that a plan chooses for a case. */
+static skl_kernel_info chosen_kernel(const test_case *c)
+{
+    const skl_problem problem = case_problem(c);
+    skl_plan *const plan = plan_for(&problem, NULL);
+    skl_kernel_info info;
+    int32_t index = 0;
+    while (skl_kernel_at(index, &info) && strcmp(info.name, skl_plan_kernel(plan)) != 0)
+        index++;
+    skl_plan_destroy(plan);
+    return info;
+}
+
+/* Matrix units multiply bf16. Other types would gain nothing, and sparse indexers do not use them. */
+static void test_only_bf16_is_multiplied_on_a_matrix_unit(void **state)
+{
+    (void)state;
+    skl_kernel_info info;
+    int32_t index = 0;
+    while (skl_kernel_at(index, &info) && (info.device != SKL_CPU || !info.usable))
+        index++;
+    assert_string_equal(chosen_kernel(&student_bf16).name, info.name);
+    assert_false(chosen_kernel(&student_f32).rounds_gradients);
+    assert_false(chosen_kernel(&sparse_bf16).rounds_gradients);
 }
 
 static void test_explain_who_chose_the_kernel(void **state)
@@ -306,6 +341,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_explain_passes),
+        cmocka_unit_test(test_only_bf16_is_multiplied_on_a_matrix_unit),
         cmocka_unit_test(test_explain_who_chose_the_kernel),
         cmocka_unit_test(test_explain_fills_a_buffer_as_snprintf_does),
         cmocka_unit_test(test_explain_refuses_bad_arguments),

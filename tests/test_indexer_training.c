@@ -242,7 +242,7 @@ static void test_an_indexer_learns(void **state)
                   TOP_K, FIRST_ROW + 1, TOKENS, at_first, after_dense, after_sparse, loss_before, loss_after,
                   sparse_before, sparse_after);
     training_destroy(t);
-    assert_true(at_first < 0.3);
+    assert_true(at_first < 0.6); /* random keys: 0.17 in the median of 80 seeds, at most 0.37 */
     assert_true(after_dense > 0.95);
     assert_true(after_sparse > 0.95);
     assert_true(loss_after < 0.2 * loss_before);

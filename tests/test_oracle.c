@@ -455,7 +455,7 @@ static void test_gradients_are_differences(void **state)
     const int64_t sample = test_environment("SKL_TEST_SAMPLE", 1);
     for (size_t n = 0; n < test_case_count; n += (size_t)sample) {
         test_case c = test_cases[n];
-        if (c.without)
+        if (c.without || !case_is_small(&c))
             continue; /* another case has the same shape with all gradients */
         c.dtype_t = c.dtype_s = c.dtype_w = SKL_F32;
         c.layout = LAYOUT_CONTIGUOUS;
@@ -471,7 +471,8 @@ static void test_gradients_are_differences_with_hidden_keys(void **state)
     (void)state;
     for (size_t n = 0; n < test_case_count; n++) {
         test_case c = test_cases[n];
-        if (c.lse == LSE_COMPUTED || c.heads_t == c.heads_s || c.growth != 0 || c.without || c.sinks)
+        if (c.lse == LSE_COMPUTED || c.heads_t == c.heads_s || c.growth != 0 || c.without || c.sinks ||
+            !case_is_small(&c))
             continue; /* with sinks, no key is hidden */
         c.dtype_t = c.dtype_s = c.dtype_w = SKL_F32;
         c.layout = LAYOUT_CONTIGUOUS;

@@ -6,7 +6,7 @@ from .cases import BACKWARD, FORWARD, ONE_PASS, STEP
 
 FORWARD_GIVEN = "forward, lse_t given"  # differs from the forward only in teacher groups
 PASSES = (FORWARD, FORWARD_GIVEN, BACKWARD, ONE_PASS)
-ALL_PASSES = (*PASSES, STEP)  # the step takes no LSEs: a forward that computes them, and a backward
+ALL_PASSES = (*PASSES, STEP)  # the step takes no LSEs
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Shape:
 
     @property
     def passes(self):
-        """The passes that are timed."""
+        """The passes that are timed alone."""
         return [operation for operation in PASSES if operation != FORWARD_GIVEN or self.group_size > 1]
 
     @property

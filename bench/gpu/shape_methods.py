@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 
 from streamkl import reference
-from streamkl._problem import DK_S, DK_T, DQ_S, DQ_T, KL_FORWARD, KL_REVERSE
+from streamkl._attention_kl import lses_first
+from streamkl._problem import DK_S, DK_T, DQ_S, DQ_T, KL_FORWARD, KL_REVERSE, Options
 
 from .cases import BACKWARD, FORWARD, ONE_PASS, STEP
 from .library import Workspace, address, addresses, lib, make_plan
@@ -14,7 +15,6 @@ from .shape_cases import FORWARD_GIVEN
 DTYPES = {"f32": (0, torch.float32), "f16": (1, torch.float16), "bf16": (2, torch.bfloat16)}  # {name: (skl_dtype, of torch)}
 TENSORS = ("q_t", "k_t", "q_s", "k_s")
 ROWS = {"kl": "s", "lse_t": "t", "lse_s": "s", "dot_t": "t"}  # {row vector: the side whose heads it has}
-OPERATIONS = {FORWARD: lib.FORWARD, FORWARD_GIVEN: lib.FORWARD, BACKWARD: lib.BACKWARD, ONE_PASS: lib.FORWARD_BACKWARD}
 
 # A larger relative error of f32 gradients is a bug and not rounding; 16-bit ones have the limits of bench/peers.py.
 WRONG_F32 = 1e-4
@@ -73,20 +73,27 @@ class ShapePlan:
         of_one_pass = lib.pack_rows(**some((needed(lib.FORWARD_BACKWARD) & lib.DOT_T) | lib.KL))
         outputs = lib.pack_gradients(**addresses(self.gradients))
         lses = {name: rows[name] for name in ("lse_t", "lse_s")}
-        self.calls = {  # {pass: (inputs, outputs...)}
-            FORWARD: (lib.pack_inputs(**given), of_forward),
-            FORWARD_GIVEN: (lib.pack_inputs(**given, lse_t=rows["lse_t"]), lib.pack_rows(kl=rows["kl"])),
-            BACKWARD: (lib.pack_inputs(**given, **some(needed(lib.BACKWARD)), **weight), outputs),
-            ONE_PASS: (lib.pack_inputs(**given, **lses, **weight), of_one_pass, outputs),
+        inputs, one_pass = lib.pack_inputs(**given), (lib.FORWARD_BACKWARD, lib.pack_inputs(**given, **lses, **weight))
+        self.calls = {  # {pass: [(operation, inputs, outputs...)]}
+            FORWARD: [(lib.FORWARD, inputs, of_forward)],
+            FORWARD_GIVEN: [(lib.FORWARD, lib.pack_inputs(**given, lse_t=rows["lse_t"]), lib.pack_rows(kl=rows["kl"]))],
+            BACKWARD: [(lib.BACKWARD, lib.pack_inputs(**given, **some(needed(lib.BACKWARD)), **weight), outputs)],
+            ONE_PASS: [(*one_pass, of_one_pass, outputs)],
         }
+        self.passes = shape.passes
+        options = Options(gradients=gradients, direction=direction, heads_first=True)
+        if lses_first(tensors["q_t"], tensors["q_s"], options):  # then attention_kl needs no forward and backward
+            self.calls[STEP] = [(lib.FORWARD, inputs, lib.pack_rows(**lses)), (*one_pass, of_one_pass, outputs)]
+            self.passes = [*shape.passes, STEP]
 
     def run(self, operation):
-        self.workspace.run(OPERATIONS[operation], *self.calls[operation])
+        for call in self.calls[operation]:
+            self.workspace.run(*call)
 
     def kernels(self, operation):
         """The kernels of the launches as skl_plan_explain names them: "STEP: KERNEL, ..." per line."""
-        text = self.workspace.plan.explain(OPERATIONS[operation], self.calls[operation][0])
-        names = [line.split(": ", 1)[1].split(",")[0].split(" ")[0] for line in text.splitlines()]
+        texts = [self.workspace.plan.explain(op, inputs) for op, inputs, *_ in self.calls[operation]]
+        names = [line.split(": ", 1)[1].split(",")[0].split(" ")[0] for text in texts for line in text.splitlines()]
         return " + ".join(dict.fromkeys(names))
 
     def results(self):
@@ -224,10 +231,10 @@ class Check:
         return WRONG_F32 if is_f32 else WRONG[name[:2]]
 
     def run(self):
-        """{result: relative error}, of forward and backward and of one pass, the larger one; and what is wrong."""
+        """{result: largest relative error}, of all ways to loss and gradients; and what is wrong."""
         plan = ShapePlan(self.tensors, self.shape, self.weight)
         errors, wrong = {}, []
-        for operations in (FORWARD, BACKWARD), (ONE_PASS,):
+        for operations in (FORWARD, BACKWARD), (ONE_PASS,), *([(STEP,)] if STEP in plan.passes else []):
             for result in (plan.rows["kl"], *plan.gradients.values()):
                 result.fill_(float("nan"))
             for operation in operations:

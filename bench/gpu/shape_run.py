@@ -30,8 +30,8 @@ def calls_of(plan, operations, name):
 def measure(shape, base, device, rounds, sample_ms, with_eager=False):
     """Measured: our passes, those of the base shape, attention by cuDNN, and eager PyTorch, which alternate one by one."""
     plan, measured = make_plan(shape, device), Measured(shape)
-    measured.kernels = {operation: plan.kernels(operation) for operation in shape.passes}
-    calls = calls_of(plan, shape.passes, "ours")
+    measured.kernels = {operation: plan.kernels(operation) for operation in plan.passes}
+    calls = calls_of(plan, plan.passes, "ours")
     if shape != base.shape:
         calls |= calls_of(base.plan, BASE_CALLS, "base")
     others = {"cudnn": lambda: cudnn_calls(shape, device)}

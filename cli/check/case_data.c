@@ -2,6 +2,7 @@
 #include "cli/check/cases.h"
 #include "distill/random.h"
 
+#include <math.h>
 #include <stdlib.h>
 
 static void store_bf16(uint16_t *to, float value)
@@ -111,6 +112,7 @@ bool check_case_draw(check_case *made, uint64_t seed)
     const int64_t rows_k = problem->packed ? problem->total_k : problem->len_k;
     const int64_t batch = problem->packed ? 1 : problem->batch;
     const int64_t query_heads_s = problem->heads_s * (problem->index_heads ? problem->index_heads : 1);
+    const int64_t dim_v = problem->gradients & SKL_DV_S ? problem->dim_s : 0;
     const struct {
         skl_input *input;
         skl_dtype dtype;
@@ -121,12 +123,16 @@ bool check_case_draw(check_case *made, uint64_t seed)
         {&made->inputs.q_s, problem->dtype_s, query_heads_s, rows_q, problem->dim_s},
         {&made->inputs.k_s, problem->dtype_s, key_heads_s, rows_k, problem->dim_s},
         {&made->inputs.w_s, problem->dtype_w, problem->heads_s, rows_q, problem->index_heads},
+        {&made->attention.v_s, problem->dtype_s, key_heads_s, rows_k, dim_v},
+        {&made->attention.o_s, problem->dtype_s, problem->heads_s, rows_q, dim_v},
+        {&made->attention.do_s, problem->dtype_s, problem->heads_s, rows_q, dim_v},
     };
     uint64_t state = seed;
+    made->attention.struct_size = sizeof made->attention;
     for (int t = 0; t < CHECK_TENSORS; t++) {
         made->tensor_counts[t] = batch * shapes[t].heads * shapes[t].rows * shapes[t].dim;
         if (shapes[t].dim == 0)
-            continue; /* attention has no weights */
+            continue; /* attention has no weights, and its values matter to its backward alone */
         made->tensors[t] = random_tensor(shapes[t].dtype, made->tensor_counts[t], &state);
         if (made->tensors[t] == NULL)
             return false;
@@ -135,6 +141,8 @@ bool check_case_draw(check_case *made, uint64_t seed)
     made->row_counts[0] = batch * problem->heads_t * rows_q;
     made->row_counts[1] = batch * problem->heads_s * rows_q;
     made->grad_kl = random_tensor(SKL_F32, made->row_counts[1], &state);
+    for (int64_t i = 0; dim_v > 0 && made->grad_kl && i < made->row_counts[1]; i++)
+        made->grad_kl[i] = fabsf(made->grad_kl[i]); /* as weights usually are; a kernel may have a path for others */
     made->inputs.grad_kl = skl_input_contiguous(made->grad_kl, problem->heads_s, rows_q, 1);
     return made->grad_kl != NULL && (problem->top_k == 0 || make_indices(made, &state)) &&
            (!problem->row_bounds || make_bounds(made, &state)) && (!problem->sinks || make_sinks(made, &state));

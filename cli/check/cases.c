@@ -389,6 +389,58 @@ static void sinks_of_128(skl_problem *problem, skl_inputs *inputs)
     sinks(problem, inputs);
 }
 
+/* The student's attention backward with its KL. */
+static void attention(skl_problem *problem, skl_inputs *inputs)
+{
+    (void)inputs;
+    problem->gradients = SKL_DQ_S | SKL_DK_S | SKL_DV_S;
+}
+
+static void attention_causal(skl_problem *problem, skl_inputs *inputs)
+{
+    several_tiles(problem, inputs);
+    attention(problem, inputs);
+    problem->len_q = problem->len_k = 261;
+    problem->dim_t = problem->dim_s = 64;
+}
+
+static void attention_of_128(skl_problem *problem, skl_inputs *inputs)
+{
+    heads_of_128(problem, inputs);
+    attention(problem, inputs);
+    problem->len_q = 163;
+}
+
+static void attention_of_shared_keys(skl_problem *problem, skl_inputs *inputs)
+{
+    shared_keys_and_lengths(problem, inputs);
+    attention(problem, inputs);
+}
+
+static void attention_window(skl_problem *problem, skl_inputs *inputs)
+{
+    window(problem, inputs);
+    attention(problem, inputs);
+}
+
+static void attention_packed(skl_problem *problem, skl_inputs *inputs)
+{
+    packed(problem, inputs);
+    attention(problem, inputs);
+}
+
+static void attention_row_bounds(skl_problem *problem, skl_inputs *inputs)
+{
+    row_bounds_of_128(problem, inputs);
+    attention(problem, inputs);
+}
+
+static void attention_of_groups(skl_problem *problem, skl_inputs *inputs)
+{
+    student_of_groups_causal(problem, inputs);
+    attention(problem, inputs);
+}
+
 typedef struct case_entry {
     const char *name;
     skl_dtype dtype_t, dtype_s;
@@ -494,6 +546,17 @@ static const case_entry entries[] = {
     {"sinks, student of teacher groups, f16", SKL_F16, SKL_F16, 1, sinks_of_groups},
     {"sinks, head size 128, bf16", SKL_BF16, SKL_BF16, 1, sinks_of_128},
     {"sinks, head size 128, f16", SKL_F16, SKL_F16, 0, sinks_of_128},
+    {"attention backward", SKL_F32, SKL_F32, 0, attention},
+    {"attention backward, causal, bf16", SKL_BF16, SKL_BF16, 0, attention_causal},
+    {"attention backward, causal, f16", SKL_F16, SKL_F16, 0, attention_causal},
+    {"attention backward, head size 128, bf16", SKL_BF16, SKL_BF16, 1, attention_of_128},
+    {"attention backward, head size 128, f16", SKL_F16, SKL_F16, 1, attention_of_128},
+    {"attention backward, shared keys, key lengths, bf16", SKL_BF16, SKL_BF16, 0, attention_of_shared_keys},
+    {"attention backward, window, bf16", SKL_BF16, SKL_BF16, 0, attention_window},
+    {"attention backward, window, f16", SKL_F16, SKL_F16, 1, attention_window},
+    {"attention backward, packed, bf16", SKL_BF16, SKL_BF16, 0, attention_packed},
+    {"attention backward, row bounds, bf16", SKL_BF16, SKL_BF16, 0, attention_row_bounds},
+    {"attention backward, teacher groups, bf16", SKL_BF16, SKL_BF16, 0, attention_of_groups},
 };
 
 int check_case_count(void)
@@ -512,8 +575,9 @@ bool check_case_make(check_case *made, int index)
     entry->change(&made->problem, &made->inputs);
     if (!check_case_draw(made, (uint64_t)index))
         return false;
-    made->exact = oracle_run(&made->problem, &made->inputs);
-    made->naive = oracle_run_f32(&made->problem, &made->inputs);
+    const skl_attention *const values = made->problem.gradients & SKL_DV_S ? &made->attention : NULL;
+    made->exact = oracle_run_attention(&made->problem, &made->inputs, values);
+    made->naive = oracle_run_attention_f32(&made->problem, &made->inputs, values);
     return true;
 }
 

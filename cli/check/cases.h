@@ -6,12 +6,13 @@
 
 #include <stdbool.h>
 
-enum { CHECK_TENSORS = 5 }; /* q_t, k_t, q_s, k_s, w_s; gradients in the same order */
+enum { CHECK_TENSORS = 8 }; /* q_t, k_t, q_s, k_s, w_s, gradients in the same order; v_s, o_s, do_s */
 
 typedef struct check_case {
     const char *name;
     skl_problem problem;
     skl_inputs inputs;
+    skl_attention attention; /* with SKL_DV_S; exact and naive are then results of an attention backward */
     void *tensors[CHECK_TENSORS];
     int64_t tensor_counts[CHECK_TENSORS]; /* elements */
     int64_t row_counts[2];                /* of a teacher and of a student row vector */

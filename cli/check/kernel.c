@@ -23,12 +23,13 @@ enum {
     DW_S,
     DSINK_T,
     DSINK_S,
+    DV_S,
     ARRAY_COUNT
 };
 
-static const char *const array_names[ARRAY_COUNT] = {"kl",      "lse_t", "lse_s",   "dot_t",  "cross_entropy",
-                                                     "entropy", "mass",  "dq_t",    "dk_t",   "dq_s",
-                                                     "dk_s",    "dw_s",  "dsink_t", "dsink_s"};
+static const char *const array_names[ARRAY_COUNT] = {"kl",      "lse_t", "lse_s",   "dot_t",   "cross_entropy",
+                                                     "entropy", "mass",  "dq_t",    "dk_t",    "dq_s",
+                                                     "dk_s",    "dw_s",  "dsink_t", "dsink_s", "dv_s"};
 
 typedef struct result_array {
     void *data;
@@ -77,6 +78,8 @@ static bool has_array(const check_case *of, int array)
         return p->gradients & SKL_DSINK_T;
     case DSINK_S:
         return p->gradients & SKL_DSINK_S;
+    case DV_S:
+        return p->gradients & SKL_DV_S;
     case CROSS_ENTROPY:
     case ENTROPY:
     case MASS:
@@ -121,6 +124,7 @@ static bool make_arrays(check_run *run, bool rounds_gradients)
         [DW_S] = GRADIENT(dw_s, product_s, grad_w, elements[4]),
         [DSINK_T] = ROWS(dsink_t, p->heads_t), /* like rows: no product follows the gradient of a logit */
         [DSINK_S] = ROWS(dsink_s, p->heads_s),
+        [DV_S] = GRADIENT(dv_s, product_s, grad_s, elements[5]),
     };
 #undef ROWS
 #undef GRADIENT
@@ -258,6 +262,22 @@ static skl_status run_forward_backward(check_run *run)
     return skl_forward_backward(run->plan, &inputs, &rows, &gradients, run->workspace, run->workspace_size, NULL);
 }
 
+static skl_status run_attention_backward(check_run *run)
+{
+    skl_inputs inputs = with_saved_rows(run);
+    skl_rows rows = {.struct_size = sizeof rows, .kl = row_output(run, KL)};
+    skl_gradients gradients = gradient_outputs(run);
+    skl_attention attention = run->of->attention;
+    attention.dv_s = like_input(run, DV_S, &attention.v_s);
+    skl_status status = mirror_call(&run->tensors, &inputs, &rows, &gradients);
+    if (status == SKL_OK)
+        status = mirror_attention(&run->tensors, &attention);
+    if (status != SKL_OK)
+        return status;
+    return skl_attention_backward(run->plan, &inputs, &attention, &rows, &gradients, run->workspace,
+                                  run->workspace_size, NULL);
+}
+
 static skl_status run_halves(check_run *run)
 {
     skl_inputs inputs = with_saved_rows(run);
@@ -284,9 +304,13 @@ static skl_status run_halves(check_run *run)
     return status;
 }
 
+/* Whose gradients a case has: those of the KL, or those of the student's attention with its KL. */
+typedef enum check_kind { ANY_CASE, KL_CASE, ATTENTION_CASE } check_kind;
+
 /* In this order: a pass may read results of the passes before it. */
 typedef struct check_pass {
     const char *name;
+    check_kind kind;
     skl_status (*run)(check_run *run);
     uint32_t writes; /* bits of arrays */
 } check_pass;
@@ -295,10 +319,11 @@ enum { GRADIENTS = 1 << DQ_T | 1 << DK_T | 1 << DQ_S | 1 << DK_S | 1 << DW_S | 1
 enum { PARTS = 1 << CROSS_ENTROPY | 1 << ENTROPY };
 
 static const check_pass passes[] = {
-    {"forward", run_forward, 1 << KL | 1 << LSE_T | 1 << LSE_S | 1 << DOT_T | PARTS | 1 << MASS},
-    {"backward", run_backward, GRADIENTS},
-    {"forward_backward", run_forward_backward, 1 << KL | 1 << DOT_T | PARTS | GRADIENTS},
-    {"merged halves", run_halves, 1 << KL | 1 << LSE_S},
+    {"forward", ANY_CASE, run_forward, 1 << KL | 1 << LSE_T | 1 << LSE_S | 1 << DOT_T | PARTS | 1 << MASS},
+    {"backward", KL_CASE, run_backward, GRADIENTS},
+    {"forward_backward", KL_CASE, run_forward_backward, 1 << KL | 1 << DOT_T | PARTS | GRADIENTS},
+    {"attention_backward", ATTENTION_CASE, run_attention_backward, 1 << KL | 1 << DV_S | GRADIENTS},
+    {"merged halves", ANY_CASE, run_halves, 1 << KL | 1 << LSE_S},
 };
 
 static void run_pass(check_run *run, const check_pass *pass)
@@ -325,7 +350,7 @@ static void run_pass(check_run *run, const check_pass *pass)
 
 static bool make_workspace(check_run *run)
 {
-    for (int op = SKL_OP_FORWARD; op <= SKL_OP_PARTIAL; op++) {
+    for (int op = SKL_OP_FORWARD; op <= SKL_OP_ATTENTION_BACKWARD; op++) {
         const size_t size = skl_plan_workspace_size(run->plan, (skl_op)op);
         run->workspace_size = size > run->workspace_size ? size : run->workspace_size;
     }
@@ -362,8 +387,10 @@ bool check_kernel(check_verdict *verdict, const check_case *of, const skl_option
         return true;
     }
     const bool ready = make_arrays(&run, rounds_gradients) && make_workspace(&run);
+    const check_kind kind = of->problem.gradients & SKL_DV_S ? ATTENTION_CASE : KL_CASE;
     for (size_t p = 0; ready && p < sizeof passes / sizeof passes[0]; p++)
-        run_pass(&run, &passes[p]);
+        if (passes[p].kind == ANY_CASE || passes[p].kind == kind)
+            run_pass(&run, &passes[p]);
     free_run(&run);
     return ready;
 }

@@ -49,9 +49,7 @@ def make_tokenizer(text: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, bos_token="<s>", eos_token="</s>")
 
 
-def make_sequences(
-    tokens: np.ndarray, count: int, length: int, rng: np.random.Generator, share=0.5, letters=VOCABULARY
-):
+def make_sequences(tokens: np.ndarray, count: int, length: int, rng: np.random.Generator, share=0.5):
     """[count, length] of text in which records of random tokens cover about a `share`, and the tokens that can be copied.
 
     A record is new, or one that has been in the sequence before. Sizes and gaps are random: a record cannot be
@@ -81,8 +79,8 @@ def start_with_attention(model) -> None:
     """Some heads start with the weights that copying needs: from random weights, they take hours on a CPU to appear.
 
     In layer 1, head 0 attends to the token before and adds a projection of it to the residual stream. In layer 3,
-    heads 0 and 1 compare the same projection of the current token with
-    it: they attend to tokens that came after an earlier copy of the current one, and predict them.
+    heads 0 and 1 compare the same projection of the current token with it: they attend to tokens that came after an
+    earlier copy of the current one, and predict them.
     """
     rows, dim = 40, model.config.head_dim  # dimensions of a head that RoPE hardly turns
     frequency = model.model.rotary_emb.inv_freq
@@ -128,13 +126,14 @@ class Stage:
 
 def train(model, tokens, stage: Stage, rng) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=stage.rate, betas=(0.9, 0.98), weight_decay=0.01)
-    begin, found = time.monotonic(), 0.0
+    begin, found = time.monotonic(), []
     for step in range(stage.steps):
         for group in optimizer.param_groups:
             group["lr"] = (
                 stage.rate * min((step + 1) / 20, 1.0) * min((stage.steps - step) / (0.3 * stage.steps), 1.0)
             )
-        ids, copied = make_sequences(tokens, stage.batch, stage.length, rng, stage.share)
+        made = make_sequences(tokens, stage.batch, stage.length, rng, stage.share)
+        ids, copied = (each.to(model.device) for each in made)
         logits = model(ids).logits[:, :-1]
         losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
         weight = torch.where(copied[:, 1:], 1.0, 0.2).flatten()
@@ -143,11 +142,11 @@ def train(model, tokens, stage: Stage, rng) -> None:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        right = (logits.argmax(-1) == ids[:, 1:])[copied[:, 1:]].float().mean().item()
-        found += 0.05 * (right - found)
-        if step % 20 == 0 or step == stage.steps - 1:
-            print(f"length {stage.length:5} step {step:5}: loss {loss.item():.3f}, copied tokens right {100 * found:.1f} %, "
-                  f"{time.monotonic() - begin:.0f} s", flush=True)  # fmt: skip
+        found.append((logits.argmax(-1) == ids[:, 1:])[copied[:, 1:]].float().mean().item())
+        if step % 20 == 19 or step == stage.steps - 1:
+            share, seconds = 100 * np.mean(found[-20:]), time.monotonic() - begin
+            print(f"length {stage.length:5} step {step:5}: loss {loss.item():.3f}, copied tokens right {share:.1f} %, "
+                  f"{seconds:.0f} s", flush=True)  # fmt: skip
 
 
 def main() -> None:
@@ -175,6 +174,7 @@ def main() -> None:
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     start_with_attention(model)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
     options.out.mkdir(parents=True, exist_ok=True)
     stages = [
         Stage(128, 8, 200, 5e-4, share=0.5),

@@ -9,7 +9,7 @@ import torch
 from . import _library as lib
 from ._check_lse import check_both_lses, is_lse_check_on
 from ._checks import sizes
-from ._dtensor import accepts_dtensors
+from ._distributed import may_be_distributed
 from ._ops import BOTH_LSES, Forward, OnePass, weighted
 from ._options import (
     AllAttentionOptions, CpComm, CpGrads, CpLayout, Direction, Layout, Reduction, check_flags, refuse_transforms, translate,
@@ -34,7 +34,7 @@ def attention_kl(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
-@accepts_dtensors
+@may_be_distributed
 def attention_kl(
     q_t: torch.Tensor,
     k_t: torch.Tensor,
@@ -183,7 +183,7 @@ def attention_kl(
         )
     is_split = groups is not None and groups.is_split
     one_pass = options.gradients and reduction != "none" and (row_weight is None or not row_weight.requires_grad)
-    if one_pass and lse_t is None and lse_s is None and _lses_first(q_t, q_s, options):
+    if one_pass and lse_t is None and lse_s is None and lses_first(q_t, q_s, options):
         with torch.no_grad():
             lse_t, lse_s = operators.forward(*tensors, None, None, lib.LSE_T | lib.LSE_S, *lengths, *options)
     if one_pass and lse_t is not None and lse_s is not None:
@@ -229,7 +229,7 @@ def _as_f32(name: str, sink: torch.Tensor | None) -> torch.Tensor | None:
     return sink.float().contiguous()
 
 
-def _lses_first(q_t, q_s, options) -> bool:
+def lses_first(q_t, q_s, options) -> bool:
     """Whether a GPU is faster with a pass for the LSEs and one for the rest: a student that learns from teacher groups.
 
     The forward of r teacher heads needs their LSEs first, so that loss and gradients take 3 r + 4 products, but r + 1 for

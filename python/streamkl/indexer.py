@@ -9,7 +9,7 @@ import torch
 from . import _library as lib
 from ._check_lse import check_teacher_lse, is_lse_check_on
 from ._ops import Forward, OnePass, row_names, weighted
-from ._dtensor import accepts_dtensors
+from ._distributed import may_be_distributed
 from ._options import (
     AllIndexerOptions, CpComm, CpGrads, CpLayout, Direction, Layout, Reduction, check_flags, refuse_transforms, to_int32, translate,
 )  # fmt: skip
@@ -49,7 +49,7 @@ def indexer_kl(
 ) -> tuple[torch.Tensor, IndexerRows]: ...  # fmt: skip
 
 
-@accepts_dtensors
+@may_be_distributed
 def indexer_kl(
     q_t: torch.Tensor,
     k_t: torch.Tensor,

@@ -1,5 +1,5 @@
-/* Converts 16-bit floats to and from f32 with integer operations: the same bits on every machine, and loops
- * vectorise. */
+/* Converts 16-bit floats to and from f32 with integer operations: the same bits on every processor, and loops
+ * vectorise. A GPU has an instruction for each, with the same result but for the payload of a NaN. */
 #ifndef SKL_BASE_CONVERT_H
 #define SKL_BASE_CONVERT_H
 
@@ -27,6 +27,31 @@ SKL_HOST_DEVICE float skl_from_bf16(uint16_t half)
 {
     return skl_float_of_bits((uint32_t)half << 16);
 }
+
+#ifdef __CUDA_ARCH__
+
+SKL_HOST_DEVICE float skl_from_f16(uint16_t half)
+{
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
+    return value;
+}
+
+SKL_HOST_DEVICE uint16_t skl_to_bf16(float value)
+{
+    uint16_t half;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(half) : "f"(value));
+    return half;
+}
+
+SKL_HOST_DEVICE uint16_t skl_to_f16(float value)
+{
+    uint16_t half;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(value));
+    return half;
+}
+
+#else
 
 /* Moves exponent and mantissa up by 13 bits; the factor 2^112 corrects the bias of the exponent, also for subnormals.
  * Infinities and NaNs keep all exponent bits set. */
@@ -64,6 +89,8 @@ SKL_HOST_DEVICE uint16_t skl_to_f16(float value)
     const uint32_t rounded = magnitude + 0xFFFU + ((magnitude >> 13) & 1U);
     return (uint16_t)(sign | ((rounded - 0x38000000U) >> 13));
 }
+
+#endif
 
 SKL_HOST_DEVICE float skl_load(const void *data, skl_dtype dtype, int64_t index)
 {

@@ -2,6 +2,8 @@
 #ifndef SKL_BASE_SIDE_H
 #define SKL_BASE_SIDE_H
 
+#include <stdbool.h>
+
 #include "base/backend.h"
 
 /* Offset of a row in a tensor, in elements. */
@@ -14,6 +16,7 @@ typedef struct skl_side {
     skl_dtype dtype, grad_dtype;
     int64_t heads, key_heads, dim;
     float scale, softcap;
+    bool on_matrix; /* a CPU kernel multiplies its 16-bit numbers on a matrix unit */
 } skl_side;
 
 SKL_HOST_DEVICE skl_side skl_teacher_of(const skl_problem *p, const skl_call *call)
@@ -28,7 +31,8 @@ SKL_HOST_DEVICE skl_side skl_teacher_of(const skl_problem *p, const skl_call *ca
                               p->key_heads_t,
                               p->dim_t,
                               p->scale_t,
-                              p->softcap_t};
+                              p->softcap_t,
+                              false};
     return teacher;
 }
 
@@ -44,7 +48,8 @@ SKL_HOST_DEVICE skl_side skl_student_of(const skl_problem *p, const skl_call *ca
                               p->key_heads_s,
                               p->dim_s,
                               p->scale_s,
-                              p->softcap_s};
+                              p->softcap_s,
+                              false};
     return student;
 }
 

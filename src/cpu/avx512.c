@@ -1,40 +1,5 @@
-/* AVX-512: 32 registers of 16 floats, of which 12 x 2 hold C; scalef multiplies by a power of 2. */
-#include <immintrin.h>
-
-#define SKL_LANES      16
-#define SKL_MICRO_ROWS 12
-#define SKL_MICRO_VECS 2
-#define SKL_HAS_FMA
-#define SKL_HAS_BOUNDS
-#define SKL_HAS_EXP
-
-#include "cpu/body/vector.h"
-
-SKL_INLINE vec vec_fma(vec a, vec b, vec c)
-{
-    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-}
-
-/* vmaxps and vminps return their second operand if one is NaN. */
-SKL_INLINE vec vec_at_least(vec low, vec x)
-{
-    return (vec)_mm512_max_ps((__m512)low, (__m512)x);
-}
-
-SKL_INLINE vec vec_at_most(vec high, vec x)
-{
-    return (vec)_mm512_min_ps((__m512)high, (__m512)x);
-}
-
-/* The lower bound, where e^x is 0, keeps x log2 e finite. */
-SKL_INLINE vec exp_vec(vec x)
-{
-    const vec log2e = vec_of(SKL_LOG2E);
-    const vec bounded = vec_at_least(vec_of(-200.0F), x);
-    const __m512 whole =
-        _mm512_roundscale_ps((__m512)(bounded * log2e), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    return (vec)_mm512_scalef_ps((__m512)exp2_fraction(vec_fma(bounded, log2e, -(vec)whole)), whole);
-}
+/* AVX-512. */
+#include "cpu/avx512_vector.h"
 
 #include "cpu/body/work.h"
 #include "cpu/features.h"

@@ -17,7 +17,7 @@ static int kernel_at(int32_t index, skl_kernel_info *info)
         return 0;
     const bool usable = kernel->usable();
     *info = (skl_kernel_info){kernel->name, SKL_CPU, usable,
-                              usable ? kernel->detail : "this CPU lacks the instruction set", 0};
+                              usable ? kernel->detail : "this CPU lacks the instruction set", kernel->on_matrix};
     return 1;
 }
 
@@ -28,10 +28,24 @@ static size_t ordered_sum_size(int threads)
     return (size_t)skl_ordered_sum_count(threads) * sizeof(skl_ordered_sum_counter);
 }
 
+/* The workspace of a call: counters, scratch memory of the workers, and then the sums of 16-bit key gradients. */
+static size_t key_sums_begin(const skl_plan *plan)
+{
+    const skl_cpu_work *const work = plan->kernel;
+    return ordered_sum_size(plan->workers) + (size_t)plan->workers * work->scratch_size(&plan->problem);
+}
+
+static size_t key_sums_size(const skl_plan *plan)
+{
+    const skl_problem *const p = &plan->problem;
+    const bool fuses = ((const skl_cpu_work *)plan->kernel)->fuses;
+    return fuses ? (size_t)(skl_key_sums_count(p, plan->workers) * skl_key_sums_floats(p)) * sizeof(float) : 0;
+}
+
 static skl_status plan_cpu(skl_plan *plan, const skl_options *options, const char *forced)
 {
     const skl_cpu_kernel *kernel = NULL;
-    skl_status status = skl_cpu_select_kernel(&kernel, forced);
+    skl_status status = skl_cpu_select_kernel(&kernel, &plan->problem, forced);
     if (status == SKL_OK)
         status = skl_cpu_select_threads(&plan->threads, options->threads);
     if (status != SKL_OK)
@@ -43,9 +57,9 @@ static skl_status plan_cpu(skl_plan *plan, const skl_options *options, const cha
     plan->kernel = work;
     plan->kernel_name = kernel->name;
     plan->workers = skl_cpu_select_workers(p, work, plan->threads);
-    const size_t scratch_per_worker = work->scratch_size(p);
     for (int op = 0; op < SKL_OP_COUNT; op++)
-        plan->workspace_size[op] = ordered_sum_size(plan->workers) + (size_t)plan->workers * scratch_per_worker;
+        plan->workspace_size[op] =
+            key_sums_begin(plan) + (skl_op_has_gradients((skl_op)op) ? key_sums_size(plan) : 0);
     skl_pool_reserve(plan->workers);
     return SKL_OK;
 }
@@ -117,6 +131,7 @@ static skl_status run(const skl_plan *plan, const skl_call *call)
     skl_schedule s = {.plan = plan,
                       .scratch = (char *)call->workspace + ordered_sum_size(plan->workers),
                       .scratch_size = work->scratch_size(p),
+                      .key_sums = (float *)(void *)((char *)call->workspace + key_sums_begin(plan)),
                       .task = {.problem = p,
                                .call = call,
                                .tiles = work->tiles(p),

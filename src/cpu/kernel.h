@@ -6,6 +6,7 @@
 
 #include "base/side.h"
 #include "base/convert.h"
+#include "cpu/key_sums.h"
 #include "cpu/ordered_sum.h"
 
 typedef struct skl_tiles {
@@ -19,10 +20,12 @@ typedef struct skl_task {
     skl_tiles tiles;
     int64_t item;     /* index in the order in which tasks start */
     int64_t previous; /* the item before it in its chain; -1: none */
+    int64_t before;   /* the item before it that used the same key_sums, maybe of an earlier chain; -1: none */
     int64_t batch, head, tile;
     float *scratch; /* private to the thread, 64-byte aligned */
     skl_ordered_sum ordered_sum;
-    bool fused;        /* backward_queries also adds to the f32 key gradients, in chain order */
+    skl_key_sums key_sums;
+    bool fused;        /* backward_queries also adds to the key gradients, in chain order */
     bool rows_known;   /* one-pass calls: an earlier pass has stored kl and dot_t in rows */
     bool teacher_side; /* backward_keys: computes dk_t, not dk_s */
 } skl_task;
@@ -41,6 +44,8 @@ typedef struct skl_cpu_kernel {
     const char *name;
     const char *detail;
     bool (*usable)(void);
+    bool
+        on_matrix; /* multiplies bf16 on a matrix unit, for which it rounds logit gradients; else like the next one */
     const skl_cpu_work *attention;
     const skl_cpu_work *indexer;
     const skl_cpu_work *sparse_indexer; /* top_k > 0 */
@@ -50,5 +55,8 @@ extern const skl_cpu_kernel skl_cpu_reference;
 extern const skl_cpu_kernel skl_cpu_portable;
 extern const skl_cpu_kernel skl_cpu_avx2;
 extern const skl_cpu_kernel skl_cpu_avx512;
+extern const skl_cpu_kernel skl_cpu_avx512_bf16;
+extern const skl_cpu_kernel skl_cpu_amx;
+extern const skl_cpu_kernel skl_cpu_neon_bf16;
 
 #endif

@@ -9,7 +9,7 @@ typedef struct skl_cpu_pass {
     void (*function)(const skl_task *task);
     bool over_keys;    /* one item per key tile, not per query tile */
     bool teacher_side; /* over_keys: dk_t, not dk_s */
-    bool fused;        /* also adds to the f32 key gradients */
+    bool fused;        /* also adds to the key gradients */
     bool one_pass;     /* also writes the KL of its rows */
     const char *reason;
 } skl_cpu_pass;

@@ -21,6 +21,11 @@ static void locate_item(const skl_schedule *s, int64_t item, skl_task *task, int
     const int64_t head = chain * s->chain_heads + step / s->tiles;
     task->item = item;
     task->previous = step > 0 ? item - wave_chains : -1;
+    /* All waves except the last have one chain per worker, and end with the last items of these. */
+    const int64_t place = chain - wave * chains_per_wave;
+    task->before = step > 0 ? task->previous : wave > 0 ? wave_first - chains_per_wave + place : -1;
+    if (task->fused)
+        task->key_sums = skl_key_sums_at(task->problem, s->key_sums + place * skl_key_sums_floats(task->problem));
     task->batch = head / s->heads;
     task->head = head % s->heads;
     task->tile = s->tiles - 1 - step % s->tiles; /* with a causal mask, the longest first */
@@ -32,7 +37,7 @@ static void claim_counter(const skl_schedule *s, const skl_task *task)
 {
     const int64_t former = task->item - task->ordered_sum.count;
     if (former >= 0) {
-        skl_task other;
+        skl_task other = s->task;
         int64_t next = -1;
         locate_item(s, former, &other, &next);
         skl_ordered_sum_wait(&task->ordered_sum, former, SKL_ALL_TILES);
@@ -85,6 +90,11 @@ static int64_t sharing_heads(const skl_problem *p)
     if (shared_t % group_size != 0 && group_size % shared_t != 0)
         return p->heads_s; /* a key head serves parts of different teacher groups */
     return least_common_multiple(shared_s, skl_max(1, shared_t / group_size));
+}
+
+int64_t skl_key_sums_count(const skl_problem *p, int32_t workers)
+{
+    return skl_min(workers, p->batch * p->heads_s / sharing_heads(p));
 }
 
 /* The tiles of a pass: query tiles of the student heads, or key tiles of the key heads of one side. */

@@ -15,6 +15,7 @@ typedef struct skl_schedule {
     const skl_plan *plan;
     char *scratch;
     size_t scratch_size;
+    float *key_sums;     /* one set per worker */
     int64_t tiles;       /* per head */
     int64_t heads;       /* per sequence */
     int64_t chain_heads; /* heads per chain */
@@ -25,6 +26,9 @@ typedef struct skl_schedule {
 
 /* Number of counters for `threads` threads: see ordered_sum.h. */
 int64_t skl_ordered_sum_count(int threads);
+
+/* Sets of key_sums that a pass over the queries uses at the same time: one per chain. */
+int64_t skl_key_sums_count(const skl_problem *problem, int32_t workers);
 
 /* Number of items of a pass. */
 int64_t skl_pass_items(const skl_plan *plan, const skl_cpu_pass *pass);

@@ -7,6 +7,7 @@
 #include "base/needs.h"
 #include "base/status.h"
 #include "cpu/features.h"
+#include "cpu/key_sums.h"
 #include "cpu/pool.h"
 #include "cpu/schedule.h"
 
@@ -15,7 +16,9 @@
 /* Best first; the reference is last. */
 static const skl_cpu_kernel *const kernels[] = {
 #if defined(__x86_64__)
-    &skl_cpu_avx512, &skl_cpu_avx2,
+    &skl_cpu_amx,      &skl_cpu_avx512_bf16, &skl_cpu_avx512, &skl_cpu_avx2,
+#elif defined(__aarch64__)
+    &skl_cpu_neon_bf16,
 #endif
     &skl_cpu_portable, &skl_cpu_reference};
 
@@ -26,11 +29,22 @@ const skl_cpu_kernel *skl_cpu_kernel_number(int32_t index)
     return index < KERNEL_COUNT ? kernels[index] : NULL;
 }
 
-skl_status skl_cpu_select_kernel(const skl_cpu_kernel **chosen, const char *forced)
+/* Other types and sparse indexers would run the same code on the vector units. */
+static bool has_matrix_products(const skl_problem *p)
+{
+    return p->top_k == 0 && (p->dtype_t == SKL_BF16 || p->dtype_s == SKL_BF16);
+}
+
+static bool is_choice(const skl_cpu_kernel *kernel, const skl_problem *p)
+{
+    return kernel->usable() && (!kernel->on_matrix || has_matrix_products(p));
+}
+
+skl_status skl_cpu_select_kernel(const skl_cpu_kernel **chosen, const skl_problem *p, const char *forced)
 {
     for (int i = 0; i < KERNEL_COUNT; i++) {
         const bool wanted = forced == NULL || strcmp(forced, kernels[i]->name) == 0;
-        if (!wanted || (forced == NULL && !kernels[i]->usable()))
+        if (!wanted || (forced == NULL && !is_choice(kernels[i], p)))
             continue;
         if (!kernels[i]->usable())
             return skl_fail(SKL_ERROR_UNSUPPORTED, "kernel=%s: this CPU lacks the instruction set (it has %s)",
@@ -83,8 +97,9 @@ static bool wants_dv(const skl_call *call)
     return call->attention != NULL && call->attention->dv_s.data != NULL;
 }
 
-/* A fused backward sums f32 key gradients in the caller's buffer while it goes over the queries: 4 matrix products
- * per tile instead of 6. Returns NULL if the call allows it, else the reason for a separate pass over the keys. */
+/* A fused backward sums key gradients while it goes over the queries, f32 ones in the caller's buffer and 16-bit ones
+ * in key_sums: 4 matrix products per tile instead of 6. Returns NULL if the call allows it, else the reason for a
+ * separate pass over the keys. */
 static const char *why_not_fused(const skl_problem *p, const skl_cpu_work *work, const skl_call *call)
 {
     const skl_gradients *const grads = &call->gradients;
@@ -95,8 +110,8 @@ static const char *why_not_fused(const skl_problem *p, const skl_cpu_work *work,
         return "this kernel computes key gradients separately";
     if (p->top_k > 0)
         return "indices come in any order, so key gradients are summed key by key";
-    if (!f32_t || !f32_s)
-        return "16-bit key gradients would round at every tile, so each is summed in f32 in a separate pass";
+    if ((!f32_t || !f32_s) && skl_why_no_key_sums(p) != NULL)
+        return skl_why_no_key_sums(p);
     return items < SKL_ITEMS_MAX ? NULL : "too many query tiles to sum key gradients in a fixed order";
 }
 
@@ -115,12 +130,15 @@ static const char *why_rows_first(const skl_cpu_work *work, const skl_needs *nee
     return over_queries ? NULL : "no pass over the queries follows";
 }
 
-static const char *reason_of_query_pass(const char *not_fused, bool one_pass, bool dk_wanted)
+static const char *reason_of_query_pass(const skl_problem *p, const char *not_fused, bool one_pass, bool dk_wanted)
 {
     if (!dk_wanted)
         return one_pass ? "both LSEs are given, so P and S are exact at once" : "no key gradient is requested";
     if (not_fused != NULL)
         return one_pass ? "both LSEs are given; key gradients follow" : "key gradients follow";
+    if (skl_key_sums_floats(p) > 0)
+        return one_pass ? "both LSEs are given, and key gradients are summed in f32"
+                        : "key gradients are summed in f32";
     return one_pass ? "both LSEs are given, and f32 key gradients are summed in place"
                     : "f32 key gradients are summed in place";
 }
@@ -155,7 +173,7 @@ skl_cpu_passes skl_cpu_select_passes(const skl_plan *plan, const skl_call *call)
         add_pass(&passes, (skl_cpu_pass){.function = work->backward_queries,
                                          .fused = fused,
                                          .one_pass = one_pass,
-                                         .reason = reason_of_query_pass(not_fused, one_pass, dk_wanted)});
+                                         .reason = reason_of_query_pass(p, not_fused, one_pass, dk_wanted)});
     if (needs.gradients && !fused && student_keys)
         add_pass(&passes, (skl_cpu_pass){.function = work->backward_keys, .over_keys = true, .reason = not_fused});
     if (needs.gradients && !fused && grads->dk_t.data != NULL)

@@ -78,6 +78,7 @@ struct skl_cuda_launch {
 #define SKL_VARIANT_PERSISTENT           "persistent"
 #define SKL_VARIANT_TILES                "one tile per block"
 #define SKL_VARIANT_PAIRED               "one tile per block, two blocks per SM"
+#define SKL_VARIANT_SHORT                "persistent, two blocks per SM"
 #define SKL_VARIANT_SOFTCAP              "softcap, one tile per block"
 #define SKL_VARIANT_FUSED                "fused backward"
 #define SKL_VARIANT_FUSED_SOFTCAP        "fused backward, softcap"
@@ -89,7 +90,6 @@ struct skl_cuda_launch {
 #define SKL_VARIANT_FUSED_GROUPS         "fused backward, teacher groups"
 #define SKL_VARIANT_GROUPS_SOFTCAP       "teacher groups, softcap"
 #define SKL_VARIANT_FUSED_GROUPS_SOFTCAP "fused backward, teacher groups, softcap"
-#define SKL_VARIANT_LSE                  "LSE"
 #define SKL_VARIANT_ROWS                 "rows"
 #define SKL_VARIANT_GRADIENTS            "gradients"
 #define SKL_VARIANT_RESIDENT             "rows, queries in shared memory"
@@ -125,12 +125,13 @@ enum {
     SKL_SM90_BACKWARD_ROWS = 128,     /* queries per tile of the fused backward */
     SKL_SM90_UNBOUNDED_F16_DIM = 256, /* f16 kernels whose gradients have no row bounds */
     SKL_HEAD_GROUP_MAX = 16,
-    SKL_GROUP_DIM_MAX = 128,    /* head sizes with kernels for teacher groups, which are padded to 64 or 128 */
-    SKL_GROUP_DIMS_MAX = 512,   /* of all teacher heads of a group: their queries stay in shared memory */
-    SKL_CARRYING_DIM_MAX = 128, /* head sizes with an attention backward that carries the KL */
-    SKL_CARRYING_KEYS = 128,    /* per tile of such a backward */
-    SKL_CARRYING_ROW_SIZE = 16, /* bytes that it reads per query */
-    SKL_GROUP_TILE = 128        /* queries of a tile, keys of a forward's stage */
+    SKL_GROUP_DIM_MAX = 128,        /* head sizes with kernels for teacher groups, which are padded to 64 or 128 */
+    SKL_GROUP_DIMS_MAX = 512,       /* of all teacher heads of a group: their queries stay in shared memory */
+    SKL_CARRYING_DIM_MAX = 128,     /* head sizes with an attention backward that carries the KL */
+    SKL_CARRYING_KEYS = 128,        /* per tile of such a backward */
+    SKL_CARRYING_ROW_SIZE = 16,     /* bytes that it reads per query */
+    SKL_CARRYING_LARGEST_SIZE = 16, /* and about all of them */
+    SKL_GROUP_TILE = 128            /* queries of a tile, keys of a forward's stage */
 };
 
 /* Tensor-core kernels count rows in 32 bits. */
@@ -143,6 +144,9 @@ enum {
 
 /* Keys, at most, of a narrow forward with two blocks per SM. */
 #define SKL_SM90_PAIRED_KEYS_MAX(dims) ((dims) <= 128 ? SKL_ROWS_MAX : (int64_t)2048)
+
+/* Keys, at most, of the persistent forward with two blocks per SM. */
+#define SKL_SM90_SHORT_KEYS_MAX(dims) ((dims) <= 128 ? 1024 : 2048)
 
 /* Largest argument of the polynomial for tanh. */
 #define SKL_TANH_MAX 0.75F

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 
-from gpu import report, shape_report, step_report  # noqa: E402
+from gpu import carried_cases, report, shape_report, step_report  # noqa: E402
 
 DOCUMENTS = ("README.md", "docs/benchmarks.md")
 
@@ -113,8 +113,24 @@ def test_steps_fill_their_table(tree):
     append(path, step_report.COLUMNS, **setup, variant="no loss", ms=20, peak_bytes=2**30)
     append(path, step_report.COLUMNS, **setup, variant="LSEs given", ms=25, percent="25.0", peak_bytes=2**30, more_bytes=2**20)
     append(path, step_report.COLUMNS, **setup, variant="LSEs computed", ms=28, percent="40.0", peak_bytes=2**30, more_bytes=0)
+    append(path, step_report.COLUMNS, **setup, variant="carried, no value", ms=22, percent="10.0", peak_bytes=2**30)
     shown = table_of(tree, "step")
-    assert shown["layers, student 8/8 heads of 128, 8,192 tokens"] == ["20.0", "+25 %", "+40 %", "1 GiB", "1 MiB"]
+    assert shown["layers, student 8/8 heads of 128, 8,192 tokens"] == ["20.0", "+25 %", "+40 %", "+10 %", "1 GiB", "1 MiB"]
+
+
+def test_carried_gradients_fill_their_table(tree):
+    path = tree / "bench/results/carried.csv"
+    path.unlink(missing_ok=True)
+    append(path, carried_cases.COLUMNS, case="causal", method="cuDNN", ms=1.5, cudnn_ratio="1.000")
+    append(path, carried_cases.COLUMNS, case="causal", method="apart", ms=2.7, cudnn_ratio="1.800")
+    errors = dict(dq_error="2e-3", dk_error="3e-3", dv_error="4e-3")
+    append(path, carried_cases.COLUMNS, case="causal", method="carried", ms=1.75, cudnn_ratio="1.167", tflops="480", **errors)
+    append(path, carried_cases.COLUMNS, case="packed", method="carried", ms=2, tflops="470")
+    append(path, carried_cases.COLUMNS, case="bad", method="carried", note="failed")
+    shown = table_of(tree, "carried")
+    assert shown["causal"] == ["1.50", "2.70 (1.80x)", "1.75 (1.17x)", "", "480", "2e-3, 3e-3, 4e-3"]
+    assert shown["packed"] == ["", "", "2.00", "", "470", ""]
+    assert "bad" not in shown
 
 
 def test_linearard_fills_its_table(tree):

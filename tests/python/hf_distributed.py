@@ -211,8 +211,28 @@ def context_parallel_region():
     check_context_parallel(student, loss, tokens, positions)
 
 
+def accelerate_context_parallel():
+    """The region of accelerate's ParallelismConfig. It refuses CPUs, so this sets the mesh that its constructor would."""
+    from accelerate import Accelerator, ParallelismConfig
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.parallelism_config = ParallelismConfig(cp_size=dist.get_world_size())
+    accelerator.state.device_mesh = accelerator.parallelism_config.build_device_mesh("cpu")
+    tokens, positions = context_inputs()
+    teacher, student = context_parallel_models()
+    accelerator._prepare_cp(teacher, student)
+    buffers = [tokens.clone(), positions.clone()]
+    with AttentionDistiller(teacher, student) as distiller:
+        with accelerator.maybe_context_parallel(buffers=buffers, buffer_seq_dims=[1, 1]):
+            student(input_ids=buffers[0], position_ids=buffers[1])
+            loss = distiller.loss()
+            accelerator.backward(loss)
+    check_context_parallel(student, loss, tokens, positions)
+
+
 CASES = (
     ddp, ddp_with_loss, fsdp2, fsdp2_both, fsdp2_sinks, accelerate_loop, context_parallel_group, context_parallel_region,
+    accelerate_context_parallel,
 )  # fmt: skip
 
 

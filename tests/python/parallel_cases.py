@@ -294,6 +294,20 @@ def layout_of_torch():
         assert torch.equal(shard(torch.arange(length), dist.group.WORLD, 0), order.chunk(world)[rank])
 
 
+def compiled():
+    """Inside of torch.compile: the same loss and gradients, by a graph break."""
+    own = [shard(tensor, dist.group.WORLD).detach() for tensor in attention(dist.get_world_size())]
+    own[2:] = [tensor.requires_grad_() for tensor in own[2:]]
+
+    def step(q_t, k_t, q_s, k_s):
+        return 3 * streamkl.attention_kl(q_t, k_t, 2 * q_s, k_s, causal=True, cp_group=dist.group.WORLD)
+
+    expected, loss = step(*own), torch.compile(step, backend="aot_eager")(*own)
+    near("loss", loss, expected, LOSS)
+    for gradient, wanted in zip(*(torch.autograd.grad(each, own[2:]) for each in (loss, expected))):
+        near("gradient", gradient, wanted, GRADIENT)
+
+
 def sub_groups():
     """Two groups at the same time, whose ranks are not those of the world."""
     world, rank = dist.get_world_size(), dist.get_rank()

@@ -61,6 +61,16 @@ def test_a_shape_is_timed_with_the_base_shape():
     assert all(row.keys() <= set(shape_report.COLUMNS) for row in rows.values())
 
 
+def test_the_step_of_teacher_groups_is_that_of_attention_kl(monkeypatch):
+    torch.manual_seed(1)
+    monkeypatch.setattr(shape_methods, "lses_first", lambda *_: True)  # as on a GPU
+    assert not shape_methods.Check(short(SHAPES[2]), "cpu").run()[1]
+    measured = measure(short(SHAPES[2]), Base("cpu", short(BASE)), "cpu", rounds=3, sample_ms=1)
+    rows = {row["pass"]: row for row in shape_report.csv_rows(measured)}
+    assert float(rows[STEP]["ms"]) == pytest.approx(measured.ours[STEP].median, abs=1e-4)
+    assert rows[STEP]["kernel"] and float(rows[STEP]["base_ratio"]) > 0
+
+
 @pytest.mark.parametrize("shape", [SHAPES[2], replace(BASE, causal=False)], ids=str)
 def test_eager_pytorch_computes_the_same(shape):
     torch.manual_seed(1)

@@ -103,6 +103,26 @@ def test_language_loss_checkpointing_and_samples(folder):
     assert log[0]["loss"] == pytest.approx(log[0]["attention"] + log[0]["output"] + log[0]["language"], rel=1e-5)
 
 
+def test_start_context():
+    """Lengths double, and each takes half as many steps as the one before."""
+    lengths = [Options(context=64, start_context=8, steps=150).length_at(step) for step in range(150)]
+    assert lengths == [8] * 80 + [16] * 40 + [32] * 20 + [64] * 10
+    assert {Options(context=64, steps=9).length_at(step) for step in range(9)} == {64}
+
+
+def test_short_sequences_are_parts_of_long_ones(folder):
+    """Two sequences of 24 tokens are what a batch of two reads from data that is cut so."""
+    np.save(folder / "halves.npy", np.load(folder / "data.npy").reshape(-1, 24)[:2])
+    np.save(folder / "whole.npy", np.load(folder / "data.npy")[:1])
+    common = dict(batch=1, needles=0, eval_sequences=1, held_out=folder / "data.npy")
+    assert run(folder, "short", **common, data=folder / "whole.npy", steps=1, start_context=24) == 0
+    common |= dict(batch=2, context=24, needle_lengths=24)
+    assert run(folder, "cut", **common, data=folder / "halves.npy", steps=1) == 0
+    a, b = weights(folder / "short"), weights(folder / "cut")
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-5)
+
+
 def test_encoder(tmp_path):
     """A model without a language head learns the hidden states. Its heads become fewer and wider."""
     make_teacher(tmp_path, bert)
@@ -185,6 +205,7 @@ ERRORS = {
     "init layers": (dict(init_layers="0,9"), "--init-layers=[0, 9]: must be 2 numbers from 0 to 3"),
     "both students": (["--student", "x"], "--student: its folder says its shape"),
     "too long": (dict(context=4096), "--context=4096: the teacher has positions for 2048"),
+    "start context": (dict(start_context=36), "--start-context=36: --context must be 1, 2, 4, 8, ... times as long"),
     "map layers": (dict(map_layers="7"), "--map-layers=[7]: the student has the layers [0, 1]"),
     "missing data": (dict(data="nowhere.npy"), "nowhere.npy: cannot be read"),
     "few": (dict(context=49), "data.npy: has sequences of 48 tokens: --context needs 49"),
@@ -219,6 +240,13 @@ def test_broken_data(folder, tmp_path, name, content, message):
     teacher = LlamaForCausalLM.from_pretrained(folder / "teacher")
     with pytest.raises(UserError, match=message):
         data.load_all([str(path)], Options(context=CONTEXT), Words(), teacher)
+
+
+def test_sequences_with_special_tokens_cannot_be_cut(folder, tmp_path):
+    (tmp_path / "a.txt").write_text("abcdef" * 20)
+    teacher = LlamaForCausalLM.from_pretrained(folder / "teacher")
+    with pytest.raises(UserError, match="--start-context: must be 0: the tokenizer puts special tokens"):
+        data.load(Options(data=[str(tmp_path / "a.txt")], context=16, start_context=8), Words(), teacher)
 
 
 def test_text_needs_a_tokenizer(folder, tmp_path, capsys):

@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parent / "hf_distributed.py"
 def test_two_processes():
     cases = (
         "ddp", "ddp_with_loss", "fsdp2", "fsdp2_both", "fsdp2_sinks", "accelerate_loop", "context_parallel_group",
-        "context_parallel_region",
+        "context_parallel_region", "accelerate_context_parallel",
     )  # fmt: skip
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", SCRIPT, *cases]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}

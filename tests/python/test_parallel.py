@@ -22,7 +22,9 @@ HEADS = (
     "teacher_heads_of_indexer", "teacher_heads_under_a_wider_lse", "teacher_heads_of_attention", "refusals", "ulysses",
     "unequal_batches", "dtensor",
 )  # fmt: skip
-SEQUENCES = ("layout_of_torch", "gradients_for_averaging", "gradients_of_sinks", "half_precision", "different_calls")
+SEQUENCES = (
+    "layout_of_torch", "gradients_for_averaging", "gradients_of_sinks", "half_precision", "different_calls", "compiled",
+)  # fmt: skip
 
 
 def torchrun(processes, *cases, script=SCRIPT):

@@ -48,6 +48,8 @@ class Sequences:
 def load(options: Options, tokenizer: Any, teacher: Any) -> tuple[Sequences, Sequences]:
     """(training, held out). The last sequences of the training data are held out, unless files are given."""
     training = load_all(options.data, options, tokenizer, teacher)
+    if options.start_context and (training.prefix or training.suffix):
+        raise UserError("--start-context: must be 0: the tokenizer puts special tokens around a sequence")
     if options.held_out:
         return training, load_all(options.held_out, options, tokenizer, teacher)
     count = min(options.eval_sequences, max(len(training) // 10, 1))

@@ -42,19 +42,19 @@ def distil(options: Options) -> Path:
         run.train()
         control = None
         if options.control:
-            control = _control(options, interrupts)
+            control = _control(options, interrupts, run.before)
         run.finish(control)
     return Path(options.out)
 
 
-def _control(options: Options, interrupts: _Interrupts) -> Evaluation:
-    """The same student, trained without the attention KL, evaluated."""
+def _control(options: Options, interrupts: _Interrupts, before: Evaluation) -> Evaluation:
+    """The same student, trained without the attention KL, evaluated. It starts from the same weights."""
     out = Path(options.out) / "control"
     resume = (out / checkpoints.NAME).exists()  # of this run: an earlier one is gone
     options = dataclasses.replace(
         options, attention_weight=0.0, out=str(out), control=False, resume=resume, overwrite=not resume
     )
-    run = Run(options, interrupts)
+    run = Run(options, interrupts, before)
     run.train()
     run.finish(None)
     return run.after
@@ -63,7 +63,8 @@ def _control(options: Options, interrupts: _Interrupts) -> Evaluation:
 class Run:
     """One student in training."""
 
-    def __init__(self, options: Options, interrupts: _Interrupts) -> None:
+    def __init__(self, options: Options, interrupts: _Interrupts, before: Evaluation | None = None) -> None:
+        """`before`: the evaluation of the student as it starts, if there is one."""
         self.options, self.interrupts, self.out = options, interrupts, Path(options.out)
         mixed = {"float32": "no", "bfloat16": "bf16"}[options.precision]
         self.accelerator = Accelerator(cpu=options.cpu, mixed_precision=mixed)
@@ -85,7 +86,7 @@ class Run:
         self.wrapped = self._wrap()
         trained = [parameter for parameter in self.student.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=options.rate, weight_decay=options.weight_decay)
-        self.before = self._evaluated_before()
+        self.before = before or self._evaluated_before()
         self.student.train()
         if state is not None:
             checkpoints.load(self.checkpoint, self.wrapped, self.optimizer)
@@ -139,10 +140,9 @@ class Run:
             return self.accelerator.prepare(self.objective)
         for model in self.teacher, self.student:
             for module in list(model.modules()):
+                # What is outside of the teacher's layers stays whole: its parts are called one by one.
                 if type(module).__name__ in (model._no_split_modules or ()):
-                    fully_shard(
-                        module
-                    )  # what is outside of the teacher's layers stays whole: its parts are called one by one
+                    fully_shard(module)
         return fully_shard(self.objective)
 
     def _evaluated_before(self) -> Evaluation:
@@ -187,7 +187,7 @@ class Run:
                 now = time.monotonic()
                 self.seconds = now - begin
                 entry = dict(
-                    step=self.step, **losses, rate=self._rate(self.step - 1), memory=_memory(),
+                    step=self.step, **losses, rate=self._rate(self.step - 1), memory=_memory(self.accelerator.device),
                     tokens_per_second=self.tokens_per_step() / (now - started), seconds=self.seconds,
                 )  # fmt: skip
                 _check_finite(entry)
@@ -208,14 +208,12 @@ class Run:
         options, ranks = self.options, self.accelerator.num_processes
         set_seed((options.seed * 1_000_003 + self.step * ranks + self.accelerator.process_index) % 2**32)
         per_micro = options.batch * ranks // options.context_parallel
-        reader = (
-            self.accelerator.process_index // options.context_parallel
-        )  # ranks that share a sequence read the same
+        reader = self.accelerator.process_index // options.context_parallel  # who shares a sequence reads the same
         first = self.step * options.accumulate * per_micro + reader * options.batch
         sums: dict[str, torch.Tensor] = {}
         for micro in range(options.accumulate):
             indices = order(len(self.training), options.seed, first + micro * per_micro, options.batch)
-            ids = self.training.batch(indices).to(self.accelerator.device)
+            ids = self.training.batch(indices).view(-1, options.length_at(self.step)).to(self.accelerator.device)
             is_last = micro == options.accumulate - 1
             with nullcontext() if is_last else self.accelerator.no_sync(self.wrapped), self._split(ids) as shards:
                 with self.accelerator.autocast():
@@ -299,10 +297,10 @@ class _Interrupts:
             raise KeyboardInterrupt
 
 
-def _memory() -> int:
-    """Peak bytes of this process: of the GPU if there is one."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
+def _memory(device: torch.device) -> int:
+    """Peak bytes of this process, on the device that it trains on."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

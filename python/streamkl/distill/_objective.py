@@ -48,8 +48,7 @@ class Objective(torch.nn.Module):
         """{"loss", "attention", "output", "language"}, as far as they have a weight.
 
         `labels` and `positions` are those of a shard of the sequences, under context parallelism. If `ids` is a
-        function, its
-        result: a sharded student must run inside this module.
+        function, its result: a sharded student must run inside this module.
         """
         if callable(ids):
             return ids()

@@ -55,6 +55,9 @@ class Options:
     )
     text_field: str = _option("text", "the field of a .jsonl record with its text (or a list of tokens)")
     context: int = _option(2048, "tokens per sequence")
+    start_context: int = _option(
+        0, "tokens per sequence of the first steps, doubled up to --context; 0: --context from the start", int
+    )
 
     steps: int = _option(1000, "optimiser steps")
     batch: int = _option(1, "sequences per process and micro-batch")
@@ -126,9 +129,14 @@ class Options:
             raise UserError(
                 "--control: needs --output-weight or --language-weight above 0: the control learns from nothing else"
             )
-        if self.context_parallel > 1 and (self.context % (2 * self.context_parallel) or self.sample_rows < 1):
-            raise UserError(f"--context-parallel={self.context_parallel}: --context must be a multiple of twice as many, and "
-                            "--sample-rows 1")  # fmt: skip
+        if self.context_parallel > 1 and (
+            (self.start_context or self.context) % (2 * self.context_parallel) or self.sample_rows < 1
+        ):
+            raise UserError(f"--context-parallel={self.context_parallel}: --context and --start-context must be multiples of "
+                            "twice as many, and --sample-rows 1")  # fmt: skip
+        doublings = self.context / (self.start_context or self.context)
+        if doublings < 1 or not math.log2(doublings).is_integer():
+            raise UserError(f"--start-context={self.start_context}: --context must be 1, 2, 4, 8, ... times as long")
         if self.resume and self.overwrite:
             raise UserError("--resume and --overwrite: only one of them")
         return self
@@ -137,6 +145,14 @@ class Options:
     def lengths(self) -> list[int]:
         """Of the retrieval test."""
         return self.needle_lengths or sorted({max(self.context // 4, 1), max(self.context // 2, 1), self.context})
+
+    def length_at(self, step: int) -> int:
+        """Tokens per sequence of a step. Attention at twice the length takes half as many steps: the same time."""
+        length, end = self.start_context or self.context, 1.0
+        at = (step + 0.5) / self.steps * (2 - length / self.context)  # 1 + 1/2 + 1/4 + ... down to start / context
+        while at > end:
+            length, end = 2 * length, end + self.start_context / (2 * length)
+        return length
 
     def distiller(self) -> dict[str, Any]:
         """Options of AttentionDistiller."""
@@ -163,7 +179,7 @@ _RANGES = {
     "attention_weight": (0, math.inf), "output_weight": (0, math.inf), "language_weight": (0, math.inf),
     "sample_rows": (1e-6, 1), "eval_sequences": (1, math.inf), "needles": (0, math.inf), "checkpoint_every": (0, math.inf),
     "log_every": (1, math.inf), "student_layers": (0, math.inf), "student_heads": (0, math.inf),
-    "student_key_heads": (0, math.inf), "context_parallel": (1, math.inf),
+    "student_key_heads": (0, math.inf), "context_parallel": (1, math.inf), "start_context": (0, math.inf),
 }  # fmt: skip
 
 

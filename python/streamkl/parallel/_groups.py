@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from typing import Any
+from typing import Any, Callable
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 # Newer releases of torch have other names for the collectives on one tensor.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@torch.compiler.disable
+def call_in_eager_mode(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """torch.compile breaks its graph here: the function communicates, and what it does depends on all ranks."""
+    return function(*args, **kwargs)
 
 
 def group_of(name: str, given: Any) -> dist.ProcessGroup:

@@ -14,7 +14,7 @@ static bool attends(const tile *t)
     return t->task->call->op == SKL_OP_ATTENTION_BACKWARD;
 }
 
-/* do, as rows and transposed, and D. */
+/* D, and do as rows and transposed. */
 static void load_outputs(const tile *t)
 {
     const skl_attention *const of = t->task->call->attention;
@@ -23,19 +23,21 @@ static void load_outputs(const tile *t)
     const int64_t at_do = SKL_ROW(of->do_s, t->sequence.batch, t->head, row);
     load_rows(t->o, of->o_s.data, t->student.dtype, at_o, of->o_s.stride_row, t->count, dim);
     load_rows(t->d_o, of->do_s.data, t->student.dtype, at_do, of->do_s.stride_row, t->count, dim);
-    transpose_to_panels(t->doT, t->d_o, t->count, dim, PANEL);
     for (int64_t i = 0; i < t->height; i++) {
         double dot = 0.0;
         for (int64_t c = 0; i < t->count && c < dim; c++)
             dot += (double)t->o[i * width + c] * (double)t->d_o[i * width + c];
         t->d[i] = (float)dot;
     }
+    load_query_rows(t, &t->student, &of->do_s, t->head, of->dv_s.data != NULL, t->d_o, t->doT);
 }
 
 static void load_values(const tile *t, int64_t key_head, int64_t first, int64_t count)
 {
+    const skl_output none = {NULL, 0, 0, 0}; /* values have no dq */
     skl_side side = t->student;
     side.k = &t->task->call->attention->v_s;
+    side.dq = &none;
     load_keys(t, &side, key_head, first, count, t->v);
 }
 
@@ -45,8 +47,7 @@ static void attention_panel(const tile *t, int64_t panel, const float *y, float 
     const skl_side *const side = &t->student;
     const int64_t columns = panel_columns(t, panel);
     const float scale = logit_scale(side), cap = inverse_cap(side);
-    gemm(dp, PANEL, t->v, padded(side->dim), panel_queries(t->doT, side, panel), PANEL, keys->count, columns,
-         side->dim);
+    panel_dots(dp, side, loaded_keys(side, t->v), panel_queries(t->doT, side, panel), columns, keys->count);
     for (int64_t column = 0; column < columns; column += SKL_LANES) {
         const int64_t row = panel * PANEL + column;
         const lane_range lanes = lanes_visible(t, row, keys);

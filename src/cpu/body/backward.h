@@ -42,12 +42,14 @@ static bool adds_gradient(const tile *t, int64_t i)
 
 /* In a tile with masked pairs, or with rows whose upstream gradient is 0, a logit gradient of 0 may meet a key or
  * query that is not finite. 0 * inf is NaN, so such a tile takes a slow path that skips those pairs. */
-static bool must_skip_pairs(const tile *t, const key_tile *keys, const float *rows, int64_t count, int64_t dim)
+static bool must_skip_pairs(const tile *t, const skl_side *side, const key_tile *keys, const float *rows,
+                            int64_t count)
 {
     bool zeros = !attends(t) && !all_have_gradient(t, 0, t->count);
     for (int64_t panel = 0; panel < panel_count(t) && !zeros; panel++)
         zeros = panel_visibility(t, panel, keys) != FULL;
-    return zeros && any_nonfinite(rows, count, dim);
+    return zeros && (side->on_matrix ? any_nonfinite_halves(halves(rows), count, side->dim)
+                                     : any_nonfinite(rows, count, side->dim));
 }
 
 /* Keys of a tile that row i sees, relative to the first key of the tile; none if its upstream gradient is 0. */
@@ -66,39 +68,105 @@ static void add_weighted(float *to, float weight, const float *row, int64_t dim)
         vec_store(to + c, vec_fma(vec_of(weight), vec_load(row + c), vec_load(to + c)));
 }
 
-/* dq += g^T k */
-static void add_to_dq(const tile *t, const key_tile *keys, float *dq, const float *g, const float *k, int64_t dim)
+/* The same with halves, and elements of the sum `stride` apart. */
+static void add_weighted_halves(float *to, int64_t stride, float weight, const uint16_t *row, int64_t dim)
 {
-    const int64_t width = padded(dim);
-    if (!must_skip_pairs(t, keys, k, keys->count, dim)) {
-        gemm_transposed_add(dq, width, g, t->height, k, width, t->count, dim, keys->count);
-        return;
-    }
+    for (int64_t c = 0; c < dim; c++)
+        to[c * stride] += weight * skl_from_bf16(row[c]);
+}
+
+/* dq += g^T k, pair by pair. */
+static void add_pairs_to_dq(const tile *t, const skl_side *side, const key_tile *keys, float *dq, const float *g,
+                            const float *k)
+{
+    const int64_t width = padded(side->dim);
     for (int64_t i = 0; i < t->count; i++)
         for (int64_t j = keys_with_gradient(t, i, keys).begin; j < keys_with_gradient(t, i, keys).end; j++)
-            add_weighted(dq + i * width, g[j * t->height + i], k + j * width, dim);
+            if (side->on_matrix)
+                add_weighted_halves(dq + i, t->height, g[j * t->height + i], halves(k) + j * width, side->dim);
+            else
+                add_weighted(dq + i * width, g[j * t->height + i], k + j * width, side->dim);
+}
+
+/* dk += g q, pair by pair. */
+static void add_pairs_to_dk(const tile *t, const skl_side *side, const key_tile *keys, float *dk, const float *g,
+                            const float *q)
+{
+    const int64_t width = padded(side->dim);
+    for (int64_t i = 0; i < t->count; i++)
+        for (int64_t j = keys_with_gradient(t, i, keys).begin; j < keys_with_gradient(t, i, keys).end; j++)
+            if (side->on_matrix)
+                add_weighted_halves(dk + j * width, 1, g[j * t->height + i], halves(q) + i * width, side->dim);
+            else
+                add_weighted(dk + j * width, g[j * t->height + i], q + i * width, side->dim);
+}
+
+/* On a side on the matrix unit: rounds g, the operand of the next products. Rows of keys and queries that do not
+ * exist are 0. */
+static void round_gradient(const tile *t, const skl_side *side, const key_tile *keys, const float *g)
+{
+    if (!side->on_matrix)
+        return;
+    const int64_t height = t->height, depth = round_up(keys->count, MATRIX_DEPTH);
+    const int64_t columns = round_up(t->count, MATRIX_DEPTH);
+    for (int64_t j = 0; j < keys->count; j++) {
+        for (int64_t i = 0; i < t->count; i++)
+            t->g_rows[j * height + i] = skl_to_bf16(g[j * height + i]);
+        memset(t->g_rows + j * height + t->count, 0, (size_t)(columns - t->count) * sizeof *t->g_rows);
+    }
+    memset(t->g_rows + keys->count * height, 0, (size_t)((depth - keys->count) * height) * sizeof *t->g_rows);
+    interleave_rows(t->g_interleaved, height, t->g_rows, height, depth, columns);
+}
+
+/* dq += g^T k */
+static void add_to_dq(const tile *t, const skl_side *side, const key_tile *keys, float *dq, const float *g,
+                      const float *k)
+{
+    const int64_t width = padded(side->dim);
+    const matrix_operands transposed = {dq,        t->height,        transposed_keys(side, k),
+                                        TILE_K,    t->g_interleaved, t->height,
+                                        side->dim, t->count,         keys->count};
+    if (must_skip_pairs(t, side, keys, k, keys->count))
+        add_pairs_to_dq(t, side, keys, dq, g, k);
+    else if (side->on_matrix)
+        matrix_product(&transposed, true);
+    else
+        gemm_transposed_add(dq, width, g, t->height, k, width, t->count, side->dim, keys->count);
+}
+
+/* dk += g q for keys [first, first + count) of a tile. */
+static void add_rows_to_dk(const tile *t, const skl_side *side, float *dk, int64_t first, int64_t count,
+                           const float *g, const float *q)
+{
+    const int64_t width = padded(side->dim);
+    const matrix_operands operands = {
+        dk,        width,   t->g_rows + first * t->height, t->height, interleaved_queries(t, side, q), width, count,
+        side->dim, t->count};
+    if (side->on_matrix)
+        matrix_product(&operands, true);
+    else
+        gemm_add(dk, width, g + first * t->height, t->height, q, width, count, side->dim, t->count);
 }
 
 /* dk += g q */
-static void add_to_dk(const tile *t, const key_tile *keys, float *dk, const float *g, const float *q, int64_t dim)
+static void add_to_dk(const tile *t, const skl_side *side, const key_tile *keys, float *dk, const float *g,
+                      const float *q)
 {
-    const int64_t width = padded(dim);
-    if (!must_skip_pairs(t, keys, q, t->count, dim)) {
-        /* The product rounds its rows up to whole micro-kernels. Sums of other keys follow the last key, so the
-         * remainder goes through a separate buffer. */
-        const int64_t whole = keys->count / MICRO_ROWS * MICRO_ROWS;
-        const size_t rest_size = (size_t)((keys->count - whole) * width) * sizeof *dk;
-        gemm_add(dk, width, g, t->height, q, width, whole, dim, t->count);
-        if (rest_size > 0) {
-            memcpy(t->rest, dk + whole * width, rest_size);
-            gemm_add(t->rest, width, g + whole * t->height, t->height, q, width, MICRO_ROWS, dim, t->count);
-            memcpy(dk + whole * width, t->rest, rest_size);
-        }
+    if (must_skip_pairs(t, side, keys, q, t->count)) {
+        add_pairs_to_dk(t, side, keys, dk, g, q);
         return;
     }
-    for (int64_t i = 0; i < t->count; i++)
-        for (int64_t j = keys_with_gradient(t, i, keys).begin; j < keys_with_gradient(t, i, keys).end; j++)
-            add_weighted(dk + j * width, g[j * t->height + i], q + i * width, dim);
+    /* The product rounds its rows up to whole micro-kernels. Sums of other keys follow the last key, so the remainder
+     * goes through a separate buffer. */
+    const int64_t width = padded(side->dim), unit = side->on_matrix ? MATRIX_ROWS : MICRO_ROWS;
+    const int64_t whole = keys->count / unit * unit;
+    const size_t rest_size = (size_t)((keys->count - whole) * width) * sizeof *dk;
+    add_rows_to_dk(t, side, dk, 0, whole, g, q);
+    if (rest_size > 0) {
+        memcpy(t->rest, dk + whole * width, rest_size);
+        add_rows_to_dk(t, side, t->rest, whole, unit, g, q);
+        memcpy(dk + whole * width, t->rest, rest_size);
+    }
 }
 
 static void clear_rows(float *rows, int64_t count, int64_t dim)
@@ -108,12 +176,74 @@ static void clear_rows(float *rows, int64_t count, int64_t dim)
 
 /* ---- Queries: dq and, in a fused backward, the contribution of the tile to dk ------------------------------- */
 
-static void add_to_caller(const tile *t, const skl_side *side, const skl_output *to, int64_t head,
-                          const key_tile *keys, const float *dk)
+/* Adds dk of a key tile to its sums, in the caller's buffer or in key_sums. */
+static void add_to_sums(const tile *t, const skl_side *side, const skl_output *to, float *sums, int64_t head,
+                        const key_tile *keys, const float *dk)
 {
+    if (sums != NULL) {
+        add_rows(sums + keys->first * side->dim, side->dim, dk, keys->count, side->dim);
+        return;
+    }
     const int64_t offset =
         SKL_ROW(*to, t->sequence.batch, skl_key_head(side, head), t->sequence.key_begin + keys->first);
     add_rows((float *)to->data + offset, to->stride_row, dk, keys->count, side->dim);
+}
+
+/* Student heads whose queries attend to one key head. */
+static int64_t heads_per_key_head(const tile *t, const skl_side *side)
+{
+    return side->heads / side->key_heads / (side->heads / t->task->problem->heads_s);
+}
+
+/* One gradient in key_sums. */
+typedef struct summed_gradient {
+    float *sums;
+    const skl_side *side;
+    const skl_output *to;
+} summed_gradient;
+
+enum { SUMMED_GRADIENTS = 3 };
+
+static summed_gradient summed_gradient_at(const tile *t, int n)
+{
+    const skl_key_sums *const sums = &t->task->key_sums;
+    const skl_attention *const attention = t->task->call->attention;
+    const summed_gradient all[SUMMED_GRADIENTS] = {{sums->dk_t, &t->teacher, t->teacher.dk},
+                                                   {sums->dk_s, &t->student, t->student.dk},
+                                                   {sums->dv_s, &t->student, attention ? &attention->dv_s : NULL}};
+    const summed_gradient none = {NULL, NULL, NULL};
+    const bool requested = t->task->fused && all[n].sums != NULL && all[n].to != NULL && all[n].to->data != NULL;
+    return requested ? all[n] : none;
+}
+
+/* The first item that adds to a key head clears its sums. Items of a head go from the last tile to the first. */
+static void begin_key_sums(const tile *t)
+{
+    const skl_task *const task = t->task;
+    const int64_t last_tile = skl_ceil_div(task->problem->len_q, task->tiles.queries) - 1;
+    for (int n = 0; n < SUMMED_GRADIENTS; n++) {
+        const summed_gradient of = summed_gradient_at(t, n);
+        if (of.sums == NULL || task->tile != last_tile || task->head % heads_per_key_head(t, of.side) != 0)
+            continue;
+        skl_ordered_sum_wait(&task->ordered_sum, task->before, SKL_ALL_TILES);
+        memset(of.sums, 0, (size_t)(t->sequence.key_count * of.side->dim) * sizeof *of.sums);
+    }
+}
+
+/* The last one rounds them into the caller's buffer. */
+static void end_key_sums(const tile *t)
+{
+    const skl_task *const task = t->task;
+    for (int n = 0; n < SUMMED_GRADIENTS; n++) {
+        const summed_gradient of = summed_gradient_at(t, n);
+        if (of.sums == NULL || task->tile != 0 || (task->head + 1) % heads_per_key_head(t, of.side) != 0)
+            continue;
+        const int64_t key_head = task->head / heads_per_key_head(t, of.side), dim = of.side->dim;
+        const int64_t offset = SKL_ROW(*of.to, t->sequence.batch, key_head, t->sequence.key_begin);
+        skl_ordered_sum_wait(&task->ordered_sum, task->previous, SKL_ALL_TILES);
+        store_rows_from(of.to->data, of.side->grad_dtype, offset, of.to->stride_row, of.sums, dim,
+                        t->sequence.key_count, dim);
+    }
 }
 
 static void wait_for_order(const tile *t, const key_tile *keys)
@@ -128,14 +258,16 @@ static void teacher_group_step(const tile *t, const key_tile *keys, bool dq, boo
     for (int64_t h = 0; h < t->group_size; h++) {
         load_group_keys(t, h, keys);
         head_gradient(t, h, keys);
+        round_gradient(t, &t->teacher, keys, t->g_t);
         if (dq)
-            add_to_dq(t, keys, t->dq_t + h * rows, t->g_t, t->k_t, t->teacher.dim);
+            add_to_dq(t, &t->teacher, keys, t->dq_t + h * rows, t->g_t, t->k_t);
         if (!dk)
             continue;
         clear_rows(t->dk_t, TILE_K, t->teacher.dim);
-        add_to_dk(t, keys, t->dk_t, t->g_t, t->q_t + h * rows, t->teacher.dim);
+        add_to_dk(t, &t->teacher, keys, t->dk_t, t->g_t, t->q_t + h * rows);
         wait_for_order(t, keys);
-        add_to_caller(t, &t->teacher, t->teacher.dk, t->head * t->group_size + h, keys, t->dk_t);
+        add_to_sums(t, &t->teacher, t->teacher.dk, t->task->key_sums.dk_t, t->head * t->group_size + h, keys,
+                    t->dk_t);
     }
 }
 
@@ -143,6 +275,7 @@ static void teacher_group_step(const tile *t, const key_tile *keys, bool dq, boo
 static void query_step(const tile *t, const key_tile *keys, bool fused)
 {
     const skl_call *const call = t->task->call;
+    const skl_key_sums *const sums = &t->task->key_sums;
     const bool dk_t = fused && call->gradients.dk_t.data != NULL, dk_s = fused && call->gradients.dk_s.data != NULL;
     const bool dv_s = fused && attends(t) && call->attention->dv_s.data != NULL, any_dk = dk_t || dk_s || dv_s;
     const bool teacher_group = t->group_size > 1;
@@ -156,30 +289,35 @@ static void query_step(const tile *t, const key_tile *keys, bool fused)
     if (!teacher_group)
         load_keys(t, &t->teacher, skl_key_head(&t->teacher, t->head), keys->first, keys->count, t->k_t);
     tile_gradients(t, keys, &want);
+    if (dq_s || dk_s)
+        round_gradient(t, &t->student, keys, t->g_s);
     if (dq_s)
-        add_to_dq(t, keys, t->dq_s, t->g_s, t->k_s, t->student.dim);
+        add_to_dq(t, &t->student, keys, t->dq_s, t->g_s, t->k_s);
     if (dk_s) {
         clear_rows(t->dk_s, TILE_K, t->student.dim);
-        add_to_dk(t, keys, t->dk_s, t->g_s, t->q_s, t->student.dim);
+        add_to_dk(t, &t->student, keys, t->dk_s, t->g_s, t->q_s);
     }
     if (dv_s) {
         clear_rows(t->dv, TILE_K, t->student.dim);
-        add_to_dk(t, keys, t->dv, t->s, t->d_o, t->student.dim);
+        round_gradient(t, &t->student, keys, t->s);
+        add_to_dk(t, &t->student, keys, t->dv, t->s, t->d_o);
     }
+    if ((dq_t || dk_t) && !teacher_group)
+        round_gradient(t, &t->teacher, keys, t->g_t);
     if (dq_t && !teacher_group)
-        add_to_dq(t, keys, t->dq_t, t->g_t, t->k_t, t->teacher.dim);
+        add_to_dq(t, &t->teacher, keys, t->dq_t, t->g_t, t->k_t);
     if (dk_t && !teacher_group) {
         clear_rows(t->dk_t, TILE_K, t->teacher.dim);
-        add_to_dk(t, keys, t->dk_t, t->g_t, t->q_t, t->teacher.dim);
+        add_to_dk(t, &t->teacher, keys, t->dk_t, t->g_t, t->q_t);
     }
     if (any_dk)
         wait_for_order(t, keys);
     if (dk_s)
-        add_to_caller(t, &t->student, t->student.dk, t->head, keys, t->dk_s);
+        add_to_sums(t, &t->student, t->student.dk, sums->dk_s, t->head, keys, t->dk_s);
     if (dv_s)
-        add_to_caller(t, &t->student, &call->attention->dv_s, t->head, keys, t->dv);
+        add_to_sums(t, &t->student, &call->attention->dv_s, sums->dv_s, t->head, keys, t->dv);
     if (dk_t && !teacher_group)
-        add_to_caller(t, &t->teacher, t->teacher.dk, t->head, keys, t->dk_t);
+        add_to_sums(t, &t->teacher, t->teacher.dk, sums->dk_t, t->head, keys, t->dk_t);
     if (teacher_group && (dq_t || dk_t))
         teacher_group_step(t, keys, dq_t, dk_t);
     if (any_dk)
@@ -189,7 +327,15 @@ static void query_step(const tile *t, const key_tile *keys, bool fused)
 static void store_dq(const tile *t, const skl_side *side, int64_t head, const float *dq)
 {
     const int64_t offset = SKL_ROW(*side->dq, t->sequence.batch, head, t->sequence.query_begin + t->first);
-    store_rows(side->dq->data, side->grad_dtype, offset, side->dq->stride_row, dq, t->count, side->dim);
+    if (!side->on_matrix) {
+        store_rows(side->dq->data, side->grad_dtype, offset, side->dq->stride_row, dq, t->count, side->dim);
+        return;
+    }
+    for (int64_t first = 0; first < t->count; first += TRANSPOSED_BLOCK) {
+        transpose_floats(t->x, padded(side->dim), dq + first, t->height, side->dim, TRANSPOSED_BLOCK);
+        store_rows(side->dq->data, side->grad_dtype, offset + first * side->dq->stride_row, side->dq->stride_row,
+                   t->x, skl_min(TRANSPOSED_BLOCK, t->count - first), side->dim);
+    }
 }
 
 static void backward_query_tile(const tile *t)
@@ -227,11 +373,19 @@ static void backward_queries(const skl_task *task)
 {
     tile t;
     tile_begin(&t, task, task->head, task->tile * task->tiles.queries);
+    begin_key_sums(&t);
     if (t.count > 0)
         backward_query_tile(&t);
+    end_key_sums(&t);
 }
 
 /* ---- Keys: dk of a key block, summed over all queries ------------------------------------------------------- */
+
+/* Rows of a block of loaded keys, from number `key` on. */
+static float *key_rows(const skl_side *side, float *rows, int64_t key)
+{
+    return rows + key * padded(side->dim) / (side->on_matrix ? 2 : 1);
+}
 
 /* Adds the contribution of one query tile to the dk of a key block. */
 static void key_block_step(const tile *t, int64_t block_first, int64_t block_end)
@@ -246,24 +400,29 @@ static void key_block_step(const tile *t, int64_t block_first, int64_t block_end
         const int64_t key = first - block_first;
         tile step = *t;
         const key_tile keys = {first / TILE_K, first, skl_min(TILE_K, skl_min(block_end, tile_keys(t).end) - first)};
-        step.k_s += key * padded(t->student.dim);
-        step.v += key * padded(t->student.dim);
+        step.k_s = key_rows(&t->student, t->k_s, key);
+        step.v = key_rows(&t->student, t->v, key);
         if (!teacher_group)
-            step.k_t += key * padded(t->teacher.dim);
+            step.k_t = key_rows(&t->teacher, t->k_t, key);
         tile_gradients(&step, &keys, &want);
         float *const step_dk = dk + key * padded(side->dim);
+        if (!teacher_side || !teacher_group)
+            round_gradient(&step, side, &keys, teacher_side ? step.g_t : step.g_s);
         if (want.student)
-            add_to_dk(&step, &keys, step_dk, step.g_s, step.q_s, side->dim);
+            add_to_dk(&step, side, &keys, step_dk, step.g_s, step.q_s);
         if (attends(t))
-            add_to_dk(&step, &keys, t->dv + key * padded(side->dim), step.s, step.d_o, side->dim);
+            round_gradient(&step, side, &keys, step.s);
+        if (attends(t))
+            add_to_dk(&step, side, &keys, t->dv + key * padded(side->dim), step.s, step.d_o);
         if (teacher_side && !teacher_group)
-            add_to_dk(&step, &keys, step_dk, step.g_t, step.q_t, side->dim);
+            add_to_dk(&step, side, &keys, step_dk, step.g_t, step.q_t);
         for (int64_t h = 0; teacher_side && teacher_group && h < t->group_size; h++) {
             load_group_keys(&step, h, &keys);
             if (skl_key_head(side, t->head * t->group_size + h) != t->task->head)
                 continue;
             head_gradient(&step, h, &keys);
-            add_to_dk(&step, &keys, step_dk, step.g_t, step.q_t + h * rows, side->dim);
+            round_gradient(&step, side, &keys, step.g_t);
+            add_to_dk(&step, side, &keys, step_dk, step.g_t, step.q_t + h * rows);
         }
     }
 }

@@ -69,7 +69,7 @@ static void group_lse(const tile *t)
         float *const lse = t->lse_t + h * t->height;
         load_row_values(t, lse, given, head, 0.0F);
         if (given->data == NULL)
-            head_lse(t, &t->teacher, head, t->qT_t + h * t->height * t->teacher.dim, lse);
+            head_lse(t, &t->teacher, head, t->qT_t + h * t->height * query_width(t->teacher.dim), lse);
     }
 }
 
@@ -87,17 +87,20 @@ static void reduce_states(const tile *t)
         else
             k_t = keys_for_logits(t, &t->teacher, &keys, t->k_t);
         for (int64_t panel = 0; panel < panel_count(t); panel++) {
-            const visibility seen = panel_visibility(t, panel, &keys);
+            const key_tile seen_keys = panel_keys(t, panel, &keys);
+            const visibility seen = panel_visibility(t, panel, &seen_keys);
             if (seen == HIDDEN)
                 continue;
             const int64_t columns = panel_columns(t, panel);
             float *const x = teacher_group ? t->x + panel * TILE_K * PANEL : t->x;
             if (!teacher_group)
-                panel_logits(x, &t->teacher, k_t, panel_queries(t->qT_t, &t->teacher, panel), columns, keys.count);
-            panel_logits(t->y, &t->student, k_s, panel_queries(t->qT_s, &t->student, panel), columns, keys.count);
+                panel_logits(x, &t->teacher, k_t, panel_queries(t->qT_t, &t->teacher, panel), columns,
+                             seen_keys.count);
+            panel_logits(t->y, &t->student, k_s, panel_queries(t->qT_s, &t->student, panel), columns,
+                         seen_keys.count);
             const logits teacher = {x, teacher_group ? 1.0F : logit_scale(&t->teacher)};
             const logits student = {t->y, logit_scale(&t->student)};
-            reduce_panel(t, panel, t->reverse ? student : teacher, t->reverse ? teacher : student, &keys, seen);
+            reduce_panel(t, panel, t->reverse ? student : teacher, t->reverse ? teacher : student, &seen_keys, seen);
         }
     }
 }
@@ -200,7 +203,7 @@ static void lse_only(const tile *t)
         if (out->data == NULL)
             continue;
         float *const lse = h < 0 ? t->lse_s : t->lse_t + h * t->height;
-        head_lse(t, side, head, h < 0 ? t->qT_s : t->qT_t + h * t->height * side->dim, lse);
+        head_lse(t, side, head, h < 0 ? t->qT_s : t->qT_t + h * t->height * query_width(side->dim), lse);
         for (int64_t i = 0; i < t->count; i++)
             skl_row_set(out, &t->sequence, head, t->first + i, lse[i]);
     }

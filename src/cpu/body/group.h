@@ -17,7 +17,7 @@ static void load_group_keys(const tile *t, int64_t h, const key_tile *keys)
 /* z = stored logits of teacher head h, for one panel: see logit_scale. */
 static void head_logits(const tile *t, int64_t h, int64_t panel, const key_tile *keys, float *z)
 {
-    const float *const qT = t->qT_t + h * t->height * t->teacher.dim;
+    const float *const qT = t->qT_t + h * t->height * query_width(t->teacher.dim);
     panel_logits(z, &t->teacher, loaded_keys(&t->teacher, t->k_t), panel_queries(qT, &t->teacher, panel),
                  panel_columns(t, panel), keys->count);
 }

@@ -33,7 +33,7 @@ static float *index_lay_out(index_tile *x, const skl_problem *p, float *scratch)
     const int64_t width = padded(p->dim_s);
     x->heads = p->index_heads;
     x->relu = !p->index_linear;
-    x->qT = cut(&next, x->heads * height * p->dim_s);
+    x->qT = cut(&next, x->heads * height * query_width(p->dim_s));
     x->q = cut(&next, x->heads * height * width);
     x->w = cut(&next, x->heads * height);
     x->dw = cut(&next, x->heads * height);
@@ -68,7 +68,7 @@ static void index_load_student(const index_tile *x)
     const int64_t row = SKL_ROW(*w, t->sequence.batch, t->head, t->sequence.query_begin + t->first);
     for (int64_t g = 0; g < x->heads; g++) {
         load_queries(t, &t->student, t->head * x->heads + g, x->q + g * t->height * padded(t->student.dim),
-                     x->qT + g * t->height * t->student.dim);
+                     x->qT + g * t->height * query_width(t->student.dim));
         for (int64_t i = 0; i < t->height; i++)
             x->w[g * t->height + i] =
                 i < t->count ? skl_load(w->data, t->task->problem->dtype_w, row + i * w->stride_row + g) : 0.0F;
@@ -87,9 +87,9 @@ static void index_load_keys(const index_tile *x, const key_tile *keys)
 static void index_dots(const index_tile *x, int64_t g, int64_t panel, const key_tile *keys)
 {
     const tile *const t = &x->base;
-    const key_view k = loaded_keys(&t->student, t->k_s);
-    gemm(x->dots, PANEL, k.data, k.stride, panel_queries(x->qT + g * t->height * t->student.dim, &t->student, panel),
-         PANEL, keys->count, panel_columns(t, panel), t->student.dim);
+    const float *const qT = x->qT + g * t->height * query_width(t->student.dim);
+    panel_dots(x->dots, &t->student, loaded_keys(&t->student, t->k_s), panel_queries(qT, &t->student, panel),
+               panel_columns(t, panel), keys->count);
 }
 
 /* Lanes whose dot passes the ReLU. NaN passes, so that it shows in the result. */
@@ -280,10 +280,11 @@ static void index_products(const index_tile *x, const key_tile *keys, bool dq, f
     const int64_t dim = t->student.dim;
     for (int64_t g = 0; g < x->heads; g++) {
         index_head_gradient(x, g, keys);
+        round_gradient(t, &t->student, keys, t->g_t);
         if (dq)
-            add_to_dq(t, keys, x->dq + g * t->height * padded(dim), t->g_t, t->k_s, dim);
+            add_to_dq(t, &t->student, keys, x->dq + g * t->height * padded(dim), t->g_t, t->k_s);
         if (dk != NULL)
-            add_to_dk(t, keys, dk, t->g_t, x->q + g * t->height * padded(dim), dim);
+            add_to_dk(t, &t->student, keys, dk, t->g_t, x->q + g * t->height * padded(dim));
     }
 }
 
@@ -300,7 +301,7 @@ static void index_query_step(const index_tile *x, const key_tile *keys, bool kl)
     if (!fused_dk)
         return;
     wait_for_order(t, keys);
-    add_to_caller(t, &t->student, t->student.dk, t->head, keys, t->dk_s);
+    add_to_sums(t, &t->student, t->student.dk, t->task->key_sums.dk_s, t->head, keys, t->dk_s);
     skl_ordered_sum_advance(&t->task->ordered_sum, t->task->item, keys->index + 1);
 }
 
@@ -319,31 +320,38 @@ static void store_index_gradients(const index_tile *x)
     }
 }
 
-static void index_backward_queries(const skl_task *task)
+static void index_backward_query_tile(const index_tile *x)
 {
-    index_tile x;
-    index_begin(&x, task, task->head, task->tile * task->tiles.queries);
-    const tile *const t = &x.base;
+    const tile *const t = &x->base;
+    const skl_task *const task = t->task;
     const skl_call *const call = task->call;
     const bool one_pass = skl_op_is_one_pass(call->op) && !task->rows_known;
     const bool kl = one_pass && (call->rows.kl.data != NULL || entropy_wanted(call));
-    if (t->count == 0)
-        return;
     load_teacher_queries(t);
-    index_load_student(&x);
+    index_load_student(x);
     load_known_rows(t);
-    reset_states(&x);
+    reset_states(x);
     if (call->gradients.dq_s.data != NULL)
-        clear_rows(x.dq, x.heads * t->height, t->student.dim);
+        clear_rows(x->dq, x->heads * t->height, t->student.dim);
     FOR_KEY_TILES(t, keys)
-    index_query_step(&x, &keys, kl);
-    store_index_gradients(&x);
+    index_query_step(x, &keys, kl);
+    store_index_gradients(x);
     for (int64_t i = 0; kl && i < t->count; i++) {
         const row_sums sums = sums_of(t, i);
         const float row = one_pass_kl(&sums, keys_seen(t, i));
         skl_row_set(&call->rows.kl, &t->sequence, t->head, t->first + i, skl_kl_report(row));
-        finish_entropy(&x, i, row);
+        finish_entropy(x, i, row);
     }
+}
+
+static void index_backward_queries(const skl_task *task)
+{
+    index_tile x;
+    index_begin(&x, task, task->head, task->tile * task->tiles.queries);
+    begin_key_sums(&x.base);
+    if (x.base.count > 0)
+        index_backward_query_tile(&x);
+    end_key_sums(&x.base);
 }
 
 /* Adds the contribution of one query tile to the dk of a key block. */

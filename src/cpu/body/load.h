@@ -5,11 +5,23 @@
 #include "base/convert.h"
 #include "cpu/body/vector.h"
 
+#if defined(SKL_MATRIX_INTERLEAVE)
+enum { ROW_UNIT = 32 }; /* 16-bit numbers of a cache line */
+#else
+enum { ROW_UNIT = 16 }; /* floats of a cache line */
+#endif
+
 /* Row stride of a tile buffer: room for full vectors, plus one cache line so that rows do not map to the same cache
  * sets when the dimension is a power of two. */
 static inline int64_t padded(int64_t dim)
 {
-    return (dim + 15) / 16 * 16 + 16;
+    return (dim + ROW_UNIT - 1) / ROW_UNIT * ROW_UNIT + ROW_UNIT;
+}
+
+/* Elements that a transposed query takes in its panel. */
+static inline int64_t query_width(int64_t dim)
+{
+    return padded(dim) - ROW_UNIT;
 }
 
 static void load_row(float *to, const void *from, skl_dtype dtype, int64_t offset, int64_t dim)
@@ -46,7 +58,7 @@ static void load_rows(float *to, const void *from, skl_dtype dtype, int64_t offs
 static void transpose_to_panels(float *to, const float *from, int64_t count, int64_t dim, int64_t panel_width)
 {
     const int64_t width = padded(dim);
-    for (int64_t first = 0; first < count; first += panel_width, to += dim * panel_width)
+    for (int64_t first = 0; first < count; first += panel_width, to += query_width(dim) * panel_width)
         for (int64_t lane = 0; lane < panel_width; lane++) {
             const float *const row = from + (first + lane) * width;
             const bool present = first + lane < count;
@@ -55,12 +67,24 @@ static void transpose_to_panels(float *to, const float *from, int64_t count, int
         }
 }
 
+/* Stores rows that are `from_stride` apart. */
+static void store_rows_from(void *to, skl_dtype dtype, int64_t offset, int64_t stride, const float *from,
+                            int64_t from_stride, int64_t count, int64_t dim)
+{
+    for (int64_t i = 0; i < count; i++, offset += stride, from += from_stride) {
+        if (dtype == SKL_BF16) /* a loop that vectorises */
+            for (int64_t c = 0; c < dim; c++)
+                ((uint16_t *)to)[offset + c] = skl_to_bf16(from[c]);
+        else
+            for (int64_t c = 0; c < dim; c++)
+                skl_store(to, dtype, offset + c, from[c]);
+    }
+}
+
 static void store_rows(void *to, skl_dtype dtype, int64_t offset, int64_t stride, const float *from, int64_t count,
                        int64_t dim)
 {
-    for (int64_t i = 0; i < count; i++, offset += stride, from += padded(dim))
-        for (int64_t c = 0; c < dim; c++)
-            skl_store(to, dtype, offset + c, from[c]);
+    store_rows_from(to, dtype, offset, stride, from, padded(dim), count, dim);
 }
 
 /* Adds rows to an f32 gradient. */

@@ -47,7 +47,8 @@ SKL_INLINE void add_sums(key_sums *to, const key_sums *from)
 /* Adds one key: e^a, e^b and e^a (a - b), where a and b are logits minus their shifts m_a and m_b. */
 SKL_INLINE void add_key(key_sums *sums, vec a, vec b, ivec seen, const bool masked)
 {
-    add_terms(sums, exp_vec(a), exp_vec(b), a - b, seen, masked);
+    add_terms(sums, masked ? exp_vec(a) : exp_in_range(a), masked ? exp_vec(b) : exp_in_range(b), a - b, seen,
+              masked);
 }
 
 /* Sums over keys in two interleaved chains: half the latency, and rounding errors grow half as fast. */
@@ -144,7 +145,7 @@ static void move_state(const lane_state *s, vec m_a, vec m_b)
     vec_store(s->m_b, m_b);
 }
 
-/* Reduces with the row maximum as the shift: for masked tiles, the first tile of a row, and tiles whose sums outgrow
+/* Reduces with the row maximum as the shift: for the first tile of a row, and tiles whose sums outgrow
  * the lazy shift or that hold a logit of -inf. */
 static void reduce_exactly(const lane_state *s, logits a, logits b, int32_t key_count, const lane_range *lanes)
 {
@@ -155,16 +156,26 @@ static void reduce_exactly(const lane_state *s, logits a, logits b, int32_t key_
     add_to_state(s, &sums);
 }
 
-/* Reduces with the current shift. Returns false and changes nothing if a sum passes the bound or is NaN. */
-static bool reduce_lazily(const lane_state *s, logits a, logits b, int32_t key_count)
+/* Adds sums over the current shifts. Returns false and changes nothing if one passes the bound, is negative or NaN.
+ */
+static bool add_lazy_sums(const lane_state *s, const key_sums *sums)
 {
-    const key_sums sums = sum_keys(a, vec_load(s->m_a), b, vec_load(s->m_b), key_count, NULL, false);
-    const ivec fine =
-        (ivec)(sums.l_a < SKL_LAZY_BOUND) & (ivec)(sums.l_b < SKL_LAZY_BOUND) & (ivec)(sums.w == sums.w);
-    if (ivec_any(~fine))
+    const ivec low = (ivec)(sums->l_a < SKL_LAZY_BOUND) & (ivec)(sums->l_b < SKL_LAZY_BOUND);
+    const ivec positive = (ivec)(sums->l_a >= 0.0F) & (ivec)(sums->l_b >= 0.0F) & (ivec)(sums->w == sums->w);
+    if (ivec_any(~(low & positive)))
         return false;
-    add_to_state(s, &sums);
+    add_to_state(s, sums);
     return true;
+}
+
+/* Reduces with the current shifts. Returns false and changes nothing if they do not fit. */
+static bool reduce_lazily(const lane_state *s, logits a, logits b, int32_t key_count, const lane_range *lanes,
+                          bool masked)
+{
+    const vec m_a = vec_load(s->m_a), m_b = vec_load(s->m_b);
+    const key_sums sums =
+        masked ? sum_keys(a, m_a, b, m_b, key_count, lanes, true) : sum_keys(a, m_a, b, m_b, key_count, NULL, false);
+    return add_lazy_sums(s, &sums);
 }
 
 /* Adds the keys of a panel to its row states; a and b are the logits of the two arguments of the KL. */
@@ -176,9 +187,12 @@ static void reduce_panel(const tile *t, int64_t panel, logits a, logits b, const
         const lane_state state = lane_state_at(t, row);
         const logits lane_a = {a.data + column, a.scale};
         const logits lane_b = {b.data + column, b.scale};
-        if (seen == FULL && *state.m_a != -INFINITY && reduce_lazily(&state, lane_a, lane_b, key_count))
+        const bool has_shift = *state.m_a != -INFINITY;
+        if (seen == FULL && has_shift && reduce_lazily(&state, lane_a, lane_b, key_count, NULL, false))
             continue;
         const lane_range lanes = lanes_visible(t, row, keys);
+        if (seen == MASKED && has_shift && reduce_lazily(&state, lane_a, lane_b, key_count, &lanes, true))
+            continue;
         reduce_exactly(&state, lane_a, lane_b, key_count, &lanes);
     }
 }

@@ -58,8 +58,8 @@ static float *sparse_lay_out(sparse_row *r, const skl_problem *p, float *scratch
     r->w = cut(&scratch, heads);
     r->dw = cut(&scratch, heads);
     r->k = cut(&scratch, INDEX_BLOCK * width);
-    r->qT_t = cut(&scratch, (skl_group_size(p) + PANEL) * p->dim_t);
-    r->qT_s = cut(&scratch, (p->index_heads + PANEL) * p->dim_s);
+    r->qT_t = cut(&scratch, (skl_group_size(p) + PANEL) * query_width(p->dim_t));
+    r->qT_s = cut(&scratch, (p->index_heads + PANEL) * query_width(p->dim_s));
     r->transposed_dots = cut(&scratch, INDEX_BLOCK * PANEL);
     r->z = cut(&scratch, group_size * INDEX_BLOCK);
     r->dots = cut(&scratch, heads * INDEX_BLOCK);
@@ -155,8 +155,8 @@ static void head_dots(const sparse_row *r, const skl_side *side, float *c, const
 {
     for (int64_t first = 0; first < heads; first += PANEL) {
         const int64_t columns = skl_min(PANEL, heads - first);
-        gemm(r->transposed_dots, PANEL, r->k, padded(side->dim), qT + first * side->dim, PANEL, r->count, columns,
-             side->dim);
+        gemm(r->transposed_dots, PANEL, r->k, padded(side->dim), qT + first * query_width(side->dim), PANEL, r->count,
+             columns, side->dim);
         for (int64_t h = 0; h < columns; h++)
             for (int64_t key = 0; key < r->count; key++)
                 c[(first + h) * INDEX_BLOCK + key] = r->transposed_dots[key * PANEL + h];

@@ -5,8 +5,7 @@
 #ifndef SKL_CPU_BODY_TILE_H
 #define SKL_CPU_BODY_TILE_H
 
-#include "cpu/body/gemm.h"
-#include "cpu/body/load.h"
+#include "cpu/body/matrix.h"
 #include "cpu/kernel.h"
 #include "cpu/row_sums.h"
 
@@ -19,6 +18,8 @@ enum {
 
 _Static_assert(TILE_K % MICRO_ROWS == 0 && TILE_Q / 2 % MICRO_ROWS == 0, "tiles are multiples of the micro-kernel");
 _Static_assert(TILE_Q / 2 % PANEL == 0, "tiles are multiples of a panel");
+_Static_assert(TILE_K % MATRIX_ROWS == 0 && TILE_K % MATRIX_DEPTH == 0 && PANEL % MATRIX_DEPTH == 0,
+               "tiles and panels are multiples of the matrix unit's blocks");
 
 /* Keys of one step of a pass. */
 typedef struct key_tile {
@@ -53,7 +54,10 @@ typedef struct tile {
     float *x, *y;       /* logits: [panel][TILE_K][PANEL] */
     float *sum;         /* of the probabilities of a teacher group, same shape as x */
     float *g_t, *g_s;   /* logit gradients: [TILE_K][height] */
-    float *dq_t, *dq_s; /* sums: [group_size][height][padded], [height][padded] */
+    uint16_t *g_rows;   /* on a matrix unit: those of one side rounded to bf16, [TILE_K][height], ... */
+    uint16_t
+        *g_interleaved; /* ... and interleaved along keys, [TILE_K / MATRIX_INTERLEAVE][height][MATRIX_INTERLEAVE] */
+    float *dq_t, *dq_s; /* sums: [group_size][height][padded], [height][padded]; on a matrix unit [dim][height] */
     float *dk_t, *dk_s; /* of one key tile, or sums of a key block */
     float *v, *dv;      /* skl_attention_backward: values of a key tile or a key block, like k_s, and their sums */
     float *o, *d_o;     /* output and its upstream gradient, as rows like q_s */
@@ -101,8 +105,8 @@ static float *lay_out(tile *t, const skl_problem *p, float *scratch)
     t->grad = cut(&scratch, height);
     t->kl = cut(&scratch, height);
     t->zero = cut(&scratch, height);
-    t->qT_t = cut(&scratch, group_size * height * p->dim_t);
-    t->qT_s = cut(&scratch, height * p->dim_s);
+    t->qT_t = cut(&scratch, group_size * height * query_width(p->dim_t));
+    t->qT_s = cut(&scratch, height * query_width(p->dim_s));
     t->q_t = cut(&scratch, (p->gradients & SKL_DK_T ? group_size : 1) * height * width_t);
     t->q_s = cut(&scratch, height * width_s);
     t->k_t = cut(&scratch, KEY_BLOCK * width_t);
@@ -112,6 +116,8 @@ static float *lay_out(tile *t, const skl_problem *p, float *scratch)
     t->sum = cut(&scratch, skl_has_teacher_groups(p) ? height * TILE_K : 0);
     t->g_t = cut(&scratch, height * TILE_K);
     t->g_s = cut(&scratch, height * TILE_K);
+    t->g_rows = halves(cut(&scratch, HAS_MATRIX * height * TILE_K / 2));
+    t->g_interleaved = halves(cut(&scratch, HAS_MATRIX * height * TILE_K / 2));
     t->dq_t = cut(&scratch, p->gradients & SKL_DQ_T ? group_size * height * width_t : 0);
     t->dq_s = cut(&scratch, p->gradients & SKL_DQ_S ? height * width_s : 0);
     t->dk_t = cut(&scratch, p->gradients & SKL_DK_T ? KEY_BLOCK * width_t : 0);
@@ -121,10 +127,10 @@ static float *lay_out(tile *t, const skl_problem *p, float *scratch)
     t->dv = cut(&scratch, attends * KEY_BLOCK * width_s);
     t->o = cut(&scratch, attends * height * width_s);
     t->d_o = cut(&scratch, attends * height * width_s);
-    t->doT = cut(&scratch, attends * height * p->dim_s);
+    t->doT = cut(&scratch, attends * height * query_width(p->dim_s));
     t->d = cut(&scratch, attends * height);
     t->s = cut(&scratch, attends * height * TILE_K);
-    t->rest = cut(&scratch, MICRO_ROWS * (width_t > width_s ? width_t : width_s));
+    t->rest = cut(&scratch, skl_max(MICRO_ROWS, MATRIX_ROWS) * (width_t > width_s ? width_t : width_s));
     return scratch;
 }
 
@@ -143,11 +149,35 @@ static skl_tiles tiles(const skl_problem *p)
 
 /* ---- Queries and masks -------------------------------------------------------------------------------------- */
 
+/* Queries of a side on the matrix unit, interleaved: they follow its rows. */
+static uint16_t *interleaved_queries(const tile *t, const skl_side *side, const float *rows)
+{
+    return halves(rows) + t->height * padded(side->dim);
+}
+
+/* Loads rows of a tensor like q, as rows and transposed; if `of_dk`, also as an operand of key gradients. */
+static void load_query_rows(const tile *t, const skl_side *side, const skl_input *from, int64_t head, bool of_dk,
+                            float *rows, float *transposed)
+{
+    const int64_t offset = SKL_ROW(*from, t->sequence.batch, head, t->sequence.query_begin + t->first);
+    if (!side->on_matrix) {
+        load_rows(rows, from->data, side->dtype, offset, from->stride_row, t->count, side->dim);
+        transpose_to_panels(transposed, rows, t->count, side->dim, PANEL);
+        return;
+    }
+    const int64_t width = padded(side->dim), columns = round_up(side->dim, MATRIX_DEPTH) / MATRIX_INTERLEAVE;
+    copy_halves(halves(rows), (const uint16_t *)from->data + offset, from->stride_row, t->count, t->height,
+                side->dim);
+    for (int64_t first = 0; first < t->count; first += PANEL)
+        transpose_interleaved(halves(transposed + first * query_width(side->dim)), PANEL * MATRIX_INTERLEAVE,
+                              halves(rows) + first * width, width, PANEL, columns);
+    if (of_dk)
+        interleave_rows(interleaved_queries(t, side, rows), width, halves(rows), width, t->height, width);
+}
+
 static void load_queries(const tile *t, const skl_side *side, int64_t head, float *rows, float *transposed)
 {
-    const int64_t offset = SKL_ROW(*side->q, t->sequence.batch, head, t->sequence.query_begin + t->first);
-    load_rows(rows, side->q->data, side->dtype, offset, side->q->stride_row, t->count, side->dim);
-    transpose_to_panels(transposed, rows, t->count, side->dim, PANEL);
+    load_query_rows(t, side, side->q, head, side->dk->data != NULL, rows, transposed);
 }
 
 /* Prepares queries [first, first + height) of a student head. */
@@ -158,6 +188,8 @@ static void tile_begin(tile *t, const skl_task *task, int64_t head, int64_t firs
     t->task = task;
     t->teacher = skl_teacher_of(task->problem, task->call);
     t->student = skl_student_of(task->problem, task->call);
+    t->teacher.on_matrix = HAS_MATRIX && t->teacher.dtype == SKL_BF16;
+    t->student.on_matrix = HAS_MATRIX && t->student.dtype == SKL_BF16;
     t->sequence = skl_sequence_at(p, &task->call->inputs, task->call->keys, task->batch);
     t->group_size = skl_group_size(p);
     t->head = head;
@@ -172,7 +204,7 @@ static void tile_begin(tile *t, const skl_task *task, int64_t head, int64_t firs
 
 static void load_teacher_queries(const tile *t)
 {
-    const int64_t transposed = t->height * t->teacher.dim;
+    const int64_t transposed = t->height * query_width(t->teacher.dim);
     const int64_t rows = t->task->problem->gradients & SKL_DK_T ? t->height * padded(t->teacher.dim) : 0;
     for (int64_t h = 0; h < t->group_size; h++)
         load_queries(t, &t->teacher, t->head * t->group_size + h, t->q_t + h * rows, t->qT_t + h * transposed);
@@ -220,9 +252,19 @@ static visibility panel_visibility(const tile *t, int64_t panel, const key_tile 
     const skl_range first = t->visible[panel * PANEL];
     const skl_range last = t->visible[panel * PANEL + PANEL - 1];
     const int64_t end = keys->first + keys->count;
+    if (keys->count == 0)
+        return HIDDEN;
     if (last.begin <= keys->first && first.end >= end)
         return FULL;
     return first.begin < end && last.end > keys->first ? MASKED : HIDDEN;
+}
+
+/* A key tile without the keys after the last one that a panel sees. */
+static key_tile panel_keys(const tile *t, int64_t panel, const key_tile *keys)
+{
+    const int64_t end = t->visible[panel * PANEL + PANEL - 1].end;
+    const key_tile seen = {keys->index, keys->first, skl_max(0, skl_min(keys->count, end - keys->first))};
+    return seen;
 }
 
 /* Keys [begin, end) of a tile that are visible to each lane, relative to the first key of the tile. */
@@ -248,11 +290,34 @@ SKL_INLINE ivec lane_mask(const lane_range *lanes, int32_t key)
 
 /* ---- Logits ------------------------------------------------------------------------------------------------- */
 
+/* Keys of a tile, transposed, on a side on the matrix unit: [dim][TILE_K]. They follow its rows, of which there may
+ * be KEY_BLOCK. */
+static uint16_t *transposed_keys(const skl_side *side, const float *rows)
+{
+    return halves(rows) + KEY_BLOCK * padded(side->dim);
+}
+
+static void transpose_keys(const skl_side *side, const float *rows, int64_t count)
+{
+    const int64_t width = padded(side->dim);
+    uint16_t *const to = transposed_keys(side, rows), *const interleaved = to + width * TILE_K;
+    interleave_rows(interleaved, width, halves(rows), width, count, width);
+    transpose_interleaved(to, TILE_K, interleaved, width * MATRIX_INTERLEAVE, count / MATRIX_INTERLEAVE, side->dim);
+}
+
 static void load_keys(const tile *t, const skl_side *side, int64_t key_head, int64_t first, int64_t count,
                       float *rows)
 {
     const int64_t offset = SKL_ROW(*side->k, t->sequence.batch, key_head, t->sequence.key_begin + first);
-    load_rows(rows, side->k->data, side->dtype, offset, side->k->stride_row, count, side->dim);
+    if (!side->on_matrix) {
+        load_rows(rows, side->k->data, side->dtype, offset, side->k->stride_row, count, side->dim);
+        return;
+    }
+    const int64_t capacity = round_up(count, MATRIX_DEPTH);
+    copy_halves(halves(rows), (const uint16_t *)side->k->data + offset, side->k->stride_row, count, capacity,
+                side->dim);
+    if (side->dq->data != NULL && count <= TILE_K)
+        transpose_keys(side, rows, capacity);
 }
 
 /* Rows of keys, in a tile buffer or in the caller's tensor. */
@@ -288,11 +353,24 @@ static float logit_scale(const skl_side *side)
     return side->softcap > 0.0F ? 1.0F : side->scale;
 }
 
-/* x[key][lane] = <k, q> of one panel; with a softcap, the capped logit. */
+/* x[key][lane] = <k, q> of one panel. */
+static void panel_dots(float *x, const skl_side *side, key_view k, const float *qT, int64_t columns,
+                       int64_t key_count)
+{
+    if (!side->on_matrix) {
+        gemm(x, PANEL, k.data, k.stride, qT, PANEL, key_count, columns, side->dim);
+        return;
+    }
+    const matrix_operands operands = {x,     PANEL,     halves(k.data), k.stride, halves(qT),
+                                      PANEL, key_count, columns,        side->dim};
+    matrix_product(&operands, false);
+}
+
+/* The same; with a softcap, the capped logit. */
 static void panel_logits(float *x, const skl_side *side, key_view k, const float *qT, int64_t columns,
                          int64_t key_count)
 {
-    gemm(x, PANEL, k.data, k.stride, qT, PANEL, key_count, columns, side->dim);
+    panel_dots(x, side, k, qT, columns, key_count);
     if (side->softcap == 0.0F)
         return;
     for (int64_t at = 0; at < key_count * PANEL; at += SKL_LANES)
@@ -314,7 +392,7 @@ SKL_INLINE vec slope_of(vec logit, float inverse_cap)
 
 static const float *panel_queries(const float *qT, const skl_side *side, int64_t panel)
 {
-    return qT + panel * PANEL * side->dim;
+    return qT + panel * PANEL * query_width(side->dim);
 }
 
 #endif

@@ -1,7 +1,7 @@
 /* Vectors as a compiler extension, and the few vector functions that the kernels need.
  *
  * The including file defines SKL_LANES, the floats per vector. It may define SKL_HAS_FMA, SKL_HAS_BOUNDS and
- * SKL_HAS_EXP and provide vec_fma, vec_at_least and vec_at_most, and exp_vec itself. */
+ * SKL_HAS_EXP and provide vec_fma, vec_at_least and vec_at_most, and exp_vec and exp_in_range itself. */
 #ifndef SKL_CPU_BODY_VECTOR_H
 #define SKL_CPU_BODY_VECTOR_H
 
@@ -128,12 +128,20 @@ SKL_INLINE vec exp2_of_product(float c, vec x)
 
 SKL_INLINE vec exp_vec(vec x);
 
+/* The same for x above -2^22; below, also NaN or an infinity. */
+SKL_INLINE vec exp_in_range(vec x);
+
 #ifndef SKL_HAS_EXP
 /* e^x: 0 below 2^-126.5, inf from 2^127.5 on, NaN for NaN. */
 SKL_INLINE vec exp_vec(vec x)
 {
     const vec bounded = vec_at_least(vec_of(-127.0F * SKL_LN2), vec_at_most(vec_of(128.0F * SKL_LN2), x));
     return exp2_of_product(SKL_LOG2E, bounded);
+}
+
+SKL_INLINE vec exp_in_range(vec x)
+{
+    return exp_vec(x);
 }
 #endif
 

@@ -4,31 +4,60 @@
 
 #include "cpu/body/sparse_backward.h"
 
+#if !defined(SKL_HAS_TASK_SETUP)
+SKL_INLINE void begin_task(void)
+{
+}
+
+SKL_INLINE void end_task(void)
+{
+}
+#endif
+
+/* Every function runs between begin_task and end_task, which an instruction set may provide. */
+#define TASK(function)                                                                                               \
+    static void function##_task(const skl_task *task)                                                                \
+    {                                                                                                                \
+        begin_task();                                                                                                \
+        function(task);                                                                                              \
+        end_task();                                                                                                  \
+    }
+
+TASK(forward)
+TASK(backward_queries)
+TASK(backward_keys)
+TASK(index_forward)
+TASK(index_backward_queries)
+TASK(index_backward_keys)
+TASK(sparse_forward)
+TASK(sparse_backward_queries)
+TASK(sparse_backward_keys)
+
 static const skl_cpu_work attention_work = {
     .fuses = true,
     .tiles = tiles,
     .scratch_size = scratch_size,
-    .forward = forward,
-    .backward_queries = backward_queries,
-    .backward_keys = backward_keys,
+    .forward = forward_task,
+    .backward_queries = backward_queries_task,
+    .backward_keys = backward_keys_task,
 };
 
 static const skl_cpu_work indexer_work = {
     .fuses = true,
     .tiles = tiles,
     .scratch_size = index_scratch_size,
-    .forward = index_forward,
-    .backward_queries = index_backward_queries,
-    .backward_keys = index_backward_keys,
+    .forward = index_forward_task,
+    .backward_queries = index_backward_queries_task,
+    .backward_keys = index_backward_keys_task,
 };
 
 static const skl_cpu_work sparse_indexer_work = {
     .fuses = true,
     .tiles = sparse_tiles,
     .scratch_size = sparse_scratch_size,
-    .forward = sparse_forward,
-    .backward_queries = sparse_backward_queries,
-    .backward_keys = sparse_backward_keys,
+    .forward = sparse_forward_task,
+    .backward_queries = sparse_backward_queries_task,
+    .backward_keys = sparse_backward_keys_task,
 };
 
 #endif

@@ -1,4 +1,4 @@
-/* Memory-bound kernels around the attention backward that carries its KL. 16 lanes share a row, and a warp has
+/* Memory-bound kernels around the attention backward that carries its KL. LANES lanes share a row, and each has
  * several rows in flight. */
 #include "cuda/common/attention_rows.cuh"
 
@@ -6,9 +6,15 @@
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/row_stats.cuh"
 
-constexpr int THREADS = 256, ROW_LANES = 16, ROWS = 2;            /* lanes of a row; rows of a lane in flight */
-constexpr int BLOCK_ROWS = THREADS / ROW_LANES * ROWS, OCTET = 8; /* elements of a lane */
-static_assert(ROW_LANES * OCTET >= SKL_CARRYING_DIM_MAX, "a row in one step");
+constexpr int THREADS = 256, ROWS = 4, OCTET = 8;              /* rows of a lane in flight; elements of a lane */
+constexpr int WIDE = SKL_CARRYING_DIM_MAX / OCTET, NARROW = 8; /* lanes of a row, in one step */
+
+template <int LANES> constexpr int BLOCK_ROWS = THREADS / LANES *ROWS;
+
+static int lanes_for(const skl_problem &p)
+{
+    return p.dim_s > NARROW * OCTET ? WIDE : NARROW;
+}
 
 /* A row of one head of one batch. */
 struct row_position {
@@ -21,26 +27,26 @@ static __host__ __device__ int64_t rows_per_head(const skl_problem &p)
 }
 
 /* Rows of a head are in x, heads of all batches in y. */
-static dim3 grid_for(const skl_problem &p)
+template <int LANES> static dim3 grid_for(const skl_problem &p)
 {
     const int64_t y_max = 65535, x_max = 1 << 16; /* grid-stride loops do the rest */
     const int64_t heads = (p.packed ? 1 : p.batch) * p.heads_s;
-    return dim3((unsigned)skl_min(x_max, skl_ceil_div(rows_per_head(p), BLOCK_ROWS)),
+    return dim3((unsigned)skl_min(x_max, skl_ceil_div(rows_per_head(p), BLOCK_ROWS<LANES>)),
                 (unsigned)skl_min(y_max, heads));
 }
 
 /* Calls visit(positions, whether each exists) for the rows of these lanes, ROWS at a time. */
-template <typename VISIT> static __device__ void for_each_row(const skl_problem &p, VISIT visit)
+template <int LANES, typename VISIT> static __device__ void for_each_row(const skl_problem &p, VISIT visit)
 {
     const int64_t rows = rows_per_head(p);
     const unsigned heads = (unsigned)p.heads_s, all_heads = (unsigned)((p.packed ? 1 : p.batch) * p.heads_s);
     for (unsigned head = blockIdx.y; head < all_heads; head += gridDim.y)
-        for (int64_t first = blockIdx.x * BLOCK_ROWS; first < rows; first += gridDim.x * BLOCK_ROWS) {
+        for (int64_t first = blockIdx.x * BLOCK_ROWS<LANES>; first < rows; first += gridDim.x * BLOCK_ROWS<LANES>) {
             row_position at[ROWS];
             bool exists[ROWS];
 #pragma unroll
             for (int n = 0; n < ROWS; n++) {
-                const int64_t row = first + n * (THREADS / ROW_LANES) + threadIdx.x / ROW_LANES;
+                const int64_t row = first + n * (THREADS / LANES) + threadIdx.x / LANES;
                 exists[n] = row < rows;
                 at[n] = {head / heads, head % heads, skl_min(row, rows - 1)};
             }
@@ -81,56 +87,112 @@ static __device__ float dot_of_pairs(uint32_t a, uint32_t b, skl_dtype dtype)
     return fmaf(x.x, y.x, x.y * y.y);
 }
 
-static __device__ attention_row stats_of(const attention_backward_params &params, const row_position &at, float dot)
+/* The row without <do, o>, which its shift lacks. All lanes of a row load the same: that takes no more time, and the
+ * loads are in flight together with those of o and do. */
+/* The largest finite number that a thread has met, for all threads of the grid. */
+static __device__ void publish_largest(uint32_t *largest, float of_thread)
+{
+    const uint32_t of_warp = __reduce_max_sync(~0U, __float_as_uint(of_thread));
+    if (threadIdx.x % 32 == 0 && of_warp > 0)
+        atomicMax(largest, of_warp);
+}
+
+static __device__ float larger_finite(float largest, float size)
+{
+    return size < INFINITY ? fmaxf(largest, size) : largest;
+}
+
+template <int LANES> static __device__ float sum_of_lanes(float value)
+{
+#pragma unroll
+    for (int offset = LANES / 2; offset > 0; offset /= 2)
+        value += __shfl_xor_sync(~0U, value, offset);
+    return value;
+}
+
+static __device__ float dot_of_octets(const uint4 &a, const uint4 &b, skl_dtype dtype)
+{
+    return dot_of_pairs(a.x, b.x, dtype) + dot_of_pairs(a.y, b.y, dtype) + dot_of_pairs(a.z, b.z, dtype) +
+           dot_of_pairs(a.w, b.w, dtype);
+}
+
+static __device__ attention_row row_without_dot(const attention_backward_params &params, const row_position &at)
 {
     const skl_inputs &in = params.call.inputs;
     const float weight = in.grad_kl.data != NULL ? row_value(in.grad_kl, at) : 1.0F;
-    if (weight < 0.0F)
-        *params.negative = 1;
-    return {tensor_core::lse2_of(row_value(in.lse_s, at)), dot - weight,
+    return {tensor_core::lse2_of(row_value(in.lse_s, at)), -weight,
             tensor_core::lse2_of(row_value(in.lse_t, at)) - log2f(fabsf(weight)), weight};
 }
 
-static __global__ void __launch_bounds__(THREADS)
+template <int LANES>
+static __global__ void __launch_bounds__(THREADS, 1)
     prepare_rows(const __grid_constant__ attention_backward_params params)
 {
     const skl_problem &p = params.problem;
-    const int lane = (int)threadIdx.x % ROW_LANES, c = lane * OCTET;
+    const int lane = (int)threadIdx.x % LANES, c = lane * OCTET;
     const bool inside = c < (int)p.dim_s;
     clear_dv_tail(params);
-    for_each_row(p, [&](const row_position(&at)[ROWS], const bool(&exists)[ROWS]) {
+    float largest = 0.0F, weight = 0.0F; /* |do|^2 and |g| */
+    for_each_row<LANES>(p, [&](const row_position(&at)[ROWS], const bool(&exists)[ROWS]) {
         uint4 o[ROWS], d_o[ROWS];
+        attention_row row[ROWS];
 #pragma unroll
         for (int n = 0; n < ROWS; n++) {
+            row[n] = row_without_dot(params, at[n]);
             o[n] = inside ? load_octet(params.of.o_s, at[n], c) : make_uint4(0, 0, 0, 0);
             d_o[n] = inside ? load_octet(params.of.do_s, at[n], c) : make_uint4(0, 0, 0, 0);
         }
 #pragma unroll
         for (int n = 0; n < ROWS; n++) {
-            float dot = dot_of_pairs(o[n].x, d_o[n].x, p.dtype_s) + dot_of_pairs(o[n].y, d_o[n].y, p.dtype_s) +
-                        dot_of_pairs(o[n].z, d_o[n].z, p.dtype_s) + dot_of_pairs(o[n].w, d_o[n].w, p.dtype_s);
-#pragma unroll
-            for (int offset = ROW_LANES / 2; offset > 0; offset /= 2)
-                dot += __shfl_xor_sync(~0U, dot, offset);
+            row[n].shift += sum_of_lanes<LANES>(dot_of_octets(o[n], d_o[n], p.dtype_s));
+            if (p.dtype_s == SKL_F16)
+                largest = larger_finite(largest, sum_of_lanes<LANES>(dot_of_octets(d_o[n], d_o[n], p.dtype_s)));
             if (!exists[n])
                 continue;
+            weight = larger_finite(weight, fabsf(row[n].weight));
             if (lane == 0)
-                params.rows[(at[n].batch * p.heads_s + at[n].head) * rows_per_head(p) + at[n].row] =
-                    stats_of(params, at[n], dot);
+                params.rows[(at[n].batch * p.heads_s + at[n].head) * rows_per_head(p) + at[n].row] = row[n];
+            if (lane == 0 && row[n].weight < 0.0F)
+                params.largest->negative = 1;
             float4 *const sums = (float4 *)(void *)((float *)params.dq_sums.data +
                                                     SKL_ROW(params.dq_sums, at[n].batch, at[n].head, at[n].row) + c);
             if (inside)
                 sums[0] = sums[1] = make_float4(0.0F, 0.0F, 0.0F, 0.0F);
         }
     });
+    if (p.dtype_s != SKL_F16)
+        return;
+    publish_largest(&params.largest->d_out, sqrtf(largest));
+    publish_largest(&params.largest->weight, weight);
 }
 
-static __global__ void __launch_bounds__(THREADS) store_sums(const __grid_constant__ attention_backward_params params)
+/* The largest norm of a row of v. */
+template <int LANES>
+static __global__ void __launch_bounds__(THREADS, 1)
+    largest_value(const __grid_constant__ attention_backward_params params)
+{
+    const skl_problem &p = params.problem;
+    const int c = (int)threadIdx.x % LANES * OCTET;
+    const unsigned heads = (unsigned)p.key_heads_s, all_heads = (unsigned)((p.packed ? 1 : p.batch) * heads);
+    const int64_t rows = p.packed ? p.total_k : p.len_k;
+    float largest = 0.0F;
+    for (unsigned head = blockIdx.y; head < all_heads; head += gridDim.y)
+        for (int64_t first = blockIdx.x * (THREADS / LANES); first < rows; first += gridDim.x * (THREADS / LANES)) {
+            const row_position at = {head / heads, head % heads, skl_min(first + threadIdx.x / LANES, rows - 1)};
+            const uint4 v = c < (int)p.dim_s ? load_octet(params.of.v_s, at, c) : make_uint4(0, 0, 0, 0);
+            largest = larger_finite(largest, sum_of_lanes<LANES>(dot_of_octets(v, v, p.dtype_s)));
+        }
+    publish_largest(&params.largest->value, sqrtf(largest));
+}
+
+template <int LANES>
+static __global__ void __launch_bounds__(THREADS, 1)
+    store_sums(const __grid_constant__ attention_backward_params params)
 {
     const skl_problem &p = params.problem;
     const skl_output &sums = params.dq_sums, &dq = params.call.gradients.dq_s;
     const skl_dtype dtype = skl_grad_dtype(&p, p.dtype_s);
-    const int c = (int)threadIdx.x % ROW_LANES * OCTET;
+    const int c = (int)threadIdx.x % LANES * OCTET;
     const int64_t size = (int64_t)skl_dtype_size(dtype);
     const bool aligned = size == 2 && ((uintptr_t)dq.data | (uintptr_t)(dq.stride_batch * size) |
                                        (uintptr_t)(dq.stride_head * size) | (uintptr_t)(dq.stride_row * size)) %
@@ -138,7 +200,9 @@ static __global__ void __launch_bounds__(THREADS) store_sums(const __grid_consta
                                           0;
     if (c >= (int)p.dim_s)
         return;
-    for_each_row(p, [&](const row_position(&at)[ROWS], const bool(&exists)[ROWS]) {
+    const float unit = p.dtype_s == SKL_F16 ? log2_unit<__half>(*params.largest) : 0.0F;
+    const float factor = p.scale_s * exp2f(-unit);
+    for_each_row<LANES>(p, [&](const row_position(&at)[ROWS], const bool(&exists)[ROWS]) {
         float4 even[ROWS], odd[ROWS]; /* dimensions */
 #pragma unroll
         for (int n = 0; n < ROWS; n++) {
@@ -158,14 +222,14 @@ static __global__ void __launch_bounds__(THREADS) store_sums(const __grid_consta
             uint32_t pairs[OCTET / 2];
 #pragma unroll
             for (int i = 0; i < OCTET / 2 && aligned; i++) {
-                const float low = values[i * 2] * p.scale_s, high = values[i * 2 + 1] * p.scale_s;
+                const float low = values[i * 2] * factor, high = values[i * 2 + 1] * factor;
                 pairs[i] = dtype == SKL_BF16 ? pack(low, high, __nv_bfloat16()) : pack(low, high, __half());
             }
             if (aligned)
                 *(uint4 *)(void *)((uint16_t *)dq.data + to) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 #pragma unroll
             for (int i = 0; i < OCTET && !aligned; i++)
-                skl_store(dq.data, dtype, to + i, values[i] * p.scale_s);
+                skl_store(dq.data, dtype, to + i, values[i] * factor);
         }
     });
 }
@@ -173,16 +237,25 @@ static __global__ void __launch_bounds__(THREADS) store_sums(const __grid_consta
 attention_backward_params attention_backward_params_of(const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     attention_row *const rows = (attention_row *)(void *)launch->attention_rows;
-    int32_t *const negative = (int32_t *)(void *)(rows + skl_state_count(&params->problem));
-    return {*params, *params->call.attention, rows, negative, launch->dq_sums, launch->head_group};
+    attention_largest *const largest = (attention_largest *)(void *)(rows + skl_state_count(&params->problem));
+    return {*params, *params->call.attention, rows, largest, launch->dq_sums, launch->head_group};
 }
 
 cudaError_t prepare_attention_rows(const attention_backward_params *params)
 {
-    const cudaError_t error = cudaMemsetAsync(params->negative, 0, sizeof *params->negative, params->call.stream);
+    const cudaError_t error = cudaMemsetAsync(params->largest, 0, sizeof *params->largest, params->call.stream);
     if (error != cudaSuccess)
         return error;
-    prepare_rows<<<grid_for(params->problem), THREADS, 0, params->call.stream>>>(*params);
+    const skl_problem &p = params->problem;
+    const cudaStream_t stream = params->call.stream;
+    if (lanes_for(p) == WIDE)
+        prepare_rows<WIDE><<<grid_for<WIDE>(p), THREADS, 0, stream>>>(*params);
+    else
+        prepare_rows<NARROW><<<grid_for<NARROW>(p), THREADS, 0, stream>>>(*params);
+    if (p.dtype_s == SKL_F16 && lanes_for(p) == WIDE)
+        largest_value<WIDE><<<grid_for<WIDE>(p), THREADS, 0, stream>>>(*params);
+    else if (p.dtype_s == SKL_F16)
+        largest_value<NARROW><<<grid_for<NARROW>(p), THREADS, 0, stream>>>(*params);
     return cudaPeekAtLastError();
 }
 
@@ -190,6 +263,10 @@ cudaError_t store_dq_sums(const attention_backward_params *params)
 {
     if (params->call.gradients.dq_s.data == NULL)
         return cudaSuccess;
-    store_sums<<<grid_for(params->problem), THREADS, 0, params->call.stream>>>(*params);
+    const skl_problem &p = params->problem;
+    if (lanes_for(p) == WIDE)
+        store_sums<WIDE><<<grid_for<WIDE>(p), THREADS, 0, params->call.stream>>>(*params);
+    else
+        store_sums<NARROW><<<grid_for<NARROW>(p), THREADS, 0, params->call.stream>>>(*params);
     return cudaPeekAtLastError();
 }

@@ -2,6 +2,10 @@
 #ifndef SKL_CUDA_COMMON_ATTENTION_ROWS_CUH
 #define SKL_CUDA_COMMON_ATTENTION_ROWS_CUH
 
+#include <type_traits>
+
+#include <cuda_fp16.h>
+
 #include "cuda/common/params.cuh"
 
 /* What the kernel reads per query. LSEs are in base 2; the teacher's is minus log2 |g|, so that it gives |g| P. g is
@@ -12,14 +16,34 @@ struct alignas(16) attention_row {
 };
 static_assert(sizeof(attention_row) == SKL_CARRYING_ROW_SIZE, "cuda/select sizes the workspace");
 
-struct attention_backward_params : skl_cuda_params {
-    skl_attention of;    /* in the constant bank: call.attention is a host address */
-    attention_row *rows; /* [batch, heads_s, len_q], packed [heads_s, total_q] */
-    int32_t *negative;   /* whether a weight is negative */
-    skl_output dq_sums;  /* where the kernel adds up dq in f32, without its scale, in blocks of 8 dimensions:
-                          * first the even ones */
-    int32_t head_group;  /* key heads whose tiles run together */
+/* What bounds dS, as bits of floats that are not negative: the largest norm of a row of do and of v, the largest
+ * |g|. Those of do and v are known for f16 alone. */
+struct attention_largest {
+    uint32_t d_out, value, weight;
+    int32_t negative; /* whether a weight is negative */
 };
+static_assert(sizeof(attention_largest) == SKL_CARRYING_LARGEST_SIZE, "cuda/select sizes the workspace");
+
+struct attention_backward_params : skl_cuda_params {
+    skl_attention of;           /* in the constant bank: call.attention is a host address */
+    attention_row *rows;        /* [batch, heads_s, len_q], packed [heads_s, total_q] */
+    attention_largest *largest; /* of all rows */
+    skl_output dq_sums;         /* where the kernel adds up dq in f32, without its scale, in blocks of 8 dimensions:
+                                 * first the even ones */
+    int32_t head_group;         /* key heads whose tiles run together */
+};
+
+/* log2 of a factor of S and P, and so of all gradients until they are stored. It keeps small dS of f16 from
+ * underflow: |dS| <= 2 |do| |v| + |g|. At least 0, so that S loses no bits: a dS above 65504 overflows, as in any
+ * attention backward of f16. */
+template <typename ELEMENT> __device__ inline float log2_unit(const attention_largest &largest)
+{
+    if constexpr (!std::is_same<ELEMENT, __half>::value)
+        return 0.0F;
+    const float bound =
+        2.0F * __uint_as_float(largest.d_out) * __uint_as_float(largest.value) + __uint_as_float(largest.weight);
+    return fminf(14.0F, fmaxf(0.0F, floorf(14.0F - log2f(bound))));
+}
 
 attention_backward_params attention_backward_params_of(const skl_cuda_params *params, const skl_cuda_launch *launch);
 

@@ -180,6 +180,18 @@ __device__ inline void write_kl(const skl_cuda_params &params, const skl_sequenc
     skl_row_set(&params.call.rows.kl, &s, head, query, reported_kl(params.problem, s, query, skl_state_kl(&state)));
 }
 
+/* skl_lse with an f32 logarithm instead of a slow one in double: it is accurate enough for a number in [0.75, 1.5), l
+ * without its exponent. */
+__device__ inline float fast_lse(float m, float l)
+{
+    if (!(l >= 0x1p-126F && l < INFINITY))
+        return skl_lse(m, l);
+    const unsigned bits = __float_as_uint(l);
+    const int exponent = (int)(bits - 0x3F400000U) >> 23;
+    const float significand = __uint_as_float(bits - ((unsigned)exponent << 23));
+    return (float)(((double)m + (double)exponent) * SKL_LN2_DOUBLE + (double)logf(significand));
+}
+
 /* Writes the LSE of argument A, or of B (of_b). Lanes with different arguments execute the same instructions. */
 __device__ inline void write_lse(const skl_cuda_params &params, const skl_sequence &s, int64_t head, int64_t query,
                                  const skl_row_state &state, bool of_b)

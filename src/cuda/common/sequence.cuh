@@ -46,9 +46,14 @@ __device__ inline skl_row_state partial_state(const skl_problem &problem, const 
 
 /* The KL that a kernel reports for a row. Over a single key it is 0, whatever the rounding of its logits; infinity
  * and NaN still show. */
+__device__ inline float reported_kl(bool one_key, float kl)
+{
+    return one_key && fabsf(kl) < INFINITY ? 0.0F : skl_kl_report(kl);
+}
+
 __device__ inline float reported_kl(const skl_problem &problem, const skl_sequence &s, int64_t query, float kl)
 {
-    return sees_one_key(problem, s, query) && fabsf(kl) < INFINITY ? 0.0F : skl_kl_report(kl);
+    return reported_kl(sees_one_key(problem, s, query), kl);
 }
 
 #endif

@@ -74,6 +74,19 @@ static bool is_paired(const choice *s)
     return has_narrow_forward(s->kernel) && s->plan->problem.len_k <= SKL_SM90_PAIRED_KEYS_MAX(dims_of(s->kernel));
 }
 
+/* Resident blocks, two per SM: for more tiles than these with few keys, if all sequences have the same mask. Tiles of
+ * all heads and sequences run together, so their keys have to fit into the L2 cache. */
+static bool is_short(const choice *s)
+{
+    const skl_problem *const p = &s->plan->problem;
+    const skl_cuda_argument *const a = &s->params->a, *const b = &s->params->b;
+    const int64_t l2_size = (int64_t)40 << 20, tiles = query_tiles(p, SKL_SM90_PAIRED_ROWS);
+    const int64_t row_size = (p->heads_s / a->heads_per_key * a->dim + p->heads_s / b->heads_per_key * b->dim) * 2;
+    return p->len_k <= SKL_SM90_SHORT_KEYS_MAX(dims_of(s->kernel)) && s->call->op != SKL_OP_PARTIAL && !p->packed &&
+           !p->row_bounds && s->call->inputs.key_lengths == NULL && tiles > 2 * s->plan->sm_count &&
+           tiles < SKL_ROWS_MAX && p->batch * p->len_k * row_size <= l2_size;
+}
+
 void skl_select_set_splits(skl_cuda_launch *launch, const skl_problem *p, int64_t tile_rows, int64_t blocks)
 {
     launch->num_splits = num_splits_for(p, tile_rows, blocks);
@@ -98,15 +111,16 @@ void skl_select_add_forward(const choice *s)
         const int64_t blocks_per_sm = skl_min(kernel->blocks_per_sm(), SKL_SM80_BLOCKS_PER_SM_MAX);
         skl_select_set_splits(launch, p, SKL_SM80_FORWARD_ROWS(kernel->dim_max), s->plan->sm_count * blocks_per_sm);
     } else {
-        launch->persistent = !s->capped && is_persistent(s);
-        launch->paired = !s->capped && !launch->persistent && is_paired(s);
+        const bool equal_tiles = !s->capped && is_persistent(s);
+        launch->paired = !s->capped && !equal_tiles && is_paired(s);
+        launch->persistent = equal_tiles || (launch->paired && is_short(s));
         const int64_t tile_rows = launch->paired               ? SKL_SM90_PAIRED_ROWS
                                   : has_narrow_forward(kernel) ? SKL_SM90_FORWARD_ROWS(dims_of(kernel))
                                                                : SKL_SM90_WIDE_ROWS;
         const int64_t blocks_per_sm = launch->paired ? 2 : 1;
         launch->head_group = skl_select_head_group_for(s, tile_rows, 2, 2);
         launch->variant = s->capped            ? SKL_VARIANT_SOFTCAP
-                          : launch->persistent ? SKL_VARIANT_PERSISTENT
+                          : launch->persistent ? launch->paired ? SKL_VARIANT_SHORT : SKL_VARIANT_PERSISTENT
                           : launch->paired     ? SKL_VARIANT_PAIRED
                                                : SKL_VARIANT_TILES;
         if (!launch->persistent)

@@ -29,17 +29,17 @@ static skl_plan kl_plan_of(const skl_plan *plan)
     return kl_plan;
 }
 
-/* After the workspace of the one-pass call. */
+/* After the workspace of the one-pass call, which has room for a forward and for key bounds. */
 static size_t sums_at(const skl_plan *plan)
 {
     const skl_plan kl_plan = kl_plan_of(plan);
     return skl_aligned_size(skl_cuda_workspace_size(&kl_plan, SKL_OP_FORWARD_BACKWARD));
 }
 
-/* Of the kernel that does both: what it reads per row, a flag after that, and sums of dq. */
+/* Of the kernel that does both: what it reads per row and about all rows, and sums of dq. */
 static size_t rows_size(const skl_problem *p)
 {
-    return skl_aligned_size((size_t)skl_state_count(p) * SKL_CARRYING_ROW_SIZE + sizeof(int32_t));
+    return skl_aligned_size((size_t)skl_state_count(p) * SKL_CARRYING_ROW_SIZE + SKL_CARRYING_LARGEST_SIZE);
 }
 
 static size_t carrying_size(const skl_problem *p)
@@ -50,11 +50,11 @@ static size_t carrying_size(const skl_problem *p)
 size_t skl_select_attention_backward_size(const skl_plan *plan)
 {
     const skl_problem *const p = &plan->problem;
-    const size_t apart = sums_at(plan) + dots_size(p) + dq_size(p) + dk_size(p);
+    const size_t apart = dots_size(p) + dq_size(p) + dk_size(p);
     const skl_cuda_kernel *const kernel = plan->kernel;
     const bool carried =
         skl_select_is_tma_kernel(kernel) && skl_select_carrying_kernel(p, kernel->capability) != NULL;
-    return carried && carrying_size(p) > apart ? carrying_size(p) : apart;
+    return sums_at(plan) + (carried && carrying_size(p) > apart ? carrying_size(p) : apart);
 }
 
 /* The one-pass call: its gradients are f32, in the workspace where those of the caller are not. */
@@ -76,8 +76,6 @@ static skl_call kl_call_of(const skl_plan *plan, const skl_call *call)
 static const char *why_apart(const choice *s, const skl_cuda_kernel **kernel)
 {
     const skl_problem *const p = &s->plan->problem;
-    if (s->plan->forced_by != NULL)
-        return "the kernel was named by the caller: the KL and the attention backward apart";
     if (skl_has_teacher_groups(p))
         return "teacher groups: the KL and the attention backward apart";
     if (p->direction == SKL_KL_REVERSE)
@@ -142,24 +140,33 @@ static void add_output_gradients(const choice *s, const skl_gradients *of_kl, co
     }
 }
 
+/* Key heads whose tiles fill the GPU twice; more of them only if the L2 cache holds what they stream. */
+static int32_t head_group_of(const choice *s)
+{
+    const skl_problem *const p = &s->plan->problem;
+    const int64_t bytes = 2 * p->dim_t + (2 + 2 + 4) * p->dim_s; /* of a query: q_t; q_s, do_s and the sums of dq_s */
+    const int64_t head_size = p->heads_s / p->key_heads_s * p->len_q * bytes, l2_share = (int64_t)44 << 20;
+    const int64_t full = 2 * s->plan->sm_count / skl_ceil_div(p->len_k, SKL_CARRYING_KEYS);
+    return (int32_t)skl_max(1, skl_min(SKL_HEAD_GROUP_MAX, skl_max(full, l2_share / head_size)));
+}
+
 /* The kernel that does both. Its tiles are keys: it has no KL of a row, which is a sum over tiles. */
 static void add_carrying(const choice *s, const skl_cuda_kernel *kernel)
 {
+    static const char *const reason = "one kernel for the attention backward and the gradient of the KL";
     const skl_problem *const p = &s->plan->problem;
     if (p->packed)
         skl_select_add_tails(s);
     if (s->rows)
         skl_select_add_forward(s);
     skl_cuda_launch *const launch =
-        skl_select_add(s, "dq_s, dk_s and dv_s", kernel, kernel->carrying, SKL_VARIANT_CARRYING, s->reason);
-    char *const rows = s->call->workspace;
+        skl_select_add(s, "dq_s, dk_s and dv_s", kernel, kernel->carrying, SKL_VARIANT_CARRYING, reason);
+    char *const rows = (char *)s->call->workspace + sums_at(s->plan);
     launch->attention_rows = rows;
     launch->dq_sums =
         skl_output_contiguous(rows + rows_size(p), p->heads_s, p->packed ? p->total_q : p->len_q, p->dim_s);
     launch->workspace_size = carrying_size(p);
-    const int64_t tiles = p->batch * p->key_heads_s * skl_ceil_div(p->len_k, SKL_CARRYING_KEYS);
-    const int64_t bytes = 2 * p->dim_t + (2 + 2 + 4) * p->dim_s; /* of a query: q_t; q_s, do_s and the sums of dq_s */
-    launch->head_group = skl_select_head_group_of(s, tiles, p->heads_s / p->key_heads_s * p->len_q * bytes);
+    launch->head_group = head_group_of(s);
     launch->streams_queries = true;
 }
 
@@ -167,17 +174,18 @@ void skl_select_attention_backward(const skl_plan *plan, const skl_call *call, s
                                    skl_cuda_launches *launches)
 {
     const choice both = skl_select_begin(plan, call, params, launches);
-    const skl_cuda_kernel *kernel = NULL;
-    const char *const apart = why_apart(&both, &kernel);
-    if (apart == NULL) {
-        add_carrying(&both, kernel);
-        skl_select_add_bounds(&both, params);
-        return;
-    }
     const skl_plan kl_plan = kl_plan_of(plan);
     const skl_call kl_call = kl_call_of(plan, call);
-    choice kl = skl_select_begin(&kl_plan, &kl_call, params, launches);
-    skl_select_kl(&kl, params);
-    add_output_gradients(&both, &kl_call.gradients, apart);
+    const skl_cuda_kernel *kernel = NULL;
+    const char *const apart = why_apart(&both, &kernel);
+    choice kl = both;
+    if (apart == NULL) {
+        add_carrying(&both, kernel);
+        kl.plan = &kl_plan, kl.call = &kl_call; /* whose workspace has the key bounds */
+    } else {
+        kl = skl_select_begin(&kl_plan, &kl_call, params, launches);
+        skl_select_kl(&kl, params);
+        add_output_gradients(&both, &kl_call.gradients, apart);
+    }
     skl_select_add_bounds(&kl, params);
 }

@@ -143,21 +143,39 @@ static __device__ void store_entry_dk(float *entry_dk, sparse_memory &memory, in
                     sum.at[i][j] = fmaf(a[i], b[j], sum.at[i][j]);
         }
     }
+#pragma unroll 1
+    for (int i = 0; i < ROWS; i++, rotate_rows(sum))
 #pragma unroll
-    for (int j = 0; j < KEY_COLUMNS; j++)
-#pragma unroll
-        for (int i = 0; i < ROWS; i++) {
+        for (int j = 0; j < KEY_COLUMNS; j++) {
             const int entry = acc_column(j), d = c + acc_row(i);
             if (memory.keys[entry] < 0 || d >= dim)
                 continue;
             float &to = entry_dk[entry * dim + d];
-            to = add ? to + sum.at[i][j] : sum.at[i][j];
+            to = add ? to + sum.at[0][j] : sum.at[0][j];
         }
+}
+
+/* As rotate_rows: the first head becomes the last. */
+template <int R> static __device__ void rotate_heads(float (&dots)[R], float (&sum)[R][8])
+{
+    const float first = dots[0];
+#pragma unroll
+    for (int i = 1; i < R; i++)
+        dots[i - 1] = dots[i];
+    dots[R - 1] = first;
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        const float top = sum[0][j];
+#pragma unroll
+        for (int i = 1; i < R; i++)
+            sum[i - 1][j] = sum[i][j];
+        sum[R - 1][j] = top;
+    }
 }
 
 /* Adds <q_g, s_g> over a slice to `dots`, and stores dq of the slice. */
 template <int R>
-static __device__ void finish_slice(float (&dots)[R], const float (&sum)[R][8], const sparse_memory &memory,
+static __device__ void finish_slice(float (&dots)[R], float (&sum)[R][8], const sparse_memory &memory,
                                     const indexer_backward_params &params, int64_t g, int64_t count, int64_t c_first)
 {
     const skl_problem &p = params.problem;
@@ -165,8 +183,8 @@ static __device__ void finish_slice(float (&dots)[R], const float (&sum)[R][8], 
     const skl_input &q = params.call.inputs.q_s;
     const skl_output &dq = params.call.gradients.dq_s;
     const int64_t query = row.sequence.query_begin + row.query;
-#pragma unroll
-    for (int i = 0; i < R; i++) {
+#pragma unroll 1
+    for (int i = 0; i < R; i++, rotate_heads(dots, sum)) {
         const int64_t head = row.head * p.index_heads + g + head_of<R>(i);
         float dot = 0.0F;
 #pragma unroll
@@ -175,15 +193,15 @@ static __device__ void finish_slice(float (&dots)[R], const float (&sum)[R][8], 
             if (head_of<R>(i) >= count || c >= p.dim_s)
                 continue;
             /* Without visible keys the sum is 0, and query and weights, which may not be finite, are not used. */
-            const bool nonzero = sum[i][j] != 0.0F;
+            const bool nonzero = sum[0][j] != 0.0F;
             if (nonzero)
-                dot = fmaf(skl_load(q.data, p.dtype_s, SKL_ROW(q, row.sequence.batch, head, query) + c), sum[i][j],
+                dot = fmaf(skl_load(q.data, p.dtype_s, SKL_ROW(q, row.sequence.batch, head, query) + c), sum[0][j],
                            dot);
             if (dq.data != NULL)
                 skl_store(dq.data, skl_grad_dtype(&p, p.dtype_s), SKL_ROW(dq, row.sequence.batch, head, query) + c,
-                          nonzero ? memory.weights[head_of<R>(i)] * sum[i][j] : 0.0F);
+                          nonzero ? memory.weights[head_of<R>(i)] * sum[0][j] : 0.0F);
         }
-        dots[i] += row_sum(dot);
+        dots[0] += row_sum(dot);
     }
 }
 

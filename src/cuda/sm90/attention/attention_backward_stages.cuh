@@ -10,13 +10,11 @@ namespace sm90
 
 constexpr int TILE_KEYS = CONSUMERS * 64;
 constexpr int ATTENTION_BACKWARD_THREADS = 128 * (CONSUMERS + 1);
+constexpr int STATS_WARPS = STAGE_ROWS / 32; /* the last ones of the producer */
 
 /* Registers of a thread. A block starts with 168 of them: more than those in total would never become free. */
 constexpr int KEY_WARPGROUP_REGS = 240, PRODUCER_REGS = 24;
 static_assert(CONSUMERS * KEY_WARPGROUP_REGS + PRODUCER_REGS <= (CONSUMERS + 1) * 168, "registers of a block");
-
-/* Whether dk of a stage is multiplied during the exponentials of the next one. */
-template <int DIM> constexpr bool LATE_DK = DIM == 128;
 
 /* Barriers of a streamed tensor. */
 template <int COUNT> struct ring_barriers {
@@ -28,22 +26,35 @@ struct alignas(16) stage_pair {
     float lse_b[2], shift[2], lse_a[2], weight[2];
 };
 
-template <int DIM> struct attention_backward_smem {
-    static constexpr int DEPTH = DIM == 64 ? 4 : 2, Q_A_DEPTH = DIM == 64 ? 4 : 1;
-    smem_rows<DIM / 64> k_a, k_b, v;
-    row_stage<DIM> q_b[DEPTH], d_out[DEPTH], q_a[Q_A_DEPTH];
-    unsigned char ds[TILE_KEYS][128];                       /* [key][query] */
-    unsigned char dq[CONSUMERS][DIM / 64][STAGE_ROWS][128]; /* of a stage, f32: slabs of 32 dimensions */
+/* What consumers know about a stage: in shared memory, because they have no registers for it. */
+struct stage_info {
+    int row, head; /* its first query, in the tensor */
+    int flags;
+};
+enum { STAGE_NEW_K_A = 1, STAGE_LAST_OF_K_A = 2, STAGE_K_A_PHASE = 4 }; /* the phase that has the new K */
+
+/* DIM: head size of the student, DIM_A: of the teacher. */
+template <int DIM, int DIM_A> struct attention_backward_smem {
+    static constexpr int INFOS = 8; /* more than DEPTH: a stage is still needed while the next one runs */
+    static constexpr int DEPTH = DIM == 64 ? 4 : 2, Q_A_DEPTH = DIM_A == 64 ? 4 : DIM == 64 ? 2 : 1;
+    smem_rows<DIM / 64> k_b, v;
+    smem_rows<DIM_A / 64> k_a;
+    row_stage<DIM> q_b[DEPTH], d_out[DEPTH];
+    row_stage<DIM_A> q_a[Q_A_DEPTH];
+    unsigned char ds[2][TILE_KEYS][128];          /* [key][query] */
+    unsigned char dq[CONSUMERS][STAGE_ROWS][128]; /* of a stage, f32: 32 dimensions */
     stage_pair stats[DEPTH][STAGE_ROWS / 2];
     ring_barriers<DEPTH> of_q_b;
     ring_barriers<DEPTH> of_d_out; /* empty: of the stats, too */
     uint64_t stats_full[DEPTH];
     ring_barriers<Q_A_DEPTH> of_q_a;
-    uint64_t k_a_full, k_a_empty, keys_full, ds_empty;
+    uint64_t k_a_full, k_a_empty, keys_full, ds_full[2], ds_empty[2];
     skl_sequence sequence; /* in shared memory to save registers */
-    int first, count;      /* keys of the tile; those that exist */
-    int key_head, heads;   /* query heads that share the key head */
+    int batch;
+    int first, count;    /* keys of the tile; those that exist */
+    int key_head, heads; /* query heads that share the key head */
     stage_schedule queries;
+    stage_info info[INFOS];
     int queries_needed; /* up to the last one that attends to a key of the tile */
     bounded_band visible;
     int poisoned;            /* whether a key is not finite */
@@ -80,9 +91,9 @@ __device__ inline void load_stage(row_stage<DIM> (&to)[DEPTH], ring_barriers<DEP
 
 /* All loads of the block, issued by one warp. Stage n belongs to query head n / stages of those that share the key
  * head. */
-template <int DIM>
+template <int DIM, int DIM_A>
 __device__ inline void produce(const attention_backward_params &params, const attention_backward_maps &maps,
-                               attention_backward_smem<DIM> &smem)
+                               attention_backward_smem<DIM, DIM_A> &smem)
 {
     const stage_schedule queries = warp_uniform(smem.queries);
     const int batch = warp_uniform((int)smem.sequence.batch), heads = warp_uniform(smem.heads);
@@ -104,35 +115,47 @@ __device__ inline void produce(const attention_backward_params &params, const at
             if (s == 0 && new_k_a) {
                 barrier_wait(smem.k_a_empty, k_a_loads++ % 2 ^ 1);
                 barrier_expect_tx(smem.k_a_full, smem.k_a.SIZE);
-                load_rows<DIM>(smem.k_a, maps.k_a, key_row, head / heads_per_k_a, batch, smem.k_a_full);
+                load_rows<DIM_A>(smem.k_a, maps.k_a, key_row, head / heads_per_k_a, batch, smem.k_a_full);
             }
-            load_stage<DIM>(smem.q_a, smem.of_q_a, maps.q_a, n, row, head, batch);
+            load_stage<DIM_A>(smem.q_a, smem.of_q_a, maps.q_a, n, row, head, batch);
         }
     }
 }
 
-/* Row stats of all stages, by another warp: a float at a time, because it has few registers. */
-template <int DIM>
-__device__ inline void produce_stats(const attention_backward_params &params, attention_backward_smem<DIM> &smem)
+/* Row stats of all stages, by two more warps: a row per lane, so that each stage waits for global memory once. */
+template <typename ELEMENT, int DIM, int DIM_A>
+__device__ inline void produce_stats(const attention_backward_params &params,
+                                     attention_backward_smem<DIM, DIM_A> &smem)
 {
-    static_assert(sizeof(attention_row) == 4 * sizeof(float), "lse_b, shift, lse_a, weight");
+    const float unit = log2_unit<ELEMENT>(*params.largest);
     const stage_schedule queries = warp_uniform(smem.queries);
     const int heads = warp_uniform(smem.heads), needed = warp_uniform(smem.queries_needed);
     const int64_t rows_per_head = params.problem.packed ? params.problem.total_q : params.problem.len_q;
-    const float *rows = (const float *)(const void *)(params.rows +
-                                                      skl_state_index(&params.problem, &smem.sequence,
-                                                                      (int64_t)smem.key_head * heads, 0) +
-                                                      queries.row - smem.sequence.query_begin);
-    for (int h = 0, n = 0; h < heads; h++, rows += 4 * rows_per_head)
+    const int row = (int)threadIdx.x % 64; /* of the stage */
+    const attention_row *rows = params.rows +
+                                skl_state_index(&params.problem, &smem.sequence, (int64_t)smem.key_head * heads, 0) +
+                                queries.row - smem.sequence.query_begin + row;
+    const int first_head = warp_uniform(smem.key_head) * heads, heads_per_k_a = params.a.heads_per_key;
+    for (int h = 0, n = 0, k_a_loads = 0; h < heads; h++, rows += rows_per_head)
         for (int s = 0; s < queries.stages; s++, n++) {
-            const int stage = n % smem.DEPTH, first = queries.stage_at(s) * STAGE_ROWS;
+            const int stage = n % smem.DEPTH, first = queries.stage_at(s) * STAGE_ROWS, head = first_head + h;
             barrier_wait(smem.of_d_out.empty[stage], n / smem.DEPTH % 2 ^ 1);
-#pragma unroll 1
-            for (int i = (int)threadIdx.x % 32; i < STAGE_ROWS * 4; i += 32) {
-                const int row = i / 4;
-                float *const to = &smem.stats[stage][row / 2].lse_b[row % 2];
-                to[i % 4 * 2] = first + row < needed ? rows[first * 4 + i] : 0.0F;
+            if (row == 0) {
+                int flags = 0;
+                if (s == 0 && (h == 0 || head / heads_per_k_a != (head - 1) / heads_per_k_a))
+                    flags |= STAGE_NEW_K_A | (k_a_loads++ % 2 != 0 ? STAGE_K_A_PHASE : 0);
+                if (s == queries.stages - 1 && h + 1 < heads && (head + 1) / heads_per_k_a != head / heads_per_k_a)
+                    flags |= STAGE_LAST_OF_K_A;
+                smem.info[n % smem.INFOS] = {queries.row + first, head, flags};
             }
+            attention_row stats = {};
+            if (first + row < needed)
+                stats = rows[first];
+            stage_pair &to = smem.stats[stage][row / 2];
+            to.lse_b[row % 2] = stats.lse_b - unit;
+            to.shift[row % 2] = stats.shift;
+            to.lse_a[row % 2] = stats.lse_a - unit;
+            to.weight[row % 2] = stats.weight;
             __syncwarp();
             if (threadIdx.x % 32 == 0)
                 barrier_arrive(smem.stats_full[stage]);

@@ -180,14 +180,11 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
     }
 
     /* Makes the unit large enough for G of the stage. With respect to B, |p_b - p_a| <= 1 bounds it (dk: times the
-     * upstream gradients). With respect to A there is no such bound: computes G to find its maximum. */
-    template <bool MASKED> __device__ void fit_unit(const argument_logits &logits, int stage)
+     * upstream gradients). */
+    __device__ void fit_unit(int stage)
     {
         fence_operand(gradient);
-        if constexpr (!WRT_B)
-            unit.fit(*this, largest_logit_gradient<MASKED, WRT_B, CAPPED>(params, logits, visible(), smem.count,
-                                                                          stats_of_stage(stage, sums)));
-        else if constexpr (DK)
+        if constexpr (DK)
             unit.fit(*this, load_shared(smem.stats.staged[stage].largest));
         else
             unit.template fit<0>(*this, 1.0F);
@@ -207,16 +204,31 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
         wgmma_commit();
     }
 
+    /* G of a stage as A operands. */
+    template <bool MASKED> __device__ void compute_g(uint32_t (&g)[4][4], const argument_logits &logits, int stage)
+    {
+        if constexpr (decltype(unit)::MOVES && !WRT_B) { /* only G itself tells how large it is */
+            stage_logits values;
+            const float largest = compute_logit_gradients<MASKED, WRT_B, CAPPED>(
+                values, params, logits, visible(), smem.count, stats_of_stage(stage, sums));
+            fence_operand(gradient);
+            unit.fit(*this, largest);
+            pack_logit_gradients<ELEMENT>(g, values, unit.inverse());
+        } else {
+            if (unit.MOVES)
+                fit_unit(stage);
+            const float inverse = unit.inverse(); /* applied last: times an upstream gradient it could overflow */
+            for_each_logit_gradient<MASKED, WRT_B, CAPPED>(
+                params, logits, visible(), stats_of_stage(stage, sums), [&](int i, int half, float low, float high) {
+                    g[i / 2][i % 2 * 2 + half] = pack(low * inverse, high * inverse, ELEMENT());
+                });
+        }
+    }
+
     template <bool MASKED> __device__ void add_gradient(const argument_logits &logits, int stage)
     {
-        if (unit.MOVES)
-            fit_unit<MASKED>(logits, stage);
         uint32_t g[4][4];
-        const float inverse = unit.inverse(); /* applied last: times an upstream gradient it could overflow */
-        for_each_logit_gradient<MASKED, WRT_B, CAPPED>(
-            params, logits, visible(), stats_of_stage(stage, sums), [&](int i, int half, float low, float high) {
-                g[i / 2][i % 2 * 2 + half] = pack(low * inverse, high * inverse, ELEMENT());
-            });
+        compute_g<MASKED>(g, logits, stage);
         wgmma_fence();
         const uint32_t rows = mn_major_operand(&smem.wrt_stages[stage], STAGE_ROWS * 128);
 #pragma unroll

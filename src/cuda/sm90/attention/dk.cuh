@@ -137,14 +137,30 @@ template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED> struct dk_warpgrou
             dk[e / 4][e % 4] *= factor;
     }
 
-    /* A bound of |G| in the stage. With respect to B, |p_b - p_a| <= 1 and the upstream gradients bound it. With
-     * respect to A there is no such bound: computes G to find its maximum. */
-    template <bool MASKED> __device__ float g_bound(const argument_logits &logits, const stage_row_stats &stats) const
+    /* G of a stage as A operands. f16: with respect to B, |p_b - p_a| <= 1 and the upstream gradients bound G; with
+     * respect to A only G itself tells how large it is. */
+    template <bool MASKED>
+    __device__ void compute_g(uint32_t (&g)[4][4], const argument_logits &logits, const stage_row_stats &stats)
     {
-        if (WRT_B)
-            return load_shared(stats.largest);
-        return largest_logit_gradient<MASKED, WRT_B, CAPPED>(params, logits, smem.visible, smem.count,
-                                                             streamed_query_stats<WRT_B>{stats});
+        const streamed_query_stats<WRT_B> queries{stats};
+        if constexpr (decltype(unit)::MOVES && !WRT_B) {
+            stage_logits values;
+            const float largest = compute_logit_gradients<MASKED, WRT_B, CAPPED>(values, params, logits, smem.visible,
+                                                                                 smem.count, queries);
+            fence_operand(dk);
+            unit.fit(*this, largest);
+            pack_logit_gradients<ELEMENT>(g, values, unit.inverse());
+        } else {
+            if (unit.MOVES) {
+                fence_operand(dk);
+                unit.fit(*this, load_shared(stats.largest));
+            }
+            const float inverse = unit.inverse(); /* applied last: times an upstream gradient it could overflow */
+            for_each_logit_gradient<MASKED, WRT_B, CAPPED>(
+                params, logits, smem.visible, queries, [&](int i, int half, float low, float high) {
+                    g[i / 2][i % 2 * 2 + half] = pack(low * inverse, high * inverse, ELEMENT());
+                });
+        }
     }
 
     /* Adds the 64 x 64 pairs of stage n, which is stage `s` of its query head. */
@@ -165,18 +181,8 @@ template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED> struct dk_warpgrou
         fence_operand(logits.other);
         if (n > 0) /* dk of stage n - 1 is complete, too; every lane, because every lane has read row stats */
             barrier_arrive(smem.empty[(n - 1) % smem.DEPTH]);
-        const stage_row_stats &stats = smem.stats[stage];
-        if (unit.MOVES) {
-            fence_operand(dk);
-            unit.fit(*this, g_bound<MASKED>(logits, stats));
-        }
         uint32_t g[4][4];
-        const float inverse = unit.inverse(); /* applied last: times an upstream gradient it could overflow */
-        for_each_logit_gradient<MASKED, WRT_B, CAPPED>(
-            params, logits, smem.visible, streamed_query_stats<WRT_B>{stats},
-            [&](int i, int half, float low, float high) {
-                g[i / 2][i % 2 * 2 + half] = pack(low * inverse, high * inverse, ELEMENT());
-            });
+        compute_g<MASKED>(g, logits, smem.stats[stage]);
         wgmma_fence();
         const uint32_t q = mn_major_operand(&smem.stages[stage].wrt, STAGE_ROWS * 128);
 #pragma unroll

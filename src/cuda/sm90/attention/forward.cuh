@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "cuda/sm90/attention/forward_narrow.cuh"
+#include "cuda/sm90/attention/forward_short.cuh"
 #include "cuda/sm90/attention/forward_wide.cuh"
 
 namespace sm90
@@ -60,6 +61,12 @@ cudaError_t launch_forward_of(const char *kernel, const forward_params &params, 
     if constexpr (NARROW && !CAPPED) {
         using PERSISTENT = narrow_forward<ELEMENT, DIM_A, DIM_B, false, true>;
         using PAIRED = narrow_forward<ELEMENT, DIM_A, DIM_B, false, false, SKL_SM90_PAIRED_ROWS / 64>;
+        using SHORT = short_forward<ELEMENT, DIM_A, DIM_B>;
+        if (launch->persistent && launch->paired) {
+            record_launch(kernel, SKL_VARIANT_SHORT, 1);
+            return launch_blocks<SHORT>(short_forward_kernel<SHORT>, dim3(2 * (unsigned)launch->sm_count), params,
+                                        maps);
+        }
         if (launch->persistent) {
             record_launch(kernel, SKL_VARIANT_PERSISTENT, 1);
             return launch_blocks<PERSISTENT>(narrow_forward_kernel<PERSISTENT>, dim3((unsigned)launch->sm_count),

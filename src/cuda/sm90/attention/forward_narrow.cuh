@@ -32,44 +32,31 @@
 #ifndef SKL_CUDA_SM90_ATTENTION_FORWARD_NARROW_CUH
 #define SKL_CUDA_SM90_ATTENTION_FORWARD_NARROW_CUH
 
-#include "cuda/sm90/attention/forward_stage.cuh"
+#include "cuda/sm90/attention/narrow_stage.cuh"
 
 namespace sm90
 {
 
 template <typename ELEMENT, int DIM_A, int DIM_B, bool CAPPED, bool PERSISTENT, int WARPGROUPS = 4>
 struct narrow_forward {
-    static constexpr int GROUPS = WARPGROUPS;
+    typedef narrow_shape<ELEMENT, DIM_A, DIM_B, WARPGROUPS> shape;
     static constexpr bool IS_PERSISTENT = PERSISTENT;
-    static constexpr int THREADS = 128 * GROUPS;
-    static constexpr int BLOCKS_PER_SM = 4 / GROUPS;
-    typedef query_tile<GROUPS> tile_type;
-    static constexpr int REG_DIMS = 64; /* dimensions of A's queries in registers */
-    static constexpr int PRODUCER_WARP = (GROUPS - 1) * 4;
-    typedef smem_rows<SLABS_OF<DIM_B>, tile_type::ROWS> q_b_rows;
-    typedef smem_rows<SLABS_OF<DIM_A> - REG_DIMS / 64, tile_type::ROWS> q_a_rows;
-    static constexpr int SMEM = (SMEM_MAX + 1024) / BLOCKS_PER_SM - 1024; /* each block reserves 1,024 bytes */
-    static constexpr int BOOKKEEPING = BLOCKS_PER_SM == 1 ? SMEM_BOOKKEEPING : 1024;
-    static constexpr int DEPTH = depth_for(sizeof(key_stage<DIM_A, DIM_B>), q_b_rows::SIZE + q_a_rows::SIZE,
-                                           8 / BLOCKS_PER_SM, SMEM - BOOKKEEPING); /* pipeline stages */
-    /* Two stages: refills a buffer before the sums of a stage. After them its keys would be needed at once. */
-    static constexpr bool REFILL_FIRST = DEPTH == 2;
+    static constexpr int GROUPS = shape::GROUPS, THREADS = shape::THREADS, BLOCKS_PER_SM = shape::BLOCKS_PER_SM;
+    static constexpr int DEPTH = shape::DEPTH, REG_DIMS = shape::REG_DIMS, PRODUCER_WARP = shape::PRODUCER_WARP;
+    static constexpr bool REFILL_FIRST = shape::REFILL_FIRST;
+    typedef typename shape::tile_type tile_type;
     /* Computes no stage that is masked for all of a warpgroup's rows. With many keys the branch costs more. */
     static constexpr bool SKIPS_STAGES = BLOCKS_PER_SM > 1;
     /* The ranges of visible keys take the last bytes where few keys are allowed. */
     typedef std::conditional_t<BLOCKS_PER_SM == 1 || DIM_A + DIM_B <= 128, int, uint16_t> key_index;
 
-    struct memory {
-        key_stage<DIM_A, DIM_B> stages[DEPTH];
-        q_b_rows q_b;
-        q_a_rows q_a;
-        uint64_t queries_full[GROUPS], full[DEPTH], empty[DEPTH];
+    struct memory : narrow_buffers<shape> {
         stage_schedule keys;
         row_ranges<tile_type::ROWS, key_index> visible;
         tile_type tiles[PERSISTENT ? 3 : 1]; /* ring: last, current and next tile */
         tma_coord next_coord;                /* next tile, for the producer warp */
     };
-    static_assert(sizeof(memory) <= SMEM, "shared memory of a block");
+    static_assert(sizeof(memory) <= shape::SMEM, "shared memory of a block");
 
     const forward_params &params;
     const forward_maps &maps;
@@ -91,15 +78,6 @@ struct narrow_forward {
         load_keys(smem.stages[to], maps, coord, keys.row_at(n), smem.full[to]);
     }
 
-    /* Loads the queries of one warpgroup, except for the dimensions in registers. */
-    __device__ void load_queries_of(int of_warpgroup, const tma_coord &tile) const
-    {
-        uint64_t &full = smem.queries_full[of_warpgroup];
-        barrier_expect_tx(full, (smem.q_a.SIZE + smem.q_b.SIZE) / GROUPS);
-        load_queries<REG_DIMS>(smem.q_a, maps.queries_a, tile, full, of_warpgroup * 64);
-        load_queries<0>(smem.q_b, maps.queries_b, tile, full, of_warpgroup * 64);
-    }
-
     /* Initialises the barriers, which other warps may use after __syncthreads, and loads the first queries. */
     __device__ void start_loads(const tile_type &tile)
     {
@@ -108,7 +86,7 @@ struct narrow_forward {
         __syncwarp();
         coord = warp_uniform(tma_coord::of(params, tile));
         for (int of = 0; of < GROUPS; of++)
-            load_queries_of(of, coord);
+            load_queries_of<shape>(smem, maps, of, coord);
     }
 
     /* PERSISTENT: leaves the last buffer empty; advance_stage(0) fills it, as in every later tile. */
@@ -167,7 +145,7 @@ struct narrow_forward {
     {
         named_barrier_sync(1 + warpgroup, 128); /* all four warps are done with the last tile's queries */
         if (warp % 4 == 0)
-            load_queries_of(warpgroup, warp_uniform(tma_coord::of(params, tile)));
+            load_queries_of<shape>(smem, maps, warpgroup, warp_uniform(tma_coord::of(params, tile)));
         load_q_frag(tile);
         if (warp == PRODUCER_WARP)
             prefetch_next_tile();
@@ -189,40 +167,6 @@ struct narrow_forward {
 
     /* ---- Stages --------------------------------------------------------------------------------------------- */
 
-    /* Logits of the next stage. Releases the stage. */
-    __device__ void compute_logits(stage_logits &x, stage_logits &y)
-    {
-        const uint32_t rows = warpgroup * (64 * 128 / 16);
-        const uint32_t q_a = k_major_operand(&smem.q_a) + rows, q_b = k_major_operand(&smem.q_b) + rows;
-        const uint32_t k_a = k_major_operand(&smem.stages[stage].a), k_b = k_major_operand(&smem.stages[stage].b);
-        barrier_wait(smem.full[stage], phase);
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < DIM_A / 16; step++)
-            if (step < REG_DIMS / 16)
-                wgmma<false>(x, q_frag[step], k_step_descriptor(k_a, step, STAGE_ROWS), step > 0, ELEMENT());
-            else
-                wgmma<false>(x, k_step_descriptor(q_a, step - REG_DIMS / 16, tile_type::ROWS),
-                             k_step_descriptor(k_a, step, STAGE_ROWS), step > 0, ELEMENT());
-#pragma unroll
-        for (int step = 0; step < DIM_B / 16; step++)
-            wgmma<false>(y, k_step_descriptor(q_b, step, tile_type::ROWS), k_step_descriptor(k_b, step, STAGE_ROWS),
-                         step > 0, ELEMENT());
-        wgmma_commit();
-        wgmma_wait<0>();
-        fence_operand(x);
-        fence_operand(y);
-        barrier_arrive_if(smem.empty[stage], threadIdx.x % 32 == 0);
-    }
-
-    /* Releases a stage without computing it. */
-    __device__ void skip_stage() const
-    {
-        barrier_wait(smem.full[stage], phase);
-        __syncwarp();
-        barrier_arrive_if(smem.empty[stage], threadIdx.x % 32 == 0);
-    }
-
     __device__ void run_tile()
     {
         state[0] = state[1] = skl_state_empty();
@@ -235,12 +179,12 @@ struct narrow_forward {
             const int first = keys.stage_at(n) * STAGE_KEYS;
             const reach sees = reach_of(smem.visible, warpgroup * 64, 64); /* masked for another warpgroup, maybe */
             if (SKIPS_STAGES && !overlaps(sees.any, first, STAGE_KEYS)) {
-                skip_stage();
+                skip_stage<shape>(smem, stage, phase);
                 advance_stage(n);
                 continue;
             }
             stage_logits x, y;
-            compute_logits(x, y);
+            compute_logits<shape>(x, y, smem, q_frag, warpgroup, stage, phase);
             if (REFILL_FIRST)
                 advance_stage(n);
             if (!CAPPED || n < prologue || !add_capped(state, x, y, params)) {
@@ -261,7 +205,7 @@ struct narrow_forward {
 #pragma unroll 1
         for (; n < keys.stages; n++) {
             stage_logits x, y;
-            compute_logits(x, y);
+            compute_logits<shape>(x, y, smem, q_frag, warpgroup, stage, phase);
             if (REFILL_FIRST)
                 advance_stage(n);
             add_full(state, x, scale_a, y, scale_b);

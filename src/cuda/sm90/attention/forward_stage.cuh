@@ -128,8 +128,8 @@ __device__ inline bool add_with_shift(skl_row_state (&state)[2], const X &x, con
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         add_sums(sums[half], right[half]);
-        in_bounds = in_bounds && sums[half].l_a < SKL_LAZY_BOUND && sums[half].l_b < SKL_LAZY_BOUND &&
-                    !is_huge(state[half].m_a) && !is_huge(state[half].m_b);
+        in_bounds = in_bounds & (sums[half].l_a < SKL_LAZY_BOUND) & (sums[half].l_b < SKL_LAZY_BOUND) &
+                    !is_huge(state[half].m_a) & !is_huge(state[half].m_b); /* && may become a branch */
     }
     if (__any_sync(~0U, !in_bounds))
         return false;
@@ -168,6 +168,42 @@ __device__ inline bool add_capped(skl_row_state (&state)[2], const stage_logits 
            add_with_shift(state, x, capped_logit{params.a}, y, capped_logit{params.b});
 }
 
+/* Adds the columns of a masked stage that a row attends to, `sees`, with the current shift; that of an empty row
+ * becomes the thread's first logit. Returns false and adds nothing if a sum exceeds the bound, or if an empty row
+ * attends to a later column and not to the first one. A masked pair has the same logit in both arguments, whose
+ * exponential is 0. */
+template <typename X, typename Y>
+__device__ inline bool add_masked_with_shift(skl_row_state &state, const X &x, float scale_a, const Y &y,
+                                             float scale_b, int half, const range32 &sees)
+{
+    constexpr float MASKED_LOGIT = -1000.0F;
+    const int begin = sees.begin - acc_column(0, 0), end = sees.end - acc_column(0, 0);
+    const bool empty_a = state.l_a == 0.0F, empty_b = state.l_b == 0.0F;
+    const float m_a = !empty_a ? state.m_a : product_of(x, factors_of(x, 0), 0, half * 2) * scale_a;
+    const float m_b = !empty_b ? state.m_b : product_of(y, factors_of(y, 0), 0, half * 2) * scale_b;
+    row_sums sums;
+#pragma unroll
+    for (int block = 0; block < 8; block++) {
+        const auto factors_x = factors_of(x, block), factors_y = factors_of(y, block);
+#pragma unroll
+        for (int parity = 0; parity < 2; parity++) {
+            const int column = block * 8 + parity, e = half * 2 + parity;
+            const bool seen = column >= begin && column < end;
+            const float a = fmaf(product_of(x, factors_x, block, e), scale_a, -m_a);
+            const float b = fmaf(product_of(y, factors_y, block, e), scale_b, -m_b);
+            add_pair(sums, seen ? a : MASKED_LOGIT, seen ? b : MASKED_LOGIT, column == 0);
+        }
+    }
+    const bool sees_none = end <= 0, misses_first = begin > 0 && (empty_a || empty_b);
+    const bool in_bounds = sums.l_a < SKL_LAZY_BOUND && sums.l_b < SKL_LAZY_BOUND && !is_huge(m_a) && !is_huge(m_b);
+    if (__any_sync(~0U, !sees_none && (misses_first || !in_bounds)))
+        return false;
+    state.m_a = empty_a && sees_none ? -INFINITY : m_a;
+    state.m_b = empty_b && sees_none ? -INFINITY : m_b;
+    add_sums(state, sums);
+    return true;
+}
+
 /* Adds a masked stage, whose first key is `first` of the stream: for each row, the keys that it attends to. */
 template <typename X, typename Y, typename VISIBLE>
 __device__ inline void add_masked(skl_row_state (&state)[2], const X &x, float scale_a, const Y &y, float scale_b,
@@ -175,8 +211,10 @@ __device__ inline void add_masked(skl_row_state (&state)[2], const X &x, float s
 {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const range32 sees = visible.of(acc_row<1>(0, half));
-        add_with_max<true, 8>(state[half], x, scale_a, y, scale_b, half, {sees.begin - first, sees.end - first});
+        const range32 in_stream = visible.of(acc_row<1>(0, half));
+        const range32 sees = {in_stream.begin - first, in_stream.end - first};
+        if (!add_masked_with_shift(state[half], x, scale_a, y, scale_b, half, sees))
+            add_with_max<true, 8>(state[half], x, scale_a, y, scale_b, half, sees);
     }
 }
 

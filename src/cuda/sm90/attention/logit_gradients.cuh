@@ -232,20 +232,34 @@ __device__ inline void for_each_logit_gradient(const backward_params &params, co
     }
 }
 
-/* The warp's largest finite logit gradient, warp-uniform. Stationary rows from `count` on are undefined and ignored.
- */
+/* G of a stage in f32. Returns its largest finite element in the warp, warp-uniform. Stationary rows from `count` on
+ * are undefined and ignored. */
 template <bool MASKED, bool WRT_B, bool CAPPED, typename VISIBLE, typename QUERY_STATS>
-__device__ inline float largest_logit_gradient(const backward_params &params, const argument_logits &logits,
-                                               const VISIBLE &visible_rows, int count, const QUERY_STATS &stats)
+__device__ inline float compute_logit_gradients(stage_logits &g, const backward_params &params,
+                                                const argument_logits &logits, const VISIBLE &visible_rows, int count,
+                                                const QUERY_STATS &stats)
 {
     float largest[2] = {};
     for_each_logit_gradient<MASKED, WRT_B, CAPPED>(
-        params, logits, visible_rows, stats, [&](int, int half, float low, float high) {
+        params, logits, visible_rows, stats, [&](int i, int half, float low, float high) {
+            g[i][half * 2] = low;
+            g[i][half * 2 + 1] = high;
             const float size = fmaxf(fabsf(low), fabsf(high));
             largest[half] = size < INFINITY ? fmaxf(largest[half], size) : largest[half];
         });
     return warp_max(
         fmaxf(acc_row<1>(0, 0) < count ? largest[0] : 0.0F, acc_row<1>(0, 1) < count ? largest[1] : 0.0F));
+}
+
+/* `inverse`: of the unit of G. */
+template <typename ELEMENT>
+__device__ inline void pack_logit_gradients(uint32_t (&to)[4][4], const stage_logits &g, float inverse)
+{
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            to[i / 2][i % 2 * 2 + half] = pack(g[i][half * 2] * inverse, g[i][half * 2 + 1] * inverse, ELEMENT());
 }
 
 /* ---- Stores ------------------------------------------------------------------------------------------------- */

@@ -1,4 +1,4 @@
-"""Functions that also take DTensors."""
+"""Functions that also take DTensors and process groups."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import functools
 from typing import Any, Callable, TypeVar
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_GROUPS = ("cp_group", "tp_group", "loss_group")
 
 
-def accepts_dtensors(function: _Function) -> _Function:
-    """Calls with DTensors go to streamkl.parallel, which imports torch.distributed.tensor: that takes time."""
+def may_be_distributed(function: _Function) -> _Function:
+    """Calls with either go to streamkl.parallel, whose import takes time."""
 
     @functools.wraps(function)
     def call(*args, **kwargs):
@@ -17,6 +18,10 @@ def accepts_dtensors(function: _Function) -> _Function:
             from .parallel._dtensor import call_on_shards
 
             return call_on_shards(function, args, kwargs)
+        if any(kwargs.get(name) is not None for name in _GROUPS):
+            from .parallel._groups import call_in_eager_mode
+
+            return call_in_eager_mode(function, args, kwargs)
         return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]
