@@ -4,6 +4,8 @@
 #ifndef SKL_CUDA_SM90_ATTENTION_FORWARD_STAGE_CUH
 #define SKL_CUDA_SM90_ATTENTION_FORWARD_STAGE_CUH
 
+#include <type_traits>
+
 #include "cuda/sm90/attention/softcap.cuh"
 #include "cuda/sm90/tensor_map.cuh"
 
@@ -128,8 +130,11 @@ __device__ inline bool add_with_shift(skl_row_state (&state)[2], const X &x, con
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         add_sums(sums[half], right[half]);
-        in_bounds = in_bounds & (sums[half].l_a < SKL_LAZY_BOUND) & (sums[half].l_b < SKL_LAZY_BOUND) &
-                    !is_huge(state[half].m_a) & !is_huge(state[half].m_b); /* && may become a branch */
+        const float l_a = sums[half].l_a, l_b = sums[half].l_b, m_a = state[half].m_a, m_b = state[half].m_b;
+        if constexpr (std::is_array_v<X>) /* && may become a branch; without it two-term rows spill */
+            in_bounds = in_bounds & (l_a < SKL_LAZY_BOUND) & (l_b < SKL_LAZY_BOUND) & !is_huge(m_a) & !is_huge(m_b);
+        else
+            in_bounds = in_bounds && l_a < SKL_LAZY_BOUND && l_b < SKL_LAZY_BOUND && !is_huge(m_a) && !is_huge(m_b);
     }
     if (__any_sync(~0U, !in_bounds))
         return false;
