@@ -427,6 +427,11 @@ const test_case test_cases[] = {
     /* Layouts of inputs, gradients and row vectors. */
     LAYOUTS("f32", SHAPE(3, 37, 41), HEADS(4, 4), KEY_HEADS(2, 4), DIMS(33, 16)),
     LAYOUTS("bf16", SHAPE(2, 37, 67), HEADS(2, 2), DIMS(64, 24), TYPES(BF16, F16), CAUSAL),
+    LAID_OUT("one_query", FREE_STRIDES, SHAPE(1, 1, 41), HEADS(1, 1), DIMS(16, 16)),
+    LAID_OUT("one_key_bf16", FREE_STRIDES, SHAPE(1, 37, 1), HEADS(2, 1), DIMS(16, 16), TYPES(BF16, BF16)),
+    LAID_OUT("one_query_group", FREE_STRIDES, SHAPE(1, 1, 41), HEADS(4, 1), KEY_HEADS(1, 1), DIMS(16, 16)),
+    LAID_OUT("one_query_indexer", FREE_STRIDES, SHAPE(1, 1, 41), HEADS(2, 1), DIMS(16, 16), INDEXER(3)),
+    LAID_OUT("one_query_attention", FREE_STRIDES, SHAPE(1, 1, 41), HEADS(1, 1), DIMS(16, 16), ATTENTION),
 
     /* Gradients that are not requested need no buffer and do not affect the others. */
     SUBSETS("forward", SHAPE(1, 17, 37), HEADS(2, 2), DIMS(8, 8)),

@@ -251,7 +251,7 @@ static void test_attention_backward_with_the_kl_on_hopper(void **state)
 {
     (void)state;
     test_case c = {"carried", SHAPE(1, 64, 64), HEADS(2, 2), DIMS(128, 64), TYPES(BF16, BF16), ATTENTION};
-    if (!is_usable("cuda_sm90_bf16_attention"))
+    if (!is_usable("cuda_sm90_bf16_128"))
         skip();
     assert_reason_of(SKL_OP_ATTENTION_BACKWARD, &c, "forward: cuda_sm90", "1 split");
     assert_reason_of(SKL_OP_ATTENTION_BACKWARD, &c,

@@ -44,8 +44,7 @@ typedef struct skl_cpu_kernel {
     const char *name;
     const char *detail;
     bool (*usable)(void);
-    bool
-        on_matrix; /* multiplies bf16 on a matrix unit, for which it rounds logit gradients; else like the next one */
+    bool on_matrix; /* multiplies bf16 on a matrix unit, for which it rounds logit gradients */
     const skl_cpu_work *attention;
     const skl_cpu_work *indexer;
     const skl_cpu_work *sparse_indexer; /* top_k > 0 */

@@ -41,13 +41,16 @@ static void load_row(float *to, const void *from, skl_dtype dtype, int64_t offse
             to[c] = skl_from_f16(row[c]);
 }
 
-/* Loads `count` rows, starting at element `offset`, as f32. Columns from `dim` on are set to 0. */
+/* Loads `count` rows, starting at element `offset`, as f32. Columns from `dim` on are set to 0.
+ *
+ * The stride of a single row may be any number, so this and the functions below multiply it by the row and do not
+ * step past the last one. */
 static void load_rows(float *to, const void *from, skl_dtype dtype, int64_t offset, int64_t stride, int64_t count,
                       int64_t dim)
 {
     const int64_t width = padded(dim);
-    for (int64_t i = 0; i < count; i++, offset += stride, to += width) {
-        load_row(to, from, dtype, offset, dim);
+    for (int64_t i = 0; i < count; i++, to += width) {
+        load_row(to, from, dtype, offset + i * stride, dim);
         for (int64_t c = dim; c < width; c++)
             to[c] = 0.0F;
     }
@@ -71,13 +74,14 @@ static void transpose_to_panels(float *to, const float *from, int64_t count, int
 static void store_rows_from(void *to, skl_dtype dtype, int64_t offset, int64_t stride, const float *from,
                             int64_t from_stride, int64_t count, int64_t dim)
 {
-    for (int64_t i = 0; i < count; i++, offset += stride, from += from_stride) {
+    for (int64_t i = 0; i < count; i++, from += from_stride) {
+        const int64_t row = offset + i * stride;
         if (dtype == SKL_BF16) /* a loop that vectorises */
             for (int64_t c = 0; c < dim; c++)
-                ((uint16_t *)to)[offset + c] = skl_to_bf16(from[c]);
+                ((uint16_t *)to)[row + c] = skl_to_bf16(from[c]);
         else
             for (int64_t c = 0; c < dim; c++)
-                skl_store(to, dtype, offset + c, from[c]);
+                skl_store(to, dtype, row + c, from[c]);
     }
 }
 
@@ -90,9 +94,11 @@ static void store_rows(void *to, skl_dtype dtype, int64_t offset, int64_t stride
 /* Adds rows to an f32 gradient. */
 static void add_rows(float *to, int64_t stride, const float *from, int64_t count, int64_t dim)
 {
-    for (int64_t i = 0; i < count; i++, to += stride, from += padded(dim))
+    for (int64_t i = 0; i < count; i++, from += padded(dim)) {
+        float *const row = to + i * stride;
         for (int64_t c = 0; c < dim; c++)
-            to[c] += from[c];
+            row[c] += from[c];
+    }
 }
 
 /* Whether a row holds an infinity or a NaN, whose exponent bits are all set. */

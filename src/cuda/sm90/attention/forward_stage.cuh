@@ -175,7 +175,8 @@ __device__ inline bool add_capped(skl_row_state (&state)[2], const stage_logits 
 
 /* Adds the columns of a masked stage that a row attends to, `sees`, with the current shift; that of an empty row
  * becomes the thread's first logit. Returns false and adds nothing if a sum exceeds the bound, or if an empty row
- * attends to a later column and not to the first one. A masked pair has the same logit in both arguments, whose
+ * attends to a later column and not to the first one. Each thread decides for itself: with a common decision the bits
+ * of a row would depend on keys that only other rows see. A masked pair has the same logit in both arguments, whose
  * exponential is 0. */
 template <typename X, typename Y>
 __device__ inline bool add_masked_with_shift(skl_row_state &state, const X &x, float scale_a, const Y &y,
@@ -201,7 +202,7 @@ __device__ inline bool add_masked_with_shift(skl_row_state &state, const X &x, f
     }
     const bool sees_none = end <= 0, misses_first = begin > 0 && (empty_a || empty_b);
     const bool in_bounds = sums.l_a < SKL_LAZY_BOUND && sums.l_b < SKL_LAZY_BOUND && !is_huge(m_a) && !is_huge(m_b);
-    if (__any_sync(~0U, !sees_none && (misses_first || !in_bounds)))
+    if (!sees_none && (misses_first || !in_bounds))
         return false;
     state.m_a = empty_a && sees_none ? -INFINITY : m_a;
     state.m_b = empty_b && sees_none ? -INFINITY : m_b;
@@ -214,11 +215,13 @@ template <typename X, typename Y, typename VISIBLE>
 __device__ inline void add_masked(skl_row_state (&state)[2], const X &x, float scale_a, const Y &y, float scale_b,
                                   const VISIBLE &visible, int first)
 {
+    /* Not for two-term rows, whose columns have factors: an LSE of f32 would lose digits to the shift. */
+    constexpr bool LAZY = std::is_same_v<decltype(factors_of(x, 0)), no_factors>;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const range32 in_stream = visible.of(acc_row<1>(0, half));
         const range32 sees = {in_stream.begin - first, in_stream.end - first};
-        if (!add_masked_with_shift(state[half], x, scale_a, y, scale_b, half, sees))
+        if (!LAZY || !add_masked_with_shift(state[half], x, scale_a, y, scale_b, half, sees))
             add_with_max<true, 8>(state[half], x, scale_a, y, scale_b, half, sees);
     }
 }

@@ -336,13 +336,6 @@ template <typename ELEMENT, int DIM, int OTHER_DIM, bool WRT_B, bool CAPPED> str
             barrier_arrive_count(smem.g_full[n % 2], 32);
     }
 
-    /* Once in FLUSH_STAGES stages. */
-    __device__ void flush_sums(int stages)
-    {
-        if (HAS_LONG_SUMS && stages % FLUSH_STAGES == 0)
-            smem.totals.flush(sums);
-    }
-
     __device__ void run()
     {
 #pragma unroll
@@ -353,14 +346,17 @@ template <typename ELEMENT, int DIM, int OTHER_DIM, bool WRT_B, bool CAPPED> str
             smem.totals.clear();
         for (int n = 0; n < smem.keys.masked_stages; n++) {
             add_stage<true>(n);
-            flush_sums(n + 1);
+            if (HAS_LONG_SUMS && n % FLUSH_STAGES == FLUSH_STAGES - 1)
+                smem.totals.flush(sums);
         }
         wgmma_wait<0>(); /* lets ptxas keep G in the same registers in both loops */
         for (int n = smem.keys.masked_stages; n < smem.keys.stages; n++) {
             add_stage<false>(n);
-            flush_sums(n + 1);
+            if (HAS_LONG_SUMS && n % FLUSH_STAGES == FLUSH_STAGES - 1)
+                smem.totals.flush(sums);
         }
-        flush_sums(0);
+        if (HAS_LONG_SUMS)
+            smem.totals.flush(sums);
         wgmma_wait<0>();
         fence_operand(dq);
     }
