@@ -75,7 +75,7 @@ static skl_cuda_argument argument_of(const skl_side *side)
                                   .capped = capped,
                                   .scale = capped ? side->scale / side->softcap : side->scale * SKL_LOG2E,
                                   .softcap_2 = capped ? side->softcap * SKL_LOG2E : 0.0F,
-                                  .inverse_softcap_2 = capped ? SKL_LN2 / side->softcap : 0.0F};
+                                  .inverse_softcap_2 = capped ? 1.0F / (side->softcap * SKL_LOG2E) : 0.0F};
     argument.tanh_factor = capped ? argument.softcap_2 : no_softcap;
     argument.tanh_scale = capped ? argument.scale : argument.scale / no_softcap;
     argument.product_max = tanh_max / fabsf(argument.tanh_scale);

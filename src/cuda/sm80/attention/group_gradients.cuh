@@ -54,11 +54,10 @@ __device__ inline float group_gradient(float logit, float scale, float ratio, co
     return WRT_B ? fmaf(p, -row.offset, -ex2(log_p + ratio)) : p * fmaf(SKL_LN2, ratio, -row.offset);
 }
 
-/* x = G of a 16 x 16 block, from its products x. ratio(reg): the pair of R in register `reg` of the operand;
- * row_of(block, e): the query of an element. */
+/* x = G of a 16 x 16 block, from its logits x * scale. tanh_factor: 1 if x is the tanh of a softcap, otherwise 0.
+ * ratio(reg): the pair of R in register `reg` of the operand; row_of(block, e): the query of an element. */
 template <bool WRT_B, typename RATIO, typename ROW_OF>
-__device__ inline void gradient_block(logits<1, 2> &x, float scale, float inverse_softcap_2, RATIO ratio,
-                                      ROW_OF row_of)
+__device__ inline void gradient_block(logits<1, 2> &x, float scale, float tanh_factor, RATIO ratio, ROW_OF row_of)
 {
 #pragma unroll
     for (int reg = 0; reg < 4; reg++) {
@@ -67,23 +66,26 @@ __device__ inline void gradient_block(logits<1, 2> &x, float scale, float invers
         for (int parity = 0; parity < 2; parity++) {
             const int e = reg % 2 * 2 + parity;
             float &at = x.at[0][reg / 2][e];
-            const float of_pair = parity == 0 ? pair.x : pair.y, tanh = at * inverse_softcap_2; /* 0 without */
+            const float of_pair = parity == 0 ? pair.x : pair.y, tanh = at * tanh_factor;
             const float gradient = group_gradient<WRT_B>(at, scale, of_pair, row_of(reg / 2, e));
             at = is_masked(of_pair) ? 0.0F : gradient * fmaf(-tanh, tanh, 1.0F);
         }
     }
 }
 
-/* The same in either direction, with the softcap. */
+/* The same from products, in either direction. */
 template <typename RATIO, typename ROW_OF>
 __device__ inline void gradient_block(logits<1, 2> &x, const skl_cuda_argument &wrt, bool wrt_b, RATIO ratio,
                                       ROW_OF row_of)
 {
-    const float scale = cap_logits(x, wrt);
+    const float scale = wrt.capped ? wrt.softcap_2 : wrt.scale, tanh_factor = wrt.capped ? 1.0F : 0.0F;
+#pragma unroll
+    for (int e = 0; wrt.capped && e < 8; e++)
+        x.at[0][e / 4][e % 4] = tanhf(x.at[0][e / 4][e % 4] * wrt.scale);
     if (wrt_b)
-        gradient_block<true>(x, scale, wrt.inverse_softcap_2, ratio, row_of);
+        gradient_block<true>(x, scale, tanh_factor, ratio, row_of);
     else
-        gradient_block<false>(x, scale, wrt.inverse_softcap_2, ratio, row_of);
+        gradient_block<false>(x, scale, tanh_factor, ratio, row_of);
 }
 
 __device__ inline const skl_cuda_argument &wrt_of(const group_params &params)
