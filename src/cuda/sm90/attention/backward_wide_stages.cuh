@@ -12,7 +12,7 @@ constexpr int WIDE_THREADS = 128 * (CONSUMERS + 1);
 constexpr int STATIONARY_ROWS = CONSUMERS * 64;
 
 /* Kernels that run full stages as masked ones: half of the code to compile, for a few more instructions per pair.
- * Softcapped, f16 and two-term rows; heads of 192 and 256 in bf16 have a loop of their own for full stages. */
+ * Softcapped, f16 and two-term rows; heads of 192 and 256 in bf16 have a separate loop for full stages. */
 template <typename ELEMENT, bool CAPPED>
 constexpr bool HAS_ONE_LOOP = CAPPED || !std::is_same_v<ELEMENT, __nv_bfloat16>;
 
