@@ -103,8 +103,8 @@ def _retrieve(retrieval, distiller, outputs, held_out, ids, depths, places) -> N
         return
     begin = torch.tensor(places, device=ids.device)[:, None]
     answers = ids.gather(1, begin + torch.arange(KEY, KEY + VALUE, device=ids.device))
-    for role, each in zip(("teacher", "student"), outputs):
-        retrieval.add_answers(role, depths, each.head(hidden[role][:, rows]).argmax(-1) == answers)
+    right = [each.head(hidden[role][:, rows]).argmax(-1) == answers for role, each in zip(("teacher", "student"), outputs)]
+    retrieval.add_answers(depths, *right)
 
 
 class _Sums:

@@ -63,6 +63,8 @@ def _evaluate(given: list[str]) -> int:
     options = options_from(parser.parse_args(given))
     if not options.student:
         raise UserError("--student: is missing: the folder of a transformers model")
+    if not options.eval_sequences:
+        raise UserError("--eval-sequences=0: must be 1..")
     options = dataclasses.replace(
         options, student_layers=0, student_heads=0, student_key_heads=0, init_layers=[]
     ).check()
