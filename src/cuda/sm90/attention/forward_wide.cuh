@@ -13,8 +13,8 @@
  *              exponentials             | stage 0     | stage 1     | stage 2     |
  *
  * Two-term rows (sm90/two_term.cuh): high is in registers, low in shared memory. A second producer warp copies the
- * factors of the keys. They are read after their stage is released, so there is room for twice as many as stages, and
- * they have barriers of their own.
+ * factors of the keys. They are read after their stage is released: there is room for twice as many as stages, each
+ * with a barrier.
  *
  * CAPPED (softcap) is a separate instance. Logits after the cap need registers in addition to the accumulators and
  * get those of the second stage. A warpgroup then waits for its own wgmmas, and only the other warpgroup's arithmetic
