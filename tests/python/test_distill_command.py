@@ -157,8 +157,10 @@ def test_encoder(tmp_path):
 
 
 def test_student_of_all_layers_and_heads_is_the_teacher(folder):
-    assert run(folder, "copy", steps=1, student_layers=4, student_heads=4, rate=0.0, needles=0) == 0
+    maps = dict(map_layers="1,2", map_heads="0,3")
+    assert run(folder, "copy", steps=1, student_layers=4, student_heads=4, rate=0.0, needles=0, **maps) == 0
     found = evaluation(folder / "copy")["before"]
+    assert [[*each["pair"], each["head"]] for each in found["maps"]] == [[1, 1, 0], [1, 1, 3], [2, 2, 0], [2, 2, 3]]
     assert found["kl"] < 1e-6 and found["output_kl"] < 1e-6
 
 
@@ -260,6 +262,7 @@ ERRORS = {
     "too long": (dict(context=4096), "--context=4096: the teacher has positions for 2048"),
     "start context": (dict(start_context=36), "--start-context=36: --context must be 1, 2, 4, 8, ... times as long"),
     "map layers": (dict(map_layers="7"), "--map-layers=[7]: the student has the layers [0, 1]"),
+    "map heads": (dict(map_heads="0,2"), "--map-heads=[2]: the student has the heads [0, 1]"),
     "missing data": (dict(data="nowhere.npy"), "nowhere.npy: cannot be read"),
     "few": (dict(context=49), "data.npy: has sequences of 48 tokens: --context needs 49"),
     "TOML": (["--options", "nowhere.toml"], "nowhere.toml: "),

@@ -97,6 +97,8 @@ class Options:
                                         "all of it", int, many=True, affects=False)  # fmt: skip
     map_layers: list[int] = _option((), "student layers with attention maps in the report; default: up to 4, evenly spread",
                                     int, many=True, affects=False)  # fmt: skip
+    map_heads: list[int] = _option((), "student heads with attention maps in the report; default: up to 8, evenly spread",
+                                   int, many=True, affects=False)  # fmt: skip
     control: bool = _option(False, "also train the same student without the attention KL, and compare", affects=False)
 
     checkpoint_every: int = _option(

@@ -189,11 +189,9 @@ def _kept(evaluations, number: int, kind: str, title: str) -> dict[str, Any] | N
                if number < len(found.retrieval)}  # fmt: skip
     if any(shares is None for shares in results.values()):
         return None
-    rows = [
-        [str(100 * depth // DEPTHS), *("-" if shares[depth] is None else f"{100 * shares[depth]:.0f}" for shares in results.values())]
-        for depth in range(DEPTHS)
-    ]
-    return dict(kind="table", title=title, header=["depth, %", *results], rows=rows)
+    percent = [["-" if share is None else f"{100 * share:.0f}" for share in shares] for shares in results.values()]
+    depths = [str(100 * depth // DEPTHS) for depth in range(DEPTHS)]
+    return dict(kind="table", title=title, header=["depth, %", *results], rows=list(zip(depths, *percent)))
 
 
 def _misses(result: dict[str, Any]) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ from ._options import UserError, add_arguments, options_from
 
 _EVALUATION = {
     "teacher", "student", "tokenizer", "out", "data", "text_field", "context", "seed", "precision", "direction", "layer_map",
-    "head_map", "eval_sequences", "needles", "needle_lengths", "map_layers", "cpu",
+    "head_map", "eval_sequences", "needles", "needle_lengths", "map_layers", "map_heads", "cpu",
 }  # fmt: skip
 INTERRUPTED, BAD_INPUT = 130, 2
 
