@@ -230,6 +230,23 @@ static void test_teacher_groups(void **state)
     assert_reason_of(SKL_OP_BACKWARD, &c, capped, "best kernel");
 }
 
+/* Hopper's own kernels have softcaps where a model has them; elsewhere the next kernel that fits. */
+static void test_softcaps_on_hopper(void **state)
+{
+    (void)state;
+    if (!is_usable("cuda_sm90_bf16_256"))
+        skip();
+    test_case c = {"softcap", SHAPE(1, 64, 64), HEADS(2, 2), DIMS(192, 192), TYPES(BF16, BF16), SOFTCAPS(30, 30)};
+    assert_reason(&c, "forward: cuda_sm90_bf16_256, softcap", "best kernel");
+    assert_reason_of(SKL_OP_BACKWARD, &c, "dk_t: cuda_sm90_bf16_256, dk, softcap", "best kernel");
+    c.dtype_t = c.dtype_s = SKL_F16;
+    assert_reason(&c, "forward: cuda_sm80_f16_256", "best kernel");
+    c.softcap_t = c.softcap_s = 0;
+    assert_reason(&c, "forward: cuda_sm90_f16_256", "best kernel");
+    c.dim_t = c.dim_s = 64, c.dtype_t = c.dtype_s = SKL_F32, c.softcap_s = 5;
+    assert_reason(&c, "forward: cuda_sm90_f32_128, softcap", "two-term rows");
+}
+
 /* Where no kernel carries the KL, the general kernels add the attention backward to a one-pass call. */
 static void test_attention_backward_apart_from_the_kl(void **state)
 {
@@ -288,6 +305,7 @@ int main(void)
         cmocka_unit_test(test_problems_that_tensor_cores_do_not_do),
         cmocka_unit_test(test_pairs_of_head_sizes),
         cmocka_unit_test(test_teacher_groups),
+        cmocka_unit_test(test_softcaps_on_hopper),
         cmocka_unit_test(test_attention_backward_apart_from_the_kl),
         cmocka_unit_test(test_attention_backward_with_the_kl_on_hopper),
         cmocka_unit_test(test_old_kernel_names_are_accepted),

@@ -148,6 +148,10 @@ enum {
 /* Keys, at most, of the persistent forward with two blocks per SM. */
 #define SKL_SM90_SHORT_KEYS_MAX(dims) ((dims) <= 128 ? 1024 : 2048)
 
+/* What instances.def says of softcaps. */
+#define SKL_SOFTCAP_softcap true
+#define SKL_SOFTCAP_linear  false
+
 /* Largest argument of the polynomial for tanh. */
 #define SKL_TANH_MAX 0.75F
 
@@ -172,12 +176,12 @@ SKL_DECLARE_LAUNCHER(skl_cuda_general_sparse_rows)
 SKL_DECLARE_LAUNCHER(skl_cuda_general_sparse_gradients)
 
 /* Tensor cores. Blocks of a forward that an SM holds at once are asked for apart: splits depend on it. */
-#define ATTENTION_UNFUSED(arch, dtype, dim)                                                                          \
+#define ATTENTION_UNFUSED(arch, dtype, dim, cap)                                                                     \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##dim##_forward)                                                \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##dim##_dq)                                                     \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##dim##_dk)                                                     \
     int skl_cuda_##arch##_##dtype##_##dim##_blocks_per_sm(void);
-#define ATTENTION_FUSED(arch, dtype, dim)                                                                            \
+#define ATTENTION_FUSED(arch, dtype, dim, cap)                                                                       \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##dim##_forward)                                                \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##dim##_fused)                                                  \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##dim##_dk)                                                     \

@@ -2,6 +2,7 @@
 
 import json
 
+import browser
 import numpy as np
 import pytest
 import torch
@@ -14,8 +15,9 @@ from hf_models import bert, kl_from_attentions  # noqa: E402
 from transformers import AutoModel, LlamaForCausalLM  # noqa: E402
 
 from streamkl.distill import _data as data  # noqa: E402
-from streamkl.distill._needles import DEPTHS, KEY, VALUE, needle_batches  # noqa: E402
+from streamkl.distill._needles import DEPTHS, KEY, VALUE, Retrieval, needle_batches  # noqa: E402
 from streamkl.distill._options import Options, UserError, read_toml  # noqa: E402
+from streamkl.distill._student import load_student, load_teacher  # noqa: E402
 from streamkl.distill.cli import main  # noqa: E402
 
 
@@ -87,6 +89,28 @@ def test_eval_repeats_the_evaluation(folder, trained, capsys):
     )
 
 
+def test_without_evaluation(folder):
+    """Model and report are there, and say that nothing was evaluated. All of the data is training data."""
+    assert run(folder, "unseen", steps=2, eval_sequences=0, needles=1) == 0
+    assert evaluation(folder / "unseen") == {}
+    card, page = ((folder / "unseen" / name).read_text() for name in ("student/README.md", "report.html"))
+    assert "was not evaluated" in card and "20 sequences of 48 tokens" in card
+    document = browser.document_of(page)
+    assert "was not evaluated" in document["lead"]
+    assert [section["title"] for section in document["sections"]] == ["Training", "Reproducing this run"]
+    assert [figure["label"] for figure in document["figures"]] == ["of training", "peak memory"]
+
+
+def test_teacher_in_the_precision_of_the_run(folder):
+    """Its weights, but not the frequencies of RoPE: rounded, they turn far positions wrongly. The student learns in f32."""
+    options = Options(teacher=str(folder / "teacher"), precision="bfloat16", student_layers=2, student_heads=2)
+    teacher = load_teacher(options, False)
+    assert {each.dtype for each in teacher.parameters()} == {torch.bfloat16}
+    assert teacher.model.rotary_emb.inv_freq.dtype == torch.float32
+    student = load_student(options, teacher, False)
+    assert {each.dtype for each in student.parameters()} == {torch.float32}
+
+
 def test_accumulation_is_a_larger_batch(folder):
     common = dict(steps=2, needles=0, eval_sequences=1)
     assert run(folder, "whole", "--batch", "4", **common) == 0
@@ -133,8 +157,10 @@ def test_encoder(tmp_path):
 
 
 def test_student_of_all_layers_and_heads_is_the_teacher(folder):
-    assert run(folder, "copy", steps=1, student_layers=4, student_heads=4, rate=0.0, needles=0) == 0
+    maps = dict(map_layers="1,2", map_heads="0,3")
+    assert run(folder, "copy", steps=1, student_layers=4, student_heads=4, rate=0.0, needles=0, **maps) == 0
     found = evaluation(folder / "copy")["before"]
+    assert [[*each["pair"], each["head"]] for each in found["maps"]] == [[1, 1, 0], [1, 1, 3], [2, 2, 0], [2, 2, 3]]
     assert found["kl"] < 1e-6 and found["output_kl"] < 1e-6
 
 
@@ -173,6 +199,34 @@ def test_needles():
             assert depth * 37 / DEPTHS <= place - 1 + 1 and place < 62 - 2 * (KEY + VALUE)
 
 
+class Row:
+    """Attention to one key: teacher and student heads of each row of a needle."""
+
+    def __init__(self, teacher, student):
+        self.keys = torch.tensor([teacher, student])
+
+    def row_probabilities(self, rows, cache):
+        return torch.nn.functional.one_hot(self.keys, 64)
+
+
+def test_retrieval_counts_the_rows_of_the_teacher():
+    """Two needles at 10 and 30, one head that retrieves and one that does not; two rows per needle."""
+    teacher = [[[10, 21], [0, 0]], [[41, 3], [0, 0]]]
+    student = [[[12, 5], [10, 10]], [[7, 30], [30, 30]]]
+    retrieval = Retrieval()
+    retrieval.add_attention({(1, 3): Row(teacher, student)}, [0, 2], [10, 30], [60, 61])
+    right = torch.tensor([[True, True], [False, True]]), torch.tensor([[True, False], [True, True]])
+    retrieval.add_answers([0, 2], *right)
+    found = retrieval.result(64, True)
+    assert found["heads"] == [[1, 3, 0]]
+    assert found["attention"] == dict(teacher=[1, None, 0.5] + [None] * 5, student=[0.5, None, 0.5] + [None] * 5)
+    assert found["kept"] == dict(attention=[0.5, None, 0.0] + [None] * 5, answers=[0.5, None, 1.0] + [None] * 5)
+    assert found["missed"] == 2
+    assert found["misses"] == [
+        dict(head=[1, 3, 0], depth=0, needle=10, row=61, key=5), dict(head=[1, 3, 0], depth=2, needle=30, row=60, key=7)
+    ]  # fmt: skip
+
+
 class Words:
     """A tokenizer: one token per letter, between 1 and 2."""
 
@@ -199,6 +253,7 @@ ERRORS = {
     "context=1": (dict(context=1), "--context=1: must be 2.."),
     "no loss": (dict(attention_weight=0, output_weight=0), "at least one must be above 0"),
     "no control": (["--control", "--output-weight", "0"], "--control: needs"),
+    "no comparison": (["--control", "--eval-sequences", "0"], "--control: needs --eval-sequences above 0"),
     "teacher": (dict(teacher="nowhere"), "--teacher nowhere: must be a folder with a config.json"),
     "layers": (dict(student_layers=9), "--student-layers=9: must be 1..4"),
     "heads": (dict(student_heads=3), "--student-heads=3: must divide 4"),
@@ -207,6 +262,7 @@ ERRORS = {
     "too long": (dict(context=4096), "--context=4096: the teacher has positions for 2048"),
     "start context": (dict(start_context=36), "--start-context=36: --context must be 1, 2, 4, 8, ... times as long"),
     "map layers": (dict(map_layers="7"), "--map-layers=[7]: the student has the layers [0, 1]"),
+    "map heads": (dict(map_heads="0,2"), "--map-heads=[2]: the student has the heads [0, 1]"),
     "missing data": (dict(data="nowhere.npy"), "nowhere.npy: cannot be read"),
     "few": (dict(context=49), "data.npy: has sequences of 48 tokens: --context needs 49"),
     "TOML": (["--options", "nowhere.toml"], "nowhere.toml: "),

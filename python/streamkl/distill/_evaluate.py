@@ -19,7 +19,7 @@ from ._options import Options, UserError
 
 POSITIONS = 16  # buckets of a sequence
 BUCKETS = 64  # of queries and of keys in a map
-MAP_LAYERS, MAP_HEADS = 4, 8  # at most, unless layers are named
+MAP_LAYERS, MAP_HEADS = 4, 8  # at most, unless they are named
 
 
 @dataclass
@@ -103,8 +103,8 @@ def _retrieve(retrieval, distiller, outputs, held_out, ids, depths, places) -> N
         return
     begin = torch.tensor(places, device=ids.device)[:, None]
     answers = ids.gather(1, begin + torch.arange(KEY, KEY + VALUE, device=ids.device))
-    for role, each in zip(("teacher", "student"), outputs):
-        retrieval.add_answers(role, depths, each.head(hidden[role][:, rows]).argmax(-1) == answers)
+    right = [each.head(hidden[role][:, rows]).argmax(-1) == answers for role, each in zip(("teacher", "student"), outputs)]
+    retrieval.add_answers(depths, *right)
 
 
 class _Sums:
@@ -177,18 +177,20 @@ class _Sums:
         return [step * self.length // size for step in steps], distances
 
     def _chosen_maps(self, pairs: list) -> list[dict[str, Any]]:
-        layers = sorted({i for i, _ in pairs})
-        chosen = self.options.map_layers or [
-            layers[at] for at in np.unique(np.linspace(0, len(layers) - 1, MAP_LAYERS).round().astype(int))
-        ]
-        if missing := set(chosen) - set(layers):
-            raise UserError(f"--map-layers={sorted(missing)}: the student has the layers {layers}")
+        layers = _chosen("layers", self.options.map_layers, sorted({i for i, _ in pairs}), MAP_LAYERS)
         return [
             dict(pair=list(pair), head=head, **{name: _rounded(getattr(found, name)[head]) for name in found._fields})
             for pair, found in self.maps.items()
-            if pair[0] in chosen
-            for head in range(min(found.kl.shape[0], MAP_HEADS))
+            if pair[0] in layers
+            for head in _chosen("heads", self.options.map_heads, list(range(found.kl.shape[0])), MAP_HEADS)
         ]
+
+
+def _chosen(what: str, named: list[int], known: list[int], most: int) -> list[int]:
+    """Those that are named; by default, some of those that are known, evenly spread."""
+    if missing := set(named) - set(known):
+        raise UserError(f"--map-{what}={sorted(missing)}: the student has the {what} {known}")
+    return named or [known[at] for at in np.unique(np.linspace(0, len(known) - 1, most).round().astype(int))]
 
 
 def _without_nan(values: np.ndarray) -> list[float | None]:

@@ -20,6 +20,8 @@ KEY, VALUE = 8, 4  # tokens
 DEPTHS = 8
 RETRIEVES = 0.5  # a head retrieves if the teacher finds this share of all needles with it
 _TOKENS_PER_BATCH = 8192
+_MISSES = 32  # of a length, in the results
+_COUNTED = ("teacher", "student", "both")
 
 
 def needle_batches(
@@ -67,43 +69,67 @@ def _rare_tokens(known: np.ndarray, text: np.ndarray, size: int, rng: np.random.
 
 
 class Retrieval:
-    """Counts by depth and by head: [depths, pairs, heads] for teacher and student, and right answers [depths]."""
+    """Counts by depth for teacher and student: rows in which a head finds the needle, and right answers.
+
+    "both" counts the rows of the teacher in which the student succeeds, too: a row in which the teacher fails does not
+    count for or against the student.
+    """
 
     def __init__(self) -> None:
         self.rows = np.zeros(DEPTHS)
-        self.found: dict[str, dict[Any, np.ndarray]] = {"teacher": {}, "student": {}}
-        self.right = {"teacher": np.zeros(DEPTHS), "student": np.zeros(DEPTHS)}
+        self.found: dict[str, dict[Any, np.ndarray]] = {name: {} for name in _COUNTED}  # [depths, heads] per pair
+        self.right = {name: np.zeros(DEPTHS) for name in _COUNTED}
+        self.misses: list[dict[str, Any]] = []
 
     def add_attention(self, pairs: dict, depths: list[int], places: list[int], rows: list[int]) -> None:
         """The rows of a batch whose forward was captured."""
         cache = RowCache()
         np.add.at(self.rows, depths, len(rows))
         for key, pair in pairs.items():
-            begin = torch.tensor(places, device=pair.s.q.device)[:, None, None]
-            for role, p in zip(("teacher", "student"), pair.row_probabilities(rows, cache)):
-                best = p.argmax(-1)  # [needles, heads, rows]
-                hits = ((best >= begin) & (best < begin + KEY + VALUE)).sum(-1).cpu().numpy()
-                total = self.found[role].setdefault(key, np.zeros((DEPTHS, hits.shape[1])))
-                np.add.at(total, depths, hits)
+            begin = np.array(places)[:, None, None]
+            best = [p.argmax(-1).cpu().numpy() for p in pair.row_probabilities(rows, cache)]  # [needles, heads, rows]
+            teacher, student = ((each >= begin) & (each < begin + KEY + VALUE) for each in best)
+            for name, hits in zip(_COUNTED, (teacher, student, teacher & student)):
+                total = self.found[name].setdefault(key, np.zeros((DEPTHS, hits.shape[1])))
+                np.add.at(total, depths, hits.sum(-1))
+            for needle, head, row in np.argwhere(teacher & ~student).tolist():
+                self.misses.append(
+                    dict(head=[*key, head], depth=depths[needle], needle=places[needle], row=rows[row],
+                         key=int(best[1][needle, head, row]))
+                )  # fmt: skip
 
-    def add_answers(self, role: str, depths: list[int], right: torch.Tensor) -> None:
-        np.add.at(self.right[role], depths, right.sum(1).cpu().numpy())
+    def add_answers(self, depths: list[int], teacher: torch.Tensor, student: torch.Tensor) -> None:
+        """Whether both predict the tokens of the values: [needles, VALUE] each."""
+        for name, right in zip(_COUNTED, (teacher, student, teacher & student)):
+            np.add.at(self.right[name], depths, right.sum(1).cpu().numpy())
 
     def result(self, length: int, has_answers: bool) -> dict[str, Any]:
-        """Rates by depth. Those of the attention are means over the heads with which the teacher retrieves."""
-        rows = np.maximum(self.rows, 1)
+        """Rates by depth. Those of the attention are means over the heads with which the teacher retrieves.
+
+        "kept" is the student's share of the rows of the teacher; None where the teacher has none.
+        """
         heads = [
             (pair, head)
             for pair, found in self.found["teacher"].items()
             for head in range(found.shape[1])
             if found[:, head].sum() >= RETRIEVES * self.rows.sum()
         ]
-        rates = {
-            role: np.mean([found[pair][:, head] for pair, head in heads], 0) / rows if heads else None
-            for role, found in self.found.items()
+        chosen = [[*pair, head] for pair, head in heads]
+        attention = {
+            name: np.mean([found[pair][:, head] for pair, head in heads], 0) if heads else None
+            for name, found in self.found.items()
         }
-        answers = {role: (right / rows).tolist() if has_answers else None for role, right in self.right.items()}
+        counts = dict(attention=attention, answers=self.right if has_answers else dict.fromkeys(_COUNTED))
+        misses = [miss for miss in self.misses if miss["head"] in chosen]
         return dict(
-            length=length, rows=int(self.rows.sum()), heads=[[*pair, head] for pair, head in heads],
-            attention={role: None if rate is None else rate.tolist() for role, rate in rates.items()}, answers=answers,
+            length=length, rows=int(self.rows.sum()), heads=chosen, missed=len(misses), misses=misses[:_MISSES],
+            **{kind: {role: _shares(found[role], self.rows) for role in ("teacher", "student")}
+               for kind, found in counts.items()},
+            kept={kind: _shares(found["both"], found["teacher"]) for kind, found in counts.items()},
         )  # fmt: skip
+
+
+def _shares(part: np.ndarray | None, whole: np.ndarray | None) -> list[float | None] | None:
+    if part is None or whole is None:
+        return None
+    return [float(a / b) if b else None for a, b in zip(part, whole)]

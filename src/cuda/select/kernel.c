@@ -16,13 +16,17 @@ bool skl_select_is_attention_with_groups(const skl_problem *p)
     return !skl_is_indexer(p) && skl_group_size(p) > 1;
 }
 
+static bool has_softcap(const skl_problem *p)
+{
+    return p->softcap_t != 0.0F || p->softcap_s != 0.0F;
+}
+
 static bool fits_attention(const skl_cuda_kernel *kernel, const skl_problem *p)
 {
     const int64_t length = skl_max(p->len_q, p->len_k);
     return kernel->forward != NULL && skl_max(p->dim_t, p->dim_s) <= kernel->dim_max &&
-           skl_min(p->dim_t, p->dim_s) <= kernel->small_dim_max &&
-           (kernel->softcap || (p->softcap_t == 0.0F && p->softcap_s == 0.0F)) && length < SKL_ROWS_MAX &&
-           p->heads_s < INT32_MAX / skl_ceil_div(length + 1, SKL_SM80_TILE_MIN);
+           skl_min(p->dim_t, p->dim_s) <= kernel->small_dim_max && (kernel->softcap || !has_softcap(p)) &&
+           length < SKL_ROWS_MAX && p->heads_s < INT32_MAX / skl_ceil_div(length + 1, SKL_SM80_TILE_MIN);
 }
 
 /* The queries of all teacher heads of a group have to fit into shared memory, with two stages of keys if the heads

@@ -604,13 +604,13 @@ cudaError_t launch_fused_backward_of(const char *kernel, const backward_params &
     return error == cudaSuccess ? store_dk_sums(&params) : error;
 }
 
-template <typename ELEMENT, int DIM>
+template <typename ELEMENT, int DIM, bool SOFTCAP>
 cudaError_t launch_fused_backward(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     const backward_params kernel_params = backward_params_of(params, launch);
-    return kernel_params.a.capped || kernel_params.b.capped
-               ? launch_fused_backward_of<ELEMENT, DIM, DIM, true>(kernel, kernel_params)
-               : launch_fused_backward_of<ELEMENT, DIM, DIM, false>(kernel, kernel_params);
+    return with_softcap<SOFTCAP>(kernel_params, [&](auto capped) {
+        return launch_fused_backward_of<ELEMENT, DIM, DIM, capped()>(kernel, kernel_params);
+    });
 }
 
 /* Head sizes that differ: one argument has at most SMALL dimensions, the other one at most LARGE. cuda/select asks
