@@ -42,9 +42,9 @@ enum { CAPABILITY_END_sm80 = 1000, CAPABILITY_END_sm90 = 91 };
      .fused = skl_cuda_##arch##_##type##_##large##_##small##_fused},
 #define ATTENTION_UNFUSED(arch, type, dim, cap)                                                                      \
     {ATTENTION(arch, type, dim, cap), .dq = skl_cuda_##arch##_##type##_##dim##_dq},
-#define GROUP_KERNELS(arch, type, name)                                                                              \
-    {ENTRY(arch, type, name, "teacher groups, dim <= 128"), .dim_max = SKL_GROUP_DIM_MAX,                            \
-     .group_rows = skl_cuda_##arch##_##type##_##name##_rows,                                                         \
+#define GROUP_KERNELS(arch, type, name, cap)                                                                         \
+    {ENTRY(arch, type, name, "teacher groups, dim <= 128" DETAIL_##cap), .dim_max = SKL_GROUP_DIM_MAX,               \
+     .softcap = SKL_SOFTCAP_##cap, .group_rows = skl_cuda_##arch##_##type##_##name##_rows,                           \
      .group_fused = skl_cuda_##arch##_##type##_##name##_fused},
 #define GROUP_STRIPS(arch, type, name)                                                                               \
     {ENTRY(arch, type, name, "teacher groups in strips, dim <= 128"), .dim_max = SKL_GROUP_DIM_MAX,                  \

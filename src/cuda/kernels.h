@@ -18,7 +18,7 @@ typedef struct skl_cuda_kernel {
     int64_t dim_max;                /* of attention heads; 0: any size and type */
     int64_t small_dim_max;          /* of the smaller of an attention's two head sizes */
     int64_t fused_dim_max;          /* of the gradients of `fused` */
-    bool softcap;                   /* attention with one */
+    bool softcap;                   /* attention or teacher groups with one */
     skl_cuda_launcher forward, fused, dq, dk;
     int (*blocks_per_sm)(void); /* of the forward */
     skl_cuda_launcher group_rows, group_fused;

@@ -189,7 +189,7 @@ SKL_DECLARE_LAUNCHER(skl_cuda_general_sparse_gradients)
 #define ATTENTION_PAIR(arch, dtype, large, small)                                                                    \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##large##_##small##_forward)                                    \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##large##_##small##_fused)
-#define GROUP_KERNELS(arch, dtype, name)                                                                             \
+#define GROUP_KERNELS(arch, dtype, name, cap)                                                                        \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_rows)                                                  \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_fused)
 #define GROUP_STRIPS(arch, dtype, name)                                                                              \

@@ -38,8 +38,9 @@ static bool fits_groups(const skl_cuda_kernel *kernel, const skl_problem *p)
     const int64_t padded_dim_t = p->dim_t <= 64 && narrow ? 64 : SKL_GROUP_DIM_MAX;
     const int64_t dims_max = shared || narrow ? SKL_GROUP_DIMS_MAX : SKL_GROUP_DIMS_MAX - SKL_GROUP_DIM_MAX;
     const int64_t length = skl_max(p->len_q, p->len_k);
-    return kernel->group_rows != NULL && p->direction == SKL_KL_FORWARD && p->dim_t <= kernel->dim_max &&
-           p->dim_s <= kernel->dim_max && skl_group_size(p) * padded_dim_t <= dims_max && length < SKL_ROWS_MAX &&
+    return kernel->group_rows != NULL && (kernel->softcap || !capped) && p->direction == SKL_KL_FORWARD &&
+           p->dim_t <= kernel->dim_max && p->dim_s <= kernel->dim_max &&
+           skl_group_size(p) * padded_dim_t <= dims_max && length < SKL_ROWS_MAX &&
            p->batch * p->heads_t < INT32_MAX / skl_ceil_div(length + 1, SKL_GROUP_TILE);
 }
 

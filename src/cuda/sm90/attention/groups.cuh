@@ -9,11 +9,13 @@ namespace sm90
 {
 
 /* Calls launch.template of<DIM_T, DIM_S, CAPPED>() with the smallest compiled sizes that hold both heads. */
-template <typename LAUNCH> cudaError_t with_head_sizes(const skl_cuda_params *params, const LAUNCH &launch)
+template <bool SOFTCAP, typename LAUNCH>
+cudaError_t with_head_sizes(const skl_cuda_params *params, const LAUNCH &launch)
 {
     const skl_problem *const p = &params->problem;
-    if (params->a.capped || params->b.capped)
-        return launch.template of<128, 128, true>();
+    if constexpr (SOFTCAP)
+        if (params->a.capped || params->b.capped)
+            return launch.template of<128, 128, true>();
     if (p->dim_t <= 64 && p->dim_s <= 64)
         return launch.template of<64, 64, false>();
     return p->dim_s <= 64 ? launch.template of<128, 64, false>() : launch.template of<128, 128, false>();
@@ -41,20 +43,20 @@ template <typename ELEMENT> struct group_backward_launch {
     }
 };
 
-template <typename ELEMENT>
+template <typename ELEMENT, bool SOFTCAP>
 cudaError_t launch_group_rows(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     skl_cuda_params known = *params;
     if (launch->lse.data != NULL) /* an earlier launch of the call wrote them */
         known.call.inputs.lse_t = {launch->lse.data, launch->lse.stride_batch, launch->lse.stride_head,
                                    launch->lse.stride_row};
-    return with_head_sizes(params, group_forward_launch<ELEMENT>{kernel, &known, launch});
+    return with_head_sizes<SOFTCAP>(params, group_forward_launch<ELEMENT>{kernel, &known, launch});
 }
 
-template <typename ELEMENT>
+template <typename ELEMENT, bool SOFTCAP>
 cudaError_t launch_group_fused(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
-    return with_head_sizes(params, group_backward_launch<ELEMENT>{kernel, params, launch});
+    return with_head_sizes<SOFTCAP>(params, group_backward_launch<ELEMENT>{kernel, params, launch});
 }
 
 } // namespace sm90
