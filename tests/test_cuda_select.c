@@ -223,7 +223,7 @@ static void test_softcaps_on_hopper(void **state)
     c.softcap_t = c.softcap_s = 0;
     assert_reason(&c, "forward: cuda_sm90_f16_256", "best kernel");
     c.dim_t = c.dim_s = 64, c.dtype_t = c.dtype_s = SKL_F32, c.softcap_s = 5;
-    assert_reason(&c, "forward: cuda_general", "f32 or mixed types with a softcap");
+    assert_reason(&c, "forward: cuda_sm90_f32_128, softcap", "two-term rows");
 }
 
 /* Where no kernel carries the KL, the general kernels add the attention backward to a one-pass call. */

@@ -142,8 +142,6 @@ static const char *why_general(const skl_problem *p)
         return "f32 or mixed types with an attention backward: no tensor cores; bf16 or f16 has them";
     if (!of_16_bits && skl_max(p->dim_t, p->dim_s) > SKL_TWO_TERM_DIM_MAX)
         return "f32 or mixed types with a head size above 128: no tensor cores; bf16 or f16 has them";
-    if (!of_16_bits && has_softcap(p))
-        return "f32 or mixed types with a softcap: no tensor cores; bf16 or f16 has them";
     if (!of_16_bits)
         return "f32 or mixed types on a GPU other than Hopper: no tensor cores; bf16 or f16 has them";
     if (!fits_copies(p->dim_t) || !fits_copies(p->dim_s))
