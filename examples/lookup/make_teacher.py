@@ -82,7 +82,7 @@ def start_with_attention(model) -> None:
     heads 0 and 1 compare the same projection of the current token with it: they attend to tokens that came after an
     earlier copy of the current one, and predict them.
     """
-    rows, dim = 40, model.config.head_dim  # dimensions of a head that RoPE hardly turns
+    rows, fast, dim = 40, 8, model.config.head_dim  # dimensions that RoPE hardly turns, and frequencies that it turns by
     frequency = model.model.rotary_emb.inv_freq
     slow = torch.cat([torch.arange(dim // 2 - rows // 2, dim // 2), torch.arange(dim - rows // 2, dim)])
     hidden = model.config.hidden_size
@@ -93,8 +93,10 @@ def start_with_attention(model) -> None:
     first = model.model.layers[1].self_attn
     for part, angle in (first.q_proj, 0 * frequency), (first.k_proj, frequency):
         part.weight[:dim], part.bias[:dim] = 0, 0
-        part.bias[:4] = (16 * dim**0.5) ** 0.5 * angle[:4].cos()  # a logit of 16 sum cos(f (n - 1)) at distance n
-        part.bias[dim // 2 : dim // 2 + 4] = (16 * dim**0.5) ** 0.5 * angle[:4].sin()
+        # A logit of 16 sum cos(f (n - 1)) at distance n. Four frequencies are too few: almost the same sum comes again
+        # within 8,192 tokens, and the token before keeps 56 % of the attention. Eight leave it 99.98 %.
+        part.bias[:fast] = (16 * dim**0.5) ** 0.5 * angle[:fast].cos()
+        part.bias[dim // 2 : dim // 2 + fast] = (16 * dim**0.5) ** 0.5 * angle[:fast].sin()
     first.v_proj.weight[slow], first.v_proj.bias[slow] = 0, 0
     first.v_proj.weight[slow, own] = projection
     first.o_proj.weight[:, :dim] = 0

@@ -202,7 +202,7 @@ def _misses(result: dict[str, Any]) -> dict[str, Any] | None:
         for miss in result["misses"]
     ]
     title = f"Needles that only the teacher finds: {len(rows)} of {result['missed']}"
-    header = ["layer, head", "position of the needle", "of the row", "student attends to"]
+    header = ["layer, head", "needle at", "row", "attends to"]
     return dict(kind="table", title=title, header=header, rows=rows) if rows else None
 
 
