@@ -74,6 +74,18 @@ def make_sequences(tokens: np.ndarray, count: int, length: int, rng: np.random.G
     return torch.from_numpy(sequences), torch.from_numpy(copied)
 
 
+def make_model(context: int) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=64, max_position_embeddings=context, tie_word_embeddings=True,
+        rope_parameters=dict(rope_type="default", rope_theta=1e12), bos_token_id=0, eos_token_id=1, initializer_range=0.03,
+        attention_bias=True,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    start_with_attention(model)
+    return model
+
+
 @torch.no_grad()
 def start_with_attention(model) -> None:
     """Some heads start with the weights that copying needs: from random weights, they take hours on a CPU to appear.
@@ -168,15 +180,7 @@ def main() -> None:
     tokens = tokens[: -len(tokens) // 10]
     print(f"{len(tokens)} tokens of text, {len(held_out)} held out", flush=True)
 
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=4, head_dim=64, max_position_embeddings=options.context, tie_word_embeddings=True,
-        rope_parameters=dict(rope_type="default", rope_theta=1e12), bos_token_id=0, eos_token_id=1, initializer_range=0.03,
-        attention_bias=True,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    start_with_attention(model)
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    model = make_model(options.context).to("cuda" if torch.cuda.is_available() else "cpu")
     options.out.mkdir(parents=True, exist_ok=True)
     stages = [
         Stage(128, 8, 200, 5e-4, share=0.5),

@@ -1,6 +1,8 @@
 """streamkl-distill: what it trains, evaluates and writes, its options, and its errors."""
 
+import importlib.util
 import json
+from pathlib import Path
 
 import browser
 import numpy as np
@@ -13,6 +15,7 @@ pytest.importorskip("accelerate")
 from distill_cases import CONTEXT, arguments, evaluation, make_teacher, run, same, weights  # noqa: E402
 from hf_models import bert, kl_from_attentions  # noqa: E402
 from transformers import AutoModel, LlamaForCausalLM  # noqa: E402
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb  # noqa: E402
 
 from streamkl.distill import _data as data  # noqa: E402
 from streamkl.distill._needles import DEPTHS, KEY, VALUE, NeedleBatch, Retrieval, needle_batches  # noqa: E402
@@ -176,6 +179,21 @@ def test_heads_of_the_student(folder, how):
     expected = (q.mean(1), o.sum(2)) if how == "mean" else (q[:, 0], o[:, :, 0])
     torch.testing.assert_close(student[f"{layer_s}.q_proj.weight"], expected[0].flatten(0, 1))
     torch.testing.assert_close(student[f"{layer_s}.o_proj.weight"], expected[1].flatten(1, 2))
+
+
+@torch.no_grad()
+def test_example_teacher_attends_to_the_token_before():
+    """At every length: RoPE's frequencies must not repeat. This head starts as a function of the distance alone."""
+    path = Path(__file__).parents[2] / "examples/lookup/make_teacher.py"
+    spec = importlib.util.spec_from_file_location("make_teacher", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    model, length = example.make_model(8192), 8192
+    attention, dim = model.model.layers[1].self_attn, model.config.head_dim
+    q, k = (part.bias[:dim].expand(1, 1, length, dim) for part in (attention.q_proj, attention.k_proj))
+    q, k = apply_rotary_pos_emb(q, k, *model.model.rotary_emb(q, torch.arange(length)[None]))
+    p = (q[0, 0, -1] @ k[0, 0].T / dim**0.5).softmax(-1)
+    assert p[-2] > 0.999 and not attention.q_proj.weight[:dim].any() and not attention.k_proj.weight[:dim].any()
 
 
 # ---- Data ------------------------------------------------------------------------------------------------------------
