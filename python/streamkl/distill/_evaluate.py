@@ -13,7 +13,7 @@ import torch
 from ..hf import AttentionDistiller
 from ..hf._compare import compare_captured
 from ._data import Sequences
-from ._needles import KEY, VALUE, Retrieval, needle_batches
+from ._needles import VALUE, NeedleBatch, Retrieval, needle_batches
 from ._objective import Outputs, next_tokens, row_losses
 from ._options import Options, UserError
 
@@ -76,10 +76,8 @@ def evaluate(
             result = sums.result(count)
             for length, parts in batches.items():
                 retrieval = Retrieval()
-                for ids, depths, places in parts:
-                    inside(
-                        partial(_retrieve, retrieval, distiller, outputs, held_out, ids.to(device), depths, places)
-                    )
+                for batch in parts:
+                    inside(partial(_retrieve, retrieval, distiller, outputs, batch))
                     progress(done := done + 1, total)
                 if parts:
                     result.retrieval.append(retrieval.result(length, _has_answers(outputs)))
@@ -92,19 +90,21 @@ def _has_answers(outputs: tuple[Outputs, Outputs]) -> bool:
     return all(each.head is not None and each.is_causal for each in outputs)
 
 
-def _retrieve(retrieval, distiller, outputs, held_out, ids, depths, places) -> None:
-    last = ids.shape[1] - len(held_out.suffix) - 1
-    rows = list(range(last - VALUE + 1, last + 1))
-    hidden = {role: each.hidden(ids) for role, each in zip(("student", "teacher"), reversed(outputs))}
-    retrieval.add_attention(distiller.pairs(), depths, places, rows)
+def _retrieve(retrieval: Retrieval, distiller, outputs: tuple[Outputs, Outputs], batch: NeedleBatch) -> None:
+    outputs_t, outputs_s = outputs
+    ids = batch.ids.to(outputs_s.model.device)
+    hidden_s, hidden_t = outputs_s.hidden(ids), outputs_t.hidden(ids)
+    retrieval.add_attention(distiller.pairs(), batch)
     distiller.student.clear()
     distiller.teacher.clear()
     if not _has_answers(outputs):
         return
-    begin = torch.tensor(places, device=ids.device)[:, None]
-    answers = ids.gather(1, begin + torch.arange(KEY, KEY + VALUE, device=ids.device))
-    right = [each.head(hidden[role][:, rows]).argmax(-1) == answers for role, each in zip(("teacher", "student"), outputs)]
-    retrieval.add_answers(depths, *right)
+    answers = batch.answers().to(ids.device)
+    predicted = [
+        each.head(hidden[:, batch.rows]).argmax(-1).unflatten(-1, (-1, VALUE))
+        for each, hidden in ((outputs_t, hidden_t), (outputs_s, hidden_s))
+    ]
+    retrieval.add_answers(batch, *(each == answers for each in predicted))
 
 
 class _Sums:

@@ -135,7 +135,8 @@ def _retrieval(evaluations: dict[str, Evaluation]) -> dict[str, Any] | None:
     main = _main(evaluations)
     lead = (
         f"A needle is {KEY} tokens of a key and {VALUE} of a value that are rare in a held-out text. It is put at some depth "
-        "of the text, which ends with the key and begins the value again. The attention of a row finds it if its largest "
+        "of the text, which ends with the key and begins the value again; a long text has several. The attention of a row "
+        "finds the needle if its largest "
         "probability is inside the needle; rates are means over the heads with which the teacher finds at least "
         "half of all needles. A value is answered if the model predicts its tokens."
     )
@@ -201,7 +202,7 @@ def _misses(result: dict[str, Any]) -> dict[str, Any] | None:
         for miss in result["misses"]
     ]
     title = f"Needles that only the teacher finds: {len(rows)} of {result['missed']}"
-    header = ["layer, head", "position of the needle", "of the row", "student attends to"]
+    header = ["layer, head", "needle at", "row", "attends to"]
     return dict(kind="table", title=title, header=header, rows=rows) if rows else None
 
 
