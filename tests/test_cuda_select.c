@@ -209,6 +209,28 @@ static void test_pairs_of_head_sizes(void **state)
     assert_reason(&c, "forward: cuda_sm90_bf16_128, softcap", "best kernel");
 }
 
+/* Three dq warpgroups, for gradients of B of 64 dimensions, and long sequences. */
+static void test_tall_tiles(void **state)
+{
+    (void)state;
+    if (!is_usable("cuda_sm90_bf16_128_64"))
+        skip();
+    const char *const tall = "fused backward, 192 queries per tile";
+    test_case c = {"tall", SHAPE(1, 2048, 64), HEADS(2, 2), DIMS(64, 64), TYPES(BF16, BF16)};
+    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_bf16_64, fused backward", tall);
+    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_t and dk_t: cuda_sm90_bf16_64, fused backward, 1 split", "best kernel");
+    c.len_q = 2047;
+    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_bf16_64, fused backward, 1 split", "best kernel");
+    c.dim_t = 128;
+    c.len_q = 8191;
+    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_bf16_128_64, fused backward, 1 split",
+                     "best kernel");
+    c.len_q = 8192;
+    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_bf16_128_64, fused backward", tall);
+    c.dim_t = 64, c.softcap_s = 30;
+    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_bf16_64, fused backward, softcap", "best kernel");
+}
+
 /* Where no kernel carries the KL, the general kernels add the attention backward to a one-pass call. */
 static void test_attention_backward_apart_from_the_kl(void **state)
 {
@@ -266,6 +288,7 @@ int main(void)
         cmocka_unit_test(test_strides_and_addresses_that_copies_cannot_read),
         cmocka_unit_test(test_problems_that_tensor_cores_do_not_do),
         cmocka_unit_test(test_pairs_of_head_sizes),
+        cmocka_unit_test(test_tall_tiles),
         cmocka_unit_test(test_attention_backward_apart_from_the_kl),
         cmocka_unit_test(test_attention_backward_with_the_kl_on_hopper),
         cmocka_unit_test(test_old_kernel_names_are_accepted),

@@ -213,6 +213,27 @@ static int32_t fused_head_group(const choice *s, const side_request *request)
                                      request->of_b ? keys_and_sums : keys);
 }
 
+/* A third dq warpgroup fits if the gradients have few dimensions. More of a taller tile is padding or masked, so it
+ * must be a small part of a sequence. */
+static bool has_tall_tiles(const choice *s, const skl_cuda_kernel *kernel, const side_request *request)
+{
+    const skl_problem *const p = &s->plan->problem;
+    const int64_t queries = p->packed ? p->total_q / skl_max(1, p->batch) : p->len_q;
+    const int64_t queries_min = kernel->dim_max > SKL_SM90_TALL_DIM ? 8192 : 2048;
+    return request->of_b && !s->capped && request->side.dim <= SKL_SM90_TALL_DIM &&
+           kernel->small_dim_max == SKL_SM90_TALL_DIM && kernel->dim_max <= SKL_SM90_TALL_OTHER_DIM &&
+           queries >= queries_min;
+}
+
+static void set_fused_tiles(const choice *s, skl_cuda_launch *launch, const skl_cuda_kernel *kernel,
+                            const side_request *request)
+{
+    launch->head_group = fused_head_group(s, request);
+    launch->tall_tiles = has_tall_tiles(s, kernel, request);
+    if (launch->tall_tiles)
+        launch->variant = SKL_VARIANT_FUSED_TALL;
+}
+
 void skl_select_add_dq(const choice *s, const side_request *request, const char *reason, bool kl)
 {
     const skl_cuda_kernel *const kernel = dq_kernel_of(s, request);
@@ -225,7 +246,7 @@ void skl_select_add_dq(const choice *s, const side_request *request, const char 
     launch->teacher_side = request->of_teacher;
     launch->kl_in_backward = kl;
     if (fused)
-        launch->head_group = fused_head_group(s, request);
+        set_fused_tiles(s, launch, kernel, request);
 }
 
 void skl_select_add_dk(const choice *s, const side_request *request, const char *reason)
@@ -248,7 +269,7 @@ static void add_fused(const choice *s, const side_request *request, bool kl)
     launch->dk_sums = skl_select_dk_sums_of(s, request);
     launch->workspace_size =
         request->dk && request->side.grad_dtype != SKL_F32 ? skl_select_dk_sums_size(&s->plan->problem) : 0;
-    launch->head_group = fused_head_group(s, request);
+    set_fused_tiles(s, launch, s->kernel, request);
 }
 
 /* `why_split`: why dq and dk do not come out of one kernel; NULL: they do. */
