@@ -153,7 +153,8 @@ def run(arguments):
         errors = split.errors(steps)
         wrong = [result for result, error in errors.items() if not error <= LIMITS[result]]
         is_right = is_right and not wrong
-        timings = time_alternately({**steps, "ordering": split.ordering()}, split.device, arguments.rounds, arguments.sample_ms, shuffle=True)
+        calls = {**steps, "ordering": split.ordering()}
+        timings = time_alternately(calls, split.device, arguments.rounds, arguments.sample_ms, shuffle=True)
         print_table(name, arguments, timings, errors, wrong)
         unsplit = timings["unsplit"].median
         for place, timing in timings.items():
