@@ -51,7 +51,6 @@ class Split:
 
         from streamkl._options import Lengths
         from streamkl._problem import DK_S, DQ_S, Options
-        from streamkl.parallel._gather import in_order
         from streamkl.parallel._layout import Layout, gather_order, inverse_of
         from streamkl.parallel._shards import Shards
 
@@ -66,14 +65,12 @@ class Split:
         layout = Layout(arguments.layout, arguments.ranks)
         self.order = gather_order(layout, arguments.length // arguments.ranks, None, self.device)
         self.rows_of_rank = inverse_of(self.order).view(arguments.ranks, -1)
-        whole = torch.arange(arguments.length, device=self.device)
-        keys_t, keys_s = (in_order(self.tensors[place].movedim(1, 0), whole).movedim(0, 1) for place in (1, 3))
         self.shards = []
         for rank, rows in enumerate(self.rows_of_rank):
             own = tuple(None if each is None else each.index_select(1, rows) for each in self.tensors)
             shard = Shards(layout, rank, own, (*self.no_lengths, *self.options))
             q_t, _, q_s, *_ = own
-            called = (q_t, keys_t, q_s, keys_s, None, None, None, None)
+            called = (q_t, self.tensors[1], q_s, self.tensors[3], None, None, None, None)
             self.shards.append((called, shard.lengths_of_all_keys(), shard.options))
 
     def steps(self, name):
@@ -109,14 +106,13 @@ class Split:
 
     def ordering(self):
         """What a rank does around the collective calls: keys of both models into order, dk back to f32 shards."""
-        from streamkl.parallel._gather import in_order
         from streamkl.parallel._layout import inverse_of
 
         keys = [self.tensors[place].movedim(1, 0).contiguous() for place in (1, 3)]
-        gradient, inverse = in_order(keys[1], self.order).float(), inverse_of(self.order)
+        gradient, inverse = keys[1].float(), inverse_of(self.order)
 
         def step():
-            return [*(in_order(each, self.order) for each in keys), gradient.index_select(0, inverse)]
+            return [*(each.index_select(0, self.order) for each in keys), gradient.index_select(0, inverse)]
 
         return step
 

@@ -209,26 +209,24 @@ static void test_pairs_of_head_sizes(void **state)
     assert_reason(&c, "forward: cuda_sm90_bf16_128, softcap", "best kernel");
 }
 
-/* Three dq warpgroups, for gradients of B of 64 dimensions, and long sequences. */
+/* Three dq warpgroups: gradients of B of 64 dimensions, long sequences, and 8 waves of tiles. */
 static void test_tall_tiles(void **state)
 {
     (void)state;
     if (!is_usable("cuda_sm90_bf16_128_64"))
         skip();
-    const char *const tall = "fused backward, 192 queries per tile";
-    test_case c = {"tall", SHAPE(1, 2048, 64), HEADS(2, 2), DIMS(64, 64), TYPES(BF16, BF16)};
+    const char *const tall = "fused backward, 192 queries per tile", *const best = "best kernel";
+    test_case c = {"tall", SHAPE(4, 102400, 8), HEADS(1, 1), DIMS(64, 64), TYPES(BF16, BF16)};
     assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_bf16_64, fused backward", tall);
-    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_t and dk_t: cuda_sm90_bf16_64, fused backward, 1 split", "best kernel");
-    c.len_q = 2047;
-    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_bf16_64, fused backward, 1 split", "best kernel");
+    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_t and dk_t: cuda_sm90_bf16_64, fused backward, 1 split", best);
     c.dim_t = 128;
-    c.len_q = 8191;
-    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_bf16_128_64, fused backward, 1 split",
-                     "best kernel");
-    c.len_q = 8192;
     assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_bf16_128_64, fused backward", tall);
-    c.dim_t = 64, c.softcap_s = 30;
-    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_bf16_64, fused backward, softcap", "best kernel");
+    c.batch = 1;
+    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_bf16_128_64, fused backward, 1 split", best);
+    c.batch = 50, c.len_q = 8191;
+    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_bf16_128_64, fused backward, 1 split", best);
+    c.dim_t = 64, c.len_q = 8192, c.softcap_s = 30;
+    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_bf16_64, fused backward, softcap", best);
 }
 
 /* Where no kernel carries the KL, the general kernels add the attention backward to a one-pass call. */

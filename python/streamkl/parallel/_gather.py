@@ -133,15 +133,7 @@ class _Gathering:
         """The keys of all ranks, in the order of the sequence."""
         self.work.wait()
         gathered, self.gathered, self.work = self.gathered, None, None
-        return self.shards.length_back(in_order(gathered, self.shards.order))
-
-
-def in_order(gathered: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Keys [length, ..., heads, dim] in another order. In memory the rows of a head are neighbours.
-
-    So are those of their f32 gradients, which have the strides of the keys: Hopper's kernels add to them faster.
-    """
-    return gathered.movedim(0, -2).index_select(-2, order).movedim(-2, 0)
+        return self.shards.length_back(gathered.index_select(0, self.shards.order))
 
 
 class _Gradients:
