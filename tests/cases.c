@@ -263,6 +263,12 @@ const test_case test_cases[] = {
     {"persistent_pair_bf16", SHAPE(1, 1, 450), HEADS(135, 135), DIMS(72, 64), TYPES(BF16, BF16),
      .without = ALL_GRADIENTS},
 
+    /* On a GPU with 132 SMs: enough tiles of 192 queries for a fused backward with tall tiles. Most of them attend to
+     * no key, the last has 48 rows. */
+    {"tall_bf16", SHAPE(1, 202800, 470), HEADS(1, 1), DIMS(8, 8), TYPES(BF16, BF16), CAUSAL, STUDENT_ONLY},
+    {"tall_f16", SHAPE(1, 202800, 200), HEADS(1, 1), DIMS(8, 8), TYPES(F16, F16), WINDOW(140, 20), STUDENT_ONLY},
+    {"tall_pair_bf16", SHAPE(1, 202800, 330), HEADS(1, 1), DIMS(72, 8), TYPES(BF16, BF16), CAUSAL, STUDENT_ONLY},
+
     /* Packed sequences. */
     {"packed", PACKED(3, LENGTHS(0, 5, 38, 135), LENGTHS(0, 9, 20, 117)), HEADS(2, 2), DIMS(32, 32)},
     {"packed_one", PACKED(1, LENGTHS(0, 67), LENGTHS(0, 71)), HEADS(2, 2), DIMS(16, 16), CAUSAL},

@@ -247,6 +247,26 @@ static void test_softcaps_on_hopper(void **state)
     assert_reason(&c, "forward: cuda_sm90_f32_128, softcap", "two-term rows");
 }
 
+/* Three dq warpgroups: gradients of B of 64 dimensions, long sequences, and 8 waves of tiles. */
+static void test_tall_tiles(void **state)
+{
+    (void)state;
+    if (!is_usable("cuda_sm90_bf16_128_64"))
+        skip();
+    const char *const tall = "fused backward, 192 queries per tile", *const best = "best kernel";
+    test_case c = {"tall", SHAPE(4, 102400, 8), HEADS(1, 1), DIMS(64, 64), TYPES(BF16, BF16)};
+    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_bf16_64, fused backward", tall);
+    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_t and dk_t: cuda_sm90_bf16_64, fused backward, 1 split", best);
+    c.dim_t = 128;
+    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_bf16_128_64, fused backward", tall);
+    c.batch = 1;
+    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_bf16_128_64, fused backward, 1 split", best);
+    c.batch = 50, c.len_q = 8191;
+    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_bf16_128_64, fused backward, 1 split", best);
+    c.dim_t = 64, c.len_q = 8192, c.softcap_s = 30;
+    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_bf16_128, fused backward, softcap", best);
+}
+
 /* Where no kernel carries the KL, the general kernels add the attention backward to a one-pass call. */
 static void test_attention_backward_apart_from_the_kl(void **state)
 {
@@ -306,6 +326,7 @@ int main(void)
         cmocka_unit_test(test_pairs_of_head_sizes),
         cmocka_unit_test(test_teacher_groups),
         cmocka_unit_test(test_softcaps_on_hopper),
+        cmocka_unit_test(test_tall_tiles),
         cmocka_unit_test(test_attention_backward_apart_from_the_kl),
         cmocka_unit_test(test_attention_backward_with_the_kl_on_hopper),
         cmocka_unit_test(test_old_kernel_names_are_accepted),

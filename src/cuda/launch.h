@@ -53,6 +53,7 @@ struct skl_cuda_launch {
     int32_t paired;          /* forward: two blocks of smaller tiles per SM */
     int32_t num_splits;      /* forward: splits of the keys of a query tile, merged by a second kernel */
     int32_t head_group;      /* heads whose tiles run together so that their keys stay in the L2 cache */
+    int32_t tall_tiles;      /* fused backward: tiles of SKL_SM90_TALL_ROWS queries */
     int32_t teacher_side;    /* gradients of q_t or k_t, not of q_s or k_s */
     int32_t kl_in_backward;  /* rows.kl comes out of the kernel that computes the gradients */
     int32_t rows_known;      /* an earlier launch of the same call stored kl and dot_t */
@@ -81,6 +82,7 @@ struct skl_cuda_launch {
 #define SKL_VARIANT_SHORT                "persistent, two blocks per SM"
 #define SKL_VARIANT_SOFTCAP              "softcap, one tile per block"
 #define SKL_VARIANT_FUSED                "fused backward"
+#define SKL_VARIANT_FUSED_TALL           "fused backward, 192 queries per tile"
 #define SKL_VARIANT_FUSED_SOFTCAP        "fused backward, softcap"
 #define SKL_VARIANT_DQ                   "dq"
 #define SKL_VARIANT_DQ_SOFTCAP           "dq, softcap"
@@ -123,6 +125,9 @@ enum {
     SKL_SM90_PAIRED_ROWS = 128,       /* queries per tile of the narrow forward with two blocks per SM */
     SKL_SM90_FUSED_DIM_MAX = 128,     /* of the gradients of a fused backward */
     SKL_SM90_BACKWARD_ROWS = 128,     /* queries per tile of the fused backward */
+    SKL_SM90_TALL_ROWS = 192,         /* with tall tiles */
+    SKL_SM90_TALL_DIM = 64,           /* largest head size of the argument with gradients then, and ... */
+    SKL_SM90_TALL_OTHER_DIM = 128,    /* ... of the other one */
     SKL_SM90_UNBOUNDED_F16_DIM = 256, /* f16 kernels whose gradients have no row bounds */
     SKL_HEAD_GROUP_MAX = 16,
     SKL_GROUP_DIM_MAX = 128,        /* head sizes with kernels for teacher groups, which are padded to 64 or 128 */

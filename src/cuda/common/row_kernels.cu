@@ -175,7 +175,8 @@ static sums_shape shape_of(const backward_params *params)
             (unsigned)side.dim / 4};
 }
 
-/* Every block of threads takes SUM_ROWS rows of a head at a time, so that it divides in 64 bits once for all of them. */
+/* Every block of threads takes SUM_ROWS rows of a head at a time, so that it divides in 64 bits once for all of them.
+ */
 constexpr unsigned SUM_ROWS = 64;
 
 static int64_t row_blocks(const sums_shape &shape)
