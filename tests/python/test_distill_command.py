@@ -102,6 +102,8 @@ def test_without_evaluation(folder):
     assert "was not evaluated" in document["lead"]
     assert [section["title"] for section in document["sections"]] == ["Training", "Reproducing this run"]
     assert [figure["label"] for figure in document["figures"]] == ["of training", "peak memory"]
+    student = ["--student", str(folder / "unseen/student")]
+    assert main(["eval", "--options", str(folder / "unseen/options.toml"), *student]) == 2  # nothing to do
 
 
 def test_teacher_in_the_precision_of_the_run(folder):
