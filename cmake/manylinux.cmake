@@ -9,8 +9,6 @@ set(CMAKE_CUDA_COMPILER ${tools}/cuda/bin/nvcc)
 set(CMAKE_CUDA_COMPILER_FORCED ON) # else CMake starts a test program to find GPUs, and that may be for another processor
 set(CMAKE_CUDA_HOST_COMPILER ${CMAKE_SYSTEM_PROCESSOR}-linux-gnu-g++)
 
-set(CMAKE_C_FLAGS_INIT "-include ${CMAKE_CURRENT_LIST_DIR}/older_glibc.h")
-
 # Without symbol tables: they name temporary files, and no two builds would be equal. A shared library, too, must find
 # every function that it calls.
 set(CMAKE_SHARED_LINKER_FLAGS_INIT "-s -Wl,-z,defs")
