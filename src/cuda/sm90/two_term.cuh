@@ -46,11 +46,22 @@ struct alignas(8) stage_factors {
     uint32_t rows[STAGE_ROWS];
 };
 
+/* One warp fills it. */
 template <int COUNT> struct factor_ring {
     stage_factors at[COUNT];
+    uint64_t full[COUNT];
+
+    __device__ void init_barriers()
+    {
+        for (uint64_t &barrier : full)
+            barrier_init(barrier, 32);
+    }
 };
 
 template <> struct factor_ring<0> {
+    __device__ void init_barriers()
+    {
+    }
 };
 
 /* A lane's factors of a stage, in registers between load and store. */

@@ -179,6 +179,7 @@ template <typename ELEMENT, int DIM_A, int DIM_B> struct short_forward {
             of += segment == 2;
             segment = segment == 2 ? 0 : segment + 1;
         }
+        __syncwarp(); /* all lanes have read them */
         smem.load_iteration = of;
         smem.load_segment = segment;
         __syncwarp();

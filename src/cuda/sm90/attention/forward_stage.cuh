@@ -58,13 +58,12 @@ __device__ inline void load_keys(key_stage<DIM_A, DIM_B> &to, const forward_maps
     }
 }
 
-/* `loads`: arrivals that fill a stage of keys. */
-template <typename FORWARD> __device__ inline void init_barriers(typename FORWARD::memory &smem, int loads = 1)
+template <typename FORWARD> __device__ inline void init_barriers(typename FORWARD::memory &smem)
 {
     for (uint64_t &queries : smem.queries_full)
         barrier_init(queries, 1);
     for (int stage = 0; stage < FORWARD::DEPTH; stage++) {
-        barrier_init(smem.full[stage], loads);
+        barrier_init(smem.full[stage], 1);
         barrier_init(smem.empty[stage], FORWARD::GROUPS * 4);
     }
     barrier_init_fence();

@@ -13,7 +13,8 @@
  *              exponentials             | stage 0     | stage 1     | stage 2     |
  *
  * Two-term rows (sm90/two_term.cuh): high is in registers, low in shared memory. A second producer warp copies the
- * factors of the keys. They are read after their stage is released, so there is room for twice as many as stages.
+ * factors of the keys. They are read after their stage is released: there is room for twice as many as stages, each
+ * with a barrier.
  *
  * CAPPED (softcap) is a separate instance. Logits after the cap need registers in addition to the accumulators and
  * get those of the second stage. A warpgroup then waits for its own wgmmas, and only the other warpgroup's arithmetic
@@ -41,7 +42,6 @@ template <typename ELEMENT, int DIM_A, int DIM_B, bool CAPPED> struct wide_forwa
     static constexpr int DEPTH =
         depth_for(sizeof(key_stage<ROW_DIM_A, ROW_DIM_B>), q_a_rows::SIZE + q_b_rows::SIZE, 4); /* pipeline stages */
     static constexpr int FACTOR_DEPTH = TWO_TERM ? 2 * DEPTH : 0;
-    static constexpr int LOADS = TWO_TERM ? 1 + 32 : 1; /* arrivals that fill a stage: TMA, the warp of the factors */
 
     struct memory {
         key_stage<ROW_DIM_A, ROW_DIM_B> stages[DEPTH];
@@ -82,7 +82,7 @@ template <typename ELEMENT, int DIM_A, int DIM_B, bool CAPPED> struct wide_forwa
                                    smem.coord.batch, smem.keys.row_at(n), rows);
             barrier_wait(smem.empty[n % DEPTH], n / DEPTH % 2 ^ 1); /* the loads are in flight meanwhile */
             store_stage_factors(smem.factors.at[n % FACTOR_DEPTH], loaded);
-            barrier_arrive(smem.full[n % DEPTH]);
+            barrier_arrive(smem.factors.full[n % FACTOR_DEPTH]); /* every lane, because every lane has written */
         }
     }
 
@@ -127,6 +127,8 @@ template <typename ELEMENT, int DIM_A, int DIM_B, bool CAPPED> struct wide_forwa
     __device__ void issue_stage(stage_logits &x, stage_logits &y, int n)
     {
         const int stage = n % DEPTH;
+        if constexpr (TWO_TERM)
+            barrier_wait(smem.factors.full[n % FACTOR_DEPTH], n / FACTOR_DEPTH % 2);
         barrier_wait(smem.full[stage], n / DEPTH % 2);
         wgmma_fence();
         const uint32_t queries = warpgroup * (64 * 128 / 16);
@@ -239,7 +241,8 @@ __global__ void __launch_bounds__(wide_forward<ELEMENT, DIM_A, DIM_B, CAPPED>::T
         smem.tile = tile;
         smem.scale_a = params.a.scale;
         smem.scale_b = params.b.scale;
-        init_barriers<forward>(smem, forward::LOADS);
+        smem.factors.init_barriers();
+        init_barriers<forward>(smem);
     }
     __syncthreads();
     const int warpgroup = warpgroup_index();
