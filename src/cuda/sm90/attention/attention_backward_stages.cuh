@@ -156,9 +156,7 @@ __device__ inline void produce_stats(const attention_backward_params &params,
             to.shift[row % 2] = stats.shift;
             to.lse_a[row % 2] = stats.lse_a - unit;
             to.weight[row % 2] = stats.weight;
-            __syncwarp();
-            if (threadIdx.x % 32 == 0)
-                barrier_arrive(smem.stats_full[stage]);
+            barrier_arrive(smem.stats_full[stage]); /* every lane, because every lane has written */
         }
 }
 
