@@ -132,7 +132,7 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
         return warp_uniform(smem.poisoned);
     }
 
-    /* One warpgroup sanitizes the queries of a masked stage, the other the
+    /* One warpgroup sanitizes the queries of a masked stage that may have some that are not finite, the other the
      * gradients of their outputs. */
     __device__ void sanitize_stage(int n)
     {
@@ -295,9 +295,10 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
         const stage_pair *const stats = smem.stats[stage];
         if (MASKED)
             barrier_wait(smem.stats_full[stage], n / smem.DEPTH % 2);
-        const int first = MASKED ? load_again(smem.info[n % smem.INFOS].row) - load_again(smem.queries.row) : 0;
+        const stage_info &info = smem.info[n % smem.INFOS];
+        const int first = MASKED ? load_again(info.row) - load_again(smem.queries.row) : 0;
         stage_logits y, dp; /* y: also X */
-        if (MASKED)
+        if (MASKED && warp_uniform(load_again(info.unknown[0]) | load_again(info.unknown[1])) != 0)
             sanitize_stage(n);
         issue_y(y, n);
         issue_dp(dp, n);
