@@ -144,6 +144,8 @@ template <typename ELEMENT, int DIM_A, int DIM_B, bool CAPPED> struct wide_forwa
         wgmma_wait<0>();
         fence_operand(x);
         fence_operand(y);
+        if constexpr (TWO_TERM)
+            __syncwarp(); /* every lane has read the factors of stage n - 1 */
         barrier_arrive_if(smem.empty[n % DEPTH], threadIdx.x % 32 == 0);
     }
 
