@@ -415,7 +415,7 @@ def dies(before, **cp):
             loss = streamkl.attention_kl(*own, cp_group=dist.group.WORLD, **cp)
         loss.backward()
     except RuntimeError as error:
-        print(f"rank {dist.get_rank()}: {type(error).__name__}", flush=True)
+        os.write(1, f"rank {dist.get_rank()}: {type(error).__name__}\n".encode())  # print() may mix lines of ranks
         os._exit(0)
     os._exit(1)
 
