@@ -7,13 +7,15 @@
     bench/carried.py --csv bench/results/carried.csv   # appends the results
     bench/carried.py --dry-run                         # lists the cases; needs no GPU
 
+    forward    scaled_dot_product_attention of the student by cuDNN
     cuDNN      the backward of scaled_dot_product_attention by cuDNN, without a KL
     apart      the same and a one-pass call: what a step pays without the kernel that does both
     carried    skl_attention_backward: attention and KL gradients in one call
     with KL    the same with the KL of each row
 
 The calls alternate one by one, after 0.3 s of untimed rounds, so that they share one power state; medians count. cuDNN has
-expanded key heads, outside of the time. TFLOP/s are those of six products. --check draws fresh inputs and compares the
+expanded key heads, outside of the time. Percentages are what `carried` adds to the student's attention, forward and
+backward. TFLOP/s are those of six products. --check draws fresh inputs and compares the
 gradients of the first key head with float64: the error of `carried` must not exceed that of cuDNN's backward of the same
 attention, by 5 % for chance, plus twice that of a one-pass call.
 """

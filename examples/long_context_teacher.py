@@ -2,8 +2,7 @@
 
     python examples/long_context_teacher.py --layers 8 --context 65536 --out stack
     streamkl-distill --teacher stack/teacher --student-layers 4 --student-heads 16 --data stack/tokens.npy \\
-        --context 65536 --precision bfloat16 --gradient-checkpointing --steps 8 --needles 0 --eval-sequences 1 \\
-        --out stack/run
+        --context 65536 --precision bfloat16 --gradient-checkpointing --steps 8 --eval-sequences 0 --out stack/run
 """
 
 import argparse

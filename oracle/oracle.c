@@ -65,6 +65,20 @@ static void compute_logits(const struct model *model, struct offsets at, const s
     }
 }
 
+/* to += factor * x. `restrict` lets the compiler use vector instructions: half of the oracle's time is spent here. */
+static void add_multiple(real *restrict to, const real *restrict x, real factor, int64_t dim)
+{
+    for (int64_t d = 0; d < dim; d++)
+        to[d] += factor * x[d];
+}
+
+/* to += factor * |x| */
+static void add_magnitudes(real *restrict to, const real *restrict x, real factor, int64_t dim)
+{
+    for (int64_t d = 0; d < dim; d++)
+        to[d] += factor * fabs(x[d]);
+}
+
 /* dq += scale * gradient[j] * k[j];  dk[j] += scale * gradient[j] * q;  both times the slope of the softcap. The
  * slope is rounded and changes with the logit; a slope of 0 still counts as one rounding. `parts`: sizes of the
  * parts that a gradient is the sum of; NULL: it has no parts. */
@@ -93,14 +107,12 @@ static void add_gradients(const struct run *run, const struct model *model, stru
         const real of_gradient = run->gradient_rounding[j] * (slope + (real)ORACLE_ROUNDING * slope_rounding);
         const real of_slope = fabs(run->gradient[j]) * slope_rounding;
         const real rounding = fabs(dot_gradient) + fabs(model->scale) * (of_gradient + of_slope);
-        for (int64_t d = 0; d < model->dim; d++) {
-            dq[d] += dot_gradient * k[d];
-            dk[d] += dot_gradient * q[d];
-            dq_rounding[d] += rounding * fabs(k[d]);
-            dk_rounding[d] += rounding * fabs(q[d]);
-            dq_terms[d] += size * fabs(k[d]);
-            dk_terms[d] += size * fabs(q[d]);
-        }
+        add_multiple(dq, k, dot_gradient, model->dim);
+        add_multiple(dk, q, dot_gradient, model->dim);
+        add_magnitudes(dq_rounding, k, rounding, model->dim);
+        add_magnitudes(dk_rounding, q, rounding, model->dim);
+        add_magnitudes(dq_terms, k, size, model->dim);
+        add_magnitudes(dk_terms, q, size, model->dim);
     }
 }
 

@@ -263,6 +263,12 @@ const test_case test_cases[] = {
     {"persistent_pair_bf16", SHAPE(1, 1, 450), HEADS(135, 135), DIMS(72, 64), TYPES(BF16, BF16),
      .without = ALL_GRADIENTS},
 
+    /* On a GPU with 132 SMs: enough tiles of 192 queries for a fused backward with tall tiles. Most of them attend to
+     * no key, the last has 48 rows. */
+    {"tall_bf16", SHAPE(1, 202800, 470), HEADS(1, 1), DIMS(8, 8), TYPES(BF16, BF16), CAUSAL, STUDENT_ONLY},
+    {"tall_f16", SHAPE(1, 202800, 200), HEADS(1, 1), DIMS(8, 8), TYPES(F16, F16), WINDOW(140, 20), STUDENT_ONLY},
+    {"tall_pair_bf16", SHAPE(1, 202800, 330), HEADS(1, 1), DIMS(72, 8), TYPES(BF16, BF16), CAUSAL, STUDENT_ONLY},
+
     /* Packed sequences. */
     {"packed", PACKED(3, LENGTHS(0, 5, 38, 135), LENGTHS(0, 9, 20, 117)), HEADS(2, 2), DIMS(32, 32)},
     {"packed_one", PACKED(1, LENGTHS(0, 67), LENGTHS(0, 71)), HEADS(2, 2), DIMS(16, 16), CAUSAL},
@@ -325,7 +331,7 @@ const test_case test_cases[] = {
     {"lse_given_without_groups", PLAIN, .lse = LSE_GIVEN},
 
     /* Teacher groups on tensor cores: several tiles of queries and keys, queries of all heads in shared memory or
-     * not, shared keys or not. Gradients of the teacher would need dot_t, which has no tensor cores. */
+     * not, shared keys or not. */
     {"student_group_2_bf16", SHAPE(1, 200, 330), HEADS(4, 2), KEY_HEADS(2, 1), DIMS(64, 64), TYPES(BF16, BF16),
      CAUSAL, STUDENT_ONLY},
     {"student_group_3_bf16", SHAPE(2, 130, 300), HEADS(6, 2), DIMS(40, 24), TYPES(BF16, BF16), WINDOW(140, 20),
@@ -358,6 +364,41 @@ const test_case test_cases[] = {
      TYPES(BF16, BF16), CAUSAL, STUDENT_ONLY},
     {"student_group_offsets_bf16", SHAPE(1, 150, 300), HEADS(4, 2), DIMS(64, 64), TYPES(BF16, BF16), CAUSAL,
      OFFSETS(10, 40), STUDENT_ONLY},
+    {"student_group_one_key_bf16", SHAPE(1, 37, 1), HEADS(4, 2), DIMS(64, 64), TYPES(BF16, BF16), SCALES(0.1F, 30),
+     STUDENT_ONLY},
+    {"student_group_far_heads_bf16", SHAPE(1, 67, 67), HEADS(4, 2), DIMS(64, 64), TYPES(BF16, BF16), CAUSAL,
+     SCALES(30, 0.1F), STUDENT_ONLY},
+    {"student_group_no_keys_bf16", PACKED(2, LENGTHS(0, 28, 71), LENGTHS(0, 0, 0)), TAILS(3, 23), HEADS(8, 2),
+     DIMS(24, 24), TYPES(BF16, BF16), STUDENT_ONLY},
+
+    /* The same with softcaps, below and above which logits are, in reverse, and with gradients of both sides. */
+    {"group_4_softcap_bf16", SHAPE(1, 270, 270), HEADS(8, 2), KEY_HEADS(2, 2), DIMS(128, 128), TYPES(BF16, BF16),
+     CAUSAL, SOFTCAPS(50, 30)},
+    {"group_3_softcap_bf16", SHAPE(1, 200, 330), HEADS(6, 2), DIMS(40, 24), TYPES(BF16, BF16), SOFTCAPS(2, 1),
+     STUDENT_ONLY},
+    {"group_2_softcap_t_f16", SHAPE(1, 130, 200), HEADS(4, 2), KEY_HEADS(1, 2), DIMS(64, 128), TYPES(F16, F16),
+     WINDOW(90, 20), SOFTCAPS(3, 0), .lse = LSE_GIVEN},
+    {"group_2_softcap_s_bf16", SHAPE(1, 200, 130), HEADS(4, 2), DIMS(64, 64), TYPES(BF16, BF16), BOUNDS(RANDOM),
+     SOFTCAPS(0, 3), .lse = LSE_WIDER, STUDENT_ONLY},
+    {"group_8_softcap_bf16", SHAPE(1, 129, 257), HEADS(8, 1), KEY_HEADS(2, 1), DIMS(64, 64), TYPES(BF16, BF16),
+     SOFTCAPS(20, 20), .grad_f32 = 1},
+    {"group_2_saturated_f16", SHAPE(1, 67, 130), HEADS(4, 2), DIMS(16, 16), TYPES(F16, F16), SOFTCAPS(2e-4F, 1e-3F),
+     REVERSE},
+    {"group_2_one_key_bf16", SHAPE(2, 130, 1), HEADS(4, 2), DIMS(16, 16), TYPES(BF16, BF16), SCALES(0.1F, 30),
+     REVERSE},
+    {"group_4_reverse_bf16", SHAPE(1, 270, 270), HEADS(8, 2), KEY_HEADS(2, 2), DIMS(128, 128), TYPES(BF16, BF16),
+     CAUSAL, REVERSE},
+    {"group_3_reverse_wider_f16", SHAPE(2, 130, 200), HEADS(6, 2), DIMS(40, 64), TYPES(F16, F16), WINDOW(140, 20),
+     REVERSE, .lse = LSE_WIDER},
+    {"group_2_reverse_softcap_bf16", SHAPE(1, 200, 300), HEADS(4, 2), KEY_HEADS(2, 1), DIMS(64, 64), SOFTCAPS(5, 4),
+     TYPES(BF16, BF16), BOUNDS(ZIGZAG), REVERSE},
+    {"group_2_reverse_apart_bf16", SHAPE(1, 65, 517), HEADS(4, 2), DIMS(64, 64), TYPES(BF16, BF16), REVERSE,
+     .growth = 20},
+    {"group_3_gradients_f16", SHAPE(1, 200, 330), HEADS(6, 2), KEY_HEADS(2, 1), DIMS(128, 64), TYPES(F16, F16)},
+    {"group_2_gradients_misaligned_bf16", SHAPE(1, 130, 200), HEADS(6, 3), KEY_HEADS(2, 3), DIMS(64, 64), CAUSAL,
+     TYPES(BF16, BF16), .lse = LSE_WIDER},
+    {"group_2_gradients_packed_bf16", PACKED(3, LENGTHS(0, 1, 150, 330), LENGTHS(0, 200, 200, 431)), HEADS(6, 3),
+     KEY_HEADS(2, 1), DIMS(64, 64), TYPES(BF16, BF16), CAUSAL, TAILS(7, 3), .grad_f32 = 1},
 
     /* Scales, softcaps, directions. */
     {"scales", PLAIN, SCALES(0.7F, 0.125F)},
@@ -461,6 +502,8 @@ const test_case test_cases[] = {
      DIMS(16, 16), INDEXER(4), CAUSAL, .lse = LSE_WIDER},
     {"indexer_packed_f16", PACKED(3, LENGTHS(0, 5, 70, 103), LENGTHS(0, 9, 40, 141)), TAILS(7, 5), HEADS(4, 2),
      DIMS(16, 16), INDEXER(3), TYPES(F16, F16), WEIGHTS(F16)},
+    {"indexer_packed_no_keys_bf16", PACKED(2, LENGTHS(0, 28, 71), LENGTHS(0, 0, 0)), TAILS(3, 23), HEADS(2, 1),
+     DIMS(16, 16), INDEXER(2), TYPES(BF16, BF16)},
     {"indexer_given_lse", SHAPE(1, 37, 67), HEADS(4, 2), DIMS(16, 16), INDEXER(4), .lse = LSE_GIVEN},
     {"indexer_wider_lse", SHAPE(1, 37, 67), HEADS(4, 1), DIMS(16, 16), INDEXER(4), CAUSAL, .lse = LSE_WIDER},
     {"indexer_reverse", SHAPE(1, 37, 67), HEADS(4, 1), DIMS(16, 16), INDEXER(4), REVERSE, CAUSAL},

@@ -176,10 +176,10 @@ static void test_problems_that_tensor_cores_do_not_do(void **state)
 {
     (void)state;
     const test_case f32 = {"f32", SHAPE(1, 64, 64), HEADS(2, 2), DIMS(160, 64)};
-    const test_case groups = {"groups", SHAPE(1, 64, 64), HEADS(4, 2), DIMS(64, 64), TYPES(BF16, BF16), REVERSE};
+    const test_case groups = {"groups", SHAPE(1, 64, 64), HEADS(4, 2), DIMS(64, 136), TYPES(BF16, BF16), REVERSE};
     const test_case odd = {"odd", SHAPE(1, 64, 64), HEADS(2, 2), DIMS(132, 60), TYPES(F16, F16)};
     assert_reason(&f32, "cuda_general", "f32 or mixed types with a head size above 128");
-    assert_reason(&groups, "cuda_general", "reverse KL with teacher groups");
+    assert_reason(&groups, "cuda_general", "softcap or reverse KL of teacher groups with a head size above 128");
     assert_reason(&odd, "cuda_general", "not a multiple of 8");
 }
 
@@ -207,6 +207,78 @@ static void test_pairs_of_head_sizes(void **state)
     assert_reason(&c, "forward: cuda_sm90_bf16_96_96", "best kernel");
     c.softcap_s = 30;
     assert_reason(&c, "forward: cuda_sm90_bf16_128, softcap", "best kernel");
+}
+
+/* The reverse KL and gradients of the teacher are computed in strips; Hopper has softcaps without them. Tiles have
+ * the rest on other GPUs, and large groups of f16. */
+static void test_teacher_groups(void **state)
+{
+    (void)state;
+    test_case c = {"groups", SHAPE(1, 64, 64), HEADS(4, 2), DIMS(64, 64), TYPES(BF16, BF16), REVERSE, STUDENT_ONLY};
+    assert_reason(&c, "forward: cuda_sm80_bf16_groups, rows", "best kernel");
+    assert_reason_of(SKL_OP_BACKWARD, &c, "gradients of the student: cuda_sm80_bf16_groups, gradients",
+                     "best kernel");
+    c.direction = SKL_KL_FORWARD, c.without = 0;
+    assert_reason(&c, "forward: cuda_sm80_bf16_groups, rows", "teacher gradients of a group: in strips");
+    assert_reason_of(SKL_OP_BACKWARD, &c, "gradients of the teacher: cuda_sm80_bf16_groups, gradients",
+                     "teacher gradients of a group: in strips");
+    c.dim_t = 136;
+    assert_reason_of(SKL_OP_BACKWARD, &c, "dk_t: cuda_general, dk", "a group with more than 128 dimensions");
+    c.dim_t = 64, c.without = SKL_DQ_T | SKL_DK_T, c.softcap_s = 30;
+    const bool hopper = is_usable("cuda_sm90_bf16_groups");
+    const char *const capped = hopper
+                                   ? "dq_s and dk_s: cuda_sm90_bf16_groups, fused backward, teacher groups, softcap"
+                                   : "gradients of the student: cuda_sm80_bf16_groups, gradients";
+    assert_reason_of(SKL_OP_BACKWARD, &c, capped, "best kernel");
+    c.softcap_s = 0;
+    const char *const linear = hopper ? "dq_s and dk_s: cuda_sm90_bf16_groups, fused backward, teacher groups"
+                                      : "dk_s: cuda_sm80_bf16_group_tiles, dk, teacher groups";
+    assert_reason_of(SKL_OP_BACKWARD, &c, linear, "best kernel");
+    c.dtype_t = c.dtype_s = SKL_F16, c.dim_t = 128, c.heads_t = 8, c.heads_s = 1;
+    assert_reason(&c, "forward: cuda_sm80_f16_group_tiles, teacher groups", "best kernel");
+    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s: cuda_sm80_f16_group_tiles, dq, teacher groups", "best kernel");
+    c.without = 0;
+    assert_reason_of(SKL_OP_BACKWARD, &c, "gradients of the teacher: cuda_sm80_f16_groups, gradients",
+                     "teacher gradients of a group: in strips");
+    c.dim_t = 136, c.without = SKL_DQ_T | SKL_DK_T;
+    assert_reason(&c, "forward: cuda_sm80_f16_dense, rows", "best kernel");
+}
+
+/* Hopper's own kernels have softcaps where a model has them; elsewhere the next kernel that fits. */
+static void test_softcaps_on_hopper(void **state)
+{
+    (void)state;
+    if (!is_usable("cuda_sm90_bf16_256"))
+        skip();
+    test_case c = {"softcap", SHAPE(1, 64, 64), HEADS(2, 2), DIMS(192, 192), TYPES(BF16, BF16), SOFTCAPS(30, 30)};
+    assert_reason(&c, "forward: cuda_sm90_bf16_256, softcap", "best kernel");
+    assert_reason_of(SKL_OP_BACKWARD, &c, "dk_t: cuda_sm90_bf16_256, dk, softcap", "best kernel");
+    c.dtype_t = c.dtype_s = SKL_F16;
+    assert_reason(&c, "forward: cuda_sm80_f16_256", "best kernel");
+    c.softcap_t = c.softcap_s = 0;
+    assert_reason(&c, "forward: cuda_sm90_f16_256", "best kernel");
+    c.dim_t = c.dim_s = 64, c.dtype_t = c.dtype_s = SKL_F32, c.softcap_s = 5;
+    assert_reason(&c, "forward: cuda_sm90_f32_128, softcap", "two-term rows");
+}
+
+/* Three dq warpgroups: gradients of B of 64 dimensions, long sequences, and 8 waves of tiles. */
+static void test_tall_tiles(void **state)
+{
+    (void)state;
+    if (!is_usable("cuda_sm90_bf16_128_64"))
+        skip();
+    const char *const tall = "fused backward, 192 queries per tile", *const best = "best kernel";
+    test_case c = {"tall", SHAPE(4, 102400, 8), HEADS(1, 1), DIMS(64, 64), TYPES(BF16, BF16)};
+    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_bf16_64, fused backward", tall);
+    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_t and dk_t: cuda_sm90_bf16_64, fused backward, 1 split", best);
+    c.dim_t = 128;
+    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_bf16_128_64, fused backward", tall);
+    c.batch = 1;
+    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_bf16_128_64, fused backward, 1 split", best);
+    c.batch = 50, c.len_q = 8191;
+    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_bf16_128_64, fused backward, 1 split", best);
+    c.dim_t = 64, c.len_q = 8192, c.softcap_s = 30;
+    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_bf16_128, fused backward, softcap", best);
 }
 
 /* Where no kernel carries the KL, the general kernels add the attention backward to a one-pass call. */
@@ -266,6 +338,9 @@ int main(void)
         cmocka_unit_test(test_strides_and_addresses_that_copies_cannot_read),
         cmocka_unit_test(test_problems_that_tensor_cores_do_not_do),
         cmocka_unit_test(test_pairs_of_head_sizes),
+        cmocka_unit_test(test_teacher_groups),
+        cmocka_unit_test(test_softcaps_on_hopper),
+        cmocka_unit_test(test_tall_tiles),
         cmocka_unit_test(test_attention_backward_apart_from_the_kl),
         cmocka_unit_test(test_attention_backward_with_the_kl_on_hopper),
         cmocka_unit_test(test_old_kernel_names_are_accepted),

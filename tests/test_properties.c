@@ -97,6 +97,13 @@ static void test_equal_heads_of_a_group_have_kl_0(void **state)
         {"4 heads", SHAPE(1, 150, 300), HEADS(8, 2), DIMS(128, 128), TYPES(BF16, BF16), CAUSAL, STUDENT_ONLY},
         {"3 heads", SHAPE(2, 67, 300), HEADS(6, 2), DIMS(64, 64), TYPES(BF16, BF16), WINDOW(90, 9), STUDENT_ONLY},
         {"5 heads", SHAPE(1, 131, 231), HEADS(5, 1), DIMS(64, 64), TYPES(F16, F16), STUDENT_ONLY, .growth = 2},
+        {"3 heads, both sides", SHAPE(1, 67, 300), HEADS(6, 2), DIMS(64, 64), TYPES(BF16, BF16), WINDOW(90, 9)},
+        {"4 heads, softcap", SHAPE(1, 150, 300), HEADS(4, 1), DIMS(64, 64), TYPES(BF16, BF16), SOFTCAPS(50, 50),
+         CAUSAL, STUDENT_ONLY},
+        {"3 heads, low softcap", SHAPE(1, 150, 300), HEADS(3, 1), DIMS(128, 128), TYPES(F16, F16), SOFTCAPS(1, 1),
+         STUDENT_ONLY},
+        {"4 heads, reverse", SHAPE(1, 150, 300), HEADS(8, 2), DIMS(128, 128), TYPES(BF16, BF16), CAUSAL, REVERSE,
+         STUDENT_ONLY},
     };
     for (size_t c = 0; c < COUNT_OF(groups); c++)
         for (int32_t k = 0; case_kernel(&groups[c], k); k++) {

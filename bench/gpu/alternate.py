@@ -1,6 +1,7 @@
 """Times calls that alternate one by one, so that all of them share one power state of the GPU."""
 
 import math
+import random
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -67,8 +68,9 @@ def first_timing(call, device):
     return timing
 
 
-def time_alternately(calls, device, rounds, sample_ms):
+def time_alternately(calls, device, rounds, sample_ms, shuffle=False):
     """{name: Timing} of {name: call}. In a round every call runs once; enough rounds for sample_ms, at most `rounds`.
+    `shuffle`: in another order in every round.
 
     There is no host-device synchronisation between WARM_UP_MS of untimed rounds and the last timed one. So launches run
     ahead of the GPU and their time is hidden, if the calls of a round take longer than their launches.
@@ -83,8 +85,10 @@ def time_alternately(calls, device, rounds, sample_ms):
     for _ in range(math.ceil((WARM_UP_MS if device.type == "cuda" else 0) / round_ms)):
         for name in brief:
             calls[name]()
-    points = {name: [] for name in brief}
+    points, randomness = {name: [] for name in brief}, random.Random(0)
     for _ in range(timed):
+        if shuffle:
+            randomness.shuffle(brief)
         for name in brief:
             begin = now(device)
             calls[name]()

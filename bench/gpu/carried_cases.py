@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-CUDNN, APART, CARRIED, WITH_KL = "cuDNN", "apart", "carried", "with KL"
+FORWARD, CUDNN, APART, CARRIED, WITH_KL = "forward", "cuDNN", "apart", "carried", "with KL"
 
 COLUMNS = (
     "date gpu torch commit case length mask heads key_heads dim_t dim_s dtype method ms fastest_ms cudnn_ratio tflops"

@@ -10,7 +10,7 @@ from streamkl._options import translate
 from streamkl._problem import DK_S, DQ_S, DV_S
 
 from .alternate import time_alternately
-from .carried_cases import APART, CARRIED, COLUMNS, CUDNN, WITH_KL, chosen
+from .carried_cases import APART, CARRIED, COLUMNS, CUDNN, FORWARD, WITH_KL, chosen
 from .measure import refusal_of, release_memory
 from .report import append_csv, rounded
 from .run import LibraryBench
@@ -72,6 +72,10 @@ class Calls:
     def packed(self, *tensors):
         return [tensor if self.case.sequences == 1 else tensor.flatten(0, 1) for tensor in tensors]
 
+    def forward(self):
+        """The student's attention."""
+        return cudnn_attention(*(tensor.detach() for tensor in self.leaves), self.case.causal)
+
     def cudnn(self):
         """[dq, dk, dv], the last two of expanded keys"""
         return torch.autograd.grad(self.output, self.leaves, self.upstream, retain_graph=True)
@@ -96,7 +100,7 @@ class Calls:
     def all(self):
         """{method: call}"""
         ours = {CARRIED: self.carried, WITH_KL: partial(self.carried, lib.KL)}
-        return ours if self.case.sequences > 1 else {CUDNN: self.cudnn, APART: self.apart} | ours
+        return ours if self.case.sequences > 1 else {FORWARD: self.forward, CUDNN: self.cudnn, APART: self.apart} | ours
 
 
 def exact(calls):
@@ -144,6 +148,12 @@ def check(case, device):
     return errors, wrong
 
 
+def added_percent(timings):
+    """What the loss adds to the student's attention, forward and backward; None if a time is missing."""
+    forward, cudnn, carried = (timings[method].median if method in timings else None for method in (FORWARD, CUDNN, CARRIED))
+    return 100 * (carried - cudnn) / (forward + cudnn) if forward and cudnn and carried else None
+
+
 def csv_rows(case, timings, errors, notes):
     """One row per method."""
     cudnn = timings[CUDNN].median if CUDNN in timings else None
@@ -179,7 +189,10 @@ class CarriedBench(LibraryBench):
             self.is_right &= not notes
             rows = list(csv_rows(case, timings, errors, notes))
             print(f"{case.name:24}", *(f"{row['method']} {row['ms']} ({row['cudnn_ratio'] or '-'})  " for row in rows))
-            print(f"{'':24}", *(f"{row['tflops']} TFLOP/s" for row in rows if row["method"] == CARRIED), errors or "", *notes)
+            percent = added_percent(timings)
+            added = [] if percent is None else [f"{percent:+.1f} % of forward and backward,"]
+            tflops = [f"{row['tflops']} TFLOP/s" for row in rows if row["method"] == CARRIED]
+            print(f"{'':24}", *added, *tflops, errors or "", *notes)
             sys.stdout.flush()
             if given.csv:
                 append_csv(given.csv, rows, self.about, COLUMNS)

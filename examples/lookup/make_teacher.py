@@ -74,6 +74,18 @@ def make_sequences(tokens: np.ndarray, count: int, length: int, rng: np.random.G
     return torch.from_numpy(sequences), torch.from_numpy(copied)
 
 
+def make_model(context: int) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=64, max_position_embeddings=context, tie_word_embeddings=True,
+        rope_parameters=dict(rope_type="default", rope_theta=1e12), bos_token_id=0, eos_token_id=1, initializer_range=0.03,
+        attention_bias=True,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    start_with_attention(model)
+    return model
+
+
 @torch.no_grad()
 def start_with_attention(model) -> None:
     """Some heads start with the weights that copying needs: from random weights, they take hours on a CPU to appear.
@@ -82,7 +94,7 @@ def start_with_attention(model) -> None:
     heads 0 and 1 compare the same projection of the current token with it: they attend to tokens that came after an
     earlier copy of the current one, and predict them.
     """
-    rows, dim = 40, model.config.head_dim  # dimensions of a head that RoPE hardly turns
+    rows, fast, dim = 40, 8, model.config.head_dim  # dimensions that RoPE hardly turns, and frequencies that it turns by
     frequency = model.model.rotary_emb.inv_freq
     slow = torch.cat([torch.arange(dim // 2 - rows // 2, dim // 2), torch.arange(dim - rows // 2, dim)])
     hidden = model.config.hidden_size
@@ -93,8 +105,10 @@ def start_with_attention(model) -> None:
     first = model.model.layers[1].self_attn
     for part, angle in (first.q_proj, 0 * frequency), (first.k_proj, frequency):
         part.weight[:dim], part.bias[:dim] = 0, 0
-        part.bias[:4] = (16 * dim**0.5) ** 0.5 * angle[:4].cos()  # a logit of 16 sum cos(f (n - 1)) at distance n
-        part.bias[dim // 2 : dim // 2 + 4] = (16 * dim**0.5) ** 0.5 * angle[:4].sin()
+        # A logit of 16 sum cos(f (n - 1)) at distance n. Four frequencies are too few: almost the same sum comes again
+        # within 8,192 tokens, and the token before keeps 56 % of the attention. Eight leave it 99.98 %.
+        part.bias[:fast] = (16 * dim**0.5) ** 0.5 * angle[:fast].cos()
+        part.bias[dim // 2 : dim // 2 + fast] = (16 * dim**0.5) ** 0.5 * angle[:fast].sin()
     first.v_proj.weight[slow], first.v_proj.bias[slow] = 0, 0
     first.v_proj.weight[slow, own] = projection
     first.o_proj.weight[:, :dim] = 0
@@ -166,15 +180,7 @@ def main() -> None:
     tokens = tokens[: -len(tokens) // 10]
     print(f"{len(tokens)} tokens of text, {len(held_out)} held out", flush=True)
 
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=4, head_dim=64, max_position_embeddings=options.context, tie_word_embeddings=True,
-        rope_parameters=dict(rope_type="default", rope_theta=1e12), bos_token_id=0, eos_token_id=1, initializer_range=0.03,
-        attention_bias=True,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    start_with_attention(model)
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    model = make_model(options.context).to("cuda" if torch.cuda.is_available() else "cpu")
     options.out.mkdir(parents=True, exist_ok=True)
     stages = [
         Stage(128, 8, 200, 5e-4, share=0.5),

@@ -38,6 +38,7 @@ struct skl_plan {
     int32_t threads;      /* CPU */
     int32_t workers;      /* CPU: threads that can have work at the same time, 1..threads */
     int32_t device_index; /* this and what follows: GPU */
+    int32_t capability;   /* compute capability: 90 is 9.0 */
     int32_t sm_count;
     int32_t smem_per_block, smem_per_sm; /* bytes of shared memory, at most */
     int32_t deterministic;

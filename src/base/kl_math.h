@@ -64,17 +64,18 @@ SKL_HOST_DEVICE skl_row_state skl_state_add(skl_row_state state, float a, float 
     return skl_state_merge(state, pair);
 }
 
-/* The state of a row that has seen one key: its KL is 0, whatever the rounding of the logits. */
-SKL_HOST_DEVICE skl_row_state skl_state_of_one_key(skl_row_state state)
-{
-    const skl_row_state one = {state.m_a, state.l_a, state.m_b + log2f(state.l_b / state.l_a), state.l_a, 0.0F};
-    return one;
-}
-
 /* The row has seen no key. */
 SKL_HOST_DEVICE int skl_state_is_empty(const skl_row_state *state)
 {
     return state->l_a == 0.0F || state->l_b == 0.0F;
+}
+
+/* The state of a row that has seen one key: its KL is 0, whatever the rounding of the logits. Next to a shift that is
+ * not its own logit, one of the sums may have underflowed; the other one still counts. */
+SKL_HOST_DEVICE skl_row_state skl_state_of_one_key(skl_row_state state)
+{
+    const skl_row_state one = {state.m_a, state.l_a, state.m_b + log2f(state.l_b / state.l_a), state.l_a, 0.0F};
+    return skl_state_is_empty(&state) ? state : one;
 }
 
 /* KL in nats, not clamped: rounding can make it slightly negative. One logarithm of the ratio, instead of the

@@ -107,6 +107,7 @@ static skl_status plan_cuda(skl_plan *plan, const skl_options *options, const ch
     plan->kernel = kernel;
     plan->kernel_name = kernel->name;
     plan->device_index = options->device_index;
+    plan->capability = capability;
     plan->deterministic = options->deterministic;
     const skl_status status = read_device(plan);
     for (int op = 0; op < SKL_OP_COUNT && status == SKL_OK; op++)

@@ -20,16 +20,19 @@ enum { CAPABILITY_END_sm80 = 1000, CAPABILITY_END_sm90 = 91 };
 #define INDEXER_DETAIL_dense  "dense indexer, teacher groups"
 #define INDEXER_DETAIL_sparse "sparse indexer"
 
+#define DETAIL_softcap ""
+#define DETAIL_linear  ", no softcap"
+
 #define ENTRY(arch, type, size, text)                                                                                \
     .name = "cuda_" #arch "_" #type "_" #size, .detail = TYPES_##type ", " text ": " PRODUCTS_##arch,                \
     .capability = SKL_CAPABILITY_##arch, .capability_end = CAPABILITY_END_##arch, .dtype = DTYPE_##type
-#define ATTENTION(arch, type, dim)                                                                                   \
-    ENTRY(arch, type, dim, "dim <= " #dim), .dim_max = dim, .small_dim_max = dim, .softcap = true,                   \
-                                            .forward = skl_cuda_##arch##_##type##_##dim##_forward,                   \
-                                            .dk = skl_cuda_##arch##_##type##_##dim##_dk,                             \
-                                            .blocks_per_sm = skl_cuda_##arch##_##type##_##dim##_blocks_per_sm
-#define ATTENTION_FUSED(arch, type, dim)                                                                             \
-    {ATTENTION(arch, type, dim), .fused_dim_max = dim, .fused = skl_cuda_##arch##_##type##_##dim##_fused},
+#define ATTENTION(arch, type, dim, cap)                                                                              \
+    ENTRY(arch, type, dim, "dim <= " #dim DETAIL_##cap),                                                             \
+        .dim_max = dim, .small_dim_max = dim, .softcap = SKL_SOFTCAP_##cap,                                          \
+        .forward = skl_cuda_##arch##_##type##_##dim##_forward, .dk = skl_cuda_##arch##_##type##_##dim##_dk,          \
+        .blocks_per_sm = skl_cuda_##arch##_##type##_##dim##_blocks_per_sm
+#define ATTENTION_FUSED(arch, type, dim, cap)                                                                        \
+    {ATTENTION(arch, type, dim, cap), .fused_dim_max = dim, .fused = skl_cuda_##arch##_##type##_##dim##_fused},
 #define ATTENTION_PAIR(arch, type, large, small)                                                                     \
     {ENTRY(arch, type, large##_##small, "dim <= " #large " and <= " #small ", no softcap"),                          \
      .dim_max = large,                                                                                               \
@@ -37,15 +40,20 @@ enum { CAPABILITY_END_sm80 = 1000, CAPABILITY_END_sm90 = 91 };
      .fused_dim_max = (large) <= SKL_SM90_FUSED_DIM_MAX ? (large) : (small),                                         \
      .forward = skl_cuda_##arch##_##type##_##large##_##small##_forward,                                              \
      .fused = skl_cuda_##arch##_##type##_##large##_##small##_fused},
-#define ATTENTION_UNFUSED(arch, type, dim) {ATTENTION(arch, type, dim), .dq = skl_cuda_##arch##_##type##_##dim##_dq},
-#define GROUP_FUSED(arch, type, name)                                                                                \
-    {ENTRY(arch, type, name, "teacher groups, dim <= 128"), .dim_max = SKL_GROUP_DIM_MAX,                            \
-     .group_lse = skl_cuda_##arch##_##type##_##name##_lse, .group_rows = skl_cuda_##arch##_##type##_##name##_rows,   \
+#define ATTENTION_UNFUSED(arch, type, dim, cap)                                                                      \
+    {ATTENTION(arch, type, dim, cap), .dq = skl_cuda_##arch##_##type##_##dim##_dq},
+#define GROUP_KERNELS(arch, type, name, cap)                                                                         \
+    {ENTRY(arch, type, name, "teacher groups, dim <= 128" DETAIL_##cap), .dim_max = SKL_GROUP_DIM_MAX,               \
+     .softcap = SKL_SOFTCAP_##cap, .group_rows = skl_cuda_##arch##_##type##_##name##_rows,                           \
      .group_fused = skl_cuda_##arch##_##type##_##name##_fused},
-#define GROUP_UNFUSED(arch, type, name)                                                                              \
-    {ENTRY(arch, type, name, "teacher groups, dim <= 128"), .dim_max = SKL_GROUP_DIM_MAX,                            \
+#define GROUP_TILES(arch, type, name)                                                                                \
+    {ENTRY(arch, type, name, "teacher groups in tiles, dim <= 128" DETAIL_linear), .dim_max = SKL_GROUP_DIM_MAX,     \
      .group_rows = skl_cuda_##arch##_##type##_##name##_rows, .group_dq = skl_cuda_##arch##_##type##_##name##_dq,     \
      .group_dk = skl_cuda_##arch##_##type##_##name##_dk},
+#define GROUP_STRIPS(arch, type, name)                                                                               \
+    {ENTRY(arch, type, name, "teacher groups in strips, dim <= 128"), .dim_max = SKL_GROUP_DIM_MAX,                  \
+     .strip_rows = skl_cuda_##arch##_##type##_##name##_rows,                                                         \
+     .strip_gradients = skl_cuda_##arch##_##type##_##name##_gradients},
 #define CARRYING_KERNEL(arch, type, name)                                                                            \
     {ENTRY(arch, type, name, "attention backward with KL, dim <= 128"), .dim_max = SKL_CARRYING_DIM_MAX,             \
      .carrying = skl_cuda_##arch##_##type##_##name##_carrying},

@@ -18,11 +18,14 @@ typedef struct skl_cuda_kernel {
     int64_t dim_max;                /* of attention heads; 0: any size and type */
     int64_t small_dim_max;          /* of the smaller of an attention's two head sizes */
     int64_t fused_dim_max;          /* of the gradients of `fused` */
-    bool softcap;                   /* attention with one */
+    bool softcap;                   /* attention or teacher groups with one */
     skl_cuda_launcher forward, fused, dq, dk;
-    int (*blocks_per_sm)(void); /* of the forward */
-    skl_cuda_launcher group_lse, group_rows, group_fused, group_dq, group_dk;
-    skl_cuda_launcher carrying; /* the student's attention backward, with the KL */
+    int (*blocks_per_sm)(void);                    /* of the forward */
+    skl_cuda_launcher group_rows;                  /* teacher groups, KL(P || S) */
+    skl_cuda_launcher group_fused;                 /* and gradients of the student: dq and dk at once ... */
+    skl_cuda_launcher group_dq, group_dk;          /* ... or one by one */
+    skl_cuda_launcher strip_rows, strip_gradients; /* teacher groups with softcaps, both directions, both sides */
+    skl_cuda_launcher carrying;                    /* the student's attention backward, with the KL */
     skl_cuda_launcher dense_rows, dense_gradients, sparse_rows, sparse_gradients;
 } skl_cuda_kernel;
 

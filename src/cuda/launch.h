@@ -53,6 +53,7 @@ struct skl_cuda_launch {
     int32_t paired;          /* forward: two blocks of smaller tiles per SM */
     int32_t num_splits;      /* forward: splits of the keys of a query tile, merged by a second kernel */
     int32_t head_group;      /* heads whose tiles run together so that their keys stay in the L2 cache */
+    int32_t tall_tiles;      /* fused backward: tiles of SKL_SM90_TALL_ROWS queries */
     int32_t teacher_side;    /* gradients of q_t or k_t, not of q_s or k_s */
     int32_t kl_in_backward;  /* rows.kl comes out of the kernel that computes the gradients */
     int32_t rows_known;      /* an earlier launch of the same call stored kl and dot_t */
@@ -75,35 +76,37 @@ struct skl_cuda_launch {
 };
 
 /* Variants, as cuda/select and the launchers name them. */
-#define SKL_VARIANT_PERSISTENT    "persistent"
-#define SKL_VARIANT_TILES         "one tile per block"
-#define SKL_VARIANT_PAIRED        "one tile per block, two blocks per SM"
-#define SKL_VARIANT_SHORT         "persistent, two blocks per SM"
-#define SKL_VARIANT_SOFTCAP       "softcap, one tile per block"
-#define SKL_VARIANT_FUSED         "fused backward"
-#define SKL_VARIANT_FUSED_SOFTCAP "fused backward, softcap"
-#define SKL_VARIANT_DQ            "dq"
-#define SKL_VARIANT_DQ_SOFTCAP    "dq, softcap"
-#define SKL_VARIANT_DK            "dk"
-#define SKL_VARIANT_DK_SOFTCAP    "dk, softcap"
-#define SKL_VARIANT_GROUPS        "teacher groups"
-#define SKL_VARIANT_FUSED_GROUPS  "fused backward, teacher groups"
-#define SKL_VARIANT_DQ_GROUPS     "dq, teacher groups"
-#define SKL_VARIANT_DK_GROUPS     "dk, teacher groups"
-#define SKL_VARIANT_LSE           "LSE"
-#define SKL_VARIANT_ROWS          "rows"
-#define SKL_VARIANT_GRADIENTS     "gradients"
-#define SKL_VARIANT_RESIDENT      "rows, queries in shared memory"
-#define SKL_VARIANT_GRID_STRIDE   "grid stride"
-#define SKL_VARIANT_CLEAR         "clear"
-#define SKL_VARIANT_BOUNDS        "row bounds by key"
-#define SKL_VARIANT_STREAMED      "rows, streamed queries"
-#define SKL_VARIANT_TWO_TERM      "two-term rows"
-#define SKL_VARIANT_CARRYING      "attention backward with KL"
-#define SKL_VARIANT_DOTS          "output dots"
-#define SKL_VARIANT_OUTPUT_DQ     "attention backward, dq"
-#define SKL_VARIANT_OUTPUT_DK     "attention backward, dk"
-#define SKL_VARIANT_OUTPUT_DV     "attention backward, dv"
+#define SKL_VARIANT_PERSISTENT           "persistent"
+#define SKL_VARIANT_TILES                "one tile per block"
+#define SKL_VARIANT_PAIRED               "one tile per block, two blocks per SM"
+#define SKL_VARIANT_SHORT                "persistent, two blocks per SM"
+#define SKL_VARIANT_SOFTCAP              "softcap, one tile per block"
+#define SKL_VARIANT_FUSED                "fused backward"
+#define SKL_VARIANT_FUSED_TALL           "fused backward, 192 queries per tile"
+#define SKL_VARIANT_FUSED_SOFTCAP        "fused backward, softcap"
+#define SKL_VARIANT_DQ                   "dq"
+#define SKL_VARIANT_DQ_SOFTCAP           "dq, softcap"
+#define SKL_VARIANT_DK                   "dk"
+#define SKL_VARIANT_DK_SOFTCAP           "dk, softcap"
+#define SKL_VARIANT_GROUPS               "teacher groups"
+#define SKL_VARIANT_FUSED_GROUPS         "fused backward, teacher groups"
+#define SKL_VARIANT_GROUPS_SOFTCAP       "teacher groups, softcap"
+#define SKL_VARIANT_FUSED_GROUPS_SOFTCAP "fused backward, teacher groups, softcap"
+#define SKL_VARIANT_DQ_GROUPS            "dq, teacher groups"
+#define SKL_VARIANT_DK_GROUPS            "dk, teacher groups"
+#define SKL_VARIANT_ROWS                 "rows"
+#define SKL_VARIANT_GRADIENTS            "gradients"
+#define SKL_VARIANT_RESIDENT             "rows, queries in shared memory"
+#define SKL_VARIANT_GRID_STRIDE          "grid stride"
+#define SKL_VARIANT_CLEAR                "clear"
+#define SKL_VARIANT_BOUNDS               "row bounds by key"
+#define SKL_VARIANT_STREAMED             "rows, streamed queries"
+#define SKL_VARIANT_TWO_TERM             "two-term rows"
+#define SKL_VARIANT_CARRYING             "attention backward with KL"
+#define SKL_VARIANT_DOTS                 "output dots"
+#define SKL_VARIANT_OUTPUT_DQ            "attention backward, dq"
+#define SKL_VARIANT_OUTPUT_DK            "attention backward, dk"
+#define SKL_VARIANT_OUTPUT_DV            "attention backward, dv"
 
 /* The name of the kernel, its variant and the number of splits, as every launcher reports them when it launches. NULL
  * outside of tests, which compare them with what cuda/select chose. */
@@ -124,6 +127,9 @@ enum {
     SKL_SM90_PAIRED_ROWS = 128,       /* queries per tile of the narrow forward with two blocks per SM */
     SKL_SM90_FUSED_DIM_MAX = 128,     /* of the gradients of a fused backward */
     SKL_SM90_BACKWARD_ROWS = 128,     /* queries per tile of the fused backward */
+    SKL_SM90_TALL_ROWS = 192,         /* with tall tiles */
+    SKL_SM90_TALL_DIM = 64,           /* largest head size of the argument with gradients then, and ... */
+    SKL_SM90_TALL_OTHER_DIM = 128,    /* ... of the other one */
     SKL_SM90_UNBOUNDED_F16_DIM = 256, /* f16 kernels whose gradients have no row bounds */
     SKL_HEAD_GROUP_MAX = 16,
     SKL_GROUP_DIM_MAX = 128,        /* head sizes with kernels for teacher groups, which are padded to 64 or 128 */
@@ -149,6 +155,10 @@ enum {
 /* Keys, at most, of the persistent forward with two blocks per SM. */
 #define SKL_SM90_SHORT_KEYS_MAX(dims) ((dims) <= 128 ? 1024 : 2048)
 
+/* What instances.def says of softcaps. */
+#define SKL_SOFTCAP_softcap true
+#define SKL_SOFTCAP_linear  false
+
 /* Largest argument of the polynomial for tanh. */
 #define SKL_TANH_MAX 0.75F
 
@@ -173,12 +183,12 @@ SKL_DECLARE_LAUNCHER(skl_cuda_general_sparse_rows)
 SKL_DECLARE_LAUNCHER(skl_cuda_general_sparse_gradients)
 
 /* Tensor cores. Blocks of a forward that an SM holds at once are asked for apart: splits depend on it. */
-#define ATTENTION_UNFUSED(arch, dtype, dim)                                                                          \
+#define ATTENTION_UNFUSED(arch, dtype, dim, cap)                                                                     \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##dim##_forward)                                                \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##dim##_dq)                                                     \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##dim##_dk)                                                     \
     int skl_cuda_##arch##_##dtype##_##dim##_blocks_per_sm(void);
-#define ATTENTION_FUSED(arch, dtype, dim)                                                                            \
+#define ATTENTION_FUSED(arch, dtype, dim, cap)                                                                       \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##dim##_forward)                                                \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##dim##_fused)                                                  \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##dim##_dk)                                                     \
@@ -186,14 +196,16 @@ SKL_DECLARE_LAUNCHER(skl_cuda_general_sparse_gradients)
 #define ATTENTION_PAIR(arch, dtype, large, small)                                                                    \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##large##_##small##_forward)                                    \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##large##_##small##_fused)
-#define GROUP_FUSED(arch, dtype, name)                                                                               \
-    SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_lse)                                                   \
+#define GROUP_KERNELS(arch, dtype, name, cap)                                                                        \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_rows)                                                  \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_fused)
-#define GROUP_UNFUSED(arch, dtype, name)                                                                             \
+#define GROUP_TILES(arch, dtype, name)                                                                               \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_rows)                                                  \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_dq)                                                    \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_dk)
+#define GROUP_STRIPS(arch, dtype, name)                                                                              \
+    SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_rows)                                                  \
+    SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_gradients)
 #define CARRYING_KERNEL(arch, dtype, name) SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_carrying)
 #define INDEXER_KERNELS(arch, dtype, stage)                                                                          \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##stage##_rows)                                                 \
@@ -201,8 +213,9 @@ SKL_DECLARE_LAUNCHER(skl_cuda_general_sparse_gradients)
 #include "cuda/instances.def"
 #undef INDEXER_KERNELS
 #undef CARRYING_KERNEL
-#undef GROUP_UNFUSED
-#undef GROUP_FUSED
+#undef GROUP_STRIPS
+#undef GROUP_TILES
+#undef GROUP_KERNELS
 #undef ATTENTION_PAIR
 #undef ATTENTION_FUSED
 #undef ATTENTION_UNFUSED

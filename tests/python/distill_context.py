@@ -28,5 +28,5 @@ def with_attention(own):
 
 torch.set_num_threads(1)
 AttentionInterface.register("attention_over_shards", attention)
-loop.load_model, loop.load_student = with_attention(loop.load_model), with_attention(loop.load_student)
+loop.load_teacher, loop.load_student = with_attention(loop.load_teacher), with_attention(loop.load_student)
 sys.exit(main())

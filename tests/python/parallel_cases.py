@@ -399,18 +399,37 @@ def different_calls():
     context_parallel(plain)  # the group still works
 
 
-def dying_rank():
-    """The last rank ends inside of a step: the others get an error, within the timeout of the group."""
-    tensors = [tensor.detach() for tensor in make_tensors(len_q=8, len_k=8)]
-    streamkl.attention_kl(*tensors, cp_group=dist.group.WORLD)
-    if dist.get_rank() == dist.get_world_size() - 1:
-        os._exit(0)
+def dies(before, **cp):
+    """The last rank ends before a step of the others: they get an error, within the timeout of the group."""
+    own = [shard(tensor.detach(), dist.group.WORLD) for tensor in attention(dist.get_world_size())]
+    own[2:] = [tensor.requires_grad_() for tensor in own[2:]]
+    dies_now = dist.get_rank() == dist.get_world_size() - 1
+    streamkl.attention_kl(*own, cp_group=dist.group.WORLD, **cp).backward()
+    dist.barrier()
     try:
-        streamkl.attention_kl(*tensors, cp_group=dist.group.WORLD)
+        if before == "backward":
+            loss = streamkl.attention_kl(*own, cp_group=dist.group.WORLD, **cp)
+        if dies_now:
+            os._exit(0)
+        if before == "forward":
+            loss = streamkl.attention_kl(*own, cp_group=dist.group.WORLD, **cp)
+        loss.backward()
     except RuntimeError as error:
-        print(f"rank {dist.get_rank()}: {type(error).__name__}", flush=True)
+        os.write(1, f"rank {dist.get_rank()}: {type(error).__name__}\n".encode())  # print() may mix lines of ranks
         os._exit(0)
     os._exit(1)
+
+
+def rank_dies_before_a_call():
+    dies("forward")
+
+
+def rank_dies_before_a_gather():
+    dies("backward", cp_comm="allgather")
+
+
+def rank_dies_in_a_ring():
+    dies("backward", cp_comm="ring")
 
 
 def run_cases(cases):

@@ -11,7 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
 from gpu import carried_run, report  # noqa: E402
-from gpu.carried_cases import APART, CARRIED, CASES, COLUMNS, CUDNN, WITH_KL, chosen  # noqa: E402
+from gpu.carried_cases import APART, CARRIED, CASES, COLUMNS, CUDNN, FORWARD, WITH_KL, chosen  # noqa: E402
 
 
 def small(case):
@@ -56,7 +56,7 @@ def test_methods_and_rows(case, tmp_path, capsys, monkeypatch):
     bench.run()
     assert bench.is_right, capsys.readouterr().out
     rows = report.read_csv(path, COLUMNS)
-    assert [row["method"] for row in rows] == ([CUDNN, APART] if case.sequences == 1 else []) + [CARRIED, WITH_KL]
+    assert [row["method"] for row in rows] == ([FORWARD, CUDNN, APART] if case.sequences == 1 else []) + [CARRIED, WITH_KL]
     assert all(float(row["ms"]) > 0 for row in rows)
 
 

@@ -1,7 +1,10 @@
 """streamkl-distill: what it trains, evaluates and writes, its options, and its errors."""
 
+import importlib.util
 import json
+from pathlib import Path
 
+import browser
 import numpy as np
 import pytest
 import torch
@@ -12,10 +15,12 @@ pytest.importorskip("accelerate")
 from distill_cases import CONTEXT, arguments, evaluation, make_teacher, run, same, weights  # noqa: E402
 from hf_models import bert, kl_from_attentions  # noqa: E402
 from transformers import AutoModel, LlamaForCausalLM  # noqa: E402
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb  # noqa: E402
 
 from streamkl.distill import _data as data  # noqa: E402
-from streamkl.distill._needles import DEPTHS, KEY, VALUE, needle_batches  # noqa: E402
+from streamkl.distill._needles import DEPTHS, KEY, VALUE, NeedleBatch, Retrieval, needle_batches  # noqa: E402
 from streamkl.distill._options import Options, UserError, read_toml  # noqa: E402
+from streamkl.distill._student import load_student, load_teacher  # noqa: E402
 from streamkl.distill.cli import main  # noqa: E402
 
 
@@ -87,6 +92,30 @@ def test_eval_repeats_the_evaluation(folder, trained, capsys):
     )
 
 
+def test_without_evaluation(folder):
+    """Model and report are there, and say that nothing was evaluated. All of the data is training data."""
+    assert run(folder, "unseen", steps=2, eval_sequences=0, needles=1) == 0
+    assert evaluation(folder / "unseen") == {}
+    card, page = ((folder / "unseen" / name).read_text() for name in ("student/README.md", "report.html"))
+    assert "was not evaluated" in card and "20 sequences of 48 tokens" in card
+    document = browser.document_of(page)
+    assert "was not evaluated" in document["lead"]
+    assert [section["title"] for section in document["sections"]] == ["Training", "Reproducing this run"]
+    assert [figure["label"] for figure in document["figures"]] == ["of training", "peak memory"]
+    student = ["--student", str(folder / "unseen/student")]
+    assert main(["eval", "--options", str(folder / "unseen/options.toml"), *student]) == 2  # nothing to do
+
+
+def test_teacher_in_the_precision_of_the_run(folder):
+    """Its weights, but not the frequencies of RoPE: rounded, they turn far positions wrongly. The student learns in f32."""
+    options = Options(teacher=str(folder / "teacher"), precision="bfloat16", student_layers=2, student_heads=2)
+    teacher = load_teacher(options, False)
+    assert {each.dtype for each in teacher.parameters()} == {torch.bfloat16}
+    assert teacher.model.rotary_emb.inv_freq.dtype == torch.float32
+    student = load_student(options, teacher, False)
+    assert {each.dtype for each in student.parameters()} == {torch.float32}
+
+
 def test_accumulation_is_a_larger_batch(folder):
     common = dict(steps=2, needles=0, eval_sequences=1)
     assert run(folder, "whole", "--batch", "4", **common) == 0
@@ -133,8 +162,10 @@ def test_encoder(tmp_path):
 
 
 def test_student_of_all_layers_and_heads_is_the_teacher(folder):
-    assert run(folder, "copy", steps=1, student_layers=4, student_heads=4, rate=0.0, needles=0) == 0
+    maps = dict(map_layers="1,2", map_heads="0,3")
+    assert run(folder, "copy", steps=1, student_layers=4, student_heads=4, rate=0.0, needles=0, **maps) == 0
     found = evaluation(folder / "copy")["before"]
+    assert [[*each["pair"], each["head"]] for each in found["maps"]] == [[1, 1, 0], [1, 1, 3], [2, 2, 0], [2, 2, 3]]
     assert found["kl"] < 1e-6 and found["output_kl"] < 1e-6
 
 
@@ -152,6 +183,21 @@ def test_heads_of_the_student(folder, how):
     torch.testing.assert_close(student[f"{layer_s}.o_proj.weight"], expected[1].flatten(1, 2))
 
 
+@torch.no_grad()
+def test_example_teacher_attends_to_the_token_before():
+    """At every length: RoPE's frequencies must not repeat. This head starts as a function of the distance alone."""
+    path = Path(__file__).parents[2] / "examples/lookup/make_teacher.py"
+    spec = importlib.util.spec_from_file_location("make_teacher", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    model, length = example.make_model(8192), 8192
+    attention, dim = model.model.layers[1].self_attn, model.config.head_dim
+    q, k = (part.bias[:dim].expand(1, 1, length, dim) for part in (attention.q_proj, attention.k_proj))
+    q, k = apply_rotary_pos_emb(q, k, *model.model.rotary_emb(q, torch.arange(length)[None]))
+    p = (q[0, 0, -1] @ k[0, 0].T / dim**0.5).softmax(-1)
+    assert p[-2] > 0.999 and not attention.q_proj.weight[:dim].any() and not attention.k_proj.weight[:dim].any()
+
+
 # ---- Data ------------------------------------------------------------------------------------------------------------
 
 
@@ -162,15 +208,57 @@ def test_order_visits_every_sequence_once_per_epoch():
     assert whole[5:16] == data.order(7, 3, 5, 11)
 
 
-def test_needles():
-    sequences = data.Sequences(np.random.default_rng(0).integers(10, 100, (3, 60)), ([1], [2]))
-    for ids, depths, places in needle_batches(sequences, 62, 2, seed=0):
-        for row, depth, place in zip(ids, depths, places):
-            needle = row[place : place + KEY + VALUE]
-            assert row[0] == 1 and row[-1] == 2
-            assert torch.equal(row[-KEY - VALUE : -1], needle[:-1])
-            assert all((row == token).sum() <= 3 for token in needle)  # the needle, its copy, and once in the text
-            assert depth * 37 / DEPTHS <= place - 1 + 1 and place < 62 - 2 * (KEY + VALUE)
+@pytest.mark.parametrize("length, together", [(62, 1), (200, 4)])
+def test_needles(length, together):
+    """Every needle is there once, and the text asks for it at its end."""
+    texts = np.random.default_rng(0).integers(10, 100, (3, 200))
+    texts[:, 40:] %= 30  # other tokens are rare
+    sequences = data.Sequences(texts, ([1], [2]))
+    found = np.zeros(DEPTHS)
+    room = length - 2 - together * (KEY + VALUE - 1) - (KEY + VALUE)
+    for batch in needle_batches(sequences, length, 2, seed=0):
+        assert batch.depths.shape[1] == together and len(batch.rows) == together * VALUE
+        for row, depths, places, answers in zip(batch.ids, batch.depths, batch.places, batch.answers()):
+            assert len(row) == length and row[0] == 1 and row[-1] == 2
+            asked = row[1 : length - 1].unfold(0, KEY + VALUE - 1, 1)
+            for number, (depth, place) in enumerate(zip(depths, places)):
+                needle = row[place : place + KEY + VALUE]
+                assert torch.equal(needle[KEY:], answers[number])
+                assert (asked == needle[:-1]).all(1).sum() == 2  # the needle, and where the text asks for it
+                rows = batch.rows[number * VALUE : (number + 1) * VALUE]
+                assert torch.equal(row[rows], needle[KEY - 1 : -1])  # their next tokens are the value
+                assert depth * room // DEPTHS <= place - 1 < (depth + 1) * room / DEPTHS
+                found[depth] += 1
+    assert (found == 2).all()
+
+
+class Row:
+    """Attention to one key: of teacher and student, for each head and row."""
+
+    def __init__(self, teacher, student):
+        self.keys = torch.tensor([teacher, student])
+
+    def row_probabilities(self, rows, cache):
+        return torch.nn.functional.one_hot(self.keys, 64)
+
+
+def test_retrieval_counts_the_rows_of_the_teacher():
+    """Two needles of a text, at 10 and 30, one head that retrieves and one that does not; rows 52 to 59."""
+    teacher = [[[10, 21, 10, 10, 41, 3, 3, 30], [0] * 8]]
+    student = [[[12, 5, 10, 10, 7, 30, 30, 30], [10] * 8]]
+    batch = NeedleBatch(torch.zeros(1, 64), np.array([[0, 2]]), np.array([[10, 30]]), list(range(52, 60)))
+    retrieval = Retrieval()
+    retrieval.add_attention({(1, 3): Row(teacher, student)}, batch)
+    right = torch.tensor([[[True, True, True, True], [False, True, False, False]]])
+    retrieval.add_answers(batch, right, torch.tensor([[[True, False, True, True], [True, True, True, False]]]))
+    found = retrieval.result(64, True)
+    assert found["heads"] == [[1, 3, 0]] and found["rows"] == 8
+    assert found["attention"] == dict(teacher=[1, None, 0.5] + [None] * 5, student=[0.75, None, 0.75] + [None] * 5)
+    assert found["kept"] == dict(attention=[0.75, None, 0.5] + [None] * 5, answers=[0.75, None, 1.0] + [None] * 5)
+    assert found["missed"] == 2
+    assert found["misses"] == [
+        dict(head=[1, 3, 0], depth=0, needle=10, row=53, key=5), dict(head=[1, 3, 0], depth=2, needle=30, row=56, key=7)
+    ]  # fmt: skip
 
 
 class Words:
@@ -199,6 +287,7 @@ ERRORS = {
     "context=1": (dict(context=1), "--context=1: must be 2.."),
     "no loss": (dict(attention_weight=0, output_weight=0), "at least one must be above 0"),
     "no control": (["--control", "--output-weight", "0"], "--control: needs"),
+    "no comparison": (["--control", "--eval-sequences", "0"], "--control: needs --eval-sequences above 0"),
     "teacher": (dict(teacher="nowhere"), "--teacher nowhere: must be a folder with a config.json"),
     "layers": (dict(student_layers=9), "--student-layers=9: must be 1..4"),
     "heads": (dict(student_heads=3), "--student-heads=3: must divide 4"),
@@ -207,6 +296,7 @@ ERRORS = {
     "too long": (dict(context=4096), "--context=4096: the teacher has positions for 2048"),
     "start context": (dict(start_context=36), "--start-context=36: --context must be 1, 2, 4, 8, ... times as long"),
     "map layers": (dict(map_layers="7"), "--map-layers=[7]: the student has the layers [0, 1]"),
+    "map heads": (dict(map_heads="0,2"), "--map-heads=[2]: the student has the heads [0, 1]"),
     "missing data": (dict(data="nowhere.npy"), "nowhere.npy: cannot be read"),
     "few": (dict(context=49), "data.npy: has sequences of 48 tokens: --context needs 49"),
     "TOML": (["--options", "nowhere.toml"], "nowhere.toml: "),

@@ -24,7 +24,8 @@ def test_snippets(name):
     exec(compile(snippets(name), f"{name}.md", "exec"), {"__name__": "guide"})
 
 
-@pytest.mark.parametrize("processes", [2, 4] if LONG else [2])
+@pytest.mark.skipif(not LONG, reason="starts processes that import torch; test_parallel.py makes the same calls")
+@pytest.mark.parametrize("processes", [2, 4])
 def test_many_gpus_with_torchrun(processes, tmp_path):
     """The page is one script."""
     script = tmp_path / "many_gpus.py"

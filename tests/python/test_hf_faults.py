@@ -292,3 +292,22 @@ def test_other_attention_is_named():
         distiller.student.model(**batch())
         with pytest.raises(ValueError, match="BertModel has no layers for attention='cross'; it has: self"):
             distiller.loss()
+
+
+# ---- A KL of shards --------------------------------------------------------------------------------------------------
+
+
+def test_a_context_parallel_region_without_a_known_group_is_an_error():
+    """torch's region of modules keeps its mesh to itself: the models would compare shards as if they were sequences."""
+    pytest.importorskip("torch.distributed.tensor.experimental._context_parallel._attention")
+    from torch.distributed.tensor.experimental._context_parallel import _attention as torch_region
+
+    student = llama()
+    with AttentionDistiller(llama(), student) as distiller:
+        torch_region._enable_cp_dtensor_dispatcher()
+        try:
+            student(**batch())
+            with pytest.raises(RuntimeError, match="context-parallel region whose mesh is not known.*pass cp_group"):
+                distiller.loss()
+        finally:
+            torch_region._disable_cp_dtensor_dispatcher()

@@ -51,10 +51,11 @@ def test_every_problem(processes):
 
 
 @pytest.mark.skipif(not LONG, reason="./test long")
+@pytest.mark.parametrize("case", ["rank_dies_before_a_call", "rank_dies_before_a_gather", "rank_dies_in_a_ring"])
 @pytest.mark.parametrize("processes", [2, 4])
-def test_a_rank_that_dies(processes):
+def test_a_rank_that_dies(processes, case):
     """The others get an error before the timeout of the group, and nothing hangs."""
-    answer = torchrun(processes, "dying_rank")
+    answer = torchrun(processes, case)
     expected = [f"rank {rank}: RuntimeError" for rank in range(processes - 1)]
     assert sorted(re.findall(r"rank \d+: \w+", answer.stdout)) == expected, answer.stderr[-3000:]
 

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 
 from ._checkpoint import write_text
@@ -14,17 +13,17 @@ from ._data import load_all
 from ._evaluate import evaluate
 from ._options import Options
 from ._report import document, page
-from ._student import load_model, load_tokenizer
+from ._student import load_student, load_teacher, load_tokenizer
 
 
 def compare_models(options: Options) -> tuple[Path, dict[str, Any]]:
     """Writes OUT/report.html and OUT/evaluation.json. All data counts as held out."""
     mixed = {"float32": "no", "bfloat16": "bf16"}[options.precision]
     accelerator = Accelerator(cpu=options.cpu, mixed_precision=mixed)
-    teacher, student = (load_model(role, getattr(options, role)).eval() for role in ("teacher", "student"))
+    shows = accelerator.is_main_process
+    teacher = load_teacher(options, shows).to(accelerator.device)
+    student = load_student(options, teacher, shows).to(accelerator.device).eval()
     held_out = load_all(options.data, options, load_tokenizer(options), teacher)
-    teacher.to(accelerator.device, dtype=torch.bfloat16 if options.precision == "bfloat16" else None)
-    student.to(accelerator.device)
     found = evaluate(teacher, student, held_out, options, context=accelerator.autocast)
     out = Path(options.out)
     if accelerator.is_main_process:

@@ -50,6 +50,8 @@ def load(options: Options, tokenizer: Any, teacher: Any) -> tuple[Sequences, Seq
     training = load_all(options.data, options, tokenizer, teacher)
     if options.start_context and (training.prefix or training.suffix):
         raise UserError("--start-context: must be 0: the tokenizer puts special tokens around a sequence")
+    if not options.eval_sequences:
+        return training, Sequences(training.tokens[:0], (training.prefix, training.suffix))
     if options.held_out:
         return training, load_all(options.held_out, options, tokenizer, teacher)
     count = min(options.eval_sequences, max(len(training) // 10, 1))

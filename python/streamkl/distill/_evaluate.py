@@ -13,13 +13,13 @@ import torch
 from ..hf import AttentionDistiller
 from ..hf._compare import compare_captured
 from ._data import Sequences
-from ._needles import KEY, VALUE, Retrieval, needle_batches
+from ._needles import VALUE, NeedleBatch, Retrieval, needle_batches
 from ._objective import Outputs, next_tokens, row_losses
 from ._options import Options, UserError
 
 POSITIONS = 16  # buckets of a sequence
 BUCKETS = 64  # of queries and of keys in a map
-MAP_LAYERS, MAP_HEADS = 4, 8  # at most, unless layers are named
+MAP_LAYERS, MAP_HEADS = 4, 8  # at most, unless they are named
 
 
 @dataclass
@@ -76,10 +76,8 @@ def evaluate(
             result = sums.result(count)
             for length, parts in batches.items():
                 retrieval = Retrieval()
-                for ids, depths, places in parts:
-                    inside(
-                        partial(_retrieve, retrieval, distiller, outputs, held_out, ids.to(device), depths, places)
-                    )
+                for batch in parts:
+                    inside(partial(_retrieve, retrieval, distiller, outputs, batch))
                     progress(done := done + 1, total)
                 if parts:
                     result.retrieval.append(retrieval.result(length, _has_answers(outputs)))
@@ -92,19 +90,21 @@ def _has_answers(outputs: tuple[Outputs, Outputs]) -> bool:
     return all(each.head is not None and each.is_causal for each in outputs)
 
 
-def _retrieve(retrieval, distiller, outputs, held_out, ids, depths, places) -> None:
-    last = ids.shape[1] - len(held_out.suffix) - 1
-    rows = list(range(last - VALUE + 1, last + 1))
-    hidden = {role: each.hidden(ids) for role, each in zip(("student", "teacher"), reversed(outputs))}
-    retrieval.add_attention(distiller.pairs(), depths, places, rows)
+def _retrieve(retrieval: Retrieval, distiller, outputs: tuple[Outputs, Outputs], batch: NeedleBatch) -> None:
+    outputs_t, outputs_s = outputs
+    ids = batch.ids.to(outputs_s.model.device)
+    hidden_s, hidden_t = outputs_s.hidden(ids), outputs_t.hidden(ids)
+    retrieval.add_attention(distiller.pairs(), batch)
     distiller.student.clear()
     distiller.teacher.clear()
     if not _has_answers(outputs):
         return
-    begin = torch.tensor(places, device=ids.device)[:, None]
-    answers = ids.gather(1, begin + torch.arange(KEY, KEY + VALUE, device=ids.device))
-    for role, each in zip(("teacher", "student"), outputs):
-        retrieval.add_answers(role, depths, each.head(hidden[role][:, rows]).argmax(-1) == answers)
+    answers = batch.answers().to(ids.device)
+    predicted = [
+        each.head(hidden[:, batch.rows]).argmax(-1).unflatten(-1, (-1, VALUE))
+        for each, hidden in ((outputs_t, hidden_t), (outputs_s, hidden_s))
+    ]
+    retrieval.add_answers(batch, *(each == answers for each in predicted))
 
 
 class _Sums:
@@ -177,18 +177,20 @@ class _Sums:
         return [step * self.length // size for step in steps], distances
 
     def _chosen_maps(self, pairs: list) -> list[dict[str, Any]]:
-        layers = sorted({i for i, _ in pairs})
-        chosen = self.options.map_layers or [
-            layers[at] for at in np.unique(np.linspace(0, len(layers) - 1, MAP_LAYERS).round().astype(int))
-        ]
-        if missing := set(chosen) - set(layers):
-            raise UserError(f"--map-layers={sorted(missing)}: the student has the layers {layers}")
+        layers = _chosen("layers", self.options.map_layers, sorted({i for i, _ in pairs}), MAP_LAYERS)
         return [
             dict(pair=list(pair), head=head, **{name: _rounded(getattr(found, name)[head]) for name in found._fields})
             for pair, found in self.maps.items()
-            if pair[0] in chosen
-            for head in range(min(found.kl.shape[0], MAP_HEADS))
+            if pair[0] in layers
+            for head in _chosen("heads", self.options.map_heads, list(range(found.kl.shape[0])), MAP_HEADS)
         ]
+
+
+def _chosen(what: str, named: list[int], known: list[int], most: int) -> list[int]:
+    """Those that are named; by default, some of those that are known, evenly spread."""
+    if missing := set(named) - set(known):
+        raise UserError(f"--map-{what}={sorted(missing)}: the student has the {what} {known}")
+    return named or [known[at] for at in np.unique(np.linspace(0, len(known) - 1, most).round().astype(int))]
 
 
 def _without_nan(values: np.ndarray) -> list[float | None]:

@@ -7,6 +7,7 @@ import json
 import math
 import resource
 import signal
+import sys
 import time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -27,7 +28,7 @@ from ._logs import Log
 from ._objective import Objective, next_tokens
 from ._options import Options, UserError
 from ._output import write_results
-from ._student import load_model, load_student, load_tokenizer
+from ._student import load_student, load_teacher, load_tokenizer
 
 
 class Stopped(Exception):
@@ -47,7 +48,7 @@ def distil(options: Options) -> Path:
     return Path(options.out)
 
 
-def _control(options: Options, interrupts: _Interrupts, before: Evaluation) -> Evaluation:
+def _control(options: Options, interrupts: _Interrupts, before: Evaluation | None) -> Evaluation | None:
     """The same student, trained without the attention KL, evaluated. It starts from the same weights."""
     out = Path(options.out) / "control"
     resume = (out / checkpoints.NAME).exists()  # of this run: an earlier one is gone
@@ -66,19 +67,15 @@ class Run:
     def __init__(self, options: Options, interrupts: _Interrupts, before: Evaluation | None = None) -> None:
         """`before`: the evaluation of the student as it starts, if there is one."""
         self.options, self.interrupts, self.out = options, interrupts, Path(options.out)
+        self.begin = time.monotonic()
         mixed = {"float32": "no", "bfloat16": "bf16"}[options.precision]
         self.accelerator = Accelerator(cpu=options.cpu, mixed_precision=mixed)
         self.checkpoint = self.out / checkpoints.NAME
         self.mesh = self._make_mesh()
         self._claim_folder()
         set_seed(options.seed)  # a student may have weights that its folder lacks
-        self.teacher = load_model("teacher", options.teacher).requires_grad_(False).eval()
-        self.student = load_student(options, self.teacher)
-        self.tokenizer = load_tokenizer(options)
-        self.training, self.held_out = load(options, self.tokenizer, self.teacher)
+        self._load()
         self.digest = self.training.digest()
-        self.teacher.to(self.accelerator.device, dtype=torch.bfloat16 if options.precision == "bfloat16" else None)
-        self.student.to(self.accelerator.device)
         self.step, self.seconds = 0, 0.0
         self.history: list[dict[str, float]] = []
         state = checkpoints.read_state(self.checkpoint, options, self.digest) if self._resumes else None
@@ -86,7 +83,7 @@ class Run:
         self.wrapped = self._wrap()
         trained = [parameter for parameter in self.student.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=options.rate, weight_decay=options.weight_decay)
-        self.before = before or self._evaluated_before()
+        self.before = (before or self._evaluated_before()) if options.eval_sequences else None
         self.student.train()
         if state is not None:
             checkpoints.load(self.checkpoint, self.wrapped, self.optimizer)
@@ -102,6 +99,21 @@ class Run:
     @property
     def _resumes(self) -> bool:
         return self.options.resume and self.checkpoint.exists()
+
+    def _load(self) -> None:
+        """Data, teacher and student, each with a line that says what takes the time."""
+        options, device = self.options, self.accelerator.device
+        self._say(f"load the teacher {options.teacher}")
+        self.teacher = load_teacher(options, self._is_main).to(device)
+        self._say(f"load the student {options.student}" if options.student else "make the student from the teacher")
+        self.student = load_student(options, self.teacher, self._is_main).to(device)
+        self._say("read the data")
+        self.tokenizer = load_tokenizer(options)
+        self.training, self.held_out = load(options, self.tokenizer, self.teacher)
+
+    def _say(self, what: str) -> None:
+        if self._is_main:
+            print(f"{time.monotonic() - self.begin:6.1f} s  {what}", file=sys.stderr, flush=True)
 
     def _claim_folder(self) -> None:
         has_run = self.checkpoint.exists() or (self.out / "student").exists()
@@ -269,8 +281,8 @@ class Run:
     # ---- After training ----------------------------------------------------------------------------------------------
 
     def finish(self, control: Evaluation | None) -> None:
-        """Evaluates the student and writes model, model card, report and its data."""
-        self.after = self._evaluate("after training")
+        """Evaluates the student, if asked to, and writes model, model card, report and its data."""
+        self.after = self._evaluate("after training") if self.options.eval_sequences else None
         weights = checkpoints.full_weights(self.wrapped)
         if self._is_main:
             write_results(self, weights, control)

@@ -1,13 +1,14 @@
 """Retrieval: does the student's attention find what the teacher's finds, at every depth and length?
 
 A needle is a key and a value: tokens that are rare in a held-out text. It is put at some depth of the text, which
-ends with the key and the beginning of the value. Each of the last rows has to continue the value, so a retrieval
-head puts its largest probability somewhere in the needle. Only these rows are computed: nothing grows with the
-square of the length.
+ends with the key and the beginning of the value. Each of these last rows has to continue the value, so a retrieval
+head puts its largest probability somewhere in the needle. A long text has several needles at once. Only the rows that
+answer are computed: nothing grows with the square of the length.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,42 +19,70 @@ from ._data import Sequences
 
 KEY, VALUE = 8, 4  # tokens
 DEPTHS = 8
+TOGETHER = 4  # needles of a long text: with more, a text of 8,192 tokens has no rare ones left of a small vocabulary
 RETRIEVES = 0.5  # a head retrieves if the teacher finds this share of all needles with it
+_SIZE = KEY + VALUE
+_ASKED = _SIZE - 1  # all but the value's last token, at the end of the text
 _TOKENS_PER_BATCH = 8192
+_MISSES = 32  # of a length, in the results
+_COUNTED = ("teacher", "student", "both")
 
 
-def needle_batches(
-    held_out: Sequences, length: int, count: int, seed: int
-) -> list[tuple[torch.Tensor, list[int], list[int]]]:
-    """Batches of (ids [needles, length], their depths 0..DEPTHS-1, the places of their needles)."""
+@dataclass
+class NeedleBatch:
+    """Texts with needles, in the order in which the texts ask for them."""
+
+    ids: torch.Tensor  # [texts, length]
+    depths: np.ndarray  # [texts, needles], 0..DEPTHS-1
+    places: np.ndarray  # [texts, needles]: where they begin
+    rows: list[int]  # VALUE rows per needle that answer: all texts have the same
+
+    def answers(self) -> torch.Tensor:
+        """The values: [texts, needles, VALUE]."""
+        at = torch.from_numpy(self.places)[..., None] + torch.arange(KEY, _SIZE)
+        return self.ids.gather(1, at.flatten(1)).view(at.shape)
+
+
+def needle_batches(held_out: Sequences, length: int, count: int, seed: int) -> list[NeedleBatch]:
+    """`count` needles per depth, in texts of `length` tokens. None if a text is too short."""
     rng = np.random.default_rng([seed, length])
-    size = KEY + VALUE
-    first, end = (
-        len(held_out.prefix),
-        length - len(held_out.suffix) - size,
-    )  # a text ends with all but the value's last token
-    room = end - first - size
-    if room < DEPTHS:
+    first, end = len(held_out.prefix), length - len(held_out.suffix)
+
+    def room(needles: int) -> int:  # for the first token of a needle
+        return end - needles * _ASKED - first - _SIZE
+
+    together = TOGETHER if room(TOGETHER) >= DEPTHS * _SIZE else 1  # needles of other depths do not overlap
+    if room(together) < DEPTHS:
         return []
     known = np.unique(held_out.tokens)
-    rows, depths, places = [], [], []
-    for depth in range(DEPTHS):
-        for number in range(count):
-            ids = held_out.batch([int(rng.integers(len(held_out)))])[0][:length].clone()
-            if held_out.suffix:
-                ids[length - len(held_out.suffix) :] = torch.tensor(held_out.suffix)
-            needle = _rare_tokens(known, ids.numpy(), size, rng)
-            place = first + int(room * (depth + rng.random()) / DEPTHS)
-            ids[place : place + size] = needle
-            ids[end + 1 : end + size] = needle[:-1]
-            rows.append(ids)
-            depths.append(depth)
-            places.append(place)
-    step = max(1, _TOKENS_PER_BATCH // length)
-    return [
-        (torch.stack(rows[at : at + step]), depths[at : at + step], places[at : at + step])
-        for at in range(0, len(rows), step)
+    apart = DEPTHS // together
+    texts = [
+        _text(held_out, known, length, end, first, room(together), np.arange(start, DEPTHS, apart), rng)
+        for _ in range(count)
+        for start in range(apart)
     ]
+    asked = end - _ASKED * np.arange(together, 0, -1)[:, None]  # where the text asks for each of its needles
+    rows = (asked + np.arange(_ASKED - VALUE, _ASKED)).ravel().tolist()
+    step = max(1, _TOKENS_PER_BATCH // length)
+    batches = []
+    for at in range(0, len(texts), step):
+        ids, depths, places = zip(*texts[at : at + step])
+        batches.append(NeedleBatch(torch.stack(ids), np.stack(depths), np.stack(places), rows))
+    return batches
+
+
+def _text(held_out, known, length, end, first, room, depths, rng) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
+    """A text with a needle at each of the depths, which it asks for in random order."""
+    ids = held_out.batch([int(rng.integers(len(held_out)))])[0][:length].clone()
+    if held_out.suffix:
+        ids[end:] = torch.tensor(held_out.suffix)
+    needles = _rare_tokens(known, ids.numpy(), len(depths) * _SIZE, rng).view(len(depths), _SIZE)
+    depths = rng.permutation(depths)
+    places = first + (room * (depths + rng.random(len(depths))) / DEPTHS).astype(np.int64)
+    for place, needle in zip(places, needles):
+        ids[place : place + _SIZE] = needle
+    ids[end - needles[:, :-1].numel() : end] = needles[:, :-1].flatten()
+    return ids, depths, places
 
 
 def _rare_tokens(known: np.ndarray, text: np.ndarray, size: int, rng: np.random.Generator) -> torch.Tensor:
@@ -67,43 +96,68 @@ def _rare_tokens(known: np.ndarray, text: np.ndarray, size: int, rng: np.random.
 
 
 class Retrieval:
-    """Counts by depth and by head: [depths, pairs, heads] for teacher and student, and right answers [depths]."""
+    """Counts by depth for teacher and student: rows in which a head finds the needle, and right answers.
+
+    "both" counts the rows of the teacher in which the student succeeds, too: a row in which the teacher fails does not
+    count for or against the student.
+    """
 
     def __init__(self) -> None:
         self.rows = np.zeros(DEPTHS)
-        self.found: dict[str, dict[Any, np.ndarray]] = {"teacher": {}, "student": {}}
-        self.right = {"teacher": np.zeros(DEPTHS), "student": np.zeros(DEPTHS)}
+        self.found: dict[str, dict[Any, np.ndarray]] = {name: {} for name in _COUNTED}  # [depths, heads] per pair
+        self.right = {name: np.zeros(DEPTHS) for name in _COUNTED}
+        self.misses: list[dict[str, Any]] = []
 
-    def add_attention(self, pairs: dict, depths: list[int], places: list[int], rows: list[int]) -> None:
-        """The rows of a batch whose forward was captured."""
-        cache = RowCache()
-        np.add.at(self.rows, depths, len(rows))
+    def add_attention(self, pairs: dict, batch: NeedleBatch) -> None:
+        """A batch whose forward was captured."""
+        cache, begin = RowCache(), batch.places[:, None, :, None]
+        np.add.at(self.rows, batch.depths, VALUE)
         for key, pair in pairs.items():
-            begin = torch.tensor(places, device=pair.s.q.device)[:, None, None]
-            for role, p in zip(("teacher", "student"), pair.row_probabilities(rows, cache)):
-                best = p.argmax(-1)  # [needles, heads, rows]
-                hits = ((best >= begin) & (best < begin + KEY + VALUE)).sum(-1).cpu().numpy()
-                total = self.found[role].setdefault(key, np.zeros((DEPTHS, hits.shape[1])))
-                np.add.at(total, depths, hits)
+            best = [  # [texts, heads, needles, VALUE]
+                p.argmax(-1).unflatten(-1, (-1, VALUE)).cpu().numpy() for p in pair.row_probabilities(batch.rows, cache)
+            ]
+            teacher, student = ((each >= begin) & (each < begin + _SIZE) for each in best)
+            for name, hits in zip(_COUNTED, (teacher, student, teacher & student)):
+                total = self.found[name].setdefault(key, np.zeros((DEPTHS, hits.shape[1])))
+                np.add.at(total, batch.depths, hits.sum(-1).swapaxes(1, 2))
+            for text, head, needle, row in np.argwhere(teacher & ~student).tolist():
+                self.misses.append(
+                    dict(head=[*key, head], depth=int(batch.depths[text, needle]), needle=int(batch.places[text, needle]),
+                         row=batch.rows[needle * VALUE + row], key=int(best[1][text, head, needle, row]))
+                )  # fmt: skip
 
-    def add_answers(self, role: str, depths: list[int], right: torch.Tensor) -> None:
-        np.add.at(self.right[role], depths, right.sum(1).cpu().numpy())
+    def add_answers(self, batch: NeedleBatch, teacher: torch.Tensor, student: torch.Tensor) -> None:
+        """Whether both predict the tokens of the values: [texts, needles, VALUE] each."""
+        for name, right in zip(_COUNTED, (teacher, student, teacher & student)):
+            np.add.at(self.right[name], batch.depths, right.sum(-1).cpu().numpy())
 
     def result(self, length: int, has_answers: bool) -> dict[str, Any]:
-        """Rates by depth. Those of the attention are means over the heads with which the teacher retrieves."""
-        rows = np.maximum(self.rows, 1)
+        """Rates by depth. Those of the attention are means over the heads with which the teacher retrieves.
+
+        "kept" is the student's share of the rows of the teacher; None where the teacher has none.
+        """
         heads = [
             (pair, head)
             for pair, found in self.found["teacher"].items()
             for head in range(found.shape[1])
             if found[:, head].sum() >= RETRIEVES * self.rows.sum()
         ]
-        rates = {
-            role: np.mean([found[pair][:, head] for pair, head in heads], 0) / rows if heads else None
-            for role, found in self.found.items()
+        chosen = [[*pair, head] for pair, head in heads]
+        attention = {
+            name: np.mean([found[pair][:, head] for pair, head in heads], 0) if heads else None
+            for name, found in self.found.items()
         }
-        answers = {role: (right / rows).tolist() if has_answers else None for role, right in self.right.items()}
+        counts = dict(attention=attention, answers=self.right if has_answers else dict.fromkeys(_COUNTED))
+        misses = [miss for miss in self.misses if miss["head"] in chosen]
         return dict(
-            length=length, rows=int(self.rows.sum()), heads=[[*pair, head] for pair, head in heads],
-            attention={role: None if rate is None else rate.tolist() for role, rate in rates.items()}, answers=answers,
+            length=length, rows=int(self.rows.sum()), heads=chosen, missed=len(misses), misses=misses[:_MISSES],
+            **{kind: {role: _shares(found[role], self.rows) for role in ("teacher", "student")}
+               for kind, found in counts.items()},
+            kept={kind: _shares(found["both"], found["teacher"]) for kind, found in counts.items()},
         )  # fmt: skip
+
+
+def _shares(part: np.ndarray | None, whole: np.ndarray | None) -> list[float | None] | None:
+    if part is None or whole is None:
+        return None
+    return [float(a / b) if b else None for a, b in zip(part, whole)]

@@ -96,10 +96,11 @@ def row_losses(outputs_t: Any, outputs_s: Any, hidden_t, hidden_s, labels: torch
 
 
 def _chunk_losses(head_t, head_s, hidden_t, hidden_s, labels) -> dict[str, torch.Tensor]:
-    logits_s = head_s(hidden_s).float()
-    losses = {"language": F.cross_entropy(logits_s.transpose(1, 2), labels, ignore_index=-100, reduction="none")}
+    log_s = head_s(hidden_s).float().log_softmax(-1)
+    language = F.nll_loss(log_s.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
+    losses = {"language": language.view_as(labels)}
     if hidden_t is not None:
-        log_s, log_p = logits_s.log_softmax(-1), head_t(hidden_t).detach().float().log_softmax(-1)
+        log_p = head_t(hidden_t).detach().float().log_softmax(-1)
         losses["output"] = (log_p.exp() * (log_p - log_s)).sum(-1)
     return losses
 

@@ -91,12 +91,14 @@ class Options:
                                   many=True)  # fmt: skip
     sample_rows: float = _option(1.0, "share of the rows that the attention KL compares in a step")
 
-    eval_sequences: int = _option(8, "held-out sequences that are evaluated", affects=False)
+    eval_sequences: int = _option(8, "held-out sequences that are evaluated; 0: no evaluation", affects=False)
     needles: int = _option(4, "needles per depth and length; 0: no retrieval test", affects=False)
     needle_lengths: list[int] = _option((), "lengths of the retrieval test; default: a quarter of the context, half of it, and "
                                         "all of it", int, many=True, affects=False)  # fmt: skip
     map_layers: list[int] = _option((), "student layers with attention maps in the report; default: up to 4, evenly spread",
                                     int, many=True, affects=False)  # fmt: skip
+    map_heads: list[int] = _option((), "student heads with attention maps in the report; default: up to 8, evenly spread",
+                                   int, many=True, affects=False)  # fmt: skip
     control: bool = _option(False, "also train the same student without the attention KL, and compare", affects=False)
 
     checkpoint_every: int = _option(
@@ -129,6 +131,8 @@ class Options:
             raise UserError(
                 "--control: needs --output-weight or --language-weight above 0: the control learns from nothing else"
             )
+        if self.control and not self.eval_sequences:
+            raise UserError("--control: needs --eval-sequences above 0: it is a comparison on held-out sequences")
         if self.context_parallel > 1 and (
             (self.start_context or self.context) % (2 * self.context_parallel) or self.sample_rows < 1
         ):
@@ -177,7 +181,7 @@ _RANGES = {
     "context": (2, math.inf), "steps": (1, math.inf), "batch": (1, math.inf), "accumulate": (1, math.inf),
     "rate": (0, math.inf), "warmup": (0, 1), "weight_decay": (0, math.inf), "clip": (0, math.inf), "seed": (0, 2**31 - 1),
     "attention_weight": (0, math.inf), "output_weight": (0, math.inf), "language_weight": (0, math.inf),
-    "sample_rows": (1e-6, 1), "eval_sequences": (1, math.inf), "needles": (0, math.inf), "checkpoint_every": (0, math.inf),
+    "sample_rows": (1e-6, 1), "eval_sequences": (0, math.inf), "needles": (0, math.inf), "checkpoint_every": (0, math.inf),
     "log_every": (1, math.inf), "student_layers": (0, math.inf), "student_heads": (0, math.inf),
     "student_key_heads": (0, math.inf), "context_parallel": (1, math.inf), "start_context": (0, math.inf),
 }  # fmt: skip

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 
 def write_results(run: Run, weights: dict[str, Any], control: Evaluation | None) -> None:
     """OUT/student, OUT/evaluation.json and OUT/report.html."""
-    evaluations = dict(before=run.before, after=run.after)
-    if control is not None:
-        evaluations["control"] = control
+    found = dict(before=run.before, after=run.after, control=control)
+    evaluations = {name: evaluation for name, evaluation in found.items() if evaluation is not None}
     data = {name: found.as_json() for name, found in evaluations.items()}
     write_model(run.out / "student", run, weights)
     write_text(run.out / "evaluation.json", json.dumps(data))
@@ -71,6 +70,18 @@ def model_card(run: Run) -> str:
         f"Data: {', '.join(_text(Path(path).name) for path in options.data)}: {len(run.training)} sequences of "
         f"{options.context} tokens, digest {run.digest}. {run.step} steps of {run.tokens_per_step()} tokens.",
         "",
+        *_results(before, after),
+        "",
+        "`options.toml` in the folder of the run has all options.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _results(before: Evaluation | None, after: Evaluation | None) -> list[str]:
+    if before is None or after is None:
+        return ["The student was not evaluated (`--eval-sequences 0`); `streamkl-distill eval` does it."]
+    lines = [
         f"| on {after.sequences} held-out sequences | before | after |",
         "|---|---|---|",
         f"| attention KL, nats | {before.kl:.4g} | {after.kl:.4g} |",
@@ -79,7 +90,7 @@ def model_card(run: Run) -> str:
         lines.append(f"| output KL, nats | {before.output_kl:.4g} | {after.output_kl:.4g} |")
     for (i, j), first, last in zip(after.pairs, before.kl_layer, after.kl_layer):
         lines.append(f"| attention KL of layer {i}, which learns from teacher layer {j} | {first:.4g} | {last:.4g} |")
-    return "\n".join([*lines, "", "`options.toml` in the folder of the run has all options.", ""])
+    return lines
 
 
 def _text(value: str) -> str:

@@ -31,16 +31,17 @@ def page(report: dict[str, Any]) -> str:
 def document(
     options: Options, evaluations: dict[str, Evaluation], history: list[dict[str, float]], student: Any, teacher: Any
 ) -> dict[str, Any]:
-    """`evaluations` are those of the student: "before", "after" and "control", or "student" alone."""
-    main = evaluations.get("after") or evaluations["student"]
-    sections = [
-        _retrieval(evaluations), _maps(evaluations), _training(history, options), _where(evaluations), _language(evaluations),
-        _settings(options, student, teacher),
-    ]  # fmt: skip
+    """`evaluations` are those of the student: "before", "after" and "control", "student" alone, or none."""
+    training, settings = _training(history, options), _settings(options, student, teacher)
+    sections, figures = [training, settings], _cost(history, options)
+    if evaluations:
+        where = _where(evaluations), _language(evaluations)
+        sections = [_retrieval(evaluations), _maps(evaluations), training, *where, settings]
+        figures = _figures(evaluations) + figures
     return dict(
         title="Attention distillation",
-        lead=_lead(options, student, teacher, main, history),
-        figures=_figures(evaluations, history, options),
+        lead=_lead(student, teacher, evaluations, history),
+        figures=figures,
         sections=[section for section in sections if section is not None],
         footer=f"StreamKL {__version__}",
     )
@@ -51,20 +52,26 @@ def _section(title: str, lead: str, *blocks: dict[str, Any] | None) -> dict[str,
     return dict(title=title, lead=lead, blocks=kept) if kept else None
 
 
-def _lead(options, student, teacher, main, history) -> str:
+def _lead(student, teacher, evaluations, history) -> str:
     a, b = student.config, teacher.config
     told = f"after {int(history[-1]['step'])} steps" if history else "as it is"
-    return (
-        f"A student with {a.num_hidden_layers} layers of {a.num_attention_heads} heads, compared with its teacher with "
-        f"{b.num_hidden_layers} layers of {b.num_attention_heads} heads, {told}, on {main.sequences} held-out sequences of "
-        f"{main.context} tokens. The attention KL is streamed: no N × N matrix is stored."
+    models = (
+        f"A student with {a.num_hidden_layers} layers of {a.num_attention_heads} heads, {{}} its teacher with "
+        f"{b.num_hidden_layers} layers of {b.num_attention_heads} heads, {told}"
+    )
+    if not evaluations:
+        return models.format("of") + ". It was not evaluated (--eval-sequences 0)."
+    main = _main(evaluations)
+    return models.format("compared with") + (
+        f", on {main.sequences} held-out sequences of {main.context} tokens. The attention KL is streamed: no N × N matrix "
+        "is stored."
     )
 
 
 # ---- Key figures -----------------------------------------------------------------------------------------------------
 
 
-def _figures(evaluations, history, options) -> list[dict[str, str]]:
+def _figures(evaluations) -> list[dict[str, str]]:
     main, before, control = _main(evaluations), evaluations.get("before"), evaluations.get("control")
     figures = [_figure(f"{main.kl:.3g}", "held-out attention KL", "nats; mean over layers, rows and heads")]
     if before is not None:
@@ -76,27 +83,31 @@ def _figures(evaluations, history, options) -> list[dict[str, str]]:
         rates = result["attention"]
         if rates["teacher"] is not None:
             share_t, share_s = (100 * np.mean(rates[role]) for role in ("teacher", "student"))
-            detail = f"teacher {share_t:.0f} %; {len(result['heads'])} retrieval heads, {result['length']} tokens"
+            heads = len(result["heads"])
+            detail = f"teacher {share_t:.0f} %; {heads} retrieval head{'s' * (heads != 1)}, {result['length']} tokens"
             figures.append(_figure(f"{share_s:.1f} %", "needles found by attention", detail))
+            worst = min(share for share in result["kept"]["attention"] if share is not None)
+            detail = "of the rows in which the teacher finds the needle"
+            figures.append(_figure(f"{100 * worst:.1f} %", "found at the worst depth", detail))
         if result["answers"]["student"] is not None:
             detail = f"teacher {100 * np.mean(result['answers']['teacher']):.0f} %" + _control_answers(control)
             figures.append(_figure(f"{100 * np.mean(result['answers']['student']):.1f} %", "values answered", detail))
     if main.output_kl is not None:
         detail = "nats" if before is None else f"nats; before training {before.output_kl:.3g}"
         figures.append(_figure(f"{main.output_kl:.3g}", "held-out output KL", detail))
-    if history:
-        tokens = options.context * options.batch * options.accumulate
-        figures.append(
-            _figure(
-                f"{history[-1]['seconds']:.0f} s",
-                "of training",
-                f"{int(history[-1]['step'])} steps of {tokens} tokens",
-            )
-        )
-        figures.append(
-            _figure(_bytes(max(entry["memory"] for entry in history)), "peak memory", "of a process or its GPU")
-        )
     return figures
+
+
+def _cost(history, options) -> list[dict[str, str]]:
+    if not history:
+        return []
+    tokens = options.context * options.batch * options.accumulate
+    steps = f"{int(history[-1]['step'])} steps of {tokens} tokens"
+    memory = _bytes(max(entry["memory"] for entry in history))
+    return [
+        _figure(f"{history[-1]['seconds']:.0f} s", "of training", steps),
+        _figure(memory, "peak memory", "of a process or its GPU"),
+    ]
 
 
 def _control_answers(control: Evaluation | None) -> str:
@@ -124,7 +135,8 @@ def _retrieval(evaluations: dict[str, Evaluation]) -> dict[str, Any] | None:
     main = _main(evaluations)
     lead = (
         f"A needle is {KEY} tokens of a key and {VALUE} of a value that are rare in a held-out text. It is put at some depth "
-        "of the text, which ends with the key and begins the value again. The attention of a row finds it if its largest "
+        "of the text, which ends with the key and begins the value again; a long text has several. The attention of a row "
+        "finds the needle if its largest "
         "probability is inside the needle; rates are means over the heads with which the teacher finds at least "
         "half of all needles. A value is answered if the model predicts its tokens."
     )
@@ -133,6 +145,11 @@ def _retrieval(evaluations: dict[str, Evaluation]) -> dict[str, Any] | None:
         blocks = [
             _depth_bars(evaluations, number, "attention", "Needles found by attention, by depth"),
             _depth_bars(evaluations, number, "answers", "Values answered, by depth"),
+        ]
+        blocks += [
+            _kept(evaluations, number, "attention", "Needles found, % of those that the teacher finds"),
+            _kept(evaluations, number, "answers", "Values answered, % of those that the teacher answers"),
+            _misses(result),
         ]
         heads = [[f"layer {i}, head {h}", f"teacher layer {j}"] for i, j, h in result["heads"]]
         if heads:
@@ -165,6 +182,28 @@ def _depth_bars(evaluations, number: int, kind: str, title: str) -> dict[str, An
     return dict(
         kind="bars", title=title, x_label="depth of the needle, % of the context", groups=groups, series=series
     )
+
+
+def _kept(evaluations, number: int, kind: str, title: str) -> dict[str, Any] | None:
+    """Row by row: rows in which the teacher fails do not count."""
+    results = {name: found.retrieval[number]["kept"][kind] for name, found in evaluations.items()
+               if number < len(found.retrieval)}  # fmt: skip
+    if any(shares is None for shares in results.values()):
+        return None
+    percent = [["-" if share is None else f"{100 * share:.0f}" for share in shares] for shares in results.values()]
+    depths = [str(100 * depth // DEPTHS) for depth in range(DEPTHS)]
+    return dict(kind="table", title=title, header=["depth, %", *results], rows=list(zip(depths, *percent)))
+
+
+def _misses(result: dict[str, Any]) -> dict[str, Any] | None:
+    """Where the student attends instead."""
+    rows = [
+        [f"{miss['head'][0]}, {miss['head'][2]}", *(str(miss[name]) for name in ("needle", "row", "key"))]
+        for miss in result["misses"]
+    ]
+    title = f"Needles that only the teacher finds: {len(rows)} of {result['missed']}"
+    header = ["layer, head", "needle at", "row", "attends to"]
+    return dict(kind="table", title=title, header=header, rows=rows) if rows else None
 
 
 def _maps(evaluations: dict[str, Evaluation]) -> dict[str, Any] | None:

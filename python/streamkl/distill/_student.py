@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Iterator
 
@@ -17,23 +17,36 @@ _LAYER = re.compile(r"^(.*\b(?:layers|layer|h|blocks)\.)(\d+)(\..*)$")
 _OUTPUTS = ("o_proj.weight", "out_proj.weight")  # their columns are the heads; rows of all other projections
 
 
-def load_model(role: str, folder: str) -> Any:
-    """The model of a folder, of the class that its config names, in float32."""
+def load_teacher(options: Options, shows_progress: bool) -> Any:
+    """In the type of the computations: nothing trains its weights. Loading keeps buffers such as RoPE's in f32."""
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[options.precision]
+    return _load_model("teacher", options.teacher, dtype, shows_progress).requires_grad_(False).eval()
+
+
+def load_student(options: Options, teacher: Any, shows_progress: bool) -> Any:
+    """With weights in f32, from its folder or made from the teacher."""
+    if options.student:
+        return _load_model("student", options.student, torch.float32, shows_progress)
+    return make_student(options, teacher)
+
+
+def _load_model(role: str, folder: str, dtype: torch.dtype, shows_progress: bool) -> Any:
+    """The model of a folder, of the class that its config names."""
     if not (Path(folder) / "config.json").is_file():
         raise UserError(f"--{role} {folder}: must be a folder with a config.json, as save_pretrained writes it")
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
         name = (config.architectures or ["AutoModel"])[0]
         kind = getattr(transformers, name, transformers.AutoModel)
-        with without_bars():
-            return kind.from_pretrained(folder, dtype=torch.float32)
+        with nullcontext() if shows_progress else without_bars():
+            return kind.from_pretrained(folder, dtype=dtype)
     except Exception as error:  # a broken file: whatever its library says, the user learns which folder it is
         raise UserError(f"--{role} {folder}: cannot be loaded: {error}") from error
 
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """The progress bar is that of the training."""
+    """Without the progress bars of transformers."""
     had = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -52,10 +65,6 @@ def load_tokenizer(options: Options) -> Any:
         return transformers.AutoTokenizer.from_pretrained(folder)
     except Exception as error:
         raise UserError(f"--tokenizer {folder}: cannot be loaded: {error}") from error
-
-
-def load_student(options: Options, teacher: Any) -> Any:
-    return load_model("student", options.student) if options.student else make_student(options, teacher)
 
 
 def make_student(options: Options, teacher: Any) -> Any:
@@ -84,7 +93,9 @@ def make_student(options: Options, teacher: Any) -> Any:
         config.head_dim = getattr(teacher.config, "head_dim", None) or config.hidden_size // heads_t
     if getattr(config, "layer_types", None):
         config.layer_types = [teacher.config.layer_types[j] for j in chosen]
-    student = type(teacher)._from_config(config, attn_implementation=teacher.config._attn_implementation)
+    config.dtype = torch.float32
+    with teacher.device:  # random weights, which those of the teacher replace, take long on a CPU
+        student = type(teacher)._from_config(config, attn_implementation=teacher.config._attn_implementation)
     _start_from(student, teacher, chosen, options.init_heads == "pick")
     return student
 

@@ -13,7 +13,7 @@ from ._options import UserError, add_arguments, options_from
 
 _EVALUATION = {
     "teacher", "student", "tokenizer", "out", "data", "text_field", "context", "seed", "precision", "direction", "layer_map",
-    "head_map", "eval_sequences", "needles", "needle_lengths", "map_layers", "cpu",
+    "head_map", "eval_sequences", "needles", "needle_lengths", "map_layers", "map_heads", "cpu",
 }  # fmt: skip
 INTERRUPTED, BAD_INPUT = 130, 2
 
@@ -63,6 +63,8 @@ def _evaluate(given: list[str]) -> int:
     options = options_from(parser.parse_args(given))
     if not options.student:
         raise UserError("--student: is missing: the folder of a transformers model")
+    if not options.eval_sequences:
+        raise UserError("--eval-sequences=0: must be 1..")
     options = dataclasses.replace(
         options, student_layers=0, student_heads=0, student_key_heads=0, init_layers=[]
     ).check()

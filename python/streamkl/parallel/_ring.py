@@ -50,17 +50,19 @@ class Ring:
             end = called[1].shape[shards.length_dim]
             states = partial(*called, lse_t, 0, end, *lengths, *shards.options)
             merged = states if merged is None else states_merge(merged, states)
+            del called  # frees its keys before the next ones arrive
+        own, lengths = self._own(shards)
         if tensors[5] is None:
-            return states_finish(*called, merged, lse_t, rows, *lengths, *shards.options)
-        return self._finish_with_sinks(shards, called, merged, lse_t, rows)
+            return states_finish(*own, merged, lse_t, rows, *lengths, *shards.options)
+        return self._finish_with_sinks(shards, own, merged, lse_t, rows)
 
-    def _finish_with_sinks(self, shards: Shards, called: tuple, merged, lse_t, rows: int) -> list[torch.Tensor]:
-        """Whether a row attends to a key, and so has a sink, does not depend on the last shard: its bounds are left out.
+    def _finish_with_sinks(self, shards: Shards, own: tuple, merged, lse_t, rows: int) -> list[torch.Tensor]:
+        """Whether a row attends to a key, and so has a sink, does not depend on one shard: its bounds are left out.
 
         The KL is made of both LSEs, which are computed even if they are not asked for.
         """
         lengths = Lengths(shards.lengths.cu_seqlens_q, shards.lengths.cu_seqlens_k, None, None, None)
-        made = states_finish(*called, merged, lse_t, _OF_STATES, *lengths, *shards.options)
+        made = states_finish(*own, merged, lse_t, _OF_STATES, *lengths, *shards.options)
         begin, end = shards.bounds
         attending = (end > begin).unsqueeze(-2)
         named = zip(row_names(_OF_STATES), made)
@@ -71,8 +73,9 @@ class Ring:
         """LSEs of all keys from those of the shards, to which sinks are added once."""
         found: list[torch.Tensor] = []
         for called, lengths in self._visits(shards):
-            *before, _, _, indices = called
-            made = streamkl.forward(*before, None, None, indices, lse_t, rows, *lengths, *shards.options)
+            without_sinks = (*called[:5], None, None, called[-1])
+            made = streamkl.forward(*without_sinks, lse_t, rows, *lengths, *shards.options)
+            del called, without_sinks
             found = [torch.logaddexp(*pair) for pair in zip(found, made)] if found else made
         sinks = dict(lse_t=shards.tensors[5], lse_s=shards.tensors[6])
         return [_with_sink(lse, sinks[name]) for name, lse in zip(row_names(rows), found)]
@@ -97,23 +100,28 @@ class Ring:
         travelling = _Travelling(self)
         for called, lengths in self._visits(shards):
             made = per_tensor(streamkl.backward(*called, *rows, *lengths, *shards.options), asked, None)
+            del called
             arrived = travelling.wait()
-            for place, gradient in enumerate(made):
-                if gradient is None:
-                    continue
+            for place in [place for place, gradient in enumerate(made) if gradient is not None]:
+                gradient, made[place] = made[place], None  # each is freed when it has been added
                 if place in wanted_keys:
-                    total = shards.length_first(gradient)
-                    sums[place] = (total + arrived.pop(0) if arrived else total).contiguous()
+                    gradient = shards.length_first(gradient).contiguous()
+                    sums[place] = gradient.add_(arrived.pop(0)) if arrived else gradient
                 else:
-                    sums[place] = sums[place] + gradient if place in sums else gradient
+                    sums[place] = sums[place].add_(gradient) if place in sums else gradient
+                del gradient
             travelling.send([sums[place] for place in wanted_keys])
         for place, gradient in zip(wanted_keys, travelling.wait()):  # the last step brings them home
             sums[place] = shards.length_back(gradient)
         stays_f32 = one_pass and rounds_later(asked, shards.dtypes)
         return [sums[place] if stays_f32 else sums[place].to(shards.dtypes[place]) for place in sorted(sums)]
 
+    def _own(self, shards: Shards) -> tuple:
+        """(tensors, lengths) with the keys of this rank."""
+        return (*shards.tensors[:-1], shards.indices_of_shard(self.rank)), shards.lengths_of_shard(self.rank)
+
     def _visits(self, shards: Shards) -> Iterator[tuple]:
-        """(tensors, lengths) with the keys of each rank, starting with this one."""
+        """(tensors, lengths) with the keys of each rank, starting with this one. The caller deletes the tensors."""
         q_t, k_t, q_s, k_s, w_s, *sinks, _ = shards.tensors
         keys = [shards.length_first(key).contiguous() for key in (k_t, k_s)]
         travelling = _Travelling(self)
@@ -122,8 +130,8 @@ class Ring:
             if step + 1 < self.layout.world:
                 travelling.send(keys)
             here_t, here_s = map(shards.length_back, keys)
-            called = (q_t, here_t, q_s, here_s, w_s, *sinks, shards.indices_of_shard(source))
-            yield called, shards.lengths_of_shard(source)
+            yield (q_t, here_t, q_s, here_s, w_s, *sinks, shards.indices_of_shard(source)), shards.lengths_of_shard(source)
+            del here_t, here_s
             if step + 1 < self.layout.world:
                 keys = travelling.wait()
 

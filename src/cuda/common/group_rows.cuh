@@ -1,4 +1,4 @@
-/* Rows of teacher groups on tensor cores: P is the mean of several heads' probabilities. See
+/* Rows of a student with teacher groups: their results, and the sums of the kernels that know P and not log2 P. See
  * sm90/attention/group_heads.cuh for P. */
 #ifndef SKL_CUDA_COMMON_GROUP_ROWS_CUH
 #define SKL_CUDA_COMMON_GROUP_ROWS_CUH
@@ -9,15 +9,92 @@
 namespace tensor_core
 {
 
-/* ---- Pairs -------------------------------------------------------------------------------------------------- */
-
-/* An LSE in base 2 as a float and the rest. */
-__device__ inline skl_lse2 split_lse2(float lse)
+/* Parameters of a launch whose LSEs of the teacher may be those of an earlier launch of the call. */
+inline skl_cuda_params with_computed_lse(const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
-    const float high = __fmul_rn(lse, SKL_LOG2E);
-    const float low = fmaf(lse, (float)(SKL_LOG2E_DOUBLE - (double)SKL_LOG2E), fmaf(lse, SKL_LOG2E, -high));
-    return {skl_lse2_is_usable(high) ? high : NAN, fabsf(lse) < INFINITY ? low : 0.0F};
+    skl_cuda_params known = *params;
+    const skl_output &lse = launch->lse;
+    if (lse.data != NULL)
+        known.call.inputs.lse_t = {lse.data, lse.stride_batch, lse.stride_head, lse.stride_row};
+    return known;
 }
+
+/* ---- Results ------------------------------------------------------------------------------------------------ */
+
+/* What other launches of the call need of a row. */
+struct group_row_lses {
+    float lse_s;
+    float mean_lse_t; /* log of the probability of the visible keys under the teacher's LSEs: 0 up to rounding, unless
+                       * these cover more keys; -inf without visible keys */
+};
+
+/* The teacher's LSEs of the visible keys. `lse_computed`: an earlier launch has written them, and all is done. */
+__device__ inline float visible_lse_t(const skl_cuda_params &params, bool lse_computed, const skl_sequence &s,
+                                      int64_t head, int64_t query, float mean_lse_t)
+{
+    const float lse = skl_row_value(&params.call.inputs.lse_t, &s, head, query);
+    return lse_computed ? lse : mean_lse_t == -INFINITY ? mean_lse_t : lse + mean_lse_t;
+}
+
+__device__ inline void write_group_lse_t(const skl_cuda_params &params, bool lse_computed, const skl_sequence &s,
+                                         int64_t head, int64_t query, float mean_lse_t)
+{
+    const skl_output &lse_t = params.call.rows.lse_t;
+    const int64_t group = skl_group_size(&params.problem);
+    for (int64_t h = head * group; lse_t.data != NULL && !lse_computed && h < (head + 1) * group; h++)
+        skl_row_set(&lse_t, &s, h, query, visible_lse_t(params, lse_computed, s, h, query, mean_lse_t));
+}
+
+/* Writes what the call wants of a row, except for the teacher's LSEs, from its state: the teacher's logits are log2
+ * P, made of inputs.lse_t. */
+__device__ inline group_row_lses write_group_row(const skl_cuda_params &params, bool lse_computed,
+                                                 const skl_sequence &s, int64_t head, int64_t query,
+                                                 const skl_row_state &state)
+{
+    const skl_problem &p = params.problem;
+    const skl_rows &rows = params.call.rows;
+    if (params.call.op == SKL_OP_PARTIAL) {
+        params.call.states[skl_state_index(&p, &s, head, query)] = partial_state(p, s, query, state);
+        return {};
+    }
+    const bool reverse = p.direction == SKL_KL_REVERSE;
+    const float m_t = reverse ? state.m_b : state.m_a, m_s = reverse ? state.m_a : state.m_b;
+    const float mean_lse_t = skl_lse(m_t, reverse ? state.l_b : state.l_a);
+    skl_row_set(&rows.kl, &s, head, query, one_pass_kl(p, s, query, state)); /* the shift of P is an LSE */
+    /* Where all pairs are equal, the LSEs are, too, to the last bit: a backward finds gradients of 0. Pairs are equal
+     * if they have the same distance from the first head's LSE; the only key of a row is its own maximum anyway. */
+    const int64_t first = head * skl_group_size(&p);
+    const skl_lse2 shift = split_lse2(skl_row_value(&params.call.inputs.lse_t, &s, first, query));
+    const bool equal =
+        m_s == shift.value && m_t == -shift.low && state.w == 0.0F && state.l_a == state.l_b && state.l_a > 0.0F;
+    const float lse_s = equal ? visible_lse_t(params, lse_computed, s, first, query, mean_lse_t)
+                              : skl_lse(m_s, reverse ? state.l_a : state.l_b);
+    skl_row_set(&rows.lse_s, &s, head, query, lse_s);
+    return {lse_s, mean_lse_t};
+}
+
+__device__ inline void write_group_results(const forward_params &params, const skl_sequence &s, int64_t head,
+                                           int64_t query, const skl_row_state &state)
+{
+    const group_row_lses lses = write_group_row(params, params.lse_computed, s, head, query, state);
+    write_group_lse_t(params, params.lse_computed, s, head, query, lses.mean_lse_t);
+}
+
+/* Merges the splits of a tile in a fixed order, one query per thread. */
+template <int M> static __global__ void merge_group_splits(const __grid_constant__ forward_params params)
+{
+    query_tile<M> tile;
+    const int row = (int)threadIdx.x;
+    if (!tile.find(params, 1, (unsigned)params.head_group) || tile.first + row >= tile.sequence.query_count)
+        return;
+    const skl_row_state *const splits = params.split_states + tile.index * params.num_splits * tile.ROWS;
+    skl_row_state state = splits[row];
+    for (int split = 1; split < params.num_splits; split++)
+        state = skl_state_merge(state, splits[split * tile.ROWS + row]);
+    write_group_results(params, tile.sequence, tile.head, tile.first + row, state);
+}
+
+/* ---- Pairs of a forward with P ------------------------------------------------------------------------------ */
 
 /* log2 p. The special function unit has an absolute error of 2^-22 near 1, and a relative error of 2^-22 elsewhere.
  * So it gets the mantissa, and the exponent is added. For p = 0 the result is finite: 0 log 0 is 0. */
@@ -36,58 +113,6 @@ __device__ inline void add_probabilities(row_sums &sums, float p, float s, float
     sums.l_b += s;
     sums.w = fmaf(p == s ? 0.0F : p, log2_probability(p) - log_s, sums.w);
 }
-
-/* Parameters of a forward whose LSEs of the teacher may be those of an earlier launch of the call. */
-inline skl_cuda_params with_computed_lse(const skl_cuda_params *params, const skl_cuda_launch *launch)
-{
-    skl_cuda_params known = *params;
-    const skl_output &lse = launch->lse;
-    if (lse.data != NULL)
-        known.call.inputs.lse_t = {lse.data, lse.stride_batch, lse.stride_head, lse.stride_row};
-    return known;
-}
-
-/* ---- Rows --------------------------------------------------------------------------------------------------- */
-
-__device__ inline void write_group_row(const forward_params &params, const skl_sequence &s, int64_t head,
-                                       int64_t query, const skl_row_state &state)
-{
-    const skl_problem &p = params.problem;
-    const skl_rows &rows = params.call.rows;
-    if (params.call.op == SKL_OP_PARTIAL) {
-        params.call.states[skl_state_index(&p, &s, head, query)] = partial_state(p, s, query, state);
-        return;
-    }
-    const skl_input &lse_t = params.call.inputs.lse_t;
-    const float mean_lse_t = skl_lse(state.m_a, state.l_a);
-    const auto visible_lse_t = [&](int64_t h) {
-        const float lse = skl_row_value(&lse_t, &s, h, query);
-        return params.lse_computed ? lse : mean_lse_t == -INFINITY ? mean_lse_t : lse + mean_lse_t;
-    };
-    const int64_t group = skl_group_size(&p);
-    skl_row_set(&rows.kl, &s, head, query, one_pass_kl(p, s, query, state)); /* the shift of A is an LSE */
-    /* Where all pairs are equal, the LSEs are, too, to the last bit: a backward finds gradients of 0. */
-    const bool equal = state.w == 0.0F && state.l_a == state.l_b && state.l_a > 0.0F;
-    skl_row_set(&rows.lse_s, &s, head, query, equal ? visible_lse_t(head * group) : skl_lse(state.m_b, state.l_b));
-    for (int64_t h = head * group; rows.lse_t.data != NULL && !params.lse_computed && h < (head + 1) * group; h++)
-        skl_row_set(&rows.lse_t, &s, h, query, visible_lse_t(h));
-}
-
-/* Merges the splits of a tile in a fixed order, one query per thread. */
-static __global__ void merge_group_splits(const __grid_constant__ forward_params params)
-{
-    query_tile<2> tile;
-    const int row = (int)threadIdx.x;
-    if (!tile.find(params, 1, (unsigned)params.head_group) || tile.first + row >= tile.sequence.query_count)
-        return;
-    const skl_row_state *const splits = params.split_states + tile.index * params.num_splits * tile.ROWS;
-    skl_row_state state = splits[row];
-    for (int split = 1; split < params.num_splits; split++)
-        state = skl_state_merge(state, splits[split * tile.ROWS + row]);
-    write_group_row(params, tile.sequence, tile.head, tile.first + row, state);
-}
-
-/* ---- Tiles of a forward ------------------------------------------------------------------------------------- */
 
 /* A row's sums of S below this are redone with another shift, like those above SKL_LAZY_BOUND. */
 constexpr float GROUP_SUM_MIN = 0x1p-100F;

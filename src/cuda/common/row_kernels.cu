@@ -2,6 +2,7 @@
 #include "base/convert.h"
 #include "base/kl_math.h"
 #include "cuda/common/dk_sums.cuh"
+#include "cuda/common/ptx.cuh"
 #include "cuda/common/sequence.cuh"
 
 constexpr int THREADS = 256;
@@ -159,53 +160,102 @@ extern "C" cudaError_t skl_cuda_states_finish(const skl_cuda_params *params)
 
 /* ---- f32 sums of dk ----------------------------------------------------------------------------------------- */
 
-/* Threads handle quads, four elements: head sizes are a multiple of 8, and sums are aligned for TMA. */
+/* Heads of all sequences, one after the other; quads are four elements: head sizes are a multiple of 8, and sums are
+ * aligned for TMA. */
 struct sums_shape {
-    int64_t heads, rows, quads, count;
+    int64_t heads, all_heads, rows;
+    unsigned quads; /* of a row */
 };
 
 static sums_shape shape_of(const backward_params *params)
 {
     const skl_problem *const p = &params->problem;
     const skl_side side = side_of(*params);
-    const int64_t rows = p->packed ? p->total_k : p->len_k, quads = side.dim / 4;
-    return {side.key_heads, rows, quads, (p->packed ? 1 : p->batch) * side.key_heads * rows * quads};
+    return {side.key_heads, (p->packed ? 1 : p->batch) * side.key_heads, p->packed ? p->total_k : p->len_k,
+            (unsigned)side.dim / 4};
+}
+
+/* Every block of threads takes SUM_ROWS rows of a head at a time, so that it divides in 64 bits once for all of them.
+ */
+constexpr unsigned SUM_ROWS = 64;
+
+static int64_t row_blocks(const sums_shape &shape)
+{
+    return shape.all_heads * skl_ceil_div(shape.rows, SUM_ROWS);
+}
+
+/* Calls visit(head of all, row, quad) for all quads. */
+template <typename VISIT> static __device__ void for_each_quad(const sums_shape &shape, VISIT visit)
+{
+    const int64_t blocks_of_head = (shape.rows + SUM_ROWS - 1) / SUM_ROWS;
+    for (int64_t block = blockIdx.x; block < shape.all_heads * blocks_of_head; block += gridDim.x) {
+        const int64_t head = block / blocks_of_head, first = block % blocks_of_head * SUM_ROWS;
+        const unsigned count = (unsigned)skl_min(SUM_ROWS, shape.rows - first) * shape.quads;
+        for (unsigned item = threadIdx.x; item < count; item += THREADS)
+            visit(head, first + item / shape.quads, item % shape.quads);
+    }
 }
 
 /* Offset of a quad in a tensor, in elements. */
-static __device__ int64_t quad_offset(const skl_output &tensor, const sums_shape &shape, int64_t quad)
+static __device__ int64_t quad_offset(const skl_output &tensor, const sums_shape &shape, int64_t head, int64_t row,
+                                      unsigned quad)
 {
-    const int64_t row = quad / shape.quads, head = row / shape.rows;
-    return SKL_ROW(tensor, head / shape.heads, head % shape.heads, row % shape.rows) + quad % shape.quads * 4;
+    return SKL_ROW(tensor, head / shape.heads, head % shape.heads, row) + quad * 4;
 }
 
 static __global__ void __launch_bounds__(THREADS) clear_sums(skl_output sums, sums_shape shape)
 {
-    for (int64_t index = first_index(); index < shape.count; index += index_step())
-        *(float4 *)(void *)((float *)sums.data + quad_offset(sums, shape, index)) =
+    for_each_quad(shape, [&](int64_t head, int64_t row, unsigned quad) {
+        *(float4 *)(void *)((float *)sums.data + quad_offset(sums, shape, head, row, quad)) =
             make_float4(0.0F, 0.0F, 0.0F, 0.0F);
+    });
+}
+
+/* Four elements at once where they are aligned, one by one otherwise. */
+static __device__ void store_quad(void *data, skl_dtype dtype, int64_t first, const float4 &sum)
+{
+    uint16_t *const to = (uint16_t *)data + first;
+    if (dtype != SKL_F32 && (uintptr_t)to % 8 == 0) {
+        const __half half = __half();
+        const __nv_bfloat16 bf16 = __nv_bfloat16();
+        *(uint2 *)(void *)to = dtype == SKL_F16 ? make_uint2(pack(sum.x, sum.y, half), pack(sum.z, sum.w, half))
+                                                : make_uint2(pack(sum.x, sum.y, bf16), pack(sum.z, sum.w, bf16));
+        return;
+    }
+    skl_store(data, dtype, first, sum.x);
+    skl_store(data, dtype, first + 1, sum.y);
+    skl_store(data, dtype, first + 2, sum.z);
+    skl_store(data, dtype, first + 3, sum.w);
 }
 
 static __global__ void __launch_bounds__(THREADS)
     store_sums(skl_output sums, sums_shape shape, skl_output to, skl_dtype dtype)
 {
-    for (int64_t index = first_index(); index < shape.count; index += index_step()) {
-        const float4 sum =
-            *(const float4 *)(const void *)((const float *)sums.data + quad_offset(sums, shape, index));
-        const int64_t first = quad_offset(to, shape, index);
-        skl_store(to.data, dtype, first, sum.x);
-        skl_store(to.data, dtype, first + 1, sum.y);
-        skl_store(to.data, dtype, first + 2, sum.z);
-        skl_store(to.data, dtype, first + 3, sum.w);
-    }
+    for_each_quad(shape, [&](int64_t head, int64_t row, unsigned quad) {
+        const void *const from = (const float *)sums.data + quad_offset(sums, shape, head, row, quad);
+        store_quad(to.data, dtype, quad_offset(to, shape, head, row, quad), *(const float4 *)from);
+    });
+}
+
+/* The sums fill one piece of memory, heads after rows or rows after heads. */
+static bool is_dense(const skl_output &sums, const sums_shape &shape)
+{
+    const int64_t dim = shape.quads * 4;
+    const bool by_head = sums.stride_row == dim && sums.stride_head == shape.rows * dim;
+    const bool by_row = sums.stride_head == dim && sums.stride_row == shape.heads * dim;
+    return (by_head || by_row) &&
+           (shape.all_heads == shape.heads || sums.stride_batch == shape.heads * shape.rows * dim);
 }
 
 cudaError_t clear_dk_sums(const backward_params *params)
 {
     const sums_shape shape = shape_of(params);
-    if (params->dk_sums.data == NULL || shape.count == 0)
+    const int64_t size = shape.all_heads * shape.rows * shape.quads * (int64_t)sizeof(float4);
+    if (params->dk_sums.data == NULL || size == 0)
         return cudaSuccess;
-    clear_sums<<<blocks_for(shape.count), THREADS, 0, params->call.stream>>>(params->dk_sums, shape);
+    if (is_dense(params->dk_sums, shape))
+        return cudaMemsetAsync(params->dk_sums.data, 0, (size_t)size, params->call.stream);
+    clear_sums<<<blocks_for(row_blocks(shape) * THREADS), THREADS, 0, params->call.stream>>>(params->dk_sums, shape);
     return cudaPeekAtLastError();
 }
 
@@ -213,9 +263,9 @@ cudaError_t store_dk_sums(const backward_params *params)
 {
     const sums_shape shape = shape_of(params);
     const skl_side side = side_of(*params);
-    if (params->dk_sums.data == NULL || params->dk_sums.data == side.dk->data || shape.count == 0)
+    if (params->dk_sums.data == NULL || params->dk_sums.data == side.dk->data || row_blocks(shape) == 0)
         return cudaSuccess;
-    store_sums<<<blocks_for(shape.count), THREADS, 0, params->call.stream>>>(params->dk_sums, shape, *side.dk,
-                                                                             side.grad_dtype);
+    store_sums<<<blocks_for(row_blocks(shape) * THREADS), THREADS, 0, params->call.stream>>>(
+        params->dk_sums, shape, *side.dk, side.grad_dtype);
     return cudaPeekAtLastError();
 }

@@ -50,6 +50,42 @@ template <int THREADS> struct long_sums {
     }
 };
 
+/* Sum over the four lanes that hold a row; each of them gets the result. */
+__device__ inline float quad_sum(float value)
+{
+    value += __shfl_xor_sync(~0U, value, 1);
+    return value + __shfl_xor_sync(~0U, value, 2);
+}
+
+/* The same in a third of the memory: each of the four lanes that hold a row keeps one of its sums. */
+template <int THREADS> struct quad_long_sums {
+    double total[2][THREADS]; /* l_a in the first of the four lanes, then l_b and w */
+
+    __device__ void clear()
+    {
+        total[0][threadIdx.x] = total[1][threadIdx.x] = 0.0;
+    }
+
+    __device__ void flush(row_sums (&sums)[2])
+    {
+        const int lane = (int)threadIdx.x % 4;
+        for (int half = 0; half < 2; half++) {
+            const float l_a = quad_sum(sums[half].l_a), l_b = quad_sum(sums[half].l_b), w = quad_sum(sums[half].w);
+            total[half][threadIdx.x] += (double)(lane == 0 ? l_a : lane == 1 ? l_b : w);
+            sums[half] = {};
+        }
+        __syncwarp(); /* state() reads those of other lanes */
+    }
+
+    /* Of the whole row in its first lane, empty in the others. */
+    __device__ skl_row_state state(int half) const
+    {
+        const double *const row = &total[half][threadIdx.x / 4 * 4];
+        const bool first = threadIdx.x % 4 == 0;
+        return state_of({first ? (float)row[0] : 0.0F, first ? (float)row[1] : 0.0F, first ? (float)row[2] : 0.0F});
+    }
+};
+
 /* Adds a pair of logits in base 2, each minus its shift: l_a += 2^x, l_b += 2^y, w += 2^x (x - y). `first` starts the
  * sums with this pair, which saves the additions to 0. */
 __device__ inline void add_pair(row_sums &sums, float x, float y, bool first = false)

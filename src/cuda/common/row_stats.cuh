@@ -44,6 +44,14 @@ __device__ inline float lse2_of(float lse)
     return skl_lse2_is_usable(lse * SKL_LOG2E) ? lse * SKL_LOG2E : NAN;
 }
 
+/* An LSE in base 2 as a float and the rest. */
+__device__ inline skl_lse2 split_lse2(float lse)
+{
+    const float high = __fmul_rn(lse, SKL_LOG2E);
+    const float low = fmaf(lse, (float)(SKL_LOG2E_DOUBLE - (double)SKL_LOG2E), fmaf(lse, SKL_LOG2E, -high));
+    return {skl_lse2_is_usable(high) ? high : NAN, fabsf(lse) < INFINITY ? low : 0.0F};
+}
+
 /* KL of a one-pass kernel, whose shifts are the given LSEs. LSEs so large that no key has mass give NaN, not the KL 0
  * of a row without keys. */
 __device__ inline float one_pass_kl(const skl_problem &problem, const skl_sequence &s, int64_t query,

@@ -16,12 +16,14 @@ static int64_t query_tiles(const skl_problem *p, int64_t tile_rows)
 
 int32_t skl_select_head_group_of(const choice *s, int64_t tiles, int64_t head_size)
 {
-    const int64_t l2_share = (int64_t)25 << 20, small_part = 32, few_heads = 4;
+    const int64_t l2_share = (int64_t)25 << 20, small_part = 32, few_heads_share = (int64_t)256 << 20;
+    const bool few_tiles = !has_no_window(&s->plan->problem) && tiles < 2 * small_part * s->plan->sm_count;
     /* Where tiles differ in length and are few, the last group would end late. A few heads at a time are enough to
      * avoid that, and better than all of them if the rows of one do not fit. */
-    if (!has_no_window(&s->plan->problem) && tiles < 2 * small_part * s->plan->sm_count)
-        return (int32_t)(head_size > 2 * l2_share ? few_heads : SKL_HEAD_GROUP_MAX);
-    return (int32_t)skl_max(1, skl_min(SKL_HEAD_GROUP_MAX, l2_share / skl_max(1, head_size)));
+    if (few_tiles && head_size <= 2 * l2_share)
+        return SKL_HEAD_GROUP_MAX;
+    return (int32_t)skl_max(
+        1, skl_min(SKL_HEAD_GROUP_MAX, (few_tiles ? few_heads_share : l2_share) / skl_max(1, head_size)));
 }
 
 int32_t skl_select_head_group_for(const choice *s, int64_t tile_rows, int64_t bytes_a, int64_t bytes_b)
@@ -213,6 +215,27 @@ static int32_t fused_head_group(const choice *s, const side_request *request)
                                      request->of_b ? keys_and_sums : keys);
 }
 
+/* A third dq warpgroup fits if the gradients have few dimensions. More of a taller tile is padding or masked, and
+ * fewer tiles fill the last wave worse, so it must be a small part of a sequence and of all tiles. */
+static bool has_tall_tiles(const choice *s, const skl_cuda_kernel *kernel, const side_request *request)
+{
+    const skl_problem *const p = &s->plan->problem;
+    const int64_t queries = p->packed ? p->total_q / skl_max(1, p->batch) : p->len_q;
+    const int64_t queries_min = 8192, waves_min = 8;
+    return request->of_b && !s->capped && request->side.dim <= SKL_SM90_TALL_DIM &&
+           kernel->small_dim_max == SKL_SM90_TALL_DIM && kernel->dim_max <= SKL_SM90_TALL_OTHER_DIM &&
+           queries >= queries_min && query_tiles(p, SKL_SM90_TALL_ROWS) >= waves_min * s->plan->sm_count;
+}
+
+static void set_fused_tiles(const choice *s, skl_cuda_launch *launch, const skl_cuda_kernel *kernel,
+                            const side_request *request)
+{
+    launch->head_group = fused_head_group(s, request);
+    launch->tall_tiles = has_tall_tiles(s, kernel, request);
+    if (launch->tall_tiles)
+        launch->variant = SKL_VARIANT_FUSED_TALL;
+}
+
 void skl_select_add_dq(const choice *s, const side_request *request, const char *reason, bool kl)
 {
     const skl_cuda_kernel *const kernel = dq_kernel_of(s, request);
@@ -225,7 +248,7 @@ void skl_select_add_dq(const choice *s, const side_request *request, const char 
     launch->teacher_side = request->of_teacher;
     launch->kl_in_backward = kl;
     if (fused)
-        launch->head_group = fused_head_group(s, request);
+        set_fused_tiles(s, launch, kernel, request);
 }
 
 void skl_select_add_dk(const choice *s, const side_request *request, const char *reason)
@@ -248,7 +271,7 @@ static void add_fused(const choice *s, const side_request *request, bool kl)
     launch->dk_sums = skl_select_dk_sums_of(s, request);
     launch->workspace_size =
         request->dk && request->side.grad_dtype != SKL_F32 ? skl_select_dk_sums_size(&s->plan->problem) : 0;
-    launch->head_group = fused_head_group(s, request);
+    set_fused_tiles(s, launch, s->kernel, request);
 }
 
 /* `why_split`: why dq and dk do not come out of one kernel; NULL: they do. */

@@ -75,7 +75,7 @@ static skl_cuda_argument argument_of(const skl_side *side)
                                   .capped = capped,
                                   .scale = capped ? side->scale / side->softcap : side->scale * SKL_LOG2E,
                                   .softcap_2 = capped ? side->softcap * SKL_LOG2E : 0.0F,
-                                  .inverse_softcap_2 = capped ? SKL_LN2 / side->softcap : 0.0F};
+                                  .inverse_softcap_2 = capped ? 1.0F / (side->softcap * SKL_LOG2E) : 0.0F};
     argument.tanh_factor = capped ? argument.softcap_2 : no_softcap;
     argument.tanh_scale = capped ? argument.scale : argument.scale / no_softcap;
     argument.product_max = tanh_max / fabsf(argument.tanh_scale);
@@ -164,7 +164,8 @@ choice skl_select_begin(const skl_plan *plan, const skl_call *call, skl_cuda_par
         s.kernel = s.kernel->group_rows != NULL ? skl_cuda_general : skl_select_without_tma(p);
         s.reason = no_tma;
     }
-    if ((s.kernel->group_rows != NULL || has_two_terms) && (!s.some_rows || !s.some_keys)) {
+    const bool of_groups = s.kernel->group_rows != NULL || s.kernel->strip_rows != NULL;
+    if ((of_groups || has_two_terms) && (!s.some_rows || !s.some_keys)) {
         s.kernel = skl_cuda_general;
         s.reason = "no queries or no keys: general kernel";
     }

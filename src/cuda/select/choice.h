@@ -36,8 +36,14 @@ bool skl_select_is_attention_with_groups(const skl_problem *p);
  * dk, for every head size of the problem. */
 const skl_cuda_kernel *skl_select_with_dk(const skl_cuda_kernel *kernel, const skl_problem *p);
 
-/* The kernel that computes gradients of teacher groups in strips, where the best one cannot. */
+/* The kernel that computes the student's gradients with teacher groups in strips, where the best one cannot. */
 const skl_cuda_kernel *skl_select_strip_kernel_of(const skl_problem *p);
+
+/* The plan may ask for gradients of q_t or k_t. */
+bool skl_select_has_teacher_gradients(const skl_problem *p);
+
+/* The kernel that computes dot_t and gradients of the teacher of an attention with teacher groups. */
+const skl_cuda_kernel *skl_select_teacher_kernel_of(const skl_problem *p);
 
 /* The best kernel that needs no TMA. */
 const skl_cuda_kernel *skl_select_without_tma(const skl_problem *p);
@@ -153,7 +159,8 @@ void skl_select_indexer(choice *s);
 /* ---- groups.c ------------------------------------------------------------------------------------------------ */
 
 /* Rows and the student's gradients on tensor cores: by separate kernels, or by those of an indexer, since an
- * attention head is an index head of weight 1 without a ReLU. The general kernels do what is about the teacher. */
+ * attention head is an index head of weight 1 without a ReLU. What is about the teacher, too, by kernels in strips.
+ */
 void skl_select_groups(choice *s);
 
 #endif

@@ -16,20 +16,24 @@ bool skl_select_is_attention_with_groups(const skl_problem *p)
     return !skl_is_indexer(p) && skl_group_size(p) > 1;
 }
 
+static bool has_softcap(const skl_problem *p)
+{
+    return p->softcap_t != 0.0F || p->softcap_s != 0.0F;
+}
+
 static bool fits_attention(const skl_cuda_kernel *kernel, const skl_problem *p)
 {
     const int64_t length = skl_max(p->len_q, p->len_k);
     return kernel->forward != NULL && skl_max(p->dim_t, p->dim_s) <= kernel->dim_max &&
-           skl_min(p->dim_t, p->dim_s) <= kernel->small_dim_max &&
-           (kernel->softcap || (p->softcap_t == 0.0F && p->softcap_s == 0.0F)) && length < SKL_ROWS_MAX &&
-           p->heads_s < INT32_MAX / skl_ceil_div(length + 1, SKL_SM80_TILE_MIN);
+           skl_min(p->dim_t, p->dim_s) <= kernel->small_dim_max && (kernel->softcap || !has_softcap(p)) &&
+           length < SKL_ROWS_MAX && p->heads_s < INT32_MAX / skl_ceil_div(length + 1, SKL_SM80_TILE_MIN);
 }
 
 /* On Hopper the queries of all teacher heads of a group have to fit into shared memory, with two stages of keys if
- * the heads do not share them. */
-static bool fits_group_memory(const skl_problem *p)
+ * the heads do not share them. Softcaps are for 128 dimensions only. */
+static bool fits_group_memory(const skl_problem *p, bool capped)
 {
-    const bool narrow = p->dim_s <= 64, shared = p->heads_t / p->key_heads_t % skl_group_size(p) == 0;
+    const bool narrow = p->dim_s <= 64 && !capped, shared = p->heads_t / p->key_heads_t % skl_group_size(p) == 0;
     const int64_t padded_dim_t = p->dim_t <= 64 && narrow ? 64 : SKL_GROUP_DIM_MAX;
     const int64_t dims_max = shared || narrow ? SKL_GROUP_DIMS_MAX : SKL_GROUP_DIMS_MAX - SKL_GROUP_DIM_MAX;
     return skl_group_size(p) * padded_dim_t <= dims_max;
@@ -37,20 +41,25 @@ static bool fits_group_memory(const skl_problem *p)
 
 static bool fits_groups(const skl_cuda_kernel *kernel, const skl_problem *p)
 {
+    const bool capped = skl_caps_logits(p->softcap_t) || skl_caps_logits(p->softcap_s);
     const int64_t length = skl_max(p->len_q, p->len_k);
-    return kernel->group_rows != NULL && (kernel->group_fused == NULL || fits_group_memory(p)) &&
-           p->softcap_t == 0.0F && p->softcap_s == 0.0F && p->direction == SKL_KL_FORWARD &&
-           p->dim_t <= kernel->dim_max && p->dim_s <= kernel->dim_max && length < SKL_ROWS_MAX &&
+    return kernel->group_rows != NULL && (kernel->softcap || !capped) && p->direction == SKL_KL_FORWARD &&
+           p->dim_t <= kernel->dim_max && p->dim_s <= kernel->dim_max &&
+           (kernel->group_fused == NULL || fits_group_memory(p, capped)) && length < SKL_ROWS_MAX &&
            p->batch * p->heads_t < INT32_MAX / skl_ceil_div(length + 1, SKL_GROUP_TILE);
+}
+
+static bool fits_strips(const skl_problem *p)
+{
+    const int64_t heads = skl_max(p->heads_t, skl_query_heads_s(p));
+    const int64_t tiles = skl_ceil_div(skl_max(p->len_q, p->len_k) + 1, SKL_INDEX_TILE);
+    return tiles < INT32_MAX / SKL_INDEX_TILE && p->batch < INT32_MAX / tiles / heads / SKL_INDEX_BLOCKS;
 }
 
 static bool fits_dense(const skl_cuda_kernel *kernel, const skl_problem *p)
 {
-    const int64_t heads = skl_max(p->heads_t, skl_query_heads_s(p));
-    const int64_t tiles = skl_ceil_div(skl_max(p->len_q, p->len_k) + 1, SKL_INDEX_TILE);
     return kernel->dense_rows != NULL && p->softcap_t == 0.0F && p->softcap_s == 0.0F &&
-           p->dim_s <= kernel->dim_max && p->direction == SKL_KL_FORWARD && tiles < INT32_MAX / SKL_INDEX_TILE &&
-           p->batch < INT32_MAX / tiles / heads / SKL_INDEX_BLOCKS;
+           p->dim_s <= kernel->dim_max && p->direction == SKL_KL_FORWARD && fits_strips(p);
 }
 
 static bool fits_sparse(const skl_cuda_kernel *kernel, const skl_problem *p)
@@ -76,6 +85,8 @@ static bool fits_problem(const skl_cuda_kernel *kernel, const skl_problem *p)
         return fits_attention(kernel, p);
     if (skl_select_is_attention_with_groups(p) && kernel->group_rows != NULL)
         return fits_groups(kernel, p);
+    if (skl_select_is_attention_with_groups(p) && kernel->strip_rows != NULL)
+        return p->dim_t <= kernel->dim_max && p->dim_s <= kernel->dim_max && fits_strips(p);
     return p->top_k > 0 ? fits_sparse(kernel, p) : fits_dense(kernel, p);
 }
 
@@ -104,9 +115,24 @@ const skl_cuda_kernel *skl_select_strip_kernel_of(const skl_problem *p)
 {
     const skl_cuda_kernel *kernel = NULL;
     for (int32_t i = 0; (kernel = skl_cuda_kernel_at(i)) != NULL; i++)
-        if (skl_cuda_runs_on(kernel, SKL_CAPABILITY_sm90) && kernel->dense_rows != NULL && fits_problem(kernel, p))
+        if (skl_cuda_runs_on(kernel, SKL_CAPABILITY_sm90) &&
+            (kernel->dense_rows != NULL || kernel->strip_rows != NULL) && fits_problem(kernel, p))
             break;
     return kernel;
+}
+
+bool skl_select_has_teacher_gradients(const skl_problem *p)
+{
+    return (p->gradients & (SKL_DQ_T | SKL_DK_T)) != 0;
+}
+
+const skl_cuda_kernel *skl_select_teacher_kernel_of(const skl_problem *p)
+{
+    const skl_cuda_kernel *kernel = NULL;
+    for (int32_t i = 0; skl_select_has_teacher_gradients(p) && (kernel = skl_cuda_kernel_at(i)) != NULL; i++)
+        if (kernel->strip_rows != NULL && fits_problem(kernel, p))
+            return kernel;
+    return skl_cuda_general;
 }
 
 static bool fits_carrying(const skl_cuda_kernel *kernel, const skl_problem *p)
@@ -147,12 +173,12 @@ static const char *why_general(const skl_problem *p)
         return "f32 or mixed types on a GPU other than Hopper: no tensor cores; bf16 or f16 has them";
     if (!fits_copies(p->dim_t) || !fits_copies(p->dim_s))
         return "a head size is not a multiple of 8: no tensor cores";
-    if (groups && p->softcap_t != 0.0F)
-        return "softcap_t of a teacher group: no tensor cores";
-    if (groups && p->softcap_s != 0.0F)
-        return "softcap_s with teacher groups: no tensor cores";
-    if (groups && p->top_k == 0 && p->direction == SKL_KL_REVERSE)
-        return "reverse KL with teacher groups: no tensor cores";
+    if (skl_select_is_attention_with_groups(p) && skl_max(p->dim_t, p->dim_s) > SKL_GROUP_DIM_MAX)
+        return "softcap or reverse KL of teacher groups with a head size above 128: no tensor cores";
+    if (skl_is_indexer(p) && p->softcap_t != 0.0F)
+        return "softcap_t of an indexer's teacher: no tensor cores";
+    if (skl_is_indexer(p) && p->top_k == 0 && p->direction == SKL_KL_REVERSE)
+        return "reverse KL of a dense indexer: no tensor cores";
     if (!groups && skl_max(p->dim_t, p->dim_s) > 256)
         return "a head size above 256: no tensor cores";
     if (groups && p->dim_s > SKL_INDEX_DIM_MAX)

@@ -66,6 +66,20 @@ skl_sparse_layout skl_select_sparse_layout_of(const skl_plan *plan, bool gradien
     return layout;
 }
 
+/* Of the launches in strips of an attention with teacher groups; `plans`: the plan's own kernel computes in strips.
+ */
+static size_t group_strips_size(const skl_plan *plan, bool plans, skl_op op)
+{
+    const skl_problem *const p = &plan->problem;
+    const bool teacher = skl_select_teacher_kernel_of(p) != skl_cuda_general, gradients = skl_op_has_gradients(op);
+    const bool rows = op != SKL_OP_BACKWARD && (plans || teacher);
+    const size_t lse_size = gradients ? 0 : skl_select_teacher_lse_size(p);
+    size_t size = rows ? lse_size + skl_group_rows_layout(p, plan->sm_count, teacher).size : 0;
+    if (gradients && teacher)
+        size = larger(size, skl_group_gradients_layout(p, plan->sm_count, true).size);
+    return gradients && plans ? larger(size, skl_group_gradients_layout(p, plan->sm_count, false).size) : size;
+}
+
 /* Of indexers and teacher groups. Enough for the general kernel too: it does what strides keep from tensor cores. */
 static size_t group_workspace_size(const skl_plan *plan, const skl_cuda_kernel *kernel, skl_op op)
 {
@@ -74,11 +88,15 @@ static size_t group_workspace_size(const skl_plan *plan, const skl_cuda_kernel *
     size_t size = skl_select_group_lse_size(plan);
     if (kernel->group_fused != NULL && gradients && plan->deterministic)
         return group_workspace_size(plan, skl_select_strip_kernel_of(p), op);
-    const bool forward = !gradients || (kernel->group_dq != NULL && op == SKL_OP_FORWARD_BACKWARD);
-    if (skl_select_is_attention_with_groups(p) && forward && kernel != skl_cuda_general)
-        size = larger(size, skl_select_teacher_lse_size(p) + split_states_size(plan));
-    if (kernel->group_rows != NULL)
-        return larger(size, gradients && kernel->group_fused != NULL ? skl_select_dk_sums_size(p) : 0);
+    if (skl_select_is_attention_with_groups(p) && kernel != skl_cuda_general) {
+        const size_t lse_size = gradients ? 0 : skl_select_teacher_lse_size(p);
+        size = larger(size, lse_size + split_states_size(plan));
+        size = larger(size, group_strips_size(plan, kernel->strip_rows != NULL, op));
+    }
+    if (kernel->strip_rows != NULL || kernel->group_dq != NULL)
+        return size;
+    if (kernel->group_fused != NULL)
+        return larger(size, gradients ? skl_select_dk_sums_size(p) : 0);
     if (p->top_k > 0) {
         const skl_sparse_layout layout = skl_select_sparse_layout_of(plan, gradients, true);
         size = larger(size, gradients ? layout.chunk.end : 0);

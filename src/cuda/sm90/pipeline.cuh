@@ -163,7 +163,7 @@ __device__ inline uint64_t k_step_descriptor(uint32_t operand, int step, int row
 /* Issues the wgmmas of x = stationary rows times streamed rows. The first REG_DIMS dimensions of the warpgroup's rows
  * are in registers (rows_frag). The others are in shared memory (rows_smem), which leaves out the slabs that are
  * completely in registers. */
-template <typename ELEMENT, int DIM, int REG_DIMS>
+template <typename ELEMENT, int DIM, int REG_DIMS, int ROWS = block_tile::ROWS>
 __device__ inline void issue_logits(stage_logits &x, const uint32_t (*rows_frag)[4], uint32_t rows_smem,
                                     uint32_t stage_smem)
 {
@@ -172,7 +172,7 @@ __device__ inline void issue_logits(stage_logits &x, const uint32_t (*rows_frag)
         wgmma<false>(x, rows_frag[step], k_step_descriptor(stage_smem, step, STAGE_ROWS), step > 0, ELEMENT());
 #pragma unroll
     for (int step = REG_DIMS / 16; step < DIM / 16; step++)
-        wgmma<false>(x, k_step_descriptor(rows_smem, step - REG_DIMS / 64 * 4, block_tile::ROWS),
+        wgmma<false>(x, k_step_descriptor(rows_smem, step - REG_DIMS / 64 * 4, ROWS),
                      k_step_descriptor(stage_smem, step, STAGE_ROWS), step > 0, ELEMENT());
 }
 

@@ -48,7 +48,17 @@ __device__ inline index_row merge_rows(const index_row &a, const index_row &b)
     return {state, p_log_p_at(a, state.m_a) + p_log_p_at(b, state.m_a)};
 }
 
+/* The side that gradients are taken with respect to. */
+struct strip_side {
+    int heads, heads_per_key, key_heads; /* heads: that a slot has */
+    int dim;
+    float scale;
+    skl_output dk;
+    skl_dtype dk_dtype;
+};
+
 struct index_params : skl_cuda_params {
+    strip_side wrt;
     int32_t num_splits; /* splits of the keys of a slot, or of the queries for dk */
     int64_t dim_first;  /* first dimension of the slice of dk that a launch computes */
     bool with_teacher;  /* false: only the LSEs of the indexer are wanted */
@@ -158,19 +168,20 @@ struct head_list {
     int first, count;
     int heads_per_key;
     int slabs; /* of a head */
+    bool of_b; /* heads of the indexer */
 };
 
 __device__ inline head_list teacher_heads(const index_params &params, int head)
 {
     const int group = params.with_teacher ? (int)skl_group_size(&params.problem) : 0;
-    return {head * group, group, params.a.heads_per_key, (params.a.dim + SLAB - 1) / SLAB};
+    return {head * group, group, params.a.heads_per_key, (params.a.dim + SLAB - 1) / SLAB, false};
 }
 
 /* All index heads of a student head share its keys. */
 __device__ inline head_list index_heads(const index_params &params, int head)
 {
     const int heads = (int)params.problem.index_heads;
-    return {head * heads, heads, params.b.heads_per_key * heads, (params.b.dim + SLAB - 1) / SLAB};
+    return {head * heads, heads, params.b.heads_per_key * heads, (params.b.dim + SLAB - 1) / SLAB, true};
 }
 
 /* ---- G ------------------------------------------------------------------------------------------------------ */

@@ -117,6 +117,7 @@ struct key_work {
     skl_sequence sequence;
     int64_t item; /* index of the sequence in the batch */
     int key_head, tile;
+    range32 heads;            /* student heads with a head that has these keys */
     int tile_begin, tile_end; /* query tiles that attend to the keys */
     int split;
     int stages;
@@ -137,15 +138,14 @@ __device__ inline range32 slots_of_head(const index_params &params, const key_wo
 template <typename VISIT>
 __device__ inline void for_slots(const index_params &params, const key_work &work, VISIT visit)
 {
-    const int first = work.key_head * params.b.heads_per_key, end = first + params.b.heads_per_key;
     int count = 0;
-    for (int head = first; head < end; head++) {
+    for (int head = work.heads.begin; head < work.heads.end; head++) {
         const range32 slots = slots_of_head(params, work, head);
         count += slots.end - slots.begin;
     }
     int skip = (int)((int64_t)count * work.split / params.num_splits);
     int left = (int)((int64_t)count * (work.split + 1) / params.num_splits) - skip;
-    for (int head = first; head < end && left > 0; head++) {
+    for (int head = work.heads.begin; head < work.heads.end && left > 0; head++) {
         const range32 slots = slots_of_head(params, work, head);
         for (int slot = slots.begin + skip; slot < slots.end && left > 0; slot++, left--)
             visit(slot);
@@ -157,12 +157,15 @@ __device__ inline void for_slots(const index_params &params, const key_work &wor
 template <int ROWS> __device__ inline key_work key_work_of_block(const index_params &params, unsigned block)
 {
     const skl_problem &p = params.problem;
+    const strip_side &wrt = params.wrt;
     const int64_t tiles = skl_ceil_div(p.len_k, SIDE);
     const int64_t index = block / params.num_splits;
     key_work work = {};
-    work.item = index / tiles / p.key_heads_s;
+    work.item = index / tiles / wrt.key_heads;
     work.sequence = device_sequence(params, work.item);
-    work.key_head = (int)(index / tiles % p.key_heads_s);
+    work.key_head = (int)(index / tiles % wrt.key_heads);
+    const int first_head = work.key_head * wrt.heads_per_key, last_head = first_head + wrt.heads_per_key - 1;
+    work.heads = {first_head / wrt.heads, last_head / wrt.heads + 1};
     work.tile = (int)(index % tiles); /* causal: longest first */
     work.split = (int)(block % params.num_splits);
     if (work.tile * SIDE >= work.sequence.key_count)
@@ -194,10 +197,9 @@ __device__ inline uint4 transpose(const uint4 &block)
 template <int WIDTH, typename SUM>
 __device__ inline void add_key_row(const index_params &params, const key_work &work, int row, int first, SUM sum)
 {
-    const skl_problem &p = params.problem;
-    const int key = work.tile * SIDE + row, dim = (int)p.dim_s;
+    const int key = work.tile * SIDE + row, dim = params.wrt.dim;
     const int64_t split =
-        ((int64_t)work.split * params.sum_batches + work.sequence.batch) * p.key_heads_s + work.key_head;
+        ((int64_t)work.split * params.sum_batches + work.sequence.batch) * params.wrt.key_heads + work.key_head;
     float *const to = params.key_sums + (split * params.sum_rows + work.sequence.key_begin + key) * dim;
 #pragma unroll
     for (int n = 0; n < WIDTH / 8; n++)

@@ -19,6 +19,10 @@ inline index_params params_for(const skl_cuda_params *params, const skl_index_la
         kernel_params.problem.index_heads = 1;
         kernel_params.problem.index_linear = 1;
     }
+    const skl_side student = skl_student_of(&kernel_params.problem, &params->call);
+    kernel_params.wrt = {
+        1,           params->b.heads_per_key, (int)student.key_heads, (int)student.dim, student.scale,
+        *student.dk, student.grad_dtype};
     kernel_params.with_teacher = !skl_only_lse_s(&params->call);
     kernel_params.lse_given = params->call.inputs.lse_t.data != NULL;
     kernel_params.least = kernel_params.problem.index_linear ? -INFINITY : 0.0F;
@@ -55,11 +59,11 @@ inline cudaError_t launch_rows(const index_params &kernel_params)
 }
 
 /* Calls launch(params) for one strip after another. */
-template <typename LAUNCH>
-cudaError_t launch_strips(index_params *kernel_params, const skl_cuda_launch *chosen, LAUNCH launch)
+template <typename PARAMS, typename LAUNCH>
+cudaError_t launch_strips(PARAMS *kernel_params, const skl_cuda_launch *chosen, LAUNCH launch)
 {
     const skl_index_layout &layout = chosen->strips;
-    const bool keys = kernel_params->call.gradients.dk_s.data != NULL;
+    const bool keys = kernel_params->wrt.dk.data != NULL;
     cudaError_t error = cudaSuccess;
     if (keys)
         error = cudaMemsetAsync(kernel_params->key_sums, 0, (size_t)layout.sum_count * sizeof(float),

@@ -60,22 +60,21 @@ static __global__ void __launch_bounds__(SIDE) finish_rows(const __grid_constant
 
 constexpr int STORE_THREADS = 256;
 
-/* dk = scale_s * sum over the splits, in a fixed order. */
+/* dk = scale * sum over the splits, in a fixed order. */
 static __global__ void __launch_bounds__(STORE_THREADS) store_key_sums(const __grid_constant__ index_params params)
 {
-    const skl_problem &p = params.problem;
-    const skl_output &dk = params.call.gradients.dk_s;
-    const int64_t count = params.sum_batches * p.key_heads_s * params.sum_rows * p.dim_s;
-    const skl_dtype dtype = skl_grad_dtype(&p, p.dtype_s);
+    const strip_side &wrt = params.wrt;
+    const int64_t count = params.sum_batches * wrt.key_heads * params.sum_rows * wrt.dim;
     for (int64_t index = (int64_t)blockIdx.x * STORE_THREADS + threadIdx.x; index < count;
          index += (int64_t)gridDim.x * STORE_THREADS) {
         float sum = 0.0F;
         for (int64_t split = 0; split < params.num_splits; split++)
             sum += params.key_sums[split * count + index];
-        const int64_t row = index / p.dim_s, head = row / params.sum_rows;
-        skl_store(dk.data, dtype,
-                  SKL_ROW(dk, head / p.key_heads_s, head % p.key_heads_s, row % params.sum_rows) + index % p.dim_s,
-                  sum * p.scale_s);
+        const int64_t row = index / wrt.dim, head = row / params.sum_rows;
+        skl_store(wrt.dk.data, wrt.dk_dtype,
+                  SKL_ROW(wrt.dk, head / wrt.key_heads, head % wrt.key_heads, row % params.sum_rows) +
+                      index % wrt.dim,
+                  sum * wrt.scale);
     }
 }
 

@@ -47,10 +47,10 @@ static __device__ float pair_gradient(bool wrt_b, float log_p, float log_p_a, fl
     return wrt_b ? fmaf(p, -offset, -ex2(log_p_a)) : p * fmaf(SKL_LN2, log_ratio, -offset);
 }
 
-/* 1 - (logit / cap)^2 */
+/* 1 - (logit / cap)^2; exactly 0 where the logit is the cap in base 2, as scale_products rounds it. */
 static __device__ float softcap_slope(float softcap, float logit2)
 {
-    const float ratio = logit2 * SKL_LN2 / softcap;
+    const float ratio = logit2 / (softcap * SKL_LOG2E);
     return fmaf(-ratio, ratio, 1.0F);
 }
 

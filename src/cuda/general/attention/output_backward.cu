@@ -115,7 +115,7 @@ static __device__ void output_gradients(fragment<COLUMNS> &y, const fragment<COL
             if (KIND != DV) {
                 g = s * (dp.at[KEYS ? key : query][KEYS ? query : key] - dot) * p.scale_s;
                 if (skl_caps_logits(p.softcap_s)) {
-                    const float ratio = y_ij * SKL_LN2 / p.softcap_s;
+                    const float ratio = y_ij / (p.softcap_s * SKL_LOG2E);
                     g *= fmaf(-ratio, ratio, 1.0F);
                 }
             }

@@ -12,7 +12,8 @@ template <typename ELEMENT, int DIM> constexpr int GRADIENT_M = DIM <= 64 && !gr
 
 } // namespace sm80
 
-#define ATTENTION_UNFUSED(arch, dtype, dim)                                                                          \
+/* A softcap is a branch of these kernels: every instance has it. */
+#define ATTENTION_UNFUSED(arch, dtype, dim, cap)                                                                     \
     SKL_LAUNCHER(arch, dtype, dim, forward,                                                                          \
                  sm80::forward_launch<SKL_ELEMENT(dtype), dim, sm80::FORWARD_M<dim>>::run)                           \
     SKL_LAUNCHER(arch, dtype, dim, dq,                                                                               \

@@ -9,8 +9,8 @@
 namespace sm80
 {
 
-template <typename KERNEL>
-cudaError_t launch_index(KERNEL kernel, int64_t blocks, size_t memory, const index_params &params)
+template <typename KERNEL, typename PARAMS>
+cudaError_t launch_index(KERNEL kernel, int64_t blocks, size_t memory, const PARAMS &params)
 {
     if (blocks == 0)
         return cudaSuccess; /* there are no keys */

@@ -22,6 +22,7 @@
 #define SKL_CUDA_SM80_INDEXER_DENSE_SCORES_CUH
 
 #include "cuda/common/indexer/logit_tile.cuh"
+#include "cuda/sm80/mma_tile.cuh"
 
 namespace sm80
 {
@@ -37,8 +38,9 @@ struct slab_stage {
 
 struct score_smem {
     slab_stage stages[STAGES];
-    query_slot slot; /* this and the rest are in shared memory to save registers */
-    head_list teacher, index;
+    query_slot slot;       /* this and the rest are in shared memory to save registers */
+    head_list streamed[3]; /* one after another: the teacher, the student, ... */
+    int streamed_count;
     unsigned slot_index;
     int split, tile_begin, tile_end; /* of the keys, in tiles of TILE_KEYS */
 };
@@ -46,19 +48,21 @@ static_assert(2 * (sizeof(score_smem) + 1024) <= 100 * 1024, "two blocks share a
 
 /* ---- Slabs -------------------------------------------------------------------------------------------------- */
 
-/* The order of the slabs: [tile][head][slab]. */
+/* The order of the slabs: [tile][list][head][slab]. */
 struct slab_iterator {
-    int tile, head, slab; /* heads of the teacher, then those of the indexer */
+    int tile, list, head, slab;
 
     __device__ void next(const score_smem &smem)
     {
-        const head_list &heads = head < smem.teacher.count ? smem.teacher : smem.index;
-        if (++slab < heads.slabs)
+        if (++slab < smem.streamed[list].slabs)
             return;
         slab = 0;
-        if (++head < smem.teacher.count + smem.index.count)
+        if (++head < smem.streamed[list].count)
             return;
         head = 0;
+        if (++list < smem.streamed_count)
+            return;
+        list = 0;
         tile++;
     }
 };
@@ -80,12 +84,11 @@ template <typename ELEMENT> struct slab_stream {
     __device__ void copy_next(slab_stage &to)
     {
         if (next_copy.tile < smem.tile_end) {
-            const bool of_teacher = next_copy.head < smem.teacher.count;
-            const head_list &heads = of_teacher ? smem.teacher : smem.index;
-            const skl_cuda_argument &side = of_teacher ? params.a : params.b;
+            const head_list &heads = smem.streamed[next_copy.list];
+            const skl_cuda_argument &side = heads.of_b ? params.b : params.a;
             const query_slot &slot = smem.slot;
             const skl_sequence &s = slot.sequence;
-            const int n = of_teacher ? next_copy.head : next_copy.head - smem.teacher.count, head = heads.first + n;
+            const int n = next_copy.head, head = heads.first + n;
             const int dim = next_copy.slab * SLAB;
             const row_source<ELEMENT> queries = {(const ELEMENT *)side.q.data +
                                                      SKL_ROW(side.q, s.batch, head, s.query_begin + slot.first) + dim,
@@ -138,8 +141,6 @@ template <typename ELEMENT> struct slab_stream {
     template <typename VALUES, typename COMBINE>
     __device__ void add_heads(tile_logits &sum, const head_list &heads, VALUES values, COMBINE combine)
     {
-        if (heads.count == 0)
-            return;
         typename VALUES::raw next = values.load();
 #pragma unroll 1
         for (int head = 0; head < heads.count; head++) {
@@ -206,8 +207,10 @@ __device__ inline void init_split(score_smem &smem, const index_params &params)
     smem.slot_index = work.slot;
     smem.split = work.split;
     smem.slot = slot_at(params, smem.slot_index, (unsigned)params.problem.heads_s);
-    smem.teacher = teacher_heads(params, smem.slot.head);
-    smem.index = index_heads(params, smem.slot.head);
+    smem.streamed_count = 0;
+    if (params.with_teacher)
+        smem.streamed[smem.streamed_count++] = teacher_heads(params, smem.slot.head);
+    smem.streamed[smem.streamed_count++] = index_heads(params, smem.slot.head);
     const int tiles = smem.slot.tile_end - smem.slot.tile_begin;
     const int share = (tiles + params.num_splits - 1) / params.num_splits;
     const int begin = smem.slot.tile_begin + min(smem.split * share, tiles);
@@ -226,18 +229,19 @@ __global__ void __launch_bounds__(THREADS, 2) index_score_kernel(const __grid_co
     const query_slot &slot = smem.slot;
     rows_of_split(params, smem.slot_index, smem.split)[threadIdx.x] = empty_row();
     __syncwarp(); /* only this warp adds to its rows */
-    slab_stream<ELEMENT> slabs = {params, smem, {smem.tile_begin, 0, 0}, 0};
+    slab_stream<ELEMENT> slabs = {params, smem, {smem.tile_begin, 0, 0, 0}, 0};
     slabs.prefetch();
     const float scale_t = params.a.scale, least = params.least;
 #pragma unroll 1
     for (int tile = smem.tile_begin; tile < smem.tile_end; tile++) {
         const int64_t query = query_of(slot, (int)threadIdx.x);
         tile_logits p = {}, y = {};
-        slabs.add_heads(p, smem.teacher, lse_of(params, slot, smem.teacher.first, query),
-                        [=](float sum, float x, const split_lse &value) {
-                            return fmaf(ex2(fmaf(x, scale_t, -value.high)), value.factor, sum);
-                        });
-        slabs.add_heads(y, smem.index, weight_of(params, slot, query),
+        if (params.with_teacher)
+            slabs.add_heads(p, smem.streamed[0], lse_of(params, slot, smem.streamed[0].first, query),
+                            [=](float sum, float x, const split_lse &value) {
+                                return fmaf(ex2(fmaf(x, scale_t, -value.high)), value.factor, sum);
+                            });
+        slabs.add_heads(y, smem.streamed[smem.streamed_count - 1], weight_of(params, slot, query),
                         [=](float sum, float x, float value) { return fmaf(value, at_least(x, least), sum); });
 #pragma unroll
         for (int m = 0; m < M_TILES; m++)
@@ -253,14 +257,14 @@ __global__ void __launch_bounds__(THREADS, 2) index_lse_kernel(const __grid_cons
     score_smem &smem = *(score_smem *)(void *)raw;
     if (threadIdx.x == 0) {
         smem.slot = slot_at(params, blockIdx.x, (unsigned)params.problem.heads_t);
-        smem.teacher = {smem.slot.head, 1, params.a.heads_per_key, (params.a.dim + SLAB - 1) / SLAB};
-        smem.index = {};
+        smem.streamed[0] = {smem.slot.head, 1, params.a.heads_per_key, (params.a.dim + SLAB - 1) / SLAB, false};
+        smem.streamed_count = 1;
         smem.tile_begin = smem.slot.tile_begin * TILES_PER_G_TILE;
         smem.tile_end = smem.slot.tile_end * TILES_PER_G_TILE;
     }
     __syncthreads();
     const query_slot &slot = smem.slot;
-    slab_stream<ELEMENT> slabs = {params, smem, {smem.tile_begin, 0, 0}, 0};
+    slab_stream<ELEMENT> slabs = {params, smem, {smem.tile_begin, 0, 0, 0}, 0};
     slabs.prefetch();
     lse_row rows[M_TILES][2];
 #pragma unroll
@@ -269,7 +273,7 @@ __global__ void __launch_bounds__(THREADS, 2) index_lse_kernel(const __grid_cons
 #pragma unroll 1
     for (int tile = smem.tile_begin; tile < smem.tile_end; tile++) {
         tile_logits x;
-        slabs.multiply(x, smem.teacher.slabs);
+        slabs.multiply(x, smem.streamed[0].slabs);
 #pragma unroll
         for (int m = 0; m < M_TILES; m++) {
             const range32 sees[2] = {visible_range(params, slot, acc_row<M_TILES>(m, 0), tile * TILE_KEYS),

@@ -30,6 +30,7 @@ struct alignas(16) stage_pair {
 struct stage_info {
     int row, head; /* its first query, in the tensor */
     int flags;
+    int unknown[STATS_WARPS]; /* whether a query or the gradient of its output may not be finite, by 32 queries */
 };
 enum { STAGE_NEW_K_A = 1, STAGE_LAST_OF_K_A = 2, STAGE_K_A_PHASE = 4 }; /* the phase that has the new K */
 
@@ -146,7 +147,10 @@ __device__ inline void produce_stats(const attention_backward_params &params,
                     flags |= STAGE_NEW_K_A | (k_a_loads++ % 2 != 0 ? STAGE_K_A_PHASE : 0);
                 if (s == queries.stages - 1 && h + 1 < heads && (head + 1) / heads_per_k_a != head / heads_per_k_a)
                     flags |= STAGE_LAST_OF_K_A;
-                smem.info[n % smem.INFOS] = {queries.row + first, head, flags};
+                stage_info &info = smem.info[n % smem.INFOS];
+                info.row = queries.row + first;
+                info.head = head;
+                info.flags = flags;
             }
             attention_row stats = {};
             if (first + row < needed)
@@ -156,9 +160,14 @@ __device__ inline void produce_stats(const attention_backward_params &params,
             to.shift[row % 2] = stats.shift;
             to.lse_a[row % 2] = stats.lse_a - unit;
             to.weight[row % 2] = stats.weight;
-            __syncwarp();
-            if (threadIdx.x % 32 == 0)
-                barrier_arrive(smem.stats_full[stage]);
+            /* Numbers that are not finite make the LSE or <do, o> not finite; rows that are not needed have neither.
+             */
+            const bool finite =
+                first + row < needed && fabsf(stats.lse_b) < INFINITY && fabsf(stats.shift) < INFINITY;
+            const bool unknown = __any_sync(~0U, !finite);
+            if (row % 32 == 0)
+                smem.info[n % smem.INFOS].unknown[row / 32] = unknown;
+            barrier_arrive(smem.stats_full[stage]); /* every lane, because every lane has written */
         }
 }
 

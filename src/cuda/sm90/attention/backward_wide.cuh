@@ -110,6 +110,7 @@ template <bool WRT_B> struct two_term_query_stats {
 
 template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wide_warpgroup {
     static constexpr bool TWO_TERM = operand<ELEMENT>::TWO_TERM;
+    static constexpr bool ONE_LOOP = HAS_ONE_LOOP<ELEMENT, CAPPED>;
     const backward_params &params;
     wide_smem<ELEMENT, DIM, DK> &smem;
     int warpgroup; /* warp-uniform */
@@ -333,10 +334,12 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
             }
             barrier_wait(smem.other.rows_full, smem.row_changes(h, other) % 2);
             barrier_wait(smem.wrt.rows_full, 0);
-            for (int s = 0; s < stream.masked_stages; s++, n++)
+            int s = 0;
+            for (; s < (ONE_LOOP ? stream.stages : stream.masked_stages); s++, n++)
                 add_stage<true>(n, s);
-            for (int s = stream.masked_stages; s < stream.stages; s++, n++)
-                add_stage<false>(n, s);
+            if constexpr (!ONE_LOOP)
+                for (; s < stream.stages; s++, n++)
+                    add_stage<false>(n, s);
         }
         fence_operand(gradient);
     }
@@ -423,7 +426,7 @@ __global__ void __launch_bounds__(WIDE_THREADS, 1)
             if constexpr (operand<ELEMENT>::TWO_TERM)
                 produce_factors<DIM, DK, WRT_B>(params, smem);
             else
-                produce_row_stats<ELEMENT, DIM, DK, WRT_B>(params, smem);
+                produce_row_stats<ELEMENT, DIM, DK, WRT_B, CAPPED>(params, smem);
         } else if (warp == 1) {
             load_argument<DK>(smem, wrt_argument<WRT_B>(params), maps.wrt_rows, maps.wrt_stream, smem.wrt_rows,
                               smem.wrt_stages, smem.wrt);
@@ -458,12 +461,12 @@ cudaError_t launch_wide_tiles(const backward_params &params, const wide_maps &ma
 }
 
 /* dq or dk; dq with respect to B also gives the KL. */
-template <typename ELEMENT, int DIM, bool DK>
+template <typename ELEMENT, int DIM, bool DK, bool SOFTCAP>
 cudaError_t launch_wide(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     const backward_params kernel_params = backward_params_of(params, launch);
     const skl_problem *const p = &kernel_params.problem;
-    const bool wrt_b = is_grad_of_b(kernel_params), capped = kernel_params.a.capped || kernel_params.b.capped;
+    const bool wrt_b = is_grad_of_b(kernel_params);
     const skl_cuda_argument *const wrt = wrt_b ? &kernel_params.b : &kernel_params.a;
     const skl_cuda_argument *const other = wrt_b ? &kernel_params.a : &kernel_params.b;
     typedef typename operand<ELEMENT>::type element;
@@ -474,15 +477,14 @@ cudaError_t launch_wide(const char *kernel, const skl_cuda_params *params, const
         !encode_keys(DK ? &maps.wrt_rows : &maps.wrt_stream, p, wrt, KEY_ROWS, element()) ||
         !encode_keys(DK ? &maps.other_rows : &maps.other_stream, p, other, KEY_ROWS, element()))
         return encode_error();
-    if (DK)
-        record_launch(kernel, capped ? SKL_VARIANT_DK_SOFTCAP : SKL_VARIANT_DK, 1);
-    else
-        record_launch(kernel, capped ? SKL_VARIANT_DQ_SOFTCAP : SKL_VARIANT_DQ, 1);
-    if (capped)
-        return wrt_b ? launch_wide_tiles<ELEMENT, DIM, DK, true, true>(kernel_params, maps)
-                     : launch_wide_tiles<ELEMENT, DIM, DK, false, true>(kernel_params, maps);
-    return wrt_b ? launch_wide_tiles<ELEMENT, DIM, DK, true, false>(kernel_params, maps)
-                 : launch_wide_tiles<ELEMENT, DIM, DK, false, false>(kernel_params, maps);
+    return with_softcap<SOFTCAP>(kernel_params, [&](auto capped) {
+        if (DK)
+            record_launch(kernel, capped() ? SKL_VARIANT_DK_SOFTCAP : SKL_VARIANT_DK, 1);
+        else
+            record_launch(kernel, capped() ? SKL_VARIANT_DQ_SOFTCAP : SKL_VARIANT_DQ, 1);
+        return wrt_b ? launch_wide_tiles<ELEMENT, DIM, DK, true, capped()>(kernel_params, maps)
+                     : launch_wide_tiles<ELEMENT, DIM, DK, false, capped()>(kernel_params, maps);
+    });
 }
 
 } // namespace sm90

@@ -204,12 +204,15 @@ template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED> struct dk_warpgrou
             barrier_wait(smem.keys_full, 0);
         for (int h = 0, n = 0; h < heads; h++) {
             load_a_frag<DIM>(other_k, keys(other_argument<WRT_B>(params), head + h), smem.count);
-            for (int s = 0; s < queries.masked_stages; s++, n++)
+            int s = 0; /* CAPPED: full stages run as masked ones, which halves the code to compile */
+            for (; s < (CAPPED ? queries.stages : queries.masked_stages); s++, n++)
                 add_stage<true>(n, s);
             wgmma_wait<0>(); /* lets ptxas keep G in the same registers in both loops */
-            for (int s = queries.masked_stages; s < queries.stages; s++, n++)
-                add_stage<false>(n, s);
-            wgmma_wait<0>();
+            if constexpr (!CAPPED) {
+                for (; s < queries.stages; s++, n++)
+                    add_stage<false>(n, s);
+                wgmma_wait<0>();
+            }
         }
         fence_operand(dk);
     }
@@ -293,12 +296,12 @@ cudaError_t launch_dk_tiles(const backward_params &params, const dk_maps &maps)
     return cudaPeekAtLastError();
 }
 
-template <typename ELEMENT, int DIM>
+template <typename ELEMENT, int DIM, bool SOFTCAP>
 cudaError_t launch_dk(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     const backward_params kernel_params = backward_params_of(params, launch);
     const skl_problem *const p = &kernel_params.problem;
-    const bool wrt_b = is_grad_of_b(kernel_params), capped = kernel_params.a.capped || kernel_params.b.capped;
+    const bool wrt_b = is_grad_of_b(kernel_params);
     const skl_cuda_argument *const wrt = wrt_b ? &kernel_params.b : &kernel_params.a;
     const skl_cuda_argument *const other = wrt_b ? &kernel_params.a : &kernel_params.b;
     dk_maps maps;
@@ -306,12 +309,11 @@ cudaError_t launch_dk(const char *kernel, const skl_cuda_params *params, const s
         !encode_queries(&maps.other_queries, p, other, STAGE_ROWS, ELEMENT()) ||
         !encode_keys(&maps.wrt_keys, p, wrt, CONSUMERS * 64, ELEMENT()))
         return encode_error();
-    record_launch(kernel, capped ? SKL_VARIANT_DK_SOFTCAP : SKL_VARIANT_DK, 1);
-    if (capped)
-        return wrt_b ? launch_dk_tiles<ELEMENT, DIM, true, true>(kernel_params, maps)
-                     : launch_dk_tiles<ELEMENT, DIM, false, true>(kernel_params, maps);
-    return wrt_b ? launch_dk_tiles<ELEMENT, DIM, true, false>(kernel_params, maps)
-                 : launch_dk_tiles<ELEMENT, DIM, false, false>(kernel_params, maps);
+    return with_softcap<SOFTCAP>(kernel_params, [&](auto capped) {
+        record_launch(kernel, capped() ? SKL_VARIANT_DK_SOFTCAP : SKL_VARIANT_DK, 1);
+        return wrt_b ? launch_dk_tiles<ELEMENT, DIM, true, capped()>(kernel_params, maps)
+                     : launch_dk_tiles<ELEMENT, DIM, false, capped()>(kernel_params, maps);
+    });
 }
 
 } // namespace sm90

@@ -86,13 +86,13 @@ cudaError_t launch_forward_of(const char *kernel, const forward_params &params, 
         return launch_query_tiles<FORWARD>(wide_forward_kernel<ELEMENT, DIM_A, DIM_B, CAPPED>, params, maps);
 }
 
-template <typename ELEMENT, int DIM>
+template <typename ELEMENT, int DIM, bool SOFTCAP>
 cudaError_t launch_forward(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     const forward_params kernel_params = forward_params_of(params, launch);
-    return kernel_params.a.capped || kernel_params.b.capped
-               ? launch_forward_of<ELEMENT, DIM, DIM, true>(kernel, kernel_params, launch)
-               : launch_forward_of<ELEMENT, DIM, DIM, false>(kernel, kernel_params, launch);
+    return with_softcap<SOFTCAP>(kernel_params, [&](auto capped) {
+        return launch_forward_of<ELEMENT, DIM, DIM, capped()>(kernel, kernel_params, launch);
+    });
 }
 
 /* Head sizes that differ: one argument has at most SMALL dimensions, the other one at most LARGE. */

@@ -24,6 +24,10 @@
  * At DIM = OTHER_DIM = 128 that leaves room for 96 dimensions of the other argument's Q; the last 32 come from shared
  * memory.
  *
+ * Tall tiles: 192 queries and 3 dq warpgroups, at DIM = 64 and OTHER_DIM = 64 or 128. Exponentials and the chain from
+ * logits to logits take most of the time there, and a third warpgroup overlaps them with the others'. That leaves 144
+ * registers per dq thread and 72 per dk thread: all of the other argument's Q comes from shared memory.
+ *
  * WIDE_OTHER: an other argument of more than 128 dimensions needs more of both. dk is then multiplied and staged 64
  * dimensions at a time, which leaves 216 registers per dq thread and takes half of the shared memory. The two
  * arguments of a stage arrive separately: the dq warpgroups release the other argument's keys as soon as they have
@@ -43,56 +47,61 @@
 namespace sm90
 {
 
-constexpr int DK_WARPGROUP = CONSUMERS; /* after the dq warpgroups */
-constexpr int FUSED_BACKWARD_THREADS = 128 * (CONSUMERS + 1);
 constexpr int TILE_QUERIES = block_tile::ROWS;
 
-template <int DIM, int OTHER_DIM> struct fused_backward_shape {
+/* GROUPS: dq warpgroups. */
+template <int D_WRT, int D_OTHER, int GROUPS = 2> struct fused_backward_shape {
+    static constexpr int DIM = D_WRT, OTHER_DIM = D_OTHER;
     static constexpr bool WIDE_OTHER = OTHER_DIM > 128;
     static constexpr int DK_DIMS = WIDE_OTHER ? 64 : DIM; /* dimensions of dk at a time */
+    static constexpr int DQ_GROUPS = GROUPS;
+    static constexpr int DK_WARPGROUP = DQ_GROUPS; /* after the dq warpgroups */
+    static constexpr int THREADS = 128 * (DQ_GROUPS + 1);
+    typedef query_tile<DQ_GROUPS> tile_type;
+    static constexpr int ROWS = tile_type::ROWS; /* queries */
 
     /* Registers of a thread. Ordinary values, logits, G and dq come first; ptxas does not succeed without spare ones.
      */
-    static constexpr int DK_REGS = WIDE_OTHER ? 72 : 104, DQ_REGS = (504 - DK_REGS) / CONSUMERS;
+    static constexpr int DK_REGS = WIDE_OTHER || DQ_GROUPS == 3 ? 72 : 104;
+    static constexpr int DQ_REGS = (65536 / THREADS / 8 * 8 * (DQ_GROUPS + 1) - DK_REGS) / DQ_GROUPS / 8 * 8;
     static constexpr int Q_REGS = DQ_REGS - 24 - 64 - 16 - DIM / 2 - 8;
 
     /* Dimensions of the other argument's queries in registers, and slabs of the rest in shared memory. */
     static constexpr int REG_DIMS = Q_REGS * 4 < OTHER_DIM ? Q_REGS / 8 * 32 : OTHER_DIM;
     static constexpr int OTHER_SLABS = REG_DIMS < OTHER_DIM ? SLABS_OF<OTHER_DIM> - REG_DIMS / 64 : 0;
 
-    static constexpr int FIXED = (SLABS_OF<DIM> + OTHER_SLABS + 2) * TILE_QUERIES * 128 +
-                                 DK_DIMS / 32 * STAGE_KEYS * 128 + TILE_QUERIES * (int)sizeof(row_stats) + 1024;
+    static constexpr int FIXED = (SLABS_OF<DIM> + OTHER_SLABS + 2) * ROWS * 128 + DK_DIMS / 32 * STAGE_KEYS * 128 +
+                                 ROWS * (int)sizeof(row_stats) + 1024;
     static constexpr int STAGE_SIZE = (int)(sizeof(row_stage<DIM>) + sizeof(row_stage<OTHER_DIM>));
     static constexpr int DEPTH = depth_for(STAGE_SIZE, FIXED, 6); /* pipeline stages */
 
     /* Sums of the KL in double, where they do not take the place of a stage. */
-    typedef long_sums<CONSUMERS * 128> long_totals;
+    typedef std::conditional_t<DQ_GROUPS == 3, quad_long_sums<384>, long_sums<256>> long_totals;
     static constexpr bool HAS_LONG_SUMS =
         !WIDE_OTHER && depth_for(STAGE_SIZE, FIXED + (int)sizeof(long_totals), 6) == DEPTH;
     typedef std::conditional_t<HAS_LONG_SUMS, long_totals, long_sums<1>> totals_type;
 };
 
-template <int DIM, int OTHER_DIM> struct fused_backward_smem : fused_backward_shape<DIM, OTHER_DIM> {
-    using shape = fused_backward_shape<DIM, OTHER_DIM>;
-    using shape::DEPTH;
-    smem_rows<SLABS_OF<DIM>> wrt_queries;
+template <typename SHAPE> struct fused_backward_smem : SHAPE {
+    using SHAPE::DEPTH;
+    smem_rows<SLABS_OF<SHAPE::DIM>, SHAPE::ROWS> wrt_queries;
     struct {
-        row_stage<DIM> wrt;
-        row_stage<OTHER_DIM> other;
+        row_stage<SHAPE::DIM> wrt;
+        row_stage<SHAPE::OTHER_DIM> other;
     } stages[DEPTH];
-    unsigned char g[2][TILE_QUERIES][128];                  /* [query][key] */
-    unsigned char dk[shape::DK_DIMS / 32][STAGE_KEYS][128]; /* of a stage, f32: slabs of 32 dimensions */
-    smem_rows<shape::OTHER_SLABS> other_queries;
+    unsigned char g[2][SHAPE::ROWS][128];                   /* [query][key] */
+    unsigned char dk[SHAPE::DK_DIMS / 32][STAGE_KEYS][128]; /* of a stage, f32: slabs of 32 dimensions */
+    smem_rows<SHAPE::OTHER_SLABS, SHAPE::ROWS> other_queries;
     uint64_t queries_full, full[DEPTH], sanitized[DEPTH], g_full[2], g_empty[2];
-    block_tile tile; /* in shared memory to save registers */
-    int count;       /* queries of the tile that exist */
+    typename SHAPE::tile_type tile; /* in shared memory to save registers */
+    int count;                      /* queries of the tile that exist */
     stage_schedule keys;
-    row_ranges<TILE_QUERIES> visible;
+    row_ranges<SHAPE::ROWS> visible;
     float unit;                                         /* of G */
     float poison[DEPTH][STAGE_KEYS];                    /* NaN for non-finite keys of the wrt argument, else 0 */
-    row_stats stats[TILE_QUERIES];                      /* LSEs in base 2, upstream gradients divided by the unit */
-    uint64_t other_full[shape::WIDE_OTHER ? DEPTH : 1]; /* WIDE_OTHER: `full` is of the wrt argument alone */
-    typename shape::totals_type totals;                 /* of the KL */
+    row_stats stats[SHAPE::ROWS];                       /* LSEs in base 2, upstream gradients divided by the unit */
+    uint64_t other_full[SHAPE::WIDE_OTHER ? DEPTH : 1]; /* WIDE_OTHER: `full` is of the wrt argument alone */
+    typename SHAPE::totals_type totals;                 /* of the KL */
 };
 
 /* `sums`: f32 sums of dk in global memory. */
@@ -103,9 +112,8 @@ struct fused_backward_maps {
 /* ---- TMA ---------------------------------------------------------------------------------------------------- */
 
 /* Loads and reduce-adds of the block, all issued by one warp. All members are warp-uniform. */
-template <int DIM, int OTHER_DIM> struct stage_loader {
-    using shape = fused_backward_shape<DIM, OTHER_DIM>;
-    fused_backward_smem<DIM, OTHER_DIM> &smem;
+template <typename SHAPE> struct stage_loader {
+    fused_backward_smem<SHAPE> &smem;
     const fused_backward_maps &maps;
     stage_schedule keys;
     int batch, head, wrt_head, other_head;
@@ -114,12 +122,12 @@ template <int DIM, int OTHER_DIM> struct stage_loader {
     {
         barrier_expect_tx(smem.queries_full, smem.wrt_queries.SIZE + smem.other_queries.SIZE);
 #pragma unroll
-        for (int slab = 0; slab < SLABS_OF<DIM>; slab++)
+        for (int slab = 0; slab < SLABS_OF<SHAPE::DIM>; slab++)
             tma_load(smem.wrt_queries.slabs[slab], maps.wrt_queries, slab * 64, row, head, batch, smem.queries_full);
-        if constexpr (shape::OTHER_SLABS > 0)
+        if constexpr (SHAPE::OTHER_SLABS > 0)
 #pragma unroll
-            for (int slab = 0; slab < shape::OTHER_SLABS; slab++)
-                tma_load(smem.other_queries.slabs[slab], maps.other_queries, (shape::REG_DIMS / 64 + slab) * 64, row,
+            for (int slab = 0; slab < SHAPE::OTHER_SLABS; slab++)
+                tma_load(smem.other_queries.slabs[slab], maps.other_queries, (SHAPE::REG_DIMS / 64 + slab) * 64, row,
                          head, batch, smem.queries_full);
     }
 
@@ -139,7 +147,7 @@ template <int DIM, int OTHER_DIM> struct stage_loader {
     {
         if (n >= keys.stages)
             return;
-        constexpr int WRT = SLABS_OF<DIM>, OTHER = shape::WIDE_OTHER ? 0 : SLABS_OF<OTHER_DIM>;
+        constexpr int WRT = SLABS_OF<SHAPE::DIM>, OTHER = SHAPE::WIDE_OTHER ? 0 : SLABS_OF<SHAPE::OTHER_DIM>;
         const int stage = n % smem.DEPTH, row = keys.row_at(n);
         barrier_expect_tx(smem.full[stage], (WRT + OTHER) * STAGE_ROWS * 128);
 #pragma unroll
@@ -159,14 +167,14 @@ template <int DIM, int OTHER_DIM> struct stage_loader {
         const int stage = n % smem.DEPTH, row = keys.row_at(n);
         barrier_expect_tx(smem.other_full[stage], (int)sizeof smem.stages[stage].other);
 #pragma unroll
-        for (int slab = 0; slab < SLABS_OF<OTHER_DIM>; slab++)
+        for (int slab = 0; slab < SLABS_OF<SHAPE::OTHER_DIM>; slab++)
             load_other(stage, row, slab, smem.other_full[stage]);
     }
 
     __device__ void reduce_add_dk(int n, int first_dim) const
     {
 #pragma unroll
-        for (int slab = 0; slab < shape::DK_DIMS / 32; slab++)
+        for (int slab = 0; slab < SHAPE::DK_DIMS / 32; slab++)
             tma_reduce_add(maps.sums, first_dim + slab * 32, keys.row_at(n), wrt_head, batch, smem.dk[slab]);
         tma_commit();
     }
@@ -177,17 +185,18 @@ template <int DIM, int OTHER_DIM> struct stage_loader {
 /* G in f16 needs a unit, because f16 represents 2^-24 .. 2^16 only; bf16 has the range of f32. One warp derives it
  * from the block's largest upstream gradient, which bounds G with respect to B. Rows whose upstream gradient is less
  * than 2^-16 of that lose bits of dq. */
-template <typename ELEMENT>
-__device__ inline float find_g_unit(const backward_params &params, const block_tile &tile, ELEMENT)
+template <typename ELEMENT, int GROUPS>
+__device__ inline float find_g_unit(const backward_params &params, const query_tile<GROUPS> &tile, ELEMENT)
 {
     return 1.0F;
 }
 
-__device__ inline float find_g_unit(const backward_params &params, const block_tile &tile, __half)
+template <int GROUPS>
+__device__ inline float find_g_unit(const backward_params &params, const query_tile<GROUPS> &tile, __half)
 {
     constexpr int LIMIT = 15; /* values stay below 2^LIMIT units */
     float largest = 0.0F;
-    for (int row = (int)threadIdx.x % 32; row < TILE_QUERIES; row += 32) {
+    for (int row = (int)threadIdx.x % 32; row < tile.ROWS; row += 32) {
         const int64_t query = skl_min(tile.first + row, tile.sequence.query_count - 1);
         const skl_range sees = skl_visible(&params.problem, &tile.sequence, query);
         if (sees.begin >= sees.end)
@@ -202,12 +211,12 @@ __device__ inline float find_g_unit(const backward_params &params, const block_t
 /* Row stats of the warpgroup's 64 queries, two threads each. Non-finite queries of the wrt argument become 0
  * and their LSE NaN, so that they do not affect dk of keys that they do not attend to. Rows after the last one may
  * belong to another sequence: they become 0, too, and an LSE of 1e30 makes all their probabilities 0. */
-template <typename ELEMENT, bool WRT_B, int DIM, int OTHER_DIM>
-__device__ inline void prepare_queries(const backward_params &params, fused_backward_smem<DIM, OTHER_DIM> &smem,
-                                       const block_tile &tile)
+template <typename ELEMENT, bool WRT_B, typename SHAPE>
+__device__ inline void prepare_queries(const backward_params &params, fused_backward_smem<SHAPE> &smem,
+                                       const typename SHAPE::tile_type &tile)
 {
     const int row = (int)threadIdx.x / 2, count = smem.count;
-    const bool finite = sanitize_row<ELEMENT, DIM>(smem.wrt_queries.slabs, row, row < count);
+    const bool finite = sanitize_row<ELEMENT, SHAPE::DIM>(smem.wrt_queries.slabs, row, row < count);
     if constexpr (smem.OTHER_SLABS > 0)
         for (int slab = 0; slab < smem.OTHER_SLABS; slab++)
             for (int c = (int)threadIdx.x % 2; c < 8 && row >= count; c += 2)
@@ -230,14 +239,14 @@ __device__ inline void prepare_queries(const backward_params &params, fused_back
     named_barrier_sync(1 + (int)threadIdx.x / 128, 128);
 }
 
-template <typename ELEMENT, int DIM, int OTHER_DIM, bool WRT_B, bool CAPPED> struct dq_warpgroup {
-    using shape = fused_backward_shape<DIM, OTHER_DIM>;
+template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED> struct dq_warpgroup {
+    static constexpr int DIM = SHAPE::DIM;
     const backward_params &params;
-    fused_backward_smem<DIM, OTHER_DIM> &smem;
+    fused_backward_smem<SHAPE> &smem;
     int warpgroup; /* warp-uniform */
-    uint32_t other_q[shape::REG_DIMS / 16][4];
+    uint32_t other_q[SHAPE::REG_DIMS / 16 + (SHAPE::REG_DIMS == 0)][4];
     float dq[DIM / 8][4];
-    static constexpr bool HAS_LONG_SUMS = WRT_B && fused_backward_smem<DIM, OTHER_DIM>::HAS_LONG_SUMS;
+    static constexpr bool HAS_LONG_SUMS = WRT_B && SHAPE::HAS_LONG_SUMS;
     row_sums sums[2]; /* with respect to B: of the KL */
 
     template <bool MASKED> __device__ void issue_stage_logits(stage_logits &wrt, stage_logits &other, int n)
@@ -245,17 +254,17 @@ template <typename ELEMENT, int DIM, int OTHER_DIM, bool WRT_B, bool CAPPED> str
         const int stage = n % smem.DEPTH, phase = n / smem.DEPTH % 2;
         const uint32_t queries = warpgroup * (64 * 128 / 16); /* offset of the warpgroup's rows */
         uint64_t &wrt_full = MASKED ? smem.sanitized[stage] : smem.full[stage];
-        barrier_wait(shape::WIDE_OTHER ? smem.other_full[stage] : wrt_full, phase);
+        barrier_wait(SHAPE::WIDE_OTHER ? smem.other_full[stage] : wrt_full, phase);
         wgmma_fence();
-        issue_logits<ELEMENT, OTHER_DIM, shape::REG_DIMS>(other, other_q,
-                                                          k_major_operand(&smem.other_queries) + queries,
-                                                          k_major_operand(&smem.stages[stage].other));
-        if (shape::WIDE_OTHER) {
+        issue_logits<ELEMENT, SHAPE::OTHER_DIM, SHAPE::REG_DIMS, SHAPE::ROWS>(
+            other, other_q, k_major_operand(&smem.other_queries) + queries,
+            k_major_operand(&smem.stages[stage].other));
+        if (SHAPE::WIDE_OTHER) {
             barrier_wait(wrt_full, phase);
             wgmma_fence();
         }
-        issue_logits<ELEMENT, DIM, 0>(wrt, NULL, k_major_operand(&smem.wrt_queries) + queries,
-                                      k_major_operand(&smem.stages[stage].wrt));
+        issue_logits<ELEMENT, DIM, 0, SHAPE::ROWS>(wrt, NULL, k_major_operand(&smem.wrt_queries) + queries,
+                                                   k_major_operand(&smem.stages[stage].wrt));
         wgmma_commit();
     }
 
@@ -361,7 +370,7 @@ template <typename ELEMENT, int DIM, int OTHER_DIM, bool WRT_B, bool CAPPED> str
         fence_operand(dq);
     }
 
-    __device__ void store(const block_tile &tile) const
+    __device__ void store(const typename SHAPE::tile_type &tile) const
     {
         const skl_side side = side_of(params);
         const skl_output out = *side.dq;
@@ -383,13 +392,13 @@ template <typename ELEMENT, int DIM, int OTHER_DIM, bool WRT_B, bool CAPPED> str
 /* ---- dk ----------------------------------------------------------------------------------------------------- */
 
 /* Executed by the dk warpgroup. Only masked stages need it: see logit_gradients.cuh. */
-template <typename ELEMENT, int DIM, int OTHER_DIM>
-__device__ inline void sanitize_stage(fused_backward_smem<DIM, OTHER_DIM> &smem, int n)
+template <typename ELEMENT, typename SHAPE>
+__device__ inline void sanitize_stage(fused_backward_smem<SHAPE> &smem, int n)
 {
     const int stage = n % smem.DEPTH;
     const int row = (int)threadIdx.x % 128 / 2;
     barrier_wait(smem.full[stage], n / smem.DEPTH % 2);
-    const bool finite = sanitize_row<ELEMENT, DIM>(smem.stages[stage].wrt.slabs, row, true);
+    const bool finite = sanitize_row<ELEMENT, SHAPE::DIM>(smem.stages[stage].wrt.slabs, row, true);
     smem.poison[stage][row] = finite ? 0.0F : NAN;
     fence_proxy_async();
     barrier_arrive(smem.sanitized[stage]); /* every thread, because every thread has written rows or poison */
@@ -418,14 +427,14 @@ __device__ inline void write_dk(unsigned char (&rows)[DIM / 32][STAGE_KEYS][128]
 }
 
 /* Without `with_dk` the warpgroup is only the producer. */
-template <typename ELEMENT, int DIM, int OTHER_DIM>
-__device__ inline void run_dk_warpgroup(fused_backward_smem<DIM, OTHER_DIM> &smem,
-                                        const stage_loader<DIM, OTHER_DIM> &loader, bool with_dk, float scale)
+template <typename ELEMENT, typename SHAPE>
+__device__ inline void run_dk_warpgroup(fused_backward_smem<SHAPE> &smem, const stage_loader<SHAPE> &loader,
+                                        bool with_dk, float scale)
 {
-    constexpr int DK_DIMS = smem.DK_DIMS;
+    constexpr int DIM = SHAPE::DIM, DK_DIMS = SHAPE::DK_DIMS;
     constexpr bool LOADS_LATE = smem.DEPTH == 2; /* the next stage is not requested before G of this one is full */
     const bool is_leader = warp_in_warpgroup() == 0; /* the warp that issues TMA */
-    const uint32_t q = mn_major_operand(smem.wrt_queries.slabs, TILE_QUERIES * 128);
+    const uint32_t q = mn_major_operand(smem.wrt_queries.slabs, smem.ROWS * 128);
     float dk[DK_DIMS / 8][4];
     if (loader.keys.masked_stages > 0)
         sanitize_stage<ELEMENT>(smem, 0);
@@ -448,10 +457,10 @@ __device__ inline void run_dk_warpgroup(fused_backward_smem<DIM, OTHER_DIM> &sme
         const uint32_t g = mn_major_operand(smem.g[n % 2], 0);
 #pragma unroll
         for (int first_dim = 0; first_dim < DIM; first_dim += DK_DIMS) {
-            const uint32_t q_slice = q + first_dim / 64 * (TILE_QUERIES * 128 / 16);
+            const uint32_t q_slice = q + first_dim / 64 * (smem.ROWS * 128 / 16);
             wgmma_fence();
 #pragma unroll
-            for (int step = 0; step < TILE_QUERIES / 16; step++)
+            for (int step = 0; step < smem.ROWS / 16; step++)
                 wgmma<true>(dk, smem_descriptor(g + step * 16 * 128 / 16),
                             smem_descriptor(q_slice + step * 16 * 128 / 16), step > 0, ELEMENT());
             wgmma_commit();
@@ -461,10 +470,10 @@ __device__ inline void run_dk_warpgroup(fused_backward_smem<DIM, OTHER_DIM> &sme
                 barrier_arrive(smem.g_empty[n % 2]);
             if (is_leader)
                 tma_wait_read();
-            named_barrier_sync(1 + DK_WARPGROUP, 128);
+            named_barrier_sync(1 + smem.DK_WARPGROUP, 128);
             write_dk<DK_DIMS>(smem.dk, dk, scale * smem.unit);
             fence_proxy_async();
-            named_barrier_sync(1 + DK_WARPGROUP, 128);
+            named_barrier_sync(1 + smem.DK_WARPGROUP, 128);
             if (is_leader)
                 loader.reduce_add_dk(n, first_dim);
         }
@@ -475,16 +484,16 @@ __device__ inline void run_dk_warpgroup(fused_backward_smem<DIM, OTHER_DIM> &sme
 
 /* ---- Kernel ------------------------------------------------------------------------------------------------- */
 
-template <typename ELEMENT, int DIM, int OTHER_DIM, bool WRT_B, bool CAPPED>
-__global__ void __launch_bounds__(FUSED_BACKWARD_THREADS, 1)
+template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED>
+__global__ void __launch_bounds__(SHAPE::THREADS, 1)
     fused_backward_kernel(const __grid_constant__ backward_params params,
                           const __grid_constant__ fused_backward_maps maps)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char raw[];
-    typedef fused_backward_smem<DIM, OTHER_DIM> memory;
+    typedef fused_backward_smem<SHAPE> memory;
     memory &smem = *(memory *)(void *)raw;
-    block_tile assigned;
+    typename SHAPE::tile_type assigned;
     if (!assigned.find(params, 1, (unsigned)params.head_group))
         return;
     if (threadIdx.x < 32)
@@ -493,9 +502,9 @@ __global__ void __launch_bounds__(FUSED_BACKWARD_THREADS, 1)
     smem.visible.fill(keys.band);
     if (threadIdx.x == 0) {
         smem.tile = assigned;
-        smem.count = (int)skl_min(TILE_QUERIES, assigned.sequence.query_count - assigned.first);
+        smem.count = (int)skl_min(smem.ROWS, assigned.sequence.query_count - assigned.first);
         smem.keys = keys;
-        if (smem.count < TILE_QUERIES) /* rows that do not exist must be masked: 0 times a non-finite key is NaN */
+        if (smem.count < smem.ROWS) /* rows that do not exist must be masked: 0 times a non-finite key is NaN */
             smem.keys.masked_stages = smem.keys.stages;
         barrier_init(smem.queries_full, 1);
         for (int stage = 0; stage < smem.DEPTH; stage++) {
@@ -505,25 +514,25 @@ __global__ void __launch_bounds__(FUSED_BACKWARD_THREADS, 1)
                 barrier_init(smem.other_full[stage], 1);
         }
         for (int stage = 0; stage < 2; stage++) {
-            barrier_init(smem.g_full[stage], CONSUMERS * 128);
+            barrier_init(smem.g_full[stage], SHAPE::DQ_GROUPS * 128);
             barrier_init(smem.g_empty[stage], 4);
         }
         barrier_init_fence();
     }
     __syncthreads();
-    const block_tile &tile = smem.tile;
+    const typename SHAPE::tile_type &tile = smem.tile;
     const int warpgroup = warpgroup_index();
-    if (warpgroup == DK_WARPGROUP) {
-        reg_dealloc<memory::DK_REGS>();
+    if (warpgroup == SHAPE::DK_WARPGROUP) {
+        reg_dealloc<SHAPE::DK_REGS>();
         const int head = warp_uniform((int)tile.head);
-        const stage_loader<DIM, OTHER_DIM> loader = {smem,
-                                                     maps,
-                                                     warp_uniform(smem.keys),
-                                                     warp_uniform((int)tile.sequence.batch),
-                                                     head,
-                                                     head / wrt_argument<WRT_B>(params).heads_per_key,
-                                                     head / other_argument<WRT_B>(params).heads_per_key};
-        if (warp_index() == DK_WARPGROUP * 4) {
+        const stage_loader<SHAPE> loader = {smem,
+                                            maps,
+                                            warp_uniform(smem.keys),
+                                            warp_uniform((int)tile.sequence.batch),
+                                            head,
+                                            head / wrt_argument<WRT_B>(params).heads_per_key,
+                                            head / other_argument<WRT_B>(params).heads_per_key};
+        if (warp_index() == SHAPE::DK_WARPGROUP * 4) {
             loader.load_queries(warp_uniform((int)(tile.sequence.query_begin + tile.first)));
             for (int n = 0; n < smem.DEPTH; n++) {
                 if (smem.WIDE_OTHER)
@@ -534,12 +543,13 @@ __global__ void __launch_bounds__(FUSED_BACKWARD_THREADS, 1)
         run_dk_warpgroup<ELEMENT>(smem, loader, params.dk_sums.data != NULL,
                                   params.teacher_side ? params.problem.scale_t : params.problem.scale_s);
     } else {
-        reg_alloc<memory::DQ_REGS>();
-        dq_warpgroup<ELEMENT, DIM, OTHER_DIM, WRT_B, CAPPED> consumer = {params, smem, warpgroup};
-        load_a_frag<memory::REG_DIMS>(
-            consumer.other_q,
-            queries_of<ELEMENT>(other_argument<WRT_B>(params), tile.sequence, tile.head).from(tile.first),
-            smem.count);
+        reg_alloc<SHAPE::DQ_REGS>();
+        dq_warpgroup<ELEMENT, SHAPE, WRT_B, CAPPED> consumer = {params, smem, warpgroup};
+        if constexpr (SHAPE::REG_DIMS > 0)
+            load_a_frag<SHAPE::REG_DIMS>(
+                consumer.other_q,
+                queries_of<ELEMENT>(other_argument<WRT_B>(params), tile.sequence, tile.head).from(tile.first),
+                smem.count);
         barrier_wait(smem.queries_full, 0);
         prepare_queries<ELEMENT, WRT_B>(params, smem, tile);
         consumer.run();
@@ -548,25 +558,26 @@ __global__ void __launch_bounds__(FUSED_BACKWARD_THREADS, 1)
 #endif
 }
 
-template <typename ELEMENT, int DIM, int OTHER_DIM, bool WRT_B, bool CAPPED>
+template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED>
 cudaError_t launch_fused_backward_tiles(const backward_params &params, const fused_backward_maps &maps)
 {
-    constexpr int MEMORY = sizeof(fused_backward_smem<DIM, OTHER_DIM>);
+    constexpr int MEMORY = sizeof(fused_backward_smem<SHAPE>);
     static_assert(MEMORY <= SMEM_MAX, "shared memory of a block");
-    static_assert(TILE_QUERIES == SKL_SM90_BACKWARD_ROWS, "cuda/select counts tiles");
-    const cudaError_t error = cudaFuncSetAttribute(fused_backward_kernel<ELEMENT, DIM, OTHER_DIM, WRT_B, CAPPED>,
+    static_assert(SHAPE::ROWS == (SHAPE::DQ_GROUPS == 3 ? SKL_SM90_TALL_ROWS : SKL_SM90_BACKWARD_ROWS),
+                  "cuda/select counts tiles");
+    const cudaError_t error = cudaFuncSetAttribute(fused_backward_kernel<ELEMENT, SHAPE, WRT_B, CAPPED>,
                                                    cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
     if (error != cudaSuccess)
         return error;
     const skl_problem &p = params.problem;
-    fused_backward_kernel<ELEMENT, DIM, OTHER_DIM, WRT_B, CAPPED>
-        <<<grid_of(p.batch, p.heads_s, skl_ceil_div(p.len_q, TILE_QUERIES)), FUSED_BACKWARD_THREADS, MEMORY,
+    fused_backward_kernel<ELEMENT, SHAPE, WRT_B, CAPPED>
+        <<<grid_of(p.batch, p.heads_s, skl_ceil_div(p.len_q, SHAPE::ROWS)), SHAPE::THREADS, MEMORY,
            params.call.stream>>>(params, maps);
     return cudaPeekAtLastError();
 }
 
 template <typename ELEMENT>
-inline bool encode_all(fused_backward_maps *maps, const backward_params &params, ELEMENT element)
+inline bool encode_all(fused_backward_maps *maps, const backward_params &params, int tile_rows, ELEMENT element)
 {
     const skl_problem *const p = &params.problem;
     const bool wrt_b = is_grad_of_b(params);
@@ -574,8 +585,8 @@ inline bool encode_all(fused_backward_maps *maps, const backward_params &params,
     const skl_cuda_argument *const other = wrt_b ? &params.a : &params.b;
     const skl_output &out = params.dk_sums;
     const skl_input sums = {out.data, out.stride_batch, out.stride_head, out.stride_row};
-    return encode_queries(&maps->wrt_queries, p, wrt, TILE_QUERIES, element) &&
-           encode_queries(&maps->other_queries, p, other, TILE_QUERIES, element) &&
+    return encode_queries(&maps->wrt_queries, p, wrt, tile_rows, element) &&
+           encode_queries(&maps->other_queries, p, other, tile_rows, element) &&
            encode_keys(&maps->wrt_keys, p, wrt, STAGE_KEYS, element) &&
            encode_keys(&maps->other_keys, p, other, STAGE_KEYS, element) &&
            (sums.data == NULL ||
@@ -587,30 +598,53 @@ inline bool encode_all(fused_backward_maps *maps, const backward_params &params,
 template <typename ELEMENT> constexpr bool HAS_GRAD_OF_A = true;
 template <> constexpr bool HAS_GRAD_OF_A<__half> = false;
 
-template <typename ELEMENT, int DIM, int OTHER_DIM, bool CAPPED>
+/* Tall tiles are for gradients of B. */
+template <typename ELEMENT, typename SHAPE> constexpr bool HAS_INSTANCE_OF_A = HAS_GRAD_OF_A<ELEMENT>;
+template <typename ELEMENT, int DIM, int OTHER_DIM>
+constexpr bool HAS_INSTANCE_OF_A<ELEMENT, fused_backward_shape<DIM, OTHER_DIM, 3>> = false;
+
+template <typename ELEMENT, typename SHAPE, bool CAPPED>
 cudaError_t launch_fused_backward_of(const char *kernel, const backward_params &params)
 {
+    constexpr bool OF_A = HAS_INSTANCE_OF_A<ELEMENT, SHAPE>;
     const bool wrt_b = is_grad_of_b(params);
     fused_backward_maps maps;
-    if (!(wrt_b || HAS_GRAD_OF_A<ELEMENT>) || !encode_all(&maps, params, ELEMENT()))
+    if (!(wrt_b || OF_A) || !encode_all(&maps, params, SHAPE::ROWS, ELEMENT()))
         return encode_error();
     cudaError_t error = clear_dk_sums(&params);
-    record_launch(kernel, CAPPED ? SKL_VARIANT_FUSED_SOFTCAP : SKL_VARIANT_FUSED, 1);
+    record_launch(kernel,
+                  CAPPED                  ? SKL_VARIANT_FUSED_SOFTCAP
+                  : SHAPE::DQ_GROUPS == 3 ? SKL_VARIANT_FUSED_TALL
+                                          : SKL_VARIANT_FUSED,
+                  1);
     if (error == cudaSuccess && wrt_b)
-        error = launch_fused_backward_tiles<ELEMENT, DIM, OTHER_DIM, true, CAPPED>(params, maps);
-    else if constexpr (HAS_GRAD_OF_A<ELEMENT>)
+        error = launch_fused_backward_tiles<ELEMENT, SHAPE, true, CAPPED>(params, maps);
+    else if constexpr (OF_A)
         if (error == cudaSuccess)
-            error = launch_fused_backward_tiles<ELEMENT, DIM, OTHER_DIM, false, CAPPED>(params, maps);
+            error = launch_fused_backward_tiles<ELEMENT, SHAPE, false, CAPPED>(params, maps);
     return error == cudaSuccess ? store_dk_sums(&params) : error;
 }
 
-template <typename ELEMENT, int DIM>
+/* Without softcaps. */
+template <typename ELEMENT, int DIM, int OTHER_DIM>
+cudaError_t launch_fused_backward_tiled(const char *kernel, const backward_params &params, bool tall_tiles)
+{
+    if constexpr (DIM == SKL_SM90_TALL_DIM && OTHER_DIM <= SKL_SM90_TALL_OTHER_DIM)
+        if (tall_tiles)
+            return launch_fused_backward_of<ELEMENT, fused_backward_shape<DIM, OTHER_DIM, 3>, false>(kernel, params);
+    return launch_fused_backward_of<ELEMENT, fused_backward_shape<DIM, OTHER_DIM>, false>(kernel, params);
+}
+
+template <typename ELEMENT, int DIM, bool SOFTCAP>
 cudaError_t launch_fused_backward(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     const backward_params kernel_params = backward_params_of(params, launch);
-    return kernel_params.a.capped || kernel_params.b.capped
-               ? launch_fused_backward_of<ELEMENT, DIM, DIM, true>(kernel, kernel_params)
-               : launch_fused_backward_of<ELEMENT, DIM, DIM, false>(kernel, kernel_params);
+    return with_softcap<SOFTCAP>(kernel_params, [&](auto capped) {
+        if constexpr (capped())
+            return launch_fused_backward_of<ELEMENT, fused_backward_shape<DIM, DIM>, true>(kernel, kernel_params);
+        else
+            return launch_fused_backward_tiled<ELEMENT, DIM, DIM>(kernel, kernel_params, launch->tall_tiles);
+    });
 }
 
 /* Head sizes that differ: one argument has at most SMALL dimensions, the other one at most LARGE. cuda/select asks
@@ -622,8 +656,9 @@ cudaError_t launch_fused_pair(const char *kernel, const skl_cuda_params *params,
     const skl_cuda_argument &wrt = is_grad_of_b(kernel_params) ? kernel_params.b : kernel_params.a;
     if constexpr (LARGE > SMALL && LARGE <= SKL_SM90_FUSED_DIM_MAX)
         if (wrt.dim > SMALL)
-            return launch_fused_backward_of<ELEMENT, LARGE, SMALL, false>(kernel, kernel_params);
-    return launch_fused_backward_of<ELEMENT, SMALL, LARGE, false>(kernel, kernel_params);
+            return launch_fused_backward_of<ELEMENT, fused_backward_shape<LARGE, SMALL>, false>(kernel,
+                                                                                                kernel_params);
+    return launch_fused_backward_tiled<ELEMENT, SMALL, LARGE>(kernel, kernel_params, launch->tall_tiles);
 }
 
 } // namespace sm90

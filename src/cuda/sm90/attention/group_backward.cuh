@@ -73,16 +73,16 @@ __device__ inline void prepare_student_queries(const backward_params &params, gr
     named_barrier_sync(1 + (int)threadIdx.x / 128, 128);
 }
 
-template <typename ELEMENT, int DIM_T, int DIM_S> struct group_dq_warpgroup {
+template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED> struct group_dq_warpgroup {
     const backward_params &params;
     group_backward_smem<DIM_S> &smem;
-    head_products<ELEMENT, DIM_T, STAGE_KEYS> teacher;
+    head_products<ELEMENT, DIM_T, STAGE_KEYS, CAPPED> teacher;
     int warpgroup; /* warp-uniform */
     float dq[DIM_S / 8][4];
     row_sums sums[2];
 
     /* G of a stage as A operands. MASKED: masked pairs are 0. */
-    template <bool MASKED>
+    template <bool MASKED, logits_kind LOGITS>
     __device__ void compute_g(uint32_t (&g)[4][4], const stage_logits &p, const stage_logits &y, int n)
     {
         const int first = MASKED ? smem.keys.stage_at(n) * STAGE_KEYS : 0;
@@ -99,12 +99,18 @@ template <typename ELEMENT, int DIM_T, int DIM_S> struct group_dq_warpgroup {
 #pragma unroll
                 for (int parity = 0; parity < 2; parity++) {
                     const int column = acc_column(i, parity), e = half * 2 + parity;
-                    const float log_s = fmaf(y[i][e], scale, MASKED ? smem.poison[column] - stats.x : -stats.x);
-                    const float s = ex2(log_s);
+                    const float minus_lse = MASKED ? smem.poison[column] - stats.x : -stats.x;
+                    log_probability log_s = {fmaf(y[i][e], scale, minus_lse), 1.0F};
+                    if (LOGITS != logits_kind::LINEAR)
+                        log_s = capped_log_probability<LOGITS>(y[i][e], params.b, minus_lse);
+                    const float s = ex2(log_s.value);
                     const bool seen = !MASKED || (first + column >= sees.begin && first + column < sees.end);
                     if (seen)
-                        add_probabilities(sums[half], p[i][e], s, log_s);
-                    pair[parity] = seen ? (s - p[i][e]) * stats.z : 0.0F;
+                        add_probabilities(sums[half], p[i][e], s, log_s.value);
+                    if (LOGITS == logits_kind::LINEAR) /* in one expression: otherwise ptxas spills */
+                        pair[parity] = seen ? (s - p[i][e]) * stats.z : 0.0F;
+                    else
+                        pair[parity] = seen ? (s - p[i][e]) * log_s.slope * stats.z : 0.0F;
                 }
                 g[i / 2][i % 2 * 2 + half] = pack(pair[0], pair[1], ELEMENT());
             }
@@ -127,7 +133,12 @@ template <typename ELEMENT, int DIM_T, int DIM_S> struct group_dq_warpgroup {
             },
             [&] { barrier_arrive_if(smem.barriers.keys_s_empty, lane == 0 && n > 0); }); /* dq of the last stage */
         uint32_t g[4][4];
-        compute_g<MASKED>(g, p, y, n);
+        if (!CAPPED)
+            compute_g<MASKED, logits_kind::LINEAR>(g, p, y, n);
+        else if (polynomial_covers(y, params.b)) /* masked or not, as for the teacher: equal inputs have G = 0 */
+            compute_g<MASKED, logits_kind::POLYNOMIAL>(g, p, y, n);
+        else
+            compute_g<MASKED, logits_kind::EXACT>(g, p, y, n);
         wgmma_fence();
         const uint32_t k = mn_major_operand(&smem.keys_s, STAGE_KEYS * 128);
 #pragma unroll
@@ -245,7 +256,7 @@ template <typename ELEMENT, int DIM_S> __device__ inline void sanitize_stages(gr
 
 /* ---- Kernel ------------------------------------------------------------------------------------------------- */
 
-template <typename ELEMENT, int DIM_T, int DIM_S>
+template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED>
 __global__ void __launch_bounds__(GROUP_BACKWARD_THREADS, 1)
     group_backward_kernel(const __grid_constant__ backward_params params, const __grid_constant__ group_maps maps,
                           int depth)
@@ -308,7 +319,7 @@ __global__ void __launch_bounds__(GROUP_BACKWARD_THREADS, 1)
         barrier_wait(smem.barriers.queries_full, 0);
         prepare_student_queries<ELEMENT, DIM_S>(params, smem);
         const int rows[2] = {acc_row<1>(0, 0), acc_row<1>(0, 1)};
-        group_dq_warpgroup<ELEMENT, DIM_T, DIM_S> consumer = {
+        group_dq_warpgroup<ELEMENT, DIM_T, DIM_S, CAPPED> consumer = {
             params,
             smem,
             {teacher,
@@ -348,7 +359,7 @@ template <int DIM_T, int DIM_S> inline int64_t group_backward_size(int64_t heads
     return *depth == 0 ? 0 : GROUP_FIXED_SIZE<DIM_S> + heads * teacher::HEAD_SIZE + *depth * teacher::STAGE_SIZE;
 }
 
-template <typename ELEMENT, int DIM_T, int DIM_S>
+template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED>
 cudaError_t launch_group_backward(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     const backward_params kernel_params = backward_params_of(params, launch);
@@ -359,13 +370,13 @@ cudaError_t launch_group_backward(const char *kernel, const skl_cuda_params *par
     if (size == 0 || !encode_group(&maps, kernel_params, STAGE_KEYS, ELEMENT()))
         return encode_error();
     cudaError_t error = clear_dk_sums(&kernel_params);
-    record_launch(kernel, SKL_VARIANT_FUSED_GROUPS, 1);
+    record_launch(kernel, CAPPED ? SKL_VARIANT_FUSED_GROUPS_SOFTCAP : SKL_VARIANT_FUSED_GROUPS, 1);
     if (error == cudaSuccess)
-        error = cudaFuncSetAttribute(group_backward_kernel<ELEMENT, DIM_T, DIM_S>,
+        error = cudaFuncSetAttribute(group_backward_kernel<ELEMENT, DIM_T, DIM_S, CAPPED>,
                                      cudaFuncAttributeMaxDynamicSharedMemorySize, (int)size);
     if (error != cudaSuccess)
         return error;
-    group_backward_kernel<ELEMENT, DIM_T, DIM_S>
+    group_backward_kernel<ELEMENT, DIM_T, DIM_S, CAPPED>
         <<<grid_of(p->batch, p->heads_s, skl_ceil_div(p->len_q, TILE_QUERIES)), GROUP_BACKWARD_THREADS, (size_t)size,
            params->call.stream>>>(kernel_params, maps, depth);
     error = cudaPeekAtLastError();

@@ -41,21 +41,48 @@ constexpr int GROUP_FORWARD_FIXED_SIZE = (sizeof(group_forward_smem<DIM_S>) + 10
 
 /* ---- Consumers ---------------------------------------------------------------------------------------------- */
 
-template <typename ELEMENT, int DIM_T, int DIM_S> struct group_forward {
+template <logits_kind LOGITS>
+__device__ inline void cap_logits_as(group_logits &to, const group_logits &y, const skl_cuda_argument &argument)
+{
+#pragma unroll
+    for (int e = 0; e < GROUP_KEYS / 2; e++)
+        to[e / 4][e % 4] = capped_log_probability<LOGITS>(y[e / 4][e % 4], argument, 0.0F).value;
+}
+
+/* Logits of a student with softcaps; `to` is not y. */
+__device__ inline void cap_logits(group_logits &to, const group_logits &y, const skl_cuda_argument &argument)
+{
+    if (polynomial_covers(y, argument))
+        cap_logits_as<logits_kind::POLYNOMIAL>(to, y, argument);
+    else
+        cap_logits_as<logits_kind::EXACT>(to, y, argument);
+}
+
+template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED> struct group_forward {
     const forward_params &params;
     group_forward_smem<DIM_S> &smem;
-    head_products<ELEMENT, DIM_T, GROUP_KEYS> teacher;
+    head_products<ELEMENT, DIM_T, GROUP_KEYS, CAPPED> teacher;
     int warpgroup, stages; /* warp-uniform */
 
     template <bool MASKED>
-    __device__ void add_tile(skl_row_state (&state)[2], const group_logits &p, const group_logits &y, int n) const
+    __device__ void add_tile(skl_row_state (&state)[2], const group_logits &p, const group_logits &y, float scale,
+                             int n) const
     {
         const int first = n * GROUP_KEYS;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const range32 sees = MASKED ? smem.visible.of(acc_row<1>(0, half)) : range32{};
-            add_group_tile<MASKED>(state[half], p, y, params.b.scale, half, {sees.begin - first, sees.end - first});
+            add_group_tile<MASKED>(state[half], p, y, scale, half, {sees.begin - first, sees.end - first});
         }
+    }
+
+    __device__ void add_tile(skl_row_state (&state)[2], const group_logits &p, const group_logits &y, float scale,
+                             int n) const
+    {
+        if (covers(smem.full, n * GROUP_KEYS, GROUP_KEYS))
+            add_tile<false>(state, p, y, scale, n);
+        else
+            add_tile<true>(state, p, y, scale, n);
     }
 
     __device__ void run(skl_row_state (&state)[2])
@@ -81,10 +108,13 @@ template <typename ELEMENT, int DIM_T, int DIM_S> struct group_forward {
                 },
                 [] {});
             barrier_arrive_if(smem.barriers.keys_s_empty, threadIdx.x % 32 == 0);
-            if (covers(smem.full, n * GROUP_KEYS, GROUP_KEYS))
-                add_tile<false>(state, p, y, n);
-            else
-                add_tile<true>(state, p, y, n);
+            if (CAPPED) { /* not in place: ptxas serialises wgmmas whose accumulators are written */
+                group_logits capped;
+                cap_logits(capped, y, params.b);
+                add_tile(state, p, capped, 1.0F, n);
+            } else {
+                add_tile(state, p, y, params.b.scale, n);
+            }
         }
     }
 
@@ -100,14 +130,14 @@ template <typename ELEMENT, int DIM_T, int DIM_S> struct group_forward {
             if (params.num_splits > 1)
                 params.split_states[tile.index * tile.ROWS + row] = merged;
             else
-                write_group_row(params, tile.sequence, tile.head, tile.first + row, merged);
+                write_group_results(params, tile.sequence, tile.head, tile.first + row, merged);
         }
     }
 };
 
 /* ---- Kernel ------------------------------------------------------------------------------------------------- */
 
-template <typename ELEMENT, int DIM_T, int DIM_S>
+template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED>
 __global__ void __launch_bounds__(GROUP_FORWARD_THREADS, 1)
     group_forward_kernel(const __grid_constant__ forward_params params, const __grid_constant__ group_maps maps,
                          int depth)
@@ -152,7 +182,7 @@ __global__ void __launch_bounds__(GROUP_FORWARD_THREADS, 1)
         loader.load_stages(stages, [=](int n) { return row + n * GROUP_KEYS; });
     } else {
         reg_alloc<240>();
-        group_forward<ELEMENT, DIM_T, DIM_S> consumer = {
+        group_forward<ELEMENT, DIM_T, DIM_S, CAPPED> consumer = {
             params,
             smem,
             {teacher,
@@ -175,7 +205,7 @@ __global__ void __launch_bounds__(GROUP_FORWARD_THREADS, 1)
 #endif
 }
 
-template <typename ELEMENT, int DIM_T, int DIM_S>
+template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED>
 cudaError_t launch_group_forward(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     typedef teacher_smem<DIM_T, GROUP_KEYS> teacher;
@@ -188,19 +218,19 @@ cudaError_t launch_group_forward(const char *kernel, const skl_cuda_params *para
     group_maps maps;
     if (depth == 0 || !encode_group_inputs(&maps, kernel_params, GROUP_KEYS, ELEMENT()))
         return encode_error();
-    record_launch(kernel, SKL_VARIANT_GROUPS, launch->num_splits);
-    cudaError_t error = cudaFuncSetAttribute(group_forward_kernel<ELEMENT, DIM_T, DIM_S>,
+    record_launch(kernel, CAPPED ? SKL_VARIANT_GROUPS_SOFTCAP : SKL_VARIANT_GROUPS, launch->num_splits);
+    cudaError_t error = cudaFuncSetAttribute(group_forward_kernel<ELEMENT, DIM_T, DIM_S, CAPPED>,
                                              cudaFuncAttributeMaxDynamicSharedMemorySize, (int)size);
     if (error != cudaSuccess)
         return error;
-    group_forward_kernel<ELEMENT, DIM_T, DIM_S>
+    group_forward_kernel<ELEMENT, DIM_T, DIM_S, CAPPED>
         <<<grid_of(p->batch, p->heads_s, tiles * launch->num_splits), GROUP_FORWARD_THREADS, size,
            params->call.stream>>>(kernel_params, maps, depth);
     error = cudaPeekAtLastError();
     if (error != cudaSuccess || launch->num_splits == 1)
         return error;
-    merge_group_splits<<<grid_of(p->batch, p->heads_s, tiles), block_tile::ROWS, 0, params->call.stream>>>(
-        kernel_params);
+    merge_group_splits<2>
+        <<<grid_of(p->batch, p->heads_s, tiles), block_tile::ROWS, 0, params->call.stream>>>(kernel_params);
     return cudaPeekAtLastError();
 }
 

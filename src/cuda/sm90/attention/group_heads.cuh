@@ -14,7 +14,7 @@
 #define SKL_CUDA_SM90_ATTENTION_GROUP_HEADS_CUH
 
 #include "cuda/common/group_rows.cuh"
-#include "cuda/sm90/pipeline.cuh"
+#include "cuda/sm90/attention/logit_gradients.cuh"
 #include "cuda/sm90/tensor_map.cuh"
 
 namespace sm90
@@ -202,9 +202,23 @@ __device__ inline void issue_product(float (&x)[BLOCKS][4], uint32_t queries, ui
                      step > 0, ELEMENT());
 }
 
+/* Log2 of a probability with a softcap. The logit is rounded before the LSE is subtracted, for teacher and student:
+ * they must agree to the last bit where they are equal, also in the forward, whose student has another shift. */
+template <logits_kind LOGITS>
+__device__ inline log_probability capped_log_probability(float product, const skl_cuda_argument &argument,
+                                                         float minus_lse)
+{
+    if (LOGITS == logits_kind::EXACT && !argument.capped)
+        return {__fadd_rn(__fmul_rn(product, argument.scale), minus_lse), 1.0F};
+    const bool fast = LOGITS == logits_kind::POLYNOMIAL;
+    const float ratio = fast ? polynomial_tanh(product, argument) : tanhf(product * argument.scale);
+    const float factor = fast ? argument.tanh_factor : argument.softcap_2;
+    return {__fadd_rn(__fmul_rn(factor, ratio), minus_lse), fmaf(-ratio, ratio, 1.0F)};
+}
+
 /* The teacher's side of a consumer warpgroup: P of one stage after another. Two sets of accumulators: the wgmmas of a
  * head run while the exponentials of the one before it are computed. */
-template <typename ELEMENT, int DIM_T, int KEYS> struct head_products {
+template <typename ELEMENT, int DIM_T, int KEYS, bool CAPPED> struct head_products {
     typedef float logits[KEYS / 8][4];
     teacher_smem<DIM_T, KEYS> teacher;
     teacher_group group;
@@ -243,7 +257,8 @@ template <typename ELEMENT, int DIM_T, int KEYS> struct head_products {
     }
 
     /* Adds head n to the running mean. */
-    __device__ void add(logits &p, const logits &x, int n, const float (&of_rows)[2]) const
+    template <logits_kind LOGITS>
+    __device__ void add_as(logits &p, const logits &x, int n, const float (&of_rows)[2]) const
     {
         const skl_lse2 of_head[2] = {split_lse2(of_rows[0]), split_lse2(of_rows[1])};
         const float factor[2] = {fmaf(low[0] - of_head[0].low, SKL_LN2, 1.0F),
@@ -253,10 +268,24 @@ template <typename ELEMENT, int DIM_T, int KEYS> struct head_products {
         for (int block = 0; block < KEYS / 8; block++)
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                const float of_pair = ex2(fmaf(x[block][e], argument.scale, -of_head[e / 2].value));
+                const float log_p =
+                    LOGITS == logits_kind::LINEAR
+                        ? fmaf(x[block][e], argument.scale, -of_head[e / 2].value)
+                        : capped_log_probability<LOGITS>(x[block][e], argument, -of_head[e / 2].value).value;
+                const float of_pair = ex2(log_p);
                 float &mean = p[block][e];
                 mean = fmaf(fmaf(of_pair, factor[e / 2], -mean), share, mean);
             }
+    }
+
+    __device__ void add(logits &p, const logits &x, int n, const float (&of_rows)[2]) const
+    {
+        if (!CAPPED)
+            add_as<logits_kind::LINEAR>(p, x, n, of_rows);
+        else if (polynomial_covers(x, argument))
+            add_as<logits_kind::POLYNOMIAL>(p, x, n, of_rows);
+        else
+            add_as<logits_kind::EXACT>(p, x, n, of_rows);
     }
 
     /* p = P of a stage; y = what issue_student(y) issues, which runs during the last exponentials. Calls

@@ -4,17 +4,21 @@
 
 #include "cuda/sm90/attention/group_backward.cuh"
 #include "cuda/sm90/attention/group_forward.cuh"
-#include "cuda/sm90/indexer/teacher_lse.cuh"
 
 namespace sm90
 {
 
-/* Calls launch.template of<DIM_T, DIM_S>() with the smallest compiled sizes that hold both heads. */
-template <typename LAUNCH> cudaError_t with_head_sizes(const skl_problem *p, const LAUNCH &launch)
+/* Calls launch.template of<DIM_T, DIM_S, CAPPED>() with the smallest compiled sizes that hold both heads. */
+template <bool SOFTCAP, typename LAUNCH>
+cudaError_t with_head_sizes(const skl_cuda_params *params, const LAUNCH &launch)
 {
+    const skl_problem *const p = &params->problem;
+    if constexpr (SOFTCAP)
+        if (params->a.capped || params->b.capped)
+            return launch.template of<128, 128, true>();
     if (p->dim_t <= 64 && p->dim_s <= 64)
-        return launch.template of<64, 64>();
-    return p->dim_s <= 64 ? launch.template of<128, 64>() : launch.template of<128, 128>();
+        return launch.template of<64, 64, false>();
+    return p->dim_s <= 64 ? launch.template of<128, 64, false>() : launch.template of<128, 128, false>();
 }
 
 template <typename ELEMENT> struct group_forward_launch {
@@ -22,9 +26,9 @@ template <typename ELEMENT> struct group_forward_launch {
     const skl_cuda_params *params;
     const skl_cuda_launch *launch;
 
-    template <int DIM_T, int DIM_S> cudaError_t of() const
+    template <int DIM_T, int DIM_S, bool CAPPED> cudaError_t of() const
     {
-        return launch_group_forward<ELEMENT, DIM_T, DIM_S>(kernel, params, launch);
+        return launch_group_forward<ELEMENT, DIM_T, DIM_S, CAPPED>(kernel, params, launch);
     }
 };
 
@@ -33,32 +37,23 @@ template <typename ELEMENT> struct group_backward_launch {
     const skl_cuda_params *params;
     const skl_cuda_launch *launch;
 
-    template <int DIM_T, int DIM_S> cudaError_t of() const
+    template <int DIM_T, int DIM_S, bool CAPPED> cudaError_t of() const
     {
-        return launch_group_backward<ELEMENT, DIM_T, DIM_S>(kernel, params, launch);
+        return launch_group_backward<ELEMENT, DIM_T, DIM_S, CAPPED>(kernel, params, launch);
     }
 };
 
-template <typename ELEMENT>
-cudaError_t launch_group_lse(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
-{
-    index_params kernel_params = {};
-    (skl_cuda_params &)kernel_params = *params;
-    record_launch(kernel, SKL_VARIANT_LSE, 1);
-    return launch_lse(kernel_params, !launch->teacher_side, launch->lse, ELEMENT());
-}
-
-template <typename ELEMENT>
+template <typename ELEMENT, bool SOFTCAP>
 cudaError_t launch_group_rows(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     const skl_cuda_params known = with_computed_lse(params, launch);
-    return with_head_sizes(&params->problem, group_forward_launch<ELEMENT>{kernel, &known, launch});
+    return with_head_sizes<SOFTCAP>(params, group_forward_launch<ELEMENT>{kernel, &known, launch});
 }
 
-template <typename ELEMENT>
+template <typename ELEMENT, bool SOFTCAP>
 cudaError_t launch_group_fused(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
-    return with_head_sizes(&params->problem, group_backward_launch<ELEMENT>{kernel, params, launch});
+    return with_head_sizes<SOFTCAP>(params, group_backward_launch<ELEMENT>{kernel, params, launch});
 }
 
 } // namespace sm90

@@ -2,7 +2,6 @@
 #include "cuda/common/instance.cuh"
 #include "cuda/sm90/attention/groups.cuh"
 
-#define GROUP_FUSED(arch, dtype, name)                                                                               \
-    SKL_LAUNCHER(arch, dtype, name, lse, sm90::launch_group_lse<SKL_ELEMENT(dtype)>)                                 \
-    SKL_LAUNCHER(arch, dtype, name, rows, sm90::launch_group_rows<SKL_ELEMENT(dtype)>)                               \
-    SKL_LAUNCHER(arch, dtype, name, fused, sm90::launch_group_fused<SKL_ELEMENT(dtype)>)
+#define GROUP_KERNELS(arch, dtype, name, cap)                                                                        \
+    SKL_LAUNCHER(arch, dtype, name, rows, sm90::launch_group_rows<SKL_ELEMENT(dtype), SKL_SOFTCAP_##cap>)            \
+    SKL_LAUNCHER(arch, dtype, name, fused, sm90::launch_group_fused<SKL_ELEMENT(dtype), SKL_SOFTCAP_##cap>)

@@ -14,18 +14,18 @@ typedef sm90::two_term_f32 skl_element_f32;
         return 1;                                                                                                    \
     }
 
-#define ATTENTION_FUSED(arch, dtype, dim)                                                                            \
-    SKL_LAUNCHER(arch, dtype, dim, forward, sm90::launch_forward<SKL_ELEMENT(dtype), dim>)                           \
-    SKL_LAUNCHER(arch, dtype, dim, fused, sm90::launch_fused_backward<SKL_ELEMENT(dtype), dim>)                      \
-    SKL_LAUNCHER(arch, dtype, dim, dk, sm90::launch_dk<SKL_ELEMENT(dtype), dim>)                                     \
+#define ATTENTION_FUSED(arch, dtype, dim, cap)                                                                       \
+    SKL_LAUNCHER(arch, dtype, dim, forward, sm90::launch_forward<SKL_ELEMENT(dtype), dim, SKL_SOFTCAP_##cap>)        \
+    SKL_LAUNCHER(arch, dtype, dim, fused, sm90::launch_fused_backward<SKL_ELEMENT(dtype), dim, SKL_SOFTCAP_##cap>)   \
+    SKL_LAUNCHER(arch, dtype, dim, dk, sm90::launch_dk<SKL_ELEMENT(dtype), dim, SKL_SOFTCAP_##cap>)                  \
     SKL_ONE_BLOCK_PER_SM(arch, dtype, dim)
 
 #define ATTENTION_PAIR(arch, dtype, large, small)                                                                    \
     SKL_LAUNCHER(arch, dtype, large##_##small, forward, sm90::launch_forward_pair<SKL_ELEMENT(dtype), large, small>) \
     SKL_LAUNCHER(arch, dtype, large##_##small, fused, sm90::launch_fused_pair<SKL_ELEMENT(dtype), large, small>)
 
-#define ATTENTION_UNFUSED(arch, dtype, dim)                                                                          \
-    SKL_LAUNCHER(arch, dtype, dim, forward, sm90::launch_forward<SKL_ELEMENT(dtype), dim>)                           \
-    SKL_LAUNCHER(arch, dtype, dim, dq, sm90::launch_wide<SKL_ELEMENT(dtype), dim, false>)                            \
-    SKL_LAUNCHER(arch, dtype, dim, dk, sm90::launch_wide<SKL_ELEMENT(dtype), dim, true>)                             \
+#define ATTENTION_UNFUSED(arch, dtype, dim, cap)                                                                     \
+    SKL_LAUNCHER(arch, dtype, dim, forward, sm90::launch_forward<SKL_ELEMENT(dtype), dim, SKL_SOFTCAP_##cap>)        \
+    SKL_LAUNCHER(arch, dtype, dim, dq, sm90::launch_wide<SKL_ELEMENT(dtype), dim, false, SKL_SOFTCAP_##cap>)         \
+    SKL_LAUNCHER(arch, dtype, dim, dk, sm90::launch_wide<SKL_ELEMENT(dtype), dim, true, SKL_SOFTCAP_##cap>)          \
     SKL_ONE_BLOCK_PER_SM(arch, dtype, dim)

@@ -10,10 +10,25 @@
 #ifndef SKL_CUDA_SM90_ATTENTION_SOFTCAP_CUH
 #define SKL_CUDA_SM90_ATTENTION_SOFTCAP_CUH
 
+#include <type_traits>
+
 #include "cuda/sm90/pipeline.cuh"
 
 namespace sm90
 {
+
+/* Calls launch(std::true_type) for a problem with a softcap and launch(std::false_type) for the others. An instance
+ * without SOFTCAP has kernels for these alone (instances.def). */
+template <bool SOFTCAP, typename LAUNCH>
+inline cudaError_t with_softcap(const skl_cuda_params &params, const LAUNCH &launch)
+{
+    if (!params.a.capped && !params.b.capped)
+        return launch(std::false_type());
+    if constexpr (SOFTCAP)
+        return launch(std::true_type());
+    else
+        return cudaErrorInvalidValue;
+}
 
 /* With tanhf; right for every product. */
 __device__ inline float exact_logit(float product, const skl_cuda_argument &argument)
@@ -56,7 +71,13 @@ __device__ inline float largest_product(const stage_logits &x)
     return fmaxf(largest[0], largest[1]);
 }
 
-/* Whether the polynomials cover all of the warp's products. NaN is covered: it remains NaN. */
+/* Whether the polynomial covers all of the warp's products. NaN is covered: it remains NaN. */
+__device__ inline bool polynomial_covers(const stage_logits &x, const skl_cuda_argument &argument)
+{
+    return __all_sync(~0U, largest_product(x) <= argument.product_max);
+}
+
+/* The same for both arguments. */
 __device__ inline bool polynomials_cover(const stage_logits &x, const skl_cuda_argument &of_x, const stage_logits &y,
                                          const skl_cuda_argument &of_y)
 {

@@ -44,6 +44,8 @@ template <typename KERNEL, typename MAPS>
 cudaError_t launch_index(KERNEL kernel, int64_t blocks, int threads, size_t memory, const index_params &params,
                          const MAPS &maps)
 {
+    if (blocks == 0)
+        return cudaSuccess; /* there are no keys */
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)memory);
     if (error != cudaSuccess)
         return error;

@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(SCORE_THREADS, 1)
     }
     __syncthreads();
     const query_slot &slot = smem.slot;
-    const head_list head = {slot.head, 1, side.heads_per_key, (side.dim + SLAB - 1) / SLAB};
+    const head_list head = {slot.head, 1, side.heads_per_key, (side.dim + SLAB - 1) / SLAB, false};
     const int warpgroup = warpgroup_index();
     if (warpgroup == CONSUMERS) {
         reg_dealloc<24>();

@@ -20,8 +20,8 @@
  * (32 KB per head). Rows that the product before it had, as keys of heads that share them, are not copied again.
  *
  * See common/group_rows.cuh for P and LSEs, which are those of sm90/attention/group_heads.cuh. */
-#ifndef SKL_CUDA_SM80_ATTENTION_GROUP_PRODUCTS_CUH
-#define SKL_CUDA_SM80_ATTENTION_GROUP_PRODUCTS_CUH
+#ifndef SKL_CUDA_SM80_ATTENTION_GROUP_TILE_PRODUCTS_CUH
+#define SKL_CUDA_SM80_ATTENTION_GROUP_TILE_PRODUCTS_CUH
 
 #include "cuda/common/group_rows.cuh"
 #include "cuda/sm80/mma_tile.cuh"

@@ -1,12 +1,12 @@
 /* Forward of a student with teacher groups by mma.sync, sm_80 and up: KL and the student's LSE of each row.
- * group_products.cuh describes the tiles, sm90/attention/group_forward.cuh the row state: its shifts are the first
- * head's LSE, until a sum is out of range.
+ * group_tile_products.cuh describes the tiles, sm90/attention/group_forward.cuh the row state: its shifts are the
+ * first head's LSE, until a sum is out of range.
  *
  * Splits over the keys as in forward.cuh. */
-#ifndef SKL_CUDA_SM80_ATTENTION_GROUP_FORWARD_CUH
-#define SKL_CUDA_SM80_ATTENTION_GROUP_FORWARD_CUH
+#ifndef SKL_CUDA_SM80_ATTENTION_GROUP_TILE_FORWARD_CUH
+#define SKL_CUDA_SM80_ATTENTION_GROUP_TILE_FORWARD_CUH
 
-#include "cuda/sm80/attention/group_products.cuh"
+#include "cuda/sm80/attention/group_tile_products.cuh"
 
 namespace sm80
 {
@@ -108,7 +108,7 @@ template <typename ELEMENT, int DIM> struct group_forward_pass {
 
 template <typename ELEMENT, int DIM>
 __global__ void __launch_bounds__(GROUP_THREADS, 1)
-    group_forward_kernel(const __grid_constant__ forward_params params)
+    group_tile_forward_kernel(const __grid_constant__ forward_params params)
 {
     extern __shared__ __align__(128) unsigned char raw[];
     group_smem<DIM> &smem = *(group_smem<DIM> *)(void *)raw;
@@ -150,26 +150,28 @@ __global__ void __launch_bounds__(GROUP_THREADS, 1)
     if (params.num_splits > 1)
         params.split_states[written.index * written.ROWS + row] = state;
     else
-        write_group_row(params, written.sequence, written.head, written.first + row, state);
+        write_group_results(params, written.sequence, written.head, written.first + row, state);
 }
 
 template <typename ELEMENT, int DIM>
-cudaError_t launch_group_forward(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
+cudaError_t launch_group_tile_forward(const char *kernel, const skl_cuda_params *params,
+                                      const skl_cuda_launch *launch)
 {
     const forward_params kernel_params = forward_params_of(params, launch);
     const skl_problem *const p = &params->problem;
     const int64_t tiles = skl_ceil_div(p->len_q, GROUP_TILE_ROWS);
     record_launch(kernel, SKL_VARIANT_GROUPS, launch->num_splits);
     const cudaError_t error =
-        cudaFuncSetAttribute(group_forward_kernel<ELEMENT, DIM>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+        cudaFuncSetAttribute(group_tile_forward_kernel<ELEMENT, DIM>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                              (int)sizeof(group_smem<DIM>));
     if (error != cudaSuccess)
         return error;
-    group_forward_kernel<ELEMENT, DIM><<<grid_of(p->batch, p->heads_s, tiles * launch->num_splits), GROUP_THREADS,
-                                         sizeof(group_smem<DIM>), params->call.stream>>>(kernel_params);
+    group_tile_forward_kernel<ELEMENT, DIM>
+        <<<grid_of(p->batch, p->heads_s, tiles * launch->num_splits), GROUP_THREADS, sizeof(group_smem<DIM>),
+           params->call.stream>>>(kernel_params);
     if (launch->num_splits > 1)
-        merge_group_splits<<<grid_of(p->batch, p->heads_s, tiles), GROUP_TILE_ROWS, 0, params->call.stream>>>(
-            kernel_params);
+        merge_group_splits<GROUP_M>
+            <<<grid_of(p->batch, p->heads_s, tiles), GROUP_TILE_ROWS, 0, params->call.stream>>>(kernel_params);
     return cudaPeekAtLastError();
 }
 

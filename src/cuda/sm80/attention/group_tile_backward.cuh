@@ -1,5 +1,5 @@
 /* Gradients of a student with teacher groups by mma.sync, sm_80 and up: dq or dk.
- * LSEs of both sides are known. group_products.cuh describes the tiles.
+ * LSEs of both sides are known. group_tile_products.cuh describes the tiles.
  *
  * r + 2 products per pair and gradient: like the kernels for equal heads (backward.cuh), dq and dk compute the logits
  * each, and nothing is summed in memory. G goes through shared memory, because the eight warps divide the gradient
@@ -10,11 +10,11 @@
  *
  * G has a separate 32 KB. Where there is no room for them, it takes the memory of the stationary rows, and those of
  * the next stage are copied after its product. */
-#ifndef SKL_CUDA_SM80_ATTENTION_GROUP_BACKWARD_CUH
-#define SKL_CUDA_SM80_ATTENTION_GROUP_BACKWARD_CUH
+#ifndef SKL_CUDA_SM80_ATTENTION_GROUP_TILE_BACKWARD_CUH
+#define SKL_CUDA_SM80_ATTENTION_GROUP_TILE_BACKWARD_CUH
 
 #include "cuda/sm80/attention/backward.cuh"
-#include "cuda/sm80/attention/group_products.cuh"
+#include "cuda/sm80/attention/group_tile_products.cuh"
 
 namespace sm80
 {
@@ -169,7 +169,7 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
 
 template <typename ELEMENT, int DIM, bool DK>
 __global__ void __launch_bounds__(GROUP_THREADS, 1)
-    group_gradient_kernel(const __grid_constant__ backward_params params, int g_at)
+    group_tile_gradient_kernel(const __grid_constant__ backward_params params, int g_at)
 {
     extern __shared__ __align__(128) unsigned char raw[];
     group_backward_smem<DIM, DK> &smem = *(group_backward_smem<DIM, DK> *)(void *)raw;
@@ -197,7 +197,8 @@ __global__ void __launch_bounds__(GROUP_THREADS, 1)
 }
 
 template <typename ELEMENT, int DIM, bool DK>
-cudaError_t launch_group_gradient(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
+cudaError_t launch_group_tile_gradient(const char *kernel, const skl_cuda_params *params,
+                                       const skl_cuda_launch *launch)
 {
     const backward_params kernel_params = backward_params_of(params, launch);
     const skl_problem *const p = &params->problem;
@@ -205,13 +206,13 @@ cudaError_t launch_group_gradient(const char *kernel, const skl_cuda_params *par
     const bool has_room = size <= launch->smem_per_block;
     const int used = has_room ? size : GROUP_BACKWARD_SIZE<DIM>;
     record_launch(kernel, DK ? SKL_VARIANT_DK_GROUPS : SKL_VARIANT_DQ_GROUPS, 1);
-    const cudaError_t error = cudaFuncSetAttribute(group_gradient_kernel<ELEMENT, DIM, DK>,
+    const cudaError_t error = cudaFuncSetAttribute(group_tile_gradient_kernel<ELEMENT, DIM, DK>,
                                                    cudaFuncAttributeMaxDynamicSharedMemorySize, used);
     if (error != cudaSuccess)
         return error;
     const dim3 blocks = grid_of(p->batch, row_tile<GROUP_M, DK>::heads(kernel_params),
                                 skl_ceil_div(DK ? p->len_k : p->len_q, GROUP_TILE_ROWS));
-    group_gradient_kernel<ELEMENT, DIM, DK><<<blocks, GROUP_THREADS, (size_t)used, params->call.stream>>>(
+    group_tile_gradient_kernel<ELEMENT, DIM, DK><<<blocks, GROUP_THREADS, (size_t)used, params->call.stream>>>(
         kernel_params, has_room ? GROUP_BACKWARD_SIZE<DIM> : 0);
     return cudaPeekAtLastError();
 }
