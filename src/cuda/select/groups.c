@@ -64,7 +64,8 @@ const skl_cuda_params *skl_cuda_launch_params(const skl_cuda_params *params, con
     return halves;
 }
 
-/* The best kernel of the GPU, also where the plan's is for older ones; a named kernel stays among those. */
+/* The best forward of this GPU, even if the plan's kernel is for older ones. If the caller named a kernel, one of
+ * that kernel's architecture. */
 static const skl_cuda_kernel *lse_kernel_of(const choice *s, const skl_cuda_params *halves)
 {
     const skl_problem *const p = &halves->problem;
