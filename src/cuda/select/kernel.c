@@ -53,8 +53,8 @@ static bool fits_strips(const skl_problem *p)
 
 static bool fits_dense(const skl_cuda_kernel *kernel, const skl_problem *p)
 {
-    return kernel->dense_rows != NULL && p->softcap_t == 0.0F && p->softcap_s == 0.0F &&
-           p->dim_s <= kernel->dim_max && p->direction == SKL_KL_FORWARD && fits_strips(p);
+    return kernel->dense_rows != NULL && !has_softcap(p) && p->dim_s <= kernel->dim_max &&
+           p->direction == SKL_KL_FORWARD && fits_strips(p);
 }
 
 static bool fits_sparse(const skl_cuda_kernel *kernel, const skl_problem *p)
