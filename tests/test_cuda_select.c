@@ -7,6 +7,7 @@
 
 #include "case_words.h"
 #include "cuda/launch.h"
+#include "cuda/select.h"
 #include "device.h"
 #include "runner.h"
 
@@ -224,7 +225,9 @@ static void test_teacher_groups(void **state)
                      "teacher gradients of a group: in strips");
     c.dim_t = 136;
     assert_reason_of(SKL_OP_BACKWARD, &c, "dk_t: cuda_general, dk", "a group with more than 128 dimensions");
-    c.dim_t = 64, c.without = SKL_DQ_T | SKL_DK_T, c.softcap_s = 30;
+    c.dim_t = 64, c.dim_s = 264, c.without = SKL_DQ_T | SKL_DK_T;
+    assert_reason(&c, "forward: cuda_general", "dim_s above 256");
+    c.dim_s = 64, c.softcap_s = 30;
     const bool hopper = is_usable("cuda_sm90_bf16_groups");
     const char *const capped = hopper
                                    ? "dq_s and dk_s: cuda_sm90_bf16_groups, fused backward, teacher groups, softcap"
@@ -242,6 +245,37 @@ static void test_teacher_groups(void **state)
                      "teacher gradients of a group: in strips");
     c.dim_t = 136, c.without = SKL_DQ_T | SKL_DK_T;
     assert_reason(&c, "forward: cuda_sm80_f16_dense, rows", "best kernel");
+}
+
+static skl_input never_read(int64_t heads, int64_t rows, int64_t dim)
+{
+    return (skl_input){(const void *)4096, heads * rows * dim, rows * dim, dim};
+}
+
+/* Rows in strips take more memory without dot_t, which is computed a part of the slots at a time. */
+static void test_rows_of_groups_fit_the_workspace(void **state)
+{
+    (void)state;
+    const test_case c = {"groups", SHAPE(8, 2560, 2560), HEADS(64, 32), DIMS(8, 8), TYPES(BF16, BF16), REVERSE};
+    const skl_problem p = case_problem(&c);
+    skl_plan *const plan = test_plan(&p, NULL, 0);
+    skl_call call = {.op = SKL_OP_FORWARD, .keys = {0, p.len_k}};
+    call.inputs.q_t = never_read(p.heads_t, p.len_q, p.dim_t),
+    call.inputs.k_t = never_read(p.heads_t, p.len_k, p.dim_t);
+    call.inputs.q_s = never_read(p.heads_s, p.len_q, p.dim_s),
+    call.inputs.k_s = never_read(p.heads_s, p.len_k, p.dim_s);
+    call.rows.kl = skl_output_contiguous((void *)4096, p.heads_s, p.len_q, 1);
+    for (int dots = 0; dots < 2; dots++) {
+        if (dots)
+            call.rows.dot_t = skl_output_contiguous((void *)4096, p.heads_t, p.len_q, 1);
+        skl_cuda_params params;
+        skl_cuda_launches launches;
+        skl_cuda_select(plan, &call, &params, &launches);
+        assert_true(launches.count > 0);
+        for (int n = 0; n < launches.count; n++)
+            assert_true(launches.at[n].workspace_size <= skl_plan_workspace_size(plan, SKL_OP_FORWARD));
+    }
+    skl_plan_destroy(plan);
 }
 
 /* Hopper's own kernels have softcaps where a model has them; elsewhere the next kernel that fits. */
@@ -339,6 +373,7 @@ int main(void)
         cmocka_unit_test(test_problems_that_tensor_cores_do_not_do),
         cmocka_unit_test(test_pairs_of_head_sizes),
         cmocka_unit_test(test_teacher_groups),
+        cmocka_unit_test(test_rows_of_groups_fit_the_workspace),
         cmocka_unit_test(test_softcaps_on_hopper),
         cmocka_unit_test(test_tall_tiles),
         cmocka_unit_test(test_attention_backward_apart_from_the_kl),

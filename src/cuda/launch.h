@@ -61,7 +61,7 @@ struct skl_cuda_launch {
     int32_t streams_queries; /* a gradient whose tiles are keys: with row bounds it reads params.key_bounds */
     int32_t halves;          /* a forward whose arguments are the halves of a side's heads: gives their LSEs */
     skl_output lse;          /* teacher groups: where a launch writes LSEs, and a forward finds the computed ones */
-    skl_index_layout strips; /* of an indexer on tensor cores, dense */
+    skl_index_layout strips; /* of a dense indexer or of teacher groups on tensor cores */
     skl_dense_chunk dense;   /* of an indexer without them, dense */
     skl_sparse_layout sparse;
     skl_output gradient;      /* backward of the student's attention: what a launch computes, and its type */

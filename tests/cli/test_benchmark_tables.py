@@ -121,6 +121,7 @@ def test_steps_fill_their_table(tree):
 def test_carried_gradients_fill_their_table(tree):
     path = tree / "bench/results/carried.csv"
     path.unlink(missing_ok=True)
+    append(path, carried_cases.COLUMNS, case="causal", method="forward", ms=0.5)
     append(path, carried_cases.COLUMNS, case="causal", method="cuDNN", ms=1.5, cudnn_ratio="1.000")
     append(path, carried_cases.COLUMNS, case="causal", method="apart", ms=2.7, cudnn_ratio="1.800")
     errors = dict(dq_error="2e-3", dk_error="3e-3", dv_error="4e-3")
@@ -128,8 +129,8 @@ def test_carried_gradients_fill_their_table(tree):
     append(path, carried_cases.COLUMNS, case="packed", method="carried", ms=2, tflops="470")
     append(path, carried_cases.COLUMNS, case="bad", method="carried", note="failed")
     shown = table_of(tree, "carried")
-    assert shown["causal"] == ["1.50", "2.70 (1.80x)", "1.75 (1.17x)", "", "480", "2e-3, 3e-3, 4e-3"]
-    assert shown["packed"] == ["", "", "2.00", "", "470", ""]
+    assert shown["causal"] == ["1.50", "2.70 (1.80x)", "1.75 (1.17x)", "", "+12 %", "480", "2e-3, 3e-3, 4e-3"]
+    assert shown["packed"] == ["", "", "2.00", "", "", "470", ""]
     assert "bad" not in shown
 
 

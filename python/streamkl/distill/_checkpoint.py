@@ -98,7 +98,8 @@ def read_state(path: Path, options: Options, digest: str) -> dict[str, Any]:
                             "use the same, or start again with --overwrite")  # fmt: skip
     if state["data"] != digest:
         raise UserError(
-            f"{path}: was written by a run on other data: use the same files, or start again with --overwrite"
+            f"{path}: was written by a run on other data: use the same files and, without --held-out, the same "
+            "--eval-sequences, or start again with --overwrite"
         )
     return state
 

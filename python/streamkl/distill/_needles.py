@@ -44,7 +44,7 @@ class NeedleBatch:
 
 
 def needle_batches(held_out: Sequences, length: int, count: int, seed: int) -> list[NeedleBatch]:
-    """`count` needles per depth, in texts of `length` tokens. None if a text is too short."""
+    """`count` needles per depth, in texts of `length` tokens. An empty list if the texts are too short."""
     rng = np.random.default_rng([seed, length])
     first, end = len(held_out.prefix), length - len(held_out.suffix)
 

@@ -201,7 +201,7 @@ def _misses(result: dict[str, Any]) -> dict[str, Any] | None:
         [f"{miss['head'][0]}, {miss['head'][2]}", *(str(miss[name]) for name in ("needle", "row", "key"))]
         for miss in result["misses"]
     ]
-    title = f"Needles that only the teacher finds: {len(rows)} of {result['missed']}"
+    title = f"Rows in which only the teacher finds the needle: {len(rows)} shown of {result['missed']}"
     header = ["layer, head", "needle at", "row", "attends to"]
     return dict(kind="table", title=title, header=header, rows=rows) if rows else None
 

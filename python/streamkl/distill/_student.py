@@ -109,7 +109,7 @@ def _start_from(student: Any, teacher: Any, layers: list[int], pick: bool) -> No
         name_t = name if match is None else f"{match[1]}{layers[int(match[2])]}{match[3]}"
         if name_t not in source:
             raise UserError(f"--student-layers: {name}: the teacher has no such weight: pass --student DIR")
-        target.copy_(_with_fewer_heads(name, source[name_t], target.shape, head_dim, pick))
+        target.copy_(_with_fewer_heads(name, source[name_t].to(target.dtype), target.shape, head_dim, pick))
 
 
 def _with_fewer_heads(name: str, weight: torch.Tensor, shape: torch.Size, head_dim: int, pick: bool) -> torch.Tensor:

@@ -87,8 +87,6 @@ static __device__ float dot_of_pairs(uint32_t a, uint32_t b, skl_dtype dtype)
     return fmaf(x.x, y.x, x.y * y.y);
 }
 
-/* The row without <do, o>, which its shift lacks. All lanes of a row load the same: that takes no more time, and the
- * loads are in flight together with those of o and do. */
 /* The largest finite number that a thread has met, for all threads of the grid. */
 static __device__ void publish_largest(uint32_t *largest, float of_thread)
 {
@@ -116,6 +114,8 @@ static __device__ float dot_of_octets(const uint4 &a, const uint4 &b, skl_dtype 
            dot_of_pairs(a.w, b.w, dtype);
 }
 
+/* The row without <do, o>, which its shift lacks. All lanes of a row load the same: that takes no more time, and the
+ * loads are in flight together with those of o and do. */
 static __device__ attention_row row_without_dot(const attention_backward_params &params, const row_position &at)
 {
     const skl_inputs &in = params.call.inputs;

@@ -28,7 +28,8 @@ struct group_row_lses {
                        * these cover more keys; -inf without visible keys */
 };
 
-/* The teacher's LSEs of the visible keys. `lse_computed`: an earlier launch has written them, and all is done. */
+/* The teacher's LSEs of the visible keys. `lse_computed`: an earlier launch has written them, for exactly these keys.
+ */
 __device__ inline float visible_lse_t(const skl_cuda_params &params, bool lse_computed, const skl_sequence &s,
                                       int64_t head, int64_t query, float mean_lse_t)
 {

@@ -159,7 +159,7 @@ choice skl_select_begin(const skl_plan *plan, const skl_call *call, skl_cuda_par
     }
     const char *no_tma = skl_select_is_tma_kernel(s.kernel) ? why_no_tma(&s) : NULL;
     if (no_tma == NULL && p->row_bounds && s.gradients && has_unbounded_gradients(s.kernel))
-        no_tma = "f16 gradients of heads above 192 dimensions with row bounds: mma.sync kernel";
+        no_tma = "f16 gradients of heads above 128 dimensions with row bounds: mma.sync kernel";
     if (no_tma != NULL) {
         s.kernel = s.kernel->group_rows != NULL ? skl_cuda_general : skl_select_without_tma(p);
         s.reason = no_tma;

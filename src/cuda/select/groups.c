@@ -64,7 +64,8 @@ const skl_cuda_params *skl_cuda_launch_params(const skl_cuda_params *params, con
     return halves;
 }
 
-/* The best kernel of the GPU, also where the plan's is for older ones; a named kernel stays among those. */
+/* The best forward of this GPU, even if the plan's kernel is for older ones. If the caller named a kernel, one of
+ * that kernel's architecture. */
 static const skl_cuda_kernel *lse_kernel_of(const choice *s, const skl_cuda_params *halves)
 {
     const skl_problem *const p = &halves->problem;
@@ -118,19 +119,26 @@ static void add_group_lses(const choice *s)
         add_group_lse(s, false, reason);
 }
 
-static void add_group_rows(const choice *s)
+/* A forward, after the launch for the teacher's LSEs that it needs if none are given. */
+static skl_cuda_launch *add_rows_launch(const choice *s, skl_cuda_launcher launcher, const char *variant)
 {
-    const skl_problem *const p = &s->plan->problem;
     const bool given = s->call->inputs.lse_t.data != NULL;
     if (!given)
         add_group_lse(s, true, "inputs.lse_t is not given");
-    skl_cuda_launch *const launch =
-        skl_select_add(s, "forward", s->kernel, s->kernel->group_rows,
-                       s->capped ? SKL_VARIANT_GROUPS_SOFTCAP : SKL_VARIANT_GROUPS, s->reason);
-    if (!given)
+    skl_cuda_launch *const launch = skl_select_add(s, "forward", s->kernel, launcher, variant, s->reason);
+    if (!given) {
         launch->lse = teacher_lse_of(s);
+        launch->states_at = skl_select_teacher_lse_size(&s->plan->problem);
+    }
+    return launch;
+}
+
+static void add_group_rows(const choice *s)
+{
+    const skl_problem *const p = &s->plan->problem;
+    skl_cuda_launch *const launch =
+        add_rows_launch(s, s->kernel->group_rows, s->capped ? SKL_VARIANT_GROUPS_SOFTCAP : SKL_VARIANT_GROUPS);
     launch->head_group = skl_select_head_group_for(s, SKL_GROUP_TILE, 2, 2);
-    launch->states_at = given ? 0 : skl_select_teacher_lse_size(p);
     skl_select_set_splits(launch, p, SKL_GROUP_TILE, s->plan->sm_count * skl_select_blocks_to_fill(p));
     if (launch->num_splits > 1)
         launch->workspace_size += launch->states_at;
@@ -160,16 +168,8 @@ static void add_group_dq_and_dk(const choice *s, const side_request *student)
 /* Rows of the kernels that compute in strips; `dots`: with dot_t. */
 static void add_strip_rows(const choice *s, bool dots)
 {
-    const skl_problem *const p = &s->plan->problem;
-    const bool given = s->call->inputs.lse_t.data != NULL;
-    if (!given)
-        add_group_lse(s, true, "inputs.lse_t is not given");
-    skl_cuda_launch *const launch =
-        skl_select_add(s, "forward", s->kernel, s->kernel->strip_rows, SKL_VARIANT_ROWS, s->reason);
-    if (!given)
-        launch->lse = teacher_lse_of(s);
-    launch->states_at = given ? 0 : skl_select_teacher_lse_size(p);
-    launch->strips = skl_group_rows_layout(p, s->plan->sm_count, dots);
+    skl_cuda_launch *const launch = add_rows_launch(s, s->kernel->strip_rows, SKL_VARIANT_ROWS);
+    launch->strips = skl_group_rows_layout(&s->plan->problem, s->plan->sm_count, dots);
     launch->num_splits = launch->strips.num_splits;
     launch->workspace_size = launch->states_at + launch->strips.size;
 }

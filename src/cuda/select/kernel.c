@@ -58,8 +58,8 @@ static bool fits_strips(const skl_problem *p)
 
 static bool fits_dense(const skl_cuda_kernel *kernel, const skl_problem *p)
 {
-    return kernel->dense_rows != NULL && p->softcap_t == 0.0F && p->softcap_s == 0.0F &&
-           p->dim_s <= kernel->dim_max && p->direction == SKL_KL_FORWARD && fits_strips(p);
+    return kernel->dense_rows != NULL && !has_softcap(p) && p->dim_s <= kernel->dim_max &&
+           p->direction == SKL_KL_FORWARD && fits_strips(p);
 }
 
 static bool fits_sparse(const skl_cuda_kernel *kernel, const skl_problem *p)
@@ -173,7 +173,8 @@ static const char *why_general(const skl_problem *p)
         return "f32 or mixed types on a GPU other than Hopper: no tensor cores; bf16 or f16 has them";
     if (!fits_copies(p->dim_t) || !fits_copies(p->dim_s))
         return "a head size is not a multiple of 8: no tensor cores";
-    if (skl_select_is_attention_with_groups(p) && skl_max(p->dim_t, p->dim_s) > SKL_GROUP_DIM_MAX)
+    if (skl_select_is_attention_with_groups(p) && skl_max(p->dim_t, p->dim_s) > SKL_GROUP_DIM_MAX &&
+        (has_softcap(p) || p->direction == SKL_KL_REVERSE))
         return "softcap or reverse KL of teacher groups with a head size above 128: no tensor cores";
     if (skl_is_indexer(p) && p->softcap_t != 0.0F)
         return "softcap_t of an indexer's teacher: no tensor cores";

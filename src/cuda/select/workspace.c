@@ -66,18 +66,21 @@ skl_sparse_layout skl_select_sparse_layout_of(const skl_plan *plan, bool gradien
     return layout;
 }
 
-/* Of the launches in strips of an attention with teacher groups; `plans`: the plan's own kernel computes in strips.
- */
-static size_t group_strips_size(const skl_plan *plan, bool plans, skl_op op)
+/* Of the launches in strips of an attention with teacher groups; `own`: those of the plan's own kernel, too. Rows
+ * come with and without dot_t, and either may take more. */
+static size_t group_strips_size(const skl_plan *plan, bool own, skl_op op)
 {
     const skl_problem *const p = &plan->problem;
     const bool teacher = skl_select_teacher_kernel_of(p) != skl_cuda_general, gradients = skl_op_has_gradients(op);
-    const bool rows = op != SKL_OP_BACKWARD && (plans || teacher);
     const size_t lse_size = gradients ? 0 : skl_select_teacher_lse_size(p);
-    size_t size = rows ? lse_size + skl_group_rows_layout(p, plan->sm_count, teacher).size : 0;
+    size_t size = 0;
+    if (op != SKL_OP_BACKWARD && own)
+        size = lse_size + skl_group_rows_layout(p, plan->sm_count, false).size;
+    if (op != SKL_OP_BACKWARD && teacher)
+        size = larger(size, lse_size + skl_group_rows_layout(p, plan->sm_count, true).size);
     if (gradients && teacher)
         size = larger(size, skl_group_gradients_layout(p, plan->sm_count, true).size);
-    return gradients && plans ? larger(size, skl_group_gradients_layout(p, plan->sm_count, false).size) : size;
+    return gradients && own ? larger(size, skl_group_gradients_layout(p, plan->sm_count, false).size) : size;
 }
 
 /* Of indexers and teacher groups. Enough for the general kernel too: it does what strides keep from tensor cores. */

@@ -1,4 +1,4 @@
-/* Strips and slots: how the dense indexer kernels for tensor cores, sm80 and sm90, divide their work.
+/* Strips and slots: how the kernels for dense indexers (sm80 and sm90) and teacher groups (sm80) divide their work.
  *
  * Gradients take three kernels per strip:
  *
@@ -50,7 +50,7 @@ __device__ inline index_row merge_rows(const index_row &a, const index_row &b)
 
 /* The side that gradients are taken with respect to. */
 struct strip_side {
-    int heads, heads_per_key, key_heads; /* heads: that a slot has */
+    int heads, heads_per_key, key_heads; /* heads: of this side per slot, 1 or the group size */
     int dim;
     float scale;
     skl_output dk;
@@ -168,7 +168,7 @@ struct head_list {
     int first, count;
     int heads_per_key;
     int slabs; /* of a head */
-    bool of_b; /* heads of the indexer */
+    bool of_b; /* heads of the indexer or the student */
 };
 
 __device__ inline head_list teacher_heads(const index_params &params, int head)

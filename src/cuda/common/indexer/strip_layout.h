@@ -1,4 +1,5 @@
-/* How a dense indexer on tensor cores divides its work and its workspace: for planning and for launching. */
+/* How dense indexers and teacher groups on tensor cores divide their work and their workspace: for planning and for
+ * launching. */
 #ifndef SKL_CUDA_COMMON_INDEXER_STRIP_LAYOUT_H
 #define SKL_CUDA_COMMON_INDEXER_STRIP_LAYOUT_H
 

@@ -113,7 +113,7 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
             barrier_arrive(smem.ds_empty[n & 1]);
     }
 
-    /* Waits until dq of stage n has left shared memory; n begins at -1. */
+    /* Waits until dq of stage n has left shared memory. n begins at -2, which passes at once. */
     __device__ void wait_for_dq(int n)
     {
         barrier_wait(smem.ds_empty[n & 1], (n + 3) / 2 % 2 ^ 1);

@@ -36,14 +36,16 @@ enum { STAGE_NEW_K_A = 1, STAGE_LAST_OF_K_A = 2, STAGE_K_A_PHASE = 4 }; /* the p
 
 /* DIM: head size of the student, DIM_A: of the teacher. */
 template <int DIM, int DIM_A> struct attention_backward_smem {
-    static constexpr int INFOS = 8; /* more than DEPTH: a stage is still needed while the next one runs */
     static constexpr int DEPTH = DIM == 64 ? 4 : 2, Q_A_DEPTH = DIM_A == 64 ? 4 : DIM == 64 ? 2 : 1;
+    static constexpr int INFOS = 8;
+    static_assert(INFOS > DEPTH + 1, "a stage's info is still read after the stage is released");
     smem_rows<DIM / 64> k_b, v;
     smem_rows<DIM_A / 64> k_a;
     row_stage<DIM> q_b[DEPTH], d_out[DEPTH];
     row_stage<DIM_A> q_a[Q_A_DEPTH];
-    unsigned char ds[2][TILE_KEYS][128];          /* [key][query] */
-    unsigned char dq[CONSUMERS][STAGE_ROWS][128]; /* of a stage, f32: 32 dimensions */
+    unsigned char ds[2][TILE_KEYS][128];  /* [key][query] */
+    unsigned char dq[2][STAGE_ROWS][128]; /* of a stage, f32: its first 64 dimensions, in slabs of 32 */
+    static_assert(CONSUMERS == 2, "dk and dv of a warpgroup leave through one of them");
     stage_pair stats[DEPTH][STAGE_ROWS / 2];
     ring_barriers<DEPTH> of_q_b;
     ring_barriers<DEPTH> of_d_out; /* empty: of the stats, too */

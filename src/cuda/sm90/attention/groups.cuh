@@ -13,12 +13,14 @@ template <bool SOFTCAP, typename LAUNCH>
 cudaError_t with_head_sizes(const skl_cuda_params *params, const LAUNCH &launch)
 {
     const skl_problem *const p = &params->problem;
-    if constexpr (SOFTCAP)
-        if (params->a.capped || params->b.capped)
+    return with_softcap<SOFTCAP>(*params, [&](auto capped) {
+        if constexpr (capped())
             return launch.template of<128, 128, true>();
-    if (p->dim_t <= 64 && p->dim_s <= 64)
-        return launch.template of<64, 64, false>();
-    return p->dim_s <= 64 ? launch.template of<128, 64, false>() : launch.template of<128, 128, false>();
+        else if (p->dim_t <= 64 && p->dim_s <= 64)
+            return launch.template of<64, 64, false>();
+        else
+            return p->dim_s <= 64 ? launch.template of<128, 64, false>() : launch.template of<128, 128, false>();
+    });
 }
 
 template <typename ELEMENT> struct group_forward_launch {
