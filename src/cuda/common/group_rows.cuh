@@ -151,18 +151,13 @@ __device__ inline float max_of_row(const float (&y)[BLOCKS][4], float scale, int
     return m;
 }
 
-__device__ inline bool is_in_range(const skl_row_state &state, const row_sums &sums)
-{
-    return sums.l_b < SKL_LAZY_BOUND && state.l_b + sums.l_b >= GROUP_SUM_MIN && !is_huge(state.m_b);
-}
-
 /* Adds a tile to a row. A shift that leaves the sum of S out of range is replaced by the tile's maximum. */
 template <bool MASKED, int BLOCKS>
 __device__ inline void add_group_tile(skl_row_state &state, const float (&p)[BLOCKS][4], const float (&y)[BLOCKS][4],
                                       float scale, int half, const range32 &sees)
 {
     row_sums sums = sum_group_row<MASKED>(p, y, scale, state.m_b, half, sees);
-    const bool in_range = is_in_range(state, sums);
+    const bool in_range = sums.l_b < SKL_LAZY_BOUND && state.l_b + sums.l_b >= GROUP_SUM_MIN && !is_huge(state.m_b);
     if (__any_sync(~0U, !in_range)) {
         const float m = max_of_row<MASKED>(y, scale, half, sees);
         if (!in_range && m > -INFINITY)

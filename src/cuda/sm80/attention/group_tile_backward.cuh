@@ -93,10 +93,10 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
         unit.fit(gradient, warp_max(largest));
     }
 
-    /* G of a stage. MASKED: of masked pairs 0. */
+    /* G of the stage_rows rows of a stage that some row needs, up to a multiple of 16. MASKED: of masked pairs 0. */
     template <bool MASKED>
     __device__ void compute_g(const group_mean &p, const row_frags<DIM, GROUP_M> &frags,
-                              const group_tile<DIM> &streamed)
+                              const group_tile<DIM> &streamed, int stage_rows)
     {
         const group_thread thread = group_thread::read();
         const uint32_t b_address = logit_b_address<GROUP_BLOCKS>(streamed[thread.half()], thread.lane);
@@ -107,6 +107,8 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
             (uint32_t)(thread.lane % 4 * 4);
 #pragma unroll
         for (int step = 0; step < GROUP_STEPS; step++) {
+            if (step % 2 == 0 && step * GROUP_STEP >= stage_rows - thread.column)
+                break; /* see add_head() */
             step_logits y;
             multiply<ELEMENT>(y, frags, b_address, step * GROUP_STEP);
             queries.load(smem.stats, thread, step);
@@ -144,12 +146,13 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
                             const group_product &at)
     {
         const bool masked = !covers(smem.block.full, at.first, GROUP_TILE_ROWS);
+        const int stage_rows = smem.block.needed - at.first;
         fit_unit();
         if (masked) {
             sanitize(streamed);
-            compute_g<true>(p, frags, streamed);
+            compute_g<true>(p, frags, streamed, stage_rows);
         } else {
-            compute_g<false>(p, frags, streamed);
+            compute_g<false>(p, frags, streamed, stage_rows);
         }
         __syncthreads(); /* G is complete */
         const group_thread thread = group_thread::read();
@@ -158,6 +161,8 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
             at_chunk<DIM>(gradient_b_address(streamed[0], thread.lane), 0, thread.half() * (DIM / 16));
 #pragma unroll
         for (int k = 0; k < GROUP_TILE_ROWS / 16; k++) {
+            if (k * 16 >= stage_rows)
+                break;
             uint32_t a[GROUP_M][4];
 #pragma unroll
             for (int m = 0; m < GROUP_M; m++)

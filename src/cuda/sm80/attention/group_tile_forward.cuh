@@ -47,32 +47,89 @@ template <typename ELEMENT, int DIM> struct group_forward_pass {
         return false;
     }
 
-    /* Adds a full tile with the current shifts. Returns false, and adds nothing, if a shift has to change. */
-    __device__ bool add_with_shifts(const group_mean &p, const row_frags<DIM, GROUP_M> &frags,
-                                    const group_tile<DIM> &streamed)
+    /* Sums of a stage with the current shifts. MASKED: only of visible pairs, and exact for huge shifts. */
+    template <bool MASKED>
+    __device__ void sum_stage(row_sums (&sums)[GROUP_M][2], const group_mean &p, const row_frags<DIM, GROUP_M> &frags,
+                              const group_tile<DIM> &streamed, int stage_rows) const
     {
         const group_thread thread = group_thread::read();
         const uint32_t b_address = logit_b_address<GROUP_BLOCKS>(streamed[thread.half()], thread.lane);
-        row_sums sums[GROUP_M][2] = {};
 #pragma unroll
         for (int step = 0; step < GROUP_STEPS; step++) {
+            if (MASKED && step % 2 == 0 && step * GROUP_STEP >= stage_rows - thread.column)
+                break; /* see add_head() */
             step_logits y;
             multiply<ELEMENT>(y, frags, b_address, step * GROUP_STEP);
 #pragma unroll
             for (int m = 0; m < GROUP_M; m++)
 #pragma unroll
                 for (int e = 0; e < 4 * GROUP_BLOCKS; e++) {
-                    const float log_s = fmaf(y.at[m][e / 4][e % 4], params.b.scale, -state[m][e % 4 / 2].m_b);
-                    add_probabilities(sums[m][e % 4 / 2], p[step].at[m][e / 4][e % 4], ex2(log_s), log_s);
+                    const int half = e % 4 / 2;
+                    const float m_b = state[m][half].m_b;
+                    const float log_s =
+                        minus_shift(y.at[m][e / 4][e % 4], params.b.scale, m_b, MASKED && is_huge(m_b));
+                    const bool seen = !MASKED || is_seen(thread, m, step, e);
+                    add_probabilities(sums[m][half], seen ? p[step].at[m][e / 4][e % 4] : 0.0F,
+                                      seen ? ex2(log_s) : 0.0F, seen ? log_s : 0.0F);
                 }
         }
+    }
+
+    /* Shifts that leave a sum of S out of range become the stage's maximum. */
+    __device__ void move_shifts(const row_sums (&sums)[GROUP_M][2], const row_frags<DIM, GROUP_M> &frags,
+                                const group_tile<DIM> &streamed, int stage_rows)
+    {
+        const group_thread thread = group_thread::read();
+        const uint32_t b_address = logit_b_address<GROUP_BLOCKS>(streamed[thread.half()], thread.lane);
+        float largest[GROUP_M][2] = {{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}};
+#pragma unroll
+        for (int step = 0; step < GROUP_STEPS; step++) {
+            if (step % 2 == 0 && step * GROUP_STEP >= stage_rows - thread.column)
+                break; /* see add_head() */
+            step_logits y;
+            multiply<ELEMENT>(y, frags, b_address, step * GROUP_STEP);
+#pragma unroll
+            for (int m = 0; m < GROUP_M; m++)
+#pragma unroll
+                for (int e = 0; e < 4 * GROUP_BLOCKS; e++)
+                    if (is_seen(thread, m, step, e))
+                        largest[m][e % 4 / 2] =
+                            fmaxf(largest[m][e % 4 / 2], y.at[m][e / 4][e % 4] * params.b.scale);
+        }
+#pragma unroll
+        for (int m = 0; m < GROUP_M; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                skl_row_state &row = state[m][half];
+                const float shift = row.l_b > 0.0F ? fmaxf(row.m_b, largest[m][half]) : largest[m][half];
+                if (!is_in_range(row, sums[m][half]) && largest[m][half] > -INFINITY)
+                    row = skl_state_move(row, row.m_a, shift);
+            }
+    }
+
+    __device__ bool is_seen(const group_thread &thread, int m, int step, int e) const
+    {
+        const stage_range sees = smem.seen[thread.acc_row(m, e % 4 / 2)];
+        const int column = thread.acc_column(step, e / 4, e % 2);
+        return column >= sees.begin && column < sees.end;
+    }
+
+    /* The rule of add_group_tile(). */
+    __device__ static bool is_in_range(const skl_row_state &row, const row_sums &sums)
+    {
+        return sums.l_b < SKL_LAZY_BOUND && row.l_b + sums.l_b >= GROUP_SUM_MIN && !is_huge(row.m_b);
+    }
+
+    /* Adds the sums of a stage if they are in range for all rows of the warp, or in any case. */
+    __device__ bool add(const row_sums (&sums)[GROUP_M][2], bool in_any_case)
+    {
         bool in_range = true;
 #pragma unroll
         for (int m = 0; m < GROUP_M; m++)
 #pragma unroll
             for (int half = 0; half < 2; half++)
                 in_range = in_range && is_in_range(state[m][half], sums[m][half]);
-        if (__any_sync(~0U, !in_range))
+        if (!in_any_case && __any_sync(~0U, !in_range))
             return false;
 #pragma unroll
         for (int m = 0; m < GROUP_M; m++)
@@ -85,23 +142,18 @@ template <typename ELEMENT, int DIM> struct group_forward_pass {
     __device__ void student(const group_mean &p, const row_frags<DIM, GROUP_M> &frags,
                             const group_tile<DIM> &streamed, const group_product &at)
     {
-        if (covers(smem.block.full, at.first, GROUP_TILE_ROWS) && add_with_shifts(p, frags, streamed))
-            return;
-        const group_thread thread = group_thread::read();
-        const uint32_t b_address = logit_b_address<GROUP_BLOCKS>(streamed[thread.half()], thread.lane);
-#pragma unroll
-        for (int step = 0; step < GROUP_STEPS; step++) {
-            const int column = thread.column + step * GROUP_STEP;
-            step_logits y;
-            multiply<ELEMENT>(y, frags, b_address, step * GROUP_STEP);
-#pragma unroll
-            for (int m = 0; m < GROUP_M; m++)
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    const stage_range seen = smem.seen[thread.acc_row(m, half)];
-                    add_group_tile<true>(state[m][half], p[step].at[m], y.at[m], params.b.scale, half,
-                                         {seen.begin - column, seen.end - column});
-                }
+        if (covers(smem.block.full, at.first, GROUP_TILE_ROWS)) {
+            row_sums sums[GROUP_M][2] = {};
+            sum_stage<false>(sums, p, frags, streamed, GROUP_TILE_ROWS);
+            if (add(sums, false))
+                return;
+        }
+        for (int attempt = 0;; attempt++) {
+            row_sums sums[GROUP_M][2] = {};
+            sum_stage<true>(sums, p, frags, streamed, smem.block.needed - at.first);
+            if (add(sums, attempt == 1))
+                return;
+            move_shifts(sums, frags, streamed, smem.block.needed - at.first);
         }
     }
 };
