@@ -56,7 +56,7 @@ template <typename ELEMENT, int DIM> struct group_forward_pass {
         const uint32_t b_address = logit_b_address<GROUP_BLOCKS>(streamed[thread.half()], thread.lane);
 #pragma unroll
         for (int step = 0; step < GROUP_STEPS; step++) {
-            if (MASKED && step % 2 == 0 && step * GROUP_STEP >= stage_rows - thread.column)
+            if (step % 2 == 0 && step * GROUP_STEP >= stage_rows - thread.column)
                 break; /* see add_head() */
             step_logits y;
             multiply<ELEMENT>(y, frags, b_address, step * GROUP_STEP);
@@ -75,9 +75,9 @@ template <typename ELEMENT, int DIM> struct group_forward_pass {
         }
     }
 
-    /* Shifts that leave a sum of S out of range become the stage's maximum. */
-    __device__ void move_shifts(const row_sums (&sums)[GROUP_M][2], const row_frags<DIM, GROUP_M> &frags,
-                                const group_tile<DIM> &streamed, int stage_rows)
+    /* Shifts of the rows that have a bit become the stage's maximum. */
+    __device__ void move_shifts(unsigned rows, const row_frags<DIM, GROUP_M> &frags, const group_tile<DIM> &streamed,
+                                int stage_rows)
     {
         const group_thread thread = group_thread::read();
         const uint32_t b_address = logit_b_address<GROUP_BLOCKS>(streamed[thread.half()], thread.lane);
@@ -93,8 +93,7 @@ template <typename ELEMENT, int DIM> struct group_forward_pass {
 #pragma unroll
                 for (int e = 0; e < 4 * GROUP_BLOCKS; e++)
                     if (is_seen(thread, m, step, e))
-                        largest[m][e % 4 / 2] =
-                            fmaxf(largest[m][e % 4 / 2], y.at[m][e / 4][e % 4] * params.b.scale);
+                        largest[m][e % 4 / 2] = fmaxf(largest[m][e % 4 / 2], y.at[m][e / 4][e % 4] * params.b.scale);
         }
 #pragma unroll
         for (int m = 0; m < GROUP_M; m++)
@@ -102,7 +101,7 @@ template <typename ELEMENT, int DIM> struct group_forward_pass {
             for (int half = 0; half < 2; half++) {
                 skl_row_state &row = state[m][half];
                 const float shift = row.l_b > 0.0F ? fmaxf(row.m_b, largest[m][half]) : largest[m][half];
-                if (!is_in_range(row, sums[m][half]) && largest[m][half] > -INFINITY)
+                if ((rows >> (m * 2 + half) & 1) != 0 && largest[m][half] > -INFINITY)
                     row = skl_state_move(row, row.m_a, shift);
             }
     }
@@ -114,46 +113,52 @@ template <typename ELEMENT, int DIM> struct group_forward_pass {
         return column >= sees.begin && column < sees.end;
     }
 
-    /* The rule of add_group_tile(). */
-    __device__ static bool is_in_range(const skl_row_state &row, const row_sums &sums)
+    /* Rows whose sums cannot be added with their shift, a bit each: the rule of add_group_tile(). */
+    __device__ unsigned out_of_range(const row_sums (&sums)[GROUP_M][2]) const
     {
-        return sums.l_b < SKL_LAZY_BOUND && row.l_b + sums.l_b >= GROUP_SUM_MIN && !is_huge(row.m_b);
-    }
-
-    /* Adds the sums of a stage if they are in range for all rows of the warp, or in any case. */
-    __device__ bool add(const row_sums (&sums)[GROUP_M][2], bool in_any_case)
-    {
-        bool in_range = true;
+        unsigned rows = 0;
 #pragma unroll
         for (int m = 0; m < GROUP_M; m++)
 #pragma unroll
-            for (int half = 0; half < 2; half++)
-                in_range = in_range && is_in_range(state[m][half], sums[m][half]);
-        if (!in_any_case && __any_sync(~0U, !in_range))
-            return false;
+            for (int half = 0; half < 2; half++) {
+                const float l_b = sums[m][half].l_b, m_b = state[m][half].m_b;
+                const bool in_range =
+                    l_b < SKL_LAZY_BOUND && state[m][half].l_b + l_b >= GROUP_SUM_MIN && !is_huge(m_b);
+                rows |= in_range ? 0 : 1U << (m * 2 + half);
+            }
+        return rows;
+    }
+
+    __device__ void add(const row_sums (&sums)[GROUP_M][2])
+    {
 #pragma unroll
         for (int m = 0; m < GROUP_M; m++)
 #pragma unroll
             for (int half = 0; half < 2; half++)
                 add_sums(state[m][half], sums[m][half]);
-        return true;
     }
 
     __device__ void student(const group_mean &p, const row_frags<DIM, GROUP_M> &frags,
                             const group_tile<DIM> &streamed, const group_product &at)
     {
+        const int stage_rows = smem.block.needed - at.first;
         if (covers(smem.block.full, at.first, GROUP_TILE_ROWS)) {
             row_sums sums[GROUP_M][2] = {};
-            sum_stage<false>(sums, p, frags, streamed, GROUP_TILE_ROWS);
-            if (add(sums, false))
+            sum_stage<false>(sums, p, frags, streamed, stage_rows);
+            if (!__any_sync(~0U, out_of_range(sums) != 0)) {
+                add(sums);
                 return;
+            }
         }
-        for (int attempt = 0;; attempt++) {
+        for (bool moved = false;; moved = true) {
             row_sums sums[GROUP_M][2] = {};
-            sum_stage<true>(sums, p, frags, streamed, smem.block.needed - at.first);
-            if (add(sums, attempt == 1))
+            sum_stage<true>(sums, p, frags, streamed, stage_rows);
+            const unsigned rows = moved ? 0 : out_of_range(sums);
+            if (!__any_sync(~0U, rows != 0)) {
+                add(sums);
                 return;
-            move_shifts(sums, frags, streamed, smem.block.needed - at.first);
+            }
+            move_shifts(rows, frags, streamed, stage_rows);
         }
     }
 };
