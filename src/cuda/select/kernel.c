@@ -45,8 +45,9 @@ static bool fits_groups(const skl_cuda_kernel *kernel, const skl_problem *p)
     const int64_t length = skl_max(p->len_q, p->len_k);
     return kernel->group_rows != NULL && (kernel->softcap || !capped) && p->direction == SKL_KL_FORWARD &&
            p->dim_t <= kernel->dim_max && p->dim_s <= kernel->dim_max &&
-           (kernel->group_fused == NULL || fits_group_memory(p, capped)) && length < SKL_ROWS_MAX &&
-           p->batch * p->heads_t < INT32_MAX / skl_ceil_div(length + 1, SKL_GROUP_TILE);
+           (kernel->group_fused != NULL ? fits_group_memory(p, capped)
+                                        : skl_group_size(p) <= SKL_GROUP_TILES_SIZE_MAX) &&
+           length < SKL_ROWS_MAX && p->batch * p->heads_t < INT32_MAX / skl_ceil_div(length + 1, SKL_GROUP_TILE);
 }
 
 static bool fits_strips(const skl_problem *p)

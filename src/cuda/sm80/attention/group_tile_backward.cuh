@@ -38,16 +38,33 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
     gradient_acc<DIM / 2, GROUP_M> gradient;
     gradient_unit<ELEMENT> unit;
 
-    __device__ raw_stats load(const skl_sequence &s, const group_product &of, int64_t query) const
+    __device__ skl_input lse_of(bool of_student) const
     {
-        const bool of_student = of.n == (int)skl_group_size(&params.problem);
-        const float lse_s = row_stat(params, 1, s, of.head, query);
-        if (!of_student)
-            return {group_lse(params, s, of.head, of.n, query), lse_s};
-        return {lse_s, DK && is_seen(s, query) ? row_stat(params, 3, s, of.head, query) : DK ? 0.0F : 1.0F};
+        return row_stat_source(params, of_student ? 1 : 0);
     }
 
-    /* Whether a query attends to a key of the block: upstream gradients of others must not move the unit. */
+    /* LSE of a query, of teacher head n or, after the last one, of the student. */
+    __device__ float lse_at(int n, bool of_student, int query) const
+    {
+        const float *const first = smem.sources[n].lse;
+        return first != NULL ? first[query * lse_of(of_student).stride_row] : 0.0F;
+    }
+
+    __device__ raw_stats load(const group_product &of, bool of_student, int query) const
+    {
+        const float lse_s = lse_at(smem.block.count, true, query);
+        if (!of_student)
+            return {lse_at(of.n, false, query), lse_s};
+        return {lse_s, DK ? upstream(of.head, smem.block.origin + query) : 1.0F};
+    }
+
+    /* Upstream gradient of a query that attends to a key of the block. Those of others must not move the unit. */
+    __device__ float upstream(int head, int64_t query) const
+    {
+        const skl_sequence &s = smem.block.sequence;
+        return is_seen(s, query) ? row_stat(params, 3, s, head, query) : 0.0F;
+    }
+
     __device__ bool is_seen(const skl_sequence &s, int64_t query) const
     {
         const skl_range sees = skl_visible(&params.problem, &s, query);
@@ -188,8 +205,8 @@ __global__ void __launch_bounds__(GROUP_THREADS, 1)
         const skl_band band =
             DK ? skl_query_band(&params.problem, &tile.sequence) : skl_key_band(&params.problem, &tile.sequence);
         const streamed_band all = rows > 0 ? stream_for(band, tile.first, tile.first + rows - 1) : streamed_band{};
-        set_group_block(smem, tile.sequence, tile.first, rows, all, (int)tile.head * sharing,
-                        (int)(tile.head + 1) * sharing);
+        set_group_block<DK>(smem, tile.sequence, tile.first, rows, all, (int)tile.head * sharing,
+                            (int)(tile.head + 1) * sharing, (int)skl_group_size(&params.problem));
         if (rows < GROUP_TILE_ROWS) /* rows that do not exist must be masked */
             smem.block.full = {};
     }

@@ -11,6 +11,12 @@
 namespace sm80
 {
 
+/* LSE of the first teacher head of a student head. */
+__device__ inline float first_lse(const forward_params &params, const skl_sequence &s, int64_t head, int64_t query)
+{
+    return skl_row_value(&params.call.inputs.lse_t, &s, head * skl_group_size(&params.problem), query);
+}
+
 template <typename ELEMENT, int DIM> struct group_forward_pass {
     const forward_params &params;
     group_smem<DIM> &smem;
@@ -24,17 +30,21 @@ template <typename ELEMENT, int DIM> struct group_forward_pass {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const int row = min(thread.acc_row(m, half), smem.block.rows - 1);
-                const skl_lse2 first = split_lse2(
-                    group_lse(params, smem.block.sequence, smem.block.head, 0, smem.block.first_row + row));
+                const skl_lse2 first =
+                    split_lse2(first_lse(params, smem.block.sequence, smem.block.head, smem.block.first_row + row));
                 state[m][half] = {0.0F, 0.0F, fabsf(first.value) < INFINITY ? first.value : 0.0F, 0.0F, 0.0F};
             }
     }
 
-    __device__ raw_stats load(const skl_sequence &s, const group_product &of, int64_t query) const
+    __device__ skl_input lse_of(bool of_student) const
     {
-        if (of.n == (int)skl_group_size(&params.problem))
-            return {};
-        return {group_lse(params, s, of.head, of.n, query), group_lse(params, s, of.head, 0, query)};
+        return of_student ? skl_input{} : params.call.inputs.lse_t;
+    }
+
+    __device__ raw_stats load(const group_product &of, bool of_student, int query) const
+    {
+        const int64_t at = query * params.call.inputs.lse_t.stride_row;
+        return of_student ? raw_stats{} : raw_stats{smem.sources[of.n].lse[at], smem.sources[0].lse[at]};
     }
 
     __device__ query_stats student_stats(const raw_stats &) const
@@ -175,10 +185,10 @@ __global__ void __launch_bounds__(GROUP_THREADS, 1)
     const int rows = (int)skl_min(GROUP_TILE_ROWS, tile.sequence.query_count - tile.first);
     if (threadIdx.x == 0) {
         const skl_band band = skl_key_band(&params.problem, &tile.sequence);
-        set_group_block(smem, tile.sequence, tile.first, rows,
-                        streamed_split(stream_for(band, tile.first, tile.first + rows - 1), GROUP_TILE_ROWS,
-                                       tile.split, params.num_splits),
-                        tile.head, tile.head + 1);
+        set_group_block<false>(smem, tile.sequence, tile.first, rows,
+                               streamed_split(stream_for(band, tile.first, tile.first + rows - 1), GROUP_TILE_ROWS,
+                                              tile.split, params.num_splits),
+                               tile.head, tile.head + 1, (int)skl_group_size(&params.problem));
         smem.block.full.end = min(smem.block.full.end, smem.block.needed); /* a split's end, within its last stage */
     }
     __syncthreads();
@@ -203,7 +213,7 @@ __global__ void __launch_bounds__(GROUP_THREADS, 1)
     if (row >= GROUP_TILE_ROWS || written.first + row >= written.sequence.query_count)
         return;
     skl_row_state state = skl_state_merge(merged[0][row], merged[1][row]);
-    state.m_a = -split_lse2(group_lse(params, written.sequence, written.head, 0, written.first + row)).low;
+    state.m_a = -split_lse2(first_lse(params, written.sequence, written.head, written.first + row)).low;
     if (params.num_splits > 1)
         params.split_states[written.index * written.ROWS + row] = state;
     else

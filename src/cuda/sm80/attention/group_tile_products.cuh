@@ -67,13 +67,24 @@ struct group_block {
     int64_t first_row; /* stationary */
     int64_t origin;    /* streamed row that the rows of the stages count from */
     int rows, needed;  /* stationary rows that exist; streamed rows up to the last one that some row needs */
+    int last_query;    /* of the sequence, from the first stationary or streamed one on */
     int head, end;     /* student heads */
+    int count;         /* teacher heads of each */
     range32 full;      /* streamed rows that all stationary rows see */
     bounded_band band;
 };
 
+/* Rows of a product in global memory: of its tensors, from the block's first stationary row and from
+ * group_block.origin on, and LSEs of the queries among them (NULL: not needed). Listed for a whole group, because the
+ * divisions and 64-bit products that they follow from took more time than a product. */
+struct group_source {
+    const void *stationary, *streamed;
+    const float *lse;
+};
+
 template <int DIM> struct group_smem {
     group_tile<DIM> stationary, streamed[STAGES];
+    group_source sources[SKL_GROUP_TILES_SIZE_MAX + 1]; /* of the student head's products: the teacher's, its own */
     query_stats stats[GROUP_TILE_ROWS];
     stage_range seen[GROUP_TILE_ROWS]; /* of the stationary rows, in the student's product */
     group_block block;
@@ -134,12 +145,14 @@ struct group_thread {
 };
 
 /* Executed by one thread, before a barrier; `band` of stream_for(). */
-template <int DIM>
+template <bool DK, int DIM>
 __device__ inline void set_group_block(group_smem<DIM> &smem, const skl_sequence &sequence, int64_t first_row,
-                                       int rows, const streamed_band &all, int head, int end)
+                                       int rows, const streamed_band &all, int head, int end, int count)
 {
     const range32 full = reach_of(all.band, 0, GROUP_TILE_ROWS).all;
-    smem.block = {sequence, first_row, all.origin, rows, all.needed, head, end, full, all.band};
+    const int64_t queries = sequence.query_count - (DK ? all.origin : first_row);
+    const int last_query = (int)skl_min(queries, SKL_ROWS_MAX) - 1;
+    smem.block = {sequence, first_row, all.origin, rows, all.needed, last_query, head, end, count, full, all.band};
 }
 
 /* ---- Row stats ---------------------------------------------------------------------------------------------- */
@@ -155,11 +168,10 @@ __device__ inline query_stats teacher_stats(const raw_stats &raw)
     return {lse.value, fmaf(split_lse2(raw.other).low - lse.low, SKL_LN2, 1.0F)};
 }
 
-/* LSE of teacher head n of a group. */
-__device__ inline float group_lse(const skl_cuda_params &params, const skl_sequence &s, int64_t head, int n,
-                                  int64_t query)
+/* Address of a row vector's value; NULL if there is none. */
+__device__ inline const float *row_address(const skl_input &rows, const skl_sequence &s, int64_t head, int64_t query)
 {
-    return skl_row_value(&params.call.inputs.lse_t, &s, head * skl_group_size(&params.problem) + n, query);
+    return rows.data != NULL ? (const float *)rows.data + SKL_ROW(rows, s.batch, head, s.query_begin + query) : NULL;
 }
 
 /* Stats of a step: of its stationary rows, or for dk of its streamed ones. */
@@ -244,7 +256,8 @@ __device__ inline void add_head(group_mean &p, const row_frags<DIM, GROUP_M> &fr
 
 /* All products of the block. PASS has the rest:
  *
- *     raw_stats load(const skl_sequence &, group_product, int64_t query)    from global memory
+ *     skl_input lse_of(bool of_student)                         LSEs that it reads
+ *     raw_stats load(product, bool of_student, int query)       from global memory; queries count as group_source.lse
  *     query_stats student_stats(raw_stats)
  *     bool keeps_stationary()                      the student's product uses the memory of the stationary rows
  *     void student(p, frags, streamed, product)    for each stage
@@ -252,33 +265,49 @@ __device__ inline void add_head(group_mean &p, const row_frags<DIM, GROUP_M> &fr
 template <typename ELEMENT, int DIM, bool DK, typename PASS>
 __device__ inline void run_group_products(const skl_cuda_params &params, group_smem<DIM> &smem, PASS &pass)
 {
-    const int count = (int)skl_group_size(&params.problem);
     const group_block &block = smem.block;
-    const auto source = [&](const group_product &at, bool of_keys) {
-        const bool of_student = at.n == count;
-        const skl_cuda_argument &argument = of_student ? params.b : params.a;
-        const int head = of_student ? at.head : at.head * count + at.n;
-        return of_keys ? keys_of<ELEMENT>(argument, block.sequence, head)
-                       : queries_of<ELEMENT>(argument, block.sequence, head);
+    const int count = block.count;
+    const auto list_sources = [&](int student_head) {
+        const int n = group_thread::index();
+        if (n <= count) {
+            const bool of_student = n == count;
+            const skl_cuda_argument &argument = of_student ? params.b : params.a;
+            const int head = of_student ? student_head : student_head * count + n;
+            const auto queries = queries_of<ELEMENT>(argument, block.sequence, head);
+            const auto keys = keys_of<ELEMENT>(argument, block.sequence, head);
+            smem.sources[n] = {
+                (DK ? keys : queries).from(block.first_row).rows, (DK ? queries : keys).from(block.origin).rows,
+                row_address(pass.lse_of(of_student), block.sequence, head, DK ? block.origin : block.first_row)};
+        }
+        __syncthreads();
+    };
+    const auto side_of_product = [&](const group_product &of) -> const skl_cuda_argument & {
+        return of.n == count ? params.b : params.a;
+    };
+    const auto rows_at = [&](const void *rows, const group_product &of, bool of_keys) {
+        const skl_cuda_argument &argument = side_of_product(of);
+        return row_source<ELEMENT>{(const ELEMENT *)rows, of_keys ? argument.k.stride_row : argument.q.stride_row,
+                                   argument.dim};
     };
     const auto copy_stationary = [&](const group_product &of) {
-        copy_chunks<DIM, GROUP_TILE_ROWS, GROUP_THREADS>(
-            smem.stationary[0].chunks, source(of, DK).from(block.first_row), 0, block.rows, group_thread::index());
+        copy_chunks<DIM, GROUP_TILE_ROWS, GROUP_THREADS>(smem.stationary[0].chunks,
+                                                         rows_at(smem.sources[of.n].stationary, of, DK), 0,
+                                                         block.rows, group_thread::index());
     };
     const auto copy_streamed = [&](const group_product &of, int slot) {
         copy_chunks<DIM, GROUP_TILE_ROWS, GROUP_THREADS>(smem.streamed[slot][0].chunks,
-                                                         source(of, !DK).from(block.origin), of.first,
+                                                         rows_at(smem.sources[of.n].streamed, of, !DK), of.first,
                                                          block.band.count, group_thread::index());
     };
     const auto load_stats = [&](const group_product &of) {
         const int row = group_thread::index() % GROUP_TILE_ROWS;
-        const int64_t query = DK ? block.origin + of.first + row : block.first_row + row;
-        return pass.load(block.sequence, of, skl_min(query, block.sequence.query_count - 1));
+        return pass.load(of, of.n == count, min(DK ? of.first + row : row, block.last_query));
     };
 
     group_product now = {block.head, 0, 0};
     if (block.needed == 0)
         return;
+    list_sources(now.head);
     copy_stationary(now);
     copy_streamed(now, 0);
     cp_async_commit();
@@ -298,9 +327,14 @@ __device__ inline void run_group_products(const skl_cuda_params &params, group_s
             smem.stats[index] = of_student ? pass.student_stats(raw) : teacher_stats(raw);
         if (index < GROUP_TILE_ROWS && of_student)
             smem.seen[index] = stage_range::of(block.band.of(index), now.first);
+        const group_source from = smem.sources[now.n];
+        if (DK && more && next.head != now.head) {
+            __syncthreads();
+            list_sources(next.head);
+        }
         if (more)
             raw = load_stats(next);
-        const bool new_streamed = more && (other_side || source(next, !DK).rows != source(now, !DK).rows);
+        const bool new_streamed = more && (other_side || smem.sources[next.n].streamed != from.streamed);
         if (new_streamed)
             copy_streamed(next, 1 - slot);
         if (!DK || new_stationary) { /* queries of every head differ */
@@ -308,7 +342,7 @@ __device__ inline void run_group_products(const skl_cuda_params &params, group_s
             read_frags(frags, smem.stationary, thread.row, thread.lane);
         }
         __syncthreads(); /* the memory of the stationary rows is free */
-        new_stationary = more && (other_side || source(next, DK).rows != source(now, DK).rows);
+        new_stationary = more && (other_side || smem.sources[next.n].stationary != from.stationary);
         const bool later = of_student && pass.keeps_stationary();
         if (new_stationary && !later)
             copy_stationary(next);
