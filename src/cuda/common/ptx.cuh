@@ -115,4 +115,10 @@ __device__ inline float lg2(float x)
     return y;
 }
 
+/* A barrier for some of the block's warps; number 0 is __syncthreads. */
+__device__ inline void named_barrier_sync(int number, int threads)
+{
+    asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
 #endif

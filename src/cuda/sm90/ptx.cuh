@@ -46,12 +46,6 @@ __device__ inline void barrier_arrive_if(uint64_t &barrier, bool condition)
                  : "memory");
 }
 
-/* A barrier for some of the block's warps; number 0 is __syncthreads. */
-__device__ inline void named_barrier_sync(int number, int threads)
-{
-    asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
-}
-
 /* Waits until the phase with this parity has completed. */
 __device__ inline void barrier_wait(uint64_t &barrier, int phase)
 {

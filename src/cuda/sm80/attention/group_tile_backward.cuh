@@ -100,11 +100,11 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
     }
 
     /* DK, f16: |s - p| <= 1, so the upstream gradients of the stage bound G. The same in all warps. */
-    __device__ void fit_unit()
+    __device__ void fit_unit(const query_stats *stats)
     {
         float largest = DK ? 0.0F : 1.0F;
         for (int row = (int)threadIdx.x % 32; DK && row < GROUP_TILE_ROWS; row += 32) {
-            const float size = fabsf(smem.stats[row].factor);
+            const float size = fabsf(stats[row].factor);
             largest = size < INFINITY ? fmaxf(largest, size) : largest;
         }
         unit.fit(gradient, warp_max(largest));
@@ -113,11 +113,11 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
     /* G of the stage_rows rows of a stage that some row needs, up to a multiple of 16. MASKED: of masked pairs 0. */
     template <bool MASKED>
     __device__ void compute_g(const group_mean &p, const row_frags<DIM, GROUP_M> &frags,
-                              const group_tile<DIM> &streamed, int stage_rows)
+                              const group_tile<DIM> &streamed, const query_stats *stats, int stage_rows)
     {
         const group_thread thread = group_thread::read();
         const uint32_t b_address = logit_b_address<GROUP_BLOCKS>(streamed[thread.half()], thread.lane);
-        step_stats<DK> queries(smem.stats, thread);
+        step_stats<DK> queries(stats, thread);
         const uint32_t to =
             shared_address(
                 &g[thread.row / 64].chunks[thread.acc_row(0, 0) % 64][thread.column / 8 + thread.lane / 4]) +
@@ -128,7 +128,7 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
                 break; /* see add_head() */
             step_logits y;
             multiply<ELEMENT>(y, frags, b_address, step * GROUP_STEP);
-            queries.load(smem.stats, thread, step);
+            queries.load(stats, thread, step);
             const unsigned poisoned = MASKED ? smem.poisoned[thread.column / 32 + step * GROUP_STEP / 32] : 0;
 #pragma unroll
             for (int m = 0; m < GROUP_M; m++)
@@ -160,19 +160,19 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
     }
 
     __device__ void student(const group_mean &p, const row_frags<DIM, GROUP_M> &frags, group_tile<DIM> &streamed,
-                            const group_product &at)
+                            const query_stats *stats, const group_product &at)
     {
         const bool masked = !covers(smem.block.full, at.first, GROUP_TILE_ROWS);
         const int stage_rows = smem.block.needed - at.first;
-        fit_unit();
+        fit_unit(stats);
         if (masked) {
             sanitize(streamed);
-            compute_g<true>(p, frags, streamed, stage_rows);
+            compute_g<true>(p, frags, streamed, stats, stage_rows);
         } else {
-            compute_g<false>(p, frags, streamed, stage_rows);
+            compute_g<false>(p, frags, streamed, stats, stage_rows);
         }
-        __syncthreads(); /* G is complete */
         const group_thread thread = group_thread::read();
+        thread.sync_rows(); /* G is complete */
         const uint32_t g_address = a_address(g[0], thread.lane);
         const uint32_t rows =
             at_chunk<DIM>(gradient_b_address(streamed[0], thread.lane), 0, thread.half() * (DIM / 16));

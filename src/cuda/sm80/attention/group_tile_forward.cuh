@@ -149,7 +149,7 @@ template <typename ELEMENT, int DIM> struct group_forward_pass {
     }
 
     __device__ void student(const group_mean &p, const row_frags<DIM, GROUP_M> &frags,
-                            const group_tile<DIM> &streamed, const group_product &at)
+                            const group_tile<DIM> &streamed, const query_stats *, const group_product &at)
     {
         const int stage_rows = smem.block.needed - at.first;
         if (covers(smem.block.full, at.first, GROUP_TILE_ROWS)) {

@@ -85,8 +85,8 @@ struct group_source {
 template <int DIM> struct group_smem {
     group_tile<DIM> stationary, streamed[STAGES];
     group_source sources[SKL_GROUP_TILES_SIZE_MAX + 1]; /* of the student head's products: the teacher's, its own */
-    query_stats stats[GROUP_TILE_ROWS];
-    stage_range seen[GROUP_TILE_ROWS]; /* of the stationary rows, in the student's product */
+    query_stats stats[2][GROUP_TILE_ROWS];              /* of a product, and of the next one */
+    stage_range seen[GROUP_TILE_ROWS];                  /* of the stationary rows, in the student's product */
     group_block block;
 };
 
@@ -125,6 +125,12 @@ struct group_thread {
         const int thread = index();
         return {thread % 32, thread / 32 % GROUP_ROW_WARPS * 16 * GROUP_M,
                 thread / 32 / GROUP_ROW_WARPS * (GROUP_STEP * GROUP_STEPS)};
+    }
+
+    /* Waits for the other warp with the same stationary rows. */
+    __device__ void sync_rows() const
+    {
+        named_barrier_sync(1 + row / (16 * GROUP_M), 64);
     }
 
     __device__ int half() const /* of the stage */
@@ -260,7 +266,7 @@ __device__ inline void add_head(group_mean &p, const row_frags<DIM, GROUP_M> &fr
  *     raw_stats load(product, bool of_student, int query)       from global memory; queries count as group_source.lse
  *     query_stats student_stats(raw_stats)
  *     bool keeps_stationary()                      the student's product uses the memory of the stationary rows
- *     void student(p, frags, streamed, product)    for each stage
+ *     void student(p, frags, streamed, stats, product)    for each stage
  */
 template <typename ELEMENT, int DIM, bool DK, typename PASS>
 __device__ inline void run_group_products(const skl_cuda_params &params, group_smem<DIM> &smem, PASS &pass)
@@ -289,11 +295,14 @@ __device__ inline void run_group_products(const skl_cuda_params &params, group_s
         return row_source<ELEMENT>{(const ELEMENT *)rows, of_keys ? argument.k.stride_row : argument.q.stride_row,
                                    argument.dim};
     };
-    const auto copy_stationary = [&](const group_product &of) {
-        copy_chunks<DIM, GROUP_TILE_ROWS, GROUP_THREADS>(smem.stationary[0].chunks,
-                                                         rows_at(smem.sources[of.n].stationary, of, DK), 0,
-                                                         block.rows, group_thread::index());
-    };
+    const auto copy_stationary =
+        [&](const group_product &of) { /* the rows of this warp and the one that shares them */
+                                       const group_thread thread = group_thread::read();
+                                       const auto from = rows_at(smem.sources[of.n].stationary, of, DK);
+                                       copy_chunks<DIM, 16 * GROUP_M, 64>(
+                                           &smem.stationary[0].chunks[thread.row], from.from(thread.row), 0,
+                                           block.rows - thread.row, thread.half() * 32 + thread.lane);
+        };
     const auto copy_streamed = [&](const group_product &of, int slot) {
         copy_chunks<DIM, GROUP_TILE_ROWS, GROUP_THREADS>(smem.streamed[slot][0].chunks,
                                                          rows_at(smem.sources[of.n].streamed, of, !DK), of.first,
@@ -303,6 +312,14 @@ __device__ inline void run_group_products(const skl_cuda_params &params, group_s
         const int row = group_thread::index() % GROUP_TILE_ROWS;
         return pass.load(of, of.n == count, min(DK ? of.first + row : row, block.last_query));
     };
+    const auto store_stats = [&](const group_product &of, const raw_stats &raw, int parity) {
+        const int row = group_thread::index();
+        if (row >= GROUP_TILE_ROWS)
+            return;
+        smem.stats[parity][row] = of.n == count ? pass.student_stats(raw) : teacher_stats(raw);
+        if (of.n == count)
+            smem.seen[row] = stage_range::of(block.band.of(row), of.first);
+    };
 
     group_product now = {block.head, 0, 0};
     if (block.needed == 0)
@@ -311,55 +328,56 @@ __device__ inline void run_group_products(const skl_cuda_params &params, group_s
     copy_stationary(now);
     copy_streamed(now, 0);
     cp_async_commit();
-    raw_stats raw = load_stats(now);
+    store_stats(now, load_stats(now), 0);
     row_frags<DIM, GROUP_M> frags = {};
     group_mean p = {};
-    int slot = 0;
-    bool new_stationary = true;
+    int slot = 0, parity = 0;
+    bool new_stationary = true, new_streamed = true;
     while (now.head < block.end) {
         const group_product next = now.next(count, block.needed);
         const bool of_student = now.n == count, more = next.head < block.end;
         const bool other_side = of_student || next.n == count; /* the same rows may have another head size */
         cp_async_wait<0>();
-        __syncthreads(); /* the rows are complete, and all warps have finished the product before */
-        const int index = group_thread::index();
-        if (index < GROUP_TILE_ROWS)
-            smem.stats[index] = of_student ? pass.student_stats(raw) : teacher_stats(raw);
-        if (index < GROUP_TILE_ROWS && of_student)
-            smem.seen[index] = stage_range::of(block.band.of(index), now.first);
+        if (new_streamed)
+            __syncthreads(); /* the rows are complete, and all warps have finished the product before */
+        else
+            group_thread::read().sync_rows(); /* the same for the stationary rows: warps with others need not wait */
         const group_source from = smem.sources[now.n];
         if (DK && more && next.head != now.head) {
             __syncthreads();
             list_sources(next.head);
         }
-        if (more)
-            raw = load_stats(next);
-        const bool new_streamed = more && (other_side || smem.sources[next.n].streamed != from.streamed);
+        const raw_stats raw = more ? load_stats(next) : raw_stats{};
+        new_streamed = more && (other_side || smem.sources[next.n].streamed != from.streamed);
         if (new_streamed)
             copy_streamed(next, 1 - slot);
         if (!DK || new_stationary) { /* queries of every head differ */
             const group_thread thread = group_thread::read();
             read_frags(frags, smem.stationary, thread.row, thread.lane);
         }
-        __syncthreads(); /* the memory of the stationary rows is free */
         new_stationary = more && (other_side || smem.sources[next.n].stationary != from.stationary);
         const bool later = of_student && pass.keeps_stationary();
+        if (!DK || new_stationary)
+            group_thread::read().sync_rows(); /* the memory of the stationary rows is free */
         if (new_stationary && !later)
             copy_stationary(next);
         cp_async_commit();
         if (of_student) {
-            pass.student(p, frags, smem.streamed[slot], now);
+            pass.student(p, frags, smem.streamed[slot], smem.stats[parity], now);
 #pragma unroll
             for (int step = 0; step < GROUP_STEPS; step++)
                 p[step] = {};
         } else
-            add_head<ELEMENT, DIM, DK>(p, frags, smem.streamed[slot], smem.stats, params.a.scale, now.n,
+            add_head<ELEMENT, DIM, DK>(p, frags, smem.streamed[slot], smem.stats[parity], params.a.scale, now.n,
                                        block.needed - now.first);
         if (new_stationary && later) {
-            __syncthreads();
+            group_thread::read().sync_rows();
             copy_stationary(next);
             cp_async_commit();
         }
+        parity = 1 - parity;
+        if (more)
+            store_stats(next, raw, parity);
         slot = new_streamed ? 1 - slot : slot;
         now = next;
     }
