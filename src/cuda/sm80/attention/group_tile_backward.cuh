@@ -85,10 +85,11 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
     /* As clear_non_finite in backward.cuh. */
     __device__ void sanitize(group_tile<DIM> &streamed)
     {
-        if (threadIdx.x < GROUP_TILE_ROWS / 32)
-            smem.poisoned[threadIdx.x] = 0;
+        const int index = group_thread::index();
+        if (index < GROUP_TILE_ROWS / 32)
+            smem.poisoned[index] = 0;
         __syncthreads();
-        for (int n = (int)threadIdx.x; n < GROUP_TILE_ROWS * DIM / 8; n += GROUP_THREADS) {
+        for (int n = index; n < GROUP_TILE_ROWS * DIM / 8; n += GROUP_THREADS) {
             const int row = n / (DIM / 8);
             uint4 &chunk = streamed[row / 64].chunks[row % 64][n % (DIM / 8)];
             if (!all_finite<ELEMENT>(chunk)) {

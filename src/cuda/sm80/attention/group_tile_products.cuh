@@ -331,7 +331,7 @@ __device__ inline void run_group_products(const skl_cuda_params &params, group_s
     store_stats(now, load_stats(now), 0);
     row_frags<DIM, GROUP_M> frags = {};
     group_mean p = {};
-    int slot = 0, parity = 0;
+    int buffers = 0; /* bit 0: which one has the streamed rows; bit 1: which one the stats */
     bool new_stationary = true, new_streamed = true;
     while (now.head < block.end) {
         const group_product next = now.next(count, block.needed);
@@ -350,7 +350,7 @@ __device__ inline void run_group_products(const skl_cuda_params &params, group_s
         const raw_stats raw = more ? load_stats(next) : raw_stats{};
         new_streamed = more && (other_side || smem.sources[next.n].streamed != from.streamed);
         if (new_streamed)
-            copy_streamed(next, 1 - slot);
+            copy_streamed(next, 1 - buffers % 2);
         if (!DK || new_stationary) { /* queries of every head differ */
             const group_thread thread = group_thread::read();
             read_frags(frags, smem.stationary, thread.row, thread.lane);
@@ -363,23 +363,22 @@ __device__ inline void run_group_products(const skl_cuda_params &params, group_s
             copy_stationary(next);
         cp_async_commit();
         if (of_student) {
-            pass.student(p, frags, smem.streamed[slot], smem.stats[parity], now);
+            pass.student(p, frags, smem.streamed[buffers % 2], smem.stats[buffers / 2], now);
 #pragma unroll
             for (int step = 0; step < GROUP_STEPS; step++)
                 p[step] = {};
         } else
-            add_head<ELEMENT, DIM, DK>(p, frags, smem.streamed[slot], smem.stats[parity], params.a.scale, now.n,
-                                       block.needed - now.first);
+            add_head<ELEMENT, DIM, DK>(p, frags, smem.streamed[buffers % 2], smem.stats[buffers / 2], params.a.scale,
+                                       now.n, block.needed - now.first);
         if (new_stationary && later) {
             group_thread::read().sync_rows();
             copy_stationary(next);
             cp_async_commit();
         }
-        parity = 1 - parity;
-        if (more)
-            store_stats(next, raw, parity);
-        slot = new_streamed ? 1 - slot : slot;
-        now = next;
+        buffers ^= 2 + (int)new_streamed;
+        now = now.next(count, block.needed); /* again: `next` need not stay in registers */
+        if (now.head < block.end)
+            store_stats(now, raw, buffers / 2);
     }
     cp_async_wait<0>();
     __syncthreads();
