@@ -311,7 +311,8 @@ static void test_joint_backward(void **state)
     const char *const joint = "dq and dk of both sides: cuda_sm90_bf16_joint, joint backward";
     const test_case both = {"joint", SHAPE(1, 200, 300), HEADS(2, 2), DIMS(64, 40), TYPES(BF16, BF16)};
     assert_reason_of(SKL_OP_BACKWARD, &both, joint, "all four gradients");
-    assert_reason_of(SKL_OP_FORWARD_BACKWARD, &both, "dq_s and dk_s: cuda_sm90_bf16_64, fused backward", "best kernel");
+    assert_reason_of(SKL_OP_FORWARD_BACKWARD, &both, "dq_s and dk_s: cuda_sm90_bf16_64, fused backward",
+                     "best kernel");
     test_case c = both;
     c.direction = SKL_KL_REVERSE, c.grad_f32 = 1;
     assert_reason_of(SKL_OP_BACKWARD, &c, joint, "all four gradients");

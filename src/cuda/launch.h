@@ -204,7 +204,7 @@ SKL_DECLARE_LAUNCHER(skl_cuda_general_sparse_gradients)
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_rows)                                                  \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_gradients)
 #define CARRYING_KERNEL(arch, dtype, name) SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_carrying)
-#define JOINT_KERNEL(arch, dtype, name) SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_joint)
+#define JOINT_KERNEL(arch, dtype, name)    SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_joint)
 #define INDEXER_KERNELS(arch, dtype, stage)                                                                          \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##stage##_rows)                                                 \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##stage##_gradients)

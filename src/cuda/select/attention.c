@@ -280,7 +280,8 @@ static void add_fused(const choice *s, const side_request *request, bool kl)
 static const skl_cuda_kernel *joint_kernel_of(const choice *s)
 {
     const skl_gradients *const out = &s->call->gradients;
-    const bool all = out->dq_t.data != NULL && out->dk_t.data != NULL && out->dq_s.data != NULL && out->dk_s.data != NULL;
+    const bool all =
+        out->dq_t.data != NULL && out->dk_t.data != NULL && out->dq_s.data != NULL && out->dk_s.data != NULL;
     return all && s->gradients && s->call->op == SKL_OP_BACKWARD && !s->capped
                ? skl_select_joint_kernel(&s->plan->problem, s->kernel)
                : NULL;
@@ -297,8 +298,7 @@ static void add_joint(const choice *s, const skl_cuda_kernel *kernel)
     launch->dk_sums_t = skl_select_dk_sums_of(s, &of_teacher);
     if (!p->grad_f32)
         launch->dk_sums_t.data = (char *)launch->dk_sums_t.data + skl_select_teacher_sums_at(p);
-    launch->workspace_size =
-        p->grad_f32 ? 0 : skl_select_teacher_sums_at(p) + skl_select_side_sums_size(p, true);
+    launch->workspace_size = p->grad_f32 ? 0 : skl_select_teacher_sums_at(p) + skl_select_side_sums_size(p, true);
     launch->head_group = skl_select_head_group_for(s, SKL_SM90_BACKWARD_ROWS, keys_and_sums, keys_and_sums);
 }
 

@@ -4,18 +4,18 @@
  *   P = 2^(X - LSE_a)   S = 2^(Y - LSE_b)   G_a = g P (log P - log S - KL)   G_b = g (S - P)
  *   dq_a = scale_a G_a K_a   dk_a = scale_a G_a^T Q_a   dq_b, dk_b: the same
  *
- * Six products instead of the eight of two fused backwards, and 16 exponentials per clock once instead of one and a
- * half times.
+ * Six products instead of the eight of two fused backwards, two exponentials per pair instead of three.
  *
  * Bound: shared memory, 2,176 clocks per 128 queries x 64 keys; tensor cores 1,536, exponentials 1,024. At DIM = 128
  * it would not be faster than two fused backwards: see docs/lab/2026-11-17-joint-backward.md.
  *
  *   block      2 dq warpgroups of 64 queries and 1 dk warpgroup, which is also the producer; one block per SM
- *   registers  200 per dq thread: logits of a stage (64), both dq (64), both G (32), 24 for the rest; 104 per dk thread
- *   shared     Q of both arguments, DEPTH stages of 64 keys of both, two buffers of both G, one dk of a stage in f32
+ *   registers  200 per dq thread: logits of a stage (64), both dq (64), both G (32), 24 for the rest; 104 per dk
+ *              thread
+ *   shared     Q of both arguments, DEPTH stages of 64 keys of both, two buffers of both G, one dk of a stage, f32
  *
- *   dq warpgroups   stage n       X, Y  ->  exponentials  ->  dq_a += G_a K_a, dq_b += G_b K_b, both G to shared memory
- *   dk warpgroup    stage n - 1   dk_a = G_a^T Q_a  ->  shared memory  ->  global memory += dk_a (TMA); then dk_b
+ *   dq warpgroups   stage n       X, Y  ->  exponentials  ->  both dq += G K, both G to shared memory
+ *   dk warpgroup    stage n - 1   dk_a = G_a^T Q_a  ->  shared memory  ->  global memory (TMA adds); then dk_b
  *
  * Everything else is as in fused_backward.cuh. */
 #ifndef SKL_CUDA_SM90_ATTENTION_JOINT_BACKWARD_CUH
@@ -143,8 +143,7 @@ template <typename ELEMENT, typename SHAPE> struct joint_dq_warpgroup {
 
     template <int WHICH> __device__ void issue_products(stage_logits &x, int stage)
     {
-        issue_logits<ELEMENT, DIM, 0>(x, NULL,
-                                      k_major_operand(&smem.queries[WHICH]) + warpgroup * (64 * 128 / 16),
+        issue_logits<ELEMENT, DIM, 0>(x, NULL, k_major_operand(&smem.queries[WHICH]) + warpgroup * (64 * 128 / 16),
                                       k_major_operand(&smem.keys[stage][WHICH]));
     }
 
@@ -279,7 +278,7 @@ template <typename ELEMENT, typename SHAPE>
 __device__ inline void run_joint_dk_warpgroup(joint_backward_smem<SHAPE> &smem, const joint_loader<SHAPE> &loader,
                                               float scale_a, float scale_b)
 {
-    constexpr int DK_DIMS = SHAPE::DK_DIMS, PARTS = SHAPE::DIM / DK_DIMS;
+    constexpr int DK_DIMS = SHAPE::DK_DIMS, SLICES = SHAPE::DIM / DK_DIMS;
     const bool is_leader = warp_in_warpgroup() == 0; /* the warp that issues TMA */
     float dk[DK_DIMS / 8][4];
     if (loader.schedule.masked_stages > 0)
@@ -291,19 +290,19 @@ __device__ inline void run_joint_dk_warpgroup(joint_backward_smem<SHAPE> &smem, 
         if (is_leader && n > 0) /* G of stage n is full, so both dq warpgroups have released stage n - 1 */
             loader.load_stage(n + smem.DEPTH - 1);
 #pragma unroll
-        for (int part = 0; part < ARGUMENTS * PARTS; part++) {
-            const int which = part / PARTS, first_dim = part % PARTS * DK_DIMS;
+        for (int slice = 0; slice < ARGUMENTS * SLICES; slice++) {
+            const int which = slice / SLICES, first_dim = slice % SLICES * DK_DIMS;
             const uint32_t g = mn_major_operand(smem.g[n % 2][which], 0);
             const uint32_t q = mn_major_operand(&smem.queries[which].slabs[first_dim / 64], SHAPE::ROWS * 128);
             wgmma_fence();
 #pragma unroll
             for (int step = 0; step < smem.ROWS / 16; step++)
-                wgmma<true>(dk, smem_descriptor(g + step * 16 * 128 / 16),
-                            smem_descriptor(q + step * 16 * 128 / 16), step > 0, ELEMENT());
+                wgmma<true>(dk, smem_descriptor(g + step * 16 * 128 / 16), smem_descriptor(q + step * 16 * 128 / 16),
+                            step > 0, ELEMENT());
             wgmma_commit();
             wgmma_wait<0>();
             fence_operand(dk);
-            if (part == ARGUMENTS * PARTS - 1 && threadIdx.x % 32 == 0)
+            if (slice == ARGUMENTS * SLICES - 1 && threadIdx.x % 32 == 0)
                 barrier_arrive(smem.g_empty[n % 2]);
             if (is_leader)
                 tma_wait_read();
@@ -433,9 +432,8 @@ cudaError_t launch_joint_backward(const char *kernel, const skl_cuda_params *par
         return error;
     record_launch(kernel, SKL_VARIANT_JOINT, 1);
     const skl_problem &p = params->problem;
-    joint_backward_kernel<ELEMENT, shape>
-        <<<grid_of(p.batch, p.heads_s, skl_ceil_div(p.len_q, shape::ROWS)), shape::THREADS, MEMORY,
-           params->call.stream>>>(of_student, maps);
+    joint_backward_kernel<ELEMENT, shape><<<grid_of(p.batch, p.heads_s, skl_ceil_div(p.len_q, shape::ROWS)),
+                                            shape::THREADS, MEMORY, params->call.stream>>>(of_student, maps);
     error = cudaPeekAtLastError();
     if (error == cudaSuccess)
         error = store_dk_sums(&of_student);
