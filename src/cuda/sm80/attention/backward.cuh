@@ -277,10 +277,10 @@ __device__ inline void add_masked_stage(gradient_acc<SLICE<DIM>, M> &gradient, g
                     const float log_p_b = fmaf(y.at[m][block][e], scale_b, -query.lse_b);
                     float g = wrt_b ? pair_gradient<true>(log_p_a, log_p_b, query)
                                     : pair_gradient<false>(log_p_a, log_p_b, query);
-                    if (wrt.capped) { /* 1 - tanh^2 */
+                    if (wrt.capped) { /* 1 - tanh^2, exactly 0 where tanh is 1 */
                         const float logit = wrt_b ? y.at[m][block][e] : x.at[m][block][e];
                         const float ratio = logit * wrt.inverse_softcap_2;
-                        g *= 1.0F - ratio * ratio;
+                        g *= fabsf(logit) == wrt.softcap_2 ? 0.0F : 1.0F - ratio * ratio;
                     }
                     const int column = row + acc_column(block, e % 2);
                     const range32 sees = memory.visible.of(acc_row<M>(m, e / 2));

@@ -132,14 +132,17 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
         return warp_uniform(smem.poisoned);
     }
 
-    /* One warpgroup sanitizes the queries of a masked stage that may have some that are not finite, the other the
-     * gradients of their outputs. */
+    /* Waits for the row statistics of a masked stage. If it may have queries that are not finite, one warpgroup
+     * sanitizes them, the other the gradients of their outputs. */
     __device__ void sanitize_stage(int n)
     {
         const int row = (int)(thread_again() % 128 / 2), stage = n % smem.DEPTH, phase = n / smem.DEPTH % 2;
+        barrier_wait(smem.stats_full[stage], phase);
+        const stage_info &info = smem.info[n % smem.INFOS];
+        if (warp_uniform(load_again(info.unknown[0]) | load_again(info.unknown[1])) == 0)
+            return;
         barrier_wait(smem.of_q_b.full[stage], phase);
         barrier_wait(smem.of_d_out.full[stage], phase);
-        barrier_wait(smem.stats_full[stage], phase);
         const bool finite =
             sanitize_row<ELEMENT, DIM>(warpgroup == 0 ? smem.q_b[stage].slabs : smem.d_out[stage].slabs, row, true);
         if (!finite)
@@ -293,13 +296,9 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
         const int stage = n % smem.DEPTH, buffer = n % 2;
         const int q_a_stage = n % smem.Q_A_DEPTH, q_a_phase = n / smem.Q_A_DEPTH % 2;
         const stage_pair *const stats = smem.stats[stage];
-        if (MASKED)
-            barrier_wait(smem.stats_full[stage], n / smem.DEPTH % 2);
-        const stage_info &info = smem.info[n % smem.INFOS];
+        const stage_info &info = smem.info[n % smem.INFOS]; /* of a masked stage, sanitize_stage has waited for it */
         const int first = MASKED ? load_again(info.row) - load_again(smem.queries.row) : 0;
         stage_logits y, dp; /* y: also X */
-        if (MASKED && warp_uniform(load_again(info.unknown[0]) | load_again(info.unknown[1])) != 0)
-            sanitize_stage(n);
         issue_y(y, n);
         issue_dp(dp, n);
         if (!WITH_DQ && n > 0)
@@ -333,9 +332,8 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
         named_barrier_sync(2 + warpgroup, 128);
         if (thread_again() % 128 == 0)
             barrier_arrive(smem.ds_full[buffer]);
-        wgmma_wait<0>(); /* for dv, whose operands leave room for those of dk */
-        if (thread_again() % 32 == 0)
-            barrier_arrive(smem.of_d_out.empty[stage]);
+        wgmma_wait<0>();                            /* for dv, whose operands leave room for those of dk */
+        barrier_arrive(smem.of_d_out.empty[stage]); /* every lane, because every lane has read row stats */
         if constexpr (WITH_DQ) {
             add_dq<true>(n - 1, ds);
             wgmma_wait<0>();
@@ -381,8 +379,10 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
                 barrier_wait(smem.k_a_full, flags / STAGE_K_A_PHASE % 2);
             const int of_head = load_again(smem.queries.stages), end = warp_uniform(n + of_head);
             const int masked_end = warp_uniform(n + (all_masked ? of_head : load_again(smem.queries.masked_stages)));
-            for (; n < masked_end; n++)
+            for (; n < masked_end; n++) {
+                sanitize_stage(n); /* here, because the warpgroups meet in it, and add_stage exists twice */
                 n % 2 == warpgroup ? add_stage<true, false>(n) : add_stage<true, true>(n);
+            }
             for (; n < end; n++)
                 n % 2 == warpgroup ? add_stage<false, false>(n) : add_stage<false, true>(n);
             if (load_again(smem.info[(n - 1) % smem.INFOS].flags) & STAGE_LAST_OF_K_A && threadIdx.x % 32 == 0)

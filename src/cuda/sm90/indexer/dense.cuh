@@ -56,7 +56,12 @@ cudaError_t launch_index(KERNEL kernel, int64_t blocks, int threads, size_t memo
 inline cudaError_t launch_teacher_lse(index_params *kernel_params, const skl_index_layout &layout)
 {
     assign_teacher_lse(kernel_params, layout);
-    return launch_lse(*kernel_params, false, kernel_params->call.rows.lse_t, __nv_bfloat16());
+    score_maps maps = {};
+    if (!encode_teacher(&maps, *kernel_params))
+        return encode_error();
+    const skl_problem *const p = &kernel_params->problem;
+    return launch_index(lse_kernel, p->batch * p->heads_t * skl_ceil_div(p->len_q, SIDE), SCORE_THREADS,
+                        sizeof(score_smem), *kernel_params, maps);
 }
 
 template <bool GRADIENTS> cudaError_t launch_scores(const index_params &kernel_params, const score_maps &maps)

@@ -152,7 +152,7 @@ struct slab_producer {
 
 /* ---- Consumers ---------------------------------------------------------------------------------------------- */
 
-template <typename ELEMENT> struct slab_consumer {
+struct slab_consumer {
     score_smem &smem;
     int warpgroup; /* warp-uniform */
     pipeline_state<QUERY_STAGES> query;
@@ -170,7 +170,7 @@ template <typename ELEMENT> struct slab_consumer {
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
             wgmma<false>(x, k_step_descriptor(a, step, SIDE), k_step_descriptor(b, step, SIDE), add || step > 0,
-                         ELEMENT());
+                         __nv_bfloat16());
             if (step == STEPS / 2 - 1)
                 wgmma_commit();
         }
@@ -236,7 +236,7 @@ __device__ inline void clear(tile_logits &x)
         x[e / 4][e % 4] = 0.0F;
 }
 
-template <typename ELEMENT> __device__ inline slab_consumer<ELEMENT> make_consumer(score_smem &smem, int warpgroup)
+__device__ inline slab_consumer make_consumer(score_smem &smem, int warpgroup)
 {
     return {smem, warpgroup, {0, 0}, {0, 0}, ordered_barrier(smem.order, warpgroup)};
 }
@@ -245,7 +245,7 @@ template <bool GRADIENTS>
 __device__ inline void consume_scores(const index_params &params, score_smem &smem, int warpgroup)
 {
     const query_slot &slot = smem.slot;
-    slab_consumer<__nv_bfloat16> consumer = make_consumer<__nv_bfloat16>(smem, warpgroup);
+    slab_consumer consumer = make_consumer(smem, warpgroup);
 #pragma unroll
     for (int half = 0; half < 2; half++)
         if (threadIdx.x % 4 == 0)
