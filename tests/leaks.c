@@ -1,7 +1,7 @@
 /* Linked into every test with AddressSanitizer: its search for leaks starts only if something is still allocated.
  *
- * On 64-bit Arm the search takes 3 seconds whatever the program did: the allocator of clang 14 visits each of the 2^28
- * regions of the address space, several times. A program that has freed all it allocated has no leak to find. */
+ * On 64-bit Arm the search takes 3 seconds whatever the program did: the allocator of clang 14 visits each of the
+ * 2^28 regions of the address space, several times. A program that has freed all it allocated has no leak to find. */
 #include <sanitizer/allocator_interface.h>
 #include <stdio.h>
 
