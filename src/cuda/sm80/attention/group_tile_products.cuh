@@ -85,7 +85,7 @@ struct group_source {
 template <int DIM> struct group_smem {
     group_tile<DIM> stationary, streamed[STAGES];
     group_source sources[SKL_GROUP_TILES_SIZE_MAX + 1]; /* of the student head's products: the teacher's, its own */
-    query_stats stats[2][GROUP_TILE_ROWS];              /* of a product, and of the next one */
+    alignas(16) query_stats stats[2][GROUP_TILE_ROWS];  /* of a product, and of the next one; read in pairs */
     stage_range seen[GROUP_TILE_ROWS];                  /* of the stationary rows, in the student's product */
     group_block block;
 };
