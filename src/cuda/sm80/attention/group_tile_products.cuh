@@ -11,10 +11,13 @@
  *   registers  stationary rows of one head (DIM / 2), P (64), logits of a step (8)
  *   shared     one tile of stationary rows, two of streamed rows: 96 KB at DIM = 128
  *
- *   cp.async   | rows of the next product               | ...
- *   warps      | stationary rows to registers, barrier; |
- *              | steps of 8 streamed rows:              |
- *              |   X (mma), 2^x, P                      |
+ *   cp.async   | rows of the next product       | ...
+ *   warps      | stationary rows to registers;  |
+ *              | steps of 8 streamed rows:      |
+ *              |   X (mma), 2^x, P              |
+ *
+ * Two warps share their stationary rows: they copy them, and wait for each other before and after they read them. The
+ * block waits where the streamed rows are new.
  *
  * Every product reads its rows again: the L2 cache holds the queries of a block's heads, which shared memory cannot
  * (32 KB per head). Rows that the product before it had, as keys of heads that share them, are not copied again.
