@@ -360,7 +360,7 @@ __device__ inline void run_group_products(const skl_cuda_params &params, group_s
         }
         new_stationary = more && (other_side || smem.sources[next.n].stationary != from.stationary);
         const bool later = of_student && pass.keeps_stationary();
-        if (!DK || new_stationary)
+        if (!DK || new_stationary || later)
             group_thread::read().sync_rows(); /* the memory of the stationary rows is free */
         if (new_stationary && !later)
             copy_stationary(next);
