@@ -196,7 +196,7 @@ constexpr float G_UNIT = 1.0F / 32768.0F;
 /* For dk, G is multiplied by the weights and rounded again. Where that is to f16, it would be the same rounding
  * twice: a second plane holds the residual of the first rounding. */
 template <typename ELEMENT> constexpr int G_PLANES = 1;
-template <> constexpr int G_PLANES<__half> = 2;
+template <> constexpr int G_PLANES<skl_f16> = 2;
 
 /* The lane's 16 bytes of a 16 x 16 block of G, as an A operand. */
 __device__ inline uint4 *g_block(const index_params &params, unsigned slot, int tile, int query_block, int key_block)
