@@ -65,7 +65,7 @@ struct index_params : skl_cuda_params {
     bool lse_given;     /* teacher LSEs are the caller's, and may cover more than the visible keys */
     float least;        /* lower bound of the ReLU: 0, or -inf without a ReLU */
     int64_t strip_first, strip_count;
-    uint4 *g;              /* of the strip */
+    uint4 *g;              /* of the strip; NULL: only rows are wanted */
     index_row *split_rows; /* [slot of the strip][split of the keys][query] */
     float *key_sums;       /* dk: [split of the queries][batch][key head][row][dim] */
     int64_t sum_batches, sum_rows;
