@@ -288,10 +288,11 @@ static void test_tall_tiles(void **state)
     if (!is_usable("cuda_sm90_bf16_128_64"))
         skip();
     const char *const tall = "fused backward, 192 queries per tile", *const best = "best kernel";
-    test_case c = {"tall", SHAPE(4, 102400, 8), HEADS(1, 1), DIMS(64, 64), TYPES(BF16, BF16)};
+    test_case c = {"tall", SHAPE(4, 102400, 8), HEADS(1, 1), DIMS(64, 64), TYPES(BF16, BF16), STUDENT_ONLY};
     assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_bf16_64, fused backward", tall);
+    c.without = SKL_DQ_S | SKL_DK_S;
     assert_reason_of(SKL_OP_BACKWARD, &c, "dq_t and dk_t: cuda_sm90_bf16_64, fused backward, 1 split", best);
-    c.dim_t = 128;
+    c.dim_t = 128, c.without = 0;
     assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_bf16_128_64, fused backward", tall);
     c.batch = 1;
     assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_bf16_128_64, fused backward, 1 split", best);
@@ -299,6 +300,28 @@ static void test_tall_tiles(void **state)
     assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_bf16_128_64, fused backward, 1 split", best);
     c.dim_t = 64, c.len_q = 8192, c.softcap_s = 30;
     assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_bf16_128, fused backward, softcap", best);
+}
+
+/* One kernel for all four gradients of bf16 heads of up to 64 dimensions, where the KL is known. */
+static void test_joint_backward(void **state)
+{
+    (void)state;
+    if (!is_usable("cuda_sm90_bf16_64"))
+        skip();
+    const char *const joint = "dq and dk of both sides: cuda_sm90_bf16_joint, joint backward";
+    const test_case both = {"joint", SHAPE(1, 200, 300), HEADS(2, 2), DIMS(64, 40), TYPES(BF16, BF16)};
+    assert_reason_of(SKL_OP_BACKWARD, &both, joint, "all four gradients");
+    assert_reason_of(SKL_OP_FORWARD_BACKWARD, &both, "dq_s and dk_s: cuda_sm90_bf16_64, fused backward",
+                     "best kernel");
+    test_case c = both;
+    c.direction = SKL_KL_REVERSE, c.grad_f32 = 1;
+    assert_reason_of(SKL_OP_BACKWARD, &c, joint, "all four gradients");
+    c = both, c.without = SKL_DK_T;
+    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_t and dk_t: cuda_sm90_bf16_64, fused backward", "best kernel");
+    c = both, c.dim_t = c.dim_s = 128;
+    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_t and dk_t: cuda_sm90_bf16_128, fused backward", "best kernel");
+    c = both, c.dtype_t = c.dtype_s = SKL_F16;
+    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_f16_64, fused backward", "best kernel");
 }
 
 /* Where no kernel carries the KL, the general kernels add the attention backward to a one-pass call. */
@@ -362,6 +385,7 @@ int main(void)
         cmocka_unit_test(test_rows_of_groups_fit_the_workspace),
         cmocka_unit_test(test_softcaps_on_hopper),
         cmocka_unit_test(test_tall_tiles),
+        cmocka_unit_test(test_joint_backward),
         cmocka_unit_test(test_attention_backward_apart_from_the_kl),
         cmocka_unit_test(test_attention_backward_with_the_kl_on_hopper),
         cmocka_unit_test(test_old_kernel_names_are_accepted),

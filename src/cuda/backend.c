@@ -52,10 +52,10 @@ static int capability_of(int device, char *reason, size_t reason_size)
 static int kernel_at(int32_t index, skl_kernel_info *info)
 {
     static _Thread_local char reason[256];
-    /* Plans of the other kernels use one that carries the KL; a plan cannot be made for it. */
+    /* Plans of the other kernels use one that carries the KL, or the joint backward; a plan cannot be made for it. */
     const skl_cuda_kernel *kernel = NULL;
     for (int32_t i = 0; (kernel = skl_cuda_kernel_at(i)) != NULL; i++)
-        if (kernel->carrying == NULL && index-- == 0)
+        if (kernel->carrying == NULL && kernel->joint == NULL && index-- == 0)
             break;
     if (kernel == NULL)
         return 0;

@@ -24,6 +24,7 @@ typedef struct skl_cuda_kernel {
     skl_cuda_launcher group_rows, group_fused;
     skl_cuda_launcher strip_rows, strip_gradients; /* teacher groups with softcaps, both directions, both sides */
     skl_cuda_launcher carrying;                    /* the student's attention backward, with the KL */
+    skl_cuda_launcher joint;                       /* dq and dk of both sides */
     skl_cuda_launcher dense_rows, dense_gradients, sparse_rows, sparse_gradients;
 } skl_cuda_kernel;
 

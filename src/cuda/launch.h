@@ -58,6 +58,7 @@ struct skl_cuda_launch {
     int32_t kl_in_backward;  /* rows.kl comes out of the kernel that computes the gradients */
     int32_t rows_known;      /* an earlier launch of the same call stored kl and dot_t */
     skl_output dk_sums;      /* where a fused backward adds up dk in f32: dk itself or workspace; no data: no dk */
+    skl_output dk_sums_t;    /* joint backward: those of dk_t; dk_sums are those of dk_s */
     int32_t streams_queries; /* a gradient whose tiles are keys: with row bounds it reads params.key_bounds */
     int32_t halves;          /* a forward whose arguments are the halves of a side's heads: gives their LSEs */
     skl_output lse;          /* teacher groups: where a launch writes LSEs, and a forward finds the computed ones */
@@ -84,6 +85,7 @@ struct skl_cuda_launch {
 #define SKL_VARIANT_FUSED                "fused backward"
 #define SKL_VARIANT_FUSED_TALL           "fused backward, 192 queries per tile"
 #define SKL_VARIANT_FUSED_SOFTCAP        "fused backward, softcap"
+#define SKL_VARIANT_JOINT                "joint backward"
 #define SKL_VARIANT_DQ                   "dq"
 #define SKL_VARIANT_DQ_SOFTCAP           "dq, softcap"
 #define SKL_VARIANT_DK                   "dk"
@@ -129,6 +131,7 @@ enum {
     SKL_SM90_TALL_DIM = 64,           /* largest head size of the argument with gradients then, and ... */
     SKL_SM90_TALL_OTHER_DIM = 128,    /* ... of the other one */
     SKL_SM90_UNBOUNDED_F16_DIM = 256, /* f16 kernels whose gradients have no row bounds */
+    SKL_SM90_JOINT_DIM_MAX = 64,      /* head sizes with a joint backward */
     SKL_HEAD_GROUP_MAX = 16,
     SKL_GROUP_DIM_MAX = 128,        /* head sizes with kernels for teacher groups, which are padded to 64 or 128 */
     SKL_GROUP_DIMS_MAX = 512,       /* of all teacher heads of a group: their queries stay in shared memory */
@@ -205,11 +208,13 @@ SKL_DECLARE_LAUNCHER(skl_cuda_general_sparse_gradients)
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_rows)                                                  \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_gradients)
 #define CARRYING_KERNEL(arch, dtype, name) SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_carrying)
+#define JOINT_KERNEL(arch, dtype, name)    SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##name##_joint)
 #define INDEXER_KERNELS(arch, dtype, stage)                                                                          \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##stage##_rows)                                                 \
     SKL_DECLARE_LAUNCHER(skl_cuda_##arch##_##dtype##_##stage##_gradients)
 #include "cuda/instances.def"
 #undef INDEXER_KERNELS
+#undef JOINT_KERNEL
 #undef CARRYING_KERNEL
 #undef GROUP_STRIPS
 #undef GROUP_KERNELS

@@ -276,6 +276,34 @@ static void add_fused(const choice *s, const side_request *request, bool kl)
     set_fused_tiles(s, launch, s->kernel, request);
 }
 
+/* One kernel for the gradients of both sides: six products instead of eight, and the logits' exponentials once. It
+ * reads the KL, so a one-pass call, whose KL comes out of the gradients of B, does not use it. Heads of 128 need as
+ * much of shared memory in one kernel as in two. */
+static const skl_cuda_kernel *joint_kernel_of(const choice *s)
+{
+    const skl_gradients *const out = &s->call->gradients;
+    const bool all =
+        out->dq_t.data != NULL && out->dk_t.data != NULL && out->dq_s.data != NULL && out->dk_s.data != NULL;
+    return all && s->gradients && s->call->op == SKL_OP_BACKWARD && !s->capped
+               ? skl_select_joint_kernel(&s->plan->problem, s->kernel)
+               : NULL;
+}
+
+static void add_joint(const choice *s, const skl_cuda_kernel *kernel)
+{
+    const skl_problem *const p = &s->plan->problem;
+    const side_request of_teacher = skl_select_request_of(s, true), of_student = skl_select_request_of(s, false);
+    const int64_t keys_and_sums = 2 + 4;
+    skl_cuda_launch *const launch = skl_select_add(s, "dq and dk of both sides", kernel, kernel->joint,
+                                                   SKL_VARIANT_JOINT, "one kernel for all four gradients");
+    launch->dk_sums = skl_select_dk_sums_of(s, &of_student);
+    launch->dk_sums_t = skl_select_dk_sums_of(s, &of_teacher);
+    if (!p->grad_f32)
+        launch->dk_sums_t.data = (char *)launch->dk_sums_t.data + skl_select_teacher_sums_at(p);
+    launch->workspace_size = p->grad_f32 ? 0 : skl_select_teacher_sums_at(p) + skl_select_side_sums_size(p, true);
+    launch->head_group = skl_select_head_group_for(s, SKL_SM90_BACKWARD_ROWS, keys_and_sums, keys_and_sums);
+}
+
 /* `why_split`: why dq and dk do not come out of one kernel; NULL: they do. */
 static void add_gradients(const choice *s, const side_request *request, const char *why_split, bool kl)
 {
@@ -295,6 +323,11 @@ void skl_select_attention(choice *s)
     const bool kl = gives_kl(s, &of_b, split_b == NULL);
     if (s->rows && !kl && s->some_rows)
         skl_select_add_forward(s);
+    const skl_cuda_kernel *const joint = split_a == NULL && split_b == NULL ? joint_kernel_of(s) : NULL;
+    if (joint != NULL) {
+        add_joint(s, joint);
+        return;
+    }
     add_gradients(s, &of_b, split_b, kl);
     add_gradients(s, &of_a, split_a, false);
 }

@@ -51,6 +51,10 @@ const skl_cuda_kernel *skl_select_without_tma(const skl_problem *p);
 /* The kernel that computes the student's attention backward together with the KL; NULL: there is none. */
 const skl_cuda_kernel *skl_select_carrying_kernel(const skl_problem *p, int capability);
 
+/* The kernel that computes the gradients of both sides where `kernel` would compute them one after the other; NULL:
+ * there is none, or not all of them are wanted. */
+const skl_cuda_kernel *skl_select_joint_kernel(const skl_problem *p, const skl_cuda_kernel *kernel);
+
 const char *skl_select_why_kernel(const skl_plan *plan, const skl_cuda_kernel *kernel);
 
 /* ---- workspace.c --------------------------------------------------------------------------------------------- */
@@ -60,6 +64,10 @@ size_t skl_select_group_lse_size(const skl_plan *plan);
 
 /* f32 sums of dk, unless they are dk itself: those of the larger side. */
 size_t skl_select_dk_sums_size(const skl_problem *p);
+
+/* The same of one side, and where those of the teacher begin in a joint backward: after the student's. */
+size_t skl_select_side_sums_size(const skl_problem *p, bool of_teacher);
+size_t skl_select_teacher_sums_at(const skl_problem *p);
 
 /* LSEs of the teacher, for a forward that computes them without returning them. */
 size_t skl_select_teacher_lse_size(const skl_problem *p);

@@ -148,6 +148,18 @@ const skl_cuda_kernel *skl_select_carrying_kernel(const skl_problem *p, int capa
     return kernel;
 }
 
+const skl_cuda_kernel *skl_select_joint_kernel(const skl_problem *p, const skl_cuda_kernel *kernel)
+{
+    const unsigned all = SKL_DQ_T | SKL_DK_T | SKL_DQ_S | SKL_DK_S;
+    const skl_cuda_kernel *joint = NULL;
+    for (int32_t i = 0;
+         kernel->fused != NULL && (p->gradients & all) == all && (joint = skl_cuda_kernel_at(i)) != NULL; i++)
+        if (joint->joint != NULL && joint->capability == kernel->capability && joint->dtype == kernel->dtype &&
+            kernel->dim_max <= joint->dim_max)
+            break;
+    return joint;
+}
+
 const skl_cuda_kernel *skl_select_without_tma(const skl_problem *p)
 {
     return skl_cuda_select_kernel(p, SKL_CAPABILITY_sm80, NULL);

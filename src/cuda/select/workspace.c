@@ -12,14 +12,32 @@ size_t skl_select_group_lse_size(const skl_plan *plan)
            SKL_GENERAL_TILE * sizeof(skl_lse2);
 }
 
-size_t skl_select_dk_sums_size(const skl_problem *p)
+size_t skl_select_side_sums_size(const skl_problem *p, bool of_teacher)
 {
-    if (p->grad_f32)
+    if (p->grad_f32 || (p->gradients & (of_teacher ? SKL_DK_T : SKL_DK_S)) == 0)
         return 0;
     const int64_t rows = p->packed ? p->total_k : p->batch * p->len_k;
-    const int64_t of_teacher = p->gradients & SKL_DK_T ? p->key_heads_t * p->dim_t : 0;
-    const int64_t of_student = p->gradients & SKL_DK_S ? p->key_heads_s * p->dim_s : 0;
-    return (size_t)rows * (size_t)skl_max(of_teacher, of_student) * sizeof(float);
+    return (size_t)(rows * (of_teacher ? p->key_heads_t * p->dim_t : p->key_heads_s * p->dim_s)) * sizeof(float);
+}
+
+size_t skl_select_dk_sums_size(const skl_problem *p)
+{
+    return larger(skl_select_side_sums_size(p, true), skl_select_side_sums_size(p, false));
+}
+
+size_t skl_select_teacher_sums_at(const skl_problem *p)
+{
+    return skl_aligned_size(skl_select_side_sums_size(p, false));
+}
+
+static size_t fused_workspace_size(const skl_plan *plan, const skl_cuda_kernel *kernel, skl_op op)
+{
+    const skl_problem *const p = &plan->problem;
+    if (kernel->fused == NULL || !skl_op_has_gradients(op) || plan->deterministic)
+        return 0;
+    return op == SKL_OP_BACKWARD && skl_select_joint_kernel(p, kernel) != NULL
+               ? skl_select_teacher_sums_at(p) + skl_select_side_sums_size(p, true)
+               : skl_select_dk_sums_size(p);
 }
 
 static size_t split_states_size(const skl_plan *plan)
@@ -30,10 +48,7 @@ static size_t split_states_size(const skl_plan *plan)
 static size_t own_workspace_size(const skl_plan *plan, const skl_cuda_kernel *kernel, skl_op op)
 {
     const size_t split_states = kernel != skl_cuda_general && op != SKL_OP_BACKWARD ? split_states_size(plan) : 0;
-    const size_t dk_sums = kernel->fused != NULL && skl_op_has_gradients(op) && !plan->deterministic
-                               ? skl_select_dk_sums_size(&plan->problem)
-                               : 0;
-    return larger(larger(skl_select_group_lse_size(plan), split_states), dk_sums);
+    return larger(larger(skl_select_group_lse_size(plan), split_states), fused_workspace_size(plan, kernel, op));
 }
 
 size_t skl_select_two_term_at(const skl_plan *plan, skl_op op)

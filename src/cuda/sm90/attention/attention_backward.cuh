@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(ATTENTION_BACKWARD_THREADS, 1)
         for (int stage = 0; stage < smem.DEPTH; stage++) {
             barrier_init(smem.of_d_out.full[stage], 1);
             barrier_init(smem.stats_full[stage], STAGE_ROWS);
-            barrier_init(smem.of_d_out.empty[stage], CONSUMERS * 4);
+            barrier_init(smem.of_d_out.empty[stage], CONSUMERS * 128);
             barrier_init(smem.of_q_b.full[stage], 1);
             barrier_init(smem.of_q_b.empty[stage], CONSUMERS * 4);
         }

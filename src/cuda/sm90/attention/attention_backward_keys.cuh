@@ -332,9 +332,8 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
         named_barrier_sync(2 + warpgroup, 128);
         if (thread_again() % 128 == 0)
             barrier_arrive(smem.ds_full[buffer]);
-        wgmma_wait<0>(); /* for dv, whose operands leave room for those of dk */
-        if (thread_again() % 32 == 0)
-            barrier_arrive(smem.of_d_out.empty[stage]);
+        wgmma_wait<0>();                            /* for dv, whose operands leave room for those of dk */
+        barrier_arrive(smem.of_d_out.empty[stage]); /* every lane, because every lane has read row stats */
         if constexpr (WITH_DQ) {
             add_dq<true>(n - 1, ds);
             wgmma_wait<0>();

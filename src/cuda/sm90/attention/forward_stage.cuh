@@ -58,13 +58,15 @@ __device__ inline void load_keys(key_stage<DIM_A, DIM_B> &to, const forward_maps
     }
 }
 
-template <typename FORWARD> __device__ inline void init_barriers(typename FORWARD::memory &smem)
+/* arrivals: of the consumers, when they have read a stage. */
+template <typename FORWARD>
+__device__ inline void init_barriers(typename FORWARD::memory &smem, int arrivals = FORWARD::GROUPS * 4)
 {
     for (uint64_t &queries : smem.queries_full)
         barrier_init(queries, 1);
     for (int stage = 0; stage < FORWARD::DEPTH; stage++) {
         barrier_init(smem.full[stage], 1);
-        barrier_init(smem.empty[stage], FORWARD::GROUPS * 4);
+        barrier_init(smem.empty[stage], arrivals);
     }
     barrier_init_fence();
 }

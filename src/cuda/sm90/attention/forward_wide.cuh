@@ -145,8 +145,9 @@ template <typename ELEMENT, int DIM_A, int DIM_B, bool CAPPED> struct wide_forwa
         fence_operand(x);
         fence_operand(y);
         if constexpr (TWO_TERM)
-            __syncwarp(); /* every lane has read the factors of stage n - 1 */
-        barrier_arrive_if(smem.empty[n % DEPTH], threadIdx.x % 32 == 0);
+            barrier_arrive(smem.empty[n % DEPTH]); /* every lane: it has read factors of stage n - 1 */
+        else
+            barrier_arrive_if(smem.empty[n % DEPTH], threadIdx.x % 32 == 0);
     }
 
     /* Calls use(products of A, products of B) for stage n, which the accumulators hold. */
@@ -244,7 +245,7 @@ __global__ void __launch_bounds__(wide_forward<ELEMENT, DIM_A, DIM_B, CAPPED>::T
         smem.scale_a = params.a.scale;
         smem.scale_b = params.b.scale;
         smem.factors.init_barriers();
-        init_barriers<forward>(smem);
+        init_barriers<forward>(smem, forward::GROUPS * (forward::TWO_TERM ? 128 : 4));
     }
     __syncthreads();
     const int warpgroup = warpgroup_index();

@@ -1,0 +1,445 @@
+/* Joint backward on Hopper's tensor cores (sm_90a): dq and dk with respect to both arguments in one pass over the
+ * keys. 16-bit types, one teacher head per student head, head sizes of up to DIM = 64. It reads the KL of each row.
+ *
+ *   P = 2^(X - LSE_a)   S = 2^(Y - LSE_b)   G_a = g P (log P - log S - KL)   G_b = g (S - P)
+ *   dq_a = scale_a G_a K_a   dk_a = scale_a G_a^T Q_a   dq_b, dk_b: the same
+ *
+ * Six products instead of the eight of two fused backwards, two exponentials per pair instead of three.
+ *
+ * Bound: shared memory, 2,176 clocks per 128 queries x 64 keys; tensor cores 1,536, exponentials 1,024. At DIM = 128
+ * it would not be faster than two fused backwards: see docs/lab/2026-11-17-joint-backward.md.
+ *
+ *   block      2 dq warpgroups of 64 queries and 1 dk warpgroup, which is also the producer; one block per SM
+ *   registers  200 per dq thread: logits of a stage (64), both dq (64), both G (32), 24 for the rest; 104 per dk
+ *              thread
+ *   shared     Q of both arguments, DEPTH stages of 64 keys of both, two buffers of both G, one dk of a stage, f32
+ *
+ *   dq warpgroups   stage n       X, Y  ->  exponentials  ->  both dq += G K, both G to shared memory
+ *   dk warpgroup    stage n - 1   dk_a = G_a^T Q_a  ->  shared memory  ->  global memory (TMA adds); then dk_b
+ *
+ * Everything else is as in fused_backward.cuh. */
+#ifndef SKL_CUDA_SM90_ATTENTION_JOINT_BACKWARD_CUH
+#define SKL_CUDA_SM90_ATTENTION_JOINT_BACKWARD_CUH
+
+#include "cuda/sm90/attention/fused_backward.cuh"
+
+namespace sm90
+{
+
+enum { OF_A, OF_B, ARGUMENTS };
+
+template <int D> struct joint_shape {
+    static constexpr int DIM = D, ROWS = TILE_QUERIES, DQ_GROUPS = 2, THREADS = 128 * (DQ_GROUPS + 1);
+    static constexpr int DK_DIMS = 64; /* dimensions of dk at a time */
+    static constexpr int DQ_REGS = DIM > 64 ? 216 : 200, DK_REGS = 504 - DQ_GROUPS * DQ_REGS;
+    static constexpr int FIXED = ARGUMENTS * (SLABS_OF<DIM> + 2) * ROWS * 128 + DK_DIMS / 32 * STAGE_KEYS * 128 +
+                                 ROWS * (int)sizeof(row_stats) + 1024;
+    static constexpr int DEPTH = depth_for(ARGUMENTS * (int)sizeof(row_stage<DIM>), FIXED, 6);
+};
+
+template <typename SHAPE> struct joint_backward_smem : SHAPE {
+    using SHAPE::DEPTH;
+    smem_rows<SLABS_OF<SHAPE::DIM>> queries[ARGUMENTS];
+    row_stage<SHAPE::DIM> keys[DEPTH][ARGUMENTS];
+    unsigned char g[2][ARGUMENTS][SHAPE::ROWS][128];        /* [query][key] */
+    unsigned char dk[SHAPE::DK_DIMS / 32][STAGE_KEYS][128]; /* of a stage, f32: slabs of 32 dimensions */
+    uint64_t queries_full, full[DEPTH], sanitized[DEPTH], g_full[2], g_empty[2];
+    block_tile tile; /* in shared memory to save registers */
+    int count;       /* queries of the tile that exist */
+    stage_schedule schedule;
+    row_ranges<SHAPE::ROWS> visible;
+    float poison[DEPTH][STAGE_KEYS]; /* NaN for keys that are not finite in one of the arguments, else 0 */
+    row_stats stats[SHAPE::ROWS];    /* LSEs in base 2 */
+};
+
+/* `sums`: f32 sums of dk in global memory. */
+struct joint_backward_maps {
+    CUtensorMap queries[ARGUMENTS], keys[ARGUMENTS], sums[ARGUMENTS];
+};
+
+__device__ inline const skl_cuda_argument &argument_of(const backward_params &params, int which)
+{
+    return which == OF_A ? params.a : params.b;
+}
+
+/* ---- TMA ---------------------------------------------------------------------------------------------------- */
+
+/* Loads and reduce-adds of the block, all issued by one warp. All members are warp-uniform. */
+template <typename SHAPE> struct joint_loader {
+    joint_backward_smem<SHAPE> &smem;
+    const joint_backward_maps &maps;
+    stage_schedule schedule;
+    int batch, head, key_head[ARGUMENTS];
+
+    __device__ void load_queries(int row) const
+    {
+        barrier_expect_tx(smem.queries_full, ARGUMENTS * smem.queries[0].SIZE);
+#pragma unroll
+        for (int which = 0; which < ARGUMENTS; which++)
+#pragma unroll
+            for (int slab = 0; slab < SLABS_OF<SHAPE::DIM>; slab++)
+                tma_load(smem.queries[which].slabs[slab], maps.queries[which], slab * 64, row, head, batch,
+                         smem.queries_full);
+    }
+
+    /* The stage must have been released. Does nothing after the last stage. */
+    __device__ void load_stage(int n) const
+    {
+        if (n >= schedule.stages)
+            return;
+        const int stage = n % smem.DEPTH, row = schedule.row_at(n);
+        barrier_expect_tx(smem.full[stage], (int)sizeof smem.keys[stage]);
+#pragma unroll
+        for (int which = 0; which < ARGUMENTS; which++)
+#pragma unroll
+            for (int slab = 0; slab < SLABS_OF<SHAPE::DIM>; slab++)
+                tma_load(smem.keys[stage][which].slabs[slab], maps.keys[which], slab * 64, row, key_head[which],
+                         batch, smem.full[stage]);
+    }
+
+    __device__ void reduce_add_dk(int n, int which, int first_dim) const
+    {
+#pragma unroll
+        for (int slab = 0; slab < SHAPE::DK_DIMS / 32; slab++)
+            tma_reduce_add(maps.sums[which], first_dim + slab * 32, schedule.row_at(n), key_head[which], batch,
+                           smem.dk[slab]);
+        tma_commit();
+    }
+};
+
+/* ---- dq ----------------------------------------------------------------------------------------------------- */
+
+/* As in the fused backward. A query that is not finite in one argument makes G of both NaN. */
+template <typename ELEMENT, typename SHAPE>
+__device__ inline void prepare_joint_queries(const backward_params &params, joint_backward_smem<SHAPE> &smem)
+{
+    const int row = (int)threadIdx.x / 2, count = smem.count;
+    bool finite = true;
+#pragma unroll
+    for (int which = 0; which < ARGUMENTS; which++)
+        finite = sanitize_row<ELEMENT, SHAPE::DIM>(smem.queries[which].slabs, row, row < count) && finite;
+    if (threadIdx.x % 2 == 0) {
+        constexpr float HUGE_LSE = 1e30F;
+        row_stats stats = {HUGE_LSE, HUGE_LSE, 0.0F, 0.0F};
+        if (row < count) {
+            float stat[4];
+#pragma unroll
+            for (int which = 0; which < 4; which++)
+                stat[which] = row_stat(params, which, smem.tile.sequence, smem.tile.head, smem.tile.first + row);
+            stats = {finite ? lse2_of(stat[0]) : NAN, lse2_of(stat[1]), stat[2], stat[3]};
+        }
+        smem.stats[row] = stats;
+    }
+    fence_proxy_async();
+    named_barrier_sync(1 + (int)threadIdx.x / 128, 128);
+}
+
+template <typename ELEMENT, typename SHAPE> struct joint_dq_warpgroup {
+    static constexpr int DIM = SHAPE::DIM;
+    const backward_params &params;
+    joint_backward_smem<SHAPE> &smem;
+    int warpgroup; /* warp-uniform */
+    float dq_a[DIM / 8][4], dq_b[DIM / 8][4];
+
+    template <int WHICH> __device__ void issue_products(stage_logits &x, int stage)
+    {
+        issue_logits<ELEMENT, DIM, 0>(x, NULL, k_major_operand(&smem.queries[WHICH]) + warpgroup * (64 * 128 / 16),
+                                      k_major_operand(&smem.keys[stage][WHICH]));
+    }
+
+    /* G of a stage as A operands. MASKED: masked pairs are 0. The logits are only read: ptxas serialises wgmmas whose
+     * accumulators are written by other instructions. */
+    template <bool MASKED>
+    __device__ void compute_g(uint32_t (&g_a)[4][4], uint32_t (&g_b)[4][4], const stage_logits &x,
+                              const stage_logits &y, int n)
+    {
+        const int first = MASKED ? smem.schedule.stage_at(n) * STAGE_KEYS : 0;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int row = acc_row<1>(0, half);
+            const row_stats query = load_row_stats(smem.stats[row]);
+            const range32 sees = MASKED && row < smem.count ? smem.visible.of(row) : range32{};
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                float of_a[2], of_b[2];
+#pragma unroll
+                for (int parity = 0; parity < 2; parity++) {
+                    const int column = acc_column(i, parity), e = half * 2 + parity;
+                    const float minus_lse_a =
+                        MASKED ? smem.poison[n % smem.DEPTH][column] - query.lse_a : -query.lse_a;
+                    const float log_p_a = fmaf(x[i][e], params.a.scale, minus_lse_a);
+                    const float log_p_b = fmaf(y[i][e], params.b.scale, -query.lse_b);
+                    const float p_a = ex2(log_p_a), p_b = ex2(log_p_b);
+                    const bool seen = !MASKED || (first + column >= sees.begin && first + column < sees.end);
+                    const float ratio = fmaf(SKL_LN2, log_p_a - log_p_b, -query.kl);
+                    of_a[parity] = seen ? p_a * ratio * query.grad : 0.0F;
+                    of_b[parity] = seen ? (p_b - p_a) * query.grad : 0.0F;
+                }
+                g_a[i / 2][i % 2 * 2 + half] = pack(of_a[0], of_a[1], ELEMENT());
+                g_b[i / 2][i % 2 * 2 + half] = pack(of_b[0], of_b[1], ELEMENT());
+            }
+        }
+    }
+
+    template <int WHICH> __device__ void issue_dq(float (&dq)[DIM / 8][4], const uint32_t (&g)[4][4], int stage)
+    {
+        const uint32_t k = mn_major_operand(&smem.keys[stage][WHICH], STAGE_KEYS * 128);
+#pragma unroll
+        for (int step = 0; step < STAGE_KEYS / 16; step++)
+            wgmma<true>(dq, g[step], smem_descriptor(k + step * 16 * 128 / 16), 1, ELEMENT());
+    }
+
+    template <int WHICH> __device__ void write_g(const uint32_t (&g)[4][4], int buffer)
+    {
+        const int lane = (int)threadIdx.x % 32, row = (int)threadIdx.x / 32 * 16 + lane % 16;
+        const uint32_t to = shared_address(&smem.g[buffer][WHICH][row][(lane / 16 ^ row % 8) * 16]);
+#pragma unroll
+        for (int step = 0; step < STAGE_KEYS / 16; step++)
+            stmatrix_x4(to ^ (uint32_t)(step * 32), g[step]);
+    }
+
+    /* Adds the 64 x 64 pairs of stage n. */
+    template <bool MASKED> __device__ void add_stage(int n)
+    {
+        const int stage = n % smem.DEPTH;
+        stage_logits x, y;
+        barrier_wait(MASKED ? smem.sanitized[stage] : smem.full[stage], n / smem.DEPTH % 2);
+        wgmma_fence();
+        issue_products<OF_A>(x, stage);
+        issue_products<OF_B>(y, stage);
+        wgmma_commit();
+        wgmma_wait<0>();
+        fence_operand(x);
+        fence_operand(y);
+        uint32_t g_a[4][4], g_b[4][4];
+        compute_g<MASKED>(g_a, g_b, x, y, n);
+        wgmma_fence();
+        issue_dq<OF_A>(dq_a, g_a, stage);
+        issue_dq<OF_B>(dq_b, g_b, stage);
+        wgmma_commit();
+        barrier_wait(smem.g_empty[n % 2], n / 2 % 2 ^ 1);
+        write_g<OF_A>(g_a, n % 2);
+        write_g<OF_B>(g_b, n % 2);
+        fence_proxy_async();
+        __syncwarp();
+        if (MASKED)
+            barrier_arrive(smem.g_full[n % 2]); /* every lane: it has read poison, which is overwritten next */
+        else if (threadIdx.x % 32 == 0)
+            barrier_arrive_count(smem.g_full[n % 2], 32);
+    }
+
+    __device__ void run()
+    {
+#pragma unroll
+        for (int e = 0; e < DIM / 2; e++)
+            dq_a[e / 4][e % 4] = dq_b[e / 4][e % 4] = 0.0F;
+        for (int n = 0; n < smem.schedule.masked_stages; n++)
+            add_stage<true>(n);
+        wgmma_wait<0>(); /* lets ptxas keep G in the same registers in both loops */
+        for (int n = smem.schedule.masked_stages; n < smem.schedule.stages; n++)
+            add_stage<false>(n);
+        wgmma_wait<0>();
+        fence_operand(dq_a);
+        fence_operand(dq_b);
+    }
+
+    __device__ void store(const skl_side &side, const float (&dq)[DIM / 8][4]) const
+    {
+        const block_tile &tile = smem.tile;
+        const skl_output out = *side.dq;
+        const int64_t base = SKL_ROW(out, tile.sequence.batch, tile.head, tile.sequence.query_begin + tile.first);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int row = acc_row<1>(0, half);
+            if (row < smem.count)
+                store_row<ELEMENT>(out.data, base + row * out.stride_row, side, dq, half, side.scale);
+        }
+    }
+};
+
+/* ---- dk ----------------------------------------------------------------------------------------------------- */
+
+/* Executed by the dk warpgroup. Only masked stages need it: see logit_gradients.cuh. */
+template <typename ELEMENT, typename SHAPE>
+__device__ inline void sanitize_joint_stage(joint_backward_smem<SHAPE> &smem, int n)
+{
+    const int stage = n % smem.DEPTH, row = (int)threadIdx.x % 128 / 2;
+    barrier_wait(smem.full[stage], n / smem.DEPTH % 2);
+    bool finite = true;
+#pragma unroll
+    for (int which = 0; which < ARGUMENTS; which++)
+        finite = sanitize_row<ELEMENT, SHAPE::DIM>(smem.keys[stage][which].slabs, row, true) && finite;
+    smem.poison[stage][row] = finite ? 0.0F : NAN;
+    fence_proxy_async();
+    barrier_arrive(smem.sanitized[stage]); /* every thread, because every thread has written rows or poison */
+}
+
+template <typename ELEMENT, typename SHAPE>
+__device__ inline void run_joint_dk_warpgroup(joint_backward_smem<SHAPE> &smem, const joint_loader<SHAPE> &loader,
+                                              float scale_a, float scale_b)
+{
+    constexpr int DK_DIMS = SHAPE::DK_DIMS, SLICES = SHAPE::DIM / DK_DIMS;
+    const bool is_leader = warp_in_warpgroup() == 0; /* the warp that issues TMA */
+    float dk[DK_DIMS / 8][4];
+    if (loader.schedule.masked_stages > 0)
+        sanitize_joint_stage<ELEMENT>(smem, 0);
+    for (int n = 0; n < loader.schedule.stages; n++) {
+        if (n + 1 < loader.schedule.masked_stages)
+            sanitize_joint_stage<ELEMENT>(smem, n + 1);
+        barrier_wait(smem.g_full[n % 2], n / 2 % 2);
+        if (is_leader && n > 0) /* G of stage n is full, so both dq warpgroups have released stage n - 1 */
+            loader.load_stage(n + smem.DEPTH - 1);
+#pragma unroll
+        for (int slice = 0; slice < ARGUMENTS * SLICES; slice++) {
+            const int which = slice / SLICES, first_dim = slice % SLICES * DK_DIMS;
+            const uint32_t g = mn_major_operand(smem.g[n % 2][which], 0);
+            const uint32_t q = mn_major_operand(&smem.queries[which].slabs[first_dim / 64], SHAPE::ROWS * 128);
+            wgmma_fence();
+#pragma unroll
+            for (int step = 0; step < smem.ROWS / 16; step++)
+                wgmma<true>(dk, smem_descriptor(g + step * 16 * 128 / 16), smem_descriptor(q + step * 16 * 128 / 16),
+                            step > 0, ELEMENT());
+            wgmma_commit();
+            wgmma_wait<0>();
+            fence_operand(dk);
+            if (slice == ARGUMENTS * SLICES - 1 && threadIdx.x % 32 == 0)
+                barrier_arrive(smem.g_empty[n % 2]);
+            if (is_leader)
+                tma_wait_read();
+            named_barrier_sync(1 + SHAPE::DQ_GROUPS, 128);
+            write_dk<DK_DIMS>(smem.dk, dk, which == OF_A ? scale_a : scale_b);
+            fence_proxy_async();
+            named_barrier_sync(1 + SHAPE::DQ_GROUPS, 128);
+            if (is_leader)
+                loader.reduce_add_dk(n, which, first_dim);
+        }
+    }
+    if (is_leader)
+        tma_wait_read();
+}
+
+/* ---- Kernel ------------------------------------------------------------------------------------------------- */
+
+__host__ __device__ inline skl_side side_of_argument(const skl_cuda_params &params, int which)
+{
+    const bool teacher = (params.problem.direction == SKL_KL_REVERSE) == (which == OF_B);
+    return teacher ? skl_teacher_of(&params.problem, &params.call) : skl_student_of(&params.problem, &params.call);
+}
+
+template <typename ELEMENT, typename SHAPE>
+__global__ void __launch_bounds__(SHAPE::THREADS, 1)
+    joint_backward_kernel(const __grid_constant__ backward_params params,
+                          const __grid_constant__ joint_backward_maps maps)
+{
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(1024) unsigned char raw[];
+    joint_backward_smem<SHAPE> &smem = *(joint_backward_smem<SHAPE> *)(void *)raw;
+    block_tile assigned;
+    if (!assigned.find(params, 1, (unsigned)params.head_group))
+        return;
+    const row_stream keys = keys_of_tile(params, assigned, 1);
+    smem.visible.fill(keys.band);
+    if (threadIdx.x == 0) {
+        smem.tile = assigned;
+        smem.count = (int)skl_min(smem.ROWS, assigned.sequence.query_count - assigned.first);
+        smem.schedule = keys;
+        if (smem.count < smem.ROWS) /* rows that do not exist must be masked: 0 times a non-finite key is NaN */
+            smem.schedule.masked_stages = smem.schedule.stages;
+        barrier_init(smem.queries_full, 1);
+        for (int stage = 0; stage < smem.DEPTH; stage++) {
+            barrier_init(smem.full[stage], 1);
+            barrier_init(smem.sanitized[stage], 128);
+        }
+        for (int buffer = 0; buffer < 2; buffer++) {
+            barrier_init(smem.g_full[buffer], SHAPE::DQ_GROUPS * 128);
+            barrier_init(smem.g_empty[buffer], 4);
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+    const block_tile &tile = smem.tile;
+    const int warpgroup = warpgroup_index();
+    if (warpgroup == SHAPE::DQ_GROUPS) {
+        reg_dealloc<SHAPE::DK_REGS>();
+        const int head = warp_uniform((int)tile.head);
+        const joint_loader<SHAPE> loader = {smem,
+                                            maps,
+                                            warp_uniform(smem.schedule),
+                                            warp_uniform((int)tile.sequence.batch),
+                                            head,
+                                            {head / params.a.heads_per_key, head / params.b.heads_per_key}};
+        if (warp_index() == SHAPE::DQ_GROUPS * 4) {
+            loader.load_queries(warp_uniform((int)(tile.sequence.query_begin + tile.first)));
+            for (int n = 0; n < smem.DEPTH; n++)
+                loader.load_stage(n);
+        }
+        run_joint_dk_warpgroup<ELEMENT>(smem, loader, side_of_argument(params, OF_A).scale,
+                                        side_of_argument(params, OF_B).scale);
+    } else {
+        reg_alloc<SHAPE::DQ_REGS>();
+        joint_dq_warpgroup<ELEMENT, SHAPE> consumer = {params, smem, warpgroup};
+        barrier_wait(smem.queries_full, 0);
+        prepare_joint_queries<ELEMENT>(params, smem);
+        consumer.run();
+        consumer.store(side_of_argument(params, OF_A), consumer.dq_a);
+        consumer.store(side_of_argument(params, OF_B), consumer.dq_b);
+    }
+#endif
+}
+
+template <typename ELEMENT>
+inline bool encode_joint(joint_backward_maps *maps, const skl_cuda_params &params,
+                         const skl_output (&dk_sums)[ARGUMENTS], ELEMENT element)
+{
+    const skl_problem *const p = &params.problem;
+    bool encoded = true;
+    for (int which = 0; which < ARGUMENTS; which++) {
+        const skl_cuda_argument *const argument = which == OF_A ? &params.a : &params.b;
+        const skl_output &out = dk_sums[which];
+        const skl_input sums = {out.data, out.stride_batch, out.stride_head, out.stride_row};
+        encoded = encoded && encode_queries(&maps->queries[which], p, argument, TILE_QUERIES, element) &&
+                  encode_keys(&maps->keys[which], p, argument, STAGE_KEYS, element) &&
+                  skl_tensor_map(&maps->sums[which], SKL_F32, &sums, argument->dim,
+                                 p->heads_s / argument->heads_per_key, skl_key_rows(p), STAGE_KEYS) == CUDA_SUCCESS;
+    }
+    return encoded;
+}
+
+template <typename ELEMENT, int DIM>
+cudaError_t launch_joint_backward(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
+{
+    typedef joint_shape<DIM> shape;
+    constexpr int MEMORY = sizeof(joint_backward_smem<shape>);
+    static_assert(MEMORY <= SMEM_MAX, "shared memory of a block");
+    static_assert(shape::ROWS == SKL_SM90_BACKWARD_ROWS, "cuda/select counts tiles");
+    const backward_params of_student = backward_params_of(params, launch);
+    backward_params of_teacher = of_student;
+    of_teacher.teacher_side = 1;
+    of_teacher.dk_sums = launch->dk_sums_t;
+    const bool reverse = params->problem.direction == SKL_KL_REVERSE;
+    const skl_output dk_sums[ARGUMENTS] = {reverse ? launch->dk_sums : launch->dk_sums_t,
+                                           reverse ? launch->dk_sums_t : launch->dk_sums};
+    joint_backward_maps maps;
+    if (!encode_joint(&maps, *params, dk_sums, ELEMENT()))
+        return encode_error();
+    cudaError_t error = cudaFuncSetAttribute(joint_backward_kernel<ELEMENT, shape>,
+                                             cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
+    if (error == cudaSuccess)
+        error = clear_dk_sums(&of_student);
+    if (error == cudaSuccess)
+        error = clear_dk_sums(&of_teacher);
+    if (error != cudaSuccess)
+        return error;
+    record_launch(kernel, SKL_VARIANT_JOINT, 1);
+    const skl_problem &p = params->problem;
+    joint_backward_kernel<ELEMENT, shape><<<grid_of(p.batch, p.heads_s, skl_ceil_div(p.len_q, shape::ROWS)),
+                                            shape::THREADS, MEMORY, params->call.stream>>>(of_student, maps);
+    error = cudaPeekAtLastError();
+    if (error == cudaSuccess)
+        error = store_dk_sums(&of_student);
+    return error == cudaSuccess ? store_dk_sums(&of_teacher) : error;
+}
+
+} // namespace sm90
+
+#endif
