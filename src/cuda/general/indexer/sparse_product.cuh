@@ -213,14 +213,14 @@ __device__ inline float teacher_logit(const tile_side &side, float dot)
 template <typename LSE>
 __device__ inline void row_logits(sparse_memory &memory, const skl_cuda_params &params, bool with_teacher, LSE lse_of)
 {
-    const int64_t group = skl_group_size(&params.problem), end = group + params.problem.index_heads;
+    const int group = (int)skl_group_size(&params.problem), end = group + (int)params.problem.index_heads;
     const bool linear = params.problem.index_linear != 0;
     float x = -3e38F, sum = 0.0F; /* finite: -inf - -inf would be NaN */
     float y = 0.0F;
 #pragma unroll 1
-    for (int64_t n = with_teacher ? 0 : group, count; n < end; n += count) {
+    for (int n = with_teacher ? 0 : group, count; n < end; n += count) {
         const bool of_student = n >= group;
-        count = of_student ? skl_min(end - n, TILE) : teacher_heads_per_product(memory, group, n);
+        count = of_student ? min(end - n, TILE) : (int)teacher_heads_per_product(memory, group, n);
         if (of_student)
             set_index_product(memory, params, n - group, count);
         else
