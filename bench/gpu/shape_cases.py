@@ -119,6 +119,7 @@ SHAPES = [
     Shape("softcap 50, heads of 256", softcap=50.0, **sizes(256, 256)),
     Shape("reverse KL", reverse=True),
     Shape("teacher gradients", teacher_gradients=True),
+    Shape("teacher gradients, heads of 64", teacher_gradients=True, **sizes(64, 64)),
     Shape("deterministic", deterministic=True),
     Shape("no mask", causal=False),
     Shape("window of 1024 keys", window=1023),
