@@ -153,10 +153,6 @@ enum {
 /* Keys, at most, of a narrow forward with two blocks per SM. */
 #define SKL_SM90_PAIRED_KEYS_MAX(dims) ((dims) <= 128 ? SKL_ROWS_MAX : (int64_t)2048)
 
-/* Narrow forwards that are persistent with one block per SM: those of equal heads of 64 or 128 in bf16. Others would
- * gain at most 5 %, with full masks of some thousand keys. */
-#define SKL_SM90_IS_PERSISTENT(is_bf16, dim_a, dim_b) ((is_bf16) && (dim_a) == (dim_b) && (dim_a) % 64 == 0)
-
 /* Keys, at most, of the persistent forward with two blocks per SM. */
 #define SKL_SM90_SHORT_KEYS_MAX(dims) ((dims) <= 128 ? 1024 : 2048)
 

@@ -65,9 +65,7 @@ static bool is_persistent(const choice *s)
     const skl_problem *const p = &s->plan->problem;
     const int64_t dims = dims_of(s->kernel), tiles = query_tiles(p, SKL_SM90_FORWARD_ROWS(dims));
     const int64_t keys = skl_min(p->len_k, s->call->keys.end) - skl_max(0, s->call->keys.begin);
-    return has_narrow_forward(s->kernel) &&
-           SKL_SM90_IS_PERSISTENT(s->kernel->dtype == SKL_BF16, s->kernel->dim_max, s->kernel->small_dim_max) &&
-           has_no_window(p) && !p->packed && s->call->inputs.key_lengths == NULL &&
+    return has_narrow_forward(s->kernel) && has_no_window(p) && !p->packed && s->call->inputs.key_lengths == NULL &&
            keys > SKL_SM90_FORWARD_STAGES(dims) * SKL_SM90_STAGE_KEYS && tiles > s->plan->sm_count &&
            tiles < SKL_ROWS_MAX;
 }

@@ -56,6 +56,7 @@ cudaError_t launch_forward_of(const char *kernel, const forward_params &params, 
         !encode_queries(&maps.queries_b, p, &params.b, BOX, element()))
         return encode_error();
     if constexpr (NARROW && !CAPPED) {
+        using PERSISTENT = narrow_forward<ELEMENT, DIM_A, DIM_B, false, true>;
         using PAIRED = narrow_forward<ELEMENT, DIM_A, DIM_B, false, false, SKL_SM90_PAIRED_ROWS / 64>;
         using SHORT = short_forward<ELEMENT, DIM_A, DIM_B>;
         if (launch->persistent && launch->paired) {
@@ -63,13 +64,11 @@ cudaError_t launch_forward_of(const char *kernel, const forward_params &params, 
             return launch_blocks<SHORT>(short_forward_kernel<SHORT>, dim3(2 * (unsigned)launch->sm_count), params,
                                         maps);
         }
-        if constexpr (SKL_SM90_IS_PERSISTENT((std::is_same_v<ELEMENT, skl_bf16>), DIM_A, DIM_B))
-            if (launch->persistent) {
-                using PERSISTENT = narrow_forward<ELEMENT, DIM_A, DIM_B, false, true>;
-                record_launch(kernel, SKL_VARIANT_PERSISTENT, 1);
-                return launch_blocks<PERSISTENT>(narrow_forward_kernel<PERSISTENT>, dim3((unsigned)launch->sm_count),
-                                                 params, maps);
-            }
+        if (launch->persistent) {
+            record_launch(kernel, SKL_VARIANT_PERSISTENT, 1);
+            return launch_blocks<PERSISTENT>(narrow_forward_kernel<PERSISTENT>, dim3((unsigned)launch->sm_count),
+                                             params, maps);
+        }
         if (launch->paired || ALWAYS_PAIRED) {
             record_launch(kernel, SKL_VARIANT_PAIRED, params.num_splits);
             return launch_query_tiles<PAIRED>(narrow_forward_kernel<PAIRED>, params, maps);
