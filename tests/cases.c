@@ -119,6 +119,7 @@ const test_case test_cases[] = {
     {"bounds_sampled_bf16", SHAPE(1, 100, 900), HEADS(2, 2), DIMS(64, 64), TYPES(BF16, BF16), BOUNDS(SAMPLED)},
     {"bounds_256_bf16", SHAPE(1, 200, 333), HEADS(2, 2), DIMS(256, 256), TYPES(BF16, BF16), BOUNDS(RANDOM)},
     {"bounds_192_f16", SHAPE(1, 200, 333), HEADS(2, 2), DIMS(192, 192), TYPES(F16, F16), BOUNDS(RANDOM)},
+    {"bounds_192_few_f16", SHAPE(1, 70, 210), HEADS(2, 2), DIMS(192, 192), TYPES(F16, F16), BOUNDS(RANDOM)},
     {"bounds_256_f16", SHAPE(1, 130, 200), HEADS(2, 2), DIMS(256, 256), TYPES(F16, F16), BOUNDS(ZIGZAG)},
     {"bounds_packed_bf16", PACKED(3, LENGTHS(0, 130, 130, 400), LENGTHS(0, 200, 205, 333)), TAILS(3, 5), HEADS(2, 2),
      DIMS(64, 64), TYPES(BF16, BF16), BOUNDS(RANDOM)},
@@ -156,6 +157,8 @@ const test_case test_cases[] = {
     {"sinks_group_bf16", SHAPE(1, 300, 400), HEADS(4, 2), DIMS(64, 64), TYPES(BF16, BF16), SINKS, CAUSAL,
      STUDENT_ONLY},
     {"sinks_group_given_bf16", SHAPE(1, 300, 400), HEADS(4, 2), DIMS(128, 128), TYPES(BF16, BF16), SINKS,
+     .lse = LSE_GIVEN, STUDENT_ONLY},
+    {"sinks_group_given_few_bf16", SHAPE(1, 97, 230), HEADS(4, 2), DIMS(96, 96), TYPES(BF16, BF16), SINKS, CAUSAL,
      .lse = LSE_GIVEN, STUDENT_ONLY},
     {"window_wider_than_keys", SHAPE(1, 31, 37), HEADS(1, 1), DIMS(16, 16), WINDOW(1000, 1000)},
     {"causal_window", SHAPE(1, 193, 193), HEADS(1, 1), DIMS(32, 32), CAUSAL, WINDOW(31, -1)},
@@ -596,6 +599,10 @@ const test_case test_cases[] = {
      KEY_LENGTHS(0, 1, 164, 297), WEIGHTED, ATTENTION},
     {"attention_bf16_bounds", SHAPE(1, 297, 341), HEADS(2, 2), KEY_HEADS(2, 1), DIMS(64, 128), TYPES(BF16, BF16),
      BOUNDS(RANDOM), WEIGHTED, ATTENTION},
+    {"attention_bf16_few_window", SHAPE(1, 91, 133), HEADS(2, 2), KEY_HEADS(1, 2), DIMS(128, 64), TYPES(BF16, BF16),
+     WINDOW(50, 13), WEIGHTED, ATTENTION},
+    {"attention_bf16_few_bounds", SHAPE(1, 67, 141), HEADS(2, 2), KEY_HEADS(2, 1), DIMS(64, 128), TYPES(BF16, BF16),
+     BOUNDS(RANDOM), WEIGHTED, ATTENTION},
     {"attention_bf16_zero_upstream", SHAPE(1, 200, 200), HEADS(2, 2), DIMS(64, 64), TYPES(BF16, BF16), CAUSAL,
      .zero_upstream = 2, WEIGHTED, ATTENTION},
     {"attention_bf16_unit_upstream", SHAPE(1, 200, 161), HEADS(2, 2), DIMS(24, 40), TYPES(BF16, BF16),
@@ -715,11 +722,15 @@ skl_problem case_problem(const test_case *c)
     return p;
 }
 
-int case_is_small(const test_case *c)
+int64_t case_work(const test_case *c)
 {
     const skl_problem p = case_problem(c);
     const int64_t pairs = p.batch * p.len_q * (p.top_k > 0 ? p.top_k : p.len_k);
     const int64_t heads_s = p.index_heads > 0 ? p.heads_s * p.index_heads : p.heads_s;
-    const int64_t million = 1000000, work = pairs * (p.heads_t * p.dim_t + heads_s * p.dim_s);
-    return work <= test_environment("SKL_TEST_WORK", INT64_MAX / million) * million;
+    return pairs * (p.heads_t * p.dim_t + heads_s * p.dim_s);
+}
+
+int case_is_small(const test_case *c)
+{
+    return case_work(c) <= test_environment("SKL_TEST_WORK", INT64_MAX / MILLION) * MILLION;
 }

@@ -74,7 +74,9 @@ extern const size_t test_case_count;
 
 skl_problem case_problem(const test_case *test_case);
 
-/* Whether a pass over the case takes at most SKL_TEST_WORK million multiplications, without a mask. */
+/* Multiplications of a pass over the case without a mask, and whether they are at most SKL_TEST_WORK million. */
+enum { MILLION = 1000000 };
+int64_t case_work(const test_case *test_case);
 int case_is_small(const test_case *test_case);
 
 /* A random case; its arrays are in `storage`. */

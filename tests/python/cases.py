@@ -9,6 +9,7 @@ import streamkl
 from streamkl import reference
 
 LONG = os.environ.get("STREAMKL_TEST_LONG", "") not in ("", "0")  # ./test long
+COMPILER = "inductor" if LONG else "aot_eager"  # inductor runs a C++ compiler, which takes 20 seconds
 
 NAMES = ("q_t", "k_t", "q_s", "k_s")
 

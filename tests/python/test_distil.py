@@ -77,7 +77,7 @@ def test_minilm():
         student(**held_out[0])
         torch.testing.assert_close(distiller.loss(), equal_to, rtol=1e-4, atol=1e-6)
 
-    steps, factor = (600, 4.0) if LONG else (80, 1.5)
+    steps, factor = (600, 4.0) if LONG else (30, 1.5)
     before, after = distil(teacher, student, training, held_out, steps, rate=1e-3)
     print(
         f"attention KL on held-out text after {steps} steps: {before:.4f} -> {after:.4f}, {before / after:.1f} times less"
@@ -90,7 +90,7 @@ def test_random_teacher(make):
     """A random causal teacher, with new random tokens at every step."""
     torch.manual_seed(0)
     teacher, student = make(2, 8, 4, 64, factor=6.0), make(2, 4, 2, 48, factor=1.0)
-    steps, factor = (800, 2.0) if LONG else (200, 1.5)
+    steps, factor = (800, 2.0) if LONG else (100, 1.5)
     tokens = torch.randint(0, 20, (steps + 8, 8, 24))
     batches = [dict(input_ids=ids, attention_mask=torch.ones_like(ids)) for ids in tokens]
     before, after = distil(teacher, student, batches[8:], batches[:8], steps, rate=3e-3)

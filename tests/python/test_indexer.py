@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import LONG, check_f16_range, make_disagreeing
+from cases import COMPILER, LONG, check_f16_range, make_disagreeing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from indexer_cases import Indexer, compare, exact_of, gradients_of, make_indexer
@@ -357,7 +357,7 @@ def test_opcheck(form):
         torch.library.opcheck(torch.ops.streamkl.forward_backward, (*indexer, lse_t, lse_s, ones, rows, *problem))
 
 
-@pytest.mark.parametrize("dynamic", [False, True] if LONG else [True])  # compiling is slow
+@pytest.mark.parametrize("dynamic", [False, True] if LONG else [True])
 def test_compile(dynamic):
     """Every path of indexer_kl in one graph, on views."""
 
@@ -368,7 +368,7 @@ def test_compile(dynamic):
         wider = streamkl.indexer_kl(*call, indices.long(), causal=True, lse_t=rows.lse_t, lse_t_wider=True)
         return mean + one_pass + wider + streamkl.indexer_kl(*call, indices, reduction="none").square().sum()
 
-    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend=COMPILER)
     for length in (16, 24) if dynamic else (16,):
         indexer = make_indexer(len_q=length, len_k=length, top_k=5)
         expected, actual = step(*indexer), compiled(*indexer)

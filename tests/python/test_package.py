@@ -28,9 +28,12 @@ def test_version_equals_the_header():
 def test_import_is_light():
     """The import loads no transformers and takes a fraction of a second after that of torch, even on a busy machine."""
     code = "import torch, sys, time; t = time.perf_counter(); import streamkl; print(time.perf_counter() - t)"
-    answers = [run("-c", f"{code}; assert 'transformers' not in sys.modules") for _ in range(3)]
-    assert all(answer.returncode == 0 for answer in answers), answers[0].stderr
-    assert min(float(answer.stdout) for answer in answers) < 0.3
+    for _ in range(3):
+        answer = run("-c", f"{code}; assert 'transformers' not in sys.modules")
+        assert answer.returncode == 0, answer.stderr
+        if float(answer.stdout) < 0.3:
+            return
+    raise AssertionError(f"{answer.stdout.strip()} s, the third time")
 
 
 def test_call_overhead():

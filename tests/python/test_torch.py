@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from cases import check_threads, make_tensors
+from cases import COMPILER, check_threads, make_tensors
 from torch.utils.checkpoint import checkpoint
 
 import streamkl
@@ -61,7 +61,7 @@ def test_compile(dynamic):
         )  # fmt: skip
         return rows.sum() + one_pass + packed
 
-    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="inductor" if dynamic else COMPILER)
     for length in (16, 24) if dynamic else (16,):
         tensors = make_tensors(len_q=length, len_k=length)
         cu_seqlens = torch.tensor([0, 7, 15], dtype=torch.int32)
@@ -104,7 +104,7 @@ def test_compile_f16_in_one_pass():
 
 def test_compile_without_gradients():
     tensors = [t.detach() for t in make_tensors()]
-    compiled = torch.compile(streamkl.attention_kl, fullgraph=True)
+    compiled = torch.compile(streamkl.attention_kl, fullgraph=True, backend=COMPILER)
     torch.testing.assert_close(compiled(*tensors), streamkl.attention_kl(*tensors))
 
 
