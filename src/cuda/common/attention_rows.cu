@@ -82,8 +82,8 @@ static __device__ uint4 load_octet(const skl_input &tensor, const row_position &
 
 static __device__ float dot_of_pairs(uint32_t a, uint32_t b, skl_dtype dtype)
 {
-    const float2 x = dtype == SKL_BF16 ? unpack(a, __nv_bfloat16()) : unpack(a, __half());
-    const float2 y = dtype == SKL_BF16 ? unpack(b, __nv_bfloat16()) : unpack(b, __half());
+    const float2 x = dtype == SKL_BF16 ? unpack(a, skl_bf16()) : unpack(a, skl_f16());
+    const float2 y = dtype == SKL_BF16 ? unpack(b, skl_bf16()) : unpack(b, skl_f16());
     return fmaf(x.x, y.x, x.y * y.y);
 }
 
@@ -200,7 +200,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
                                           0;
     if (c >= (int)p.dim_s)
         return;
-    const float unit = p.dtype_s == SKL_F16 ? log2_unit<__half>(*params.largest) : 0.0F;
+    const float unit = p.dtype_s == SKL_F16 ? log2_unit<skl_f16>(*params.largest) : 0.0F;
     const float factor = p.scale_s * exp2f(-unit);
     for_each_row<LANES>(p, [&](const row_position(&at)[ROWS], const bool(&exists)[ROWS]) {
         float4 even[ROWS], odd[ROWS]; /* dimensions */
@@ -223,7 +223,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
             for (int i = 0; i < OCTET / 2 && aligned; i++) {
                 const float low = values[i * 2] * factor, high = values[i * 2 + 1] * factor;
-                pairs[i] = dtype == SKL_BF16 ? pack(low, high, __nv_bfloat16()) : pack(low, high, __half());
+                pairs[i] = dtype == SKL_BF16 ? pack(low, high, skl_bf16()) : pack(low, high, skl_f16());
             }
             if (aligned)
                 *(uint4 *)(void *)((uint16_t *)dq.data + to) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);

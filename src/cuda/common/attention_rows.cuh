@@ -4,8 +4,7 @@
 
 #include <type_traits>
 
-#include <cuda_fp16.h>
-
+#include "cuda/common/element.cuh"
 #include "cuda/common/params.cuh"
 
 /* What the kernel reads per query. LSEs are in base 2; the teacher's is minus log2 |g|, so that it gives |g| P. g is
@@ -38,7 +37,7 @@ struct attention_backward_params : skl_cuda_params {
  * attention backward of f16. */
 template <typename ELEMENT> __device__ inline float log2_unit(const attention_largest &largest)
 {
-    if constexpr (!std::is_same<ELEMENT, __half>::value)
+    if constexpr (!std::is_same<ELEMENT, skl_f16>::value)
         return 0.0F;
     const float bound =
         2.0F * __uint_as_float(largest.d_out) * __uint_as_float(largest.value) + __uint_as_float(largest.weight);

@@ -2,13 +2,11 @@
 #ifndef SKL_CUDA_COMMON_INSTANCE_CUH
 #define SKL_CUDA_COMMON_INSTANCE_CUH
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
+#include "cuda/common/element.cuh"
 #include "cuda/common/params.cuh"
 
-typedef __nv_bfloat16 skl_element_bf16;
-typedef __half skl_element_f16;
+typedef skl_bf16 skl_element_bf16;
+typedef skl_f16 skl_element_f16;
 #define SKL_ELEMENT(dtype) skl_element_##dtype /* f32: sm90/attention/instance.cuh */
 
 /* A launcher with the name of its kernel, which it reports. `function` may hold commas. */

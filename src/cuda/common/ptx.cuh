@@ -2,9 +2,9 @@
 #ifndef SKL_CUDA_COMMON_PTX_CUH
 #define SKL_CUDA_COMMON_PTX_CUH
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <stdint.h>
+
+#include "cuda/common/element.cuh"
 
 __device__ inline uint32_t shared_address(const void *pointer)
 {
@@ -51,7 +51,7 @@ __device__ inline void ldmatrix_x4_transposed(uint32_t (&to)[4], uint32_t row)
 }
 
 /* c += a b: 16 x 8 += 16 x 16 . 16 x 8, f32 accumulation. */
-__device__ inline void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b_0, uint32_t b_1, __nv_bfloat16)
+__device__ inline void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b_0, uint32_t b_1, skl_bf16)
 {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
@@ -59,7 +59,7 @@ __device__ inline void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint3
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_0), "r"(b_1));
 }
 
-__device__ inline void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b_0, uint32_t b_1, __half)
+__device__ inline void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b_0, uint32_t b_1, skl_f16)
 {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
@@ -68,14 +68,14 @@ __device__ inline void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint3
 }
 
 /* Rounds two values to 16 bits and packs them. */
-__device__ inline uint32_t pack(float low, float high, __nv_bfloat16)
+__device__ inline uint32_t pack(float low, float high, skl_bf16)
 {
     uint32_t both;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
 }
 
-__device__ inline uint32_t pack(float low, float high, __half)
+__device__ inline uint32_t pack(float low, float high, skl_f16)
 {
     uint32_t both;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
@@ -83,14 +83,14 @@ __device__ inline uint32_t pack(float low, float high, __half)
 }
 
 /* The two values of a packed pair, low half first. */
-__device__ inline float2 unpack(uint32_t pair, __nv_bfloat16)
+__device__ inline float2 unpack(uint32_t pair, skl_bf16)
 {
     return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000U));
 }
 
-__device__ inline float2 unpack(uint32_t pair, __half)
+__device__ inline float2 unpack(uint32_t pair, skl_f16)
 {
-    return __half22float2(*(const __half2 *)&pair);
+    return make_float2(skl_from_f16((uint16_t)pair), skl_from_f16((uint16_t)(pair >> 16)));
 }
 
 /* Maximum over the warp of values that are not negative: as integers they have the same order. */

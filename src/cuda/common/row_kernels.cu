@@ -216,8 +216,8 @@ static __device__ void store_quad(void *data, skl_dtype dtype, int64_t first, co
 {
     uint16_t *const to = (uint16_t *)data + first;
     if (dtype != SKL_F32 && (uintptr_t)to % 8 == 0) {
-        const __half half = __half();
-        const __nv_bfloat16 bf16 = __nv_bfloat16();
+        const skl_f16 half = skl_f16();
+        const skl_bf16 bf16 = skl_bf16();
         *(uint2 *)(void *)to = dtype == SKL_F16 ? make_uint2(pack(sum.x, sum.y, half), pack(sum.z, sum.w, half))
                                                 : make_uint2(pack(sum.x, sum.y, bf16), pack(sum.z, sum.w, bf16));
         return;

@@ -239,12 +239,19 @@ __device__ inline void write_lse(const skl_cuda_params &params, const skl_sequen
         skl_row_set(&params.call.rows.lse_t, &s, head, query, lse);
 }
 
+/* Of SKL_OP_PARTIAL. */
+__device__ inline void write_partial_state(const skl_cuda_params &params, const skl_sequence &s, int64_t head,
+                                           int64_t query, const skl_row_state &state)
+{
+    params.call.states[skl_state_index(&params.problem, &s, head, query)] =
+        partial_state(params.problem, s, query, state);
+}
+
 __device__ inline void write_row(const skl_cuda_params &params, const skl_sequence &s, int64_t head, int64_t query,
                                  const skl_row_state &state)
 {
     if (params.call.op == SKL_OP_PARTIAL) {
-        params.call.states[skl_state_index(&params.problem, &s, head, query)] =
-            partial_state(params.problem, s, query, state);
+        write_partial_state(params, s, head, query, state);
         return;
     }
     write_kl(params, s, head, query, state);
@@ -312,19 +319,8 @@ __device__ inline void write_split(const forward_params &params, const query_til
         write_row(params, tile.sequence, tile.head, tile.first + row, state);
 }
 
-/* Merges the splits of a tile in a fixed order and writes its rows, one query per thread. */
-template <int M> __global__ void merge_splits(const __grid_constant__ forward_params params)
-{
-    query_tile<M> tile;
-    const int row = (int)threadIdx.x;
-    if (!tile.find(params, 1, (unsigned)params.head_group) || tile.first + row >= tile.sequence.query_count)
-        return;
-    const skl_row_state *const splits = params.split_states + tile.index * params.num_splits * tile.ROWS;
-    skl_row_state state = splits[row];
-    for (int split = 1; split < params.num_splits; split++)
-        state = skl_state_merge(state, splits[split * tile.ROWS + row]);
-    write_row(params, tile.sequence, tile.head, tile.first + row, state);
-}
+/* Merges the splits of all tiles of 64 M queries in a fixed order and writes their rows (merge_splits.cu). */
+template <int M> cudaError_t merge_splits(const forward_params &params);
 
 } // namespace tensor_core
 

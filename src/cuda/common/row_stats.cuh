@@ -118,7 +118,7 @@ template <typename ELEMENT> struct gradient_unit {
     }
 };
 
-template <> struct gradient_unit<__half> {
+template <> struct gradient_unit<skl_f16> {
     static constexpr bool MOVES = true;
     int exponent = -127; /* the unit is 2^exponent, and 0 before the first fit() */
 
@@ -146,12 +146,12 @@ template <> struct gradient_unit<__half> {
 
 /* ---- Non-finite values -------------------------------------------------------------------------------------- */
 
-__device__ constexpr uint32_t exponent_of_infinity(__nv_bfloat16)
+__device__ constexpr uint32_t exponent_of_infinity(skl_bf16)
 {
     return 0x7F80U;
 }
 
-__device__ constexpr uint32_t exponent_of_infinity(__half)
+__device__ constexpr uint32_t exponent_of_infinity(skl_f16)
 {
     return 0x7C00U;
 }

@@ -39,8 +39,8 @@ static __device__ float4 load_quad(const two_term_task &task, int64_t offset, in
             return __ldg((const float4 *)(const void *)((const float *)task.from.data + offset + c));
         const uint2 bits = __ldg((const uint2 *)(const void *)((const uint16_t *)task.from.data + offset + c));
         const bool f16 = task.dtype == SKL_F16;
-        const float2 low = f16 ? unpack(bits.x, __half()) : unpack(bits.x, __nv_bfloat16());
-        const float2 high = f16 ? unpack(bits.y, __half()) : unpack(bits.y, __nv_bfloat16());
+        const float2 low = f16 ? unpack(bits.x, skl_f16()) : unpack(bits.x, skl_bf16());
+        const float2 high = f16 ? unpack(bits.y, skl_f16()) : unpack(bits.y, skl_bf16());
         return make_float4(low.x, low.y, high.x, high.y);
     }
     float quad[QUAD];
@@ -88,10 +88,10 @@ static __device__ void store_terms(const two_term_task &task, int64_t index)
         x = make_float4(0.0F, 0.0F, 0.0F, 0.0F);
     }
     if (c < task.term_dim) {
-        const uint2 high = make_uint2(pack(x.x, x.y, __half()), pack(x.z, x.w, __half()));
-        const float2 left = unpack(high.x, __half()), right = unpack(high.y, __half());
+        const uint2 high = make_uint2(pack(x.x, x.y, skl_f16()), pack(x.z, x.w, skl_f16()));
+        const float2 left = unpack(high.x, skl_f16()), right = unpack(high.y, skl_f16());
         const uint2 low =
-            make_uint2(pack(x.x - left.x, x.y - left.y, __half()), pack(x.z - right.x, x.w - right.y, __half()));
+            make_uint2(pack(x.x - left.x, x.y - left.y, skl_f16()), pack(x.z - right.x, x.w - right.y, skl_f16()));
         uint16_t *const to = (uint16_t *)task.to.data + SKL_ROW(task.to, batch, head, row) + c;
         *(uint2 *)(void *)to = high;
         *(uint2 *)(void *)(to + task.term_dim) = low;

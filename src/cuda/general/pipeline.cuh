@@ -226,6 +226,24 @@ template <int COUNT> __device__ inline void read_fours(float (&to)[COUNT], const
     }
 }
 
+/* Calls body(first, step) for the steps first + step of a stage. Half of them are unrolled: all would be a few percent
+ * faster, and take long to compile. */
+template <typename BODY> __device__ inline void for_each_step(BODY body)
+{
+    constexpr int UNROLLED = STAGE_STEPS / 2;
+#pragma unroll 1
+    for (int first = 0; first < STAGE_STEPS; first += UNROLLED)
+#pragma unroll
+        for (int step = 0; step < UNROLLED; step++)
+            body(first, step);
+}
+
+/* Offset of step first + step: a constant and one register for all of them. */
+__device__ inline int step_offset(int first, int step)
+{
+    return step_offset(first) + step_offset(step); /* first is a multiple of 4 */
+}
+
 /* sum[i][j] += stationary[step][i] streamed[step][j] over the steps of a stage. SKIP_ZEROS: a stationary value of 0
  * is that of a masked pair. It is skipped, because the streamed value may not be finite. */
 template <bool SKIP_ZEROS, int COLUMNS>
@@ -233,18 +251,17 @@ __device__ inline void multiply(fragment<COLUMNS> &sum, const float *stationary,
 {
     stationary += (int)threadIdx.x / LANES * 4;
     streamed += (int)threadIdx.x % LANES * 4;
-#pragma unroll
-    for (int step = 0; step < STAGE_STEPS; step++) {
+    for_each_step([&](int first, int step) {
         float a[ROWS], b[COLUMNS];
-        read_fours(a, stationary + step_offset(step));
-        read_fours(b, streamed + step_offset(step));
+        read_fours(a, stationary + step_offset(first, step));
+        read_fours(b, streamed + step_offset(first, step));
 #pragma unroll
         for (int i = 0; i < ROWS; i++)
 #pragma unroll
             for (int j = 0; j < COLUMNS; j++)
                 if (!SKIP_ZEROS || a[i] != 0.0F)
                     sum.at[i][j] = fmaf(a[i], b[j], sum.at[i][j]);
-    }
+    });
 }
 
 /* Both operands of a tile of logits. */

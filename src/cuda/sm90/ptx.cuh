@@ -295,8 +295,8 @@ __device__ inline uint64_t smem_descriptor(uint32_t operand)
                      : SKL_OUT_32(c, 0), SKL_OUT_32(c, 8)                                                            \
                      : "l"(a), "l"(b), "r"(add), "n"(A_MN_MAJOR), "n"(MN_MAJOR));                                    \
     }
-SKL_DEFINE_WGMMA(__nv_bfloat16, "bf16")
-SKL_DEFINE_WGMMA(__half, "f16")
+SKL_DEFINE_WGMMA(skl_bf16, "bf16")
+SKL_DEFINE_WGMMA(skl_f16, "f16")
 
 #undef SKL_DEFINE_WGMMA
 #undef SKL_WGMMA

@@ -2,21 +2,19 @@
 #ifndef SKL_CUDA_SM90_TENSOR_MAP_CUH
 #define SKL_CUDA_SM90_TENSOR_MAP_CUH
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
+#include "cuda/common/element.cuh"
 #include "cuda/common/tensor_map.h"
 #include "cuda/launch.h"
 
 namespace sm90
 {
 
-inline skl_dtype dtype_of_element(__nv_bfloat16)
+inline skl_dtype dtype_of_element(skl_bf16)
 {
     return SKL_BF16;
 }
 
-inline skl_dtype dtype_of_element(__half)
+inline skl_dtype dtype_of_element(skl_f16)
 {
     return SKL_F16;
 }

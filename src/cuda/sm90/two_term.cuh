@@ -32,7 +32,7 @@ template <typename ELEMENT> struct operand {
 };
 
 template <> struct operand<two_term_f32> {
-    typedef __half type;
+    typedef skl_f16 type;
     static constexpr bool TWO_TERM = true;
     static constexpr int TERMS = 2;
 };
@@ -176,12 +176,12 @@ __device__ inline void issue_two_term_logits(stage_logits &x, HIGH high, LOW low
     constexpr int STEPS = DIM / 16;
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
-        wgmma<false>(x, low(step), k_step_descriptor(stage_smem, step, STAGE_ROWS), step > 0, __half());
-        wgmma<false>(x, high(step), k_step_descriptor(stage_smem, STEPS + step, STAGE_ROWS), 1, __half());
+        wgmma<false>(x, low(step), k_step_descriptor(stage_smem, step, STAGE_ROWS), step > 0, skl_f16());
+        wgmma<false>(x, high(step), k_step_descriptor(stage_smem, STEPS + step, STAGE_ROWS), 1, skl_f16());
     }
 #pragma unroll
     for (int step = 0; step < STEPS; step++)
-        wgmma<false>(x, high(step), k_step_descriptor(stage_smem, step, STAGE_ROWS), 1, __half());
+        wgmma<false>(x, high(step), k_step_descriptor(stage_smem, step, STAGE_ROWS), 1, skl_f16());
 }
 
 /* ---- Gradients ---------------------------------------------------------------------------------------------- */
@@ -193,9 +193,9 @@ struct two_terms {
 
 __device__ inline two_terms two_terms_of(float first, float second)
 {
-    const uint32_t high = pack(first, second, __half());
-    const float2 rounded = unpack(high, __half());
-    return {high, pack(first - rounded.x, second - rounded.y, __half())};
+    const uint32_t high = pack(first, second, skl_f16());
+    const float2 rounded = unpack(high, skl_f16());
+    return {high, pack(first - rounded.x, second - rounded.y, skl_f16())};
 }
 
 /* Issues the wgmmas of sum = G times the 64 streamed rows of a stage. */
@@ -207,18 +207,18 @@ __device__ inline void issue_two_term_gradient(float (&sum)[DIM / 8][4], const u
     const uint32_t rows = mn_major_operand(&stage, STAGE_ROWS * 128);
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
-        wgmma<true>(sum, low[step], smem_descriptor(rows + step * STEP), step > 0, __half());
-        wgmma<true>(sum, high[step], smem_descriptor(rows + LOW + step * STEP), 1, __half());
+        wgmma<true>(sum, low[step], smem_descriptor(rows + step * STEP), step > 0, skl_f16());
+        wgmma<true>(sum, high[step], smem_descriptor(rows + LOW + step * STEP), 1, skl_f16());
     }
 #pragma unroll
     for (int step = 0; step < STEPS; step++)
-        wgmma<true>(sum, high[step], smem_descriptor(rows + step * STEP), 1, __half());
+        wgmma<true>(sum, high[step], smem_descriptor(rows + step * STEP), 1, skl_f16());
 }
 
 /* Units of f16 gradients (common/row_stats.cuh), one per stationary row: what one row attends to, such as a key much
  * larger than all others, makes no other row less accurate. */
 struct row_units {
-    gradient_unit<__half> of[2] = {{-126}, {-126}}; /* the thread's rows */
+    gradient_unit<skl_f16> of[2] = {{-126}, {-126}}; /* the thread's rows */
 
     /* Grows the units for values up to `largest` and rescales the gradient. */
     template <int BLOCKS> __device__ void fit(float (&gradient)[BLOCKS][4], const float (&largest)[2])

@@ -45,7 +45,7 @@ struct head_weight {
     {
         return dtype == SKL_F32    ? __uint_as_float(bits)
                : dtype == SKL_BF16 ? __uint_as_float(bits << 16)
-                                   : __half2float(__ushort_as_half((unsigned short)bits));
+                                   : skl_from_f16((uint16_t)bits);
     }
 };
 
@@ -225,9 +225,9 @@ __device__ inline void store_g(uint4 *g, int64_t rest_at, const float (&p)[N][4]
                 const float s = ex2(fmaf(y[n][e], scale, -lse[half]));
                 pair[parity] = seen ? fmaf(s - p[n][e], 1.0F / G_UNIT, poison[half]) : 0.0F;
             }
-            operand[reg] = pack(pair[0], pair[1], __half());
-            const float2 rounded = unpack(operand[reg], __half());
-            residual[reg] = pack(pair[0] - rounded.x, pair[1] - rounded.y, __half());
+            operand[reg] = pack(pair[0], pair[1], skl_f16());
+            const float2 rounded = unpack(operand[reg], skl_f16());
+            residual[reg] = pack(pair[0] - rounded.x, pair[1] - rounded.y, skl_f16());
         }
         *g = make_uint4(operand[0], operand[1], operand[2], operand[3]);
         if (PLANES == 2)

@@ -65,7 +65,7 @@ struct index_params : skl_cuda_params {
     bool lse_given;     /* teacher LSEs are the caller's, and may cover more than the visible keys */
     float least;        /* lower bound of the ReLU: 0, or -inf without a ReLU */
     int64_t strip_first, strip_count;
-    uint4 *g;              /* of the strip */
+    uint4 *g;              /* of the strip; NULL: only rows are wanted */
     index_row *split_rows; /* [slot of the strip][split of the keys][query] */
     float *key_sums;       /* dk: [split of the queries][batch][key head][row][dim] */
     int64_t sum_batches, sum_rows;
@@ -196,7 +196,7 @@ constexpr float G_UNIT = 1.0F / 32768.0F;
 /* For dk, G is multiplied by the weights and rounded again. Where that is to f16, it would be the same rounding
  * twice: a second plane holds the residual of the first rounding. */
 template <typename ELEMENT> constexpr int G_PLANES = 1;
-template <> constexpr int G_PLANES<__half> = 2;
+template <> constexpr int G_PLANES<skl_f16> = 2;
 
 /* The lane's 16 bytes of a 16 x 16 block of G, as an A operand. */
 __device__ inline uint4 *g_block(const index_params &params, unsigned slot, int tile, int query_block, int key_block)

@@ -21,12 +21,12 @@ __device__ inline uint32_t gate_pair(float2 pair, float low, float high, float2 
 
 /* ---- Queries ------------------------------------------------------------------------------------------------ */
 
-__device__ constexpr skl_dtype dtype_of(__nv_bfloat16)
+__device__ constexpr skl_dtype dtype_of(skl_bf16)
 {
     return SKL_BF16;
 }
 
-__device__ constexpr skl_dtype dtype_of(__half)
+__device__ constexpr skl_dtype dtype_of(skl_f16)
 {
     return SKL_F16;
 }

@@ -37,10 +37,9 @@ static __device__ void sparse_gradients(float *dy, sparse_memory &memory, const 
     for (int64_t first = 0; first < p.top_k; first += KEY_TILE) {
         if (!load_indices(memory, p.top_k, first))
             continue;
-        teacher_logits(memory, group, [&](int64_t h) {
+        row_logits(memory, params, true, [&](int64_t h) {
             return skl_lse2_of(skl_row_value(&in.lse_t, &row.sequence, row.head * group + h, row.query));
         });
-        student_logits(memory, params);
         if (threadIdx.x >= KEY_TILE || memory.keys[threadIdx.x] < 0)
             continue;
         const float log_p = memory.x[threadIdx.x], log_s = log_probability(memory.y[threadIdx.x], lse_s);
@@ -98,19 +97,18 @@ template <int R> static __device__ void add_keys(float (&sum)[R][8], sparse_memo
         __syncthreads();
         if (first + STAGE_STEPS < KEY_TILE)
             load_key_steps(rows, memory, first + STAGE_STEPS, c);
-#pragma unroll
-        for (int step = 0; step < STAGE_STEPS; step++) {
+        for_each_step([&](int first_step, int step) {
             float b[8];
-            read_fours(b, streamed + step_offset(step) + (int)threadIdx.x % LANES * 4);
+            read_fours(b, streamed + step_offset(first_step, step) + (int)threadIdx.x % LANES * 4);
 #pragma unroll
             for (int i = 0; i < R; i++) {
-                const float a = memory.dots[head_of<R>(i) * DOT_STRIDE + first + step];
+                const float a = memory.dots[head_of<R>(i) * DOT_STRIDE + first + first_step + step];
 #pragma unroll
                 for (int j = 0; j < 8; j++)
                     if (a != 0.0F) /* the key of an inactive or masked pair may not be finite */
                         sum[i][j] = fmaf(a, b[j], sum[i][j]);
             }
-        }
+        });
     }
 }
 
@@ -131,17 +129,16 @@ static __device__ void store_entry_dk(float *entry_dk, sparse_memory &memory, in
         __syncthreads();
         if (first + STAGE_STEPS < count)
             load_steps(rows, memory.heads, first + STAGE_STEPS, c);
-#pragma unroll
-        for (int step = 0; step < STAGE_STEPS; step++) {
+        for_each_step([&](int first_step, int step) {
             float a[ROWS], b[KEY_COLUMNS];
-            read_fours(a, stationary + step_offset(step) + (int)threadIdx.x / LANES * 4);
-            read_fours(b, &memory.dots[(first + step) * DOT_STRIDE + acc_column(0)]);
+            read_fours(a, stationary + step_offset(first_step, step) + (int)threadIdx.x / LANES * 4);
+            read_fours(b, &memory.dots[(first + first_step + step) * DOT_STRIDE + acc_column(0)]);
 #pragma unroll
             for (int j = 0; j < KEY_COLUMNS; j++)
 #pragma unroll
                 for (int i = 0; i < ROWS; i++)
                     sum.at[i][j] = fmaf(a[i], b[j], sum.at[i][j]);
-        }
+        });
     }
 #pragma unroll 1
     for (int i = 0; i < ROWS; i++, rotate_rows(sum))

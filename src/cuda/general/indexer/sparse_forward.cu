@@ -30,7 +30,8 @@ static __device__ void compute_sparse_lse(skl_lse2 *lse, sparse_memory &memory, 
         for (int64_t first = 0; first < p.top_k; first += KEY_TILE) {
             if (!load_indices(memory, p.top_k, first))
                 continue;
-            teacher_dots(memory, group, h, count, [](int64_t) { return skl_lse2{0.0F, 0.0F}; });
+            set_teacher_product(memory, group, h, count, [](int64_t) { return skl_lse2{0.0F, 0.0F}; });
+            multiply_heads(memory, count);
 #pragma unroll 1
             for (int key = first_key; key < first_key + HALF_TILE; key++)
                 if (head < count && memory.keys[key] >= 0) {
@@ -88,9 +89,7 @@ static __device__ void forward_row(const skl_cuda_params &params, sparse_forward
     for (int64_t first = 0; first < p.top_k; first += KEY_TILE) {
         if (!load_indices(memory, p.top_k, first))
             continue;
-        if (with_teacher)
-            teacher_logits(memory, group, [&](int64_t h) { return lse[h]; });
-        student_logits(memory, params);
+        row_logits(memory, params, with_teacher, [&](int64_t h) { return lse[h]; });
         if (threadIdx.x >= KEY_TILE || memory.keys[threadIdx.x] < 0)
             continue;
         const float y = memory.y[threadIdx.x], x = with_teacher ? memory.x[threadIdx.x] : y;

@@ -119,17 +119,16 @@ template <int R> __device__ inline void multiply_heads(sparse_memory &memory)
         }
         const float *const smem_heads = memory.stages.stationary[stage];
         const float *const smem_keys = memory.stages.streamed[stage] + (int)threadIdx.x % LANES * 4;
-#pragma unroll
-        for (int step = 0; step < STAGE_STEPS; step++) {
+        for_each_step([&](int first, int step) {
             float a[R], b[KEY_COLUMNS];
-            read_heads<R>(a, smem_heads + step_offset(step));
-            read_fours(b, smem_keys + step_offset(step));
+            read_heads<R>(a, smem_heads + step_offset(first, step));
+            read_fours(b, smem_keys + step_offset(first, step));
 #pragma unroll
             for (int i = 0; i < R; i++)
 #pragma unroll
                 for (int j = 0; j < KEY_COLUMNS; j++)
                     sum[i][j] = fmaf(a[i], b[j], sum[i][j]);
-        }
+        });
     }
 #pragma unroll
     for (int i = 0; i < R; i++)
@@ -173,9 +172,11 @@ __device__ inline int64_t teacher_heads_per_product(const sparse_memory &memory,
     return skl_min(skl_min(group, shared_end) - h, TILE);
 }
 
-/* memory.dots of `count` teacher heads of the group from h; lse_of(h) returns their LSEs, for memory.lse. */
+/* Sets the operands of a product of `count` teacher heads of the group from h; lse_of(h) returns their LSEs, for
+ * memory.lse. */
 template <typename LSE>
-__device__ inline void teacher_dots(sparse_memory &memory, int64_t group, int64_t h, int64_t count, LSE lse_of)
+__device__ inline void set_teacher_product(sparse_memory &memory, int64_t group, int64_t h, int64_t count,
+                                           LSE lse_of)
 {
     const int64_t head = memory.row.head * group + h;
     __syncthreads(); /* no thread reads the previous product any more */
@@ -183,7 +184,6 @@ __device__ inline void teacher_dots(sparse_memory &memory, int64_t group, int64_
     if (threadIdx.x < count)
         memory.lse[threadIdx.x] = lse_of(h + threadIdx.x);
     __syncthreads();
-    multiply_heads(memory, count);
 }
 
 /* Sets the operands of a product of `count` index heads from g, and loads their weights. */
@@ -207,18 +207,33 @@ __device__ inline float teacher_logit(const tile_side &side, float dot)
 
 /* ---- Logits ------------------------------------------------------------------------------------------------- */
 
-/* memory.x = log2 mean_h P_h over the heads of the teacher group, for memory.keys. */
-template <typename LSE> __device__ inline void teacher_logits(sparse_memory &memory, int64_t group, LSE lse_of)
+/* For memory.keys: x = log2 mean_h P_h over the heads of the teacher group (with_teacher), y = logits of the indexer in
+ * base 2. One loop for the products of both sides, which are much code. Ends with a barrier: all threads may read
+ * memory.x and memory.y. */
+template <typename LSE>
+__device__ inline void row_logits(sparse_memory &memory, const skl_cuda_params &params, bool with_teacher, LSE lse_of)
 {
+    const int group = (int)skl_group_size(&params.problem), end = group + (int)params.problem.index_heads;
+    const bool linear = params.problem.index_linear != 0;
     float x = -3e38F, sum = 0.0F; /* finite: -inf - -inf would be NaN */
+    float y = 0.0F;
 #pragma unroll 1
-    for (int64_t h = 0, count; h < group; h += count) {
-        count = teacher_heads_per_product(memory, group, h);
-        teacher_dots(memory, group, h, count, lse_of);
+    for (int n = with_teacher ? 0 : group, count; n < end; n += count) {
+        const bool of_student = n >= group;
+        count = of_student ? min(end - n, TILE) : (int)teacher_heads_per_product(memory, group, n);
+        if (of_student)
+            set_index_product(memory, params, n - group, count);
+        else
+            set_teacher_product(memory, group, n, count, lse_of);
+        multiply_heads(memory, count);
 #pragma unroll 1
         for (int head = lane_of_key(); head < count; head += THREADS_PER_KEY) {
             const float dot = memory.dots[head * DOT_STRIDE + key_of_thread()];
-            add_in_log_space(x, sum, log_probability(teacher_logit(memory.sides[TEACHER], dot), memory.lse[head]));
+            if (of_student)
+                y = index_active(linear, dot) ? fmaf(memory.weights[head], dot, y) : y;
+            else
+                add_in_log_space(x, sum,
+                                 log_probability(teacher_logit(memory.sides[TEACHER], dot), memory.lse[head]));
         }
     }
 #pragma unroll
@@ -227,33 +242,12 @@ template <typename LSE> __device__ inline void teacher_logits(sparse_memory &mem
         const float larger = fmaxf(x, other_x);
         sum = sum * ex2(x - larger) + other_sum * ex2(other_x - larger);
         x = larger;
-    }
-    if (lane_of_key() == 0)
-        memory.x[key_of_thread()] = x + log2f(sum / (float)group);
-}
-
-/* memory.y = logits of the indexer in base 2. Ends with a barrier: all threads may read memory.x and memory.y. */
-__device__ inline void student_logits(sparse_memory &memory, const skl_cuda_params &params)
-{
-    const int64_t heads = params.problem.index_heads;
-    const bool linear = params.problem.index_linear != 0;
-    float y = 0.0F;
-#pragma unroll 1
-    for (int64_t g = 0; g < heads; g += TILE) {
-        const int64_t count = skl_min(heads - g, TILE);
-        set_index_product(memory, params, g, count);
-        multiply_heads(memory, count);
-#pragma unroll 1
-        for (int head = lane_of_key(); head < count; head += THREADS_PER_KEY) {
-            const float dot = memory.dots[head * DOT_STRIDE + key_of_thread()];
-            y = index_active(linear, dot) ? fmaf(memory.weights[head], dot, y) : y;
-        }
-    }
-#pragma unroll
-    for (int offset = 1; offset < THREADS_PER_KEY; offset *= 2)
         y += __shfl_xor_sync(~0U, y, offset);
-    if (lane_of_key() == 0)
+    }
+    if (lane_of_key() == 0) {
+        memory.x[key_of_thread()] = x + log2f(sum / (float)group);
         memory.y[key_of_thread()] = __fmul_rn(y, memory.sides[STUDENT].scale);
+    }
     __syncthreads();
 }
 

@@ -205,10 +205,8 @@ template <typename ELEMENT, int DIM, int M> struct forward_launch {
         record_launch(kernel, SKL_VARIANT_TILES, kernel_params.num_splits);
         forward_kernel<ELEMENT, DIM, M><<<grid_of(p->batch, p->heads_s, tiles * kernel_params.num_splits), THREADS,
                                           MEMORY, kernel_params.call.stream>>>(kernel_params);
-        if (kernel_params.num_splits > 1)
-            merge_splits<M>
-                <<<grid_of(p->batch, p->heads_s, tiles), ROWS, 0, kernel_params.call.stream>>>(kernel_params);
-        return cudaPeekAtLastError();
+        const cudaError_t launched = cudaPeekAtLastError();
+        return launched == cudaSuccess && kernel_params.num_splits > 1 ? merge_splits<M>(kernel_params) : launched;
     }
 };
 

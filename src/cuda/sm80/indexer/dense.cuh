@@ -21,10 +21,10 @@ cudaError_t launch_index(KERNEL kernel, int64_t blocks, size_t memory, const PAR
     return cudaPeekAtLastError();
 }
 
-template <typename ELEMENT, bool GRADIENTS> cudaError_t launch_scores(const index_params &kernel_params)
+template <typename ELEMENT> cudaError_t launch_scores(const index_params &kernel_params)
 {
     const cudaError_t error =
-        launch_index(index_score_kernel<ELEMENT, GRADIENTS>, kernel_params.strip_count * kernel_params.num_splits,
+        launch_index(index_score_kernel<ELEMENT>, kernel_params.strip_count * kernel_params.num_splits,
                      sizeof(score_smem), kernel_params);
     return error == cudaSuccess ? launch_rows(kernel_params) : error;
 }
@@ -36,13 +36,14 @@ cudaError_t launch_dense_rows(const char *kernel, const skl_cuda_params *params,
     const skl_problem *const p = &params->problem;
     const skl_index_layout &layout = launch->strips;
     index_params kernel_params = params_for(params, layout);
+    kernel_params.g = NULL;
     cudaError_t error = cudaSuccess;
     if (kernel_params.with_teacher && !kernel_params.lse_given) {
         assign_teacher_lse(&kernel_params, layout);
         error = launch_index(index_lse_kernel<ELEMENT>, p->batch * p->heads_t * skl_ceil_div(p->len_q, SIDE),
                              sizeof(score_smem), kernel_params);
     }
-    return error == cudaSuccess ? launch_scores<ELEMENT, false>(kernel_params) : error;
+    return error == cudaSuccess ? launch_scores<ELEMENT>(kernel_params) : error;
 }
 
 /* M of the gradient kernels: a block has 64 M stationary rows. Registers limit M, and for keys the shared memory of
@@ -92,7 +93,7 @@ cudaError_t launch_dense_gradients(const char *kernel, const skl_cuda_params *pa
     const skl_index_layout &layout = launch->strips;
     index_params kernel_params = params_for(params, layout);
     return launch_strips(&kernel_params, launch, [&](const index_params &strip) {
-        const cudaError_t error = launch_scores<ELEMENT, true>(strip);
+        const cudaError_t error = launch_scores<ELEMENT>(strip);
         return error != cudaSuccess ? error
                : p->dim_s <= 64     ? launch_index_sums<ELEMENT, 64>(strip, layout)
                : p->dim_s <= 128    ? launch_index_sums<ELEMENT, 128>(strip, layout)

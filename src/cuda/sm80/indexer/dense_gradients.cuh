@@ -54,7 +54,7 @@ __device__ inline void gate_block(uint32_t (&gated)[4], const logits<M, 2> &a, i
 
 __device__ inline float2 g_pair(const uint4 &g, int reg)
 {
-    return unpack(reg == 0 ? g.x : reg == 1 ? g.y : reg == 2 ? g.z : g.w, __half());
+    return unpack(reg == 0 ? g.x : reg == 1 ? g.y : reg == 2 ? g.z : g.w, skl_f16());
 }
 
 /* The same with the residual of a second plane. */

@@ -179,14 +179,14 @@ template <typename ELEMENT> struct slab_stream {
 
 /* ---- Rows and G --------------------------------------------------------------------------------------------- */
 
-/* Stores G (GRADIENTS) and adds to the row sums (unless the operation is a backward) for 16 queries of a warp. */
-template <bool GRADIENTS, int PLANES>
+/* Stores G if it is wanted, and adds to the row sums (unless the operation is a backward) for 16 queries of a warp. */
+template <int PLANES>
 __device__ inline void finish_tile(const index_params &params, const score_smem &smem, int m, int tile,
                                    float (&p)[TILE_KEYS / 8][4], const float (&y)[TILE_KEYS / 8][4])
 {
     const query_slot &slot = smem.slot;
     const int rows[2] = {acc_row<M_TILES>(m, 0), acc_row<M_TILES>(m, 1)};
-    if (GRADIENTS)
+    if (params.g != NULL)
         store_tile<PLANES>(params, slot,
                            g_block(params, smem.slot_index, tile / TILES_PER_G_TILE,
                                    (int)threadIdx.x / 32 * M_TILES + m, tile % TILES_PER_G_TILE * (TILE_KEYS / 16)),
@@ -218,7 +218,7 @@ __device__ inline void init_split(score_smem &smem, const index_params &params)
     smem.tile_end = min(begin + share, smem.slot.tile_end) * TILES_PER_G_TILE;
 }
 
-template <typename ELEMENT, bool GRADIENTS>
+template <typename ELEMENT>
 __global__ void __launch_bounds__(THREADS, 2) index_score_kernel(const __grid_constant__ index_params params)
 {
     extern __shared__ __align__(128) unsigned char raw[];
@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(THREADS, 2) index_score_kernel(const __grid_co
                         [=](float sum, float x, float value) { return fmaf(value, at_least(x, least), sum); });
 #pragma unroll
         for (int m = 0; m < M_TILES; m++)
-            finish_tile<GRADIENTS, G_PLANES<ELEMENT>>(params, smem, m, tile, p[m], y[m]);
+            finish_tile<G_PLANES<ELEMENT>>(params, smem, m, tile, p[m], y[m]);
     }
 }
 

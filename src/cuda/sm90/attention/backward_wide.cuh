@@ -49,7 +49,7 @@ namespace sm90
 template <typename ELEMENT, int DIM> struct wide_visible {
     typedef bounded_band band;
 };
-template <> struct wide_visible<__half, SKL_SM90_UNBOUNDED_F16_DIM> {
+template <> struct wide_visible<skl_f16, SKL_SM90_UNBOUNDED_F16_DIM> {
     typedef band32 band;
 };
 

@@ -33,10 +33,7 @@ cudaError_t launch_query_tiles(forward_kernel *kernel, const forward_params &par
     const int64_t tiles = skl_ceil_div(p.len_q, ROWS);
     const cudaError_t error =
         launch_blocks<FORWARD>(kernel, grid_of(p.batch, p.heads_s, tiles * params.num_splits), params, maps);
-    if (error != cudaSuccess || params.num_splits == 1)
-        return error;
-    merge_splits<FORWARD::GROUPS><<<grid_of(p.batch, p.heads_s, tiles), ROWS, 0, params.call.stream>>>(params);
-    return cudaPeekAtLastError();
+    return error == cudaSuccess && params.num_splits > 1 ? merge_splits<FORWARD::GROUPS>(params) : error;
 }
 
 template <typename ELEMENT, int DIM_A, int DIM_B, bool CAPPED>

@@ -192,12 +192,9 @@ struct narrow_forward {
                     cap_stage(x, x, params.a);
                     cap_stage(y, y, params.b);
                 }
-                if (covers(sees.all, first, STAGE_KEYS)) {
-                    init_shift(state, x, scale_a, y, scale_b);
-                    add_full(state, x, scale_a, y, scale_b);
-                } else if (overlaps(sees.any, first, STAGE_KEYS)) {
-                    add_masked(state, x, scale_a, y, scale_b, smem.visible, first);
-                }
+                if (overlaps(sees.any, first, STAGE_KEYS))
+                    add_masked(state, x, scale_a, y, scale_b, smem.visible, first,
+                               covers(sees.all, first, STAGE_KEYS));
             }
             if (!REFILL_FIRST)
                 advance_stage(n);

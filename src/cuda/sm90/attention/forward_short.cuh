@@ -234,12 +234,8 @@ template <typename ELEMENT, int DIM_A, int DIM_B> struct short_forward {
             compute_logits<shape>(x, y, smem, q_frag, warpgroup, stage, phase);
             if (REFILL_FIRST)
                 advance_stage();
-            if (covers(reach_of(visible, warpgroup * 64, 64).all, first, STAGE_KEYS)) {
-                init_shift(state, x, scale_a, y, scale_b);
-                add_full(state, x, scale_a, y, scale_b);
-            } else {
-                add_masked(state, x, scale_a, y, scale_b, visible, first);
-            }
+            const bool full = covers(reach_of(visible, warpgroup * 64, 64).all, first, STAGE_KEYS);
+            add_masked(state, x, scale_a, y, scale_b, visible, first, full);
             if (!REFILL_FIRST)
                 advance_stage();
         }

@@ -211,18 +211,25 @@ __device__ inline bool add_masked_with_shift(skl_row_state &state, const X &x, f
     return true;
 }
 
-/* Adds a masked stage, whose first key is `first` of the stream: for each row, the keys that it attends to. */
+/* Adds a stage whose first key is `first` of the stream: for each row, the keys that it attends to. `full`: these are
+ * all, and the stage is added as a full one if the shifts allow it; so there is one copy of the slow path. */
 template <typename X, typename Y, typename VISIBLE>
 __device__ inline void add_masked(skl_row_state (&state)[2], const X &x, float scale_a, const Y &y, float scale_b,
-                                  const VISIBLE &visible, int first)
+                                  const VISIBLE &visible, int first, bool full = false)
 {
     /* Not for two-term rows, whose columns have factors: an LSE of f32 would lose digits to the shift. */
     constexpr bool LAZY = std::is_same_v<decltype(factors_of(x, 0)), no_factors>;
+    if constexpr (LAZY)
+        if (full) {
+            init_shift(state, x, scale_a, y, scale_b);
+            if (add_with_shift(state, x, linear_logit{scale_a}, y, linear_logit{scale_b}))
+                return;
+        }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const range32 in_stream = visible.of(acc_row<1>(0, half));
         const range32 sees = {in_stream.begin - first, in_stream.end - first};
-        if (!LAZY || !add_masked_with_shift(state[half], x, scale_a, y, scale_b, half, sees))
+        if (!LAZY || full || !add_masked_with_shift(state[half], x, scale_a, y, scale_b, half, sees))
             add_with_max<true, 8>(state[half], x, scale_a, y, scale_b, half, sees);
     }
 }
@@ -240,12 +247,16 @@ __device__ inline void write_row_of_two(const forward_params &params, const quer
     const int64_t query = tile.first + row;
     if (query >= tile.sequence.query_count)
         return;
-    if (params.num_splits == 1 && params.call.op != SKL_OP_PARTIAL) {
+    if (params.num_splits > 1) {
+        if (!of_b)
+            params.split_states[tile.index * tile.ROWS + row] = state;
+    } else if (params.call.op == SKL_OP_PARTIAL) {
+        if (!of_b)
+            write_partial_state(params, tile.sequence, tile.head, query, state);
+    } else {
         write_lse(params, tile.sequence, tile.head, query, state, of_b);
         if (!of_b)
             write_kl(params, tile.sequence, tile.head, query, state);
-    } else if (!of_b) {
-        write_split(params, tile, row, state);
     }
 }
 

@@ -251,7 +251,7 @@ inline bool encode_all(fused_backward_maps *maps, const backward_params &params,
 
 /* f16 has no instances for gradients of A: nothing bounds them that f16 could rely on. */
 template <typename ELEMENT> constexpr bool HAS_GRAD_OF_A = true;
-template <> constexpr bool HAS_GRAD_OF_A<__half> = false;
+template <> constexpr bool HAS_GRAD_OF_A<skl_f16> = false;
 
 /* Tall tiles are for gradients of B. */
 template <typename ELEMENT, typename SHAPE> constexpr bool HAS_INSTANCE_OF_A = HAS_GRAD_OF_A<ELEMENT>;

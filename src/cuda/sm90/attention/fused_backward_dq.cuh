@@ -17,7 +17,7 @@ __device__ inline float find_g_unit(const backward_params &params, const query_t
 }
 
 template <int GROUPS>
-__device__ inline float find_g_unit(const backward_params &params, const query_tile<GROUPS> &tile, __half)
+__device__ inline float find_g_unit(const backward_params &params, const query_tile<GROUPS> &tile, skl_f16)
 {
     constexpr int LIMIT = 15; /* values stay below 2^LIMIT units */
     float largest = 0.0F;

@@ -284,7 +284,7 @@ __device__ inline void store_row(void *gradient, int64_t offset, const skl_side 
     if (side.grad_dtype == SKL_F32)
         store_elements((float *)gradient + offset, (int)side.dim, x, half, factor);
     else if (operand<ELEMENT>::TWO_TERM && side.grad_dtype == SKL_BF16)
-        store_elements((__nv_bfloat16 *)gradient + offset, (int)side.dim, x, half, factor);
+        store_elements((skl_bf16 *)gradient + offset, (int)side.dim, x, half, factor);
     else
         store_elements((typename operand<ELEMENT>::type *)gradient + offset, (int)side.dim, x, half, factor);
 }

@@ -79,7 +79,7 @@ template <int DIM> struct index_consumer {
 
     __device__ void issue_a(int n)
     {
-        issue_logits<__nv_bfloat16, DIM, 0>(a, NULL,
+        issue_logits<skl_bf16, DIM, 0>(a, NULL,
                                             k_major_operand(&smem.stationary_rows) + warpgroup * (64 * 128 / 16),
                                             k_major_operand(&smem.stages[n % smem.STAGES]));
     }
@@ -129,7 +129,7 @@ template <int DIM> struct index_consumer {
 #pragma unroll
             for (int step = 0; step < STAGE_ROWS / 16; step++)
                 wgmma<true>(sums.acc[c], g_frag[step], smem_descriptor(rows + step * 16 * 128 / 16), 1,
-                            __nv_bfloat16());
+                            skl_bf16());
         }
         wgmma_commit();
         issue_a(next);
@@ -183,7 +183,7 @@ template <int DIM> __device__ inline void sanitize_row(row_stage<DIM> &stage, in
 #pragma unroll 4
     for (int c = 0; c < DIM / 8; c++)
         finite =
-            finite && all_finite<__nv_bfloat16>(*(const uint4 *)(const void *)&stage.slabs[c / 8][row][c % 8 * 16]);
+            finite && all_finite<skl_bf16>(*(const uint4 *)(const void *)&stage.slabs[c / 8][row][c % 8 * 16]);
     for (int c = 0; !finite && c < DIM / 8; c++)
         *(uint4 *)(void *)&stage.slabs[c / 8][row][c % 8 * 16] = make_uint4(0, 0, 0, 0);
 }
@@ -259,7 +259,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
                 to[step] = __ldg(from + step * 32);
         };
         const auto apply_relu = [=](uint32_t pair, float low, float high, int, int) {
-            return gate_pair<__nv_bfloat16>(unpack(pair, __half()), low, high, make_float2(1.0F, 1.0F), least);
+            return gate_pair<skl_bf16>(unpack(pair, skl_f16()), low, high, make_float2(1.0F, 1.0F), least);
         };
         if (stages > 0) {
             consumer.begin();
@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
             load_g(g[0], next);
             consumer.add_stage(n + 1, next, g[1], apply_relu);
         }
-        const query_gradients<__nv_bfloat16, DIM> gradients = {params, slot, head};
+        const query_gradients<skl_bf16, DIM> gradients = {params, slot, head};
 #pragma unroll
         for (int half = 0; half < 2; half++)
             gradients.store_row(acc_row<1>(0, half),
@@ -348,7 +348,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
                         n, min(n + 1, work.stages - 1), g,
                         [&](uint32_t pair, float low, float high, int stage, int i) {
                             const float2 weights = *(const float2 *)&smem.weights[stage][acc_column(i, 0)];
-                            return gate_pair<__nv_bfloat16>(unpack(pair, __half()), low, high, weights, least);
+                            return gate_pair<skl_bf16>(unpack(pair, skl_f16()), low, high, weights, least);
                         });
             }
         });

@@ -170,7 +170,7 @@ struct slab_consumer {
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
             wgmma<false>(x, k_step_descriptor(a, step, SIDE), k_step_descriptor(b, step, SIDE), add || step > 0,
-                         __nv_bfloat16());
+                         skl_bf16());
             if (step == STEPS / 2 - 1)
                 wgmma_commit();
         }
