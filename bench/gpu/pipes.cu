@@ -16,7 +16,7 @@ using namespace sm90;
 namespace
 {
 
-typedef __nv_bfloat16 element;
+typedef skl_bf16 element; /* of the products; __nv_bfloat16 in memory, for its conversions */
 
 constexpr int SHARED = 208 * 1024, KEYS_OFFSET = 128 * 1024; /* bytes of shared memory: queries, then keys */
 constexpr int LAUNCHES = 6, STAGES = 512, REPEATS = 1000;
@@ -36,7 +36,7 @@ __device__ void fill(unsigned char *shared)
         z = (z ^ z >> 13) * 3266489917U;
         z ^= z >> 16;
         const float value = (float)(z & 0xFFFF) / 65536.0F + (float)(z >> 16) / 65536.0F - 1.0F;
-        ((element *)(void *)shared)[i] = __float2bfloat16(2.4F * value);
+        ((__nv_bfloat16 *)(void *)shared)[i] = __float2bfloat16(2.4F * value);
     }
     fence_proxy_async();
     __syncthreads();
@@ -200,8 +200,8 @@ __global__ void __launch_bounds__(128 * GROUPS, 1) stages(clocks *to)
         q_frag[e / 4][e % 4] = ((const uint32_t *)(const void *)shared)[threadIdx.x * 16 + e];
     float x[N / 8][4], y[N / 8][4];
     for (int e = 0; e < N / 2; e++) {
-        x[e / 4][e % 4] = __bfloat162float(((const element *)(const void *)shared)[threadIdx.x * 128 + e]);
-        y[e / 4][e % 4] = __bfloat162float(((const element *)(const void *)shared)[threadIdx.x * 128 + 64 + e]);
+        x[e / 4][e % 4] = __bfloat162float(((const __nv_bfloat16 *)(const void *)shared)[threadIdx.x * 128 + e]);
+        y[e / 4][e % 4] = __bfloat162float(((const __nv_bfloat16 *)(const void *)shared)[threadIdx.x * 128 + 64 + e]);
     }
     row_sums sums[2] = {};
     const long long begin = clock64();

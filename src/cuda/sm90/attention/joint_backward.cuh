@@ -6,8 +6,9 @@
  *
  * Six products instead of the eight of two fused backwards, two exponentials per pair instead of three.
  *
- * Bound: shared memory, 2,176 clocks per 128 queries x 64 keys; tensor cores 1,536, exponentials 1,024. At DIM = 128
- * it would not be faster than two fused backwards: see docs/lab/2026-11-17-joint-backward.md.
+ * Bound: shared memory, 2,176 clocks per 128 queries x 64 keys; tensor cores 1,536, exponentials 1,024. At 128
+ * dimensions it would need nearly as much of shared memory as two fused backwards, which that bounds:
+ * docs/lab/2026-11-17-joint-backward.md.
  *
  *   block      2 dq warpgroups of 64 queries and 1 dk warpgroup, which is also the producer; one block per SM
  *   registers  200 per dq thread: logits of a stage (64), both dq (64), both G (32), 24 for the rest; 104 per dk
@@ -22,90 +23,10 @@
 #define SKL_CUDA_SM90_ATTENTION_JOINT_BACKWARD_CUH
 
 #include "cuda/sm90/attention/fused_backward.cuh"
+#include "cuda/sm90/attention/joint_backward_stages.cuh"
 
 namespace sm90
 {
-
-enum { OF_A, OF_B, ARGUMENTS };
-
-template <int D> struct joint_shape {
-    static constexpr int DIM = D, ROWS = TILE_QUERIES, DQ_GROUPS = 2, THREADS = 128 * (DQ_GROUPS + 1);
-    static constexpr int DK_DIMS = 64; /* dimensions of dk at a time */
-    static constexpr int DQ_REGS = DIM > 64 ? 216 : 200, DK_REGS = 504 - DQ_GROUPS * DQ_REGS;
-    static constexpr int FIXED = ARGUMENTS * (SLABS_OF<DIM> + 2) * ROWS * 128 + DK_DIMS / 32 * STAGE_KEYS * 128 +
-                                 ROWS * (int)sizeof(row_stats) + 1024;
-    static constexpr int DEPTH = depth_for(ARGUMENTS * (int)sizeof(row_stage<DIM>), FIXED, 6);
-};
-
-template <typename SHAPE> struct joint_backward_smem : SHAPE {
-    using SHAPE::DEPTH;
-    smem_rows<SLABS_OF<SHAPE::DIM>> queries[ARGUMENTS];
-    row_stage<SHAPE::DIM> keys[DEPTH][ARGUMENTS];
-    unsigned char g[2][ARGUMENTS][SHAPE::ROWS][128];        /* [query][key] */
-    unsigned char dk[SHAPE::DK_DIMS / 32][STAGE_KEYS][128]; /* of a stage, f32: slabs of 32 dimensions */
-    uint64_t queries_full, full[DEPTH], sanitized[DEPTH], g_full[2], g_empty[2];
-    block_tile tile; /* in shared memory to save registers */
-    int count;       /* queries of the tile that exist */
-    stage_schedule schedule;
-    row_ranges<SHAPE::ROWS> visible;
-    float poison[DEPTH][STAGE_KEYS]; /* NaN for keys that are not finite in one of the arguments, else 0 */
-    row_stats stats[SHAPE::ROWS];    /* LSEs in base 2 */
-};
-
-/* `sums`: f32 sums of dk in global memory. */
-struct joint_backward_maps {
-    CUtensorMap queries[ARGUMENTS], keys[ARGUMENTS], sums[ARGUMENTS];
-};
-
-__device__ inline const skl_cuda_argument &argument_of(const backward_params &params, int which)
-{
-    return which == OF_A ? params.a : params.b;
-}
-
-/* ---- TMA ---------------------------------------------------------------------------------------------------- */
-
-/* Loads and reduce-adds of the block, all issued by one warp. All members are warp-uniform. */
-template <typename SHAPE> struct joint_loader {
-    joint_backward_smem<SHAPE> &smem;
-    const joint_backward_maps &maps;
-    stage_schedule schedule;
-    int batch, head, key_head[ARGUMENTS];
-
-    __device__ void load_queries(int row) const
-    {
-        barrier_expect_tx(smem.queries_full, ARGUMENTS * smem.queries[0].SIZE);
-#pragma unroll
-        for (int which = 0; which < ARGUMENTS; which++)
-#pragma unroll
-            for (int slab = 0; slab < SLABS_OF<SHAPE::DIM>; slab++)
-                tma_load(smem.queries[which].slabs[slab], maps.queries[which], slab * 64, row, head, batch,
-                         smem.queries_full);
-    }
-
-    /* The stage must have been released. Does nothing after the last stage. */
-    __device__ void load_stage(int n) const
-    {
-        if (n >= schedule.stages)
-            return;
-        const int stage = n % smem.DEPTH, row = schedule.row_at(n);
-        barrier_expect_tx(smem.full[stage], (int)sizeof smem.keys[stage]);
-#pragma unroll
-        for (int which = 0; which < ARGUMENTS; which++)
-#pragma unroll
-            for (int slab = 0; slab < SLABS_OF<SHAPE::DIM>; slab++)
-                tma_load(smem.keys[stage][which].slabs[slab], maps.keys[which], slab * 64, row, key_head[which],
-                         batch, smem.full[stage]);
-    }
-
-    __device__ void reduce_add_dk(int n, int which, int first_dim) const
-    {
-#pragma unroll
-        for (int slab = 0; slab < SHAPE::DK_DIMS / 32; slab++)
-            tma_reduce_add(maps.sums[which], first_dim + slab * 32, schedule.row_at(n), key_head[which], batch,
-                           smem.dk[slab]);
-        tma_commit();
-    }
-};
 
 /* ---- dq ----------------------------------------------------------------------------------------------------- */
 
@@ -278,9 +199,8 @@ template <typename ELEMENT, typename SHAPE>
 __device__ inline void run_joint_dk_warpgroup(joint_backward_smem<SHAPE> &smem, const joint_loader<SHAPE> &loader,
                                               float scale_a, float scale_b)
 {
-    constexpr int DK_DIMS = SHAPE::DK_DIMS, SLICES = SHAPE::DIM / DK_DIMS;
     const bool is_leader = warp_in_warpgroup() == 0; /* the warp that issues TMA */
-    float dk[DK_DIMS / 8][4];
+    float dk[SHAPE::DIM / 8][4];
     if (loader.schedule.masked_stages > 0)
         sanitize_joint_stage<ELEMENT>(smem, 0);
     for (int n = 0; n < loader.schedule.stages; n++) {
@@ -290,10 +210,9 @@ __device__ inline void run_joint_dk_warpgroup(joint_backward_smem<SHAPE> &smem, 
         if (is_leader && n > 0) /* G of stage n is full, so both dq warpgroups have released stage n - 1 */
             loader.load_stage(n + smem.DEPTH - 1);
 #pragma unroll
-        for (int slice = 0; slice < ARGUMENTS * SLICES; slice++) {
-            const int which = slice / SLICES, first_dim = slice % SLICES * DK_DIMS;
+        for (int which = 0; which < ARGUMENTS; which++) {
             const uint32_t g = mn_major_operand(smem.g[n % 2][which], 0);
-            const uint32_t q = mn_major_operand(&smem.queries[which].slabs[first_dim / 64], SHAPE::ROWS * 128);
+            const uint32_t q = mn_major_operand(smem.queries[which].slabs, SHAPE::ROWS * 128);
             wgmma_fence();
 #pragma unroll
             for (int step = 0; step < smem.ROWS / 16; step++)
@@ -302,16 +221,16 @@ __device__ inline void run_joint_dk_warpgroup(joint_backward_smem<SHAPE> &smem, 
             wgmma_commit();
             wgmma_wait<0>();
             fence_operand(dk);
-            if (slice == ARGUMENTS * SLICES - 1 && threadIdx.x % 32 == 0)
+            if (which == ARGUMENTS - 1 && threadIdx.x % 32 == 0)
                 barrier_arrive(smem.g_empty[n % 2]);
             if (is_leader)
                 tma_wait_read();
             named_barrier_sync(1 + SHAPE::DQ_GROUPS, 128);
-            write_dk<DK_DIMS>(smem.dk, dk, which == OF_A ? scale_a : scale_b);
+            write_dk<SHAPE::DIM>(smem.dk, dk, which == OF_A ? scale_a : scale_b);
             fence_proxy_async();
             named_barrier_sync(1 + SHAPE::DQ_GROUPS, 128);
             if (is_leader)
-                loader.reduce_add_dk(n, which, first_dim);
+                loader.reduce_add_dk(n, which);
         }
     }
     if (is_leader)
