@@ -226,8 +226,8 @@ template <int COUNT> __device__ inline void read_fours(float (&to)[COUNT], const
     }
 }
 
-/* Calls body(first, step) for the steps first + step of a stage. Half of them are unrolled: all would be a few percent
- * faster, and take long to compile. */
+/* Calls body(first, step) for the steps first + step of a stage. Half of them are unrolled: all would be a few
+ * percent faster, and take long to compile. */
 template <typename BODY> __device__ inline void for_each_step(BODY body)
 {
     constexpr int UNROLLED = STAGE_STEPS / 2;

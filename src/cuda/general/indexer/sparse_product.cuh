@@ -175,8 +175,7 @@ __device__ inline int64_t teacher_heads_per_product(const sparse_memory &memory,
 /* Sets the operands of a product of `count` teacher heads of the group from h; lse_of(h) returns their LSEs, for
  * memory.lse. */
 template <typename LSE>
-__device__ inline void set_teacher_product(sparse_memory &memory, int64_t group, int64_t h, int64_t count,
-                                           LSE lse_of)
+__device__ inline void set_teacher_product(sparse_memory &memory, int64_t group, int64_t h, int64_t count, LSE lse_of)
 {
     const int64_t head = memory.row.head * group + h;
     __syncthreads(); /* no thread reads the previous product any more */
@@ -207,8 +206,8 @@ __device__ inline float teacher_logit(const tile_side &side, float dot)
 
 /* ---- Logits ------------------------------------------------------------------------------------------------- */
 
-/* For memory.keys: x = log2 mean_h P_h over the heads of the teacher group (with_teacher), y = logits of the indexer in
- * base 2. One loop for the products of both sides, which are much code. Ends with a barrier: all threads may read
+/* For memory.keys: x = log2 mean_h P_h over the heads of the teacher group (with_teacher), y = logits of the indexer
+ * in base 2. One loop for the products of both sides, which are much code. Ends with a barrier: all threads may read
  * memory.x and memory.y. */
 template <typename LSE>
 __device__ inline void row_logits(sparse_memory &memory, const skl_cuda_params &params, bool with_teacher, LSE lse_of)

@@ -179,7 +179,8 @@ template <typename ELEMENT> struct slab_stream {
 
 /* ---- Rows and G --------------------------------------------------------------------------------------------- */
 
-/* Stores G if it is wanted, and adds to the row sums (unless the operation is a backward) for 16 queries of a warp. */
+/* Stores G if it is wanted, and adds to the row sums (unless the operation is a backward) for 16 queries of a warp.
+ */
 template <int PLANES>
 __device__ inline void finish_tile(const index_params &params, const score_smem &smem, int m, int tile,
                                    float (&p)[TILE_KEYS / 8][4], const float (&y)[TILE_KEYS / 8][4])

@@ -13,8 +13,7 @@ constexpr int STATIONARY_ROWS = CONSUMERS * 64;
 
 /* Kernels that run full stages as masked ones: half of the code to compile, for a few more instructions per pair.
  * Softcapped, f16 and two-term rows; heads of 192 and 256 in bf16 have a separate loop for full stages. */
-template <typename ELEMENT, bool CAPPED>
-constexpr bool HAS_ONE_LOOP = CAPPED || !std::is_same_v<ELEMENT, skl_bf16>;
+template <typename ELEMENT, bool CAPPED> constexpr bool HAS_ONE_LOOP = CAPPED || !std::is_same_v<ELEMENT, skl_bf16>;
 
 /* DK: row stats of streamed queries, per stage. Otherwise: row stats of the block's queries, and poison of streamed
  * keys. TWO_TERM: factors of streamed rows; there is no poison, because two-term rows are finite. */

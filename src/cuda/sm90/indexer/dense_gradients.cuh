@@ -79,9 +79,8 @@ template <int DIM> struct index_consumer {
 
     __device__ void issue_a(int n)
     {
-        issue_logits<skl_bf16, DIM, 0>(a, NULL,
-                                            k_major_operand(&smem.stationary_rows) + warpgroup * (64 * 128 / 16),
-                                            k_major_operand(&smem.stages[n % smem.STAGES]));
+        issue_logits<skl_bf16, DIM, 0>(a, NULL, k_major_operand(&smem.stationary_rows) + warpgroup * (64 * 128 / 16),
+                                       k_major_operand(&smem.stages[n % smem.STAGES]));
     }
 
     __device__ void clear()
@@ -128,8 +127,7 @@ template <int DIM> struct index_consumer {
                 mn_major_operand(smem.stages[n % smem.STAGES].slabs[c * sums.WGMMA_DIM / 64], STAGE_ROWS * 128);
 #pragma unroll
             for (int step = 0; step < STAGE_ROWS / 16; step++)
-                wgmma<true>(sums.acc[c], g_frag[step], smem_descriptor(rows + step * 16 * 128 / 16), 1,
-                            skl_bf16());
+                wgmma<true>(sums.acc[c], g_frag[step], smem_descriptor(rows + step * 16 * 128 / 16), 1, skl_bf16());
         }
         wgmma_commit();
         issue_a(next);
@@ -182,8 +180,7 @@ template <int DIM> __device__ inline void sanitize_row(row_stage<DIM> &stage, in
     bool finite = true;
 #pragma unroll 4
     for (int c = 0; c < DIM / 8; c++)
-        finite =
-            finite && all_finite<skl_bf16>(*(const uint4 *)(const void *)&stage.slabs[c / 8][row][c % 8 * 16]);
+        finite = finite && all_finite<skl_bf16>(*(const uint4 *)(const void *)&stage.slabs[c / 8][row][c % 8 * 16]);
     for (int c = 0; !finite && c < DIM / 8; c++)
         *(uint4 *)(void *)&stage.slabs[c / 8][row][c % 8 * 16] = make_uint4(0, 0, 0, 0);
 }
