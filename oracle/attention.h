@@ -29,7 +29,8 @@ static void attention_output(const struct run *run, const struct row *row)
 
 /* Adds S (dP - D) to the gradients of the logits, and S do to dv. `parts` gets the sum of the magnitudes of the two
  * parts of each gradient: a kernel may round them apart. D is that of the given output. Roundings: the terms of both
- * products, the products, S, and the result. */
+ * products, once as products and once in their sums, S, and the result. Where a row sees one key, o = v: there the
+ * naive implementation, which adds dP and D in the same order, has no error at all. */
 static void add_attention_gradients(const struct run *run, const struct row *row, real *parts)
 {
     const int64_t dim = run->student.dim;
@@ -45,8 +46,7 @@ static void add_attention_gradients(const struct run *run, const struct row *row
         const real s_rounding = s * (1 + run->log_s_rounding[j]) + UNDERFLOW;
         parts[j] = fabs(run->gradient[j]) + fabs(s * excess);
         run->gradient[j] += s * excess;
-        run->gradient_rounding[j] +=
-            s_rounding * fabs(excess) + s * (dp.terms + fabs(dp.value) + dot.terms + fabs(dot.value) + fabs(excess));
+        run->gradient_rounding[j] += s_rounding * fabs(excess) + s * (2 * dp.terms + 2 * dot.terms + fabs(excess));
         for (int64_t d = 0; d < dim; d++) {
             run->dv[at_v + d] += s * d_o[d];
             run->dv_rounding[at_v + d] += lost ? (real)INFINITY : (s_rounding + s) * fabs(d_o[d]);
