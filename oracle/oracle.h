@@ -76,6 +76,7 @@ int64_t oracle_row_keys(const skl_problem *problem, const skl_inputs *inputs, in
  * k may add one rounding of every term of that product. */
 typedef struct oracle_expectation {
     const double *exact, *naive, *rounding;
+    double roundings;        /* how many the kernel makes where f32 arithmetic makes one */
     const double *terms;     /* gradients; NULL for row vectors */
     double product_rounding; /* largest relative error of the rounding before the product; 0: none */
     skl_dtype dtype;         /* of the computed tensor */

@@ -53,7 +53,7 @@ double oracle_excess(const oracle_expectation *expected, double naive_error, int
     if (!isfinite(exact))
         return INFINITY;
     const double product = expected->terms ? expected->product_rounding * expected->terms[n] : 0;
-    const double allowed = 2 * naive_error + ORACLE_ROUNDING * expected->rounding[n] + product;
+    const double allowed = 2 * naive_error + expected->roundings * ORACLE_ROUNDING * expected->rounding[n] + product;
     if (!isfinite(computed)) {
         const bool overflows = isinf(computed) && fabs(exact) + allowed > largest_of(expected->dtype);
         return overflows || !isfinite(expected->naive[n]) ? 0 : (double)INFINITY;
