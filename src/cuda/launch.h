@@ -141,7 +141,7 @@ enum {
     SKL_CARRYING_KEYS = 128,        /* per tile of such a backward */
     SKL_CARRYING_ROW_SIZE = 16,     /* bytes that it reads per query */
     SKL_CARRYING_LARGEST_SIZE = 16, /* and about all of them */
-    SKL_GROUP_TILES_SIZE_MAX = 16,  /* teacher heads of a group in tiles: their addresses are in shared memory */
+    SKL_GROUP_TILES_SIZE_MAX = 4,   /* teacher heads of a group in tiles; strips are faster for larger ones */
     SKL_GROUP_TILE = 128            /* queries of a tile, keys of a forward's stage */
 };
 
