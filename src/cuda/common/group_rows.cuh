@@ -81,18 +81,11 @@ __device__ inline void write_group_results(const forward_params &params, const s
     write_group_lse_t(params, params.lse_computed, s, head, query, lses.mean_lse_t);
 }
 
-/* Merges the splits of a tile in a fixed order, one query per thread. */
 template <int M> static __global__ void merge_group_splits(const __grid_constant__ forward_params params)
 {
-    query_tile<M> tile;
-    const int row = (int)threadIdx.x;
-    if (!tile.find(params, 1, (unsigned)params.head_group) || tile.first + row >= tile.sequence.query_count)
-        return;
-    const skl_row_state *const splits = params.split_states + tile.index * params.num_splits * tile.ROWS;
-    skl_row_state state = splits[row];
-    for (int split = 1; split < params.num_splits; split++)
-        state = skl_state_merge(state, splits[split * tile.ROWS + row]);
-    write_group_results(params, tile.sequence, tile.head, tile.first + row, state);
+    merge_row_splits<M>(params, [&](const skl_sequence &s, int64_t head, int64_t query, const skl_row_state &state) {
+        write_group_results(params, s, head, query, state);
+    });
 }
 
 /* ---- Pairs of a forward with P ------------------------------------------------------------------------------ */

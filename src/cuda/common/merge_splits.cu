@@ -4,18 +4,11 @@
 namespace tensor_core
 {
 
-/* One block per tile, one thread per query. */
 template <int M> static __global__ void merge_kernel(const __grid_constant__ forward_params params)
 {
-    query_tile<M> tile;
-    const int row = (int)threadIdx.x;
-    if (!tile.find(params, 1, (unsigned)params.head_group) || tile.first + row >= tile.sequence.query_count)
-        return;
-    const skl_row_state *const splits = params.split_states + tile.index * params.num_splits * tile.ROWS;
-    skl_row_state state = splits[row];
-    for (int split = 1; split < params.num_splits; split++)
-        state = skl_state_merge(state, splits[split * tile.ROWS + row]);
-    write_row(params, tile.sequence, tile.head, tile.first + row, state);
+    merge_row_splits<M>(params, [&](const skl_sequence &s, int64_t head, int64_t query, const skl_row_state &state) {
+        write_row(params, s, head, query, state);
+    });
 }
 
 template <int M> cudaError_t merge_splits(const forward_params &params)

@@ -319,6 +319,21 @@ __device__ inline void write_split(const forward_params &params, const query_til
         write_row(params, tile.sequence, tile.head, tile.first + row, state);
 }
 
+/* In a kernel with a block per tile and a thread per query: merges the splits of a row in a fixed order, and calls
+ * write(sequence, head, query, state). */
+template <int M, typename WRITE> __device__ inline void merge_row_splits(const forward_params &params, WRITE write)
+{
+    query_tile<M> tile;
+    const int row = (int)threadIdx.x;
+    if (!tile.find(params, 1, (unsigned)params.head_group) || tile.first + row >= tile.sequence.query_count)
+        return;
+    const skl_row_state *const splits = params.split_states + tile.index * params.num_splits * tile.ROWS;
+    skl_row_state state = splits[row];
+    for (int split = 1; split < params.num_splits; split++)
+        state = skl_state_merge(state, splits[split * tile.ROWS + row]);
+    write(tile.sequence, tile.head, tile.first + row, state);
+}
+
 /* Merges the splits of all tiles of 64 M queries in a fixed order and writes their rows (merge_splits.cu). */
 template <int M> cudaError_t merge_splits(const forward_params &params);
 

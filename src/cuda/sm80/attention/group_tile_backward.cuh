@@ -117,18 +117,12 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
                               const group_tile<DIM> &streamed, const query_stats *stats, int stage_rows)
     {
         const group_thread thread = group_thread::read();
-        const uint32_t b_address = logit_b_address<GROUP_BLOCKS>(streamed[thread.half()], thread.lane);
         step_stats<DK> queries(stats, thread);
         const uint32_t to =
             shared_address(
                 &g[thread.row / 64].chunks[thread.acc_row(0, 0) % 64][thread.column / 8 + thread.lane / 4]) +
             (uint32_t)(thread.lane % 4 * 4);
-#pragma unroll
-        for (int step = 0; step < GROUP_STEPS; step++) {
-            if (step % 2 == 0 && step * GROUP_STEP >= stage_rows - thread.column)
-                break; /* see add_head() */
-            step_logits y;
-            multiply<ELEMENT>(y, frags, b_address, step * GROUP_STEP);
+        for_each_step<ELEMENT>(thread, frags, streamed, stage_rows, [&](const step_logits &y, int step) {
             queries.load(stats, thread, step);
             const unsigned poisoned = MASKED ? smem.poisoned[thread.column / 32 + step * GROUP_STEP / 32] : 0;
 #pragma unroll
@@ -157,7 +151,7 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
                                      : "memory");
                     }
                 }
-        }
+        });
     }
 
     __device__ void student(const group_mean &p, const row_frags<DIM, GROUP_M> &frags, group_tile<DIM> &streamed,

@@ -63,13 +63,7 @@ template <typename ELEMENT, int DIM> struct group_forward_pass {
                               const group_tile<DIM> &streamed, int stage_rows) const
     {
         const group_thread thread = group_thread::read();
-        const uint32_t b_address = logit_b_address<GROUP_BLOCKS>(streamed[thread.half()], thread.lane);
-#pragma unroll
-        for (int step = 0; step < GROUP_STEPS; step++) {
-            if (step % 2 == 0 && step * GROUP_STEP >= stage_rows - thread.column)
-                break; /* see add_head() */
-            step_logits y;
-            multiply<ELEMENT>(y, frags, b_address, step * GROUP_STEP);
+        for_each_step<ELEMENT>(thread, frags, streamed, stage_rows, [&](const step_logits &y, int step) {
 #pragma unroll
             for (int m = 0; m < GROUP_M; m++)
 #pragma unroll
@@ -82,7 +76,7 @@ template <typename ELEMENT, int DIM> struct group_forward_pass {
                     add_probabilities(sums[m][half], seen ? p[step].at[m][e / 4][e % 4] : 0.0F,
                                       seen ? ex2(log_s) : 0.0F, seen ? log_s : 0.0F);
                 }
-        }
+        });
     }
 
     /* Shifts of the rows that have a bit become the stage's maximum. */
@@ -90,21 +84,15 @@ template <typename ELEMENT, int DIM> struct group_forward_pass {
                                 int stage_rows)
     {
         const group_thread thread = group_thread::read();
-        const uint32_t b_address = logit_b_address<GROUP_BLOCKS>(streamed[thread.half()], thread.lane);
         float largest[GROUP_M][2] = {{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}};
-#pragma unroll
-        for (int step = 0; step < GROUP_STEPS; step++) {
-            if (step % 2 == 0 && step * GROUP_STEP >= stage_rows - thread.column)
-                break; /* see add_head() */
-            step_logits y;
-            multiply<ELEMENT>(y, frags, b_address, step * GROUP_STEP);
+        for_each_step<ELEMENT>(thread, frags, streamed, stage_rows, [&](const step_logits &y, int step) {
 #pragma unroll
             for (int m = 0; m < GROUP_M; m++)
 #pragma unroll
                 for (int e = 0; e < 4 * GROUP_BLOCKS; e++)
                     if (is_seen(thread, m, step, e))
                         largest[m][e % 4 / 2] = fmaxf(largest[m][e % 4 / 2], y.at[m][e / 4][e % 4] * params.b.scale);
-        }
+        });
 #pragma unroll
         for (int m = 0; m < GROUP_M; m++)
 #pragma unroll

@@ -233,23 +233,33 @@ template <> struct step_stats<true> {
 
 /* ---- Products ----------------------------------------------------------------------------------------------- */
 
-/* Adds teacher head n to the running mean, for the stage_rows rows of the stage that some row needs. The branch also
- * keeps the compiler from mixing the products of more steps than there are registers for. */
-template <typename ELEMENT, int DIM, bool DK>
-__device__ inline void add_head(group_mean &p, const row_frags<DIM, GROUP_M> &frags, const group_tile<DIM> &streamed,
-                                const query_stats *stats, float scale, int n, int stage_rows)
+/* Calls use(logits, step) for the steps of a stage, of which some row needs stage_rows rows. The branch also keeps
+ * the compiler from mixing the products of more steps than there are registers for. */
+template <typename ELEMENT, int DIM, typename USE>
+__device__ inline void for_each_step(const group_thread &thread, const row_frags<DIM, GROUP_M> &frags,
+                                     const group_tile<DIM> &streamed, int stage_rows, USE use)
 {
-    const group_thread thread = group_thread::read();
     const uint32_t b_address = logit_b_address<GROUP_BLOCKS>(streamed[thread.half()], thread.lane);
-    const float share = __fdividef(1.0F, (float)(n + 1));
     const int left = stage_rows - thread.column;
-    step_stats<DK> queries(stats, thread);
 #pragma unroll
     for (int step = 0; step < GROUP_STEPS; step++) {
         if (step % 2 == 0 && step * GROUP_STEP >= left)
             break;
         step_logits x;
         multiply<ELEMENT>(x, frags, b_address, step * GROUP_STEP);
+        use(x, step);
+    }
+}
+
+/* Adds teacher head n to the running mean. */
+template <typename ELEMENT, int DIM, bool DK>
+__device__ inline void add_head(group_mean &p, const row_frags<DIM, GROUP_M> &frags, const group_tile<DIM> &streamed,
+                                const query_stats *stats, float scale, int n, int stage_rows)
+{
+    const group_thread thread = group_thread::read();
+    const float share = __fdividef(1.0F, (float)(n + 1));
+    step_stats<DK> queries(stats, thread);
+    for_each_step<ELEMENT>(thread, frags, streamed, stage_rows, [&](const step_logits &x, int step) {
         queries.load(stats, thread, step);
 #pragma unroll
         for (int m = 0; m < GROUP_M; m++)
@@ -260,7 +270,7 @@ __device__ inline void add_head(group_mean &p, const row_frags<DIM, GROUP_M> &fr
                 float &mean = p[step].at[m][e / 4][e % 4];
                 mean = fmaf(fmaf(of_pair, of_row.factor, -mean), share, mean);
             }
-    }
+    });
 }
 
 /* All products of the block. PASS has the rest:
