@@ -67,8 +67,11 @@ class Options:
     weight_decay: float = _option(0.0, "weight decay of AdamW")
     clip: float = _option(1.0, "largest norm of the gradient; 0: no limit")
     seed: int = _option(0, "seed of the data order, of sampled rows and of dropout")
-    precision: str = _option("float32", "type of computations and of the teacher's weights; the student's and the optimiser stay in float32",
-                             choices=("float32", "bfloat16"))  # fmt: skip
+    precision: str = _option(
+        "float32",
+        "type of computations and of the teacher's weights; the student's and the optimiser stay in float32",
+        choices=("float32", "bfloat16"),
+    )
     gradient_checkpointing: bool = _option(
         False, "recompute the student's layers in the backward: less memory, more time"
     )
