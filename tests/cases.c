@@ -371,6 +371,8 @@ const test_case test_cases[] = {
      STUDENT_ONLY},
     {"student_group_far_heads_bf16", SHAPE(1, 67, 67), HEADS(4, 2), DIMS(64, 64), TYPES(BF16, BF16), CAUSAL,
      SCALES(30, 0.1F), STUDENT_ONLY},
+    {"student_group_high_lse_bf16", SHAPE(1, 67, 267), HEADS(4, 2), DIMS(64, 64), TYPES(BF16, BF16), SCALES(3, 0.1F),
+     STUDENT_ONLY},
     {"student_group_no_keys_bf16", PACKED(2, LENGTHS(0, 28, 71), LENGTHS(0, 0, 0)), TAILS(3, 23), HEADS(8, 2),
      DIMS(24, 24), TYPES(BF16, BF16), STUDENT_ONLY},
 

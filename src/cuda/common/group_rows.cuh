@@ -108,8 +108,22 @@ __device__ inline void add_probabilities(row_sums &sums, float p, float s, float
     sums.w = fmaf(p == s ? 0.0F : p, log2_probability(p) - log_s, sums.w);
 }
 
-/* A row's sums of S below this are redone with another shift, like those above SKL_LAZY_BOUND. */
-constexpr float GROUP_SUM_MIN = 0x1p-100F;
+/* Whether a tile's sums can be added to a row with its shift. The sum of S must not be too large; nor too small,
+ * because a logit far below its shift is rounded to fewer digits. Where all pairs are equal, the shift stays that of
+ * P while S does not underflow: with another one, w would not be exactly 0. */
+__device__ inline bool keeps_shift(const skl_row_state &state, const row_sums &sums)
+{
+    const float smallest = sums.l_a == sums.l_b && sums.w == 0.0F ? 0x1p-100F : 0x1p-16F;
+    return sums.l_b < SKL_LAZY_BOUND && state.l_b + sums.l_b >= smallest && !is_huge(state.m_b);
+}
+
+/* The state with a shift for a tile whose largest logit is `m`. The new shift may be below the old one; a small sum
+ * of S says how far. */
+__device__ inline skl_row_state with_shift_for(const skl_row_state &state, float m)
+{
+    const float largest = state.m_b + fminf(lg2(state.l_b), 0.0F);
+    return m > -INFINITY ? skl_state_move(state, state.m_a, fmaxf(largest, m)) : state;
+}
 
 /* Sums of the thread's pairs of a row, with the shift m_b. MASKED: only those in `sees`. */
 template <bool MASKED, int BLOCKS>
@@ -144,17 +158,17 @@ __device__ inline float max_of_row(const float (&y)[BLOCKS][4], float scale, int
     return m;
 }
 
-/* Adds a tile to a row. A shift that leaves the sum of S out of range is replaced by the tile's maximum. */
+/* Adds a tile to a row. A shift that does not fit the tile's logits is replaced by their maximum. */
 template <bool MASKED, int BLOCKS>
 __device__ inline void add_group_tile(skl_row_state &state, const float (&p)[BLOCKS][4], const float (&y)[BLOCKS][4],
                                       float scale, int half, const range32 &sees)
 {
     row_sums sums = sum_group_row<MASKED>(p, y, scale, state.m_b, half, sees);
-    const bool in_range = sums.l_b < SKL_LAZY_BOUND && state.l_b + sums.l_b >= GROUP_SUM_MIN && !is_huge(state.m_b);
-    if (__any_sync(~0U, !in_range)) {
+    const bool keeps = keeps_shift(state, sums);
+    if (__any_sync(~0U, !keeps)) {
         const float m = max_of_row<MASKED>(y, scale, half, sees);
-        if (!in_range && m > -INFINITY)
-            state = skl_state_move(state, state.m_a, state.l_b > 0.0F ? fmaxf(state.m_b, m) : m);
+        if (!keeps)
+            state = with_shift_for(state, m);
         sums = sum_group_row<MASKED>(p, y, scale, state.m_b, half, sees, is_huge(state.m_b));
     }
     add_sums(state, sums);

@@ -96,12 +96,9 @@ template <typename ELEMENT, int DIM> struct group_forward_pass {
 #pragma unroll
         for (int m = 0; m < GROUP_M; m++)
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                skl_row_state &row = state[m][half];
-                const float shift = row.l_b > 0.0F ? fmaxf(row.m_b, largest[m][half]) : largest[m][half];
-                if ((rows >> (m * 2 + half) & 1) != 0 && largest[m][half] > -INFINITY)
-                    row = skl_state_move(row, row.m_a, shift);
-            }
+            for (int half = 0; half < 2; half++)
+                if ((rows >> (m * 2 + half) & 1) != 0)
+                    state[m][half] = with_shift_for(state[m][half], largest[m][half]);
     }
 
     __device__ bool is_seen(const group_thread &thread, int m, int step, int e) const
@@ -111,19 +108,15 @@ template <typename ELEMENT, int DIM> struct group_forward_pass {
         return column >= sees.begin && column < sees.end;
     }
 
-    /* Rows whose sums cannot be added with their shift, a bit each: the rule of add_group_tile(). */
+    /* Rows whose sums cannot be added with their shift, a bit each. */
     __device__ unsigned out_of_range(const row_sums (&sums)[GROUP_M][2]) const
     {
         unsigned rows = 0;
 #pragma unroll
         for (int m = 0; m < GROUP_M; m++)
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const float l_b = sums[m][half].l_b, m_b = state[m][half].m_b;
-                const bool in_range =
-                    l_b < SKL_LAZY_BOUND && state[m][half].l_b + l_b >= GROUP_SUM_MIN && !is_huge(m_b);
-                rows |= in_range ? 0 : 1U << (m * 2 + half);
-            }
+            for (int half = 0; half < 2; half++)
+                rows |= keeps_shift(state[m][half], sums[m][half]) ? 0 : 1U << (m * 2 + half);
         return rows;
     }
 
