@@ -32,8 +32,8 @@
  * waits for its own wgmmas, so that G can reuse the registers of the logits.
  *
  * The dq kernel with respect to B also computes the KL. Under GQA a block with a key tile processes all query heads
- * that share the key head, and loads the other argument's keys again where they change. CAPPED: instances for
- * problems where at least one argument has a softcap. */
+ * that share the key head, and loads the other argument's keys again where they change. CAPPED: instances that
+ * also serve problems where at least one argument has a softcap. */
 #ifndef SKL_CUDA_SM90_ATTENTION_BACKWARD_WIDE_CUH
 #define SKL_CUDA_SM90_ATTENTION_BACKWARD_WIDE_CUH
 
@@ -110,7 +110,6 @@ template <bool WRT_B> struct two_term_query_stats {
 
 template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wide_warpgroup {
     static constexpr bool TWO_TERM = operand<ELEMENT>::TWO_TERM;
-    static constexpr bool ONE_LOOP = HAS_ONE_LOOP<ELEMENT, CAPPED>;
     const backward_params &params;
     wide_smem<ELEMENT, DIM, DK> &smem;
     int warpgroup; /* warp-uniform */
@@ -219,7 +218,7 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
             if (unit.MOVES)
                 fit_unit(stage);
             const float inverse = unit.inverse(); /* applied last: times an upstream gradient it could overflow */
-            for_each_logit_gradient<MASKED, WRT_B, CAPPED>(
+            for_each_gradient<MASKED, WRT_B, CAPPED>(
                 params, logits, visible(), stats_of_stage(stage, sums), [&](int i, int half, float low, float high) {
                     g[i / 2][i % 2 * 2 + half] = pack(low * inverse, high * inverse, ELEMENT());
                 });
@@ -245,15 +244,14 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
     {
         float values[8][4], largest[2] = {};
         row_sums of_stage[2] = {};
-        for_each_logit_gradient<MASKED, WRT_B, CAPPED>(params, logits, visible(), stats_of_stage(stage, of_stage),
-                                                       [&](int i, int half, float first, float second) {
-                                                           values[i][half * 2] = first;
-                                                           values[i][half * 2 + 1] = second;
-                                                           const float size = fmaxf(fabsf(first), fabsf(second));
-                                                           largest[half] = size < INFINITY
-                                                                               ? fmaxf(largest[half], size)
-                                                                               : largest[half];
-                                                       });
+        for_each_gradient<MASKED, WRT_B, CAPPED>(params, logits, visible(), stats_of_stage(stage, of_stage),
+                                                 [&](int i, int half, float first, float second) {
+                                                     values[i][half * 2] = first;
+                                                     values[i][half * 2 + 1] = second;
+                                                     const float size = fmaxf(fabsf(first), fabsf(second));
+                                                     largest[half] =
+                                                         size < INFINITY ? fmaxf(largest[half], size) : largest[half];
+                                                 });
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             add_sums(sums[half], of_stage[half]);
@@ -327,6 +325,7 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
         const stage_schedule stream = warp_uniform(smem.stream);
         const int heads = warp_uniform(smem.heads);
         const skl_cuda_argument &other = other_argument<WRT_B>(params);
+        const bool one_loop = runs_one_loop<ELEMENT, CAPPED>(params);
         for (int h = 0, n = 0; h < heads; h++) {
             if constexpr (TWO_TERM) {
                 factors_a = load_factors_of(params.a, smem.query_head(h));
@@ -335,22 +334,13 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
             barrier_wait(smem.other.rows_full, smem.row_changes(h, other) % 2);
             barrier_wait(smem.wrt.rows_full, 0);
             int s = 0;
-            for (; s < (ONE_LOOP ? stream.stages : stream.masked_stages); s++, n++)
+            for (; s < (one_loop ? stream.stages : stream.masked_stages); s++, n++)
                 add_stage<true>(n, s);
-            if constexpr (!ONE_LOOP)
+            if constexpr (!HAS_ONE_LOOP<ELEMENT>)
                 for (; s < stream.stages; s++, n++)
                     add_stage<false>(n, s);
         }
         fence_operand(gradient);
-    }
-
-    /* Stores the KL of a stationary row. */
-    __device__ void store_kl(int half, int row) const
-    {
-        const row_tile<2, DK> &tile = smem.tile;
-        const skl_row_state state = merge_lanes(state_of(sums[half]));
-        if (row < smem.count && threadIdx.x % 4 == 0)
-            write_one_pass_row(params, tile.sequence, tile.head, tile.first + row, state);
     }
 
     /* Upstream gradient of a stationary row: 0 if it attends to no key. */
@@ -373,8 +363,6 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = acc_row<1>(0, half);
-            if (!DK && WRT_B && params.kl_in_backward)
-                store_kl(half, row);
 #pragma unroll
             for (int e = 0; e < DIM / 4 && DK && row >= smem.count; e++)
                 gradient[e / 2][half * 2 + e % 2] = 0.0F;
@@ -384,6 +372,9 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
             store_row<ELEMENT>(out.data, base + row * out.stride_row, side, gradient, half,
                                unit_of(half) * side.scale * weight);
         }
+        if (!DK && WRT_B && params.kl_in_backward)
+            write_one_pass_rows(params, tile.sequence, tile.head, tile.first, smem.count, state_of(sums[0]),
+                                state_of(sums[1]));
     }
 };
 
@@ -482,8 +473,8 @@ cudaError_t launch_wide(const char *kernel, const skl_cuda_params *params, const
             record_launch(kernel, capped() ? SKL_VARIANT_DK_SOFTCAP : SKL_VARIANT_DK, 1);
         else
             record_launch(kernel, capped() ? SKL_VARIANT_DQ_SOFTCAP : SKL_VARIANT_DQ, 1);
-        return wrt_b ? launch_wide_tiles<ELEMENT, DIM, DK, true, capped()>(kernel_params, maps)
-                     : launch_wide_tiles<ELEMENT, DIM, DK, false, capped()>(kernel_params, maps);
+        return wrt_b ? launch_wide_tiles<ELEMENT, DIM, DK, true, SOFTCAP>(kernel_params, maps)
+                     : launch_wide_tiles<ELEMENT, DIM, DK, false, SOFTCAP>(kernel_params, maps);
     });
 }
 

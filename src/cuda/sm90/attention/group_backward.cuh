@@ -181,14 +181,12 @@ template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED> struct group_dq_w
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = acc_row<1>(0, half);
-            const skl_row_state state = merge_lanes(state_of(sums[half]));
-            if (row >= smem.count)
-                continue;
-            if (params.kl_in_backward && threadIdx.x % 4 == 0)
-                write_one_pass_row(params, tile.sequence, tile.head, tile.first + row, state);
-            if (out.data != NULL)
+            if (row < smem.count && out.data != NULL)
                 store_row<ELEMENT>(out.data, base + row * out.stride_row, side, dq, half, smem.unit * side.scale);
         }
+        if (params.kl_in_backward)
+            write_one_pass_rows(params, tile.sequence, tile.head, tile.first, smem.count, state_of(sums[0]),
+                                state_of(sums[1]));
     }
 };
 
