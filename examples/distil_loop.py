@@ -36,7 +36,7 @@ def main():
         teacher.qkv.weight.mul_(4)  # a random teacher attends almost uniformly: sharpen it
     optimizer = torch.optim.AdamW(student.parameters(), lr=3e-3)
     for step in range(101):
-        tokens = embedding(torch.randint(0, 64, (4, 256), device=device)).detach()
+        tokens = embedding(torch.randint(0, 64, (4, 128), device=device)).detach()
         with torch.no_grad():
             target, q_t, k_t = teacher(tokens)
         output, q_s, k_s = student(tokens)
