@@ -32,8 +32,8 @@
  * waits for its own wgmmas, so that G can reuse the registers of the logits.
  *
  * The dq kernel with respect to B also computes the KL. Under GQA a block with a key tile processes all query heads
- * that share the key head, and loads the other argument's keys again where they change. CAPPED: instances that
- * also serve problems where at least one argument has a softcap. */
+ * that share the key head, and loads the other argument's keys again where they change. CAPPED: instances for
+ * problems where at least one argument has a softcap; those of two-term rows serve the others, too. */
 #ifndef SKL_CUDA_SM90_ATTENTION_BACKWARD_WIDE_CUH
 #define SKL_CUDA_SM90_ATTENTION_BACKWARD_WIDE_CUH
 
@@ -110,6 +110,7 @@ template <bool WRT_B> struct two_term_query_stats {
 
 template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wide_warpgroup {
     static constexpr bool TWO_TERM = operand<ELEMENT>::TWO_TERM;
+    static constexpr bool ONE_LOOP = HAS_ONE_LOOP<ELEMENT, CAPPED>;
     const backward_params &params;
     wide_smem<ELEMENT, DIM, DK> &smem;
     int warpgroup; /* warp-uniform */
@@ -218,7 +219,7 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
             if (unit.MOVES)
                 fit_unit(stage);
             const float inverse = unit.inverse(); /* applied last: times an upstream gradient it could overflow */
-            for_each_gradient<MASKED, WRT_B, CAPPED>(
+            for_each_logit_gradient<MASKED, WRT_B, CAPPED>(
                 params, logits, visible(), stats_of_stage(stage, sums), [&](int i, int half, float low, float high) {
                     g[i / 2][i % 2 * 2 + half] = pack(low * inverse, high * inverse, ELEMENT());
                 });
@@ -325,7 +326,6 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
         const stage_schedule stream = warp_uniform(smem.stream);
         const int heads = warp_uniform(smem.heads);
         const skl_cuda_argument &other = other_argument<WRT_B>(params);
-        const bool one_loop = runs_one_loop<ELEMENT, CAPPED>(params);
         for (int h = 0, n = 0; h < heads; h++) {
             if constexpr (TWO_TERM) {
                 factors_a = load_factors_of(params.a, smem.query_head(h));
@@ -334,9 +334,9 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
             barrier_wait(smem.other.rows_full, smem.row_changes(h, other) % 2);
             barrier_wait(smem.wrt.rows_full, 0);
             int s = 0;
-            for (; s < (one_loop ? stream.stages : stream.masked_stages); s++, n++)
+            for (; s < (ONE_LOOP ? stream.stages : stream.masked_stages); s++, n++)
                 add_stage<true>(n, s);
-            if constexpr (!HAS_ONE_LOOP<ELEMENT>)
+            if constexpr (!ONE_LOOP)
                 for (; s < stream.stages; s++, n++)
                     add_stage<false>(n, s);
         }
@@ -473,8 +473,9 @@ cudaError_t launch_wide(const char *kernel, const skl_cuda_params *params, const
             record_launch(kernel, capped() ? SKL_VARIANT_DK_SOFTCAP : SKL_VARIANT_DK, 1);
         else
             record_launch(kernel, capped() ? SKL_VARIANT_DQ_SOFTCAP : SKL_VARIANT_DQ, 1);
-        return wrt_b ? launch_wide_tiles<ELEMENT, DIM, DK, true, SOFTCAP>(kernel_params, maps)
-                     : launch_wide_tiles<ELEMENT, DIM, DK, false, SOFTCAP>(kernel_params, maps);
+        constexpr bool CAPPED = operand<ELEMENT>::TWO_TERM ? SOFTCAP : capped();
+        return wrt_b ? launch_wide_tiles<ELEMENT, DIM, DK, true, CAPPED>(kernel_params, maps)
+                     : launch_wide_tiles<ELEMENT, DIM, DK, false, CAPPED>(kernel_params, maps);
     });
 }
 

@@ -11,14 +11,9 @@ namespace sm90
 constexpr int WIDE_THREADS = 128 * (CONSUMERS + 1);
 constexpr int STATIONARY_ROWS = CONSUMERS * 64;
 
-/* Kernels that run full stages as masked ones: half of the code to compile, for a few more instructions per pair. f16
- * and two-term rows; heads of 192 and 256 in bf16 have a separate loop for full stages, without softcaps. */
-template <typename ELEMENT> constexpr bool HAS_ONE_LOOP = !std::is_same_v<ELEMENT, skl_bf16>;
-
-template <typename ELEMENT, bool CAPPED> __device__ inline bool runs_one_loop(const backward_params &params)
-{
-    return HAS_ONE_LOOP<ELEMENT> || (CAPPED && has_softcap(params));
-}
+/* Kernels that run full stages as masked ones: half of the code to compile, for a few more instructions per pair.
+ * Softcapped, f16 and two-term rows; heads of 192 and 256 in bf16 have a separate loop for full stages. */
+template <typename ELEMENT, bool CAPPED> constexpr bool HAS_ONE_LOOP = CAPPED || !std::is_same_v<ELEMENT, skl_bf16>;
 
 /* DK: row stats of streamed queries, per stage. Otherwise: row stats of the block's queries, and poison of streamed
  * keys. TWO_TERM: factors of streamed rows; there is no poison, because two-term rows are finite. */
@@ -164,7 +159,7 @@ __device__ inline void produce_row_stats(const backward_params &params, wide_sme
 {
     const stage_schedule &stream = smem.stream;
     /* Full stages of keys have neither; a loop for both kinds reads zeros. */
-    const int stages = DK || runs_one_loop<ELEMENT, CAPPED>(params) ? stream.stages : stream.masked_stages;
+    const int stages = DK || HAS_ONE_LOOP<ELEMENT, CAPPED> ? stream.stages : stream.masked_stages;
     for (int n = 0; n < stages * smem.heads; n++) {
         const int stage = n % smem.WRT_DEPTH, phase = n / smem.WRT_DEPTH % 2, s = n % stages;
         float(*poison)[STAGE_ROWS];

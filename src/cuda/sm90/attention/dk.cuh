@@ -33,7 +33,7 @@
  * needs less than that. So the last 32 dimensions of the wrt argument's K come from shared memory. (Not of the other
  * argument's: under GQA that one may change from head to head.)
  *
- * CAPPED: instances that also serve problems where at least one argument has a softcap. */
+ * CAPPED: instances for problems where at least one argument has a softcap. */
 #ifndef SKL_CUDA_SM90_ATTENTION_DK_CUH
 #define SKL_CUDA_SM90_ATTENTION_DK_CUH
 
@@ -156,7 +156,7 @@ template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED> struct dk_warpgrou
                 unit.fit(*this, load_shared(stats.largest));
             }
             const float inverse = unit.inverse(); /* applied last: times an upstream gradient it could overflow */
-            for_each_gradient<MASKED, WRT_B, CAPPED>(
+            for_each_logit_gradient<MASKED, WRT_B, CAPPED>(
                 params, logits, smem.visible, queries, [&](int i, int half, float low, float high) {
                     g[i / 2][i % 2 * 2 + half] = pack(low * inverse, high * inverse, ELEMENT());
                 });
@@ -199,19 +199,20 @@ template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED> struct dk_warpgrou
         const stage_schedule queries = warp_uniform(smem.queries);
         const int heads = warp_uniform(smem.heads);
         const int64_t head = smem.tile.head * heads;
-        const bool one_loop = CAPPED && has_softcap(params);
         load_a_frag<WRT_REG_DIMS<DIM>>(wrt_k, keys(wrt_argument<WRT_B>(params), head), smem.count);
         if (WRT_REG_DIMS<DIM> < DIM)
             barrier_wait(smem.keys_full, 0);
         for (int h = 0, n = 0; h < heads; h++) {
             load_a_frag<DIM>(other_k, keys(other_argument<WRT_B>(params), head + h), smem.count);
-            int s = 0;
-            for (; s < (one_loop ? queries.stages : queries.masked_stages); s++, n++)
+            int s = 0; /* CAPPED: full stages run as masked ones, which halves the code to compile */
+            for (; s < (CAPPED ? queries.stages : queries.masked_stages); s++, n++)
                 add_stage<true>(n, s);
             wgmma_wait<0>(); /* lets ptxas keep G in the same registers in both loops */
-            for (; s < queries.stages; s++, n++)
-                add_stage<false>(n, s);
-            wgmma_wait<0>();
+            if constexpr (!CAPPED) {
+                for (; s < queries.stages; s++, n++)
+                    add_stage<false>(n, s);
+                wgmma_wait<0>();
+            }
         }
         fence_operand(dk);
     }
@@ -310,8 +311,8 @@ cudaError_t launch_dk(const char *kernel, const skl_cuda_params *params, const s
         return encode_error();
     return with_softcap<SOFTCAP>(kernel_params, [&](auto capped) {
         record_launch(kernel, capped() ? SKL_VARIANT_DK_SOFTCAP : SKL_VARIANT_DK, 1);
-        return wrt_b ? launch_dk_tiles<ELEMENT, DIM, true, SOFTCAP>(kernel_params, maps)
-                     : launch_dk_tiles<ELEMENT, DIM, false, SOFTCAP>(kernel_params, maps);
+        return wrt_b ? launch_dk_tiles<ELEMENT, DIM, true, capped()>(kernel_params, maps)
+                     : launch_dk_tiles<ELEMENT, DIM, false, capped()>(kernel_params, maps);
     });
 }
 

@@ -121,7 +121,7 @@ template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED> struct group_dq_w
     {
         const int lane = (int)threadIdx.x % 32;
         stage_logits p, y;
-        teacher.run_stage(
+        teacher.template run_stage<true>(
             p, y,
             [&](stage_logits &to) {
                 barrier_wait(MASKED ? smem.sanitized : smem.barriers.keys_s_full, n % 2);

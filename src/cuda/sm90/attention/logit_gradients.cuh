@@ -237,13 +237,12 @@ __device__ inline void for_each_logit_gradient(const backward_params &params, co
     }
 }
 
-/* The same in a kernel that serves problems with softcaps and without (CAPPED), whose stages are all masked ones
- * where there is a softcap: so tanhf is compiled once. */
+/* The same in a kernel that serves problems with softcaps and without (CAPPED). */
 template <bool MASKED, bool WRT_B, bool CAPPED, typename VISIBLE, typename QUERY_STATS, typename EMIT>
 __device__ inline void for_each_gradient(const backward_params &params, const argument_logits &logits,
                                          const VISIBLE &visible_rows, const QUERY_STATS &stats, EMIT emit)
 {
-    if constexpr (CAPPED && MASKED)
+    if constexpr (CAPPED)
         if (has_softcap(params)) {
             for_each_logit_gradient<MASKED, WRT_B, true>(params, logits, visible_rows, stats, emit);
             return;
