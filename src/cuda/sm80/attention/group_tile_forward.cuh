@@ -52,60 +52,33 @@ template <typename ELEMENT, int DIM> struct group_forward_pass {
         return {};
     }
 
-    __device__ bool keeps_stationary() const
-    {
-        return false;
-    }
+    static constexpr bool USES_STATIONARY = false;
 
-    /* Sums of a stage with the current shifts. MASKED: only of visible pairs, and exact for huge shifts. */
     template <bool MASKED>
-    __device__ void sum_stage(row_sums (&sums)[GROUP_M][2], const group_mean &p, const row_frags<DIM, GROUP_M> &frags,
-                              const group_tile<DIM> &streamed, int stage_rows) const
+    __device__ void sum(row_sums (&sums)[GROUP_M][2], const group_logits &p, const group_logits &y) const
     {
-        const group_thread thread = group_thread::read();
-        for_each_step<ELEMENT>(thread, frags, streamed, stage_rows, [&](const step_logits &y, int step) {
-#pragma unroll
-            for (int m = 0; m < GROUP_M; m++)
-#pragma unroll
-                for (int e = 0; e < 4 * GROUP_BLOCKS; e++) {
-                    const int half = e % 4 / 2;
-                    const float m_b = state[m][half].m_b;
-                    const float log_s =
-                        minus_shift(y.at[m][e / 4][e % 4], params.b.scale, m_b, MASKED && is_huge(m_b));
-                    const bool seen = !MASKED || is_seen(thread, m, step, e);
-                    add_probabilities(sums[m][half], seen ? p[step].at[m][e / 4][e % 4] : 0.0F,
-                                      seen ? ex2(log_s) : 0.0F, seen ? log_s : 0.0F);
-                }
-        });
+        sum_tile<MASKED>(sums, p, y, params.b.scale, smem.seen, [&](int m, int half) { return state[m][half].m_b; });
     }
 
-    /* Shifts of the rows that have a bit become the stage's maximum. */
-    __device__ void move_shifts(unsigned rows, const row_frags<DIM, GROUP_M> &frags, const group_tile<DIM> &streamed,
-                                int stage_rows)
+    /* Shifts of the rows that have a bit become those for the stage's largest logits. */
+    __device__ void move_shifts(unsigned rows, const group_logits &y)
     {
         const group_thread thread = group_thread::read();
-        float largest[GROUP_M][2] = {{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}};
-        for_each_step<ELEMENT>(thread, frags, streamed, stage_rows, [&](const step_logits &y, int step) {
-#pragma unroll
-            for (int m = 0; m < GROUP_M; m++)
-#pragma unroll
-                for (int e = 0; e < 4 * GROUP_BLOCKS; e++)
-                    if (is_seen(thread, m, step, e))
-                        largest[m][e % 4 / 2] = fmaxf(largest[m][e % 4 / 2], y.at[m][e / 4][e % 4] * params.b.scale);
-        });
 #pragma unroll
         for (int m = 0; m < GROUP_M; m++)
 #pragma unroll
-            for (int half = 0; half < 2; half++)
+            for (int half = 0; half < 2; half++) {
+                const stage_range sees = smem.seen[thread.acc_row(m, half)];
+                float largest = -INFINITY;
+#pragma unroll
+                for (int block = 0; block < GROUP_N; block++)
+#pragma unroll
+                    for (int parity = 0; parity < 2; parity++)
+                        if (sees.has(thread.acc_column(block, parity)))
+                            largest = fmaxf(largest, y[m][block][half * 2 + parity] * params.b.scale);
                 if ((rows >> (m * 2 + half) & 1) != 0)
-                    state[m][half] = with_shift_for(state[m][half], largest[m][half]);
-    }
-
-    __device__ bool is_seen(const group_thread &thread, int m, int step, int e) const
-    {
-        const stage_range sees = smem.seen[thread.acc_row(m, e % 4 / 2)];
-        const int column = thread.acc_column(step, e / 4, e % 2);
-        return column >= sees.begin && column < sees.end;
+                    state[m][half] = with_shift_for(state[m][half], largest);
+            }
     }
 
     /* Rows whose sums cannot be added with their shift, a bit each. */
@@ -129,34 +102,30 @@ template <typename ELEMENT, int DIM> struct group_forward_pass {
                 add_sums(state[m][half], sums[m][half]);
     }
 
-    __device__ void student(const group_mean &p, const row_frags<DIM, GROUP_M> &frags,
-                            const group_tile<DIM> &streamed, const query_stats *, const group_product &at)
+    __device__ void student(group_logits &p, group_logits &y, const group_tile<DIM> &, const group_tile<DIM> &,
+                            const query_stats *, const group_product &at)
     {
-        const int stage_rows = smem.block.needed - at.first;
+        row_sums sums[GROUP_M][2];
+        unsigned rows = ~0U; /* to be summed again */
         if (covers(smem.block.full, at.first, GROUP_TILE_ROWS)) {
-            row_sums sums[GROUP_M][2] = {};
-            sum_stage<false>(sums, p, frags, streamed, stage_rows);
-            if (!__any_sync(~0U, out_of_range(sums) != 0)) {
-                add(sums);
-                return;
-            }
+            sum<false>(sums, p, y);
+            rows = out_of_range(sums);
         }
-        for (bool moved = false;; moved = true) {
-            row_sums sums[GROUP_M][2] = {};
-            sum_stage<true>(sums, p, frags, streamed, stage_rows);
-            const unsigned rows = moved ? 0 : out_of_range(sums);
-            if (!__any_sync(~0U, rows != 0)) {
-                add(sums);
-                return;
-            }
-            move_shifts(rows, frags, streamed, stage_rows);
+        for (bool moved = false; __any_sync(~0U, rows != 0); moved = true) {
+            if (moved)
+                move_shifts(rows, y);
+            fence_operand(p); /* nothing that follows from them is kept for the next time */
+            fence_operand(y);
+            sum<true>(sums, p, y);
+            rows = moved ? 0 : out_of_range(sums);
         }
+        add(sums);
     }
 };
 
 template <typename ELEMENT, int DIM>
 __global__ void __launch_bounds__(GROUP_THREADS, 1)
-    group_tile_forward_kernel(const __grid_constant__ forward_params params)
+    group_tile_forward_kernel(const __grid_constant__ forward_params params, int second)
 {
     extern __shared__ __align__(128) unsigned char raw[];
     group_smem<DIM> &smem = *(group_smem<DIM> *)(void *)raw;
@@ -175,7 +144,7 @@ __global__ void __launch_bounds__(GROUP_THREADS, 1)
     __syncthreads();
     group_forward_pass<ELEMENT, DIM> pass = {params, smem, {}};
     pass.clear();
-    run_group_products<ELEMENT, DIM, false>(params, smem, pass);
+    run_group_products<ELEMENT, DIM, false>(params, smem, second, pass);
 
     const group_thread thread = group_thread::read();
     skl_row_state(*const merged)[GROUP_TILE_ROWS] = (skl_row_state(*)[GROUP_TILE_ROWS])(void *)smem.stationary;
@@ -209,14 +178,14 @@ cudaError_t launch_group_tile_forward(const char *kernel, const skl_cuda_params 
     const skl_problem *const p = &params->problem;
     const int64_t tiles = skl_ceil_div(p->len_q, GROUP_TILE_ROWS);
     record_launch(kernel, SKL_VARIANT_GROUPS, launch->num_splits);
-    const cudaError_t error =
-        cudaFuncSetAttribute(group_tile_forward_kernel<ELEMENT, DIM>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             (int)sizeof(group_smem<DIM>));
+    const group_memory memory = group_memory::of<DIM>(sizeof(group_smem<DIM>), launch->smem_per_block);
+    const cudaError_t error = cudaFuncSetAttribute(group_tile_forward_kernel<ELEMENT, DIM>,
+                                                   cudaFuncAttributeMaxDynamicSharedMemorySize, memory.size);
     if (error != cudaSuccess)
         return error;
     group_tile_forward_kernel<ELEMENT, DIM>
-        <<<grid_of(p->batch, p->heads_s, tiles * launch->num_splits), GROUP_THREADS, sizeof(group_smem<DIM>),
-           params->call.stream>>>(kernel_params);
+        <<<grid_of(p->batch, p->heads_s, tiles * launch->num_splits), GROUP_THREADS, (size_t)memory.size,
+           params->call.stream>>>(kernel_params, memory.second);
     if (launch->num_splits > 1)
         merge_group_splits<GROUP_M>
             <<<grid_of(p->batch, p->heads_s, tiles), GROUP_TILE_ROWS, 0, params->call.stream>>>(kernel_params);

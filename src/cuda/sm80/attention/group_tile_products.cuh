@@ -33,19 +33,15 @@ namespace sm80
 {
 
 constexpr int GROUP_THREADS = 256;
-constexpr int GROUP_M = 2;           /* tiles of 16 stationary rows per warp */
 constexpr int GROUP_TILE_ROWS = 128; /* stationary rows of a block, streamed rows of a stage */
-constexpr int GROUP_ROW_WARPS = 4; /* the other four have the same stationary rows, and the second half of a stage */
-constexpr int GROUP_BLOCKS = 1;    /* of 8 streamed rows per step: more of them spill */
-constexpr int GROUP_STEPS = 8;     /* of a warp per stage */
-constexpr int GROUP_STEP = 8 * GROUP_BLOCKS;
+constexpr int GROUP_M = 2;           /* tiles of 16 stationary rows per warp */
+constexpr int GROUP_N = 8;           /* blocks of 8 streamed rows per warp: half of a stage */
 
-static_assert(GROUP_ROW_WARPS * 16 * GROUP_M == GROUP_TILE_ROWS && GROUP_TILE_ROWS == TILE_ROWS<GROUP_M>, "");
+static_assert(GROUP_THREADS / 32 / 2 * 16 * GROUP_M == GROUP_TILE_ROWS && GROUP_TILE_ROWS == TILE_ROWS<GROUP_M>, "");
 
 template <int DIM> using group_tile = smem_rows<DIM>[2]; /* 128 rows */
 
-typedef logits<GROUP_M, GROUP_BLOCKS> step_logits; /* of a warp: 32 stationary rows x 8 streamed rows */
-typedef step_logits group_mean[GROUP_STEPS];       /* P */
+typedef float group_logits[GROUP_M][GROUP_N][4]; /* of a warp: 32 stationary rows x 64 streamed rows; also P */
 
 /* Of a query. Teacher: LSE in base 2, and the factor that all P of the row share, relative to the head's own.
  * Student: LSE, and the factor of G. */
@@ -61,6 +57,11 @@ struct stage_range {
     {
         return {(unsigned char)min(max(sees.begin - first, 0), GROUP_TILE_ROWS),
                 (unsigned char)min(max(sees.end - first, 0), GROUP_TILE_ROWS)};
+    }
+
+    __device__ bool has(int row) const
+    {
+        return row >= begin && row < end;
     }
 };
 
@@ -83,10 +84,11 @@ struct group_block {
 struct group_source {
     const void *stationary, *streamed;
     const float *lse;
+    float share; /* of a teacher's head in the mean of those up to it */
 };
 
 template <int DIM> struct group_smem {
-    group_tile<DIM> stationary, streamed[STAGES];
+    group_tile<DIM> stationary, streamed[STAGES]; /* a second one for stationary rows is elsewhere */
     group_source sources[SKL_GROUP_TILES_SIZE_MAX + 1]; /* of the student head's products: the teacher's, its own */
     alignas(16) query_stats stats[2][GROUP_TILE_ROWS];  /* of a product, and of the next one; read in pairs */
     stage_range seen[GROUP_TILE_ROWS];                  /* of the stationary rows, in the student's product */
@@ -118,16 +120,16 @@ struct group_thread {
 
     __device__ static int index()
     {
-        int thread;
+        unsigned thread;
         asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-        return thread;
+        return (int)(thread % GROUP_THREADS); /* tells the compiler its range */
     }
 
+    /* The warps of a pair differ in bit 0: two warps of one scheduler do not wait for each other. */
     __device__ static group_thread read()
     {
-        const int thread = index();
-        return {thread % 32, thread / 32 % GROUP_ROW_WARPS * 16 * GROUP_M,
-                thread / 32 / GROUP_ROW_WARPS * (GROUP_STEP * GROUP_STEPS)};
+        const unsigned thread = (unsigned)index();
+        return {(int)(thread % 32), (int)(thread / 64 * 16 * GROUP_M), (int)(thread / 32 % 2 * 8 * GROUP_N)};
     }
 
     /* Waits for the other warp with the same stationary rows. */
@@ -138,7 +140,7 @@ struct group_thread {
 
     __device__ int half() const /* of the stage */
     {
-        return column / (GROUP_STEP * GROUP_STEPS);
+        return column / (8 * GROUP_N);
     }
 
     /* Stationary row of an accumulator, and streamed row within a stage. */
@@ -147,9 +149,9 @@ struct group_thread {
         return row + m * 16 + lane / 4 + half * 8;
     }
 
-    __device__ int acc_column(int step, int block, int parity) const
+    __device__ int acc_column(int block, int parity) const
     {
-        return column + step * GROUP_STEP + block * 8 + lane % 4 * 2 + parity;
+        return column + block * 8 + lane % 4 * 2 + parity;
     }
 };
 
@@ -166,7 +168,7 @@ __device__ inline void set_group_block(group_smem<DIM> &smem, const skl_sequence
 
 /* ---- Row stats ---------------------------------------------------------------------------------------------- */
 
-/* Stats of the query of thread threadIdx.x < 128, as they are in global memory: loaded a product ahead. */
+/* Stats of a query as they are in global memory, loaded a product ahead. */
 struct raw_stats {
     float lse, other; /* teacher: the LSE of the row's reference; student: the upstream gradient */
 };
@@ -183,13 +185,13 @@ __device__ inline const float *row_address(const skl_input &rows, const skl_sequ
     return rows.data != NULL ? (const float *)rows.data + SKL_ROW(rows, s.batch, head, s.query_begin + query) : NULL;
 }
 
-/* Stats of a step: of its stationary rows, or for dk of its streamed ones. */
-template <bool DK> struct step_stats;
+/* Stats of the queries of a warp's tile: of its stationary rows, or for dk of a block of its streamed ones. */
+template <bool DK> struct tile_stats;
 
-template <> struct step_stats<false> {
+template <> struct tile_stats<false> {
     query_stats stationary[GROUP_M][2];
 
-    __device__ step_stats(const query_stats *stats, const group_thread &thread)
+    __device__ tile_stats(const query_stats *stats, const group_thread &thread)
     {
 #pragma unroll
         for (int m = 0; m < GROUP_M; m++)
@@ -202,87 +204,113 @@ template <> struct step_stats<false> {
     {
     }
 
-    __device__ query_stats of(int m, int, int e) const
+    __device__ query_stats of(int m, int e) const
     {
         return stationary[m][e / 2];
     }
 };
 
-template <> struct step_stats<true> {
-    query_stats streamed[GROUP_BLOCKS][2];
+template <> struct tile_stats<true> {
+    query_stats streamed[2];
 
-    __device__ step_stats(const query_stats *, const group_thread &)
+    __device__ tile_stats(const query_stats *, const group_thread &)
     {
     }
 
-    __device__ void load(const query_stats *stats, const group_thread &thread, int step)
+    __device__ void load(const query_stats *stats, const group_thread &thread, int block)
     {
-#pragma unroll
-        for (int block = 0; block < GROUP_BLOCKS; block++) {
-            const float4 two = *(const float4 *)(const void *)&stats[thread.acc_column(step, block, 0)];
-            streamed[block][0] = {two.x, two.y};
-            streamed[block][1] = {two.z, two.w};
-        }
+        const float4 two = *(const float4 *)(const void *)&stats[thread.acc_column(block, 0)];
+        streamed[0] = {two.x, two.y};
+        streamed[1] = {two.z, two.w};
     }
 
-    __device__ query_stats of(int, int block, int e) const
+    __device__ query_stats of(int, int e) const
     {
-        return streamed[block][e % 2];
+        return streamed[e % 2];
     }
 };
 
 /* ---- Products ----------------------------------------------------------------------------------------------- */
 
-/* Calls use(logits, step) for the steps of a stage, of which some row needs stage_rows rows. The branch also keeps
- * the compiler from mixing the products of more steps than there are registers for. */
-template <typename ELEMENT, int DIM, typename USE>
-__device__ inline void for_each_step(const group_thread &thread, const row_frags<DIM, GROUP_M> &frags,
-                                     const group_tile<DIM> &streamed, int stage_rows, USE use)
-{
-    const uint32_t b_address = logit_b_address<GROUP_BLOCKS>(streamed[thread.half()], thread.lane);
-    const int left = stage_rows - thread.column;
-#pragma unroll
-    for (int step = 0; step < GROUP_STEPS; step++) {
-        if (step % 2 == 0 && step * GROUP_STEP >= left)
-            break;
-        step_logits x;
-        multiply<ELEMENT>(x, frags, b_address, step * GROUP_STEP);
-        use(x, step);
-    }
-}
-
-/* Adds teacher head n to the running mean. */
-template <typename ELEMENT, int DIM, bool DK>
-__device__ inline void add_head(group_mean &p, const row_frags<DIM, GROUP_M> &frags, const group_tile<DIM> &streamed,
-                                const query_stats *stats, float scale, int n, int stage_rows)
+/* Adds a teacher's head to the running mean. */
+template <bool DK>
+__device__ inline void add_head(group_logits &p, const group_logits &x, const query_stats *stats, float scale,
+                                float share)
 {
     const group_thread thread = group_thread::read();
-    const float share = __fdividef(1.0F, (float)(n + 1));
-    step_stats<DK> queries(stats, thread);
-    for_each_step<ELEMENT>(thread, frags, streamed, stage_rows, [&](const step_logits &x, int step) {
-        queries.load(stats, thread, step);
+    tile_stats<DK> queries(stats, thread);
+#pragma unroll
+    for (int block = 0; block < GROUP_N; block++) {
+        queries.load(stats, thread, block);
 #pragma unroll
         for (int m = 0; m < GROUP_M; m++)
 #pragma unroll
-            for (int e = 0; e < 4 * GROUP_BLOCKS; e++) {
-                const query_stats of_row = queries.of(m, e / 4, e % 4);
-                const float of_pair = ex2(fmaf(x.at[m][e / 4][e % 4], scale, -of_row.lse));
-                float &mean = p[step].at[m][e / 4][e % 4];
-                mean = fmaf(fmaf(of_pair, of_row.factor, -mean), share, mean);
+            for (int e = 0; e < 4; e++) {
+                const query_stats query = queries.of(m, e);
+                const float of_pair = ex2(fmaf(x[m][block][e], scale, -query.lse));
+                float &mean = p[m][block][e];
+                mean = fmaf(fmaf(of_pair, query.factor, -mean), share, mean);
             }
-    });
+    }
 }
 
-/* All products of the block. PASS has the rest:
+__device__ inline void clear(group_logits &tile)
+{
+#pragma unroll
+    for (int m = 0; m < GROUP_M; m++)
+#pragma unroll
+        for (int e = 0; e < 4 * GROUP_N; e++)
+            tile[m][e / 4][e % 4] = 0.0F;
+}
+
+/* The compiler must not keep in registers what it has computed from the tile so far. */
+__device__ inline void fence_operand(group_logits &tile)
+{
+#pragma unroll
+    for (int m = 0; m < GROUP_M; m++)
+#pragma unroll
+        for (int e = 0; e < 4 * GROUP_N; e++)
+            asm volatile("" : "+f"(tile[m][e / 4][e % 4]));
+}
+
+/* Sums of a stage with the shifts of its rows. MASKED: only of the pairs in `seen`, and exact for huge shifts. */
+template <bool MASKED, typename SHIFT>
+__device__ inline void sum_tile(row_sums (&sums)[GROUP_M][2], const group_logits &p, const group_logits &y,
+                                float scale, const stage_range *seen, SHIFT shift_of)
+{
+    const group_thread thread = group_thread::read();
+#pragma unroll
+    for (int m = 0; m < GROUP_M; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const float shift = shift_of(m, half);
+            const stage_range sees = MASKED ? seen[thread.acc_row(m, half)] : stage_range{};
+            sums[m][half] = {};
+#pragma unroll
+            for (int block = 0; block < GROUP_N; block++)
+#pragma unroll
+                for (int parity = 0; parity < 2; parity++) {
+                    const int e = half * 2 + parity;
+                    const float log_s = minus_shift(y[m][block][e], scale, shift, MASKED && is_huge(shift));
+                    const bool visible = !MASKED || sees.has(thread.acc_column(block, parity));
+                    add_probabilities(sums[m][half], visible ? p[m][block][e] : 0.0F, visible ? ex2(log_s) : 0.0F,
+                                      visible ? log_s : 0.0F);
+                }
+        }
+}
+
+/* All products of the block. `second`: bytes from smem.stationary to a second tile for stationary rows; 0: there is no
+ * room for one, and rows are copied where the last ones are not needed any more. PASS has the rest:
  *
  *     skl_input lse_of(bool of_student)                         LSEs that it reads
  *     raw_stats load(product, bool of_student, int query)       from global memory; queries count as group_source.lse
  *     query_stats student_stats(raw_stats)
- *     bool keeps_stationary()                      the student's product uses the memory of the stationary rows
- *     void student(p, frags, streamed, stats, product)    for each stage
+ *     static constexpr bool USES_STATIONARY                     its student() overwrites the stationary rows
+ *     void student(p, y, stationary, streamed, stats, product)  for each stage
  */
 template <typename ELEMENT, int DIM, bool DK, typename PASS>
-__device__ inline void run_group_products(const skl_cuda_params &params, group_smem<DIM> &smem, PASS &pass)
+__device__ inline void run_group_products(const skl_cuda_params &params, group_smem<DIM> &smem, int second,
+                                          PASS &pass)
 {
     const group_block &block = smem.block;
     const int count = block.count;
@@ -296,7 +324,8 @@ __device__ inline void run_group_products(const skl_cuda_params &params, group_s
             const auto keys = keys_of<ELEMENT>(argument, block.sequence, head);
             smem.sources[n] = {
                 (DK ? keys : queries).from(block.first_row).rows, (DK ? queries : keys).from(block.origin).rows,
-                row_address(pass.lse_of(of_student), block.sequence, head, DK ? block.origin : block.first_row)};
+                row_address(pass.lse_of(of_student), block.sequence, head, DK ? block.origin : block.first_row),
+                1.0F / (float)(n + 1)};
         }
         __syncthreads();
     };
@@ -308,28 +337,32 @@ __device__ inline void run_group_products(const skl_cuda_params &params, group_s
         return row_source<ELEMENT>{(const ELEMENT *)rows, of_keys ? argument.k.stride_row : argument.q.stride_row,
                                    argument.dim};
     };
-    const auto copy_stationary =
-        [&](const group_product &of) { /* the rows of this warp and the one that shares them */
-                                       const group_thread thread = group_thread::read();
-                                       const auto from = rows_at(smem.sources[of.n].stationary, of, DK);
-                                       copy_chunks<DIM, 16 * GROUP_M, 64>(
-                                           &smem.stationary[0].chunks[thread.row], from.from(thread.row), 0,
+    const auto stationary_at = [&](unsigned slot) -> group_tile<DIM> & {
+        return *(group_tile<DIM> *)(void *)((unsigned char *)smem.stationary + slot * (unsigned)second);
+    };
+    /* The rows of this warp and the one that shares them. */
+    const auto copy_stationary = [&](const group_product &of, unsigned slot) {
+        const group_thread thread = group_thread::read();
+        const auto from = rows_at(smem.sources[of.n].stationary, of, DK);
+        copy_chunks<DIM, 16 * GROUP_M, 64>(&stationary_at(slot)[0].chunks[thread.row], from.from(thread.row), 0,
                                            block.rows - thread.row, thread.half() * 32 + thread.lane);
-        };
+    };
     const auto copy_streamed = [&](const group_product &of, int slot) {
         copy_chunks<DIM, GROUP_TILE_ROWS, GROUP_THREADS>(smem.streamed[slot][0].chunks,
                                                          rows_at(smem.sources[of.n].streamed, of, !DK), of.first,
                                                          block.band.count, group_thread::index());
     };
     const auto load_stats = [&](const group_product &of) {
-        const int row = group_thread::index() % GROUP_TILE_ROWS;
+        const group_thread thread = group_thread::read();
+        const int row = thread.row + thread.lane;
         return pass.load(of, of.n == count, min(DK ? of.first + row : row, block.last_query));
     };
-    const auto store_stats = [&](const group_product &of, const raw_stats &raw, int parity) {
-        const int row = group_thread::index();
-        if (row >= GROUP_TILE_ROWS)
+    const auto store_stats = [&](const group_product &of, const raw_stats &raw, int slot) {
+        const group_thread thread = group_thread::read();
+        const int row = thread.row + thread.lane;
+        if (thread.half() != 0)
             return;
-        smem.stats[parity][row] = of.n == count ? pass.student_stats(raw) : teacher_stats(raw);
+        smem.stats[slot][row] = of.n == count ? pass.student_stats(raw) : teacher_stats(raw);
         if (of.n == count)
             smem.seen[row] = stage_range::of(block.band.of(row), of.first);
     };
@@ -338,14 +371,13 @@ __device__ inline void run_group_products(const skl_cuda_params &params, group_s
     if (block.needed == 0)
         return;
     list_sources(now.head);
-    copy_stationary(now);
+    copy_stationary(now, 0);
     copy_streamed(now, 0);
     cp_async_commit();
     store_stats(now, load_stats(now), 0);
-    row_frags<DIM, GROUP_M> frags = {};
-    group_mean p = {};
-    int buffers = 0; /* bit 0: which one has the streamed rows; bit 1: which one the stats */
-    bool new_stationary = true, new_streamed = true;
+    group_logits p = {};
+    unsigned slots = 0; /* bit 0: the slot of the streamed rows; 1: of the stationary rows; 2: of the stats */
+    bool new_streamed = true;
     while (now.head < block.end) {
         const group_product next = now.next(count, block.needed);
         const bool of_student = now.n == count, more = next.head < block.end;
@@ -363,39 +395,54 @@ __device__ inline void run_group_products(const skl_cuda_params &params, group_s
         const raw_stats raw = more ? load_stats(next) : raw_stats{};
         new_streamed = more && (other_side || smem.sources[next.n].streamed != from.streamed);
         if (new_streamed)
-            copy_streamed(next, 1 - buffers % 2);
-        if (!DK || new_stationary) { /* queries of every head differ */
-            const group_thread thread = group_thread::read();
-            read_frags(frags, smem.stationary, thread.row, thread.lane);
-        }
-        new_stationary = more && (other_side || smem.sources[next.n].stationary != from.stationary);
-        const bool later = of_student && pass.keeps_stationary();
-        if (!DK || new_stationary || later)
-            group_thread::read().sync_rows(); /* the memory of the stationary rows is free */
-        if (new_stationary && !later)
-            copy_stationary(next);
+            copy_streamed(next, 1 - (int)(slots & 1));
+        const bool new_stationary = more && (other_side || smem.sources[next.n].stationary != from.stationary);
+        if (new_stationary && second != 0)
+            copy_stationary(next, (slots >> 1 & 1) ^ 1);
         cp_async_commit();
-        if (of_student) {
-            pass.student(p, frags, smem.streamed[buffers % 2], smem.stats[buffers / 2], now);
-#pragma unroll
-            for (int step = 0; step < GROUP_STEPS; step++)
-                p[step] = {};
-        } else
-            add_head<ELEMENT, DIM, DK>(p, frags, smem.streamed[buffers % 2], smem.stats[buffers / 2], params.a.scale,
-                                       now.n, block.needed - now.first);
-        if (new_stationary && later) {
-            group_thread::read().sync_rows();
-            copy_stationary(next);
-            cp_async_commit();
+        group_tile<DIM> &stationary = stationary_at(slots >> 1 & 1), &streamed = smem.streamed[slots & 1];
+        group_logits logits;
+        clear(logits);
+        {
+            const group_thread thread = group_thread::read();
+            multiply_add_smem<ELEMENT, DIM>(
+                logits, at_chunk<DIM>(a_address(stationary[0], thread.lane), thread.row, 0),
+                at_chunk<DIM>(logit_b_address<2>(streamed[0], thread.lane), thread.column, 0));
         }
-        buffers ^= 2 + (int)new_streamed;
+        const bool late = of_student && PASS::USES_STATIONARY;
+        const auto copy_into_same = [&] {
+            group_thread::read().sync_rows();
+            copy_stationary(next, 0);
+            cp_async_commit();
+        };
+        if (new_stationary && second == 0 && !late)
+            copy_into_same();
+        if (of_student) {
+            pass.student(p, logits, stationary, streamed, smem.stats[slots >> 2], now);
+            clear(p);
+        } else
+            add_head<DK>(p, logits, smem.stats[slots >> 2], params.a.scale, smem.sources[now.n].share);
+        if (new_stationary && second == 0 && late)
+            copy_into_same();
+        slots ^= (unsigned)new_streamed | (unsigned)new_stationary << 1 | 4;
         now = now.next(count, block.needed); /* again: `next` need not stay in registers */
         if (now.head < block.end)
-            store_stats(now, raw, buffers / 2);
+            store_stats(now, raw, (int)(slots >> 2));
     }
     cp_async_wait<0>();
     __syncthreads();
 }
+
+/* Bytes of a kernel's shared memory, and where in it the second tile of stationary rows begins: 0 without room. */
+struct group_memory {
+    int size, second;
+
+    template <int DIM> static group_memory of(int size, int available)
+    {
+        const int second = (size + 127) / 128 * 128, with_second = second + (int)sizeof(group_tile<DIM>);
+        return with_second <= available ? group_memory{with_second, second} : group_memory{size, 0};
+    }
+};
 
 } // namespace sm80
 
