@@ -35,9 +35,10 @@ static_assert(GROUP_BACKWARD_SIZE<128> <= 99 << 10 && GROUP_BACKWARD_SIZE<64> <=
               "consumer cards have 99 KB of shared memory");
 
 template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
+    static constexpr int WIDTH = DIM / GROUP_SHARING; /* dimensions of the gradient per warp */
     const backward_params &params;
     group_backward_smem<DIM, DK> &smem;
-    gradient_acc<DIM / 2, GROUP_M> gradient;
+    gradient_acc<WIDTH, GROUP_M> gradient;
     gradient_unit<ELEMENT> unit;
     row_sums kl_sums; /* kl_in_backward: of one of the thread's rows, by all four lanes that hold them */
 
@@ -53,11 +54,11 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
         return first != NULL ? first[query * lse_of(of_student).stride_row] : 0.0F;
     }
 
-    __device__ raw_stats load(const group_product &of, bool of_student, int query) const
+    __device__ raw_stats load(const group_product<DK> &of, bool of_student, int query) const
     {
         const float lse_s = lse_at(smem.block.count, true, query);
         if (!of_student)
-            return {lse_at(of.n, false, query), lse_s};
+            return {lse_at(of.n(), false, query), lse_s};
         return {lse_s, DK ? upstream(of.head, smem.block.origin + query) : 1.0F};
     }
 
@@ -93,13 +94,13 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
     __device__ void add_kl(const group_logits &p, const group_logits &y, const query_stats *stats)
     {
         const group_thread thread = group_thread::read();
-        row_sums sums[GROUP_M][2];
-        sum_tile<MASKED>(sums, p, y, params.b.scale, smem.seen,
-                         [&](int m, int half) { return stats[thread.acc_row(m, half)].lse; });
 #pragma unroll
         for (int i = 0; i < 2 * GROUP_M; i++) {
-            const row_sums &of_row = sums[i / 2][i % 2];
-            const row_sums total = {quad_sum(of_row.l_a), quad_sum(of_row.l_b), quad_sum(of_row.w)};
+            const int m = i / 2, half = i % 2, row = thread.acc_row(m, half);
+            const row_sums sums =
+                sum_group_row<MASKED>(p[m], y[m], params.b.scale, stats[row].lse, half,
+                                      MASKED ? smem.seen[row].from(thread.column) : range32{});
+            const row_sums total = {quad_sum(sums.l_a), quad_sum(sums.l_b), quad_sum(sums.w)};
             if (thread.lane % 4 == i)
                 add_sums(kl_sums, total);
         }
@@ -109,13 +110,13 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
     {
         const group_thread thread = group_thread::read();
         const int row = summed_row(thread);
-        row_sums *const others = (row_sums *)(void *)smem.stationary; /* of the other half of the keys */
-        if (thread.half() != 0)
-            others[row] = kl_sums;
+        row_sums(*const parts)[GROUP_TILE_ROWS] = (row_sums(*)[GROUP_TILE_ROWS])(void *)smem.stationary;
+        parts[thread.part()][row] = kl_sums;
         __syncthreads();
-        if (thread.half() != 0 || row >= smem.block.rows)
+        if (thread.part() != 0 || row >= smem.block.rows)
             return;
-        add_sums(kl_sums, others[row]);
+        for (int part = 1; part < GROUP_SHARING; part++)
+            add_sums(kl_sums, parts[part][row]);
         write_one_pass_row(params, smem.tile.sequence, smem.tile.head, smem.tile.first + row, state_of(kl_sums));
     }
 
@@ -137,11 +138,11 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
         __syncthreads();
     }
 
-    /* DK, f16: |s - p| <= 1, so the upstream gradients of the stage bound G. The same in all warps. */
+    /* f16: |s - p| <= 1, so 1 or, for dk, the upstream gradients of the stage bound G. The same in all warps. */
     __device__ void fit_unit(const query_stats *stats)
     {
-        float largest = DK ? 0.0F : 1.0F;
-        for (int row = (int)threadIdx.x % 32; DK && row < GROUP_TILE_ROWS; row += 32) {
+        float largest = 0.0F;
+        for (int row = (int)threadIdx.x % 32; row < GROUP_TILE_ROWS; row += 32) {
             const float size = fabsf(stats[row].factor);
             largest = size < INFINITY ? fmaxf(largest, size) : largest;
         }
@@ -155,12 +156,12 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
         const group_thread thread = group_thread::read();
         tile_stats<DK> queries(stats, thread);
         const uint32_t to =
-            shared_address(&g[0].chunks[thread.acc_row(0, 0)][thread.column / 8 + thread.lane / 4]) +
+            shared_address(&g[0].chunks[thread.acc_row(0, 0)][thread.column / 8 ^ thread.lane / 4]) +
             (uint32_t)(thread.lane % 4 * 4);
 #pragma unroll
         for (int block = 0; block < GROUP_N; block++) {
             queries.load(stats, thread, block);
-            const unsigned poisoned = MASKED ? smem.poisoned[thread.column / 32 + block / 4] : 0;
+            const unsigned poisoned = MASKED ? smem.poisoned[(thread.column + block * 8) / 32] : 0;
 #pragma unroll
             for (int m = 0; m < GROUP_M; m++)
 #pragma unroll
@@ -186,17 +187,18 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
         }
     }
 
-    __device__ void student(group_logits &p, group_logits &y, group_tile<DIM> &stationary,
-                            group_tile<DIM> &streamed, const query_stats *stats, const group_product &at)
+    __device__ void student(group_logits &p, group_logits &y, group_tile<DIM> &streamed,
+                            const query_stats *stats, const group_product<DK> &at)
     {
         group_g &g = *(group_g *)(void *)(G_IS_APART<DIM> ? (unsigned char *)&smem + G_AT<DIM>
-                                                          : (unsigned char *)stationary);
-        const int stage_rows = smem.block.needed - at.first;
-        fit_unit(stats);
+                                                          : (unsigned char *)smem.stationary);
+        const int stage_rows = smem.block.needed - at.first();
+        if (DK && unit.MOVES)
+            fit_unit(stats);
         if (!G_IS_APART<DIM>)
             group_thread::read().sync_rows(); /* Y is complete: the stationary rows are not needed any more */
         const bool with_kl = !DK && params.kl_in_backward;
-        if (covers(smem.block.full, at.first, GROUP_TILE_ROWS)) {
+        if (covers(smem.block.full, at.first(), GROUP_TILE_ROWS)) {
             if (with_kl)
                 add_kl<false>(p, y, stats);
             compute_g<false>(g, p, y, stats);
@@ -210,7 +212,7 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
         thread.sync_rows(); /* G is complete */
         const uint32_t g_address = a_address(g[0], thread.lane);
         const uint32_t rows =
-            at_chunk<DIM>(gradient_b_address(streamed[0], thread.lane), 0, thread.half() * (DIM / 16));
+            at_chunk<DIM>(gradient_b_address(streamed[0], thread.lane), 0, thread.part() * (WIDTH / 8));
 #pragma unroll
         for (int k = 0; k < GROUP_TILE_ROWS / 16; k++) {
             if (k * 16 >= stage_rows)
@@ -226,7 +228,7 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
 
 template <typename ELEMENT, int DIM, bool DK>
 __global__ void __launch_bounds__(GROUP_THREADS, 1)
-    group_tile_gradient_kernel(const __grid_constant__ backward_params params, int second)
+    group_tile_gradient_kernel(const __grid_constant__ backward_params params)
 {
     extern __shared__ __align__(128) unsigned char raw[];
     group_backward_smem<DIM, DK> &smem = *(group_backward_smem<DIM, DK> *)(void *)raw;
@@ -247,12 +249,14 @@ __global__ void __launch_bounds__(GROUP_THREADS, 1)
     }
     __syncthreads();
     group_gradient_pass<ELEMENT, DIM, DK> pass = {params, smem, {}, {}, {}};
-    run_group_products<ELEMENT, DIM, DK>(params, smem, second, pass);
+    if (!DK)
+        pass.unit.fit(pass.gradient, 1.0F);
+    run_group_products<ELEMENT, DIM, DK>(params, smem, pass);
     if (!DK && params.kl_in_backward)
         pass.write_kl();
     const group_thread thread = group_thread::read();
     store_gradient(pass.gradient, params, smem.tile, pass.unit.value() * params.problem.scale_s, thread.row,
-                   thread.half() * (DIM / 2));
+                   thread.part() * pass.WIDTH);
 }
 
 template <typename ELEMENT, int DIM, bool DK>
@@ -261,16 +265,15 @@ cudaError_t launch_group_tile_gradient(const char *kernel, const skl_cuda_params
 {
     const backward_params kernel_params = backward_params_of(params, launch);
     const skl_problem *const p = &params->problem;
-    const group_memory memory = group_memory::of<DIM>(GROUP_BACKWARD_SIZE<DIM>, launch->smem_per_block);
     record_launch(kernel, DK ? SKL_VARIANT_DK_GROUPS : SKL_VARIANT_DQ_GROUPS, 1);
     const cudaError_t error = cudaFuncSetAttribute(group_tile_gradient_kernel<ELEMENT, DIM, DK>,
-                                                   cudaFuncAttributeMaxDynamicSharedMemorySize, memory.size);
+                                                   cudaFuncAttributeMaxDynamicSharedMemorySize, GROUP_BACKWARD_SIZE<DIM>);
     if (error != cudaSuccess)
         return error;
     const dim3 blocks = grid_of(p->batch, row_tile<GROUP_M, DK>::heads(kernel_params),
                                 skl_ceil_div(DK ? p->len_k : p->len_q, GROUP_TILE_ROWS));
     group_tile_gradient_kernel<ELEMENT, DIM, DK>
-        <<<blocks, GROUP_THREADS, (size_t)memory.size, params->call.stream>>>(kernel_params, memory.second);
+        <<<blocks, GROUP_THREADS, (size_t)GROUP_BACKWARD_SIZE<DIM>, params->call.stream>>>(kernel_params);
     return cudaPeekAtLastError();
 }
 

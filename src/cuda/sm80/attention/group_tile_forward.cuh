@@ -18,6 +18,7 @@ __device__ inline float first_lse(const forward_params &params, const skl_sequen
 }
 
 template <typename ELEMENT, int DIM> struct group_forward_pass {
+
     const forward_params &params;
     group_smem<DIM> &smem;
     skl_row_state state[GROUP_M][2];
@@ -41,10 +42,10 @@ template <typename ELEMENT, int DIM> struct group_forward_pass {
         return of_student ? skl_input{} : params.call.inputs.lse_t;
     }
 
-    __device__ raw_stats load(const group_product &of, bool of_student, int query) const
+    __device__ raw_stats load(const group_product<false> &of, bool of_student, int query) const
     {
         const int64_t at = query * params.call.inputs.lse_t.stride_row;
-        return of_student ? raw_stats{} : raw_stats{smem.sources[of.n].lse[at], smem.sources[0].lse[at]};
+        return of_student ? raw_stats{} : raw_stats{smem.sources[of.n()].lse[at], smem.sources[0].lse[at]};
     }
 
     __device__ query_stats student_stats(const raw_stats &) const
@@ -54,78 +55,30 @@ template <typename ELEMENT, int DIM> struct group_forward_pass {
 
     static constexpr bool USES_STATIONARY = false;
 
-    template <bool MASKED>
-    __device__ void sum(row_sums (&sums)[GROUP_M][2], const group_logits &p, const group_logits &y) const
-    {
-        sum_tile<MASKED>(sums, p, y, params.b.scale, smem.seen, [&](int m, int half) { return state[m][half].m_b; });
-    }
-
-    /* Shifts of the rows that have a bit become those for the stage's largest logits. */
-    __device__ void move_shifts(unsigned rows, const group_logits &y)
+    template <bool MASKED> __device__ void add(const group_logits &p, const group_logits &y)
     {
         const group_thread thread = group_thread::read();
 #pragma unroll
         for (int m = 0; m < GROUP_M; m++)
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const stage_range sees = smem.seen[thread.acc_row(m, half)];
-                float largest = -INFINITY;
-#pragma unroll
-                for (int block = 0; block < GROUP_N; block++)
-#pragma unroll
-                    for (int parity = 0; parity < 2; parity++)
-                        if (sees.has(thread.acc_column(block, parity)))
-                            largest = fmaxf(largest, y[m][block][half * 2 + parity] * params.b.scale);
-                if ((rows >> (m * 2 + half) & 1) != 0)
-                    state[m][half] = with_shift_for(state[m][half], largest);
-            }
-    }
-
-    /* Rows whose sums cannot be added with their shift, a bit each. */
-    __device__ unsigned out_of_range(const row_sums (&sums)[GROUP_M][2]) const
-    {
-        unsigned rows = 0;
-#pragma unroll
-        for (int m = 0; m < GROUP_M; m++)
-#pragma unroll
             for (int half = 0; half < 2; half++)
-                rows |= keeps_shift(state[m][half], sums[m][half]) ? 0 : 1U << (m * 2 + half);
-        return rows;
+                add_group_tile<MASKED>(state[m][half], p[m], y[m], params.b.scale, half,
+                                       MASKED ? smem.seen[thread.acc_row(m, half)].from(thread.column) : range32{});
     }
 
-    __device__ void add(const row_sums (&sums)[GROUP_M][2])
+    __device__ void student(const group_logits &p, const group_logits &y, const group_tile<DIM> &,
+                            const query_stats *, const group_product<false> &at)
     {
-#pragma unroll
-        for (int m = 0; m < GROUP_M; m++)
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-                add_sums(state[m][half], sums[m][half]);
-    }
-
-    __device__ void student(group_logits &p, group_logits &y, const group_tile<DIM> &, const group_tile<DIM> &,
-                            const query_stats *, const group_product &at)
-    {
-        row_sums sums[GROUP_M][2];
-        unsigned rows = ~0U; /* to be summed again */
-        if (covers(smem.block.full, at.first, GROUP_TILE_ROWS)) {
-            sum<false>(sums, p, y);
-            rows = out_of_range(sums);
-        }
-        for (bool moved = false; __any_sync(~0U, rows != 0); moved = true) {
-            if (moved)
-                move_shifts(rows, y);
-            fence_operand(p); /* nothing that follows from them is kept for the next time */
-            fence_operand(y);
-            sum<true>(sums, p, y);
-            rows = moved ? 0 : out_of_range(sums);
-        }
-        add(sums);
+        if (covers(smem.block.full, at.first(), GROUP_TILE_ROWS))
+            add<false>(p, y);
+        else
+            add<true>(p, y);
     }
 };
 
 template <typename ELEMENT, int DIM>
 __global__ void __launch_bounds__(GROUP_THREADS, 1)
-    group_tile_forward_kernel(const __grid_constant__ forward_params params, int second)
+    group_tile_forward_kernel(const __grid_constant__ forward_params params)
 {
     extern __shared__ __align__(128) unsigned char raw[];
     group_smem<DIM> &smem = *(group_smem<DIM> *)(void *)raw;
@@ -144,7 +97,7 @@ __global__ void __launch_bounds__(GROUP_THREADS, 1)
     __syncthreads();
     group_forward_pass<ELEMENT, DIM> pass = {params, smem, {}};
     pass.clear();
-    run_group_products<ELEMENT, DIM, false>(params, smem, second, pass);
+    run_group_products<ELEMENT, DIM, false>(params, smem, pass);
 
     const group_thread thread = group_thread::read();
     skl_row_state(*const merged)[GROUP_TILE_ROWS] = (skl_row_state(*)[GROUP_TILE_ROWS])(void *)smem.stationary;
@@ -154,7 +107,7 @@ __global__ void __launch_bounds__(GROUP_THREADS, 1)
         for (int half = 0; half < 2; half++) {
             const skl_row_state state = merge_lanes(without_shift_if_empty(pass.state[m][half]));
             if (thread.lane % 4 == 0)
-                merged[thread.half()][thread.acc_row(m, half)] = state;
+                merged[thread.part()][thread.acc_row(m, half)] = state;
         }
     __syncthreads();
     query_tile<GROUP_M> written; /* the same tile, recomputed: `tile` need not stay in registers during the loop */
@@ -162,7 +115,9 @@ __global__ void __launch_bounds__(GROUP_THREADS, 1)
     const int row = (int)threadIdx.x;
     if (row >= GROUP_TILE_ROWS || written.first + row >= written.sequence.query_count)
         return;
-    skl_row_state state = skl_state_merge(merged[0][row], merged[1][row]);
+    skl_row_state state = merged[0][row];
+    for (int part = 1; part < GROUP_SHARING; part++)
+        state = skl_state_merge(state, merged[part][row]);
     state.m_a = -split_lse2(first_lse(params, written.sequence, written.head, written.first + row)).low;
     if (params.num_splits > 1)
         params.split_states[written.index * written.ROWS + row] = state;
@@ -178,14 +133,14 @@ cudaError_t launch_group_tile_forward(const char *kernel, const skl_cuda_params 
     const skl_problem *const p = &params->problem;
     const int64_t tiles = skl_ceil_div(p->len_q, GROUP_TILE_ROWS);
     record_launch(kernel, SKL_VARIANT_GROUPS, launch->num_splits);
-    const group_memory memory = group_memory::of<DIM>(sizeof(group_smem<DIM>), launch->smem_per_block);
-    const cudaError_t error = cudaFuncSetAttribute(group_tile_forward_kernel<ELEMENT, DIM>,
-                                                   cudaFuncAttributeMaxDynamicSharedMemorySize, memory.size);
+    const cudaError_t error =
+        cudaFuncSetAttribute(group_tile_forward_kernel<ELEMENT, DIM>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             (int)sizeof(group_smem<DIM>));
     if (error != cudaSuccess)
         return error;
     group_tile_forward_kernel<ELEMENT, DIM>
-        <<<grid_of(p->batch, p->heads_s, tiles * launch->num_splits), GROUP_THREADS, (size_t)memory.size,
-           params->call.stream>>>(kernel_params, memory.second);
+        <<<grid_of(p->batch, p->heads_s, tiles * launch->num_splits), GROUP_THREADS, sizeof(group_smem<DIM>),
+           params->call.stream>>>(kernel_params);
     if (launch->num_splits > 1)
         merge_group_splits<GROUP_M>
             <<<grid_of(p->batch, p->heads_s, tiles), GROUP_TILE_ROWS, 0, params->call.stream>>>(kernel_params);

@@ -8,16 +8,18 @@
  *   student   Y = rows streamed^T (mma)       ->  row states, or G and its product with streamed rows
  *
  *   block      8 warps of 32 stationary rows x 64 streamed rows; 1 block per SM
- *   registers  stationary rows of one head (DIM / 2), P (64), logits of a step (8)
- *   shared     one tile of stationary rows, two of streamed rows: 96 KB at DIM = 128
+ *   registers  P and the logits of a head (64 each); gradients have DIM / 2 more
+ *   shared     two tiles of streamed rows, two of stationary rows or, without room for them, one: 128 or 96 KB at
+ *              DIM = 128
  *
- *   cp.async   | rows of the next product       | ...
- *   warps      | stationary rows to registers;  |
- *              | steps of 8 streamed rows:      |
- *              |   X (mma), 2^x, P              |
+ *   cp.async   | rows of the next product   | ...
+ *   warps      | X (mma) | 2^x, P           |
  *
- * Two warps share their stationary rows: they copy them, and wait for each other before and after they read them. The
- * block waits where the streamed rows are new.
+ * A warp multiplies its whole tile at once: 16 independent chains of mma, with both operands from shared memory.
+ *
+ * Two warps share their stationary rows: they copy them, and wait for each other before they read them. The block
+ * waits where the streamed rows are new. In between, the two warps of a scheduler are free to be at different places:
+ * one multiplies while the other computes exponentials.
  *
  * Every product reads its rows again: the L2 cache holds the queries of a block's heads, which shared memory cannot
  * (32 KB per head). Rows that the product before it had, as keys of heads that share them, are not copied again.
@@ -32,16 +34,18 @@
 namespace sm80
 {
 
-constexpr int GROUP_THREADS = 256;
 constexpr int GROUP_TILE_ROWS = 128; /* stationary rows of a block, streamed rows of a stage */
 constexpr int GROUP_M = 2;           /* tiles of 16 stationary rows per warp */
-constexpr int GROUP_N = 8;           /* blocks of 8 streamed rows per warp: half of a stage */
 
-static_assert(GROUP_THREADS / 32 / 2 * 16 * GROUP_M == GROUP_TILE_ROWS && GROUP_TILE_ROWS == TILE_ROWS<GROUP_M>, "");
+constexpr int GROUP_N = 4;           /* blocks of 8 streamed rows per warp */
+constexpr int GROUP_SHARING = GROUP_TILE_ROWS / (8 * GROUP_N); /* warps with the same stationary rows */
+constexpr int GROUP_THREADS = GROUP_TILE_ROWS / (16 * GROUP_M) * GROUP_SHARING * 32;
+
+static_assert(GROUP_TILE_ROWS == TILE_ROWS<GROUP_M>, "");
 
 template <int DIM> using group_tile = smem_rows<DIM>[2]; /* 128 rows */
 
-typedef float group_logits[GROUP_M][GROUP_N][4]; /* of a warp: 32 stationary rows x 64 streamed rows; also P */
+typedef float group_logits[GROUP_M][GROUP_N][4]; /* of a warp: 32 stationary rows x 32 streamed rows; also P */
 
 /* Of a query. Teacher: LSE in base 2, and the factor that all P of the row share, relative to the head's own.
  * Student: LSE, and the factor of G. */
@@ -62,6 +66,11 @@ struct stage_range {
     __device__ bool has(int row) const
     {
         return row >= begin && row < end;
+    }
+
+    __device__ range32 from(int row) const /* counted from this row on */
+    {
+        return {begin - row, end - row};
     }
 };
 
@@ -88,28 +97,57 @@ struct group_source {
 };
 
 template <int DIM> struct group_smem {
-    group_tile<DIM> stationary, streamed[STAGES]; /* a second one for stationary rows is elsewhere */
+    group_tile<DIM> stationary, streamed[STAGES];
     group_source sources[SKL_GROUP_TILES_SIZE_MAX + 1]; /* of the student head's products: the teacher's, its own */
     alignas(16) query_stats stats[2][GROUP_TILE_ROWS];  /* of a product, and of the next one; read in pairs */
     stage_range seen[GROUP_TILE_ROWS];                  /* of the stationary rows, in the student's product */
     group_block block;
 };
 
-/* One product of a block. */
-struct group_product {
-    int head;  /* of the student */
-    int n;     /* teacher head of its group; after the last one: the student */
-    int first; /* streamed row of the stage */
+/* One product of a block, in two registers. */
+template <bool DK> struct group_product {
+    enum {
+        HEADS = 15,        /* bits of the number of the product */
+        STREAMED = 16,     /* bit: which slot the streamed rows are in */
+        STATS = 32,        /* bit: which slot the stats are in */
+        NEW_STREAMED = 64, /* the streamed rows of the next product are others: the block has to wait for them */
+    };
+    int head; /* of the student */
+    int at;   /* first streamed row of the stage, and the bits above */
 
-    __device__ group_product next(int count, int needed) const
+    /* Teacher head of the group; after the last one: the student. */
+    __device__ int n() const
     {
-        const bool last_head = n == count, last_stage = last_head && first + GROUP_TILE_ROWS >= needed;
-        return {last_stage ? head + 1 : head, last_head ? 0 : n + 1,
-                last_stage  ? 0
-                : last_head ? first + GROUP_TILE_ROWS
-                            : first};
+        return at & HEADS;
+    }
+
+    __device__ int first() const
+    {
+        return at & -GROUP_TILE_ROWS;
+    }
+
+    __device__ int slot(int bit) const
+    {
+        return (at & bit) != 0;
+    }
+
+    /* False: it comes after the last one. */
+    __device__ bool exists(const group_block &block) const
+    {
+        return DK ? head < block.end : first() < block.needed;
+    }
+
+    __device__ group_product next(const group_block &block) const
+    {
+        const int slots = at & (STREAMED | STATS | NEW_STREAMED);
+        if (n() < block.count)
+            return {head, at + 1};
+        const int stage = first() + GROUP_TILE_ROWS;
+        return DK && stage >= block.needed ? group_product{head + 1, slots} : group_product{head, stage | slots};
     }
 };
+
+static_assert(SKL_GROUP_TILES_SIZE_MAX <= (int)group_product<true>::HEADS, "");
 
 /* Where a thread is in the tile. Read again for every product, by instructions that the compiler does not move: it
  * would keep dozens of addresses that follow from it in registers during the whole loop. */
@@ -125,20 +163,21 @@ struct group_thread {
         return (int)(thread % GROUP_THREADS); /* tells the compiler its range */
     }
 
-    /* The warps of a pair differ in bit 0: two warps of one scheduler do not wait for each other. */
+    /* Two warps of one scheduler, w and w + 4, have different rows and do not wait for each other. */
     __device__ static group_thread read()
     {
         const unsigned thread = (unsigned)index();
-        return {(int)(thread % 32), (int)(thread / 64 * 16 * GROUP_M), (int)(thread / 32 % 2 * 8 * GROUP_N)};
+        return {(int)(thread % 32), (int)(thread / (32 * GROUP_SHARING) * 16 * GROUP_M),
+                (int)(thread / 32 % GROUP_SHARING * 8 * GROUP_N)};
     }
 
-    /* Waits for the other warp with the same stationary rows. */
+    /* Waits for the other warps with the same stationary rows. */
     __device__ void sync_rows() const
     {
-        named_barrier_sync(1 + row / (16 * GROUP_M), 64);
+        named_barrier_sync(1 + row / (16 * GROUP_M), 32 * GROUP_SHARING);
     }
 
-    __device__ int half() const /* of the stage */
+    __device__ int part() const /* of the stage */
     {
         return column / (8 * GROUP_N);
     }
@@ -263,63 +302,25 @@ __device__ inline void clear(group_logits &tile)
             tile[m][e / 4][e % 4] = 0.0F;
 }
 
-/* The compiler must not keep in registers what it has computed from the tile so far. */
-__device__ inline void fence_operand(group_logits &tile)
-{
-#pragma unroll
-    for (int m = 0; m < GROUP_M; m++)
-#pragma unroll
-        for (int e = 0; e < 4 * GROUP_N; e++)
-            asm volatile("" : "+f"(tile[m][e / 4][e % 4]));
-}
-
-/* Sums of a stage with the shifts of its rows. MASKED: only of the pairs in `seen`, and exact for huge shifts. */
-template <bool MASKED, typename SHIFT>
-__device__ inline void sum_tile(row_sums (&sums)[GROUP_M][2], const group_logits &p, const group_logits &y,
-                                float scale, const stage_range *seen, SHIFT shift_of)
-{
-    const group_thread thread = group_thread::read();
-#pragma unroll
-    for (int m = 0; m < GROUP_M; m++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const float shift = shift_of(m, half);
-            const stage_range sees = MASKED ? seen[thread.acc_row(m, half)] : stage_range{};
-            sums[m][half] = {};
-#pragma unroll
-            for (int block = 0; block < GROUP_N; block++)
-#pragma unroll
-                for (int parity = 0; parity < 2; parity++) {
-                    const int e = half * 2 + parity;
-                    const float log_s = minus_shift(y[m][block][e], scale, shift, MASKED && is_huge(shift));
-                    const bool visible = !MASKED || sees.has(thread.acc_column(block, parity));
-                    add_probabilities(sums[m][half], visible ? p[m][block][e] : 0.0F, visible ? ex2(log_s) : 0.0F,
-                                      visible ? log_s : 0.0F);
-                }
-        }
-}
-
-/* All products of the block. `second`: bytes from smem.stationary to a second tile for stationary rows; 0: there is no
- * room for one, and rows are copied where the last ones are not needed any more. PASS has the rest:
+/* All products of the block. PASS has the rest:
  *
  *     skl_input lse_of(bool of_student)                         LSEs that it reads
  *     raw_stats load(product, bool of_student, int query)       from global memory; queries count as group_source.lse
  *     query_stats student_stats(raw_stats)
  *     static constexpr bool USES_STATIONARY                     its student() overwrites the stationary rows
- *     void student(p, y, stationary, streamed, stats, product)  for each stage
+ *     void student(p, y, streamed, stats, product)              for each stage
  */
 template <typename ELEMENT, int DIM, bool DK, typename PASS>
-__device__ inline void run_group_products(const skl_cuda_params &params, group_smem<DIM> &smem, int second,
-                                          PASS &pass)
+__device__ inline void run_group_products(const skl_cuda_params &params, group_smem<DIM> &smem, PASS &pass)
 {
+    typedef group_product<DK> product_type;
     const group_block &block = smem.block;
-    const int count = block.count;
     const auto list_sources = [&](int student_head) {
         const int n = group_thread::index();
-        if (n <= count) {
-            const bool of_student = n == count;
+        if (n <= block.count) {
+            const bool of_student = n == block.count;
             const skl_cuda_argument &argument = of_student ? params.b : params.a;
-            const int head = of_student ? student_head : student_head * count + n;
+            const int head = of_student ? student_head : student_head * block.count + n;
             const auto queries = queries_of<ELEMENT>(argument, block.sequence, head);
             const auto keys = keys_of<ELEMENT>(argument, block.sequence, head);
             smem.sources[n] = {
@@ -329,120 +330,116 @@ __device__ inline void run_group_products(const skl_cuda_params &params, group_s
         }
         __syncthreads();
     };
-    const auto side_of_product = [&](const group_product &of) -> const skl_cuda_argument & {
-        return of.n == count ? params.b : params.a;
+    /* Rows that two products share may have another head size. */
+    const auto is_other_side = [&](const product_type &one, const product_type &next) {
+        return one.n() == block.count || next.n() == block.count;
     };
-    const auto rows_at = [&](const void *rows, const group_product &of, bool of_keys) {
+    const auto side_of_product = [&](const product_type &of) -> const skl_cuda_argument & {
+        return of.n() == block.count ? params.b : params.a;
+    };
+    const auto rows_at = [&](const void *rows, const product_type &of, bool of_keys) {
         const skl_cuda_argument &argument = side_of_product(of);
         return row_source<ELEMENT>{(const ELEMENT *)rows, of_keys ? argument.k.stride_row : argument.q.stride_row,
                                    argument.dim};
     };
-    const auto stationary_at = [&](unsigned slot) -> group_tile<DIM> & {
-        return *(group_tile<DIM> *)(void *)((unsigned char *)smem.stationary + slot * (unsigned)second);
-    };
     /* The rows of this warp and the one that shares them. */
-    const auto copy_stationary = [&](const group_product &of, unsigned slot) {
+    const auto copy_stationary = [&](const product_type &of) {
         const group_thread thread = group_thread::read();
-        const auto from = rows_at(smem.sources[of.n].stationary, of, DK);
-        copy_chunks<DIM, 16 * GROUP_M, 64>(&stationary_at(slot)[0].chunks[thread.row], from.from(thread.row), 0,
-                                           block.rows - thread.row, thread.half() * 32 + thread.lane);
+        const auto from = rows_at(smem.sources[of.n()].stationary, of, DK);
+        copy_chunks<DIM, 16 * GROUP_M, 32 * GROUP_SHARING>(&smem.stationary[0].chunks[thread.row], from.from(thread.row), 0,
+                                           block.rows - thread.row, thread.part() * 32 + thread.lane);
     };
-    const auto copy_streamed = [&](const group_product &of, int slot) {
+    const auto copy_streamed = [&](const product_type &of, int slot) {
         copy_chunks<DIM, GROUP_TILE_ROWS, GROUP_THREADS>(smem.streamed[slot][0].chunks,
-                                                         rows_at(smem.sources[of.n].streamed, of, !DK), of.first,
+                                                         rows_at(smem.sources[of.n()].streamed, of, !DK), of.first(),
                                                          block.band.count, group_thread::index());
     };
-    const auto load_stats = [&](const group_product &of) {
+    const auto load_stats = [&](const product_type &of) {
         const group_thread thread = group_thread::read();
         const int row = thread.row + thread.lane;
-        return pass.load(of, of.n == count, min(DK ? of.first + row : row, block.last_query));
+        return pass.load(of, of.n() == block.count, min(DK ? of.first() + row : row, block.last_query));
     };
-    const auto store_stats = [&](const group_product &of, const raw_stats &raw, int slot) {
+    const auto store_stats = [&](const product_type &of, const raw_stats &raw, int slot) {
         const group_thread thread = group_thread::read();
         const int row = thread.row + thread.lane;
-        if (thread.half() != 0)
+        if (thread.part() != 0)
             return;
-        smem.stats[slot][row] = of.n == count ? pass.student_stats(raw) : teacher_stats(raw);
-        if (of.n == count)
-            smem.seen[row] = stage_range::of(block.band.of(row), of.first);
+        smem.stats[slot][row] = of.n() == block.count ? pass.student_stats(raw) : teacher_stats(raw);
+        if (of.n() == block.count)
+            smem.seen[row] = stage_range::of(block.band.of(row), of.first());
     };
 
-    group_product now = {block.head, 0, 0};
+    product_type now = {block.head, product_type::NEW_STREAMED};
     if (block.needed == 0)
         return;
     list_sources(now.head);
-    copy_stationary(now, 0);
+    copy_stationary(now);
     copy_streamed(now, 0);
     cp_async_commit();
     store_stats(now, load_stats(now), 0);
     group_logits p = {};
-    unsigned slots = 0; /* bit 0: the slot of the streamed rows; 1: of the stationary rows; 2: of the stats */
-    bool new_streamed = true;
-    while (now.head < block.end) {
-        const group_product next = now.next(count, block.needed);
-        const bool of_student = now.n == count, more = next.head < block.end;
-        const bool other_side = of_student || next.n == count; /* the same rows may have another head size */
+    while (now.exists(block)) {
         cp_async_wait<0>();
-        if (new_streamed)
+        if (now.slot(now.NEW_STREAMED))
             __syncthreads(); /* the rows are complete, and all warps have finished the product before */
         else
             group_thread::read().sync_rows(); /* the same for the stationary rows: warps with others need not wait */
-        const group_source from = smem.sources[now.n];
-        if (DK && more && next.head != now.head) {
-            __syncthreads();
-            list_sources(next.head);
+        {
+            const product_type next = now.next(block);
+            const bool more = next.exists(block);
+            const void *const streamed = smem.sources[now.n()].streamed;
+            if (DK && more && next.head != now.head) {
+                __syncthreads();
+                list_sources(next.head);
+            }
+            const bool renewed = more && (DK || is_other_side(now, next) || smem.sources[next.n()].streamed != streamed);
+            if (renewed)
+                copy_streamed(next, 1 - now.slot(now.STREAMED));
+            cp_async_commit();
+            now.at = renewed ? now.at | now.NEW_STREAMED : now.at & ~now.NEW_STREAMED;
         }
-        const raw_stats raw = more ? load_stats(next) : raw_stats{};
-        new_streamed = more && (other_side || smem.sources[next.n].streamed != from.streamed);
-        if (new_streamed)
-            copy_streamed(next, 1 - (int)(slots & 1));
-        const bool new_stationary = more && (other_side || smem.sources[next.n].stationary != from.stationary);
-        if (new_stationary && second != 0)
-            copy_stationary(next, (slots >> 1 & 1) ^ 1);
-        cp_async_commit();
-        group_tile<DIM> &stationary = stationary_at(slots >> 1 & 1), &streamed = smem.streamed[slots & 1];
+        group_tile<DIM> &streamed = smem.streamed[now.slot(now.STREAMED)];
         group_logits logits;
         clear(logits);
         {
             const group_thread thread = group_thread::read();
             multiply_add_smem<ELEMENT, DIM>(
-                logits, at_chunk<DIM>(a_address(stationary[0], thread.lane), thread.row, 0),
+                logits, at_chunk<DIM>(a_address(smem.stationary[0], thread.lane), thread.row, 0),
                 at_chunk<DIM>(logit_b_address<2>(streamed[0], thread.lane), thread.column, 0));
         }
-        const bool late = of_student && PASS::USES_STATIONARY;
-        const auto copy_into_same = [&] {
-            group_thread::read().sync_rows();
-            copy_stationary(next, 0);
+        const product_type next = now.next(block);
+        const bool of_student = now.n() == block.count, more = next.exists(block);
+        const auto load_next = [&] {
+            const raw_stats raw = more ? load_stats(next) : raw_stats{};
+            const void *const rows = smem.sources[now.n()].stationary;
+            if (more && (is_other_side(now, next) || smem.sources[next.n()].stationary != rows)) {
+                group_thread::read().sync_rows(); /* the stationary rows are not needed any more */
+                copy_stationary(next);
+            }
             cp_async_commit();
+            return raw;
         };
-        if (new_stationary && second == 0 && !late)
-            copy_into_same();
-        if (of_student) {
-            pass.student(p, logits, stationary, streamed, smem.stats[slots >> 2], now);
+        raw_stats raw;
+        const query_stats *const stats = smem.stats[now.slot(now.STATS)];
+        if (!of_student) {
+            raw = load_next();
+            add_head<DK>(p, logits, stats, params.a.scale, smem.sources[now.n()].share);
+        } else {
+            if (!PASS::USES_STATIONARY)
+                raw = load_next();
+            pass.student(p, logits, streamed, stats, now);
             clear(p);
-        } else
-            add_head<DK>(p, logits, smem.stats[slots >> 2], params.a.scale, smem.sources[now.n].share);
-        if (new_stationary && second == 0 && late)
-            copy_into_same();
-        slots ^= (unsigned)new_streamed | (unsigned)new_stationary << 1 | 4;
-        now = now.next(count, block.needed); /* again: `next` need not stay in registers */
-        if (now.head < block.end)
-            store_stats(now, raw, (int)(slots >> 2));
+            if (PASS::USES_STATIONARY)
+                raw = load_next();
+        }
+        now = next;
+        now.at ^= now.STATS | (now.slot(now.NEW_STREAMED) ? now.STREAMED : 0);
+        if (more)
+            store_stats(now, raw, now.slot(now.STATS));
     }
     cp_async_wait<0>();
     __syncthreads();
 }
-
-/* Bytes of a kernel's shared memory, and where in it the second tile of stationary rows begins: 0 without room. */
-struct group_memory {
-    int size, second;
-
-    template <int DIM> static group_memory of(int size, int available)
-    {
-        const int second = (size + 127) / 128 * 128, with_second = second + (int)sizeof(group_tile<DIM>);
-        return with_second <= available ? group_memory{with_second, second} : group_memory{size, 0};
-    }
-};
 
 } // namespace sm80
 
