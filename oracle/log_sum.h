@@ -63,11 +63,11 @@ static void mark_undetermined(const real *logits, real *roundings, int64_t count
     }
 }
 
-/* The rounding of an LSE in a log-probability. A coarse one determines probabilities only if it comes from the same
- * logits, rounded in the same way. */
+/* The rounding of an LSE in a log-probability. From one that is given, log z is subtracted afterwards: these are two
+ * numbers. A coarse one determines probabilities only if it comes from the same logits, rounded in the same way. */
 static real lse_rounding(struct log_sum lse, int given)
 {
-    const real size = fabs(value_of(lse));
+    const real size = given ? fabs(lse.largest) + fabs(lse.rest) : fabs(value_of(lse));
     return given && size >= COARSE ? (real)INFINITY : size;
 }
 

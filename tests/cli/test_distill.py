@@ -32,10 +32,13 @@ def student(folder):
 # ---- Training --------------------------------------------------------------------------------------------------------
 
 
+TRAINED = ["--needles", "32", "--steps", "150"]
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
-    return folder, distill(folder, "--context", "1024", "--needles", "32", "--steps", "150")
+    return folder, distill(folder, *TRAINED)
 
 
 def test_kl_falls_and_definitions_are_found(trained):
@@ -93,14 +96,14 @@ def test_seed_and_threads(tmp_path):
     assert student(one) != student(other)
 
 
-LONGER = ["--context", "1024", "--steps", "60", "--checkpoint-every", "1"]
+LONGER = ["--steps", "60"]
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("uninterrupted")
     began = time.monotonic()
-    distill(folder, *LONGER)
+    distill(folder, *LONGER, "--checkpoint-every", "1")
     return folder, time.monotonic() - began
 
 
@@ -109,7 +112,7 @@ def test_resume_after_kills_at_random_moments(tmp_path, uninterrupted, attempt):
     """Killed repeatedly, then resumed to the end; a checkpoint is complete or absent."""
     reference, seconds = uninterrupted
     chance = random.Random(attempt)
-    command = [TOOL, "distill", "--out", str(tmp_path), *SMALL, *LONGER, "--resume", "--json"]
+    command = [TOOL, "distill", "--out", str(tmp_path), *SMALL, *LONGER, "--checkpoint-every", "1", "--resume", "--json"]
     for _ in range(6):
         child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         time.sleep(chance.uniform(0, 0.6 * seconds))
@@ -117,7 +120,7 @@ def test_resume_after_kills_at_random_moments(tmp_path, uninterrupted, attempt):
         assert child.communicate()[1] == b""
         if (tmp_path / "checkpoint.safetensors").exists():
             safetensors.numpy.load_file(tmp_path / "checkpoint.safetensors")
-    answer = distill(tmp_path, *LONGER, "--resume")
+    answer = distill(tmp_path, *LONGER, "--checkpoint-every", "1", "--resume")
     assert answer["step"] == 60
     assert student(tmp_path) == student(reference)
     whole, resumed = (load(folder / "checkpoint.safetensors") for folder in (reference, tmp_path))
@@ -128,7 +131,7 @@ def test_resume_after_kills_at_random_moments(tmp_path, uninterrupted, attempt):
 
 def test_ctrl_c_ends_with_checkpoint_and_report(tmp_path, uninterrupted):
     reference, seconds = uninterrupted
-    command = [TOOL, "distill", "--out", str(tmp_path), *SMALL, *LONGER[:4], "--checkpoint-every", "1000"]
+    command = [TOOL, "distill", "--out", str(tmp_path), *SMALL, *LONGER, "--checkpoint-every", "1000"]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     while "/60" not in child.stdout.readline():
         pass
@@ -139,14 +142,14 @@ def test_ctrl_c_ends_with_checkpoint_and_report(tmp_path, uninterrupted):
     step = int(re.search(r"Stopped at step (\d+); --resume", text)[1])
     assert 0 < step < 60 and "report.html" in text
     assert f"stopped at step {step} of 60" in (tmp_path / "report.html").read_text()
-    assert distill(tmp_path, *LONGER[:4], "--resume")["step"] == 60
+    assert distill(tmp_path, *LONGER, "--resume")["step"] == 60
     assert student(tmp_path) == student(reference)
 
 
 def test_resuming_a_finished_run_changes_nothing(tmp_path, trained):
     folder, answer = trained
     copy = shutil.copytree(folder, tmp_path / "copy")
-    again = distill(copy, "--context", "1024", "--needles", "32", "--steps", "150", "--resume")
+    again = distill(copy, *TRAINED, "--resume")
     assert again["kl_after"] == answer["kl_after"]
     assert student(copy) == student(folder)
 

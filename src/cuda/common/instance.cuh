@@ -1,4 +1,4 @@
-/* Macros for the translation units that CMake writes, one per line of instances.def. */
+/* Macros for the translation units that CMake writes from the lines of instances.def. */
 #ifndef SKL_CUDA_COMMON_INSTANCE_CUH
 #define SKL_CUDA_COMMON_INSTANCE_CUH
 

@@ -1,4 +1,4 @@
-/* The launchers of one line of instances.def. */
+/* The launchers of a line of instances.def. */
 #include "cuda/common/instance.cuh"
 #include "cuda/sm80/attention/backward.cuh"
 #include "cuda/sm80/attention/forward.cuh"

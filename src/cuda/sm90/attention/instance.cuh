@@ -1,4 +1,4 @@
-/* The launchers of one line of instances.def. */
+/* The launchers of a line of instances.def. */
 #include "cuda/common/instance.cuh"
 #include "cuda/sm90/attention/backward_wide.cuh"
 #include "cuda/sm90/attention/dk.cuh"
