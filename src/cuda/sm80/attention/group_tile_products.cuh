@@ -7,19 +7,18 @@
  *   head n    X = rows_n streamed_n^T (mma)   ->  P += (2^(X - lse_n) - P) / (n + 1)
  *   student   Y = rows streamed^T (mma)       ->  row states, or G and its product with streamed rows
  *
- *   block      8 warps of 32 stationary rows x 64 streamed rows; 1 block per SM
- *   registers  P and the logits of a head (64 each); gradients have DIM / 2 more
- *   shared     two tiles of streamed rows, two of stationary rows or, without room for them, one: 128 or 96 KB at
- *              DIM = 128
+ *   block      16 warps of 32 stationary rows x 32 streamed rows; 1 block per SM
+ *   registers  P and the logits of a head (32 each); gradients have DIM / 4 more
+ *   shared     one tile of stationary rows, two of streamed rows: 96 KB at DIM = 128
  *
- *   cp.async   | rows of the next product   | ...
- *   warps      | X (mma) | 2^x, P           |
+ *   cp.async   streamed rows of the next product | its stationary rows
+ *   warps      X (mma)                           | 2^x, P
  *
- * A warp multiplies its whole tile at once: 16 independent chains of mma, with both operands from shared memory.
+ * A warp multiplies its whole tile at once: 8 independent chains of mma, with both operands from shared memory.
  *
- * Two warps share their stationary rows: they copy them, and wait for each other before they read them. The block
- * waits where the streamed rows are new. In between, the two warps of a scheduler are free to be at different places:
- * one multiplies while the other computes exponentials.
+ * Four warps share their stationary rows: they copy them, and wait for each other before and after they read them. The
+ * block waits where the streamed rows are new. In between, the four warps of a scheduler, which have different rows,
+ * are free to be at different places: some multiply while others compute exponentials or addresses.
  *
  * Every product reads its rows again: the L2 cache holds the queries of a block's heads, which shared memory cannot
  * (32 KB per head). Rows that the product before it had, as keys of heads that share them, are not copied again.
@@ -93,7 +92,8 @@ struct group_block {
 struct group_source {
     const void *stationary, *streamed;
     const float *lse;
-    float share; /* of a teacher's head in the mean of those up to it */
+    float share;  /* of a teacher's head in the mean of those up to it */
+    int new_keys; /* whether its keys are others than those of the product before it */
 };
 
 template <int DIM> struct group_smem {
@@ -326,13 +326,9 @@ __device__ inline void run_group_products(const skl_cuda_params &params, group_s
             smem.sources[n] = {
                 (DK ? keys : queries).from(block.first_row).rows, (DK ? queries : keys).from(block.origin).rows,
                 row_address(pass.lse_of(of_student), block.sequence, head, DK ? block.origin : block.first_row),
-                1.0F / (float)(n + 1)};
+                1.0F / (float)(n + 1), n == 0 || of_student || head % argument.heads_per_key == 0};
         }
         __syncthreads();
-    };
-    /* Rows that two products share may have another head size. */
-    const auto is_other_side = [&](const product_type &one, const product_type &next) {
-        return one.n() == block.count || next.n() == block.count;
     };
     const auto side_of_product = [&](const product_type &of) -> const skl_cuda_argument & {
         return of.n() == block.count ? params.b : params.a;
@@ -387,12 +383,11 @@ __device__ inline void run_group_products(const skl_cuda_params &params, group_s
         {
             const product_type next = now.next(block);
             const bool more = next.exists(block);
-            const void *const streamed = smem.sources[now.n()].streamed;
             if (DK && more && next.head != now.head) {
                 __syncthreads();
                 list_sources(next.head);
             }
-            const bool renewed = more && (DK || is_other_side(now, next) || smem.sources[next.n()].streamed != streamed);
+            const bool renewed = more && (DK || smem.sources[next.n()].new_keys);
             if (renewed)
                 copy_streamed(next, 1 - now.slot(now.STREAMED));
             cp_async_commit();
@@ -411,8 +406,7 @@ __device__ inline void run_group_products(const skl_cuda_params &params, group_s
         const bool of_student = now.n() == block.count, more = next.exists(block);
         const auto load_next = [&] {
             const raw_stats raw = more ? load_stats(next) : raw_stats{};
-            const void *const rows = smem.sources[now.n()].stationary;
-            if (more && (is_other_side(now, next) || smem.sources[next.n()].stationary != rows)) {
+            if (more && (!DK || smem.sources[next.n()].new_keys)) {
                 group_thread::read().sync_rows(); /* the stationary rows are not needed any more */
                 copy_stationary(next);
             }
