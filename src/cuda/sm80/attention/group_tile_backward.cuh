@@ -97,9 +97,8 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
 #pragma unroll
         for (int i = 0; i < 2 * GROUP_M; i++) {
             const int m = i / 2, half = i % 2, row = thread.acc_row(m, half);
-            const row_sums sums =
-                sum_group_row<MASKED>(p[m], y[m], params.b.scale, stats[row].lse, half,
-                                      MASKED ? smem.seen[row].from(thread.column) : range32{});
+            const row_sums sums = sum_group_row<MASKED>(p[m], y[m], params.b.scale, stats[row].lse, half,
+                                                        MASKED ? smem.seen[row].from(thread.column) : range32{});
             const row_sums total = {quad_sum(sums.l_a), quad_sum(sums.l_b), quad_sum(sums.w)};
             if (thread.lane % 4 == i)
                 add_sums(kl_sums, total);
@@ -110,13 +109,13 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
     {
         const group_thread thread = group_thread::read();
         const int row = summed_row(thread);
-        row_sums(*const parts)[GROUP_TILE_ROWS] = (row_sums(*)[GROUP_TILE_ROWS])(void *)smem.stationary;
-        parts[thread.part()][row] = kl_sums;
+        row_sums(*const quarters)[GROUP_TILE_ROWS] = (row_sums(*)[GROUP_TILE_ROWS])(void *)smem.stationary;
+        quarters[thread.quarter()][row] = kl_sums;
         __syncthreads();
-        if (thread.part() != 0 || row >= smem.block.rows)
+        if (thread.quarter() != 0 || row >= smem.block.rows)
             return;
-        for (int part = 1; part < GROUP_SHARING; part++)
-            add_sums(kl_sums, parts[part][row]);
+        for (int quarter = 1; quarter < GROUP_SHARING; quarter++)
+            add_sums(kl_sums, quarters[quarter][row]);
         write_one_pass_row(params, smem.tile.sequence, smem.tile.head, smem.tile.first + row, state_of(kl_sums));
     }
 
@@ -155,9 +154,8 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
     {
         const group_thread thread = group_thread::read();
         tile_stats<DK> queries(stats, thread);
-        const uint32_t to =
-            shared_address(&g[0].chunks[thread.acc_row(0, 0)][thread.column / 8 ^ thread.lane / 4]) +
-            (uint32_t)(thread.lane % 4 * 4);
+        const uint32_t to = shared_address(&g[0].chunks[thread.acc_row(0, 0)][thread.column / 8 ^ thread.lane / 4]) +
+                            (uint32_t)(thread.lane % 4 * 4);
 #pragma unroll
         for (int block = 0; block < GROUP_N; block++) {
             queries.load(stats, thread, block);
@@ -175,20 +173,19 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
                         const float log_s = fmaf(y[m][block][e], params.b.scale,
                                                  MASKED && (poisoned >> (at % 32) & 1) != 0 ? NAN : -query.lse);
                         const bool seen = !MASKED || sees.has(at);
-                        pair[parity] =
-                            seen ? (ex2(log_s) - p[m][block][e]) * (query.factor * unit.inverse()) : 0.0F;
+                        pair[parity] = seen ? (ex2(log_s) - p[m][block][e]) * (query.factor * unit.inverse()) : 0.0F;
                     }
                     const uint32_t packed = pack(pair[0], pair[1], ELEMENT());
-                    asm volatile("st.shared.b32 [%0], %1;" ::"r"(
-                                     at_chunk<GROUP_TILE_ROWS>(to, m * 16 + half * 8, block)),
-                                 "r"(packed)
-                                 : "memory");
+                    asm volatile(
+                        "st.shared.b32 [%0], %1;" ::"r"(at_chunk<GROUP_TILE_ROWS>(to, m * 16 + half * 8, block)),
+                        "r"(packed)
+                        : "memory");
                 }
         }
     }
 
-    __device__ void student(group_logits &p, group_logits &y, group_tile<DIM> &streamed,
-                            const query_stats *stats, const group_product<DK> &at)
+    __device__ void student(group_logits &p, group_logits &y, group_tile<DIM> &streamed, const query_stats *stats,
+                            const group_product<DK> &at)
     {
         group_g &g = *(group_g *)(void *)(G_IS_APART<DIM> ? (unsigned char *)&smem + G_AT<DIM>
                                                           : (unsigned char *)smem.stationary);
@@ -212,7 +209,7 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
         thread.sync_rows(); /* G is complete */
         const uint32_t g_address = a_address(g[0], thread.lane);
         const uint32_t rows =
-            at_chunk<DIM>(gradient_b_address(streamed[0], thread.lane), 0, thread.part() * (WIDTH / 8));
+            at_chunk<DIM>(gradient_b_address(streamed[0], thread.lane), 0, thread.quarter() * (WIDTH / 8));
 #pragma unroll
         for (int k = 0; k < GROUP_TILE_ROWS / 16; k++) {
             if (k * 16 >= stage_rows)
@@ -256,7 +253,7 @@ __global__ void __launch_bounds__(GROUP_THREADS, 1)
         pass.write_kl();
     const group_thread thread = group_thread::read();
     store_gradient(pass.gradient, params, smem.tile, pass.unit.value() * params.problem.scale_s, thread.row,
-                   thread.part() * pass.WIDTH);
+                   thread.quarter() * pass.WIDTH);
 }
 
 template <typename ELEMENT, int DIM, bool DK>
@@ -266,8 +263,9 @@ cudaError_t launch_group_tile_gradient(const char *kernel, const skl_cuda_params
     const backward_params kernel_params = backward_params_of(params, launch);
     const skl_problem *const p = &params->problem;
     record_launch(kernel, DK ? SKL_VARIANT_DK_GROUPS : SKL_VARIANT_DQ_GROUPS, 1);
-    const cudaError_t error = cudaFuncSetAttribute(group_tile_gradient_kernel<ELEMENT, DIM, DK>,
-                                                   cudaFuncAttributeMaxDynamicSharedMemorySize, GROUP_BACKWARD_SIZE<DIM>);
+    const cudaError_t error =
+        cudaFuncSetAttribute(group_tile_gradient_kernel<ELEMENT, DIM, DK>,
+                             cudaFuncAttributeMaxDynamicSharedMemorySize, GROUP_BACKWARD_SIZE<DIM>);
     if (error != cudaSuccess)
         return error;
     const dim3 blocks = grid_of(p->batch, row_tile<GROUP_M, DK>::heads(kernel_params),

@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(GROUP_THREADS, 1)
         for (int half = 0; half < 2; half++) {
             const skl_row_state state = merge_lanes(without_shift_if_empty(pass.state[m][half]));
             if (thread.lane % 4 == 0)
-                merged[thread.part()][thread.acc_row(m, half)] = state;
+                merged[thread.quarter()][thread.acc_row(m, half)] = state;
         }
     __syncthreads();
     query_tile<GROUP_M> written; /* the same tile, recomputed: `tile` need not stay in registers during the loop */
@@ -116,8 +116,8 @@ __global__ void __launch_bounds__(GROUP_THREADS, 1)
     if (row >= GROUP_TILE_ROWS || written.first + row >= written.sequence.query_count)
         return;
     skl_row_state state = merged[0][row];
-    for (int part = 1; part < GROUP_SHARING; part++)
-        state = skl_state_merge(state, merged[part][row]);
+    for (int quarter = 1; quarter < GROUP_SHARING; quarter++)
+        state = skl_state_merge(state, merged[quarter][row]);
     state.m_a = -split_lse2(first_lse(params, written.sequence, written.head, written.first + row)).low;
     if (params.num_splits > 1)
         params.split_states[written.index * written.ROWS + row] = state;
