@@ -156,10 +156,11 @@ static void add_group_fused(const choice *s, const side_request *student, bool k
     launch->head_group = skl_select_head_group_for(s, SKL_SM90_BACKWARD_ROWS, 2, 2 + 4);
 }
 
-static void add_group_dq_and_dk(const choice *s, const side_request *student)
+static void add_group_dq_and_dk(const choice *s, const side_request *student, bool kl)
 {
     if (student->dq)
-        skl_select_add(s, "dq_s", s->kernel, s->kernel->group_dq, SKL_VARIANT_DQ_GROUPS, s->reason);
+        skl_select_add(s, "dq_s", s->kernel, s->kernel->group_dq, SKL_VARIANT_DQ_GROUPS, s->reason)->kl_in_backward =
+            kl;
     if (student->dk)
         skl_select_add(s, "dk_s", s->kernel, s->kernel->group_dk, SKL_VARIANT_DK_GROUPS, s->reason)->streams_queries =
             true;
@@ -218,7 +219,7 @@ static void add_group_gradients(const choice *s, const side_request *request, co
     if (s->kernel->group_fused != NULL) {
         add_group_fused(s, request, kl);
     } else if (s->kernel->group_dq != NULL) {
-        add_group_dq_and_dk(s, request);
+        add_group_dq_and_dk(s, request, kl);
     } else if (s->kernel->strip_gradients != NULL) {
         add_strip_gradients(s, request);
     } else if (s->kernel != skl_cuda_general) {
@@ -244,9 +245,10 @@ static void add_rows(const choice *s)
 }
 
 /* One launch for both. */
-static bool gives_rows_with_gradients(const skl_cuda_kernel *kernel)
+static bool gives_rows_with_gradients(const skl_cuda_kernel *kernel, const side_request *student)
 {
-    return kernel->group_fused != NULL || (kernel->dense_gradients != NULL && kernel != skl_cuda_general);
+    return kernel->group_fused != NULL || (kernel->group_dq != NULL && student->dq) ||
+           (kernel->dense_gradients != NULL && kernel != skl_cuda_general);
 }
 
 void skl_select_groups(choice *s)
@@ -255,7 +257,7 @@ void skl_select_groups(choice *s)
     const choice of_student = student_choice(s, &student), of_teacher = teacher_choice(s);
     const bool of_s = (student.dq && s->some_rows) || (student.dk && s->some_keys);
     const bool rows = s->rows && s->some_rows, dots = rows && s->call->rows.dot_t.data != NULL;
-    const bool rows_in_gradients = rows && of_s && !dots && gives_rows_with_gradients(of_student.kernel);
+    const bool rows_in_gradients = rows && of_s && !dots && gives_rows_with_gradients(of_student.kernel, &student);
     if (dots && of_teacher.kernel != skl_cuda_general)
         add_strip_rows(&of_teacher, true);
     else if (dots)

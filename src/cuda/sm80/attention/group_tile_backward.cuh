@@ -8,8 +8,7 @@
  *   logits     32 stationary rows x 64 streamed rows per warp
  *   gradient   32 stationary rows x DIM / 2 dimensions per warp, over all streamed rows: DIM / 2 registers
  *
- * G has a separate 32 KB. Where there is no room for them, it takes the memory of the stationary rows, and those of
- * the next stage are copied after its product. */
+ * G takes the memory of the stationary rows, which the student's product has read. */
 #ifndef SKL_CUDA_SM80_ATTENTION_GROUP_TILE_BACKWARD_CUH
 #define SKL_CUDA_SM80_ATTENTION_GROUP_TILE_BACKWARD_CUH
 
@@ -26,17 +25,22 @@ template <int DIM, bool DK> struct group_backward_smem : group_smem<DIM> {
 
 typedef group_tile<GROUP_TILE_ROWS> group_g; /* [stationary row][streamed row] */
 
-/* Bytes of shared memory: with memory for G where there is room for it. */
-template <int DIM> constexpr int GROUP_BACKWARD_SIZE = (sizeof(group_backward_smem<DIM, false>) + 127) / 128 * 128;
-static_assert(GROUP_BACKWARD_SIZE<128> <= 99 << 10 && GROUP_BACKWARD_SIZE<64> + sizeof(group_g) <= 99 << 10,
+/* Rows of fewer than 128 dimensions have no room for G. */
+template <int DIM> constexpr bool G_IS_APART = sizeof(group_tile<DIM>) < sizeof(group_g);
+template <int DIM> constexpr int G_AT = (sizeof(group_backward_smem<DIM, false>) + 127) / 128 * 128;
+template <int DIM>
+constexpr int GROUP_BACKWARD_SIZE = G_IS_APART<DIM> ? G_AT<DIM> + sizeof(group_g)
+                                                    : sizeof(group_backward_smem<DIM, false>);
+static_assert(GROUP_BACKWARD_SIZE<128> <= 99 << 10 && GROUP_BACKWARD_SIZE<64> <= 99 << 10,
               "consumer cards have 99 KB of shared memory");
 
 template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
+    static constexpr int WIDTH = DIM / GROUP_SHARING; /* dimensions of the gradient per warp */
     const backward_params &params;
     group_backward_smem<DIM, DK> &smem;
-    group_g &g;
-    gradient_acc<DIM / 2, GROUP_M> gradient;
+    gradient_acc<WIDTH, GROUP_M> gradient;
     gradient_unit<ELEMENT> unit;
+    row_sums kl_sums; /* kl_in_backward: of one of the thread's rows, by all four lanes that hold them */
 
     __device__ skl_input lse_of(bool of_student) const
     {
@@ -50,11 +54,11 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
         return first != NULL ? first[query * lse_of(of_student).stride_row] : 0.0F;
     }
 
-    __device__ raw_stats load(const group_product &of, bool of_student, int query) const
+    __device__ raw_stats load(const group_product<DK> &of, bool of_student, int query) const
     {
         const float lse_s = lse_at(smem.block.count, true, query);
         if (!of_student)
-            return {lse_at(of.n, false, query), lse_s};
+            return {lse_at(of.n(), false, query), lse_s};
         return {lse_s, DK ? upstream(of.head, smem.block.origin + query) : 1.0F};
     }
 
@@ -77,9 +81,42 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
         return {lse.value, fmaf(raw.other, -lse.low * SKL_LN2, raw.other)};
     }
 
-    __device__ bool keeps_stationary() const
+    static constexpr bool USES_STATIONARY = !G_IS_APART<DIM>;
+
+    /* Which of its rows a thread keeps the sums of. */
+    __device__ static int summed_row(const group_thread &thread)
     {
-        return (void *)&g == (void *)smem.stationary;
+        return thread.acc_row(thread.lane % 4 / 2, thread.lane % 2);
+    }
+
+    /* From P and the logits alone, so that nothing else needs registers meanwhile. */
+    template <bool MASKED>
+    __device__ void add_kl(const group_logits &p, const group_logits &y, const query_stats *stats)
+    {
+        const group_thread thread = group_thread::read();
+#pragma unroll
+        for (int i = 0; i < 2 * GROUP_M; i++) {
+            const int m = i / 2, half = i % 2, row = thread.acc_row(m, half);
+            const row_sums sums = sum_group_row<MASKED>(p[m], y[m], params.b.scale, stats[row].lse, half,
+                                                        MASKED ? smem.seen[row].from(thread.column) : range32{});
+            const row_sums total = {quad_sum(sums.l_a), quad_sum(sums.l_b), quad_sum(sums.w)};
+            if (thread.lane % 4 == i)
+                add_sums(kl_sums, total);
+        }
+    }
+
+    __device__ void write_kl()
+    {
+        const group_thread thread = group_thread::read();
+        const int row = summed_row(thread);
+        row_sums(*const quarters)[GROUP_TILE_ROWS] = (row_sums(*)[GROUP_TILE_ROWS])(void *)smem.stationary;
+        quarters[thread.quarter()][row] = kl_sums;
+        __syncthreads();
+        if (thread.quarter() != 0 || row >= smem.block.rows)
+            return;
+        for (int quarter = 1; quarter < GROUP_SHARING; quarter++)
+            add_sums(kl_sums, quarters[quarter][row]);
+        write_one_pass_row(params, smem.tile.sequence, smem.tile.head, smem.tile.first + row, state_of(kl_sums));
     }
 
     /* As clear_non_finite in backward.cuh. */
@@ -100,77 +137,79 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
         __syncthreads();
     }
 
-    /* DK, f16: |s - p| <= 1, so the upstream gradients of the stage bound G. The same in all warps. */
+    /* f16: |s - p| <= 1, so 1 or, for dk, the upstream gradients of the stage bound G. The same in all warps. */
     __device__ void fit_unit(const query_stats *stats)
     {
-        float largest = DK ? 0.0F : 1.0F;
-        for (int row = (int)threadIdx.x % 32; DK && row < GROUP_TILE_ROWS; row += 32) {
+        float largest = 0.0F;
+        for (int row = (int)threadIdx.x % 32; row < GROUP_TILE_ROWS; row += 32) {
             const float size = fabsf(stats[row].factor);
             largest = size < INFINITY ? fmaxf(largest, size) : largest;
         }
         unit.fit(gradient, warp_max(largest));
     }
 
-    /* G of the stage_rows rows of a stage that some row needs, up to a multiple of 16. MASKED: of masked pairs 0. */
+    /* G of a stage. MASKED: of masked pairs 0. */
     template <bool MASKED>
-    __device__ void compute_g(const group_mean &p, const row_frags<DIM, GROUP_M> &frags,
-                              const group_tile<DIM> &streamed, const query_stats *stats, int stage_rows)
+    __device__ void compute_g(group_g &g, const group_logits &p, const group_logits &y, const query_stats *stats)
     {
         const group_thread thread = group_thread::read();
-        step_stats<DK> queries(stats, thread);
-        const uint32_t to =
-            shared_address(
-                &g[thread.row / 64].chunks[thread.acc_row(0, 0) % 64][thread.column / 8 + thread.lane / 4]) +
-            (uint32_t)(thread.lane % 4 * 4);
-        for_each_step<ELEMENT>(thread, frags, streamed, stage_rows, [&](const step_logits &y, int step) {
-            queries.load(stats, thread, step);
-            const unsigned poisoned = MASKED ? smem.poisoned[thread.column / 32 + step * GROUP_STEP / 32] : 0;
+        tile_stats<DK> queries(stats, thread);
+        const uint32_t to = shared_address(&g[0].chunks[thread.acc_row(0, 0)][thread.column / 8 ^ thread.lane / 4]) +
+                            (uint32_t)(thread.lane % 4 * 4);
+#pragma unroll
+        for (int block = 0; block < GROUP_N; block++) {
+            queries.load(stats, thread, block);
+            const unsigned poisoned = MASKED ? smem.poisoned[(thread.column + block * 8) / 32] : 0;
 #pragma unroll
             for (int m = 0; m < GROUP_M; m++)
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     const stage_range sees = MASKED ? smem.seen[thread.acc_row(m, half)] : stage_range{};
+                    float pair[2];
 #pragma unroll
-                    for (int block = 0; block < GROUP_BLOCKS; block++) {
-                        float pair[2];
-#pragma unroll
-                        for (int parity = 0; parity < 2; parity++) {
-                            const int e = half * 2 + parity, at = thread.acc_column(step, block, parity);
-                            const query_stats query = queries.of(m, block, e);
-                            const float p_pair = p[step].at[m][block][e];
-                            const float log_s = fmaf(y.at[m][block][e], params.b.scale,
-                                                     MASKED && (poisoned >> (at % 32) & 1) != 0 ? NAN : -query.lse);
-                            const float s = ex2(log_s);
-                            const bool seen = !MASKED || (at >= sees.begin && at < sees.end);
-                            pair[parity] = seen ? (s - p_pair) * (query.factor * unit.inverse()) : 0.0F;
-                        }
-                        const uint32_t packed = pack(pair[0], pair[1], ELEMENT());
-                        asm volatile("st.shared.b32 [%0], %1;" ::"r"(at_chunk<GROUP_TILE_ROWS>(
-                                         to, m * 16 + half * 8, step * GROUP_BLOCKS + block)),
-                                     "r"(packed)
-                                     : "memory");
+                    for (int parity = 0; parity < 2; parity++) {
+                        const int e = half * 2 + parity, at = thread.acc_column(block, parity);
+                        const query_stats query = queries.of(m, e);
+                        const float log_s = fmaf(y[m][block][e], params.b.scale,
+                                                 MASKED && (poisoned >> (at % 32) & 1) != 0 ? NAN : -query.lse);
+                        const bool seen = !MASKED || sees.has(at);
+                        pair[parity] = seen ? (ex2(log_s) - p[m][block][e]) * (query.factor * unit.inverse()) : 0.0F;
                     }
+                    const uint32_t packed = pack(pair[0], pair[1], ELEMENT());
+                    asm volatile(
+                        "st.shared.b32 [%0], %1;" ::"r"(at_chunk<GROUP_TILE_ROWS>(to, m * 16 + half * 8, block)),
+                        "r"(packed)
+                        : "memory");
                 }
-        });
+        }
     }
 
-    __device__ void student(const group_mean &p, const row_frags<DIM, GROUP_M> &frags, group_tile<DIM> &streamed,
-                            const query_stats *stats, const group_product &at)
+    __device__ void student(group_logits &p, group_logits &y, group_tile<DIM> &streamed, const query_stats *stats,
+                            const group_product<DK> &at)
     {
-        const bool masked = !covers(smem.block.full, at.first, GROUP_TILE_ROWS);
-        const int stage_rows = smem.block.needed - at.first;
-        fit_unit(stats);
-        if (masked) {
-            sanitize(streamed);
-            compute_g<true>(p, frags, streamed, stats, stage_rows);
+        group_g &g = *(group_g *)(void *)(G_IS_APART<DIM> ? (unsigned char *)&smem + G_AT<DIM>
+                                                          : (unsigned char *)smem.stationary);
+        const int stage_rows = smem.block.needed - at.first();
+        if (DK && unit.MOVES)
+            fit_unit(stats);
+        if (!G_IS_APART<DIM>)
+            group_thread::read().sync_rows(); /* Y is complete: the stationary rows are not needed any more */
+        const bool with_kl = !DK && params.kl_in_backward;
+        if (covers(smem.block.full, at.first(), GROUP_TILE_ROWS)) {
+            if (with_kl)
+                add_kl<false>(p, y, stats);
+            compute_g<false>(g, p, y, stats);
         } else {
-            compute_g<false>(p, frags, streamed, stats, stage_rows);
+            if (with_kl)
+                add_kl<true>(p, y, stats);
+            sanitize(streamed);
+            compute_g<true>(g, p, y, stats);
         }
         const group_thread thread = group_thread::read();
         thread.sync_rows(); /* G is complete */
         const uint32_t g_address = a_address(g[0], thread.lane);
         const uint32_t rows =
-            at_chunk<DIM>(gradient_b_address(streamed[0], thread.lane), 0, thread.half() * (DIM / 16));
+            at_chunk<DIM>(gradient_b_address(streamed[0], thread.lane), 0, thread.quarter() * (WIDTH / 8));
 #pragma unroll
         for (int k = 0; k < GROUP_TILE_ROWS / 16; k++) {
             if (k * 16 >= stage_rows)
@@ -186,7 +225,7 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
 
 template <typename ELEMENT, int DIM, bool DK>
 __global__ void __launch_bounds__(GROUP_THREADS, 1)
-    group_tile_gradient_kernel(const __grid_constant__ backward_params params, int g_at)
+    group_tile_gradient_kernel(const __grid_constant__ backward_params params)
 {
     extern __shared__ __align__(128) unsigned char raw[];
     group_backward_smem<DIM, DK> &smem = *(group_backward_smem<DIM, DK> *)(void *)raw;
@@ -206,11 +245,15 @@ __global__ void __launch_bounds__(GROUP_THREADS, 1)
             smem.block.full = {};
     }
     __syncthreads();
-    group_gradient_pass<ELEMENT, DIM, DK> pass = {params, smem, *(group_g *)(void *)(raw + g_at), {}, {}};
+    group_gradient_pass<ELEMENT, DIM, DK> pass = {params, smem, {}, {}, {}};
+    if (!DK)
+        pass.unit.fit(pass.gradient, 1.0F);
     run_group_products<ELEMENT, DIM, DK>(params, smem, pass);
+    if (!DK && params.kl_in_backward)
+        pass.write_kl();
     const group_thread thread = group_thread::read();
     store_gradient(pass.gradient, params, smem.tile, pass.unit.value() * params.problem.scale_s, thread.row,
-                   thread.half() * (DIM / 2));
+                   thread.quarter() * pass.WIDTH);
 }
 
 template <typename ELEMENT, int DIM, bool DK>
@@ -219,18 +262,16 @@ cudaError_t launch_group_tile_gradient(const char *kernel, const skl_cuda_params
 {
     const backward_params kernel_params = backward_params_of(params, launch);
     const skl_problem *const p = &params->problem;
-    const int size = GROUP_BACKWARD_SIZE<DIM> + (int)sizeof(group_g);
-    const bool has_room = size <= launch->smem_per_block;
-    const int used = has_room ? size : GROUP_BACKWARD_SIZE<DIM>;
     record_launch(kernel, DK ? SKL_VARIANT_DK_GROUPS : SKL_VARIANT_DQ_GROUPS, 1);
-    const cudaError_t error = cudaFuncSetAttribute(group_tile_gradient_kernel<ELEMENT, DIM, DK>,
-                                                   cudaFuncAttributeMaxDynamicSharedMemorySize, used);
+    const cudaError_t error =
+        cudaFuncSetAttribute(group_tile_gradient_kernel<ELEMENT, DIM, DK>,
+                             cudaFuncAttributeMaxDynamicSharedMemorySize, GROUP_BACKWARD_SIZE<DIM>);
     if (error != cudaSuccess)
         return error;
     const dim3 blocks = grid_of(p->batch, row_tile<GROUP_M, DK>::heads(kernel_params),
                                 skl_ceil_div(DK ? p->len_k : p->len_q, GROUP_TILE_ROWS));
-    group_tile_gradient_kernel<ELEMENT, DIM, DK><<<blocks, GROUP_THREADS, (size_t)used, params->call.stream>>>(
-        kernel_params, has_room ? GROUP_BACKWARD_SIZE<DIM> : 0);
+    group_tile_gradient_kernel<ELEMENT, DIM, DK>
+        <<<blocks, GROUP_THREADS, (size_t)GROUP_BACKWARD_SIZE<DIM>, params->call.stream>>>(kernel_params);
     return cudaPeekAtLastError();
 }
 

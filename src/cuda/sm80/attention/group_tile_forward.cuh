@@ -18,6 +18,7 @@ __device__ inline float first_lse(const forward_params &params, const skl_sequen
 }
 
 template <typename ELEMENT, int DIM> struct group_forward_pass {
+
     const forward_params &params;
     group_smem<DIM> &smem;
     skl_row_state state[GROUP_M][2];
@@ -41,10 +42,10 @@ template <typename ELEMENT, int DIM> struct group_forward_pass {
         return of_student ? skl_input{} : params.call.inputs.lse_t;
     }
 
-    __device__ raw_stats load(const group_product &of, bool of_student, int query) const
+    __device__ raw_stats load(const group_product<false> &of, bool of_student, int query) const
     {
         const int64_t at = query * params.call.inputs.lse_t.stride_row;
-        return of_student ? raw_stats{} : raw_stats{smem.sources[of.n].lse[at], smem.sources[0].lse[at]};
+        return of_student ? raw_stats{} : raw_stats{smem.sources[of.n()].lse[at], smem.sources[0].lse[at]};
     }
 
     __device__ query_stats student_stats(const raw_stats &) const
@@ -52,105 +53,26 @@ template <typename ELEMENT, int DIM> struct group_forward_pass {
         return {};
     }
 
-    __device__ bool keeps_stationary() const
-    {
-        return false;
-    }
+    static constexpr bool USES_STATIONARY = false;
 
-    /* Sums of a stage with the current shifts. MASKED: only of visible pairs, and exact for huge shifts. */
-    template <bool MASKED>
-    __device__ void sum_stage(row_sums (&sums)[GROUP_M][2], const group_mean &p, const row_frags<DIM, GROUP_M> &frags,
-                              const group_tile<DIM> &streamed, int stage_rows) const
+    template <bool MASKED> __device__ void add(const group_logits &p, const group_logits &y)
     {
         const group_thread thread = group_thread::read();
-        for_each_step<ELEMENT>(thread, frags, streamed, stage_rows, [&](const step_logits &y, int step) {
-#pragma unroll
-            for (int m = 0; m < GROUP_M; m++)
-#pragma unroll
-                for (int e = 0; e < 4 * GROUP_BLOCKS; e++) {
-                    const int half = e % 4 / 2;
-                    const float m_b = state[m][half].m_b;
-                    const float log_s =
-                        minus_shift(y.at[m][e / 4][e % 4], params.b.scale, m_b, MASKED && is_huge(m_b));
-                    const bool seen = !MASKED || is_seen(thread, m, step, e);
-                    add_probabilities(sums[m][half], seen ? p[step].at[m][e / 4][e % 4] : 0.0F,
-                                      seen ? ex2(log_s) : 0.0F, seen ? log_s : 0.0F);
-                }
-        });
-    }
-
-    /* Shifts of the rows that have a bit become the stage's maximum. */
-    __device__ void move_shifts(unsigned rows, const row_frags<DIM, GROUP_M> &frags, const group_tile<DIM> &streamed,
-                                int stage_rows)
-    {
-        const group_thread thread = group_thread::read();
-        float largest[GROUP_M][2] = {{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}};
-        for_each_step<ELEMENT>(thread, frags, streamed, stage_rows, [&](const step_logits &y, int step) {
-#pragma unroll
-            for (int m = 0; m < GROUP_M; m++)
-#pragma unroll
-                for (int e = 0; e < 4 * GROUP_BLOCKS; e++)
-                    if (is_seen(thread, m, step, e))
-                        largest[m][e % 4 / 2] = fmaxf(largest[m][e % 4 / 2], y.at[m][e / 4][e % 4] * params.b.scale);
-        });
 #pragma unroll
         for (int m = 0; m < GROUP_M; m++)
 #pragma unroll
             for (int half = 0; half < 2; half++)
-                if ((rows >> (m * 2 + half) & 1) != 0)
-                    state[m][half] = with_shift_for(state[m][half], largest[m][half]);
+                add_group_tile<MASKED>(state[m][half], p[m], y[m], params.b.scale, half,
+                                       MASKED ? smem.seen[thread.acc_row(m, half)].from(thread.column) : range32{});
     }
 
-    __device__ bool is_seen(const group_thread &thread, int m, int step, int e) const
+    __device__ void student(const group_logits &p, const group_logits &y, const group_tile<DIM> &,
+                            const query_stats *, const group_product<false> &at)
     {
-        const stage_range sees = smem.seen[thread.acc_row(m, e % 4 / 2)];
-        const int column = thread.acc_column(step, e / 4, e % 2);
-        return column >= sees.begin && column < sees.end;
-    }
-
-    /* Rows whose sums cannot be added with their shift, a bit each. */
-    __device__ unsigned out_of_range(const row_sums (&sums)[GROUP_M][2]) const
-    {
-        unsigned rows = 0;
-#pragma unroll
-        for (int m = 0; m < GROUP_M; m++)
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-                rows |= keeps_shift(state[m][half], sums[m][half]) ? 0 : 1U << (m * 2 + half);
-        return rows;
-    }
-
-    __device__ void add(const row_sums (&sums)[GROUP_M][2])
-    {
-#pragma unroll
-        for (int m = 0; m < GROUP_M; m++)
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-                add_sums(state[m][half], sums[m][half]);
-    }
-
-    __device__ void student(const group_mean &p, const row_frags<DIM, GROUP_M> &frags,
-                            const group_tile<DIM> &streamed, const query_stats *, const group_product &at)
-    {
-        const int stage_rows = smem.block.needed - at.first;
-        if (covers(smem.block.full, at.first, GROUP_TILE_ROWS)) {
-            row_sums sums[GROUP_M][2] = {};
-            sum_stage<false>(sums, p, frags, streamed, stage_rows);
-            if (!__any_sync(~0U, out_of_range(sums) != 0)) {
-                add(sums);
-                return;
-            }
-        }
-        for (bool moved = false;; moved = true) {
-            row_sums sums[GROUP_M][2] = {};
-            sum_stage<true>(sums, p, frags, streamed, stage_rows);
-            const unsigned rows = moved ? 0 : out_of_range(sums);
-            if (!__any_sync(~0U, rows != 0)) {
-                add(sums);
-                return;
-            }
-            move_shifts(rows, frags, streamed, stage_rows);
-        }
+        if (covers(smem.block.full, at.first(), GROUP_TILE_ROWS))
+            add<false>(p, y);
+        else
+            add<true>(p, y);
     }
 };
 
@@ -185,7 +107,7 @@ __global__ void __launch_bounds__(GROUP_THREADS, 1)
         for (int half = 0; half < 2; half++) {
             const skl_row_state state = merge_lanes(without_shift_if_empty(pass.state[m][half]));
             if (thread.lane % 4 == 0)
-                merged[thread.half()][thread.acc_row(m, half)] = state;
+                merged[thread.quarter()][thread.acc_row(m, half)] = state;
         }
     __syncthreads();
     query_tile<GROUP_M> written; /* the same tile, recomputed: `tile` need not stay in registers during the loop */
@@ -193,7 +115,9 @@ __global__ void __launch_bounds__(GROUP_THREADS, 1)
     const int row = (int)threadIdx.x;
     if (row >= GROUP_TILE_ROWS || written.first + row >= written.sequence.query_count)
         return;
-    skl_row_state state = skl_state_merge(merged[0][row], merged[1][row]);
+    skl_row_state state = merged[0][row];
+    for (int quarter = 1; quarter < GROUP_SHARING; quarter++)
+        state = skl_state_merge(state, merged[quarter][row]);
     state.m_a = -split_lse2(first_lse(params, written.sequence, written.head, written.first + row)).low;
     if (params.num_splits > 1)
         params.split_states[written.index * written.ROWS + row] = state;
