@@ -151,8 +151,11 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1)
     typename SHAPE::tile_type assigned;
     if (!assigned.find(params, 1, (unsigned)params.head_group))
         return;
-    if (threadIdx.x < 32)
-        smem.unit = find_g_unit(params, assigned, ELEMENT());
+    if (threadIdx.x < 32) {
+        const float common = HAS_GRAD_UNIT<ELEMENT, SHAPE> ? find_common_grad(params, assigned) : 0.0F;
+        smem.in_units = common != 0.0F;
+        smem.unit = common != 0.0F ? common : find_g_unit(params, assigned, ELEMENT());
+    }
     const row_stream keys = keys_of_tile(params, assigned, 1);
     smem.visible.fill(keys.band);
     if (threadIdx.x == 0) {

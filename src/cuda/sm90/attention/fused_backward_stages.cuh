@@ -61,6 +61,7 @@ template <typename SHAPE> struct fused_backward_smem : SHAPE {
     stage_schedule keys;
     row_ranges<SHAPE::ROWS> visible;
     float unit;                                         /* of G */
+    int in_units;                                       /* whether all upstream gradients are the unit */
     float poison[DEPTH][STAGE_KEYS];                    /* NaN for non-finite keys of the wrt argument, else 0 */
     row_stats stats[SHAPE::ROWS];                       /* LSEs in base 2, upstream gradients divided by the unit */
     uint64_t other_full[SHAPE::WIDE_OTHER ? DEPTH : 1]; /* WIDE_OTHER: `full` is of the wrt argument alone */
