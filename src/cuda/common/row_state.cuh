@@ -82,7 +82,7 @@ template <int THREADS> struct quad_long_sums {
     /* Of the whole row in its first lane, empty in the others. */
     __device__ skl_row_state state(int half) const
     {
-        const double (&row)[3] = total[half][threadIdx.x / 4];
+        const double(&row)[3] = total[half][threadIdx.x / 4];
         const bool first = threadIdx.x % 4 == 0;
         return state_of({first ? (float)row[0] : 0.0F, first ? (float)row[1] : 0.0F, first ? (float)row[2] : 0.0F});
     }

@@ -246,8 +246,8 @@ inline bool encode_all(fused_backward_maps *maps, const backward_params &params,
            encode_keys(&maps->wrt_keys, p, wrt, STAGE_KEYS, element) &&
            encode_keys(&maps->other_keys, p, other, STAGE_KEYS, element) &&
            (sums.data == NULL ||
-            skl_tensor_map(&maps->sums, SKL_F32, &sums, wrt->dim, p->heads_s / wrt->heads_per_key, skl_key_rows(p), 16) ==
-                CUDA_SUCCESS);
+            skl_tensor_map(&maps->sums, SKL_F32, &sums, wrt->dim, p->heads_s / wrt->heads_per_key, skl_key_rows(p),
+                           16) == CUDA_SUCCESS);
 }
 
 /* f16 has no instances for gradients of A: nothing bounds them that f16 could rely on. */

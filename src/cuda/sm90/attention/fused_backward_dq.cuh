@@ -33,8 +33,8 @@ __device__ inline float find_g_unit(const backward_params &params, const query_t
     return power_of_2(max(size - LIMIT, -126));
 }
 
-/* Tall tiles spend most of their time outside the tensor cores. So if all queries of a bf16 tile have the same upstream
- * gradient, that is the unit of G, and full stages do not multiply by it. */
+/* Tall tiles spend most of their time outside the tensor cores. So if all queries of a bf16 tile have the same
+ * upstream gradient, that is the unit of G, and full stages do not multiply by it. */
 template <typename ELEMENT, typename SHAPE>
 constexpr bool HAS_GRAD_UNIT = SHAPE::DQ_GROUPS == 3 && std::is_same_v<ELEMENT, skl_bf16>;
 
@@ -111,8 +111,8 @@ template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED> struct dq_w
         wgmma_commit();
     }
 
-    /* G of a stage as A operands. MASKED: masked pairs are 0. IN_UNITS: all upstream gradients are the unit. The logits
-     * are only read: ptxas serialises wgmmas whose accumulators are written by other instructions. */
+    /* G of a stage as A operands. MASKED: masked pairs are 0. IN_UNITS: all upstream gradients are the unit. The
+     * logits are only read: ptxas serialises wgmmas whose accumulators are written by other instructions. */
     template <bool MASKED, logits_kind LOGITS, bool IN_UNITS>
     __device__ void compute_g(uint32_t (&g)[4][4], const stage_logits &wrt, const stage_logits &other, int n)
     {
@@ -188,8 +188,8 @@ template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED> struct dq_w
             barrier_arrive_count(smem.g_full[n % 2], 32);
     }
 
-    /* Stages n to end - 1. The sums leave the registers outside the inner loop: as a branch in it they made heads of 64
-     * 5 % slower. */
+    /* Stages n to end - 1. The sums leave the registers outside the inner loop: as a branch in it they made heads of
+     * 64 5 % slower. */
     template <bool MASKED, bool IN_UNITS> __device__ void add_stages(int n, int end)
     {
         while (n < end) {
