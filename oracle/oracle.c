@@ -131,21 +131,24 @@ static int uses_given_lse(const struct run *run)
     return has_teacher_groups(run) && run->given_lse_t;
 }
 
-/* log S from lse_s; log P of each teacher head from lse_t; log P of their mean. An LSE is rounded like a logit. The
- * rounding of the mean is that of the heads, weighted by their share of the mean. */
+/* log S from lse_s; log P of each teacher head from lse_t; log P of their mean. An LSE is rounded like a logit. An
+ * exponential that is wrong by more than one rounding is that of an exponent with a larger error. The rounding of the
+ * mean is that of the heads, weighted by their share of the mean. */
 static void distributions(const struct run *run, const struct row *row)
 {
     const int64_t group_size = run->group_size, count = row->key_count;
+    const real exponential = (real)(oracle_exponential_roundings() - 1);
     const struct log_sum lse_s = run->lses[group_size];
     for (int64_t j = 0; j < count; j++) {
         run->log_s[j] = minus_lse(run->y[j], lse_s);
-        run->log_s_rounding[j] = run->y_rounding[j] + lse_rounding(lse_s, 0);
+        run->log_s_rounding[j] = run->y_rounding[j] + lse_rounding(lse_s, 0) + exponential;
     }
     for (int64_t h = 0; h < group_size; h++) {
         const int64_t line = h * run->row_length;
         for (int64_t j = line; j < line + count; j++) {
             run->log_p_head[j] = minus_lse(run->x[j], run->lses[h]);
-            run->log_p_head_rounding[j] = run->x_rounding[j] + lse_rounding(run->lses[h], uses_given_lse(run));
+            run->log_p_head_rounding[j] =
+                run->x_rounding[j] + lse_rounding(run->lses[h], uses_given_lse(run)) + exponential;
         }
     }
     for (int64_t j = 0; j < count; j++) {

@@ -11,6 +11,11 @@
 /* The largest relative error of one rounding to float. */
 #define ORACLE_ROUNDING 0x1p-24
 
+/* Roundings of an exponential on the device whose results are compared: 1, or 4 for the special function unit of a
+ * GPU, which is accurate to 2^-22 (ex2.approx in the PTX manual). */
+void oracle_compare_gpu(int is_gpu);
+double oracle_exponential_roundings(void);
+
 /* Contiguous arrays: tensors [batch, heads, length, dim], row vectors [batch, heads, length]. Packed problems have
  * no batch dimension: [heads, total, dim] and [heads, total]. Rows of a packed buffer after its last sequence have
  * the results of a row without visible keys: KL 0, LSE -inf, dot 0, gradients 0. */

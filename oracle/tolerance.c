@@ -5,6 +5,18 @@
 #include <math.h>
 #include <stdbool.h>
 
+static double exponential_roundings = 1;
+
+void oracle_compare_gpu(int is_gpu)
+{
+    exponential_roundings = is_gpu ? 4 : 1;
+}
+
+double oracle_exponential_roundings(void)
+{
+    return exponential_roundings;
+}
+
 double oracle_type_rounding(skl_dtype dtype)
 {
     return dtype == SKL_F32 ? ORACLE_ROUNDING : dtype == SKL_F16 ? 0x1p-11 : 0x1p-8;

@@ -3,6 +3,8 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include "device.h"
+
 /* ---- Inputs ------------------------------------------------------------------------------------------------ */
 
 /* Logits of a few units: distributions that are neither flat nor a single peak. */
@@ -281,6 +283,7 @@ void fixture_create(fixture *f, const test_case *c)
 
 void fixture_solve(fixture *f)
 {
+    oracle_compare_gpu(test_device() == SKL_CUDA);
     f->exact = oracle_run(&f->problem, &f->inputs);
     f->naive = oracle_run_f32(&f->problem, &f->inputs);
     if (f->test_case->attention) {

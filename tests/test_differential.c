@@ -11,7 +11,8 @@
  * The bound. An element may be wrong by at most
  *
  *     2 x the largest error in its tensor of a naive implementation in f32, plus one f32 rounding of every number
- *     that the element is computed from (three for f32 on tensor cores, whose two terms round both factors),
+ *     that the element is computed from (four for exponentials of a GPU; three for f32 on tensor cores, whose two
+ * terms round both factors),
  *
  * plus half a step of a 16-bit output type; docs/design/maths.md, section 10, derives it. Rows that see no key and
  * keys that no row sees have exactly 0. No byte between elements is written. Where f32 does not determine a result,
