@@ -12,7 +12,7 @@
  *
  *   block      2 dq warpgroups of 64 queries and 1 dk warpgroup, which is also the producer; one block per SM
  *   registers  200 per dq thread: logits, both dq, both G and 24 for the rest; 104 per dk thread: one dk of a stage
- *   shared     Q of both arguments, DEPTH stages of 64 keys of both, both G, two buffers for slices of dk, f32
+ *   shared     Q of both arguments, DEPTH stages of 64 keys of both, both G, one or two buffers for slices of dk, f32
  *
  *   dq warpgroups   stage n       X, Y  ->  exponentials  ->  both dq += G K, both G to shared memory
  *   dk warpgroup    stage n - 1   dk_a = G_a^T Q_a  ->  shared memory  ->  global memory (TMA adds); then dk_b

@@ -14,8 +14,8 @@ template <int D> struct joint_shape {
     static constexpr bool WIDE = DIM > 64;              /* registers and shared memory are short */
     static constexpr int KEYS = WIDE ? 32 : STAGE_KEYS; /* keys of a stage whose logits are in registers together */
     static constexpr int DQ_REGS = 200, DK_REGS = 504 - DQ_GROUPS * DQ_REGS;
-    static constexpr int DK_DIMS = WIDE ? 32 : 64; /* dimensions of dk in one of two buffers */
-    static constexpr int DK_BUFFERS = 2, G_BUFFERS = WIDE ? 1 : 2;
+    static constexpr int DK_DIMS = WIDE ? 32 : 64; /* dimensions of dk in a buffer */
+    static constexpr int DK_BUFFERS = WIDE ? 2 : 1, G_BUFFERS = WIDE ? 1 : 2;
     static constexpr int FIXED = ARGUMENTS * (SLABS_OF<DIM> + G_BUFFERS) * ROWS * 128 +
                                  DK_BUFFERS * DK_DIMS / 32 * STAGE_KEYS * 128 + ROWS * (int)sizeof(row_stats) + 1024;
     static constexpr int DEPTH = depth_for(ARGUMENTS * (int)sizeof(row_stage<DIM>), FIXED, 6);
