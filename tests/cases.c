@@ -191,6 +191,9 @@ const test_case test_cases[] = {
      WINDOW(190, 40)},
     {"long_mqa_f16", SHAPE(1, 200, 300), HEADS(4, 4), KEY_HEADS(1, 2), DIMS(128, 104), TYPES(F16, F16), CAUSAL,
      REVERSE},
+    {"long_128_bf16", SHAPE(1, 260, 300), HEADS(2, 2), KEY_HEADS(1, 2), DIMS(128, 104), TYPES(BF16, BF16)},
+    {"long_128_reverse_bf16", SHAPE(1, 200, 330), HEADS(2, 2), KEY_HEADS(2, 1), DIMS(104, 128), TYPES(BF16, BF16),
+     CAUSAL, REVERSE},
     {"long_teacher_groups_bf16", SHAPE(1, 300, 421), HEADS(3, 1), DIMS(8, 8), TYPES(BF16, BF16), CAUSAL},
     {"long_teacher_groups", SHAPE(1, 300, 421), HEADS(4, 2), KEY_HEADS(2, 1), DIMS(8, 8), WINDOW(150, 33)},
     {"long_key_lengths_bf16", SHAPE(3, 200, 800), HEADS(1, 1), DIMS(8, 8), TYPES(BF16, BF16),
@@ -267,10 +270,12 @@ const test_case test_cases[] = {
      .without = ALL_GRADIENTS},
 
     /* On a GPU with 132 SMs: enough tiles of 192 queries for a fused backward with tall tiles. Most of them attend to
-     * no key, the last has 48 rows. */
+     * no key, the last has 48 rows. The one before it has full stages, in the pair without a multiplication by the
+     * upstream gradient. */
     {"tall_bf16", SHAPE(1, 202800, 470), HEADS(1, 1), DIMS(8, 8), TYPES(BF16, BF16), CAUSAL, STUDENT_ONLY},
     {"tall_f16", SHAPE(1, 202800, 200), HEADS(1, 1), DIMS(8, 8), TYPES(F16, F16), WINDOW(140, 20), STUDENT_ONLY},
-    {"tall_pair_bf16", SHAPE(1, 202800, 330), HEADS(1, 1), DIMS(72, 8), TYPES(BF16, BF16), CAUSAL, STUDENT_ONLY},
+    {"tall_pair_bf16", SHAPE(1, 202800, 400), HEADS(1, 1), DIMS(72, 8), TYPES(BF16, BF16), CAUSAL, STUDENT_ONLY,
+     .equal_upstream = 1},
 
     /* Packed sequences. */
     {"packed", PACKED(3, LENGTHS(0, 5, 38, 135), LENGTHS(0, 9, 20, 117)), HEADS(2, 2), DIMS(32, 32)},

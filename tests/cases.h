@@ -60,6 +60,7 @@ typedef struct test_case {
     const double *sizes;        /* of q_t, k_t, q_s, k_s, relative to the usual ones */
     int64_t slack;              /* packed: named lengths exceed the longest sequence by up to this much */
     int32_t zero_upstream;      /* one upstream gradient in so many is 0 */
+    int32_t equal_upstream;     /* 1: all upstream gradients are the same, and not 1 */
     double growth; /* keys are scaled by 1 at the first to 1 + growth at the last; below 0: in reverse order */
     double apart;  /* > 0: the student is the teacher with noise of up to this much; 0: independent */
 } test_case;

@@ -240,6 +240,8 @@ void fixture_create(fixture *f, const test_case *c)
     }
     if (!c->unit_upstream)
         f->grad_kl = create_input(f, ROLE_ROWS, SKL_F32, p->heads_s, 1, 3, &random);
+    for (int64_t n = 0; c->equal_upstream && n < tensor_count(&f->grad_kl); n++)
+        tensor_set(&f->grad_kl, n, -0.375);
     for (int64_t n = 0; c->zero_upstream && n < tensor_count(&f->grad_kl); n++)
         if (random_between(&random, 1, c->zero_upstream) == 1)
             tensor_set(&f->grad_kl, n, 0);

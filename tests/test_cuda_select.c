@@ -313,7 +313,7 @@ static void test_tall_tiles(void **state)
     assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_bf16_128, fused backward, softcap", best);
 }
 
-/* One kernel for all four gradients of bf16 heads of up to 64 dimensions, where the KL is known. */
+/* One kernel for all four gradients of bf16 heads of up to 128 dimensions, where the KL is known. */
 static void test_joint_backward(void **state)
 {
     (void)state;
@@ -330,7 +330,9 @@ static void test_joint_backward(void **state)
     c = both, c.without = SKL_DK_T;
     assert_reason_of(SKL_OP_BACKWARD, &c, "dq_t and dk_t: cuda_sm90_bf16_64, fused backward", "best kernel");
     c = both, c.dim_t = c.dim_s = 128;
-    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_t and dk_t: cuda_sm90_bf16_128, fused backward", "best kernel");
+    assert_reason_of(SKL_OP_BACKWARD, &c, joint, "all four gradients");
+    c.dim_s = 64; /* a pair */
+    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_t and dk_t: cuda_sm90_bf16_128_64, fused backward", "best kernel");
     c = both, c.dtype_t = c.dtype_s = SKL_F16;
     assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_f16_64, fused backward", "best kernel");
 }

@@ -58,7 +58,7 @@ enum { CAPABILITY_END_sm80 = 1000, CAPABILITY_END_sm90 = 91 };
     {ENTRY(arch, type, name, "attention backward with KL, dim <= 128"), .dim_max = SKL_CARRYING_DIM_MAX,             \
      .carrying = skl_cuda_##arch##_##type##_##name##_carrying},
 #define JOINT_KERNEL(arch, type, name)                                                                               \
-    {ENTRY(arch, type, name, "gradients of both sides, dim <= 64"), .dim_max = SKL_SM90_JOINT_DIM_MAX,               \
+    {ENTRY(arch, type, name, "gradients of both sides, dim <= 128"), .dim_max = SKL_SM90_JOINT_DIM_MAX,              \
      .joint = skl_cuda_##arch##_##type##_##name##_joint},
 #define INDEXER_KERNELS(arch, type, kind)                                                                            \
     {ENTRY(arch, type, kind, INDEXER_DETAIL_##kind), .dim_max = SKL_INDEX_DIM_MAX,                                   \

@@ -133,7 +133,7 @@ enum {
     SKL_SM90_TALL_DIM = 64,           /* largest head size of the argument with gradients then, and ... */
     SKL_SM90_TALL_OTHER_DIM = 128,    /* ... of the other one */
     SKL_SM90_UNBOUNDED_F16_DIM = 256, /* f16 kernels whose gradients have no row bounds */
-    SKL_SM90_JOINT_DIM_MAX = 64,      /* head sizes with a joint backward */
+    SKL_SM90_JOINT_DIM_MAX = 128,     /* head sizes with a joint backward */
     SKL_HEAD_GROUP_MAX = 16,
     SKL_GROUP_DIM_MAX = 128,        /* head sizes with kernels for teacher groups, which are padded to 64 or 128 */
     SKL_GROUP_DIMS_MAX = 512,       /* of all teacher heads of a group: their queries stay in shared memory */

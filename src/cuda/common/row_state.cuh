@@ -57,13 +57,14 @@ __device__ inline float quad_sum(float value)
     return value + __shfl_xor_sync(~0U, value, 2);
 }
 
-/* The same in a third of the memory: each of the four lanes that hold a row keeps one of its sums. */
+/* The same in a quarter of the memory: three of the four lanes that hold a row keep one of its sums each. */
 template <int THREADS> struct quad_long_sums {
-    double total[2][THREADS]; /* l_a in the first of the four lanes, then l_b and w */
+    double total[2][THREADS / 4][3]; /* l_a, l_b, w */
 
     __device__ void clear()
     {
-        total[0][threadIdx.x] = total[1][threadIdx.x] = 0.0;
+        if (threadIdx.x % 4 < 3)
+            total[0][threadIdx.x / 4][threadIdx.x % 4] = total[1][threadIdx.x / 4][threadIdx.x % 4] = 0.0;
     }
 
     __device__ void flush(row_sums (&sums)[2])
@@ -71,7 +72,8 @@ template <int THREADS> struct quad_long_sums {
         const int lane = (int)threadIdx.x % 4;
         for (int half = 0; half < 2; half++) {
             const float l_a = quad_sum(sums[half].l_a), l_b = quad_sum(sums[half].l_b), w = quad_sum(sums[half].w);
-            total[half][threadIdx.x] += (double)(lane == 0 ? l_a : lane == 1 ? l_b : w);
+            if (lane < 3)
+                total[half][threadIdx.x / 4][lane] += (double)(lane == 0 ? l_a : lane == 1 ? l_b : w);
             sums[half] = {};
         }
         __syncwarp(); /* state() reads those of other lanes */
@@ -80,7 +82,7 @@ template <int THREADS> struct quad_long_sums {
     /* Of the whole row in its first lane, empty in the others. */
     __device__ skl_row_state state(int half) const
     {
-        const double *const row = &total[half][threadIdx.x / 4 * 4];
+        const double(&row)[3] = total[half][threadIdx.x / 4];
         const bool first = threadIdx.x % 4 == 0;
         return state_of({first ? (float)row[0] : 0.0F, first ? (float)row[1] : 0.0F, first ? (float)row[2] : 0.0F});
     }

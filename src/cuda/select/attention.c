@@ -275,8 +275,7 @@ static void add_fused(const choice *s, const side_request *request, bool kl)
 }
 
 /* One kernel for the gradients of both sides: six products instead of eight, and the logits' exponentials once. It
- * reads the KL, so a one-pass call, whose KL comes out of the gradients of B, does not use it. Heads of 128 have
- * none: it would need nearly as much of shared memory as two kernels, which that bounds. */
+ * reads the KL, so a one-pass call, whose KL comes out of the gradients of B, does not use it. */
 static const skl_cuda_kernel *joint_kernel_of(const choice *s)
 {
     const skl_gradients *const out = &s->call->gradients;

@@ -158,8 +158,10 @@ const skl_cuda_kernel *skl_select_joint_kernel(const skl_problem *p, const skl_c
 {
     const unsigned all = SKL_DQ_T | SKL_DK_T | SKL_DQ_S | SKL_DK_S;
     const skl_cuda_kernel *joint = NULL;
+    const bool is_pair = kernel->dk == NULL; /* two fused backwards of a pair are faster than padding */
     for (int32_t i = 0;
-         kernel->fused != NULL && (p->gradients & all) == all && (joint = skl_cuda_kernel_at(i)) != NULL; i++)
+         kernel->fused != NULL && !is_pair && (p->gradients & all) == all && (joint = skl_cuda_kernel_at(i)) != NULL;
+         i++)
         if (joint->joint != NULL && joint->capability == kernel->capability && joint->dtype == kernel->dtype &&
             kernel->dim_max <= joint->dim_max)
             break;

@@ -113,11 +113,11 @@ __device__ inline void tma_commit()
 
 #undef SKL_ELECT_ONE
 
-/* Waits until TMA has read the boxes of this warp's reduce-adds. Only the elected lane waits: the other lanes need a
- * barrier before they overwrite the boxes. */
-__device__ inline void tma_wait_read()
+/* Waits until TMA has read the boxes of this warp's reduce-adds, except for the last PENDING groups of them. Only the
+ * elected lane waits: the other lanes need a barrier before they overwrite the boxes. */
+template <int PENDING = 0> __device__ inline void tma_wait_read()
 {
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
 /* Makes this thread's writes to shared memory visible to TMA and wgmma after the next barrier. */

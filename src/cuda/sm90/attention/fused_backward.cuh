@@ -88,7 +88,8 @@ __device__ inline void run_dk_warpgroup(fused_backward_smem<SHAPE> &smem, const 
 {
     constexpr int DIM = SHAPE::DIM, DK_DIMS = SHAPE::DK_DIMS;
     constexpr bool LOADS_LATE = smem.DEPTH == 2; /* the next stage is not requested before G of this one is full */
-    const bool is_leader = warp_in_warpgroup() == 0; /* the warp that issues TMA */
+    const int warp = warp_in_warpgroup();
+    const bool is_leader = warp == 0; /* the warp that issues loads */
     const uint32_t q = mn_major_operand(smem.wrt_queries.slabs, smem.ROWS * 128);
     float dk[DK_DIMS / 8][4];
     if (loader.keys.masked_stages > 0)
@@ -123,18 +124,15 @@ __device__ inline void run_dk_warpgroup(fused_backward_smem<SHAPE> &smem, const 
             fence_operand(dk);
             if (first_dim + DK_DIMS == DIM && threadIdx.x % 32 == 0)
                 barrier_arrive(smem.g_empty[n % 2]);
-            if (is_leader)
-                tma_wait_read();
-            named_barrier_sync(1 + smem.DK_WARPGROUP, 128);
+            tma_wait_read(); /* a warp's 16 keys leave by themselves: warps do not wait for each other */
+            __syncwarp();
             write_dk<DK_DIMS>(smem.dk, dk, scale * smem.unit);
             fence_proxy_async();
-            named_barrier_sync(1 + smem.DK_WARPGROUP, 128);
-            if (is_leader)
-                loader.reduce_add_dk(n, first_dim);
+            __syncwarp();
+            loader.reduce_add_dk(n, first_dim, warp);
         }
     }
-    if (is_leader)
-        tma_wait_read();
+    tma_wait_read();
 }
 
 /* ---- Kernel ------------------------------------------------------------------------------------------------- */
@@ -151,8 +149,11 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1)
     typename SHAPE::tile_type assigned;
     if (!assigned.find(params, 1, (unsigned)params.head_group))
         return;
-    if (threadIdx.x < 32)
-        smem.unit = find_g_unit(params, assigned, ELEMENT());
+    if (threadIdx.x < 32) {
+        const float common = HAS_GRAD_UNIT<ELEMENT, SHAPE> ? find_common_grad(params, assigned) : 0.0F;
+        smem.in_units = common != 0.0F;
+        smem.unit = common != 0.0F ? common : find_g_unit(params, assigned, ELEMENT());
+    }
     const row_stream keys = keys_of_tile(params, assigned, 1);
     smem.visible.fill(keys.band);
     if (threadIdx.x == 0) {
@@ -246,7 +247,7 @@ inline bool encode_all(fused_backward_maps *maps, const backward_params &params,
            encode_keys(&maps->other_keys, p, other, STAGE_KEYS, element) &&
            (sums.data == NULL ||
             skl_tensor_map(&maps->sums, SKL_F32, &sums, wrt->dim, p->heads_s / wrt->heads_per_key, skl_key_rows(p),
-                           STAGE_KEYS) == CUDA_SUCCESS);
+                           16) == CUDA_SUCCESS);
 }
 
 /* f16 has no instances for gradients of A: nothing bounds them that f16 could rely on. */

@@ -33,6 +33,24 @@ __device__ inline float find_g_unit(const backward_params &params, const query_t
     return power_of_2(max(size - LIMIT, -126));
 }
 
+/* Tall tiles spend most of their time outside the tensor cores. So if all queries of a bf16 tile have the same
+ * upstream gradient, that is the unit of G, and full stages do not multiply by it. */
+template <typename ELEMENT, typename SHAPE>
+constexpr bool HAS_GRAD_UNIT = SHAPE::DQ_GROUPS == 3 && std::is_same_v<ELEMENT, skl_bf16>;
+
+/* Executed by one warp. The upstream gradient of all queries of the tile; 0 if they differ. */
+template <int GROUPS>
+__device__ inline float find_common_grad(const backward_params &params, const query_tile<GROUPS> &tile)
+{
+    const float first = row_stat(params, 3, tile.sequence, tile.head, tile.first);
+    bool same = fabsf(first) < INFINITY;
+    for (int row = (int)threadIdx.x % 32; row < tile.ROWS; row += 32) {
+        const int64_t query = skl_min(tile.first + row, tile.sequence.query_count - 1);
+        same = same && row_stat(params, 3, tile.sequence, tile.head, query) == first;
+    }
+    return __all_sync(~0U, same) ? first : 0.0F;
+}
+
 /* Row stats of the warpgroup's 64 queries, two threads each. Non-finite queries of the wrt argument become 0
  * and their LSE NaN, so that they do not affect dk of keys that they do not attend to. Rows after the last one may
  * belong to another sequence: they become 0, too, and an LSE of 1e30 makes all their probabilities 0. */
@@ -93,9 +111,9 @@ template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED> struct dq_w
         wgmma_commit();
     }
 
-    /* G of a stage as A operands. MASKED: masked pairs are 0. The logits are only read: ptxas serialises wgmmas whose
-     * accumulators are written by other instructions. */
-    template <bool MASKED, logits_kind LOGITS>
+    /* G of a stage as A operands. MASKED: masked pairs are 0. IN_UNITS: all upstream gradients are the unit. The
+     * logits are only read: ptxas serialises wgmmas whose accumulators are written by other instructions. */
+    template <bool MASKED, logits_kind LOGITS, bool IN_UNITS>
     __device__ void compute_g(uint32_t (&g)[4][4], const stage_logits &wrt, const stage_logits &other, int n)
     {
         const int first = MASKED ? smem.keys.stage_at(n) * STAGE_KEYS : 0;
@@ -127,7 +145,7 @@ template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED> struct dq_w
                     float gradient = WRT_B ? p_b - p_a : p_a * fmaf(SKL_LN2, log_p_a - log_p_b, -query.kl);
                     if (LOGITS != logits_kind::LINEAR)
                         gradient *= of_wrt.slope;
-                    pair[parity] = seen ? gradient * query.grad : 0.0F;
+                    pair[parity] = IN_UNITS ? gradient : seen ? gradient * query.grad : 0.0F;
                 }
                 g[i / 2][i % 2 * 2 + half] = pack(pair[0], pair[1], ELEMENT());
             }
@@ -135,7 +153,7 @@ template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED> struct dq_w
     }
 
     /* Adds the 64 x 64 pairs of stage n. */
-    template <bool MASKED> __device__ void add_stage(int n)
+    template <bool MASKED, bool IN_UNITS> __device__ void add_stage(int n)
     {
         const int stage = n % smem.DEPTH, lane = (int)threadIdx.x % 32;
         stage_logits wrt, other;
@@ -147,9 +165,9 @@ template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED> struct dq_w
         constexpr logits_kind OTHERWISE = CAPPED ? logits_kind::EXACT : logits_kind::LINEAR;
         if (CAPPED && !MASKED &&
             polynomials_cover(wrt, wrt_argument<WRT_B>(params), other, other_argument<WRT_B>(params)))
-            compute_g<MASKED, logits_kind::POLYNOMIAL>(g, wrt, other, n);
+            compute_g<MASKED, logits_kind::POLYNOMIAL, IN_UNITS>(g, wrt, other, n);
         else
-            compute_g<MASKED, OTHERWISE>(g, wrt, other, n);
+            compute_g<MASKED, OTHERWISE, IN_UNITS>(g, wrt, other, n);
         wgmma_fence();
         const uint32_t k = mn_major_operand(&smem.stages[stage].wrt, STAGE_KEYS * 128);
 #pragma unroll
@@ -170,6 +188,19 @@ template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED> struct dq_w
             barrier_arrive_count(smem.g_full[n % 2], 32);
     }
 
+    /* Stages n to end - 1. The sums leave the registers outside the inner loop: as a branch in it they made heads of
+     * 64 5 % slower. */
+    template <bool MASKED, bool IN_UNITS> __device__ void add_stages(int n, int end)
+    {
+        while (n < end) {
+            const int flush = HAS_LONG_SUMS ? min(end, n / FLUSH_STAGES * FLUSH_STAGES + FLUSH_STAGES) : end;
+            for (; n < flush; n++)
+                add_stage<MASKED, IN_UNITS>(n);
+            if (HAS_LONG_SUMS)
+                smem.totals.flush(sums);
+        }
+    }
+
     __device__ void run()
     {
 #pragma unroll
@@ -178,19 +209,13 @@ template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED> struct dq_w
         sums[0] = sums[1] = {};
         if (HAS_LONG_SUMS)
             smem.totals.clear();
-        for (int n = 0; n < smem.keys.masked_stages; n++) {
-            add_stage<true>(n);
-            if (HAS_LONG_SUMS && n % FLUSH_STAGES == FLUSH_STAGES - 1)
-                smem.totals.flush(sums);
-        }
-        wgmma_wait<0>(); /* lets ptxas keep G in the same registers in both loops */
-        for (int n = smem.keys.masked_stages; n < smem.keys.stages; n++) {
-            add_stage<false>(n);
-            if (HAS_LONG_SUMS && n % FLUSH_STAGES == FLUSH_STAGES - 1)
-                smem.totals.flush(sums);
-        }
-        if (HAS_LONG_SUMS)
-            smem.totals.flush(sums);
+        add_stages<true, false>(0, smem.keys.masked_stages);
+        wgmma_wait<0>(); /* lets ptxas keep G in the same registers in all loops */
+        constexpr bool HAS_UNIT = HAS_GRAD_UNIT<ELEMENT, SHAPE>;
+        if (HAS_UNIT && smem.in_units)
+            add_stages<false, HAS_UNIT>(smem.keys.masked_stages, smem.keys.stages);
+        else
+            add_stages<false, false>(smem.keys.masked_stages, smem.keys.stages);
         wgmma_wait<0>();
         fence_operand(dq);
     }

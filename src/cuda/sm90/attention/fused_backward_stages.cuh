@@ -61,6 +61,7 @@ template <typename SHAPE> struct fused_backward_smem : SHAPE {
     stage_schedule keys;
     row_ranges<SHAPE::ROWS> visible;
     float unit;                                         /* of G */
+    int in_units;                                       /* whether all upstream gradients are the unit */
     float poison[DEPTH][STAGE_KEYS];                    /* NaN for non-finite keys of the wrt argument, else 0 */
     row_stats stats[SHAPE::ROWS];                       /* LSEs in base 2, upstream gradients divided by the unit */
     uint64_t other_full[SHAPE::WIDE_OTHER ? DEPTH : 1]; /* WIDE_OTHER: `full` is of the wrt argument alone */
@@ -74,7 +75,7 @@ struct fused_backward_maps {
 
 /* ---- TMA ---------------------------------------------------------------------------------------------------- */
 
-/* Loads and reduce-adds of the block, all issued by one warp. All members are warp-uniform. */
+/* Loads of the block, issued by one warp, and reduce-adds of each dk warp. All members are warp-uniform. */
 template <typename SHAPE> struct stage_loader {
     fused_backward_smem<SHAPE> &smem;
     const fused_backward_maps &maps;
@@ -134,11 +135,13 @@ template <typename SHAPE> struct stage_loader {
             load_other(stage, row, slab, smem.other_full[stage]);
     }
 
-    __device__ void reduce_add_dk(int n, int first_dim) const
+    /* Adds a dk warp's 16 keys of dk. */
+    __device__ void reduce_add_dk(int n, int first_dim, int warp) const
     {
 #pragma unroll
         for (int slab = 0; slab < SHAPE::DK_DIMS / 32; slab++)
-            tma_reduce_add(maps.sums, first_dim + slab * 32, keys.row_at(n), wrt_head, batch, smem.dk[slab]);
+            tma_reduce_add(maps.sums, first_dim + slab * 32, keys.row_at(n) + warp * 16, wrt_head, batch,
+                           smem.dk[slab][warp * 16]);
         tma_commit();
     }
 };

@@ -1,22 +1,26 @@
 /* Joint backward on Hopper's tensor cores (sm_90a): dq and dk with respect to both arguments in one pass over the
- * keys. 16-bit types, one teacher head per student head, head sizes of up to DIM = 64. It reads the KL of each row.
+ * keys. 16-bit types, one teacher head per student head, head sizes of up to DIM = 64 or 128. It reads the KL of each
+ * row.
  *
  *   P = 2^(X - LSE_a)   S = 2^(Y - LSE_b)   G_a = g P (log P - log S - KL)   G_b = g (S - P)
  *   dq_a = scale_a G_a K_a   dk_a = scale_a G_a^T Q_a   dq_b, dk_b: the same
  *
  * Six products instead of the eight of two fused backwards, two exponentials per pair instead of three.
  *
- * Bound: shared memory, 2,176 clocks per 128 queries x 64 keys; tensor cores 1,536, exponentials 1,024. At 128
- * dimensions it would need nearly as much of shared memory as two fused backwards, which that bounds:
- * docs/lab/2026-11-17-joint-backward.md.
+ * Bound: shared memory, 2,176 clocks per 128 queries x 64 keys at DIM = 64 and 4,350 at 128; tensor cores 1,536 and
+ * 3,072, exponentials 1,024.
  *
  *   block      2 dq warpgroups of 64 queries and 1 dk warpgroup, which is also the producer; one block per SM
- *   registers  200 per dq thread: logits of a stage (64), both dq (64), both G (32), 24 for the rest; 104 per dk
- *              thread
- *   shared     Q of both arguments, DEPTH stages of 64 keys of both, two buffers of both G, one dk of a stage, f32
+ *   registers  200 per dq thread: logits, both dq, both G and 24 for the rest; 104 per dk thread: one dk of a stage
+ *   shared     Q of both arguments, DEPTH stages of 64 keys of both, both G, one or two buffers for slices of dk, f32
  *
  *   dq warpgroups   stage n       X, Y  ->  exponentials  ->  both dq += G K, both G to shared memory
  *   dk warpgroup    stage n - 1   dk_a = G_a^T Q_a  ->  shared memory  ->  global memory (TMA adds); then dk_b
+ *
+ * WIDE, DIM = 128: both dq take 128 registers. So logits are those of 32 keys at a time, G takes their registers, and
+ * the next logits wait for dq. With logits of 64 keys a dk thread would have 56 registers, for 32 dimensions at a
+ * time: its many small wgmmas between those of the dq warpgroups took twice as long as all the rest
+ * (docs/lab/2026-11-17-joint-backward.md). Shared memory has room for one buffer of G.
  *
  * Everything else is as in fused_backward.cuh. */
 #ifndef SKL_CUDA_SM90_ATTENTION_JOINT_BACKWARD_CUH
@@ -62,36 +66,49 @@ template <typename ELEMENT, typename SHAPE> struct joint_dq_warpgroup {
     int warpgroup; /* warp-uniform */
     float dq_a[DIM / 8][4], dq_b[DIM / 8][4];
 
-    template <int WHICH> __device__ void issue_products(stage_logits &x, int stage)
+    typedef float logits[SHAPE::KEYS / 8][4];     /* of KEYS keys */
+    typedef uint32_t g_frag[SHAPE::KEYS / 16][4]; /* G of KEYS keys as A operands */
+
+    template <int WHICH> __device__ void issue_products(logits &x, int stage, int first_key)
     {
-        issue_logits<ELEMENT, DIM, 0>(x, NULL, k_major_operand(&smem.queries[WHICH]) + warpgroup * (64 * 128 / 16),
-                                      k_major_operand(&smem.keys[stage][WHICH]));
+        const uint32_t q = k_major_operand(&smem.queries[WHICH]) + warpgroup * (64 * 128 / 16);
+        const uint32_t k = k_major_operand(&smem.keys[stage][WHICH]) + first_key * 128 / 16;
+#pragma unroll
+        for (int step = 0; step < DIM / 16; step++)
+            wgmma<false>(x, k_step_descriptor(q, step, SHAPE::ROWS), k_step_descriptor(k, step, STAGE_KEYS), step > 0,
+                         ELEMENT());
     }
 
-    /* G of a stage as A operands. MASKED: masked pairs are 0. The logits are only read: ptxas serialises wgmmas whose
-     * accumulators are written by other instructions. */
+    /* G of KEYS keys. MASKED: masked pairs are 0. The logits are only read: ptxas serialises wgmmas whose
+     * accumulators are written by other instructions. Column by column, so that G takes the registers of logits. */
     template <bool MASKED>
-    __device__ void compute_g(uint32_t (&g_a)[4][4], uint32_t (&g_b)[4][4], const stage_logits &x,
-                              const stage_logits &y, int n)
+    __device__ void compute_g(g_frag &g_a, g_frag &g_b, const logits &x, const logits &y, int n, int first_key)
     {
         const int first = MASKED ? smem.schedule.stage_at(n) * STAGE_KEYS : 0;
+        row_stats queries[2];
+        range32 sees[2];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = acc_row<1>(0, half);
-            const row_stats query = load_row_stats(smem.stats[row]);
-            const range32 sees = MASKED && row < smem.count ? smem.visible.of(row) : range32{};
+            queries[half] = load_row_stats(smem.stats[row]);
+            sees[half] = MASKED && row < smem.count ? smem.visible.of(row) : range32{};
+        }
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
+        for (int i = 0; i < SHAPE::KEYS / 8; i++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const row_stats &query = queries[half];
                 float of_a[2], of_b[2];
 #pragma unroll
                 for (int parity = 0; parity < 2; parity++) {
-                    const int column = acc_column(i, parity), e = half * 2 + parity;
+                    const int column = first_key + acc_column(i, parity), e = half * 2 + parity;
                     const float minus_lse_a =
                         MASKED ? smem.poison[n % smem.DEPTH][column] - query.lse_a : -query.lse_a;
                     const float log_p_a = fmaf(x[i][e], params.a.scale, minus_lse_a);
                     const float log_p_b = fmaf(y[i][e], params.b.scale, -query.lse_b);
                     const float p_a = ex2(log_p_a), p_b = ex2(log_p_b);
-                    const bool seen = !MASKED || (first + column >= sees.begin && first + column < sees.end);
+                    const bool seen =
+                        !MASKED || (first + column >= sees[half].begin && first + column < sees[half].end);
                     const float ratio = fmaf(SKL_LN2, log_p_a - log_p_b, -query.kl);
                     of_a[parity] = seen ? p_a * ratio * query.grad : 0.0F;
                     of_b[parity] = seen ? (p_b - p_a) * query.grad : 0.0F;
@@ -99,54 +116,71 @@ template <typename ELEMENT, typename SHAPE> struct joint_dq_warpgroup {
                 g_a[i / 2][i % 2 * 2 + half] = pack(of_a[0], of_a[1], ELEMENT());
                 g_b[i / 2][i % 2 * 2 + half] = pack(of_b[0], of_b[1], ELEMENT());
             }
-        }
     }
 
-    template <int WHICH> __device__ void issue_dq(float (&dq)[DIM / 8][4], const uint32_t (&g)[4][4], int stage)
+    template <int WHICH> __device__ void issue_dq(float (&dq)[DIM / 8][4], const g_frag &g, int stage, int first_key)
     {
-        const uint32_t k = mn_major_operand(&smem.keys[stage][WHICH], STAGE_KEYS * 128);
+        const uint32_t k = mn_major_operand(&smem.keys[stage][WHICH], STAGE_KEYS * 128) + first_key * 128 / 16;
 #pragma unroll
-        for (int step = 0; step < STAGE_KEYS / 16; step++)
+        for (int step = 0; step < SHAPE::KEYS / 16; step++)
             wgmma<true>(dq, g[step], smem_descriptor(k + step * 16 * 128 / 16), 1, ELEMENT());
     }
 
-    template <int WHICH> __device__ void write_g(const uint32_t (&g)[4][4], int buffer)
+    template <int WHICH> __device__ void write_g(const g_frag &g, int buffer, int first_key)
     {
         const int lane = (int)threadIdx.x % 32, row = (int)threadIdx.x / 32 * 16 + lane % 16;
         const uint32_t to = shared_address(&smem.g[buffer][WHICH][row][(lane / 16 ^ row % 8) * 16]);
 #pragma unroll
-        for (int step = 0; step < STAGE_KEYS / 16; step++)
-            stmatrix_x4(to ^ (uint32_t)(step * 32), g[step]);
+        for (int step = 0; step < SHAPE::KEYS / 16; step++)
+            stmatrix_x4(to ^ (uint32_t)((first_key / 16 + step) * 32), g[step]);
+    }
+
+    /* Adds 64 x KEYS pairs of stage n. */
+    template <bool MASKED> __device__ void add_keys(int n, int first_key)
+    {
+        const int stage = n % smem.DEPTH;
+        logits x, y;
+        wgmma_fence();
+        issue_products<OF_A>(x, stage, first_key);
+        issue_products<OF_B>(y, stage, first_key);
+        wgmma_commit();
+        wgmma_wait<0>();
+        fence_operand(x);
+        fence_operand(y);
+        g_frag g_a, g_b;
+        compute_g<MASKED>(g_a, g_b, x, y, n, first_key);
+        wgmma_fence();
+        issue_dq<OF_A>(dq_a, g_a, stage, first_key);
+        issue_dq<OF_B>(dq_b, g_b, stage, first_key);
+        wgmma_commit();
+        const int buffer = n % SHAPE::G_BUFFERS, phase = n / SHAPE::G_BUFFERS % 2 ^ 1;
+        if (first_key == 0)
+            barrier_wait(smem.g_empty[buffer][OF_A], phase);
+        write_g<OF_A>(g_a, buffer, first_key);
+        if (first_key == 0)
+            barrier_wait(smem.g_empty[buffer][OF_B], phase);
+        write_g<OF_B>(g_b, buffer, first_key);
     }
 
     /* Adds the 64 x 64 pairs of stage n. */
     template <bool MASKED> __device__ void add_stage(int n)
     {
-        const int stage = n % smem.DEPTH;
-        stage_logits x, y;
+        const int stage = n % smem.DEPTH, buffer = n % SHAPE::G_BUFFERS;
         barrier_wait(MASKED ? smem.sanitized[stage] : smem.full[stage], n / smem.DEPTH % 2);
-        wgmma_fence();
-        issue_products<OF_A>(x, stage);
-        issue_products<OF_B>(y, stage);
-        wgmma_commit();
-        wgmma_wait<0>();
-        fence_operand(x);
-        fence_operand(y);
-        uint32_t g_a[4][4], g_b[4][4];
-        compute_g<MASKED>(g_a, g_b, x, y, n);
-        wgmma_fence();
-        issue_dq<OF_A>(dq_a, g_a, stage);
-        issue_dq<OF_B>(dq_b, g_b, stage);
-        wgmma_commit();
-        barrier_wait(smem.g_empty[n % 2], n / 2 % 2 ^ 1);
-        write_g<OF_A>(g_a, n % 2);
-        write_g<OF_B>(g_b, n % 2);
+#pragma unroll
+        for (int first_key = 0; first_key < STAGE_KEYS; first_key += SHAPE::KEYS) {
+            add_keys<MASKED>(n, first_key);
+            if (first_key + SHAPE::KEYS < STAGE_KEYS)
+                wgmma_wait<0>(); /* the next logits take the registers of G */
+        }
         fence_proxy_async();
         __syncwarp();
         if (MASKED)
-            barrier_arrive(smem.g_full[n % 2]); /* every lane: it has read poison, which is overwritten next */
+            barrier_arrive(smem.g_full[buffer]); /* every lane: it has read poison, which is overwritten next */
         else if (threadIdx.x % 32 == 0)
-            barrier_arrive_count(smem.g_full[n % 2], 32);
+            barrier_arrive_count(smem.g_full[buffer], 32);
+        if (SHAPE::WIDE)
+            wgmma_wait<0>();
     }
 
     __device__ void run()
@@ -195,46 +229,58 @@ __device__ inline void sanitize_joint_stage(joint_backward_smem<SHAPE> &smem, in
     barrier_arrive(smem.sanitized[stage]); /* every thread, because every thread has written rows or poison */
 }
 
+/* dk of one argument: 64 keys x DIM = 64 keys x 128 queries . 128 queries x DIM */
+template <typename ELEMENT, typename SHAPE>
+__device__ inline void multiply_dk(float (&dk)[SHAPE::DIM / 8][4], const joint_backward_smem<SHAPE> &smem, int n,
+                                   int which)
+{
+    const uint32_t g = mn_major_operand(smem.g[n % SHAPE::G_BUFFERS][which], 0);
+    const uint32_t q = mn_major_operand(smem.queries[which].slabs, SHAPE::ROWS * 128);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < SHAPE::ROWS / 16; step++)
+        wgmma<true>(dk, smem_descriptor(g + step * 16 * 128 / 16), smem_descriptor(q + step * 16 * 128 / 16),
+                    step > 0, ELEMENT());
+    wgmma_commit();
+    wgmma_wait<0>();
+    fence_operand(dk);
+}
+
 template <typename ELEMENT, typename SHAPE>
 __device__ inline void run_joint_dk_warpgroup(joint_backward_smem<SHAPE> &smem, const joint_loader<SHAPE> &loader,
                                               float scale_a, float scale_b)
 {
-    const bool is_leader = warp_in_warpgroup() == 0; /* the warp that issues TMA */
+    constexpr int DK_DIMS = SHAPE::DK_DIMS, SLICES = SHAPE::DIM / DK_DIMS;
+    const int warp = warp_in_warpgroup();
     float dk[SHAPE::DIM / 8][4];
     if (loader.schedule.masked_stages > 0)
         sanitize_joint_stage<ELEMENT>(smem, 0);
     for (int n = 0; n < loader.schedule.stages; n++) {
+        const int g_buffer = n % SHAPE::G_BUFFERS;
         if (n + 1 < loader.schedule.masked_stages)
             sanitize_joint_stage<ELEMENT>(smem, n + 1);
-        barrier_wait(smem.g_full[n % 2], n / 2 % 2);
-        if (is_leader && n > 0) /* G of stage n is full, so both dq warpgroups have released stage n - 1 */
+        barrier_wait(smem.g_full[g_buffer], n / SHAPE::G_BUFFERS % 2);
+        if (warp == 0 && n > 0) /* G of stage n is full, so both dq warpgroups have released stage n - 1 */
             loader.load_stage(n + smem.DEPTH - 1);
 #pragma unroll
         for (int which = 0; which < ARGUMENTS; which++) {
-            const uint32_t g = mn_major_operand(smem.g[n % 2][which], 0);
-            const uint32_t q = mn_major_operand(smem.queries[which].slabs, SHAPE::ROWS * 128);
-            wgmma_fence();
+            multiply_dk<ELEMENT>(dk, smem, n, which);
+            if (threadIdx.x % 32 == 0)
+                barrier_arrive(smem.g_empty[g_buffer][which]);
 #pragma unroll
-            for (int step = 0; step < smem.ROWS / 16; step++)
-                wgmma<true>(dk, smem_descriptor(g + step * 16 * 128 / 16), smem_descriptor(q + step * 16 * 128 / 16),
-                            step > 0, ELEMENT());
-            wgmma_commit();
-            wgmma_wait<0>();
-            fence_operand(dk);
-            if (which == ARGUMENTS - 1 && threadIdx.x % 32 == 0)
-                barrier_arrive(smem.g_empty[n % 2]);
-            if (is_leader)
-                tma_wait_read();
-            named_barrier_sync(1 + SHAPE::DQ_GROUPS, 128);
-            write_dk<SHAPE::DIM>(smem.dk, dk, which == OF_A ? scale_a : scale_b);
-            fence_proxy_async();
-            named_barrier_sync(1 + SHAPE::DQ_GROUPS, 128);
-            if (is_leader)
-                loader.reduce_add_dk(n, which);
+            for (int slice = 0; slice < SLICES; slice++) {
+                const int buffer = (which * SLICES + slice) % SHAPE::DK_BUFFERS;
+                tma_wait_read<SHAPE::DK_BUFFERS - 1>();
+                __syncwarp();
+                write_dk<DK_DIMS>(smem.dk[buffer], *(const float(*)[DK_DIMS / 8][4]) & dk[slice * DK_DIMS / 8],
+                                  which == OF_A ? scale_a : scale_b);
+                fence_proxy_async();
+                __syncwarp();
+                loader.reduce_add_dk(n, which, slice * DK_DIMS, buffer, warp);
+            }
         }
     }
-    if (is_leader)
-        tma_wait_read();
+    tma_wait_read();
 }
 
 /* ---- Kernel ------------------------------------------------------------------------------------------------- */
@@ -269,9 +315,10 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1)
             barrier_init(smem.full[stage], 1);
             barrier_init(smem.sanitized[stage], 128);
         }
-        for (int buffer = 0; buffer < 2; buffer++) {
+        for (int buffer = 0; buffer < SHAPE::G_BUFFERS; buffer++) {
             barrier_init(smem.g_full[buffer], SHAPE::DQ_GROUPS * 128);
-            barrier_init(smem.g_empty[buffer], 4);
+            for (int which = 0; which < ARGUMENTS; which++)
+                barrier_init(smem.g_empty[buffer][which], 4);
         }
         barrier_init_fence();
     }
@@ -319,13 +366,13 @@ inline bool encode_joint(joint_backward_maps *maps, const skl_cuda_params &param
         encoded = encoded && encode_queries(&maps->queries[which], p, argument, TILE_QUERIES, element) &&
                   encode_keys(&maps->keys[which], p, argument, STAGE_KEYS, element) &&
                   skl_tensor_map(&maps->sums[which], SKL_F32, &sums, argument->dim,
-                                 p->heads_s / argument->heads_per_key, skl_key_rows(p), STAGE_KEYS) == CUDA_SUCCESS;
+                                 p->heads_s / argument->heads_per_key, skl_key_rows(p), 16) == CUDA_SUCCESS;
     }
     return encoded;
 }
 
 template <typename ELEMENT, int DIM>
-cudaError_t launch_joint_backward(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
+cudaError_t launch_joint_tiles(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     typedef joint_shape<DIM> shape;
     constexpr int MEMORY = sizeof(joint_backward_smem<shape>);
@@ -357,6 +404,14 @@ cudaError_t launch_joint_backward(const char *kernel, const skl_cuda_params *par
     if (error == cudaSuccess)
         error = store_dk_sums(&of_student);
     return error == cudaSuccess ? store_dk_sums(&of_teacher) : error;
+}
+
+template <typename ELEMENT>
+cudaError_t launch_joint_backward(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
+{
+    return skl_max(params->problem.dim_t, params->problem.dim_s) > 64
+               ? launch_joint_tiles<ELEMENT, 128>(kernel, params, launch)
+               : launch_joint_tiles<ELEMENT, 64>(kernel, params, launch);
 }
 
 } // namespace sm90

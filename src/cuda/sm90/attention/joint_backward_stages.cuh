@@ -11,9 +11,13 @@ enum { OF_A, OF_B, ARGUMENTS };
 
 template <int D> struct joint_shape {
     static constexpr int DIM = D, ROWS = TILE_QUERIES, DQ_GROUPS = 2, THREADS = 128 * (DQ_GROUPS + 1);
+    static constexpr bool WIDE = DIM > 64;              /* registers and shared memory are short */
+    static constexpr int KEYS = WIDE ? 32 : STAGE_KEYS; /* keys of a stage whose logits are in registers together */
     static constexpr int DQ_REGS = 200, DK_REGS = 504 - DQ_GROUPS * DQ_REGS;
-    static constexpr int FIXED = ARGUMENTS * (SLABS_OF<DIM> + 2) * ROWS * 128 + DIM / 32 * STAGE_KEYS * 128 +
-                                 ROWS * (int)sizeof(row_stats) + 1024;
+    static constexpr int DK_DIMS = WIDE ? 32 : 64; /* dimensions of dk in a buffer */
+    static constexpr int DK_BUFFERS = WIDE ? 2 : 1, G_BUFFERS = WIDE ? 1 : 2;
+    static constexpr int FIXED = ARGUMENTS * (SLABS_OF<DIM> + G_BUFFERS) * ROWS * 128 +
+                                 DK_BUFFERS * DK_DIMS / 32 * STAGE_KEYS * 128 + ROWS * (int)sizeof(row_stats) + 1024;
     static constexpr int DEPTH = depth_for(ARGUMENTS * (int)sizeof(row_stage<DIM>), FIXED, 6);
 };
 
@@ -21,9 +25,10 @@ template <typename SHAPE> struct joint_backward_smem : SHAPE {
     using SHAPE::DEPTH;
     smem_rows<SLABS_OF<SHAPE::DIM>> queries[ARGUMENTS];
     row_stage<SHAPE::DIM> keys[DEPTH][ARGUMENTS];
-    unsigned char g[2][ARGUMENTS][SHAPE::ROWS][128];    /* [query][key] */
-    unsigned char dk[SHAPE::DIM / 32][STAGE_KEYS][128]; /* of a stage, f32: slabs of 32 dimensions */
-    uint64_t queries_full, full[DEPTH], sanitized[DEPTH], g_full[2], g_empty[2];
+    unsigned char g[SHAPE::G_BUFFERS][ARGUMENTS][SHAPE::ROWS][128];            /* [query][key] */
+    unsigned char dk[SHAPE::DK_BUFFERS][SHAPE::DK_DIMS / 32][STAGE_KEYS][128]; /* f32: slabs of 32 dimensions */
+    uint64_t queries_full, full[DEPTH], sanitized[DEPTH], g_full[SHAPE::G_BUFFERS];
+    uint64_t g_empty[SHAPE::G_BUFFERS][ARGUMENTS];
     block_tile tile; /* in shared memory to save registers */
     int count;       /* queries of the tile that exist */
     stage_schedule schedule;
@@ -39,7 +44,7 @@ struct joint_backward_maps {
 
 /* ---- TMA ---------------------------------------------------------------------------------------------------- */
 
-/* Loads and reduce-adds of the block, all issued by one warp. All members are warp-uniform. */
+/* Loads of the block, issued by one warp, and reduce-adds of each dk warp. All members are warp-uniform. */
 template <typename SHAPE> struct joint_loader {
     joint_backward_smem<SHAPE> &smem;
     const joint_backward_maps &maps;
@@ -72,11 +77,13 @@ template <typename SHAPE> struct joint_loader {
                          batch, smem.full[stage]);
     }
 
-    __device__ void reduce_add_dk(int n, int which) const
+    /* Adds a warp's 16 keys of dk. */
+    __device__ void reduce_add_dk(int n, int which, int first_dim, int buffer, int warp) const
     {
 #pragma unroll
-        for (int slab = 0; slab < SHAPE::DIM / 32; slab++)
-            tma_reduce_add(maps.sums[which], slab * 32, schedule.row_at(n), key_head[which], batch, smem.dk[slab]);
+        for (int slab = 0; slab < SHAPE::DK_DIMS / 32; slab++)
+            tma_reduce_add(maps.sums[which], first_dim + slab * 32, schedule.row_at(n) + warp * 16, key_head[which],
+                           batch, smem.dk[buffer][slab][warp * 16]);
         tma_commit();
     }
 };

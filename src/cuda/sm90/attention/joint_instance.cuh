@@ -3,4 +3,4 @@
 #include "cuda/sm90/attention/joint_backward.cuh"
 
 #define JOINT_KERNEL(arch, dtype, name)                                                                              \
-    SKL_LAUNCHER(arch, dtype, name, joint, sm90::launch_joint_backward<SKL_ELEMENT(dtype), SKL_SM90_JOINT_DIM_MAX>)
+    SKL_LAUNCHER(arch, dtype, name, joint, sm90::launch_joint_backward<SKL_ELEMENT(dtype)>)
