@@ -25,8 +25,7 @@ static __device__ int64_t index_step(void)
 
 /* ---- Tails of packed buffers -------------------------------------------------------------------------------- */
 
-static __noinline__ __device__ void clear_rows(const skl_output &rows, int64_t heads, int64_t begin, int64_t end,
-                                               float value)
+static __device__ void clear_rows(const skl_output &rows, int64_t heads, int64_t begin, int64_t end, float value)
 {
     if (rows.data == NULL)
         return;
@@ -34,8 +33,8 @@ static __noinline__ __device__ void clear_rows(const skl_output &rows, int64_t h
         ((float *)rows.data)[SKL_ROW(rows, 0, index % heads, begin + index / heads)] = value;
 }
 
-static __noinline__ __device__ void clear_gradient(const skl_output &grad, skl_dtype dtype, int64_t heads,
-                                                   int64_t begin, int64_t end, int64_t dim)
+static __device__ void clear_gradient(const skl_output &grad, skl_dtype dtype, int64_t heads, int64_t begin,
+                                      int64_t end, int64_t dim)
 {
     if (grad.data == NULL)
         return;

@@ -52,35 +52,36 @@ __device__ inline skl_lse2 split_lse2(float lse)
     return {skl_lse2_is_usable(high) ? high : NAN, fabsf(lse) < INFINITY ? low : 0.0F};
 }
 
-/* KL of a one-pass kernel, whose shifts are the given LSEs; `kl`: of the state. LSEs so large that no key has mass
- * give NaN, not the KL 0 of a row without keys. */
+/* KL of a one-pass kernel, whose shifts are the given LSEs. LSEs so large that no key has mass give NaN, not the KL 0
+ * of a row without keys. */
 __device__ inline float one_pass_kl(const skl_problem &problem, const skl_sequence &s, int64_t query,
-                                    const skl_row_state &state, float kl)
+                                    const skl_row_state &state)
 {
     const skl_range sees = skl_visible(&problem, &s, query);
-    return sees.begin < sees.end && skl_state_is_empty(&state) ? NAN : reported_kl(sees.end - sees.begin == 1, kl);
+    return sees.begin < sees.end && skl_state_is_empty(&state) ? NAN
+                                                               : reported_kl(problem, s, query, skl_state_kl(&state));
 }
 
-/* Row results of a one-pass kernel: the KL and, where it is requested for sinks, the LSE of the keys alone, of B.
- * Next to sinks the keys may have no mass: see skl_kl_with_sinks. */
+/* Row results of a one-pass kernel: the KL and, where it is requested for sinks, the LSE of the keys alone, of B. */
 __device__ inline void write_one_pass_row(const backward_params &params, const skl_sequence &s, int64_t head,
                                           int64_t query, const skl_row_state &state)
 {
     const skl_rows &rows = params.call.rows;
     const skl_output &of_b = params.problem.direction == SKL_KL_REVERSE ? rows.lse_t : rows.lse_s;
-    const bool sinks = of_b.data != NULL;
-    const bool no_mass_a = sinks && state.l_a < (float)SKL_NO_MASS;
-    const bool no_mass_b = sinks && state.l_b < (float)SKL_NO_MASS;
+    if (of_b.data == NULL) {
+        skl_row_set(&rows.kl, &s, head, query, one_pass_kl(params.problem, s, query, state));
+        return;
+    }
+    /* Next to sinks the keys may have no mass: see skl_kl_with_sinks. */
+    const bool no_mass_b = state.l_b < (float)SKL_NO_MASS;
     skl_row_state keys = state;
     keys.l_b = no_mass_b ? 1.0F : state.l_b;
-    const float kl_of_keys = skl_state_kl(&keys);
-    const float kl = no_mass_a   ? 0.0F
-                     : no_mass_b ? skl_kl_report(kl_of_keys)
-                                 : one_pass_kl(params.problem, s, query, state, kl_of_keys);
+    const float kl = state.l_a < (float)SKL_NO_MASS ? 0.0F
+                     : no_mass_b                    ? skl_kl_report(skl_state_kl(&keys))
+                                                    : one_pass_kl(params.problem, s, query, state);
     skl_row_set(&rows.kl, &s, head, query, kl);
-    if (sinks)
-        skl_row_set(&of_b, &s, head, query,
-                    row_stat(params, 1, s, head, query) + skl_lse(0.0F, no_mass_b ? 0.0F : state.l_b));
+    skl_row_set(&of_b, &s, head, query,
+                row_stat(params, 1, s, head, query) + skl_lse(0.0F, no_mass_b ? 0.0F : state.l_b));
 }
 
 /* d KL / d logit of A, or of B (WRT_B), without the upstream gradient. log_p_a and log_p_b are in base 2.

@@ -33,7 +33,7 @@
  *
  * The dq kernel with respect to B also computes the KL. Under GQA a block with a key tile processes all query heads
  * that share the key head, and loads the other argument's keys again where they change. CAPPED: instances for
- * problems where at least one argument has a softcap; those of two-term rows serve the others, too. */
+ * problems where at least one argument has a softcap. */
 #ifndef SKL_CUDA_SM90_ATTENTION_BACKWARD_WIDE_CUH
 #define SKL_CUDA_SM90_ATTENTION_BACKWARD_WIDE_CUH
 
@@ -245,14 +245,15 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
     {
         float values[8][4], largest[2] = {};
         row_sums of_stage[2] = {};
-        for_each_gradient<MASKED, WRT_B, CAPPED>(params, logits, visible(), stats_of_stage(stage, of_stage),
-                                                 [&](int i, int half, float first, float second) {
-                                                     values[i][half * 2] = first;
-                                                     values[i][half * 2 + 1] = second;
-                                                     const float size = fmaxf(fabsf(first), fabsf(second));
-                                                     largest[half] =
-                                                         size < INFINITY ? fmaxf(largest[half], size) : largest[half];
-                                                 });
+        for_each_logit_gradient<MASKED, WRT_B, CAPPED>(params, logits, visible(), stats_of_stage(stage, of_stage),
+                                                       [&](int i, int half, float first, float second) {
+                                                           values[i][half * 2] = first;
+                                                           values[i][half * 2 + 1] = second;
+                                                           const float size = fmaxf(fabsf(first), fabsf(second));
+                                                           largest[half] = size < INFINITY
+                                                                               ? fmaxf(largest[half], size)
+                                                                               : largest[half];
+                                                       });
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             add_sums(sums[half], of_stage[half]);
@@ -343,6 +344,15 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
         fence_operand(gradient);
     }
 
+    /* Stores the KL of a stationary row. */
+    __device__ void store_kl(int half, int row) const
+    {
+        const row_tile<2, DK> &tile = smem.tile;
+        const skl_row_state state = merge_lanes(state_of(sums[half]));
+        if (row < smem.count && threadIdx.x % 4 == 0)
+            write_one_pass_row(params, tile.sequence, tile.head, tile.first + row, state);
+    }
+
     /* Upstream gradient of a stationary row: 0 if it attends to no key. */
     __device__ float upstream_of(int row) const
     {
@@ -363,6 +373,8 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = acc_row<1>(0, half);
+            if (!DK && WRT_B && params.kl_in_backward)
+                store_kl(half, row);
 #pragma unroll
             for (int e = 0; e < DIM / 4 && DK && row >= smem.count; e++)
                 gradient[e / 2][half * 2 + e % 2] = 0.0F;
@@ -372,9 +384,6 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
             store_row<ELEMENT>(out.data, base + row * out.stride_row, side, gradient, half,
                                unit_of(half) * side.scale * weight);
         }
-        if (!DK && WRT_B && params.kl_in_backward)
-            write_one_pass_rows(params, tile.sequence, tile.head, tile.first, smem.count, state_of(sums[0]),
-                                state_of(sums[1]));
     }
 };
 
@@ -473,9 +482,8 @@ cudaError_t launch_wide(const char *kernel, const skl_cuda_params *params, const
             record_launch(kernel, capped() ? SKL_VARIANT_DK_SOFTCAP : SKL_VARIANT_DK, 1);
         else
             record_launch(kernel, capped() ? SKL_VARIANT_DQ_SOFTCAP : SKL_VARIANT_DQ, 1);
-        constexpr bool CAPPED = operand<ELEMENT>::TWO_TERM ? SOFTCAP : capped();
-        return wrt_b ? launch_wide_tiles<ELEMENT, DIM, DK, true, CAPPED>(kernel_params, maps)
-                     : launch_wide_tiles<ELEMENT, DIM, DK, false, CAPPED>(kernel_params, maps);
+        return wrt_b ? launch_wide_tiles<ELEMENT, DIM, DK, true, capped()>(kernel_params, maps)
+                     : launch_wide_tiles<ELEMENT, DIM, DK, false, capped()>(kernel_params, maps);
     });
 }
 

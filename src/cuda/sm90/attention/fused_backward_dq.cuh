@@ -220,12 +220,6 @@ template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED> struct dq_w
         fence_operand(dq);
     }
 
-    /* Over the thread's columns. */
-    __device__ skl_row_state row_state(int half) const
-    {
-        return HAS_LONG_SUMS ? smem.totals.state(half) : state_of(sums[half]);
-    }
-
     __device__ void store(const typename SHAPE::tile_type &tile) const
     {
         const skl_side side = side_of(params);
@@ -234,16 +228,14 @@ template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED> struct dq_w
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = acc_row<1>(0, half);
-            if constexpr (WRT_B && CAPPED) { /* row by row: otherwise ptxas spills */
-                const skl_row_state state = merge_lanes(row_state(half));
-                if (params.kl_in_backward && row < smem.count && threadIdx.x % 4 == 0)
-                    write_one_pass_row(params, tile.sequence, tile.head, tile.first + row, state);
-            }
-            if (row < smem.count && out.data != NULL)
+            const skl_row_state state = merge_lanes(HAS_LONG_SUMS ? smem.totals.state(half) : state_of(sums[half]));
+            if (row >= smem.count)
+                continue;
+            if (params.kl_in_backward && threadIdx.x % 4 == 0)
+                write_one_pass_row(params, tile.sequence, tile.head, tile.first + row, state);
+            if (out.data != NULL)
                 store_row<ELEMENT>(out.data, base + row * out.stride_row, side, dq, half, smem.unit * side.scale);
         }
-        if (WRT_B && !CAPPED && params.kl_in_backward)
-            write_one_pass_rows(params, tile.sequence, tile.head, tile.first, smem.count, row_state(0), row_state(1));
     }
 };
 

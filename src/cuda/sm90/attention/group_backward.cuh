@@ -121,7 +121,7 @@ template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED> struct group_dq_w
     {
         const int lane = (int)threadIdx.x % 32;
         stage_logits p, y;
-        teacher.template run_stage<true>(
+        teacher.run_stage(
             p, y,
             [&](stage_logits &to) {
                 barrier_wait(MASKED ? smem.sanitized : smem.barriers.keys_s_full, n % 2);
@@ -181,12 +181,14 @@ template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED> struct group_dq_w
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = acc_row<1>(0, half);
-            if (row < smem.count && out.data != NULL)
+            const skl_row_state state = merge_lanes(state_of(sums[half]));
+            if (row >= smem.count)
+                continue;
+            if (params.kl_in_backward && threadIdx.x % 4 == 0)
+                write_one_pass_row(params, tile.sequence, tile.head, tile.first + row, state);
+            if (out.data != NULL)
                 store_row<ELEMENT>(out.data, base + row * out.stride_row, side, dq, half, smem.unit * side.scale);
         }
-        if (params.kl_in_backward)
-            write_one_pass_rows(params, tile.sequence, tile.head, tile.first, smem.count, state_of(sums[0]),
-                                state_of(sums[1]));
     }
 };
 

@@ -96,7 +96,7 @@ template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED> struct group_forw
         barrier_wait(smem.barriers.queries_full, 0);
         for (int n = 0; n < stages; n++) {
             group_logits p, y;
-            teacher.template run_stage<false>(
+            teacher.run_stage(
                 p, y,
                 [&](group_logits &to) {
                     barrier_wait(smem.barriers.keys_s_full, n % 2);

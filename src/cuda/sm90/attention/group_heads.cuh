@@ -289,10 +289,8 @@ template <typename ELEMENT, int DIM_T, int KEYS, bool CAPPED> struct head_produc
     }
 
     /* p = P of a stage; y = what issue_student(y) issues, which runs during the last exponentials. Calls
-     * after_first() when the wgmmas that were issued before the stage have completed. ONE_LOOP: the last pair of
-     * heads and the first of an odd number are in the loop, which halves the code. It is 5 % slower in the forward.
-     */
-    template <bool ONE_LOOP, typename ISSUE_STUDENT, typename AFTER_FIRST>
+     * after_first() when the wgmmas that were issued before the stage have completed. */
+    template <typename ISSUE_STUDENT, typename AFTER_FIRST>
     __device__ void run_stage(logits &p, logits &y, ISSUE_STUDENT issue_student, AFTER_FIRST after_first)
     {
         logits x;
@@ -306,71 +304,40 @@ template <typename ELEMENT, int DIM_T, int KEYS, bool CAPPED> struct head_produc
 #pragma unroll
         for (int e = 0; e < KEYS / 2; e++)
             p[e / 4][e % 4] = 0.0F;
-        if constexpr (ONE_LOOP) {
-            int n = -(count % 2); /* an odd number begins with the second half of an iteration */
-            if (n == 0)
-                issue(y, 0);
+        issue(y, 0);
+        wgmma_wait<0>();
+        complete(y, 0);
+        after_first();
+        int n = 0;
+        if (count % 2 != 0) { /* an even number is left */
+            add(p, y, 0, even);
+            issue(y, 1);
+            load_lse(even, 1);
             wgmma_wait<0>();
-            if (n == 0)
-                complete(y, 0);
-            after_first();
+            complete(y, 1);
+            n = 1;
+        }
 #pragma unroll 1
-            for (;; n += 2) {
-                issue(x, n + 1);
-                load_lse(odd, n + 1);
-                if (n >= 0)
-                    add(p, y, n, even);
-                wgmma_wait<0>();
-                complete(x, n + 1);
-                const bool last = n + 2 == count;
-                if (last) {
-                    issue_student(y);
-                } else {
-                    issue(y, n + 2);
-                    load_lse(even, n + 2);
-                }
-                add(p, x, n + 1, odd);
-                wgmma_wait<0>();
-                if (last)
-                    break;
-                complete(y, n + 2);
-            }
-        } else {
-            issue(y, 0);
-            wgmma_wait<0>();
-            complete(y, 0);
-            after_first();
-            int n = 0;
-            if (count % 2 != 0) { /* an even number is left */
-                add(p, y, 0, even);
-                issue(y, 1);
-                load_lse(even, 1);
-                wgmma_wait<0>();
-                complete(y, 1);
-                n = 1;
-            }
-#pragma unroll 1
-            for (; n + 2 < count; n += 2) {
-                issue(x, n + 1);
-                load_lse(odd, n + 1);
-                add(p, y, n, even);
-                wgmma_wait<0>();
-                complete(x, n + 1);
-                issue(y, n + 2);
-                load_lse(even, n + 2);
-                add(p, x, n + 1, odd);
-                wgmma_wait<0>();
-                complete(y, n + 2);
-            }
+        for (; n + 2 < count; n += 2) {
             issue(x, n + 1);
             load_lse(odd, n + 1);
             add(p, y, n, even);
             wgmma_wait<0>();
             complete(x, n + 1);
-            issue_student(y);
+            issue(y, n + 2);
+            load_lse(even, n + 2);
             add(p, x, n + 1, odd);
             wgmma_wait<0>();
+            complete(y, n + 2);
         }
+        issue(x, n + 1);
+        load_lse(odd, n + 1);
+        add(p, y, n, even);
+        wgmma_wait<0>();
+        complete(x, n + 1);
+        issue_student(y);
+        add(p, x, n + 1, odd);
+        wgmma_wait<0>();
         fence_operand(y);
     }
 };

@@ -23,11 +23,6 @@ template <bool WRT_B> __device__ inline const skl_cuda_argument &other_argument(
     return WRT_B ? params.a : params.b;
 }
 
-__device__ inline bool has_softcap(const backward_params &params)
-{
-    return params.a.capped || params.b.capped;
-}
-
 /* Log2 of a probability, and the derivative of its logit's softcap. */
 struct log_probability {
     float value, slope;
@@ -237,19 +232,6 @@ __device__ inline void for_each_logit_gradient(const backward_params &params, co
     }
 }
 
-/* The same in a kernel that serves problems with softcaps and without (CAPPED). */
-template <bool MASKED, bool WRT_B, bool CAPPED, typename VISIBLE, typename QUERY_STATS, typename EMIT>
-__device__ inline void for_each_gradient(const backward_params &params, const argument_logits &logits,
-                                         const VISIBLE &visible_rows, const QUERY_STATS &stats, EMIT emit)
-{
-    if constexpr (CAPPED)
-        if (has_softcap(params)) {
-            for_each_logit_gradient<MASKED, WRT_B, true>(params, logits, visible_rows, stats, emit);
-            return;
-        }
-    for_each_logit_gradient<MASKED, WRT_B, false>(params, logits, visible_rows, stats, emit);
-}
-
 /* G of a stage in f32. Returns its largest finite element in the warp, warp-uniform. Stationary rows from `count` on
  * are undefined and ignored. */
 template <bool MASKED, bool WRT_B, bool CAPPED, typename VISIBLE, typename QUERY_STATS>
@@ -281,18 +263,6 @@ __device__ inline void pack_logit_gradients(uint32_t (&to)[4][4], const stage_lo
 }
 
 /* ---- Stores ------------------------------------------------------------------------------------------------- */
-
-/* Stores the results of the thread's two rows of a one-pass kernel: two of the four lanes take one row each. `first`:
- * the block's first query; it has `count`. */
-__device__ inline void write_one_pass_rows(const backward_params &params, const skl_sequence &s, int64_t head,
-                                           int64_t first, int count, const skl_row_state &row_0,
-                                           const skl_row_state &row_1)
-{
-    const skl_row_state state = merge_two_rows(row_0, row_1);
-    const int lane = (int)threadIdx.x % 4, row = acc_row<1>(0, lane % 2);
-    if (lane < 2 && row < count)
-        write_one_pass_row(params, s, head, first + row, state);
-}
 
 /* Stores the thread's elements of a gradient row; `half` as in acc_row. */
 template <typename OUT, int BLOCKS>
