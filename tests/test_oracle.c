@@ -429,7 +429,8 @@ static void check_gradients(const test_case *c)
 static void test_differences_of_large_and_small_steps(void **state)
 {
     (void)state;
-    const double large_step = 1e-3, error = 1e-3;
+    const double large_step = 1e-3;
+    const double error = 1e-2; /* the third-order term of a step, about 1e-3, must not cancel it */
     const test_case *c = NULL;
     for (size_t n = 0; n < test_case_count; n++)
         if (strcmp(test_cases[n].name, "sparse_f16_reverse") == 0)
