@@ -146,36 +146,39 @@ static void move_state(const lane_state *s, vec m_a, vec m_b)
 }
 
 /* Reduces with the row maximum as the shift: for the first tile of a row, and tiles whose sums outgrow
- * the lazy shift or that hold a logit of -inf. */
-static void reduce_exactly(const lane_state *s, logits a, logits b, int32_t key_count, const lane_range *lanes)
+ * the lazy shift or that hold a logit of -inf. Lanes of `keeps` have the bits that they would have next to other
+ * rows: their shift stays. */
+static void reduce_exactly(const lane_state *s, logits a, logits b, int32_t key_count, const lane_range *lanes,
+                           ivec keeps)
 {
-    const vec m_a = highest(vec_load(s->m_a), a, key_count, lanes);
-    const vec m_b = highest(vec_load(s->m_b), b, key_count, lanes);
+    const vec old_a = vec_load(s->m_a), old_b = vec_load(s->m_b);
+    const vec m_a = vec_select(keeps, old_a, highest(old_a, a, key_count, lanes));
+    const vec m_b = vec_select(keeps, old_b, highest(old_b, b, key_count, lanes));
     const key_sums sums = sum_keys(a, finite_shift(m_a), b, finite_shift(m_b), key_count, lanes, true);
     move_state(s, m_a, m_b);
     add_to_state(s, &sums);
 }
 
-/* Adds sums over the current shifts. Returns false and changes nothing if one passes the bound, is negative or NaN.
- */
-static bool add_lazy_sums(const lane_state *s, const key_sums *sums)
+/* The lanes whose sums over the current shifts can be added: none passes the bound, is negative or NaN. */
+static ivec lanes_that_fit(const key_sums *sums)
 {
     const ivec low = (ivec)(sums->l_a < SKL_LAZY_BOUND) & (ivec)(sums->l_b < SKL_LAZY_BOUND);
     const ivec positive = (ivec)(sums->l_a >= 0.0F) & (ivec)(sums->l_b >= 0.0F) & (ivec)(sums->w == sums->w);
-    if (ivec_any(~(low & positive)))
-        return false;
-    add_to_state(s, sums);
-    return true;
+    return low & positive;
 }
 
-/* Reduces with the current shifts. Returns false and changes nothing if they do not fit. */
+/* Reduces with the current shifts. Returns false and changes nothing but `fits` if they do not fit all lanes. */
 static bool reduce_lazily(const lane_state *s, logits a, logits b, int32_t key_count, const lane_range *lanes,
-                          bool masked)
+                          bool masked, ivec *fits)
 {
     const vec m_a = vec_load(s->m_a), m_b = vec_load(s->m_b);
     const key_sums sums =
         masked ? sum_keys(a, m_a, b, m_b, key_count, lanes, true) : sum_keys(a, m_a, b, m_b, key_count, NULL, false);
-    return add_lazy_sums(s, &sums);
+    *fits = lanes_that_fit(&sums);
+    if (ivec_any(~*fits))
+        return false;
+    add_to_state(s, &sums);
+    return true;
 }
 
 /* Adds the keys of a panel to its row states; a and b are the logits of the two arguments of the KL. */
@@ -188,12 +191,13 @@ static void reduce_panel(const tile *t, int64_t panel, logits a, logits b, const
         const logits lane_a = {a.data + column, a.scale};
         const logits lane_b = {b.data + column, b.scale};
         const bool has_shift = *state.m_a != -INFINITY;
-        if (seen == FULL && has_shift && reduce_lazily(&state, lane_a, lane_b, key_count, NULL, false))
+        ivec fits = {0};
+        if (seen == FULL && has_shift && reduce_lazily(&state, lane_a, lane_b, key_count, NULL, false, &fits))
             continue;
         const lane_range lanes = lanes_visible(t, row, keys);
-        if (seen == MASKED && has_shift && reduce_lazily(&state, lane_a, lane_b, key_count, &lanes, true))
+        if (seen == MASKED && has_shift && reduce_lazily(&state, lane_a, lane_b, key_count, &lanes, true, &fits))
             continue;
-        reduce_exactly(&state, lane_a, lane_b, key_count, &lanes);
+        reduce_exactly(&state, lane_a, lane_b, key_count, &lanes, fits);
     }
 }
 
