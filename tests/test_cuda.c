@@ -198,13 +198,19 @@ static size_t free_memory(void)
     return free_size;
 }
 
+/* Other processes may use the GPU at the same time, so the memory may change a few times by chance. */
 static void check_no_allocation(gpu_case *g)
 {
+    enum { ATTEMPTS = 20 };
     gpu_case_launch(g, NULL); /* loads the kernels */
-    const size_t before = free_memory();
-    for (int n = 0; n < 200; n++)
-        gpu_case_launch(g, NULL);
-    assert_int_equal(free_memory(), before);
+    int same = 0;
+    for (int attempt = 0; attempt < ATTEMPTS && !same; attempt++) {
+        const size_t before = free_memory();
+        for (int n = 0; n < 200; n++)
+            gpu_case_launch(g, NULL);
+        same = free_memory() == before;
+    }
+    assert_true(same);
 }
 
 static void test_calls_do_not_allocate(void **state)
