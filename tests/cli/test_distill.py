@@ -467,7 +467,7 @@ def test_report_is_self_contained(trained):
     assert [block["title"] for block in training] == ["KL by step", "KL by position", "KL by head"]
     evaluations = load(folder / "checkpoint.safetensors")["evaluation_step"][1]
     assert training[0]["series"][1]["x"] == list(evaluations)
-    assert settings[0]["text"].startswith("streamkl distill --context 1024")
+    assert settings[0]["text"].startswith("streamkl distill --context 512")
 
 
 def test_hostile_names_are_escaped(tmp_path):
