@@ -93,7 +93,7 @@ static void add_index_gradients(const struct run *run, const struct row *row)
             add_index_term(s->dq + at.q, s->dq_rounding + at.q, s->dq_terms + at.q, s->k + at_k, s->dim, &pair,
                            dy * w, rounding);
             add_index_term(s->dk + at_k, s->dk_rounding + at_k, s->dk_terms + at_k, s->q + at.q, s->dim, &pair,
-                           dy * w, rounding);
+                           dy * w, rounding + s->equal_terms * fabs(dy * w));
         }
     }
 }

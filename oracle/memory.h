@@ -14,6 +14,7 @@ struct model {
     int64_t heads, key_heads, dim;
     real scale, softcap;
     int64_t index_heads; /* indexer: heads g that share the keys; otherwise 1 */
+    real equal_terms;    /* of a sum over the queries of a key head, if these are expanded; otherwise 0 */
     real *q, *k, *dq, *dk;
     real *dq_rounding, *dk_rounding, *dq_terms, *dk_terms;
     real *w, *dw, *dw_rounding, *dw_terms; /* indexer: [batch, heads, length, index_heads] */
@@ -85,6 +86,7 @@ static void load_model(const struct run *run, struct model *model, skl_dtype dty
     if (model->scale == 0)
         model->scale = 1 / sqrt((real)(model->dim * model->index_heads));
     const int64_t query_heads = model->heads * model->index_heads;
+    model->equal_terms = q->stride_row == 0 ? (real)(run->length_q * query_heads / model->key_heads) : 0;
     model->q = contiguous_copy(run, q, dtype, query_heads, run->length_q, model->dim);
     model->k = contiguous_copy(run, k, dtype, model->key_heads, run->length_k, model->dim);
     const int64_t count_q = run->batch * query_heads * run->length_q * model->dim;

@@ -80,8 +80,8 @@ static void add_magnitudes(real *restrict to, const real *restrict x, real facto
 }
 
 /* dq += scale * gradient[j] * k[j];  dk[j] += scale * gradient[j] * q;  both times the slope of the softcap. The
- * slope is rounded and changes with the logit; a slope of 0 still counts as one rounding. `parts`: sizes of the
- * parts that a gradient is the sum of; NULL: it has no parts. */
+ * slope is rounded and changes with the logit; a slope of 0 still counts as one rounding. Equal terms of a sum are all
+ * rounded the same way. `parts`: sizes of the parts that a gradient is the sum of; NULL: it has no parts. */
 static void add_gradients(const struct run *run, const struct model *model, struct offsets at, const struct row *row,
                           const real *logits, const real *logit_roundings, const real *parts)
 {
@@ -110,7 +110,7 @@ static void add_gradients(const struct run *run, const struct model *model, stru
         add_multiple(dq, k, dot_gradient, model->dim);
         add_multiple(dk, q, dot_gradient, model->dim);
         add_magnitudes(dq_rounding, k, rounding, model->dim);
-        add_magnitudes(dk_rounding, q, rounding, model->dim);
+        add_magnitudes(dk_rounding, q, rounding + model->equal_terms * size, model->dim);
         add_magnitudes(dq_terms, k, size, model->dim);
         add_magnitudes(dk_terms, q, size, model->dim);
     }
@@ -173,6 +173,13 @@ static real log_sum_rounding(const real *log_terms, const real *roundings, int64
     for (int64_t j = 0; j < count; j++)
         rounding += exp(log_terms[j]) * roundings[j];
     return rounding;
+}
+
+/* Of log z, an LSE of the mean of the heads that is stored. A coarse one does not determine z: its exponential. */
+static real log_z_rounding(const struct run *run, const struct row *row, real log_z)
+{
+    const real rounding = log_sum_rounding(run->log_p, run->log_p_rounding, row->key_count) + fabs(log_z);
+    return rounding >= COARSE ? (real)INFINITY : rounding;
 }
 
 /* LSEs and the distributions that follow from them. A given LSE may cover more keys than the visible ones: then the
@@ -393,7 +400,7 @@ static struct share share_of(const struct run *run, const struct row *row, real 
         .mean = forward ? kl : -1,
         .mean_rounding = forward ? run->kl_rounding[row->at_s] : 0,
         .z = exp(log_z),
-        .log_z_rounding = log_sum_rounding(run->log_p, run->log_p_rounding, row->key_count) + fabs(log_z),
+        .log_z_rounding = log_z_rounding(run, row, log_z),
     };
 }
 
@@ -415,8 +422,7 @@ static void row_entropies(const struct run *run, const struct row *row, const st
     run->cross_entropy[row->at_s] = kl + entropy;
     run->cross_entropy_rounding[row->at_s] = run->kl_rounding[row->at_s] + rounding + fabs(kl + entropy);
     run->mass[row->at_s] = exp(log_z);
-    run->mass_rounding[row->at_s] =
-        exp(log_z) * (1 + log_sum_rounding(run->log_p, run->log_p_rounding, row->key_count) + fabs(log_z));
+    run->mass_rounding[row->at_s] = exp(log_z) * (1 + log_z_rounding(run, row, log_z));
 }
 
 /* LSEs, KL and dots of one row. */
