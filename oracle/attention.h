@@ -44,7 +44,7 @@ static void add_attention_gradients(const struct run *run, const struct row *row
         const struct product dp = product_of(d_o, run->v + at_v, dim);
         const real s = exp(run->log_s[j]), excess = dp.value - dot.value;
         const real s_rounding = s * (1 + run->log_s_rounding[j]) + UNDERFLOW;
-        const real sum_rounding = s * (1 + run->student.equal_terms);
+        const real sum_rounding = s * run->query_sum;
         parts[j] = fabs(run->gradient[j]) + fabs(s * excess);
         run->gradient[j] += s * excess;
         run->gradient_rounding[j] += s_rounding * fabs(excess) + s * (2 * dp.terms + 2 * dot.terms + fabs(excess));

@@ -89,11 +89,11 @@ static void add_index_gradients(const struct run *run, const struct row *row)
                 s->dw_terms[at_w + g] += fabs(dy * pair.dot);
             }
             s->dw_rounding[at_w + g] += dy_rounding * fabs(pair.dot) + fabs(dy) * (pair.products + fabs(pair.dot));
-            const real rounding = fabs(w) * (dy_rounding + fabs(dy));
+            const real rounding = fabs(w) * dy_rounding;
             add_index_term(s->dq + at.q, s->dq_rounding + at.q, s->dq_terms + at.q, s->k + at_k, s->dim, &pair,
-                           dy * w, rounding);
+                           dy * w, rounding + run->key_sum * fabs(dy * w));
             add_index_term(s->dk + at_k, s->dk_rounding + at_k, s->dk_terms + at_k, s->q + at.q, s->dim, &pair,
-                           dy * w, rounding + s->equal_terms * fabs(dy * w));
+                           dy * w, rounding + run->query_sum * fabs(dy * w));
         }
     }
 }

@@ -14,7 +14,6 @@ struct model {
     int64_t heads, key_heads, dim;
     real scale, softcap;
     int64_t index_heads; /* indexer: heads g that share the keys; otherwise 1 */
-    real equal_terms;    /* of a sum over the queries of a key head, if these are expanded; otherwise 0 */
     real *q, *k, *dq, *dk;
     real *dq_rounding, *dk_rounding, *dq_terms, *dk_terms;
     real *w, *dw, *dw_rounding, *dw_terms; /* indexer: [batch, heads, length, index_heads] */
@@ -31,6 +30,7 @@ struct run {
     int64_t batch, length_q, length_k; /* of the buffers; packed: batch 1, length total */
     int64_t group_size;                /* teacher heads per student head */
     struct model teacher, student;
+    real key_sum, query_sum;          /* roundings of a sum over the keys of a row, and over the queries of a key */
     real *given_lse_t, *grad_kl;      /* NULL: not given */
     real *kl, *lse_t, *lse_s, *dot_t; /* results */
     real *kl_rounding, *lse_t_rounding, *lse_s_rounding, *dot_t_rounding;
@@ -86,7 +86,6 @@ static void load_model(const struct run *run, struct model *model, skl_dtype dty
     if (model->scale == 0)
         model->scale = 1 / sqrt((real)(model->dim * model->index_heads));
     const int64_t query_heads = model->heads * model->index_heads;
-    model->equal_terms = q->stride_row == 0 ? (real)(run->length_q * query_heads / model->key_heads) : 0;
     model->q = contiguous_copy(run, q, dtype, query_heads, run->length_q, model->dim);
     model->k = contiguous_copy(run, k, dtype, model->key_heads, run->length_k, model->dim);
     const int64_t count_q = run->batch * query_heads * run->length_q * model->dim;
@@ -209,6 +208,13 @@ static oracle_result take_results(const struct run *run)
     };
 }
 
+/* Roundings of a sum over rows. Those of expanded tensors give equal terms: every addition can round the same way. */
+static real sum_rounding(const skl_input *of_t, const skl_input *of_s, int64_t count)
+{
+    const int expanded = of_t->stride_row == 0 || of_s->stride_row == 0;
+    return expanded && count > 0 ? (real)count : 1;
+}
+
 static struct run prepare(const skl_problem *p, const skl_inputs *inputs, const skl_attention *attention)
 {
     struct run run = {.problem = p};
@@ -222,6 +228,8 @@ static struct run prepare(const skl_problem *p, const skl_inputs *inputs, const 
     run.teacher.index_heads = 1, run.student.index_heads = is_indexer(&run) ? p->index_heads : 1;
     load_model(&run, &run.teacher, p->dtype_t, &inputs->q_t, &inputs->k_t);
     load_model(&run, &run.student, p->dtype_s, &inputs->q_s, &inputs->k_s);
+    run.key_sum = sum_rounding(&inputs->k_t, &inputs->k_s, run.length_k);
+    run.query_sum = sum_rounding(&inputs->q_t, &inputs->q_s, run.length_q * p->heads_t * run.student.index_heads);
     load_weights(&run, &run.student, &inputs->w_s);
     load_sinks(&run, &run.teacher, inputs->sink_t);
     load_sinks(&run, &run.student, inputs->sink_s);

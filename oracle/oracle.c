@@ -80,8 +80,8 @@ static void add_magnitudes(real *restrict to, const real *restrict x, real facto
 }
 
 /* dq += scale * gradient[j] * k[j];  dk[j] += scale * gradient[j] * q;  both times the slope of the softcap. The
- * slope is rounded and changes with the logit; a slope of 0 still counts as one rounding. Equal terms of a sum are all
- * rounded the same way. `parts`: sizes of the parts that a gradient is the sum of; NULL: it has no parts. */
+ * slope is rounded and changes with the logit; a slope of 0 still counts as one rounding. `parts`: sizes of the
+ * parts that a gradient is the sum of; NULL: it has no parts. */
 static void add_gradients(const struct run *run, const struct model *model, struct offsets at, const struct row *row,
                           const real *logits, const real *logit_roundings, const real *parts)
 {
@@ -106,11 +106,11 @@ static void add_gradients(const struct run *run, const struct model *model, stru
         const real size = parts ? fabs(model->scale) * parts[j] * slope : fabs(dot_gradient);
         const real of_gradient = run->gradient_rounding[j] * (slope + (real)ORACLE_ROUNDING * slope_rounding);
         const real of_slope = fabs(run->gradient[j]) * slope_rounding;
-        const real rounding = fabs(dot_gradient) + fabs(model->scale) * (of_gradient + of_slope);
+        const real rounding = fabs(model->scale) * (of_gradient + of_slope);
         add_multiple(dq, k, dot_gradient, model->dim);
         add_multiple(dk, q, dot_gradient, model->dim);
-        add_magnitudes(dq_rounding, k, rounding, model->dim);
-        add_magnitudes(dk_rounding, q, rounding + model->equal_terms * size, model->dim);
+        add_magnitudes(dq_rounding, k, rounding + run->key_sum * size, model->dim);
+        add_magnitudes(dk_rounding, q, rounding + run->query_sum * size, model->dim);
         add_magnitudes(dq_terms, k, size, model->dim);
         add_magnitudes(dk_terms, q, size, model->dim);
     }
@@ -167,9 +167,9 @@ static void distributions(const struct run *run, const struct row *row)
 }
 
 /* Roundings of a log-sum-exp: the exponents, weighted by their terms; the exponentials; the sum. */
-static real log_sum_rounding(const real *log_terms, const real *roundings, int64_t count)
+static real log_sum_rounding(const struct run *run, const real *log_terms, const real *roundings, int64_t count)
 {
-    real rounding = 2;
+    real rounding = 1 + run->key_sum;
     for (int64_t j = 0; j < count; j++)
         rounding += exp(log_terms[j]) * roundings[j];
     return rounding;
@@ -178,7 +178,7 @@ static real log_sum_rounding(const real *log_terms, const real *roundings, int64
 /* Of log z, an LSE of the mean of the heads that is stored. A coarse one does not determine z: its exponential. */
 static real log_z_rounding(const struct run *run, const struct row *row, real log_z)
 {
-    const real rounding = log_sum_rounding(run->log_p, run->log_p_rounding, row->key_count) + fabs(log_z);
+    const real rounding = log_sum_rounding(run, run->log_p, run->log_p_rounding, row->key_count) + fabs(log_z);
     return rounding >= COARSE ? (real)INFINITY : rounding;
 }
 
@@ -206,12 +206,12 @@ static real normalise(const struct run *run, const struct row *row)
     run->lse_s[row->at_s] = value_of(run->lses[run->group_size]);
     for (int64_t h = 0; h < run->group_size; h++)
         run->lse_t[row->at_t + h * run->length_q] = value_of(run->lses[h]);
-    run->lse_s_rounding[row->at_s] = log_sum_rounding(run->log_s, run->log_s_rounding, row->key_count);
+    run->lse_s_rounding[row->at_s] = log_sum_rounding(run, run->log_s, run->log_s_rounding, row->key_count);
     const real of_mean =
-        has_teacher_groups(run) ? log_sum_rounding(run->log_p, run->log_p_rounding, row->key_count) : 0;
+        has_teacher_groups(run) ? log_sum_rounding(run, run->log_p, run->log_p_rounding, row->key_count) : 0;
     for (int64_t h = 0; h < run->group_size; h++)
         run->lse_t_rounding[row->at_t + h * run->length_q] =
-            of_mean + log_sum_rounding(run->log_p_head + h * run->row_length,
+            of_mean + log_sum_rounding(run, run->log_p_head + h * run->row_length,
                                        run->log_p_head_rounding + h * run->row_length, row->key_count);
     return log_z;
 }
@@ -249,14 +249,14 @@ static real divergence(const struct arguments *args, int64_t count)
 
 /* Roundings of the logits change the KL through its gradients. Its terms are rounded too, and it contains the
  * logarithm of a ratio of two sums of exponentials: two exponentials, two sums, one ratio. */
-static real divergence_rounding(const struct arguments *args, real kl, int64_t count)
+static real divergence_rounding(const struct run *run, const struct arguments *args, real kl, int64_t count)
 {
-    real rounding = 5;
+    real rounding = 2 * (real)oracle_exponential_roundings() + 2 * run->key_sum + 1;
     for (int64_t j = 0; j < count; j++) {
         const real a = exp(args->log_a[j]), b = exp(args->log_b[j]);
         const real log_ratio = args->log_a[j] - args->log_b[j];
-        rounding +=
-            a * fabs(log_ratio) + a * fabs(log_ratio - kl) * args->a_rounding[j] + fabs(b - a) * args->b_rounding[j];
+        rounding += run->key_sum * a * fabs(log_ratio) + a * fabs(log_ratio - kl) * args->a_rounding[j] +
+                    fabs(b - a) * args->b_rounding[j];
     }
     return rounding;
 }
@@ -412,10 +412,10 @@ static void row_entropies(const struct run *run, const struct row *row, const st
     real entropy = 0;
     for (int64_t j = 0; j < row->key_count; j++)
         entropy -= exp(args->log_a[j]) * args->log_a[j];
-    real rounding = 4 + fabs(entropy);
+    real rounding = (real)oracle_exponential_roundings() + 2 * run->key_sum + 1 + fabs(entropy);
     for (int64_t j = 0; j < row->key_count; j++) {
         const real a = exp(args->log_a[j]);
-        rounding += a * (fabs(args->log_a[j]) + fabs(args->log_a[j] + entropy) * args->a_rounding[j]);
+        rounding += a * (run->key_sum * fabs(args->log_a[j]) + fabs(args->log_a[j] + entropy) * args->a_rounding[j]);
     }
     run->entropy[row->at_s] = entropy;
     run->entropy_rounding[row->at_s] = rounding;
@@ -446,17 +446,38 @@ static void forward_row(const struct run *run, const struct row *row)
     const real kl = divergence(&arguments, count);
     run->kl[row->at_s] = kl < 0 ? 0 : kl;               /* keeps NaN */
     const real of_sums = (real)count * lost_parts(run); /* in any order: one rounding per term */
-    run->kl_rounding[row->at_s] = divergence_rounding(&arguments, kl, count) + of_sums;
+    run->kl_rounding[row->at_s] = divergence_rounding(run, &arguments, kl, count) + of_sums;
     row_entropies(run, row, &arguments, kl, log_z);
     const struct share share = share_of(run, row, kl, log_z);
     for (int64_t h = 0; h < group_size; h++)
         head_dot(run, row, h, share);
 }
 
+/* Adds the roundings of the sums that probabilities are divided by. They move all probabilities of a row by one
+ * factor, which cancels in a KL, but not in its gradients. */
+static void add_lse_roundings(const struct run *run, const struct row *row)
+{
+    const int64_t count = row->key_count;
+    const real of_s = log_sum_rounding(run, run->log_s, run->y_rounding, count);
+    const real of_z = log_sum_rounding(run, run->log_p, run->log_p_rounding, count);
+    for (int64_t j = 0; j < count; j++)
+        run->log_s_rounding[j] += of_s;
+    for (int64_t h = 0; h < run->group_size; h++) {
+        const int64_t line = h * run->row_length;
+        const real of_head = log_sum_rounding(run, run->log_p_head + line, run->x_rounding + line, count);
+        const real of_t = uses_given_lse(run) ? of_z : of_head;
+        for (int64_t j = 0; j < count; j++) {
+            run->log_p_head_rounding[line + j] += of_t;
+            run->log_p_rounding[j] += exp(run->log_ratio[line + j]) / (real)run->group_size * of_t;
+        }
+    }
+}
+
 /* Gradients from the logits, distributions and row vectors of forward_row. */
 static void backward_row(const struct run *run, const struct row *row)
 {
     const real g = run->grad_kl ? run->grad_kl[row->at_s] : 1;
+    add_lse_roundings(run, row);
     if (run->problem->gradients & (SKL_DQ_S | SKL_DK_S | SKL_DW_S | SKL_DSINK_S | SKL_DV_S))
         student_gradients(run, row, g);
     if (run->problem->gradients & (SKL_DQ_T | SKL_DK_T | SKL_DSINK_T))

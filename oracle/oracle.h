@@ -82,6 +82,7 @@ int64_t oracle_row_keys(const skl_problem *problem, const skl_inputs *inputs, in
 typedef struct oracle_expectation {
     const double *exact, *naive, *rounding;
     double roundings;        /* how many the kernel makes where f32 arithmetic makes one */
+    double merged_sums;      /* sums of partial states that were merged: each adds roundings */
     const double *terms;     /* gradients; NULL for row vectors */
     double product_rounding; /* largest relative error of the rounding before the product; 0: none */
     skl_dtype dtype;         /* of the computed tensor */

@@ -65,7 +65,9 @@ double oracle_excess(const oracle_expectation *expected, double naive_error, int
     if (!isfinite(exact))
         return INFINITY;
     const double product = expected->terms ? expected->product_rounding * expected->terms[n] : 0;
-    const double allowed = 2 * naive_error + expected->roundings * ORACLE_ROUNDING * expected->rounding[n] + product;
+    const double merged = expected->merged_sums * (exponential_roundings + 2); /* a product and an addition each */
+    const double roundings = expected->roundings * (expected->rounding[n] + merged);
+    const double allowed = 2 * naive_error + ORACLE_ROUNDING * roundings + product;
     if (!isfinite(computed)) {
         const bool overflows = isinf(computed) && fabs(exact) + allowed > largest_of(expected->dtype);
         return overflows || !isfinite(expected->naive[n]) ? 0 : (double)INFINITY;

@@ -37,9 +37,10 @@ typedef struct fixture_results {
     test_tensor dq_t, dk_t, dq_s, dk_s, dw_s; /* those that the case requests */
     test_tensor dsink_t, dsink_s;             /* [1, 1, 1, heads] */
     test_tensor dv_s;                         /* attention */
+    int merges;                               /* of partial states, from which the rows come */
 } fixture_results;
 
-/* One bit for each member, in this order. */
+/* One bit for each tensor, in this order. */
 enum { ALL_RESULTS = (1 << 15) - 1 };
 
 /* The same buffers; those without a bit are not requested. */

@@ -187,6 +187,7 @@ static int check_partial(kernel_run *run)
 
     fixture_results wanted = results_subset(&run->results, run->options->results);
     wanted.dot_t.data = wanted.cross_entropy.data = wanted.entropy.data = wanted.mass.data = NULL;
+    wanted.merges = run->options->range_count - 1;
     add_lses(run, &wanted);
     inputs.lse_t = lse_in_place(run, &inputs.lse_t, lse_t);
     if (inputs.lse_t.data == run->results.lse_t.data)
