@@ -26,8 +26,8 @@ def test_version_equals_the_header():
 
 
 def test_import_is_light():
-    """The import loads no transformers and takes a fraction of a second after that of torch, even on a busy machine."""
-    code = "import torch, sys, time; t = time.perf_counter(); import streamkl; print(time.perf_counter() - t)"
+    """The import loads no transformers and takes a fraction of a second of CPU time after that of torch."""
+    code = "import torch, sys, time; t = time.process_time(); import streamkl; print(time.process_time() - t)"
     for _ in range(3):
         answer = run("-c", f"{code}; assert 'transformers' not in sys.modules")
         assert answer.returncode == 0, answer.stderr

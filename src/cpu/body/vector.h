@@ -16,7 +16,7 @@ typedef uint32_t uvec __attribute__((vector_size(SKL_LANES * 4))); /* bits: sums
 typedef vec vec_in_memory __attribute__((may_alias));              /* floats of a buffer, seen as a vector */
 typedef double dvec __attribute__((vector_size(SKL_LANES * 8)));
 typedef int64_t lvec __attribute__((vector_size(SKL_LANES * 8)));
-typedef dvec dvec_in_memory __attribute__((may_alias));
+typedef dvec dvec_in_memory __attribute__((may_alias, aligned(SKL_LANES * 4))); /* as a vector of floats */
 
 #define SKL_INLINE static inline __attribute__((always_inline))
 
