@@ -165,6 +165,7 @@ int cmd_check(int argc, char **argv)
     const skl_status status = device_open(request.options.device, request.options.device_index);
     if (status != SKL_OK)
         return cli_fail_status(status);
+    oracle_compare_gpu(request.options.device == SKL_CUDA);
     const int exit_code = check_kernels(kernels, count, &request.options);
     if (exit_code != CLI_OK)
         return exit_code;

@@ -103,11 +103,11 @@ static bool make_arrays(check_run *run, bool rounds_gradients)
     const double product_s = rounds_gradients ? oracle_product_rounding(p, p->dtype_s) : 0;
 #define ROWS(x, count)                                                                                               \
     {                                                                                                                \
-        .expected = { exact->x, naive->x, exact->rounding.x, 1, NULL, 0, SKL_F32, count }                            \
+        .expected = { exact->x, naive->x, exact->rounding.x, 1, 0, NULL, 0, SKL_F32, count }                         \
     }
 #define GRADIENT(x, product, dtype, count)                                                                           \
     {                                                                                                                \
-        .expected = { exact->x, naive->x, exact->rounding.x, 1, exact->terms.x, product, dtype, count }              \
+        .expected = { exact->x, naive->x, exact->rounding.x, 1, 0, exact->terms.x, product, dtype, count }           \
     }
     const result_array arrays[ARRAY_COUNT] = {
         [KL] = ROWS(kl, rows[1]),
