@@ -2,6 +2,9 @@
 #include "base/sinks.h"
 #include "cuda/common/sequence.cuh"
 
+namespace sink_kernels
+{
+
 constexpr int THREADS = 256;
 
 static __global__ void __launch_bounds__(THREADS)
@@ -75,3 +78,5 @@ extern "C" cudaError_t skl_cuda_sink_gradients(const skl_cuda_params *params, co
     sink_gradients<<<blocks, THREADS, 0, params->call.stream>>>(*params, *kl);
     return cudaPeekAtLastError();
 }
+
+} // namespace sink_kernels

@@ -16,6 +16,9 @@
 #include "cuda/common/params.cuh"
 #include "cuda/common/tensor_map.h"
 
+namespace two_term_rows
+{
+
 constexpr int THREADS = 256;
 constexpr int QUAD = 4; /* elements per lane */
 
@@ -141,3 +144,5 @@ extern "C" cudaError_t skl_cuda_two_term_rows(const skl_cuda_params *params, con
                     params->call.stream>>>(tasks);
     return cudaPeekAtLastError();
 }
+
+} // namespace two_term_rows

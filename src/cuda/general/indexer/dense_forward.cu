@@ -9,6 +9,9 @@
 #include "cuda/common/indexer/write_row.cuh"
 #include "cuda/general/indexer/dense_tile.cuh"
 
+namespace dense_forward
+{
+
 constexpr int COLUMNS = SKL_INDEX_STEP / LANES;
 
 struct indexer_memory {
@@ -109,3 +112,5 @@ extern "C" cudaError_t skl_cuda_general_dense_rows(const skl_cuda_params *params
                       params->call.stream>>>(*params);
     return cudaPeekAtLastError();
 }
+
+} // namespace dense_forward

@@ -15,6 +15,9 @@
 #include "cuda/common/indexer/sparse_chunks.cuh"
 #include "cuda/common/indexer/sparse_row.cuh"
 
+namespace sparse_dk
+{
+
 constexpr int KEY_TILE = SKL_INDEX_STEP;
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
@@ -293,3 +296,5 @@ extern "C" cudaError_t skl_cuda_sparse_dk(const sparse_dk_params *params, const 
     sparse_keys<<<(unsigned)sm_count * 4, THREADS, sizeof(dk_memory), params->call.stream>>>(*params, *chunk, rows);
     return cudaPeekAtLastError();
 }
+
+} // namespace sparse_dk
