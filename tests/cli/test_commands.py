@@ -152,7 +152,7 @@ def test_check_of_an_unknown_kernel():
 
 @pytest.mark.skipif(not LONG, reason="takes as long as the check of all kernels")
 def test_check_of_one_kernel():
-    text = run("check", "--kernel", "cpu_reference").stdout
+    text = run("check", "--kernel", "cpu_reference", timeout=600).stdout
     assert re.search(r"cpu_reference +pass", text)
 
 
