@@ -6,9 +6,6 @@
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/row_stats.cuh"
 
-namespace attention_rows
-{
-
 constexpr int THREADS = 256, ROWS = 4, OCTET = 8;              /* rows of a lane in flight; elements of a lane */
 constexpr int WIDE = SKL_CARRYING_DIM_MAX / OCTET, NARROW = 8; /* lanes of a row, in one step */
 
@@ -273,5 +270,3 @@ cudaError_t store_dq_sums(const attention_backward_params *params)
         store_sums<NARROW><<<grid_for<NARROW>(p), THREADS, 0, params->call.stream>>>(*params);
     return cudaPeekAtLastError();
 }
-
-} // namespace attention_rows

@@ -5,9 +5,6 @@
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/sequence.cuh"
 
-namespace row_kernels
-{
-
 constexpr int THREADS = 256;
 
 static unsigned blocks_for(int64_t count)
@@ -272,5 +269,3 @@ cudaError_t store_dk_sums(const backward_params *params)
         params->dk_sums, shape, *side.dk, side.grad_dtype);
     return cudaPeekAtLastError();
 }
-
-} // namespace row_kernels
