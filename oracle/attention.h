@@ -44,13 +44,12 @@ static void add_attention_gradients(const struct run *run, const struct row *row
         const struct product dp = product_of(d_o, run->v + at_v, dim);
         const real s = exp(run->log_s[j]), excess = dp.value - dot.value;
         const real s_rounding = s * (1 + run->log_s_rounding[j]) + UNDERFLOW;
-        const real sum_rounding = s * run->query_sum;
         parts[j] = fabs(run->gradient[j]) + fabs(s * excess);
         run->gradient[j] += s * excess;
         run->gradient_rounding[j] += s_rounding * fabs(excess) + s * (2 * dp.terms + 2 * dot.terms + fabs(excess));
         for (int64_t d = 0; d < dim; d++) {
             run->dv[at_v + d] += s * d_o[d];
-            run->dv_rounding[at_v + d] += lost ? (real)INFINITY : (s_rounding + sum_rounding) * fabs(d_o[d]);
+            run->dv_rounding[at_v + d] += lost ? (real)INFINITY : (s_rounding + s * run->query_sum) * fabs(d_o[d]);
             run->dv_terms[at_v + d] += fabs(s * d_o[d]);
         }
     }
