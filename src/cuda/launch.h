@@ -48,15 +48,15 @@ struct skl_cuda_launch {
     const char *variant; /* of the kernel */
     skl_cuda_launcher launcher;
     int32_t sm_count;
-    int32_t smem_per_block;  /* bytes, at most */
-    int32_t persistent;      /* forward: resident blocks take one tile after another */
-    int32_t paired;          /* forward: two blocks of smaller tiles per SM */
-    int32_t num_splits;      /* forward: splits of the keys of a query tile, merged by a second kernel */
-    int32_t head_group;      /* heads whose tiles run together so that their keys stay in the L2 cache */
-    int32_t tall_tiles;      /* fused backward: tiles of SKL_SM90_TALL_ROWS queries */
-    int32_t teacher_side;    /* gradients of q_t or k_t, not of q_s or k_s */
-    int32_t kl_in_backward;  /* rows.kl comes out of the kernel that computes the gradients */
-    int32_t rows_known;      /* an earlier launch of the same call stored kl and dot_t */
+    int32_t smem_per_block, smem_per_sm; /* bytes, at most */
+    int32_t persistent;                  /* forward: resident blocks take one tile after another */
+    int32_t paired;                      /* forward: two blocks of smaller tiles per SM */
+    int32_t num_splits;                  /* forward: splits of the keys of a query tile, merged by a second kernel */
+    int32_t head_group;                  /* heads whose tiles run together so that their keys stay in the L2 cache */
+    int32_t tall_tiles;                  /* fused backward: tiles of SKL_SM90_TALL_ROWS queries */
+    int32_t teacher_side;                /* gradients of q_t or k_t, not of q_s or k_s */
+    int32_t kl_in_backward;              /* rows.kl comes out of the kernel that computes the gradients */
+    int32_t rows_known;                  /* an earlier launch of the same call stored kl and dot_t */
     skl_output dk_sums;      /* where a fused backward adds up dk in f32: dk itself or workspace; no data: no dk */
     skl_output dk_sums_t;    /* joint backward: those of dk_t; dk_sums are those of dk_s */
     int32_t streams_queries; /* a gradient whose tiles are keys: with row bounds it reads params.key_bounds */
@@ -141,7 +141,7 @@ enum {
     SKL_CARRYING_KEYS = 128,        /* per tile of such a backward */
     SKL_CARRYING_ROW_SIZE = 16,     /* bytes that it reads per query */
     SKL_CARRYING_LARGEST_SIZE = 16, /* and about all of them */
-    SKL_GROUP_TILES_SIZE_MAX = 4,   /* teacher heads of a group in tiles; strips are faster for larger ones */
+    SKL_GROUP_TILES_SIZE_MAX = 8,   /* teacher heads of a group in tiles; larger ones are in strips */
     SKL_GROUP_TILE = 128            /* queries of a tile, keys of a forward's stage */
 };
 

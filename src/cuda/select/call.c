@@ -103,6 +103,7 @@ skl_cuda_launch *skl_select_add(const choice *s, const char *step, const skl_cud
                                 .launcher = launcher,
                                 .sm_count = s->plan->sm_count,
                                 .smem_per_block = s->plan->smem_per_block,
+                                .smem_per_sm = s->plan->smem_per_sm,
                                 .num_splits = 1,
                                 .head_group = SKL_HEAD_GROUP_MAX,
                                 .rows_known = s->gradients && s->rows,

@@ -36,8 +36,8 @@ bool skl_select_is_attention_with_groups(const skl_problem *p);
  * dk, for every head size of the problem. */
 const skl_cuda_kernel *skl_select_with_dk(const skl_cuda_kernel *kernel, const skl_problem *p);
 
-/* The kernel that computes the student's gradients with teacher groups in strips, where the best one cannot. */
-const skl_cuda_kernel *skl_select_strip_kernel_of(const skl_problem *p);
+/* The best kernel for the student's gradients with teacher groups that does not add them up atomically. */
+const skl_cuda_kernel *skl_select_deterministic_kernel_of(const skl_problem *p);
 
 /* The plan may ask for gradients of q_t or k_t. */
 bool skl_select_has_teacher_gradients(const skl_problem *p);

@@ -205,8 +205,8 @@ static choice student_choice(const choice *s, const side_request *student)
 {
     choice result = *s;
     if (s->kernel->group_fused != NULL && s->plan->deterministic) {
-        result.kernel = skl_select_strip_kernel_of(&s->plan->problem);
-        result.reason = "deterministic: gradients in strips";
+        result.kernel = skl_select_deterministic_kernel_of(&s->plan->problem);
+        result.reason = "deterministic: no sums by atomic additions";
     } else if (s->kernel->group_fused != NULL && student->dk && !skl_select_tma_adds_to(s, student)) {
         result.kernel = skl_cuda_general;
         result.reason = "TMA cannot add to dk_s: general kernel";

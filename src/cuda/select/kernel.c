@@ -112,12 +112,13 @@ const skl_cuda_kernel *skl_select_with_dk(const skl_cuda_kernel *kernel, const s
     return next;
 }
 
-const skl_cuda_kernel *skl_select_strip_kernel_of(const skl_problem *p)
+const skl_cuda_kernel *skl_select_deterministic_kernel_of(const skl_problem *p)
 {
     const skl_cuda_kernel *kernel = NULL;
     for (int32_t i = 0; (kernel = skl_cuda_kernel_at(i)) != NULL; i++)
         if (skl_cuda_runs_on(kernel, SKL_CAPABILITY_sm90) &&
-            (kernel->dense_rows != NULL || kernel->strip_rows != NULL) && fits_problem(kernel, p))
+            (kernel->group_dq != NULL || kernel->dense_rows != NULL || kernel->strip_rows != NULL) &&
+            fits_problem(kernel, p))
             break;
     return kernel;
 }

@@ -105,7 +105,7 @@ static size_t group_workspace_size(const skl_plan *plan, const skl_cuda_kernel *
     const bool gradients = skl_op_has_gradients(op);
     size_t size = skl_select_group_lse_size(plan);
     if (kernel->group_fused != NULL && gradients && plan->deterministic)
-        return group_workspace_size(plan, skl_select_strip_kernel_of(p), op);
+        return group_workspace_size(plan, skl_select_deterministic_kernel_of(p), op);
     if (skl_select_is_attention_with_groups(p) && kernel != skl_cuda_general) {
         const size_t lse_size = gradients ? 0 : skl_select_teacher_lse_size(p);
         size = larger(size, lse_size + split_states_size(plan));

@@ -48,24 +48,40 @@ template <int DIM> struct smem_stage {
     smem_rows<DIM> a, b;
 };
 
-/* Starts copying rows [first, first + ROWS) into swizzled rows of shared memory, with all of the block's THREAD_COUNT
+/* A copy of rows [first, first + ROWS) into swizzled rows of shared memory, by all of the block's THREAD_COUNT
  * threads. Rows >= count and dimensions >= from.dim become 0. */
+template <int DIM, int ROWS, int THREAD_COUNT, typename ELEMENT> struct chunk_copy {
+    static constexpr int CHUNKS = DIM / 8;
+    static constexpr int AT_ONCE = THREAD_COUNT / CHUNKS; /* rows per copy of the whole block */
+    static_assert(ROWS % AT_ONCE == 0 && AT_ONCE >= 4, "every thread copies the same number of chunks");
+    const ELEMENT *source;
+    int64_t stride;
+    uint32_t target;
+    int left;
+
+    __device__ chunk_copy(uint4 (*to)[CHUNKS], const row_source<ELEMENT> &from, int first, int count, int thread)
+        : stride(from.stride)
+    {
+        const int row = thread / CHUNKS, chunk = thread % CHUNKS;
+        source = from.rows + (first + row) * from.stride + chunk * 8;
+        target = shared_address(&to[row][chunk ^ (row & 7)]);
+        left = chunk * 8 < from.dim ? count - first - row : 0;
+    }
+
+    __device__ void start() const
+    {
+#pragma unroll
+        for (int n = 0; n < ROWS / AT_ONCE; n++)
+            cp_async_16((target ^ (uint32_t)(n * AT_ONCE % 8 * 16)) + (uint32_t)(n * AT_ONCE * DIM * 2),
+                        source + n * AT_ONCE * stride, n * AT_ONCE < left ? 16 : 0);
+    }
+};
+
 template <int DIM, int ROWS, int THREAD_COUNT, typename ELEMENT>
 __device__ inline void copy_chunks(uint4 (*to)[DIM / 8], const row_source<ELEMENT> &from, int first, int count,
                                    int thread = (int)threadIdx.x)
 {
-    constexpr int CHUNKS = DIM / 8;
-    constexpr int AT_ONCE = THREAD_COUNT / CHUNKS; /* rows per copy of the whole block */
-    static_assert(ROWS % AT_ONCE == 0 && AT_ONCE >= 4, "every thread copies the same number of chunks");
-    const int row = thread / CHUNKS;
-    const int chunk = thread % CHUNKS;
-    const ELEMENT *const source = from.rows + (first + row) * from.stride + chunk * 8;
-    const uint32_t target = shared_address(&to[row][chunk ^ (row & 7)]);
-    const int left = chunk * 8 < from.dim ? count - first - row : 0;
-#pragma unroll
-    for (int n = 0; n < ROWS / AT_ONCE; n++)
-        cp_async_16((target ^ (uint32_t)(n * AT_ONCE % 8 * 16)) + (uint32_t)(n * AT_ONCE * DIM * 2),
-                    source + n * AT_ONCE * from.stride, n * AT_ONCE < left ? 16 : 0);
+    chunk_copy<DIM, ROWS, THREAD_COUNT, ELEMENT>(to, from, first, count, thread).start();
 }
 
 /* The rows of a stage. */

@@ -402,9 +402,9 @@ __device__ inline bool is_live(const backward_params &params, const row_tile<M, 
 }
 
 /* Stores the warp's rows, from warp_row of the tile on, and their dimensions from dim_first on. */
-template <int WIDTH, int M, bool DK>
+template <int WIDTH, int M, int TILE_M, bool DK>
 __device__ inline void store_gradient(const gradient_acc<WIDTH, M> &gradient, const backward_params &params,
-                                      const row_tile<M, DK> &tile, float factor, int warp_row, int dim_first)
+                                      const row_tile<TILE_M, DK> &tile, float factor, int warp_row, int dim_first)
 {
     const skl_side side = side_of(params);
     const skl_output out = DK ? *side.dk : *side.dq;

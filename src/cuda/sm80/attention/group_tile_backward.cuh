@@ -2,7 +2,7 @@
  * LSEs of both sides are known. group_tile_products.cuh describes the tiles.
  *
  * r + 2 products per pair and gradient: like the kernels for equal heads (backward.cuh), dq and dk compute the logits
- * each, and nothing is summed in memory. G goes through shared memory, because the eight warps divide the gradient
+ * each, and nothing is summed in memory. G goes through shared memory, because the warps divide the gradient
  * otherwise than the logits:
  *
  *   logits     32 stationary rows x 64 streamed rows per warp
@@ -19,25 +19,16 @@ namespace sm80
 {
 
 template <int DIM, bool DK> struct group_backward_smem : group_smem<DIM> {
-    row_tile<GROUP_M, DK> tile;
-    unsigned poisoned[GROUP_TILE_ROWS / 32]; /* bits: whether a streamed row of the student has a non-finite value */
+    row_tile<GROUP_TILE_M, DK> tile;
+    float largest[GROUP_STATIONARY / (16 * GROUP_M)][GROUP_SHARING]; /* f16: upstream gradient of a warp's queries */
+    unsigned poisoned[GROUP_STREAMED / 32]; /* bits: whether a streamed row of the student has a non-finite value */
 };
-
-typedef group_tile<GROUP_TILE_ROWS> group_g; /* [stationary row][streamed row] */
-
-/* Rows of fewer than 128 dimensions have no room for G. */
-template <int DIM> constexpr bool G_IS_APART = sizeof(group_tile<DIM>) < sizeof(group_g);
-template <int DIM> constexpr int G_AT = (sizeof(group_backward_smem<DIM, false>) + 127) / 128 * 128;
-template <int DIM>
-constexpr int GROUP_BACKWARD_SIZE = G_IS_APART<DIM> ? G_AT<DIM> + sizeof(group_g)
-                                                    : sizeof(group_backward_smem<DIM, false>);
-static_assert(GROUP_BACKWARD_SIZE<128> <= 99 << 10 && GROUP_BACKWARD_SIZE<64> <= 99 << 10,
-              "consumer cards have 99 KB of shared memory");
 
 template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
     static constexpr int WIDTH = DIM / GROUP_SHARING; /* dimensions of the gradient per warp */
-    const backward_params &params;
+    const group_tile_params<backward_params> &params;
     group_backward_smem<DIM, DK> &smem;
+    unsigned index;
     gradient_acc<WIDTH, GROUP_M> gradient;
     gradient_unit<ELEMENT> unit;
     row_sums kl_sums; /* kl_in_backward: of one of the thread's rows, by all four lanes that hold them */
@@ -48,18 +39,22 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
     }
 
     /* LSE of a query, of teacher head n or, after the last one, of the student. */
-    __device__ float lse_at(int n, bool of_student, int query) const
+    __device__ float lse_at(const group_product<DK> &of, int n, bool of_student, int query) const
     {
-        const float *const first = smem.sources[n].lse;
+        const float *const first = smem.sources[of.list()][n].lse;
         return first != NULL ? first[query * lse_of(of_student).stride_row] : 0.0F;
     }
 
-    __device__ raw_stats load(const group_product<DK> &of, bool of_student, int query) const
+    __device__ float load(const group_product<DK> &of, int query) const
     {
-        const float lse_s = lse_at(smem.block.count, true, query);
-        if (!of_student)
-            return {lse_at(of.n(), false, query), lse_s};
-        return {lse_s, DK ? upstream(of.head, smem.block.origin + query) : 1.0F};
+        if (of.n() < params.group_size)
+            return lse_at(of, of.n(), false, query);
+        return DK ? upstream(of.head, smem.block.origin + query) : 1.0F;
+    }
+
+    __device__ float reference(const group_product<DK> &of, int query) const
+    {
+        return lse_at(of, params.group_size, true, query);
     }
 
     /* Upstream gradient of a query that attends to a key of the block. Those of others must not move the unit. */
@@ -75,13 +70,14 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
         return sees.begin < smem.block.first_row + smem.block.rows && sees.end > smem.block.first_row;
     }
 
-    __device__ query_stats student_stats(const raw_stats &raw) const
+    __device__ query_stats student_stats(float upstream, float lse_s) const
     {
-        const skl_lse2 lse = split_lse2(raw.lse);
-        return {lse.value, fmaf(raw.other, -lse.low * SKL_LN2, raw.other)};
+        const skl_lse2 lse = split_lse2(lse_s);
+        return {lse.value, fmaf(upstream, -lse.low * SKL_LN2, upstream)};
     }
 
-    static constexpr bool USES_STATIONARY = !G_IS_APART<DIM>;
+    static constexpr bool USES_STATIONARY = true;
+    static constexpr bool LOADS_REFERENCE = DK && !gradient_unit<ELEMENT>::MOVES; /* as far as registers allow */
 
     /* Which of its rows a thread keeps the sums of. */
     __device__ static int summed_row(const group_thread &thread)
@@ -91,13 +87,14 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
 
     /* From P and the logits alone, so that nothing else needs registers meanwhile. */
     template <bool MASKED>
-    __device__ void add_kl(const group_logits &p, const group_logits &y, const query_stats *stats)
+    __device__ void add_kl(const group_logits &p, const group_logits &y, const warp_stats<DK> &stats)
     {
-        const group_thread thread = group_thread::read();
+        const group_thread thread(index);
 #pragma unroll
         for (int i = 0; i < 2 * GROUP_M; i++) {
             const int m = i / 2, half = i % 2, row = thread.acc_row(m, half);
-            const row_sums sums = sum_group_row<MASKED>(p[m], y[m], params.b.scale, stats[row].lse, half,
+            const row_sums sums = sum_group_row<MASKED>(p[m], y[m], params.b.scale,
+                                                        stats.from(m * 16 + half * 8 + thread.lane / 4, 0).lse, half,
                                                         MASKED ? smem.seen[row].from(thread.column) : range32{});
             const row_sums total = {quad_sum(sums.l_a), quad_sum(sums.l_b), quad_sum(sums.w)};
             if (thread.lane % 4 == i)
@@ -107,28 +104,29 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
 
     __device__ void write_kl()
     {
-        const group_thread thread = group_thread::read();
+        const group_thread thread(index);
         const int row = summed_row(thread);
-        row_sums(*const quarters)[GROUP_TILE_ROWS] = (row_sums(*)[GROUP_TILE_ROWS])(void *)smem.stationary;
-        quarters[thread.quarter()][row] = kl_sums;
+        row_sums(*const halves)[GROUP_STATIONARY] = (row_sums(*)[GROUP_STATIONARY])(void *)smem.g;
+        halves[thread.half()][row] = kl_sums;
         __syncthreads();
-        if (thread.quarter() != 0 || row >= smem.block.rows)
+        if (thread.half() != 0 || row >= smem.block.rows)
             return;
-        for (int quarter = 1; quarter < GROUP_SHARING; quarter++)
-            add_sums(kl_sums, quarters[quarter][row]);
+        for (int half = 1; half < GROUP_SHARING; half++)
+            add_sums(kl_sums, halves[half][row]);
         write_one_pass_row(params, smem.tile.sequence, smem.tile.head, smem.tile.first + row, state_of(kl_sums));
     }
 
     /* As clear_non_finite in backward.cuh. */
-    __device__ void sanitize(group_tile<DIM> &streamed)
+    __device__ void sanitize(group_streamed<DIM> &streamed)
     {
-        const int index = group_thread::index();
-        if (index < GROUP_TILE_ROWS / 32)
+        const int index = (int)threadIdx.x;
+        if (index < GROUP_STREAMED / 32)
             smem.poisoned[index] = 0;
         __syncthreads();
-        for (int n = index; n < GROUP_TILE_ROWS * DIM / 8; n += GROUP_THREADS) {
+#pragma unroll 1
+        for (int n = index; n < GROUP_STREAMED * DIM / 8; n += GROUP_THREADS) {
             const int row = n / (DIM / 8);
-            uint4 &chunk = streamed[row / 64].chunks[row % 64][n % (DIM / 8)];
+            uint4 &chunk = streamed.chunks[row][n % (DIM / 8)];
             if (!all_finite<ELEMENT>(chunk)) {
                 chunk = make_uint4(0, 0, 0, 0);
                 atomicOr(&smem.poisoned[row / 32], 1U << row % 32);
@@ -137,28 +135,41 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
         __syncthreads();
     }
 
-    /* f16: |s - p| <= 1, so 1 or, for dk, the upstream gradients of the stage bound G. The same in all warps. */
-    __device__ void fit_unit(const query_stats *stats)
+    /* f16: |s - p| <= 1, so 1 or, for dk, the upstream gradients of the stage bound G. */
+    __device__ static float largest_factor(const warp_stats<DK> &stats)
     {
         float largest = 0.0F;
-        for (int row = (int)threadIdx.x % 32; row < GROUP_TILE_ROWS; row += 32) {
-            const float size = fabsf(stats[row].factor);
+#pragma unroll
+        for (int n = 0; n < warp_stats<DK>::PER_LANE; n++) {
+            const float size = fabsf(stats.of[n].factor);
             largest = size < INFINITY ? fmaxf(largest, size) : largest;
         }
-        unit.fit(gradient, warp_max(largest));
+        return warp_max(largest);
+    }
+
+    /* The same in the warps whose G a gradient is made of. Waits for them. */
+    __device__ void fit_unit(const warp_stats<DK> &stats)
+    {
+        const group_thread thread(index);
+        float(&halves)[GROUP_SHARING] = smem.largest[thread.sharing()];
+        const float largest = largest_factor(stats);
+        if (thread.lane == 0)
+            halves[thread.half()] = largest;
+        thread.sync_rows();
+        unit.fit(gradient, fmaxf(halves[0], halves[1]));
     }
 
     /* G of a stage. MASKED: of masked pairs 0. */
     template <bool MASKED>
-    __device__ void compute_g(group_g &g, const group_logits &p, const group_logits &y, const query_stats *stats)
+    __device__ void compute_g(const group_logits &p, const group_logits &y, const warp_stats<DK> &stats)
     {
-        const group_thread thread = group_thread::read();
-        tile_stats<DK> queries(stats, thread);
-        const uint32_t to = shared_address(&g[0].chunks[thread.acc_row(0, 0)][thread.column / 8 ^ thread.lane / 4]) +
+        const group_thread thread(index);
+        tile_stats<DK> queries(stats, thread.lane);
+        const uint32_t to = shared_address(&smem.g[thread.acc_row(0, 0)][thread.column / 8 ^ thread.lane / 4]) +
                             (uint32_t)(thread.lane % 4 * 4);
 #pragma unroll
         for (int block = 0; block < GROUP_N; block++) {
-            queries.load(stats, thread, block);
+            queries.load(stats, thread.lane, block);
             const unsigned poisoned = MASKED ? smem.poisoned[(thread.column + block * 8) / 32] : 0;
 #pragma unroll
             for (int m = 0; m < GROUP_M; m++)
@@ -177,62 +188,57 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
                     }
                     const uint32_t packed = pack(pair[0], pair[1], ELEMENT());
                     asm volatile(
-                        "st.shared.b32 [%0], %1;" ::"r"(at_chunk<GROUP_TILE_ROWS>(to, m * 16 + half * 8, block)),
+                        "st.shared.b32 [%0], %1;" ::"r"(at_chunk<GROUP_STREAMED>(to, m * 16 + half * 8, block)),
                         "r"(packed)
                         : "memory");
                 }
         }
     }
 
-    __device__ void student(group_logits &p, group_logits &y, group_tile<DIM> &streamed, const query_stats *stats,
-                            const group_product<DK> &at)
+    __device__ void student(group_logits &p, group_logits &y, group_streamed<DIM> &streamed,
+                            const warp_stats<DK> &stats, const group_product<DK> &at)
     {
-        group_g &g = *(group_g *)(void *)(G_IS_APART<DIM> ? (unsigned char *)&smem + G_AT<DIM>
-                                                          : (unsigned char *)smem.stationary);
-        const int stage_rows = smem.block.needed - at.first();
         if (DK && unit.MOVES)
             fit_unit(stats);
-        if (!G_IS_APART<DIM>)
-            group_thread::read().sync_rows(); /* Y is complete: the stationary rows are not needed any more */
+        group_thread(index).sync_rows(); /* Y is complete: the stationary rows are not needed any more */
         const bool with_kl = !DK && params.kl_in_backward;
-        if (covers(smem.block.full, at.first(), GROUP_TILE_ROWS)) {
+        if (covers(smem.block.full, at.first(), GROUP_STREAMED)) {
             if (with_kl)
                 add_kl<false>(p, y, stats);
-            compute_g<false>(g, p, y, stats);
+            compute_g<false>(p, y, stats);
         } else {
             if (with_kl)
                 add_kl<true>(p, y, stats);
             sanitize(streamed);
-            compute_g<true>(g, p, y, stats);
+            compute_g<true>(p, y, stats);
         }
-        const group_thread thread = group_thread::read();
+        const group_thread thread(index);
         thread.sync_rows(); /* G is complete */
-        const uint32_t g_address = a_address(g[0], thread.lane);
-        const uint32_t rows =
-            at_chunk<DIM>(gradient_b_address(streamed[0], thread.lane), 0, thread.quarter() * (WIDTH / 8));
+        const uint32_t g_address = a_address(rows_from<GROUP_STREAMED>(smem.g[thread.row][0]), thread.lane);
+        const uint32_t rows = at_chunk<DIM>(gradient_b_address(rows_from<DIM>(streamed.chunks[0][0]), thread.lane), 0,
+                                            thread.half() * (WIDTH / 8));
 #pragma unroll
-        for (int k = 0; k < GROUP_TILE_ROWS / 16; k++) {
-            if (k * 16 >= stage_rows)
-                break;
+        for (int k = 0; k < GROUP_STREAMED / 16; k++) {
             uint32_t a[GROUP_M][4];
 #pragma unroll
             for (int m = 0; m < GROUP_M; m++)
-                ldmatrix_x4(a[m], at_chunk<GROUP_TILE_ROWS>(g_address, thread.row + m * 16, 2 * k));
+                ldmatrix_x4(a[m], at_chunk<GROUP_STREAMED>(g_address, m * 16, 2 * k));
             multiply_add<ELEMENT, DIM>(gradient, a, rows, k * 16);
         }
     }
 };
 
 template <typename ELEMENT, int DIM, bool DK>
-__global__ void __launch_bounds__(GROUP_THREADS, 1)
-    group_tile_gradient_kernel(const __grid_constant__ backward_params params)
+__global__ void __launch_bounds__(GROUP_THREADS, GROUP_BLOCKS_PER_SM)
+    group_tile_gradient_kernel(const __grid_constant__ group_tile_params<backward_params> params)
 {
     extern __shared__ __align__(128) unsigned char raw[];
-    group_backward_smem<DIM, DK> &smem = *(group_backward_smem<DIM, DK> *)(void *)raw;
-    row_tile<GROUP_M, DK> tile;
+    group_backward_smem<DIM, DK> &smem = *(group_backward_smem<DIM, DK> *)kept_address(raw);
+    const unsigned index = kept(threadIdx.x);
+    row_tile<GROUP_TILE_M, DK> tile;
     if (!tile.find(params))
         return;
-    const int rows = (int)skl_max(0, skl_min(GROUP_TILE_ROWS, tile.rows - tile.first));
+    const int rows = (int)skl_max(0, skl_min(GROUP_STATIONARY, tile.rows - tile.first));
     if (threadIdx.x == 0) {
         smem.tile = tile;
         const int sharing = DK ? params.b.heads_per_key : 1;
@@ -240,38 +246,38 @@ __global__ void __launch_bounds__(GROUP_THREADS, 1)
             DK ? skl_query_band(&params.problem, &tile.sequence) : skl_key_band(&params.problem, &tile.sequence);
         const streamed_band all = rows > 0 ? stream_for(band, tile.first, tile.first + rows - 1) : streamed_band{};
         set_group_block<DK>(smem, tile.sequence, tile.first, rows, all, (int)tile.head * sharing,
-                            (int)(tile.head + 1) * sharing, (int)skl_group_size(&params.problem));
-        if (rows < GROUP_TILE_ROWS) /* rows that do not exist must be masked */
+                            (int)(tile.head + 1) * sharing);
+        if (rows < GROUP_STATIONARY) /* rows that do not exist must be masked */
             smem.block.full = {};
     }
     __syncthreads();
-    group_gradient_pass<ELEMENT, DIM, DK> pass = {params, smem, {}, {}, {}};
+    group_gradient_pass<ELEMENT, DIM, DK> pass = {params, smem, index, {}, {}, {}};
     if (!DK)
         pass.unit.fit(pass.gradient, 1.0F);
-    run_group_products<ELEMENT, DIM, DK>(params, smem, pass);
+    run_group_products<ELEMENT, DIM, DK>(params, smem, (group_streamed<DIM> *)(void *)(&smem + 1), index, pass);
     if (!DK && params.kl_in_backward)
         pass.write_kl();
-    const group_thread thread = group_thread::read();
+    const group_thread thread(index);
     store_gradient(pass.gradient, params, smem.tile, pass.unit.value() * params.problem.scale_s, thread.row,
-                   thread.quarter() * pass.WIDTH);
+                   thread.half() * pass.WIDTH);
 }
 
 template <typename ELEMENT, int DIM, bool DK>
 cudaError_t launch_group_tile_gradient(const char *kernel, const skl_cuda_params *params,
                                        const skl_cuda_launch *launch)
 {
-    const backward_params kernel_params = backward_params_of(params, launch);
+    typedef group_backward_smem<DIM, DK> smem_type;
+    const auto kernel_params = group_tile_params_of<DIM, smem_type>(backward_params_of(params, launch), launch);
+    const size_t size = sizeof(smem_type) + (size_t)kernel_params.slots * sizeof(group_streamed<DIM>);
     const skl_problem *const p = &params->problem;
     record_launch(kernel, DK ? SKL_VARIANT_DK_GROUPS : SKL_VARIANT_DQ_GROUPS, 1);
-    const cudaError_t error =
-        cudaFuncSetAttribute(group_tile_gradient_kernel<ELEMENT, DIM, DK>,
-                             cudaFuncAttributeMaxDynamicSharedMemorySize, GROUP_BACKWARD_SIZE<DIM>);
+    const cudaError_t error = cudaFuncSetAttribute(group_tile_gradient_kernel<ELEMENT, DIM, DK>,
+                                                   cudaFuncAttributeMaxDynamicSharedMemorySize, (int)size);
     if (error != cudaSuccess)
         return error;
-    const dim3 blocks = grid_of(p->batch, row_tile<GROUP_M, DK>::heads(kernel_params),
-                                skl_ceil_div(DK ? p->len_k : p->len_q, GROUP_TILE_ROWS));
-    group_tile_gradient_kernel<ELEMENT, DIM, DK>
-        <<<blocks, GROUP_THREADS, (size_t)GROUP_BACKWARD_SIZE<DIM>, params->call.stream>>>(kernel_params);
+    const dim3 blocks = grid_of(p->batch, row_tile<GROUP_TILE_M, DK>::heads(kernel_params),
+                                skl_ceil_div(DK ? p->len_k : p->len_q, GROUP_STATIONARY));
+    group_tile_gradient_kernel<ELEMENT, DIM, DK><<<blocks, GROUP_THREADS, size, params->call.stream>>>(kernel_params);
     return cudaPeekAtLastError();
 }
 

@@ -8,18 +8,21 @@
 namespace sm80
 {
 
-constexpr int GROUP_TILE_ROWS = 128; /* stationary rows of a block, streamed rows of a stage */
-constexpr int GROUP_M = 2;           /* tiles of 16 stationary rows per warp */
+constexpr int GROUP_STATIONARY = 64; /* stationary rows of a block */
+constexpr int GROUP_STREAMED = 128;  /* streamed rows of a stage */
+constexpr int GROUP_BLOCKS_PER_SM = 2;
 
-constexpr int GROUP_N = 4;                                     /* blocks of 8 streamed rows per warp */
-constexpr int GROUP_SHARING = GROUP_TILE_ROWS / (8 * GROUP_N); /* warps with the same stationary rows */
-constexpr int GROUP_THREADS = GROUP_TILE_ROWS / (16 * GROUP_M) * GROUP_SHARING * 32;
+constexpr int GROUP_SHARING = 2;                              /* warps with the same stationary rows */
+constexpr int GROUP_M = 2;                                    /* tiles of 16 stationary rows per warp */
+constexpr int GROUP_N = GROUP_STREAMED / (8 * GROUP_SHARING); /* blocks of 8 streamed rows per warp */
+constexpr int GROUP_THREADS = GROUP_STATIONARY / (16 * GROUP_M) * GROUP_SHARING * 32;
+constexpr int GROUP_TILE_M = GROUP_STATIONARY / 64; /* of query_tile and row_tile */
 
-static_assert(GROUP_TILE_ROWS == TILE_ROWS<GROUP_M>, "");
+template <int DIM> struct group_streamed {
+    uint4 chunks[GROUP_STREAMED][DIM / 8];
+};
 
-template <int DIM> using group_tile = smem_rows<DIM>[2]; /* 128 rows */
-
-typedef float group_logits[GROUP_M][GROUP_N][4]; /* of a warp: 32 stationary rows x 32 streamed rows; also P */
+typedef float group_logits[GROUP_M][GROUP_N][4]; /* of a warp: its stationary x its streamed rows; also P */
 
 /* Of a query. Teacher: LSE in base 2, and the factor that all P of the row share, relative to the head's own.
  * Student: LSE, and the factor of G. */
@@ -33,8 +36,8 @@ struct stage_range {
 
     __device__ static stage_range of(const range32 &sees, int first)
     {
-        return {(unsigned char)min(max(sees.begin - first, 0), GROUP_TILE_ROWS),
-                (unsigned char)min(max(sees.end - first, 0), GROUP_TILE_ROWS)};
+        return {(unsigned char)min(max(sees.begin - first, 0), GROUP_STREAMED),
+                (unsigned char)min(max(sees.end - first, 0), GROUP_STREAMED)};
     }
 
     __device__ bool has(int row) const
@@ -56,7 +59,6 @@ struct group_block {
     int rows, needed;  /* stationary rows that exist; streamed rows up to the last one that some row needs */
     int last_query;    /* of the sequence, from the first stationary or streamed one on */
     int head, end;     /* student heads */
-    int count;         /* teacher heads of each */
     range32 full;      /* streamed rows that all stationary rows see */
     bounded_band band;
 };
@@ -67,25 +69,59 @@ struct group_block {
 struct group_source {
     const void *stationary, *streamed;
     const float *lse;
-    float share;  /* of a teacher's head in the mean of those up to it */
-    int new_keys; /* whether its keys are others than those of the product before it */
 };
 
-template <int DIM> struct group_smem {
-    group_tile<DIM> stationary, streamed[STAGES];
-    group_source sources[SKL_GROUP_TILES_SIZE_MAX + 1]; /* of the student head's products: the teacher's, its own */
-    alignas(16) query_stats stats[2][GROUP_TILE_ROWS];  /* of a product, and of the next one; read in pairs */
-    stage_range seen[GROUP_TILE_ROWS];                  /* of the stationary rows, in the student's product */
+/* Rows that begin at this chunk of shared memory, for addresses. */
+template <int DIM> __device__ inline smem_rows<DIM> &rows_from(uint4 &first)
+{
+    return *(smem_rows<DIM> *)(void *)&first;
+}
+
+/* At the beginning of a block's shared memory; one or two slots for streamed rows follow. */
+template <int DIM> struct alignas(128) group_smem {
+    /* G of a stage, once the student's product has read the stationary rows. Before that, those that some warps share
+     * begin where their G does: other warps neither read nor write there, so that these need not wait for the block.
+     */
+    uint4 g[GROUP_STATIONARY][GROUP_STREAMED / 8];
+    group_source sources[2][SKL_GROUP_TILES_SIZE_MAX + 1]; /* of a student head's products: the teacher's, its own;
+                                                            * and those of the next head */
+    stage_range seen[GROUP_STATIONARY];                    /* by the stationary rows, in the student's product */
     group_block block;
 };
+
+/* Parameters of a kernel. What decides about every product is in the constant bank: loads from shared memory would
+ * wait for each other. */
+template <typename PARAMS> struct group_tile_params : PARAMS {
+    int32_t group_size;
+    uint32_t new_keys; /* bit n: the keys of product n may be others than those of the product before it */
+    int32_t slots;     /* for streamed rows: 2, or 1 where two blocks of two slots do not fit into an SM */
+    float shares[SKL_GROUP_TILES_SIZE_MAX]; /* of a teacher's head in the mean of those up to it */
+};
+
+/* SMEM: what precedes the slots of the streamed rows. */
+template <int DIM, typename SMEM, typename PARAMS>
+group_tile_params<PARAMS> group_tile_params_of(const PARAMS &params, const skl_cuda_launch *launch)
+{
+    constexpr int RESERVED = 1024; /* of each block, by the system */
+    constexpr int TWO = GROUP_BLOCKS_PER_SM * (int)(sizeof(SMEM) + 2 * sizeof(group_streamed<DIM>) + RESERVED);
+    constexpr int ONE = GROUP_BLOCKS_PER_SM * (int)(sizeof(SMEM) + sizeof(group_streamed<DIM>) + RESERVED);
+    static_assert(TWO <= 164 << 10 && ONE <= 100 << 10, "shared memory of a data center GPU, of a consumer card");
+    const int size = (int)skl_group_size(&params.problem), sharing = params.a.heads_per_key;
+    group_tile_params<PARAMS> result = {params, size, 1U | 1U << size, TWO <= launch->smem_per_sm ? 2 : 1, {}};
+    for (int n = 0; n < size; n++) {
+        if (sharing % size != 0 && (size % sharing != 0 || n % sharing == 0))
+            result.new_keys |= 1U << n;
+        result.shares[n] = 1.0F / (float)(n + 1);
+    }
+    return result;
+}
 
 /* One product of a block, in two registers. */
 template <bool DK> struct group_product {
     enum {
         HEADS = 15,        /* bits of the number of the product */
         STREAMED = 16,     /* bit: which slot the streamed rows are in */
-        STATS = 32,        /* bit: which slot the stats are in */
-        NEW_STREAMED = 64, /* the streamed rows of the next product are others: the block has to wait for them */
+        NEW_STREAMED = 32, /* the streamed rows of the next product are others: the block has to wait for them */
     };
     int head; /* of the student */
     int at;   /* first streamed row of the stage, and the bits above */
@@ -96,9 +132,15 @@ template <bool DK> struct group_product {
         return at & HEADS;
     }
 
+    /* Which of group_smem.sources it is in. */
+    __device__ int list() const
+    {
+        return DK ? head % 2 : 0;
+    }
+
     __device__ int first() const
     {
-        return at & -GROUP_TILE_ROWS;
+        return at & -GROUP_STREAMED;
     }
 
     __device__ int slot(int bit) const
@@ -112,47 +154,73 @@ template <bool DK> struct group_product {
         return DK ? head < block.end : first() < block.needed;
     }
 
-    __device__ group_product next(const group_block &block) const
+    /* After the one of the last teacher's head comes the student's, and then the next stage. */
+    __device__ group_product next(const group_block &block, int group_size) const
     {
-        const int slots = at & (STREAMED | STATS | NEW_STREAMED);
-        if (n() < block.count)
+        const int slots = at & (STREAMED | NEW_STREAMED);
+        if (n() < group_size)
             return {head, at + 1};
-        const int stage = first() + GROUP_TILE_ROWS;
+        const int stage = first() + GROUP_STREAMED;
         return DK && stage >= block.needed ? group_product{head + 1, slots} : group_product{head, stage | slots};
     }
 };
 
 static_assert(SKL_GROUP_TILES_SIZE_MAX <= (int)group_product<true>::HEADS, "");
 
-/* Where a thread is in the tile. Read again for every product, by instructions that the compiler does not move: it
- * would keep dozens of addresses that follow from it in registers during the whole loop. */
+/* A value that the compiler keeps in a register, because it cannot compute it again: special registers, which the
+ * addresses of threads and of shared memory come from, are slow. */
+__device__ inline unsigned kept(unsigned value)
+{
+    return __shfl_sync(~0U, value, (int)threadIdx.x % 32);
+}
+
+__device__ inline void *kept_address(void *shared)
+{
+    return __cvta_shared_to_generic(kept(shared_address(shared)));
+}
+
+/* The index of a thread, kept(threadIdx.x), as a number that the compiler has not seen before: it would keep dozens
+ * of addresses that follow from it in registers during the whole loop. */
+__device__ inline unsigned group_index(unsigned kept_index)
+{
+    asm volatile("" : "+r"(kept_index));
+    return kept_index % GROUP_THREADS; /* tells the compiler its range */
+}
+
+/* The same, for numbers that the compiler must not keep from an earlier use of the index. */
+__device__ inline unsigned index_again()
+{
+    unsigned index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    return index;
+}
+
+/* Where a thread is in the tile. Computed for every product. */
 struct group_thread {
     int lane;
     int row;    /* first of the warp's stationary rows */
     int column; /* first of its streamed rows within a stage */
 
-    __device__ static int index()
+    __device__ explicit group_thread(unsigned kept_index)
     {
-        unsigned thread;
-        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-        return (int)(thread % GROUP_THREADS); /* tells the compiler its range */
-    }
-
-    /* Two warps of one scheduler, w and w + 4, have different rows and do not wait for each other. */
-    __device__ static group_thread read()
-    {
-        const unsigned thread = (unsigned)index();
-        return {(int)(thread % 32), (int)(thread / (32 * GROUP_SHARING) * 16 * GROUP_M),
-                (int)(thread / 32 % GROUP_SHARING * 8 * GROUP_N)};
+        const unsigned index = group_index(kept_index);
+        lane = (int)(index % 32);
+        row = (int)(index / (32 * GROUP_SHARING) * 16 * GROUP_M);
+        column = (int)(index / 32 % GROUP_SHARING * 8 * GROUP_N);
     }
 
     /* Waits for the other warps with the same stationary rows. */
     __device__ void sync_rows() const
     {
-        named_barrier_sync(1 + row / (16 * GROUP_M), 32 * GROUP_SHARING);
+        named_barrier_sync(1 + sharing(), 32 * GROUP_SHARING);
     }
 
-    __device__ int quarter() const /* of the stage */
+    __device__ int sharing() const /* which of the stationary rows that are shared */
+    {
+        return row / (16 * GROUP_M);
+    }
+
+    __device__ int half() const /* of the stage */
     {
         return column / (8 * GROUP_N);
     }
@@ -172,12 +240,12 @@ struct group_thread {
 /* Executed by one thread, before a barrier; `band` of stream_for(). */
 template <bool DK, int DIM>
 __device__ inline void set_group_block(group_smem<DIM> &smem, const skl_sequence &sequence, int64_t first_row,
-                                       int rows, const streamed_band &all, int head, int end, int count)
+                                       int rows, const streamed_band &all, int head, int end)
 {
-    const range32 full = reach_of(all.band, 0, GROUP_TILE_ROWS).all;
+    const range32 full = reach_of(all.band, 0, GROUP_STATIONARY).all;
     const int64_t queries = sequence.query_count - (DK ? all.origin : first_row);
     const int last_query = (int)skl_min(queries, SKL_ROWS_MAX) - 1;
-    smem.block = {sequence, first_row, all.origin, rows, all.needed, last_query, head, end, count, full, all.band};
+    smem.block = {sequence, first_row, all.origin, rows, all.needed, last_query, head, end, full, all.band};
 }
 
 } // namespace sm80

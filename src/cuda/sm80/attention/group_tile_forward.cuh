@@ -19,13 +19,14 @@ __device__ inline float first_lse(const forward_params &params, const skl_sequen
 
 template <typename ELEMENT, int DIM> struct group_forward_pass {
 
-    const forward_params &params;
+    const group_tile_params<forward_params> &params;
     group_smem<DIM> &smem;
+    unsigned index;
     skl_row_state state[GROUP_M][2];
 
     __device__ void clear()
     {
-        const group_thread thread = group_thread::read();
+        const group_thread thread(index);
 #pragma unroll
         for (int m = 0; m < GROUP_M; m++)
 #pragma unroll
@@ -42,22 +43,32 @@ template <typename ELEMENT, int DIM> struct group_forward_pass {
         return of_student ? skl_input{} : params.call.inputs.lse_t;
     }
 
-    __device__ raw_stats load(const group_product<false> &of, bool of_student, int query) const
+    __device__ float lse_at(const group_product<false> &of, int n, int query) const
     {
-        const int64_t at = query * params.call.inputs.lse_t.stride_row;
-        return of_student ? raw_stats{} : raw_stats{smem.sources[of.n()].lse[at], smem.sources[0].lse[at]};
+        return smem.sources[of.list()][n].lse[query * params.call.inputs.lse_t.stride_row];
     }
 
-    __device__ query_stats student_stats(const raw_stats &) const
+    __device__ float load(const group_product<false> &of, int query) const
+    {
+        return of.n() < params.group_size ? lse_at(of, of.n(), query) : 0.0F;
+    }
+
+    __device__ float reference(const group_product<false> &of, int query) const
+    {
+        return lse_at(of, 0, query);
+    }
+
+    __device__ query_stats student_stats(float, float) const
     {
         return {};
     }
 
     static constexpr bool USES_STATIONARY = false;
+    static constexpr bool LOADS_REFERENCE = false; /* it is in the L1 cache */
 
     template <bool MASKED> __device__ void add(const group_logits &p, const group_logits &y)
     {
-        const group_thread thread = group_thread::read();
+        const group_thread thread(index);
 #pragma unroll
         for (int m = 0; m < GROUP_M; m++)
 #pragma unroll
@@ -66,10 +77,10 @@ template <typename ELEMENT, int DIM> struct group_forward_pass {
                                        MASKED ? smem.seen[thread.acc_row(m, half)].from(thread.column) : range32{});
     }
 
-    __device__ void student(const group_logits &p, const group_logits &y, const group_tile<DIM> &,
-                            const query_stats *, const group_product<false> &at)
+    __device__ void student(const group_logits &p, const group_logits &y, const group_streamed<DIM> &,
+                            const warp_stats<false> &, const group_product<false> &at)
     {
-        if (covers(smem.block.full, at.first(), GROUP_TILE_ROWS))
+        if (covers(smem.block.full, at.first(), GROUP_STREAMED))
             add<false>(p, y);
         else
             add<true>(p, y);
@@ -77,47 +88,49 @@ template <typename ELEMENT, int DIM> struct group_forward_pass {
 };
 
 template <typename ELEMENT, int DIM>
-__global__ void __launch_bounds__(GROUP_THREADS, 1)
-    group_tile_forward_kernel(const __grid_constant__ forward_params params)
+__global__ void __launch_bounds__(GROUP_THREADS, GROUP_BLOCKS_PER_SM)
+    group_tile_forward_kernel(const __grid_constant__ group_tile_params<forward_params> params)
 {
     extern __shared__ __align__(128) unsigned char raw[];
-    group_smem<DIM> &smem = *(group_smem<DIM> *)(void *)raw;
-    query_tile<GROUP_M> tile;
+    group_smem<DIM> &smem = *(group_smem<DIM> *)kept_address(raw);
+    const unsigned index = kept(threadIdx.x);
+    query_tile<GROUP_TILE_M> tile;
     if (!tile.find(params, params.num_splits, (unsigned)params.head_group))
         return;
-    const int rows = (int)skl_min(GROUP_TILE_ROWS, tile.sequence.query_count - tile.first);
+    const int rows = (int)skl_min(GROUP_STATIONARY, tile.sequence.query_count - tile.first);
     if (threadIdx.x == 0) {
         const skl_band band = skl_key_band(&params.problem, &tile.sequence);
         set_group_block<false>(smem, tile.sequence, tile.first, rows,
-                               streamed_split(stream_for(band, tile.first, tile.first + rows - 1), GROUP_TILE_ROWS,
+                               streamed_split(stream_for(band, tile.first, tile.first + rows - 1), GROUP_STREAMED,
                                               tile.split, params.num_splits),
-                               tile.head, tile.head + 1, (int)skl_group_size(&params.problem));
+                               tile.head, tile.head + 1);
         smem.block.full.end = min(smem.block.full.end, smem.block.needed); /* a split's end, within its last stage */
     }
     __syncthreads();
-    group_forward_pass<ELEMENT, DIM> pass = {params, smem, {}};
+    group_forward_pass<ELEMENT, DIM> pass = {params, smem, index, {}};
     pass.clear();
-    run_group_products<ELEMENT, DIM, false>(params, smem, pass);
+    run_group_products<ELEMENT, DIM, false>(params, smem, (group_streamed<DIM> *)(void *)(&smem + 1), index, pass);
 
-    const group_thread thread = group_thread::read();
-    skl_row_state(*const merged)[GROUP_TILE_ROWS] = (skl_row_state(*)[GROUP_TILE_ROWS])(void *)smem.stationary;
+    const group_thread thread(index);
+    skl_row_state(*const merged)[GROUP_STATIONARY] = (skl_row_state(*)[GROUP_STATIONARY])(void *)smem.g;
 #pragma unroll
     for (int m = 0; m < GROUP_M; m++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const skl_row_state state = merge_lanes(without_shift_if_empty(pass.state[m][half]));
             if (thread.lane % 4 == 0)
-                merged[thread.quarter()][thread.acc_row(m, half)] = state;
+                merged[thread.half()][thread.acc_row(m, half)] = state;
         }
     __syncthreads();
-    query_tile<GROUP_M> written; /* the same tile, recomputed: `tile` need not stay in registers during the loop */
+    query_tile<GROUP_TILE_M>
+        written; /* the same tile, recomputed: `tile` need not stay in registers during the loop */
     (void)written.find(params, params.num_splits, (unsigned)params.head_group);
     const int row = (int)threadIdx.x;
-    if (row >= GROUP_TILE_ROWS || written.first + row >= written.sequence.query_count)
+    if (row >= GROUP_STATIONARY || written.first + row >= written.sequence.query_count)
         return;
     skl_row_state state = merged[0][row];
-    for (int quarter = 1; quarter < GROUP_SHARING; quarter++)
-        state = skl_state_merge(state, merged[quarter][row]);
+    for (int half = 1; half < GROUP_SHARING; half++)
+        state = skl_state_merge(state, merged[half][row]);
     state.m_a = -split_lse2(first_lse(params, written.sequence, written.head, written.first + row)).low;
     if (params.num_splits > 1)
         params.split_states[written.index * written.ROWS + row] = state;
@@ -129,21 +142,22 @@ template <typename ELEMENT, int DIM>
 cudaError_t launch_group_tile_forward(const char *kernel, const skl_cuda_params *params,
                                       const skl_cuda_launch *launch)
 {
-    const forward_params kernel_params = forward_params_of(params, launch);
+    const auto kernel_params = group_tile_params_of<DIM, group_smem<DIM>>(forward_params_of(params, launch), launch);
+    const size_t size = sizeof(group_smem<DIM>) + (size_t)kernel_params.slots * sizeof(group_streamed<DIM>);
+    static_assert(SKL_GROUP_TILE % GROUP_STATIONARY == 0, "cuda/select counts tiles");
     const skl_problem *const p = &params->problem;
-    const int64_t tiles = skl_ceil_div(p->len_q, GROUP_TILE_ROWS);
+    const int64_t tiles = skl_ceil_div(p->len_q, GROUP_STATIONARY);
     record_launch(kernel, SKL_VARIANT_GROUPS, launch->num_splits);
-    const cudaError_t error =
-        cudaFuncSetAttribute(group_tile_forward_kernel<ELEMENT, DIM>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             (int)sizeof(group_smem<DIM>));
+    const cudaError_t error = cudaFuncSetAttribute(group_tile_forward_kernel<ELEMENT, DIM>,
+                                                   cudaFuncAttributeMaxDynamicSharedMemorySize, (int)size);
     if (error != cudaSuccess)
         return error;
     group_tile_forward_kernel<ELEMENT, DIM>
-        <<<grid_of(p->batch, p->heads_s, tiles * launch->num_splits), GROUP_THREADS, sizeof(group_smem<DIM>),
-           params->call.stream>>>(kernel_params);
+        <<<grid_of(p->batch, p->heads_s, tiles * launch->num_splits), GROUP_THREADS, size, params->call.stream>>>(
+            kernel_params);
     if (launch->num_splits > 1)
-        merge_group_splits<GROUP_M>
-            <<<grid_of(p->batch, p->heads_s, tiles), GROUP_TILE_ROWS, 0, params->call.stream>>>(kernel_params);
+        merge_group_splits<GROUP_TILE_M>
+            <<<grid_of(p->batch, p->heads_s, tiles), GROUP_STATIONARY, 0, params->call.stream>>>(kernel_params);
     return cudaPeekAtLastError();
 }
 
