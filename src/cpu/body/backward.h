@@ -41,7 +41,8 @@ static bool adds_gradient(const tile *t, int64_t i)
 }
 
 /* In a tile with masked pairs, or with rows whose upstream gradient is 0, a logit gradient of 0 may meet a key or
- * query that is not finite. 0 * inf is NaN, so such a tile takes a slow path that skips those pairs. */
+ * query that is not finite. 0 * inf is NaN, so such a tile takes a slow path that skips those pairs. All others add
+ * up to the same bits as without such keys and queries. */
 static bool must_skip_pairs(const tile *t, const skl_side *side, const key_tile *keys, const float *rows,
                             int64_t count)
 {
@@ -75,6 +76,40 @@ static void add_weighted_halves(float *to, int64_t stride, float weight, const u
         to[c * stride] += weight * skl_from_bf16(row[c]);
 }
 
+/* Whether the slow path adds a row's pairs one by one. A matrix unit, which rounds in its own way, still multiplies
+ * the rows that are finite. */
+static bool is_added_by_pairs(const skl_side *side, const float *rows, int64_t row)
+{
+    return !side->on_matrix || any_nonfinite_halves(halves(rows) + row * padded(side->dim), 1, side->dim);
+}
+
+/* Where a packed operand of the matrix unit has element c of a key or of a query. */
+static uint16_t *packed_key(const skl_side *side, const float *k, int64_t j, int64_t c)
+{
+    return transposed_keys(side, k) + c * TILE_K + j;
+}
+
+static uint16_t *packed_query(const tile *t, const skl_side *side, const float *q, int64_t i, int64_t c)
+{
+    const int64_t block = i / MATRIX_INTERLEAVE * MATRIX_INTERLEAVE;
+    return interleaved_queries(t, side, q) + block * padded(side->dim) + c * MATRIX_INTERLEAVE + i - block;
+}
+
+/* In the operands of the matrix unit, replaces keys or queries that are not finite by 0, and restores them. */
+static void set_nonfinite_keys(const skl_side *side, const float *k, int64_t count, bool to_zero)
+{
+    for (int64_t j = 0; j < count; j++)
+        for (int64_t c = 0; is_added_by_pairs(side, k, j) && c < side->dim; c++)
+            *packed_key(side, k, j, c) = to_zero ? 0 : halves(k)[j * padded(side->dim) + c];
+}
+
+static void set_nonfinite_queries(const tile *t, const skl_side *side, const float *q, bool to_zero)
+{
+    for (int64_t i = 0; i < t->count; i++)
+        for (int64_t c = 0; is_added_by_pairs(side, q, i) && c < side->dim; c++)
+            *packed_query(t, side, q, i, c) = to_zero ? 0 : halves(q)[i * padded(side->dim) + c];
+}
+
 /* dq += g^T k, pair by pair. */
 static void add_pairs_to_dq(const tile *t, const skl_side *side, const key_tile *keys, float *dq, const float *g,
                             const float *k)
@@ -82,7 +117,9 @@ static void add_pairs_to_dq(const tile *t, const skl_side *side, const key_tile 
     const int64_t width = padded(side->dim);
     for (int64_t i = 0; i < t->count; i++)
         for (int64_t j = keys_with_gradient(t, i, keys).begin; j < keys_with_gradient(t, i, keys).end; j++)
-            if (side->on_matrix)
+            if (!is_added_by_pairs(side, k, j))
+                continue; /* the product has it */
+            else if (side->on_matrix)
                 add_weighted_halves(dq + i, t->height, g[j * t->height + i], halves(k) + j * width, side->dim);
             else
                 add_weighted(dq + i * width, g[j * t->height + i], k + j * width, side->dim);
@@ -94,7 +131,8 @@ static void add_pairs_to_dk(const tile *t, const skl_side *side, const key_tile 
 {
     const int64_t width = padded(side->dim);
     for (int64_t i = 0; i < t->count; i++)
-        for (int64_t j = keys_with_gradient(t, i, keys).begin; j < keys_with_gradient(t, i, keys).end; j++)
+        for (int64_t j = keys_with_gradient(t, i, keys).begin;
+             is_added_by_pairs(side, q, i) && j < keys_with_gradient(t, i, keys).end; j++)
             if (side->on_matrix)
                 add_weighted_halves(dk + j * width, 1, g[j * t->height + i], halves(q) + i * width, side->dim);
             else
@@ -118,20 +156,33 @@ static void round_gradient(const tile *t, const skl_side *side, const key_tile *
     interleave_rows(t->g_interleaved, height, t->g_rows, height, depth, columns);
 }
 
-/* dq += g^T k */
-static void add_to_dq(const tile *t, const skl_side *side, const key_tile *keys, float *dq, const float *g,
-                      const float *k)
+static void add_product_to_dq(const tile *t, const skl_side *side, const key_tile *keys, float *dq, const float *g,
+                              const float *k)
 {
     const int64_t width = padded(side->dim);
     const matrix_operands transposed = {dq,        t->height,        transposed_keys(side, k),
                                         TILE_K,    t->g_interleaved, t->height,
                                         side->dim, t->count,         keys->count};
-    if (must_skip_pairs(t, side, keys, k, keys->count))
-        add_pairs_to_dq(t, side, keys, dq, g, k);
-    else if (side->on_matrix)
+    if (side->on_matrix)
         matrix_product(&transposed, true);
     else
         gemm_transposed_add(dq, width, g, t->height, k, width, t->count, side->dim, keys->count);
+}
+
+/* dq += g^T k */
+static void add_to_dq(const tile *t, const skl_side *side, const key_tile *keys, float *dq, const float *g,
+                      const float *k)
+{
+    if (!must_skip_pairs(t, side, keys, k, keys->count)) {
+        add_product_to_dq(t, side, keys, dq, g, k);
+        return;
+    }
+    if (side->on_matrix) {
+        set_nonfinite_keys(side, k, keys->count, true);
+        add_product_to_dq(t, side, keys, dq, g, k);
+        set_nonfinite_keys(side, k, keys->count, false);
+    }
+    add_pairs_to_dq(t, side, keys, dq, g, k);
 }
 
 /* dk += g q for keys [first, first + count) of a tile. */
@@ -148,16 +199,11 @@ static void add_rows_to_dk(const tile *t, const skl_side *side, float *dk, int64
         gemm_add(dk, width, g + first * t->height, t->height, q, width, count, side->dim, t->count);
 }
 
-/* dk += g q */
-static void add_to_dk(const tile *t, const skl_side *side, const key_tile *keys, float *dk, const float *g,
-                      const float *q)
+/* dk += g q for all keys of a tile. The product rounds its rows up to whole micro-kernels. Sums of other keys follow
+ * the last key, so the remainder goes through a separate buffer. */
+static void add_product_to_dk(const tile *t, const skl_side *side, const key_tile *keys, float *dk, const float *g,
+                              const float *q)
 {
-    if (must_skip_pairs(t, side, keys, q, t->count)) {
-        add_pairs_to_dk(t, side, keys, dk, g, q);
-        return;
-    }
-    /* The product rounds its rows up to whole micro-kernels. Sums of other keys follow the last key, so the remainder
-     * goes through a separate buffer. */
     const int64_t width = padded(side->dim), unit = side->on_matrix ? MATRIX_ROWS : MICRO_ROWS;
     const int64_t whole = keys->count / unit * unit;
     const size_t rest_size = (size_t)((keys->count - whole) * width) * sizeof *dk;
@@ -167,6 +213,22 @@ static void add_to_dk(const tile *t, const skl_side *side, const key_tile *keys,
         add_rows_to_dk(t, side, t->rest, whole, unit, g, q);
         memcpy(dk + whole * width, t->rest, rest_size);
     }
+}
+
+/* dk += g q */
+static void add_to_dk(const tile *t, const skl_side *side, const key_tile *keys, float *dk, const float *g,
+                      const float *q)
+{
+    if (!must_skip_pairs(t, side, keys, q, t->count)) {
+        add_product_to_dk(t, side, keys, dk, g, q);
+        return;
+    }
+    if (side->on_matrix) {
+        set_nonfinite_queries(t, side, q, true);
+        add_product_to_dk(t, side, keys, dk, g, q);
+        set_nonfinite_queries(t, side, q, false);
+    }
+    add_pairs_to_dk(t, side, keys, dk, g, q);
 }
 
 static void clear_rows(float *rows, int64_t count, int64_t dim)
