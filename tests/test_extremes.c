@@ -66,19 +66,28 @@ static int on_gpu(void)
     return test_device() == SKL_CUDA;
 }
 
-/* Every element is within `error` of `exact`; on a GPU it may be NaN, unless it is the KL of a forward (`of_logits`),
- * which needs no LSE. */
-static void assert_close(const test_tensor *tensor, const double *exact, double error, const char *kernel,
+/* A tolerance: absolute, and relative to the terms of an element. */
+typedef struct tolerance {
+    double error, rounding;
+    const double *terms; /* NULL: none */
+} tolerance;
+
+/* Every element is close to `exact`; on a GPU it may be NaN, unless it is the KL of a forward (`of_logits`), which
+ * needs no LSE. */
+static void assert_close(const test_tensor *tensor, const double *exact, tolerance allowed, const char *kernel,
                          const char *what, int of_logits)
 {
     const int may_be_nan = on_gpu() && !of_logits;
-    for (int64_t n = 0; tensor->data != NULL && n < tensor_count(tensor); n++)
-        if (!(fabs(tensor_get(tensor, n) - exact[n]) <= error) && !(may_be_nan && isnan(tensor_get(tensor, n))))
-            fail_msg("%s: %s[%d] is %g, not %g", kernel, what, (int)n, tensor_get(tensor, n), exact[n]);
+    for (int64_t n = 0; tensor->data != NULL && n < tensor_count(tensor); n++) {
+        const double actual = tensor_get(tensor, n);
+        const double error = allowed.error + (allowed.terms ? allowed.rounding * allowed.terms[n] : 0);
+        if (!(fabs(actual - exact[n]) <= error) && !(may_be_nan && isnan(actual)))
+            fail_msg("%s: %s[%d] is %g, not %g", kernel, what, (int)n, actual, exact[n]);
+    }
 }
 
-/* Gradients of the student are differences of peaks, and exact, unless the kernel rounds logit gradients. Those of
- * the teacher are 0, but the difference of two numbers as large as the KL. */
+/* Gradients of the student are differences of peaks, and exact, unless the kernel rounds logit gradients: then every
+ * term of an element is rounded. Those of the teacher are 0, but the difference of two numbers as large as the KL. */
 static void check_huge_results(const fixture *f, const fixture_results *r, int power, const char *kernel,
                                int of_logits)
 {
@@ -86,13 +95,15 @@ static void check_huge_results(const fixture *f, const fixture_results *r, int p
     const double entry = ldexp(16, power);
     const int forward = f->problem.direction == SKL_KL_FORWARD;
     assert_true(kl > 0x1p31);
-    assert_close(&r->kl, f->exact.kl, 0x1p-20 * kl, kernel, "kl", of_logits);
-    const double rounding = fmax(0x1p-20, kernel_product_rounding(kernel, &f->problem, f->problem.dtype_s));
-    const double of_b = rounding * entry, of_a = of_b * kl;
-    assert_close(&r->dq_s, f->exact.dq_s, forward ? of_b : of_a, kernel, "dq_s", 0);
-    assert_close(&r->dk_s, f->exact.dk_s, forward ? of_b : of_a, kernel, "dk_s", 0);
-    assert_close(&r->dq_t, f->exact.dq_t, forward ? of_a : of_b, kernel, "dq_t", 0);
-    assert_close(&r->dk_t, f->exact.dk_t, forward ? of_a : of_b, kernel, "dk_t", 0);
+    assert_close(&r->kl, f->exact.kl, (tolerance){0x1p-20 * kl, 0, NULL}, kernel, "kl", of_logits);
+    const double rounding = kernel_product_rounding(kernel, &f->problem, f->problem.dtype_s);
+    const tolerance of_a = {fmax(0x1p-20, rounding) * entry * kl, 0, NULL};
+#define OF_B(member) (tolerance){0x1p-20 * entry, rounding, f->exact.terms.member}
+    assert_close(&r->dq_s, f->exact.dq_s, forward ? OF_B(dq_s) : of_a, kernel, "dq_s", 0);
+    assert_close(&r->dk_s, f->exact.dk_s, forward ? OF_B(dk_s) : of_a, kernel, "dk_s", 0);
+    assert_close(&r->dq_t, f->exact.dq_t, forward ? of_a : OF_B(dq_t), kernel, "dq_t", 0);
+    assert_close(&r->dk_t, f->exact.dk_t, forward ? of_a : OF_B(dk_t), kernel, "dk_t", 0);
+#undef OF_B
 }
 
 static void check_huge(const test_case *c, int power)
@@ -116,8 +127,8 @@ static void check_huge(const test_case *c, int power)
         run_one_pass(plan, &f, &results, &again);
         check_huge_results(&f, &again, power, case_kernel(c, k), 0);
         run_halves(plan, &f, &results, &again);
-        assert_close(&again.kl, f.exact.kl, 0x1p-20 * largest_magnitude(f.exact.kl, tensor_count(&again.kl)),
-                     case_kernel(c, k), "kl of halves", !has_groups);
+        const tolerance of_kl = {0x1p-20 * largest_magnitude(f.exact.kl, tensor_count(&again.kl)), 0, NULL};
+        assert_close(&again.kl, f.exact.kl, of_kl, case_kernel(c, k), "kl of halves", !has_groups);
         results_destroy(&results);
         results_destroy(&again);
         skl_plan_destroy(plan);
