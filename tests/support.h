@@ -9,6 +9,7 @@
  *     SKL_TEST_SECONDS=n    length of differential fuzzing
  *     SKL_TEST_DEVICE=cuda  runs on the GPU: see device.h
  *     SKL_TEST_LONG=1       runs tests with more data, for the long tier
+ *     SKL_TEST_EMULATED=1   leaves out what an emulator cannot do
  *     SKL_TEST_REPORT=1     prints the error of every result relative to the allowed error
  *     SKL_TEST_FILTER=x     runs only tests whose name matches the pattern x, which may contain * and ?
  *     SKL_TEST_KERNELS=x    runs only kernels whose name matches the pattern x
