@@ -48,15 +48,16 @@ struct skl_cuda_launch {
     const char *variant; /* of the kernel */
     skl_cuda_launcher launcher;
     int32_t sm_count;
-    int32_t smem_per_block, smem_per_sm; /* bytes, at most */
-    int32_t persistent;                  /* forward: resident blocks take one tile after another */
-    int32_t paired;                      /* forward: two blocks of smaller tiles per SM */
-    int32_t num_splits;                  /* forward: splits of the keys of a query tile, merged by a second kernel */
-    int32_t head_group;                  /* heads whose tiles run together so that their keys stay in the L2 cache */
-    int32_t tall_tiles;                  /* fused backward: tiles of SKL_SM90_TALL_ROWS queries */
-    int32_t teacher_side;                /* gradients of q_t or k_t, not of q_s or k_s */
-    int32_t kl_in_backward;              /* rows.kl comes out of the kernel that computes the gradients */
-    int32_t rows_known;                  /* an earlier launch of the same call stored kl and dot_t */
+    int32_t smem_per_block;  /* bytes, at most */
+    int32_t smem_per_sm;     /* the same */
+    int32_t persistent;      /* forward: resident blocks take one tile after another */
+    int32_t paired;          /* forward: two blocks of smaller tiles per SM */
+    int32_t num_splits;      /* forward: splits of the keys of a query tile, merged by a second kernel */
+    int32_t head_group;      /* heads whose tiles run together so that their keys stay in the L2 cache */
+    int32_t tall_tiles;      /* fused backward: tiles of SKL_SM90_TALL_ROWS queries */
+    int32_t teacher_side;    /* gradients of q_t or k_t, not of q_s or k_s */
+    int32_t kl_in_backward;  /* rows.kl comes out of the kernel that computes the gradients */
+    int32_t rows_known;      /* an earlier launch of the same call stored kl and dot_t */
     skl_output dk_sums;      /* where a fused backward adds up dk in f32: dk itself or workspace; no data: no dk */
     skl_output dk_sums_t;    /* joint backward: those of dk_t; dk_sums are those of dk_s */
     int32_t streams_queries; /* a gradient whose tiles are keys: with row bounds it reads params.key_bounds */

@@ -98,16 +98,22 @@ static uint16_t *packed_query(const tile *t, const skl_side *side, const float *
 /* In the operands of the matrix unit, replaces keys or queries that are not finite by 0, and restores them. */
 static void set_nonfinite_keys(const skl_side *side, const float *k, int64_t count, bool to_zero)
 {
-    for (int64_t j = 0; j < count; j++)
-        for (int64_t c = 0; is_added_by_pairs(side, k, j) && c < side->dim; c++)
+    for (int64_t j = 0; j < count; j++) {
+        if (!is_added_by_pairs(side, k, j))
+            continue;
+        for (int64_t c = 0; c < side->dim; c++)
             *packed_key(side, k, j, c) = to_zero ? 0 : halves(k)[j * padded(side->dim) + c];
+    }
 }
 
 static void set_nonfinite_queries(const tile *t, const skl_side *side, const float *q, bool to_zero)
 {
-    for (int64_t i = 0; i < t->count; i++)
-        for (int64_t c = 0; is_added_by_pairs(side, q, i) && c < side->dim; c++)
+    for (int64_t i = 0; i < t->count; i++) {
+        if (!is_added_by_pairs(side, q, i))
+            continue;
+        for (int64_t c = 0; c < side->dim; c++)
             *packed_query(t, side, q, i, c) = to_zero ? 0 : halves(q)[i * padded(side->dim) + c];
+    }
 }
 
 /* dq += g^T k, pair by pair. */
@@ -115,14 +121,17 @@ static void add_pairs_to_dq(const tile *t, const skl_side *side, const key_tile 
                             const float *k)
 {
     const int64_t width = padded(side->dim);
-    for (int64_t i = 0; i < t->count; i++)
-        for (int64_t j = keys_with_gradient(t, i, keys).begin; j < keys_with_gradient(t, i, keys).end; j++)
-            if (!is_added_by_pairs(side, k, j))
-                continue; /* the product has it */
+    for (int64_t j = 0; j < keys->count; j++) {
+        if (!is_added_by_pairs(side, k, j))
+            continue;
+        for (int64_t i = 0; i < t->count; i++)
+            if (j < keys_with_gradient(t, i, keys).begin || j >= keys_with_gradient(t, i, keys).end)
+                continue;
             else if (side->on_matrix)
                 add_weighted_halves(dq + i, t->height, g[j * t->height + i], halves(k) + j * width, side->dim);
             else
                 add_weighted(dq + i * width, g[j * t->height + i], k + j * width, side->dim);
+    }
 }
 
 /* dk += g q, pair by pair. */
@@ -130,13 +139,15 @@ static void add_pairs_to_dk(const tile *t, const skl_side *side, const key_tile 
                             const float *q)
 {
     const int64_t width = padded(side->dim);
-    for (int64_t i = 0; i < t->count; i++)
-        for (int64_t j = keys_with_gradient(t, i, keys).begin;
-             is_added_by_pairs(side, q, i) && j < keys_with_gradient(t, i, keys).end; j++)
+    for (int64_t i = 0; i < t->count; i++) {
+        if (!is_added_by_pairs(side, q, i))
+            continue;
+        for (int64_t j = keys_with_gradient(t, i, keys).begin; j < keys_with_gradient(t, i, keys).end; j++)
             if (side->on_matrix)
                 add_weighted_halves(dk + j * width, 1, g[j * t->height + i], halves(q) + i * width, side->dim);
             else
                 add_weighted(dk + j * width, g[j * t->height + i], q + i * width, side->dim);
+    }
 }
 
 /* On a side on the matrix unit: rounds g, the operand of the next products. Rows of keys and queries that do not
