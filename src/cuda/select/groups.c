@@ -138,8 +138,11 @@ static void add_group_rows(const choice *s)
     const skl_problem *const p = &s->plan->problem;
     skl_cuda_launch *const launch =
         add_rows_launch(s, s->kernel->group_rows, s->capped ? SKL_VARIANT_GROUPS_SOFTCAP : SKL_VARIANT_GROUPS);
-    launch->head_group = skl_select_head_group_for(s, SKL_GROUP_TILE, 2, 2);
-    skl_select_set_splits(launch, p, SKL_GROUP_TILE, s->plan->sm_count * skl_select_blocks_to_fill(p));
+    const bool hopper = s->kernel->group_fused != NULL;
+    const int64_t rows = hopper ? SKL_GROUP_TILE : SKL_GROUP_TILES_ROWS;
+    const int64_t blocks_per_sm = hopper ? 1 : SKL_GROUP_TILES_BLOCKS;
+    launch->head_group = skl_select_head_group_for(s, rows * blocks_per_sm, 2, 2);
+    skl_select_set_splits(launch, p, rows, s->plan->sm_count * blocks_per_sm * skl_select_blocks_to_fill(p));
     if (launch->num_splits > 1)
         launch->workspace_size += launch->states_at;
 }

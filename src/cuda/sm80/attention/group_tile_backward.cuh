@@ -119,12 +119,12 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
     /* As clear_non_finite in backward.cuh. */
     __device__ void sanitize(group_streamed<DIM> &streamed)
     {
-        const int index = (int)threadIdx.x;
-        if (index < GROUP_STREAMED / 32)
-            smem.poisoned[index] = 0;
+        const int thread_index = (int)threadIdx.x;
+        if (thread_index < GROUP_STREAMED / 32)
+            smem.poisoned[thread_index] = 0;
         __syncthreads();
 #pragma unroll 1
-        for (int n = index; n < GROUP_STREAMED * DIM / 8; n += GROUP_THREADS) {
+        for (int n = thread_index; n < GROUP_STREAMED * DIM / 8; n += GROUP_THREADS) {
             const int row = n / (DIM / 8);
             uint4 &chunk = streamed.chunks[row][n % (DIM / 8)];
             if (!all_finite<ELEMENT>(chunk)) {

@@ -8,9 +8,9 @@
 namespace sm80
 {
 
-constexpr int GROUP_STATIONARY = 64; /* stationary rows of a block */
-constexpr int GROUP_STREAMED = 128;  /* streamed rows of a stage */
-constexpr int GROUP_BLOCKS_PER_SM = 2;
+constexpr int GROUP_STATIONARY = SKL_GROUP_TILES_ROWS; /* stationary rows of a block */
+constexpr int GROUP_STREAMED = 128;                    /* streamed rows of a stage */
+constexpr int GROUP_BLOCKS_PER_SM = SKL_GROUP_TILES_BLOCKS;
 
 constexpr int GROUP_SHARING = 2;                              /* warps with the same stationary rows */
 constexpr int GROUP_M = 2;                                    /* tiles of 16 stationary rows per warp */

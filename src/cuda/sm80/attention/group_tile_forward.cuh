@@ -144,7 +144,6 @@ cudaError_t launch_group_tile_forward(const char *kernel, const skl_cuda_params 
 {
     const auto kernel_params = group_tile_params_of<DIM, group_smem<DIM>>(forward_params_of(params, launch), launch);
     const size_t size = sizeof(group_smem<DIM>) + (size_t)kernel_params.slots * sizeof(group_streamed<DIM>);
-    static_assert(SKL_GROUP_TILE % GROUP_STATIONARY == 0, "cuda/select counts tiles");
     const skl_problem *const p = &params->problem;
     const int64_t tiles = skl_ceil_div(p->len_q, GROUP_STATIONARY);
     record_launch(kernel, SKL_VARIANT_GROUPS, launch->num_splits);
