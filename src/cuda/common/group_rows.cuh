@@ -108,6 +108,23 @@ __device__ inline void add_probabilities(row_sums &sums, float p, float s, float
     sums.w = fmaf(p == s ? 0.0F : p, log2_probability(p) - log_s, sums.w);
 }
 
+/* Whether a tile's sums can be added to a row with its shift. The sum of S must not be too large; nor too small,
+ * because a logit far below its shift is rounded to fewer digits. Where all pairs are equal, the shift stays that of
+ * P while S does not underflow: with another one, w would not be exactly 0. */
+__device__ inline bool keeps_shift(const skl_row_state &state, const row_sums &sums)
+{
+    const float smallest = sums.l_a == sums.l_b && sums.w == 0.0F ? 0x1p-100F : 0x1p-16F;
+    return sums.l_b < SKL_LAZY_BOUND && state.l_b + sums.l_b >= smallest && !is_huge(state.m_b);
+}
+
+/* The state with a shift for a tile whose largest logit is `m`. The new shift may be below the old one; a small sum
+ * of S says how far. */
+__device__ inline skl_row_state with_shift_for(const skl_row_state &state, float m)
+{
+    const float largest = state.m_b + fminf(lg2(state.l_b), 0.0F);
+    return m > -INFINITY ? skl_state_move(state, state.m_a, fmaxf(largest, m)) : state;
+}
+
 /* Sums of the thread's pairs of a row, with the shift m_b. MASKED: only those in `sees`. */
 template <bool MASKED, int BLOCKS>
 __device__ inline row_sums sum_group_row(const float (&p)[BLOCKS][4], const float (&y)[BLOCKS][4], float scale,
@@ -141,53 +158,17 @@ __device__ inline float max_of_row(const float (&y)[BLOCKS][4], float scale, int
     return m;
 }
 
-/* The shift of a row fits its sums if those of S are neither too large nor too small: a logit far below its shift is
- * rounded to fewer digits. Where all pairs are equal, the shift stays that of P while S does not underflow: with
- * another one, w would not be exactly 0. */
-template <typename SUMS> __device__ inline bool is_equal(const SUMS &sums)
-{
-    return sums.l_a == sums.l_b && sums.w == 0.0F;
-}
-
-__device__ inline float smallest_sum(bool equal)
-{
-    return equal ? 0x1p-100F : 0x1p-16F;
-}
-
-__device__ inline bool is_too_large(const row_sums &sums)
-{
-    return !(sums.l_b < SKL_LAZY_BOUND);
-}
-
-/* Whether a thread has to ask the others of its row if the shift fits a tile: not because of a small sum once its
- * pairs differ, because the shift was chosen for these. */
-__device__ inline bool may_not_fit(const skl_row_state &state, const row_sums &sums)
-{
-    const bool too_small = is_equal(state) && state.l_b + sums.l_b < smallest_sum(is_equal(sums));
-    return is_too_large(sums) || too_small || is_huge(state.m_b);
-}
-
-/* The state with a shift that fits a tile, whose largest logit is `m` in this thread. The new shift may be below the
- * old one; a small sum of S says how far. */
-__device__ inline skl_row_state with_fitting_shift(const skl_row_state &state, const row_sums &sums, float m)
-{
-    const bool equal = !quad_any(!is_equal(state) || !is_equal(sums));
-    const bool too_small = quad_sum(state.l_b + sums.l_b) < smallest_sum(equal);
-    const bool too_large = quad_any(is_too_large(sums));
-    const float largest = state.m_b + fminf(lg2(quad_max(state.l_b)), 0.0F), tile_max = quad_max(m);
-    const bool moves = (too_small || too_large || is_huge(state.m_b)) && tile_max > -INFINITY;
-    return moves ? skl_state_move(state, state.m_a, fmaxf(largest, tile_max)) : state;
-}
-
-/* Adds a tile to a row. A shift that does not fit the tile's logits is replaced by their maximum. The four threads of
- * a row always have the same shift: merging their states takes no exponentials. */
+/* Adds a tile to a row. A shift that does not fit the tile's logits is replaced by their maximum. */
 template <bool MASKED, int BLOCKS>
 __device__ inline void add_group_tile(skl_row_state &state, const float (&p)[BLOCKS][4], const float (&y)[BLOCKS][4],
                                       float scale, int half, const range32 &sees)
 {
     row_sums sums = sum_group_row<MASKED>(p, y, scale, state.m_b, half, sees);
-    if (__any_sync(~0U, may_not_fit(state, sums))) {
-        state = with_fitting_shift(state, sums, max_of_row<MASKED>(y, scale, half, sees));
+    const bool keeps = keeps_shift(state, sums);
+    if (__any_sync(~0U, !keeps)) {
+        const float m = max_of_row<MASKED>(y, scale, half, sees);
+        if (!keeps)
+            state = with_shift_for(state, m);
         sums = sum_group_row<MASKED>(p, y, scale, state.m_b, half, sees, is_huge(state.m_b));
     }
     add_sums(state, sums);

@@ -50,25 +50,14 @@ template <int THREADS> struct long_sums {
     }
 };
 
-/* Sum, maximum and "any" over the four lanes that hold a row; each of them gets the result. */
+/* Sum over the four lanes that hold a row; each of them gets the result. */
 __device__ inline float quad_sum(float value)
 {
     value += __shfl_xor_sync(~0U, value, 1);
     return value + __shfl_xor_sync(~0U, value, 2);
 }
 
-__device__ inline float quad_max(float value)
-{
-    value = fmaxf(value, __shfl_xor_sync(~0U, value, 1));
-    return fmaxf(value, __shfl_xor_sync(~0U, value, 2));
-}
-
-__device__ inline bool quad_any(bool value)
-{
-    return (__ballot_sync(~0U, value) >> (threadIdx.x % 32 / 4 * 4) & 0xF) != 0;
-}
-
-/* Long sums in a quarter of the memory: three of the four lanes that hold a row keep one of its sums each. */
+/* The same in a quarter of the memory: three of the four lanes that hold a row keep one of its sums each. */
 template <int THREADS> struct quad_long_sums {
     double total[2][THREADS / 4][3]; /* l_a, l_b, w */
 
