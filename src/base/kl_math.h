@@ -71,11 +71,14 @@ SKL_HOST_DEVICE int skl_state_is_empty(const skl_row_state *state)
 }
 
 /* The state of a row that has seen one key: its KL is 0, whatever the rounding of the logits. Next to a shift that is
- * not its own logit, one of the sums may have underflowed; the other one still counts. */
+ * not its own logit, one of the sums may have underflowed; the other one still counts. The larger sum stays: the shift
+ * of the smaller one takes their ratio, and what that rounds has little weight in the row. */
 SKL_HOST_DEVICE skl_row_state skl_state_of_one_key(skl_row_state state)
 {
-    const skl_row_state one = {state.m_a, state.l_a, state.m_b + log2f(state.l_b / state.l_a), state.l_a, 0.0F};
-    return skl_state_is_empty(&state) ? state : one;
+    const float ratio = log2f(state.l_b) - log2f(state.l_a);
+    const skl_row_state of_a = {state.m_a, state.l_a, state.m_b + ratio, state.l_a, 0.0F};
+    const skl_row_state of_b = {state.m_a - ratio, state.l_b, state.m_b, state.l_b, 0.0F};
+    return skl_state_is_empty(&state) ? state : ratio > 0.0F ? of_b : of_a;
 }
 
 /* KL in nats, not clamped: rounding can make it slightly negative. One logarithm of the ratio, instead of the

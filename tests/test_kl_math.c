@@ -1,0 +1,66 @@
+/* Row states on the host, without a kernel. */
+#include "support.h"
+
+#include <math.h>
+
+#include "base/kl_math.h"
+
+enum { STATES = 10000 };
+
+static double lse2_of_a(const skl_row_state *state)
+{
+    return (double)state->m_a + log2((double)state->l_a);
+}
+
+static double lse2_of_b(const skl_row_state *state)
+{
+    return (double)state->m_b + log2((double)state->l_b);
+}
+
+static skl_row_state swapped(skl_row_state state)
+{
+    return (skl_row_state){state.m_b, state.l_b, state.m_a, state.l_a, state.w};
+}
+
+/* Rows that have seen one key, next to shifts that fit one side and not the other, by up to 2^120. What they round
+ * must be small in the sum of a row of a few keys. */
+static void test_one_key_keeps_both_sums(void **unused)
+{
+    (void)unused;
+    test_random random = random_for("one key");
+    for (int n = 0; n < STATES; n++) {
+        const float far = (float)random_uniform(&random, -120.0, 0.0);
+        const skl_row_state drawn = {(float)random_uniform(&random, -4.0, 4.0), exp2f(far),
+                                     (float)random_uniform(&random, -4.0, 4.0),
+                                     (float)random_uniform(&random, 0.5, 2.0), 1.0F};
+        const skl_row_state state = n % 2 ? drawn : swapped(drawn), one = skl_state_of_one_key(state);
+        assert_true(skl_state_kl(&one) == 0.0F);
+        const skl_row_state others = {0.0F, 4.0F, 0.0F, 4.0F, 0.0F}, row = skl_state_merge(one, others);
+        const double exact_a = log2(exp2(lse2_of_a(&state)) + 4.0), exact_b = log2(exp2(lse2_of_b(&state)) + 4.0);
+        assert_true(fabs(lse2_of_a(&row) - exact_a) < 0x1p-21);
+        assert_true(fabs(lse2_of_b(&row) - exact_b) < 0x1p-21);
+    }
+}
+
+/* Sums further apart than f32 reaches. */
+static void test_one_key_with_sums_far_apart(void **unused)
+{
+    (void)unused;
+    const skl_row_state state = {0.0F, 0x1p-120F, 3.0F, 0x1p11F, 1.0F}, one = skl_state_of_one_key(state);
+    assert_true(lse2_of_a(&one) == -120.0 && lse2_of_b(&one) == 14.0);
+}
+
+static void test_one_key_without_a_sum_stays_as_it_is(void **unused)
+{
+    (void)unused;
+    const skl_row_state state = {1.0F, 0.0F, 2.0F, 3.0F, 0.0F}, one = skl_state_of_one_key(state);
+    assert_memory_equal(&one, &state, sizeof one);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_one_key_keeps_both_sums),
+                                       cmocka_unit_test(test_one_key_with_sums_far_apart),
+                                       cmocka_unit_test(test_one_key_without_a_sum_stays_as_it_is)};
+    return test_run("kl_math", tests, COUNT_OF(tests));
+}
