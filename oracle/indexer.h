@@ -19,6 +19,8 @@ static struct index_pair index_pair_of(const struct run *run, const real *q, con
         pair.dot += q[d] * k[d];
         pair.products += fabs(q[d] * k[d]);
     }
+    if (run->student.orders > 1)
+        pair.dot = worst_dot(q, k, dim, run->student.orders);
     pair.passes = !relu || !(pair.dot <= 0); /* NaN passes */
     pair.uncertain = relu && fabs(pair.dot) <= (real)dim * (real)ORACLE_ROUNDING * pair.products && pair.products > 0;
     return pair;

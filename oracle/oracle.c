@@ -41,6 +41,24 @@ static real slope_of(const struct model *model, real logit)
     return 1 - capped * capped;
 }
 
+/* <q, k>, added up in `orders` orders: the sum with the largest error. */
+static real worst_dot(const real *q, const real *k, int64_t dim, int64_t orders)
+{
+    double exact = 0;
+    for (int64_t d = 0; d < dim; d++)
+        exact += (double)q[d] * (double)k[d];
+    real worst = 0;
+    for (int64_t order = 0; order < orders; order++) {
+        const int64_t first = order * dim / orders;
+        real dot = 0;
+        for (int64_t d = first; d < first + dim; d++)
+            dot += q[d % dim] * k[d % dim];
+        if (order == 0 || fabs((double)dot - exact) > fabs((double)worst - exact))
+            worst = dot;
+    }
+    return worst;
+}
+
 /* logits[j] = softcap(scale * <q, k[j]>). Roundings: every product, the logit. */
 static void compute_logits(const struct model *model, struct offsets at, const struct row *row, real *logits,
                            real *roundings)
@@ -58,6 +76,8 @@ static void compute_logits(const struct model *model, struct offsets at, const s
             dot += q[d] * k[d];
             products += fabs(q[d] * k[d]);
         }
+        if (model->orders > 1)
+            dot = worst_dot(q, k, model->dim, model->orders);
         logits[j] = model->scale * dot;
         if (model->softcap > 0)
             logits[j] = model->softcap * tanh(logits[j] / model->softcap);
