@@ -111,7 +111,7 @@ def test_short_writes(command):
 def test_no_memory(command):
     """Every allocation of the tool and its libraries fails once; in the short tier a sample. What the result does not need may be
     left out, and what is printed after the files exist may fail."""
-    step = 1 if inject.LONG else {"kl": 3, "map": 3, "distill": 5}[command.name]
+    step = 1 if inject.LONG else {"kl": 3, "map": 3, "distill": 11}[command.name]
     for at, done in inject.runs("allocate", errno.ENOMEM, command.arguments, command.restore, command.mark, step):
         if done.returncode != 0 and command.outputs() != command.new:
             assert_failed(command, at, done)
@@ -136,7 +136,7 @@ def test_no_memory_for_json(tmp_path, more):
     arguments = [more[0], *inputs.get(more[0], [pair]), *more[1:], "--json"]
     run(*arguments)  # distill resumes it
     whole = skeleton(json.loads(run(*arguments).stdout))
-    step = 1 if inject.LONG else 5
+    step = 1 if inject.LONG else 11 if more[0] == "distill" else 5
     for at, done in inject.runs("allocate", errno.ENOMEM, arguments, lambda: None, tmp_path / "mark", step):
         if done.returncode == 0:
             assert skeleton(json.loads(done.stdout)) == whole, at
