@@ -14,13 +14,8 @@ static struct index_pair index_pair_of(const struct run *run, const real *q, con
 {
     const int64_t dim = run->student.dim;
     const int relu = !run->problem->index_linear;
-    struct index_pair pair = {0, 0, 1, 0};
-    for (int64_t d = 0; d < dim; d++) {
-        pair.dot += q[d] * k[d];
-        pair.products += fabs(q[d] * k[d]);
-    }
-    if (run->student.orders > 1)
-        pair.dot = worst_dot(q, k, dim, run->student.orders);
+    const struct dot dot = dot_of(&run->student, q, k);
+    struct index_pair pair = {dot.sum, dot.products, 1, 0};
     pair.passes = !relu || !(pair.dot <= 0); /* NaN passes */
     pair.uncertain = relu && fabs(pair.dot) <= (real)dim * (real)ORACLE_ROUNDING * pair.products && pair.products > 0;
     return pair;

@@ -59,6 +59,23 @@ static real worst_dot(const real *q, const real *k, int64_t dim, int64_t orders)
     return worst;
 }
 
+/* <q, k>, and the sum of the magnitudes of its products. */
+struct dot {
+    real sum, products;
+};
+
+static struct dot dot_of(const struct model *model, const real *q, const real *k)
+{
+    struct dot dot = {0, 0};
+    for (int64_t d = 0; d < model->dim; d++) {
+        dot.sum += q[d] * k[d];
+        dot.products += fabs(q[d] * k[d]);
+    }
+    if (model->orders > 1)
+        dot.sum = worst_dot(q, k, model->dim, model->orders);
+    return dot;
+}
+
 /* logits[j] = softcap(scale * <q, k[j]>). Roundings: every product, the logit. */
 static void compute_logits(const struct model *model, struct offsets at, const struct row *row, real *logits,
                            real *roundings)
@@ -70,18 +87,11 @@ static void compute_logits(const struct model *model, struct offsets at, const s
             roundings[j] = fabs(logits[j]);
             continue;
         }
-        const real *const k = model->k + at.k + row->keys[j] * model->dim;
-        real dot = 0, products = 0;
-        for (int64_t d = 0; d < model->dim; d++) {
-            dot += q[d] * k[d];
-            products += fabs(q[d] * k[d]);
-        }
-        if (model->orders > 1)
-            dot = worst_dot(q, k, model->dim, model->orders);
-        logits[j] = model->scale * dot;
+        const struct dot dot = dot_of(model, q, model->k + at.k + row->keys[j] * model->dim);
+        logits[j] = model->scale * dot.sum;
         if (model->softcap > 0)
             logits[j] = model->softcap * tanh(logits[j] / model->softcap);
-        roundings[j] = fabs(model->scale) * products * slope_of(model, logits[j]) + fabs(logits[j]);
+        roundings[j] = fabs(model->scale) * dot.products * slope_of(model, logits[j]) + fabs(logits[j]);
     }
 }
 
