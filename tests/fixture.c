@@ -92,7 +92,7 @@ static void move_near(const test_tensor *student, const test_tensor *teacher, do
 static test_tensor create_output(const fixture *f, skl_dtype dtype, int64_t heads, int64_t length, int64_t dim)
 {
     const test_layout layout = layout_of(f, ROLE_RESULTS);
-    return tensor_create(dtype, f->batch, heads, length, dim, layout_shares(layout) ? LAYOUT_GAPS : layout);
+    return tensor_create(dtype, f->batch, heads, length, dim, layout_shares(layout) ? LAYOUT_LENGTH_FIRST : layout);
 }
 
 /* LSE of the visible keys, or a wider one. With one teacher head per student head, no kernel may read it. */

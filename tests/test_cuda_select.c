@@ -173,6 +173,34 @@ static void test_strides_and_addresses_that_copies_cannot_read(void **state)
     check_case(&misaligned);
 }
 
+/* Kernels with tensor cores store pairs of a gradient: rows that begin at an odd element are for the general one. */
+static void test_gradient_rows_at_odd_elements(void **state)
+{
+    (void)state;
+    const test_layout layouts[ROLE_COUNT] = {[ROLE_RESULTS] = LAYOUT_GAPS};
+    const test_case even = {"even", SHAPE(2, 96, 96), HEADS(2, 2), DIMS(64, 64), TYPES(BF16, BF16)};
+    test_case odd = even;
+    odd.name = "odd";
+    odd.layouts = layouts;
+    for (int is_odd = 0; is_odd < 2; is_odd++) {
+        fixture f;
+        fixture_create(&f, is_odd ? &odd : &even);
+        fixture_results results = results_create(&f);
+        const skl_rows rows = results_rows(&results);
+        const skl_gradients gradients = results_gradients(&results);
+        skl_plan *const plan = test_plan(&f.problem, NULL, 0);
+        run_forward(plan, &f.inputs, &rows);
+        const skl_inputs saved = results_backward_inputs(&f, &results);
+        recorded = (launch_log){.text = ""};
+        run_backward(plan, &saved, &gradients);
+        if ((strstr(recorded.text, "cuda_general") != NULL) != (is_odd != 0))
+            fail_msg("%s rows of gradients ran:\n%s", is_odd ? "odd" : "even", recorded.text);
+        skl_plan_destroy(plan);
+        results_destroy(&results);
+        fixture_destroy(&f);
+    }
+}
+
 static void test_problems_that_tensor_cores_do_not_do(void **state)
 {
     (void)state;
@@ -431,6 +459,7 @@ int main(void)
     skl_cuda_launch_hook = record;
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_strides_and_addresses_that_copies_cannot_read),
+        cmocka_unit_test(test_gradient_rows_at_odd_elements),
         cmocka_unit_test(test_problems_that_tensor_cores_do_not_do),
         cmocka_unit_test(test_pairs_of_head_sizes),
         cmocka_unit_test(test_teacher_groups),

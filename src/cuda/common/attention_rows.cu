@@ -129,7 +129,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
     prepare_rows(const __grid_constant__ attention_backward_params params)
 {
     const skl_problem &p = params.problem;
-    const int lane = (int)threadIdx.x % LANES, c = lane * OCTET;
+    const int lane = (int)(threadIdx.x % LANES), c = lane * OCTET;
     const bool inside = c < (int)p.dim_s;
     clear_dv_tail(params);
     float largest = 0.0F, weight = 0.0F; /* |do|^2 and |g| */
@@ -172,7 +172,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
     largest_value(const __grid_constant__ attention_backward_params params)
 {
     const skl_problem &p = params.problem;
-    const int c = (int)threadIdx.x % LANES * OCTET;
+    const int c = (int)(threadIdx.x % LANES) * OCTET;
     const unsigned heads = (unsigned)p.key_heads_s, all_heads = (unsigned)((p.packed ? 1 : p.batch) * heads);
     const int64_t rows = p.packed ? p.total_k : p.len_k;
     float largest = 0.0F;
@@ -192,7 +192,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
     const skl_problem &p = params.problem;
     const skl_output &sums = params.dq_sums, &dq = params.call.gradients.dq_s;
     const skl_dtype dtype = skl_grad_dtype(&p, p.dtype_s);
-    const int c = (int)threadIdx.x % LANES * OCTET;
+    const int c = (int)(threadIdx.x % LANES) * OCTET;
     const int64_t size = (int64_t)skl_dtype_size(dtype);
     const bool aligned = size == 2 && ((uintptr_t)dq.data | (uintptr_t)(dq.stride_batch * size) |
                                        (uintptr_t)(dq.stride_head * size) | (uintptr_t)(dq.stride_row * size)) %

@@ -61,7 +61,8 @@ __device__ inline group_row_lses write_group_row(const skl_cuda_params &params, 
     const bool reverse = p.direction == SKL_KL_REVERSE;
     const float m_t = reverse ? state.m_b : state.m_a, m_s = reverse ? state.m_a : state.m_b;
     const float mean_lse_t = skl_lse(m_t, reverse ? state.l_b : state.l_a);
-    skl_row_set(&rows.kl, &s, head, query, one_pass_kl(p, s, query, state)); /* the shift of P is an LSE */
+    skl_row_set(&rows.kl, &s, head, query,
+                one_pass_kl(p, s, query, state, skl_state_kl(&state))); /* the shift of P is an LSE */
     /* Where all pairs are equal, the LSEs are, too, to the last bit: a backward finds gradients of 0. Pairs are equal
      * if they have the same distance from the first head's LSE; the only key of a row is its own maximum anyway. */
     const int64_t first = head * skl_group_size(&p);

@@ -115,6 +115,14 @@ __device__ inline float lg2(float x)
     return y;
 }
 
+/* The lane. Every call reads it: where few registers are left, what depends on it is computed again, not kept. */
+__device__ inline unsigned read_lane()
+{
+    unsigned lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+}
+
 /* A barrier for some of the block's warps; number 0 is __syncthreads. */
 __device__ inline void named_barrier_sync(int number, int threads)
 {

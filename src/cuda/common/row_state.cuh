@@ -44,9 +44,9 @@ template <int THREADS> struct long_sums {
         }
     }
 
-    __device__ skl_row_state state(int half) const
+    __device__ row_sums of(int half) const
     {
-        return state_of({(float)l_a[half][threadIdx.x], (float)l_b[half][threadIdx.x], (float)w[half][threadIdx.x]});
+        return {(float)l_a[half][threadIdx.x], (float)l_b[half][threadIdx.x], (float)w[half][threadIdx.x]};
     }
 };
 
@@ -55,6 +55,11 @@ __device__ inline float quad_sum(float value)
 {
     value += __shfl_xor_sync(~0U, value, 1);
     return value + __shfl_xor_sync(~0U, value, 2);
+}
+
+__device__ inline row_sums quad_sum(const row_sums &sums)
+{
+    return {quad_sum(sums.l_a), quad_sum(sums.l_b), quad_sum(sums.w)};
 }
 
 /* The same in a quarter of the memory: three of the four lanes that hold a row keep one of its sums each. */
@@ -69,22 +74,22 @@ template <int THREADS> struct quad_long_sums {
 
     __device__ void flush(row_sums (&sums)[2])
     {
-        const int lane = (int)threadIdx.x % 4;
+        const int lane = (int)(threadIdx.x % 4);
         for (int half = 0; half < 2; half++) {
-            const float l_a = quad_sum(sums[half].l_a), l_b = quad_sum(sums[half].l_b), w = quad_sum(sums[half].w);
+            const row_sums row = quad_sum(sums[half]);
             if (lane < 3)
-                total[half][threadIdx.x / 4][lane] += (double)(lane == 0 ? l_a : lane == 1 ? l_b : w);
+                total[half][threadIdx.x / 4][lane] += (double)(lane == 0 ? row.l_a : lane == 1 ? row.l_b : row.w);
             sums[half] = {};
         }
-        __syncwarp(); /* state() reads those of other lanes */
+        __syncwarp(); /* of() reads those of other lanes */
     }
 
-    /* Of the whole row in its first lane, empty in the others. */
-    __device__ skl_row_state state(int half) const
+    /* Of the whole row in its first lane, 0 in the others. */
+    __device__ row_sums of(int half) const
     {
         const double(&row)[3] = total[half][threadIdx.x / 4];
         const bool first = threadIdx.x % 4 == 0;
-        return state_of({first ? (float)row[0] : 0.0F, first ? (float)row[1] : 0.0F, first ? (float)row[2] : 0.0F});
+        return {first ? (float)row[0] : 0.0F, first ? (float)row[1] : 0.0F, first ? (float)row[2] : 0.0F};
     }
 };
 

@@ -4,6 +4,7 @@
 
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/params.cuh"
+#include "cuda/common/row_state.cuh"
 #include "cuda/common/sequence.cuh"
 
 namespace tensor_core
@@ -52,36 +53,50 @@ __device__ inline skl_lse2 split_lse2(float lse)
     return {skl_lse2_is_usable(high) ? high : NAN, fabsf(lse) < INFINITY ? low : 0.0F};
 }
 
-/* KL of a one-pass kernel, whose shifts are the given LSEs. LSEs so large that no key has mass give NaN, not the KL 0
- * of a row without keys. */
+/* The KL to report of a one-pass kernel, whose shifts are the given LSEs; `kl`: of `state`. LSEs so large that no key
+ * has mass give NaN, not the KL 0 of a row without keys. */
 __device__ inline float one_pass_kl(const skl_problem &problem, const skl_sequence &s, int64_t query,
-                                    const skl_row_state &state)
+                                    const skl_row_state &state, float kl)
 {
     const skl_range sees = skl_visible(&problem, &s, query);
-    return sees.begin < sees.end && skl_state_is_empty(&state) ? NAN
-                                                               : reported_kl(problem, s, query, skl_state_kl(&state));
+    return sees.begin < sees.end && skl_state_is_empty(&state) ? NAN : reported_kl(problem, s, query, kl);
 }
 
-/* Row results of a one-pass kernel: the KL and, where it is requested for sinks, the LSE of the keys alone, of B. */
+/* Row results of a one-pass kernel: the KL and, where it is requested for sinks, the LSE of the keys alone, of B.
+ * Next to sinks the keys may have no mass: see skl_kl_with_sinks. */
 __device__ inline void write_one_pass_row(const backward_params &params, const skl_sequence &s, int64_t head,
                                           int64_t query, const skl_row_state &state)
 {
     const skl_rows &rows = params.call.rows;
     const skl_output &of_b = params.problem.direction == SKL_KL_REVERSE ? rows.lse_t : rows.lse_s;
-    if (of_b.data == NULL) {
-        skl_row_set(&rows.kl, &s, head, query, one_pass_kl(params.problem, s, query, state));
-        return;
-    }
-    /* Next to sinks the keys may have no mass: see skl_kl_with_sinks. */
-    const bool no_mass_b = state.l_b < (float)SKL_NO_MASS;
+    const bool sinks = of_b.data != NULL;
+    const bool no_mass_a = sinks && state.l_a < (float)SKL_NO_MASS;
+    const bool no_mass_b = sinks && state.l_b < (float)SKL_NO_MASS;
     skl_row_state keys = state;
     keys.l_b = no_mass_b ? 1.0F : state.l_b;
-    const float kl = state.l_a < (float)SKL_NO_MASS ? 0.0F
-                     : no_mass_b                    ? skl_kl_report(skl_state_kl(&keys))
-                                                    : one_pass_kl(params.problem, s, query, state);
-    skl_row_set(&rows.kl, &s, head, query, kl);
-    skl_row_set(&of_b, &s, head, query,
-                row_stat(params, 1, s, head, query) + skl_lse(0.0F, no_mass_b ? 0.0F : state.l_b));
+    const float kl = skl_state_kl(&keys);
+    skl_row_set(&rows.kl, &s, head, query,
+                no_mass_a   ? 0.0F
+                : no_mass_b ? skl_kl_report(kl)
+                            : one_pass_kl(params.problem, s, query, state, kl));
+    if (sinks)
+        skl_row_set(&of_b, &s, head, query,
+                    row_stat(params, 1, s, head, query) + skl_lse(0.0F, no_mass_b ? 0.0F : state.l_b));
+}
+
+/* The same of a warp's rows, from their sums in each lane. The first two lanes of a quad write one of its two rows
+ * each, so that the code is there once. `count`: rows of the tile. */
+template <typename TILE>
+__device__ inline void write_one_pass_rows(const backward_params &params, const TILE &tile, int count,
+                                           const row_sums (&sums)[2])
+{
+    const row_sums first = quad_sum(sums[0]), second = quad_sum(sums[1]);
+    const bool is_second = threadIdx.x % 4 == 1;
+    const int row = acc_row<1>(0, is_second);
+    const row_sums mine = {is_second ? second.l_a : first.l_a, is_second ? second.l_b : first.l_b,
+                           is_second ? second.w : first.w};
+    if (threadIdx.x % 4 < 2 && row < count)
+        write_one_pass_row(params, tile.sequence, tile.head, tile.first + row, state_of(mine));
 }
 
 /* d KL / d logit of A, or of B (WRT_B), without the upstream gradient. log_p_a and log_p_b are in base 2.
@@ -146,25 +161,27 @@ template <> struct gradient_unit<skl_f16> {
 
 /* ---- Non-finite values -------------------------------------------------------------------------------------- */
 
-__device__ constexpr uint32_t exponent_of_infinity(skl_bf16)
+/* Zero times a non-finite value is NaN: after four of these, only finite pairs have left zeros. */
+__device__ inline uint32_t add_zero_times(uint32_t pair, uint32_t sum, skl_bf16)
 {
-    return 0x7F80U;
+    asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(pair), "r"(0U));
+    return sum;
 }
 
-__device__ constexpr uint32_t exponent_of_infinity(skl_f16)
+__device__ inline uint32_t add_zero_times(uint32_t pair, uint32_t sum, skl_f16)
 {
-    return 0x7C00U;
+    asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(pair), "r"(0U));
+    return sum;
 }
 
 template <typename ELEMENT> __device__ inline bool all_finite(const uint4 &chunk)
 {
-    const uint32_t exponent = exponent_of_infinity(ELEMENT());
     const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-    bool finite = true;
+    uint32_t sum = 0;
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        finite = finite && (words[i] & exponent) != exponent && (words[i] >> 16 & exponent) != exponent;
-    return finite;
+        sum = add_zero_times(words[i], sum, ELEMENT());
+    return (sum & 0x7FFF7FFFU) == 0;
 }
 
 } // namespace tensor_core

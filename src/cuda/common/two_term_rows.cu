@@ -72,7 +72,7 @@ static __device__ float sign_of_infinity(float value)
 static __device__ void store_terms(const two_term_task &task, int64_t index)
 {
     constexpr uint32_t INFINITE = 0x7F800000U, LARGEST = 14; /* exponent of a row's largest magnitude */
-    const int lane = (int)threadIdx.x % 32, c = lane * QUAD;
+    const int lane = (int)(threadIdx.x % 32), c = lane * QUAD;
     const int64_t row = index % task.rows, head = index / task.rows % task.heads,
                   batch = index / task.rows / task.heads;
     float4 x = load_quad(task, SKL_ROW(task.from, batch, head, row), c);

@@ -42,12 +42,12 @@ struct __align__(16) operand_stages
 /* Rows and columns of the tile that a thread accumulates. */
 __device__ inline int acc_row(int i)
 {
-    return i / 4 * HALF + (int)threadIdx.x / LANES * 4 + i % 4;
+    return i / 4 * HALF + (int)(threadIdx.x / LANES) * 4 + i % 4;
 }
 
 __device__ inline int acc_column(int j)
 {
-    return j / 4 * HALF + (int)threadIdx.x % LANES * 4 + j % 4;
+    return j / 4 * HALF + (int)(threadIdx.x % LANES) * 4 + j % 4;
 }
 
 template <int COLUMNS> struct fragment {
@@ -179,14 +179,14 @@ __device__ inline void convert_quads(float4 (&to)[QUADS], const raw_quad (&from)
  * store_dims() transposes. */
 template <int QUADS> __device__ inline void load_dims(raw_quad (&to)[QUADS], const row_source &from, int c)
 {
-    load_quads(to, from, (int)threadIdx.x / 4, HALF, c + (int)threadIdx.x % 4 * QUAD);
+    load_quads(to, from, (int)(threadIdx.x / 4), HALF, c + (int)(threadIdx.x % 4) * QUAD);
 }
 
 template <int QUADS> __device__ inline void store_dims(float *to, const raw_quad (&from)[QUADS], skl_dtype dtype)
 {
     float4 values[QUADS];
     convert_quads(values, from, dtype);
-    to += step_offset((int)threadIdx.x % 4 * QUAD) + (int)threadIdx.x / 4;
+    to += step_offset((int)(threadIdx.x % 4) * QUAD) + (int)(threadIdx.x / 4);
 #pragma unroll
     for (int quad = 0; quad < QUADS; quad++, to += HALF) {
         to[step_offset(0)] = values[quad].x;
@@ -199,7 +199,7 @@ template <int QUADS> __device__ inline void store_dims(float *to, const raw_quad
 /* Steps are the rows [row, row + STAGE_STEPS), columns are TILE dimensions from c: a warp reads a row. */
 __device__ inline void load_steps(raw_quad (&to)[TILE_QUADS], const row_source &from, int row, int c)
 {
-    load_quads(to, from, row + (int)threadIdx.x / 32, THREADS / 32, c + (int)threadIdx.x % 32 * QUAD);
+    load_quads(to, from, row + (int)(threadIdx.x / 32), THREADS / 32, c + (int)(threadIdx.x % 32) * QUAD);
 }
 
 __device__ inline void store_steps(float *to, const raw_quad (&from)[TILE_QUADS], skl_dtype dtype)
@@ -208,7 +208,7 @@ __device__ inline void store_steps(float *to, const raw_quad (&from)[TILE_QUADS]
     convert_quads(values, from, dtype);
 #pragma unroll
     for (int quad = 0; quad < TILE_QUADS; quad++)
-        *(float4 *)&to[step_offset((int)threadIdx.x / 32 + quad * THREADS / 32) + (int)threadIdx.x % 32 * QUAD] =
+        *(float4 *)&to[step_offset((int)(threadIdx.x / 32) + quad * THREADS / 32) + (int)(threadIdx.x % 32) * QUAD] =
             values[quad];
 }
 
@@ -249,8 +249,8 @@ __device__ inline int step_offset(int first, int step)
 template <bool SKIP_ZEROS, int COLUMNS>
 __device__ inline void multiply(fragment<COLUMNS> &sum, const float *stationary, const float *streamed)
 {
-    stationary += (int)threadIdx.x / LANES * 4;
-    streamed += (int)threadIdx.x % LANES * 4;
+    stationary += (int)(threadIdx.x / LANES) * 4;
+    streamed += (int)(threadIdx.x % LANES) * 4;
     for_each_step([&](int first, int step) {
         float a[ROWS], b[COLUMNS];
         read_fours(a, stationary + step_offset(first, step));

@@ -93,6 +93,8 @@ static const char *why_apart(const choice *s, const skl_cuda_kernel **kernel)
         !skl_select_tma_reads(p->dtype_s, &of->o_s, p->dim_s, p->heads_s, skl_query_rows(p)) ||
         !skl_select_tma_reads(p->dtype_s, &of->do_s, p->dim_s, p->heads_s, skl_query_rows(p)))
         return "TMA cannot address v_s, o_s or do_s: the KL and the attention backward apart";
+    if (!skl_select_has_pairs(p, &of->dv_s, p->dtype_s))
+        return "dv_s: a row begins at an odd element: the KL and the attention backward apart";
     *kernel = skl_select_carrying_kernel(p, s->kernel->capability);
     return *kernel == NULL ? "no kernel of this type and head size carries the KL" : NULL;
 }

@@ -13,18 +13,34 @@ static bool is_aligned(const skl_input *tensor)
            tensor->stride_head % ELEMENTS_16_BYTES == 0 && tensor->stride_row % ELEMENTS_16_BYTES == 0;
 }
 
-/* Why 16-byte copies cannot read the call's tensors; NULL: they can. */
-static const char *why_misaligned(const skl_inputs *in)
+bool skl_select_has_pairs(const skl_problem *p, const skl_output *gradient, skl_dtype dtype)
 {
+    const uintptr_t pair_size = skl_grad_dtype(p, dtype) == SKL_F32 ? 8 : 4;
+    return gradient->data == NULL || ((uintptr_t)gradient->data % pair_size == 0 && gradient->stride_batch % 2 == 0 &&
+                                      gradient->stride_head % 2 == 0 && gradient->stride_row % 2 == 0);
+}
+
+/* Why tensor-core kernels cannot read the call's tensors by copies of 16 bytes, or write its gradients; NULL: they
+ * can.
+ */
+static const char *why_misaligned(const skl_problem *p, const skl_call *call)
+{
+    const skl_inputs *const in = &call->inputs;
+    const skl_gradients *const out = &call->gradients;
     const struct {
-        const skl_input *tensor;
+        bool aligned;
         const char *why;
-    } tensors[] = {{&in->q_t, "q_t: address or strides not a multiple of 16 bytes: general kernel"},
-                   {&in->k_t, "k_t: address or strides not a multiple of 16 bytes: general kernel"},
-                   {&in->q_s, "q_s: address or strides not a multiple of 16 bytes: general kernel"},
-                   {&in->k_s, "k_s: address or strides not a multiple of 16 bytes: general kernel"}};
+    } tensors[] = {
+        {is_aligned(&in->q_t), "q_t: address or strides not a multiple of 16 bytes: general kernel"},
+        {is_aligned(&in->k_t), "k_t: address or strides not a multiple of 16 bytes: general kernel"},
+        {is_aligned(&in->q_s), "q_s: address or strides not a multiple of 16 bytes: general kernel"},
+        {is_aligned(&in->k_s), "k_s: address or strides not a multiple of 16 bytes: general kernel"},
+        {skl_select_has_pairs(p, &out->dq_t, p->dtype_t), "dq_t: a row begins at an odd element: general kernel"},
+        {skl_select_has_pairs(p, &out->dk_t, p->dtype_t), "dk_t: a row begins at an odd element: general kernel"},
+        {skl_select_has_pairs(p, &out->dq_s, p->dtype_s), "dq_s: a row begins at an odd element: general kernel"},
+        {skl_select_has_pairs(p, &out->dk_s, p->dtype_s), "dk_s: a row begins at an odd element: general kernel"}};
     for (size_t i = 0; i < sizeof tensors / sizeof tensors[0]; i++)
-        if (!is_aligned(tensors[i].tensor))
+        if (!tensors[i].aligned)
             return tensors[i].why;
     return NULL;
 }
@@ -153,7 +169,7 @@ choice skl_select_begin(const skl_plan *plan, const skl_call *call, skl_cuda_par
                 .capped = params->a.capped || params->b.capped};
     s.reason = skl_select_why_kernel(plan, s.kernel);
     const bool has_two_terms = skl_select_has_two_terms(s.kernel), copies = s.kernel != skl_cuda_general;
-    const char *const misaligned = copies && !has_two_terms ? why_misaligned(&call->inputs) : NULL;
+    const char *const misaligned = copies && !has_two_terms ? why_misaligned(p, call) : NULL;
     if (misaligned != NULL) {
         s.kernel = skl_cuda_general;
         s.reason = misaligned;

@@ -99,6 +99,10 @@ bool skl_select_is_tma_kernel(const skl_cuda_kernel *kernel);
 bool skl_select_tma_reads(skl_dtype dtype, const skl_input *tensor, int64_t dim, int64_t heads,
                           skl_tensor_rows shape);
 
+/* Whether all rows of a gradient begin at even elements: kernels with tensor cores store pairs of them. `dtype`: of
+ * the tensor that it is the gradient of. */
+bool skl_select_has_pairs(const skl_problem *p, const skl_output *gradient, skl_dtype dtype);
+
 /* The choice of a call, which has no launch yet, and the parameters of its launches. */
 choice skl_select_begin(const skl_plan *plan, const skl_call *call, skl_cuda_params *params,
                         skl_cuda_launches *launches);

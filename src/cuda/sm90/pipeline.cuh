@@ -65,17 +65,17 @@ __device__ inline int warp_uniform(int value)
 
 __device__ inline int warpgroup_index()
 {
-    return warp_uniform((int)threadIdx.x / 128);
+    return warp_uniform((int)(threadIdx.x / 128));
 }
 
 __device__ inline int warp_index()
 {
-    return warp_uniform((int)threadIdx.x / 32);
+    return warp_uniform((int)(threadIdx.x / 32));
 }
 
 __device__ inline int warp_in_warpgroup()
 {
-    return warp_uniform((int)threadIdx.x % 128 / 32);
+    return warp_uniform((int)(threadIdx.x % 128 / 32));
 }
 
 /* The order in which a block processes the stages of its streamed rows. Masked stages come first, so that the main
@@ -145,7 +145,7 @@ __device__ inline void load_a_frag(uint32_t (&a)[DIM / 16][4], const row_source<
 #pragma unroll
     for (int reg = 0; reg < 4; reg++) {
         const int row = acc_row<1>(0, reg % 2);
-        const ELEMENT *const source = from.rows + row * from.stride + (int)threadIdx.x % 4 * 2 + reg / 2 * 8;
+        const ELEMENT *const source = from.rows + row * from.stride + (int)(threadIdx.x % 4) * 2 + reg / 2 * 8;
 #pragma unroll
         for (int k = 0; k < DIM / 16; k++) {
             const bool inside = row < count && k * 16 + reg / 2 * 8 < from.dim;

@@ -6,6 +6,7 @@
 #define SKL_CUDA_COMMON_INDEXER_STRIP_GRADIENTS_CUH
 
 #include "base/convert.h"
+#include "cuda/common/gradient_row.cuh"
 #include "cuda/common/indexer/strip.cuh"
 
 namespace tensor_core
@@ -31,25 +32,6 @@ __device__ constexpr skl_dtype dtype_of(skl_f16)
     return SKL_F16;
 }
 
-/* Stores two neighbouring elements of a 16-bit or f32 gradient with any alignment. */
-template <typename ELEMENT>
-__device__ inline void store_pair(const skl_output &to, int64_t offset, skl_dtype dtype, float low, float high)
-{
-    if (dtype == SKL_F32) {
-        ((float *)to.data)[offset] = low;
-        ((float *)to.data)[offset + 1] = high;
-        return;
-    }
-    const uint32_t both = pack(low, high, ELEMENT());
-    uint16_t *const pair = (uint16_t *)to.data + offset;
-    if ((uintptr_t)pair % 4 == 0) {
-        *(uint32_t *)(void *)pair = both;
-        return;
-    }
-    pair[0] = (uint16_t)both;
-    pair[1] = (uint16_t)(both >> 16);
-}
-
 /* <q_g, D_g> over min(8 N, dim) dimensions, in each of the four lanes that hold D_g as sum(n, parity). Terms with
  * D_g = 0 are skipped, so that a non-finite query that attends to nothing adds nothing. */
 template <typename ELEMENT, int N, typename SUM>
@@ -69,8 +51,7 @@ __device__ inline float dot_of(SUM sum, const ELEMENT *query, int dim)
     return dot + __shfl_xor_sync(~0U, dot, 2);
 }
 
-/* Stores rows of dq and dw. Head sizes are a multiple of 8. Rows of q_s are aligned to 16 bytes, those of dq_s need
- * not be. */
+/* Stores rows of dq and dw. */
 template <typename ELEMENT, int DIM> struct query_gradients {
     const index_params &params;
     const query_slot &slot;
@@ -101,12 +82,11 @@ template <typename ELEMENT, int DIM> struct query_gradients {
             return;
         const float weight = weight_at(params, batch, slot.head, query, index_head);
         const float factor = blind ? 0.0F : scale * weight;
-        const skl_dtype dtype = skl_grad_dtype(&p, dtype_of(ELEMENT()));
-        const int64_t base = SKL_ROW(dq, batch, head, query);
+        const gradient_columns columns(dq.data, SKL_ROW(dq, batch, head, query),
+                                       skl_grad_dtype(&p, dtype_of(ELEMENT())), dim);
 #pragma unroll
         for (int n = 0; n < DIM / 8; n++)
-            if (acc_column(n, 0) < dim)
-                store_pair<ELEMENT>(dq, base + acc_column(n, 0), dtype, sum(n, 0) * factor, sum(n, 1) * factor);
+            columns.store_pair(n, sum(n, 0) * factor, sum(n, 1) * factor, ELEMENT());
     }
 };
 

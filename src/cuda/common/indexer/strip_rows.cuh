@@ -29,7 +29,8 @@ __device__ inline void finish_row(const index_params &params, const skl_sequence
     const skl_row_state entropy_state = {row.state.m_a, row.state.l_a, 0.0F, 0.0F, row.p_log_p};
     const float kl = skl_state_kl(&row.state), entropy = skl_state_entropy(&entropy_state);
     const float mean_lse_t = skl_lse(row.state.m_a, row.state.l_a);
-    skl_row_set(&rows.kl, &s, head, query, one_pass_kl(p, s, query, row.state)); /* P is made of LSEs */
+    skl_row_set(&rows.kl, &s, head, query,
+                one_pass_kl(p, s, query, row.state, skl_state_kl(&row.state))); /* P is made of LSEs */
     skl_row_set(&rows.entropy, &s, head, query, entropy);
     skl_row_set(&rows.cross_entropy, &s, head, query, entropy + kl);
     skl_row_set(&rows.mass, &s, head, query, skl_mass(mean_lse_t, params.lse_given));

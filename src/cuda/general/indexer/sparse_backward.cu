@@ -80,8 +80,8 @@ static __device__ void load_key_steps(raw_quad (&to)[TILE_QUADS], const sparse_m
 {
 #pragma unroll
     for (int quad = 0; quad < TILE_QUADS; quad++)
-        load_gathered(to[quad], memory, entry + (int)threadIdx.x / 32 + quad * THREADS / 32,
-                      c + (int)threadIdx.x % 32 * QUAD);
+        load_gathered(to[quad], memory, entry + (int)(threadIdx.x / 32) + quad * THREADS / 32,
+                      c + (int)(threadIdx.x % 32) * QUAD);
 }
 
 /* sum += dots . keys, SLICE dimensions from c. */
@@ -99,7 +99,7 @@ template <int R> static __device__ void add_keys(float (&sum)[R][8], sparse_memo
             load_key_steps(rows, memory, first + STAGE_STEPS, c);
         for_each_step([&](int first_step, int step) {
             float b[8];
-            read_fours(b, streamed + step_offset(first_step, step) + (int)threadIdx.x % LANES * 4);
+            read_fours(b, streamed + step_offset(first_step, step) + (int)(threadIdx.x % LANES) * 4);
 #pragma unroll
             for (int i = 0; i < R; i++) {
                 const float a = memory.dots[head_of<R>(i) * DOT_STRIDE + first + first_step + step];
@@ -131,7 +131,7 @@ static __device__ void store_entry_dk(float *entry_dk, sparse_memory &memory, in
             load_steps(rows, memory.heads, first + STAGE_STEPS, c);
         for_each_step([&](int first_step, int step) {
             float a[ROWS], b[KEY_COLUMNS];
-            read_fours(a, stationary + step_offset(first_step, step) + (int)threadIdx.x / LANES * 4);
+            read_fours(a, stationary + step_offset(first_step, step) + (int)(threadIdx.x / LANES) * 4);
             read_fours(b, &memory.dots[(first + first_step + step) * DOT_STRIDE + acc_column(0)]);
 #pragma unroll
             for (int j = 0; j < KEY_COLUMNS; j++)

@@ -27,7 +27,7 @@ constexpr int WARPS = THREADS / 32;
 /* Exclusive prefix sum over the threads of the block; *total = sum over all threads. */
 static __device__ int scan(int value, int (&warp_sums)[WARPS], int *total)
 {
-    const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32;
+    const int lane = (int)(threadIdx.x % 32), warp = (int)(threadIdx.x / 32);
     int sum = value;
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {
@@ -145,7 +145,7 @@ static __device__ float4 load_four(const float *from, int64_t left, int64_t dim)
 static __device__ void add_hits(dk_memory &memory, int count, const float *entry_dk, int64_t c_first, int64_t dim)
 {
     constexpr int LOADS = 8; /* in flight at once */
-    const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32;
+    const int lane = (int)(threadIdx.x % 32), warp = (int)(threadIdx.x / 32);
     const int64_t c = c_first + lane * 4;
     __syncthreads(); /* the hits are complete */
 #pragma unroll 1
@@ -236,7 +236,8 @@ static __device__ void add_chunk(dk_memory &memory, const sparse_dk_params &para
     const bool begins = rows.begin >= chunk_rows.begin, ends = rows.end <= chunk_rows.end;
     const int64_t c = item.c_first + threadIdx.x % SLICE;
     float *const sums = &memory.sums[0][0].x;
-    for (int key = (int)threadIdx.x / SLICE; key < KEY_TILE; key += THREADS / SLICE) {
+#pragma unroll 1
+    for (int key = (int)(threadIdx.x / SLICE); key < KEY_TILE; key += THREADS / SLICE) {
         const int64_t row = item.key_first + key;
         const bool stored = !begins && row < key_end && c < p.dim_s;
         sums[key * SLICE + threadIdx.x % SLICE] =
@@ -249,7 +250,8 @@ static __device__ void add_chunk(dk_memory &memory, const sparse_dk_params &para
              entry_dk);
     const skl_output &to = ends ? dk : params.dk_sums;
     const skl_dtype dtype = ends ? skl_grad_dtype(&p, p.dtype_s) : SKL_F32;
-    for (int key = (int)threadIdx.x / SLICE; key < KEY_TILE; key += THREADS / SLICE) {
+#pragma unroll 1
+    for (int key = (int)(threadIdx.x / SLICE); key < KEY_TILE; key += THREADS / SLICE) {
         const int64_t row = item.key_first + key;
         if (row < key_end && c < p.dim_s)
             skl_store(to.data, dtype, SKL_ROW(to, s.batch, item.key_head, s.key_begin + row) + c,

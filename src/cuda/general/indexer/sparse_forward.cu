@@ -21,7 +21,7 @@ static __device__ void compute_sparse_lse(skl_lse2 *lse, sparse_memory &memory, 
 {
     constexpr int HALF_TILE = KEY_TILE / 2;
     const int64_t group = skl_group_size(&p);
-    const int head = (int)threadIdx.x / 2, first_key = (int)threadIdx.x % 2 * HALF_TILE;
+    const int head = (int)(threadIdx.x / 2), first_key = (int)(threadIdx.x % 2) * HALF_TILE;
 #pragma unroll 1
     for (int64_t h = 0, count; h < group; h += count) {
         count = teacher_heads_per_product(memory, group, h);

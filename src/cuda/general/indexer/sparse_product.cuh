@@ -32,12 +32,12 @@ struct sparse_memory {
 
 __device__ inline int key_of_thread(void)
 {
-    return (int)threadIdx.x / THREADS_PER_KEY;
+    return (int)(threadIdx.x / THREADS_PER_KEY);
 }
 
 __device__ inline int lane_of_key(void)
 {
-    return (int)threadIdx.x % THREADS_PER_KEY;
+    return (int)(threadIdx.x % THREADS_PER_KEY);
 }
 
 /* Makes row `index` of the launch the current one. */
@@ -83,13 +83,13 @@ __device__ inline void load_gathered(raw_quad &to, const sparse_memory &memory, 
 
 template <int R> __device__ inline int head_of(int i)
 {
-    return R == 8 ? acc_row(i) : (int)threadIdx.x / LANES * R + i;
+    return R == 8 ? acc_row(i) : (int)(threadIdx.x / LANES) * R + i;
 }
 
 template <int R> __device__ inline void read_heads(float (&to)[R], const float *from)
 {
     if constexpr (R >= 4) {
-        read_fours(to, from + (int)threadIdx.x / LANES * 4);
+        read_fours(to, from + (int)(threadIdx.x / LANES) * 4);
     } else {
 #pragma unroll
         for (int i = 0; i < R; i++)
@@ -103,7 +103,7 @@ template <int R> __device__ inline void multiply_heads(sparse_memory &memory)
     constexpr int QUADS = R == 8 ? 2 : 1;
     const int dim = memory.heads.dim;
     const skl_dtype dtype = memory.heads.dtype;
-    const int quad = (int)threadIdx.x % 4 * QUAD;
+    const int quad = (int)(threadIdx.x % 4) * QUAD;
     float sum[R][KEY_COLUMNS] = {};
     raw_quad stationary[QUADS], streamed[1];
     load_dims(stationary, memory.heads, 0);
@@ -118,7 +118,7 @@ template <int R> __device__ inline void multiply_heads(sparse_memory &memory)
             load_gathered(streamed[0], memory, key_of_thread(), c + STAGE_STEPS + quad);
         }
         const float *const smem_heads = memory.stages.stationary[stage];
-        const float *const smem_keys = memory.stages.streamed[stage] + (int)threadIdx.x % LANES * 4;
+        const float *const smem_keys = memory.stages.streamed[stage] + (int)(threadIdx.x % LANES) * 4;
         for_each_step([&](int first, int step) {
             float a[R], b[KEY_COLUMNS];
             read_heads<R>(a, smem_heads + step_offset(first, step));

@@ -23,6 +23,7 @@
 #define SKL_CUDA_SM80_ATTENTION_BACKWARD_CUH
 
 #include "base/convert.h"
+#include "cuda/common/gradient_row.cuh"
 #include "cuda/common/row_stats.cuh"
 #include "cuda/sm80/mma_tile.cuh"
 
@@ -179,7 +180,7 @@ template <int M> struct query_row_stats<M, true> {
 
     template <int ROWS> __device__ static float largest_grad(const row_stats *stage)
     {
-        const int lane = (int)threadIdx.x % 32;
+        const int lane = (int)(threadIdx.x % 32);
         return warp_max(fmaxf(fabsf(stage[lane].grad), fabsf(stage[ROWS - 32 + lane].grad)));
     }
 };
@@ -189,12 +190,12 @@ template <int ROWS>
 __device__ inline void copy_row_stats(row_stats (&to)[ROWS], const backward_params &params, const skl_sequence &s,
                                       int64_t head, int64_t first, int left)
 {
-    const int row = (int)threadIdx.x % ROWS;
+    const int row = (int)(threadIdx.x % ROWS);
     constexpr int SHARE = THREADS / ROWS; /* threads per query */
 #pragma unroll
     for (int which = 0; which < 4; which++) {
         const skl_input source = row_stat_source(params, which);
-        if (source.data != NULL && (int)threadIdx.x / ROWS % SHARE == which % SHARE)
+        if (source.data != NULL && (int)(threadIdx.x / ROWS % SHARE) == which % SHARE)
             cp_async_4(shared_address(&to[row].lse_a + which),
                        (const float *)source.data + SKL_ROW(source, s.batch, head, s.query_begin + first + row),
                        row < left);
@@ -402,7 +403,7 @@ __device__ inline bool is_live(const backward_params &params, const row_tile<M, 
 }
 
 /* Stores the warp's rows, from warp_row of the tile on, and their dimensions from dim_first on. */
-template <int WIDTH, int M, int TILE_M, bool DK>
+template <typename ELEMENT, int WIDTH, int M, int TILE_M, bool DK>
 __device__ inline void store_gradient(const gradient_acc<WIDTH, M> &gradient, const backward_params &params,
                                       const row_tile<TILE_M, DK> &tile, float factor, int warp_row, int dim_first)
 {
@@ -414,18 +415,18 @@ __device__ inline void store_gradient(const gradient_acc<WIDTH, M> &gradient, co
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int64_t row = tile.first + warp_row + m * 16 + (int)threadIdx.x % 32 / 4 + half * 8;
+            const int64_t row = tile.first + warp_row + m * 16 + (int)(threadIdx.x % 32 / 4) + half * 8;
             if (row >= tile.stored)
                 continue;
             const bool live = is_live(params, tile, row);
             const float weight = live && !DK ? row_stat(params, 3, tile.sequence, tile.head, row) : 1.0F;
+            const gradient_columns columns(out.data, base + row * out.stride_row + dim_first, side.grad_dtype,
+                                           (int)side.dim - dim_first);
 #pragma unroll
-            for (int n = 0; n < WIDTH / 4; n++) {
-                const float sum = gradient.sum[m][n / 2][half * 2 + n % 2];
-                const int c = dim_first + acc_column(n / 2, n % 2);
-                if (c < side.dim)
-                    skl_store(out.data, side.grad_dtype, base + row * out.stride_row + c,
-                              live ? sum * factor * weight : 0.0F);
+            for (int n = 0; n < WIDTH / 8; n++) {
+                const float low = gradient.sum[m][n][half * 2] * factor * weight;
+                const float high = gradient.sum[m][n][half * 2 + 1] * factor * weight;
+                columns.store_pair(n, live ? low : 0.0F, live ? high : 0.0F, ELEMENT());
             }
         }
 }
@@ -446,7 +447,7 @@ __global__ void __launch_bounds__(THREADS, 2) gradient_kernel(const __grid_const
         const streamed_band all = stream_for(band, tile.first, tile.first + last_row);
         memory.visible.fill(all.band);
         streamed = {all.origin, all.needed, all.band.count,
-                    reach_of(all.band, (int)threadIdx.x / 32 * 16 * M, 16 * M)};
+                    reach_of(all.band, (int)(threadIdx.x / 32) * 16 * M, 16 * M)};
     }
     if (threadIdx.x == 0)
         memory.sequence = tile.sequence;
@@ -462,9 +463,9 @@ __global__ void __launch_bounds__(THREADS, 2) gradient_kernel(const __grid_const
                                           tile.first, last_row);
     row_tile<M, DK> stored; /* the same tile, recomputed: `tile` need not stay in registers during the loop */
     (void)stored.find(params);
-    store_gradient(gradient, params, stored,
-                   unit.value() * (params.teacher_side ? params.problem.scale_t : params.problem.scale_s),
-                   (int)threadIdx.x / 32 * 16 * M, (int)params.dim_first);
+    store_gradient<ELEMENT>(gradient, params, stored,
+                            unit.value() * (params.teacher_side ? params.problem.scale_t : params.problem.scale_s),
+                            (int)(threadIdx.x / 32) * 16 * M, (int)params.dim_first);
 }
 
 /* One launch per slice of the gradient. */

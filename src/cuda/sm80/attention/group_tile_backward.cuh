@@ -258,8 +258,8 @@ __global__ void __launch_bounds__(GROUP_THREADS, GROUP_BLOCKS_PER_SM)
     if (!DK && params.kl_in_backward)
         pass.write_kl();
     const group_thread thread(index);
-    store_gradient(pass.gradient, params, smem.tile, pass.unit.value() * params.problem.scale_s, thread.row,
-                   thread.half() * pass.WIDTH);
+    store_gradient<ELEMENT>(pass.gradient, params, smem.tile, pass.unit.value() * params.problem.scale_s, thread.row,
+                            thread.half() * pass.WIDTH);
 }
 
 template <typename ELEMENT, int DIM, bool DK>

@@ -122,7 +122,7 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
     /* Of all consumers' threads, two per key. Returns whether a key is not finite. */
     __device__ bool sanitize_keys()
     {
-        const int key = (int)threadIdx.x / 2;
+        const int key = (int)(threadIdx.x / 2);
         const bool finite = sanitize_row<ELEMENT, DIM>(smem.k_b.slabs, key, key < smem.count);
         smem.poison[key] = finite ? 0.0F : NAN;
         if (!finite && key < smem.count)
@@ -404,7 +404,7 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
                                   float factor)
     {
         unsigned char(*const staged)[128] = &smem.dq[warpgroup][warp * 16];
-        const int lane = (int)threadIdx.x % 32, row = lane % 16, first = warpgroup * 64 + warp * 16;
+        const int lane = (int)(threadIdx.x % 32), row = lane % 16, first = warpgroup * 64 + warp * 16;
 #pragma unroll
         for (int slab = 0; slab < DIM / 64; slab++) {
             __syncwarp();

@@ -134,7 +134,7 @@ __device__ inline void produce_stats(const attention_backward_params &params,
     const stage_schedule queries = warp_uniform(smem.queries);
     const int heads = warp_uniform(smem.heads), needed = warp_uniform(smem.queries_needed);
     const int64_t rows_per_head = params.problem.packed ? params.problem.total_q : params.problem.len_q;
-    const int row = (int)threadIdx.x % 64; /* of the stage */
+    const int row = (int)(threadIdx.x % 64); /* of the stage */
     const attention_row *rows = params.rows +
                                 skl_state_index(&params.problem, &smem.sequence, (int64_t)smem.key_head * heads, 0) +
                                 queries.row - smem.sequence.query_begin + row;

@@ -135,7 +135,7 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
     /* Row stats of the warpgroup's queries, two threads each. Rows that do not exist have no stats, and no result. */
     __device__ void load_query_row_stats()
     {
-        const int row = (int)threadIdx.x / 2;
+        const int row = (int)(threadIdx.x / 2);
         if (threadIdx.x % 2 == 0 && row < smem.count) {
             float stat[3];
 #pragma unroll
@@ -344,17 +344,10 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
             if constexpr (!ONE_LOOP)
                 for (; s < stream.stages; s++, n++)
                     add_stage<false>(n, s);
+            if (!DK)
+                break; /* a tile of queries has one head: no register for the number of heads */
         }
         fence_operand(gradient);
-    }
-
-    /* Stores the KL of a stationary row. */
-    __device__ void store_kl(int half, int row) const
-    {
-        const row_tile<2, DK> &tile = smem.tile;
-        const skl_row_state state = merge_lanes(state_of(sums[half]));
-        if (row < smem.count && threadIdx.x % 4 == 0)
-            write_one_pass_row(params, tile.sequence, tile.head, tile.first + row, state);
     }
 
     /* Upstream gradient of a stationary row: 0 if it attends to no key. */
@@ -374,11 +367,11 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
         const int64_t base =
             SKL_ROW(out, tile.sequence.batch, tile.head, DK ? tile.sequence.key_begin : tile.sequence.query_begin) +
             tile.first * out.stride_row;
+        if (!DK && WRT_B && params.kl_in_backward)
+            write_one_pass_rows(params, tile, smem.count, sums);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = acc_row<1>(0, half);
-            if (!DK && WRT_B && params.kl_in_backward)
-                store_kl(half, row);
 #pragma unroll
             for (int e = 0; e < DIM / 4 && DK && row >= smem.count; e++)
                 gradient[e / 2][half * 2 + e % 2] = 0.0F;

@@ -174,7 +174,7 @@ __device__ inline void produce_row_stats(const backward_params &params, wide_sme
         } else {
             barrier_wait(smem.wrt.empty[stage], phase ^ 1);
             poison = &smem.stats.poison[stage];
-            for (int row = (int)threadIdx.x % 32; row < STAGE_ROWS; row += 32)
+            for (int row = (int)(threadIdx.x % 32); row < STAGE_ROWS; row += 32)
                 (*poison)[row] = 0.0F;
         }
         if (s < stream.masked_stages) {

@@ -260,7 +260,7 @@ template <typename ELEMENT, int DIM_A, int DIM_B> struct short_forward {
     /* As write_row_of_two, in the 32-bit arithmetic that this kernel's problems allow. */
     __device__ void write_row(int n, const skl_row_state &row_state) const
     {
-        const int lane = (int)threadIdx.x % 4, row = acc_row<1>(0, lane % 2), offset = row_offset(n, warpgroup);
+        const int lane = (int)(threadIdx.x % 4), row = acc_row<1>(0, lane % 2), offset = row_offset(n, warpgroup);
         const bool of_b = lane / 2 != 0, of_s = of_b != (params.problem.direction == SKL_KL_REVERSE);
         const tma_coord &tile = tile_of(n).coord;
         const int query = tile.query + offset + row;
@@ -306,7 +306,7 @@ template <typename ELEMENT, int DIM_A, int DIM_B> struct short_forward {
             smem.load_iteration = smem.load_segment = 0;
         }
         __syncwarp();
-        find((int)threadIdx.x % 32);
+        find((int)(threadIdx.x % 32));
         __syncwarp();
         next_segment();
         for (int of = 0; of < GROUPS; of++)

@@ -242,7 +242,7 @@ template <int M>
 __device__ inline void write_row_of_two(const forward_params &params, const query_tile<M> &tile,
                                         const skl_row_state &state)
 {
-    const int lane = (int)threadIdx.x % 4, row = acc_row<1>(0, lane % 2);
+    const int lane = (int)(threadIdx.x % 4), row = acc_row<1>(0, lane % 2);
     const bool of_b = lane / 2 != 0;
     const int64_t query = tile.first + row;
     if (query >= tile.sequence.query_count)

@@ -51,7 +51,7 @@ template <typename ELEMENT, typename SHAPE>
 __device__ inline void sanitize_stage(fused_backward_smem<SHAPE> &smem, int n)
 {
     const int stage = n % smem.DEPTH;
-    const int row = (int)threadIdx.x % 128 / 2;
+    const int row = (int)(threadIdx.x % 128 / 2);
     barrier_wait(smem.full[stage], n / smem.DEPTH % 2);
     const bool finite = sanitize_row<ELEMENT, SHAPE::DIM>(smem.stages[stage].wrt.slabs, row, true);
     smem.poison[stage][row] = finite ? 0.0F : NAN;
@@ -65,8 +65,8 @@ template <int DIM>
 __device__ inline void write_dk(unsigned char (&rows)[DIM / 32][STAGE_KEYS][128], const float (&dk)[DIM / 8][4],
                                 float factor)
 {
-    const int lane = (int)threadIdx.x % 32;
-    const int row = (int)threadIdx.x % 128 / 32 * 16 + lane / 4;
+    const int lane = (int)(threadIdx.x % 32);
+    const int row = (int)(threadIdx.x % 128 / 32) * 16 + lane / 4;
     const bool odd = row % 2;
 #pragma unroll
     for (int n = 0; n < DIM / 8; n++) {

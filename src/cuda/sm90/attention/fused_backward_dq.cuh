@@ -21,7 +21,8 @@ __device__ inline float find_g_unit(const backward_params &params, const query_t
 {
     constexpr int LIMIT = 15; /* values stay below 2^LIMIT units */
     float largest = 0.0F;
-    for (int row = (int)threadIdx.x % 32; row < tile.ROWS; row += 32) {
+#pragma unroll 1
+    for (int row = (int)(threadIdx.x % 32); row < tile.ROWS; row += 32) {
         const int64_t query = skl_min(tile.first + row, tile.sequence.query_count - 1);
         const skl_range sees = skl_visible(&params.problem, &tile.sequence, query);
         if (sees.begin >= sees.end)
@@ -44,7 +45,8 @@ __device__ inline float find_common_grad(const backward_params &params, const qu
 {
     const float first = row_stat(params, 3, tile.sequence, tile.head, tile.first);
     bool same = fabsf(first) < INFINITY;
-    for (int row = (int)threadIdx.x % 32; row < tile.ROWS; row += 32) {
+#pragma unroll 1
+    for (int row = (int)(threadIdx.x % 32); row < tile.ROWS; row += 32) {
         const int64_t query = skl_min(tile.first + row, tile.sequence.query_count - 1);
         same = same && row_stat(params, 3, tile.sequence, tile.head, query) == first;
     }
@@ -58,11 +60,11 @@ template <typename ELEMENT, bool WRT_B, typename SHAPE>
 __device__ inline void prepare_queries(const backward_params &params, fused_backward_smem<SHAPE> &smem,
                                        const typename SHAPE::tile_type &tile)
 {
-    const int row = (int)threadIdx.x / 2, count = smem.count;
+    const int row = (int)(threadIdx.x / 2), count = smem.count;
     const bool finite = sanitize_row<ELEMENT, SHAPE::DIM>(smem.wrt_queries.slabs, row, row < count);
     if constexpr (smem.OTHER_SLABS > 0)
         for (int slab = 0; slab < smem.OTHER_SLABS; slab++)
-            for (int c = (int)threadIdx.x % 2; c < 8 && row >= count; c += 2)
+            for (int c = (int)(threadIdx.x % 2); c < 8 && row >= count; c += 2)
                 *(uint4 *)(void *)&smem.other_queries.slabs[slab][row][c * 16] = make_uint4(0, 0, 0, 0);
     if (threadIdx.x % 2 == 0) {
         constexpr float HUGE_LSE = 1e30F;
@@ -79,7 +81,7 @@ __device__ inline void prepare_queries(const backward_params &params, fused_back
         smem.stats[row] = stats;
     }
     fence_proxy_async();
-    named_barrier_sync(1 + (int)threadIdx.x / 128, 128);
+    named_barrier_sync(1 + (int)(threadIdx.x / 128), 128);
 }
 
 template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED> struct dq_warpgroup {
@@ -155,7 +157,7 @@ template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED> struct dq_w
     /* Adds the 64 x 64 pairs of stage n. */
     template <bool MASKED, bool IN_UNITS> __device__ void add_stage(int n)
     {
-        const int stage = n % smem.DEPTH, lane = (int)threadIdx.x % 32;
+        const int stage = n % smem.DEPTH, lane = (int)(threadIdx.x % 32);
         stage_logits wrt, other;
         issue_stage_logits<MASKED>(wrt, other, n);
         wgmma_wait<0>();
@@ -175,7 +177,7 @@ template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED> struct dq_w
             wgmma<true>(dq, g[step], smem_descriptor(k + step * 16 * 128 / 16), 1, ELEMENT());
         wgmma_commit();
         barrier_wait(smem.g_empty[n % 2], n / 2 % 2 ^ 1);
-        const int row = (int)threadIdx.x / 32 * 16 + lane % 16;
+        const int row = (int)(threadIdx.x / 32) * 16 + lane % 16;
         const uint32_t to = shared_address(&smem.g[n % 2][row][(lane / 16 ^ row % 8) * 16]);
 #pragma unroll
         for (int step = 0; step < STAGE_KEYS / 16; step++)
@@ -225,15 +227,16 @@ template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED> struct dq_w
         const skl_side side = side_of(params);
         const skl_output out = *side.dq;
         const int64_t base = SKL_ROW(out, tile.sequence.batch, tile.head, tile.sequence.query_begin + tile.first);
+        if (WRT_B && params.kl_in_backward)
+            write_one_pass_rows(
+                params, tile, smem.count,
+                {HAS_LONG_SUMS ? smem.totals.of(0) : sums[0], HAS_LONG_SUMS ? smem.totals.of(1) : sums[1]});
+        if (out.data == NULL)
+            return;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = acc_row<1>(0, half);
-            const skl_row_state state = merge_lanes(HAS_LONG_SUMS ? smem.totals.state(half) : state_of(sums[half]));
-            if (row >= smem.count)
-                continue;
-            if (params.kl_in_backward && threadIdx.x % 4 == 0)
-                write_one_pass_row(params, tile.sequence, tile.head, tile.first + row, state);
-            if (out.data != NULL)
+            if (row < smem.count)
                 store_row<ELEMENT>(out.data, base + row * out.stride_row, side, dq, half, smem.unit * side.scale);
         }
     }

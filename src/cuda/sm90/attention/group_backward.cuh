@@ -58,7 +58,7 @@ template <int DIM_S> constexpr int GROUP_FIXED_SIZE = (sizeof(group_backward_sme
 template <typename ELEMENT, int DIM_S>
 __device__ inline void prepare_student_queries(const backward_params &params, group_backward_smem<DIM_S> &smem)
 {
-    const int row = (int)threadIdx.x / 2;
+    const int row = (int)(threadIdx.x / 2);
     const block_tile &tile = smem.tile;
     const bool exists = row < smem.count;
     const bool finite = sanitize_row<ELEMENT, DIM_S>(smem.queries_s.slabs, row, exists);
@@ -70,13 +70,13 @@ __device__ inline void prepare_student_queries(const backward_params &params, gr
                            smem.stats[row].key_begin};
     }
     fence_proxy_async();
-    named_barrier_sync(1 + (int)threadIdx.x / 128, 128);
+    named_barrier_sync(1 + (int)(threadIdx.x / 128), 128);
 }
 
 template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED> struct group_dq_warpgroup {
     const backward_params &params;
     group_backward_smem<DIM_S> &smem;
-    head_products<ELEMENT, DIM_T, STAGE_KEYS, CAPPED> teacher;
+    head_products<ELEMENT, DIM_T, STAGE_KEYS, CAPPED, true> teacher;
     int warpgroup; /* warp-uniform */
     float dq[DIM_S / 8][4];
     row_sums sums[2];
@@ -119,7 +119,7 @@ template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED> struct group_dq_w
 
     template <bool MASKED> __device__ void add_stage(int n)
     {
-        const int lane = (int)threadIdx.x % 32;
+        const int lane = (int)(threadIdx.x % 32);
         stage_logits p, y;
         teacher.run_stage(
             p, y,
@@ -178,15 +178,12 @@ template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED> struct group_dq_w
         const skl_side side = side_of(params);
         const skl_output out = *side.dq;
         const int64_t base = SKL_ROW(out, tile.sequence.batch, tile.head, tile.sequence.query_begin + tile.first);
+        if (params.kl_in_backward)
+            write_one_pass_rows(params, tile, smem.count, sums);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = acc_row<1>(0, half);
-            const skl_row_state state = merge_lanes(state_of(sums[half]));
-            if (row >= smem.count)
-                continue;
-            if (params.kl_in_backward && threadIdx.x % 4 == 0)
-                write_one_pass_row(params, tile.sequence, tile.head, tile.first + row, state);
-            if (out.data != NULL)
+            if (row < smem.count && out.data != NULL)
                 store_row<ELEMENT>(out.data, base + row * out.stride_row, side, dq, half, smem.unit * side.scale);
         }
     }
@@ -245,7 +242,7 @@ template <typename ELEMENT, int DIM_S> __device__ inline void sanitize_stages(gr
         barrier_wait(smem.barriers.keys_s_full, n % 2);
         if (n > 0) /* all lanes have read the poison of the last stage; it is complete since its keys were replaced */
             barrier_wait(smem.g_full, (n - 1) % 2);
-        for (int key = (int)threadIdx.x % 32; key < STAGE_KEYS; key += 32)
+        for (int key = (int)read_lane(); key < STAGE_KEYS; key += 32)
             smem.poison[key] = 0.0F;
         __syncwarp();
         sanitize_rows<ELEMENT, DIM_S>(smem.keys_s, smem.poison);
@@ -267,17 +264,20 @@ __global__ void __launch_bounds__(GROUP_BACKWARD_THREADS, 1)
     block_tile assigned;
     if (!assigned.find(params, 1, (unsigned)params.head_group))
         return;
+    if (threadIdx.x == 0)
+        smem.tile = assigned;
+    __syncthreads();
+    const block_tile &tile = smem.tile;
     if (threadIdx.x < 32)
-        smem.unit = find_g_unit(params, assigned, ELEMENT());
-    const row_stream keys = keys_of_tile(params, assigned, 1);
+        smem.unit = find_g_unit(params, tile, ELEMENT());
+    const row_stream keys = keys_of_tile(params, tile, 1);
     if (threadIdx.x < TILE_QUERIES) {
         const range32 visible = keys.band.of((int)threadIdx.x);
         smem.stats[threadIdx.x].key_begin = visible.begin;
         smem.key_ends[threadIdx.x] = visible.end;
     }
     if (threadIdx.x == 0) {
-        smem.tile = assigned;
-        smem.count = (int)skl_min(TILE_QUERIES, assigned.sequence.query_count - assigned.first);
+        smem.count = (int)skl_min(TILE_QUERIES, tile.sequence.query_count - tile.first);
         smem.keys = keys;
         if (smem.count < TILE_QUERIES) /* rows that do not exist must be masked: 0 times a non-finite key is NaN */
             smem.keys.masked_stages = smem.keys.stages;

@@ -61,7 +61,7 @@ __device__ inline void cap_logits(group_logits &to, const group_logits &y, const
 template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED> struct group_forward {
     const forward_params &params;
     group_forward_smem<DIM_S> &smem;
-    head_products<ELEMENT, DIM_T, GROUP_KEYS, CAPPED> teacher;
+    head_products<ELEMENT, DIM_T, GROUP_KEYS, CAPPED, CAPPED> teacher;
     int warpgroup, stages; /* warp-uniform */
 
     template <bool MASKED>

@@ -38,7 +38,7 @@ namespace sm90
 template <typename ELEMENT, typename SHAPE>
 __device__ inline void prepare_joint_queries(const backward_params &params, joint_backward_smem<SHAPE> &smem)
 {
-    const int row = (int)threadIdx.x / 2, count = smem.count;
+    const int row = (int)(threadIdx.x / 2), count = smem.count;
     bool finite = true;
 #pragma unroll
     for (int which = 0; which < ARGUMENTS; which++)
@@ -56,7 +56,7 @@ __device__ inline void prepare_joint_queries(const backward_params &params, join
         smem.stats[row] = stats;
     }
     fence_proxy_async();
-    named_barrier_sync(1 + (int)threadIdx.x / 128, 128);
+    named_barrier_sync(1 + (int)(threadIdx.x / 128), 128);
 }
 
 template <typename ELEMENT, typename SHAPE> struct joint_dq_warpgroup {
@@ -128,7 +128,7 @@ template <typename ELEMENT, typename SHAPE> struct joint_dq_warpgroup {
 
     template <int WHICH> __device__ void write_g(const g_frag &g, int buffer, int first_key)
     {
-        const int lane = (int)threadIdx.x % 32, row = (int)threadIdx.x / 32 * 16 + lane % 16;
+        const int lane = (int)(threadIdx.x % 32), row = (int)(threadIdx.x / 32) * 16 + lane % 16;
         const uint32_t to = shared_address(&smem.g[buffer][WHICH][row][(lane / 16 ^ row % 8) * 16]);
 #pragma unroll
         for (int step = 0; step < SHAPE::KEYS / 16; step++)
@@ -218,7 +218,7 @@ template <typename ELEMENT, typename SHAPE> struct joint_dq_warpgroup {
 template <typename ELEMENT, typename SHAPE>
 __device__ inline void sanitize_joint_stage(joint_backward_smem<SHAPE> &smem, int n)
 {
-    const int stage = n % smem.DEPTH, row = (int)threadIdx.x % 128 / 2;
+    const int stage = n % smem.DEPTH, row = (int)(threadIdx.x % 128 / 2);
     barrier_wait(smem.full[stage], n / smem.DEPTH % 2);
     bool finite = true;
 #pragma unroll

@@ -6,6 +6,7 @@
 #ifndef SKL_CUDA_SM90_ATTENTION_LOGIT_GRADIENTS_CUH
 #define SKL_CUDA_SM90_ATTENTION_LOGIT_GRADIENTS_CUH
 
+#include "cuda/common/gradient_row.cuh"
 #include "cuda/common/row_stats.cuh"
 #include "cuda/sm90/attention/softcap.cuh"
 #include "cuda/sm90/two_term.cuh"
@@ -60,7 +61,7 @@ template <typename ELEMENT, int DIM, int ROWS>
 __device__ inline bool sanitize_row(unsigned char (&slabs)[SLABS_OF<DIM>][ROWS][128], int row, bool keep)
 {
     constexpr int CHUNKS = 4; /* per slab and thread */
-    const int parity = (int)threadIdx.x % 2;
+    const int parity = (int)(threadIdx.x % 2);
     bool finite = true;
 #pragma unroll(DIM > 128 ? 1 : SLABS_OF <DIM>) /* a producer warp has few registers */
     for (int slab = 0; slab < SLABS_OF<DIM>; slab++)
@@ -81,7 +82,8 @@ __device__ inline bool sanitize_row(unsigned char (&slabs)[SLABS_OF<DIM>][ROWS][
 template <typename ELEMENT, int DIM>
 __device__ inline void sanitize_rows(row_stage<DIM> &rows, float (&poison)[STAGE_ROWS])
 {
-    for (int row = (int)threadIdx.x % 32 / 2; row < STAGE_ROWS; row += 16)
+#pragma unroll 1
+    for (int row = (int)(read_lane() / 2); row < STAGE_ROWS; row += 16)
         if (!sanitize_row<ELEMENT, DIM>(rows.slabs, row, true))
             poison[row] = NAN;
 }
@@ -110,7 +112,7 @@ __device__ inline lane_row_stats load_stage_row_stats(const backward_params &par
     lane_row_stats stats = {};
 #pragma unroll
     for (int n = 0; n < STAGE_ROWS / 32; n++) {
-        const int query = first + n * 32 + (int)threadIdx.x % 32;
+        const int query = first + n * 32 + (int)read_lane();
 #pragma unroll
         for (int which = 0; which < 4 && query < end; which++)
             stats.stat[n][which] = row_stat(params, which, s, head, origin + query);
@@ -123,7 +125,7 @@ __device__ inline void store_stage_row_stats(stage_row_stats &to, const lane_row
     float largest = 0.0F;
 #pragma unroll
     for (int n = 0; n < STAGE_ROWS / 32; n++) {
-        const int row = n * 32 + (int)threadIdx.x % 32;
+        const int row = n * 32 + (int)read_lane();
         to.lse_a[row] = lse2_of(stats.stat[n][0]);
         to.lse_b[row] = lse2_of(stats.stat[n][1]);
         to.kl[row] = stats.stat[n][2];
@@ -264,29 +266,23 @@ __device__ inline void pack_logit_gradients(uint32_t (&to)[4][4], const stage_lo
 
 /* ---- Stores ------------------------------------------------------------------------------------------------- */
 
-/* Stores the thread's elements of a gradient row; `half` as in acc_row. */
-template <typename OUT, int BLOCKS>
-__device__ inline void store_elements(OUT *row, int dim, const float (&x)[BLOCKS][4], int half, float factor)
-{
-#pragma unroll
-    for (int n = 0; n < BLOCKS; n++)
-#pragma unroll
-        for (int parity = 0; parity < 2; parity++)
-            if (acc_column(n, parity) < dim)
-                row[acc_column(n, parity)] = (OUT)(x[n][half * 2 + parity] * factor);
-}
-
-/* The same in the gradient's type; `offset`: the row's first element. */
+/* Stores the thread's elements of a gradient row; `offset`: the row's first element; `half` as in acc_row. */
 template <typename ELEMENT, int BLOCKS>
 __device__ inline void store_row(void *gradient, int64_t offset, const skl_side &side, const float (&x)[BLOCKS][4],
                                  int half, float factor)
 {
-    if (side.grad_dtype == SKL_F32)
-        store_elements((float *)gradient + offset, (int)side.dim, x, half, factor);
-    else if (operand<ELEMENT>::TWO_TERM && side.grad_dtype == SKL_BF16)
-        store_elements((skl_bf16 *)gradient + offset, (int)side.dim, x, half, factor);
-    else
-        store_elements((typename operand<ELEMENT>::type *)gradient + offset, (int)side.dim, x, half, factor);
+    const gradient_columns columns(gradient, offset, side.grad_dtype, (int)side.dim);
+#pragma unroll
+    for (int n = 0; n < BLOCKS; n++) {
+        const float low = x[n][half * 2] * factor, high = x[n][half * 2 + 1] * factor;
+        if constexpr (operand<ELEMENT>::TWO_TERM) { /* of any type and size */
+            const bool bf16 = side.grad_dtype == SKL_BF16;
+            columns.store(n, 0, low, bf16 ? skl_to_bf16(low) : skl_to_f16(low));
+            columns.store(n, 1, high, bf16 ? skl_to_bf16(high) : skl_to_f16(high));
+        } else {
+            columns.store_pair(n, low, high, ELEMENT());
+        }
+    }
 }
 
 } // namespace sm90

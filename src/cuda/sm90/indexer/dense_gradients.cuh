@@ -190,7 +190,7 @@ template <int DIM> __device__ inline void publish_stage(index_smem<DIM> &smem, i
 {
     const int stage = n % smem.STAGES;
     if (!is_full_stage)
-        sanitize_row(smem.stages[stage], (int)threadIdx.x % SANITIZER_THREADS);
+        sanitize_row(smem.stages[stage], (int)(threadIdx.x % SANITIZER_THREADS));
     fence_proxy_async();
     barrier_arrive(smem.sanitized[stage]);
 }
@@ -249,7 +249,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
         consumer.clear();
         uint4 g[2][STAGE_KEYS / 16]; /* of a stage, and of the next one, whose load is in flight */
         const auto load_g = [&](uint4(&to)[STAGE_KEYS / 16], int n) {
-            const uint4 *const from = g_block(params, slot_index, slot.tile_begin + n / 2, (int)threadIdx.x / 32,
+            const uint4 *const from = g_block(params, slot_index, slot.tile_begin + n / 2, (int)(threadIdx.x / 32),
                                               n % 2 * (STAGE_KEYS / 16));
 #pragma unroll
             for (int step = 0; step < STAGE_KEYS / 16; step++)
@@ -339,7 +339,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
 #pragma unroll
                 for (int step = 0; step < STAGE_ROWS / 16; step++)
                     g[step] = transpose(__ldg(g_block(params, slot_index, work.tile, half * (STAGE_ROWS / 16) + step,
-                                                      (int)threadIdx.x / 32)));
+                                                      (int)(threadIdx.x / 32))));
                 for (int head = 0; head < heads; head++, n++)
                     consumer.add_stage(
                         n, min(n + 1, work.stages - 1), g,
@@ -376,7 +376,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
             const bool is_full_stage = is_full(slot, work.tile * SIDE, SIDE);
             for (int half = 0; half < SIDE / STAGE_ROWS; half++)
                 for (int head = 0; head < heads; head++, n++) {
-                    const int row = (int)threadIdx.x % SANITIZER_THREADS;
+                    const int row = (int)(threadIdx.x % SANITIZER_THREADS);
                     const float weight = scaled_weight_of(params, slot, half * STAGE_ROWS + row, head);
                     wait_stage_full(smem, n);
                     smem.weights[n % smem.STAGES][row] = weight;

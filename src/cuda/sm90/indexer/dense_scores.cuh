@@ -268,8 +268,8 @@ __device__ inline void consume_scores(const index_params &params, score_smem &sm
         const int rows[2] = {acc_row<1>(0, 0), acc_row<1>(0, 1)};
         const bool sums_wanted = params.call.op != SKL_OP_BACKWARD;
         if (GRADIENTS)
-            store_tile<1>(params, slot, g_block(params, smem.slot_index, tile, (int)threadIdx.x / 32, 0), p, y, rows,
-                          tile * SIDE);
+            store_tile<1>(params, slot, g_block(params, smem.slot_index, tile, (int)(threadIdx.x / 32), 0), p, y,
+                          rows, tile * SIDE);
 #pragma unroll
         for (int half = 0; sums_wanted && half < 2; half++)
             add_to_row(rows_of_split(params, smem.slot_index, smem.split) + rows[half],
