@@ -5,22 +5,22 @@
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/sequence.cuh"
 
-constexpr int THREADS = 256;
+constexpr int ROW_THREADS = 256;
 
 static unsigned blocks_for(int64_t count)
 {
     const int64_t blocks_max = 1 << 16; /* grid-stride loops do the rest */
-    return (unsigned)skl_max(1, skl_min(blocks_max, skl_ceil_div(count, THREADS)));
+    return (unsigned)skl_max(1, skl_min(blocks_max, skl_ceil_div(count, ROW_THREADS)));
 }
 
 static __device__ int64_t first_index(void)
 {
-    return (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    return (int64_t)blockIdx.x * ROW_THREADS + threadIdx.x;
 }
 
 static __device__ int64_t index_step(void)
 {
-    return (int64_t)gridDim.x * THREADS;
+    return (int64_t)gridDim.x * ROW_THREADS;
 }
 
 /* ---- Tails of packed buffers -------------------------------------------------------------------------------- */
@@ -47,7 +47,7 @@ static __device__ void clear_gradient(const skl_output &grad, skl_dtype dtype, i
     }
 }
 
-static __global__ void __launch_bounds__(THREADS) clear_tails(const __grid_constant__ skl_cuda_params params)
+static __global__ void __launch_bounds__(ROW_THREADS) clear_tails(const __grid_constant__ skl_cuda_params params)
 {
     const skl_problem &p = params.problem;
     const skl_call &call = params.call;
@@ -79,13 +79,13 @@ extern "C" cudaError_t skl_cuda_clear_tails(const skl_cuda_params *params, const
     const skl_problem *const p = &params->problem;
     const int64_t rows = skl_max(p->total_q * p->heads_t, p->total_k * p->key_heads_t);
     record_launch("cuda_general", SKL_VARIANT_CLEAR, 1);
-    clear_tails<<<blocks_for(rows), THREADS, 0, params->call.stream>>>(*params);
+    clear_tails<<<blocks_for(rows), ROW_THREADS, 0, params->call.stream>>>(*params);
     return cudaPeekAtLastError();
 }
 
 /* ---- Row bounds by key -------------------------------------------------------------------------------------- */
 
-static __global__ void __launch_bounds__(THREADS) bounds_by_key(const __grid_constant__ skl_cuda_params params)
+static __global__ void __launch_bounds__(ROW_THREADS) bounds_by_key(const __grid_constant__ skl_cuda_params params)
 {
     const skl_problem &p = params.problem;
     const int64_t count = p.packed ? p.total_k : p.batch * p.len_k;
@@ -104,13 +104,13 @@ extern "C" cudaError_t skl_cuda_bounds_by_key(const skl_cuda_params *params, con
 {
     const skl_problem *const p = &params->problem;
     record_launch("cuda_general", SKL_VARIANT_BOUNDS, 1);
-    bounds_by_key<<<blocks_for(p->batch * p->len_k), THREADS, 0, params->call.stream>>>(*params);
+    bounds_by_key<<<blocks_for(p->batch * p->len_k), ROW_THREADS, 0, params->call.stream>>>(*params);
     return cudaPeekAtLastError();
 }
 
 /* ---- States ------------------------------------------------------------------------------------------------- */
 
-static __global__ void __launch_bounds__(THREADS)
+static __global__ void __launch_bounds__(ROW_THREADS)
     merge_states(int64_t count, skl_row_state *into, const skl_row_state *from)
 {
     for (int64_t index = first_index(); index < count; index += index_step())
@@ -120,11 +120,11 @@ static __global__ void __launch_bounds__(THREADS)
 extern "C" cudaError_t skl_cuda_states_merge(int64_t count, skl_row_state *into, const skl_row_state *from,
                                              cudaStream_t stream)
 {
-    merge_states<<<blocks_for(count), THREADS, 0, stream>>>(count, into, from);
+    merge_states<<<blocks_for(count), ROW_THREADS, 0, stream>>>(count, into, from);
     return cudaPeekAtLastError();
 }
 
-static __global__ void __launch_bounds__(THREADS) finish_states(const __grid_constant__ skl_cuda_params params)
+static __global__ void __launch_bounds__(ROW_THREADS) finish_states(const __grid_constant__ skl_cuda_params params)
 {
     const skl_problem &p = params.problem;
     const skl_rows &rows = params.call.rows;
@@ -154,7 +154,7 @@ static __global__ void __launch_bounds__(THREADS) finish_states(const __grid_con
 
 extern "C" cudaError_t skl_cuda_states_finish(const skl_cuda_params *params)
 {
-    finish_states<<<blocks_for(skl_state_count(&params->problem)), THREADS, 0, params->call.stream>>>(*params);
+    finish_states<<<blocks_for(skl_state_count(&params->problem)), ROW_THREADS, 0, params->call.stream>>>(*params);
     return cudaPeekAtLastError();
 }
 
@@ -191,7 +191,7 @@ template <typename VISIT> static __device__ void for_each_quad(const sums_shape 
     for (int64_t block = blockIdx.x; block < shape.all_heads * blocks_of_head; block += gridDim.x) {
         const int64_t head = block / blocks_of_head, first = block % blocks_of_head * SUM_ROWS;
         const unsigned count = (unsigned)skl_min(SUM_ROWS, shape.rows - first) * shape.quads;
-        for (unsigned item = threadIdx.x; item < count; item += THREADS)
+        for (unsigned item = threadIdx.x; item < count; item += ROW_THREADS)
             visit(head, first + item / shape.quads, item % shape.quads);
     }
 }
@@ -203,7 +203,7 @@ static __device__ int64_t quad_offset(const skl_output &tensor, const sums_shape
     return SKL_ROW(tensor, head / shape.heads, head % shape.heads, row) + quad * 4;
 }
 
-static __global__ void __launch_bounds__(THREADS) clear_sums(skl_output sums, sums_shape shape)
+static __global__ void __launch_bounds__(ROW_THREADS) clear_sums(skl_output sums, sums_shape shape)
 {
     for_each_quad(shape, [&](int64_t head, int64_t row, unsigned quad) {
         *(float4 *)(void *)((float *)sums.data + quad_offset(sums, shape, head, row, quad)) =
@@ -228,7 +228,7 @@ static __device__ void store_quad(void *data, skl_dtype dtype, int64_t first, co
     skl_store(data, dtype, first + 3, sum.w);
 }
 
-static __global__ void __launch_bounds__(THREADS)
+static __global__ void __launch_bounds__(ROW_THREADS)
     store_sums(skl_output sums, sums_shape shape, skl_output to, skl_dtype dtype)
 {
     for_each_quad(shape, [&](int64_t head, int64_t row, unsigned quad) {
@@ -255,7 +255,7 @@ cudaError_t clear_dk_sums(const backward_params *params)
         return cudaSuccess;
     if (is_dense(params->dk_sums, shape))
         return cudaMemsetAsync(params->dk_sums.data, 0, (size_t)size, params->call.stream);
-    clear_sums<<<blocks_for(row_blocks(shape) * THREADS), THREADS, 0, params->call.stream>>>(params->dk_sums, shape);
+    clear_sums<<<blocks_for(row_blocks(shape) * ROW_THREADS), ROW_THREADS, 0, params->call.stream>>>(params->dk_sums, shape);
     return cudaPeekAtLastError();
 }
 
@@ -265,7 +265,7 @@ cudaError_t store_dk_sums(const backward_params *params)
     const skl_side side = side_of(*params);
     if (params->dk_sums.data == NULL || params->dk_sums.data == side.dk->data || row_blocks(shape) == 0)
         return cudaSuccess;
-    store_sums<<<blocks_for(row_blocks(shape) * THREADS), THREADS, 0, params->call.stream>>>(
+    store_sums<<<blocks_for(row_blocks(shape) * ROW_THREADS), ROW_THREADS, 0, params->call.stream>>>(
         params->dk_sums, shape, *side.dk, side.grad_dtype);
     return cudaPeekAtLastError();
 }

@@ -125,6 +125,7 @@ __device__ inline float row_sum(float value)
 
 __device__ inline skl_row_state row_merge(skl_row_state state)
 {
+#pragma unroll 1
     for (int offset = LANES / 2; offset > 0; offset /= 2) {
         skl_row_state other;
         other.m_a = __shfl_xor_sync(~0U, state.m_a, offset);

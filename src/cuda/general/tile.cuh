@@ -263,15 +263,14 @@ __device__ inline work_item key_tile_item(const skl_cuda_params &params, int64_t
  * an item; `work`, in shared memory, holds the current one. */
 template <typename FIND, typename VISIT> __device__ inline void for_each_item(work_item &work, FIND find, VISIT visit)
 {
-    if (threadIdx.x == 0)
-        work = find(blockIdx.x);
-    __syncthreads();
 #pragma unroll 1
-    while (work.exists) {
-        visit();
-        __syncthreads();
+    for (int64_t index = blockIdx.x;; index += gridDim.x) {
         if (threadIdx.x == 0)
-            work = find(work.index + gridDim.x);
+            work = find(index);
+        __syncthreads();
+        if (!work.exists)
+            return;
+        visit();
         __syncthreads();
     }
 }

@@ -16,6 +16,9 @@
 #include "cuda/common/indexer/sparse_chunks.cuh"
 #include "cuda/general/indexer/sparse_product.cuh"
 
+namespace sparse_rows
+{
+
 constexpr int SLICE = TILE; /* dimensions of a gradient that are computed together */
 
 /* ---- The gradient of the logits ----------------------------------------------------------------------------- */
@@ -286,3 +289,5 @@ extern "C" cudaError_t skl_cuda_general_sparse_gradients(const skl_cuda_params *
         return cudaPeekAtLastError();
     });
 }
+
+} // namespace sparse_rows
