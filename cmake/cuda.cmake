@@ -48,9 +48,9 @@ endif()
 # and for another processor only on request.
 set(cuda_default OFF)
 if(cuda_architectures AND NOT CMAKE_CROSSCOMPILING AND NOT STREAMKL_SANITIZE)
-  include(CheckLanguage)
-  check_language(CUDA)
-  if(CMAKE_CUDA_COMPILER)
+  find_program(STREAMKL_NVCC NAMES ${CMAKE_CUDA_COMPILER} $ENV{CUDACXX} nvcc) # check_language(CUDA) takes 2 s
+  mark_as_advanced(STREAMKL_NVCC)
+  if(STREAMKL_NVCC)
     set(cuda_default ON)
   else()
     message(WARNING "No nvcc in CUDACXX or PATH: the build has no GPU kernels")
