@@ -255,7 +255,8 @@ cudaError_t clear_dk_sums(const backward_params *params)
         return cudaSuccess;
     if (is_dense(params->dk_sums, shape))
         return cudaMemsetAsync(params->dk_sums.data, 0, (size_t)size, params->call.stream);
-    clear_sums<<<blocks_for(row_blocks(shape) * ROW_THREADS), ROW_THREADS, 0, params->call.stream>>>(params->dk_sums, shape);
+    clear_sums<<<blocks_for(row_blocks(shape) * ROW_THREADS), ROW_THREADS, 0, params->call.stream>>>(params->dk_sums,
+                                                                                                     shape);
     return cudaPeekAtLastError();
 }
 

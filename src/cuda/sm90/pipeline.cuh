@@ -10,6 +10,7 @@
 
 #include "cuda/common/row_state.cuh"
 #include "cuda/sm90/ptx.cuh"
+#include "cuda/sm90/wgmma.cuh"
 
 namespace sm90
 {
@@ -160,6 +161,59 @@ __device__ inline uint64_t k_step_descriptor(uint32_t operand, int step, int row
     return smem_descriptor(operand + (step / 4 * rows * 128 + step % 4 * 32) / 16);
 }
 
+/* STEPS wgmmas of c = a b, or c += a b if `add`: MN-major operands of consecutive steps, or a in registers. */
+template <bool MN_MAJOR, int STEPS, bool A_MN_MAJOR = MN_MAJOR, int BLOCKS, typename ELEMENT>
+__device__ inline void wgmma_steps(float (&c)[BLOCKS][4], uint32_t a, uint32_t b, int add, ELEMENT element)
+{
+    static_assert(STEPS % 4 == 0, "four at a time");
+#pragma unroll
+    for (int step = 0; step < STEPS; step += 4)
+        wgmma_4<MN_MAJOR, A_MN_MAJOR>(c, a + step * OPERAND_STEP<A_MN_MAJOR>, b + step * OPERAND_STEP<MN_MAJOR>,
+                                      step > 0 ? 1 : add, element);
+}
+
+template <bool MN_MAJOR, int STEPS, int BLOCKS, typename ELEMENT>
+__device__ inline void wgmma_steps(float (&c)[BLOCKS][4], const uint32_t (*a)[4], uint32_t b, int add,
+                                   ELEMENT element)
+{
+#pragma unroll
+    for (int step = 0; step < STEPS / 4 * 4; step += 4)
+        wgmma_4<MN_MAJOR>(c, a + step, b + step * OPERAND_STEP<MN_MAJOR>, step > 0 ? 1 : add, element);
+    if constexpr (STEPS % 4 != 0)
+#pragma unroll
+        for (int step = STEPS / 4 * 4; step < STEPS; step++)
+            wgmma<MN_MAJOR>(c, a[step], smem_descriptor(b + step * OPERAND_STEP<MN_MAJOR>), step > 0 ? 1 : add,
+                            element);
+}
+
+/* The wgmmas of x = a b over DIM dimensions, from dimension FIRST on: K-major operands of slabs of 64 dimensions,
+ * with A_ROWS and B_ROWS rows. */
+template <typename ELEMENT, int DIM, int A_ROWS, int B_ROWS, int FIRST = 0, int BLOCKS>
+__device__ inline void wgmma_slabs(float (&x)[BLOCKS][4], uint32_t a, uint32_t b)
+{
+    constexpr int SLABS_END = FIRST % 64 == 0 ? DIM / 64 * 64 : FIRST; /* whole slabs come first */
+#pragma unroll
+    for (int dim = FIRST; dim < SLABS_END; dim += 64)
+        wgmma_4<false>(x, a + (dim / 64 - FIRST / 64) * A_ROWS * 128 / 16, b + dim / 64 * B_ROWS * 128 / 16, dim > 0,
+                       ELEMENT());
+#pragma unroll
+    for (int step = SLABS_END / 16; step < DIM / 16; step++)
+        wgmma<false>(x, k_step_descriptor(a, step - FIRST / 64 * 4, A_ROWS), k_step_descriptor(b, step, B_ROWS),
+                     step > 0, ELEMENT());
+}
+
+/* The same with a in registers. */
+template <typename ELEMENT, int DIM, int BLOCKS>
+__device__ inline void wgmma_frags(float (&x)[BLOCKS][4], const uint32_t (*a)[4], uint32_t b)
+{
+#pragma unroll
+    for (int dim = 0; dim < DIM / 64 * 64; dim += 64)
+        wgmma_4<false>(x, a + dim / 16, b + dim / 64 * STAGE_ROWS * 128 / 16, dim > 0, ELEMENT());
+#pragma unroll
+    for (int step = DIM / 64 * 4; step < DIM / 16; step++)
+        wgmma<false>(x, a[step], k_step_descriptor(b, step, STAGE_ROWS), step > 0, ELEMENT());
+}
+
 /* Issues the wgmmas of x = stationary rows times streamed rows. The first REG_DIMS dimensions of the warpgroup's rows
  * are in registers (rows_frag). The others are in shared memory (rows_smem), which leaves out the slabs that are
  * completely in registers. */
@@ -167,13 +221,8 @@ template <typename ELEMENT, int DIM, int REG_DIMS, int ROWS = block_tile::ROWS>
 __device__ inline void issue_logits(stage_logits &x, const uint32_t (*rows_frag)[4], uint32_t rows_smem,
                                     uint32_t stage_smem)
 {
-#pragma unroll
-    for (int step = 0; step < REG_DIMS / 16; step++)
-        wgmma<false>(x, rows_frag[step], k_step_descriptor(stage_smem, step, STAGE_ROWS), step > 0, ELEMENT());
-#pragma unroll
-    for (int step = REG_DIMS / 16; step < DIM / 16; step++)
-        wgmma<false>(x, k_step_descriptor(rows_smem, step - REG_DIMS / 64 * 4, ROWS),
-                     k_step_descriptor(stage_smem, step, STAGE_ROWS), step > 0, ELEMENT());
+    wgmma_frags<ELEMENT, REG_DIMS>(x, rows_frag, stage_smem);
+    wgmma_slabs<ELEMENT, DIM, ROWS, STAGE_ROWS, REG_DIMS>(x, rows_smem, stage_smem);
 }
 
 /* Keeps reads of the accumulators after the preceding wgmma_wait. */

@@ -156,9 +156,7 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
     {
         const uint32_t operand = mn_major_operand(&rows, STAGE_ROWS * 128);
         wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < STAGE_ROWS / 16; step++)
-            wgmma<true>(dv, s[step], smem_descriptor(operand + step * 16 * 128 / 16), 1, ELEMENT());
+        wgmma_steps<true, STAGE_ROWS / 16>(dv, s, operand, 1, ELEMENT());
         wgmma_commit();
     }
 
@@ -169,14 +167,10 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
         const uint32_t ds = k_major_operand(smem.ds[n % 2]) + warpgroup * (64 * 128 / 16);
         const uint32_t q = mn_major_operand(&smem.q_b[n % smem.DEPTH], STAGE_ROWS * 128);
         wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < STAGE_ROWS / 16; step++) {
-            const uint64_t rows = smem_descriptor(q + step * 16 * 128 / 16);
-            if constexpr (DIM == 64)
-                wgmma<true>(dk, from[step], rows, 1, ELEMENT());
-            else
-                wgmma<true, false>(dk, smem_descriptor(ds + step * 32 / 16), rows, 1, ELEMENT());
-        }
+        if constexpr (DIM == 64)
+            wgmma_steps<true, STAGE_ROWS / 16>(dk, from, q, 1, ELEMENT());
+        else
+            wgmma_steps<true, STAGE_ROWS / 16, false>(dk, ds, q, 1, ELEMENT());
         wgmma_commit();
     }
 
@@ -185,10 +179,7 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
     {
         const uint32_t ds = mn_major_operand(smem.ds[buffer], 0), k = mn_major_operand(&smem.k_b, TILE_KEYS * 128);
         wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < TILE_KEYS / 16; step++)
-            wgmma<true>(dq, smem_descriptor(ds + step * 16 * 128 / 16), smem_descriptor(k + step * 16 * 128 / 16),
-                        step > 0, ELEMENT());
+        wgmma_steps<true, TILE_KEYS / 16>(dq, ds, k, 0, ELEMENT());
         wgmma_commit();
     }
 

@@ -233,9 +233,7 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
         compute_g<MASKED>(g, logits, stage);
         wgmma_fence();
         const uint32_t rows = mn_major_operand(&smem.wrt_stages[stage], STAGE_ROWS * 128);
-#pragma unroll
-        for (int step = 0; step < STAGE_ROWS / 16; step++)
-            wgmma<true>(gradient, g[step], smem_descriptor(rows + step * 16 * 128 / 16), 1, ELEMENT());
+        wgmma_steps<true, STAGE_ROWS / 16>(gradient, g, rows, 1, ELEMENT());
         wgmma_commit();
         wgmma_wait<0>();
     }

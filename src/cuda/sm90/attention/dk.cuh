@@ -185,9 +185,7 @@ template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED> struct dk_warpgrou
         compute_g<MASKED>(g, logits, smem.stats[stage]);
         wgmma_fence();
         const uint32_t q = mn_major_operand(&smem.stages[stage].wrt, STAGE_ROWS * 128);
-#pragma unroll
-        for (int step = 0; step < STAGE_ROWS / 16; step++)
-            wgmma<true>(dk, g[step], smem_descriptor(q + step * 16 * 128 / 16), 1, ELEMENT());
+        wgmma_steps<true, STAGE_ROWS / 16>(dk, g, q, 1, ELEMENT());
         wgmma_commit();
     }
 

@@ -115,10 +115,7 @@ __device__ inline void run_dk_warpgroup(fused_backward_smem<SHAPE> &smem, const 
         for (int first_dim = 0; first_dim < DIM; first_dim += DK_DIMS) {
             const uint32_t q_slice = q + first_dim / 64 * (smem.ROWS * 128 / 16);
             wgmma_fence();
-#pragma unroll
-            for (int step = 0; step < smem.ROWS / 16; step++)
-                wgmma<true>(dk, smem_descriptor(g + step * 16 * 128 / 16),
-                            smem_descriptor(q_slice + step * 16 * 128 / 16), step > 0, ELEMENT());
+            wgmma_steps<true, smem.ROWS / 16>(dk, g, q_slice, 0, ELEMENT());
             wgmma_commit();
             wgmma_wait<0>();
             fence_operand(dk);

@@ -172,9 +172,7 @@ template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED> struct dq_w
             compute_g<MASKED, OTHERWISE, IN_UNITS>(g, wrt, other, n);
         wgmma_fence();
         const uint32_t k = mn_major_operand(&smem.stages[stage].wrt, STAGE_KEYS * 128);
-#pragma unroll
-        for (int step = 0; step < STAGE_KEYS / 16; step++)
-            wgmma<true>(dq, g[step], smem_descriptor(k + step * 16 * 128 / 16), 1, ELEMENT());
+        wgmma_steps<true, STAGE_KEYS / 16>(dq, g, k, 1, ELEMENT());
         wgmma_commit();
         barrier_wait(smem.g_empty[n % 2], n / 2 % 2 ^ 1);
         const int row = (int)(threadIdx.x / 32) * 16 + lane % 16;

@@ -141,9 +141,7 @@ template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED> struct group_dq_w
             compute_g<MASKED, logits_kind::EXACT>(g, p, y, n);
         wgmma_fence();
         const uint32_t k = mn_major_operand(&smem.keys_s, STAGE_KEYS * 128);
-#pragma unroll
-        for (int step = 0; step < STAGE_KEYS / 16; step++)
-            wgmma<true>(dq, g[step], smem_descriptor(k + step * 16 * 128 / 16), 1, ELEMENT());
+        wgmma_steps<true, STAGE_KEYS / 16>(dq, g, k, 1, ELEMENT());
         wgmma_commit();
         barrier_wait(smem.g_empty, n % 2 ^ 1);
         int thread; /* read here: the address then needs no register in the rest of the loop */
@@ -206,10 +204,7 @@ __device__ inline void run_group_dk(group_backward_smem<DIM_S> &smem, const grou
             float dk[DK_DIMS / 8][4];
             const uint32_t q = mn_major_operand(smem.queries_s.slabs[c], 0);
             wgmma_fence();
-#pragma unroll
-            for (int step = 0; step < TILE_QUERIES / 16; step++)
-                wgmma<true>(dk, smem_descriptor(g + step * 16 * 128 / 16), smem_descriptor(q + step * 16 * 128 / 16),
-                            step > 0, ELEMENT());
+            wgmma_steps<true, TILE_QUERIES / 16>(dk, g, q, 0, ELEMENT());
             wgmma_commit();
             wgmma_wait<0>();
             fence_operand(dk);

@@ -196,10 +196,7 @@ template <typename ELEMENT, int DIM, int KEYS, int BLOCKS>
 __device__ inline void issue_product(float (&x)[BLOCKS][4], uint32_t queries, uint32_t keys)
 {
     static_assert(BLOCKS * 8 == KEYS, "one wgmma covers the keys of a stage");
-#pragma unroll
-    for (int step = 0; step < DIM / 16; step++)
-        wgmma<false>(x, k_step_descriptor(queries, step, block_tile::ROWS), k_step_descriptor(keys, step, KEYS),
-                     step > 0, ELEMENT());
+    wgmma_slabs<ELEMENT, DIM, block_tile::ROWS, KEYS>(x, queries, keys);
 }
 
 /* Log2 of a probability with a softcap. The logit is rounded before the LSE is subtracted, for teacher and student:

@@ -73,10 +73,7 @@ template <typename ELEMENT, typename SHAPE> struct joint_dq_warpgroup {
     {
         const uint32_t q = k_major_operand(&smem.queries[WHICH]) + warpgroup * (64 * 128 / 16);
         const uint32_t k = k_major_operand(&smem.keys[stage][WHICH]) + first_key * 128 / 16;
-#pragma unroll
-        for (int step = 0; step < DIM / 16; step++)
-            wgmma<false>(x, k_step_descriptor(q, step, SHAPE::ROWS), k_step_descriptor(k, step, STAGE_KEYS), step > 0,
-                         ELEMENT());
+        wgmma_slabs<ELEMENT, DIM, SHAPE::ROWS, STAGE_KEYS>(x, q, k);
     }
 
     /* G of KEYS keys. MASKED: masked pairs are 0. The logits are only read: ptxas serialises wgmmas whose
@@ -121,9 +118,7 @@ template <typename ELEMENT, typename SHAPE> struct joint_dq_warpgroup {
     template <int WHICH> __device__ void issue_dq(float (&dq)[DIM / 8][4], const g_frag &g, int stage, int first_key)
     {
         const uint32_t k = mn_major_operand(&smem.keys[stage][WHICH], STAGE_KEYS * 128) + first_key * 128 / 16;
-#pragma unroll
-        for (int step = 0; step < SHAPE::KEYS / 16; step++)
-            wgmma<true>(dq, g[step], smem_descriptor(k + step * 16 * 128 / 16), 1, ELEMENT());
+        wgmma_steps<true, SHAPE::KEYS / 16>(dq, g, k, 1, ELEMENT());
     }
 
     template <int WHICH> __device__ void write_g(const g_frag &g, int buffer, int first_key)
@@ -237,10 +232,7 @@ __device__ inline void multiply_dk(float (&dk)[SHAPE::DIM / 8][4], const joint_b
     const uint32_t g = mn_major_operand(smem.g[n % SHAPE::G_BUFFERS][which], 0);
     const uint32_t q = mn_major_operand(smem.queries[which].slabs, SHAPE::ROWS * 128);
     wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < SHAPE::ROWS / 16; step++)
-        wgmma<true>(dk, smem_descriptor(g + step * 16 * 128 / 16), smem_descriptor(q + step * 16 * 128 / 16),
-                    step > 0, ELEMENT());
+    wgmma_steps<true, SHAPE::ROWS / 16>(dk, g, q, 0, ELEMENT());
     wgmma_commit();
     wgmma_wait<0>();
     fence_operand(dk);

@@ -51,24 +51,15 @@ __device__ inline void compute_logits(stage_logits &x, stage_logits &y, narrow_b
                                       const uint32_t (&q_frag)[SHAPE::REG_DIMS / 16][4], int warpgroup, int stage,
                                       int phase)
 {
-    constexpr int ROWS = SHAPE::tile_type::ROWS, REG_STEPS = SHAPE::REG_DIMS / 16;
-    const typename SHAPE::element element = {};
+    constexpr int ROWS = SHAPE::tile_type::ROWS;
+    typedef typename SHAPE::element ELEMENT;
     const uint32_t rows = warpgroup * (64 * 128 / 16);
     const uint32_t q_a = k_major_operand(&smem.q_a) + rows, q_b = k_major_operand(&smem.q_b) + rows;
     const uint32_t k_a = k_major_operand(&smem.stages[stage].a), k_b = k_major_operand(&smem.stages[stage].b);
     barrier_wait(smem.full[stage], phase);
     wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < SHAPE::DIM_A / 16; step++)
-        if (step < REG_STEPS)
-            wgmma<false>(x, q_frag[step], k_step_descriptor(k_a, step, STAGE_ROWS), step > 0, element);
-        else
-            wgmma<false>(x, k_step_descriptor(q_a, step - REG_STEPS, ROWS), k_step_descriptor(k_a, step, STAGE_ROWS),
-                         step > 0, element);
-#pragma unroll
-    for (int step = 0; step < SHAPE::DIM_B / 16; step++)
-        wgmma<false>(y, k_step_descriptor(q_b, step, ROWS), k_step_descriptor(k_b, step, STAGE_ROWS), step > 0,
-                     element);
+    issue_logits<ELEMENT, SHAPE::DIM_A, SHAPE::REG_DIMS, ROWS>(x, q_frag, q_a, k_a);
+    wgmma_slabs<ELEMENT, SHAPE::DIM_B, ROWS, STAGE_ROWS>(y, q_b, k_b);
     wgmma_commit();
     wgmma_wait<0>();
     fence_operand(x);

@@ -125,9 +125,7 @@ template <int DIM> struct index_consumer {
         for (int c = 0; c < DIM / sums.WGMMA_DIM; c++) {
             const uint32_t rows =
                 mn_major_operand(smem.stages[n % smem.STAGES].slabs[c * sums.WGMMA_DIM / 64], STAGE_ROWS * 128);
-#pragma unroll
-            for (int step = 0; step < STAGE_ROWS / 16; step++)
-                wgmma<true>(sums.acc[c], g_frag[step], smem_descriptor(rows + step * 16 * 128 / 16), 1, skl_bf16());
+            wgmma_steps<true, STAGE_ROWS / 16>(sums.acc[c], g_frag, rows, 1, skl_bf16());
         }
         wgmma_commit();
         issue_a(next);

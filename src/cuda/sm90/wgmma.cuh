@@ -1,0 +1,269 @@
+/* Wrappers for wgmma, warpgroup-wide products on tensor cores: one instruction, or four of them. */
+#ifndef SKL_CUDA_SM90_WGMMA_CUH
+#define SKL_CUDA_SM90_WGMMA_CUH
+
+#include "cuda/common/ptx.cuh"
+
+namespace sm90
+{
+
+template <int COUNT> __device__ inline void reg_dealloc()
+{
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+template <int COUNT> __device__ inline void reg_alloc()
+{
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+/* Orders earlier register accesses before the wgmmas that follow. */
+__device__ inline void wgmma_fence()
+{
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ inline void wgmma_commit()
+{
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+template <int PENDING> __device__ inline void wgmma_wait()
+{
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+/* The low word of a shared-memory matrix descriptor. An operand has rows of 128 bytes in TMA's 128-byte swizzle.
+ * K-major: the contracted dimension runs along a row. MN-major: the other dimension does, and continues `next` bytes
+ * later where it does not fit into a row. To advance the operand by n bytes, add n / 16. */
+__device__ inline uint32_t k_major_operand(const void *rows)
+{
+    return 1U << 16 | (shared_address(rows) & 0x3FFFF) >> 4;
+}
+
+__device__ inline uint32_t mn_major_operand(const void *rows, int next)
+{
+    return (uint32_t)next >> 4 << 16 | (shared_address(rows) & 0x3FFFF) >> 4;
+}
+
+__device__ inline uint64_t smem_descriptor(uint32_t operand)
+{
+    constexpr uint32_t SWIZZLE_128 = 1U << 30, EIGHT_ROWS = 1024 >> 4;
+    uint64_t descriptor;
+    asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(operand), "r"(SWIZZLE_128 | EIGHT_ROWS));
+    return descriptor;
+}
+
+/* c = a b, or c += a b if `add`: 64 x N += 64 x 16 . 16 x N. a is in registers or, like b, in shared memory.
+ * MN_MAJOR: operands in shared memory are MN-major; A_MN_MAJOR: a is, where it differs from b. */
+#define SKL_OUT_8(c, n)                                                                                              \
+    "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3]), "+f"(c[n + 1][0]), "+f"(c[n + 1][1]),                \
+        "+f"(c[n + 1][2]), "+f"(c[n + 1][3])
+#define SKL_OUT_32(c, n) SKL_OUT_8(c, n), SKL_OUT_8(c, n + 2), SKL_OUT_8(c, n + 4), SKL_OUT_8(c, n + 6)
+#define SKL_REGS_16      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define SKL_REGS_32                                                                                                  \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, "      \
+    "%23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define SKL_REGS_48 SKL_REGS_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define SKL_REGS_64                                                                                                  \
+    SKL_REGS_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "       \
+                "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define SKL_REGS_96                                                                                                  \
+    SKL_REGS_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, "       \
+                "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define SKL_REGS_128                                                                                                 \
+    SKL_REGS_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "     \
+                "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define SKL_WGMMA(n, type, regs, rest, add)                                                                          \
+    "{\n"                                                                                                            \
+    ".reg .pred add;\n"                                                                                              \
+    "setp.ne.b32 add, " add ", 0;\n"                                                                                 \
+    "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" regs "}, " rest ";\n"                        \
+    "}"
+
+#define SKL_DEFINE_WGMMA(element, type)                                                                              \
+    template <bool MN_MAJOR>                                                                                         \
+    __device__ inline void wgmma(float(&c)[8][4], const uint32_t(&a)[4], uint64_t b, int add, element)               \
+    {                                                                                                                \
+        asm volatile(SKL_WGMMA("64", type, SKL_REGS_32, "{%32, %33, %34, %35}, %36, add, 1, 1, %38", "%37")          \
+                     : SKL_OUT_32(c, 0)                                                                              \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(MN_MAJOR));                 \
+    }                                                                                                                \
+    template <bool MN_MAJOR>                                                                                         \
+    __device__ inline void wgmma(float(&c)[16][4], const uint32_t(&a)[4], uint64_t b, int add, element)              \
+    {                                                                                                                \
+        asm volatile(SKL_WGMMA("128", type, SKL_REGS_64, "{%64, %65, %66, %67}, %68, add, 1, 1, %70", "%69")         \
+                     : SKL_OUT_32(c, 0), SKL_OUT_32(c, 8)                                                            \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(MN_MAJOR));                 \
+    }                                                                                                                \
+    template <bool MN_MAJOR, bool A_MN_MAJOR = MN_MAJOR>                                                             \
+    __device__ inline void wgmma(float(&c)[4][4], uint64_t a, uint64_t b, int add, element)                          \
+    {                                                                                                                \
+        asm volatile(SKL_WGMMA("32", type, SKL_REGS_16, "%16, %17, add, 1, 1, %19, %20", "%18")                      \
+                     : SKL_OUT_8(c, 0), SKL_OUT_8(c, 2)                                                              \
+                     : "l"(a), "l"(b), "r"(add), "n"(A_MN_MAJOR), "n"(MN_MAJOR));                                    \
+    }                                                                                                                \
+    template <bool MN_MAJOR, bool A_MN_MAJOR = MN_MAJOR>                                                             \
+    __device__ inline void wgmma(float(&c)[8][4], uint64_t a, uint64_t b, int add, element)                          \
+    {                                                                                                                \
+        asm volatile(SKL_WGMMA("64", type, SKL_REGS_32, "%32, %33, add, 1, 1, %35, %36", "%34")                      \
+                     : SKL_OUT_32(c, 0)                                                                              \
+                     : "l"(a), "l"(b), "r"(add), "n"(A_MN_MAJOR), "n"(MN_MAJOR));                                    \
+    }                                                                                                                \
+    template <bool MN_MAJOR>                                                                                         \
+    __device__ inline void wgmma(float(&c)[12][4], uint64_t a, uint64_t b, int add, element)                         \
+    {                                                                                                                \
+        asm volatile(SKL_WGMMA("96", type, SKL_REGS_48, "%48, %49, add, 1, 1, %51, %51", "%50")                      \
+                     : SKL_OUT_32(c, 0), SKL_OUT_8(c, 8), SKL_OUT_8(c, 10)                                           \
+                     : "l"(a), "l"(b), "r"(add), "n"(MN_MAJOR));                                                     \
+    }                                                                                                                \
+    template <bool MN_MAJOR, bool A_MN_MAJOR = MN_MAJOR>                                                             \
+    __device__ inline void wgmma(float(&c)[16][4], uint64_t a, uint64_t b, int add, element)                         \
+    {                                                                                                                \
+        asm volatile(SKL_WGMMA("128", type, SKL_REGS_64, "%64, %65, add, 1, 1, %67, %68", "%66")                     \
+                     : SKL_OUT_32(c, 0), SKL_OUT_32(c, 8)                                                            \
+                     : "l"(a), "l"(b), "r"(add), "n"(A_MN_MAJOR), "n"(MN_MAJOR));                                    \
+    }
+SKL_DEFINE_WGMMA(skl_bf16, "bf16")
+SKL_DEFINE_WGMMA(skl_f16, "f16")
+
+/* Four steps of the same, 64 x N += 64 x 64 . 64 x N, in one statement: the compiler takes a sixth less time for a
+ * kernel than with four. Operands in shared memory are given as low words of their descriptors. */
+template <bool MN_MAJOR> constexpr int OPERAND_STEP = MN_MAJOR ? 16 * 128 / 16 : 32 / 16;
+
+#define SKL_BEGIN_4(b, add)                                                                                          \
+    "{\n"                                                                                                            \
+    ".reg .pred add, more;\n"                                                                                        \
+    ".reg .b32 high, low_a, low_b;\n"                                                                                \
+    ".reg .b64 row, key;\n"                                                                                          \
+    "setp.ne.b32 add, " add ", 0;\n"                                                                                 \
+    "mov.b32 high, 0x40000040;\n" /* as in smem_descriptor */                                                        \
+    "setp.ne.b32 more, high, 0;\n"                                                                                   \
+    "mov.b32 low_b, " b ";\n"                                                                                        \
+    "mov.b64 key, {low_b, high};\n"
+#define SKL_NEXT(descriptor, low, step)                                                                              \
+    "add.u32 " low ", " low ", " step ";\nmov.b64 " descriptor ", {" low ", high};\n"
+#define SKL_STEP(n, type, regs, a, add, tail)                                                                        \
+    "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" regs "}, " a ", key, " add ", 1, 1, " tail   \
+    ";\n"
+#define SKL_WGMMA_4_FRAGS(n, type, regs, a_0, a_1, a_2, a_3, b, add, step, tail)                                     \
+    SKL_BEGIN_4(b, add)                                                                                              \
+    SKL_STEP(n, type, regs, "{" a_0 "}", "add", tail)                                                                \
+    SKL_NEXT("key", "low_b", step)                                                                                   \
+    SKL_STEP(n, type, regs, "{" a_1 "}", "more", tail)                                                               \
+    SKL_NEXT("key", "low_b", step)                                                                                   \
+    SKL_STEP(n, type, regs, "{" a_2 "}", "more", tail)                                                               \
+    SKL_NEXT("key", "low_b", step)                                                                                   \
+    SKL_STEP(n, type, regs, "{" a_3 "}", "more", tail) "}"
+#define SKL_WGMMA_4(n, type, regs, a, b, add, step_a, step_b, tail)                                                  \
+    SKL_BEGIN_4(b, add)                                                                                              \
+    "mov.b32 low_a, " a ";\n"                                                                                        \
+    "mov.b64 row, {low_a, high};\n" SKL_STEP(n, type, regs, "row", "add", tail) SKL_NEXT("row", "low_a", step_a)     \
+        SKL_NEXT("key", "low_b", step_b) SKL_STEP(n, type, regs, "row", "more", tail)                                \
+            SKL_NEXT("row", "low_a", step_a) SKL_NEXT("key", "low_b", step_b)                                        \
+                SKL_STEP(n, type, regs, "row", "more", tail) SKL_NEXT("row", "low_a", step_a)                        \
+                    SKL_NEXT("key", "low_b", step_b) SKL_STEP(n, type, regs, "row", "more", tail) "}"
+#define SKL_IN_16(a)                                                                                                 \
+    "r"(a[0][0]), "r"(a[0][1]), "r"(a[0][2]), "r"(a[0][3]), "r"(a[1][0]), "r"(a[1][1]), "r"(a[1][2]), "r"(a[1][3]),  \
+        "r"(a[2][0]), "r"(a[2][1]), "r"(a[2][2]), "r"(a[2][3]), "r"(a[3][0]), "r"(a[3][1]), "r"(a[3][2]),            \
+        "r"(a[3][3])
+
+#define SKL_DEFINE_WGMMA_4(element, type)                                                                            \
+    template <bool MN_MAJOR>                                                                                         \
+    __device__ inline void wgmma_4(float(&c)[8][4], const uint32_t(*a)[4], uint32_t b, int add, element)             \
+    {                                                                                                                \
+        asm volatile(SKL_WGMMA_4_FRAGS("64", type, SKL_REGS_32, "%32, %33, %34, %35", "%36, %37, %38, %39",          \
+                                       "%40, %41, %42, %43", "%44, %45, %46, %47", "%48", "%49", "%50", "%51")       \
+                     : SKL_OUT_32(c, 0)                                                                              \
+                     : SKL_IN_16(a), "r"(b), "r"(add), "n"(OPERAND_STEP<MN_MAJOR>), "n"(MN_MAJOR));                  \
+    }                                                                                                                \
+    template <bool MN_MAJOR>                                                                                         \
+    __device__ inline void wgmma_4(float(&c)[12][4], const uint32_t(*a)[4], uint32_t b, int add, element)            \
+    {                                                                                                                \
+        asm volatile(SKL_WGMMA_4_FRAGS("96", type, SKL_REGS_48, "%48, %49, %50, %51", "%52, %53, %54, %55",          \
+                                       "%56, %57, %58, %59", "%60, %61, %62, %63", "%64", "%65", "%66", "%67")       \
+                     : SKL_OUT_32(c, 0), SKL_OUT_8(c, 8), SKL_OUT_8(c, 10)                                           \
+                     : SKL_IN_16(a), "r"(b), "r"(add), "n"(OPERAND_STEP<MN_MAJOR>), "n"(MN_MAJOR));                  \
+    }                                                                                                                \
+    template <bool MN_MAJOR>                                                                                         \
+    __device__ inline void wgmma_4(float(&c)[16][4], const uint32_t(*a)[4], uint32_t b, int add, element)            \
+    {                                                                                                                \
+        asm volatile(SKL_WGMMA_4_FRAGS("128", type, SKL_REGS_64, "%64, %65, %66, %67", "%68, %69, %70, %71",         \
+                                       "%72, %73, %74, %75", "%76, %77, %78, %79", "%80", "%81", "%82", "%83")       \
+                     : SKL_OUT_32(c, 0), SKL_OUT_32(c, 8)                                                            \
+                     : SKL_IN_16(a), "r"(b), "r"(add), "n"(OPERAND_STEP<MN_MAJOR>), "n"(MN_MAJOR));                  \
+    }                                                                                                                \
+    template <bool MN_MAJOR>                                                                                         \
+    __device__ inline void wgmma_4(float(&c)[24][4], const uint32_t(*a)[4], uint32_t b, int add, element)            \
+    {                                                                                                                \
+        asm volatile(SKL_WGMMA_4_FRAGS("192", type, SKL_REGS_96, "%96, %97, %98, %99", "%100, %101, %102, %103",     \
+                                       "%104, %105, %106, %107", "%108, %109, %110, %111", "%112", "%113", "%114",   \
+                                       "%115")                                                                       \
+                     : SKL_OUT_32(c, 0), SKL_OUT_32(c, 8), SKL_OUT_32(c, 16)                                         \
+                     : SKL_IN_16(a), "r"(b), "r"(add), "n"(OPERAND_STEP<MN_MAJOR>), "n"(MN_MAJOR));                  \
+    }                                                                                                                \
+    template <bool MN_MAJOR>                                                                                         \
+    __device__ inline void wgmma_4(float(&c)[32][4], const uint32_t(*a)[4], uint32_t b, int add, element)            \
+    {                                                                                                                \
+        asm volatile(SKL_WGMMA_4_FRAGS("256", type, SKL_REGS_128, "%128, %129, %130, %131",                          \
+                                       "%132, %133, %134, %135", "%136, %137, %138, %139", "%140, %141, %142, %143", \
+                                       "%144", "%145", "%146", "%147")                                               \
+                     : SKL_OUT_32(c, 0), SKL_OUT_32(c, 8), SKL_OUT_32(c, 16), SKL_OUT_32(c, 24)                      \
+                     : SKL_IN_16(a), "r"(b), "r"(add), "n"(OPERAND_STEP<MN_MAJOR>), "n"(MN_MAJOR));                  \
+    }                                                                                                                \
+    template <bool MN_MAJOR, bool A_MN_MAJOR = MN_MAJOR>                                                             \
+    __device__ inline void wgmma_4(float(&c)[4][4], uint32_t a, uint32_t b, int add, element)                        \
+    {                                                                                                                \
+        asm volatile(SKL_WGMMA_4("32", type, SKL_REGS_16, "%16", "%17", "%18", "%19", "%20", "%21, %22")             \
+                     : SKL_OUT_8(c, 0), SKL_OUT_8(c, 2)                                                              \
+                     : "r"(a), "r"(b), "r"(add), "n"(OPERAND_STEP<A_MN_MAJOR>), "n"(OPERAND_STEP<MN_MAJOR>),         \
+                       "n"(A_MN_MAJOR), "n"(MN_MAJOR));                                                              \
+    }                                                                                                                \
+    template <bool MN_MAJOR, bool A_MN_MAJOR = MN_MAJOR>                                                             \
+    __device__ inline void wgmma_4(float(&c)[8][4], uint32_t a, uint32_t b, int add, element)                        \
+    {                                                                                                                \
+        asm volatile(SKL_WGMMA_4("64", type, SKL_REGS_32, "%32", "%33", "%34", "%35", "%36", "%37, %38")             \
+                     : SKL_OUT_32(c, 0)                                                                              \
+                     : "r"(a), "r"(b), "r"(add), "n"(OPERAND_STEP<A_MN_MAJOR>), "n"(OPERAND_STEP<MN_MAJOR>),         \
+                       "n"(A_MN_MAJOR), "n"(MN_MAJOR));                                                              \
+    }                                                                                                                \
+    template <bool MN_MAJOR, bool A_MN_MAJOR = MN_MAJOR>                                                             \
+    __device__ inline void wgmma_4(float(&c)[12][4], uint32_t a, uint32_t b, int add, element)                       \
+    {                                                                                                                \
+        asm volatile(SKL_WGMMA_4("96", type, SKL_REGS_48, "%48", "%49", "%50", "%51", "%52", "%53, %54")             \
+                     : SKL_OUT_32(c, 0), SKL_OUT_8(c, 8), SKL_OUT_8(c, 10)                                           \
+                     : "r"(a), "r"(b), "r"(add), "n"(OPERAND_STEP<A_MN_MAJOR>), "n"(OPERAND_STEP<MN_MAJOR>),         \
+                       "n"(A_MN_MAJOR), "n"(MN_MAJOR));                                                              \
+    }                                                                                                                \
+    template <bool MN_MAJOR, bool A_MN_MAJOR = MN_MAJOR>                                                             \
+    __device__ inline void wgmma_4(float(&c)[16][4], uint32_t a, uint32_t b, int add, element)                       \
+    {                                                                                                                \
+        asm volatile(SKL_WGMMA_4("128", type, SKL_REGS_64, "%64", "%65", "%66", "%67", "%68", "%69, %70")            \
+                     : SKL_OUT_32(c, 0), SKL_OUT_32(c, 8)                                                            \
+                     : "r"(a), "r"(b), "r"(add), "n"(OPERAND_STEP<A_MN_MAJOR>), "n"(OPERAND_STEP<MN_MAJOR>),         \
+                       "n"(A_MN_MAJOR), "n"(MN_MAJOR));                                                              \
+    }
+SKL_DEFINE_WGMMA_4(skl_bf16, "bf16")
+SKL_DEFINE_WGMMA_4(skl_f16, "f16")
+
+#undef SKL_DEFINE_WGMMA_4
+#undef SKL_IN_16
+#undef SKL_WGMMA_4
+#undef SKL_WGMMA_4_FRAGS
+#undef SKL_STEP
+#undef SKL_NEXT
+#undef SKL_BEGIN_4
+#undef SKL_DEFINE_WGMMA
+#undef SKL_WGMMA
+#undef SKL_REGS_128
+#undef SKL_REGS_96
+#undef SKL_REGS_64
+#undef SKL_REGS_48
+#undef SKL_REGS_32
+#undef SKL_REGS_16
+#undef SKL_OUT_32
+#undef SKL_OUT_8
+
+} // namespace sm90
+
+#endif
