@@ -193,7 +193,7 @@ __device__ inline skl_row_state merge_with_lane(const skl_row_state &mine, const
 /* Merges the LANES neighbouring lanes that hold a row; each of them gets the result. */
 template <int LANES = 4> __device__ inline skl_row_state merge_lanes(skl_row_state state)
 {
-#pragma unroll 1
+#pragma unroll
     for (int offset = 1; offset < LANES; offset *= 2)
         state = merge_with_lane(state, shuffle_xor(state, offset), offset);
     return state;

@@ -198,7 +198,7 @@ template <int LANES = 4> __device__ inline index_row merge_lanes(const index_row
 {
     index_row sum = {merge_lanes<LANES>(row.state), 0.0F};
     sum.p_log_p = p_log_p_at(row, sum.state.m_a);
-#pragma unroll 1
+#pragma unroll
     for (int offset = 1; offset < LANES; offset *= 2)
         sum.p_log_p += __shfl_xor_sync(~0U, sum.p_log_p, offset);
     return sum;
