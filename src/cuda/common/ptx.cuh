@@ -123,6 +123,20 @@ __device__ inline unsigned read_lane()
     return lane;
 }
 
+/* The thread's index, for divisions. In kernels of sm90 they are unsigned, which takes fewer instructions and
+ * registers; then the compiler keeps more results, and some kernels of sm80 spill on 8.0. */
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+__device__ inline unsigned thread_index()
+{
+    return threadIdx.x;
+}
+#else
+__device__ inline int thread_index()
+{
+    return (int)threadIdx.x;
+}
+#endif
+
 /* A barrier for some of the block's warps; number 0 is __syncthreads. */
 __device__ inline void named_barrier_sync(int number, int threads)
 {

@@ -28,13 +28,13 @@ template <int M> constexpr int TILE_ROWS = 64 * M;
  * lane / 4 (half 0) and lane / 4 + 8 (half 1). */
 template <int M> __device__ inline int acc_row(int m, int half)
 {
-    return ((int)(threadIdx.x / 32) * M + m) * 16 + (int)(threadIdx.x % 32 / 4) + half * 8;
+    return ((int)(thread_index() / 32) * M + m) * 16 + (int)(thread_index() % 32 / 4) + half * 8;
 }
 
 /* Streamed row of an accumulator element, counted from the step's first row: blocks of 8 columns, two per lane. */
 __device__ inline int acc_column(int block, int parity)
 {
-    return block * 8 + (int)(threadIdx.x % 4) * 2 + parity;
+    return block * 8 + (int)(thread_index() % 4) * 2 + parity;
 }
 
 /* ---- Rows of tensors ---------------------------------------------------------------------------------------- */

@@ -171,7 +171,7 @@ static_assert(SKL_GROUP_TILES_SIZE_MAX <= (int)group_product<true>::HEADS, "");
  * addresses of threads and of shared memory come from, are slow. */
 __device__ inline unsigned kept(unsigned value)
 {
-    return __shfl_sync(~0U, value, (int)(threadIdx.x % 32));
+    return __shfl_sync(~0U, value, (int)threadIdx.x % 32);
 }
 
 __device__ inline void *kept_address(void *shared)

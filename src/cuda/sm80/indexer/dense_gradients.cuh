@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(THREADS, 2) index_query_kernel(const __grid_co
     load_frags(q_frags, smem.stages, queries, slot.count - block_first);
     gradient_acc<DIM, M> sums = {};
     const float least = params.least;
-    const int first_block = block_first / 16 + (int)(threadIdx.x / 32) * M;
+    const int first_block = block_first / 16 + (int)threadIdx.x / 32 * M;
     uint4 g[M];
     const auto load_g = [&](int step) { /* of 16 keys */
 #pragma unroll
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(THREADS, 2) index_query_kernel(const __grid_co
                     gated[m], a, m, least, [&](int reg) { return g_pair(g[m], reg); },
                     [](int) { return make_float2(1.0F, 1.0F); });
             load_g(min(n * (ROWS / 16) + step + 1, stages * (ROWS / 16) - 1));
-            multiply_add<ELEMENT, DIM>(sums, gated, gradient_b_address(rows, (int)read_lane()), step * 16);
+            multiply_add<ELEMENT, DIM>(sums, gated, gradient_b_address(rows), step * 16);
         }
     }
     const query_gradients<ELEMENT, DIM> gradients = {params, slot, head};
@@ -193,7 +193,7 @@ template <typename ELEMENT, int DIM, int M> struct query_stream {
             (const ELEMENT *)q.data + SKL_ROW(q, s.batch, slot.head * heads + head, s.query_begin + slot.first),
             q.stride_row, params.b.dim};
         copy_rows(smem.stages[n % STAGES], queries, first, slot.count);
-        const int row = first + (int)(threadIdx.x % ROWS);
+        const int row = first + (int)threadIdx.x % ROWS;
         const float weight =
             weight_at(params, s.batch, slot.head, s.query_begin + query_of(slot, row), head) * smem.factors[row];
         return fabsf(weight) < INFINITY ? weight : 0.0F;
@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(THREADS, 2) index_key_kernel(const __grid_cons
 #pragma unroll
                 for (int e = 0; e < STEPS * M; e++) {
                     const uint4 *const g = g_block(params, (unsigned)slot_index, work.tile, n / heads * STEPS + e / M,
-                                                   block_first / 16 + (int)(threadIdx.x / 32) * M + e % M);
+                                                   block_first / 16 + (int)threadIdx.x / 32 * M + e % M);
 #pragma unroll
                     for (int plane = 0; plane < PLANES; plane++)
                         smem.g[e / M][e % M][plane][threadIdx.x] = transpose(__ldg(g + plane * params.rest_at));
@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(THREADS, 2) index_key_kernel(const __grid_cons
             if (!full)
                 clear_non_finite<ELEMENT>(rows);
             if (unit.MOVES) { /* |S - P| <= 1: the weights bound their product with G */
-                const int lane = (int)(threadIdx.x % 32);
+                const int lane = (int)threadIdx.x % 32;
                 unit.fit(sums, warp_max(fmaxf(fabsf(weights[lane]), fabsf(weights[ROWS - 32 + lane]))) / G_UNIT);
             }
             const float inverse = unit.inverse();

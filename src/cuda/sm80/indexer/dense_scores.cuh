@@ -114,7 +114,7 @@ template <typename ELEMENT> struct slab_stream {
 
     __device__ static void add_slab(tile_logits &x, const slab_stage &stage)
     {
-        const int warp_row = (int)(threadIdx.x / 32) * 16 * M_TILES;
+        const int warp_row = (int)threadIdx.x / 32 * 16 * M_TILES;
         const uint32_t queries = a_address(stage.queries[warp_row / STAGE_ROWS<SLAB>]);
         multiply_add_smem<ELEMENT, SLAB>(x, at_chunk<SLAB>(queries, warp_row % STAGE_ROWS<SLAB>, 0),
                                          logit_b_address<2>(stage.keys));
@@ -156,7 +156,7 @@ template <typename ELEMENT> struct slab_stream {
             for (int m = 0; m < M_TILES; m++)
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
-                    const auto value = broadcast(lane_value, (m * 2 + half) * 8 + (int)(threadIdx.x % 32 / 4));
+                    const auto value = broadcast(lane_value, (m * 2 + half) * 8 + (int)threadIdx.x % 32 / 4);
 #pragma unroll
                     for (int n = 0; n < TILE_KEYS / 8; n++)
 #pragma unroll
@@ -190,7 +190,7 @@ __device__ inline void finish_tile(const index_params &params, const score_smem 
     if (params.g != NULL)
         store_tile<PLANES>(params, slot,
                            g_block(params, smem.slot_index, tile / TILES_PER_G_TILE,
-                                   (int)(threadIdx.x / 32) * M_TILES + m, tile % TILES_PER_G_TILE * (TILE_KEYS / 16)),
+                                   (int)threadIdx.x / 32 * M_TILES + m, tile % TILES_PER_G_TILE * (TILE_KEYS / 16)),
                            p, y, rows, tile * TILE_KEYS);
     if (params.call.op == SKL_OP_BACKWARD)
         return;

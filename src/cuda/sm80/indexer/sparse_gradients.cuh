@@ -65,7 +65,7 @@ struct warp_layout {
     }
     __device__ int warp_head() const
     {
-        return (int)(threadIdx.x / 32) % warps_m * 16;
+        return (int)threadIdx.x / 32 % warps_m * 16;
     }
     __device__ int warp_keys() const
     {
@@ -73,7 +73,7 @@ struct warp_layout {
     }
     __device__ int warp_key() const
     {
-        return (int)(threadIdx.x / 32) / warps_m * warp_keys();
+        return (int)threadIdx.x / 32 / warps_m * warp_keys();
     }
 };
 
@@ -130,7 +130,7 @@ template <typename ELEMENT, int DIM> struct sparse_heads {
             gated_dy[0][reg] = gate_pair<ELEMENT>(pair, low, high, ones, params.least);
             if (entry_dk == NULL)
                 continue;
-            const int head = layout.warp_head() + (int)(threadIdx.x % 32 / 4) + reg % 2 * 8;
+            const int head = layout.warp_head() + (int)threadIdx.x % 32 / 4 + reg % 2 * 8;
             const float weight = smem.weights[head];
             uint4 &chunk = smem.gated_weights[head / ROWS].chunks[head % ROWS][(key / 8 + reg / 2) ^ head % 8];
             ((uint32_t *)(void *)&chunk)[threadIdx.x % 4] =
@@ -142,7 +142,7 @@ template <typename ELEMENT, int DIM> struct sparse_heads {
     __device__ void store_entry_dk(int first, int slice, bool add) const
     {
         constexpr int HALF = WIDTH / 2;
-        const int warp = (int)(threadIdx.x / 32), key = warp / 2 * 16, chunk = (slice * WIDTH + warp % 2 * HALF) / 8;
+        const int warp = (int)threadIdx.x / 32, key = warp / 2 * 16, chunk = (slice * WIDTH + warp % 2 * HALF) / 8;
         const uint32_t weights = logit_b_address<2>(smem.gated_weights[0]);
         const uint32_t rows = at_chunk<DIM>(gradient_b_address(smem.queries[0]), 0, chunk);
         gradient_acc<HALF, 1> sums = {};
@@ -155,7 +155,7 @@ template <typename ELEMENT, int DIM> struct sparse_heads {
         const int64_t dim = queries.dim;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int row = key + (int)(threadIdx.x % 32 / 4) + half * 8;
+            const int row = key + (int)threadIdx.x % 32 / 4 + half * 8;
             if (smem.row.key(first + row) < 0)
                 continue;
             const float weight = dy[first + row] * factor * weight_unit;
@@ -176,7 +176,7 @@ template <typename ELEMENT, int DIM> struct sparse_heads {
     /* Sums D over the warps that have the same heads and different keys, in the first of them. */
     __device__ void reduce_key_warps(gradient_acc<WIDTH, 1> &sums) const
     {
-        const int warp = (int)(threadIdx.x / 32), key_warp = warp / layout.warps_m;
+        const int warp = (int)threadIdx.x / 32, key_warp = warp / layout.warps_m;
         float *const buffer = (float *)(void *)smem.stages[0] + warp % layout.warps_m * WIDTH * 16 + threadIdx.x % 32;
 #pragma unroll 1
         for (int other = 1; other < SPARSE_WARPS / layout.warps_m; other++) {
@@ -203,7 +203,7 @@ template <typename ELEMENT, int DIM> struct sparse_heads {
         const int dim = queries.dim - slice * WIDTH;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int head = layout.warp_head() + (int)(threadIdx.x % 32 / 4) + half * 8;
+            const int head = layout.warp_head() + (int)threadIdx.x % 32 / 4 + half * 8;
             const auto sum = [&](int n, int parity) { return sums.sum[0][n][half * 2 + parity] * dy_unit; };
             const ELEMENT *const q = queries.rows + min(head, count - 1) * queries.stride + slice * WIDTH;
             dots[half] += dot_of<ELEMENT, WIDTH / 8>(sum, q, dim);
@@ -227,7 +227,7 @@ template <typename ELEMENT, int DIM> struct sparse_heads {
         const int64_t base = SKL_ROW(dw, row.sequence.batch, row.head, row.sequence.query_begin + row.query);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int head = layout.warp_head() + (int)(threadIdx.x % 32 / 4) + half * 8;
+            const int head = layout.warp_head() + (int)threadIdx.x % 32 / 4 + half * 8;
             if (dw.data != NULL && head < count && threadIdx.x % 4 == 0)
                 skl_store(dw.data, skl_grad_dtype(&p, p.dtype_w), base + first_head + head, dots[half] * factor);
         }

@@ -113,7 +113,7 @@ __device__ inline void gather_rows(smem_rows<DIM> *to, int count, const row_sour
     constexpr int ROWS = SPARSE_THREADS / CHUNKS; /* rows per copy of the whole block */
     constexpr int TOGETHER = 2;                   /* indices in flight at once, so that their loads overlap */
     static_assert(ROWS % 8 == 0, "all chunks of a thread have the same swizzle");
-    const int row = (int)(threadIdx.x / CHUNKS), chunk = (int)(threadIdx.x % CHUNKS);
+    const int row = (int)threadIdx.x / CHUNKS, chunk = (int)threadIdx.x % CHUNKS;
     const ELEMENT *const source = from.rows + first + chunk * 8;
     const int64_t stride = from.stride;
     const bool inside = first + chunk * 8 < from.dim;

@@ -128,11 +128,11 @@ template <typename ELEMENT> struct sparse_gemm {
     /* The warp's heads and keys in a tile. With few heads some warps are not active. */
     __device__ int warp_head() const
     {
-        return (int)(threadIdx.x / 32) % shape().warps_m * WARP_HEADS;
+        return (int)threadIdx.x / 32 % shape().warps_m * WARP_HEADS;
     }
     __device__ int warp_key() const
     {
-        return (int)(threadIdx.x / 32) / shape().warps_m * WARP_KEYS;
+        return (int)threadIdx.x / 32 / shape().warps_m * WARP_KEYS;
     }
     __device__ bool is_active() const
     {
@@ -276,7 +276,7 @@ __device__ inline void add_heads(VALUE *const &sums, bool is_first, const GEMM &
 /* The head that row (m, half) of a thread is in the product. */
 template <typename GEMM> __device__ inline int head_of(const GEMM &gemm, int m, int half)
 {
-    return gemm.warp_head() + m * 16 + (int)(threadIdx.x % 32 / 4) + half * 8;
+    return gemm.warp_head() + m * 16 + (int)threadIdx.x % 32 / 4 + half * 8;
 }
 
 /* Computes the LSEs of the product's heads over the row's entries: smem.lse. Partial sums per warp are in shared
@@ -289,7 +289,7 @@ template <typename ELEMENT> __device__ inline void compute_lse(const sparse_gemm
     gemm.run([&](const sparse_logits &x, int first) {
         if (!gemm.is_active())
             return;
-        const int entry = first + gemm.warp_key() + (int)(threadIdx.x % 32);
+        const int entry = first + gemm.warp_key() + (int)threadIdx.x % 32;
         const uint64_t low = __ballot_sync(~0U, smem.row.key(entry) >= 0);
         const uint64_t seen = low | (uint64_t)__ballot_sync(~0U, smem.row.key(entry + 32) >= 0) << 32;
 #pragma unroll
