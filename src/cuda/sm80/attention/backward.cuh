@@ -180,7 +180,7 @@ template <int M> struct query_row_stats<M, true> {
 
     template <int ROWS> __device__ static float largest_grad(const row_stats *stage)
     {
-        const int lane = (int)threadIdx.x % 32;
+        const int lane = (int)(threadIdx.x % 32);
         return warp_max(fmaxf(fabsf(stage[lane].grad), fabsf(stage[ROWS - 32 + lane].grad)));
     }
 };
@@ -190,12 +190,12 @@ template <int ROWS>
 __device__ inline void copy_row_stats(row_stats (&to)[ROWS], const backward_params &params, const skl_sequence &s,
                                       int64_t head, int64_t first, int left)
 {
-    const int row = (int)threadIdx.x % ROWS;
+    const int row = (int)(threadIdx.x % ROWS);
     constexpr int SHARE = THREADS / ROWS; /* threads per query */
 #pragma unroll
     for (int which = 0; which < 4; which++) {
         const skl_input source = row_stat_source(params, which);
-        if (source.data != NULL && (int)threadIdx.x / ROWS % SHARE == which % SHARE)
+        if (source.data != NULL && (int)(threadIdx.x / ROWS % SHARE) == which % SHARE)
             cp_async_4(shared_address(&to[row].lse_a + which),
                        (const float *)source.data + SKL_ROW(source, s.batch, head, s.query_begin + first + row),
                        row < left);
@@ -415,7 +415,7 @@ __device__ inline void store_gradient(const gradient_acc<WIDTH, M> &gradient, co
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int64_t row = tile.first + warp_row + m * 16 + (int)threadIdx.x % 32 / 4 + half * 8;
+            const int64_t row = tile.first + warp_row + m * 16 + (int)(threadIdx.x % 32 / 4) + half * 8;
             if (row >= tile.stored)
                 continue;
             const bool live = is_live(params, tile, row);
@@ -447,7 +447,7 @@ __global__ void __launch_bounds__(THREADS, 2) gradient_kernel(const __grid_const
         const streamed_band all = stream_for(band, tile.first, tile.first + last_row);
         memory.visible.fill(all.band);
         streamed = {all.origin, all.needed, all.band.count,
-                    reach_of(all.band, (int)threadIdx.x / 32 * 16 * M, 16 * M)};
+                    reach_of(all.band, (int)(threadIdx.x / 32) * 16 * M, 16 * M)};
     }
     if (threadIdx.x == 0)
         memory.sequence = tile.sequence;
@@ -465,7 +465,7 @@ __global__ void __launch_bounds__(THREADS, 2) gradient_kernel(const __grid_const
     (void)stored.find(params);
     store_gradient<ELEMENT>(gradient, params, stored,
                             unit.value() * (params.teacher_side ? params.problem.scale_t : params.problem.scale_s),
-                            (int)threadIdx.x / 32 * 16 * M, (int)params.dim_first);
+                            (int)(threadIdx.x / 32) * 16 * M, (int)params.dim_first);
 }
 
 /* One launch per slice of the gradient. */

@@ -84,7 +84,7 @@ __device__ inline void sum_keys(skl_row_state (&state)[M][2], const forward_para
         streamed_split(stream_for(skl_key_band(&params.problem, &s), query_first, query_first + last_row),
                        STAGE_ROWS<DIM>, split, params.num_splits);
     memory.visible.fill(keys.band);
-    const reach warp = reach_of(keys.band, (int)threadIdx.x / 32 * 16 * M, 16 * M);
+    const reach warp = reach_of(keys.band, (int)(threadIdx.x / 32) * 16 * M, 16 * M);
     const row_source<ELEMENT> from_a = keys_of<ELEMENT>(a, s, head).from(keys.origin);
     const row_source<ELEMENT> from_b = keys_of<ELEMENT>(b, s, head).from(keys.origin);
     const bool capped = a.capped || b.capped;
