@@ -123,9 +123,10 @@ __device__ inline unsigned read_lane()
     return lane;
 }
 
-/* The thread's index, for divisions. In kernels of sm90 they are unsigned, which takes fewer instructions and
- * registers; then the compiler keeps more results, and some kernels of sm80 spill on 8.0. */
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+/* The thread's index, for divisions. They are unsigned, which takes fewer instructions and registers. Then the
+ * compiler keeps more results, and some kernels of sm80 would spill on 8.0: their instance headers ask for signed
+ * ones. */
+#ifndef SKL_SIGNED_THREAD_INDEX
 __device__ inline unsigned thread_index()
 {
     return threadIdx.x;

@@ -93,7 +93,7 @@ __device__ inline void copy_rows(smem_rows<DIM> &to, const row_source<ELEMENT> &
 
 __device__ inline int lane_index()
 {
-    return (int)threadIdx.x % 32;
+    return (int)(thread_index() % 32);
 }
 
 /* The lane's row address for ldmatrix, in the 8 x 8 matrix `down` matrices down and `right` chunks to the right. Rows
@@ -155,7 +155,7 @@ __device__ inline void load_frags(row_frags<DIM, M> &frags, smem_rows<DIM> *smem
     cp_async_commit();
     cp_async_wait<0>();
     __syncthreads();
-    read_frags(frags, smem, (int)threadIdx.x / 32 * 16 * M);
+    read_frags(frags, smem, (int)(thread_index() / 32) * 16 * M);
     __syncthreads();
 }
 

@@ -134,7 +134,7 @@ __device__ inline void add_queries(const group_params &params, query_smem<GROUP_
     const auto load_ratios = [&](int step) { /* of 16 keys */
                                              const uint4 *const from =
                                                  g_block(params, slot_index, slot.tile_begin + step / G_BLOCKS,
-                                                         block_first / 16 + (int)threadIdx.x / 32, step % G_BLOCKS);
+                                                         block_first / 16 + (int)(threadIdx.x / 32), step % G_BLOCKS);
                                              upper = __ldg(from);
                                              lower = __ldg(from + params.rest_at);
     };
@@ -214,7 +214,7 @@ template <typename ELEMENT> struct group_query_stream {
                 SKL_ROW(side.q, s.batch, slot.head * params.wrt.heads + of_slot, s.query_begin + slot.first),
             side.q.stride_row, side.dim};
         copy_rows(smem.stages[n % STAGES], queries, row, slot.count);
-        return group_row_of(params, slot, of_slot, row + (int)threadIdx.x % GROUP_STAGE);
+        return group_row_of(params, slot, of_slot, row + (int)(threadIdx.x % GROUP_STAGE));
     }
 
     /* Called as long as possible after copy(n), which hides the latency of its loads. */
@@ -257,7 +257,7 @@ __device__ inline void add_keys(const group_params &params, group_key_smem &smem
     gradient_acc<GROUP_DIM, 1> sums = {};
     gradient_unit<ELEMENT> unit;
     const bool wrt_b = params.of_teacher == params.reverse;
-    const int key_block = block_first / 16 + (int)threadIdx.x / 32;
+    const int key_block = block_first / 16 + (int)(threadIdx.x / 32);
     for_slots(params, work, [&](int slot_index) {
         __syncthreads(); /* all threads are done with the previous slot */
         if (threadIdx.x == 0)

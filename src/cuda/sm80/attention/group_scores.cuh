@@ -71,7 +71,7 @@ __device__ inline float log2_mean(float mean, float x, float share)
 /* The lane that holds the values of a thread's row. */
 __device__ inline int lane_of_row(int m, int half)
 {
-    return (m * 2 + half) * 8 + (int)threadIdx.x % 32 / 4;
+    return (m * 2 + half) * 8 + (int)(threadIdx.x % 32 / 4);
 }
 
 /* Calls visit(n, x, scale, lse of the lane's row) for each teacher head. */
@@ -306,7 +306,7 @@ __device__ inline void finish_group_tile(const group_params &params, const score
     }
     ratios_of(log_p, y, scale, sees, rows, params.reverse);
     if (params.output == GROUP_RATIOS)
-        store_ratios(g_block(params, smem.slot_index, tile / TILES_PER_G_TILE, (int)threadIdx.x / 32 * M_TILES + m,
+        store_ratios(g_block(params, smem.slot_index, tile / TILES_PER_G_TILE, (int)(threadIdx.x / 32) * M_TILES + m,
                              tile % TILES_PER_G_TILE * (TILE_KEYS / 16)),
                      params.rest_at, log_p);
 }

@@ -1,4 +1,6 @@
 /* The launchers of one line of instances.def. */
+#define SKL_SIGNED_THREAD_INDEX /* see thread_index */
+
 #include "cuda/common/instance.cuh"
 #include "cuda/sm80/indexer/sparse.cuh"
 
