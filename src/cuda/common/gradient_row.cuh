@@ -9,8 +9,8 @@
 namespace tensor_core
 {
 
-/* The thread's part of a gradient row, f32 or of 16 bits. `columns`: of the type that the gradient has; 0 for the
- * other. */
+/* The thread's part of a gradient row: of f32 or of 16 bits. The number of columns is that of the type which the
+ * gradient has; the other one is 0. */
 struct gradient_columns {
     char *first;
     int of_f32, of_16_bits;

@@ -20,9 +20,8 @@ bool skl_select_has_pairs(const skl_problem *p, const skl_output *gradient, skl_
                                       gradient->stride_head % 2 == 0 && gradient->stride_row % 2 == 0);
 }
 
-/* Why tensor-core kernels cannot read the call's tensors by copies of 16 bytes, or write its gradients; NULL: they
- * can.
- */
+/* Why kernels with tensor cores cannot copy the call's tensors, 16 bytes at a time, or store its gradients; NULL:
+ * they can. */
 static const char *why_misaligned(const skl_problem *p, const skl_call *call)
 {
     const skl_inputs *const in = &call->inputs;
