@@ -92,10 +92,10 @@ template <int M> static __global__ void merge_group_splits(const __grid_constant
 /* ---- Pairs of a forward with P ------------------------------------------------------------------------------ */
 
 /* log2 p. The special function unit has an absolute error of 2^-22 near 1, and a relative error of 2^-22 elsewhere.
- * So it gets the mantissa, and the exponent is added. For p = 0 the result is finite: 0 log 0 is 0. */
+ * So it gets the mantissa, and the exponent is added. For p = 0, and below 2^-126, it is -127: 0 log 0 is 0. */
 __device__ inline float log2_probability(float p)
 {
-    const int bits = __float_as_int(fmaxf(p, 1e-37F));
+    const int bits = __float_as_int(p);
     const int exponent = (bits - __float_as_int(0.75F)) & 0xFF800000;
     return fmaf((float)exponent, 1.0F / (1 << 23), lg2(__int_as_float(bits - exponent)));
 }
@@ -126,20 +126,47 @@ __device__ inline skl_row_state with_shift_for(const skl_row_state &state, float
     return m > -INFINITY ? skl_state_move(state, state.m_a, fmaxf(largest, m)) : state;
 }
 
-/* Sums of the thread's pairs of a row, with the shift m_b. MASKED: only those in `sees`. */
-template <bool MASKED, int BLOCKS>
+/* Whether the thread's pair of a block of 8 columns is one of `sees`, which counts from the lane's first column: the
+ * compiler then compares with constants, and needs no register per column. */
+__device__ inline bool is_seen(const range32 &sees, int block, int parity)
+{
+    const int column = block * 8 + parity;
+    return column >= sees.begin && column < sees.end;
+}
+
+__device__ inline range32 from_lane(const range32 &sees)
+{
+    return {sees.begin - acc_column(0, 0), sees.end - acc_column(0, 0)};
+}
+
+/* p = 0 for the thread's pairs of a row that it does not see. */
+template <int BLOCKS> __device__ inline void clear_unseen(float (&p)[BLOCKS][4], int half, const range32 &sees)
+{
+    const range32 of_lane = from_lane(sees);
+#pragma unroll
+    for (int block = 0; block < BLOCKS; block++)
+#pragma unroll
+        for (int parity = 0; parity < 2; parity++)
+            if (!is_seen(of_lane, block, parity))
+                p[block][half * 2 + parity] = 0.0F;
+}
+
+/* Sums of the thread's pairs of a row, with the shift m_b. MASKED: only those in `sees`. CLEARED: p of the others is
+ * 0, which saves registers. */
+template <bool MASKED, bool CLEARED, int BLOCKS>
 __device__ inline row_sums sum_group_row(const float (&p)[BLOCKS][4], const float (&y)[BLOCKS][4], float scale,
                                          float m_b, int half, const range32 &sees, bool huge = false)
 {
     row_sums sums = {};
+    const range32 of_lane = from_lane(sees);
 #pragma unroll
     for (int block = 0; block < BLOCKS; block++)
 #pragma unroll
         for (int parity = 0; parity < 2; parity++) {
-            const int column = acc_column(block, parity), e = half * 2 + parity;
-            const float log_s = minus_shift(y[block][e], scale, m_b, huge), s = ex2(log_s);
-            const bool seen = !MASKED || (column >= sees.begin && column < sees.end);
-            add_probabilities(sums, seen ? p[block][e] : 0.0F, seen ? s : 0.0F, seen ? log_s : 0.0F);
+            const int e = half * 2 + parity;
+            const bool seen = !MASKED || is_seen(of_lane, block, parity);
+            const float log_s = seen ? minus_shift(y[block][e], scale, m_b, huge) : -1e30F; /* finite: 0 log s is 0 */
+            add_probabilities(sums, CLEARED || seen ? p[block][e] : 0.0F, ex2(log_s), log_s);
         }
     return sums;
 }
@@ -148,29 +175,28 @@ template <bool MASKED, int BLOCKS>
 __device__ inline float max_of_row(const float (&y)[BLOCKS][4], float scale, int half, const range32 &sees)
 {
     float m = -INFINITY;
+    const range32 of_lane = from_lane(sees);
 #pragma unroll
     for (int block = 0; block < BLOCKS; block++)
 #pragma unroll
-        for (int parity = 0; parity < 2; parity++) {
-            const int column = acc_column(block, parity);
-            if (!MASKED || (column >= sees.begin && column < sees.end))
+        for (int parity = 0; parity < 2; parity++)
+            if (!MASKED || is_seen(of_lane, block, parity))
                 m = fmaxf(m, y[block][half * 2 + parity] * scale);
-        }
     return m;
 }
 
 /* Adds a tile to a row. A shift that does not fit the tile's logits is replaced by their maximum. */
-template <bool MASKED, int BLOCKS>
+template <bool MASKED, bool CLEARED, int BLOCKS>
 __device__ inline void add_group_tile(skl_row_state &state, const float (&p)[BLOCKS][4], const float (&y)[BLOCKS][4],
                                       float scale, int half, const range32 &sees)
 {
-    row_sums sums = sum_group_row<MASKED>(p, y, scale, state.m_b, half, sees);
+    row_sums sums = sum_group_row<MASKED, CLEARED>(p, y, scale, state.m_b, half, sees);
     const bool keeps = keeps_shift(state, sums);
     if (__any_sync(~0U, !keeps)) {
         const float m = max_of_row<MASKED>(y, scale, half, sees);
         if (!keeps)
             state = with_shift_for(state, m);
-        sums = sum_group_row<MASKED>(p, y, scale, state.m_b, half, sees, is_huge(state.m_b));
+        sums = sum_group_row<MASKED, CLEARED>(p, y, scale, state.m_b, half, sees, is_huge(state.m_b));
     }
     add_sums(state, sums);
 }

@@ -93,9 +93,9 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
 #pragma unroll
         for (int i = 0; i < 2 * GROUP_M; i++) {
             const int m = i / 2, half = i % 2, row = thread.acc_row(m, half);
-            const row_sums sums = sum_group_row<MASKED>(p[m], y[m], params.b.scale,
-                                                        stats.from(m * 16 + half * 8 + thread.lane / 4, 0).lse, half,
-                                                        MASKED ? smem.seen[row].from(thread.column) : range32{});
+            const row_sums sums = sum_group_row<MASKED, false>(
+                p[m], y[m], params.b.scale, stats.from(m * 16 + half * 8 + thread.lane / 4, 0).lse, half,
+                MASKED ? smem.seen[row].from(thread.column) : range32{});
             const row_sums total = {quad_sum(sums.l_a), quad_sum(sums.l_b), quad_sum(sums.w)};
             if (thread.lane % 4 == i)
                 add_sums(kl_sums, total);

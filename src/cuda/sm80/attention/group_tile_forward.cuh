@@ -73,8 +73,9 @@ template <typename ELEMENT, int DIM> struct group_forward_pass {
         for (int m = 0; m < GROUP_M; m++)
 #pragma unroll
             for (int half = 0; half < 2; half++)
-                add_group_tile<MASKED>(state[m][half], p[m], y[m], params.b.scale, half,
-                                       MASKED ? smem.seen[thread.acc_row(m, half)].from(thread.column) : range32{});
+                add_group_tile<MASKED, false>(state[m][half], p[m], y[m], params.b.scale, half,
+                                              MASKED ? smem.seen[thread.acc_row(m, half)].from(thread.column)
+                                                     : range32{});
     }
 
     __device__ void student(const group_logits &p, const group_logits &y, const group_streamed<DIM> &,

@@ -76,7 +76,7 @@ __device__ inline void prepare_student_queries(const backward_params &params, gr
 template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED> struct group_dq_warpgroup {
     const backward_params &params;
     group_backward_smem<DIM_S> &smem;
-    head_products<ELEMENT, DIM_T, STAGE_KEYS, CAPPED, true> teacher;
+    head_products<ELEMENT, DIM_T, STAGE_KEYS, CAPPED> teacher;
     int warpgroup; /* warp-uniform */
     float dq[DIM_S / 8][4];
     row_sums sums[2];
@@ -117,11 +117,52 @@ template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED> struct group_dq_w
         }
     }
 
+    /* p = P of a stage; y = what issue_student(y) issues, which runs during the last exponentials. Calls
+     * after_first() when the wgmmas that were issued before the stage have completed. */
+    template <typename ISSUE_STUDENT, typename AFTER_FIRST>
+    __device__ void run_heads(stage_logits &p, stage_logits &y, ISSUE_STUDENT issue_student, AFTER_FIRST after_first)
+    {
+        stage_logits x;
+        const int count = teacher.group.count;
+        float even[2], odd[2];
+#pragma unroll
+        for (int e = 0; e < STAGE_KEYS / 2; e++)
+            p[e / 4][e % 4] = 0.0F;
+        teacher.run_head(y, even, 0);
+        after_first();
+        int n = 0;
+        if (count % 2 != 0) { /* an even number is left */
+            teacher.template add<false>(p, y, 0, even);
+            teacher.run_head(y, even, 1);
+            n = 1;
+        }
+#pragma unroll 1
+        for (; n < count; n += 2) {
+            teacher.issue(x, n + 1);
+            teacher.load_lse(odd, n + 1);
+            teacher.template add<false>(p, y, n, even);
+            wgmma_wait<0>();
+            teacher.complete(x, n + 1);
+            const bool more = n + 2 < count;
+            if (more) {
+                teacher.issue(y, n + 2);
+                teacher.load_lse(even, n + 2);
+            } else {
+                issue_student(y);
+            }
+            teacher.template add<false>(p, x, n + 1, odd);
+            wgmma_wait<0>();
+            if (more)
+                teacher.complete(y, n + 2);
+        }
+        fence_operand(y);
+    }
+
     template <bool MASKED> __device__ void add_stage(int n)
     {
         const int lane = (int)(threadIdx.x % 32);
         stage_logits p, y;
-        teacher.run_stage(
+        run_heads(
             p, y,
             [&](stage_logits &to) {
                 barrier_wait(MASKED ? smem.sanitized : smem.barriers.keys_s_full, n % 2);
@@ -284,8 +325,8 @@ __global__ void __launch_bounds__(GROUP_BACKWARD_THREADS, 1)
     }
     __syncthreads();
     const int warpgroup = warpgroup_index(), head = warp_uniform((int)smem.tile.head);
-    const teacher_group group = teacher_group::of(params, head);
-    const teacher_smem<DIM_T, STAGE_KEYS> teacher = {raw + GROUP_FIXED_SIZE<DIM_S>, group.count};
+    const teacher_group group = warp_uniform(teacher_group::of(params, head));
+    const auto teacher = teacher_smem<DIM_T, STAGE_KEYS>::of(raw + GROUP_FIXED_SIZE<DIM_S>, group.count, 0);
     const int key_head_s = head / params.b.heads_per_key;
     if (warpgroup == GROUP_PRODUCER_WARPGROUP) {
         reg_dealloc<32>();
@@ -302,7 +343,11 @@ __global__ void __launch_bounds__(GROUP_BACKWARD_THREADS, 1)
                                                                    head,
                                                                    key_head_s};
             loader.load_queries(warp_uniform((int)(smem.tile.sequence.query_begin + smem.tile.first)));
-            loader.load_stages(keys.stages, [&](int n) { return keys.row_at(n); });
+            slot_state slot = {0, 0};
+            for (int n = 0; n < keys.stages; n++) {
+                loader.load_heads(slot, keys.row_at(n));
+                loader.load_student_keys(n, keys.row_at(n));
+            }
         } else if (warp_in_warpgroup() == 1) {
             sanitize_stages<ELEMENT, DIM_S>(smem);
         }
@@ -320,7 +365,7 @@ __global__ void __launch_bounds__(GROUP_BACKWARD_THREADS, 1)
             {teacher,
              group,
              smem.barriers,
-             k_major_operand(teacher.base) + warpgroup * (64 * 128 / 16),
+             k_major_operand(teacher.query_rows) + warpgroup * (64 * 128 / 16),
              depth,
              params.a,
              {teacher_lse::of(params, smem.tile, group.first, rows[0]),
@@ -350,7 +395,7 @@ inline bool encode_group(group_maps *maps, const backward_params &params, int ke
 template <int DIM_T, int DIM_S> inline int64_t group_backward_size(int64_t heads, int64_t smem_max, int *depth)
 {
     typedef teacher_smem<DIM_T, STAGE_KEYS> teacher;
-    *depth = teacher::depth(GROUP_FIXED_SIZE<DIM_S>, heads, smem_max);
+    *depth = teacher::depth(GROUP_FIXED_SIZE<DIM_S>, heads, smem_max, 1);
     return *depth == 0 ? 0 : GROUP_FIXED_SIZE<DIM_S> + heads * teacher::HEAD_SIZE + *depth * teacher::STAGE_SIZE;
 }
 

@@ -71,44 +71,59 @@ inline bool encode_group_inputs(group_maps *maps, const skl_cuda_params &params,
            skl_tensor_map(&maps->keys_s, type, &in->k_s, p->dim_s, p->key_heads_s, key_rows, keys) == CUDA_SUCCESS;
 }
 
-/* The teacher heads of a student head. All members are warp-uniform. */
+/* The teacher heads of a student head. */
 struct teacher_group {
     int first, count, heads_per_key;
+    unsigned new_keys; /* bit n: head n has other keys than the one before it. Bits 0 and `count` are set. */
 
     __device__ static teacher_group of(const skl_cuda_params &params, int head)
     {
-        const int count = (int)skl_group_size(&params.problem);
-        return {warp_uniform(head) * count, count, params.a.heads_per_key};
+        const int count = (int)skl_group_size(&params.problem), heads_per_key = params.a.heads_per_key;
+        unsigned new_keys = 1U | 1U << count;
+#pragma unroll 1
+        for (int n = 1; n < count; n++)
+            new_keys |= (unsigned)((head * count + n) % heads_per_key == 0) << n;
+        return {head * count, count, heads_per_key, new_keys};
     }
 
-    /* Whether head n of the group has other keys than the one before it; the first has always. */
     __device__ bool has_new_keys(int n) const
     {
-        return n == 0 || (first + n) % heads_per_key == 0;
+        return new_keys >> n & 1;
     }
 };
 
-/* Shared memory after the fixed part: queries of r teacher heads, then `depth` stages of their keys. */
+__device__ inline teacher_group warp_uniform(const teacher_group &group)
+{
+    return {warp_uniform(group.first), warp_uniform(group.count), warp_uniform(group.heads_per_key),
+            (unsigned)warp_uniform((int)group.new_keys)};
+}
+
+/* Shared memory after the fixed part: queries of r teacher heads, then stages of their keys. */
 template <int DIM_T, int KEYS> struct teacher_smem {
     static constexpr int HEAD_SIZE = DIM_T / 64 * block_tile::ROWS * 128, STAGE_SIZE = DIM_T / 64 * KEYS * 128;
-    unsigned char *base;
-    int heads;
+    unsigned char *query_rows, *key_stages;
+
+    /* With the stages from `first_slot` on. */
+    __device__ static teacher_smem of(unsigned char *base, int heads, int first_slot)
+    {
+        return {base, base + heads * HEAD_SIZE + first_slot * STAGE_SIZE};
+    }
 
     __device__ unsigned char *queries(int head, int slab) const
     {
-        return base + head * HEAD_SIZE + slab * block_tile::ROWS * 128;
+        return query_rows + head * HEAD_SIZE + slab * block_tile::ROWS * 128;
     }
 
     __device__ unsigned char *keys(int slot, int slab) const
     {
-        return base + heads * HEAD_SIZE + slot * STAGE_SIZE + slab * KEYS * 128;
+        return key_stages + slot * STAGE_SIZE + slab * KEYS * 128;
     }
 
-    /* Slots that fit after a fixed part; 0: not even one. */
-    static int depth(int64_t fixed_size, int64_t heads, int64_t smem_max)
+    /* Slots of each of `pipelines` that fit after a fixed part; 0: not even one. */
+    static int depth(int64_t fixed_size, int64_t heads, int64_t smem_max, int pipelines)
     {
         const int64_t left = smem_max - fixed_size - heads * HEAD_SIZE;
-        return left < STAGE_SIZE ? 0 : (int)skl_min(left / STAGE_SIZE, TEACHER_SLOTS_MAX);
+        return left < 0 ? 0 : (int)skl_min(left / STAGE_SIZE / pipelines, TEACHER_SLOTS_MAX);
     }
 };
 
@@ -149,21 +164,22 @@ template <int DIM_T, int DIM_S, int KEYS> struct group_loader {
         slot.next(depth);
     }
 
-    /* row_at(n): first key of stage n, in the tensor. */
-    template <typename ROW_AT> __device__ void load_stages(int stages, ROW_AT row_at) const
+    /* Keys of all heads of a stage, from `row` of the tensor on. */
+    __device__ void load_heads(slot_state &slot, int row) const
     {
-        slot_state slot = {0, 0};
-        for (int stage = 0; stage < stages; stage++) {
-            const int row = row_at(stage);
-            for (int n = 0; n < group.count; n++)
-                if (group.has_new_keys(n))
-                    load_teacher_keys(slot, n, row);
-            barrier_wait(barriers.keys_s_empty, stage % 2 ^ 1);
-            barrier_expect_tx(barriers.keys_s_full, DIM_S / 64 * KEYS * 128);
+        for (int n = 0; n < group.count; n++)
+            if (group.has_new_keys(n))
+                load_teacher_keys(slot, n, row);
+    }
+
+    /* Those of the student in stage n. */
+    __device__ void load_student_keys(int n, int row) const
+    {
+        barrier_wait(barriers.keys_s_empty, n % 2 ^ 1);
+        barrier_expect_tx(barriers.keys_s_full, DIM_S / 64 * KEYS * 128);
 #pragma unroll
-            for (int slab = 0; slab < DIM_S / 64; slab++)
-                tma_load(keys_s[slab], maps.keys_s, slab * 64, row, key_head_s, batch, barriers.keys_s_full);
-        }
+        for (int slab = 0; slab < DIM_S / 64; slab++)
+            tma_load(keys_s[slab], maps.keys_s, slab * 64, row, key_head_s, batch, barriers.keys_s_full);
     }
 };
 
@@ -213,12 +229,8 @@ __device__ inline log_probability capped_log_probability(float product, const sk
     return {__fadd_rn(__fmul_rn(factor, ratio), minus_lse), fmaf(-ratio, ratio, 1.0F)};
 }
 
-/* The teacher's side of a consumer warpgroup: P of one stage after another. Two sets of accumulators: the wgmmas of a
- * head run while the exponentials of the one before it are computed.
- *
- * ONE_LOOP: the last pair of heads is in the loop over pairs. That is less code to compile, and as fast in a backward
- * and with softcaps; elsewhere a forward would be 6 % slower. */
-template <typename ELEMENT, int DIM_T, int KEYS, bool CAPPED, bool ONE_LOOP> struct head_products {
+/* The teacher's side of a consumer warpgroup. */
+template <typename ELEMENT, int DIM_T, int KEYS, bool CAPPED> struct head_products {
     typedef float logits[KEYS / 8][4];
     teacher_smem<DIM_T, KEYS> teacher;
     teacher_group group;
@@ -237,27 +249,22 @@ template <typename ELEMENT, int DIM_T, int KEYS, bool CAPPED, bool ONE_LOOP> str
         issue_product<ELEMENT, DIM_T, KEYS>(x, queries + n * (teacher.HEAD_SIZE / 16),
                                             k_major_operand(teacher.keys(issued.index, 0)));
         wgmma_commit();
-        if (is_last_with_keys(n))
+        if (group.has_new_keys(n + 1))
             issued.next(depth);
-    }
-
-    __device__ bool is_last_with_keys(int n) const
-    {
-        return n + 1 == group.count || group.has_new_keys(n + 1);
     }
 
     /* After the wgmmas of head n: releases its keys. */
     __device__ void complete(logits &x, int n)
     {
         fence_operand(x);
-        const bool last = is_last_with_keys(n);
+        const bool last = group.has_new_keys(n + 1);
         barrier_arrive_if(barriers.keys_t_empty[completed.index], last && threadIdx.x % 32 == 0);
         if (last)
             completed.next(depth);
     }
 
-    /* Adds head n to the running mean. */
-    template <logits_kind LOGITS>
+    /* Adds head n to the running mean. FIRST: it is head 0, and p need not be set. */
+    template <bool FIRST, logits_kind LOGITS>
     __device__ void add_as(logits &p, const logits &x, int n, const float (&of_rows)[2]) const
     {
         const skl_lse2 of_head[2] = {split_lse2(of_rows[0]), split_lse2(of_rows[1])};
@@ -274,18 +281,18 @@ template <typename ELEMENT, int DIM_T, int KEYS, bool CAPPED, bool ONE_LOOP> str
                         : capped_log_probability<LOGITS>(x[block][e], argument, -of_head[e / 2].value).value;
                 const float of_pair = ex2(log_p);
                 float &mean = p[block][e];
-                mean = fmaf(fmaf(of_pair, factor[e / 2], -mean), share, mean);
+                mean = FIRST ? of_pair * factor[e / 2] : fmaf(fmaf(of_pair, factor[e / 2], -mean), share, mean);
             }
     }
 
-    __device__ void add(logits &p, const logits &x, int n, const float (&of_rows)[2]) const
+    template <bool FIRST> __device__ void add(logits &p, const logits &x, int n, const float (&of_rows)[2]) const
     {
         if (!CAPPED)
-            add_as<logits_kind::LINEAR>(p, x, n, of_rows);
+            add_as<FIRST, logits_kind::LINEAR>(p, x, n, of_rows);
         else if (polynomial_covers(x, argument))
-            add_as<logits_kind::POLYNOMIAL>(p, x, n, of_rows);
+            add_as<FIRST, logits_kind::POLYNOMIAL>(p, x, n, of_rows);
         else
-            add_as<logits_kind::EXACT>(p, x, n, of_rows);
+            add_as<FIRST, logits_kind::EXACT>(p, x, n, of_rows);
     }
 
     __device__ void load_lse(float (&to)[2], int n) const
@@ -301,57 +308,6 @@ template <typename ELEMENT, int DIM_T, int KEYS, bool CAPPED, bool ONE_LOOP> str
         load_lse(of_rows, n);
         wgmma_wait<0>();
         complete(x, n);
-    }
-
-    /* p = P of a stage; y = what issue_student(y) issues, which runs during the last exponentials. Calls
-     * after_first() when the wgmmas that were issued before the stage have completed. */
-    template <typename ISSUE_STUDENT, typename AFTER_FIRST>
-    __device__ void run_stage(logits &p, logits &y, ISSUE_STUDENT issue_student, AFTER_FIRST after_first)
-    {
-        logits x;
-        const int count = group.count;
-        float even[2], odd[2];
-#pragma unroll
-        for (int e = 0; e < KEYS / 2; e++)
-            p[e / 4][e % 4] = 0.0F;
-        run_head(y, even, 0);
-        after_first();
-        int n = 0;
-        if (count % 2 != 0) { /* an even number is left */
-            add(p, y, 0, even);
-            run_head(y, even, 1);
-            n = 1;
-        }
-#pragma unroll 1
-        for (; n + (ONE_LOOP ? 0 : 2) < count; n += 2) {
-            issue(x, n + 1);
-            load_lse(odd, n + 1);
-            add(p, y, n, even);
-            wgmma_wait<0>();
-            complete(x, n + 1);
-            const bool more = !ONE_LOOP || n + 2 < count;
-            if (more) {
-                issue(y, n + 2);
-                load_lse(even, n + 2);
-            } else {
-                issue_student(y);
-            }
-            add(p, x, n + 1, odd);
-            wgmma_wait<0>();
-            if (more)
-                complete(y, n + 2);
-        }
-        if constexpr (!ONE_LOOP) {
-            issue(x, n + 1);
-            load_lse(odd, n + 1);
-            add(p, y, n, even);
-            wgmma_wait<0>();
-            complete(x, n + 1);
-            issue_student(y);
-            add(p, x, n + 1, odd);
-            wgmma_wait<0>();
-        }
-        fence_operand(y);
     }
 };
 
