@@ -102,6 +102,10 @@ static void test_equal_heads_of_a_group_have_kl_0(void **state)
          CAUSAL, STUDENT_ONLY},
         {"3 heads, low softcap", SHAPE(1, 150, 300), HEADS(3, 1), DIMS(128, 128), TYPES(F16, F16), SOFTCAPS(1, 1),
          STUDENT_ONLY},
+        {"4 heads, shared keys", SHAPE(1, 150, 300), HEADS(8, 2), KEY_HEADS(2, 2), DIMS(128, 128), TYPES(BF16, BF16),
+         CAUSAL, STUDENT_ONLY},
+        {"4 heads, shared keys, softcap", SHAPE(1, 150, 300), HEADS(8, 2), KEY_HEADS(2, 2), DIMS(128, 128),
+         TYPES(BF16, BF16), SOFTCAPS(50, 50), CAUSAL, STUDENT_ONLY},
         {"4 heads, reverse", SHAPE(1, 150, 300), HEADS(8, 2), DIMS(128, 128), TYPES(BF16, BF16), CAUSAL, REVERSE,
          STUDENT_ONLY},
     };
@@ -111,9 +115,8 @@ static void test_equal_heads_of_a_group_have_kl_0(void **state)
                 continue; /* the others are exact up to rounding */
             fixture f;
             fixture_create(&f, &groups[c]);
-            const int64_t repeat = f.q_t.heads / f.q_s.heads;
-            repeat_heads(&f.q_t, &f.q_s, repeat);
-            repeat_heads(&f.k_t, &f.k_s, repeat);
+            repeat_heads(&f.q_t, &f.q_s, f.q_t.heads / f.q_s.heads);
+            repeat_heads(&f.k_t, &f.k_s, f.k_t.heads / f.k_s.heads);
             fixture_results results = results_create(&f);
             results_poison(&results);
             run_kind(&f, case_kernel(&groups[c], k), 0, &results);

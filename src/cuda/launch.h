@@ -145,7 +145,7 @@ enum {
     SKL_GROUP_TILES_SIZE_MAX = 8,   /* teacher heads of a group in tiles; larger ones are in strips */
     SKL_GROUP_TILES_ROWS = 64,      /* queries or keys of a block there */
     SKL_GROUP_TILES_BLOCKS = 2,     /* per SM */
-    SKL_GROUP_TILE = 128            /* queries of a tile, keys of a forward's stage, on Hopper */
+    SKL_GROUP_TILE = 128            /* queries of a tile on Hopper */
 };
 
 /* Tensor-core kernels count rows in 32 bits. */

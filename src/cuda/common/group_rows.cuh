@@ -92,7 +92,8 @@ template <int M> static __global__ void merge_group_splits(const __grid_constant
 /* ---- Pairs of a forward with P ------------------------------------------------------------------------------ */
 
 /* log2 p. The special function unit has an absolute error of 2^-22 near 1, and a relative error of 2^-22 elsewhere.
- * So it gets the mantissa, and the exponent is added. For p = 0, and below 2^-126, it is -127: 0 log 0 is 0. */
+ * So it gets the mantissa, and the exponent is added. For p = 0 it is -127, and below 2^-126 at most -126: 0 log 0 is
+ * 0. */
 __device__ inline float log2_probability(float p)
 {
     const int bits = __float_as_int(p);

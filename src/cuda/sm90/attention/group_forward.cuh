@@ -9,8 +9,7 @@
  *   shared     queries of all heads; for each team a stage of 64 keys of the student, up to four of the teacher
  *
  * Both teams have the same queries. Team t has the stages t, t + 2, ... of their keys; in the end the row states of
- * the teams are merged. A warpgroup waits for its own wgmmas: during the exponentials of one the other three
- * multiply.
+ * the teams are merged. A warpgroup waits for its own wgmmas, and others multiply during its exponentials.
  *
  * The row state has A = log2 P with the fixed shift -low (group_heads.cuh), because P is a probability already. B has
  * the first head's LSE as its shift, so that the KL of equal inputs is exactly 0, until a tile's sum is out of range.
