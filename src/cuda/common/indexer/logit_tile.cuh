@@ -8,6 +8,10 @@
 #include "cuda/common/indexer/strip.cuh"
 #include "cuda/common/row_stats.cuh"
 
+/* Weight of attention heads. In a namespace its name would contain a hash of the source's path, and the library would
+ * depend on where it was built. */
+static __device__ const float skl_unit_weight = 1.0F;
+
 namespace tensor_core
 {
 
@@ -91,14 +95,12 @@ __device__ inline head_lse lse_of(const index_params &params, const query_slot &
             lse.stride_head, 1.0F / (float)skl_group_size(&params.problem)};
 }
 
-static __device__ const float unit_weight = 1.0F; /* of attention heads */
-
 __device__ inline head_weight weight_of(const index_params &params, const query_slot &slot, int64_t query)
 {
     const skl_input &w = params.call.inputs.w_s;
     const skl_dtype dtype = params.problem.dtype_w;
     if (w.data == NULL)
-        return {(const char *)&unit_weight, 0, SKL_F32};
+        return {(const char *)&skl_unit_weight, 0, SKL_F32};
     const int64_t size = (int64_t)skl_dtype_size(dtype);
     return {(const char *)w.data +
                 SKL_ROW(w, slot.sequence.batch, slot.head, slot.sequence.query_begin + query) * size,
