@@ -19,7 +19,7 @@ static const char doc[] = "Show the version, the CPU, the devices and the kernel
                           "Examples:\n"
                           "  streamkl info\n"
                           "  streamkl info --json | jq -r '.kernels[] | select(.usable) | .name'\n"
-                          "  STREAMKL_KERNEL=cpu_reference streamkl info\n"
+                          "  STREAMKL_KERNEL=cpu_portable streamkl info\n"
                           "  streamkl info --explain --dtype bf16 --dim 128 --heads 16 --causal\n"
                           "  streamkl info --explain --heads 64 --index-heads 32 --top-k 2048 --device cuda";
 

@@ -4,8 +4,7 @@
  *     SKL_TEST_SEED=n       repeats the random numbers of an earlier run; every run prints its seed
  *     SKL_TEST_SAMPLE=n     runs only every n-th case of the case table, for sanitizers and emulators
  *     SKL_TEST_SHARD=k      with SKL_TEST_SHARDS=n: test_kernels runs the k-th of n parts, counted from 0
- *     SKL_TEST_WORK=n       leaves out cases of the table with more than n million multiplications per pass, and
- *                           with more than n / 8 million for the reference kernel
+ *     SKL_TEST_WORK=n       leaves out cases of the table with more than n million multiplications per pass
  *     SKL_TEST_RANDOM=n     number of random cases after the table
  *     SKL_TEST_SECONDS=n    length of differential fuzzing
  *     SKL_TEST_DEVICE=cuda  runs on the GPU: see device.h

@@ -2,17 +2,8 @@
 #include "kernel_check.h"
 
 #include <stdlib.h>
-#include <string.h>
 
 #include "runner.h"
-
-/* The reference kernel is plain C and takes most of the time: where SKL_TEST_WORK limits the cases, it has an eighth
- * of that limit. */
-static int is_checked(const fixture *f, const char *kernel)
-{
-    const int64_t limit = test_environment("SKL_TEST_WORK", 0) * MILLION / 8;
-    return limit == 0 || case_work(f->test_case) <= limit || strcmp(kernel, "cpu_reference") != 0;
-}
 
 static void test_one_case(void **state)
 {
@@ -21,17 +12,14 @@ static void test_one_case(void **state)
     fixture_solve(&f);
     check_options options = check_options_default();
     options.in_place = f.test_case->lse != LSE_COMPUTED;
-    int mismatches = 0, checked = 0;
-    for (int32_t k = 0; problem_kernel(&f.problem, k); k++) {
-        if (!is_checked(&f, problem_kernel(&f.problem, k)))
-            continue;
-        mismatches += kernel_check(&f, problem_kernel(&f.problem, k), &options);
-        checked++;
-    }
+    int mismatches = 0;
+    int32_t checked = 0;
+    for (; problem_kernel(&f.problem, checked); checked++)
+        mismatches += kernel_check(&f, problem_kernel(&f.problem, checked), &options);
     fixture_destroy(&f);
     assert_int_equal(mismatches, 0);
     if (checked == 0)
-        skip(); /* SKL_TEST_KERNELS or SKL_TEST_WORK excludes all kernels of this case */
+        skip(); /* SKL_TEST_KERNELS excludes all kernels of this case */
 }
 
 static void test_a_kernel_is_usable(void **state)

@@ -75,22 +75,6 @@ static const char *threaded_kernel(int32_t index)
     return sampled && index > 0 ? NULL : test_kernel(index);
 }
 
-/* The reference, the last kernel, is slow and has tiles of 16 rows: a sixth of the length gives it as many tiles. */
-static test_case case_for(const test_case *c, int32_t kernel)
-{
-    test_case sized = *c;
-    if (test_kernel(kernel + 1))
-        return sized;
-    sized.len_q /= 6;
-    sized.len_k /= 6;
-    if (sized.cu_seqlens_q) {
-        static const int32_t begin_q[] = {0, 1, 42, 42, 117}, begin_k[] = {0, 33, 72, 74, 109};
-        sized.cu_seqlens_q = begin_q;
-        sized.cu_seqlens_k = begin_k;
-    }
-    return sized;
-}
-
 static void test_bits_do_not_depend_on_thread_count(void **state)
 {
     (void)state;
@@ -98,9 +82,8 @@ static void test_bits_do_not_depend_on_thread_count(void **state)
     const size_t sample = test_environment("SKL_TEST_SAMPLE", 1) > 1 ? 3 : 1;
     for (size_t c = 0; c < COUNT_OF(cases); c += sample)
         for (int32_t k = 0; threaded_kernel(k); k++) {
-            const test_case sized = case_for(&cases[c], k);
             fixture f;
-            fixture_create(&f, &sized);
+            fixture_create(&f, &cases[c]);
             all_results alone = all_results_create(&f);
             skl_plan *const one_thread = test_plan(&f.problem, threaded_kernel(k), 1);
             run_all(one_thread, &f, &alone);
@@ -161,9 +144,8 @@ static void test_a_plan_can_be_shared(void **state)
     (void)state;
     static const test_case c = {"shared", SHAPE(1, 200, 210), HEADS(4, 4), .key_heads_s = 2, DIMS(16, 16), CAUSAL};
     for (int32_t k = 0; threaded_kernel(k); k++) {
-        const test_case sized = case_for(&c, k);
         fixture f;
-        fixture_create(&f, &sized);
+        fixture_create(&f, &c);
         skl_plan *const plan = test_plan(&f.problem, threaded_kernel(k), 2);
         fixture_results expected = results_create(&f);
         run_both(plan, &f, &expected);

@@ -20,7 +20,7 @@ static const char doc[] =
     "\n"
     "Examples:\n"
     "  streamkl check\n"
-    "  streamkl check --kernel cpu_reference --json\n"
+    "  streamkl check --kernel cpu_portable --json\n"
     "  streamkl check --device cuda";
 
 /* ---- The command line --------------------------------------------------------------------------------------- */

@@ -50,7 +50,6 @@ typedef struct skl_cpu_kernel {
     const skl_cpu_work *sparse_indexer; /* top_k > 0 */
 } skl_cpu_kernel;
 
-extern const skl_cpu_kernel skl_cpu_reference;
 extern const skl_cpu_kernel skl_cpu_portable;
 extern const skl_cpu_kernel skl_cpu_avx2;
 extern const skl_cpu_kernel skl_cpu_avx512;

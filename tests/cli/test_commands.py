@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from inject import LONG
-from tool import TOOL, kl_json, run
+from tool import PORTABLE, TOOL, kl_json, run
 
 COMMANDS = ["kl", "demo", "info", "check", "bench"]
 
@@ -112,7 +112,7 @@ def test_coloured_maps_only_on_a_utf8_terminal(pair):
 
 
 def test_progress_only_on_a_terminal_and_cleared():
-    arguments = ["demo", "--context", "2000", "--kernel", "cpu_reference", "--threads", "1"]
+    arguments = ["demo", "--context", "8000", "--kernel", PORTABLE, "--threads", "1"]
     shown = run_on_terminal(*arguments)
     assert re.search(r"\r(forward|backward) +\[#*\.*\] +\d+ %", shown)
     assert "\r\x1b[K" in shown
@@ -125,15 +125,15 @@ def test_progress_only_on_a_terminal_and_cleared():
 def test_info():
     about = json.loads(run("info", "--json").stdout)
     names = [kernel["name"] for kernel in about["kernels"]]
-    assert "cpu_reference" in names
+    assert PORTABLE in names
     assert [kernel["chosen"] for kernel in about["kernels"] if kernel["device"] == "cpu"].count(True) == 1
     assert about["cores"] >= 1
     assert {device["device"] for device in about["devices"]} == {"cpu", "cuda"}
     text = run("info").stdout
     for name in names:
         assert name in text
-    forced = json.loads(run("info", "--json", env={"STREAMKL_KERNEL": "cpu_reference"}).stdout)
-    assert [kernel["name"] for kernel in forced["kernels"] if kernel["chosen"]] == ["cpu_reference"]
+    forced = json.loads(run("info", "--json", env={"STREAMKL_KERNEL": PORTABLE}).stdout)
+    assert [kernel["name"] for kernel in forced["kernels"] if kernel["chosen"]] == [PORTABLE]
 
 
 def check_verdict(*arguments):
@@ -165,8 +165,8 @@ def test_check_of_an_unknown_kernel():
 
 @pytest.mark.skipif(not LONG, reason="takes as long as the check of all kernels")
 def test_check_of_one_kernel():
-    text = run("check", "--kernel", "cpu_reference", timeout=600).stdout
-    assert re.search(r"cpu_reference +pass", text)
+    text = run("check", "--kernel", PORTABLE, timeout=600).stdout
+    assert re.search(rf"{PORTABLE} +pass", text)
 
 
 def test_demo():

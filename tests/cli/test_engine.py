@@ -5,7 +5,7 @@ import json
 
 import pytest
 from test_bad_input import assert_refused
-from tool import kl_json, make_tensors, run, save, why_no_gpu
+from tool import PORTABLE, kl_json, make_tensors, run, save, why_no_gpu
 
 # ---- The CPU -------------------------------------------------------------------------------------------------------
 
@@ -20,8 +20,8 @@ def test_results_are_bitwise_equal_for_any_thread_count(pair, tmp_path):
 
 
 def test_kernel_by_option_and_by_environment(pair):
-    assert kl_json(pair, "--kernel", "cpu_reference")["kernel"] == "cpu_reference"
-    assert kl_json(pair, env={"STREAMKL_KERNEL": "cpu_reference"})["kernel"] == "cpu_reference"
+    assert kl_json(pair, "--kernel", PORTABLE)["kernel"] == PORTABLE
+    assert kl_json(pair, env={"STREAMKL_KERNEL": PORTABLE})["kernel"] == PORTABLE
     assert kl_json(pair, env={"STREAMKL_THREADS": "1"})["threads"] == 1
 
 

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 from test_bad_input import assert_refused
-from tool import kl_json, make_tensors, run, save
+from tool import PORTABLE, kl_json, make_tensors, run, save
 
 LINE = re.compile(r"^[^:]+: \w+, .*\(.+\)$")  # STEP: KERNEL, VARIANT ... (REASON)
 
@@ -18,12 +18,12 @@ def info_json(*options):
 
 
 def test_info_explains_three_operations():
-    answer = info_json("--kernel", "cpu_reference", "--threads", "1")
-    assert answer["kernel"] == "cpu_reference"
+    answer = info_json("--kernel", PORTABLE, "--threads", "1")
+    assert answer["kernel"] == PORTABLE
     assert list(answer["explain"]) == ["forward", "backward", "one pass"]
     for lines in answer["explain"].values():
-        assert lines and all(LINE.match(line) and "cpu_reference" in line for line in lines)
-    text = run("info", "--explain", "--kernel", "cpu_reference", "--threads", "1").stdout
+        assert lines and all(LINE.match(line) and PORTABLE in line for line in lines)
+    text = run("info", "--explain", "--kernel", PORTABLE, "--threads", "1").stdout
     assert "1 x 4096 queries x 4096 keys, 1 head of size 64, f32" in text
     for operation, lines in answer["explain"].items():
         assert f"\n  {operation}\n" in text
@@ -82,8 +82,8 @@ def test_kl_explains_strides_on_the_gpu(tmp_path):
 
 
 def test_bench_explains_streaming():
-    sizes = ["--lengths", "64", "--dims", "16", "--repeat", "1", "--no-baseline", "--kernel", "cpu_reference"]
+    sizes = ["--lengths", "64", "--dims", "16", "--repeat", "1", "--no-baseline", "--kernel", PORTABLE]
     assert "(" not in run("bench", *sizes).stdout.split("speed-up")[1].replace("(apt", "")
     text = run("bench", *sizes, "--explain").stdout
     for operation in ("forward", "backward", "one pass"):
-        assert re.search(rf"^  {operation}\n    \S.*cpu_reference", text, re.MULTILINE)
+        assert re.search(rf"^  {operation}\n    \S.*{PORTABLE}", text, re.MULTILINE)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import safetensors.numpy
 
 TOOL = os.environ.get("STREAMKL_CLI", str(Path(__file__).parents[2] / "build/test/cli/streamkl"))
+PORTABLE = "cpu_neon" if platform.machine() == "aarch64" else "cpu_portable"  # the kernel that every CPU can run
 
 
 def run(*arguments, env=None, timeout=80, **options):
