@@ -79,7 +79,7 @@ SKL_HOST_DEVICE skl_band skl_key_band(const skl_problem *p, const skl_sequence *
     return band;
 }
 
-/* Queries that see a key in use: the same band from the other side. On a GPU only: see skl_queries_of_key. */
+/* Queries that see a key in use: the band of skl_key_band from the other side. Only GPU kernels use it. */
 SKL_HOST_DEVICE skl_band skl_query_band(const skl_problem *p, const skl_sequence *s)
 {
     const skl_band band = {-s->diagonal - p->window_right,
@@ -146,18 +146,6 @@ SKL_HOST_DEVICE skl_range skl_queries_in_bounds(const skl_sequence *s, int64_t j
                                s->key_begins != NULL ? skl_first_above(s->key_begins, s->query_count, j)
                                                      : s->query_count};
     return queries;
-}
-
-/* Queries that see key j. */
-static inline skl_range skl_queries_of_key(const skl_problem *p, const skl_sequence *s, int64_t j)
-{
-    const skl_range none = {0, 0};
-    if (j < s->key_first || j >= s->key_count)
-        return none;
-    const skl_band band = skl_query_band(p, s);
-    const skl_range seeing = skl_band_range(&band, j), bounded = skl_queries_in_bounds(s, j);
-    const skl_range both = {skl_max(seeing.begin, bounded.begin), skl_min(seeing.end, bounded.end)};
-    return both;
 }
 
 #endif

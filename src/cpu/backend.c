@@ -38,8 +38,7 @@ static size_t key_sums_begin(const skl_plan *plan)
 static size_t key_sums_size(const skl_plan *plan)
 {
     const skl_problem *const p = &plan->problem;
-    const bool fuses = ((const skl_cpu_work *)plan->kernel)->fuses;
-    return fuses ? (size_t)(skl_key_sums_count(p, plan->workers) * skl_key_sums_floats(p)) * sizeof(float) : 0;
+    return (size_t)(skl_key_sums_count(p, plan->workers) * skl_key_sums_floats(p)) * sizeof(float);
 }
 
 static skl_status plan_cpu(skl_plan *plan, const skl_options *options, const char *forced)

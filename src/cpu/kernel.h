@@ -32,7 +32,6 @@ typedef struct skl_task {
 
 /* The functions of a kernel for one kind of student. */
 typedef struct skl_cpu_work {
-    bool fuses; /* backward_queries can also add to dk, and write the KL of a one-pass call */
     skl_tiles (*tiles)(const skl_problem *problem);
     size_t (*scratch_size)(const skl_problem *problem); /* bytes per thread */
     void (*forward)(const skl_task *task);              /* row results or states of a query tile */

@@ -35,15 +35,6 @@ static inline bool row_sums_is_empty(const row_sums *s)
     return s->m_a == -INFINITY && s->l_a == 0.0 && s->m_b == -INFINITY && s->l_b == 0.0;
 }
 
-/* Sums of one key. */
-static inline row_sums row_sums_of_pair(double a, double b)
-{
-    const double m_a = fmax(a, -FLT_MAX), m_b = fmax(b, -FLT_MAX);
-    const double l_a = exp(a - m_a);
-    const row_sums pair = {m_a, l_a, m_b, exp(b - m_b), l_a == 0.0 ? 0.0 : l_a * ((a - m_a) - (b - m_b))};
-    return pair;
-}
-
 /* w after a change of the shifts by d_a and d_b. Keys without mass add nothing, even to a w that is infinite. */
 static inline double moved_w(const row_sums *s, double d_a, double d_b)
 {

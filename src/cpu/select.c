@@ -107,8 +107,6 @@ static const char *why_not_fused(const skl_problem *p, const skl_cpu_work *work,
     const bool f32_t = grads->dk_t.data == NULL || skl_grad_dtype(p, p->dtype_t) == SKL_F32;
     const bool f32_s = (grads->dk_s.data == NULL && !wants_dv(call)) || skl_grad_dtype(p, p->dtype_s) == SKL_F32;
     const int64_t items = p->batch * p->heads_s * skl_ceil_div(p->len_q, work->tiles(p).queries);
-    if (!work->fuses)
-        return "this kernel computes key gradients separately";
     if (p->top_k > 0)
         return "indices come in any order, so key gradients are summed key by key";
     if ((!f32_t || !f32_s) && skl_why_no_key_sums(p) != NULL)
@@ -117,15 +115,12 @@ static const char *why_not_fused(const skl_problem *p, const skl_cpu_work *work,
 }
 
 /* NULL if a pass over the queries gives the KL together with the gradients, else the reason for a forward pass. */
-static const char *why_rows_first(const skl_cpu_work *work, const skl_needs *needs, const skl_rows *rows,
-                                  bool over_queries)
+static const char *why_rows_first(const skl_needs *needs, const skl_rows *rows, bool over_queries)
 {
     if (needs->kl)
         return "gradients of the first argument of the KL read the KL of their row";
     if (needs->dot_t)
         return "teacher gradients under teacher groups read dot_t";
-    if (!work->fuses)
-        return "this kernel computes the KL separately";
     if (rows->dot_t.data != NULL)
         return "rows.dot_t is requested";
     return over_queries ? NULL : "no pass over the queries follows";
@@ -161,7 +156,7 @@ skl_cpu_passes skl_cpu_select_passes(const skl_plan *plan, const skl_call *call)
     const char *const not_fused = why_not_fused(p, work, call);
     const bool fused = needs.gradients && dk_wanted && not_fused == NULL;
     const bool over_queries = needs.gradients && (fused || dq_wanted);
-    const char *const forward_first = why_rows_first(work, &needs, &call->rows, over_queries);
+    const char *const forward_first = why_rows_first(&needs, &call->rows, over_queries);
     const bool has_rows = skl_call_has_rows(call);
     const bool forward = has_rows && (!needs.gradients || forward_first != NULL);
     const bool one_pass = has_rows && !forward;

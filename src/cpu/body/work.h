@@ -34,7 +34,6 @@ TASK(sparse_backward_queries)
 TASK(sparse_backward_keys)
 
 static const skl_cpu_work attention_work = {
-    .fuses = true,
     .tiles = tiles,
     .scratch_size = scratch_size,
     .forward = forward_task,
@@ -43,7 +42,6 @@ static const skl_cpu_work attention_work = {
 };
 
 static const skl_cpu_work indexer_work = {
-    .fuses = true,
     .tiles = tiles,
     .scratch_size = index_scratch_size,
     .forward = index_forward_task,
@@ -52,7 +50,6 @@ static const skl_cpu_work indexer_work = {
 };
 
 static const skl_cpu_work sparse_indexer_work = {
-    .fuses = true,
     .tiles = sparse_tiles,
     .scratch_size = sparse_scratch_size,
     .forward = sparse_forward_task,
