@@ -65,31 +65,7 @@ const char *skl_cpu_features(void)
     return skl_cpu_has_avx2() ? "sse2 avx2 fma" : "sse2";
 }
 
-#else
-
-bool skl_cpu_has_avx2(void)
-{
-    return false;
-}
-
-bool skl_cpu_has_avx512(void)
-{
-    return false;
-}
-
-bool skl_cpu_has_avx512_bf16(void)
-{
-    return false;
-}
-
-bool skl_cpu_has_amx(void)
-{
-    return false;
-}
-
-#endif
-
-#if defined(__aarch64__)
+#elif defined(__aarch64__)
 
 bool skl_cpu_has_neon_bf16(void)
 {
@@ -103,15 +79,6 @@ const char *skl_cpu_features(void)
 }
 
 #else
-
-bool skl_cpu_has_neon_bf16(void)
-{
-    return false;
-}
-
-#endif
-
-#if !defined(__x86_64__) && !defined(__aarch64__)
 
 const char *skl_cpu_features(void)
 {
