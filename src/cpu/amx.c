@@ -122,7 +122,5 @@ const skl_cpu_kernel skl_cpu_amx = {
     .detail = "AMX for bf16, AVX-512, 192 x 96 tiles, 32 x 32 micro-kernel",
     .usable = skl_cpu_has_amx,
     .on_matrix = true,
-    .attention = &attention_work,
-    .indexer = &indexer_work,
-    .sparse_indexer = &sparse_indexer_work,
+    .works = &works,
 };

@@ -32,7 +32,5 @@ const skl_cpu_kernel skl_cpu_avx2 = {
     .name = "cpu_avx2",
     .detail = "AVX2 and FMA, 192 x 96 tiles, 6 x 16 micro-kernel",
     .usable = skl_cpu_has_avx2,
-    .attention = &attention_work,
-    .indexer = &indexer_work,
-    .sparse_indexer = &sparse_indexer_work,
+    .works = &works,
 };

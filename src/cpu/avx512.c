@@ -8,7 +8,5 @@ const skl_cpu_kernel skl_cpu_avx512 = {
     .name = "cpu_avx512",
     .detail = "AVX-512, 192 x 96 tiles, 12 x 32 micro-kernel",
     .usable = skl_cpu_has_avx512,
-    .attention = &attention_work,
-    .indexer = &indexer_work,
-    .sparse_indexer = &sparse_indexer_work,
+    .works = &works,
 };

@@ -71,7 +71,5 @@ const skl_cpu_kernel skl_cpu_avx512_bf16 = {
     .detail = "AVX512-BF16 for bf16, AVX-512, 192 x 96 tiles, 12 x 32 micro-kernel",
     .usable = skl_cpu_has_avx512_bf16,
     .on_matrix = true,
-    .attention = &attention_work,
-    .indexer = &indexer_work,
-    .sparse_indexer = &sparse_indexer_work,
+    .works = &works,
 };

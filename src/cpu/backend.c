@@ -50,9 +50,9 @@ static skl_status plan_cpu(skl_plan *plan, const skl_options *options, const cha
     if (status != SKL_OK)
         return status;
     const skl_problem *const p = &plan->problem;
-    const skl_cpu_work *const work = !skl_is_indexer(p) ? kernel->attention
-                                     : p->top_k > 0     ? kernel->sparse_indexer
-                                                        : kernel->indexer;
+    const skl_cpu_work *const work = !skl_is_indexer(p) ? &kernel->works->attention
+                                     : p->top_k > 0     ? &kernel->works->sparse_indexer
+                                                        : &kernel->works->indexer;
     plan->kernel = work;
     plan->kernel_name = kernel->name;
     plan->workers = skl_cpu_select_workers(p, work, plan->threads);

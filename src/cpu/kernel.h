@@ -39,14 +39,18 @@ typedef struct skl_cpu_work {
     void (*backward_keys)(const skl_task *task);        /* dk of a key tile; `head` is a key head */
 } skl_cpu_work;
 
+typedef struct skl_cpu_works {
+    skl_cpu_work attention;
+    skl_cpu_work indexer;        /* top_k == 0 */
+    skl_cpu_work sparse_indexer; /* top_k > 0 */
+} skl_cpu_works;
+
 typedef struct skl_cpu_kernel {
     const char *name;
     const char *detail;
     bool (*usable)(void);
     bool on_matrix; /* multiplies bf16 on a matrix unit, for which it rounds logit gradients */
-    const skl_cpu_work *attention;
-    const skl_cpu_work *indexer;
-    const skl_cpu_work *sparse_indexer; /* top_k > 0 */
+    const skl_cpu_works *works;
 } skl_cpu_kernel;
 
 extern const skl_cpu_kernel skl_cpu_portable;

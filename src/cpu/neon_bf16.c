@@ -95,7 +95,5 @@ const skl_cpu_kernel skl_cpu_neon_bf16 = {
     .detail = "BFMMLA for bf16, NEON, 192 x 96 tiles, 8 x 8 micro-kernel",
     .usable = skl_cpu_has_neon_bf16,
     .on_matrix = true,
-    .attention = &attention_work,
-    .indexer = &indexer_work,
-    .sparse_indexer = &sparse_indexer_work,
+    .works = &works,
 };

@@ -23,7 +23,5 @@ const skl_cpu_kernel skl_cpu_portable = {
     .name = KERNEL_NAME,
     .detail = KERNEL_DETAIL,
     .usable = usable,
-    .attention = &attention_work,
-    .indexer = &indexer_work,
-    .sparse_indexer = &sparse_indexer_work,
+    .works = &works,
 };

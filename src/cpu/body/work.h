@@ -33,28 +33,22 @@ TASK(sparse_forward)
 TASK(sparse_backward_queries)
 TASK(sparse_backward_keys)
 
-static const skl_cpu_work attention_work = {
-    .tiles = tiles,
-    .scratch_size = scratch_size,
-    .forward = forward_task,
-    .backward_queries = backward_queries_task,
-    .backward_keys = backward_keys_task,
-};
-
-static const skl_cpu_work indexer_work = {
-    .tiles = tiles,
-    .scratch_size = index_scratch_size,
-    .forward = index_forward_task,
-    .backward_queries = index_backward_queries_task,
-    .backward_keys = index_backward_keys_task,
-};
-
-static const skl_cpu_work sparse_indexer_work = {
-    .tiles = sparse_tiles,
-    .scratch_size = sparse_scratch_size,
-    .forward = sparse_forward_task,
-    .backward_queries = sparse_backward_queries_task,
-    .backward_keys = sparse_backward_keys_task,
+static const skl_cpu_works works = {
+    .attention = {.tiles = tiles,
+                  .scratch_size = scratch_size,
+                  .forward = forward_task,
+                  .backward_queries = backward_queries_task,
+                  .backward_keys = backward_keys_task},
+    .indexer = {.tiles = tiles,
+                .scratch_size = index_scratch_size,
+                .forward = index_forward_task,
+                .backward_queries = index_backward_queries_task,
+                .backward_keys = index_backward_keys_task},
+    .sparse_indexer = {.tiles = sparse_tiles,
+                       .scratch_size = sparse_scratch_size,
+                       .forward = sparse_forward_task,
+                       .backward_queries = sparse_backward_queries_task,
+                       .backward_keys = sparse_backward_keys_task},
 };
 
 #endif
