@@ -79,14 +79,6 @@ SKL_INLINE void multiply_matrices(const matrix_operands *m, const bool accumulat
     MEMORY_BARRIER();
 }
 
-static void matrix_product(const matrix_operands *m, bool accumulate)
-{
-    if (accumulate)
-        multiply_matrices(m, true);
-    else
-        multiply_matrices(m, false);
-}
-
 /* ---- Tile registers: those of a thread are set up at the start of a task and freed at its end ---------------- */
 
 typedef struct tile_configuration {

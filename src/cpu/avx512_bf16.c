@@ -55,14 +55,6 @@ SKL_INLINE void multiply_matrices(const matrix_operands *m, const bool accumulat
         multiply_block(m, row, column, 1, accumulate);
 }
 
-static void matrix_product(const matrix_operands *m, bool accumulate)
-{
-    if (accumulate)
-        multiply_matrices(m, true);
-    else
-        multiply_matrices(m, false);
-}
-
 #include "cpu/body/work.h"
 #include "cpu/features.h"
 

@@ -10,8 +10,9 @@
  * transposed, until it is complete.
  *
  * An instruction set with a matrix unit defines SKL_MATRIX_INTERLEAVE, SKL_MATRIX_ROWS and SKL_MATRIX_DEPTH and
- * provides matrix_product. It rounds rows up to MATRIX_ROWS, columns to SKL_LANES and the depth to MATRIX_DEPTH:
- * operands are 0 between the depth and its multiple, and rows and columns of C beyond the others are never read. */
+ * provides multiply_matrices, which rounds rows up to MATRIX_ROWS, columns to SKL_LANES and the depth to
+ * MATRIX_DEPTH: operands are 0 between the depth and its multiple, and rows and columns of C beyond the others are
+ * never read. */
 #ifndef SKL_CPU_BODY_MATRIX_H
 #define SKL_CPU_BODY_MATRIX_H
 
@@ -39,9 +40,17 @@ typedef struct matrix_operands {
     int64_t rows, columns, depth;
 } matrix_operands;
 
-static void matrix_product(const matrix_operands *m, bool accumulate);
+#if defined(SKL_MATRIX_INTERLEAVE)
+SKL_INLINE void multiply_matrices(const matrix_operands *m, const bool accumulate);
 
-#if !defined(SKL_MATRIX_INTERLEAVE)
+static void matrix_product(const matrix_operands *m, bool accumulate)
+{
+    if (accumulate)
+        multiply_matrices(m, true);
+    else
+        multiply_matrices(m, false);
+}
+#else
 static void matrix_product(const matrix_operands *m, bool accumulate)
 {
     (void)m, (void)accumulate; /* no side is on_matrix */
