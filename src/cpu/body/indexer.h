@@ -92,10 +92,10 @@ static void index_dots(const index_tile *x, int64_t g, int64_t panel, const key_
                panel_columns(t, panel), keys->count);
 }
 
-/* Lanes whose dot passes the ReLU. NaN passes, so that it shows in the result. */
-SKL_INLINE ivec dots_pass(const index_tile *x, vec dots)
+/* Lanes whose dot passes the ReLU, if there is one. NaN passes, so that it shows in the result. */
+SKL_INLINE ivec dots_pass(bool relu, vec dots)
 {
-    return x->relu ? ~(ivec)(dots <= 0.0F) : ivec_of(-1);
+    return relu ? ~(ivec)(dots <= 0.0F) : ivec_of(-1);
 }
 
 /* t->y = sum_g w_g relu(a_g) of a panel */
@@ -109,7 +109,7 @@ static void index_logits(const index_tile *x, int64_t panel, const key_tile *key
             for (int64_t key = 0; key < keys->count; key++) {
                 const int64_t at = key * PANEL + column;
                 const vec dots = vec_load(x->dots + at);
-                const vec passed = (vec)((ivec)dots & dots_pass(x, dots));
+                const vec passed = (vec)((ivec)dots & dots_pass(x->relu, dots));
                 vec_store(t->y + at, g == 0 ? w * passed : vec_fma(w, passed, vec_load(t->y + at)));
             }
         }
@@ -264,7 +264,7 @@ static void index_head_gradient(const index_tile *x, int64_t g, const key_tile *
                 const int64_t at = key * t->height + row;
                 const vec dots = vec_load(x->dots + key * PANEL + column);
                 const vec dy = vec_load(t->g_s + at);
-                const ivec pass = dots_pass(x, dots) & lane_mask(&lanes, key);
+                const ivec pass = dots_pass(x->relu, dots) & lane_mask(&lanes, key);
                 sum += (vec)((ivec)(dy * dots) & pass);
                 vec_store(t->g_t + at, (vec)((ivec)(dy * w) & pass));
             }
@@ -390,9 +390,7 @@ static void index_backward_keys(const skl_task *task)
             load_known_rows(t);
             index_block_step(&x, block_first, block_end);
         }
-    const int64_t offset = SKL_ROW(*student.dk, t->sequence.batch, task->head, t->sequence.key_begin + block_first);
-    store_rows(student.dk->data, student.grad_dtype, offset, student.dk->stride_row, t->dk_s, row_end - block_first,
-               student.dim);
+    store_dk(t, &student, student.dk, block_first, row_end - block_first, t->dk_s);
 }
 
 #endif

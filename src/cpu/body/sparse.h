@@ -212,8 +212,7 @@ static void student_block(const sparse_row *r)
         vec sum = {0};
         for (int64_t g = 0; g < r->heads; g++) {
             const vec dots = vec_load(r->dots + g * INDEX_BLOCK + key);
-            const ivec pass = r->relu ? ~(ivec)(dots <= 0.0F) : ivec_of(-1);
-            sum = vec_fma(vec_of(r->w[g]), (vec)((ivec)dots & pass), sum);
+            sum = vec_fma(vec_of(r->w[g]), (vec)((ivec)dots & dots_pass(r->relu, dots)), sum);
         }
         vec_store(r->y + key, sum * s->scale);
     }

@@ -48,7 +48,7 @@ static void sparse_gradients(sparse_row *r)
             float *const at = r->dots + g * INDEX_BLOCK + key;
             const vec dots = vec_load(at);
             const vec dy = vec_load(r->dy + key);
-            const ivec pass = lanes_active(r, key) & (r->relu ? ~(ivec)(dots <= 0.0F) : ivec_of(-1));
+            const ivec pass = lanes_active(r, key) & dots_pass(r->relu, dots);
             sum += (vec)((ivec)(dy * dots) & pass);
             vec_store(at, (vec)((ivec)(dy * r->w[g]) & pass));
         }
