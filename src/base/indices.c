@@ -25,11 +25,8 @@ skl_status skl_indices_check(const skl_problem *p, const skl_inputs *inputs)
         const skl_sequence s = skl_sequence_at(p, inputs, all_keys, b);
         const int64_t key_count = p->packed ? s.key_count : p->len_k; /* padding is allowed: it is masked */
         for (int64_t head = 0; s.query_count > 0 && head < p->heads_s; head++)
-            for (int64_t i = 0; i < s.query_count; i++) {
-                const skl_status status = check_row(p, skl_row_indices(inputs, &s, head, i), key_count, b, head, i);
-                if (status != SKL_OK)
-                    return status;
-            }
+            for (int64_t i = 0; i < s.query_count; i++)
+                SKL_TRY(check_row(p, skl_row_indices(inputs, &s, head, i), key_count, b, head, i));
     }
     return SKL_OK;
 }

@@ -152,6 +152,13 @@ static skl_status check_overlaps(const skl_problem *p, const tensor_rule *tensor
     return SKL_OK;
 }
 
+static skl_status check_rules(const skl_problem *p, const tensor_rule *tensors, size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        SKL_TRY(check_tensor(p, &tensors[i]));
+    return check_overlaps(p, tensors, count);
+}
+
 enum { STATE_FLOATS = sizeof(skl_row_state) / sizeof(float) };
 
 #define TENSOR(t, label, heads, rows, dim, dtype, kind, need, why)                                                   \
@@ -268,13 +275,7 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call, size
         ARRAY(workspace_size > 0 ? call->workspace : NULL, "workspace",
               (int64_t)(workspace_size / skl_dtype_size(SKL_F32)), WORKSPACE),
     };
-    const size_t count = sizeof tensors / sizeof tensors[0];
-    for (size_t i = 0; i < count; i++) {
-        const skl_status status = check_tensor(p, &tensors[i]);
-        if (status != SKL_OK)
-            return status;
-    }
-    return check_overlaps(p, tensors, count);
+    return check_rules(p, tensors, sizeof tensors / sizeof tensors[0]);
 }
 
 static skl_status check_length_pointers(const skl_problem *p, const skl_inputs *in)
@@ -344,21 +345,17 @@ skl_status skl_call_check(const skl_plan *plan, const skl_call *call, size_t wor
 {
     const skl_status workspace_status = check_workspace(plan, call, workspace_size);
     const size_t used_size = workspace_status == SKL_OK ? plan->workspace_size[call->op] : 0;
-    skl_status status = skl_op_check_for(&plan->problem, call->op);
-    if (status == SKL_OK)
-        status = check_length_pointers(&plan->problem, &call->inputs);
-    if (status == SKL_OK)
-        status = check_sink_pointers(&plan->problem, &call->inputs);
-    if (status == SKL_OK)
-        status = check_sink_gradients(&plan->problem, &call->gradients);
-    if (status == SKL_OK)
-        status = check_tensors(&plan->problem, call, used_size);
-    if (status == SKL_OK && call->op == SKL_OP_PARTIAL && call->keys.begin > call->keys.end)
-        status = skl_fail(SKL_ERROR_ARGUMENT, "key_begin=%" PRId64 ": must be at most key_end=%" PRId64,
-                          call->keys.begin, call->keys.end);
-    if (status == SKL_OK && call->op == SKL_OP_PARTIAL && call->states == NULL)
-        status = skl_fail(SKL_ERROR_ARGUMENT, "states=NULL: must be given");
-    return status == SKL_OK ? workspace_status : status;
+    SKL_TRY(skl_op_check_for(&plan->problem, call->op));
+    SKL_TRY(check_length_pointers(&plan->problem, &call->inputs));
+    SKL_TRY(check_sink_pointers(&plan->problem, &call->inputs));
+    SKL_TRY(check_sink_gradients(&plan->problem, &call->gradients));
+    SKL_TRY(check_tensors(&plan->problem, call, used_size));
+    if (call->op == SKL_OP_PARTIAL && call->keys.begin > call->keys.end)
+        return skl_fail(SKL_ERROR_ARGUMENT, "key_begin=%" PRId64 ": must be at most key_end=%" PRId64,
+                        call->keys.begin, call->keys.end);
+    if (call->op == SKL_OP_PARTIAL && call->states == NULL)
+        return skl_fail(SKL_ERROR_ARGUMENT, "states=NULL: must be given");
+    return workspace_status;
 }
 
 static skl_status check_seqlens(const char *name, const int32_t *offsets, int64_t batch, int64_t longest,
@@ -388,9 +385,8 @@ static skl_status check_seqlens(const char *name, const int32_t *offsets, int64_
 static skl_status check_lengths(const skl_problem *p, const skl_inputs *inputs)
 {
     if (p->packed) {
-        const skl_status status = check_seqlens("cu_seqlens_q", inputs->cu_seqlens_q, p->batch, p->len_q, p->total_q);
-        return status != SKL_OK ? status
-                                : check_seqlens("cu_seqlens_k", inputs->cu_seqlens_k, p->batch, p->len_k, p->total_k);
+        SKL_TRY(check_seqlens("cu_seqlens_q", inputs->cu_seqlens_q, p->batch, p->len_q, p->total_q));
+        return check_seqlens("cu_seqlens_k", inputs->cu_seqlens_k, p->batch, p->len_k, p->total_k);
     }
     for (int64_t b = 0; inputs->key_lengths != NULL && b < p->batch; b++)
         if (inputs->key_lengths[b] < 0 || inputs->key_lengths[b] > p->len_k)
@@ -422,11 +418,8 @@ static skl_status check_row_bounds(const skl_problem *p, const skl_inputs *input
         const int64_t first = p->packed ? inputs->cu_seqlens_q[b] : b * p->len_q;
         const int64_t count = p->packed ? inputs->cu_seqlens_q[b + 1] - first : p->len_q;
         const int64_t keys = p->packed ? inputs->cu_seqlens_k[b + 1] - inputs->cu_seqlens_k[b] : p->len_k;
-        skl_status status = check_bounds("key_begin", inputs->key_begin, first, count, keys);
-        if (status == SKL_OK)
-            status = check_bounds("key_end", inputs->key_end, first, count, keys);
-        if (status != SKL_OK)
-            return status;
+        SKL_TRY(check_bounds("key_begin", inputs->key_begin, first, count, keys));
+        SKL_TRY(check_bounds("key_end", inputs->key_end, first, count, keys));
     }
     return SKL_OK;
 }
@@ -438,18 +431,16 @@ skl_status skl_inputs_check_layout(const skl_problem *problem, const skl_inputs 
                            .inputs = *inputs,
                            .rows = {.struct_size = sizeof(skl_rows)},
                            .gradients = {.struct_size = sizeof(skl_gradients)}};
-    skl_status status = check_length_pointers(problem, inputs);
-    if (status == SKL_OK)
-        status = check_sink_pointers(problem, inputs);
-    return status == SKL_OK ? check_tensors(problem, &call, 0) : status;
+    SKL_TRY(check_length_pointers(problem, inputs));
+    SKL_TRY(check_sink_pointers(problem, inputs));
+    return check_tensors(problem, &call, 0);
 }
 
 skl_status skl_inputs_check_values(const skl_problem *problem, const skl_inputs *inputs)
 {
-    skl_status status = check_lengths(problem, inputs);
-    if (status == SKL_OK)
-        status = check_row_bounds(problem, inputs);
-    return status == SKL_OK ? skl_indices_check(problem, inputs) : status;
+    SKL_TRY(check_lengths(problem, inputs));
+    SKL_TRY(check_row_bounds(problem, inputs));
+    return skl_indices_check(problem, inputs);
 }
 
 skl_status skl_finish_check(const skl_problem *p, const skl_call *call)
@@ -476,11 +467,8 @@ skl_status skl_finish_check(const skl_problem *p, const skl_call *call)
         TENSOR(rows->entropy, "rows.entropy", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, REFUSED, in_finish),
         TENSOR(rows->mass, "rows.mass", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, REFUSED, in_finish),
     };
-    const size_t count = sizeof tensors / sizeof tensors[0];
-    skl_status status = check_sink_pointers(p, &call->inputs);
-    if (status == SKL_OK && p->sinks) /* sinks depend on the rows of sequences */
-        status = check_length_pointers(p, &call->inputs);
-    for (size_t i = 0; i < count && status == SKL_OK; i++)
-        status = check_tensor(p, &tensors[i]);
-    return status == SKL_OK ? check_overlaps(p, tensors, count) : status;
+    SKL_TRY(check_sink_pointers(p, &call->inputs));
+    if (p->sinks) /* sinks depend on the rows of sequences */
+        SKL_TRY(check_length_pointers(p, &call->inputs));
+    return check_rules(p, tensors, sizeof tensors / sizeof tensors[0]);
 }

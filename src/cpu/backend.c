@@ -44,11 +44,8 @@ static size_t key_sums_size(const skl_plan *plan)
 static skl_status plan_cpu(skl_plan *plan, const skl_options *options, const char *forced)
 {
     const skl_cpu_kernel *kernel = NULL;
-    skl_status status = skl_cpu_select_kernel(&kernel, &plan->problem, forced);
-    if (status == SKL_OK)
-        status = skl_cpu_select_threads(&plan->threads, options->threads);
-    if (status != SKL_OK)
-        return status;
+    SKL_TRY(skl_cpu_select_kernel(&kernel, &plan->problem, forced));
+    SKL_TRY(skl_cpu_select_threads(&plan->threads, options->threads));
     const skl_problem *const p = &plan->problem;
     const skl_cpu_work *const work = !skl_is_indexer(p) ? &kernel->works->attention
                                      : p->top_k > 0     ? &kernel->works->sparse_indexer
@@ -122,9 +119,7 @@ static void clear_query_tail(const skl_problem *p, const skl_call *call)
 static skl_status run(const skl_plan *plan, const skl_call *call)
 {
     const skl_problem *const p = &plan->problem;
-    const skl_status status = skl_inputs_check_values(p, &call->inputs);
-    if (status != SKL_OK)
-        return status;
+    SKL_TRY(skl_inputs_check_values(p, &call->inputs));
     const skl_cpu_work *const work = plan->kernel;
     const skl_cpu_passes passes = skl_cpu_select_passes(plan, call);
     skl_schedule s = {.plan = plan,
