@@ -2,7 +2,7 @@
 #define SKL_SIGNED_THREAD_INDEX /* see thread_index */
 
 #include "cuda/common/instance.cuh"
-#include "cuda/sm80/indexer/dense.cuh"
+#include "cuda/sm80/strips/difference_launch.cuh"
 
 #define INDEXER_KERNELS(arch, dtype, kind)                                                                           \
     SKL_LAUNCHER(arch, dtype, kind, rows, sm80::launch_dense_rows<SKL_ELEMENT(dtype)>)                               \

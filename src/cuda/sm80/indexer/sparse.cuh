@@ -2,7 +2,7 @@
 #ifndef SKL_CUDA_SM80_INDEXER_SPARSE_CUH
 #define SKL_CUDA_SM80_INDEXER_SPARSE_CUH
 
-#include "cuda/common/indexer/strip_layout.h"
+#include "cuda/common/indexer/sparse_layout.h"
 #include "cuda/common/indexer/sparse_chunks.cuh"
 #include "cuda/sm80/indexer/sparse_gradients.cuh"
 #include "cuda/sm80/indexer/sparse_scores.cuh"

@@ -24,7 +24,7 @@
 #define SKL_CUDA_SM80_INDEXER_SPARSE_GRADIENTS_CUH
 
 #include "cuda/sm80/attention/backward.cuh"
-#include "cuda/common/indexer/strip_gradients.cuh"
+#include "cuda/common/strips/gradients.cuh"
 #include "cuda/sm80/indexer/sparse_row.cuh"
 
 namespace sm80

@@ -8,7 +8,7 @@
 #include "base/convert.h"
 #include "cuda/common/indexer/sparse_row.cuh"
 #include "cuda/common/indexer/row_chunks.h"
-#include "cuda/common/indexer/logit_tile.cuh"
+#include "cuda/common/strips/logit_tile.cuh"
 #include "cuda/sm80/mma_tile.cuh"
 
 namespace sm80

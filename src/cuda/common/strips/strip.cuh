@@ -16,11 +16,11 @@
  *   slot 1   |    |    |####|        a tile of G is 8 x 8 blocks of 16 x 16, each stored as an A operand:
  *   ...      +----+----+             16 bytes per lane
  */
-#ifndef SKL_CUDA_COMMON_INDEXER_STRIP_CUH
-#define SKL_CUDA_COMMON_INDEXER_STRIP_CUH
+#ifndef SKL_CUDA_COMMON_STRIPS_STRIP_CUH
+#define SKL_CUDA_COMMON_STRIPS_STRIP_CUH
 
 #include "base/convert.h"
-#include "cuda/common/indexer/strip_layout.h"
+#include "cuda/common/strips/layout.h"
 #include "cuda/common/row_state.cuh"
 
 namespace tensor_core
@@ -57,7 +57,7 @@ struct strip_side {
     skl_dtype dk_dtype;
 };
 
-struct index_params : skl_cuda_params {
+struct strip_params : skl_cuda_params {
     strip_side wrt;
     int32_t num_splits; /* splits of the keys of a slot, or of the queries for dk */
     int64_t dim_first;  /* first dimension of the slice of dk that a launch computes */
@@ -83,7 +83,7 @@ struct query_slot {
     int full_begin, full_end; /* keys that all of them attend to */
 };
 
-__device__ inline query_slot slot_at(const index_params &params, unsigned index, unsigned heads)
+__device__ inline query_slot slot_at(const strip_params &params, unsigned index, unsigned heads)
 {
     const skl_problem &p = params.problem;
     const unsigned tiles = (unsigned)skl_ceil_div(p.len_q, SIDE);
@@ -115,7 +115,7 @@ struct slot_split {
 
 /* L2 swizzle: blocks that run at the same time share the queries and keys of all heads. First come the first splits
  * of a few slots, then their second splits, and so on. */
-__device__ inline slot_split slot_split_of_block(const index_params &params)
+__device__ inline slot_split slot_split_of_block(const strip_params &params)
 {
     constexpr unsigned TOGETHER = 8; /* slots */
     const unsigned num_splits = (unsigned)params.num_splits, slots = (unsigned)params.strip_count;
@@ -126,7 +126,7 @@ __device__ inline slot_split slot_split_of_block(const index_params &params)
 }
 
 /* Visible keys of a query of the slot, counted from key `first`; empty if there is no such query. */
-__device__ inline range32 visible_range(const index_params &params, const query_slot &slot, int row, int first)
+__device__ inline range32 visible_range(const strip_params &params, const query_slot &slot, int row, int first)
 {
     if (row >= slot.count)
         return {0, 0};
@@ -147,7 +147,7 @@ __device__ inline bool is_full(const query_slot &slot, int first, int count)
 }
 
 /* Weight of an index head. Attention heads have none: theirs is 1. `row`: of the tensor. */
-__device__ inline float weight_at(const index_params &params, int64_t batch, int64_t head, int64_t row,
+__device__ inline float weight_at(const strip_params &params, int64_t batch, int64_t head, int64_t row,
                                   int index_head)
 {
     const skl_input &w = params.call.inputs.w_s;
@@ -155,7 +155,7 @@ __device__ inline float weight_at(const index_params &params, int64_t batch, int
                           : skl_load(w.data, params.problem.dtype_w, SKL_ROW(w, batch, head, row) + index_head);
 }
 
-__device__ inline float upstream_of(const index_params &params, const query_slot &slot, int64_t query)
+__device__ inline float upstream_of(const strip_params &params, const query_slot &slot, int64_t query)
 {
     const skl_input &rows = params.call.inputs.grad_kl;
     return rows.data != NULL ? skl_row_value(&rows, &slot.sequence, slot.head, query) : 1.0F;
@@ -171,14 +171,14 @@ struct head_list {
     bool of_b; /* heads of the indexer or the student */
 };
 
-__device__ inline head_list teacher_heads(const index_params &params, int head)
+__device__ inline head_list teacher_heads(const strip_params &params, int head)
 {
     const int group = params.with_teacher ? (int)skl_group_size(&params.problem) : 0;
     return {head * group, group, params.a.heads_per_key, (params.a.dim + SLAB - 1) / SLAB, false};
 }
 
 /* All index heads of a student head share its keys. */
-__device__ inline head_list index_heads(const index_params &params, int head)
+__device__ inline head_list index_heads(const strip_params &params, int head)
 {
     const int heads = (int)params.problem.index_heads;
     return {head * heads, heads, params.b.heads_per_key * heads, (params.b.dim + SLAB - 1) / SLAB, true};
@@ -199,7 +199,7 @@ template <typename ELEMENT> constexpr int G_PLANES = 1;
 template <> constexpr int G_PLANES<skl_f16> = 2;
 
 /* The lane's 16 bytes of a 16 x 16 block of G, as an A operand. */
-__device__ inline uint4 *g_block(const index_params &params, unsigned slot, int tile, int query_block, int key_block)
+__device__ inline uint4 *g_block(const strip_params &params, unsigned slot, int tile, int query_block, int key_block)
 {
     const int64_t tiles = skl_ceil_div(params.problem.len_k, SIDE);
     const int64_t index = ((slot - params.strip_first) * tiles + tile) * G_BLOCKS * G_BLOCKS;

@@ -18,10 +18,10 @@
  *
  * The head size is only the number of slabs of a head, so one kernel serves all head sizes. Each lane loads the LSEs
  * or weights of one of the warp's 32 rows. */
-#ifndef SKL_CUDA_SM80_INDEXER_DENSE_SCORES_CUH
-#define SKL_CUDA_SM80_INDEXER_DENSE_SCORES_CUH
+#ifndef SKL_CUDA_SM80_STRIPS_DIFFERENCE_SCORES_CUH
+#define SKL_CUDA_SM80_STRIPS_DIFFERENCE_SCORES_CUH
 
-#include "cuda/common/indexer/logit_tile.cuh"
+#include "cuda/common/strips/logit_tile.cuh"
 #include "cuda/sm80/mma_tile.cuh"
 
 namespace sm80
@@ -68,7 +68,7 @@ struct slab_iterator {
 };
 
 template <typename ELEMENT> struct slab_stream {
-    const index_params &params;
+    const strip_params &params;
     score_smem &smem;
     slab_iterator next_copy; /* the slab that is copied next */
     int stage;               /* of the slab that is multiplied next */
@@ -182,7 +182,7 @@ template <typename ELEMENT> struct slab_stream {
 /* Stores G if it is wanted, and adds to the row sums (unless the operation is a backward) for 16 queries of a warp.
  */
 template <int PLANES>
-__device__ inline void finish_tile(const index_params &params, const score_smem &smem, int m, int tile,
+__device__ inline void finish_tile(const strip_params &params, const score_smem &smem, int m, int tile,
                                    float (&p)[TILE_KEYS / 8][4], const float (&y)[TILE_KEYS / 8][4])
 {
     const query_slot &slot = smem.slot;
@@ -202,7 +202,7 @@ __device__ inline void finish_tile(const index_params &params, const score_smem 
 
 /* ---- Kernels ------------------------------------------------------------------------------------------------ */
 
-__device__ inline void init_split(score_smem &smem, const index_params &params)
+__device__ inline void init_split(score_smem &smem, const strip_params &params)
 {
     const slot_split work = slot_split_of_block(params);
     smem.slot_index = work.slot;
@@ -220,7 +220,7 @@ __device__ inline void init_split(score_smem &smem, const index_params &params)
 }
 
 template <typename ELEMENT>
-__global__ void __launch_bounds__(THREADS, 2) index_score_kernel(const __grid_constant__ index_params params)
+__global__ void __launch_bounds__(THREADS, 2) index_score_kernel(const __grid_constant__ strip_params params)
 {
     extern __shared__ __align__(128) unsigned char raw[];
     score_smem &smem = *(score_smem *)(void *)raw;
@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(THREADS, 2) index_score_kernel(const __grid_co
 
 /* Teacher LSEs, written to rows.lse_t. One block per head and 128 queries, over all of their visible keys. */
 template <typename ELEMENT>
-__global__ void __launch_bounds__(THREADS, 2) index_lse_kernel(const __grid_constant__ index_params params)
+__global__ void __launch_bounds__(THREADS, 2) index_lse_kernel(const __grid_constant__ strip_params params)
 {
     extern __shared__ __align__(128) unsigned char raw[];
     score_smem &smem = *(score_smem *)(void *)raw;

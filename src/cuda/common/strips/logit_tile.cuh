@@ -1,11 +1,11 @@
 /* A tile of an indexer's logits after the products: heads are summed, rows reduced, and G is stored.
  *
  * Tiles have the accumulator layout of mma m16n8: a thread holds two rows and two of every 8 columns, of 8 N. */
-#ifndef SKL_CUDA_COMMON_INDEXER_LOGIT_TILE_CUH
-#define SKL_CUDA_COMMON_INDEXER_LOGIT_TILE_CUH
+#ifndef SKL_CUDA_COMMON_STRIPS_LOGIT_TILE_CUH
+#define SKL_CUDA_COMMON_STRIPS_LOGIT_TILE_CUH
 
 #include "base/convert.h"
-#include "cuda/common/indexer/strip.cuh"
+#include "cuda/common/strips/strip.cuh"
 #include "cuda/common/row_stats.cuh"
 
 /* Weight of attention heads. In a namespace its name would contain a hash of the source's path, and the library would
@@ -85,7 +85,7 @@ struct head_lse {
     }
 };
 
-__device__ inline head_lse lse_of(const index_params &params, const query_slot &slot, int first_head, int64_t query)
+__device__ inline head_lse lse_of(const strip_params &params, const query_slot &slot, int first_head, int64_t query)
 {
     const skl_input &lse = params.call.inputs.lse_t;
     if (lse.data == NULL)
@@ -95,7 +95,7 @@ __device__ inline head_lse lse_of(const index_params &params, const query_slot &
             lse.stride_head, 1.0F / (float)skl_group_size(&params.problem)};
 }
 
-__device__ inline head_weight weight_of(const index_params &params, const query_slot &slot, int64_t query)
+__device__ inline head_weight weight_of(const strip_params &params, const query_slot &slot, int64_t query)
 {
     const skl_input &w = params.call.inputs.w_s;
     const skl_dtype dtype = params.problem.dtype_w;
@@ -184,7 +184,7 @@ __device__ inline index_row sum_index(const float (&y)[N][4], float scale, int h
 
 /* The thread's columns of a row in the tile whose first key is `first`. */
 template <int N>
-__device__ inline index_row sum_row(const index_params &params, const query_slot &slot, float (&p)[N][4],
+__device__ inline index_row sum_row(const strip_params &params, const query_slot &slot, float (&p)[N][4],
                                     const float (&y)[N][4], int half, int row, int first)
 {
     const float scale = params.b.scale;
@@ -239,7 +239,7 @@ __device__ inline void store_g(uint4 *g, int64_t rest_at, const float (&p)[N][4]
 
 /* Stores G of a tile. `rows`: the thread's two rows of the slot; `first`: the tile's first key. */
 template <int PLANES, int N>
-__device__ inline void store_tile(const index_params &params, const query_slot &slot, uint4 *g,
+__device__ inline void store_tile(const strip_params &params, const query_slot &slot, uint4 *g,
                                   const float (&p)[N][4], const float (&y)[N][4], const int (&rows)[2], int first)
 {
     range32 sees[2];
@@ -262,7 +262,7 @@ __device__ inline index_row empty_row()
 }
 
 /* The row sums of a slot in a split of its keys, [query]. */
-__device__ inline index_row *rows_of_split(const index_params &params, unsigned slot, int split)
+__device__ inline index_row *rows_of_split(const strip_params &params, unsigned slot, int split)
 {
     return params.split_rows + ((slot - params.strip_first) * params.num_splits + split) * SIDE;
 }

@@ -1,4 +1,4 @@
-/* Gradients of one side of a teacher group by mma.sync, sm_80 and up, from R of a strip (group_scores.cuh).
+/* Gradients of one side of a teacher group by mma.sync, sm_80 and up, from R of a strip (ratio_scores.cuh).
  *
  *   wrt A   g = p (ln2 R - offset)          p: probability of the pair under the side's own head, recomputed
  *   wrt B   g = -p offset - p 2^R           offset: the KL, -1, or dot_t of a teacher head (docs/design/maths.md)
@@ -10,12 +10,12 @@
  *   keys       keys                       a stage's queries of all heads that      in shared memory, for all of
  *                                         have these keys                          these heads
  *
- * Two products per pair and head, as in dense_gradients.cuh. f16 keeps G as a multiple of a unit (row_stats.cuh). */
-#ifndef SKL_CUDA_SM80_ATTENTION_GROUP_GRADIENTS_CUH
-#define SKL_CUDA_SM80_ATTENTION_GROUP_GRADIENTS_CUH
+ * Two products per pair and head, as in difference_gradients.cuh. f16 keeps G as a multiple of a unit (row_stats.cuh). */
+#ifndef SKL_CUDA_SM80_STRIPS_RATIO_GRADIENTS_CUH
+#define SKL_CUDA_SM80_STRIPS_RATIO_GRADIENTS_CUH
 
-#include "cuda/sm80/attention/group_scores.cuh"
-#include "cuda/sm80/indexer/dense_gradients.cuh"
+#include "cuda/sm80/strips/ratio_scores.cuh"
+#include "cuda/sm80/strips/difference_gradients.cuh"
 
 namespace sm80
 {
@@ -31,7 +31,7 @@ struct alignas(16) group_row {
 };
 
 /* `n`: of the slot's heads on the side. */
-__device__ inline group_row group_row_of(const group_params &params, const query_slot &slot, int n, int row)
+__device__ inline group_row group_row_of(const ratio_params &params, const query_slot &slot, int n, int row)
 {
     const int64_t query = query_of(slot, row), head = (int64_t)slot.head * params.wrt.heads + n;
     const skl_lse2 lse = split_lse2(skl_row_value(&params.lse, &slot.sequence, head, query));
@@ -88,7 +88,7 @@ __device__ inline void gradient_block(logits<1, 2> &x, const skl_cuda_argument &
         gradient_block<false>(x, scale, tanh_factor, ratio, row_of);
 }
 
-__device__ inline const skl_cuda_argument &wrt_of(const group_params &params)
+__device__ inline const skl_cuda_argument &wrt_of(const ratio_params &params)
 {
     return params.of_teacher ? params.a : params.b;
 }
@@ -101,7 +101,7 @@ __device__ inline uint32_t word_of(const uint4 &words, int reg)
 /* ---- Queries ------------------------------------------------------------------------------------------------- */
 
 template <typename ELEMENT>
-__device__ inline void add_queries(const group_params &params, query_smem<GROUP_DIM> &smem, unsigned block)
+__device__ inline void add_queries(const ratio_params &params, query_smem<GROUP_DIM> &smem, unsigned block)
 {
     const unsigned heads = (unsigned)params.wrt.heads, item = block / GROUP_BLOCKS_PER_TILE;
     const unsigned slot_index = (unsigned)params.strip_first + item / heads;
@@ -198,7 +198,7 @@ struct group_key_smem {
 
 /* Streams the queries of a slot: those of all heads with the block's keys, 64 queries at a time. */
 template <typename ELEMENT> struct group_query_stream {
-    const group_params &params;
+    const ratio_params &params;
     group_key_smem &smem;
     int first, heads; /* of the slot's heads */
 
@@ -237,7 +237,7 @@ template <typename ELEMENT> struct group_query_stream {
 };
 
 template <typename ELEMENT>
-__device__ inline void add_keys(const group_params &params, group_key_smem &smem, unsigned block)
+__device__ inline void add_keys(const ratio_params &params, group_key_smem &smem, unsigned block)
 {
     const int block_first = (int)(block % GROUP_BLOCKS_PER_TILE) * GROUP_ROWS_PER_BLOCK;
     if (threadIdx.x == 0)
@@ -327,7 +327,7 @@ static_assert(sizeof(query_smem<GROUP_DIM>) <= sizeof(group_key_smem), "a launch
 /* One launch for both: a strip has few blocks of either, and of unequal length. Blocks from params.query_blocks on
  * have keys. */
 template <typename ELEMENT>
-__global__ void __launch_bounds__(THREADS, 2) group_gradient_kernel(const __grid_constant__ group_params params)
+__global__ void __launch_bounds__(THREADS, 2) group_gradient_kernel(const __grid_constant__ ratio_params params)
 {
     extern __shared__ __align__(128) unsigned char raw[];
     if (blockIdx.x < params.query_blocks)

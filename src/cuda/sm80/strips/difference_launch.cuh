@@ -1,10 +1,10 @@
 /* Launches of a dense indexer by mma.sync: one for rows, three per strip for gradients. */
-#ifndef SKL_CUDA_SM80_INDEXER_DENSE_CUH
-#define SKL_CUDA_SM80_INDEXER_DENSE_CUH
+#ifndef SKL_CUDA_SM80_STRIPS_DIFFERENCE_LAUNCH_CUH
+#define SKL_CUDA_SM80_STRIPS_DIFFERENCE_LAUNCH_CUH
 
-#include "cuda/sm80/indexer/dense_gradients.cuh"
-#include "cuda/common/indexer/strip_launch.cuh"
-#include "cuda/sm80/indexer/dense_scores.cuh"
+#include "cuda/sm80/strips/difference_gradients.cuh"
+#include "cuda/common/strips/launch.cuh"
+#include "cuda/sm80/strips/difference_scores.cuh"
 
 namespace sm80
 {
@@ -21,7 +21,7 @@ cudaError_t launch_index(KERNEL kernel, int64_t blocks, size_t memory, const PAR
     return cudaPeekAtLastError();
 }
 
-template <typename ELEMENT> cudaError_t launch_scores(const index_params &kernel_params)
+template <typename ELEMENT> cudaError_t launch_scores(const strip_params &kernel_params)
 {
     const cudaError_t error =
         launch_index(index_score_kernel<ELEMENT>, kernel_params.strip_count * kernel_params.num_splits,
@@ -35,7 +35,7 @@ cudaError_t launch_dense_rows(const char *kernel, const skl_cuda_params *params,
     record_launch(kernel, SKL_VARIANT_ROWS, launch->strips.num_splits);
     const skl_problem *const p = &params->problem;
     const skl_index_layout &layout = launch->strips;
-    index_params kernel_params = params_for(params, layout);
+    strip_params kernel_params = params_for(params, layout);
     kernel_params.g = NULL;
     cudaError_t error = cudaSuccess;
     if (kernel_params.with_teacher && !kernel_params.lse_given) {
@@ -51,7 +51,7 @@ cudaError_t launch_dense_rows(const char *kernel, const skl_cuda_params *params,
 template <int DIM> constexpr int QUERY_ROWS = DIM > 64 ? 1 : 2;
 template <typename ELEMENT, int DIM> constexpr int KEY_ROWS = DIM > 64 || G_PLANES<ELEMENT> > 1 ? 1 : 2;
 
-template <typename ELEMENT, int DIM> cudaError_t launch_index_queries(const index_params &kernel_params)
+template <typename ELEMENT, int DIM> cudaError_t launch_index_queries(const strip_params &kernel_params)
 {
     constexpr int M = QUERY_ROWS<DIM>;
     return launch_index(index_query_kernel<ELEMENT, DIM, M>,
@@ -60,10 +60,10 @@ template <typename ELEMENT, int DIM> cudaError_t launch_index_queries(const inde
 }
 
 template <typename ELEMENT, int DIM>
-cudaError_t launch_index_keys(const index_params &kernel_params, const skl_index_layout &layout)
+cudaError_t launch_index_keys(const strip_params &kernel_params, const skl_index_layout &layout)
 {
     constexpr int M = KEY_ROWS<ELEMENT, DIM>;
-    index_params slice = kernel_params;
+    strip_params slice = kernel_params;
     slice.num_splits = layout.num_dk_splits;
     cudaError_t error = cudaSuccess;
     for (slice.dim_first = 0; slice.dim_first < kernel_params.problem.dim_s && error == cudaSuccess;
@@ -74,7 +74,7 @@ cudaError_t launch_index_keys(const index_params &kernel_params, const skl_index
 }
 
 template <typename ELEMENT, int DIM>
-cudaError_t launch_index_sums(const index_params &kernel_params, const skl_index_layout &layout)
+cudaError_t launch_index_sums(const strip_params &kernel_params, const skl_index_layout &layout)
 {
     const skl_gradients *const grads = &kernel_params.call.gradients;
     cudaError_t error = cudaSuccess;
@@ -91,8 +91,8 @@ cudaError_t launch_dense_gradients(const char *kernel, const skl_cuda_params *pa
     record_launch(kernel, SKL_VARIANT_GRADIENTS, launch->strips.num_splits);
     const skl_problem *const p = &params->problem;
     const skl_index_layout &layout = launch->strips;
-    index_params kernel_params = params_for(params, layout);
-    return launch_strips(&kernel_params, launch, [&](const index_params &strip) {
+    strip_params kernel_params = params_for(params, layout);
+    return launch_strips(&kernel_params, launch, [&](const strip_params &strip) {
         const cudaError_t error = launch_scores<ELEMENT>(strip);
         return error != cudaSuccess ? error
                : p->dim_s <= 64     ? launch_index_sums<ELEMENT, 64>(strip, layout)

@@ -18,11 +18,11 @@
  *
  * For dk, G is multiplied by weights and upstream gradients of any magnitude: f16 keeps it as a multiple of a unit
  * (row_stats.cuh). */
-#ifndef SKL_CUDA_SM80_INDEXER_DENSE_GRADIENTS_CUH
-#define SKL_CUDA_SM80_INDEXER_DENSE_GRADIENTS_CUH
+#ifndef SKL_CUDA_SM80_STRIPS_DIFFERENCE_GRADIENTS_CUH
+#define SKL_CUDA_SM80_STRIPS_DIFFERENCE_GRADIENTS_CUH
 
 #include "cuda/sm80/attention/backward.cuh"
-#include "cuda/common/indexer/strip_gradients.cuh"
+#include "cuda/common/strips/gradients.cuh"
 
 namespace sm80
 {
@@ -72,7 +72,7 @@ template <int DIM> struct query_smem {
 };
 
 template <typename ELEMENT, int DIM, int M>
-__global__ void __launch_bounds__(THREADS, 2) index_query_kernel(const __grid_constant__ index_params params)
+__global__ void __launch_bounds__(THREADS, 2) index_query_kernel(const __grid_constant__ strip_params params)
 {
     constexpr int BLOCK_ROWS = WARPS * 16 * M, BLOCKS_PER_TILE = SIDE / BLOCK_ROWS, ROWS = STAGE_ROWS<DIM>;
     static_assert(BLOCK_ROWS <= STAGES * ROWS, "the stationary rows are loaded through the stages");
@@ -166,7 +166,7 @@ template <int DIM> constexpr int KEY_WIDTH = DIM < 128 ? DIM : 128;
 
 /* The upstream gradient times G_UNIT of a query that attends to one of the keys [first, first + count). 0 for any
  * other query, so that its values do not change the unit of f16. */
-__device__ inline float upstream_factor(const index_params &params, const query_slot &slot, int row, int first,
+__device__ inline float upstream_factor(const strip_params &params, const query_slot &slot, int row, int first,
                                         int count)
 {
     const range32 sees = visible_range(params, slot, row, first);
@@ -177,7 +177,7 @@ __device__ inline float upstream_factor(const index_params &params, const query_
 /* Streams a slot's queries: all index heads of the first ROWS queries, then all of the next, and so on. */
 template <typename ELEMENT, int DIM, int M> struct query_stream {
     static constexpr int ROWS = STAGE_ROWS<DIM>;
-    const index_params &params;
+    const strip_params &params;
     key_smem<DIM, M, G_PLANES<ELEMENT>> &smem;
     int heads;
 
@@ -208,7 +208,7 @@ template <typename ELEMENT, int DIM, int M> struct query_stream {
 };
 
 template <typename ELEMENT, int DIM, int M>
-__global__ void __launch_bounds__(THREADS, 2) index_key_kernel(const __grid_constant__ index_params params)
+__global__ void __launch_bounds__(THREADS, 2) index_key_kernel(const __grid_constant__ strip_params params)
 {
     constexpr int BLOCK_ROWS = WARPS * 16 * M, BLOCKS_PER_TILE = SIDE / BLOCK_ROWS, ROWS = STAGE_ROWS<DIM>,
                   STEPS = ROWS / 16;

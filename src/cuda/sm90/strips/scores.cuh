@@ -20,12 +20,12 @@
  * A head is a number of slabs of 64 dimensions, so one kernel handles all head sizes: 128 teacher heads of 576
  * dimensions with one key head as well as 8 heads of 64. A tile does 65 FLOP per byte from the L2 cache if it loads
  * as many slabs of keys as of queries, and 131 if heads share their keys. */
-#ifndef SKL_CUDA_SM90_INDEXER_DENSE_SCORES_CUH
-#define SKL_CUDA_SM90_INDEXER_DENSE_SCORES_CUH
+#ifndef SKL_CUDA_SM90_STRIPS_SCORES_CUH
+#define SKL_CUDA_SM90_STRIPS_SCORES_CUH
 
-#include "cuda/common/indexer/logit_tile.cuh"
+#include "cuda/common/strips/logit_tile.cuh"
 #include "cuda/sm90/tensor_map.cuh"
-#include "cuda/sm90/indexer/ordered_barrier.cuh"
+#include "cuda/sm90/strips/ordered_barrier.cuh"
 
 namespace sm90
 {
@@ -242,7 +242,7 @@ __device__ inline slab_consumer make_consumer(score_smem &smem, int warpgroup)
 }
 
 template <bool GRADIENTS>
-__device__ inline void consume_scores(const index_params &params, score_smem &smem, int warpgroup)
+__device__ inline void consume_scores(const strip_params &params, score_smem &smem, int warpgroup)
 {
     const query_slot &slot = smem.slot;
     slab_consumer consumer = make_consumer(smem, warpgroup);
@@ -279,7 +279,7 @@ __device__ inline void consume_scores(const index_params &params, score_smem &sm
 
 template <bool GRADIENTS>
 __global__ void __launch_bounds__(SCORE_THREADS, 1)
-    score_kernel(const __grid_constant__ index_params params, const __grid_constant__ score_maps maps)
+    score_kernel(const __grid_constant__ strip_params params, const __grid_constant__ score_maps maps)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char raw[];

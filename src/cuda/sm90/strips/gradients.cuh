@@ -20,13 +20,13 @@
  *              stage n + 1 is loaded meanwhile
  *
  * The two consumer warpgroups alternate on the tensor cores (ordered_barrier.cuh). */
-#ifndef SKL_CUDA_SM90_INDEXER_DENSE_GRADIENTS_CUH
-#define SKL_CUDA_SM90_INDEXER_DENSE_GRADIENTS_CUH
+#ifndef SKL_CUDA_SM90_STRIPS_GRADIENTS_CUH
+#define SKL_CUDA_SM90_STRIPS_GRADIENTS_CUH
 
 #include "cuda/common/row_stats.cuh"
-#include "cuda/common/indexer/strip_gradients.cuh"
+#include "cuda/common/strips/gradients.cuh"
 #include "cuda/sm90/tensor_map.cuh"
-#include "cuda/sm90/indexer/ordered_barrier.cuh"
+#include "cuda/sm90/strips/ordered_barrier.cuh"
 
 namespace sm90
 {
@@ -222,7 +222,7 @@ __device__ inline index_role role_of_warp()
 
 template <int DIM>
 __global__ void __launch_bounds__(INDEX_THREADS, 1)
-    index_query_kernel(const __grid_constant__ index_params params, const __grid_constant__ index_maps maps)
+    index_query_kernel(const __grid_constant__ strip_params params, const __grid_constant__ index_maps maps)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char raw[];
@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
 /* ---- Key kernel --------------------------------------------------------------------------------------------- */
 
 /* A query's weight times its upstream gradient. Non-finite values become 0: G is NaN where they count. */
-__device__ inline float scaled_weight_of(const index_params &params, const query_slot &slot, int row, int index_head)
+__device__ inline float scaled_weight_of(const strip_params &params, const query_slot &slot, int row, int index_head)
 {
     const int64_t query = slot.first + min(row, slot.count - 1);
     const float weight =
@@ -309,7 +309,7 @@ __device__ inline float scaled_weight_of(const index_params &params, const query
 
 template <int DIM>
 __global__ void __launch_bounds__(INDEX_THREADS, 1)
-    index_key_kernel(const __grid_constant__ index_params params, const __grid_constant__ index_maps maps)
+    index_key_kernel(const __grid_constant__ strip_params params, const __grid_constant__ index_maps maps)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char raw[];

@@ -1,9 +1,9 @@
 /* Merges the splits of a dense indexer: row sums over splits of the keys, dk over splits of the queries. */
-#ifndef SKL_CUDA_COMMON_INDEXER_STRIP_ROWS_CUH
-#define SKL_CUDA_COMMON_INDEXER_STRIP_ROWS_CUH
+#ifndef SKL_CUDA_COMMON_STRIPS_ROWS_CUH
+#define SKL_CUDA_COMMON_STRIPS_ROWS_CUH
 
 #include "base/convert.h"
-#include "cuda/common/indexer/strip.cuh"
+#include "cuda/common/strips/strip.cuh"
 #include "cuda/common/row_stats.cuh"
 
 namespace tensor_core
@@ -12,7 +12,7 @@ namespace tensor_core
 /* ---- Rows --------------------------------------------------------------------------------------------------- */
 
 /* Writes the results of a row, or its partial state. */
-__device__ inline void finish_row(const index_params &params, const skl_sequence &s, int64_t head, int64_t query,
+__device__ inline void finish_row(const strip_params &params, const skl_sequence &s, int64_t head, int64_t query,
                                   const index_row &row)
 {
     const skl_problem &p = params.problem;
@@ -43,7 +43,7 @@ __device__ inline void finish_row(const index_params &params, const skl_sequence
 }
 
 /* One block per slot, one thread per query. */
-static __global__ void __launch_bounds__(SIDE) finish_rows(const __grid_constant__ index_params params)
+static __global__ void __launch_bounds__(SIDE) finish_rows(const __grid_constant__ strip_params params)
 {
     const skl_problem &p = params.problem;
     const query_slot slot = slot_at(params, (unsigned)params.strip_first + blockIdx.x, (unsigned)p.heads_s);
@@ -62,7 +62,7 @@ static __global__ void __launch_bounds__(SIDE) finish_rows(const __grid_constant
 constexpr int STORE_THREADS = 256;
 
 /* dk = scale * sum over the splits, in a fixed order. */
-static __global__ void __launch_bounds__(STORE_THREADS) store_key_sums(const __grid_constant__ index_params params)
+static __global__ void __launch_bounds__(STORE_THREADS) store_key_sums(const __grid_constant__ strip_params params)
 {
     const strip_side &wrt = params.wrt;
     const int64_t count = params.sum_batches * wrt.key_heads * params.sum_rows * wrt.dim;

@@ -7,21 +7,21 @@
  * A launch has one output:
  *
  *   ROWS      row states of a split of the keys
- *   RATIOS    R of a strip (strip.cuh), for the gradients (group_gradients.cuh)
+ *   RATIOS    R of a strip (strip.cuh), for the gradients (ratio_gradients.cuh)
  *   DOTS      dot_t of every teacher head: R stays in registers while the teacher's heads stream past again
  *
- * Tiles, slabs and registers are those of dense_scores.cuh: log2 P, Y and the products of a head, 64 each.
+ * Tiles, slabs and registers are those of difference_scores.cuh: log2 P, Y and the products of a head, 64 each.
  *
  *   head h    X = Q_h K_h^T  ->  log2 P = log2 of the running mean of 2^(X - lse_h)
  *
  * A running mean in log space, because the mean of equal heads is then exactly that head. LSEs are split into a float
  * and the rest (`low`); log2 P is relative to the low of a reference, the student's LSE or that of the first head. So
  * a student that equals its heads has R = 0 and KL 0 to the last bit. */
-#ifndef SKL_CUDA_SM80_ATTENTION_GROUP_SCORES_CUH
-#define SKL_CUDA_SM80_ATTENTION_GROUP_SCORES_CUH
+#ifndef SKL_CUDA_SM80_STRIPS_RATIO_SCORES_CUH
+#define SKL_CUDA_SM80_STRIPS_RATIO_SCORES_CUH
 
 #include "cuda/common/group_rows.cuh"
-#include "cuda/sm80/indexer/dense_scores.cuh"
+#include "cuda/sm80/strips/difference_scores.cuh"
 
 namespace sm80
 {
@@ -36,7 +36,7 @@ struct dot_row {
 static_assert(sizeof(dot_row) == SKL_DOT_ROW_SIZE, "cuda/select plans the workspace");
 
 /* `a` is the teacher and `b` the student, in both directions. */
-struct group_params : index_params {
+struct ratio_params : strip_params {
     group_output output;
     bool reverse, of_teacher; /* of_teacher: gradients of the teacher */
     bool lse_computed;        /* an earlier launch wrote the teacher's LSEs, of the visible keys */
@@ -215,7 +215,7 @@ template <int N> __device__ inline void store_ratios(uint4 *g, int64_t rest_at, 
 /* ---- Dots ---------------------------------------------------------------------------------------------------- */
 
 /* Sums of a split of a slot of the strip, [head][query]. */
-__device__ inline float *split_dots_of(const group_params &params, unsigned slot, int split, int heads)
+__device__ inline float *split_dots_of(const ratio_params &params, unsigned slot, int split, int heads)
 {
     return params.split_dots + ((int64_t)slot * params.num_splits + split) * heads * SIDE;
 }
@@ -223,7 +223,7 @@ __device__ inline float *split_dots_of(const group_params &params, unsigned slot
 /* dot_t of a head is mean + sum p_h (phi - mean), where phi = dKL / dP is ln2 R, or -2^R for the reverse KL. Sums of
  * a tile are added to those of the split in memory. */
 template <typename ELEMENT>
-__device__ inline void add_dots(const group_params &params, const score_smem &smem, slab_stream<ELEMENT> &slabs,
+__device__ inline void add_dots(const ratio_params &params, const score_smem &smem, slab_stream<ELEMENT> &slabs,
                                 const tile_logits &ratio, float mean)
 {
     const head_list &heads = smem.streamed[2];
@@ -264,7 +264,7 @@ struct lane_row {
     float log2_share, poison, mean;
 };
 
-__device__ inline lane_row lane_row_of(const group_params &params, const score_smem &smem, const head_lse &lse)
+__device__ inline lane_row lane_row_of(const ratio_params &params, const score_smem &smem, const head_lse &lse)
 {
     const query_slot &slot = smem.slot;
     const int64_t query = query_of(slot, (int)threadIdx.x);
@@ -281,7 +281,7 @@ __device__ inline lane_row lane_row_of(const group_params &params, const score_s
 }
 
 /* Ends a tile for 16 queries of a warp: row states or R. */
-__device__ inline void finish_group_tile(const group_params &params, const score_smem &smem, const lane_row &lane,
+__device__ inline void finish_group_tile(const ratio_params &params, const score_smem &smem, const lane_row &lane,
                                          int m, int tile, float (&log_p)[TILE_KEYS / 8][4],
                                          const float (&y)[TILE_KEYS / 8][4], float scale)
 {
@@ -312,7 +312,7 @@ __device__ inline void finish_group_tile(const group_params &params, const score
 }
 
 template <typename ELEMENT>
-__global__ void __launch_bounds__(THREADS, 2) group_score_kernel(const __grid_constant__ group_params params)
+__global__ void __launch_bounds__(THREADS, 2) group_score_kernel(const __grid_constant__ ratio_params params)
 {
     extern __shared__ __align__(128) unsigned char raw[];
     score_smem &smem = *(score_smem *)(void *)raw;
@@ -350,7 +350,7 @@ __global__ void __launch_bounds__(THREADS, 2) group_score_kernel(const __grid_co
 }
 
 /* Merges the splits of a strip's rows: one block per slot, one thread per query. */
-static __global__ void __launch_bounds__(SIDE) finish_group_rows(const __grid_constant__ group_params params)
+static __global__ void __launch_bounds__(SIDE) finish_group_rows(const __grid_constant__ ratio_params params)
 {
     const query_slot slot =
         slot_at(params, (unsigned)params.strip_first + blockIdx.x, (unsigned)params.problem.heads_s);
@@ -370,7 +370,7 @@ static __global__ void __launch_bounds__(SIDE) finish_group_rows(const __grid_co
 }
 
 /* The same for dot_t, and then for the teacher's LSEs, which may replace those that dot_t is made of. */
-static __global__ void __launch_bounds__(SIDE) finish_group_dots(const __grid_constant__ group_params params)
+static __global__ void __launch_bounds__(SIDE) finish_group_dots(const __grid_constant__ ratio_params params)
 {
     const query_slot slot =
         slot_at(params, (unsigned)params.strip_first + blockIdx.x, (unsigned)params.problem.heads_s);

@@ -1,16 +1,16 @@
 /* Launches of an indexer on Hopper: one for the row outputs, three per strip for gradients. */
-#ifndef SKL_CUDA_SM90_INDEXER_DENSE_CUH
-#define SKL_CUDA_SM90_INDEXER_DENSE_CUH
+#ifndef SKL_CUDA_SM90_STRIPS_LAUNCH_CUH
+#define SKL_CUDA_SM90_STRIPS_LAUNCH_CUH
 
-#include "cuda/common/indexer/strip_launch.cuh"
-#include "cuda/sm90/indexer/dense_gradients.cuh"
-#include "cuda/sm90/indexer/teacher_lse.cuh"
+#include "cuda/common/strips/launch.cuh"
+#include "cuda/sm90/strips/gradients.cuh"
+#include "cuda/sm90/strips/teacher_lse.cuh"
 
 namespace sm90
 {
 
 /* False if TMA does not support one of the tensors. */
-inline bool encode_teacher(score_maps *maps, const index_params &params)
+inline bool encode_teacher(score_maps *maps, const strip_params &params)
 {
     const skl_problem *const p = &params.problem;
     const skl_dtype type = SKL_BF16;
@@ -21,7 +21,7 @@ inline bool encode_teacher(score_maps *maps, const index_params &params)
 }
 
 /* Queries and keys of the indexer, in boxes of `query_box` and `key_box` rows. */
-inline bool encode_indexer(CUtensorMap *q, CUtensorMap *k, const index_params &params, int query_box, int key_box)
+inline bool encode_indexer(CUtensorMap *q, CUtensorMap *k, const strip_params &params, int query_box, int key_box)
 {
     const skl_problem *const p = &params.problem;
     const skl_dtype type = SKL_BF16;
@@ -31,7 +31,7 @@ inline bool encode_indexer(CUtensorMap *q, CUtensorMap *k, const index_params &p
                CUDA_SUCCESS;
 }
 
-inline bool encode_scores(score_maps *maps, const index_params &params)
+inline bool encode_scores(score_maps *maps, const strip_params &params)
 {
     *maps = {};
     return encode_indexer(&maps->q_s, &maps->k_s, params, SIDE, SIDE) &&
@@ -41,7 +41,7 @@ inline bool encode_scores(score_maps *maps, const index_params &params)
 /* ---- Launches ----------------------------------------------------------------------------------------------- */
 
 template <typename KERNEL, typename MAPS>
-cudaError_t launch_index(KERNEL kernel, int64_t blocks, int threads, size_t memory, const index_params &params,
+cudaError_t launch_index(KERNEL kernel, int64_t blocks, int threads, size_t memory, const strip_params &params,
                          const MAPS &maps)
 {
     if (blocks == 0)
@@ -53,7 +53,7 @@ cudaError_t launch_index(KERNEL kernel, int64_t blocks, int threads, size_t memo
     return cudaPeekAtLastError();
 }
 
-inline cudaError_t launch_teacher_lse(index_params *kernel_params, const skl_index_layout &layout)
+inline cudaError_t launch_teacher_lse(strip_params *kernel_params, const skl_index_layout &layout)
 {
     assign_teacher_lse(kernel_params, layout);
     score_maps maps = {};
@@ -64,7 +64,7 @@ inline cudaError_t launch_teacher_lse(index_params *kernel_params, const skl_ind
                         sizeof(score_smem), *kernel_params, maps);
 }
 
-template <bool GRADIENTS> cudaError_t launch_scores(const index_params &kernel_params, const score_maps &maps)
+template <bool GRADIENTS> cudaError_t launch_scores(const strip_params &kernel_params, const score_maps &maps)
 {
     const cudaError_t error =
         launch_index(score_kernel<GRADIENTS>, kernel_params.strip_count * kernel_params.num_splits, SCORE_THREADS,
@@ -75,7 +75,7 @@ template <bool GRADIENTS> cudaError_t launch_scores(const index_params &kernel_p
 inline cudaError_t launch_dense_rows(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     const skl_index_layout &layout = launch->strips;
-    index_params kernel_params = params_for(params, layout);
+    strip_params kernel_params = params_for(params, layout);
     score_maps maps;
     if (!encode_scores(&maps, kernel_params))
         return encode_error();
@@ -90,14 +90,14 @@ struct gradient_index_maps {
     index_maps queries, keys;
 };
 
-inline bool encode_gradients(gradient_index_maps *maps, const index_params &params)
+inline bool encode_gradients(gradient_index_maps *maps, const strip_params &params)
 {
     return encode_indexer(&maps->queries.stationary, &maps->queries.streamed, params, SIDE, STAGE_KEYS) &&
            encode_indexer(&maps->keys.streamed, &maps->keys.stationary, params, STAGE_KEYS, SIDE);
 }
 
 template <int DIM>
-cudaError_t launch_index_sums(const index_params &kernel_params, const skl_index_layout &layout,
+cudaError_t launch_index_sums(const strip_params &kernel_params, const skl_index_layout &layout,
                               const gradient_index_maps &maps)
 {
     const skl_gradients *const grads = &kernel_params.call.gradients;
@@ -105,7 +105,7 @@ cudaError_t launch_index_sums(const index_params &kernel_params, const skl_index
     if (grads->dq_s.data != NULL || grads->dw_s.data != NULL)
         error = launch_index(index_query_kernel<DIM>, kernel_params.strip_count * kernel_params.problem.index_heads,
                              INDEX_THREADS, sizeof(index_smem<DIM>), kernel_params, maps.queries);
-    index_params key_params = kernel_params;
+    strip_params key_params = kernel_params;
     key_params.num_splits = layout.num_dk_splits;
     if (error == cudaSuccess && grads->dk_s.data != NULL)
         error = launch_index(index_key_kernel<DIM>, layout.key_items * layout.num_dk_splits, INDEX_THREADS,
@@ -119,13 +119,13 @@ inline cudaError_t launch_dense_gradients(const char *kernel, const skl_cuda_par
 {
     const skl_problem *const p = &params->problem;
     const skl_index_layout &layout = launch->strips;
-    index_params kernel_params = params_for(params, layout);
+    strip_params kernel_params = params_for(params, layout);
     score_maps scores;
     gradient_index_maps maps;
     if (!encode_scores(&scores, kernel_params) || !encode_gradients(&maps, kernel_params))
         return encode_error();
     record_launch(kernel, SKL_VARIANT_GRADIENTS, layout.num_splits);
-    return launch_strips(&kernel_params, launch, [&](const index_params &strip) {
+    return launch_strips(&kernel_params, launch, [&](const strip_params &strip) {
         const cudaError_t error = launch_scores<true>(strip, scores);
         return error != cudaSuccess ? error
                : p->dim_s <= 64     ? launch_index_sums<64>(strip, layout, maps)

@@ -2,12 +2,12 @@
  *
  *   queries    dq_g = scale w_g D_g      D_g = (G [A_g > 0]) k       dw_g = scale <q_g, D_g>
  *   keys       dk   = scale sum_g (w_g G [A_g > 0])^T q_g            A_g = q_g k^T, recomputed */
-#ifndef SKL_CUDA_COMMON_INDEXER_STRIP_GRADIENTS_CUH
-#define SKL_CUDA_COMMON_INDEXER_STRIP_GRADIENTS_CUH
+#ifndef SKL_CUDA_COMMON_STRIPS_GRADIENTS_CUH
+#define SKL_CUDA_COMMON_STRIPS_GRADIENTS_CUH
 
 #include "base/convert.h"
 #include "cuda/common/gradient_row.cuh"
-#include "cuda/common/indexer/strip.cuh"
+#include "cuda/common/strips/strip.cuh"
 
 namespace tensor_core
 {
@@ -53,7 +53,7 @@ __device__ inline float dot_of(SUM sum, const ELEMENT *query, int dim)
 
 /* Stores rows of dq and dw. */
 template <typename ELEMENT, int DIM> struct query_gradients {
-    const index_params &params;
+    const strip_params &params;
     const query_slot &slot;
     int head; /* of q_s */
 
@@ -104,7 +104,7 @@ struct key_work {
 };
 
 /* Slots of a student head that attend to the block's keys and belong to the strip. */
-__device__ inline range32 slots_of_head(const index_params &params, const key_work &work, int head)
+__device__ inline range32 slots_of_head(const strip_params &params, const key_work &work, int head)
 {
     const int tiles = (int)skl_ceil_div(params.problem.len_q, SIDE);
     const int begin = ((int)work.item * (int)params.problem.heads_s + head) * tiles; /* slot of the last tile */
@@ -116,7 +116,7 @@ __device__ inline range32 slots_of_head(const index_params &params, const key_wo
 /* Calls visit(slot) for every slot of the block's split, in order. The slots of all heads that share the keys are
  * divided into splits of equal size. */
 template <typename VISIT>
-__device__ inline void for_slots(const index_params &params, const key_work &work, VISIT visit)
+__device__ inline void for_slots(const strip_params &params, const key_work &work, VISIT visit)
 {
     int count = 0;
     for (int head = work.heads.begin; head < work.heads.end; head++) {
@@ -134,7 +134,7 @@ __device__ inline void for_slots(const index_params &params, const key_work &wor
 }
 
 /* The work of a block; its queries are streamed in stages of ROWS. */
-template <int ROWS> __device__ inline key_work key_work_of_block(const index_params &params, unsigned block)
+template <int ROWS> __device__ inline key_work key_work_of_block(const strip_params &params, unsigned block)
 {
     const skl_problem &p = params.problem;
     const strip_side &wrt = params.wrt;
@@ -175,7 +175,7 @@ __device__ inline uint4 transpose(const uint4 &block)
 /* Adds WIDTH dimensions, from `first` on, of a row of the block's key tile to the sums of its split. sum(n, parity):
  * element first + acc_column(n, parity). */
 template <int WIDTH, typename SUM>
-__device__ inline void add_key_row(const index_params &params, const key_work &work, int row, int first, SUM sum)
+__device__ inline void add_key_row(const strip_params &params, const key_work &work, int row, int first, SUM sum)
 {
     const int key = work.tile * SIDE + row, dim = params.wrt.dim;
     const int64_t split =

@@ -1,8 +1,8 @@
 /* Launches of a dense indexer on tensor cores: the host code that the mma.sync and the wgmma kernels share. */
-#ifndef SKL_CUDA_COMMON_INDEXER_STRIP_LAUNCH_CUH
-#define SKL_CUDA_COMMON_INDEXER_STRIP_LAUNCH_CUH
+#ifndef SKL_CUDA_COMMON_STRIPS_LAUNCH_CUH
+#define SKL_CUDA_COMMON_STRIPS_LAUNCH_CUH
 
-#include "cuda/common/indexer/strip_rows.cuh"
+#include "cuda/common/strips/rows.cuh"
 
 namespace tensor_core
 {
@@ -10,10 +10,10 @@ namespace tensor_core
 static_assert(sizeof(index_row) == SKL_INDEX_ROW_SIZE, "cuda/select plans the workspace");
 
 /* Parameters of a launch over all slots; launch_strips narrows them to a strip. */
-inline index_params params_for(const skl_cuda_params *params, const skl_index_layout &layout)
+inline strip_params params_for(const skl_cuda_params *params, const skl_index_layout &layout)
 {
     char *const workspace = (char *)params->call.workspace;
-    index_params kernel_params = {};
+    strip_params kernel_params = {};
     (skl_cuda_params &)kernel_params = *params;
     if (!skl_is_indexer(&params->problem)) { /* an attention head is one index head without a ReLU */
         kernel_params.problem.index_heads = 1;
@@ -39,7 +39,7 @@ inline index_params params_for(const skl_cuda_params *params, const skl_index_la
 }
 
 /* Where computed teacher LSEs are written, and read by the next kernel: the caller's buffer, or the workspace. */
-inline void assign_teacher_lse(index_params *kernel_params, const skl_index_layout &layout)
+inline void assign_teacher_lse(strip_params *kernel_params, const skl_index_layout &layout)
 {
     const skl_problem *const p = &kernel_params->problem;
     skl_output *const lse = &kernel_params->call.rows.lse_t;
@@ -50,7 +50,7 @@ inline void assign_teacher_lse(index_params *kernel_params, const skl_index_layo
 }
 
 /* After the scores of a strip: finishes its rows, if the operation writes any. */
-inline cudaError_t launch_rows(const index_params &kernel_params)
+inline cudaError_t launch_rows(const strip_params &kernel_params)
 {
     if (kernel_params.call.op == SKL_OP_BACKWARD)
         return cudaSuccess;

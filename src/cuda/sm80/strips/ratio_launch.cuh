@@ -1,16 +1,16 @@
 /* Launches of the mma.sync kernels for teacher groups: rows, with dot_t where it is wanted, and the gradients of one
  * side, strip by strip. */
-#ifndef SKL_CUDA_SM80_ATTENTION_GROUPS_CUH
-#define SKL_CUDA_SM80_ATTENTION_GROUPS_CUH
+#ifndef SKL_CUDA_SM80_STRIPS_RATIO_LAUNCH_CUH
+#define SKL_CUDA_SM80_STRIPS_RATIO_LAUNCH_CUH
 
-#include "cuda/common/indexer/strip_launch.cuh"
-#include "cuda/sm80/attention/group_gradients.cuh"
-#include "cuda/sm80/indexer/dense.cuh"
+#include "cuda/common/strips/launch.cuh"
+#include "cuda/sm80/strips/ratio_gradients.cuh"
+#include "cuda/sm80/strips/difference_launch.cuh"
 
 namespace sm80
 {
 
-inline group_params group_params_for(const skl_cuda_params *params, const skl_cuda_launch *launch)
+inline ratio_params ratio_params_for(const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     const skl_index_layout &layout = launch->strips;
     const bool reverse = params->problem.direction == SKL_KL_REVERSE;
@@ -18,15 +18,15 @@ inline group_params group_params_for(const skl_cuda_params *params, const skl_cu
     sides.a = reverse ? params->b : params->a;
     sides.b = reverse ? params->a : params->b;
     sides.call.workspace = (char *)params->call.workspace + launch->states_at;
-    group_params kernel_params = {};
-    (index_params &)kernel_params = params_for(&sides, layout);
+    ratio_params kernel_params = {};
+    (strip_params &)kernel_params = params_for(&sides, layout);
     kernel_params.with_teacher = true;
     kernel_params.reverse = reverse;
     kernel_params.lse_computed = launch->lse.data != NULL;
     return kernel_params;
 }
 
-template <typename ELEMENT> cudaError_t launch_group_scores(group_params kernel_params, group_output output)
+template <typename ELEMENT> cudaError_t launch_group_scores(ratio_params kernel_params, group_output output)
 {
     kernel_params.output = output;
     return launch_index(group_score_kernel<ELEMENT>, kernel_params.strip_count * kernel_params.num_splits,
@@ -38,13 +38,13 @@ cudaError_t launch_group_rows(const char *kernel, const skl_cuda_params *params,
 {
     const skl_index_layout &layout = launch->strips;
     record_launch(kernel, SKL_VARIANT_ROWS, layout.num_splits);
-    group_params kernel_params = group_params_for(params, launch);
+    ratio_params kernel_params = ratio_params_for(params, launch);
     const bool dots = layout.dots_at > 0;
     char *const workspace = (char *)kernel_params.call.workspace;
     kernel_params.dot_rows = dots ? (dot_row *)(void *)(workspace + layout.dots_at) : NULL;
     kernel_params.split_dots = (float *)(void *)(workspace + layout.split_dots_at);
     kernel_params.wrt.dk = {};
-    return launch_strips(&kernel_params, launch, [&](const group_params &strip) {
+    return launch_strips(&kernel_params, launch, [&](const ratio_params &strip) {
         cudaError_t error = launch_group_scores<ELEMENT>(strip, GROUP_ROWS);
         if (error != cudaSuccess)
             return error;
@@ -64,7 +64,7 @@ cudaError_t launch_group_gradients(const char *kernel, const skl_cuda_params *pa
 {
     const skl_index_layout &layout = launch->strips;
     record_launch(kernel, SKL_VARIANT_GRADIENTS, layout.num_splits);
-    group_params kernel_params = group_params_for(params, launch);
+    ratio_params kernel_params = ratio_params_for(params, launch);
     const skl_problem *const p = &kernel_params.problem;
     const skl_inputs *const in = &kernel_params.call.inputs;
     const skl_rows *const rows = &kernel_params.call.rows;
@@ -81,9 +81,9 @@ cudaError_t launch_group_gradients(const char *kernel, const skl_cuda_params *pa
         kernel_params.offset = skl_known_rows(launch->rows_known, &in->dot_t, &rows->dot_t);
     else if (kernel_params.reverse)
         kernel_params.offset = skl_known_rows(launch->rows_known, &in->kl, &rows->kl);
-    return launch_strips(&kernel_params, launch, [&](const group_params &strip) {
+    return launch_strips(&kernel_params, launch, [&](const ratio_params &strip) {
         const cudaError_t error = launch_group_scores<ELEMENT>(strip, GROUP_RATIOS);
-        group_params gradients = strip;
+        ratio_params gradients = strip;
         gradients.num_splits = layout.num_dk_splits;
         const int64_t query_items = side.dq->data != NULL ? strip.strip_count * heads : 0;
         const int64_t key_items = side.dk->data != NULL ? layout.key_items * layout.num_dk_splits : 0;

@@ -1,6 +1,6 @@
 /* Lets the two consumer warpgroups of the indexer kernels alternate on the tensor cores. */
-#ifndef SKL_CUDA_SM90_INDEXER_ORDERED_BARRIER_CUH
-#define SKL_CUDA_SM90_INDEXER_ORDERED_BARRIER_CUH
+#ifndef SKL_CUDA_SM90_STRIPS_ORDERED_BARRIER_CUH
+#define SKL_CUDA_SM90_STRIPS_ORDERED_BARRIER_CUH
 
 #include "cuda/sm90/pipeline.cuh"
 

@@ -1,16 +1,16 @@
 /* LSEs of a teacher group on Hopper's tensor cores (sm_90a), for callers that have none. The same pipelines as the
- * scores (dense_scores.cuh), but a block has one head and all keys that its 128 queries attend to. They go to
+ * scores (scores.cuh), but a block has one head and all keys that its 128 queries attend to. They go to
  * params.call.rows.lse_t. */
-#ifndef SKL_CUDA_SM90_INDEXER_TEACHER_LSE_CUH
-#define SKL_CUDA_SM90_INDEXER_TEACHER_LSE_CUH
+#ifndef SKL_CUDA_SM90_STRIPS_TEACHER_LSE_CUH
+#define SKL_CUDA_SM90_STRIPS_TEACHER_LSE_CUH
 
-#include "cuda/sm90/indexer/dense_scores.cuh"
+#include "cuda/sm90/strips/scores.cuh"
 
 namespace sm90
 {
 
 static __global__ void __launch_bounds__(SCORE_THREADS, 1)
-    lse_kernel(const __grid_constant__ index_params params, const __grid_constant__ score_maps maps)
+    lse_kernel(const __grid_constant__ strip_params params, const __grid_constant__ score_maps maps)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char raw[];
