@@ -1,6 +1,6 @@
-/* Workspace and shared memory of sparse scores on tensor cores: for planning and for launching. A block computes one row
- * at a time and keeps the scores of its entries in the workspace: at the start of a forward's, or after the chunk of a
- * backward. */
+/* Workspace and shared memory of sparse scores on tensor cores: for planning and for launching. A block computes one
+ * row at a time and keeps the scores of its entries in the workspace: at the start of a forward's, or after the chunk
+ * of a backward. */
 #ifndef SKL_CUDA_COMMON_INDEXER_SPARSE_LAYOUT_H
 #define SKL_CUDA_COMMON_INDEXER_SPARSE_LAYOUT_H
 

@@ -12,12 +12,18 @@
 namespace tensor_core
 {
 
-/* Two elements of G where the ReLU is active, times their weights, in 16 bits; 0 elsewhere. Multiplies by 0 instead
- * of selecting, so that NaN stays NaN. */
+/* G times its weight where the ReLU of the logit is active, 0 elsewhere. Multiplies by 0 instead of selecting, so
+ * that NaN stays NaN. */
+__device__ inline float gate(float g, float logit, float weight, float least)
+{
+    return g * (logit > least ? weight : 0.0F);
+}
+
+/* Two of them in 16 bits. */
 template <typename ELEMENT>
 __device__ inline uint32_t gate_pair(float2 pair, float low, float high, float2 weights, float least)
 {
-    return pack(pair.x * (low > least ? weights.x : 0.0F), pair.y * (high > least ? weights.y : 0.0F), ELEMENT());
+    return pack(gate(pair.x, low, weights.x, least), gate(pair.y, high, weights.y, least), ELEMENT());
 }
 
 /* ---- Queries ------------------------------------------------------------------------------------------------ */

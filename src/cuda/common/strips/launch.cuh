@@ -20,9 +20,14 @@ inline strip_params params_for(const skl_cuda_params *params, const skl_index_la
         kernel_params.problem.index_linear = 1;
     }
     const skl_side student = skl_student_of(&kernel_params.problem, &params->call);
-    kernel_params.wrt = {
-        1,           params->b.heads_per_key, (int)student.key_heads, (int)student.dim, student.scale,
-        *student.dk, student.grad_dtype};
+    const int heads = (int)kernel_params.problem.index_heads;
+    kernel_params.wrt = {heads,
+                         params->b.heads_per_key * heads,
+                         (int)student.key_heads,
+                         (int)student.dim,
+                         student.scale,
+                         *student.dk,
+                         student.grad_dtype};
     kernel_params.with_teacher = !skl_only_lse_s(&params->call);
     kernel_params.lse_given = params->call.inputs.lse_t.data != NULL;
     kernel_params.least = kernel_params.problem.index_linear ? -INFINITY : 0.0F;

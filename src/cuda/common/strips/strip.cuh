@@ -50,7 +50,8 @@ __device__ inline index_row merge_rows(const index_row &a, const index_row &b)
 
 /* The side that gradients are taken with respect to. */
 struct strip_side {
-    int heads, heads_per_key, key_heads; /* heads: of this side per slot, 1 or the group size */
+    int heads; /* of this side per slot: index heads, the group size, or 1 */
+    int heads_per_key, key_heads;
     int dim;
     float scale;
     skl_output dk;
@@ -71,6 +72,12 @@ struct strip_params : skl_cuda_params {
     int64_t sum_batches, sum_rows;
     int64_t rest_at; /* offset from G to its residual plane, in units of 16 bytes */
 };
+
+/* Differences have gradients of the student alone. */
+__device__ inline const skl_cuda_argument &wrt_of(const strip_params &params)
+{
+    return params.b;
+}
 
 /* ---- Slots -------------------------------------------------------------------------------------------------- */
 
@@ -144,6 +151,23 @@ __device__ inline int64_t query_of(const query_slot &slot, int row)
 __device__ inline bool is_full(const query_slot &slot, int first, int count)
 {
     return first >= slot.full_begin && first + count <= slot.full_end;
+}
+
+/* Rows of a head's queries, and of a key head, from `first` on. */
+template <typename ELEMENT>
+__device__ inline row_source<ELEMENT> query_rows(const skl_cuda_argument &side, const skl_sequence &s, int head,
+                                                 int first)
+{
+    return {(const ELEMENT *)side.q.data + SKL_ROW(side.q, s.batch, head, s.query_begin + first), side.q.stride_row,
+            side.dim};
+}
+
+template <typename ELEMENT>
+__device__ inline row_source<ELEMENT> key_rows(const skl_cuda_argument &side, const skl_sequence &s, int key_head,
+                                               int first)
+{
+    return {(const ELEMENT *)side.k.data + SKL_ROW(side.k, s.batch, key_head, s.key_begin + first), side.k.stride_row,
+            side.dim};
 }
 
 /* Weight of an index head. Attention heads have none: theirs is 1. `row`: of the tensor. */

@@ -48,28 +48,30 @@ cudaError_t launch_dense_rows(const char *kernel, const skl_cuda_params *params,
 
 /* M of the gradient kernels: a block has 64 M stationary rows. Registers limit M, and for keys the shared memory of
  * two blocks. */
-template <int DIM> constexpr int QUERY_ROWS = DIM > 64 ? 1 : 2;
-template <typename ELEMENT, int DIM> constexpr int KEY_ROWS = DIM > 64 || G_PLANES<ELEMENT> > 1 ? 1 : 2;
+template <typename ELEMENT, int DIM> using query_pairs = difference_queries<ELEMENT, DIM, (DIM > 64 ? 1 : 2)>;
+template <typename ELEMENT, int DIM>
+using key_pairs = difference_keys<ELEMENT, DIM, (DIM > 64 || G_PLANES<ELEMENT> > 1 ? 1 : 2)>;
 
 template <typename ELEMENT, int DIM> cudaError_t launch_index_queries(const strip_params &kernel_params)
 {
-    constexpr int M = QUERY_ROWS<DIM>;
-    return launch_index(index_query_kernel<ELEMENT, DIM, M>,
-                        kernel_params.strip_count * kernel_params.problem.index_heads * (2 / M),
+    typedef query_pairs<ELEMENT, DIM> pairs;
+    return launch_index(query_gradient_kernel<pairs>,
+                        kernel_params.strip_count * kernel_params.wrt.heads * BLOCKS_PER_TILE<pairs>,
                         sizeof(query_smem<DIM>), kernel_params);
 }
 
 template <typename ELEMENT, int DIM>
 cudaError_t launch_index_keys(const strip_params &kernel_params, const skl_index_layout &layout)
 {
-    constexpr int M = KEY_ROWS<ELEMENT, DIM>;
+    typedef key_pairs<ELEMENT, DIM> pairs;
     strip_params slice = kernel_params;
     slice.num_splits = layout.num_dk_splits;
     cudaError_t error = cudaSuccess;
     for (slice.dim_first = 0; slice.dim_first < kernel_params.problem.dim_s && error == cudaSuccess;
-         slice.dim_first += KEY_WIDTH<DIM>)
-        error = launch_index(index_key_kernel<ELEMENT, DIM, M>, layout.key_items * layout.num_dk_splits * (2 / M),
-                             sizeof(key_smem<DIM, M, G_PLANES<ELEMENT>>), slice);
+         slice.dim_first += pairs::WIDTH)
+        error =
+            launch_index(key_gradient_kernel<pairs>, layout.key_items * layout.num_dk_splits * BLOCKS_PER_TILE<pairs>,
+                         sizeof(key_smem<pairs>), slice);
     return error;
 }
 

@@ -62,6 +62,7 @@ cudaError_t launch_group_rows(const char *kernel, const skl_cuda_params *params,
 template <typename ELEMENT>
 cudaError_t launch_group_gradients(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
+    typedef ratio_keys<ELEMENT> keys;
     const skl_index_layout &layout = launch->strips;
     record_launch(kernel, SKL_VARIANT_GRADIENTS, layout.num_splits);
     ratio_params kernel_params = ratio_params_for(params, launch);
@@ -87,11 +88,11 @@ cudaError_t launch_group_gradients(const char *kernel, const skl_cuda_params *pa
         gradients.num_splits = layout.num_dk_splits;
         const int64_t query_items = side.dq->data != NULL ? strip.strip_count * heads : 0;
         const int64_t key_items = side.dk->data != NULL ? layout.key_items * layout.num_dk_splits : 0;
-        gradients.query_blocks = (unsigned)(query_items * GROUP_BLOCKS_PER_TILE);
-        return error != cudaSuccess
-                   ? error
-                   : launch_index(group_gradient_kernel<ELEMENT>, (query_items + key_items) * GROUP_BLOCKS_PER_TILE,
-                                  sizeof(group_key_smem), gradients);
+        gradients.query_blocks = (unsigned)(query_items * BLOCKS_PER_TILE<keys>);
+        return error != cudaSuccess ? error
+                                    : launch_index(gradient_kernel<ratio_queries<ELEMENT>, keys>,
+                                                   (query_items + key_items) * BLOCKS_PER_TILE<keys>,
+                                                   sizeof(key_smem<keys>), gradients);
     });
 }
 

@@ -46,6 +46,12 @@ struct ratio_params : strip_params {
     float *split_dots;        /* [slot of the strip][split][head][query] */
 };
 
+/* The side whose gradients are computed. */
+__device__ inline const skl_cuda_argument &wrt_of(const ratio_params &params)
+{
+    return params.of_teacher ? params.a : params.b;
+}
+
 /* ---- Teacher ------------------------------------------------------------------------------------------------- */
 
 /* Applies the softcap if the argument has one. Returns the factor that the logits still need. */
