@@ -48,6 +48,12 @@ template <typename ELEMENT> struct row_source {
     {
         return {rows + row * stride, stride, dim};
     }
+
+    /* The dimensions from `first` on. */
+    __device__ row_source slab(int first) const
+    {
+        return {rows + first, stride, dim - first};
+    }
 };
 
 template <typename ELEMENT>

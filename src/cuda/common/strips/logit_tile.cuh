@@ -118,42 +118,67 @@ __device__ inline float log2_of(float p)
     return (float)exponent + __log2f(__int_as_float(bits - exponent * (1 << 23)));
 }
 
-/* Sums the thread's pairs of a row in a tile. The LSE of the index logits is not known yet, so each side has its own
- * shift; equal distributions still cancel. Replaces P by log2 P; NaN stays NaN. */
-template <int N>
-__device__ inline index_row sum_pairs(float (&p)[N][4], const float (&y)[N][4], float scale, int half,
-                                      const range32 &sees)
+/* Shifts of a row's logits: of the teacher and of the student. */
+struct row_shifts {
+    float t, s;
+};
+
+/* Sums the thread's pairs of a row in a tile. The LSE of the student's logits is not known yet, so each side has its
+ * own shift, shifts(largest log2 P, largest logit); equal distributions still cancel. `reverse`: A is the student. */
+template <int N, typename SHIFTS>
+__device__ inline index_row sum_pairs(const float (&log_p)[N][4], const float (&y)[N][4], float scale, int half,
+                                      const range32 &sees, bool reverse, SHIFTS shifts)
 {
-    index_row row = {skl_state_empty(), 0.0F};
+    float max_t = -INFINITY, max_s = -INFINITY;
     bool any = false;
 #pragma unroll
     for (int n = 0; n < N; n++)
 #pragma unroll
         for (int parity = 0; parity < 2; parity++) {
-            float &log_p = p[n][half * 2 + parity];
             const bool seen = acc_column(n, parity) >= sees.begin && acc_column(n, parity) < sees.end;
-            log_p = fmaf(0.0F, log_p, log2_of(log_p));
-            row.state.m_a = seen ? fmaxf(row.state.m_a, log_p) : row.state.m_a;
-            row.state.m_b = seen ? fmaxf(row.state.m_b, y[n][half * 2 + parity] * scale) : row.state.m_b;
+            max_t = seen ? fmaxf(max_t, log_p[n][half * 2 + parity]) : max_t;
+            max_s = seen ? fmaxf(max_s, y[n][half * 2 + parity] * scale) : max_s;
             any = any || seen;
         }
     if (!any)
-        return row;
-    const bool huge = is_huge(row.state.m_b);
+        return {skl_state_empty(), 0.0F};
+    const row_shifts shift = shifts(max_t, max_s);
+    const bool huge = is_huge(shift.s);
+    float l_t = 0.0F, l_s = 0.0F, w = 0.0F, p_log_p = 0.0F;
 #pragma unroll
     for (int n = 0; n < N; n++)
 #pragma unroll
         for (int parity = 0; parity < 2; parity++) {
-            const float log_p_a = p[n][half * 2 + parity] - row.state.m_a, p_a = ex2(log_p_a);
-            const float log_p_b = minus_shift(y[n][half * 2 + parity], scale, row.state.m_b, huge);
+            const float of_t = log_p[n][half * 2 + parity] - shift.t, p = ex2(of_t);
+            const float of_s = minus_shift(y[n][half * 2 + parity], scale, shift.s, huge);
             if (acc_column(n, parity) < sees.begin || acc_column(n, parity) >= sees.end)
                 continue;
-            row.state.l_a += p_a;
-            row.state.l_b += ex2(log_p_b);
-            row.state.w = fmaf(p_a, log_p_a - log_p_b, row.state.w);
-            row.p_log_p = fmaf(p_a, log_p_a, row.p_log_p);
+            const float s = ex2(of_s);
+            l_t += p;
+            l_s += s;
+            w = reverse ? fmaf(s, of_s - of_t, w) : fmaf(p, of_t - of_s, w);
+            p_log_p = fmaf(p, of_t, p_log_p);
         }
-    return row;
+    if (reverse)
+        return {{shift.s, l_s, shift.t, l_t, w}, p_log_p};
+    return {{shift.t, l_t, shift.s, l_s, w}, p_log_p};
+}
+
+/* The same from P, which it replaces by log2 P; NaN stays NaN. */
+template <int N>
+__device__ inline index_row sum_probabilities(float (&p)[N][4], const float (&y)[N][4], float scale, int half,
+                                              const range32 &sees)
+{
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int parity = 0; parity < 2; parity++) {
+            float &log_p = p[n][half * 2 + parity];
+            log_p = fmaf(0.0F, log_p, log2_of(log_p));
+        }
+    return sum_pairs(p, y, scale, half, sees, false, [](float max_t, float max_s) {
+        return row_shifts{max_t, max_s};
+    });
 }
 
 /* The same for the index logits alone, without a teacher. */
@@ -189,7 +214,7 @@ __device__ inline index_row sum_row(const strip_params &params, const query_slot
 {
     const float scale = params.b.scale;
     if (params.with_teacher)
-        return sum_pairs(p, y, scale, half, visible_range(params, slot, row, first));
+        return sum_probabilities(p, y, scale, half, visible_range(params, slot, row, first));
     if (is_full(slot, first, N * 8)) /* worth a separate path only without the teacher's work */
         return sum_index<false>(y, scale, half, {0, 0});
     return sum_index<true>(y, scale, half, visible_range(params, slot, row, first));

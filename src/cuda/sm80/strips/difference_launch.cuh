@@ -24,7 +24,7 @@ cudaError_t launch_index(KERNEL kernel, int64_t blocks, size_t memory, const PAR
 template <typename ELEMENT> cudaError_t launch_scores(const strip_params &kernel_params)
 {
     const cudaError_t error =
-        launch_index(index_score_kernel<ELEMENT>, kernel_params.strip_count * kernel_params.num_splits,
+        launch_index(score_kernel<difference_scores<ELEMENT>>, kernel_params.strip_count * kernel_params.num_splits,
                      sizeof(score_smem), kernel_params);
     return error == cudaSuccess ? launch_rows(kernel_params) : error;
 }
@@ -40,7 +40,7 @@ cudaError_t launch_dense_rows(const char *kernel, const skl_cuda_params *params,
     cudaError_t error = cudaSuccess;
     if (kernel_params.with_teacher && !kernel_params.lse_given) {
         assign_teacher_lse(&kernel_params, layout);
-        error = launch_index(index_lse_kernel<ELEMENT>, p->batch * p->heads_t * skl_ceil_div(p->len_q, SIDE),
+        error = launch_index(lse_kernel<ELEMENT>, p->batch * p->heads_t * skl_ceil_div(p->len_q, SIDE),
                              sizeof(score_smem), kernel_params);
     }
     return error == cudaSuccess ? launch_scores<ELEMENT>(kernel_params) : error;

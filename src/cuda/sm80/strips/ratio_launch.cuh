@@ -29,7 +29,7 @@ inline ratio_params ratio_params_for(const skl_cuda_params *params, const skl_cu
 template <typename ELEMENT> cudaError_t launch_group_scores(ratio_params kernel_params, group_output output)
 {
     kernel_params.output = output;
-    return launch_index(group_score_kernel<ELEMENT>, kernel_params.strip_count * kernel_params.num_splits,
+    return launch_index(score_kernel<ratio_scores<ELEMENT>>, kernel_params.strip_count * kernel_params.num_splits,
                         sizeof(score_smem), kernel_params);
 }
 

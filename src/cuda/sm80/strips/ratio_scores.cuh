@@ -1,6 +1,6 @@
-/* Teacher groups with softcaps, in both directions of the KL and with gradients of both sides, by mma.sync, sm_80 and
- * up: the scores. The other kernels for teacher groups know P; these know log2 P, which the reverse KL needs where P
- * is below the range of floats, and from which all gradients follow.
+/* Scores of a strip as ratios by mma.sync: a policy for scores.cuh. Teacher groups with softcaps, in both directions
+ * of the KL and with gradients of both sides. The other kernels for teacher groups know P; these know log2 P, which
+ * the reverse KL needs where P is below the range of floats, and from which all gradients follow.
  *
  *   R = log2 A - log2 B      of a pair: what its gradients need besides the probability of their own head
  *
@@ -10,9 +10,8 @@
  *   RATIOS    R of a strip (strip.cuh), for the gradients (ratio_gradients.cuh)
  *   DOTS      dot_t of every teacher head: R stays in registers while the teacher's heads stream past again
  *
- * Tiles, slabs and registers are those of difference_scores.cuh: log2 P, Y and the products of a head, 64 each.
- *
- *   head h    X = Q_h K_h^T  ->  log2 P = log2 of the running mean of 2^(X - lse_h)
+ *   teacher head h   log2 P = log2 of the running mean of 2^(X - lse_h)
+ *   student head     Y = X
  *
  * A running mean in log space, because the mean of equal heads is then exactly that head. LSEs are split into a float
  * and the rest (`low`); log2 P is relative to the low of a reference, the student's LSE or that of the first head. So
@@ -21,7 +20,7 @@
 #define SKL_CUDA_SM80_STRIPS_RATIO_SCORES_CUH
 
 #include "cuda/common/group_rows.cuh"
-#include "cuda/sm80/strips/difference_scores.cuh"
+#include "cuda/sm80/strips/scores.cuh"
 
 namespace sm80
 {
@@ -74,94 +73,33 @@ __device__ inline float log2_mean(float mean, float x, float share)
     return fmaxf(mean, x) + lg2(fmaf(of_smaller, ex2(-distance) - 1.0F, 1.0F));
 }
 
-/* The lane that holds the values of a thread's row. */
-__device__ inline int lane_of_row(int m, int half)
-{
-    return (m * 2 + half) * 8 + (int)(threadIdx.x % 32 / 4);
-}
+/* Reads the LSEs of a row, relative to the low of a reference: value() - low is the LSE in base 2. */
+struct relative_lse : head_lse {
+    float low;
 
-/* Calls visit(n, x, scale, lse of the lane's row) for each teacher head. */
-template <typename ELEMENT, typename VISIT>
-__device__ inline void for_teacher_heads(slab_stream<ELEMENT> &slabs, const head_list &heads, head_lse lse,
-                                         VISIT visit)
-{
-    float next = lse.load();
-#pragma unroll 1
-    for (int n = 0; n < heads.count; n++) {
-        const float now = next;
-        if (n + 1 < heads.count) {
-            lse.next();
-            next = lse.load();
-        }
-        tile_logits x;
-        slabs.multiply(x, heads.slabs);
-        const float scale = cap_tile(x, slabs.params.a);
-        visit(n, x, scale, split_lse2(now));
+    __device__ skl_lse2 value(float lse) const
+    {
+        const skl_lse2 lse2 = split_lse2(lse);
+        return {lse2.value, low - lse2.low};
     }
-}
-
-/* log_p = log2 P + low, with the low of the lane's row. */
-template <typename ELEMENT>
-__device__ inline void log2_of_mean(tile_logits &log_p, slab_stream<ELEMENT> &slabs, const head_list &heads,
-                                    const head_lse &lse, float low)
-{
-    for_teacher_heads(slabs, heads, lse, [&](int n, const tile_logits &x, float scale, const skl_lse2 &of_lane) {
-        const float share = __fdividef(1.0F, (float)(n + 1));
-#pragma unroll
-        for (int m = 0; m < M_TILES; m++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const float high = __shfl_sync(~0U, of_lane.value, lane_of_row(m, half));
-                const float rest = __shfl_sync(~0U, low - of_lane.low, lane_of_row(m, half));
-#pragma unroll
-                for (int e = 0; e < TILE_KEYS / 4; e++) {
-                    float &mean = log_p[m][e / 2][half * 2 + e % 2];
-                    const float of_head = fmaf(x[m][e / 2][half * 2 + e % 2], scale, -high) + rest;
-                    mean = n == 0 ? of_head : log2_mean(mean, of_head, share);
-                }
-            }
-    });
-}
+};
 
 /* ---- Rows ---------------------------------------------------------------------------------------------------- */
 
 /* The state of the thread's columns of a row. Shifts are the maxima, or, where teacher and student have the same one,
  * as equal inputs do, the LSE of the reference, from which both have the same distances to the last bit. */
 template <int N>
-__device__ inline skl_row_state sum_log_pairs(const float (&log_p)[N][4], const float (&y)[N][4], float scale,
-                                              int half, const range32 &sees, const skl_lse2 &reference, bool reverse)
+__device__ inline skl_row_state sum_ratio_pairs(const float (&log_p)[N][4], const float (&y)[N][4], float scale,
+                                                int half, const range32 &sees, const skl_lse2 &reference,
+                                                bool reverse)
 {
     constexpr float SAME = 0x1p-8F, FAR = 100.0F;
-    float max_t = -INFINITY, max_s = -INFINITY;
-    bool any = false;
-#pragma unroll
-    for (int e = 0; e < N * 2; e++) {
-        const int column = acc_column(e / 2, e % 2);
-        const bool seen = column >= sees.begin && column < sees.end;
-        max_t = seen ? fmaxf(max_t, log_p[e / 2][half * 2 + e % 2]) : max_t;
-        max_s = seen ? fmaxf(max_s, y[e / 2][half * 2 + e % 2] * scale) : max_s;
-        any = any || seen;
-    }
-    if (!any)
-        return skl_state_empty();
-    const bool same = fabsf(max_s - reference.value - max_t) < SAME && fabsf(max_t) < FAR;
-    const float shift_t = same ? 0.0F : max_t, shift_s = same ? reference.value : max_s;
-    const bool huge = is_huge(shift_s);
-    float l_t = 0.0F, l_s = 0.0F, w = 0.0F;
-#pragma unroll
-    for (int e = 0; e < N * 2; e++) {
-        const int column = acc_column(e / 2, e % 2);
-        if (column < sees.begin || column >= sees.end)
-            continue;
-        const float of_t = log_p[e / 2][half * 2 + e % 2] - shift_t;
-        const float of_s = minus_shift(y[e / 2][half * 2 + e % 2], scale, shift_s, huge);
-        const float p = ex2(of_t), s = ex2(of_s);
-        l_t += p;
-        l_s += s;
-        w = reverse ? fmaf(s, of_s - of_t, w) : fmaf(p, of_t - of_s, w);
-    }
-    const float m_t = shift_t - reference.low;
-    return reverse ? skl_row_state{shift_s, l_s, m_t, l_t, w} : skl_row_state{m_t, l_t, shift_s, l_s, w};
+    skl_row_state state = sum_pairs(log_p, y, scale, half, sees, reverse, [&](float max_t, float max_s) {
+                              const bool same = fabsf(max_s - reference.value - max_t) < SAME && fabsf(max_t) < FAR;
+                              return row_shifts{same ? 0.0F : max_t, same ? reference.value : max_s};
+                          }).state;
+    (reverse ? state.m_b : state.m_a) -= reference.low;
+    return state;
 }
 
 /* ---- Ratios -------------------------------------------------------------------------------------------------- */
@@ -226,43 +164,7 @@ __device__ inline float *split_dots_of(const ratio_params &params, unsigned slot
     return params.split_dots + ((int64_t)slot * params.num_splits + split) * heads * SIDE;
 }
 
-/* dot_t of a head is mean + sum p_h (phi - mean), where phi = dKL / dP is ln2 R, or -2^R for the reverse KL. Sums of
- * a tile are added to those of the split in memory. */
-template <typename ELEMENT>
-__device__ inline void add_dots(const ratio_params &params, const score_smem &smem, slab_stream<ELEMENT> &slabs,
-                                const tile_logits &ratio, float mean)
-{
-    const head_list &heads = smem.streamed[2];
-    const query_slot &slot = smem.slot;
-    float *const dots =
-        split_dots_of(params, smem.slot_index - (unsigned)params.strip_first, smem.split, heads.count);
-    const head_lse lse = lse_of(params, slot, heads.first, query_of(slot, (int)threadIdx.x));
-    for_teacher_heads(slabs, heads, lse, [&](int n, const tile_logits &x, float scale, const skl_lse2 &of_lane) {
-#pragma unroll
-        for (int m = 0; m < M_TILES; m++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const int lane = lane_of_row(m, half);
-                const float high = __shfl_sync(~0U, of_lane.value, lane), rest = __shfl_sync(~0U, of_lane.low, lane);
-                const float of_row = __shfl_sync(~0U, mean, lane);
-                float sum = 0.0F;
-#pragma unroll
-                for (int e = 0; e < TILE_KEYS / 4; e++) {
-                    const float r = ratio[m][e / 2][half * 2 + e % 2];
-                    const float log_p = fmaf(x[m][e / 2][half * 2 + e % 2], scale, -high) - rest, p = ex2(log_p);
-                    const float term =
-                        params.reverse ? fmaf(p, -of_row, -ex2(log_p + r)) : p * fmaf(SKL_LN2, r, -of_row);
-                    sum += is_masked(r) ? 0.0F : term;
-                }
-                sum += __shfl_xor_sync(~0U, sum, 1);
-                sum += __shfl_xor_sync(~0U, sum, 2);
-                if (threadIdx.x % 4 == 0)
-                    dots[n * SIDE + acc_row<M_TILES>(m, half)] += sum;
-            }
-    });
-}
-
-/* ---- Kernel -------------------------------------------------------------------------------------------------- */
+/* ---- Policy --------------------------------------------------------------------------------------------------- */
 
 /* The student's side of the lane's row. */
 struct lane_row {
@@ -286,74 +188,122 @@ __device__ inline lane_row lane_row_of(const ratio_params &params, const score_s
             0.0F * upstream_of(params, slot, query), 0.0F};
 }
 
-/* Ends a tile for 16 queries of a warp: row states or R. */
-__device__ inline void finish_group_tile(const ratio_params &params, const score_smem &smem, const lane_row &lane,
-                                         int m, int tile, float (&log_p)[TILE_KEYS / 8][4],
-                                         const float (&y)[TILE_KEYS / 8][4], float scale)
-{
-    const query_slot &slot = smem.slot;
-    range32 sees[2];
-    ratio_row rows[2];
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int from = lane_of_row(m, half);
-        sees[half] = visible_range(params, slot, acc_row<M_TILES>(m, half), tile * TILE_KEYS);
-        rows[half] = {{__shfl_sync(~0U, lane.reference.value, from), __shfl_sync(~0U, lane.reference.low, from)},
-                      __shfl_sync(~0U, lane.log2_share, from),
-                      __shfl_sync(~0U, lane.poison, from)};
-    }
-    if (params.output == GROUP_ROWS) {
-        index_row *const sums = rows_of_split(params, smem.slot_index, smem.split);
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-            add_to_row(sums + acc_row<M_TILES>(m, half),
-                       {sum_log_pairs(log_p, y, scale, half, sees[half], rows[half].lse_s, params.reverse), 0.0F});
-        return;
-    }
-    ratios_of(log_p, y, scale, sees, rows, params.reverse);
-    if (params.output == GROUP_RATIOS)
-        store_ratios(g_block(params, smem.slot_index, tile / TILES_PER_G_TILE, (int)(threadIdx.x / 32) * M_TILES + m,
-                             tile % TILES_PER_G_TILE * (TILE_KEYS / 16)),
-                     params.rest_at, log_p);
-}
+template <typename ELEMENT> struct ratio_scores {
+    typedef ELEMENT element;
+    typedef ratio_params params_type;
+    const ratio_params &params;
+    const score_smem &smem;
+    head_lse lse;
+    lane_row lane;
 
-template <typename ELEMENT>
-__global__ void __launch_bounds__(THREADS, 2) group_score_kernel(const __grid_constant__ ratio_params params)
-{
-    extern __shared__ __align__(128) unsigned char raw[];
-    score_smem &smem = *(score_smem *)(void *)raw;
-    if (threadIdx.x == 0) {
-        init_split(smem, params);
-        if (params.output == GROUP_DOTS)
-            smem.streamed[smem.streamed_count++] = smem.streamed[0];
+    __device__ ratio_scores(const ratio_params &of_launch, const score_smem &of_block)
+        : params(of_launch), smem(of_block),
+          lse(lse_of(params, smem.slot, smem.streamed[0].first, query_of(smem.slot, (int)threadIdx.x))),
+          lane(lane_row_of(params, smem, lse))
+    {
+        if (params.output == GROUP_ROWS)
+            rows_of_split(params, smem.slot_index, smem.split)[threadIdx.x] = empty_row();
+        for (int n = 0; params.output == GROUP_DOTS && n < smem.streamed[0].count; n++)
+            dots()[n * SIDE + threadIdx.x] = 0.0F;
     }
-    __syncthreads();
-    const query_slot &slot = smem.slot;
-    if (slot.count <= 0)
-        return;
-    if (params.output == GROUP_ROWS)
-        rows_of_split(params, smem.slot_index, smem.split)[threadIdx.x] = empty_row();
-    for (int n = 0; params.output == GROUP_DOTS && n < smem.streamed[0].count; n++)
-        split_dots_of(params, smem.slot_index - (unsigned)params.strip_first, smem.split,
-                      smem.streamed[0].count)[n * SIDE + threadIdx.x] = 0.0F;
-    __syncwarp(); /* only this warp adds to its rows */
-    slab_stream<ELEMENT> slabs = {params, smem, {smem.tile_begin, 0, 0, 0}, 0};
-    slabs.prefetch();
-    const head_lse lse = lse_of(params, slot, smem.streamed[0].first, query_of(slot, (int)threadIdx.x));
-    const lane_row lane = lane_row_of(params, smem, lse);
-#pragma unroll 1
-    for (int tile = smem.tile_begin; tile < smem.tile_end; tile++) {
-        tile_logits log_p, y;
-        log2_of_mean(log_p, slabs, smem.streamed[0], lse, lane.reference.low);
+
+    __device__ static bool teacher_again(const ratio_params &params)
+    {
+        return params.output == GROUP_DOTS;
+    }
+
+    __device__ float *dots() const
+    {
+        return split_dots_of(params, smem.slot_index - (unsigned)params.strip_first, smem.split,
+                             smem.streamed[0].count);
+    }
+
+    /* log_p = log2 P + low, with the low of the lane's row. */
+    __device__ void teacher(tile_logits &log_p, slab_stream<ELEMENT> &slabs) const
+    {
+        slabs.for_heads(smem.streamed[0], relative_lse{lse, lane.reference.low},
+                        [&](int n, tile_logits &x, const skl_lse2 &lse2) {
+                            const float scale = cap_tile(x, params.a), share = __fdividef(1.0F, (float)(n + 1));
+                            combine_tile(log_p, x, lse2, [=](float mean, float of_pair, const skl_lse2 &of_row) {
+                                const float of_head = fmaf(of_pair, scale, -of_row.value) + of_row.low;
+                                return n == 0 ? of_head : log2_mean(mean, of_head, share);
+                            });
+                        });
+    }
+
+    /* y is the tanh of a softcap, times the cap, or the products without their scale: scale_of_y. */
+    __device__ void student(tile_logits &y, slab_stream<ELEMENT> &slabs) const
+    {
         slabs.multiply(y, smem.streamed[1].slabs);
-        const float scale = cap_tile(y, params.b);
-#pragma unroll
-        for (int m = 0; m < M_TILES; m++)
-            finish_group_tile(params, smem, lane, m, tile, log_p[m], y[m], scale);
-        if (params.output == GROUP_DOTS)
-            add_dots(params, smem, slabs, log_p, lane.mean);
+        cap_tile(y, params.b);
     }
-}
+
+    __device__ float scale_of_y() const
+    {
+        return params.b.capped ? 1.0F : params.b.scale;
+    }
+
+    /* Row states, or log_p = R, which is stored if it is wanted. */
+    __device__ void finish(int m, int tile, float (&log_p)[TILE_KEYS / 8][4],
+                           const float (&y)[TILE_KEYS / 8][4]) const
+    {
+        range32 sees[2];
+        ratio_row rows[2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int from = lane_of_row(m, half);
+            sees[half] = visible_range(params, smem.slot, acc_row<M_TILES>(m, half), tile * TILE_KEYS);
+            rows[half] = {broadcast(lane.reference, from), broadcast(lane.log2_share, from),
+                          broadcast(lane.poison, from)};
+        }
+        if (params.output == GROUP_ROWS) {
+            index_row *const sums = rows_of_split(params, smem.slot_index, smem.split);
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                add_to_row(
+                    sums + acc_row<M_TILES>(m, half),
+                    {sum_ratio_pairs(log_p, y, scale_of_y(), half, sees[half], rows[half].lse_s, params.reverse),
+                     0.0F});
+            return;
+        }
+        ratios_of(log_p, y, scale_of_y(), sees, rows, params.reverse);
+        if (params.output == GROUP_RATIOS)
+            store_ratios(planes_of(params, smem, m, tile), params.rest_at, log_p);
+    }
+
+    /* dot_t of a head is mean + sum p_h (phi - mean), where phi = dKL / dP is ln2 R, or -2^R for the reverse KL. Sums
+     * of a tile are added to those of the split in memory. */
+    __device__ void end_tile(slab_stream<ELEMENT> &slabs, const tile_logits &ratio) const
+    {
+        if (params.output != GROUP_DOTS)
+            return;
+        slabs.for_heads(smem.streamed[2], relative_lse{lse, 0.0F}, [&](int n, tile_logits &x, const skl_lse2 &lse2) {
+            const float scale = cap_tile(x, params.a);
+#pragma unroll
+            for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const skl_lse2 of_row = broadcast(lse2, lane_of_row(m, half));
+                    const float mean = broadcast(lane.mean, lane_of_row(m, half));
+                    float sum = 0.0F;
+#pragma unroll
+                    for (int e = 0; e < TILE_KEYS / 4; e++) {
+                        const float r = ratio[m][e / 2][half * 2 + e % 2];
+                        const float log_p = fmaf(x[m][e / 2][half * 2 + e % 2], scale, -of_row.value) + of_row.low;
+                        const float p = ex2(log_p);
+                        const float term =
+                            params.reverse ? fmaf(p, -mean, -ex2(log_p + r)) : p * fmaf(SKL_LN2, r, -mean);
+                        sum += is_masked(r) ? 0.0F : term;
+                    }
+                    sum = quad_sum(sum);
+                    if (threadIdx.x % 4 == 0)
+                        dots()[n * SIDE + acc_row<M_TILES>(m, half)] += sum;
+                }
+        });
+    }
+};
+
+/* ---- Rows of a strip ------------------------------------------------------------------------------------------ */
 
 /* Merges the splits of a strip's rows: one block per slot, one thread per query. */
 static __global__ void __launch_bounds__(SIDE) finish_group_rows(const __grid_constant__ ratio_params params)
