@@ -1,4 +1,4 @@
-/* Launches of a dense indexer on tensor cores: the host code that the mma.sync and the wgmma kernels share. */
+/* Launches of strips: the host code that the mma.sync and the wgmma kernels share. */
 #ifndef SKL_CUDA_COMMON_STRIPS_LAUNCH_CUH
 #define SKL_CUDA_COMMON_STRIPS_LAUNCH_CUH
 
@@ -54,11 +54,24 @@ inline void assign_teacher_lse(strip_params *kernel_params, const skl_index_layo
     kernel_params->call.inputs.lse_t = {lse->data, lse->stride_batch, lse->stride_head, lse->stride_row};
 }
 
-/* After the scores of a strip: finishes its rows, if the operation writes any. */
-inline cudaError_t launch_rows(const strip_params &kernel_params)
+/* ---- Launches ----------------------------------------------------------------------------------------------- */
+
+template <typename KERNEL, typename PARAMS, typename... MAPS>
+cudaError_t launch_blocks(KERNEL kernel, int64_t blocks, int threads, size_t memory, const PARAMS &params,
+                          const MAPS &...maps)
 {
-    if (kernel_params.call.op == SKL_OP_BACKWARD)
-        return cudaSuccess;
+    if (blocks == 0)
+        return cudaSuccess; /* there are no keys */
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)memory);
+    if (error != cudaSuccess)
+        return error;
+    kernel<<<(unsigned)blocks, threads, memory, params.call.stream>>>(params, maps...);
+    return cudaPeekAtLastError();
+}
+
+/* After the scores of a strip: finishes its rows. */
+template <typename PARAMS> cudaError_t launch_finish_rows(const PARAMS &kernel_params)
+{
     finish_rows<<<(unsigned)kernel_params.strip_count, SIDE, 0, kernel_params.call.stream>>>(kernel_params);
     return cudaPeekAtLastError();
 }
@@ -83,6 +96,75 @@ cudaError_t launch_strips(PARAMS *kernel_params, const skl_cuda_launch *chosen, 
     kernel_params->num_splits = layout.num_dk_splits;
     store_key_sums<<<(unsigned)chosen->sm_count * 16, STORE_THREADS, 0, kernel_params->call.stream>>>(*kernel_params);
     return cudaPeekAtLastError();
+}
+
+/* ---- Differences -------------------------------------------------------------------------------------------- */
+
+/* KERNELS are those of an architecture:
+ *
+ *   encode(params)                           tensor maps, before the first launch
+ *   teacher_lse(params, blocks)              LSEs of all teacher heads, to rows.lse_t
+ *   scores(params)                           row states of all splits, and G if params.g has data
+ *   queries<DIM>(params), keys<DIM>(params, items) */
+template <typename KERNELS> cudaError_t launch_difference_scores(const KERNELS &kernels, const strip_params &strip)
+{
+    const cudaError_t error = kernels.scores(strip);
+    return error == cudaSuccess && strip.call.op != SKL_OP_BACKWARD ? launch_finish_rows(strip) : error;
+}
+
+template <typename KERNELS>
+cudaError_t launch_difference_rows(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
+{
+    const skl_problem *const p = &params->problem;
+    const skl_index_layout &layout = launch->strips;
+    strip_params kernel_params = params_for(params, layout);
+    kernel_params.g = NULL;
+    KERNELS kernels;
+    cudaError_t error = kernels.encode(kernel_params);
+    if (error != cudaSuccess)
+        return error;
+    record_launch(kernel, SKL_VARIANT_ROWS, layout.num_splits);
+    if (kernel_params.with_teacher && !kernel_params.lse_given) {
+        assign_teacher_lse(&kernel_params, layout);
+        error = kernels.teacher_lse(kernel_params, p->batch * p->heads_t * skl_ceil_div(p->len_q, SIDE));
+    }
+    return error == cudaSuccess ? launch_difference_scores(kernels, kernel_params) : error;
+}
+
+/* dq and dw, dk, of a strip. */
+template <int DIM, typename KERNELS>
+cudaError_t launch_difference_sums(const KERNELS &kernels, const strip_params &strip, const skl_index_layout &layout)
+{
+    const skl_gradients *const grads = &strip.call.gradients;
+    cudaError_t error = cudaSuccess;
+    if (grads->dq_s.data != NULL || grads->dw_s.data != NULL)
+        error = kernels.template queries<DIM>(strip);
+    strip_params of_keys = strip;
+    of_keys.num_splits = layout.num_dk_splits;
+    if (error == cudaSuccess && grads->dk_s.data != NULL)
+        error = kernels.template keys<DIM>(of_keys, layout.key_items * layout.num_dk_splits);
+    return error;
+}
+
+template <typename KERNELS>
+cudaError_t launch_difference_gradients(const char *kernel, const skl_cuda_params *params,
+                                        const skl_cuda_launch *launch)
+{
+    const int64_t dim = params->problem.dim_s;
+    const skl_index_layout &layout = launch->strips;
+    strip_params kernel_params = params_for(params, layout);
+    KERNELS kernels;
+    const cudaError_t encoded = kernels.encode(kernel_params);
+    if (encoded != cudaSuccess)
+        return encoded;
+    record_launch(kernel, SKL_VARIANT_GRADIENTS, layout.num_splits);
+    return launch_strips(&kernel_params, launch, [&](const strip_params &strip) {
+        const cudaError_t error = launch_difference_scores(kernels, strip);
+        return error != cudaSuccess ? error
+               : dim <= 64          ? launch_difference_sums<64>(kernels, strip, layout)
+               : dim <= 128         ? launch_difference_sums<128>(kernels, strip, layout)
+                                    : launch_difference_sums<256>(kernels, strip, layout);
+    });
 }
 
 } // namespace tensor_core

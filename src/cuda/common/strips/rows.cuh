@@ -1,4 +1,4 @@
-/* Merges the splits of a dense indexer: row sums over splits of the keys, dk over splits of the queries. */
+/* Merges the splits of a strip: row states over splits of the keys, dk over splits of the queries. */
 #ifndef SKL_CUDA_COMMON_STRIPS_ROWS_CUH
 #define SKL_CUDA_COMMON_STRIPS_ROWS_CUH
 
@@ -11,11 +11,13 @@ namespace tensor_core
 
 /* ---- Rows --------------------------------------------------------------------------------------------------- */
 
-/* Writes the results of a row, or its partial state. */
-__device__ inline void finish_row(const strip_params &params, const skl_sequence &s, int64_t head, int64_t query,
-                                  const index_row &row)
+/* Writes the results of a row, or its partial state. Kernels with other parameters have their own. */
+__device__ inline void write_strip_row(const strip_params &params, const query_slot &slot, int64_t query,
+                                       const index_row &row)
 {
     const skl_problem &p = params.problem;
+    const skl_sequence &s = slot.sequence;
+    const int64_t head = slot.head;
     const skl_rows &rows = params.call.rows;
     const skl_input &lse_t = params.call.inputs.lse_t;
     if (params.call.op == SKL_OP_PARTIAL) {
@@ -42,19 +44,26 @@ __device__ inline void finish_row(const strip_params &params, const skl_sequence
                     mean_lse_t == -INFINITY ? mean_lse_t : skl_row_value(&lse_t, &s, h, query) + mean_lse_t);
 }
 
-/* One block per slot, one thread per query. */
-static __global__ void __launch_bounds__(SIDE) finish_rows(const __grid_constant__ strip_params params)
+/* Calls write(slot, query) for the thread's query, if there is one: one block per slot, one thread per query. */
+template <typename WRITE> __device__ inline void for_query_of_thread(const strip_params &params, WRITE write)
 {
-    const skl_problem &p = params.problem;
-    const query_slot slot = slot_at(params, (unsigned)params.strip_first + blockIdx.x, (unsigned)p.heads_s);
-    if ((int)threadIdx.x >= slot.count)
-        return;
-    const index_row *const rows_of_splits =
-        params.split_rows + (int64_t)blockIdx.x * params.num_splits * SIDE + threadIdx.x;
-    index_row row = rows_of_splits[0];
-    for (int split = 1; split < params.num_splits; split++)
-        row = merge_rows(row, rows_of_splits[split * SIDE]);
-    finish_row(params, slot.sequence, slot.head, slot.first + (int)threadIdx.x, row);
+    const query_slot slot =
+        slot_at(params, (unsigned)params.strip_first + blockIdx.x, (unsigned)params.problem.heads_s);
+    if ((int)threadIdx.x < slot.count)
+        write(slot, slot.first + (int)threadIdx.x);
+}
+
+template <typename PARAMS>
+static __global__ void __launch_bounds__(SIDE) finish_rows(const __grid_constant__ PARAMS params)
+{
+    for_query_of_thread(params, [&](const query_slot &slot, int64_t query) {
+        const index_row *const splits =
+            params.split_rows + (int64_t)blockIdx.x * params.num_splits * SIDE + threadIdx.x;
+        index_row row = splits[0];
+        for (int split = 1; split < params.num_splits; split++)
+            row = merge_rows(row, splits[split * SIDE]);
+        write_strip_row(params, slot, query, row);
+    });
 }
 
 /* ---- Key gradients ------------------------------------------------------------------------------------------ */

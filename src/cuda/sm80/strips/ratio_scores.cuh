@@ -20,6 +20,7 @@
 #define SKL_CUDA_SM80_STRIPS_RATIO_SCORES_CUH
 
 #include "cuda/common/group_rows.cuh"
+#include "cuda/common/strips/rows.cuh"
 #include "cuda/sm80/strips/scores.cuh"
 
 namespace sm80
@@ -305,42 +306,33 @@ template <typename ELEMENT> struct ratio_scores {
 
 /* ---- Rows of a strip ------------------------------------------------------------------------------------------ */
 
-/* Merges the splits of a strip's rows: one block per slot, one thread per query. */
-static __global__ void __launch_bounds__(SIDE) finish_group_rows(const __grid_constant__ ratio_params params)
+__device__ inline void write_strip_row(const ratio_params &params, const query_slot &slot, int64_t query,
+                                       const index_row &row)
 {
-    const query_slot slot =
-        slot_at(params, (unsigned)params.strip_first + blockIdx.x, (unsigned)params.problem.heads_s);
-    if ((int)threadIdx.x >= slot.count)
-        return;
-    const index_row *const splits = params.split_rows + (int64_t)blockIdx.x * params.num_splits * SIDE + threadIdx.x;
-    skl_row_state state = splits[0].state;
-    for (int split = 1; split < params.num_splits; split++)
-        state = skl_state_merge(state, splits[split * SIDE].state);
-    const int64_t query = slot.first + (int)threadIdx.x;
-    const group_row_lses lses = write_group_row(params, params.lse_computed, slot.sequence, slot.head, query, state);
+    const group_row_lses lses =
+        write_group_row(params, params.lse_computed, slot.sequence, slot.head, query, row.state);
     if (params.dot_rows == NULL)
         write_group_lse_t(params, params.lse_computed, slot.sequence, slot.head, query, lses.mean_lse_t);
     else
         params.dot_rows[(int64_t)blockIdx.x * SIDE + threadIdx.x] = {
-            lses, skl_dot_rule_of(&state, params.reverse, !params.lse_computed).mean};
+            lses, skl_dot_rule_of(&row.state, params.reverse, !params.lse_computed).mean};
 }
 
-/* The same for dot_t, and then for the teacher's LSEs, which may replace those that dot_t is made of. */
-static __global__ void __launch_bounds__(SIDE) finish_group_dots(const __grid_constant__ ratio_params params)
+/* Writes dot_t, and then the teacher's LSEs, which may replace those that dot_t is made of. */
+template <typename PARAMS>
+static __global__ void __launch_bounds__(SIDE) finish_dots(const __grid_constant__ PARAMS params)
 {
-    const query_slot slot =
-        slot_at(params, (unsigned)params.strip_first + blockIdx.x, (unsigned)params.problem.heads_s);
-    if ((int)threadIdx.x >= slot.count)
-        return;
-    const int64_t group = skl_group_size(&params.problem), query = slot.first + (int)threadIdx.x;
-    const dot_row row = params.dot_rows[(int64_t)blockIdx.x * SIDE + threadIdx.x];
-    for (int64_t n = 0; n < group; n++) {
-        float sum = 0.0F;
-        for (int split = 0; split < params.num_splits; split++)
-            sum += split_dots_of(params, blockIdx.x, split, (int)group)[n * SIDE + threadIdx.x];
-        skl_row_set(&params.call.rows.dot_t, &slot.sequence, slot.head * group + n, query, row.mean + sum);
-    }
-    write_group_lse_t(params, params.lse_computed, slot.sequence, slot.head, query, row.lses.mean_lse_t);
+    for_query_of_thread(params, [&](const query_slot &slot, int64_t query) {
+        const int64_t group = skl_group_size(&params.problem);
+        const dot_row row = params.dot_rows[(int64_t)blockIdx.x * SIDE + threadIdx.x];
+        for (int64_t n = 0; n < group; n++) {
+            float sum = 0.0F;
+            for (int split = 0; split < params.num_splits; split++)
+                sum += split_dots_of(params, blockIdx.x, split, (int)group)[n * SIDE + threadIdx.x];
+            skl_row_set(&params.call.rows.dot_t, &slot.sequence, slot.head * group + n, query, row.mean + sum);
+        }
+        write_group_lse_t(params, params.lse_computed, slot.sequence, slot.head, query, row.lses.mean_lse_t);
+    });
 }
 
 } // namespace sm80

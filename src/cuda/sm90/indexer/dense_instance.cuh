@@ -3,5 +3,5 @@
 #include "cuda/sm90/strips/launch.cuh"
 
 #define INDEXER_KERNELS(arch, dtype, kind)                                                                           \
-    SKL_LAUNCHER(arch, dtype, kind, rows, sm90::launch_dense_rows)                                                   \
-    SKL_LAUNCHER(arch, dtype, kind, gradients, sm90::launch_dense_gradients)
+    SKL_LAUNCHER(arch, dtype, kind, rows, tensor_core::launch_difference_rows<sm90::difference_kernels>)             \
+    SKL_LAUNCHER(arch, dtype, kind, gradients, tensor_core::launch_difference_gradients<sm90::difference_kernels>)

@@ -31,13 +31,13 @@
 namespace sm90
 {
 
-constexpr int INDEX_THREADS = 128 * (CONSUMERS + 1);
+constexpr int GRADIENT_THREADS = 128 * (CONSUMERS + 1);
 constexpr int SANITIZER_THREADS = 64; /* one per row of a stage */
 
-template <int DIM> constexpr int INDEX_STAGES = DIM == 256 ? 4 : 8;
+template <int DIM> constexpr int GRADIENT_STAGES = DIM == 256 ? 4 : 8;
 
-template <int DIM> struct index_smem {
-    static constexpr int STAGES = INDEX_STAGES<DIM>;
+template <int DIM> struct gradient_smem {
+    static constexpr int STAGES = GRADIENT_STAGES<DIM>;
     smem_rows<DIM / 64> stationary_rows;
     row_stage<DIM> stages[STAGES];
     float weights[STAGES][STAGE_ROWS]; /* key kernel: of the queries of a stage */
@@ -47,14 +47,14 @@ template <int DIM> struct index_smem {
     key_work work;   /* key kernel */
 };
 
-struct index_maps {
+struct gradient_maps {
     CUtensorMap stationary, streamed;
 };
 
 /* ---- Consumers ---------------------------------------------------------------------------------------------- */
 
 /* Accumulators of a warpgroup's 64 rows, in chunks of the dimensions that one wgmma covers. */
-template <int DIM> struct index_sums {
+template <int DIM> struct gradient_sums {
     static constexpr int WGMMA_DIM = DIM < 128 ? DIM : 128;
     float acc[DIM / WGMMA_DIM][WGMMA_DIM / 8][4];
 
@@ -65,11 +65,11 @@ template <int DIM> struct index_sums {
     }
 };
 
-template <int DIM> struct index_consumer {
-    index_smem<DIM> &smem;
+template <int DIM> struct gradient_consumer {
+    gradient_smem<DIM> &smem;
     int warpgroup; /* warp-uniform */
     ordered_barrier order;
-    index_sums<DIM> sums;
+    gradient_sums<DIM> sums;
     stage_logits a;
 
     __device__ void wait_stage(int n)
@@ -144,7 +144,7 @@ template <int DIM> struct index_consumer {
 /* ---- Producer ----------------------------------------------------------------------------------------------- */
 
 template <int DIM>
-__device__ inline void load_stationary_rows(index_smem<DIM> &smem, const CUtensorMap &map, int row, int head,
+__device__ inline void load_stationary_rows(gradient_smem<DIM> &smem, const CUtensorMap &map, int row, int head,
                                             int batch)
 {
     barrier_expect_tx(smem.stationary_full, smem.stationary_rows.SIZE);
@@ -154,7 +154,8 @@ __device__ inline void load_stationary_rows(index_smem<DIM> &smem, const CUtenso
 }
 
 template <int DIM>
-__device__ inline void load_stage(index_smem<DIM> &smem, const CUtensorMap &map, int n, int row, int head, int batch)
+__device__ inline void load_stage(gradient_smem<DIM> &smem, const CUtensorMap &map, int n, int row, int head,
+                                  int batch)
 {
     const int stage = n % smem.STAGES;
     barrier_wait(smem.empty[stage], n / smem.STAGES % 2 ^ 1);
@@ -164,7 +165,7 @@ __device__ inline void load_stage(index_smem<DIM> &smem, const CUtensorMap &map,
         tma_load(smem.stages[stage].slabs[slab], map, slab * 64, row, head, batch, smem.full[stage]);
 }
 
-template <int DIM> __device__ inline void wait_stage_full(index_smem<DIM> &smem, int n)
+template <int DIM> __device__ inline void wait_stage_full(gradient_smem<DIM> &smem, int n)
 {
     barrier_wait(smem.full[n % smem.STAGES], n / smem.STAGES % 2);
 }
@@ -184,7 +185,7 @@ template <int DIM> __device__ inline void sanitize_row(row_stage<DIM> &stage, in
 }
 
 /* Passes stage n on to the consumers. A full stage has no masked pairs and need not be sanitized. */
-template <int DIM> __device__ inline void publish_stage(index_smem<DIM> &smem, int n, bool is_full_stage)
+template <int DIM> __device__ inline void publish_stage(gradient_smem<DIM> &smem, int n, bool is_full_stage)
 {
     const int stage = n % smem.STAGES;
     if (!is_full_stage)
@@ -195,7 +196,7 @@ template <int DIM> __device__ inline void publish_stage(index_smem<DIM> &smem, i
 
 /* ---- Roles -------------------------------------------------------------------------------------------------- */
 
-template <int DIM> __device__ inline void init_barriers(index_smem<DIM> &smem)
+template <int DIM> __device__ inline void init_barriers(gradient_smem<DIM> &smem)
 {
     barrier_init(smem.stationary_full, 1);
     for (int stage = 0; stage < smem.STAGES; stage++) {
@@ -208,9 +209,9 @@ template <int DIM> __device__ inline void init_barriers(index_smem<DIM> &smem)
 }
 
 /* Of the four warps after the consumers, warp 0 is the producer, warps 2 and 3 sanitize. */
-enum index_role { ROLE_CONSUMER, ROLE_PRODUCER, ROLE_SANITIZER, ROLE_IDLE };
+enum warp_role { ROLE_CONSUMER, ROLE_PRODUCER, ROLE_SANITIZER, ROLE_IDLE };
 
-__device__ inline index_role role_of_warp()
+__device__ inline warp_role role_of_warp()
 {
     const int warp = warp_index() - CONSUMERS * 4;
     if (warp < 0)
@@ -221,12 +222,12 @@ __device__ inline index_role role_of_warp()
 /* ---- Query kernel ------------------------------------------------------------------------------------------- */
 
 template <int DIM>
-__global__ void __launch_bounds__(INDEX_THREADS, 1)
-    index_query_kernel(const __grid_constant__ strip_params params, const __grid_constant__ index_maps maps)
+__global__ void __launch_bounds__(GRADIENT_THREADS, 1)
+    query_gradient_kernel(const __grid_constant__ strip_params params, const __grid_constant__ gradient_maps maps)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char raw[];
-    index_smem<DIM> &smem = *(index_smem<DIM> *)(void *)raw;
+    gradient_smem<DIM> &smem = *(gradient_smem<DIM> *)(void *)raw;
     const int index_heads = (int)params.problem.index_heads;
     const unsigned slot_index = (unsigned)params.strip_first + blockIdx.x / index_heads;
     if (threadIdx.x == 0) {
@@ -242,7 +243,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
     const int warpgroup = warpgroup_index();
     if (warpgroup < CONSUMERS) {
         reg_alloc<240>();
-        index_consumer<DIM> consumer = {smem, warpgroup, ordered_barrier(smem.order, warpgroup)};
+        gradient_consumer<DIM> consumer = {smem, warpgroup, ordered_barrier(smem.order, warpgroup)};
         const float least = params.least;
         consumer.clear();
         uint4 g[2][STAGE_KEYS / 16]; /* of a stage, and of the next one, whose load is in flight */
@@ -308,12 +309,12 @@ __device__ inline float scaled_weight_of(const strip_params &params, const query
 }
 
 template <int DIM>
-__global__ void __launch_bounds__(INDEX_THREADS, 1)
-    index_key_kernel(const __grid_constant__ strip_params params, const __grid_constant__ index_maps maps)
+__global__ void __launch_bounds__(GRADIENT_THREADS, 1)
+    key_gradient_kernel(const __grid_constant__ strip_params params, const __grid_constant__ gradient_maps maps)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char raw[];
-    index_smem<DIM> &smem = *(index_smem<DIM> *)(void *)raw;
+    gradient_smem<DIM> &smem = *(gradient_smem<DIM> *)(void *)raw;
     if (threadIdx.x == 0) {
         smem.work = key_work_of_block<STAGE_ROWS>(params, blockIdx.x);
         init_barriers(smem);
@@ -326,7 +327,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 1)
     const int warpgroup = warpgroup_index();
     if (warpgroup < CONSUMERS) {
         reg_alloc<224>();
-        index_consumer<DIM> consumer = {smem, warpgroup, ordered_barrier(smem.order, warpgroup)};
+        gradient_consumer<DIM> consumer = {smem, warpgroup, ordered_barrier(smem.order, warpgroup)};
         consumer.clear();
         consumer.begin();
         const float least = params.least;

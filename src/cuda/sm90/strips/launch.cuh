@@ -1,4 +1,4 @@
-/* Launches of an indexer on Hopper: one for the row outputs, three per strip for gradients. */
+/* Launches of strips on Hopper: one for rows, three per strip for gradients. */
 #ifndef SKL_CUDA_SM90_STRIPS_LAUNCH_CUH
 #define SKL_CUDA_SM90_STRIPS_LAUNCH_CUH
 
@@ -20,8 +20,8 @@ inline bool encode_teacher(score_maps *maps, const strip_params &params)
                           SIDE) == CUDA_SUCCESS;
 }
 
-/* Queries and keys of the indexer, in boxes of `query_box` and `key_box` rows. */
-inline bool encode_indexer(CUtensorMap *q, CUtensorMap *k, const strip_params &params, int query_box, int key_box)
+/* Queries and keys of the student, in boxes of `query_box` and `key_box` rows. */
+inline bool encode_student(CUtensorMap *q, CUtensorMap *k, const strip_params &params, int query_box, int key_box)
 {
     const skl_problem *const p = &params.problem;
     const skl_dtype type = SKL_BF16;
@@ -34,105 +34,51 @@ inline bool encode_indexer(CUtensorMap *q, CUtensorMap *k, const strip_params &p
 inline bool encode_scores(score_maps *maps, const strip_params &params)
 {
     *maps = {};
-    return encode_indexer(&maps->q_s, &maps->k_s, params, SIDE, SIDE) &&
+    return encode_student(&maps->q_s, &maps->k_s, params, SIDE, SIDE) &&
            (!params.with_teacher || encode_teacher(maps, params));
 }
 
 /* ---- Launches ----------------------------------------------------------------------------------------------- */
 
-template <typename KERNEL, typename MAPS>
-cudaError_t launch_index(KERNEL kernel, int64_t blocks, int threads, size_t memory, const strip_params &params,
-                         const MAPS &maps)
-{
-    if (blocks == 0)
-        return cudaSuccess; /* there are no keys */
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)memory);
-    if (error != cudaSuccess)
-        return error;
-    kernel<<<(unsigned)blocks, threads, memory, params.call.stream>>>(params, maps);
-    return cudaPeekAtLastError();
-}
+/* For launch_difference_rows and launch_difference_gradients. */
+struct difference_kernels {
+    score_maps score;
+    gradient_maps query, key;
 
-inline cudaError_t launch_teacher_lse(strip_params *kernel_params, const skl_index_layout &layout)
-{
-    assign_teacher_lse(kernel_params, layout);
-    score_maps maps = {};
-    if (!encode_teacher(&maps, *kernel_params))
-        return encode_error();
-    const skl_problem *const p = &kernel_params->problem;
-    return launch_index(lse_kernel, p->batch * p->heads_t * skl_ceil_div(p->len_q, SIDE), SCORE_THREADS,
-                        sizeof(score_smem), *kernel_params, maps);
-}
+    cudaError_t encode(const strip_params &params)
+    {
+        const bool gradients = params.g != NULL;
+        const bool encoded =
+            encode_scores(&score, params) &&
+            (!gradients || (encode_student(&query.stationary, &query.streamed, params, SIDE, STAGE_KEYS) &&
+                            encode_student(&key.streamed, &key.stationary, params, STAGE_KEYS, SIDE)));
+        return encoded ? cudaSuccess : encode_error();
+    }
 
-template <bool GRADIENTS> cudaError_t launch_scores(const strip_params &kernel_params, const score_maps &maps)
-{
-    const cudaError_t error =
-        launch_index(score_kernel<GRADIENTS>, kernel_params.strip_count * kernel_params.num_splits, SCORE_THREADS,
-                     sizeof(score_smem), kernel_params, maps);
-    return error == cudaSuccess ? launch_rows(kernel_params) : error;
-}
+    cudaError_t teacher_lse(const strip_params &params, int64_t blocks) const
+    {
+        return launch_blocks(lse_kernel, blocks, SCORE_THREADS, sizeof(score_smem), params, score);
+    }
 
-inline cudaError_t launch_dense_rows(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
-{
-    const skl_index_layout &layout = launch->strips;
-    strip_params kernel_params = params_for(params, layout);
-    score_maps maps;
-    if (!encode_scores(&maps, kernel_params))
-        return encode_error();
-    record_launch(kernel, SKL_VARIANT_ROWS, layout.num_splits);
-    const cudaError_t error = kernel_params.with_teacher && !kernel_params.lse_given
-                                  ? launch_teacher_lse(&kernel_params, layout)
-                                  : cudaSuccess;
-    return error == cudaSuccess ? launch_scores<false>(kernel_params, maps) : error;
-}
+    cudaError_t scores(const strip_params &params) const
+    {
+        return launch_blocks(params.g != NULL ? score_kernel<true> : score_kernel<false>,
+                             params.strip_count * params.num_splits, SCORE_THREADS, sizeof(score_smem), params,
+                             score);
+    }
 
-struct gradient_index_maps {
-    index_maps queries, keys;
+    template <int DIM> cudaError_t queries(const strip_params &params) const
+    {
+        return launch_blocks(query_gradient_kernel<DIM>, params.strip_count * params.wrt.heads, GRADIENT_THREADS,
+                             sizeof(gradient_smem<DIM>), params, query);
+    }
+
+    template <int DIM> cudaError_t keys(const strip_params &params, int64_t items) const
+    {
+        return launch_blocks(key_gradient_kernel<DIM>, items, GRADIENT_THREADS, sizeof(gradient_smem<DIM>), params,
+                             key);
+    }
 };
-
-inline bool encode_gradients(gradient_index_maps *maps, const strip_params &params)
-{
-    return encode_indexer(&maps->queries.stationary, &maps->queries.streamed, params, SIDE, STAGE_KEYS) &&
-           encode_indexer(&maps->keys.streamed, &maps->keys.stationary, params, STAGE_KEYS, SIDE);
-}
-
-template <int DIM>
-cudaError_t launch_index_sums(const strip_params &kernel_params, const skl_index_layout &layout,
-                              const gradient_index_maps &maps)
-{
-    const skl_gradients *const grads = &kernel_params.call.gradients;
-    cudaError_t error = cudaSuccess;
-    if (grads->dq_s.data != NULL || grads->dw_s.data != NULL)
-        error = launch_index(index_query_kernel<DIM>, kernel_params.strip_count * kernel_params.problem.index_heads,
-                             INDEX_THREADS, sizeof(index_smem<DIM>), kernel_params, maps.queries);
-    strip_params key_params = kernel_params;
-    key_params.num_splits = layout.num_dk_splits;
-    if (error == cudaSuccess && grads->dk_s.data != NULL)
-        error = launch_index(index_key_kernel<DIM>, layout.key_items * layout.num_dk_splits, INDEX_THREADS,
-                             sizeof(index_smem<DIM>), key_params, maps.keys);
-    return error;
-}
-
-/* Strip by strip: scores, query kernel, key kernel. */
-inline cudaError_t launch_dense_gradients(const char *kernel, const skl_cuda_params *params,
-                                          const skl_cuda_launch *launch)
-{
-    const skl_problem *const p = &params->problem;
-    const skl_index_layout &layout = launch->strips;
-    strip_params kernel_params = params_for(params, layout);
-    score_maps scores;
-    gradient_index_maps maps;
-    if (!encode_scores(&scores, kernel_params) || !encode_gradients(&maps, kernel_params))
-        return encode_error();
-    record_launch(kernel, SKL_VARIANT_GRADIENTS, layout.num_splits);
-    return launch_strips(&kernel_params, launch, [&](const strip_params &strip) {
-        const cudaError_t error = launch_scores<true>(strip, scores);
-        return error != cudaSuccess ? error
-               : p->dim_s <= 64     ? launch_index_sums<64>(strip, layout, maps)
-               : p->dim_s <= 128    ? launch_index_sums<128>(strip, layout, maps)
-                                    : launch_index_sums<256>(strip, layout, maps);
-    });
-}
 
 } // namespace sm90
 
