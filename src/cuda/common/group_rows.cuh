@@ -91,16 +91,6 @@ template <int M> static __global__ void merge_group_splits(const __grid_constant
 
 /* ---- Pairs of a forward with P ------------------------------------------------------------------------------ */
 
-/* log2 p. The special function unit has an absolute error of 2^-22 near 1, and a relative error of 2^-22 elsewhere.
- * So it gets the mantissa, and the exponent is added. For p = 0 it is -127, and below 2^-126 at most -126: 0 log 0 is
- * 0. */
-__device__ inline float log2_probability(float p)
-{
-    const int bits = __float_as_int(p);
-    const int exponent = (bits - __float_as_int(0.75F)) & 0xFF800000;
-    return fmaf((float)exponent, 1.0F / (1 << 23), lg2(__int_as_float(bits - exponent)));
-}
-
 /* Adds a pair: p relative to the row's factor, log2 s and s = 2^log_s. Pairs with p = s add exactly 0 to w: p is
  * replaced by 0, because a choice between 0 and the logarithm would be compiled to a branch. */
 __device__ inline void add_probabilities(row_sums &sums, float p, float s, float log_s)

@@ -114,6 +114,16 @@ __device__ inline float minus_shift(float product, float scale, float m, bool hu
     return huge ? __fsub_rn(__fmul_rn(product, scale), m) : fmaf(product, scale, -m);
 }
 
+/* log2 p. The special function unit has an absolute error of 2^-22 near 1, and a relative error of 2^-22 elsewhere.
+ * So it gets the mantissa, and the exponent is added. For p = 0 it is -127, and below 2^-126 at most -126: 0 log 0 is
+ * 0. */
+__device__ inline float log2_probability(float p)
+{
+    const int bits = __float_as_int(p);
+    const int exponent = (bits - __float_as_int(0.75F)) & 0xFF800000;
+    return fmaf((float)exponent, 1.0F / (1 << 23), lg2(__int_as_float(bits - exponent)));
+}
+
 /* SUMS: skl_row_state or row_sums, with the same shifts. */
 template <typename SUMS> __device__ inline void add_sums(SUMS &to, const row_sums &sums)
 {

@@ -1,4 +1,4 @@
-/* Gradients of an indexer from G (strip.cuh): the parts that the mma.sync and the wgmma kernels share.
+/* Gradients from strips: the parts that the mma.sync and the wgmma kernels share. From differences G (strip.cuh):
  *
  *   queries    dq_g = scale w_g D_g      D_g = (G [A_g > 0]) k       dw_g = scale <q_g, D_g>
  *   keys       dk   = scale sum_g (w_g G [A_g > 0])^T q_g            A_g = q_g k^T, recomputed */

@@ -1,5 +1,4 @@
-/* How dense indexers and teacher groups on tensor cores divide their work and their workspace: for planning and for
- * launching. */
+/* How strips divide their work and their workspace: for planning and for launching. */
 #ifndef SKL_CUDA_COMMON_STRIPS_LAYOUT_H
 #define SKL_CUDA_COMMON_STRIPS_LAYOUT_H
 
@@ -70,7 +69,7 @@ static inline int64_t skl_index_rows_size(const skl_index_layout *layout)
     return layout->strip_slots * layout->num_splits * SKL_INDEX_TILE * SKL_INDEX_ROW_SIZE;
 }
 
-/* `gradients`: the layout of a call with gradients; otherwise of a forward. */
+/* Differences: the layout of a call with gradients, or of a forward. */
 static inline skl_index_layout skl_index_layout_of(const skl_problem *p, int32_t sm_count, int gradients)
 {
     skl_index_layout layout = {0};
@@ -87,7 +86,7 @@ static inline skl_index_layout skl_index_layout_of(const skl_problem *p, int32_t
     return layout;
 }
 
-/* Of the mma.sync kernels for teacher groups: rows, with or without dot_t. */
+/* Ratios: the layout of rows, with or without dot_t. */
 static inline skl_index_layout skl_group_rows_layout(const skl_problem *p, int32_t sm_count, int dots)
 {
     skl_index_layout layout = {0};
@@ -102,7 +101,7 @@ static inline skl_index_layout skl_group_rows_layout(const skl_problem *p, int32
     return layout;
 }
 
-/* Gradients of the teacher or of the student: R has two planes of 16 bits. */
+/* Ratios: the layout of the gradients of the teacher or of the student. R has two planes of 16 bits. */
 static inline skl_index_layout skl_group_gradients_layout(const skl_problem *p, int32_t sm_count, int of_teacher)
 {
     skl_index_layout layout = {0};

@@ -1,4 +1,4 @@
-/* A tile of an indexer's logits after the products: heads are summed, rows reduced, and G is stored.
+/* A tile of logits after the products: heads are summed, rows reduced, and differences G (strip.cuh) stored.
  *
  * Tiles have the accumulator layout of mma m16n8: a thread holds two rows and two of every 8 columns, of 8 N. */
 #ifndef SKL_CUDA_COMMON_STRIPS_LOGIT_TILE_CUH
@@ -107,16 +107,94 @@ __device__ inline head_weight weight_of(const strip_params &params, const query_
             size, dtype};
 }
 
-/* ---- Rows and G --------------------------------------------------------------------------------------------- */
+/* ---- LSEs --------------------------------------------------------------------------------------------------- */
 
-/* log2 p. The special function unit has an absolute error of 2^-22 near 1, and a relative error of 2^-22 elsewhere.
- * So it gets the mantissa, and the exponent is added. For p = 0 the result is finite: 0 log 0 is 0. */
-__device__ inline float log2_of(float p)
+/* Maximum and sum over the thread's columns of a row. */
+struct lse_row {
+    float m, l;
+
+    __device__ void move(float to)
+    {
+        l = l == 0.0F ? 0.0F : l * ex2(m - to);
+        m = to;
+    }
+};
+
+__device__ inline lse_row merge_rows(lse_row a, lse_row b)
 {
-    const int bits = __float_as_int(fmaxf(p, 1e-37F));
-    const int exponent = (bits - __float_as_int(0.75F)) >> 23;
-    return (float)exponent + __log2f(__int_as_float(bits - exponent * (1 << 23)));
+    const float m = fmaxf(a.m, b.m);
+    a.move(m);
+    b.move(m);
+    return {m, a.l + b.l};
 }
+
+/* Sum of 2^(x - m) over the thread's columns of a row. HUGE: as for minus_shift. */
+template <bool HUGE, int N, typename SEES>
+__device__ inline float sum_exponentials(const float (&x)[N][4], float scale, float m, int half, SEES sees)
+{
+    float sum = 0.0F;
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int parity = 0; parity < 2; parity++)
+            sum +=
+                sees(half, acc_column(n, parity)) ? ex2(minus_shift(x[n][half * 2 + parity], scale, m, HUGE)) : 0.0F;
+    return sum;
+}
+
+/* Adds a tile of logits to one of the thread's rows. sees(half, column) says whether the row attends to the key. */
+template <int N, typename SEES>
+__device__ inline void add_logits(lse_row &row, const float (&x)[N][4], float scale, int half, SEES sees)
+{
+    float m = row.m;
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int parity = 0; parity < 2; parity++)
+            m = sees(half, acc_column(n, parity)) ? fmaxf(m, x[n][half * 2 + parity] * scale) : m;
+    row.move(m);
+    row.l += is_huge(m) && m > -INFINITY ? sum_exponentials<true>(x, scale, m, half, sees)
+                                         : sum_exponentials<false>(x, scale, m, half, sees);
+}
+
+/* Adds a tile to both of the thread's rows. */
+template <int N, typename SEES>
+__device__ inline void add_tile(lse_row (&rows)[2], const float (&x)[N][4], float scale, SEES sees)
+{
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+        add_logits(rows[half], x, scale, half, sees);
+}
+
+/* The same for ranges of keys, or for a full tile (not MASKED). */
+template <bool MASKED, int N>
+__device__ inline void add_tile(lse_row (&rows)[2], const float (&x)[N][4], float scale, const range32 (&sees)[2])
+{
+    add_tile(rows, x, scale, [&](int half, int column) {
+        return !MASKED || (column >= sees[half].begin && column < sees[half].end);
+    });
+}
+
+/* Merges the four lanes that hold a row; each of them gets the result. */
+__device__ inline lse_row merge_lanes(const lse_row &row)
+{
+    float m = row.m;
+    m = fmaxf(m, __shfl_xor_sync(~0U, m, 1));
+    m = fmaxf(m, __shfl_xor_sync(~0U, m, 2));
+    lse_row moved = row;
+    moved.move(m);
+    moved.l += __shfl_xor_sync(~0U, moved.l, 1);
+    moved.l += __shfl_xor_sync(~0U, moved.l, 2);
+    return moved;
+}
+
+__device__ inline float lse_of_lanes(const lse_row &row)
+{
+    const lse_row merged = merge_lanes(row);
+    return skl_lse(merged.m, merged.l);
+}
+
+/* ---- Rows and G --------------------------------------------------------------------------------------------- */
 
 /* Shifts of a row's logits: of the teacher and of the student. */
 struct row_shifts {
@@ -174,50 +252,29 @@ __device__ inline index_row sum_probabilities(float (&p)[N][4], const float (&y)
 #pragma unroll
         for (int parity = 0; parity < 2; parity++) {
             float &log_p = p[n][half * 2 + parity];
-            log_p = fmaf(0.0F, log_p, log2_of(log_p));
+            log_p = fmaf(0.0F, log_p, log2_probability(log_p));
         }
     return sum_pairs(p, y, scale, half, sees, false, [](float max_t, float max_s) {
         return row_shifts{max_t, max_s};
     });
 }
 
-/* The same for the index logits alone, without a teacher. */
-template <bool MASKED, int N>
-__device__ inline index_row sum_index(const float (&y)[N][4], float scale, int half, const range32 &sees)
-{
-    index_row row = {skl_state_empty(), 0.0F};
-    bool any = !MASKED;
-#pragma unroll
-    for (int n = 0; n < N; n++)
-#pragma unroll
-        for (int parity = 0; parity < 2; parity++) {
-            const bool seen = !MASKED || (acc_column(n, parity) >= sees.begin && acc_column(n, parity) < sees.end);
-            row.state.m_b = seen ? fmaxf(row.state.m_b, y[n][half * 2 + parity] * scale) : row.state.m_b;
-            any = any || seen;
-        }
-    if (!any)
-        return row;
-#pragma unroll
-    for (int n = 0; n < N; n++)
-#pragma unroll
-        for (int parity = 0; parity < 2; parity++)
-            if (!MASKED || (acc_column(n, parity) >= sees.begin && acc_column(n, parity) < sees.end))
-                row.state.l_b +=
-                    ex2(minus_shift(y[n][half * 2 + parity], scale, row.state.m_b, is_huge(row.state.m_b)));
-    return row;
-}
-
-/* The thread's columns of a row in the tile whose first key is `first`. */
+/* The thread's columns of a row in the tile whose first key is `first`. Without a teacher there is only the student's
+ * LSE; a full tile is worth a separate path only then. */
 template <int N>
 __device__ inline index_row sum_row(const strip_params &params, const query_slot &slot, float (&p)[N][4],
                                     const float (&y)[N][4], int half, int row, int first)
 {
     const float scale = params.b.scale;
+    const range32 sees = visible_range(params, slot, row, first);
     if (params.with_teacher)
-        return sum_probabilities(p, y, scale, half, visible_range(params, slot, row, first));
-    if (is_full(slot, first, N * 8)) /* worth a separate path only without the teacher's work */
-        return sum_index<false>(y, scale, half, {0, 0});
-    return sum_index<true>(y, scale, half, visible_range(params, slot, row, first));
+        return sum_probabilities(p, y, scale, half, sees);
+    lse_row lse = {-INFINITY, 0.0F};
+    if (is_full(slot, first, N * 8))
+        add_logits(lse, y, scale, half, [](int, int) { return true; });
+    else
+        add_logits(lse, y, scale, half, [&](int, int column) { return column >= sees.begin && column < sees.end; });
+    return {{-INFINITY, 0.0F, lse.m, lse.l, 0.0F}, 0.0F};
 }
 
 /* Merges the LANES neighbouring lanes that hold a row; each of them gets the result. */
@@ -231,38 +288,9 @@ template <int LANES = 4> __device__ inline index_row merge_lanes(const index_row
     return sum;
 }
 
-/* Stores G = S - P, with 0 for masked pairs. `lse` is the LSE of the index logits in base 2; `poison` is 0, or NaN if
- * the upstream gradient is not finite. With PLANES = 2 the residual of the rounding to f16 is stored, too, at
- * g + rest_at. */
-template <int PLANES, int N>
-__device__ inline void store_g(uint4 *g, int64_t rest_at, const float (&p)[N][4], const float (&y)[N][4], float scale,
-                               const float (&lse)[2], const float (&poison)[2], const range32 (&sees)[2])
-{
-#pragma unroll
-    for (int block = 0; block < N / 2; block++, g += 32) {
-        uint32_t operand[4], residual[4];
-#pragma unroll
-        for (int reg = 0; reg < 4; reg++) {
-            const int n = block * 2 + reg / 2, half = reg % 2;
-            float pair[2];
-#pragma unroll
-            for (int parity = 0; parity < 2; parity++) {
-                const int column = acc_column(n, parity), e = half * 2 + parity;
-                const bool seen = column >= sees[half].begin && column < sees[half].end;
-                const float s = ex2(fmaf(y[n][e], scale, -lse[half]));
-                pair[parity] = seen ? fmaf(s - p[n][e], 1.0F / G_UNIT, poison[half]) : 0.0F;
-            }
-            operand[reg] = pack(pair[0], pair[1], skl_f16());
-            const float2 rounded = unpack(operand[reg], skl_f16());
-            residual[reg] = pack(pair[0] - rounded.x, pair[1] - rounded.y, skl_f16());
-        }
-        *g = make_uint4(operand[0], operand[1], operand[2], operand[3]);
-        if (PLANES == 2)
-            g[rest_at] = make_uint4(residual[0], residual[1], residual[2], residual[3]);
-    }
-}
-
-/* Stores G of a tile. `rows`: the thread's two rows of the slot; `first`: the tile's first key. */
+/* Stores G = S - P of a tile, with 0 for masked pairs and NaN where the upstream gradient is not finite. With PLANES
+ * = 2 the residual of the rounding to f16 is stored, too, at g + params.rest_at. `rows`: the thread's two rows of the
+ * slot; `first`: the tile's first key. */
 template <int PLANES, int N>
 __device__ inline void store_tile(const strip_params &params, const query_slot &slot, uint4 *g,
                                   const float (&p)[N][4], const float (&y)[N][4], const int (&rows)[2], int first)
@@ -276,7 +304,28 @@ __device__ inline void store_tile(const strip_params &params, const query_slot &
         lse[half] = lse2_of(skl_row_value(&params.call.inputs.lse_s, &slot.sequence, slot.head, query));
         poison[half] = 0.0F * upstream_of(params, slot, query);
     }
-    store_g<PLANES>(g, params.rest_at, p, y, params.b.scale, lse, poison, sees);
+#pragma unroll
+    for (int block = 0; block < N / 2; block++, g += 32) {
+        uint32_t operand[4], residual[4];
+#pragma unroll
+        for (int reg = 0; reg < 4; reg++) {
+            const int n = block * 2 + reg / 2, half = reg % 2;
+            float pair[2];
+#pragma unroll
+            for (int parity = 0; parity < 2; parity++) {
+                const int column = acc_column(n, parity), e = half * 2 + parity;
+                const bool seen = column >= sees[half].begin && column < sees[half].end;
+                const float s = ex2(fmaf(y[n][e], params.b.scale, -lse[half]));
+                pair[parity] = seen ? fmaf(s - p[n][e], 1.0F / G_UNIT, poison[half]) : 0.0F;
+            }
+            operand[reg] = pack(pair[0], pair[1], skl_f16());
+            const float2 rounded = unpack(operand[reg], skl_f16());
+            residual[reg] = pack(pair[0] - rounded.x, pair[1] - rounded.y, skl_f16());
+        }
+        *g = make_uint4(operand[0], operand[1], operand[2], operand[3]);
+        if (PLANES == 2)
+            g[params.rest_at] = make_uint4(residual[0], residual[1], residual[2], residual[3]);
+    }
 }
 
 /* ---- Row sums of a split ------------------------------------------------------------------------------------ */
@@ -299,87 +348,6 @@ __device__ inline void add_to_row(index_row *to, const index_row &row)
     const index_row sum = merge_lanes(row);
     if (threadIdx.x % 4 == 0)
         *to = merge_rows(*to, sum);
-}
-
-/* ---- Teacher LSEs ------------------------------------------------------------------------------------------- */
-
-/* Maximum and sum over the thread's columns of a row. */
-struct lse_row {
-    float m, l;
-
-    __device__ void move(float to)
-    {
-        l = l == 0.0F ? 0.0F : l * ex2(m - to);
-        m = to;
-    }
-};
-
-__device__ inline lse_row merge_rows(lse_row a, lse_row b)
-{
-    const float m = fmaxf(a.m, b.m);
-    a.move(m);
-    b.move(m);
-    return {m, a.l + b.l};
-}
-
-/* Sum of 2^(x - m) over the thread's columns of a row. HUGE: as for minus_shift. */
-template <bool HUGE, int N, typename SEES>
-__device__ inline float sum_exponentials(const float (&x)[N][4], float scale, float m, int half, SEES sees)
-{
-    float sum = 0.0F;
-#pragma unroll
-    for (int n = 0; n < N; n++)
-#pragma unroll
-        for (int parity = 0; parity < 2; parity++)
-            sum +=
-                sees(half, acc_column(n, parity)) ? ex2(minus_shift(x[n][half * 2 + parity], scale, m, HUGE)) : 0.0F;
-    return sum;
-}
-
-/* Adds a tile of logits to the thread's two rows. sees(half, column) says whether the row attends to the key. */
-template <int N, typename SEES>
-__device__ inline void add_tile(lse_row (&rows)[2], const float (&x)[N][4], float scale, SEES sees)
-{
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        float m = rows[half].m;
-#pragma unroll
-        for (int n = 0; n < N; n++)
-#pragma unroll
-            for (int parity = 0; parity < 2; parity++)
-                m = sees(half, acc_column(n, parity)) ? fmaxf(m, x[n][half * 2 + parity] * scale) : m;
-        rows[half].move(m);
-        rows[half].l += is_huge(m) && m > -INFINITY ? sum_exponentials<true>(x, scale, m, half, sees)
-                                                    : sum_exponentials<false>(x, scale, m, half, sees);
-    }
-}
-
-/* The same for ranges of keys, or for a full tile (not MASKED). */
-template <bool MASKED, int N>
-__device__ inline void add_tile(lse_row (&rows)[2], const float (&x)[N][4], float scale, const range32 (&sees)[2])
-{
-    add_tile(rows, x, scale, [&](int half, int column) {
-        return !MASKED || (column >= sees[half].begin && column < sees[half].end);
-    });
-}
-
-/* Merges the four lanes that hold a row; each of them gets the result. */
-__device__ inline lse_row merge_lanes(const lse_row &row)
-{
-    float m = row.m;
-    m = fmaxf(m, __shfl_xor_sync(~0U, m, 1));
-    m = fmaxf(m, __shfl_xor_sync(~0U, m, 2));
-    lse_row moved = row;
-    moved.move(m);
-    moved.l += __shfl_xor_sync(~0U, moved.l, 1);
-    moved.l += __shfl_xor_sync(~0U, moved.l, 2);
-    return moved;
-}
-
-__device__ inline float lse_of_lanes(const lse_row &row)
-{
-    const lse_row merged = merge_lanes(row);
-    return skl_lse(merged.m, merged.l);
 }
 
 } // namespace tensor_core

@@ -1,20 +1,25 @@
-/* Strips and slots: how the kernels for dense indexers (sm80 and sm90) and teacher groups (sm80) divide their work.
+/* Strips and slots: one family of kernels for attention with teacher groups and for dense indexers. Its policies
+ * differ in the number that a strip holds per pair of a query and a key:
  *
- * Gradients take three kernels per strip:
+ *   differences   G = S - P             KL(P || S), gradients of the student; its logits are an index sum, or those
+ * of an attention head, which is one index head without a ReLU; sm80, sm90 ratios        R = log2 A - log2 B
+ * attention: both directions of the KL, gradients of either side, softcaps; sm80
  *
- *   scores    logits of all heads -> G = S - P, the gradient of every index logit
- *   queries   G -> dq, dw
- *   keys      G -> dk
+ * Gradients take three kernels per strip, or two where one launch has both queries and keys:
  *
- * G goes through memory, but never for all pairs. A slot is 128 queries of a sequence and student head; a strip is as
- * many slots as a fixed budget holds. Strips run one after another. So no buffer grows with len_q x len_k, every sum
- * has one owner and a fixed order, and the teacher, most of the work by far, is computed only once.
+ *   scores    logits of all heads -> G or R
+ *   queries   G or R -> dq, dw
+ *   keys      G or R -> dk
+ *
+ * G and R go through memory, but never for all pairs. A slot is 128 queries of a sequence and student head; a strip
+ * is as many slots as a fixed budget holds. Strips run one after another. So no buffer grows with len_q x len_k,
+ * every sum has one owner and a fixed order, and the teacher, most of the work by far, is computed only once.
  *
  *              keys, tiles of 128
  *            +----+----+----+----+
  *   slot 0   |    |    |    |####|   slots are ordered longest first under a causal mask
- *   slot 1   |    |    |####|        a tile of G is 8 x 8 blocks of 16 x 16, each stored as an A operand:
- *   ...      +----+----+             16 bytes per lane
+ *   slot 1   |    |    |####|        a tile is 8 x 8 blocks of 16 x 16, each stored as an A operand in one or two
+ *   ...      +----+----+             planes of 16 bits: 16 bytes per lane and plane
  */
 #ifndef SKL_CUDA_COMMON_STRIPS_STRIP_CUH
 #define SKL_CUDA_COMMON_STRIPS_STRIP_CUH
@@ -31,8 +36,8 @@ constexpr int SLAB = 64;             /* dimensions of a head in one pipeline sta
 
 /* The sums of a row over some of its keys. */
 struct index_row {
-    skl_row_state state; /* A: log2 P, B: the index logits */
-    float p_log_p;       /* sum 2^u u with u = log2 P - m_a: gives the entropy of P */
+    skl_row_state state; /* differences: A is log2 P, B the index logits */
+    float p_log_p;       /* differences: sum 2^u u with u = log2 P - m_a, which gives the entropy of P */
 };
 
 /* p_log_p after a change of the shift m_a, as in skl_state_move. */
@@ -62,15 +67,15 @@ struct strip_params : skl_cuda_params {
     strip_side wrt;
     int32_t num_splits; /* splits of the keys of a slot, or of the queries for dk */
     int64_t dim_first;  /* first dimension of the slice of dk that a launch computes */
-    bool with_teacher;  /* false: only the LSEs of the indexer are wanted */
+    bool with_teacher;  /* false: only the LSEs of the student are wanted */
     bool lse_given;     /* teacher LSEs are the caller's, and may cover more than the visible keys */
     float least;        /* lower bound of the ReLU: 0, or -inf without a ReLU */
     int64_t strip_first, strip_count;
-    uint4 *g;              /* of the strip; NULL: only rows are wanted */
+    uint4 *g;              /* planes of the strip; NULL: only rows are wanted */
     index_row *split_rows; /* [slot of the strip][split of the keys][query] */
     float *key_sums;       /* dk: [split of the queries][batch][key head][row][dim] */
     int64_t sum_batches, sum_rows;
-    int64_t rest_at; /* offset from G to its residual plane, in units of 16 bytes */
+    int64_t rest_at; /* offset from the first plane to the second, in units of 16 bytes */
 };
 
 /* Differences have gradients of the student alone. */
@@ -132,6 +137,14 @@ __device__ inline slot_split slot_split_of_block(const strip_params &params)
     return {(unsigned)params.strip_first + first + item % count, (int)(item / count)};
 }
 
+/* The key tiles of a split. */
+__device__ inline range32 tiles_of_split(const query_slot &slot, int split, int num_splits)
+{
+    const int tiles = slot.tile_end - slot.tile_begin, share = (tiles + num_splits - 1) / num_splits;
+    const int begin = slot.tile_begin + min(split * share, tiles);
+    return {begin, min(begin + share, slot.tile_end)};
+}
+
 /* Visible keys of a query of the slot, counted from key `first`; empty if there is no such query. */
 __device__ inline range32 visible_range(const strip_params &params, const query_slot &slot, int row, int first)
 {
@@ -187,12 +200,12 @@ __device__ inline float upstream_of(const strip_params &params, const query_slot
 
 /* ---- Heads -------------------------------------------------------------------------------------------------- */
 
-/* Consecutive heads of the teacher or of the indexer. */
+/* Consecutive heads of the teacher or of the student. */
 struct head_list {
     int first, count;
     int heads_per_key;
     int slabs; /* of a head */
-    bool of_b; /* heads of the indexer or the student */
+    bool of_b; /* heads of the student */
 };
 
 __device__ inline head_list teacher_heads(const strip_params &params, int head)
@@ -222,7 +235,7 @@ constexpr float G_UNIT = 1.0F / 32768.0F;
 template <typename ELEMENT> constexpr int G_PLANES = 1;
 template <> constexpr int G_PLANES<skl_f16> = 2;
 
-/* The lane's 16 bytes of a 16 x 16 block of G, as an A operand. */
+/* The lane's 16 bytes of a 16 x 16 block of the first plane, as an A operand. */
 __device__ inline uint4 *g_block(const strip_params &params, unsigned slot, int tile, int query_block, int key_block)
 {
     const int64_t tiles = skl_ceil_div(params.problem.len_k, SIDE);

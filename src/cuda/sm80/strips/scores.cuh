@@ -214,11 +214,9 @@ __device__ inline void init_split(score_smem &smem, const strip_params &params)
     if (params.with_teacher)
         smem.streamed[smem.streamed_count++] = teacher_heads(params, smem.slot.head);
     smem.streamed[smem.streamed_count++] = index_heads(params, smem.slot.head);
-    const int tiles = smem.slot.tile_end - smem.slot.tile_begin;
-    const int share = (tiles + params.num_splits - 1) / params.num_splits;
-    const int begin = smem.slot.tile_begin + min(smem.split * share, tiles);
-    smem.tile_begin = begin * TILES_PER_G_TILE;
-    smem.tile_end = min(begin + share, smem.slot.tile_end) * TILES_PER_G_TILE;
+    const range32 tiles = tiles_of_split(smem.slot, smem.split, params.num_splits);
+    smem.tile_begin = tiles.begin * TILES_PER_G_TILE;
+    smem.tile_end = tiles.end * TILES_PER_G_TILE;
 }
 
 /* SCORES has

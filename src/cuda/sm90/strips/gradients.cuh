@@ -1,4 +1,4 @@
-/* Gradients of an indexer from its G (strip.cuh) on Hopper's tensor cores (sm_90a), bf16.
+/* Gradients of a student from differences G (strip.cuh) on Hopper's tensor cores (sm_90a), bf16.
  *
  *   query kernel   dq_g = scale w_g D_g      D_g = (G [A_g > 0]) k       dw_g = scale <q_g, D_g>
  *   key kernel     dk   = scale sum_g (w_g G [A_g > 0])^T q_g            A_g = q_g k^T, computed again

@@ -4,7 +4,7 @@
 
 #include "cuda/common/strips/launch.cuh"
 #include "cuda/sm90/strips/gradients.cuh"
-#include "cuda/sm90/strips/teacher_lse.cuh"
+#include "cuda/sm90/strips/scores.cuh"
 
 namespace sm90
 {

@@ -1,4 +1,4 @@
-/* Lets the two consumer warpgroups of the indexer kernels alternate on the tensor cores. */
+/* Lets the two consumer warpgroups of the strip kernels alternate on the tensor cores. */
 #ifndef SKL_CUDA_SM90_STRIPS_ORDERED_BARRIER_CUH
 #define SKL_CUDA_SM90_STRIPS_ORDERED_BARRIER_CUH
 

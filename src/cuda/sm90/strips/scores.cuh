@@ -1,5 +1,6 @@
-/* Scores of an indexer and its teacher on Hopper's tensor cores (sm_90a), bf16: the row sums of a forward, or G of a
- * strip (see strip.cuh), from teacher probabilities P and index logits Y.
+/* Scores of a strip on Hopper's tensor cores (sm_90a), bf16: row states or differences G = S - P (strip.cuh), from
+ * teacher probabilities P and the student's logits Y; and the teacher's LSEs if the caller does not give them. The
+ * student is an indexer, or an attention head, which is one index head without a ReLU.
  *
  * Bound: at 128 dimensions a teacher head takes 1,024 clocks per tile on the tensor cores, 1,024 for exponentials,
  * and 1,280 on shared memory (1,024 if it shares its keys); an index head has no exponentials.
@@ -289,10 +290,9 @@ __global__ void __launch_bounds__(SCORE_THREADS, 1)
         smem.slot_index = work.slot;
         smem.slot = slot_at(params, smem.slot_index, (unsigned)params.problem.heads_s);
         smem.split = work.split;
-        const int tiles = smem.slot.tile_end - smem.slot.tile_begin;
-        const int share = (tiles + params.num_splits - 1) / params.num_splits;
-        smem.tile_begin = smem.slot.tile_begin + min(smem.split * share, tiles);
-        smem.tile_end = min(smem.tile_begin + share, smem.slot.tile_end);
+        const range32 tiles = tiles_of_split(smem.slot, smem.split, params.num_splits);
+        smem.tile_begin = tiles.begin;
+        smem.tile_end = tiles.end;
         init_pipelines(smem);
     }
     __syncthreads();
@@ -309,6 +309,54 @@ __global__ void __launch_bounds__(SCORE_THREADS, 1)
     } else {
         reg_alloc<240>();
         consume_scores<GRADIENTS>(params, smem, warpgroup);
+    }
+#endif
+}
+
+/* LSEs of the teacher's heads, for callers that have none, written to rows.lse_t: the pipelines of the scores, with
+ * one head per block and all keys that its 128 queries attend to. */
+static __global__ void __launch_bounds__(SCORE_THREADS, 1)
+    lse_kernel(const __grid_constant__ strip_params params, const __grid_constant__ score_maps maps)
+{
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(1024) unsigned char raw[];
+    score_smem &smem = *(score_smem *)(void *)raw;
+    if (threadIdx.x == 0) {
+        smem.slot = slot_at(params, blockIdx.x, (unsigned)params.problem.heads_t);
+        init_pipelines(smem);
+    }
+    __syncthreads();
+    const query_slot &slot = smem.slot;
+    const head_list head = {slot.head, 1, params.a.heads_per_key, (params.a.dim + SLAB - 1) / SLAB, false};
+    const int warpgroup = warpgroup_index();
+    if (warpgroup == CONSUMERS) {
+        reg_dealloc<24>();
+        if (warp_index() == CONSUMERS * 4) {
+            slab_producer producer = {smem, {0, 0}, {0, 0}};
+            for (int tile = slot.tile_begin; tile < slot.tile_end; tile++)
+                producer.load_heads(head, maps.q_t, maps.k_t, tile);
+        }
+        return;
+    }
+    reg_alloc<240>();
+    slab_consumer consumer = make_consumer(smem, warpgroup);
+    lse_row rows[2] = {{-INFINITY, 0.0F}, {-INFINITY, 0.0F}};
+    for (int tile = slot.tile_begin; tile < slot.tile_end; tile++) {
+        tile_logits x;
+        consumer.multiply(x, head.slabs, false);
+        const range32 sees[2] = {visible_range(params, slot, acc_row<1>(0, 0), tile * SIDE),
+                                 visible_range(params, slot, acc_row<1>(0, 1), tile * SIDE)};
+        if (is_full(slot, tile * SIDE, SIDE))
+            add_tile<false>(rows, x, params.a.scale, sees);
+        else
+            add_tile<true>(rows, x, params.a.scale, sees);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int row = acc_row<1>(0, half);
+        const float lse = lse_of_lanes(rows[half]);
+        if (threadIdx.x % 4 == 0 && row < slot.count)
+            skl_row_set(&params.call.rows.lse_t, &slot.sequence, slot.head, slot.first + row, lse);
     }
 #endif
 }
