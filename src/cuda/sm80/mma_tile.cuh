@@ -224,7 +224,7 @@ __device__ inline void multiply_add_smem(float (&x)[M][N][4], uint32_t a_address
 
 /* Applies the softcap if the argument has one. Returns the factor that the logits still need. */
 template <int M, int BLOCKS>
-__device__ inline float cap_logits(logits<M, BLOCKS> &x, const skl_cuda_argument &argument)
+__device__ inline float cap_logits(float (&x)[M][BLOCKS][4], const skl_cuda_argument &argument)
 {
     if (!argument.capped)
         return argument.scale;
@@ -232,7 +232,7 @@ __device__ inline float cap_logits(logits<M, BLOCKS> &x, const skl_cuda_argument
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int e = 0; e < BLOCKS * 4; e++)
-            x.at[m][e / 4][e % 4] = argument.softcap_2 * tanhf(x.at[m][e / 4][e % 4] * argument.scale);
+            x[m][e / 4][e % 4] = argument.softcap_2 * tanhf(x[m][e / 4][e % 4] * argument.scale);
     return 1.0F;
 }
 

@@ -107,6 +107,26 @@ __device__ inline head_weight weight_of(const strip_params &params, const query_
             size, dtype};
 }
 
+/* P from heads: P += 2^(X - lse_h) / heads. */
+struct mean_of_heads {
+    float scale;
+
+    __device__ float operator()(float sum, float x, const split_lse &lse) const
+    {
+        return fmaf(ex2(fmaf(x, scale, -lse.high)), lse.factor, sum);
+    }
+};
+
+/* The student's logits from index heads: Y += w_g max(X, least). */
+struct index_sum {
+    float least;
+
+    __device__ float operator()(float sum, float x, float weight) const
+    {
+        return fmaf(weight, at_least(x, least), sum);
+    }
+};
+
 /* ---- LSEs --------------------------------------------------------------------------------------------------- */
 
 /* Maximum and sum over the thread's columns of a row. */

@@ -215,7 +215,7 @@ __device__ inline head_list teacher_heads(const strip_params &params, int head)
 }
 
 /* All index heads of a student head share its keys. */
-__device__ inline head_list index_heads(const strip_params &params, int head)
+__device__ inline head_list student_heads(const strip_params &params, int head)
 {
     const int heads = (int)params.problem.index_heads;
     return {head * heads, heads, params.b.heads_per_key * heads, (params.b.dim + SLAB - 1) / SLAB, true};

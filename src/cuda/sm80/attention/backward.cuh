@@ -265,8 +265,8 @@ __device__ inline void add_masked_stage(gradient_acc<SLICE<DIM>, M> &gradient, g
         multiply<ELEMENT>(x, frags_a, operands.a, row);
         multiply<ELEMENT>(y, frags_b, operands.b, row);
         queries.load_step(operands.stats + row);
-        const float scale_a = cap_logits(x, params.a);
-        const float scale_b = cap_logits(y, params.b);
+        const float scale_a = cap_logits(x.at, params.a);
+        const float scale_b = cap_logits(y.at, params.b);
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll

@@ -118,8 +118,8 @@ __device__ inline void sum_keys(skl_row_state (&state)[M][2], const forward_para
             logits<M, BLOCKS> x, y;
             multiply<ELEMENT>(x, q_a, k_a, row);
             multiply<ELEMENT>(y, q_b, k_b, row);
-            const float scale_a = cap_logits(x, a);
-            const float scale_b = cap_logits(y, b);
+            const float scale_a = cap_logits(x.at, a);
+            const float scale_b = cap_logits(y.at, b);
 #pragma unroll
             for (int m = 0; m < M; m++)
 #pragma unroll

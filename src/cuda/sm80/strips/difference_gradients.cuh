@@ -113,19 +113,15 @@ template <typename ELEMENT, int HEAD_DIM, int TILES> struct difference_keys {
         return warp_max(fmaxf(fabsf(weights[lane]), fabsf(weights[STAGE_ROWS<DIM> - 32 + lane]))) / G_UNIT;
     }
 
-    __device__ void apply(logits<M, 2> &a, int stage, int step, float inverse) const
+    __device__ void apply(logits<M, 2> &a, const uint4 (&planes)[M][PLANES], const float *weights,
+                          float inverse) const
     {
 #pragma unroll
-        for (int m = 0; m < M; m++) {
-            uint4 planes[PLANES];
-#pragma unroll
-            for (int plane = 0; plane < PLANES; plane++)
-                planes[plane] = smem.planes[step][m][plane][threadIdx.x];
-            gate_block(a, m, planes, params.least, [&](int block) {
-                const float2 pair = *(const float2 *)&smem.rows[stage][step * 16 + acc_column(block, 0)];
+        for (int m = 0; m < M; m++)
+            gate_block(a, m, planes[m], params.least, [&](int block) {
+                const float2 pair = *(const float2 *)&weights[acc_column(block, 0)];
                 return make_float2(pair.x * inverse, pair.y * inverse);
             });
-        }
     }
 };
 

@@ -35,26 +35,18 @@ template <typename ELEMENT> struct difference_scores {
         if (!params.with_teacher)
             return;
         const head_list &heads = smem.streamed[0];
-        const float scale = params.a.scale;
+        const mean_of_heads add = {params.a.scale};
         slabs.for_heads(heads, lse_of(params, smem.slot, heads.first, query_of(smem.slot, (int)threadIdx.x)),
-                        [&](int, const tile_logits &x, const split_lse &lse) {
-                            combine_tile(p, x, lse, [=](float sum, float of_pair, const split_lse &of_row) {
-                                return fmaf(ex2(fmaf(of_pair, scale, -of_row.high)), of_row.factor, sum);
-                            });
-                        });
+                        [&](int, const tile_logits &x, const split_lse &lse) { combine_tile(p, x, lse, add); });
     }
 
     __device__ void student(tile_logits &y, slab_stream<ELEMENT> &slabs) const
     {
         clear(y);
-        const float least = params.least;
+        const index_sum add = {params.least};
         slabs.for_heads(smem.streamed[smem.streamed_count - 1],
                         weight_of(params, smem.slot, query_of(smem.slot, (int)threadIdx.x)),
-                        [&](int, const tile_logits &x, float weight) {
-                            combine_tile(y, x, weight, [=](float sum, float of_pair, float of_row) {
-                                return fmaf(of_row, at_least(of_pair, least), sum);
-                            });
-                        });
+                        [&](int, const tile_logits &x, float weight) { combine_tile(y, x, weight, add); });
     }
 
     /* Stores G if it is wanted, and adds to the row states unless the operation is a backward. */

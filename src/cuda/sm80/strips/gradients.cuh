@@ -185,8 +185,9 @@ __device__ inline void store_row(key_smem<PAIRS> &smem, int n, const typename PA
  *   element, DIM, M, PLANES, WIDTH, row, slot_values, params_type
  *   begin_slot(first_key)            sets heads and first_head: those of the slot that have these keys
  *   row_of(head, row)                what G needs of a query
- *   BOUNDED, bound(stage)            whether a stage of f16 has a bound of |G|; otherwise the unit fits every step
- *   apply(x, stage, step, inverse)   turns the logits of 16 queries into G; inverse: of the unit of a BOUNDED stage
+ *   BOUNDED, bound(stage)     whether a stage of f16 has a bound of |G|; otherwise the unit fits every step
+ *   apply(x, planes, rows, inverse)   turns the logits of 16 queries, `rows`, into G; inverse: of the unit of a
+ * BOUNDED stage
  */
 template <typename PAIRS>
 __device__ inline void add_keys(const typename PAIRS::params_type &params, key_smem<PAIRS> &smem, unsigned block)
@@ -245,14 +246,18 @@ __device__ inline void add_keys(const typename PAIRS::params_type &params, key_s
             smem_rows<DIM> &streamed = smem.stages[n % STAGES];
             if (!full)
                 clear_non_finite<element>(streamed);
-            if (PAIRS::BOUNDED && unit.MOVES)
+            if constexpr (PAIRS::BOUNDED && gradient_unit<element>::MOVES)
                 unit.fit(sums, pairs.bound(n % STAGES));
             const float inverse = unit.inverse();
 #pragma unroll 1
             for (int step = 0; step < STEPS; step++) {
                 logits<M, 2> x;
                 multiply<element>(x, k_frags, logit_b_address<2>(streamed), step * 16);
-                pairs.apply(x, n % STAGES, step, inverse);
+                uint4 planes[M][PLANES];
+#pragma unroll
+                for (int e = 0; e < M * PLANES; e++)
+                    planes[e / PLANES][e % PLANES] = smem.planes[step][e / PLANES][e % PLANES][threadIdx.x];
+                pairs.apply(x, planes, &smem.rows[n % STAGES][step * 16], inverse);
                 if (!PAIRS::BOUNDED && unit.MOVES)
                     unit.fit(sums, largest_of(x));
                 pack_multiply_add<element, DIM>(sums, PAIRS::BOUNDED ? 1.0F : unit.inverse(), x,

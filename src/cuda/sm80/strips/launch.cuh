@@ -76,7 +76,7 @@ inline ratio_params ratio_params_for(const skl_cuda_params *params, const skl_cu
     return kernel_params;
 }
 
-template <typename ELEMENT> cudaError_t launch_ratio_scores(ratio_params kernel_params, group_output output)
+template <typename ELEMENT> cudaError_t launch_ratio_scores(ratio_params kernel_params, ratio_output output)
 {
     kernel_params.output = output;
     return launch_scores<ratio_scores<ELEMENT>>(kernel_params);
@@ -94,11 +94,11 @@ cudaError_t launch_ratio_rows(const char *kernel, const skl_cuda_params *params,
     kernel_params.split_dots = (float *)(void *)(workspace + layout.split_dots_at);
     kernel_params.wrt.dk = {};
     return launch_strips(&kernel_params, launch, [&](const ratio_params &strip) {
-        cudaError_t error = launch_ratio_scores<ELEMENT>(strip, GROUP_ROWS);
+        cudaError_t error = launch_ratio_scores<ELEMENT>(strip, OUTPUT_ROWS);
         if (error == cudaSuccess)
             error = launch_finish_rows(strip);
         if (error == cudaSuccess && dots)
-            error = launch_ratio_scores<ELEMENT>(strip, GROUP_DOTS);
+            error = launch_ratio_scores<ELEMENT>(strip, OUTPUT_DOTS);
         if (error != cudaSuccess || !dots)
             return error;
         finish_dots<<<(unsigned)strip.strip_count, SIDE, 0, strip.call.stream>>>(strip);
@@ -130,7 +130,7 @@ cudaError_t launch_ratio_gradients(const char *kernel, const skl_cuda_params *pa
     else if (kernel_params.reverse)
         kernel_params.offset = skl_known_rows(launch->rows_known, &in->kl, &rows->kl);
     return launch_strips(&kernel_params, launch, [&](const ratio_params &strip) {
-        const cudaError_t error = launch_ratio_scores<ELEMENT>(strip, GROUP_RATIOS);
+        const cudaError_t error = launch_ratio_scores<ELEMENT>(strip, OUTPUT_RATIOS);
         ratio_params gradients = strip;
         gradients.num_splits = layout.num_dk_splits;
         const int64_t query_items = side.dq->data != NULL ? strip.strip_count * heads : 0;

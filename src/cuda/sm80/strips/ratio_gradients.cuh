@@ -30,9 +30,10 @@ __device__ inline gradient_row gradient_row_of(const ratio_params &params, const
     return {lse.value, lse.low, offset, upstream_of(params, slot, query)};
 }
 
-/* Two neighbouring R from both of their halves. */
-__device__ inline float2 join_ratios(uint32_t upper, uint32_t lower)
+/* Two neighbouring R, from both planes. */
+__device__ inline float2 ratio_pair(const uint4 (&planes)[2], int reg)
 {
+    const uint32_t upper = word_of(planes[0], reg), lower = word_of(planes[1], reg);
     return make_float2(__uint_as_float(__byte_perm(lower, upper, 0x5410)),
                        __uint_as_float(__byte_perm(lower, upper, 0x7632)));
 }
@@ -45,38 +46,42 @@ __device__ inline float ratio_gradient(float logit, float scale, float ratio, co
 }
 
 /* x = G of a 16 x 16 block, from its logits x * scale. tanh_factor: 1 if x is the tanh of a softcap, otherwise 0.
- * ratio(reg): the pair of R in register `reg` of the operand; row_of(block, e): the query of an element. */
-template <bool WRT_B, typename RATIO, typename ROW_OF>
-__device__ inline void gradient_block(logits<1, 2> &x, float scale, float tanh_factor, RATIO ratio, ROW_OF row_of)
+ * row_of(block, e): the query of an element. */
+template <bool WRT_B, typename ROW_OF>
+__device__ inline void gradient_block(logits<1, 2> &x, float scale, float tanh_factor, const uint4 (&planes)[2],
+                                      ROW_OF row_of)
 {
 #pragma unroll
     for (int reg = 0; reg < 4; reg++) {
-        const float2 pair = ratio(reg);
+        const float2 pair = ratio_pair(planes, reg);
 #pragma unroll
         for (int parity = 0; parity < 2; parity++) {
             const int e = reg % 2 * 2 + parity;
             float &at = x.at[0][reg / 2][e];
-            const float of_pair = parity == 0 ? pair.x : pair.y, tanh = at * tanh_factor;
-            const float gradient = ratio_gradient<WRT_B>(at, scale, of_pair, row_of(reg / 2, e));
-            at = is_masked(of_pair) ? 0.0F : gradient * fmaf(-tanh, tanh, 1.0F);
+            const float ratio = parity == 0 ? pair.x : pair.y, tanh = at * tanh_factor;
+            const float gradient = ratio_gradient<WRT_B>(at, scale, ratio, row_of(reg / 2, e));
+            at = is_masked(ratio) ? 0.0F : gradient * fmaf(-tanh, tanh, 1.0F);
         }
     }
 }
 
-/* The same from products, in either direction. */
-template <typename RATIO, typename ROW_OF>
-__device__ inline void gradient_block(logits<1, 2> &x, const skl_cuda_argument &wrt, bool wrt_b, RATIO ratio,
+/* x = G from products, of either argument of the KL. */
+template <typename ROW_OF>
+__device__ inline void gradient_block(logits<1, 2> &x, const ratio_params &params, const uint4 (&planes)[2],
                                       ROW_OF row_of)
 {
+    const skl_cuda_argument &wrt = wrt_of(params);
     const float scale = wrt.capped ? wrt.softcap_2 : wrt.scale, tanh_factor = wrt.capped ? 1.0F : 0.0F;
 #pragma unroll
     for (int e = 0; wrt.capped && e < 8; e++)
         x.at[0][e / 4][e % 4] = tanhf(x.at[0][e / 4][e % 4] * wrt.scale);
-    if (wrt_b)
-        gradient_block<true>(x, scale, tanh_factor, ratio, row_of);
+    if (params.of_teacher == params.reverse)
+        gradient_block<true>(x, scale, tanh_factor, planes, row_of);
     else
-        gradient_block<false>(x, scale, tanh_factor, ratio, row_of);
+        gradient_block<false>(x, scale, tanh_factor, planes, row_of);
 }
+
+/* ---- Policies ----------------------------------------------------------------------------------------------- */
 
 template <typename ELEMENT> struct ratio_pairs {
     typedef ELEMENT element;
@@ -89,24 +94,19 @@ template <typename ELEMENT> struct ratio_queries : ratio_pairs<ELEMENT> {
     const ratio_params &params;
     const query_slot &slot;
     int head;
-    bool wrt_b;
     gradient_row rows[2];
 
     __device__ ratio_queries(const ratio_params &of_launch, const query_slot &of_block, int of_side, int block_first)
-        : params(of_launch), slot(of_block), head(of_side),
-          wrt_b(of_launch.of_teacher == of_launch.reverse), rows{gradient_row_of(params, slot, head,
-                                                                                 block_first + acc_row<1>(0, 0)),
-                                                                 gradient_row_of(params, slot, head,
-                                                                                 block_first + acc_row<1>(0, 1))}
+        : params(of_launch), slot(of_block), head(of_side)
     {
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            rows[half] = gradient_row_of(params, slot, head, block_first + acc_row<1>(0, half));
     }
 
     __device__ void apply(logits<1, 2> &x, const uint4 (&planes)[1][2]) const
     {
-        gradient_block(
-            x, wrt_of(params), wrt_b,
-            [&](int reg) { return join_ratios(word_of(planes[0][0], reg), word_of(planes[0][1], reg)); },
-            [&](int, int e) -> const gradient_row & { return rows[e / 2]; });
+        gradient_block(x, params, planes[0], [&](int, int e) -> const gradient_row & { return rows[e / 2]; });
     }
 
     template <typename SUM> __device__ void store_row(int row, int half, float unit, SUM sum) const
@@ -133,11 +133,10 @@ template <typename ELEMENT> struct ratio_keys : ratio_pairs<ELEMENT> {
     };
     const ratio_params &params;
     key_smem<ratio_keys> &smem;
-    bool wrt_b;
     int first_head, heads;
 
     __device__ ratio_keys(const ratio_params &of_launch, key_smem<ratio_keys> &of_block)
-        : params(of_launch), smem(of_block), wrt_b(of_launch.of_teacher == of_launch.reverse)
+        : params(of_launch), smem(of_block)
     {
     }
 
@@ -155,24 +154,16 @@ template <typename ELEMENT> struct ratio_keys : ratio_pairs<ELEMENT> {
         return gradient_row_of(params, smem.slot, smem.slot.head * params.wrt.heads + of_slot, row);
     }
 
-    __device__ static float bound(int)
+    __device__ void apply(logits<1, 2> &x, const uint4 (&planes)[1][2], const gradient_row *queries, float) const
     {
-        return 0.0F;
-    }
-
-    __device__ void apply(logits<1, 2> &x, int stage, int step, float) const
-    {
-        const uint4 upper = smem.planes[step][0][0][threadIdx.x], lower = smem.planes[step][0][1][threadIdx.x];
         gradient_row columns[2][2];
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            const float4 of_query =
-                *(const float4 *)(const void *)&smem.rows[stage][step * 16 + acc_column(e / 2, e % 2)];
-            columns[e / 2][e % 2] = {of_query.x, of_query.y, of_query.z, of_query.w};
+            const float4 query = *(const float4 *)(const void *)&queries[acc_column(e / 2, e % 2)];
+            columns[e / 2][e % 2] = {query.x, query.y, query.z, query.w};
         }
-        gradient_block(
-            x, wrt_of(params), wrt_b, [&](int reg) { return join_ratios(word_of(upper, reg), word_of(lower, reg)); },
-            [&](int block, int e) -> const gradient_row & { return columns[block][e % 2]; });
+        gradient_block(x, params, planes[0],
+                       [&](int block, int e) -> const gradient_row & { return columns[block][e % 2]; });
 #pragma unroll
         for (int e = 0; e < 8; e++) { /* 0 stays 0: the pair may be masked */
             float &at = x.at[0][e / 4][e % 4];

@@ -26,7 +26,7 @@
 namespace sm80
 {
 
-enum group_output { GROUP_ROWS, GROUP_RATIOS, GROUP_DOTS };
+enum ratio_output { OUTPUT_ROWS, OUTPUT_RATIOS, OUTPUT_DOTS };
 
 /* What dot_t needs of a row, besides its keys. */
 struct dot_row {
@@ -37,7 +37,7 @@ static_assert(sizeof(dot_row) == SKL_DOT_ROW_SIZE, "cuda/select plans the worksp
 
 /* `a` is the teacher and `b` the student, in both directions. */
 struct ratio_params : strip_params {
-    group_output output;
+    ratio_output output;
     bool reverse, of_teacher; /* of_teacher: gradients of the teacher */
     bool lse_computed;        /* an earlier launch wrote the teacher's LSEs, of the visible keys */
     skl_input lse, offset;    /* gradients: of the wrt side's heads; offset without data: -1 */
@@ -54,19 +54,6 @@ __device__ inline const skl_cuda_argument &wrt_of(const ratio_params &params)
 
 /* ---- Teacher ------------------------------------------------------------------------------------------------- */
 
-/* Applies the softcap if the argument has one. Returns the factor that the logits still need. */
-__device__ inline float cap_tile(tile_logits &x, const skl_cuda_argument &argument)
-{
-    if (!argument.capped)
-        return argument.scale;
-#pragma unroll
-    for (int m = 0; m < M_TILES; m++)
-#pragma unroll
-        for (int e = 0; e < TILE_KEYS / 2; e++)
-            x[m][e / 4][e % 4] = argument.softcap_2 * tanhf(x[m][e / 4][e % 4] * argument.scale);
-    return 1.0F;
-}
-
 /* log2 of (1 - share) 2^mean + share 2^x; exactly the mean if x is. */
 __device__ inline float log2_mean(float mean, float x, float share)
 {
@@ -74,7 +61,7 @@ __device__ inline float log2_mean(float mean, float x, float share)
     return fmaxf(mean, x) + lg2(fmaf(of_smaller, ex2(-distance) - 1.0F, 1.0F));
 }
 
-/* Reads the LSEs of a row, relative to the low of a reference: value() - low is the LSE in base 2. */
+/* Reads the LSEs of a row. With value() = {value, rest}, x - value + rest is log2 of the probability, plus `low`. */
 struct relative_lse : head_lse {
     float low;
 
@@ -177,9 +164,9 @@ __device__ inline lane_row lane_row_of(const ratio_params &params, const score_s
 {
     const query_slot &slot = smem.slot;
     const int64_t query = query_of(slot, (int)threadIdx.x);
-    if (params.output == GROUP_ROWS)
+    if (params.output == OUTPUT_ROWS)
         return {split_lse2(lse.load()), 0.0F, 0.0F, 0.0F};
-    if (params.output == GROUP_DOTS) {
+    if (params.output == OUTPUT_DOTS) {
         const dot_row row =
             params.dot_rows[(int64_t)(smem.slot_index - (unsigned)params.strip_first) * SIDE + threadIdx.x];
         const float log2_share = params.lse_computed ? 0.0F : row.lses.mean_lse_t * SKL_LOG2E;
@@ -202,15 +189,15 @@ template <typename ELEMENT> struct ratio_scores {
           lse(lse_of(params, smem.slot, smem.streamed[0].first, query_of(smem.slot, (int)threadIdx.x))),
           lane(lane_row_of(params, smem, lse))
     {
-        if (params.output == GROUP_ROWS)
+        if (params.output == OUTPUT_ROWS)
             rows_of_split(params, smem.slot_index, smem.split)[threadIdx.x] = empty_row();
-        for (int n = 0; params.output == GROUP_DOTS && n < smem.streamed[0].count; n++)
+        for (int n = 0; params.output == OUTPUT_DOTS && n < smem.streamed[0].count; n++)
             dots()[n * SIDE + threadIdx.x] = 0.0F;
     }
 
     __device__ static bool teacher_again(const ratio_params &params)
     {
-        return params.output == GROUP_DOTS;
+        return params.output == OUTPUT_DOTS;
     }
 
     __device__ float *dots() const
@@ -224,7 +211,7 @@ template <typename ELEMENT> struct ratio_scores {
     {
         slabs.for_heads(smem.streamed[0], relative_lse{lse, lane.reference.low},
                         [&](int n, tile_logits &x, const skl_lse2 &lse2) {
-                            const float scale = cap_tile(x, params.a), share = __fdividef(1.0F, (float)(n + 1));
+                            const float scale = cap_logits(x, params.a), share = __fdividef(1.0F, (float)(n + 1));
                             combine_tile(log_p, x, lse2, [=](float mean, float of_pair, const skl_lse2 &of_row) {
                                 const float of_head = fmaf(of_pair, scale, -of_row.value) + of_row.low;
                                 return n == 0 ? of_head : log2_mean(mean, of_head, share);
@@ -236,7 +223,7 @@ template <typename ELEMENT> struct ratio_scores {
     __device__ void student(tile_logits &y, slab_stream<ELEMENT> &slabs) const
     {
         slabs.multiply(y, smem.streamed[1].slabs);
-        cap_tile(y, params.b);
+        cap_logits(y, params.b);
     }
 
     __device__ float scale_of_y() const
@@ -257,7 +244,7 @@ template <typename ELEMENT> struct ratio_scores {
             rows[half] = {broadcast(lane.reference, from), broadcast(lane.log2_share, from),
                           broadcast(lane.poison, from)};
         }
-        if (params.output == GROUP_ROWS) {
+        if (params.output == OUTPUT_ROWS) {
             index_row *const sums = rows_of_split(params, smem.slot_index, smem.split);
 #pragma unroll
             for (int half = 0; half < 2; half++)
@@ -268,7 +255,7 @@ template <typename ELEMENT> struct ratio_scores {
             return;
         }
         ratios_of(log_p, y, scale_of_y(), sees, rows, params.reverse);
-        if (params.output == GROUP_RATIOS)
+        if (params.output == OUTPUT_RATIOS)
             store_ratios(planes_of(params, smem, m, tile), params.rest_at, log_p);
     }
 
@@ -276,10 +263,10 @@ template <typename ELEMENT> struct ratio_scores {
      * of a tile are added to those of the split in memory. */
     __device__ void end_tile(slab_stream<ELEMENT> &slabs, const tile_logits &ratio) const
     {
-        if (params.output != GROUP_DOTS)
+        if (params.output != OUTPUT_DOTS)
             return;
         slabs.for_heads(smem.streamed[2], relative_lse{lse, 0.0F}, [&](int n, tile_logits &x, const skl_lse2 &lse2) {
-            const float scale = cap_tile(x, params.a);
+            const float scale = cap_logits(x, params.a);
 #pragma unroll
             for (int m = 0; m < M_TILES; m++)
 #pragma unroll

@@ -213,7 +213,7 @@ __device__ inline void init_split(score_smem &smem, const strip_params &params)
     smem.streamed_count = 0;
     if (params.with_teacher)
         smem.streamed[smem.streamed_count++] = teacher_heads(params, smem.slot.head);
-    smem.streamed[smem.streamed_count++] = index_heads(params, smem.slot.head);
+    smem.streamed[smem.streamed_count++] = student_heads(params, smem.slot.head);
     const range32 tiles = tiles_of_split(smem.slot, smem.split, params.num_splits);
     smem.tile_begin = tiles.begin * TILES_PER_G_TILE;
     smem.tile_end = tiles.end * TILES_PER_G_TILE;

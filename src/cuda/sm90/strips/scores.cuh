@@ -258,14 +258,11 @@ __device__ inline void consume_scores(const strip_params &params, score_smem &sm
         const head_list teacher = teacher_heads(params, slot.head);
         head_lse lse[2] = {lse_of(params, slot, teacher.first, query_of(slot, acc_row<1>(0, 0))),
                            lse_of(params, slot, teacher.first, query_of(slot, acc_row<1>(0, 1)))};
-        consumer.add_heads(p, teacher, lse, [=](float sum, float x, const split_lse &value) {
-            return fmaf(ex2(fmaf(x, scale_t, -value.high)), value.factor, sum);
-        });
+        consumer.add_heads(p, teacher, lse, mean_of_heads{scale_t});
         clear(y);
         head_weight w[2] = {weight_of(params, slot, query_of(slot, acc_row<1>(0, 0))),
                             weight_of(params, slot, query_of(slot, acc_row<1>(0, 1)))};
-        consumer.add_heads(y, index_heads(params, slot.head), w,
-                           [=](float sum, float x, float value) { return fmaf(value, at_least(x, least), sum); });
+        consumer.add_heads(y, student_heads(params, slot.head), w, index_sum{least});
         const int rows[2] = {acc_row<1>(0, 0), acc_row<1>(0, 1)};
         const bool sums_wanted = params.call.op != SKL_OP_BACKWARD;
         if (GRADIENTS)
@@ -303,7 +300,7 @@ __global__ void __launch_bounds__(SCORE_THREADS, 1)
             slab_producer producer = {smem, {0, 0}, {0, 0}};
             for (int tile = smem.tile_begin; tile < smem.tile_end; tile++) {
                 producer.load_heads(teacher_heads(params, smem.slot.head), maps.q_t, maps.k_t, tile);
-                producer.load_heads(index_heads(params, smem.slot.head), maps.q_s, maps.k_s, tile);
+                producer.load_heads(student_heads(params, smem.slot.head), maps.q_s, maps.k_s, tile);
             }
         }
     } else {
