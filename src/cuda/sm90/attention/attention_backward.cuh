@@ -33,7 +33,7 @@
 #define SKL_CUDA_SM90_ATTENTION_ATTENTION_BACKWARD_CUH
 
 #include "cuda/sm90/attention/attention_backward_keys.cuh"
-#include "cuda/sm90/tensor_map.cuh"
+#include "cuda/sm90/launch.cuh"
 
 namespace sm90
 {
@@ -119,14 +119,9 @@ cudaError_t launch_attention_backward_tiles(const attention_backward_params &par
     constexpr int MEMORY = sizeof(attention_backward_smem<DIM, DIM_A>);
     static_assert(MEMORY <= 227 * 1024, "shared memory of a block");
     const skl_problem *const p = &params.problem;
-    const cudaError_t error = cudaFuncSetAttribute(attention_backward_kernel<ELEMENT, DIM, DIM_A>,
-                                                   cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
-    if (error != cudaSuccess)
-        return error;
-    attention_backward_kernel<ELEMENT, DIM, DIM_A>
-        <<<grid_of(p->batch, p->key_heads_s, skl_ceil_div(p->len_k, TILE_KEYS)), ATTENTION_BACKWARD_THREADS, MEMORY,
-           params.call.stream>>>(params, maps);
-    return cudaPeekAtLastError();
+    return launch_blocks(attention_backward_kernel<ELEMENT, DIM, DIM_A>,
+                         grid_of(p->batch, p->key_heads_s, skl_ceil_div(p->len_k, TILE_KEYS)),
+                         ATTENTION_BACKWARD_THREADS, MEMORY, params.call.stream, params, maps);
 }
 
 template <typename ELEMENT>
@@ -136,16 +131,13 @@ inline bool encode_all(attention_backward_maps *maps, const attention_backward_p
     skl_cuda_argument values = params.b;
     values.q = params.of.do_s;
     values.k = params.of.v_s;
-    const skl_output &out = params.dq_sums;
-    const skl_input sums = {out.data, out.stride_batch, out.stride_head, out.stride_row};
     return encode_queries(&maps->q_a, p, &params.a, STAGE_ROWS, element) &&
            encode_queries(&maps->q_b, p, &params.b, STAGE_ROWS, element) &&
            encode_queries(&maps->d_out, p, &values, STAGE_ROWS, element) &&
            encode_keys(&maps->k_a, p, &params.a, TILE_KEYS, element) &&
            encode_keys(&maps->k_b, p, &params.b, TILE_KEYS, element) &&
            encode_keys(&maps->v, p, &values, TILE_KEYS, element) &&
-           skl_tensor_map(&maps->dq_sums, SKL_F32, &sums, params.b.dim, p->heads_s, skl_query_rows(p), 16) ==
-               CUDA_SUCCESS;
+           encode_sums(&maps->dq_sums, params.dq_sums, params.b.dim, p->heads_s, skl_query_rows(p));
 }
 
 template <typename ELEMENT>

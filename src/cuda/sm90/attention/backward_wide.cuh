@@ -41,7 +41,7 @@
 #include <type_traits>
 
 #include "cuda/sm90/attention/backward_wide_stages.cuh"
-#include "cuda/sm90/tensor_map.cuh"
+#include "cuda/sm90/launch.cuh"
 
 namespace sm90
 {
@@ -443,16 +443,11 @@ cudaError_t launch_wide_tiles(const backward_params &params, const wide_maps &ma
 {
     constexpr int MEMORY = sizeof(wide_smem<ELEMENT, DIM, DK>);
     static_assert(MEMORY <= 227 * 1024, "shared memory per block");
-    const cudaError_t error = cudaFuncSetAttribute(wide_backward_kernel<ELEMENT, DIM, DK, WRT_B, CAPPED>,
-                                                   cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
-    if (error != cudaSuccess)
-        return error;
     const skl_problem &p = params.problem;
     const dim3 blocks =
         grid_of(p.batch, row_tile<2, DK>::heads(params), skl_ceil_div(DK ? p.len_k : p.len_q, STATIONARY_ROWS));
-    wide_backward_kernel<ELEMENT, DIM, DK, WRT_B, CAPPED>
-        <<<blocks, WIDE_THREADS, MEMORY, params.call.stream>>>(params, maps);
-    return cudaPeekAtLastError();
+    return launch_blocks(wide_backward_kernel<ELEMENT, DIM, DK, WRT_B, CAPPED>, blocks, WIDE_THREADS, MEMORY,
+                         params.call.stream, params, maps);
 }
 
 /* dq or dk; dq with respect to B also gives the KL. */

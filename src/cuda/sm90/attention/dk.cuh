@@ -38,7 +38,7 @@
 #define SKL_CUDA_SM90_ATTENTION_DK_CUH
 
 #include "cuda/sm90/attention/logit_gradients.cuh"
-#include "cuda/sm90/tensor_map.cuh"
+#include "cuda/sm90/launch.cuh"
 
 namespace sm90
 {
@@ -284,14 +284,10 @@ template <typename ELEMENT, int DIM, bool WRT_B, bool CAPPED>
 cudaError_t launch_dk_tiles(const backward_params &params, const dk_maps &maps)
 {
     constexpr int MEMORY = sizeof(dk_smem<DIM>);
-    const cudaError_t error = cudaFuncSetAttribute(dk_kernel<ELEMENT, DIM, WRT_B, CAPPED>,
-                                                   cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
-    if (error != cudaSuccess)
-        return error;
     const skl_problem &p = params.problem;
     const dim3 blocks = grid_of(p.batch, key_tile::heads(params), skl_ceil_div(p.len_k, CONSUMERS * 64));
-    dk_kernel<ELEMENT, DIM, WRT_B, CAPPED><<<blocks, DK_THREADS, MEMORY, params.call.stream>>>(params, maps);
-    return cudaPeekAtLastError();
+    return launch_blocks(dk_kernel<ELEMENT, DIM, WRT_B, CAPPED>, blocks, DK_THREADS, MEMORY, params.call.stream,
+                         params, maps);
 }
 
 template <typename ELEMENT, int DIM, bool SOFTCAP>

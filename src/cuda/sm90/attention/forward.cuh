@@ -7,6 +7,7 @@
 #include "cuda/sm90/attention/forward_narrow.cuh"
 #include "cuda/sm90/attention/forward_short.cuh"
 #include "cuda/sm90/attention/forward_wide.cuh"
+#include "cuda/sm90/launch.cuh"
 
 namespace sm90
 {
@@ -14,14 +15,11 @@ namespace sm90
 typedef void forward_kernel(forward_params, forward_maps);
 
 template <typename FORWARD>
-cudaError_t launch_blocks(forward_kernel *kernel, dim3 blocks, const forward_params &params, const forward_maps &maps)
+cudaError_t launch_forward_blocks(forward_kernel *kernel, dim3 blocks, const forward_params &params,
+                                  const forward_maps &maps)
 {
-    constexpr int MEMORY = sizeof(typename FORWARD::memory);
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
-    if (error != cudaSuccess)
-        return error;
-    kernel<<<blocks, FORWARD::THREADS, MEMORY, params.call.stream>>>(params, maps);
-    return cudaPeekAtLastError();
+    return launch_blocks(kernel, blocks, FORWARD::THREADS, sizeof(typename FORWARD::memory), params.call.stream,
+                         params, maps);
 }
 
 /* One block per query tile and split. */
@@ -32,7 +30,7 @@ cudaError_t launch_query_tiles(forward_kernel *kernel, const forward_params &par
     const skl_problem &p = params.problem;
     const int64_t tiles = skl_ceil_div(p.len_q, ROWS);
     const cudaError_t error =
-        launch_blocks<FORWARD>(kernel, grid_of(p.batch, p.heads_s, tiles * params.num_splits), params, maps);
+        launch_forward_blocks<FORWARD>(kernel, grid_of(p.batch, p.heads_s, tiles * params.num_splits), params, maps);
     return error == cudaSuccess && params.num_splits > 1 ? merge_splits<FORWARD::GROUPS>(params) : error;
 }
 
@@ -61,13 +59,13 @@ cudaError_t launch_forward_of(const char *kernel, const forward_params &params, 
         using SHORT = short_forward<ELEMENT, DIM_A, DIM_B>;
         if (launch->persistent && launch->paired) {
             record_launch(kernel, SKL_VARIANT_SHORT, 1);
-            return launch_blocks<SHORT>(short_forward_kernel<SHORT>, dim3(2 * (unsigned)launch->sm_count), params,
-                                        maps);
+            return launch_forward_blocks<SHORT>(short_forward_kernel<SHORT>, dim3(2 * (unsigned)launch->sm_count),
+                                                params, maps);
         }
         if (launch->persistent) {
             record_launch(kernel, SKL_VARIANT_PERSISTENT, 1);
-            return launch_blocks<PERSISTENT>(narrow_forward_kernel<PERSISTENT>, dim3((unsigned)launch->sm_count),
-                                             params, maps);
+            return launch_forward_blocks<PERSISTENT>(narrow_forward_kernel<PERSISTENT>,
+                                                     dim3((unsigned)launch->sm_count), params, maps);
         }
         if (launch->paired || ALWAYS_PAIRED) {
             record_launch(kernel, SKL_VARIANT_PAIRED, params.num_splits);

@@ -288,14 +288,10 @@ cudaError_t launch_group_forward(const char *kernel, const skl_cuda_params *para
     if (depth == 0 || !encode_group_inputs(&maps, kernel_params, GROUP_KEYS, ELEMENT()))
         return encode_error();
     record_launch(kernel, CAPPED ? SKL_VARIANT_GROUPS_SOFTCAP : SKL_VARIANT_GROUPS, launch->num_splits);
-    cudaError_t error = cudaFuncSetAttribute(group_forward_kernel<ELEMENT, DIM_T, DIM_S, CAPPED>,
-                                             cudaFuncAttributeMaxDynamicSharedMemorySize, (int)size);
-    if (error != cudaSuccess)
-        return error;
-    group_forward_kernel<ELEMENT, DIM_T, DIM_S, CAPPED>
-        <<<grid_of(p->batch, p->heads_s, tiles * launch->num_splits), GROUP_FORWARD_THREADS, size,
-           params->call.stream>>>(kernel_params, maps, depth);
-    error = cudaPeekAtLastError();
+    const cudaError_t error =
+        launch_blocks(group_forward_kernel<ELEMENT, DIM_T, DIM_S, CAPPED>,
+                      grid_of(p->batch, p->heads_s, tiles * launch->num_splits), GROUP_FORWARD_THREADS, size,
+                      params->call.stream, kernel_params, maps, depth);
     if (error != cudaSuccess || launch->num_splits == 1)
         return error;
     merge_group_splits<2>

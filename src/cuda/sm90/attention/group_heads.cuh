@@ -15,7 +15,7 @@
 
 #include "cuda/common/group_rows.cuh"
 #include "cuda/sm90/attention/logit_gradients.cuh"
-#include "cuda/sm90/tensor_map.cuh"
+#include "cuda/sm90/launch.cuh"
 
 namespace sm90
 {
