@@ -126,6 +126,14 @@ __device__ inline void fence_proxy_async()
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+/* Opaque threadIdx.x: the compiler reads it again instead of keeping derived addresses in registers. */
+__device__ inline unsigned thread_again()
+{
+    unsigned thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
+
 /* Volatile, so that the compiler does not move the load above an earlier wait. */
 __device__ inline float load_shared(const float &from)
 {

@@ -7,14 +7,6 @@
 namespace sm90
 {
 
-/* threadIdx.x, which the compiler reads again: addresses that depend on it take no registers meanwhile. */
-__device__ inline unsigned thread_again()
-{
-    unsigned thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return thread;
-}
-
 /* Writes a warp's 16 rows of dq to shared memory, in TMA's 128-byte swizzle. stmatrix moves a 32-bit register as two
  * elements: of every 8 dimensions it stores the even ones first, then the odd ones. */
 template <int FIRST, int BLOCKS>

@@ -53,7 +53,9 @@ __device__ inline void sanitize_stage(fused_backward_smem<SHAPE> &smem, int n)
     const int stage = n % smem.DEPTH;
     const int row = (int)(threadIdx.x % 128 / 2);
     barrier_wait(smem.full[stage], n / smem.DEPTH % 2);
-    const bool finite = sanitize_row<ELEMENT, SHAPE::DIM>(smem.stages[stage].wrt.slabs, row, true);
+    bool finite = sanitize_row<ELEMENT, SHAPE::DIM>(smem.stages[stage].wrt.slabs, row, true);
+    if constexpr (SHAPE::GRADIENTS == ARGUMENTS)
+        finite = sanitize_row<ELEMENT, SHAPE::OTHER_DIM>(smem.stages[stage].other.slabs, row, true) && finite;
     smem.poison[stage][row] = finite ? 0.0F : NAN;
     fence_proxy_async();
     barrier_arrive(smem.sanitized[stage]); /* every thread, because every thread has written rows or poison */
@@ -81,65 +83,89 @@ __device__ inline void write_dk(unsigned char (&rows)[DIM / 32][STAGE_KEYS][128]
     }
 }
 
+/* dk of stage n, whose G is full: 64 keys x DIM = 64 keys x ROWS queries . ROWS queries x DIM. Releases G. A warp's
+ * 16 keys leave by themselves: warps do not wait for each other. */
+template <typename ELEMENT, typename SMEM, typename TARGET>
+__device__ inline void add_dk(SMEM &smem, const TARGET &target, int n, int warp)
+{
+    constexpr int DK_DIMS = SMEM::DK_DIMS, PRODUCT_DIMS = SMEM::DK_PRODUCT_DIMS, SLICES = PRODUCT_DIMS / DK_DIMS;
+    const int g_buffer = n % SMEM::G_BUFFERS;
+    float dk[PRODUCT_DIMS / 8][4];
+#pragma unroll
+    for (int which = 0; which < SMEM::GRADIENTS; which++) {
+        const uint32_t g = mn_major_operand(smem.g[g_buffer][which], 0);
+#pragma unroll
+        for (int first_dim = 0; first_dim < SMEM::DIM; first_dim += PRODUCT_DIMS) {
+            wgmma_fence();
+            wgmma_steps<true, SMEM::ROWS / 16>(
+                dk, g, smem.dk_queries(which) + first_dim / 64 * (SMEM::ROWS * 128 / 16), 0, ELEMENT());
+            wgmma_commit();
+            wgmma_wait<0>();
+            fence_operand(dk);
+            if (first_dim + PRODUCT_DIMS == SMEM::DIM && threadIdx.x % 32 == 0)
+                barrier_arrive(smem.g_empty[g_buffer][which]);
+#pragma unroll
+            for (int slice = 0; slice < SLICES; slice++) {
+                auto &to = smem.dk[(which * SLICES + slice) % SMEM::DK_BUFFERS];
+                tma_wait_read<SMEM::DK_BUFFERS - 1>();
+                __syncwarp();
+                write_dk<DK_DIMS>(to, *(const float(*)[DK_DIMS / 8][4]) & dk[slice * DK_DIMS / 8],
+                                  target.factor[which]);
+                fence_proxy_async();
+                __syncwarp();
+                target.reduce_add(n, which, first_dim + slice * DK_DIMS, to, warp);
+            }
+        }
+    }
+}
+
+/* Releases G without dk. */
+template <typename SMEM> __device__ inline void skip_dk(SMEM &smem, int n)
+{
+    __syncwarp(); /* all lanes have passed the wait before the buffer can be filled again */
+    if (threadIdx.x % 32 == 0)
+        barrier_arrive(smem.g_empty[n % SMEM::G_BUFFERS][WRT]);
+}
+
 /* Without `with_dk` the warpgroup is only the producer. */
 template <typename ELEMENT, typename SHAPE>
 __device__ inline void run_dk_warpgroup(fused_backward_smem<SHAPE> &smem, const stage_loader<SHAPE> &loader,
-                                        bool with_dk, float scale)
+                                        bool with_dk)
 {
-    constexpr int DIM = SHAPE::DIM, DK_DIMS = SHAPE::DK_DIMS;
     constexpr bool LOADS_LATE = smem.DEPTH == 2; /* the next stage is not requested before G of this one is full */
     const int warp = warp_in_warpgroup();
     const bool is_leader = warp == 0; /* the warp that issues loads */
-    const uint32_t q = mn_major_operand(smem.wrt_queries.slabs, smem.ROWS * 128);
-    float dk[DK_DIMS / 8][4];
     if (loader.keys.masked_stages > 0)
         sanitize_stage<ELEMENT>(smem, 0);
     for (int n = 0; n < loader.keys.stages; n++) {
         if (!LOADS_LATE && n + 1 < loader.keys.masked_stages)
             sanitize_stage<ELEMENT>(smem, n + 1);
-        barrier_wait(smem.g_full[n % 2], n / 2 % 2);
-        if (is_leader && n > 0) /* G of stage n is full, so both dq warpgroups have released stage n - 1 */
+        barrier_wait(smem.g_full[n % SHAPE::G_BUFFERS], n / SHAPE::G_BUFFERS % 2);
+        if (is_leader && n > 0) /* G of stage n is full, so the dq warpgroups have released stage n - 1 */
             loader.load_stage(n + smem.DEPTH - 1);
         if (is_leader && smem.WIDE_OTHER) /* ... and the other argument's keys of stage n */
             loader.load_other_stage(n + smem.DEPTH);
         if (LOADS_LATE && n + 1 < loader.keys.masked_stages)
             sanitize_stage<ELEMENT>(smem, n + 1);
-        if (!with_dk) {
-            __syncwarp(); /* all lanes have passed the wait before the buffer can be filled again */
-            if (threadIdx.x % 32 == 0)
-                barrier_arrive(smem.g_empty[n % 2]);
-            continue;
-        }
-        const uint32_t g = mn_major_operand(smem.g[n % 2], 0);
-#pragma unroll
-        for (int first_dim = 0; first_dim < DIM; first_dim += DK_DIMS) {
-            const uint32_t q_slice = q + first_dim / 64 * (smem.ROWS * 128 / 16);
-            wgmma_fence();
-            wgmma_steps<true, smem.ROWS / 16>(dk, g, q_slice, 0, ELEMENT());
-            wgmma_commit();
-            wgmma_wait<0>();
-            fence_operand(dk);
-            if (first_dim + DK_DIMS == DIM && threadIdx.x % 32 == 0)
-                barrier_arrive(smem.g_empty[n % 2]);
-            tma_wait_read(); /* a warp's 16 keys leave by themselves: warps do not wait for each other */
-            __syncwarp();
-            write_dk<DK_DIMS>(smem.dk, dk, scale * smem.unit);
-            fence_proxy_async();
-            __syncwarp();
-            loader.reduce_add_dk(n, first_dim, warp);
-        }
+        if (with_dk)
+            add_dk<ELEMENT>(smem, loader, n, warp);
+        else
+            skip_dk(smem, n);
     }
     tma_wait_read();
 }
 
 /* ---- Kernel ------------------------------------------------------------------------------------------------- */
 
-template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED>
-__global__ void __launch_bounds__(SHAPE::THREADS, 1)
+/* DQ: the dq warpgroups, dq_warpgroup or joint_dq_warpgroup. */
+template <typename DQ>
+__global__ void __launch_bounds__(DQ::shape::THREADS, 1)
     fused_backward_kernel(const __grid_constant__ backward_params params,
-                          const __grid_constant__ fused_backward_maps maps)
+                          const __grid_constant__ fused_backward_maps<DQ::shape::GRADIENTS> maps)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    typedef typename DQ::shape SHAPE;
+    typedef typename DQ::element ELEMENT;
     extern __shared__ __align__(1024) unsigned char raw[];
     typedef fused_backward_smem<SHAPE> memory;
     memory &smem = *(memory *)(void *)raw;
@@ -166,9 +192,10 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1)
             if (smem.WIDE_OTHER)
                 barrier_init(smem.other_full[stage], 1);
         }
-        for (int stage = 0; stage < 2; stage++) {
-            barrier_init(smem.g_full[stage], SHAPE::DQ_GROUPS * 128);
-            barrier_init(smem.g_empty[stage], 4);
+        for (int buffer = 0; buffer < SHAPE::G_BUFFERS; buffer++) {
+            barrier_init(smem.g_full[buffer], SHAPE::DQ_GROUPS * 128);
+            for (int which = 0; which < SHAPE::GRADIENTS; which++)
+                barrier_init(smem.g_empty[buffer][which], 4);
         }
         barrier_init_fence();
     }
@@ -178,13 +205,17 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1)
     if (warpgroup == SHAPE::DK_WARPGROUP) {
         reg_dealloc<SHAPE::DK_REGS>();
         const int head = warp_uniform((int)tile.head);
-        const stage_loader<SHAPE> loader = {smem,
+        const skl_problem &p = params.problem;
+        const stage_loader<SHAPE> loader = {{maps.sums,
+                                             warp_uniform(smem.keys),
+                                             warp_uniform((int)tile.sequence.batch),
+                                             {head / wrt_argument<DQ::OF_B>(params).heads_per_key,
+                                              head / other_argument<DQ::OF_B>(params).heads_per_key},
+                                             {(params.teacher_side ? p.scale_t : p.scale_s) * smem.unit,
+                                              (params.teacher_side ? p.scale_s : p.scale_t) * smem.unit}},
+                                            smem,
                                             maps,
-                                            warp_uniform(smem.keys),
-                                            warp_uniform((int)tile.sequence.batch),
-                                            head,
-                                            head / wrt_argument<WRT_B>(params).heads_per_key,
-                                            head / other_argument<WRT_B>(params).heads_per_key};
+                                            head};
         if (warp_index() == SHAPE::DK_WARPGROUP * 4) {
             loader.load_queries(warp_uniform((int)(tile.sequence.query_begin + tile.first)));
             for (int n = 0; n < smem.DEPTH; n++) {
@@ -193,58 +224,73 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1)
                 loader.load_stage(n);
             }
         }
-        run_dk_warpgroup<ELEMENT>(smem, loader, params.dk_sums.data != NULL,
-                                  params.teacher_side ? params.problem.scale_t : params.problem.scale_s);
+        run_dk_warpgroup<ELEMENT>(smem, loader, SHAPE::GRADIENTS == ARGUMENTS || params.dk_sums.data != NULL);
     } else {
         reg_alloc<SHAPE::DQ_REGS>();
-        dq_warpgroup<ELEMENT, SHAPE, WRT_B, CAPPED> consumer = {params, smem, warpgroup};
-        if constexpr (SHAPE::REG_DIMS > 0)
-            load_a_frag<SHAPE::REG_DIMS>(
-                consumer.other_q,
-                queries_of<ELEMENT>(other_argument<WRT_B>(params), tile.sequence, tile.head).from(tile.first),
-                smem.count);
+        DQ consumer = {params, smem, warpgroup};
+        consumer.load_queries(tile);
         barrier_wait(smem.queries_full, 0);
-        prepare_queries<ELEMENT, WRT_B>(params, smem, tile);
+        prepare_queries<ELEMENT, DQ::OF_B>(params, smem, tile);
         consumer.run();
         consumer.store(tile);
     }
 #endif
 }
 
-template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED>
-cudaError_t launch_fused_backward_tiles(const backward_params &params, const fused_backward_maps &maps)
+/* ---- Launch ------------------------------------------------------------------------------------------------- */
+
+template <typename DQ>
+cudaError_t launch_fused_backward_tiles(const backward_params &params,
+                                        const fused_backward_maps<DQ::shape::GRADIENTS> &maps)
 {
+    typedef typename DQ::shape SHAPE;
     constexpr int MEMORY = sizeof(fused_backward_smem<SHAPE>);
     static_assert(MEMORY <= SMEM_MAX, "shared memory of a block");
     static_assert(SHAPE::ROWS == (SHAPE::DQ_GROUPS == 3 ? SKL_SM90_TALL_ROWS : SKL_SM90_BACKWARD_ROWS),
                   "cuda/select counts tiles");
-    const cudaError_t error = cudaFuncSetAttribute(fused_backward_kernel<ELEMENT, SHAPE, WRT_B, CAPPED>,
-                                                   cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
-    if (error != cudaSuccess)
-        return error;
     const skl_problem &p = params.problem;
-    fused_backward_kernel<ELEMENT, SHAPE, WRT_B, CAPPED>
-        <<<grid_of(p.batch, p.heads_s, skl_ceil_div(p.len_q, SHAPE::ROWS)), SHAPE::THREADS, MEMORY,
-           params.call.stream>>>(params, maps);
-    return cudaPeekAtLastError();
+    return launch_blocks(fused_backward_kernel<DQ>, grid_of(p.batch, p.heads_s, skl_ceil_div(p.len_q, SHAPE::ROWS)),
+                         SHAPE::THREADS, MEMORY, params.call.stream, params, maps);
 }
 
-template <typename ELEMENT>
-inline bool encode_all(fused_backward_maps *maps, const backward_params &params, int tile_rows, ELEMENT element)
+inline const skl_cuda_argument *wrt_of(const backward_params &params)
+{
+    return is_grad_of_b(params) ? &params.b : &params.a;
+}
+
+inline const skl_cuda_argument *other_of(const backward_params &params)
+{
+    return is_grad_of_b(params) ? &params.a : &params.b;
+}
+
+/* The sums of dk, if there is a dk. */
+inline bool encode_dk_sums(CUtensorMap *map, const backward_params &params)
 {
     const skl_problem *const p = &params.problem;
-    const bool wrt_b = is_grad_of_b(params);
-    const skl_cuda_argument *const wrt = wrt_b ? &params.b : &params.a;
-    const skl_cuda_argument *const other = wrt_b ? &params.a : &params.b;
-    const skl_output &out = params.dk_sums;
-    const skl_input sums = {out.data, out.stride_batch, out.stride_head, out.stride_row};
-    return encode_queries(&maps->wrt_queries, p, wrt, tile_rows, element) &&
-           encode_queries(&maps->other_queries, p, other, tile_rows, element) &&
-           encode_keys(&maps->wrt_keys, p, wrt, STAGE_KEYS, element) &&
-           encode_keys(&maps->other_keys, p, other, STAGE_KEYS, element) &&
-           (sums.data == NULL ||
-            skl_tensor_map(&maps->sums, SKL_F32, &sums, wrt->dim, p->heads_s / wrt->heads_per_key, skl_key_rows(p),
-                           16) == CUDA_SUCCESS);
+    const skl_cuda_argument *const wrt = wrt_of(params);
+    return params.dk_sums.data == NULL ||
+           encode_sums(map, params.dk_sums, wrt->dim, p->heads_s / wrt->heads_per_key, skl_key_rows(p));
+}
+
+template <typename ELEMENT, int GRADIENTS>
+inline bool encode_all(fused_backward_maps<GRADIENTS> *maps, const backward_params &params, int tile_rows,
+                       ELEMENT element)
+{
+    const skl_problem *const p = &params.problem;
+    return encode_queries(&maps->wrt_queries, p, wrt_of(params), tile_rows, element) &&
+           encode_queries(&maps->other_queries, p, other_of(params), tile_rows, element) &&
+           encode_keys(&maps->wrt_keys, p, wrt_of(params), STAGE_KEYS, element) &&
+           encode_keys(&maps->other_keys, p, other_of(params), STAGE_KEYS, element) &&
+           encode_dk_sums(&maps->sums[WRT], params);
+}
+
+/* Clears the sums of dk, calls launch(), which adds to them, and rounds them to dk's type. */
+template <typename LAUNCH> cudaError_t with_dk_sums(const backward_params &params, const LAUNCH &launch)
+{
+    cudaError_t error = clear_dk_sums(&params);
+    if (error == cudaSuccess)
+        error = launch();
+    return error == cudaSuccess ? store_dk_sums(&params) : error;
 }
 
 /* f16 has no instances for gradients of A: nothing bounds them that f16 could rely on. */
@@ -261,21 +307,20 @@ cudaError_t launch_fused_backward_of(const char *kernel, const backward_params &
 {
     constexpr bool OF_A = HAS_INSTANCE_OF_A<ELEMENT, SHAPE>;
     const bool wrt_b = is_grad_of_b(params);
-    fused_backward_maps maps;
+    fused_backward_maps<SHAPE::GRADIENTS> maps;
     if (!(wrt_b || OF_A) || !encode_all(&maps, params, SHAPE::ROWS, ELEMENT()))
         return encode_error();
-    cudaError_t error = clear_dk_sums(&params);
-    record_launch(kernel,
-                  CAPPED                  ? SKL_VARIANT_FUSED_SOFTCAP
-                  : SHAPE::DQ_GROUPS == 3 ? SKL_VARIANT_FUSED_TALL
-                                          : SKL_VARIANT_FUSED,
-                  1);
-    if (error == cudaSuccess && wrt_b)
-        error = launch_fused_backward_tiles<ELEMENT, SHAPE, true, CAPPED>(params, maps);
-    else if constexpr (OF_A)
-        if (error == cudaSuccess)
-            error = launch_fused_backward_tiles<ELEMENT, SHAPE, false, CAPPED>(params, maps);
-    return error == cudaSuccess ? store_dk_sums(&params) : error;
+    return with_dk_sums(params, [&] {
+        record_launch(kernel,
+                      CAPPED                  ? SKL_VARIANT_FUSED_SOFTCAP
+                      : SHAPE::DQ_GROUPS == 3 ? SKL_VARIANT_FUSED_TALL
+                                              : SKL_VARIANT_FUSED,
+                      1);
+        if constexpr (OF_A)
+            if (!wrt_b)
+                return launch_fused_backward_tiles<dq_warpgroup<ELEMENT, SHAPE, false, CAPPED>>(params, maps);
+        return launch_fused_backward_tiles<dq_warpgroup<ELEMENT, SHAPE, true, CAPPED>>(params, maps);
+    });
 }
 
 /* Without softcaps. */
@@ -306,9 +351,8 @@ template <typename ELEMENT, int LARGE, int SMALL>
 cudaError_t launch_fused_pair(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     const backward_params kernel_params = backward_params_of(params, launch);
-    const skl_cuda_argument &wrt = is_grad_of_b(kernel_params) ? kernel_params.b : kernel_params.a;
     if constexpr (LARGE > SMALL && LARGE <= SKL_SM90_FUSED_DIM_MAX)
-        if (wrt.dim > SMALL)
+        if (wrt_of(kernel_params)->dim > SMALL)
             return launch_fused_backward_of<ELEMENT, fused_backward_shape<LARGE, SMALL>, false>(kernel,
                                                                                                 kernel_params);
     return launch_fused_backward_tiled<ELEMENT, SMALL, LARGE>(kernel, kernel_params, launch->tall_tiles);

@@ -1,33 +1,47 @@
-/* Shared memory of the fused backward, and the loads of its stages. */
+/* Block, shared memory and TMA of the fused backward and of the joint backward. */
 #ifndef SKL_CUDA_SM90_ATTENTION_FUSED_BACKWARD_STAGES_CUH
 #define SKL_CUDA_SM90_ATTENTION_FUSED_BACKWARD_STAGES_CUH
 
 #include <type_traits>
 
 #include "cuda/sm90/attention/logit_gradients.cuh"
-#include "cuda/sm90/tensor_map.cuh"
+#include "cuda/sm90/launch.cuh"
 
 namespace sm90
 {
 
 constexpr int TILE_QUERIES = block_tile::ROWS;
 
-/* GROUPS: dq warpgroups. */
-template <int D_WRT, int D_OTHER, int GROUPS = 2> struct fused_backward_shape {
-    static constexpr int DIM = D_WRT, OTHER_DIM = D_OTHER;
-    static constexpr bool WIDE_OTHER = OTHER_DIM > 128;
-    static constexpr int DK_DIMS = WIDE_OTHER ? 64 : DIM; /* dimensions of dk at a time */
+/* The argument with gradients and the remaining one, which has gradients, too, where GRADIENTS is ARGUMENTS. */
+enum { WRT, OTHER, ARGUMENTS };
+
+/* dq warpgroups and one dk warpgroup. */
+template <int GROUPS, int REGS_OF_DK> struct dq_dk_block {
     static constexpr int DQ_GROUPS = GROUPS;
     static constexpr int DK_WARPGROUP = DQ_GROUPS; /* after the dq warpgroups */
     static constexpr int THREADS = 128 * (DQ_GROUPS + 1);
     typedef query_tile<DQ_GROUPS> tile_type;
     static constexpr int ROWS = tile_type::ROWS; /* queries */
 
-    /* Registers of a thread. Ordinary values, logits, G and dq come first; ptxas does not succeed without spare ones.
-     */
-    static constexpr int DK_REGS = WIDE_OTHER || DQ_GROUPS == 3 ? 72 : 104;
+    /* Registers of a thread. */
+    static constexpr int DK_REGS = REGS_OF_DK;
     static constexpr int DQ_REGS = (65536 / THREADS / 8 * 8 * (DQ_GROUPS + 1) - DK_REGS) / DQ_GROUPS / 8 * 8;
-    static constexpr int Q_REGS = DQ_REGS - 24 - 64 - 16 - DIM / 2 - 8;
+};
+
+/* Gradients of one argument. GROUPS: dq warpgroups. */
+template <int D_WRT, int D_OTHER, int GROUPS = 2>
+struct fused_backward_shape : dq_dk_block<GROUPS, (D_OTHER > 128 || GROUPS == 3 ? 72 : 104)> {
+    typedef dq_dk_block<GROUPS, (D_OTHER > 128 || GROUPS == 3 ? 72 : 104)> block;
+    using block::ROWS;
+    static constexpr int DIM = D_WRT, OTHER_DIM = D_OTHER, GRADIENTS = 1;
+    static constexpr bool WIDE_OTHER = OTHER_DIM > 128;
+    static constexpr int DK_DIMS = WIDE_OTHER ? 64 : DIM; /* dimensions of dk in a buffer */
+    static constexpr int DK_PRODUCT_DIMS = DK_DIMS;       /* dimensions of dk in registers */
+    static constexpr int DK_BUFFERS = 1, G_BUFFERS = 2;
+
+    /* Registers for queries: ordinary values, logits, G and dq come first; ptxas does not succeed without spare ones.
+     */
+    static constexpr int Q_REGS = block::DQ_REGS - 24 - 64 - 16 - DIM / 2 - 8;
 
     /* Dimensions of the other argument's queries in registers, and slabs of the rest in shared memory. */
     static constexpr int REG_DIMS = Q_REGS * 4 < OTHER_DIM ? Q_REGS / 8 * 32 : OTHER_DIM;
@@ -39,7 +53,7 @@ template <int D_WRT, int D_OTHER, int GROUPS = 2> struct fused_backward_shape {
     static constexpr int DEPTH = depth_for(STAGE_SIZE, FIXED, 6); /* pipeline stages */
 
     /* Sums of the KL in double, where they do not take the place of a stage. */
-    typedef std::conditional_t<DQ_GROUPS == 3, quad_long_sums<384>, long_sums<256>> long_totals;
+    typedef std::conditional_t<GROUPS == 3, quad_long_sums<384>, long_sums<256>> long_totals;
     static constexpr bool HAS_LONG_SUMS =
         !WIDE_OTHER && depth_for(STAGE_SIZE, FIXED + (int)sizeof(long_totals), 6) == DEPTH;
     typedef std::conditional_t<HAS_LONG_SUMS, long_totals, long_sums<1>> totals_type;
@@ -52,35 +66,66 @@ template <typename SHAPE> struct fused_backward_smem : SHAPE {
         row_stage<SHAPE::DIM> wrt;
         row_stage<SHAPE::OTHER_DIM> other;
     } stages[DEPTH];
-    unsigned char g[2][SHAPE::ROWS][128];                   /* [query][key] */
-    unsigned char dk[SHAPE::DK_DIMS / 32][STAGE_KEYS][128]; /* of a stage, f32: slabs of 32 dimensions */
+    unsigned char g[SHAPE::G_BUFFERS][SHAPE::GRADIENTS][SHAPE::ROWS][128];     /* [query][key] */
+    unsigned char dk[SHAPE::DK_BUFFERS][SHAPE::DK_DIMS / 32][STAGE_KEYS][128]; /* f32: slabs of 32 dimensions */
     smem_rows<SHAPE::OTHER_SLABS, SHAPE::ROWS> other_queries;
-    uint64_t queries_full, full[DEPTH], sanitized[DEPTH], g_full[2], g_empty[2];
+    uint64_t queries_full, full[DEPTH], sanitized[DEPTH], g_full[SHAPE::G_BUFFERS];
+    uint64_t g_empty[SHAPE::G_BUFFERS][SHAPE::GRADIENTS];
     typename SHAPE::tile_type tile; /* in shared memory to save registers */
     int count;                      /* queries of the tile that exist */
     stage_schedule keys;
     row_ranges<SHAPE::ROWS> visible;
-    float unit;                                         /* of G */
-    int in_units;                                       /* whether all upstream gradients are the unit */
-    float poison[DEPTH][STAGE_KEYS];                    /* NaN for non-finite keys of the wrt argument, else 0 */
-    row_stats stats[SHAPE::ROWS];                       /* LSEs in base 2, upstream gradients divided by the unit */
+    float unit;                      /* of G */
+    int in_units;                    /* whether all upstream gradients are the unit */
+    float poison[DEPTH][STAGE_KEYS]; /* NaN for non-finite keys of arguments with gradients, else 0 */
+    row_stats stats[SHAPE::ROWS];    /* LSEs in base 2, upstream gradients divided by the unit */
     uint64_t other_full[SHAPE::WIDE_OTHER ? DEPTH : 1]; /* WIDE_OTHER: `full` is of the wrt argument alone */
     typename SHAPE::totals_type totals;                 /* of the KL */
+
+    /* Queries of an argument with gradients, as the operand of dk. */
+    __device__ uint32_t dk_queries(int which) const
+    {
+        const void *const rows = which == WRT ? (const void *)&wrt_queries : &other_queries;
+        return mn_major_operand(rows, SHAPE::ROWS * 128);
+    }
 };
 
 /* `sums`: f32 sums of dk in global memory. */
-struct fused_backward_maps {
-    CUtensorMap wrt_queries, other_queries, wrt_keys, other_keys, sums;
+template <int GRADIENTS> struct fused_backward_maps {
+    CUtensorMap wrt_queries, other_queries, wrt_keys, other_keys, sums[GRADIENTS];
 };
 
 /* ---- TMA ---------------------------------------------------------------------------------------------------- */
 
-/* Loads of the block, issued by one warp, and reduce-adds of each dk warp. All members are warp-uniform. */
-template <typename SHAPE> struct stage_loader {
-    fused_backward_smem<SHAPE> &smem;
-    const fused_backward_maps &maps;
+/* Where dk goes: f32 sums in global memory. All members are warp-uniform. */
+template <int GRADIENTS> struct dk_target {
+    const CUtensorMap (&sums)[GRADIENTS];
     stage_schedule keys;
-    int batch, head, wrt_head, other_head;
+    int batch;
+    int key_head[ARGUMENTS];
+    float factor[ARGUMENTS]; /* of G^T q */
+
+    /* Adds a dk warp's 16 keys of stage n, from dimension first_dim on. */
+    template <int SLABS>
+    __device__ void reduce_add(int n, int which, int first_dim, const unsigned char (&dk)[SLABS][STAGE_KEYS][128],
+                               int warp) const
+    {
+#pragma unroll
+        for (int slab = 0; slab < SLABS; slab++)
+            tma_reduce_add(sums[which], first_dim + slab * 32, keys.row_at(n) + warp * 16, key_head[which], batch,
+                           dk[slab][warp * 16]);
+        tma_commit();
+    }
+};
+
+/* Loads of the block, issued by one warp. All members are warp-uniform. */
+template <typename SHAPE> struct stage_loader : dk_target<SHAPE::GRADIENTS> {
+    fused_backward_smem<SHAPE> &smem;
+    const fused_backward_maps<SHAPE::GRADIENTS> &maps;
+    int head;
+    using dk_target<SHAPE::GRADIENTS>::keys;
+    using dk_target<SHAPE::GRADIENTS>::batch;
+    using dk_target<SHAPE::GRADIENTS>::key_head;
 
     __device__ void load_queries(int row) const
     {
@@ -97,13 +142,13 @@ template <typename SHAPE> struct stage_loader {
 
     __device__ void load_wrt(int stage, int row, int slab) const
     {
-        tma_load(smem.stages[stage].wrt.slabs[slab], maps.wrt_keys, slab * 64, row, wrt_head, batch,
+        tma_load(smem.stages[stage].wrt.slabs[slab], maps.wrt_keys, slab * 64, row, key_head[WRT], batch,
                  smem.full[stage]);
     }
 
     __device__ void load_other(int stage, int row, int slab, uint64_t &full) const
     {
-        tma_load(smem.stages[stage].other.slabs[slab], maps.other_keys, slab * 64, row, other_head, batch, full);
+        tma_load(smem.stages[stage].other.slabs[slab], maps.other_keys, slab * 64, row, key_head[OTHER], batch, full);
     }
 
     /* The stage must have been released. Does nothing after the last stage. */
@@ -111,14 +156,14 @@ template <typename SHAPE> struct stage_loader {
     {
         if (n >= keys.stages)
             return;
-        constexpr int WRT = SLABS_OF<SHAPE::DIM>, OTHER = SHAPE::WIDE_OTHER ? 0 : SLABS_OF<SHAPE::OTHER_DIM>;
+        constexpr int SLABS = SLABS_OF<SHAPE::DIM>, OTHER_SLABS = SHAPE::WIDE_OTHER ? 0 : SLABS_OF<SHAPE::OTHER_DIM>;
         const int stage = n % smem.DEPTH, row = keys.row_at(n);
-        barrier_expect_tx(smem.full[stage], (WRT + OTHER) * STAGE_ROWS * 128);
+        barrier_expect_tx(smem.full[stage], (SLABS + OTHER_SLABS) * STAGE_ROWS * 128);
 #pragma unroll
-        for (int slab = 0; slab < (WRT > OTHER ? WRT : OTHER); slab++) {
-            if (slab < OTHER)
+        for (int slab = 0; slab < (SLABS > OTHER_SLABS ? SLABS : OTHER_SLABS); slab++) {
+            if (slab < OTHER_SLABS)
                 load_other(stage, row, slab, smem.full[stage]);
-            if (slab < WRT)
+            if (slab < SLABS)
                 load_wrt(stage, row, slab);
         }
     }
@@ -133,16 +178,6 @@ template <typename SHAPE> struct stage_loader {
 #pragma unroll
         for (int slab = 0; slab < SLABS_OF<SHAPE::OTHER_DIM>; slab++)
             load_other(stage, row, slab, smem.other_full[stage]);
-    }
-
-    /* Adds a dk warp's 16 keys of dk. */
-    __device__ void reduce_add_dk(int n, int first_dim, int warp) const
-    {
-#pragma unroll
-        for (int slab = 0; slab < SHAPE::DK_DIMS / 32; slab++)
-            tma_reduce_add(maps.sums, first_dim + slab * 32, keys.row_at(n) + warp * 16, wrt_head, batch,
-                           smem.dk[slab][warp * 16]);
-        tma_commit();
     }
 };
 

@@ -14,7 +14,8 @@
  *   dq warpgroups   stage n       X_h (wgmma) -> P, head after head;  Y (wgmma) -> G;  dq += G K (wgmma)
  *   dk warpgroup    stage n - 1   dk = G^T Q (wgmma)  ->  shared memory  ->  global memory += dk (TMA)
  *
- * See group_heads.cuh for P, fused_backward.cuh for dq and dk. */
+ * See group_heads.cuh for P, fused_backward.cuh for dq and dk. The kernel and its dq warpgroups are separate: a
+ * producer warp streams the keys of several heads per stage, through a pipeline whose depth is known at run time. */
 #ifndef SKL_CUDA_SM90_ATTENTION_GROUP_BACKWARD_CUH
 #define SKL_CUDA_SM90_ATTENTION_GROUP_BACKWARD_CUH
 
@@ -26,7 +27,6 @@ namespace sm90
 
 constexpr int GROUP_DK_WARPGROUP = CONSUMERS, GROUP_PRODUCER_WARPGROUP = CONSUMERS + 1;
 constexpr int GROUP_BACKWARD_THREADS = 128 * (CONSUMERS + 2);
-constexpr int DK_DIMS = 64; /* of dk at a time */
 
 /* Of a query, by the LSE of the student. */
 struct alignas(16) student_stats {
@@ -34,20 +34,31 @@ struct alignas(16) student_stats {
     int key_begin;        /* first visible key, counted as in row_stream */
 };
 
-template <int DIM_S> struct group_backward_smem {
+/* Members as in fused_backward_shape. */
+template <int DIM_S> struct group_backward_shape {
+    static constexpr int DIM = DIM_S, ROWS = TILE_QUERIES, GRADIENTS = 1;
+    static constexpr int DK_DIMS = 64, DK_PRODUCT_DIMS = DK_DIMS, DK_BUFFERS = 1, G_BUFFERS = 1;
+};
+
+template <int DIM_S> struct group_backward_smem : group_backward_shape<DIM_S> {
     smem_rows<DIM_S / 64> queries_s;
     row_stage<DIM_S> keys_s;
-    unsigned char g[TILE_QUERIES][128]; /* [query][key] */
-    unsigned char dk[DK_DIMS / 32][STAGE_KEYS][128];
+    unsigned char g[1][1][TILE_QUERIES][128]; /* [query][key] */
+    unsigned char dk[1][group_backward_shape<DIM_S>::DK_DIMS / 32][STAGE_KEYS][128];
     student_stats stats[TILE_QUERIES];
     float poison[STAGE_KEYS]; /* NaN for non-finite keys of the student, else 0 */
     group_barriers barriers;
-    uint64_t sanitized, g_full, g_empty;
+    uint64_t sanitized, g_full, g_empty[1][1];
     block_tile tile; /* this and the rest are in shared memory to save registers */
     int count;
     stage_schedule keys;
     int key_ends[TILE_QUERIES]; /* of visible keys; they begin at student_stats.key_begin: every byte counts here */
     float unit;                 /* of G */
+
+    __device__ uint32_t dk_queries(int) const
+    {
+        return mn_major_operand(&queries_s, TILE_QUERIES * 128);
+    }
 };
 
 template <int DIM_S> constexpr int GROUP_FIXED_SIZE = (sizeof(group_backward_smem<DIM_S>) + 1023) / 1024 * 1024;
@@ -184,14 +195,8 @@ template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED> struct group_dq_w
         const uint32_t k = mn_major_operand(&smem.keys_s, STAGE_KEYS * 128);
         wgmma_steps<true, STAGE_KEYS / 16>(dq, g, k, 1, ELEMENT());
         wgmma_commit();
-        barrier_wait(smem.g_empty, n % 2 ^ 1);
-        int thread; /* read here: the address then needs no register in the rest of the loop */
-        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-        const int row = thread / 32 * 16 + thread % 16;
-        const uint32_t to = shared_address(&smem.g[row][(thread % 32 / 16 ^ row % 8) * 16]);
-#pragma unroll
-        for (int step = 0; step < STAGE_KEYS / 16; step++)
-            stmatrix_x4(to ^ (uint32_t)(step * 32), g[step]);
+        barrier_wait(smem.g_empty[0][WRT], n % 2 ^ 1);
+        write_g(smem.g[0][WRT], g, thread_again());
         fence_proxy_async();
         barrier_arrive(smem.g_full); /* every lane: it has read poison, too */
     }
@@ -213,62 +218,27 @@ template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED> struct group_dq_w
 
     __device__ void store() const
     {
-        const block_tile &tile = smem.tile;
-        const skl_side side = side_of(params);
-        const skl_output out = *side.dq;
-        const int64_t base = SKL_ROW(out, tile.sequence.batch, tile.head, tile.sequence.query_begin + tile.first);
         if (params.kl_in_backward)
-            write_one_pass_rows(params, tile, smem.count, sums);
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int row = acc_row<1>(0, half);
-            if (row < smem.count && out.data != NULL)
-                store_row<ELEMENT>(out.data, base + row * out.stride_row, side, dq, half, smem.unit * side.scale);
-        }
+            write_one_pass_rows(params, smem.tile, smem.count, sums);
+        store_dq<ELEMENT>(side_of(params), smem.tile, smem.count, dq, smem.unit);
     }
 };
 
 /* ---- dk ----------------------------------------------------------------------------------------------------- */
 
+/* Without `with_dk` the warpgroup has nothing to do. */
 template <typename ELEMENT, int DIM_S>
-__device__ inline void run_group_dk(group_backward_smem<DIM_S> &smem, const group_maps &maps, bool with_dk,
-                                    int key_head, float scale)
+__device__ inline void run_group_dk(group_backward_smem<DIM_S> &smem, const dk_target<1> &target, bool with_dk)
 {
-    const bool is_leader = warp_in_warpgroup() == 0; /* the warp that issues TMA */
-    const stage_schedule keys = warp_uniform(smem.keys);
-    const int batch = warp_uniform((int)smem.tile.sequence.batch);
-    const uint32_t g = mn_major_operand(smem.g, 0);
-    for (int n = 0; n < keys.stages; n++) {
+    const int warp = warp_in_warpgroup();
+    for (int n = 0; n < target.keys.stages; n++) {
         barrier_wait(smem.g_full, n % 2);
-#pragma unroll
-        for (int c = 0; c < DIM_S / DK_DIMS && with_dk; c++) {
-            float dk[DK_DIMS / 8][4];
-            const uint32_t q = mn_major_operand(smem.queries_s.slabs[c], 0);
-            wgmma_fence();
-            wgmma_steps<true, TILE_QUERIES / 16>(dk, g, q, 0, ELEMENT());
-            wgmma_commit();
-            wgmma_wait<0>();
-            fence_operand(dk);
-            if (is_leader)
-                tma_wait_read();
-            named_barrier_sync(1 + GROUP_DK_WARPGROUP, 128);
-            write_dk<DK_DIMS>(smem.dk, dk, scale * smem.unit);
-            fence_proxy_async();
-            named_barrier_sync(1 + GROUP_DK_WARPGROUP, 128);
-            if (is_leader) {
-#pragma unroll
-                for (int slab = 0; slab < DK_DIMS / 32; slab++)
-                    tma_reduce_add(maps.sums, c * DK_DIMS + slab * 32, keys.row_at(n), key_head, batch,
-                                   smem.dk[slab]);
-                tma_commit();
-            }
-        }
-        __syncwarp(); /* all lanes have passed the wait before G can be filled again */
-        if (threadIdx.x % 32 == 0)
-            barrier_arrive(smem.g_empty);
+        if (with_dk)
+            add_dk<ELEMENT>(smem, target, n, warp);
+        else
+            skip_dk(smem, n);
     }
-    if (is_leader)
-        tma_wait_read();
+    tma_wait_read();
 }
 
 /* Executed by one warp. Only masked stages need it: see logit_gradients.cuh. */
@@ -320,7 +290,7 @@ __global__ void __launch_bounds__(GROUP_BACKWARD_THREADS, 1)
         smem.barriers.init();
         barrier_init(smem.sanitized, 32);
         barrier_init(smem.g_full, CONSUMERS * 128);
-        barrier_init(smem.g_empty, 4);
+        barrier_init(smem.g_empty[0][WRT], 4);
         barrier_init_fence();
     }
     __syncthreads();
@@ -353,7 +323,12 @@ __global__ void __launch_bounds__(GROUP_BACKWARD_THREADS, 1)
         }
     } else if (warpgroup == GROUP_DK_WARPGROUP) {
         reg_dealloc<64>();
-        run_group_dk<ELEMENT, DIM_S>(smem, maps, params.dk_sums.data != NULL, key_head_s, params.problem.scale_s);
+        const dk_target<1> target = {maps.sums,
+                                     warp_uniform(smem.keys),
+                                     warp_uniform((int)smem.tile.sequence.batch),
+                                     {key_head_s},
+                                     {params.problem.scale_s * smem.unit}};
+        run_group_dk<ELEMENT, DIM_S>(smem, target, params.dk_sums.data != NULL);
     } else {
         reg_alloc<208>();
         barrier_wait(smem.barriers.queries_full, 0);
@@ -380,17 +355,6 @@ __global__ void __launch_bounds__(GROUP_BACKWARD_THREADS, 1)
 #endif
 }
 
-template <typename ELEMENT>
-inline bool encode_group(group_maps *maps, const backward_params &params, int keys, ELEMENT element)
-{
-    const skl_problem *const p = &params.problem;
-    const skl_output &out = params.dk_sums;
-    const skl_input sums = {out.data, out.stride_batch, out.stride_head, out.stride_row};
-    return encode_group_inputs(maps, params, keys, element) &&
-           (sums.data == NULL || skl_tensor_map(&maps->sums, SKL_F32, &sums, p->dim_s, p->key_heads_s,
-                                                skl_key_rows(p), STAGE_KEYS) == CUDA_SUCCESS);
-}
-
 /* Bytes of shared memory of a block, and in *depth the slots of teacher keys; 0: it does not fit. */
 template <int DIM_T, int DIM_S> inline int64_t group_backward_size(int64_t heads, int64_t smem_max, int *depth)
 {
@@ -407,20 +371,15 @@ cudaError_t launch_group_backward(const char *kernel, const skl_cuda_params *par
     int depth;
     const int64_t size = group_backward_size<DIM_T, DIM_S>(skl_group_size(p), launch->smem_per_block, &depth);
     group_maps maps;
-    if (size == 0 || !encode_group(&maps, kernel_params, STAGE_KEYS, ELEMENT()))
+    if (size == 0 || !encode_group_inputs(&maps, kernel_params, STAGE_KEYS, ELEMENT()) ||
+        !encode_dk_sums(&maps.sums[WRT], kernel_params))
         return encode_error();
-    cudaError_t error = clear_dk_sums(&kernel_params);
-    record_launch(kernel, CAPPED ? SKL_VARIANT_FUSED_GROUPS_SOFTCAP : SKL_VARIANT_FUSED_GROUPS, 1);
-    if (error == cudaSuccess)
-        error = cudaFuncSetAttribute(group_backward_kernel<ELEMENT, DIM_T, DIM_S, CAPPED>,
-                                     cudaFuncAttributeMaxDynamicSharedMemorySize, (int)size);
-    if (error != cudaSuccess)
-        return error;
-    group_backward_kernel<ELEMENT, DIM_T, DIM_S, CAPPED>
-        <<<grid_of(p->batch, p->heads_s, skl_ceil_div(p->len_q, TILE_QUERIES)), GROUP_BACKWARD_THREADS, (size_t)size,
-           params->call.stream>>>(kernel_params, maps, depth);
-    error = cudaPeekAtLastError();
-    return error == cudaSuccess ? store_dk_sums(&kernel_params) : error;
+    return with_dk_sums(kernel_params, [&] {
+        record_launch(kernel, CAPPED ? SKL_VARIANT_FUSED_GROUPS_SOFTCAP : SKL_VARIANT_FUSED_GROUPS, 1);
+        return launch_blocks(group_backward_kernel<ELEMENT, DIM_T, DIM_S, CAPPED>,
+                             grid_of(p->batch, p->heads_s, skl_ceil_div(p->len_q, TILE_QUERIES)),
+                             GROUP_BACKWARD_THREADS, (size_t)size, params->call.stream, kernel_params, maps, depth);
+    });
 }
 
 } // namespace sm90

@@ -51,8 +51,9 @@ struct group_barriers {
     }
 };
 
+/* `sums`: f32 sums of dk in global memory, of a backward. */
 struct group_maps {
-    CUtensorMap queries_t, queries_s, keys_t, keys_s, sums;
+    CUtensorMap queries_t, queries_s, keys_t, keys_s, sums[1];
 };
 
 /* Loads of `keys` keys. */
