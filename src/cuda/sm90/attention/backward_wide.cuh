@@ -34,25 +34,16 @@
  * The dq kernel with respect to B also computes the KL. Under GQA a block with a key tile processes all query heads
  * that share the key head, and loads the other argument's keys again where they change. CAPPED: instances for
  * problems where at least one argument has a softcap. Two-term rows with such instances have no others: there a
- * branch that all threads take alike, once per stage, decides, which is as fast and a third less to compile. */
+ * branch that all threads take alike, once per stage, decides, which is as fast and a third less to compile.
+ *
+ * gradient_kernel.cuh has the kernel, G and the store. */
 #ifndef SKL_CUDA_SM90_ATTENTION_BACKWARD_WIDE_CUH
 #define SKL_CUDA_SM90_ATTENTION_BACKWARD_WIDE_CUH
 
-#include <type_traits>
-
 #include "cuda/sm90/attention/backward_wide_stages.cuh"
-#include "cuda/sm90/launch.cuh"
 
 namespace sm90
 {
-
-/* Instances whose registers leave no room for row bounds: cuda/select chooses another kernel for those. */
-template <typename ELEMENT, int DIM> struct wide_visible {
-    typedef bounded_band band;
-};
-template <> struct wide_visible<skl_f16, SKL_SM90_UNBOUNDED_F16_DIM> {
-    typedef band32 band;
-};
 
 /* ---- Consumers ---------------------------------------------------------------------------------------------- */
 
@@ -109,27 +100,32 @@ template <bool WRT_B> struct two_term_query_stats {
     }
 };
 
-template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wide_warpgroup {
+template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED>
+struct wide_warpgroup : gradient_warpgroup<ELEMENT, DIM, DK, WRT_B, CAPPED, wide_smem<ELEMENT, DIM, DK>> {
+    typedef gradient_warpgroup<ELEMENT, DIM, DK, WRT_B, CAPPED, wide_smem<ELEMENT, DIM, DK>> base;
+    using base::gradient, base::params, base::smem, base::sums, base::unit, base::warpgroup;
+    static constexpr int REGS = 224, PRODUCER_REGS = 56;
     static constexpr bool TWO_TERM = operand<ELEMENT>::TWO_TERM;
     static constexpr bool ONE_LOOP = HAS_ONE_LOOP<ELEMENT, CAPPED>;
-    const backward_params &params;
-    wide_smem<ELEMENT, DIM, DK> &smem;
-    int warpgroup; /* warp-uniform */
-    float gradient[DIM / 8][4];
-    row_sums sums[2]; /* dq with respect to B: of the KL */
-    std::conditional_t<TWO_TERM, row_units, gradient_unit<ELEMENT>> unit;
     row_factors factors_a, factors_b; /* TWO_TERM: of the stationary rows */
 
-    __device__ const typename wide_visible<ELEMENT, DIM>::band &visible() const
+    /* Executed by the producer warpgroup: a warp per argument, and one for row stats. */
+    __device__ static void produce(const backward_params &params, const gradient_maps &maps,
+                                   wide_smem<ELEMENT, DIM, DK> &smem)
     {
-        return smem.visible;
-    }
-
-    __device__ void scale(float factor)
-    {
-#pragma unroll
-        for (int e = 0; e < DIM / 2; e++)
-            gradient[e / 4][e % 4] *= factor;
+        const int warp = warp_in_warpgroup();
+        if (warp == 0) {
+            if constexpr (TWO_TERM)
+                produce_factors<DIM, DK, WRT_B>(params, smem);
+            else
+                produce_row_stats<ELEMENT, DIM, DK, WRT_B, CAPPED>(params, smem);
+        } else if (warp == 1) {
+            load_argument<DK>(smem, wrt_argument<WRT_B>(params), maps.wrt_rows, maps.wrt_stream, smem.wrt_rows,
+                              smem.wrt_stages, smem.wrt);
+        } else if (warp == 2) {
+            load_argument<DK>(smem, other_argument<WRT_B>(params), maps.other_rows, maps.other_stream,
+                              smem.other_rows, smem.other_stages, smem.other);
+        }
     }
 
     /* Row stats of the warpgroup's queries, two threads each. Rows that do not exist have no stats, and no result. */
@@ -181,17 +177,6 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
         }
     }
 
-    /* Makes the unit large enough for G of the stage. With respect to B, |p_b - p_a| <= 1 bounds it (dk: times the
-     * upstream gradients). */
-    __device__ void fit_unit(int stage)
-    {
-        fence_operand(gradient);
-        if constexpr (DK)
-            unit.fit(*this, load_shared(smem.stats.staged[stage].largest));
-        else
-            unit.template fit<0>(*this, 1.0F);
-    }
-
     __device__ void issue_argument(stage_logits &x, const void *rows, const void *stage)
     {
         wgmma_fence();
@@ -206,35 +191,18 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
         wgmma_commit();
     }
 
-    /* G of a stage as A operands. */
-    template <bool MASKED> __device__ void compute_g(uint32_t (&g)[4][4], const argument_logits &logits, int stage)
-    {
-        if constexpr (decltype(unit)::MOVES && !WRT_B) { /* only G itself tells how large it is */
-            stage_logits values;
-            const float largest = compute_logit_gradients<MASKED, WRT_B, CAPPED>(
-                values, params, logits, visible(), smem.count, stats_of_stage(stage, sums));
-            fence_operand(gradient);
-            unit.fit(*this, largest);
-            pack_logit_gradients<ELEMENT>(g, values, unit.inverse());
-        } else {
-            if (unit.MOVES)
-                fit_unit(stage);
-            const float inverse = unit.inverse(); /* applied last: times an upstream gradient it could overflow */
-            for_each_logit_gradient<MASKED, WRT_B, CAPPED>(
-                params, logits, visible(), stats_of_stage(stage, sums), [&](int i, int half, float low, float high) {
-                    g[i / 2][i % 2 * 2 + half] = pack(low * inverse, high * inverse, ELEMENT());
-                });
-        }
-    }
-
     template <bool MASKED> __device__ void add_gradient(const argument_logits &logits, int stage)
     {
         uint32_t g[4][4];
-        compute_g<MASKED>(g, logits, stage);
-        wgmma_fence();
-        const uint32_t rows = mn_major_operand(&smem.wrt_stages[stage], STAGE_ROWS * 128);
-        wgmma_steps<true, STAGE_ROWS / 16>(gradient, g, rows, 1, ELEMENT());
-        wgmma_commit();
+        base::template compute_g<MASKED>(
+            g, logits, [&] { return stats_of_stage(stage, sums); },
+            [&] {
+                if constexpr (DK)
+                    unit.fit(*this, load_shared(smem.stats.staged[stage].largest));
+                else
+                    unit.template fit<0>(*this, 1.0F);
+            });
+        base::issue_gradient(g, smem.wrt_stages[stage]);
         wgmma_wait<0>();
     }
 
@@ -251,11 +219,11 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
             largest[half] = size < INFINITY ? fmaxf(largest[half], size) : largest[half];
         };
         if (CAPPED && (params.a.capped || params.b.capped))
-            for_each_logit_gradient<MASKED, WRT_B, CAPPED>(params, logits, visible(), stats_of_stage(stage, of_stage),
-                                                           keep);
+            for_each_logit_gradient<MASKED, WRT_B, CAPPED>(params, logits, base::visible(),
+                                                           stats_of_stage(stage, of_stage), keep);
         else
-            for_each_logit_gradient<MASKED, WRT_B, false>(params, logits, visible(), stats_of_stage(stage, of_stage),
-                                                          keep);
+            for_each_logit_gradient<MASKED, WRT_B, false>(params, logits, base::visible(),
+                                                          stats_of_stage(stage, of_stage), keep);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             add_sums(sums[half], of_stage[half]);
@@ -285,15 +253,6 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
             gradient[e / 4][e % 4] += sum[e / 4][e % 4];
     }
 
-    /* Unit of one of the thread's rows. */
-    __device__ float unit_of(int half) const
-    {
-        if constexpr (TWO_TERM)
-            return unit.of[half].value() / TWO_TERM_LARGEST;
-        else
-            return unit.value();
-    }
-
     /* Adds the 64 x 64 pairs of stage n, which is stage `s` of its query head. */
     template <bool MASKED> __device__ void add_stage(int n, int s)
     {
@@ -320,10 +279,7 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
 
     __device__ void run()
     {
-#pragma unroll
-        for (int e = 0; e < DIM / 2; e++)
-            gradient[e / 4][e % 4] = 0.0F;
-        sums[0] = sums[1] = {};
+        base::clear();
         if constexpr (!DK)
             load_query_row_stats();
         const stage_schedule stream = warp_uniform(smem.stream);
@@ -347,135 +303,17 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED> struct wi
         }
         fence_operand(gradient);
     }
-
-    /* Upstream gradient of a stationary row: 0 if it attends to no key. */
-    __device__ float upstream_of(int row) const
-    {
-        const range32 sees = visible().of(row);
-        return sees.begin < sees.end ? row_stat(params, 3, smem.tile.sequence, smem.tile.head, smem.tile.first + row)
-                                     : 0.0F;
-    }
-
-    /* Padding keys get a gradient of 0, whatever their accumulators contain. */
-    __device__ void store()
-    {
-        const row_tile<2, DK> &tile = smem.tile;
-        const skl_side side = side_of(params);
-        const skl_output out = DK ? *side.dk : *side.dq;
-        const int64_t base =
-            SKL_ROW(out, tile.sequence.batch, tile.head, DK ? tile.sequence.key_begin : tile.sequence.query_begin) +
-            tile.first * out.stride_row;
-        if (!DK && WRT_B && params.kl_in_backward)
-            write_one_pass_rows(params, tile, smem.count, sums);
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int row = acc_row<1>(0, half);
-#pragma unroll
-            for (int e = 0; e < DIM / 4 && DK && row >= smem.count; e++)
-                gradient[e / 2][half * 2 + e % 2] = 0.0F;
-            if (tile.first + row >= tile.stored)
-                continue;
-            const float weight = DK ? 1.0F : upstream_of(row);
-            store_row<ELEMENT>(out.data, base + row * out.stride_row, side, gradient, half,
-                               unit_of(half) * side.scale * weight);
-        }
-    }
 };
 
-/* ---- Kernel ------------------------------------------------------------------------------------------------- */
-
-template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED>
-__global__ void __launch_bounds__(WIDE_THREADS, 1)
-    wide_backward_kernel(const __grid_constant__ backward_params params, const __grid_constant__ wide_maps maps)
-{
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    extern __shared__ __align__(1024) unsigned char raw[];
-    wide_smem<ELEMENT, DIM, DK> &smem = *(wide_smem<ELEMENT, DIM, DK> *)(void *)raw;
-    row_tile<2, DK> tile;
-    if (!tile.find(params))
-        return;
-    if (threadIdx.x == 0) {
-        const skl_sequence &s = tile.sequence;
-        const int64_t last = skl_min(tile.first + STATIONARY_ROWS, tile.rows) - 1;
-        const skl_band band = DK ? skl_query_band(&params.problem, &s) : skl_key_band(&params.problem, &s);
-        smem.tile = tile;
-        smem.count = (int)(last + 1 - tile.first);
-        row_stream stream = {};
-        if (smem.count > 0)
-            stream = make_row_stream(stream_for(band, tile.first, last), DK ? s.query_begin : s.key_begin);
-        smem.stream = stream;
-        smem.visible = stream.band;
-        smem.heads = smem.stream.stages == 0 ? 0 : DK ? wrt_argument<WRT_B>(params).heads_per_key : 1;
-        smem.wrt.init(CONSUMERS * 128);
-        smem.other.init(CONSUMERS * 4);
-        for (int stage = 0; stage < smem.WRT_DEPTH; stage++)
-            barrier_init(smem.stats_full[stage], 32);
-        barrier_init_fence();
-    }
-    __syncthreads();
-    const int warpgroup = warpgroup_index();
-    if (warpgroup == CONSUMERS) {
-        reg_dealloc<56>();
-        const int warp = warp_in_warpgroup();
-        if (warp == 0) {
-            if constexpr (operand<ELEMENT>::TWO_TERM)
-                produce_factors<DIM, DK, WRT_B>(params, smem);
-            else
-                produce_row_stats<ELEMENT, DIM, DK, WRT_B, CAPPED>(params, smem);
-        } else if (warp == 1) {
-            load_argument<DK>(smem, wrt_argument<WRT_B>(params), maps.wrt_rows, maps.wrt_stream, smem.wrt_rows,
-                              smem.wrt_stages, smem.wrt);
-        } else if (warp == 2) {
-            load_argument<DK>(smem, other_argument<WRT_B>(params), maps.other_rows, maps.other_stream,
-                              smem.other_rows, smem.other_stages, smem.other);
-        }
-    } else {
-        reg_alloc<224>();
-        wide_warpgroup<ELEMENT, DIM, DK, WRT_B, CAPPED> consumer = {params, smem, warpgroup};
-        consumer.run();
-        consumer.store();
-    }
-#endif
-}
-
-template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED>
-cudaError_t launch_wide_tiles(const backward_params &params, const wide_maps &maps)
-{
-    constexpr int MEMORY = sizeof(wide_smem<ELEMENT, DIM, DK>);
-    static_assert(MEMORY <= 227 * 1024, "shared memory per block");
-    const skl_problem &p = params.problem;
-    const dim3 blocks =
-        grid_of(p.batch, row_tile<2, DK>::heads(params), skl_ceil_div(DK ? p.len_k : p.len_q, STATIONARY_ROWS));
-    return launch_blocks(wide_backward_kernel<ELEMENT, DIM, DK, WRT_B, CAPPED>, blocks, WIDE_THREADS, MEMORY,
-                         params.call.stream, params, maps);
-}
+template <typename ELEMENT, int DIM, bool DK> struct wide_family {
+    template <bool WRT_B, bool CAPPED> using consumer = wide_warpgroup<ELEMENT, DIM, DK, WRT_B, CAPPED>;
+};
 
 /* dq or dk; dq with respect to B also gives the KL. */
 template <typename ELEMENT, int DIM, bool DK, bool SOFTCAP>
 cudaError_t launch_wide(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
-    const backward_params kernel_params = backward_params_of(params, launch);
-    const skl_problem *const p = &kernel_params.problem;
-    const bool wrt_b = is_grad_of_b(kernel_params);
-    const skl_cuda_argument *const wrt = wrt_b ? &kernel_params.b : &kernel_params.a;
-    const skl_cuda_argument *const other = wrt_b ? &kernel_params.a : &kernel_params.b;
-    typedef typename operand<ELEMENT>::type element;
-    constexpr int QUERY_ROWS = DK ? STAGE_ROWS : STATIONARY_ROWS, KEY_ROWS = DK ? STATIONARY_ROWS : STAGE_ROWS;
-    wide_maps maps;
-    if (!encode_queries(DK ? &maps.wrt_stream : &maps.wrt_rows, p, wrt, QUERY_ROWS, element()) ||
-        !encode_queries(DK ? &maps.other_stream : &maps.other_rows, p, other, QUERY_ROWS, element()) ||
-        !encode_keys(DK ? &maps.wrt_rows : &maps.wrt_stream, p, wrt, KEY_ROWS, element()) ||
-        !encode_keys(DK ? &maps.other_rows : &maps.other_stream, p, other, KEY_ROWS, element()))
-        return encode_error();
-    return with_softcap<SOFTCAP>(kernel_params, [&](auto capped) {
-        if (DK)
-            record_launch(kernel, capped() ? SKL_VARIANT_DK_SOFTCAP : SKL_VARIANT_DK, 1);
-        else
-            record_launch(kernel, capped() ? SKL_VARIANT_DQ_SOFTCAP : SKL_VARIANT_DQ, 1);
-        constexpr bool CAPPED = decltype(capped)::value || (SOFTCAP && operand<ELEMENT>::TWO_TERM);
-        return wrt_b ? launch_wide_tiles<ELEMENT, DIM, DK, true, CAPPED>(kernel_params, maps)
-                     : launch_wide_tiles<ELEMENT, DIM, DK, false, CAPPED>(kernel_params, maps);
-    });
+    return launch_gradient<wide_family<ELEMENT, DIM, DK>, ELEMENT, DK, SOFTCAP>(kernel, params, launch);
 }
 
 } // namespace sm90

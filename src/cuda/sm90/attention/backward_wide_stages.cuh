@@ -2,14 +2,18 @@
 #ifndef SKL_CUDA_SM90_ATTENTION_BACKWARD_WIDE_STAGES_CUH
 #define SKL_CUDA_SM90_ATTENTION_BACKWARD_WIDE_STAGES_CUH
 
-#include "cuda/sm90/attention/logit_gradients.cuh"
-#include "cuda/sm90/two_term.cuh"
+#include "cuda/sm90/attention/gradient_kernel.cuh"
 
 namespace sm90
 {
 
-constexpr int WIDE_THREADS = 128 * (CONSUMERS + 1);
-constexpr int STATIONARY_ROWS = CONSUMERS * 64;
+/* Instances whose registers leave no room for row bounds: cuda/select chooses another kernel for those. */
+template <typename ELEMENT, int DIM> struct wide_visible {
+    typedef bounded_band band;
+};
+template <> struct wide_visible<skl_f16, SKL_SM90_UNBOUNDED_F16_DIM> {
+    typedef band32 band;
+};
 
 /* Kernels that run full stages as masked ones: half of the code to compile, for a few more instructions per pair.
  * Softcapped, f16 and two-term rows; heads of 192 and 256 in bf16 have a separate loop for full stages. */
@@ -38,35 +42,29 @@ template <int DEPTH> struct wide_row_stats<DEPTH, false, true> {
     stage_factors factors[DEPTH];
 };
 
-/* Barriers of one argument's stationary rows (rows_full) and pipeline. */
-template <int DEPTH> struct wide_barriers {
-    uint64_t rows_full, full[DEPTH], empty[DEPTH];
-
-    /* `releases`: arrivals that release a stage. */
-    __device__ void init(int releases)
-    {
-        barrier_init(rows_full, 1);
-        for (int stage = 0; stage < DEPTH; stage++) {
-            barrier_init(full[stage], 1);
-            barrier_init(empty[stage], releases);
-        }
-    }
-};
-
 template <typename ELEMENT, int DIM, bool DK> struct wide_smem {
     static constexpr int ROW_DIM = DIM * operand<ELEMENT>::TERMS; /* elements of a row in memory */
     static constexpr int WRT_DEPTH = 2, OTHER_DEPTH = ROW_DIM == 256 ? 1 : 2;
+    typedef typename wide_visible<ELEMENT, DIM>::band visible_rows;
     smem_rows<ROW_DIM / 64> wrt_rows, other_rows;
     row_stage<ROW_DIM> wrt_stages[WRT_DEPTH], other_stages[OTHER_DEPTH];
     wide_row_stats<WRT_DEPTH, DK, operand<ELEMENT>::TWO_TERM> stats;
-    wide_barriers<WRT_DEPTH> wrt;
-    wide_barriers<OTHER_DEPTH> other;
+    gradient_barriers<WRT_DEPTH> wrt;
+    gradient_barriers<OTHER_DEPTH> other;
     uint64_t stats_full[WRT_DEPTH]; /* row stats or poison are stored, and a masked stage is sanitized */
     row_tile<2, DK> tile;           /* in shared memory to save registers */
     int count;                      /* stationary rows that exist */
     int heads;                      /* query heads to process: 0 if the stream is empty */
     stage_schedule stream;
     bounded_band visible;
+
+    __device__ void init_barriers()
+    {
+        wrt.init(CONSUMERS * 128);
+        other.init(CONSUMERS * 4);
+        for (uint64_t &barrier : stats_full)
+            barrier_init(barrier, 32);
+    }
 
     __device__ int query_head(int h) const
     {
@@ -85,18 +83,13 @@ template <typename ELEMENT, int DIM, bool DK> struct wide_smem {
     }
 };
 
-/* `rows` are the stationary rows. */
-struct wide_maps {
-    CUtensorMap wrt_rows, other_rows, wrt_stream, other_stream;
-};
-
 /* ---- Producer ----------------------------------------------------------------------------------------------- */
 
 /* Executed by one warp: all TMA loads of one argument. */
 template <bool DK, typename SMEM, int DIM, int DEPTH>
 __device__ inline void load_argument(const SMEM &smem, const skl_cuda_argument &argument, const CUtensorMap &rows_map,
                                      const CUtensorMap &stream_map, smem_rows<SMEM::ROW_DIM / 64> &rows,
-                                     row_stage<DIM> (&stages)[DEPTH], wide_barriers<DEPTH> &barriers)
+                                     row_stage<DIM> (&stages)[DEPTH], gradient_barriers<DEPTH> &barriers)
 {
     const skl_sequence &sequence = smem.tile.sequence;
     const stage_schedule stream = warp_uniform(smem.stream);
@@ -177,13 +170,8 @@ __device__ inline void produce_row_stats(const backward_params &params, wide_sme
             for (int row = (int)(threadIdx.x % 32); row < STAGE_ROWS; row += 32)
                 (*poison)[row] = 0.0F;
         }
-        if (s < stream.masked_stages) {
-            __syncwarp(); /* LSEs or zeros are stored before poison overwrites them */
-            barrier_wait(smem.wrt.full[stage], phase);
-            sanitize_rows<ELEMENT>(smem.wrt_stages[stage], *poison);
-            fence_proxy_async();
-        }
-        barrier_arrive(smem.stats_full[stage]); /* every lane, because every lane has written row stats or poison */
+        complete_stage<ELEMENT>(s < stream.masked_stages, smem.wrt_stages[stage], *poison, smem.wrt.full[stage],
+                                phase, smem.stats_full[stage]);
     }
 }
 

@@ -253,16 +253,6 @@ cudaError_t launch_fused_backward_tiles(const backward_params &params,
                          SHAPE::THREADS, MEMORY, params.call.stream, params, maps);
 }
 
-inline const skl_cuda_argument *wrt_of(const backward_params &params)
-{
-    return is_grad_of_b(params) ? &params.b : &params.a;
-}
-
-inline const skl_cuda_argument *other_of(const backward_params &params)
-{
-    return is_grad_of_b(params) ? &params.a : &params.b;
-}
-
 /* The sums of dk, if there is a dk. */
 inline bool encode_dk_sums(CUtensorMap *map, const backward_params &params)
 {

@@ -24,6 +24,17 @@ template <bool WRT_B> __device__ inline const skl_cuda_argument &other_argument(
     return WRT_B ? params.a : params.b;
 }
 
+/* The same on the host. */
+inline const skl_cuda_argument *wrt_of(const backward_params &params)
+{
+    return is_grad_of_b(params) ? &params.b : &params.a;
+}
+
+inline const skl_cuda_argument *other_of(const backward_params &params)
+{
+    return is_grad_of_b(params) ? &params.a : &params.b;
+}
+
 /* Log2 of a probability, and the derivative of its logit's softcap. */
 struct log_probability {
     float value, slope;
