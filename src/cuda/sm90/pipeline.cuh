@@ -44,6 +44,41 @@ template <int ROWS> struct smem_rows<0, ROWS> {
     static constexpr int SIZE = 0;
 };
 
+/* Loads all slabs of some rows, from dimension first_dim on. `row`: the first one, in the tensor. */
+template <int SLABS, int ROWS>
+__device__ inline void load_slabs(unsigned char (&to)[SLABS][ROWS][128], const CUtensorMap &map, int row, int head,
+                                  int batch, uint64_t &full, int first_dim = 0)
+{
+#pragma unroll
+    for (int slab = 0; slab < SLABS; slab++)
+        tma_load(to[slab], map, first_dim + slab * 64, row, head, batch, full);
+}
+
+/* Barriers of a pipeline. */
+template <int DEPTH> struct ring_barriers {
+    uint64_t full[DEPTH], empty[DEPTH];
+
+    /* `releases`: arrivals that release a stage. */
+    __device__ void init(int releases)
+    {
+        for (int stage = 0; stage < DEPTH; stage++) {
+            barrier_init(full[stage], 1);
+            barrier_init(empty[stage], releases);
+        }
+    }
+};
+
+/* Waits until stage n of a pipeline is free, and loads it. */
+template <int DIM, int DEPTH>
+__device__ inline void load_stage(row_stage<DIM> (&to)[DEPTH], ring_barriers<DEPTH> &barriers, const CUtensorMap &map,
+                                  int n, int row, int head, int batch)
+{
+    const int stage = n % DEPTH;
+    barrier_wait(barriers.empty[stage], n / DEPTH % 2 ^ 1);
+    barrier_expect_tx(barriers.full[stage], (int)sizeof to[stage]);
+    load_slabs(to[stage].slabs, map, row, head, batch, barriers.full[stage]);
+}
+
 constexpr int SMEM_MAX = 227 * 1024;           /* bytes of a block */
 constexpr int SMEM_BOOKKEEPING = 5 * 1024 / 2; /* barriers, the tile, visible ranges */
 

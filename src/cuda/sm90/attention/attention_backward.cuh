@@ -80,17 +80,11 @@ __global__ void __launch_bounds__(ATTENTION_BACKWARD_THREADS, 1)
         }
         barrier_init(smem.k_a_full, 1);
         barrier_init(smem.k_a_empty, CONSUMERS * 4);
-        for (int stage = 0; stage < smem.DEPTH; stage++) {
-            barrier_init(smem.of_d_out.full[stage], 1);
-            barrier_init(smem.stats_full[stage], STAGE_ROWS);
-            barrier_init(smem.of_d_out.empty[stage], CONSUMERS * 128);
-            barrier_init(smem.of_q_b.full[stage], 1);
-            barrier_init(smem.of_q_b.empty[stage], CONSUMERS * 4);
-        }
-        for (int stage = 0; stage < smem.Q_A_DEPTH; stage++) {
-            barrier_init(smem.of_q_a.full[stage], 1);
-            barrier_init(smem.of_q_a.empty[stage], CONSUMERS * 4);
-        }
+        for (uint64_t &barrier : smem.stats_full)
+            barrier_init(barrier, STAGE_ROWS);
+        smem.of_d_out.init(CONSUMERS * 128);
+        smem.of_q_b.init(CONSUMERS * 4);
+        smem.of_q_a.init(CONSUMERS * 4);
         barrier_init_fence();
     }
     __syncthreads();

@@ -16,11 +16,6 @@ constexpr int STATS_WARPS = STAGE_ROWS / 32; /* the last ones of the producer */
 constexpr int KEY_WARPGROUP_REGS = 240, PRODUCER_REGS = 24;
 static_assert(CONSUMERS * KEY_WARPGROUP_REGS + PRODUCER_REGS <= (CONSUMERS + 1) * 168, "registers of a block");
 
-/* Barriers of a streamed tensor. */
-template <int COUNT> struct ring_barriers {
-    uint64_t full[COUNT], empty[COUNT];
-};
-
 /* Of two adjacent queries, so that a thread loads those of its columns at once. */
 struct alignas(16) stage_pair {
     float lse_b[2], shift[2], lse_a[2], weight[2];
@@ -70,28 +65,6 @@ struct attention_backward_maps {
 
 /* ---- Producer ----------------------------------------------------------------------------------------------- */
 
-template <int DIM>
-__device__ inline void load_rows(smem_rows<DIM / 64> &to, const CUtensorMap &map, int row, int head, int batch,
-                                 uint64_t &barrier)
-{
-#pragma unroll
-    for (int slab = 0; slab < DIM / 64; slab++)
-        tma_load(to.slabs[slab], map, slab * 64, row, head, batch, barrier);
-}
-
-/* Waits until stage n of a ring is free, and loads it. */
-template <int DIM, int DEPTH>
-__device__ inline void load_stage(row_stage<DIM> (&to)[DEPTH], ring_barriers<DEPTH> &barriers, const CUtensorMap &map,
-                                  int n, int row, int head, int batch)
-{
-    const int stage = n % DEPTH;
-    barrier_wait(barriers.empty[stage], n / DEPTH % 2 ^ 1);
-    barrier_expect_tx(barriers.full[stage], (int)sizeof to[stage]);
-#pragma unroll
-    for (int slab = 0; slab < DIM / 64; slab++)
-        tma_load(to[stage].slabs[slab], map, slab * 64, row, head, batch, barriers.full[stage]);
-}
-
 /* All loads of the block, issued by one warp. Stage n belongs to query head n / stages of those that share the key
  * head. */
 template <int DIM, int DIM_A>
@@ -106,21 +79,21 @@ __device__ inline void produce(const attention_backward_params &params, const at
     if (queries.stages == 0)
         return;
     barrier_expect_tx(smem.keys_full, smem.k_b.SIZE + smem.v.SIZE);
-    load_rows<DIM>(smem.k_b, maps.k_b, key_row, key_head, batch, smem.keys_full);
-    load_rows<DIM>(smem.v, maps.v, key_row, key_head, batch, smem.keys_full);
+    load_slabs(smem.k_b.slabs, maps.k_b, key_row, key_head, batch, smem.keys_full);
+    load_slabs(smem.v.slabs, maps.v, key_row, key_head, batch, smem.keys_full);
     for (int h = 0, n = 0, k_a_loads = 0; h < heads; h++) {
         const int head = first_head + h;
         const bool new_k_a = h == 0 || head / heads_per_k_a != (head - 1) / heads_per_k_a;
         for (int s = 0; s < queries.stages; s++, n++) {
             const int row = queries.row_at(s);
-            load_stage<DIM>(smem.d_out, smem.of_d_out, maps.d_out, n, row, head, batch);
-            load_stage<DIM>(smem.q_b, smem.of_q_b, maps.q_b, n, row, head, batch);
+            load_stage(smem.d_out, smem.of_d_out, maps.d_out, n, row, head, batch);
+            load_stage(smem.q_b, smem.of_q_b, maps.q_b, n, row, head, batch);
             if (s == 0 && new_k_a) {
                 barrier_wait(smem.k_a_empty, k_a_loads++ % 2 ^ 1);
                 barrier_expect_tx(smem.k_a_full, smem.k_a.SIZE);
-                load_rows<DIM_A>(smem.k_a, maps.k_a, key_row, head / heads_per_k_a, batch, smem.k_a_full);
+                load_slabs(smem.k_a.slabs, maps.k_a, key_row, head / heads_per_k_a, batch, smem.k_a_full);
             }
-            load_stage<DIM_A>(smem.q_a, smem.of_q_a, maps.q_a, n, row, head, batch);
+            load_stage(smem.q_a, smem.of_q_a, maps.q_a, n, row, head, batch);
         }
     }
 }

@@ -48,48 +48,29 @@ namespace sm90
 /* ---- Consumers ---------------------------------------------------------------------------------------------- */
 
 /* Row stats where queries are stationary rows: they belong to rows of the logits. Upstream gradients are not
- * included; store() multiplies dq by them. */
-template <bool WRT_B> struct stationary_query_stats {
+ * included; store() multiplies dq by them. Factors of two-term keys take their place. */
+template <bool WRT_B, typename FACTORS> struct stationary_query_stats {
+    static constexpr bool TWO_TERM = !std::is_same_v<FACTORS, no_row_factors>;
     row_stats query[2];
-    const float (&poison)[STAGE_ROWS]; /* of streamed keys: NaN for non-finite keys, else 0 */
+    const float *poison; /* of streamed keys: NaN for non-finite keys, else 0; two-term rows are finite */
     row_sums (&sums)[2];
+    FACTORS factors;
     float2 column_poison;
-    no_row_factors factors;
 
     template <bool MASKED> __device__ void load_columns(int column_block)
     {
-        column_poison = MASKED ? load_shared_2(poison[acc_column(column_block, 0)]) : make_float2(0.0F, 0.0F);
-    }
-
-    __device__ row_stats of(int half, int parity) const
-    {
-        row_stats stats = query[half];
-        (WRT_B ? stats.lse_b : stats.lse_a) -= parity ? column_poison.y : column_poison.x;
-        return stats;
-    }
-
-    __device__ void add_to_kl(int half, float log_p_a, float log_p_b)
-    {
-        if (WRT_B)
-            add_pair(sums[half], log_p_a, log_p_b);
-    }
-};
-
-/* The same for two-term rows: factors of the keys take the place of upstream gradients. */
-template <bool WRT_B> struct two_term_query_stats {
-    row_stats query[2];
-    row_sums (&sums)[2];
-    two_term_factors factors;
-
-    template <bool> __device__ void load_columns(int column_block)
-    {
         factors.load_columns(column_block);
+        if (!TWO_TERM)
+            column_poison = MASKED ? load_shared_2(poison[acc_column(column_block, 0)]) : make_float2(0.0F, 0.0F);
     }
 
     __device__ row_stats of(int half, int parity) const
     {
         row_stats stats = query[half];
-        stats.grad = factors.template of_column<WRT_B>(parity) * TWO_TERM_LARGEST;
+        if constexpr (TWO_TERM)
+            stats.grad = factors.template of_column<WRT_B>(parity) * TWO_TERM_LARGEST;
+        else
+            (WRT_B ? stats.lse_b : stats.lse_a) -= parity ? column_poison.y : column_poison.x;
         return stats;
     }
 
@@ -152,22 +133,24 @@ struct wide_warpgroup : gradient_warpgroup<ELEMENT, DIM, DK, WRT_B, CAPPED, wide
                                 begin + smem.tile.rows);
     }
 
+    __device__ auto factors_of_stage(int stage) const
+    {
+        if constexpr (TWO_TERM)
+            return two_term_factors{smem.stats.factors[stage], factors_a, factors_b};
+        else
+            return no_row_factors();
+    }
+
     /* kl_sums: where the KL is added up. */
     __device__ auto stats_of_stage(int stage, row_sums (&kl_sums)[2])
     {
-        if constexpr (DK && TWO_TERM) {
-            return streamed_query_stats<WRT_B, two_term_factors>{smem.stats.staged[stage],
-                                                                 {smem.stats.factors[stage], factors_a, factors_b}};
-        } else if constexpr (DK) {
-            return streamed_query_stats<WRT_B>{smem.stats.staged[stage]};
-        } else if constexpr (TWO_TERM) {
-            two_term_query_stats<WRT_B> stats = {{}, kl_sums, {smem.stats.factors[stage], factors_a, factors_b}};
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-                stats.query[half] = load_row_stats(smem.stats.stationary[acc_row<1>(0, half)]);
-            return stats;
+        typedef std::conditional_t<TWO_TERM, two_term_factors, no_row_factors> factors_type;
+        if constexpr (DK) {
+            return streamed_query_stats<WRT_B, factors_type>{smem.stats.staged[stage], factors_of_stage(stage)};
         } else {
-            stationary_query_stats<WRT_B> stats = {{}, smem.stats.poison[stage], kl_sums};
+            stationary_query_stats<WRT_B, factors_type> stats = {{}, NULL, kl_sums, factors_of_stage(stage)};
+            if constexpr (!TWO_TERM)
+                stats.poison = smem.stats.poison[stage];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 stats.query[half] = load_row_stats(smem.stats.stationary[acc_row<1>(0, half)]);

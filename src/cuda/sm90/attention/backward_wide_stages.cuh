@@ -101,19 +101,10 @@ __device__ inline void load_argument(const SMEM &smem, const skl_cuda_argument &
             if (h > 0) /* until no wgmma reads the last rows any more */
                 barrier_wait(barriers.empty[(n - 1) % DEPTH], (n - 1) / DEPTH % 2);
             barrier_expect_tx(barriers.rows_full, rows.SIZE);
-            for (int slab = 0; slab < DIM / 64; slab++)
-                tma_load(rows.slabs[slab], rows_map, slab * 64, first, DK ? key_head : head, batch,
-                         barriers.rows_full);
+            load_slabs(rows.slabs, rows_map, first, DK ? key_head : head, batch, barriers.rows_full);
         }
-        for (int s = 0; s < stream.stages; s++, n++) {
-            const int stage = n % DEPTH, row = stream.row_at(s);
-            barrier_wait(barriers.empty[stage], n / DEPTH % 2 ^ 1);
-            barrier_expect_tx(barriers.full[stage], (int)sizeof stages[stage]);
-#pragma unroll
-            for (int slab = 0; slab < DIM / 64; slab++)
-                tma_load(stages[stage].slabs[slab], stream_map, slab * 64, row, DK ? head : key_head, batch,
-                         barriers.full[stage]);
-        }
+        for (int s = 0; s < stream.stages; s++, n++)
+            load_stage(stages, barriers, stream_map, n, stream.row_at(s), DK ? head : key_head, batch);
     }
 }
 

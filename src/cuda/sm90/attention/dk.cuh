@@ -95,13 +95,8 @@ __device__ inline void produce_queries(const backward_params &params, const grad
         uint64_t &full = smem.barriers.full[stage];
         barrier_wait(smem.barriers.empty[stage], phase ^ 1);
         barrier_expect_tx(full, (int)sizeof smem.stages[stage]);
-#pragma unroll
-        for (int slab = 0; slab < DIM / 64; slab++) {
-            tma_load(smem.stages[stage].other.slabs[slab], maps.other_stream, slab * 64, queries.row + first, head,
-                     batch, full);
-            tma_load(smem.stages[stage].wrt.slabs[slab], maps.wrt_stream, slab * 64, queries.row + first, head, batch,
-                     full);
-        }
+        load_slabs(smem.stages[stage].other.slabs, maps.other_stream, queries.row + first, head, batch, full);
+        load_slabs(smem.stages[stage].wrt.slabs, maps.wrt_stream, queries.row + first, head, batch, full);
         stage_row_stats &stats = smem.stats[stage];
         store_stage_row_stats(stats, load_stage_row_stats(params, smem.tile.sequence, smem.stream,
                                                           smem.visible.of(smem.count - 1).end, head, first));

@@ -89,6 +89,19 @@ __device__ inline void prepare_queries(const backward_params &params, fused_back
     named_barrier_sync(1 + (int)(threadIdx.x / 128), 128);
 }
 
+/* ---- Stages ------------------------------------------------------------------------------------------------- */
+
+/* Masked stages, then full ones. */
+template <typename DQ> __device__ inline void add_all_stages(DQ &dq, const stage_schedule &keys)
+{
+    for (int n = 0; n < keys.masked_stages; n++)
+        dq.template add_stage<true>(n);
+    wgmma_wait<0>(); /* lets ptxas keep G in the same registers in both loops */
+    for (int n = keys.masked_stages; n < keys.stages; n++)
+        dq.template add_stage<false>(n);
+    wgmma_wait<0>();
+}
+
 /* ---- Stores ------------------------------------------------------------------------------------------------- */
 
 /* Writes G of the warpgroup's queries and 16 STEPS keys, from first_key on, to [query][key]. */

@@ -28,11 +28,14 @@ template <int GROUPS, int REGS_OF_DK> struct dq_dk_block {
     static constexpr int DQ_REGS = (65536 / THREADS / 8 * 8 * (DQ_GROUPS + 1) - DK_REGS) / DQ_GROUPS / 8 * 8;
 };
 
+template <int D_OTHER, int GROUPS>
+using fused_backward_block = dq_dk_block<GROUPS, (D_OTHER > 128 || GROUPS == 3 ? 72 : 104)>;
+
 /* Gradients of one argument. GROUPS: dq warpgroups. */
 template <int D_WRT, int D_OTHER, int GROUPS = 2>
-struct fused_backward_shape : dq_dk_block<GROUPS, (D_OTHER > 128 || GROUPS == 3 ? 72 : 104)> {
-    typedef dq_dk_block<GROUPS, (D_OTHER > 128 || GROUPS == 3 ? 72 : 104)> block;
-    using block::ROWS;
+struct fused_backward_shape : fused_backward_block<D_OTHER, GROUPS> {
+    using fused_backward_block<D_OTHER, GROUPS>::DQ_REGS;
+    using fused_backward_block<D_OTHER, GROUPS>::ROWS;
     static constexpr int DIM = D_WRT, OTHER_DIM = D_OTHER, GRADIENTS = 1;
     static constexpr bool WIDE_OTHER = OTHER_DIM > 128;
     static constexpr int DK_DIMS = WIDE_OTHER ? 64 : DIM; /* dimensions of dk in a buffer */
@@ -41,7 +44,7 @@ struct fused_backward_shape : dq_dk_block<GROUPS, (D_OTHER > 128 || GROUPS == 3 
 
     /* Registers for queries: ordinary values, logits, G and dq come first; ptxas does not succeed without spare ones.
      */
-    static constexpr int Q_REGS = block::DQ_REGS - 24 - 64 - 16 - DIM / 2 - 8;
+    static constexpr int Q_REGS = DQ_REGS - 24 - 64 - 16 - DIM / 2 - 8;
 
     /* Dimensions of the other argument's queries in registers, and slabs of the rest in shared memory. */
     static constexpr int REG_DIMS = Q_REGS * 4 < OTHER_DIM ? Q_REGS / 8 * 32 : OTHER_DIM;
@@ -129,26 +132,12 @@ template <typename SHAPE> struct stage_loader : dk_target<SHAPE::GRADIENTS> {
 
     __device__ void load_queries(int row) const
     {
-        barrier_expect_tx(smem.queries_full, smem.wrt_queries.SIZE + smem.other_queries.SIZE);
-#pragma unroll
-        for (int slab = 0; slab < SLABS_OF<SHAPE::DIM>; slab++)
-            tma_load(smem.wrt_queries.slabs[slab], maps.wrt_queries, slab * 64, row, head, batch, smem.queries_full);
+        uint64_t &full = smem.queries_full;
+        barrier_expect_tx(full, smem.wrt_queries.SIZE + smem.other_queries.SIZE);
+        load_slabs(smem.wrt_queries.slabs, maps.wrt_queries, row, head, batch, full);
         if constexpr (SHAPE::OTHER_SLABS > 0)
-#pragma unroll
-            for (int slab = 0; slab < SHAPE::OTHER_SLABS; slab++)
-                tma_load(smem.other_queries.slabs[slab], maps.other_queries, (SHAPE::REG_DIMS / 64 + slab) * 64, row,
-                         head, batch, smem.queries_full);
-    }
-
-    __device__ void load_wrt(int stage, int row, int slab) const
-    {
-        tma_load(smem.stages[stage].wrt.slabs[slab], maps.wrt_keys, slab * 64, row, key_head[WRT], batch,
-                 smem.full[stage]);
-    }
-
-    __device__ void load_other(int stage, int row, int slab, uint64_t &full) const
-    {
-        tma_load(smem.stages[stage].other.slabs[slab], maps.other_keys, slab * 64, row, key_head[OTHER], batch, full);
+            load_slabs(smem.other_queries.slabs, maps.other_queries, row, head, batch, full,
+                       SHAPE::REG_DIMS / 64 * 64);
     }
 
     /* The stage must have been released. Does nothing after the last stage. */
@@ -156,16 +145,13 @@ template <typename SHAPE> struct stage_loader : dk_target<SHAPE::GRADIENTS> {
     {
         if (n >= keys.stages)
             return;
-        constexpr int SLABS = SLABS_OF<SHAPE::DIM>, OTHER_SLABS = SHAPE::WIDE_OTHER ? 0 : SLABS_OF<SHAPE::OTHER_DIM>;
         const int stage = n % smem.DEPTH, row = keys.row_at(n);
-        barrier_expect_tx(smem.full[stage], (SLABS + OTHER_SLABS) * STAGE_ROWS * 128);
-#pragma unroll
-        for (int slab = 0; slab < (SLABS > OTHER_SLABS ? SLABS : OTHER_SLABS); slab++) {
-            if (slab < OTHER_SLABS)
-                load_other(stage, row, slab, smem.full[stage]);
-            if (slab < SLABS)
-                load_wrt(stage, row, slab);
-        }
+        auto &to = smem.stages[stage];
+        uint64_t &full = smem.full[stage];
+        barrier_expect_tx(full, (int)(SHAPE::WIDE_OTHER ? sizeof to.wrt : sizeof to));
+        if (!SHAPE::WIDE_OTHER)
+            load_slabs(to.other.slabs, maps.other_keys, row, key_head[OTHER], batch, full);
+        load_slabs(to.wrt.slabs, maps.wrt_keys, row, key_head[WRT], batch, full);
     }
 
     /* WIDE_OTHER: the other argument's keys of a stage. */
@@ -173,11 +159,10 @@ template <typename SHAPE> struct stage_loader : dk_target<SHAPE::GRADIENTS> {
     {
         if (n >= keys.stages)
             return;
-        const int stage = n % smem.DEPTH, row = keys.row_at(n);
+        const int stage = n % smem.DEPTH;
         barrier_expect_tx(smem.other_full[stage], (int)sizeof smem.stages[stage].other);
-#pragma unroll
-        for (int slab = 0; slab < SLABS_OF<SHAPE::OTHER_DIM>; slab++)
-            load_other(stage, row, slab, smem.other_full[stage]);
+        load_slabs(smem.stages[stage].other.slabs, maps.other_keys, keys.row_at(n), key_head[OTHER], batch,
+                   smem.other_full[stage]);
     }
 };
 

@@ -23,18 +23,14 @@ struct gradient_maps {
     CUtensorMap wrt_rows, other_rows, wrt_stream, other_stream;
 };
 
-/* Barriers of stationary rows (rows_full) and of a pipeline. */
-template <int DEPTH> struct gradient_barriers {
-    uint64_t rows_full, full[DEPTH], empty[DEPTH];
+/* Barriers of stationary rows and of a pipeline. */
+template <int DEPTH> struct gradient_barriers : ring_barriers<DEPTH> {
+    uint64_t rows_full;
 
-    /* `releases`: arrivals that release a stage. */
     __device__ void init(int releases)
     {
+        ring_barriers<DEPTH>::init(releases);
         barrier_init(rows_full, 1);
-        for (int stage = 0; stage < DEPTH; stage++) {
-            barrier_init(full[stage], 1);
-            barrier_init(empty[stage], releases);
-        }
     }
 };
 

@@ -207,12 +207,7 @@ template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED> struct group_dq_w
         for (int e = 0; e < DIM_S / 2; e++)
             dq[e / 4][e % 4] = 0.0F;
         sums[0] = sums[1] = {};
-        for (int n = 0; n < smem.keys.masked_stages; n++)
-            add_stage<true>(n);
-        wgmma_wait<0>(); /* lets ptxas keep G in the same registers in both loops */
-        for (int n = smem.keys.masked_stages; n < smem.keys.stages; n++)
-            add_stage<false>(n);
-        wgmma_wait<0>();
+        add_all_stages(*this, smem.keys);
         fence_operand(dq);
     }
 

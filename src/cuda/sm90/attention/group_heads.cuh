@@ -135,8 +135,8 @@ template <int DIM_T, int DIM_S, int KEYS> struct group_loader {
     const group_maps &maps;
     group_barriers &barriers;
     teacher_smem<DIM_T, KEYS> teacher;
-    unsigned char (*queries_s)[block_tile::ROWS][128];
-    unsigned char (*keys_s)[KEYS][128];
+    unsigned char (&queries_s)[DIM_S / 64][block_tile::ROWS][128];
+    unsigned char (&keys_s)[DIM_S / 64][KEYS][128];
     teacher_group group;
     int depth, batch, head, key_head_s;
 
@@ -149,9 +149,7 @@ template <int DIM_T, int DIM_S, int KEYS> struct group_loader {
             for (int slab = 0; slab < DIM_T / 64; slab++)
                 tma_load(teacher.queries(n, slab), maps.queries_t, slab * 64, row, group.first + n, batch,
                          barriers.queries_full);
-#pragma unroll
-        for (int slab = 0; slab < DIM_S / 64; slab++)
-            tma_load(queries_s[slab], maps.queries_s, slab * 64, row, head, batch, barriers.queries_full);
+        load_slabs(queries_s, maps.queries_s, row, head, batch, barriers.queries_full);
     }
 
     __device__ void load_teacher_keys(slot_state &slot, int n, int row) const
@@ -178,9 +176,7 @@ template <int DIM_T, int DIM_S, int KEYS> struct group_loader {
     {
         barrier_wait(barriers.keys_s_empty, n % 2 ^ 1);
         barrier_expect_tx(barriers.keys_s_full, DIM_S / 64 * KEYS * 128);
-#pragma unroll
-        for (int slab = 0; slab < DIM_S / 64; slab++)
-            tma_load(keys_s[slab], maps.keys_s, slab * 64, row, key_head_s, batch, barriers.keys_s_full);
+        load_slabs(keys_s, maps.keys_s, row, key_head_s, batch, barriers.keys_s_full);
     }
 };
 

@@ -172,12 +172,7 @@ template <typename ELEMENT, typename SHAPE> struct joint_dq_warpgroup {
 #pragma unroll
         for (int e = 0; e < DIM / 2; e++)
             dq_a[e / 4][e % 4] = dq_b[e / 4][e % 4] = 0.0F;
-        for (int n = 0; n < smem.keys.masked_stages; n++)
-            add_stage<true>(n);
-        wgmma_wait<0>(); /* lets ptxas keep G in the same registers in both loops */
-        for (int n = smem.keys.masked_stages; n < smem.keys.stages; n++)
-            add_stage<false>(n);
-        wgmma_wait<0>();
+        add_all_stages(*this, smem.keys);
         fence_operand(dq_a);
         fence_operand(dq_b);
     }
