@@ -157,56 +157,85 @@ __device__ inline void run_dk_warpgroup(fused_backward_smem<SHAPE> &smem, const 
 
 /* ---- Kernel ------------------------------------------------------------------------------------------------- */
 
-/* DQ: the dq warpgroups, dq_warpgroup or joint_dq_warpgroup. */
-template <typename DQ>
-__global__ void __launch_bounds__(DQ::shape::THREADS, 1)
+/* The block of a tile of queries. BACKWARD is fused_backward or group_backward. */
+template <typename BACKWARD>
+__global__ void __launch_bounds__(BACKWARD::shape::THREADS, 1)
     fused_backward_kernel(const __grid_constant__ backward_params params,
-                          const __grid_constant__ fused_backward_maps<DQ::shape::GRADIENTS> maps)
+                          const __grid_constant__ typename BACKWARD::maps_type maps)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    typedef typename DQ::shape SHAPE;
-    typedef typename DQ::element ELEMENT;
+    typedef typename BACKWARD::shape SHAPE;
     extern __shared__ __align__(1024) unsigned char raw[];
-    typedef fused_backward_smem<SHAPE> memory;
-    memory &smem = *(memory *)(void *)raw;
+    typename BACKWARD::memory &smem = *(typename BACKWARD::memory *)(void *)raw;
     typename SHAPE::tile_type assigned;
     if (!assigned.find(params, 1, (unsigned)params.head_group))
         return;
-    if (threadIdx.x < 32) {
-        const float common = HAS_GRAD_UNIT<ELEMENT, SHAPE> ? find_common_grad(params, assigned) : 0.0F;
-        smem.in_units = common != 0.0F;
-        smem.unit = common != 0.0F ? common : find_g_unit(params, assigned, ELEMENT());
-    }
-    const row_stream keys = keys_of_tile(params, assigned, 1);
-    smem.visible.fill(keys.band);
-    if (threadIdx.x == 0) {
+    constexpr bool HAS_PRODUCER = SHAPE::PRODUCER_REGS > 0; /* leaves no registers for the tile */
+    if (threadIdx.x == 0)
         smem.tile = assigned;
-        smem.count = (int)skl_min(smem.ROWS, assigned.sequence.query_count - assigned.first);
+    if (HAS_PRODUCER)
+        __syncthreads();
+    const typename SHAPE::tile_type &tile = HAS_PRODUCER ? smem.tile : assigned;
+    if (threadIdx.x < 32)
+        BACKWARD::find_unit(params, smem, tile);
+    const row_stream keys = keys_of_tile(params, tile, 1);
+    smem.fill_visible(keys.band);
+    if (threadIdx.x == 0) {
+        smem.count = (int)skl_min(smem.ROWS, tile.sequence.query_count - tile.first);
         smem.keys = keys;
         if (smem.count < smem.ROWS) /* rows that do not exist must be masked: 0 times a non-finite key is NaN */
             smem.keys.masked_stages = smem.keys.stages;
-        barrier_init(smem.queries_full, 1);
-        for (int stage = 0; stage < smem.DEPTH; stage++) {
-            barrier_init(smem.full[stage], 1);
-            barrier_init(smem.sanitized[stage], 128);
-            if (smem.WIDE_OTHER)
-                barrier_init(smem.other_full[stage], 1);
-        }
-        for (int buffer = 0; buffer < SHAPE::G_BUFFERS; buffer++) {
-            barrier_init(smem.g_full[buffer], SHAPE::DQ_GROUPS * 128);
-            for (int which = 0; which < SHAPE::GRADIENTS; which++)
-                barrier_init(smem.g_empty[buffer][which], 4);
-        }
+        smem.init_barriers();
         barrier_init_fence();
     }
     __syncthreads();
-    const typename SHAPE::tile_type &tile = smem.tile;
     const int warpgroup = warpgroup_index();
     if (warpgroup == SHAPE::DK_WARPGROUP) {
         reg_dealloc<SHAPE::DK_REGS>();
+        BACKWARD::run_dk(params, maps, smem);
+    } else if (HAS_PRODUCER && warpgroup > SHAPE::DK_WARPGROUP) {
+        if constexpr (HAS_PRODUCER) {
+            reg_dealloc<SHAPE::PRODUCER_REGS>();
+            BACKWARD::produce(params, maps, smem);
+        }
+    } else {
+        reg_alloc<SHAPE::DQ_REGS>();
+        BACKWARD::run_dq(params, maps, smem, warpgroup);
+    }
+#endif
+}
+
+/* One teacher head per student head. DQ: the dq warpgroups, dq_warpgroup or joint_dq_warpgroup. */
+template <typename DQ> struct fused_backward {
+    typedef typename DQ::shape shape;
+    typedef typename DQ::element element;
+    typedef fused_backward_smem<shape> memory;
+    typedef fused_backward_maps<shape::GRADIENTS> maps_type;
+
+    __device__ static void find_unit(const backward_params &params, memory &smem,
+                                     const typename shape::tile_type &tile)
+    {
+        const float common = HAS_GRAD_UNIT<element, shape> ? find_common_grad(params, tile) : 0.0F;
+        smem.in_units = common != 0.0F;
+        smem.unit = common != 0.0F ? common : find_g_unit(params, tile, element());
+    }
+
+    __device__ static void run_dq(const backward_params &params, const maps_type &, memory &smem, int warpgroup)
+    {
+        DQ consumer = {params, smem, warpgroup};
+        consumer.load_queries(smem.tile);
+        barrier_wait(smem.queries_full, 0);
+        prepare_queries<element, DQ::OF_B>(params, smem, smem.tile);
+        consumer.run();
+        consumer.store(smem.tile);
+    }
+
+    __device__ static void run_dk(const backward_params &params, const maps_type &maps, memory &smem)
+    {
+        const typename shape::tile_type &tile = smem.tile;
         const int head = warp_uniform((int)tile.head);
         const skl_problem &p = params.problem;
-        const stage_loader<SHAPE> loader = {{maps.sums,
+        const stage_loader<shape> loader = {{maps.sums,
                                              warp_uniform(smem.keys),
                                              warp_uniform((int)tile.sequence.batch),
                                              {head / wrt_argument<DQ::OF_B>(params).heads_per_key,
@@ -216,7 +245,7 @@ __global__ void __launch_bounds__(DQ::shape::THREADS, 1)
                                             smem,
                                             maps,
                                             head};
-        if (warp_index() == SHAPE::DK_WARPGROUP * 4) {
+        if (warp_index() == shape::DK_WARPGROUP * 4) {
             loader.load_queries(warp_uniform((int)(tile.sequence.query_begin + tile.first)));
             for (int n = 0; n < smem.DEPTH; n++) {
                 if (smem.WIDE_OTHER)
@@ -224,33 +253,25 @@ __global__ void __launch_bounds__(DQ::shape::THREADS, 1)
                 loader.load_stage(n);
             }
         }
-        run_dk_warpgroup<ELEMENT>(smem, loader, SHAPE::GRADIENTS == ARGUMENTS || params.dk_sums.data != NULL);
-    } else {
-        reg_alloc<SHAPE::DQ_REGS>();
-        DQ consumer = {params, smem, warpgroup};
-        consumer.load_queries(tile);
-        barrier_wait(smem.queries_full, 0);
-        prepare_queries<ELEMENT, DQ::OF_B>(params, smem, tile);
-        consumer.run();
-        consumer.store(tile);
+        run_dk_warpgroup<element>(smem, loader, shape::GRADIENTS == ARGUMENTS || params.dk_sums.data != NULL);
     }
-#endif
-}
+};
 
 /* ---- Launch ------------------------------------------------------------------------------------------------- */
 
-template <typename DQ>
-cudaError_t launch_fused_backward_tiles(const backward_params &params,
-                                        const fused_backward_maps<DQ::shape::GRADIENTS> &maps)
+/* One block per tile of queries. */
+template <typename BACKWARD>
+cudaError_t launch_fused_tiles(const backward_params &params, const typename BACKWARD::maps_type &maps,
+                               size_t memory = sizeof(typename BACKWARD::memory))
 {
-    typedef typename DQ::shape SHAPE;
-    constexpr int MEMORY = sizeof(fused_backward_smem<SHAPE>);
-    static_assert(MEMORY <= SMEM_MAX, "shared memory of a block");
+    typedef typename BACKWARD::shape SHAPE;
+    static_assert(sizeof(typename BACKWARD::memory) <= SMEM_MAX, "shared memory of a block");
     static_assert(SHAPE::ROWS == (SHAPE::DQ_GROUPS == 3 ? SKL_SM90_TALL_ROWS : SKL_SM90_BACKWARD_ROWS),
                   "cuda/select counts tiles");
     const skl_problem &p = params.problem;
-    return launch_blocks(fused_backward_kernel<DQ>, grid_of(p.batch, p.heads_s, skl_ceil_div(p.len_q, SHAPE::ROWS)),
-                         SHAPE::THREADS, MEMORY, params.call.stream, params, maps);
+    return launch_blocks(fused_backward_kernel<BACKWARD>,
+                         grid_of(p.batch, p.heads_s, skl_ceil_div(p.len_q, SHAPE::ROWS)), SHAPE::THREADS, memory,
+                         params.call.stream, params, maps);
 }
 
 /* The sums of dk, if there is a dk. */
@@ -308,8 +329,8 @@ cudaError_t launch_fused_backward_of(const char *kernel, const backward_params &
                       1);
         if constexpr (OF_A)
             if (!wrt_b)
-                return launch_fused_backward_tiles<dq_warpgroup<ELEMENT, SHAPE, false, CAPPED>>(params, maps);
-        return launch_fused_backward_tiles<dq_warpgroup<ELEMENT, SHAPE, true, CAPPED>>(params, maps);
+                return launch_fused_tiles<fused_backward<dq_warpgroup<ELEMENT, SHAPE, false, CAPPED>>>(params, maps);
+        return launch_fused_tiles<fused_backward<dq_warpgroup<ELEMENT, SHAPE, true, CAPPED>>>(params, maps);
     });
 }
 

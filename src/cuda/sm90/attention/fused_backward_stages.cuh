@@ -15,17 +15,18 @@ constexpr int TILE_QUERIES = block_tile::ROWS;
 /* The argument with gradients and the remaining one, which has gradients, too, where GRADIENTS is ARGUMENTS. */
 enum { WRT, OTHER, ARGUMENTS };
 
-/* dq warpgroups and one dk warpgroup. */
-template <int GROUPS, int REGS_OF_DK> struct dq_dk_block {
+/* dq warpgroups, one dk warpgroup, and a producer warpgroup where PRODUCER_REGS is not 0: without it the dk warpgroup
+ * loads. *_REGS: registers of a thread. */
+template <int GROUPS, int REGS_OF_DK, int REGS_OF_PRODUCER = 0> struct dq_dk_block {
     static constexpr int DQ_GROUPS = GROUPS;
     static constexpr int DK_WARPGROUP = DQ_GROUPS; /* after the dq warpgroups */
-    static constexpr int THREADS = 128 * (DQ_GROUPS + 1);
+    static constexpr int WARPGROUPS = DQ_GROUPS + 1 + (REGS_OF_PRODUCER > 0);
+    static constexpr int THREADS = 128 * WARPGROUPS;
     typedef query_tile<DQ_GROUPS> tile_type;
     static constexpr int ROWS = tile_type::ROWS; /* queries */
-
-    /* Registers of a thread. */
-    static constexpr int DK_REGS = REGS_OF_DK;
-    static constexpr int DQ_REGS = (65536 / THREADS / 8 * 8 * (DQ_GROUPS + 1) - DK_REGS) / DQ_GROUPS / 8 * 8;
+    static constexpr int DK_REGS = REGS_OF_DK, PRODUCER_REGS = REGS_OF_PRODUCER;
+    static constexpr int DQ_REGS =
+        (65536 / THREADS / 8 * 8 * WARPGROUPS - DK_REGS - PRODUCER_REGS) / DQ_GROUPS / 8 * 8;
 };
 
 template <int D_OTHER, int GROUPS>
@@ -84,6 +85,28 @@ template <typename SHAPE> struct fused_backward_smem : SHAPE {
     row_stats stats[SHAPE::ROWS];    /* LSEs in base 2, upstream gradients divided by the unit */
     uint64_t other_full[SHAPE::WIDE_OTHER ? DEPTH : 1]; /* WIDE_OTHER: `full` is of the wrt argument alone */
     typename SHAPE::totals_type totals;                 /* of the KL */
+
+    /* Executed by all threads. */
+    __device__ void fill_visible(const bounded_band &band)
+    {
+        visible.fill(band);
+    }
+
+    __device__ void init_barriers()
+    {
+        barrier_init(queries_full, 1);
+        for (int stage = 0; stage < DEPTH; stage++) {
+            barrier_init(full[stage], 1);
+            barrier_init(sanitized[stage], 128);
+            if (SHAPE::WIDE_OTHER)
+                barrier_init(other_full[stage], 1);
+        }
+        for (int buffer = 0; buffer < SHAPE::G_BUFFERS; buffer++) {
+            barrier_init(g_full[buffer], SHAPE::DQ_GROUPS * 128);
+            for (int which = 0; which < SHAPE::GRADIENTS; which++)
+                barrier_init(g_empty[buffer][which], 4);
+        }
+    }
 
     /* Queries of an argument with gradients, as the operand of dk. */
     __device__ uint32_t dk_queries(int which) const

@@ -14,8 +14,8 @@
  *   dq warpgroups   stage n       X_h (wgmma) -> P, head after head;  Y (wgmma) -> G;  dq += G K (wgmma)
  *   dk warpgroup    stage n - 1   dk = G^T Q (wgmma)  ->  shared memory  ->  global memory += dk (TMA)
  *
- * See group_heads.cuh for P, fused_backward.cuh for dq and dk. The kernel and its dq warpgroups are separate: a
- * producer warp streams the keys of several heads per stage, through a pipeline whose depth is known at run time. */
+ * See group_heads.cuh for P, fused_backward.cuh for the kernel and dk. The dq warpgroups and the loads are separate:
+ * a stage has the keys of several heads, in a pipeline whose depth is known at run time, and needs a producer. */
 #ifndef SKL_CUDA_SM90_ATTENTION_GROUP_BACKWARD_CUH
 #define SKL_CUDA_SM90_ATTENTION_GROUP_BACKWARD_CUH
 
@@ -25,9 +25,6 @@
 namespace sm90
 {
 
-constexpr int GROUP_DK_WARPGROUP = CONSUMERS, GROUP_PRODUCER_WARPGROUP = CONSUMERS + 1;
-constexpr int GROUP_BACKWARD_THREADS = 128 * (CONSUMERS + 2);
-
 /* Of a query, by the LSE of the student. */
 struct alignas(16) student_stats {
     float lse, low, grad; /* LSE in base 2 as two floats; upstream gradient divided by the unit, times 2^-low */
@@ -35,8 +32,8 @@ struct alignas(16) student_stats {
 };
 
 /* Members as in fused_backward_shape. */
-template <int DIM_S> struct group_backward_shape {
-    static constexpr int DIM = DIM_S, ROWS = TILE_QUERIES, GRADIENTS = 1;
+template <int DIM_S> struct group_backward_shape : dq_dk_block<2, 64, 32> {
+    static constexpr int DIM = DIM_S, GRADIENTS = 1;
     static constexpr int DK_DIMS = 64, DK_PRODUCT_DIMS = DK_DIMS, DK_BUFFERS = 1, G_BUFFERS = 1;
 };
 
@@ -55,10 +52,33 @@ template <int DIM_S> struct group_backward_smem : group_backward_shape<DIM_S> {
     int key_ends[TILE_QUERIES]; /* of visible keys; they begin at student_stats.key_begin: every byte counts here */
     float unit;                 /* of G */
 
+    __device__ void fill_visible(const bounded_band &band)
+    {
+        if (threadIdx.x < TILE_QUERIES) {
+            const range32 visible = band.of((int)threadIdx.x);
+            stats[threadIdx.x].key_begin = visible.begin;
+            key_ends[threadIdx.x] = visible.end;
+        }
+    }
+
+    __device__ void init_barriers()
+    {
+        barriers.init();
+        barrier_init(sanitized, 32);
+        barrier_init(g_full, CONSUMERS * 128);
+        barrier_init(g_empty[0][WRT], 4);
+    }
+
     __device__ uint32_t dk_queries(int) const
     {
         return mn_major_operand(&queries_s, TILE_QUERIES * 128);
     }
+};
+
+/* `sums`: f32 sums of dk in global memory. `depth`: slots of teacher keys. */
+struct group_backward_maps : group_maps {
+    CUtensorMap sums[1];
+    int depth;
 };
 
 template <int DIM_S> constexpr int GROUP_FIXED_SIZE = (sizeof(group_backward_smem<DIM_S>) + 1023) / 1024 * 1024;
@@ -254,59 +274,43 @@ template <typename ELEMENT, int DIM_S> __device__ inline void sanitize_stages(gr
 
 /* ---- Kernel ------------------------------------------------------------------------------------------------- */
 
-template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED>
-__global__ void __launch_bounds__(GROUP_BACKWARD_THREADS, 1)
-    group_backward_kernel(const __grid_constant__ backward_params params, const __grid_constant__ group_maps maps,
-                          int depth)
-{
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    extern __shared__ __align__(1024) unsigned char raw[];
-    group_backward_smem<DIM_S> &smem = *(group_backward_smem<DIM_S> *)(void *)raw;
-    block_tile assigned;
-    if (!assigned.find(params, 1, (unsigned)params.head_group))
-        return;
-    if (threadIdx.x == 0)
-        smem.tile = assigned;
-    __syncthreads();
-    const block_tile &tile = smem.tile;
-    if (threadIdx.x < 32)
+template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED> struct group_backward {
+    typedef group_backward_shape<DIM_S> shape;
+    typedef group_backward_smem<DIM_S> memory;
+    typedef group_backward_maps maps_type;
+    typedef teacher_smem<DIM_T, STAGE_KEYS> teacher_type;
+
+    __device__ static void find_unit(const backward_params &params, memory &smem, const block_tile &tile)
+    {
         smem.unit = find_g_unit(params, tile, ELEMENT());
-    const row_stream keys = keys_of_tile(params, tile, 1);
-    if (threadIdx.x < TILE_QUERIES) {
-        const range32 visible = keys.band.of((int)threadIdx.x);
-        smem.stats[threadIdx.x].key_begin = visible.begin;
-        smem.key_ends[threadIdx.x] = visible.end;
     }
-    if (threadIdx.x == 0) {
-        smem.count = (int)skl_min(TILE_QUERIES, tile.sequence.query_count - tile.first);
-        smem.keys = keys;
-        if (smem.count < TILE_QUERIES) /* rows that do not exist must be masked: 0 times a non-finite key is NaN */
-            smem.keys.masked_stages = smem.keys.stages;
-        smem.barriers.init();
-        barrier_init(smem.sanitized, 32);
-        barrier_init(smem.g_full, CONSUMERS * 128);
-        barrier_init(smem.g_empty[0][WRT], 4);
-        barrier_init_fence();
+
+    __device__ static teacher_group group_of(const backward_params &params, const memory &smem)
+    {
+        return warp_uniform(teacher_group::of(params, warp_uniform((int)smem.tile.head)));
     }
-    __syncthreads();
-    const int warpgroup = warpgroup_index(), head = warp_uniform((int)smem.tile.head);
-    const teacher_group group = warp_uniform(teacher_group::of(params, head));
-    const auto teacher = teacher_smem<DIM_T, STAGE_KEYS>::of(raw + GROUP_FIXED_SIZE<DIM_S>, group.count, 0);
-    const int key_head_s = head / params.b.heads_per_key;
-    if (warpgroup == GROUP_PRODUCER_WARPGROUP) {
-        reg_dealloc<32>();
+
+    __device__ static teacher_type teacher_of(memory &smem, const teacher_group &group)
+    {
+        return teacher_type::of((unsigned char *)(void *)&smem + GROUP_FIXED_SIZE<DIM_S>, group.count, 0);
+    }
+
+    __device__ static void produce(const backward_params &params, const maps_type &maps, memory &smem)
+    {
         if (warp_in_warpgroup() == 0) {
             const stage_schedule keys = warp_uniform(smem.keys);
+            const int head = warp_uniform((int)smem.tile.head);
+            const teacher_group group = group_of(params, smem);
             const group_loader<DIM_T, DIM_S, STAGE_KEYS> loader = {maps,
                                                                    smem.barriers,
-                                                                   teacher,
+                                                                   teacher_of(smem, group),
                                                                    smem.queries_s.slabs,
                                                                    smem.keys_s.slabs,
                                                                    group,
-                                                                   depth,
+                                                                   maps.depth,
                                                                    warp_uniform((int)smem.tile.sequence.batch),
                                                                    head,
-                                                                   key_head_s};
+                                                                   head / params.b.heads_per_key};
             loader.load_queries(warp_uniform((int)(smem.tile.sequence.query_begin + smem.tile.first)));
             slot_state slot = {0, 0};
             for (int n = 0; n < keys.stages; n++) {
@@ -316,18 +320,24 @@ __global__ void __launch_bounds__(GROUP_BACKWARD_THREADS, 1)
         } else if (warp_in_warpgroup() == 1) {
             sanitize_stages<ELEMENT, DIM_S>(smem);
         }
-    } else if (warpgroup == GROUP_DK_WARPGROUP) {
-        reg_dealloc<64>();
+    }
+
+    __device__ static void run_dk(const backward_params &params, const maps_type &maps, memory &smem)
+    {
         const dk_target<1> target = {maps.sums,
                                      warp_uniform(smem.keys),
                                      warp_uniform((int)smem.tile.sequence.batch),
-                                     {key_head_s},
+                                     {warp_uniform((int)smem.tile.head) / params.b.heads_per_key},
                                      {params.problem.scale_s * smem.unit}};
         run_group_dk<ELEMENT, DIM_S>(smem, target, params.dk_sums.data != NULL);
-    } else {
-        reg_alloc<208>();
+    }
+
+    __device__ static void run_dq(const backward_params &params, const maps_type &maps, memory &smem, int warpgroup)
+    {
         barrier_wait(smem.barriers.queries_full, 0);
         prepare_student_queries<ELEMENT, DIM_S>(params, smem);
+        const teacher_group group = group_of(params, smem);
+        const teacher_type teacher = teacher_of(smem, group);
         const int rows[2] = {acc_row<1>(0, 0), acc_row<1>(0, 1)};
         group_dq_warpgroup<ELEMENT, DIM_T, DIM_S, CAPPED> consumer = {
             params,
@@ -336,7 +346,7 @@ __global__ void __launch_bounds__(GROUP_BACKWARD_THREADS, 1)
              group,
              smem.barriers,
              k_major_operand(teacher.query_rows) + warpgroup * (64 * 128 / 16),
-             depth,
+             maps.depth,
              params.a,
              {teacher_lse::of(params, smem.tile, group.first, rows[0]),
               teacher_lse::of(params, smem.tile, group.first, rows[1])},
@@ -347,8 +357,9 @@ __global__ void __launch_bounds__(GROUP_BACKWARD_THREADS, 1)
         consumer.run();
         consumer.store();
     }
-#endif
-}
+};
+
+/* ---- Launch ------------------------------------------------------------------------------------------------- */
 
 /* Bytes of shared memory of a block, and in *depth the slots of teacher keys; 0: it does not fit. */
 template <int DIM_T, int DIM_S> inline int64_t group_backward_size(int64_t heads, int64_t smem_max, int *depth)
@@ -363,17 +374,14 @@ cudaError_t launch_group_backward(const char *kernel, const skl_cuda_params *par
 {
     const backward_params kernel_params = backward_params_of(params, launch);
     const skl_problem *const p = &params->problem;
-    int depth;
-    const int64_t size = group_backward_size<DIM_T, DIM_S>(skl_group_size(p), launch->smem_per_block, &depth);
-    group_maps maps;
+    group_backward_maps maps;
+    const int64_t size = group_backward_size<DIM_T, DIM_S>(skl_group_size(p), launch->smem_per_block, &maps.depth);
     if (size == 0 || !encode_group_inputs(&maps, kernel_params, STAGE_KEYS, ELEMENT()) ||
         !encode_dk_sums(&maps.sums[WRT], kernel_params))
         return encode_error();
     return with_dk_sums(kernel_params, [&] {
         record_launch(kernel, CAPPED ? SKL_VARIANT_FUSED_GROUPS_SOFTCAP : SKL_VARIANT_FUSED_GROUPS, 1);
-        return launch_blocks(group_backward_kernel<ELEMENT, DIM_T, DIM_S, CAPPED>,
-                             grid_of(p->batch, p->heads_s, skl_ceil_div(p->len_q, TILE_QUERIES)),
-                             GROUP_BACKWARD_THREADS, (size_t)size, params->call.stream, kernel_params, maps, depth);
+        return launch_fused_tiles<group_backward<ELEMENT, DIM_T, DIM_S, CAPPED>>(kernel_params, maps, (size_t)size);
     });
 }
 

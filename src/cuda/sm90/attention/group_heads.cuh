@@ -51,9 +51,8 @@ struct group_barriers {
     }
 };
 
-/* `sums`: f32 sums of dk in global memory, of a backward. */
 struct group_maps {
-    CUtensorMap queries_t, queries_s, keys_t, keys_s, sums[1];
+    CUtensorMap queries_t, queries_s, keys_t, keys_s;
 };
 
 /* Loads of `keys` keys. */

@@ -198,7 +198,7 @@ cudaError_t launch_joint_tiles(const char *kernel, const backward_params &of_a, 
     return with_dk_sums(of_a, [&] {
         return with_dk_sums(of_b, [&] {
             record_launch(kernel, SKL_VARIANT_JOINT, 1);
-            return launch_fused_backward_tiles<dq_type>(of_a, maps);
+            return launch_fused_tiles<fused_backward<dq_type>>(of_a, maps);
         });
     });
 }
