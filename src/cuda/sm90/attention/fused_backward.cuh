@@ -34,7 +34,10 @@
  * the logits, so that its next load starts one stage earlier, and the load of the wrt argument's keys overlaps the
  * products of the other argument.
  *
- * CAPPED: instances for problems where at least one argument has a softcap. */
+ * CAPPED: instances for problems where at least one argument has a softcap.
+ *
+ * The joint backward (joint_backward.cuh) and teacher groups (group_backward.cuh) run on the same kernel, with other
+ * dq warpgroups. */
 #ifndef SKL_CUDA_SM90_ATTENTION_FUSED_BACKWARD_CUH
 #define SKL_CUDA_SM90_ATTENTION_FUSED_BACKWARD_CUH
 

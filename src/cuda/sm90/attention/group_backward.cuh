@@ -6,7 +6,7 @@
  *
  *   block      2 dq warpgroups of 64 queries, 1 dk warpgroup, 1 producer warp and 1 warp that sanitizes stages; one
  *              block per SM
- *   registers  208 per dq thread: P and the logits of a head (32 each), dq (DIM_S / 2), G (16); 72 per dk thread: 64
+ *   registers  208 per dq thread: P and the logits of a head (32 each), dq (DIM_S / 2), G (16); 64 per dk thread: 64
  *              dimensions of dk of a stage (32)
  *   shared     queries of all heads, a stage of 64 keys of both sides (more of the teacher's where there is room), G,
  *              64 dimensions of dk of a stage in f32: 226 KB for four heads of 128 dimensions
@@ -299,7 +299,6 @@ template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED> struct group_back
     {
         if (warp_in_warpgroup() == 0) {
             const stage_schedule keys = warp_uniform(smem.keys);
-            const int head = warp_uniform((int)smem.tile.head);
             const teacher_group group = group_of(params, smem);
             const group_loader<DIM_T, DIM_S, STAGE_KEYS> loader = {maps,
                                                                    smem.barriers,
@@ -308,10 +307,9 @@ template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED> struct group_back
                                                                    smem.keys_s.slabs,
                                                                    group,
                                                                    maps.depth,
-                                                                   warp_uniform((int)smem.tile.sequence.batch),
-                                                                   head,
-                                                                   head / params.b.heads_per_key};
-            loader.load_queries(warp_uniform((int)(smem.tile.sequence.query_begin + smem.tile.first)));
+                                                                   params,
+                                                                   smem.tile};
+            loader.load_queries();
             slot_state slot = {0, 0};
             for (int n = 0; n < keys.stages; n++) {
                 loader.load_heads(slot, keys.row_at(n));
