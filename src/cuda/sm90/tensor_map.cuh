@@ -43,7 +43,7 @@ inline bool encode_keys(CUtensorMap *map, const skl_problem *p, const skl_cuda_a
                           skl_key_rows(p), box_rows) == CUDA_SUCCESS;
 }
 
-/* f32 sums of a gradient, in boxes of 16 rows: those of a warp. */
+/* Encodes f32 sums of a gradient, to which TMA adds. A box has the 16 rows of a warp. */
 inline bool encode_sums(CUtensorMap *map, const skl_output &out, int64_t dim, int64_t heads, skl_tensor_rows rows)
 {
     const skl_input sums = {out.data, out.stride_batch, out.stride_head, out.stride_row};

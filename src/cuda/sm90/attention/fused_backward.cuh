@@ -86,8 +86,11 @@ __device__ inline void write_dk(unsigned char (&rows)[DIM / 32][STAGE_KEYS][128]
     }
 }
 
-/* dk of stage n, whose G is full: 64 keys x DIM = 64 keys x ROWS queries . ROWS queries x DIM. Releases G. A warp's
- * 16 keys leave by themselves: warps do not wait for each other. */
+/* Adds dk of stage n to the sums and releases G of the stage, which is full:
+ *
+ *   64 keys x DIM = 64 keys x ROWS queries . ROWS queries x DIM
+ *
+ * The 16 keys of a warp leave by themselves: warps do not wait for each other. */
 template <typename ELEMENT, typename SMEM, typename TARGET>
 __device__ inline void add_dk(SMEM &smem, const TARGET &target, int n, int warp)
 {
@@ -122,7 +125,7 @@ __device__ inline void add_dk(SMEM &smem, const TARGET &target, int n, int warp)
     }
 }
 
-/* Releases G without dk. */
+/* Releases G of stage n without dk. */
 template <typename SMEM> __device__ inline void skip_dk(SMEM &smem, int n)
 {
     __syncwarp(); /* all lanes have passed the wait before the buffer can be filled again */
@@ -160,7 +163,8 @@ __device__ inline void run_dk_warpgroup(fused_backward_smem<SHAPE> &smem, const 
 
 /* ---- Kernel ------------------------------------------------------------------------------------------------- */
 
-/* The block of a tile of queries. BACKWARD is fused_backward or group_backward. */
+/* A block has one tile of queries. BACKWARD, fused_backward or group_backward, has its shape, its shared memory and
+ * what its warpgroups do. */
 template <typename BACKWARD>
 __global__ void __launch_bounds__(BACKWARD::shape::THREADS, 1)
     fused_backward_kernel(const __grid_constant__ backward_params params,
@@ -262,7 +266,7 @@ template <typename DQ> struct fused_backward {
 
 /* ---- Launch ------------------------------------------------------------------------------------------------- */
 
-/* One block per tile of queries. */
+/* Launches one block per tile of queries. */
 template <typename BACKWARD>
 cudaError_t launch_fused_tiles(const backward_params &params, const typename BACKWARD::maps_type &maps,
                                size_t memory = sizeof(typename BACKWARD::memory))
@@ -277,7 +281,7 @@ cudaError_t launch_fused_tiles(const backward_params &params, const typename BAC
                          params.call.stream, params, maps);
 }
 
-/* The sums of dk, if there is a dk. */
+/* Encodes the sums of dk, if there is a dk. */
 inline bool encode_dk_sums(CUtensorMap *map, const backward_params &params)
 {
     const skl_problem *const p = &params.problem;

@@ -1,5 +1,5 @@
-/* The dq warpgroups of the fused backward: logits, G, dq, and with respect to B the KL. Parts of them that the joint
- * backward and teacher groups share. */
+/* The dq warpgroups of the fused backward: logits, G, dq, and with respect to B the KL. The joint backward and
+ * teacher groups share its parts. */
 #ifndef SKL_CUDA_SM90_ATTENTION_FUSED_BACKWARD_DQ_CUH
 #define SKL_CUDA_SM90_ATTENTION_FUSED_BACKWARD_DQ_CUH
 
@@ -91,7 +91,7 @@ __device__ inline void prepare_queries(const backward_params &params, fused_back
 
 /* ---- Stages ------------------------------------------------------------------------------------------------- */
 
-/* Masked stages, then full ones. */
+/* Runs the masked stages, then the full ones. */
 template <typename DQ> __device__ inline void add_all_stages(DQ &dq, const stage_schedule &keys)
 {
     for (int n = 0; n < keys.masked_stages; n++)
@@ -116,7 +116,7 @@ __device__ inline void write_g(unsigned char (&rows)[ROWS][128], const uint32_t 
         stmatrix_x4(to ^ (uint32_t)((first_key / 16 + step) * 32), g[step]);
 }
 
-/* dq of the thread's rows. */
+/* Stores dq of the thread's rows that exist, if the caller asks for dq. */
 template <typename ELEMENT, typename TILE, int BLOCKS>
 __device__ inline void store_dq(const skl_side &side, const TILE &tile, int count, const float (&dq)[BLOCKS][4],
                                 float unit)

@@ -129,9 +129,9 @@ template <int GRADIENTS> struct dk_target {
     stage_schedule keys;
     int batch;
     int key_head[ARGUMENTS];
-    float factor[ARGUMENTS]; /* of G^T q */
+    float factor[ARGUMENTS]; /* dk = factor G^T q */
 
-    /* Adds a dk warp's 16 keys of stage n, from dimension first_dim on. */
+    /* Adds dk of a warp's 16 keys of stage n, from dimension first_dim on. */
     template <int SLABS>
     __device__ void reduce_add(int n, int which, int first_dim, const unsigned char (&dk)[SLABS][STAGE_KEYS][128],
                                int warp) const

@@ -46,7 +46,7 @@ template <int D> struct joint_shape : dq_dk_block<2, 104> {
     static constexpr int FIXED = ARGUMENTS * (SLABS_OF<DIM> + G_BUFFERS) * ROWS * 128 +
                                  DK_BUFFERS * DK_DIMS / 32 * STAGE_KEYS * 128 + ROWS * (int)sizeof(row_stats) + 1024;
     static constexpr int DEPTH = depth_for(ARGUMENTS * (int)sizeof(row_stage<DIM>), FIXED, 6);
-    typedef long_sums<1> totals_type; /* it computes no KL */
+    typedef long_sums<1> totals_type; /* there is no KL to add up */
 };
 
 /* ---- dq ----------------------------------------------------------------------------------------------------- */

@@ -24,7 +24,7 @@ template <bool WRT_B> __device__ inline const skl_cuda_argument &other_argument(
     return WRT_B ? params.a : params.b;
 }
 
-/* The same on the host. */
+/* wrt_of() and other_of() find the two arguments on the host. */
 inline const skl_cuda_argument *wrt_of(const backward_params &params)
 {
     return is_grad_of_b(params) ? &params.b : &params.a;
