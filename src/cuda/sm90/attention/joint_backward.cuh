@@ -23,8 +23,8 @@
  * (docs/lab/2026-11-17-joint-backward.md). Shared memory has room for one buffer of G.
  *
  * The kernel, the dk warpgroup and the loads are those of fused_backward.cuh with respect to A, where B has
- * gradients, too. The dq warpgroups are separate: G of both arguments takes the registers of the logits column by
- * column, where the fused backward computes G row by row. */
+ * gradients, too. The dq warpgroups are separate: they have two G and two dq, and logits of KEYS keys at a time. No
+ * measurement says what one body for both would cost; computed row by row, G takes as many instructions. */
 #ifndef SKL_CUDA_SM90_ATTENTION_JOINT_BACKWARD_CUH
 #define SKL_CUDA_SM90_ATTENTION_JOINT_BACKWARD_CUH
 
