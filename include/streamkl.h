@@ -251,6 +251,8 @@ typedef struct skl_options {
     const char *kernel;    /* forces a kernel by name; NULL: STREAMKL_KERNEL, else the best that fits */
     skl_progress progress; /* CPU: progress of long calls; may be NULL */
     void *progress_user;
+    const char *gpu; /* SKL_CUDA: explains the launches on a GPU that need not be here: a100, b200, h100, h200, l40s
+                      * or rtx5090. Such a plan runs nothing. NULL: device_index, on this machine */
 } skl_options;
 
 typedef struct skl_plan skl_plan;
@@ -269,12 +271,15 @@ SKL_API void skl_plan_destroy(skl_plan *plan); /* NULL is fine */
 /* Bytes of workspace that an operation needs, aligned to SKL_WORKSPACE_ALIGNMENT. Concurrent calls need separate
  * workspaces. On the CPU it is proportional to the number of threads that can have work, one per tile of a head at
  * most. The size does not grow with len_q or len_k otherwise, except that skl_forward_backward with sinks
- * keeps 4 bytes per row, and with three exceptions on a GPU:
+ * keeps 4 bytes per row, and with these exceptions on a GPU:
  *   - On Hopper, a backward that need not be deterministic keeps f32 sums of 16-bit key gradients in it, for heads of
  *     up to 128 dimensions.
+ *   - On Hopper, f32, mixed types and odd head sizes of up to 128 dimensions take 4 bytes per element of q and k.
+ *   - skl_attention_backward keeps f32 sums of dq_s, and 16 bytes per row.
  *   - With row bounds, a backward with key gradients keeps 8 bytes per key.
- *   - Indexers keep row sums and f32 sums of key gradients in it. Their backward also needs up to 256 MiB, or more if
- *     the indices of one row or 128 queries require it. */
+ *   - A forward of teacher groups that computes their LSEs keeps 4 bytes per row and teacher head.
+ *   - Indexers and teacher groups in strips keep row sums and f32 sums of key gradients in it. Their backward also
+ *     needs up to 256 MiB, or more if the indices of one row or 128 queries require it. */
 #define SKL_WORKSPACE_ALIGNMENT 64
 SKL_API size_t skl_plan_workspace_size(const skl_plan *plan, skl_op op);
 SKL_API const char *skl_plan_kernel(const skl_plan *plan); /* the kernel's name in the kernel list */
@@ -289,6 +294,12 @@ SKL_API int32_t skl_plan_threads(const skl_plan *plan);    /* number of CPU thre
  * snprintf, it writes at most `size` bytes including the terminating zero and returns the length of the whole text.
  * It returns 0 and sets skl_last_error() if an argument is invalid. */
 SKL_API size_t skl_plan_explain(const skl_plan *plan, const skl_inputs *inputs, skl_op op, char *buffer, size_t size);
+
+/* Whether calls of an operation run, with aligned tensors and all of problem.gradients: 1 or 0. 0 sets
+ * skl_last_error(), which says why and what to call instead. On a GPU, skl_attention_backward needs a kernel that
+ * carries the KL: Hopper, bf16 or f16 heads of up to 128 dimensions, KL(P || S), one teacher head per student head,
+ * no softcap, not deterministic. Everything else runs wherever a plan can be created. */
+SKL_API int skl_plan_supports(const skl_plan *plan, skl_op op);
 
 /* ---- Running ----------------------------------------------------------------------------------------------- */
 
@@ -334,7 +345,8 @@ SKL_API skl_status skl_forward_backward(const skl_plan *plan, const skl_inputs *
  * inputs->lse_s is what the attention's forward returned, inputs->lse_t the teacher's; both cover the visible keys.
  * Give every gradient of the loss but this KL's in do_s, and the weight of each row's KL in grad_kl. Rows are as in
  * skl_forward_backward: rows->kl is optional, unless direction is SKL_KL_REVERSE; gradients->dq_s, dk_s and
- * attention->dv_s are those to compute. The plan's problem.gradients must include SKL_DV_S. */
+ * attention->dv_s are those to compute. The plan's problem.gradients must include SKL_DV_S. skl_plan_supports() tells
+ * whether a GPU has a kernel for it. */
 SKL_API skl_status skl_attention_backward(const skl_plan *plan, const skl_inputs *inputs,
                                           const skl_attention *attention, const skl_rows *rows,
                                           const skl_gradients *gradients, void *workspace, size_t workspace_size,

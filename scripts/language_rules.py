@@ -86,7 +86,6 @@ RULES = [
     name("settle", "fence_operand", "settle", "settled", CUDA),
     code(r"\bcommon *\(", "warp_uniform", "common(x)", "least_common(x)", CUDA),
     # What a backward knows of a row
-    name("facts", "row_stats", "query_facts", "factor", "src/*"),
     name("know_(?:own_rows|queries|stages)", "load_row_stats", "know_own_rows", "known_rows"),
     # Splits over keys
     name("parts|pieces", "splits: split_kv, num_splits", "parts_size", "partial_size", "src/cuda/*"),

@@ -1,6 +1,7 @@
 #include "runner.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "device.h"
 
@@ -29,6 +30,19 @@ const char *case_kernel(const test_case *c, int32_t index)
 {
     const skl_problem problem = case_problem(c);
     return problem_kernel(&problem, index);
+}
+
+const char *attention_kernel(const skl_problem *problem, int32_t index)
+{
+    const char *kernel = NULL;
+    for (int32_t k = 0; (kernel = problem_kernel(problem, k)) != NULL; k++) {
+        skl_plan *const plan = test_plan(problem, kernel, 1);
+        const int supported = skl_plan_supports(plan, SKL_OP_ATTENTION_BACKWARD);
+        skl_plan_destroy(plan);
+        if (supported && index-- == 0)
+            break;
+    }
+    return kernel;
 }
 
 void case_in_every_type(const test_case *c, void (*check)(const test_case *))
@@ -70,13 +84,35 @@ void run_forward_backward(const skl_plan *plan, const skl_inputs *inputs, const 
     memory_destroy(&workspace);
 }
 
-void run_attention_backward(const skl_plan *plan, const skl_inputs *inputs, const skl_attention *attention,
-                            const skl_rows *rows, const skl_gradients *gradients)
+/* Fails the test unless the last call was refused by a GPU that has no kernel for it. */
+static void assert_attention_refused(skl_status status, int explained)
 {
+    const char *const message = skl_last_error();
+    assert_int_equal(test_device(), SKL_CUDA);
+    assert_int_equal(status, SKL_ERROR_UNSUPPORTED);
+    assert_non_null(strstr(message, "call skl_forward_backward and the backward of your attention"));
+    /* skl_plan_explain assumes that values and gradients are aligned. */
+    if (explained && !strstr(message, "begins at an odd element") && !strstr(message, "TMA cannot address v_s"))
+        fail_msg("skl_plan_explain names launches of a call that is refused: %s", message);
+}
+
+int run_attention_backward(const skl_plan *plan, const skl_inputs *inputs, const skl_attention *attention,
+                           const skl_rows *rows, const skl_gradients *gradients)
+{
+    const int explained = skl_plan_explain(plan, inputs, SKL_OP_ATTENTION_BACKWARD, NULL, 0) > 0;
     test_memory workspace = create_workspace(plan, SKL_OP_ATTENTION_BACKWARD);
-    assert_ok(skl_attention_backward(plan, inputs, attention, rows, gradients, workspace.data, workspace.size, NULL));
+    const skl_status status =
+        skl_attention_backward(plan, inputs, attention, rows, gradients, workspace.data, workspace.size, NULL);
+    const int refused = status == SKL_ERROR_UNSUPPORTED;
+    if (refused) {
+        assert_attention_refused(status, explained);
+    } else {
+        assert_ok(status);
+        assert_true(explained);
+    }
     device_wait();
     memory_destroy(&workspace);
+    return !refused;
 }
 
 void run_partial(const skl_plan *plan, const skl_inputs *inputs, int64_t key_begin, int64_t key_end,

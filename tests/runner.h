@@ -17,10 +17,16 @@ void run_forward(const skl_plan *plan, const skl_inputs *inputs, const skl_rows 
 void run_backward(const skl_plan *plan, const skl_inputs *inputs, const skl_gradients *gradients);
 void run_forward_backward(const skl_plan *plan, const skl_inputs *inputs, const skl_rows *rows,
                           const skl_gradients *gradients);
-void run_attention_backward(const skl_plan *plan, const skl_inputs *inputs, const skl_attention *attention,
-                            const skl_rows *rows, const skl_gradients *gradients);
 void run_partial(const skl_plan *plan, const skl_inputs *inputs, int64_t key_begin, int64_t key_end,
                  skl_row_state *states);
+
+/* Whether skl_attention_backward ran. A GPU without a kernel for the call must refuse it and say what to call
+ * instead; every other failure fails the test. */
+int run_attention_backward(const skl_plan *plan, const skl_inputs *inputs, const skl_attention *attention,
+                           const skl_rows *rows, const skl_gradients *gradients);
+
+/* The kernels of problem_kernel whose plans have skl_attention_backward. */
+const char *attention_kernel(const skl_problem *problem, int32_t index);
 
 void run_merge(const skl_plan *plan, skl_row_state *into, const skl_row_state *from);
 void run_finish(const skl_plan *plan, const skl_inputs *inputs, const skl_row_state *states, const skl_rows *rows);

@@ -49,12 +49,15 @@ static void with_kernel(const skl_problem *problem, const char *kernel, int dete
     gpu_case_destroy(&g);
 }
 
-/* Runs a check with every kernel that supports the problem. */
+/* Runs a check with every kernel that supports the problem and, with SKL_DV_S, its attention backward: only Hopper
+ * has such kernels. */
 static void with_every_kernel(const skl_problem *problem, int deterministic, void (*check)(gpu_case *g))
 {
+    const char *(*const kernel_at)(const skl_problem *, int32_t) =
+        problem->gradients & SKL_DV_S ? attention_kernel : problem_kernel;
     assert_non_null(problem_kernel(problem, 0));
-    for (int32_t k = 0; problem_kernel(problem, k); k++)
-        with_kernel(problem, problem_kernel(problem, k), deterministic, check);
+    for (int32_t k = 0; kernel_at(problem, k); k++)
+        with_kernel(problem, kernel_at(problem, k), deterministic, check);
 }
 
 static void assert_same_results(const gpu_case *g, const unsigned char *expected, const char *what)
@@ -232,26 +235,25 @@ static size_t split_size(const char *kernel, int64_t length)
     return dim == 0 ? 0 : (size_t)(4 * length) * (2 * dim * sizeof(uint16_t) + sizeof(float));
 }
 
+/* States of split keys are for a few rows per SM, so they are bounded, whatever the length is. */
 static void test_workspace_does_not_grow_with_length(void **state)
 {
     (void)state;
+    const size_t most = (size_t)4 << 20;
     static const int64_t lengths[] = {4096, 65536, 262144, 1048576};
     static const skl_dtype dtypes[] = {SKL_F32, SKL_BF16};
     for (size_t d = 0; d < COUNT_OF(dtypes); d++) {
         const skl_problem shortest = problem_of(dtypes[d], 1, 1, lengths[0], 64);
         assert_non_null(problem_kernel(&shortest, 0));
         for (int32_t k = 0; problem_kernel(&shortest, k); k++)
-            for (int op = SKL_OP_FORWARD; op <= SKL_OP_PARTIAL; op++) {
-                size_t sizes[COUNT_OF(lengths)];
+            for (int op = SKL_OP_FORWARD; op <= SKL_OP_PARTIAL; op++)
                 for (size_t n = 0; n < COUNT_OF(lengths); n++) {
                     const skl_problem problem = problem_of(dtypes[d], 1, 1, lengths[n], 64);
                     const char *const kernel = problem_kernel(&shortest, k);
                     skl_plan *const plan = test_deterministic_plan(&problem, kernel);
-                    sizes[n] = skl_plan_workspace_size(plan, (skl_op)op) - split_size(kernel, lengths[n]);
+                    assert_true(skl_plan_workspace_size(plan, (skl_op)op) <= most + split_size(kernel, lengths[n]));
                     skl_plan_destroy(plan);
-                    assert_int_equal(sizes[n], sizes[0]);
                 }
-            }
     }
 }
 
@@ -273,27 +275,27 @@ static void test_a_thousand_repeats_give_the_same_bits(void **state)
         windowed(problem_of(SKL_F16, 1, 3, 1500, 40), 100),
         problem_of(SKL_BF16, 2, 8, 321, 256),
         problem_of(SKL_F16, 4, 3, 200, 192),
-        with_attention(problem_of(SKL_BF16, 1, 2, 129, 64)),
-        /* Not deterministic from here on. */
+        /* Not deterministic from here on, and only on Hopper. */
         with_attention(problem_of(SKL_BF16, 2, 8, 513, 128)),
         with_attention(problem_of(SKL_BF16, 8, 8, 257, 64)),
         with_attention(windowed(problem_of(SKL_F16, 1, 16, 400, 128), 100)),
     };
-    const size_t in_any_order = 3;
+    const size_t in_any_order = 3, in_order = COUNT_OF(problems) - in_any_order;
+    const size_t count = attention_kernel(&problems[in_order], 0) != NULL ? COUNT_OF(problems) : in_order;
     gpu_case cases[COUNT_OF(problems)];
     unsigned char *first[COUNT_OF(problems)];
-    for (size_t p = 0; p < COUNT_OF(problems); p++) {
-        gpu_case_create(&cases[p], &problems[p], NULL, p + in_any_order < COUNT_OF(problems));
+    for (size_t p = 0; p < count; p++) {
+        gpu_case_create(&cases[p], &problems[p], NULL, p < in_order);
         gpu_case_launch(&cases[p], NULL);
         first[p] = gpu_case_results(&cases[p]);
     }
     const int64_t repeats = test_environment("SKL_TEST_REPEATS", 1000);
     for (int64_t n = 1; n < repeats; n++)
-        for (size_t p = 0; p < COUNT_OF(problems); p++) {
+        for (size_t p = 0; p < count; p++) {
             gpu_case_launch(&cases[p], NULL);
             assert_same_results(&cases[p], first[p], "a repeated forward and backward");
         }
-    for (size_t p = 0; p < COUNT_OF(problems); p++) {
+    for (size_t p = 0; p < count; p++) {
         gpu_case_destroy(&cases[p]);
         free(first[p]);
     }
@@ -508,8 +510,8 @@ static void check_chunks(const test_case *c, size_t one_chunk_size)
 static void test_indexer_backward_in_several_chunks(void **state)
 {
     (void)state;
-    const test_case dense = {"dense chunks", SHAPE(1, 1300, 700), HEADS(2, 1), DIMS(4, 2), INDEXER(128)};
-    check_chunks(&dense, (size_t)1300 * 700 * sizeof(float));
+    const test_case dense = {"dense chunks", SHAPE(1, 13000, 700), HEADS(2, 1), DIMS(4, 2), INDEXER(16)};
+    check_chunks(&dense, (size_t)13000 * 700 * sizeof(float));
     const test_case sparse = {"sparse chunks", SHAPE(1, 650, 300), HEADS(2, 2), KEY_HEADS(1, 1),
                               DIMS(8, 128),    INDEXER(2),         TOP_K(500)};
     test_case sparse_bf16 = sparse;

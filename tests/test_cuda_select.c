@@ -6,8 +6,10 @@
 #include <string.h>
 
 #include "case_words.h"
+#include "base/problem.h"
+#include "cuda/backend.h"
+#include "cuda/common/tensor_map.h"
 #include "cuda/launch.h"
-#include "cuda/select.h"
 #include "device.h"
 #include "runner.h"
 
@@ -44,8 +46,6 @@ static launch_log explained(const skl_plan *plan, const skl_inputs *inputs, skl_
     if (strncmp(text, "nothing to launch", strlen("nothing to launch")) == 0)
         return log;
     for (char *line = strtok(text, "\n"); line != NULL; line = strtok(NULL, "\n")) {
-        if (strncmp(line, "sinks: ", strlen("sinks: ")) == 0)
-            continue; /* not a launch of cuda/select */
         char *const first = strstr(line, ": "), *const splits = strstr(line, " split");
         assert_non_null(first);
         assert_non_null(splits);
@@ -98,8 +98,10 @@ static void check_plan(const fixture *f, const skl_plan *plan, const fixture_res
         const skl_rows only_kl = {.struct_size = sizeof only_kl, .kl = rows.kl};
         const skl_attention attention = results_attention(f, results);
         recorded = (launch_log){.text = ""};
-        run_attention_backward(plan, &known, &attention, &only_kl, &gradients);
-        assert_ran(c, plan, &known, SKL_OP_ATTENTION_BACKWARD);
+        if (run_attention_backward(plan, &known, &attention, &only_kl, &gradients))
+            assert_ran(c, plan, &known, SKL_OP_ATTENTION_BACKWARD);
+        else
+            assert_string_equal(recorded.text, ""); /* nothing is launched before a refusal */
     }
 
     skl_inputs partial = f->inputs;
@@ -132,8 +134,7 @@ static void test_every_case_runs_the_kernels_that_are_explained(void **state)
 {
     (void)state;
     for (size_t n = 0; n < test_case_count; n++)
-        if (!test_cases[n].sinks) /* one call with sinks is several without */
-            check_case(&test_cases[n]);
+        check_case(&test_cases[n]);
 }
 
 /* ---- Reasons ------------------------------------------------------------------------------------------------ */
@@ -201,23 +202,24 @@ static void test_gradient_rows_at_odd_elements(void **state)
     }
 }
 
-static void test_problems_that_tensor_cores_do_not_do(void **state)
-{
-    (void)state;
-    const test_case f32 = {"f32", SHAPE(1, 64, 64), HEADS(2, 2), DIMS(160, 64)};
-    const test_case groups = {"groups", SHAPE(1, 64, 64), HEADS(4, 2), DIMS(64, 136), TYPES(BF16, BF16), REVERSE};
-    const test_case odd = {"odd", SHAPE(1, 64, 64), HEADS(2, 2), DIMS(132, 60), TYPES(F16, F16)};
-    assert_reason(&f32, "cuda_general", "f32 or mixed types with a head size above 128");
-    assert_reason(&groups, "cuda_general", "softcap or reverse KL of teacher groups with a head size above 128");
-    assert_reason(&odd, "cuda_general", "not a multiple of 8");
-}
-
 static bool is_usable(const char *name)
 {
     for (int32_t k = 0; test_kernel(k) != NULL; k++)
         if (strcmp(test_kernel(k), name) == 0)
             return true;
     return false;
+}
+
+static void test_problems_that_tensor_cores_do_not_do(void **state)
+{
+    (void)state;
+    const test_case f32 = {"f32", SHAPE(1, 64, 64), HEADS(2, 2), DIMS(160, 64)};
+    const test_case groups = {"groups", SHAPE(1, 64, 64), HEADS(4, 2), DIMS(64, 136), TYPES(BF16, BF16), REVERSE};
+    const test_case odd = {"odd", SHAPE(1, 64, 64), HEADS(2, 2), DIMS(132, 60), TYPES(F16, F16)};
+    assert_reason(&f32, "cuda_general", "a head size above those of the kernels for this problem");
+    assert_reason(&groups, "cuda_general", "the reverse KL: no tensor cores for this problem");
+    const bool hopper = is_usable("cuda_sm90_f32_128"); /* odd sizes of up to 128 are two-term rows there */
+    assert_reason(&odd, "cuda_general", hopper ? "a head size above those of the kernels" : "not a multiple of 8");
 }
 
 /* The kernel for a pair of head sizes; the padded one for the gradients that it does not compute. */
@@ -254,7 +256,7 @@ static void test_teacher_groups(void **state)
     c.dim_t = 136;
     assert_reason_of(SKL_OP_BACKWARD, &c, "dk_t: cuda_general, dk", "a group with more than 128 dimensions");
     c.dim_t = 64, c.dim_s = 264, c.without = SKL_DQ_T | SKL_DK_T;
-    assert_reason(&c, "forward: cuda_general", "dim_s above 256");
+    assert_reason(&c, "forward: cuda_general", "a head size above those of the kernels for this problem");
     c.dim_s = 64, c.softcap_s = 30;
     const bool hopper = is_usable("cuda_sm90_bf16_groups");
     const char *const capped = hopper
@@ -268,7 +270,7 @@ static void test_teacher_groups(void **state)
     c.dtype_t = c.dtype_s = SKL_F16, c.dim_t = 128, c.heads_t = 8, c.heads_s = 1;
     assert_reason(&c, "forward: cuda_sm80_f16_group_tiles, teacher groups", "best kernel");
     c.heads_t = 9;
-    assert_reason(&c, "forward: cuda_sm80_f16_dense, rows", "best kernel");
+    assert_reason(&c, "forward: cuda_sm80_f16_strips, rows", "best kernel");
     c.without = 0;
     assert_reason_of(SKL_OP_BACKWARD, &c, "gradients of the teacher: cuda_sm80_f16_groups, gradients",
                      "teacher gradients of a group: in strips");
@@ -295,12 +297,10 @@ static void test_rows_of_groups_fit_the_workspace(void **state)
     for (int dots = 0; dots < 2; dots++) {
         if (dots)
             call.rows.dot_t = skl_output_contiguous((void *)4096, p.heads_t, p.len_q, 1);
-        skl_cuda_params params;
-        skl_cuda_launches launches;
-        skl_cuda_select(plan, &call, &params, &launches);
-        assert_true(launches.count > 0);
-        for (int n = 0; n < launches.count; n++)
-            assert_true(launches.at[n].workspace_size <= skl_plan_workspace_size(plan, SKL_OP_FORWARD));
+        skl_cuda_launches other;
+        const skl_cuda_launches *const launches = skl_cuda_plan_launches(plan, &call, &other);
+        assert_true(launches->count > 0);
+        assert_true(launches->workspace_size <= skl_plan_workspace_size(plan, SKL_OP_FORWARD));
     }
     skl_plan_destroy(plan);
 }
@@ -367,21 +367,40 @@ static void test_joint_backward(void **state)
     assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_f16_64, fused backward", "best kernel");
 }
 
-/* Where no kernel carries the KL, the general kernels add the attention backward to a one-pass call. */
-static void test_attention_backward_apart_from_the_kl(void **state)
+/* The plan does not have the attention backward, for this reason. */
+static void assert_no_attention(const test_case *c, const char *reason)
+{
+    const skl_problem problem = case_problem(c);
+    skl_plan *const plan = test_plan(&problem, NULL, 0);
+    char text[64] = "old";
+    assert_int_equal(skl_plan_supports(plan, SKL_OP_ATTENTION_BACKWARD), 0);
+    for (int asked = 0; asked < 2; asked++) {
+        if (strstr(skl_last_error(), reason) == NULL ||
+            strstr(skl_last_error(), "; call skl_forward_backward and the backward of your attention") == NULL)
+            fail_msg("%s: %s\nmust name: %s", c->name, skl_last_error(), reason);
+        assert_int_equal(skl_plan_explain(plan, NULL, SKL_OP_ATTENTION_BACKWARD, text, sizeof text), 0);
+        assert_string_equal(text, "");
+    }
+    assert_int_equal(skl_plan_workspace_size(plan, SKL_OP_ATTENTION_BACKWARD), 0);
+    skl_plan_destroy(plan);
+}
+
+/* Where no kernel carries the KL, the call is refused. */
+static void test_attention_backward_that_no_kernel_has(void **state)
 {
     (void)state;
     test_case c = {"groups", SHAPE(1, 64, 64), HEADS(4, 2), DIMS(64, 64), TYPES(BF16, BF16), ATTENTION};
-    assert_reason_of(SKL_OP_ATTENTION_BACKWARD, &c, "dv_s: cuda_general, attention backward, dv",
-                     "teacher groups: the KL");
+    assert_no_attention(&c, "(teacher groups)");
     c.heads_t = 2, c.direction = SKL_KL_REVERSE;
-    assert_reason_of(SKL_OP_ATTENTION_BACKWARD, &c, "dk_s: cuda_general, attention backward, dk",
-                     "reverse KL: the KL");
+    assert_no_attention(&c, "(the reverse KL)");
     c.direction = SKL_KL_FORWARD, c.softcap_s = 5;
-    assert_reason_of(SKL_OP_ATTENTION_BACKWARD, &c, "dq_s: cuda_general, attention backward, dq", "softcap: the KL");
+    assert_no_attention(&c, "(a softcap)");
     c.softcap_s = 0, c.dtype_t = c.dtype_s = SKL_F32;
-    assert_reason_of(SKL_OP_ATTENTION_BACKWARD, &c, "<do, o>: cuda_general, output dots",
-                     "f32 or mixed types with an attention backward");
+    const bool hopper = is_usable("cuda_sm90_bf16_128");
+    assert_no_attention(&c, hopper ? "(f32, mixed types or an odd head size: two-term rows)"
+                                   : "(a GPU other than Hopper)");
+    c.dtype_t = c.dtype_s = SKL_BF16, c.len_k = 0;
+    assert_no_attention(&c, hopper ? "(no queries or no keys)" : "(a GPU other than Hopper)");
 }
 
 static void test_attention_backward_with_the_kl_on_hopper(void **state)
@@ -397,27 +416,95 @@ static void test_attention_backward_with_the_kl_on_hopper(void **state)
     assert_reason_of(SKL_OP_ATTENTION_BACKWARD, &c, "dq_s, dk_s and dv_s: cuda_sm90_f16_attention",
                      "one kernel for the attention backward and the gradient of the KL");
     c.dim_t = 192;
-    assert_reason_of(SKL_OP_ATTENTION_BACKWARD, &c, "dv_s: cuda_general, attention backward, dv",
-                     "no kernel of this type and head size carries the KL");
+    assert_no_attention(&c, "(types or head sizes that no such kernel has)");
+    c.dim_t = 128;
+    const skl_problem problem = case_problem(&c);
+    skl_plan *const plan = test_deterministic_plan(&problem, NULL);
+    assert_int_equal(skl_plan_supports(plan, SKL_OP_ATTENTION_BACKWARD), 0);
+    assert_non_null(strstr(skl_last_error(), "(deterministic gradients)"));
+    skl_plan_destroy(plan);
 }
 
-static void test_old_kernel_names_are_accepted(void **state)
+/* ---- Tensor maps --------------------------------------------------------------------------------------------- */
+
+/* A stride in bytes: one that TMA takes, or one near a limit. */
+static int64_t random_stride(test_random *random)
 {
-    (void)state;
-    const test_case dense = {"dense", SHAPE(1, 64, 64), HEADS(2, 1), DIMS(64, 64), TYPES(F16, F16), INDEXER(2)};
-    test_case sparse = dense;
-    sparse.top_k = 16;
-    const test_case *const cases[] = {&dense, &sparse};
-    const char *const expected[] = {"cuda_sm80_f16_dense", "cuda_sm80_f16_sparse"};
-    for (int n = 0; n < 2; n++) {
-        const skl_problem problem = case_problem(cases[n]);
-        skl_plan *const plan = test_plan(&problem, "cuda_sm80_f16_indexer", 0);
-        assert_string_equal(skl_plan_kernel(plan), expected[n]);
-        skl_plan_destroy(plan);
+    const int64_t end = (int64_t)1 << 40;
+    switch (random_between(random, 0, 5)) {
+    case 0:
+        return 0;
+    case 1:
+        return random_between(random, 0, 1 << 20); /* often not a multiple of 16 */
+    case 2:
+        return end + 16 * random_between(random, -2, 2);
+    case 3:
+        return 16 * random_between(random, 0, (int64_t)1 << 40); /* often beyond the limit */
+    default:
+        return 16 * random_between(random, 0, 1 << 24);
     }
 }
 
+static int64_t random_count(test_random *random)
+{
+    const int64_t largest = (int64_t)1 << 32;
+    switch (random_between(random, 0, 5)) {
+    case 0:
+        return random_between(random, 0, 2);
+    case 1:
+        return largest + random_between(random, -1, 1);
+    default:
+        return random_between(random, 1, 100000);
+    }
+}
+
+/* Selection knows the limits of tensor maps by heart. The driver must agree: it encodes exactly the tensors that
+ * skl_cuda_tma_addresses accepts. */
+static void test_tma_addresses_what_the_driver_encodes(void **state)
+{
+    (void)state;
+    if (!is_usable("cuda_sm90_bf16_128"))
+        skip();
+    test_random random = random_for("tensor maps");
+    const skl_dtype dtypes[] = {SKL_F32, SKL_F16, SKL_BF16};
+    int64_t accepted = 0, refused = 0;
+    for (int n = 0; n < 100000; n++) {
+        const skl_dtype dtype = dtypes[random_between(&random, 0, 2)];
+        const int64_t size = dtype == SKL_F32 ? 4 : 2;
+        const uintptr_t address =
+            (uintptr_t)(random_between(&random, 1, 1 << 20) * (random_between(&random, 0, 3) == 0 ? size : 64));
+        const skl_input tensor = {(const void *)address, random_stride(&random) / size, random_stride(&random) / size,
+                                  random_stride(&random) / size};
+        const int64_t dim = random_between(&random, 1, 256), heads = random_count(&random);
+        const skl_tensor_rows shape = {random_count(&random), random_count(&random)};
+        CUtensorMap map;
+        const CUresult result = skl_tensor_map(&map, dtype, &tensor, dim, heads, shape, 64);
+        const bool addressed = skl_cuda_tma_addresses(dtype, &tensor, dim, heads, shape);
+        if (result != CUDA_SUCCESS)
+            assert_int_equal(result, CUDA_ERROR_INVALID_VALUE);
+        if ((result == CUDA_SUCCESS) != addressed)
+            fail_msg(
+                "type %d at %p, strides %lld, %lld, %lld, dim %lld, %lld heads, %lld rows, batch %lld: the driver "
+                "returns %d, and selection says %d",
+                (int)dtype, tensor.data, (long long)tensor.stride_batch, (long long)tensor.stride_head,
+                (long long)tensor.stride_row, (long long)dim, (long long)heads, (long long)shape.rows,
+                (long long)shape.batch, (int)result, addressed);
+        accepted += addressed;
+        refused += !addressed;
+    }
+    assert_true(accepted > 1000 && refused > 1000);
+}
+
 /* ---- Shared memory ------------------------------------------------------------------------------------------- */
+
+/* Lets every call of a plan select again, for a GPU without shared memory. */
+static void leave_no_shared_memory(skl_plan *plan)
+{
+    skl_cuda_plan *const of_cuda = plan->of_backend;
+    of_cuda->device.smem_per_sm = 0;
+    for (int op = 0; op < SKL_OP_COUNT; op++)
+        of_cuda->usual[op].keys = -1; /* no call asks for this */
+}
 
 /* On a consumer card, the kernels for teacher groups in tiles have one slot for streamed rows instead of two. */
 static void test_tiles_of_groups_in_less_shared_memory(void **state)
@@ -435,7 +522,7 @@ static void test_tiles_of_groups_in_less_shared_memory(void **state)
             for (int less = 0; less < 2; less++) {
                 skl_plan *const plan = test_deterministic_plan(&f.problem, case_kernel(c, k));
                 if (less)
-                    plan->smem_per_sm = 0; /* heads of 64 have room for two slots everywhere */
+                    leave_no_shared_memory(plan); /* heads of 64 have room for two slots everywhere */
                 results_poison(&results[less]);
                 recorded = (launch_log){.text = ""};
                 run_both(plan, &f, &results[less]);
@@ -467,9 +554,9 @@ int main(void)
         cmocka_unit_test(test_softcaps_on_hopper),
         cmocka_unit_test(test_tall_tiles),
         cmocka_unit_test(test_joint_backward),
-        cmocka_unit_test(test_attention_backward_apart_from_the_kl),
+        cmocka_unit_test(test_attention_backward_that_no_kernel_has),
         cmocka_unit_test(test_attention_backward_with_the_kl_on_hopper),
-        cmocka_unit_test(test_old_kernel_names_are_accepted),
+        cmocka_unit_test(test_tma_addresses_what_the_driver_encodes),
         cmocka_unit_test(test_tiles_of_groups_in_less_shared_memory),
         cmocka_unit_test(test_every_case_runs_the_kernels_that_are_explained),
     };

@@ -1,4 +1,5 @@
-/* skl_plan_explain on the CPU: passes, reasons, buffer sizes and invalid arguments. */
+/* skl_plan_explain and skl_plan_supports: passes on the CPU, reasons, buffer sizes, invalid arguments, and GPUs that
+ * are not here. */
 #define _POSIX_C_SOURCE 200809L /* setenv */
 #include "support.h"
 
@@ -333,6 +334,130 @@ static void test_explain_huge_problem(void **state)
     skl_plan_destroy(plan);
 }
 
+/* ---- Support ------------------------------------------------------------------------------------------------- */
+
+/* The CPU has every operation of every problem; a plan has the attention backward only if it was made for it. */
+static void test_a_plan_says_what_it_supports(void **state)
+{
+    (void)state;
+    const test_case *const cases[] = {&student_f32, &attention_bf16, &groups, &sparse, &packed, &empty, &none};
+    for (size_t n = 0; n < COUNT_OF(cases); n++) {
+        const skl_problem problem = case_problem(cases[n]);
+        skl_plan *const plan = plan_for(&problem, NULL);
+        for (int op = SKL_OP_FORWARD; op <= SKL_OP_ATTENTION_BACKWARD; op++) {
+            const int explained = skl_plan_explain(plan, NULL, (skl_op)op, NULL, 0) > 0;
+            assert_int_equal(skl_plan_supports(plan, (skl_op)op), explained);
+        }
+        assert_int_equal(skl_plan_supports(plan, SKL_OP_FORWARD), 1);
+        assert_int_equal(skl_plan_supports(plan, SKL_OP_BACKWARD), 1);
+        assert_int_equal(skl_plan_supports(plan, SKL_OP_FORWARD_BACKWARD), 1);
+        assert_int_equal(skl_plan_supports(plan, SKL_OP_ATTENTION_BACKWARD), cases[n]->attention);
+        skl_plan_destroy(plan);
+    }
+}
+
+static void test_support_of_bad_arguments(void **state)
+{
+    (void)state;
+    const skl_problem problem = case_problem(&student_f32);
+    skl_plan *const plan = plan_for(&problem, NULL);
+    assert_int_equal(skl_plan_supports(NULL, SKL_OP_FORWARD), 0);
+    assert_string_equal(skl_last_error(), "plan=NULL: must be given");
+    assert_int_equal(skl_plan_supports(plan, (skl_op)5), 0);
+    assert_string_equal(skl_last_error(), "op=5: must be 0..4");
+    assert_int_equal(skl_plan_supports(plan, SKL_OP_ATTENTION_BACKWARD), 0);
+    assert_non_null(strstr(skl_last_error(), "skl_attention_backward needs a plan whose"));
+    skl_plan_destroy(plan);
+}
+
+/* ---- GPUs that are not here ---------------------------------------------------------------------------------- */
+
+static skl_status create_for_gpu(skl_plan **plan, const test_case *c, const char *gpu)
+{
+    const skl_problem problem = case_problem(c);
+    skl_options options = skl_options_default();
+    options.device = SKL_CUDA;
+    options.gpu = gpu;
+    return skl_plan_create(plan, &problem, &options);
+}
+
+static void skip_without_gpu_kernels(void)
+{
+    if (strstr(skl_build_info(), "CUDA") == NULL)
+        skip();
+}
+
+static void test_explain_for_a_gpu_that_is_not_here(void **state)
+{
+    (void)state;
+    skip_without_gpu_kernels();
+    const char *const gpus[] = {"a100", "b200", "h100", "h200", "l40s", "rtx5090"};
+    for (size_t n = 0; n < COUNT_OF(gpus); n++) {
+        skl_plan *plan = NULL;
+        char text[TEXT_SIZE];
+        assert_ok(create_for_gpu(&plan, &attention_bf16, gpus[n]));
+        assert_in_range(skl_plan_explain(plan, NULL, SKL_OP_FORWARD, text, sizeof text), 1, TEXT_SIZE - 1);
+        assert_non_null(strstr(text, "forward: cuda_sm"));
+        assert_int_equal(skl_plan_supports(plan, SKL_OP_ATTENTION_BACKWARD), gpus[n][0] == 'h');
+        if (gpus[n][0] != 'h')
+            assert_string_equal(skl_last_error(),
+                                "skl_attention_backward on a GPU: no kernel carries the KL here (a GPU "
+                                "other than Hopper); call skl_forward_backward and the backward of "
+                                "your attention, and add their gradients");
+        skl_plan_destroy(plan);
+    }
+}
+
+static void test_unknown_gpus_are_refused(void **state)
+{
+    (void)state;
+    skl_plan *plan = NULL;
+    if (strstr(skl_build_info(), "CUDA") == NULL) {
+        assert_refused(create_for_gpu(&plan, &student_f32, "h100"), SKL_ERROR_UNSUPPORTED,
+                       "this build has no backend");
+        skip();
+    }
+    const char *const unknown[] = {"", "H100", "h1000", "h10"};
+    for (size_t n = 0; n < COUNT_OF(unknown); n++) {
+        char message[128];
+        snprintf(message, sizeof message, "options.gpu=%s: must be a100, b200, h100, h200, l40s or rtx5090",
+                 unknown[n]);
+        assert_refused(create_for_gpu(&plan, &student_f32, unknown[n]), SKL_ERROR_ARGUMENT, message);
+        assert_null(plan);
+    }
+}
+
+/* A plan for a named GPU runs nothing, even where there is such a GPU. */
+static void test_plans_for_named_gpus_run_nothing(void **state)
+{
+    (void)state;
+    skip_without_gpu_kernels();
+    const skl_problem problem = case_problem(&both_sides_bf16);
+    const int64_t heads = problem.heads_s, len_q = problem.len_q, len_k = problem.len_k, dim = problem.dim_s;
+    skl_plan *plan = NULL;
+    assert_ok(create_for_gpu(&plan, &both_sides_bf16, "h100"));
+    test_memory memory = memory_create((size_t)(1 << 20) + skl_plan_workspace_size(plan, SKL_OP_BACKWARD), 64);
+    char *const bytes = (char *)memory.data;
+    skl_inputs inputs = unread_inputs(&problem);
+    inputs.lse_t = inputs.lse_s = inputs.kl = skl_input_contiguous(unread, heads, len_q, 1);
+    skl_rows rows = {.struct_size = sizeof rows, .kl = skl_output_contiguous(bytes, heads, len_q, 1)};
+    const skl_gradients gradients = {.struct_size = sizeof gradients,
+                                     .dq_s = skl_output_contiguous(bytes + (1 << 16), heads, len_q, dim),
+                                     .dk_s = skl_output_contiguous(bytes + (1 << 17), heads, len_k, dim)};
+    skl_row_state *const states = (skl_row_state *)(void *)(bytes + (1 << 18));
+    void *const workspace = bytes + (1 << 20);
+    const size_t size = memory.size - (1 << 20);
+    const char *const message = "options.gpu=h100: such a plan explains its launches and runs none";
+    assert_refused(skl_forward(plan, &inputs, &rows, workspace, size, NULL), SKL_ERROR_UNSUPPORTED, message);
+    assert_refused(skl_backward(plan, &inputs, &gradients, workspace, size, NULL), SKL_ERROR_UNSUPPORTED, message);
+    assert_refused(skl_partial(plan, &inputs, 0, len_k, states, workspace, size, NULL), SKL_ERROR_UNSUPPORTED,
+                   message);
+    assert_refused(skl_states_merge(plan, states, states + heads * len_q, NULL), SKL_ERROR_UNSUPPORTED, message);
+    assert_refused(skl_states_finish(plan, &inputs, states, &rows, NULL), SKL_ERROR_UNSUPPORTED, message);
+    memory_destroy(&memory);
+    skl_plan_destroy(plan);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -343,6 +468,11 @@ int main(void)
         cmocka_unit_test(test_explain_refuses_bad_arguments),
         cmocka_unit_test(test_explain_reads_no_tensor),
         cmocka_unit_test(test_explain_huge_problem),
+        cmocka_unit_test(test_a_plan_says_what_it_supports),
+        cmocka_unit_test(test_support_of_bad_arguments),
+        cmocka_unit_test(test_explain_for_a_gpu_that_is_not_here),
+        cmocka_unit_test(test_unknown_gpus_are_refused),
+        cmocka_unit_test(test_plans_for_named_gpus_run_nothing),
     };
     return test_run("explain", tests, COUNT_OF(tests));
 }

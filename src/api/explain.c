@@ -1,4 +1,5 @@
 /* skl_plan_explain: builds the call that a caller would make, without its data, and lets the backend describe it. */
+#include "api/steps.h"
 #include "base/needs.h"
 #include "base/status.h"
 #include "base/structs.h"
@@ -82,7 +83,9 @@ static skl_gradients requested_gradients(const skl_problem *p)
         .dk_t = p->gradients & SKL_DK_T ? new_output(p->key_heads_t, rows_k, p->dim_t) : none,
         .dq_s = p->gradients & SKL_DQ_S ? new_output(skl_query_heads_s(p), rows_q, p->dim_s) : none,
         .dk_s = p->gradients & SKL_DK_S ? new_output(p->key_heads_s, rows_k, p->dim_s) : none,
-        .dw_s = p->gradients & SKL_DW_S ? new_output(p->heads_s, rows_q, p->index_heads) : none};
+        .dw_s = p->gradients & SKL_DW_S ? new_output(p->heads_s, rows_q, p->index_heads) : none,
+        .dsink_t = p->gradients & SKL_DSINK_T ? PLACEHOLDER : NULL,
+        .dsink_s = p->gradients & SKL_DSINK_S ? PLACEHOLDER : NULL};
     return gradients;
 }
 
@@ -108,6 +111,10 @@ static skl_call call_of(const skl_problem *p, const skl_inputs *inputs, skl_op o
     add_required_rows(p, &needs, &call);
     if (op == SKL_OP_FORWARD || skl_op_is_one_pass(op))
         call.rows.kl = new_output(p->heads_s, query_rows(p), 1);
+    if (op == SKL_OP_FORWARD && p->sinks) { /* the KL with sinks is made of both LSEs */
+        call.rows.lse_t = new_output(p->heads_t, query_rows(p), 1);
+        call.rows.lse_s = new_output(p->heads_s, query_rows(p), 1);
+    }
     if (needs.gradients)
         call.gradients = requested_gradients(p);
     if (op == SKL_OP_PARTIAL)
@@ -131,22 +138,56 @@ static skl_status check_arguments(const skl_plan *plan, const skl_inputs *inputs
     return status == SKL_OK && inputs != NULL ? skl_inputs_check_layout(&plan->problem, copy) : status;
 }
 
+static void add_sink_step(const skl_plan *plan, const skl_step *step, skl_text *text)
+{
+    const bool on_gpu = plan->backend->device == SKL_CUDA, rows = step->kind == SKL_STEP_SINK_ROWS;
+    skl_text_add(
+        text, "sinks: %s, %s, 1 %s, 0 bytes of workspace (%s)\n", on_gpu ? "cuda_general" : plan->kernel_name,
+        rows ? "sink rows" : "sink gradients", on_gpu ? "split" : "thread",
+        rows ? "a sink is no key: it is added to LSEs and KLs" : "the gradient of a sink is a sum over rows");
+}
+
+static skl_status explain_with_sinks(const skl_plan *plan, const skl_call *call, skl_text *text)
+{
+    const bool is_empty = skl_state_count(&plan->problem) == 0;
+    skl_steps steps;
+    skl_steps_with_sinks(plan, call, &steps);
+    for (int n = 0; n < steps.count; n++) {
+        const skl_step *const step = &steps.at[n];
+        if (step->kind == SKL_STEP_RUN)
+            SKL_TRY(plan->backend->explain(plan, &step->call, text));
+        else if (step->kind == SKL_STEP_SINK_GRADIENTS || !is_empty)
+            add_sink_step(plan, step, text);
+    }
+    return SKL_OK;
+}
+
+static skl_status explain(const skl_plan *plan, const skl_inputs *inputs, skl_op op, skl_text *text)
+{
+    const skl_attention attention = contiguous_attention(&plan->problem);
+    skl_call call = call_of(&plan->problem, inputs, op);
+    call.attention = op == SKL_OP_ATTENTION_BACKWARD ? &attention : NULL;
+    return plan->problem.sinks ? explain_with_sinks(plan, &call, text) : plan->backend->explain(plan, &call, text);
+}
+
 size_t skl_plan_explain(const skl_plan *plan, const skl_inputs *inputs, skl_op op, char *buffer, size_t size)
 {
     skl_text text = skl_text_start(buffer, buffer != NULL ? size : 0);
     skl_inputs copy;
     if (check_arguments(plan, inputs, &copy, op, buffer, size) != SKL_OK)
         return 0;
-    const skl_attention attention = contiguous_attention(&plan->problem);
-    skl_call call = call_of(&plan->problem, inputs != NULL ? &copy : NULL, op);
-    call.attention = op == SKL_OP_ATTENTION_BACKWARD ? &attention : NULL;
-    if (plan->backend->explain(plan, &call, &text) != SKL_OK) {
+    if (explain(plan, inputs != NULL ? &copy : NULL, op, &text) != SKL_OK) {
         (void)skl_text_start(buffer, size);
         return 0;
     }
-    if (text.length > 0 && plan->problem.sinks && op != SKL_OP_PARTIAL)
-        skl_text_add(&text, "sinks: a step over the rows (a sink is no key: it is added to LSEs and KLs)\n");
     if (text.length == 0)
         skl_text_add(&text, "nothing to launch (no row, no key or no gradient)\n");
     return text.length;
+}
+
+int skl_plan_supports(const skl_plan *plan, skl_op op)
+{
+    skl_text text = skl_text_start(NULL, 0);
+    skl_inputs unused;
+    return check_arguments(plan, NULL, &unused, op, NULL, 0) == SKL_OK && explain(plan, NULL, op, &text) == SKL_OK;
 }

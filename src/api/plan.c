@@ -1,7 +1,7 @@
 #include <stdbool.h>
 #include <stdlib.h>
 
-#include "api/sinks.h"
+#include "api/steps.h"
 #include "base/backend.h"
 #include "base/status.h"
 #include "base/structs.h"
@@ -45,6 +45,8 @@ skl_status skl_plan_create(skl_plan **plan, const skl_problem *problem, const sk
         return SKL_ERROR_ARGUMENT;
     if (options.deterministic != 0 && options.deterministic != 1)
         return skl_fail(SKL_ERROR_ARGUMENT, "options.deterministic=%d: must be 0 or 1", (int)options.deterministic);
+    if (options.gpu != NULL && options.device != SKL_CUDA)
+        return skl_fail(SKL_ERROR_ARGUMENT, "options.gpu=%s: needs options.device=SKL_CUDA", options.gpu);
     skl_plan made = {.progress = options.progress, .progress_user = options.progress_user};
     skl_status status = skl_problem_check(&made.problem, problem);
     if (status != SKL_OK)
@@ -62,8 +64,10 @@ skl_status skl_plan_create(skl_plan **plan, const skl_problem *problem, const sk
     if (made.problem.sinks)
         skl_sinks_extend_workspace(&made);
     skl_plan *const kept = malloc(sizeof *kept);
-    if (kept == NULL)
+    if (kept == NULL) {
+        free(made.of_backend);
         return skl_fail(SKL_ERROR_MEMORY, "plan: %zu bytes could not be allocated", sizeof *kept);
+    }
     *kept = made;
     *plan = kept;
     return SKL_OK;
@@ -71,6 +75,8 @@ skl_status skl_plan_create(skl_plan **plan, const skl_problem *problem, const sk
 
 void skl_plan_destroy(skl_plan *plan)
 {
+    if (plan != NULL)
+        free(plan->of_backend);
     free(plan);
 }
 

@@ -1,4 +1,4 @@
-#include "api/sinks.h"
+#include "api/steps.h"
 #include "base/backend.h"
 #include "base/status.h"
 #include "base/structs.h"

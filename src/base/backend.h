@@ -31,17 +31,14 @@ typedef struct skl_backend skl_backend;
 struct skl_plan {
     skl_problem problem; /* checked, defaults filled in */
     const skl_backend *backend;
-    const void *kernel; /* entry in the backend's table */
+    const void *kernel; /* CPU: entry in the kernel table */
     const char *kernel_name;
     const char *forced_by; /* "options.kernel" or "STREAMKL_KERNEL"; NULL: the backend chose the kernel */
     size_t workspace_size[SKL_OP_COUNT];
     int32_t threads;      /* CPU */
     int32_t workers;      /* CPU: threads that can have work at the same time, 1..threads */
-    int32_t device_index; /* this and what follows: GPU */
-    int32_t capability;   /* compute capability: 90 is 9.0 */
-    int32_t sm_count;
-    int32_t smem_per_block, smem_per_sm; /* bytes of shared memory, at most */
-    int32_t deterministic;
+    int32_t device_index; /* GPU */
+    void *of_backend;     /* GPU: skl_cuda_plan, allocated with the plan; CPU: NULL */
     skl_progress progress;
     void *progress_user;
 };

@@ -10,6 +10,23 @@
 #define SKL_ROW(tensor, batch, head, row)                                                                            \
     ((batch) * (tensor).stride_batch + (head) * (tensor).stride_head + (row) * (tensor).stride_row)
 
+/* Shape that all heads of a tensor share; packed tensors are one long sequence. */
+typedef struct skl_tensor_rows {
+    int64_t rows, batch;
+} skl_tensor_rows;
+
+SKL_HOST_DEVICE skl_tensor_rows skl_query_rows(const skl_problem *p)
+{
+    const skl_tensor_rows shape = {p->packed ? p->total_q : p->len_q, p->packed ? 1 : p->batch};
+    return shape;
+}
+
+SKL_HOST_DEVICE skl_tensor_rows skl_key_rows(const skl_problem *p)
+{
+    const skl_tensor_rows shape = {p->packed ? p->total_k : p->len_k, p->packed ? 1 : p->batch};
+    return shape;
+}
+
 typedef struct skl_side {
     const skl_input *q, *k;
     const skl_output *dq, *dk;

@@ -1,4 +1,4 @@
-/* The kernel list: every kernel that cuda/select can choose. */
+/* The kernel list: every kernel that cuda/select can choose, with what it supports. */
 #ifndef SKL_CUDA_KERNELS_H
 #define SKL_CUDA_KERNELS_H
 
@@ -6,37 +6,58 @@
 
 #include "cuda/launch.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 /* Lowest compute capability of the code of an architecture: 90 is 9.0. */
 enum { SKL_CAPABILITY_sm80 = 80, SKL_CAPABILITY_sm90 = 90 };
 
-/* An entry of the kernel list: the launchers of one line of instances.def, or the general kernels. NULL: it has no
- * such launcher. */
+/* First compute capability beyond those that the code of an architecture runs on. */
+enum { SKL_CAPABILITY_END_sm80 = 1000, SKL_CAPABILITY_END_sm90 = 91 };
+
+/* What a kernel computes, as bits. */
+enum {
+    SKL_DOES_ATTENTION = 1, /* one teacher head per student head */
+    SKL_DOES_GROUPS = 2,    /* the mean of several teacher heads per student head */
+    SKL_DOES_DENSE = 4,     /* an indexer over all keys */
+    SKL_DOES_SPARSE = 8,    /* an indexer over lists of keys */
+    SKL_DOES_CARRIED = 16,  /* the student's attention backward with the KL; other kernels of the plan do the rest */
+    SKL_DOES_JOINT = 32     /* the gradients of both sides in one launch; other kernels of the plan do the rest */
+};
+
+/* A row of the kernel list: what a kernel supports. Selection reads the list from the top and takes the first row
+ * that fits. */
 typedef struct skl_cuda_kernel {
     const char *name, *detail;
-    int capability, capability_end; /* lowest compute capability, and the first beyond the highest: 90 is 9.0 */
-    skl_dtype dtype;                /* f32: rows of any type, as two-term rows */
-    int64_t dim_max;                /* of attention heads; 0: any size and type */
-    int64_t small_dim_max;          /* of the smaller of an attention's two head sizes */
-    int64_t fused_dim_max;          /* of the gradients of `fused` */
-    bool softcap;                   /* attention or teacher groups with one */
-    skl_cuda_launcher forward, fused, dq, dk;
-    int (*blocks_per_sm)(void);                    /* of the forward */
-    skl_cuda_launcher group_rows;                  /* teacher groups, KL(P || S) */
-    skl_cuda_launcher group_fused;                 /* and gradients of the student: dq and dk at once ... */
-    skl_cuda_launcher group_dq, group_dk;          /* ... or one by one */
-    skl_cuda_launcher strip_rows, strip_gradients; /* teacher groups with softcaps, both directions, both sides */
-    skl_cuda_launcher carrying;                    /* the student's attention backward, with the KL */
-    skl_cuda_launcher joint;                       /* dq and dk of both sides */
-    skl_cuda_launcher dense_rows, dense_gradients, sparse_rows, sparse_gradients;
+    int capability, capability_end; /* lowest compute capability, and the first beyond the highest */
+    skl_dtype dtype;                /* type of q and k; f32 stands for two-term rows of any type */
+    uint32_t does;                  /* SKL_DOES_* */
+    int64_t dim_max;                /* largest head size; indexers: of the student. 0: any size and type */
+    int64_t small_dim_max;          /* attention: largest size of the smaller head */
+    int64_t fused_dim_max;          /* attention: largest head size of the gradients of `fused` */
+    int64_t group_max;              /* teacher groups: most heads of a group; 0: no limit */
+    bool softcap;                   /* either side may have a softcap */
+    bool reverse;                   /* KL(S || P), too */
+    bool both_sides;                /* teacher groups: gradients of the teacher, too */
+    skl_cuda_launcher forward;      /* row results */
+    skl_cuda_launcher fused;        /* dq and dk in one launch; dk is a sum in any order */
+    skl_cuda_launcher dq, dk;       /* dq and dk in separate launches, in a fixed order */
+    skl_cuda_launcher gradients;    /* strips and indexers: all gradients of a side, in a fixed order */
 } skl_cuda_kernel;
 
 /* The kernel list, best first; NULL past its end. */
 const skl_cuda_kernel *skl_cuda_kernel_at(int32_t index);
 
-/* The last of the list, which does every problem. */
+/* The last rows of the list, which do every problem without tensor cores: attention, dense and sparse indexers. */
 extern const skl_cuda_kernel *const skl_cuda_general;
+const skl_cuda_kernel *skl_cuda_general_for(const skl_problem *problem);
 
-/* Whether a kernel has this name, or had it in release 0.1.0. */
-bool skl_cuda_has_name(const skl_cuda_kernel *kernel, const char *name);
+/* Whether a plan can be made for this kernel. Carried and joint backwards belong to plans of other kernels. */
+bool skl_cuda_has_plans(const skl_cuda_kernel *kernel);
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif

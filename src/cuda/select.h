@@ -1,33 +1,125 @@
-/* The one place that chooses: which kernel a plan is made for, and which launches a call consists of. */
+/* Selection: the launches of a call, as a pure function of the problem, of what the call asks for, and of facts about
+ * its tensors and its device. It asks no driver and reads no pointer, so it answers on any machine for any GPU. */
 #ifndef SKL_CUDA_SELECT_H
 #define SKL_CUDA_SELECT_H
 
-#include <stdbool.h>
-
 #include "cuda/kernels.h"
 
-bool skl_cuda_runs_on(const skl_cuda_kernel *kernel, int capability);
+/* ---- Facts ---------------------------------------------------------------------------------------------------- */
 
-/* The best kernel for a problem with aligned tensors, or the one with the name `forced`; NULL: there is none. */
-const skl_cuda_kernel *skl_cuda_select_kernel(const skl_problem *problem, int capability, const char *forced);
+typedef struct skl_cuda_device {
+    const char *name;   /* of a GPU that need not be here; NULL: a device of this machine */
+    int32_t capability; /* compute capability: 90 is 9.0 */
+    int32_t sm_count;
+    int32_t smem_per_block; /* bytes, with the opt-in */
+    int32_t smem_per_sm;    /* bytes */
+} skl_cuda_device;
 
-/* Bytes of workspace for an operation of a plan, whatever the strides of its tensors are. */
-size_t skl_cuda_workspace_size(const skl_plan *plan, skl_op op);
+/* A GPU by its name: h100, h200, a100, l40s, b200, rtx5090. NULL: the table has no such GPU. */
+const skl_cuda_device *skl_cuda_device_named(const char *name);
+const char *skl_cuda_device_names(void); /* "a100, b200, ..." */
+
+/* Tensors of a call, as bits of skl_cuda_layout. */
+enum {
+    SKL_TENSOR_Q_T = 1,
+    SKL_TENSOR_K_T = 2,
+    SKL_TENSOR_Q_S = 4,
+    SKL_TENSOR_K_S = 8,
+    SKL_TENSOR_V_S = 16,
+    SKL_TENSOR_O_S = 32,
+    SKL_TENSOR_DO_S = 64
+};
+
+/* What the addresses and strides of a call's tensors allow, as bits per tensor. Gradients have the bits SKL_DQ_T,
+ * ...; those that are not requested allow everything. */
+typedef struct skl_cuda_layout {
+    uint32_t copied;    /* SKL_TENSOR_*: every row begins at a multiple of 16 bytes */
+    uint32_t addressed; /* SKL_TENSOR_*: TMA can address it */
+    uint32_t paired;    /* gradients whose rows begin at even elements */
+    uint32_t summed; /* key gradients that TMA can add to, if they are f32; 16-bit ones have sums in the workspace */
+} skl_cuda_layout;
+
+extern const skl_cuda_layout skl_cuda_aligned; /* allows everything */
+
+skl_cuda_layout skl_cuda_layout_of(const skl_problem *problem, const skl_call *call);
+
+/* Whether TMA can address a tensor of this type, address and shape, by the limits that CUDA documents for tensor maps
+ * of 128-byte boxes. */
+bool skl_cuda_tma_addresses(skl_dtype dtype, const skl_input *tensor, int64_t dim, int64_t heads,
+                            skl_tensor_rows shape);
+
+/* What a call asks for. */
+typedef struct skl_cuda_request {
+    skl_op op;
+    uint32_t rows;                 /* SKL_ROW_KL, ..., and the bits below: results that have a buffer */
+    uint32_t gradients;            /* SKL_DQ_T, ...: gradients that have a buffer */
+    int32_t lse_given;             /* inputs.lse_t has data */
+    int32_t key_lengths;           /* inputs.key_lengths has data */
+    int32_t deterministic;         /* no sum in any order */
+    int32_t named;                 /* the caller named the kernel */
+    int64_t keys;                  /* keys of skl_partial's range, at most len_k */
+    const skl_cuda_kernel *kernel; /* the plan's: skl_cuda_select_kernel */
+} skl_cuda_request;
+
+enum { SKL_ROW_ENTROPIES = 16, SKL_ROW_MASS = 32 }; /* cross_entropy or entropy; mass */
+
+skl_cuda_request skl_cuda_request_of(const skl_problem *problem, const skl_call *call);
+
+/* Leaves out differences between requests that change no launch: with one teacher head per student head, every
+ * forward computes all row results, whichever of them it stores. */
+skl_cuda_request skl_cuda_normal_request(const skl_problem *problem, skl_cuda_request request);
+
+/* ---- Selection ------------------------------------------------------------------------------------------------ */
 
 enum { SKL_LAUNCHES_MAX = 12 };
 
 typedef struct skl_cuda_launches {
     int count;
+    size_t kept_size;      /* bytes at the start of the workspace that several launches read or write */
+    size_t private_size;   /* bytes after these that one launch at a time uses for itself: the largest such part */
+    size_t workspace_size; /* bytes of both together */
+    size_t lse_at;         /* where computed LSEs of a teacher group begin, unless they go to rows.lse_t; bytes */
+    size_t key_bounds_at;  /* where params.key_bounds begin, if `has_key_bounds`; bytes */
+    size_t terms_at;       /* where two-term rows begin, if `term_dim` is not 0; bytes */
+    int32_t term_dim;      /* head size that two-term rows are padded to */
+    int32_t has_key_bounds;
+    const char *refusal; /* why no launch computes this; NULL: the launches do */
     skl_cuda_launch at[SKL_LAUNCHES_MAX];
 } skl_cuda_launches;
 
-/* The launches of a call, in their order, with the parameters that all of them share. The plan's device is current.
- */
-void skl_cuda_select(const skl_plan *plan, const skl_call *call, skl_cuda_params *params,
-                     skl_cuda_launches *launches);
+bool skl_cuda_runs_on(const skl_cuda_kernel *kernel, int capability);
 
-/* The parameters of one of them: those that all share or, in *halves, its own. */
-const skl_cuda_params *skl_cuda_launch_params(const skl_cuda_params *params, const skl_cuda_launch *launch,
-                                              skl_cuda_params *halves);
+/* The best kernel for a problem with aligned tensors, or the one that is named; NULL: there is none. */
+const skl_cuda_kernel *skl_cuda_select_kernel(const skl_problem *problem, int capability, const char *name);
+
+/* The launches of a call, in their order. */
+void skl_cuda_select(const skl_problem *problem, const skl_cuda_request *request, const skl_cuda_layout *layout,
+                     const skl_cuda_device *device, skl_cuda_launches *launches);
+
+/* ---- What selection and binding share ------------------------------------------------------------------------- */
+
+/* The forward with the halves of a side's heads as its two arguments: one pass gives the LSEs of all heads. An odd
+ * number of heads is compared with itself. */
+typedef struct skl_cuda_halves {
+    skl_problem problem;
+    int64_t heads, key_heads; /* per half; the second half begins at these */
+    bool apart;               /* the halves differ */
+} skl_cuda_halves;
+
+skl_cuda_halves skl_cuda_halves_of(const skl_problem *problem, bool of_teacher);
+
+/* Lays out two-term rows of `dim` dimensions at `workspace`. Returns their size in bytes. */
+size_t skl_cuda_lay_out_terms(const skl_problem *problem, int64_t dim, const void *workspace,
+                              skl_cuda_argument *teacher, skl_cuda_argument *student);
+
+/* Bytes of f32 sums of dk of one side, in the workspace; 0: dk is f32 and holds its own sums. */
+static inline size_t skl_cuda_dk_sums_size(const skl_problem *p, bool of_teacher)
+{
+    const int64_t rows = p->packed ? p->total_k : p->batch * p->len_k;
+    const int64_t row_count = of_teacher ? p->key_heads_t * p->dim_t : p->key_heads_s * p->dim_s;
+    return skl_grad_dtype(p, of_teacher ? p->dtype_t : p->dtype_s) == SKL_F32
+               ? 0
+               : skl_aligned_size((size_t)(rows * row_count) * sizeof(float));
+}
 
 #endif

@@ -236,9 +236,13 @@ static __global__ void __launch_bounds__(THREADS, 1)
 
 attention_backward_params attention_backward_params_of(const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
-    attention_row *const rows = (attention_row *)(void *)launch->attention_rows;
-    attention_largest *const largest = (attention_largest *)(void *)(rows + skl_state_count(&params->problem));
-    return {*params, *params->call.attention, rows, largest, launch->dq_sums, launch->head_group};
+    const skl_problem *const p = &params->problem;
+    attention_row *const rows = (attention_row *)params->call.workspace;
+    attention_largest *const largest = (attention_largest *)(void *)(rows + skl_state_count(p));
+    const size_t sums_at = skl_aligned_size((size_t)skl_state_count(p) * sizeof *rows + sizeof *largest);
+    const skl_output sums =
+        skl_output_contiguous((char *)params->call.workspace + sums_at, p->heads_s, skl_query_rows(p).rows, p->dim_s);
+    return {*params, *params->call.attention, rows, largest, sums, launch->head_group};
 }
 
 cudaError_t prepare_attention_rows(const attention_backward_params *params)

@@ -9,16 +9,6 @@
 namespace tensor_core
 {
 
-/* Parameters of a launch whose LSEs of the teacher may be those of an earlier launch of the call. */
-inline skl_cuda_params with_computed_lse(const skl_cuda_params *params, const skl_cuda_launch *launch)
-{
-    skl_cuda_params known = *params;
-    const skl_output &lse = launch->lse;
-    if (lse.data != NULL)
-        known.call.inputs.lse_t = {lse.data, lse.stride_batch, lse.stride_head, lse.stride_row};
-    return known;
-}
-
 /* ---- Results ------------------------------------------------------------------------------------------------ */
 
 /* What other launches of the call need of a row. */

@@ -13,8 +13,8 @@ struct forward_params : skl_cuda_params {
 
 inline forward_params forward_params_of(const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
-    return {*params, launch->num_splits, launch->head_group,
-            (skl_row_state *)(void *)((char *)params->call.workspace + launch->states_at), launch->lse.data != NULL};
+    return {*params, launch->num_splits, launch->head_group, (skl_row_state *)params->call.workspace,
+            launch->lse_computed};
 }
 
 struct backward_params : skl_cuda_params {
@@ -26,15 +26,31 @@ struct backward_params : skl_cuda_params {
     skl_output dk_sums;     /* where a fused backward adds up dk in f32; no data: no dk */
 };
 
-inline backward_params backward_params_of(const skl_cuda_params *params, const skl_cuda_launch *launch)
+/* f32 sums of a side's dk: dk itself, or `at` bytes into the launch's workspace. */
+inline skl_output dk_sums_of(const skl_cuda_params *params, bool of_teacher, size_t at)
 {
-    return {*params, launch->teacher_side, launch->kl_in_backward, launch->rows_known, launch->head_group,
-            0,       launch->dk_sums};
+    const skl_problem *const p = &params->problem;
+    const skl_side side = of_teacher ? skl_teacher_of(p, &params->call) : skl_student_of(p, &params->call);
+    return side.grad_dtype == SKL_F32 ? *side.dk
+                                      : skl_output_contiguous((char *)params->call.workspace + at, side.key_heads,
+                                                              skl_key_rows(p).rows, side.dim);
 }
 
-/* Of an indexer, without tensor cores. */
+inline backward_params backward_params_of(const skl_cuda_params *params, const skl_cuda_launch *launch)
+{
+    const skl_output none = {};
+    return {*params,
+            launch->teacher_side,
+            launch->kl_in_backward,
+            launch->rows_known,
+            launch->head_group,
+            0,
+            launch->sums_dk ? dk_sums_of(params, launch->teacher_side != 0, 0) : none};
+}
+
+/* Parameters of an indexer's gradients without tensor cores. */
 struct indexer_backward_params : skl_cuda_params {
-    int32_t rows_known; /* as above */
+    int32_t rows_known; /* an earlier launch of the same call stored kl and dot_t */
 };
 
 /* The side whose gradients a backward computes. */

@@ -117,10 +117,11 @@ static __global__ void __launch_bounds__(ROW_THREADS)
         into[index] = skl_state_merge(into[index], from[index]);
 }
 
-extern "C" cudaError_t skl_cuda_states_merge(int64_t count, skl_row_state *into, const skl_row_state *from,
-                                             cudaStream_t stream)
+extern "C" cudaError_t skl_cuda_states_merge(const skl_cuda_params *params, const void *from)
 {
-    merge_states<<<blocks_for(count), ROW_THREADS, 0, stream>>>(count, into, from);
+    const int64_t count = skl_state_count(&params->problem);
+    merge_states<<<blocks_for(count), ROW_THREADS, 0, params->call.stream>>>(count, params->call.states,
+                                                                             (const skl_row_state *)from);
     return cudaPeekAtLastError();
 }
 
@@ -152,7 +153,7 @@ static __global__ void __launch_bounds__(ROW_THREADS) finish_states(const __grid
     }
 }
 
-extern "C" cudaError_t skl_cuda_states_finish(const skl_cuda_params *params)
+extern "C" cudaError_t skl_cuda_states_finish(const skl_cuda_params *params, const void *)
 {
     finish_states<<<blocks_for(skl_state_count(&params->problem)), ROW_THREADS, 0, params->call.stream>>>(*params);
     return cudaPeekAtLastError();

@@ -28,12 +28,14 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-extern "C" cudaError_t skl_cuda_sink_rows(const skl_cuda_params *params, const skl_sink_rows *rows)
+extern "C" cudaError_t skl_cuda_sink_rows(const skl_cuda_params *params, const void *argument)
 {
+    const skl_sink_rows *const rows = (const skl_sink_rows *)argument;
     const skl_problem *const p = &params->problem;
     const int64_t count = p->heads_s * skl_max(p->batch * p->len_q, p->total_q), blocks_max = 1 << 16;
     if (count == 0)
         return cudaSuccess;
+    record_launch("cuda_general", SKL_VARIANT_SINK_ROWS, 1);
     sink_rows<<<(unsigned)skl_min(blocks_max, skl_ceil_div(count, THREADS)), THREADS, 0, rows->stream>>>(*params,
                                                                                                          *rows);
     return cudaPeekAtLastError();
@@ -72,10 +74,11 @@ static __global__ void __launch_bounds__(THREADS)
         to[head] = (float)sums[0];
 }
 
-extern "C" cudaError_t skl_cuda_sink_gradients(const skl_cuda_params *params, const skl_input *kl)
+extern "C" cudaError_t skl_cuda_sink_gradients(const skl_cuda_params *params, const void *kl)
 {
+    record_launch("cuda_general", SKL_VARIANT_SINK_GRADIENTS, 1);
     const dim3 blocks((unsigned)params->problem.heads_s, 2);
-    sink_gradients<<<blocks, THREADS, 0, params->call.stream>>>(*params, *kl);
+    sink_gradients<<<blocks, THREADS, 0, params->call.stream>>>(*params, *(const skl_input *)kl);
     return cudaPeekAtLastError();
 }
 

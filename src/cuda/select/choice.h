@@ -1,178 +1,108 @@
-/* What the files of this folder share: a choice in progress. */
+/* A choice in progress, and the layers of selection, each of which calls only those above it in this file. */
 #ifndef SKL_CUDA_SELECT_CHOICE_H
 #define SKL_CUDA_SELECT_CHOICE_H
 
-#include "cuda/common/tensor_map.h"
 #include "cuda/select.h"
 
-enum { ELEMENTS_16_BYTES = 8 }; /* 16-bit elements in a 16-byte copy */
-
-/* What the choice depends on besides the problem. */
 typedef struct choice {
-    const skl_plan *plan;
-    const skl_call *call;
-    const skl_cuda_params *params;
+    const skl_problem *problem;
+    const skl_cuda_request *request;
+    const skl_cuda_layout *layout;
+    const skl_cuda_device *device;
     skl_cuda_launches *launches;
-    const skl_cuda_kernel *kernel; /* that the call's tensors allow */
-    const char *reason;
-    bool some_rows, some_keys;
-    bool rows, gradients; /* that the call computes */
-    bool capped;          /* an argument has a softcap */
+    const skl_cuda_kernel *kernel; /* the best one that the layout allows */
+    const char *reason;            /* why it is this kernel */
+    bool some_rows, some_keys;     /* there are queries; there are keys */
+    bool rows, gradients;          /* what the call computes */
+    bool capped;                   /* a side has a softcap */
 } choice;
 
-/* One side of the KL, and what is wanted of it. */
-typedef struct side_request {
-    skl_side side;
-    bool of_teacher, of_b;
-    bool dq, dk;
-} side_request;
+/* ---- fit.c: which kernel fits a problem, and why ----------------------------------------------------------------
+ */
 
-/* ---- kernel.c ------------------------------------------------------------------------------------------------ */
+bool skl_select_is_general(const skl_cuda_kernel *kernel);
+bool skl_select_is_tma_kernel(const skl_cuda_kernel *kernel);
 
-/* A student of attention whose heads each learn the mean of several teacher heads. */
+/* The kernel multiplies two-term rows: f32, mixed types, and 16-bit types in sizes that 16-byte copies do not fit. */
+bool skl_select_has_two_terms(const skl_cuda_kernel *kernel);
+
+/* Either side has a softcap that changes logits. */
+bool skl_select_is_capped(const skl_problem *p);
+
+/* Attention whose student heads each learn the mean of several teacher heads. */
 bool skl_select_is_attention_with_groups(const skl_problem *p);
 
-/* `kernel` or, if it is for a pair of head sizes, the one of its architecture that has dq or a fused backward, and
- * dk, for every head size of the problem. */
-const skl_cuda_kernel *skl_select_with_dk(const skl_cuda_kernel *kernel, const skl_problem *p);
-
-/* The best kernel for the student's gradients with teacher groups that does not add them up atomically. */
-const skl_cuda_kernel *skl_select_deterministic_kernel_of(const skl_problem *p);
-
-/* The plan may ask for gradients of q_t or k_t. */
-bool skl_select_has_teacher_gradients(const skl_problem *p);
-
-/* The kernel that computes dot_t and gradients of the teacher of an attention with teacher groups. */
-const skl_cuda_kernel *skl_select_teacher_kernel_of(const skl_problem *p);
+/* The best kernel of an architecture that does `work` for the problem and of which `wants` holds; NULL: none. */
+const skl_cuda_kernel *skl_select_first(const skl_problem *p, int capability, uint32_t work,
+                                        bool (*wants)(const skl_cuda_kernel *kernel));
 
 /* The best kernel that needs no TMA. */
 const skl_cuda_kernel *skl_select_without_tma(const skl_problem *p);
 
-/* The kernel that computes the student's attention backward together with the KL; NULL: there is none. */
-const skl_cuda_kernel *skl_select_carrying_kernel(const skl_problem *p, int capability);
+/* The best kernel for teacher groups that needs neither TMA nor a workspace of strips. Plans of Hopper's kernels fall
+ * back to it: their workspace must not grow for tensors that they hardly ever meet. */
+const skl_cuda_kernel *skl_select_without_strips(const skl_problem *p);
 
-/* The kernel that computes the gradients of both sides where `kernel` would compute them one after the other; NULL:
- * there is none, or not all of them are wanted. */
-const skl_cuda_kernel *skl_select_joint_kernel(const skl_problem *p, const skl_cuda_kernel *kernel);
+/* The kernel of a call: the plan's, or the next one that the layout of the tensors allows. Sets kernel and reason. */
+void skl_select_fit(choice *s);
 
-const char *skl_select_why_kernel(const skl_plan *plan, const skl_cuda_kernel *kernel);
-
-/* ---- workspace.c --------------------------------------------------------------------------------------------- */
-
-/* LSEs of a teacher group for each block of a general forward. */
-size_t skl_select_group_lse_size(const skl_plan *plan);
-
-/* f32 sums of dk, unless they are dk itself: those of the larger side. */
-size_t skl_select_dk_sums_size(const skl_problem *p);
-
-/* The same of one side, and where those of the teacher begin in a joint backward: after the student's. */
-size_t skl_select_side_sums_size(const skl_problem *p, bool of_teacher);
-size_t skl_select_teacher_sums_at(const skl_problem *p);
-
-/* LSEs of the teacher, for a forward that computes them without returning them. */
-size_t skl_select_teacher_lse_size(const skl_problem *p);
-
-/* Where params.key_bounds begin, after what the other launches use, and their size. */
-size_t skl_select_key_bounds_at(const skl_plan *plan, skl_op op);
-size_t skl_select_key_bounds_size(const skl_problem *p);
-
-skl_sparse_layout skl_select_sparse_layout_of(const skl_plan *plan, bool gradients, bool with_teacher);
-
-/* Where two-term rows begin: after what the other launches use, except for key bounds. */
-size_t skl_select_two_term_at(const skl_plan *plan, skl_op op);
-
-/* ---- two_term.c ---------------------------------------------------------------------------------------------- */
-
-/* Whether a kernel multiplies two-term rows: f32, mixed types, and 16-bit types in sizes that 16-byte copies do not
- * fit. */
-bool skl_select_has_two_terms(const skl_cuda_kernel *kernel);
-
-size_t skl_select_two_term_size(const skl_problem *p, const skl_cuda_kernel *kernel);
-
-/* Adds the launch that makes two-term rows, and makes them q and k of both arguments. */
-void skl_select_two_term_rows(const choice *s, skl_cuda_params *params);
-
-/* ---- call.c -------------------------------------------------------------------------------------------------- */
-
-bool skl_select_is_tma_kernel(const skl_cuda_kernel *kernel);
-
-bool skl_select_tma_reads(skl_dtype dtype, const skl_input *tensor, int64_t dim, int64_t heads,
-                          skl_tensor_rows shape);
-
-/* Whether all rows of a gradient begin at even elements: kernels with tensor cores store pairs of them. `dtype`: of
- * the tensor that it is the gradient of. */
-bool skl_select_has_pairs(const skl_problem *p, const skl_output *gradient, skl_dtype dtype);
-
-/* The choice of a call, which has no launch yet, and the parameters of its launches. */
-choice skl_select_begin(const skl_plan *plan, const skl_call *call, skl_cuda_params *params,
-                        skl_cuda_launches *launches);
-
-/* Adds the launch that clears what comes after the last packed sequence. */
-void skl_select_add_tails(const choice *s);
-
-/* Adds the launches of a call about the KL. */
-void skl_select_kl(choice *s, skl_cuda_params *params);
-
-/* Adds the launch that tabulates row bounds by key, before the others, where one of them needs it. */
-void skl_select_add_bounds(const choice *s, skl_cuda_params *params);
-
-skl_cuda_params skl_select_params_of(const skl_problem *p, const skl_call *call);
+/* ---- tiles.c: launches, their tiles and their workspace -------------------------------------------------------- */
 
 skl_cuda_launch *skl_select_add(const choice *s, const char *step, const skl_cuda_kernel *kernel,
                                 skl_cuda_launcher launcher, const char *variant, const char *reason);
 
-/* ---- attention.c --------------------------------------------------------------------------------------------- */
+/* Keeps `size` bytes of the workspace for all launches of the call: for the results of one that others read. */
+size_t skl_select_keep(const choice *s, size_t size);
+void skl_select_keep_workspace(const choice *s, skl_cuda_launch *launch, size_t size);
 
-/* Heads whose streamed rows, `head_size` bytes of a head, fill half of the L2 cache: with more of them at once they
- * are read from memory again for every wave of tiles, and f32 sums are read and written there. But where tiles differ
- * in length, each group begins with its longest ones: there may be several groups only where the longest tile is a
- * small part of an SM's work. */
-int32_t skl_select_head_group_of(const choice *s, int64_t tiles, int64_t head_size);
+/* Gives a launch `size` bytes for itself. Launches run one after another and share these bytes. */
+void skl_select_give_workspace(const choice *s, skl_cuda_launch *launch, size_t size);
 
-/* The same for tiles of queries. `bytes_a`, `bytes_b`: per element of an argument's keys, with what else is streamed
- * for it. */
-int32_t skl_select_head_group_for(const choice *s, int64_t tile_rows, int64_t bytes_a, int64_t bytes_b);
+/* Puts the bytes of each launch after what is kept, once all launches are known. */
+void skl_select_lay_out_workspace(skl_cuda_launches *launches);
 
-void skl_select_set_splits(skl_cuda_launch *launch, const skl_problem *p, int64_t tile_rows, int64_t blocks);
+/* LSEs of a teacher group for each block of a general forward, bytes. */
+size_t skl_select_general_lse_size(const choice *s);
 
-/* Blocks that keep an SM busy on Hopper, one at a time. A one-sided mask leaves tiles half of the longest one's keys
+int64_t skl_select_query_tiles(const skl_problem *p, int64_t tile_rows);
+
+/* Every row attends to every key of its sequence: no window ends before the keys do. */
+bool skl_select_has_no_window(const skl_problem *p);
+
+/* Heads whose tiles of queries run together. `bytes_a`, `bytes_b`: what a tile streams per element of an argument's
+ * keys, f32 sums of dk included. */
+int32_t skl_select_head_group(const choice *s, int64_t tile_rows, int64_t bytes_a, int64_t bytes_b);
+
+/* Splits the keys of each query tile over `blocks` blocks. Returns the bytes of their states. */
+size_t skl_select_split(skl_cuda_launch *launch, const skl_problem *p, int64_t tile_rows, int64_t blocks);
+
+/* Blocks that keep an SM of Hopper busy, one at a time. A one-sided mask leaves tiles half of the longest one's keys
  * on average: then two, or the longest tile takes as long as all of them together. */
 int64_t skl_select_blocks_to_fill(const skl_problem *p);
 
+/* ---- attention.c: one teacher head per student head, and the parts that teacher groups share ------------------- */
+
+/* One side of the KL, and what the call wants of it. */
+typedef struct wanted_side {
+    bool of_teacher, of_b; /* b is the second argument of the KL */
+    bool dq, dk;
+    int64_t dim;
+    uint32_t dk_bit; /* SKL_DK_T or SKL_DK_S */
+} wanted_side;
+
+wanted_side skl_select_wanted(const choice *s, bool of_teacher);
+
 void skl_select_add_forward(const choice *s);
+void skl_select_add_dq(const choice *s, const wanted_side *side, const char *reason, bool kl);
+void skl_select_add_dk(const choice *s, const wanted_side *side, const char *reason);
+void skl_select_attention(const choice *s);
 
-side_request skl_select_request_of(const choice *s, bool of_teacher);
+/* The student's attention backward that carries the KL, or a refusal. */
+void skl_select_carried(choice *s);
 
-/* Where a fused backward adds up dk. */
-skl_output skl_select_dk_sums_of(const choice *s, const side_request *request);
+/* ---- groups.c: teacher groups and indexers --------------------------------------------------------------------- */
 
-bool skl_select_tma_adds_to(const choice *s, const side_request *request);
-
-void skl_select_add_dq(const choice *s, const side_request *request, const char *reason, bool kl);
-
-void skl_select_add_dk(const choice *s, const side_request *request, const char *reason);
-
-void skl_select_attention(choice *s);
-
-/* ---- attention_backward.c ------------------------------------------------------------------------------------ */
-
-void skl_select_attention_backward(const skl_plan *plan, const skl_call *call, skl_cuda_params *params,
-                                   skl_cuda_launches *launches);
-
-/* Bytes of workspace for it. */
-size_t skl_select_attention_backward_size(const skl_plan *plan);
-
-/* ---- indexer.c ----------------------------------------------------------------------------------------------- */
-
-void skl_select_add_indexer(const choice *s, const char *step, bool gradients);
-
-void skl_select_indexer(choice *s);
-
-/* ---- groups.c ------------------------------------------------------------------------------------------------ */
-
-/* Rows and the student's gradients on tensor cores: by separate kernels, or by those of an indexer, since an
- * attention head is an index head of weight 1 without a ReLU. What is about the teacher, too, by kernels in strips.
- */
-void skl_select_groups(choice *s);
+void skl_select_groups(const choice *s);
+void skl_select_indexer(const choice *s);
 
 #endif

@@ -1,275 +1,264 @@
-/* Launches of attention with teacher groups. */
+/* Launches of teacher groups and of indexers. */
 #include "cuda/select/choice.h"
 
-/* Where the teacher's LSEs are written when the caller gives none. */
-static skl_output teacher_lse_of(const choice *s)
-{
-    const skl_problem *const p = &s->plan->problem;
-    return s->call->rows.lse_t.data != NULL
-               ? s->call->rows.lse_t
-               : skl_output_contiguous(s->call->workspace, p->heads_t, p->packed ? p->total_q : p->len_q, 1);
-}
+#include "base/problem.h"
 
-/* A forward gives the LSEs of both its arguments: those of a side, if they are the halves of its heads. An odd number
- * of heads is compared with itself. */
-static bool has_halves(const skl_side *side)
-{
-    return side->heads % 2 == 0 && (side->key_heads % 2 == 0 || side->key_heads == 1);
-}
+/* ---- LSEs of a side ------------------------------------------------------------------------------------------- */
 
-static skl_input input_from(const skl_input *tensor, skl_dtype dtype, int64_t head)
+skl_cuda_halves skl_cuda_halves_of(const skl_problem *p, bool of_teacher)
 {
-    skl_input from = *tensor;
-    from.data = (const char *)tensor->data + (size_t)(head * tensor->stride_head) * skl_dtype_size(dtype);
-    return from;
-}
-
-/* The forward with the halves of a side's heads as its arguments. */
-static skl_cuda_params halves_of(const skl_problem *p, const skl_call *call, bool of_teacher, const skl_output *lse)
-{
-    const skl_side side = of_teacher ? skl_teacher_of(p, call) : skl_student_of(p, call);
-    const bool apart = has_halves(&side);
-    const int64_t heads = apart ? side.heads / 2 : side.heads;
-    const int64_t key_heads = apart ? skl_max(1, side.key_heads / 2) : side.key_heads;
-    skl_problem halves = *p;
-    halves.heads_t = halves.heads_s = heads;
-    halves.key_heads_t = halves.key_heads_s = key_heads;
-    halves.dim_t = halves.dim_s = side.dim;
-    halves.dtype_t = halves.dtype_s = side.dtype;
-    halves.scale_t = halves.scale_s = side.scale;
-    halves.softcap_t = halves.softcap_s = side.softcap;
-    halves.gradients = 0;
-    skl_call forward = {.op = SKL_OP_FORWARD,
-                        .inputs = call->inputs,
-                        .keys = call->keys,
-                        .workspace = call->workspace,
-                        .stream = call->stream};
-    const skl_input none = {0};
-    forward.inputs.q_t = *side.q;
-    forward.inputs.k_t = *side.k;
-    forward.inputs.q_s = input_from(side.q, side.dtype, apart ? heads : 0);
-    forward.inputs.k_s = input_from(side.k, side.dtype, apart && side.key_heads > 1 ? key_heads : 0);
-    forward.inputs.lse_t = forward.inputs.lse_s = none;
-    forward.rows.lse_t = forward.rows.lse_s = *lse;
-    forward.rows.lse_s.data = apart ? (float *)lse->data + heads * lse->stride_head : NULL;
-    return skl_select_params_of(&halves, &forward);
-}
-
-const skl_cuda_params *skl_cuda_launch_params(const skl_cuda_params *params, const skl_cuda_launch *launch,
-                                              skl_cuda_params *halves)
-{
-    if (!launch->halves)
-        return params;
-    *halves = halves_of(&params->problem, &params->call, launch->teacher_side != 0, &launch->lse);
+    const int64_t heads = of_teacher ? p->heads_t : p->heads_s;
+    const int64_t key_heads = of_teacher ? p->key_heads_t : p->key_heads_s;
+    const bool apart = heads % 2 == 0 && (key_heads % 2 == 0 || key_heads == 1);
+    skl_cuda_halves halves = {*p, apart ? heads / 2 : heads, apart ? skl_max(1, key_heads / 2) : key_heads, apart};
+    skl_problem *const q = &halves.problem;
+    q->heads_t = q->heads_s = halves.heads;
+    q->key_heads_t = q->key_heads_s = halves.key_heads;
+    q->dim_t = q->dim_s = of_teacher ? p->dim_t : p->dim_s;
+    q->dtype_t = q->dtype_s = of_teacher ? p->dtype_t : p->dtype_s;
+    q->scale_t = q->scale_s = of_teacher ? p->scale_t : p->scale_s;
+    q->softcap_t = q->softcap_s = of_teacher ? p->softcap_t : p->softcap_s;
+    q->direction = SKL_KL_FORWARD;
+    q->gradients = 0;
     return halves;
 }
 
-/* The best forward of this GPU, even if the plan's kernel is for older ones. If the caller named a kernel, one of
- * that kernel's architecture. */
-static const skl_cuda_kernel *lse_kernel_of(const choice *s, const skl_cuda_params *halves)
+/* A forward of all heads of a side, by the best kernel of this GPU, even if the plan's kernel is for older ones. If
+ * the caller named a kernel, it is one of that kernel's architecture. */
+static void add_lse(const choice *s, bool of_teacher, const char *reason)
 {
-    const skl_problem *const p = &halves->problem;
-    const skl_inputs *const in = &halves->call.inputs;
-    const int capability = s->plan->forced_by != NULL ? s->kernel->capability : s->plan->capability;
-    const skl_cuda_kernel *const kernel = skl_cuda_select_kernel(p, capability, NULL);
-    const bool readable = skl_select_tma_reads(p->dtype_t, &in->q_t, p->dim_t, p->heads_t, skl_query_rows(p)) &&
-                          skl_select_tma_reads(p->dtype_t, &in->k_t, p->dim_t, p->key_heads_t, skl_key_rows(p));
-    return skl_select_is_tma_kernel(kernel) && !readable ? skl_select_without_tma(p) : kernel;
-}
-
-static void add_group_lse(const choice *s, bool of_teacher, const char *reason)
-{
-    const skl_problem *const p = &s->plan->problem;
-    const skl_output lse = of_teacher ? teacher_lse_of(s) : s->call->rows.lse_s;
-    const size_t lse_size = of_teacher && s->call->rows.lse_t.data == NULL ? skl_select_teacher_lse_size(p) : 0;
-    skl_cuda_launch *const launch = &s->launches->at[s->launches->count];
-    const skl_cuda_params halves = halves_of(p, s->call, of_teacher, &lse);
-    skl_plan plan = *s->plan;
-    plan.problem = halves.problem;
+    const skl_cuda_halves halves = skl_cuda_halves_of(s->problem, of_teacher);
+    const skl_cuda_request request = {.op = SKL_OP_FORWARD,
+                                      .rows = SKL_ROW_LSE_T | SKL_ROW_LSE_S,
+                                      .key_lengths = s->request->key_lengths,
+                                      .keys = s->request->keys};
+    const uint32_t tensors = of_teacher ? SKL_TENSOR_Q_T | SKL_TENSOR_K_T : SKL_TENSOR_Q_S | SKL_TENSOR_K_S;
     choice forward = *s;
-    forward.plan = &plan;
-    forward.params = &halves;
-    forward.call = &halves.call;
-    forward.capped = halves.a.capped;
-    forward.kernel = lse_kernel_of(s, &halves);
+    forward.problem = &halves.problem;
+    forward.request = &request;
+    forward.capped = skl_select_is_capped(&halves.problem);
+    forward.gradients = false;
+    const int capability = s->request->named ? s->kernel->capability : s->device->capability;
+    forward.kernel = skl_cuda_select_kernel(&halves.problem, capability, NULL);
+    if (skl_select_is_tma_kernel(forward.kernel) && (s->layout->addressed & tensors) != tensors)
+        forward.kernel = skl_select_without_tma(&halves.problem);
     forward.reason = reason;
+    skl_cuda_launch *const launch = &s->launches->at[s->launches->count];
+    const bool in_workspace = of_teacher && (s->request->rows & SKL_ROW_LSE_T) == 0;
+    const int64_t rows = s->problem->packed ? s->problem->total_q : s->problem->batch * s->problem->len_q;
+    if (in_workspace)
+        s->launches->lse_at = skl_select_keep(s, (size_t)(rows * s->problem->heads_t) * sizeof(float));
     skl_select_add_forward(&forward);
     launch->step = of_teacher ? "lse_t" : "lse_s";
     launch->halves = true;
-    launch->states_at = skl_select_teacher_lse_size(p);
-    launch->workspace_size += launch->num_splits > 1 ? launch->states_at : lse_size;
     launch->teacher_side = of_teacher;
-    launch->lse = lse;
 }
 
-/* Whether a call wants LSEs and nothing else; given LSEs have to be restricted to the visible keys by P. */
-static bool wants_only_lses(const choice *s)
-{
-    const skl_rows *const rows = &s->call->rows;
-    const bool given = s->call->inputs.lse_t.data != NULL;
-    return s->call->op == SKL_OP_FORWARD && rows->kl.data == NULL && !(given && rows->lse_t.data != NULL);
-}
-
-static void add_group_lses(const choice *s)
-{
-    const char *const reason = "no KL is wanted: LSEs only";
-    if (s->call->rows.lse_t.data != NULL)
-        add_group_lse(s, true, reason);
-    if (s->call->rows.lse_s.data != NULL)
-        add_group_lse(s, false, reason);
-}
+/* ---- Rows ------------------------------------------------------------------------------------------------------ */
 
 /* A forward, after the launch for the teacher's LSEs that it needs if none are given. */
-static skl_cuda_launch *add_rows_launch(const choice *s, skl_cuda_launcher launcher, const char *variant)
+static skl_cuda_launch *add_rows_launch(const choice *s, const char *variant)
 {
-    const bool given = s->call->inputs.lse_t.data != NULL;
-    if (!given)
-        add_group_lse(s, true, "inputs.lse_t is not given");
-    skl_cuda_launch *const launch = skl_select_add(s, "forward", s->kernel, launcher, variant, s->reason);
-    if (!given) {
-        launch->lse = teacher_lse_of(s);
-        launch->states_at = skl_select_teacher_lse_size(&s->plan->problem);
-    }
+    if (!s->request->lse_given)
+        add_lse(s, true, "inputs.lse_t is not given");
+    skl_cuda_launch *const launch = skl_select_add(s, "forward", s->kernel, s->kernel->forward, variant, s->reason);
+    launch->lse_computed = !s->request->lse_given;
     return launch;
 }
 
-static void add_group_rows(const choice *s)
+static void set_strips(const choice *s, skl_cuda_launch *launch, skl_index_layout layout)
 {
-    const skl_problem *const p = &s->plan->problem;
-    skl_cuda_launch *const launch =
-        add_rows_launch(s, s->kernel->group_rows, s->capped ? SKL_VARIANT_GROUPS_SOFTCAP : SKL_VARIANT_GROUPS);
-    const bool hopper = s->kernel->group_fused != NULL;
-    const int64_t rows = hopper ? SKL_GROUP_TILE : SKL_GROUP_TILES_ROWS;
+    launch->strips = layout;
+    launch->num_splits = layout.num_splits;
+    skl_select_give_workspace(s, launch, layout.size);
+}
+
+static skl_sparse_layout sparse_layout_of(const choice *s, bool gradients, bool with_teacher)
+{
+    const skl_problem *const p = s->problem;
+    skl_sparse_layout layout = {.chunk = skl_sparse_chunk_of(p),
+                                .num_blocks = (int64_t)s->device->sm_count * SKL_GENERAL_BLOCKS_PER_SM};
+    layout.scores_at = gradients ? layout.chunk.end : 0;
+    layout.end = layout.scores_at + (size_t)layout.num_blocks * (size_t)p->top_k * SKL_SPARSE_SCORE_SIZE;
+    skl_sparse_plan_memory(&layout, p, with_teacher, p->heads_t / p->key_heads_t, s->device->smem_per_block,
+                           s->device->smem_per_sm);
+    return layout;
+}
+
+static void add_indexer_launch(const choice *s, const char *step, bool gradients)
+{
+    const skl_problem *const p = s->problem;
+    const skl_cuda_kernel *const kernel = s->kernel;
+    const bool general = skl_select_is_general(kernel);
+    const bool only_lse_s = s->request->op == SKL_OP_FORWARD && (s->request->rows & ~(uint32_t)SKL_ROW_LSE_S) == 0;
+    skl_cuda_launch *const launch = skl_select_add(s, step, kernel, gradients ? kernel->gradients : kernel->forward,
+                                                   gradients ? SKL_VARIANT_GRADIENTS : SKL_VARIANT_ROWS, s->reason);
+    launch->streams_queries = gradients && p->top_k == 0;
+    if (p->top_k > 0) {
+        launch->sparse = sparse_layout_of(s, gradients, !only_lse_s);
+        if (!general)
+            launch->variant = launch->sparse.resident ? SKL_VARIANT_RESIDENT : SKL_VARIANT_STREAMED;
+        skl_select_give_workspace(s, launch,
+                                  !general    ? launch->sparse.end
+                                  : gradients ? launch->sparse.chunk.end
+                                              : skl_select_general_lse_size(s));
+    } else if (!general) {
+        set_strips(s, launch, skl_index_layout_of(p, s->device->sm_count, gradients));
+    } else {
+        launch->dense = skl_dense_chunk_of(p, s->device->sm_count);
+        skl_select_give_workspace(s, launch, gradients ? launch->dense.end : skl_select_general_lse_size(s));
+    }
+}
+
+/* Only LSEs are wanted. Given LSEs are restricted to the visible keys by P, so they need more than this. */
+static bool wants_only_lses(const choice *s)
+{
+    const uint32_t rows = s->request->rows;
+    return s->request->op == SKL_OP_FORWARD && (rows & SKL_ROW_KL) == 0 &&
+           !(s->request->lse_given && rows & SKL_ROW_LSE_T);
+}
+
+static void add_tiled_rows(const choice *s)
+{
+    const skl_problem *const p = s->problem;
+    skl_cuda_launch *const launch = add_rows_launch(s, s->capped ? SKL_VARIANT_GROUPS_SOFTCAP : SKL_VARIANT_GROUPS);
+    const bool hopper = skl_select_is_tma_kernel(s->kernel);
+    const int64_t tile_rows = hopper ? SKL_GROUP_TILE : SKL_GROUP_TILES_ROWS;
     const int64_t blocks_per_sm = hopper ? 1 : SKL_GROUP_TILES_BLOCKS;
-    launch->head_group = skl_select_head_group_for(s, rows * blocks_per_sm, 2, 2);
-    skl_select_set_splits(launch, p, rows, s->plan->sm_count * blocks_per_sm * skl_select_blocks_to_fill(p));
-    if (launch->num_splits > 1)
-        launch->workspace_size += launch->states_at;
+    launch->head_group = skl_select_head_group(s, tile_rows * blocks_per_sm, 2, 2);
+    const size_t states_size =
+        skl_select_split(launch, p, tile_rows, s->device->sm_count * blocks_per_sm * skl_select_blocks_to_fill(p));
+    skl_select_give_workspace(s, launch, states_size);
 }
 
-static void add_group_fused(const choice *s, const side_request *student, bool kl)
+static void add_rows(const choice *s, bool dots)
 {
-    skl_cuda_launch *const launch =
-        skl_select_add(s, "dq_s and dk_s", s->kernel, s->kernel->group_fused,
-                       s->capped ? SKL_VARIANT_FUSED_GROUPS_SOFTCAP : SKL_VARIANT_FUSED_GROUPS, s->reason);
-    launch->kl_in_backward = kl;
-    launch->dk_sums = skl_select_dk_sums_of(s, student);
-    launch->workspace_size =
-        student->dk && student->side.grad_dtype != SKL_F32 ? skl_select_dk_sums_size(&s->plan->problem) : 0;
-    launch->head_group = skl_select_head_group_for(s, SKL_SM90_BACKWARD_ROWS, 2, 2 + 4);
+    if (!dots && wants_only_lses(s)) {
+        if (s->request->rows & SKL_ROW_LSE_T)
+            add_lse(s, true, "no KL is wanted: LSEs only");
+        if (s->request->rows & SKL_ROW_LSE_S)
+            add_lse(s, false, "no KL is wanted: LSEs only");
+    } else if (skl_select_is_general(s->kernel)) {
+        skl_select_add_forward(s);
+    } else if (s->kernel->both_sides) {
+        skl_cuda_launch *const launch = add_rows_launch(s, SKL_VARIANT_ROWS);
+        set_strips(s, launch, skl_group_rows_layout(s->problem, s->device->sm_count, dots));
+    } else if (s->kernel->gradients != NULL) {
+        add_indexer_launch(s, "forward", false);
+    } else {
+        add_tiled_rows(s);
+    }
 }
 
-static void add_group_dq_and_dk(const choice *s, const side_request *student, bool kl)
+/* ---- Gradients ------------------------------------------------------------------------------------------------- */
+
+static bool has_both_sides(const skl_cuda_kernel *kernel)
 {
-    if (student->dq)
-        skl_select_add(s, "dq_s", s->kernel, s->kernel->group_dq, SKL_VARIANT_DQ_GROUPS, s->reason)->kl_in_backward =
-            kl;
-    if (student->dk)
-        skl_select_add(s, "dk_s", s->kernel, s->kernel->group_dk, SKL_VARIANT_DK_GROUPS, s->reason)->streams_queries =
-            true;
+    return kernel->both_sides;
 }
 
-/* Rows of the kernels that compute in strips; `dots`: with dot_t. */
-static void add_strip_rows(const choice *s, bool dots)
+static bool is_deterministic(const skl_cuda_kernel *kernel)
 {
-    skl_cuda_launch *const launch = add_rows_launch(s, s->kernel->strip_rows, SKL_VARIANT_ROWS);
-    launch->strips = skl_group_rows_layout(&s->plan->problem, s->plan->sm_count, dots);
-    launch->num_splits = launch->strips.num_splits;
-    launch->workspace_size = launch->states_at + launch->strips.size;
+    return kernel->fused == NULL;
 }
 
-static void add_strip_gradients(const choice *s, const side_request *request)
-{
-    skl_cuda_launch *const launch =
-        skl_select_add(s, request->of_teacher ? "gradients of the teacher" : "gradients of the student", s->kernel,
-                       s->kernel->strip_gradients, SKL_VARIANT_GRADIENTS, s->reason);
-    launch->teacher_side = request->of_teacher;
-    launch->streams_queries = true;
-    launch->strips = skl_group_gradients_layout(&s->plan->problem, s->plan->sm_count, request->of_teacher);
-    launch->num_splits = launch->strips.num_splits;
-    launch->workspace_size = launch->strips.size;
-}
-
-/* The kernel for what is about the teacher: dot_t and its gradients. */
+/* The kernel for dot_t and for the teacher's gradients. */
 static choice teacher_choice(const choice *s)
 {
-    const skl_problem *const p = &s->plan->problem;
+    const skl_problem *const p = s->problem;
+    const bool in_plan = (p->gradients & (SKL_DQ_T | SKL_DK_T)) != 0;
     choice result = *s;
-    result.kernel = skl_select_teacher_kernel_of(p);
-    result.reason = result.kernel != skl_cuda_general ? "teacher gradients of a group: in strips"
-                    : skl_select_has_teacher_gradients(p)
-                        ? "teacher gradients of a group with more than 128 dimensions: no tensor cores"
-                        : "rows.dot_t without teacher gradients of the plan: no tensor cores";
+    if (skl_select_is_general(s->kernel))
+        return result;
+    result.kernel =
+        in_plan ? skl_select_first(p, SKL_CAPABILITY_sm80, SKL_DOES_GROUPS, has_both_sides) : skl_cuda_general;
+    result.reason = !skl_select_is_general(result.kernel) ? "teacher gradients of a group: in strips"
+                    : in_plan ? "teacher gradients of a group with more than 128 dimensions: no tensor cores"
+                              : "rows.dot_t without teacher gradients of the plan: no tensor cores";
     return result;
 }
 
 /* The kernel for the student's gradients, and why it is not the plan's. */
-static choice student_choice(const choice *s, const side_request *student)
+static choice student_choice(const choice *s, const wanted_side *student)
 {
     choice result = *s;
-    if (s->kernel->group_fused != NULL && s->plan->deterministic) {
-        result.kernel = skl_select_deterministic_kernel_of(&s->plan->problem);
+    if (s->kernel->fused != NULL && s->request->deterministic) {
+        result.kernel = skl_select_first(s->problem, SKL_CAPABILITY_sm90, SKL_DOES_GROUPS, is_deterministic);
         result.reason = "deterministic: no sums by atomic additions";
-    } else if (s->kernel->group_fused != NULL && student->dk && !skl_select_tma_adds_to(s, student)) {
-        result.kernel = skl_cuda_general;
-        result.reason = "TMA cannot add to dk_s: general kernel";
+    } else if (s->kernel->fused != NULL && student->dk && (s->layout->summed & SKL_DK_S) == 0) {
+        result.kernel = skl_select_without_strips(s->problem);
+        result.reason = "TMA cannot add to dk_s: separate dq and dk";
     }
     return result;
 }
 
-static void add_group_gradients(const choice *s, const side_request *request, const char *step, bool kl)
+static void add_gradients(const choice *s, const wanted_side *side, const char *step, bool kl)
 {
-    if (s->kernel->group_fused != NULL) {
-        add_group_fused(s, request, kl);
-    } else if (s->kernel->group_dq != NULL) {
-        add_group_dq_and_dk(s, request, kl);
-    } else if (s->kernel->strip_gradients != NULL) {
-        add_strip_gradients(s, request);
-    } else if (s->kernel != skl_cuda_general) {
-        skl_select_add_indexer(s, step, true);
+    const skl_cuda_kernel *const kernel = s->kernel;
+    if (skl_select_is_general(kernel)) {
+        if (side->dq && s->some_rows)
+            skl_select_add_dq(s, side, s->reason, false);
+        if (side->dk && s->some_keys)
+            skl_select_add_dk(s, side, s->reason);
+    } else if (kernel->fused != NULL) {
+        skl_cuda_launch *const launch =
+            skl_select_add(s, "dq_s and dk_s", kernel, kernel->fused,
+                           s->capped ? SKL_VARIANT_FUSED_GROUPS_SOFTCAP : SKL_VARIANT_FUSED_GROUPS, s->reason);
+        launch->kl_in_backward = kl;
+        launch->sums_dk = side->dk;
+        launch->head_group = skl_select_head_group(s, SKL_SM90_BACKWARD_ROWS, 2, 2 + 4);
+        skl_select_give_workspace(s, launch, side->dk ? skl_cuda_dk_sums_size(s->problem, false) : 0);
+    } else if (kernel->dq != NULL) {
+        if (side->dq)
+            skl_select_add(s, "dq_s", kernel, kernel->dq, SKL_VARIANT_DQ_GROUPS, s->reason)->kl_in_backward = kl;
+        if (side->dk)
+            skl_select_add(s, "dk_s", kernel, kernel->dk, SKL_VARIANT_DK_GROUPS, s->reason)->streams_queries = true;
+    } else if (kernel->both_sides) {
+        skl_cuda_launch *const launch =
+            skl_select_add(s, side->of_teacher ? "gradients of the teacher" : "gradients of the student", kernel,
+                           kernel->gradients, SKL_VARIANT_GRADIENTS, s->reason);
+        launch->teacher_side = side->of_teacher;
+        launch->streams_queries = true;
+        set_strips(s, launch, skl_group_gradients_layout(s->problem, s->device->sm_count, side->of_teacher));
     } else {
-        if (request->dq && s->some_rows)
-            skl_select_add_dq(s, request, s->reason, false);
-        if (request->dk && s->some_keys)
-            skl_select_add_dk(s, request, s->reason);
+        add_indexer_launch(s, step, true);
     }
 }
 
-static void add_rows(const choice *s)
+/* One launch gives row results and the student's gradients. */
+static bool gives_rows_with_gradients(const skl_cuda_kernel *kernel, const wanted_side *student)
 {
-    if (wants_only_lses(s))
-        add_group_lses(s);
-    else if (s->kernel->group_rows != NULL)
-        add_group_rows(s);
-    else if (s->kernel->strip_rows != NULL)
-        add_strip_rows(s, false);
-    else
-        skl_select_add_indexer(s, "forward", false);
+    return !skl_select_is_general(kernel) && !kernel->both_sides &&
+           (kernel->fused != NULL || kernel->gradients != NULL || student->dq);
 }
 
-/* One launch for both. */
-static bool gives_rows_with_gradients(const skl_cuda_kernel *kernel, const side_request *student)
+void skl_select_groups(const choice *s)
 {
-    return kernel->group_fused != NULL || (kernel->group_dq != NULL && student->dq) ||
-           (kernel->dense_gradients != NULL && kernel != skl_cuda_general);
-}
-
-void skl_select_groups(choice *s)
-{
-    const side_request student = skl_select_request_of(s, false), teacher = skl_select_request_of(s, true);
+    const wanted_side student = skl_select_wanted(s, false), teacher = skl_select_wanted(s, true);
     const choice of_student = student_choice(s, &student), of_teacher = teacher_choice(s);
     const bool of_s = (student.dq && s->some_rows) || (student.dk && s->some_keys);
-    const bool rows = s->rows && s->some_rows, dots = rows && s->call->rows.dot_t.data != NULL;
+    const bool rows = s->rows && s->some_rows, dots = rows && s->request->rows & SKL_ROW_DOT_T;
     const bool rows_in_gradients = rows && of_s && !dots && gives_rows_with_gradients(of_student.kernel, &student);
-    if (dots && of_teacher.kernel != skl_cuda_general)
-        add_strip_rows(&of_teacher, true);
-    else if (dots)
-        skl_select_add_forward(&of_teacher);
-    else if (rows && !rows_in_gradients)
-        add_rows(s);
+    if (rows && !rows_in_gradients)
+        add_rows(dots ? &of_teacher : s, dots);
     if (of_s)
-        add_group_gradients(&of_student, &student, rows_in_gradients ? "forward and gradients" : "gradients",
-                            rows_in_gradients);
+        add_gradients(&of_student, &student, rows_in_gradients ? "forward and gradients" : "gradients",
+                      rows_in_gradients);
     if (teacher.dq || teacher.dk)
-        add_group_gradients(&of_teacher, &teacher, "", false);
+        add_gradients(&of_teacher, &teacher, "", false);
+}
+
+/* ---- Indexers -------------------------------------------------------------------------------------------------- */
+
+void skl_select_indexer(const choice *s)
+{
+    const uint32_t gradients = s->gradients ? s->request->gradients : 0;
+    const bool of_queries = s->some_rows && gradients & (SKL_DQ_S | SKL_DW_S);
+    const bool of_keys = s->some_keys && gradients & SKL_DK_S;
+    /* On tensor cores one launch gives gradients and rows. */
+    const bool rows_in_gradients = !skl_select_is_general(s->kernel) && (of_queries || of_keys);
+    if (s->rows && s->some_rows && !rows_in_gradients)
+        add_indexer_launch(s, "forward", false);
+    if (of_queries || of_keys)
+        add_indexer_launch(s, rows_in_gradients && s->rows ? "forward and gradients" : "gradients", true);
 }

@@ -135,10 +135,10 @@ __device__ inline void sum_keys(skl_row_state (&state)[M][2], const forward_para
 }
 
 /* Registers limit the blocks per SM. */
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-template <int DIM> constexpr int FORWARD_BLOCKS_PER_SM = 2;
+#if defined(__CUDA_ARCH__)
+template <int DIM> constexpr int FORWARD_BLOCKS_PER_SM = SKL_SM80_FORWARD_BLOCKS(DIM, __CUDA_ARCH__ / 10);
 #else
-template <int DIM> constexpr int FORWARD_BLOCKS_PER_SM = DIM == 64 ? 3 : 2;
+template <int DIM> constexpr int FORWARD_BLOCKS_PER_SM = 2;
 #endif
 
 template <typename ELEMENT, int DIM, int M>
@@ -174,29 +174,12 @@ __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS_PER_SM<DIM>)
 template <typename ELEMENT, int DIM, int M> struct forward_launch {
     static constexpr int ROWS = query_tile<M>::ROWS, MEMORY = sizeof(forward_memory<DIM, M>);
     static_assert(ROWS == SKL_SM80_FORWARD_ROWS(DIM), "cuda/select counts tiles");
-    static_assert(SKL_SM80_BLOCKS_PER_SM_MAX * ROWS <= SKL_SPLIT_ROWS_MAX,
-                  "the workspace holds the states of all splits");
-
-    static cudaError_t allow_memory()
-    {
-        return cudaFuncSetAttribute(forward_kernel<ELEMENT, DIM, M>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    MEMORY);
-    }
-
-    /* 0 on an error, which the launch then reports. */
-    static int blocks_per_sm()
-    {
-        int count = 0;
-        if (allow_memory() != cudaSuccess ||
-            cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, forward_kernel<ELEMENT, DIM, M>, THREADS, MEMORY) !=
-                cudaSuccess)
-            return 0;
-        return count;
-    }
+    static_assert(MEMORY == SKL_SM80_FORWARD_SMEM(DIM), "cuda/select counts blocks per SM");
 
     static cudaError_t run(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
     {
-        const cudaError_t error = allow_memory();
+        const cudaError_t error = cudaFuncSetAttribute(forward_kernel<ELEMENT, DIM, M>,
+                                                       cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
         if (error != cudaSuccess)
             return error;
         const forward_params kernel_params = forward_params_of(params, launch);

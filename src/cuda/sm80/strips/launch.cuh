@@ -64,15 +64,14 @@ inline ratio_params ratio_params_for(const skl_cuda_params *params, const skl_cu
 {
     const skl_index_layout &layout = launch->strips;
     const bool reverse = params->problem.direction == SKL_KL_REVERSE;
-    skl_cuda_params sides = with_computed_lse(params, launch);
+    skl_cuda_params sides = *params;
     sides.a = reverse ? params->b : params->a;
     sides.b = reverse ? params->a : params->b;
-    sides.call.workspace = (char *)params->call.workspace + launch->states_at;
     ratio_params kernel_params = {};
     (strip_params &)kernel_params = params_for(&sides, layout);
     kernel_params.with_teacher = true;
     kernel_params.reverse = reverse;
-    kernel_params.lse_computed = launch->lse.data != NULL;
+    kernel_params.lse_computed = launch->lse_computed;
     return kernel_params;
 }
 

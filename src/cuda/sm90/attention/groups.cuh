@@ -29,9 +29,8 @@ cudaError_t with_head_sizes(const skl_cuda_params *params, const LAUNCH &launch)
 template <typename ELEMENT, bool SOFTCAP>
 cudaError_t launch_group_rows(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
-    const skl_cuda_params known = with_computed_lse(params, launch);
     return with_head_sizes<SOFTCAP>(params, [&](auto dim_t, auto dim_s, auto capped) {
-        return launch_group_forward<ELEMENT, dim_t(), dim_s(), capped()>(kernel, &known, launch);
+        return launch_group_forward<ELEMENT, dim_t(), dim_s(), capped()>(kernel, params, launch);
     });
 }
 

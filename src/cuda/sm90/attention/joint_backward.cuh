@@ -209,7 +209,7 @@ cudaError_t launch_joint_backward(const char *kernel, const skl_cuda_params *par
     const backward_params of_student = backward_params_of(params, launch);
     backward_params of_teacher = of_student;
     of_teacher.teacher_side = 1;
-    of_teacher.dk_sums = launch->dk_sums_t;
+    of_teacher.dk_sums = dk_sums_of(params, true, launch->sums_t_at);
     const bool reverse = params->problem.direction == SKL_KL_REVERSE;
     const backward_params &of_a = reverse ? of_student : of_teacher, &of_b = reverse ? of_teacher : of_student;
     return skl_max(params->problem.dim_t, params->problem.dim_s) > 64

@@ -18,7 +18,7 @@ namespace sm90
 {
 
 /* Calls launch(std::true_type) for a problem with a softcap and launch(std::false_type) for the others. An instance
- * without SOFTCAP has kernels for these alone (instances.def). */
+ * without SOFTCAP has kernels for these alone (sm90/attention/rows.cuh). */
 template <bool SOFTCAP, typename LAUNCH>
 inline cudaError_t with_softcap(const skl_cuda_params &params, const LAUNCH &launch)
 {

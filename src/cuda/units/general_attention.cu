@@ -1,0 +1,3 @@
+/* Attention without tensor cores. */
+#include "cuda/general/attention/forward.cu"
+#include "cuda/general/attention/backward.cu"
