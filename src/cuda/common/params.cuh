@@ -48,11 +48,6 @@ inline backward_params backward_params_of(const skl_cuda_params *params, const s
             launch->sums_dk ? dk_sums_of(params, launch->teacher_side != 0, 0) : none};
 }
 
-/* Parameters of an indexer's gradients without tensor cores. */
-struct indexer_backward_params : skl_cuda_params {
-    int32_t rows_known; /* an earlier launch of the same call stored kl and dot_t */
-};
-
 /* The side whose gradients a backward computes. */
 __host__ __device__ inline skl_side side_of(const backward_params &params)
 {

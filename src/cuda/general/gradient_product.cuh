@@ -34,7 +34,7 @@ __device__ inline void multiply_gradient(fragment<8> &sum, pipeline<COLUMNS> &pi
         __syncthreads(); /* the stage and memory.gradient are complete */
         if (step + STAGE_STEPS < STREAMED_ROWS)
             load_steps(rows, memory.streamed, step + STAGE_STEPS, dim_first);
-        multiply<MASKED>(sum, memory.gradient + step_offset(step), streamed);
+        multiply_steps<MASKED>(sum, rows_of(memory.gradient + step_offset(step)), columns_of(streamed));
     }
 }
 

@@ -50,14 +50,14 @@ __device__ inline int acc_column(int j)
     return j / 4 * HALF + (int)(threadIdx.x % LANES) * 4 + j % 4;
 }
 
-template <int COLUMNS> struct fragment {
-    float at[ROWS][COLUMNS]; /* a thread's elements of a tile */
+template <int COLUMNS, int R = ROWS> struct fragment {
+    float at[R][COLUMNS]; /* a thread's elements of a tile */
 };
 
-template <int COLUMNS> __device__ inline void clear(fragment<COLUMNS> &sum)
+template <int COLUMNS, int R> __device__ inline void clear(fragment<COLUMNS, R> &sum)
 {
 #pragma unroll
-    for (int i = 0; i < ROWS; i++)
+    for (int i = 0; i < R; i++)
 #pragma unroll
         for (int j = 0; j < COLUMNS; j++)
             sum.at[i][j] = 0.0F;
@@ -65,15 +65,15 @@ template <int COLUMNS> __device__ inline void clear(fragment<COLUMNS> &sum)
 
 /* Moves all rows up by one; the first becomes the last. A loop that works on row 0 and rotates is short and needs few
  * registers. Unrolled over all rows it would be long and need many. */
-template <int COLUMNS> __device__ inline void rotate_rows(fragment<COLUMNS> &x)
+template <int COLUMNS, int R> __device__ inline void rotate_rows(fragment<COLUMNS, R> &x)
 {
 #pragma unroll
     for (int j = 0; j < COLUMNS; j++) {
         const float top = x.at[0][j];
 #pragma unroll
-        for (int i = 1; i < ROWS; i++)
+        for (int i = 1; i < R; i++)
             x.at[i - 1][j] = x.at[i][j];
-        x.at[ROWS - 1][j] = top;
+        x.at[R - 1][j] = top;
     }
 }
 
@@ -85,7 +85,7 @@ struct row_source {
     int64_t row_size; /* bytes between consecutive rows */
     int row_count, dim;
     skl_dtype dtype;
-    bool vectorized; /* one load per quad */
+    bool vectorized; /* f32 with rows of whole, aligned quads: one load per quad */
 };
 
 /* Rows [first, end) of one head that begins at element `offset` of the tensor, at most TILE of them. */
@@ -99,78 +99,72 @@ __device__ inline row_source make_row_source(const skl_input &tensor, skl_dtype 
     source.row_count = (int)skl_max(0, skl_min(end - first, TILE));
     source.dim = (int)dim;
     source.dtype = dtype;
-    source.vectorized = (((uintptr_t)source.data | (uintptr_t)source.row_size) % (unsigned)(QUAD * size)) == 0 &&
-                        source.dim % QUAD == 0;
+    source.vectorized = dtype == SKL_F32 && dim % QUAD == 0 &&
+                        ((uintptr_t)source.data | (uintptr_t)source.row_size) % sizeof(float4) == 0;
     return source;
 }
 
-/* Four elements in their own type: 16-bit types fill x and y. */
+/* The bits of four elements, each in 32 bits. */
 typedef uint4 raw_quad;
 
-/* Up to four elements, one load each. */
-__device__ inline raw_quad load_elements(const char *from, bool wide, int count)
+/* The bits of element e; 0 from `count` on. */
+__device__ inline uint32_t load_bits(const char *from, bool wide, int e, int count)
 {
-    uint32_t bits[QUAD] = {0, 0, 0, 0};
-#pragma unroll
-    for (int e = 0; e < QUAD; e++)
-        if (e < count)
-            bits[e] = wide ? __ldg((const uint32_t *)(const void *)from + e)
-                           : __ldg((const uint16_t *)(const void *)from + e);
-    if (wide)
-        return make_uint4(bits[0], bits[1], bits[2], bits[3]);
-    return make_uint4(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16, 0, 0);
+    if (e >= count)
+        return 0;
+    return wide ? __ldg((const uint32_t *)(const void *)from + e) : __ldg((const uint16_t *)(const void *)from + e);
 }
 
-/* Quads at dimension c of rows `row`, row + row_step, ... One branch chooses the kind of load for all quads. */
+/* Quads at dimension c of the rows at row_at(quad); NULL reads as 0. */
+template <int QUADS, typename ROW>
+__device__ inline void load_quads(raw_quad (&to)[QUADS], const row_source &source, int c, ROW row_at)
+{
+    const bool wide = source.dtype == SKL_F32, vectorized = source.vectorized;
+    const int count = source.dim - c;
+#pragma unroll
+    for (int quad = 0; quad < QUADS; quad++) {
+        const char *const row = count > 0 ? row_at(quad) : NULL;
+        to[quad] = make_uint4(0, 0, 0, 0);
+        if (row == NULL)
+            continue;
+        const char *const from = row + c * (wide ? 4 : 2);
+        if (vectorized)
+            to[quad] = __ldg((const uint4 *)(const void *)from);
+        else
+            to[quad] = make_uint4(load_bits(from, wide, 0, count), load_bits(from, wide, 1, count),
+                                  load_bits(from, wide, 2, count), load_bits(from, wide, 3, count));
+    }
+}
+
+/* Quads at dimension c of rows `row`, row + row_step, ... */
 template <int QUADS>
 __device__ inline void load_quads(raw_quad (&to)[QUADS], const row_source &source, int row, int row_step, int c)
 {
     const row_source from = source;
-    const bool wide = from.dtype == SKL_F32;
-    const char *const first = from.data + row * from.row_size + c * (wide ? 4 : 2);
-    const int row_count = c < from.dim ? from.row_count : 0;
-#pragma unroll
-    for (int quad = 0; quad < QUADS; quad++)
-        to[quad] = make_uint4(0, 0, 0, 0);
-    if (from.vectorized && wide) {
-#pragma unroll
-        for (int quad = 0; quad < QUADS; quad++)
-            if (row + quad * row_step < row_count)
-                to[quad] = __ldg((const uint4 *)(const void *)(first + quad * row_step * from.row_size));
-    } else if (from.vectorized) {
-#pragma unroll
-        for (int quad = 0; quad < QUADS; quad++)
-            if (row + quad * row_step < row_count) {
-                const uint2 halves = __ldg((const uint2 *)(const void *)(first + quad * row_step * from.row_size));
-                to[quad] = make_uint4(halves.x, halves.y, 0, 0);
-            }
-    } else {
-#pragma unroll
-        for (int quad = 0; quad < QUADS; quad++)
-            if (row + quad * row_step < row_count)
-                to[quad] = load_elements(first + quad * row_step * from.row_size, wide, from.dim - c);
-    }
+    load_quads(to, from, c, [&](int quad) {
+        const int index = row + quad * row_step;
+        return index < from.row_count ? from.data + index * from.row_size : NULL;
+    });
+}
+
+__device__ inline float from_16_bits(uint32_t bits, skl_dtype dtype)
+{
+    return dtype == SKL_F16 ? skl_from_f16((uint16_t)bits) : skl_from_bf16((uint16_t)bits);
 }
 
 template <int QUADS>
 __device__ inline void convert_quads(float4 (&to)[QUADS], const raw_quad (&from)[QUADS], skl_dtype dtype)
 {
-    if (dtype == SKL_F32) {
 #pragma unroll
-        for (int quad = 0; quad < QUADS; quad++)
-            to[quad] = make_float4(__uint_as_float(from[quad].x), __uint_as_float(from[quad].y),
-                                   __uint_as_float(from[quad].z), __uint_as_float(from[quad].w));
+    for (int quad = 0; quad < QUADS; quad++)
+        to[quad] = make_float4(__uint_as_float(from[quad].x), __uint_as_float(from[quad].y),
+                               __uint_as_float(from[quad].z), __uint_as_float(from[quad].w));
+    if (dtype == SKL_F32)
         return;
-    }
 #pragma unroll
-    for (int quad = 0; quad < QUADS; quad++) {
-        const uint16_t halves[QUAD] = {(uint16_t)from[quad].x, (uint16_t)(from[quad].x >> 16), (uint16_t)from[quad].y,
-                                       (uint16_t)(from[quad].y >> 16)};
-        to[quad] = dtype == SKL_F16 ? make_float4(skl_from_f16(halves[0]), skl_from_f16(halves[1]),
-                                                  skl_from_f16(halves[2]), skl_from_f16(halves[3]))
-                                    : make_float4(skl_from_bf16(halves[0]), skl_from_bf16(halves[1]),
-                                                  skl_from_bf16(halves[2]), skl_from_bf16(halves[3]));
-    }
+    for (int quad = 0; quad < QUADS; quad++)
+        to[quad] = make_float4(from_16_bits(from[quad].x, dtype), from_16_bits(from[quad].y, dtype),
+                               from_16_bits(from[quad].z, dtype), from_16_bits(from[quad].w, dtype));
 }
 
 /* ---- Registers to shared memory ----------------------------------------------------------------------------- */
@@ -226,16 +220,27 @@ template <int COUNT> __device__ inline void read_fours(float (&to)[COUNT], const
     }
 }
 
-/* Calls body(first, step) for the steps first + step of a stage. Half of them are unrolled: all would be a few
- * percent faster, and take long to compile. */
-template <typename BODY> __device__ inline void for_each_step(BODY body)
+/* sum[i][j] += a[i] b[j] over the steps of a stage. read_a(a, step) and read_b(b, step) read a thread's rows and
+ * columns of a step. SKIP_ZEROS: a value of 0 in `a` is that of a masked pair. It is skipped, because b may not be
+ * finite. Half of the steps are unrolled: all would be a few percent faster, and take long to compile. */
+template <bool SKIP_ZEROS, int COLUMNS, int R, typename READ_A, typename READ_B>
+__device__ inline void multiply_steps(fragment<COLUMNS, R> &sum, READ_A read_a, READ_B read_b)
 {
     constexpr int UNROLLED = STAGE_STEPS / 2;
 #pragma unroll 1
     for (int first = 0; first < STAGE_STEPS; first += UNROLLED)
 #pragma unroll
-        for (int step = 0; step < UNROLLED; step++)
-            body(first, step);
+        for (int step = 0; step < UNROLLED; step++) {
+            float a[R], b[COLUMNS];
+            read_a(a, first, step);
+            read_b(b, first, step);
+#pragma unroll
+            for (int i = 0; i < R; i++)
+#pragma unroll
+                for (int j = 0; j < COLUMNS; j++)
+                    if (!SKIP_ZEROS || a[i] != 0.0F)
+                        sum.at[i][j] = fmaf(a[i], b[j], sum.at[i][j]);
+        }
 }
 
 /* Offset of step first + step: a constant and one register for all of them. */
@@ -244,24 +249,24 @@ __device__ inline int step_offset(int first, int step)
     return step_offset(first) + step_offset(step); /* first is a multiple of 4 */
 }
 
-/* sum[i][j] += stationary[step][i] streamed[step][j] over the steps of a stage. SKIP_ZEROS: a stationary value of 0
- * is that of a masked pair. It is skipped, because the streamed value may not be finite. */
-template <bool SKIP_ZEROS, int COLUMNS>
-__device__ inline void multiply(fragment<COLUMNS> &sum, const float *stationary, const float *streamed)
+/* Reads a thread's rows or columns, in fours, from a stage. */
+struct stage_reader {
+    const float *stage;
+
+    template <int COUNT> __device__ void operator()(float (&to)[COUNT], int first, int step) const
+    {
+        read_fours(to, stage + step_offset(first, step));
+    }
+};
+
+__device__ inline stage_reader rows_of(const float *stage)
 {
-    stationary += (int)(threadIdx.x / LANES) * 4;
-    streamed += (int)(threadIdx.x % LANES) * 4;
-    for_each_step([&](int first, int step) {
-        float a[ROWS], b[COLUMNS];
-        read_fours(a, stationary + step_offset(first, step));
-        read_fours(b, streamed + step_offset(first, step));
-#pragma unroll
-        for (int i = 0; i < ROWS; i++)
-#pragma unroll
-            for (int j = 0; j < COLUMNS; j++)
-                if (!SKIP_ZEROS || a[i] != 0.0F)
-                    sum.at[i][j] = fmaf(a[i], b[j], sum.at[i][j]);
-    });
+    return {stage + (int)(threadIdx.x / LANES) * 4};
+}
+
+__device__ inline stage_reader columns_of(const float *stage)
+{
+    return {stage + (int)(threadIdx.x % LANES) * 4};
 }
 
 /* Both operands of a tile of logits. */
@@ -324,10 +329,24 @@ template <int COLUMNS> struct pipeline {
             __syncthreads(); /* this stage is full, and no thread reads the other one any more */
             const bool last = c + STAGE_STEPS >= dim;
             load(last ? 1 - current : current, last ? 0 : c + STAGE_STEPS);
-            multiply<false>(sum, memory.stages.stationary[stage], memory.stages.streamed[stage]);
+            multiply_steps<false>(sum, rows_of(memory.stages.stationary[stage]),
+                                  columns_of(memory.stages.streamed[stage]));
         }
         current ^= 1;
     }
 };
+
+/* ---- Launch ------------------------------------------------------------------------------------------------- */
+
+/* Launches a kernel whose blocks loop over work items, with `size` bytes of shared memory. */
+template <typename PARAMS>
+cudaError_t launch_general(void (*kernel)(PARAMS), const PARAMS &params, const skl_cuda_launch *launch, size_t size)
+{
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)size);
+    if (error != cudaSuccess)
+        return error;
+    kernel<<<(unsigned)launch->sm_count * SKL_GENERAL_BLOCKS_PER_SM, THREADS, size, params.call.stream>>>(params);
+    return cudaPeekAtLastError();
+}
 
 #endif

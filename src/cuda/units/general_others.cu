@@ -1,9 +1,7 @@
 /* Indexers without tensor cores, and kernels over rows. */
-#include "cuda/general/indexer/dense_backward.cu"
-#include "cuda/general/indexer/dense_forward.cu"
-#include "cuda/general/indexer/sparse_backward.cu"
-#include "cuda/general/indexer/sparse_dk.cu"
-#include "cuda/general/indexer/sparse_forward.cu"
+#include "cuda/general/indexer/forward.cu"
+#include "cuda/general/indexer/backward.cu"
+#include "cuda/common/indexer/sparse_dk.cu"
 #include "cuda/common/merge_splits.cu"
 #include "cuda/common/row_kernels.cu"
 #include "cuda/common/sink_kernels.cu"

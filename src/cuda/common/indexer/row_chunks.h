@@ -1,11 +1,12 @@
 /* How an indexer's backward is divided into chunks of rows, and the workspace of a chunk.
  *
- * Dense (general kernels): dy, the gradient of the logits, is computed once for all index heads, for dq and for dk.
- * The workspace holds a chunk of tiles of 128 queries at a time: [tile][key][query]. The sums of dk stay in it from
- * chunk to chunk, divided into splits over the index heads: few keys make few tiles, and the splits fill the GPU.
+ * Many rows add to the dk of a key. Atomic adds would give different bits on every run. Instead, what the rows add
+ * goes through the workspace.
+ *
+ * Dense (general kernels): each tile of 128 queries stores what it adds to the dk of its keys: [tile][key][dim]. Then
+ * each key adds up its tiles in order.
  *
  * Sparse (general and sm80 kernels): a key is in the indices of many rows, in an order that differs from row to row.
- * Atomic adds to dk would give different bits on every run. Instead, for a chunk of rows at a time:
  *
  *   1. each entry of a row's indices stores what it adds to dk: [row][entry][dim]
  *   2. the entries of each row are sorted by key
@@ -37,34 +38,34 @@ SKL_HOST_DEVICE int64_t skl_chunk_units(int64_t unit_size, int64_t count)
 /* ---- Dense -------------------------------------------------------------------------------------------------- */
 
 typedef struct skl_dense_chunk {
-    int64_t tiles;         /* query tiles of all sequences and heads */
-    int64_t key_steps;     /* per tile, at most */
-    int64_t count;         /* tiles per chunk */
-    int64_t tile_size;     /* floats of dy per tile */
-    int64_t key_tiles;     /* of all sequences and key heads */
-    int64_t num_dk_splits; /* over the index heads */
-    int64_t dk_split_size; /* floats of dk per split */
-    size_t sums, end;      /* offsets in the workspace: the sums of dk, after dy; the end */
+    int64_t tiles; /* query tiles of all sequences and heads */
+    int64_t count; /* tiles per chunk */
+    int64_t slots; /* keys per tile, at most; a multiple of SKL_INDEX_STEP */
+    /* Offsets in the workspace, after dy, f32 [tile][query][slot]: */
+    size_t entry_dk; /* f32 [tile][slot][dim]: what each tile adds to dk */
+    size_t sums;     /* f32 sums of dk, if dk itself is not f32 and there are several chunks */
+    size_t end;
 } skl_dense_chunk;
 
-enum { SKL_DK_SPLITS_MAX = 8 };
+enum { SKL_DENSE_CHUNK_TILES_MAX = 256 };
 
 SKL_HOST_DEVICE skl_dense_chunk skl_dense_chunk_of(const skl_problem *p, int32_t sm_count)
 {
+    const int keys = (p->gradients & SKL_DK_S) != 0;
+    const int64_t keys_count = p->packed ? p->total_k : p->batch * p->len_k;
+    const int64_t key_steps = skl_ceil_div(p->len_k, SKL_INDEX_STEP);
     skl_dense_chunk chunk;
     chunk.tiles = p->batch * p->heads_s * skl_ceil_div(p->len_q, SKL_GENERAL_TILE);
-    chunk.key_steps = skl_ceil_div(p->len_k, SKL_INDEX_STEP);
-    chunk.tile_size = chunk.key_steps * SKL_INDEX_STEP * SKL_GENERAL_TILE;
-    /* Enough tiles for 4 blocks per SM, each of which computes one index head of a tile. */
-    const int64_t enough = skl_ceil_div(4 * (int64_t)sm_count, p->index_heads);
-    chunk.count = skl_chunk_units(chunk.tile_size * (int64_t)sizeof(float), skl_min(chunk.tiles, enough));
-    chunk.key_tiles = p->batch * p->key_heads_s * skl_ceil_div(p->len_k, SKL_GENERAL_TILE);
-    chunk.num_dk_splits = skl_min(skl_min(p->index_heads, SKL_DK_SPLITS_MAX),
-                                  skl_ceil_div(2 * (int64_t)sm_count, skl_max(chunk.key_tiles, 1)));
-    chunk.dk_split_size = (p->packed ? p->total_k : p->batch * p->len_k) * p->key_heads_s * p->dim_s;
-    const int keys = (p->gradients & SKL_DK_S) != 0;
-    chunk.sums = skl_aligned_size((size_t)(chunk.count * chunk.tile_size) * sizeof(float));
-    chunk.end = chunk.sums + (keys ? (size_t)(chunk.num_dk_splits * chunk.dk_split_size) * sizeof(float) : 0);
+    chunk.slots = key_steps * SKL_INDEX_STEP;
+    const int64_t dy_size = chunk.slots * SKL_GENERAL_TILE * 4, entry_dk_size = keys ? chunk.slots * p->dim_s * 4 : 0;
+    /* Enough tiles for 4 blocks per SM, each of which computes one key step or one index head of a tile. */
+    const int64_t items_per_tile = skl_max(1, skl_min(key_steps, p->index_heads));
+    const int64_t enough = skl_min(skl_ceil_div(4 * (int64_t)sm_count, items_per_tile), SKL_DENSE_CHUNK_TILES_MAX);
+    chunk.count = skl_chunk_units(dy_size + entry_dk_size, skl_min(chunk.tiles, enough));
+    const int sums = keys && chunk.count < chunk.tiles && skl_grad_dtype(p, p->dtype_s) != SKL_F32;
+    chunk.entry_dk = skl_aligned_size((size_t)(chunk.count * dy_size));
+    chunk.sums = chunk.entry_dk + skl_aligned_size((size_t)(chunk.count * entry_dk_size));
+    chunk.end = chunk.sums + (sums ? skl_aligned_size((size_t)(keys_count * p->key_heads_s * p->dim_s) * 4) : 0);
     return chunk;
 }
 

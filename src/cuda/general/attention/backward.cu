@@ -252,16 +252,12 @@ static __global__ void __launch_bounds__(THREADS, 1) general_gradient(const __gr
 /* One launch per slice of SLICE dimensions. */
 template <bool DK> static cudaError_t launch_slices(const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
-    const cudaError_t error = cudaFuncSetAttribute(general_gradient<DK>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                   (int)sizeof(backward_memory));
-    if (error != cudaSuccess)
-        return error;
     record_launch("cuda_general", DK ? SKL_VARIANT_DK : SKL_VARIANT_DQ, 1);
+    cudaError_t error = cudaSuccess;
     backward_params slice = backward_params_of(params, launch);
-    for (; slice.dim_first < side_of(slice).dim; slice.dim_first += SLICE)
-        general_gradient<DK><<<(unsigned)launch->sm_count * SKL_GENERAL_BLOCKS_PER_SM, THREADS,
-                               sizeof(backward_memory), slice.call.stream>>>(slice);
-    return cudaPeekAtLastError();
+    for (; slice.dim_first < side_of(slice).dim && error == cudaSuccess; slice.dim_first += SLICE)
+        error = launch_general(general_gradient<DK>, slice, launch, sizeof(backward_memory));
+    return error;
 }
 
 extern "C" cudaError_t skl_cuda_general_dq(const skl_cuda_params *params, const skl_cuda_launch *launch)

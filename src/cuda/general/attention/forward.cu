@@ -63,7 +63,7 @@ static __device__ void sum_keys(forward_memory &memory, pipeline<COLUMNS> &pipe,
 {
     const skl_problem &p = params.problem;
     const bool reverse = p.direction == SKL_KL_REVERSE;
-    memory.states.clear();
+    clear(memory.states);
     pipe.begin([&] { return operands_of<false>(tile, TEACHER, tile.work.head * group); });
 #pragma unroll 1
     while (tile.key_first < tile.work.keys.end) {
@@ -146,17 +146,15 @@ static __device__ void forward_tile(const skl_cuda_params &params, forward_memor
     const skl_problem &p = params.problem;
     const int64_t group = TEACHER_GROUPS ? skl_group_size(&p) : 1;
     pipeline<TEACHER_GROUPS ? 4 : 8> pipe(memory.pipe);
-    if (TEACHER_GROUPS && params.call.inputs.lse_t.data != NULL)
-        load_group_lse(lse, params.call.inputs.lse_t, tile, group);
-    else if (TEACHER_GROUPS)
-        compute_group_lse(lse, memory, pipe, params, tile, group);
-    if (TEACHER_GROUPS)
+    if (TEACHER_GROUPS) {
+        find_group_lse(lse, memory, pipe, params, tile, group);
         __syncthreads();
+    }
 
     sum_keys(memory, pipe, params, tile, group, lse);
 #pragma unroll 1
     for (int i = 0; i < ROWS; i++) {
-        const skl_row_state state = row_merge(memory.states.get(i));
+        const skl_row_state state = row_merge(memory.states[i][threadIdx.x]);
         const int64_t query = tile.query_first + acc_row(i);
         if (!first_lane() || query >= tile.work.queries.end)
             continue;
@@ -189,21 +187,10 @@ static __global__ void __launch_bounds__(THREADS, 1) general_forward(const __gri
     });
 }
 
-template <bool TEACHER_GROUPS>
-static cudaError_t launch_forward(const skl_cuda_params *params, const skl_cuda_launch *launch)
-{
-    const cudaError_t error = cudaFuncSetAttribute(
-        general_forward<TEACHER_GROUPS>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(forward_memory));
-    if (error != cudaSuccess)
-        return error;
-    record_launch("cuda_general", TEACHER_GROUPS ? SKL_VARIANT_GROUPS : SKL_VARIANT_GRID_STRIDE, 1);
-    general_forward<TEACHER_GROUPS><<<(unsigned)launch->sm_count * SKL_GENERAL_BLOCKS_PER_SM, THREADS,
-                                      sizeof(forward_memory), params->call.stream>>>(*params);
-    return cudaPeekAtLastError();
-}
-
 extern "C" cudaError_t skl_cuda_general_forward(const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
-    return skl_group_size(&params->problem) > 1 ? launch_forward<true>(params, launch)
-                                                : launch_forward<false>(params, launch);
+    const bool groups = skl_group_size(&params->problem) > 1;
+    record_launch("cuda_general", groups ? SKL_VARIANT_GROUPS : SKL_VARIANT_GRID_STRIDE, 1);
+    return launch_general(groups ? general_forward<true> : general_forward<false>, *params, launch,
+                          sizeof(forward_memory));
 }
