@@ -21,7 +21,8 @@ static const char doc[] = "Show the version, the CPU, the devices and the kernel
                           "  streamkl info --json | jq -r '.kernels[] | select(.usable) | .name'\n"
                           "  STREAMKL_KERNEL=cpu_portable streamkl info\n"
                           "  streamkl info --explain --dtype bf16 --dim 128 --heads 16 --causal\n"
-                          "  streamkl info --explain --heads 64 --index-heads 32 --top-k 2048 --device cuda";
+                          "  streamkl info --explain --heads 64 --index-heads 32 --top-k 2048 --device cuda\n"
+                          "  streamkl info --explain --dtype bf16 --dim 128 --heads 16 --gpu h100";
 
 /* ---- The command line --------------------------------------------------------------------------------------- */
 
@@ -37,6 +38,7 @@ typedef struct info_request {
 enum {
     KEY_JSON = OPTIONS_COMMAND_KEYS,
     KEY_EXPLAIN,
+    KEY_GPU,
     KEY_BATCH,
     KEY_CONTEXT,
     KEY_HEADS,
@@ -54,6 +56,8 @@ enum { GROUP_OUTPUT = 1, GROUP_SHAPE, GROUP_PROBLEM, GROUP_ENGINE };
 static const struct argp_option options[] = {
     {NULL, 0, NULL, 0, "Output:", GROUP_OUTPUT},
     {"explain", KEY_EXPLAIN, NULL, 0, "Explain the choice of kernels for a problem", 0},
+    {"gpu", KEY_GPU, "NAME", 0, "Explain for a GPU that need not be here: a100, b200, h100, h200, l40s or rtx5090",
+     0},
     {"json", KEY_JSON, NULL, 0, "Print one JSON object instead of text", 0},
     {NULL, 0, NULL, 0, "Shape of the problem, with --explain:", GROUP_SHAPE},
     {"batch", KEY_BATCH, "N", 0, "Sequences; default 1", 0},
@@ -71,6 +75,7 @@ static const struct argp_option options[] = {
 
 static const option_field fields[] = {
     {KEY_EXPLAIN, parse_flag, offsetof(info_request, explain)},
+    {KEY_GPU, parse_string, offsetof(info_request, options.gpu)},
     {KEY_JSON, parse_flag, offsetof(info_request, json)},
     {KEY_BATCH, parse_count, offsetof(info_request, problem.batch)},
     {KEY_CONTEXT, parse_count, offsetof(info_request, context)},
@@ -110,6 +115,8 @@ static int parse_command_line(info_request *request, int argc, char **argv)
     const int refused = options_parse(&argp, argc, argv, 0, request);
     if (refused)
         return refused;
+    if (request->options.gpu != NULL)
+        request->options.device = SKL_CUDA;
     const bool only_json = argc == 1 || (argc == 2 && request->json);
     if (!request->explain && !only_json)
         return cli_fail(CLI_BAD_INPUT, "--explain must be given too: the options describe a problem to explain");
@@ -141,7 +148,8 @@ static skl_problem problem_of(const info_request *request)
 static const skl_op explained_ops[] = {SKL_OP_FORWARD, SKL_OP_BACKWARD, SKL_OP_FORWARD_BACKWARD};
 enum { EXPLAINED_COUNT = sizeof explained_ops / sizeof explained_ops[0] };
 
-static void print_problem(const skl_problem *problem)
+/* `gpu`: name of the GPU that the explanation is for; NULL: a device of this machine. */
+static void print_problem(const skl_problem *problem, const char *gpu)
 {
     const term_style style = term_style_for(stdout);
     printf("%sProblem%s  %" PRId64 " x %" PRId64 " queries x %" PRId64 " keys, %" PRId64 " head%s of size %" PRId64
@@ -152,14 +160,15 @@ static void print_problem(const skl_problem *problem)
         printf(", indexer with %" PRId64 " head%s", problem->index_heads, problem->index_heads == 1 ? "" : "s");
     if (problem->top_k)
         printf(", top-k %" PRId64, problem->top_k);
-    printf("%s\n", problem->causal ? ", causal" : "");
+    printf("%s", problem->causal ? ", causal" : "");
+    printf("%s%s\n", gpu != NULL ? ", GPU " : "", gpu != NULL ? gpu : "");
 }
 
-static int print_explanations(const skl_plan *plan, const skl_problem *problem, bool json)
+static int print_explanations(const skl_plan *plan, const skl_problem *problem, const char *gpu, bool json)
 {
     json_t *const object = json ? json_object() : NULL;
     if (!json)
-        print_problem(problem);
+        print_problem(problem, gpu);
     bool complete = true;
     for (int o = 0; o < EXPLAINED_COUNT && complete; o++) {
         char *const text = explain_plan(plan, NULL, explained_ops[o]);
@@ -183,9 +192,12 @@ static int explain_problem(const info_request *request)
     const skl_problem problem = problem_of(request);
     skl_plan *plan = NULL;
     const skl_status status = skl_plan_create(&plan, &problem, &request->options);
+    const char *const gpu = request->options.gpu;
+    if (gpu != NULL && status == SKL_ERROR_UNSUPPORTED)
+        return cli_fail(CLI_NO_DEVICE, "--gpu=%s: this build has no GPU kernels; it has %s", gpu, skl_build_info());
     if (status != SKL_OK)
         return fail_plan(status, &request->options);
-    const int exit_code = print_explanations(plan, &problem, request->json);
+    const int exit_code = print_explanations(plan, &problem, gpu, request->json);
     skl_plan_destroy(plan);
     return exit_code;
 }

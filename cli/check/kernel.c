@@ -326,11 +326,25 @@ static const check_pass passes[] = {
     {"merged halves", ANY_CASE, run_halves, 1 << KL | 1 << LSE_S},
 };
 
+/* A plan without the attention backward must refuse the call. */
+static void check_refusal(check_run *run, const check_pass *pass)
+{
+    const skl_status status = pass->run(run);
+    if (status != SKL_ERROR_UNSUPPORTED)
+        snprintf(run->verdict->failure, sizeof run->verdict->failure,
+                 "%s, %s: %s, but the plan does not support this call", pass->name, run->of->name,
+                 status == SKL_OK ? "it ran" : cli_status_text());
+}
+
 static void run_pass(check_run *run, const check_pass *pass)
 {
     for (int a = 0; a < ARRAY_COUNT; a++) {
         if (pass->writes >> a & 1)
             poison(run, a);
+    }
+    if (pass->kind == ATTENTION_CASE && !skl_plan_supports(run->plan, SKL_OP_ATTENTION_BACKWARD)) {
+        check_refusal(run, pass);
+        return;
     }
     skl_status status = pass->run(run);
     if (status == SKL_OK)

@@ -47,6 +47,8 @@ def test_info_explains_the_shape_that_was_given():
     "options, message",
     [
         (["--heads", "2"], "--explain must be given too"),
+        (["--gpu", "h100"], "--explain must be given too"),
+        (["--explain", "--gpu", ""], "--gpu=: must be not empty"),
         (["--explain", "--top-k", "4"], "--top-k: --index-heads must be given too"),
         (["--explain", "--index-heads", "4", "--grad-teacher"], "--grad-teacher: not available"),
         (["--explain", "--dtype", "f64"], "--dtype=f64: must be f32, f16 or bf16"),
@@ -56,6 +58,35 @@ def test_info_explains_the_shape_that_was_given():
 )
 def test_info_refusals(options, message):
     assert_refused(run("info", *options), message)
+
+
+BUILD = json.loads(run("info", "--json").stdout)["build"]
+HAS_GPU_KERNELS = "CUDA" in BUILD
+
+
+@pytest.mark.skipif(not HAS_GPU_KERNELS, reason="a build without GPU kernels")
+def test_info_explains_gpus_that_are_not_here():
+    problem = ("--dtype", "bf16", "--dim", "128", "--heads", "16", "--causal")
+    kernels = {gpu: info_json(*problem, "--gpu", gpu)["kernel"] for gpu in ("h100", "h200", "a100", "b200")}
+    assert kernels["h100"] == kernels["h200"] == "cuda_sm90_bf16_128"
+    assert kernels["a100"] == kernels["b200"] == "cuda_sm80_bf16_128"
+    for gpu in ("l40s", "rtx5090"):
+        answer = info_json(*problem, "--gpu", gpu)
+        assert list(answer["explain"]) == ["forward", "backward", "one pass"]
+        for lines in answer["explain"].values():
+            assert lines and all(LINE.match(line) and "cuda_" in line for line in lines)
+    assert "16 heads of size 128, bf16, causal, GPU h100\n" in run("info", "--explain", *problem, "--gpu", "h100").stdout
+
+
+@pytest.mark.skipif(not HAS_GPU_KERNELS, reason="a build without GPU kernels")
+def test_info_refuses_an_unknown_gpu():
+    done = run("info", "--explain", "--gpu", "h1000")
+    assert_refused(done, "options.gpu=h1000: must be a100, b200, h100, h200, l40s or rtx5090")
+
+
+@pytest.mark.skipif(HAS_GPU_KERNELS, reason="a build with GPU kernels")
+def test_info_refuses_gpus_without_their_kernels():
+    assert_refused(run("info", "--explain", "--gpu", "h100"), f"--gpu=h100: this build has no GPU kernels; it has {BUILD}", code=4)
 
 
 def test_kl_explains_what_it_runs(pair, tmp_path):
