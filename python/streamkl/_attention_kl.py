@@ -10,7 +10,8 @@ from . import _library as lib
 from ._check_lse import check_both_lses, is_lse_check_on
 from ._checks import sizes
 from ._distributed import may_be_distributed
-from ._ops import BOTH_LSES, Forward, OnePass, weighted
+from ._mean import divided, row_count, weighted
+from ._ops import BOTH_LSES, Forward, OnePass, Operators
 from ._options import (
     AllAttentionOptions, CpComm, CpGrads, CpLayout, Direction, Layout, Reduction, check_flags, refuse_transforms, translate,
 )  # fmt: skip
@@ -173,7 +174,7 @@ def attention_kl(
         row_weight = expand_weight(row_weight, q_s, lengths, options)
 
     tensors, given_lses = (q_t, k_t, q_s, k_s, None, sink_t, sink_s), (lse_t, lse_s)
-    operators, groups = torch.ops.streamkl, None
+    operators, groups = Operators, None
     if cp_group is not None or tp_group is not None or loss_group is not None:
         from .parallel import Groups
 
@@ -182,12 +183,13 @@ def attention_kl(
             (*tensors, None), (lse_t, lse_s, row_weight), lengths, options, reduction=reduction, return_lse=return_lse
         )
     is_split = groups is not None and groups.is_split
+    is_mean = reduction == "mean" and not (groups is not None and groups.reduces)
     one_pass = options.gradients and reduction != "none" and (row_weight is None or not row_weight.requires_grad)
     if one_pass and lse_t is None and lse_s is None and lses_first(q_t, q_s, options):
         with torch.no_grad():
             lse_t, lse_s = operators.forward(*tensors, None, None, lib.LSE_T | lib.LSE_S, *lengths, *options)
     if one_pass and lse_t is not None and lse_s is not None:
-        (loss,) = OnePass.apply(*tensors, (operators, None, lse_t, lse_s, row_weight, 0, lengths, options))
+        (loss,) = OnePass.apply(*tensors, (operators, None, lse_t, lse_s, row_weight, 0, is_mean, lengths, options))
     else:
         rows = lib.KL | (lib.LSE_T | lib.LSE_S if return_lse else 0)
         if options.gradients:
@@ -198,13 +200,12 @@ def attention_kl(
         if return_lse:
             lse_t, lse_s = lses
         loss = weighted(kl, row_weight)
-        loss = loss if reduction == "none" else loss.sum()
+        if reduction != "none":
+            loss = divided(loss, row_count(q_s, k_s, row_weight, lengths, options) if is_mean else 1)
     if is_lse_check_on(check_lse, *given_lses) and not is_split:  # the operator has checked all shapes
         check_both_lses((q_t, k_t, given_lses[0], sink_t), (q_s, k_s, given_lses[1], sink_s), lengths, options)
     if groups is not None and groups.reduces and reduction != "none":
         loss = groups.reduced_over_rows(loss, reduction, (*tensors, None), row_weight, lengths, options)
-    elif reduction == "mean":
-        loss = divide_by_rows(loss, q_s, k_s, row_weight, lengths, options)
     if not return_lse:
         return loss
     assert lse_t is not None and lse_s is not None
@@ -261,86 +262,3 @@ def expand_weight(row_weight: torch.Tensor, student: torch.Tensor, lengths, opti
         raise ValueError(f"row_weight: dtype {row_weight.dtype} must be real")
     weight = row_weight.float()
     return weight if weight.dim() == len(per_head) else weight.unsqueeze(-2).expand(per_head)
-
-
-# ---- The mean over rows that attend to a key -----------------------------------------------------------------------
-#
-# Query i of a sequence has position p = i + len_k - len_q and attends to the keys j < keys with p - left <= j <= p + right.
-# Such a key exists if p + right >= 0 and p - left <= keys - 1. So rows first <= i < end attend to a key, where
-#
-#     first = len_q - len_k - right        end = len_q - len_k + keys + left        within 0..len_q
-
-
-def divide_by_rows(loss, q_s, k_s, row_weight, lengths, options):
-    cu_seqlens_q, cu_seqlens_k, key_lengths, key_begin, key_end = lengths
-    heads_first, left = options.heads_first, options.window_left
-    right = 0 if options.causal else options.window_right
-    batch, heads, len_q = sizes(q_s.shape, cu_seqlens_q is not None, heads_first)
-    len_k = k_s.shape[-2 if heads_first else -3]
-    if key_begin is not None or key_end is not None:
-        attending = _attending_mask(batch, len_q, len_k, lengths, left, right)
-        if row_weight is None:
-            return loss / (attending.sum() * heads).clamp(min=1)
-        return _divide_by_weight(loss, (row_weight * attending.unsqueeze(-2)).sum())
-    if cu_seqlens_q is None and key_lengths is None:
-        first, end = _attending_rows(len_q, len_k, len_k, left, right)
-        if row_weight is None:
-            return loss * (1.0 / max(batch * heads * (end - first), 1))
-        return _divide_by_weight(loss, row_weight[..., first:end].sum())
-    if cu_seqlens_q is None:
-        first, end = _attending_rows(len_q, len_k, key_lengths, left, right)
-    else:
-        first, end = _attending_rows(cu_seqlens_q.diff(), cu_seqlens_k.diff(), cu_seqlens_k.diff(), left, right)
-    if row_weight is None:
-        return loss / ((end - first).sum() * heads).clamp(min=1)
-    row = torch.arange(len_q, device=loss.device)
-    if cu_seqlens_q is None:
-        attending = (row >= first) & (row < end.unsqueeze(-1))
-    else:
-        sequence, row = _place_in_sequence(cu_seqlens_q, row)
-        attending = (row >= (first if isinstance(first, int) else first[sequence])) & (row < end[sequence])
-    return _divide_by_weight(loss, (row_weight * attending.unsqueeze(-2)).sum())
-
-
-def _place_in_sequence(cu_seqlens_q, row):
-    """(sequence, index in it) of packed rows. A row after the last sequence gets that sequence, and an index outside of it."""
-    sequence = torch.searchsorted(cu_seqlens_q[1:], row, right=True).clamp(max=cu_seqlens_q.shape[0] - 2)
-    return sequence, row - cu_seqlens_q[sequence]
-
-
-def _attending_mask(batch, len_q, len_k, lengths, left, right):
-    """bool [batch, len_q], packed [total_q]: the rows that attend to a key, with row bounds."""
-    cu_seqlens_q, cu_seqlens_k, key_lengths, key_begin, key_end = lengths
-    row = torch.arange(len_q, device=(key_end if key_begin is None else key_begin).device)
-    if cu_seqlens_q is None:
-        keys = len_k if key_lengths is None else key_lengths.unsqueeze(-1)
-        position, exists = (row + (len_k - len_q)).expand(batch, len_q), True
-    else:
-        sequence, row = _place_in_sequence(cu_seqlens_q, row)
-        queries, keys = cu_seqlens_q.diff()[sequence], cu_seqlens_k.diff()[sequence]
-        position, exists = row + keys - queries, row < queries
-    begin = position - left if left >= 0 else torch.zeros_like(position)
-    end = position + (right + 1) if right >= 0 else torch.full_like(position, len_k)
-    begin = begin.clamp(min=0) if key_begin is None else begin.clamp(min=0).maximum(key_begin)
-    end = end if key_end is None else end.minimum(key_end)
-    return exists & (begin < end) & (begin < keys)
-
-
-def _attending_rows(len_q, len_k, keys, left, right):
-    """(first, end) of the rows of a sequence that attend to a key: numbers, or tensors if the lengths are tensors."""
-    first = _clip(len_q - len_k - right, 0, len_q) if right >= 0 else 0
-    end = _clip(len_q - len_k + keys + left, first, len_q) if left >= 0 else len_q
-    if isinstance(keys, torch.Tensor):
-        return first, torch.where(keys > 0, end, first)
-    return first, end if keys > 0 else first
-
-
-def _clip(value, lowest, highest):
-    if isinstance(value, torch.Tensor):
-        return value.clamp(min=lowest).clamp(max=highest)
-    return min(max(value, lowest), highest)
-
-
-def _divide_by_weight(loss, total):
-    """If all weights are 0, the sum is 0 and so is the mean."""
-    return loss / torch.where(total == 0, 1.0, total)

@@ -1,12 +1,39 @@
-"""One call of the library on torch tensors."""
+"""One call of the library on torch tensors.
+
+The first call on tensors of some shapes, strides, types and devices prepares a `Call`. Later ones find it in a cache:
+they only allocate the results and fill in addresses.
+"""
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import torch
 
 from . import _library as lib
 from ._checks import describe
 from ._problem import Problem
+
+# The inputs of a call. w_s is given if the student is an indexer, v_s, o_s and do_s with its attention.
+_TENSORS = ("q_t", "k_t", "q_s", "k_s", "w_s", "sink_t", "sink_s", "indices")
+_ROWS = ("lse_t", "lse_s", "kl", "dot_t", "grad_kl")
+_LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "key_lengths", "key_begin", "key_end")
+_INPUTS, _VALUES = (*_TENSORS, *_ROWS, *_LENGTHS), ("v_s", "o_s", "do_s")
+TENSOR_COUNT, LENGTH_COUNT = len(_TENSORS), len(_LENGTHS)
+_ARRAYS = ("sink_t", "sink_s", *_LENGTHS)  # contiguous: only their addresses count
+_TRAINED = (*_TENSORS[:-1], "v_s")  # by the bits of skl_problem.gradients
+
+
+# ---- Problems and plans --------------------------------------------------------------------------------------------
+
+
+def specs_of(tensors, lse_t, lse_s, row_weight, lengths, options):
+    """The arguments of describe()."""
+    return *map(_spec, (*tensors, lse_t, lse_s, row_weight, *lengths)), *options
+
+
+def _spec(tensor):
+    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
 
 
 def describe_while_tracing(*call, one_pass: bool = False) -> Problem:
@@ -25,64 +52,120 @@ def _in_numbers(value):
     return value
 
 
-# ---- Addresses and strides -----------------------------------------------------------------------------------------
+@lru_cache(maxsize=4096)  # packed batches have new lengths at every step; a plan takes less than a kilobyte
+def plan_for(*specs_and_options, one_pass: bool = False) -> lib.Plan:
+    return lib.Plan(describe(*specs_and_options, one_pass=one_pass))
 
 
-def address(tensor: torch.Tensor, problem: Problem) -> tuple[int, int, int, int]:
-    """skl_output of a tensor in the layout of the call."""
-    strides = tensor.stride()
-    batch, first, second = (0, strides[0], strides[1]) if problem.packed else strides[:3]
-    return (tensor.data_ptr(), batch, first, second) if problem.heads_first else (tensor.data_ptr(), batch, second, first)
+# ---- Results -------------------------------------------------------------------------------------------------------
 
 
-def input_address(tensor: torch.Tensor | None, problem: Problem, copies: list) -> tuple[int, int, int, int]:
-    """skl_input of a tensor. The library accepts any strides except in the last dimension: `copies` keeps a copy alive."""
-    if tensor is None:
-        return lib.ABSENT
-    if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
-        tensor = tensor.contiguous()
-        copies.append(tensor)
-    return address(tensor, problem)
+# Names of the row vectors of a bit mask: a table, because every call looks them up.
+_ROW_NAMES = tuple(
+    tuple(name for bit, name in enumerate(lib.ROW_NAMES) if rows >> bit & 1) for rows in range(1 << len(lib.ROW_NAMES))
+)
 
 
-def row_address(rows: torch.Tensor | None) -> tuple[int, int, int, int]:
-    """skl_input or skl_output of a row vector: [batch, heads, length], packed [heads, total]."""
-    if rows is None:
-        return lib.ABSENT
-    batch, head, row = rows.stride() if rows.dim() == 3 else (0, *rows.stride())
-    return rows.data_ptr(), batch, head, row
+def row_names(rows: int) -> tuple[str, ...]:
+    return _ROW_NAMES[rows]
 
 
-def _data_ptr(array: torch.Tensor | None) -> int:
-    return 0 if array is None else array.data_ptr()
+def new_rows(q_t: torch.Tensor, rows: int, problem: Problem) -> list[torch.Tensor]:
+    of_teacher = ("lse_t", "dot_t")
+    heads = [problem.heads_t if name in of_teacher else problem.heads_s for name in row_names(rows)]
+    return [q_t.new_empty(problem.row_shape(count), dtype=torch.float32) for count in heads]
+
+
+def new_gradients(tensors, gradients: int, f32: bool) -> list[torch.Tensor]:
+    """Gradients have the strides of their tensors, so that they flow back through views without a copy."""
+    wanted = [tensor for bit, tensor in enumerate(tensors) if gradients >> bit & 1]
+    made = [torch.empty_like(tensor, dtype=torch.float32 if f32 else None) for tensor in wanted]
+    return [gradient if gradient.stride(-1) == 1 else gradient.new_empty(gradient.shape) for gradient in made]
 
 
 # ---- The call ------------------------------------------------------------------------------------------------------
+
+
+class Call:
+    """An operation on inputs (shape, dtype, device, strides): its plan, its results, and its structs without addresses."""
+
+    def __init__(self, op: int, rows: int, options: tuple, *inputs: tuple | None) -> None:
+        given = {name: each for name, each in zip((*_INPUTS, *_VALUES), inputs) if each is not None}
+        described = [given[name][:3] if name in given else None for name in _INPUTS if name not in ("kl", "dot_t")]
+        self.op, self.plan = op, plan_for(*described, *options, one_pass=op == lib.FORWARD_BACKWARD)
+        self.device, problem, empty = given["q_t"][2], self.plan.problem, torch.empty_strided
+        tensors = {name: empty(each[0], each[3], dtype=each[1], device="meta") for name, each in given.items()}
+        # The library accepts any strides except in the last dimension of a tensor with heads.
+        strided = {name: each for name, each in tensors.items() if each.stride(-1) != 1 and each.shape[-1] != 1}
+        copied = {name: each.contiguous() for name, each in strided.items() if name not in (*_ROWS, *_ARRAYS)}
+        self.copied = [place for place, name in enumerate((*_INPUTS, *_VALUES)) if name in copied]
+        strides = {name: _strides(name, each, problem) for name, each in (tensors | copied).items()}
+        of_values = {name: strides.pop(name) for name in _VALUES if name in strides}
+        self.inputs = lib.Template(lib.pack_inputs, strides)
+
+        made = new_rows(tensors["q_t"], rows, problem)
+        self.rows = lib.Template(lib.pack_rows, {n: _strides(n, each, problem) for n, each in zip(row_names(rows), made)})
+        self.row_count = len(made)
+        if op in (lib.BACKWARD, lib.FORWARD_BACKWARD, lib.ATTENTION_BACKWARD):
+            made += new_gradients([tensors.get(name) for name in _TRAINED], problem.gradients, problem.grad_f32)
+            names = ["d" + name for bit, name in enumerate(_TRAINED) if problem.gradients >> bit & 1]
+            strides = {n: _strides(n, each, problem) for n, each in zip(names, made[self.row_count :])}
+            if of_values:
+                self.values = lib.Template(lib.pack_attention, of_values | {"dv_s": strides.pop("dv_s")})
+            self.gradients = lib.Template(lib.pack_gradients, strides)
+        self.results = [(each.shape, each.stride(), each.dtype) for each in made]
+
+    def __call__(self, given: tuple, execute) -> list[torch.Tensor]:
+        """Row vectors, then gradients."""
+        device, empty = self.device, torch.empty_strided  # takes half the time of torch.empty
+        made = [empty(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in self.results]
+        outputs: tuple = () if self.op == lib.BACKWARD else (self.rows.fill(made[: self.row_count]),)
+        if self.op != lib.FORWARD:
+            outputs = *outputs, self.gradients.fill(made[self.row_count :])
+        if self.op == lib.ATTENTION_BACKWARD:
+            outputs = self.values.fill((*given[len(_INPUTS) :], made[-1])), *outputs
+        self.run(given, outputs, execute)
+        return made
+
+    def run(self, given: tuple, outputs: tuple, execute) -> None:
+        """`outputs` are the arguments of the C function between inputs and workspace."""
+        execute(self.plan, self.op, self.inputs.fill(given), outputs, self.device)
+
+
+def _strides(name: str, tensor: torch.Tensor, problem: Problem) -> tuple[int, ...]:
+    """(stride_batch, stride_head, stride_row) of a member of a struct; none for an array, of which only the address counts."""
+    if name in _ARRAYS:
+        return ()
+    if tensor.dim() == 1:  # the gradient of a sink
+        return 0, 0, 0
+    batch, first, second = (0, *tensor.stride()[:2]) if problem.packed else tensor.stride()[:3]
+    heads_first = problem.heads_first or name in (*_ROWS, *lib.ROW_NAMES)
+    return (batch, first, second) if heads_first else (batch, second, first)
+
+
+prepared = lru_cache(maxsize=1024)(Call)
+
+
+def prepare(op: int, rows: int, given: tuple, options: tuple) -> tuple[Call, tuple]:
+    """The call of an operation on the tensors `given`, in the order of _INPUTS and _VALUES, and these tensors as it reads them."""
+    inputs = [None if each is None else (each.shape, each.dtype, each.device, each.stride()) for each in given]
+    call = prepared(op, rows, options, *inputs)
+    if call.copied:
+        given = tuple(each.contiguous() if place in call.copied else each for place, each in enumerate(given))
+    return call, given
+
+
+# torch.cuda.current_stream also makes a Stream object.
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (lambda n: torch.cuda.current_stream(n).cuda_stream)
+
+
+def stream_of(device: torch.device) -> int | None:
+    return _raw_stream(device.index) if device.type == "cuda" else None
 
 
 def execute(plan: lib.Plan, op: int, inputs: bytes, outputs: tuple, device: torch.device) -> None:
     """Runs an operation; `outputs` are its arguments between inputs and workspace."""
     # Blocks of torch's allocator are aligned to 64 bytes, ordered by stream and safe in CUDA graphs.
     size = plan.workspace_sizes[op]
-    workspace = torch.empty(size, dtype=torch.uint8, device=device)
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
-    lib.check(lib.run_function(op)(plan.handle, inputs, *outputs, workspace.data_ptr(), size, stream))
-
-
-def call(
-    plan, op, tensors, lengths, outputs, lse_t=None, lse_s=None, kl=None, dot_t=None, grad_kl=None, execute=execute
-) -> None:
-    """Executes `op` on tensors (q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices), length arrays and row vectors."""
-    q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices = tensors
-    cu_seqlens_q, cu_seqlens_k, key_lengths, key_begin, key_end = lengths
-    problem = plan.problem
-    copies: list[torch.Tensor] = []
-    inputs = lib.pack_inputs(
-        input_address(q_t, problem, copies), input_address(k_t, problem, copies),
-        input_address(q_s, problem, copies), input_address(k_s, problem, copies),
-        row_address(lse_t), row_address(lse_s), row_address(kl), row_address(dot_t), row_address(grad_kl),
-        _data_ptr(cu_seqlens_q), _data_ptr(cu_seqlens_k), _data_ptr(key_lengths),
-        input_address(w_s, problem, copies), input_address(indices, problem, copies),
-        _data_ptr(key_begin), _data_ptr(key_end), _data_ptr(sink_t), _data_ptr(sink_s),
-    )  # fmt: skip
-    execute(plan, op, inputs, outputs, q_t.device)
+    workspace = torch.empty_strided((size,), (1,), dtype=torch.uint8, device=device)
+    lib.check(lib.run_function(op)(plan.handle, inputs, *outputs, workspace.data_ptr(), size, stream_of(device)))

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Callable, Literal, NamedTuple
 
 import torch
 
 from . import _library as lib
-from ._attention_kl import divide_by_rows, expand_weight
+from ._attention_kl import expand_weight
+from ._call import specs_of
 from ._checks import check_attention, describe
-from ._ops import carries_kl, specs_of
+from ._mean import row_count
+from ._ops import Operators, carries_kl
 from ._options import Direction, Layout, Lengths, check_flags, refuse_transforms, translate
 from ._problem import DK_S, DQ_S, DV_S, KL_REVERSE
-from ._sdpa import as_autocast, attend
+from ._sdpa import as_autocast, attend, fixed_order
 
 GRADIENTS = DQ_S | DK_S | DV_S
 _NO_LENGTHS = dict(cu_seqlens_q=None, cu_seqlens_k=None, key_lengths=None)
@@ -125,10 +128,12 @@ class Carried(torch.autograd.Function):
         if term is None or scale is None:
             return *_own_backward(ctx.compute, q, k, v, grad_output), None, None
         operands = _Operands.of(term, q, k, lse, scale)
-        if term.options.deterministic or carries_kl(*operands):
+        if carries_kl(*operands):
             *rows, dq, dk, dv = _in_one_call(operands, term, v, output, grad_output)
-        else:  # torch's backward is faster than general kernels
-            *rows, dq, dk, dv = _apart(operands, term, _own_backward(ctx.compute, q, k, v, grad_output))
+        else:
+            with fixed_order(q, term) if term.options.deterministic else nullcontext():
+                own = _own_backward(ctx.compute, q, k, v, grad_output)
+            *rows, dq, dk, dv = _apart(operands, term, own)
         slot.finish(rows)
         return dq, dk, dv, None, None
 
@@ -159,7 +164,7 @@ class _Operands(NamedTuple):
         q, k, lse_s = term.packed(q), term.packed(k), None if lse_s is None else term.packed(lse_s)
         lse_t = term.lse_t
         if lse_t is None or lse_s is None:
-            computed_t, computed_s = torch.ops.streamkl.forward(
+            computed_t, computed_s = Operators.forward(
                 term.q_t, term.k_t, q, k, None, None, None, None, lse_t, lib.LSE_T | lib.LSE_S, *term.lengths, *term.options
             )
             lse_t, lse_s = computed_t if lse_t is None else lse_t, computed_s if lse_s is None else lse_s
@@ -171,7 +176,7 @@ def _in_one_call(operands: _Operands, term: Term, v, output, grad_output):
     """[kl, dq, dk, dv], or without the KL"""
     q_t, k_t, q_s, k_s, lse_t, lse_s, weight, lengths, options = operands
     of_values = map(term.packed, (v, output, grad_output))
-    made = torch.ops.streamkl.attention_backward(
+    made = Operators.attention_backward(
         q_t, k_t, q_s, k_s, *of_values, lse_t, lse_s, weight, term.row_vectors, *lengths, *options
     )
     return [term.unpacked(each, v.shape[0]) for each in made]
@@ -181,7 +186,7 @@ def _apart(operands: _Operands, term: Term, own):
     """The same from the attention's own gradients and a one-pass call, whose sum is rounded once."""
     q_t, k_t, q_s, k_s, lse_t, lse_s, weight, lengths, options = operands
     options = options._replace(gradients=DQ_S | DK_S, grad_f32=True)
-    made = torch.ops.streamkl.forward_backward(
+    made = Operators.forward_backward(
         q_t, k_t, q_s, k_s, None, None, None, None, lse_t, lse_s, weight, term.row_vectors, *lengths, *options
     )
     *rows, dq, dk = (term.unpacked(each, own[0].shape[0]) for each in made)
@@ -265,7 +270,8 @@ def attention(
         reduction: ``"mean"``: weighted mean over the rows that attend to at least one key; ``"sum"``.
         row_weight: weight of each row, ``[batch, len_q]`` or ``[batch, heads, len_q]``, packed ``[total_q]`` or
             ``[heads, total_q]``.
-        deterministic: gradients have the same bits on every run.
+        deterministic: gradients have the same bits on every run. On a GPU the attention's own backward is then torch's:
+            flash attention or, with f32, row bounds or softcaps, stored matrices.
         layout: ``"bnhd"``, as above, or ``"bhnd"``: ``[batch, heads, length, dim]``, packed ``[heads, total, dim]``.
 
     Returns:
@@ -308,4 +314,4 @@ def _weight_of_rows(q, k, kl_weight, row_weight, reduction, lengths, options) ->
     if row_weight is not None:
         row_weight = expand_weight(row_weight, q, lengths, options)
         weight = weight * row_weight
-    return divide_by_rows(weight, q, k, row_weight, lengths, options) if reduction == "mean" else weight
+    return weight / row_count(q, k, row_weight, lengths, options) if reduction == "mean" else weight

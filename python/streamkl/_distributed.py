@@ -14,11 +14,11 @@ def may_be_distributed(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        if any(type(value).__name__ == "DTensor" for value in (*args, *kwargs.values())):
+        if "DTensor" in [type(value).__name__ for value in (*args, *kwargs.values())]:
             from .parallel._dtensor import call_on_shards
 
             return call_on_shards(function, args, kwargs)
-        if any(kwargs.get(name) is not None for name in _GROUPS):
+        if [name for name in _GROUPS if kwargs.get(name) is not None]:
             from .parallel._groups import call_in_eager_mode
 
             return call_in_eager_mode(function, args, kwargs)

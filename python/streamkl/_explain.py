@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from . import _library as lib
 from ._ops import KERNELS
 from ._options import AllAttentionOptions, AllIndexerOptions
 from ._attention_kl import attention_kl
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
 class _Explaining(TorchDispatchMode):
     """Explains every operator of this package instead of running it. Results are allocated and not computed."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: str | None) -> None:
         super().__init__()
+        self.gpu = gpu
         self.texts: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -29,11 +31,12 @@ class _Explaining(TorchDispatchMode):
         return KERNELS[func](*args, execute=self._explain)
 
     def _explain(self, plan, op, inputs, outputs, device) -> None:
-        self.texts.append(plan.explain(op, inputs))
+        on_gpu = plan if self.gpu is None else lib.Plan(plan.problem, self.gpu)
+        self.texts.append(on_gpu.explain(op, inputs))
 
 
-def _explain(function, tensors, options) -> str:
-    with _Explaining() as explaining:
+def _explain(function, tensors, gpu, options) -> str:
+    with _Explaining(gpu) as explaining:
         answer = function(*tensors, **options)
         loss = answer[0] if isinstance(answer, tuple) else answer
         if loss.requires_grad:
@@ -43,13 +46,17 @@ def _explain(function, tensors, options) -> str:
 
 
 def explain(
-    q_t: torch.Tensor, k_t: torch.Tensor, q_s: torch.Tensor, k_s: torch.Tensor, *, return_lse: bool = False,
-    **options: Unpack[AllAttentionOptions],
+    q_t: torch.Tensor, k_t: torch.Tensor, q_s: torch.Tensor, k_s: torch.Tensor, *, gpu: str | None = None,
+    return_lse: bool = False, **options: Unpack[AllAttentionOptions],
 ) -> str:  # fmt: skip
     """The launches of :func:`streamkl.attention_kl` with the same arguments, and of its backward if gradients are required.
 
     Nothing is computed. The choice of a kernel depends on shapes, types, masks, strides and addresses: pass the tensors of
     the real call.
+
+    Args:
+        gpu: explains the launches on this GPU, which need not be here: ``"a100"``, ``"b200"``, ``"h100"``, ``"h200"``,
+            ``"l40s"`` or ``"rtx5090"``. The tensors may be on a CPU. Default: the device of the tensors.
 
     Example::
 
@@ -63,12 +70,12 @@ def explain(
     Raises:
         ValueError: as :func:`streamkl.attention_kl`.
     """
-    return _explain(attention_kl, (q_t, k_t, q_s, k_s), {**options, "return_lse": return_lse})
+    return _explain(attention_kl, (q_t, k_t, q_s, k_s), gpu, {**options, "return_lse": return_lse})
 
 
 def explain_indexer(
     q_t: torch.Tensor, k_t: torch.Tensor, q_s: torch.Tensor, k_s: torch.Tensor, w_s: torch.Tensor,
-    indices: torch.Tensor | None = None, *, return_rows: bool = False, **options: Unpack[AllIndexerOptions],
+    indices: torch.Tensor | None = None, *, gpu: str | None = None, return_rows: bool = False, **options: Unpack[AllIndexerOptions],
 ) -> str:  # fmt: skip
     """The launches of :func:`streamkl.indexer_kl` with the same arguments: see :func:`streamkl.explain`."""
-    return _explain(indexer_kl, (q_t, k_t, q_s, k_s, w_s, indices), {**options, "return_rows": return_rows})
+    return _explain(indexer_kl, (q_t, k_t, q_s, k_s, w_s, indices), gpu, {**options, "return_rows": return_rows})

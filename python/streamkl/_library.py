@@ -11,10 +11,10 @@ import os
 import struct
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Callable, Iterable, NamedTuple
 
 from ._problem import (
-    ATTENTION, DSINK_T, INDEXER, KL_FORWARD, KL_REVERSE, Problem, SklOptions, SklProblem, skl_options, skl_problem,
+    ATTENTION, CUDA, DSINK_T, INDEXER, KL_FORWARD, KL_REVERSE, Problem, SklOptions, SklProblem, skl_options, skl_problem,
 )  # fmt: skip
 
 FORWARD, BACKWARD, FORWARD_BACKWARD, PARTIAL, ATTENTION_BACKWARD = range(5)  # skl_op
@@ -75,6 +75,27 @@ def pack_attention(v_s, o_s, do_s, dv_s=ABSENT) -> bytes:
     return _ATTENTION.pack(_ATTENTION.size, *v_s, *o_s, *do_s, *dv_s)
 
 
+class Template:
+    """A struct of tensors of fixed strides, packed by one of the functions above at every call.
+
+    `strides` has those of every tensor by the name of its member; an array has none.
+    """
+
+    def __init__(self, pack: Callable[..., bytes], strides: dict[str, tuple[int, ...]]) -> None:
+        mark = 1 << 62  # stands for an address: no stride is as large
+        members = {name: (mark + n, *each) if each else mark + n for n, (name, each) in enumerate(strides.items())}
+        self.words = list(memoryview(pack(**members)).cast("q"))
+        self.places = [self.words.index(mark + n) for n in range(len(strides))]
+        self.pack = struct.Struct(f"@{len(self.words)}q").pack
+
+    def fill(self, tensors: Iterable[Any]) -> bytes:
+        """The struct with the addresses of its tensors, in the order of `strides`; None is passed over."""
+        words = self.words.copy()
+        for place, address in zip(self.places, [tensor.data_ptr() for tensor in tensors if tensor is not None]):
+            words[place] = address
+        return self.pack(*words)
+
+
 # ---- Loading -------------------------------------------------------------------------------------------------------
 
 
@@ -98,6 +119,7 @@ _SIGNATURES = {
     "skl_plan_workspace_size": (_SIZE, [_POINTER, ctypes.c_int]),
     "skl_plan_kernel": (ctypes.c_char_p, [_POINTER]),
     "skl_plan_explain": (_SIZE, [_POINTER, _BYTES, ctypes.c_int, ctypes.c_char_p, _SIZE]),
+    "skl_plan_supports": (ctypes.c_int, [_POINTER, ctypes.c_int]),
     "skl_problem_needs": (ctypes.c_uint32, [ctypes.POINTER(SklProblem), ctypes.c_int]),
     "skl_forward": (ctypes.c_int, [_POINTER, _BYTES, _BYTES, _POINTER, _SIZE, _POINTER]),
     "skl_backward": (ctypes.c_int, [_POINTER, _BYTES, _BYTES, _POINTER, _SIZE, _POINTER]),
@@ -127,11 +149,11 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
+@lru_cache(maxsize=None)
 def run_function(op: int):
     """skl_forward, skl_backward, skl_forward_backward, skl_partial or skl_attention_backward."""
-    calls = library()
     names = "skl_forward", "skl_backward", "skl_forward_backward", "skl_partial", "skl_attention_backward"
-    return getattr(calls, names[op])
+    return getattr(library(), names[op])
 
 
 def check(status: int) -> None:
@@ -146,16 +168,25 @@ def check(status: int) -> None:
 
 
 class Plan:
-    """A skl_plan, the problem that it solves and the sizes of its workspaces. Destroyed together with this object."""
+    """A skl_plan, the problem that it solves and the sizes of its workspaces. Destroyed together with this object.
 
-    def __init__(self, problem: Problem) -> None:
+    `gpu`: the name of a GPU that need not be here; such a plan explains its launches and runs none.
+    """
+
+    def __init__(self, problem: Problem, gpu: str | None = None) -> None:
         calls = library()
         c_problem, c_options, handle = skl_problem(problem), skl_options(problem), ctypes.c_void_p()
+        if gpu is not None:
+            c_options.device, c_options.device_index, c_options.gpu = CUDA, 0, gpu.encode()
         check(calls.skl_plan_create(ctypes.byref(handle), ctypes.byref(c_problem), ctypes.byref(c_options)))
         self.handle, self.problem = handle, problem
         self.workspace_sizes = tuple(calls.skl_plan_workspace_size(handle, op) for op in range(5))
         self.kernel = calls.skl_plan_kernel(handle).decode()
         self._destroy = calls.skl_plan_destroy
+
+    def supports(self, op: int) -> bool:
+        """Whether calls of an operation run: skl_plan_supports."""
+        return bool(library().skl_plan_supports(self.handle, op))
 
     def explain(self, op: int, inputs: bytes | None = None) -> str:
         """The launches of an operation, one per line, with the reason of each choice: skl_plan_explain."""

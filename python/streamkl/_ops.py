@@ -18,14 +18,16 @@ from functools import lru_cache
 import torch
 
 from . import _library as lib
-from ._call import address, call, describe_while_tracing, execute, input_address, row_address
-from ._checks import check_attention, describe
-from ._problem import ATTENTION, INDEXER, OPTIONS_SCHEMA, Options, Problem
+from ._call import (
+    LENGTH_COUNT, TENSOR_COUNT, describe_while_tracing, execute, new_gradients, new_rows, plan_for, prepare, row_names, specs_of,
+)  # fmt: skip
+from ._checks import check_attention
+from ._mean import divided, row_count, weighted
+from ._options import are_transforms_active
+from ._problem import ATTENTION, INDEXER, OPTIONS_SCHEMA, Options
 
 _TENSORS = "Tensor q_t, Tensor k_t, Tensor q_s, Tensor k_s, Tensor? w_s, Tensor? sink_t, Tensor? sink_s, Tensor? indices"
-TENSOR_COUNT = 8  # the last has no gradient
 _LENGTHS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? key_lengths, Tensor? key_begin, Tensor? key_end"
-_LENGTH_COUNT = 5
 _OWN_ARGUMENTS = {
     "forward": "Tensor? lse_t, int rows",
     "backward": "Tensor lse_t, Tensor lse_s, Tensor? kl, Tensor? dot_t, Tensor grad_kl",
@@ -47,171 +49,80 @@ torch.library.define(
     tags=_TAGS,
 )
 
-# ---- Plans ---------------------------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=4096)  # packed batches have new lengths at every step; a plan takes less than a kilobyte
-def _plan_for(*specs_and_options, one_pass: bool = False) -> lib.Plan:
-    return lib.Plan(describe(*specs_and_options, one_pass=one_pass))
-
-
-def specs_of(tensors, lse_t, lse_s, row_weight, lengths, options):
-    """The arguments of describe()."""
-    return *map(_spec, (*tensors, lse_t, lse_s, row_weight, *lengths)), *options
-
-
-def _spec(tensor):
-    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
-
-
-# ---- Outputs -------------------------------------------------------------------------------------------------------
-
-
-# Names of the row vectors of a bit mask: a table, because every call looks them up.
-_ROW_NAMES = tuple(
-    tuple(name for bit, name in enumerate(lib.ROW_NAMES) if rows >> bit & 1) for rows in range(1 << len(lib.ROW_NAMES))
-)
-
-
-def row_names(rows: int) -> tuple[str, ...]:
-    return _ROW_NAMES[rows]
-
-
-def _new_rows(q_t: torch.Tensor, rows: int, problem: Problem) -> list[torch.Tensor]:
-    of_teacher = ("lse_t", "dot_t")
-    heads = [problem.heads_t if name in of_teacher else problem.heads_s for name in row_names(rows)]
-    return [q_t.new_empty(problem.row_shape(count), dtype=torch.float32) for count in heads]
-
-
-def _rows_struct(made, rows: int) -> bytes:
-    if rows == lib.KL:
-        return lib.pack_rows(row_address(made[0]))
-    return lib.pack_rows(**dict(zip(row_names(rows), map(row_address, made))))
-
-
-def _new_gradients(tensors, gradients: int, f32: bool = False) -> list[torch.Tensor]:
-    dtype = torch.float32 if f32 else None
-    return [_new_gradient(tensor, dtype) for bit, tensor in enumerate(tensors[:-1]) if gradients >> bit & 1]
-
-
-def _new_gradient(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """With the strides of its tensor, so that it flows back through views without a copy. Sinks are contiguous."""
-    gradient = torch.empty_like(tensor, dtype=dtype)
-    return gradient if gradient.stride(-1) == 1 else gradient.new_empty(gradient.shape)
-
-
-def per_tensor(made, gradients: int, absent):
-    """The gradients of the tensors; `absent` for those that are not in the bit mask `gradients`."""
-    remaining = iter(made)
-    return [next(remaining) if gradients >> bit & 1 else absent for bit in range(TENSOR_COUNT - 1)]
-
-
-def _gradients_struct(made, problem: Problem) -> bytes:
-    addresses = [address(gradient, problem) if gradient.dim() > 1 else (gradient.data_ptr(), 0, 0, 0) for gradient in made]
-    return lib.pack_gradients(*per_tensor(addresses, problem.gradients, lib.ABSENT))
-
-
 # ---- The operators -------------------------------------------------------------------------------------------------
 
 
-def _parted(lengths_and_options):
-    return lengths_and_options[:_LENGTH_COUNT], lengths_and_options[_LENGTH_COUNT:]
+def _parted(arguments: tuple, own: int, tensors: int = TENSOR_COUNT) -> tuple[tuple, tuple, tuple, tuple]:
+    """The tensors, the `own` next arguments, the lengths and the options of an operator."""
+    end = tensors + own
+    return arguments[:tensors], arguments[tensors:end], arguments[end : end + LENGTH_COUNT], arguments[end + LENGTH_COUNT :]
 
 
-def _forward(q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices, lse_t, rows, *lengths_and_options, execute=execute):
-    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices), _parted(lengths_and_options)
-    plan = _plan_for(*specs_of(tensors, lse_t, None, None, lengths, options))
-    made = _new_rows(q_t, rows, plan.problem)
-    call(plan, lib.FORWARD, tensors, lengths, (_rows_struct(made, rows),), lse_t, execute=execute)
-    return made
+def _run(op: int, rows: int, given: tuple, options: tuple, execute) -> list[torch.Tensor]:
+    call, given = prepare(op, rows, given, options)
+    return call(given, execute)
 
 
-def _forward_fake(q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices, lse_t, rows, *lengths_and_options):
-    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices), _parted(lengths_and_options)
-    problem = describe_while_tracing(*specs_of(tensors, lse_t, None, None, lengths, options))
-    return _new_rows(q_t, rows, problem)
+def _forward(*arguments, execute=execute):
+    tensors, (lse_t, rows), lengths, options = _parted(arguments, 2)
+    return _run(lib.FORWARD, rows, (*tensors, lse_t, None, None, None, None, *lengths), options, execute)
 
 
-def _backward(
-    q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices, lse_t, lse_s, kl, dot_t, grad_kl, *lengths_and_options, execute=execute
-):
-    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices), _parted(lengths_and_options)
-    plan = _plan_for(*specs_of(tensors, lse_t, lse_s, grad_kl, lengths, options))
-    made = _new_gradients(tensors, plan.problem.gradients, plan.problem.grad_f32)
-    outputs = (_gradients_struct(made, plan.problem),)
-    call(plan, lib.BACKWARD, tensors, lengths, outputs, lse_t, lse_s, kl, dot_t, grad_kl, execute=execute)
-    return made
+def _forward_fake(*arguments):
+    tensors, (lse_t, rows), lengths, options = _parted(arguments, 2)
+    return new_rows(tensors[0], rows, describe_while_tracing(*specs_of(tensors, lse_t, None, None, lengths, options)))
 
 
-def _backward_fake(
-    q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices, lse_t, lse_s, kl, dot_t, grad_kl, *lengths_and_options
-):
-    asked = Options(*_parted(lengths_and_options)[1])
-    return _new_gradients((q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, None), asked.gradients, asked.grad_f32)
+def _backward(*arguments, execute=execute):
+    tensors, row_vectors, lengths, options = _parted(arguments, 5)
+    return _run(lib.BACKWARD, 0, (*tensors, *row_vectors, *lengths), options, execute)
 
 
-def _forward_backward(
-    q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices, lse_t, lse_s, row_weight, rows, *lengths_and_options, execute=execute
-):
-    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices), _parted(lengths_and_options)
-    plan = _plan_for(*specs_of(tensors, lse_t, lse_s, row_weight, lengths, options), one_pass=True)
-    problem = plan.problem
-    made, gradients = _new_rows(q_t, rows, problem), _new_gradients(tensors, problem.gradients, problem.grad_f32)
-    outputs = (_rows_struct(made, rows), _gradients_struct(gradients, problem))
-    call(plan, lib.FORWARD_BACKWARD, tensors, lengths, outputs, lse_t, lse_s, grad_kl=row_weight, execute=execute)
-    return [*made, *gradients]
+def _backward_fake(*arguments):
+    tensors, _, _, options = _parted(arguments, 5)
+    asked = Options(*options)
+    return new_gradients(tensors, asked.gradients, asked.grad_f32)
 
 
-def _forward_backward_fake(
-    q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices, lse_t, lse_s, row_weight, rows, *lengths_and_options
-):
-    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices), _parted(lengths_and_options)
+def _forward_backward(*arguments, execute=execute):
+    tensors, (lse_t, lse_s, row_weight, rows), lengths, options = _parted(arguments, 4)
+    given = (*tensors, lse_t, lse_s, None, None, row_weight, *lengths)
+    return _run(lib.FORWARD_BACKWARD, rows, given, options, execute)
+
+
+def _forward_backward_fake(*arguments):
+    tensors, (lse_t, lse_s, row_weight, rows), lengths, options = _parted(arguments, 4)
     problem = describe_while_tracing(*specs_of(tensors, lse_t, lse_s, row_weight, lengths, options), one_pass=True)
-    return [*_new_rows(q_t, rows, problem), *_new_gradients(tensors, problem.gradients, problem.grad_f32)]
+    return [*new_rows(tensors[0], rows, problem), *new_gradients(tensors, problem.gradients, problem.grad_f32)]
 
 
-def _attention_backward(
-    q_t, k_t, q_s, k_s, v_s, o_s, do_s, lse_t, lse_s, row_weight, rows, *lengths_and_options, execute=execute
-):
-    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, None, None, None, None), _parted(lengths_and_options)
-    plan = _plan_for(*specs_of(tensors, lse_t, lse_s, row_weight, lengths, options))
-    problem, copies = plan.problem, []
-    check_attention((q_s, k_s), (v_s, o_s, do_s))
-    made, gradients = _new_rows(q_t, rows, problem), _attention_gradients(q_s, k_s, v_s, problem)
-    addresses = [address(gradient, problem) for gradient in gradients]
-    of_values = (input_address(tensor, problem, copies) for tensor in (v_s, o_s, do_s))
-    outputs = (
-        lib.pack_attention(*of_values, addresses[2]), _rows_struct(made, rows),
-        lib.pack_gradients(dq_s=addresses[0], dk_s=addresses[1]),
-    )  # fmt: skip
-    call(plan, lib.ATTENTION_BACKWARD, tensors, lengths, outputs, lse_t, lse_s, grad_kl=row_weight, execute=execute)
-    return [*made, *gradients]
+def _attention_backward(*arguments, execute=execute):
+    tensors, (*values, lse_t, lse_s, row_weight, rows), lengths, options = _parted(arguments, 7, tensors=4)
+    check_attention(tensors[2:], values)
+    given = (*tensors, None, None, None, None, lse_t, lse_s, None, None, row_weight, *lengths, *values)
+    return _run(lib.ATTENTION_BACKWARD, rows, given, options, execute)
 
 
-def _attention_backward_fake(
-    q_t, k_t, q_s, k_s, v_s, o_s, do_s, lse_t, lse_s, row_weight, rows, *lengths_and_options
-):
-    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, None, None, None, None), _parted(lengths_and_options)
-    problem = describe_while_tracing(*specs_of(tensors, lse_t, lse_s, row_weight, lengths, options))
-    check_attention((q_s, k_s), (v_s, o_s, do_s))
-    return [*_new_rows(q_t, rows, problem), *_attention_gradients(q_s, k_s, v_s, problem)]
+def _attention_backward_fake(*arguments):
+    tensors, (*values, lse_t, lse_s, row_weight, rows), lengths, options = _parted(arguments, 7, tensors=4)
+    described = specs_of((*tensors, None, None, None, None), lse_t, lse_s, row_weight, lengths, options)
+    problem = describe_while_tracing(*described)
+    check_attention(tensors[2:], values)
+    trained = (*tensors, None, None, None, values[0])
+    return [*new_rows(tensors[0], rows, problem), *new_gradients(trained, problem.gradients, problem.grad_f32)]
 
 
 def carries_kl(q_t, k_t, q_s, k_s, lse_t, lse_s, row_weight, lengths, options) -> bool:
-    """Whether attention_backward is fast: a CPU, or a GPU with a kernel for the KL and the attention backward together."""
+    """Whether attention_backward runs: on a CPU, or on a GPU with a kernel for the KL and the attention backward together."""
     if q_t.device.type == "cpu":
         return True
-    plan = _plan_for(*specs_of((q_t, k_t, q_s, k_s, None, None, None, None), lse_t, lse_s, row_weight, lengths, options))
+    plan = plan_for(*specs_of((q_t, k_t, q_s, k_s, None, None, None, None), lse_t, lse_s, row_weight, lengths, options))
     return _has_carrying_kernel(plan)
 
 
 @lru_cache(maxsize=4096)
 def _has_carrying_kernel(plan: lib.Plan) -> bool:
-    return "cuda_general, attention backward" not in plan.explain(lib.ATTENTION_BACKWARD)
-
-
-def _attention_gradients(q_s, k_s, v_s, problem: Problem) -> list[torch.Tensor]:
-    return [_new_gradient(tensor, torch.float32 if problem.grad_f32 else None) for tensor in (q_s, k_s, v_s)]
+    return plan.supports(lib.ATTENTION_BACKWARD)
 
 
 KERNELS = {}  # {torch operator: its implementation}
@@ -224,6 +135,49 @@ for _kernel, _fake in (
     torch.library.register_fake(f"streamkl::{_name}", _fake)
     KERNELS[getattr(torch.ops.streamkl, _name).default] = _kernel
 
+
+def per_tensor(made, gradients: int, absent):
+    """The gradients of the tensors; `absent` for those that are not in the bit mask `gradients`."""
+    remaining = iter(made)
+    return [next(remaining) if gradients >> bit & 1 else absent for bit in range(TENSOR_COUNT - 1)]
+
+
+# ---- Calls without the dispatcher ----------------------------------------------------------------------------------
+
+# Without one of these functions of torch, every call goes through the dispatcher.
+_count_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+_tracing_state = getattr(torch._C, "_get_tracing_state", lambda: True)
+_is_profiling = getattr(torch.autograd, "_profiler_enabled", lambda: True)
+_PLAIN = {torch.Tensor, torch.nn.Parameter, type(None), bool, int, float}
+
+
+def _is_observed(arguments: tuple) -> bool:
+    """Whether more than the kernel takes part in a call: a compiler, a mode, a transform, a profiler, a tensor subclass."""
+    return (
+        torch.compiler.is_compiling()  # first: a compiler cannot trace the others
+        or _count_modes() > 0
+        or _tracing_state() is not None
+        or _is_profiling()
+        or are_transforms_active()
+        or not _PLAIN.issuperset(map(type, arguments))
+    )
+
+
+def _direct(operator, kernel):
+    """The operator, called without the dispatcher where possible: it would convert 40 arguments to C++ and back."""
+
+    def call(*arguments):
+        return operator(*arguments) if _is_observed(arguments) else kernel(*arguments)
+
+    return call
+
+
+class Operators:
+    """The operators, as attributes with the names that they have in torch.ops.streamkl."""
+
+    forward, backward, forward_backward, attention_backward = (staticmethod(_direct(*pair)) for pair in KERNELS.items())
+
+
 # ---- Autograd: around the operators, because torch.library.register_autograd takes 200 us per call -----------------
 
 
@@ -235,11 +189,6 @@ def rows_needed_by(op: int, q_t, q_s, w_s, options) -> int:
     return lib.rows_needed(op, options.gradients, options.direction, student, has_teacher_groups)
 
 
-def weighted(kl: torch.Tensor, row_weight: torch.Tensor | None) -> torch.Tensor:
-    """A row of weight 0 counts as 0 even if its KL is NaN, as in padding."""
-    return kl if row_weight is None else torch.where(row_weight == 0, 0.0, kl * row_weight)
-
-
 def _function_name(w_s) -> str:
     return "attention_kl" if w_s is None else "indexer_kl"
 
@@ -248,7 +197,7 @@ class Forward(torch.autograd.Function):
     """streamkl::forward, whose kl streamkl::backward differentiates. Returns the row vectors of `rows`, kl first.
 
     `fixed` is a tuple of the arguments without a gradient, because autograd takes time for each argument. Its first element
-    has the three operators as attributes: torch.ops.streamkl, or those of a process group.
+    has the three operators as attributes: Operators, or those of a process group.
     """
 
     @staticmethod
@@ -286,25 +235,28 @@ _SAVED_ROWS = (("lse_t", lib.LSE_T), ("lse_s", lib.LSE_S), ("kl", lib.KL), ("dot
 
 
 class OnePass(torch.autograd.Function):
-    """streamkl::forward_backward. Returns the sum of the weighted KLs and the row vectors of `rows`.
+    """streamkl::forward_backward. Returns the sum or mean of the weighted KLs and the row vectors of `rows`.
 
-    The backward multiplies the gradients by the upstream gradient, which includes the division of a mean, and only then
+    The backward multiplies the gradients by the upstream gradient, divided by the number of rows of a mean, and only then
     rounds those of f16 tensors: see describe().
     """
 
     @staticmethod
     def forward(ctx, q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, fixed):
-        operators, indices, lse_t, lse_s, row_weight, rows, lengths, options = fixed
+        operators, indices, lse_t, lse_s, row_weight, rows, is_mean, lengths, options = fixed
         needed = rows_needed_by(lib.FORWARD_BACKWARD, q_t, q_s, w_s, options) & lib.DOT_T
         made = operators.forward_backward(
             q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices, lse_t, lse_s, row_weight, rows | needed | lib.KL,
             *lengths, *options,
         )
         names = row_names(rows | needed | lib.KL)
-        ctx.save_for_backward(*made[len(names) :])
-        ctx.gradients, ctx.function = options.gradients, _function_name(w_s)
-        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (q_t, k_t, q_s, k_s, w_s, sink_t, sink_s)]
-        loss = weighted(made[0], row_weight).sum()  # kl is the first row vector
+        total = row_count(q_s, k_s, row_weight, lengths, options) if is_mean else 1
+        loss = divided(weighted(made[0], row_weight), total)  # kl is the first row vector
+        is_number = not isinstance(total, torch.Tensor)
+        ctx.save_for_backward(None if is_number else total, *made[len(names) :])
+        ctx.gradients, ctx.total, ctx.function = options.gradients, total if is_number else 1, _function_name(w_s)
+        tensors = (q_t, k_t, q_s, k_s, w_s, sink_t, sink_s)
+        ctx.dtypes = [tensor.dtype for bit, tensor in enumerate(tensors) if options.gradients >> bit & 1]
         if rows == 0:
             return (loss,)
         named = dict(zip(names, made))
@@ -320,8 +272,14 @@ class OnePass(torch.autograd.Function):
                 f"streamkl: {case[ctx.function]} cannot be differentiated twice, nor take create_graph=True; "
                 f"streamkl.reference.{ctx.function} can"
             )
-        made = per_tensor([gradient * grad_loss for gradient in ctx.saved_tensors], ctx.gradients, None)
-        return *[None if each is None else each.to(dtype) for each, dtype in zip(made, ctx.dtypes)], None
+        total, *gradients = ctx.saved_tensors
+        if total is not None:
+            grad_loss = grad_loss / total
+        elif ctx.total != 1:
+            grad_loss = grad_loss * (1.0 / ctx.total)
+        made = [gradient * grad_loss for gradient in gradients]
+        made = [each if each.dtype == dtype else each.to(dtype) for each, dtype in zip(made, ctx.dtypes)]
+        return *per_tensor(made, ctx.gradients, None), None
 
 
 class _OnceDifferentiable(torch.autograd.Function):

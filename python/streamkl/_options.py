@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
@@ -96,39 +97,40 @@ class Lengths(NamedTuple):
 
 
 def translate(
-    gradients: int,
-    *,
-    window_size: tuple[int, int],
-    softmax_scale_t: float | None,
-    softmax_scale_s: float | None,
-    softcap_t: float,
-    softcap_s: float = 0.0,
-    relu: bool = True,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    key_lengths: torch.Tensor | None,
-    key_begin: torch.Tensor | None = None,
-    key_end: torch.Tensor | None = None,
-    direction: Direction,
-    reduction: Reduction = "none",
-    deterministic: bool = False,
-    layout: Layout,
-    **unchanged: Any,
-) -> tuple[Lengths, Any]:
-    """Length arrays and options as the operators take them. Checks the rules that the library cannot check.
+    gradients: int, *, window_size: tuple[int, int], cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor | None,
+    key_lengths: torch.Tensor | None, key_begin: torch.Tensor | None = None, key_end: torch.Tensor | None = None, **others: Any,
+) -> tuple[Lengths, Any]:  # fmt: skip
+    """Length arrays and options as the operators take them. Checks the rules that the library cannot check."""
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(f"window_size={window_size!r}: {_PAIR}")
+    fixed = gradients, torch.are_deterministic_algorithms_enabled(), *window_size
+    options_of = _options.__wrapped__ if torch.compiler.is_compiling() else _options
+    try:
+        options = options_of(*fixed, **others)
+    except TypeError:  # a value without a hash: a compiler's symbol, or one that the checks refuse
+        options = _options.__wrapped__(*fixed, **others)
+    if cu_seqlens_q is cu_seqlens_k is key_lengths is key_begin is key_end is None:
+        return _NO_LENGTHS, options
+    given = Lengths(cu_seqlens_q, cu_seqlens_k, key_lengths, key_begin, key_end)
+    return Lengths(*(_as_int32(name, lengths) for name, lengths in zip(Lengths._fields, given))), options
 
-    Options that are fields of Problem by the same name need no translation: `unchanged`.
-    """
+
+@lru_cache(maxsize=1024, typed=True)  # typed: 1 is no flag, although it equals True
+def _options(
+    gradients: int, all_deterministic: bool, window_left: int, window_right: int, *, softmax_scale_t: float | None,
+    softmax_scale_s: float | None, softcap_t: float, softcap_s: float = 0.0, relu: bool = True,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, direction: Direction, reduction: Reduction = "none",
+    deterministic: bool = False, layout: Layout, **unchanged: Any,
+) -> Any:  # fmt: skip
+    """Options that are fields of Problem by the same name need no translation: `unchanged`."""
     if direction not in ("forward", "reverse"):
         raise ValueError(f"direction={direction!r}: must be 'forward' or 'reverse'")
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction={reduction!r}: must be 'mean', 'sum' or 'none'")
     if layout not in ("bnhd", "bhnd"):
         raise ValueError(f"layout={layout!r}: must be 'bnhd' or 'bhnd'")
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2 or not all(map(is_whole, window_size)):
-        raise ValueError(f"window_size={window_size!r}: must be a pair (left, right) of whole numbers, -1 for no limit")
+    if not (is_whole(window_left) and is_whole(window_right)):
+        raise ValueError(f"window_size={(window_left, window_right)!r}: {_PAIR}")
     for name, scale in ("softmax_scale_t", softmax_scale_t), ("softmax_scale_s", softmax_scale_s):
         if scale is not None and _is_zero_in_f32(name, scale):
             raise ValueError(f"{name}={scale!r}: must not be 0 in float32")
@@ -139,29 +141,16 @@ def translate(
         if longest is not None and (not is_whole(longest) or longest < 0):
             raise ValueError(f"{name}={longest!r}: must be None or a whole number, at least 0")
     check_flags(relu=relu, deterministic=deterministic, **unchanged)
-    window_left, window_right = window_size
-    options = Options(
-        gradients=gradients,
-        direction=KL_REVERSE if direction == "reverse" else KL_FORWARD,
-        scale_t=softmax_scale_t or 0.0,
-        scale_s=softmax_scale_s or 0.0,
-        softcap_t=softcap_t or 0.0,
-        softcap_s=softcap_s or 0.0,
-        window_left=window_left,
-        window_right=window_right,
-        index_linear=not relu,
-        deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
-        max_seqlen_q=-1 if max_seqlen_q is None else max_seqlen_q,
-        max_seqlen_k=-1 if max_seqlen_k is None else max_seqlen_k,
-        heads_first=layout == "bhnd",
-        **unchanged,
-    )
-    given = Lengths(cu_seqlens_q, cu_seqlens_k, key_lengths, key_begin, key_end)
-    if all(lengths is None for lengths in given):
-        return _NO_LENGTHS, options
-    return Lengths(*(_as_int32(name, lengths) for name, lengths in zip(Lengths._fields, given))), options
+    return Options(
+        gradients=gradients, direction=KL_REVERSE if direction == "reverse" else KL_FORWARD, scale_t=softmax_scale_t or 0.0,
+        scale_s=softmax_scale_s or 0.0, softcap_t=softcap_t or 0.0, softcap_s=softcap_s or 0.0, window_left=window_left,
+        window_right=window_right, index_linear=not relu, deterministic=deterministic or all_deterministic,
+        max_seqlen_q=-1 if max_seqlen_q is None else max_seqlen_q, max_seqlen_k=-1 if max_seqlen_k is None else max_seqlen_k,
+        heads_first=layout == "bhnd", **unchanged,
+    )  # fmt: skip
 
 
+_PAIR = "must be a pair (left, right) of whole numbers, -1 for no limit"
 _NO_LENGTHS = Lengths(None, None, None, None, None)
 _INT32 = torch.iinfo(torch.int32)
 
@@ -211,14 +200,14 @@ def check_flags(**flags: Any) -> None:
 
 # ---- Transforms of torch.func --------------------------------------------------------------------------------------------
 
-_are_transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+are_transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 
 
 def refuse_transforms(function: str, *tensors: torch.Tensor) -> None:
     """Without a forward-mode rule, an operator has a tangent of 0."""
     if torch.compiler.is_compiling():
         return
-    if _are_transforms_active() and any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
+    if are_transforms_active() and any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
         case = "torch.func transforms (jvp, grad, vmap, hessian)"
     elif forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(each).tangent is not None for each in tensors):
         case = "forward-mode differentiation"

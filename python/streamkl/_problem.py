@@ -127,6 +127,7 @@ class SklOptions(ctypes.Structure):
         ("kernel", ctypes.c_char_p),
         ("progress", ctypes.c_void_p),
         ("progress_user", ctypes.c_void_p),
+        ("gpu", ctypes.c_char_p),
     ]
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import reference
 from ._checks import sizes
@@ -67,10 +70,29 @@ def attend(q, k, v, lengths, options) -> tuple[torch.Tensor, torch.Tensor]:
         if answer is not None:
             output, lse = answer
             return output if options.heads_first else output.transpose(1, 2), lse
-    bounded = lengths.key_begin is not None or lengths.key_end is not None or lengths.key_lengths is not None
-    if q.is_cuda and q.dtype != torch.float32 and not bounded and options.softcap_s == 0 and q.shape[-1] % 8 == 0:
+    if _has_flash(q, lengths, options):
         return _flash(q, k, v, lengths, options, scale, packed)
     return _with_matrices(q, k, v, lengths, options, scale)
+
+
+def _has_flash(q, lengths, options) -> bool:
+    """Whether flash attention computes a call's student on a GPU: with windows and packed sequences, too."""
+    bounded = lengths.key_begin is not None or lengths.key_end is not None or lengths.key_lengths is not None
+    return q.is_cuda and q.dtype != torch.float32 and not bounded and options.softcap_s == 0 and q.shape[-1] % 8 == 0
+
+
+@contextmanager
+def fixed_order(q, term):
+    """Inside, the backward of `attend` adds in a fixed order: that of flash attention or, elsewhere, of stored matrices."""
+    flash = _has_flash(q, term.lengths, term.options)
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION if flash else SDPBackend.MATH):
+        if flash:  # it reads this setting in its backward
+            torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def _flash(q, k, v, lengths, options, scale, packed):

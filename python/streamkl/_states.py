@@ -15,9 +15,8 @@ from functools import lru_cache
 import torch
 
 from . import _library as lib
-from ._call import call, describe_while_tracing
-from ._ops import _LENGTHS, _TAGS, _TENSORS, KERNELS, _new_rows, _parted, _plan_for, _rows_struct, specs_of
-from ._ops import execute as run
+from ._call import describe_while_tracing, execute, new_rows, prepare, specs_of, stream_of
+from ._ops import _LENGTHS, _TAGS, _TENSORS, KERNELS, _parted, _run
 from ._problem import CPU, CUDA, OPTIONS_SCHEMA, Problem
 
 _PARTIAL = f"({_TENSORS}, Tensor? lse_t, SymInt first_key, SymInt end_key, {_LENGTHS}, {OPTIONS_SCHEMA}) -> Tensor"
@@ -33,35 +32,32 @@ def _new_states(q_t: torch.Tensor, problem: Problem) -> torch.Tensor:
     return q_t.new_empty((*problem.row_shape(problem.heads_s), _STATE), dtype=torch.float32)
 
 
-def _partial(q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices, lse_t, first_key, end_key, *lengths_and_options, execute=run):
-    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices), _parted(lengths_and_options)
-    plan = _plan_for(*specs_of(tensors, lse_t, None, None, lengths, options))
-    states = _new_states(q_t, plan.problem)
-    call(plan, lib.PARTIAL, tensors, lengths, (first_key, end_key, states.data_ptr()), lse_t, execute=execute)
+def _partial(*arguments, execute=execute):
+    tensors, (lse_t, first_key, end_key), lengths, options = _parted(arguments, 3)
+    call, given = prepare(lib.PARTIAL, 0, (*tensors, lse_t, None, None, None, None, *lengths), options)
+    states = _new_states(tensors[0], call.plan.problem)
+    call.run(given, (first_key, end_key, states.data_ptr()), execute)
     return states
 
 
-def _partial_fake(q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices, lse_t, first_key, end_key, *lengths_and_options):
-    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices), _parted(lengths_and_options)
-    return _new_states(q_t, describe_while_tracing(*specs_of(tensors, lse_t, None, None, lengths, options)))
+def _partial_fake(*arguments):
+    tensors, (lse_t, _, _), lengths, options = _parted(arguments, 3)
+    return _new_states(tensors[0], describe_while_tracing(*specs_of(tensors, lse_t, None, None, lengths, options)))
 
 
-def _states_finish(q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices, states, lse_t, rows, *lengths_and_options):
-    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices), _parted(lengths_and_options)
-    plan = _plan_for(*specs_of(tensors, lse_t, None, None, lengths, options))
-    made = _new_rows(q_t, rows, plan.problem)
+def _states_finish(*arguments):
+    tensors, (states, lse_t, rows), lengths, options = _parted(arguments, 3)
 
     def finish(plan, op, inputs, outputs, device):
-        lib.check(lib.library().skl_states_finish(plan.handle, inputs, *outputs, _stream(device)))
+        finish_states = lib.library().skl_states_finish
+        lib.check(finish_states(plan.handle, inputs, states.data_ptr(), *outputs, stream_of(device)))
 
-    outputs = (states.data_ptr(), _rows_struct(made, rows))
-    call(plan, None, tensors, lengths, outputs, lse_t, execute=finish)
-    return made
+    return _run(lib.FORWARD, rows, (*tensors, lse_t, None, None, None, None, *lengths), options, finish)
 
 
-def _states_finish_fake(q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices, states, lse_t, rows, *lengths_and_options):
-    tensors, (lengths, options) = (q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices), _parted(lengths_and_options)
-    return _new_rows(q_t, rows, describe_while_tracing(*specs_of(tensors, lse_t, None, None, lengths, options)))
+def _states_finish_fake(*arguments):
+    tensors, (_, lse_t, rows), lengths, options = _parted(arguments, 3)
+    return new_rows(tensors[0], rows, describe_while_tracing(*specs_of(tensors, lse_t, None, None, lengths, options)))
 
 
 def _states_merge(states: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
@@ -69,7 +65,7 @@ def _states_merge(states: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"states {list(states.shape)} and {list(others.shape)}: must have equal shapes")
     merged, others = states.clone(memory_format=torch.contiguous_format), others.contiguous()
     plan = _plan_of_states(merged.numel() // _STATE, merged.device)
-    lib.check(lib.library().skl_states_merge(plan.handle, merged.data_ptr(), others.data_ptr(), _stream(merged.device)))
+    lib.check(lib.library().skl_states_merge(plan.handle, merged.data_ptr(), others.data_ptr(), stream_of(merged.device)))
     return merged
 
 
@@ -78,10 +74,6 @@ def _plan_of_states(count: int, device: torch.device) -> lib.Plan:
     """A merge depends only on the number of rows."""
     kind, index = CUDA if device.type == "cuda" else CPU, device.index or 0
     return lib.Plan(Problem(batch=1, len_q=count, heads_t=1, heads_s=1, dim_t=1, dim_s=1, device=kind, device_index=index))
-
-
-def _stream(device: torch.device):
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
 
 
 for _name, _kernel, _fake in (

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import torch
 
 from . import _library as lib
+from ._call import row_names
 from ._check_lse import check_teacher_lse, is_lse_check_on
-from ._ops import Forward, OnePass, row_names, weighted
+from ._mean import weighted
+from ._ops import Forward, OnePass, Operators
 from ._distributed import may_be_distributed
 from ._options import (
     AllIndexerOptions, CpComm, CpGrads, CpLayout, Direction, Layout, Reduction, check_flags, refuse_transforms, to_int32, translate,
@@ -186,7 +188,7 @@ def indexer_kl(
         row_weight = expand_weight(row_weight, w_s, lengths, options)
 
     tensors = (q_t, k_t, q_s, k_s, w_s, None, None, indices)
-    operators, groups = torch.ops.streamkl, None
+    operators, groups = Operators, None
     if cp_group is not None or tp_group is not None or loss_group is not None:
         from .parallel import Groups
 
@@ -241,7 +243,7 @@ def _one_pass(operators, tensors, lse_t, row_weight, return_rows, lengths, optio
             (lse_s,) = operators.forward(*tensors, lse_t, lib.LSE_S, *lengths, *options)
     wanted = lib.KL | (_ENTROPIES if return_rows else 0)
     *differentiable, indices = tensors
-    loss, *made = OnePass.apply(*differentiable, (operators, indices, lse_t, lse_s, row_weight, wanted, lengths, options))
+    loss, *made = OnePass.apply(*differentiable, (operators, indices, lse_t, lse_s, row_weight, wanted, False, lengths, options))
     return loss, {**dict(zip(row_names(wanted), made)), "lse_t": lse_t, "lse_s": lse_s}
 
 

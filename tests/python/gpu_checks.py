@@ -262,7 +262,7 @@ def check_distiller():
 
 
 def check_attention_that_carries_its_kl():
-    """By default torch's own backward where no kernel carries the KL; deterministic, always skl_attention_backward."""
+    """Torch's own backward where no kernel carries the KL; deterministic, always."""
     for case in carried_cases.CASES.values():
         carried_cases.check_against_the_reference(**case, device="cuda")
         carried_cases.check_against_the_reference(**case, device="cuda", deterministic=True)
@@ -272,6 +272,22 @@ def check_attention_that_carries_its_kl():
         carried_cases.check_against_the_reference(**more, window_size=(9, 0))
         bounds = carried_cases.CU
         carried_cases.check_against_the_reference(**more, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=21, max_seqlen_k=21)
+
+
+def check_deterministic_attention():
+    """By flash attention in bf16, by stored matrices in f32."""
+    for dtype in (torch.bfloat16, torch.float32):
+        q_t, k_t, *own = (torch.randn(2, 300, 4, 64, device="cuda", dtype=dtype) for _ in range(5))
+
+        def gradients():
+            leaves = [tensor.clone().requires_grad_() for tensor in own]
+            out, _ = streamkl.attention(*leaves, q_t=q_t, k_t=k_t, causal=True, deterministic=True)
+            out.float().square().sum().backward()
+            return [leaf.grad for leaf in leaves]
+
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert all(map(torch.equal, gradients(), gradients()))
+        assert not torch.are_deterministic_algorithms_enabled()
 
 
 # ---- Indexers ------------------------------------------------------------------------------------------------------

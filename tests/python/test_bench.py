@@ -1,4 +1,4 @@
-"""bench/peers.py and bench/indexer.py on the CPU: StreamKL and the naive code agree with float64."""
+"""bench/peers.py, bench/indexer.py and bench/python_overhead.py on the CPU: StreamKL and the naive code agree with float64."""
 
 import sys
 from pathlib import Path
@@ -13,6 +13,7 @@ from gpu import methods as attention_methods  # noqa: E402
 from gpu.cases import BACKWARD, FORWARD, OPERATIONS, STEP, Case, IndexerCase  # noqa: E402
 from gpu.linearard import linearard  # noqa: E402
 from gpu.measure import PEER_WRONG, WRONG, Oracle, random_tensors  # noqa: E402
+from python_overhead import host_calls, host_microseconds  # noqa: E402
 
 
 @pytest.mark.parametrize("case", [Case(4, 50, 32, True, key_heads=2), Case(2, 40, 32, False, packed=(40, 9))], ids=str)
@@ -23,6 +24,12 @@ def test_attention_agrees_with_float64(case):
     for method in two_passes, one_pass:
         assert all(error <= WRONG[name] for name, error in oracle.errors(method.step()).items())
     assert two_passes.explanation.startswith("forward: ") and "one-pass" in one_pass.explanation
+
+
+def test_host_times_of_python_overhead():
+    device = torch.device("cpu")
+    for name, call in host_calls(device, (1, 2, 3, 4), torch.float32).items():
+        assert host_microseconds(call, device, calls=1, samples=2) > 0, name
 
 
 STAND_IN = """

@@ -78,3 +78,20 @@ def test_indexer(top_k):
     assert "one-pass" in text and "dw_s" in text
     with torch.no_grad():
         assert "dw_s" not in streamkl.explain_indexer(*indexer, causal=True)
+
+
+has_gpu_kernels = any(kernel.name.startswith("cuda_sm90") for kernel in lib.kernels())
+
+
+@pytest.mark.skipif(not has_gpu_kernels, reason="this build has no GPU kernels")
+def test_a_gpu_that_is_not_here():
+    tensors = [torch.zeros(1, 64, 2, 64, dtype=torch.bfloat16) for _ in range(4)]
+    for tensor in tensors[2:]:
+        tensor.requires_grad_()
+    assert "forward: cuda_sm90_bf16_64" in streamkl.explain(*tensors, causal=True, gpu="h200")
+    on_ampere = streamkl.explain(*tensors, causal=True, gpu="a100")
+    assert "dk_s: cuda_sm80_bf16_64, dk" in on_ampere and "sm90" not in on_ampere
+    indexer = make_indexer()
+    assert "cuda_general" in streamkl.explain_indexer(*indexer, causal=True, gpu="h100")  # f32
+    with pytest.raises(ValueError, match="options.gpu=h20: must be a100"):
+        streamkl.explain(*tensors, gpu="h20")

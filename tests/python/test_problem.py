@@ -11,7 +11,7 @@ from cases import make_tensors
 
 import streamkl
 from streamkl import _library as lib
-from streamkl import _ops
+from streamkl import _call, _ops
 from streamkl._problem import DK_S, DK_T, DQ_S, DQ_T, DW_S, Options, Problem, SklOptions, SklProblem
 
 HEADER = (Path(__file__).parents[2] / "include/streamkl.h").read_text()
@@ -54,7 +54,7 @@ def test_a_problem_is_frozen_and_hashable():
 
 def test_every_option_is_part_of_the_key_of_the_plan_cache():
     tensors = [tensor.detach() for tensor in make_tensors()]
-    _ops._plan_for.cache_clear()
+    _call.prepared.cache_clear()
     streamkl.attention_kl(*tensors)
     changed = (
         dict(causal=True), dict(window_size=(3, -1)), dict(window_size=(-1, 3)), dict(softmax_scale_t=0.25),
@@ -64,7 +64,7 @@ def test_every_option_is_part_of_the_key_of_the_plan_cache():
     for _ in range(2):
         for options in changed:
             streamkl.attention_kl(*tensors, **options)
-        assert _ops._plan_for.cache_info().misses == 1 + len(changed)
+        assert _call.prepared.cache_info().misses == 1 + len(changed)
 
 
 def test_rows_needed_by_a_backward():
@@ -85,7 +85,7 @@ def test_problem_of_a_call():
     streamkl.attention_kl(*tensors, layout="bhnd")
     specs = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
     options = Options(heads_first=True, gradients=15)
-    problem = _ops._plan_for(*specs, *[None] * 12, *options).problem
+    problem = _call.plan_for(*specs, *[None] * 12, *options).problem
     assert (problem.batch, problem.len_q, problem.len_k) == (2, 19, 23)
     assert (problem.heads_t, problem.heads_s, problem.key_heads_t, problem.key_heads_s) == (4, 2, 2, 1)
     assert (problem.dim_t, problem.dim_s, problem.dtype_t, problem.packed) == (8, 5, 2, False)

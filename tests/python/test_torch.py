@@ -6,6 +6,8 @@ import pickle
 import pytest
 import torch
 from cases import COMPILER, check_threads, make_tensors
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import streamkl
@@ -216,6 +218,49 @@ def test_gradient_of_the_weights():
     kl, lse_t, lse_s = streamkl.attention_kl(*tensors, reduction="none", return_lse=True)
     loss = streamkl.attention_kl(*tensors, row_weight=weight, reduction="sum", lse_t=lse_t, lse_s=lse_s)
     torch.testing.assert_close(torch.autograd.grad(loss, weight)[0], kl.sum(1))
+
+
+class Recorder(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_plain_call_skips_the_dispatcher_and_others_do_not():
+    tensors = make_tensors()
+    _, lse_t, lse_s = streamkl.attention_kl(*tensors, return_lse=True)
+    expected = {"streamkl::forward", "streamkl::backward", "streamkl::forward_backward"}
+
+    def step():
+        streamkl.attention_kl(*tensors).backward()
+        streamkl.attention_kl(*tensors, lse_t=lse_t, lse_s=lse_s).backward()
+
+    with Recorder() as recorder:
+        step()
+    assert expected <= set(recorder.names)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step()
+    assert expected <= {event.name for event in profile.events()}
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(tensor) for tensor in tensors]
+    assert isinstance(streamkl.attention_kl(*fakes), FakeTensor)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in expected:  # the dispatcher would call None
+            patch.setattr(getattr(torch.ops.streamkl, name.split("::")[1]).default, "_op", None)
+        step()
+
+
+def test_options_are_checked_although_their_translation_is_cached():
+    """1 equals True, and has the same hash."""
+    tensors = make_tensors()
+    streamkl.attention_kl(*tensors, causal=True, window_size=(1, 0))
+    for wrong in dict(causal=1), dict(causal=True, window_size=(True, 0)), dict(softcap_t=True), dict(direction=["forward"]):
+        with pytest.raises(ValueError, match="must be"):
+            streamkl.attention_kl(*tensors, **wrong)
 
 
 def test_threads():

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from .. import _library as lib
+from .._call import specs_of
 from .._checks import describe
-from .._ops import rows_needed_by, specs_of
+from .._ops import Operators, rows_needed_by
 from .._problem import DK_T, DQ_T, DSINK_S, DSINK_T, KL_REVERSE
 from ._gather import AllGather
 from ._groups import SumOverRanks, agree, group_of
@@ -69,7 +70,7 @@ class Groups:
             fault = _fault_of(agree, group, tensors[0].device, facts, fault) or fault
         if fault is not None:
             raise fault
-        operators = _COMMS[self.comm](self.cp, self.layout) if self.is_split else torch.ops.streamkl
+        operators = _COMMS[self.comm](self.cp, self.layout) if self.is_split else Operators
         return TeacherShards(self.tp, operators) if is_spread else operators
 
     def _check(self, tensors: tuple, rows: tuple, lengths, options) -> None:

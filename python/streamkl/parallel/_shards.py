@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .._ops import TENSOR_COUNT
+from .._call import TENSOR_COUNT
 from .._options import Lengths
 from .._problem import Options
 from ._layout import Layout, gather_order

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _library as lib
-from .._ops import row_names
+from .._call import row_names
 from ._shards import split_arguments
 
 _LINEAR = ("kl", "cross_entropy", "entropy", "mass")
