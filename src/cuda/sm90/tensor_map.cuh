@@ -43,11 +43,12 @@ inline bool encode_keys(CUtensorMap *map, const skl_problem *p, const skl_cuda_a
                           skl_key_rows(p), box_rows) == CUDA_SUCCESS;
 }
 
-/* Encodes f32 sums of a gradient, to which TMA adds. A box has the 16 rows of a warp. */
-inline bool encode_sums(CUtensorMap *map, const skl_output &out, int64_t dim, int64_t heads, skl_tensor_rows rows)
+/* Encodes f32 sums of a gradient, to which TMA adds. A box has the rows of a warp, or box_rows. */
+inline bool encode_sums(CUtensorMap *map, const skl_output &out, int64_t dim, int64_t heads, skl_tensor_rows rows,
+                        int box_rows = 16)
 {
     const skl_input sums = {out.data, out.stride_batch, out.stride_head, out.stride_row};
-    return skl_tensor_map(map, SKL_F32, &sums, dim, heads, rows, 16) == CUDA_SUCCESS;
+    return skl_tensor_map(map, SKL_F32, &sums, dim, heads, rows, box_rows) == CUDA_SUCCESS;
 }
 
 } // namespace sm90

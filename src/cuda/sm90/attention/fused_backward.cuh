@@ -36,8 +36,9 @@
  *
  * CAPPED: instances for problems where at least one argument has a softcap.
  *
- * The joint backward (joint_backward.cuh) and teacher groups (group_backward.cuh) run on the same kernel, with other
- * dq warpgroups. */
+ * One kernel, loader and dk loop for this backward and the joint one made both 2 to 4.5 % slower, so each has its
+ * own. They share what has the same machine code: the stores of G and dq, the loop over stages, the encoding of
+ * tensor maps and the launch. */
 #ifndef SKL_CUDA_SM90_ATTENTION_FUSED_BACKWARD_CUH
 #define SKL_CUDA_SM90_ATTENTION_FUSED_BACKWARD_CUH
 
@@ -56,9 +57,7 @@ __device__ inline void sanitize_stage(fused_backward_smem<SHAPE> &smem, int n)
     const int stage = n % smem.DEPTH;
     const int row = (int)(threadIdx.x % 128 / 2);
     barrier_wait(smem.full[stage], n / smem.DEPTH % 2);
-    bool finite = sanitize_row<ELEMENT, SHAPE::DIM>(smem.stages[stage].wrt.slabs, row, true);
-    if constexpr (SHAPE::GRADIENTS == ARGUMENTS)
-        finite = sanitize_row<ELEMENT, SHAPE::OTHER_DIM>(smem.stages[stage].other.slabs, row, true) && finite;
+    const bool finite = sanitize_row<ELEMENT, SHAPE::DIM>(smem.stages[stage].wrt.slabs, row, true);
     smem.poison[stage][row] = finite ? 0.0F : NAN;
     fence_proxy_async();
     barrier_arrive(smem.sanitized[stage]); /* every thread, because every thread has written rows or poison */
@@ -86,173 +85,111 @@ __device__ inline void write_dk(unsigned char (&rows)[DIM / 32][STAGE_KEYS][128]
     }
 }
 
-/* Adds dk of stage n to the sums and releases G of the stage, which is full:
- *
- *   64 keys x DIM = 64 keys x ROWS queries . ROWS queries x DIM
- *
- * The 16 keys of a warp leave by themselves: warps do not wait for each other. */
-template <typename ELEMENT, typename SMEM, typename TARGET>
-__device__ inline void add_dk(SMEM &smem, const TARGET &target, int n, int warp)
-{
-    constexpr int DK_DIMS = SMEM::DK_DIMS, PRODUCT_DIMS = SMEM::DK_PRODUCT_DIMS, SLICES = PRODUCT_DIMS / DK_DIMS;
-    const int g_buffer = n % SMEM::G_BUFFERS;
-    float dk[PRODUCT_DIMS / 8][4];
-#pragma unroll
-    for (int which = 0; which < SMEM::GRADIENTS; which++) {
-        const uint32_t g = mn_major_operand(smem.g[g_buffer][which], 0);
-#pragma unroll
-        for (int first_dim = 0; first_dim < SMEM::DIM; first_dim += PRODUCT_DIMS) {
-            wgmma_fence();
-            wgmma_steps<true, SMEM::ROWS / 16>(
-                dk, g, smem.dk_queries(which) + first_dim / 64 * (SMEM::ROWS * 128 / 16), 0, ELEMENT());
-            wgmma_commit();
-            wgmma_wait<0>();
-            fence_operand(dk);
-            if (first_dim + PRODUCT_DIMS == SMEM::DIM && threadIdx.x % 32 == 0)
-                barrier_arrive(smem.g_empty[g_buffer][which]);
-#pragma unroll
-            for (int slice = 0; slice < SLICES; slice++) {
-                auto &to = smem.dk[(which * SLICES + slice) % SMEM::DK_BUFFERS];
-                tma_wait_read<SMEM::DK_BUFFERS - 1>();
-                __syncwarp();
-                write_dk<DK_DIMS>(to, *(const float(*)[DK_DIMS / 8][4]) & dk[slice * DK_DIMS / 8],
-                                  target.factor[which]);
-                fence_proxy_async();
-                __syncwarp();
-                target.reduce_add(n, which, first_dim + slice * DK_DIMS, to, warp);
-            }
-        }
-    }
-}
-
-/* Releases G of stage n without dk. */
-template <typename SMEM> __device__ inline void skip_dk(SMEM &smem, int n)
-{
-    __syncwarp(); /* all lanes have passed the wait before the buffer can be filled again */
-    if (threadIdx.x % 32 == 0)
-        barrier_arrive(smem.g_empty[n % SMEM::G_BUFFERS][WRT]);
-}
-
 /* Without `with_dk` the warpgroup is only the producer. */
 template <typename ELEMENT, typename SHAPE>
 __device__ inline void run_dk_warpgroup(fused_backward_smem<SHAPE> &smem, const stage_loader<SHAPE> &loader,
-                                        bool with_dk)
+                                        bool with_dk, float scale)
 {
+    constexpr int DIM = SHAPE::DIM, DK_DIMS = SHAPE::DK_DIMS;
     constexpr bool LOADS_LATE = smem.DEPTH == 2; /* the next stage is not requested before G of this one is full */
     const int warp = warp_in_warpgroup();
     const bool is_leader = warp == 0; /* the warp that issues loads */
+    const uint32_t q = mn_major_operand(smem.wrt_queries.slabs, smem.ROWS * 128);
+    float dk[DK_DIMS / 8][4];
     if (loader.keys.masked_stages > 0)
         sanitize_stage<ELEMENT>(smem, 0);
     for (int n = 0; n < loader.keys.stages; n++) {
         if (!LOADS_LATE && n + 1 < loader.keys.masked_stages)
             sanitize_stage<ELEMENT>(smem, n + 1);
-        barrier_wait(smem.g_full[n % SHAPE::G_BUFFERS], n / SHAPE::G_BUFFERS % 2);
-        if (is_leader && n > 0) /* G of stage n is full, so the dq warpgroups have released stage n - 1 */
+        barrier_wait(smem.g_full[n % 2], n / 2 % 2);
+        if (is_leader && n > 0) /* G of stage n is full, so both dq warpgroups have released stage n - 1 */
             loader.load_stage(n + smem.DEPTH - 1);
         if (is_leader && smem.WIDE_OTHER) /* ... and the other argument's keys of stage n */
             loader.load_other_stage(n + smem.DEPTH);
         if (LOADS_LATE && n + 1 < loader.keys.masked_stages)
             sanitize_stage<ELEMENT>(smem, n + 1);
-        if (with_dk)
-            add_dk<ELEMENT>(smem, loader, n, warp);
-        else
-            skip_dk(smem, n);
+        if (!with_dk) {
+            __syncwarp(); /* all lanes have passed the wait before the buffer can be filled again */
+            if (threadIdx.x % 32 == 0)
+                barrier_arrive(smem.g_empty[n % 2]);
+            continue;
+        }
+        const uint32_t g = mn_major_operand(smem.g[n % 2], 0);
+#pragma unroll
+        for (int first_dim = 0; first_dim < DIM; first_dim += DK_DIMS) {
+            const uint32_t q_slice = q + first_dim / 64 * (smem.ROWS * 128 / 16);
+            wgmma_fence();
+            wgmma_steps<true, smem.ROWS / 16>(dk, g, q_slice, 0, ELEMENT());
+            wgmma_commit();
+            wgmma_wait<0>();
+            fence_operand(dk);
+            if (first_dim + DK_DIMS == DIM && threadIdx.x % 32 == 0)
+                barrier_arrive(smem.g_empty[n % 2]);
+            tma_wait_read(); /* a warp's 16 keys leave by themselves: warps do not wait for each other */
+            __syncwarp();
+            write_dk<DK_DIMS>(smem.dk, dk, scale * smem.unit);
+            fence_proxy_async();
+            __syncwarp();
+            loader.reduce_add_dk(n, first_dim, warp);
+        }
     }
     tma_wait_read();
 }
 
 /* ---- Kernel ------------------------------------------------------------------------------------------------- */
 
-/* A block has one tile of queries. BACKWARD, fused_backward or group_backward, has its shape, its shared memory and
- * what its warpgroups do. */
-template <typename BACKWARD>
-__global__ void __launch_bounds__(BACKWARD::shape::THREADS, 1)
+template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED>
+__global__ void __launch_bounds__(SHAPE::THREADS, 1)
     fused_backward_kernel(const __grid_constant__ backward_params params,
-                          const __grid_constant__ typename BACKWARD::maps_type maps)
+                          const __grid_constant__ fused_backward_maps maps)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    typedef typename BACKWARD::shape SHAPE;
     extern __shared__ __align__(1024) unsigned char raw[];
-    typename BACKWARD::memory &smem = *(typename BACKWARD::memory *)(void *)raw;
+    typedef fused_backward_smem<SHAPE> memory;
+    memory &smem = *(memory *)(void *)raw;
     typename SHAPE::tile_type assigned;
     if (!assigned.find(params, 1, (unsigned)params.head_group))
         return;
-    constexpr bool HAS_PRODUCER = SHAPE::PRODUCER_REGS > 0; /* leaves no registers for the tile */
-    if (threadIdx.x == 0)
-        smem.tile = assigned;
-    if (HAS_PRODUCER)
-        __syncthreads();
-    const typename SHAPE::tile_type &tile = HAS_PRODUCER ? smem.tile : assigned;
-    if (threadIdx.x < 32)
-        BACKWARD::find_unit(params, smem, tile);
-    const row_stream keys = keys_of_tile(params, tile, 1);
-    smem.fill_visible(keys.band);
+    if (threadIdx.x < 32) {
+        const float common = HAS_GRAD_UNIT<ELEMENT, SHAPE> ? find_common_grad(params, assigned) : 0.0F;
+        smem.in_units = common != 0.0F;
+        smem.unit = common != 0.0F ? common : find_g_unit(params, assigned, ELEMENT());
+    }
+    const row_stream keys = keys_of_tile(params, assigned, 1);
+    smem.visible.fill(keys.band);
     if (threadIdx.x == 0) {
-        smem.count = (int)skl_min(smem.ROWS, tile.sequence.query_count - tile.first);
+        smem.tile = assigned;
+        smem.count = (int)skl_min(smem.ROWS, assigned.sequence.query_count - assigned.first);
         smem.keys = keys;
         if (smem.count < smem.ROWS) /* rows that do not exist must be masked: 0 times a non-finite key is NaN */
             smem.keys.masked_stages = smem.keys.stages;
-        smem.init_barriers();
+        barrier_init(smem.queries_full, 1);
+        for (int stage = 0; stage < smem.DEPTH; stage++) {
+            barrier_init(smem.full[stage], 1);
+            barrier_init(smem.sanitized[stage], 128);
+            if (smem.WIDE_OTHER)
+                barrier_init(smem.other_full[stage], 1);
+        }
+        for (int stage = 0; stage < 2; stage++) {
+            barrier_init(smem.g_full[stage], SHAPE::DQ_GROUPS * 128);
+            barrier_init(smem.g_empty[stage], 4);
+        }
         barrier_init_fence();
     }
     __syncthreads();
+    const typename SHAPE::tile_type &tile = smem.tile;
     const int warpgroup = warpgroup_index();
     if (warpgroup == SHAPE::DK_WARPGROUP) {
         reg_dealloc<SHAPE::DK_REGS>();
-        BACKWARD::run_dk(params, maps, smem);
-    } else if (HAS_PRODUCER && warpgroup > SHAPE::DK_WARPGROUP) {
-        if constexpr (HAS_PRODUCER) {
-            reg_dealloc<SHAPE::PRODUCER_REGS>();
-            BACKWARD::produce(params, maps, smem);
-        }
-    } else {
-        reg_alloc<SHAPE::DQ_REGS>();
-        BACKWARD::run_dq(params, maps, smem, warpgroup);
-    }
-#endif
-}
-
-/* One teacher head per student head. DQ: the dq warpgroups, dq_warpgroup or joint_dq_warpgroup. */
-template <typename DQ> struct fused_backward {
-    typedef typename DQ::shape shape;
-    typedef typename DQ::element element;
-    typedef fused_backward_smem<shape> memory;
-    typedef fused_backward_maps<shape::GRADIENTS> maps_type;
-
-    __device__ static void find_unit(const backward_params &params, memory &smem,
-                                     const typename shape::tile_type &tile)
-    {
-        const float common = HAS_GRAD_UNIT<element, shape> ? find_common_grad(params, tile) : 0.0F;
-        smem.in_units = common != 0.0F;
-        smem.unit = common != 0.0F ? common : find_g_unit(params, tile, element());
-    }
-
-    __device__ static void run_dq(const backward_params &params, const maps_type &, memory &smem, int warpgroup)
-    {
-        DQ consumer = {params, smem, warpgroup};
-        consumer.load_queries(smem.tile);
-        barrier_wait(smem.queries_full, 0);
-        prepare_queries<element, DQ::OF_B>(params, smem, smem.tile);
-        consumer.run();
-        consumer.store(smem.tile);
-    }
-
-    __device__ static void run_dk(const backward_params &params, const maps_type &maps, memory &smem)
-    {
-        const typename shape::tile_type &tile = smem.tile;
         const int head = warp_uniform((int)tile.head);
-        const skl_problem &p = params.problem;
-        const stage_loader<shape> loader = {{maps.sums,
-                                             warp_uniform(smem.keys),
-                                             warp_uniform((int)tile.sequence.batch),
-                                             {head / wrt_argument<DQ::OF_B>(params).heads_per_key,
-                                              head / other_argument<DQ::OF_B>(params).heads_per_key},
-                                             {(params.teacher_side ? p.scale_t : p.scale_s) * smem.unit,
-                                              (params.teacher_side ? p.scale_s : p.scale_t) * smem.unit}},
-                                            smem,
+        const stage_loader<SHAPE> loader = {smem,
                                             maps,
-                                            head};
-        if (warp_index() == shape::DK_WARPGROUP * 4) {
+                                            warp_uniform(smem.keys),
+                                            warp_uniform((int)tile.sequence.batch),
+                                            head,
+                                            head / wrt_argument<WRT_B>(params).heads_per_key,
+                                            head / other_argument<WRT_B>(params).heads_per_key};
+        if (warp_index() == SHAPE::DK_WARPGROUP * 4) {
             loader.load_queries(warp_uniform((int)(tile.sequence.query_begin + tile.first)));
             for (int n = 0; n < smem.DEPTH; n++) {
                 if (smem.WIDE_OTHER)
@@ -260,46 +197,56 @@ template <typename DQ> struct fused_backward {
                 loader.load_stage(n);
             }
         }
-        run_dk_warpgroup<element>(smem, loader, shape::GRADIENTS == ARGUMENTS || params.dk_sums.data != NULL);
+        run_dk_warpgroup<ELEMENT>(smem, loader, params.dk_sums.data != NULL,
+                                  params.teacher_side ? params.problem.scale_t : params.problem.scale_s);
+    } else {
+        reg_alloc<SHAPE::DQ_REGS>();
+        dq_warpgroup<ELEMENT, SHAPE, WRT_B, CAPPED> consumer = {params, smem, warpgroup};
+        if constexpr (SHAPE::REG_DIMS > 0)
+            load_a_frag<SHAPE::REG_DIMS>(
+                consumer.other_q,
+                queries_of<ELEMENT>(other_argument<WRT_B>(params), tile.sequence, tile.head).from(tile.first),
+                smem.count);
+        barrier_wait(smem.queries_full, 0);
+        prepare_queries<ELEMENT, WRT_B>(params, smem, tile);
+        consumer.run();
+        consumer.store(tile);
     }
-};
+#endif
+}
 
 /* ---- Launch ------------------------------------------------------------------------------------------------- */
 
-/* Launches one block per tile of queries. */
-template <typename BACKWARD>
-cudaError_t launch_fused_tiles(const backward_params &params, const typename BACKWARD::maps_type &maps,
-                               size_t memory = sizeof(typename BACKWARD::memory))
+/* Launches one block with `memory` bytes of shared memory per tile of queries. */
+template <typename SHAPE, typename... MAPS>
+cudaError_t launch_tiles(void (*kernel)(backward_params, MAPS...), size_t memory, const backward_params &params,
+                         const MAPS &...maps)
 {
-    typedef typename BACKWARD::shape SHAPE;
-    static_assert(sizeof(typename BACKWARD::memory) <= SMEM_MAX, "shared memory of a block");
     static_assert(SHAPE::ROWS == (SHAPE::DQ_GROUPS == 3 ? SKL_SM90_TALL_ROWS : SKL_SM90_BACKWARD_ROWS),
                   "cuda/select counts tiles");
     const skl_problem &p = params.problem;
-    return launch_blocks(fused_backward_kernel<BACKWARD>,
-                         grid_of(p.batch, p.heads_s, skl_ceil_div(p.len_q, SHAPE::ROWS)), SHAPE::THREADS, memory,
-                         params.call.stream, params, maps);
+    return launch_blocks(kernel, grid_of(p.batch, p.heads_s, skl_ceil_div(p.len_q, SHAPE::ROWS)), SHAPE::THREADS,
+                         memory, params.call.stream, params, maps...);
 }
 
-/* Encodes the sums of dk, if there is a dk. */
-inline bool encode_dk_sums(CUtensorMap *map, const backward_params &params)
+/* Encodes the sums of dk, if there is a dk. `box_rows`: keys that TMA adds at once. */
+inline bool encode_dk_sums(CUtensorMap *map, const backward_params &params, int box_rows = 16)
 {
     const skl_problem *const p = &params.problem;
     const skl_cuda_argument *const wrt = wrt_of(params);
     return params.dk_sums.data == NULL ||
-           encode_sums(map, params.dk_sums, wrt->dim, p->heads_s / wrt->heads_per_key, skl_key_rows(p));
+           encode_sums(map, params.dk_sums, wrt->dim, p->heads_s / wrt->heads_per_key, skl_key_rows(p), box_rows);
 }
 
-template <typename ELEMENT, int GRADIENTS>
-inline bool encode_all(fused_backward_maps<GRADIENTS> *maps, const backward_params &params, int tile_rows,
-                       ELEMENT element)
+template <typename ELEMENT>
+inline bool encode_all(fused_backward_maps *maps, const backward_params &params, int tile_rows, ELEMENT element)
 {
     const skl_problem *const p = &params.problem;
     return encode_queries(&maps->wrt_queries, p, wrt_of(params), tile_rows, element) &&
            encode_queries(&maps->other_queries, p, other_of(params), tile_rows, element) &&
            encode_keys(&maps->wrt_keys, p, wrt_of(params), STAGE_KEYS, element) &&
            encode_keys(&maps->other_keys, p, other_of(params), STAGE_KEYS, element) &&
-           encode_dk_sums(&maps->sums[WRT], params);
+           encode_dk_sums(&maps->sums, params);
 }
 
 /* Clears the sums of dk, calls launch(), which adds to them, and rounds them to dk's type. */
@@ -324,8 +271,10 @@ template <typename ELEMENT, typename SHAPE, bool CAPPED>
 cudaError_t launch_fused_backward_of(const char *kernel, const backward_params &params)
 {
     constexpr bool OF_A = HAS_INSTANCE_OF_A<ELEMENT, SHAPE>;
+    constexpr int MEMORY = sizeof(fused_backward_smem<SHAPE>);
+    static_assert(MEMORY <= SMEM_MAX, "shared memory of a block");
     const bool wrt_b = is_grad_of_b(params);
-    fused_backward_maps<SHAPE::GRADIENTS> maps;
+    fused_backward_maps maps;
     if (!(wrt_b || OF_A) || !encode_all(&maps, params, SHAPE::ROWS, ELEMENT()))
         return encode_error();
     return with_dk_sums(params, [&] {
@@ -336,8 +285,9 @@ cudaError_t launch_fused_backward_of(const char *kernel, const backward_params &
                       1);
         if constexpr (OF_A)
             if (!wrt_b)
-                return launch_fused_tiles<fused_backward<dq_warpgroup<ELEMENT, SHAPE, false, CAPPED>>>(params, maps);
-        return launch_fused_tiles<fused_backward<dq_warpgroup<ELEMENT, SHAPE, true, CAPPED>>>(params, maps);
+                return launch_tiles<SHAPE>(fused_backward_kernel<ELEMENT, SHAPE, false, CAPPED>, MEMORY, params,
+                                           maps);
+        return launch_tiles<SHAPE>(fused_backward_kernel<ELEMENT, SHAPE, true, CAPPED>, MEMORY, params, maps);
     });
 }
 

@@ -1,5 +1,4 @@
-/* The dq warpgroups of the fused backward: logits, G, dq, and with respect to B the KL. The joint backward and
- * teacher groups share its parts. */
+/* The dq warpgroups of the fused backward: logits, G, dq, and with respect to B the KL. */
 #ifndef SKL_CUDA_SM90_ATTENTION_FUSED_BACKWARD_DQ_CUH
 #define SKL_CUDA_SM90_ATTENTION_FUSED_BACKWARD_DQ_CUH
 
@@ -54,20 +53,16 @@ __device__ inline float find_common_grad(const backward_params &params, const qu
     return __all_sync(~0U, same) ? first : 0.0F;
 }
 
-/* ---- Queries ------------------------------------------------------------------------------------------------ */
-
-/* Row stats of the warpgroup's 64 queries, two threads each. Non-finite queries of arguments with gradients become 0
- * and an LSE NaN, so that they do not affect dk of keys that they do not attend to. Rows after the last one may
+/* Row stats of the warpgroup's 64 queries, two threads each. Non-finite queries of the wrt argument become 0
+ * and their LSE NaN, so that they do not affect dk of keys that they do not attend to. Rows after the last one may
  * belong to another sequence: they become 0, too, and an LSE of 1e30 makes all their probabilities 0. */
 template <typename ELEMENT, bool WRT_B, typename SHAPE>
 __device__ inline void prepare_queries(const backward_params &params, fused_backward_smem<SHAPE> &smem,
                                        const typename SHAPE::tile_type &tile)
 {
     const int row = (int)(threadIdx.x / 2), count = smem.count;
-    bool finite = sanitize_row<ELEMENT, SHAPE::DIM>(smem.wrt_queries.slabs, row, row < count);
-    if constexpr (smem.GRADIENTS == ARGUMENTS)
-        finite = sanitize_row<ELEMENT, SHAPE::OTHER_DIM>(smem.other_queries.slabs, row, row < count) && finite;
-    else if constexpr (smem.OTHER_SLABS > 0)
+    const bool finite = sanitize_row<ELEMENT, SHAPE::DIM>(smem.wrt_queries.slabs, row, row < count);
+    if constexpr (smem.OTHER_SLABS > 0)
         for (int slab = 0; slab < smem.OTHER_SLABS; slab++)
             for (int c = (int)(threadIdx.x % 2); c < 8 && row >= count; c += 2)
                 *(uint4 *)(void *)&smem.other_queries.slabs[slab][row][c * 16] = make_uint4(0, 0, 0, 0);
@@ -106,39 +101,44 @@ template <typename DQ> __device__ inline void add_all_stages(DQ &dq, const stage
 
 /* Writes G of the warpgroup's queries and 16 STEPS keys, from first_key on, to [query][key]. */
 template <int STEPS, int ROWS>
-__device__ inline void write_g(unsigned char (&rows)[ROWS][128], const uint32_t (&g)[STEPS][4], unsigned thread,
+__device__ inline void write_g(unsigned char (&rows)[ROWS][128], const uint32_t (&g)[STEPS][4], int lane, int row,
                                int first_key = 0)
 {
-    const int lane = (int)(thread % 32), row = (int)(thread / 32) * 16 + lane % 16;
     const uint32_t to = shared_address(&rows[row][(lane / 16 ^ row % 8) * 16]);
 #pragma unroll
     for (int step = 0; step < STEPS; step++)
         stmatrix_x4(to ^ (uint32_t)((first_key / 16 + step) * 32), g[step]);
 }
 
-/* Stores dq of the thread's rows that exist, if the caller asks for dq. */
-template <typename ELEMENT, typename TILE, int BLOCKS>
-__device__ inline void store_dq(const skl_side &side, const TILE &tile, int count, const float (&dq)[BLOCKS][4],
-                                float unit)
-{
-    const skl_output out = *side.dq;
-    const int64_t base = SKL_ROW(out, tile.sequence.batch, tile.head, tile.sequence.query_begin + tile.first);
-    if (out.data == NULL)
-        return;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int row = acc_row<1>(0, half);
-        if (row < count)
-            store_row<ELEMENT>(out.data, base + row * out.stride_row, side, dq, half, unit * side.scale);
-    }
-}
+/* Where dq of a tile goes. Without data the caller asks for no dq. */
+struct dq_output {
+    skl_side side;
+    skl_output rows;
+    int64_t base; /* first row of the tile */
 
-/* ---- Gradients of one argument ------------------------------------------------------------------------------ */
+    template <typename TILE> __device__ static dq_output of(const skl_side &side, const TILE &tile)
+    {
+        const skl_output rows = *side.dq;
+        return {side, rows, SKL_ROW(rows, tile.sequence.batch, tile.head, tile.sequence.query_begin + tile.first)};
+    }
+
+    /* Stores the thread's rows that exist if dq is `wanted`. SMEM has the number of the tile's queries and the unit
+     * of G. */
+    template <typename ELEMENT, typename SMEM, int BLOCKS>
+    __device__ void store(const SMEM &smem, const float (&dq)[BLOCKS][4], bool wanted = true) const
+    {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int row = acc_row<1>(0, half);
+            if (row < smem.count && wanted)
+                store_row<ELEMENT>(rows.data, base + row * rows.stride_row, side, dq, half, smem.unit * side.scale);
+        }
+    }
+};
+
+/* ---- dq ----------------------------------------------------------------------------------------------------- */
 
 template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED> struct dq_warpgroup {
-    typedef ELEMENT element;
-    typedef SHAPE shape;
-    static constexpr bool OF_B = WRT_B;
     static constexpr int DIM = SHAPE::DIM;
     const backward_params &params;
     fused_backward_smem<SHAPE> &smem;
@@ -147,15 +147,6 @@ template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED> struct dq_w
     float dq[DIM / 8][4];
     static constexpr bool HAS_LONG_SUMS = WRT_B && SHAPE::HAS_LONG_SUMS;
     row_sums sums[2]; /* with respect to B: of the KL */
-
-    __device__ void load_queries(const typename SHAPE::tile_type &tile)
-    {
-        if constexpr (SHAPE::REG_DIMS > 0)
-            load_a_frag<SHAPE::REG_DIMS>(
-                other_q,
-                queries_of<ELEMENT>(other_argument<WRT_B>(params), tile.sequence, tile.head).from(tile.first),
-                smem.count);
-    }
 
     template <bool MASKED> __device__ void issue_stage_logits(stage_logits &wrt, stage_logits &other, int n)
     {
@@ -237,8 +228,9 @@ template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED> struct dq_w
         const uint32_t k = mn_major_operand(&smem.stages[stage].wrt, STAGE_KEYS * 128);
         wgmma_steps<true, STAGE_KEYS / 16>(dq, g, k, 1, ELEMENT());
         wgmma_commit();
-        barrier_wait(smem.g_empty[n % 2][WRT], n / 2 % 2 ^ 1);
-        write_g(smem.g[n % 2][WRT], g, threadIdx.x);
+        barrier_wait(smem.g_empty[n % 2], n / 2 % 2 ^ 1);
+        const int row = (int)(threadIdx.x / 32) * 16 + lane % 16;
+        write_g(smem.g[n % 2], g, lane, row);
         fence_proxy_async();
         __syncwarp();
         if (MASKED)
@@ -281,11 +273,13 @@ template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED> struct dq_w
 
     __device__ void store(const typename SHAPE::tile_type &tile) const
     {
+        const dq_output out = dq_output::of(side_of(params), tile);
         if (WRT_B && params.kl_in_backward)
             write_one_pass_rows(
                 params, tile, smem.count,
                 {HAS_LONG_SUMS ? smem.totals.of(0) : sums[0], HAS_LONG_SUMS ? smem.totals.of(1) : sums[1]});
-        store_dq<ELEMENT>(side_of(params), tile, smem.count, dq, smem.unit);
+        if (out.rows.data != NULL)
+            out.store<ELEMENT>(smem, dq);
     }
 };
 

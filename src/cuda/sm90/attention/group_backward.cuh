@@ -14,8 +14,8 @@
  *   dq warpgroups   stage n       X_h (wgmma) -> P, head after head;  Y (wgmma) -> G;  dq += G K (wgmma)
  *   dk warpgroup    stage n - 1   dk = G^T Q (wgmma)  ->  shared memory  ->  global memory += dk (TMA)
  *
- * See group_heads.cuh for P, fused_backward.cuh for the kernel and dk. The dq warpgroups and the loads are separate:
- * a stage has the keys of several heads, in a pipeline whose depth is known at run time, and needs a producer. */
+ * See group_heads.cuh for P, fused_backward.cuh for dq and dk. On the kernel and the dk loop of the fused backward,
+ * where each warp adds its own keys, groups of two heads took 7 to 10 % longer, so this backward has its own. */
 #ifndef SKL_CUDA_SM90_ATTENTION_GROUP_BACKWARD_CUH
 #define SKL_CUDA_SM90_ATTENTION_GROUP_BACKWARD_CUH
 
@@ -25,60 +25,33 @@
 namespace sm90
 {
 
+struct group_backward_block {
+    static constexpr int DQ_GROUPS = CONSUMERS, DK_WARPGROUP = DQ_GROUPS, PRODUCER_WARPGROUP = DQ_GROUPS + 1;
+    static constexpr int THREADS = 128 * (DQ_GROUPS + 2), ROWS = TILE_QUERIES;
+};
+
+constexpr int DK_DIMS = 64; /* of dk at a time */
+
 /* Of a query, by the LSE of the student. */
 struct alignas(16) student_stats {
     float lse, low, grad; /* LSE in base 2 as two floats; upstream gradient divided by the unit, times 2^-low */
     int key_begin;        /* first visible key, counted as in row_stream */
 };
 
-/* Members as in fused_backward_shape. */
-template <int DIM_S> struct group_backward_shape : dq_dk_block<2, 64, 32> {
-    static constexpr int DIM = DIM_S, GRADIENTS = 1;
-    static constexpr int DK_DIMS = 64, DK_PRODUCT_DIMS = DK_DIMS, DK_BUFFERS = 1, G_BUFFERS = 1;
-};
-
-template <int DIM_S> struct group_backward_smem : group_backward_shape<DIM_S> {
+template <int DIM_S> struct group_backward_smem {
     smem_rows<DIM_S / 64> queries_s;
     row_stage<DIM_S> keys_s;
-    unsigned char g[1][1][TILE_QUERIES][128]; /* [query][key] */
-    unsigned char dk[1][group_backward_shape<DIM_S>::DK_DIMS / 32][STAGE_KEYS][128];
+    unsigned char g[TILE_QUERIES][128]; /* [query][key] */
+    unsigned char dk[DK_DIMS / 32][STAGE_KEYS][128];
     student_stats stats[TILE_QUERIES];
     float poison[STAGE_KEYS]; /* NaN for non-finite keys of the student, else 0 */
     group_barriers barriers;
-    uint64_t sanitized, g_full, g_empty[1][1];
+    uint64_t sanitized, g_full, g_empty;
     block_tile tile; /* this and the rest are in shared memory to save registers */
     int count;
     stage_schedule keys;
     int key_ends[TILE_QUERIES]; /* of visible keys; they begin at student_stats.key_begin: every byte counts here */
     float unit;                 /* of G */
-
-    __device__ void fill_visible(const bounded_band &band)
-    {
-        if (threadIdx.x < TILE_QUERIES) {
-            const range32 visible = band.of((int)threadIdx.x);
-            stats[threadIdx.x].key_begin = visible.begin;
-            key_ends[threadIdx.x] = visible.end;
-        }
-    }
-
-    __device__ void init_barriers()
-    {
-        barriers.init();
-        barrier_init(sanitized, 32);
-        barrier_init(g_full, CONSUMERS * 128);
-        barrier_init(g_empty[0][WRT], 4);
-    }
-
-    __device__ uint32_t dk_queries(int) const
-    {
-        return mn_major_operand(&queries_s, TILE_QUERIES * 128);
-    }
-};
-
-/* `sums`: f32 sums of dk in global memory. `depth`: slots of teacher keys. */
-struct group_backward_maps : group_maps {
-    CUtensorMap sums[1];
-    int depth;
 };
 
 template <int DIM_S> constexpr int GROUP_FIXED_SIZE = (sizeof(group_backward_smem<DIM_S>) + 1023) / 1024 * 1024;
@@ -215,8 +188,11 @@ template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED> struct group_dq_w
         const uint32_t k = mn_major_operand(&smem.keys_s, STAGE_KEYS * 128);
         wgmma_steps<true, STAGE_KEYS / 16>(dq, g, k, 1, ELEMENT());
         wgmma_commit();
-        barrier_wait(smem.g_empty[0][WRT], n % 2 ^ 1);
-        write_g(smem.g[0][WRT], g, thread_again());
+        barrier_wait(smem.g_empty, n % 2 ^ 1);
+        int thread; /* read here: the address then needs no register in the rest of the loop */
+        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+        const int row = thread / 32 * 16 + thread % 16;
+        write_g(smem.g, g, thread % 32, row);
         fence_proxy_async();
         barrier_arrive(smem.g_full); /* every lane: it has read poison, too */
     }
@@ -233,27 +209,54 @@ template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED> struct group_dq_w
 
     __device__ void store() const
     {
+        const dq_output out = dq_output::of(side_of(params), smem.tile);
         if (params.kl_in_backward)
             write_one_pass_rows(params, smem.tile, smem.count, sums);
-        store_dq<ELEMENT>(side_of(params), smem.tile, smem.count, dq, smem.unit);
+        out.store<ELEMENT>(smem, dq, out.rows.data != NULL);
     }
 };
 
 /* ---- dk ----------------------------------------------------------------------------------------------------- */
 
-/* Without `with_dk` the warpgroup has nothing to do. */
 template <typename ELEMENT, int DIM_S>
-__device__ inline void run_group_dk(group_backward_smem<DIM_S> &smem, const dk_target<1> &target, bool with_dk)
+__device__ inline void run_group_dk(group_backward_smem<DIM_S> &smem, const group_maps &maps, bool with_dk,
+                                    int key_head, float scale)
 {
-    const int warp = warp_in_warpgroup();
-    for (int n = 0; n < target.keys.stages; n++) {
+    const bool is_leader = warp_in_warpgroup() == 0; /* the warp that issues TMA */
+    const stage_schedule keys = warp_uniform(smem.keys);
+    const int batch = warp_uniform((int)smem.tile.sequence.batch);
+    const uint32_t g = mn_major_operand(smem.g, 0);
+    for (int n = 0; n < keys.stages; n++) {
         barrier_wait(smem.g_full, n % 2);
-        if (with_dk)
-            add_dk<ELEMENT>(smem, target, n, warp);
-        else
-            skip_dk(smem, n);
+#pragma unroll
+        for (int c = 0; c < DIM_S / DK_DIMS && with_dk; c++) {
+            float dk[DK_DIMS / 8][4];
+            const uint32_t q = mn_major_operand(smem.queries_s.slabs[c], 0);
+            wgmma_fence();
+            wgmma_steps<true, TILE_QUERIES / 16>(dk, g, q, 0, ELEMENT());
+            wgmma_commit();
+            wgmma_wait<0>();
+            fence_operand(dk);
+            if (is_leader)
+                tma_wait_read();
+            named_barrier_sync(1 + group_backward_block::DK_WARPGROUP, 128);
+            write_dk<DK_DIMS>(smem.dk, dk, scale * smem.unit);
+            fence_proxy_async();
+            named_barrier_sync(1 + group_backward_block::DK_WARPGROUP, 128);
+            if (is_leader) {
+#pragma unroll
+                for (int slab = 0; slab < DK_DIMS / 32; slab++)
+                    tma_reduce_add(maps.sums, c * DK_DIMS + slab * 32, keys.row_at(n), key_head, batch,
+                                   smem.dk[slab]);
+                tma_commit();
+            }
+        }
+        __syncwarp(); /* all lanes have passed the wait before G can be filled again */
+        if (threadIdx.x % 32 == 0)
+            barrier_arrive(smem.g_empty);
     }
-    tma_wait_read();
+    if (is_leader)
+        tma_wait_read();
 }
 
 /* Executed by one warp. Only masked stages need it: see logit_gradients.cuh. */
@@ -274,42 +277,60 @@ template <typename ELEMENT, int DIM_S> __device__ inline void sanitize_stages(gr
 
 /* ---- Kernel ------------------------------------------------------------------------------------------------- */
 
-template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED> struct group_backward {
-    typedef group_backward_shape<DIM_S> shape;
-    typedef group_backward_smem<DIM_S> memory;
-    typedef group_backward_maps maps_type;
-    typedef teacher_smem<DIM_T, STAGE_KEYS> teacher_type;
-
-    __device__ static void find_unit(const backward_params &params, memory &smem, const block_tile &tile)
-    {
+template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED>
+__global__ void __launch_bounds__(group_backward_block::THREADS, 1)
+    group_backward_kernel(const __grid_constant__ backward_params params, const __grid_constant__ group_maps maps,
+                          int depth)
+{
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(1024) unsigned char raw[];
+    group_backward_smem<DIM_S> &smem = *(group_backward_smem<DIM_S> *)(void *)raw;
+    block_tile assigned;
+    if (!assigned.find(params, 1, (unsigned)params.head_group))
+        return;
+    if (threadIdx.x == 0)
+        smem.tile = assigned;
+    __syncthreads();
+    const block_tile &tile = smem.tile;
+    if (threadIdx.x < 32)
         smem.unit = find_g_unit(params, tile, ELEMENT());
+    const row_stream keys = keys_of_tile(params, tile, 1);
+    if (threadIdx.x < TILE_QUERIES) {
+        const range32 visible = keys.band.of((int)threadIdx.x);
+        smem.stats[threadIdx.x].key_begin = visible.begin;
+        smem.key_ends[threadIdx.x] = visible.end;
     }
-
-    __device__ static teacher_group group_of(const backward_params &params, const memory &smem)
-    {
-        return warp_uniform(teacher_group::of(params, warp_uniform((int)smem.tile.head)));
+    if (threadIdx.x == 0) {
+        smem.count = (int)skl_min(TILE_QUERIES, tile.sequence.query_count - tile.first);
+        smem.keys = keys;
+        if (smem.count < TILE_QUERIES) /* rows that do not exist must be masked: 0 times a non-finite key is NaN */
+            smem.keys.masked_stages = smem.keys.stages;
+        smem.barriers.init();
+        barrier_init(smem.sanitized, 32);
+        barrier_init(smem.g_full, CONSUMERS * 128);
+        barrier_init(smem.g_empty, 4);
+        barrier_init_fence();
     }
-
-    __device__ static teacher_type teacher_of(memory &smem, const teacher_group &group)
-    {
-        return teacher_type::of((unsigned char *)(void *)&smem + GROUP_FIXED_SIZE<DIM_S>, group.count, 0);
-    }
-
-    __device__ static void produce(const backward_params &params, const maps_type &maps, memory &smem)
-    {
+    __syncthreads();
+    const int warpgroup = warpgroup_index(), head = warp_uniform((int)smem.tile.head);
+    const teacher_group group = warp_uniform(teacher_group::of(params, head));
+    const auto teacher = teacher_smem<DIM_T, STAGE_KEYS>::of(raw + GROUP_FIXED_SIZE<DIM_S>, group.count, 0);
+    const int key_head_s = head / params.b.heads_per_key;
+    if (warpgroup == group_backward_block::PRODUCER_WARPGROUP) {
+        reg_dealloc<32>();
         if (warp_in_warpgroup() == 0) {
             const stage_schedule keys = warp_uniform(smem.keys);
-            const teacher_group group = group_of(params, smem);
             const group_loader<DIM_T, DIM_S, STAGE_KEYS> loader = {maps,
                                                                    smem.barriers,
-                                                                   teacher_of(smem, group),
+                                                                   teacher,
                                                                    smem.queries_s.slabs,
                                                                    smem.keys_s.slabs,
                                                                    group,
-                                                                   maps.depth,
-                                                                   params,
-                                                                   smem.tile};
-            loader.load_queries();
+                                                                   depth,
+                                                                   warp_uniform((int)smem.tile.sequence.batch),
+                                                                   head,
+                                                                   key_head_s};
+            loader.load_queries(warp_uniform((int)(smem.tile.sequence.query_begin + smem.tile.first)));
             slot_state slot = {0, 0};
             for (int n = 0; n < keys.stages; n++) {
                 loader.load_heads(slot, keys.row_at(n));
@@ -318,24 +339,13 @@ template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED> struct group_back
         } else if (warp_in_warpgroup() == 1) {
             sanitize_stages<ELEMENT, DIM_S>(smem);
         }
-    }
-
-    __device__ static void run_dk(const backward_params &params, const maps_type &maps, memory &smem)
-    {
-        const dk_target<1> target = {maps.sums,
-                                     warp_uniform(smem.keys),
-                                     warp_uniform((int)smem.tile.sequence.batch),
-                                     {warp_uniform((int)smem.tile.head) / params.b.heads_per_key},
-                                     {params.problem.scale_s * smem.unit}};
-        run_group_dk<ELEMENT, DIM_S>(smem, target, params.dk_sums.data != NULL);
-    }
-
-    __device__ static void run_dq(const backward_params &params, const maps_type &maps, memory &smem, int warpgroup)
-    {
+    } else if (warpgroup == group_backward_block::DK_WARPGROUP) {
+        reg_dealloc<64>();
+        run_group_dk<ELEMENT, DIM_S>(smem, maps, params.dk_sums.data != NULL, key_head_s, params.problem.scale_s);
+    } else {
+        reg_alloc<208>();
         barrier_wait(smem.barriers.queries_full, 0);
         prepare_student_queries<ELEMENT, DIM_S>(params, smem);
-        const teacher_group group = group_of(params, smem);
-        const teacher_type teacher = teacher_of(smem, group);
         const int rows[2] = {acc_row<1>(0, 0), acc_row<1>(0, 1)};
         group_dq_warpgroup<ELEMENT, DIM_T, DIM_S, CAPPED> consumer = {
             params,
@@ -344,7 +354,7 @@ template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED> struct group_back
              group,
              smem.barriers,
              k_major_operand(teacher.query_rows) + warpgroup * (64 * 128 / 16),
-             maps.depth,
+             depth,
              params.a,
              {teacher_lse::of(params, smem.tile, group.first, rows[0]),
               teacher_lse::of(params, smem.tile, group.first, rows[1])},
@@ -355,7 +365,8 @@ template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED> struct group_back
         consumer.run();
         consumer.store();
     }
-};
+#endif
+}
 
 /* ---- Launch ------------------------------------------------------------------------------------------------- */
 
@@ -372,14 +383,16 @@ cudaError_t launch_group_backward(const char *kernel, const skl_cuda_params *par
 {
     const backward_params kernel_params = backward_params_of(params, launch);
     const skl_problem *const p = &params->problem;
-    group_backward_maps maps;
-    const int64_t size = group_backward_size<DIM_T, DIM_S>(skl_group_size(p), launch->smem_per_block, &maps.depth);
+    group_maps maps;
+    int depth;
+    const int64_t size = group_backward_size<DIM_T, DIM_S>(skl_group_size(p), launch->smem_per_block, &depth);
     if (size == 0 || !encode_group_inputs(&maps, kernel_params, STAGE_KEYS, ELEMENT()) ||
-        !encode_dk_sums(&maps.sums[WRT], kernel_params))
+        !encode_dk_sums(&maps.sums, kernel_params, STAGE_KEYS))
         return encode_error();
     return with_dk_sums(kernel_params, [&] {
         record_launch(kernel, CAPPED ? SKL_VARIANT_FUSED_GROUPS_SOFTCAP : SKL_VARIANT_FUSED_GROUPS, 1);
-        return launch_fused_tiles<group_backward<ELEMENT, DIM_T, DIM_S, CAPPED>>(kernel_params, maps, (size_t)size);
+        return launch_tiles<group_backward_block>(group_backward_kernel<ELEMENT, DIM_T, DIM_S, CAPPED>, (size_t)size,
+                                                  kernel_params, maps, depth);
     });
 }
 

@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(GROUP_FORWARD_THREADS, 1)
         barrier_init_fence();
     }
     __syncthreads();
-    const int warpgroup = warpgroup_index();
+    const int warpgroup = warpgroup_index(), head = warp_uniform((int)smem.tile.head);
     const int stages = warp_uniform((smem.needed + GROUP_KEYS - 1) / GROUP_KEYS);
     unsigned char *const of_teacher = raw + GROUP_FORWARD_FIXED_SIZE<DIM_S>;
     if (warpgroup == GROUP_FORWARD_CONSUMERS) {
@@ -226,12 +226,20 @@ __global__ void __launch_bounds__(GROUP_FORWARD_THREADS, 1)
             return;
         const teacher_group group = warp_uniform(smem.group);
         const auto teacher = teacher_smem<DIM_T, GROUP_KEYS>::of(of_teacher, group.count, team * depth);
-        const group_loader<DIM_T, DIM_S, GROUP_KEYS> loader = {
-            maps,     smem.barriers[team], teacher, smem.queries_s.slabs, smem.keys_s[team], group, depth, params,
-            smem.tile};
+        const block_tile &tile = smem.tile;
+        const group_loader<DIM_T, DIM_S, GROUP_KEYS> loader = {maps,
+                                                               smem.barriers[team],
+                                                               teacher,
+                                                               smem.queries_s.slabs,
+                                                               smem.keys_s[team],
+                                                               group,
+                                                               depth,
+                                                               warp_uniform((int)tile.sequence.batch),
+                                                               head,
+                                                               head / params.b.heads_per_key};
         if (team == 0)
-            loader.load_queries();
-        const int row = warp_uniform((int)(smem.tile.sequence.key_begin + smem.origin));
+            loader.load_queries(warp_uniform((int)(tile.sequence.query_begin + tile.first)));
+        const int row = warp_uniform((int)(tile.sequence.key_begin + smem.origin));
         slot_state slot = {0, 0};
         for (int n = team; n < stages; n += TEAMS) {
             loader.load_heads(slot, row + n * GROUP_KEYS);

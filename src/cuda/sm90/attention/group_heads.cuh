@@ -52,7 +52,7 @@ struct group_barriers {
 };
 
 struct group_maps {
-    CUtensorMap queries_t, queries_s, keys_t, keys_s;
+    CUtensorMap queries_t, queries_s, keys_t, keys_s, sums;
 };
 
 /* Loads of `keys` keys. */
@@ -137,14 +137,10 @@ template <int DIM_T, int DIM_S, int KEYS> struct group_loader {
     unsigned char (&queries_s)[DIM_S / 64][block_tile::ROWS][128];
     unsigned char (&keys_s)[DIM_S / 64][KEYS][128];
     teacher_group group;
-    int depth;
-    const skl_cuda_params &params;
-    const block_tile &tile;
-    int batch = warp_uniform((int)tile.sequence.batch), head = warp_uniform((int)tile.head);
+    int depth, batch, head, key_head_s;
 
-    __device__ void load_queries() const
+    __device__ void load_queries(int row) const
     {
-        const int row = warp_uniform((int)(tile.sequence.query_begin + tile.first));
         barrier_expect_tx(barriers.queries_full,
                           group.count * teacher.HEAD_SIZE + DIM_S / 64 * block_tile::ROWS * 128);
         for (int n = 0; n < group.count; n++)
@@ -179,7 +175,7 @@ template <int DIM_T, int DIM_S, int KEYS> struct group_loader {
     {
         barrier_wait(barriers.keys_s_empty, n % 2 ^ 1);
         barrier_expect_tx(barriers.keys_s_full, DIM_S / 64 * KEYS * 128);
-        load_slabs(keys_s, maps.keys_s, row, head / params.b.heads_per_key, batch, barriers.keys_s_full);
+        load_slabs(keys_s, maps.keys_s, row, key_head_s, batch, barriers.keys_s_full);
     }
 };
 

@@ -22,56 +22,59 @@
  * time: its many small wgmmas between those of the dq warpgroups took twice as long as all the rest
  * (docs/lab/2026-11-17-joint-backward.md). Shared memory has room for one buffer of G.
  *
- * The kernel, the dk warpgroup and the loads are those of fused_backward.cuh with respect to A, where B has
- * gradients, too. The dq warpgroups are separate: they have two G and two dq, and logits of KEYS keys at a time. No
- * measurement says what one body for both would cost; computed row by row, G takes as many instructions. */
+ * The rest is as in fused_backward.cuh. On the kernel, loader and dk loop of the fused backward this one took 2 to 3
+ * % longer, so it has its own. */
 #ifndef SKL_CUDA_SM90_ATTENTION_JOINT_BACKWARD_CUH
 #define SKL_CUDA_SM90_ATTENTION_JOINT_BACKWARD_CUH
 
 #include "cuda/sm90/attention/fused_backward.cuh"
+#include "cuda/sm90/attention/joint_backward_stages.cuh"
 
 namespace sm90
 {
 
-/* The wrt argument is A, the other one B. */
-template <int D> struct joint_shape : dq_dk_block<2, 104> {
-    static constexpr int DIM = D, OTHER_DIM = D, GRADIENTS = ARGUMENTS;
-    static constexpr bool WIDE = DIM > 64; /* registers and shared memory are short */
-    static constexpr bool WIDE_OTHER = false;
-    static constexpr int KEYS = WIDE ? 32 : STAGE_KEYS; /* keys of a stage whose logits are in registers together */
-    static constexpr int DK_DIMS = WIDE ? 32 : 64;      /* dimensions of dk in a buffer */
-    static constexpr int DK_PRODUCT_DIMS = DIM;         /* dimensions of dk in registers */
-    static constexpr int DK_BUFFERS = WIDE ? 2 : 1, G_BUFFERS = WIDE ? 1 : 2;
-    static constexpr int REG_DIMS = 0, OTHER_SLABS = SLABS_OF<DIM>; /* all queries are in shared memory */
-    static constexpr int FIXED = ARGUMENTS * (SLABS_OF<DIM> + G_BUFFERS) * ROWS * 128 +
-                                 DK_BUFFERS * DK_DIMS / 32 * STAGE_KEYS * 128 + ROWS * (int)sizeof(row_stats) + 1024;
-    static constexpr int DEPTH = depth_for(ARGUMENTS * (int)sizeof(row_stage<DIM>), FIXED, 6);
-    typedef long_sums<1> totals_type; /* there is no KL to add up */
-};
-
 /* ---- dq ----------------------------------------------------------------------------------------------------- */
 
+/* As in the fused backward. A query that is not finite in one argument makes G of both NaN. */
+template <typename ELEMENT, typename SHAPE>
+__device__ inline void prepare_joint_queries(const backward_params &params, joint_backward_smem<SHAPE> &smem)
+{
+    const int row = (int)(threadIdx.x / 2), count = smem.count;
+    bool finite = true;
+#pragma unroll
+    for (int which = 0; which < ARGUMENTS; which++)
+        finite = sanitize_row<ELEMENT, SHAPE::DIM>(smem.queries[which].slabs, row, row < count) && finite;
+    if (threadIdx.x % 2 == 0) {
+        constexpr float HUGE_LSE = 1e30F;
+        row_stats stats = {HUGE_LSE, HUGE_LSE, 0.0F, 0.0F};
+        if (row < count) {
+            float stat[4];
+#pragma unroll
+            for (int which = 0; which < 4; which++)
+                stat[which] = row_stat(params, which, smem.tile.sequence, smem.tile.head, smem.tile.first + row);
+            stats = {finite ? lse2_of(stat[0]) : NAN, lse2_of(stat[1]), stat[2], stat[3]};
+        }
+        smem.stats[row] = stats;
+    }
+    fence_proxy_async();
+    named_barrier_sync(1 + (int)(threadIdx.x / 128), 128);
+}
+
 template <typename ELEMENT, typename SHAPE> struct joint_dq_warpgroup {
-    typedef ELEMENT element;
-    typedef SHAPE shape;
-    static constexpr bool OF_B = false;
     static constexpr int DIM = SHAPE::DIM;
     const backward_params &params;
-    fused_backward_smem<SHAPE> &smem;
+    joint_backward_smem<SHAPE> &smem;
     int warpgroup; /* warp-uniform */
     float dq_a[DIM / 8][4], dq_b[DIM / 8][4];
 
     typedef float logits[SHAPE::KEYS / 8][4];     /* of KEYS keys */
     typedef uint32_t g_frag[SHAPE::KEYS / 16][4]; /* G of KEYS keys as A operands */
 
-    __device__ void load_queries(const block_tile &)
+    template <int WHICH> __device__ void issue_products(logits &x, int stage, int first_key)
     {
-    }
-
-    __device__ void issue_products(logits &x, const void *queries, const void *keys, int first_key)
-    {
-        wgmma_slabs<ELEMENT, DIM, SHAPE::ROWS, STAGE_KEYS>(x, k_major_operand(queries) + warpgroup * (64 * 128 / 16),
-                                                           k_major_operand(keys) + first_key * 128 / 16);
+        const uint32_t q = k_major_operand(&smem.queries[WHICH]) + warpgroup * (64 * 128 / 16);
+        const uint32_t k = k_major_operand(&smem.keys[stage][WHICH]) + first_key * 128 / 16;
+        wgmma_slabs<ELEMENT, DIM, SHAPE::ROWS, STAGE_KEYS>(x, q, k);
     }
 
     /* G of KEYS keys. MASKED: masked pairs are 0. The logits are only read: ptxas serialises wgmmas whose
@@ -79,7 +82,7 @@ template <typename ELEMENT, typename SHAPE> struct joint_dq_warpgroup {
     template <bool MASKED>
     __device__ void compute_g(g_frag &g_a, g_frag &g_b, const logits &x, const logits &y, int n, int first_key)
     {
-        const int first = MASKED ? smem.keys.stage_at(n) * STAGE_KEYS : 0;
+        const int first = MASKED ? smem.schedule.stage_at(n) * STAGE_KEYS : 0;
         row_stats queries[2];
         range32 sees[2];
 #pragma unroll
@@ -113,20 +116,20 @@ template <typename ELEMENT, typename SHAPE> struct joint_dq_warpgroup {
             }
     }
 
-    __device__ void issue_dq(float (&dq)[DIM / 8][4], const g_frag &g, const void *keys, int first_key)
+    template <int WHICH> __device__ void issue_dq(float (&dq)[DIM / 8][4], const g_frag &g, int stage, int first_key)
     {
-        const uint32_t k = mn_major_operand(keys, STAGE_KEYS * 128) + first_key * 128 / 16;
+        const uint32_t k = mn_major_operand(&smem.keys[stage][WHICH], STAGE_KEYS * 128) + first_key * 128 / 16;
         wgmma_steps<true, SHAPE::KEYS / 16>(dq, g, k, 1, ELEMENT());
     }
 
     /* Adds 64 x KEYS pairs of stage n. */
     template <bool MASKED> __device__ void add_keys(int n, int first_key)
     {
-        const auto &stage = smem.stages[n % smem.DEPTH];
+        const int stage = n % smem.DEPTH;
         logits x, y;
         wgmma_fence();
-        issue_products(x, &smem.wrt_queries, &stage.wrt, first_key);
-        issue_products(y, &smem.other_queries, &stage.other, first_key);
+        issue_products<OF_A>(x, stage, first_key);
+        issue_products<OF_B>(y, stage, first_key);
         wgmma_commit();
         wgmma_wait<0>();
         fence_operand(x);
@@ -134,16 +137,17 @@ template <typename ELEMENT, typename SHAPE> struct joint_dq_warpgroup {
         g_frag g_a, g_b;
         compute_g<MASKED>(g_a, g_b, x, y, n, first_key);
         wgmma_fence();
-        issue_dq(dq_a, g_a, &stage.wrt, first_key);
-        issue_dq(dq_b, g_b, &stage.other, first_key);
+        issue_dq<OF_A>(dq_a, g_a, stage, first_key);
+        issue_dq<OF_B>(dq_b, g_b, stage, first_key);
         wgmma_commit();
         const int buffer = n % SHAPE::G_BUFFERS, phase = n / SHAPE::G_BUFFERS % 2 ^ 1;
+        const int lane = (int)(threadIdx.x % 32), row = (int)(threadIdx.x / 32) * 16 + lane % 16;
         if (first_key == 0)
-            barrier_wait(smem.g_empty[buffer][WRT], phase);
-        write_g(smem.g[buffer][WRT], g_a, threadIdx.x, first_key);
+            barrier_wait(smem.g_empty[buffer][OF_A], phase);
+        write_g(smem.g[buffer][OF_A], g_a, lane, row, first_key);
         if (first_key == 0)
-            barrier_wait(smem.g_empty[buffer][OTHER], phase);
-        write_g(smem.g[buffer][OTHER], g_b, threadIdx.x, first_key);
+            barrier_wait(smem.g_empty[buffer][OF_B], phase);
+        write_g(smem.g[buffer][OF_B], g_b, lane, row, first_key);
     }
 
     /* Adds the 64 x 64 pairs of stage n. */
@@ -172,33 +176,180 @@ template <typename ELEMENT, typename SHAPE> struct joint_dq_warpgroup {
 #pragma unroll
         for (int e = 0; e < DIM / 2; e++)
             dq_a[e / 4][e % 4] = dq_b[e / 4][e % 4] = 0.0F;
-        add_all_stages(*this, smem.keys);
+        add_all_stages(*this, smem.schedule);
         fence_operand(dq_a);
         fence_operand(dq_b);
     }
-
-    __device__ void store(const block_tile &tile) const
-    {
-        store_dq<ELEMENT>(side_of(params), tile, smem.count, dq_a, smem.unit);
-        store_dq<ELEMENT>(params.teacher_side ? skl_student_of(&params.problem, &params.call)
-                                              : skl_teacher_of(&params.problem, &params.call),
-                          tile, smem.count, dq_b, smem.unit);
-    }
 };
 
+/* ---- dk ----------------------------------------------------------------------------------------------------- */
+
+/* Executed by the dk warpgroup. Only masked stages need it: see logit_gradients.cuh. */
+template <typename ELEMENT, typename SHAPE>
+__device__ inline void sanitize_joint_stage(joint_backward_smem<SHAPE> &smem, int n)
+{
+    const int stage = n % smem.DEPTH, row = (int)(threadIdx.x % 128 / 2);
+    barrier_wait(smem.full[stage], n / smem.DEPTH % 2);
+    bool finite = true;
+#pragma unroll
+    for (int which = 0; which < ARGUMENTS; which++)
+        finite = sanitize_row<ELEMENT, SHAPE::DIM>(smem.keys[stage][which].slabs, row, true) && finite;
+    smem.poison[stage][row] = finite ? 0.0F : NAN;
+    fence_proxy_async();
+    barrier_arrive(smem.sanitized[stage]); /* every thread, because every thread has written rows or poison */
+}
+
+/* dk of one argument: 64 keys x DIM = 64 keys x 128 queries . 128 queries x DIM */
+template <typename ELEMENT, typename SHAPE>
+__device__ inline void multiply_dk(float (&dk)[SHAPE::DIM / 8][4], const joint_backward_smem<SHAPE> &smem, int n,
+                                   int which)
+{
+    const uint32_t g = mn_major_operand(smem.g[n % SHAPE::G_BUFFERS][which], 0);
+    const uint32_t q = mn_major_operand(smem.queries[which].slabs, SHAPE::ROWS * 128);
+    wgmma_fence();
+    wgmma_steps<true, SHAPE::ROWS / 16>(dk, g, q, 0, ELEMENT());
+    wgmma_commit();
+    wgmma_wait<0>();
+    fence_operand(dk);
+}
+
+template <typename ELEMENT, typename SHAPE>
+__device__ inline void run_joint_dk_warpgroup(joint_backward_smem<SHAPE> &smem, const joint_loader<SHAPE> &loader,
+                                              float scale_a, float scale_b)
+{
+    constexpr int DK_DIMS = SHAPE::DK_DIMS, SLICES = SHAPE::DIM / DK_DIMS;
+    const int warp = warp_in_warpgroup();
+    float dk[SHAPE::DIM / 8][4];
+    if (loader.schedule.masked_stages > 0)
+        sanitize_joint_stage<ELEMENT>(smem, 0);
+    for (int n = 0; n < loader.schedule.stages; n++) {
+        const int g_buffer = n % SHAPE::G_BUFFERS;
+        if (n + 1 < loader.schedule.masked_stages)
+            sanitize_joint_stage<ELEMENT>(smem, n + 1);
+        barrier_wait(smem.g_full[g_buffer], n / SHAPE::G_BUFFERS % 2);
+        if (warp == 0 && n > 0) /* G of stage n is full, so both dq warpgroups have released stage n - 1 */
+            loader.load_stage(n + smem.DEPTH - 1);
+#pragma unroll
+        for (int which = 0; which < ARGUMENTS; which++) {
+            multiply_dk<ELEMENT>(dk, smem, n, which);
+            if (threadIdx.x % 32 == 0)
+                barrier_arrive(smem.g_empty[g_buffer][which]);
+#pragma unroll
+            for (int slice = 0; slice < SLICES; slice++) {
+                const int buffer = (which * SLICES + slice) % SHAPE::DK_BUFFERS;
+                tma_wait_read<SHAPE::DK_BUFFERS - 1>();
+                __syncwarp();
+                write_dk<DK_DIMS>(smem.dk[buffer], *(const float(*)[DK_DIMS / 8][4]) & dk[slice * DK_DIMS / 8],
+                                  which == OF_A ? scale_a : scale_b);
+                fence_proxy_async();
+                __syncwarp();
+                loader.reduce_add_dk(n, which, slice * DK_DIMS, buffer, warp);
+            }
+        }
+    }
+    tma_wait_read();
+}
+
+/* ---- Kernel ------------------------------------------------------------------------------------------------- */
+
+__host__ __device__ inline skl_side side_of_argument(const skl_cuda_params &params, int which)
+{
+    const bool teacher = (params.problem.direction == SKL_KL_REVERSE) == (which == OF_B);
+    return teacher ? skl_teacher_of(&params.problem, &params.call) : skl_student_of(&params.problem, &params.call);
+}
+
+template <typename ELEMENT, typename SHAPE>
+__global__ void __launch_bounds__(SHAPE::THREADS, 1)
+    joint_backward_kernel(const __grid_constant__ backward_params params,
+                          const __grid_constant__ joint_backward_maps maps)
+{
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(1024) unsigned char raw[];
+    joint_backward_smem<SHAPE> &smem = *(joint_backward_smem<SHAPE> *)(void *)raw;
+    block_tile assigned;
+    if (!assigned.find(params, 1, (unsigned)params.head_group))
+        return;
+    const row_stream keys = keys_of_tile(params, assigned, 1);
+    smem.visible.fill(keys.band);
+    if (threadIdx.x == 0) {
+        smem.tile = assigned;
+        smem.count = (int)skl_min(smem.ROWS, assigned.sequence.query_count - assigned.first);
+        smem.schedule = keys;
+        if (smem.count < smem.ROWS) /* rows that do not exist must be masked: 0 times a non-finite key is NaN */
+            smem.schedule.masked_stages = smem.schedule.stages;
+        barrier_init(smem.queries_full, 1);
+        for (int stage = 0; stage < smem.DEPTH; stage++) {
+            barrier_init(smem.full[stage], 1);
+            barrier_init(smem.sanitized[stage], 128);
+        }
+        for (int buffer = 0; buffer < SHAPE::G_BUFFERS; buffer++) {
+            barrier_init(smem.g_full[buffer], SHAPE::DQ_GROUPS * 128);
+            for (int which = 0; which < ARGUMENTS; which++)
+                barrier_init(smem.g_empty[buffer][which], 4);
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+    const block_tile &tile = smem.tile;
+    const int warpgroup = warpgroup_index();
+    if (warpgroup == SHAPE::DQ_GROUPS) {
+        reg_dealloc<SHAPE::DK_REGS>();
+        const int head = warp_uniform((int)tile.head);
+        const joint_loader<SHAPE> loader = {smem,
+                                            maps,
+                                            warp_uniform(smem.schedule),
+                                            warp_uniform((int)tile.sequence.batch),
+                                            head,
+                                            {head / params.a.heads_per_key, head / params.b.heads_per_key}};
+        if (warp_index() == SHAPE::DQ_GROUPS * 4) {
+            loader.load_queries(warp_uniform((int)(tile.sequence.query_begin + tile.first)));
+            for (int n = 0; n < smem.DEPTH; n++)
+                loader.load_stage(n);
+        }
+        run_joint_dk_warpgroup<ELEMENT>(smem, loader, side_of_argument(params, OF_A).scale,
+                                        side_of_argument(params, OF_B).scale);
+    } else {
+        reg_alloc<SHAPE::DQ_REGS>();
+        joint_dq_warpgroup<ELEMENT, SHAPE> consumer = {params, smem, warpgroup};
+        barrier_wait(smem.queries_full, 0);
+        prepare_joint_queries<ELEMENT>(params, smem);
+        consumer.run();
+        dq_output::of(side_of_argument(params, OF_A), tile).store<ELEMENT>(smem, consumer.dq_a);
+        dq_output::of(side_of_argument(params, OF_B), tile).store<ELEMENT>(smem, consumer.dq_b);
+    }
+#endif
+}
+
 /* ---- Launch ------------------------------------------------------------------------------------------------- */
+
+template <typename ELEMENT>
+inline bool encode_joint(joint_backward_maps *maps, const backward_params &of_a, const backward_params &of_b,
+                         ELEMENT element)
+{
+    bool encoded = true;
+    for (int which = 0; which < ARGUMENTS; which++) {
+        const backward_params &params = which == OF_A ? of_a : of_b;
+        const skl_problem *const p = &params.problem;
+        encoded = encoded && encode_queries(&maps->queries[which], p, wrt_of(params), TILE_QUERIES, element) &&
+                  encode_keys(&maps->keys[which], p, wrt_of(params), STAGE_KEYS, element) &&
+                  encode_dk_sums(&maps->sums[which], params);
+    }
+    return encoded;
+}
 
 template <typename ELEMENT, int DIM>
 cudaError_t launch_joint_tiles(const char *kernel, const backward_params &of_a, const backward_params &of_b)
 {
-    typedef joint_dq_warpgroup<ELEMENT, joint_shape<DIM>> dq_type;
-    fused_backward_maps<ARGUMENTS> maps;
-    if (!encode_all(&maps, of_a, dq_type::shape::ROWS, ELEMENT()) || !encode_dk_sums(&maps.sums[OTHER], of_b))
+    typedef joint_shape<DIM> shape;
+    constexpr int MEMORY = sizeof(joint_backward_smem<shape>);
+    static_assert(MEMORY <= SMEM_MAX, "shared memory of a block");
+    joint_backward_maps maps;
+    if (!encode_joint(&maps, of_a, of_b, ELEMENT()))
         return encode_error();
     return with_dk_sums(of_a, [&] {
         return with_dk_sums(of_b, [&] {
             record_launch(kernel, SKL_VARIANT_JOINT, 1);
-            return launch_fused_tiles<fused_backward<dq_type>>(of_a, maps);
+            return launch_tiles<shape>(joint_backward_kernel<ELEMENT, shape>, MEMORY, of_a, maps);
         });
     });
 }

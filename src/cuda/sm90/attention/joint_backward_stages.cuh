@@ -1,0 +1,94 @@
+/* Shared memory of the joint backward, and its TMA. */
+#ifndef SKL_CUDA_SM90_ATTENTION_JOINT_BACKWARD_STAGES_CUH
+#define SKL_CUDA_SM90_ATTENTION_JOINT_BACKWARD_STAGES_CUH
+
+#include "cuda/sm90/attention/fused_backward_stages.cuh"
+
+namespace sm90
+{
+
+enum { OF_A, OF_B, ARGUMENTS };
+
+template <int D> struct joint_shape {
+    static constexpr int DIM = D, ROWS = TILE_QUERIES, DQ_GROUPS = 2, THREADS = 128 * (DQ_GROUPS + 1);
+    static constexpr bool WIDE = DIM > 64;              /* registers and shared memory are short */
+    static constexpr int KEYS = WIDE ? 32 : STAGE_KEYS; /* keys of a stage whose logits are in registers together */
+    static constexpr int DQ_REGS = 200, DK_REGS = 504 - DQ_GROUPS * DQ_REGS;
+    static constexpr int DK_DIMS = WIDE ? 32 : 64; /* dimensions of dk in a buffer */
+    static constexpr int DK_BUFFERS = WIDE ? 2 : 1, G_BUFFERS = WIDE ? 1 : 2;
+    static constexpr int FIXED = ARGUMENTS * (SLABS_OF<DIM> + G_BUFFERS) * ROWS * 128 +
+                                 DK_BUFFERS * DK_DIMS / 32 * STAGE_KEYS * 128 + ROWS * (int)sizeof(row_stats) + 1024;
+    static constexpr int DEPTH = depth_for(ARGUMENTS * (int)sizeof(row_stage<DIM>), FIXED, 6);
+};
+
+template <typename SHAPE> struct joint_backward_smem : SHAPE {
+    using SHAPE::DEPTH;
+    static constexpr float unit = 1.0F; /* of G: bf16 needs no other one */
+    smem_rows<SLABS_OF<SHAPE::DIM>> queries[ARGUMENTS];
+    row_stage<SHAPE::DIM> keys[DEPTH][ARGUMENTS];
+    unsigned char g[SHAPE::G_BUFFERS][ARGUMENTS][SHAPE::ROWS][128];            /* [query][key] */
+    unsigned char dk[SHAPE::DK_BUFFERS][SHAPE::DK_DIMS / 32][STAGE_KEYS][128]; /* f32: slabs of 32 dimensions */
+    uint64_t queries_full, full[DEPTH], sanitized[DEPTH], g_full[SHAPE::G_BUFFERS];
+    uint64_t g_empty[SHAPE::G_BUFFERS][ARGUMENTS];
+    block_tile tile; /* in shared memory to save registers */
+    int count;       /* queries of the tile that exist */
+    stage_schedule schedule;
+    row_ranges<SHAPE::ROWS> visible;
+    float poison[DEPTH][STAGE_KEYS]; /* NaN for keys that are not finite in one of the arguments, else 0 */
+    row_stats stats[SHAPE::ROWS];    /* LSEs in base 2 */
+};
+
+/* `sums`: f32 sums of dk in global memory. */
+struct joint_backward_maps {
+    CUtensorMap queries[ARGUMENTS], keys[ARGUMENTS], sums[ARGUMENTS];
+};
+
+/* ---- TMA ---------------------------------------------------------------------------------------------------- */
+
+/* Loads of the block, issued by one warp, and reduce-adds of each dk warp. All members are warp-uniform. */
+template <typename SHAPE> struct joint_loader {
+    joint_backward_smem<SHAPE> &smem;
+    const joint_backward_maps &maps;
+    stage_schedule schedule;
+    int batch, head, key_head[ARGUMENTS];
+
+    __device__ void load_queries(int row) const
+    {
+        barrier_expect_tx(smem.queries_full, ARGUMENTS * smem.queries[0].SIZE);
+#pragma unroll
+        for (int which = 0; which < ARGUMENTS; which++)
+#pragma unroll
+            for (int slab = 0; slab < SLABS_OF<SHAPE::DIM>; slab++)
+                tma_load(smem.queries[which].slabs[slab], maps.queries[which], slab * 64, row, head, batch,
+                         smem.queries_full);
+    }
+
+    /* The stage must have been released. Does nothing after the last stage. */
+    __device__ void load_stage(int n) const
+    {
+        if (n >= schedule.stages)
+            return;
+        const int stage = n % smem.DEPTH, row = schedule.row_at(n);
+        barrier_expect_tx(smem.full[stage], (int)sizeof smem.keys[stage]);
+#pragma unroll
+        for (int which = 0; which < ARGUMENTS; which++)
+#pragma unroll
+            for (int slab = 0; slab < SLABS_OF<SHAPE::DIM>; slab++)
+                tma_load(smem.keys[stage][which].slabs[slab], maps.keys[which], slab * 64, row, key_head[which],
+                         batch, smem.full[stage]);
+    }
+
+    /* Adds a warp's 16 keys of dk. */
+    __device__ void reduce_add_dk(int n, int which, int first_dim, int buffer, int warp) const
+    {
+#pragma unroll
+        for (int slab = 0; slab < SHAPE::DK_DIMS / 32; slab++)
+            tma_reduce_add(maps.sums[which], first_dim + slab * 32, schedule.row_at(n) + warp * 16, key_head[which],
+                           batch, smem.dk[buffer][slab][warp * 16]);
+        tma_commit();
+    }
+};
+
+} // namespace sm90
+
+#endif
