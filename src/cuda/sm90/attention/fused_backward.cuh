@@ -36,8 +36,8 @@
  *
  * CAPPED: instances for problems where at least one argument has a softcap.
  *
- * One kernel, loader and dk loop for this backward and the joint one made both 2 to 4.5 % slower, so each has its
- * own. They share what has the same machine code: the stores of G and dq, the loop over stages, the encoding of
+ * One kernel, loader and dk loop for this backward and the joint one cost 2 to 4.5 % here, so each has its own. They
+ * share what leaves the machine code as it is: the stores of G and dq, the loop over stages, the sanitizing of keys,
  * tensor maps and the launch. */
 #ifndef SKL_CUDA_SM90_ATTENTION_FUSED_BACKWARD_CUH
 #define SKL_CUDA_SM90_ATTENTION_FUSED_BACKWARD_CUH
@@ -51,13 +51,12 @@ namespace sm90
 /* ---- dk ----------------------------------------------------------------------------------------------------- */
 
 /* Executed by the dk warpgroup. Only masked stages need it: see logit_gradients.cuh. */
-template <typename ELEMENT, typename SHAPE>
-__device__ inline void sanitize_stage(fused_backward_smem<SHAPE> &smem, int n)
+template <typename ELEMENT, typename SMEM> __device__ inline void sanitize_stage(SMEM &smem, int n)
 {
     const int stage = n % smem.DEPTH;
     const int row = (int)(threadIdx.x % 128 / 2);
     barrier_wait(smem.full[stage], n / smem.DEPTH % 2);
-    const bool finite = sanitize_row<ELEMENT, SHAPE::DIM>(smem.stages[stage].wrt.slabs, row, true);
+    const bool finite = smem.template sanitize_key<ELEMENT>(stage, row);
     smem.poison[stage][row] = finite ? 0.0F : NAN;
     fence_proxy_async();
     barrier_arrive(smem.sanitized[stage]); /* every thread, because every thread has written rows or poison */
@@ -130,7 +129,7 @@ __device__ inline void run_dk_warpgroup(fused_backward_smem<SHAPE> &smem, const 
             write_dk<DK_DIMS>(smem.dk, dk, scale * smem.unit);
             fence_proxy_async();
             __syncwarp();
-            loader.reduce_add_dk(n, first_dim, warp);
+            loader.reduce_add(n, first_dim, warp);
         }
     }
     tma_wait_read();
@@ -159,10 +158,7 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1)
     smem.visible.fill(keys.band);
     if (threadIdx.x == 0) {
         smem.tile = assigned;
-        smem.count = (int)skl_min(smem.ROWS, assigned.sequence.query_count - assigned.first);
-        smem.keys = keys;
-        if (smem.count < smem.ROWS) /* rows that do not exist must be masked: 0 times a non-finite key is NaN */
-            smem.keys.masked_stages = smem.keys.stages;
+        set_rows(smem, assigned, keys);
         barrier_init(smem.queries_full, 1);
         for (int stage = 0; stage < smem.DEPTH; stage++) {
             barrier_init(smem.full[stage], 1);

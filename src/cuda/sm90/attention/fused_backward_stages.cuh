@@ -66,7 +66,22 @@ template <typename SHAPE> struct fused_backward_smem : SHAPE {
     row_stats stats[SHAPE::ROWS];                       /* LSEs in base 2, upstream gradients divided by the unit */
     uint64_t other_full[SHAPE::WIDE_OTHER ? DEPTH : 1]; /* WIDE_OTHER: `full` is of the wrt argument alone */
     typename SHAPE::totals_type totals;                 /* of the KL */
+
+    template <typename ELEMENT> __device__ bool sanitize_key(int stage, int row)
+    {
+        return sanitize_row<ELEMENT, SHAPE::DIM>(stages[stage].wrt.slabs, row, true);
+    }
 };
+
+/* Sets the number of queries and the schedule of keys of a tile. */
+template <typename SMEM, typename TILE>
+__device__ inline void set_rows(SMEM &smem, const TILE &tile, const row_stream &keys)
+{
+    smem.count = (int)skl_min(TILE::ROWS, tile.sequence.query_count - tile.first);
+    smem.keys = keys;
+    if (smem.count < TILE::ROWS) /* rows that do not exist must be masked: 0 times a non-finite key is NaN */
+        smem.keys.masked_stages = smem.keys.stages;
+}
 
 /* `sums`: f32 sums of dk in global memory. */
 struct fused_backward_maps {
@@ -74,6 +89,19 @@ struct fused_backward_maps {
 };
 
 /* ---- TMA ---------------------------------------------------------------------------------------------------- */
+
+/* Adds dk of a warp's 16 keys of stage n, from dimension first_dim on. The row is found slab by slab: found once, it
+ * takes a branch. */
+template <int SLABS>
+__device__ inline void reduce_add_dk(const CUtensorMap &sums, const unsigned char (&dk)[SLABS][STAGE_KEYS][128],
+                                     int first_dim, const stage_schedule &keys, int n, int warp, int key_head,
+                                     int batch)
+{
+#pragma unroll
+    for (int slab = 0; slab < SLABS; slab++)
+        tma_reduce_add(sums, first_dim + slab * 32, keys.row_at(n) + warp * 16, key_head, batch, dk[slab][warp * 16]);
+    tma_commit();
+}
 
 /* Loads of the block, issued by one warp, and reduce-adds of each dk warp. All members are warp-uniform. */
 template <typename SHAPE> struct stage_loader {
@@ -84,15 +112,12 @@ template <typename SHAPE> struct stage_loader {
 
     __device__ void load_queries(int row) const
     {
-        barrier_expect_tx(smem.queries_full, smem.wrt_queries.SIZE + smem.other_queries.SIZE);
-#pragma unroll
-        for (int slab = 0; slab < SLABS_OF<SHAPE::DIM>; slab++)
-            tma_load(smem.wrt_queries.slabs[slab], maps.wrt_queries, slab * 64, row, head, batch, smem.queries_full);
+        uint64_t &full = smem.queries_full;
+        barrier_expect_tx(full, smem.wrt_queries.SIZE + smem.other_queries.SIZE);
+        load_slabs(smem.wrt_queries.slabs, maps.wrt_queries, row, head, batch, full);
         if constexpr (SHAPE::OTHER_SLABS > 0)
-#pragma unroll
-            for (int slab = 0; slab < SHAPE::OTHER_SLABS; slab++)
-                tma_load(smem.other_queries.slabs[slab], maps.other_queries, (SHAPE::REG_DIMS / 64 + slab) * 64, row,
-                         head, batch, smem.queries_full);
+            load_slabs(smem.other_queries.slabs, maps.other_queries, row, head, batch, full,
+                       SHAPE::REG_DIMS / 64 * 64);
     }
 
     __device__ void load_wrt(int stage, int row, int slab) const
@@ -130,19 +155,13 @@ template <typename SHAPE> struct stage_loader {
             return;
         const int stage = n % smem.DEPTH, row = keys.row_at(n);
         barrier_expect_tx(smem.other_full[stage], (int)sizeof smem.stages[stage].other);
-#pragma unroll
-        for (int slab = 0; slab < SLABS_OF<SHAPE::OTHER_DIM>; slab++)
-            load_other(stage, row, slab, smem.other_full[stage]);
+        load_slabs(smem.stages[stage].other.slabs, maps.other_keys, row, other_head, batch, smem.other_full[stage]);
     }
 
     /* Adds a dk warp's 16 keys of dk. */
-    __device__ void reduce_add_dk(int n, int first_dim, int warp) const
+    __device__ void reduce_add(int n, int first_dim, int warp) const
     {
-#pragma unroll
-        for (int slab = 0; slab < SHAPE::DK_DIMS / 32; slab++)
-            tma_reduce_add(maps.sums, first_dim + slab * 32, keys.row_at(n) + warp * 16, wrt_head, batch,
-                           smem.dk[slab][warp * 16]);
-        tma_commit();
+        reduce_add_dk(maps.sums, smem.dk, first_dim, keys, n, warp, wrt_head, batch);
     }
 };
 

@@ -189,8 +189,7 @@ template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED> struct group_dq_w
         wgmma_steps<true, STAGE_KEYS / 16>(dq, g, k, 1, ELEMENT());
         wgmma_commit();
         barrier_wait(smem.g_empty, n % 2 ^ 1);
-        int thread; /* read here: the address then needs no register in the rest of the loop */
-        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+        const int thread = (int)thread_again(); /* the address then needs no register in the rest of the loop */
         const int row = thread / 32 * 16 + thread % 16;
         write_g(smem.g, g, thread % 32, row);
         fence_proxy_async();
@@ -301,10 +300,7 @@ __global__ void __launch_bounds__(group_backward_block::THREADS, 1)
         smem.key_ends[threadIdx.x] = visible.end;
     }
     if (threadIdx.x == 0) {
-        smem.count = (int)skl_min(TILE_QUERIES, tile.sequence.query_count - tile.first);
-        smem.keys = keys;
-        if (smem.count < TILE_QUERIES) /* rows that do not exist must be masked: 0 times a non-finite key is NaN */
-            smem.keys.masked_stages = smem.keys.stages;
+        set_rows(smem, tile, keys);
         smem.barriers.init();
         barrier_init(smem.sanitized, 32);
         barrier_init(smem.g_full, CONSUMERS * 128);

@@ -73,7 +73,7 @@ template <typename ELEMENT, typename SHAPE> struct joint_dq_warpgroup {
     template <int WHICH> __device__ void issue_products(logits &x, int stage, int first_key)
     {
         const uint32_t q = k_major_operand(&smem.queries[WHICH]) + warpgroup * (64 * 128 / 16);
-        const uint32_t k = k_major_operand(&smem.keys[stage][WHICH]) + first_key * 128 / 16;
+        const uint32_t k = k_major_operand(&smem.stages[stage][WHICH]) + first_key * 128 / 16;
         wgmma_slabs<ELEMENT, DIM, SHAPE::ROWS, STAGE_KEYS>(x, q, k);
     }
 
@@ -82,7 +82,7 @@ template <typename ELEMENT, typename SHAPE> struct joint_dq_warpgroup {
     template <bool MASKED>
     __device__ void compute_g(g_frag &g_a, g_frag &g_b, const logits &x, const logits &y, int n, int first_key)
     {
-        const int first = MASKED ? smem.schedule.stage_at(n) * STAGE_KEYS : 0;
+        const int first = MASKED ? smem.keys.stage_at(n) * STAGE_KEYS : 0;
         row_stats queries[2];
         range32 sees[2];
 #pragma unroll
@@ -118,7 +118,7 @@ template <typename ELEMENT, typename SHAPE> struct joint_dq_warpgroup {
 
     template <int WHICH> __device__ void issue_dq(float (&dq)[DIM / 8][4], const g_frag &g, int stage, int first_key)
     {
-        const uint32_t k = mn_major_operand(&smem.keys[stage][WHICH], STAGE_KEYS * 128) + first_key * 128 / 16;
+        const uint32_t k = mn_major_operand(&smem.stages[stage][WHICH], STAGE_KEYS * 128) + first_key * 128 / 16;
         wgmma_steps<true, SHAPE::KEYS / 16>(dq, g, k, 1, ELEMENT());
     }
 
@@ -176,28 +176,13 @@ template <typename ELEMENT, typename SHAPE> struct joint_dq_warpgroup {
 #pragma unroll
         for (int e = 0; e < DIM / 2; e++)
             dq_a[e / 4][e % 4] = dq_b[e / 4][e % 4] = 0.0F;
-        add_all_stages(*this, smem.schedule);
+        add_all_stages(*this, smem.keys);
         fence_operand(dq_a);
         fence_operand(dq_b);
     }
 };
 
 /* ---- dk ----------------------------------------------------------------------------------------------------- */
-
-/* Executed by the dk warpgroup. Only masked stages need it: see logit_gradients.cuh. */
-template <typename ELEMENT, typename SHAPE>
-__device__ inline void sanitize_joint_stage(joint_backward_smem<SHAPE> &smem, int n)
-{
-    const int stage = n % smem.DEPTH, row = (int)(threadIdx.x % 128 / 2);
-    barrier_wait(smem.full[stage], n / smem.DEPTH % 2);
-    bool finite = true;
-#pragma unroll
-    for (int which = 0; which < ARGUMENTS; which++)
-        finite = sanitize_row<ELEMENT, SHAPE::DIM>(smem.keys[stage][which].slabs, row, true) && finite;
-    smem.poison[stage][row] = finite ? 0.0F : NAN;
-    fence_proxy_async();
-    barrier_arrive(smem.sanitized[stage]); /* every thread, because every thread has written rows or poison */
-}
 
 /* dk of one argument: 64 keys x DIM = 64 keys x 128 queries . 128 queries x DIM */
 template <typename ELEMENT, typename SHAPE>
@@ -220,12 +205,12 @@ __device__ inline void run_joint_dk_warpgroup(joint_backward_smem<SHAPE> &smem, 
     constexpr int DK_DIMS = SHAPE::DK_DIMS, SLICES = SHAPE::DIM / DK_DIMS;
     const int warp = warp_in_warpgroup();
     float dk[SHAPE::DIM / 8][4];
-    if (loader.schedule.masked_stages > 0)
-        sanitize_joint_stage<ELEMENT>(smem, 0);
-    for (int n = 0; n < loader.schedule.stages; n++) {
+    if (loader.keys.masked_stages > 0)
+        sanitize_stage<ELEMENT>(smem, 0);
+    for (int n = 0; n < loader.keys.stages; n++) {
         const int g_buffer = n % SHAPE::G_BUFFERS;
-        if (n + 1 < loader.schedule.masked_stages)
-            sanitize_joint_stage<ELEMENT>(smem, n + 1);
+        if (n + 1 < loader.keys.masked_stages)
+            sanitize_stage<ELEMENT>(smem, n + 1);
         barrier_wait(smem.g_full[g_buffer], n / SHAPE::G_BUFFERS % 2);
         if (warp == 0 && n > 0) /* G of stage n is full, so both dq warpgroups have released stage n - 1 */
             loader.load_stage(n + smem.DEPTH - 1);
@@ -243,7 +228,7 @@ __device__ inline void run_joint_dk_warpgroup(joint_backward_smem<SHAPE> &smem, 
                                   which == OF_A ? scale_a : scale_b);
                 fence_proxy_async();
                 __syncwarp();
-                loader.reduce_add_dk(n, which, slice * DK_DIMS, buffer, warp);
+                loader.reduce_add(n, which, slice * DK_DIMS, buffer, warp);
             }
         }
     }
@@ -273,10 +258,7 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1)
     smem.visible.fill(keys.band);
     if (threadIdx.x == 0) {
         smem.tile = assigned;
-        smem.count = (int)skl_min(smem.ROWS, assigned.sequence.query_count - assigned.first);
-        smem.schedule = keys;
-        if (smem.count < smem.ROWS) /* rows that do not exist must be masked: 0 times a non-finite key is NaN */
-            smem.schedule.masked_stages = smem.schedule.stages;
+        set_rows(smem, assigned, keys);
         barrier_init(smem.queries_full, 1);
         for (int stage = 0; stage < smem.DEPTH; stage++) {
             barrier_init(smem.full[stage], 1);
@@ -297,7 +279,7 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1)
         const int head = warp_uniform((int)tile.head);
         const joint_loader<SHAPE> loader = {smem,
                                             maps,
-                                            warp_uniform(smem.schedule),
+                                            warp_uniform(smem.keys),
                                             warp_uniform((int)tile.sequence.batch),
                                             head,
                                             {head / params.a.heads_per_key, head / params.b.heads_per_key}};

@@ -25,17 +25,26 @@ template <typename SHAPE> struct joint_backward_smem : SHAPE {
     using SHAPE::DEPTH;
     static constexpr float unit = 1.0F; /* of G: bf16 needs no other one */
     smem_rows<SLABS_OF<SHAPE::DIM>> queries[ARGUMENTS];
-    row_stage<SHAPE::DIM> keys[DEPTH][ARGUMENTS];
+    row_stage<SHAPE::DIM> stages[DEPTH][ARGUMENTS];
     unsigned char g[SHAPE::G_BUFFERS][ARGUMENTS][SHAPE::ROWS][128];            /* [query][key] */
     unsigned char dk[SHAPE::DK_BUFFERS][SHAPE::DK_DIMS / 32][STAGE_KEYS][128]; /* f32: slabs of 32 dimensions */
     uint64_t queries_full, full[DEPTH], sanitized[DEPTH], g_full[SHAPE::G_BUFFERS];
     uint64_t g_empty[SHAPE::G_BUFFERS][ARGUMENTS];
     block_tile tile; /* in shared memory to save registers */
     int count;       /* queries of the tile that exist */
-    stage_schedule schedule;
+    stage_schedule keys;
     row_ranges<SHAPE::ROWS> visible;
     float poison[DEPTH][STAGE_KEYS]; /* NaN for keys that are not finite in one of the arguments, else 0 */
     row_stats stats[SHAPE::ROWS];    /* LSEs in base 2 */
+
+    template <typename ELEMENT> __device__ bool sanitize_key(int stage, int row)
+    {
+        bool finite = true;
+#pragma unroll
+        for (int which = 0; which < ARGUMENTS; which++)
+            finite = sanitize_row<ELEMENT, SHAPE::DIM>(stages[stage][which].slabs, row, true) && finite;
+        return finite;
+    }
 };
 
 /* `sums`: f32 sums of dk in global memory. */
@@ -49,7 +58,7 @@ struct joint_backward_maps {
 template <typename SHAPE> struct joint_loader {
     joint_backward_smem<SHAPE> &smem;
     const joint_backward_maps &maps;
-    stage_schedule schedule;
+    stage_schedule keys;
     int batch, head, key_head[ARGUMENTS];
 
     __device__ void load_queries(int row) const
@@ -57,35 +66,26 @@ template <typename SHAPE> struct joint_loader {
         barrier_expect_tx(smem.queries_full, ARGUMENTS * smem.queries[0].SIZE);
 #pragma unroll
         for (int which = 0; which < ARGUMENTS; which++)
-#pragma unroll
-            for (int slab = 0; slab < SLABS_OF<SHAPE::DIM>; slab++)
-                tma_load(smem.queries[which].slabs[slab], maps.queries[which], slab * 64, row, head, batch,
-                         smem.queries_full);
+            load_slabs(smem.queries[which].slabs, maps.queries[which], row, head, batch, smem.queries_full);
     }
 
     /* The stage must have been released. Does nothing after the last stage. */
     __device__ void load_stage(int n) const
     {
-        if (n >= schedule.stages)
+        if (n >= keys.stages)
             return;
-        const int stage = n % smem.DEPTH, row = schedule.row_at(n);
-        barrier_expect_tx(smem.full[stage], (int)sizeof smem.keys[stage]);
+        const int stage = n % smem.DEPTH, row = keys.row_at(n);
+        barrier_expect_tx(smem.full[stage], (int)sizeof smem.stages[stage]);
 #pragma unroll
         for (int which = 0; which < ARGUMENTS; which++)
-#pragma unroll
-            for (int slab = 0; slab < SLABS_OF<SHAPE::DIM>; slab++)
-                tma_load(smem.keys[stage][which].slabs[slab], maps.keys[which], slab * 64, row, key_head[which],
-                         batch, smem.full[stage]);
+            load_slabs(smem.stages[stage][which].slabs, maps.keys[which], row, key_head[which], batch,
+                       smem.full[stage]);
     }
 
     /* Adds a warp's 16 keys of dk. */
-    __device__ void reduce_add_dk(int n, int which, int first_dim, int buffer, int warp) const
+    __device__ void reduce_add(int n, int which, int first_dim, int buffer, int warp) const
     {
-#pragma unroll
-        for (int slab = 0; slab < SHAPE::DK_DIMS / 32; slab++)
-            tma_reduce_add(maps.sums[which], first_dim + slab * 32, schedule.row_at(n) + warp * 16, key_head[which],
-                           batch, smem.dk[buffer][slab][warp * 16]);
-        tma_commit();
+        reduce_add_dk(maps.sums[which], smem.dk[buffer], first_dim, keys, n, warp, key_head[which], batch);
     }
 };
 
