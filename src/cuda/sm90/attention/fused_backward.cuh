@@ -84,6 +84,17 @@ __device__ inline void write_dk(unsigned char (&rows)[DIM / 32][STAGE_KEYS][128]
     }
 }
 
+/* dk = G^T Q of a stage: 64 keys x N = 64 keys x ROWS queries . ROWS queries x N. `g` and `q` are operands. */
+template <typename ELEMENT, int ROWS, int BLOCKS>
+__device__ inline void multiply_dk(float (&dk)[BLOCKS][4], uint32_t g, uint32_t q)
+{
+    wgmma_fence();
+    wgmma_steps<true, ROWS / 16>(dk, g, q, 0, ELEMENT());
+    wgmma_commit();
+    wgmma_wait<0>();
+    fence_operand(dk);
+}
+
 /* Without `with_dk` the warpgroup is only the producer. */
 template <typename ELEMENT, typename SHAPE>
 __device__ inline void run_dk_warpgroup(fused_backward_smem<SHAPE> &smem, const stage_loader<SHAPE> &loader,
@@ -116,12 +127,7 @@ __device__ inline void run_dk_warpgroup(fused_backward_smem<SHAPE> &smem, const 
         const uint32_t g = mn_major_operand(smem.g[n % 2], 0);
 #pragma unroll
         for (int first_dim = 0; first_dim < DIM; first_dim += DK_DIMS) {
-            const uint32_t q_slice = q + first_dim / 64 * (smem.ROWS * 128 / 16);
-            wgmma_fence();
-            wgmma_steps<true, smem.ROWS / 16>(dk, g, q_slice, 0, ELEMENT());
-            wgmma_commit();
-            wgmma_wait<0>();
-            fence_operand(dk);
+            multiply_dk<ELEMENT, SHAPE::ROWS>(dk, g, q + first_dim / 64 * (smem.ROWS * 128 / 16));
             if (first_dim + DK_DIMS == DIM && threadIdx.x % 32 == 0)
                 barrier_arrive(smem.g_empty[n % 2]);
             tma_wait_read(); /* a warp's 16 keys leave by themselves: warps do not wait for each other */

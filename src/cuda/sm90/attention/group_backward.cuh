@@ -230,12 +230,7 @@ __device__ inline void run_group_dk(group_backward_smem<DIM_S> &smem, const grou
 #pragma unroll
         for (int c = 0; c < DIM_S / DK_DIMS && with_dk; c++) {
             float dk[DK_DIMS / 8][4];
-            const uint32_t q = mn_major_operand(smem.queries_s.slabs[c], 0);
-            wgmma_fence();
-            wgmma_steps<true, TILE_QUERIES / 16>(dk, g, q, 0, ELEMENT());
-            wgmma_commit();
-            wgmma_wait<0>();
-            fence_operand(dk);
+            multiply_dk<ELEMENT, TILE_QUERIES>(dk, g, mn_major_operand(smem.queries_s.slabs[c], 0));
             if (is_leader)
                 tma_wait_read();
             named_barrier_sync(1 + group_backward_block::DK_WARPGROUP, 128);

@@ -184,20 +184,6 @@ template <typename ELEMENT, typename SHAPE> struct joint_dq_warpgroup {
 
 /* ---- dk ----------------------------------------------------------------------------------------------------- */
 
-/* dk of one argument: 64 keys x DIM = 64 keys x 128 queries . 128 queries x DIM */
-template <typename ELEMENT, typename SHAPE>
-__device__ inline void multiply_dk(float (&dk)[SHAPE::DIM / 8][4], const joint_backward_smem<SHAPE> &smem, int n,
-                                   int which)
-{
-    const uint32_t g = mn_major_operand(smem.g[n % SHAPE::G_BUFFERS][which], 0);
-    const uint32_t q = mn_major_operand(smem.queries[which].slabs, SHAPE::ROWS * 128);
-    wgmma_fence();
-    wgmma_steps<true, SHAPE::ROWS / 16>(dk, g, q, 0, ELEMENT());
-    wgmma_commit();
-    wgmma_wait<0>();
-    fence_operand(dk);
-}
-
 template <typename ELEMENT, typename SHAPE>
 __device__ inline void run_joint_dk_warpgroup(joint_backward_smem<SHAPE> &smem, const joint_loader<SHAPE> &loader,
                                               float scale_a, float scale_b)
@@ -216,7 +202,8 @@ __device__ inline void run_joint_dk_warpgroup(joint_backward_smem<SHAPE> &smem, 
             loader.load_stage(n + smem.DEPTH - 1);
 #pragma unroll
         for (int which = 0; which < ARGUMENTS; which++) {
-            multiply_dk<ELEMENT>(dk, smem, n, which);
+            multiply_dk<ELEMENT, SHAPE::ROWS>(dk, mn_major_operand(smem.g[g_buffer][which], 0),
+                                              mn_major_operand(smem.queries[which].slabs, SHAPE::ROWS * 128));
             if (threadIdx.x % 32 == 0)
                 barrier_arrive(smem.g_empty[g_buffer][which]);
 #pragma unroll
