@@ -37,7 +37,7 @@
  * CAPPED: instances for problems where at least one argument has a softcap.
  *
  * One kernel, loader and dk loop for this backward and the joint one cost 2 to 4.5 % here, so each has its own. They
- * share what leaves the machine code as it is: the stores of G and dq, the loop over stages, the sanitizing of keys,
+ * share what leaves the machine code unchanged: the stores of G and dq, the loop over stages, the sanitizing of keys,
  * tensor maps and the launch. */
 #ifndef SKL_CUDA_SM90_ATTENTION_FUSED_BACKWARD_CUH
 #define SKL_CUDA_SM90_ATTENTION_FUSED_BACKWARD_CUH
