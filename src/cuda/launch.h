@@ -53,7 +53,7 @@ struct skl_cuda_launch {
     size_t workspace_at;      /* bytes from the start of the caller's workspace to the launch's part */
     size_t workspace_size;    /* bytes of that part */
     int32_t keeps_workspace;  /* later launches read the part; otherwise they use the same bytes for theirs */
-    int32_t sm_count;         /* of the device */
+    int32_t sm_count;         /* SMs of the device */
     int32_t smem_per_block;   /* bytes of shared memory per block, at most */
     int32_t smem_per_sm;      /* bytes of shared memory per SM */
     int32_t persistent;       /* forward: resident blocks take one tile after another */

@@ -8,7 +8,7 @@
 /* ---- Facts ---------------------------------------------------------------------------------------------------- */
 
 typedef struct skl_cuda_device {
-    const char *name;   /* of a GPU that need not be here; NULL: a device of this machine */
+    const char *name;   /* a GPU that need not be here; NULL: a device of this machine */
     int32_t capability; /* compute capability: 90 is 9.0 */
     int32_t sm_count;
     int32_t smem_per_block; /* bytes, with the opt-in */

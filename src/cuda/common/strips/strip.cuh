@@ -55,7 +55,7 @@ __device__ inline index_row merge_rows(const index_row &a, const index_row &b)
 
 /* The side that gradients are taken with respect to. */
 struct strip_side {
-    int heads; /* of this side per slot: index heads, the group size, or 1 */
+    int heads; /* heads per slot on this side: index heads, the group size, or 1 */
     int heads_per_key, key_heads;
     int dim;
     float scale;

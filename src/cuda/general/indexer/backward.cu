@@ -33,7 +33,7 @@ struct chunk_params : skl_cuda_params {
 struct row_stats {
     skl_lse2 lse_s;
     float factor; /* upstream gradient times scale */
-    float kl;     /* of the reverse KL, otherwise 0 */
+    float kl;     /* KL of the row for the reverse KL, otherwise 0 */
 };
 
 template <int QUERIES> struct backward_memory {
@@ -300,7 +300,7 @@ static __global__ void __launch_bounds__(THREADS, 1) query_gradients(const __gri
 static __global__ void __launch_bounds__(THREADS)
     add_tiles(const __grid_constant__ chunk_params params, const __grid_constant__ skl_output dk_sums)
 {
-    __shared__ skl_range keys[SKL_DENSE_CHUNK_TILES_MAX]; /* that a tile of the chunk attends to */
+    __shared__ skl_range keys[SKL_DENSE_CHUNK_TILES_MAX]; /* keys that each tile attends to */
     const skl_problem &p = params.problem;
     const int64_t steps = skl_ceil_div(p.len_k, KEY_TILE), chunk_end = params.first + params.count;
     const int64_t head_tiles = p.heads_s / p.key_heads_s * skl_ceil_div(p.len_q, TILE);

@@ -95,7 +95,7 @@ __device__ inline void add_queries(const typename PAIRS::params_type &params, qu
     const PAIRS pairs(params, slot, head, block_first);
     const int first_block = block_first / 16 + (int)(thread_index() / 32) * M;
     uint4 planes[M][PLANES];
-    const auto load_planes = [&](int step) { /* of 16 keys */
+    const auto load_planes = [&](int step) { /* a step has 16 keys */
 #pragma unroll
                                              for (int m = 0; m < M; m++) {
                                                  const uint4 *const from =
@@ -164,7 +164,7 @@ __device__ inline typename PAIRS::row copy_queries(const PAIRS &pairs, key_smem<
 {
     constexpr int ROWS = STAGE_ROWS<PAIRS::DIM>;
     const query_slot &slot = smem.slot;
-    const int first = n / pairs.heads * ROWS, head = pairs.first_head + n % pairs.heads; /* of the slot's heads */
+    const int first = n / pairs.heads * ROWS, head = pairs.first_head + n % pairs.heads; /* head: within the slot */
     copy_rows(smem.stages[n % STAGES],
               query_rows<typename PAIRS::element>(wrt_of(pairs.params), slot.sequence,
                                                   slot.head * pairs.params.wrt.heads + head, slot.first),

@@ -41,7 +41,7 @@ struct ratio_params : strip_params {
     bool reverse, of_teacher; /* of_teacher: gradients of the teacher */
     bool lse_computed;        /* an earlier launch wrote the teacher's LSEs, of the visible keys */
     skl_input lse, offset;    /* gradients: of the wrt side's heads; offset without data: -1 */
-    unsigned query_blocks;    /* of a launch for gradients */
+    unsigned query_blocks;    /* gradients: blocks whose tiles are queries */
     dot_row *dot_rows;        /* [slot of the strip][query]; NULL: no dot_t */
     float *split_dots;        /* [slot of the strip][split][head][query] */
 };

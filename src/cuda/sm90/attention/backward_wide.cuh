@@ -52,7 +52,7 @@ namespace sm90
 template <bool WRT_B, typename FACTORS> struct stationary_query_stats {
     static constexpr bool TWO_TERM = !std::is_same_v<FACTORS, no_row_factors>;
     row_stats query[2];
-    const float *poison; /* of streamed keys: NaN for non-finite keys, else 0; two-term rows are finite */
+    const float *poison; /* per streamed key: NaN for a non-finite key, else 0; two-term rows are finite */
     row_sums (&sums)[2];
     FACTORS factors;
     float2 column_poison;

@@ -23,7 +23,7 @@ template <int D> struct joint_shape {
 
 template <typename SHAPE> struct joint_backward_smem : SHAPE {
     using SHAPE::DEPTH;
-    static constexpr float unit = 1.0F; /* of G: bf16 needs no other one */
+    static constexpr float unit = 1.0F; /* unit of G: bf16 needs no other one */
     smem_rows<SLABS_OF<SHAPE::DIM>> queries[ARGUMENTS];
     row_stage<SHAPE::DIM> stages[DEPTH][ARGUMENTS];
     unsigned char g[SHAPE::G_BUFFERS][ARGUMENTS][SHAPE::ROWS][128];            /* [query][key] */
