@@ -269,8 +269,7 @@ void skl_select_attention(const choice *s)
     add_gradients(s, &of_a, split_a, false);
 }
 
-/* ---- The student's attention backward, which carries the KL -----------------------------------------------------
- */
+/* ---- The student's attention backward, which carries the KL ------------------------------------------------ */
 
 /* Why no kernel computes the attention backward together with the KL; NULL: *kernel does. */
 static const char *why_not_carried(const choice *s, const skl_cuda_kernel **kernel)

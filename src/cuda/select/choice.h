@@ -17,8 +17,7 @@ typedef struct choice {
     bool capped;                   /* a side has a softcap */
 } choice;
 
-/* ---- fit.c: which kernel fits a problem, and why ----------------------------------------------------------------
- */
+/* ---- fit.c: which kernel fits a problem, and why ------------------------------------------------------------ */
 
 bool skl_select_is_general(const skl_cuda_kernel *kernel);
 bool skl_select_is_tma_kernel(const skl_cuda_kernel *kernel);
