@@ -52,7 +52,7 @@ def _in_numbers(value):
     return value
 
 
-@lru_cache(maxsize=4096)  # packed batches have new lengths at every step; a plan takes less than a kilobyte
+@lru_cache(maxsize=4096)  # packed batches have new lengths at every step; a plan takes a few kilobytes
 def plan_for(*specs_and_options, one_pass: bool = False) -> lib.Plan:
     return lib.Plan(describe(*specs_and_options, one_pass=one_pass))
 
