@@ -107,6 +107,14 @@ static skl_status find_device(const skl_options *options, skl_cuda_device *devic
     return SKL_OK;
 }
 
+/* What all calls of an operation of a plan have in common. */
+static skl_cuda_request request_of(const skl_cuda_plan *of_cuda, skl_op op)
+{
+    const skl_cuda_request request = {
+        .op = op, .deterministic = of_cuda->deterministic, .named = of_cuda->named, .kernel = of_cuda->kernel};
+    return request;
+}
+
 /* Bytes of workspace that suffice for every call of an operation, whatever it asks for and however its tensors are
  * laid out: the largest of what the launches of these calls ask for. */
 static size_t workspace_size_of(const skl_problem *p, const skl_cuda_plan *of_cuda, skl_op op)
@@ -116,25 +124,24 @@ static size_t workspace_size_of(const skl_problem *p, const skl_cuda_plan *of_cu
     /* A kernel that computes dq may also give the KL: without dq, or without any gradient, a forward does. */
     const uint32_t gradients[] = {
         ~0U, of_teacher, ~of_teacher, ~(uint32_t)SKL_DQ_T, ~(uint32_t)SKL_DQ_S, ~(uint32_t)(SKL_DQ_T | SKL_DQ_S), 0};
-    const int set_count = sizeof gradients / sizeof gradients[0];
     const skl_cuda_layout all = skl_cuda_aligned;
     const skl_cuda_layout layouts[] = {all,
                                        {all.copied, 0, all.paired, all.summed},
                                        {all.copied, all.addressed, all.paired, 0},
                                        {0, 0, all.paired, all.summed}};
-    const int row_count = op == SKL_OP_BACKWARD ? 1 : skl_group_size(p) > 1 && !skl_is_indexer(p) ? 3 : 2;
+    const bool groups = skl_has_teacher_groups(p);
+    const int row_count = op == SKL_OP_BACKWARD ? 1 : groups && !skl_is_indexer(p) ? 3 : 2;
+    const int set_count = skl_op_has_gradients(op) ? sizeof gradients / sizeof gradients[0] : 1;
+    const int lse_count = groups ? 2 : 1; /* only the teacher's mean depends on given LSEs */
     size_t size = 0;
     skl_cuda_launches launches;
-    for (int n = 0; n < row_count * set_count * 4 * 2; n++) {
-        const skl_cuda_request request = {.op = op,
-                                          .rows = rows[n % row_count],
-                                          .gradients = p->gradients & gradients[n / row_count % set_count],
-                                          .lse_given = n / row_count / set_count % 2,
-                                          .deterministic = of_cuda->deterministic,
-                                          .named = of_cuda->named,
-                                          .keys = p->len_k,
-                                          .kernel = of_cuda->kernel};
-        skl_cuda_select(p, &request, &layouts[n / row_count / set_count / 2], &of_cuda->device, &launches);
+    for (int n = 0; n < row_count * set_count * lse_count * 4; n++) {
+        skl_cuda_request request = request_of(of_cuda, op);
+        request.rows = rows[n % row_count];
+        request.gradients = p->gradients & gradients[n / row_count % set_count];
+        request.lse_given = n / row_count / set_count % lse_count;
+        request.keys = p->len_k;
+        skl_cuda_select(p, &request, &layouts[n / row_count / set_count / lse_count], &of_cuda->device, &launches);
         size = launches.workspace_size > size ? launches.workspace_size : size;
     }
     return size;
@@ -148,15 +155,11 @@ static skl_cuda_plan *keep_plan(const skl_problem *p, const skl_cuda_plan *made)
     size_t sizes[SKL_OP_COUNT], size = sizeof *made;
     for (int op = 0; op < SKL_OP_COUNT; op++) {
         const uint32_t of_values = op == SKL_OP_ATTENTION_BACKWARD ? 0 : SKL_DV_S;
-        const skl_cuda_request request = {.op = (skl_op)op,
-                                          .rows = op == SKL_OP_BACKWARD || op == SKL_OP_PARTIAL ? 0 : SKL_ROW_KL,
-                                          .gradients =
-                                              skl_op_has_gradients((skl_op)op) ? p->gradients & ~of_values : 0,
-                                          .lse_given = op != SKL_OP_FORWARD,
-                                          .deterministic = made->deterministic,
-                                          .named = made->named,
-                                          .keys = p->len_k,
-                                          .kernel = made->kernel};
+        skl_cuda_request request = request_of(made, (skl_op)op);
+        request.rows = op == SKL_OP_BACKWARD || op == SKL_OP_PARTIAL ? 0 : SKL_ROW_KL;
+        request.gradients = skl_op_has_gradients((skl_op)op) ? p->gradients & ~of_values : 0;
+        request.lse_given = op != SKL_OP_FORWARD;
+        request.keys = p->len_k;
         usual[op] = skl_cuda_normal_request(p, request);
         skl_cuda_select(p, &usual[op], &skl_cuda_aligned, &made->device, &launches[op]);
         sizes[op] = offsetof(skl_cuda_launches, at) + (size_t)launches[op].count * sizeof(skl_cuda_launch);

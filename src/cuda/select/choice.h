@@ -31,6 +31,9 @@ bool skl_select_is_capped(const skl_problem *p);
 /* Attention whose student heads each learn the mean of several teacher heads. */
 bool skl_select_is_attention_with_groups(const skl_problem *p);
 
+/* A forward of an indexer that requests only its LSEs does not read the teacher. */
+bool skl_select_only_lse_s(const skl_cuda_request *request);
+
 /* The best kernel of an architecture that does `work` for the problem and of which `wants` holds; NULL: none. */
 const skl_cuda_kernel *skl_select_first(const skl_problem *p, int capability, uint32_t work,
                                         bool (*wants)(const skl_cuda_kernel *kernel));

@@ -116,24 +116,38 @@ static bool fits(const skl_cuda_kernel *kernel, const skl_problem *p, uint32_t w
     return (kernel->does & work) != 0 && (skl_select_is_general(kernel) || first_missing(kernel, p) == HAS_ALL);
 }
 
+/* The first kernel of the list that fits, from row `from` on; NULL: none. */
+static const skl_cuda_kernel *next_fit(int32_t *from, const skl_problem *p, int capability, uint32_t work)
+{
+    const skl_cuda_kernel *kernel = NULL;
+    while ((kernel = skl_cuda_kernel_at((*from)++)) != NULL)
+        if (skl_cuda_runs_on(kernel, capability) && fits(kernel, p, work))
+            break;
+    return kernel;
+}
+
 const skl_cuda_kernel *skl_select_first(const skl_problem *p, int capability, uint32_t work,
                                         bool (*wants)(const skl_cuda_kernel *kernel))
 {
-    const skl_cuda_kernel *kernel = NULL;
-    for (int32_t i = 0; (kernel = skl_cuda_kernel_at(i)) != NULL; i++)
-        if (skl_cuda_runs_on(kernel, capability) && fits(kernel, p, work) && (wants == NULL || wants(kernel)))
-            break;
+    int32_t row = 0;
+    const skl_cuda_kernel *kernel = next_fit(&row, p, capability, work);
+    while (kernel != NULL && wants != NULL && !wants(kernel))
+        kernel = next_fit(&row, p, capability, work);
     return kernel;
 }
 
 const skl_cuda_kernel *skl_cuda_select_kernel(const skl_problem *p, int capability, const char *name)
 {
-    const skl_cuda_kernel *kernel = NULL;
-    for (int32_t i = 0; (kernel = skl_cuda_kernel_at(i)) != NULL; i++)
-        if (skl_cuda_runs_on(kernel, capability) && fits(kernel, p, work_of(p)) &&
-            (name == NULL || strcmp(name, kernel->name) == 0))
-            break;
+    int32_t row = 0;
+    const skl_cuda_kernel *kernel = next_fit(&row, p, capability, work_of(p));
+    while (kernel != NULL && name != NULL && strcmp(name, kernel->name) != 0)
+        kernel = next_fit(&row, p, capability, work_of(p));
     return kernel;
+}
+
+bool skl_select_only_lse_s(const skl_cuda_request *request)
+{
+    return request->op == SKL_OP_FORWARD && (request->rows & ~(uint32_t)SKL_ROW_LSE_S) == 0;
 }
 
 const skl_cuda_kernel *skl_select_without_tma(const skl_problem *p)
@@ -203,12 +217,12 @@ static const char *why_no_tma(const choice *s)
 {
     const skl_problem *const p = s->problem;
     const uint32_t of_student = SKL_TENSOR_Q_S | SKL_TENSOR_K_S, of_teacher = SKL_TENSOR_Q_T | SKL_TENSOR_K_T;
-    const bool only_lse_s = s->request->op == SKL_OP_FORWARD && (s->request->rows & ~(uint32_t)SKL_ROW_LSE_S) == 0;
     if (!s->some_rows || !s->some_keys)
         return "no queries or no keys: mma.sync kernel";
     if ((s->layout->addressed & of_student) != of_student)
         return "TMA cannot address q_s or k_s: mma.sync kernel";
-    if ((s->layout->addressed & of_teacher) != of_teacher && !(skl_is_indexer(p) && only_lse_s))
+    if ((s->layout->addressed & of_teacher) != of_teacher &&
+        !(skl_is_indexer(p) && skl_select_only_lse_s(s->request)))
         return "TMA cannot address q_t or k_t: mma.sync kernel";
     if (p->row_bounds && s->gradients && s->kernel->dq != NULL && s->kernel->dtype == SKL_F16 &&
         s->kernel->dim_max == SKL_SM90_UNBOUNDED_F16_DIM)

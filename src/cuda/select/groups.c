@@ -90,12 +90,11 @@ static void add_indexer_launch(const choice *s, const char *step, bool gradients
     const skl_problem *const p = s->problem;
     const skl_cuda_kernel *const kernel = s->kernel;
     const bool general = skl_select_is_general(kernel);
-    const bool only_lse_s = s->request->op == SKL_OP_FORWARD && (s->request->rows & ~(uint32_t)SKL_ROW_LSE_S) == 0;
     skl_cuda_launch *const launch = skl_select_add(s, step, kernel, gradients ? kernel->gradients : kernel->forward,
                                                    gradients ? SKL_VARIANT_GRADIENTS : SKL_VARIANT_ROWS, s->reason);
     launch->streams_queries = gradients && p->top_k == 0;
     if (p->top_k > 0) {
-        launch->sparse = sparse_layout_of(s, gradients, !only_lse_s);
+        launch->sparse = sparse_layout_of(s, gradients, !skl_select_only_lse_s(s->request));
         if (!general)
             launch->variant = launch->sparse.resident ? SKL_VARIANT_RESIDENT : SKL_VARIANT_STREAMED;
         skl_select_give_workspace(s, launch,
