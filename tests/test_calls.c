@@ -183,6 +183,9 @@ static const call_rule call_rules[] = {
 
     /* Outputs in the arrays of lengths. */
     {FORWARD, &packed, "and rows.kl=", {COPY(rows.kl.data, inputs.cu_seqlens_q)}},
+    {FINISH, &packed, "cu_seqlens_k=", {COPY(rows.kl.data, inputs.cu_seqlens_k)}},
+    {FINISH, &padded, "key_lengths=", {COPY(rows.lse_s.data, inputs.key_lengths)}},
+    {FINISH, &sinks, "sink_s=", {COPY(rows.kl.data, inputs.sink_s)}},
     {FORWARD, &padded, "key_lengths=", {COPY(rows.lse_s.data, inputs.key_lengths), ADD(rows.lse_s.data, 8)}},
     {FORWARD, &padded, "key_lengths=", {ADD(inputs.key_lengths, 2)}},
 
@@ -220,6 +223,13 @@ static const call_rule call_rules[] = {
      "overlap: an output must not share memory",
      {COPY(rows.kl.data, states), ADD(rows.kl.data, 396)}},
     {FINISH, &plain, NULL, {COPY(rows.kl.data, states), ADD(rows.kl.data, 400)}},
+    {MERGE, &plain, "from=", {COPY(from, states)}},
+    {MERGE, &plain, "overlap: an output must not share memory", {COPY(from, states), ADD(from, 20)}},
+    {MERGE, &plain, "overlap: an output must not share memory", {COPY(from, states), ADD(from, -396)}},
+    {MERGE, &plain, NULL, {COPY(from, states), ADD(from, 400)}},
+    {MERGE, &plain, "must be aligned to its element size, 4 bytes", {ADD(states, 2)}},
+    {MERGE, &plain, "must be aligned to its element size, 4 bytes", {ADD(from, 1)}},
+    {FINISH, &plain, "must be aligned to its element size, 4 bytes", {ADD(states, 2)}},
 
     /* Lengths. */
     {FORWARD, &packed, "cu_seqlens_q = NULL: must be given exactly when packed=1", {NO(inputs.cu_seqlens_q)}},
@@ -236,6 +246,8 @@ static const call_rule call_rules[] = {
      &plain,
      "cu_seqlens_k given: must be given exactly when packed=1",
      {COPY(inputs.cu_seqlens_k, inputs.q_t.data)}},
+    {FINISH, &packed, "cu_seqlens_q = NULL: must be given exactly when packed=1", {NO(inputs.cu_seqlens_q)}},
+    {FINISH, &packed, NULL, {NO(inputs_address)}},
     {PARTIAL, &plain, "key_begin=3: must be at most key_end=2", {SET(key_begin, 3), SET(key_end, 2)}},
 
     /* Row bounds. */

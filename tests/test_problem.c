@@ -154,6 +154,10 @@ static const problem_rule problem_rules[] = {
     /* 2^57 - 1 = INT64_MAX / 64 rows are allowed, 2^57 are not. */
     {NULL, {SET(batch, 226639), SET(heads_t, 1), SET(heads_s, 1), SET(len_q, 635879915089)}},
     {"batch=32768 x heads_t=4 x len_q=1099511627776: too many rows", {SET(batch, 32768), SET(len_q, LENGTH_MAX)}},
+    {"batch=0 x heads_t=2147483644 x len_q=1099511627776: too many rows",
+     {SET(batch, 0), SET(heads_t, INT32_MAX - 3), SET(len_q, LENGTH_MAX)}},
+    {"x heads_t=2147483644 x total_q=2147483647: too many rows",
+     {SET(heads_t, INT32_MAX - 3), SET(packed, 1), SET(total_q, INT32_MAX), SET(total_k, INT32_MAX)}},
 };
 
 static void test_rules_of_problems(void **state)

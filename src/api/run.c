@@ -1,10 +1,10 @@
 #include "api/steps.h"
+#include "base/arrays.h"
 #include "base/backend.h"
 #include "base/status.h"
 #include "base/structs.h"
 #include "base/tensors.h"
 
-static const skl_inputs no_inputs = {.struct_size = sizeof(skl_inputs)};
 static const skl_rows no_rows = {.struct_size = sizeof(skl_rows)};
 static const skl_gradients no_gradients = {.struct_size = sizeof(skl_gradients)};
 
@@ -43,9 +43,7 @@ static skl_status copy_attention(skl_attention *to, const skl_attention *attenti
 
 static skl_status check_and_run(const skl_plan *plan, const skl_call *call, size_t workspace_size)
 {
-    const skl_status status = skl_call_check(plan, call, workspace_size);
-    if (status != SKL_OK)
-        return status;
+    SKL_TRY(skl_call_check(plan, call, workspace_size));
     return plan->problem.sinks ? skl_run_with_sinks(plan, call) : plan->backend->run(plan, call);
 }
 
@@ -54,8 +52,8 @@ skl_status skl_inputs_check(const skl_plan *plan, const skl_inputs *inputs)
     skl_inputs copy;
     if (check_given(plan, "plan") || copy_inputs(&copy, inputs))
         return SKL_ERROR_ARGUMENT;
-    const skl_status status = skl_inputs_check_layout(&plan->problem, &copy);
-    return status == SKL_OK ? skl_inputs_check_values(&plan->problem, &copy) : status;
+    SKL_TRY(skl_inputs_check_layout(&plan->problem, &copy));
+    return skl_arrays_check_values(&plan->problem, &copy);
 }
 
 skl_status skl_forward(const skl_plan *plan, const skl_inputs *inputs, const skl_rows *rows, void *workspace,
@@ -124,28 +122,20 @@ skl_status skl_states_merge(const skl_plan *plan, skl_row_state *into, const skl
 {
     if (check_given(plan, "plan"))
         return SKL_ERROR_ARGUMENT;
-    if (skl_state_count(&plan->problem) == 0)
-        return SKL_OK;
-    if (check_given(into, "into") || check_given(from, "from"))
-        return SKL_ERROR_ARGUMENT;
-    return plan->backend->states_merge(plan, into, from, stream);
+    SKL_TRY(skl_merge_check(&plan->problem, into, from));
+    return skl_state_count(&plan->problem) == 0 ? SKL_OK : plan->backend->states_merge(plan, into, from, stream);
 }
 
 skl_status skl_states_finish(const skl_plan *plan, const skl_inputs *inputs, const skl_row_state *states,
                              const skl_rows *rows, skl_stream stream)
 {
-    skl_call call = {.op = SKL_OP_PARTIAL,
-                     .inputs = no_inputs,
+    skl_call call = {.op = SKL_OP_FINISH,
                      .gradients = no_gradients,
                      .states = (skl_row_state *)(uintptr_t)states, /* skl_states_finish writes no state */
                      .stream = stream};
     if (check_given(plan, "plan") || copy_rows(&call.rows, rows) ||
         (inputs != NULL && copy_inputs(&call.inputs, inputs)))
         return SKL_ERROR_ARGUMENT;
-    if (states == NULL && skl_state_count(&plan->problem) > 0)
-        return check_given(states, "states");
-    const skl_status status = skl_finish_check(&plan->problem, &call);
-    if (status != SKL_OK)
-        return status;
+    SKL_TRY(skl_call_check(plan, &call, 0));
     return plan->problem.sinks ? skl_finish_with_sinks(plan, &call) : plan->backend->states_finish(plan, &call);
 }

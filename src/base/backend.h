@@ -8,7 +8,7 @@
 /* One run call and its tensors, after all checks. Members that a call does not have are empty. */
 typedef struct skl_call {
     skl_op op;
-    skl_inputs inputs;
+    skl_inputs inputs; /* struct_size is 0 where skl_states_finish has none */
     skl_rows rows;
     skl_gradients gradients;
     const skl_attention *attention; /* of SKL_OP_ATTENTION_BACKWARD, in host memory; else NULL */
@@ -34,11 +34,11 @@ struct skl_plan {
     const void *kernel; /* CPU: entry in the kernel table */
     const char *kernel_name;
     const char *forced_by; /* "options.kernel" or "STREAMKL_KERNEL"; NULL: the backend chose the kernel */
-    size_t workspace_size[SKL_OP_COUNT];
-    int32_t threads;      /* CPU */
-    int32_t workers;      /* CPU: threads that can have work at the same time, 1..threads */
-    int32_t device_index; /* GPU */
-    void *of_backend;     /* GPU: skl_cuda_plan, allocated with the plan; CPU: NULL */
+    size_t workspace_size[SKL_OP_COUNT + 1]; /* bytes; 0 for SKL_OP_FINISH */
+    int32_t threads;                         /* CPU */
+    int32_t workers;                         /* CPU: threads that can have work at the same time, 1..threads */
+    int32_t device_index;                    /* GPU */
+    void *of_backend;                        /* GPU: skl_cuda_plan, allocated with the plan; CPU: NULL */
     skl_progress progress;
     void *progress_user;
 };

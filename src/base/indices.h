@@ -18,7 +18,4 @@ SKL_HOST_DEVICE int skl_index_is_visible(int64_t key, skl_range visible)
     return key >= visible.begin && key < visible.end;
 }
 
-/* Checks the values of inputs->indices, in host memory. */
-skl_status skl_indices_check(const skl_problem *problem, const skl_inputs *inputs);
-
 #endif

@@ -98,12 +98,14 @@ static skl_status check_layout(const skl_problem *p)
                         "offset_q=%" PRId64 ", offset_k=%" PRId64 ": must be 0 unless positions=SKL_POSITIONS_OFFSET",
                         p->offset_q, p->offset_k);
 
-    /* All rows of a tensor can be counted in 64 bits. */
+    /* All rows of a tensor can be counted in 64 bits, also those of one sequence in an empty batch. */
+    const int64_t sequences = p->packed || p->batch == 0 ? 1 : p->batch;
+    const int64_t length = p->packed ? p->total_q : p->len_q;
     int64_t rows = 0;
-    if (__builtin_mul_overflow(p->batch * p->heads_t, p->len_q, &rows) || rows > INT64_MAX / 64)
+    if (__builtin_mul_overflow(sequences * p->heads_t, length, &rows) || rows > INT64_MAX / 64)
         return skl_fail(SKL_ERROR_ARGUMENT,
-                        "batch=%" PRId64 " x heads_t=%" PRId64 " x len_q=%" PRId64 ": too many rows for 64-bit sizes",
-                        p->batch, p->heads_t, p->len_q);
+                        "batch=%" PRId64 " x heads_t=%" PRId64 " x %s=%" PRId64 ": too many rows for 64-bit sizes",
+                        p->batch, p->heads_t, p->packed ? "total_q" : "len_q", length);
     return SKL_OK;
 }
 

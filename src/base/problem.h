@@ -7,6 +7,9 @@
 
 enum { SKL_OP_COUNT = 5 };
 
+/* skl_states_finish as an operation: it has no plan of its own and needs no workspace. */
+#define SKL_OP_FINISH ((skl_op)SKL_OP_COUNT)
+
 enum {
     SKL_DIM_MAX = 512,
     SKL_INDEXED_DIM_MAX = 576, /* teacher of an indexer: compressed keys of multi-head latent attention */

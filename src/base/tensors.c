@@ -4,7 +4,7 @@
 #include <stdbool.h>
 #include <string.h>
 
-#include "base/indices.h"
+#include "base/arrays.h"
 #include "base/needs.h"
 #include "base/overlap.h"
 #include "base/status.h"
@@ -183,6 +183,7 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call, size
     const bool attends = call->op == SKL_OP_ATTENTION_BACKWARD;
     const skl_attention *const attention = attends ? call->attention : &no_attention;
     const bool backward = call->op == SKL_OP_BACKWARD;
+    const bool finish = call->op == SKL_OP_FINISH;
     const bool indexer = skl_is_indexer(p);
     const bool teacher_groups = skl_has_teacher_groups(p);
     const skl_needs needs = skl_call_needs(p, call);
@@ -194,20 +195,28 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call, size
     const char *const known = " in a one-pass call: the LSEs are inputs";
     const char *const for_partial = indexer ? ": partial states of an indexer need the LSE of all keys"
                                             : ": partial states with heads_t > heads_s need the LSE of all keys";
-    const char *const lse_t_why = call->op == SKL_OP_PARTIAL ? for_partial : for_backward;
+    const char *const for_finish =
+        indexer ? ": rows.lse_t of an indexer needs it" : ": rows.lse_t with heads_t > heads_s needs it";
+    const char *const lse_t_why = finish ? for_finish : call->op == SKL_OP_PARTIAL ? for_partial : for_backward;
+    const bool kl_of_lses = p->sinks && (finish || call->op == SKL_OP_FORWARD) && rows->kl.data != NULL;
+    const bool finish_of_groups = finish && teacher_groups && (rows->lse_t.data != NULL || kl_of_lses);
+    const need lse_t_need = needs.lse_t || finish_of_groups ? REQUIRED : OPTIONAL;
+    const need key_need = finish ? OPTIONAL : REQUIRED; /* states stand for queries and keys */
+    const char *const in_finish = " in skl_states_finish";
     const bool one_pass = skl_op_is_one_pass(call->op);
-    const bool kl_of_lses = p->sinks && call->op == SKL_OP_FORWARD && rows->kl.data != NULL;
-    const need dot_out_need = !teacher_groups || indexer || p->sinks ? REFUSED
-                              : one_pass && needs.dot_t              ? REQUIRED
-                                                                     : OPTIONAL;
-    const char *const dot_out_why = p->sinks  ? " with sinks: there are no teacher gradients with heads_t > heads_s"
-                                    : indexer ? " for an indexer: its teacher is fixed"
+    const need dot_out_need = !teacher_groups || indexer || p->sinks || finish ? REFUSED
+                              : one_pass && needs.dot_t                        ? REQUIRED
+                                                                               : OPTIONAL;
+    const char *const dot_out_why = finish     ? in_finish
+                                    : p->sinks ? " with sinks: there are no teacher gradients with heads_t > heads_s"
+                                    : indexer  ? " for an indexer: its teacher is fixed"
                                     : teacher_groups ? for_dots
                                                      : teacher_groups_only;
     const need lse_out_need = one_pass ? REFUSED : kl_of_lses ? REQUIRED : OPTIONAL;
     const char *const lse_out_why = one_pass ? known : ": with sinks, the KL is made of both LSEs";
     const char *const indexer_only = " unless student=SKL_STUDENT_INDEXER";
-    const need indexer_out_need = indexer ? OPTIONAL : REFUSED;
+    const char *const indexer_out_why = finish ? in_finish : indexer_only;
+    const need indexer_out_need = indexer && !finish ? OPTIONAL : REFUSED;
     const need grad_need[5] = {
         p->gradients & SKL_DQ_T ? OPTIONAL : REFUSED, p->gradients & SKL_DK_T ? OPTIONAL : REFUSED,
         p->gradients & SKL_DQ_S ? OPTIONAL : REFUSED, p->gradients & SKL_DK_S ? OPTIONAL : REFUSED,
@@ -223,12 +232,11 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call, size
     const skl_dtype grad_w = skl_grad_dtype(p, p->dtype_w);
     const int64_t query_heads_s = skl_query_heads_s(p);
     const tensor_rule tensors[] = {
-        TENSOR(in->q_t, "q_t", p->heads_t, rows_q, p->dim_t, p->dtype_t, INPUT, REQUIRED, ""),
-        TENSOR(in->k_t, "k_t", p->key_heads_t, rows_k, p->dim_t, p->dtype_t, INPUT, REQUIRED, ""),
-        TENSOR(in->q_s, "q_s", query_heads_s, rows_q, p->dim_s, p->dtype_s, INPUT, REQUIRED, ""),
-        TENSOR(in->k_s, "k_s", p->key_heads_s, rows_k, p->dim_s, p->dtype_s, INPUT, REQUIRED, ""),
-        TENSOR(in->lse_t, "lse_t", p->heads_t, rows_q, 1, SKL_F32, INPUT, needs.lse_t ? REQUIRED : OPTIONAL,
-               lse_t_why),
+        TENSOR(in->q_t, "q_t", p->heads_t, rows_q, p->dim_t, p->dtype_t, INPUT, key_need, ""),
+        TENSOR(in->k_t, "k_t", p->key_heads_t, rows_k, p->dim_t, p->dtype_t, INPUT, key_need, ""),
+        TENSOR(in->q_s, "q_s", query_heads_s, rows_q, p->dim_s, p->dtype_s, INPUT, key_need, ""),
+        TENSOR(in->k_s, "k_s", p->key_heads_s, rows_k, p->dim_s, p->dtype_s, INPUT, key_need, ""),
+        TENSOR(in->lse_t, "lse_t", p->heads_t, rows_q, 1, SKL_F32, INPUT, lse_t_need, lse_t_why),
         TENSOR(in->lse_s, "lse_s", p->heads_s, rows_q, 1, SKL_F32, INPUT, needs.lse_s ? REQUIRED : OPTIONAL,
                for_backward),
         TENSOR(in->kl, "kl", p->heads_s, rows_q, 1, SKL_F32, INPUT, backward && needs.kl ? REQUIRED : OPTIONAL,
@@ -236,10 +244,10 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call, size
         TENSOR(in->dot_t, "dot_t", p->heads_t, rows_q, 1, SKL_F32, INPUT,
                backward && needs.dot_t ? REQUIRED : OPTIONAL, for_dots),
         TENSOR(in->grad_kl, "grad_kl", p->heads_s, rows_q, 1, SKL_F32, INPUT, OPTIONAL, ""),
-        TENSOR(in->w_s, "w_s", p->heads_s, rows_q, p->index_heads, p->dtype_w, INPUT, indexer ? REQUIRED : REFUSED,
+        TENSOR(in->w_s, "w_s", p->heads_s, rows_q, p->index_heads, p->dtype_w, INPUT, indexer ? key_need : REFUSED,
                indexer ? ": the weights of an indexer" : indexer_only),
         TENSOR(in->indices, "indices", p->heads_s, rows_q, p->top_k, SKL_F32, INPUT, /* int32 has the size of f32 */
-               p->top_k > 0 ? REQUIRED : REFUSED, p->top_k > 0 ? ": top_k > 0" : " unless top_k > 0"),
+               p->top_k > 0 ? key_need : REFUSED, p->top_k > 0 ? ": top_k > 0" : " unless top_k > 0"),
         TENSOR(attention->v_s, "v_s", p->key_heads_s, rows_k, p->dim_s, p->dtype_s, INPUT,
                attends ? REQUIRED : OPTIONAL, ""),
         TENSOR(attention->o_s, "o_s", p->heads_s, rows_q, p->dim_s, p->dtype_s, INPUT, attends ? REQUIRED : OPTIONAL,
@@ -253,17 +261,19 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call, size
         ARRAY(in->key_end, "key_end", bounded_rows, INPUT),
         ARRAY(in->sink_t, "sink_t", p->heads_t, INPUT),
         ARRAY(in->sink_s, "sink_s", p->heads_s, INPUT),
+        TENSOR(states, "states", p->heads_s, rows_q, STATE_FLOATS, SKL_F32, finish ? INPUT : OUTPUT,
+               finish || call->op == SKL_OP_PARTIAL ? REQUIRED : OPTIONAL, ""),
         TENSOR(rows->kl, "rows.kl", p->heads_s, rows_q, 1, SKL_F32, OUTPUT,
                one_pass && needs.kl ? REQUIRED : OPTIONAL, for_first),
         TENSOR(rows->lse_t, "rows.lse_t", p->heads_t, rows_q, 1, SKL_F32, OUTPUT, lse_out_need, lse_out_why),
         TENSOR(rows->lse_s, "rows.lse_s", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, lse_out_need, lse_out_why),
         TENSOR(rows->dot_t, "rows.dot_t", p->heads_t, rows_q, 1, SKL_F32, OUTPUT, dot_out_need, dot_out_why),
         TENSOR(rows->cross_entropy, "rows.cross_entropy", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, indexer_out_need,
-               indexer_only),
-        TENSOR(rows->entropy, "rows.entropy", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, indexer_out_need, indexer_only),
-        TENSOR(rows->mass, "rows.mass", p->heads_s, rows_q, 1, SKL_F32, OUTPUT,
-               indexer && one_pass ? REFUSED : indexer_out_need, indexer ? known : indexer_only),
-        TENSOR(states, "states", p->heads_s, rows_q, STATE_FLOATS, SKL_F32, OUTPUT, OPTIONAL, ""),
+               indexer_out_why),
+        TENSOR(rows->entropy, "rows.entropy", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, indexer_out_need,
+               indexer_out_why),
+        TENSOR(rows->mass, "rows.mass", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, one_pass ? REFUSED : indexer_out_need,
+               indexer && one_pass ? known : indexer_out_why),
         TENSOR(grads->dq_t, "dq_t", p->heads_t, rows_q, p->dim_t, grad_t, OUTPUT, grad_need[0], unplanned),
         TENSOR(grads->dk_t, "dk_t", p->key_heads_t, rows_k, p->dim_t, grad_t, OUTPUT, grad_need[1], unplanned),
         TENSOR(grads->dq_s, "dq_s", query_heads_s, rows_q, p->dim_s, grad_s, OUTPUT, grad_need[2], unplanned),
@@ -276,44 +286,6 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call, size
               (int64_t)(workspace_size / skl_dtype_size(SKL_F32)), WORKSPACE),
     };
     return check_rules(p, tensors, sizeof tensors / sizeof tensors[0]);
-}
-
-static skl_status check_length_pointers(const skl_problem *p, const skl_inputs *in)
-{
-    const bool packed = p->packed != 0;
-    if (packed != (in->cu_seqlens_q != NULL))
-        return skl_fail(SKL_ERROR_ARGUMENT, "cu_seqlens_q %s: must be given exactly when packed=1",
-                        packed ? "= NULL" : "given");
-    if (packed != (in->cu_seqlens_k != NULL))
-        return skl_fail(SKL_ERROR_ARGUMENT, "cu_seqlens_k %s: must be given exactly when packed=1",
-                        packed ? "= NULL" : "given");
-    if (packed && in->key_lengths != NULL)
-        return skl_fail(SKL_ERROR_ARGUMENT, "key_lengths given: must be NULL when packed=1");
-    if (!p->row_bounds && (in->key_begin != NULL || in->key_end != NULL))
-        return skl_fail(SKL_ERROR_ARGUMENT, "%s given: must be NULL unless row_bounds=1",
-                        in->key_begin != NULL ? "key_begin" : "key_end");
-    if (p->row_bounds && in->key_begin == NULL && in->key_end == NULL)
-        return skl_fail(SKL_ERROR_ARGUMENT, "key_begin=NULL, key_end=NULL: row_bounds=1 needs at least one of them");
-    return SKL_OK;
-}
-
-/* A sink on one side only would be an outcome that the other distribution does not have. */
-static skl_status check_sink_pointers(const skl_problem *p, const skl_inputs *in)
-{
-    const struct {
-        const char *name;
-        const float *sink;
-    } sides[] = {{"sink_t", in->sink_t}, {"sink_s", in->sink_s}};
-    for (int n = 0; n < 2; n++) {
-        if (p->sinks && sides[n].sink == NULL)
-            return skl_fail(SKL_ERROR_ARGUMENT,
-                            "%s=NULL: must be given when sinks=1; sinks=0 gives the KL of the distributions on the "
-                            "keys alone",
-                            sides[n].name);
-        if (!p->sinks && sides[n].sink != NULL)
-            return skl_fail(SKL_ERROR_ARGUMENT, "%s given: must be NULL unless sinks=1", sides[n].name);
-    }
-    return SKL_OK;
 }
 
 static skl_status check_sink_gradients(const skl_problem *p, const skl_gradients *grads)
@@ -343,85 +315,20 @@ static skl_status check_workspace(const skl_plan *plan, const skl_call *call, si
 
 skl_status skl_call_check(const skl_plan *plan, const skl_call *call, size_t workspace_size)
 {
+    const skl_problem *const p = &plan->problem;
+    const bool has_arrays = call->inputs.struct_size != 0 || p->sinks;
     const skl_status workspace_status = check_workspace(plan, call, workspace_size);
     const size_t used_size = workspace_status == SKL_OK ? plan->workspace_size[call->op] : 0;
-    SKL_TRY(skl_op_check_for(&plan->problem, call->op));
-    SKL_TRY(check_length_pointers(&plan->problem, &call->inputs));
-    SKL_TRY(check_sink_pointers(&plan->problem, &call->inputs));
-    SKL_TRY(check_sink_gradients(&plan->problem, &call->gradients));
-    SKL_TRY(check_tensors(&plan->problem, call, used_size));
+    SKL_TRY(skl_op_check_for(p, call->op));
+    if (has_arrays)
+        SKL_TRY(skl_arrays_check_given(p, &call->inputs));
+    SKL_TRY(check_sink_gradients(p, &call->gradients));
+    SKL_TRY(check_tensors(p, call, used_size));
     if (call->op == SKL_OP_PARTIAL && call->keys.begin > call->keys.end)
         return skl_fail(SKL_ERROR_ARGUMENT, "key_begin=%" PRId64 ": must be at most key_end=%" PRId64,
                         call->keys.begin, call->keys.end);
-    if (call->op == SKL_OP_PARTIAL && call->states == NULL)
-        return skl_fail(SKL_ERROR_ARGUMENT, "states=NULL: must be given");
-    return workspace_status;
-}
-
-static skl_status check_seqlens(const char *name, const int32_t *offsets, int64_t batch, int64_t longest,
-                                int64_t total)
-{
-    if (offsets[0] != 0)
-        return skl_fail(SKL_ERROR_ARGUMENT, "%s[0]=%" PRId32 ": must be 0", name, offsets[0]);
-    for (int64_t b = 0; b < batch; b++) {
-        const int64_t length = (int64_t)offsets[b + 1] - offsets[b];
-        if (length < 0)
-            return skl_fail(SKL_ERROR_ARGUMENT,
-                            "%s[%" PRId64 "]=%" PRId32 ": must not be below %s[%" PRId64 "]=%" PRId32, name, b + 1,
-                            offsets[b + 1], name, b, offsets[b]);
-        if (offsets[b + 1] > total)
-            return skl_fail(SKL_ERROR_ARGUMENT,
-                            "%s[%" PRId64 "]=%" PRId32 ": must be at most %" PRId64 ", the rows of the buffer", name,
-                            b + 1, offsets[b + 1], total);
-        if (length > longest)
-            return skl_fail(SKL_ERROR_ARGUMENT,
-                            "%s[%" PRId64 "]=%" PRId32 ": sequence %" PRId64 " has %" PRId64
-                            " rows; must be at most %" PRId64 ", the longest the problem names",
-                            name, b + 1, offsets[b + 1], b, length, longest);
-    }
-    return SKL_OK;
-}
-
-static skl_status check_lengths(const skl_problem *p, const skl_inputs *inputs)
-{
-    if (p->packed) {
-        SKL_TRY(check_seqlens("cu_seqlens_q", inputs->cu_seqlens_q, p->batch, p->len_q, p->total_q));
-        return check_seqlens("cu_seqlens_k", inputs->cu_seqlens_k, p->batch, p->len_k, p->total_k);
-    }
-    for (int64_t b = 0; inputs->key_lengths != NULL && b < p->batch; b++)
-        if (inputs->key_lengths[b] < 0 || inputs->key_lengths[b] > p->len_k)
-            return skl_fail(SKL_ERROR_ARGUMENT, "key_lengths[%" PRId64 "]=%" PRId32 ": must be 0..len_k=%" PRId64, b,
-                            inputs->key_lengths[b], p->len_k);
-    return SKL_OK;
-}
-
-/* Row bounds of one sequence, `first` the index of its first row in the array. */
-static skl_status check_bounds(const char *name, const int32_t *bounds, int64_t first, int64_t count, int64_t keys)
-{
-    for (int64_t i = first; bounds != NULL && i < first + count; i++) {
-        if (bounds[i] < 0 || bounds[i] > keys)
-            return skl_fail(SKL_ERROR_ARGUMENT,
-                            "%s[%" PRId64 "]=%" PRId32 ": must be 0..%" PRId64 ", the keys of the sequence", name, i,
-                            bounds[i], keys);
-        if (i > first && bounds[i] < bounds[i - 1])
-            return skl_fail(SKL_ERROR_ARGUMENT,
-                            "%s[%" PRId64 "]=%" PRId32 ": must not be below %s[%" PRId64 "]=%" PRId32
-                            " of the same sequence",
-                            name, i, bounds[i], name, i - 1, bounds[i - 1]);
-    }
-    return SKL_OK;
-}
-
-static skl_status check_row_bounds(const skl_problem *p, const skl_inputs *inputs)
-{
-    for (int64_t b = 0; p->row_bounds && b < p->batch; b++) {
-        const int64_t first = p->packed ? inputs->cu_seqlens_q[b] : b * p->len_q;
-        const int64_t count = p->packed ? inputs->cu_seqlens_q[b + 1] - first : p->len_q;
-        const int64_t keys = p->packed ? inputs->cu_seqlens_k[b + 1] - inputs->cu_seqlens_k[b] : p->len_k;
-        SKL_TRY(check_bounds("key_begin", inputs->key_begin, first, count, keys));
-        SKL_TRY(check_bounds("key_end", inputs->key_end, first, count, keys));
-    }
-    return SKL_OK;
+    SKL_TRY(workspace_status);
+    return has_arrays && plan->backend->device == SKL_CPU ? skl_arrays_check_values(p, &call->inputs) : SKL_OK;
 }
 
 skl_status skl_inputs_check_layout(const skl_problem *problem, const skl_inputs *inputs)
@@ -431,44 +338,18 @@ skl_status skl_inputs_check_layout(const skl_problem *problem, const skl_inputs 
                            .inputs = *inputs,
                            .rows = {.struct_size = sizeof(skl_rows)},
                            .gradients = {.struct_size = sizeof(skl_gradients)}};
-    SKL_TRY(check_length_pointers(problem, inputs));
-    SKL_TRY(check_sink_pointers(problem, inputs));
+    SKL_TRY(skl_arrays_check_given(problem, inputs));
     return check_tensors(problem, &call, 0);
 }
 
-skl_status skl_inputs_check_values(const skl_problem *problem, const skl_inputs *inputs)
+skl_status skl_merge_check(const skl_problem *p, const skl_row_state *into, const skl_row_state *from)
 {
-    SKL_TRY(check_lengths(problem, inputs));
-    SKL_TRY(check_row_bounds(problem, inputs));
-    return skl_indices_check(problem, inputs);
-}
-
-skl_status skl_finish_check(const skl_problem *p, const skl_call *call)
-{
-    const skl_rows *const rows = &call->rows;
-    const bool teacher_groups = skl_has_teacher_groups(p);
-    const char *const in_finish = " in skl_states_finish";
     const int64_t rows_q = p->packed ? p->total_q : p->len_q;
-    const need lse_need =
-        teacher_groups && (rows->lse_t.data != NULL || (p->sinks && rows->kl.data != NULL)) ? REQUIRED : OPTIONAL;
-    const need lse_out_need = p->sinks && rows->kl.data != NULL ? REQUIRED : OPTIONAL;
-    const char *const of_sinks = ": with sinks, the KL is made of both LSEs";
-    const skl_output states = skl_output_contiguous(call->states, p->heads_s, rows_q, STATE_FLOATS);
+    const skl_input read = skl_input_contiguous(from, p->heads_s, rows_q, STATE_FLOATS);
+    const skl_input written = skl_input_contiguous(into, p->heads_s, rows_q, STATE_FLOATS);
     const tensor_rule tensors[] = {
-        TENSOR(states, "states", p->heads_s, rows_q, STATE_FLOATS, SKL_F32, INPUT, OPTIONAL, ""),
-        TENSOR(call->inputs.lse_t, "lse_t", p->heads_t, rows_q, 1, SKL_F32, INPUT, lse_need,
-               skl_is_indexer(p) ? ": rows.lse_t of an indexer needs it"
-                                 : ": rows.lse_t with heads_t > heads_s needs it"),
-        TENSOR(rows->kl, "rows.kl", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, OPTIONAL, ""),
-        TENSOR(rows->lse_t, "rows.lse_t", p->heads_t, rows_q, 1, SKL_F32, OUTPUT, lse_out_need, of_sinks),
-        TENSOR(rows->lse_s, "rows.lse_s", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, lse_out_need, of_sinks),
-        TENSOR(rows->dot_t, "rows.dot_t", p->heads_t, rows_q, 1, SKL_F32, OUTPUT, REFUSED, in_finish),
-        TENSOR(rows->cross_entropy, "rows.cross_entropy", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, REFUSED, in_finish),
-        TENSOR(rows->entropy, "rows.entropy", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, REFUSED, in_finish),
-        TENSOR(rows->mass, "rows.mass", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, REFUSED, in_finish),
+        TENSOR(read, "from", p->heads_s, rows_q, STATE_FLOATS, SKL_F32, INPUT, REQUIRED, ""),
+        TENSOR(written, "into", p->heads_s, rows_q, STATE_FLOATS, SKL_F32, OUTPUT, REQUIRED, ""),
     };
-    SKL_TRY(check_sink_pointers(p, &call->inputs));
-    if (p->sinks) /* sinks depend on the rows of sequences */
-        SKL_TRY(check_length_pointers(p, &call->inputs));
     return check_rules(p, tensors, sizeof tensors / sizeof tensors[0]);
 }

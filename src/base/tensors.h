@@ -4,17 +4,14 @@
 
 #include "base/backend.h"
 
-/* Checks the tensors, the workspace and the requirements of the operation. Reads no array: see
- * skl_inputs_check_values. */
+/* Checks everything that a run call is given: arrays, tensors, workspace, the requirements of the operation. Values
+ * of arrays are checked on the CPU; a GPU's are out of reach. */
 skl_status skl_call_check(const skl_plan *plan, const skl_call *call, size_t workspace_size);
 
 /* Checks inputs alone: pointers and strides, but no value. */
 skl_status skl_inputs_check_layout(const skl_problem *problem, const skl_inputs *inputs);
 
-/* Checks the values of cu_seqlens, key_lengths, row bounds and indices, in host memory. */
-skl_status skl_inputs_check_values(const skl_problem *problem, const skl_inputs *inputs);
-
-/* Checks the arguments of skl_states_finish. */
-skl_status skl_finish_check(const skl_problem *problem, const skl_call *call);
+/* Checks the arrays of skl_states_merge. */
+skl_status skl_merge_check(const skl_problem *problem, const skl_row_state *into, const skl_row_state *from);
 
 #endif

@@ -6,7 +6,6 @@
 
 #include "base/sinks.h"
 #include "base/status.h"
-#include "base/tensors.h"
 #include "cpu/pool.h"
 #include "cpu/row_sums.h"
 
@@ -119,7 +118,6 @@ static void clear_query_tail(const skl_problem *p, const skl_call *call)
 static skl_status run(const skl_plan *plan, const skl_call *call)
 {
     const skl_problem *const p = &plan->problem;
-    SKL_TRY(skl_inputs_check_values(p, &call->inputs));
     const skl_cpu_work *const work = plan->kernel;
     const skl_cpu_passes passes = skl_cpu_select_passes(plan, call);
     skl_schedule s = {.plan = plan,

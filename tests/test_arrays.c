@@ -1,0 +1,278 @@
+/* Invalid values of cu_seqlens, key_lengths, row bounds and indices. Every entry point refuses them by name, whatever
+ * results are requested, and writes nothing. The arrays end at an unmapped page. */
+#include "runner.h"
+
+#include <stdbool.h>
+
+#include "case_words.h"
+#include "device.h"
+
+#define SIZES    HEADS(2, 2), DIMS(4, 4)
+#define GROUPS   HEADS(4, 2), DIMS(4, 4)
+#define SEQUENCE PACKED(3, LENGTHS(0, 3, 3, 7), LENGTHS(0, 2, 7, 9))
+#define PADDING  SHAPE(3, 5, 6), KEY_LENGTHS(6, 0, 3)
+#define BOUNDED  SHAPE(2, 5, 6), BOUNDS(CHUNKS)
+
+static const test_case cases[] = {
+    {"packed", SEQUENCE, SIZES, TAILS(1, 2)},
+    {"packed, groups", SEQUENCE, GROUPS},
+    {"packed, sinks", SEQUENCE, SIZES, SINKS, TAILS(1, 2)},
+    {"packed, sinks, groups", SEQUENCE, GROUPS, SINKS, STUDENT_ONLY},
+    {"packed, sinks, bounds", SEQUENCE, SIZES, SINKS, BOUNDS(CHUNKS)},
+    {"packed, bounds, attention", SEQUENCE, SIZES, BOUNDS(CHUNKS), ATTENTION},
+    {"padded", PADDING, SIZES},
+    {"padded, groups, attention", PADDING, GROUPS, ATTENTION},
+    {"padded, sinks", PADDING, SIZES, SINKS},
+    {"padded, sinks, groups", PADDING, GROUPS, SINKS, STUDENT_ONLY},
+    {"bounded", BOUNDED, SIZES},
+    {"bounded, sinks, groups", BOUNDED, GROUPS, SINKS, STUDENT_ONLY},
+    {"packed indexer", SEQUENCE, SIZES, INDEXER(3)},
+    {"packed sparse indexer", SEQUENCE, GROUPS, INDEXER(3), TOP_K(2), BOUNDS(CHUNKS)},
+    {"padded sparse indexer", PADDING, GROUPS, INDEXER(3), TOP_K(2)},
+};
+
+/* One case, with what its calls need. */
+typedef struct problem_run {
+    fixture f;
+    skl_plan *plan;
+    fixture_results saved, results;
+    skl_row_state *states;
+    test_memory workspace;
+} problem_run;
+
+/* ---- Entry points ------------------------------------------------------------------------------------------- */
+
+typedef skl_status (*entry_point)(const problem_run *run, const skl_inputs *inputs, const fixture_results *wanted);
+
+static skl_status forward(const problem_run *run, const skl_inputs *inputs, const fixture_results *wanted)
+{
+    const skl_rows rows = results_rows(wanted);
+    return skl_forward(run->plan, inputs, &rows, run->workspace.data, run->workspace.size, NULL);
+}
+
+static skl_status backward(const problem_run *run, const skl_inputs *inputs, const fixture_results *wanted)
+{
+    const skl_gradients gradients = results_gradients(wanted);
+    return skl_backward(run->plan, inputs, &gradients, run->workspace.data, run->workspace.size, NULL);
+}
+
+static skl_rows one_pass_rows(const fixture_results *wanted)
+{
+    skl_rows rows = results_rows(wanted);
+    rows.lse_t.data = rows.lse_s.data = rows.mass.data = NULL;
+    return rows;
+}
+
+static skl_status one_pass(const problem_run *run, const skl_inputs *inputs, const fixture_results *wanted)
+{
+    const skl_rows rows = one_pass_rows(wanted);
+    const skl_gradients gradients = results_gradients(wanted);
+    return skl_forward_backward(run->plan, inputs, &rows, &gradients, run->workspace.data, run->workspace.size, NULL);
+}
+
+static skl_status attention_backward(const problem_run *run, const skl_inputs *inputs, const fixture_results *wanted)
+{
+    const skl_rows rows = one_pass_rows(wanted);
+    const skl_gradients gradients = results_gradients(wanted);
+    const skl_attention attention = results_attention(&run->f, wanted);
+    return skl_attention_backward(run->plan, inputs, &attention, &rows, &gradients, run->workspace.data,
+                                  run->workspace.size, NULL);
+}
+
+static skl_status partial(const problem_run *run, const skl_inputs *inputs, const fixture_results *wanted)
+{
+    (void)wanted;
+    return skl_partial(run->plan, inputs, 0, run->f.problem.len_k, run->states, run->workspace.data,
+                       run->workspace.size, NULL);
+}
+
+static skl_status finish(const problem_run *run, const skl_inputs *inputs, const fixture_results *wanted)
+{
+    skl_rows rows = results_rows(wanted);
+    rows.dot_t.data = rows.cross_entropy.data = rows.entropy.data = rows.mass.data = NULL;
+    return skl_states_finish(run->plan, inputs, run->states, &rows, NULL);
+}
+
+static skl_status check(const problem_run *run, const skl_inputs *inputs, const fixture_results *wanted)
+{
+    (void)wanted;
+    return skl_inputs_check(run->plan, inputs);
+}
+
+static const struct {
+    const char *name;
+    entry_point call;
+} entry_points[] = {
+    {"skl_forward", forward},    {"skl_backward", backward},    {"skl_forward_backward", one_pass},
+    {"skl_partial", partial},    {"skl_states_finish", finish}, {"skl_attention_backward", attention_backward},
+    {"skl_inputs_check", check},
+};
+
+/* ---- Requested subsets --------------------------------------------------------------------------------------- */
+
+/* Every subset of KL and LSEs, alone and with all other results, and each other result alone. */
+enum { ROW_SUBSETS = 8, RESULT_COUNT = 15, SUBSETS = 2 * ROW_SUBSETS + RESULT_COUNT - 3 };
+
+static uint32_t subset_bits(int n)
+{
+    const uint32_t others = ALL_RESULTS & ~(uint32_t)(ROW_SUBSETS - 1);
+    if (n < 2 * ROW_SUBSETS)
+        return (uint32_t)n / 2 | (n % 2 ? others : 0);
+    return 1U << (n - 2 * ROW_SUBSETS + 3);
+}
+
+/* ---- Invalid values ------------------------------------------------------------------------------------------ */
+
+/* An array of the inputs: what its elements may be at most. */
+typedef struct array {
+    const char *name;
+    int32_t *values;
+    int64_t count;
+    int64_t highest;
+} array;
+
+enum { ARRAYS_MAX = 5 };
+
+static array array_of(const char *name, const test_memory *memory, int64_t count, int64_t highest)
+{
+    return (array){name, (int32_t *)(void *)memory->data, count, highest};
+}
+
+static int arrays_of(const fixture *f, array arrays[ARRAYS_MAX])
+{
+    const skl_problem *const p = &f->problem;
+    const int64_t rows = p->packed ? f->inputs.cu_seqlens_q[p->batch] : p->batch * p->len_q;
+    int count = 0;
+    if (p->packed) {
+        arrays[count++] = array_of("cu_seqlens_q", &f->lengths[1], p->batch + 1, p->total_q);
+        arrays[count++] = array_of("cu_seqlens_k", &f->lengths[2], p->batch + 1, p->total_k);
+    }
+    if (f->inputs.key_lengths)
+        arrays[count++] = array_of("key_lengths", &f->lengths[0], p->batch, p->len_k);
+    if (f->inputs.key_begin) {
+        arrays[count++] = array_of("key_begin", &f->bounds[0], rows, p->len_k);
+        arrays[count++] = array_of("key_end", &f->bounds[1], rows, p->len_k);
+    }
+    if (p->top_k > 0) /* contiguous */
+        arrays[count++] = (array){"indices", f->indices.data, p->heads_s * rows * p->top_k, p->len_k - 1};
+    return count;
+}
+
+static void assert_named(const char *call, const test_case *c, uint32_t subset, const array *a, int64_t at)
+{
+    const size_t length = strlen(a->name);
+    if (strncmp(skl_last_error(), a->name, length) != 0 || skl_last_error()[length] != '[')
+        fail_msg("%s, %s, results %x, %s[%d]=%d: \"%s\" does not name the array", call, c->name, subset, a->name,
+                 (int)at, a->values[at], skl_last_error());
+}
+
+/* Calls an entry point with each invalid value at the first, a middle and the last element. */
+static int check_array(const problem_run *run, size_t entry, const skl_inputs *inputs, uint32_t subset,
+                       const array *a)
+{
+    const fixture_results wanted = results_subset(&run->results, subset);
+    const int64_t values[] = {INT32_MIN, -2, a->highest + 1, INT32_MAX};
+    const int64_t places[] = {0, a->count / 2, a->count - 1};
+    int calls = 0;
+    for (size_t v = 0; v < COUNT_OF(values); v++)
+        for (size_t n = 0; n < COUNT_OF(places); n++, calls++) {
+            const int32_t valid = a->values[places[n]];
+            a->values[places[n]] = (int32_t)values[v];
+            const skl_status status = entry_points[entry].call(run, inputs, &wanted);
+            if (status != SKL_ERROR_ARGUMENT)
+                fail_msg("%s, %s, results %x, %s[%d]=%d: %s instead of a refusal", entry_points[entry].name,
+                         run->f.test_case->name, subset, a->name, (int)places[n], a->values[places[n]],
+                         skl_status_name(status));
+            assert_named(entry_points[entry].name, run->f.test_case, subset, a, places[n]);
+            a->values[places[n]] = valid;
+        }
+    return calls;
+}
+
+static bool is_poison(const test_tensor *tensor)
+{
+    bool poison = true;
+    for (size_t n = 0; tensor->data && n < tensor->memory.mapping_size; n++)
+        poison = poison && tensor->memory.mapping[n] == POISON;
+    return poison;
+}
+
+static void assert_nothing_written(const fixture_results *r)
+{
+    const test_tensor *const all[] = {&r->kl,      &r->lse_t, &r->lse_s,   &r->dot_t,   &r->cross_entropy,
+                                      &r->entropy, &r->mass,  &r->dq_t,    &r->dk_t,    &r->dq_s,
+                                      &r->dk_s,    &r->dw_s,  &r->dsink_t, &r->dsink_s, &r->dv_s};
+    for (size_t n = 0; n < COUNT_OF(all); n++)
+        assert_true(is_poison(all[n]));
+}
+
+/* Subsets that the call refuses with valid arrays are left out: they have their own tests. */
+static int check_subset(const problem_run *run, size_t entry, const skl_inputs *inputs, uint32_t subset)
+{
+    const fixture_results wanted = results_subset(&run->results, subset);
+    const skl_status status = entry_points[entry].call(run, inputs, &wanted);
+    results_poison(&run->results);
+    if (status != SKL_OK)
+        return 0;
+    array arrays[ARRAYS_MAX];
+    const int count = arrays_of(&run->f, arrays);
+    int calls = 0;
+    for (int n = 0; n < count; n++)
+        calls += check_array(run, entry, inputs, subset, &arrays[n]);
+    assert_nothing_written(&run->results);
+    return calls;
+}
+
+static void problem_run_create(problem_run *run, const test_case *c)
+{
+    fixture_create(&run->f, c);
+    run->plan = test_plan(&run->f.problem, NULL, 1);
+    run->saved = results_create(&run->f);
+    run->results = results_create(&run->f);
+    run->states = states_create(&run->f);
+    size_t size = 0;
+    for (int op = SKL_OP_FORWARD; op <= SKL_OP_ATTENTION_BACKWARD; op++)
+        if (skl_plan_workspace_size(run->plan, (skl_op)op) > size)
+            size = skl_plan_workspace_size(run->plan, (skl_op)op);
+    run->workspace = memory_create(size, SKL_WORKSPACE_ALIGNMENT);
+    const skl_rows rows = results_rows(&run->saved);
+    run_forward(run->plan, &run->f.inputs, &rows);
+}
+
+static void problem_run_destroy(problem_run *run)
+{
+    memory_destroy(&run->workspace);
+    states_destroy(run->states);
+    results_destroy(&run->saved);
+    results_destroy(&run->results);
+    skl_plan_destroy(run->plan);
+    fixture_destroy(&run->f);
+}
+
+/* With and without the row vectors of a forward as inputs. */
+static void test_invalid_values_are_refused_by_name(void **state)
+{
+    (void)state;
+    if (test_device() != SKL_CPU)
+        skip();
+    int calls_of[COUNT_OF(entry_points)] = {0};
+    for (size_t n = 0; n < COUNT_OF(cases); n++) {
+        problem_run run;
+        problem_run_create(&run, &cases[n]);
+        const skl_inputs inputs[] = {run.f.inputs, results_backward_inputs(&run.f, &run.saved)};
+        for (size_t entry = 0; entry < COUNT_OF(entry_points); entry++)
+            for (int subset = 0; subset < 2 * SUBSETS; subset++)
+                calls_of[entry] += check_subset(&run, entry, &inputs[subset % 2], subset_bits(subset / 2));
+        problem_run_destroy(&run);
+    }
+    for (size_t entry = 0; entry < COUNT_OF(entry_points); entry++) {
+        print_message("%s: %d refused calls\n", entry_points[entry].name, calls_of[entry]);
+        assert_true(calls_of[entry] > 0);
+    }
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_invalid_values_are_refused_by_name)};
+    return test_run("arrays", tests, COUNT_OF(tests));
+}
