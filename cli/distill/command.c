@@ -8,22 +8,18 @@
 #include "cli/io/file_write.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <inttypes.h>
 #include <signal.h>
 #include <stdlib.h>
-#include <sys/file.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 static const char doc[] =
     "Distill attention: train W_q and W_k of a student on the attention KL to a teacher at a long context, and "
     "measure whether the student then uses the whole context. Without files the task is synthetic: definitions, "
     "distractors, and references to definitions up to thousands of tokens back, which the teacher finds."
-    "\vThe folder DIR gets checkpoint.safetensors, student.safetensors (w_q and w_k) and report.html. Ctrl-C ends a "
-    "run with a checkpoint and a report; the exit status is 130. The same command with --resume continues from the "
-    "checkpoint, if the files of teacher and student have not changed. The final weights are bitwise equal to those "
-    "of an uninterrupted run.\n"
+    "\vThe folder DIR gets student.safetensors (w_q and w_k) and report.html. Ctrl-C ends the training early, and "
+    "both files then describe the student so far; the exit status is 130. Runs that take hours, with checkpoints, "
+    "are what streamkl-distill of the Python package is for.\n"
     "\n"
     "With --teacher and --student, the teacher's file contains hidden [sequences, context, hidden], w_q [heads, dim, "
     "hidden] and w_k [key heads, dim, hidden]. The student's file contains the initial w_q and w_k, and optionally "
@@ -36,7 +32,6 @@ static const char doc[] =
     "  streamkl distill\n"
     "  streamkl distill --context 32768 --steps 60\n"
     "  streamkl distill --out run7 --seed 7 --heads-t 8 --heads-s 2\n"
-    "  streamkl distill --out run7 --seed 7 --heads-t 8 --heads-s 2 --resume\n"
     "  streamkl distill --teacher big.safetensors --student small.safetensors";
 
 /* ---- The command line --------------------------------------------------------------------------------------- */
@@ -59,9 +54,6 @@ enum {
     KEY_TEACHER,
     KEY_STUDENT,
     KEY_OUT,
-    KEY_RESUME,
-    KEY_OVERWRITE,
-    KEY_CHECKPOINT_EVERY,
     KEY_NO_BASELINE,
     KEY_JSON,
 };
@@ -95,10 +87,7 @@ static const struct argp_option options[] = {
      0},
     {"unguided", KEY_CONTROL_QUERIES, "N", OPTION_HIDDEN, NULL, 0}, /* its name in version 0.1 */
     {NULL, 0, NULL, 0, "Result:", GROUP_RESULT},
-    {"out", KEY_OUT, "DIR", 0, "Folder for checkpoint, weights and report; default streamkl-distill", 0},
-    {"resume", KEY_RESUME, NULL, 0, "Continue from the checkpoint in DIR, if there is one", 0},
-    {"overwrite", KEY_OVERWRITE, NULL, 0, "Replace the checkpoint in DIR, if there is one, and start again", 0},
-    {"checkpoint-every", KEY_CHECKPOINT_EVERY, "N", 0, "Steps between checkpoints; default 10", 0},
+    {"out", KEY_OUT, "DIR", 0, "Folder for weights and report; default streamkl-distill", 0},
     {"no-baseline", KEY_NO_BASELINE, NULL, 0,
      "Do not time the materialised baseline for the report, which saves some seconds", 0},
     {"json", KEY_JSON, NULL, 0, "Print one JSON object instead of the tables", 0},
@@ -135,9 +124,6 @@ static const option_field fields[] = {
     {KEY_TEACHER, parse_string, SETTING(teacher_path)},
     {KEY_STUDENT, parse_string, SETTING(student_path)},
     {KEY_OUT, parse_string, offsetof(distill_request, folder)},
-    {KEY_RESUME, parse_flag, offsetof(distill_request, resume)},
-    {KEY_OVERWRITE, parse_flag, offsetof(distill_request, overwrite)},
-    {KEY_CHECKPOINT_EVERY, parse_count, offsetof(distill_request, checkpoint_every)},
     {KEY_NO_BASELINE, parse_flag, offsetof(distill_request, no_baseline)},
     {KEY_JSON, parse_flag, offsetof(distill_request, json)},
     {0, NULL, 0},
@@ -155,7 +141,7 @@ static error_t parse_option(int key, char *text, struct argp_state *state)
 
 /* ---- Preparation -------------------------------------------------------------------------------------------- */
 
-/* The first Ctrl-C ends the run with a checkpoint and a report, the second one at once. */
+/* The first Ctrl-C ends the training, the second one the process. */
 static void stop_on_signal(int number)
 {
     distill_stop = 1;
@@ -163,7 +149,7 @@ static void stop_on_signal(int number)
 }
 
 /* Every file that a run writes into its folder. */
-static const char *const output_names[] = {"checkpoint.safetensors", "student.safetensors", "report.html"};
+static const char *const output_names[] = {"student.safetensors", "report.html"};
 enum { OUTPUT_COUNT = sizeof output_names / sizeof output_names[0] };
 
 static int check_outputs(const distill_request *request)
@@ -182,35 +168,11 @@ static int check_outputs(const distill_request *request)
                               settings->teacher_path && settings->student_path ? 2 : 0);
 }
 
-/* Two runs in one folder would replace each other's files. The lock ends with the process, however it ends. Some
- * network file systems have no locks on folders: there it has no effect. */
-static int lock_folder(const char *folder)
-{
-    const int fd = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
-        close(fd);
-        return cli_fail(CLI_WRITE_FAILED, "--out=%s: another run is writing to this folder", folder);
-    }
-    return CLI_OK;
-}
-
-static int check_old_run(const distill_request *request)
-{
-    struct stat status;
-    if (request->resume || request->overwrite ||
-        lstat(distill_path_of(request, "checkpoint.safetensors").text, &status) != 0)
-        return CLI_OK;
-    return cli_fail(CLI_BAD_INPUT, "--out=%s: has a checkpoint; --resume continues from it, --overwrite replaces it",
-                    request->folder);
-}
-
 static int make_folder(const distill_request *request)
 {
     if (mkdir(request->folder, 0777) != 0 && errno != EEXIST)
         return cli_fail(CLI_WRITE_FAILED, "--out=%s: %s", request->folder, strerror(errno));
-    int exit_code = lock_folder(request->folder);
-    if (exit_code == CLI_OK)
-        exit_code = check_old_run(request);
+    int exit_code = CLI_OK;
     for (int o = 0; o < OUTPUT_COUNT && exit_code == CLI_OK; o++)
         exit_code = file_write_check(distill_path_of(request, output_names[o]).text);
     return exit_code;
@@ -257,19 +219,6 @@ static void close_run(distill_run *run)
     free(run->history.evaluation_step);
     free(run->history.evaluation_kl);
     free(run->history.evaluation_hits);
-}
-
-static int resume(distill_run *run)
-{
-    bool found;
-    const int exit_code = distill_checkpoint_load(run, &found);
-    if (exit_code != CLI_OK || run->request->json)
-        return exit_code;
-    if (found)
-        printf("Resuming at step %" PRId64 "\n", run->student.step);
-    else
-        printf("No checkpoint in %s: starting from the beginning\n", printable_of(run->request->folder).text);
-    return CLI_OK;
 }
 
 /* ---- The run ------------------------------------------------------------------------------------------------ */
@@ -334,13 +283,11 @@ static int run_all(distill_run *run)
         exit_code = make_folder(request);
     if (exit_code == CLI_OK)
         print_title(run);
-    if (exit_code == CLI_OK && request->resume)
-        exit_code = resume(run);
     if (exit_code == CLI_OK)
         exit_code = distill_train(run);
     const bool stopped = distill_stop;
     if (exit_code == CLI_OK && stopped && !request->json)
-        printf("Stopped at step %" PRId64 "; --resume continues from there\n", run->student.step);
+        printf("Stopped at step %" PRId64 "\n", run->student.step);
     if (exit_code == CLI_OK)
         exit_code = finish(run);
     return exit_code == CLI_OK && stopped ? STOPPED : exit_code;
@@ -364,7 +311,6 @@ int cmd_distill(int argc, char **argv)
                      .rate = 0.05F},
         .options = skl_options_default(),
         .folder = "streamkl-distill",
-        .checkpoint_every = 10,
     };
     const int refused = options_parse(&argp, argc, argv, 0, &request);
     if (refused)
@@ -374,9 +320,7 @@ int cmd_distill(int argc, char **argv)
     distill_source source = {.retrieves = false};
     distill_run run = {.request = &request, .source = &source};
     run.pair.threads = request.options.threads > 0 ? request.options.threads : machine_cores();
-    int exit_code = request.resume && request.overwrite
-                        ? cli_fail(CLI_BAD_INPUT, "--overwrite: must not be given with --resume")
-                        : check_outputs(&request);
+    int exit_code = check_outputs(&request);
     if (exit_code == CLI_OK)
         exit_code = distill_source_open(&source, &request.settings, run.pair.threads);
     if (exit_code == CLI_OK)

@@ -1,4 +1,4 @@
-/* streamkl distill: settings (command line) -> source of sequences -> training -> checkpoint and report. */
+/* streamkl distill: settings (command line) -> source of sequences -> training -> weights and report. */
 #ifndef STREAMKL_CLI_DISTILL_DISTILL_H
 #define STREAMKL_CLI_DISTILL_DISTILL_H
 
@@ -10,8 +10,7 @@
 
 #include <stdbool.h>
 
-/* Everything that affects the results of a run: a checkpoint can be resumed only with equal settings. Counts are
- * int64_t, so that one table lists them all. */
+/* Everything that affects the results of a run. Counts are int64_t, so that one table lists them all. */
 typedef struct distill_settings {
     int64_t context, needles, hidden;
     int64_t heads_t, dim_t, heads_s, dim_s;
@@ -20,7 +19,6 @@ typedef struct distill_settings {
     float rate;
     skl_direction direction;
     const char *teacher_path, *student_path; /* NULL: the synthetic task */
-    uint64_t teacher_hash, student_hash;     /* of the contents of these files */
 } distill_settings;
 
 enum { CONTROL_DEFAULT = -1 }; /* a sixteenth of the context, with files 0 */
@@ -29,23 +27,8 @@ typedef struct distill_request {
     distill_settings settings;
     skl_options options;
     const char *folder;
-    int64_t checkpoint_every;
-    int32_t resume, overwrite, no_baseline, json;
+    int32_t no_baseline, json;
 } distill_request;
-
-/* The settings that are counts, by name, for checkpoints, messages and the report. */
-typedef struct setting_name {
-    const char *name; /* of its option, without the dashes */
-    size_t offset;
-} setting_name;
-extern const setting_name distill_counts[];
-extern const size_t distill_counts_size;
-
-/* One line of JSON that the caller frees; NULL: out of memory. Equal settings give equal text. */
-char *distill_settings_text(const distill_settings *settings);
-
-/* Prints which setting of a checkpoint differs and returns CLI_BAD_INPUT; CLI_OK if none does. */
-int distill_settings_compare(const distill_settings *settings, const char *text, const char *path);
 
 /* ---- Sequences and layers ----------------------------------------------------------------------------------- */
 
@@ -86,9 +69,8 @@ typedef struct distill_history {
     float *loss; /* [steps] */
     int64_t evaluation_count;
     float *evaluation_step, *evaluation_kl, *evaluation_hits; /* at most [steps + 1] */
-    double seconds;        /* of training, including the runs that this one resumes */
-    double tokens;         /* trained on since the start or the resumption */
-    double tokens_seconds; /* time for these tokens */
+    double seconds; /* of training */
+    double tokens;  /* trained on */
 } distill_history;
 
 typedef struct distill_run {
@@ -105,13 +87,6 @@ typedef struct distill_run {
 extern volatile int distill_stop; /* set by Ctrl-C */
 
 int distill_train(distill_run *run);
-
-/* DIR/checkpoint.safetensors, written all or nothing. A missing checkpoint is no error: *found is false. */
-int distill_checkpoint_save(const distill_run *run);
-int distill_checkpoint_load(distill_run *run, bool *found);
-
-/* Reads an open file, which may contain anything, into a run with room for its settings. `path` is for messages. */
-int distill_checkpoint_read(distill_run *run, tensor_file *file, const char *path);
 
 /* DIR/student.safetensors: w_q and w_k [heads, dim, hidden]. */
 int distill_student_save(file_set *set, const distill_run *run);

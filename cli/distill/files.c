@@ -145,46 +145,6 @@ static int open_hidden(distill_source *source, const distill_settings *settings)
     return status == SKL_OK ? CLI_OK : cli_fail_status(status);
 }
 
-/* ---- Contents ----------------------------------------------------------------------------------------------- */
-
-/* Every step is a bijection of the hash for a given word, so one changed word always changes the result. */
-static uint64_t hash_word(uint64_t hash, uint64_t word)
-{
-    const uint64_t odd = 0x9e3779b97f4a7c15; /* 2^64 / the golden ratio: mixes well */
-    hash = (hash ^ word) * odd;
-    return hash ^ hash >> 29;
-}
-
-static uint64_t hash_bytes(uint64_t hash, const unsigned char *data, size_t size)
-{
-    size_t at = 0;
-    for (uint64_t word; at + sizeof word <= size; at += sizeof word) {
-        memcpy(&word, data + at, sizeof word);
-        hash = hash_word(hash, word);
-    }
-    uint64_t rest = 0;
-    memcpy(&rest, data + at, size - at);
-    return hash_word(hash_word(hash, rest), size);
-}
-
-/* Of the tensors that a run reads, whatever else is in the file. */
-static uint64_t hash_file(const tensor_file *file)
-{
-    static const char *const names[] = {"hidden", "w_q", "w_k"};
-    uint64_t hash = 0;
-    for (size_t n = 0; n < sizeof names / sizeof names[0]; n++) {
-        const stored_tensor *const tensor = tensor_file_find(file, names[n], NULL);
-        if (tensor == NULL) {
-            hash = hash_word(hash, n);
-            continue;
-        }
-        hash = hash_bytes(hash, (const unsigned char *)tensor->dtype_name, strlen(tensor->dtype_name));
-        hash = hash_bytes(hash, (const unsigned char *)tensor->shape, (size_t)tensor->rank * sizeof tensor->shape[0]);
-        hash = hash_bytes(hash, tensor->bytes, tensor->size);
-    }
-    return hash;
-}
-
 /* ---- All of it ---------------------------------------------------------------------------------------------- */
 
 static tensor_file *open_file(const char *path)
@@ -237,8 +197,6 @@ int distill_files_open(distill_source *source, distill_settings *settings)
     settings->heads_s = student->heads;
     settings->dim_s = student->dim;
     settings->needles = 0;
-    settings->teacher_hash = hash_file(files->teacher_file);
-    settings->student_hash = hash_file(files->student_file);
     source->shape = (attention_pair_shape){files->context, *teacher, *student, settings->direction};
     source->teacher = &source->teacher_from_file;
     source->sequences = (sequence_source){files, file_at};

@@ -272,9 +272,29 @@ static json_t *costs_section(const distill_run *run)
 
 /* ---- Settings ----------------------------------------------------------------------------------------------- */
 
+/* The settings that are counts, by the name of their option. */
+static const struct {
+    const char *name;
+    size_t offset;
+} counts[] = {
+    {"context", offsetof(distill_settings, context)},
+    {"needles", offsetof(distill_settings, needles)},
+    {"hidden", offsetof(distill_settings, hidden)},
+    {"heads-t", offsetof(distill_settings, heads_t)},
+    {"dim-t", offsetof(distill_settings, dim_t)},
+    {"heads-s", offsetof(distill_settings, heads_s)},
+    {"dim-s", offsetof(distill_settings, dim_s)},
+    {"steps", offsetof(distill_settings, steps)},
+    {"batch", offsetof(distill_settings, batch)},
+    {"held-out", offsetof(distill_settings, held_out)},
+    {"seed", offsetof(distill_settings, seed)},
+    {"control-queries", offsetof(distill_settings, control_queries)},
+};
+enum { COUNTS = sizeof counts / sizeof counts[0] };
+
 static int64_t count_of(const distill_settings *settings, size_t index)
 {
-    return *(const int64_t *)((const char *)settings + distill_counts[index].offset);
+    return *(const int64_t *)((const char *)settings + counts[index].offset);
 }
 
 static json_t *command_block(const distill_settings *settings)
@@ -283,9 +303,9 @@ static json_t *command_block(const distill_settings *settings)
     bytes_print(&text, "streamkl distill");
     if (settings->teacher_path)
         bytes_print(&text, " --teacher %s --student %s", settings->teacher_path, settings->student_path);
-    for (size_t c = 0; c < distill_counts_size; c++)
-        if (!settings->teacher_path || distill_counts[c].offset >= offsetof(distill_settings, steps))
-            bytes_print(&text, " --%s %" PRId64, distill_counts[c].name, count_of(settings, c));
+    for (size_t c = 0; c < COUNTS; c++)
+        if (!settings->teacher_path || counts[c].offset >= offsetof(distill_settings, steps))
+            bytes_print(&text, " --%s %" PRId64, counts[c].name, count_of(settings, c));
     bytes_print(&text, " --rate %g --direction %s", (double)settings->rate, direction_name(settings->direction));
     bytes_add_u8(&text, 0);
     json_t *const block =
@@ -304,8 +324,8 @@ static json_t *settings_section(const distill_run *run)
     const distill_settings *const settings = &run->request->settings;
     char text[160];
     json_t *rows = json_array();
-    for (size_t c = 0; c < distill_counts_size; c++)
-        add_setting(&rows, distill_counts[c].name, json_sprintf("%" PRId64, count_of(settings, c)));
+    for (size_t c = 0; c < COUNTS; c++)
+        add_setting(&rows, counts[c].name, json_sprintf("%" PRId64, count_of(settings, c)));
     add_setting(&rows, "rate",
                 json_sprintf("%g, warm-up over 5 %% of the steps, then cosine decay", (double)settings->rate));
     add_setting(&rows, "direction", json_string(direction_name(settings->direction)));

@@ -1,12 +1,53 @@
-/* The result of a run: KL and hit rates before and after training, as text and as JSON. */
+/* The result of a run: the student's weights; KL and hit rates before and after training, as text and as JSON. */
 #include "cli/common/cli.h"
 #include "cli/distill/distill.h"
-#include "cli/common/options.h"
 #include "cli/term/term.h"
 #include "cli/common/workload.h"
+#include "cli/io/tensor_write.h"
 
 #include <inttypes.h>
 #include <math.h>
+#include <stdlib.h>
+
+distill_path distill_path_of(const distill_request *request, const char *name)
+{
+    distill_path path;
+    snprintf(path.text, sizeof path.text, "%s/%s", request->folder, name);
+    return path;
+}
+
+/* ---- Weights ------------------------------------------------------------------------------------------------ */
+
+/* [width, heads * dim] to [heads, dim, width], the layout of linear layers. */
+static float *transposed(const float *weights, int64_t width, int64_t columns)
+{
+    float *const out = malloc((size_t)(width * columns) * sizeof *out);
+    for (int64_t i = 0; out && i < width; i++)
+        for (int64_t c = 0; c < columns; c++)
+            out[c * width + i] = weights[i * columns + c];
+    return out;
+}
+
+int distill_student_save(file_set *set, const distill_run *run)
+{
+    const layer *const weights = &run->student.weights;
+    const layer_shape *const shape = &weights->shape;
+    float *const w_q = transposed(weights->w_q, shape->width, shape->heads * shape->dim);
+    float *const w_k = transposed(weights->w_k, shape->width, shape->key_heads * shape->dim);
+    const output_tensor output[] = {
+        {"w_q", SKL_F32, 3, {shape->heads, shape->dim, shape->width}, w_q},
+        {"w_k", SKL_F32, 3, {shape->key_heads, shape->dim, shape->width}, w_k},
+    };
+    tensor_error error = {"out of memory for the student's weights"};
+    const bool written = w_q && w_k &&
+                         tensor_write_into(set, distill_path_of(run->request, "student.safetensors").text, output,
+                                           sizeof output / sizeof output[0], NULL, 0, &error);
+    free(w_q);
+    free(w_k);
+    return written ? CLI_OK : cli_fail(CLI_WRITE_FAILED, "%s", error.text);
+}
+
+/* ---- Text --------------------------------------------------------------------------------------------------- */
 
 double distill_kl_ratio(const distill_run *run)
 {
@@ -17,8 +58,6 @@ static double mean_kl(const depth_score *score)
 {
     return score->references ? score->kl / (double)score->references : NAN;
 }
-
-/* ---- Text --------------------------------------------------------------------------------------------------- */
 
 static void print_depths(const distill_run *run)
 {

@@ -1,4 +1,4 @@
-/* The training loop: steps, evaluations, checkpoints, and a line of progress. */
+/* The training loop: steps, evaluations, and a line of progress. */
 #include "cli/common/cli.h"
 #include "cli/distill/distill.h"
 #include "cli/common/resident.h"
@@ -18,7 +18,7 @@ enum { EVALUATIONS = 6 }; /* during training, in addition to the first and the l
 
 static double tokens_per_second(const distill_history *history)
 {
-    return history->tokens_seconds > 0 ? history->tokens / history->tokens_seconds : 0;
+    return history->seconds > 0 ? history->tokens / history->seconds : 0;
 }
 
 static void print_heading(const distill_run *run)
@@ -37,7 +37,7 @@ static void print_row(const distill_run *run, double loss, double kl, double hit
         snprintf(hit_text, sizeof hit_text, "%.1f %%", 100 * hits);
     if (!isnan(loss))
         snprintf(loss_text, sizeof loss_text, "%.4g", loss);
-    if (run->history.tokens_seconds > 0)
+    if (run->history.seconds > 0)
         snprintf(speed_text, sizeof speed_text, "%.0f", tokens_per_second(&run->history));
     printf("  %4" PRId64 "/%-4" PRId64 " %10s %12.4g %9s %11s %12s\n", run->student.step,
            run->request->settings.steps, loss_text, kl, hit_text, speed_text,
@@ -73,10 +73,9 @@ static int64_t evaluation_interval(int64_t steps)
 
 static bool evaluation_is_due(const distill_run *run)
 {
-    const int64_t step = run->student.step, count = run->history.evaluation_count;
-    const bool known = count > 0 && (int64_t)run->history.evaluation_step[count - 1] == step;
+    const int64_t step = run->student.step;
     const int64_t steps = run->request->settings.steps;
-    return !known && (step % evaluation_interval(steps) == 0 || step == steps);
+    return step % evaluation_interval(steps) == 0 || step == steps;
 }
 
 static int evaluate_now(distill_run *run, const layer *student, evaluation *result)
@@ -119,9 +118,7 @@ static int take_step(distill_run *run, const training_config *config)
         return cli_fail_status(status);
     if (run->student.step == step)
         return CLI_OK; /* stopped within the batch */
-    const double seconds = clock_seconds() - began;
-    run->history.seconds += seconds;
-    run->history.tokens_seconds += seconds;
+    run->history.seconds += clock_seconds() - began;
     run->history.tokens += (double)(config->batch * run->pair.problem.len_q);
     run->history.loss[step] = (float)loss;
     if (!isfinite(loss))
@@ -131,18 +128,11 @@ static int take_step(distill_run *run, const training_config *config)
     return CLI_OK;
 }
 
-static int save(const distill_run *run)
-{
-    const int exit_code = distill_source_unchanged(run->source);
-    return exit_code == CLI_OK ? distill_checkpoint_save(run) : exit_code;
-}
-
 int distill_train(distill_run *run)
 {
     const distill_settings *const settings = &run->request->settings;
     const training_config config = {run->source->teacher, &run->source->sequences, settings->steps,
                                     settings->batch,      settings->rate,          (uint64_t)settings->seed};
-    int64_t saved = run->student.step;
     int exit_code = CLI_OK;
     print_heading(run);
     while (exit_code == CLI_OK && !distill_stop) {
@@ -151,11 +141,7 @@ int distill_train(distill_run *run)
         if (exit_code != CLI_OK || distill_stop || run->student.step == settings->steps)
             break;
         exit_code = take_step(run, &config);
-        if (exit_code == CLI_OK && run->student.step - saved >= run->request->checkpoint_every) {
-            exit_code = save(run);
-            saved = run->student.step;
-        }
     }
     clear_live(run);
-    return exit_code == CLI_OK ? save(run) : exit_code;
+    return exit_code;
 }

@@ -61,7 +61,7 @@ def test_picture_is_an_input(tmp_path, name, head):
 
 
 @pytest.mark.parametrize("which", [0, 1])
-@pytest.mark.parametrize("name", ["student.safetensors", "checkpoint.safetensors", "report.html"])
+@pytest.mark.parametrize("name", ["student.safetensors", "report.html"])
 def test_distill_replaces_no_input(tmp_path, which, name):
     (tmp_path / "run").mkdir()
     files = list(make_files(tmp_path))
