@@ -20,7 +20,7 @@
  * WIDE, DIM = 128: both dq take 128 registers. So logits are those of 32 keys at a time, G takes their registers, and
  * the next logits wait for dq. With logits of 64 keys a dk thread would have 56 registers, for 32 dimensions at a
  * time: its many small wgmmas between those of the dq warpgroups took twice as long as all the rest
- * (docs/lab/2026-11-17-joint-backward.md). Shared memory has room for one buffer of G.
+ * (docs/dives/backward.md). Shared memory has room for one buffer of G.
  *
  * The rest is as in fused_backward.cuh. On the kernel, loader and dk loop of the fused backward this one took 2 to 3
  * % longer, so it has its own. */
