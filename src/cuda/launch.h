@@ -69,7 +69,7 @@ struct skl_cuda_launch {
     int32_t streams_queries;  /* the tiles are keys: with row bounds the kernel reads params.key_bounds */
     int32_t halves;           /* a forward whose arguments are the halves of a side's heads; it gives their LSEs */
     int32_t lse_computed;     /* teacher groups: inputs.lse_t is what an earlier launch of the call computed */
-    skl_index_layout strips;  /* dense indexers and teacher groups in strips */
+    skl_strip_layout strips;  /* dense indexers and teacher groups in strips */
     skl_dense_chunk dense;    /* dense indexers on the general kernel */
     skl_sparse_layout sparse; /* sparse indexers */
 };

@@ -63,8 +63,8 @@ static bool fits_tile_numbers(const skl_cuda_kernel *kernel, const skl_problem *
     if (kernel->does & SKL_DOES_SPARSE)
         return heads < SKL_ROWS_MAX && p->len_k < SKL_ROWS_MAX && p->top_k < SKL_ROWS_MAX;
     if (kernel->gradients != NULL) { /* strips */
-        const int64_t tiles = skl_ceil_div(length + 1, SKL_INDEX_TILE);
-        return tiles < INT32_MAX / SKL_INDEX_TILE && p->batch < INT32_MAX / tiles / heads / SKL_INDEX_BLOCKS;
+        const int64_t tiles = skl_ceil_div(length + 1, SKL_STRIP_TILE);
+        return tiles < INT32_MAX / SKL_STRIP_TILE && p->batch < INT32_MAX / tiles / heads / SKL_STRIP_BLOCKS;
     }
     if (kernel->does & SKL_DOES_GROUPS)
         return length < SKL_ROWS_MAX && p->batch * p->heads_t < INT32_MAX / skl_ceil_div(length + 1, SKL_GROUP_TILE);

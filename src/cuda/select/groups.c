@@ -66,7 +66,7 @@ static skl_cuda_launch *add_rows_launch(const choice *s, const char *variant)
     return launch;
 }
 
-static void set_strips(const choice *s, skl_cuda_launch *launch, skl_index_layout layout)
+static void set_strips(const choice *s, skl_cuda_launch *launch, skl_strip_layout layout)
 {
     launch->strips = layout;
     launch->num_splits = layout.num_splits;
@@ -102,7 +102,7 @@ static void add_indexer_launch(const choice *s, const char *step, bool gradients
                                   : gradients ? launch->sparse.chunk.end
                                               : skl_select_general_lse_size(s));
     } else if (!general) {
-        set_strips(s, launch, skl_index_layout_of(p, s->device->sm_count, gradients));
+        set_strips(s, launch, skl_strip_differences_layout(p, s->device->sm_count, gradients));
     } else {
         launch->dense = skl_dense_chunk_of(p, s->device->sm_count);
         skl_select_give_workspace(s, launch, gradients ? launch->dense.end : skl_select_general_lse_size(s));
@@ -141,7 +141,7 @@ static void add_rows(const choice *s, bool dots)
         skl_select_add_forward(s);
     } else if (s->kernel->both_sides) {
         skl_cuda_launch *const launch = add_rows_launch(s, SKL_VARIANT_ROWS);
-        set_strips(s, launch, skl_group_rows_layout(s->problem, s->device->sm_count, dots));
+        set_strips(s, launch, skl_strip_ratio_rows_layout(s->problem, s->device->sm_count, dots));
     } else if (s->kernel->gradients != NULL) {
         add_indexer_launch(s, "forward", false);
     } else {
@@ -218,7 +218,7 @@ static void add_gradients(const choice *s, const wanted_side *side, const char *
                            kernel->gradients, SKL_VARIANT_GRADIENTS, s->reason);
         launch->teacher_side = side->of_teacher;
         launch->streams_queries = true;
-        set_strips(s, launch, skl_group_gradients_layout(s->problem, s->device->sm_count, side->of_teacher));
+        set_strips(s, launch, skl_strip_ratio_gradients_layout(s->problem, s->device->sm_count, side->of_teacher));
     } else {
         add_indexer_launch(s, step, true);
     }

@@ -5,8 +5,7 @@
 #include "cuda/sm80/indexer/sparse.cuh"
 
 #define SKL_SM80_SPARSE(type)                                                                                        \
-    SKL_KERNEL(sm80, type, sparse, "sparse indexers", .does = SKL_DOES_SPARSE, .dim_max = SKL_INDEX_DIM_MAX,         \
-               .reverse = true,                                                                                      \
+    SKL_KERNEL(sm80, type, sparse, "sparse indexers", .does = SKL_DOES_SPARSE, .dim_max = 256, .reverse = true,      \
                .forward = SKL_LAUNCHER(sm80, type, sparse, sm80::launch_sparse_rows<SKL_ELEMENT(type)>),             \
                .gradients = SKL_LAUNCHER(sm80, type, sparse, sm80::launch_sparse_gradients<SKL_ELEMENT(type)>))
 

@@ -7,10 +7,10 @@
 namespace tensor_core
 {
 
-static_assert(sizeof(index_row) == SKL_INDEX_ROW_SIZE, "cuda/select plans the workspace");
+static_assert(sizeof(index_row) == SKL_STRIP_ROW_SIZE, "cuda/select plans the workspace");
 
 /* Parameters of a launch over all slots; launch_strips narrows them to a strip. */
-inline strip_params params_for(const skl_cuda_params *params, const skl_index_layout &layout)
+inline strip_params params_for(const skl_cuda_params *params, const skl_strip_layout &layout)
 {
     char *const workspace = (char *)params->call.workspace;
     strip_params kernel_params = {};
@@ -44,7 +44,7 @@ inline strip_params params_for(const skl_cuda_params *params, const skl_index_la
 }
 
 /* Where computed teacher LSEs are written, and read by the next kernel: the caller's buffer, or the workspace. */
-inline void assign_teacher_lse(strip_params *kernel_params, const skl_index_layout &layout)
+inline void assign_teacher_lse(strip_params *kernel_params, const skl_strip_layout &layout)
 {
     const skl_problem *const p = &kernel_params->problem;
     skl_output *const lse = &kernel_params->call.rows.lse_t;
@@ -80,7 +80,7 @@ template <typename PARAMS> cudaError_t launch_finish_rows(const PARAMS &kernel_p
 template <typename PARAMS, typename LAUNCH>
 cudaError_t launch_strips(PARAMS *kernel_params, const skl_cuda_launch *chosen, LAUNCH launch)
 {
-    const skl_index_layout &layout = chosen->strips;
+    const skl_strip_layout &layout = chosen->strips;
     const bool keys = kernel_params->wrt.dk.data != NULL;
     cudaError_t error = cudaSuccess;
     if (keys)
@@ -116,7 +116,7 @@ template <typename KERNELS>
 cudaError_t launch_difference_rows(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     const skl_problem *const p = &params->problem;
-    const skl_index_layout &layout = launch->strips;
+    const skl_strip_layout &layout = launch->strips;
     strip_params kernel_params = params_for(params, layout);
     kernel_params.g = NULL;
     KERNELS kernels;
@@ -133,7 +133,7 @@ cudaError_t launch_difference_rows(const char *kernel, const skl_cuda_params *pa
 
 /* dq and dw, dk, of a strip. */
 template <int DIM, typename KERNELS>
-cudaError_t launch_difference_sums(const KERNELS &kernels, const strip_params &strip, const skl_index_layout &layout)
+cudaError_t launch_difference_sums(const KERNELS &kernels, const strip_params &strip, const skl_strip_layout &layout)
 {
     const skl_gradients *const grads = &strip.call.gradients;
     cudaError_t error = cudaSuccess;
@@ -151,7 +151,7 @@ cudaError_t launch_difference_gradients(const char *kernel, const skl_cuda_param
                                         const skl_cuda_launch *launch)
 {
     const int64_t dim = params->problem.dim_s;
-    const skl_index_layout &layout = launch->strips;
+    const skl_strip_layout &layout = launch->strips;
     strip_params kernel_params = params_for(params, layout);
     KERNELS kernels;
     const cudaError_t encoded = kernels.encode(kernel_params);

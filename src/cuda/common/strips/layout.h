@@ -4,19 +4,19 @@
 
 #include "cuda/common/indexer/row_chunks.h"
 
-#define SKL_INDEX_ROW_SIZE ((int64_t)sizeof(skl_row_state) + (int64_t)sizeof(float)) /* sums of a row in a split */
+#define SKL_STRIP_ROW_SIZE ((int64_t)sizeof(skl_row_state) + (int64_t)sizeof(float)) /* sums of a row in a split */
 
 #define SKL_DOT_ROW_SIZE ((int64_t)12) /* what dot_t of a teacher group needs of a row */
 
 enum {
-    SKL_INDEX_TILE = 128,    /* queries of a slot, keys of a tile */
-    SKL_INDEX_DIM_MAX = 256, /* of index heads */
-    SKL_INDEX_SPLITS = 16,   /* splits of a slot's keys, if it has this many tiles: they share the slot's queries */
-    SKL_INDEX_BLOCKS = 16,   /* blocks per SM of a scores launch */
-    SKL_INDEX_KEY_BLOCKS = 6 /* blocks per SM of a launch for dk */
+    SKL_STRIP_TILE = 128,    /* queries of a slot, keys of a tile */
+    SKL_STRIP_DIM_MAX = 256, /* largest head size of the student */
+    SKL_STRIP_SPLITS = 16,   /* splits of a slot's keys, if it has this many tiles: they share the slot's queries */
+    SKL_STRIP_BLOCKS = 16,   /* blocks per SM of a scores launch */
+    SKL_STRIP_KEY_BLOCKS = 6 /* blocks per SM of a launch for dk */
 };
 
-typedef struct skl_index_layout {
+typedef struct skl_strip_layout {
     int64_t slots;         /* of the call */
     int64_t strip_slots;   /* of a strip: up to 128 at 8,192 keys, 8 at 131,072 keys; half as many for f16 */
     int32_t num_splits;    /* of the keys of a slot, in scores launches */
@@ -26,14 +26,14 @@ typedef struct skl_index_layout {
     int64_t sum_batches, sum_rows, sum_count;          /* of dk; sum_count counts elements of all splits */
     size_t lse_at, split_rows_at, g_at, sums_at, size; /* offsets in the workspace and its size, in bytes */
     size_t dots_at, split_dots_at;                     /* dot_t of teacher groups; 0: it is not computed */
-} skl_index_layout;
+} skl_strip_layout;
 
-static inline int32_t skl_index_num_splits(int64_t items, int64_t blocks, int64_t splits_max)
+static inline int32_t skl_strip_num_splits(int64_t items, int64_t blocks, int64_t splits_max)
 {
     return (int32_t)skl_max(1, skl_min(skl_ceil_div(blocks, skl_max(1, items)), splits_max));
 }
 
-static inline size_t skl_index_reserve(size_t *next, int64_t size)
+static inline size_t skl_strip_reserve(size_t *next, int64_t size)
 {
     const size_t at = *next;
     *next += skl_aligned_size((size_t)size);
@@ -41,78 +41,79 @@ static inline size_t skl_index_reserve(size_t *next, int64_t size)
 }
 
 /* Slots of strips of `slot_size` bytes, and splits of their work. dk: of `key_heads` heads of `dim`. */
-static inline void skl_index_divide(skl_index_layout *layout, const skl_problem *p, int32_t sm_count,
+static inline void skl_strip_divide(skl_strip_layout *layout, const skl_problem *p, int32_t sm_count,
                                     int64_t slot_size, int64_t key_heads, int64_t dim)
 {
-    const int64_t key_tiles = skl_ceil_div(p->len_k, SKL_INDEX_TILE);
-    layout->slots = p->batch * p->heads_s * skl_ceil_div(p->len_q, SKL_INDEX_TILE);
+    const int64_t key_tiles = skl_ceil_div(p->len_k, SKL_STRIP_TILE);
+    layout->slots = p->batch * p->heads_s * skl_ceil_div(p->len_q, SKL_STRIP_TILE);
     layout->strip_slots = slot_size > 0 ? skl_chunk_units(slot_size, layout->slots) : layout->slots;
-    layout->num_splits = skl_index_num_splits(
-        layout->strip_slots, skl_max((int64_t)sm_count * SKL_INDEX_BLOCKS, layout->strip_slots * SKL_INDEX_SPLITS),
+    layout->num_splits = skl_strip_num_splits(
+        layout->strip_slots, skl_max((int64_t)sm_count * SKL_STRIP_BLOCKS, layout->strip_slots * SKL_STRIP_SPLITS),
         key_tiles);
     layout->key_items = p->batch * key_heads * key_tiles;
-    layout->num_dk_splits = skl_index_num_splits(layout->key_items, (int64_t)sm_count * SKL_INDEX_KEY_BLOCKS,
-                                                 skl_ceil_div(p->len_q, SKL_INDEX_TILE));
+    layout->num_dk_splits = skl_strip_num_splits(layout->key_items, (int64_t)sm_count * SKL_STRIP_KEY_BLOCKS,
+                                                 skl_ceil_div(p->len_q, SKL_STRIP_TILE));
     layout->sum_batches = p->packed ? 1 : p->batch;
     layout->sum_rows = p->packed ? p->total_k : p->len_k;
     layout->sum_count = layout->num_dk_splits * layout->sum_batches * key_heads * layout->sum_rows * dim;
 }
 
 /* Bytes of a 16-bit plane of a slot. */
-static inline int64_t skl_index_plane_size(const skl_problem *p)
+static inline int64_t skl_strip_plane_size(const skl_problem *p)
 {
-    return skl_ceil_div(p->len_k, SKL_INDEX_TILE) * SKL_INDEX_TILE * SKL_INDEX_TILE * 2;
+    return skl_ceil_div(p->len_k, SKL_STRIP_TILE) * SKL_STRIP_TILE * SKL_STRIP_TILE * 2;
 }
 
-static inline int64_t skl_index_rows_size(const skl_index_layout *layout)
+static inline int64_t skl_strip_rows_size(const skl_strip_layout *layout)
 {
-    return layout->strip_slots * layout->num_splits * SKL_INDEX_TILE * SKL_INDEX_ROW_SIZE;
+    return layout->strip_slots * layout->num_splits * SKL_STRIP_TILE * SKL_STRIP_ROW_SIZE;
 }
 
 /* Differences: the layout of a call with gradients, or of a forward. */
-static inline skl_index_layout skl_index_layout_of(const skl_problem *p, int32_t sm_count, int gradients)
+static inline skl_strip_layout skl_strip_differences_layout(const skl_problem *p, int32_t sm_count, int gradients)
 {
-    skl_index_layout layout = {0};
+    skl_strip_layout layout = {0};
     /* For dk, G is multiplied by the weights and rounded again: f16 keeps the residual of the first rounding. */
-    const int64_t planes = p->dtype_s == SKL_F16 ? 2 : 1, slot_size = planes * skl_index_plane_size(p);
-    skl_index_divide(&layout, p, sm_count, gradients ? slot_size : 0, p->key_heads_s, p->dim_s);
-    layout.rest_at = planes > 1 ? layout.strip_slots * skl_index_plane_size(p) / 16 : 0;
+    const int64_t planes = p->dtype_s == SKL_F16 ? 2 : 1, slot_size = planes * skl_strip_plane_size(p);
+    skl_strip_divide(&layout, p, sm_count, gradients ? slot_size : 0, p->key_heads_s, p->dim_s);
+    layout.rest_at = planes > 1 ? layout.strip_slots * skl_strip_plane_size(p) / 16 : 0;
     const int64_t rows_t = p->heads_t * (p->packed ? p->total_q : p->batch * p->len_q);
-    layout.lse_at = skl_index_reserve(&layout.size, gradients ? 0 : rows_t * (int64_t)sizeof(float));
-    layout.split_rows_at = skl_index_reserve(&layout.size, skl_index_rows_size(&layout));
-    layout.g_at = skl_index_reserve(&layout.size, gradients ? layout.strip_slots * slot_size : 0);
-    layout.sums_at = skl_index_reserve(
+    layout.lse_at = skl_strip_reserve(&layout.size, gradients ? 0 : rows_t * (int64_t)sizeof(float));
+    layout.split_rows_at = skl_strip_reserve(&layout.size, skl_strip_rows_size(&layout));
+    layout.g_at = skl_strip_reserve(&layout.size, gradients ? layout.strip_slots * slot_size : 0);
+    layout.sums_at = skl_strip_reserve(
         &layout.size, gradients && p->gradients & SKL_DK_S ? layout.sum_count * (int64_t)sizeof(float) : 0);
     return layout;
 }
 
 /* Ratios: the layout of rows, with or without dot_t. */
-static inline skl_index_layout skl_group_rows_layout(const skl_problem *p, int32_t sm_count, int dots)
+static inline skl_strip_layout skl_strip_ratio_rows_layout(const skl_problem *p, int32_t sm_count, int dots)
 {
-    skl_index_layout layout = {0};
-    const int64_t dot_size = SKL_INDEX_TILE * skl_group_size(p) * (int64_t)sizeof(float);
-    const int64_t slot_size = SKL_INDEX_SPLITS * (SKL_INDEX_TILE * SKL_INDEX_ROW_SIZE + dot_size);
-    skl_index_divide(&layout, p, sm_count, dots ? slot_size : 0, 0, 0);
-    layout.split_rows_at = skl_index_reserve(&layout.size, skl_index_rows_size(&layout));
+    skl_strip_layout layout = {0};
+    const int64_t dot_size = SKL_STRIP_TILE * skl_group_size(p) * (int64_t)sizeof(float);
+    const int64_t slot_size = SKL_STRIP_SPLITS * (SKL_STRIP_TILE * SKL_STRIP_ROW_SIZE + dot_size);
+    skl_strip_divide(&layout, p, sm_count, dots ? slot_size : 0, 0, 0);
+    layout.split_rows_at = skl_strip_reserve(&layout.size, skl_strip_rows_size(&layout));
     layout.dots_at =
-        dots ? skl_index_reserve(&layout.size, layout.strip_slots * SKL_INDEX_TILE * SKL_DOT_ROW_SIZE) : 0;
+        dots ? skl_strip_reserve(&layout.size, layout.strip_slots * SKL_STRIP_TILE * SKL_DOT_ROW_SIZE) : 0;
     layout.split_dots_at =
-        dots ? skl_index_reserve(&layout.size, layout.strip_slots * layout.num_splits * dot_size) : 0;
+        dots ? skl_strip_reserve(&layout.size, layout.strip_slots * layout.num_splits * dot_size) : 0;
     return layout;
 }
 
 /* Ratios: the layout of the gradients of the teacher or of the student. R has two planes of 16 bits. */
-static inline skl_index_layout skl_group_gradients_layout(const skl_problem *p, int32_t sm_count, int of_teacher)
+static inline skl_strip_layout skl_strip_ratio_gradients_layout(const skl_problem *p, int32_t sm_count,
+                                                                int of_teacher)
 {
-    skl_index_layout layout = {0};
-    const int64_t plane_size = skl_index_plane_size(p);
+    skl_strip_layout layout = {0};
+    const int64_t plane_size = skl_strip_plane_size(p);
     const uint32_t dk = of_teacher ? SKL_DK_T : SKL_DK_S;
-    skl_index_divide(&layout, p, sm_count, 2 * plane_size, of_teacher ? p->key_heads_t : p->key_heads_s,
+    skl_strip_divide(&layout, p, sm_count, 2 * plane_size, of_teacher ? p->key_heads_t : p->key_heads_s,
                      of_teacher ? p->dim_t : p->dim_s);
     layout.rest_at = layout.strip_slots * plane_size / 16;
-    layout.g_at = skl_index_reserve(&layout.size, layout.strip_slots * 2 * plane_size);
+    layout.g_at = skl_strip_reserve(&layout.size, layout.strip_slots * 2 * plane_size);
     layout.sums_at =
-        skl_index_reserve(&layout.size, p->gradients & dk ? layout.sum_count * (int64_t)sizeof(float) : 0);
+        skl_strip_reserve(&layout.size, p->gradients & dk ? layout.sum_count * (int64_t)sizeof(float) : 0);
     return layout;
 }
 

@@ -31,7 +31,7 @@
 namespace tensor_core
 {
 
-constexpr int SIDE = SKL_INDEX_TILE; /* queries of a slot, keys of a tile */
+constexpr int SIDE = SKL_STRIP_TILE; /* queries of a slot, keys of a tile */
 constexpr int SLAB = 64;             /* dimensions of a head in one pipeline stage */
 
 /* The sums of a row over some of its keys. */

@@ -62,7 +62,7 @@ template <typename ELEMENT> struct difference_kernels {
 
 inline ratio_params ratio_params_for(const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
-    const skl_index_layout &layout = launch->strips;
+    const skl_strip_layout &layout = launch->strips;
     const bool reverse = params->problem.direction == SKL_KL_REVERSE;
     skl_cuda_params sides = *params;
     sides.a = reverse ? params->b : params->a;
@@ -84,7 +84,7 @@ template <typename ELEMENT> cudaError_t launch_ratio_scores(ratio_params kernel_
 template <typename ELEMENT>
 cudaError_t launch_ratio_rows(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
-    const skl_index_layout &layout = launch->strips;
+    const skl_strip_layout &layout = launch->strips;
     record_launch(kernel, SKL_VARIANT_ROWS, layout.num_splits);
     ratio_params kernel_params = ratio_params_for(params, launch);
     const bool dots = layout.dots_at > 0;
@@ -109,7 +109,7 @@ template <typename ELEMENT>
 cudaError_t launch_ratio_gradients(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     typedef ratio_keys<ELEMENT> keys;
-    const skl_index_layout &layout = launch->strips;
+    const skl_strip_layout &layout = launch->strips;
     record_launch(kernel, SKL_VARIANT_GRADIENTS, layout.num_splits);
     ratio_params kernel_params = ratio_params_for(params, launch);
     const skl_problem *const p = &kernel_params.problem;
