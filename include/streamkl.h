@@ -222,8 +222,8 @@ typedef struct skl_gradients {
     float *dsink_s;  /* [heads_s] */
 } skl_gradients;
 
-/* The student's own attention o_s = S v_s, for skl_attention_backward. Values have the head size and the type of the
- * keys, dim_s and dtype_s. */
+/* The student's own attention o_s = S v_s, for skl_attention_forward and skl_attention_backward. Values have the head
+ * size and the type of the keys, dim_s and dtype_s. */
 typedef struct skl_attention {
     size_t struct_size; /* sizeof(skl_attention) */
     skl_input v_s;      /* values: [batch, key_heads_s, len_k, dim_s] */
@@ -262,7 +262,8 @@ typedef enum skl_op {
     SKL_OP_BACKWARD = 1,
     SKL_OP_FORWARD_BACKWARD = 2,
     SKL_OP_PARTIAL = 3,
-    SKL_OP_ATTENTION_BACKWARD = 4
+    SKL_OP_ATTENTION_BACKWARD = 4,
+    SKL_OP_ATTENTION_FORWARD = 5
 } skl_op;
 
 SKL_API skl_status skl_plan_create(skl_plan **plan, const skl_problem *problem, const skl_options *options);
@@ -296,9 +297,10 @@ SKL_API int32_t skl_plan_threads(const skl_plan *plan);    /* number of CPU thre
 SKL_API size_t skl_plan_explain(const skl_plan *plan, const skl_inputs *inputs, skl_op op, char *buffer, size_t size);
 
 /* Whether calls of an operation run, with aligned tensors and all of problem.gradients: 1 or 0. 0 sets
- * skl_last_error(), which says why and what to call instead. On a GPU, skl_attention_backward needs a kernel that
- * carries the KL: Hopper, bf16 or f16 heads of up to 128 dimensions, KL(P || S), one teacher head per student head,
- * no softcap, not deterministic. Everything else runs wherever a plan can be created. */
+ * skl_last_error(), which says why and what to call instead. On a GPU, skl_attention_forward and
+ * skl_attention_backward need kernels that carry the KL: Hopper, bf16 or f16 heads of up to 128 dimensions,
+ * KL(P || S), one teacher head per student head, no softcap; the backward also needs options.deterministic=0. On a
+ * CPU, skl_attention_forward is not supported. Everything else runs wherever a plan can be created. */
 SKL_API int skl_plan_supports(const skl_plan *plan, skl_op op);
 
 /* ---- Running ----------------------------------------------------------------------------------------------- */
@@ -335,7 +337,16 @@ SKL_API skl_status skl_forward_backward(const skl_plan *plan, const skl_inputs *
                                         const skl_gradients *gradients, void *workspace, size_t workspace_size,
                                         skl_stream stream);
 
-/* Attention that carries its KL: the backward of the student's attention o_s = S v_s, with the gradients of
+/* Attention that carries its KL, forward: the output of the student's attention o_s = S v_s, and the row results of
+ * skl_forward, in one pass of three products. It takes the place of the attention's own forward and returns all that
+ * skl_attention_backward needs. rows->kl, lse_t and lse_s are those to store. The plan's problem.gradients must
+ * include SKL_DV_S. Only GPUs have kernels for it: where skl_plan_supports() says 0, call your attention and
+ * skl_forward. */
+SKL_API skl_status skl_attention_forward(const skl_plan *plan, const skl_inputs *inputs, const skl_input *v_s,
+                                         const skl_rows *rows, const skl_output *o_s, void *workspace,
+                                         size_t workspace_size, skl_stream stream);
+
+/* Attention that carries its KL, backward: that of the student's attention o_s = S v_s, with the gradients of
  * sum_i grad_kl[i] * KL_i added to its own. With dP = do_s v_s^T and D_i = <do_s[i], o_s[i]>, KL(P || S) makes it
  *
  *     dS_ij = S_ij (dP_ij - D_i) + grad_kl[i] (S_ij - P_ij)

@@ -18,13 +18,22 @@ static struct product product_of(const real *u, const real *v, int64_t dim)
     return p;
 }
 
-/* o = S v of one row. */
+/* o = S v of one row. Roundings: S, the products and their sum. */
 static void attention_output(const struct run *run, const struct row *row)
 {
+    const int64_t dim = run->student.dim;
     const struct offsets at = find_offsets(run, row, &run->student, row->h_s);
-    for (int64_t j = 0; j < row->key_count; j++)
-        for (int64_t d = 0; d < run->student.dim; d++)
-            run->output[at.q + d] += exp(run->log_s[j]) * run->v[at.k + row->keys[j] * run->student.dim + d];
+    const int lost = lost_part(run->lses[run->group_size]) > 0;
+    for (int64_t j = 0; j < row->key_count; j++) {
+        const real s = exp(run->log_s[j]);
+        const real s_rounding = s * (1 + run->log_s_rounding[j]) + UNDERFLOW;
+        for (int64_t d = 0; d < dim; d++) {
+            const real v = run->v[at.k + row->keys[j] * dim + d];
+            run->output[at.q + d] += s * v;
+            run->output_rounding[at.q + d] += lost ? (real)INFINITY : (s_rounding + s * run->key_sum) * fabs(v);
+            run->output_terms[at.q + d] += fabs(s * v);
+        }
+    }
 }
 
 /* Adds S (dP - D) to the gradients of the logits, and S do to dv. `parts` gets the sum of the magnitudes of the two

@@ -102,6 +102,8 @@ void oracle_free(oracle_result *result)
                               result->dsink_t,
                               result->dsink_s,
                               result->o_s,
+                              result->rounding.o_s,
+                              result->terms.o_s,
                               result->dv_s,
                               result->rounding.dv_s,
                               result->terms.dv_s,

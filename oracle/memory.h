@@ -37,7 +37,7 @@ struct run {
     real *kl_rounding, *lse_t_rounding, *lse_s_rounding, *dot_t_rounding;
     real *cross_entropy, *entropy, *mass, *cross_entropy_rounding, *entropy_rounding, *mass_rounding;
     real *v, *o, *d_o; /* student's attention: NULL: not given */
-    real *output, *dv, *dv_rounding, *dv_terms;
+    real *output, *output_rounding, *output_terms, *dv, *dv_rounding, *dv_terms;
     int64_t row_length;   /* most outcomes of a row: max(length_k, top_k), and a sink */
     int64_t *keys;        /* of one row, as rows of the key buffers */
     struct log_sum *lses; /* of one row: of the teacher heads, then of the student */
@@ -129,7 +129,8 @@ static void load_attention(struct run *run, const skl_attention *of)
     run->v = contiguous_copy(run, &of->v_s, dtype, s->key_heads, run->length_k, s->dim);
     run->o = contiguous_copy(run, &of->o_s, dtype, s->heads, run->length_q, s->dim);
     run->d_o = contiguous_copy(run, &of->do_s, dtype, s->heads, run->length_q, s->dim);
-    run->output = filled(count_q, 0);
+    run->output = filled(count_q, 0), run->output_rounding = filled(count_q, 0),
+    run->output_terms = filled(count_q, 0);
     run->dv = filled(count_k, 0), run->dv_rounding = filled(count_k, 0), run->dv_terms = filled(count_k, 0);
 }
 
@@ -195,6 +196,7 @@ static oracle_result take_results(const struct run *run)
                 .dw_s = widened(s->dw_rounding, weights),
                 .dsink_t = widened(t->dsink_rounding, sinks_t),
                 .dsink_s = widened(s->dsink_rounding, sinks_s),
+                .o_s = widened(run->output_rounding, rows * s->heads * of_v),
                 .dv_s = widened(run->dv_rounding, keys * s->key_heads * of_v),
             },
         .terms =
@@ -204,6 +206,7 @@ static oracle_result take_results(const struct run *run)
                 .dq_s = widened(s->dq_terms, rows * query_heads * s->dim),
                 .dk_s = widened(s->dk_terms, keys * s->key_heads * s->dim),
                 .dw_s = widened(s->dw_terms, weights),
+                .o_s = widened(run->output_terms, rows * s->heads * of_v),
                 .dv_s = widened(run->dv_terms, keys * s->key_heads * of_v),
             },
     };

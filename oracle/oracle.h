@@ -30,10 +30,10 @@ typedef struct oracle_result {
      * logits, LSEs, exponentials, terms of sums) has a relative error of e, all in the worst direction. */
     struct {
         double *kl, *lse_t, *lse_s, *dot_t, *cross_entropy, *entropy, *mass;
-        double *dq_t, *dk_t, *dq_s, *dk_s, *dw_s, *dsink_t, *dsink_s, *dv_s;
+        double *dq_t, *dk_t, *dq_s, *dk_s, *dw_s, *dsink_t, *dsink_s, *o_s, *dv_s;
     } rounding;
     struct {
-        double *dq_t, *dk_t, *dq_s, *dk_s, *dw_s, *dv_s;
+        double *dq_t, *dk_t, *dq_s, *dk_s, *dw_s, *o_s, *dv_s;
     } terms; /* sum of the magnitudes of the terms of each element */
 } oracle_result;
 

@@ -348,22 +348,24 @@ fixture_results results_create(const fixture *f)
     if (p->gradients & SKL_DSINK_S)
         results.dsink_s = tensor_create(SKL_F32, 1, 1, 1, p->heads_s, LAYOUT_CONTIGUOUS);
     if (p->gradients & SKL_DV_S)
+        results.o_s = create_output(f, p->dtype_s, p->heads_s, f->length_q, p->dim_s);
+    if (p->gradients & SKL_DV_S)
         results.dv_s = create_output(f, dtype_s, f->k_s.heads, f->length_k, p->dim_s);
     return results;
 }
 
-enum { RESULT_COUNT = 15 };
+enum { RESULT_COUNT = 16 };
 _Static_assert(ALL_RESULTS == (1 << RESULT_COUNT) - 1, "one bit for each result");
 
-static const char *const result_names[RESULT_COUNT] = {"kl",      "lse_t", "lse_s",   "dot_t",   "cross_entropy",
-                                                       "entropy", "mass",  "dq_t",    "dk_t",    "dq_s",
-                                                       "dk_s",    "dw_s",  "dsink_t", "dsink_s", "dv_s"};
+static const char *const result_names[RESULT_COUNT] = {
+    "kl",   "lse_t", "lse_s", "dot_t", "cross_entropy", "entropy", "mass", "dq_t",
+    "dk_t", "dq_s",  "dk_s",  "dw_s",  "dsink_t",       "dsink_s", "o_s",  "dv_s"};
 
 static test_tensor *result_at(fixture_results *r, int index)
 {
-    test_tensor *const tensors[RESULT_COUNT] = {&r->kl,      &r->lse_t, &r->lse_s,   &r->dot_t,   &r->cross_entropy,
-                                                &r->entropy, &r->mass,  &r->dq_t,    &r->dk_t,    &r->dq_s,
-                                                &r->dk_s,    &r->dw_s,  &r->dsink_t, &r->dsink_s, &r->dv_s};
+    test_tensor *const tensors[RESULT_COUNT] = {
+        &r->kl,   &r->lse_t, &r->lse_s, &r->dot_t, &r->cross_entropy, &r->entropy, &r->mass, &r->dq_t,
+        &r->dk_t, &r->dq_s,  &r->dk_s,  &r->dw_s,  &r->dsink_t,       &r->dsink_s, &r->o_s,  &r->dv_s};
     return tensors[index];
 }
 
@@ -529,6 +531,13 @@ int gradients_mismatch(const fixture *f, const fixture_results *r, const char *k
            GRADIENT_MISMATCH(dq_s, dtype_s, f->live_q) + GRADIENT_MISMATCH(dk_s, dtype_s, f->live_k) +
            GRADIENT_MISMATCH(dw_s, dtype_s, f->live_q) + /* the type of the logits, not of the weights */
            SINK_MISMATCH(dsink_t) + SINK_MISMATCH(dsink_s);
+}
+
+int output_mismatch(const fixture *given, const fixture_results *r, const char *kernel, const char *label)
+{
+    fixture with_attention = *given, *const f = &with_attention;
+    f->exact = given->attention_exact, f->naive = given->attention_naive;
+    return GRADIENT_MISMATCH(o_s, dtype_s, f->live_q);
 }
 
 int attention_mismatch(const fixture *given, const fixture_results *r, const char *kernel, const char *label)

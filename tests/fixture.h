@@ -36,12 +36,12 @@ typedef struct fixture_results {
     test_tensor cross_entropy, entropy, mass; /* indexer */
     test_tensor dq_t, dk_t, dq_s, dk_s, dw_s; /* those that the case requests */
     test_tensor dsink_t, dsink_s;             /* [1, 1, 1, heads] */
-    test_tensor dv_s;                         /* attention */
+    test_tensor o_s, dv_s;                    /* attention */
     int merges;                               /* of partial states, from which the rows come */
 } fixture_results;
 
 /* One bit for each tensor, in this order. */
-enum { ALL_RESULTS = (1 << 15) - 1 };
+enum { ALL_RESULTS = (1 << 16) - 1 };
 
 /* The same buffers; those without a bit are not requested. */
 fixture_results results_subset(const fixture_results *results, uint32_t bits);
@@ -65,7 +65,8 @@ double kernel_product_rounding(const char *kernel, const skl_problem *problem, s
 int rows_mismatch(const fixture *f, const fixture_results *results, const char *label);
 int gradients_mismatch(const fixture *f, const fixture_results *results, const char *kernel, const char *label);
 
-/* The same for the gradients of skl_attention_backward. */
+/* The same for the output of skl_attention_forward, and for the gradients of skl_attention_backward. */
+int output_mismatch(const fixture *f, const fixture_results *results, const char *kernel, const char *label);
 int attention_mismatch(const fixture *f, const fixture_results *results, const char *kernel, const char *label);
 
 /* Name of the first tensor whose bits differ between two results of one fixture; NULL if there is none. */

@@ -131,6 +131,19 @@ static int check_forward_backward(kernel_run *run)
            gradients_mismatch(run->fixture, &wanted, skl_plan_kernel(run->plan), label);
 }
 
+static int check_attention_forward(kernel_run *run)
+{
+    const fixture *const f = run->fixture;
+    const char *const label = begin_call(run, "attention_forward");
+    fixture_results wanted = results_subset(&run->results, run->options->results);
+    wanted.o_s = run->results.o_s;
+    const skl_rows rows = results_rows(&wanted);
+    const skl_output o_s = tensor_output(&wanted.o_s);
+    if (!run_attention_forward(run->plan, &f->inputs, &f->attention.v_s, &rows, &o_s))
+        return 0;
+    return rows_mismatch(f, &wanted, label) + output_mismatch(f, &wanted, skl_plan_kernel(run->plan), label);
+}
+
 static int check_attention_backward(kernel_run *run)
 {
     const fixture *const f = run->fixture;
@@ -225,7 +238,7 @@ int kernel_check(const fixture *f, const char *kernel, const check_options *opti
         mismatches += check_some_rows(&run);
     mismatches += check_backward(&run);
     mismatches += check_forward_backward(&run);
-    mismatches += f->test_case->attention ? check_attention_backward(&run) : 0;
+    mismatches += f->test_case->attention ? check_attention_forward(&run) + check_attention_backward(&run) : 0;
     mismatches += check_partial(&run);
     for (int32_t kind = 1; kind < test_plan_kinds(); kind++) {
         skl_plan_destroy(run.plan);

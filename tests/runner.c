@@ -84,16 +84,43 @@ void run_forward_backward(const skl_plan *plan, const skl_inputs *inputs, const 
     memory_destroy(&workspace);
 }
 
-/* Fails the test unless the last call was refused by a GPU that has no kernel for it. */
-static void assert_attention_refused(skl_status status, int explained)
+/* Fails the test unless the last call was refused by a backend that has no kernel for it. */
+static void assert_attention_refused(skl_op op, skl_status status, int explained)
 {
+    const int forward = op == SKL_OP_ATTENTION_FORWARD;
     const char *const message = skl_last_error();
-    assert_int_equal(test_device(), SKL_CUDA);
+    assert_true(forward || test_device() == SKL_CUDA);
     assert_int_equal(status, SKL_ERROR_UNSUPPORTED);
-    assert_non_null(strstr(message, "call skl_forward_backward and the backward of your attention"));
+    assert_non_null(strstr(message, forward ? "call your attention and skl_forward"
+                                            : "call skl_forward_backward and the backward of your attention"));
     /* skl_plan_explain assumes that values and gradients are aligned. */
     if (explained && !strstr(message, "begins at an odd element") && !strstr(message, "TMA cannot address v_s"))
         fail_msg("skl_plan_explain names launches of a call that is refused: %s", message);
+}
+
+/* Whether a call ran. `explained`: skl_plan_explain named its launches. */
+static int attention_ran(skl_op op, skl_status status, int explained)
+{
+    if (status == SKL_ERROR_UNSUPPORTED) {
+        assert_attention_refused(op, status, explained);
+        return 0;
+    }
+    assert_ok(status);
+    assert_true(explained);
+    return 1;
+}
+
+int run_attention_forward(const skl_plan *plan, const skl_inputs *inputs, const skl_input *v_s, const skl_rows *rows,
+                          const skl_output *o_s)
+{
+    const int explained = skl_plan_explain(plan, inputs, SKL_OP_ATTENTION_FORWARD, NULL, 0) > 0;
+    test_memory workspace = create_workspace(plan, SKL_OP_ATTENTION_FORWARD);
+    const skl_status status =
+        skl_attention_forward(plan, inputs, v_s, rows, o_s, workspace.data, workspace.size, NULL);
+    const int ran = attention_ran(SKL_OP_ATTENTION_FORWARD, status, explained);
+    device_wait();
+    memory_destroy(&workspace);
+    return ran;
 }
 
 int run_attention_backward(const skl_plan *plan, const skl_inputs *inputs, const skl_attention *attention,
@@ -103,16 +130,10 @@ int run_attention_backward(const skl_plan *plan, const skl_inputs *inputs, const
     test_memory workspace = create_workspace(plan, SKL_OP_ATTENTION_BACKWARD);
     const skl_status status =
         skl_attention_backward(plan, inputs, attention, rows, gradients, workspace.data, workspace.size, NULL);
-    const int refused = status == SKL_ERROR_UNSUPPORTED;
-    if (refused) {
-        assert_attention_refused(status, explained);
-    } else {
-        assert_ok(status);
-        assert_true(explained);
-    }
+    const int ran = attention_ran(SKL_OP_ATTENTION_BACKWARD, status, explained);
     device_wait();
     memory_destroy(&workspace);
-    return !refused;
+    return ran;
 }
 
 void run_partial(const skl_plan *plan, const skl_inputs *inputs, int64_t key_begin, int64_t key_end,

@@ -22,6 +22,8 @@ void run_partial(const skl_plan *plan, const skl_inputs *inputs, int64_t key_beg
 
 /* Whether skl_attention_backward ran. A GPU without a kernel for the call must refuse it and say what to call
  * instead; every other failure fails the test. */
+int run_attention_forward(const skl_plan *plan, const skl_inputs *inputs, const skl_input *v_s, const skl_rows *rows,
+                          const skl_output *o_s);
 int run_attention_backward(const skl_plan *plan, const skl_inputs *inputs, const skl_attention *attention,
                            const skl_rows *rows, const skl_gradients *gradients);
 

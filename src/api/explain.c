@@ -109,12 +109,14 @@ static skl_call call_of(const skl_problem *p, const skl_inputs *inputs, skl_op o
                      .keys = {0, INT64_MAX},
                      .workspace = PLACEHOLDER};
     add_required_rows(p, &needs, &call);
-    if (op == SKL_OP_FORWARD || skl_op_is_one_pass(op))
+    if (op == SKL_OP_FORWARD || op == SKL_OP_ATTENTION_FORWARD || skl_op_is_one_pass(op))
         call.rows.kl = new_output(p->heads_s, query_rows(p), 1);
     if (op == SKL_OP_FORWARD && p->sinks) { /* the KL with sinks is made of both LSEs */
         call.rows.lse_t = new_output(p->heads_t, query_rows(p), 1);
         call.rows.lse_s = new_output(p->heads_s, query_rows(p), 1);
     }
+    if (op == SKL_OP_ATTENTION_FORWARD)
+        call.o_s = new_output(p->heads_s, query_rows(p), p->dim_s);
     if (needs.gradients)
         call.gradients = requested_gradients(p);
     if (op == SKL_OP_PARTIAL)
@@ -166,7 +168,7 @@ static skl_status explain(const skl_plan *plan, const skl_inputs *inputs, skl_op
 {
     const skl_attention attention = contiguous_attention(&plan->problem);
     skl_call call = call_of(&plan->problem, inputs, op);
-    call.attention = op == SKL_OP_ATTENTION_BACKWARD ? &attention : NULL;
+    call.attention = skl_op_is_attention(op) ? &attention : NULL;
     return plan->problem.sinks ? explain_with_sinks(plan, &call, text) : plan->backend->explain(plan, &call, text);
 }
 

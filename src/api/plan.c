@@ -60,7 +60,7 @@ skl_status skl_plan_create(skl_plan **plan, const skl_problem *problem, const sk
     if (status != SKL_OK)
         return status;
     if (!(made.problem.gradients & SKL_DV_S))
-        made.workspace_size[SKL_OP_ATTENTION_BACKWARD] = 0;
+        made.workspace_size[SKL_OP_ATTENTION_FORWARD] = made.workspace_size[SKL_OP_ATTENTION_BACKWARD] = 0;
     if (made.problem.sinks)
         skl_sinks_extend_workspace(&made);
     skl_plan *const kept = malloc(sizeof *kept);

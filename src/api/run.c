@@ -87,6 +87,25 @@ skl_status skl_forward_backward(const skl_plan *plan, const skl_inputs *inputs, 
     return check_and_run(plan, &call, workspace_size);
 }
 
+skl_status skl_attention_forward(const skl_plan *plan, const skl_inputs *inputs, const skl_input *v_s,
+                                 const skl_rows *rows, const skl_output *o_s, void *workspace, size_t workspace_size,
+                                 skl_stream stream)
+{
+    skl_attention values = {.struct_size = sizeof values};
+    skl_call call = {.op = SKL_OP_ATTENTION_FORWARD,
+                     .attention = &values,
+                     .gradients = no_gradients,
+                     .keys = all_keys,
+                     .workspace = workspace,
+                     .stream = stream};
+    if (check_given(plan, "plan") || check_given(v_s, "v_s") || check_given(o_s, "o_s") ||
+        copy_inputs(&call.inputs, inputs) || copy_rows(&call.rows, rows))
+        return SKL_ERROR_ARGUMENT;
+    values.v_s = *v_s;
+    call.o_s = *o_s;
+    return check_and_run(plan, &call, workspace_size);
+}
+
 skl_status skl_attention_backward(const skl_plan *plan, const skl_inputs *inputs, const skl_attention *attention,
                                   const skl_rows *rows, const skl_gradients *gradients, void *workspace,
                                   size_t workspace_size, skl_stream stream)

@@ -11,7 +11,8 @@ typedef struct skl_call {
     skl_inputs inputs; /* struct_size is 0 where skl_states_finish has none */
     skl_rows rows;
     skl_gradients gradients;
-    const skl_attention *attention; /* of SKL_OP_ATTENTION_BACKWARD, in host memory; else NULL */
+    skl_output o_s;                 /* the output that SKL_OP_ATTENTION_FORWARD stores; else no data */
+    const skl_attention *attention; /* of the student, in host memory; NULL without one */
     skl_range keys;                 /* all keys, or the range of skl_partial */
     skl_row_state *states;
     void *workspace;

@@ -158,7 +158,7 @@ static skl_status check_sinks(const skl_problem *p)
     return SKL_OK;
 }
 
-/* A plan for skl_attention_backward. */
+/* A plan for skl_attention_forward and skl_attention_backward. */
 static skl_status check_values(const skl_problem *p)
 {
     if (!(p->gradients & SKL_DV_S))
@@ -204,11 +204,11 @@ skl_status skl_op_check(skl_op op)
 
 skl_status skl_op_check_for(const skl_problem *p, skl_op op)
 {
-    return op == SKL_OP_ATTENTION_BACKWARD && !(p->gradients & SKL_DV_S)
+    return skl_op_is_attention(op) && !(p->gradients & SKL_DV_S)
                ? skl_fail(SKL_ERROR_ARGUMENT,
-                          "gradients=%" PRIu32 ": skl_attention_backward needs a plan whose problem.gradients "
-                          "include SKL_DV_S",
-                          p->gradients)
+                          "gradients=%" PRIu32 ": skl_attention_%s needs a plan whose problem.gradients include "
+                          "SKL_DV_S",
+                          p->gradients, op == SKL_OP_ATTENTION_FORWARD ? "forward" : "backward")
                : SKL_OK;
 }
 

@@ -5,7 +5,7 @@
 #include "base/host_device.h"
 #include "streamkl.h"
 
-enum { SKL_OP_COUNT = 5 };
+enum { SKL_OP_COUNT = 6 };
 
 /* skl_states_finish as an operation: it has no plan of its own and needs no workspace. */
 #define SKL_OP_FINISH ((skl_op)SKL_OP_COUNT)
@@ -27,6 +27,12 @@ skl_status skl_op_check(skl_op op);
 
 /* Whether a checked problem is one for this operation. */
 skl_status skl_op_check_for(const skl_problem *problem, skl_op op);
+
+/* Whether an operation is one of the student's own attention. */
+SKL_HOST_DEVICE int skl_op_is_attention(skl_op op)
+{
+    return op == SKL_OP_ATTENTION_FORWARD || op == SKL_OP_ATTENTION_BACKWARD;
+}
 
 /* Whether an operation has gradients. */
 SKL_HOST_DEVICE int skl_op_has_gradients(skl_op op)

@@ -180,7 +180,8 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call, size
     const skl_rows *const rows = &call->rows;
     const skl_gradients *const grads = &call->gradients;
     static const skl_attention no_attention = {.struct_size = sizeof(skl_attention)};
-    const bool attends = call->op == SKL_OP_ATTENTION_BACKWARD;
+    const bool attends = skl_op_is_attention(call->op);
+    const bool makes_output = call->op == SKL_OP_ATTENTION_FORWARD;
     const skl_attention *const attention = attends ? call->attention : &no_attention;
     const bool backward = call->op == SKL_OP_BACKWARD;
     const bool finish = call->op == SKL_OP_FINISH;
@@ -250,10 +251,10 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call, size
                p->top_k > 0 ? key_need : REFUSED, p->top_k > 0 ? ": top_k > 0" : " unless top_k > 0"),
         TENSOR(attention->v_s, "v_s", p->key_heads_s, rows_k, p->dim_s, p->dtype_s, INPUT,
                attends ? REQUIRED : OPTIONAL, ""),
-        TENSOR(attention->o_s, "o_s", p->heads_s, rows_q, p->dim_s, p->dtype_s, INPUT, attends ? REQUIRED : OPTIONAL,
-               ""),
+        TENSOR(attention->o_s, "o_s", p->heads_s, rows_q, p->dim_s, p->dtype_s, INPUT,
+               attends && !makes_output ? REQUIRED : OPTIONAL, ""),
         TENSOR(attention->do_s, "do_s", p->heads_s, rows_q, p->dim_s, p->dtype_s, INPUT,
-               attends ? REQUIRED : OPTIONAL, ""),
+               attends && !makes_output ? REQUIRED : OPTIONAL, ""),
         ARRAY(in->cu_seqlens_q, "cu_seqlens_q", p->batch + 1, INPUT),
         ARRAY(in->cu_seqlens_k, "cu_seqlens_k", p->batch + 1, INPUT),
         ARRAY(in->key_lengths, "key_lengths", p->batch, INPUT),
@@ -261,6 +262,8 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call, size
         ARRAY(in->key_end, "key_end", bounded_rows, INPUT),
         ARRAY(in->sink_t, "sink_t", p->heads_t, INPUT),
         ARRAY(in->sink_s, "sink_s", p->heads_s, INPUT),
+        TENSOR(call->o_s, "o_s", p->heads_s, rows_q, p->dim_s, p->dtype_s, OUTPUT, makes_output ? REQUIRED : OPTIONAL,
+               ""),
         TENSOR(states, "states", p->heads_s, rows_q, STATE_FLOATS, SKL_F32, finish ? INPUT : OUTPUT,
                finish || call->op == SKL_OP_PARTIAL ? REQUIRED : OPTIONAL, ""),
         TENSOR(rows->kl, "rows.kl", p->heads_s, rows_q, 1, SKL_F32, OUTPUT,

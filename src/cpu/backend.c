@@ -117,6 +117,7 @@ static void clear_query_tail(const skl_problem *p, const skl_call *call)
 
 static skl_status run(const skl_plan *plan, const skl_call *call)
 {
+    SKL_TRY(skl_cpu_check_op(call->op));
     const skl_problem *const p = &plan->problem;
     const skl_cpu_work *const work = plan->kernel;
     const skl_cpu_passes passes = skl_cpu_select_passes(plan, call);

@@ -214,8 +214,17 @@ static const char *variant_of(const skl_cpu_pass *pass)
     return pass->one_pass ? "one-pass, " : "";
 }
 
+skl_status skl_cpu_check_op(skl_op op)
+{
+    return op == SKL_OP_ATTENTION_FORWARD
+               ? skl_fail(SKL_ERROR_UNSUPPORTED,
+                          "skl_attention_forward on a CPU: there is no kernel; call your attention and skl_forward")
+               : SKL_OK;
+}
+
 skl_status skl_cpu_explain(const skl_plan *plan, const skl_call *call, skl_text *text)
 {
+    SKL_TRY(skl_cpu_check_op(call->op));
     const skl_cpu_passes passes = skl_cpu_select_passes(plan, call);
     for (int i = 0; i < passes.count; i++) {
         const skl_cpu_pass *const pass = &passes.pass[i];

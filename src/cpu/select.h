@@ -28,6 +28,9 @@ int32_t skl_cpu_select_workers(const skl_problem *problem, const skl_cpu_work *w
 
 skl_cpu_passes skl_cpu_select_passes(const skl_plan *plan, const skl_call *call);
 
+/* Whether the backend has kernels for an operation. */
+skl_status skl_cpu_check_op(skl_op op);
+
 /* One line per pass that has items. */
 skl_status skl_cpu_explain(const skl_plan *plan, const skl_call *call, skl_text *text);
 

@@ -30,13 +30,13 @@ static void leave_device(int device, int former)
         (void)cudaSetDevice(former);
 }
 
-static skl_status refuse(const skl_cuda_launches *launches)
+static skl_status refuse(const skl_cuda_launches *launches, skl_op op)
 {
-    return skl_fail(
-        SKL_ERROR_UNSUPPORTED,
-        "skl_attention_backward on a GPU: no kernel carries the KL here (%s); call skl_forward_backward and "
-        "the backward of your attention, and add their gradients",
-        launches->refusal);
+    const bool forward = op == SKL_OP_ATTENTION_FORWARD;
+    return skl_fail(SKL_ERROR_UNSUPPORTED, "skl_attention_%s on a GPU: no kernel carries the KL here (%s); call %s",
+                    forward ? "forward" : "backward", launches->refusal,
+                    forward ? "your attention and skl_forward"
+                            : "skl_forward_backward and the backward of your attention, and add their gradients");
 }
 
 static skl_status run(const skl_plan *plan, const skl_call *call)
@@ -44,7 +44,7 @@ static skl_status run(const skl_plan *plan, const skl_call *call)
     skl_cuda_launches other;
     const skl_cuda_launches *const launches = skl_cuda_plan_launches(plan, call, &other);
     if (launches->refusal != NULL)
-        return refuse(launches);
+        return refuse(launches, call->op);
     int former = 0;
     const skl_status status = enter_device(plan, &former);
     if (status != SKL_OK)
@@ -67,7 +67,7 @@ static skl_status explain(const skl_plan *plan, const skl_call *call, skl_text *
     skl_cuda_launches other;
     const skl_cuda_launches *const launches = skl_cuda_plan_launches(plan, call, &other);
     if (launches->refusal != NULL)
-        return refuse(launches);
+        return refuse(launches, call->op);
     for (int i = 0; i < launches->count; i++) {
         const skl_cuda_launch *const launch = &launches->at[i];
         skl_text_add(text, "%s: %s, %s, %d split%s, %zu bytes of workspace (%s)\n", launch->step, launch->kernel,

@@ -22,7 +22,7 @@ enum {
     SKL_DOES_GROUPS = 2,    /* the mean of several teacher heads per student head */
     SKL_DOES_DENSE = 4,     /* an indexer over all keys */
     SKL_DOES_SPARSE = 8,    /* an indexer over lists of keys */
-    SKL_DOES_CARRIED = 16,  /* the student's attention backward with the KL; other kernels of the plan do the rest */
+    SKL_DOES_CARRIED = 16,  /* the student's attention with the KL; other kernels of the plan do the rest */
     SKL_DOES_JOINT = 32     /* the gradients of both sides in one launch; other kernels of the plan do the rest */
 };
 
@@ -53,7 +53,8 @@ const skl_cuda_kernel *skl_cuda_kernel_at(int32_t index);
 extern const skl_cuda_kernel *const skl_cuda_general;
 const skl_cuda_kernel *skl_cuda_general_for(const skl_problem *problem);
 
-/* Whether a plan can be made for this kernel. Carried and joint backwards belong to plans of other kernels. */
+/* Whether a plan can be made for this kernel. Carried attention and joint backwards belong to plans of other kernels.
+ */
 bool skl_cuda_has_plans(const skl_cuda_kernel *kernel);
 
 #ifdef __cplusplus

@@ -102,6 +102,7 @@ struct skl_cuda_launch {
 #define SKL_VARIANT_BOUNDS               "row bounds by key"
 #define SKL_VARIANT_STREAMED             "rows, streamed queries"
 #define SKL_VARIANT_TWO_TERM             "two-term rows"
+#define SKL_VARIANT_CARRYING_FORWARD     "attention forward with KL"
 #define SKL_VARIANT_CARRYING             "attention backward with KL"
 #define SKL_VARIANT_SINK_ROWS            "sink rows"
 #define SKL_VARIANT_SINK_GRADIENTS       "sink gradients"
@@ -133,6 +134,7 @@ enum {
     SKL_GROUP_DIMS_MAX = 512,         /* Hopper: sum of a group's head sizes whose queries fit into shared memory */
     SKL_CARRYING_DIM_MAX = 128,       /* largest head size of the attention backward that carries the KL */
     SKL_CARRYING_KEYS = 128,          /* keys per tile of that backward */
+    SKL_CARRYING_ROWS = 128,          /* queries per tile of the attention forward that carries the KL */
     SKL_CARRYING_ROW_SIZE = 16,       /* bytes that it reads per query */
     SKL_CARRYING_LARGEST_SIZE = 16,   /* bytes per call: maxima over all rows */
     SKL_GROUP_TILES_SIZE_MAX = 8,     /* largest teacher group in tiles; strips have the larger ones */

@@ -144,4 +144,10 @@ __device__ inline void named_barrier_sync(int number, int threads)
     asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
+/* Counts the warp at the barrier without waiting. */
+__device__ inline void named_barrier_arrive(int number, int threads)
+{
+    asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
 #endif

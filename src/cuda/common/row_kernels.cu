@@ -33,17 +33,17 @@ static __device__ void clear_rows(const skl_output &rows, int64_t heads, int64_t
         ((float *)rows.data)[SKL_ROW(rows, 0, index % heads, begin + index / heads)] = value;
 }
 
-static __device__ void clear_gradient(const skl_output &grad, skl_dtype dtype, int64_t heads, int64_t begin,
-                                      int64_t end, int64_t dim)
+static __device__ void clear_tensor(const skl_output &tensor, skl_dtype dtype, int64_t heads, int64_t begin,
+                                    int64_t end, int64_t dim)
 {
-    if (grad.data == NULL)
+    if (tensor.data == NULL)
         return;
     const int64_t size = (int64_t)skl_dtype_size(dtype);
     for (int64_t index = first_index(); index < heads * (end - begin) * dim; index += index_step()) {
         const int64_t row = index / dim;
-        const int64_t offset = SKL_ROW(grad, 0, row % heads, begin + row / heads) + index % dim;
+        const int64_t offset = SKL_ROW(tensor, 0, row % heads, begin + row / heads) + index % dim;
         for (int64_t byte = 0; byte < size; byte++)
-            ((char *)grad.data)[offset * size + byte] = 0;
+            ((char *)tensor.data)[offset * size + byte] = 0;
     }
 }
 
@@ -62,11 +62,12 @@ static __global__ void __launch_bounds__(ROW_THREADS) clear_tails(const __grid_c
     clear_rows(call.rows.mass, p.heads_s, used_q, p.total_q, 0.0F);
     const skl_dtype grad_t = skl_grad_dtype(&p, p.dtype_t);
     const skl_dtype grad_s = skl_grad_dtype(&p, p.dtype_s);
-    clear_gradient(call.gradients.dq_t, grad_t, p.heads_t, used_q, p.total_q, p.dim_t);
-    clear_gradient(call.gradients.dq_s, grad_s, skl_query_heads_s(&p), used_q, p.total_q, p.dim_s);
-    clear_gradient(call.gradients.dw_s, skl_grad_dtype(&p, p.dtype_w), p.heads_s, used_q, p.total_q, p.index_heads);
-    clear_gradient(call.gradients.dk_t, grad_t, p.key_heads_t, used_k, p.total_k, p.dim_t);
-    clear_gradient(call.gradients.dk_s, grad_s, p.key_heads_s, used_k, p.total_k, p.dim_s);
+    clear_tensor(call.o_s, p.dtype_s, p.heads_s, used_q, p.total_q, p.dim_s);
+    clear_tensor(call.gradients.dq_t, grad_t, p.heads_t, used_q, p.total_q, p.dim_t);
+    clear_tensor(call.gradients.dq_s, grad_s, skl_query_heads_s(&p), used_q, p.total_q, p.dim_s);
+    clear_tensor(call.gradients.dw_s, skl_grad_dtype(&p, p.dtype_w), p.heads_s, used_q, p.total_q, p.index_heads);
+    clear_tensor(call.gradients.dk_t, grad_t, p.key_heads_t, used_k, p.total_k, p.dim_t);
+    clear_tensor(call.gradients.dk_s, grad_s, p.key_heads_s, used_k, p.total_k, p.dim_s);
     if (call.op != SKL_OP_PARTIAL)
         return;
     const int64_t tail = p.total_q - used_q;

@@ -57,6 +57,13 @@ __device__ inline float quad_sum(float value)
     return value + __shfl_xor_sync(~0U, value, 2);
 }
 
+/* Maximum over the same lanes. */
+__device__ inline float quad_max(float value)
+{
+    value = fmaxf(value, __shfl_xor_sync(~0U, value, 1));
+    return fmaxf(value, __shfl_xor_sync(~0U, value, 2));
+}
+
 __device__ inline row_sums quad_sum(const row_sums &sums)
 {
     return {quad_sum(sums.l_a), quad_sum(sums.l_b), quad_sum(sums.w)};
@@ -94,13 +101,14 @@ template <int THREADS> struct quad_long_sums {
 };
 
 /* Adds a pair of logits in base 2, each minus its shift: l_a += 2^x, l_b += 2^y, w += 2^x (x - y). `first` starts the
- * sums with this pair, which saves the additions to 0. */
-__device__ inline void add_pair(row_sums &sums, float x, float y, bool first = false)
+ * sums with this pair, which saves the additions to 0. Returns 2^y. */
+__device__ inline float add_pair(row_sums &sums, float x, float y, bool first = false)
 {
     const float p_b = ex2(y), p_a = ex2(x);
     sums.l_b = first ? p_b : sums.l_b + p_b;
     sums.l_a = first ? p_a : sums.l_a + p_a;
     sums.w = first ? p_a * (x - y) : fmaf(p_a, x - y, sums.w);
+    return p_b;
 }
 
 __device__ inline bool is_huge(float m)

@@ -269,13 +269,13 @@ void skl_select_attention(const choice *s)
     add_gradients(s, &of_a, split_a, false);
 }
 
-/* ---- The student's attention backward, which carries the KL ------------------------------------------------ */
+/* ---- The student's attention, which carries the KL ------------------------------------------------------------ */
 
-/* Why no kernel computes the attention backward together with the KL; NULL: *kernel does. */
+/* Why no kernel computes the attention together with the KL; NULL: *kernel does. */
 static const char *why_not_carried(const choice *s, const skl_cuda_kernel **kernel)
 {
     const skl_problem *const p = s->problem;
-    const uint32_t values = SKL_TENSOR_V_S | SKL_TENSOR_O_S | SKL_TENSOR_DO_S;
+    const uint32_t values = SKL_TENSOR_V_S | SKL_TENSOR_O_S | (s->gradients ? SKL_TENSOR_DO_S : 0);
     if (skl_has_teacher_groups(p))
         return "teacher groups";
     if (p->direction == SKL_KL_REVERSE)
@@ -288,11 +288,13 @@ static const char *why_not_carried(const choice *s, const skl_cuda_kernel **kern
         return "no queries or no keys";
     if (!skl_select_is_tma_kernel(s->kernel) || skl_select_has_two_terms(s->kernel))
         return s->reason;
-    if (s->request->deterministic)
+    if (s->gradients && s->request->deterministic)
         return "deterministic gradients";
+    if (!s->gradients && (p->scale_t < 0.0F || p->scale_s < 0.0F))
+        return "a negative scale";
     if ((s->layout->addressed & values) != values)
-        return "TMA cannot address v_s, o_s or do_s";
-    if ((s->layout->paired & SKL_DV_S) == 0)
+        return s->gradients ? "TMA cannot address v_s, o_s or do_s" : "TMA cannot address v_s or o_s";
+    if (s->gradients && (s->layout->paired & SKL_DV_S) == 0)
         return "dv_s: a row begins at an odd element";
     *kernel = skl_select_first(p, s->device->capability, SKL_DOES_CARRIED, NULL);
     return *kernel == NULL ? "types or head sizes that no such kernel has" : NULL;
@@ -308,7 +310,15 @@ static int32_t carried_head_group(const choice *s)
     return (int32_t)skl_max(1, skl_min(SKL_HEAD_GROUP_MAX, skl_max(full, l2_share / head_size)));
 }
 
-/* The tiles of this kernel are keys, so it has no KL of a row, which is a sum over tiles: a forward gives it. */
+static void add_carried_forward(const choice *s, const skl_cuda_kernel *kernel)
+{
+    skl_cuda_launch *const launch =
+        skl_select_add(s, "o_s and rows", kernel, kernel->forward, SKL_VARIANT_CARRYING_FORWARD,
+                       "one kernel for the attention forward and the KL");
+    launch->head_group = skl_select_head_group(s, SKL_CARRYING_ROWS, 2, 4); /* values have the size of keys */
+}
+
+/* The tiles of the backward are keys, so it has no KL of a row, which is a sum over tiles: a forward gives it. */
 void skl_select_carried(choice *s)
 {
     const skl_problem *const p = s->problem;
@@ -316,6 +326,10 @@ void skl_select_carried(choice *s)
     s->launches->refusal = why_not_carried(s, &kernel);
     if (s->launches->refusal != NULL)
         return;
+    if (!s->gradients) {
+        add_carried_forward(s, kernel);
+        return;
+    }
     if (s->rows)
         skl_select_add_forward(s);
     skl_cuda_launch *const launch =

@@ -99,7 +99,7 @@ void skl_select_add_dq(const choice *s, const wanted_side *side, const char *rea
 void skl_select_add_dk(const choice *s, const wanted_side *side, const char *reason);
 void skl_select_attention(const choice *s);
 
-/* The student's attention backward that carries the KL, or a refusal. */
+/* The student's attention, forward or backward, that carries the KL, or a refusal. */
 void skl_select_carried(choice *s);
 
 /* ---- groups.c: teacher groups and indexers --------------------------------------------------------------------- */

@@ -103,10 +103,14 @@ skl_cuda_layout skl_cuda_layout_of(const skl_problem *p, const skl_call *call)
     look_at_gradient(&layout, p, &out->dk_s, SKL_DK_S, p->dtype_s, p->dim_s, p->key_heads_s);
     if (attention == NULL)
         return layout;
-    const tensor_facts values[] = {{&attention->v_s, SKL_TENSOR_V_S, p->dtype_s, p->dim_s, p->key_heads_s, true},
-                                   {&attention->o_s, SKL_TENSOR_O_S, p->dtype_s, p->dim_s, p->heads_s, false},
-                                   {&attention->do_s, SKL_TENSOR_DO_S, p->dtype_s, p->dim_s, p->heads_s, false}};
-    for (size_t i = 0; i < sizeof values / sizeof values[0]; i++)
+    const bool forward = call->op == SKL_OP_ATTENTION_FORWARD;
+    const skl_output *const o_s = &call->o_s;
+    const skl_input made = {o_s->data, o_s->stride_batch, o_s->stride_head, o_s->stride_row};
+    const tensor_facts values[] = {
+        {&attention->v_s, SKL_TENSOR_V_S, p->dtype_s, p->dim_s, p->key_heads_s, true},
+        {forward ? &made : &attention->o_s, SKL_TENSOR_O_S, p->dtype_s, p->dim_s, p->heads_s, false},
+        {&attention->do_s, SKL_TENSOR_DO_S, p->dtype_s, p->dim_s, p->heads_s, false}};
+    for (size_t i = 0; i < (forward ? 2 : 3); i++)
         look_at_input(&layout, p, &values[i]);
     look_at_gradient(&layout, p, &attention->dv_s, SKL_DV_S, p->dtype_s, p->dim_s, p->key_heads_s);
     return layout;

@@ -102,7 +102,7 @@ void skl_cuda_select(const skl_problem *p, const skl_cuda_request *request, cons
     if (p->packed)
         skl_select_add(&s, "tails", skl_cuda_general, skl_cuda_clear_tails, SKL_VARIANT_CLEAR,
                        "rows after the last packed sequence become 0");
-    const bool carried = request->op == SKL_OP_ATTENTION_BACKWARD;
+    const bool carried = skl_op_is_attention(request->op);
     if (skl_select_has_two_terms(s.kernel) && !carried)
         add_terms(&s);
     if (carried)

@@ -134,9 +134,9 @@ struct stage_schedule {
     }
 
     /* First row of the n-th stage, in the tensor. */
-    __device__ int row_at(int n) const
+    __device__ int row_at(int n, int stage_rows = STAGE_ROWS) const
     {
-        return row + stage_at(n) * STAGE_ROWS;
+        return row + stage_at(n) * stage_rows;
     }
 };
 
@@ -153,23 +153,24 @@ struct row_stream : stage_schedule {
 
 /* `begin`: row of the tensor that `streamed` counts from. */
 __device__ inline row_stream make_row_stream(const streamed_band &streamed, int64_t begin,
-                                             int stationary_rows = CONSUMERS * 64)
+                                             int stationary_rows = CONSUMERS * 64, int stage_rows = STAGE_ROWS)
 {
     const range32 all = reach_of(streamed.band, 0, stationary_rows).all;
-    const int stages = (streamed.needed + STAGE_ROWS - 1) / STAGE_ROWS;
-    const int left = min((all.begin + STAGE_ROWS - 1) / STAGE_ROWS, stages);
-    const int full = max(0, min(all.end / STAGE_ROWS, stages) - left) / 2 * 2;
+    const int stages = (streamed.needed + stage_rows - 1) / stage_rows;
+    const int left = min((all.begin + stage_rows - 1) / stage_rows, stages);
+    const int full = max(0, min(all.end / stage_rows, stages) - left) / 2 * 2;
     return {{(int)(begin + streamed.origin), stages, stages - full, left}, streamed.band};
 }
 
 /* The keys that a query tile attends to, or one split of them. */
 template <int M>
-__device__ inline row_stream keys_of_tile(const skl_cuda_params &params, const query_tile<M> &tile, int num_splits)
+__device__ inline row_stream keys_of_tile(const skl_cuda_params &params, const query_tile<M> &tile, int num_splits,
+                                          int stage_keys = STAGE_KEYS)
 {
     const int64_t last = skl_min(tile.first + tile.ROWS, tile.sequence.query_count) - 1;
     const skl_band keys = skl_key_band(&params.problem, &tile.sequence);
-    return make_row_stream(streamed_split(stream_for(keys, tile.first, last), STAGE_KEYS, tile.split, num_splits),
-                           tile.sequence.key_begin, tile.ROWS);
+    return make_row_stream(streamed_split(stream_for(keys, tile.first, last), stage_keys, tile.split, num_splits),
+                           tile.sequence.key_begin, tile.ROWS, stage_keys);
 }
 
 /* ---- Logits ------------------------------------------------------------------------------------------------- */

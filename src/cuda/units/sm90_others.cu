@@ -1,13 +1,15 @@
-/* Hopper: the attention backward that carries the KL, the joint backward, strips. */
+/* Hopper: the attention that carries the KL, the joint backward, strips. */
 #include "cuda/common/attention_rows.cu"
 #include "cuda/common/kernel_row.cuh"
 #include "cuda/sm90/attention/attention_backward.cuh"
+#include "cuda/sm90/attention/attention_forward.cuh"
 #include "cuda/sm90/attention/joint_backward.cuh"
 #include "cuda/sm90/strips/launch.cuh"
 
 #define SKL_SM90_ATTENTION(type)                                                                                     \
-    SKL_KERNEL(sm90, type, attention, "attention backward with KL, dim <= 128", .does = SKL_DOES_CARRIED,            \
+    SKL_KERNEL(sm90, type, attention, "attention with KL, dim <= 128", .does = SKL_DOES_CARRIED,                     \
                .dim_max = SKL_CARRYING_DIM_MAX,                                                                      \
+               .forward = SKL_LAUNCHER(sm90, type, attention, sm90::launch_attention_forward<SKL_ELEMENT(type)>),    \
                .fused = SKL_LAUNCHER(sm90, type, attention, sm90::launch_attention_backward<SKL_ELEMENT(type)>))
 
 SKL_SM90_ATTENTION(bf16)
