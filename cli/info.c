@@ -247,7 +247,7 @@ static int print_json(const device_report *devices)
                                                       "usable", 0, "why_not", report->why_not));
     }
     json_t *kernel_list = json_array();
-    skl_kernel_info kernel;
+    skl_kernel_info kernel = {.struct_size = sizeof kernel};
     for (int32_t index = 0; skl_kernel_at(index, &kernel); index++) {
         cli_json_append(&kernel_list,
                         json_pack("{s:s, s:s, s:b, s:b, s:s}", "name", kernel.name, "device",
@@ -278,7 +278,7 @@ static void print_tables(const device_report *devices)
     }
 
     printf("\n%sKernels%s, best first; * marks the choice for a simple f32 problem\n", style.bold, style.plain);
-    skl_kernel_info kernel;
+    skl_kernel_info kernel = {.struct_size = sizeof kernel};
     for (int32_t index = 0; skl_kernel_at(index, &kernel); index++) {
         const int chosen = strcmp(kernel.name, devices[kernel.device].kernel) == 0;
         printf("%s %-22s %s%-4s%s %s\n", chosen ? "*" : " ", kernel.name, kernel.usable ? style.good : style.dim,

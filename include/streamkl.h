@@ -20,10 +20,14 @@
  * Calls return a status. After a failure, skl_last_error() names the argument, its value and the accepted values.
  * A plan is immutable and can be shared between threads. Run calls never allocate, print or exit.
  *
- * Every struct starts with struct_size, the size that the caller was compiled with. A library reads nothing else
- * before it has checked that. It refuses a shorter struct than its own. It accepts a longer one, of a program for a
- * newer release, if all bytes that it does not know are 0: new fields come last, and 0 keeps the former behaviour. So
- * initialise the whole struct, and not field by field. Sizes above 4096 are refused.
+ * Every struct starts with struct_size, which the caller sets to the sizeof that it was compiled with. So a program
+ * runs with a library of another release, without being compiled again. New fields come last, and 0 in them keeps the
+ * former behaviour:
+ *   - Fields that a shorter struct of an older program lacks count as 0.
+ *   - A longer struct of a newer program is accepted if the bytes that the library does not know are 0.
+ *   - In a struct that the library fills, it writes struct_size bytes at most.
+ * Initialise whole structs, not field by field: {.struct_size = sizeof inputs, ...}. Sizes below those of the first
+ * release, 0.1.0, and above 4096 are refused.
  */
 #ifndef STREAMKL_H
 #define STREAMKL_H
@@ -413,7 +417,8 @@ SKL_API const char *skl_build_info(void);   /* compiler, target, backends, on on
 SKL_API const char *skl_cpu_features(void); /* instruction sets found on this CPU, separated by spaces */
 
 typedef struct skl_kernel_info {
-    const char *name; /* for options.kernel and STREAMKL_KERNEL */
+    size_t struct_size; /* sizeof(skl_kernel_info), set by the caller */
+    const char *name;   /* for options.kernel and STREAMKL_KERNEL */
     skl_device device;
     int32_t usable;           /* 1 if it runs on this machine */
     const char *detail;       /* instruction set and tile shape; if not usable, the reason */

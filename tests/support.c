@@ -113,7 +113,7 @@ static bool is_wanted(const char *kernel)
 
 const char *test_kernel(int32_t index)
 {
-    skl_kernel_info info;
+    skl_kernel_info info = {.struct_size = sizeof info};
     for (int32_t k = 0; skl_kernel_at(k, &info); k++)
         if (info.device == test_device() && info.usable && is_wanted(info.name) && index-- == 0)
             return info.name;

@@ -80,11 +80,11 @@ static const call_rule call_rules[] = {
     {FINISH, &plain, NULL, {NO(inputs_address)}},
 
     /* Sizes of structs. */
-    {FORWARD, &plain, "inputs.struct_size=0: must be ", {SET(inputs.struct_size, 0)}},
+    {FORWARD, &plain, "inputs.struct_size=0: must be the sizeof", {SET(inputs.struct_size, 0)}},
     {FORWARD, &plain, "rows.struct_size=8: must be ", {SET(rows.struct_size, 8)}},
     {BACKWARD, &plain, "gradients.struct_size=9: must be ", {SET(gradients.struct_size, 9)}},
-    {PARTIAL, &plain, "inputs.struct_size=0: must be ", {SET(inputs.struct_size, 0)}},
-    {FINISH, &plain, "rows.struct_size=0: must be ", {SET(rows.struct_size, 0)}},
+    {PARTIAL, &plain, "inputs.struct_size=0: must be the sizeof", {SET(inputs.struct_size, 0)}},
+    {FINISH, &plain, "rows.struct_size=0: must be the sizeof", {SET(rows.struct_size, 0)}},
 
     /* Missing tensors. */
     {FORWARD, &plain, "q_t=NULL: must be given", {NO(inputs.q_t.data)}},
@@ -361,7 +361,7 @@ static const call_rule check_rules[] = {
      {NO(inputs.lse_t.data), NO(inputs.lse_s.data), NO(inputs.kl.data), NO(inputs.dot_t.data)}},
     {CHECK, &plain, "plan=NULL: must be given", {NO(plan)}},
     {CHECK, &plain, "inputs=NULL: must be given", {NO(inputs_address)}},
-    {CHECK, &plain, "inputs.struct_size=0: must be ", {SET(inputs.struct_size, 0)}},
+    {CHECK, &plain, "inputs.struct_size=0: must be the sizeof", {SET(inputs.struct_size, 0)}},
     {CHECK, &plain, "q_t=NULL: must be given", {NO(inputs.q_t.data)}},
     {CHECK, &indexer, "w_s=NULL: must be given", {NO(inputs.w_s.data)}},
     {CHECK, &sparse, "indices=NULL: must be given", {NO(inputs.indices.data)}},

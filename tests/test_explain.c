@@ -190,7 +190,7 @@ static skl_kernel_info chosen_kernel(const test_case *c)
 {
     const skl_problem problem = case_problem(c);
     skl_plan *const plan = plan_for(&problem, NULL);
-    skl_kernel_info info;
+    skl_kernel_info info = {.struct_size = sizeof info};
     int32_t index = 0;
     while (skl_kernel_at(index, &info) && strcmp(info.name, skl_plan_kernel(plan)) != 0)
         index++;
@@ -202,7 +202,7 @@ static skl_kernel_info chosen_kernel(const test_case *c)
 static void test_only_bf16_is_multiplied_on_a_matrix_unit(void **state)
 {
     (void)state;
-    skl_kernel_info info;
+    skl_kernel_info info = {.struct_size = sizeof info};
     int32_t index = 0;
     while (skl_kernel_at(index, &info) && (info.device != SKL_CPU || !info.usable))
         index++;

@@ -83,7 +83,7 @@ static void test_needs_of_bad_arguments(void **state)
     (void)state;
     skl_problem problem = problem_of(FORWARD, 2, ATTENTION, SKL_DQ_S);
     assert_int_equal(skl_problem_needs(NULL, SKL_OP_BACKWARD), 0);
-    assert_string_equal(skl_last_error(), "problem=NULL: must point to a skl_problem");
+    assert_string_equal(skl_last_error(), "problem=NULL: must be given");
     assert_int_equal(skl_problem_needs(&problem, (skl_op)5), 0);
     assert_string_equal(skl_last_error(), "op=5: must be 0..4");
     assert_int_equal(skl_problem_needs(&problem, (skl_op)-1), 0);

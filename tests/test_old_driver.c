@@ -7,7 +7,7 @@
 static void test_kernels_name_both_releases(void **state)
 {
     (void)state;
-    skl_kernel_info info;
+    skl_kernel_info info = {.struct_size = sizeof info};
     int cpu_count = 0, gpu_count = 0;
     for (int32_t i = 0; skl_kernel_at(i, &info); i++) {
         cpu_count += info.device == SKL_CPU && info.usable;

@@ -1,4 +1,5 @@
-/* struct_size: no byte of a struct is read before its size is checked, and none beyond that size. */
+/* Public structs of older and newer programs: which sizes are accepted, and that no byte is read before the size is
+ * checked, nor one beyond it. */
 #include "support.h"
 
 #include <stdbool.h>
@@ -118,32 +119,54 @@ static skl_status finish_rows(const calls *c, const void *at)
     return skl_states_finish(c->plan, NULL, NULL, at, NULL);
 }
 
-typedef struct struct_call {
+/* A public struct: `first_size` is its size in the first release that had it, `end` the end of its last field. */
+typedef struct struct_type {
     const char *name; /* of the argument, in messages */
+    size_t size, first_size, end;
+} struct_type;
+
+/* clang-format off */
+#define END_OF(type, last)                    (offsetof(type, last) + sizeof(((type *)0)->last))
+#define UNCHANGED(name, type, last)           {name, sizeof(type), sizeof(type), END_OF(type, last)}
+#define EXTENDED(name, type, first_new, last) {name, sizeof(type), offsetof(type, first_new), END_OF(type, last)}
+/* clang-format on */
+
+typedef enum struct_index { PROBLEM, OPTIONS, INPUTS, ROWS, GRADIENTS, ATTENTION, STRUCT_COUNT } struct_index;
+
+static const struct_type struct_types[STRUCT_COUNT] = {
+    [PROBLEM] = EXTENDED("problem", skl_problem, row_bounds, sinks),
+    [OPTIONS] = EXTENDED("options", skl_options, gpu, gpu),
+    [INPUTS] = EXTENDED("inputs", skl_inputs, key_begin, sink_s),
+    [ROWS] = UNCHANGED("rows", skl_rows, mass),
+    [GRADIENTS] = EXTENDED("gradients", skl_gradients, dsink_t, dsink_s),
+    [ATTENTION] = UNCHANGED("attention", skl_attention, dv_s),
+};
+
+typedef struct struct_call {
+    struct_index type;
     skl_status (*call)(const calls *c, const void *at);
-    size_t size;
 } struct_call;
 
 static const struct_call struct_calls[] = {
-    {"problem", plan_of_problem, sizeof(skl_problem)},
-    {"problem", needs_of_problem, sizeof(skl_problem)},
-    {"options", plan_of_options, sizeof(skl_options)},
-    {"inputs", check_inputs, sizeof(skl_inputs)},
-    {"inputs", explain_inputs, sizeof(skl_inputs)},
-    {"inputs", forward_inputs, sizeof(skl_inputs)},
-    {"rows", forward_rows, sizeof(skl_rows)},
-    {"inputs", backward_inputs, sizeof(skl_inputs)},
-    {"gradients", backward_gradients, sizeof(skl_gradients)},
-    {"inputs", one_pass_inputs, sizeof(skl_inputs)},
-    {"rows", one_pass_rows, sizeof(skl_rows)},
-    {"gradients", one_pass_gradients, sizeof(skl_gradients)},
-    {"inputs", attention_inputs, sizeof(skl_inputs)},
-    {"attention", attention_attention, sizeof(skl_attention)},
-    {"rows", attention_rows, sizeof(skl_rows)},
-    {"gradients", attention_gradients, sizeof(skl_gradients)},
-    {"inputs", partial_inputs, sizeof(skl_inputs)},
-    {"inputs", finish_inputs, sizeof(skl_inputs)},
-    {"rows", finish_rows, sizeof(skl_rows)},
+    {PROBLEM, plan_of_problem},
+    {PROBLEM, needs_of_problem},
+    {OPTIONS, plan_of_options},
+    {INPUTS, check_inputs},
+    {INPUTS, explain_inputs},
+    {INPUTS, forward_inputs},
+    {ROWS, forward_rows},
+    {INPUTS, backward_inputs},
+    {GRADIENTS, backward_gradients},
+    {INPUTS, one_pass_inputs},
+    {ROWS, one_pass_rows},
+    {GRADIENTS, one_pass_gradients},
+    {INPUTS, attention_inputs},
+    {ATTENTION, attention_attention},
+    {ROWS, attention_rows},
+    {GRADIENTS, attention_gradients},
+    {INPUTS, partial_inputs},
+    {INPUTS, finish_inputs},
+    {ROWS, finish_rows},
 };
 
 /* No rows, so that calls need neither tensors nor results; no workspace is needed before the structs are checked. */
@@ -160,38 +183,29 @@ static void calls_create(calls *c, skl_plan **plan)
 }
 
 /* A struct of `size` bytes, with valid content as far as it goes, directly before an unmapped page. */
-static test_memory place_struct(const calls *c, const struct_call *s, size_t size)
+static test_memory place_struct(const calls *c, struct_index type, size_t size)
 {
     const skl_options options = skl_options_default();
-    const void *const content = strcmp(s->name, "problem") == 0     ? (const void *)&c->problem
-                                : strcmp(s->name, "options") == 0   ? (const void *)&options
-                                : strcmp(s->name, "inputs") == 0    ? (const void *)&c->inputs
-                                : strcmp(s->name, "rows") == 0      ? (const void *)&c->rows
-                                : strcmp(s->name, "attention") == 0 ? (const void *)&c->attention
-                                                                    : (const void *)&c->gradients;
+    const void *const contents[STRUCT_COUNT] = {&c->problem, &options,      &c->inputs,
+                                                &c->rows,    &c->gradients, &c->attention};
     const test_memory memory = memory_create(size, sizeof(size_t));
     memset(memory.data, 0, size);
-    memcpy(memory.data, content, size < s->size ? size : s->size);
+    memcpy(memory.data, contents[type], size < struct_types[type].size ? size : struct_types[type].size);
     memcpy(memory.data, &size, sizeof size);
     return memory;
 }
 
-static void test_short_structs_are_refused_unread(void **state)
+/* A struct of `size` bytes is refused, with this message. Its bytes end before what a full struct would need. */
+static void assert_size_refused(const calls *c, const struct_call *s, size_t size, size_t struct_size)
 {
-    (void)state;
-    calls c;
-    skl_plan *plan;
-    calls_create(&c, &plan);
-    for (size_t n = 0; n < COUNT_OF(struct_calls); n++)
-        for (size_t size = sizeof(size_t); size < struct_calls[n].size; size += 8) {
-            char message[96];
-            snprintf(message, sizeof message, "%s.struct_size=%zu: must be %zu", struct_calls[n].name, size,
-                     struct_calls[n].size);
-            test_memory memory = place_struct(&c, &struct_calls[n], size);
-            assert_refused(struct_calls[n].call(&c, memory.data), SKL_ERROR_ARGUMENT, message);
-            memory_destroy(&memory);
-        }
-    skl_plan_destroy(plan);
+    const struct_type *const type = &struct_types[s->type];
+    char message[128];
+    snprintf(message, sizeof message, "%s.struct_size=%zu: must be the sizeof of the struct, %zu, or %zu..4096",
+             type->name, struct_size, type->size, type->first_size);
+    test_memory memory = place_struct(c, s->type, size);
+    memcpy(memory.data, &struct_size, sizeof struct_size);
+    assert_refused(s->call(c, memory.data), SKL_ERROR_ARGUMENT, message);
+    memory_destroy(&memory);
 }
 
 /* The structs themselves are accepted: a run call fails at its workspace and not before. */
@@ -200,44 +214,113 @@ static bool is_accepted(skl_status status)
     return status == SKL_OK || (status == SKL_ERROR_WORKSPACE && strstr(skl_last_error(), "workspace=NULL"));
 }
 
-static void test_longer_structs_must_end_in_zeros(void **state)
+static void assert_accepted(const calls *c, const struct_call *s, size_t size)
 {
-    (void)state;
-    enum { STRUCT_SIZE_MAX = 4096 };
+    test_memory memory = place_struct(c, s->type, size);
+    if (!is_accepted(s->call(c, memory.data)))
+        fail_msg("%s.struct_size=%zu: %s", struct_types[s->type].name, size, skl_last_error());
+    memory_destroy(&memory);
+}
+
+typedef void (*check_of_call)(const calls *c, const struct_call *s);
+
+static void for_every_call(check_of_call check)
+{
     calls c;
     skl_plan *plan;
     calls_create(&c, &plan);
-    for (size_t n = 0; n < COUNT_OF(struct_calls); n++) {
-        const struct_call *const s = &struct_calls[n];
-        const size_t sizes[] = {s->size, s->size + 1, s->size + 8, STRUCT_SIZE_MAX};
-        for (size_t k = 0; k < COUNT_OF(sizes); k++) {
-            test_memory memory = place_struct(&c, s, sizes[k]);
-            assert_true(is_accepted(s->call(&c, memory.data)));
-            if (sizes[k] > s->size) {
-                memory.data[sizes[k] - 1] = 1;
-                char message[96];
-                snprintf(message, sizeof message, "%s.struct_size=%zu: byte %zu is not 0", s->name, sizes[k],
-                         sizes[k] - 1);
-                assert_refused(s->call(&c, memory.data), SKL_ERROR_ARGUMENT, message);
-            }
-            memory_destroy(&memory);
-        }
-        const size_t garbage[] = {STRUCT_SIZE_MAX + 1, SIZE_MAX};
-        for (size_t k = 0; k < COUNT_OF(garbage); k++) {
-            test_memory memory = place_struct(&c, s, s->size);
-            memcpy(memory.data, &garbage[k], sizeof garbage[k]);
-            assert_refused(s->call(&c, memory.data), SKL_ERROR_ARGUMENT, "or up to 4096 if the rest is 0");
+    for (size_t n = 0; n < COUNT_OF(struct_calls); n++)
+        check(&c, &struct_calls[n]);
+    skl_plan_destroy(plan);
+}
+
+/* Structs of older programs: every size since the first release. */
+static void check_shorter(const calls *c, const struct_call *s)
+{
+    const struct_type *const type = &struct_types[s->type];
+    for (size_t size = sizeof(size_t); size < type->first_size; size += sizeof(size_t))
+        assert_size_refused(c, s, size, size);
+    assert_size_refused(c, s, sizeof(size_t), 0);
+    for (size_t size = type->first_size; size <= type->size; size += sizeof(size_t))
+        assert_accepted(c, s, size);
+}
+
+static void test_shorter_structs_are_accepted_since_the_first_release(void **state)
+{
+    (void)state;
+    for_every_call(check_shorter);
+}
+
+/* Structs of newer programs. */
+static void check_longer(const calls *c, const struct_call *s)
+{
+    enum { STRUCT_SIZE_MAX = 4096 };
+    const struct_type *const type = &struct_types[s->type];
+    const size_t sizes[] = {type->size + 1, type->size + 8, STRUCT_SIZE_MAX};
+    for (size_t k = 0; k < COUNT_OF(sizes); k++) {
+        assert_accepted(c, s, sizes[k]);
+        const size_t unknown[] = {type->size, sizes[k] - 1};
+        for (size_t n = 0; n < COUNT_OF(unknown); n++) {
+            test_memory memory = place_struct(c, s->type, sizes[k]);
+            memory.data[unknown[n]] = 1;
+            char message[96];
+            snprintf(message, sizeof message, "%s.struct_size=%zu: byte %zu is not 0", type->name, sizes[k],
+                     unknown[n]);
+            assert_refused(s->call(c, memory.data), SKL_ERROR_ARGUMENT, message);
             memory_destroy(&memory);
         }
     }
-    skl_plan_destroy(plan);
+    assert_size_refused(c, s, type->size, STRUCT_SIZE_MAX + 1);
+    assert_size_refused(c, s, type->size, SIZE_MAX);
+}
+
+static void test_longer_structs_must_end_in_zeros(void **state)
+{
+    (void)state;
+    for_every_call(check_longer);
+}
+
+/* A new field must not lie in bytes that an older program never initialised. */
+static void test_structs_have_no_padding_at_their_end(void **state)
+{
+    (void)state;
+    for (int n = 0; n < STRUCT_COUNT; n++)
+        assert_int_equal(struct_types[n].end, struct_types[n].size);
+}
+
+/* skl_kernel_info is written: known fields, zeros in unknown ones, and no byte after struct_size. */
+static void test_structs_are_written_within_their_size(void **state)
+{
+    (void)state;
+    const size_t known = sizeof(skl_kernel_info), sizes[] = {known, known + 1, known + 8, 4096};
+    skl_kernel_info expected = {.struct_size = known};
+    assert_true(skl_kernel_at(0, &expected));
+    for (size_t n = 0; n < COUNT_OF(sizes); n++) {
+        test_memory memory = memory_create(sizes[n], sizeof(size_t));
+        memcpy(memory.data, &sizes[n], sizeof sizes[n]);
+        assert_true(skl_kernel_at(0, (skl_kernel_info *)(void *)memory.data));
+        expected.struct_size = sizes[n];
+        assert_memory_equal(memory.data, &expected, END_OF(skl_kernel_info, rounds_gradients));
+        for (size_t byte = known; byte < sizes[n]; byte++)
+            assert_int_equal(memory.data[byte], 0);
+        memory_destroy(&memory);
+    }
+    const size_t refused[] = {0, known - 8, 4097, (size_t)(uintptr_t)expected.name};
+    for (size_t n = 0; n < COUNT_OF(refused); n++) {
+        skl_kernel_info info = {.struct_size = refused[n]};
+        assert_false(skl_kernel_at(0, &info));
+        assert_non_null(strstr(skl_last_error(), "info.struct_size="));
+        assert_null(info.name);
+    }
 }
 
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_short_structs_are_refused_unread),
+        cmocka_unit_test(test_shorter_structs_are_accepted_since_the_first_release),
         cmocka_unit_test(test_longer_structs_must_end_in_zeros),
+        cmocka_unit_test(test_structs_have_no_padding_at_their_end),
+        cmocka_unit_test(test_structs_are_written_within_their_size),
     };
     return test_run("structs", tests, COUNT_OF(tests));
 }

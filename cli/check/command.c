@@ -71,7 +71,7 @@ static bool passed(const checked_kernel *kernel)
 static int collect_kernels(checked_kernel *kernels, const skl_options *wanted)
 {
     int count = 0;
-    skl_kernel_info info;
+    skl_kernel_info info = {.struct_size = sizeof info};
     for (int32_t index = 0; skl_kernel_at(index, &info) && count < KERNELS_MAX; index++) {
         const bool named = wanted->kernel && strcmp(wanted->kernel, info.name) == 0;
         if (info.device != wanted->device || !info.usable || (wanted->kernel && !named))

@@ -30,6 +30,7 @@ class _KernelInfo(ctypes.Structure):
     """skl_kernel_info."""
 
     _fields_ = [
+        ("struct_size", ctypes.c_size_t),
         ("name", ctypes.c_char_p),
         ("device", ctypes.c_int),
         ("usable", ctypes.c_int32),
@@ -212,7 +213,7 @@ class Kernel(NamedTuple):
 def kernels() -> list[Kernel]:
     """All kernels of the library, best first."""
     found: list[Kernel] = []
-    info = _KernelInfo()
+    info = _KernelInfo(struct_size=ctypes.sizeof(_KernelInfo))
     while library().skl_kernel_at(len(found), ctypes.byref(info)):
         found.append(Kernel(info.name.decode(), info.device, bool(info.usable), info.detail.decode()))
     return found

@@ -136,7 +136,7 @@ static skl_status check_arguments(const skl_plan *plan, const skl_inputs *inputs
     if (status == SKL_OK)
         status = skl_op_check_for(&plan->problem, op);
     if (status == SKL_OK && inputs != NULL)
-        status = skl_struct_copy(copy, inputs, sizeof *copy, "inputs", "");
+        status = skl_struct_read(&skl_struct_inputs, copy, inputs);
     return status == SKL_OK && inputs != NULL ? skl_inputs_check_layout(&plan->problem, copy) : status;
 }
 

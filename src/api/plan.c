@@ -40,9 +40,8 @@ skl_status skl_plan_create(skl_plan **plan, const skl_problem *problem, const sk
         return skl_fail(SKL_ERROR_ARGUMENT, "plan=NULL: must point to a skl_plan *");
     *plan = NULL;
     skl_options options = skl_options_default();
-    if (given_options != NULL && skl_struct_copy(&options, given_options, sizeof options, "options",
-                                                 "; start from skl_options_default()") != SKL_OK)
-        return SKL_ERROR_ARGUMENT;
+    if (given_options != NULL)
+        SKL_TRY(skl_struct_read(&skl_struct_options, &options, given_options));
     if (options.deterministic != 0 && options.deterministic != 1)
         return skl_fail(SKL_ERROR_ARGUMENT, "options.deterministic=%d: must be 0 or 1", (int)options.deterministic);
     if (options.gpu != NULL && options.device != SKL_CUDA)
@@ -97,13 +96,12 @@ int32_t skl_plan_threads(const skl_plan *plan)
 
 int skl_kernel_at(int32_t index, skl_kernel_info *info)
 {
-    if (info == NULL || index < 0)
-        return 0;
-    for (size_t i = 0; i < sizeof backends / sizeof backends[0]; i++) {
+    skl_kernel_info found;
+    for (size_t i = 0; index >= 0 && i < sizeof backends / sizeof backends[0]; i++) {
         int32_t count = 0;
-        while (backends[i]->kernel_at(count, info)) {
+        while (backends[i]->kernel_at(count, &found)) {
             if (count == index)
-                return 1;
+                return skl_struct_write(&skl_struct_kernel_info, info, &found) == SKL_OK;
             count++;
         }
         index -= count;

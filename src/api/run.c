@@ -15,32 +15,6 @@ static skl_status check_given(const void *argument, const char *name)
     return argument != NULL ? SKL_OK : skl_fail(SKL_ERROR_ARGUMENT, "%s=NULL: must be given", name);
 }
 
-static skl_status copy_inputs(skl_inputs *to, const skl_inputs *inputs)
-{
-    return check_given(inputs, "inputs") || skl_struct_copy(to, inputs, sizeof *to, "inputs", "") ? SKL_ERROR_ARGUMENT
-                                                                                                  : SKL_OK;
-}
-
-static skl_status copy_rows(skl_rows *to, const skl_rows *rows)
-{
-    return check_given(rows, "rows") || skl_struct_copy(to, rows, sizeof *to, "rows", "") ? SKL_ERROR_ARGUMENT
-                                                                                          : SKL_OK;
-}
-
-static skl_status copy_gradients(skl_gradients *to, const skl_gradients *gradients)
-{
-    return check_given(gradients, "gradients") || skl_struct_copy(to, gradients, sizeof *to, "gradients", "")
-               ? SKL_ERROR_ARGUMENT
-               : SKL_OK;
-}
-
-static skl_status copy_attention(skl_attention *to, const skl_attention *attention)
-{
-    return check_given(attention, "attention") || skl_struct_copy(to, attention, sizeof *to, "attention", "")
-               ? SKL_ERROR_ARGUMENT
-               : SKL_OK;
-}
-
 static skl_status check_and_run(const skl_plan *plan, const skl_call *call, size_t workspace_size)
 {
     SKL_TRY(skl_call_check(plan, call, workspace_size));
@@ -50,7 +24,7 @@ static skl_status check_and_run(const skl_plan *plan, const skl_call *call, size
 skl_status skl_inputs_check(const skl_plan *plan, const skl_inputs *inputs)
 {
     skl_inputs copy;
-    if (check_given(plan, "plan") || copy_inputs(&copy, inputs))
+    if (check_given(plan, "plan") || skl_struct_read(&skl_struct_inputs, &copy, inputs))
         return SKL_ERROR_ARGUMENT;
     SKL_TRY(skl_inputs_check_layout(&plan->problem, &copy));
     return skl_arrays_check_values(&plan->problem, &copy);
@@ -61,7 +35,8 @@ skl_status skl_forward(const skl_plan *plan, const skl_inputs *inputs, const skl
 {
     skl_call call = {
         .op = SKL_OP_FORWARD, .gradients = no_gradients, .keys = all_keys, .workspace = workspace, .stream = stream};
-    if (check_given(plan, "plan") || copy_inputs(&call.inputs, inputs) || copy_rows(&call.rows, rows))
+    if (check_given(plan, "plan") || skl_struct_read(&skl_struct_inputs, &call.inputs, inputs) ||
+        skl_struct_read(&skl_struct_rows, &call.rows, rows))
         return SKL_ERROR_ARGUMENT;
     return check_and_run(plan, &call, workspace_size);
 }
@@ -71,7 +46,8 @@ skl_status skl_backward(const skl_plan *plan, const skl_inputs *inputs, const sk
 {
     skl_call call = {
         .op = SKL_OP_BACKWARD, .rows = no_rows, .keys = all_keys, .workspace = workspace, .stream = stream};
-    if (check_given(plan, "plan") || copy_inputs(&call.inputs, inputs) || copy_gradients(&call.gradients, gradients))
+    if (check_given(plan, "plan") || skl_struct_read(&skl_struct_inputs, &call.inputs, inputs) ||
+        skl_struct_read(&skl_struct_gradients, &call.gradients, gradients))
         return SKL_ERROR_ARGUMENT;
     return check_and_run(plan, &call, workspace_size);
 }
@@ -81,8 +57,9 @@ skl_status skl_forward_backward(const skl_plan *plan, const skl_inputs *inputs, 
                                 skl_stream stream)
 {
     skl_call call = {.op = SKL_OP_FORWARD_BACKWARD, .keys = all_keys, .workspace = workspace, .stream = stream};
-    if (check_given(plan, "plan") || copy_inputs(&call.inputs, inputs) || copy_rows(&call.rows, rows) ||
-        copy_gradients(&call.gradients, gradients))
+    if (check_given(plan, "plan") || skl_struct_read(&skl_struct_inputs, &call.inputs, inputs) ||
+        skl_struct_read(&skl_struct_rows, &call.rows, rows) ||
+        skl_struct_read(&skl_struct_gradients, &call.gradients, gradients))
         return SKL_ERROR_ARGUMENT;
     return check_and_run(plan, &call, workspace_size);
 }
@@ -116,8 +93,10 @@ skl_status skl_attention_backward(const skl_plan *plan, const skl_inputs *inputs
                      .keys = all_keys,
                      .workspace = workspace,
                      .stream = stream};
-    if (check_given(plan, "plan") || copy_inputs(&call.inputs, inputs) || copy_attention(&copy, attention) ||
-        copy_rows(&call.rows, rows) || copy_gradients(&call.gradients, gradients))
+    if (check_given(plan, "plan") || skl_struct_read(&skl_struct_inputs, &call.inputs, inputs) ||
+        skl_struct_read(&skl_struct_attention, &copy, attention) ||
+        skl_struct_read(&skl_struct_rows, &call.rows, rows) ||
+        skl_struct_read(&skl_struct_gradients, &call.gradients, gradients))
         return SKL_ERROR_ARGUMENT;
     return check_and_run(plan, &call, workspace_size);
 }
@@ -132,7 +111,7 @@ skl_status skl_partial(const skl_plan *plan, const skl_inputs *inputs, int64_t k
                      .states = states,
                      .workspace = workspace,
                      .stream = stream};
-    if (check_given(plan, "plan") || copy_inputs(&call.inputs, inputs))
+    if (check_given(plan, "plan") || skl_struct_read(&skl_struct_inputs, &call.inputs, inputs))
         return SKL_ERROR_ARGUMENT;
     return check_and_run(plan, &call, workspace_size);
 }
@@ -152,8 +131,8 @@ skl_status skl_states_finish(const skl_plan *plan, const skl_inputs *inputs, con
                      .gradients = no_gradients,
                      .states = (skl_row_state *)(uintptr_t)states, /* skl_states_finish writes no state */
                      .stream = stream};
-    if (check_given(plan, "plan") || copy_rows(&call.rows, rows) ||
-        (inputs != NULL && copy_inputs(&call.inputs, inputs)))
+    if (check_given(plan, "plan") || skl_struct_read(&skl_struct_rows, &call.rows, rows) ||
+        (inputs != NULL && skl_struct_read(&skl_struct_inputs, &call.inputs, inputs)))
         return SKL_ERROR_ARGUMENT;
     SKL_TRY(skl_call_check(plan, &call, 0));
     return plan->problem.sinks ? skl_finish_with_sinks(plan, &call) : plan->backend->states_finish(plan, &call);

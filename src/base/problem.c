@@ -214,10 +214,8 @@ skl_status skl_op_check_for(const skl_problem *p, skl_op op)
 
 skl_status skl_problem_check(skl_problem *problem, const skl_problem *given)
 {
-    if (given == NULL)
-        return skl_fail(SKL_ERROR_ARGUMENT, "problem=NULL: must point to a skl_problem");
     skl_problem p;
-    SKL_TRY(skl_struct_copy(&p, given, sizeof p, "problem", "; start from skl_problem_default()"));
+    SKL_TRY(skl_struct_read(&skl_struct_problem, &p, given));
     SKL_TRY(check_ranges(&p));
     SKL_TRY(check_float("scale_t", p.scale_t, -INFINITY, "finite; 0 stands for 1/sqrt(dim_t)"));
     SKL_TRY(check_float("scale_s", p.scale_s, -INFINITY, "finite; 0 stands for 1/sqrt(dim_s)"));

@@ -1,15 +1,30 @@
-/* Copies a public struct of the caller, whose size may be that of another release. */
+/* Public structs of the caller, whose size may be that of an older or a newer release. All entry points read and
+ * write them here. */
 #ifndef SKL_BASE_STRUCTS_H
 #define SKL_BASE_STRUCTS_H
 
 #include "streamkl.h"
 
-/* Larger sizes are not believed: they are more likely garbage than the struct of a newer release. */
+/* Larger sizes are refused: they are more likely garbage than the struct of a newer release. */
 enum { SKL_STRUCT_SIZE_MAX = 4096 };
 
-/* Copies `size` bytes of `from`, which starts with its struct_size, to `to`, and sets the struct_size of the copy to
- * `size`. Reads no byte after struct_size before it is checked, and no byte beyond it. A larger struct is accepted
- * if its additional bytes are 0. `name` is the argument in messages; `hint` ends the message about the size. */
-skl_status skl_struct_copy(void *to, const void *from, size_t size, const char *name, const char *hint);
+/* A public struct. `first_size` is what the first release with this struct had: no program has a shorter one. */
+typedef struct skl_struct {
+    const char *name; /* in messages */
+    size_t size, first_size;
+    const char *hint; /* ends the message about its size */
+} skl_struct;
+
+extern const skl_struct skl_struct_problem, skl_struct_options, skl_struct_inputs, skl_struct_rows,
+    skl_struct_gradients, skl_struct_attention, skl_struct_kernel_info;
+
+/* Copies the caller's struct `from` to `to`, which has the size of this release. Fields that a shorter struct lacks
+ * become 0. Refuses NULL, and a longer struct with a byte that is not 0 beyond the fields of this release. Reads
+ * nothing after struct_size before its value is checked, and nothing beyond it. */
+skl_status skl_struct_read(const skl_struct *type, void *to, const void *from);
+
+/* Copies `from`, which has the size of this release, to the caller's struct `to`, except for its struct_size. Fields
+ * that only the caller knows become 0. */
+skl_status skl_struct_write(const skl_struct *type, void *to, const void *from);
 
 #endif

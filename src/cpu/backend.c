@@ -15,8 +15,12 @@ static int kernel_at(int32_t index, skl_kernel_info *info)
     if (kernel == NULL)
         return 0;
     const bool usable = kernel->usable();
-    *info = (skl_kernel_info){kernel->name, SKL_CPU, usable,
-                              usable ? kernel->detail : "this CPU lacks the instruction set", kernel->on_matrix};
+    *info = (skl_kernel_info){sizeof *info,
+                              kernel->name,
+                              SKL_CPU,
+                              usable,
+                              usable ? kernel->detail : "this CPU lacks the instruction set",
+                              kernel->on_matrix};
     return 1;
 }
 

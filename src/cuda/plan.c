@@ -66,7 +66,8 @@ int skl_cuda_kernel_info_at(int32_t index, skl_kernel_info *info)
         snprintf(reason, sizeof reason, "device 0 has compute capability %d.%d, the kernel needs %d.%d",
                  capability / 10, capability % 10, kernel->capability / 10, kernel->capability % 10);
     const bool rounds_gradients = kernel->dtype != SKL_F32;
-    *info = (skl_kernel_info){kernel->name, SKL_CUDA, usable, usable ? kernel->detail : reason, rounds_gradients};
+    *info = (skl_kernel_info){sizeof *info,    kernel->name, SKL_CUDA, usable, usable ? kernel->detail : reason,
+                              rounds_gradients};
     return 1;
 }
 
