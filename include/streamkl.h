@@ -6,19 +6,17 @@
  *     student  y_ij = softcap_s(scale_s * <q_s[i], k_s[j]>)    S = softmax_j(y)
  *     KL_i = sum_j P_ij (log P_ij - log S_ij)                  (or KL(S || P): see skl_direction)
  *
- * The student can also be the indexer of a sparse attention: see skl_student. The KL can come with the backward of
- * the student's own attention: see skl_attention_backward.
+ * This file goes from simple to advanced:
  *
- * Describe a problem, create a plan, run it as often as you like:
- *
- *     skl_problem problem = skl_problem_default();   // set shapes, types, masks
- *     skl_plan *plan;
- *     skl_plan_create(&plan, &problem, NULL);
- *     skl_forward(plan, &inputs, &rows, workspace, workspace_size, NULL);
- *     skl_plan_destroy(plan);
- *
- * Calls return a status. After a failure, skl_last_error() names the argument, its value and the accepted values.
- * A plan is immutable and can be shared between threads. Run calls never allocate, print or exit.
+ *     Status                   what every call returns
+ *     The simple API           two calls for contiguous tensors: the KL of every row, and its gradients
+ *     The problem              shapes, types and masks, without pointers
+ *     Tensors                  addresses and strides
+ *     Plans                    kernels and workspace, chosen once for many calls
+ *     Running                  forward, backward, both in one pass, the student's attention backward
+ *     Before a call            what it needs, and whether its arrays are valid
+ *     Partial states           keys split over calls, devices or ranks
+ *     Version and kernels
  *
  * Every struct starts with struct_size, which the caller sets to the sizeof that it was compiled with. So a program
  * runs with a library of another release, without being compiled again. New fields come last, and 0 in them keeps the
@@ -54,20 +52,69 @@ extern "C" {
 
 /* ---- Status ------------------------------------------------------------------------------------------------ */
 
+/* A call that fails has no effect, except that SKL_ERROR_DEVICE can leave results half written. */
 typedef enum skl_status {
     SKL_OK = 0,
     SKL_ERROR_ARGUMENT = 1,    /* an argument is out of range, missing or contradicts another */
     SKL_ERROR_UNSUPPORTED = 2, /* valid, but this build or this machine cannot do it */
-    SKL_ERROR_MEMORY = 3,      /* an allocation failed (only skl_plan_create allocates) */
+    SKL_ERROR_MEMORY = 3,      /* an allocation failed: only the simple API and skl_plan_create allocate */
     SKL_ERROR_WORKSPACE = 4,   /* the workspace is NULL, too small or misaligned */
     SKL_ERROR_DEVICE = 5       /* the device is missing or reported an error */
 } skl_status;
 
-/* "SKL_OK", "SKL_ERROR_ARGUMENT", ... */
+/* Returns "SKL_OK", "SKL_ERROR_ARGUMENT", ... */
 SKL_API const char *skl_status_name(skl_status status);
 
-/* Message of the last failed call of this thread, for example "dim_t=0: must be 1..512". Never NULL. */
+/* Returns the message of this thread's last failed call. It names the argument, its value and the accepted values:
+ * "dim_t=0: must be 1..512". Never NULL. */
 SKL_API const char *skl_last_error(void);
+
+/* ---- The simple API ---------------------------------------------------------------------------------------- */
+
+struct skl_problem;
+struct skl_options;
+
+/* The type of cudaStream_t: pass a CUDA stream without a cast, and NULL on the CPU. */
+typedef struct CUstream_st *skl_stream;
+
+/* KL of every row, for contiguous tensors:
+ *
+ *     skl_problem problem = skl_problem_default();        // one sequence, one head, f32, no mask
+ *     problem.heads_t = problem.heads_s = 16;
+ *     problem.len_q = problem.len_k = 2048;
+ *     problem.dim_t = problem.dim_s = 64;
+ *     problem.causal = 1;
+ *     if (skl_attention_kl(&problem, NULL, q_t, k_t, q_s, k_s, kl, NULL) != SKL_OK)
+ *         puts(skl_last_error());
+ *
+ *     q_t  [batch, heads_t, len_q, dim_t]    k_t  [batch, key_heads_t, len_k, dim_t]    of type problem.dtype_t
+ *     q_s  [batch, heads_s, len_q, dim_s]    k_s  [batch, key_heads_s, len_k, dim_s]    of type problem.dtype_s
+ *     kl   [batch, heads_s, len_q], f32
+ *
+ * `problem` may set everything that needs no further tensor: masks by causal and window, grouped heads, types,
+ * scales, softcaps, direction. Packed sequences, row bounds, sinks and indexers need a plan. `options` chooses the
+ * device; NULL is the CPU with all cores. On a GPU, tensors are device memory, and the call returns before the stream
+ * has executed it.
+ *
+ * The call creates a plan, allocates its workspace, runs and frees both: nothing is kept between calls. A GPU
+ * allocates in stream order (cudaMallocAsync), without synchronising. */
+SKL_API skl_status skl_attention_kl(const struct skl_problem *problem, const struct skl_options *options,
+                                    const void *q_t, const void *k_t, const void *q_s, const void *k_s, float *kl,
+                                    skl_stream stream);
+
+/* KL of every row and gradients of sum_i grad_kl[i] * KL_i for the student. Needs no earlier call: it runs a forward
+ * and a backward.
+ *
+ *     grad_kl  f32, the shape of kl; NULL: all ones. The gradient of a mean has 1 / rows here
+ *     kl       NULL: not requested
+ *     dq_s     the shape of q_s, of type problem.dtype_s, or f32 with problem.grad_f32; NULL: not requested
+ *     dk_s     the shape of k_s, the same type; NULL: not requested
+ *
+ * problem.gradients is not read: the pointers say what to compute. */
+SKL_API skl_status skl_attention_kl_backward(const struct skl_problem *problem, const struct skl_options *options,
+                                             const void *q_t, const void *k_t, const void *q_s, const void *k_s,
+                                             const float *grad_kl, float *kl, void *dq_s, void *dk_s,
+                                             skl_stream stream);
 
 /* ---- The problem: shapes, types and masks; no pointers ----------------------------------------------------- */
 
@@ -88,22 +135,20 @@ typedef enum skl_student {
     SKL_STUDENT_INDEXER = 1    /* y_ij = scale_s * sum_g w_s[i,g] relu(<q_s[g,i], k_s[j]>), over index heads g */
 } skl_student;
 
-/* Gradients that a plan can compute. The teacher of an indexer has none; only an indexer has weights w_s; only heads
- * with sinks have SKL_DSINK_*. SKL_DV_S makes a plan for skl_attention_backward, where the student is attention
- * without sinks and the teacher has no gradients. */
+/* Gradients that a plan can compute. */
 enum {
-    SKL_DQ_T = 1,
+    SKL_DQ_T = 1, /* teacher: not with an indexer, and not with SKL_DV_S */
     SKL_DK_T = 2,
-    SKL_DQ_S = 4,
+    SKL_DQ_S = 4, /* student */
     SKL_DK_S = 8,
-    SKL_DW_S = 16,
-    SKL_DSINK_T = 32,
+    SKL_DW_S = 16,    /* weights of an indexer */
+    SKL_DSINK_T = 32, /* problem.sinks */
     SKL_DSINK_S = 64,
-    SKL_DV_S = 128
+    SKL_DV_S = 128 /* makes a plan for skl_attention_backward: attention without sinks */
 };
 
 /* Start from skl_problem_default(). Lengths may be 0. heads_t is a multiple of heads_s, and heads_t and heads_s are
- * multiples of key_heads_t and key_heads_s. */
+ * multiples of key_heads_t and key_heads_s. r stands for heads_t / heads_s. */
 typedef struct skl_problem {
     size_t struct_size;      /* sizeof(skl_problem) */
     skl_dtype dtype_t;       /* type of q_t, k_t */
@@ -114,39 +159,40 @@ typedef struct skl_problem {
     int64_t batch;           /* number of sequences */
     int64_t len_q;           /* queries per sequence; packed: of the longest sequence */
     int64_t len_k;           /* keys per sequence; packed: of the longest sequence */
-    int64_t heads_t;         /* each student head learns the mean of its r = heads_t / heads_s teacher heads */
-    int64_t heads_s;
-    int64_t key_heads_t; /* key heads; 0: same as query heads. GQA and MQA need no expanded keys */
-    int64_t key_heads_s;
-    int64_t dim_t; /* head dimension, 1..512; teacher of an indexer: 1..576 */
-    int64_t dim_s;
-    /* Exactly 0 is the default; -0 and subnormal numbers are refused. A double below 2^-150 becomes 0 in a float. */
-    float scale_t; /* logit scale; 0: 1 / sqrt(dim); indexer: 1 / sqrt(dim_s * index_heads) */
-    float scale_s;
-    float softcap_t; /* logit -> cap * tanh(logit / cap); 0: none */
-    float softcap_s;
+    int64_t heads_t;         /* teacher heads: each student head learns the mean of r of them */
+    int64_t heads_s;         /* student heads */
+    int64_t key_heads_t;     /* key heads, for GQA and MQA without expanded keys; 0: heads_t */
+    int64_t key_heads_s;     /* key heads of the student; 0: heads_s */
+    int64_t dim_t;           /* head dimension, 1..512; teacher of an indexer: 1..576 */
+    int64_t dim_s;           /* head dimension, 1..512 */
+    /* Scales and softcaps: exactly 0 is the default; -0 and subnormal numbers are refused, because they are what
+     * remains of a number that a float cannot hold. */
+    float scale_t;           /* logit scale; 0: 1 / sqrt(dim_t) */
+    float scale_s;           /* logit scale; 0: 1 / sqrt(dim_s); indexer: 1 / sqrt(dim_s * index_heads) */
+    float softcap_t;         /* logit -> cap * tanh(logit / cap); 0: none */
+    float softcap_s;         /* softcap of the student; 0: none; an indexer has none */
     int32_t causal;          /* 1: a query attends to no later key, by position */
     int64_t window_left;     /* a query attends to at most this many keys before its position; -1: no limit */
-    int64_t window_right;    /* and to at most this many keys after it; -1: no limit */
+    int64_t window_right;    /* a query attends to at most this many keys after its position; -1: no limit */
     skl_positions positions; /* how the positions of queries and keys are aligned */
     int64_t offset_q;        /* SKL_POSITIONS_OFFSET: position of query 0 of every sequence */
     int64_t offset_k;        /* SKL_POSITIONS_OFFSET: position of key 0 of every sequence */
     int32_t packed;          /* 1: sequences are concatenated without padding; cu_seqlens_* hold their boundaries */
     int64_t total_q;         /* packed: rows of the query buffers */
     int64_t total_k;         /* packed: rows of the key buffers */
-    skl_student student;
-    int64_t index_heads;  /* indexer: index heads per student head, 1..256; they share its keys */
-    skl_dtype dtype_w;    /* indexer: type of the weights w_s */
-    int32_t index_linear; /* indexer: 1: without the ReLU */
-    int64_t top_k;        /* indexer: > 0: sparse, a row attends only to the top_k keys in inputs.indices; 0: dense */
-    int32_t row_bounds;   /* 1: a query attends only to keys within the bounds of its row, in inputs.key_begin and
-                           * inputs.key_end, besides all other masks */
-    int32_t
-        sinks; /* 1: the softmax of every head has one more outcome, a sink, whose logit is a number per
-                * head (inputs.sink_t, inputs.sink_s) and that belongs to no key. It is an outcome of P and
-                * S like the keys, and all LSEs include it. Not for indexers; with r > 1 neither for
-                * KL(S || P) nor for teacher gradients. Without sinks, P and S are distributions on the keys alone */
+    skl_student student;     /* attention or indexer */
+    int64_t index_heads;     /* indexer: index heads per student head, 1..256; they share its keys */
+    skl_dtype dtype_w;       /* indexer: type of the weights w_s */
+    int32_t index_linear;    /* indexer: 1: without the ReLU */
+    int64_t top_k;      /* indexer: > 0: sparse, a row attends only to the top_k keys in inputs.indices; 0: dense */
+    int32_t row_bounds; /* 1: a query attends only to keys within the bounds of its row, inputs.key_begin and
+                         * inputs.key_end, and the other masks apply as well */
+    int32_t sinks;      /* 1: every softmax has a sink: see below */
 } skl_problem;
+
+/* A sink is one more outcome of P and S that belongs to no key. Its logit is a number per head, inputs.sink_t and
+ * inputs.sink_s, and all LSEs include it. Indexers have no sinks. With r > 1, sinks exclude KL(S || P) and teacher
+ * gradients. Without sinks, P and S are distributions on the keys alone. */
 
 /* ---- Tensors: address, and strides in elements ------------------------------------------------------------- */
 
@@ -155,9 +201,9 @@ typedef struct skl_problem {
  * given or not requested.
  *
  * Inputs may be expanded (stride 0). An output may interleave with other tensors, such as dq and dk in
- * [length, 2, dim], but must not share a byte with another output or an input. No tensor may share a byte with the
- * workspace that the plan needs. Calls refuse an overlap that they find. Exception: rows->x may be the same tensor as
- * inputs->x. */
+ * [length, 2, dim], but must not share a byte with another output, an input, an array of the inputs or the workspace
+ * that the plan needs. Calls refuse an overlap that they find. Exception: rows->lse_t may be inputs->lse_t with the
+ * same strides, and so on for each row vector. */
 typedef struct skl_input {
     const void *data;
     int64_t stride_batch, stride_head, stride_row;
@@ -169,19 +215,20 @@ typedef struct skl_output {
 } skl_output;
 
 typedef struct skl_inputs {
-    size_t struct_size;          /* sizeof(skl_inputs) */
-    skl_input q_t, k_t;          /* teacher: [batch, heads_t, len_q, dim_t], [batch, key_heads_t, len_k, dim_t] */
-    skl_input q_s, k_s;          /* student: the same with heads_s, key_heads_s, dim_s */
-    skl_input lse_t;             /* [batch, heads_t, len_q], natural log. Each call says which row vectors it needs */
-    skl_input lse_s;             /* [batch, heads_s, len_q] */
+    size_t struct_size; /* sizeof(skl_inputs) */
+    skl_input q_t, k_t; /* teacher: [batch, heads_t, len_q, dim_t], [batch, key_heads_t, len_k, dim_t] */
+    skl_input q_s, k_s; /* student: [batch, heads_s, len_q, dim_s], [batch, key_heads_s, len_k, dim_s] */
+    /* Row vectors, results of an earlier call: each call says which of them it needs. */
+    skl_input lse_t;             /* [batch, heads_t, len_q] log-sum-exp of the teacher's logits, natural log */
+    skl_input lse_s;             /* [batch, heads_s, len_q] log-sum-exp of the student's logits */
     skl_input kl;                /* [batch, heads_s, len_q] */
-    skl_input dot_t;             /* [batch, heads_t, len_q] */
+    skl_input dot_t;             /* [batch, heads_t, len_q], with r > 1: see skl_rows */
     skl_input grad_kl;           /* [batch, heads_s, len_q] upstream gradient of every KL_i; NULL: all ones. Where it
                                   * is 0, the row contributes no gradient, even if its tensors hold NaN; on a GPU, NaN
                                   * still propagates */
     const int32_t *cu_seqlens_q; /* packed: batch + 1 row offsets; the first is 0, and none is below the one before */
-    const int32_t *cu_seqlens_k;
-    const int32_t *key_lengths; /* optional, not packed: keys j >= key_lengths[b] are padding; moves no position */
+    const int32_t *cu_seqlens_k; /* packed: batch + 1 row offsets of the keys */
+    const int32_t *key_lengths;  /* optional, not packed: keys j >= key_lengths[b] are padding; moves no position */
     /* Indexer. q_s is [batch, heads_s * index_heads, len_q, dim_s]: index head g of student head h is head
      * h * index_heads + g. */
     skl_input w_s;     /* [batch, heads_s, len_q, index_heads] weights */
@@ -190,12 +237,12 @@ typedef struct skl_inputs {
                         * twice. The CPU refuses other values; a GPU treats them as none: see skl_inputs_check */
     /* row_bounds, [batch, len_q], packed [total_q]: query i attends to keys key_begin[i] <= j < key_end[i] of its
      * sequence. Neither array may decrease within a sequence, but a row may be empty. At least one is given; without
-     * the other, keys are not limited on that side. They serve shards of a context-parallel sequence, chunked
-     * attention and sampled rows. The CPU refuses invalid bounds. A GPU cannot check them: it limits them to the keys
-     * of the sequence, and the rows of tiles in which they decrease have undefined results. */
+     * the other, keys are not limited on that side. Row bounds serve shards of a context-parallel sequence, chunked
+     * attention and sampled rows. The CPU refuses invalid bounds. A GPU limits them to the keys of the sequence; rows
+     * of tiles in which they decrease have undefined results there: see skl_inputs_check. */
     const int32_t *key_begin;
     const int32_t *key_end;
-    /* sinks: logits of the sinks, natural log, without scale or softcap. A row without visible keys has no sink. */
+    /* sinks: logits, natural log, without scale or softcap. A row without visible keys has no sink. */
     const float *sink_t; /* [heads_t] */
     const float *sink_s; /* [heads_s] */
 } skl_inputs;
@@ -203,12 +250,12 @@ typedef struct skl_inputs {
 /* Row results, f32. A row without visible keys has KL 0 and LSE -inf. */
 typedef struct skl_rows {
     size_t struct_size; /* sizeof(skl_rows) */
-    skl_output kl;      /* [batch, heads_s, len_q], never below 0. If numbers leave the range of floats it is NaN or
-                         * infinite, of either sign, and never a 0 that hides them */
-    skl_output lse_t;   /* [batch, heads_t, len_q] */
-    skl_output lse_s;   /* [batch, heads_s, len_q] */
-    skl_output dot_t;   /* [batch, heads_t, len_q]: sum_j P_hj dKL/dP_j, or its equivalent under a wider LSE. Only
-                         * with r > 1, where teacher gradients need it */
+    skl_output kl;    /* [batch, heads_s, len_q], never below 0. Where numbers leave the range of floats it is NaN or
+                       * infinite, of either sign */
+    skl_output lse_t; /* [batch, heads_t, len_q] */
+    skl_output lse_s; /* [batch, heads_s, len_q] */
+    skl_output dot_t; /* [batch, heads_t, len_q]: sum_j P_hj dKL/dP_j, or its equivalent under a wider LSE. Only
+                       * with r > 1, where teacher gradients need it */
     /* Indexer only, [batch, heads_s, len_q]; 0 for a row without visible keys. A is the first argument of the KL and
      * B the second: teacher and student of KL(P || S). */
     skl_output cross_entropy; /* -sum_j A_j log B_j = KL + entropy */
@@ -217,13 +264,14 @@ typedef struct skl_rows {
                                * lse_t is not given */
 } skl_rows;
 
-/* Gradients of sum_i grad_kl[i] * KL_i. Each has the shape of its tensor. */
+/* Gradients of sum_i grad_kl[i] * KL_i. Each has the shape of its tensor; the plan's problem.gradients must name it.
+ */
 typedef struct skl_gradients {
     size_t struct_size; /* sizeof(skl_gradients) */
     skl_output dq_t, dk_t, dq_s, dk_s;
     skl_output dw_s; /* indexer */
-    float *dsink_t;  /* sinks, f32 [heads_t]; NULL: not requested */
-    float *dsink_s;  /* [heads_s] */
+    float *dsink_t;  /* sinks: f32 [heads_t]; NULL: not requested */
+    float *dsink_s;  /* sinks: f32 [heads_s]; NULL: not requested */
 } skl_gradients;
 
 /* The student's own attention o_s = S v_s, for skl_attention_forward and skl_attention_backward. Values have the head
@@ -232,11 +280,22 @@ typedef struct skl_attention {
     size_t struct_size; /* sizeof(skl_attention) */
     skl_input v_s;      /* values: [batch, key_heads_s, len_k, dim_s] */
     skl_input o_s;      /* output: [batch, heads_s, len_q, dim_s] */
-    skl_input do_s;     /* upstream gradient of the output, of the same shape and type */
+    skl_input do_s;     /* upstream gradient of the output: [batch, heads_s, len_q, dim_s] */
     skl_output dv_s;    /* gradient of the values; no data: not requested */
 } skl_attention;
 
-/* ---- The plan ---------------------------------------------------------------------------------------------- */
+/* ---- Plans: kernels and workspace, chosen once for many calls ------------------------------------------------ */
+
+/* A plan checks a problem, chooses kernels and knows the workspace of each operation:
+ *
+ *     skl_plan *plan;
+ *     skl_plan_create(&plan, &problem, NULL);
+ *     const size_t size = skl_plan_workspace_size(plan, SKL_OP_FORWARD);
+ *     skl_forward(plan, &inputs, &rows, workspace, size, NULL);      // as often as you like
+ *     skl_plan_destroy(plan);
+ *
+ * A plan is immutable and can be shared between threads. Run calls never allocate, synchronise, print or exit. */
+typedef struct skl_plan skl_plan;
 
 typedef enum skl_device { SKL_CPU = 0, SKL_CUDA = 1 } skl_device;
 
@@ -245,21 +304,19 @@ typedef void (*skl_progress)(void *user, int64_t done, int64_t total);
 
 /* How to compute. NULL stands for skl_options_default(): CPU, all cores available to the process. */
 typedef struct skl_options {
-    size_t struct_size; /* sizeof(skl_options) */
-    skl_device device;
-    int32_t device_index;
+    size_t struct_size;    /* sizeof(skl_options) */
+    skl_device device;     /* SKL_CPU or SKL_CUDA */
+    int32_t device_index;  /* SKL_CUDA: the number of the GPU */
     int32_t threads;       /* CPU threads; 0: STREAMKL_THREADS, else one per core. Results do not depend on it */
-    int32_t deterministic; /* 1: gradients have the same bits in every run, and only indexers need a workspace that
-                            * grows with len_k. 0: Hopper GPUs may sum key gradients of heads of up to 128 dimensions
-                            * in any order, which is faster. CPU results are always deterministic */
+    int32_t deterministic; /* 1: gradients have the same bits in every run. 0: Hopper GPUs may sum key gradients of
+                            * heads of up to 128 dimensions in any order, which is faster but takes workspace. CPU
+                            * results are always deterministic */
     const char *kernel;    /* forces a kernel by name; NULL: STREAMKL_KERNEL, else the best that fits */
     skl_progress progress; /* CPU: progress of long calls; may be NULL */
-    void *progress_user;
-    const char *gpu; /* SKL_CUDA: explains the launches on a GPU that need not be here: a100, b200, h100, h200, l40s
-                      * or rtx5090. Such a plan runs nothing. NULL: device_index, on this machine */
+    void *progress_user;   /* CPU: first argument of `progress` */
+    const char *gpu;       /* SKL_CUDA: explains the launches on a GPU that need not be here: a100, b200, h100, h200,
+                            * l40s or rtx5090. Such a plan runs nothing. NULL: device_index, on this machine */
 } skl_options;
-
-typedef struct skl_plan skl_plan;
 
 typedef enum skl_op {
     SKL_OP_FORWARD = 0,
@@ -273,66 +330,57 @@ typedef enum skl_op {
 SKL_API skl_status skl_plan_create(skl_plan **plan, const skl_problem *problem, const skl_options *options);
 SKL_API void skl_plan_destroy(skl_plan *plan); /* NULL is fine */
 
-/* Bytes of workspace that an operation needs, aligned to SKL_WORKSPACE_ALIGNMENT. Concurrent calls need separate
- * workspaces. On the CPU it is proportional to the number of threads that can have work, one per tile of a head at
- * most. The size does not grow with len_q or len_k otherwise, except that skl_forward_backward with sinks
- * keeps 4 bytes per row, and with these exceptions on a GPU:
- *   - On Hopper, a backward that need not be deterministic keeps f32 sums of 16-bit key gradients in it, for heads of
- *     up to 128 dimensions.
- *   - On Hopper, f32, mixed types and odd head sizes of up to 128 dimensions take 4 bytes per element of q and k.
- *   - skl_attention_backward keeps f32 sums of dq_s, and 16 bytes per row.
- *   - With row bounds, a backward with key gradients keeps 8 bytes per key.
- *   - A forward of teacher groups that computes their LSEs keeps 4 bytes per row and teacher head.
- *   - Indexers and teacher groups in strips keep row sums and f32 sums of key gradients in it. Their backward also
- *     needs up to 256 MiB, or more if the indices of one row or 128 queries require it. */
+/* Returns the bytes of workspace that an operation needs, aligned to SKL_WORKSPACE_ALIGNMENT. */
 #define SKL_WORKSPACE_ALIGNMENT 64
 SKL_API size_t skl_plan_workspace_size(const skl_plan *plan, skl_op op);
-SKL_API const char *skl_plan_kernel(const skl_plan *plan); /* the kernel's name in the kernel list */
-SKL_API int32_t skl_plan_threads(const skl_plan *plan);    /* number of CPU threads; 0 on a GPU */
+
+/* Returns the name of the kernel, as in skl_kernel_at. */
+SKL_API const char *skl_plan_kernel(const skl_plan *plan);
+
+/* Returns the number of CPU threads; 0 on a GPU. */
+SKL_API int32_t skl_plan_threads(const skl_plan *plan);
 
 /* Explains which kernels an operation launches and why, with one line per launch:
  *
  *     STEP: KERNEL, VARIANT[, N splits][, N bytes of workspace] (REASON)
  *
  * The choice can depend on strides and alignment, so pass the inputs of the call; no tensor is read. NULL stands for
- * aligned, contiguous inputs. All of problem.gradients and the KL of every row are assumed to be requested. Like
- * snprintf, it writes at most `size` bytes including the terminating zero and returns the length of the whole text.
- * It returns 0 and sets skl_last_error() if an argument is invalid. */
+ * aligned, contiguous inputs. All of problem.gradients and the KL of every row count as requested. Like snprintf, it
+ * writes at most `size` bytes including the terminating zero and returns the length of the whole text. Returns 0 and
+ * sets skl_last_error() if an argument is invalid. */
 SKL_API size_t skl_plan_explain(const skl_plan *plan, const skl_inputs *inputs, skl_op op, char *buffer, size_t size);
 
-/* Whether calls of an operation run, with aligned tensors and all of problem.gradients: 1 or 0. 0 sets
- * skl_last_error(), which says why and what to call instead. On a GPU, skl_attention_forward and
- * skl_attention_backward need kernels that carry the KL: Hopper, bf16 or f16 heads of up to 128 dimensions,
- * KL(P || S), one teacher head per student head, no softcap; the backward also needs options.deterministic=0. On a
- * CPU, skl_attention_forward is not supported. Everything else runs wherever a plan can be created. */
+/* Returns 1 if calls of an operation run, with aligned tensors and all of problem.gradients. Returns 0 and sets
+ * skl_last_error() if not: the message says why, and what to call instead. Only the two calls of the student's own
+ * attention can be missing. On a GPU they need Hopper, bf16 or f16 heads of up to 128 dimensions, KL(P || S), r = 1
+ * and no softcap; skl_attention_backward also needs a plan that need not be deterministic. On a CPU there is no
+ * skl_attention_forward. */
 SKL_API int skl_plan_supports(const skl_plan *plan, skl_op op);
 
 /* ---- Running ----------------------------------------------------------------------------------------------- */
 
-/* The same type as cudaStream_t: pass a CUDA stream without a cast, and NULL on the CPU. */
-typedef struct CUstream_st *skl_stream;
-
-/* Row results: KL, LSEs and whatever else `rows` requests. Where the teacher's LSEs come from:
+/* Row results: KL, LSEs and whatever else `rows` requests. With sinks, request both LSEs together with the KL. Where
+ * the teacher's LSEs come from:
  *   - Attention with r = 1: always computed; inputs->lse_t is not read.
  *   - r > 1 or an indexer: inputs->lse_t if given, else computed in an extra pass over the keys.
- * With sinks, request both LSEs together with the KL, which is made of them.
- * A given LSE may be wider, that is, cover more keys than are visible. P is then the conditional distribution on the
- * visible keys, and teacher gradients treat the share of the other keys as constant. rows->lse_t always normalises P
- * over the visible keys: pass it to skl_backward. With sinks an LSE covers the visible keys and the sink, and nothing
- * else. */
+ *
+ * A given LSE may be wider, that is, cover more keys than are visible, except with sinks. P is then the conditional
+ * distribution on the visible keys, and teacher gradients treat the share of the other keys as constant. rows->lse_t
+ * always normalises P over the visible keys: pass it to skl_backward. */
 SKL_API skl_status skl_forward(const skl_plan *plan, const skl_inputs *inputs, const skl_rows *rows, void *workspace,
                                size_t workspace_size, skl_stream stream);
 
 /* Gradients from the row results of a forward: always lse_t and lse_s. Gradients of the first argument of the KL
  * (teacher in KL(P || S), student in KL(S || P)) also need kl; with r > 1, teacher gradients need dot_t instead.
- * skl_problem_needs() returns the same as bits. */
+ * skl_problem_needs() returns these needs as bits. */
 SKL_API skl_status skl_backward(const skl_plan *plan, const skl_inputs *inputs, const skl_gradients *gradients,
                                 void *workspace, size_t workspace_size, skl_stream stream);
 
 /* One-pass: loss and gradients in one pass over the keys, if both LSEs of the visible keys are known. Every flash
  * attention returns its LSE; for an indexer, skl_forward with only rows->lse_s requested computes it without the
- * teacher. Do not request rows->lse_* and rows->mass. Do request kl or dot_t in rows if skl_backward would need it;
- * this costs a second pass. For teacher gradients under wider LSEs, call skl_forward, then skl_backward.
+ * teacher. rows->lse_t, rows->lse_s and rows->mass must not be requested. kl or dot_t must be requested in rows where
+ * skl_backward would need it, which costs a second pass. For teacher gradients under wider LSEs, call skl_forward,
+ * then skl_backward.
  *
  * Gradients are those of the sum over rows, which can exceed the range of f16. A factor that is known at this time,
  * such as 1 / rows of a mean or a loss scale, belongs in inputs->grad_kl: it is applied before gradients are rounded,
@@ -356,31 +404,33 @@ SKL_API skl_status skl_attention_forward(const skl_plan *plan, const skl_inputs 
  *     dS_ij = S_ij (dP_ij - D_i) + grad_kl[i] (S_ij - P_ij)
  *     dq_s = scale_s dS k_s      dk_s = scale_s dS^T q_s      dv_s = S^T do_s
  *
- * It takes the place of the attention's own backward: both need S, and multiply it by the same queries and keys.
- * inputs->lse_s is what the attention's forward returned, inputs->lse_t the teacher's; both cover the visible keys.
- * Give every gradient of the loss but this KL's in do_s, and the weight of each row's KL in grad_kl. Rows are as in
- * skl_forward_backward: rows->kl is optional, unless direction is SKL_KL_REVERSE; gradients->dq_s, dk_s and
- * attention->dv_s are those to compute. The plan's problem.gradients must include SKL_DV_S. skl_plan_supports() tells
- * whether a GPU has a kernel for it. */
+ * The call replaces the attention's own backward: both need S, and multiply it by the same queries and keys.
+ *   - inputs->lse_s is the LSE of the attention's forward, inputs->lse_t that of the teacher; both cover the visible
+ *     keys.
+ *   - attention->do_s holds the gradient of the loss without this KL, inputs->grad_kl the weight of each row's KL.
+ *   - gradients->dq_s, gradients->dk_s and attention->dv_s are the gradients to compute.
+ *   - rows->kl is optional with KL(P || S), and must be requested with KL(S || P).
+ * The plan's problem.gradients must include SKL_DV_S. skl_plan_supports() tells whether a GPU has a kernel for it. */
 SKL_API skl_status skl_attention_backward(const skl_plan *plan, const skl_inputs *inputs,
                                           const skl_attention *attention, const skl_rows *rows,
                                           const skl_gradients *gradients, void *workspace, size_t workspace_size,
                                           skl_stream stream);
 
-/* ---- Before a call: what it needs, and whether its lengths and indices are valid --------------------------- */
+/* ---- Before a call: what it needs, and whether its arrays are valid ----------------------------------------- */
 
 /* Row vectors as bits. */
 enum { SKL_ROW_KL = 1, SKL_ROW_LSE_T = 2, SKL_ROW_LSE_S = 4, SKL_ROW_DOT_T = 8 };
 
-/* The row vectors that an operation with all of problem.gradients requires. SKL_OP_BACKWARD and SKL_OP_PARTIAL read
- * them from inputs. SKL_OP_FORWARD_BACKWARD and SKL_OP_ATTENTION_BACKWARD read the LSEs from inputs; kl and dot_t
- * must be requested in rows, where the gradients then read them. Returns 0 and sets skl_last_error() if an argument
- * is invalid. */
+/* Returns the row vectors that an operation with all of problem.gradients requires. SKL_OP_BACKWARD and
+ * SKL_OP_PARTIAL read them from inputs. SKL_OP_FORWARD_BACKWARD and SKL_OP_ATTENTION_BACKWARD read the LSEs from
+ * inputs; kl and dot_t must be requested in rows, where the gradients then read them. Returns 0 and sets
+ * skl_last_error() if an argument is invalid. */
 SKL_API uint32_t skl_problem_needs(const skl_problem *problem, skl_op op);
 
-/* Checks inputs whose cu_seqlens, key_lengths, row bounds and indices are in host memory: struct_size, pointers,
- * strides, and the values of those arrays. Run calls on the CPU do this themselves; a GPU cannot, so check before the
- * arrays are copied to it. The plan may be for either device. */
+/* Checks inputs whose arrays (cu_seqlens, key_lengths, row bounds, indices) are in host memory: struct_size,
+ * pointers, strides, and the values of the arrays. Calls on the CPU do this themselves, whatever they are asked for.
+ * A GPU call cannot read them, so check before the arrays are copied to the GPU. The plan may be for either device.
+ */
 SKL_API skl_status skl_inputs_check(const skl_plan *plan, const skl_inputs *inputs);
 
 /* ---- Partial states: keys split over calls, devices or ranks ----------------------------------------------- */
@@ -396,40 +446,43 @@ typedef struct skl_row_state {
     float m_a, l_a, m_b, l_b, w;
 } skl_row_state;
 
-/* States over keys [key_begin, key_end) of every sequence. With r > 1 and for indexers, inputs->lse_t must be given
- * and cover all keys. */
+/* Computes states over keys [key_begin, key_end) of every sequence. With r > 1 and for indexers, inputs->lse_t must
+ * be given and cover all keys. */
 SKL_API skl_status skl_partial(const skl_plan *plan, const skl_inputs *inputs, int64_t key_begin, int64_t key_end,
                                skl_row_state *states, void *workspace, size_t workspace_size, skl_stream stream);
 
-/* Merges `from` into `into`, row by row. Merging is associative: any order gives the same result up to rounding. */
+/* Merges `from` into `into`, row by row; the two share no memory. Merging is associative: any order gives the same
+ * result up to rounding. */
 SKL_API skl_status skl_states_merge(const skl_plan *plan, skl_row_state *into, const skl_row_state *from,
                                     skl_stream stream);
 
-/* KL and LSEs of merged states. With r > 1 and for indexers, rows->lse_t needs inputs->lse_t; sinks, which states do
- * not contain, are added here, from inputs; otherwise inputs may be NULL. Other row results cannot be requested. */
+/* Computes KL and LSEs of merged states; other row results cannot be requested. States contain no sinks: this call
+ * adds them. `inputs` may be NULL, except with sinks and where rows->lse_t needs inputs->lse_t: with r > 1 and for
+ * indexers. Given inputs need no q and k, and their arrays are checked as in every call. */
 SKL_API skl_status skl_states_finish(const skl_plan *plan, const skl_inputs *inputs, const skl_row_state *states,
                                      const skl_rows *rows, skl_stream stream);
 
-/* ---- Version, build and kernels ---------------------------------------------------------------------------- */
+/* ---- Version and kernels ----------------------------------------------------------------------------------- */
 
 SKL_API const char *skl_version(void);      /* "0.1.0" */
-SKL_API const char *skl_build_info(void);   /* compiler, target, backends, on one line */
+SKL_API const char *skl_build_info(void);   /* compiler, target and backends on one line */
 SKL_API const char *skl_cpu_features(void); /* instruction sets found on this CPU, separated by spaces */
 
 typedef struct skl_kernel_info {
-    size_t struct_size; /* sizeof(skl_kernel_info), set by the caller */
-    const char *name;   /* for options.kernel and STREAMKL_KERNEL */
-    skl_device device;
+    size_t struct_size;       /* sizeof(skl_kernel_info), set by the caller */
+    const char *name;         /* for options.kernel and STREAMKL_KERNEL */
+    skl_device device;        /* SKL_CPU or SKL_CUDA */
     int32_t usable;           /* 1 if it runs on this machine */
     const char *detail;       /* instruction set and tile shape; if not usable, the reason */
     int32_t rounds_gradients; /* 1: rounds logit gradients to the 16-bit input type before it multiplies them by q or
                                * k, as other attention backwards on tensor cores do; 0: keeps them in f32 */
 } skl_kernel_info;
 
-/* Every kernel of this build, best first. Returns 0 past the end of the list. */
+/* Fills `info` with kernel number `index` of this build, best first, and returns 1. Returns 0 past the end of the
+ * list, and if struct_size is invalid. */
 SKL_API int skl_kernel_at(int32_t index, skl_kernel_info *info);
 
-/* ---- Convenience ------------------------------------------------------------------------------------------- */
+/* ---- Initialisers ------------------------------------------------------------------------------------------ */
 
 static inline skl_problem skl_problem_default(void)
 {

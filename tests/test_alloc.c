@@ -151,6 +151,30 @@ static void test_each_allocation_fails_once(void **state)
     }
 }
 
+/* The simple API allocates a plan and a workspace, and frees both, also where one of them fails. */
+static void test_the_simple_api_frees_what_it_allocates(void **state)
+{
+    (void)state;
+    static float q[4][4], kl[4], dq[4][4];
+    skl_problem problem = skl_problem_default();
+    problem.len_q = problem.len_k = problem.dim_t = problem.dim_s = 4;
+    skl_options options = skl_options_default();
+    options.threads = 1;
+    skl_status status = SKL_ERROR_MEMORY;
+    int first_failure = 1;
+    for (; status != SKL_OK; first_failure++) {
+        const int live_before = atomic_load(&allocations_live);
+        reset_faults(first_failure);
+        status = skl_attention_kl_backward(&problem, &options, q, q, q, q, NULL, kl, dq, NULL, NULL);
+        reset_faults(0);
+        if (status != SKL_OK)
+            assert_refused(status, SKL_ERROR_MEMORY, "could not be allocated");
+        assert_int_equal(atomic_load(&allocations_live), live_before);
+        assert_true(first_failure < 100);
+    }
+    assert_true(first_failure > 3); /* the plan and the workspace failed once each */
+}
+
 /* No thread allocates, so no allocation can fail. */
 static void test_run_calls_allocate_nothing(void **state)
 {
@@ -195,6 +219,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_no_thread_can_be_started),
         cmocka_unit_test(test_each_allocation_fails_once),
+        cmocka_unit_test(test_the_simple_api_frees_what_it_allocates),
         cmocka_unit_test(test_run_calls_allocate_nothing),
     };
     return test_run("alloc", tests, COUNT_OF(tests));

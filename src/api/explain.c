@@ -1,101 +1,52 @@
 /* skl_plan_explain: builds the call that a caller would make, without its data, and lets the backend describe it. */
+#include "api/contiguous.h"
 #include "api/steps.h"
 #include "base/needs.h"
 #include "base/status.h"
 #include "base/structs.h"
 #include "base/tensors.h"
 
-/* Stands for the address of a tensor. Aligned for every copy instruction, and never read. */
-#define PLACEHOLDER ((void *)(uintptr_t)4096)
-
-/* Strides wrap around where the tensor would not fit into memory: nothing is addressed through them. */
-static skl_output new_output(int64_t heads, int64_t rows, int64_t dim)
-{
-    const uint64_t head_size = (uint64_t)rows * (uint64_t)dim;
-    const skl_output tensor = {PLACEHOLDER, (int64_t)((uint64_t)heads * head_size & INT64_MAX),
-                               (int64_t)(head_size & INT64_MAX), dim};
-    return tensor;
-}
-
-static skl_input new_input(int64_t heads, int64_t rows, int64_t dim)
-{
-    const skl_output tensor = new_output(heads, rows, dim);
-    const skl_input input = {tensor.data, tensor.stride_batch, tensor.stride_head, tensor.stride_row};
-    return input;
-}
-
-static int64_t query_rows(const skl_problem *p)
-{
-    return p->packed ? p->total_q : p->len_q;
-}
-
-static int64_t key_rows(const skl_problem *p)
-{
-    return p->packed ? p->total_k : p->len_k;
-}
-
-static skl_inputs contiguous_inputs(const skl_problem *p)
-{
-    const int64_t rows_q = query_rows(p), rows_k = key_rows(p);
-    skl_inputs in = {.struct_size = sizeof(skl_inputs)};
-    in.q_t = new_input(p->heads_t, rows_q, p->dim_t);
-    in.k_t = new_input(p->key_heads_t, rows_k, p->dim_t);
-    in.q_s = new_input(skl_query_heads_s(p), rows_q, p->dim_s);
-    in.k_s = new_input(p->key_heads_s, rows_k, p->dim_s);
-    if (skl_is_indexer(p))
-        in.w_s = new_input(p->heads_s, rows_q, p->index_heads);
-    if (p->top_k > 0)
-        in.indices = new_input(p->heads_s, rows_q, p->top_k);
-    if (p->packed)
-        in.cu_seqlens_q = in.cu_seqlens_k = PLACEHOLDER;
-    if (p->row_bounds)
-        in.key_begin = in.key_end = PLACEHOLDER;
-    if (p->sinks)
-        in.sink_t = in.sink_s = PLACEHOLDER;
-    return in;
-}
-
 /* The row vectors that the operation requires, where the caller gave none. */
 static void add_required_rows(const skl_problem *p, const skl_needs *needs, skl_call *call)
 {
-    const int64_t rows_q = query_rows(p);
+    const int64_t rows_q = skl_rows_q(p);
     skl_inputs *const in = &call->inputs;
     if (needs->lse_t && in->lse_t.data == NULL)
-        in->lse_t = new_input(p->heads_t, rows_q, 1);
+        in->lse_t = skl_contiguous_input(p->heads_t, rows_q, 1);
     if (needs->lse_s && in->lse_s.data == NULL)
-        in->lse_s = new_input(p->heads_s, rows_q, 1);
+        in->lse_s = skl_contiguous_input(p->heads_s, rows_q, 1);
     if (call->op == SKL_OP_BACKWARD && needs->kl && in->kl.data == NULL)
-        in->kl = new_input(p->heads_s, rows_q, 1);
+        in->kl = skl_contiguous_input(p->heads_s, rows_q, 1);
     if (call->op == SKL_OP_BACKWARD && needs->dot_t && in->dot_t.data == NULL)
-        in->dot_t = new_input(p->heads_t, rows_q, 1);
+        in->dot_t = skl_contiguous_input(p->heads_t, rows_q, 1);
     const bool forward_of_dots = call->op == SKL_OP_FORWARD && skl_needs_of(p, SKL_OP_BACKWARD, p->gradients).dot_t;
     if (forward_of_dots || (skl_op_is_one_pass(call->op) && needs->dot_t))
-        call->rows.dot_t = new_output(p->heads_t, rows_q, 1);
+        call->rows.dot_t = skl_contiguous_output(p->heads_t, rows_q, 1);
 }
 
 static skl_gradients requested_gradients(const skl_problem *p)
 {
-    const int64_t rows_q = query_rows(p), rows_k = key_rows(p);
+    const int64_t rows_q = skl_rows_q(p), rows_k = skl_rows_k(p);
     const skl_output none = {NULL, 0, 0, 0};
     const skl_gradients gradients = {
         .struct_size = sizeof(skl_gradients),
-        .dq_t = p->gradients & SKL_DQ_T ? new_output(p->heads_t, rows_q, p->dim_t) : none,
-        .dk_t = p->gradients & SKL_DK_T ? new_output(p->key_heads_t, rows_k, p->dim_t) : none,
-        .dq_s = p->gradients & SKL_DQ_S ? new_output(skl_query_heads_s(p), rows_q, p->dim_s) : none,
-        .dk_s = p->gradients & SKL_DK_S ? new_output(p->key_heads_s, rows_k, p->dim_s) : none,
-        .dw_s = p->gradients & SKL_DW_S ? new_output(p->heads_s, rows_q, p->index_heads) : none,
-        .dsink_t = p->gradients & SKL_DSINK_T ? PLACEHOLDER : NULL,
-        .dsink_s = p->gradients & SKL_DSINK_S ? PLACEHOLDER : NULL};
+        .dq_t = p->gradients & SKL_DQ_T ? skl_contiguous_output(p->heads_t, rows_q, p->dim_t) : none,
+        .dk_t = p->gradients & SKL_DK_T ? skl_contiguous_output(p->key_heads_t, rows_k, p->dim_t) : none,
+        .dq_s = p->gradients & SKL_DQ_S ? skl_contiguous_output(skl_query_heads_s(p), rows_q, p->dim_s) : none,
+        .dk_s = p->gradients & SKL_DK_S ? skl_contiguous_output(p->key_heads_s, rows_k, p->dim_s) : none,
+        .dw_s = p->gradients & SKL_DW_S ? skl_contiguous_output(p->heads_s, rows_q, p->index_heads) : none,
+        .dsink_t = p->gradients & SKL_DSINK_T ? SKL_PLACEHOLDER : NULL,
+        .dsink_s = p->gradients & SKL_DSINK_S ? SKL_PLACEHOLDER : NULL};
     return gradients;
 }
 
 static skl_attention contiguous_attention(const skl_problem *p)
 {
     const skl_attention attention = {.struct_size = sizeof(skl_attention),
-                                     .v_s = new_input(p->key_heads_s, key_rows(p), p->dim_s),
-                                     .o_s = new_input(p->heads_s, query_rows(p), p->dim_s),
-                                     .do_s = new_input(p->heads_s, query_rows(p), p->dim_s),
-                                     .dv_s = new_output(p->key_heads_s, key_rows(p), p->dim_s)};
+                                     .v_s = skl_contiguous_input(p->key_heads_s, skl_rows_k(p), p->dim_s),
+                                     .o_s = skl_contiguous_input(p->heads_s, skl_rows_q(p), p->dim_s),
+                                     .do_s = skl_contiguous_input(p->heads_s, skl_rows_q(p), p->dim_s),
+                                     .dv_s = skl_contiguous_output(p->key_heads_s, skl_rows_k(p), p->dim_s)};
     return attention;
 }
 
@@ -103,24 +54,24 @@ static skl_call call_of(const skl_problem *p, const skl_inputs *inputs, skl_op o
 {
     const skl_needs needs = skl_needs_of(p, op, p->gradients);
     skl_call call = {.op = op,
-                     .inputs = inputs != NULL ? *inputs : contiguous_inputs(p),
+                     .inputs = inputs != NULL ? *inputs : skl_contiguous_inputs(p),
                      .rows = {.struct_size = sizeof(skl_rows)},
                      .gradients = {.struct_size = sizeof(skl_gradients)},
                      .keys = {0, INT64_MAX},
-                     .workspace = PLACEHOLDER};
+                     .workspace = SKL_PLACEHOLDER};
     add_required_rows(p, &needs, &call);
     if (op == SKL_OP_FORWARD || op == SKL_OP_ATTENTION_FORWARD || skl_op_is_one_pass(op))
-        call.rows.kl = new_output(p->heads_s, query_rows(p), 1);
+        call.rows.kl = skl_contiguous_output(p->heads_s, skl_rows_q(p), 1);
     if (op == SKL_OP_FORWARD && p->sinks) { /* the KL with sinks is made of both LSEs */
-        call.rows.lse_t = new_output(p->heads_t, query_rows(p), 1);
-        call.rows.lse_s = new_output(p->heads_s, query_rows(p), 1);
+        call.rows.lse_t = skl_contiguous_output(p->heads_t, skl_rows_q(p), 1);
+        call.rows.lse_s = skl_contiguous_output(p->heads_s, skl_rows_q(p), 1);
     }
     if (op == SKL_OP_ATTENTION_FORWARD)
-        call.o_s = new_output(p->heads_s, query_rows(p), p->dim_s);
+        call.o_s = skl_contiguous_output(p->heads_s, skl_rows_q(p), p->dim_s);
     if (needs.gradients)
         call.gradients = requested_gradients(p);
     if (op == SKL_OP_PARTIAL)
-        call.states = PLACEHOLDER;
+        call.states = SKL_PLACEHOLDER;
     return call;
 }
 

@@ -61,6 +61,9 @@ struct skl_backend {
     skl_status (*states_merge)(const skl_plan *plan, skl_row_state *into, const skl_row_state *from,
                                skl_stream stream);
     skl_status (*states_finish)(const skl_plan *plan, const skl_call *call);
+    /* Memory for one call, aligned to SKL_WORKSPACE_ALIGNMENT; the backend's device has it in the stream's order. */
+    skl_status (*allocate)(const skl_plan *plan, size_t size, void **memory, skl_stream stream);
+    void (*release)(const skl_plan *plan, void *memory, skl_stream stream);
     /* Adds one line per launch of the call: see skl_plan_explain. Reads no tensor; data may be placeholders. */
     skl_status (*explain)(const skl_plan *plan, const skl_call *call, skl_text *text);
     int (*kernel_at)(int32_t index, skl_kernel_info *info);

@@ -2,6 +2,7 @@
 #include "cpu/schedule.h"
 #include "cpu/select.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 #include "base/sinks.h"
@@ -236,5 +237,30 @@ static skl_status sink_gradients(const skl_plan *plan, const skl_call *call, con
     return SKL_OK;
 }
 
-const skl_backend skl_cpu_backend = {SKL_CPU,         plan_cpu,  run,       states_merge,  states_finish,
-                                     skl_cpu_explain, kernel_at, sink_rows, sink_gradients};
+/* ---- Memory of one call --------------------------------------------------------------------------------------- */
+
+static skl_status allocate(const skl_plan *plan, size_t size, void **memory, skl_stream stream)
+{
+    (void)plan, (void)stream;
+    const size_t units = size / SKL_WORKSPACE_ALIGNMENT + 1; /* not 0 */
+    *memory = aligned_alloc(SKL_WORKSPACE_ALIGNMENT, units * SKL_WORKSPACE_ALIGNMENT);
+    return *memory != NULL ? SKL_OK : skl_fail(SKL_ERROR_MEMORY, "workspace: %zu bytes could not be allocated", size);
+}
+
+static void release(const skl_plan *plan, void *memory, skl_stream stream)
+{
+    (void)plan, (void)stream;
+    free(memory);
+}
+
+const skl_backend skl_cpu_backend = {.device = SKL_CPU,
+                                     .plan = plan_cpu,
+                                     .run = run,
+                                     .states_merge = states_merge,
+                                     .states_finish = states_finish,
+                                     .allocate = allocate,
+                                     .release = release,
+                                     .explain = skl_cpu_explain,
+                                     .kernel_at = kernel_at,
+                                     .sink_rows = sink_rows,
+                                     .sink_gradients = sink_gradients};

@@ -119,5 +119,36 @@ static skl_status sink_gradients(const skl_plan *plan, const skl_call *call, con
     return run_step(plan, call, "sinks, gradients", skl_cuda_sink_gradients, kl);
 }
 
-const skl_backend skl_cuda_backend = {SKL_CUDA, skl_cuda_plan_create,    run,       states_merge,  states_finish,
-                                      explain,  skl_cuda_kernel_info_at, sink_rows, sink_gradients};
+/* ---- Memory of one call --------------------------------------------------------------------------------------- */
+
+static skl_status allocate(const skl_plan *plan, size_t size, void **memory, skl_stream stream)
+{
+    int former = 0;
+    SKL_TRY(enter_device(plan, &former));
+    const cudaError_t error = cudaMallocAsync(memory, size > 0 ? size : 1, stream);
+    leave_device(plan->device_index, former);
+    return error == cudaSuccess ? SKL_OK
+                                : skl_fail(SKL_ERROR_MEMORY, "workspace: %zu bytes could not be allocated: %s", size,
+                                           cudaGetErrorString(error));
+}
+
+static void release(const skl_plan *plan, void *memory, skl_stream stream)
+{
+    int former = 0;
+    if (enter_device(plan, &former) != SKL_OK)
+        return;
+    (void)cudaFreeAsync(memory, stream);
+    leave_device(plan->device_index, former);
+}
+
+const skl_backend skl_cuda_backend = {.device = SKL_CUDA,
+                                      .plan = skl_cuda_plan_create,
+                                      .run = run,
+                                      .states_merge = states_merge,
+                                      .states_finish = states_finish,
+                                      .allocate = allocate,
+                                      .release = release,
+                                      .explain = explain,
+                                      .kernel_at = skl_cuda_kernel_info_at,
+                                      .sink_rows = sink_rows,
+                                      .sink_gradients = sink_gradients};

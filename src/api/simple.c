@@ -1,0 +1,142 @@
+/* The simple API: a plan and its memory for one call. */
+#include "api/contiguous.h"
+#include "base/needs.h"
+#include "base/status.h"
+#include "base/structs.h"
+
+/* The tensors of a call, contiguous; NULL: not requested. */
+typedef struct simple_tensors {
+    const void *q_t, *k_t, *q_s, *k_s;
+    const float *grad_kl;
+    float *kl;
+    void *dq_s, *dk_s;
+} simple_tensors;
+
+/* Memory of a call: the row vectors that a backward reads, then the workspace. */
+typedef struct simple_memory {
+    float *lse_t, *lse_s, *kl;
+    void *workspace;
+    size_t workspace_size;
+} simple_memory;
+
+static skl_status check_simple(const skl_problem *p)
+{
+    const struct {
+        const char *name;
+        int value;
+    } others[] = {
+        {"packed", p->packed}, {"row_bounds", p->row_bounds}, {"sinks", p->sinks}, {"student", (int)p->student}};
+    for (size_t i = 0; i < sizeof others / sizeof others[0]; i++)
+        if (others[i].value != 0)
+            return skl_fail(SKL_ERROR_ARGUMENT,
+                            "%s=%d: must be 0 in skl_attention_kl, which takes four tensors; use skl_plan_create",
+                            others[i].name, others[i].value);
+    return SKL_OK;
+}
+
+static size_t aligned(size_t size)
+{
+    return (size + SKL_WORKSPACE_ALIGNMENT - 1) / SKL_WORKSPACE_ALIGNMENT * SKL_WORKSPACE_ALIGNMENT;
+}
+
+static size_t rows_size(const skl_problem *p, int64_t heads)
+{
+    return aligned((size_t)(heads * p->batch * p->len_q) * sizeof(float));
+}
+
+static size_t workspace_size(const skl_plan *plan)
+{
+    const size_t forward = plan->workspace_size[SKL_OP_FORWARD], backward = plan->workspace_size[SKL_OP_BACKWARD];
+    return plan->problem.gradients != 0 && backward > forward ? backward : forward;
+}
+
+/* Lays out the parts from `begin` on. Returns their size, also where begin is NULL. */
+static size_t lay_out(const skl_plan *plan, char *begin, simple_memory *memory)
+{
+    const skl_problem *const p = &plan->problem;
+    const size_t rows_t_size = p->gradients != 0 ? rows_size(p, p->heads_t) : 0;
+    const size_t rows_s_size = p->gradients != 0 ? rows_size(p, p->heads_s) : 0;
+    const size_t workspace_at = rows_t_size + 2 * rows_s_size;
+    memory->workspace_size = workspace_size(plan);
+    if (begin != NULL) {
+        memory->lse_t = (float *)(void *)begin;
+        memory->lse_s = (float *)(void *)(begin + rows_t_size);
+        memory->kl = (float *)(void *)(begin + rows_t_size + rows_s_size);
+        memory->workspace = begin + workspace_at;
+    }
+    return workspace_at + memory->workspace_size;
+}
+
+static skl_output like(void *data, const skl_input *shape)
+{
+    const skl_output output = {data, shape->stride_batch, shape->stride_head, shape->stride_row};
+    return output;
+}
+
+static skl_status run(const skl_plan *plan, const simple_tensors *t, const simple_memory *memory, skl_stream stream)
+{
+    const skl_problem *const p = &plan->problem;
+    float *const kl = t->kl != NULL ? t->kl : memory->kl;
+    skl_inputs in = skl_contiguous_inputs(p);
+    in.q_t.data = t->q_t, in.k_t.data = t->k_t, in.q_s.data = t->q_s, in.k_s.data = t->k_s;
+    skl_rows rows = {.struct_size = sizeof rows, .kl = skl_output_contiguous(kl, p->heads_s, p->len_q, 1)};
+    if (p->gradients != 0) {
+        rows.lse_t = skl_output_contiguous(memory->lse_t, p->heads_t, p->len_q, 1);
+        rows.lse_s = skl_output_contiguous(memory->lse_s, p->heads_s, p->len_q, 1);
+    }
+    SKL_TRY(skl_forward(plan, &in, &rows, memory->workspace, memory->workspace_size, stream));
+    if (p->gradients == 0)
+        return SKL_OK;
+    in.lse_t = skl_input_contiguous(memory->lse_t, p->heads_t, p->len_q, 1);
+    in.lse_s = skl_input_contiguous(memory->lse_s, p->heads_s, p->len_q, 1);
+    in.kl = skl_input_contiguous(kl, p->heads_s, p->len_q, 1);
+    if (t->grad_kl != NULL)
+        in.grad_kl = skl_input_contiguous(t->grad_kl, p->heads_s, p->len_q, 1);
+    const skl_gradients gradients = {
+        .struct_size = sizeof gradients, .dq_s = like(t->dq_s, &in.q_s), .dk_s = like(t->dk_s, &in.k_s)};
+    return skl_backward(plan, &in, &gradients, memory->workspace, memory->workspace_size, stream);
+}
+
+static skl_status run_with_memory(const skl_plan *plan, const simple_tensors *tensors, skl_stream stream)
+{
+    simple_memory memory = {.workspace_size = 0};
+    void *allocated = NULL;
+    SKL_TRY(plan->backend->allocate(plan, lay_out(plan, NULL, &memory), &allocated, stream));
+    (void)lay_out(plan, allocated, &memory);
+    const skl_status status = run(plan, tensors, &memory, stream);
+    plan->backend->release(plan, allocated, stream);
+    return status;
+}
+
+static skl_status run_once(const skl_problem *problem, const skl_options *options, const simple_tensors *tensors,
+                           skl_stream stream)
+{
+    skl_problem p;
+    skl_plan *plan = NULL;
+    SKL_TRY(skl_struct_read(&skl_struct_problem, &p, problem));
+    SKL_TRY(check_simple(&p));
+    p.gradients = (tensors->dq_s != NULL ? SKL_DQ_S : 0U) | (tensors->dk_s != NULL ? SKL_DK_S : 0U);
+    SKL_TRY(skl_plan_create(&plan, &p, options));
+    const skl_status status = run_with_memory(plan, tensors, stream);
+    skl_plan_destroy(plan);
+    return status;
+}
+
+skl_status skl_attention_kl(const skl_problem *problem, const skl_options *options, const void *q_t, const void *k_t,
+                            const void *q_s, const void *k_s, float *kl, skl_stream stream)
+{
+    const simple_tensors tensors = {.q_t = q_t, .k_t = k_t, .q_s = q_s, .k_s = k_s, .kl = kl};
+    return kl == NULL ? skl_fail(SKL_ERROR_ARGUMENT, "kl=NULL: must be given")
+                      : run_once(problem, options, &tensors, stream);
+}
+
+skl_status skl_attention_kl_backward(const skl_problem *problem, const skl_options *options, const void *q_t,
+                                     const void *k_t, const void *q_s, const void *k_s, const float *grad_kl,
+                                     float *kl, void *dq_s, void *dk_s, skl_stream stream)
+{
+    const simple_tensors tensors = {q_t, k_t, q_s, k_s, grad_kl, kl, dq_s, dk_s};
+    return dq_s == NULL && dk_s == NULL
+               ? skl_fail(SKL_ERROR_ARGUMENT, "dq_s=NULL, dk_s=NULL: at least one must be given; skl_attention_kl "
+                                              "computes the KL alone")
+               : run_once(problem, options, &tensors, stream);
+}
