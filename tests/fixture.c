@@ -481,7 +481,7 @@ static int tensor_mismatch(const test_tensor *actual, const oracle_expectation *
 
 double kernel_product_rounding(const char *kernel, const skl_problem *problem, skl_dtype dtype)
 {
-    skl_kernel_info info;
+    skl_kernel_info info = {.struct_size = sizeof info};
     for (int32_t index = 0; skl_kernel_at(index, &info); index++)
         if (strcmp(info.name, kernel) == 0)
             return info.rounds_gradients ? oracle_product_rounding(problem, dtype) : 0;

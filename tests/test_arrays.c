@@ -199,10 +199,9 @@ static bool is_poison(const test_tensor *tensor)
 
 static void assert_nothing_written(const fixture_results *r)
 {
-    const test_tensor *const all[] = {&r->kl,      &r->lse_t, &r->lse_s,   &r->dot_t,   &r->cross_entropy,
-                                      &r->entropy, &r->mass,  &r->dq_t,    &r->dk_t,    &r->dq_s,
-                                      &r->dk_s,    &r->dw_s,  &r->dsink_t, &r->dsink_s, &r->o_s,
-                                      &r->dv_s};
+    const test_tensor *const all[] = {&r->kl,      &r->lse_t,   &r->lse_s, &r->dot_t, &r->cross_entropy, &r->entropy,
+                                      &r->mass,    &r->dq_t,    &r->dk_t,  &r->dq_s,  &r->dk_s,          &r->dw_s,
+                                      &r->dsink_t, &r->dsink_s, &r->o_s,   &r->dv_s};
     for (size_t n = 0; n < COUNT_OF(all); n++)
         assert_true(is_poison(all[n]));
 }

@@ -76,7 +76,8 @@ skl_status skl_attention_forward(const skl_plan *plan, const skl_inputs *inputs,
                      .workspace = workspace,
                      .stream = stream};
     if (check_given(plan, "plan") || check_given(v_s, "v_s") || check_given(o_s, "o_s") ||
-        copy_inputs(&call.inputs, inputs) || copy_rows(&call.rows, rows))
+        skl_struct_read(&skl_struct_inputs, &call.inputs, inputs) ||
+        skl_struct_read(&skl_struct_rows, &call.rows, rows))
         return SKL_ERROR_ARGUMENT;
     values.v_s = *v_s;
     call.o_s = *o_s;
