@@ -322,7 +322,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     byte_source source = {data, size};
-    skl_kernel_info kernel;
+    skl_kernel_info kernel = {.struct_size = sizeof kernel};
     skl_options options = skl_options_default();
     options.threads = 1;
     if (skl_kernel_at((int32_t)(take(&source, 1) % 8), &kernel) && kernel.device == SKL_CPU && kernel.usable)
