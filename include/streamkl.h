@@ -330,7 +330,32 @@ typedef enum skl_op {
 SKL_API skl_status skl_plan_create(skl_plan **plan, const skl_problem *problem, const skl_options *options);
 SKL_API void skl_plan_destroy(skl_plan *plan); /* NULL is fine */
 
-/* Returns the bytes of workspace that an operation needs, aligned to SKL_WORKSPACE_ALIGNMENT. */
+/* Returns the bytes of workspace that an operation needs. The workspace is aligned to SKL_WORKSPACE_ALIGNMENT, and
+ * concurrent calls need separate ones. Its size is at most the sum of the rows that apply:
+ *
+ *     at most    for each                              growth  operations          where
+ *     16 MiB     thread with work                      O(1)    all                 CPU
+ *     4 bytes    thread and element of a head's dk     O(1)    gradients           CPU, 16-bit dk, up to 8192 keys
+ *     4 bytes    row and student head                  O(N)    forward_backward    sinks
+ *     2 MiB      call                                  O(1)    all                 GPU
+ *     8 bytes    key                                   O(N)    gradients           GPU, row bounds
+ *     4 bytes    element of dk_t and dk_s              O(N)    gradients           Hopper, summed dk
+ *     516 bytes  row of q_t, q_s, k_t and k_s          O(N)    all                 Hopper, two-term rows
+ *     4 bytes    element of dq_s                       O(N)    attention_backward  Hopper
+ *     16 bytes   row and student head                  O(N)    attention_backward  Hopper
+ *     448 MiB    call                                  O(1)    all                 GPU, groups or indexer
+ *     4 bytes    row and teacher head                  O(N)    all but backward    GPU, groups or indexer
+ *     384 bytes  row and student head                  O(N)    all but backward    GPU, groups or indexer
+ *     512 bytes  key of one sequence                   O(N)    gradients           GPU, groups or indexer
+ *     4 bytes    element of dk_t and dk_s              O(N)    gradients           GPU, groups
+ *     8 bytes    element of dk_s                       O(N)    gradients           GPU, indexer
+ *
+ *   - N stands for len_q and len_k. A thread has work if there is a tile of a head for it.
+ *   - CPU, 16-bit dk: f32 sums of dk_t, dk_s and dv_s of one key head, where these are 16-bit.
+ *   - Hopper, summed dk: 16-bit dk of heads of up to 128 dimensions, in a plan that need not be deterministic.
+ *   - Hopper, two-term rows: f32, mixed types and head sizes that are no multiple of 8, up to 128 dimensions. A row
+ *     takes 4 bytes per element, padded to 128.
+ *   - groups: r > 1. */
 #define SKL_WORKSPACE_ALIGNMENT 64
 SKL_API size_t skl_plan_workspace_size(const skl_plan *plan, skl_op op);
 
