@@ -1,104 +1,271 @@
-"""bench/peers.py, bench/indexer.py and bench/python_overhead.py on the CPU: StreamKL and the naive code agree with float64."""
+"""The harness of bench/run.py on the CPU: command line, timing, rows, a run that goes on, charts."""
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
-from gpu import indexer_methods as methods  # noqa: E402
-from gpu import methods as attention_methods  # noqa: E402
-from gpu.cases import BACKWARD, FORWARD, OPERATIONS, STEP, Case, IndexerCase  # noqa: E402
-from gpu.linearard import linearard  # noqa: E402
-from gpu.measure import PEER_WRONG, WRONG, Oracle, random_tensors  # noqa: E402
-from python_overhead import host_calls, host_microseconds  # noqa: E402
+import run as command  # noqa: E402
+from harness import method, report  # noqa: E402
+from harness.attention import Shape  # noqa: E402
+from harness.library import BACKWARD, FORWARD, ONE_PASS, STEP  # noqa: E402
+from harness.run import Result, Run  # noqa: E402
+from harness.timing import Prepared, Timing, time_alternately  # noqa: E402
+from questions import carried, indexer, peers, shapes, step, zigzag  # noqa: E402
+
+# ---- The command line ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [Case(4, 50, 32, True, key_heads=2), Case(2, 40, 32, False, packed=(40, 9))], ids=str)
-def test_attention_agrees_with_float64(case):
-    tensors = random_tensors(case, "cpu")
-    oracle = Oracle(tensors, case)
-    two_passes, one_pass = attention_methods.ours(tensors, case, list(OPERATIONS), "streamkl")
-    for method in two_passes, one_pass:
-        assert all(error <= WRONG[name] for name, error in oracle.errors(method.step()).items())
-    assert two_passes.explanation.startswith("forward: ") and "one-pass" in one_pass.explanation
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("speed", "bench/run.py speed: must be one of peers, shapes, "),
+        ("shapes --only d=7", "--only='d=7': must be part of a name: base: 32/8 heads of 128; "),
+        ("shapes --rounds 0", "--rounds=0: must be at least 1"),
+        ("shapes --plot x.svg", "needs --csv=FILE"),
+        ("shapes --csv /nowhere/shapes.csv", "--csv=/nowhere/shapes.csv: there is no folder /nowhere"),
+        ("step --quick --only N=65536", "--only='N=65536': must be part of a name"),
+        ("peers --peers fa3", "no fa3; must be of cudnn, fa2, triton, flex, compile, eager"),
+        ("peers --heads 32 --key-heads 12", "--key-heads=12: must divide --heads=32"),
+        ("peers --packed 128,0", "--packed"),
+        ("peers --linearard /nowhere", "--linearard=/nowhere: must be a checkout of LinearARD, with kernels/attention_KL/integration.py"),
+        ("indexer --length 0", "--length=0: must be at least 1"),
+        ("indexer --top-k -1", "--top-k=-1: must be at least 0"),
+        ("indexer --heads 64 --key-heads 5", "--key-heads=5: must divide --heads=64"),
+        ("zigzag --length 100", "--length=100: must be a multiple of 16 for --ranks=8"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message, capsys):
+    with pytest.raises(SystemExit) as exit:
+        command.main(arguments.split())
+    assert exit.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_host_times_of_python_overhead():
-    device = torch.device("cpu")
-    for name, call in host_calls(device, (1, 2, 3, 4), torch.float32).items():
-        assert host_microseconds(call, device, calls=1, samples=2) > 0, name
+def test_linearard_is_compared_on_dense_problems_only(tmp_path, capsys):
+    (tmp_path / "kernels/attention_KL").mkdir(parents=True)
+    (tmp_path / "kernels/attention_KL/integration.py").touch()
+    with pytest.raises(SystemExit):
+        command.main(["peers", "--linearard", str(tmp_path), "--packed", "64,32"])
+    assert "--linearard: must be without --packed and --key-heads" in capsys.readouterr().err
 
 
-STAND_IN = """
-import torch
-from .scale import scale_of
-
-def attn_kl_align(qs, ks, qt, kt, attn_mask=None, causal=True):
-    hidden = torch.ones(qs.shape[2], ks.shape[2], dtype=torch.bool).triu(1 if causal else 1 << 20)
-    x, y = (scale_of(q) * (q.float() @ k.float().mT).masked_fill(hidden, -1e30) for q, k in ((qt, kt), (qs, ks)))
-    log_p, log_s = torch.log_softmax(x, -1), torch.log_softmax(y, -1)
-    return (log_p.exp() * (log_p - log_s)).sum()
-"""
+def test_a_file_with_other_columns_is_refused_before_anything_is_measured(tmp_path, capsys):
+    path = tmp_path / "other.csv"
+    path.write_text("date,value\n")
+    with pytest.raises(SystemExit):
+        command.main(["peers", "--csv", str(path)])
+    assert "its columns are not those" in capsys.readouterr().err and path.read_text() == "date,value\n"
 
 
-def make_checkout(folder, scale):
-    """A folder with the names of LinearARD's entry point, and other code."""
-    kernels = folder / "kernels/attention_KL"
-    kernels.mkdir(parents=True)
-    (kernels / "integration.py").write_text(STAND_IN)
-    (kernels / "scale.py").write_text(f"def scale_of(q):\n    return {scale} * q.shape[-1] ** -0.5\n")
-    return folder
+def test_a_dry_run_lists_the_cases(capsys):
+    for arguments, count in (
+        ("shapes", 37), ("shapes --quick", 10), ("shapes --only softcap --only deterministic", 6), ("carried", 11),
+        ("carried --only f16", 1), ("step", 12), ("step --quick", 4), ("peers --masks causal --lengths 64,128", 4),
+        ("indexer", 1), ("zigzag", 2), ("overhead", 3), ("cpu_attention", 4),
+    ):  # fmt: skip
+        command.main([*arguments.split(), "--dry-run"])
+        assert len(capsys.readouterr().out.splitlines()) == count, arguments
 
 
-def test_linearard_is_imported_from_its_checkout_and_compared_by_its_sum(tmp_path):
-    case = Case(3, 40, 32, True)
-    tensors = random_tensors(case, "cpu")
-    oracle = Oracle(tensors, case)
-    for scale, is_right in (1, True), (2, False):
-        make = linearard(make_checkout(tmp_path / str(scale), scale))
-        method = make(tensors, case, [FORWARD, BACKWARD])
-        errors = oracle.errors(method.step())
-        assert errors.keys() == {"kl", "dq", "dk"}
-        assert all((error <= PEER_WRONG) is is_right for error in errors.values())
-        assert method.passes[FORWARD]()().dim() == 0 and len(method.passes[BACKWARD]()()) == 2
+@pytest.mark.parametrize("question, name", [(peers, "peers"), (shapes, "shapes"), (carried, "carried"), (step, "step"), (indexer, "indexer"), (zigzag, "zigzag")])
+def test_results_have_the_columns_of_their_question(question, name):
+    """Rows of earlier runs stay readable, and new ones can be added."""
+    path = Path(__file__).resolve().parents[2] / f"bench/results/{name}.csv"
+    assert report.read_csv(path, question.COLUMNS)
+    assert set(question.SHOWN) <= set(question.COLUMNS)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("top_k", [0, 9, 60])
-def test_indexer_methods_agree_with_float64(top_k, causal):
-    case = IndexerCase(50, heads=4, key_heads=2, dim=32, index_heads=3, index_dim=16, top_k=top_k, causal=causal)
-    tensors = methods.make_tensors(case, "cpu")
-    whole = methods.ExactRows(tensors, case, torch.arange(50))
-    some = methods.ExactRows(tensors, case, methods.some_rows(case, "cpu", 7))
-    assert whole.exact.keys() == {"kl", "dq", "dk", "dw"} and some.exact.keys() == {"kl", "dq", "dw"}
-    for method in methods.ours(tensors, case):
-        assert "dw_s" in method.explanation
-        results = method.step()
-        for exact in (whole, some):
-            assert all(error <= WRONG[name] for name, error in exact.errors(results).items())
-    naive = methods.naive(tensors, case)
-    assert all(error <= PEER_WRONG for error in whole.errors(naive.step()).values())
-    in_float64 = {name: tensor if name == "indices" else tensor.double() for name, tensor in tensors.items()}
-    assert all(error <= 1e-12 for error in whole.errors(methods.naive(in_float64, case).step()).values())
+# ---- Timing --------------------------------------------------------------------------------------------------------
 
 
-def test_gradients_of_naive_chunks_add_up(monkeypatch):
-    case = IndexerCase(50, heads=4, key_heads=2, dim=32, index_heads=3, index_dim=16, top_k=9, causal=True)
-    tensors = {name: t if name == "indices" else t.double() for name, t in methods.make_tensors(case, "cpu").items()}
-    monkeypatch.setattr(methods, "GATHERED_BYTES", 7 * 9 * 2 * 32 * 8)
-    assert methods.rows_together(case, torch.float64) == 7
-    whole = methods.ExactRows(tensors, case, torch.arange(50))
-    assert all(error <= 1e-12 for error in whole.errors(methods.naive(tensors, case).step()).values())
+def test_a_call_that_fails_is_named_and_the_others_are_timed():
+    def fail():
+        raise RuntimeError("no such kernel\nand more")
+
+    timings = time_alternately({"bad": fail, "good": lambda: None}, "cpu", rounds=5, sample_ms=0)
+    assert timings["bad"].refusal == "no such kernel" and timings["bad"].median is None
+    assert len(timings["good"].samples) == 3 and timings["good"].median >= 0
 
 
-def test_forward_alone_equals_the_forward_of_a_step():
-    case = IndexerCase(50, heads=4, key_heads=4, dim=32, index_heads=3, index_dim=16, top_k=0, causal=True)
-    tensors = methods.make_tensors(case, "cpu")
-    plan = methods.IndexerPlan(tensors, case)
-    plan.run(FORWARD)
-    kl = plan.kl.clone()
-    plan.run(STEP)
-    torch.testing.assert_close(plan.kl, kl)
+def test_calls_alternate_and_their_preparation_is_not_timed():
+    import time
+
+    order = []
+
+    def prepare():
+        time.sleep(0.05)
+        return lambda: order.append("prepared")
+
+    calls = {"plain": lambda: order.append("plain"), "prepared": Prepared(prepare)}
+    timings = time_alternately(calls, "cpu", rounds=4, sample_ms=1e9)
+    assert order == ["plain"] * 2 + ["prepared"] * 2 + ["plain", "prepared"] * 4
+    assert len(timings["prepared"].samples) == 4 and timings["prepared"].median < 25
+
+
+# ---- Work and rows -------------------------------------------------------------------------------------------------
+
+
+def test_visible_pairs_and_work_are_counted():
+    assert Shape(length=5).pairs == 15
+    assert Shape(length=5, causal=False).pairs == 25
+    assert Shape(length=5, window=1).pairs == 1 + 2 + 2 + 2 + 2
+    assert Shape(length=5, window=9).pairs == 15
+    assert Shape(packed=(5, 1, 3)).pairs == 15 + 1 + 6
+    assert Shape(packed=(5, 1, 3)).sequences == [(0, 0, 5), (0, 5, 6), (0, 6, 9)]
+    shape = Shape(heads_t=4, dim_t=8, heads_s=2, dim_s=16, length=5, batch=3)
+    assert shape.flops(FORWARD) == 2 * 3 * 15 * (4 * 8 + 2 * 16)
+    assert shape.flops(BACKWARD) == shape.flops(ONE_PASS) == 2 * 3 * 15 * (4 * 8 + 3 * 2 * 16)
+    assert shape.flops(STEP) == shape.flops(FORWARD) + shape.flops(BACKWARD)
+    both = Shape(heads_t=2, heads_s=2, length=5, teacher_gradients=True)
+    assert both.flops(BACKWARD) == 3 * both.flops(FORWARD)
+
+
+def test_dense_work_is_that_of_the_packed_batch():
+    packed = Shape(key_heads_s=8, packed=(8192, 4096, 2048, 1024, 512))
+    dense = packed.dense()
+    assert (dense.batch, dense.key_heads_s, dense.packed) == (5, 32, ())
+    assert dense.pairs == pytest.approx(packed.pairs, rel=0.05)
+
+
+def test_indexer_work_is_that_of_visible_pairs():
+    case = indexer.IndexerCase(5, heads=4, key_heads=2, dim=8, index_heads=3, index_dim=2, top_k=0, causal=True)
+    seen = [1, 2, 3, 4, 5]
+    assert case.pairs == sum(seen)
+    assert case.flops(FORWARD) == 2 * sum(seen) * (4 * 8 + 3 * 2)
+    assert case.flops(STEP) == 2 * sum(seen) * (4 * 8 + 3 * 3 * 2)
+    for top_k, causal, pairs in (2, True, sum(min(2, n) for n in seen)), (9, True, sum(seen)), (2, False, 5 * 2):
+        assert indexer.IndexerCase(5, 4, 2, 8, 3, 2, top_k, causal).pairs == pairs
+
+
+def timed(**times):
+    """{pass: Timing}"""
+    return {name.replace("_", " "): Timing([ms, 2 * ms, ms]) for name, ms in times.items()}
+
+
+def test_peers_have_medians_ratios_and_refusals():
+    shape, flops = Shape("", 16, 16, 128, 16, 16, 128, length=2048), {FORWARD: 2e9, BACKWARD: 4e9, ONE_PASS: 4e9}
+    methods = [
+        method.Method("streamkl", flops=flops, timings=timed(forward=1.0, backward=2.0)),
+        method.Method("streamkl", flops=flops, timings=timed(one_pass=2.5)),
+        method.Method("flex", flops=flops, timings=timed(forward=4.0, backward=8.0), errors={"kl": 1e-3, "dq_s": float("nan")}),
+        method.Method("eager", refusal="CUDA out of memory"),
+    ]
+    rows = {(row["method"], row.get("pass", "")): row for row in peers.rows_of(methods, shape)}
+    flex = rows["flex", BACKWARD]
+    assert (flex["ms"], flex["ours_ratio"], flex["one_pass_ratio"], flex["tflops"]) == ("8.0000", "0.25", "0.312", "0.5")
+    assert (flex["kl_error"], flex["dq_error"]) == ("1.00e-03", "nan")
+    assert (rows["flex", STEP]["ours_ratio"], rows["flex", STEP]["one_pass_ratio"]) == ("0.25", "0.208")
+    assert rows["eager", ""]["note"] == "not measured: CUDA out of memory"
+    assert all(row.keys() <= set(peers.COLUMNS) for row in rows.values())
+
+
+def test_ratios_of_shapes_are_those_of_the_same_run():
+    timings = {("ours", name): timing for name, timing in timed(forward=1.25, backward=9.0, one_pass=10.0).items()}
+    timings["ours", shapes.FORWARD_GIVEN] = Timing([0.5])
+    timings |= {("base", name): timing for name, timing in timed(forward=1.0, backward=2.0, one_pass=2.2).items()}
+    timings |= {("cudnn", name): timing for name, timing in timed(forward=0.8, backward=2.5).items()}
+    shape, errors = shapes.SHAPES[2], {"kl": 1e-6, "dq_t": float("nan"), "dq_s": 2e-3, "dk_t": 1e-3, "dk_s": 2e-3}
+    rows = {row["pass"]: row for row in shapes.rows_of(shape, timings, {FORWARD: "fast"}, errors)}
+    assert (rows[BACKWARD]["base_ratio"], rows[BACKWARD]["cudnn_ratio"]) == ("4.5", "3.6")
+    assert rows[ONE_PASS]["cudnn_ratio"] == "4", "compared with the backward"
+    assert rows[shapes.FORWARD_GIVEN]["base_ratio"] == "0.5"
+    assert rows[STEP]["ms"] == "10.2500" and rows[STEP]["base_ratio"] == "3.42"
+    row = rows[FORWARD]
+    assert (row["dq_error"], row["dk_error"], row["kernel"]) == ("nan", "2.00e-03", "fast"), "the larger of both sides"
+    assert row["tflops"] == f"{shape.flops(FORWARD) / 1.25e9:.1f}" and row["eager_ms"] == ""
+    row = {**row, "tflops": f"{shapes.BASE.flops(FORWARD) / 2e9}", "base_ms": "1.0"}
+    assert shapes.rate_of_base(row) == pytest.approx(0.5)
+
+
+def test_ratios_of_indexers():
+    case = indexer.IndexerCase(8192, 64, 64, 128, 32, 128, 0, True)
+    flops, masks = {FORWARD: 2e12, STEP: 6e12}, ("forward, causal", "forward, full")
+    naive = method.Method("naive", flops=flops, timings={STEP: Timing([150.0])})
+    methods = [
+        method.Method("streamkl", flops=flops, timings={STEP: Timing([10.0])}, extra_bytes=2**20), naive,
+        method.Method("cudnn", flops=dict.fromkeys(masks, 1e12), timings=dict(zip(masks, (Timing([2.0]), Timing([1.0]))))),
+    ]  # fmt: skip
+    ours, *_ = indexer.rows_of(methods, case)
+    assert (ours["ms"], ours["tflops"], ours["naive_ratio"]) == ("10.0000", "600.0", "15")
+    assert (ours["of_cudnn_causal"], ours["of_cudnn_full"], ours["extra_bytes"]) == ("1.200", "0.600", 2**20)
+    methods[1:] = [method.Method("naive", refusal="out of memory")]
+    ours, refused = indexer.rows_of(methods, case)
+    assert ours["naive_ratio"] == ours["of_cudnn_full"] == "" and refused["note"] == "not measured: out of memory"
+
+
+def test_percent_and_memory_are_those_over_the_step_without_the_loss():
+    timings = {step.NO_LOSS: Timing([20.0], 1000), step.GIVEN: Timing([25.0], 1500), step.COMPUTED: Timing()}
+    rows = {row["variant"]: row for row in step.rows_of(timings)}
+    assert rows.keys() == {step.NO_LOSS, step.GIVEN}
+    assert (rows[step.GIVEN]["percent"], rows[step.GIVEN]["more_bytes"]) == ("25.0", 500)
+    assert "percent" not in rows[step.NO_LOSS]
+
+
+def test_a_table_shows_bytes_and_leaves_empty_columns_out():
+    rows = [{"method": "a", "ms": "1.5", "extra_bytes": 2**20}, {"method": "long", "ms": "10.25", "extra_bytes": ""}]
+    assert report.table(rows, ["method", "ms", "tflops", "extra_bytes"]) == [
+        "  method     ms  extra_bytes", "  a         1.5        1 MiB", "  long    10.25"
+    ]  # fmt: skip
+
+
+# ---- A run ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Case:
+    name: str
+
+
+def test_a_run_goes_on_after_a_case_that_fails(tmp_path, capsys):
+    def measure(case, run):
+        if case.name == "bad":
+            raise MemoryError("too large\nand more")
+        wrong = ["kl is off by 1"] if case.name == "wrong" else []
+        return Result([{"case": case.name, "ms": "1"}], notes=["no peer"], wrong=wrong)
+
+    question = SimpleNamespace(
+        COLUMNS=["date", "commit", "case", "ms", "note"], SHOWN=["ms"], measure=measure, columns_of=lambda case: {"case": case.name}
+    )
+    path = tmp_path / "new.csv"
+    run = Run(question, SimpleNamespace(device="cpu", commit="C", seed=0, csv=path))
+    run.measure(Case("good"))
+    assert run.is_right
+    for name in "bad", "wrong":
+        run.measure(Case(name))
+    run.finish()
+    assert not run.is_right and "wrong or missing: bad; wrong\n" in capsys.readouterr().out
+    rows = report.read_csv(path, question.COLUMNS)
+    assert [(row["case"], row["ms"], row["commit"], row["note"]) for row in rows] == [
+        ("good", "1", "C", "no peer"), ("bad", "", "C", "failed: MemoryError: too large"), ("wrong", "1", "C", "kl is off by 1; no peer")
+    ]  # fmt: skip
+
+
+# ---- Charts --------------------------------------------------------------------------------------------------------
+
+
+def test_charts_are_drawn_from_the_results(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    results = Path(__file__).resolve().parents[2] / "bench/results"
+    command.main(["peers", "--csv", str(results / "peers.csv"), "--plot", str(tmp_path / "gpu")])
+    command.main(["shapes", "--csv", str(results / "shapes.csv"), "--plot", str(tmp_path / "shapes.svg")])
+    speed, memory, bars = (tmp_path / name for name in ("gpu-speed.svg", "gpu-memory.svg", "shapes.svg"))
+    assert capsys.readouterr().out.split() == [str(speed), str(memory), str(bars)]
+    for text in (speed.read_text(), memory.read_text()):
+        for name in ("StreamKL", "FlexAttention", "eager", "out of memory at the next length"):
+            assert name in text
+    assert all(name in bars.read_text() for name in (shapes.BASE.name, shapes.SHAPES[2].name, FORWARD, ONE_PASS))
+
+
+def test_what_the_csv_lacks_is_named(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "shapes.csv"
+    report.append_csv(path, [], {}, shapes.COLUMNS)
+    with pytest.raises(SystemExit, match="it has no times"):
+        command.main(["shapes", "--csv", str(path), "--plot", str(tmp_path / "x.svg")])
+    results = Path(__file__).resolve().parents[2] / "bench/results/peers.csv"
+    with pytest.raises(SystemExit, match="no result fits --dims; it has 64, 128"):
+        command.main(["peers", "--csv", str(results), "--plot", str(tmp_path / "gpu"), "--dims", "7"])

@@ -1,35 +1,37 @@
-"""bench/zigzag.py on the CPU, and the plan of bench/scaling.py."""
+"""bench/run.py zigzag on the CPU, and the plan of bench/scaling.py."""
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 
 import scaling  # noqa: E402
-import zigzag  # noqa: E402
-from gpu.report import append_csv, check_csv  # noqa: E402
+from harness.run import Run  # noqa: E402
+from questions import zigzag  # noqa: E402
 
-SMALL = "--device cpu --length 64 --heads 4 --key-heads 2 --dim 16 --ranks 4 --rounds 1 --sample-ms 1".split()
+
+def small(name, layout="zigzag"):
+    return zigzag.Case(name, layout, ranks=4, length=64, heads=4, key_heads=2, dim=16)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_the_shares_of_all_ranks_sum_to_the_unsplit_call(layout, tmp_path, capsys):
-    arguments = zigzag.parser().parse_args([*SMALL, "--layout", layout])
-    rows, is_right = zigzag.run(arguments)
-    assert is_right
-    assert [row["rank"] for row in rows] == 2 * ["unsplit", "rank 0", "rank 1", "rank 2", "rank 3", "ordering"]
-    assert all(float(row["ms"]) > 0 and not row["note"] for row in rows)
-    assert "slowest / mean" in capsys.readouterr().out
-    append_csv(tmp_path / "zigzag.csv", rows, {}, zigzag.COLUMNS)
-    check_csv(tmp_path / "zigzag.csv", zigzag.COLUMNS)
+@pytest.mark.parametrize("name", [zigzag.STEP, zigzag.ONE_PASS])
+def test_the_shares_of_all_ranks_sum_to_the_unsplit_call(name, layout):
+    run = Run(zigzag, SimpleNamespace(device="cpu", commit="C", seed=0, csv=None, rounds=1, sample_ms=1))
+    result = zigzag.measure(small(name, layout), run)
+    assert not result.wrong and "slowest / mean" in result.lines[1]
+    assert [row["rank"] for row in result.rows] == ["unsplit", "rank 0", "rank 1", "rank 2", "rank 3", "ordering"]
+    assert all(float(row["ms"]) > 0 and row.keys() <= set(zigzag.COLUMNS) for row in result.rows)
 
 
 def test_a_wrong_share_is_reported():
-    split = zigzag.Split(zigzag.parser().parse_args(SMALL))
-    steps = split.steps("one pass")
+    split = zigzag.Split(small(zigzag.ONE_PASS), torch.device("cpu"))
+    steps = split.steps(zigzag.ONE_PASS)
     own = steps["rank 1"]
     steps["rank 1"] = lambda: [2 * result for result in own()]
     assert all(split.errors(steps)[name] > limit for name, limit in zigzag.LIMITS.items())

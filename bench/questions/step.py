@@ -1,27 +1,115 @@
-"""Models and steps of bench/step.py: plain layers, and models of transformers."""
+"""What the attention KL adds to a whole training step: time and peak memory, compared with the same step without it.
+
+    bench/run.py step                                # all setups: about a minute
+    bench/run.py step --quick                        # up to 16384 tokens
+    bench/run.py step --only N=8192                   # only some
+    bench/run.py step --attention flash              # instead of cuDNN
+    bench/run.py step --csv bench/results/step.csv   # appends the results
+
+    layers         two layers of an 8B-like teacher (32/8 heads of 128, hidden size 4096) without gradients, and two of a
+                   1B-like student (hidden size 2048) with 32, 16 or 8 heads. The loss is the mean over the layers, with
+                   the LSEs of both attentions given, or computed
+    hugging face   Llama models of transformers of the same sizes, with streamkl.hf.AttentionDistiller; 65536 tokens with
+                   gradient checkpointing
+
+A step runs the teacher forward and the student forward and backward, in bf16, one sequence. It has no optimizer, no
+embedding of a large vocabulary and only a few layers, so the percentages are an upper bound of those of real training.
+Peak memory includes the models.
+"""
+
+from dataclasses import dataclass
 
 import torch
 
 import streamkl
+from harness.report import rounded, times_of
+from harness.run import Result
 
-from .step_cases import CARRIED, DISTILLER, FUSED_DISTILLER, GIVEN, GRADIENT_ONLY, LAYERS, NO_LOSS, VARIANTS
+COLUMNS = (
+    "date gpu torch commit kind teacher student length layers checkpointing attention variant ms fastest_ms percent"
+    " peak_bytes more_bytes note"
+).split()
+SHOWN = "variant ms fastest_ms percent peak_bytes more_bytes".split()
 
 ATEN = torch.ops.aten
+ATTENTIONS = {  # causal, by the kernels that scaled_dot_product_attention calls
+    "cudnn": lambda q, k, v: ATEN._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False),
+    "flash": lambda q, k, v: ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False),
+    "cpu": lambda q, k, v: ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True),
+}
+
+NO_LOSS, GIVEN, COMPUTED = "no loss", "LSEs given", "LSEs computed"
+CARRIED, GRADIENT_ONLY = "carried", "carried, no value"
+DISTILLER, FUSED_DISTILLER = "AttentionDistiller", "AttentionDistiller, fused"
+LAYERS, HUGGING_FACE = "layers", "hugging face"
+VARIANTS = {LAYERS: (NO_LOSS, GIVEN, COMPUTED, CARRIED, GRADIENT_ONLY), HUGGING_FACE: (NO_LOSS, DISTILLER, FUSED_DISTILLER)}
+
+
+@dataclass(frozen=True)
+class Model:
+    """The size of a decoder layer."""
+
+    heads: int
+    key_heads: int
+    dim: int
+    hidden: int
+    mlp: int
+
+    def __str__(self):
+        return f"{self.heads}/{self.key_heads} heads of {self.dim}"
+
+
+TEACHER = Model(32, 8, 128, hidden=4096, mlp=14336)  # as Llama 3 8B
+STUDENTS = [Model(heads, 8, dim, hidden=2048, mlp=8192) for heads, dim in ((32, 64), (16, 128), (8, 128))]  # about 1B
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A step of a teacher, which has no gradients, and of a student."""
+
+    kind: str
+    student: Model
+    length: int
+    teacher: Model = TEACHER
+    layers: int = 2
+    checkpointing: bool = False
+
+    def __str__(self):
+        checkpointing = ", checkpointing" if self.checkpointing else ""
+        return f"teacher {self.teacher}, {self.layers} layers{checkpointing}: {', '.join(VARIANTS[self.kind])}"
+
+    @property
+    def name(self):
+        return f"{self.kind}, student {self.student}, N={self.length}"
+
+
+SETUPS = [Setup(LAYERS, student, length) for length in (8192, 32768) for student in STUDENTS]
+SETUPS += [
+    Setup(HUGGING_FACE, student, length, checkpointing=length > 32768) for length in (16384, 65536) for student in STUDENTS
+]
+
+
+def add_options(parser):
+    parser.add_argument("--quick", action="store_true", help="up to 16384 tokens, without the student of 8 heads")
+    parser.add_argument("--attention", choices=list(ATTENTIONS), default="cudnn", help="of the layers; default cudnn")
+    parser.set_defaults(rounds=9, sample_ms=600)
+
+
+def cases(given):
+    return [setup for setup in SETUPS if not given.quick or setup.student is not STUDENTS[2] and setup.length <= 16384]
+
+
+def columns_of(setup):
+    return {
+        "kind": setup.kind, "teacher": setup.teacher, "student": setup.student, "length": setup.length,
+        "layers": setup.layers, "checkpointing": int(setup.checkpointing),
+    }  # fmt: skip
 
 
 def attend(q, k, v, attention):
-    """Causal attention and its LSE [batch, heads, length], by a kernel that scaled_dot_product_attention calls.
-
-    Key heads are expanded, as transformers does it.
-    """
+    """Causal attention and its LSE [batch, heads, length]. Key heads are expanded, as transformers does it."""
     group_size = q.shape[1] // k.shape[1]
-    k, v = (tensor.repeat_interleave(group_size, 1) for tensor in (k, v))
-    if attention == "cudnn":
-        output, lse, *_ = ATEN._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False)
-    elif attention == "flash":
-        output, lse, *_ = ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False)
-    else:
-        output, lse = ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+    output, lse, *_ = ATTENTIONS[attention](q, *(tensor.repeat_interleave(group_size, 1) for tensor in (k, v)))
     return output, lse.detach().flatten(2)[..., : q.shape[2]]  # some kernels round the length up, or add a dimension of 1
 
 
@@ -149,3 +237,28 @@ def hugging_face_steps(setup, device):
     return {
         NO_LOSS: without_loss, DISTILLER: lambda: with_distiller(False), FUSED_DISTILLER: lambda: with_distiller(True)
     }  # fmt: skip
+
+
+# ---- Measuring -----------------------------------------------------------------------------------------------------
+
+
+def rows_of(timings):
+    """One row per variant that was measured: `percent` is its time over the step without the loss."""
+    without = timings[NO_LOSS]
+    for variant, timing in timings.items():
+        if timing.median is None:
+            continue
+        row = {"variant": variant, **times_of(timing), "peak_bytes": timing.peak_bytes}
+        if variant != NO_LOSS and without.median:
+            row["percent"] = rounded((timing.median / without.median - 1) * 100, ".1f")
+            row["more_bytes"] = timing.peak_bytes - without.peak_bytes
+        yield row
+
+
+def measure(setup, run):
+    is_plain = setup.kind == LAYERS
+    attention = run.given.attention if is_plain else "sdpa"
+    steps = layer_steps(setup, run.device, attention) if is_plain else hugging_face_steps(setup, run.device)
+    timings = run.time(steps)
+    rows = [columns_of(setup) | {"attention": attention} | row for row in rows_of(timings)]
+    return Result(rows, wrong=[f"{variant} failed: {timing.refusal}" for variant, timing in timings.items() if timing.refusal])

@@ -126,7 +126,7 @@ def dk_kernel(q_t, k_t, q_s, k_s, lse_x, lse_y, grad_kl, dk, scale, scale2, leng
 class TritonKL:
     """The kernels on one set of tensors, and their results."""
 
-    def __init__(self, tensors, causal):
+    def __init__(self, tensors, causal, upstream):
         q_s, k_s = tensors[2:]
         batch, heads, self.length, dim = q_s.shape
         if self.length % TILE or dim not in (64, 128):
@@ -134,7 +134,7 @@ class TritonKL:
         self.tensors, self.heads = tensors, batch * heads
         self.scale, self.shape = dim**-0.5, {"DIM": dim, "CAUSAL": causal}
         self.kl, self.lse_x, self.lse_y = (q_s.new_empty(q_s.shape[:3], dtype=torch.float32) for _ in range(3))
-        self.upstream = torch.ones_like(self.kl)
+        self.upstream = upstream
         self.dq, self.dk = torch.empty_like(q_s), torch.empty_like(k_s)
 
     def grid(self, side):

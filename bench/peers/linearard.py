@@ -1,15 +1,17 @@
-"""LinearARD's attention KL (github.com/gracefulning/LinearARD, arXiv:2604.00004) from a checkout, as a peer of bench/peers.py.
+"""LinearARD's attention KL (github.com/gracefulning/LinearARD, arXiv:2604.00004) from a checkout, as a peer.
 
 Nothing of it is in this repository: its Triton kernels are imported from the folder that --linearard names.
 """
 
 import importlib
+import subprocess
 import sys
 import types
 from pathlib import Path
 
-from .cases import BACKWARD, FORWARD, LINEARARD, LINEARARD_ENTRY
-from .methods import leaves_of, with_autograd
+from .attention import leaves_of, with_autograd
+
+LINEARARD, ENTRY = "linearard", "kernels/attention_KL/integration.py"
 
 
 def load(checkout):
@@ -17,7 +19,7 @@ def load(checkout):
 
     It is imported as a package of another name, because `kernels` may also be the package of Hugging Face.
     """
-    entry = Path(checkout).resolve() / LINEARARD_ENTRY
+    entry = Path(checkout).resolve() / ENTRY
     package = types.ModuleType(LINEARARD)
     package.__path__ = [str(entry.parent)]
     for name in [name for name in sys.modules if name.split(".")[0] == LINEARARD]:
@@ -26,16 +28,21 @@ def load(checkout):
     return importlib.import_module(f"{LINEARARD}.{entry.stem}").attn_kl_align
 
 
+def version(checkout):
+    asked = subprocess.run(["git", "-C", checkout, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return f"LinearARD {asked.stdout.strip() or 'of unknown commit'}"
+
+
 def linearard(checkout):
     """Makes the method, as the entries of PEERS do."""
 
-    def make(tensors, case, wanted):
-        function, leaves = load(checkout), leaves_of(*tensors[2:])
-        q_t, k_t, *_ = tensors
+    def make(tensors, shape, weight):
+        function, leaves = load(checkout), leaves_of(tensors["q_s"], tensors["k_s"])
+        teacher = tensors["q_t"], tensors["k_t"]
 
         def forward():
-            return function(*leaves, q_t, k_t, causal=case.causal)
+            return function(*leaves, *teacher, causal=shape.causal)
 
-        return with_autograd(LINEARARD, case, wanted, forward, leaves, {FORWARD: 2, BACKWARD: 4})
+        return with_autograd(LINEARARD, version(checkout), shape, forward, leaves, weight)
 
     return make

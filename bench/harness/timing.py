@@ -1,5 +1,6 @@
 """Times calls that alternate one by one, so that all of them share one power state of the GPU."""
 
+import gc
 import math
 import random
 import statistics
@@ -8,8 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .measure import WARM_UP_MS, refusal_of, release_memory
-
+# Untimed rounds before the timed ones: for this long the clock under the power limit depends on the work before.
+WARM_UP_MS = 300
 SLOW_MS = 2000  # a call that takes longer is timed once
 LEAST_ROUNDS = 3
 
@@ -17,7 +18,8 @@ LEAST_ROUNDS = 3
 @dataclass
 class Timing:
     samples: list = field(default_factory=list)  # milliseconds
-    peak_bytes: int = 0  # of all memory allocated while the call runs; 0 on the CPU
+    peak_bytes: int = 0  # all memory allocated while the call runs; 0 on the CPU
+    extra_bytes: int = 0  # peak_bytes minus the memory allocated before
     refusal: str = ""  # why it was not measured
 
     @property
@@ -28,6 +30,28 @@ class Timing:
     @property
     def fastest(self):
         return min(self.samples, default=None)
+
+
+class Prepared:
+    """A call with an untimed preparation before every run: prepare() returns the function to time."""
+
+    def __init__(self, prepare):
+        self.prepare = prepare
+
+
+def ready(call):
+    return call.prepare() if isinstance(call, Prepared) else call
+
+
+def refusal_of(error):
+    """One line that says why something was not measured."""
+    first_line = (str(error).strip() or "no reason given").split("\n")[0]
+    return first_line if type(error) is RuntimeError else f"{type(error).__name__}: {first_line}"
+
+
+def release_memory():
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def synchronize(device):
@@ -48,32 +72,41 @@ def milliseconds(begin, end):
     return begin.elapsed_time(end) if isinstance(begin, torch.cuda.Event) else end - begin
 
 
+def run_once(call, device):
+    """(result, Timing) of one call, with its memory."""
+    on_gpu, run = device.type == "cuda", ready(call)
+    synchronize(device)
+    before = torch.cuda.memory_allocated(device) if on_gpu else 0
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    begin = time.perf_counter()
+    result = run()
+    synchronize(device)
+    timing = Timing([(time.perf_counter() - begin) * 1e3])
+    if on_gpu:
+        timing.peak_bytes = torch.cuda.max_memory_allocated(device)
+        timing.extra_bytes = timing.peak_bytes - before
+    return result, timing
+
+
 def first_timing(call, device):
-    """One call to compile and tune, a second one for an estimate of the time and for the memory."""
-    timing, on_gpu = Timing(), device.type == "cuda"
+    """One call to compile and tune, a second one to estimate the time and to record the memory."""
+    refusal = ""
     try:
-        call()
-        synchronize(device)
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats(device)
-        begin = time.perf_counter()
-        call()
-        synchronize(device)
-        timing.samples = [(time.perf_counter() - begin) * 1e3]
-        timing.peak_bytes = torch.cuda.max_memory_allocated(device) if on_gpu else 0
+        ready(call)()
+        return run_once(call, device)[1]
     except Exception as error:  # from the library, a driver, out of memory, ...: the other calls go on
-        timing.refusal = refusal_of(error)
-    if timing.refusal:
-        release_memory()  # after the except block, whose traceback keeps tensors alive
-    return timing
+        refusal = refusal_of(error)
+    release_memory()  # after the except block, whose traceback keeps tensors alive
+    return Timing(refusal=refusal)
 
 
 def time_alternately(calls, device, rounds, sample_ms, shuffle=False):
     """{name: Timing} of {name: call}. In a round every call runs once; enough rounds for sample_ms, at most `rounds`.
     `shuffle`: in another order in every round.
 
-    There is no host-device synchronisation between WARM_UP_MS of untimed rounds and the last timed one. So launches run
-    ahead of the GPU and their time is hidden, if the calls of a round take longer than their launches.
+    There is no host-device synchronisation between WARM_UP_MS of untimed rounds and the last timed one. So launches
+    run ahead of the GPU and their time is hidden, if the calls of a round take longer than their launches.
     """
     device = torch.device(device)
     timings = {name: first_timing(call, device) for name, call in calls.items()}
@@ -84,15 +117,17 @@ def time_alternately(calls, device, rounds, sample_ms, shuffle=False):
     timed = max(LEAST_ROUNDS, min(rounds, math.ceil(sample_ms / round_ms)))
     for _ in range(math.ceil((WARM_UP_MS if device.type == "cuda" else 0) / round_ms)):
         for name in brief:
-            calls[name]()
+            ready(calls[name])()
     points, randomness = {name: [] for name in brief}, random.Random(0)
     for _ in range(timed):
         if shuffle:
             randomness.shuffle(brief)
         for name in brief:
+            run = ready(calls[name])
             begin = now(device)
-            calls[name]()
+            run()
             points[name].append((begin, now(device)))
+            del run  # with what it prepared
     synchronize(device)
     for name in brief:
         timings[name].samples = [milliseconds(*pair) for pair in points[name]]

@@ -1,25 +1,55 @@
-#!/usr/bin/env python3
 """Host time of a call of streamkl.attention_kl, and the time of the import.
 
-PYTHONPATH=python STREAMKL_LIBRARY=build/release/src/libstreamkl.so python3 bench/python_overhead.py
+    bench/run.py overhead
+    bench/run.py overhead --device cpu    # on tensors of size 1
 
-On a machine with a GPU, calls are submitted there without waiting for their kernels, on small tensors; then the time of a loss
-and its gradients is compared with that of its operators alone. Elsewhere, calls run on CPU tensors of size 1.
+On a GPU, calls are submitted without waiting for their kernels, on small tensors; then the time of a loss and its gradients
+is compared with that of its operators alone.
 """
 
 import statistics
+import subprocess
+import sys
 import time
+from dataclasses import dataclass
 
 import torch
-from gpu.alternate import time_alternately
 
-begin = time.perf_counter()
-import streamkl  # noqa: E402
-from streamkl import _call  # noqa: E402
-from streamkl import _library as lib  # noqa: E402
-from streamkl._problem import DK_S, DQ_S, Options  # noqa: E402
+import streamkl
+from harness.library import lib
+from harness.report import rounded
+from harness.run import Result
+from streamkl import _call
+from streamkl._problem import DK_S, DQ_S, Options
 
-import_seconds = time.perf_counter() - begin
+COLUMNS = "date gpu torch commit case call us ms of_operators note".split()
+SHOWN = "call us ms of_operators".split()
+IMPORT = "import torch, time; begin = time.perf_counter(); import streamkl; print(time.perf_counter() - begin)"
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    length: int = 0  # 0: host time
+
+    def __str__(self):
+        return self.name
+
+
+def add_options(parser):
+    pass
+
+
+def cases(given):
+    of_gpu = [Case(f"loss and gradients, N={length}", length) for length in (8192, 16384)]
+    return [Case("host time"), *(of_gpu if given.device == "cuda" else [])]
+
+
+def columns_of(case):
+    return {"case": case.name}
+
+
+# ---- Host time -----------------------------------------------------------------------------------------------------
 
 
 def host_microseconds(run, device, calls=20, samples=50):
@@ -79,13 +109,15 @@ def host_calls(device, shape, dtype):
     }  # fmt: skip
 
 
-def show_host_time(device, shape, dtype):
-    print(f"\nhost time of a call on {device}, tensors {list(shape)} of {dtype}")
-    for name, run in host_calls(device, shape, dtype).items():
-        print(f"{name:40} {host_microseconds(run, device):7.1f} us")
+def import_seconds():
+    asked = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
+    return float(asked.stdout)
 
 
-def gpu_calls(device, heads, length, dim):
+# ---- Time on the GPU -----------------------------------------------------------------------------------------------
+
+
+def gpu_calls(device, length, heads=16, dim=128):
     """{name: call}: attention_kl with its gradients, and its operators alone, on the same tensors."""
     tensors = [torch.randn((1, heads, length, dim), device=device, dtype=torch.bfloat16) for _ in range(4)]
     leaves = [*tensors[:2], *(tensor.clone().requires_grad_() for tensor in tensors[2:])]
@@ -111,24 +143,18 @@ def gpu_calls(device, heads, length, dim):
     }  # fmt: skip
 
 
-def show_gpu(device="cuda", heads=16, lengths=(8192, 16384), dim=128):
-    print(f"\nloss and gradients on {device}, {heads} heads of {dim}, bf16, causal")
-    for length in lengths:
-        timings = time_alternately(gpu_calls(device, heads, length, dim), device, rounds=25, sample_ms=300)
-        for name, timing in timings.items():
-            operators = timings[name.split(",")[0]].median
-            print(f"N={length:6} {name:26} {timing.median:8.3f} ms   {timing.median / operators:.2f} of its operators' time")
-
-
-def main():
-    print(f"import streamkl, after import torch {import_seconds:12.3f} s")
-    if torch.cuda.is_available():
-        show_host_time(torch.device("cuda", 0), (1, 16, 256, 64), torch.bfloat16)
-        show_gpu()
+def measure(case, run):
+    if case.length:
+        timings = run.time(gpu_calls(run.device, case.length))
+        ms = {name: timing.median for name, timing in timings.items()}
+        operators = {name: ms[name.split(",")[0]] for name in ms}
+        figures = {name: {"ms": f"{ms[name]:.4f}", "of_operators": f"{ms[name] / operators[name]:.2f}"} for name in ms}
     else:
-        torch.set_num_threads(1)
-        show_host_time(torch.device("cpu"), (1, 1, 1, 1), torch.float32)
-
-
-if __name__ == "__main__":
-    main()
+        on_gpu = run.device.type == "cuda"
+        shape, dtype = ((1, 16, 256, 64), torch.bfloat16) if on_gpu else ((1, 1, 1, 1), torch.float32)
+        if not on_gpu:
+            torch.set_num_threads(1)
+        calls = host_calls(run.device, shape, dtype)
+        figures = {name: {"us": rounded(host_microseconds(call, run.device), ".1f")} for name, call in calls.items()}
+        figures["import streamkl, after import torch"] = {"us": rounded(import_seconds() * 1e6, ".0f")}
+    return Result([columns_of(case) | {"call": name, **figure} for name, figure in figures.items()])

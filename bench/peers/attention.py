@@ -1,0 +1,178 @@
+"""Attention KL, and attention alone, as PyTorch and plain Triton offer them: the peers of bench/run.py peers."""
+
+import torch
+import torch.nn.functional as F
+
+from harness.library import BACKWARD, FORWARD
+from harness.method import Method
+from harness.timing import Prepared
+
+PYTORCH = f"PyTorch {torch.__version__}"
+KL_PRODUCTS, ATTENTION_PRODUCTS = {FORWARD: 2, BACKWARD: 4}, {FORWARD: 2, BACKWARD: 5}  # N x N x d, useful work
+
+
+def flops_of(shape, products):
+    return {name: count * shape.flops(FORWARD) // 2 for name, count in products.items()}
+
+
+def leaves_of(*tensors):
+    return [tensor.detach().clone().requires_grad_() for tensor in tensors]
+
+
+def with_autograd(name, version, shape, forward, leaves, weight=None):
+    """The forward without a graph, and the backward of a graph that is built before, untimed.
+
+    `weight`: the upstream gradient of the KLs that forward() returns; None: an attention, which computes no KL.
+    """
+
+    def forward_alone():
+        with torch.no_grad():
+            return forward()
+
+    def upstream_of(result):
+        return torch.ones_like(result) if weight is None or not result.dim() else weight
+
+    def prepare_backward():
+        result = forward()
+        return lambda: torch.autograd.grad(result, leaves, upstream_of(result))
+
+    def step():
+        result = forward()
+        gradients = torch.autograd.grad(result, leaves, upstream_of(result))
+        return {} if weight is None else {"kl": result.detach(), "dq_s": gradients[0], "dk_s": gradients[1]}
+
+    calls = {FORWARD: forward_alone, BACKWARD: Prepared(prepare_backward)}
+    flops = flops_of(shape, ATTENTION_PRODUCTS if weight is None else KL_PRODUCTS)
+    return Method(name, version, calls, flops, step)
+
+
+# ---- Attention alone -----------------------------------------------------------------------------------------------
+
+
+def sdpa(q, k, v, causal, backend):
+    """scaled_dot_product_attention by one backend: CUDNN_ATTENTION, FLASH_ATTENTION, ..."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(getattr(SDPBackend, backend)):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def attention(name, backend, version):
+    def make(tensors, shape, weight):
+        leaves = leaves_of(tensors["q_s"], tensors["k_s"], tensors["k_t"])
+        return with_autograd(name, version(), shape, lambda: sdpa(*leaves, shape.causal, backend), leaves)
+
+    return make
+
+
+def cudnn_version():
+    return f"cuDNN {torch.backends.cudnn.version()}"
+
+
+# ---- Attention KL that autograd differentiates ---------------------------------------------------------------------
+
+
+def attention_kl(name, function_of):
+    """A peer whose KL is function_of(shape, device)(q_t, k_t, q_s, k_s)."""
+
+    def make(tensors, shape, weight):
+        leaves, function = leaves_of(tensors["q_s"], tensors["k_s"]), function_of(shape, weight.device)
+        teacher = tensors["q_t"], tensors["k_t"]
+        return with_autograd(name, PYTORCH, shape, lambda: function(*teacher, *leaves), leaves, weight)
+
+    return make
+
+
+def compiled(function):
+    return torch.compile(function, dynamic=False)
+
+
+def materialised(shape, device):
+    """Plain attention KL: two N x N logits, two softmaxes, one sum; with teacher groups, the mean of their softmaxes."""
+
+    def logits(q, k):
+        x = (q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT) * q.shape[-1] ** -0.5
+        return hide(x, float("-inf")).float()
+
+    def hide(x, value):
+        if not shape.causal:
+            return x
+        return x.masked_fill(torch.ones(x.shape[-2:], dtype=torch.bool, device=device).triu(1), value)
+
+    def kl(q_t, k_t, q_s, k_s):
+        x, log_s = logits(q_t, k_t), torch.log_softmax(logits(q_s, k_s), -1)
+        if shape.group_size > 1:
+            p = torch.softmax(x, -1).unflatten(1, (q_s.shape[1], -1)).mean(2)
+            return (torch.xlogy(p, p) - p * hide(log_s, 0.0)).sum(-1)
+        log_p = torch.log_softmax(x, -1)
+        return hide(log_p.exp() * (log_p - log_s), 0.0).sum(-1)
+
+    return kl
+
+
+def flex_composition(shape, device):
+    """Attention KL from three FlexAttention calls, in O(N) memory. With p = softmax(x), since logits are linear in k:
+
+        sum_j p_j x_j = scale <q_t, attention(q_t, k_t, v = k_t)>
+        sum_j p_j y_j = scale <q_s, attention(q_t, k_t, v = k_s)>
+        KL = sum_j p_j (x_j - y_j) - lse_x + lse_y
+
+    Gradients flow to q_s through the second line and lse_y, and to k_s through the value of the second call and lse_y.
+    Of the third call only the LSE is used. The sums are rounded to bf16 before they are subtracted: see the errors.
+    """
+    from torch.nn.attention import flex_attention as flex
+
+    has_aux, scale, mask = hasattr(flex, "AuxRequest"), shape.dim_s**-0.5, None
+    if shape.causal:
+        mask = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, shape.length, shape.length, device=device)
+
+    @compiled
+    def attend(q, k, v):
+        """Attention and LSE. PyTorch 2.9 deprecates return_lse and offers return_aux."""
+        if has_aux:
+            output, aux = flex.flex_attention(q, k, v, block_mask=mask, return_aux=flex.AuxRequest(lse=True))
+            return output, aux.lse
+        return flex.flex_attention(q, k, v, block_mask=mask, return_lse=True)
+
+    @compiled
+    def mean_logit(q, mean_k):
+        return scale * (q.float() * mean_k.float()).sum(-1)
+
+    def kl(q_t, k_t, q_s, k_s):
+        mean_k_t, lse_x = attend(q_t, k_t, k_t)
+        mean_k_s, _ = attend(q_t, k_t, k_s)
+        _, lse_y = attend(q_s, k_s, k_t)
+        return mean_logit(q_t, mean_k_t) - mean_logit(q_s, mean_k_s) - lse_x + lse_y
+
+    return kl
+
+
+# ---- Triton --------------------------------------------------------------------------------------------------------
+
+
+def plain_triton(tensors, shape, weight):
+    import triton
+
+    from .triton_kernels import TritonKL
+
+    timed = TritonKL(list(tensors.values()), shape.causal, weight)
+    timed.forward()  # the LSEs that the backward reads
+
+    def step():
+        fresh = TritonKL(list(tensors.values()), shape.causal, weight)
+        fresh.forward()
+        fresh.backward()
+        return {"kl": fresh.kl, "dq_s": fresh.dq, "dk_s": fresh.dk}
+
+    calls = {FORWARD: timed.forward, BACKWARD: timed.backward}
+    return Method("triton", f"Triton {triton.__version__}", calls, flops_of(shape, KL_PRODUCTS), step)
+
+
+PEERS = {  # in the order of the table; arguments: tensors, shape, weight of each KL
+    "cudnn": attention("cudnn", "CUDNN_ATTENTION", cudnn_version),
+    "fa2": attention("fa2", "FLASH_ATTENTION", lambda: PYTORCH),
+    "triton": plain_triton,
+    "flex": attention_kl("flex", flex_composition),
+    "compile": attention_kl("compile", lambda shape, device: compiled(materialised(shape, device))),
+    "eager": attention_kl("eager", materialised),
+}

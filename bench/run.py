@@ -1,0 +1,149 @@
+#!/usr/bin/env python3
+"""Measures the library on this machine, one question at a time.
+
+    bench/run.py QUESTION                       # prints tables
+    bench/run.py QUESTION --csv FILE            # also appends rows, with commit, GPU and versions
+    bench/run.py QUESTION --dry-run             # lists the cases; needs no GPU
+    bench/run.py QUESTION --csv FILE --plot SVG # measures nothing; draws the rows of the file
+    bench/run.py QUESTION --help
+
+Calls of the library and of its peers alternate one by one in one process, on the same tensors, after 0.3 s of untimed
+rounds, so that they share one power state of the GPU; medians count, and ratios are those of one run. A case or a peer
+that fails is named, and the others go on; the exit status is 1 if a result of the library is wrong or missing.
+
+It needs PyTorch and the package streamkl: an installed one, or that of this repository. STREAMKL_LIBRARY names another
+libstreamkl.so than that of build/release or build/gpu, STREAMKL_KERNEL a kernel that `streamkl info` lists.
+
+Questions:
+"""
+
+import argparse
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+QUESTIONS = {
+    "peers": "attention KL compared with PyTorch, Triton and attention kernels, in time and memory",
+    "shapes": "shapes that distillation has: which are slow for their work?",
+    "carried": "the KL inside an attention backward, compared with two calls",
+    "step": "what the loss adds to a training step",
+    "indexer": "the loss of a sparse attention's indexer, compared with naive code",
+    "zigzag": "the work of each rank of a context-parallel group: is it balanced?",
+    "overhead": "host time of a call from Python",
+    "cpu_attention": "a CPU thread, compared with PyTorch's attention",
+}
+
+
+def find_package():
+    """The package of this repository with the library of its build, unless others are installed or chosen."""
+    sys.path.append(str(ROOT / "python"))
+    built = [ROOT / "build" / preset / "src/libstreamkl.so" for preset in ("release", "gpu")]
+    if found := next(filter(Path.exists, built), None):
+        os.environ.setdefault("STREAMKL_LIBRARY", str(found))
+
+
+def current_commit():
+    asked = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return asked.stdout.strip()
+
+
+def parser_of(name, question):
+    """The options of all questions, and those of one. A question may have other defaults."""
+    parser = argparse.ArgumentParser(
+        prog=f"bench/run.py {name}", description=question.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default cuda")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="append the results")
+    parser.add_argument("--commit", default=current_commit(), help="the commit in the CSV; default: that of git")
+    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="part of a case's name; may be repeated")
+    parser.add_argument("--rounds", type=int, default=25, metavar="N", help="most samples per call; default %(default)s")
+    parser.add_argument("--sample-ms", type=float, default=300, metavar="X", help="time of all samples of a case; default %(default)s")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random inputs; default 0")
+    parser.add_argument("--dry-run", action="store_true", help="list the cases and measure nothing")
+    if hasattr(question, "draw"):
+        parser.add_argument("--plot", type=Path, metavar="SVG", help="measure nothing; draw the results in --csv")
+    question.add_options(parser)
+    return parser
+
+
+def chosen(cases, texts):
+    """The cases whose name contains one of the texts; all if there is none."""
+    for text in texts:
+        if not any(text in case.name for case in cases):
+            raise ValueError(f"--only={text!r}: must be part of a name: {'; '.join(case.name for case in cases)}")
+    return [case for case in cases if not texts or any(text in case.name for text in texts)]
+
+
+def parse(name, question, arguments):
+    """(arguments, cases); exits with status 2 if the question cannot take them."""
+    parser = parser_of(name, question)
+    given = parser.parse_args(arguments)
+    from harness.report import check_csv
+
+    if given.rounds < 1:
+        parser.error(f"--rounds={given.rounds}: must be at least 1")
+    try:
+        cases = chosen(list(question.cases(given)), given.only)
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        if given.csv:
+            check_csv(given.csv, question.COLUMNS)
+    except (ValueError, OSError) as error:
+        parser.error(f"--csv={given.csv}: {error}")
+    if getattr(given, "plot", None) and not (given.csv and given.csv.exists()):
+        parser.error("--plot: needs --csv=FILE, with the results of earlier runs")
+    return given, cases
+
+
+def draw(question, given):
+    from harness.report import read_csv
+
+    try:
+        written = question.draw(read_csv(given.csv, question.COLUMNS), given)
+    except ImportError as error:
+        sys.exit(f"bench/run.py: --plot needs matplotlib: {error}")
+    except ValueError as error:
+        sys.exit(f"bench/run.py: --csv={given.csv}: {error}")
+    print("\n".join(map(str, written)))
+
+
+def measure(question, given, cases):
+    from harness.run import Run
+
+    run = Run(question, given)
+    for case in cases:
+        run.measure(case)
+    run.finish()
+    if not run.is_right:
+        sys.exit("bench/run.py: a result is WRONG or missing: see above")
+
+
+def main(arguments=None):
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    find_package()
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__ + "\n".join(f"    {name:15} {text}" for name, text in QUESTIONS.items()))
+        return
+    name = arguments[0]
+    if name not in QUESTIONS:
+        print(f"bench/run.py {name}: must be one of {', '.join(QUESTIONS)}", file=sys.stderr)
+        sys.exit(2)
+    try:
+        question = importlib.import_module(f"questions.{name}")
+    except ImportError as error:
+        sys.exit(f"bench/run.py: measuring needs PyTorch and the package streamkl: {error}")
+    given, cases = parse(name, question, arguments[1:])
+    if given.dry_run:
+        print("\n".join(f"{case.name:36} {case}" for case in cases))
+    elif getattr(given, "plot", None):
+        draw(question, given)
+    else:
+        measure(question, given, cases)
+
+
+if __name__ == "__main__":
+    main()

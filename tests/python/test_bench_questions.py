@@ -1,0 +1,336 @@
+"""The questions of bench/run.py on the CPU, with small problems: results agree with float64, and wrong ones are found."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import streamkl
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+
+from harness import attention  # noqa: E402
+from harness.attention import FORWARD_GIVEN, AttentionCalls, Exact, Shape, prepared_calls, random_tensors  # noqa: E402
+from harness.library import BACKWARD, FORWARD, ONE_PASS, STEP  # noqa: E402
+from harness.method import PEER_WRONG, make_peer  # noqa: E402
+from harness.run import Run  # noqa: E402
+from harness.timing import Prepared  # noqa: E402
+from peers.attention import PEERS  # noqa: E402
+from peers.linearard import linearard  # noqa: E402
+from questions import carried, cpu_attention, indexer, overhead, peers, shapes, step  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def without_mkldnn():
+    """Without bf16 instructions, each of its products raises and catches an exception, which takes milliseconds."""
+    torch.manual_seed(1)
+    with torch.backends.mkldnn.flags(enabled=False):
+        yield
+
+
+def run_of(question, csv=None, **options):
+    given = dict(device="cpu", commit="C", seed=1, csv=csv, rounds=3, sample_ms=0)
+    return Run(question, SimpleNamespace(**{**given, **options}))
+
+
+# ---- Peers ---------------------------------------------------------------------------------------------------------
+
+
+def small(**options):
+    return Shape("", 4, 2, 32, 4, 2, 32, length=50, **options)
+
+
+@pytest.mark.parametrize("shape", [small(), small(causal=False, packed=(40, 9)), small(batch=2)], ids=str)
+def test_our_methods_agree_with_float64(shape):
+    calls = prepared_calls(shape, CPU)
+    for all_rows in False, True:
+        exact = Exact(shape, calls.tensors, all_rows)
+        two_passes, one_pass = peers.ours(calls, exact.weight)
+        for method in two_passes, one_pass:
+            errors = exact.errors(method.step())
+            assert errors.keys() == {"kl", "dq_s", "dk_s"} and not exact.wrong(errors)
+    assert two_passes.explanation.startswith("forward: ") and "one-pass" in one_pass.explanation
+
+
+def test_eager_pytorch_is_a_peer_and_another_loss_is_none():
+    shape = replace(small(), key_heads_t=4, key_heads_s=4)
+    tensors = random_tensors(shape, CPU)
+    exact = Exact(shape, tensors)
+    peer = make_peer("eager", lambda: PEERS["eager"](tensors, shape, exact.weight), exact, CPU)
+    assert not peer.refusal and peer.errors.keys() == {"kl", "dq_s", "dk_s"} and isinstance(peer.calls[BACKWARD], Prepared)
+    other = replace(shape, causal=False)
+    peer = make_peer("eager", lambda: PEERS["eager"](tensors, other, exact.weight), exact, CPU)
+    assert peer.refusal.startswith("it computes something else: kl is off by ") and not peer.calls
+    peer = make_peer("cudnn", lambda: PEERS["cudnn"](tensors, shape, exact.weight), exact, CPU)
+    assert peer.refusal, "there is no cuDNN on a CPU"
+
+
+STAND_IN = """
+import torch
+from .scale import scale_of
+
+def attn_kl_align(qs, ks, qt, kt, attn_mask=None, causal=True):
+    hidden = torch.ones(qs.shape[2], ks.shape[2], dtype=torch.bool).triu(1 if causal else 1 << 20)
+    x, y = (scale_of(q) * (q.float() @ k.float().mT).masked_fill(hidden, -1e30) for q, k in ((qt, kt), (qs, ks)))
+    log_p, log_s = torch.log_softmax(x, -1), torch.log_softmax(y, -1)
+    return (log_p.exp() * (log_p - log_s)).sum()
+"""
+
+
+def make_checkout(folder, scale):
+    """A folder with the names of LinearARD's entry point, and other code."""
+    kernels = folder / "kernels/attention_KL"
+    kernels.mkdir(parents=True)
+    (kernels / "integration.py").write_text(STAND_IN)
+    (kernels / "scale.py").write_text(f"def scale_of(q):\n    return {scale} * q.shape[-1] ** -0.5\n")
+    return folder
+
+
+def test_linearard_is_imported_from_its_checkout_and_compared_by_its_sum(tmp_path):
+    shape = Shape("", 3, 3, 32, 3, 3, 32, length=40)
+    tensors = random_tensors(shape, CPU)
+    exact = Exact(shape, tensors, all_rows=True)
+    for scale, is_right in (1, True), (2, False):
+        method = linearard(make_checkout(tmp_path / str(scale), scale))(tensors, shape, exact.weight)
+        errors = exact.errors(method.step())
+        assert errors.keys() == {"kl", "dq_s", "dk_s"}
+        assert all((error <= PEER_WRONG) is is_right for error in errors.values())
+        assert method.calls[FORWARD]().dim() == 0 and len(method.calls[BACKWARD].prepare()()) == 2
+
+
+@pytest.mark.parametrize("options", [dict(), dict(packed=(40, 9))], ids=str)
+def test_rows_of_a_run_with_peers(options):
+    shape = replace(small(**options), key_heads_t=4, key_heads_s=4)
+    result = peers.measure(shape, run_of(peers, peers=["eager"], linearard=None, deterministic=True))
+    assert not result.wrong and any("forward: " in line for line in result.lines)
+    found = [(row["method"], row["pass"]) for row in result.rows]
+    ours = [("streamkl", name) for name in (FORWARD, BACKWARD, STEP, ONE_PASS)]
+    ours += [("deterministic", BACKWARD), ("deterministic", ONE_PASS)]
+    others = [("dense" if options else "eager", name) for name in (FORWARD, BACKWARD, STEP)]
+    assert found == ours + others + ([("dense", ONE_PASS)] if options else [])
+    assert result.rows[0]["note"].endswith(" of the dense rate" if options else "")
+
+
+# ---- Shapes --------------------------------------------------------------------------------------------------------
+
+
+def short(shape):
+    """A sequence of 60 tokens, and a window that fits."""
+    return replace(shape, length=60, batch=min(shape.batch, 2), window=shape.window // 100 if shape.window > 0 else -1)
+
+
+@pytest.mark.parametrize("shape", shapes.SHAPES, ids=lambda shape: shape.name)
+def test_every_shape_agrees_with_float64(shape):
+    errors, wrong = shapes.check(short(shape), CPU)
+    assert not wrong
+    assert errors.keys() == {"kl", "dq_s", "dk_s"} | ({"dq_t", "dk_t"} if shape.teacher_gradients else set())
+
+
+@pytest.mark.parametrize("change", [{"softcap": 0.0}, {"reverse": True}, {"window": 20}, {"causal": False}], ids=str)
+def test_a_wrong_result_is_found(change, monkeypatch):
+    """Exact results of one problem, and those of the library for another."""
+    shape = replace(short(shapes.BASE), softcap=50.0)
+    monkeypatch.setattr(shapes, "AttentionCalls", lambda tensors, _, weight: AttentionCalls(tensors, replace(shape, **change), weight))
+    assert shapes.check(shape, CPU)[1]
+
+
+def test_a_shape_is_timed_with_the_base_shape_and_eager_pytorch():
+    run, base = run_of(shapes, check=True, check_only=False, eager=True), short(shapes.BASE)
+    result = shapes.measure(short(shapes.SHAPES[2]), run, base)
+    rows = {row["pass"]: row for row in result.rows}
+    assert not result.wrong and list(rows) == [FORWARD, FORWARD_GIVEN, BACKWARD, ONE_PASS, STEP]
+    assert float(rows[STEP]["ms"]) == pytest.approx(float(rows[FORWARD]["ms"]) + float(rows[BACKWARD]["ms"]), abs=2e-4)
+    one_pass = rows[ONE_PASS]
+    assert float(one_pass["base_ratio"]) == pytest.approx(float(one_pass["ms"]) / float(one_pass["base_ms"]), rel=0.01)
+    assert one_pass["eager_ms"] == rows[STEP]["eager_ms"] != rows[FORWARD]["eager_ms"] and not rows[BACKWARD]["eager_ms"]
+    assert rows[FORWARD]["kernel"].startswith("cpu_") and " " not in rows[FORWARD]["kernel"]
+    assert not rows[FORWARD]["cudnn_ms"] and [note.split(":")[0] for note in result.notes] == ["cudnn not measured"]
+    assert float(rows[FORWARD]["dk_error"]) < 2e-2
+    capped = shapes.measure(replace(short(shapes.SHAPES[2]), softcap=50.0), run, base)
+    assert "eager not measured: ValueError: only masks and shapes are compared with it" in capped.notes
+    alone = shapes.measure(base, run_of(shapes, check=False, check_only=False, eager=False), base)
+    assert {row["base_ratio"] for row in alone.rows} == {"1"}
+
+
+def test_the_step_of_teacher_groups_is_that_of_attention_kl(monkeypatch):
+    monkeypatch.setattr(attention, "lses_first", lambda *_: True)  # as on a GPU
+    assert not shapes.check(short(shapes.SHAPES[2]), CPU)[1]
+    calls = prepared_calls(short(shapes.SHAPES[2]), CPU)
+    assert calls.passes[-1] == STEP and len(calls.calls[STEP]) == 2
+
+
+@pytest.mark.parametrize("shape", [shapes.SHAPES[2], replace(shapes.BASE, causal=False)], ids=str)
+def test_eager_pytorch_computes_the_same(shape):
+    ours = prepared_calls(replace(short(shape), dtype_t="f32", dtype_s="f32"), CPU)
+    ours.run(ONE_PASS)
+    eager = shapes.eager_calls(ours.tensors, ours.shape)
+    torch.testing.assert_close(eager[FORWARD](), ours.rows["kl"], rtol=1e-4, atol=1e-5)
+    results = eager[STEP]()
+    for name, gradient in ours.gradients.items():
+        torch.testing.assert_close(results[name], gradient, rtol=1e-3, atol=1e-5)
+
+
+# ---- The carried KL ------------------------------------------------------------------------------------------------
+
+
+def small_carried(case):
+    heads = dict(heads=4, key_heads=2 if case.key_heads < case.heads else 4)
+    return replace(case, length=24 * case.sequences, **heads, dim_t=16, dim_s=16 * case.dim_s // case.dim_t)
+
+
+@pytest.mark.parametrize("case", [case for case in carried.CASES if case.sequences == 1][:7], ids=lambda case: case.name)
+def test_carried_gradients_agree_with_float64(case):
+    errors, wrong = carried.check(small_carried(case), CPU)
+    assert not wrong and all(0 < error < 1e-2 for error in errors.values())
+
+
+def test_a_wrong_carried_gradient_is_found(monkeypatch):
+    def run(calls, name, own=carried.Calls.run):
+        own(calls, name)
+        if name == carried.CARRIED:
+            for gradient in made[0].carried:
+                gradient *= 1.02
+
+    made, own = [], carried.CarriedCalls.make_calls
+    monkeypatch.setattr(carried.CarriedCalls, "make_calls", lambda self, *given: made.append(self) or own(self, *given))
+    monkeypatch.setattr(carried.Calls, "run", run)
+    _, wrong = carried.check(small_carried(carried.CASES[0]), CPU)
+    assert [text.split()[0] for text in wrong] == ["dq", "dk", "dv"]
+
+
+@pytest.mark.parametrize("case", [carried.CASES[0], carried.CASES[7]], ids=lambda case: case.name)
+def test_methods_of_the_carried_kl(case):
+    result = carried.measure(small_carried(case), run_of(carried, check=case.sequences == 1))
+    assert not result.wrong
+    others = [carried.FORWARD, carried.CUDNN, carried.APART] if case.sequences == 1 else []
+    assert [row["method"] for row in result.rows] == [*others, carried.CARRIED, carried.WITH_KL]
+    assert all(float(row["ms"]) > 0 for row in result.rows) and bool(result.lines) == bool(others)
+    assert carried.added_percent(0.5, 1.5, 1.75) == 12.5
+
+
+# ---- Indexers ------------------------------------------------------------------------------------------------------
+
+
+def small_indexer(top_k, causal=True):
+    return indexer.IndexerCase(50, heads=4, key_heads=2, dim=32, index_heads=3, index_dim=16, top_k=top_k, causal=causal)
+
+
+def in_float64(tensors):
+    return {name: tensor if name == "indices" else tensor.double() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("top_k", [0, 9, 60])
+def test_indexer_methods_agree_with_float64(top_k, causal):
+    case = small_indexer(top_k, causal)
+    tensors = indexer.make_tensors(case, CPU)
+    whole = indexer.ExactRows(tensors, case, torch.arange(50))
+    some = indexer.ExactRows(tensors, case, indexer.some_rows(case, CPU, 7))
+    assert whole.exact.keys() == {"kl", "dq", "dk", "dw"} and some.exact.keys() == {"kl", "dq", "dw"}
+    for method in indexer.ours(tensors, case):
+        assert "dw_s" in method.explanation
+        results = method.step()
+        for exact in (whole, some):
+            method.errors = exact.errors(results)
+            assert not indexer.wrong_of(method)
+    naive = indexer.naive(tensors, case)
+    assert all(error <= PEER_WRONG for error in whole.errors(naive.step()).values())
+    naive = indexer.naive(in_float64(tensors), case)
+    assert all(error <= 1e-12 for error in whole.errors(naive.step()).values())
+
+
+def test_gradients_of_naive_chunks_add_up(monkeypatch):
+    case = small_indexer(9)
+    tensors = in_float64(indexer.make_tensors(case, CPU))
+    monkeypatch.setattr(indexer, "GATHERED_BYTES", 7 * 9 * 2 * 32 * 8)
+    assert indexer.rows_together(case, torch.float64) == 7
+    whole = indexer.ExactRows(tensors, case, torch.arange(50))
+    assert all(error <= 1e-12 for error in whole.errors(indexer.naive(tensors, case).step()).values())
+
+
+def test_forward_alone_equals_the_forward_of_a_step():
+    case = small_indexer(0)
+    calls = indexer.IndexerCalls(indexer.make_tensors(case, CPU), case)
+    calls.run(FORWARD)
+    kl = calls.kl.clone()
+    calls.run(STEP)
+    torch.testing.assert_close(calls.kl, kl)
+
+
+def test_rows_of_an_indexer():
+    for no_naive in False, True:
+        result = indexer.measure(small_indexer(9), run_of(indexer, no_naive=no_naive))
+        assert not result.wrong and "relative errors at N=50, naive, f64: " in result.lines[3]
+        found = {row["method"] for row in result.rows if row.get("ms")}
+        assert found == {"streamkl", "no LSE given"} | (set() if no_naive else {"naive"})
+        notes = {row["method"]: row["note"] for row in result.rows if "note" in row}
+        assert notes.keys() == {"cudnn"} | ({"naive"} if no_naive else set())
+        assert not no_naive or notes["naive"].startswith("not measured: --no-naive; its teacher scores alone, [4, 50, 9]")
+
+
+# ---- A training step -----------------------------------------------------------------------------------------------
+
+
+TEACHER = step.Model(8, 2, 16, hidden=64, mlp=96)
+STUDENTS = [step.Model(heads, 2, dim, hidden=32, mlp=48) for heads, dim in ((8, 8), (4, 16), (2, 16))]
+
+
+def setup(kind, student, **others):
+    return step.Setup(kind, student, 24, teacher=TEACHER, **others)
+
+
+@pytest.mark.parametrize("student", STUDENTS, ids=str)
+def test_the_loss_of_layers_does_not_depend_on_where_the_lses_come_from(student, monkeypatch):
+    options, own = [], streamkl.attention_kl
+    monkeypatch.setattr(streamkl, "attention_kl", lambda *tensors, **given: options.append(given) or own(*tensors, **given))
+    steps = step.layer_steps(setup(step.LAYERS, student), CPU, "cpu")
+    losses = {variant: run().item() for variant, run in steps.items()}
+    assert list(losses) == [step.NO_LOSS, step.GIVEN, step.COMPUTED, step.CARRIED, step.GRADIENT_ONLY]
+    assert losses[step.CARRIED] == losses[step.GRADIENT_ONLY] == losses[step.NO_LOSS]  # the KL comes with the backward
+    assert ["lse_s" in given and "lse_t" in given for given in options] == [True, True, False, False], "two layers each"
+    assert losses[step.GIVEN] == pytest.approx(losses[step.COMPUTED], rel=1e-3)
+    assert losses[step.GIVEN] > losses[step.NO_LOSS] * 1.0001
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_distiller_adds_to_the_loss_of_transformers_models(checkpointing):
+    steps = step.hugging_face_steps(setup(step.HUGGING_FACE, STUDENTS[1], checkpointing=checkpointing), CPU)
+    losses = {variant: run().item() for variant, run in steps.items()}
+    assert losses[step.DISTILLER] > losses[step.NO_LOSS]
+    assert losses[step.FUSED_DISTILLER] == pytest.approx(losses[step.DISTILLER], rel=1e-3)
+    assert steps[step.NO_LOSS]().item() == losses[step.NO_LOSS], "a step leaves nothing"
+
+
+def test_rows_of_steps():
+    run = run_of(step, attention="cpu")
+    bad = step.measure(setup(step.LAYERS, replace(STUDENTS[0], heads=5, key_heads=5)), run)
+    assert bad.wrong[0].startswith("LSEs given failed: ValueError: q_t [1, 8, 24, 16]")
+    assert [row["variant"] for row in bad.rows] == [step.NO_LOSS]
+    for kind, attention_of, student in (step.LAYERS, "cpu", STUDENTS[1]), (step.HUGGING_FACE, "sdpa", STUDENTS[2]):
+        result = step.measure(setup(kind, student), run)
+        assert not result.wrong and [row["variant"] for row in result.rows] == list(step.VARIANTS[kind])
+        assert {row["attention"] for row in result.rows} == {attention_of}
+        assert ["percent" in row for row in result.rows] == [variant != step.NO_LOSS for variant in step.VARIANTS[kind]]
+
+
+# ---- The host ------------------------------------------------------------------------------------------------------
+
+
+def test_host_times():
+    for name, call in overhead.host_calls(CPU, (1, 2, 3, 4), torch.float32).items():
+        assert overhead.host_microseconds(call, CPU, calls=1, samples=2) > 0, name
+    assert overhead.import_seconds() > 0
+
+
+def test_cpu_attention_is_compared_call_by_call():
+    case = cpu_attention.Case(1, "f32", 2, 32, 16, "causal")
+    result = cpu_attention.measure(case, run_of(cpu_attention))
+    rows = {row["call"]: row for row in result.rows}
+    assert not result.wrong and list(rows) == ["sdpa forward", "forward", "sdpa step", "step", "one pass"]
+    expected = float(rows["one pass"]["ms"]) / float(rows["sdpa step"]["ms"])
+    assert float(rows["one pass"]["sdpa_ratio"]) == pytest.approx(expected, abs=0.01) and not rows["sdpa step"]["sdpa_ratio"]
