@@ -105,7 +105,7 @@ def time_alternately(calls, device, rounds, sample_ms, shuffle=False):
     """{name: Timing} of {name: call}. In a round every call runs once; enough rounds for sample_ms, at most `rounds`.
     `shuffle`: in another order in every round.
 
-    There is no host-device synchronisation between WARM_UP_MS of untimed rounds and the last timed one. So launches
+    There is no host-device synchronization between WARM_UP_MS of untimed rounds and the last timed one. So launches
     run ahead of the GPU and their time is hidden, if the calls of a round take longer than their launches.
     """
     device = torch.device(device)

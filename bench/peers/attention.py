@@ -87,7 +87,7 @@ def compiled(function):
     return torch.compile(function, dynamic=False)
 
 
-def materialised(shape, device):
+def materialized(shape, device):
     """Plain attention KL: two N x N logits, two softmaxes, one sum; with teacher groups, the mean of their softmaxes."""
 
     def logits(q, k):
@@ -173,6 +173,6 @@ PEERS = {  # in the order of the table; arguments: tensors, shape, weight of eac
     "fa2": attention("fa2", "FLASH_ATTENTION", lambda: PYTORCH),
     "triton": plain_triton,
     "flex": attention_kl("flex", flex_composition),
-    "compile": attention_kl("compile", lambda shape, device: compiled(materialised(shape, device))),
-    "eager": attention_kl("eager", materialised),
+    "compile": attention_kl("compile", lambda shape, device: compiled(materialized(shape, device))),
+    "eager": attention_kl("eager", materialized),
 }

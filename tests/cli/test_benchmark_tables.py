@@ -1,5 +1,6 @@
 """scripts/benchmark-tables: the tables of this tree are current, and the check notices one that is not."""
 
+import csv
 import shutil
 import subprocess
 import sys
@@ -8,10 +9,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "bench"))
-
-from gpu import carried_cases, report, shape_report, step_report  # noqa: E402
-
 DOCUMENTS = ("README.md", "docs/benchmarks.md")
 
 
@@ -72,8 +69,7 @@ def test_markers(tree, edit, message):
 
 
 def test_rows_that_are_missing_are_named(tree):
-    path = tree / "bench/results/indexer.csv"
-    path.write_text(path.read_text().splitlines(keepends=True)[0])
+    empty(tree / "bench/results/indexer.csv")
     done = run_tables("--check", "--root", tree)
     assert done.returncode == 1 and "no run has the naive dense loss" in done.stderr
 
@@ -87,19 +83,27 @@ def table_of(tree, name):
     return {line[0]: line[1:] for line in lines}
 
 
-def append(path, columns, **row):
-    """A row of a file, which may be new."""
-    report.append_csv(path, [row], {"date": "2026-11-17", "gpu": "G", "commit": "abcdef0"}, columns)
+def empty(path):
+    """Leaves the columns of a file of results."""
+    path.write_text(path.read_text().splitlines(keepends=True)[0])
+    return path
+
+
+def append(path, **row):
+    with path.open("r+", newline="") as file:
+        columns = next(csv.reader(file))
+        file.seek(0, 2)
+        about = {"date": "2026-11-17", "gpu": "G", "commit": "abcdef0"}
+        csv.DictWriter(file, columns, restval="", lineterminator="\n").writerow(about | row)
 
 
 def test_shapes_fill_their_table(tree):
-    path = tree / "bench/results/shapes.csv"
-    path.unlink(missing_ok=True)
+    path = empty(tree / "bench/results/shapes.csv")
     for name, operation, ms in ("r=1", "forward", 1), ("r=1", "one pass", 2), ("r=1", "forward", 1.25):
-        append(path, shape_report.COLUMNS, shape=name, **{"pass": operation}, ms=ms, base_ratio="1.1", cudnn_ratio="0.9")
+        append(path, shape=name, **{"pass": operation}, ms=ms, base_ratio="1.1", cudnn_ratio="0.9")
     for operation, ms in ("forward", 9), ("forward, lse_t given", 3), ("one pass", 5), ("forward + backward", 14):
-        append(path, shape_report.COLUMNS, shape="r=4", **{"pass": operation}, ms=ms, base_ratio="3", cudnn_ratio="")
-    append(path, shape_report.COLUMNS, shape="bad", note="failed")
+        append(path, shape="r=4", **{"pass": operation}, ms=ms, base_ratio="3", cudnn_ratio="")
+    append(path, shape="bad", note="failed")
     shown = table_of(tree, "distillation")
     assert shown["r=1"] == ["1.25", "1.1", "0.9", "2.00", "1.1", "0.9", ""], "the newest row counts"
     assert [shown["r=4"][index] for index in (0, 3, 6)] == ["3.00", "5.00", "14.0"]
@@ -107,27 +111,25 @@ def test_shapes_fill_their_table(tree):
 
 
 def test_steps_fill_their_table(tree):
-    path = tree / "bench/results/step.csv"
-    path.unlink(missing_ok=True)
+    path = empty(tree / "bench/results/step.csv")
     setup = dict(kind="layers", student="8/8 heads of 128", length=8192)
-    append(path, step_report.COLUMNS, **setup, variant="no loss", ms=20, peak_bytes=2**30)
-    append(path, step_report.COLUMNS, **setup, variant="LSEs given", ms=25, percent="25.0", peak_bytes=2**30, more_bytes=2**20)
-    append(path, step_report.COLUMNS, **setup, variant="LSEs computed", ms=28, percent="40.0", peak_bytes=2**30, more_bytes=0)
-    append(path, step_report.COLUMNS, **setup, variant="carried, no value", ms=22, percent="10.0", peak_bytes=2**30)
+    append(path, **setup, variant="no loss", ms=20, peak_bytes=2**30)
+    append(path, **setup, variant="LSEs given", ms=25, percent="25.0", peak_bytes=2**30, more_bytes=2**20)
+    append(path, **setup, variant="LSEs computed", ms=28, percent="40.0", peak_bytes=2**30, more_bytes=0)
+    append(path, **setup, variant="carried, no value", ms=22, percent="10.0", peak_bytes=2**30)
     shown = table_of(tree, "step")
     assert shown["layers, student 8/8 heads of 128, 8,192 tokens"] == ["20.0", "+25 %", "+40 %", "+10 %", "1 GiB", "1 MiB"]
 
 
 def test_carried_gradients_fill_their_table(tree):
-    path = tree / "bench/results/carried.csv"
-    path.unlink(missing_ok=True)
-    append(path, carried_cases.COLUMNS, case="causal", method="forward", ms=0.5)
-    append(path, carried_cases.COLUMNS, case="causal", method="cuDNN", ms=1.5, cudnn_ratio="1.000")
-    append(path, carried_cases.COLUMNS, case="causal", method="apart", ms=2.7, cudnn_ratio="1.800")
+    path = empty(tree / "bench/results/carried.csv")
+    append(path, case="causal", method="forward", ms=0.5)
+    append(path, case="causal", method="cuDNN", ms=1.5, cudnn_ratio="1.000")
+    append(path, case="causal", method="apart", ms=2.7, cudnn_ratio="1.800")
     errors = dict(dq_error="2e-3", dk_error="3e-3", dv_error="4e-3")
-    append(path, carried_cases.COLUMNS, case="causal", method="carried", ms=1.75, cudnn_ratio="1.167", tflops="480", **errors)
-    append(path, carried_cases.COLUMNS, case="packed", method="carried", ms=2, tflops="470")
-    append(path, carried_cases.COLUMNS, case="bad", method="carried", note="failed")
+    append(path, case="causal", method="carried", ms=1.75, cudnn_ratio="1.167", tflops="480", **errors)
+    append(path, case="packed", method="carried", ms=2, tflops="470")
+    append(path, case="bad", method="carried", note="failed")
     shown = table_of(tree, "carried")
     assert shown["causal"] == ["1.50", "2.70 (1.80x)", "1.75 (1.17x)", "", "+12 %", "480", "2e-3, 3e-3, 4e-3"]
     assert shown["packed"] == ["", "", "2.00", "", "", "470", ""]
@@ -139,10 +141,10 @@ def test_linearard_fills_its_table(tree):
     shape = dict(heads=16, key_heads=16, batch=1, length=8192, dim=128, mask="causal")
     shape |= dict(kl_error="1e-7", dq_error="2e-3", dk_error="3e-3")
     for operation, ms in ("forward", 0.5), ("backward", 1.25), ("forward + backward", 1.75), ("one pass", 1.25):
-        append(path, report.COLUMNS, method="streamkl", **{"pass": operation}, ms=ms, **shape)
-    append(path, report.COLUMNS, method="linearard", **{"pass": "forward"}, ms=80, ours_ratio="0.00625", **shape)
+        append(path, method="streamkl", **{"pass": operation}, ms=ms, **shape)
+    append(path, method="linearard", **{"pass": "forward"}, ms=80, ours_ratio="0.00625", **shape)
     ratios = dict(ours_ratio="0.004", one_pass_ratio="0.0025")
-    append(path, report.COLUMNS, method="linearard", **{"pass": "forward + backward"}, ms=437.5, **ratios, **shape)
+    append(path, method="linearard", **{"pass": "forward + backward"}, ms=437.5, **ratios, **shape)
     shown = table_of(tree, "linearard")
     assert shown["d = 128"][:6] == ["0.500", "160x", "1.25", "1.75", "250x", "400x"]
     assert shown["d = 128"][6] == "1e-7, 2e-3, 3e-3"

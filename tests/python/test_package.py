@@ -38,7 +38,7 @@ def test_import_is_light():
 
 
 def test_call_overhead():
-    """CPU time of a forward on tensors of size 1. The goal is 60 us on an idle core (bench/python_overhead.py); the limit
+    """CPU time of a forward on tensors of size 1. The goal is 60 us on an idle core (bench/run.py overhead); the limit
     allows for a shared core.
     """
     tensors = [torch.randn(1, 1, 1, 1) for _ in range(4)]
