@@ -6,7 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 import streamkl
+from streamkl import _library as lib
 from streamkl import reference
+from streamkl._problem import DK_S, DQ_S, Options
 
 LONG = os.environ.get("STREAMKL_TEST_LONG", "") not in ("", "0")  # ./test long
 COMPILER = "inductor" if LONG else "aot_eager"  # inductor runs a C++ compiler, which takes 20 seconds
@@ -117,6 +119,22 @@ def check_gradients(passes, tensors, loss, exact_gradients, options):
         assert_near(f"gradient of {NAMES[index]} in {passes}", gradient, exact, tensor.dtype, floor)
 
 
+def check_operators(tensors, gradients, cu_seqlens=None, key_lengths=None):
+    """torch.library.opcheck of the operators that attention_kl calls."""
+    tensors = [*tensors, None, None, None, None]  # no indexer, no sinks
+    options = Options(gradients=gradients, causal=True, window_left=5, scale_s=0.3, softcap_s=4.0)
+    problem = (cu_seqlens, cu_seqlens, key_lengths, None, None, *options)
+    of_teacher = lib.DOT_T if gradients & ~(DQ_S | DK_S) else 0
+    rows = lib.KL | lib.LSE_T | lib.LSE_S | of_teacher
+    torch.library.opcheck(torch.ops.streamkl.forward, (*tensors, None, rows, *problem))
+    if gradients:
+        kl, lse_t, lse_s, *dot_t = torch.ops.streamkl.forward(*tensors, None, rows, *problem)
+        dot_t, ones = dot_t[0] if dot_t else None, torch.ones_like(kl)
+        torch.library.opcheck(torch.ops.streamkl.backward, (*tensors, lse_t, lse_s, kl, dot_t, ones, *problem))
+        one_pass = (*tensors, lse_t, lse_s, ones, lib.KL | of_teacher, *problem)
+        torch.library.opcheck(torch.ops.streamkl.forward_backward, one_pass)
+
+
 def check_threads(**shape):
     """Eight threads with different problems: each result has the same bits as in a single thread."""
     lengths = [dict(shape, len_q=shape["len_q"] + n, len_k=shape["len_k"] + n, seed=n) for n in range(8)]
@@ -151,6 +169,12 @@ def make_disagreeing(rows=8192, dtype=torch.float16, device="cpu"):
     q_t, k_t = tensor([4.0], rows), tensor([0.5, -0.5], 2)
     q_s, k_s = tensor([32.0], rows), tensor([0.0, 0.125], 2)
     return [q_t, k_t, q_s.requires_grad_(), k_s.requires_grad_()]
+
+
+def one_pass_kl(*tensors, softmax_scale_s, **options):
+    """attention_kl with both LSEs given."""
+    _, lse_t, lse_s = streamkl.attention_kl(*tensors, softmax_scale_s=softmax_scale_s, return_lse=True)
+    return streamkl.attention_kl(*tensors, softmax_scale_s=softmax_scale_s, lse_t=lse_t, lse_s=lse_s, **options)
 
 
 def check_f16_range(function, reference_function, tensors):

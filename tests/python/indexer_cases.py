@@ -116,3 +116,17 @@ def check_gradients(loss, indexer: Indexer, exact_gradients, options):
         types = (tensor.dtype, indexer.q_s.dtype) if tensor.is_cuda else (tensor.dtype,)
         assert_near(f"gradient of {name}_s", gradient, exact, max(types, key=TOLERANCE.get), floor)
 
+
+def check_masked_nan(indexer: Indexer, keys):
+    """NaN in padded keys, and in the weights and queries of rows without visible keys, changes nothing."""
+    lengths = dict(key_lengths=torch.tensor([0, keys], device=indexer.q_t.device), causal=True)
+    clean = streamkl.indexer_kl(*indexer, **lengths)
+    with torch.no_grad():
+        for tensor in indexer[:5]:
+            tensor[0] = torch.nan
+        for tensor in (indexer.k_t, indexer.k_s):
+            tensor[1, keys:] = torch.inf
+    loss = streamkl.indexer_kl(*indexer, **lengths)
+    assert torch.equal(loss, clean)
+    for gradient in torch.autograd.grad(loss, indexer.trained):
+        assert gradient.isfinite().all() and (gradient[0] == 0).all()

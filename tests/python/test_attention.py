@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import LONG, check_f16_range, compare, make_disagreeing, make_tensors
+from cases import LONG, check_f16_range, compare, make_disagreeing, make_tensors, one_pass_kl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,12 +74,7 @@ def test_f16_one_pass_gradients_stay_in_range(type_t):
     """A teacher in bf16 that requires gradients has f32 gradients for a while, too."""
     tensors = make_disagreeing()
     tensors[:2] = (tensor.to(type_t).requires_grad_(type_t == torch.bfloat16) for tensor in tensors[:2])
-
-    def one_pass(*tensors, softmax_scale_s, **options):
-        _, lse_t, lse_s = streamkl.attention_kl(*tensors, softmax_scale_s=softmax_scale_s, return_lse=True)
-        return streamkl.attention_kl(*tensors, softmax_scale_s=softmax_scale_s, lse_t=lse_t, lse_s=lse_s, **options)
-
-    check_f16_range(one_pass, reference.attention_kl, tensors)
+    check_f16_range(one_pass_kl, reference.attention_kl, tensors)
 
 
 def test_teacher_and_student_of_different_types():

@@ -10,7 +10,7 @@ import torch
 from cases import COMPILER, LONG, check_f16_range, make_disagreeing
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from indexer_cases import Indexer, compare, exact_of, gradients_of, make_indexer
+from indexer_cases import Indexer, check_masked_nan, compare, exact_of, gradients_of, make_indexer
 
 import streamkl
 from streamkl import _call, reference
@@ -297,19 +297,7 @@ def test_no_row_attends_to_a_key():
 
 @pytest.mark.parametrize("keys", TOP_K)
 def test_masked_values_may_be_nan(keys):
-    """Padded keys, and the weights and queries of rows without visible keys."""
-    indexer = make_indexer(len_q=8, len_k=8, top_k=TOP_K[keys])
-    lengths = dict(key_lengths=torch.tensor([0, 5]), causal=True)
-    clean = streamkl.indexer_kl(*indexer, **lengths)
-    with torch.no_grad():
-        for tensor in indexer[:5]:
-            tensor[0] = torch.nan
-        for tensor in (indexer.k_t, indexer.k_s):
-            tensor[1, 5:] = torch.inf
-    loss = streamkl.indexer_kl(*indexer, **lengths)
-    assert torch.equal(loss, clean)
-    for gradient in torch.autograd.grad(loss, indexer.trained):
-        assert gradient.isfinite().all() and (gradient[0] == 0).all()
+    check_masked_nan(make_indexer(len_q=8, len_k=8, top_k=TOP_K[keys]), keys=5)
 
 
 def test_a_nan_weight_stays_in_its_row():

@@ -5,14 +5,13 @@ import pickle
 
 import pytest
 import torch
-from cases import COMPILER, check_threads, make_tensors
+from cases import COMPILER, check_operators, check_threads, make_tensors
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import streamkl
-from streamkl import _library as lib
-from streamkl._problem import DK_S, DQ_S, Options
+from streamkl._problem import DK_S, DQ_S
 
 STUDENT = DQ_S | DK_S
 
@@ -21,20 +20,9 @@ STUDENT = DQ_S | DK_S
 @pytest.mark.parametrize("form", ["dense", "packed", "key lengths"])
 def test_opcheck(form, gradients):
     tensors = [t.detach() for t in make_tensors(len_q=11, len_k=11, packed=form == "packed")]
-    tensors += [None, None, None, None]  # no indexer, no sinks
     cu_seqlens = torch.tensor([0, 4, 10], dtype=torch.int32) if form == "packed" else None
     key_lengths = torch.tensor([3, 11], dtype=torch.int32) if form == "key lengths" else None
-    options = Options(gradients=gradients, causal=True, window_left=5, scale_s=0.3, softcap_s=4.0)
-    problem = (cu_seqlens, cu_seqlens, key_lengths, None, None, *options)
-    needs_dot_t = gradients & ~STUDENT
-    rows = lib.KL | lib.LSE_T | lib.LSE_S | (lib.DOT_T if needs_dot_t else 0)
-    torch.library.opcheck(torch.ops.streamkl.forward, (*tensors, None, rows, *problem))
-    if gradients:
-        kl, lse_t, lse_s, *dot_t = torch.ops.streamkl.forward(*tensors, None, rows, *problem)
-        dot_t, ones = dot_t[0] if dot_t else None, torch.ones_like(kl)
-        torch.library.opcheck(torch.ops.streamkl.backward, (*tensors, lse_t, lse_s, kl, dot_t, ones, *problem))
-        rows = lib.KL | (lib.DOT_T if needs_dot_t else 0)
-        torch.library.opcheck(torch.ops.streamkl.forward_backward, (*tensors, lse_t, lse_s, ones, rows, *problem))
+    check_operators(tensors, gradients, cu_seqlens, key_lengths)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
