@@ -37,6 +37,10 @@ def errors_of(errors):
     return {f"{kind}_error": f"{worst([errors[name] for name in errors if name.startswith(kind)]):.2e}" for kind in kinds}
 
 
+def errors_text(errors):
+    return "relative errors: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
+
+
 def tflops(flops, ms):
     return rounded(flops / ms * 1e-9 if ms else None, ".1f")
 

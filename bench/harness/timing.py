@@ -12,6 +12,7 @@ import torch
 # Untimed rounds before the timed ones: for this long the clock under the power limit depends on the work before.
 WARM_UP_MS = 300
 SLOW_MS = 2000  # a call that takes longer is timed once
+BRIEF_MS = 1  # calls on a GPU are repeated for as long: the first one may wait for its launch
 LEAST_ROUNDS = 3
 
 
@@ -32,8 +33,13 @@ class Timing:
         return min(self.samples, default=None)
 
 
+def failures(timings):
+    """One text per call that was not measured."""
+    return [f"{name} failed: {timing.refusal}" for name, timing in timings.items() if timing.refusal]
+
+
 class Prepared:
-    """A call with an untimed preparation before every run: prepare() returns the function to time."""
+    """A call with an untimed preparation before every sample: prepare() returns the function to time."""
 
     def __init__(self, prepare):
         self.prepare = prepare
@@ -101,9 +107,19 @@ def first_timing(call, device):
     return Timing(refusal=refusal)
 
 
+def run_repeatedly(run, count):
+    for _ in range(count):
+        run()
+
+
+def repeats_of(ms, device):
+    """Calls of a sample."""
+    return max(1, min(100, round(BRIEF_MS / ms))) if device.type == "cuda" else 1
+
+
 def time_alternately(calls, device, rounds, sample_ms, shuffle=False):
-    """{name: Timing} of {name: call}. In a round every call runs once; enough rounds for sample_ms, at most `rounds`.
-    `shuffle`: in another order in every round.
+    """{name: Timing} of {name: call}. A round takes one sample of every call; enough rounds for sample_ms, at most
+    `rounds`. `shuffle`: in another order in every round.
 
     There is no host-device synchronization between WARM_UP_MS of untimed rounds and the last timed one. So launches
     run ahead of the GPU and their time is hidden, if the calls of a round take longer than their launches.
@@ -111,13 +127,14 @@ def time_alternately(calls, device, rounds, sample_ms, shuffle=False):
     device = torch.device(device)
     timings = {name: first_timing(call, device) for name, call in calls.items()}
     brief = [name for name, timing in timings.items() if timing.samples and timing.samples[0] <= SLOW_MS]
-    round_ms = sum(timings[name].samples[0] for name in brief)
+    repeats = {name: repeats_of(timings[name].samples[0], device) for name in brief}
+    round_ms = sum(timings[name].samples[0] * repeats[name] for name in brief)
     if not brief or rounds == 0:
         return timings
     timed = max(LEAST_ROUNDS, min(rounds, math.ceil(sample_ms / round_ms)))
     for _ in range(math.ceil((WARM_UP_MS if device.type == "cuda" else 0) / round_ms)):
         for name in brief:
-            ready(calls[name])()
+            run_repeatedly(ready(calls[name]), repeats[name])
     points, randomness = {name: [] for name in brief}, random.Random(0)
     for _ in range(timed):
         if shuffle:
@@ -125,10 +142,10 @@ def time_alternately(calls, device, rounds, sample_ms, shuffle=False):
         for name in brief:
             run = ready(calls[name])
             begin = now(device)
-            run()
+            run_repeatedly(run, repeats[name])
             points[name].append((begin, now(device)))
             del run  # with what it prepared
     synchronize(device)
     for name in brief:
-        timings[name].samples = [milliseconds(*pair) for pair in points[name]]
+        timings[name].samples = [milliseconds(*pair) / repeats[name] for pair in points[name]]
     return timings

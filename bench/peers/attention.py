@@ -34,7 +34,8 @@ def with_autograd(name, version, shape, forward, leaves, weight=None):
 
     def prepare_backward():
         result = forward()
-        return lambda: torch.autograd.grad(result, leaves, upstream_of(result))
+        upstream = upstream_of(result)
+        return lambda: torch.autograd.grad(result, leaves, upstream, retain_graph=True)
 
     def step():
         result = forward()
@@ -84,6 +85,11 @@ def attention_kl(name, function_of):
 
 
 def compiled(function):
+    """torch.compile, without reuse of saved buffers in the backward: a sample runs several backwards of one graph."""
+    import torch._functorch.config as config
+
+    if hasattr(config, "donated_buffer"):
+        config.donated_buffer = False
     return torch.compile(function, dynamic=False)
 
 

@@ -22,9 +22,9 @@ import torch
 
 from harness.attention import Shape, exact_rows
 from harness.library import DTYPES, Calls, address, addresses, lib
-from harness.report import errors_of, ratio, rounded, tflops, times_of
+from harness.report import errors_of, errors_text, ratio, rounded, tflops, times_of
 from harness.run import Result
-from harness.timing import release_memory
+from harness.timing import failures, release_memory
 from peers.attention import leaves_of, sdpa
 from streamkl._problem import DK_S, DQ_S, DV_S
 
@@ -227,7 +227,7 @@ def measure(case, run):
         release_memory()
     timings = run.time(CarriedCalls(case, run.device).all())
     ms = {method: timing.median for method, timing in timings.items()}
-    result.wrong += [f"{method} failed: {timing.refusal}" for method, timing in timings.items() if timing.refusal]
+    result.wrong += failures(timings)
     for method, timing in timings.items():
         is_ours = method in (CARRIED, WITH_KL)
         row = columns_of(case) | {"method": method} | times_of(timing)
@@ -237,5 +237,5 @@ def measure(case, run):
     if all(ms.get(method) for method in (FORWARD, CUDNN, CARRIED)):
         added = added_percent(ms[FORWARD], ms[CUDNN], ms[CARRIED])
         result.lines.append(f"carried adds {added:+.1f} % to forward and backward")
-    result.lines += ["relative errors: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items())] if errors else []
+    result.lines += [errors_text(errors)] if errors else []
     return result

@@ -21,7 +21,7 @@ import streamkl
 from harness.library import DTYPES, FORWARD, ONE_PASS
 from harness.report import ratio, rounded, times_of
 from harness.run import Result
-from harness.timing import Prepared
+from harness.timing import Prepared, failures
 
 from .peers import numbers
 
@@ -115,4 +115,4 @@ def measure(case, run):
         other = timings[SDPA[name]].median if name in SDPA else None
         row = {"call": name, **times_of(timing), "sdpa_ratio": rounded(ratio(timing.median, other), ".2f")}
         rows.append(columns_of(case) | row)
-    return Result(rows, wrong=[f"{name} failed: {timing.refusal}" for name, timing in timings.items() if timing.refusal])
+    return Result(rows, wrong=failures(timings))

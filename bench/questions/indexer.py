@@ -27,7 +27,7 @@ import torch
 from harness.attention import WRONG, Shape, random_tensors, relative_error
 from harness.library import DTYPES, FORWARD, STEP, Calls, address, addresses, lib
 from harness.method import PEER_WRONG, Method, make_peer, refusing, time_methods
-from harness.report import bytes_text, ratio, rounded
+from harness.report import bytes_text, errors_text, ratio, rounded
 from harness.run import Result
 from harness.timing import release_memory
 from peers.attention import cudnn_version, sdpa
@@ -361,8 +361,7 @@ def check_small(case, device):
     lines, wrong = [], []
     for method in [*ours(tensors, case), naive(tensors, case), naive(in_float64, case, "naive, f64")]:
         method.errors = exact.errors(method.step())
-        found = ", ".join(f"{name} {error:.1e}" for name, error in method.errors.items())
-        lines.append(f"relative errors at N={case.length}, {method.name}: {found}")
+        lines.append(f"N={case.length}, {method.name}: {errors_text(method.errors)}")
         wrong += wrong_of(method)
     return lines, wrong
 

@@ -4,7 +4,7 @@
     bench/run.py overhead --device cpu    # on tensors of size 1
 
 On a GPU, calls are submitted without waiting for their kernels, on small tensors; then the time of a loss and its gradients
-is compared with that of its operators alone.
+is compared with that of the C calls alone.
 """
 
 import statistics
@@ -16,14 +16,14 @@ from dataclasses import dataclass
 import torch
 
 import streamkl
-from harness.library import lib
+from harness.attention import Shape, prepared_calls
+from harness.library import BACKWARD, FORWARD, ONE_PASS, RUN, lib
 from harness.report import rounded
 from harness.run import Result
-from streamkl import _call
-from streamkl._problem import DK_S, DQ_S, Options
+from peers.attention import leaves_of
 
-COLUMNS = "date gpu torch commit case call us ms of_operators note".split()
-SHOWN = "call us ms of_operators".split()
+COLUMNS = "date gpu torch commit case call us ms of_c_calls note".split()
+SHOWN = "call us ms of_c_calls".split()
 IMPORT = "import torch, time; begin = time.perf_counter(); import streamkl; print(time.perf_counter() - begin)"
 
 
@@ -70,21 +70,25 @@ def host_microseconds(run, device, calls=20, samples=50):
     return (statistics.median(times[1:]) if on_gpu else min(times[1:])) * 1e6
 
 
-def c_call(tensors):
+def shape_of(size, dtype):
+    """Of tensors [1, heads, length, dim]."""
+    _, heads, length, dim = size
+    return Shape("", heads, heads, dim, heads, heads, dim, length=length, dtype_t=dtype, dtype_s=dtype)
+
+
+def c_call(calls):
     """The forward in C, with structs and memory that are ready."""
-    prepared = []
-    call, given = _call.prepare(lib.FORWARD, lib.KL, (*tensors, *[None] * 14), Options(causal=True, heads_first=True))
-    made = call(given, lambda *arguments: prepared.append(arguments))
-    plan, op, inputs, outputs, device = prepared[0]
-    run, size = lib.run_function(op), plan.workspace_sizes[op]
-    memory = torch.empty(size, dtype=torch.uint8, device=device)
-    arguments = (plan.handle, inputs, *outputs, memory.data_ptr(), size, _call.stream_of(device))
-    return lambda keep=(made, memory): lib.check(run(*arguments))
+    ((operation, *structs),) = calls.calls[FORWARD]
+    workspace, stream = calls.workspace, torch.cuda.current_stream().cuda_stream if calls.device.type == "cuda" else None
+    run = getattr(calls.library, RUN[operation])
+    arguments = (calls.plan.handle, *structs, workspace.data_ptr(), workspace.numel(), stream)
+    return lambda keep=calls: lib.check(run(*arguments))
 
 
-def host_calls(device, shape, dtype):
-    """{name: call} on tensors [batch, heads, length, dim]."""
-    plain = [torch.randn(shape, device=device, dtype=dtype) for _ in range(4)]
+def host_calls(device, size, dtype):
+    """{name: call} on tensors [1, heads, length, dim]."""
+    calls = prepared_calls(shape_of(size, dtype), device)
+    plain = list(calls.tensors.values())
     student = [*plain[:2], *(tensor.clone().requires_grad_() for tensor in plain[2:])]
     _, *lses = streamkl.attention_kl(*plain, causal=True, layout="bhnd", return_lse=True)
     lses, output = dict(zip(("lse_t", "lse_s"), lses)), torch.ones_like(plain[0])
@@ -98,7 +102,7 @@ def host_calls(device, shape, dtype):
         call().backward(*upstream)
 
     return {
-        "C call, forward": c_call(plain),
+        "C call, forward": c_call(calls),
         "forward": lambda: forward(plain),
         "forward that records a graph": lambda: forward(student),
         "forward and backward": lambda: with_backward(lambda: forward(student)),
@@ -118,28 +122,23 @@ def import_seconds():
 
 
 def gpu_calls(device, length, heads=16, dim=128):
-    """{name: call}: attention_kl with its gradients, and its operators alone, on the same tensors."""
-    tensors = [torch.randn((1, heads, length, dim), device=device, dtype=torch.bfloat16) for _ in range(4)]
-    leaves = [*tensors[:2], *(tensor.clone().requires_grad_() for tensor in tensors[2:])]
-    problem = (*[None] * 5, *Options(gradients=DQ_S | DK_S, causal=True, heads_first=True))
-    inputs, rows = (*tensors, *[None] * 4), lib.KL | lib.LSE_T | lib.LSE_S
-    kl, lse_t, lse_s = torch.ops.streamkl.forward(*inputs, None, rows, *problem)
-    weight = torch.full_like(kl, 1 / kl.numel())
+    """{name: call}: attention_kl with its gradients, and the C calls alone, on the same tensors."""
+    calls = prepared_calls(shape_of((1, heads, length, dim), "bf16"), device)
+    q_t, k_t, *student = calls.tensors.values()
+    leaves, lses = leaves_of(*student), {name: calls.rows[name] for name in ("lse_t", "lse_s")}
 
     def two_passes():
-        torch.ops.streamkl.forward(*inputs, None, rows, *problem)
-        torch.ops.streamkl.backward(*inputs, lse_t, lse_s, None, None, weight, *problem)
+        calls.run(FORWARD)
+        calls.run(BACKWARD)
 
-    def one_pass():
-        torch.ops.streamkl.forward_backward(*inputs, lse_t, lse_s, None, lib.KL, *problem)
-
-    def loss(**lses):
-        leaves[2].grad = leaves[3].grad = None
-        streamkl.attention_kl(*leaves, causal=True, layout="bhnd", **lses).backward()
+    def loss(**given):
+        for leaf in leaves:
+            leaf.grad = None
+        streamkl.attention_kl(q_t, k_t, *leaves, causal=True, layout="bhnd", **given).backward()
 
     return {
         "two passes": two_passes, "two passes, attention_kl": loss,
-        "one pass": one_pass, "one pass, attention_kl": lambda: loss(lse_t=lse_t, lse_s=lse_s),
+        "one pass": lambda: calls.run(ONE_PASS), "one pass, attention_kl": lambda: loss(**lses),
     }  # fmt: skip
 
 
@@ -147,14 +146,13 @@ def measure(case, run):
     if case.length:
         timings = run.time(gpu_calls(run.device, case.length))
         ms = {name: timing.median for name, timing in timings.items()}
-        operators = {name: ms[name.split(",")[0]] for name in ms}
-        figures = {name: {"ms": f"{ms[name]:.4f}", "of_operators": f"{ms[name] / operators[name]:.2f}"} for name in ms}
+        alone = {name: ms[name.split(",")[0]] for name in ms}
+        figures = {name: {"ms": f"{ms[name]:.4f}", "of_c_calls": f"{ms[name] / alone[name]:.2f}"} for name in ms}
     else:
         on_gpu = run.device.type == "cuda"
-        shape, dtype = ((1, 16, 256, 64), torch.bfloat16) if on_gpu else ((1, 1, 1, 1), torch.float32)
         if not on_gpu:
             torch.set_num_threads(1)
-        calls = host_calls(run.device, shape, dtype)
+        calls = host_calls(run.device, *(((1, 16, 256, 64), "bf16") if on_gpu else ((1, 1, 1, 1), "f32")))
         figures = {name: {"us": rounded(host_microseconds(call, run.device), ".1f")} for name, call in calls.items()}
         figures["import streamkl, after import torch"] = {"us": rounded(import_seconds() * 1e6, ".0f")}
     return Result([columns_of(case) | {"call": name, **figure} for name, figure in figures.items()])

@@ -27,7 +27,7 @@ import torch
 
 from harness.attention import FORWARD_GIVEN, AttentionCalls, Exact, Shape, prepared_calls, random_tensors
 from harness.library import BACKWARD, FORWARD, ONE_PASS, STEP
-from harness.report import errors_of, ratio, rounded, tflops, worst
+from harness.report import errors_of, errors_text, ratio, rounded, tflops, worst
 from harness.run import Result
 from harness.timing import refusal_of, release_memory
 from peers.attention import PEERS, leaves_of, sdpa
@@ -221,7 +221,7 @@ def measure(shape, run, base=BASE):
     given, result, errors = run.given, Result(), {}
     if given.check or given.check_only:
         errors, result.wrong = check(shape, run.device)
-        result.lines.append("relative errors: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
+        result.lines.append(errors_text(errors))
         release_memory()
     if given.check_only:
         return result

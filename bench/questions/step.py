@@ -24,6 +24,7 @@ import torch
 import streamkl
 from harness.report import rounded, times_of
 from harness.run import Result
+from harness.timing import failures
 
 COLUMNS = (
     "date gpu torch commit kind teacher student length layers checkpointing attention variant ms fastest_ms percent"
@@ -261,4 +262,4 @@ def measure(setup, run):
     steps = layer_steps(setup, run.device, attention) if is_plain else hugging_face_steps(setup, run.device)
     timings = run.time(steps)
     rows = [columns_of(setup) | {"attention": attention} | row for row in rows_of(timings)]
-    return Result(rows, wrong=[f"{variant} failed: {timing.refusal}" for variant, timing in timings.items() if timing.refusal])
+    return Result(rows, wrong=failures(timings))

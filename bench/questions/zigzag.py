@@ -20,8 +20,9 @@ from dataclasses import dataclass
 import torch
 
 from harness.library import ONE_PASS, STEP, lib
-from harness.report import ratio, rounded, times_of
+from harness.report import errors_text, ratio, rounded, times_of
 from harness.run import Result
+from harness.timing import failures
 from streamkl._options import Lengths
 from streamkl._problem import DK_S, DQ_S, Options
 from streamkl.parallel._layout import Layout, gather_order, inverse_of
@@ -144,13 +145,13 @@ def measure(case, run):
     errors = split.errors(steps)
     wrong = [f"{name} is off by {error:.1e}" for name, error in errors.items() if not error <= LIMITS[name]]
     timings = run.time({**steps, "ordering": split.ordering()}, shuffle=True)
-    wrong += [f"{place} failed: {timing.refusal}" for place, timing in timings.items() if timing.refusal]
+    wrong += failures(timings)
     unsplit = timings["unsplit"].median
     rows = [
         columns_of(case) | {"rank": place, **times_of(timing), "of_unsplit": rounded(ratio(timing.median, unsplit), ".4f")}
         for place, timing in timings.items()
     ]
-    lines = ["errors of the sums over ranks: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items())]
+    lines = [f"sums over ranks: {errors_text(errors)}"]
     ranks = [timing.median for place, timing in timings.items() if place.startswith("rank")]
     if all(ranks) and unsplit:
         mean = statistics.mean(ranks)

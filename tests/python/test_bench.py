@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
@@ -14,7 +15,7 @@ from harness import method, report  # noqa: E402
 from harness.attention import Shape  # noqa: E402
 from harness.library import BACKWARD, FORWARD, ONE_PASS, STEP  # noqa: E402
 from harness.run import Result, Run  # noqa: E402
-from harness.timing import Prepared, Timing, time_alternately  # noqa: E402
+from harness.timing import Prepared, Timing, repeats_of, time_alternately  # noqa: E402
 from questions import carried, indexer, peers, shapes, step, zigzag  # noqa: E402
 
 # ---- The command line ----------------------------------------------------------------------------------------------
@@ -104,6 +105,11 @@ def test_calls_alternate_and_their_preparation_is_not_timed():
     timings = time_alternately(calls, "cpu", rounds=4, sample_ms=1e9)
     assert order == ["plain"] * 2 + ["prepared"] * 2 + ["plain", "prepared"] * 4
     assert len(timings["prepared"].samples) == 4 and timings["prepared"].median < 25
+
+
+def test_brief_calls_of_a_gpu_are_repeated():
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert [repeats_of(ms, gpu) for ms in (1e-4, 0.05, 0.4, 3.0)] == [100, 20, 2, 1] and repeats_of(0.05, cpu) == 1
 
 
 # ---- Work and rows -------------------------------------------------------------------------------------------------
